@@ -1,0 +1,213 @@
+// Vectors, number formats and exp for the CPU kernels.
+//
+// Everything here is written with the vector types of GCC and Clang, whose width is fixed by the instruction set
+// that the file is compiled for. rows.cc is compiled once for each instruction set, each time with another
+// JAXSOFT_ISA; all names live in the namespace JAXSOFT_ISA, and no template of the standard library is used, so
+// that the linker can never hand code with AVX-512 instructions to the baseline build.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define JAXSOFT_VECTOR_BYTES 64
+#elif defined(__AVX2__)
+#define JAXSOFT_VECTOR_BYTES 32
+#else
+#define JAXSOFT_VECTOR_BYTES 16
+#endif
+
+namespace JAXSOFT_ISA {
+
+#define JAXSOFT_VECTOR(name, element, bytes) typedef element name __attribute__((vector_size(bytes)))
+JAXSOFT_VECTOR(F32, float, JAXSOFT_VECTOR_BYTES);
+JAXSOFT_VECTOR(I32, int32_t, JAXSOFT_VECTOR_BYTES);
+JAXSOFT_VECTOR(U32, uint32_t, JAXSOFT_VECTOR_BYTES);
+JAXSOFT_VECTOR(U16, uint16_t, JAXSOFT_VECTOR_BYTES / 2);  // as many lanes as F32
+JAXSOFT_VECTOR(F32Half, float, JAXSOFT_VECTOR_BYTES / 2);
+JAXSOFT_VECTOR(F64, double, JAXSOFT_VECTOR_BYTES);
+JAXSOFT_VECTOR(I64, int64_t, JAXSOFT_VECTOR_BYTES);
+#undef JAXSOFT_VECTOR
+
+template <class To, class From>
+inline To bits(From from) {
+  static_assert(sizeof(To) == sizeof(From), "same size");
+  To to;
+  memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+// A 16-bit number in memory. Arithmetic is in f32.
+struct BFloat16 { uint16_t raw; };
+struct Float16 { uint16_t raw; };
+
+inline F32 widen(U16 raw, BFloat16) { return bits<F32>(__builtin_convertvector(raw, U32) << 16); }
+
+inline U16 narrow(F32 x, BFloat16) {  // to nearest, ties to even; a NaN stays a NaN
+  U32 u = bits<U32>(x);
+  U32 rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  U32 quiet = (u >> 16) | 0x40u;
+  return __builtin_convertvector(x != x ? quiet : rounded, U16);
+}
+
+#if defined(__AVX512F__)
+inline F32 widen(U16 raw, Float16) { return (F32)_mm512_cvtph_ps((__m256i)raw); }
+inline U16 narrow(F32 x, Float16) { return (U16)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT); }
+#elif defined(__F16C__)
+inline F32 widen(U16 raw, Float16) { return (F32)_mm256_cvtph_ps((__m128i)raw); }
+inline U16 narrow(F32 x, Float16) { return (U16)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT); }
+#else
+inline F32 widen(U16 raw, Float16) {
+  U32 u = __builtin_convertvector(raw, U32);
+  U32 sign = (u & 0x8000u) << 16, magnitude = (u & 0x7fffu) << 13;
+  // The exponent is rebased by a multiplication, which is exact and makes subnormals normal.
+  F32 finite = bits<F32>(magnitude) * 0x1p112f;
+  U32 special = magnitude | 0x7f800000u;
+  return bits<F32>(sign | ((u & 0x7c00u) == 0x7c00u ? special : bits<U32>(finite)));
+}
+inline U16 narrow(F32 x, Float16) {  // to nearest, ties to even
+  U32 u = bits<U32>(x), sign = (u >> 16) & 0x8000u, a = u & 0x7fffffffu;
+  U32 normal = (a - 0x38000000u + 0xfffu + ((a >> 13) & 1u)) >> 13;
+  // Adding 0.5 lets the floating-point unit round a subnormal: its last place is then 2^-24.
+  U32 subnormal = bits<U32>(bits<F32>(a) + 0.5f) - 0x3f000000u;
+  U32 result = a < 0x38800000u ? subnormal : normal;
+  result = a >= 0x477ff000u ? (U32{} + 0x7c00u) : result;
+  result = a > 0x7f800000u ? (U32{} + 0x7e00u) : result;
+  return __builtin_convertvector(sign | result, U16);
+}
+#endif
+
+// Lanes<T>: how elements of type T are loaded into vectors of the type that they are computed in, and stored.
+// A partial load fills the lanes past `count` with `fill`.
+template <class T>
+struct Lanes16 {
+  typedef F32 V;
+  typedef float Scalar;
+  static constexpr int64_t lanes = sizeof(F32) / sizeof(float);
+  static V load(const T* p) {
+    U16 raw;
+    memcpy(&raw, p, sizeof raw);
+    return widen(raw, T{});
+  }
+  static void store(T* p, V v) {
+    U16 raw = narrow(v, T{});
+    memcpy(p, &raw, sizeof raw);
+  }
+  static V load_part(const T* p, int64_t count, float fill) {
+    U16 raw = narrow(V{} + fill, T{});
+    memcpy(&raw, p, count * sizeof(T));
+    return widen(raw, T{});
+  }
+  static void store_part(T* p, V v, int64_t count) {
+    U16 raw = narrow(v, T{});
+    memcpy(p, &raw, count * sizeof(T));
+  }
+};
+
+template <class T, class Vector>
+struct LanesNative {
+  typedef Vector V;
+  typedef T Scalar;
+  static constexpr int64_t lanes = sizeof(V) / sizeof(T);
+  static V load(const T* p) {
+    V v;
+    memcpy(&v, p, sizeof v);
+    return v;
+  }
+  static void store(T* p, V v) { memcpy(p, &v, sizeof v); }
+  static V load_part(const T* p, int64_t count, T fill) {
+    V v = V{} + fill;
+    memcpy(&v, p, count * sizeof(T));
+    return v;
+  }
+  static void store_part(T* p, V v, int64_t count) { memcpy(p, &v, count * sizeof(T)); }
+};
+
+template <class T> struct Lanes;
+template <> struct Lanes<BFloat16> : Lanes16<BFloat16> {};
+template <> struct Lanes<Float16> : Lanes16<Float16> {};
+template <> struct Lanes<float> : LanesNative<float, F32> {};
+template <> struct Lanes<double> : LanesNative<double, F64> {};
+
+// exp, within 1 unit in the last place, gradual underflow and NaN included: x = n log 2 + r, |r| <= log(2)/2, and
+// exp(r) = 1 + r + r^2 P(r), where P is the Chebyshev interpolation of (exp(r) - 1 - r) / r^2 on that interval
+// (its error relative to exp(r): 1.0e-8 for f32, 9.7e-17 for f64). 2^n is applied as two factors, as n may lie
+// outside the exponents that one of them can have.
+inline F32 exp(F32 x) {
+  x = x > 89.0f ? F32{} + 89.0f : x;
+  x = x < -105.0f ? F32{} - 105.0f : x;
+  const float round = 0x1.8p23f;  // adding it leaves the nearest integer in the low bits
+  F32 t = x * 0x1.715476p0f + round;
+  F32 n = t - round;
+  F32 r = (x - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f;
+  F32 p = r * 0x1.6d1109p-10f + 0x1.120b6ep-7f;
+  p = p * r + 0x1.555519p-5f;
+  p = p * r + 0x1.5554dcp-3f;
+  p = p * r + 0x1p-1f;
+  p = p * (r * r) + r + 1.0f;
+  I32 e = bits<I32>(t) - bits<int32_t>(round);
+  I32 e1 = e >> 1, e2 = e - e1;
+  return p * bits<F32>((e1 + 127) << 23) * bits<F32>((e2 + 127) << 23);
+}
+
+inline F64 exp(F64 x) {
+  x = x > 710.0 ? F64{} + 710.0 : x;
+  x = x < -750.0 ? F64{} - 750.0 : x;
+  const double round = 0x1.8p52;
+  F64 t = x * 0x1.71547652b82fep0 + round;
+  F64 n = t - round;
+  F64 r = (x - n * 0x1.62e42fefa0000p-1) - n * 0x1.cf79abc9e3b3ap-40;
+  F64 p = r * 0x1.b3848ca9b1b6ep-26 + 0x1.28da951ff5a73p-22;
+  p = p * r + 0x1.71dbc8cd404e5p-19;
+  p = p * r + 0x1.a01977bb1c123p-16;
+  p = p * r + 0x1.a01a0274bd48ap-13;
+  p = p * r + 0x1.6c16c18a18cefp-10;
+  p = p * r + 0x1.11111110f56e5p-7;
+  p = p * r + 0x1.5555555551058p-5;
+  p = p * r + 0x1.5555555555596p-3;
+  p = p * r + 0x1.0000000000003p-1;
+  p = p * (r * r) + r + 1.0;
+  I64 e = bits<I64>(t) - bits<int64_t>(round);
+  I64 e1 = e >> 1, e2 = e - e1;
+  return p * bits<F64>((e1 + 1023) << 52) * bits<F64>((e2 + 1023) << 52);
+}
+
+inline F32 maximum(F32 a, F32 b) { return b > a ? b : a; }  // a NaN in b is passed over
+inline F64 maximum(F64 a, F64 b) { return b > a ? b : a; }
+
+// Widens to double before adding, so that the length of a row costs no accuracy.
+inline F64 plus(F64 sum, F64 v) { return sum + v; }
+inline F64 plus(F64 sum, F32 v) {
+  F32Half low, high;
+  memcpy(&low, &v, sizeof low);
+  memcpy(&high, (const char*)&v + sizeof low, sizeof high);
+  return sum + (__builtin_convertvector(low, F64) + __builtin_convertvector(high, F64));
+}
+
+// Folds the upper half of a vector onto the lower one until 16 bytes are left.
+template <class Scalar, class V, class Fold>
+inline Scalar reduce(V v, Fold fold) {
+  if constexpr (sizeof(V) > 16) {
+    typedef Scalar Half __attribute__((vector_size(sizeof(V) / 2)));
+    Half low, high;
+    memcpy(&low, &v, sizeof low);
+    memcpy(&high, (const char*)&v + sizeof low, sizeof high);
+    return reduce<Scalar>((Half)fold(low, high), fold);
+  } else {
+    Scalar r = v[0];
+    for (unsigned i = 1; i < sizeof(V) / sizeof(Scalar); i++) r = fold(r, (Scalar)v[i]);
+    return r;
+  }
+}
+template <class Scalar, class V>
+inline Scalar reduce_max(V v) {
+  return reduce<Scalar>(v, [](auto a, auto b) { return b > a ? b : a; });
+}
+inline double reduce_sum(F64 v) {
+  return reduce<double>(v, [](auto a, auto b) { return a + b; });
+}
+
+}  // namespace JAXSOFT_ISA

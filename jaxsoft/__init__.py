@@ -1,0 +1,39 @@
+"""jaxsoft: softmax, log-softmax and log-sum-exp for JAX, by online reduction over (maximum, sum of exponentials)."""
+
+from importlib.metadata import version as _version
+
+from jaxsoft._implementations import implementations
+from jaxsoft._log_softmax import log_softmax
+from jaxsoft._logsumexp import logsumexp
+from jaxsoft._softmax import softmax
+from jaxsoft.fold import (
+    State,
+    combine,
+    cumlogsumexp,
+    identity,
+    lse,
+    merge_softmax,
+    merge_softmax_lse,
+    running_states,
+    state,
+    update_output,
+)
+
+__version__ = _version("jaxsoft")
+
+__all__ = [
+    "State",
+    "combine",
+    "cumlogsumexp",
+    "identity",
+    "implementations",
+    "log_softmax",
+    "logsumexp",
+    "lse",
+    "merge_softmax",
+    "merge_softmax_lse",
+    "running_states",
+    "softmax",
+    "state",
+    "update_output",
+]

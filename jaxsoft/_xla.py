@@ -1,0 +1,21 @@
+"""`implementation="xla"`: jax.nn where it has the function, else the formulas, in plain JAX for XLA to fuse.
+
+16-bit rows are computed in f32 and rounded once, which jax.nn by itself does not do.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxsoft import fold
+from jaxsoft._formulas import Operation, row_operations
+from jaxsoft.fold import accumulator
+
+
+def _softmax(x: jax.Array) -> tuple[jax.Array]:
+    return (jax.nn.softmax(x.astype(accumulator(x.dtype)), axis=-1).astype(x.dtype),)
+
+
+OPERATIONS: dict[str, Operation] = {
+    **row_operations(fold.state, lambda x: jnp.sum(x, axis=-1)),
+    "softmax": _softmax,
+}

@@ -1,0 +1,3 @@
+OPERATIONS = {}
+def unavailable(platform): return "todo"
+def unsupported(operands): return None
