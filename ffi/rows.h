@@ -8,6 +8,8 @@
 //   jaxsoft_log_softmax_vjp  x, m, s, g -> dx       g - p * sum(g),  p = exp(x - m) / s
 //   jaxsoft_state            x -> m, s
 //   jaxsoft_logsumexp_vjp    x, m, s, g -> dx       p * g,  g one a row
+// Those that reduce have one result more, a workspace of bytes: scratch that XLA allocates with the other buffers, as
+// what a handler asks for while a CUDA graph is recorded would be gone when the graph runs.
 #pragma once
 
 #include <cstdint>
@@ -86,9 +88,9 @@ inline ffi::Error check(ffi::AnyBuffer x, std::initializer_list<ffi::AnyBuffer> 
   XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxsoft_##name, space::name, xla::ffi::Ffi::Bind() context buffers, \
                                 {xla::ffi::Traits::kCmdBufferCompatible})
 #define JAXSOFT_TARGETS(space, context)                                                                       \
-  JAXSOFT_TARGET(space, context, softmax, JAXSOFT_X JAXSOFT_Y);                                               \
-  JAXSOFT_TARGET(space, context, softmax_vjp, JAXSOFT_X JAXSOFT_X JAXSOFT_Y);                                 \
-  JAXSOFT_TARGET(space, context, log_softmax, JAXSOFT_X JAXSOFT_Y JAXSOFT_Y JAXSOFT_Y);                       \
-  JAXSOFT_TARGET(space, context, log_softmax_vjp, JAXSOFT_X JAXSOFT_X JAXSOFT_X JAXSOFT_X JAXSOFT_Y);         \
-  JAXSOFT_TARGET(space, context, state, JAXSOFT_X JAXSOFT_Y JAXSOFT_Y);                                       \
+  JAXSOFT_TARGET(space, context, softmax, JAXSOFT_X JAXSOFT_Y JAXSOFT_Y);                                     \
+  JAXSOFT_TARGET(space, context, softmax_vjp, JAXSOFT_X JAXSOFT_X JAXSOFT_Y JAXSOFT_Y);                       \
+  JAXSOFT_TARGET(space, context, log_softmax, JAXSOFT_X JAXSOFT_Y JAXSOFT_Y JAXSOFT_Y JAXSOFT_Y);             \
+  JAXSOFT_TARGET(space, context, log_softmax_vjp, JAXSOFT_X JAXSOFT_X JAXSOFT_X JAXSOFT_X JAXSOFT_Y JAXSOFT_Y); \
+  JAXSOFT_TARGET(space, context, state, JAXSOFT_X JAXSOFT_Y JAXSOFT_Y JAXSOFT_Y);                             \
   JAXSOFT_TARGET(space, context, logsumexp_vjp, JAXSOFT_X JAXSOFT_X JAXSOFT_X JAXSOFT_X JAXSOFT_Y)

@@ -23,7 +23,10 @@ def with_forward_mode(f: jax.custom_vjp, tangent: Callable[..., jax.Array]) -> C
       f: a custom_vjp function of rows (..., n), whose residuals are a tuple of arrays with the same leading dimensions.
       tangent: (*residuals, t) -> the directional derivative along t, in differentiable JAX code.
     """
-    derivative = _Derivative(tangent, f.bwd)
+    fwd, bwd = f.fwd, f.bwd
+    if fwd is None or bwd is None:
+        raise ValueError("f has no rules yet: call f.defvjp first")
+    derivative = _Derivative(tangent, bwd)
 
     @jax.custom_jvp
     def function(x):
@@ -31,7 +34,7 @@ def with_forward_mode(f: jax.custom_vjp, tangent: Callable[..., jax.Array]) -> C
 
     @function.defjvp
     def function_jvp(primals, tangents):
-        y, residuals = f.fwd(*primals)
+        y, residuals = fwd(*primals)
         (y_dot,) = linear_p.bind(*residuals, *tangents, derivative=derivative)
         return y, y_dot
 
@@ -43,7 +46,7 @@ class _Derivative:
     """The linear map t -> tangent(*residuals, t), and its transpose g -> pullback(residuals, g)."""
 
     tangent: Callable[..., jax.Array]
-    pullback: Callable[..., tuple[jax.Array]]
+    pullback: Callable[..., tuple[jax.Array, ...]]
 
 
 linear_p = Primitive("jaxsoft_derivative")

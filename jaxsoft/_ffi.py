@@ -8,18 +8,20 @@ that the installed XLA would refuse: XLA answers such a registration by disablin
 import ctypes
 import functools
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
-import jaxsoft
 from jaxsoft.fold import accumulator
 
 TARGETS = ("softmax", "softmax_vjp", "log_softmax", "log_softmax_vjp", "state", "logsumexp_vjp")
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 _XLA_NAMES = {"cpu": "cpu", "cuda": "CUDA"}
+# Where a long row is split over blocks of a GPU, their states wait here: 24 bytes each, four for each multiprocessor.
+_WORKSPACE = jax.ShapeDtypeStruct((1 << 14,), jnp.uint8)
 _BUILD_HINT = {
     "cpu": "install jaxsoft from its source tree, which builds it",
     "cuda": "install jaxsoft again with nvcc 12.8 or newer on the PATH",
@@ -27,7 +29,7 @@ _BUILD_HINT = {
 
 
 def _find(platform: str) -> Path | None:
-    for folder in jaxsoft.__path__:
+    for folder in sys.modules["jaxsoft"].__path__:  # several where it is installed for development
         for path in Path(folder, "lib").glob(f"*jaxsoft_{platform}.*"):
             return path
     return None
@@ -75,17 +77,17 @@ def _call(target: str, results: str) -> Callable[..., tuple[jax.Array, ...]]:
     def kernel(x: jax.Array, *rest: jax.Array) -> tuple[jax.Array, ...]:
         full = jax.ShapeDtypeStruct(x.shape, x.dtype)
         statistic = jax.ShapeDtypeStruct(x.shape[:-1], accumulator(x.dtype))
-        types = tuple({"x": full, "r": statistic}[kind] for kind in results)
-        return jax.ffi.ffi_call(f"jaxsoft_{target}", types)(x, *rest)
+        types = tuple({"x": full, "r": statistic, "w": _WORKSPACE}[kind] for kind in results)
+        return tuple(jax.ffi.ffi_call(f"jaxsoft_{target}", types)(x, *rest)[: len(results.rstrip("w"))])
 
     return kernel
 
 
 OPERATIONS = {
-    "softmax": _call("softmax", "x"),
-    "softmax_vjp": _call("softmax_vjp", "x"),
-    "log_softmax": _call("log_softmax", "xrr"),
-    "log_softmax_vjp": _call("log_softmax_vjp", "x"),
-    "state": _call("state", "rr"),
+    "softmax": _call("softmax", "xw"),
+    "softmax_vjp": _call("softmax_vjp", "xw"),
+    "log_softmax": _call("log_softmax", "xrrw"),
+    "log_softmax_vjp": _call("log_softmax_vjp", "xw"),
+    "state": _call("state", "rrw"),
     "logsumexp_vjp": _call("logsumexp_vjp", "x"),
 }

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from jaxsoft import _ffi, _reference, _xla, pallas_kernels
+import jaxsoft.pallas_kernels as pallas_kernels
+from jaxsoft import _ffi, _reference, _xla
 from jaxsoft._formulas import Operation
 
 # What `implementation=None` tries, in this order. XLA always works.
@@ -110,8 +111,8 @@ def _raise_for(implementation: str, reason: str | None, operands: Sequence[jax.c
     if reason is None:
         return
     able = [name for name, impl in IMPLEMENTATIONS.items() if impl.operations and not impl.unsupported(operands)]
-    able = ", ".join(repr(name) for name in able if name != implementation)
+    others = ", ".join(repr(name) for name in able if name != implementation)
     raise ValueError(
         f"implementation={implementation!r} cannot serve this call: {reason}. implementation=None always works; by "
-        f"name, these take such operands where they are available: {able}"
+        f"name, these take such operands where they are available: {others}"
     )

@@ -30,11 +30,15 @@ def partitioned(operation: str, kernel: Operation, kinds: str) -> Callable[..., 
 
     def partition(mesh, operands, results):
         spec = _spec(operands[0])
-        rows, last = spec[:-1], spec[-1]
-        results = jax.tree.map(lambda r: NamedSharding(mesh, PartitionSpec(*(spec if _full(r, operands) else rows))), results)
-        operand_shardings = tuple(NamedSharding(mesh, PartitionSpec(*(spec if kind == "x" else rows))) for kind in kinds)
-        local = call if last is None else row_operations(*_reductions(last))[operation]
-        return mesh, _on_one_device(local), results, operand_shardings
+        full, statistic = NamedSharding(mesh, PartitionSpec(*spec)), NamedSharding(mesh, PartitionSpec(*spec[:-1]))
+        ndim = len(spec)
+        local = call if spec[-1] is None else row_operations(*_reductions(spec[-1]))[operation]
+        return (
+            mesh,
+            _on_one_device(local),
+            jax.tree.map(lambda result: full if len(result.shape) == ndim else statistic, results),
+            tuple(full if kind == "x" else statistic for kind in kinds),
+        )
 
     function.def_partition(partition, sharding_rule=functools.partial(_sharding_rule, kinds))
     return function
@@ -59,10 +63,6 @@ def can_partition() -> bool:
 def _spec(x: jax.ShapeDtypeStruct) -> tuple:
     spec = x.sharding.spec
     return (*spec, *(None,) * (len(x.shape) - len(spec)))
-
-
-def _full(result, operands) -> bool:
-    return len(result.shape) == len(operands[0].shape)
 
 
 def _sharding_rule(kinds: str, mesh, operand_types, result_types) -> str:

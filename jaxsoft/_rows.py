@@ -8,7 +8,8 @@ orders ask for, is that of its formula.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +88,8 @@ def _abstract_eval(*operands, operation, implementation):
 
 
 def _lower(platform: str, ctx: mlir.LoweringRuleContext, *operands, operation, implementation):
-    kernel = choose(operation, implementation, platform, ctx.avals_in)
+    operands_in = cast(Sequence[jax.core.ShapedArray], ctx.avals_in)
+    kernel = choose(operation, implementation, platform, operands_in)
     return mlir.lower_fun(kernel, multiple_results=True)(ctx, *operands)
 
 

@@ -238,5 +238,6 @@ def _weighted(p: jax.Array, weight: jax.Array) -> jax.Array:
 def _same_number(name: str, values: Sequence[object], other: str, others: Sequence[object]) -> None:
     if len(values) != len(others) or not values:
         raise ValueError(
-            f"{name} and {other} must have the same number of entries, at least one; got {len(values)} and {len(others)}"
+            f"{name} and {other} must have the same number of entries, at least one; "
+            f"got {len(values)} and {len(others)}"
         )

@@ -9,7 +9,6 @@
 namespace JAXSOFT_ISA {
 namespace {
 
-using jaxsoft::cpu::combine;
 using jaxsoft::cpu::infinity;
 using jaxsoft::cpu::Kernels;
 using jaxsoft::cpu::State;
@@ -78,7 +77,7 @@ State state(const void* x_, int64_t n) {
     int64_t size = n - start < kTile ? n - start : kTile;
     double m = max_of<T>(tile, size);
     if (m > st.m) {
-      st = combine({m, 0}, st);
+      st = {m, st.s * ::exp(st.m - jaxsoft::cpu::reference(m))};
     }
     S ref = (S)jaxsoft::cpu::reference(st.m);
     st.s += sum_terms<T>(size, [=](int64_t i, int64_t left) { return exp(load<T>(tile + i, left, (S)-infinity) - ref); });

@@ -1,0 +1,46 @@
+# make demo    trains a language model with jaxsoft, then prints this machine's speed. Sets everything up first.
+# make test    the whole test suite, after the linter and the type checker.
+# make wheel   a wheel with the CUDA kernels for every supported GPU, in dist/.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+# Which GPUs to build for: those that are here; without one, Hopper, to see that the kernels compile.
+# `make wheel` and a plain `pip install` build for all.
+HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | head -n 1)
+JAXSOFT_CUDA_ARCHITECTURES ?= $(if $(HAS_GPU),native,90a-real)
+
+SOURCES := pyproject.toml $(shell find ffi jaxsoft pallas_kernels -type f -not -name '*.pyc')
+EXTRAS := examples,test$(if $(HAS_GPU),$(comma)cuda13)
+comma := ,
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: all demo test bench wheel clean
+all: $(VENV)/installed
+
+$(VENV)/installed: $(SOURCES)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12) and "jaxsoft needs Python 3.12 or newer; say which with make PYTHON=...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	JAXSOFT_CUDA_ARCHITECTURES="$(JAXSOFT_CUDA_ARCHITECTURES)" $(BIN)/python -m pip install -q --disable-pip-version-check ".[$(EXTRAS)]"
+	touch $@
+
+demo: all
+	$(BIN)/python -P -m jaxsoft
+	$(BIN)/python -P examples/language_model.py
+	$(BIN)/python -P benchmarks/speed.py --quick
+
+test: all
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/python -P -m pytest -n auto
+
+bench: all
+	$(BIN)/python -P benchmarks/speed.py
+
+wheel: all
+	$(BIN)/python -m pip wheel -q --no-deps -w dist .
+
+clean:
+	rm -rf $(VENV) build dist out

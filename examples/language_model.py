@@ -1,0 +1,202 @@
+"""Train a small Flax transformer on real text, attention and loss through `jaxsoft`, and once more on `jax.nn`.
+
+The text is the language reference that every Python installation carries (`pydoc_data.topics`: about half a megabyte
+of English), so nothing is downloaded. The model predicts the next character. It takes softmax and logsumexp as
+parameters, so the very same model runs on `jaxsoft` and on `jax.nn`. Both copies start from the same weights and see
+the same batches, so their losses may differ by rounding only; the exit status is 1 if they differ by more.
+
+    python examples/language_model.py
+
+takes about a minute on two CPU cores. It prints both losses, a sample of generated text and the seconds per step, and
+draws the loss curves into out/loss.png.
+"""
+
+import argparse
+import pathlib
+import sys
+import time
+from pydoc_data.topics import topics
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from matplotlib.figure import Figure  # unlike pyplot, it needs neither a screen nor a choice of backend
+from tqdm import tqdm
+
+import jaxsoft
+
+CONTEXT, BATCH, WIDTH, HEADS, LAYERS = 128, 16, 128, 4, 2
+LEARNING_RATE = 4e-3
+
+# What a score loses for each position of distance, by head. It takes the place of position embeddings and is learnt
+# faster: nothing has to find out first that neighbours matter. Source: Press et al., "Train short, test long"
+# (arXiv:2108.12409).
+SLOPES = 4.0 ** -np.arange(HEADS, dtype=np.float32)
+
+# The losses of the two copies may differ by this much, relatively. A float32 is rounded by up to 2^-24 = 6e-8 of its
+# size, and a loss is a mean, in which the roundings mostly cancel: while the weights are nearly equal, 1e-5 is far
+# above what rounding does. A mistake does more: scores that are wrong by 0.3% make a difference of 2e-4. Training may
+# then amplify the difference (AdamW divides each gradient by its own size, so where one is nearly 0, rounding picks
+# the step); by how much depends on the machine.
+EARLY_STEPS, EARLY_TOLERANCE, TOLERANCE = 20, 1e-5, 1e-3
+
+
+class Block(nnx.Module):
+    """Causal self-attention, then a perceptron, each added to its input."""
+
+    def __init__(self, softmax, rngs):
+        """softmax: (scores, where) -> weights."""
+        self.softmax = softmax
+        self.norm1, self.norm2 = nnx.RMSNorm(WIDTH, rngs=rngs), nnx.RMSNorm(WIDTH, rngs=rngs)
+        self.qkv = nnx.Linear(WIDTH, 3 * WIDTH, use_bias=False, rngs=rngs)
+        self.project = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
+        self.down = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+
+    def attend(self, x):
+        """Mixes each position of x (batch, time, WIDTH) with those before it."""
+        batch, length, _ = x.shape
+        q, k, v = jnp.moveaxis(self.qkv(x).reshape(batch, length, 3, HEADS, WIDTH // HEADS), 2, 0)
+        distance = jnp.arange(length)[:, None] - jnp.arange(length)
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(WIDTH // HEADS) - SLOPES[:, None, None] * distance
+        weights = self.softmax(scores, where=distance >= 0)
+        return self.project(jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape))
+
+    def __call__(self, x):
+        """x (batch, time, WIDTH) to the same shape."""
+        x = x + self.attend(self.norm1(x))
+        return x + self.down(nnx.gelu(self.up(self.norm2(x))))
+
+
+class LanguageModel(nnx.Module):
+    """A decoder-only transformer."""
+
+    def __init__(self, vocabulary, softmax, logsumexp, rngs):
+        """softmax: (scores, where) -> weights; logsumexp: (logits, axis) -> the logarithms of the sums."""
+        self.logsumexp = logsumexp
+        self.tokens = nnx.Embed(vocabulary, WIDTH, rngs=rngs)
+        self.blocks = nnx.List([Block(softmax, rngs) for _ in range(LAYERS)])
+        self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
+        self.readout = nnx.Linear(WIDTH, vocabulary, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens):
+        """Tokens (batch, time) to logits (batch, time, vocabulary) of the token that follows each."""
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.readout(self.norm(x))
+
+    def loss(self, windows):
+        """Mean cross-entropy of each token of windows (batch, time + 1) given those before it, in nats."""
+        logits, targets = self(windows[:, :-1]), windows[:, 1:]
+        at_target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        return jnp.mean(self.logsumexp(logits, axis=-1) - at_target)
+
+
+@nnx.jit
+def train_step(model, optimizer, windows):
+    """One step of AdamW on one batch. Returns the loss before the step."""
+    loss, gradients = nnx.value_and_grad(lambda model: model.loss(windows))(model)
+    optimizer.update(model, gradients)
+    return loss
+
+
+class Run:
+    """One copy of the model in training, and what it has recorded."""
+
+    def __init__(self, vocabulary, softmax, logsumexp, steps):
+        """Every copy starts from the same weights."""
+        self.model = LanguageModel(vocabulary, softmax, logsumexp, nnx.Rngs(0))
+        schedule = optax.warmup_cosine_decay_schedule(0.0, LEARNING_RATE, max(1, steps // 10), steps)
+        optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
+        self.optimizer = nnx.Optimizer(self.model, optimizer, wrt=nnx.Param)
+        self.losses, self.seconds = [], []
+
+    def step(self, windows):
+        """Trains on one batch."""
+        start = time.perf_counter()
+        self.losses.append(float(train_step(self.model, self.optimizer, windows)))
+        self.seconds.append(time.perf_counter() - start)
+
+
+def train(runs, text, steps):
+    """Trains all runs on the same random windows of the text, in turns, so that a busy machine slows all alike."""
+    rng = np.random.default_rng(0)
+    progress = tqdm(range(steps), unit="step", file=sys.stdout, disable=None)  # None: a bar on a terminal only
+    for step in progress:
+        starts = rng.integers(0, len(text) - CONTEXT, size=BATCH)
+        windows = text[starts[:, None] + np.arange(CONTEXT + 1)]
+        for run in runs.values():
+            run.step(windows)
+        losses = {name: f"{run.losses[-1]:.4f}" for name, run in runs.items()}
+        progress.set_postfix(losses)
+        if step % max(1, steps // 10) == 0 or step == steps - 1:
+            tqdm.write(f"step {step:4d}  loss, nats per character: " + "  ".join(f"{n} {l}" for n, l in losses.items()))
+
+
+@nnx.jit(static_argnames=("length", "temperature"))
+def generate(model, prompt, key, length, temperature=0.6):
+    """Samples `length` tokens that follow the prompt, CONTEXT tokens."""
+
+    def step(window, key):
+        token = jax.random.categorical(key, model(window[None])[0, -1] / temperature)
+        return jnp.append(window[1:], token), token
+
+    return jax.lax.scan(step, prompt, jax.random.split(key, length))[1]
+
+
+def draw(runs, path):
+    """Draws the loss curves of all runs, the later ones dashed over the earlier."""
+    fig = Figure(figsize=(7, 4.5), layout="constrained")
+    ax = fig.subplots()
+    for (name, run), style in zip(runs.items(), ("-", "--"), strict=True):
+        ax.plot(run.losses, style, label=name)
+    ax.set(xlabel="step", ylabel="loss, nats per character", title="The same model on jaxsoft and on jax.nn")
+    ax.grid(alpha=0.3)
+    ax.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fig.savefig(path, dpi=120)
+
+
+def main():
+    """Trains, shows and compares. Returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300, help="training steps (default: %(default)s)")
+    parser.add_argument("--out", type=pathlib.Path, default="out/loss.png", help="picture (default: %(default)s)")
+    args = parser.parse_args()
+
+    # A GPU would round the inputs of matrix products to 11 bits, and drown the comparison in that.
+    jax.config.update("jax_default_matmul_precision", "float32")
+
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    alphabet = sorted(set(text))
+    tokens = np.searchsorted(alphabet, list(text)).astype(np.int32)
+    print(f"{len(text)} characters of text, {len(alphabet)} different; {jax.devices()[0].device_kind}")
+
+    runs = {
+        "jaxsoft": Run(len(alphabet), jaxsoft.softmax, jaxsoft.logsumexp, args.steps),
+        "jax.nn": Run(len(alphabet), jax.nn.softmax, jax.nn.logsumexp, args.steps),
+    }
+    train(runs, tokens, args.steps)
+    draw(runs, args.out)
+
+    sample = generate(runs["jaxsoft"].model, tokens[:CONTEXT], jax.random.key(0), length=400)
+    print(f"\nThe model's own text:\n{'-' * 80}\n{''.join(alphabet[t] for t in sample)}\n{'-' * 80}")
+
+    ours, theirs = (np.array(run.losses) for run in runs.values())
+    difference = np.abs(ours - theirs) / theirs
+    early, all_steps = difference[:EARLY_STEPS].max(), difference.max()
+    for name, run in runs.items():
+        print(f"{name:8s} {np.median(run.seconds):.4f} s per step, last loss {run.losses[-1]:.4f}")
+    print(f"largest relative difference: {early:.1e} in the first {EARLY_STEPS} steps, {all_steps:.1e} in all steps")
+    print(f"loss curves: {args.out}")
+    if not (early <= EARLY_TOLERANCE and all_steps <= TOLERANCE):  # also where a loss is NaN
+        print(f"FAILED: rounding explains {EARLY_TOLERANCE:.0e} and {TOLERANCE:.0e}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

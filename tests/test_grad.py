@@ -1,0 +1,150 @@
+"""Reverse mode: pullbacks against float64, and gradients of every order against jax.nn.
+
+The bounds are relative to the size of the terms of which a gradient is the sum, and so to the probability where the
+gradient is proportional to it.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from chex import assert_trees_all_close
+from common import (
+    OPS,
+    Truth,
+    assert_within,
+    cotangent,
+    each_dtype,
+    each_fast_implementation,
+    each_implementation,
+    each_op,
+    loss,
+    ours,
+    precision,
+    pullback,
+    rows,
+    served,
+    theirs,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from jax.test_util import check_grads
+
+SHORT = (1, 2, 3, 31, 32, 33, 127, 1000, 1023, 1024, 1025, 4097)
+LONG = (50257, 65537, 131072, 151936, 999983, 2**20)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def vjp(f, x, g):
+    y, pull = jax.vjp(f, x)
+    return y, pull(g)[0]
+
+
+def check(op, implementation, x, truth):
+    g = (
+        np.random.default_rng(x.shape[-1])
+        .standard_normal(x.shape if op != "logsumexp" else x.shape[:-1])
+        .astype(x.dtype)
+    )
+    y, dx = vjp(ours(op, implementation), x, g)
+    assert dx.dtype == x.dtype
+    expected, bound = pullback(op, x, np.asarray(y), g, truth)
+    assert_within(dx, expected, bound, f"gradient of {op}, {x.dtype} {x.shape}")
+
+
+@each_op
+@each_dtype
+@each_fast_implementation
+@pytest.mark.parametrize("lengths", [SHORT, LONG], ids=["short", "long"])
+def test_against_float64(op, dtype, implementation, lengths):
+    with precision(dtype):
+        for n in lengths:
+            with served(implementation):
+                check(op, implementation, *case(n, dtype))
+
+
+@functools.lru_cache(maxsize=len(LONG))
+def case(n, dtype):
+    x = rows(n, dtype)
+    return x, Truth.of(x)
+
+
+@each_op
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_reference_against_float64(op, dtype):
+    for n in (1, 33, 1025):
+        check(op, "reference", *case(n, dtype))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_one_row_of_2_to_the_24(dtype):
+    x = rows(2**24, dtype, count=1)
+    truth = Truth.of(x)
+    for op in OPS:
+        check(op, None, x, truth)
+
+
+@each_op
+@each_implementation
+@pytest.mark.parametrize("axis", [-1, 0, (0, 2), (1, 0), None])
+def test_gradients_of_gradients(op, implementation, axis):
+    """First, second and third order, for every axis, against jax.nn in float64."""
+    with jax.enable_x64(True), served(implementation):
+        x = np.random.default_rng(0).standard_normal((3, 4, 5))
+        t = np.cos(x)
+
+        def orders(f):
+            first = jax.grad(loss(f, axis=axis))
+            second = jax.grad(lambda x: jnp.vdot(first(x), t))
+            third = jax.grad(lambda x: jnp.vdot(second(x), t))
+            return lambda x: (first(x), second(x), third(x))
+
+        actual, expected = jax.jit(orders(ours(op, implementation)))(x), jax.jit(orders(theirs(op)))(x)
+        assert_trees_all_close(actual, expected, rtol=1e-9, atol=1e-10)
+
+
+@each_op
+@each_implementation
+def test_against_differences(op, implementation):
+    with jax.enable_x64(True), served(implementation):
+        x = np.random.default_rng(0).standard_normal((2, 6))
+        check_grads(ours(op, implementation), (x,), order=2, modes=("fwd", "rev"), rtol=1e-6, atol=1e-6)
+
+
+@each_op
+@each_implementation
+def test_not_jitted(op, implementation):
+    """The same gradient, with each operation dispatched by itself."""
+    x = np.random.default_rng(0).standard_normal((4, 128)).astype(np.float32)
+    with served(implementation):
+        f = jax.grad(loss(ours(op, implementation)))
+        assert_trees_all_close(f(x), jax.jit(f)(x), rtol=1e-5, atol=1e-6)
+
+
+def test_factors_and_signs():
+    """logsumexp's factors b have gradients too, also where they are 0 or negative."""
+    with jax.enable_x64(True):
+        a = np.random.default_rng(0).standard_normal((4, 5))
+        b = np.random.default_rng(1).standard_normal((4, 5))
+        b[0, 0], b[1] = 0, np.abs(b[1])
+
+        def total(h):
+            return lambda a, b: jnp.sum(jnp.sin(h(a, axis=1, b=b, return_sign=True)[0]))
+
+        actual = jax.grad(total(ours("logsumexp")), argnums=(0, 1))(a, b)
+        expected = jax.grad(total(theirs("logsumexp")), argnums=(0, 1))(a, b)
+        assert_trees_all_close(actual, expected, rtol=1e-10, atol=1e-14)
+
+
+@each_op
+@each_implementation
+@given(x=hnp.arrays(np.float64, (2, 4), elements=st.floats(-30, 30)))
+def test_any_values(op, implementation, x):
+    with jax.enable_x64(True), served(implementation):
+        g = cotangent(op, x)
+        y, dx = vjp(ours(op, implementation), x, g)
+        expected, bound = pullback(op, x, np.asarray(y), g, Truth.of(x))
+        assert_within(dx, expected, bound, f"gradient of {op}")

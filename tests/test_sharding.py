@@ -1,0 +1,167 @@
+"""Meshes: sharded rows stay where they are, and a sharded row costs all-reduces of one number a row.
+
+A custom call by itself would make XLA gather its operands on every device, with the right values; so the compiled
+program is read for its collectives.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from chex import assert_trees_all_close
+from common import IMPLEMENTATIONS, each_op, loss, ours, same_bits, theirs
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+pytestmark = pytest.mark.skipif(
+    len(jax.devices()) < 8, reason=f"needs 8 devices, which only a CPU can pretend to have; here {len(jax.devices())}"
+)
+# The reference's scan is not made for meshes: XLA partitions it, correctly, with collectives of its own.
+each_implementation = pytest.mark.parametrize(
+    "implementation", [name for name in IMPLEMENTATIONS if name != "reference"], ids=str
+)
+each_axis_type = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
+
+X = np.random.default_rng(0).standard_normal((8, 16, 64)).astype(np.float32)
+ROWS_SHARDED = (P("a", "b"), P(("a", "b")), P(None, "b"), P())
+LAST_SHARDED = (P(None, None, "b"), P(None, None, ("a", "b")))
+BOTH_SHARDED = (P("a", None, "b"), P(None, "b", "a"))
+
+
+def mesh_of(kind):
+    return jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind, kind))
+
+
+def collectives(compiled) -> list[tuple[str, tuple[int, ...]]]:
+    """The collective operations of a program with the shapes of what they move."""
+    names = "all-reduce|all-gather|all-to-all|collective-permute|collective-broadcast|reduce-scatter"
+    found = []
+    for line in compiled.as_text().splitlines():
+        if match := re.search(rf"= (.*?) ({names})(?:-start)?\(", line):
+            found += [
+                (match[2], tuple(map(int, dims.split(",") if dims else ())))
+                for dims in re.findall(r"\w+\[([\d,]*)\]", match[1])
+            ]
+    return found
+
+
+def rows_on_a_device(mesh, spec, shape):
+    return int(np.prod(NamedSharding(mesh, spec).shard_shape(shape)[:-1]))
+
+
+def pulled_back(f):
+    return lambda x, g: jax.vjp(f, x)[1](g)[0]
+
+
+@each_op
+@each_implementation
+@each_axis_type
+def test_collectives(op, implementation, kind):
+    """Forward and backward: values, gradients, where the results lie, and what moves between devices."""
+    mesh, f, f0 = mesh_of(kind), ours(op, implementation), theirs(op)
+    g = (
+        np.sin(np.arange(X.size if op != "logsumexp" else 128))
+        .reshape(X.shape if op != "logsumexp" else (8, 16))
+        .astype(np.float32)
+    )
+    y0, dx0 = f0(X), pulled_back(f0)(X, g)
+    with jax.set_mesh(mesh):
+        for spec in ROWS_SHARDED + LAST_SHARDED + BOTH_SHARDED:
+            out_spec = P(*(*spec, None, None, None)[: 3 if op != "logsumexp" else 2])
+            x = jax.device_put(X, NamedSharding(mesh, spec))
+            ct = jax.device_put(g, NamedSharding(mesh, out_spec))
+            forward = jax.jit(f).lower(x).compile()
+            backward = jax.jit(pulled_back(f)).lower(x, ct).compile()
+            y, dx = forward(x), backward(x, ct)
+            assert_trees_all_close((y, dx), (y0, dx0), rtol=2e-5, atol=1e-6)
+            assert y.sharding.is_equivalent_to(NamedSharding(mesh, out_spec), y.ndim)
+            assert dx.sharding.is_equivalent_to(x.sharding, 3)
+            whole = spec in ROWS_SHARDED
+            for moved, most in ((collectives(forward), 2), (collectives(backward), 3)):
+                assert len(moved) <= (0 if whole else most), (spec, moved)
+                for name, shape in moved:
+                    assert name == "all-reduce", (spec, moved)
+                    assert np.prod(shape) <= rows_on_a_device(mesh, spec, X.shape), (spec, moved)
+
+
+@each_op
+@each_implementation
+@each_axis_type
+def test_other_axes_and_masks(op, implementation, kind):
+    """A reduced axis that is not the last, tuples and masks, under jit with sharded operands: no gathering either."""
+    mesh = mesh_of(kind)
+    where = np.random.default_rng(1).random(X.shape) < 0.7
+    with jax.set_mesh(mesh):
+        x, w = (jax.device_put(v, NamedSharding(mesh, P("a", None, "b"))) for v in (X, where))
+        for axis in (1, -1):
+            f = jax.jit(lambda x, w, axis=axis: ours(op, implementation, axis=axis)(x, where=w))
+            compiled = f.lower(x, w).compile()
+            assert all(name == "all-reduce" for name, _ in collectives(compiled)), collectives(compiled)
+            assert_trees_all_close(compiled(x, w), theirs(op, axis=axis)(X, where=where), rtol=2e-5, atol=1e-6)
+        whole = jax.jit(ours(op, implementation, axis=(0, 2)))(jax.device_put(X, NamedSharding(mesh, P(None, "b"))))
+        assert_trees_all_close(whole, theirs(op, axis=(0, 2))(X), rtol=2e-5, atol=1e-6)
+
+
+@each_op
+@each_implementation
+@each_axis_type
+def test_not_jitted(op, implementation, kind):
+    """Operation by operation on sharded arrays, in both modes."""
+    mesh, f, f0 = mesh_of(kind), ours(op, implementation), theirs(op)
+    with jax.set_mesh(mesh):
+        for spec in (P("a", "b"), P("a", None, "b")):
+            x = jax.device_put(X, NamedSharding(mesh, spec))
+            assert_trees_all_close(f(x), f0(X), rtol=2e-5, atol=1e-6)
+            actual, expected = jax.jvp(f, (x,), (jnp.cos(x),)), jax.jvp(f0, (X,), (jnp.cos(X),))
+            assert_trees_all_close(actual, expected, rtol=2e-5, atol=1e-5)
+            assert_trees_all_close(jax.grad(loss(f))(x), jax.grad(loss(f0))(X), rtol=2e-4, atol=1e-5)
+
+
+@each_op
+@each_implementation
+@each_axis_type
+@pytest.mark.parametrize("manual", [("a", "b"), ("a",)], ids=["fully", "partially"])
+def test_shard_map(op, implementation, kind, manual):
+    """Inside shard_map, over all axes of the mesh and over some: forward and backward, jitted or not."""
+    mesh = mesh_of(kind)
+    spec = P(*manual)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, NamedSharding(mesh, spec))
+        f = jax.shard_map(ours(op, implementation), mesh=mesh, in_specs=spec, out_specs=spec, axis_names=set(manual))
+        assert_trees_all_close(jax.jit(f)(x), theirs(op)(X), rtol=2e-5, atol=1e-6)
+        expected = jax.grad(loss(theirs(op)))(X)
+        assert_trees_all_close(jax.jit(jax.grad(loss(f)))(x), expected, rtol=2e-4, atol=1e-5)
+        assert not [name for name, _ in collectives(jax.jit(f).lower(x).compile())]
+
+
+@each_op
+@each_implementation
+@each_axis_type
+def test_vmap_and_special_rows(op, implementation, kind):
+    """vmap of a sharded call; rows that are masked on one device, on all, or hold NaN and +inf."""
+    mesh = mesh_of(kind)
+    x = X.copy()
+    x[0, 0, :16], x[0, 1], x[1, 0, 3], x[1, 1, 40], x[2, 2] = -np.inf, -np.inf, np.nan, np.inf, 1e4
+    x[3, 3], x[3, 3, 50] = -np.inf, 1.0
+    with jax.set_mesh(mesh):
+        for spec in (P("a"), P("a", None, "b"), P(None, None, ("a", "b"))):
+            sharded = jax.device_put(x, NamedSharding(mesh, spec))
+            y = jax.jit(jax.vmap(ours(op, implementation)))(sharded)
+            assert_trees_all_close(y, theirs(op)(x), rtol=2e-5, atol=1e-6)
+
+
+@each_op
+@each_axis_type
+def test_deterministic(op, kind):
+    """The same bits in every run; and for rows that are whole, the bits of one device."""
+    mesh, f = mesh_of(kind), jax.jit(ours(op))
+    with jax.set_mesh(mesh):
+        for spec in (P("a", "b"), P("a", None, "b")):
+            x = jax.device_put(X, NamedSharding(mesh, spec))
+            first = f(x)
+            assert all(same_bits(first, f(x)) for _ in range(10))
+            if spec == P("a", "b"):
+                alone = np.asarray(first)
+    assert same_bits(alone, f(jax.device_put(X, jax.devices()[0])))
