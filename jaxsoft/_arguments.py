@@ -13,14 +13,15 @@ type Axis = int | Sequence[int] | None
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 
 
-def as_scores(name: str, x: ArrayLike) -> jax.Array:
-    """`x` as an array of floating-point numbers; integers become the default float, as in jax.nn."""
+def as_scores(name: str, x: ArrayLike, *others: ArrayLike) -> jax.Array:
+    """`x` as an array of floating-point or complex numbers, of the dtype that JAX promotes it to beside the others."""
     x = jnp.asarray(x)
-    if jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_:
-        return x.astype(jnp.result_type(float))
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        raise TypeError(f"{name} must hold numbers; got dtype {x.dtype.name}")
-    return x
+    dtype = jnp.result_type(x, *others)
+    if not (jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_):
+        raise TypeError(f"{name} must hold numbers; got dtype {dtype.name}")
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        dtype = jax.eval_shape(jnp.exp, jax.ShapeDtypeStruct((), dtype)).dtype  # JAX's promotion of integers
+    return x.astype(dtype)
 
 
 def has_kernels(x: jax.Array) -> bool:

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from jaxsoft._batching import as_leading_dimension
@@ -26,7 +26,9 @@ def with_forward_mode(f: jax.custom_vjp, tangent: Callable[..., jax.Array]) -> C
     fwd, bwd = f.fwd, f.bwd
     if fwd is None or bwd is None:
         raise ValueError("f has no rules yet: call f.defvjp first")
-    derivative = _Derivative(tangent, bwd)
+    derivative = _Derivative(
+        lambda operands: tangent(*operands), lambda operands: bwd(tuple(operands[:-1]), operands[-1])[0]
+    )
 
     @jax.custom_jvp
     def function(x):
@@ -35,18 +37,28 @@ def with_forward_mode(f: jax.custom_vjp, tangent: Callable[..., jax.Array]) -> C
     @function.defjvp
     def function_jvp(primals, tangents):
         y, residuals = fwd(*primals)
-        (y_dot,) = linear_p.bind(*residuals, *tangents, derivative=derivative)
-        return y, y_dot
+        return y, derivative(*residuals, *tangents)
 
     return function
 
 
 @dataclasses.dataclass(frozen=True)
 class _Derivative:
-    """The linear map t -> tangent(*residuals, t), and its transpose g -> pullback(residuals, g)."""
+    """A map that is linear in its last operand, and its transpose there. The other operands are residuals."""
 
-    tangent: Callable[..., jax.Array]
-    pullback: Callable[..., tuple[jax.Array, ...]]
+    apply: Callable[[Sequence[jax.Array]], jax.Array]
+    apply_transpose: Callable[[Sequence[jax.Array]], jax.Array]
+
+    def __call__(self, *operands: jax.Array) -> jax.Array:
+        # The primitive holds its computation as a jaxpr, where JAX looks for what needs to know devices when lowered.
+        call = jax.make_jaxpr(lambda *operands: self.apply(operands))(*operands)
+        (out,) = linear_p.bind(*operands, derivative=self, call=call)
+        return out
+
+    @property
+    def transpose(self) -> "_Derivative":
+        """The transpose, as a map of its own."""
+        return _Derivative(self.apply_transpose, self.apply)
 
 
 linear_p = Primitive("jaxsoft_derivative")
@@ -54,46 +66,49 @@ linear_p.multiple_results = True
 
 
 @linear_p.def_impl
-def _impl(*operands, derivative):
-    return [jax.jit(derivative.tangent)(*operands)]
+def _impl(*operands, derivative, call):
+    del derivative
+    return jax.jit(jaxpr_as_fun(call))(*operands)
 
 
 @linear_p.def_abstract_eval
-def _abstract_eval(*operands, derivative):
-    return jax.make_jaxpr(derivative.tangent)(*operands).out_avals
+def _abstract_eval(*operands, derivative, call):
+    del operands, derivative
+    return call.out_avals
 
 
-def _jvp(primals, tangents, *, derivative):
+def _jvp(primals, tangents, *, derivative, call):
+    del call
     *residuals, t = primals
     *residuals_dot, t_dot = tangents
-    primal_out = linear_p.bind(*primals, derivative=derivative)
     moving = [i for i, r in enumerate(residuals_dot) if not isinstance(r, ad.Zero)]
-    tangents_out = []
+    terms = []
     if moving:
 
         def along(*values):
             varied = list(residuals)
             for i, value in zip(moving, values, strict=True):
                 varied[i] = value
-            return derivative.tangent(*varied, t)
+            return derivative.apply([*varied, t])
 
-        _, out = jax.jvp(along, [residuals[i] for i in moving], [residuals_dot[i] for i in moving])
-        tangents_out.append(out)
+        terms.append(jax.jvp(along, [residuals[i] for i in moving], [residuals_dot[i] for i in moving])[1])
     if not isinstance(t_dot, ad.Zero):
-        tangents_out += linear_p.bind(*residuals, t_dot, derivative=derivative)
-    return primal_out, [sum(tangents_out[1:], tangents_out[0])]
+        terms.append(derivative(*residuals, t_dot))
+    return [derivative(*primals)], [sum(terms[1:], terms[0])]
 
 
-def _transpose(cotangents, *operands, derivative):
+def _transpose(cotangents, *operands, derivative, call):
+    del call
     *residuals, t = operands
     assert ad.is_undefined_primal(t) and not any(map(ad.is_undefined_primal, residuals))
     (g,) = cotangents
-    (out,) = (ad.Zero(t.aval),) if isinstance(g, ad.Zero) else derivative.pullback(tuple(residuals), g)
+    out = ad.Zero(t.aval) if isinstance(g, ad.Zero) else derivative.transpose(*residuals, g)
     return [None] * len(residuals) + [out]
 
 
-def _batch(operands: Sequence[jax.Array], dims: Sequence[int | None], *, derivative):
-    return linear_p.bind(*as_leading_dimension(operands, dims), derivative=derivative), [0]
+def _batch(operands: Sequence[jax.Array], dims: Sequence[int | None], *, derivative, call):
+    del call
+    return [derivative(*as_leading_dimension(operands, dims))], [0]
 
 
 ad.primitive_jvps[linear_p] = _jvp
@@ -101,5 +116,5 @@ ad.primitive_transposes[linear_p] = _transpose
 batching.primitive_batchers[linear_p] = _batch
 mlir.register_lowering(
     linear_p,
-    mlir.lower_fun(lambda *operands, derivative: [derivative.tangent(*operands)], multiple_results=True),
+    lambda ctx, *operands, derivative, call: mlir.lower_fun(jaxpr_as_fun(call), multiple_results=True)(ctx, *operands),
 )

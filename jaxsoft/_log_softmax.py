@@ -41,11 +41,12 @@ def log_softmax(
 
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv:1805.02867).
 
-    >>> jnp.round(log_softmax(jnp.array([1.0, 2.0, 3.0])), 3)
-    Array([-2.408, -1.408, -0.408], dtype=float32)
+    >>> jnp.exp(log_softmax(jnp.array([1.0, 2.0, 3.0]))).round(3)
+    Array([0.09 , 0.245, 0.665], dtype=float32)
     """
     check_name(implementation)
-    x = as_scores("x", x)
+    # Beside -inf, as where masked elements become -inf, integers turn into another float.
+    x = as_scores("x", x) if where is None else as_scores("x", x, -jnp.inf)
     axes = normalize_axis(axis, x.ndim)
     where = check_where(where, x.shape)
     if not has_kernels(x) and implementation in (None, "xla"):

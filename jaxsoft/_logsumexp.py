@@ -80,9 +80,8 @@ def logsumexp(
     Array(True, dtype=bool)
     """
     check_name(implementation)
-    a = as_scores("a", a)
+    a, b = as_scores("a", a, *(() if b is None else (b,))), b if b is None else as_scores("b", b, a)
     if b is not None:
-        b = jnp.asarray(b)
         try:
             shape = np.broadcast_shapes(a.shape, b.shape)
         except ValueError:
@@ -90,7 +89,7 @@ def logsumexp(
         a = jnp.broadcast_to(a, shape)
     axes = normalize_axis(axis, a.ndim)
     where = check_where(where, a.shape)
-    if not (has_kernels(a) and (b is None or has_kernels(as_scores("b", b)))) and implementation in (None, "xla"):
+    if not has_kernels(a) and implementation in (None, "xla"):
         return jax.nn.logsumexp(a, axes, b, keepdims, return_sign, where)
     if b is not None and implementation not in (None, "xla"):
         raise ValueError(
@@ -116,7 +115,7 @@ def _logsumexp(a, b, where, axes, implementation):
 
 def _weighted(a, b, axes):
     """log |sum b exp(a)| and the sum's sign, in plain JAX."""
-    dtype = jnp.result_type(a, b)
+    dtype = a.dtype
     a, b = a.astype(fold.accumulator(dtype)), b.astype(fold.accumulator(dtype))
     a = jnp.where(b == 0, -jnp.inf, a)
     ref = fold.reference(jax.lax.stop_gradient(jnp.max(a, axis=axes, initial=-jnp.inf, keepdims=True)))

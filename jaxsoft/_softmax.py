@@ -45,7 +45,8 @@ def softmax(
     Array([0.09 , 0.245, 0.665], dtype=float32)
     """
     check_name(implementation)
-    x = as_scores("x", x)
+    # Beside -inf, as where masked elements become -inf, integers turn into another float.
+    x = as_scores("x", x) if where is None else as_scores("x", x, -jnp.inf)
     axes = normalize_axis(axis, x.ndim)
     where = check_where(where, x.shape)
     if not has_kernels(x) and implementation in (None, "xla"):

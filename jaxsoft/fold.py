@@ -116,7 +116,7 @@ def state(x: ArrayLike, axis: int | Sequence[int] | None = -1, where: ArrayLike 
 def lse(st: State) -> jax.Array:
     """The natural log-sum-exp of a state, m + log(s): the same state in one number. -inf for the empty set.
 
-    >>> lse(State(jnp.array(1.0), jnp.array(1.0)))
+    >>> lse(state(jnp.array([1.0])))
     Array(1., dtype=float32)
     """
     empty = st.s == 0
@@ -212,8 +212,8 @@ def update_output(
       The output and the log-sum-exp over both. No difference of log-sum-exps is exponentiated but the one that is at
       most 0, so any values are safe; where both sides are -inf the output is 0.
 
-    >>> o, l = update_output(jnp.zeros(2), -jnp.inf, jnp.ones(2), jnp.array(3.0))
-    >>> o, l
+    >>> o, lse_o = update_output(jnp.zeros(2), jnp.full((), -jnp.inf), jnp.ones(2), jnp.float32(3.0))
+    >>> o, lse_o
     (Array([1., 1.], dtype=float32), Array(3., dtype=float32))
     """
     a, b = _from_lse(lse_o), _from_lse(lse_block)

@@ -89,7 +89,7 @@ def test_merged_blocks_are_the_softmax(x, data):
 
 
 def test_merge_checks_its_arguments():
-    with pytest.raises(ValueError, match="blocks and states must have the same number of entries.*got 1 and 2"):
+    with pytest.raises(ValueError, match=r"blocks and states must have the same number of entries.*got 1 and 2"):
         merge_softmax([jnp.ones(1)], [identity(), identity()])
     with pytest.raises(ValueError, match="blocks and lses"):
         merge_softmax_lse([], [])
@@ -154,8 +154,8 @@ def test_running_update_of_ring_attention():
 
 
 @given(
-    a=st.one_of(st.floats(-3e38, 3e38, width=32), st.just(-np.inf)),
-    b=st.one_of(st.floats(-3e38, 3e38, width=32), st.just(-np.inf)),
+    a=st.one_of(st.floats(-(2.0**126), 2.0**126, width=32), st.floats(-9, 9, width=32), st.just(-np.inf)),
+    b=st.one_of(st.floats(-(2.0**126), 2.0**126, width=32), st.floats(-9, 9, width=32), st.just(-np.inf)),
 )
 def test_running_update_is_stable(a, b):
     """For any two log-sum-exps the output lies between the two sides, also where a side without keys holds NaN."""
@@ -191,7 +191,7 @@ def test_gradients():
 
         expected = np.nan_to_num(wide(jax.nn.softmax(x)))
         for f in (whole, blocks, running):
-            np.testing.assert_allclose(jax.grad(f)(x), expected, rtol=1e-12, atol=1e-15)
+            np.testing.assert_allclose(jax.jit(jax.grad(f))(x), expected, rtol=1e-12, atol=1e-15)
             np.testing.assert_allclose(jax.jit(jax.jacfwd(f))(x), expected, rtol=1e-12, atol=1e-15)
         y = np.random.default_rng(1).standard_normal((4, 12))
         chex.assert_trees_all_close(

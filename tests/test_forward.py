@@ -16,7 +16,6 @@ from common import (
     assert_values,
     each_dtype,
     each_fast_implementation,
-    each_implementation,
     each_op,
     ours,
     precision,
@@ -67,7 +66,7 @@ def test_one_row_of_2_to_the_24(dtype):
 
 
 @each_op
-@each_implementation
+@each_fast_implementation
 @given(data=st.data())
 def test_any_shape_axis_and_values(op, implementation, data):
     """Small arrays of any rank over any axes, of any finite values (whose differences do not overflow)."""
@@ -75,12 +74,13 @@ def test_any_shape_axis_and_values(op, implementation, data):
     axes = st.lists(st.sampled_from(range(-len(shape), 0)), min_size=1, unique=True).map(tuple)
     axis = data.draw(st.one_of(st.none(), st.integers(-len(shape), len(shape) - 1), axes))
     x = data.draw(hnp.arrays(np.float32, shape, elements=st.floats(-(2.0**100), 2.0**100, width=32)))
-    y = ours(op, implementation, axis=axis)(x)
     reduced = tuple(range(len(shape))) if axis is None else axis if isinstance(axis, tuple) else (axis,)
     reduced = sorted(a % len(shape) for a in reduced)
     kept = [a for a in range(len(shape)) if a not in reduced]
 
     def as_rows(v):
-        return v.transpose(*kept, *reduced).reshape(*(shape[a] for a in kept), -1)
+        return np.asarray(v).transpose(*kept, *reduced).reshape(*(shape[a] for a in kept), -1)
 
-    assert_values(op, as_rows(x), y if op == "logsumexp" else as_rows(np.asarray(y)))
+    with served(implementation):
+        y = ours(op, implementation, axis=axis)(x)
+        assert_values(op, as_rows(x), y if op == "logsumexp" else as_rows(y))

@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 pytestmark = pytest.mark.skipif(
     len(jax.devices()) < 8, reason=f"needs 8 devices, which only a CPU can pretend to have; here {len(jax.devices())}"
 )
-# The reference's scan is not made for meshes: XLA partitions it, correctly, with collectives of its own.
+# With None, as it decides by itself what a partially manual mesh gets; without the reference, whose scan XLA
+# partitions, correctly, with collectives of its own.
 each_implementation = pytest.mark.parametrize(
     "implementation", [name for name in IMPLEMENTATIONS if name != "reference"], ids=str
 )

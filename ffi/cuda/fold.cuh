@@ -19,12 +19,27 @@ __device__ A reference(A m) {
   return isfinite(m) ? m : A(0);
 }
 
+__device__ inline float exp2_approximately(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // exp in the accuracy that a dtype needs: 16-bit results bear the hardware's approximation.
 template <class T, class A>
 __device__ A exponential(A x) {
-  if constexpr (sizeof(T) == 2) return __expf(x);
+  if constexpr (sizeof(T) == 2) return exp2_approximately(x * 0x1.715476p0f);
   else if constexpr (sizeof(T) == 4) return expf(x);
   else return exp(x);
+}
+
+// exp(x) / kUnit<T>, for a caller whose next factor takes the unit in: the approximation flushes results below the
+// normal numbers to 0, and so the smallest results of bf16 stay.
+template <class T> constexpr double kUnit = sizeof(T) == 2 ? 0x1p-32 : 1;
+template <class T, class A>
+__device__ A exponential_in_units(A x) {
+  if constexpr (sizeof(T) == 2) return exp2_approximately(fmaf(x, 0x1.715476p0f, 32.f));
+  else return exponential<T>(x);
 }
 
 // A sum s + c, where c holds what s has lost to rounding.
@@ -46,30 +61,34 @@ __device__ Sum<A> combine(Sum<A> a, Sum<A> b) {
   return a;
 }
 
-// The state of a set of scores: their maximum m, and the sum of exp(x - reference(m)) over all of them but one that is
-// the maximum. That one contributes exactly 1, which is left out so that log(s) = log1p(rest) keeps its digits where s
-// is only just above 1, in a row that one score dominates. The empty set is (-inf, 0).
-template <class A>
+// The state of a set of scores: their maximum m, and the sum of exp(x - reference(m)). The empty set is (-inf, 0).
+//
+// `apart` leaves one score out of the sum that is the maximum. It contributes exactly 1, and kept apart from it the rest
+// keeps its digits where s is only just above 1, in a row that one score dominates: log(s) = log1p(rest).
+template <class A, bool apart>
 struct State {
   A m = -infinity<A>();
-  Sum<A> rest;
-  __device__ A s() const { return isfinite(m) ? 1 + rest.value() : rest.value() + (m > 0 ? m : A(0)); }
+  Sum<A> sum;
+  __device__ A s() const {
+    if constexpr (!apart) return sum.value();
+    return isfinite(m) ? 1 + sum.value() : sum.value() + (m > 0 ? m : A(0));
+  }
 };
 
-// The scores of `st`, its maximum included, as part of the rest under a maximum that is at least as large.
-template <class T, class A>
-__device__ void add_below(Sum<A>& rest, const State<A>& st, A m) {
+// The sum of a state seen from a maximum that is at least its own; the state's own maximum is then one of the rest.
+template <class T, class A, bool apart>
+__device__ Sum<A> seen_from(A m, const State<A, apart>& st) {
   A factor = exponential<T>(st.m - reference(m));  // 0 for the empty set
-  rest.add(factor);
-  rest.add(factor * st.rest.s);
-  rest.c += factor * st.rest.c;
+  Sum<A> sum{st.sum.s == 0 ? A(0) : st.sum.s * factor, st.sum.c * factor};  // the factor may be inf where m is
+  if constexpr (apart) sum.add(factor);
+  return sum;
 }
 
-template <class T, class A>
-__device__ State<A> combine(State<A> a, State<A> b) {
-  bool swap = b.m > a.m;  // a NaN is in the rest, never in m
-  State<A> high = swap ? b : a, low = swap ? a : b;
-  add_below<T>(high.rest, low, high.m);
+template <class T, class A, bool apart>
+__device__ State<A, apart> combine(State<A, apart> a, State<A, apart> b) {
+  bool swap = b.m > a.m;  // a NaN is in the sum, never in m
+  State<A, apart> high = swap ? b : a, low = swap ? a : b;
+  high.sum = combine<T>(high.sum, seen_from<T>(high.m, low));
   return high;
 }
 
@@ -77,9 +96,9 @@ template <class A>
 __device__ Sum<A> shuffle(Sum<A> v, int lane_mask) {
   return {__shfl_xor_sync(0xffffffffu, v.s, lane_mask), __shfl_xor_sync(0xffffffffu, v.c, lane_mask)};
 }
-template <class A>
-__device__ State<A> shuffle(State<A> v, int lane_mask) {
-  return {__shfl_xor_sync(0xffffffffu, v.m, lane_mask), shuffle(v.rest, lane_mask)};
+template <class A, bool apart>
+__device__ State<A, apart> shuffle(State<A, apart> v, int lane_mask) {
+  return {__shfl_xor_sync(0xffffffffu, v.m, lane_mask), shuffle(v.sum, lane_mask)};
 }
 
 // Combines over groups of `width` neighbouring lanes, a power of two; every lane gets its group's result.

@@ -6,7 +6,7 @@
 //   reads_a_to_reduce          whether the reduction needs a, or only b
 //   writes                     whether whole rows are written
 //   fill()                     the element that changes no reduction
-//   accumulate(part, a, b)     a pack into a part
+//   accumulate(part, a, b)     some packs into a part
 //   finish(part, arguments, row) -> what the writing pass needs; writes the row's statistics
 //   value(row values, a, b)    an element of the result
 #pragma once
@@ -29,65 +29,72 @@ struct Arguments {
   bool vector = true;
 };
 
-// The sum of a pack's terms, as a tree.
-template <int size, class A>
-__device__ A tree_sum(A (&x)[size]) {
+// The sum of the terms, as a tree.
+template <int count, class A>
+__device__ A tree_sum(A (&x)[count]) {
 #pragma unroll
-  for (int width = size / 2; width > 0; width /= 2)
+  for (int width = count / 2; width > 0; width /= 2)
 #pragma unroll
     for (int k = 0; k < width; k++) x[k] += x[k + width];
   return x[0];
 }
 
-template <class T>
+template <class T, bool apart>
 struct Scores {  // the forward operations reduce scores to their state
   using A = Accumulator<T>;
-  using Part = State<A>;
+  using Part = State<A, apart>;
   static constexpr int operands = 1;
   static constexpr bool reduces = true, reads_a_to_reduce = true;
   static __device__ T fill() { return narrow<T>(-infinity<A>()); }
 
-  static __device__ void accumulate(Part& part, const Pack<T>& a, const Pack<T>&) {
-    A x[Pack<T>::size], m = -infinity<A>();
+  template <int count>
+  static __device__ void accumulate(Part& part, const Pack<T> (&a)[count], const Pack<T> (&)[count]) {
+    constexpr int size = Pack<T>::size;
+    A m = -infinity<A>();
 #pragma unroll
-    for (int k = 0; k < Pack<T>::size; k++) m = max(m, x[k] = a.get(k));
-    if (m > part.m) {  // rare after the first packs: a new maximum, which leaves the sum
-      Sum<A> rest;
-      add_below<T>(rest, part, m);
-      part = {m, rest};
-      bool taken = false;
+    for (int k = 0; k < count; k++) m = max(m, a[k].maximum());
+    bool fresh = m > part.m;
+    if (fresh) part = {m, seen_from<T>(m, part)};
+    A ref = reference(part.m), tops = 0;
+    A sums[count];
 #pragma unroll
-      for (int k = 0; k < Pack<T>::size; k++) {
-        bool take = !taken && x[k] == m;
-        taken |= take;
-        if (take) x[k] = -infinity<A>();
+    for (int k = 0; k < count; k++) {
+      A x[size];
+#pragma unroll
+      for (int i = 0; i < size; i++) {
+        A score = a[k].get(i);
+        x[i] = exponential<T>(score - ref);
+        if constexpr (apart) {
+          bool top = fresh && score == m;
+          x[i] = top ? A(0) : x[i];
+          tops += top;
+        }
       }
+      sums[k] = tree_sum(x);
     }
-    A ref = reference(part.m);
-#pragma unroll
-    for (int k = 0; k < Pack<T>::size; k++) x[k] = exponential<T>(x[k] - ref);
-    part.rest.add(tree_sum(x));
+    part.sum.add(tree_sum(sums));
+    if constexpr (apart) part.sum.add(max(tops - 1, A(0)));
   }
 };
 
 template <class T>
-struct Softmax : Scores<T> {
-  using typename Scores<T>::A;
-  using typename Scores<T>::Part;
+struct Softmax : Scores<T, false> {
+  using typename Scores<T, false>::A;
+  using typename Scores<T, false>::Part;
   static constexpr bool writes = true;
   struct Values { A ref, scale; };
 
   static __device__ Values finish(Part part, const Arguments<T>&, int64_t, bool) {
     // The softmax of a row that holds +inf is NaN everywhere, as inf / inf has no value.
-    return {reference(part.m), part.m == infinity<A>() ? A(nan("")) : 1 / part.s()};
+    return {reference(part.m), part.m == infinity<A>() ? A(nan("")) : A(kUnit<T>) / part.s()};
   }
-  static __device__ A value(Values v, A x, A) { return exponential<T>(x - v.ref) * v.scale; }
+  static __device__ A value(Values v, A x, A) { return exponential_in_units<T>(x - v.ref) * v.scale; }
 };
 
 template <class T>
-struct StateOf : Scores<T> {
-  using typename Scores<T>::A;
-  using typename Scores<T>::Part;
+struct StateOf : Scores<T, false> {
+  using typename Scores<T, false>::A;
+  using typename Scores<T, false>::Part;
   static constexpr bool writes = false;
   struct Values {};
 
@@ -99,15 +106,16 @@ struct StateOf : Scores<T> {
 };
 
 template <class T>
-struct LogSoftmax : Scores<T> {
-  using typename Scores<T>::A;
-  using typename Scores<T>::Part;
+struct LogSoftmax : Scores<T, true> {
+  using typename Scores<T, true>::A;
+  using typename Scores<T, true>::Part;
   static constexpr bool writes = true;
   struct Values { A ref, log_s; };
 
   static __device__ Values finish(Part part, const Arguments<T>& to, int64_t row, bool first) {
     if (first) to.m[row] = part.m, to.s[row] = part.s();
-    return {reference(part.m), isfinite(part.m) ? log1p(part.rest.value()) : A(nan(""))};
+    A rest = (1.0 + part.sum.value()) - 1.0;  // what f64, in which the CPU kernels sum, has of it
+    return {reference(part.m), isfinite(part.m) ? log1p(rest) : A(nan(""))};
   }
   static __device__ A value(Values v, A x, A) { return (x - v.ref) - v.log_s; }
 };
@@ -121,11 +129,15 @@ struct SoftmaxVjp {  // a = y, b = g
   using Values = A;
   static __device__ T fill() { return narrow<T>(0); }
 
-  static __device__ void accumulate(Part& part, const Pack<T>& a, const Pack<T>& b) {
-    A terms[Pack<T>::size];
+  template <int count>
+  static __device__ void accumulate(Part& part, const Pack<T> (&a)[count], const Pack<T> (&b)[count]) {
 #pragma unroll
-    for (int k = 0; k < Pack<T>::size; k++) terms[k] = a.get(k) * b.get(k);
-    part.add(tree_sum(terms));
+    for (int k = 0; k < count; k++) {
+      A terms[Pack<T>::size];
+#pragma unroll
+      for (int i = 0; i < Pack<T>::size; i++) terms[i] = a[k].get(i) * b[k].get(i);
+      part.add(tree_sum(terms));
+    }
   }
   static __device__ A finish(Part part, const Arguments<T>&, int64_t, bool) { return part.value(); }
   static __device__ A value(A dot, A y, A g) { return y * (g - dot); }
@@ -136,8 +148,8 @@ template <class T>
 struct Probabilities {
   using A = Accumulator<T>;
   A ref, scale;
-  __device__ Probabilities(A m, A s) : ref(reference(m)), scale(s == 0 ? A(0) : 1 / s) {}
-  __device__ A operator()(A x) const { return exponential<T>(x - ref) * scale; }
+  __device__ Probabilities(A m, A s) : ref(reference(m)), scale(s == 0 ? A(0) : A(kUnit<T>) / s) {}
+  __device__ A operator()(A x) const { return exponential_in_units<T>(x - ref) * scale; }
 };
 
 template <class T>
@@ -149,11 +161,15 @@ struct LogSoftmaxVjp {  // a = x, b = g
   struct Values { Probabilities<T> p; A sum; };
   static __device__ T fill() { return narrow<T>(0); }
 
-  static __device__ void accumulate(Part& part, const Pack<T>&, const Pack<T>& b) {
-    A terms[Pack<T>::size];
+  template <int count>
+  static __device__ void accumulate(Part& part, const Pack<T> (&)[count], const Pack<T> (&b)[count]) {
 #pragma unroll
-    for (int k = 0; k < Pack<T>::size; k++) terms[k] = b.get(k);
-    part.add(tree_sum(terms));
+    for (int k = 0; k < count; k++) {
+      A terms[Pack<T>::size];
+#pragma unroll
+      for (int i = 0; i < Pack<T>::size; i++) terms[i] = b[k].get(i);
+      part.add(tree_sum(terms));
+    }
   }
   static __device__ Values finish(Part part, const Arguments<T>& from, int64_t row, bool) {
     A m = from.m[row];
@@ -173,7 +189,8 @@ struct LogsumexpVjp {  // a = x, g one a row; nothing is reduced
   struct Values { Probabilities<T> p; A g; };
   static __device__ T fill() { return narrow<T>(0); }
 
-  static __device__ void accumulate(Part&, const Pack<T>&, const Pack<T>&) {}
+  template <int count>
+  static __device__ void accumulate(Part&, const Pack<T> (&)[count], const Pack<T> (&)[count]) {}
   static __device__ Values finish(Part, const Arguments<T>& from, int64_t row, bool) {
     return {Probabilities<T>(from.m[row], from.s[row]), from.g[row]};
   }

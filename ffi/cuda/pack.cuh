@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 namespace jaxsoft::cuda {
 
@@ -26,33 +27,71 @@ template <class T> __device__ T narrow(Accumulator<T> x) { return x; }
 template <> __device__ inline __half narrow<__half>(float x) { return __float2half_rn(x); }
 template <> __device__ inline __nv_bfloat16 narrow<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
 
+// Two 16-bit elements in a word.
+template <class T> struct PairOf {};
+template <> struct PairOf<__half> { using type = __half2; };
+template <> struct PairOf<__nv_bfloat16> { using type = __nv_bfloat162; };
+template <class T> using Pair = typename PairOf<T>::type;
+__device__ inline __half2 narrow_pair(float a, float b, __half) { return __floats2half2_rn(a, b); }
+__device__ inline __nv_bfloat162 narrow_pair(float a, float b, __nv_bfloat16) { return __floats2bfloat162_rn(a, b); }
+
+template <class To, class From>
+__device__ To bits(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  memcpy(&to, &from, sizeof to);
+  return to;
+}
+
 // Elements stay packed in 32-bit words until they are used: unpacked early, 16-bit ones would take twice the registers.
 template <class T>
 struct alignas(16) Pack {
   static constexpr int size = 16 / sizeof(T);
+  using A = Accumulator<T>;
   uint32_t words[4];
 
   __device__ T raw(int k) const {
     T x;
-    if constexpr (sizeof(T) == 2) {
-      uint16_t half = words[k / 2] >> (k % 2 * 16);
-      memcpy(&x, &half, sizeof x);
-    } else {
-      memcpy(&x, &words[k * sizeof(T) / 4], sizeof x);
-    }
+    if constexpr (sizeof(T) == 2) return bits<T>(static_cast<uint16_t>(words[k / 2] >> (k % 2 * 16)));
+    else memcpy(&x, &words[k * sizeof(T) / 4], sizeof x);
     return x;
   }
-  __device__ Accumulator<T> get(int k) const { return widen(raw(k)); }
-
-  // The elements one after the other, k from 0.
-  __device__ void set(int k, T x) {
+  __device__ A get(int k) const {
+    if constexpr (std::is_same<T, __nv_bfloat16>::value)  // the upper half of an f32
+      return bits<float>(k % 2 == 0 ? words[k / 2] << 16 : words[k / 2] & 0xffff0000u);
+    else
+      return widen(raw(k));
+  }
+  __device__ void set(int k, T x) {  // k from 0 upwards
     if constexpr (sizeof(T) == 2) {
-      uint16_t half;
-      memcpy(&half, &x, sizeof x);
-      words[k / 2] = k % 2 == 0 ? half : words[k / 2] | static_cast<uint32_t>(half) << 16;
+      uint32_t half = bits<uint16_t>(x);
+      words[k / 2] = k % 2 == 0 ? half : words[k / 2] | half << 16;
     } else {
       memcpy(&words[k * sizeof(T) / 4], &x, sizeof x);
     }
+  }
+  __device__ void set_all(const A (&x)[size]) {
+#pragma unroll
+    for (int k = 0; k < size; k++) {
+      if constexpr (sizeof(T) == 2) {
+        if (k % 2 == 0) words[k / 2] = bits<uint32_t>(narrow_pair(x[k], x[k + 1], T()));
+      } else {
+        set(k, x[k]);
+      }
+    }
+  }
+  // The maximum of the elements that are numbers; -inf if there are none.
+  __device__ A maximum() const {
+    A m = -static_cast<A>(__builtin_huge_val());
+    if constexpr (sizeof(T) == 2) {
+      auto pair = [&](int k) { return bits<Pair<T>>(words[k]); };
+      Pack top;
+      top.words[0] = bits<uint32_t>(__hmax2(__hmax2(pair(0), pair(1)), __hmax2(pair(2), pair(3))));
+      return max(max(m, top.get(0)), top.get(1));
+    }
+#pragma unroll
+    for (int k = 0; k < size; k++) m = max(m, get(k));
+    return m;
   }
 };
 
@@ -75,13 +114,13 @@ struct Window {
     Index first = i * size - head;
     return vector && first >= 0 && first + size <= n;
   }
-  // Elements past the row's ends are `fill`.
-  __device__ Pack<T> load(const T* row, Index i, T fill) const {
+  // Elements past the row's ends are `fill`, and so are packs past `end`.
+  __device__ Pack<T> load(const T* row, Index i, Index end, T fill) const {
     Index first = i * size - head;
-    if (whole(i)) return *reinterpret_cast<const Pack<T>*>(row + first);
+    if (i < end && whole(i)) return *reinterpret_cast<const Pack<T>*>(row + first);
     Pack<T> pack;
 #pragma unroll
-    for (int k = 0; k < size; k++) pack.set(k, first + k >= 0 && first + k < n ? row[first + k] : fill);
+    for (int k = 0; k < size; k++) pack.set(k, i < end && first + k >= 0 && first + k < n ? row[first + k] : fill);
     return pack;
   }
   __device__ void store(T* row, Index i, Pack<T> pack) const {

@@ -24,25 +24,22 @@ __device__ typename Op<T>::Part reduce_packs(const Window<T>& window, const T* a
 #pragma unroll
     for (int k = 0; k < in_flight; k++) {
       int64_t at = i + k * blockDim.x;
-      if (at >= end) continue;
-      if (Op<T>::reads_a_to_reduce) pa[k] = window.load(a, at, Op<T>::fill());
-      if (Op<T>::operands > 1) pb[k] = window.load(b, at, Op<T>::fill());
+      if (Op<T>::reads_a_to_reduce) pa[k] = window.load(a, at, end, Op<T>::fill());
+      if (Op<T>::operands > 1) pb[k] = window.load(b, at, end, Op<T>::fill());
     }
-#pragma unroll
-    for (int k = 0; k < in_flight; k++)
-      if (i + k * blockDim.x < end) Op<T>::accumulate(part, pa[k], pb[k]);
+    Op<T>::accumulate(part, pa, pb);
   }
   return reduce_threads<T>(part);
 }
 
 template <template <class> class Op, class T>
 __device__ Pack<T> result_pack(const typename Op<T>::Values& values, const Pack<T>& a, const Pack<T>& b) {
-  Pack<T> out;
+  Accumulator<T> x[Pack<T>::size];
 #pragma unroll
-  for (int k = 0; k < Pack<T>::size; k++) {
-    auto second = Op<T>::operands > 1 ? b.get(k) : Accumulator<T>(0);
-    out.set(k, narrow<T>(Op<T>::value(values, a.get(k), second)));
-  }
+  for (int k = 0; k < Pack<T>::size; k++)
+    x[k] = Op<T>::value(values, a.get(k), Op<T>::operands > 1 ? b.get(k) : Accumulator<T>(0));
+  Pack<T> out;
+  out.set_all(x);
   return out;
 }
 
@@ -55,9 +52,8 @@ __device__ void write_packs(const Window<T>& window, const typename Op<T>::Value
 #pragma unroll
     for (int k = 0; k < in_flight; k++) {
       int64_t at = i + k * blockDim.x;
-      if (at >= end) continue;
-      pa[k] = window.load(a, at, Op<T>::fill());
-      if (Op<T>::operands > 1) pb[k] = window.load(b, at, Op<T>::fill());
+      pa[k] = window.load(a, at, end, Op<T>::fill());
+      if (Op<T>::operands > 1) pb[k] = window.load(b, at, end, Op<T>::fill());
     }
 #pragma unroll
     for (int k = 0; k < in_flight; k++)
@@ -90,24 +86,22 @@ __global__ void __launch_bounds__(1024) resident(Arguments<T> args) {
 #pragma unroll
     for (int k = 0; k < kPacks; k++) {
       int at = threadIdx.x + k * blockDim.x;
-      if (at >= packs) continue;
-      pa[k] = row.window.load(row.a, at, Op<T>::fill());
-      if (Op<T>::operands > 1) pb[k] = row.window.load(row.b, at, Op<T>::fill());
+      pa[k] = row.window.load(row.a, at, packs, Op<T>::fill());
+      if (Op<T>::operands > 1) pb[k] = row.window.load(row.b, at, packs, Op<T>::fill());
     }
     typename Op<T>::Part part;
     if constexpr (Op<T>::reduces) {
-#pragma unroll
-      for (int k = 0; k < kPacks; k++)
-        if (int(threadIdx.x + k * blockDim.x) < packs) Op<T>::accumulate(part, pa[k], pb[k]);
+      Op<T>::accumulate(part, pa, pb);
       part = reduce_threads<T>(part);
     }
     if (!exists) continue;
     auto values = Op<T>::finish(part, args, index, threadIdx.x == 0);
-    if (!Op<T>::writes) continue;
+    if constexpr (Op<T>::writes) {
 #pragma unroll
-    for (int k = 0; k < kPacks; k++) {
-      int at = threadIdx.x + k * blockDim.x;
-      if (at < packs) row.window.store(row.out, at, result_pack<Op, T>(values, pa[k], pb[k]));
+      for (int k = 0; k < kPacks; k++) {
+        int at = threadIdx.x + k * blockDim.x;
+        if (at < packs) row.window.store(row.out, at, result_pack<Op, T>(values, pa[k], pb[k]));
+      }
     }
   }
 }
@@ -159,9 +153,9 @@ __global__ void split_finish(Arguments<T> args, const typename Op<T>::Part* part
 
 // The choice, in packs. Shorter rows get fewer packs a thread, so that enough threads have work.
 struct Choice {
-  static constexpr int64_t few_packs = 32;           // up to here one pack a thread, by lanes of a warp
-  static constexpr int64_t many_packs = 4 * 1024;    // up to here four packs a thread, else eight
-  static constexpr int64_t blocks_per_processor = 4;  // that a split aims for
+  static constexpr int64_t few_packs = 8;     // up to here one pack a thread
+  static constexpr int64_t many_packs = 128;  // up to here four packs a thread, else as many as its registers hold
+  static constexpr int64_t blocks_per_processor = 4;  // what a split aims for
   static constexpr int64_t least_packs_per_part = 2048;
 };
 

@@ -1,0 +1,74 @@
+"""The same input gives the same bits; and a row's bits do not depend on the rows around it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from common import IMPLEMENTATIONS, each_fast_implementation, each_op, ours, rows, same_bits, served
+
+each_kernel = pytest.mark.parametrize(
+    "implementation", [name for name in IMPLEMENTATIONS if name not in ("xla", "reference")], ids=str
+)
+LENGTHS = (33, 1000, 2048, 2049, 200_000)
+
+
+def both(op, implementation):
+    """The value, and the pullback of a cotangent that is fixed for each row."""
+
+    @jax.jit
+    def f(x):
+        y, pull = jax.vjp(ours(op, implementation), x)
+        return y, pull(jnp.cos(3 * x[..., 0] if op == "logsumexp" else 3 * x).astype(y.dtype))[0]
+
+    return f
+
+
+@each_op
+@each_fast_implementation
+def test_run_to_run(op, implementation):
+    for dtype in (jnp.float32, jnp.bfloat16):
+        for n in LENGTHS[1::2]:
+            x = rows(n, dtype)
+            with served(implementation):
+                f = both(op, implementation)
+                first = f(x)
+                assert all(same_bits(first, f(x)) for _ in range(5)), (op, dtype, n)
+
+
+@each_op
+@pytest.mark.parametrize(
+    "implementation", [name for name in IMPLEMENTATIONS if name not in ("xla", "reference")], ids=str
+)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_row_by_itself(op, implementation, dtype):
+    """Alone, among few rows or many, first or last, beside NaN: the same bits.
+
+    Few long rows are cut and shared out to threads, many are not: a row must be cut alike in both.
+    """
+    for n in LENGTHS:
+        with served(implementation):
+            f = both(op, implementation)
+            row = rows(n, dtype, count=1)
+            alone = jax.tree.map(lambda v: np.asarray(v)[0], f(row))
+            for count, place in ((2, 0), (3, 2), (7, 3), (70, 69)):
+                x = rows(n, dtype, seed=count, count=count)
+                x[place - 1] = np.nan
+                x[place] = row[0]
+                among = jax.tree.map(lambda v, place=place: np.asarray(v)[place], f(x))
+                assert same_bits(alone, among), (op, n, count, place)
+
+
+@each_op
+@pytest.mark.parametrize(
+    "implementation", [name for name in IMPLEMENTATIONS if name not in ("xla", "reference")], ids=str
+)
+def test_leading_dimensions_and_vmap(op, implementation):
+    """However the leading dimensions are cut, rows are rows."""
+    x = rows(2304, jnp.float32, count=12)
+    with served(implementation):
+        f = both(op, implementation)
+        flat = jax.tree.map(np.asarray, f(x))
+        for shape in ((3, 4), (2, 1, 6)):
+            folded = [np.asarray(v) for v in f(x.reshape(*shape, -1))]
+            assert same_bits(flat, tuple(v.reshape(12, *v.shape[len(shape) :]) for v in folded))
+        assert same_bits(flat, jax.tree.map(np.asarray, jax.vmap(f)(x)))

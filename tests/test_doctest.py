@@ -1,0 +1,40 @@
+"""The examples in the docstrings give what they say."""
+
+import doctest
+import importlib
+import pkgutil
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxsoft
+
+MODULES = ["jaxsoft", *(f"jaxsoft.{m.name}" for m in pkgutil.iter_modules(jaxsoft.__path__) if m.name != "__main__")]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples(name):
+    module = importlib.import_module(name)
+    results = doctest.testmod(
+        module, extraglobs={"jax": jax, "jnp": jnp, **{n: getattr(jaxsoft, n) for n in jaxsoft.__all__}}
+    )
+    assert results.failed == 0
+
+
+def test_every_public_function_has_an_example():
+    for name in jaxsoft.__all__:
+        if name != "State":
+            assert ">>>" in getattr(jaxsoft, name).__doc__, name
+
+
+def test_the_command(capsys):
+    """python -m jaxsoft lists what can be used."""
+    from jaxsoft.__main__ import main
+
+    main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"jaxsoft {jaxsoft.__version__}, jax {jax.__version__}, on ")
+    for line, (name, reason) in zip(lines[1:], jaxsoft.implementations().items(), strict=True):
+        assert line.split()[0] == name
+        assert line.endswith("available" if reason is None else reason)

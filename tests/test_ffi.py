@@ -1,0 +1,94 @@
+"""What surrounds the C++ kernels: buffers that do not fit are an error and never a crash, and so is an old library."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxsoft
+from jaxsoft import _ffi
+
+pytestmark = pytest.mark.skipif(
+    jaxsoft.implementations()["ffi"] is not None, reason=f"no C++ kernels: {jaxsoft.implementations()['ffi']}"
+)
+PLATFORM = "cuda" if jax.default_backend() == "gpu" else "cpu"
+
+
+def call(target, results, *operands):
+    """Calls a target with results of the given shapes and dtypes, and the workspace that most targets have."""
+    types = [jax.ShapeDtypeStruct(*result) for result in results]
+    if target != "logsumexp_vjp":
+        types.append(_ffi._WORKSPACE)
+    return jax.block_until_ready(jax.ffi.ffi_call(f"jaxsoft_{target}", types)(*operands))
+
+
+F32, F16 = jnp.float32, jnp.float16
+X, R = jnp.ones((4, 8)), jnp.ones(4)
+
+
+@pytest.mark.parametrize(
+    ("target", "results", "operands"),
+    [
+        ("softmax", [((4, 8), jnp.int32)], [jnp.ones((4, 8), jnp.int32)]),
+        ("softmax", [((4, 9), F32)], [X]),
+        ("softmax", [((32,), F32)], [X]),
+        ("softmax", [((4, 8), F16)], [X]),
+        ("softmax", [((), F32)], [jnp.ones(())]),
+        ("softmax_vjp", [((4, 8), F32)], [X, jnp.ones((4, 7))]),
+        ("softmax_vjp", [((4, 8), F32)], [X, X.astype(F16)]),
+        ("log_softmax", [((4, 8), F32), ((4,), F16), ((4,), F32)], [X]),
+        ("log_softmax", [((4, 8), F16), ((4,), F16), ((4,), F16)], [X.astype(F16)]),
+        ("log_softmax", [((4, 8), F32), ((4,), F32), ((3,), F32)], [X]),
+        ("log_softmax_vjp", [((4, 8), F32)], [X, R, jnp.ones(5), X]),
+        ("log_softmax_vjp", [((4, 8), F32)], [X, R, R, jnp.ones((8, 4))]),
+        ("state", [((4, 1), F32), ((4,), F32)], [X]),
+        ("state", [((4,), F32), ((4,), jnp.int32)], [X]),
+        ("logsumexp_vjp", [((4, 8), F32)], [X, R, R, X]),
+        ("logsumexp_vjp", [((4, 8), F32)], [X, R, R, R.astype(F16)]),
+    ],
+)
+def test_bad_buffers(target, results, operands):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"jaxsoft: .*got dtype \d+ and shape \("):
+        call(target, results, *operands)
+
+
+@pytest.mark.parametrize(("target", "operands"), [("softmax", [X, X]), ("softmax_vjp", [X]), ("state", [])])
+def test_wrong_number_of_buffers(target, operands):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Wrong number of arguments"):
+        call(target, [((4, 8), F32)] + [((4,), F32)] * (target == "state"), *operands)
+
+
+def test_good_buffers():
+    """The call above is one that works when its buffers fit, in any rank."""
+    for shape in ((8,), (4, 8), (2, 2, 8)):
+        y, _ = call("softmax", [(shape, F32)], jnp.ones(shape))
+        assert (y == 1 / 8).all()
+        m, s, _ = call("state", [(shape[:-1], F32)] * 2, jnp.ones(shape))
+        assert (m == 1).all() and (s == 8).all()
+
+
+def test_a_library_for_a_newer_xla_is_not_registered(monkeypatch):
+    """XLA would disable the platform over it, so it is found out before, and said."""
+    monkeypatch.setattr(_ffi, "_xla_api", lambda: (0, 1))
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *_, **__: pytest.fail("registered"))
+    reason = _ffi.unavailable.__wrapped__(PLATFORM)
+    assert "was built for version" in reason and "jaxlib has 0.1" in reason and "install jaxsoft" in reason
+
+
+def test_a_library_for_another_major_version_is_not_registered(monkeypatch):
+    monkeypatch.setattr(_ffi, "_xla_api", lambda: (9, 99))
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *_, **__: pytest.fail("registered"))
+    assert "jaxlib has 9.99" in _ffi.unavailable.__wrapped__(PLATFORM)
+
+
+def test_a_library_that_is_missing_or_broken(monkeypatch, tmp_path):
+    monkeypatch.setattr(_ffi, "_find", lambda platform: None)
+    assert "was not built" in _ffi.unavailable.__wrapped__(PLATFORM)
+    broken = tmp_path / "libjaxsoft.so"
+    broken.write_text("no library")
+    monkeypatch.setattr(_ffi, "_find", lambda platform: broken)
+    assert "libjaxsoft.so could not be loaded" in _ffi.unavailable.__wrapped__(PLATFORM)
+
+
+def test_the_version_that_jaxlib_has():
+    major, minor = _ffi._xla_api()
+    assert (major, minor) >= (0, 4)
