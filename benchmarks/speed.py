@@ -16,9 +16,10 @@ is served by the choice):
   error   the largest error, in units of what is allowed (jax.nn's, which may exceed 1, is only reported)
 
 On a GPU the copy is the device's own memcpy. On a CPU it is a compiled -x, which moves the same bytes but cannot be
-optimized away. There every large result gets fresh memory, which the operating system maps and clears page by page. That costs more than the copying itself, and
-jaxsoft's kernels can be faster than the copy, for on Linux they ask for large pages. "warm" is a copy by one core into
-memory that is already in use. With --quick, results are small enough for the allocator to use the same memory again.
+optimized away. There every large result gets fresh memory, which the operating system maps and clears page by page.
+That costs more than the copying itself, and jaxsoft's kernels can be faster than the copy, for on Linux they ask for
+large pages. "warm" is a copy by one core into memory that is already in use. With --quick, results are small enough for
+the allocator to use the same memory again.
 """
 
 import argparse
