@@ -91,6 +91,7 @@ def measure(calls, repeats, number):
     samples = {name: [] for name in calls}
     for repeat in range(-1, repeats):  # the first round compiles and warms up
         for name, (function, _) in calls.items():
+            result = None  # what another function's result takes to be freed is not this one's time
             start = time.perf_counter()
             for arguments in itertools.islice(turns[name], number):
                 result = function(*arguments)

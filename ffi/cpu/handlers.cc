@@ -22,6 +22,7 @@ namespace {
 
 constexpr int64_t kSegment = 1 << 16;      // elements in which a long row is cut
 constexpr int64_t kTaskElements = 1 << 15;  // the least work worth handing to another thread
+constexpr int64_t kTasksPerThread = 8;      // more would even out little
 
 const Kernels* choose() {
 #if defined(JAXSOFT_X86)
@@ -52,7 +53,9 @@ Elements elements_of(ffi::DataType dtype) {
 // f(row) for every row, several rows a task.
 template <class F>
 void each_row(ffi::ThreadPool& pool, Shape shape, F f) {
-  int64_t rows_a_task = std::max<int64_t>(1, kTaskElements / std::max<int64_t>(1, shape.n));
+  // Few large tasks: threads that write side by side would wait for each other's new pages of memory.
+  int64_t rows_a_task = std::max({int64_t{1}, kTaskElements / std::max<int64_t>(1, shape.n),
+                                  shape.rows / (kTasksPerThread * std::max<int64_t>(1, pool.num_threads()))});
   parallel_for(pool, (shape.rows + rows_a_task - 1) / rows_a_task, [&](int64_t task) {
     int64_t end = std::min(shape.rows, (task + 1) * rows_a_task);
     for (int64_t row = task * rows_a_task; row < end; row++) f(row);

@@ -49,8 +49,13 @@ inline F32 widen(U16 raw, BFloat16) { return bits<F32>(__builtin_convertvector(r
 inline U16 narrow(F32 x, BFloat16) {  // to nearest, ties to even; a NaN stays a NaN
   U32 u = bits<U32>(x);
   U32 rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+#if defined(__AVX512F__)  // without the detour through a vector of comparisons that GCC takes
+  __mmask16 nan = _mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_UNORD_Q);
+  return (U16)_mm512_cvtepi32_epi16(_mm512_mask_mov_epi32((__m512i)rounded, nan, _mm512_set1_epi32(0x7fc0)));
+#else
   U32 quiet = (u >> 16) | 0x40u;
   return __builtin_convertvector(x != x ? quiet : rounded, U16);
+#endif
 }
 
 #if defined(__AVX512F__)
@@ -134,8 +139,8 @@ template <> struct Lanes<double> : LanesNative<double, F64> {};
 
 // exp, within 1 unit in the last place, gradual underflow and NaN included: x = n log 2 + r, |r| <= log(2)/2, and
 // exp(r) = 1 + r + r^2 P(r), where P is the Chebyshev interpolation of (exp(r) - 1 - r) / r^2 on that interval
-// (its error relative to exp(r): 1.0e-8 for f32, 9.7e-17 for f64). 2^n is applied as two factors, as n may lie
-// outside the exponents that one of them can have.
+// (its error relative to exp(r): 1.0e-8 for f32, 9.7e-17 for f64). 2^n is applied by an instruction for
+// that, or as two factors, as n may lie outside the exponents that one of them can have.
 inline F32 exp(F32 x) {
   x = x > 89.0f ? F32{} + 89.0f : x;
   x = x < -105.0f ? F32{} - 105.0f : x;
@@ -148,9 +153,13 @@ inline F32 exp(F32 x) {
   p = p * r + 0x1.5554dcp-3f;
   p = p * r + 0x1p-1f;
   p = p * (r * r) + r + 1.0f;
+#if defined(__AVX512F__)
+  return (F32)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
   I32 e = bits<I32>(t) - bits<int32_t>(round);
   I32 e1 = e >> 1, e2 = e - e1;
   return p * bits<F32>((e1 + 127) << 23) * bits<F32>((e2 + 127) << 23);
+#endif
 }
 
 inline F64 exp(F64 x) {
@@ -170,9 +179,13 @@ inline F64 exp(F64 x) {
   p = p * r + 0x1.5555555555596p-3;
   p = p * r + 0x1.0000000000003p-1;
   p = p * (r * r) + r + 1.0;
+#if defined(__AVX512F__)
+  return (F64)_mm512_scalef_pd((__m512d)p, (__m512d)n);
+#else
   I64 e = bits<I64>(t) - bits<int64_t>(round);
   I64 e1 = e >> 1, e2 = e - e1;
   return p * bits<F64>((e1 + 1023) << 52) * bits<F64>((e2 + 1023) << 52);
+#endif
 }
 
 inline F32 maximum(F32 a, F32 b) { return b > a ? b : a; }  // a NaN in b is passed over
