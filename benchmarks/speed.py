@@ -91,7 +91,9 @@ def measure(calls, repeats, number):
     samples = {name: [] for name in calls}
     for repeat in range(-1, repeats):  # the first round compiles and warms up
         for name, (function, _) in calls.items():
-            result = None  # what another function's result takes to be freed is not this one's time
+            # What another function's memory takes to be freed, some of it by threads of XLA's, is not this one's time.
+            result = None
+            time.sleep(0.02)
             start = time.perf_counter()
             for arguments in itertools.islice(turns[name], number):
                 result = function(*arguments)
