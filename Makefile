@@ -6,13 +6,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 # Which GPUs to build for: those that are here; without one, Hopper, to see that the kernels compile.
-# `make wheel` and a plain `pip install` build for all.
+# `make wheel` and a plain `pip install` build for all. CUDA=cuda12 takes JAX for CUDA 12.
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | head -n 1)
 JAXSOFT_CUDA_ARCHITECTURES ?= $(if $(HAS_GPU),native,90a-real)
 
 SOURCES := pyproject.toml $(shell find ffi jaxsoft pallas_kernels -type f -not -name '*.pyc')
-EXTRAS := examples,test$(if $(HAS_GPU),$(comma)cuda13)
+CUDA ?= cuda13
 comma := ,
+EXTRAS := examples,test$(if $(HAS_GPU),$(comma)$(CUDA))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
