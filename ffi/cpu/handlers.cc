@@ -4,6 +4,8 @@
 // there are enough of them; else each row is reduced and written in segments by all threads. A row is always cut at
 // the same places and its parts are combined in order, so its bits depend neither on the threads nor on other rows.
 #include <cmath>
+#include <cstdlib>
+#include <cstring>
 #include <vector>
 
 #include "../rows.h"
@@ -24,12 +26,16 @@ constexpr int64_t kSegment = 1 << 16;      // elements in which a long row is cu
 constexpr int64_t kTaskElements = 1 << 15;  // the least work worth handing to another thread
 constexpr int64_t kTasksPerThread = 8;      // more would even out little
 
+// The widest instruction set that the machine has. JAXSOFT_CPU_ISA names a narrower one, for tests of its kernels.
 const Kernels* choose() {
 #if defined(JAXSOFT_X86)
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+  const char* named = std::getenv("JAXSOFT_CPU_ISA");
+  auto may_be = [&](const char* isa) { return named == nullptr || std::strcmp(named, isa) == 0; };
+  if (may_be("avx512") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
     return kernels_avx512;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+  if (may_be("avx2") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+      __builtin_cpu_supports("f16c"))
     return kernels_avx2;
 #endif
   return kernels_baseline;

@@ -66,12 +66,13 @@ inline F32 widen(U16 raw, Float16) { return (F32)_mm256_cvtph_ps((__m128i)raw); 
 inline U16 narrow(F32 x, Float16) { return (U16)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT); }
 #else
 inline F32 widen(U16 raw, Float16) {
-  U32 u = __builtin_convertvector(raw, U32);
-  U32 sign = (u & 0x8000u) << 16, magnitude = (u & 0x7fffu) << 13;
-  // The exponent is rebased by a multiplication, which is exact and makes subnormals normal.
-  F32 finite = bits<F32>(magnitude) * 0x1p112f;
-  U32 special = magnitude | 0x7f800000u;
-  return bits<F32>(sign | ((u & 0x7c00u) == 0x7c00u ? special : bits<U32>(finite)));
+  U32 u = __builtin_convertvector(raw, U32), magnitude = u & 0x7fffu, sign = (u & 0x8000u) << 16;
+  // No f32 below the normal numbers may take part: XLA's threads treat those as 0.
+  F32 subnormal = __builtin_convertvector(bits<I32>(magnitude), F32) * 0x1p-24f;
+  U32 normal = (magnitude << 13) + (112u << 23), special = (magnitude << 13) | 0x7f800000u;
+  U32 result = magnitude < 0x400u ? bits<U32>(subnormal) : normal;
+  result = magnitude >= 0x7c00u ? special : result;
+  return bits<F32>(sign | result);
 }
 inline U16 narrow(F32 x, Float16) {  // to nearest, ties to even
   U32 u = bits<U32>(x), sign = (u >> 16) & 0x8000u, a = u & 0x7fffffffu;

@@ -1,0 +1,20 @@
+"""The CPU kernels for narrower instruction sets than this machine has: accuracy tests in a process of their own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from common import on_cpu
+
+
+@on_cpu
+@pytest.mark.parametrize("isa", ["baseline", "avx2"])
+def test_forward_and_backward(isa):
+    here = Path(__file__).parent
+    tests = [str(here / "test_forward.py"), str(here / "test_grad.py")]
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "ffi and short", *tests]
+    environment = {**os.environ, "JAXSOFT_CPU_ISA": isa}
+    run = subprocess.run(command, env=environment, cwd=here.parent, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout[-3000:]
