@@ -23,7 +23,7 @@ all: $(VENV)/installed
 $(VENV)/installed: $(SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12) and "jaxsoft needs Python 3.12 or newer; say which with make PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	JAXSOFT_CUDA_ARCHITECTURES="$(JAXSOFT_CUDA_ARCHITECTURES)" $(BIN)/python -m pip install -q --disable-pip-version-check ".[$(EXTRAS)]"
+	JAXSOFT_CUDA_ARCHITECTURES="$(JAXSOFT_CUDA_ARCHITECTURES)" $(BIN)/python -m pip install -q ".[$(EXTRAS)]"
 	touch $@
 
 demo: all

@@ -40,7 +40,7 @@ def row_operations(
         return ((y32 * (g32 - total(y32 * g32)[..., None])).astype(y.dtype),)
 
     def log_softmax_vjp(x, m, s, g):
-        p = probabilities(x, m, s) * jnp.where(jnp.isfinite(m), 1, jnp.nan)[..., None]
+        p = log_softmax_probabilities(x, m, s)
         g32 = _wide(g)
         return ((g32 - p * total(g32)[..., None]).astype(x.dtype),)
 
@@ -62,6 +62,11 @@ def probabilities(x: jax.Array, m: jax.Array, s: jax.Array) -> jax.Array:
     empty = s == 0
     scale = jnp.where(empty, 0, 1 / jnp.where(empty, 1, s))
     return _exp(x, m) * scale[..., None]
+
+
+def log_softmax_probabilities(x: jax.Array, m: jax.Array, s: jax.Array) -> jax.Array:
+    """`probabilities`, but NaN in a row where log_softmax has no value."""
+    return probabilities(x, m, s) * jnp.where(jnp.isfinite(m), 1, jnp.nan)[..., None]
 
 
 def _wide(x: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 
 from jaxsoft._arguments import Axis, as_scores, check_where, from_rows, has_kernels, normalize_axis, to_rows
 from jaxsoft._derivative import with_forward_mode
-from jaxsoft._formulas import probabilities
+from jaxsoft._formulas import log_softmax_probabilities
 from jaxsoft._implementations import check_name
 from jaxsoft._rows import row_operation
 
@@ -77,7 +77,7 @@ def _rows(implementation: str | None) -> Callable[[jax.Array], jax.Array]:
         return row_operation("log_softmax_vjp", implementation, *residuals, g)
 
     def tangent(x, m, s, t):
-        p = probabilities(x, m, s) * jnp.where(jnp.isfinite(m), 1, jnp.nan)[..., None]
+        p = log_softmax_probabilities(x, m, s)
         t32 = t.astype(p.dtype)
         return (t32 - jnp.sum(p * t32, axis=-1, keepdims=True)).astype(t.dtype)
 

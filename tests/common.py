@@ -139,10 +139,10 @@ def assert_values(op: str, x: np.ndarray, y, truth: Truth | None = None) -> None
         assert_within(wide(y).sum(-1), wide(truth.p).sum(-1), np.float64(tolerance), f"row sums of {what}")
 
 
-def pullback(op: str, x: np.ndarray, y: np.ndarray, g: np.ndarray, truth: Truth) -> tuple[np.ndarray, np.ndarray]:
-    """What the pullback of g gives for y = op(x), and how far dx may be from it.
+def pullback(op: str, x: np.ndarray, g: np.ndarray, truth: Truth) -> tuple[np.ndarray, np.ndarray]:
+    """What the pullback of g gives at the rows x, and how far dx may be from it.
 
-    softmax keeps its result y, so for 16 bits the probabilities may be rounded to them; XLA may also leave that out.
+    softmax keeps its result, so for 16 bits the probabilities may be rounded; XLA may also leave that out.
     """
     g = wide(g)
     eps, info = EPS[x.dtype.itemsize], jnp.finfo(x.dtype)

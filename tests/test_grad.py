@@ -49,9 +49,9 @@ def check(op, implementation, x, truth):
         .standard_normal(x.shape if op != "logsumexp" else x.shape[:-1])
         .astype(x.dtype)
     )
-    y, dx = vjp(ours(op, implementation), x, g)
+    _, dx = vjp(ours(op, implementation), x, g)
     assert dx.dtype == x.dtype
-    expected, bound = pullback(op, x, np.asarray(y), g, truth)
+    expected, bound = pullback(op, x, g, truth)
     assert_within(dx, expected, bound, f"gradient of {op}, {x.dtype} {x.shape}")
 
 
@@ -145,8 +145,8 @@ def test_factors_and_signs():
 def test_any_values(op, implementation, x):
     with jax.enable_x64(True), served(implementation):
         g = cotangent(op, x)
-        y, dx = vjp(ours(op, implementation), x, g)
-        expected, bound = pullback(op, x, np.asarray(y), g, Truth.of(x))
+        _, dx = vjp(ours(op, implementation), x, g)
+        expected, bound = pullback(op, x, g, Truth.of(x))
         assert_within(dx, expected, bound, f"gradient of {op}")
 
 
