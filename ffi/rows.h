@@ -1,77 +1,221 @@
-// What both platforms share: an FFI buffer seen as rows, and the checks that keep a bad buffer from a kernel.
+// What both platforms share: an FFI call seen as rows, and the checks that keep a bad call from a kernel.
 //
-// Every target takes operands of shape (..., n) and treats the product of the leading dimensions as rows, so that
-// vmap needs no code here. The targets, with (m, s) the state of a row in f32 (f64 for f64):
-//   jaxsoft_softmax          x -> y
-//   jaxsoft_softmax_vjp      y, g -> dx             y * (g - <y, g>)
-//   jaxsoft_log_softmax      x -> y, m, s
-//   jaxsoft_log_softmax_vjp  x, m, s, g -> dx       g - p * sum(g),  p = exp(x - m) / s
-//   jaxsoft_state            x -> m, s
-//   jaxsoft_logsumexp_vjp    x, m, s, g -> dx       p * g,  g one a row
+// The targets, with (m, s) the state of a row in f32 (f64 for f64), z = x * scale + bias and p = exp(z - m) / s:
+//   jaxsoft_softmax          x           [slwb] -> y
+//   jaxsoft_softmax_vjp      y, g        [sl]   -> dx        scale * y * (g - <y, g>)
+//   jaxsoft_log_softmax      x           [slwb] -> y, m, s
+//   jaxsoft_log_softmax_vjp  x, m, s, g  [slw]  -> dx        scale * (g - p * sum(g))
+//   jaxsoft_state            x           [slwb] -> m, s
+//   jaxsoft_logsumexp_vjp    x, m, s, g  [slwb] -> dx        scale * p * g,  g one a row
+// In brackets, the extra operands that may follow the others: those that the attribute `extras` names, in this order,
+//   s  scale  the state's dtype, one a row         l  limit  int32, one a row: elements j < limit of it count
+//   b  bias   x's dtype, a row                     w  where  bool, a row: what counts of it
+// each with length 1 in any leading dimension that it is broadcast over. What does not count is 0 in y and dx, -inf in
+// log_softmax's y. `masked` (softmax_vjp) says that elements with y = 0 do not count, whatever g is there.
+//
+// x has the shape (..., n, ...) with `trailing` dimensions after n, and none beside extras. All leading dimensions are
+// rows, so that vmap needs no code here. y and dx may have another dtype than the operands: one of f16, bf16 for f32,
+// and f32 for those.
+//
 // Those that reduce have one result more, a workspace of bytes: scratch that XLA allocates with the other buffers, as
 // what a handler asks for while a CUDA graph is recorded would be gone when the graph runs.
 #pragma once
 
 #include <cstdint>
 #include <initializer_list>
+#include <sstream>
 #include <string>
+#include <string_view>
+#include <tuple>
 
 #include "xla/ffi/api/ffi.h"
+
+#if defined(__CUDACC__)
+#define JAXSOFT_HOST_DEVICE __host__ __device__
+#else
+#define JAXSOFT_HOST_DEVICE
+#endif
 
 namespace jaxsoft {
 
 namespace ffi = xla::ffi;
 
+// x as an array of rows * n * inner elements. A row statistic is one of rows * inner.
 struct Shape {
-  int64_t rows, n;
+  int64_t rows, n, inner;
 };
 
-inline Shape shape_of(ffi::AnyBuffer x) {
-  auto dims = x.dimensions();
-  int64_t n = dims.size() == 0 ? 1 : dims.back();
-  int64_t rows = 1;
-  for (size_t i = 0; i + 1 < dims.size(); i++) rows *= dims[i];
-  return {rows, n};
-}
+// The leading dimensions, as few groups of neighbours as tell apart what the extras are broadcast over. A call that
+// needs more groups is refused; 4 are an attention mask over (batch, 1, query) and a scale of (1, head, 1), say.
+inline constexpr int kGroups = 4;
+
+// An operand beside x. `data` is null where the call has none; a stride is in elements, and 0 where it is broadcast.
+struct Extra {
+  const void* data = nullptr;
+  int64_t stride[kGroups] = {};
+};
+
+struct Extras {
+  int groups = 0;                // from the innermost on
+  int64_t size[kGroups] = {};
+  int64_t divisor[kGroups] = {};  // rows from one step in a group to the next: the product of the sizes inside it
+  Extra scale, limit, where, bias;
+
+  // Where a row's part of an extra begins.
+  JAXSOFT_HOST_DEVICE int64_t offset(const Extra& extra, int64_t row) const {
+    int64_t sum = 0;
+    for (int i = 0; i < groups; i++) sum += row / divisor[i] % size[i] * extra.stride[i];
+    return sum;
+  }
+};
+
+// The attributes of a call.
+struct Form {
+  std::string_view extras;
+  int64_t trailing;
+  bool masked;
+};
+
+// The buffers of a call, by what they must be like.
+struct Buffers {
+  ffi::AnyBuffer x;                                 // the first operand
+  std::initializer_list<ffi::AnyBuffer> operands;   // of its shape and dtype
+  std::initializer_list<ffi::AnyBuffer> results;    // of its shape, in a dtype that goes with it
+  std::initializer_list<ffi::AnyBuffer> statistics;  // one a row
+  std::string_view extras;                          // what the operation may have
+  bool may_be_masked;
+};
+
+// What a kernel needs to know beside the base operands.
+struct Call {
+  Shape shape;
+  Extras extras;
+};
 
 inline ffi::DataType state_dtype(ffi::DataType dtype) {
   return dtype == ffi::F64 ? ffi::F64 : ffi::F32;
 }
 
-inline std::string describe(ffi::AnyBuffer b) {
-  std::string text = "dtype " + std::to_string(static_cast<int>(b.element_type())) + " and shape (";
-  for (auto d : b.dimensions()) text += std::to_string(d) + ",";
-  return text + ")";
+inline bool is_16_bit(ffi::DataType dtype) { return dtype == ffi::F16 || dtype == ffi::BF16; }
+
+inline bool go_together(ffi::DataType x, ffi::DataType y) {
+  return x == y || (x == ffi::F32 && is_16_bit(y)) || (is_16_bit(x) && y == ffi::F32);
 }
 
-// `full` must have the dtype and shape of x; `stats` the shape of x without its last dimension, and its state's dtype.
-inline ffi::Error check(ffi::AnyBuffer x, std::initializer_list<ffi::AnyBuffer> full,
-                        std::initializer_list<ffi::AnyBuffer> stats) {
-  auto bad = [&](const char* what, ffi::AnyBuffer b) {
-    return ffi::Error::InvalidArgument(std::string("jaxsoft: ") + what + ": got " + describe(b) +
-                                       " beside a first operand of " + describe(x));
-  };
-  auto dtype = x.element_type();
-  if (dtype != ffi::F16 && dtype != ffi::BF16 && dtype != ffi::F32 && dtype != ffi::F64)
-    return bad("the dtype must be f16, bf16, f32 or f64", x);
+inline std::string describe(ffi::AnyBuffer b) {
+  std::ostringstream text;
+  text << b.element_type() << "(";
+  for (size_t i = 0; i < b.dimensions().size(); i++) text << (i ? "," : "") << b.dimensions()[i];
+  text << ")";
+  return text.str();
+}
+
+inline ffi::Error refuse(const std::string& what) { return ffi::Error::InvalidArgument("jaxsoft: " + what); }
+
+// Reads the extras `names` of x from `buffers`. Without trailing dimensions, n is x's last.
+inline ffi::ErrorOr<Extras> read_extras(ffi::AnyBuffer x, std::string_view names, ffi::RemainingArgs buffers) {
   auto dims = x.dimensions();
-  if (dims.size() == 0) return bad("the first operand must have at least one dimension", x);
-  for (auto b : full) {
-    auto d = b.dimensions();
-    bool same = b.element_type() == dtype && d.size() == dims.size();
-    for (size_t i = 0; same && i < dims.size(); i++) same = d[i] == dims[i];
-    if (!same) return bad("an operand or result must have the first operand's shape and dtype", b);
+  const size_t leading = dims.size() - 1;
+  Extras extras;
+  Extra* read[4];
+  ffi::Span<const int64_t> shapes[4];
+  for (size_t k = 0; k < names.size(); k++) {
+    auto buffer = buffers.get<ffi::AnyBuffer>(k);
+    if (buffer.has_error()) return buffer.error();
+    const bool row = names[k] == 'w' || names[k] == 'b';  // else one number a row
+    auto [name, dtype, extra] = names[k] == 's'   ? std::tuple("scale", state_dtype(x.element_type()), &extras.scale)
+                                : names[k] == 'l' ? std::tuple("limit", ffi::S32, &extras.limit)
+                                : names[k] == 'w' ? std::tuple("where", ffi::PRED, &extras.where)
+                                                  : std::tuple("bias", x.element_type(), &extras.bias);
+    auto d = buffer->dimensions();
+    bool fits = buffer->element_type() == dtype && d.size() == leading + row && (!row || d[leading] == dims[leading]);
+    for (size_t i = 0; fits && i < leading; i++) fits = d[i] == dims[i] || d[i] == 1;
+    if (!fits) {
+      std::ostringstream text;
+      text << name << " must be " << dtype << " of x's shape " << (row ? "" : "without its last dimension, ")
+           << "or 1 in leading dimensions: got " << describe(*buffer) << " beside x " << describe(x);
+      return refuse(text.str());
+    }
+    extra->data = buffer->untyped_data();
+    read[k] = extra;
+    shapes[k] = d;
   }
-  for (auto b : stats) {
-    auto d = b.dimensions();
-    bool same = b.element_type() == state_dtype(dtype) && d.size() + 1 == dims.size();
-    for (size_t i = 0; same && i < d.size(); i++) same = d[i] == dims[i];
-    if (!same) return bad("a row statistic must have one f32 (f64 for f64) a row", b);
+
+  int64_t step[4], divisor = 1;  // step: elements of an extra in one of its next dimension
+  for (size_t k = 0; k < names.size(); k++) step[k] = shapes[k].size() > leading ? dims[leading] : 1;
+  for (size_t i = leading; i-- > 0;) {
+    if (dims[i] == 1) continue;
+    int last = extras.groups - 1;
+    bool same = extras.groups > 0;  // as the group inside it: this dimension joins it
+    for (size_t k = 0; same && k < names.size(); k++) same = (shapes[k][i] == 1) == (read[k]->stride[last] == 0);
+    if (same) {
+      extras.size[last] *= dims[i];
+    } else {
+      if (extras.groups == kGroups)
+        return refuse("the extras are broadcast in more ways than kernels know: at most " + std::to_string(kGroups) +
+                      " groups of leading dimensions, beside x " + describe(x));
+      last = extras.groups++;
+      extras.size[last] = dims[i];
+      extras.divisor[last] = divisor;
+      for (size_t k = 0; k < names.size(); k++) read[k]->stride[last] = shapes[k][i] == 1 ? 0 : step[k];
+    }
+    divisor *= dims[i];
+    for (size_t k = 0; k < names.size(); k++) step[k] *= shapes[k][i];
   }
-  return ffi::Error::Success();
+  return extras;
+}
+
+// Checks a call. `rest` holds the extras.
+inline ffi::ErrorOr<Call> read_call(const Buffers& buffers, ffi::RemainingArgs rest, const Form& form) {
+  auto x = buffers.x;
+  auto dtype = x.element_type();
+  auto dims = x.dimensions();
+  auto beside = [&](const char* what, ffi::AnyBuffer b) {
+    return refuse(std::string(what) + ": got " + describe(b) + " beside a first operand " + describe(x));
+  };
+  if (!is_16_bit(dtype) && dtype != ffi::F32 && dtype != ffi::F64)
+    return refuse("the dtype must be F16, BF16, F32 or F64: got " + describe(x));
+  if (form.trailing < 0 || form.trailing >= static_cast<int64_t>(dims.size()))
+    return refuse("trailing=" + std::to_string(form.trailing) + " leaves no dimension to reduce of " + describe(x));
+  const size_t axis = dims.size() - 1 - form.trailing;
+  for (auto b : buffers.operands)
+    if (b.element_type() != dtype || !(b.dimensions() == dims))
+      return beside("an operand must have the first operand's shape and dtype", b);
+  for (auto b : buffers.results)
+    if (!go_together(dtype, b.element_type()) || !(b.dimensions() == dims))
+      return beside("a result must have the first operand's shape and dtype, or F32 for F16 or BF16, or those for F32", b);
+  for (auto b : buffers.statistics) {
+    auto d = b.dimensions();
+    bool fits = b.element_type() == state_dtype(dtype) && d.size() + 1 == dims.size();
+    for (size_t i = 0; fits && i < d.size(); i++) fits = d[i] == dims[i < axis ? i : i + 1];
+    if (!fits) return beside("a row statistic must be F32 (F64 for F64), one a row", b);
+  }
+
+  size_t found = 0;
+  for (char name : buffers.extras) found += found < form.extras.size() && form.extras[found] == name;
+  std::string quoted = "extras='" + std::string(form.extras) + "'";
+  if (found != form.extras.size())
+    return refuse(quoted + " must be some of '" + std::string(buffers.extras) + "', in this order");
+  if (rest.size() != form.extras.size())
+    return refuse(quoted + " with " + std::to_string(rest.size()) + " extra operands");
+  if (form.trailing && !form.extras.empty())
+    return refuse(quoted + " must be empty beside trailing=" + std::to_string(form.trailing));
+  if (form.masked && !buffers.may_be_masked) return refuse("masked is an attribute of softmax_vjp alone");
+
+  Call call{{1, dims[axis], 1}, {}};
+  for (size_t i = 0; i < dims.size(); i++)
+    if (i != axis) (i < axis ? call.shape.rows : call.shape.inner) *= dims[i];
+  auto extras = read_extras(x, form.extras, rest);
+  if (extras.has_error()) return extras.error();
+  call.extras = *extras;
+  return call;
 }
 
 }  // namespace jaxsoft
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jaxsoft::Form, xla::ffi::StructMember<std::string_view>("extras"),
+                                      xla::ffi::StructMember<int64_t>("trailing"),
+                                      xla::ffi::StructMember<bool>("masked"));
 
 // The version of the FFI interface that the library was compiled against; Python reads it before it registers
 // anything, as XLA refuses a whole platform over a newer one.
@@ -80,12 +224,14 @@ inline ffi::Error check(ffi::AnyBuffer x, std::initializer_list<ffi::AnyBuffer> 
   JAXSOFT_EXPORT int jaxsoft_ffi_api_major() { return XLA_FFI_API_MAJOR; } \
   JAXSOFT_EXPORT int jaxsoft_ffi_api_minor() { return XLA_FFI_API_MINOR; }
 
-// Defines the targets of one platform. `context` binds what its handlers take before their buffers.
+// Defines the targets of one platform. `context` binds what its handlers take before their buffers; after those, each
+// takes the ffi::RemainingArgs that the extras are, and the Form.
 #define JAXSOFT_X .Arg<xla::ffi::AnyBuffer>()
 #define JAXSOFT_Y .Ret<xla::ffi::AnyBuffer>()
-#define JAXSOFT_TARGET(space, context, name, buffers)                   \
-  JAXSOFT_EXPORT XLA_FFI_Error* jaxsoft_##name(XLA_FFI_CallFrame*);     \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxsoft_##name, space::name, xla::ffi::Ffi::Bind() context buffers, \
+#define JAXSOFT_TARGET(space, context, name, buffers)                                                      \
+  JAXSOFT_EXPORT XLA_FFI_Error* jaxsoft_##name(XLA_FFI_CallFrame*);                                        \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxsoft_##name, space::name,                                               \
+                                xla::ffi::Ffi::Bind() context buffers.RemainingArgs().Attrs<jaxsoft::Form>(), \
                                 {xla::ffi::Traits::kCmdBufferCompatible})
 #define JAXSOFT_TARGETS(space, context)                                                                       \
   JAXSOFT_TARGET(space, context, softmax, JAXSOFT_X JAXSOFT_Y JAXSOFT_Y);                                     \
