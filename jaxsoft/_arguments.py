@@ -1,4 +1,4 @@
-"""What the public functions do to their arguments: checks, and the axes that are reduced made one last axis."""
+"""What the public functions do to their arguments: checks, and what row operations take made of them."""
 
 import operator
 from collections.abc import Sequence
@@ -6,7 +6,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
+
+from jaxsoft.fold import accumulator
 
 type Axis = int | Sequence[int] | None
 
@@ -44,35 +46,128 @@ def normalize_axis(axis: Axis, ndim: int) -> tuple[int, ...]:
     return axes
 
 
-def check_where(where: ArrayLike | None, shape: tuple[int, ...]) -> jax.Array | None:
-    """`where` as a boolean array, after checking that it broadcasts to `shape`."""
-    if where is None:
-        return None
-    where = jnp.asarray(where)
-    try:
-        fits = np.broadcast_shapes(where.shape, shape) == shape
-    except ValueError:
-        fits = False
-    if not fits:
-        raise ValueError(f"where must broadcast to the shape of the scores, {shape}; got shape {where.shape}")
-    return where.astype(bool)
+def check_extras(
+    x: jax.Array,
+    axes: tuple[int, ...],
+    where: ArrayLike | None,
+    scale: ArrayLike | None,
+    bias: ArrayLike | None,
+    causal: bool,
+) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
+    """`where`, `scale` and `bias` as arrays, after checking that they and `causal` fit the scores and the axes."""
+    if where is not None:
+        where = _broadcastable("where", where, x.shape).astype(bool)
+    if scale is not None:
+        scale = _numbers("scale", _broadcastable("scale", scale, x.shape, axes), x)
+    if bias is not None:
+        bias = _numbers("bias", _broadcastable("bias", bias, x.shape), x)
+    if not isinstance(causal, bool | np.bool_):
+        raise TypeError(f"causal must be True or False; got {causal!r}")
+    if causal and (axes != (x.ndim - 1,) or x.ndim < 2):
+        raise ValueError(
+            "causal needs one reduced axis, the last, and an array of at least 2 dimensions; "
+            f"got axis={axes} for an array of shape {x.shape}"
+        )
+    return where, scale, bias
 
 
-def to_rows(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """`x` with `axes` moved to the end and made one."""
-    if axes == (x.ndim - 1,):
-        return x
-    moved = jnp.moveaxis(x, axes, range(x.ndim - len(axes), x.ndim))
+def check_dtype(dtype: DTypeLike | None, x: jax.Array) -> np.dtype:
+    """The dtype of the result: x's unless another is given."""
+    if dtype is None:
+        return x.dtype
+    given = jax.dtypes.canonicalize_dtype(dtype)
+    names = ", ".join(jnp.dtype(d).name for d in _DTYPES)
+    if given not in _DTYPES:
+        raise ValueError(f"dtype must be None or one of {names}; got {given.name}")
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise ValueError(f"dtype must be None for complex scores, as {names} cannot hold them; got {given.name}")
+    return given
+
+
+def _broadcastable(name: str, value: ArrayLike, shape: tuple[int, ...], ones: tuple[int, ...] = ()) -> jax.Array:
+    """`value` as an array of as many dimensions as `shape`, to which it broadcasts, with length 1 along some axes."""
+    value = jnp.asarray(value)
+    whole = (*(1,) * (len(shape) - value.ndim), *value.shape)
+    if len(whole) != len(shape) or any(d != 1 and (a in ones or d != shape[a]) for a, d in enumerate(whole)):
+        along = f", with length 1 along the reduced axes {ones}" if ones else ""
+        raise ValueError(f"{name} must broadcast to the shape of the scores, {shape}{along}; got shape {value.shape}")
+    return value.reshape(whole)
+
+
+def _numbers(name: str, value: jax.Array, x: jax.Array) -> jax.Array:
+    """`value` in x's dtype if it has it, else in that of the arithmetic."""
+    if not jnp.issubdtype(value.dtype, jnp.number):
+        raise TypeError(f"{name} must hold numbers; got dtype {value.dtype.name}")
+    if jnp.issubdtype(value.dtype, jnp.complexfloating) and not jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise TypeError(f"{name} must hold real numbers beside real scores; got dtype {value.dtype.name}")
+    return value if name == "bias" and value.dtype == x.dtype else value.astype(accumulator(x.dtype))
+
+
+def plain_scores(
+    x: jax.Array, where: jax.Array | None, scale: jax.Array | None, bias: jax.Array | None, causal: bool
+) -> tuple[jax.Array, jax.Array | None]:
+    """x * scale + bias, and where it counts, in plain JAX: for what there are no kernels."""
+    if scale is not None or bias is not None:
+        x = x.astype(accumulator(x.dtype))
+    if scale is not None:
+        x = x * scale
+    if bias is not None:
+        x = x + bias.astype(x.dtype)
+    if causal:
+        below = jnp.tri(x.shape[-2], x.shape[-1], dtype=bool)
+        where = below if where is None else where & below
+    return x, where
+
+
+def to_rows(
+    x: jax.Array,
+    axes: tuple[int, ...],
+    where: jax.Array | None,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    causal: bool,
+) -> tuple[jax.Array, dict[str, jax.Array], int]:
+    """Operands of a row operation: x, the extras in the order of their names in a `Form`, and the trailing dimensions.
+
+    One axis stays where it is if there are no extras; else the axes become one, the last.
+    """
+    if where is None and scale is None and bias is None and not causal and len(axes) == 1:
+        return x, {}, x.ndim - 1 - axes[0]
+    rows = _merged(x, axes, x.shape)
+    n, extras = rows.shape[-1], {}
+    if scale is not None:
+        extras["s"] = _merged(scale, axes, x.shape)[..., 0]
+    if causal:
+        extras["l"] = jnp.arange(1, x.shape[-2] + 1, dtype=jnp.int32).reshape(*(1,) * (x.ndim - 2), -1)
+    if where is not None:
+        where = _merged(where, axes, x.shape)
+        if where.shape[-1] == 1:  # whole rows
+            extras["l"] = jnp.where(where[..., 0], extras.get("l", n), 0).astype(jnp.int32)
+        else:
+            extras["w"] = where
+    if bias is not None:
+        bias = _merged(bias, axes, x.shape)
+        extras["b"] = jnp.broadcast_to(bias, (*bias.shape[:-1], n))
+    return rows, extras, 0
+
+
+def _merged(v: jax.Array, axes: tuple[int, ...], shape: tuple[int, ...]) -> jax.Array:
+    """`v`, which broadcasts to `shape`, with `axes` moved to the end and made one, of length 1 if they all are in v."""
+    ndim, k = len(shape), len(shape) - len(axes)
+    if axes == (ndim - 1,):
+        return v
+    moved = jnp.moveaxis(v, axes, range(k, ndim))
     if len(axes) == 1:
         return moved
-    kept = moved.shape[: x.ndim - len(axes)]
-    return moved.reshape(*kept, int(np.prod([x.shape[a] for a in axes], dtype=np.int64)))
+    whole = () if all(d == 1 for d in moved.shape[k:]) else tuple(shape[a] for a in axes)
+    moved = jnp.broadcast_to(moved, (*moved.shape[:k], *whole)) if whole else moved
+    return moved.reshape(*moved.shape[:k], int(np.prod(whole, dtype=np.int64)))
 
 
-def from_rows(y: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> jax.Array:
-    """The inverse of `to_rows` for an array of this shape."""
+def from_rows(y: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...], trailing: int) -> jax.Array:
+    """The inverse of `to_rows` for a result of this shape."""
     ndim = len(shape)
-    if axes == (ndim - 1,):
+    if trailing or axes == (ndim - 1,):
         return y
     kept = [n for a, n in enumerate(shape) if a not in axes]
     split = y.reshape(*kept, *(shape[a] for a in axes))

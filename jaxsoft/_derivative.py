@@ -1,9 +1,10 @@
-"""Derivatives in both modes for a `jax.custom_vjp` function.
+"""softmax, log_softmax and logsumexp of rows as functions that JAX can differentiate: both modes, every order.
 
-Training goes through `custom_vjp`: its forward rule saves what its backward rule needs, and both call kernels. But
-JAX refuses forward mode (`jax.jvp`, `jax.linearize`, `jax.hessian`) to such a function, as it cannot know how to push
-a tangent through it. `with_forward_mode` adds that knowledge: the derivative at a point becomes one linear operation,
-which forward mode evaluates by the given formula and reverse mode transposes to the backward rule of the custom_vjp.
+The derivative at a point becomes one linear operation, which forward mode evaluates by a formula and reverse mode
+transposes to a kernel for the pullback. (A `jax.custom_vjp` alone would refuse forward mode.) The operation maps a
+tangent of x, with the scale in it, where x alone moves, as in training with a fixed scale. Where scale or bias move
+too, it maps a tangent of the scores z = x * scale + bias, which JAX derives from theirs, and whose cotangent JAX takes
+back to them.
 """
 
 import dataclasses
@@ -11,44 +12,76 @@ import functools
 from collections.abc import Callable, Sequence
 
 import jax
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
+from jaxsoft import _xla, fold
 from jaxsoft._batching import as_leading_dimension
+from jaxsoft._forms import OPERATIONS, Form, compose, scores
+from jaxsoft._rows import row_operation
 
 
-def with_forward_mode(f: jax.custom_vjp, tangent: Callable[..., jax.Array]) -> Callable[[jax.Array], jax.Array]:
-    """A function of one array that is `f`, with `f`'s rules in reverse mode and `tangent` in forward mode.
+@functools.cache
+def differentiable(operation: str, form: Form, implementation: str | None) -> Callable[..., jax.Array]:
+    """softmax, log_softmax or logsumexp as a function of x and the form's extras.
 
-    Args:
-      f: a custom_vjp function of rows (..., n), whose residuals are a tuple of arrays with the same leading dimensions.
-      tangent: (*residuals, t) -> the directional derivative along t, in differentiable JAX code.
+    logsumexp comes in the accumulator's dtype.
     """
-    fwd, bwd = f.fwd, f.bwd
-    if fwd is None or bwd is None:
-        raise ValueError("f has no rules yet: call f.defvjp first")
-    derivative = _Derivative(
-        lambda operands: tangent(*operands), lambda operands: bwd(tuple(operands[:-1]), operands[-1])[0]
-    )
 
     @jax.custom_jvp
-    def function(x):
-        return f(x)
+    def function(x, *extras):
+        return _forward(operation, form, implementation, x, *extras)[0]
 
-    @function.defjvp
+    @functools.partial(function.defjvp, symbolic_zeros=True)
     def function_jvp(primals, tangents):
-        y, residuals = fwd(*primals)
-        return y, derivative(*residuals, *tangents)
+        x, *extras = primals
+        y, residuals = _forward(operation, form, implementation, *primals)
+        named = dict(zip(form.extras, extras, strict=True))
+        masked = operation == "softmax" and ("l" in named or "w" in named)
+        moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+        t = tangents[0]
+        if moving != [0]:
+
+            @functools.partial(jax.checkpoint, prevent_cse=False)  # keeps the operands, not masks of x's size
+            def z(*moved):
+                x, *extras = (moved[moving.index(i)] if i in moving else v for i, v in enumerate(primals))
+                return scores(form, x, dict(zip(form.extras, extras, strict=True)), fold.accumulator(x.dtype))
+
+            values, t = jax.jvp(z, [primals[i] for i in moving], [tangents[i] for i in moving])
+            residuals = tuple(values if r is x else r for r in residuals)
+            named = {name: v for name, v in named.items() if name not in "sb"}
+        if operation == "softmax":  # y is 0 where the others say that an element does not count
+            named = {name: v for name, v in named.items() if name in "sl"}
+        derivative = _Derivative(operation, Form(y.dtype, "".join(named), form.trailing, masked), implementation)
+        return y, derivative(*residuals, t, *named.values())
 
     return function
 
 
+def _forward(
+    operation: str, form: Form, implementation: str | None, x: jax.Array, *extras: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """The value, and what the derivative needs beside the extras: of softmax its result, of the others x and (m, s)."""
+    if operation == "logsumexp":
+        m, s = row_operation("state", form, implementation, x, *extras)
+        return fold.lse(fold.State(m, s)), (x, m, s)
+    y, *state = row_operation(operation, form, implementation, x, *extras)
+    return y, (y,) if operation == "softmax" else (x, *state)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Derivative:
-    """A map that is linear in its last operand, and its transpose there. The other operands are residuals."""
+    """The derivative of an operation, or its transpose: a map that is linear in one operand.
 
-    apply: Callable[[Sequence[jax.Array]], jax.Array]
-    apply_transpose: Callable[[Sequence[jax.Array]], jax.Array]
+    Its operands are those of the operation's "_jvp" or "_vjp", of which the last but the extras is the linear one.
+    """
+
+    operation: str
+    form: Form
+    implementation: str | None
+    transposed: bool = False
 
     def __call__(self, *operands: jax.Array) -> jax.Array:
         # The primitive holds its computation as a jaxpr, where JAX looks for what needs to know devices when lowered.
@@ -57,9 +90,29 @@ class _Derivative:
         return out
 
     @property
-    def transpose(self) -> "_Derivative":
-        """The transpose, as a map of its own."""
-        return _Derivative(self.apply_transpose, self.apply)
+    def name(self) -> str:
+        """The row operation that it is."""
+        return f"{self.operation}_{'vjp' if self.transposed else 'jvp'}"
+
+    @property
+    def place(self) -> int:
+        """The index of the linear operand."""
+        return len(OPERATIONS[self.name]) - 1
+
+    def apply(self, operands: Sequence[jax.Array]) -> jax.Array:
+        """The map: a kernel for the transpose, else the formula."""
+        if not self.transposed:
+            return compose(self.name, self.form, _xla.OPERATIONS[self.name])(*operands)[0]
+        x, g = operands[0], operands[self.place]
+        if self.operation == "log_softmax" and x.dtype != g.dtype:  # as dtype=f32 has it: kernels take one dtype
+            wide = fold.accumulator(x.dtype)
+            operands = [x.astype(wide), *operands[1 : self.place], g.astype(wide), *operands[self.place + 1 :]]
+        return row_operation(self.name, self.form, self.implementation, *operands)[0]
+
+    def transpose(self, dtype: np.dtype) -> "_Derivative":
+        """The transpose, for a linear operand of this dtype."""
+        form = dataclasses.replace(self.form, dtype=dtype)
+        return dataclasses.replace(self, form=form, transposed=not self.transposed)
 
 
 linear_p = Primitive("jaxsoft_derivative")
@@ -85,36 +138,37 @@ def _abstract_eval(*operands, derivative, call):
 
 def _jvp(primals, tangents, *, derivative, call):
     del call
-    *residuals, t = primals
-    *residuals_dot, t_dot = tangents
-    moving = [i for i, r in enumerate(residuals_dot) if not isinstance(r, ad.Zero)]
+    place = derivative.place
+    moving = [i for i, t in enumerate(tangents) if i != place and not isinstance(t, ad.Zero)]
     terms = []
     if moving:
 
         def along(*values):
-            varied = list(residuals)
+            varied = list(primals)
             for i, value in zip(moving, values, strict=True):
                 varied[i] = value
-            return derivative.apply([*varied, t])
+            return derivative.apply(varied)
 
-        terms.append(jax.jvp(along, [residuals[i] for i in moving], [residuals_dot[i] for i in moving])[1])
-    if not isinstance(t_dot, ad.Zero):
-        terms.append(derivative(*residuals, t_dot))
+        terms.append(jax.jvp(along, [primals[i] for i in moving], [tangents[i] for i in moving])[1])
+    if not isinstance(tangents[place], ad.Zero):
+        terms.append(derivative(*primals[:place], tangents[place], *primals[place + 1 :]))
     return [derivative(*primals)], [sum(terms[1:], terms[0])]
 
 
 def _transpose(cotangents, *operands, derivative, call):
     del call
-    *residuals, t = operands
-    assert ad.is_undefined_primal(t) and not any(map(ad.is_undefined_primal, residuals))
-    (g,) = cotangents
-    out = ad.Zero(t.aval) if isinstance(g, ad.Zero) else derivative.transpose(*residuals, g)
-    return [None] * len(residuals) + [out]
+    (g,), place = cotangents, derivative.place
+    t = operands[place]
+    assert [ad.is_undefined_primal(v) for v in operands] == [i == place for i in range(len(operands))]
+    out = ad.Zero(t.aval)
+    if not isinstance(g, ad.Zero):
+        out = derivative.transpose(t.aval.dtype)(*operands[:place], g, *operands[place + 1 :])
+    return [out if i == place else None for i in range(len(operands))]
 
 
 def _batch(operands: Sequence[jax.Array], dims: Sequence[int | None], *, derivative, call):
     del call
-    return [derivative(*as_leading_dimension(operands, dims))], [0]
+    return [derivative(*as_leading_dimension(operands, dims, derivative.place + 1))], [0]
 
 
 ad.primitive_jvps[linear_p] = _jvp

@@ -9,15 +9,28 @@ import ctypes
 import functools
 import re
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jaxsoft._forms import OPERATIONS, Form, Operands, Operation, is_plain, split
 from jaxsoft.fold import accumulator
 
-TARGETS = ("softmax", "softmax_vjp", "log_softmax", "log_softmax_vjp", "state", "logsumexp_vjp")
+# The targets, and their results: "x" of x's shape, "r" one number a row, "w" the workspace.
+_RESULTS = {
+    "softmax": "xw",
+    "softmax_vjp": "xw",
+    "log_softmax": "xrrw",
+    "log_softmax_vjp": "xw",
+    "state": "rrw",
+    "logsumexp_vjp": "x",
+}
+# What each platform's kernels take beside the plain form, of "extras", "trailing" and "dtype" (of the result, f32 from
+# or to 16 bits); nothing for a library whose targets have no attributes.
+_FORMS: dict[str, frozenset[str]] = {"cpu": frozenset(), "cuda": frozenset()}
+_F32 = np.dtype(jnp.float32)
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 _XLA_NAMES = {"cpu": "cpu", "cuda": "CUDA"}
 # Where a long row is split over blocks of a GPU, their states wait here: 24 bytes each, four for each multiprocessor.
@@ -59,13 +72,13 @@ def unavailable(platform: str) -> str | None:
             f"{path.name} was built for version {built[0]}.{built[1]} of the XLA FFI, but jaxlib "
             f"has {ours[0]}.{ours[1]}; {_BUILD_HINT[platform]}"
         )
-    for target in TARGETS:
+    for target in _RESULTS:
         capsule = jax.ffi.pycapsule(getattr(library, f"jaxsoft_{target}"))
         jax.ffi.register_ffi_target(f"jaxsoft_{target}", capsule, platform=_XLA_NAMES[platform])
     return None
 
 
-def unsupported(operands: Sequence[jax.core.ShapedArray]) -> str | None:
+def unsupported(operands: Operands) -> str | None:
     """None, or why the kernels cannot take these operands."""
     dtype = operands[0].dtype
     if dtype not in _DTYPES:
@@ -73,21 +86,42 @@ def unsupported(operands: Sequence[jax.core.ShapedArray]) -> str | None:
     return None
 
 
-def _call(target: str, results: str) -> Callable[..., tuple[jax.Array, ...]]:
-    def kernel(x: jax.Array, *rest: jax.Array) -> tuple[jax.Array, ...]:
-        full = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        statistic = jax.ShapeDtypeStruct(x.shape[:-1], accumulator(x.dtype))
+def kernel(operation: str, form: Form, platform: str, operands: Operands) -> Operation | None:
+    """The kernel for an operation in this form, or None where the platform's kernels have to be composed."""
+    if not is_plain(operation, form, operands) and not _takes(operation, form, platform, operands):
+        return None
+    # A library that takes the plain form alone knows of no attributes.
+    attributes = _attributes(form) if _FORMS.get(platform) else {}
+
+    def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        shape = operands[0].shape
+        axis = len(shape) - 1 - form.trailing
+        full = jax.ShapeDtypeStruct(shape, form.dtype)
+        statistic = jax.ShapeDtypeStruct((*shape[:axis], *shape[axis + 1 :]), accumulator(operands[0].dtype))
+        results = _RESULTS[operation]
         types = tuple({"x": full, "r": statistic, "w": _WORKSPACE}[kind] for kind in results)
-        return tuple(jax.ffi.ffi_call(f"jaxsoft_{target}", types)(x, *rest)[: len(results.rstrip("w"))])
+        target = jax.ffi.ffi_call(f"jaxsoft_{operation}", types)
+        return tuple(target(*operands, **attributes)[: len(results.rstrip("w"))])
 
-    return kernel
+    return call
 
 
-OPERATIONS = {
-    "softmax": _call("softmax", "xw"),
-    "softmax_vjp": _call("softmax_vjp", "xw"),
-    "log_softmax": _call("log_softmax", "xrrw"),
-    "log_softmax_vjp": _call("log_softmax_vjp", "xw"),
-    "state": _call("state", "rrw"),
-    "logsumexp_vjp": _call("logsumexp_vjp", "x"),
-}
+def _takes(operation: str, form: Form, platform: str, operands: Operands) -> bool:
+    """Whether the platform's kernels take a form that is not plain."""
+    forms, dtype = _FORMS.get(platform, ()), operands[0].dtype
+    base, extras = split(operation, form, operands)
+    if any(v.dtype != dtype for kind, v in zip(OPERATIONS[operation], base, strict=True) if kind != "r"):
+        return False
+    if form.dtype != dtype:
+        wide_and_narrow = {form.dtype, dtype} in ({_F32, np.dtype(jnp.float16)}, {_F32, np.dtype(jnp.bfloat16)})
+        if "dtype" not in forms or not wide_and_narrow:
+            return False
+    if form.extras or form.masked:
+        no_bias = operation == "log_softmax_vjp" and "b" in extras
+        if "extras" not in forms or no_bias or ("b" in extras and extras["b"].dtype != dtype):
+            return False
+    return not form.trailing or "trailing" in forms
+
+
+def _attributes(form: Form) -> dict[str, object]:
+    return {"extras": form.extras, "trailing": np.int64(form.trailing), "masked": np.bool_(form.masked)}

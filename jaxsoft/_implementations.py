@@ -1,7 +1,8 @@
 """Which implementation serves a row operation: the list of them, what each can do, and the choice.
 
-A row operation has a name, and every implementation offers it under that name. A choice depends on the platform that
-the computation is lowered for, so it is made when the operation is lowered (`_rows`), not when it is called.
+A row operation has a name, and every implementation offers it under that name: in the forms that it takes as they are,
+and else in the plain form, from which the others are composed. A choice depends on the platform that the computation
+is lowered for, so it is made when the operation is lowered (`_rows`), not when it is called.
 """
 
 import dataclasses
@@ -12,11 +13,14 @@ import jax
 
 import jaxsoft.pallas_kernels as pallas_kernels
 from jaxsoft import _ffi, _reference, _xla
-from jaxsoft._formulas import Operation
+from jaxsoft._forms import Form, Operation, compose, is_plain, working_dtype
 
 # What `implementation=None` tries, in this order. XLA always works.
 _PREFERENCE = {"cpu": ("ffi", "xla"), "cuda": ("ffi", "xla")}
 _ALWAYS = ("xla",)
+
+
+type Operands = Sequence[jax.core.ShapedArray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,32 +28,43 @@ class Implementation:
     """An implementation of the row operations.
 
     Attributes:
-      operations: its row operations by name; one that it lacks is served by the default choice.
+      kernel: (operation, form, platform, operands) -> the kernel that takes the form as it is, or None. It has an
+        operation if it takes the plain form; what it lacks is served by the default choice.
       unavailable: (platform) -> None, or why it cannot be used there.
       unsupported: (operands) -> None, or why it cannot take operands of these shapes and dtypes.
       opaque: whether XLA's partitioner cannot see into it, as into a custom call.
     """
 
-    operations: dict[str, Operation]
+    kernel: Callable[[str, Form, str, Operands], Operation | None]
     unavailable: Callable[[str], str | None] = lambda platform: None
-    unsupported: Callable[[Sequence[jax.core.ShapedArray]], str | None] = lambda operands: None
+    unsupported: Callable[[Operands], str | None] = lambda operands: None
     opaque: bool = False
 
 
-def _no_triton(platform: str) -> str:
+def _plain(operations: dict[str, Operation]) -> Callable[[str, Form, str, Operands], Operation | None]:
+    """The `kernel` of an implementation whose kernels take nothing but the plain form."""
+
+    def kernel(operation, form, platform, operands):
+        return operations.get(operation) if is_plain(operation, form, operands) else None
+
+    return kernel
+
+
+def _no_triton(platform_or_operands: object) -> str:
+    del platform_or_operands
     if importlib.util.find_spec("jax_triton") is None:
         return "jax-triton is not installed, and this version of jaxsoft has no Triton kernels yet"
     return "this version of jaxsoft has no Triton kernels yet"
 
 
 IMPLEMENTATIONS = {
-    "ffi": Implementation(_ffi.OPERATIONS, _ffi.unavailable, _ffi.unsupported, opaque=True),
+    "ffi": Implementation(_ffi.kernel, _ffi.unavailable, _ffi.unsupported, opaque=True),
     "pallas": Implementation(
-        pallas_kernels.OPERATIONS, pallas_kernels.unavailable, pallas_kernels.unsupported, opaque=True
+        _plain(pallas_kernels.OPERATIONS), pallas_kernels.unavailable, pallas_kernels.unsupported, opaque=True
     ),
-    "triton": Implementation({}, _no_triton, opaque=True),
-    "xla": Implementation(_xla.OPERATIONS),
-    "reference": Implementation(_reference.OPERATIONS),
+    "triton": Implementation(_plain({}), _no_triton, _no_triton, opaque=True),
+    "xla": Implementation(_plain(_xla.OPERATIONS)),
+    "reference": Implementation(_plain(_reference.OPERATIONS)),
 }
 
 
@@ -82,35 +97,49 @@ def is_opaque(implementation: str | None) -> bool:
     return implementation is None or IMPLEMENTATIONS[implementation].opaque
 
 
-def check_operands(implementation: str | None, operands: Sequence[jax.core.ShapedArray]) -> None:
+def check_operands(operation: str, form: Form, implementation: str | None, operands: Operands) -> None:
     """Raises where a named implementation cannot take such operands on any platform."""
     if implementation is not None and operands[0].size:
+        operands = _plain_operands(operation, form, operands)
         _raise_for(implementation, IMPLEMENTATIONS[implementation].unsupported(operands), operands)
 
 
-def choose(
-    operation: str, implementation: str | None, platform: str, operands: Sequence[jax.core.ShapedArray]
-) -> Operation:
+def choose(operation: str, form: Form, implementation: str | None, platform: str, operands: Operands) -> Operation:
     """The kernel for a row operation on a platform. Raises where a named implementation cannot serve."""
     if operands[0].size == 0:  # nothing to compute: no kernel needs to know about empty rows
-        return _xla.OPERATIONS[operation]
-    if implementation is not None and operation in IMPLEMENTATIONS[implementation].operations:
+        return compose(operation, form, _xla.OPERATIONS[operation])
+    plain = _plain_operands(operation, form, operands)
+
+    def kernel(impl: Implementation) -> Operation | None:
+        if native := impl.kernel(operation, form, platform, operands):
+            return native
+        whole = impl.kernel(operation, Form(plain[0].dtype), platform, plain)
+        return compose(operation, form, whole) if whole else None
+
+    if implementation is not None:
         named = IMPLEMENTATIONS[implementation]
-        _raise_for(implementation, named.unavailable(platform) or named.unsupported(operands), operands)
-        return named.operations[operation]
-    if implementation is not None and not IMPLEMENTATIONS[implementation].operations:
-        _raise_for(implementation, IMPLEMENTATIONS[implementation].unavailable(platform), operands)
+        if found := kernel(named):
+            _raise_for(implementation, named.unavailable(platform) or named.unsupported(plain), plain)
+            return found
     for name in _PREFERENCE.get(platform, _ALWAYS):
         impl = IMPLEMENTATIONS[name]
-        if operation in impl.operations and not impl.unavailable(platform) and not impl.unsupported(operands):
-            return impl.operations[operation]
+        if not impl.unavailable(platform) and not impl.unsupported(plain) and (found := kernel(impl)):
+            return found
     raise AssertionError("xla serves everything")
 
 
-def _raise_for(implementation: str, reason: str | None, operands: Sequence[jax.core.ShapedArray]) -> None:
+def _plain_operands(operation: str, form: Form, operands: Operands) -> Operands:
+    """What a kernel for the plain form is given, as far as it matters to what it can take."""
+    x = operands[0]
+    axis = x.ndim - 1 - form.trailing
+    shape = (*x.shape[:axis], *x.shape[axis + 1 :], x.shape[axis])
+    return [jax.core.ShapedArray(shape, working_dtype(operation, form, operands))]
+
+
+def _raise_for(implementation: str, reason: str | None, operands: Operands) -> None:
     if reason is None:
         return
-    able = [name for name, impl in IMPLEMENTATIONS.items() if impl.operations and not impl.unsupported(operands)]
+    able = [name for name, impl in IMPLEMENTATIONS.items() if not impl.unsupported(operands)]
     others = ", ".join(repr(name) for name in able if name != implementation)
     raise ValueError(
         f"implementation={implementation!r} cannot serve this call: {reason}. implementation=None always works; by "

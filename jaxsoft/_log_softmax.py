@@ -1,85 +1,64 @@
-"""log_softmax: the public function, and its derivative."""
-
-import functools
-from collections.abc import Callable
+"""log_softmax: the public function."""
 
 import jax
-import jax.numpy as jnp
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
-from jaxsoft._arguments import Axis, as_scores, check_where, from_rows, has_kernels, normalize_axis, to_rows
-from jaxsoft._derivative import with_forward_mode
-from jaxsoft._formulas import log_softmax_probabilities
-from jaxsoft._implementations import check_name
-from jaxsoft._rows import row_operation
+from jaxsoft._arguments import Axis
+from jaxsoft._normalize import normalize
 
 
 def log_softmax(
-    x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, *, implementation: str | None = None
+    x: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    scale: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    causal: bool = False,
+    dtype: DTypeLike | None = None,
+    implementation: str | None = None,
 ) -> jax.Array:
-    r"""The logarithm of softmax, a drop-in for `jax.nn.log_softmax`.
+    r"""The logarithm of softmax, a drop-in for `jax.nn.log_softmax`, of scores that may be scaled, biased and masked.
 
     .. math::
-      \mathrm{log\_softmax}(x)_i = (x_i - m) - \log \sum_j e^{x_j - m}, \qquad m = \max_j x_j
+      \mathrm{log\_softmax}(x)_i = (z_i - m) - \log \sum_j e^{z_j - m}, \qquad z = x \cdot scale + bias,
+      \quad m = \max_j z_j
 
     Args:
-      x: scores of any shape; f16, bf16, f32 and f64 have kernels. 16-bit scores are computed in f32 and rounded once.
+      x: scores of any shape; f16, bf16, f32 and f64 have kernels. They compute in f32 (f64 for f64) and
+        round once.
       axis: the axis or axes over which probabilities sum to 1; None for all.
       where: boolean, broadcastable to x. Elements where it is False get -inf and do not count.
+      scale: a number, or an array broadcastable to x with length 1 along the reduced axes: a temperature is 1 / scale.
+      bias: an array broadcastable to x. It needs no memory of x's size, nor does where.
+      causal: count element j of row i only if j <= i, where i is the index along the axis before the last, and the last
+        axis is reduced.
+      dtype: of the result: f16, bf16, f32 or f64; None for x's.
       implementation: None for the fastest that serves the call, or one of "ffi", "pallas", "xla" and "reference"; see
         `jaxsoft.implementations`.
 
     Returns:
-      Natural logarithms, of x's shape and dtype. A row of which nothing is selected is -inf. As in
-      `jax.nn.log_softmax`, a row is NaN if it holds NaN or +inf, or nothing but -inf.
+      Natural logarithms, of x's shape, and of its dtype or the given one. A row of which nothing is selected is -inf.
+      As in `jax.nn.log_softmax`, a row is NaN if its z holds NaN or +inf, or nothing but -inf.
 
     Raises:
-      ValueError: axis or where do not fit x, or the named implementation cannot serve the call.
+      TypeError, ValueError: an argument does not fit the others, or the named implementation cannot serve the call.
 
-    Derivatives of every order, in forward and reverse mode, for every implementation. Reverse mode keeps x and two
-    numbers a row, so the probabilities in the gradient are not those of the rounded result.
+    Derivatives by x, scale and bias, of every order, in forward and reverse mode, for every implementation. What does
+    not count has the gradient 0. Reverse mode keeps x, the other arguments and two numbers a row, so the probabilities
+    in the gradient are not those of the rounded result; for the gradient by scale or bias it keeps z.
 
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv:1805.02867).
 
     >>> jnp.exp(log_softmax(jnp.array([1.0, 2.0, 3.0]))).round(3)
     Array([0.09 , 0.245, 0.665], dtype=float32)
+
+    Logits at a temperature of 2, with a token that is ruled out:
+
+    >>> logits = jnp.array([2.0, 4.0, 6.0])
+    >>> jnp.exp(log_softmax(logits, where=jnp.array([True, True, False]), scale=1 / 2)).round(2)
+    Array([0.27, 0.73, 0.  ], dtype=float32)
     """
-    check_name(implementation)
-    # Beside -inf, as where masked elements become -inf, integers turn into another float.
-    x = as_scores("x", x) if where is None else as_scores("x", x, -jnp.inf)
-    axes = normalize_axis(axis, x.ndim)
-    where = check_where(where, x.shape)
-    if not has_kernels(x) and implementation in (None, "xla"):
-        return jax.nn.log_softmax(x, axes, where)
-    return _log_softmax(x, where, axes, implementation)
-
-
-@functools.partial(jax.jit, static_argnames=("axes", "implementation"))
-def _log_softmax(x, where, axes, implementation):
-    scores = x if where is None else jnp.where(where, x, -jnp.inf)
-    y = from_rows(_rows(implementation)(to_rows(scores, axes)), x.shape, axes)
-    return y if where is None else jnp.where(where, y, -jnp.inf)
-
-
-@functools.cache
-def _rows(implementation: str | None) -> Callable[[jax.Array], jax.Array]:
-    """log_softmax of rows (..., n). With p the probabilities, the pullback of g is g - p * sum(g)."""
-
-    @jax.custom_vjp
-    def log_softmax(x):
-        return row_operation("log_softmax", implementation, x)[0]
-
-    def fwd(x):
-        y, m, s = row_operation("log_softmax", implementation, x)
-        return y, (x, m, s)
-
-    def bwd(residuals, g):
-        return row_operation("log_softmax_vjp", implementation, *residuals, g)
-
-    def tangent(x, m, s, t):
-        p = log_softmax_probabilities(x, m, s)
-        t32 = t.astype(p.dtype)
-        return (t32 - jnp.sum(p * t32, axis=-1, keepdims=True)).astype(t.dtype)
-
-    log_softmax.defvjp(fwd, bwd)
-    return with_forward_mode(log_softmax, tangent)
+    return normalize(
+        "log_softmax", x, axis, where, scale=scale, bias=bias, causal=causal, dtype=dtype, implementation=implementation
+    )

@@ -1,20 +1,27 @@
-"""logsumexp: the public function, and its derivative."""
+"""logsumexp: the public function."""
 
 import functools
-from collections.abc import Callable
 from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jaxsoft import fold
-from jaxsoft._arguments import Axis, as_scores, check_where, has_kernels, normalize_axis, to_rows
-from jaxsoft._derivative import with_forward_mode
-from jaxsoft._formulas import probabilities
+from jaxsoft._arguments import (
+    Axis,
+    as_scores,
+    check_dtype,
+    check_extras,
+    has_kernels,
+    normalize_axis,
+    plain_scores,
+    to_rows,
+)
+from jaxsoft._derivative import differentiable
+from jaxsoft._forms import Form
 from jaxsoft._implementations import check_name
-from jaxsoft._rows import row_operation
 
 
 @overload
@@ -26,6 +33,10 @@ def logsumexp(
     return_sign: Literal[False] = False,
     where: ArrayLike | None = None,
     *,
+    scale: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    causal: bool = False,
+    dtype: DTypeLike | None = None,
     implementation: str | None = None,
 ) -> jax.Array: ...
 @overload
@@ -37,6 +48,10 @@ def logsumexp(
     *,
     return_sign: Literal[True],
     where: ArrayLike | None = None,
+    scale: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    causal: bool = False,
+    dtype: DTypeLike | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
 def logsumexp(
@@ -47,37 +62,53 @@ def logsumexp(
     return_sign: bool = False,
     where: ArrayLike | None = None,
     *,
+    scale: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    causal: bool = False,
+    dtype: DTypeLike | None = None,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""The logarithm of a sum of exponentials, a drop-in for `jax.nn.logsumexp` and `jax.scipy.special.logsumexp`.
 
     .. math::
-      \mathrm{logsumexp}(a) = m + \log \sum_j b_j e^{a_j - m}, \qquad m = \max_j a_j
+      \mathrm{logsumexp}(a) = m + \log \sum_j b_j e^{z_j - m}, \qquad z = a \cdot scale + bias,
+      \quad m = \max_j z_j
 
     Args:
-      a: scores of any shape; f16, bf16, f32 and f64 have kernels. 16-bit scores are computed in f32 and rounded once.
+      a: scores of any shape; f16, bf16, f32 and f64 have kernels. They compute in f32 (f64 for f64) and
+        round once.
       axis: the axis or axes that are reduced; None for all.
       b: factors of the exponentials, broadcastable with a; 1 if None. Served by "xla" alone.
       keepdims: keep the reduced axes, with length 1.
       return_sign: return the logarithm of the sum's absolute value, and its sign.
       where: boolean, broadcastable to a. Elements where it is False do not count.
+      scale: a number, or an array broadcastable to a with length 1 along the reduced axes: a temperature is 1 / scale.
+      bias: an array broadcastable to a. It needs no memory of a's size, nor does where.
+      causal: count element j of row i only if j <= i, where i is the index along the axis before the last, and the last
+        axis is reduced.
+      dtype: of the result: f16, bf16, f32 or f64; None for a's.
       implementation: None for the fastest that serves the call, or one of "ffi", "pallas", "xla" and "reference"; see
         `jaxsoft.implementations`.
 
     Returns:
-      Natural logarithms, of a's dtype; with return_sign, also the signs: -1, 0 or 1. A sum of nothing, or of nothing
-      but exp(-inf), is -inf; a negative sum is NaN unless return_sign is set.
+      Natural logarithms, of a's dtype or the given one; with return_sign, also the signs: -1, 0 or 1. A sum of nothing,
+      or of nothing but exp(-inf), is -inf; a negative sum is NaN unless return_sign is set.
 
     Raises:
-      ValueError: axis, b or where do not fit a, or the named implementation cannot serve the call.
+      TypeError, ValueError: an argument does not fit the others, or the named implementation cannot serve the call.
 
-    Derivatives of every order, in forward and reverse mode, for every implementation. Unlike JAX's, the gradient of a
-    row that is all -inf is 0, not NaN.
+    Derivatives by a, b, scale and bias, of every order, in forward and reverse mode, for every implementation. Unlike
+    JAX's, the gradient of a row that is all -inf is 0, not NaN.
 
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv:1805.02867).
 
     >>> logsumexp(jnp.log(jnp.array([1.0, 2.0, 5.0]))).round(4) == jnp.log(8.0).round(4)
     Array(True, dtype=bool)
+
+    In f32 of scores in bf16, where the result's rounding would be seen:
+
+    >>> logsumexp(jnp.full(1000, 10.0, jnp.bfloat16), dtype=jnp.float32).round(3)
+    Array(16.908, dtype=float32)
     """
     check_name(implementation)
     a, b = as_scores("a", a, *(() if b is None else (b,))), b if b is None else as_scores("b", b, a)
@@ -87,16 +118,18 @@ def logsumexp(
         except ValueError:
             raise ValueError(f"b must broadcast with a, of shape {a.shape}; got shape {b.shape}") from None
         a = jnp.broadcast_to(a, shape)
-    axes = normalize_axis(axis, a.ndim)
-    where = check_where(where, a.shape)
+    axes, out_dtype = normalize_axis(axis, a.ndim), check_dtype(dtype, a)
+    extras = check_extras(a, axes, where, scale, bias, causal)
     if not has_kernels(a) and implementation in (None, "xla"):
-        return jax.nn.logsumexp(a, axes, b, keepdims, return_sign, where)
+        z, counts = plain_scores(a, *extras, causal)
+        result = jax.nn.logsumexp(z, axes, b, keepdims, return_sign, counts)
+        return jax.tree.map(lambda v: v.astype(out_dtype), result)
     if b is not None and implementation not in (None, "xla"):
         raise ValueError(
             f"implementation={implementation!r} cannot serve this call: it has no factors b. "
             "implementation=None and 'xla' have them"
         )
-    out, sign = _logsumexp(a, b, where, axes, implementation)
+    out, sign = _logsumexp(a, b, axes, *extras, causal, out_dtype, implementation)
     if keepdims:
         out, sign = jnp.expand_dims(out, axes), jnp.expand_dims(sign, axes)
     if return_sign:
@@ -104,45 +137,23 @@ def logsumexp(
     return out if b is None else jnp.where(sign < 0, jnp.nan, out)
 
 
-@functools.partial(jax.jit, static_argnames=("axes", "implementation"))
-def _logsumexp(a, b, where, axes, implementation):
-    scores = a if where is None else jnp.where(where, a, -jnp.inf)
+@functools.partial(jax.jit, static_argnames=("axes", "causal", "dtype", "implementation"))
+def _logsumexp(a, b, axes, where, scale, bias, causal, dtype, implementation):
     if b is not None:
-        return _weighted(scores, b, axes)
-    out = _rows(implementation)(to_rows(scores, axes)).astype(a.dtype)
-    return out, jnp.where(jnp.isnan(out), out, jnp.where(out == -jnp.inf, 0, 1).astype(a.dtype))
+        z, counts = plain_scores(a, where, scale, bias, causal)
+        return _weighted(z if counts is None else jnp.where(counts, z, -jnp.inf), b, axes, dtype)
+    rows, extras, trailing = to_rows(a, axes, where, scale, bias, causal)
+    out = differentiable("logsumexp", Form(a.dtype, "".join(extras), trailing), implementation)(rows, *extras.values())
+    out = out.astype(dtype)
+    return out, jnp.where(jnp.isnan(out), out, jnp.where(out == -jnp.inf, 0, 1).astype(dtype))
 
 
-def _weighted(a, b, axes):
+def _weighted(a, b, axes, dtype):
     """log |sum b exp(a)| and the sum's sign, in plain JAX."""
-    dtype = a.dtype
-    a, b = a.astype(fold.accumulator(dtype)), b.astype(fold.accumulator(dtype))
+    a, b = a.astype(fold.accumulator(a.dtype)), b.astype(fold.accumulator(a.dtype))
     a = jnp.where(b == 0, -jnp.inf, a)
     ref = fold.reference(jax.lax.stop_gradient(jnp.max(a, axis=axes, initial=-jnp.inf, keepdims=True)))
     total = jnp.sum(jnp.exp(a - ref) * b, axis=axes)
     empty = total == 0
     out = jnp.where(empty, -jnp.inf, jnp.log(jnp.abs(jnp.where(empty, 1, total))) + ref.reshape(total.shape))
     return out.astype(dtype), jnp.sign(total).astype(dtype)
-
-
-@functools.cache
-def _rows(implementation: str | None) -> Callable[[jax.Array], jax.Array]:
-    """logsumexp of rows (..., n), in the accumulator's dtype. The pullback of g is p * g, p the probabilities."""
-
-    @jax.custom_vjp
-    def logsumexp(x):
-        return fold.lse(fold.State(*row_operation("state", implementation, x)))
-
-    def fwd(x):
-        m, s = row_operation("state", implementation, x)
-        return fold.lse(fold.State(m, s)), (x, m, s)
-
-    def bwd(residuals, g):
-        return row_operation("logsumexp_vjp", implementation, *residuals, g)
-
-    def tangent(x, m, s, t):
-        p = probabilities(x, m, s)
-        return jnp.sum(p * t.astype(p.dtype), axis=-1)
-
-    logsumexp.defvjp(fwd, bwd)
-    return with_forward_mode(logsumexp, tangent)

@@ -2,12 +2,12 @@
 
 XLA's partitioner cannot see into a custom call, and would gather its operands on every device. `partitioned` tells
 it how the operation splits. Where only leading dimensions are sharded, each device runs the kernel on its rows. Where
-the last axis is sharded, each device reduces its part of every row with the kernel, the states are combined over the
-mesh (a maximum and a sum of one number a row), and each device writes its part.
+the reduced axis is sharded, each device reduces its part of every row, the states are combined over the mesh (a
+maximum and a sum of one number a row), and each device writes its part.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,14 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsoft import fold
-from jaxsoft._formulas import Operation, row_operations
+from jaxsoft._forms import OPERATIONS, Form, Operation, compose, split
+from jaxsoft._formulas import row_operations
 from jaxsoft.fold import State, accumulator, reference
 
 
 @functools.cache
-def partitioned(operation: str, kernel: Operation, kinds: str) -> Callable[..., tuple[jax.Array, ...]]:
-    """`kernel`, of an operation with operands of these kinds, as a function that a mesh may partition."""
+def partitioned(operation: str, form: Form, kernel: Operation) -> Callable[..., tuple[jax.Array, ...]]:
+    """`kernel`, of an operation in this form, as a function that a mesh may partition."""
 
     def call(*operands):
         return tuple(kernel(*operands))
@@ -29,19 +30,62 @@ def partitioned(operation: str, kernel: Operation, kinds: str) -> Callable[..., 
     function = custom_partitioning(call)
 
     def partition(mesh, operands, results):
-        spec = _spec(operands[0])
-        full, statistic = NamedSharding(mesh, PartitionSpec(*spec)), NamedSharding(mesh, PartitionSpec(*spec[:-1]))
-        ndim = len(spec)
-        local = call if spec[-1] is None else row_operations(*_reductions(spec[-1]))[operation]
+        x = operands[0]
+        dims = _dims(operation, form, [v.shape for v in operands])
+        axes = dict(zip(dims[0], _spec(x), strict=True))
+
+        def sharding(dims):
+            return NamedSharding(mesh, PartitionSpec(*(axes.get(dim) for dim in dims)))
+
+        local = call if axes["n"] is None else _over_shards(operation, form, axes["n"])
         return (
             mesh,
             _on_one_device(local),
-            jax.tree.map(lambda result: full if len(result.shape) == ndim else statistic, results),
-            tuple(full if kind == "x" else statistic for kind in kinds),
+            jax.tree.map(lambda result: sharding(_result_dims(dims[0], result)), results),
+            tuple(map(sharding, dims)),
         )
 
-    function.def_partition(partition, sharding_rule=functools.partial(_sharding_rule, kinds))
+    def rule(mesh, operand_types, result_types):
+        del mesh
+        dims = _dims(operation, form, [t.shape for t in operand_types])
+        sides = dims, [_result_dims(dims[0], t) for t in result_types]
+        return " -> ".join(", ".join(map(" ".join, side)) for side in sides)
+
+    function.def_partition(partition, sharding_rule=rule)
     return function
+
+
+def _dims(operation: str, form: Form, shapes: Sequence[Sequence[int]]) -> list[list[str]]:
+    """A name for each dimension of each operand. Those that are x's have its names, so that they are sharded alike; one
+    of length 1 where x's is longer has its own, and is whole on every device."""
+    ndim = len(shapes[0])
+    x = [f"r{i}" for i in range(ndim)]
+    x[ndim - 1 - form.trailing] = "n"
+    rows = [dim for dim in x if dim != "n"]
+    dims = [rows if kind == "r" else x for kind in OPERATIONS[operation]]
+    length = dict(zip(x, shapes[0], strict=True))
+    for extra, shape in zip(form.extras, shapes[len(dims) :], strict=True):
+        like = rows if extra in "sl" else x
+        dims.append([dim if length[dim] == size else f"{extra}{dim}" for dim, size in zip(like, shape, strict=True)])
+    return dims
+
+
+def _result_dims(x: list[str], result: jax.ShapeDtypeStruct) -> list[str]:
+    return x if len(result.shape) == len(x) else [dim for dim in x if dim != "n"]
+
+
+def _over_shards(operation: str, form: Form, axes: str | tuple[str, ...]) -> Operation:
+    """The operation on one device's part of rows that are sharded over mesh axes."""
+    function = compose(operation, form, row_operations(*_reductions(axes))[operation])
+
+    def local(*operands):
+        base, extras = split(operation, form, operands)
+        if "l" in extras:
+            n = base[0].shape[-1]
+            extras["l"] = extras["l"] - jax.lax.axis_index(axes).astype(jnp.int32) * n
+        return function(*base, *extras.values())
+
+    return local
 
 
 def _on_one_device(local: Operation) -> Operation:
@@ -63,16 +107,6 @@ def can_partition() -> bool:
 def _spec(x: jax.ShapeDtypeStruct) -> tuple:
     spec = x.sharding.spec
     return (*spec, *(None,) * (len(x.shape) - len(spec)))
-
-
-def _sharding_rule(kinds: str, mesh, operand_types, result_types) -> str:
-    """Every leading dimension passes from operands to results; so does the last one, where a result has it."""
-    del mesh
-    rows = " ".join(f"r{i}" for i in range(len(operand_types[0].shape) - 1))
-    full = f"{rows} n"
-    sides = [full if kind == "x" else rows for kind in kinds]
-    results = [full if len(t.shape) == len(operand_types[0].shape) else rows for t in result_types]
-    return f"{', '.join(sides)} -> {', '.join(results)}"
 
 
 def _reductions(axes: str | tuple[str, ...]):

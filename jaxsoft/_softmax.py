@@ -1,80 +1,64 @@
-"""softmax: the public function, and its derivative."""
-
-import functools
-from collections.abc import Callable
+"""softmax: the public function."""
 
 import jax
-import jax.numpy as jnp
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
-from jaxsoft import _xla
-from jaxsoft._arguments import Axis, as_scores, check_where, from_rows, has_kernels, normalize_axis, to_rows
-from jaxsoft._derivative import with_forward_mode
-from jaxsoft._implementations import check_name
-from jaxsoft._rows import row_operation
+from jaxsoft._arguments import Axis
+from jaxsoft._normalize import normalize
 
 
 def softmax(
-    x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, *, implementation: str | None = None
+    x: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    scale: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    causal: bool = False,
+    dtype: DTypeLike | None = None,
+    implementation: str | None = None,
 ) -> jax.Array:
-    r"""Softmax, a drop-in for `jax.nn.softmax`.
+    r"""Softmax, a drop-in for `jax.nn.softmax`, of scores that may be scaled, biased and masked on the way.
 
     .. math::
-      \mathrm{softmax}(x)_i = \frac{e^{x_i - m}}{\sum_j e^{x_j - m}}, \qquad m = \max_j x_j
+      \mathrm{softmax}(x)_i = \frac{e^{z_i - m}}{\sum_j e^{z_j - m}}, \qquad z = x \cdot scale + bias,
+      \quad m = \max_j z_j
 
     Args:
-      x: scores of any shape; f16, bf16, f32 and f64 have kernels. 16-bit scores are computed in f32 and rounded once.
+      x: scores of any shape; f16, bf16, f32 and f64 have kernels. They compute in f32 (f64 for f64) and
+        round once.
       axis: the axis or axes that sum to 1; None for all.
       where: boolean, broadcastable to x. Elements where it is False get 0 and do not count.
+      scale: a number, or an array broadcastable to x with length 1 along the reduced axes: a temperature is 1 / scale.
+      bias: an array broadcastable to x. It needs no memory of x's size, nor does where.
+      causal: count element j of row i only if j <= i, where i is the index along the axis before the last, and the last
+        axis is reduced: the mask of attention, with the first query at the first key.
+      dtype: of the result: f16, bf16, f32 or f64; None for x's.
       implementation: None for the fastest that serves the call, or one of "ffi", "pallas", "xla" and "reference"; see
         `jaxsoft.implementations`.
 
     Returns:
-      An array of x's shape and dtype. A row of which nothing is selected is 0. As in `jax.nn.softmax`, a row is NaN if
-      it holds NaN or +inf, or nothing but -inf.
+      An array of x's shape, and of its dtype or the given one. A row of which nothing is selected is 0. As in
+      `jax.nn.softmax`, a row is NaN if its z holds NaN or +inf, or nothing but -inf.
 
     Raises:
-      ValueError: axis or where do not fit x, or the named implementation cannot serve the call.
+      TypeError, ValueError: an argument does not fit the others, or the named implementation cannot serve the call.
 
-    Derivatives of every order, in forward and reverse mode, for every implementation. Reverse mode keeps the result,
-    not x.
+    Derivatives by x, scale and bias, of every order, in forward and reverse mode, for every implementation. What does
+    not count has the gradient 0. Reverse mode keeps the result, and x only for the gradient by scale.
 
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv:1805.02867).
 
     >>> jnp.round(softmax(jnp.array([1.0, 2.0, 3.0])), 3)
     Array([0.09 , 0.245, 0.665], dtype=float32)
+
+    Attention's weights, of scores in bf16 without a mask or scaled scores in memory:
+
+    >>> scores = jnp.ones((2, 2), jnp.bfloat16)
+    >>> softmax(scores, scale=0.125, causal=True, dtype=jnp.float32)
+    Array([[1. , 0. ],
+           [0.5, 0.5]], dtype=float32)
     """
-    check_name(implementation)
-    # Beside -inf, as where masked elements become -inf, integers turn into another float.
-    x = as_scores("x", x) if where is None else as_scores("x", x, -jnp.inf)
-    axes = normalize_axis(axis, x.ndim)
-    where = check_where(where, x.shape)
-    if not has_kernels(x) and implementation in (None, "xla"):
-        return jax.nn.softmax(x, axes, where)
-    return _softmax(x, where, axes, implementation)
-
-
-@functools.partial(jax.jit, static_argnames=("axes", "implementation"))
-def _softmax(x, where, axes, implementation):
-    scores = x if where is None else jnp.where(where, x, -jnp.inf)
-    y = from_rows(_rows(implementation)(to_rows(scores, axes)), x.shape, axes)
-    return y if where is None else jnp.where(where, y, 0)
-
-
-@functools.cache
-def _rows(implementation: str | None) -> Callable[[jax.Array], jax.Array]:
-    """softmax of rows (..., n). The pullback of g is y * (g - <y, g>), which is also the derivative along g."""
-
-    @jax.custom_vjp
-    def softmax(x):
-        return row_operation("softmax", implementation, x)[0]
-
-    def fwd(x):
-        (y,) = row_operation("softmax", implementation, x)
-        return y, (y,)
-
-    def bwd(residuals, g):
-        return row_operation("softmax_vjp", implementation, *residuals, g)
-
-    softmax.defvjp(fwd, bwd)
-    return with_forward_mode(softmax, lambda y, t: _xla.OPERATIONS["softmax_vjp"](y, t)[0])
+    return normalize(
+        "softmax", x, axis, where, scale=scale, bias=bias, causal=causal, dtype=dtype, implementation=implementation
+    )

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxsoft import fold
-from jaxsoft._formulas import Operation, row_operations
+from jaxsoft._forms import Operation
+from jaxsoft._formulas import row_operations
 from jaxsoft.fold import accumulator
 
 

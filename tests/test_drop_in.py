@@ -18,13 +18,14 @@ DTYPES = ("float16", "bfloat16", "float32", "float64", "int8", "int32", "int64")
 
 @each_op
 def test_signature(op):
-    """jax.nn's parameters with their order, kinds and defaults, then implementation, by name only."""
+    """jax.nn's parameters with their order, kinds and defaults, then our own, by name only."""
     actual = inspect.signature(getattr(jaxsoft, op)).parameters
     expected = inspect.signature(getattr(jax.nn, op)).parameters
-    *same, (last, implementation) = actual.items()
+    same, more = list(actual.items())[: len(expected)], list(actual.items())[len(expected) :]
     assert [(n, p.kind, p.default) for n, p in same] == [(n, p.kind, p.default) for n, p in expected.items()]
-    assert last == "implementation" and implementation.default is None
-    assert implementation.kind is inspect.Parameter.KEYWORD_ONLY
+    ours = [("scale", None), ("bias", None), ("causal", False), ("dtype", None), ("implementation", None)]
+    assert [(n, p.default) for n, p in more] == ours
+    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for _, p in more)
 
 
 def test_scipys_name():

@@ -17,6 +17,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from jaxsoft.pallas_kernels import tiled
 
 from jaxsoft import fold, pallas_kernels
+from jaxsoft._forms import Form
 from jaxsoft._implementations import choose
 
 OPERATIONS = ("softmax", "log_softmax", "state")
@@ -54,6 +55,11 @@ def target(kind: str):
 
 def operand(shape, dtype) -> jax.core.ShapedArray:
     return jax.core.ShapedArray(shape, jnp.dtype(dtype))
+
+
+def plain(operation, implementation, platform, *operands):
+    """What is chosen for the plain form of an operation."""
+    return choose(operation, Form(operands[0].dtype), implementation, platform, operands)
 
 
 def test_plans():
@@ -116,7 +122,7 @@ def test_special_values(operation, n):
     x[10] = np.finfo(np.float32).smallest_subnormal
     x[11] = np.linspace(-200, 200, n)
     results = interpreted(operation, x)
-    expected = list(choose(operation, "xla", "cpu", [operand(x.shape, x.dtype)])(jnp.asarray(x)))
+    expected = list(plain(operation, "xla", "cpu", operand(x.shape, x.dtype))(jnp.asarray(x)))
     if operation != "softmax":  # XLA's maximum does not always see a NaN; the sum does
         expected[-2] = jnp.where(jnp.isnan(expected[-1]), jnp.nan, expected[-2])
     chex.assert_trees_all_close(results, tuple(expected), rtol=1e-5, atol=1e-37)
@@ -148,7 +154,7 @@ def test_lowers_for_hopper(operation, dtype):
     with target("NVIDIA H100 80GB HBM3"):
         for shape in ((2, 3, 256), (70000, 1024), (3, 50264)):
             x = jax.ShapeDtypeStruct(shape, dtype)
-            kernel = choose(operation, "pallas", "cuda", [operand(shape, dtype)])
+            kernel = plain(operation, "pallas", "cuda", operand(shape, dtype))
             lowered = jax.jit(kernel).trace(x).lower(lowering_platforms=("cuda",))
             assert "mosaic_gpu" in lowered.as_text()
             results = lowered.out_info
@@ -169,7 +175,7 @@ def test_unavailable():
                 "cuda"
             )
             with pytest.raises(ValueError, match="implementation='pallas' cannot serve this call: it needs Hopper"):
-                choose("softmax", "pallas", "cuda", [operand((2, 1024), jnp.float32)])
+                plain("softmax", "pallas", "cuda", operand((2, 1024), jnp.float32))
     for kind in ("NVIDIA H100 PCIe", "NVIDIA GH200 480GB", "NVIDIA H20", "NVIDIA B200", "NVIDIA GeForce RTX 5090"):
         with target(kind):
             assert reason("cuda") is None
@@ -201,4 +207,4 @@ def test_unsupported(n, dtype, reason):
 def test_backward_falls_back():
     """Operations without a kernel here are served by the default choice."""
     with target("NVIDIA H100 80GB HBM3"):
-        choose("softmax_vjp", "pallas", "cuda", [operand((2, 1024), jnp.float32)] * 2)
+        plain("softmax_vjp", "pallas", "cuda", *[operand((2, 1024), jnp.float32)] * 2)

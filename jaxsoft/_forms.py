@@ -1,0 +1,139 @@
+"""The row operations, and the forms they come in: what is done to the scores before they are reduced.
+
+An operation reduces rows x of shape (..., n) to statistics of shape (...), one number a row, or writes arrays of x's
+shape. In its plain form the scores are x itself. In others they are z = x * scale + bias, of which only some elements
+count; they lie along another axis than the last; or the result has another dtype. A kernel may take a form as it is.
+For one that knows only the plain form, `compose` does the rest in plain JAX, which XLA fuses as far as it can: this is
+the definition of every form, for every implementation.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxsoft.fold import accumulator
+
+type Operation = Callable[..., tuple[jax.Array, ...]]
+type Operands = Sequence[jax.Array | jax.core.ShapedArray]
+
+# The operands of each operation, by kind: "x" scores, "y" a softmax, "g" a cotangent of the result and "t" a tangent of
+# the scores, all of shape (..., n); "r" one number a row. Tangents are formulas only: no implementation has kernels.
+OPERATIONS = {
+    "softmax": "x",  # -> y
+    "softmax_vjp": "yg",  # -> scale * y * (g - <y, g>)
+    "softmax_jvp": "yt",  # the same, as the Jacobian is symmetric
+    "log_softmax": "x",  # -> y, m, s
+    "log_softmax_vjp": "xrrg",  # x, m, s, g -> scale * (g - p * sum(g)), with p = exp(z - m) / s
+    "log_softmax_jvp": "xrrt",  # x, m, s, t -> scale * t - <p, scale * t>
+    "state": "x",  # -> m, s
+    "logsumexp_vjp": "xrrr",  # x, m, s, g -> scale * p * g
+    "logsumexp_jvp": "xrrt",  # x, m, s, t -> <p, scale * t>
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """The form of a row operation. Extras have x's dimensions, or 1 where they are the same for all rows.
+
+    Attributes:
+      dtype: of the results of x's shape. The arithmetic is x's accumulator's.
+      extras: which operands follow those of the operation, in this order: "s", the scale, one number a row in the
+        accumulator's dtype; "l", the limit, one int32 a row: elements before it count; "w", where, booleans (..., n):
+        elements where it is True count; "b", the bias (..., n).
+      trailing: how many dimensions of x follow the reduced one; 0 beside extras.
+      masked: of softmax_vjp and softmax_jvp: elements whose y is 0 do not count.
+    """
+
+    dtype: np.dtype
+    extras: str = ""
+    trailing: int = 0
+    masked: bool = False
+
+
+def compose(operation: str, form: Form, plain: Operation) -> Operation:
+    """The operation in this form, from a kernel that has the plain form."""
+    kinds = OPERATIONS[operation]
+
+    def function(*operands):
+        given, extras = split(operation, form, operands)
+        axis, dtype = -1 - form.trailing, working_dtype(operation, form, operands)
+        base = [v if kind == "r" else jnp.moveaxis(v, axis, -1) for kind, v in zip(kinds, given, strict=True)]
+        counts = _counts(form, base[0], extras)
+        prepared = []
+        for kind, v in zip(kinds, base, strict=True):
+            if kind == "x":
+                v = scores(form, v, extras, dtype)
+            elif kind == "t":
+                v = _select(counts, _scaled(v.astype(dtype), extras), 0)
+            elif kind == "g":
+                v = _select(counts, v.astype(dtype), 0)
+            elif kind == "y":
+                v = v.astype(dtype)
+            prepared.append(v)
+
+        def finished(v):
+            if v.ndim < base[0].ndim:
+                return v
+            if operation.endswith("_vjp"):
+                v = _scaled(v, extras)
+            v = _select(counts, v, -jnp.inf if operation == "log_softmax" else 0)
+            return jnp.moveaxis(v.astype(form.dtype), -1, axis)
+
+        return tuple(map(finished, plain(*prepared)))
+
+    return function
+
+
+def scores(form: Form, x: jax.Array, extras: dict[str, jax.Array], dtype: np.dtype) -> jax.Array:
+    """z = x * scale + bias in this dtype, along the last axis; -inf where an element does not count."""
+    counts = _counts(form, x, extras)
+    z = x.astype(dtype)
+    if "s" in extras:
+        z = _scaled(_select(counts, z, 0), extras)  # else derivatives would be 0 * inf where inf does not count
+    if "b" in extras:
+        z = z + extras["b"].astype(dtype)
+    return _select(counts, z, -jnp.inf)
+
+
+def split[T](operation: str, form: Form, operands: Sequence[T]) -> tuple[tuple[T, ...], dict[str, T]]:
+    """The operands of the operation itself, and the extras by name."""
+    k = len(OPERATIONS[operation])
+    return tuple(operands[:k]), dict(zip(form.extras, operands[k:], strict=True))
+
+
+def is_plain(operation: str, form: Form, operands: Operands) -> bool:
+    """Whether nothing has to be done to the scores, and all operands and results of their shape have one dtype."""
+    return form == Form(operands[0].dtype) and _one_dtype(operation, form, operands)
+
+
+def working_dtype(operation: str, form: Form, operands: Operands) -> np.dtype:
+    """The dtype in which `compose` calls the plain kernel: x's, if nothing is computed or converted before."""
+    computed = "s" in form.extras or "b" in form.extras or not _one_dtype(operation, form, operands)
+    return accumulator(operands[0].dtype) if computed else operands[0].dtype
+
+
+def _one_dtype(operation: str, form: Form, operands: Operands) -> bool:
+    kinds = OPERATIONS[operation]
+    return {form.dtype} == {v.dtype for kind, v in zip(kinds, operands, strict=False) if kind != "r"}
+
+
+def _counts(form: Form, first: jax.Array, extras: dict[str, jax.Array]) -> jax.Array | None:
+    """Which elements of rows count; None for all."""
+    conditions = [extras["w"]] if "w" in extras else []
+    if "l" in extras:
+        conditions.append(jnp.arange(first.shape[-1], dtype=jnp.int32) < extras["l"][..., None])
+    if form.masked:
+        conditions.append(first != 0)
+    return functools.reduce(jnp.logical_and, conditions) if conditions else None
+
+
+def _scaled(v: jax.Array, extras: dict[str, jax.Array]) -> jax.Array:
+    return v * extras["s"][..., None] if "s" in extras else v
+
+
+def _select(counts: jax.Array | None, v: jax.Array, other: float) -> jax.Array:
+    return v if counts is None else jnp.where(counts, v, other)

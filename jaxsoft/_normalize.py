@@ -1,0 +1,53 @@
+"""What softmax and log_softmax are to each other: one function, of a row operation's name."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+from jaxsoft._arguments import (
+    Axis,
+    as_scores,
+    check_dtype,
+    check_extras,
+    from_rows,
+    has_kernels,
+    normalize_axis,
+    plain_scores,
+    to_rows,
+)
+from jaxsoft._derivative import differentiable
+from jaxsoft._forms import Form
+from jaxsoft._implementations import check_name
+
+
+def normalize(
+    operation: str,
+    x: ArrayLike,
+    axis: Axis,
+    where: ArrayLike | None,
+    *,
+    scale: ArrayLike | None,
+    bias: ArrayLike | None,
+    causal: bool,
+    dtype: DTypeLike | None,
+    implementation: str | None,
+) -> jax.Array:
+    """ "softmax" or "log_softmax" of arguments as a user gives them."""
+    check_name(implementation)
+    # Beside -inf, as where masked elements become -inf, integers turn into another float.
+    x = as_scores("x", x) if where is None else as_scores("x", x, -jnp.inf)
+    axes, out_dtype = normalize_axis(axis, x.ndim), check_dtype(dtype, x)
+    extras = check_extras(x, axes, where, scale, bias, causal)
+    if not has_kernels(x) and implementation in (None, "xla"):
+        z, counts = plain_scores(x, *extras, causal)
+        return getattr(jax.nn, operation)(z, axes, counts).astype(out_dtype)
+    return _normalize(operation, x, axes, *extras, causal, out_dtype, implementation)
+
+
+@functools.partial(jax.jit, static_argnames=("operation", "axes", "causal", "dtype", "implementation"))
+def _normalize(operation, x, axes, where, scale, bias, causal, dtype, implementation):
+    rows, extras, trailing = to_rows(x, axes, where, scale, bias, causal)
+    function = differentiable(operation, Form(dtype, "".join(extras), trailing), implementation)
+    return from_rows(function(rows, *extras.values()), x.shape, axes, trailing)
