@@ -1,0 +1,104 @@
+"""The bytes that the kernels read from a GPU's memory and write to it, counted by the GPU, beside what they must move.
+
+`report` runs this file under Nsight Compute, which lists the kernels in the order of their launches. Run so, it calls
+every case of cases.traffic() once, between two launches of tanh: the kernels between those are the case's.
+
+Each kernel begins with an empty cache, and what it leaves in it at its end, up to the size of the cache, is not counted
+as written.
+"""
+
+import csv
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+
+import cases
+import jax
+import jax.numpy as jnp
+import programs
+
+METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum", "gpu__time_duration.sum")
+
+
+def report() -> list[dict]:
+    """Prints counted and measured bytes by case, and returns them."""
+    ncu = shutil.which("ncu")
+    if ncu is None:
+        sys.exit("--traffic needs Nsight Compute: there is no ncu on the PATH")
+    with tempfile.TemporaryDirectory() as folder:
+        log = pathlib.Path(folder, "ncu.csv")
+        command = [ncu, "--clock-control", "none", "--metrics", ",".join(METRICS), "--csv", "--page", "raw"]
+        command += ["--print-units", "base", "--kernel-name-base", "demangled", "-k", "regex:jaxsoft|tanh"]
+        command += ["--log-file", str(log), sys.executable, __file__]
+        status = subprocess.run(command).returncode
+        text = log.read_text() if log.exists() else ""
+    listed = cases.traffic()
+    kernels = by_case(text)
+    if len(kernels) != len(listed):
+        last = "\n".join(text.splitlines()[-20:])
+        sys.exit(f"ncu ended with status {status} and told {len(kernels)} of {len(listed)} cases apart:\n{last}")
+
+    print(
+        f"{'softmax':8s} {'dtype':8s} {'n':>8s} {'rows':>8s} {'counted MB':>11s} {'read':>8s} {'written':>8s}", end=""
+    )
+    print(f" {'measured / counted':>19s} {'us':>9s} kernels")
+    found = []
+    for case, launched in zip(listed, kernels, strict=True):
+        read, written, nanoseconds = (sum(kernel[metric] for kernel in launched) for metric in METRICS)
+        ratio = (read + written) / case.bytes
+        line = f"{case.direction:8s} {case.dtype:8s} {case.n:8d} {case.rows:8d} {case.bytes / 1e6:11.1f}"
+        line += f" {read / 1e6:8.1f} {written / 1e6:8.1f} {ratio:19.3f} {nanoseconds / 1e3:9.1f} {len(launched)}"
+        print(line)
+        found.append(
+            {
+                "direction": case.direction,
+                "dtype": case.dtype,
+                "n": case.n,
+                "rows": case.rows,
+                "bytes": case.bytes,
+                "read": read,
+                "written": written,
+                "microseconds": nanoseconds / 1e3,
+                "kernels": [kernel["name"] for kernel in launched],
+            }
+        )
+    return found
+
+
+def by_case(text: str) -> list[list[dict]]:
+    """The kernels of each case, from ncu's table: a line of names, a line of units, and a line a kernel."""
+    lines = [line for line in text.splitlines() if line.startswith('"')]
+    table = csv.DictReader(lines)
+    groups: list[list[dict]] = [[]]
+    for number, row in enumerate(table):
+        if number == 0:  # the units
+            continue
+        if "jaxsoft" not in row["Kernel Name"]:  # a mark
+            groups.append([])
+        else:
+            values = {metric: float(row[metric].replace(",", "")) for metric in METRICS}
+            groups[-1].append({"name": row["Kernel Name"]} | values)
+    return groups[1:-1:2]  # between the first mark and the second, the third and the fourth ...
+
+
+def launch() -> None:
+    """Calls every case once, between two marks."""
+    if jax.default_backend() != "gpu":
+        sys.exit("--traffic needs a GPU")
+    mark, operand = jax.jit(jnp.tanh), jnp.ones(1024)
+    for case in cases.traffic():
+        functions = [lowered.compile() for lowered in programs.lower_calls(case, "jaxsoft")]
+        fill = programs.lower_fill(case.dtype, case.shape)[0].compile()
+        arguments = (fill(programs.random(0, case.dtype)), {})
+        if case.direction == "backward":
+            arguments = functions[0](*arguments), fill(programs.random(1, case.dtype))
+        jax.block_until_ready((arguments, mark(operand)))
+        jax.block_until_ready(functions[-1](*arguments))
+        jax.block_until_ready(mark(operand))
+        del arguments  # before the next case's are made
+
+
+if __name__ == "__main__":
+    launch()
