@@ -13,6 +13,7 @@ from jaxsoft.fold import accumulator
 type Axis = int | Sequence[int] | None
 
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
+_NAMES = "float16, bfloat16, float32 and float64"
 
 
 def as_scores(name: str, x: ArrayLike, *others: ArrayLike) -> jax.Array:
@@ -26,9 +27,16 @@ def as_scores(name: str, x: ArrayLike, *others: ArrayLike) -> jax.Array:
     return x.astype(dtype)
 
 
-def has_kernels(x: jax.Array) -> bool:
-    """Whether jaxsoft computes in x's dtype; complex and 8-bit numbers are left to jax.nn."""
-    return x.dtype in _DTYPES
+def is_left_to_jax(x: jax.Array, implementation: str | None) -> bool:
+    """Whether x is complex or of 8 bits, in which only jax.nn computes. Raises if something else was named."""
+    if x.dtype in _DTYPES:
+        return False
+    if implementation not in (None, "xla"):
+        raise ValueError(
+            f"implementation={implementation!r} cannot serve this call: it computes in {_NAMES}, not {x.dtype.name}. "
+            "implementation=None and 'xla' leave it to jax.nn"
+        )
+    return True
 
 
 def normalize_axis(axis: Axis, ndim: int) -> tuple[int, ...]:
@@ -76,11 +84,10 @@ def check_dtype(dtype: DTypeLike | None, x: jax.Array) -> np.dtype:
     if dtype is None:
         return x.dtype
     given = jax.dtypes.canonicalize_dtype(dtype)
-    names = ", ".join(jnp.dtype(d).name for d in _DTYPES)
     if given not in _DTYPES:
-        raise ValueError(f"dtype must be None or one of {names}; got {given.name}")
+        raise ValueError(f"dtype must be None or one of {_NAMES}; got {given.name}")
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        raise ValueError(f"dtype must be None for complex scores, as {names} cannot hold them; got {given.name}")
+        raise ValueError(f"dtype must be None for complex scores, as {_NAMES} cannot hold them; got {given.name}")
     return given
 
 

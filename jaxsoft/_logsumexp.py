@@ -14,7 +14,7 @@ from jaxsoft._arguments import (
     as_scores,
     check_dtype,
     check_extras,
-    has_kernels,
+    is_left_to_jax,
     normalize_axis,
     plain_scores,
     to_rows,
@@ -120,7 +120,7 @@ def logsumexp(
         a = jnp.broadcast_to(a, shape)
     axes, out_dtype = normalize_axis(axis, a.ndim), check_dtype(dtype, a)
     extras = check_extras(a, axes, where, scale, bias, causal)
-    if not has_kernels(a) and implementation in (None, "xla"):
+    if is_left_to_jax(a, implementation):
         z, counts = plain_scores(a, *extras, causal)
         result = jax.nn.logsumexp(z, axes, b, keepdims, return_sign, counts)
         return jax.tree.map(lambda v: v.astype(out_dtype), result)

@@ -12,7 +12,7 @@ from jaxsoft._arguments import (
     check_dtype,
     check_extras,
     from_rows,
-    has_kernels,
+    is_left_to_jax,
     normalize_axis,
     plain_scores,
     to_rows,
@@ -40,7 +40,7 @@ def normalize(
     x = as_scores("x", x) if where is None else as_scores("x", x, -jnp.inf)
     axes, out_dtype = normalize_axis(axis, x.ndim), check_dtype(dtype, x)
     extras = check_extras(x, axes, where, scale, bias, causal)
-    if not has_kernels(x) and implementation in (None, "xla"):
+    if is_left_to_jax(x, implementation):
         z, counts = plain_scores(x, *extras, causal)
         return getattr(jax.nn, operation)(z, axes, counts).astype(out_dtype)
     return _normalize(operation, x, axes, *extras, causal, out_dtype, implementation)

@@ -52,6 +52,8 @@ def reference(m: jax.Array) -> jax.Array:
 
 def accumulator(dtype: DTypeLike) -> jnp.dtype:
     """The dtype in which scores of `dtype` are summed: f64 for f64 and integers under x64, else f32."""
+    if jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 1:
+        return jnp.dtype(jnp.float32)  # 8-bit numbers are not promoted
     return jnp.promote_types(jnp.promote_types(dtype, jnp.float32), jnp.float32)
 
 
