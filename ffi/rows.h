@@ -46,7 +46,7 @@ struct Shape {
 };
 
 // The leading dimensions, as few groups of neighbours as tell apart what the extras are broadcast over. A call that
-// needs more groups is refused; 4 are an attention mask over (batch, 1, query) and a scale of (1, head, 1), say.
+// needs more groups is refused. A mask over (batch, 1, query) beside a scale of (1, head, 1) makes 3.
 inline constexpr int kGroups = 4;
 
 // An operand beside x. `data` is null where the call has none; a stride is in elements, and 0 where it is broadcast.

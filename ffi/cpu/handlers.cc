@@ -23,11 +23,12 @@ State combine(State a, State b) {
 namespace {
 
 constexpr int64_t kSegment = 1 << 16;      // elements in which a long row is cut
+constexpr int64_t kFewColumns = 16;         // fewer do not fill a vector
 constexpr int64_t kTaskElements = 1 << 15;  // the least work worth handing to another thread
 constexpr int64_t kTasksPerThread = 8;      // more would even out little
 
 // The widest instruction set that the machine has. JAXSOFT_CPU_ISA names a narrower one, for tests of its kernels.
-const Kernels* choose() {
+const KernelTable& choose() {
 #if defined(JAXSOFT_X86)
   const char* named = std::getenv("JAXSOFT_CPU_ISA");
   auto may_be = [&](const char* isa) { return named == nullptr || std::strcmp(named, isa) == 0; };
@@ -41,74 +42,36 @@ const Kernels* choose() {
   return kernels_baseline;
 }
 
+DTypes dtypes_of(ffi::DataType x, ffi::DataType y) {
+  if (x == ffi::F64) return F64;
+  if (x == ffi::F16) return y == ffi::F32 ? F16ToF32 : F16;
+  if (x == ffi::BF16) return y == ffi::F32 ? BF16ToF32 : BF16;
+  return y == ffi::F16 ? F32ToF16 : y == ffi::BF16 ? F32ToBF16 : F32;
+}
+
+using In = ffi::AnyBuffer;
+using Out = ffi::Result<ffi::AnyBuffer>;
+using Rest = ffi::RemainingArgs;
+
+// A buffer of x's shape. What an operation does not have is null.
 struct Elements {
-  const Kernels& kernels;
-  int64_t size;  // bytes an element
-};
-
-Elements elements_of(ffi::DataType dtype) {
-  static const Kernels* const table = choose();
-  switch (dtype) {
-    case ffi::F16: return {table[F16], 2};
-    case ffi::BF16: return {table[BF16], 2};
-    case ffi::F64: return {table[F64], 8};
-    default: return {table[F32], 4};
-  }
-}
-
-// f(row) for every row, several rows a task.
-template <class F>
-void each_row(ffi::ThreadPool& pool, Shape shape, F f) {
-  // Few large tasks: threads that write side by side would wait for each other's new pages of memory.
-  int64_t rows_a_task = std::max({int64_t{1}, kTaskElements / std::max<int64_t>(1, shape.n),
-                                  shape.rows / (kTasksPerThread * std::max<int64_t>(1, pool.num_threads()))});
-  parallel_for(pool, (shape.rows + rows_a_task - 1) / rows_a_task, [&](int64_t task) {
-    int64_t end = std::min(shape.rows, (task + 1) * rows_a_task);
-    for (int64_t row = task * rows_a_task; row < end; row++) f(row);
-  });
-}
-
-// Reduces every row, then writes it: reduce(row, start, size) -> Part; add(Part, Part) -> Part; write(row, start, size, Part).
-template <class Reduce, class Add, class Write>
-void reduce_then_write(ffi::ThreadPool& pool, Shape shape, Reduce reduce, Add add, Write write) {
-  auto [rows, n] = shape;
-  int64_t segments = std::max<int64_t>(1, (n + kSegment - 1) / kSegment);
-  auto start = [&](int64_t i) { return i * kSegment; };
-  auto size = [&](int64_t i) { return std::min(kSegment, n - start(i)); };
-
-  if (segments > 1 && rows < 4 * pool.num_threads()) {
-    std::vector<decltype(reduce(0, 0, 0))> parts(segments);
-    for (int64_t row = 0; row < rows; row++) {
-      parallel_for(pool, segments, [&](int64_t i) { parts[i] = reduce(row, start(i), size(i)); });
-      auto total = parts[0];
-      for (int64_t i = 1; i < segments; i++) total = add(total, parts[i]);
-      parallel_for(pool, segments, [&](int64_t i) { write(row, start(i), size(i), total); });
-    }
-    return;
-  }
-  each_row(pool, shape, [&](int64_t row) {
-    auto total = reduce(row, 0, size(0));
-    for (int64_t i = 1; i < segments; i++) total = add(total, reduce(row, start(i), size(i)));
-    for (int64_t i = 0; i < segments; i++) write(row, start(i), size(i), total);
-  });
-}
-
-// A buffer of whole rows, addressed by row and element.
-struct Rows {
-  char* data;
-  int64_t n, size;
-  Rows(ffi::AnyBuffer b, int64_t n, int64_t size) : data(static_cast<char*>(b.untyped_data())), n(n), size(size) {}
-  Rows(ffi::Result<ffi::AnyBuffer> b, int64_t n, int64_t size) : Rows(*b, n, size) {
-    advise_large_pages(data, b->size_bytes());
-  }
-  void* at(int64_t row, int64_t i) const { return data + (row * n + i) * size; }
+  char* data = nullptr;
+  int64_t size = 0;  // bytes an element
+  ffi::DataType dtype = ffi::DataType::INVALID;
+  Elements() = default;
+  Elements(In b)
+      : data(static_cast<char*>(b.untyped_data())), size(ffi::ByteWidth(b.element_type())), dtype(b.element_type()) {}
+  Elements(Out b) : Elements(*b) { advise_large_pages(data, b->size_bytes()); }
+  char* at(int64_t i) const { return data ? data + i * size : nullptr; }
 };
 
 // A buffer of one number a row, f32 or f64.
 struct Statistic {
-  void* data;
-  bool wide;
-  explicit Statistic(ffi::AnyBuffer b) : data(b.untyped_data()), wide(b.element_type() == ffi::F64) {}
+  void* data = nullptr;
+  bool wide = false;
+  Statistic() = default;
+  Statistic(In b) : data(b.untyped_data()), wide(b.element_type() == ffi::F64) {}
+  Statistic(Out b) : Statistic(*b) {}
   double get(int64_t row) const { return wide ? static_cast<double*>(data)[row] : static_cast<float*>(data)[row]; }
   void set(int64_t row, double v) const {
     if (wide) static_cast<double*>(data)[row] = v;
@@ -116,95 +79,195 @@ struct Statistic {
   }
 };
 
-double plus(double a, double b) { return a + b; }
+struct Arrays {
+  Elements a, b, out;
+  Statistic m, s, g;  // (m, s): results of an operation that reduces scores, operands of the others
+};
 
-using In = ffi::AnyBuffer;
-using Out = ffi::Result<ffi::AnyBuffer>;
+// The numbers of a row that has been reduced. Writes those that are results.
+Row finish(Operation operation, const Arrays& arrays, int64_t row, State reduced, double scale) {
+  Row numbers{reduced, {}, 0, scale};
+  if (arrays.g.data) numbers.g = arrays.g.get(row);
+  if (!arrays.m.data) return numbers;
+  if (operation <= kState) {
+    arrays.m.set(row, reduced.m);
+    arrays.s.set(row, reduced.s);
+  } else {
+    numbers.given = {arrays.m.get(row), arrays.s.get(row)};
+  }
+  return numbers;
+}
 
-ffi::Error softmax(ffi::ThreadPool pool, In x, Out y, Out) {
-  if (auto error = check(x, {*y}, {}); error.failure()) return error;
-  auto [k, size] = elements_of(x.element_type());
-  Shape shape = shape_of(x);
-  Rows in(x, shape.n, size), out(y, shape.n, size);
-  if (shape.n <= kTile) {
-    each_row(pool, shape, [&, &k = k](int64_t row) { k.softmax_tile(in.at(row, 0), out.at(row, 0), in.n); });
-    return ffi::Error::Success();
+// f(row) for every row, several rows a task.
+template <class F>
+void each_row(ffi::ThreadPool& pool, int64_t rows, int64_t elements, F f) {
+  // Few large tasks: threads that write side by side would wait for each other's new pages of memory.
+  int64_t rows_a_task = std::max({int64_t{1}, kTaskElements / std::max<int64_t>(1, elements),
+                                  rows / (kTasksPerThread * std::max<int64_t>(1, pool.num_threads()))});
+  parallel_for(pool, (rows + rows_a_task - 1) / rows_a_task, [&](int64_t task) {
+    int64_t end = std::min(rows, (task + 1) * rows_a_task);
+    for (int64_t row = task * rows_a_task; row < end; row++) f(row);
+  });
+}
+
+// Reduces every row of n, cut in segments, then writes it: reduce(row, start, size) -> Part, add(Part&, Part),
+// finish(row, Part) -> Total, write(row, start, size, Total).
+template <class Reduce, class Add, class Finish, class Write>
+void reduce_then_write(ffi::ThreadPool& pool, int64_t rows, int64_t n, int64_t elements, Reduce reduce, Add add,
+                       Finish finish, Write write) {
+  int64_t length = std::max<int64_t>(1, kSegment * n / std::max<int64_t>(1, elements));
+  int64_t segments = std::max<int64_t>(1, (n + length - 1) / length);
+  auto start = [&](int64_t i) { return i * length; };
+  auto size = [&](int64_t i) { return std::min(length, n - start(i)); };
+
+  if (segments > 1 && rows < 4 * pool.num_threads()) {
+    std::vector<decltype(reduce(0, 0, 0))> parts(segments);
+    for (int64_t row = 0; row < rows; row++) {
+      parallel_for(pool, segments, [&](int64_t i) { parts[i] = reduce(row, start(i), size(i)); });
+      for (int64_t i = 1; i < segments; i++) add(parts[0], parts[i]);
+      auto total = finish(row, parts[0]);
+      parallel_for(pool, segments, [&](int64_t i) { write(row, start(i), size(i), total); });
+    }
+    return;
+  }
+  each_row(pool, rows, elements, [&](int64_t row) {
+    auto part = reduce(row, 0, size(0));
+    for (int64_t i = 1; i < segments; i++) add(part, reduce(row, start(i), size(i)));
+    auto total = finish(row, part);
+    for (int64_t i = 0; i < segments; i++) write(row, start(i), size(i), total);
+  });
+}
+
+// x is (rows, n).
+void run_rows(ffi::ThreadPool& pool, Operation operation, const Kernels& k, const Call& call, bool masked,
+              const Arrays& arrays) {
+  auto [rows, n, inner] = call.shape;
+  const Extras& extras = call.extras;
+  Statistic scale;
+  scale.data = const_cast<void*>(extras.scale.data);
+  scale.wide = arrays.a.dtype == ffi::F64;
+  auto scale_of = [&](int64_t row) { return scale.data ? scale.get(extras.offset(extras.scale, row)) : 1; };
+  auto segment = [&](int64_t row, int64_t i) {
+    Segment at{arrays.a.at(row * n + i), arrays.b.at(row * n + i), nullptr, nullptr, scale_of(row), masked};
+    if (extras.where.data) at.where = static_cast<const bool*>(extras.where.data) + extras.offset(extras.where, row) + i;
+    if (extras.bias.data)
+      at.bias = static_cast<const char*>(extras.bias.data) + (extras.offset(extras.bias, row) + i) * arrays.a.size;
+    return at;
+  };
+  // How many of the `size` elements from i on come before the row's limit.
+  auto counted = [&](int64_t row, int64_t i, int64_t size) {
+    if (!extras.limit.data) return size;
+    int64_t limit = static_cast<const int32_t*>(extras.limit.data)[extras.offset(extras.limit, row)];
+    return std::clamp<int64_t>(limit - i, 0, size);
+  };
+  auto fill = [&](int64_t row, int64_t begin, int64_t end) {
+    if (begin < end) k.fill(arrays.out.at(row * n + begin), end - begin);
+  };
+
+  if (k.at_once && n <= kTile) {
+    each_row(pool, rows, n, [&, n = n](int64_t row) {
+      int64_t count = counted(row, 0, n);
+      k.at_once(segment(row, 0), arrays.out.at(row * n), count);
+      fill(row, count, n);
+    });
+    return;
   }
   reduce_then_write(
-      pool, shape, [&, &k = k](int64_t row, int64_t i, int64_t n) { return k.state(in.at(row, i), n); }, combine,
-      [&, &k = k](int64_t row, int64_t i, int64_t n, State st) { k.softmax(in.at(row, i), out.at(row, i), n, st); });
+      pool, rows, n, n,
+      [&](int64_t row, int64_t i, int64_t size) { return k.reduce(segment(row, i), counted(row, i, size)); },
+      [](State& total, State part) { total = combine(total, part); },
+      [&](int64_t row, State reduced) { return finish(operation, arrays, row, reduced, scale_of(row)); },
+      [&, n = n](int64_t row, int64_t i, int64_t size, const Row& total) {
+        if (!k.write) return;
+        int64_t count = counted(row, i, size);
+        k.write(segment(row, i), arrays.out.at(row * n + i), count, total);
+        fill(row, i + count, i + size);
+      });
+}
+
+// x is (rows, n, inner). Columns are taken together where they are neighbours. Where they are too few, n is folded onto
+// them: (n, inner) is the same memory as (n / fold, fold * inner), in which each column is one of `fold` parts of a row.
+void run_columns(ffi::ThreadPool& pool, Operation operation, const Kernels& k, Shape shape, bool masked,
+                 const Arrays& arrays) {
+  auto [rows, n, inner] = shape;
+  const int64_t fold = inner < kFewColumns ? std::min(n, 4 * kFewColumns / inner) : 1;
+  const int64_t width = fold * inner, lines = (n + fold - 1) / fold;
+  const int64_t together = std::min(kColumns, width), groups = (width + together - 1) / together;
+
+  // f(Segment, first element, Block) for some lines of a group of columns.
+  auto with_block = [&, rows = rows, n = n, inner = inner](int64_t group, int64_t line, int64_t size, auto f) {
+    int64_t row = group / groups, column = group % groups * together;
+    int64_t i = row * n * inner + line * width + column, whole = std::clamp<int64_t>(n / fold - line, 0, size);
+    f(Segment{arrays.a.at(i), arrays.b.at(i), nullptr, nullptr, 1, masked}, i,
+      Block{whole, std::min(together, width - column), width, whole < size ? n % fold * inner : 0,
+            std::min(together, inner)});
+  };
+  reduce_then_write(
+      pool, rows * groups, lines, lines * together,
+      [&](int64_t group, int64_t line, int64_t size) {
+        Part part;
+        with_block(group, line, size, [&](const Segment& at, int64_t, const Block& block) { k.reduce_columns(at, block, &part); });
+        return part;
+      },
+      [&](Part& total, const Part& part) { k.combine_columns(&total, part, together); },
+      [&, inner = inner](int64_t group, const Part& part) {
+        Numbers numbers;
+        with_block(group, 0, 0, [&](const Segment&, int64_t, const Block& block) {
+          int64_t first = group / groups * inner + group % groups * together;
+          for (int64_t c = 0; c < std::min(block.period, block.columns); c++)
+            k.finish_columns(finish(operation, arrays, first + c, {part.m[c], part.s[c]}, 1), c, block, &numbers);
+        });
+        return numbers;
+      },
+      [&](int64_t group, int64_t line, int64_t size, const Numbers& numbers) {
+        if (!k.write) return;
+        with_block(group, line, size, [&](const Segment& at, int64_t i, const Block& block) {
+          k.write_columns(at, arrays.out.at(i), block, numbers);
+        });
+      });
+}
+
+ffi::Error run(ffi::ThreadPool& pool, Operation operation, const ffi::ErrorOr<Call>& call, bool masked,
+               const Arrays& arrays) {
+  if (call.has_error()) return call.error();
+  static const KernelTable& table = choose();
+  const Extras& extras = call->extras;
+  // A limit only makes rows shorter, and softmax_vjp has a scale anyway.
+  bool with = masked || extras.where.data || extras.bias.data || (extras.scale.data && operation != kSoftmaxVjp);
+  auto result = arrays.out.data ? arrays.out.dtype : arrays.a.dtype;
+  const Kernels& kernels = table[with][dtypes_of(arrays.a.dtype, result)][operation];
+  if (call->shape.inner == 1) run_rows(pool, operation, kernels, *call, masked, arrays);
+  else if (call->shape.inner > 0) run_columns(pool, operation, kernels, call->shape, masked, arrays);
   return ffi::Error::Success();
 }
 
-ffi::Error log_softmax(ffi::ThreadPool pool, In x, Out y, Out m, Out s, Out) {
-  if (auto error = check(x, {*y}, {*m, *s}); error.failure()) return error;
-  auto [k, size] = elements_of(x.element_type());
-  Shape shape = shape_of(x);
-  Rows in(x, shape.n, size), out(y, shape.n, size);
-  Statistic ms(*m), ss(*s);
-  reduce_then_write(
-      pool, shape, [&, &k = k](int64_t row, int64_t i, int64_t n) { return k.state(in.at(row, i), n); }, combine,
-      [&, &k = k](int64_t row, int64_t i, int64_t n, State st) {
-        if (i == 0) ms.set(row, st.m), ss.set(row, st.s);
-        k.log_softmax(in.at(row, i), out.at(row, i), n, st);
-      });
-  return ffi::Error::Success();
+ffi::Error softmax(ffi::ThreadPool pool, In x, Out y, Out, Rest rest, Form form) {
+  return run(pool, kSoftmax, read_call({x, {}, {*y}, {}, "slwb", false}, rest, form), false, {x, {}, y, {}, {}, {}});
 }
 
-ffi::Error state(ffi::ThreadPool pool, In x, Out m, Out s, Out) {
-  if (auto error = check(x, {}, {*m, *s}); error.failure()) return error;
-  auto [k, size] = elements_of(x.element_type());
-  Shape shape = shape_of(x);
-  Rows in(x, shape.n, size);
-  Statistic ms(*m), ss(*s);
-  reduce_then_write(
-      pool, shape, [&, &k = k](int64_t row, int64_t i, int64_t n) { return k.state(in.at(row, i), n); }, combine,
-      [&](int64_t row, int64_t i, int64_t, State st) {
-        if (i == 0) ms.set(row, st.m), ss.set(row, st.s);
-      });
-  return ffi::Error::Success();
+ffi::Error log_softmax(ffi::ThreadPool pool, In x, Out y, Out m, Out s, Out, Rest rest, Form form) {
+  auto call = read_call({x, {}, {*y}, {*m, *s}, "slwb", false}, rest, form);
+  return run(pool, kLogSoftmax, call, false, {x, {}, y, m, s, {}});
 }
 
-ffi::Error softmax_vjp(ffi::ThreadPool pool, In y, In g, Out dx, Out) {
-  if (auto error = check(y, {g, *dx}, {}); error.failure()) return error;
-  auto [k, size] = elements_of(y.element_type());
-  Shape shape = shape_of(y);
-  Rows ys(y, shape.n, size), gs(g, shape.n, size), out(dx, shape.n, size);
-  reduce_then_write(
-      pool, shape, [&, &k = k](int64_t row, int64_t i, int64_t n) { return k.dot(ys.at(row, i), gs.at(row, i), n); },
-      plus, [&, &k = k](int64_t row, int64_t i, int64_t n, double dot) {
-        k.softmax_vjp(ys.at(row, i), gs.at(row, i), out.at(row, i), n, dot);
-      });
-  return ffi::Error::Success();
+ffi::Error state(ffi::ThreadPool pool, In x, Out m, Out s, Out, Rest rest, Form form) {
+  auto call = read_call({x, {}, {}, {*m, *s}, "slwb", false}, rest, form);
+  return run(pool, kState, call, false, {x, {}, {}, m, s, {}});
 }
 
-ffi::Error log_softmax_vjp(ffi::ThreadPool pool, In x, In m, In s, In g, Out dx, Out) {
-  if (auto error = check(x, {g, *dx}, {m, s}); error.failure()) return error;
-  auto [k, size] = elements_of(x.element_type());
-  Shape shape = shape_of(x);
-  Rows xs(x, shape.n, size), gs(g, shape.n, size), out(dx, shape.n, size);
-  Statistic ms(m), ss(s);
-  reduce_then_write(
-      pool, shape, [&, &k = k](int64_t row, int64_t i, int64_t n) { return k.sum(gs.at(row, i), n); }, plus,
-      [&, &k = k](int64_t row, int64_t i, int64_t n, double sum) {
-        State st{ms.get(row), ss.get(row)};
-        k.log_softmax_vjp(xs.at(row, i), gs.at(row, i), out.at(row, i), n, st, sum);
-      });
-  return ffi::Error::Success();
+ffi::Error softmax_vjp(ffi::ThreadPool pool, In y, In g, Out dx, Out, Rest rest, Form form) {
+  return run(pool, kSoftmaxVjp, read_call({y, {g}, {*dx}, {}, "sl", true}, rest, form), form.masked,
+             {y, g, dx, {}, {}, {}});
 }
 
-ffi::Error logsumexp_vjp(ffi::ThreadPool pool, In x, In m, In s, In g, Out dx) {
-  if (auto error = check(x, {*dx}, {m, s, g}); error.failure()) return error;
-  auto [k, size] = elements_of(x.element_type());
-  Shape shape = shape_of(x);
-  Rows xs(x, shape.n, size), out(dx, shape.n, size);
-  Statistic ms(m), ss(s), gs(g);
-  reduce_then_write(
-      pool, shape, [](int64_t, int64_t, int64_t) { return 0; }, [](int, int) { return 0; },
-      [&, &k = k](int64_t row, int64_t i, int64_t n, int) {
-        k.logsumexp_vjp(xs.at(row, i), out.at(row, i), n, State{ms.get(row), ss.get(row)}, gs.get(row));
-      });
-  return ffi::Error::Success();
+ffi::Error log_softmax_vjp(ffi::ThreadPool pool, In x, In m, In s, In g, Out dx, Out, Rest rest, Form form) {
+  auto call = read_call({x, {g}, {*dx}, {m, s}, "slw", false}, rest, form);
+  return run(pool, kLogSoftmaxVjp, call, false, {x, g, dx, m, s, {}});
+}
+
+ffi::Error logsumexp_vjp(ffi::ThreadPool pool, In x, In m, In s, In g, Out dx, Rest rest, Form form) {
+  auto call = read_call({x, {}, {*dx}, {m, s, g}, "slwb", false}, rest, form);
+  return run(pool, kLogsumexpVjp, call, false, {x, {}, dx, m, s, g});
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// What the CPU kernels do to a segment of a row. A row is one segment, or several that are reduced apart and combined
-// (the fold over (m, s) of the README); the kernels do not know which.
+// The interface of the CPU kernels, which work on segments of rows. A row is one segment, or several that are reduced
+// apart and combined (the fold over (m, s) of the README); the kernels do not know which.
 #pragma once
 
 #include <stdint.h>
@@ -8,6 +8,7 @@ namespace jaxsoft::cpu {
 
 // The state of a set of scores: maximum and sum of exp(x - m). Sums are in f64, whatever the scores are.
 // An m that is not finite stands for a reference of 0 in s (`reference`), so that no exp sees inf - inf.
+// A plain sum is a state with m = 0.
 struct State {
   double m, s;
 };
@@ -21,24 +22,60 @@ State combine(State a, State b);
 // Elements reduced under one maximum: they are read twice, from the first-level cache.
 inline constexpr int64_t kTile = 2048;
 
-enum DType { F16, BF16, F32, F64, kDTypes };
+enum Operation { kSoftmax, kLogSoftmax, kState, kSoftmaxVjp, kLogSoftmaxVjp, kLogsumexpVjp, kOperations };
 
-// The kernels of one dtype. x, g, y and dx point to segments of n elements of that dtype.
-struct Kernels {
-  State (*state)(const void* x, int64_t n);
-  double (*sum)(const void* g, int64_t n);
-  double (*dot)(const void* y, const void* g, int64_t n);
-  void (*softmax)(const void* x, void* y, int64_t n, State);
-  void (*softmax_tile)(const void* x, void* y, int64_t n);  // a whole row, n <= kTile
-  void (*log_softmax)(const void* x, void* y, int64_t n, State);
-  void (*softmax_vjp)(const void* y, const void* g, void* dx, int64_t n, double dot);
-  void (*log_softmax_vjp)(const void* x, const void* g, void* dx, int64_t n, State, double sum);
-  void (*logsumexp_vjp)(const void* x, void* dx, int64_t n, State, double g);
+// The dtypes of the first operand and of the result.
+enum DTypes { F16, BF16, F32, F64, F16ToF32, BF16ToF32, F32ToF16, F32ToBF16, kDTypes };
+
+// What a kernel reads.
+struct Segment {
+  const void* a;                // x, or y
+  const void* b = nullptr;      // g, where it has x's shape
+  const bool* where = nullptr;  // null: everything counts
+  const void* bias = nullptr;   // null: nothing is added
+  double scale = 1;
+  bool masked = false;  // softmax_vjp: elements with y = 0 do not count
 };
 
-// One table for each instruction set that rows.cc was compiled for.
-extern const Kernels kernels_baseline[kDTypes];
-extern const Kernels kernels_avx2[kDTypes];
-extern const Kernels kernels_avx512[kDTypes];
+// One row's numbers: what it was reduced to, and the statistics that it came with.
+struct Row {
+  State reduced = {-infinity, 0}, given = {};
+  double g = 0, scale = 1;
+};
+
+// Rows that do not lie along the last dimension are columns: `lines` lines of `columns` elements, `stride` apart, and
+// one more of `rest`. Columns a period apart are parts of the same row.
+struct Block {
+  int64_t lines, columns, stride, rest, period;
+};
+
+inline constexpr int64_t kColumns = 256;  // the most that are taken together
+
+struct Part {  // what columns were reduced to
+  double m[kColumns], s[kColumns];
+};
+
+struct Numbers {  // and what that makes for the writing pass, as the kernels keep it
+  char bytes[4 * (kColumns + 16) * sizeof(double)];
+};
+
+// The kernels of one operation and of one pair of dtypes.
+struct Kernels {
+  State (*reduce)(const Segment&, int64_t n);
+  void (*write)(const Segment&, void* out, int64_t n, const Row&);  // null where nothing is written
+  void (*at_once)(const Segment&, void* out, int64_t n);            // softmax: a row of at most kTile elements
+  void (*fill)(void* out, int64_t n);                               // with what stands where elements do not count
+  // Of columns, without extra operands.
+  void (*reduce_columns)(const Segment&, const Block&, Part*);
+  void (*combine_columns)(Part* total, const Part&, int64_t columns);
+  void (*finish_columns)(const Row&, int64_t column, const Block&, Numbers*);
+  void (*write_columns)(const Segment&, void* out, const Block&, const Numbers&);
+};
+
+// One table for each instruction set that rows.cc was compiled for: without extra operands, and with them.
+typedef Kernels KernelTable[2][kDTypes][kOperations];
+extern const KernelTable kernels_baseline;
+extern const KernelTable kernels_avx2;
+extern const KernelTable kernels_avx512;
 
 }  // namespace jaxsoft::cpu

@@ -30,6 +30,8 @@ JAXSOFT_VECTOR(U16, uint16_t, JAXSOFT_VECTOR_BYTES / 2);  // as many lanes as F3
 JAXSOFT_VECTOR(F32Half, float, JAXSOFT_VECTOR_BYTES / 2);
 JAXSOFT_VECTOR(F64, double, JAXSOFT_VECTOR_BYTES);
 JAXSOFT_VECTOR(I64, int64_t, JAXSOFT_VECTOR_BYTES);
+JAXSOFT_VECTOR(U8OfF32, uint8_t, JAXSOFT_VECTOR_BYTES / 4);  // as many lanes as F32, as F64
+JAXSOFT_VECTOR(U8OfF64, uint8_t, JAXSOFT_VECTOR_BYTES / 8);
 #undef JAXSOFT_VECTOR
 
 template <class To, class From>
@@ -137,6 +139,36 @@ template <> struct Lanes<BFloat16> : Lanes16<BFloat16> {};
 template <> struct Lanes<Float16> : Lanes16<Float16> {};
 template <> struct Lanes<float> : LanesNative<float, F32> {};
 template <> struct Lanes<double> : LanesNative<double, F64> {};
+
+// Loads a vector where `count` elements are left, at least one.
+template <class T>
+inline typename Lanes<T>::V load(const T* p, int64_t count, typename Lanes<T>::Scalar fill) {
+  return count >= Lanes<T>::lanes ? Lanes<T>::load(p) : Lanes<T>::load_part(p, count, fill);
+}
+
+// The lanes whose bool is true, as all bits; those past `count` are not. Without bools, all others are.
+template <class U8, class Mask>
+inline Mask load_mask(const bool* p, int64_t count) {
+  U8 raw{};
+  if (count >= (int64_t)sizeof raw) count = sizeof raw;
+  if (p) memcpy(&raw, p, count);
+  else memset(&raw, 1, count);
+  return __builtin_convertvector(raw, Mask) != 0;
+}
+inline I32 load_mask(const bool* p, int64_t count, F32) { return load_mask<U8OfF32, I32>(p, count); }
+inline I64 load_mask(const bool* p, int64_t count, F64) { return load_mask<U8OfF64, I64>(p, count); }
+
+// A product that is rounded before anything is added to it. Fused with what follows, x * scale - m would not be the
+// score of which m is the maximum: of scores past 1e9 the two differ by more than exp can take.
+template <class V>
+inline V rounded(V product) {
+#if defined(__x86_64__)
+  asm("" : "+v"(product));
+#else
+  asm("" : "+w"(product));
+#endif
+  return product;
+}
 
 // exp, within 1 unit in the last place, gradual underflow and NaN included: x = n log 2 + r, |r| <= log(2)/2, and
 // exp(r) = 1 + r + r^2 P(r), where P is the Chebyshev interpolation of (exp(r) - 1 - r) / r^2 on that interval
