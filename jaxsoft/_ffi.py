@@ -7,8 +7,10 @@ that the installed XLA would refuse: XLA answers such a registration by disablin
 
 import ctypes
 import functools
+import itertools
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -30,11 +32,12 @@ _RESULTS = {
 # What each platform's kernels take beside the plain form, of "extras", "trailing" and "dtype" (of the result, f32 from
 # or to 16 bits); nothing for a library whose targets have no attributes.
 _FORMS: dict[str, frozenset[str]] = {"cpu": frozenset(), "cuda": frozenset()}
+_GROUPS = 4  # kGroups of ffi/rows.h
 _F32 = np.dtype(jnp.float32)
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 _XLA_NAMES = {"cpu": "cpu", "cuda": "CUDA"}
 # Where a long row is split over blocks of a GPU, their states wait here: 24 bytes each, four for each multiprocessor.
-_WORKSPACE = jax.ShapeDtypeStruct((1 << 14,), jnp.uint8)
+_WORKSPACE = jax.ShapeDtypeStruct((1 << 17,), jnp.uint8)
 _BUILD_HINT = {
     "cpu": "install jaxsoft from its source tree, which builds it",
     "cuda": "install jaxsoft again with nvcc 12.8 or newer on the PATH",
@@ -120,7 +123,15 @@ def _takes(operation: str, form: Form, platform: str, operands: Operands) -> boo
         no_bias = operation == "log_softmax_vjp" and "b" in extras
         if "extras" not in forms or no_bias or ("b" in extras and extras["b"].dtype != dtype):
             return False
+        if _groups(operands[0].shape[:-1], [v.shape for v in extras.values()]) > _GROUPS:
+            return False
     return not form.trailing or "trailing" in forms
+
+
+def _groups(leading: Sequence[int], extras: Sequence[Sequence[int]]) -> int:
+    """How many groups of neighbouring dimensions differ in which extras are broadcast over them."""
+    broadcast = [[shape[i] == 1 for shape in extras] for i, size in enumerate(leading) if size != 1]
+    return len(list(itertools.groupby(broadcast)))
 
 
 def _attributes(form: Form) -> dict[str, object]:

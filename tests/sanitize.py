@@ -1,4 +1,4 @@
-"""Every CUDA kernel once, for NVIDIA's compute-sanitizer: each operation, dtype and strategy, forward and backward.
+"""Every CUDA kernel once, for NVIDIA's compute-sanitizer: each operation, dtype, form and strategy.
 
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py
     compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py
@@ -7,30 +7,71 @@ and likewise initcheck and synccheck. Not a test of pytest's: it needs a GPU, an
 """
 
 import itertools
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jaxsoft._forms import Form
 from jaxsoft._rows import row_operation
 
 # (rows, n) by strategy: lanes of a warp, a block with 4 and with 8 packs a thread, tiled, split; n odd and even.
 SHAPES = [(3, 5), (40, 33), (4, 128), (3, 1001), (2, 4096), (2, 20001), (2, 32768)]
 SHAPES += [(280, 70001), (1, 100003), (2, 131072)]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+EXTRAS = ("", "s", "l", "w", "b", "slwb")
+# Those that are too large for every dtype and form.
+LONG = [((2, 600_000), "float32"), ((1, 600_001), "float32"), ((3, 2**21), "float32"), ((3, 2**21), "bfloat16")]
+# (x, result) of two dtypes, and (rows, n, trailing) of axes before the last.
+PAIRS = [("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float16"), ("float16", "float32")]
+COLUMNS = [(2, 8, 1), (3, 33, 3), (2, 1001, 64), (1, 70001, 5), (2, 130, 4097)]
+
+
+def forms() -> Iterator[tuple[tuple[int, ...], str, Form]]:
+    """The shape and dtype of x, and the form."""
+    for shape, dtype, extras in itertools.product([(3, 8), *SHAPES], DTYPES, EXTRAS):
+        yield shape, dtype, Form(np.dtype(dtype), extras)
+    for (shape, dtype), extras in itertools.product(LONG, ("", "slwb")):
+        yield shape, dtype, Form(np.dtype(dtype), extras)
+    for shape, (dtype, result), extras in itertools.product(SHAPES, PAIRS, ("", "slwb")):
+        yield shape, dtype, Form(np.dtype(result), extras)
+    for shape, dtype in itertools.product(COLUMNS, DTYPES):
+        yield shape, dtype, Form(np.dtype(dtype), "", 1)
+
+
+def run(shape: Sequence[int], dtype: str, form: Form) -> None:
+    """Every operation in a form that has those extras, or as many of them as the operation has."""
+    axis = len(shape) - 1 - form.trailing
+    rows, n, size = (*shape[:axis], *shape[axis + 1 :]), shape[axis], int(np.prod(shape))
+    x = jnp.linspace(-4, 4, size, dtype=dtype).reshape(shape)
+    g = jnp.cos(x)
+    extras = {
+        "s": jnp.full((1,) * len(rows), 0.5, jnp.promote_types(dtype, jnp.float32)),
+        "l": jnp.arange(1, np.prod(rows) + 1, dtype=jnp.int32).reshape(rows) * n // 2,
+        "w": jnp.arange(n).reshape(*(1,) * len(rows), n) % 3 > 0,
+        "b": jnp.sin(x),
+    }
+
+    def call(operation, names, dtype, *operands, masked=False):
+        kept = "".join(name for name in form.extras if name in names)
+        of = Form(np.dtype(dtype), kept, form.trailing, masked)
+        return row_operation(operation, of, "ffi", *operands, *(extras[name] for name in kept))
+
+    (y,) = call("softmax", "slwb", form.dtype, x)
+    _, m, s = call("log_softmax", "slwb", form.dtype, x)
+    call("state", "slwb", dtype, x)
+    call("softmax_vjp", "sl", dtype, y, g.astype(y.dtype), masked=bool(set(form.extras) & set("lw")))
+    call("log_softmax_vjp", "slw", form.dtype, x, m, s, g)
+    jax.block_until_ready(call("logsumexp_vjp", "slwb", form.dtype, x, m, s, s))
 
 
 def main() -> None:
     """Runs them all. A wrong result is the test suite's to find; this only has to touch every kernel."""
     jax.config.update("jax_enable_x64", True)
-    for (rows, n), dtype in itertools.product(SHAPES, DTYPES):
-        x = jax.device_put(jnp.linspace(-4, 4, rows * n, dtype=dtype).reshape(rows, n))
-        (y,) = row_operation("softmax", "ffi", x)
-        _, m, s = row_operation("log_softmax", "ffi", x)
-        row_operation("state", "ffi", x)
-        row_operation("softmax_vjp", "ffi", y, x)
-        row_operation("log_softmax_vjp", "ffi", x, m, s, y)
-        jax.block_until_ready(row_operation("logsumexp_vjp", "ffi", x, m, s, s))
-        print(rows, n, dtype, "ok", flush=True)
+    for shape, dtype, form in forms():
+        run(shape, dtype, form)
+        print(*shape, dtype, form, "ok", flush=True)
     print("all kernels ran")
 
 

@@ -2,10 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxsoft
 from jaxsoft import _ffi
+from jaxsoft._forms import Form
 
 pytestmark = pytest.mark.skipif(
     jaxsoft.implementations()["ffi"] is not None, reason=f"no C++ kernels: {jaxsoft.implementations()['ffi']}"
@@ -13,12 +15,14 @@ pytestmark = pytest.mark.skipif(
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else "cpu"
 
 
-def call(target, results, *operands):
+def call(target, results, *operands, extras="", trailing=0, masked=False):
     """Calls a target with results of the given shapes and dtypes, and the workspace that most targets have."""
+    form = Form(np.dtype(np.float32), extras, trailing, masked)
+    attributes = _ffi._attributes(form) if _ffi._FORMS[PLATFORM] else {}
     types = [jax.ShapeDtypeStruct(*result) for result in results]
     if target != "logsumexp_vjp":
         types.append(_ffi._WORKSPACE)
-    return jax.block_until_ready(jax.ffi.ffi_call(f"jaxsoft_{target}", types)(*operands))
+    return jax.block_until_ready(jax.ffi.ffi_call(f"jaxsoft_{target}", types)(*operands, **attributes))
 
 
 F32, F16 = jnp.float32, jnp.float16
@@ -31,7 +35,7 @@ X, R = jnp.ones((4, 8)), jnp.ones(4)
         ("softmax", [((4, 8), jnp.int32)], [jnp.ones((4, 8), jnp.int32)]),
         ("softmax", [((4, 9), F32)], [X]),
         ("softmax", [((32,), F32)], [X]),
-        ("softmax", [((4, 8), F16)], [X]),
+        ("softmax", [((4, 8), jnp.float64)], [X]),
         ("softmax", [((), F32)], [jnp.ones(())]),
         ("softmax_vjp", [((4, 8), F32)], [X, jnp.ones((4, 7))]),
         ("softmax_vjp", [((4, 8), F32)], [X, X.astype(F16)]),
@@ -47,11 +51,54 @@ X, R = jnp.ones((4, 8)), jnp.ones(4)
     ],
 )
 def test_bad_buffers(target, results, operands):
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"jaxsoft: .*got dtype \d+ and shape \("):
+    with jax.enable_x64(True), pytest.raises(jax.errors.JaxRuntimeError, match=r"jaxsoft: .*\("):
         call(target, results, *operands)
 
 
-@pytest.mark.parametrize(("target", "operands"), [("softmax", [X, X]), ("softmax_vjp", [X]), ("state", [])])
+S, L, W, B = jnp.ones(4), jnp.ones(4, jnp.int32), jnp.ones((4, 8), bool), X
+
+
+@pytest.mark.skipif(not _ffi._FORMS[PLATFORM], reason="these kernels take the plain form alone")
+@pytest.mark.parametrize(
+    ("target", "results", "operands", "form", "message"),
+    [
+        ("softmax", [((4, 8), F32)], [X, S], {"extras": "l"}, "limit must be S32 of x's shape without its last"),
+        ("softmax", [((4, 8), F32)], [X, L], {"extras": "s"}, "scale must be F32 of x's shape without its last"),
+        ("softmax", [((4, 8), F32)], [X, X], {"extras": "w"}, "where must be PRED of x's shape"),
+        ("softmax", [((4, 8), F32)], [X, W[:, :1]], {"extras": "w"}, "where must be PRED of x's shape"),
+        ("softmax", [((4, 8), F32)], [X, W[:2]], {"extras": "w"}, "where must be PRED of x's shape"),
+        ("softmax", [((4, 8), F32)], [X, W[0]], {"extras": "w"}, "where must be PRED of x's shape"),
+        ("softmax", [((4, 8), F32)], [X, B.astype(F16)], {"extras": "b"}, "bias must be F32 of x's shape"),
+        ("softmax", [((4, 8), F32)], [X, S[:3]], {"extras": "s"}, "scale must be F32"),
+        ("softmax", [((4, 8), F32)], [X, W, S], {"extras": "ws"}, "extras='ws' must be some of 'slwb', in this order"),
+        ("softmax", [((4, 8), F32)], [X, S, S], {"extras": "ss"}, "extras='ss' must be some of 'slwb'"),
+        ("softmax", [((4, 8), F32)], [X, S], {"extras": "q"}, "extras='q' must be some of 'slwb'"),
+        ("softmax", [((4, 8), F32)], [X], {"extras": "s"}, "extras='s' with 0 extra operands"),
+        ("softmax", [((4, 8), F32)], [X, S], {}, "extras='' with 1 extra operands"),
+        ("softmax", [((4, 8), F32)], [X, S], {"extras": "s", "trailing": 1}, "extras='s' must be empty beside"),
+        ("softmax", [((4, 8), F32)], [X], {"trailing": 2}, "trailing=2 leaves no dimension"),
+        ("softmax", [((4, 8), F32)], [X], {"trailing": -1}, "trailing=-1 leaves no dimension"),
+        ("softmax", [((4, 8), F32)], [X], {"masked": True}, "masked is an attribute of softmax_vjp alone"),
+        ("softmax_vjp", [((4, 8), F32)], [X, X, W], {"extras": "w"}, "extras='w' must be some of 'sl'"),
+        ("log_softmax_vjp", [((4, 8), F32)], [X, R, R, X, B], {"extras": "b"}, "extras='b' must be some of 'slw'"),
+        ("log_softmax_vjp", [((4, 8), F32)], [X, R, R, X], {"trailing": 1}, "a row statistic must be"),
+        ("softmax", [((4, 8), jnp.bfloat16)], [X.astype(F16)], {}, "a result must have"),
+    ],
+)
+def test_bad_forms(target, results, operands, form, message):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        call(target, results, *operands, **form)
+
+
+@pytest.mark.skipif(not _ffi._FORMS[PLATFORM], reason="these kernels take the plain form alone")
+def test_extras_that_differ_in_too_many_dimensions():
+    shape = (2, 3, 2, 3, 2, 8)
+    scale = jnp.ones((2, 1, 2, 1, 2))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="broadcast in more ways than kernels know"):
+        call("softmax", [(shape, F32)], jnp.ones(shape), scale, extras="s")
+
+
+@pytest.mark.parametrize(("target", "operands"), [("softmax_vjp", [X]), ("state", [])])
 def test_wrong_number_of_buffers(target, operands):
     with pytest.raises(jax.errors.JaxRuntimeError, match="Wrong number of arguments"):
         call(target, [((4, 8), F32)] + [((4,), F32)] * (target == "state"), *operands)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from chex import assert_trees_all_close
-from common import IMPLEMENTATIONS, each_op, loss, ours, same_bits, theirs
+from common import IMPLEMENTATIONS, each_fast_implementation, each_op, loss, ours, same_bits, theirs
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -103,6 +103,71 @@ def test_other_axes_and_masks(op, implementation, kind):
             assert_trees_all_close(compiled(x, w), theirs(op, axis=axis)(X, where=where), rtol=2e-5, atol=1e-6)
         whole = jax.jit(ours(op, implementation, axis=(0, 2)))(jax.device_put(X, NamedSharding(mesh, P(None, "b"))))
         assert_trees_all_close(whole, theirs(op, axis=(0, 2))(X), rtol=2e-5, atol=1e-6)
+
+
+# Beside X: one a row, one for some rows, the same for all; each where x's shards need it, whatever its own sharding.
+EXTRAS = {
+    "scale": np.linspace(0.5, 2, 16, dtype=np.float32).reshape(16, 1),
+    "bias": np.random.default_rng(2).standard_normal((8, 1, 64)).astype(np.float32),
+    "where": np.random.default_rng(3).random((16, 64)) < 0.7,
+}
+COUNTS = EXTRAS["where"] & np.tri(16, 64, dtype=bool)
+
+
+def gradients(f):
+    """By x, scale and bias."""
+    return jax.grad(lambda *v: loss(lambda x: f(x, *v[1:]))(v[0]), (0, 1, 2))
+
+
+@each_op
+@each_fast_implementation
+@each_axis_type
+def test_extras(op, implementation, kind):
+    """scale, bias, where and the causal rule: values, all gradients, and nothing gathered for the gradient by x."""
+
+    def finite(y):
+        return jnp.where(COUNTS.any(axis=-1) if op == "logsumexp" else COUNTS, y, 0)
+
+    def f(x, scale, bias, where):
+        return finite(ours(op, implementation)(x, scale=scale, bias=bias, where=where, causal=True))
+
+    def f0(x, scale, bias, where):
+        some = COUNTS.any(axis=-1, keepdims=True)
+        return finite(theirs(op)(jnp.where(COUNTS, x * scale + bias, jnp.where(some, -jnp.inf, 0))))
+
+    mesh, given = mesh_of(kind), (X, *EXTRAS.values())
+    expected = f0(*given), gradients(f0)(*given)
+    with jax.set_mesh(mesh):
+        for spec in (P("a", "b", None), P("a", None, "b"), P(None, None, ("a", "b"))):
+            specs = spec, P(spec[1]), P(spec[0], None, spec[2]), P(*spec[1:])
+            args = [jax.device_put(v, NamedSharding(mesh, s)) for v, s in zip(given, specs, strict=True)]
+            forward = jax.jit(f).lower(*args).compile()
+            y = forward(*args)
+            assert_trees_all_close((y, jax.jit(gradients(f))(*args)), expected, rtol=2e-4, atol=2e-5)
+            by_x = jax.jit(lambda g, x, *others: jax.vjp(lambda x: f(x, *others), x)[1](g))
+            for compiled, most in ((forward, 2), (by_x.lower(y, *args).compile(), 3)):
+                moved = collectives(compiled)
+                assert len(moved) <= (most if spec[2] else 0), (spec, moved)
+                for name, shape in moved:
+                    assert name == "all-reduce", (spec, moved)
+                    assert np.prod(shape) <= rows_on_a_device(mesh, spec, X.shape), (spec, moved)
+
+
+@each_op
+@each_fast_implementation
+@each_axis_type
+def test_axes_in_place(op, implementation, kind):
+    """A reduced axis before the last: dimensions on either side of it are rows, and its own shards cost all-reduces."""
+    mesh, f, f0 = mesh_of(kind), ours(op, implementation, axis=1), theirs(op, axis=1)
+    expected = f0(X), jax.grad(loss(f0))(X)
+    with jax.set_mesh(mesh):
+        for spec in (P("a", None, "b"), P(None, None, ("a", "b")), P("a", "b")):
+            x = jax.device_put(X, NamedSharding(mesh, spec))
+            forward, backward = jax.jit(f).lower(x).compile(), jax.jit(jax.grad(loss(f))).lower(x).compile()
+            assert_trees_all_close((forward(x), backward(x)), expected, rtol=2e-4, atol=2e-5)
+            moved = collectives(forward)
+            assert len(moved) <= (2 if spec[1] else 0), (spec, moved)
+            assert all(name == "all-reduce" and np.prod(shape) <= 4 * 64 for name, shape in moved), (spec, moved)
 
 
 @each_op

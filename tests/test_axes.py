@@ -1,0 +1,66 @@
+"""Axes that are not the last: reduced where they lie, for lengths and trailing dimensions that kernels cut up."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from common import (
+    Truth,
+    assert_values,
+    assert_within,
+    each_fast_implementation,
+    each_op,
+    ours,
+    precision,
+    pullback,
+    served,
+)
+
+LENGTHS, TRAILING = (1, 2, 33, 1000), (1, 3, 64, 257)
+SHAPES = [(2, n, trailing) for n in LENGTHS for trailing in TRAILING]
+
+
+@each_op
+@each_fast_implementation
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64])
+def test_against_float64(op, implementation, dtype):
+    """Values and gradients, as of the same rows along the last axis."""
+    with precision(dtype), served(implementation):
+        xs = [(2 * np.random.default_rng(i).standard_normal(shape)).astype(dtype) for i, shape in enumerate(SHAPES)]
+        xs = xs if implementation == "ffi" or dtype in (jnp.float32, jnp.bfloat16) else xs[::5]
+        gs = [np.cos(x[:, 0] if op == "logsumexp" else x).astype(dtype) for x in xs]
+
+        @jax.jit
+        def results(xs, gs):
+            pairs = [jax.vjp(ours(op, implementation, axis=1), x) for x in xs]
+            return [(y, pull(g)[0]) for (y, pull), g in zip(pairs, gs, strict=True)]
+
+        for x, g, (y, dx) in zip(xs, gs, results(xs, gs), strict=True):
+            rows = x.swapaxes(1, 2)
+            truth = Truth.of(rows)
+            if op != "logsumexp":
+                y, g = np.asarray(y).swapaxes(1, 2), g.swapaxes(1, 2)
+            assert_values(op, rows, y, truth)
+            expected, bound = pullback(op, rows, g, truth)
+            assert_within(
+                np.asarray(dx).swapaxes(1, 2), expected, bound, f"gradient of {op} of {dtype.__name__} {x.shape}"
+            )
+
+
+@each_op
+@each_fast_implementation
+def test_any_place(op, implementation):
+    """Each axis of several dimensions, with other result dtypes, special rows, and nothing at all."""
+    with served(implementation):
+        x = np.random.default_rng(0).standard_normal((2, 3, 1, 5)).astype(np.float32)
+        x[0, 0, 0, 0], x[1, :, 0, 1], x[1, 2, 0, 2] = np.nan, -np.inf, np.inf
+        for axis in range(4):
+            f = ours(op, implementation, axis=axis, dtype=jnp.bfloat16)
+            y = np.asarray(f(x))
+            moved = ours(op, implementation, dtype=jnp.bfloat16)(np.moveaxis(x, axis, -1))
+            moved = moved if op == "logsumexp" else np.moveaxis(np.asarray(moved), -1, axis)
+            assert y.dtype == jnp.bfloat16
+            np.testing.assert_allclose(y.astype(np.float32), np.asarray(moved, np.float32), rtol=1e-2)
+        for shape in ((2, 0, 3), (0, 2, 3), (2, 3, 0)):
+            y = ours(op, implementation, axis=1)(np.zeros(shape, np.float32))
+            assert y.shape == ((shape[0], shape[2]) if op == "logsumexp" else shape)
