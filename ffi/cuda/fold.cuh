@@ -4,7 +4,10 @@
 // of a row nor the order of its parts costs accuracy.
 #pragma once
 
+#include <cuda_bf16.h>
 #include <cuda_runtime.h>
+
+#include <type_traits>
 
 namespace jaxsoft::cuda {
 
@@ -28,17 +31,37 @@ __device__ inline float exp2_approximately(float x) {
 // exp in the accuracy that a dtype needs: 16-bit results bear the hardware's approximation.
 template <class T, class A>
 __device__ A exponential(A x) {
-  if constexpr (sizeof(T) == 2) return exp2_approximately(x * 0x1.715476p0f);
+  if constexpr (sizeof(T) == 2) return exp2_approximately(x * A(0x1.71547652b82fep0));
   else if constexpr (sizeof(T) == 4) return expf(x);
   else return exp(x);
 }
 
+// exp(x - from) for the terms of a sum, where the hardware's approximation is enough, as a term of a large |x - from| is
+// a small one. `shifted` saves the subtraction: 2^(x log2(e) - shift), the product exact before the shift is subtracted.
+// That the shift itself is rounded multiplies all terms by one number, exp(from - from), which `Running` divides out
+// again. From 2^20 on that number could overflow.
+constexpr double kLog2E = 0x1.71547652b82fep0;
+template <class A>
+__device__ bool may_shift(A from) {
+  return sizeof(A) == 4 && fabs(from) < A(0x1p20);
+}
+template <bool shifted, class A>
+__device__ A exponential_term(A x, A from) {
+  if constexpr (sizeof(A) == 8) return exp(x - from);
+  else if constexpr (shifted) return exp2_approximately(fmaf(x, A(kLog2E), -(from * A(kLog2E))));
+  else return exp2_approximately((x - from) * A(kLog2E));
+}
+template <class A>
+__device__ A exponential_term(A x, A from) {
+  return may_shift(from) ? exponential_term<true>(x, from) : exponential_term<false>(x, from);
+}
+
 // exp(x) / kUnit<T>, for a caller whose next factor takes the unit in: the approximation flushes results below the
 // normal numbers to 0, and so the smallest results of bf16 stay.
-template <class T> constexpr double kUnit = sizeof(T) == 2 ? 0x1p-32 : 1;
+template <class T> constexpr double kUnit = std::is_same<T, __nv_bfloat16>::value ? 0x1p-32 : 1;
 template <class T, class A>
 __device__ A exponential_in_units(A x) {
-  if constexpr (sizeof(T) == 2) return exp2_approximately(fmaf(x, 0x1.715476p0f, 32.f));
+  if constexpr (std::is_same<T, __nv_bfloat16>::value) return exp2_approximately(fmaf(x, A(kLog2E), 32.f));
   else return exponential<T>(x);
 }
 
@@ -92,33 +115,72 @@ __device__ State<A, apart> combine(State<A, apart> a, State<A, apart> b) {
   return high;
 }
 
+// The state of the scores that one thread has seen, as it grows: m, and the sum of exp(x - reference(from)). `from`
+// follows m only when m has left it well behind, as to move the sum to another reference at every new maximum would
+// make the lanes of a warp diverge.
+template <class A>
+struct Running {
+  A m = -infinity<A>(), from = -infinity<A>();
+  Sum<A> sum;
+  __device__ void raise(A top) {
+    m = max(m, top);
+    if (top > from + 8 && m < infinity<A>()) {
+      A factor = isfinite(from) ? exponential_term(from, top) / exponential_term(from, from) : A(0);
+      sum.s *= factor, sum.c *= factor;
+      from = top;
+    }
+  }
+  // The sum seen from a maximum. Divided by what a score there has contributed, so that this very score counts as 1.
+  __device__ Sum<A> seen_from(A m) const {
+    A unit = isfinite(m) && isfinite(from) ? exponential_term(m, from) : A(1);
+    return {sum.s / unit, sum.c == 0 ? A(0) : sum.c / unit};
+  }
+};
+
 template <class A>
 __device__ Sum<A> shuffle(Sum<A> v, int lane_mask) {
   return {__shfl_xor_sync(0xffffffffu, v.s, lane_mask), __shfl_xor_sync(0xffffffffu, v.c, lane_mask)};
 }
-template <class A, bool apart>
-__device__ State<A, apart> shuffle(State<A, apart> v, int lane_mask) {
-  return {__shfl_xor_sync(0xffffffffu, v.m, lane_mask), shuffle(v.sum, lane_mask)};
-}
 
-// Combines over groups of `width` neighbouring lanes, a power of two; every lane gets its group's result.
-template <class T, class Part>
-__device__ Part reduce_lanes(Part part, int width) {
-  for (int mask = width / 2; mask > 0; mask /= 2) part = combine<T>(part, shuffle(part, mask));
+// Combines over groups of `width` neighbouring lanes, a power of two; every lane gets its group's result. Of states the
+// maximum comes first: then every state is moved to it once, and what is left are sums.
+template <class A>
+__device__ A reduce_maximum(A m, int width) {
+  for (int mask = width / 2; mask > 0; mask /= 2) m = max(m, __shfl_xor_sync(0xffffffffu, m, mask));
+  return m;
+}
+template <class T, class A>
+__device__ Sum<A> reduce_lanes(Sum<A> sum, int width) {
+  for (int mask = width / 2; mask > 0; mask /= 2) sum = combine<T>(sum, shuffle(sum, mask));
+  return sum;
+}
+template <class T, class A>
+__device__ State<A, false> reduce_lanes(const State<A, false>& part, int width) {
+  A m = reduce_maximum(part.m, width);
+  return {m, reduce_lanes<T>(seen_from<T>(m, part), width)};
+}
+template <class T, class A>
+__device__ State<A, false> reduce_lanes(const Running<A>& part, int width) {
+  A m = reduce_maximum(part.m, width);
+  return {m, reduce_lanes<T>(part.seen_from(m), width)};
+}
+template <class T, class A>
+__device__ State<A, true> reduce_lanes(State<A, true> part, int width) {
+  for (int mask = width / 2; mask > 0; mask /= 2)
+    part = combine<T>(part, State<A, true>{__shfl_xor_sync(0xffffffffu, part.m, mask), shuffle(part.sum, mask)});
   return part;
 }
 
 // Combines over the block's threads in x; every thread gets the result. Up to 32 threads are lanes of one warp.
 template <class T, class Part>
-__device__ Part reduce_threads(Part part) {
-  if (blockDim.x <= 32) return reduce_lanes<T>(part, blockDim.x);
-  __shared__ Part warps[32];
-  part = reduce_lanes<T>(part, 32);
+__device__ auto reduce_threads(const Part& part) {
+  auto lanes = reduce_lanes<T>(part, min(blockDim.x, 32));
+  if (blockDim.x <= 32) return lanes;
+  __shared__ decltype(lanes) warps[32];
   __syncthreads();  // the previous result has been read
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = part;
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = lanes;
   __syncthreads();
-  part = threadIdx.x % 32 < blockDim.x / 32 ? warps[threadIdx.x % 32] : Part{};
-  return reduce_lanes<T>(part, 32);
+  return reduce_lanes<T>(threadIdx.x % 32 < blockDim.x / 32 ? warps[threadIdx.x % 32] : decltype(lanes){}, 32);
 }
 
 }  // namespace jaxsoft::cuda

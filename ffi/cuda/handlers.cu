@@ -7,104 +7,111 @@ namespace {
 
 using In = ffi::AnyBuffer;
 using Out = ffi::Result<ffi::AnyBuffer>;
+using Rest = ffi::RemainingArgs;
 
-// Which buffers an operation has; those that it lacks stay empty.
-struct Buffers {
-  const In *a, *b = nullptr;
-  const Out* out = nullptr;
+// The buffers of a kernel; those that an operation lacks stay null.
+struct Kernel {
+  const char* name;
+  Call call;
+  bool masked;
+  In x, out;  // the first operand; a whole-row result, or the first operand again where there is none
+  const void* b = nullptr;
+  void* y = nullptr;
   void *m = nullptr, *s = nullptr;
-  const In* g = nullptr;
-  const Out* workspace = nullptr;
+  const void* g = nullptr;
+  Out* workspace = nullptr;
 };
 
 template <template <class> class Op, class T>
-cudaError_t run_typed(const Buffers& buffers, cudaStream_t stream) {
+cudaError_t run_typed(const Kernel& kernel, cudaStream_t stream) {
   using A = Accumulator<T>;
   Arguments<T> args;
-  Shape shape = shape_of(*buffers.a);
-  args.rows = shape.rows;
-  args.n = shape.n;
-  args.a = static_cast<const T*>(buffers.a->untyped_data());
-  if (buffers.b) args.b = static_cast<const T*>(buffers.b->untyped_data());
-  if (buffers.out) args.out = static_cast<T*>((*buffers.out)->untyped_data());
-  args.m = static_cast<A*>(buffers.m);
-  args.s = static_cast<A*>(buffers.s);
-  if (buffers.g) args.g = static_cast<const A*>(buffers.g->untyped_data());
+  args.rows = kernel.call.shape.rows, args.n = kernel.call.shape.n, args.inner = kernel.call.shape.inner;
+  args.a = static_cast<const T*>(kernel.x.untyped_data());
+  args.b = static_cast<const T*>(kernel.b);
+  args.out = kernel.y;
+  args.m = static_cast<A*>(kernel.m);
+  args.s = static_cast<A*>(kernel.s);
+  args.g = static_cast<const A*>(kernel.g);
+  args.extras = kernel.call.extras;
+  args.masked = kernel.masked;
+  auto type = kernel.out.element_type();
+  if (type != kernel.x.element_type())
+    args.result = type == ffi::F32 ? ResultType::f32 : type == ffi::F16 ? ResultType::f16 : ResultType::bf16;
   auto offset = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16; };
-  args.vector = (!args.b || offset(args.b) == offset(args.a)) && (!args.out || offset(args.out) == offset(args.a)) &&
-                offset(args.a) % sizeof(T) == 0;
-  void* workspace = buffers.workspace ? (*buffers.workspace)->untyped_data() : nullptr;
-  int64_t room = buffers.workspace ? (*buffers.workspace)->size_bytes() / sizeof(typename Op<T>::Part) : INT64_MAX;
-  return run<Op, T>(args, workspace, room, stream);
+  args.vector = (!args.b || offset(args.b) == offset(args.a)) && offset(args.a) % sizeof(T) == 0 &&
+                (!args.out || args.result != ResultType::same || offset(args.out) == offset(args.a));
+  void* workspace = kernel.workspace ? (*kernel.workspace)->untyped_data() : nullptr;
+  int64_t bytes = kernel.workspace ? (*kernel.workspace)->size_bytes() : 0;
+  return run<Op, T>(args, workspace, bytes, stream);
 }
 
 template <template <class> class Op>
-ffi::Error run_any(const char* name, const Buffers& buffers, cudaStream_t stream) {
+ffi::Error run_any(const Kernel& kernel, cudaStream_t stream) {
   cudaError_t error = cudaErrorInvalidValue;
-  switch (buffers.a->element_type()) {
-    case ffi::F16: error = run_typed<Op, __half>(buffers, stream); break;
-    case ffi::BF16: error = run_typed<Op, __nv_bfloat16>(buffers, stream); break;
-    case ffi::F32: error = run_typed<Op, float>(buffers, stream); break;
-    case ffi::F64: error = run_typed<Op, double>(buffers, stream); break;
-    default: break;  // `check` has refused every other dtype
+  switch (kernel.x.element_type()) {
+    case ffi::F16: error = run_typed<Op, __half>(kernel, stream); break;
+    case ffi::BF16: error = run_typed<Op, __nv_bfloat16>(kernel, stream); break;
+    case ffi::F32: error = run_typed<Op, float>(kernel, stream); break;
+    case ffi::F64: error = run_typed<Op, double>(kernel, stream); break;
+    default: break;  // `read_call` has refused every other dtype
   }
   if (error == cudaSuccess) return ffi::Error::Success();
-  return ffi::Error::Internal(std::string("jaxsoft_") + name + ": " + cudaGetErrorString(error));
+  return ffi::Error::Internal(std::string("jaxsoft_") + kernel.name + ": " + cudaGetErrorString(error));
 }
 
-ffi::Error softmax(cudaStream_t stream, In x, Out y, Out workspace) {
-  if (auto error = check(x, {*y}, {}); error.failure()) return error;
-  Buffers buffers{&x};
-  buffers.out = &y;
-  buffers.workspace = &workspace;
-  return run_any<Softmax>("softmax", buffers, stream);
+ffi::Error softmax(cudaStream_t stream, In x, Out y, Out workspace, Rest rest, Form form) {
+  auto call = read_call({x, {}, {*y}, {}, "slwb", false}, rest, form);
+  if (call.has_error()) return call.error();
+  Kernel kernel{"softmax", *call, form.masked, x, *y};
+  kernel.y = y->untyped_data();
+  kernel.workspace = &workspace;
+  return run_any<Softmax>(kernel, stream);
 }
 
-ffi::Error log_softmax(cudaStream_t stream, In x, Out y, Out m, Out s, Out workspace) {
-  if (auto error = check(x, {*y}, {*m, *s}); error.failure()) return error;
-  Buffers buffers{&x};
-  buffers.out = &y;
-  buffers.m = m->untyped_data();
-  buffers.s = s->untyped_data();
-  buffers.workspace = &workspace;
-  return run_any<LogSoftmax>("log_softmax", buffers, stream);
+ffi::Error softmax_vjp(cudaStream_t stream, In y, In g, Out dx, Out workspace, Rest rest, Form form) {
+  auto call = read_call({y, {g}, {*dx}, {}, "sl", true}, rest, form);
+  if (call.has_error()) return call.error();
+  Kernel kernel{"softmax_vjp", *call, form.masked, y, *dx, g.untyped_data(), dx->untyped_data()};
+  kernel.workspace = &workspace;
+  return run_any<SoftmaxVjp>(kernel, stream);
 }
 
-ffi::Error state(cudaStream_t stream, In x, Out m, Out s, Out workspace) {
-  if (auto error = check(x, {}, {*m, *s}); error.failure()) return error;
-  Buffers buffers{&x};
-  buffers.m = m->untyped_data();
-  buffers.s = s->untyped_data();
-  buffers.workspace = &workspace;
-  return run_any<StateOf>("state", buffers, stream);
+ffi::Error log_softmax(cudaStream_t stream, In x, Out y, Out m, Out s, Out workspace, Rest rest, Form form) {
+  auto call = read_call({x, {}, {*y}, {*m, *s}, "slwb", false}, rest, form);
+  if (call.has_error()) return call.error();
+  Kernel kernel{"log_softmax", *call, form.masked, x, *y};
+  kernel.y = y->untyped_data();
+  kernel.m = m->untyped_data(), kernel.s = s->untyped_data();
+  kernel.workspace = &workspace;
+  return run_any<LogSoftmax>(kernel, stream);
 }
 
-ffi::Error softmax_vjp(cudaStream_t stream, In y, In g, Out dx, Out workspace) {
-  if (auto error = check(y, {g, *dx}, {}); error.failure()) return error;
-  Buffers buffers{&y, &g};
-  buffers.out = &dx;
-  buffers.workspace = &workspace;
-  return run_any<SoftmaxVjp>("softmax_vjp", buffers, stream);
+ffi::Error log_softmax_vjp(cudaStream_t stream, In x, In m, In s, In g, Out dx, Out workspace, Rest rest, Form form) {
+  auto call = read_call({x, {g}, {*dx}, {m, s}, "slw", false}, rest, form);
+  if (call.has_error()) return call.error();
+  Kernel kernel{"log_softmax_vjp", *call, form.masked, x, *dx, g.untyped_data(), dx->untyped_data()};
+  kernel.m = m.untyped_data(), kernel.s = s.untyped_data();
+  kernel.workspace = &workspace;
+  return run_any<LogSoftmaxVjp>(kernel, stream);
 }
 
-ffi::Error log_softmax_vjp(cudaStream_t stream, In x, In m, In s, In g, Out dx, Out workspace) {
-  if (auto error = check(x, {g, *dx}, {m, s}); error.failure()) return error;
-  Buffers buffers{&x, &g};
-  buffers.out = &dx;
-  buffers.m = m.untyped_data();
-  buffers.s = s.untyped_data();
-  buffers.workspace = &workspace;
-  return run_any<LogSoftmaxVjp>("log_softmax_vjp", buffers, stream);
+ffi::Error state(cudaStream_t stream, In x, Out m, Out s, Out workspace, Rest rest, Form form) {
+  auto call = read_call({x, {}, {}, {*m, *s}, "slwb", false}, rest, form);
+  if (call.has_error()) return call.error();
+  Kernel kernel{"state", *call, form.masked, x, x};
+  kernel.m = m->untyped_data(), kernel.s = s->untyped_data();
+  kernel.workspace = &workspace;
+  return run_any<StateOf>(kernel, stream);
 }
 
-ffi::Error logsumexp_vjp(cudaStream_t stream, In x, In m, In s, In g, Out dx) {
-  if (auto error = check(x, {*dx}, {m, s, g}); error.failure()) return error;
-  Buffers buffers{&x};
-  buffers.out = &dx;
-  buffers.m = m.untyped_data();
-  buffers.s = s.untyped_data();
-  buffers.g = &g;
-  return run_any<LogsumexpVjp>("logsumexp_vjp", buffers, stream);
+ffi::Error logsumexp_vjp(cudaStream_t stream, In x, In m, In s, In g, Out dx, Rest rest, Form form) {
+  auto call = read_call({x, {}, {*dx}, {m, s, g}, "slwb", false}, rest, form);
+  if (call.has_error()) return call.error();
+  Kernel kernel{"logsumexp_vjp", *call, form.masked, x, *dx, nullptr, dx->untyped_data()};
+  kernel.m = m.untyped_data(), kernel.s = s.untyped_data();
+  kernel.g = g.untyped_data();
+  return run_any<LogsumexpVjp>(kernel, stream);
 }
 
 }  // namespace

@@ -1,41 +1,31 @@
 // The row operations on a GPU: what is accumulated over a row, and what is written from the result.
 //
 // Each is a struct with
-//   Part                       what a row is reduced to
+//   Part                       what a row is reduced to; Thread, what one thread accumulates on the way
 //   operands                   how many arrays of whole rows are read: a, or a and b
+//   reduces, keeps_apart       whether there is a reduction, and whether its maximum is kept apart
 //   reads_a_to_reduce          whether the reduction needs a, or only b
 //   writes                     whether whole rows are written
+//   a_is_scores                whether a makes scores, together with the extras
+//   masked_value               what is written for a masked element
 //   fill()                     the element that changes no reduction
-//   accumulate(part, a, b)     some packs into a part
+//   accumulate(part, a, b, form)  some packs into a part
 //   finish(part, arguments, row) -> what the writing pass needs; writes the row's statistics
-//   value(row values, a, b)    an element of the result
+//   value(row values, a, b)    an element of the result, but for the factor `scale` of a gradient
 #pragma once
 
+#include "extras.cuh"
 #include "fold.cuh"
-#include "pack.cuh"
 
 namespace jaxsoft::cuda {
-
-template <class T>
-struct Arguments {
-  using A = Accumulator<T>;
-  const T* a = nullptr;
-  const T* b = nullptr;
-  T* out = nullptr;
-  A* m = nullptr;  // statistics, one a row: results of the forward operations, operands of the backward ones
-  A* s = nullptr;
-  const A* g = nullptr;
-  int64_t rows = 0, n = 0;
-  bool vector = true;
-};
 
 // The sum of the terms, as a tree.
 template <int count, class A>
 __device__ A tree_sum(A (&x)[count]) {
 #pragma unroll
-  for (int width = count / 2; width > 0; width /= 2)
+  for (int left = count; left > 1; left = (left + 1) / 2)
 #pragma unroll
-    for (int k = 0; k < width; k++) x[k] += x[k + width];
+    for (int k = 0; k < left / 2; k++) x[k] += x[k + (left + 1) / 2];
   return x[0];
 }
 
@@ -43,52 +33,120 @@ template <class T, bool apart>
 struct Scores {  // the forward operations reduce scores to their state
   using A = Accumulator<T>;
   using Part = State<A, apart>;
+  using Thread = Running<A>;
   static constexpr int operands = 1;
-  static constexpr bool reduces = true, reads_a_to_reduce = true;
+  static constexpr bool reduces = true, reads_a_to_reduce = true, keeps_apart = apart, has_quick = false;
+  static constexpr bool a_is_scores = true, gradient = false;
+  static constexpr double masked_value = 0;
   static __device__ T fill() { return narrow<T>(-infinity<A>()); }
 
-  template <int count>
-  static __device__ void accumulate(Part& part, const Pack<T> (&a)[count], const Pack<T> (&)[count]) {
-    constexpr int size = Pack<T>::size;
+  template <class Form>
+  static __device__ A score(const Pack<T>& a, const Pack<T>& b, int k, const Form& form) {
+    if constexpr (Form::extras) return form.score(a, b, k);
+    else return a.get(k);
+  }
+  template <int count, class Form>
+  static __device__ A maximum(const Pack<T> (&a)[count], const Pack<T> (&b)[count], const Form& form) {
     A m = -infinity<A>();
 #pragma unroll
-    for (int k = 0; k < count; k++) m = max(m, a[k].maximum());
-    bool fresh = m > part.m;
-    if (fresh) part = {m, seen_from<T>(m, part)};
-    A ref = reference(part.m), tops = 0;
+    for (int k = 0; k < count; k++) {
+      if constexpr (Form::extras) {
+#pragma unroll
+        for (int i = 0; i < Pack<T>::size; i++) m = max(m, form.score(a[k], b[k], i));
+      } else {
+        m = max(m, a[k].maximum());
+      }
+    }
+    return m;
+  }
+  template <int count, class Form>
+  static __device__ void accumulate(Thread& part, const Pack<T> (&a)[count], const Pack<T> (&b)[count],
+                                    const Form& form) {
+    part.raise(maximum(a, b, form));
+    A from = reference(part.from);
+    if (may_shift(from)) part.sum.add(sum_of_terms<true>(from, a, b, form));
+    else part.sum.add(sum_of_terms<false>(from, a, b, form));
+  }
+  template <bool shifted, int count, class Form>
+  static __device__ A sum_of_terms(A from, const Pack<T> (&a)[count], const Pack<T> (&b)[count], const Form& form) {
     A sums[count];
 #pragma unroll
     for (int k = 0; k < count; k++) {
-      A x[size];
+      A x[Pack<T>::size];
 #pragma unroll
-      for (int i = 0; i < size; i++) {
-        A score = a[k].get(i);
-        x[i] = exponential<T>(score - ref);
-        if constexpr (apart) {
-          bool top = fresh && score == m;
-          x[i] = top ? A(0) : x[i];
-          tops += top;
-        }
-      }
+      for (int i = 0; i < Pack<T>::size; i++) x[i] = exponential_term<shifted>(score(a[k], b[k], i, form), from);
       sums[k] = tree_sum(x);
     }
-    part.sum.add(tree_sum(sums));
-    if constexpr (apart) part.sum.add(max(tops - 1, A(0)));
+    return tree_sum(sums);
+  }
+
+  // The sum without the scores that are the maximum, and the number of those.
+  struct Rest {
+    Sum<A> sum;
+    A tops = 0;
+  };
+  template <int count, class Form>
+  static __device__ void accumulate_rest(Rest& rest, A m, const Pack<T> (&a)[count], const Pack<T> (&b)[count],
+                                         const Form& form) {
+#pragma unroll
+    for (int k = 0; k < count; k++) {
+      A x[Pack<T>::size];
+#pragma unroll
+      for (int i = 0; i < Pack<T>::size; i++) {
+        A z = score(a[k], b[k], i, form);
+        x[i] = z == m ? A(0) : exponential_term<false>(z, m);
+        rest.tops += z == m;
+      }
+      rest.sum.add(tree_sum(x));
+    }
   }
 };
+
+// Reduces a row, or the part of it that a group of threads has. `visit(f)` calls f with all packs of the calling thread,
+// some at a time; `reduce` combines over the group. Where one score dominates and the operation keeps it apart, the
+// rest is summed by itself, in a second visit.
+template <class Op, class Form, class Visit, class Reduce>
+__device__ typename Op::Part reduce_visited(const Form& form, Visit visit, Reduce reduce) {
+  typename Op::Thread thread;
+  visit([&](auto& a, auto& b) { Op::accumulate(thread, a, b, form); });
+  auto whole = reduce(thread);
+  if constexpr (!Op::keeps_apart) {
+    return whole;
+  } else {
+    typename Op::Part part{whole.m, whole.sum};
+    bool has_value = isfinite(whole.m), dominated = has_value && !(whole.s() >= 2);
+    if (has_value) part.sum.add(-1);
+    if (__any_sync(0xffffffffu, dominated)) {  // the lanes of a warp may have different rows
+      typename Op::Rest rest;
+      visit([&](auto& a, auto& b) { Op::accumulate_rest(rest, whole.m, a, b, form); });
+      auto sum = reduce(rest.sum);
+      sum.add(reduce(Sum<typename Op::A>{rest.tops}).value() - 1);
+      if (dominated) part.sum = sum;
+    }
+    return part;
+  }
+}
 
 template <class T>
 struct Softmax : Scores<T, false> {
   using typename Scores<T, false>::A;
   using typename Scores<T, false>::Part;
-  static constexpr bool writes = true;
-  struct Values { A ref, scale; };
+  static constexpr bool writes = true, has_quick = sizeof(T) == 2;
+  struct Values { A ref, scale, shift; bool quick; };
 
   static __device__ Values finish(Part part, const Arguments<T>&, int64_t, bool) {
     // The softmax of a row that holds +inf is NaN everywhere, as inf / inf has no value.
-    return {reference(part.m), part.m == infinity<A>() ? A(nan("")) : A(kUnit<T>) / part.s()};
+    A s = part.s();
+    Values values{reference(part.m), part.m == infinity<A>() ? A(nan("")) : A(kUnit<T>) / s, 0, false};
+    if constexpr (sizeof(T) == 2) {
+      // 2^(x log2(e) - shift), without a difference or a factor: to 2^-17, and not where the shift is large.
+      values.shift = part.m * A(kLog2E) + log2f(s) + log2f(kUnit<T>);
+      values.quick = fabs(part.m) < 64 && s < A(0x1p32);
+    }
+    return values;
   }
   static __device__ A value(Values v, A x, A) { return exponential_in_units<T>(x - v.ref) * v.scale; }
+  static __device__ A quick_value(Values v, A x) { return exp2_approximately(fmaf(x, A(kLog2E), -v.shift)); }
 };
 
 template <class T>
@@ -110,6 +168,7 @@ struct LogSoftmax : Scores<T, true> {
   using typename Scores<T, true>::A;
   using typename Scores<T, true>::Part;
   static constexpr bool writes = true;
+  static constexpr double masked_value = -__builtin_huge_val();
   struct Values { A ref, log_s; };
 
   static __device__ Values finish(Part part, const Arguments<T>& to, int64_t row, bool first) {
@@ -124,18 +183,25 @@ template <class T>
 struct SoftmaxVjp {  // a = y, b = g
   using A = Accumulator<T>;
   using Part = Sum<A>;
+  using Thread = Part;
   static constexpr int operands = 2;
-  static constexpr bool reduces = true, reads_a_to_reduce = true, writes = true;
+  static constexpr bool reduces = true, reads_a_to_reduce = true, keeps_apart = false, has_quick = false, writes = true;
+  static constexpr bool a_is_scores = false, gradient = true;
+  static constexpr double masked_value = 0;
   using Values = A;
   static __device__ T fill() { return narrow<T>(0); }
 
-  template <int count>
-  static __device__ void accumulate(Part& part, const Pack<T> (&a)[count], const Pack<T> (&b)[count]) {
+  template <int count, class Form>
+  static __device__ void accumulate(Part& part, const Pack<T> (&a)[count], const Pack<T> (&b)[count], const Form& form) {
 #pragma unroll
     for (int k = 0; k < count; k++) {
       A terms[Pack<T>::size];
 #pragma unroll
-      for (int i = 0; i < Pack<T>::size; i++) terms[i] = a[k].get(i) * b[k].get(i);
+      for (int i = 0; i < Pack<T>::size; i++) {
+        terms[i] = a[k].get(i) * b[k].get(i);
+        if constexpr (Form::extras)
+          if (form.masked && a[k].get(i) == 0) terms[i] = 0;
+      }
       part.add(tree_sum(terms));
     }
   }
@@ -156,18 +222,21 @@ template <class T>
 struct LogSoftmaxVjp {  // a = x, b = g
   using A = Accumulator<T>;
   using Part = Sum<A>;
+  using Thread = Part;
   static constexpr int operands = 2;
-  static constexpr bool reduces = true, reads_a_to_reduce = false, writes = true;
+  static constexpr bool reduces = true, reads_a_to_reduce = false, keeps_apart = false, has_quick = false, writes = true;
+  static constexpr bool a_is_scores = true, gradient = true;
+  static constexpr double masked_value = 0;
   struct Values { Probabilities<T> p; A sum; };
   static __device__ T fill() { return narrow<T>(0); }
 
-  template <int count>
-  static __device__ void accumulate(Part& part, const Pack<T> (&)[count], const Pack<T> (&b)[count]) {
+  template <int count, class Form>
+  static __device__ void accumulate(Part& part, const Pack<T> (&a)[count], const Pack<T> (&b)[count], const Form&) {
 #pragma unroll
     for (int k = 0; k < count; k++) {
       A terms[Pack<T>::size];
 #pragma unroll
-      for (int i = 0; i < Pack<T>::size; i++) terms[i] = b[k].get(i);
+      for (int i = 0; i < Pack<T>::size; i++) terms[i] = Form::extras && a[k].marked(i) ? A(0) : b[k].get(i);
       part.add(tree_sum(terms));
     }
   }
@@ -184,17 +253,40 @@ template <class T>
 struct LogsumexpVjp {  // a = x, g one a row; nothing is reduced
   using A = Accumulator<T>;
   using Part = Sum<A>;
+  using Thread = Part;
   static constexpr int operands = 1;
-  static constexpr bool reduces = false, reads_a_to_reduce = false, writes = true;
+  static constexpr bool reduces = false, reads_a_to_reduce = false, keeps_apart = false, has_quick = false, writes = true;
+  static constexpr bool a_is_scores = true, gradient = true;
+  static constexpr double masked_value = 0;
   struct Values { Probabilities<T> p; A g; };
   static __device__ T fill() { return narrow<T>(0); }
 
-  template <int count>
-  static __device__ void accumulate(Part&, const Pack<T> (&)[count], const Pack<T> (&)[count]) {}
+  template <int count, class Form>
+  static __device__ void accumulate(Part&, const Pack<T> (&)[count], const Pack<T> (&)[count], const Form&) {}
   static __device__ Values finish(Part, const Arguments<T>& from, int64_t row, bool) {
     return {Probabilities<T>(from.m[row], from.s[row]), from.g[row]};
   }
   static __device__ A value(const Values& v, A x, A) { return v.p(x) * v.g; }
 };
+
+// The results of a pack.
+template <class Op, bool quick, class T, class Form>
+__device__ void results(const typename Op::Values& values, const Pack<T>& a, const Pack<T>& b, const Form& form,
+                        Accumulator<T> (&x)[Pack<T>::size]) {
+  using A = Accumulator<T>;
+#pragma unroll
+  for (int k = 0; k < Pack<T>::size; k++) {
+    A first, second = Op::operands > 1 ? b.get(k) : A(0);
+    if constexpr (Form::extras && Op::a_is_scores) first = form.score(a, b, k);
+    else first = a.get(k);
+    if constexpr (quick) x[k] = Op::quick_value(values, first);
+    else x[k] = Op::value(values, first, second);
+    if constexpr (Form::extras) {
+      if (Op::gradient) x[k] *= form.scale;
+      bool masked = Op::a_is_scores ? a.marked(k) : form.masked && first == 0;
+      if (masked) x[k] = A(Op::masked_value);
+    }
+  }
+}
 
 }  // namespace jaxsoft::cuda

@@ -80,6 +80,32 @@ struct alignas(16) Pack {
       }
     }
   }
+  // Marks element k, or makes sure that it is not marked.
+  __device__ void mark(int k, bool set) {
+    if constexpr (sizeof(T) == 2) {
+      uint32_t mask = 0xffffu << (k % 2 * 16);
+      uint32_t& word = words[k / 2];
+      if (set) word |= mask;
+      else if ((word & mask) == mask) word ^= 1u << (k % 2 * 16);
+    } else {
+      uint32_t& word = words[k * sizeof(T) / 4];
+      if (set) word = 0xffffffffu;
+      else if (word == 0xffffffffu) word = 0xfffffffeu;
+      if (sizeof(T) == 8 && set) words[k * sizeof(T) / 4 + 1] = 0xffffffffu;
+    }
+  }
+  __device__ bool marked(int k) const {
+    if constexpr (sizeof(T) == 2) return (words[k / 2] >> (k % 2 * 16) & 0xffffu) == 0xffffu;
+    if constexpr (sizeof(T) == 4) return words[k] == 0xffffffffu;
+    return (words[k * sizeof(T) / 4] & words[(k * sizeof(T) / 4 + 1) % 4]) == 0xffffffffu;
+  }
+  // Multiplies bf16 elements by a power of two, pair by pair.
+  __device__ void multiply(float factor) {
+    uint32_t upper = bits<uint32_t>(factor) >> 16;
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+      words[k] = bits<uint32_t>(__hmul2(bits<Pair<T>>(words[k]), bits<Pair<T>>(upper << 16 | upper)));
+  }
   // The maximum of the elements that are numbers; -inf if there are none.
   __device__ A maximum() const {
     A m = -static_cast<A>(__builtin_huge_val());
@@ -118,6 +144,16 @@ struct Window {
   __device__ Pack<T> load(const T* row, Index i, Index end, T fill) const {
     Index first = i * size - head;
     if (i < end && whole(i)) return *reinterpret_cast<const Pack<T>*>(row + first);
+    Pack<T> pack;
+#pragma unroll
+    for (int k = 0; k < size; k++) pack.set(k, i < end && first + k >= 0 && first + k < n ? row[first + k] : fill);
+    return pack;
+  }
+  // The same of a row that may lie otherwise than the window's.
+  __device__ Pack<T> load_anywhere(const T* row, Index i, Index end, T fill) const {
+    Index first = i * size - head;
+    if (i < end && first >= 0 && first + size <= n && reinterpret_cast<uintptr_t>(row + first) % 16 == 0)
+      return *reinterpret_cast<const Pack<T>*>(row + first);
     Pack<T> pack;
 #pragma unroll
     for (int k = 0; k < size; k++) pack.set(k, i < end && first + k >= 0 && first + k < n ? row[first + k] : fill);

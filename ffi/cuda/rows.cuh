@@ -1,7 +1,7 @@
 // The interface between the FFI handlers and the kernels: one function an operation and dtype.
 #pragma once
 
-#include "strategies.cuh"
+#include "launch.cuh"
 
 namespace jaxsoft::cuda {
 
@@ -9,7 +9,7 @@ namespace jaxsoft::cuda {
   X(Softmax, T) X(StateOf, T) X(LogSoftmax, T) X(SoftmaxVjp, T) X(LogSoftmaxVjp, T) X(LogsumexpVjp, T)
 
 template <template <class> class Op, class T>
-cudaError_t run(const Arguments<T>& args, void* workspace, int64_t room, cudaStream_t stream);
+cudaError_t run(const Arguments<T>& args, void* workspace, int64_t bytes, cudaStream_t stream);
 
 #define JAXSOFT_DECLARE_ROW(Op, T) \
   template <> cudaError_t run<Op, T>(const Arguments<T>&, void*, int64_t, cudaStream_t);
@@ -19,8 +19,8 @@ JAXSOFT_OPERATIONS(JAXSOFT_DECLARE_ROW, float)
 JAXSOFT_OPERATIONS(JAXSOFT_DECLARE_ROW, double)
 
 #define JAXSOFT_DEFINE_ROW(Op, T)                                                                              \
-  template <> cudaError_t run<Op, T>(const Arguments<T>& args, void* workspace, int64_t room, cudaStream_t stream) { \
-    return launch<Op, T>(args, workspace, room, stream);                                                       \
+  template <> cudaError_t run<Op, T>(const Arguments<T>& args, void* workspace, int64_t bytes, cudaStream_t stream) { \
+    return launch<Op, T>(args, workspace, bytes, stream);                                                       \
   }
 #define JAXSOFT_DEFINE_ROWS(T) JAXSOFT_OPERATIONS(JAXSOFT_DEFINE_ROW, T)
 

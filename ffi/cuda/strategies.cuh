@@ -1,4 +1,4 @@
-// Three ways to run a row operation, chosen by the row's length and the number of rows.
+// Ways to run a row operation that need nothing but registers and the caches.
 //
 //   resident  a row in the registers of the threads that share it: a group of lanes, a warp, or a block. One read.
 //   tiled     a row too long for that, by one block: reduced in a first pass, read again and written in a second.
@@ -14,200 +14,174 @@ namespace jaxsoft::cuda {
 
 constexpr int kThreads = 512;  // of a block that works through a long row
 
-// Packs [begin, end) of a row are dealt out to the block's threads in x, and accumulated.
-template <template <class> class Op, class T>
-__device__ typename Op<T>::Part reduce_packs(const Window<T>& window, const T* a, const T* b, int64_t begin, int64_t end) {
-  constexpr int in_flight = 4;  // loads that a thread starts before it uses the first
-  typename Op<T>::Part part;
-  for (int64_t i = begin + threadIdx.x; i < end; i += in_flight * blockDim.x) {
-    Pack<T> pa[in_flight], pb[in_flight];
-#pragma unroll
-    for (int k = 0; k < in_flight; k++) {
-      int64_t at = i + k * blockDim.x;
-      if (Op<T>::reads_a_to_reduce) pa[k] = window.load(a, at, end, Op<T>::fill());
-      if (Op<T>::operands > 1) pb[k] = window.load(b, at, end, Op<T>::fill());
-    }
-    Op<T>::accumulate(part, pa, pb);
+// One row of the operands: the pointers, the window on it, and its extras.
+template <template <class> class Op, class T, class Form, class Index = int64_t>
+struct Row {
+  const T *a, *b;
+  void* out;
+  Window<T, Index> window;
+  Form form;
+  ResultType result;
+
+  __device__ Row(const Arguments<T>& args, int64_t row)
+      : a(args.a + row * args.n),
+        b(Op<T>::operands > 1 ? args.b + row * args.n : nullptr),
+        window(a, static_cast<Index>(args.n), args.vector),
+        form(args, row, window),
+        result(args.result) {
+    int64_t size = sizeof(T);
+    if (Form::extras && result != ResultType::same) size = result == ResultType::f32 ? 4 : 2;
+    out = static_cast<char*>(args.out) + row * args.n * size;
   }
-  return reduce_threads<T>(part);
-}
 
-template <template <class> class Op, class T>
-__device__ Pack<T> result_pack(const typename Op<T>::Values& values, const Pack<T>& a, const Pack<T>& b) {
-  Accumulator<T> x[Pack<T>::size];
+  // Pack i of the operands. `reduce_only`: b alone, where the reduction needs no more.
+  __device__ void load(Index i, Index end, Pack<T>& pa, Pack<T>& pb, bool reduce_only = false) const {
+    Index read_end = end;
+    if constexpr (Form::extras) read_end = min(end, form.masked_from(window));
+    if (!reduce_only || Op<T>::reads_a_to_reduce || Form::extras) pa = window.load(a, i, read_end, Op<T>::fill());
+    if constexpr (Op<T>::operands > 1) pb = window.load(b, i, read_end, Op<T>::fill());
+    else if constexpr (Form::bias) pb = window.load_anywhere(form.bias_row, i, read_end, narrow<T>(0));
+    mark(i, end, pa);
+  }
+  __device__ void mark(Index i, Index end, Pack<T>& pa) const {
+    if constexpr (Form::extras && Op<T>::a_is_scores) form.mark(pa, i, end, window);
+  }
+  __device__ bool writes_packs() const { return !Form::extras || result == ResultType::same; }
+
+  template <bool quick = false>
+  __device__ Pack<T> result_pack(const typename Op<T>::Values& values, const Pack<T>& pa, const Pack<T>& pb) const {
+    Accumulator<T> x[Pack<T>::size];
+    results<Op<T>, quick>(values, pa, pb, form, x);
+    Pack<T> pack;
+    pack.set_all(x);
+    if constexpr (quick && kUnit<T> != 1) pack.multiply(kUnit<T>);
+    return pack;
+  }
+  __device__ void write(Index i, const typename Op<T>::Values& values, const Pack<T>& pa, const Pack<T>& pb) const {
+    if (writes_packs()) {
+      if constexpr (Op<T>::has_quick)
+        if (values.quick) return window.store(static_cast<T*>(out), i, result_pack<true>(values, pa, pb));
+      window.store(static_cast<T*>(out), i, result_pack(values, pa, pb));
+    } else {
+      Accumulator<T> x[Pack<T>::size];
+      results<Op<T>, false>(values, pa, pb, form, x);
+      store_as<T>(result, out, window, i, x);
+    }
+  }
+};
+
+// Packs [begin, end) of a row are dealt out to the block's threads in x, and accumulated.
+template <template <class> class Op, class T, class Form>
+__device__ typename Op<T>::Part reduce_packs(const Row<Op, T, Form>& row, int64_t begin, int64_t end) {
+  constexpr int in_flight = 4;  // loads that a thread starts before it uses the first
+  if constexpr (Form::extras) end = min(end, row.form.masked_from(row.window));
+  auto visit = [&](auto use) {
+    for (int64_t i = begin + threadIdx.x; i < end; i += in_flight * blockDim.x) {
+      Pack<T> pa[in_flight], pb[in_flight];
 #pragma unroll
-  for (int k = 0; k < Pack<T>::size; k++)
-    x[k] = Op<T>::value(values, a.get(k), Op<T>::operands > 1 ? b.get(k) : Accumulator<T>(0));
-  Pack<T> out;
-  out.set_all(x);
-  return out;
+      for (int k = 0; k < in_flight; k++) row.load(i + k * blockDim.x, end, pa[k], pb[k], true);
+      use(pa, pb);
+    }
+  };
+  return reduce_visited<Op<T>>(row.form, visit, [](const auto& part) { return reduce_threads<T>(part); });
 }
 
-template <template <class> class Op, class T>
-__device__ void write_packs(const Window<T>& window, const typename Op<T>::Values& values, const T* a, const T* b, T* out,
-                            int64_t begin, int64_t end) {
+template <template <class> class Op, class T, class Form>
+__device__ void write_packs(const Row<Op, T, Form>& row, const typename Op<T>::Values& values, int64_t begin,
+                            int64_t end) {
   constexpr int in_flight = 4;
   for (int64_t i = begin + threadIdx.x; i < end; i += in_flight * blockDim.x) {
     Pack<T> pa[in_flight], pb[in_flight];
 #pragma unroll
-    for (int k = 0; k < in_flight; k++) {
-      int64_t at = i + k * blockDim.x;
-      pa[k] = window.load(a, at, end, Op<T>::fill());
-      if (Op<T>::operands > 1) pb[k] = window.load(b, at, end, Op<T>::fill());
-    }
+    for (int k = 0; k < in_flight; k++) row.load(i + k * blockDim.x, end, pa[k], pb[k]);
 #pragma unroll
     for (int k = 0; k < in_flight; k++)
-      if (i + k * blockDim.x < end) window.store(out, i + k * blockDim.x, result_pack<Op, T>(values, pa[k], pb[k]));
+      if (i + k * blockDim.x < end) row.write(i + k * blockDim.x, values, pa[k], pb[k]);
   }
 }
 
-// One row of the operands: the pointers, and the window on it.
-template <template <class> class Op, class T, class Index = int64_t>
-struct Row {
-  const T *a, *b;
-  T* out;
-  Window<T, Index> window;
-  __device__ Row(const Arguments<T>& args, int64_t row)
-      : a(args.a + row * args.n),
-        b(Op<T>::operands > 1 ? args.b + row * args.n : nullptr),
-        out(Op<T>::writes ? args.out + row * args.n : nullptr),
-        window(a, static_cast<Index>(args.n), args.vector) {}
-};
-
 // blockDim.x threads share a row of at most blockDim.x * kPacks packs; blockDim.y rows a block.
-template <template <class> class Op, class T, int kPacks>
-__global__ void __launch_bounds__(1024) resident(Arguments<T> args) {
+template <template <class> class Op, class T, class Form, int kPacks>
+__global__ void __launch_bounds__(1024) resident(const __grid_constant__ Arguments<T> args) {
   for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < args.rows; first += int64_t(gridDim.x) * blockDim.y) {
     int64_t index = first + threadIdx.y;
     bool exists = index < args.rows;  // lanes without a row still take part in the shuffles
-    Row<Op, T, int> row(args, exists ? index : first);
+    Row<Op, T, Form, int> row(args, exists ? index : first);
     int packs = exists ? row.window.packs : 0;
     Pack<T> pa[kPacks], pb[kPacks];
 #pragma unroll
-    for (int k = 0; k < kPacks; k++) {
-      int at = threadIdx.x + k * blockDim.x;
-      pa[k] = row.window.load(row.a, at, packs, Op<T>::fill());
-      if (Op<T>::operands > 1) pb[k] = row.window.load(row.b, at, packs, Op<T>::fill());
-    }
+    for (int k = 0; k < kPacks; k++) row.load(threadIdx.x + k * blockDim.x, packs, pa[k], pb[k]);
     typename Op<T>::Part part;
-    if constexpr (Op<T>::reduces) {
-      Op<T>::accumulate(part, pa, pb);
-      part = reduce_threads<T>(part);
-    }
+    if constexpr (Op<T>::reduces)
+      part = reduce_visited<Op<T>>(row.form, [&](auto use) { use(pa, pb); },
+                                   [](const auto& part) { return reduce_threads<T>(part); });
     if (!exists) continue;
     auto values = Op<T>::finish(part, args, index, threadIdx.x == 0);
     if constexpr (Op<T>::writes) {
 #pragma unroll
       for (int k = 0; k < kPacks; k++) {
         int at = threadIdx.x + k * blockDim.x;
-        if (at < packs) row.window.store(row.out, at, result_pack<Op, T>(values, pa[k], pb[k]));
+        if (at < packs) row.write(at, values, pa[k], pb[k]);
       }
     }
   }
 }
 
 // One row a block.
-template <template <class> class Op, class T>
-__global__ void __launch_bounds__(kThreads) tiled(Arguments<T> args) {
+template <template <class> class Op, class T, class Form>
+__global__ void __launch_bounds__(kThreads) tiled(const __grid_constant__ Arguments<T> args) {
   for (int64_t index = blockIdx.x; index < args.rows; index += gridDim.x) {
-    Row<Op, T> row(args, index);
+    Row<Op, T, Form> row(args, index);
     typename Op<T>::Part part;
-    if constexpr (Op<T>::reduces) part = reduce_packs<Op, T>(row.window, row.a, row.b, 0, row.window.packs);
+    if constexpr (Op<T>::reduces) part = reduce_packs(row, 0, row.window.packs);
     auto values = Op<T>::finish(part, args, index, threadIdx.x == 0);
-    if (Op<T>::writes) write_packs<Op, T>(row.window, values, row.a, row.b, row.out, 0, row.window.packs);
+    if (Op<T>::writes) write_packs(row, values, 0, row.window.packs);
   }
 }
 
-// A part of a row a block: blockIdx.x is the part, blockIdx.y the row.
-template <template <class> class Op, class T>
-__global__ void __launch_bounds__(kThreads) split_reduce(Arguments<T> args, typename Op<T>::Part* parts) {
-  Row<Op, T> row(args, blockIdx.y);
-  int64_t begin = row.window.packs * blockIdx.x / gridDim.x, end = row.window.packs * (blockIdx.x + 1) / gridDim.x;
-  auto part = reduce_packs<Op, T>(row.window, row.a, row.b, begin, end);
-  if (threadIdx.x == 0) parts[int64_t(blockIdx.y) * gridDim.x + blockIdx.x] = part;
+// A part of a row a block.
+template <template <class> class Op, class T, class Form>
+struct Split {
+  int64_t index, begin, end;
+  unsigned part;
+  Row<Op, T, Form> row;
+  __device__ Split(const Arguments<T>& args, unsigned parts)
+      : index(blockIdx.x / parts), part(blockIdx.x % parts), row(args, index) {
+    begin = row.window.packs * part / parts, end = row.window.packs * (part + 1) / parts;
+  }
+};
+
+template <template <class> class Op, class T, class Form>
+__global__ void __launch_bounds__(kThreads)
+    split_reduce(const __grid_constant__ Arguments<T> args, typename Op<T>::Part* states, unsigned parts) {
+  Split<Op, T, Form> split(args, parts);
+  auto part = reduce_packs(split.row, split.begin, split.end);
+  if (threadIdx.x == 0) states[blockIdx.x] = part;
 }
 
 template <template <class> class Op, class T>
-__global__ void __launch_bounds__(kThreads) split_write(Arguments<T> args, const typename Op<T>::Part* parts) {
-  Row<Op, T> row(args, blockIdx.y);
+__device__ typename Op<T>::Part merge(const typename Op<T>::Part* states, unsigned parts) {
   typename Op<T>::Part part;
-  if constexpr (Op<T>::reduces) {
-    for (unsigned i = threadIdx.x; i < gridDim.x; i += blockDim.x)
-      part = combine<T>(part, parts[int64_t(blockIdx.y) * gridDim.x + i]);
-    part = reduce_threads<T>(part);
-  }
-  auto values = Op<T>::finish(part, args, blockIdx.y, threadIdx.x == 0 && blockIdx.x == 0);
-  int64_t begin = row.window.packs * blockIdx.x / gridDim.x, end = row.window.packs * (blockIdx.x + 1) / gridDim.x;
-  if (Op<T>::writes) write_packs<Op, T>(row.window, values, row.a, row.b, row.out, begin, end);
+  for (unsigned i = threadIdx.x; i < parts; i += blockDim.x) part = combine<T>(part, states[i]);
+  return reduce_threads<T>(part);
+}
+
+template <template <class> class Op, class T, class Form>
+__global__ void __launch_bounds__(kThreads)
+    split_write(const __grid_constant__ Arguments<T> args, const typename Op<T>::Part* states, unsigned parts) {
+  Split<Op, T, Form> split(args, parts);
+  typename Op<T>::Part part;
+  if constexpr (Op<T>::reduces) part = merge<Op, T>(states + split.index * parts, parts);
+  auto values = Op<T>::finish(part, args, split.index, threadIdx.x == 0 && split.part == 0);
+  if (Op<T>::writes) write_packs(split.row, values, split.begin, split.end);
 }
 
 // Merges the parts of a row where nothing is written but its statistics.
 template <template <class> class Op, class T>
-__global__ void split_finish(Arguments<T> args, const typename Op<T>::Part* parts, unsigned count) {
-  typename Op<T>::Part part;
-  for (unsigned i = threadIdx.x; i < count; i += blockDim.x)
-    part = combine<T>(part, parts[int64_t(blockIdx.x) * count + i]);
-  part = reduce_threads<T>(part);
+__global__ void split_finish(const __grid_constant__ Arguments<T> args, const typename Op<T>::Part* states,
+                             unsigned parts) {
+  auto part = merge<Op, T>(states + int64_t(blockIdx.x) * parts, parts);
   Op<T>::finish(part, args, blockIdx.x, threadIdx.x == 0);
-}
-
-// The choice, in packs. Shorter rows get fewer packs a thread, so that enough threads have work.
-struct Choice {
-  static constexpr int64_t few_packs = 8;     // up to here one pack a thread
-  static constexpr int64_t many_packs = 128;  // up to here four packs a thread, else as many as its registers hold
-  static constexpr int64_t blocks_per_processor = 4;  // what a split aims for
-  static constexpr int64_t least_packs_per_part = 2048;
-};
-
-template <template <class> class Op, class T, int kPacks>
-cudaError_t launch_resident(const Arguments<T>& args, int64_t packs, cudaStream_t stream) {
-  int64_t threads = (packs + kPacks - 1) / kPacks, rows_per_block = 1;
-  if (threads <= 32) {
-    int64_t lanes = 1;
-    while (lanes < threads) lanes *= 2;
-    threads = lanes;
-    rows_per_block = 128 / lanes;
-  } else {
-    threads = (threads + 31) / 32 * 32;
-  }
-  int64_t blocks = std::min<int64_t>((args.rows + rows_per_block - 1) / rows_per_block, 0x7fffffff);
-  resident<Op, T, kPacks><<<blocks, dim3(threads, rows_per_block), 0, stream>>>(args);
-  return cudaGetLastError();
-}
-
-// `workspace` has room for `room` parts. Everything is ordered by `stream`; nothing is allocated or waited for.
-template <template <class> class Op, class T>
-cudaError_t launch(const Arguments<T>& args, void* workspace, int64_t room, cudaStream_t stream) {
-  using Part = typename Op<T>::Part;
-  if (args.rows == 0 || args.n == 0) return cudaSuccess;
-  // A row that is not a multiple of 16 bytes long begins anywhere in its first pack.
-  int64_t packs = (args.n * sizeof(T) + 15) / 16 + (args.n * sizeof(T) % 16 != 0);
-  constexpr int most_packs = Op<T>::operands == 1 ? 8 : 4;
-  if (packs <= Choice::few_packs) return launch_resident<Op, T, 1>(args, packs, stream);
-  if (packs <= Choice::many_packs) return launch_resident<Op, T, 4>(args, packs, stream);
-  if (packs <= most_packs * 1024) return launch_resident<Op, T, most_packs>(args, packs, stream);
-
-  int device = 0, processors = 0;
-  if (auto e = cudaGetDevice(&device)) return e;
-  if (auto e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return e;
-  int64_t parts = std::min({Choice::blocks_per_processor * processors / args.rows, room / args.rows,
-                            packs / Choice::least_packs_per_part});
-  if (parts < 2) {
-    tiled<Op, T><<<std::min<int64_t>(args.rows, 0x7fffffff), kThreads, 0, stream>>>(args);
-    return cudaGetLastError();
-  }
-  dim3 grid(parts, args.rows);
-  auto* states = static_cast<Part*>(workspace);
-  if constexpr (Op<T>::reduces) {
-    split_reduce<Op, T><<<grid, kThreads, 0, stream>>>(args, states);
-    if (auto e = cudaGetLastError()) return e;
-  }
-  if constexpr (Op<T>::writes) {
-    split_write<Op, T><<<grid, kThreads, 0, stream>>>(args, states);
-  } else {
-    split_finish<Op, T><<<args.rows, 256, 0, stream>>>(args, states, parts);
-  }
-  return cudaGetLastError();
 }
 
 }  // namespace jaxsoft::cuda

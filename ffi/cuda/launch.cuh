@@ -1,0 +1,110 @@
+// The choice of a strategy, from the row's length and the number of rows, by a table for each architecture.
+#pragma once
+
+#include "columns.cuh"
+#include "ring.cuh"
+
+namespace jaxsoft::cuda {
+
+// In packs of 16 bytes of each operand.
+struct Choice {
+  int64_t few_packs;            // a row up to here: one pack a thread
+  int64_t many_packs;           // up to here four packs a thread
+  int64_t resident_packs[2];    // for one operand, and for two; longer rows are not resident
+  int64_t ring_packs[2];        // what a block of a cluster should have of a row: 4 bytes an element; 2 bytes
+  int64_t split_packs;          // what a block has of a row that is split
+  int64_t split_blocks;         // how many blocks a multiprocessor rows are split into
+  int64_t split_ring_packs;     // few rows from here on are split although a cluster holds them
+};
+constexpr Choice kHopper = {8, 128, {4096, 2048}, {2048, 4096}, 2048, 4, 65536};
+constexpr Choice kOther = {8, 128, {8192, 4096}, {0, 0}, 2048, 4, 0};  // no clusters, or not measured
+
+struct Device {
+  int processors = 0, major = 0;
+  cudaError_t read() {
+    int device = 0;
+    if (auto e = cudaGetDevice(&device)) return e;
+    if (auto e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return e;
+    return cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  }
+};
+
+template <template <class> class Op, class T, class Form, int kPacks>
+cudaError_t launch_resident(const Arguments<T>& args, int64_t packs, cudaStream_t stream) {
+  int64_t threads = (packs + kPacks - 1) / kPacks, rows_per_block = 1;
+  if (threads <= 32) {
+    int64_t lanes = 1;
+    while (lanes < threads) lanes *= 2;
+    threads = lanes;
+    rows_per_block = 128 / lanes;
+  } else {
+    threads = (threads + 31) / 32 * 32;
+  }
+  int64_t blocks = std::min<int64_t>((args.rows + rows_per_block - 1) / rows_per_block, 0x7fffffff);
+  resident<Op, T, Form, kPacks><<<blocks, dim3(threads, rows_per_block), 0, stream>>>(args);
+  return cudaGetLastError();
+}
+
+template <template <class> class Op, class T, class Form>
+cudaError_t launch_split(const Arguments<T>& args, unsigned parts, void* workspace, cudaStream_t stream) {
+  unsigned blocks = static_cast<unsigned>(args.rows * parts);
+  auto* states = static_cast<typename Op<T>::Part*>(workspace);
+  if constexpr (Op<T>::reduces) {
+    split_reduce<Op, T, Form><<<blocks, kThreads, 0, stream>>>(args, states, parts);
+    if (auto e = cudaGetLastError()) return e;
+  }
+  if constexpr (Op<T>::writes) split_write<Op, T, Form><<<blocks, kThreads, 0, stream>>>(args, states, parts);
+  else split_finish<Op, T><<<args.rows, 256, 0, stream>>>(args, states, parts);
+  return cudaGetLastError();
+}
+
+// `workspace` has room for `bytes`. Everything is ordered by `stream`; nothing is allocated or waited for.
+template <template <class> class Op, class T, class Form>
+cudaError_t launch_form(const Arguments<T>& args, void* workspace, int64_t bytes, cudaStream_t stream) {
+  Device device;
+  if (auto e = device.read()) return e;
+  const Choice& choice = device.major == 9 ? kHopper : kOther;
+  // A row that is not a multiple of 16 bytes long begins anywhere in its first pack.
+  int64_t packs = (args.n * sizeof(T) + 15) / 16 + (args.n * sizeof(T) % 16 != 0);
+  constexpr int operands = Op<T>::operands == 1 && !Form::bias ? 1 : 2;
+  constexpr int most_packs = operands == 1 && !Form::extras ? 8 : 4;
+  if constexpr (!Form::extras)
+    if (packs <= choice.few_packs) return launch_resident<Op, T, Form, 1>(args, packs, stream);
+  if (packs <= choice.many_packs) return launch_resident<Op, T, Form, 4>(args, packs, stream);
+  if (packs <= std::min<int64_t>(choice.resident_packs[operands - 1], most_packs * 1024))
+    return launch_resident<Op, T, Form, most_packs>(args, packs, stream);
+
+  if constexpr (!Form::bias && sizeof(T) <= 4 && Op<T>::reduces && Op<T>::writes) {
+    int64_t part = choice.ring_packs[sizeof(T) == 2 && Op<T>::operands == 1];
+    // A few long rows leave most multiprocessors to themselves, if only one cluster has a row.
+    bool idle = args.rows * Ring::most_blocks * 2 <= device.processors && packs >= choice.split_ring_packs;
+    if (part && args.vector && !idle && ring_holds<Op<T>>(packs, Ring::most_blocks)) {
+      int blocks = 1;
+      while (blocks < Ring::most_blocks && packs > blocks * part) blocks *= 2;
+      while (blocks < Ring::most_blocks && args.rows * blocks * 2 <= device.processors) blocks *= 2;
+      return launch_ring<Op, T, Form>(args, blocks, workspace, stream);
+    }
+  }
+  // What reads no row again is split at any number of rows, the rest only where one block a row would leave too few.
+  int64_t room = Op<T>::reduces ? bytes / static_cast<int64_t>(sizeof(typename Op<T>::Part)) : INT64_MAX;
+  int64_t parts = std::min(packs / choice.split_packs, room / args.rows);
+  if (Op<T>::reduces && Op<T>::writes) parts = std::min(parts, choice.split_blocks * device.processors / args.rows);
+  if (parts >= 2 && args.rows * parts <= 0x7fffffff)
+    return launch_split<Op, T, Form>(args, static_cast<unsigned>(parts), workspace, stream);
+  tiled<Op, T, Form><<<std::min<int64_t>(args.rows, 0x7fffffff), kThreads, 0, stream>>>(args);
+  return cudaGetLastError();
+}
+
+template <template <class> class Op, class T>
+cudaError_t launch(const Arguments<T>& args, void* workspace, int64_t bytes, cudaStream_t stream) {
+  if (args.rows == 0 || args.n == 0 || args.inner == 0) return cudaSuccess;
+  if (args.inner > 1) return launch_columns<Op>(args, stream);
+  const Extras& extras = args.extras;
+  if constexpr (Op<T>::a_is_scores && Op<T>::operands == 1)
+    if (extras.bias.data) return launch_form<Op, T, WithExtras<T, true>>(args, workspace, bytes, stream);
+  if (extras.scale.data || extras.limit.data || extras.where.data || args.masked || args.result != ResultType::same)
+    return launch_form<Op, T, WithExtras<T, false>>(args, workspace, bytes, stream);
+  return launch_form<Op, T, Plain>(args, workspace, bytes, stream);
+}
+
+}  // namespace jaxsoft::cuda

@@ -1,0 +1,397 @@
+// A row over a cluster of blocks, held on chip: one read of device memory for rows far past one block's registers.
+//
+// Every block of a cluster keeps its part of the row in shared memory, a ring of slots that one producer warp fills by
+// bulk copies and the other warps read twice: to reduce, then, when the blocks have exchanged their parts' states, to
+// write. The copies run ahead into the next row, so memory is busy while states are exchanged. Blocks are persistent,
+// and a cluster takes its next row from a counter when it has room for it: multiprocessors are not equally fast, and
+// rows dealt out in advance would wait for the slowest.
+//
+// Barriers: full[slot] is completed by the copies into a slot, empty[slot] by the warps that are done with it;
+// mail[i] and states[i] by stores from other blocks of the cluster (Hopper's st.async).
+#pragma once
+
+#include <atomic>
+
+#include "strategies.cuh"
+
+namespace jaxsoft::cuda {
+
+struct Ring {
+  static constexpr int teams = 3;            // groups of threads that take turns with the rows
+  static constexpr int consumers = 256;      // threads of a team; one warp more in a block produces
+  static constexpr int threads = teams * consumers + 32;
+  static constexpr int mails = 32;           // more rows than the blocks of a cluster can be apart
+  static constexpr int exchanges = 2 * teams;
+  static constexpr int most_blocks = 16;     // of a cluster
+  static constexpr int few_rows = 8;         // a cluster: up to here rows are dealt out in advance
+  static constexpr int bytes = 208 * 1024;   // of all slots together
+  // What a slot holds: so many packs of each operand for each thread of a team.
+  static constexpr int packs_each(int operands) { return operands == 1 ? 4 : 2; }
+  static constexpr int slot_packs(int operands) { return packs_each(operands) * consumers; }
+  static constexpr int slots(int operands) { return bytes / (slot_packs(operands) * operands * 16); }
+};
+
+// The barriers of shared memory, and copies that complete them. Addresses are those of the shared window.
+__device__ inline uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+struct Barrier {
+  uint64_t word;
+  __device__ uint32_t address() const { return shared_address(&word); }
+  __device__ void init(unsigned arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(arrivals) : "memory");
+  }
+  __device__ void arrive() { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address()) : "memory"); }
+  __device__ void arrive_expecting(unsigned bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");
+  }
+  // A warp that asks again and again takes the turns of those that compute, so it sleeps in between.
+  __device__ void wait(unsigned parity) const {
+    while (true) {
+      uint32_t done;
+      asm volatile(
+          "{\n"
+          ".reg .pred p;\n"
+          "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+          "selp.u32 %0, 1, 0, p;\n"
+          "}\n"
+          : "=r"(done) : "r"(address()), "r"(parity) : "memory");
+      if (done) return;
+      __nanosleep(40);
+    }
+  }
+};
+
+__device__ inline void copy_to_shared(void* to, const void* from, unsigned bytes, const Barrier& done) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(to)),
+               "l"(from), "r"(bytes), "r"(done.address())
+               : "memory");
+}
+
+// The same place in another block of the cluster.
+__device__ inline uint32_t in_block(uint32_t address, unsigned block) {
+  uint32_t mapped;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(block));
+  return mapped;
+}
+__device__ inline unsigned block_in_cluster() {
+  unsigned rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+__device__ inline unsigned blocks_of_cluster() {
+  unsigned blocks;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
+  return blocks;
+}
+// Relaxed: what a block has stored to device memory need not be visible to the others.
+__device__ inline void synchronize_cluster() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Stores a value, in words of 8 bytes, to a block's shared memory, and completes its bytes at that block's barrier.
+template <class V>
+__device__ void send(const V& value, const void* to, const Barrier& done, unsigned block) {
+  static_assert(sizeof(V) % 8 == 0);
+  uint64_t words[sizeof(V) / 8];
+  memcpy(words, &value, sizeof(V));
+  uint32_t address = in_block(shared_address(to), block), barrier = in_block(done.address(), block);
+#pragma unroll
+  for (unsigned i = 0; i < sizeof(V) / 8; i++)
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(address + 8 * i),
+                 "l"(words[i]), "r"(barrier)
+                 : "memory");
+}
+
+__device__ inline void synchronize_team(unsigned team) {
+  asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(Ring::consumers) : "memory");
+}
+
+// The packs of a row that a block has, in slots: [begin, end), the slot of a pack counted from begin.
+struct BlockPart {
+  int begin, end;
+  // A row that fits a cluster has few enough packs for 32 bits; the blocks are a power of two.
+  __device__ BlockPart(int packs, unsigned rank, unsigned blocks) {
+    int shift = __ffs(blocks) - 1;
+    begin = packs * rank >> shift, end = packs * (rank + 1) >> shift;
+  }
+};
+
+template <class Part>
+struct alignas(16) RingState {
+  Part part;
+};
+
+template <template <class> class Op, class T>
+struct alignas(128) RingMemory {
+  static constexpr int operands = Op<T>::operands;
+  static constexpr int slot_packs = Ring::slot_packs(operands);  // of each operand
+  static constexpr int count = Ring::slots(operands);
+  Pack<T> slots[count][operands][slot_packs];
+  RingState<typename Op<T>::Part> states[Ring::exchanges][Ring::most_blocks];
+  struct Team {
+    RingState<typename Op<T>::Part> warps[Ring::consumers / 32 + 1];
+    typename Op<T>::Values values;
+  } teams[Ring::teams];
+  int64_t mail[Ring::mails];
+  Barrier full[count], empty[count], mailed[Ring::mails], exchanged[Ring::exchanges], reduced[Ring::teams];
+};
+
+// The counter's value before 1 is added. Asynchronous until the value is used.
+__device__ inline unsigned long long take(unsigned long long* counter) {
+  unsigned long long value;
+  asm volatile("atom.global.relaxed.gpu.add.u64 %0, [%1], 1;" : "=l"(value) : "l"(counter) : "memory");
+  return value;
+}
+
+template <template <class> class Op, class T, class Form>
+__device__ void produce(const Arguments<T>& args, unsigned long long* counter, RingMemory<Op, T>& memory) {
+  constexpr int slot_packs = RingMemory<Op, T>::slot_packs;
+  const unsigned rank = block_in_cluster(), blocks = blocks_of_cluster();
+  const int64_t clusters = gridDim.x / blocks;
+  // The leader posts a row one turn ahead, and asks for another, so that nobody waits for the counter.
+  auto post = [&](unsigned turn, int64_t row) {
+    row = row < args.rows ? row : -1;
+    unsigned mail = turn % Ring::mails;
+    for (unsigned block = 0; block < blocks; block++) send(row, &memory.mail[mail], memory.mailed[mail], block);
+  };
+  // Without a counter rows are dealt out in advance.
+  int64_t dealt = blockIdx.x / blocks;
+  unsigned long long taken = 0;
+  if (rank == 0) {
+    post(0, dealt);
+    if (counter) taken = take(counter);
+  }
+  unsigned slot = 0, round = 0;
+  for (unsigned turn = 0;; turn++) {
+    unsigned mail = turn % Ring::mails;
+    memory.mailed[mail].wait(turn / Ring::mails % 2);
+    int64_t index = *static_cast<volatile int64_t*>(&memory.mail[mail]);
+    memory.mailed[mail].arrive_expecting(sizeof(int64_t));  // its next use
+    if (index < 0) return;
+    if (rank == 0) {
+      dealt += clusters;
+      post(turn + 1, counter ? static_cast<int64_t>(taken) + clusters : dealt);
+      if (counter) taken = take(counter);
+    }
+    Row<Op, T, Form, int> row(args, index);
+    BlockPart part(row.window.packs, rank, blocks);
+    for (int chunk = part.begin; chunk < part.end; chunk += slot_packs) {
+      int first = chunk, last = min(chunk + slot_packs, part.end);
+      first += !row.window.whole(first);  // the row's first and last pack are read where they lie
+      if (last > first) last -= !row.window.whole(last - 1);
+      memory.empty[slot].wait(round % 2 ^ 1);
+      unsigned bytes = last > first ? static_cast<unsigned>(last - first) * 16 : 0;
+      memory.full[slot].arrive_expecting(bytes * Op<T>::operands);
+      if (bytes) {
+        int element = first * Pack<T>::size - row.window.head;
+        copy_to_shared(&memory.slots[slot][0][first - chunk], row.a + element, bytes, memory.full[slot]);
+        if constexpr (Op<T>::operands > 1)
+          copy_to_shared(&memory.slots[slot][1][first - chunk], row.b + element, bytes, memory.full[slot]);
+      }
+      if (++slot == RingMemory<Op, T>::count) slot = 0, round++;
+    }
+  }
+}
+
+template <template <class> class Op, class T, class Form>
+__device__ void consume(const Arguments<T>& args, RingMemory<Op, T>& memory) {
+  constexpr int slot_packs = RingMemory<Op, T>::slot_packs, each = slot_packs / Ring::consumers;
+  using Part = typename Op<T>::Part;
+  const unsigned rank = block_in_cluster(), blocks = blocks_of_cluster();
+  const unsigned team = threadIdx.x / Ring::consumers, thread = threadIdx.x % Ring::consumers, lane = thread % 32;
+  unsigned slot = 0, round = 0;
+  auto advance = [&](unsigned by) {
+    slot += by;
+    while (slot >= RingMemory<Op, T>::count) slot -= RingMemory<Op, T>::count, round++;
+  };
+  for (unsigned turn = 0;; turn++) {
+    memory.mailed[turn % Ring::mails].wait(turn / Ring::mails % 2);
+    int64_t index = *static_cast<volatile int64_t*>(&memory.mail[turn % Ring::mails]);
+    if (index < 0) return;
+    Row<Op, T, Form, int> row(args, index);
+    const int packs = row.window.packs;
+    BlockPart own(packs, rank, blocks);
+    const unsigned first_slot = slot, first_round = round;
+    if (turn % Ring::teams != team) {  // another team's row
+      advance(static_cast<unsigned>((own.end - own.begin + slot_packs - 1) / slot_packs));
+      continue;
+    }
+    // Packs of the row, counted from its window's first; those in [whole_begin, whole_end) are in the slots.
+    const int begin = own.begin, end = own.end;
+    const int whole_begin = !row.window.whole(0), whole_end = packs - !row.window.whole(packs - 1);
+    auto load = [&](int chunk, Pack<T>(&a)[each], Pack<T>(&b)[each], bool both) {
+      const auto& held = memory.slots[slot];
+      if (chunk >= whole_begin && chunk + slot_packs <= min(whole_end, end)) {
+#pragma unroll
+        for (int k = 0; k < each; k++) {
+          if (both) a[k] = held[0][thread + k * Ring::consumers];
+          if (Op<T>::operands > 1) b[k] = held[Op<T>::operands - 1][thread + k * Ring::consumers];
+          row.mark(chunk + thread + k * Ring::consumers, end, a[k]);
+        }
+        return;
+      }
+#pragma unroll
+      for (int k = 0; k < each; k++) {
+        int at = thread + k * Ring::consumers, pack = chunk + at;
+        if (pack >= whole_begin && pack < min(whole_end, end)) {
+          if (both) a[k] = held[0][at];
+          if (Op<T>::operands > 1) b[k] = held[Op<T>::operands - 1][at];
+          row.mark(pack, end, a[k]);
+        } else {
+          row.load(pack, end, a[k], b[k]);
+        }
+      }
+    };
+    auto restart = [&] { slot = first_slot, round = first_round; };
+
+    // Rows are reduced in turn: a barrier tells a phase from the next only, so no one may wait for a slot's later filling.
+    if (turn > 0) memory.reduced[(turn - 1) % Ring::teams].wait((turn - 1) / Ring::teams % 2);
+    bool passed = false;
+    auto visit = [&](auto use) {
+      restart();
+      for (int chunk = begin; chunk < end; chunk += slot_packs) {
+        Pack<T> a[each], b[each];
+        memory.full[slot].wait(round % 2);
+        load(chunk, a, b, Op<T>::reads_a_to_reduce || Form::extras);
+        use(a, b);
+        advance(1);
+      }
+      __syncwarp();
+      if (lane == 0 && !passed) memory.reduced[team].arrive();
+      passed = true;
+    };
+    constexpr int warps = Ring::consumers / 32;
+    static_assert(warps <= 16);
+    auto& shared = memory.teams[team];
+    auto part = reduce_visited<Op<T>>(row.form, visit, [&](const auto& of_thread) {
+      auto of_warp = reduce_lanes<T>(of_thread, 32);
+      auto* of_warps = reinterpret_cast<decltype(of_warp)*>(shared.warps);
+      if (lane == 0) of_warps[thread / 32] = of_warp;
+      synchronize_team(team);
+      if (thread < 32) {
+        of_warp = reduce_lanes<T>(lane % 16 < warps ? of_warps[lane % 16] : decltype(of_warp){}, 16);
+        if (lane == 0) of_warps[warps] = of_warp;
+      }
+      synchronize_team(team);
+      return of_warps[warps];
+    });
+    if (thread < 32) {  // one warp speaks for the team; the others wait where they take no turns
+      const unsigned exchange = turn % Ring::exchanges;
+      if (lane < blocks) send(RingState<Part>{part}, &memory.states[exchange][rank], memory.exchanged[exchange], lane);
+      memory.exchanged[exchange].wait(turn / Ring::exchanges % 2);
+      part = reduce_lanes<T>(memory.states[exchange][lane % blocks].part, blocks);
+      auto found = Op<T>::finish(part, args, index, thread == 0 && rank == 0);
+      if (lane == 0) {
+        memory.exchanged[exchange].arrive_expecting(blocks * sizeof(RingState<Part>));  // its next use
+        shared.values = found;
+      }
+    }
+    synchronize_team(team);
+    const auto values = shared.values;
+    restart();
+    auto write = [&](auto quick) {
+      auto* out = reinterpret_cast<Pack<T>*>(static_cast<T*>(row.out) - row.window.head);
+      for (int chunk = begin; chunk < end; chunk += slot_packs) {
+        Pack<T> a[each], b[each];
+        load(chunk, a, b, true);
+        __syncwarp();
+        if (lane == 0) memory.empty[slot].arrive();
+        if (row.writes_packs() && chunk >= whole_begin && chunk + slot_packs <= min(whole_end, end)) {
+#pragma unroll
+          for (int k = 0; k < each; k++)
+            out[chunk + thread + k * Ring::consumers] = row.template result_pack<decltype(quick)::value>(values, a[k], b[k]);
+        } else {
+#pragma unroll
+          for (int k = 0; k < each; k++) {
+            int pack = chunk + thread + k * Ring::consumers;
+            if (pack < end) row.write(pack, values, a[k], b[k]);
+          }
+        }
+        advance(1);
+      }
+    };
+    if constexpr (Op<T>::has_quick) {
+      if (values.quick) write(std::true_type{});
+      else write(std::false_type{});
+    } else {
+      write(std::false_type{});
+    }
+  }
+}
+
+template <template <class> class Op, class T, class Form>
+__global__ void __launch_bounds__(Ring::threads, 1)
+    ring(const __grid_constant__ Arguments<T> args, unsigned long long* counter) {
+  extern __shared__ __align__(128) unsigned char bytes[];
+  auto& memory = *reinterpret_cast<RingMemory<Op, T>*>(bytes);
+  const unsigned thread = threadIdx.x;  // every barrier has a thread that makes it
+  if (thread < memory.count) memory.full[thread].init(1), memory.empty[thread].init(Ring::consumers / 32);
+  if (thread < Ring::teams) memory.reduced[thread].init(Ring::consumers / 32);
+  if (thread < Ring::mails) memory.mailed[thread].init(1), memory.mailed[thread].arrive_expecting(sizeof(int64_t));
+  if (thread < Ring::exchanges) {
+    memory.exchanged[thread].init(1);
+    memory.exchanged[thread].arrive_expecting(blocks_of_cluster() * sizeof(RingState<typename Op<T>::Part>));
+  }
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  synchronize_cluster();
+  if (threadIdx.x >= Ring::teams * Ring::consumers) {
+    if (threadIdx.x % 32 == 0) produce<Op, T, Form>(args, counter, memory);
+  } else {
+    consume<Op, T, Form>(args, memory);
+  }
+  __syncwarp();
+  synchronize_cluster();  // no block may leave while another may still store into it
+}
+
+// Whether a cluster of so many blocks holds a row of so many packs.
+template <class Op>
+bool ring_holds(int64_t packs, int64_t blocks) {
+  return Op::reduces && Op::writes && packs <= blocks * Ring::slots(Op::operands) * Ring::slot_packs(Op::operands);
+}
+
+// How many clusters of a kernel run at once on the current device; asked once for each size and device.
+template <template <class> class Op, class T, class Form>
+cudaError_t active_clusters(const cudaLaunchConfig_t& config, int blocks, int* clusters) {
+  auto kernel = ring<Op, T, Form>;
+  constexpr int devices = 32, sizes = 17;
+  static std::atomic<int> known[devices][sizes];
+  int device = 0;
+  if (auto e = cudaGetDevice(&device)) return e;
+  std::atomic<int>& found = known[device % devices][blocks];
+  *clusters = device < devices ? found.load(std::memory_order_relaxed) : 0;
+  if (*clusters) return cudaSuccess;
+  if (auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, config.dynamicSmemBytes)) return e;
+  if (auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)) return e;
+  if (auto e = cudaOccupancyMaxActiveClusters(clusters, kernel, &config)) return e;
+  if (*clusters < 1) return cudaErrorInvalidConfiguration;
+  found.store(*clusters, std::memory_order_relaxed);
+  return cudaSuccess;
+}
+
+// `workspace` has room for the counter.
+template <template <class> class Op, class T, class Form>
+cudaError_t launch_ring(const Arguments<T>& args, int blocks, void* workspace, cudaStream_t stream) {
+  constexpr size_t bytes = sizeof(RingMemory<Op, T>);
+  static_assert(bytes <= 227 * 1024);
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(Ring::threads);
+  config.dynamicSmemBytes = bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  int clusters = 0;
+  if (auto e = active_clusters<Op, T, Form>(config, blocks, &clusters)) return e;
+  // To clear the counter takes longer than a few rows.
+  auto* counter = args.rows > Ring::few_rows * clusters ? static_cast<unsigned long long*>(workspace) : nullptr;
+  if (counter)
+    if (auto e = cudaMemsetAsync(counter, 0, sizeof *counter, stream)) return e;
+  config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(clusters, args.rows) * blocks));
+  return cudaLaunchKernelEx(&config, ring<Op, T, Form>, args, counter);
+}
+
+}  // namespace jaxsoft::cuda
