@@ -1,8 +1,9 @@
 // What scores are made of beside x: scale, bias, and the mask that `where` and `limit` are. See ../rows.h.
 //
 // A kernel is compiled for each of three forms: plain, with extras, and with extras and a bias. In the plain form all of
-// this vanishes. A masked element is marked in its pack by a bit pattern of its own, a NaN that no arithmetic makes, so
-// that the mask is read once and takes no registers.
+// this vanishes. A masked element becomes an infinity as it is read, whose score is -inf, so that neither the reduction
+// nor, in an ordinary row, the results need to know of the mask. Where a row's values are not finite, what is masked is
+// looked up again.
 #pragma once
 
 #include "../rows.h"
@@ -39,7 +40,7 @@ template <class T, bool with_bias>
 struct WithExtras {
   static constexpr bool extras = true, bias = with_bias;
   using A = Accumulator<T>;
-  A scale = 1;
+  A scale = 1, factor = 1;  // factor: what scores are multiplied by; 1 for scale 0, as `mark` has then made x * 0 of x
   int64_t limit;
   const uint8_t* where = nullptr;
   const T* bias_row = nullptr;
@@ -59,7 +60,7 @@ struct WithExtras {
       offset[0] += at * extras.scale.stride[i], offset[1] += at * extras.limit.stride[i];
       offset[2] += at * extras.where.stride[i], offset[3] += at * extras.bias.stride[i];
     }
-    if (extras.scale.data) scale = static_cast<const A*>(extras.scale.data)[offset[0]];
+    if (extras.scale.data) scale = static_cast<const A*>(extras.scale.data)[offset[0]], factor = scale == 0 ? A(1) : scale;
     if (extras.limit.data) limit = min(limit, max(int64_t(0), int64_t(static_cast<const int32_t*>(extras.limit.data)[offset[1]])));
     if (extras.where.data) {
       where = static_cast<const uint8_t*>(extras.where.data) + offset[2];
@@ -74,31 +75,37 @@ struct WithExtras {
     return static_cast<Index>((window.head + limit + Pack<T>::size - 1) / Pack<T>::size);
   }
 
-  // Marks what does not count of pack i, the row's padding and all packs from `end` on included.
+  __device__ bool counts(int64_t j) const { return j >= 0 && j < limit && (!where || where[j]); }
+
+  // Masks what does not count of pack i, the row's padding and all packs from `end` on included: the score becomes -inf,
+  // and what stands beside it, a bias or a cotangent, 0.
   template <class Index>
-  __device__ void mark(Pack<T>& pack, Index i, Index end, const Window<T, Index>& window) const {
+  __device__ void mark(Pack<T>& a, Pack<T>& b, bool has_b, Index i, Index end, const Window<T, Index>& window) const {
     constexpr int size = Pack<T>::size;
     int64_t first = int64_t(i) * size - window.head;
-    uint8_t counts[size];
-    if (where && where_aligned && i < end && first >= 0 && first + size <= limit) {
-      if constexpr (size == 8) *reinterpret_cast<uint2*>(counts) = *reinterpret_cast<const uint2*>(where + first);
-      if constexpr (size == 4) *reinterpret_cast<uint32_t*>(counts) = *reinterpret_cast<const uint32_t*>(where + first);
-      if constexpr (size == 2) *reinterpret_cast<uint16_t*>(counts) = *reinterpret_cast<const uint16_t*>(where + first);
+    if (scale == 0) a.times_zero();
+    bool inside = i < end && first >= 0 && first + size <= limit;
+    if (inside && !where) return;
+    uint32_t keep[size / 4 + 1];  // a byte an element, 0 or 1
+    if (inside && where_aligned) {
+      if constexpr (size == 8) memcpy(keep, __builtin_assume_aligned(where + first, 8), 8);
+      if constexpr (size == 4) memcpy(keep, __builtin_assume_aligned(where + first, 4), 4);
+      if constexpr (size == 2) keep[0] = *reinterpret_cast<const uint16_t*>(where + first);
     } else {
 #pragma unroll
       for (int k = 0; k < size; k++) {
-        int64_t j = first + k;
-        counts[k] = i < end && j >= 0 && j < limit && (!where || where[j]);
+        uint32_t one = i < end && counts(first + k);
+        keep[k / 4] = (k % 4 == 0 ? 0 : keep[k / 4]) | one << (k % 4 * 8);
       }
     }
-#pragma unroll
-    for (int k = 0; k < size; k++) pack.mark(k, !counts[k]);
+    a.keep(keep, narrow<T>(factor < 0 ? A(__builtin_huge_val()) : -A(__builtin_huge_val())));
+    if (has_b) b.keep(keep, narrow<T>(0));
   }
 
   __device__ A score(const Pack<T>& a, const Pack<T>& b, int k) const {
-    A z = a.get(k) * scale;
+    A z = a.get(k) * factor;
     if (with_bias) z += b.get(k);
-    return a.marked(k) ? -static_cast<A>(__builtin_huge_val()) : z;
+    return z;
   }
 };
 
@@ -124,6 +131,7 @@ __device__ void store_as(ResultType type, void* row, const Window<T, Index>& win
     for (int k = 0; k < size; k++)
       if (first + k >= 0 && first + k < window.n) out[first + k] = narrow<R>(x[k]);
   };
+  if (type == ResultType::same) return each(static_cast<T*>(row));
   if constexpr (sizeof(T) == 2) each(static_cast<float*>(row));
   if constexpr (sizeof(T) == 4) {
     if (type == ResultType::f16) each(static_cast<__half*>(row));

@@ -16,8 +16,8 @@ struct Choice {
   int64_t split_blocks;         // how many blocks a multiprocessor rows are split into
   int64_t split_ring_packs;     // few rows from here on are split although a cluster holds them
 };
-constexpr Choice kHopper = {8, 128, {4096, 2048}, {2048, 4096}, 2048, 4, 65536};
-constexpr Choice kOther = {8, 128, {8192, 4096}, {0, 0}, 2048, 4, 0};  // no clusters, or not measured
+constexpr Choice kHopper = {31, 128, {4096, 2048}, {2048, 4096}, 2048, 4, 65536};
+constexpr Choice kOther = {31, 128, {8192, 4096}, {0, 0}, 2048, 4, 0};  // no clusters, or not measured
 
 struct Device {
   int processors = 0, major = 0;

@@ -8,6 +8,7 @@
 //   writes                     whether whole rows are written
 //   a_is_scores                whether a makes scores, together with the extras
 //   masked_value               what is written for a masked element
+//   ordinary(values)           whether value is masked_value where the score is -inf and b is 0
 //   fill()                     the element that changes no reduction
 //   accumulate(part, a, b, form)  some packs into a part
 //   finish(part, arguments, row) -> what the writing pass needs; writes the row's statistics
@@ -36,7 +37,7 @@ struct Scores {  // the forward operations reduce scores to their state
   using Thread = Running<A>;
   static constexpr int operands = 1;
   static constexpr bool reduces = true, reads_a_to_reduce = true, keeps_apart = apart, has_quick = false;
-  static constexpr bool a_is_scores = true, gradient = false;
+  static constexpr bool a_is_scores = true, gradient = false, scores = true;
   static constexpr double masked_value = 0;
   static __device__ T fill() { return narrow<T>(-infinity<A>()); }
 
@@ -47,16 +48,17 @@ struct Scores {  // the forward operations reduce scores to their state
   }
   template <int count, class Form>
   static __device__ A maximum(const Pack<T> (&a)[count], const Pack<T> (&b)[count], const Form& form) {
-    A m = -infinity<A>();
+    A m = -infinity<A>(), factor = 1;
+    if constexpr (Form::extras) factor = form.factor;
+    if (!Form::bias && factor > 0) {
 #pragma unroll
-    for (int k = 0; k < count; k++) {
-      if constexpr (Form::extras) {
-#pragma unroll
-        for (int i = 0; i < Pack<T>::size; i++) m = max(m, form.score(a[k], b[k], i));
-      } else {
-        m = max(m, a[k].maximum());
-      }
+      for (int k = 0; k < count; k++) m = max(m, a[k].maximum());
+      return m * factor;
     }
+#pragma unroll
+    for (int k = 0; k < count; k++)
+#pragma unroll
+      for (int i = 0; i < Pack<T>::size; i++) m = max(m, score(a[k], b[k], i, form));
     return m;
   }
   template <int count, class Form>
@@ -127,6 +129,37 @@ __device__ typename Op::Part reduce_visited(const Form& form, Visit visit, Reduc
   }
 }
 
+template <class A>
+__device__ A reduce_plain(A x, int width) {
+  for (int mask = width / 2; mask > 0; mask /= 2) x += __shfl_xor_sync(0xffffffffu, x, mask);
+  return x;
+}
+
+// Reduces a short row, all of whose packs some neighbouring lanes hold: the maximum is known before any exponential is
+// taken, and the terms are too few to need compensation.
+template <class Op, class T, int count, class Form>
+__device__ typename Op::Part reduce_short(const Pack<T> (&a)[count], const Pack<T> (&b)[count], const Form& form,
+                                          int width) {
+  using A = Accumulator<T>;
+  if constexpr (Op::scores) {
+    A m = reduce_maximum(Op::maximum(a, b, form), width);
+    if constexpr (Op::keeps_apart) {
+      typename Op::Rest rest;
+      Op::accumulate_rest(rest, reference(m), a, b, form);
+      Sum<A> sum{reduce_plain(rest.sum.s, width), 0};
+      if (isfinite(m)) sum.add(reduce_plain(rest.tops, width) - 1);
+      else reduce_plain(rest.tops, width);
+      return {m, sum};
+    } else {
+      return {m, {reduce_plain(Op::template sum_of_terms<false>(reference(m), a, b, form), width), 0}};
+    }
+  } else {
+    typename Op::Thread part;
+    Op::accumulate(part, a, b, form);
+    return {reduce_plain(part.s, width), 0};
+  }
+}
+
 template <class T>
 struct Softmax : Scores<T, false> {
   using typename Scores<T, false>::A;
@@ -146,6 +179,7 @@ struct Softmax : Scores<T, false> {
     return values;
   }
   static __device__ A value(Values v, A x, A) { return exponential_in_units<T>(x - v.ref) * v.scale; }
+  static __device__ bool ordinary(const Values& v) { return isfinite(v.scale); }
   static __device__ A quick_value(Values v, A x) { return exp2_approximately(fmaf(x, A(kLog2E), -v.shift)); }
 };
 
@@ -161,6 +195,7 @@ struct StateOf : Scores<T, false> {
     return {};
   }
   static __device__ A value(Values, A, A) { return 0; }
+  static __device__ bool ordinary(const Values&) { return true; }
 };
 
 template <class T>
@@ -177,6 +212,7 @@ struct LogSoftmax : Scores<T, true> {
     return {reference(part.m), isfinite(part.m) ? log1p(rest) : A(nan(""))};
   }
   static __device__ A value(Values v, A x, A) { return (x - v.ref) - v.log_s; }
+  static __device__ bool ordinary(const Values& v) { return isfinite(v.log_s); }
 };
 
 template <class T>
@@ -186,7 +222,7 @@ struct SoftmaxVjp {  // a = y, b = g
   using Thread = Part;
   static constexpr int operands = 2;
   static constexpr bool reduces = true, reads_a_to_reduce = true, keeps_apart = false, has_quick = false, writes = true;
-  static constexpr bool a_is_scores = false, gradient = true;
+  static constexpr bool a_is_scores = false, gradient = true, scores = false;
   static constexpr double masked_value = 0;
   using Values = A;
   static __device__ T fill() { return narrow<T>(0); }
@@ -207,6 +243,7 @@ struct SoftmaxVjp {  // a = y, b = g
   }
   static __device__ A finish(Part part, const Arguments<T>&, int64_t, bool) { return part.value(); }
   static __device__ A value(A dot, A y, A g) { return y * (g - dot); }
+  static __device__ bool ordinary(A) { return true; }
 };
 
 // p = exp(x - m) / s: the probabilities in the other two pullbacks, 0 in a row without scores.
@@ -214,6 +251,7 @@ template <class T>
 struct Probabilities {
   using A = Accumulator<T>;
   A ref, scale;
+  Probabilities() = default;
   __device__ Probabilities(A m, A s) : ref(reference(m)), scale(s == 0 ? A(0) : A(kUnit<T>) / s) {}
   __device__ A operator()(A x) const { return exponential_in_units<T>(x - ref) * scale; }
 };
@@ -225,7 +263,7 @@ struct LogSoftmaxVjp {  // a = x, b = g
   using Thread = Part;
   static constexpr int operands = 2;
   static constexpr bool reduces = true, reads_a_to_reduce = false, keeps_apart = false, has_quick = false, writes = true;
-  static constexpr bool a_is_scores = true, gradient = true;
+  static constexpr bool a_is_scores = true, gradient = true, scores = false;
   static constexpr double masked_value = 0;
   struct Values { Probabilities<T> p; A sum; };
   static __device__ T fill() { return narrow<T>(0); }
@@ -236,7 +274,7 @@ struct LogSoftmaxVjp {  // a = x, b = g
     for (int k = 0; k < count; k++) {
       A terms[Pack<T>::size];
 #pragma unroll
-      for (int i = 0; i < Pack<T>::size; i++) terms[i] = Form::extras && a[k].marked(i) ? A(0) : b[k].get(i);
+      for (int i = 0; i < Pack<T>::size; i++) terms[i] = b[k].get(i);
       part.add(tree_sum(terms));
     }
   }
@@ -247,6 +285,7 @@ struct LogSoftmaxVjp {  // a = x, b = g
     return {p, part.value()};
   }
   static __device__ A value(const Values& v, A x, A g) { return g - v.p(x) * v.sum; }
+  static __device__ bool ordinary(const Values& v) { return isfinite(v.p.scale) && isfinite(v.sum); }
 };
 
 template <class T>
@@ -256,7 +295,7 @@ struct LogsumexpVjp {  // a = x, g one a row; nothing is reduced
   using Thread = Part;
   static constexpr int operands = 1;
   static constexpr bool reduces = false, reads_a_to_reduce = false, keeps_apart = false, has_quick = false, writes = true;
-  static constexpr bool a_is_scores = true, gradient = true;
+  static constexpr bool a_is_scores = true, gradient = true, scores = false;
   static constexpr double masked_value = 0;
   struct Values { Probabilities<T> p; A g; };
   static __device__ T fill() { return narrow<T>(0); }
@@ -267,9 +306,10 @@ struct LogsumexpVjp {  // a = x, g one a row; nothing is reduced
     return {Probabilities<T>(from.m[row], from.s[row]), from.g[row]};
   }
   static __device__ A value(const Values& v, A x, A) { return v.p(x) * v.g; }
+  static __device__ bool ordinary(const Values& v) { return isfinite(v.p.scale) && isfinite(v.g); }
 };
 
-// The results of a pack.
+// The results of a pack, but for what is masked in a row that is not ordinary.
 template <class Op, bool quick, class T, class Form>
 __device__ void results(const typename Op::Values& values, const Pack<T>& a, const Pack<T>& b, const Form& form,
                         Accumulator<T> (&x)[Pack<T>::size]) {
@@ -283,8 +323,7 @@ __device__ void results(const typename Op::Values& values, const Pack<T>& a, con
     else x[k] = Op::value(values, first, second);
     if constexpr (Form::extras) {
       if (Op::gradient) x[k] *= form.scale;
-      bool masked = Op::a_is_scores ? a.marked(k) : form.masked && first == 0;
-      if (masked) x[k] = A(Op::masked_value);
+      if (!Op::a_is_scores && form.masked && first == 0) x[k] = 0;
     }
   }
 }

@@ -80,24 +80,28 @@ struct alignas(16) Pack {
       }
     }
   }
-  // Marks element k, or makes sure that it is not marked.
-  __device__ void mark(int k, bool set) {
+  // Elements whose byte in `bytes` is 0, not 1, become x.
+  __device__ void keep(const uint32_t* bytes, T x) {
     if constexpr (sizeof(T) == 2) {
-      uint32_t mask = 0xffffu << (k % 2 * 16);
-      uint32_t& word = words[k / 2];
-      if (set) word |= mask;
-      else if ((word & mask) == mask) word ^= 1u << (k % 2 * 16);
+      uint32_t both = bits<uint16_t>(x);
+      both |= both << 16;
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        uint32_t mask = __byte_perm(bytes[k / 2] * 0xffu, 0, k % 2 == 0 ? 0x1100 : 0x3322);
+        words[k] = (words[k] & mask) | (both & ~mask);
+      }
     } else {
-      uint32_t& word = words[k * sizeof(T) / 4];
-      if (set) word = 0xffffffffu;
-      else if (word == 0xffffffffu) word = 0xfffffffeu;
-      if (sizeof(T) == 8 && set) words[k * sizeof(T) / 4 + 1] = 0xffffffffu;
+#pragma unroll
+      for (int k = 0; k < size; k++)
+        if (!(bytes[0] >> 8 * k & 0xff)) set(k, x);
     }
   }
-  __device__ bool marked(int k) const {
-    if constexpr (sizeof(T) == 2) return (words[k / 2] >> (k % 2 * 16) & 0xffffu) == 0xffffu;
-    if constexpr (sizeof(T) == 4) return words[k] == 0xffffffffu;
-    return (words[k * sizeof(T) / 4] & words[(k * sizeof(T) / 4 + 1) % 4]) == 0xffffffffu;
+  // x * 0: 0, or NaN.
+  __device__ void times_zero() {
+    A x[size];
+#pragma unroll
+    for (int k = 0; k < size; k++) x[k] = get(k) * 0;
+    set_all(x);
   }
   // Multiplies bf16 elements by a power of two, pair by pair.
   __device__ void multiply(float factor) {

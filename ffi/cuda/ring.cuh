@@ -227,7 +227,7 @@ __device__ void consume(const Arguments<T>& args, RingMemory<Op, T>& memory) {
         for (int k = 0; k < each; k++) {
           if (both) a[k] = held[0][thread + k * Ring::consumers];
           if (Op<T>::operands > 1) b[k] = held[Op<T>::operands - 1][thread + k * Ring::consumers];
-          row.mark(chunk + thread + k * Ring::consumers, end, a[k]);
+          row.mark(chunk + thread + k * Ring::consumers, end, a[k], b[k]);
         }
         return;
       }
@@ -237,7 +237,7 @@ __device__ void consume(const Arguments<T>& args, RingMemory<Op, T>& memory) {
         if (pack >= whole_begin && pack < min(whole_end, end)) {
           if (both) a[k] = held[0][at];
           if (Op<T>::operands > 1) b[k] = held[Op<T>::operands - 1][at];
-          row.mark(pack, end, a[k]);
+          row.mark(pack, end, a[k], b[k]);
         } else {
           row.load(pack, end, a[k], b[k]);
         }
@@ -297,7 +297,7 @@ __device__ void consume(const Arguments<T>& args, RingMemory<Op, T>& memory) {
         load(chunk, a, b, true);
         __syncwarp();
         if (lane == 0) memory.empty[slot].arrive();
-        if (row.writes_packs() && chunk >= whole_begin && chunk + slot_packs <= min(whole_end, end)) {
+        if (row.writes_packs(values) && chunk >= whole_begin && chunk + slot_packs <= min(whole_end, end)) {
 #pragma unroll
           for (int k = 0; k < each; k++)
             out[chunk + thread + k * Ring::consumers] = row.template result_pack<decltype(quick)::value>(values, a[k], b[k]);
@@ -325,15 +325,18 @@ __global__ void __launch_bounds__(Ring::threads, 1)
     ring(const __grid_constant__ Arguments<T> args, unsigned long long* counter) {
   extern __shared__ __align__(128) unsigned char bytes[];
   auto& memory = *reinterpret_cast<RingMemory<Op, T>*>(bytes);
-  const unsigned thread = threadIdx.x;  // every barrier has a thread that makes it
-  if (thread < memory.count) memory.full[thread].init(1), memory.empty[thread].init(Ring::consumers / 32);
-  if (thread < Ring::teams) memory.reduced[thread].init(Ring::consumers / 32);
-  if (thread < Ring::mails) memory.mailed[thread].init(1), memory.mailed[thread].arrive_expecting(sizeof(int64_t));
-  if (thread < Ring::exchanges) {
-    memory.exchanged[thread].init(1);
-    memory.exchanged[thread].arrive_expecting(blocks_of_cluster() * sizeof(RingState<typename Op<T>::Part>));
+  if (threadIdx.x < 32) {  // every barrier has a thread that makes it
+    const unsigned thread = threadIdx.x;
+    if (thread < memory.count) memory.full[thread].init(1), memory.empty[thread].init(Ring::consumers / 32);
+    if (thread < Ring::teams) memory.reduced[thread].init(Ring::consumers / 32);
+    if (thread < Ring::mails) memory.mailed[thread].init(1), memory.mailed[thread].arrive_expecting(sizeof(int64_t));
+    if (thread < Ring::exchanges) {
+      memory.exchanged[thread].init(1);
+      memory.exchanged[thread].arrive_expecting(blocks_of_cluster() * sizeof(RingState<typename Op<T>::Part>));
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    __syncwarp();
   }
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   synchronize_cluster();
   if (threadIdx.x >= Ring::teams * Ring::consumers) {
     if (threadIdx.x % 32 == 0) produce<Op, T, Form>(args, counter, memory);

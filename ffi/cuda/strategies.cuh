@@ -41,12 +41,16 @@ struct Row {
     if (!reduce_only || Op<T>::reads_a_to_reduce || Form::extras) pa = window.load(a, i, read_end, Op<T>::fill());
     if constexpr (Op<T>::operands > 1) pb = window.load(b, i, read_end, Op<T>::fill());
     else if constexpr (Form::bias) pb = window.load_anywhere(form.bias_row, i, read_end, narrow<T>(0));
-    mark(i, end, pa);
+    mark(i, end, pa, pb);
   }
-  __device__ void mark(Index i, Index end, Pack<T>& pa) const {
-    if constexpr (Form::extras && Op<T>::a_is_scores) form.mark(pa, i, end, window);
+  __device__ void mark(Index i, Index end, Pack<T>& pa, Pack<T>& pb) const {
+    if constexpr (Form::extras && Op<T>::a_is_scores)
+      form.mark(pa, pb, Op<T>::operands > 1 || Form::bias, i, end, window);
   }
-  __device__ bool writes_packs() const { return !Form::extras || result == ResultType::same; }
+  // Whether the results of whole packs may be written as packs, and nothing is to be looked up again.
+  __device__ bool writes_packs(const typename Op<T>::Values& values) const {
+    return !Form::extras || (result == ResultType::same && Op<T>::ordinary(values));
+  }
 
   template <bool quick = false>
   __device__ Pack<T> result_pack(const typename Op<T>::Values& values, const Pack<T>& pa, const Pack<T>& pb) const {
@@ -58,13 +62,18 @@ struct Row {
     return pack;
   }
   __device__ void write(Index i, const typename Op<T>::Values& values, const Pack<T>& pa, const Pack<T>& pb) const {
-    if (writes_packs()) {
+    if (writes_packs(values)) {
       if constexpr (Op<T>::has_quick)
         if (values.quick) return window.store(static_cast<T*>(out), i, result_pack<true>(values, pa, pb));
       window.store(static_cast<T*>(out), i, result_pack(values, pa, pb));
-    } else {
+    } else if constexpr (Form::extras) {
       Accumulator<T> x[Pack<T>::size];
       results<Op<T>, false>(values, pa, pb, form, x);
+      if (Op<T>::a_is_scores && !Op<T>::ordinary(values)) {
+#pragma unroll
+        for (int k = 0; k < Pack<T>::size; k++)
+          if (!form.counts(int64_t(i) * Pack<T>::size - window.head + k)) x[k] = Accumulator<T>(Op<T>::masked_value);
+      }
       store_as<T>(result, out, window, i, x);
     }
   }
@@ -112,9 +121,13 @@ __global__ void __launch_bounds__(1024) resident(const __grid_constant__ Argumen
 #pragma unroll
     for (int k = 0; k < kPacks; k++) row.load(threadIdx.x + k * blockDim.x, packs, pa[k], pb[k]);
     typename Op<T>::Part part;
-    if constexpr (Op<T>::reduces)
-      part = reduce_visited<Op<T>>(row.form, [&](auto use) { use(pa, pb); },
-                                   [](const auto& part) { return reduce_threads<T>(part); });
+    if constexpr (Op<T>::reduces) {
+      if (blockDim.x <= 32)
+        part = reduce_short<Op<T>>(pa, pb, row.form, blockDim.x);
+      else
+        part = reduce_visited<Op<T>>(row.form, [&](auto use) { use(pa, pb); },
+                                     [](const auto& part) { return reduce_threads<T>(part); });
+    }
     if (!exists) continue;
     auto values = Op<T>::finish(part, args, index, threadIdx.x == 0);
     if constexpr (Op<T>::writes) {
