@@ -68,7 +68,7 @@ def compose(operation: str, form: Form, plain: Operation) -> Operation:
             if kind == "x":
                 v = scores(form, v, extras, dtype)
             elif kind == "t":
-                v = _select(counts, _scaled(v.astype(dtype), extras), 0)
+                v = _select(counts, _scaled(counts, v.astype(dtype), extras), 0)
             elif kind == "g":
                 v = _select(counts, v.astype(dtype), 0)
             elif kind == "y":
@@ -79,7 +79,7 @@ def compose(operation: str, form: Form, plain: Operation) -> Operation:
             if v.ndim < base[0].ndim:
                 return v
             if operation.endswith("_vjp"):
-                v = _scaled(v, extras)
+                v = _scaled(counts, v, extras)
             v = _select(counts, v, -jnp.inf if operation == "log_softmax" else 0)
             return jnp.moveaxis(v.astype(form.dtype), -1, axis)
 
@@ -91,9 +91,7 @@ def compose(operation: str, form: Form, plain: Operation) -> Operation:
 def scores(form: Form, x: jax.Array, extras: dict[str, jax.Array], dtype: np.dtype) -> jax.Array:
     """z = x * scale + bias in this dtype, along the last axis; -inf where an element does not count."""
     counts = _counts(form, x, extras)
-    z = x.astype(dtype)
-    if "s" in extras:
-        z = _scaled(_select(counts, z, 0), extras)  # else derivatives would be 0 * inf where inf does not count
+    z = _scaled(counts, x.astype(dtype), extras)
     if "b" in extras:
         z = z + extras["b"].astype(dtype)
     return _select(counts, z, -jnp.inf)
@@ -131,8 +129,9 @@ def _counts(form: Form, first: jax.Array, extras: dict[str, jax.Array]) -> jax.A
     return functools.reduce(jnp.logical_and, conditions) if conditions else None
 
 
-def _scaled(v: jax.Array, extras: dict[str, jax.Array]) -> jax.Array:
-    return v * extras["s"][..., None] if "s" in extras else v
+def _scaled(counts: jax.Array | None, v: jax.Array, extras: dict[str, jax.Array]) -> jax.Array:
+    """v * scale; of 0 where nothing counts, as what is hidden there would be in the derivative by the scale."""
+    return _select(counts, v, 0) * extras["s"][..., None] if "s" in extras else v
 
 
 def _select(counts: jax.Array | None, v: jax.Array, other: float) -> jax.Array:

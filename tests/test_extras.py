@@ -239,13 +239,21 @@ def test_shapes(op, implementation, axis):
 @each_implementation
 def test_causal(op, implementation):
     """More rows than elements and fewer, alone and beside a mask; the first row always has its first element."""
+    cases = []
+    for i, shape in enumerate(((3, 5), (5, 3), (1, 4), (4, 1), (2, 4, 4))):
+        masks = None, np.arange(shape[-1]) % 3 < 2, np.arange(shape[-2])[:, None] > 0
+        cases += [(np.random.default_rng(i).standard_normal(shape), where) for where in masks]
+
+    def results(function):
+        return [both(lambda x, s, b, f=function(where): f(x), x, None, None) for x, where in cases]
+
     with jax.enable_x64(True), served(implementation):
-        for shape in ((3, 5), (5, 3), (1, 4), (4, 1), (2, 4, 4)):
-            x = np.random.default_rng(0).standard_normal(shape)
-            for where in (None, np.arange(shape[-1]) % 3 < 2, np.arange(shape[-2])[:, None] > 0):
-                actual = both(lambda x, s, b, w=where: ours(op, implementation, where=w, causal=True)(x), x, None, None)
-                expected = both(by_jax(op, causal=True, where=where), x, None, None)
-                assert_trees_all_close(actual, expected, rtol=1e-10, atol=1e-12)
+        mine, jaxs = (
+            (lambda w: ours(op, implementation, where=w, causal=True)),
+            (lambda w: by_jax(op, -1, None, None, True, w)),
+        )
+        actual, expected = jax.jit(lambda: (results(mine), results(jaxs)))()
+        assert_trees_all_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
 @each_op
@@ -525,7 +533,11 @@ X = np.ones((2, 3), np.float32)
             r"causal needs one reduced axis, the last.*got axis=\(0,\) .*\(2, 3\)",
         ),
         ({"causal": True, "axis": None}, ValueError, r"causal needs one reduced axis, the last.*got axis=\(0, 1\)"),
-        ({"dtype": jnp.int32}, ValueError, r"dtype must be None or one of float16, bfloat16, float32, .*; got int32"),
+        (
+            {"dtype": jnp.int32},
+            ValueError,
+            r"dtype must be None or one of float16, bfloat16, float32 and float64; got int32",
+        ),
         ({"dtype": jnp.complex64}, ValueError, r"dtype must be None or one of float16, .*; got complex64"),
     ],
 )
