@@ -51,14 +51,23 @@ struct WithExtras {
       : limit(args.n), masked(args.masked) {
     const Extras& extras = args.extras;
     int64_t offset[4] = {};
+    const Extra* every[4] = {&extras.scale, &extras.limit, &extras.where, &extras.bias};
     for (int i = 0; i < extras.groups; i++) {
-      int64_t at;
-      if (args.rows <= UINT32_MAX)  // a division of 32 bits is several times faster
-        at = static_cast<uint32_t>(row) / static_cast<uint32_t>(extras.divisor[i]) % static_cast<uint32_t>(extras.size[i]);
-      else
+      bool used = false;
+#pragma unroll
+      for (int k = 0; k < 4; k++) used |= every[k]->stride[i] != 0;
+      if (!used) continue;  // divisions take longer than all else here
+      int64_t at = row;
+      if (args.rows <= UINT32_MAX) {
+        auto at32 = static_cast<uint32_t>(row);
+        if (i > 0) at32 /= static_cast<uint32_t>(extras.divisor[i]);
+        if (i + 1 < extras.groups) at32 %= static_cast<uint32_t>(extras.size[i]);
+        at = at32;
+      } else {
         at = row / extras.divisor[i] % extras.size[i];
-      offset[0] += at * extras.scale.stride[i], offset[1] += at * extras.limit.stride[i];
-      offset[2] += at * extras.where.stride[i], offset[3] += at * extras.bias.stride[i];
+      }
+#pragma unroll
+      for (int k = 0; k < 4; k++) offset[k] += at * every[k]->stride[i];
     }
     if (extras.scale.data) scale = static_cast<const A*>(extras.scale.data)[offset[0]], factor = scale == 0 ? A(1) : scale;
     if (extras.limit.data) limit = min(limit, max(int64_t(0), int64_t(static_cast<const int32_t*>(extras.limit.data)[offset[1]])));
@@ -75,6 +84,10 @@ struct WithExtras {
     return static_cast<Index>((window.head + limit + Pack<T>::size - 1) / Pack<T>::size);
   }
 
+  // The x whose score is -inf.
+  __device__ T masked_element() const {
+    return narrow<T>(factor < 0 ? A(__builtin_huge_val()) : -A(__builtin_huge_val()));
+  }
   __device__ bool counts(int64_t j) const { return j >= 0 && j < limit && (!where || where[j]); }
 
   // Masks what does not count of pack i, the row's padding and all packs from `end` on included: the score becomes -inf,
@@ -98,7 +111,7 @@ struct WithExtras {
         keep[k / 4] = (k % 4 == 0 ? 0 : keep[k / 4]) | one << (k % 4 * 8);
       }
     }
-    a.keep(keep, narrow<T>(factor < 0 ? A(__builtin_huge_val()) : -A(__builtin_huge_val())));
+    a.keep(keep, masked_element());
     if (has_b) b.keep(keep, narrow<T>(0));
   }
 

@@ -8,16 +8,15 @@ namespace jaxsoft::cuda {
 
 // In packs of 16 bytes of each operand.
 struct Choice {
-  int64_t few_packs;            // a row up to here: one pack a thread
-  int64_t many_packs;           // up to here four packs a thread
+  int64_t packs[3];             // a row up to here: one pack a thread, two, four
   int64_t resident_packs[2];    // for one operand, and for two; longer rows are not resident
   int64_t ring_packs[2];        // what a block of a cluster should have of a row: 4 bytes an element; 2 bytes
   int64_t split_packs;          // what a block has of a row that is split
   int64_t split_blocks;         // how many blocks a multiprocessor rows are split into
   int64_t split_ring_packs;     // few rows from here on are split although a cluster holds them
 };
-constexpr Choice kHopper = {31, 128, {4096, 2048}, {2048, 4096}, 2048, 4, 65536};
-constexpr Choice kOther = {31, 128, {8192, 4096}, {0, 0}, 2048, 4, 0};  // no clusters, or not measured
+constexpr Choice kHopper = {{4, 31, 128}, {4096, 2048}, {2048, 4096}, 2048, 4, 65536};
+constexpr Choice kOther = {{4, 31, 128}, {8192, 4096}, {0, 0}, 2048, 4, 0};  // no clusters, or not measured
 
 struct Device {
   int processors = 0, major = 0;
@@ -68,9 +67,11 @@ cudaError_t launch_form(const Arguments<T>& args, void* workspace, int64_t bytes
   int64_t packs = (args.n * sizeof(T) + 15) / 16 + (args.n * sizeof(T) % 16 != 0);
   constexpr int operands = Op<T>::operands == 1 && !Form::bias ? 1 : 2;
   constexpr int most_packs = operands == 1 && !Form::extras ? 8 : 4;
-  if constexpr (!Form::extras)
-    if (packs <= choice.few_packs) return launch_resident<Op, T, Form, 1>(args, packs, stream);
-  if (packs <= choice.many_packs) return launch_resident<Op, T, Form, 4>(args, packs, stream);
+  if constexpr (!Form::extras) {
+    if (packs <= choice.packs[0]) return launch_resident<Op, T, Form, 1>(args, packs, stream);
+    if (packs <= choice.packs[1]) return launch_resident<Op, T, Form, 2>(args, packs, stream);
+  }
+  if (packs <= choice.packs[2]) return launch_resident<Op, T, Form, 4>(args, packs, stream);
   if (packs <= std::min<int64_t>(choice.resident_packs[operands - 1], most_packs * 1024))
     return launch_resident<Op, T, Form, most_packs>(args, packs, stream);
 

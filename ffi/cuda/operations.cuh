@@ -173,7 +173,7 @@ struct Softmax : Scores<T, false> {
     Values values{reference(part.m), part.m == infinity<A>() ? A(nan("")) : A(kUnit<T>) / s, 0, false};
     if constexpr (sizeof(T) == 2) {
       // 2^(x log2(e) - shift), without a difference or a factor: to 2^-17, and not where the shift is large.
-      values.shift = part.m * A(kLog2E) + log2f(s) + log2f(kUnit<T>);
+      values.shift = part.m * A(kLog2E) + __log2f(s) + log2f(kUnit<T>);
       values.quick = fabs(part.m) < 64 && s < A(0x1p32);
     }
     return values;

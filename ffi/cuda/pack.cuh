@@ -96,6 +96,10 @@ struct alignas(16) Pack {
         if (!(bytes[0] >> 8 * k & 0xff)) set(k, x);
     }
   }
+  __device__ void fill(T x) {
+#pragma unroll
+    for (int k = 0; k < size; k++) set(k, x);
+  }
   // x * 0: 0, or NaN.
   __device__ void times_zero() {
     A x[size];

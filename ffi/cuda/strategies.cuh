@@ -36,11 +36,16 @@ struct Row {
 
   // Pack i of the operands. `reduce_only`: b alone, where the reduction needs no more.
   __device__ void load(Index i, Index end, Pack<T>& pa, Pack<T>& pb, bool reduce_only = false) const {
-    Index read_end = end;
-    if constexpr (Form::extras) read_end = min(end, form.masked_from(window));
-    if (!reduce_only || Op<T>::reads_a_to_reduce || Form::extras) pa = window.load(a, i, read_end, Op<T>::fill());
-    if constexpr (Op<T>::operands > 1) pb = window.load(b, i, read_end, Op<T>::fill());
-    else if constexpr (Form::bias) pb = window.load_anywhere(form.bias_row, i, read_end, narrow<T>(0));
+    if constexpr (Form::extras) {
+      if (i >= min(end, form.masked_from(window))) {  // nothing of it is read
+        pa.fill(Op<T>::a_is_scores ? form.masked_element() : narrow<T>(0));
+        pb.fill(narrow<T>(0));
+        return;
+      }
+    }
+    if (!reduce_only || Op<T>::reads_a_to_reduce || Form::extras) pa = window.load(a, i, end, Op<T>::fill());
+    if constexpr (Op<T>::operands > 1) pb = window.load(b, i, end, Op<T>::fill());
+    else if constexpr (Form::bias) pb = window.load_anywhere(form.bias_row, i, end, narrow<T>(0));
     mark(i, end, pa, pb);
   }
   __device__ void mark(Index i, Index end, Pack<T>& pa, Pack<T>& pb) const {
