@@ -55,11 +55,11 @@ inline void accumulate(double* to, F32 v) {
   accumulate(to + Lanes<double>::lanes, __builtin_convertvector(half[1], F64));
 }
 
-// Every column c to fold(columns c, c + period, ...).
+// Every column c becomes fold(columns c, c + period, ...).
 template <class A, class Fold>
 inline void fold_columns(A* a, const Block& block, Fold fold) {
-  for (int64_t c = block.period; c < block.columns; c++) a[c % block.period] = fold(a[c % block.period], a[c]);
-  for (int64_t c = block.period; c < block.columns; c++) a[c] = a[c % block.period];
+  for (int64_t c = block.columns - 1; c >= block.period; c--) a[c - block.period] = fold(a[c - block.period], a[c]);
+  for (int64_t c = block.period; c < block.columns; c++) a[c] = a[c - block.period];
 }
 
 template <Reduction reduction, class T>
@@ -71,11 +71,12 @@ void reduce_columns(const Segment& at, const Block& block, Part* part) {
   auto read = [&](const void* p, int64_t line, int64_t column, int64_t count) {
     return load<T>((const T*)p + line * block.stride + column, count, reduction == kScores ? (S)-infinity : 0);
   };
-  S m[kRoom] = {}, ref[kRoom];
-  double s[kRoom] = {};
+  S m[kRoom], ref[kRoom];
+  double s[kRoom];
+  const int64_t room = block.columns + Lanes<T>::lanes;
+  for (int64_t c = 0; c < room; c++) m[c] = reduction == kScores ? (S)-infinity : 0, s[c] = 0;
 
   if constexpr (reduction == kScores) {
-    for (S& v : m) v = (S)-infinity;
     each_lines(block, [&](int64_t line, auto lines, int64_t columns) {
       each_vector<T>(columns, [&](int64_t c, int64_t count, int64_t) {
         V top = Memory::load(m + c);
@@ -84,7 +85,7 @@ void reduce_columns(const Segment& at, const Block& block, Part* part) {
       });
     });
     fold_columns(m, block, [](S a, S b) { return b > a ? b : a; });
-    for (int64_t c = 0; c < kRoom; c++) ref[c] = m[c] - m[c] == 0 ? m[c] : 0;
+    for (int64_t c = 0; c < room; c++) ref[c] = m[c] - m[c] == 0 ? m[c] : 0;
   }
   if constexpr (reduction != kNone) {
     each_lines(block, [&](int64_t line, auto lines, int64_t columns) {
@@ -121,17 +122,29 @@ inline void combine_columns(Part* total, const Part& part, int64_t columns) {
   }
 }
 
+// The statistics (m, s) are results of an operation that reduces scores, if it has them, and operands of the others.
 template <class Op, class T>
-void finish_columns(const Row& row, int64_t column, const Block& block, Numbers* to) {
+void finish_columns(const Part& part, const Block& block, void* m, void* s, const void* g, Numbers* to) {
   typedef typename Lanes<T>::Scalar S;
-  S p[kNumbers] = {};
-  Op::finish(row, p);
-  for (int64_t c = column; c < block.columns; c += block.period)
-    for (int j = 0; j < kNumbers; j++) ((S*)to->bytes)[j * kRoom + c] = p[j];
+  S* numbers = (S*)to->bytes;
+  for (int64_t c = 0; c < block.period && c < block.columns; c++) {
+    Row row{{part.m[c], part.s[c]}};
+    if (g) row.g = ((const S*)g)[c];
+    if (m && Op::reduction == kScores) ((S*)m)[c] = (S)part.m[c], ((S*)s)[c] = (S)part.s[c];
+    else if (m) row.given = {((S*)m)[c], ((S*)s)[c]};
+    S p[kNumbers] = {};
+    Op::finish(row, p);
+    for (int j = 0; j < kNumbers; j++) numbers[j * kRoom + c] = p[j];
+  }
+  for (int64_t c = block.period; c < block.columns; c++)
+    for (int j = 0; j < kNumbers; j++) numbers[j * kRoom + c] = numbers[j * kRoom + c - block.period];
 }
 
 template <class Op, class T, class Out>
-void write_columns(const Segment& at, void* out, const Block& block, const Numbers& numbers) {
+void write_columns(const Segment& at, void* out_, const Block& block, const Numbers& numbers) {
+  const T *first = (const T*)at.a, *second = (const T*)at.b;
+  Out* out = (Out*)out_;
+  const bool masked = at.masked;
   typedef typename Lanes<T>::V V;
   typedef typename Lanes<T>::Scalar S;
   for (int64_t line = 0; line < block.lines + (block.rest > 0); line++)
@@ -139,11 +152,12 @@ void write_columns(const Segment& at, void* out, const Block& block, const Numbe
       int64_t i = line * block.stride + c;
       V p[kNumbers];
       for (int j = 0; j < kNumbers; j++) p[j] = Lanes<S>::load((const S*)numbers.bytes + j * kRoom + c);
-      V a = load<T>((const T*)at.a + i, count, 0), b = at.b ? load<T>((const T*)at.b + i, count, 0) : V{};
+      V a = load<T>(first + i, count, 0), b{};
+      if constexpr (reads_b(Op::reduction)) b = load<T>(second + i, count, 0);
       V v = Op::value(a, b, p);
-      if (at.masked) v = a == 0 ? V{} : v;
-      if (count < Lanes<T>::lanes) Lanes<Out>::store_part((Out*)out + i, v, count);
-      else Lanes<Out>::store((Out*)out + i, v);
+      if (masked) v = a == 0 ? V{} : v;
+      if (count < Lanes<T>::lanes) Lanes<Out>::store_part(out + i, v, count);
+      else Lanes<Out>::store(out + i, v);
     });
 }
 

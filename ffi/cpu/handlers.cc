@@ -72,6 +72,7 @@ struct Statistic {
   Statistic() = default;
   Statistic(In b) : data(b.untyped_data()), wide(b.element_type() == ffi::F64) {}
   Statistic(Out b) : Statistic(*b) {}
+  void* at(int64_t row) const { return data ? static_cast<char*>(data) + row * (wide ? 8 : 4) : nullptr; }
   double get(int64_t row) const { return wide ? static_cast<double*>(data)[row] : static_cast<float*>(data)[row]; }
   void set(int64_t row, double v) const {
     if (wide) static_cast<double*>(data)[row] = v;
@@ -85,8 +86,8 @@ struct Arrays {
 };
 
 // The numbers of a row that has been reduced. Writes those that are results.
-Row finish(Operation operation, const Arrays& arrays, int64_t row, State reduced, double scale) {
-  Row numbers{reduced, {}, 0, scale};
+Row finish(Operation operation, const Arrays& arrays, int64_t row, State reduced) {
+  Row numbers{reduced};
   if (arrays.g.data) numbers.g = arrays.g.get(row);
   if (!arrays.m.data) return numbers;
   if (operation <= kState) {
@@ -138,57 +139,81 @@ void reduce_then_write(ffi::ThreadPool& pool, int64_t rows, int64_t n, int64_t e
   });
 }
 
-// x is (rows, n).
-void run_rows(ffi::ThreadPool& pool, Operation operation, const Kernels& k, const Call& call, bool masked,
-              const Arrays& arrays) {
-  auto [rows, n, inner] = call.shape;
-  const Extras& extras = call.extras;
-  Statistic scale;
-  scale.data = const_cast<void*>(extras.scale.data);
-  scale.wide = arrays.a.dtype == ffi::F64;
-  auto scale_of = [&](int64_t row) { return scale.data ? scale.get(extras.offset(extras.scale, row)) : 1; };
-  auto segment = [&](int64_t row, int64_t i) {
-    Segment at{arrays.a.at(row * n + i), arrays.b.at(row * n + i), nullptr, nullptr, scale_of(row), masked};
+// What is read of rows (rows, n). Lambdas hold it by value: it is looked at for every row, however short.
+struct Rows {
+  Elements a, b;
+  int64_t n;
+  bool masked, wide, has_extras;
+  Extras extras;
+
+  Rows(const Arrays& arrays, const Call& call, bool masked)
+      : a(arrays.a), b(arrays.b), n(call.shape.n), masked(masked), wide(a.dtype == ffi::F64), extras(call.extras) {
+    has_extras = extras.scale.data || extras.limit.data || extras.where.data || extras.bias.data;
+  }
+  Segment segment(int64_t row, int64_t i) const {
+    Segment at{a.at(row * n + i), b.at(row * n + i), nullptr, nullptr, scale(row), masked};
+    if (!has_extras) return at;
     if (extras.where.data) at.where = static_cast<const bool*>(extras.where.data) + extras.offset(extras.where, row) + i;
     if (extras.bias.data)
-      at.bias = static_cast<const char*>(extras.bias.data) + (extras.offset(extras.bias, row) + i) * arrays.a.size;
+      at.bias = static_cast<const char*>(extras.bias.data) + (extras.offset(extras.bias, row) + i) * a.size;
     return at;
-  };
+  }
+  double scale(int64_t row) const {
+    if (!has_extras || !extras.scale.data) return 1;
+    int64_t i = extras.offset(extras.scale, row);
+    return wide ? static_cast<const double*>(extras.scale.data)[i] : static_cast<const float*>(extras.scale.data)[i];
+  }
   // How many of the `size` elements from i on come before the row's limit.
-  auto counted = [&](int64_t row, int64_t i, int64_t size) {
-    if (!extras.limit.data) return size;
+  int64_t counted(int64_t row, int64_t i, int64_t size) const {
+    if (!has_extras || !extras.limit.data) return size;
     int64_t limit = static_cast<const int32_t*>(extras.limit.data)[extras.offset(extras.limit, row)];
     return std::clamp<int64_t>(limit - i, 0, size);
-  };
-  auto fill = [&](int64_t row, int64_t begin, int64_t end) {
-    if (begin < end) k.fill(arrays.out.at(row * n + begin), end - begin);
-  };
+  }
+};
 
-  if (k.at_once && n <= kTile) {
-    each_row(pool, rows, n, [&, n = n](int64_t row) {
-      int64_t count = counted(row, 0, n);
-      k.at_once(segment(row, 0), arrays.out.at(row * n), count);
+void run_rows(ffi::ThreadPool& pool, Operation operation, const Kernels& kernels, const Call& call, bool masked,
+              const Arrays& all) {
+  const Kernels k = kernels;
+  const Arrays arrays = all;
+  const Rows in(arrays, call, masked);
+  const int64_t n = call.shape.n;
+  auto fill = [=](int64_t row, int64_t begin, int64_t end) {
+    if (begin < end && arrays.out.data) k.fill(arrays.out.at(row * n + begin), end - begin);
+  };
+  if (n <= kSegment) {  // rows that are not cut
+    each_row(pool, call.shape.rows, n, [=](int64_t row) {
+      const Segment at = in.segment(row, 0);
+      const int64_t count = in.counted(row, 0, n);
+      char* out = arrays.out.at(row * n);
+      if (k.at_once && n <= kTile) {
+        k.at_once(at, out, count);
+      } else {
+        State reduced = k.reduce ? k.reduce(at, count) : State{};
+        Row numbers = finish(operation, arrays, row, reduced);
+        if (k.write) k.write(at, out, count, numbers);
+      }
       fill(row, count, n);
     });
     return;
   }
   reduce_then_write(
-      pool, rows, n, n,
-      [&](int64_t row, int64_t i, int64_t size) { return k.reduce(segment(row, i), counted(row, i, size)); },
+      pool, call.shape.rows, n, n,
+      [=](int64_t row, int64_t i, int64_t size) {
+        return k.reduce ? k.reduce(in.segment(row, i), in.counted(row, i, size)) : State{};
+      },
       [](State& total, State part) { total = combine(total, part); },
-      [&](int64_t row, State reduced) { return finish(operation, arrays, row, reduced, scale_of(row)); },
-      [&, n = n](int64_t row, int64_t i, int64_t size, const Row& total) {
+      [=](int64_t row, State reduced) { return finish(operation, arrays, row, reduced); },
+      [=](int64_t row, int64_t i, int64_t size, const Row& total) {
         if (!k.write) return;
-        int64_t count = counted(row, i, size);
-        k.write(segment(row, i), arrays.out.at(row * n + i), count, total);
+        int64_t count = in.counted(row, i, size);
+        k.write(in.segment(row, i), arrays.out.at(row * n + i), count, total);
         fill(row, i + count, i + size);
       });
 }
 
 // x is (rows, n, inner). Columns are taken together where they are neighbours. Where they are too few, n is folded onto
 // them: (n, inner) is the same memory as (n / fold, fold * inner), in which each column is one of `fold` parts of a row.
-void run_columns(ffi::ThreadPool& pool, Operation operation, const Kernels& k, Shape shape, bool masked,
-                 const Arrays& arrays) {
+void run_columns(ffi::ThreadPool& pool, const Kernels& k, Shape shape, bool masked, const Arrays& arrays) {
   auto [rows, n, inner] = shape;
   const int64_t fold = inner < kFewColumns ? std::min(n, 4 * kFewColumns / inner) : 1;
   const int64_t width = fold * inner, lines = (n + fold - 1) / fold;
@@ -212,10 +237,9 @@ void run_columns(ffi::ThreadPool& pool, Operation operation, const Kernels& k, S
       [&](Part& total, const Part& part) { k.combine_columns(&total, part, together); },
       [&, inner = inner](int64_t group, const Part& part) {
         Numbers numbers;
+        int64_t row = group / groups * inner + group % groups * together;
         with_block(group, 0, 0, [&](const Segment&, int64_t, const Block& block) {
-          int64_t first = group / groups * inner + group % groups * together;
-          for (int64_t c = 0; c < std::min(block.period, block.columns); c++)
-            k.finish_columns(finish(operation, arrays, first + c, {part.m[c], part.s[c]}, 1), c, block, &numbers);
+          k.finish_columns(part, block, arrays.m.at(row), arrays.s.at(row), arrays.g.at(row), &numbers);
         });
         return numbers;
       },
@@ -232,12 +256,11 @@ ffi::Error run(ffi::ThreadPool& pool, Operation operation, const ffi::ErrorOr<Ca
   if (call.has_error()) return call.error();
   static const KernelTable& table = choose();
   const Extras& extras = call->extras;
-  // A limit only makes rows shorter, and softmax_vjp has a scale anyway.
-  bool with = masked || extras.where.data || extras.bias.data || (extras.scale.data && operation != kSoftmaxVjp);
+  bool with = masked || extras.scale.data || extras.where.data || extras.bias.data;  // a limit makes rows shorter
   auto result = arrays.out.data ? arrays.out.dtype : arrays.a.dtype;
   const Kernels& kernels = table[with][dtypes_of(arrays.a.dtype, result)][operation];
   if (call->shape.inner == 1) run_rows(pool, operation, kernels, *call, masked, arrays);
-  else if (call->shape.inner > 0) run_columns(pool, operation, kernels, call->shape, masked, arrays);
+  else if (call->shape.inner > 0) run_columns(pool, kernels, call->shape, masked, arrays);
   return ffi::Error::Success();
 }
 

@@ -19,8 +19,9 @@ using jaxsoft::cpu::reference;
 using jaxsoft::cpu::Row;
 
 enum Reduction { kScores, kDot, kSum, kNone };
+constexpr bool reads_b(Reduction r) { return r == kDot || r == kSum; }
 
-constexpr int kNumbers = 4;  // the most that an operation has
+constexpr int kNumbers = 3;  // the most that an operation has
 
 // softmax and log_softmax of a row that holds +inf are NaN everywhere, as inf / inf has no value.
 struct Softmax {
@@ -53,10 +54,9 @@ struct SoftmaxVjp {
   template <class S>
   static void finish(const Row& row, S* p) {
     p[0] = (S)row.reduced.s;
-    p[1] = (S)row.scale;
   }
   template <class V, class N>
-  static V value(V y, V g, const N* p) { return (y * (g - p[0])) * p[1]; }
+  static V value(V y, V g, const N* p) { return y * (g - p[0]); }
 };
 
 // 1 / s of a row with scores, and 0 of one that is all -inf.
@@ -74,10 +74,9 @@ struct LogSoftmaxVjp {
     p[0] = (S)reference(m);
     p[1] = m - m == 0 ? inverse_sum<S>(row.given.s) : (S)__builtin_nan("");  // log_softmax has no value there
     p[2] = (S)row.reduced.s;
-    p[3] = (S)row.scale;
   }
   template <class V, class N>
-  static V value(V z, V g, const N* p) { return (g - (exp(z - p[0]) * p[1]) * p[2]) * p[3]; }
+  static V value(V z, V g, const N* p) { return g - (exp(z - p[0]) * p[1]) * p[2]; }
 };
 
 struct LogsumexpVjp {
@@ -88,10 +87,9 @@ struct LogsumexpVjp {
     p[0] = (S)reference(row.given.m);
     p[1] = inverse_sum<S>(row.given.s);
     p[2] = (S)row.g;
-    p[3] = (S)row.scale;
   }
   template <class V, class N>
-  static V value(V z, V, const N* p) { return ((exp(z - p[0]) * p[1]) * p[2]) * p[3]; }
+  static V value(V z, V, const N* p) { return (exp(z - p[0]) * p[1]) * p[2]; }
 };
 
 }  // namespace JAXSOFT_ISA

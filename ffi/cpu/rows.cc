@@ -56,16 +56,18 @@ inline void write_values(void* out_, int64_t n, Value value) {
   if (i < n) L::store_part(out + i, value(i, n - i), n - i);
 }
 
-// A segment's vectors. Without `extras`, nothing but `a` and `b` is looked at.
+// A segment's vectors. Without `extras`, nothing but its arrays is looked at.
 template <class T, bool extras>
 struct Reader {
   typedef Lanes<T> L;
   typedef typename L::V V;
   typedef typename L::Scalar S;
+  const T *first, *second;  // not read through `at` in a loop: a result that is stored could change that
   const Segment& at;
 
-  V a(int64_t i, int64_t left, S fill) const { return load<T>((const T*)at.a + i, left, fill); }
-  V b(int64_t i, int64_t left) const { return at.b ? load<T>((const T*)at.b + i, left, 0) : V{}; }
+  explicit Reader(const Segment& at) : first((const T*)at.a), second((const T*)at.b), at(at) {}
+  V a(int64_t i, int64_t left, S fill) const { return load<T>(first + i, left, fill); }
+  V b(int64_t i, int64_t left) const { return load<T>(second + i, left, 0); }
 
   V score(int64_t i, int64_t left) const {
     if constexpr (!extras) return a(i, left, (S)-infinity);
@@ -89,39 +91,28 @@ struct Reader {
   }
 };
 
-// The scores of at most kTile elements as they are needed twice: those that extras make are kept.
-template <class T, bool extras>
-struct Tile {
-  typedef Lanes<T> L;
-  typedef typename L::V V;
-  Reader<T, extras> reader;
-  int64_t start, n;
-  V kept[kTile / L::lanes];
-
-  double maximum() {
-    return max_terms<T>(n, [&](int64_t i, int64_t left) {
-      V z = reader.counted_score(start + i, left);
-      if constexpr (extras) kept[i / L::lanes] = z;
-      return z;
-    });
-  }
-  V score(int64_t i, int64_t left) const {
-    if constexpr (extras) return kept[i / L::lanes];
-    return reader.score(start + i, left);
-  }
-};
-
+// The state of a segment. Scores that extras make are kept between the two times that a tile of them is read.
 template <class T, bool extras>
 State state(const Segment& at, int64_t n) {
-  typedef typename Lanes<T>::Scalar S;
+  typedef Lanes<T> L;
+  typedef typename L::V V;
+  typedef typename L::Scalar S;
+  V kept[extras ? kTile / L::lanes : 1], *const tile = kept;
+  const Reader<T, extras> reader(at);
   State st = {-infinity, 0};
-  Tile<T, extras> tile{{at}, 0, 0, {}};
-  for (; tile.start < n; tile.start += kTile) {
-    tile.n = n - tile.start < kTile ? n - tile.start : kTile;
-    double m = tile.maximum();
+  for (int64_t start = 0; start < n; start += kTile) {
+    int64_t size = n - start < kTile ? n - start : kTile;
+    double m = max_terms<T>(size, [=](int64_t i, int64_t left) {
+      V z = reader.counted_score(start + i, left);
+      if constexpr (extras) tile[i / L::lanes] = z;
+      return z;
+    });
     if (m > st.m) st = {m, st.s * ::exp(st.m - reference(m))};
     S ref = (S)reference(st.m);
-    st.s += sum_terms<T>(tile.n, [&](int64_t i, int64_t left) { return exp(tile.score(i, left) - ref); });
+    st.s += sum_terms<T>(size, [=](int64_t i, int64_t left) {
+      if constexpr (extras) return exp(tile[i / L::lanes] - ref);
+      else return exp(reader.score(start + i, left) - ref);
+    });
   }
   return st;
 }
@@ -129,9 +120,8 @@ State state(const Segment& at, int64_t n) {
 template <Reduction reduction, class T, bool extras>
 State reduce(const Segment& at, int64_t n) {
   if constexpr (reduction == kScores) return state<T, extras>(at, n);
-  if constexpr (reduction == kNone) return {0, 0};
-  Reader<T, extras> reader{at};
-  return {0, sum_terms<T>(n, [&](int64_t i, int64_t left) {
+  Reader<T, extras> reader(at);
+  return {0, sum_terms<T>(n, [=](int64_t i, int64_t left) {
             auto term = reader.b(i, left);
             if constexpr (reduction == kDot) term *= reader.a(i, left, 0);
             return reader.counted(term, i, left, 0);
@@ -140,13 +130,18 @@ State reduce(const Segment& at, int64_t n) {
 
 template <class Op, class T, class Out, bool extras>
 void write(const Segment& at, void* out, int64_t n, const Row& row) {
-  typename Lanes<T>::Scalar numbers[kNumbers];
+  typename Lanes<T>::Scalar numbers[kNumbers] = {};
   Op::finish(row, numbers);
-  Reader<T, extras> reader{at};
-  write_values<Out>(out, n, [&](int64_t i, int64_t left) {
-    constexpr bool scores = Op::reduction != kDot;  // else a is y, which is no score
-    auto a = scores ? reader.score(i, left) : reader.a(i, left, 0);
-    return reader.counted(Op::value(a, reader.b(i, left), numbers), i, left, Op::uncounted);
+  Reader<T, extras> reader(at);
+  [[maybe_unused]] const auto scale = (typename Lanes<T>::Scalar)at.scale;
+  write_values<Out>(out, n, [=](int64_t i, int64_t left) {
+    decltype(reader.a(i, left, 0)) a, b{};
+    if constexpr (Op::reduction == kDot) a = reader.a(i, left, 0);  // y, which is no score
+    else a = reader.score(i, left);
+    if constexpr (reads_b(Op::reduction)) b = reader.b(i, left);
+    auto value = Op::value(a, b, numbers);
+    if constexpr (extras && Op::reduction != kScores) value *= scale;  // a gradient for z becomes one for x
+    return reader.counted(value, i, left, Op::uncounted);
   });
 }
 
@@ -154,16 +149,23 @@ void write(const Segment& at, void* out, int64_t n, const Row& row) {
 template <class T, class Out, bool extras>
 void softmax_at_once(const Segment& at, void* out, int64_t n) {
   typedef Lanes<T> L;
+  typedef typename L::V V;
   typedef typename L::Scalar S;
-  Tile<T, extras> tile{{at}, 0, n, {}};
-  double m = tile.maximum();
+  V kept[kTile / L::lanes], *const tile = kept;
+  const Reader<T, extras> reader(at);
+  double m = max_terms<T>(n, [=](int64_t i, int64_t left) {
+    V z = reader.counted_score(i, left);
+    if constexpr (extras) tile[i / L::lanes] = z;
+    return z;
+  });
   S ref = (S)reference(m);
-  double s = sum_terms<T>(n, [&](int64_t i, int64_t left) {
-    return tile.kept[i / L::lanes] = exp(tile.score(i, left) - ref);
+  double s = sum_terms<T>(n, [=](int64_t i, int64_t left) {
+    if constexpr (extras) return tile[i / L::lanes] = exp(tile[i / L::lanes] - ref);
+    else return tile[i / L::lanes] = exp(reader.score(i, left) - ref);
   });
   S inverse = m == infinity ? (S)__builtin_nan("") : (S)(1 / s);
-  write_values<Out>(out, n, [&](int64_t i, int64_t left) {
-    return tile.reader.counted(tile.kept[i / L::lanes] * inverse, i, left, 0);
+  write_values<Out>(out, n, [=](int64_t i, int64_t left) {
+    return reader.counted(tile[i / L::lanes] * inverse, i, left, 0);
   });
 }
 
@@ -172,8 +174,14 @@ void fill(void* out, int64_t n) {
   write_values<Out>(out, n, [](int64_t, int64_t) { return typename Lanes<Out>::V{} + (typename Lanes<Out>::Scalar)Op::uncounted; });
 }
 
+template <Reduction reduction, class T, bool extras>
+constexpr auto reduces() -> State (*)(const Segment&, int64_t) {
+  if constexpr (reduction == kNone) return nullptr;
+  else return reduce<reduction, T, extras>;
+}
+
 template <class Op, class T, class Out, bool extras>
-constexpr Kernels kernels = {reduce<Op::reduction, T, extras>, write<Op, T, Out, extras>, nullptr, fill<Op, Out>,
+constexpr Kernels kernels = {reduces<Op::reduction, T, extras>(), write<Op, T, Out, extras>, nullptr, fill<Op, Out>,
                              reduce_columns<Op::reduction, T>, combine_columns, finish_columns<Op, T>,
                              write_columns<Op, T, Out>};
 

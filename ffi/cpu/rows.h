@@ -40,7 +40,7 @@ struct Segment {
 // One row's numbers: what it was reduced to, and the statistics that it came with.
 struct Row {
   State reduced = {-infinity, 0}, given = {};
-  double g = 0, scale = 1;
+  double g = 0;
 };
 
 // Rows that do not lie along the last dimension are columns: `lines` lines of `columns` elements, `stride` apart, and
@@ -56,19 +56,19 @@ struct Part {  // what columns were reduced to
 };
 
 struct Numbers {  // and what that makes for the writing pass, as the kernels keep it
-  char bytes[4 * (kColumns + 16) * sizeof(double)];
+  char bytes[3 * (kColumns + 16) * sizeof(double)];
 };
 
 // The kernels of one operation and of one pair of dtypes.
 struct Kernels {
-  State (*reduce)(const Segment&, int64_t n);
+  State (*reduce)(const Segment&, int64_t n);                       // null where nothing is reduced
   void (*write)(const Segment&, void* out, int64_t n, const Row&);  // null where nothing is written
   void (*at_once)(const Segment&, void* out, int64_t n);            // softmax: a row of at most kTile elements
   void (*fill)(void* out, int64_t n);                               // with what stands where elements do not count
   // Of columns, without extra operands.
   void (*reduce_columns)(const Segment&, const Block&, Part*);
   void (*combine_columns)(Part* total, const Part&, int64_t columns);
-  void (*finish_columns)(const Row&, int64_t column, const Block&, Numbers*);
+  void (*finish_columns)(const Part&, const Block&, void* m, void* s, const void* g, Numbers*);
   void (*write_columns)(const Segment&, void* out, const Block&, const Numbers&);
 };
 
