@@ -1,12 +1,13 @@
 """Every CUDA kernel once, for NVIDIA's compute-sanitizer: each operation, dtype, form and strategy.
 
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py
-    compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py
+    compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py float32
 
-and likewise initcheck and synccheck. Not a test of pytest's: it needs a GPU, and the tool around it.
+and likewise initcheck and synccheck; some take long, so dtypes can be named. Not a test of pytest's: it needs a GPU, and the tool around it.
 """
 
 import itertools
+import sys
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -70,6 +71,8 @@ def main() -> None:
     """Runs them all. A wrong result is the test suite's to find; this only has to touch every kernel."""
     jax.config.update("jax_enable_x64", True)
     for shape, dtype, form in forms():
+        if len(sys.argv) > 1 and dtype not in sys.argv[1:]:
+            continue
         run(shape, dtype, form)
         print(*shape, dtype, form, "ok", flush=True)
     print("all kernels ran")

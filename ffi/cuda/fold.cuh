@@ -59,6 +59,7 @@ __device__ A exponential_term(A x, A from) {
 // exp(x) / kUnit<T>, for a caller whose next factor takes the unit in: the approximation flushes results below the
 // normal numbers to 0, and so the smallest results of bf16 stay.
 template <class T> constexpr double kUnit = std::is_same<T, __nv_bfloat16>::value ? 0x1p-32 : 1;
+template <class T> constexpr int kUnitExponent = std::is_same<T, __nv_bfloat16>::value ? -32 : 0;
 template <class T, class A>
 __device__ A exponential_in_units(A x) {
   if constexpr (std::is_same<T, __nv_bfloat16>::value) return exp2_approximately(fmaf(x, A(kLog2E), 32.f));

@@ -170,15 +170,16 @@ struct Softmax : Scores<T, false> {
   static __device__ Values finish(Part part, const Arguments<T>&, int64_t, bool) {
     // The softmax of a row that holds +inf is NaN everywhere, as inf / inf has no value.
     A s = part.s();
-    Values values{reference(part.m), part.m == infinity<A>() ? A(nan("")) : A(kUnit<T>) / s, 0, false};
+    Values values{reference(part.m), part.m == infinity<A>() ? A(nan("")) : 1 / s, 0, false};
     if constexpr (sizeof(T) == 2) {
-      // 2^(x log2(e) - shift), without a difference or a factor: to 2^-17, and not where the shift is large.
-      values.shift = part.m * A(kLog2E) + __log2f(s) + log2f(kUnit<T>);
+      // For 16 bits 2^(x log2(e) - shift), without a difference or a factor: to 2^-17, and not where the shift is large.
+      values.shift = part.m * A(kLog2E) + __log2f(s) + A(kUnitExponent<T>);
       values.quick = fabs(part.m) < 64 && s < A(0x1p32);
     }
     return values;
   }
-  static __device__ A value(Values v, A x, A) { return exponential_in_units<T>(x - v.ref) * v.scale; }
+  // As exact as f32 is, for 16 bits as well: their result may be wanted in f32.
+  static __device__ A value(Values v, A x, A) { return exponential<A>(x - v.ref) * v.scale; }
   static __device__ bool ordinary(const Values& v) { return isfinite(v.scale); }
   static __device__ A quick_value(Values v, A x) { return exp2_approximately(fmaf(x, A(kLog2E), -v.shift)); }
 };

@@ -1,0 +1,57 @@
+"""Many long rows on a GPU: the kernels that hold a row over a cluster of blocks, which few rows do not take.
+
+The reference is XLA in float64. Rows differ in scale and offset, and some hold infinities and NaN.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from common import each_op, ours
+
+on_gpu = pytest.mark.skipif(jax.default_backend() == "cpu", reason="checks the strategies of a GPU's kernels")
+# Clusters of 1 to 16 blocks; odd lengths, whose rows begin anywhere; the longest that a cluster holds.
+SHAPES = [
+    (700, 8193),
+    (512, 16391),
+    (300, 32768),
+    (300, 50257),
+    (150, 131072),
+    (70, 262147),
+    (40, 524288),
+    (40, 600_001),
+]
+
+
+@on_gpu
+@each_op
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("options", [{}, {"scale": -1.5, "where": True}], ids=["plain", "extras"])
+def test_many_long_rows(op, dtype, options):
+    for rows, n in SHAPES:
+        x = jax.random.normal(jax.random.key(n), (rows, n), jnp.float32)
+        x = x * (1 + jnp.arange(rows)[:, None] % 5) + 100.0 * (jnp.arange(rows)[:, None] % 3)
+        x = x.astype(dtype).at[3, 7].set(jnp.nan).at[5, n - 1].set(-jnp.inf).at[7].set(-jnp.inf).at[9, 0].set(jnp.inf)
+        some = np.r_[np.arange(12), rows - 3 : rows]
+        given = {**options, "where": jnp.arange(n) % 7 != 3} if options else {}
+        g = jax.random.normal(jax.random.key(1), (rows,) if op == "logsumexp" else (rows, n), dtype)
+
+        def both(x, g, implementation, given=given):
+            y, pull = jax.vjp(ours(op, implementation, **given), x)
+            return y, pull(g)[0]
+
+        y, dx = (np.asarray(v[some]).astype(np.float64) for v in jax.jit(lambda *v: both(*v, "ffi"))(x, g))
+        with jax.enable_x64(True):
+            wide = (np.asarray(v[some]).astype(np.float64) for v in (x, g))
+            true_y, true_dx = (np.asarray(v) for v in jax.jit(lambda *v: both(*v, "xla"))(*wide))
+        eps = float(jnp.finfo(dtype).eps)
+        z = np.abs(np.asarray(x[some]).astype(np.float64)) * 1.5 + 20
+        for what, actual, true, size in (("value", y, true_y, 0), ("gradient", dx, true_dx, 1)):
+            spread = np.where(np.isfinite(z), z, 0) if actual.ndim == 2 else 400
+            bound = (2 * eps + 2.0**-21 * spread) * np.abs(true) + 4 * eps * size * np.nanmax(np.abs(true))
+            np.testing.assert_array_equal(np.isnan(actual), np.isnan(true), f"{op} {what} {dtype} {rows}x{n}")
+            infinite = np.isinf(true)
+            np.testing.assert_array_equal(actual[infinite], true[infinite])
+            with np.errstate(invalid="ignore"):
+                worst = np.nanmax(np.where(infinite, 0, np.abs(actual - true) - bound - float(jnp.finfo(dtype).tiny)))
+            assert worst <= 0, f"{op} {what} {jnp.dtype(dtype).name} {rows}x{n}: {worst}"
