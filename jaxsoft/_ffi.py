@@ -31,7 +31,7 @@ _RESULTS = {
 }
 # What each platform's kernels take beside the plain form, of "extras", "trailing" and "dtype" (of the result, f32 from
 # or to 16 bits); nothing for a library whose targets have no attributes.
-_FORMS: dict[str, frozenset[str]] = {"cpu": frozenset(), "cuda": frozenset()}
+_FORMS: dict[str, frozenset[str]] = dict.fromkeys(("cpu", "cuda"), frozenset({"extras", "trailing", "dtype"}))
 _GROUPS = 4  # kGroups of ffi/rows.h
 _F32 = np.dtype(jnp.float32)
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)

@@ -3,7 +3,8 @@
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py
     compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py float32
 
-and likewise initcheck and synccheck; some take long, so dtypes can be named. Not a test of pytest's: it needs a GPU, and the tool around it.
+and likewise initcheck and synccheck; some take long, so dtypes can be named. Not a test of pytest's: it needs a GPU,
+and the tool around it.
 """
 
 import itertools

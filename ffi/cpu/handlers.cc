@@ -215,7 +215,7 @@ void run_rows(ffi::ThreadPool& pool, Operation operation, const Kernels& kernels
 // them: (n, inner) is the same memory as (n / fold, fold * inner), in which each column is one of `fold` parts of a row.
 void run_columns(ffi::ThreadPool& pool, const Kernels& k, Shape shape, bool masked, const Arrays& arrays) {
   auto [rows, n, inner] = shape;
-  const int64_t fold = inner < kFewColumns ? std::min(n, 4 * kFewColumns / inner) : 1;
+  const int64_t fold = inner < kFewColumns ? std::max<int64_t>(1, std::min(n, 4 * kFewColumns / inner)) : 1;
   const int64_t width = fold * inner, lines = (n + fold - 1) / fold;
   const int64_t together = std::min(kColumns, width), groups = (width + together - 1) / together;
 

@@ -11,12 +11,12 @@ struct Choice {
   int64_t packs[3];             // a row up to here: one pack a thread, two, four
   int64_t resident_packs[2];    // for one operand, and for two; longer rows are not resident
   int64_t ring_packs[2];        // what a block of a cluster should have of a row: 4 bytes an element; 2 bytes
-  int64_t split_packs[2];       // the least that a block has of a row that is split: of few packs in all, of many
+  int64_t split_packs;          // the least that a block has of a row that is split
   int64_t split_blocks;         // how many blocks a multiprocessor rows are split into
-  int64_t few_packs;            // in all rows up to here: registers or a split, which start faster than clusters
+  int64_t long_packs;           // rows from here on are split if they are so few that clusters leave most blocks idle
 };
-constexpr Choice kHopper = {{8, 31, 128}, {4096, 2048}, {2048, 4096}, {512, 2048}, 4, 1 << 20};
-constexpr Choice kOther = {{8, 31, 128}, {8192, 4096}, {0, 0}, {512, 2048}, 4, 1 << 20};  // no clusters, or not measured
+constexpr Choice kHopper = {{8, 31, 128}, {4096, 2048}, {2048, 4096}, 2048, 4, 65536};
+constexpr Choice kOther = {{8, 31, 128}, {8192, 4096}, {0, 0}, 2048, 4, 0};  // no clusters, or not measured
 
 struct Device {
   int processors = 0, major = 0;
@@ -72,13 +72,13 @@ cudaError_t launch_form(const Arguments<T>& args, void* workspace, int64_t bytes
     if (packs <= choice.packs[1]) return launch_resident<Op, T, Form, 2>(args, packs, stream);
   }
   if (packs <= choice.packs[2]) return launch_resident<Op, T, Form, 4>(args, packs, stream);
-  const bool few = args.rows * packs <= choice.few_packs;
-  if (packs <= (few ? most_packs * 1024 : std::min<int64_t>(choice.resident_packs[operands - 1], most_packs * 1024)))
+  if (packs <= std::min<int64_t>(choice.resident_packs[operands - 1], most_packs * 1024))
     return launch_resident<Op, T, Form, most_packs>(args, packs, stream);
 
   if constexpr (!Form::bias && sizeof(T) <= 4 && Op<T>::reduces && Op<T>::writes) {
     int64_t part = choice.ring_packs[sizeof(T) == 2 && Op<T>::operands == 1];
-    if (part && args.vector && !few && ring_holds<Op<T>>(packs, Ring::most_blocks)) {
+    bool idle = args.rows * Ring::most_blocks * 2 <= device.processors && packs >= choice.long_packs;
+    if (part && args.vector && !idle && ring_holds<Op<T>>(packs, Ring::most_blocks)) {
       int blocks = 1;
       while (blocks < Ring::most_blocks && packs > blocks * part) blocks *= 2;
       while (blocks < Ring::most_blocks && args.rows * blocks * 2 <= device.processors) blocks *= 2;
@@ -87,7 +87,7 @@ cudaError_t launch_form(const Arguments<T>& args, void* workspace, int64_t bytes
   }
   // What reads no row again is split at any number of rows, the rest only where one block a row would leave too few.
   int64_t room = Op<T>::reduces ? bytes / static_cast<int64_t>(sizeof(typename Op<T>::Part)) : INT64_MAX;
-  int64_t parts = std::min(packs / choice.split_packs[!few], room / args.rows);
+  int64_t parts = std::min(packs / choice.split_packs, room / args.rows);
   if (Op<T>::reduces && Op<T>::writes) parts = std::min(parts, choice.split_blocks * device.processors / args.rows);
   if (parts >= 2 && args.rows * parts <= 0x7fffffff)
     return launch_split<Op, T, Form>(args, static_cast<unsigned>(parts), workspace, stream);

@@ -323,6 +323,7 @@ __device__ void consume(const Arguments<T>& args, RingMemory<Op, T>& memory) {
 template <template <class> class Op, class T, class Form>
 __global__ void __launch_bounds__(Ring::threads, 1)
     ring(const __grid_constant__ Arguments<T> args, unsigned long long* counter) {
+#if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) unsigned char bytes[];
   auto& memory = *reinterpret_cast<RingMemory<Op, T>*>(bytes);
   if (threadIdx.x < 32) {  // every barrier has a thread that makes it
@@ -345,6 +346,7 @@ __global__ void __launch_bounds__(Ring::threads, 1)
   }
   __syncwarp();
   synchronize_cluster();  // no block may leave while another may still store into it
+#endif  // never launched on what has no clusters
 }
 
 // Whether a cluster of so many blocks holds a row of so many packs.
