@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from common import on_cpu
 
 import jaxsoft
 from jaxsoft import _ffi
@@ -96,6 +97,43 @@ def test_extras_that_differ_in_too_many_dimensions():
     scale = jnp.ones((2, 1, 2, 1, 2))
     with pytest.raises(jax.errors.JaxRuntimeError, match="broadcast in more ways than kernels know"):
         call("softmax", [(shape, F32)], jnp.ones(shape), scale, extras="s")
+
+
+@pytest.mark.skipif(not _ffi._FORMS[PLATFORM], reason="these kernels take the plain form alone")
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({}, "expected 3 attributes but got 0"),
+        ({"extras": "", "trailing": np.int32(0), "masked": False}, "expected S64 but got S32"),
+    ],
+)
+def test_bad_attributes(attributes, message):
+    x = jnp.ones((3, 7))  # a shape of its own: to JAX's cache of compiled calls, np.int32(0) is np.int64(0)
+    types = [jax.ShapeDtypeStruct(x.shape, F32), _ffi._WORKSPACE]
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(jax.ffi.ffi_call("jaxsoft_softmax", types)(x, **attributes))
+
+
+@pytest.mark.skipif(not _ffi._FORMS[PLATFORM], reason="these kernels take the plain form alone")
+@pytest.mark.parametrize("n", [100, 5000])
+def test_scaled_scores_are_those_of_which_m_is_the_maximum(n):
+    """A product that is not rounded before m is subtracted differs from m by up to 1024 here, and exp(1024) is inf."""
+    x = np.linspace(1e10, 3e10, n, dtype=np.float32)[None]
+    scale = np.full(1, 0.7, np.float32)
+    y, _ = call("softmax", [((1, n), F32)], x, scale, extras="s")
+    top = np.max(x * scale)
+    np.testing.assert_array_equal(y, (x * scale == top) / np.sum(x * scale == top, dtype=np.float32))
+
+
+@on_cpu  # the row operations never send empty arrays to a kernel; a buffer of another's making may be empty
+@pytest.mark.skipif(not _ffi._FORMS[PLATFORM], reason="these kernels take the plain form alone")
+@pytest.mark.parametrize(("shape", "trailing"), [((2, 0), 0), ((0, 3), 0), ((2, 0, 3), 1), ((2, 3, 0), 1)])
+def test_empty_buffers(shape, trailing):
+    x = jnp.ones(shape)
+    statistic = shape[: len(shape) - 1 - trailing] + shape[len(shape) - trailing :]
+    y, _ = call("softmax", [(shape, F32)], x, trailing=trailing)
+    m, s, _ = call("state", [(statistic, F32)] * 2, x, trailing=trailing)
+    assert y.shape == shape and (m == -jnp.inf).all() and (s == 0).all()
 
 
 @pytest.mark.parametrize(("target", "operands"), [("softmax_vjp", [X]), ("state", [])])
