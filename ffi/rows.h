@@ -183,7 +183,7 @@ inline ffi::ErrorOr<Call> read_call(const Buffers& buffers, ffi::RemainingArgs r
       return beside("an operand must have the first operand's shape and dtype", b);
   for (auto b : buffers.results)
     if (!go_together(dtype, b.element_type()) || !(b.dimensions() == dims))
-      return beside("a result must have the first operand's shape and dtype, or F32 for F16 or BF16, or those for F32", b);
+      return beside("a result must have the first operand's shape and dtype, or F32 for 16 bits, 16 bits for F32", b);
   for (auto b : buffers.statistics) {
     auto d = b.dimensions();
     bool fits = b.element_type() == state_dtype(dtype) && d.size() + 1 == dims.size();

@@ -153,7 +153,8 @@ struct Rows {
   Segment segment(int64_t row, int64_t i) const {
     Segment at{a.at(row * n + i), b.at(row * n + i), nullptr, nullptr, scale(row), masked};
     if (!has_extras) return at;
-    if (extras.where.data) at.where = static_cast<const bool*>(extras.where.data) + extras.offset(extras.where, row) + i;
+    if (extras.where.data)
+      at.where = static_cast<const bool*>(extras.where.data) + extras.offset(extras.where, row) + i;
     if (extras.bias.data)
       at.bias = static_cast<const char*>(extras.bias.data) + (extras.offset(extras.bias, row) + i) * a.size;
     return at;
@@ -211,8 +212,8 @@ void run_rows(ffi::ThreadPool& pool, Operation operation, const Kernels& kernels
       });
 }
 
-// x is (rows, n, inner). Columns are taken together where they are neighbours. Where they are too few, n is folded onto
-// them: (n, inner) is the same memory as (n / fold, fold * inner), in which each column is one of `fold` parts of a row.
+// x is (rows, n, inner). Columns are taken together where they are neighbours. Where they are few, n is folded onto
+// them: (n, inner) is the same memory as (n / fold, fold * inner), where each column is one of `fold` parts of a row.
 void run_columns(ffi::ThreadPool& pool, const Kernels& k, Shape shape, bool masked, const Arrays& arrays) {
   auto [rows, n, inner] = shape;
   const int64_t fold = inner < kFewColumns ? std::max<int64_t>(1, std::min(n, 4 * kFewColumns / inner)) : 1;
@@ -231,7 +232,9 @@ void run_columns(ffi::ThreadPool& pool, const Kernels& k, Shape shape, bool mask
       pool, rows * groups, lines, lines * together,
       [&](int64_t group, int64_t line, int64_t size) {
         Part part;
-        with_block(group, line, size, [&](const Segment& at, int64_t, const Block& block) { k.reduce_columns(at, block, &part); });
+        with_block(group, line, size, [&](const Segment& at, int64_t, const Block& block) {
+          k.reduce_columns(at, block, &part);
+        });
         return part;
       },
       [&](Part& total, const Part& part) { k.combine_columns(&total, part, together); },

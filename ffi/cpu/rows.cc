@@ -171,7 +171,8 @@ void softmax_at_once(const Segment& at, void* out, int64_t n) {
 
 template <class Op, class Out>
 void fill(void* out, int64_t n) {
-  write_values<Out>(out, n, [](int64_t, int64_t) { return typename Lanes<Out>::V{} + (typename Lanes<Out>::Scalar)Op::uncounted; });
+  typedef Lanes<Out> L;
+  write_values<Out>(out, n, [](int64_t, int64_t) { return typename L::V{} + (typename L::Scalar)Op::uncounted; });
 }
 
 template <Reduction reduction, class T, bool extras>
@@ -204,8 +205,16 @@ constexpr Kernels state_of = [] {
 
 #define JAXSOFT_JOIN_(a, b) a##b
 #define JAXSOFT_JOIN(a, b) JAXSOFT_JOIN_(a, b)
-#define JAXSOFT_OPERATIONS(T, Out, extras)                                                          {JAXSOFT_ISA::softmax<T, Out, extras>, JAXSOFT_ISA::kernels<LogSoftmax, T, Out, extras>,           JAXSOFT_ISA::state_of<T, extras>, JAXSOFT_ISA::kernels<SoftmaxVjp, T, Out, extras>,               JAXSOFT_ISA::kernels<LogSoftmaxVjp, T, Out, extras>, JAXSOFT_ISA::kernels<LogsumexpVjp, T, Out, extras>}
-#define JAXSOFT_DTYPES(extras)                                                                            {JAXSOFT_OPERATIONS(Float16, Float16, extras), JAXSOFT_OPERATIONS(BFloat16, BFloat16, extras),           JAXSOFT_OPERATIONS(float, float, extras), JAXSOFT_OPERATIONS(double, double, extras),                   JAXSOFT_OPERATIONS(Float16, float, extras), JAXSOFT_OPERATIONS(BFloat16, float, extras),                JAXSOFT_OPERATIONS(float, Float16, extras), JAXSOFT_OPERATIONS(float, BFloat16, extras)}
+#define JAXSOFT_OPERATIONS(T, Out, extras)                                                  \
+  {JAXSOFT_ISA::softmax<T, Out, extras>, JAXSOFT_ISA::kernels<LogSoftmax, T, Out, extras>,  \
+   JAXSOFT_ISA::state_of<T, extras>, JAXSOFT_ISA::kernels<SoftmaxVjp, T, Out, extras>,      \
+   JAXSOFT_ISA::kernels<LogSoftmaxVjp, T, Out, extras>,                                     \
+   JAXSOFT_ISA::kernels<LogsumexpVjp, T, Out, extras>}
+#define JAXSOFT_DTYPES(extras)                                                                   \
+  {JAXSOFT_OPERATIONS(Float16, Float16, extras), JAXSOFT_OPERATIONS(BFloat16, BFloat16, extras), \
+   JAXSOFT_OPERATIONS(float, float, extras),     JAXSOFT_OPERATIONS(double, double, extras),     \
+   JAXSOFT_OPERATIONS(Float16, float, extras),   JAXSOFT_OPERATIONS(BFloat16, float, extras),    \
+   JAXSOFT_OPERATIONS(float, Float16, extras),   JAXSOFT_OPERATIONS(float, BFloat16, extras)}
 
 namespace jaxsoft::cpu {
 using namespace JAXSOFT_ISA;
