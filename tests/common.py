@@ -29,6 +29,16 @@ each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS,
 each_fast_implementation = pytest.mark.parametrize(
     "implementation", [name for name in IMPLEMENTATIONS if name not in (None, "reference")]
 )
+# Tests that compile very much run the rest of the dtypes and implementations only when asked to: pytest -m ""
+slow = pytest.mark.slow
+each_implementation_in_turn = pytest.mark.parametrize(
+    "implementation",
+    [pytest.param(name, marks=slow if name in (None, "reference") else ()) for name in IMPLEMENTATIONS],
+)
+each_dtype_in_turn = pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(d, marks=slow if d in (jnp.float16, jnp.float64) else (), id=d.__name__) for d in DTYPES],
+)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="checks the CPU's kernels")
 

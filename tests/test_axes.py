@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from common import (
     Truth,
     assert_values,
     assert_within,
+    each_dtype_in_turn,
     each_fast_implementation,
     each_op,
     ours,
@@ -22,7 +22,7 @@ SHAPES = [(2, n, trailing) for n in LENGTHS for trailing in TRAILING]
 
 @each_op
 @each_fast_implementation
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64])
+@each_dtype_in_turn
 def test_against_float64(op, implementation, dtype):
     """Values and gradients, as of the same rows along the last axis."""
     with precision(dtype), served(implementation):

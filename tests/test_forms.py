@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import DTYPES, each_fast_implementation, precision, served, wide
+from common import DTYPES, each_dtype_in_turn, each_fast_implementation, precision, served, wide
 
 from jaxsoft import _ffi, _xla
 from jaxsoft._forms import OPERATIONS, Form, compose
@@ -81,7 +81,7 @@ def check(operation, form, implementation, operands):
 
 
 @each_operation
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+@each_dtype_in_turn
 @each_fast_implementation
 def test_extras(operation, dtype, implementation):
     """Each alone and all at once, for short rows and long, broadcast along none, some or all leading dimensions."""

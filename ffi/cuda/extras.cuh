@@ -11,6 +11,10 @@
 
 namespace jaxsoft::cuda {
 
+// Products that the compiler may not fuse with an addition.
+__device__ inline float rounded_product(float a, float b) { return __fmul_rn(a, b); }
+__device__ inline double rounded_product(double a, double b) { return __dmul_rn(a, b); }
+
 enum class ResultType { same, f32, f16, bf16 };
 
 template <class T>
@@ -69,8 +73,10 @@ struct WithExtras {
 #pragma unroll
       for (int k = 0; k < 4; k++) offset[k] += at * every[k]->stride[i];
     }
-    if (extras.scale.data) scale = static_cast<const A*>(extras.scale.data)[offset[0]], factor = scale == 0 ? A(1) : scale;
-    if (extras.limit.data) limit = min(limit, max(int64_t(0), int64_t(static_cast<const int32_t*>(extras.limit.data)[offset[1]])));
+    if (extras.scale.data) scale = static_cast<const A*>(extras.scale.data)[offset[0]];
+    factor = scale == 0 ? A(1) : scale;
+    if (extras.limit.data)
+      limit = min(limit, max(int64_t(0), int64_t(static_cast<const int32_t*>(extras.limit.data)[offset[1]])));
     if (extras.where.data) {
       where = static_cast<const uint8_t*>(extras.where.data) + offset[2];
       where_aligned = reinterpret_cast<uintptr_t>(where - window.head) % Pack<T>::size == 0;
@@ -116,7 +122,9 @@ struct WithExtras {
   }
 
   __device__ A score(const Pack<T>& a, const Pack<T>& b, int k) const {
-    A z = a.get(k) * factor;
+    // Rounded here: fused with the subtraction of the maximum it would differ from that by its own rounding, and that
+    // is more than exp can take where scores are huge.
+    A z = rounded_product(a.get(k), factor);
     if (with_bias) z += b.get(k);
     return z;
   }

@@ -53,7 +53,7 @@ struct Scores {  // the forward operations reduce scores to their state
     if (!Form::bias && factor > 0) {
 #pragma unroll
       for (int k = 0; k < count; k++) m = max(m, a[k].maximum());
-      return m * factor;
+      return Form::extras ? rounded_product(m, factor) : m;
     }
 #pragma unroll
     for (int k = 0; k < count; k++)
