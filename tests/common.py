@@ -35,6 +35,14 @@ each_implementation_in_turn = pytest.mark.parametrize(
     "implementation",
     [pytest.param(name, marks=slow if name in (None, "reference") else ()) for name in IMPLEMENTATIONS],
 )
+each_kernel_in_turn = pytest.mark.parametrize(
+    "implementation",
+    [
+        pytest.param(name, marks=slow if name == "xla" else ())
+        for name in IMPLEMENTATIONS
+        if name not in (None, "reference")
+    ],
+)
 each_dtype_in_turn = pytest.mark.parametrize(
     "dtype",
     [pytest.param(d, marks=slow if d in (jnp.float16, jnp.float64) else (), id=d.__name__) for d in DTYPES],
