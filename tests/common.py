@@ -33,7 +33,7 @@ each_fast_implementation = pytest.mark.parametrize(
 slow = pytest.mark.slow
 each_implementation_in_turn = pytest.mark.parametrize(
     "implementation",
-    [pytest.param(name, marks=slow if name in (None, "reference") else ()) for name in IMPLEMENTATIONS],
+    [pytest.param(name, marks=slow if name in (None, "xla", "reference") else ()) for name in IMPLEMENTATIONS],
 )
 each_kernel_in_turn = pytest.mark.parametrize(
     "implementation",
