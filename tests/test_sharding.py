@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from chex import assert_trees_all_close
-from common import IMPLEMENTATIONS, each_kernel_in_turn, each_op, loss, ours, same_bits, theirs
+from common import IMPLEMENTATIONS, each_kernel_in_turn, each_op, loss, ours, same_bits, slow, theirs
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -21,7 +21,8 @@ pytestmark = pytest.mark.skipif(
 # With None, as it decides by itself what a partially manual mesh gets; without the reference, whose scan XLA
 # partitions, correctly, with collectives of its own.
 each_implementation = pytest.mark.parametrize(
-    "implementation", [name for name in IMPLEMENTATIONS if name != "reference"], ids=str
+    "implementation",
+    [pytest.param(name, marks=slow if name == "xla" else ()) for name in IMPLEMENTATIONS if name != "reference"],
 )
 each_axis_type = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
 
