@@ -10,14 +10,13 @@ namespace jaxsoft::cuda {
 struct Choice {
   int64_t packs[3];             // a row up to here: one pack a thread, two, four
   int64_t resident_packs[2];    // for one operand, and for two; longer rows are not resident
-  int64_t ring_packs;           // the most that a block of a cluster should have of a row
-  int64_t ring_halves;          // of f32, half as much is better if it fills so many slots exactly
+  int64_t ring_packs[2];        // what a block of a cluster should have of a row: 4 bytes an element; 2 bytes
   int64_t split_packs;          // the least that a block has of a row that is split
   int64_t split_blocks;         // how many blocks a multiprocessor rows are split into
   int64_t long_packs;           // rows from here on are split if they are so few that clusters leave most blocks idle
 };
-constexpr Choice kHopper = {{8, 31, 128}, {4096, 2048}, 4800, 2, 2048, 4, 65536};
-constexpr Choice kOther = {{8, 31, 128}, {8192, 4096}, 0, 0, 2048, 4, 0};  // no clusters, or not measured
+constexpr Choice kHopper = {{8, 31, 128}, {4096, 2048}, {2048, 4096}, 2048, 4, 65536};
+constexpr Choice kOther = {{8, 31, 128}, {8192, 4096}, {0, 0}, 2048, 4, 0};  // no clusters, or not measured
 
 struct Device {
   int processors = 0, major = 0;
@@ -77,12 +76,11 @@ cudaError_t launch_form(const Arguments<T>& args, void* workspace, int64_t bytes
     return launch_resident<Op, T, Form, most_packs>(args, packs, stream);
 
   if constexpr (!Form::bias && sizeof(T) <= 4 && Op<T>::reduces && Op<T>::writes) {
-    const int64_t part = choice.ring_packs, slot = Ring::slot_packs(Op<T>::operands);
+    int64_t part = choice.ring_packs[sizeof(T) == 2 && Op<T>::operands == 1];
     bool idle = args.rows * Ring::most_blocks * 2 <= device.processors && packs >= choice.long_packs;
     if (part && args.vector && !idle && ring_holds<Op<T>>(packs, Ring::most_blocks)) {
       int blocks = 1;
       while (blocks < Ring::most_blocks && packs > blocks * part) blocks *= 2;
-      if (sizeof(T) == 4 && blocks < Ring::most_blocks && packs % (2 * blocks * choice.ring_halves * slot) == 0) blocks *= 2;
       while (blocks < Ring::most_blocks && args.rows * blocks * 2 <= device.processors) blocks *= 2;
       return launch_ring<Op, T, Form>(args, blocks, workspace, stream);
     }
