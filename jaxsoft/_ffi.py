@@ -29,14 +29,11 @@ _RESULTS = {
     "state": "rrw",
     "logsumexp_vjp": "x",
 }
-# What each platform's kernels take beside the plain form, of "extras", "trailing" and "dtype" (of the result, f32 from
-# or to 16 bits); nothing for a library whose targets have no attributes.
-_FORMS: dict[str, frozenset[str]] = dict.fromkeys(("cpu", "cuda"), frozenset({"extras", "trailing", "dtype"}))
 _GROUPS = 4  # kGroups of ffi/rows.h
 _F32 = np.dtype(jnp.float32)
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 _XLA_NAMES = {"cpu": "cpu", "cuda": "CUDA"}
-# Where a long row is split over blocks of a GPU, their states wait here: 24 bytes each, four for each multiprocessor.
+# On a GPU, where the states of a long row's parts wait, 24 bytes each, or the count of the rows that have been dealt out.
 _WORKSPACE = jax.ShapeDtypeStruct((1 << 17,), jnp.uint8)
 _BUILD_HINT = {
     "cpu": "install jaxsoft from its source tree, which builds it",
@@ -90,11 +87,10 @@ def unsupported(operands: Operands) -> str | None:
 
 
 def kernel(operation: str, form: Form, platform: str, operands: Operands) -> Operation | None:
-    """The kernel for an operation in this form, or None where the platform's kernels have to be composed."""
-    if not is_plain(operation, form, operands) and not _takes(operation, form, platform, operands):
+    """The kernel for an operation in this form, or None where the kernels have to be composed."""
+    del platform  # both take the same forms
+    if not is_plain(operation, form, operands) and not _takes(operation, form, operands):
         return None
-    # A library that takes the plain form alone knows of no attributes.
-    attributes = _attributes(form) if _FORMS.get(platform) else {}
 
     def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
         shape = operands[0].shape
@@ -104,28 +100,28 @@ def kernel(operation: str, form: Form, platform: str, operands: Operands) -> Ope
         results = _RESULTS[operation]
         types = tuple({"x": full, "r": statistic, "w": _WORKSPACE}[kind] for kind in results)
         target = jax.ffi.ffi_call(f"jaxsoft_{operation}", types)
-        return tuple(target(*operands, **attributes)[: len(results.rstrip("w"))])
+        return tuple(target(*operands, **_attributes(form))[: len(results.rstrip("w"))])
 
     return call
 
 
-def _takes(operation: str, form: Form, platform: str, operands: Operands) -> bool:
-    """Whether the platform's kernels take a form that is not plain."""
-    forms, dtype = _FORMS.get(platform, ()), operands[0].dtype
+def _takes(operation: str, form: Form, operands: Operands) -> bool:
+    """Whether the kernels take a form that is not plain."""
+    dtype = operands[0].dtype
     base, extras = split(operation, form, operands)
     if any(v.dtype != dtype for kind, v in zip(OPERATIONS[operation], base, strict=True) if kind != "r"):
         return False
     if form.dtype != dtype:
         wide_and_narrow = {form.dtype, dtype} in ({_F32, np.dtype(jnp.float16)}, {_F32, np.dtype(jnp.bfloat16)})
-        if "dtype" not in forms or not wide_and_narrow:
+        if not wide_and_narrow:
             return False
     if form.extras or form.masked:
         no_bias = operation == "log_softmax_vjp" and "b" in extras
-        if "extras" not in forms or no_bias or ("b" in extras and extras["b"].dtype != dtype):
+        if no_bias or ("b" in extras and extras["b"].dtype != dtype):
             return False
         if _groups(operands[0].shape[:-1], [v.shape for v in extras.values()]) > _GROUPS:
             return False
-    return not form.trailing or "trailing" in forms
+    return True
 
 
 def _groups(leading: Sequence[int], extras: Sequence[Sequence[int]]) -> int:

@@ -19,7 +19,7 @@ PLATFORM = "cuda" if jax.default_backend() == "gpu" else "cpu"
 def call(target, results, *operands, extras="", trailing=0, masked=False):
     """Calls a target with results of the given shapes and dtypes, and the workspace that most targets have."""
     form = Form(np.dtype(np.float32), extras, trailing, masked)
-    attributes = _ffi._attributes(form) if _ffi._FORMS[PLATFORM] else {}
+    attributes = _ffi._attributes(form)
     types = [jax.ShapeDtypeStruct(*result) for result in results]
     if target != "logsumexp_vjp":
         types.append(_ffi._WORKSPACE)
@@ -59,7 +59,6 @@ def test_bad_buffers(target, results, operands):
 S, L, W, B = jnp.ones(4), jnp.ones(4, jnp.int32), jnp.ones((4, 8), bool), X
 
 
-@pytest.mark.skipif(not _ffi._FORMS[PLATFORM], reason="these kernels take the plain form alone")
 @pytest.mark.parametrize(
     ("target", "results", "operands", "form", "message"),
     [
@@ -91,7 +90,6 @@ def test_bad_forms(target, results, operands, form, message):
         call(target, results, *operands, **form)
 
 
-@pytest.mark.skipif(not _ffi._FORMS[PLATFORM], reason="these kernels take the plain form alone")
 def test_extras_that_differ_in_too_many_dimensions():
     shape = (2, 3, 2, 3, 2, 8)
     scale = jnp.ones((2, 1, 2, 1, 2))
@@ -99,7 +97,6 @@ def test_extras_that_differ_in_too_many_dimensions():
         call("softmax", [(shape, F32)], jnp.ones(shape), scale, extras="s")
 
 
-@pytest.mark.skipif(not _ffi._FORMS[PLATFORM], reason="these kernels take the plain form alone")
 @pytest.mark.parametrize(
     ("attributes", "message"),
     [
@@ -114,7 +111,6 @@ def test_bad_attributes(attributes, message):
         jax.block_until_ready(jax.ffi.ffi_call("jaxsoft_softmax", types)(x, **attributes))
 
 
-@pytest.mark.skipif(not _ffi._FORMS[PLATFORM], reason="these kernels take the plain form alone")
 @pytest.mark.parametrize("n", [100, 5000])
 def test_scaled_scores_are_those_of_which_m_is_the_maximum(n):
     """A product that is not rounded before m is subtracted differs from m by up to 1024 here, and exp(1024) is inf."""
@@ -126,7 +122,6 @@ def test_scaled_scores_are_those_of_which_m_is_the_maximum(n):
 
 
 @on_cpu  # the row operations never send empty arrays to a kernel; a buffer of another's making may be empty
-@pytest.mark.skipif(not _ffi._FORMS[PLATFORM], reason="these kernels take the plain form alone")
 @pytest.mark.parametrize(("shape", "trailing"), [((2, 0), 0), ((0, 3), 0), ((2, 0, 3), 1), ((2, 3, 0), 1)])
 def test_empty_buffers(shape, trailing):
     x = jnp.ones(shape)
