@@ -33,7 +33,7 @@ _GROUPS = 4  # kGroups of ffi/rows.h
 _F32 = np.dtype(jnp.float32)
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 _XLA_NAMES = {"cpu": "cpu", "cuda": "CUDA"}
-# On a GPU, where the states of a long row's parts wait, 24 bytes each, or the count of the rows that have been dealt out.
+# On a GPU, where the states of a long row's parts wait, 24 bytes each, or the count of the rows dealt out so far.
 _WORKSPACE = jax.ShapeDtypeStruct((1 << 17,), jnp.uint8)
 _BUILD_HINT = {
     "cpu": "install jaxsoft from its source tree, which builds it",
