@@ -33,8 +33,10 @@ _GROUPS = 4  # kGroups of ffi/rows.h
 _F32 = np.dtype(jnp.float32)
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 _XLA_NAMES = {"cpu": "cpu", "cuda": "CUDA"}
-# On a GPU, where the states of a long row's parts wait, 24 bytes each, or the count of the rows dealt out so far.
-_WORKSPACE = jax.ShapeDtypeStruct((1 << 17,), jnp.uint8)
+# On a GPU, the bytes in which the states of a long row's parts wait, or the count of the rows dealt out so far. Of rows
+# that no cluster of multiprocessors holds, all the states wait, in 1/512 of the space that the rows take.
+_WORKSPACE = 1 << 17
+_LONG_ROW = 1 << 20
 _BUILD_HINT = {
     "cpu": "install jaxsoft from its source tree, which builds it",
     "cuda": "install jaxsoft again with nvcc 12.8 or newer on the PATH",
@@ -98,11 +100,17 @@ def kernel(operation: str, form: Form, platform: str, operands: Operands) -> Ope
         full = jax.ShapeDtypeStruct(shape, form.dtype)
         statistic = jax.ShapeDtypeStruct((*shape[:axis], *shape[axis + 1 :]), accumulator(operands[0].dtype))
         results = _RESULTS[operation]
-        types = tuple({"x": full, "r": statistic, "w": _WORKSPACE}[kind] for kind in results)
+        types = tuple({"x": full, "r": statistic, "w": workspace(operands[0])}[kind] for kind in results)
         target = jax.ffi.ffi_call(f"jaxsoft_{operation}", types)
         return tuple(target(*operands, **_attributes(form))[: len(results.rstrip("w"))])
 
     return call
+
+
+def workspace(x: jax.Array) -> jax.ShapeDtypeStruct:
+    """What the kernels want for rows like those of x."""
+    long = x.shape[-1] * x.dtype.itemsize >= _LONG_ROW
+    return jax.ShapeDtypeStruct((max(_WORKSPACE, x.size * x.dtype.itemsize // 512 if long else 0),), jnp.uint8)
 
 
 def _takes(operation: str, form: Form, operands: Operands) -> bool:

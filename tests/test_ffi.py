@@ -22,7 +22,7 @@ def call(target, results, *operands, extras="", trailing=0, masked=False):
     attributes = _ffi._attributes(form)
     types = [jax.ShapeDtypeStruct(*result) for result in results]
     if target != "logsumexp_vjp":
-        types.append(_ffi._WORKSPACE)
+        types.append(_ffi.workspace(operands[0]))
     return jax.block_until_ready(jax.ffi.ffi_call(f"jaxsoft_{target}", types)(*operands, **attributes))
 
 
@@ -106,7 +106,7 @@ def test_extras_that_differ_in_too_many_dimensions():
 )
 def test_bad_attributes(attributes, message):
     x = jnp.ones((3, 7))  # a shape of its own: to JAX's cache of compiled calls, np.int32(0) is np.int64(0)
-    types = [jax.ShapeDtypeStruct(x.shape, F32), _ffi._WORKSPACE]
+    types = [jax.ShapeDtypeStruct(x.shape, F32), _ffi.workspace(x)]
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         jax.block_until_ready(jax.ffi.ffi_call("jaxsoft_softmax", types)(x, **attributes))
 

@@ -1,4 +1,4 @@
-"""Many long rows on a GPU: the kernels that hold a row over a cluster of blocks, which few rows do not take.
+"""Long rows on a GPU: the kernels that hold a row over a cluster of blocks or over the grid, for many rows and for few.
 
 The reference is XLA in float64. Rows differ in scale and offset, and some hold infinities and NaN.
 """
@@ -11,7 +11,7 @@ from common import each_op, ours
 
 on_gpu = pytest.mark.skipif(jax.default_backend() == "cpu", reason="checks the strategies of a GPU's kernels")
 # Clusters of 1 to 16 blocks; odd lengths, whose rows begin anywhere; the longest that a cluster holds.
-SHAPES = [
+MANY = [
     (700, 8193),
     (512, 16391),
     (300, 32768),
@@ -21,18 +21,22 @@ SHAPES = [
     (40, 524288),
     (40, 600_001),
 ]
+FEW = [(1, 5000), (2, 16391), (64, 8192), (64, 32000), (1, 50257), (16, 131072), (3, 262147), (1, 524288), (2, 2**20)]
+# Rows that no cluster holds, and the longest that the grid does.
+LONG = [(13, 1_000_003), (12, 2_097_152), (17, 1_900_001), (5, 4_300_000)]
 
 
 @on_gpu
 @each_op
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("options", [{}, {"scale": -1.5}], ids=["plain", "extras"])
-def test_many_long_rows(op, dtype, options):
-    for rows, n in SHAPES:
+@pytest.mark.parametrize("shapes", [MANY, FEW, LONG], ids=["many", "few", "long"])
+def test_long_rows(op, dtype, options, shapes):
+    for rows, n in shapes:
         x = jax.random.normal(jax.random.key(n), (rows, n), jnp.float32)
         x = x * (1 + jnp.arange(rows)[:, None] % 5) + 100.0 * (jnp.arange(rows)[:, None] % 3)
         x = x.astype(dtype).at[3, 7].set(jnp.nan).at[5, n - 1].set(-jnp.inf).at[7].set(-jnp.inf).at[9, 0].set(jnp.inf)
-        some = np.r_[np.arange(12), rows - 3 : rows]
+        some = np.unique(np.r_[:12, rows - 3 : rows] % rows)
         given = {**options, "where": jnp.arange(n) % 7 != 3} if options else {}
         g = jax.random.normal(jax.random.key(1), (rows,) if op == "logsumexp" else (rows, n), dtype)
 

@@ -1,87 +1,88 @@
 // Row operations over an axis that is not the last: arrays (rows, n, inner), reduced over n, without a transpose.
 //
 // A column is one of the rows * inner sets of n scores. A block takes a tile of neighbouring columns, 128 bytes wide or
-// wider, so that what a warp reads is contiguous, and a part of n; a cluster of blocks has all of n. Every thread copies
-// its packs into shared memory and is the only one to read them again, to reduce and then to write: one read of device
-// memory. Shared memory serves as registers of any number here: it is larger, and what it holds needs no unrolled code.
-// Several blocks share a multiprocessor, so one computes while another's copies are on their way.
+// wider, so that what a warp reads is contiguous, and a part of n; a cluster of blocks has all of n. Every thread
+// copies its packs into shared memory and is the only one to read them again, to reduce and then to write: one read of
+// device memory. Shared memory serves as registers of any number here: it is larger, and what it holds needs no
+// unrolled code.
+//
+// Blocks are persistent. As a thread writes what it holds of a tile, it copies its packs of the next tile into their
+// place, so that memory has something to read throughout; and several blocks share a multiprocessor, so one reduces
+// while others read and write.
 //
 // Parts of n that do not fit go through shared memory in chunks, twice: reduced, then read again and written.
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 
+#include "hopper.cuh"
 #include "operations.cuh"
 
 namespace jaxsoft::cuda {
 
 struct Columns {
-  static constexpr int threads = 256;            // of a block
-  static constexpr int blocks_at_once = 3;       // that a multiprocessor should hold; 2 of f64
+  static constexpr int most_threads = 256;       // of a block
+  // Blocks that a multiprocessor should hold, of 256 threads; more of fewer.
+  template <class T> static constexpr int blocks_at_once = sizeof(T) == 8 ? 2 : 3;
   static constexpr int most_blocks = 16;         // of a cluster
-  static constexpr int tile_bytes = 128;         // of a tile's breadth, where there are so many columns
+  static constexpr int tile_bytes = 128;         // of a tile's breadth, where there are so many columns; twice that
+                                                 // where rows are not a multiple of it, as tiles share what is read
   static constexpr int most_across = 64;         // accesses side by side in a tile that is wider, as n is small
-  static constexpr int short_bytes = 32 * 1024;  // what a tile may hold to be made wider; also a chunk
+  static constexpr int short_bytes = 32 * 1024;  // what a tile may hold to be made wider
   static constexpr int held_bytes = 64 * 1024;   // what a block should hold at most, if more blocks can share n
-  static constexpr int at_once = 4;              // accesses that a thread reads before it uses the first; so many terms
-                                                 // of a sum stand between compensated additions
+  static constexpr int at_once = 4;              // accesses that a thread reads before it uses the first
+  // Terms of a sum between compensated additions.
+  template <class T> static constexpr int terms = sizeof(T) == 2 ? 16 : 32 / sizeof(T);
 };
 
 // How a tile is dealt out. An access is what a thread loads at once: a pack, or one element where packs do not lie on
 // 16-byte boundaries.
 struct Tile {
-  int across;       // accesses side by side; Columns::threads / across threads, and so many rows apart, have a column
+  int threads;      // of a block
+  int across;       // accesses side by side; threads / across threads, and so many rows apart, have a column
   int slots;        // accesses that a thread holds of each operand
   unsigned blocks;  // that share n; like across, a power of two
+  int share;        // so many blocks share a multiprocessor's memory
 };
+
+// What blocks hand to each other of a column.
+template <class Op, class A>
+using Exchanged = std::conditional_t<Op::scores, State<A, false>, Sum<A>>;
 
 // Where what lies in shared memory.
 template <template <class> class Op, class T, int width>
 struct TileLayout {
   using A = Accumulator<T>;
+  using GroupSum = std::conditional_t<Op<T>::keeps_apart, Sum<A>, A>;  // the few of the others need no compensation
   int columns, groups;  // a group: the threads of a column that lie in one warp, or the only one that does
-  size_t maxima, sums, parts, end;
+  unsigned barriers, values, mail, sums, maxima, tops, slots, end = 0;
   __host__ __device__ explicit TileLayout(Tile tile) {
     columns = tile.across * width;
-    groups = Columns::threads / (tile.across < 32 ? 32 : tile.across);
-    maxima = size_t(Columns::threads) * tile.slots * Op<T>::operands * width * sizeof(T);
-    sums = maxima + size_t(groups) * columns * sizeof(T);
-    // When the sums have been read, the columns' values take their place.
-    size_t of_sums = groups * columns * sizeof(Sum<A>), of_values = columns * sizeof(typename Op<T>::Values);
-    parts = sums + (of_sums > of_values ? of_sums : of_values);
-    parts = (parts + 15) / 16 * 16;
-    end = parts + columns * sizeof(typename Op<T>::Part);
+    groups = tile.threads / (tile.across < 32 ? 32 : tile.across);
+    barriers = add(2 * sizeof(Barrier));
+    values = add(columns * sizeof(typename Op<T>::Values));
+    mail = add(tile.blocks > 1 ? (columns + tile.blocks) * sizeof(Exchanged<Op<T>, A>) : 0);
+    sums = add(Op<T>::reduces ? groups * columns * sizeof(GroupSum) : 0);
+    maxima = add(Op<T>::scores ? groups * columns * sizeof(T) : 0);
+    tops = add(Op<T>::scores ? columns * sizeof(T) : 0);
+    slots = add(tile.threads * tile.slots * Op<T>::operands * width * sizeof(T));
+  }
+  __host__ __device__ unsigned add(size_t bytes) {
+    unsigned begin = end;
+    end += (bytes + 15) / 16 * 16;
+    return begin;
   }
 };
 
-// Clusters, which came with Hopper; before it every block is alone.
-struct Cluster {
-  static __device__ void arrive() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive;" ::: "memory");
-#endif
-  }
-  static __device__ void wait() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.wait;" ::: "memory");
-#endif
-  }
-  // The same place in another block's shared memory.
-  template <class V>
-  static __device__ const V* in_block(const V* here, unsigned block) {
-#if __CUDA_ARCH__ >= 900
-    const V* there;
-    asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(here), "r"(block));
-    return there;
-#else
-    return here;
-#endif
-  }
-};
-
-__device__ inline void copy_pack(void* to, const void* from) {
-  auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(from) : "memory");
+// Copies of 4, 8 or 16 bytes.
+template <int bytes>
+__device__ void copy_access(void* to, const void* from) {
+  const uint32_t shared = shared_address(to);
+  if constexpr (bytes == 16)
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(from) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared), "l"(from), "n"(bytes) : "memory");
 }
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
@@ -135,280 +136,462 @@ __device__ Pack<T> shuffle(const Pack<T>& pack, int lane_mask) {
 }
 
 template <template <class> class Op, class T, int width>
-__global__ void __launch_bounds__(Columns::threads, sizeof(T) == 8 ? 2 : Columns::blocks_at_once)
-columns(Arguments<T> args, Tile tile) {
+__global__ void __launch_bounds__(Columns::most_threads, Columns::blocks_at_once<T>)
+columns(const __grid_constant__ Arguments<T> args, const Tile tile) {
   using A = Accumulator<T>;
   using Part = typename Op<T>::Part;
+  using Each = Exchanged<Op<T>, A>;
   using Values = typename Op<T>::Values;
-  constexpr int operands = Op<T>::operands;
-  constexpr bool scores = !std::is_same<Part, Sum<A>>::value;  // reduced to a state, not to a sum
+  constexpr int operands = Op<T>::operands, at_once = Columns::at_once / Op<T>::operands;
+  constexpr bool scores = Op<T>::scores, reduces = Op<T>::reduces, writes = Op<T>::writes;
+  constexpr bool may_be_quick = writes && Op<T>::has_quick && width > 1;
+  constexpr bool copies = width * sizeof(T) >= 4;  // asynchronously; a single element of 16 bits is loaded
 
   extern __shared__ __align__(16) unsigned char tile_memory[];
   const TileLayout<Op, T, width> layout(tile);
-  T* slots = reinterpret_cast<T*>(tile_memory);
+  auto* barriers = reinterpret_cast<Barrier*>(tile_memory + layout.barriers);
+  auto* values = reinterpret_cast<Values*>(tile_memory + layout.values);
+  auto* mail = reinterpret_cast<Each*>(tile_memory + layout.mail);
+  auto* sums = reinterpret_cast<typename TileLayout<Op, T, width>::GroupSum*>(tile_memory + layout.sums);
   T* maxima = reinterpret_cast<T*>(tile_memory + layout.maxima);
-  auto* sums = reinterpret_cast<Sum<A>*>(tile_memory + layout.sums);
-  auto* values = reinterpret_cast<Values*>(tile_memory + layout.sums);
-  auto* parts = reinterpret_cast<Part*>(tile_memory + layout.parts);
+  T* tops = reinterpret_cast<T*>(tile_memory + layout.tops);
+  T* slots = reinterpret_cast<T*>(tile_memory + layout.slots);
 
-  const int across = tile.across, shift = __ffs(across) - 1, apart = Columns::threads >> shift;
+  const int across = tile.across, shift = __ffs(across) - 1, apart = tile.threads >> shift;
   const int thread = threadIdx.x, at = thread & (across - 1), first = thread >> shift;
-  const unsigned rank = blockIdx.x & (tile.blocks - 1);
-  const int64_t first_access = int64_t(blockIdx.x / tile.blocks) << shift;  // of all rows' accesses of equal j
+  const unsigned rank = blockIdx.x & (tile.blocks - 1), tiles_at_once = gridDim.x / tile.blocks;
   const int64_t accesses_a_row = args.inner / width, accesses = args.rows * accesses_a_row;
-  const int64_t row = (first_access + at) / accesses_a_row;
-  const int64_t origin = row * args.n * args.inner + (first_access + at - row * accesses_a_row) * width;
   const int64_t begin = args.n * rank / tile.blocks, end = args.n * (rank + 1) / tile.blocks;
-  const int64_t chunk_rows = int64_t(tile.slots) * apart;
+  const int64_t chunk_rows = int64_t(tile.slots) * apart, step = apart * args.inner;
+  const bool stays = reduces && writes && end - begin <= chunk_rows;  // from being reduced to being written
 
-  // Of a chunk, the thread has the rows chunk + first, + apart, ...: so many.
-  auto count_from = [&](int64_t chunk) {
-    int rows = static_cast<int>(min(end - chunk, chunk_rows)) - first;
-    return first_access + at < accesses && rows > 0 ? (rows + apart - 1) >> (__ffs(apart) - 1) : 0;
+  // The thread's part of a chunk of a tile: the first of its elements in an operand, and how many rows it has.
+  struct Place {
+    int64_t offset;
+    int count;
   };
-  auto slot = [&](int operand, int k) {
-    return slots + ((k * operands + operand) * Columns::threads + thread) * width;
+  auto place = [&](int64_t index, int64_t chunk) {
+    const int64_t access = (index << shift) + at;  // of all rows' accesses of equal j
+    const int rows = static_cast<int>(min(end - chunk, chunk_rows)) - first;
+    if (access >= accesses || rows <= 0) return Place{0, 0};
+    const int64_t row = accesses <= UINT32_MAX ? static_cast<uint32_t>(access) / static_cast<uint32_t>(accesses_a_row)
+                                               : access / accesses_a_row;
+    const int64_t column = access - row * accesses_a_row;
+    return Place{(row * args.n + chunk + first) * args.inner + column * width,
+                 (rows + apart - 1) >> (__ffs(apart) - 1)};
   };
-  auto load = [&](int64_t chunk, int count) {
-    const int64_t step = apart * args.inner, from = origin + (chunk + first) * args.inner;
+  auto slot = [&](int operand, int k) { return slots + ((k * operands + operand) * tile.threads + thread) * width; };
+  // Where a thread's part begins in the operands; `copy` goes on by a step.
+  auto start = [&](const T* (&from)[operands], const Place& of) {
+#pragma unroll
+    for (int operand = 0; operand < operands; operand++) from[operand] = (operand == 0 ? args.a : args.b) + of.offset;
+  };
+  auto copy = [&](int k, const T* (&from)[operands]) {
 #pragma unroll
     for (int operand = 0; operand < operands; operand++) {
-      const T* source = (operand == 0 ? args.a : args.b) + from;
-      if constexpr (width > 1) {
-        for (int k = 0; k < count; k++, source += step) copy_pack(slot(operand, k), source);
-      } else {
-        constexpr int in_flight = 8;
-        for (int k = 0; k < count; k += in_flight) {
-          T x[in_flight];
+      if constexpr (copies) copy_access<width * sizeof(T)>(slot(operand, k), from[operand]);
+      from[operand] += step;
+    }
+  };
+  auto copy_all = [&](const Place& of) {
+    const T* from[operands];
+    start(from, of);
+    for (int k = 0; k < of.count; k++) copy(k, from);
+  };
+  auto arrive = [&](const Place& of) {  // what has been copied, or is loaded now
+    if constexpr (copies) return wait_for_copies();
+    constexpr int in_flight = 8;
 #pragma unroll
-          for (int i = 0; i < in_flight; i++, source += step)
-            if (k + i < count) x[i] = *source;
+    for (int operand = 0; operand < operands; operand++) {
+      const T* source = (operand == 0 ? args.a : args.b) + of.offset;
+      for (int k = 0; k < of.count; k += in_flight) {
+        T x[in_flight];
 #pragma unroll
-          for (int i = 0; i < in_flight; i++)
-            if (k + i < count) *slot(operand, k + i) = x[i];
-        }
+        for (int i = 0; i < in_flight; i++, source += step)
+          if (k + i < of.count) x[i] = *source;
+#pragma unroll
+        for (int i = 0; i < in_flight; i++)
+          if (k + i < of.count) *slot(operand, k + i) = x[i];
       }
     }
-    if constexpr (width > 1) wait_for_copies();
   };
 
-  // A column, counted so that those at the same place in their accesses are neighbours, is finished by some neighbouring
-  // lanes. All threads call f, as it may shuffle; the last columns may not exist.
-  const int helpers = max(1, min(8, Columns::threads / layout.columns)), helper = thread & (helpers - 1);
-  auto for_columns = [&](auto f) {
-    for (int c = 0; c < layout.columns; c += Columns::threads / helpers) f(c + thread / helpers);
-  };
-
-  if constexpr (Op<T>::reduces) {
-    for_columns([&](int column) {
-      if (column < layout.columns && helper == 0) parts[column] = Part{};
-    });
-    const int group = across < 32 ? thread / 32 : first;
-    const bool leads = across >= 32 || thread % 32 < across;
-    for (int64_t chunk = begin; chunk < end; chunk += chunk_rows) {
-      const int count = count_from(chunk);
-      load(chunk, count);
-
-      A from[width];  // what exp subtracts: the reference of the chunk's maximum
-      if constexpr (scores) {
-        Pack<T> top;
+  // Calls use(k, a, b) for all of a chunk, some accesses at a time. With `refill` what a thread has read is replaced by
+  // its part of the chunk that follows.
+  auto visit = [&](auto refill, const Place& here, const Place& following, auto use) {
+    const T* from[operands];
+    start(from, following);
+    auto some = [&](int k, auto number) {
+      constexpr int count = decltype(number)::value;
+      Pack<T> a[count], b[count];
 #pragma unroll
-        for (int e = 0; e < width; e++) top.set(e, narrow<T>(-infinity<A>()));
-        for (int k = 0; k < count; k += Columns::at_once) {
-#pragma unroll
-          for (int i = 0; i < Columns::at_once; i++)
-            if (k + i < count) top = larger<width>(top, load_elements<width>(slot(0, k + i)));
-        }
-        for (int mask = 16; mask >= across; mask /= 2) top = larger<width>(top, shuffle<width>(top, mask));
-        if (leads) store_elements<width>(maxima + (group * across + at) * width, top);
-        __syncthreads();
-        for (int g = 0; g < layout.groups; g++)
-          top = larger<width>(top, load_elements<width>(maxima + (g * across + at) * width));
-#pragma unroll
-        for (int e = 0; e < width; e++) from[e] = reference(top.get(e));
+      for (int i = 0; i < count; i++) {
+        a[i] = load_elements<width>(slot(0, k + i));
+        if constexpr (operands > 1) b[i] = load_elements<width>(slot(1, k + i));
       }
-
-      Sum<A> sum[width];
-      for (int k = 0; k < count; k += Columns::at_once) {
-        A terms[width] = {}, tops[width] = {};
+      if constexpr (decltype(refill)::value) {
 #pragma unroll
-        for (int i = 0; i < Columns::at_once; i++) {
-          if (k + i >= count) continue;
-          Pack<T> a = load_elements<width>(slot(0, k + i)), b;
-          if constexpr (operands > 1) b = load_elements<width>(slot(1, k + i));
+        for (int i = 0; i < count; i++)
+          if (count > 1 || k < following.count) copy(k + i, from);
+      }
+      use(k, a, b);
+    };
+    const int both = decltype(refill)::value ? min(here.count, following.count) : here.count;
+    int k = 0;
+    for (; k + at_once <= both; k += at_once) some(k, std::integral_constant<int, at_once>{});
+    for (; k < here.count; k++) some(k, std::integral_constant<int, 1>{});
+    if constexpr (decltype(refill)::value)
+      for (; k < following.count; k++) copy(k, from);
+  };
+
+  // A column, counted so that those at the same place in their accesses are neighbours, is finished by a lane, or some
+  // neighbouring ones. All lanes of a warp call f, as it may shuffle; the last columns may not exist.
+  auto for_columns = [&](int columns, int helpers, auto f) {
+    for (int c = thread / helpers; c - thread % 32 / helpers < columns; c += tile.threads / helpers)
+      f(c, thread & (helpers - 1));
+  };
+
+  const bool clustered = kHopperCode && reduces && tile.blocks > 1;  // before Hopper every block is alone
+  if constexpr (kHopperCode) {
+    if (clustered) {
+      if (thread == 0) {
+        barriers[0].init(1), barriers[1].init(1);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+      }
+      __syncwarp();
+      synchronize_cluster();
+    }
+  }
+  int64_t index = blockIdx.x / tile.blocks;
+  Place here = place(index, begin);
+  copy_all(here);
+  for (unsigned turn = 0; (index << shift) < accesses; index += tiles_at_once, turn ^= 1) {
+    // What comes after a chunk: the next one, after the last one the first again, or the first of the next tile.
+    auto after = [&](int64_t chunk, bool last) {
+      chunk += chunk_rows;
+      return chunk < end ? place(index, chunk) : place(last ? index + tiles_at_once : index, begin);
+    };
+    if constexpr (reduces) {
+      const int group = across < 32 ? thread / 32 : first;
+      const bool leads = across >= 32 || thread % 32 < across;
+      Pack<T> top;
+      Sum<A> sum[width];
+#pragma unroll
+      for (int e = 0; e < width; e++) top.set(e, narrow<T>(-infinity<A>()));
+      for (int64_t chunk = begin; chunk < end || chunk == begin; chunk += chunk_rows) {
+        arrive(here);
+        const Place following = stays ? here : after(chunk, !writes);
+        A from[width];  // what exp subtracts: the reference of the maximum up to here
+        if constexpr (scores) {
+          Pack<T> high = top;
+#pragma unroll 4
+          for (int k = 0; k < here.count; k++) high = larger<width>(high, load_elements<width>(slot(0, k)));
+          for (int mask = 16; mask >= across; mask /= 2) high = larger<width>(high, shuffle<width>(high, mask));
+          if (leads) store_elements<width>(maxima + (group * across + at) * width, high);
+          __syncthreads();
+          for (int g = 0; g < layout.groups; g++)
+            high = larger<width>(high, load_elements<width>(maxima + (g * across + at) * width));
 #pragma unroll
           for (int e = 0; e < width; e++) {
-            if constexpr (scores) {
-              A x = a.get(e), term = exponential_term<false>(x, from[e]);
-              // Scores that are the maximum are counted, not mixed into the sum of the others: added to it only with
-              // compensation, they leave it its digits. (A column that holds +inf has no such sum.)
-              bool top = Op<T>::keeps_apart && x == from[e];
-              terms[e] += top ? A(0) : term;
-              if constexpr (Op<T>::keeps_apart) tops[e] += top ? A(1) : A(0);
-            } else if constexpr (Op<T>::reads_a_to_reduce) {
-              terms[e] += args.masked && a.get(e) == 0 ? A(0) : a.get(e) * b.get(e);
-            } else {
-              terms[e] += b.get(e);
+            if (chunk > begin) sum[e] = seen_from<T>(high.get(e), State<A, false>{top.get(e), sum[e]});
+            from[e] = reference(high.get(e));
+          }
+          top = high;
+        }
+        A terms[width] = {};
+        [[maybe_unused]] A equal[width] = {};
+        auto add = [&] {
+#pragma unroll
+          for (int e = 0; e < width; e++) {
+            sum[e].add(terms[e]), terms[e] = 0;
+            if constexpr (Op<T>::keeps_apart) sum[e].add(equal[e]), equal[e] = 0;
+          }
+        };
+        visit(std::bool_constant<!writes>{}, here, following, [&](int k, const auto& a, const auto& b) {
+          constexpr int count = sizeof(a) / sizeof(Pack<T>);
+#pragma unroll
+          for (int i = 0; i < count; i++) {
+#pragma unroll
+            for (int e = 0; e < width; e++) {
+              if constexpr (scores) {
+                A x = a[i].get(e), term = exponential_term<false>(x, from[e]);
+                // Scores that are the maximum are counted, not mixed into the sum of the others: added to it only with
+                // compensation, they leave it its digits. (A column that holds +inf has no such sum.)
+                bool is_top = Op<T>::keeps_apart && x == from[e];
+                terms[e] += is_top ? A(0) : term;
+                if constexpr (Op<T>::keeps_apart) equal[e] += is_top ? A(1) : A(0);
+              } else if constexpr (Op<T>::reads_a_to_reduce) {
+                terms[e] += args.masked && a[i].get(e) == 0 ? A(0) : a[i].get(e) * b[i].get(e);
+              } else {
+                terms[e] += b[i].get(e);
+              }
             }
           }
-        }
-#pragma unroll
-        for (int e = 0; e < width; e++) {
-          sum[e].add(terms[e]);
-          if constexpr (Op<T>::keeps_apart) sum[e].add(tops[e]);
+          if ((k + count) % Columns::terms<T> == 0) add();
+        });
+        add();
+        if (!stays) {
+          if (writes) copy_all(following);
+          here = following;
+          if (scores) __syncthreads();  // the maxima have been read
         }
       }
 #pragma unroll
       for (int e = 0; e < width; e++) {
-        for (int mask = 16; mask >= across; mask /= 2) sum[e] = combine<T>(sum[e], shuffle(sum[e], mask));
-        if (leads) sums[group * layout.columns + e * across + at] = sum[e];
-      }
-      __syncthreads();
-
-      for_columns([&](int column) {
-        Sum<A> whole;
-        A m = -infinity<A>();
-        for (int g = helper; g < layout.groups && column < layout.columns; g += helpers) {
-          whole = combine<T>(whole, sums[g * layout.columns + column]);
-          int place = (column & (across - 1)) * width + (column >> shift);
-          if constexpr (scores) m = max(m, widen(maxima[g * layout.columns + place]));
-        }
-        whole = reduce_lanes<T>(whole, helpers);
-        if constexpr (scores) m = reduce_maximum(m, helpers);
-        if (column >= layout.columns || helper != 0) return;
-        if constexpr (scores) {
-          if (Op<T>::keeps_apart && isfinite(m)) whole.add(-1);
-          parts[column] = combine<T>(parts[column], Part{m, whole});
+        auto& all = sums[group * layout.columns + e * across + at];
+        if constexpr (Op<T>::keeps_apart) {
+          for (int mask = 16; mask >= across; mask /= 2) sum[e] = combine<T>(sum[e], shuffle(sum[e], mask));
+          if (leads) all = sum[e];
         } else {
-          parts[column] = combine<T>(parts[column], whole);
+          A plain = sum[e].value();
+          for (int mask = 16; mask >= across; mask /= 2) plain += __shfl_xor_sync(0xffffffffu, plain, mask);
+          if (leads) all = plain;
         }
-      });
-      __syncthreads();  // before the next chunk's maxima, or the values, take the place of what has been read
+      }
+      if (scores && thread < across) store_elements<width>(tops + at * width, top);
     }
-    if (tile.blocks > 1) Cluster::arrive(), Cluster::wait();
-  }
-
-  // Every block finishes all columns of the tile, from the parts of all blocks.
-  for_columns([&](int column) {
-    Part part;
-    if constexpr (Op<T>::reduces) {
-      for (unsigned block = helper; block < tile.blocks && column < layout.columns; block += helpers)
-        part = combine<T>(part, *Cluster::in_block(parts + column, block));
-      part = reduce_lanes<T>(part, helpers);
-    }
-    int64_t access = first_access + (column & (across - 1));
-    if (helper == 0 && column < layout.columns && access < accesses)
-      values[column] = Op<T>::finish(part, args, access * width + (column >> shift), rank == 0);
-  });
-  if (Op<T>::reduces && tile.blocks > 1) Cluster::arrive();  // the others' parts have been read
-
-  if constexpr (Op<T>::writes) {
     __syncthreads();
-    Values own[width];
-#pragma unroll
-    for (int e = 0; e < width; e++) own[e] = values[e * across + at];
-    const bool held = Op<T>::reduces && end - begin <= chunk_rows;
-    for (int64_t chunk = begin; chunk < end; chunk += chunk_rows) {
-      const int count = count_from(chunk);
-      if (!held) load(chunk, count);
-      const int64_t step = apart * args.inner;
-      int64_t to = origin + (chunk + first) * args.inner;
-      for (int k = 0; k < count; k += Columns::at_once) {
-#pragma unroll
-        for (int i = 0; i < Columns::at_once; i++, to += step) {
-          if (k + i >= count) continue;
-          Pack<T> a = load_elements<width>(slot(0, k + i)), b;
-          if constexpr (operands > 1) b = load_elements<width>(slot(1, k + i));
-          A x[width];
-#pragma unroll
-          for (int e = 0; e < width; e++) {
-            x[e] = Op<T>::value(own[e], a.get(e), operands > 1 ? b.get(e) : A(0));
-            if (!Op<T>::a_is_scores && args.masked && a.get(e) == 0) x[e] = 0;
-          }
-          if (args.result == ResultType::same) {
-            store_results(static_cast<T*>(args.out) + to, x);
-          } else if constexpr (sizeof(T) == 2) {
-            store_results(static_cast<float*>(args.out) + to, x);
-          } else if constexpr (sizeof(T) == 4) {
-            if (args.result == ResultType::f16) store_results(static_cast<__half*>(args.out) + to, x);
-            else store_results(static_cast<__nv_bfloat16*>(args.out) + to, x);
-          }
+
+    auto finish = [&](int column, Each whole, bool first) {
+      const int64_t access = (index << shift) + (column & (across - 1));
+      if (column >= layout.columns || access >= accesses) return Values{};
+      if constexpr (Op<T>::keeps_apart)
+        if (isfinite(whole.m)) whole.sum.add(-1);
+      Part part;
+      if constexpr (scores) part = {whole.m, whole.sum};
+      else part = whole;
+      return Op<T>::finish(part, args, access * width + (column >> shift), first);
+    };
+    // In a cluster every column has a block that gets all its parts, and sends what it makes of them to all blocks.
+    const int each = (layout.columns + tile.blocks - 1) / tile.blocks, log_blocks = __ffs(tile.blocks) - 1;
+    const int helpers = max(1, 32 / layout.columns);
+    for_columns(layout.columns, helpers, [&](int column, int helper) {
+      const bool exists = column < layout.columns;
+      Each whole;
+      if constexpr (reduces) {
+        Sum<A> sum;
+        for (int g = helper; g < layout.groups && exists; g += helpers) {
+          if constexpr (Op<T>::keeps_apart) sum = combine<T>(sum, sums[g * layout.columns + column]);
+          else sum.s += sums[g * layout.columns + column];
         }
+        sum = reduce_lanes<T>(sum, helpers);
+        if constexpr (scores)
+          whole = {exists ? widen(tops[(column & (across - 1)) * width + (column >> shift)]) : -infinity<A>(), sum};
+        else
+          whole = sum;
+        if constexpr (kHopperCode) {
+          if (clustered && exists && helper == 0)
+            send(whole, mail + rank * each + (column >> log_blocks), barriers[0], column & (tile.blocks - 1));
+        }
+        if (clustered) return;
+      }
+      const Values found = finish(column, whole, helper == 0 && rank == 0);
+      if (exists && helper == 0) values[column] = found;
+    });
+    if constexpr (kHopperCode) {
+      if (clustered) {
+        const int owned = (layout.columns + tile.blocks - 1 - rank) >> log_blocks;
+        if (thread == 0) {
+          barriers[0].arrive_expecting(owned * tile.blocks * sizeof(Each));
+          barriers[1].arrive_expecting(layout.columns * (sizeof(Values) / 4 * 4));
+        }
+        constexpr int readers = 8;
+        for_columns(owned, readers, [&](int i, int reader) {
+          barriers[0].wait(turn);
+          const bool exists = i < owned;
+          Each whole;
+          if constexpr (scores) {
+            for (unsigned block = reader; block < tile.blocks && exists; block += readers)
+              whole.m = max(whole.m, mail[block * each + i].m);
+            whole.m = reduce_maximum(whole.m, readers);
+            for (unsigned block = reader; block < tile.blocks && exists; block += readers)
+              whole.sum = combine<T>(whole.sum, seen_from<T>(whole.m, mail[block * each + i]));
+            whole.sum = reduce_lanes<T>(whole.sum, readers);
+          } else {
+            for (unsigned block = reader; block < tile.blocks && exists; block += readers)
+              whole = combine<T>(whole, mail[block * each + i]);
+            whole = reduce_lanes<T>(whole, readers);
+          }
+          const int column = exists ? (i << log_blocks) + rank : layout.columns;
+          const Values found = finish(column, whole, reader == 0);
+          for (unsigned block = reader; block < tile.blocks && exists; block += readers)
+            send(found, values + column, barriers[1], block);
+        });
+        if (thread < 32) barriers[1].wait(turn);
+      }
+    }
+    __syncthreads();
+    // Where values are sent, nobody writes new mail before it has them; else the mail might not have been read.
+    if constexpr (kHopperCode && !writes) {
+      if (clustered) synchronize_cluster();
+    }
+
+    if constexpr (writes) {
+      auto write = [&](auto quickly) {
+        constexpr bool quick = decltype(quickly)::value;
+        Values own[width];
+#pragma unroll
+        for (int e = 0; e < width; e++) own[e] = values[e * across + at];
+        for (int64_t chunk = begin; chunk < end || chunk == begin; chunk += chunk_rows) {
+          if (!stays) arrive(here);
+          const Place following = after(chunk, true);
+          int64_t to = here.offset;
+          visit(std::true_type{}, here, following, [&](int, const auto& a, const auto& b) {
+            constexpr int count = sizeof(a) / sizeof(Pack<T>);
+#pragma unroll
+            for (int i = 0; i < count; i++, to += step) {
+              A x[width];
+#pragma unroll
+              for (int e = 0; e < width; e++) {
+                if constexpr (may_be_quick)
+                  if (quick) x[e] = Op<T>::quick_value(own[e], a[i].get(e));
+                if (quick) continue;
+                x[e] = Op<T>::value(own[e], a[i].get(e), operands > 1 ? b[i].get(e) : A(0));
+                if (!Op<T>::a_is_scores && args.masked && a[i].get(e) == 0) x[e] = 0;
+              }
+              if (quick) {
+                if constexpr (may_be_quick) {
+                  Pack<T> pack;
+                  pack.set_all(x);
+                  if constexpr (kUnit<T> != 1) pack.multiply(kUnit<T>);
+                  store_elements<width>(static_cast<T*>(args.out) + to, pack);
+                }
+              } else if (args.result == ResultType::same) {
+                store_results(static_cast<T*>(args.out) + to, x);
+              } else if constexpr (sizeof(T) == 2) {
+                store_results(static_cast<float*>(args.out) + to, x);
+              } else if constexpr (sizeof(T) == 4) {
+                if (args.result == ResultType::f16) store_results(static_cast<__half*>(args.out) + to, x);
+                else store_results(static_cast<__nv_bfloat16*>(args.out) + to, x);
+              }
+            }
+          });
+          here = following;
+        }
+      };
+      if constexpr (may_be_quick) {
+        bool quick = args.result == ResultType::same;
+#pragma unroll
+        for (int e = 0; e < width; e++) quick &= values[e * across + at].quick;
+        if (quick) write(std::true_type{});
+        else write(std::false_type{});
+      } else {
+        write(std::false_type{});
       }
     }
   }
-  if (Op<T>::reduces && tile.blocks > 1) Cluster::wait();  // no block may leave while another reads its parts
 }
+
+// What a device has, and what shared memory each of so many blocks can have of a multiprocessor's.
+struct ColumnsDevice {
+  int device = 0, processors = 0, major = 0, memory = 0, of_block = 0, reserved = 0;
+  cudaError_t read() {
+    if (auto e = cudaGetDevice(&device)) return e;
+    if (auto e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return e;
+    if (auto e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) return e;
+    if (auto e = cudaDeviceGetAttribute(&memory, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device)) return e;
+    if (auto e = cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device)) return e;
+    return cudaDeviceGetAttribute(&of_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  }
+  int shared(int share) const { return std::min(of_block, memory / share - reserved) / 16 * 16; }
+};
 
 // The choice of a tile, for a device whose clusters have up to `most_blocks` blocks.
 template <template <class> class Op, class T, int width>
-Tile choose_tile(const Arguments<T>& args, int processors, int64_t memory, unsigned most_blocks) {
+Tile choose_tile(const Arguments<T>& args, const ColumnsDevice& device, unsigned most_blocks) {
   const int64_t accesses = args.rows * args.inner / width;
   constexpr int64_t bytes = width * sizeof(T) * Op<T>::operands;  // of an access, in all operands
   auto divide = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
-  int across = Columns::tile_bytes / (width * sizeof(T));
+  const int lines = args.inner * sizeof(T) % Columns::tile_bytes == 0 ? 1 : 2;
+  int across = std::min<int>(lines * Columns::tile_bytes / (width * sizeof(T)), Columns::most_across);
   while (across > 1 && across / 2 >= accesses) across /= 2;
   while (across < Columns::most_across && 2 * across * bytes * args.n <= Columns::short_bytes &&
-         accesses >= int64_t(2) * across * Columns::blocks_at_once * processors)
+         accesses >= int64_t(2) * across * Columns::blocks_at_once<T> * device.processors)
     across *= 2;
 
-  const int apart = Columns::threads / across;
+  // Few rows are dealt to few threads, so that each has some.
+  const bool few_rows = across * bytes * args.n <= Columns::short_bytes;
+  const int threads = few_rows ? Columns::most_threads / 2 : Columns::most_threads, apart = threads / across;
   const int64_t tiles = divide(accesses, across);
   unsigned blocks = 1;
   auto too_much = [&] { return divide(args.n, blocks) * across * bytes > Columns::held_bytes; };
-  auto too_few = [&] { return tiles * blocks * 2 <= 2 * processors && divide(args.n, blocks) >= 4 * apart; };
+  auto too_few = [&] { return tiles * blocks <= device.processors && divide(args.n, blocks) >= 4 * apart; };
   while (blocks < most_blocks && (too_much() || too_few())) blocks *= 2;
 
-  int64_t slots = divide(divide(args.n, blocks), apart);
-  TileLayout<Op, T, width> empty({across, 0, blocks});
-  int64_t most_slots = (memory - int64_t(empty.end)) / (Columns::threads * bytes);
-  if (!Op<T>::reduces || slots > most_slots)
-    slots = std::min(slots, std::max<int64_t>(1, Columns::short_bytes / (Columns::threads * bytes)));
-  return {across, static_cast<int>(slots), blocks};
+  const int64_t slots = divide(divide(args.n, blocks), apart);
+  const int most_share = Columns::blocks_at_once<T> * Columns::most_threads / threads;
+  auto held = [&](int share) {
+    TileLayout<Op, T, width> empty({threads, across, 0, blocks, share});
+    return std::min<int64_t>(slots, (device.shared(share) - int64_t(empty.end)) / (threads * bytes));
+  };
+  int share = most_share;
+  while (Op<T>::reduces && share > 1 && held(share) < slots) share--;
+  if (held(share) < slots) share = most_share;  // in chunks
+  return {threads, across, static_cast<int>(std::max<int64_t>(1, held(share))), blocks, share};
 }
 
-// What a launch needs; `attribute` must outlive it.
+// How many clusters of a kernel run at once on a device: asked once for each size and share. None if it does not know
+// clusters of this size.
 template <template <class> class Op, class T, int width>
-cudaLaunchConfig_t configure_tile(const Arguments<T>& args, Tile tile, cudaStream_t stream,
-                                  cudaLaunchAttribute& attribute) {
-  cudaLaunchConfig_t config{};
-  int64_t tiles = (args.rows * args.inner / width + tile.across - 1) / tile.across;
-  config.gridDim = dim3(static_cast<unsigned>(tiles * tile.blocks));
-  config.blockDim = dim3(Columns::threads);
-  config.dynamicSmemBytes = TileLayout<Op, T, width>(tile).end;
-  config.stream = stream;
+cudaError_t tiles_at_once(const ColumnsDevice& device, const cudaLaunchConfig_t& config, Tile tile, int* tiles) {
+  auto kernel = columns<Op, T, width>;
+  constexpr int devices = 32;
+  static std::atomic<int> known[devices][Columns::most_blocks + 1][16];  // 1 more
+  std::atomic<int>* found = device.device < devices ? &known[device.device][tile.blocks][tile.share] : nullptr;
+  *tiles = found ? found->load(std::memory_order_relaxed) - 1 : -1;
+  if (*tiles >= 0) return cudaSuccess;
+  if (auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, device.of_block)) return e;
+  constexpr auto carveout = cudaFuncAttributePreferredSharedMemoryCarveout;
+  if (auto e = cudaFuncSetAttribute(kernel, carveout, cudaSharedmemCarveoutMaxShared)) return e;
+  if (config.numAttrs > 0) {
+    if (auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)) return e;
+    if (cudaOccupancyMaxActiveClusters(tiles, kernel, &config)) {
+      cudaGetLastError();
+      *tiles = 0;
+    }
+  } else {
+    if (auto e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(tiles, kernel, tile.threads, config.dynamicSmemBytes))
+      return e;
+    *tiles = std::max<int>(1, *tiles * device.processors / tile.blocks);
+  }
+  if (found) found->store(*tiles + 1, std::memory_order_relaxed);
+  return cudaSuccess;
+}
+
+// `launched` is false where the device does not know clusters of the size.
+template <template <class> class Op, class T, int width>
+cudaError_t launch_tile(const Arguments<T>& args, const ColumnsDevice& device, Tile tile, cudaStream_t stream,
+                        bool* launched) {
+  cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {tile.blocks, 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(tile.blocks);
+  config.blockDim = dim3(tile.threads);
+  config.dynamicSmemBytes = device.shared(tile.share);
+  config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = Op<T>::reduces && tile.blocks > 1;  // blocks that only share n need not be a cluster
-  return config;
+  int at_once = 0;
+  if (auto e = tiles_at_once<Op, T, width>(device, config, tile, &at_once)) return e;
+  *launched = at_once > 0;
+  if (at_once == 0) return cudaSuccess;
+  const int64_t tiles = (args.rows * args.inner / width + tile.across - 1) / tile.across;
+  config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(tiles, at_once) * tile.blocks));
+  return cudaLaunchKernelEx(&config, columns<Op, T, width>, args, tile);
 }
 
 template <template <class> class Op, class T, int width>
 cudaError_t launch_tiles(const Arguments<T>& args, cudaStream_t stream) {
-  int device = 0, processors = 0, major = 0, memory = 0;
-  if (auto e = cudaGetDevice(&device)) return e;
-  if (auto e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return e;
-  if (auto e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) return e;
-  if (auto e = cudaDeviceGetAttribute(&memory, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) return e;
-  auto kernel = columns<Op, T, width>;
-  if (auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, memory)) return e;
-  constexpr auto carveout = cudaFuncAttributePreferredSharedMemoryCarveout;
-  if (auto e = cudaFuncSetAttribute(kernel, carveout, cudaSharedmemCarveoutMaxShared)) return e;
-  if (major >= 9)
-    if (auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)) return e;
-  for (unsigned most = major >= 9 || !Op<T>::reduces ? Columns::most_blocks : 1;; most /= 2) {
-    Tile tile = choose_tile<Op, T, width>(args, processors, memory, most);
-    cudaLaunchAttribute attribute;
-    auto config = configure_tile<Op, T, width>(args, tile, stream, attribute);
-    int clusters = 1;
-    if (config.numAttrs > 0 && cudaOccupancyMaxActiveClusters(&clusters, kernel, &config)) {
-      cudaGetLastError();  // a cluster of a size that this device does not know
-      clusters = 0;
-    }
-    if (clusters > 0) return cudaLaunchKernelEx(&config, kernel, args, tile);
-    most = tile.blocks;
+  ColumnsDevice device;
+  if (auto e = device.read()) return e;
+  bool launched = false;
+  for (unsigned most = device.major >= 9 || !Op<T>::reduces ? Columns::most_blocks : 1; !launched;) {
+    Tile tile = choose_tile<Op, T, width>(args, device, most);
+    if (auto e = launch_tile<Op, T, width>(args, device, tile, stream, &launched)) return e;
+    most = tile.blocks / 2;
   }
+  return cudaSuccess;
 }
 
 // Everything is ordered by `stream`; nothing is allocated or waited for.

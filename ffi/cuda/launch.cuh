@@ -1,8 +1,9 @@
 // The choice of a strategy, from the row's length and the number of rows, by a table for each architecture.
 #pragma once
 
+#include "clustered.cuh"
 #include "columns.cuh"
-#include "ring.cuh"
+#include "dealt.cuh"
 
 namespace jaxsoft::cuda {
 
@@ -10,13 +11,15 @@ namespace jaxsoft::cuda {
 struct Choice {
   int64_t packs[3];             // a row up to here: one pack a thread, two, four
   int64_t resident_packs[2];    // for one operand, and for two; longer rows are not resident
-  int64_t ring_packs[2];        // what a block of a cluster should have of a row: 4 bytes an element; 2 bytes
+  int64_t ring_packs[2];        // what a block of a cluster should have of a row at most, for one operand, and for two
+  int64_t few_rows;             // so many rows or fewer are few: each goes to a cluster, if it fits
+  int64_t few_packs[2];         // the least and the most that a block of such a cluster has of a row
   int64_t split_packs;          // the least that a block has of a row that is split
-  int64_t split_blocks;         // how many blocks a multiprocessor rows are split into
-  int64_t long_packs;           // rows from here on are split if they are so few that clusters leave most blocks idle
+  int64_t split_blocks;         // how many blocks a multiprocessor rows are split into, where they are read again
+  int64_t idle_packs;           // of all rows together: up to here, what does not fit a cluster of few rows is split
 };
-constexpr Choice kHopper = {{8, 31, 128}, {4096, 2048}, {2048, 4096}, 2048, 4, 65536};
-constexpr Choice kOther = {{8, 31, 128}, {8192, 4096}, {0, 0}, 2048, 4, 0};  // no clusters, or not measured
+constexpr Choice kHopper = {{8, 31, 128}, {4096, 2048}, {4800, 2048}, 64, {256, 2048}, 2048, 2, 1 << 20};
+constexpr Choice kOther = {{8, 31, 128}, {8192, 4096}, {0, 0}, 0, {0, 0}, 2048, 4, 0};  // no clusters, or not measured
 
 struct Device {
   int processors = 0, major = 0;
@@ -45,16 +48,25 @@ cudaError_t launch_resident(const Arguments<T>& args, int64_t packs, cudaStream_
 }
 
 template <template <class> class Op, class T, class Form>
-cudaError_t launch_split(const Arguments<T>& args, unsigned parts, void* workspace, cudaStream_t stream) {
-  unsigned blocks = static_cast<unsigned>(args.rows * parts);
+cudaError_t launch_split(const Arguments<T>& args, unsigned parts, bool overlap, void* workspace, cudaStream_t stream) {
+  const auto blocks = static_cast<unsigned>(args.rows * parts);
   auto* states = static_cast<typename Op<T>::Part*>(workspace);
   if constexpr (Op<T>::reduces) {
     split_reduce<Op, T, Form><<<blocks, kThreads, 0, stream>>>(args, states, parts);
     if (auto e = cudaGetLastError()) return e;
   }
-  if constexpr (Op<T>::writes) split_write<Op, T, Form><<<blocks, kThreads, 0, stream>>>(args, states, parts);
-  else split_finish<Op, T><<<args.rows, 256, 0, stream>>>(args, states, parts);
-  return cudaGetLastError();
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(Op<T>::writes ? blocks : static_cast<unsigned>(args.rows));
+  config.blockDim = dim3(Op<T>::writes ? kThreads : 256);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = Op<T>::reduces && overlap;
+  const auto* read = static_cast<const typename Op<T>::Part*>(states);
+  if constexpr (Op<T>::writes) return cudaLaunchKernelEx(&config, split_write<Op, T, Form>, args, read, parts);
+  else return cudaLaunchKernelEx(&config, split_finish<Op, T>, args, read, parts);
 }
 
 // `workspace` has room for `bytes`. Everything is ordered by `stream`; nothing is allocated or waited for.
@@ -72,17 +84,30 @@ cudaError_t launch_form(const Arguments<T>& args, void* workspace, int64_t bytes
     if (packs <= choice.packs[1]) return launch_resident<Op, T, Form, 2>(args, packs, stream);
   }
   if (packs <= choice.packs[2]) return launch_resident<Op, T, Form, 4>(args, packs, stream);
-  if (packs <= std::min<int64_t>(choice.resident_packs[operands - 1], most_packs * 1024))
-    return launch_resident<Op, T, Form, most_packs>(args, packs, stream);
-
+  if constexpr (sizeof(T) <= 4 && Op<T>::reduces) {
+    const bool many = packs < Clustered::most_blocks * 1024 && args.rows * Clustered::most_blocks > 512;
+    int blocks = many ? Clustered::most_blocks / 2 : Clustered::most_blocks;
+    while (blocks > 1 && packs < blocks * choice.few_packs[0]) blocks /= 2;
+    const int64_t part = (packs + blocks - 1) / blocks;
+    if (args.rows <= choice.few_rows && blocks > 1 && part <= choice.few_packs[1]) {
+      if constexpr (most_packs == 8)
+        if (part > 1024) return launch_clustered<Op, T, Form, 8>(args, packs, blocks, stream);
+      return launch_clustered<Op, T, Form, 4>(args, packs, blocks, stream);
+    }
+  }
   if constexpr (!Form::bias && sizeof(T) <= 4 && Op<T>::reduces && Op<T>::writes) {
-    int64_t part = choice.ring_packs[sizeof(T) == 2 && Op<T>::operands == 1];
-    bool idle = args.rows * Ring::most_blocks * 2 <= device.processors && packs >= choice.long_packs;
-    if (part && args.vector && !idle && ring_holds<Op<T>>(packs, Ring::most_blocks)) {
-      int blocks = 1;
-      while (blocks < Ring::most_blocks && packs > blocks * part) blocks *= 2;
-      while (blocks < Ring::most_blocks && args.rows * blocks * 2 <= device.processors) blocks *= 2;
-      return launch_ring<Op, T, Form>(args, blocks, workspace, stream);
+    int64_t part = choice.ring_packs[Op<T>::operands - 1];
+    if (part && args.vector && args.rows > choice.idle_packs / packs) {
+      if (ring_holds<Op<T>>(packs, Ring::most_blocks)) {
+        int blocks = 1;
+        while (blocks < Ring::most_blocks && packs > blocks * part) blocks *= 2;
+        // Parts that fill their slots may be smaller.
+        if (sizeof(T) == 4 && Op<T>::operands == 1 && packs % (2 * blocks * Ring::slot_packs(1)) == 0) blocks *= 2;
+        return launch_ring<Op, T, Form>(args, std::min(blocks, Ring::most_blocks), workspace, stream);
+      }
+      if constexpr (!Form::extras)
+        if (can_deal<Op<T>>(args.rows, packs, device.processors, bytes))
+          return launch_dealt<Op, T, Form>(args, packs, device.processors, workspace, stream);
     }
   }
   // What reads no row again is split at any number of rows, the rest only where one block a row would leave too few.
@@ -90,7 +115,7 @@ cudaError_t launch_form(const Arguments<T>& args, void* workspace, int64_t bytes
   int64_t parts = std::min(packs / choice.split_packs, room / args.rows);
   if (Op<T>::reduces && Op<T>::writes) parts = std::min(parts, choice.split_blocks * device.processors / args.rows);
   if (parts >= 2 && args.rows * parts <= 0x7fffffff)
-    return launch_split<Op, T, Form>(args, static_cast<unsigned>(parts), workspace, stream);
+    return launch_split<Op, T, Form>(args, static_cast<unsigned>(parts), device.major >= 9, workspace, stream);
   tiled<Op, T, Form><<<std::min<int64_t>(args.rows, 0x7fffffff), kThreads, 0, stream>>>(args);
   return cudaGetLastError();
 }

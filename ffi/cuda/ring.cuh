@@ -12,6 +12,7 @@
 
 #include <atomic>
 
+#include "hopper.cuh"
 #include "strategies.cuh"
 
 namespace jaxsoft::cuda {
@@ -30,78 +31,6 @@ struct Ring {
   static constexpr int slot_packs(int operands) { return packs_each(operands) * consumers; }
   static constexpr int slots(int operands) { return bytes / (slot_packs(operands) * operands * 16); }
 };
-
-// The barriers of shared memory, and copies that complete them. Addresses are those of the shared window.
-__device__ inline uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
-
-struct Barrier {
-  uint64_t word;
-  __device__ uint32_t address() const { return shared_address(&word); }
-  __device__ void init(unsigned arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(arrivals) : "memory");
-  }
-  __device__ void arrive() { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address()) : "memory"); }
-  __device__ void arrive_expecting(unsigned bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");
-  }
-  // A warp that asks again and again takes the turns of those that compute, so it sleeps in between.
-  __device__ void wait(unsigned parity) const {
-    while (true) {
-      uint32_t done;
-      asm volatile(
-          "{\n"
-          ".reg .pred p;\n"
-          "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-          "selp.u32 %0, 1, 0, p;\n"
-          "}\n"
-          : "=r"(done) : "r"(address()), "r"(parity) : "memory");
-      if (done) return;
-      __nanosleep(40);
-    }
-  }
-};
-
-__device__ inline void copy_to_shared(void* to, const void* from, unsigned bytes, const Barrier& done) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(to)),
-               "l"(from), "r"(bytes), "r"(done.address())
-               : "memory");
-}
-
-// The same place in another block of the cluster.
-__device__ inline uint32_t in_block(uint32_t address, unsigned block) {
-  uint32_t mapped;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(block));
-  return mapped;
-}
-__device__ inline unsigned block_in_cluster() {
-  unsigned rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-__device__ inline unsigned blocks_of_cluster() {
-  unsigned blocks;
-  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
-  return blocks;
-}
-// Relaxed: what a block has stored to device memory need not be visible to the others.
-__device__ inline void synchronize_cluster() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-// Stores a value, in words of 8 bytes, to a block's shared memory, and completes its bytes at that block's barrier.
-template <class V>
-__device__ void send(const V& value, const void* to, const Barrier& done, unsigned block) {
-  static_assert(sizeof(V) % 8 == 0);
-  uint64_t words[sizeof(V) / 8];
-  memcpy(words, &value, sizeof(V));
-  uint32_t address = in_block(shared_address(to), block), barrier = in_block(done.address(), block);
-#pragma unroll
-  for (unsigned i = 0; i < sizeof(V) / 8; i++)
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(address + 8 * i),
-                 "l"(words[i]), "r"(barrier)
-                 : "memory");
-}
 
 __device__ inline void synchronize_team(unsigned team) {
   asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(Ring::consumers) : "memory");
@@ -165,7 +94,7 @@ __device__ void produce(const Arguments<T>& args, unsigned long long* counter, R
   unsigned slot = 0, round = 0;
   for (unsigned turn = 0;; turn++) {
     unsigned mail = turn % Ring::mails;
-    memory.mailed[mail].wait(turn / Ring::mails % 2);
+    memory.mailed[mail].sleep_until(turn / Ring::mails % 2);
     int64_t index = *static_cast<volatile int64_t*>(&memory.mail[mail]);
     memory.mailed[mail].arrive_expecting(sizeof(int64_t));  // its next use
     if (index < 0) return;
@@ -180,7 +109,7 @@ __device__ void produce(const Arguments<T>& args, unsigned long long* counter, R
       int first = chunk, last = min(chunk + slot_packs, part.end);
       first += !row.window.whole(first);  // the row's first and last pack are read where they lie
       if (last > first) last -= !row.window.whole(last - 1);
-      memory.empty[slot].wait(round % 2 ^ 1);
+      memory.empty[slot].sleep_until(round % 2 ^ 1);
       unsigned bytes = last > first ? static_cast<unsigned>(last - first) * 16 : 0;
       memory.full[slot].arrive_expecting(bytes * Op<T>::operands);
       if (bytes) {
@@ -206,7 +135,7 @@ __device__ void consume(const Arguments<T>& args, RingMemory<Op, T>& memory) {
     while (slot >= RingMemory<Op, T>::count) slot -= RingMemory<Op, T>::count, round++;
   };
   for (unsigned turn = 0;; turn++) {
-    memory.mailed[turn % Ring::mails].wait(turn / Ring::mails % 2);
+    memory.mailed[turn % Ring::mails].sleep_until(turn / Ring::mails % 2);
     int64_t index = *static_cast<volatile int64_t*>(&memory.mail[turn % Ring::mails]);
     if (index < 0) return;
     Row<Op, T, Form, int> row(args, index);
@@ -246,13 +175,13 @@ __device__ void consume(const Arguments<T>& args, RingMemory<Op, T>& memory) {
     auto restart = [&] { slot = first_slot, round = first_round; };
 
     // Rows are reduced in turn: a barrier tells a phase from the next only, so no one may wait for a slot's later filling.
-    if (turn > 0) memory.reduced[(turn - 1) % Ring::teams].wait((turn - 1) / Ring::teams % 2);
+    if (turn > 0) memory.reduced[(turn - 1) % Ring::teams].sleep_until((turn - 1) / Ring::teams % 2);
     bool passed = false;
     auto visit = [&](auto use) {
       restart();
       for (int chunk = begin; chunk < end; chunk += slot_packs) {
         Pack<T> a[each], b[each];
-        memory.full[slot].wait(round % 2);
+        memory.full[slot].sleep_until(round % 2);
         load(chunk, a, b, Op<T>::reads_a_to_reduce || Form::extras);
         use(a, b);
         advance(1);
@@ -279,7 +208,7 @@ __device__ void consume(const Arguments<T>& args, RingMemory<Op, T>& memory) {
     if (thread < 32) {  // one warp speaks for the team; the others wait where they take no turns
       const unsigned exchange = turn % Ring::exchanges;
       if (lane < blocks) send(RingState<Part>{part}, &memory.states[exchange][rank], memory.exchanged[exchange], lane);
-      memory.exchanged[exchange].wait(turn / Ring::exchanges % 2);
+      memory.exchanged[exchange].sleep_until(turn / Ring::exchanges % 2);
       part = reduce_lanes<T>(memory.states[exchange][lane % blocks].part, blocks);
       auto found = Op<T>::finish(part, args, index, thread == 0 && rank == 0);
       if (lane == 0) {

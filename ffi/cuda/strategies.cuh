@@ -3,16 +3,35 @@
 //   resident  a row in the registers of the threads that share it: a group of lanes, a warp, or a block. One read.
 //   tiled     a row too long for that, by one block: reduced in a first pass, read again and written in a second.
 //   split     few long rows: each cut over many blocks. One launch writes the parts' states, the next merges them and
-//             writes. The states wait in a workspace that XLA provides.
+//             writes. The states wait in a workspace that XLA provides. From Hopper on the second launch is made while
+//             the first still runs, and waits for its end within the kernel.
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 
 #include "operations.cuh"
 
 namespace jaxsoft::cuda {
 
 constexpr int kThreads = 512;  // of a block that works through a long row
+
+// The devices on which a kernel's attributes have been set.
+class Devices {
+  std::atomic<uint64_t> known_{0};
+
+ public:
+  template <class F>
+  cudaError_t once(F f) {
+    int device = 0;
+    if (auto e = cudaGetDevice(&device)) return e;
+    const uint64_t bit = device < 64 ? uint64_t(1) << device : 0;
+    if (known_.load(std::memory_order_relaxed) & bit) return cudaSuccess;
+    if (auto e = f()) return e;
+    known_.fetch_or(bit, std::memory_order_relaxed);
+    return cudaSuccess;
+  }
+};
 
 // One row of the operands: the pointers, the window on it, and its extras.
 template <template <class> class Op, class T, class Form, class Index = int64_t>
@@ -157,6 +176,18 @@ __global__ void __launch_bounds__(kThreads) tiled(const __grid_constant__ Argume
   }
 }
 
+// The two ends of a launch that overlaps the one before.
+__device__ inline void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ inline void wait_for_last_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // A part of a row a block.
 template <template <class> class Op, class T, class Form>
 struct Split {
@@ -172,6 +203,7 @@ struct Split {
 template <template <class> class Op, class T, class Form>
 __global__ void __launch_bounds__(kThreads)
     split_reduce(const __grid_constant__ Arguments<T> args, typename Op<T>::Part* states, unsigned parts) {
+  let_next_kernel_start();
   Split<Op, T, Form> split(args, parts);
   auto part = reduce_packs(split.row, split.begin, split.end);
   if (threadIdx.x == 0) states[blockIdx.x] = part;
@@ -189,6 +221,7 @@ __global__ void __launch_bounds__(kThreads)
     split_write(const __grid_constant__ Arguments<T> args, const typename Op<T>::Part* states, unsigned parts) {
   Split<Op, T, Form> split(args, parts);
   typename Op<T>::Part part;
+  wait_for_last_kernel();
   if constexpr (Op<T>::reduces) part = merge<Op, T>(states + split.index * parts, parts);
   auto values = Op<T>::finish(part, args, split.index, threadIdx.x == 0 && split.part == 0);
   if (Op<T>::writes) write_packs(split.row, values, split.begin, split.end);
@@ -198,6 +231,7 @@ __global__ void __launch_bounds__(kThreads)
 template <template <class> class Op, class T>
 __global__ void split_finish(const __grid_constant__ Arguments<T> args, const typename Op<T>::Part* states,
                              unsigned parts) {
+  wait_for_last_kernel();
   auto part = merge<Op, T>(states + int64_t(blockIdx.x) * parts, parts);
   Op<T>::finish(part, args, blockIdx.x, threadIdx.x == 0);
 }

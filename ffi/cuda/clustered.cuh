@@ -1,0 +1,87 @@
+// Few rows: each in the registers of a cluster of blocks, with nothing that a persistent kernel has to set up.
+//
+// The blocks' states are exchanged by Hopper's st.async, which stores into another block's shared memory and completes
+// bytes at a barrier there; every block then merges all of them, in the same order.
+#pragma once
+
+#include "ring.cuh"
+
+namespace jaxsoft::cuda {
+
+struct Clustered {
+  static constexpr int most_blocks = 16;
+  static constexpr int exchanges = 3;  // that `reduce_visited` asks for
+  static constexpr int threads = 1024;  // of a block, at most
+};
+
+// A cluster a row; blockDim.x * kPacks packs a block.
+template <template <class> class Op, class T, class Form, int kPacks>
+__global__ void __launch_bounds__(Clustered::threads) clustered(const __grid_constant__ Arguments<T> args) {
+#if __CUDA_ARCH__ >= 900
+  struct alignas(16) State {
+    uint64_t words[2];
+  };
+  __shared__ State states[Clustered::exchanges][Clustered::most_blocks];
+  __shared__ Barrier arrived[Clustered::exchanges];
+  const unsigned rank = block_in_cluster(), blocks = blocks_of_cluster(), lane = threadIdx.x % 32;
+  if (threadIdx.x < Clustered::exchanges) {
+    arrived[threadIdx.x].init(1);
+    arrived[threadIdx.x].arrive_expecting(blocks * sizeof(State));
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncwarp();
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+
+  const int64_t index = blockIdx.x / blocks;
+  Row<Op, T, Form, int> row(args, index);
+  BlockPart part_of(row.window.packs, rank, blocks);
+  const int first = part_of.begin + threadIdx.x;
+  Pack<T> pa[kPacks], pb[kPacks];
+#pragma unroll
+  for (int k = 0; k < kPacks; k++) row.load(first + k * blockDim.x, part_of.end, pa[k], pb[k]);
+  int exchange = 0;
+  auto part = reduce_visited<Op<T>>(row.form, [&](auto use) { use(pa, pb); }, [&](const auto& of_thread) {
+    auto whole = reduce_threads<T>(of_thread);
+    if (exchange == 0) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    State state{};
+    memcpy(&state, &whole, sizeof whole);
+    if (threadIdx.x < blocks) send(state, &states[exchange][rank], arrived[exchange], lane);
+    arrived[exchange].wait(0);
+    memcpy(&whole, &states[exchange][lane % blocks], sizeof whole);
+    exchange++;
+    return reduce_lanes<T>(whole, blocks);
+  });
+  auto values = Op<T>::finish(part, args, index, threadIdx.x == 0 && rank == 0);
+  if constexpr (Op<T>::writes) {
+#pragma unroll
+    for (int k = 0; k < kPacks; k++) {
+      int at = first + k * blockDim.x;
+      if (at < part_of.end) row.write(at, values, pa[k], pb[k]);
+    }
+  }
+#endif
+}
+
+template <template <class> class Op, class T, class Form, int kPacks>
+cudaError_t launch_clustered(const Arguments<T>& args, int64_t packs, int blocks, cudaStream_t stream) {
+  auto kernel = clustered<Op, T, Form, kPacks>;
+  static Devices prepared;
+  if (auto e = prepared.once([&] {
+        return cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+      }))
+    return e;
+  int64_t part = (packs + blocks - 1) / blocks;
+  int64_t threads = ((part + kPacks - 1) / kPacks + 31) / 32 * 32;
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(args.rows * blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, args);
+}
+
+}  // namespace jaxsoft::cuda

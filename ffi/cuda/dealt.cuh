@@ -1,0 +1,348 @@
+// Long rows over the whole grid, held on chip: one read of device memory for every row that all multiprocessors can hold.
+//
+// Rows are cut into chunks, and the chunks are dealt out in turn to the blocks of a persistent grid. (Dealt out by a
+// counter, they were no faster.) A block keeps its chunks in shared memory, a ring of slots, each of which goes through
+// several hands: the producer fills it by bulk copies, reducers reduce it, the poster sends the state of what the block
+// has of a row to device memory, a poller waits until the states of the whole row are there, and writers write and give
+// the slot back. Only pollers wait for other blocks, so memory is kept busy as long as the slots hold more than what is
+// on its way. All blocks must run at once.
+//
+// Barriers: full[slot] is completed by the copies into a slot, reduced[slot] by the warps that have reduced it,
+// ready[slot] by the poller, empty[slot] by the warps that have written it. A role of several teams or warps deals the
+// turns out to them. One may then come to a slot before another has come to its filling before this one, and a barrier
+// tells a phase from the next only; so there are barriers for two fillings of each slot.
+#pragma once
+
+#include "ring.cuh"
+
+namespace jaxsoft::cuda {
+
+struct Dealt {
+  static constexpr int team = 128;         // threads
+  static constexpr int warps = team / 32;  // of a team
+  static constexpr int reducers = 2, writers = 2;  // teams
+  static constexpr int pollers = 2;                // warps; one where a row has many chunks in each block
+  static constexpr int threads = (reducers + writers) * team + (2 + pollers) * 32;
+  static constexpr int slots = 14, slot_bytes = 16 * 1024;
+  static constexpr int at_once = 4;  // packs that a thread reads before it uses the first, of all operands together
+  static constexpr int looks = 5;    // packets that a lane of a poller looks at together
+  static constexpr int slot_packs(int operands) { return slot_bytes / 16 / operands; }  // of each operand
+};
+
+// What a row's states are posted in. Words are zero before; a packet is there when its last word is not.
+struct alignas(16) Packet {
+  uint64_t words[2];
+};
+template <class Part>
+__device__ void post(Packet* to, const Part& part) {
+  static_assert(sizeof(Part) <= 12);
+  Packet packet{};
+  memcpy(&packet, &part, sizeof part);
+  packet.words[1] |= uint64_t(1) << 32;
+  asm volatile("{\n.reg .b128 v;\nmov.b128 v, {%1, %2};\nst.relaxed.gpu.global.b128 [%0], v;\n}" ::"l"(to),
+               "l"(packet.words[0]), "l"(packet.words[1]) : "memory");
+}
+__device__ inline Packet look(const Packet* at) {
+  Packet packet;
+  asm volatile("{\n.reg .b128 v;\nld.relaxed.gpu.global.b128 v, [%2];\nmov.b128 {%0, %1}, v;\n}"
+               : "=l"(packet.words[0]), "=l"(packet.words[1]) : "l"(at) : "memory");
+  return packet;
+}
+__device__ inline bool is_posted(const Packet& packet) { return packet.words[1] >> 32; }
+
+// How rows are dealt out: all in chunks of so many packs. Chunk c of row r belongs to block (r * chunks + c) % blocks.
+struct Deal {
+  int64_t rows;
+  int chunks, packs;                    // of a row; of a chunk
+  unsigned rows_a_turn, chunks_a_turn;  // the number of blocks, in rows and chunks
+  int pollers;
+  __host__ __device__ int posts(int blocks) const { return chunks < blocks ? chunks : blocks; }  // of a row
+};
+
+// The chunks that a block has, one after the other.
+struct Hand {
+  const Deal* deal;
+  int64_t row;
+  int chunk;
+  int turn = 0;
+  unsigned slot = 0, round = 0;  // round: how often all slots have been filled before
+  __device__ explicit Hand(const Deal& of) : deal(&of) {
+    row = blockIdx.x / static_cast<unsigned>(deal->chunks);
+    chunk = blockIdx.x % static_cast<unsigned>(deal->chunks);
+  }
+  __device__ bool ended() const { return row >= deal->rows; }
+  __device__ void advance() {
+    turn++;
+    if (++slot == Dealt::slots) slot = 0, round++;
+    row += deal->rows_a_turn;
+    chunk += deal->chunks_a_turn;
+    if (chunk >= deal->chunks) chunk -= deal->chunks, row++;
+  }
+  __device__ unsigned barrier() const { return slot + round % 2 * Dealt::slots; }
+  __device__ unsigned parity() const { return round / 2 % 2; }
+  // Whether the block's next chunk is of the same row.
+  __device__ bool continues() const { return deal->rows_a_turn == 0 && chunk + deal->chunks_a_turn < deal->chunks; }
+};
+
+template <template <class> class Op, class T>
+struct alignas(128) DealtMemory {
+  static constexpr int operands = Op<T>::operands;
+  static constexpr int slot_packs = Dealt::slot_packs(operands);
+  Pack<T> slots[Dealt::slots][operands][slot_packs];
+  typename Op<T>::Part states[Dealt::slots][Dealt::warps];
+  typename Op<T>::Values values[Dealt::slots];
+  Barrier full[2 * Dealt::slots], reduced[2 * Dealt::slots], ready[2 * Dealt::slots], empty[Dealt::slots];
+};
+
+template <template <class> class Op, class T, class Form>
+__device__ void fill_slots(const Arguments<T>& args, const Deal& deal, DealtMemory<Op, T>& memory) {
+  for (Hand hand(deal); !hand.ended(); hand.advance()) {
+    Row<Op, T, Form, int> row(args, hand.row);
+    const int begin = min(hand.chunk * deal.packs, row.window.packs), end = min(begin + deal.packs, row.window.packs);
+    int first = begin, last = end;  // the row's first and last pack are read where they lie
+    if (first < last) first += !row.window.whole(first);
+    if (first < last) last -= !row.window.whole(last - 1);
+    const unsigned bytes = first < last ? static_cast<unsigned>(last - first) * 16 : 0;
+    auto& full = memory.full[hand.barrier()];
+    memory.empty[hand.slot].sleep_until(hand.round % 2 ^ 1);
+    full.arrive_expecting(bytes * Op<T>::operands);
+    if (bytes) {
+      auto& slot = memory.slots[hand.slot];
+      int element = first * Pack<T>::size - row.window.head;
+      copy_to_shared(&slot[0][first - begin], row.a + element, bytes, full);
+      if constexpr (Op<T>::operands > 1) copy_to_shared(&slot[1][first - begin], row.b + element, bytes, full);
+    }
+  }
+}
+
+// What a thread of a team has of a slot, some packs at a time.
+template <template <class> class Op, class T, class Form>
+struct Held {
+  static constexpr int each = Dealt::at_once / Op<T>::operands;
+  const Pack<T> (&slot)[Op<T>::operands][Dealt::slot_packs(Op<T>::operands)];
+  const Row<Op, T, Form, int>& row;
+  int begin, end, thread;
+
+  __device__ Held(const DealtMemory<Op, T>& memory, const Row<Op, T, Form, int>& row, const Hand& hand, int thread)
+      : slot(memory.slots[hand.slot]), row(row), thread(thread) {
+    begin = min(hand.chunk * hand.deal->packs, row.window.packs);
+    end = min(begin + hand.deal->packs, row.window.packs);
+  }
+  // Whether from pack `first` on all packs of the warp are whole ones.
+  __device__ bool whole(int first) const {
+    first -= thread % 32;
+    const int last = first + (each - 1) * Dealt::team + 31;
+    return last < end && row.window.whole(first) && row.window.whole(last);
+  }
+  __device__ void load(int first, Pack<T> (&a)[each], Pack<T> (&b)[each], bool both) const {
+    const bool all = whole(first);
+#pragma unroll
+    for (int k = 0; k < each; k++) {
+      const int pack = first + k * Dealt::team;
+      if (all || (pack < end && row.window.whole(pack))) {
+        if (both) a[k] = slot[0][pack - begin];
+        if (Op<T>::operands > 1) b[k] = slot[Op<T>::operands - 1][pack - begin];
+        row.mark(pack, end, a[k], b[k]);
+      } else {
+        row.load(pack, end, a[k], b[k]);
+      }
+    }
+  }
+};
+
+template <template <class> class Op, class T, class Form>
+__device__ void reduce_slots(const Arguments<T>& args, const Deal& deal, DealtMemory<Op, T>& memory, int team,
+                             int thread) {
+  for (Hand hand(deal); !hand.ended(); hand.advance()) {
+    if (hand.turn % Dealt::reducers != team) continue;
+    Row<Op, T, Form, int> row(args, hand.row);
+    const Held<Op, T, Form> held(memory, row, hand, thread);
+    memory.full[hand.barrier()].sleep_until(hand.parity());
+    auto visit = [&](auto use) {
+      for (int first = held.begin + thread; first - thread % 32 < held.end; first += held.each * Dealt::team) {
+        Pack<T> a[held.each], b[held.each];
+        held.load(first, a, b, Op<T>::reads_a_to_reduce || Form::extras);
+        use(a, b);
+      }
+    };
+    auto part = reduce_visited<Op<T>>(row.form, visit, [](const auto& part) { return reduce_lanes<T>(part, 32); });
+    if (thread % 32 == 0) {
+      memory.states[hand.slot][thread / 32] = part;
+      memory.reduced[hand.barrier()].arrive();
+    }
+  }
+}
+
+template <template <class> class Op, class T>
+__device__ void post_states(const Deal& deal, Packet* packets, DealtMemory<Op, T>& memory, int lane) {
+  const int posts = deal.posts(gridDim.x);
+  typename Op<T>::Part part;
+  int first = 0;
+  bool begins = true;
+  for (Hand hand(deal); !hand.ended(); hand.advance()) {
+    memory.reduced[hand.barrier()].sleep_until(hand.parity());
+    auto of_chunk = reduce_lanes<T>(memory.states[hand.slot][lane % Dealt::warps], Dealt::warps);
+    if (begins) part = of_chunk, first = hand.chunk;
+    else part = combine<T>(part, of_chunk);
+    begins = !hand.continues();
+    if (begins && lane == 0) post(packets + hand.row * posts + first, part);
+  }
+}
+
+template <template <class> class Op, class T>
+__device__ void poll_rows(const Arguments<T>& args, const Deal& deal, const Packet* packets, DealtMemory<Op, T>& memory,
+                          int poller, int lane) {
+  const int posts = deal.posts(gridDim.x);
+  int visit = 0;
+  for (Hand hand(deal); !hand.ended();) {
+    Hand last = hand;  // the block's last chunk of the row
+    while (last.continues()) last.advance();
+    if (visit++ % deal.pollers != poller) {
+      hand = last;
+      hand.advance();
+      continue;
+    }
+    memory.reduced[last.barrier()].sleep_until(last.parity());  // before that no one needs to look
+    typename Op<T>::Part whole;
+    const Packet* of_row = packets + hand.row * posts;
+    for (int first = lane; first < posts; first += 32 * Dealt::looks) {
+      Packet found[Dealt::looks] = {};
+      bool all;
+      do {  // each is looked at until it is there
+        all = true;
+#pragma unroll
+        for (int k = 0; k < Dealt::looks; k++)
+          if (first + 32 * k < posts && !is_posted(found[k])) found[k] = look(of_row + first + 32 * k);
+#pragma unroll
+        for (int k = 0; k < Dealt::looks; k++) all &= first + 32 * k >= posts || is_posted(found[k]);
+      } while (!all);
+#pragma unroll
+      for (int k = 0; k < Dealt::looks; k++) {
+        typename Op<T>::Part part;
+        memcpy(&part, &found[k], sizeof part);
+        if (first + 32 * k < posts) whole = combine<T>(whole, part);
+      }
+    }
+    __syncwarp();
+    whole = reduce_lanes<T>(whole, 32);
+    auto values = Op<T>::finish(whole, args, hand.row, lane == 0 && hand.chunk == 0);
+    for (bool more = true; more; hand.advance()) {
+      more = hand.continues();
+      if (lane == 0) {
+        memory.values[hand.slot] = values;
+        memory.ready[hand.barrier()].arrive();
+      }
+    }
+  }
+}
+
+template <template <class> class Op, class T, class Form>
+__device__ void write_slots(const Arguments<T>& args, const Deal& deal, DealtMemory<Op, T>& memory, int team,
+                            int thread) {
+  for (Hand hand(deal); !hand.ended(); hand.advance()) {
+    if (hand.turn % Dealt::writers != team) continue;
+    Row<Op, T, Form, int> row(args, hand.row);
+    const Held<Op, T, Form> held(memory, row, hand, thread);
+    memory.ready[hand.barrier()].sleep_until(hand.parity());
+    const auto values = memory.values[hand.slot];
+    auto write = [&](auto quick) {
+      auto* out = reinterpret_cast<Pack<T>*>(static_cast<T*>(row.out) - row.window.head);
+      for (int first = held.begin + thread; first - thread % 32 < held.end; first += held.each * Dealt::team) {
+        Pack<T> a[held.each], b[held.each];
+        held.load(first, a, b, true);
+        if (row.writes_packs(values) && held.whole(first)) {
+#pragma unroll
+          for (int k = 0; k < held.each; k++)
+            out[first + k * Dealt::team] = row.template result_pack<decltype(quick)::value>(values, a[k], b[k]);
+        } else {
+#pragma unroll
+          for (int k = 0; k < held.each; k++)
+            if (first + k * Dealt::team < held.end) row.write(first + k * Dealt::team, values, a[k], b[k]);
+        }
+      }
+    };
+    if constexpr (Op<T>::has_quick) {
+      if (values.quick) write(std::true_type{});
+      else write(std::false_type{});
+    } else {
+      write(std::false_type{});
+    }
+    __syncwarp();
+    if (thread % 32 == 0) memory.empty[hand.slot].arrive();
+  }
+}
+
+template <template <class> class Op, class T, class Form>
+__global__ void __launch_bounds__(Dealt::threads, 1)
+    dealt(const __grid_constant__ Arguments<T> args, const __grid_constant__ Deal deal, Packet* packets) {
+#if __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(128) unsigned char bytes[];
+  auto& memory = *reinterpret_cast<DealtMemory<Op, T>*>(bytes);
+  if (threadIdx.x < 2 * Dealt::slots) {
+    const unsigned i = threadIdx.x;
+    memory.full[i].init(1), memory.reduced[i].init(Dealt::warps), memory.ready[i].init(1);
+    if (i < Dealt::slots) memory.empty[i].init(Dealt::warps);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  int thread = threadIdx.x, lane = thread % 32, team = thread / Dealt::team;
+  if (team < Dealt::reducers) return reduce_slots<Op, T, Form>(args, deal, memory, team, thread % Dealt::team);
+  team -= Dealt::reducers;
+  if (team < Dealt::writers) return write_slots<Op, T, Form>(args, deal, memory, team, thread % Dealt::team);
+  int warp = (thread - (Dealt::reducers + Dealt::writers) * Dealt::team) / 32;
+  if (warp == 0) return post_states<Op, T>(deal, packets, memory, lane);
+  if (warp == 1 && lane == 0) return fill_slots<Op, T, Form>(args, deal, memory);
+  if (warp >= 2 && warp - 2 < deal.pollers) poll_rows<Op, T>(args, deal, packets, memory, warp - 2, lane);
+#endif  // never launched on what has no bulk copies
+}
+
+// How rows of so many packs are dealt out to so many blocks.
+template <class Op>
+Deal deal_out(int64_t rows, int64_t packs, int processors) {
+  constexpr int most = Dealt::slot_packs(Op::operands);
+  Deal deal;
+  deal.rows = rows;
+  deal.chunks = static_cast<int>((packs + most - 1) / most);
+  deal.packs = static_cast<int>((packs + deal.chunks - 1) / deal.chunks + 7) / 8 * 8;  // 128 bytes
+  const auto blocks = static_cast<unsigned>(std::min<int64_t>(processors, rows * deal.chunks));
+  deal.rows_a_turn = blocks / deal.chunks, deal.chunks_a_turn = blocks % deal.chunks;
+  deal.pollers = deal.chunks > 3 * processors ? 1 : Dealt::pollers;
+  return deal;
+}
+
+// Whether the grid holds a row, with room for the next, and `bytes` of workspace the packets of all rows.
+template <class Op>
+bool can_deal(int64_t rows, int64_t packs, int processors, int64_t bytes) {
+  const int64_t chunks = packs / Dealt::slot_packs(Op::operands) + 1;
+  return chunks <= Dealt::slots * 4 / 7 * processors &&
+         rows <= bytes / int64_t(sizeof(Packet)) / std::min<int64_t>(chunks, processors);
+}
+
+template <template <class> class Op, class T, class Form>
+cudaError_t launch_dealt(const Arguments<T>& args, int64_t packs, int processors, void* workspace, cudaStream_t stream) {
+  constexpr size_t bytes = sizeof(DealtMemory<Op, T>);
+  static_assert(bytes <= 227 * 1024);
+  auto kernel = dealt<Op, T, Form>;
+  static Devices prepared;
+  if (auto e = prepared.once([&] {
+        return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+      }))
+    return e;
+  const Deal deal = deal_out<Op<T>>(args.rows, packs, processors);
+  const auto blocks = static_cast<unsigned>(deal.rows_a_turn * deal.chunks + deal.chunks_a_turn);
+  auto* packets = static_cast<Packet*>(workspace);
+  if (auto e = cudaMemsetAsync(packets, 0, args.rows * deal.posts(blocks) * sizeof(Packet), stream)) return e;
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeCooperative;
+  attribute.val.cooperative = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(Dealt::threads);
+  config.dynamicSmemBytes = bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, args, deal, packets);
+}
+
+}  // namespace jaxsoft::cuda

@@ -1,0 +1,104 @@
+// What Hopper brought: clusters of blocks that see each other's shared memory, barriers there that count bytes, and bulk
+// copies and stores that complete them. Addresses are those of the shared window.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+namespace jaxsoft::cuda {
+
+// Whether the code is compiled for a GPU that has all this.
+#if __CUDA_ARCH__ >= 900
+constexpr bool kHopperCode = true;
+#else
+constexpr bool kHopperCode = false;
+#endif
+
+__device__ inline uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+struct Barrier {
+  uint64_t word;
+  __device__ uint32_t address() const { return shared_address(&word); }
+  __device__ void init(unsigned arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(arrivals) : "memory");
+  }
+  __device__ void arrive() { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address()) : "memory"); }
+  __device__ void arrive_expecting(unsigned bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");
+  }
+  __device__ bool is_past(unsigned parity) const {
+    uint32_t done;
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}\n"
+        : "=r"(done) : "r"(address()), "r"(parity) : "memory");
+    return done;
+  }
+  __device__ void wait(unsigned parity) const {
+    while (!is_past(parity)) continue;
+  }
+  // A warp that asks again and again takes the turns of those that compute.
+  __device__ void sleep_until(unsigned parity) const {
+    while (!is_past(parity)) __nanosleep(40);
+  }
+};
+
+__device__ inline void copy_to_shared(void* to, const void* from, unsigned bytes, const Barrier& done) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(to)),
+               "l"(from), "r"(bytes), "r"(done.address())
+               : "memory");
+}
+
+// The same place in another block of the cluster.
+__device__ inline uint32_t in_block(uint32_t address, unsigned block) {
+  uint32_t mapped;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(block));
+  return mapped;
+}
+__device__ inline unsigned block_in_cluster() {
+  unsigned rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+__device__ inline unsigned blocks_of_cluster() {
+  unsigned blocks;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
+  return blocks;
+}
+// Relaxed: what a block has stored to device memory need not be visible to the others.
+__device__ inline void synchronize_cluster() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Stores a value, in words of 4 or 8 bytes, to the same place in a block's shared memory, and completes its bytes at that
+// block's barrier.
+template <class V>
+__device__ void send(const V& value, const void* to, const Barrier& done, unsigned block) {
+  using Word = std::conditional_t<sizeof(V) % 8 == 0, uint64_t, uint32_t>;
+  constexpr unsigned count = sizeof(V) / sizeof(Word);
+  if constexpr (count > 0) {
+    Word words[count];
+    memcpy(words, &value, sizeof words);
+    const uint32_t address = in_block(shared_address(to), block), barrier = in_block(done.address(), block);
+#pragma unroll
+    for (unsigned i = 0; i < count; i++) {
+      if constexpr (sizeof(Word) == 8)
+        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(address + 8 * i),
+                     "l"(words[i]), "r"(barrier)
+                     : "memory");
+      else
+        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address + 4 * i),
+                     "r"(words[i]), "r"(barrier)
+                     : "memory");
+    }
+  }
+}
+
+}  // namespace jaxsoft::cuda
