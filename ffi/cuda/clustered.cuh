@@ -37,8 +37,7 @@ __global__ void __launch_bounds__(Clustered::threads) clustered(const __grid_con
   BlockPart part_of(row.window.packs, rank, blocks);
   const int first = part_of.begin + threadIdx.x;
   Pack<T> pa[kPacks], pb[kPacks];
-#pragma unroll
-  for (int k = 0; k < kPacks; k++) row.load(first + k * blockDim.x, part_of.end, pa[k], pb[k]);
+  row.load(first, blockDim.x, part_of.end, pa, pb);
   int exchange = 0;
   auto part = reduce_visited<Op<T>>(row.form, [&](auto use) { use(pa, pb); }, [&](const auto& of_thread) {
     auto whole = reduce_threads<T>(of_thread);

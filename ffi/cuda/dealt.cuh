@@ -1,4 +1,4 @@
-// Long rows over the whole grid, held on chip: one read of device memory for every row that all multiprocessors can hold.
+// Long rows over the whole grid, held on chip: one read of device memory for rows that only all multiprocessors can hold.
 //
 // Rows are cut into chunks, and the chunks are dealt out in turn to the blocks of a persistent grid. (Dealt out by a
 // counter, they were no faster.) A block keeps its chunks in shared memory, a ring of slots, each of which goes through
@@ -138,14 +138,8 @@ struct Held {
     const bool all = whole(first);
 #pragma unroll
     for (int k = 0; k < each; k++) {
-      const int pack = first + k * Dealt::team;
-      if (all || (pack < end && row.window.whole(pack))) {
-        if (both) a[k] = slot[0][pack - begin];
-        if (Op<T>::operands > 1) b[k] = slot[Op<T>::operands - 1][pack - begin];
-        row.mark(pack, end, a[k], b[k]);
-      } else {
-        row.load(pack, end, a[k], b[k]);
-      }
+      const int at = first - begin + k * Dealt::team;
+      row.load_held(slot[0] + at, slot[Op<T>::operands - 1] + at, begin + at, end, all, both, a[k], b[k]);
     }
   }
 };
@@ -319,7 +313,8 @@ bool can_deal(int64_t rows, int64_t packs, int processors, int64_t bytes) {
 }
 
 template <template <class> class Op, class T, class Form>
-cudaError_t launch_dealt(const Arguments<T>& args, int64_t packs, int processors, void* workspace, cudaStream_t stream) {
+cudaError_t launch_dealt(const Arguments<T>& args, int64_t packs, int processors, void* workspace,
+                         cudaStream_t stream) {
   constexpr size_t bytes = sizeof(DealtMemory<Op, T>);
   static_assert(bytes <= 227 * 1024);
   auto kernel = dealt<Op, T, Form>;

@@ -31,94 +31,133 @@ struct Arguments {
   ResultType result = ResultType::same;         // of out, if not T
   bool masked = false;                          // softmax_vjp: elements with y = 0 do not count
   Extras extras;
+
+  // The row whose turn it is: rows that share a row of the bias follow each other, so that it comes from the cache.
+  template <bool with_bias>
+  __device__ int64_t row(int64_t turn) const {
+    const int last = extras.groups - 1;
+    if (!with_bias || last < 1 || extras.bias.stride[last] != 0 || rows > UINT32_MAX) return turn;
+    uint32_t shared = extras.divisor[last], times = extras.size[last], at = static_cast<uint32_t>(turn);
+    return int64_t(at % times) * shared + at / times;
+  }
+
+  Layout layout() const {
+    auto all = [&](size_t to) {  // 16 bytes, or 8
+      auto aligned = [&](const void* p, size_t to) { return reinterpret_cast<uintptr_t>(p) % to == 0; };
+      return vector && n * sizeof(T) % to == 0 && aligned(a, to) && result == ResultType::same &&
+             aligned(extras.bias.data, to) && aligned(extras.where.data, to / sizeof(T));
+    };
+    return all(16) ? Layout::whole : all(8) ? Layout::halves : Layout::any;
+  }
 };
 
 // x alone.
 struct Plain {
   static constexpr bool extras = false, bias = false;
-  template <class T, class Index>
-  __device__ Plain(const Arguments<T>&, int64_t, const Window<T, Index>&) {}
+  struct Marks {};
+  template <class T, class Window>
+  __device__ Plain(const Arguments<T>&, int64_t, const Window&) {}
 };
 
 template <class T, bool with_bias>
 struct WithExtras {
   static constexpr bool extras = true, bias = with_bias;
+  static constexpr int size = Pack<T>::size;
   using A = Accumulator<T>;
+  using Marks = uint64_t;  // what `where` has of a pack: a byte an element, 0 or 1
   A scale = 1, factor = 1;  // factor: what scores are multiplied by; 1 for scale 0, as `mark` has then made x * 0 of x
   int64_t limit;
   const uint8_t* where = nullptr;
   const T* bias_row = nullptr;
-  bool masked, where_aligned = false;
+  bool masked, where_aligned = false, bias_aligned = false;
 
-  template <class Index>
-  __device__ WithExtras(const Arguments<T>& args, int64_t row, const Window<T, Index>& window)
+  template <class Window>
+  __device__ WithExtras(const Arguments<T>& args, int64_t row, const Window& window)
       : limit(args.n), masked(args.masked) {
     const Extras& extras = args.extras;
     int64_t offset[4] = {};
     const Extra* every[4] = {&extras.scale, &extras.limit, &extras.where, &extras.bias};
-    for (int i = 0; i < extras.groups; i++) {
-      bool used = false;
+    if (args.rows <= UINT32_MAX) {
+      uint32_t rest = static_cast<uint32_t>(row);  // in steps of the group
 #pragma unroll
-      for (int k = 0; k < 4; k++) used |= every[k]->stride[i] != 0;
-      if (!used) continue;  // divisions take longer than all else here
-      int64_t at = row;
-      if (args.rows <= UINT32_MAX) {
-        auto at32 = static_cast<uint32_t>(row);
-        if (i > 0) at32 /= static_cast<uint32_t>(extras.divisor[i]);
-        if (i + 1 < extras.groups) at32 %= static_cast<uint32_t>(extras.size[i]);
-        at = at32;
-      } else {
-        at = row / extras.divisor[i] % extras.size[i];
+      for (int i = 0; i < kGroups; i++) {
+        if (i >= extras.groups) break;
+        uint32_t at = rest;
+        if (i + 1 < extras.groups) {
+          const uint32_t size = static_cast<uint32_t>(extras.size[i]);
+          rest /= size, at -= rest * size;
+        }
+#pragma unroll
+        for (int k = 0; k < 4; k++) offset[k] += at * every[k]->stride[i];
       }
+    } else {
 #pragma unroll
-      for (int k = 0; k < 4; k++) offset[k] += at * every[k]->stride[i];
+      for (int k = 0; k < 4; k++) offset[k] = extras.offset(*every[k], row);
     }
     if (extras.scale.data) scale = static_cast<const A*>(extras.scale.data)[offset[0]];
     factor = scale == 0 ? A(1) : scale;
+    masked_element = narrow<T>(factor < 0 ? A(__builtin_huge_val()) : -A(__builtin_huge_val()));
     if (extras.limit.data)
       limit = min(limit, max(int64_t(0), int64_t(static_cast<const int32_t*>(extras.limit.data)[offset[1]])));
     if (extras.where.data) {
       where = static_cast<const uint8_t*>(extras.where.data) + offset[2];
       where_aligned = reinterpret_cast<uintptr_t>(where - window.head) % Pack<T>::size == 0;
     }
-    if (with_bias) bias_row = static_cast<const T*>(extras.bias.data) + offset[3];
+    asm("" : "+l"(where));  // or it is computed anew for every pack
+    if (with_bias) {
+      bias_row = static_cast<const T*>(extras.bias.data) + offset[3];
+      bias_aligned = reinterpret_cast<uintptr_t>(bias_row - window.head) % 16 == 0;
+    }
   }
 
   // Packs from here on are masked as a whole, and need not be read.
-  template <class Index>
-  __device__ Index masked_from(const Window<T, Index>& window) const {
+  template <class Index, Layout layout>
+  __device__ Index masked_from(const Window<T, Index, layout>& window) const {
     return static_cast<Index>((window.head + limit + Pack<T>::size - 1) / Pack<T>::size);
   }
 
-  // The x whose score is -inf.
-  __device__ T masked_element() const {
-    return narrow<T>(factor < 0 ? A(__builtin_huge_val()) : -A(__builtin_huge_val()));
-  }
-  __device__ bool counts(int64_t j) const { return j >= 0 && j < limit && (!where || where[j]); }
+  T masked_element;  // the x whose score is -inf
 
-  // Masks what does not count of pack i, the row's padding and all packs from `end` on included: the score becomes -inf,
-  // and what stands beside it, a bias or a cotangent, 0.
-  template <class Index>
-  __device__ void mark(Pack<T>& a, Pack<T>& b, bool has_b, Index i, Index end, const Window<T, Index>& window) const {
-    constexpr int size = Pack<T>::size;
-    int64_t first = int64_t(i) * size - window.head;
-    if (scale == 0) a.times_zero();
-    bool inside = i < end && first >= 0 && first + size <= limit;
-    if (inside && !where) return;
-    uint32_t keep[size / 4 + 1];  // a byte an element, 0 or 1
-    if (inside && where_aligned) {
-      if constexpr (size == 8) memcpy(keep, __builtin_assume_aligned(where + first, 8), 8);
-      if constexpr (size == 4) memcpy(keep, __builtin_assume_aligned(where + first, 4), 4);
-      if constexpr (size == 2) keep[0] = *reinterpret_cast<const uint16_t*>(where + first);
-    } else {
-#pragma unroll
-      for (int k = 0; k < size; k++) {
-        uint32_t one = i < end && counts(first + k);
-        keep[k / 4] = (k % 4 == 0 ? 0 : keep[k / 4]) | one << (k % 4 * 8);
-      }
+  template <class Index, Layout layout>
+  __device__ Marks fetch_where(Index i, const Window<T, Index, layout>& window) const {
+    if (!where) return kEveryByte;
+    Index first = i * size - window.head;
+    if (layout == Layout::whole || (where_aligned && window.inside(i))) {
+      if constexpr (size == 8) return *reinterpret_cast<const uint64_t*>(where + first);
+      if constexpr (size == 4) return *reinterpret_cast<const uint32_t*>(where + first);
+      return *reinterpret_cast<const uint16_t*>(where + first);
     }
-    a.keep(keep, masked_element());
-    if (has_b) b.keep(keep, narrow<T>(0));
+    Marks marks = 0;
+#pragma unroll
+    for (int k = 0; k < size; k++)
+      if (first + k >= 0 && first + k < static_cast<Index>(limit)) marks |= uint64_t(where[first + k]) << 8 * k;
+    return marks;
+  }
+  // Whether the limit, and the row's ends, leave pack i whole; and what they leave of it, a byte an element.
+  template <class Index, Layout layout>
+  __device__ bool inside(Index i, const Window<T, Index, layout>& window) const {
+    Index first = i * size - window.head;
+    return (layout == Layout::whole || first >= 0) && first + size <= static_cast<Index>(limit);
+  }
+  template <class Index, Layout layout>
+  __device__ Marks inside_marks(Index i, const Window<T, Index, layout>& window) const {
+    Index first = i * size - window.head, left = static_cast<Index>(limit) - first;
+    return range_bytes(static_cast<int>(-first), static_cast<int>(min(left, Index(size))));
+  }
+  // What counts of pack i.
+  template <class Index, Layout layout>
+  __device__ Marks marks(Index i, const Window<T, Index, layout>& window) const {
+    return fetch_where(i, window) & inside_marks(i, window);
+  }
+  // Masks what does not count of pack i, the row's padding included: the score becomes -inf, and what stands beside it,
+  // a bias or a cotangent, 0.
+  template <class Index, Layout layout>
+  __device__ void mark(Pack<T>& a, Pack<T>& b, bool has_b, Marks marks, Index i,
+                       const Window<T, Index, layout>& window) const {
+    if (!inside(i, window)) marks &= inside_marks(i, window);
+    else if (!where) return;
+    a.keep(marks, masked_element);
+    if (has_b) b.keep(marks, narrow<T>(0));
   }
 
   __device__ A score(const Pack<T>& a, const Pack<T>& b, int k) const {
@@ -131,8 +170,8 @@ struct WithExtras {
 };
 
 // Writes the elements of pack i in the type that the result has.
-template <class T, class Index>
-__device__ void store_as(ResultType type, void* row, const Window<T, Index>& window, Index i,
+template <class T, class Index, Layout layout>
+__device__ void store_as(ResultType type, void* row, const Window<T, Index, layout>& window, Index i,
                          const Accumulator<T> (&x)[Pack<T>::size]) {
   auto each = [&](auto* out) {
     using R = std::remove_pointer_t<decltype(out)>;

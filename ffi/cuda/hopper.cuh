@@ -1,5 +1,5 @@
-// What Hopper brought: clusters of blocks that see each other's shared memory, barriers there that count bytes, and bulk
-// copies and stores that complete them. Addresses are those of the shared window.
+// What Hopper brought: clusters of blocks that see each other's shared memory, barriers there that count bytes, and
+// bulk copies and stores that complete them. Addresses are those of the shared window.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -77,8 +77,8 @@ __device__ inline void synchronize_cluster() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Stores a value, in words of 4 or 8 bytes, to the same place in a block's shared memory, and completes its bytes at that
-// block's barrier.
+// Stores a value, in words of 4 or 8 bytes, to the same place in a block's shared memory, and completes its bytes at
+// that block's barrier.
 template <class V>
 __device__ void send(const V& value, const void* to, const Barrier& done, unsigned block) {
   using Word = std::conditional_t<sizeof(V) % 8 == 0, uint64_t, uint32_t>;

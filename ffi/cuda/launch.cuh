@@ -9,7 +9,8 @@ namespace jaxsoft::cuda {
 
 // In packs of 16 bytes of each operand.
 struct Choice {
-  int64_t packs[3];             // a row up to here: one pack a thread, two, four
+  int64_t packs[4];             // a row up to here: one pack a thread, two, four, five
+  int64_t odd_packs[2];         // five also up to here where rows begin anywhere: of 4 bytes an element, and of 2
   int64_t resident_packs[2];    // for one operand, and for two; longer rows are not resident
   int64_t ring_packs[2];        // what a block of a cluster should have of a row at most, for one operand, and for two
   int64_t few_rows;             // so many rows or fewer are few: each goes to a cluster, if it fits
@@ -18,8 +19,10 @@ struct Choice {
   int64_t split_blocks;         // how many blocks a multiprocessor rows are split into, where they are read again
   int64_t idle_packs;           // of all rows together: up to here, what does not fit a cluster of few rows is split
 };
-constexpr Choice kHopper = {{8, 31, 128}, {4096, 2048}, {4800, 2048}, 64, {256, 2048}, 2048, 2, 1 << 20};
-constexpr Choice kOther = {{8, 31, 128}, {8192, 4096}, {0, 0}, 0, {0, 0}, 2048, 4, 0};  // no clusters, or not measured
+constexpr Choice kHopper = {{8, 31, 128, 160}, {320, 1280}, {4096, 2048}, {4800, 2048}, 64,
+                            {256, 2048},       2048,        2,            1 << 20};
+constexpr Choice kOther = {{8, 31, 128, 160}, {320, 1280}, {8192, 4096}, {0, 0}, 0,
+                           {0, 0},            2048,        4,            0};  // no clusters, or not measured
 
 struct Device {
   int processors = 0, major = 0;
@@ -32,7 +35,7 @@ struct Device {
 };
 
 template <template <class> class Op, class T, class Form, int kPacks>
-cudaError_t launch_resident(const Arguments<T>& args, int64_t packs, cudaStream_t stream) {
+cudaError_t launch_resident(const Arguments<T>& args, Layout layout, int64_t packs, cudaStream_t stream) {
   int64_t threads = (packs + kPacks - 1) / kPacks, rows_per_block = 1;
   if (threads <= 32) {
     int64_t lanes = 1;
@@ -43,7 +46,11 @@ cudaError_t launch_resident(const Arguments<T>& args, int64_t packs, cudaStream_
     threads = (threads + 31) / 32 * 32;
   }
   int64_t blocks = std::min<int64_t>((args.rows + rows_per_block - 1) / rows_per_block, 0x7fffffff);
-  resident<Op, T, Form, kPacks><<<blocks, dim3(threads, rows_per_block), 0, stream>>>(args);
+  auto kernel = resident<Op, T, Form, kPacks, Layout::any>;
+  if (layout == Layout::whole) kernel = resident<Op, T, Form, kPacks, Layout::whole>;
+  if constexpr (!Form::extras && kPacks <= 4 && sizeof(T) == 2)
+    if (layout == Layout::halves) kernel = resident<Op, T, Form, kPacks, Layout::halves>;
+  kernel<<<blocks, dim3(threads, rows_per_block), 0, stream>>>(args);
   return cudaGetLastError();
 }
 
@@ -76,25 +83,36 @@ cudaError_t launch_form(const Arguments<T>& args, void* workspace, int64_t bytes
   if (auto e = device.read()) return e;
   const Choice& choice = device.major == 9 ? kHopper : kOther;
   // A row that is not a multiple of 16 bytes long begins anywhere in its first pack.
-  int64_t packs = (args.n * sizeof(T) + 15) / 16 + (args.n * sizeof(T) % 16 != 0);
+  int64_t packs = (args.n * sizeof(T) + 15) / 16;
+  Layout layout = args.layout();
+  if (layout == Layout::halves && (Form::extras || sizeof(T) != 2 || packs > choice.packs[2])) layout = Layout::any;
+  packs += layout == Layout::any && (args.n * sizeof(T) % 16 != 0 || reinterpret_cast<uintptr_t>(args.a) % 16 != 0);
   constexpr int operands = Op<T>::operands == 1 && !Form::bias ? 1 : 2;
-  constexpr int most_packs = operands == 1 && !Form::extras ? 8 : 4;
+  constexpr int most_packs = operands == 1 ? 8 : 4;
   if constexpr (!Form::extras) {
-    if (packs <= choice.packs[0]) return launch_resident<Op, T, Form, 1>(args, packs, stream);
-    if (packs <= choice.packs[1]) return launch_resident<Op, T, Form, 2>(args, packs, stream);
+    if (packs <= choice.packs[0]) return launch_resident<Op, T, Form, 1>(args, layout, packs, stream);
+    if (packs <= choice.packs[1]) return launch_resident<Op, T, Form, 2>(args, layout, packs, stream);
   }
-  if (packs <= choice.packs[2]) return launch_resident<Op, T, Form, 4>(args, packs, stream);
+  if (packs <= choice.packs[2]) return launch_resident<Op, T, Form, 4>(args, layout, packs, stream);
   if constexpr (sizeof(T) <= 4 && Op<T>::reduces) {
     const bool many = packs < Clustered::most_blocks * 1024 && args.rows * Clustered::most_blocks > 512;
     int blocks = many ? Clustered::most_blocks / 2 : Clustered::most_blocks;
     while (blocks > 1 && packs < blocks * choice.few_packs[0]) blocks /= 2;
     const int64_t part = (packs + blocks - 1) / blocks;
     if (args.rows <= choice.few_rows && blocks > 1 && part <= choice.few_packs[1]) {
-      if constexpr (most_packs == 8)
+      if constexpr (most_packs == 8 && !Form::extras)
         if (part > 1024) return launch_clustered<Op, T, Form, 8>(args, packs, blocks, stream);
       return launch_clustered<Op, T, Form, 4>(args, packs, blocks, stream);
     }
   }
+  if constexpr (!Form::extras && operands == 1)
+    if (packs <= choice.packs[3] || (layout == Layout::any && packs <= choice.odd_packs[sizeof(T) == 2]))
+      return launch_resident<Op, T, Form, 5>(args, layout, packs, stream);
+  const int64_t resident_packs = choice.resident_packs[operands - 1];
+  if (packs <= std::min<int64_t>(resident_packs, most_packs * most_threads<Form, most_packs>))
+    return launch_resident<Op, T, Form, most_packs>(args, layout, packs, stream);
+  if (packs <= std::min<int64_t>(resident_packs, 4 * most_threads<Form, 4>))
+    return launch_resident<Op, T, Form, 4>(args, layout, packs, stream);
   if constexpr (!Form::bias && sizeof(T) <= 4 && Op<T>::reduces && Op<T>::writes) {
     int64_t part = choice.ring_packs[Op<T>::operands - 1];
     if (part && args.vector && args.rows > choice.idle_packs / packs) {

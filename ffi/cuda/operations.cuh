@@ -47,18 +47,21 @@ struct Scores {  // the forward operations reduce scores to their state
     else return a.get(k);
   }
   template <int count, class Form>
-  static __device__ A maximum(const Pack<T> (&a)[count], const Pack<T> (&b)[count], const Form& form) {
+  static __device__ A maximum(const Pack<T> (&a)[count], const Pack<T> (&b)[count], const Form& form,
+                              int left = count, int step = 1) {
     A m = -infinity<A>(), factor = 1;
     if constexpr (Form::extras) factor = form.factor;
     if (!Form::bias && factor > 0) {
 #pragma unroll
-      for (int k = 0; k < count; k++) m = max(m, a[k].maximum());
+      for (int k = 0; k < count; k++)
+        if (k * step < left) m = max(m, a[k].maximum());
       return Form::extras ? rounded_product(m, factor) : m;
     }
 #pragma unroll
     for (int k = 0; k < count; k++)
+      if (k * step < left)
 #pragma unroll
-      for (int i = 0; i < Pack<T>::size; i++) m = max(m, score(a[k], b[k], i, form));
+        for (int i = 0; i < Pack<T>::size; i++) m = max(m, score(a[k], b[k], i, form));
     return m;
   }
   template <int count, class Form>
@@ -70,10 +73,13 @@ struct Scores {  // the forward operations reduce scores to their state
     else part.sum.add(sum_of_terms<false>(from, a, b, form));
   }
   template <bool shifted, int count, class Form>
-  static __device__ A sum_of_terms(A from, const Pack<T> (&a)[count], const Pack<T> (&b)[count], const Form& form) {
+  static __device__ A sum_of_terms(A from, const Pack<T> (&a)[count], const Pack<T> (&b)[count], const Form& form,
+                                   int left = count, int step = 1) {
     A sums[count];
 #pragma unroll
     for (int k = 0; k < count; k++) {
+      sums[k] = 0;
+      if (k * step >= left) continue;
       A x[Pack<T>::size];
 #pragma unroll
       for (int i = 0; i < Pack<T>::size; i++) x[i] = exponential_term<shifted>(score(a[k], b[k], i, form), from);
@@ -89,9 +95,10 @@ struct Scores {  // the forward operations reduce scores to their state
   };
   template <int count, class Form>
   static __device__ void accumulate_rest(Rest& rest, A m, const Pack<T> (&a)[count], const Pack<T> (&b)[count],
-                                         const Form& form) {
+                                         const Form& form, int left = count, int step = 1) {
 #pragma unroll
     for (int k = 0; k < count; k++) {
+      if (k * step >= left) continue;
       A x[Pack<T>::size];
 #pragma unroll
       for (int i = 0; i < Pack<T>::size; i++) {
@@ -129,34 +136,45 @@ __device__ typename Op::Part reduce_visited(const Form& form, Visit visit, Reduc
   }
 }
 
-template <class A>
-__device__ A reduce_plain(A x, int width) {
-  for (int mask = width / 2; mask > 0; mask /= 2) x += __shfl_xor_sync(0xffffffffu, x, mask);
+// The sum or the maximum over the block's threads in x; every thread gets it. `shared` is not to be used again before
+// another barrier.
+template <class A, class Combine>
+__device__ A reduce_values(A x, A identity, A* shared, Combine combine) {
+  const int width = min(blockDim.x, 32);
+#pragma unroll
+  for (int mask = 1; mask < 32; mask *= 2)
+    if (mask < width) x = combine(x, __shfl_xor_sync(0xffffffffu, x, mask));
+  if (blockDim.x <= 32) return x;
+  const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
+  if (lane == 0) shared[threadIdx.x / 32] = x;
+  __syncthreads();
+  x = lane < warps ? shared[lane] : identity;
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) x = combine(x, __shfl_xor_sync(0xffffffffu, x, mask));
   return x;
 }
 
-// Reduces a short row, all of whose packs some neighbouring lanes hold: the maximum is known before any exponential is
-// taken, and the terms are too few to need compensation.
+// Reduces a row all of whose packs the block's threads in x hold: the maximum m of its scores is known before any
+// exponential is taken, and sums that are trees need no compensation. Of a thread's packs 0, 1, ..., those with
+// k * step < left are held. `shared` is for two more values.
 template <class Op, class T, int count, class Form>
-__device__ typename Op::Part reduce_short(const Pack<T> (&a)[count], const Pack<T> (&b)[count], const Form& form,
-                                          int width) {
+__device__ typename Op::Part reduce_held(Accumulator<T> m, const Pack<T> (&a)[count], const Pack<T> (&b)[count],
+                                         const Form& form, int left, int step, Accumulator<T> (*shared)[32]) {
   using A = Accumulator<T>;
-  if constexpr (Op::scores) {
-    A m = reduce_maximum(Op::maximum(a, b, form), width);
-    if constexpr (Op::keeps_apart) {
-      typename Op::Rest rest;
-      Op::accumulate_rest(rest, reference(m), a, b, form);
-      Sum<A> sum{reduce_plain(rest.sum.s, width), 0};
-      if (isfinite(m)) sum.add(reduce_plain(rest.tops, width) - 1);
-      else reduce_plain(rest.tops, width);
-      return {m, sum};
-    } else {
-      return {m, {reduce_plain(Op::template sum_of_terms<false>(reference(m), a, b, form), width), 0}};
-    }
+  auto sum = [&](A x, int which) { return reduce_values(x, A(0), shared[which], [](A x, A y) { return x + y; }); };
+  if constexpr (Op::scores && Op::keeps_apart) {
+    typename Op::Rest rest;
+    Op::accumulate_rest(rest, reference(m), a, b, form, left, step);
+    Sum<A> part{sum(rest.sum.value(), 0), 0};
+    A tops = sum(rest.tops, 1);
+    if (isfinite(m)) part.add(tops - 1);
+    return {m, part};
+  } else if constexpr (Op::scores) {
+    return {m, {sum(Op::template sum_of_terms<false>(reference(m), a, b, form, left, step), 0), 0}};
   } else {
     typename Op::Thread part;
     Op::accumulate(part, a, b, form);
-    return {reduce_plain(part.s, width), 0};
+    return {sum(part.value(), 0), 0};
   }
 }
 
@@ -181,6 +199,25 @@ struct Softmax : Scores<T, false> {
   // As exact as f32 is, for 16 bits as well: their result may be wanted in f32.
   static __device__ A value(Values v, A x, A) { return exponential<A>(x - v.ref) * v.scale; }
   static __device__ bool ordinary(const Values& v) { return isfinite(v.scale); }
+  // The same of a row that is held: each score's term, in units of kUnit, and their sum.
+  template <class Form>
+  static __device__ bool may_be_quick(A m, const Form& form) {
+    if constexpr (Form::extras)
+      if (!(fabs(form.factor) > A(1e-30) && fabs(form.factor) < A(1e30))) return false;
+    return fabs(m) < 64;
+  }
+  template <class Form>
+  static __device__ A quick_terms(A m, const Pack<T>& a, const Pack<T>& b, const Form& form, A (&x)[Pack<T>::size]) {
+    A terms[Pack<T>::size], shift = m * A(kLog2E) + A(kUnitExponent<T>);
+#pragma unroll
+    for (int i = 0; i < Pack<T>::size; i++) {
+      // Where a score is one product, log2(e) goes into its factor.
+      if constexpr (Form::extras && !Form::bias) x[i] = fmaf(a.get(i), form.factor * A(kLog2E), -shift);
+      else x[i] = fmaf(Scores<T, false>::score(a, b, i, form), A(kLog2E), -shift);
+      terms[i] = x[i] = exp2_approximately(x[i]);
+    }
+    return tree_sum(terms);
+  }
   static __device__ A quick_value(Values v, A x) { return exp2_approximately(fmaf(x, A(kLog2E), -v.shift)); }
 };
 

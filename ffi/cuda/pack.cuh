@@ -1,7 +1,8 @@
 // Rows in packs of 16 bytes, the widest access of a thread.
 //
 // A row may begin anywhere. It is seen through a window that begins at the 16-byte boundary at or before it, so that all
-// packs but the first and the last are whole and aligned; of those two, only the row's own elements are touched.
+// packs but the first and the last are whole and aligned; of those two, only the row's own elements are used, and only
+// they are written.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -70,30 +71,31 @@ struct alignas(16) Pack {
       memcpy(&words[k * sizeof(T) / 4], &x, sizeof x);
     }
   }
-  __device__ void set_all(const A (&x)[size]) {
+  __device__ void set_all(const A (&x)[size], A factor = 1) {
 #pragma unroll
     for (int k = 0; k < size; k++) {
       if constexpr (sizeof(T) == 2) {
-        if (k % 2 == 0) words[k / 2] = bits<uint32_t>(narrow_pair(x[k], x[k + 1], T()));
+        if (k % 2 == 0) words[k / 2] = bits<uint32_t>(narrow_pair(x[k] * factor, x[k + 1] * factor, T()));
       } else {
-        set(k, x[k]);
+        set(k, x[k] * factor);
       }
     }
   }
   // Elements whose byte in `bytes` is 0, not 1, become x.
-  __device__ void keep(const uint32_t* bytes, T x) {
+  __device__ void keep(uint64_t bytes, T x) {
+    uint32_t halves[2] = {static_cast<uint32_t>(bytes), static_cast<uint32_t>(bytes >> 32)};
     if constexpr (sizeof(T) == 2) {
       uint32_t both = bits<uint16_t>(x);
       both |= both << 16;
 #pragma unroll
       for (int k = 0; k < 4; k++) {
-        uint32_t mask = __byte_perm(bytes[k / 2] * 0xffu, 0, k % 2 == 0 ? 0x1100 : 0x3322);
+        uint32_t mask = __byte_perm(halves[k / 2] * 0xffu, 0, k % 2 == 0 ? 0x1100 : 0x3322);
         words[k] = (words[k] & mask) | (both & ~mask);
       }
     } else {
 #pragma unroll
       for (int k = 0; k < size; k++)
-        if (!(bytes[0] >> 8 * k & 0xff)) set(k, x);
+        if (!(halves[0] >> 8 * k & 0xff)) set(k, x);
     }
   }
   __device__ void fill(T x) {
@@ -129,46 +131,79 @@ struct alignas(16) Pack {
   }
 };
 
+// A byte an element of a pack, 1 for those in [begin, end), as Pack::keep takes them.
+constexpr uint64_t kEveryByte = 0x0101010101010101;
+__device__ inline uint64_t range_bytes(int begin, int end) {
+  int low = 4 * max(begin, 0), high = 4 * min(8 - end, 8);  // each twice, as a shift by 64 bits has no value
+  return kEveryByte << low << low & kEveryByte >> high >> high;
+}
+
+// How the rows of all operands lie: anyhow, or so that every row begins and ends at a multiple of 8 or 16 bytes.
+enum class Layout { any, halves, whole };
+
 // The window on one row of n elements. Pack i holds the elements [i * size - head, ...) of the row. Index is the type of
-// positions in a row: int takes fewer registers.
-template <class T, class Index = int64_t>
+// positions in a row: int takes fewer registers. Rows of halves have no head: a pack is read and written in two pieces.
+template <class T, class Index = int64_t, Layout layout = Layout::any>
 struct Window {
   static constexpr int size = Pack<T>::size;
   Index n;
-  int head;     // elements of the first pack that are not the row's
+  int head = 0;  // elements of the first pack that are not the row's
   Index packs;
-  bool vector;  // whether the operands lie alike, so that packs of all of them are aligned
+  Index whole_end;  // packs before here, but the first if there is a head, are all the row's own
+  bool vector;      // whether the operands lie alike, so that packs of all of them are aligned
 
   // `like` is the row in any of the operands.
-  __device__ Window(const T* like, Index n, bool vector) : n(n), vector(vector) {
-    head = vector ? static_cast<int>(reinterpret_cast<uintptr_t>(like) % 16 / sizeof(T)) : 0;
-    packs = (head + n + size - 1) / size;
+  __device__ Window(const T* like, Index n, bool vector) : n(n), vector(layout != Layout::any || vector) {
+    if (layout == Layout::any && vector) head = static_cast<int>(reinterpret_cast<uintptr_t>(like) % 16 / sizeof(T));
+    whole_end = (head + n) / size;
+    packs = layout == Layout::whole ? whole_end : (head + n + size - 1) / size;
   }
-  __device__ bool whole(Index i) const {
-    Index first = i * size - head;
-    return vector && first >= 0 && first + size <= n;
-  }
-  // Elements past the row's ends are `fill`, and so are packs past `end`.
-  __device__ Pack<T> load(const T* row, Index i, Index end, T fill) const {
-    Index first = i * size - head;
-    if (i < end && whole(i)) return *reinterpret_cast<const Pack<T>*>(row + first);
-    Pack<T> pack;
-#pragma unroll
-    for (int k = 0; k < size; k++) pack.set(k, i < end && first + k >= 0 && first + k < n ? row[first + k] : fill);
-    return pack;
+  __device__ bool inside(Index i) const { return layout == Layout::whole || (i < whole_end && (i > 0 || head == 0)); }
+  __device__ bool whole(Index i) const { return vector && inside(i); }
+  // Pack i as it lies in memory: anything past the row's ends. 16 bytes that begin at a multiple of 16 lie in device
+  // memory if one of them does. So that a thread may have many reads on the way, nothing here waits for what is read.
+  __device__ Pack<T> fetch(const T* row, Index i) const {
+    if constexpr (layout == Layout::halves) {
+      auto* half = reinterpret_cast<const uint2*>(row + i * size);
+      uint2 low = half[0], high = inside(i) ? half[1] : uint2{};
+      return {{low.x, low.y, high.x, high.y}};
+    }
+    if (vector) return *reinterpret_cast<const Pack<T>*>(row + (i * size - head));
+    return gather(row, i);
   }
   // The same of a row that may lie otherwise than the window's.
-  __device__ Pack<T> load_anywhere(const T* row, Index i, Index end, T fill) const {
+  __device__ Pack<T> fetch_anywhere(const T* row, bool aligned, Index i) const {
+    if (layout == Layout::whole || (aligned && inside(i)))
+      return *reinterpret_cast<const Pack<T>*>(row + (i * size - head));
+    return gather(row, i);
+  }
+  __device__ Pack<T> gather(const T* row, Index i) const {
     Index first = i * size - head;
-    if (i < end && first >= 0 && first + size <= n && reinterpret_cast<uintptr_t>(row + first) % 16 == 0)
-      return *reinterpret_cast<const Pack<T>*>(row + first);
     Pack<T> pack;
 #pragma unroll
-    for (int k = 0; k < size; k++) pack.set(k, i < end && first + k >= 0 && first + k < n ? row[first + k] : fill);
+    for (int k = 0; k < size; k++) pack.set(k, first + k >= 0 && first + k < n ? row[first + k] : narrow<T>(0));
     return pack;
+  }
+  // Elements past the row's ends become `fill`.
+  __device__ void trim(Pack<T>& pack, Index i, T fill) const {
+    if (inside(i)) return;
+    if constexpr (layout == Layout::halves) {
+      Pack<T> all;
+      all.fill(fill);
+      pack.words[2] = all.words[2], pack.words[3] = all.words[3];
+      return;
+    }
+    Index first = i * size - head;
+    pack.keep(range_bytes(static_cast<int>(-first), static_cast<int>(min(n - first, Index(size)))), fill);
   }
   __device__ void store(T* row, Index i, Pack<T> pack) const {
     Index first = i * size - head;
+    if constexpr (layout == Layout::halves) {
+      auto* half = reinterpret_cast<uint2*>(row + first);
+      half[0] = {pack.words[0], pack.words[1]};
+      if (inside(i)) half[1] = {pack.words[2], pack.words[3]};
+      return;
+    }
     if (whole(i)) {
       *reinterpret_cast<Pack<T>*>(row + first) = pack;
       return;

@@ -151,30 +151,17 @@ __device__ void consume(const Arguments<T>& args, RingMemory<Op, T>& memory) {
     const int whole_begin = !row.window.whole(0), whole_end = packs - !row.window.whole(packs - 1);
     auto load = [&](int chunk, Pack<T>(&a)[each], Pack<T>(&b)[each], bool both) {
       const auto& held = memory.slots[slot];
-      if (chunk >= whole_begin && chunk + slot_packs <= min(whole_end, end)) {
-#pragma unroll
-        for (int k = 0; k < each; k++) {
-          if (both) a[k] = held[0][thread + k * Ring::consumers];
-          if (Op<T>::operands > 1) b[k] = held[Op<T>::operands - 1][thread + k * Ring::consumers];
-          row.mark(chunk + thread + k * Ring::consumers, end, a[k], b[k]);
-        }
-        return;
-      }
+      const bool all = chunk >= whole_begin && chunk + slot_packs <= min(whole_end, end);
 #pragma unroll
       for (int k = 0; k < each; k++) {
-        int at = thread + k * Ring::consumers, pack = chunk + at;
-        if (pack >= whole_begin && pack < min(whole_end, end)) {
-          if (both) a[k] = held[0][at];
-          if (Op<T>::operands > 1) b[k] = held[Op<T>::operands - 1][at];
-          row.mark(pack, end, a[k], b[k]);
-        } else {
-          row.load(pack, end, a[k], b[k]);
-        }
+        const int at = thread + k * Ring::consumers;
+        row.load_held(held[0] + at, held[Op<T>::operands - 1] + at, chunk + at, end, all, both, a[k], b[k]);
       }
     };
     auto restart = [&] { slot = first_slot, round = first_round; };
 
-    // Rows are reduced in turn: a barrier tells a phase from the next only, so no one may wait for a slot's later filling.
+    // Rows are reduced in turn: a barrier tells a phase from the next only, so no one may wait for a slot's later
+    // filling.
     if (turn > 0) memory.reduced[(turn - 1) % Ring::teams].sleep_until((turn - 1) / Ring::teams % 2);
     bool passed = false;
     auto visit = [&](auto use) {
@@ -229,7 +216,8 @@ __device__ void consume(const Arguments<T>& args, RingMemory<Op, T>& memory) {
         if (row.writes_packs(values) && chunk >= whole_begin && chunk + slot_packs <= min(whole_end, end)) {
 #pragma unroll
           for (int k = 0; k < each; k++)
-            out[chunk + thread + k * Ring::consumers] = row.template result_pack<decltype(quick)::value>(values, a[k], b[k]);
+            out[chunk + thread + k * Ring::consumers] =
+                row.template result_pack<decltype(quick)::value>(values, a[k], b[k]);
         } else {
 #pragma unroll
           for (int k = 0; k < each; k++) {
@@ -295,7 +283,8 @@ cudaError_t active_clusters(const cudaLaunchConfig_t& config, int blocks, int* c
   std::atomic<int>& found = known[device % devices][blocks];
   *clusters = device < devices ? found.load(std::memory_order_relaxed) : 0;
   if (*clusters) return cudaSuccess;
-  if (auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, config.dynamicSmemBytes)) return e;
+  constexpr auto memory = cudaFuncAttributeMaxDynamicSharedMemorySize;
+  if (auto e = cudaFuncSetAttribute(kernel, memory, config.dynamicSmemBytes)) return e;
   if (auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)) return e;
   if (auto e = cudaOccupancyMaxActiveClusters(clusters, kernel, &config)) return e;
   if (*clusters < 1) return cudaErrorInvalidConfiguration;

@@ -34,42 +34,97 @@ class Devices {
 };
 
 // One row of the operands: the pointers, the window on it, and its extras.
-template <template <class> class Op, class T, class Form, class Index = int64_t>
+template <template <class> class Op, class T, class Form, class Index = int64_t, Layout layout = Layout::any>
 struct Row {
   const T *a, *b;
   void* out;
-  Window<T, Index> window;
+  Window<T, Index, layout> window;
   Form form;
   ResultType result;
+  Index counted;  // packs from here on are masked as a whole, and need not be read
 
   __device__ Row(const Arguments<T>& args, int64_t row)
       : a(args.a + row * args.n),
         b(Op<T>::operands > 1 ? args.b + row * args.n : nullptr),
         window(a, static_cast<Index>(args.n), args.vector),
         form(args, row, window),
-        result(args.result) {
+        result(args.result),
+        counted(window.packs) {
+    asm("" : "+l"(a));  // or it is computed anew for every pack
     int64_t size = sizeof(T);
     if (Form::extras && result != ResultType::same) size = result == ResultType::f32 ? 4 : 2;
     out = static_cast<char*>(args.out) + row * args.n * size;
+    if constexpr (Form::extras) counted = min(counted, form.masked_from(window));
   }
 
-  // Pack i of the operands. `reduce_only`: b alone, where the reduction needs no more.
-  __device__ void load(Index i, Index end, Pack<T>& pa, Pack<T>& pb, bool reduce_only = false) const {
-    if constexpr (Form::extras) {
-      if (i >= min(end, form.masked_from(window))) {  // nothing of it is read
-        pa.fill(Op<T>::a_is_scores ? form.masked_element() : narrow<T>(0));
-        pb.fill(narrow<T>(0));
-        return;
+  // Packs first, first + step, ... of the operands, those before `end`. `reduce_only`: b alone, where the reduction
+  // needs no more. All reads are on their way before the first is used.
+  template <int count>
+  __device__ void load(Index first, Index step, Index end, Pack<T> (&pa)[count], Pack<T> (&pb)[count],
+                       bool reduce_only = false) const {
+    constexpr bool marks_a = Form::extras && Op<T>::a_is_scores;
+    const bool reads_a = !reduce_only || Op<T>::reads_a_to_reduce || Form::extras;
+    [[maybe_unused]] typename Form::Marks marks[count];
+    end = min(end, counted);
+#pragma unroll
+    for (int k = 0; k < count; k++) {
+      Index i = first + k * step;
+      pa[k].fill(fill());
+      if (reads_a && i < end) pa[k] = window.fetch(a, i);
+      if constexpr (Op<T>::operands > 1) {
+        pb[k].fill(Op<T>::fill());
+        if (i < end) pb[k] = window.fetch(b, i);
+      } else if constexpr (Form::bias) {
+        pb[k].fill(narrow<T>(0));
+        if (i < end) pb[k] = window.fetch_anywhere(form.bias_row, form.bias_aligned, i);
+      }
+      if constexpr (marks_a) {
+        marks[k] = kEveryByte;
+        if (i < end) marks[k] = form.fetch_where(i, window);
       }
     }
-    if (!reduce_only || Op<T>::reads_a_to_reduce || Form::extras) pa = window.load(a, i, end, Op<T>::fill());
-    if constexpr (Op<T>::operands > 1) pb = window.load(b, i, end, Op<T>::fill());
-    else if constexpr (Form::bias) pb = window.load_anywhere(form.bias_row, i, end, narrow<T>(0));
-    mark(i, end, pa, pb);
+    if constexpr (marks_a) {
+      if (form.scale == 0) {
+#pragma unroll
+        for (int k = 0; k < count; k++)
+          if (first + k * step < end) pa[k].times_zero();
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < count; k++) {
+      Index i = first + k * step;
+      if (i >= end) continue;
+      if constexpr (marks_a) {
+        form.mark(pa[k], pb[k], Op<T>::operands > 1 || Form::bias, marks[k], i, window);
+      } else {
+        if (reads_a) window.trim(pa[k], i, Op<T>::fill());
+        if constexpr (Op<T>::operands > 1) window.trim(pb[k], i, Op<T>::fill());
+      }
+    }
   }
-  __device__ void mark(Index i, Index end, Pack<T>& pa, Pack<T>& pb) const {
-    if constexpr (Form::extras && Op<T>::a_is_scores)
-      form.mark(pa, pb, Op<T>::operands > 1 || Form::bias, i, end, window);
+  // The element that changes no reduction.
+  __device__ T fill() const {
+    if constexpr (Form::extras && Op<T>::a_is_scores) return form.masked_element;
+    else return Op<T>::fill();
+  }
+  // Pack i of the operands, of which the packs before `end` have been copied to shared memory, but not the row's first
+  // and last if they are not whole. `all`: this one has been copied. `both`: a is wanted as well.
+  __device__ void load_held(const Pack<T>* held_a, const Pack<T>* held_b, Index i, Index end, bool all, bool both,
+                            Pack<T>& pa, Pack<T>& pb) const {
+    if (all || (i < end && window.whole(i))) {
+      if (both) pa = *held_a;
+      if (Op<T>::operands > 1) pb = *held_b;
+      if constexpr (Form::extras && Op<T>::a_is_scores) {
+        if (form.scale == 0) pa.times_zero();
+        form.mark(pa, pb, Op<T>::operands > 1, form.fetch_where(i, window), i, window);
+      }
+    } else if (i < end) {
+      Pack<T> a[1], b[1];
+      load(i, 0, end, a, b);
+      pa = a[0], pb = b[0];
+    } else {
+      pa.fill(fill()), pb.fill(Op<T>::fill());
+    }
   }
   // Whether the results of whole packs may be written as packs, and nothing is to be looked up again.
   __device__ bool writes_packs(const typename Op<T>::Values& values) const {
@@ -87,6 +142,13 @@ struct Row {
   }
   __device__ void write(Index i, const typename Op<T>::Values& values, const Pack<T>& pa, const Pack<T>& pb) const {
     if (writes_packs(values)) {
+      if constexpr (Form::extras && Op<T>::a_is_scores) {
+        if (i >= counted) {
+          Pack<T> pack;
+          pack.fill(narrow<T>(Op<T>::masked_value));
+          return window.store(static_cast<T*>(out), i, pack);
+        }
+      }
       if constexpr (Op<T>::has_quick)
         if (values.quick) return window.store(static_cast<T*>(out), i, result_pack<true>(values, pa, pb));
       window.store(static_cast<T*>(out), i, result_pack(values, pa, pb));
@@ -94,11 +156,18 @@ struct Row {
       Accumulator<T> x[Pack<T>::size];
       results<Op<T>, false>(values, pa, pb, form, x);
       if (Op<T>::a_is_scores && !Op<T>::ordinary(values)) {
+        auto marks = i < counted ? form.marks(i, window) : 0;
 #pragma unroll
         for (int k = 0; k < Pack<T>::size; k++)
-          if (!form.counts(int64_t(i) * Pack<T>::size - window.head + k)) x[k] = Accumulator<T>(Op<T>::masked_value);
+          if (!(marks >> 8 * k & 1)) x[k] = Accumulator<T>(Op<T>::masked_value);
       }
-      store_as<T>(result, out, window, i, x);
+      if constexpr (layout == Layout::whole) {
+        Pack<T> pack;
+        pack.set_all(x);
+        window.store(static_cast<T*>(out), i, pack);
+      } else {
+        store_as<T>(result, out, window, i, x);
+      }
     }
   }
 };
@@ -107,12 +176,11 @@ struct Row {
 template <template <class> class Op, class T, class Form>
 __device__ typename Op<T>::Part reduce_packs(const Row<Op, T, Form>& row, int64_t begin, int64_t end) {
   constexpr int in_flight = 4;  // loads that a thread starts before it uses the first
-  if constexpr (Form::extras) end = min(end, row.form.masked_from(row.window));
+  end = min(end, row.counted);
   auto visit = [&](auto use) {
     for (int64_t i = begin + threadIdx.x; i < end; i += in_flight * blockDim.x) {
       Pack<T> pa[in_flight], pb[in_flight];
-#pragma unroll
-      for (int k = 0; k < in_flight; k++) row.load(i + k * blockDim.x, end, pa[k], pb[k], true);
+      row.load(i, blockDim.x, end, pa, pb, true);
       use(pa, pb);
     }
   };
@@ -125,42 +193,96 @@ __device__ void write_packs(const Row<Op, T, Form>& row, const typename Op<T>::V
   constexpr int in_flight = 4;
   for (int64_t i = begin + threadIdx.x; i < end; i += in_flight * blockDim.x) {
     Pack<T> pa[in_flight], pb[in_flight];
-#pragma unroll
-    for (int k = 0; k < in_flight; k++) row.load(i + k * blockDim.x, end, pa[k], pb[k]);
+    row.load(i, blockDim.x, end, pa, pb);
 #pragma unroll
     for (int k = 0; k < in_flight; k++)
       if (i + k * blockDim.x < end) row.write(i + k * blockDim.x, values, pa[k], pb[k]);
   }
 }
 
+// Threads of a block. With extras, more registers for each are worth more than more threads.
+template <class Form, int kPacks>
+constexpr int most_threads = Form::extras && kPacks > 4 ? 256 : 1024;
+
 // blockDim.x threads share a row of at most blockDim.x * kPacks packs; blockDim.y rows a block.
-template <template <class> class Op, class T, class Form, int kPacks>
-__global__ void __launch_bounds__(1024) resident(const __grid_constant__ Arguments<T> args) {
-  for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < args.rows; first += int64_t(gridDim.x) * blockDim.y) {
-    int64_t index = first + threadIdx.y;
-    bool exists = index < args.rows;  // lanes without a row still take part in the shuffles
-    Row<Op, T, Form, int> row(args, exists ? index : first);
-    int packs = exists ? row.window.packs : 0;
-    Pack<T> pa[kPacks], pb[kPacks];
+template <template <class> class Op, class T, class Form, int kPacks, Layout layout>
+__global__ void __launch_bounds__(most_threads<Form, kPacks>, most_threads<Form, kPacks> == 256 ? 3 : 1)
+    resident(const __grid_constant__ Arguments<T> args) {
+  using A = Accumulator<T>;
+  const int64_t first = int64_t(blockIdx.x) * blockDim.y, turn = first + threadIdx.y;
+  const bool exists = turn < args.rows;  // lanes without a row still take part in the shuffles
+  const int64_t index = args.template row<Form::bias>(exists ? turn : first);
+  Row<Op, T, Form, int, layout> row(args, index);
+  const int packs = exists ? row.window.packs : 0, step = blockDim.x, thread = threadIdx.x;
+  const int left = min(packs, row.counted) - thread;  // k * step < left: pack k of the thread is to be reduced
+
+  // What is masked as a whole is written before anything is read.
+  constexpr bool early = Form::extras && Op<T>::a_is_scores && Op<T>::writes && layout == Layout::whole;
+  const int written = early ? left : packs - thread;  // k * step < written: pack k is written in the end
+  if constexpr (early) {
+    Pack<T> pack;
+    pack.fill(narrow<T>(Op<T>::masked_value));
 #pragma unroll
-    for (int k = 0; k < kPacks; k++) row.load(threadIdx.x + k * blockDim.x, packs, pa[k], pb[k]);
-    typename Op<T>::Part part;
-    if constexpr (Op<T>::reduces) {
-      if (blockDim.x <= 32)
-        part = reduce_short<Op<T>>(pa, pb, row.form, blockDim.x);
-      else
-        part = reduce_visited<Op<T>>(row.form, [&](auto use) { use(pa, pb); },
-                                     [](const auto& part) { return reduce_threads<T>(part); });
-    }
-    if (!exists) continue;
-    auto values = Op<T>::finish(part, args, index, threadIdx.x == 0);
-    if constexpr (Op<T>::writes) {
+    for (int k = 0; k < kPacks; k++)
+      if (k * step >= left && k * step < packs - thread)
+        row.window.store(static_cast<T*>(row.out), thread + k * step, pack);
+  }
+  Pack<T> pa[kPacks], pb[kPacks];
+  row.load(thread, step, packs, pa, pb);
+
+  // Long sums of products, which cancel, and of f64 are compensated.
+  const bool compensated = step > 32 && !(Op<T>::scores && sizeof(T) <= 4);
+  __shared__ A shared[3][32];
+  A m = 0;
+  if constexpr (Op<T>::scores)
+    if (!compensated)
+      m = reduce_values(Op<T>::maximum(pa, pb, row.form, left, step), -infinity<A>(), shared[0],
+                        [](A x, A y) { return max(x, y); });
+  // Where 16 bits are written, exponentials are taken once.
+  if constexpr (Op<T>::has_quick && (Form::extras ? layout == Layout::whole : kPacks <= 5)) {
+    if (__all_sync(0xffffffffu, !exists || Op<T>::may_be_quick(m, row.form))) {
+      A x[kPacks][Pack<T>::size], sums[kPacks];
 #pragma unroll
       for (int k = 0; k < kPacks; k++) {
-        int at = threadIdx.x + k * blockDim.x;
-        if (at < packs) row.write(at, values, pa[k], pb[k]);
+        sums[k] = 0;
+        if (k * step < left) sums[k] = Op<T>::quick_terms(m, pa[k], pb[k], row.form, x[k]);
       }
+      A s = reduce_values(tree_sum(sums), A(0), shared[1], [](A x, A y) { return x + y; });
+#pragma unroll
+      for (int k = 0; k < kPacks; k++)
+        if (k * step < written) {
+          Pack<T> pack;
+          pack.set_all(x[k], __fdividef(1.f, s));
+          row.window.store(static_cast<T*>(row.out), thread + k * step, pack);
+        }
+      if constexpr (Form::extras) {
+        if (isnan(s)) {  // in a row with a NaN what is masked is looked up again
+#pragma unroll 1
+          for (int i = thread; i - thread < left; i += step) {
+            Pack<T> pack;
+            pack.fill(narrow<T>(s));
+            pack.keep(row.form.marks(i, row.window), narrow<T>(0));
+            row.window.store(static_cast<T*>(row.out), i, pack);
+          }
+        }
+      }
+      return;
     }
+  }
+  typename Op<T>::Part part;
+  if constexpr (Op<T>::reduces) {
+    if (compensated)
+      part = reduce_visited<Op<T>>(row.form, [&](auto use) { use(pa, pb); },
+                                   [](const auto& part) { return reduce_threads<T>(part); });
+    else
+      part = reduce_held<Op<T>>(m, pa, pb, row.form, left, step, shared + 1);
+  }
+  if (!exists) return;
+  auto values = Op<T>::finish(part, args, index, thread == 0);
+  if constexpr (Op<T>::writes) {
+#pragma unroll
+    for (int k = 0; k < kPacks; k++)
+      if (k * step < written) row.write(thread + k * step, values, pa[k], pb[k]);
   }
 }
 
