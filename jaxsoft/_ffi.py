@@ -108,8 +108,9 @@ def kernel(operation: str, form: Form, platform: str, operands: Operands) -> Ope
 
 
 def workspace(x: jax.Array) -> jax.ShapeDtypeStruct:
-    """What the kernels want for rows like those of x."""
-    long = x.shape[-1] * x.dtype.itemsize >= _LONG_ROW
+    """What the kernels want for rows like those of x; of a shape not known yet, the least."""
+    known = all(isinstance(d, int) for d in x.shape)
+    long = known and x.ndim > 0 and x.shape[-1] * x.dtype.itemsize >= _LONG_ROW
     return jax.ShapeDtypeStruct((max(_WORKSPACE, x.size * x.dtype.itemsize // 512 if long else 0),), jnp.uint8)
 
 

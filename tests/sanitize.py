@@ -18,13 +18,14 @@ import numpy as np
 from jaxsoft._forms import Form
 from jaxsoft._rows import row_operation
 
-# (rows, n) by strategy: lanes of a warp, a block with 4 and with 8 packs a thread, tiled, split; n odd and even.
-SHAPES = [(3, 5), (40, 33), (4, 128), (3, 1001), (2, 4096), (2, 20001), (2, 32768)]
-SHAPES += [(280, 70001), (1, 100003), (2, 131072)]
+# (rows, n) by strategy: lanes of a warp, a block with 4, 5 and 8 packs a thread, clusters of few rows, split; n odd and
+# even.
+SHAPES = [(3, 5), (40, 33), (4, 100), (4, 128), (3, 1001), (70, 4096), (2, 20001), (2, 32768), (1, 100003)]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 EXTRAS = ("", "s", "l", "w", "b", "slwb")
-# Those that are too large for every dtype and form.
-LONG = [((2, 600_000), "float32"), ((1, 600_001), "float32"), ((3, 2**21), "float32"), ((3, 2**21), "bfloat16")]
+# Those that are too large for every dtype and form: tiled, over clusters, split, over the grid.
+LONG = [((70, 20001), "float64"), ((280, 70001), "float32"), ((130, 70000), "bfloat16"), ((1, 600_001), "float32")]
+LONG += [((5, 1_000_001), "float32"), ((9, 2**21), "float16")]
 # (x, result) of two dtypes, and (rows, n, trailing) of axes before the last.
 PAIRS = [("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float16"), ("float16", "float32")]
 COLUMNS = [(2, 8, 1), (3, 33, 3), (2, 1001, 64), (1, 70001, 5), (2, 130, 4097)]

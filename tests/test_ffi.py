@@ -22,7 +22,7 @@ def call(target, results, *operands, extras="", trailing=0, masked=False):
     attributes = _ffi._attributes(form)
     types = [jax.ShapeDtypeStruct(*result) for result in results]
     if target != "logsumexp_vjp":
-        types.append(_ffi.workspace(operands[0]))
+        types.append(_ffi.workspace(X))
     return jax.block_until_ready(jax.ffi.ffi_call(f"jaxsoft_{target}", types)(*operands, **attributes))
 
 
