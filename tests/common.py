@@ -23,14 +23,18 @@ IMPLEMENTATIONS = (None, *(name for name, reason in jaxsoft.implementations().it
 DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 
 each_op = pytest.mark.parametrize("op", OPS)
-each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-# For tests that compile much: without the reference, whose scans XLA compiles slowly, and without None, which is one of
-# the others (test_arguments shows it).
+# Tests that compile much run the rest of the dtypes and implementations only when asked to: pytest -m "". So None, which
+# is one of the others (test_arguments shows it), and the reference, whose scans XLA compiles slowly.
+slow = pytest.mark.slow
+each_implementation = pytest.mark.parametrize(
+    "implementation",
+    [pytest.param(name, marks=slow if name in (None, "reference") else (), id=str(name)) for name in IMPLEMENTATIONS],
+)
+# Without those two even then.
 each_fast_implementation = pytest.mark.parametrize(
     "implementation", [name for name in IMPLEMENTATIONS if name not in (None, "reference")]
 )
-# Tests that compile very much run the rest of the dtypes and implementations only when asked to: pytest -m ""
-slow = pytest.mark.slow
+# For tests that compile very much.
 each_implementation_in_turn = pytest.mark.parametrize(
     "implementation",
     [pytest.param(name, marks=slow if name in (None, "xla", "reference") else ()) for name in IMPLEMENTATIONS],

@@ -1,5 +1,8 @@
 """The process that the tests run in: eight virtual devices on a CPU, memory by need, and hypothesis without deadlines.
 
+On a CPU most of the time goes into compiling what runs once, so LLVM is told not to optimise XLA's code. What XLA itself
+makes of a program, and the C++ kernels, stay the same.
+
 A first call compiles, so a deadline would measure XLA; and examples are drawn the same way in every run, so that a
 failure can be run again.
 """
@@ -9,6 +12,9 @@ import os
 # Read when JAX first looks for devices; it means nothing to a GPU.
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 # Several workers of pytest-xdist may share a GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from chex import assert_trees_all_close
-from common import IMPLEMENTATIONS, OPS, assert_values, each_op, loss, ours, same_bits, theirs
+from common import IMPLEMENTATIONS, OPS, assert_values, each_op, loss, ours, same_bits, slow, theirs
 
 import jaxsoft
 
@@ -75,7 +75,10 @@ def test_an_implementation_that_is_not_here(op, name):
 
 
 @each_op
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@pytest.mark.parametrize(
+    "implementation",
+    [pytest.param(name, marks=slow if name == "reference" else (), id=str(name)) for name in IMPLEMENTATIONS],
+)
 def test_an_implementation_that_is_here(op, implementation):
     """What is said to be available serves an ordinary call, forward and backward; and None is one of the others."""
     x = np.random.default_rng(0).standard_normal((8, 1024)).astype(np.float32)

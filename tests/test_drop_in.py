@@ -66,7 +66,7 @@ def part_of(shape):
 
 @pytest.mark.parametrize("x64", [False, True], ids=["32 bits", "64 bits"])
 @each_op
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_any_arguments(op, x64, data):
     with jax.enable_x64(x64):

@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from chex import assert_trees_all_close
-from common import IMPLEMENTATIONS, ours, served, theirs
+from common import each_implementation, ours, served, theirs
 
 TOKENS = np.random.default_rng(0).integers(0, 50, (4, 9))
-each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 
 
 def attention(softmax, q, k, v):

@@ -21,6 +21,7 @@ from common import (
     precision,
     rows,
     served,
+    slow,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,7 +50,7 @@ def case(n, dtype):
     return x, Truth.of(x)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=slow)])
 @each_op
 def test_the_reference_against_float64(op, dtype):
     for n in (1, 33, 1025):

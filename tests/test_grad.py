@@ -26,6 +26,7 @@ from common import (
     pullback,
     rows,
     served,
+    slow,
     theirs,
 )
 from hypothesis import given
@@ -73,7 +74,7 @@ def case(n, dtype):
 
 
 @each_op
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=slow)])
 def test_the_reference_against_float64(op, dtype):
     for n in (1, 33, 1025):
         check(op, "reference", *case(n, dtype))

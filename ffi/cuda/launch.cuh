@@ -47,7 +47,11 @@ cudaError_t launch_resident(const Arguments<T>& args, Layout layout, int64_t pac
   }
   int64_t blocks = std::min<int64_t>((args.rows + rows_per_block - 1) / rows_per_block, 0x7fffffff);
   auto kernel = resident<Op, T, Form, kPacks, Layout::any>;
-  if (layout == Layout::whole) kernel = resident<Op, T, Form, kPacks, Layout::whole>;
+  // Not of f64, for compile time; and not where nothing stands between reduction and result, as y and g then stay
+  // unpacked, for which there are not registers enough.
+  constexpr bool unpacked = sizeof(T) == 2 && kPacks == 4 && Op<T>::operands == 2 && !Op<T>::a_is_scores;
+  if constexpr (!unpacked && sizeof(T) < 8)
+    if (layout == Layout::whole) kernel = resident<Op, T, Form, kPacks, Layout::whole>;
   if constexpr (!Form::extras && kPacks <= 4 && sizeof(T) == 2)
     if (layout == Layout::halves) kernel = resident<Op, T, Form, kPacks, Layout::halves>;
   kernel<<<blocks, dim3(threads, rows_per_block), 0, stream>>>(args);
@@ -105,7 +109,7 @@ cudaError_t launch_form(const Arguments<T>& args, void* workspace, int64_t bytes
       return launch_clustered<Op, T, Form, 4>(args, packs, blocks, stream);
     }
   }
-  if constexpr (!Form::extras && operands == 1)
+  if constexpr (!Form::extras && operands == 1 && Op<T>::reduces && Op<T>::writes)
     if (packs <= choice.packs[3] || (layout == Layout::any && packs <= choice.odd_packs[sizeof(T) == 2]))
       return launch_resident<Op, T, Form, 5>(args, layout, packs, stream);
   const int64_t resident_packs = choice.resident_packs[operands - 1];
