@@ -23,8 +23,8 @@ IMPLEMENTATIONS = (None, *(name for name, reason in jaxsoft.implementations().it
 DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 
 each_op = pytest.mark.parametrize("op", OPS)
-# Tests that compile much run the rest of the dtypes and implementations only when asked to: pytest -m "". So None, which
-# is one of the others (test_arguments shows it), and the reference, whose scans XLA compiles slowly.
+# Tests that compile much run the rest of the dtypes and implementations only when asked to: pytest -m "". So None,
+# which is one of the others (test_arguments shows it), and the reference, whose scans XLA compiles slowly.
 slow = pytest.mark.slow
 each_implementation = pytest.mark.parametrize(
     "implementation",

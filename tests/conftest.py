@@ -1,7 +1,7 @@
 """The process that the tests run in: eight virtual devices on a CPU, memory by need, and hypothesis without deadlines.
 
-On a CPU most of the time goes into compiling what runs once, so LLVM is told not to optimise XLA's code. What XLA itself
-makes of a program, and the C++ kernels, stay the same.
+On a CPU most of the time goes into compiling what runs once, so LLVM is told not to optimise XLA's code. What XLA
+itself makes of a program, and the C++ kernels, stay the same.
 
 A first call compiles, so a deadline would measure XLA; and examples are drawn the same way in every run, so that a
 failure can be run again.
