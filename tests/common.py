@@ -24,21 +24,20 @@ DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 
 each_op = pytest.mark.parametrize("op", OPS)
 # Tests that compile much run the rest of the dtypes and implementations only when asked to: pytest -m "". So None,
-# which is one of the others (test_arguments shows it), and the reference, whose scans XLA compiles slowly.
+# which is one of the others (test_arguments shows it), the reference, whose scans XLA compiles slowly, and xla.
 slow = pytest.mark.slow
 each_implementation = pytest.mark.parametrize(
     "implementation",
-    [pytest.param(name, marks=slow if name in (None, "reference") else (), id=str(name)) for name in IMPLEMENTATIONS],
+    [
+        pytest.param(name, marks=slow if name in (None, "xla", "reference") else (), id=str(name))
+        for name in IMPLEMENTATIONS
+    ],
 )
-# Without those two even then.
+# Without the first two even then.
 each_fast_implementation = pytest.mark.parametrize(
     "implementation", [name for name in IMPLEMENTATIONS if name not in (None, "reference")]
 )
 # For tests that compile very much.
-each_implementation_in_turn = pytest.mark.parametrize(
-    "implementation",
-    [pytest.param(name, marks=slow if name in (None, "xla", "reference") else ()) for name in IMPLEMENTATIONS],
-)
 each_kernel_in_turn = pytest.mark.parametrize(
     "implementation",
     [

@@ -4,10 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import IMPLEMENTATIONS, each_fast_implementation, each_op, ours, rows, same_bits, served
+from common import IMPLEMENTATIONS, each_fast_implementation, each_op, ours, rows, same_bits, served, slow
 
 each_kernel = pytest.mark.parametrize(
-    "implementation", [name for name in IMPLEMENTATIONS if name not in ("xla", "reference")], ids=str
+    "implementation",
+    [
+        pytest.param(name, marks=() if name else slow, id=str(name))
+        for name in IMPLEMENTATIONS
+        if name not in ("xla", "reference")
+    ],
 )
 LENGTHS = (33, 1000, 2040, 2049, 200_000)
 

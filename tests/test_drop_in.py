@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import OPS, each_op, wide
+from common import OPS, each_op, slow, wide
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -64,7 +64,7 @@ def part_of(shape):
     return st.sampled_from([shape[k:] for k in range(len(shape) + 1)] + [tuple(min(d, 1) for d in shape)])
 
 
-@pytest.mark.parametrize("x64", [False, True], ids=["32 bits", "64 bits"])
+@pytest.mark.parametrize("x64", [False, pytest.param(True, marks=slow)], ids=["32 bits", "64 bits"])
 @each_op
 @settings(max_examples=40)
 @given(data=st.data())

@@ -19,7 +19,7 @@ from common import (
     assert_last_place,
     assert_within,
     each_dtype_in_turn,
-    each_implementation_in_turn,
+    each_implementation,
     each_kernel_in_turn,
     each_op,
     ours,
@@ -201,7 +201,7 @@ def both(f, x, scale, bias):
 
 
 @each_op
-@each_implementation_in_turn
+@each_implementation
 @pytest.mark.parametrize("axis", [-1, 1, (0, 2), None, ()])
 def test_shapes(op, implementation, axis):
     """Every shape that broadcasts, over every axis; a mask of whole rows is no mask of elements."""
@@ -236,7 +236,7 @@ def test_shapes(op, implementation, axis):
 
 
 @each_op
-@each_implementation_in_turn
+@each_implementation
 def test_causal(op, implementation):
     """More rows than elements and fewer, alone and beside a mask; the first row always has its first element."""
     cases = []
@@ -301,7 +301,7 @@ def test_bias_of_another_dtype():
 
 
 @each_op
-@each_implementation_in_turn
+@each_implementation
 def test_vmap_over_any_operands(op, implementation):
     """Any subset of x, scale, bias and where mapped: values and gradients."""
     with jax.enable_x64(True), served(implementation):
@@ -368,7 +368,7 @@ def test_nothing_is_made_larger(op):
 
 
 @each_op
-@each_implementation_in_turn
+@each_implementation
 def test_every_order_of_both_modes(op, implementation):
     """Jacobians and Hessians by x, scale and bias at once, with a row of which nothing counts."""
     with jax.enable_x64(True), served(implementation):
@@ -394,7 +394,7 @@ MODES = (jax.jacfwd, jax.jacrev)
 
 
 @each_op
-@each_implementation_in_turn
+@each_implementation
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_what_does_not_count_is_not_seen(op, implementation, dtype):
     """NaN and infinities in x, bias and the cotangent where nothing counts; and rows of which nothing does."""
@@ -426,7 +426,7 @@ def test_what_does_not_count_is_not_seen(op, implementation, dtype):
 
 
 @each_op
-@each_implementation_in_turn
+@each_implementation
 def test_scale_at_the_edges(op, implementation):
     """0 makes all scores equal, as far as 0 * x is 0; a negative one turns them around; an infinite one overflows."""
     x = np.array([[1.0, 2, 3], [1, -np.inf, 3], [1, np.inf, 3]], np.float32)
@@ -463,7 +463,7 @@ def test_scores_are_not_rounded(dtype):
 
 
 @each_op
-@each_implementation_in_turn
+@each_implementation
 def test_empty_arrays(op, implementation):
     for shape in ((3, 0), (0, 3), (2, 0, 4)):
         x = np.zeros(shape, np.float32)

@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from common import on_cpu
+from common import on_cpu, slow
 
 
 @on_cpu
-@pytest.mark.parametrize("isa", ["baseline", "avx2"])
+@pytest.mark.parametrize("isa", ["baseline", pytest.param("avx2", marks=slow)])
 def test_forward_and_backward(isa):
     here = Path(__file__).parent
     tests = [str(here / "test_forward.py"), str(here / "test_grad.py")]

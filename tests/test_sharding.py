@@ -18,11 +18,14 @@ from jax.sharding import PartitionSpec as P
 pytestmark = pytest.mark.skipif(
     len(jax.devices()) < 8, reason=f"needs 8 devices, which only a CPU can pretend to have; here {len(jax.devices())}"
 )
-# With None, as it decides by itself what a partially manual mesh gets; without the reference, whose scan XLA
-# partitions, correctly, with collectives of its own.
+# Without the reference, whose scan XLA partitions, correctly, with collectives of its own.
+NAMES = [name for name in IMPLEMENTATIONS if name != "reference"]
 each_implementation = pytest.mark.parametrize(
-    "implementation",
-    [pytest.param(name, marks=slow if name == "xla" else ()) for name in IMPLEMENTATIONS if name != "reference"],
+    "implementation", [pytest.param(name, marks=slow if name in (None, "xla") else ()) for name in NAMES]
+)
+# None decides by itself what a partially manual mesh gets.
+each_choice = pytest.mark.parametrize(
+    "implementation", [pytest.param(name, marks=slow if name == "xla" else ()) for name in NAMES]
 )
 each_axis_type = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
 
@@ -187,7 +190,7 @@ def test_not_jitted(op, implementation, kind):
 
 
 @each_op
-@each_implementation
+@each_choice
 @each_axis_type
 @pytest.mark.parametrize("manual", [("a", "b"), ("a",)], ids=["fully", "partially"])
 def test_shard_map(op, implementation, kind, manual):

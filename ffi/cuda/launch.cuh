@@ -52,7 +52,7 @@ cudaError_t launch_resident(const Arguments<T>& args, Layout layout, int64_t pac
   constexpr bool unpacked = sizeof(T) == 2 && kPacks == 4 && Op<T>::operands == 2 && !Op<T>::a_is_scores;
   if constexpr (!unpacked && sizeof(T) < 8)
     if (layout == Layout::whole) kernel = resident<Op, T, Form, kPacks, Layout::whole>;
-  if constexpr (!Form::extras && kPacks <= 4 && sizeof(T) == 2)
+  if constexpr (!Form::extras && kPacks <= 2 && sizeof(T) == 2)
     if (layout == Layout::halves) kernel = resident<Op, T, Form, kPacks, Layout::halves>;
   kernel<<<blocks, dim3(threads, rows_per_block), 0, stream>>>(args);
   return cudaGetLastError();
@@ -89,7 +89,7 @@ cudaError_t launch_form(const Arguments<T>& args, void* workspace, int64_t bytes
   // A row that is not a multiple of 16 bytes long begins anywhere in its first pack.
   int64_t packs = (args.n * sizeof(T) + 15) / 16;
   Layout layout = args.layout();
-  if (layout == Layout::halves && (Form::extras || sizeof(T) != 2 || packs > choice.packs[2])) layout = Layout::any;
+  if (layout == Layout::halves && (Form::extras || sizeof(T) != 2 || packs > choice.packs[1])) layout = Layout::any;
   packs += layout == Layout::any && (args.n * sizeof(T) % 16 != 0 || reinterpret_cast<uintptr_t>(args.a) % 16 != 0);
   constexpr int operands = Op<T>::operands == 1 && !Form::bias ? 1 : 2;
   constexpr int most_packs = operands == 1 ? 8 : 4;
