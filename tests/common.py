@@ -35,7 +35,12 @@ each_implementation = pytest.mark.parametrize(
 )
 # Without the first two even then.
 each_fast_implementation = pytest.mark.parametrize(
-    "implementation", [name for name in IMPLEMENTATIONS if name not in (None, "reference")]
+    "implementation",
+    [
+        pytest.param(name, marks=slow if name == "xla" else ())
+        for name in IMPLEMENTATIONS
+        if name not in (None, "reference")
+    ],
 )
 # For tests that compile very much.
 each_kernel_in_turn = pytest.mark.parametrize(
