@@ -33,17 +33,8 @@ each_implementation = pytest.mark.parametrize(
         for name in IMPLEMENTATIONS
     ],
 )
-# Without the first two even then.
+# Without None and the reference even then.
 each_fast_implementation = pytest.mark.parametrize(
-    "implementation",
-    [
-        pytest.param(name, marks=slow if name == "xla" else ())
-        for name in IMPLEMENTATIONS
-        if name not in (None, "reference")
-    ],
-)
-# For tests that compile very much.
-each_kernel_in_turn = pytest.mark.parametrize(
     "implementation",
     [
         pytest.param(name, marks=slow if name == "xla" else ())

@@ -8,7 +8,7 @@ from common import (
     assert_values,
     assert_within,
     each_dtype_in_turn,
-    each_kernel_in_turn,
+    each_fast_implementation,
     each_op,
     ours,
     precision,
@@ -21,7 +21,7 @@ SHAPES = [(2, n, trailing) for n in LENGTHS for trailing in TRAILING]
 
 
 @each_op
-@each_kernel_in_turn
+@each_fast_implementation
 @each_dtype_in_turn
 def test_against_float64(op, implementation, dtype):
     """Values and gradients, as of the same rows along the last axis."""
@@ -48,7 +48,7 @@ def test_against_float64(op, implementation, dtype):
 
 
 @each_op
-@each_kernel_in_turn
+@each_fast_implementation
 def test_any_place(op, implementation):
     """Each axis of several dimensions, with other result dtypes, special rows, and nothing at all."""
     with served(implementation):

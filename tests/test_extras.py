@@ -19,8 +19,8 @@ from common import (
     assert_last_place,
     assert_within,
     each_dtype_in_turn,
+    each_fast_implementation,
     each_implementation,
-    each_kernel_in_turn,
     each_op,
     ours,
     precision,
@@ -108,7 +108,7 @@ SHAPES = ((2, 5, 33), (2, 3, 1), (1, 7, 1000), (2, 40, 24), (3, 2, 2049), (2, 6,
 
 @each_op
 @each_dtype_in_turn
-@each_kernel_in_turn
+@each_fast_implementation
 def test_against_float64(op, dtype, implementation):
     """Value and gradients, each within the rounding of the arithmetic and one rounding to the result's dtype."""
     with precision(dtype):
@@ -154,7 +154,7 @@ def summed(v, shape):
 
 
 @each_op
-@each_kernel_in_turn
+@each_fast_implementation
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_lengths(op, implementation, dtype):
     """All extras at once, for lengths on and around what kernels cut rows by."""
@@ -257,7 +257,7 @@ def test_causal(op, implementation):
 
 
 @each_op
-@each_kernel_in_turn
+@each_fast_implementation
 def test_dtypes_of_results(op, implementation):
     """From every dtype to every other, rounded once; the gradient comes back in x's."""
     x64 = np.random.default_rng(0).standard_normal((3, 300))
@@ -492,7 +492,7 @@ def test_what_is_kept(op):
 
 
 @each_op
-@each_kernel_in_turn
+@each_fast_implementation
 def test_deterministic(op, implementation):
     x, options = case((2, 40, 1000), jnp.float32, "slwb")
     g = np.ones(x.shape[:-1] if op == "logsumexp" else x.shape, np.float32)

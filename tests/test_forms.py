@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import DTYPES, each_dtype_in_turn, each_kernel_in_turn, precision, served, wide
+from common import DTYPES, each_dtype_in_turn, each_fast_implementation, precision, served, wide
 
 from jaxsoft import _ffi, _xla
 from jaxsoft._forms import OPERATIONS, Form, compose
@@ -82,7 +82,7 @@ def check(operation, form, implementation, operands):
 
 @each_operation
 @each_dtype_in_turn
-@each_kernel_in_turn
+@each_fast_implementation
 def test_extras(operation, dtype, implementation):
     """Each alone and all at once, for short rows and long, broadcast along none, some or all leading dimensions."""
     with precision(dtype):
@@ -104,7 +104,7 @@ def test_extras(operation, dtype, implementation):
 
 
 @each_operation
-@each_kernel_in_turn
+@each_fast_implementation
 def test_dtypes(operation, implementation):
     """Results of another dtype than the scores."""
     pairs = [(a, b) for a, b in itertools.product(DTYPES[:3], DTYPES[:3]) if a != b]
@@ -116,7 +116,7 @@ def test_dtypes(operation, implementation):
 
 
 @each_operation
-@each_kernel_in_turn
+@each_fast_implementation
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_trailing(operation, implementation, dtype):
     """Axes before the last, beside results of x's dtype and of another."""
@@ -127,7 +127,7 @@ def test_trailing(operation, implementation, dtype):
                 check(operation, form, implementation, operands_of(operation, form, shape, dtype))
 
 
-@each_kernel_in_turn
+@each_fast_implementation
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_masked(implementation, dtype):
     """Where y is 0, nothing counts: not even an infinite cotangent, nor NaN in the row's sum."""
@@ -151,7 +151,7 @@ def test_groups():
     assert _ffi._groups((), []) == 0
 
 
-@each_kernel_in_turn
+@each_fast_implementation
 def test_more_groups_than_kernels_know(implementation):
     """Broadcast along every second dimension."""
     shape = (2, 3, 2, 3, 2, 3, 8)

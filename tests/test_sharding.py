@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from chex import assert_trees_all_close
-from common import IMPLEMENTATIONS, each_kernel_in_turn, each_op, loss, ours, same_bits, slow, theirs
+from common import IMPLEMENTATIONS, each_fast_implementation, each_op, loss, ours, same_bits, slow, theirs
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -124,7 +124,7 @@ def gradients(f):
 
 
 @each_op
-@each_kernel_in_turn
+@each_fast_implementation
 @each_axis_type
 def test_extras(op, implementation, kind):
     """scale, bias, where and the causal rule: values, all gradients, and nothing gathered for the gradient by x."""
@@ -158,7 +158,7 @@ def test_extras(op, implementation, kind):
 
 
 @each_op
-@each_kernel_in_turn
+@each_fast_implementation
 @each_axis_type
 def test_axes_in_place(op, implementation, kind):
     """A reduced axis before the last: dimensions on either side of it are rows, and its own shards cost all-reduces."""
