@@ -173,7 +173,7 @@ def measure_groups(groups: list[str], quick: bool) -> list[dict]:
     """Prints the tables as they come, and returns the records."""
     cpu = jax.default_backend() == "cpu"
     size = (CPU_QUICK if quick else CPU) if cpu else (GPU_QUICK if quick else GPU)
-    repeats = 5 if quick else 7
+    repeats = 5 if quick else 7 if cpu else 11
     lacking = [name for name, why_not in jaxsoft.implementations().items() if why_not]
     found = []
     for group in groups:

@@ -3,9 +3,11 @@
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py
     compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py float32 280x70001
 
-and likewise synccheck; racecheck takes long, so a dtype and a shape can be named. initcheck has to complain: rows that
-are not whole packs of 16 bytes are read with their neighbours' bytes. Not a test of pytest's: it needs a GPU, and the
-tool around it.
+and likewise synccheck; racecheck takes long, so a dtype and a shape can be named. Two tools have to complain. racecheck
+does not see that __syncwarp puts a warp's reads of a slot before the one arrival by which its first lane gives the slot
+back, so it reports hazards in `ring` and `dealt` where slots are filled again. initcheck finds that rows that are not
+whole packs of 16 bytes are read with their neighbours' bytes. Not a test of pytest's: it needs a GPU, and the tool
+around it.
 """
 
 import itertools

@@ -33,8 +33,8 @@ __global__ void __launch_bounds__(Clustered::threads) clustered(const __grid_con
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 
   const int64_t index = blockIdx.x / blocks;
-  Row<Op, T, Form, int> row(args, index);
-  BlockPart part_of(row.window.packs, rank, blocks);
+  Row<Op, T, Form> row(args, index);
+  BlockPart part_of(0, row.window.packs, rank, blocks);
   const int first = part_of.begin + threadIdx.x;
   Pack<T> pa[kPacks], pb[kPacks];
   row.load(first, blockDim.x, part_of.end, pa, pb);

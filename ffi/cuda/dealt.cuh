@@ -1,4 +1,5 @@
-// Long rows over the whole grid, held on chip: one read of device memory for rows that only all multiprocessors can hold.
+// Long rows over the whole grid, held on chip: one read of device memory for rows that only all multiprocessors can
+// hold.
 //
 // Rows are cut into chunks, and the chunks are dealt out in turn to the blocks of a persistent grid. (Dealt out by a
 // counter, they were no faster.) A block keeps its chunks in shared memory, a ring of slots, each of which goes through
@@ -89,58 +90,60 @@ struct alignas(128) DealtMemory {
   static constexpr int operands = Op<T>::operands;
   static constexpr int slot_packs = Dealt::slot_packs(operands);
   Pack<T> slots[Dealt::slots][operands][slot_packs];
+  typename Ragged<Op, T>::Memory ragged[Dealt::reducers + Dealt::writers];
   typename Op<T>::Part states[Dealt::slots][Dealt::warps];
   typename Op<T>::Values values[Dealt::slots];
   Barrier full[2 * Dealt::slots], reduced[2 * Dealt::slots], ready[2 * Dealt::slots], empty[Dealt::slots];
 };
 
+// The packs of a row that a chunk has: of those that are all the row's own, perhaps none.
+struct ChunkPart {
+  int begin, end;
+  template <class Row>
+  __device__ ChunkPart(const Row& row, const Hand& hand) {
+    begin = min(row.window.whole_begin() + hand.chunk * hand.deal->packs, row.window.whole_end);
+    end = min(begin + hand.deal->packs, row.window.whole_end);
+  }
+};
+
 template <template <class> class Op, class T, class Form>
 __device__ void fill_slots(const Arguments<T>& args, const Deal& deal, DealtMemory<Op, T>& memory) {
   for (Hand hand(deal); !hand.ended(); hand.advance()) {
-    Row<Op, T, Form, int> row(args, hand.row);
-    const int begin = min(hand.chunk * deal.packs, row.window.packs), end = min(begin + deal.packs, row.window.packs);
-    int first = begin, last = end;  // the row's first and last pack are read where they lie
-    if (first < last) first += !row.window.whole(first);
-    if (first < last) last -= !row.window.whole(last - 1);
-    const unsigned bytes = first < last ? static_cast<unsigned>(last - first) * 16 : 0;
+    Row<Op, T, Form> row(args, hand.row);
+    const ChunkPart part(row, hand);
+    const unsigned bytes = (part.end - part.begin) * 16;
     auto& full = memory.full[hand.barrier()];
     memory.empty[hand.slot].sleep_until(hand.round % 2 ^ 1);
     full.arrive_expecting(bytes * Op<T>::operands);
     if (bytes) {
       auto& slot = memory.slots[hand.slot];
-      int element = first * Pack<T>::size - row.window.head;
-      copy_to_shared(&slot[0][first - begin], row.a + element, bytes, full);
-      if constexpr (Op<T>::operands > 1) copy_to_shared(&slot[1][first - begin], row.b + element, bytes, full);
+      const int element = part.begin * Pack<T>::size - row.window.head;
+      copy_to_shared(slot[0], row.a + element, bytes, full);
+      if constexpr (Op<T>::operands > 1) copy_to_shared(slot[1], row.b + element, bytes, full);
     }
   }
 }
 
-// What a thread of a team has of a slot, some packs at a time.
+// What a thread of a team has of a slot, some packs at a time, and of the row's ragged ends.
 template <template <class> class Op, class T, class Form>
-struct Held {
+struct Held : ChunkPart {
   static constexpr int each = Dealt::at_once / Op<T>::operands;
   const Pack<T> (&slot)[Op<T>::operands][Dealt::slot_packs(Op<T>::operands)];
-  const Row<Op, T, Form, int>& row;
-  int begin, end, thread;
+  const Row<Op, T, Form>& row;
+  const Ragged<Op, T> ragged;
 
-  __device__ Held(const DealtMemory<Op, T>& memory, const Row<Op, T, Form, int>& row, const Hand& hand, int thread)
-      : slot(memory.slots[hand.slot]), row(row), thread(thread) {
-    begin = min(hand.chunk * hand.deal->packs, row.window.packs);
-    end = min(begin + hand.deal->packs, row.window.packs);
-  }
-  // Whether from pack `first` on all packs of the warp are whole ones.
-  __device__ bool whole(int first) const {
-    first -= thread % 32;
-    const int last = first + (each - 1) * Dealt::team + 31;
-    return last < end && row.window.whole(first) && row.window.whole(last);
+  // `team`: of all, reducers and then writers.
+  __device__ Held(DealtMemory<Op, T>& memory, const Row<Op, T, Form>& row, const Hand& hand, int team, int thread)
+      : ChunkPart(row, hand), slot(memory.slots[hand.slot]), row(row),
+        ragged(row, memory.ragged[team], thread >= Dealt::team - 32 && hand.chunk == 0,
+               thread >= Dealt::team - 32 && hand.chunk == hand.deal->chunks - 1) {}
+  // Whether the warp has all of the packs that its lanes have from `first` on.
+  __device__ bool full(int first) const {
+    return first - static_cast<int>(threadIdx.x % 32) + (each - 1) * Dealt::team + 32 <= end;
   }
   __device__ void load(int first, Pack<T> (&a)[each], Pack<T> (&b)[each], bool both) const {
-    const bool all = whole(first);
-#pragma unroll
-    for (int k = 0; k < each; k++) {
-      const int at = first - begin + k * Dealt::team;
-      row.load_held(slot[0] + at, slot[Op<T>::operands - 1] + at, begin + at, end, all, both, a[k], b[k]);
-    }
+    const int at = first - begin, to = full(first) ? INT_MAX : end;
+    row.load_held(slot[0] + at, slot[Op<T>::operands - 1] + at, first, Dealt::team, to, both, a, b);
   }
 };
 
@@ -149,8 +152,8 @@ __device__ void reduce_slots(const Arguments<T>& args, const Deal& deal, DealtMe
                              int thread) {
   for (Hand hand(deal); !hand.ended(); hand.advance()) {
     if (hand.turn % Dealt::reducers != team) continue;
-    Row<Op, T, Form, int> row(args, hand.row);
-    const Held<Op, T, Form> held(memory, row, hand, thread);
+    Row<Op, T, Form> row(args, hand.row);
+    const Held<Op, T, Form> held(memory, row, hand, team, thread);
     memory.full[hand.barrier()].sleep_until(hand.parity());
     auto visit = [&](auto use) {
       for (int first = held.begin + thread; first - thread % 32 < held.end; first += held.each * Dealt::team) {
@@ -158,6 +161,7 @@ __device__ void reduce_slots(const Arguments<T>& args, const Deal& deal, DealtMe
         held.load(first, a, b, Op<T>::reads_a_to_reduce || Form::extras);
         use(a, b);
       }
+      held.ragged.visit(row, use);
     };
     auto part = reduce_visited<Op<T>>(row.form, visit, [](const auto& part) { return reduce_lanes<T>(part, 32); });
     if (thread % 32 == 0) {
@@ -235,8 +239,8 @@ __device__ void write_slots(const Arguments<T>& args, const Deal& deal, DealtMem
                             int thread) {
   for (Hand hand(deal); !hand.ended(); hand.advance()) {
     if (hand.turn % Dealt::writers != team) continue;
-    Row<Op, T, Form, int> row(args, hand.row);
-    const Held<Op, T, Form> held(memory, row, hand, thread);
+    Row<Op, T, Form> row(args, hand.row);
+    const Held<Op, T, Form> held(memory, row, hand, Dealt::reducers + team, thread);
     memory.ready[hand.barrier()].sleep_until(hand.parity());
     const auto values = memory.values[hand.slot];
     auto write = [&](auto quick) {
@@ -244,7 +248,7 @@ __device__ void write_slots(const Arguments<T>& args, const Deal& deal, DealtMem
       for (int first = held.begin + thread; first - thread % 32 < held.end; first += held.each * Dealt::team) {
         Pack<T> a[held.each], b[held.each];
         held.load(first, a, b, true);
-        if (row.writes_packs(values) && held.whole(first)) {
+        if (row.writes_packs(values) && held.full(first)) {
 #pragma unroll
           for (int k = 0; k < held.each; k++)
             out[first + k * Dealt::team] = row.template result_pack<decltype(quick)::value>(values, a[k], b[k]);
@@ -256,11 +260,12 @@ __device__ void write_slots(const Arguments<T>& args, const Deal& deal, DealtMem
       }
     };
     if constexpr (Op<T>::has_quick) {
-      if (values.quick) write(std::true_type{});
+      if (row.quick(values)) write(std::true_type{});
       else write(std::false_type{});
     } else {
       write(std::false_type{});
     }
+    held.ragged.write(row, values);
     __syncwarp();
     if (thread % 32 == 0) memory.empty[hand.slot].arrive();
   }

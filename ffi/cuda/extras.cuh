@@ -56,7 +56,7 @@ struct Plain {
   static constexpr bool extras = false, bias = false;
   struct Marks {};
   template <class T, class Window>
-  __device__ Plain(const Arguments<T>&, int64_t, const Window&) {}
+  __device__ Plain(const Arguments<T>&, int64_t, int64_t, const Window&) {}
 };
 
 template <class T, bool with_bias>
@@ -66,14 +66,16 @@ struct WithExtras {
   using A = Accumulator<T>;
   using Marks = uint64_t;  // what `where` has of a pack: a byte an element, 0 or 1
   A scale = 1, factor = 1;  // factor: what scores are multiplied by; 1 for scale 0, as `mark` has then made x * 0 of x
-  int64_t limit;
+  int limit;
   const uint8_t* where = nullptr;
   const T* bias_row = nullptr;
   bool masked, where_aligned = false, bias_aligned = false;
+  bool unmasked;  // whether nothing of the row is masked
 
+  // `begin`: the element of the row that the window's first is.
   template <class Window>
-  __device__ WithExtras(const Arguments<T>& args, int64_t row, const Window& window)
-      : limit(args.n), masked(args.masked) {
+  __device__ WithExtras(const Arguments<T>& args, int64_t row, int64_t begin, const Window& window)
+      : limit(window.n), masked(args.masked) {
     const Extras& extras = args.extras;
     int64_t offset[4] = {};
     const Extra* every[4] = {&extras.scale, &extras.limit, &extras.where, &extras.bias};
@@ -98,30 +100,32 @@ struct WithExtras {
     factor = scale == 0 ? A(1) : scale;
     masked_element = narrow<T>(factor < 0 ? A(__builtin_huge_val()) : -A(__builtin_huge_val()));
     if (extras.limit.data)
-      limit = min(limit, max(int64_t(0), int64_t(static_cast<const int32_t*>(extras.limit.data)[offset[1]])));
+      limit = static_cast<int>(
+          min(int64_t(limit), max(int64_t(0), static_cast<const int32_t*>(extras.limit.data)[offset[1]] - begin)));
     if (extras.where.data) {
-      where = static_cast<const uint8_t*>(extras.where.data) + offset[2];
+      where = static_cast<const uint8_t*>(extras.where.data) + offset[2] + begin;
       where_aligned = reinterpret_cast<uintptr_t>(where - window.head) % Pack<T>::size == 0;
     }
+    unmasked = !where && limit == window.n;
     asm("" : "+l"(where));  // or it is computed anew for every pack
     if (with_bias) {
-      bias_row = static_cast<const T*>(extras.bias.data) + offset[3];
+      bias_row = static_cast<const T*>(extras.bias.data) + offset[3] + begin;
       bias_aligned = reinterpret_cast<uintptr_t>(bias_row - window.head) % 16 == 0;
     }
   }
 
   // Packs from here on are masked as a whole, and need not be read.
-  template <class Index, Layout layout>
-  __device__ Index masked_from(const Window<T, Index, layout>& window) const {
-    return static_cast<Index>((window.head + limit + Pack<T>::size - 1) / Pack<T>::size);
+  template <Layout layout>
+  __device__ int masked_from(const Window<T, layout>& window) const {
+    return (window.head + limit + Pack<T>::size - 1) / Pack<T>::size;
   }
 
   T masked_element;  // the x whose score is -inf
 
-  template <class Index, Layout layout>
-  __device__ Marks fetch_where(Index i, const Window<T, Index, layout>& window) const {
+  template <Layout layout>
+  __device__ Marks fetch_where(int i, const Window<T, layout>& window) const {
     if (!where) return kEveryByte;
-    Index first = i * size - window.head;
+    int first = i * size - window.head;
     if (layout == Layout::whole || (where_aligned && window.inside(i))) {
       if constexpr (size == 8) return *reinterpret_cast<const uint64_t*>(where + first);
       if constexpr (size == 4) return *reinterpret_cast<const uint32_t*>(where + first);
@@ -130,30 +134,30 @@ struct WithExtras {
     Marks marks = 0;
 #pragma unroll
     for (int k = 0; k < size; k++)
-      if (first + k >= 0 && first + k < static_cast<Index>(limit)) marks |= uint64_t(where[first + k]) << 8 * k;
+      if (first + k >= 0 && first + k < limit) marks |= uint64_t(where[first + k]) << 8 * k;
     return marks;
   }
   // Whether the limit, and the row's ends, leave pack i whole; and what they leave of it, a byte an element.
-  template <class Index, Layout layout>
-  __device__ bool inside(Index i, const Window<T, Index, layout>& window) const {
-    Index first = i * size - window.head;
-    return (layout == Layout::whole || first >= 0) && first + size <= static_cast<Index>(limit);
+  template <Layout layout>
+  __device__ bool inside(int i, const Window<T, layout>& window) const {
+    int first = i * size - window.head;
+    return (layout == Layout::whole || first >= 0) && first + size <= limit;
   }
-  template <class Index, Layout layout>
-  __device__ Marks inside_marks(Index i, const Window<T, Index, layout>& window) const {
-    Index first = i * size - window.head, left = static_cast<Index>(limit) - first;
-    return range_bytes(static_cast<int>(-first), static_cast<int>(min(left, Index(size))));
+  template <Layout layout>
+  __device__ Marks inside_marks(int i, const Window<T, layout>& window) const {
+    int first = i * size - window.head, left = limit - first;
+    return range_bytes(-first, min(left, size));
   }
   // What counts of pack i.
-  template <class Index, Layout layout>
-  __device__ Marks marks(Index i, const Window<T, Index, layout>& window) const {
+  template <Layout layout>
+  __device__ Marks marks(int i, const Window<T, layout>& window) const {
     return fetch_where(i, window) & inside_marks(i, window);
   }
   // Masks what does not count of pack i, the row's padding included: the score becomes -inf, and what stands beside it,
   // a bias or a cotangent, 0.
-  template <class Index, Layout layout>
-  __device__ void mark(Pack<T>& a, Pack<T>& b, bool has_b, Marks marks, Index i,
-                       const Window<T, Index, layout>& window) const {
+  template <Layout layout>
+  __device__ void mark(Pack<T>& a, Pack<T>& b, bool has_b, Marks marks, int i,
+                       const Window<T, layout>& window) const {
     if (!inside(i, window)) marks &= inside_marks(i, window);
     else if (!where) return;
     a.keep(marks, masked_element);
@@ -170,13 +174,13 @@ struct WithExtras {
 };
 
 // Writes the elements of pack i in the type that the result has.
-template <class T, class Index, Layout layout>
-__device__ void store_as(ResultType type, void* row, const Window<T, Index, layout>& window, Index i,
+template <class T, Layout layout>
+__device__ void store_as(ResultType type, void* row, const Window<T, layout>& window, int i,
                          const Accumulator<T> (&x)[Pack<T>::size]) {
   auto each = [&](auto* out) {
     using R = std::remove_pointer_t<decltype(out)>;
     constexpr int size = Pack<T>::size;
-    int64_t first = int64_t(i) * size - window.head;
+    const int first = i * size - window.head;
     if (first >= 0 && first + size <= window.n && reinterpret_cast<uintptr_t>(out + first) % 16 == 0) {
       alignas(16) R values[size];
 #pragma unroll

@@ -166,10 +166,13 @@ __device__ State<A, false> reduce_lanes(const Running<A>& part, int width) {
   return {m, reduce_lanes<T>(part.seen_from(m), width)};
 }
 template <class T, class A>
-__device__ State<A, true> reduce_lanes(State<A, true> part, int width) {
-  for (int mask = width / 2; mask > 0; mask /= 2)
-    part = combine<T>(part, State<A, true>{__shfl_xor_sync(0xffffffffu, part.m, mask), shuffle(part.sum, mask)});
-  return part;
+__device__ State<A, true> reduce_lanes(const State<A, true>& part, int width) {
+  A m = reduce_maximum(part.m, width);
+  // The score that is kept apart is one lane's: the group's first of those that have it.
+  const int first = threadIdx.x % 32 / width * width;
+  const unsigned tops = __ballot_sync(0xffffffffu, part.m == m) >> first;
+  const bool keeps = threadIdx.x % 32 == first + __ffs(tops) - 1;
+  return {m, reduce_lanes<T>(keeps ? part.sum : seen_from<T>(m, part), width)};
 }
 
 // Combines over the block's threads in x; every thread gets the result. Up to 32 threads are lanes of one warp.

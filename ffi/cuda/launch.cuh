@@ -15,14 +15,14 @@ struct Choice {
   int64_t ring_packs[2];        // what a block of a cluster should have of a row at most, for one operand, and for two
   int64_t few_rows;             // so many rows or fewer are few: each goes to a cluster, if it fits
   int64_t few_packs[2];         // the least and the most that a block of such a cluster has of a row
-  int64_t split_packs;          // the least that a block has of a row that is split
-  int64_t split_blocks;         // how many blocks a multiprocessor rows are split into, where they are read again
+  int64_t split_blocks;         // the least number of blocks a multiprocessor that rows are split into
+  int64_t split_packs;          // more blocks are made until one has no more than so many packs of a row
   int64_t idle_packs;           // of all rows together: up to here, what does not fit a cluster of few rows is split
 };
-constexpr Choice kHopper = {{8, 31, 128, 160}, {320, 1280}, {4096, 2048}, {4800, 2048}, 64,
-                            {256, 2048},       2048,        2,            1 << 20};
+constexpr Choice kHopper = {{8, 31, 128, 160}, {320, 1280}, {4096, 2048}, {4800, 2400}, 64,
+                            {256, 2048},       2,            12288,        1 << 20};
 constexpr Choice kOther = {{8, 31, 128, 160}, {320, 1280}, {8192, 4096}, {0, 0}, 0,
-                           {0, 0},            2048,        4,            0};  // no clusters, or not measured
+                           {0, 0},            4,            12288,        0};  // no clusters, or not measured
 
 struct Device {
   int processors = 0, major = 0;
@@ -47,10 +47,7 @@ cudaError_t launch_resident(const Arguments<T>& args, Layout layout, int64_t pac
   }
   int64_t blocks = std::min<int64_t>((args.rows + rows_per_block - 1) / rows_per_block, 0x7fffffff);
   auto kernel = resident<Op, T, Form, kPacks, Layout::any>;
-  // Not of f64, for compile time; and not where nothing stands between reduction and result, as y and g then stay
-  // unpacked, for which there are not registers enough.
-  constexpr bool unpacked = sizeof(T) == 2 && kPacks == 4 && Op<T>::operands == 2 && !Op<T>::a_is_scores;
-  if constexpr (!unpacked && sizeof(T) < 8)
+  if constexpr (sizeof(T) < 8)  // f64 goes without, for compile time
     if (layout == Layout::whole) kernel = resident<Op, T, Form, kPacks, Layout::whole>;
   if constexpr (!Form::extras && kPacks <= 2 && sizeof(T) == 2)
     if (layout == Layout::halves) kernel = resident<Op, T, Form, kPacks, Layout::halves>;
@@ -59,11 +56,12 @@ cudaError_t launch_resident(const Arguments<T>& args, Layout layout, int64_t pac
 }
 
 template <template <class> class Op, class T, class Form>
-cudaError_t launch_split(const Arguments<T>& args, unsigned parts, bool overlap, void* workspace, cudaStream_t stream) {
-  const auto blocks = static_cast<unsigned>(args.rows * parts);
+cudaError_t launch_split(const Arguments<T>& args, Split split, bool overlap, void* workspace, cudaStream_t stream) {
+  constexpr int threads = kThreads<Op<T>>;
+  const auto blocks = static_cast<unsigned>(args.rows * split.parts);
   auto* states = static_cast<typename Op<T>::Part*>(workspace);
   if constexpr (Op<T>::reduces) {
-    split_reduce<Op, T, Form><<<blocks, kThreads, 0, stream>>>(args, states, parts);
+    split_reduce<Op, T, Form><<<blocks, threads, 0, stream>>>(args, states, split);
     if (auto e = cudaGetLastError()) return e;
   }
   cudaLaunchAttribute attribute;
@@ -71,13 +69,13 @@ cudaError_t launch_split(const Arguments<T>& args, unsigned parts, bool overlap,
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(Op<T>::writes ? blocks : static_cast<unsigned>(args.rows));
-  config.blockDim = dim3(Op<T>::writes ? kThreads : 256);
+  config.blockDim = dim3(Op<T>::writes ? threads : 256);
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = Op<T>::reduces && overlap;
   const auto* read = static_cast<const typename Op<T>::Part*>(states);
-  if constexpr (Op<T>::writes) return cudaLaunchKernelEx(&config, split_write<Op, T, Form>, args, read, parts);
-  else return cudaLaunchKernelEx(&config, split_finish<Op, T>, args, read, parts);
+  if constexpr (Op<T>::writes) return cudaLaunchKernelEx(&config, split_write<Op, T, Form>, args, read, split);
+  else return cudaLaunchKernelEx(&config, split_finish<Op, T>, args, read, split.parts);
 }
 
 // `workspace` has room for `bytes`. Everything is ordered by `stream`; nothing is allocated or waited for.
@@ -109,36 +107,43 @@ cudaError_t launch_form(const Arguments<T>& args, void* workspace, int64_t bytes
       return launch_clustered<Op, T, Form, 4>(args, packs, blocks, stream);
     }
   }
-  if constexpr (!Form::extras && operands == 1 && Op<T>::reduces && Op<T>::writes)
+  if constexpr (!Form::extras && (operands == 1 || sizeof(T) == 2) && Op<T>::reduces && Op<T>::writes)
     if (packs <= choice.packs[3] || (layout == Layout::any && packs <= choice.odd_packs[sizeof(T) == 2]))
       return launch_resident<Op, T, Form, 5>(args, layout, packs, stream);
   const int64_t resident_packs = choice.resident_packs[operands - 1];
   if (packs <= std::min<int64_t>(resident_packs, most_packs * most_threads<Form, most_packs>))
     return launch_resident<Op, T, Form, most_packs>(args, layout, packs, stream);
-  if (packs <= std::min<int64_t>(resident_packs, 4 * most_threads<Form, 4>))
-    return launch_resident<Op, T, Form, 4>(args, layout, packs, stream);
   if constexpr (!Form::bias && sizeof(T) <= 4 && Op<T>::reduces && Op<T>::writes) {
-    int64_t part = choice.ring_packs[Op<T>::operands - 1];
+    // Extras take time for each row, so a block should have more of it.
+    int64_t part = choice.ring_packs[Op<T>::operands - 1] * (Form::extras && Op<T>::operands == 1 ? 2 : 1);
     if (part && args.vector && args.rows > choice.idle_packs / packs) {
       if (ring_holds<Op<T>>(packs, Ring::most_blocks)) {
         int blocks = 1;
         while (blocks < Ring::most_blocks && packs > blocks * part) blocks *= 2;
         // Parts that fill their slots may be smaller.
-        if (sizeof(T) == 4 && Op<T>::operands == 1 && packs % (2 * blocks * Ring::slot_packs(1)) == 0) blocks *= 2;
-        return launch_ring<Op, T, Form>(args, std::min(blocks, Ring::most_blocks), workspace, stream);
+        if (sizeof(T) == 4 && Op<T>::operands == 1 && blocks <= 4 && packs % (2 * blocks * Ring::slot_packs(1)) == 0)
+          blocks *= 2;
+        return launch_ring<Op, T, Form>(args, blocks, workspace, stream);
       }
       if constexpr (!Form::extras)
         if (can_deal<Op<T>>(args.rows, packs, device.processors, bytes))
           return launch_dealt<Op, T, Form>(args, packs, device.processors, workspace, stream);
     }
   }
-  // What reads no row again is split at any number of rows, the rest only where one block a row would leave too few.
-  int64_t room = Op<T>::reduces ? bytes / static_cast<int64_t>(sizeof(typename Op<T>::Part)) : INT64_MAX;
-  int64_t parts = std::min(packs / choice.split_packs, room / args.rows);
-  if (Op<T>::reduces && Op<T>::writes) parts = std::min(parts, choice.split_blocks * device.processors / args.rows);
-  if (parts >= 2 && args.rows * parts <= 0x7fffffff)
-    return launch_split<Op, T, Form>(args, static_cast<unsigned>(parts), device.major >= 9, workspace, stream);
-  tiled<Op, T, Form><<<std::min<int64_t>(args.rows, 0x7fffffff), kThreads, 0, stream>>>(args);
+  if (packs <= std::min<int64_t>(resident_packs, 4 * most_threads<Form, 4>))
+    return launch_resident<Op, T, Form, 4>(args, layout, packs, stream);
+  // Split where one block a row would leave too few, or have too much. What reduces nothing is always split.
+  int64_t parts = packs / (kInFlight<Op<T>> * kThreads<Op<T>>);
+  if constexpr (Op<T>::reduces) {
+    const int64_t blocks = std::max(choice.split_blocks * device.processors, args.rows * packs / choice.split_packs);
+    parts = std::min({parts, bytes / int64_t(sizeof(typename Op<T>::Part)) / args.rows, blocks / args.rows});
+  }
+  if (args.n / std::max<int64_t>(parts, 1) > 1 << 30) return cudaErrorInvalidValue;  // a part is counted in ints
+  if (parts >= 2 && args.rows * parts <= 0x7fffffff) {
+    const Split split{static_cast<unsigned>(parts), (packs + parts - 1) / parts};
+    return launch_split<Op, T, Form>(args, split, device.major >= 9, workspace, stream);
+  }
+  tiled<Op, T, Form><<<std::min<int64_t>(args.rows, 0x7fffffff), kThreads<Op<T>>, 0, stream>>>(args);
   return cudaGetLastError();
 }
 

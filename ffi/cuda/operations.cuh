@@ -199,23 +199,27 @@ struct Softmax : Scores<T, false> {
   // As exact as f32 is, for 16 bits as well: their result may be wanted in f32.
   static __device__ A value(Values v, A x, A) { return exponential<A>(x - v.ref) * v.scale; }
   static __device__ bool ordinary(const Values& v) { return isfinite(v.scale); }
-  // The same of a row that is held: each score's term, in units of kUnit, and their sum.
+  // Where a score is one product, log2(e) goes into its factor.
+  template <class Form>
+  static constexpr bool folds = has_quick && Form::extras && !Form::bias;
+  template <class Form>
+  static __device__ A quick_exponent(const Pack<T>& a, const Pack<T>& b, int k, const Form& form, A shift) {
+    if constexpr (folds<Form>) return fmaf(a.get(k), form.factor * A(kLog2E), -shift);
+    else return fmaf(Scores<T, false>::score(a, b, k, form), A(kLog2E), -shift);
+  }
   template <class Form>
   static __device__ bool may_be_quick(A m, const Form& form) {
-    if constexpr (Form::extras)
+    if constexpr (folds<Form>)
       if (!(fabs(form.factor) > A(1e-30) && fabs(form.factor) < A(1e30))) return false;
     return fabs(m) < 64;
   }
+  // Of a row that is held: each score's term, in units of kUnit, and their sum.
   template <class Form>
   static __device__ A quick_terms(A m, const Pack<T>& a, const Pack<T>& b, const Form& form, A (&x)[Pack<T>::size]) {
     A terms[Pack<T>::size], shift = m * A(kLog2E) + A(kUnitExponent<T>);
 #pragma unroll
-    for (int i = 0; i < Pack<T>::size; i++) {
-      // Where a score is one product, log2(e) goes into its factor.
-      if constexpr (Form::extras && !Form::bias) x[i] = fmaf(a.get(i), form.factor * A(kLog2E), -shift);
-      else x[i] = fmaf(Scores<T, false>::score(a, b, i, form), A(kLog2E), -shift);
-      terms[i] = x[i] = exp2_approximately(x[i]);
-    }
+    for (int i = 0; i < Pack<T>::size; i++)
+      terms[i] = x[i] = exp2_approximately(quick_exponent(a, b, i, form, shift));
     return tree_sum(terms);
   }
   static __device__ A quick_value(Values v, A x) { return exp2_approximately(fmaf(x, A(kLog2E), -v.shift)); }
@@ -354,11 +358,14 @@ __device__ void results(const typename Op::Values& values, const Pack<T>& a, con
   using A = Accumulator<T>;
 #pragma unroll
   for (int k = 0; k < Pack<T>::size; k++) {
+    if constexpr (quick) {
+      x[k] = exp2_approximately(Op::quick_exponent(a, b, k, form, values.shift));
+      continue;
+    }
     A first, second = Op::operands > 1 ? b.get(k) : A(0);
     if constexpr (Form::extras && Op::a_is_scores) first = form.score(a, b, k);
     else first = a.get(k);
-    if constexpr (quick) x[k] = Op::quick_value(values, first);
-    else x[k] = Op::value(values, first, second);
+    x[k] = Op::value(values, first, second);
     if constexpr (Form::extras) {
       if (Op::gradient) x[k] *= form.scale;
       if (!Op::a_is_scores && form.masked && first == 0) x[k] = 0;

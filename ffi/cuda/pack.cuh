@@ -102,6 +102,10 @@ struct alignas(16) Pack {
 #pragma unroll
     for (int k = 0; k < size; k++) set(k, x);
   }
+  __device__ void toggle(uint32_t mask) {
+#pragma unroll
+    for (int k = 0; k < 4; k++) words[k] ^= mask;
+  }
   // x * 0: 0, or NaN.
   __device__ void times_zero() {
     A x[size];
@@ -141,28 +145,35 @@ __device__ inline uint64_t range_bytes(int begin, int end) {
 // How the rows of all operands lie: anyhow, or so that every row begins and ends at a multiple of 8 or 16 bytes.
 enum class Layout { any, halves, whole };
 
-// The window on one row of n elements. Pack i holds the elements [i * size - head, ...) of the row. Index is the type of
-// positions in a row: int takes fewer registers. Rows of halves have no head: a pack is read and written in two pieces.
-template <class T, class Index = int64_t, Layout layout = Layout::any>
+// Elements of a row's first pack that are not the row's, in an operand like which all others lie, or not.
+template <class T>
+__device__ int head_of(const T* row, bool vector) {
+  return vector ? static_cast<int>(reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T)) : 0;
+}
+
+// The window on n elements, a row or a part of one. Pack i holds the elements [i * size - head, ...) of them. Positions
+// are ints, which take fewer registers. Rows of halves have no head: a pack is read and written in two pieces.
+template <class T, Layout layout = Layout::any>
 struct Window {
   static constexpr int size = Pack<T>::size;
-  Index n;
+  int n;
   int head = 0;  // elements of the first pack that are not the row's
-  Index packs;
-  Index whole_end;  // packs before here, but the first if there is a head, are all the row's own
+  int packs;
+  int whole_end;  // packs [whole_begin(), whole_end) are all the row's own
   bool vector;      // whether the operands lie alike, so that packs of all of them are aligned
 
   // `like` is the row in any of the operands.
-  __device__ Window(const T* like, Index n, bool vector) : n(n), vector(layout != Layout::any || vector) {
-    if (layout == Layout::any && vector) head = static_cast<int>(reinterpret_cast<uintptr_t>(like) % 16 / sizeof(T));
+  __device__ Window(const T* like, int n, bool vector) : n(n), vector(layout != Layout::any || vector) {
+    if (layout == Layout::any) head = head_of(like, vector);
     whole_end = (head + n) / size;
     packs = layout == Layout::whole ? whole_end : (head + n + size - 1) / size;
   }
-  __device__ bool inside(Index i) const { return layout == Layout::whole || (i < whole_end && (i > 0 || head == 0)); }
-  __device__ bool whole(Index i) const { return vector && inside(i); }
+  __device__ int whole_begin() const { return head > 0; }
+  __device__ bool inside(int i) const { return layout == Layout::whole || (i < whole_end && (i > 0 || head == 0)); }
+  __device__ bool whole(int i) const { return vector && inside(i); }
   // Pack i as it lies in memory: anything past the row's ends. 16 bytes that begin at a multiple of 16 lie in device
   // memory if one of them does. So that a thread may have many reads on the way, nothing here waits for what is read.
-  __device__ Pack<T> fetch(const T* row, Index i) const {
+  __device__ Pack<T> fetch(const T* row, int i) const {
     if constexpr (layout == Layout::halves) {
       auto* half = reinterpret_cast<const uint2*>(row + i * size);
       uint2 low = half[0], high = inside(i) ? half[1] : uint2{};
@@ -172,20 +183,20 @@ struct Window {
     return gather(row, i);
   }
   // The same of a row that may lie otherwise than the window's.
-  __device__ Pack<T> fetch_anywhere(const T* row, bool aligned, Index i) const {
+  __device__ Pack<T> fetch_anywhere(const T* row, bool aligned, int i) const {
     if (layout == Layout::whole || (aligned && inside(i)))
       return *reinterpret_cast<const Pack<T>*>(row + (i * size - head));
     return gather(row, i);
   }
-  __device__ Pack<T> gather(const T* row, Index i) const {
-    Index first = i * size - head;
+  __device__ Pack<T> gather(const T* row, int i) const {
+    int first = i * size - head;
     Pack<T> pack;
 #pragma unroll
     for (int k = 0; k < size; k++) pack.set(k, first + k >= 0 && first + k < n ? row[first + k] : narrow<T>(0));
     return pack;
   }
   // Elements past the row's ends become `fill`.
-  __device__ void trim(Pack<T>& pack, Index i, T fill) const {
+  __device__ void trim(Pack<T>& pack, int i, T fill) const {
     if (inside(i)) return;
     if constexpr (layout == Layout::halves) {
       Pack<T> all;
@@ -193,11 +204,11 @@ struct Window {
       pack.words[2] = all.words[2], pack.words[3] = all.words[3];
       return;
     }
-    Index first = i * size - head;
-    pack.keep(range_bytes(static_cast<int>(-first), static_cast<int>(min(n - first, Index(size)))), fill);
+    int first = i * size - head;
+    pack.keep(range_bytes(-first, min(n - first, size)), fill);
   }
-  __device__ void store(T* row, Index i, Pack<T> pack) const {
-    Index first = i * size - head;
+  __device__ void store(T* row, int i, Pack<T> pack) const {
+    int first = i * size - head;
     if constexpr (layout == Layout::halves) {
       auto* half = reinterpret_cast<uint2*>(row + first);
       half[0] = {pack.words[0], pack.words[1]};

@@ -11,6 +11,7 @@
 #pragma once
 
 #include <atomic>
+#include <climits>
 
 #include "hopper.cuh"
 #include "strategies.cuh"
@@ -36,13 +37,16 @@ __device__ inline void synchronize_team(unsigned team) {
   asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(Ring::consumers) : "memory");
 }
 
-// The packs of a row that a block has, in slots: [begin, end), the slot of a pack counted from begin.
+// The packs of a row that a block of a cluster has, of those that are all the row's own.
 struct BlockPart {
   int begin, end;
+  template <class Window>
+  __device__ BlockPart(const Window& window, unsigned rank, unsigned blocks)
+      : BlockPart(window.whole_begin(), window.whole_end, rank, blocks) {}
   // A row that fits a cluster has few enough packs for 32 bits; the blocks are a power of two.
-  __device__ BlockPart(int packs, unsigned rank, unsigned blocks) {
-    int shift = __ffs(blocks) - 1;
-    begin = packs * rank >> shift, end = packs * (rank + 1) >> shift;
+  __device__ BlockPart(int from, int to, unsigned rank, unsigned blocks) {
+    const int shift = __ffs(blocks) - 1, packs = to - from;
+    begin = from + (packs * rank >> shift), end = from + (packs * (rank + 1) >> shift);
   }
 };
 
@@ -59,6 +63,7 @@ struct alignas(128) RingMemory {
   Pack<T> slots[count][operands][slot_packs];
   RingState<typename Op<T>::Part> states[Ring::exchanges][Ring::most_blocks];
   struct Team {
+    typename Ragged<Op, T>::Memory ragged;
     RingState<typename Op<T>::Part> warps[Ring::consumers / 32 + 1];
     typename Op<T>::Values values;
   } teams[Ring::teams];
@@ -103,21 +108,16 @@ __device__ void produce(const Arguments<T>& args, unsigned long long* counter, R
       post(turn + 1, counter ? static_cast<int64_t>(taken) + clusters : dealt);
       if (counter) taken = take(counter);
     }
-    Row<Op, T, Form, int> row(args, index);
-    BlockPart part(row.window.packs, rank, blocks);
+    const T *x = args.a + index * args.n, *b = Op<T>::operands > 1 ? args.b + index * args.n : nullptr;
+    const Window<T> window(x, static_cast<int>(args.n), true);
+    BlockPart part(window, rank, blocks);
     for (int chunk = part.begin; chunk < part.end; chunk += slot_packs) {
-      int first = chunk, last = min(chunk + slot_packs, part.end);
-      first += !row.window.whole(first);  // the row's first and last pack are read where they lie
-      if (last > first) last -= !row.window.whole(last - 1);
+      const unsigned bytes = min(slot_packs, part.end - chunk) * 16;
+      const int element = chunk * Pack<T>::size - window.head;
       memory.empty[slot].sleep_until(round % 2 ^ 1);
-      unsigned bytes = last > first ? static_cast<unsigned>(last - first) * 16 : 0;
       memory.full[slot].arrive_expecting(bytes * Op<T>::operands);
-      if (bytes) {
-        int element = first * Pack<T>::size - row.window.head;
-        copy_to_shared(&memory.slots[slot][0][first - chunk], row.a + element, bytes, memory.full[slot]);
-        if constexpr (Op<T>::operands > 1)
-          copy_to_shared(&memory.slots[slot][1][first - chunk], row.b + element, bytes, memory.full[slot]);
-      }
+      copy_to_shared(memory.slots[slot][0], x + element, bytes, memory.full[slot]);
+      if constexpr (Op<T>::operands > 1) copy_to_shared(memory.slots[slot][1], b + element, bytes, memory.full[slot]);
       if (++slot == RingMemory<Op, T>::count) slot = 0, round++;
     }
   }
@@ -138,48 +138,57 @@ __device__ void consume(const Arguments<T>& args, RingMemory<Op, T>& memory) {
     memory.mailed[turn % Ring::mails].sleep_until(turn / Ring::mails % 2);
     int64_t index = *static_cast<volatile int64_t*>(&memory.mail[turn % Ring::mails]);
     if (index < 0) return;
-    Row<Op, T, Form, int> row(args, index);
-    const int packs = row.window.packs;
-    BlockPart own(packs, rank, blocks);
+    const BlockPart own(Window<T>(args.a + index * args.n, static_cast<int>(args.n), true), rank, blocks);
+    const int begin = own.begin, end = own.end;
     const unsigned first_slot = slot, first_round = round;
     if (turn % Ring::teams != team) {  // another team's row
-      advance(static_cast<unsigned>((own.end - own.begin + slot_packs - 1) / slot_packs));
+      advance(static_cast<unsigned>((end - begin + slot_packs - 1) / slot_packs));
       continue;
     }
-    // Packs of the row, counted from its window's first; those in [whole_begin, whole_end) are in the slots.
-    const int begin = own.begin, end = own.end;
-    const int whole_begin = !row.window.whole(0), whole_end = packs - !row.window.whole(packs - 1);
-    auto load = [&](int chunk, Pack<T>(&a)[each], Pack<T>(&b)[each], bool both) {
+    Row<Op, T, Form> row(args, index);
+    // A thread's packs of a slot are all loaded at once if the slot is full, else one by one, no more than there are: a
+    // warp with more to do than the others would hold up the next row.
+    const int mine = thread - lane;  // the warp's first
+    auto load = [&](int chunk, int k, auto& a, auto& b, bool both) {
       const auto& held = memory.slots[slot];
-      const bool all = chunk >= whole_begin && chunk + slot_packs <= min(whole_end, end);
-#pragma unroll
-      for (int k = 0; k < each; k++) {
-        const int at = thread + k * Ring::consumers;
-        row.load_held(held[0] + at, held[Op<T>::operands - 1] + at, chunk + at, end, all, both, a[k], b[k]);
-      }
+      const int at = thread + k * Ring::consumers, to = chunk + slot_packs <= end ? INT_MAX : end;
+      row.load_held(held[0] + at, held[Op<T>::operands - 1] + at, chunk + at, Ring::consumers, to, both, a, b);
     };
     auto restart = [&] { slot = first_slot, round = first_round; };
 
     // Rows are reduced in turn: a barrier tells a phase from the next only, so no one may wait for a slot's later
     // filling.
+    auto& shared = memory.teams[team];
+    const bool last_warp = thread >= Ring::consumers - 32;  // has the least of a chunk that is not full
+    const Ragged<Op, T> ragged(row, shared.ragged, last_warp && rank == 0, last_warp && rank == blocks - 1);
     if (turn > 0) memory.reduced[(turn - 1) % Ring::teams].sleep_until((turn - 1) / Ring::teams % 2);
     bool passed = false;
     auto visit = [&](auto use) {
       restart();
+      constexpr bool both = Op<T>::reads_a_to_reduce || Form::extras;
       for (int chunk = begin; chunk < end; chunk += slot_packs) {
-        Pack<T> a[each], b[each];
         memory.full[slot].sleep_until(round % 2);
-        load(chunk, a, b, Op<T>::reads_a_to_reduce || Form::extras);
-        use(a, b);
+        if (chunk + slot_packs <= end) {
+          Pack<T> a[each], b[each];
+          load(chunk, 0, a, b, both);
+          use(a, b);
+        } else {
+#pragma unroll 1
+          for (int k = 0; chunk + mine + k * Ring::consumers < end; k++) {
+            Pack<T> a[1], b[1];
+            load(chunk, k, a, b, both);
+            use(a, b);
+          }
+        }
         advance(1);
       }
+      ragged.visit(row, use);
       __syncwarp();
       if (lane == 0 && !passed) memory.reduced[team].arrive();
       passed = true;
     };
     constexpr int warps = Ring::consumers / 32;
     static_assert(warps <= 16);
-    auto& shared = memory.teams[team];
     auto part = reduce_visited<Op<T>>(row.form, visit, [&](const auto& of_thread) {
       auto of_warp = reduce_lanes<T>(of_thread, 32);
       auto* of_warps = reinterpret_cast<decltype(of_warp)*>(shared.warps);
@@ -209,31 +218,36 @@ __device__ void consume(const Arguments<T>& args, RingMemory<Op, T>& memory) {
     auto write = [&](auto quick) {
       auto* out = reinterpret_cast<Pack<T>*>(static_cast<T*>(row.out) - row.window.head);
       for (int chunk = begin; chunk < end; chunk += slot_packs) {
-        Pack<T> a[each], b[each];
-        load(chunk, a, b, true);
-        __syncwarp();
-        if (lane == 0) memory.empty[slot].arrive();
-        if (row.writes_packs(values) && chunk >= whole_begin && chunk + slot_packs <= min(whole_end, end)) {
+        if (row.writes_packs(values) && chunk + slot_packs <= end) {
+          Pack<T> a[each], b[each];
+          load(chunk, 0, a, b, true);
+          __syncwarp();
+          if (lane == 0) memory.empty[slot].arrive();
 #pragma unroll
           for (int k = 0; k < each; k++)
             out[chunk + thread + k * Ring::consumers] =
                 row.template result_pack<decltype(quick)::value>(values, a[k], b[k]);
         } else {
-#pragma unroll
-          for (int k = 0; k < each; k++) {
-            int pack = chunk + thread + k * Ring::consumers;
-            if (pack < end) row.write(pack, values, a[k], b[k]);
+#pragma unroll 1
+          for (int k = 0; k < each && chunk + mine + k * Ring::consumers < end; k++) {
+            Pack<T> a[1], b[1];
+            load(chunk, k, a, b, true);
+            const int pack = chunk + thread + k * Ring::consumers;
+            if (pack < end) row.write(pack, values, a[0], b[0]);
           }
+          __syncwarp();
+          if (lane == 0) memory.empty[slot].arrive();
         }
         advance(1);
       }
     };
     if constexpr (Op<T>::has_quick) {
-      if (values.quick) write(std::true_type{});
+      if (row.quick(values)) write(std::true_type{});
       else write(std::false_type{});
     } else {
       write(std::false_type{});
     }
+    ragged.write(row, values);
   }
 }
 
@@ -247,12 +261,13 @@ __global__ void __launch_bounds__(Ring::threads, 1)
     const unsigned thread = threadIdx.x;
     if (thread < memory.count) memory.full[thread].init(1), memory.empty[thread].init(Ring::consumers / 32);
     if (thread < Ring::teams) memory.reduced[thread].init(Ring::consumers / 32);
-    if (thread < Ring::mails) memory.mailed[thread].init(1), memory.mailed[thread].arrive_expecting(sizeof(int64_t));
-    if (thread < Ring::exchanges) {
-      memory.exchanged[thread].init(1);
-      memory.exchanged[thread].arrive_expecting(blocks_of_cluster() * sizeof(RingState<typename Op<T>::Part>));
-    }
+    if (thread < Ring::mails) memory.mailed[thread].init(1);
+    if (thread < Ring::exchanges) memory.exchanged[thread].init(1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    __syncwarp();
+    if (thread < Ring::mails) memory.mailed[thread].arrive_expecting(sizeof(int64_t));
+    if (thread < Ring::exchanges)
+      memory.exchanged[thread].arrive_expecting(blocks_of_cluster() * sizeof(RingState<typename Op<T>::Part>));
     __syncwarp();
   }
   synchronize_cluster();

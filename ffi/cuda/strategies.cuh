@@ -14,7 +14,14 @@
 
 namespace jaxsoft::cuda {
 
-constexpr int kThreads = 512;  // of a block that works through a long row
+// A block that works through a long row: its threads, the packs that each has on the way at once, and how many such
+// blocks a multiprocessor must have room for.
+template <class Op>
+constexpr int kThreads = Op::reduces ? 512 : 256;
+template <class Op>
+constexpr int kInFlight = Op::reduces ? 4 : 2;
+template <class Op, class T, class Form>
+constexpr int kBlocks = Form::extras || sizeof(T) == 8 ? 1 : !Op::reduces ? 8 : Op::writes ? 2 : 3;
 
 // The devices on which a kernel's attributes have been set.
 class Devices {
@@ -33,34 +40,36 @@ class Devices {
   }
 };
 
-// One row of the operands: the pointers, the window on it, and its extras.
-template <template <class> class Op, class T, class Form, class Index = int64_t, Layout layout = Layout::any>
+// One row of the operands, or some elements of it: the pointers, the window on them, and the row's extras.
+template <template <class> class Op, class T, class Form, Layout layout = Layout::any>
 struct Row {
   const T *a, *b;
   void* out;
-  Window<T, Index, layout> window;
+  Window<T, layout> window;
   Form form;
   ResultType result;
-  Index counted;  // packs from here on are masked as a whole, and need not be read
+  int counted;  // packs from here on are masked as a whole, and need not be read
 
-  __device__ Row(const Arguments<T>& args, int64_t row)
-      : a(args.a + row * args.n),
-        b(Op<T>::operands > 1 ? args.b + row * args.n : nullptr),
-        window(a, static_cast<Index>(args.n), args.vector),
-        form(args, row, window),
+  __device__ Row(const Arguments<T>& args, int64_t row) : Row(args, row, 0, args.n) {}
+  // Elements [begin, end): as many as an int can count, and from the second on they begin with a pack.
+  __device__ Row(const Arguments<T>& args, int64_t row, int64_t begin, int64_t end)
+      : a(args.a + row * args.n + begin),
+        b(Op<T>::operands > 1 ? args.b + row * args.n + begin : nullptr),
+        window(a, static_cast<int>(end - begin), args.vector),
+        form(args, row, begin, window),
         result(args.result),
         counted(window.packs) {
     asm("" : "+l"(a));  // or it is computed anew for every pack
     int64_t size = sizeof(T);
     if (Form::extras && result != ResultType::same) size = result == ResultType::f32 ? 4 : 2;
-    out = static_cast<char*>(args.out) + row * args.n * size;
+    out = static_cast<char*>(args.out) + (row * args.n + begin) * size;
     if constexpr (Form::extras) counted = min(counted, form.masked_from(window));
   }
 
   // Packs first, first + step, ... of the operands, those before `end`. `reduce_only`: b alone, where the reduction
   // needs no more. All reads are on their way before the first is used.
   template <int count>
-  __device__ void load(Index first, Index step, Index end, Pack<T> (&pa)[count], Pack<T> (&pb)[count],
+  __device__ void load(int first, int step, int end, Pack<T> (&pa)[count], Pack<T> (&pb)[count],
                        bool reduce_only = false) const {
     constexpr bool marks_a = Form::extras && Op<T>::a_is_scores;
     const bool reads_a = !reduce_only || Op<T>::reads_a_to_reduce || Form::extras;
@@ -68,7 +77,7 @@ struct Row {
     end = min(end, counted);
 #pragma unroll
     for (int k = 0; k < count; k++) {
-      Index i = first + k * step;
+      int i = first + k * step;
       pa[k].fill(fill());
       if (reads_a && i < end) pa[k] = window.fetch(a, i);
       if constexpr (Op<T>::operands > 1) {
@@ -92,7 +101,7 @@ struct Row {
     }
 #pragma unroll
     for (int k = 0; k < count; k++) {
-      Index i = first + k * step;
+      int i = first + k * step;
       if (i >= end) continue;
       if constexpr (marks_a) {
         form.mark(pa[k], pb[k], Op<T>::operands > 1 || Form::bias, marks[k], i, window);
@@ -107,28 +116,37 @@ struct Row {
     if constexpr (Form::extras && Op<T>::a_is_scores) return form.masked_element;
     else return Op<T>::fill();
   }
-  // Pack i of the operands, of which the packs before `end` have been copied to shared memory, but not the row's first
-  // and last if they are not whole. `all`: this one has been copied. `both`: a is wanted as well.
-  __device__ void load_held(const Pack<T>* held_a, const Pack<T>* held_b, Index i, Index end, bool all, bool both,
-                            Pack<T>& pa, Pack<T>& pb) const {
-    if (all || (i < end && window.whole(i))) {
-      if (both) pa = *held_a;
-      if (Op<T>::operands > 1) pb = *held_b;
-      if constexpr (Form::extras && Op<T>::a_is_scores) {
-        if (form.scale == 0) pa.times_zero();
-        form.mark(pa, pb, Op<T>::operands > 1, form.fetch_where(i, window), i, window);
+  // Packs first, first + step, ... of the operands, which are all the row's own before `end` and have been copied to
+  // shared memory, the first to held_a and held_b. `both`: a is wanted as well.
+  template <int count>
+  __device__ void load_held(const Pack<T>* held_a, const Pack<T>* held_b, int first, int step, int end, bool both,
+                            Pack<T> (&pa)[count], Pack<T> (&pb)[count]) const {
+#pragma unroll
+    for (int k = 0; k < count; k++) {
+      pa[k].fill(fill()), pb[k].fill(Op<T>::fill());
+      if (first + k * step >= end) continue;
+      if (both) pa[k] = held_a[k * step];
+      if (Op<T>::operands > 1) pb[k] = held_b[k * step];
+    }
+    if constexpr (Form::extras && Op<T>::a_is_scores) {
+      if (form.unmasked && form.scale != 0) return;
+#pragma unroll
+      for (int k = 0; k < count; k++) {
+        const int i = first + k * step;
+        if (i >= end) continue;
+        if (form.scale == 0) pa[k].times_zero();
+        if (!form.unmasked) form.mark(pa[k], pb[k], Op<T>::operands > 1, form.fetch_where(i, window), i, window);
       }
-    } else if (i < end) {
-      Pack<T> a[1], b[1];
-      load(i, 0, end, a, b);
-      pa = a[0], pb = b[0];
-    } else {
-      pa.fill(fill()), pb.fill(Op<T>::fill());
     }
   }
   // Whether the results of whole packs may be written as packs, and nothing is to be looked up again.
   __device__ bool writes_packs(const typename Op<T>::Values& values) const {
     return !Form::extras || (result == ResultType::same && Op<T>::ordinary(values));
+  }
+
+  // Whether exponentials may be taken without a difference or a factor.
+  __device__ bool quick(const typename Op<T>::Values& values) const {
+    return values.quick && Op<T>::may_be_quick(values.ref, form);
   }
 
   template <bool quick = false>
@@ -140,7 +158,7 @@ struct Row {
     if constexpr (quick && kUnit<T> != 1) pack.multiply(kUnit<T>);
     return pack;
   }
-  __device__ void write(Index i, const typename Op<T>::Values& values, const Pack<T>& pa, const Pack<T>& pb) const {
+  __device__ void write(int i, const typename Op<T>::Values& values, const Pack<T>& pa, const Pack<T>& pb) const {
     if (writes_packs(values)) {
       if constexpr (Form::extras && Op<T>::a_is_scores) {
         if (i >= counted) {
@@ -150,7 +168,7 @@ struct Row {
         }
       }
       if constexpr (Op<T>::has_quick)
-        if (values.quick) return window.store(static_cast<T*>(out), i, result_pack<true>(values, pa, pb));
+        if (quick(values)) return window.store(static_cast<T*>(out), i, result_pack<true>(values, pa, pb));
       window.store(static_cast<T*>(out), i, result_pack(values, pa, pb));
     } else if constexpr (Form::extras) {
       Accumulator<T> x[Pack<T>::size];
@@ -172,31 +190,70 @@ struct Row {
   }
 };
 
-// Packs [begin, end) of a row are dealt out to the block's threads in x, and accumulated.
+// A row's first and last pack, where they are not all the row's own: bulk copies leave them out, and a warp's first two
+// lanes read them where they lie, early, and keep them in shared memory.
+template <template <class> class Op, class T>
+struct Ragged {
+  using Memory = Pack<T>[2][Op<T>::operands];
+  Memory& memory;
+  bool first, last;  // whether the warp has the one, and the other
+
+  template <class Row>
+  __device__ Ragged(const Row& row, Memory& memory, bool begins, bool ends)
+      : memory(memory),
+        first(begins && row.window.whole_begin() > 0),
+        last(ends && row.window.packs > row.window.whole_end) {
+    if (!has_lane()) return;
+    Pack<T> a[1], b[1];
+    row.load(at(row), 0, row.window.packs, a, b);
+    memory[lane()][0] = a[0];
+    if constexpr (Op<T>::operands > 1) memory[lane()][1] = b[0];
+  }
+  __device__ static unsigned lane() { return threadIdx.x % 32; }
+  __device__ bool has_lane() const { return (first && lane() == 0) || (last && lane() == 1); }
+  template <class Row>
+  __device__ static int at(const Row& row) { return lane() == 0 ? 0 : row.window.whole_end; }
+
+  template <class Row, class Use>
+  __device__ void visit(const Row& row, Use use) const {
+    if (!first && !last) return;
+    Pack<T> a[1], b[1];
+    a[0].fill(row.fill()), b[0].fill(Op<T>::fill());
+    if (has_lane()) a[0] = memory[lane()][0], b[0] = memory[lane()][Op<T>::operands - 1];
+    use(a, b);
+  }
+  template <class Row>
+  __device__ void write(const Row& row, const typename Op<T>::Values& values) const {
+    if (has_lane()) row.write(at(row), values, memory[lane()][0], memory[lane()][Op<T>::operands - 1]);
+  }
+};
+
+// The packs of a row, or a part of one, are dealt out to the block's threads in x, and accumulated.
 template <template <class> class Op, class T, class Form>
-__device__ typename Op<T>::Part reduce_packs(const Row<Op, T, Form>& row, int64_t begin, int64_t end) {
-  constexpr int in_flight = 4;  // loads that a thread starts before it uses the first
-  end = min(end, row.counted);
+__device__ typename Op<T>::Part reduce_packs(const Row<Op, T, Form>& row) {
   auto visit = [&](auto use) {
-    for (int64_t i = begin + threadIdx.x; i < end; i += in_flight * blockDim.x) {
-      Pack<T> pa[in_flight], pb[in_flight];
-      row.load(i, blockDim.x, end, pa, pb, true);
+    for (int i = threadIdx.x; i < row.counted; i += kInFlight<Op<T>> * blockDim.x) {
+      Pack<T> pa[kInFlight<Op<T>>], pb[kInFlight<Op<T>>];
+      row.load(i, blockDim.x, row.counted, pa, pb, true);
       use(pa, pb);
     }
   };
   return reduce_visited<Op<T>>(row.form, visit, [](const auto& part) { return reduce_threads<T>(part); });
 }
 
-template <template <class> class Op, class T, class Form>
-__device__ void write_packs(const Row<Op, T, Form>& row, const typename Op<T>::Values& values, int64_t begin,
-                            int64_t end) {
-  constexpr int in_flight = 4;
-  for (int64_t i = begin + threadIdx.x; i < end; i += in_flight * blockDim.x) {
-    Pack<T> pa[in_flight], pb[in_flight];
-    row.load(i, blockDim.x, end, pa, pb);
+// `values()` is asked for when the first packs are on their way.
+template <template <class> class Op, class T, class Form, class Values>
+__device__ void write_packs(const Row<Op, T, Form>& row, Values values) {
+  const int step = blockDim.x, packs = row.window.packs;
+  Pack<T> pa[kInFlight<Op<T>>], pb[kInFlight<Op<T>>];
+  row.load(threadIdx.x, step, packs, pa, pb);
+  const auto found = values();
+  for (int i = threadIdx.x; i < packs;) {
 #pragma unroll
-    for (int k = 0; k < in_flight; k++)
-      if (i + k * blockDim.x < end) row.write(i + k * blockDim.x, values, pa[k], pb[k]);
+    for (int k = 0; k < kInFlight<Op<T>>; k++)
+      if (i + k * step < packs) row.write(i + k * step, found, pa[k], pb[k]);
+    i += kInFlight<Op<T>> * step;
+    row.load(i, step, packs, pa, pb);
   }
 }
 
@@ -212,7 +269,7 @@ __global__ void __launch_bounds__(most_threads<Form, kPacks>, most_threads<Form,
   const int64_t first = int64_t(blockIdx.x) * blockDim.y, turn = first + threadIdx.y;
   const bool exists = turn < args.rows;  // lanes without a row still take part in the shuffles
   const int64_t index = args.template row<Form::bias>(exists ? turn : first);
-  Row<Op, T, Form, int, layout> row(args, index);
+  Row<Op, T, Form, layout> row(args, index);
   const int packs = exists ? row.window.packs : 0, step = blockDim.x, thread = threadIdx.x;
   const int left = min(packs, row.counted) - thread;  // k * step < left: pack k of the thread is to be reduced
 
@@ -278,6 +335,13 @@ __global__ void __launch_bounds__(most_threads<Form, kPacks>, most_threads<Form,
       part = reduce_held<Op<T>>(m, pa, pb, row.form, left, step, shared + 1);
   }
   if (!exists) return;
+  // What the reduction has unpacked would stay so up to the result, for which there are not registers enough. Hence
+  // packs become other ones, of which the compiler does not know that they are the same.
+  if constexpr (sizeof(T) == 2 && Op<T>::operands == 2 && !Op<T>::a_is_scores) {
+    const auto zero = static_cast<uint32_t>(args.n >> 63);
+#pragma unroll
+    for (int k = 0; k < kPacks; k++) pa[k].toggle(zero), pb[k].toggle(zero);
+  }
   auto values = Op<T>::finish(part, args, index, thread == 0);
   if constexpr (Op<T>::writes) {
 #pragma unroll
@@ -288,13 +352,14 @@ __global__ void __launch_bounds__(most_threads<Form, kPacks>, most_threads<Form,
 
 // One row a block.
 template <template <class> class Op, class T, class Form>
-__global__ void __launch_bounds__(kThreads) tiled(const __grid_constant__ Arguments<T> args) {
+__global__ void __launch_bounds__(kThreads<Op<T>>, kBlocks<Op<T>, T, Form>)
+    tiled(const __grid_constant__ Arguments<T> args) {
   for (int64_t index = blockIdx.x; index < args.rows; index += gridDim.x) {
     Row<Op, T, Form> row(args, index);
     typename Op<T>::Part part;
-    if constexpr (Op<T>::reduces) part = reduce_packs(row, 0, row.window.packs);
+    if constexpr (Op<T>::reduces) part = reduce_packs(row);
     auto values = Op<T>::finish(part, args, index, threadIdx.x == 0);
-    if (Op<T>::writes) write_packs(row, values, 0, row.window.packs);
+    if (Op<T>::writes) write_packs(row, [&] { return values; });
   }
 }
 
@@ -310,24 +375,26 @@ __device__ inline void wait_for_last_kernel() {
 #endif
 }
 
-// A part of a row a block.
-template <template <class> class Op, class T, class Form>
+// How rows are split: into so many parts, each of so many packs but at the row's ends.
 struct Split {
-  int64_t index, begin, end;
-  unsigned part;
-  Row<Op, T, Form> row;
-  __device__ Split(const Arguments<T>& args, unsigned parts)
-      : index(blockIdx.x / parts), part(blockIdx.x % parts), row(args, index) {
-    begin = row.window.packs * part / parts, end = row.window.packs * (part + 1) / parts;
-  }
+  unsigned parts;
+  int64_t packs;
 };
 
 template <template <class> class Op, class T, class Form>
-__global__ void __launch_bounds__(kThreads)
-    split_reduce(const __grid_constant__ Arguments<T> args, typename Op<T>::Part* states, unsigned parts) {
+__device__ Row<Op, T, Form> part_of_row(const Arguments<T>& args, unsigned block, const Split& split) {
+  const int64_t row = block / split.parts;
+  const int head = head_of(args.a + row * args.n, args.vector);
+  auto element = [&](unsigned part) { return max(int64_t(0), min(part * split.packs * Pack<T>::size - head, args.n)); };
+  const unsigned part = block % split.parts;
+  return {args, row, element(part), element(part + 1)};
+}
+
+template <template <class> class Op, class T, class Form>
+__global__ void __launch_bounds__(kThreads<Op<T>>, kBlocks<Op<T>, T, Form>)
+    split_reduce(const __grid_constant__ Arguments<T> args, typename Op<T>::Part* states, Split split) {
   let_next_kernel_start();
-  Split<Op, T, Form> split(args, parts);
-  auto part = reduce_packs(split.row, split.begin, split.end);
+  auto part = reduce_packs(part_of_row<Op, T, Form>(args, blockIdx.x, split));
   if (threadIdx.x == 0) states[blockIdx.x] = part;
 }
 
@@ -339,14 +406,16 @@ __device__ typename Op<T>::Part merge(const typename Op<T>::Part* states, unsign
 }
 
 template <template <class> class Op, class T, class Form>
-__global__ void __launch_bounds__(kThreads)
-    split_write(const __grid_constant__ Arguments<T> args, const typename Op<T>::Part* states, unsigned parts) {
-  Split<Op, T, Form> split(args, parts);
-  typename Op<T>::Part part;
-  wait_for_last_kernel();
-  if constexpr (Op<T>::reduces) part = merge<Op, T>(states + split.index * parts, parts);
-  auto values = Op<T>::finish(part, args, split.index, threadIdx.x == 0 && split.part == 0);
-  if (Op<T>::writes) write_packs(split.row, values, split.begin, split.end);
+__global__ void __launch_bounds__(kThreads<Op<T>>, kBlocks<Op<T>, T, Form>)
+    split_write(const __grid_constant__ Arguments<T> args, const typename Op<T>::Part* states, Split split) {
+  // What was read last is still in the cache.
+  const unsigned block = gridDim.x - 1 - blockIdx.x, row = block / split.parts;
+  write_packs(part_of_row<Op, T, Form>(args, block, split), [&] {
+    typename Op<T>::Part part;
+    wait_for_last_kernel();
+    if constexpr (Op<T>::reduces) part = merge<Op, T>(states + row * split.parts, split.parts);
+    return Op<T>::finish(part, args, row, threadIdx.x == 0 && block % split.parts == 0);
+  });
 }
 
 // Merges the parts of a row where nothing is written but its statistics.
