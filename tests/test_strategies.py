@@ -10,12 +10,15 @@ import pytest
 from common import each_op, ours
 
 on_gpu = pytest.mark.skipif(jax.default_backend() == "cpu", reason="checks the strategies of a GPU's kernels")
-# Clusters of 1 to 16 blocks; odd lengths, whose rows begin anywhere; the longest that a cluster holds.
+# Clusters of 1 to 16 blocks; odd lengths, whose rows begin anywhere; lengths that leave a little over; the longest that
+# a cluster holds.
 MANY = [
     (700, 8193),
     (512, 16391),
     (300, 32768),
     (300, 50257),
+    (300, 50240),
+    (150, 100003),
     (150, 131072),
     (70, 262147),
     (40, 524288),
@@ -29,15 +32,18 @@ LONG = [(13, 1_000_003), (12, 2_097_152), (17, 1_900_001), (5, 4_300_000)]
 @on_gpu
 @each_op
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("options", [{}, {"scale": -1.5}], ids=["plain", "extras"])
+@pytest.mark.parametrize("extras", ["", "scale, where", "bias"])
 @pytest.mark.parametrize("shapes", [MANY, FEW, LONG], ids=["many", "few", "long"])
-def test_long_rows(op, dtype, options, shapes):
+def test_long_rows(op, dtype, extras, shapes):
     for rows, n in shapes:
         x = jax.random.normal(jax.random.key(n), (rows, n), jnp.float32)
         x = x * (1 + jnp.arange(rows)[:, None] % 5) + 100.0 * (jnp.arange(rows)[:, None] % 3)
         x = x.astype(dtype).at[3, 7].set(jnp.nan).at[5, n - 1].set(-jnp.inf).at[7].set(-jnp.inf).at[9, 0].set(jnp.inf)
         some = np.unique(np.r_[:12, rows - 3 : rows] % rows)
-        given = {**options, "where": jnp.arange(n) % 7 != 3} if options else {}
+        given = {
+            "scale, where": {"scale": -1.5, "where": jnp.arange(n) % 7 != 3},
+            "bias": {"bias": jnp.sin(jnp.arange(n)).astype(dtype)},
+        }.get(extras, {})
         g = jax.random.normal(jax.random.key(1), (rows,) if op == "logsumexp" else (rows, n), dtype)
 
         def both(x, g, implementation, given=given):

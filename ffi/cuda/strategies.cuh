@@ -14,6 +14,13 @@
 
 namespace jaxsoft::cuda {
 
+// That a multiprocessor can have.
+#if __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200
+constexpr int kMostThreads = 1536;
+#else
+constexpr int kMostThreads = 2048;
+#endif
+
 // A block that works through a long row: its threads, the packs that each has on the way at once, and how many such
 // blocks a multiprocessor must have room for.
 template <class Op>
@@ -21,7 +28,8 @@ constexpr int kThreads = Op::reduces ? 512 : 256;
 template <class Op>
 constexpr int kInFlight = Op::reduces ? 4 : 2;
 template <class Op, class T, class Form>
-constexpr int kBlocks = Form::extras || sizeof(T) == 8 ? 1 : !Op::reduces ? 8 : Op::writes ? 2 : 3;
+constexpr int kBlocks =
+    Form::extras || sizeof(T) == 8 ? 1 : !Op::reduces ? kMostThreads / kThreads<Op> : Op::writes ? 2 : 3;
 
 // The devices on which a kernel's attributes have been set.
 class Devices {
