@@ -146,6 +146,18 @@ inline typename Lanes<T>::V load(const T* p, int64_t count, typename Lanes<T>::S
   return count >= Lanes<T>::lanes ? Lanes<T>::load(p) : Lanes<T>::load_part(p, count, fill);
 }
 
+// Bytes as lanes. GCC takes a wide conversion apart, element by element.
+#if defined(__AVX512F__)
+inline I32 widen(U8OfF32 bytes) { return (I32)_mm512_cvtepu8_epi32((__m128i)bytes); }
+inline I64 widen(U8OfF64 bytes) { return (I64)_mm512_cvtepu8_epi64(_mm_cvtsi64_si128(bits<int64_t>(bytes))); }
+#elif defined(__AVX2__)
+inline I32 widen(U8OfF32 bytes) { return (I32)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(bits<int64_t>(bytes))); }
+inline I64 widen(U8OfF64 bytes) { return (I64)_mm256_cvtepu8_epi64(_mm_cvtsi32_si128(bits<int32_t>(bytes))); }
+#else
+inline I32 widen(U8OfF32 bytes) { return __builtin_convertvector(bytes, I32); }
+inline I64 widen(U8OfF64 bytes) { return __builtin_convertvector(bytes, I64); }
+#endif
+
 // The lanes whose bool is true, as all bits; those past `count` are not. Without bools, all others are.
 template <class U8, class Mask>
 inline Mask load_mask(const bool* p, int64_t count) {
@@ -153,7 +165,7 @@ inline Mask load_mask(const bool* p, int64_t count) {
   if (count >= (int64_t)sizeof raw) count = sizeof raw;
   if (p) memcpy(&raw, p, count);
   else memset(&raw, 1, count);
-  return __builtin_convertvector(raw, Mask) != 0;
+  return widen(raw) != 0;
 }
 inline I32 load_mask(const bool* p, int64_t count, F32) { return load_mask<U8OfF32, I32>(p, count); }
 inline I64 load_mask(const bool* p, int64_t count, F64) { return load_mask<U8OfF64, I64>(p, count); }
