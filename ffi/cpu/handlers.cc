@@ -24,6 +24,8 @@ namespace {
 
 constexpr int64_t kSegment = 1 << 16;      // elements in which a long row is cut
 constexpr int64_t kFewColumns = 16;         // fewer do not fill a vector
+constexpr int64_t kShort = 24;              // rows up to here are worked on as columns
+constexpr int64_t kShortElements = 2048;    // so many elements at a time
 constexpr int64_t kTaskElements = 1 << 15;  // the least work worth handing to another thread
 constexpr int64_t kTasksPerThread = 8;      // more would even out little
 
@@ -254,6 +256,40 @@ void run_columns(ffi::ThreadPool& pool, const Kernels& k, Shape shape, bool mask
       });
 }
 
+// to[j][i] = from[i][j]
+template <class Word>
+void transpose(const char* from, char* to, int64_t rows, int64_t columns) {
+  for (int64_t j = 0; j < columns; j++)
+    for (int64_t i = 0; i < rows; i++)
+      reinterpret_cast<Word*>(to)[j * rows + i] = reinterpret_cast<const Word*>(from)[i * columns + j];
+}
+void transpose(const char* from, char* to, int64_t rows, int64_t columns, int64_t size) {
+  if (size == 2) transpose<uint16_t>(from, to, rows, columns);
+  else if (size == 4) transpose<uint32_t>(from, to, rows, columns);
+  else transpose<uint64_t>(from, to, rows, columns);
+}
+
+// Short rows are made columns, some at a time in the first-level cache: a row by itself would leave lanes of its vectors
+// idle, and cost as much as several.
+void run_short_rows(ffi::ThreadPool& pool, const Kernels& k, Shape shape, bool masked, const Arrays& arrays) {
+  const int64_t n = shape.n, together = std::min(kColumns, kShortElements / n / 16 * 16);
+  each_row(pool, (shape.rows + together - 1) / together, n * together, [&](int64_t group) {
+    alignas(64) char a[kShortElements * 8], b[kShortElements * 8], out[kShortElements * 8];
+    const int64_t row = group * together, rows = std::min(together, shape.rows - row);
+    const Block block{n, rows, rows, 0, rows};
+    transpose(arrays.a.at(row * n), a, rows, n, arrays.a.size);
+    if (arrays.b.data) transpose(arrays.b.at(row * n), b, rows, n, arrays.b.size);
+    const Segment at{a, b, nullptr, nullptr, 1, masked};
+    Part part;
+    Numbers numbers;
+    k.reduce_columns(at, block, &part);
+    k.finish_columns(part, block, arrays.m.at(row), arrays.s.at(row), arrays.g.at(row), &numbers);
+    if (!k.write) return;
+    k.write_columns(at, out, block, numbers);
+    transpose(out, arrays.out.at(row * n), n, rows, arrays.out.size);
+  });
+}
+
 ffi::Error run(ffi::ThreadPool& pool, Operation operation, const ffi::ErrorOr<Call>& call, bool masked,
                const Arrays& arrays) {
   if (call.has_error()) return call.error();
@@ -262,7 +298,9 @@ ffi::Error run(ffi::ThreadPool& pool, Operation operation, const ffi::ErrorOr<Ca
   bool with = masked || extras.scale.data || extras.where.data || extras.bias.data;  // a limit makes rows shorter
   auto result = arrays.out.data ? arrays.out.dtype : arrays.a.dtype;
   const Kernels& kernels = table[with][dtypes_of(arrays.a.dtype, result)][operation];
-  if (call->shape.inner == 1) run_rows(pool, operation, kernels, *call, masked, arrays);
+  const bool is_short = call->shape.n > 0 && call->shape.n <= kShort && !with && !extras.limit.data;
+  if (call->shape.inner == 1 && is_short) run_short_rows(pool, kernels, call->shape, masked, arrays);
+  else if (call->shape.inner == 1) run_rows(pool, operation, kernels, *call, masked, arrays);
   else if (call->shape.inner > 0) run_columns(pool, kernels, call->shape, masked, arrays);
   return ffi::Error::Success();
 }

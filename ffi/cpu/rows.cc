@@ -107,7 +107,7 @@ State state(const Segment& at, int64_t n) {
       if constexpr (extras) tile[i / L::lanes] = z;
       return z;
     });
-    if (m > st.m) st = {m, st.s * ::exp(st.m - reference(m))};
+    if (m > st.m) st = {m, st.s == 0 ? 0 : st.s * ::exp(st.m - reference(m))};
     S ref = (S)reference(st.m);
     st.s += sum_terms<T>(size, [=](int64_t i, int64_t left) {
       if constexpr (extras) return exp(tile[i / L::lanes] - ref);

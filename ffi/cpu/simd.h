@@ -88,6 +88,30 @@ inline U16 narrow(F32 x, Float16) {  // to nearest, ties to even
 }
 #endif
 
+// The first `count` elements at p and the rest of `rest`, and v's first elements to p. Nothing past them is touched.
+template <class V, class T>
+inline V load_first(const T* p, int64_t count, V rest) {
+#if defined(__AVX512F__)
+  const auto mask = (1u << count) - 1;
+  if constexpr (sizeof(T) == 8) return (V)_mm512_mask_loadu_pd((__m512d)rest, mask, p);
+  if constexpr (sizeof(T) == 4) return (V)_mm512_mask_loadu_ps((__m512)rest, mask, p);
+  if constexpr (sizeof(T) == 2) return (V)_mm256_mask_loadu_epi16((__m256i)rest, mask, p);
+  if constexpr (sizeof(T) == 1 && sizeof(V) == 16) return (V)_mm_mask_loadu_epi8((__m128i)rest, mask, p);
+#endif
+  memcpy(&rest, p, count * sizeof(T));
+  return rest;
+}
+template <class V, class T>
+inline void store_first(T* p, V v, int64_t count) {
+#if defined(__AVX512F__)
+  const auto mask = (1u << count) - 1;
+  if constexpr (sizeof(T) == 8) return _mm512_mask_storeu_pd(p, mask, (__m512d)v);
+  if constexpr (sizeof(T) == 4) return _mm512_mask_storeu_ps(p, mask, (__m512)v);
+  if constexpr (sizeof(T) == 2) return _mm256_mask_storeu_epi16(p, mask, (__m256i)v);
+#endif
+  memcpy(p, &v, count * sizeof(T));
+}
+
 // Lanes<T>: how elements of type T are loaded into vectors of the type that they are computed in, and stored.
 // A partial load fills the lanes past `count` with `fill`.
 template <class T>
@@ -105,14 +129,9 @@ struct Lanes16 {
     memcpy(p, &raw, sizeof raw);
   }
   static V load_part(const T* p, int64_t count, float fill) {
-    U16 raw = narrow(V{} + fill, T{});
-    memcpy(&raw, p, count * sizeof(T));
-    return widen(raw, T{});
+    return widen(load_first(p, count, narrow(V{} + fill, T{})), T{});
   }
-  static void store_part(T* p, V v, int64_t count) {
-    U16 raw = narrow(v, T{});
-    memcpy(p, &raw, count * sizeof(T));
-  }
+  static void store_part(T* p, V v, int64_t count) { store_first(p, narrow(v, T{}), count); }
 };
 
 template <class T, class Vector>
@@ -126,12 +145,8 @@ struct LanesNative {
     return v;
   }
   static void store(T* p, V v) { memcpy(p, &v, sizeof v); }
-  static V load_part(const T* p, int64_t count, T fill) {
-    V v = V{} + fill;
-    memcpy(&v, p, count * sizeof(T));
-    return v;
-  }
-  static void store_part(T* p, V v, int64_t count) { memcpy(p, &v, count * sizeof(T)); }
+  static V load_part(const T* p, int64_t count, T fill) { return load_first(p, count, V{} + fill); }
+  static void store_part(T* p, V v, int64_t count) { store_first(p, v, count); }
 };
 
 template <class T> struct Lanes;
@@ -161,10 +176,12 @@ inline I64 widen(U8OfF64 bytes) { return __builtin_convertvector(bytes, I64); }
 // The lanes whose bool is true, as all bits; those past `count` are not. Without bools, all others are.
 template <class U8, class Mask>
 inline Mask load_mask(const bool* p, int64_t count) {
-  U8 raw{};
-  if (count >= (int64_t)sizeof raw) count = sizeof raw;
-  if (p) memcpy(&raw, p, count);
-  else memset(&raw, 1, count);
+  U8 raw = U8{} + 1;
+  if (count >= (int64_t)sizeof raw) {
+    if (p) memcpy(&raw, p, sizeof raw);
+  } else {
+    raw = load_first(p ? p : (const bool*)&raw, count, U8{});
+  }
   return widen(raw) != 0;
 }
 inline I32 load_mask(const bool* p, int64_t count, F32) { return load_mask<U8OfF32, I32>(p, count); }
