@@ -271,7 +271,7 @@ void transpose(const char* from, char* to, int64_t rows, int64_t columns, int64_
 
 // Short rows are made columns, some at a time in the first-level cache: a row by itself would leave lanes of its vectors
 // idle, and cost as much as several.
-void run_short_rows(ffi::ThreadPool& pool, const Kernels& k, Shape shape, bool masked, const Arrays& arrays) {
+void run_short_rows(ffi::ThreadPool& pool, const Kernels& k, Shape shape, const Arrays& arrays) {
   const int64_t n = shape.n, together = std::min(kColumns, kShortElements / n / 16 * 16);
   each_row(pool, (shape.rows + together - 1) / together, n * together, [&](int64_t group) {
     alignas(64) char a[kShortElements * 8], b[kShortElements * 8], out[kShortElements * 8];
@@ -279,7 +279,7 @@ void run_short_rows(ffi::ThreadPool& pool, const Kernels& k, Shape shape, bool m
     const Block block{n, rows, rows, 0, rows};
     transpose(arrays.a.at(row * n), a, rows, n, arrays.a.size);
     if (arrays.b.data) transpose(arrays.b.at(row * n), b, rows, n, arrays.b.size);
-    const Segment at{a, b, nullptr, nullptr, 1, masked};
+    const Segment at{a, b};
     Part part;
     Numbers numbers;
     k.reduce_columns(at, block, &part);
@@ -299,7 +299,7 @@ ffi::Error run(ffi::ThreadPool& pool, Operation operation, const ffi::ErrorOr<Ca
   auto result = arrays.out.data ? arrays.out.dtype : arrays.a.dtype;
   const Kernels& kernels = table[with][dtypes_of(arrays.a.dtype, result)][operation];
   const bool is_short = call->shape.n > 0 && call->shape.n <= kShort && !with && !extras.limit.data;
-  if (call->shape.inner == 1 && is_short) run_short_rows(pool, kernels, call->shape, masked, arrays);
+  if (call->shape.inner == 1 && is_short) run_short_rows(pool, kernels, call->shape, arrays);
   else if (call->shape.inner == 1) run_rows(pool, operation, kernels, *call, masked, arrays);
   else if (call->shape.inner > 0) run_columns(pool, kernels, call->shape, masked, arrays);
   return ffi::Error::Success();

@@ -50,6 +50,44 @@ struct BlockPart {
   }
 };
 
+// A row's first and last pack, where they are not all the row's own: bulk copies leave them out, and a warp's first two
+// lanes read them where they lie, early, and keep them in shared memory.
+template <template <class> class Op, class T>
+struct Ragged {
+  using Memory = Pack<T>[2][Op<T>::operands];
+  Memory& memory;
+  bool first, last;  // whether the warp has the one, and the other
+
+  template <class Row>
+  __device__ Ragged(const Row& row, Memory& memory, bool begins, bool ends)
+      : memory(memory),
+        first(begins && row.window.whole_begin() > 0),
+        last(ends && row.window.packs > row.window.whole_end) {
+    if (!has_lane()) return;
+    Pack<T> a[1], b[1];
+    row.load(at(row), 0, row.window.packs, a, b);
+    memory[lane()][0] = a[0];
+    if constexpr (Op<T>::operands > 1) memory[lane()][1] = b[0];
+  }
+  __device__ static unsigned lane() { return threadIdx.x % 32; }
+  __device__ bool has_lane() const { return (first && lane() == 0) || (last && lane() == 1); }
+  template <class Row>
+  __device__ static int at(const Row& row) { return lane() == 0 ? 0 : row.window.whole_end; }
+
+  template <class Row, class Use>
+  __device__ void visit(const Row& row, Use use) const {
+    if (!first && !last) return;
+    Pack<T> a[1], b[1];
+    a[0].fill(row.fill()), b[0].fill(Op<T>::fill());
+    if (has_lane()) a[0] = memory[lane()][0], b[0] = memory[lane()][Op<T>::operands - 1];
+    use(a, b);
+  }
+  template <class Row>
+  __device__ void write(const Row& row, const typename Op<T>::Values& values) const {
+    if (has_lane()) row.write(at(row), values, memory[lane()][0], memory[lane()][Op<T>::operands - 1]);
+  }
+};
+
 template <class Part>
 struct alignas(16) RingState {
   Part part;
@@ -78,7 +116,7 @@ __device__ inline unsigned long long take(unsigned long long* counter) {
   return value;
 }
 
-template <template <class> class Op, class T, class Form>
+template <template <class> class Op, class T>
 __device__ void produce(const Arguments<T>& args, unsigned long long* counter, RingMemory<Op, T>& memory) {
   constexpr int slot_packs = RingMemory<Op, T>::slot_packs;
   const unsigned rank = block_in_cluster(), blocks = blocks_of_cluster();
@@ -272,7 +310,7 @@ __global__ void __launch_bounds__(Ring::threads, 1)
   }
   synchronize_cluster();
   if (threadIdx.x >= Ring::teams * Ring::consumers) {
-    if (threadIdx.x % 32 == 0) produce<Op, T, Form>(args, counter, memory);
+    if (threadIdx.x % 32 == 0) produce<Op, T>(args, counter, memory);
   } else {
     consume<Op, T, Form>(args, memory);
   }
