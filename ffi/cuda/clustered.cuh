@@ -10,8 +10,7 @@ namespace jaxsoft::cuda {
 
 struct Clustered {
   static constexpr int most_blocks = 16;
-  static constexpr int exchanges = 3;  // that `reduce_visited` asks for
-  static constexpr int threads = 1024;  // of a block, at most
+  static constexpr int threads = 512;  // of a block, at most
 };
 
 // A cluster a row; blockDim.x * kPacks packs a block.
@@ -21,12 +20,12 @@ __global__ void __launch_bounds__(Clustered::threads) clustered(const __grid_con
   struct alignas(16) State {
     uint64_t words[2];
   };
-  __shared__ State states[Clustered::exchanges][Clustered::most_blocks];
-  __shared__ Barrier arrived[Clustered::exchanges];
+  __shared__ State states[Clustered::most_blocks];
+  __shared__ Barrier arrived;
   const unsigned rank = block_in_cluster(), blocks = blocks_of_cluster(), lane = threadIdx.x % 32;
-  if (threadIdx.x < Clustered::exchanges) {
-    arrived[threadIdx.x].init(1);
-    arrived[threadIdx.x].arrive_expecting(blocks * sizeof(State));
+  if (threadIdx.x == 0) {
+    arrived.init(1);
+    arrived.arrive_expecting(blocks * sizeof(State));
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncwarp();
@@ -38,16 +37,14 @@ __global__ void __launch_bounds__(Clustered::threads) clustered(const __grid_con
   const int first = part_of.begin + threadIdx.x;
   Pack<T> pa[kPacks], pb[kPacks];
   row.load(first, blockDim.x, part_of.end, pa, pb);
-  int exchange = 0;
   auto part = reduce_visited<Op<T>>(row.form, [&](auto use) { use(pa, pb); }, [&](const auto& of_thread) {
     auto whole = reduce_threads<T>(of_thread);
-    if (exchange == 0) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
     State state{};
     memcpy(&state, &whole, sizeof whole);
-    if (threadIdx.x < blocks) send(state, &states[exchange][rank], arrived[exchange], lane);
-    arrived[exchange].wait(0);
-    memcpy(&whole, &states[exchange][lane % blocks], sizeof whole);
-    exchange++;
+    if (threadIdx.x < blocks) send(state, &states[rank], arrived, lane);
+    arrived.wait(0);
+    memcpy(&whole, &states[lane % blocks], sizeof whole);
     return reduce_lanes<T>(whole, blocks);
   });
   auto values = Op<T>::finish(part, args, index, threadIdx.x == 0 && rank == 0);

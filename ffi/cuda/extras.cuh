@@ -17,6 +17,18 @@ __device__ inline double rounded_product(double a, double b) { return __dmul_rn(
 
 enum class ResultType { same, f32, f16, bf16 };
 
+// Divides numbers below 2^31 by one that the host knows: a multiplication and a shift (Granlund, Montgomery, *Division
+// by invariant integers using multiplication*, 1994).
+struct Divider {
+  uint32_t divisor = 1, multiplier = 1, shift = 0;
+  Divider() = default;
+  explicit Divider(uint32_t by) : divisor(by) {
+    while ((uint64_t(1) << shift) < by) shift++;
+    multiplier = static_cast<uint32_t>(((uint64_t(1) << shift) - by << 32) / by + 1);
+  }
+  __device__ uint32_t quotient(uint32_t x) const { return (__umulhi(x, multiplier) + x) >> shift; }
+};
+
 template <class T>
 struct Arguments {
   using A = Accumulator<T>;
@@ -31,14 +43,21 @@ struct Arguments {
   ResultType result = ResultType::same;         // of out, if not T
   bool masked = false;                          // softmax_vjp: elements with y = 0 do not count
   Extras extras;
+  Divider sizes[kGroups];  // of the groups of rows; where there are 2^31 rows or more they are not set
+
+  __host__ __device__ bool counted_in_ints() const { return rows <= INT32_MAX; }
+  void set_sizes() {
+    if (counted_in_ints())
+      for (int i = 0; i < extras.groups; i++) sizes[i] = Divider(static_cast<uint32_t>(extras.size[i]));
+  }
 
   // The row whose turn it is: rows that share a row of the bias follow each other, so that it comes from the cache.
   template <bool with_bias>
   __device__ int64_t row(int64_t turn) const {
     const int last = extras.groups - 1;
-    if (!with_bias || last < 1 || extras.bias.stride[last] != 0 || rows > UINT32_MAX) return turn;
-    uint32_t shared = extras.divisor[last], times = extras.size[last], at = static_cast<uint32_t>(turn);
-    return int64_t(at % times) * shared + at / times;
+    if (!with_bias || last < 1 || extras.bias.stride[last] != 0 || !counted_in_ints()) return turn;
+    const uint32_t at = static_cast<uint32_t>(turn), row = sizes[last].quotient(at);
+    return (at - row * sizes[last].divisor) * extras.divisor[last] + row;
   }
 
   Layout layout() const {
@@ -79,22 +98,26 @@ struct WithExtras {
     const Extras& extras = args.extras;
     int64_t offset[4] = {};
     const Extra* every[4] = {&extras.scale, &extras.limit, &extras.where, &extras.bias};
-    if (args.rows <= UINT32_MAX) {
+    if (args.counted_in_ints()) {
       uint32_t rest = static_cast<uint32_t>(row);  // in steps of the group
 #pragma unroll
       for (int i = 0; i < kGroups; i++) {
         if (i >= extras.groups) break;
         uint32_t at = rest;
         if (i + 1 < extras.groups) {
-          const uint32_t size = static_cast<uint32_t>(extras.size[i]);
-          rest /= size, at -= rest * size;
+          rest = args.sizes[i].quotient(rest);
+          at -= rest * args.sizes[i].divisor;
         }
 #pragma unroll
         for (int k = 0; k < 4; k++) offset[k] += at * every[k]->stride[i];
       }
     } else {
+#pragma unroll 1
+      for (int i = 0; i < extras.groups; i++) {
+        const int64_t at = row / extras.divisor[i] % extras.size[i];
 #pragma unroll
-      for (int k = 0; k < 4; k++) offset[k] = extras.offset(*every[k], row);
+        for (int k = 0; k < 4; k++) offset[k] += at * every[k]->stride[i];
+      }
     }
     if (extras.scale.data) scale = static_cast<const A*>(extras.scale.data)[offset[0]];
     factor = scale == 0 ? A(1) : scale;

@@ -10,6 +10,7 @@ namespace jaxsoft::cuda {
 // In packs of 16 bytes of each operand.
 struct Choice {
   int64_t packs[4];             // a row up to here: one pack a thread, two, four, five
+  int64_t extra_packs;          // four also up to here where elements of 16 bits have extras
   int64_t odd_packs[2];         // five also up to here where rows begin anywhere: of 4 bytes an element, and of 2
   int64_t resident_packs[2];    // for one operand, and for two; longer rows are not resident
   int64_t ring_packs[2];        // what a block of a cluster should have of a row at most, for one operand, and for two
@@ -19,9 +20,9 @@ struct Choice {
   int64_t split_packs;          // more blocks are made until one has no more than so many packs of a row
   int64_t idle_packs;           // of all rows together: up to here, what does not fit a cluster of few rows is split
 };
-constexpr Choice kHopper = {{8, 31, 128, 160}, {320, 1280}, {4096, 2048}, {4800, 2400}, 64,
+constexpr Choice kHopper = {{8, 31, 128, 160}, 1024, {320, 1280}, {4096, 2048}, {4800, 2400}, 64,
                             {256, 2048},       2,            12288,        1 << 20};
-constexpr Choice kOther = {{8, 31, 128, 160}, {320, 1280}, {8192, 4096}, {0, 0}, 0,
+constexpr Choice kOther = {{8, 31, 128, 160}, 1024, {320, 1280}, {8192, 4096}, {0, 0}, 0,
                            {0, 0},            4,            12288,        0};  // no clusters, or not measured
 
 struct Device {
@@ -107,6 +108,8 @@ cudaError_t launch_form(const Arguments<T>& args, void* workspace, int64_t bytes
       return launch_clustered<Op, T, Form, 4>(args, packs, blocks, stream);
     }
   }
+  if (Form::extras && sizeof(T) == 2 && packs <= choice.extra_packs)
+    return launch_resident<Op, T, Form, 4>(args, layout, packs, stream);
   if constexpr (!Form::extras && (operands == 1 || sizeof(T) == 2) && Op<T>::reduces && Op<T>::writes)
     if (packs <= choice.packs[3] || (layout == Layout::any && packs <= choice.odd_packs[sizeof(T) == 2]))
       return launch_resident<Op, T, Form, 5>(args, layout, packs, stream);
@@ -133,7 +136,7 @@ cudaError_t launch_form(const Arguments<T>& args, void* workspace, int64_t bytes
   if (packs <= std::min<int64_t>(resident_packs, 4 * most_threads<Form, 4>))
     return launch_resident<Op, T, Form, 4>(args, layout, packs, stream);
   // Split where one block a row would leave too few, or have too much. What reduces nothing is always split.
-  int64_t parts = packs / (kInFlight<Op<T>> * kThreads<Op<T>>);
+  int64_t parts = packs / (kInFlight<Op<T>, Form> * kThreads<Op<T>>);
   if constexpr (Op<T>::reduces) {
     const int64_t blocks = std::max(choice.split_blocks * device.processors, args.rows * packs / choice.split_packs);
     parts = std::min({parts, bytes / int64_t(sizeof(typename Op<T>::Part)) / args.rows, blocks / args.rows});
@@ -151,11 +154,13 @@ template <template <class> class Op, class T>
 cudaError_t launch(const Arguments<T>& args, void* workspace, int64_t bytes, cudaStream_t stream) {
   if (args.rows == 0 || args.n == 0 || args.inner == 0) return cudaSuccess;
   if (args.inner > 1) return launch_columns<Op>(args, stream);
+  Arguments<T> with = args;
+  with.set_sizes();
   const Extras& extras = args.extras;
   if constexpr (Op<T>::a_is_scores && Op<T>::operands == 1)
-    if (extras.bias.data) return launch_form<Op, T, WithExtras<T, true>>(args, workspace, bytes, stream);
+    if (extras.bias.data) return launch_form<Op, T, WithExtras<T, true>>(with, workspace, bytes, stream);
   if (extras.scale.data || extras.limit.data || extras.where.data || args.masked || args.result != ResultType::same)
-    return launch_form<Op, T, WithExtras<T, false>>(args, workspace, bytes, stream);
+    return launch_form<Op, T, WithExtras<T, false>>(with, workspace, bytes, stream);
   return launch_form<Op, T, Plain>(args, workspace, bytes, stream);
 }
 

@@ -67,10 +67,33 @@ struct Scores {  // the forward operations reduce scores to their state
   template <int count, class Form>
   static __device__ void accumulate(Thread& part, const Pack<T> (&a)[count], const Pack<T> (&b)[count],
                                     const Form& form) {
-    part.raise(maximum(a, b, form));
-    A from = reference(part.from);
-    if (may_shift(from)) part.sum.add(sum_of_terms<true>(from, a, b, form));
-    else part.sum.add(sum_of_terms<false>(from, a, b, form));
+    constexpr bool takes = apart && !Form::extras;
+    [[maybe_unused]] Pack<T> others[count];
+    A top;
+    if constexpr (takes) {
+#pragma unroll
+      for (int k = 0; k < count; k++) others[k] = a[k];
+      top = take_maximum(others);
+    } else {
+      top = maximum(a, b, form);
+    }
+    part.raise(top);
+    const A from = reference(part.from);
+    // What may be the row's maximum is added by itself, as `Running::apart` wants it.
+    auto add = [&](auto shifted) {
+      if constexpr (takes) {
+        part.sum.add(sum_of_terms<shifted>(from, others, b, form));
+        part.sum.add(exponential_term<shifted>(top, from));
+      } else if constexpr (apart) {
+        const auto rest = rest_of_terms<shifted>(part.m, from, a, b, form);
+        part.sum.add(rest.sum);
+        if (rest.tops > 0) part.sum.add(rest.tops * exponential_term<shifted>(part.m, from));
+      } else {
+        part.sum.add(sum_of_terms<shifted>(from, a, b, form));
+      }
+    };
+    if (may_shift(from)) add(std::true_type());
+    else add(std::false_type());
   }
   template <bool shifted, int count, class Form>
   static __device__ A sum_of_terms(A from, const Pack<T> (&a)[count], const Pack<T> (&b)[count], const Form& form,
@@ -88,52 +111,39 @@ struct Scores {  // the forward operations reduce scores to their state
     return tree_sum(sums);
   }
 
-  // The sum without the scores that are the maximum, and the number of those.
+  // The sum of the terms of scores other than m, and the number of those that are m.
   struct Rest {
-    Sum<A> sum;
-    A tops = 0;
+    A sum, tops;
   };
-  template <int count, class Form>
-  static __device__ void accumulate_rest(Rest& rest, A m, const Pack<T> (&a)[count], const Pack<T> (&b)[count],
-                                         const Form& form, int left = count, int step = 1) {
+  template <bool shifted, int count, class Form>
+  static __device__ Rest rest_of_terms(A m, A from, const Pack<T> (&a)[count], const Pack<T> (&b)[count],
+                                       const Form& form, int left = count, int step = 1) {
+    A sums[count], tops = 0;
 #pragma unroll
     for (int k = 0; k < count; k++) {
+      sums[k] = 0;
       if (k * step >= left) continue;
       A x[Pack<T>::size];
 #pragma unroll
       for (int i = 0; i < Pack<T>::size; i++) {
         A z = score(a[k], b[k], i, form);
-        x[i] = z == m ? A(0) : exponential_term<false>(z, m);
-        rest.tops += z == m;
+        x[i] = z == m ? A(0) : exponential_term<shifted>(z, from);
+        tops += z == m;
       }
-      rest.sum.add(tree_sum(x));
+      sums[k] = tree_sum(x);
     }
+    return {tree_sum(sums), tops};
   }
 };
 
 // Reduces a row, or the part of it that a group of threads has. `visit(f)` calls f with all packs of the calling thread,
-// some at a time; `reduce` combines over the group. Where one score dominates and the operation keeps it apart, the
-// rest is summed by itself, in a second visit.
+// some at a time; `reduce` combines over the group.
 template <class Op, class Form, class Visit, class Reduce>
 __device__ typename Op::Part reduce_visited(const Form& form, Visit visit, Reduce reduce) {
   typename Op::Thread thread;
   visit([&](auto& a, auto& b) { Op::accumulate(thread, a, b, form); });
-  auto whole = reduce(thread);
-  if constexpr (!Op::keeps_apart) {
-    return whole;
-  } else {
-    typename Op::Part part{whole.m, whole.sum};
-    bool has_value = isfinite(whole.m), dominated = has_value && !(whole.s() >= 2);
-    if (has_value) part.sum.add(-1);
-    if (__any_sync(0xffffffffu, dominated)) {  // the lanes of a warp may have different rows
-      typename Op::Rest rest;
-      visit([&](auto& a, auto& b) { Op::accumulate_rest(rest, whole.m, a, b, form); });
-      auto sum = reduce(rest.sum);
-      sum.add(reduce(Sum<typename Op::A>{rest.tops}).value() - 1);
-      if (dominated) part.sum = sum;
-    }
-    return part;
-  }
+  if constexpr (Op::keeps_apart) return reduce(thread.apart());
+  else return reduce(thread);
 }
 
 // The sum or the maximum over the block's threads in x; every thread gets it. `shared` is not to be used again before
@@ -163,9 +173,8 @@ __device__ typename Op::Part reduce_held(Accumulator<T> m, const Pack<T> (&a)[co
   using A = Accumulator<T>;
   auto sum = [&](A x, int which) { return reduce_values(x, A(0), shared[which], [](A x, A y) { return x + y; }); };
   if constexpr (Op::scores && Op::keeps_apart) {
-    typename Op::Rest rest;
-    Op::accumulate_rest(rest, reference(m), a, b, form, left, step);
-    Sum<A> part{sum(rest.sum.value(), 0), 0};
+    auto rest = Op::template rest_of_terms<false>(reference(m), reference(m), a, b, form, left, step);
+    Sum<A> part{sum(rest.sum, 0), 0};
     A tops = sum(rest.tops, 1);
     if (isfinite(m)) part.add(tops - 1);
     return {m, part};

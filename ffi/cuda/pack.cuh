@@ -135,6 +135,54 @@ struct alignas(16) Pack {
   }
 };
 
+// The smaller of two elements; of a number and a NaN, the NaN.
+__device__ inline float smaller(float a, float b) {
+  float y;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+__device__ inline double smaller(double a, double b) { return a < b || isnan(a) ? a : b; }
+
+// Takes the maximum of the elements that are numbers out of some packs: -inf takes its place, and the others may change
+// theirs.
+template <class T, int count>
+__device__ Accumulator<T> take_maximum(Pack<T> (&packs)[count]) {
+  using A = Accumulator<T>;
+  using Word = std::conditional_t<sizeof(T) == 8, double, std::conditional_t<sizeof(T) == 4, float, uint32_t>>;
+  constexpr int a_pack = 16 / sizeof(Word), all = count * a_pack;
+  const A none = -static_cast<A>(__builtin_huge_val());
+  Word words[all];
+  memcpy(words, packs, sizeof words);
+  // A knockout: the larger of two goes on to the next round, the smaller stays behind, and a NaN with it.
+#pragma unroll
+  for (int step = 1; step < all; step *= 2) {
+#pragma unroll
+    for (int k = 0; k + step < all; k += 2 * step) {
+      Word &a = words[k], &b = words[k + step];
+      if constexpr (sizeof(T) == 2) {
+        const auto x = bits<Pair<T>>(a), y = bits<Pair<T>>(b);
+        a = bits<uint32_t>(__hmax2(x, y)), b = bits<uint32_t>(__hmin2_nan(x, y));
+      } else {
+        const Word high = max(a, b);
+        b = smaller(a, b), a = high;
+      }
+    }
+  }
+  A top;
+  if constexpr (sizeof(T) == 2) {
+    Pack<T> pair;
+    pair.words[0] = words[0];
+    const A a = pair.get(0), b = pair.get(1);
+    top = max(max(none, a), b);
+    words[0] = bits<uint32_t>(narrow_pair(none, smaller(a, b), T()));
+  } else {
+    top = max(none, words[0]);
+    words[0] = none;
+  }
+  memcpy(packs, words, sizeof words);
+  return top;
+}
+
 // A byte an element of a pack, 1 for those in [begin, end), as Pack::keep takes them.
 constexpr uint64_t kEveryByte = 0x0101010101010101;
 __device__ inline uint64_t range_bytes(int begin, int end) {

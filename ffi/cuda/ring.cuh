@@ -192,7 +192,6 @@ __device__ void consume(const Arguments<T>& args, RingMemory<Op, T>& memory) {
       const int at = thread + k * Ring::consumers, to = chunk + slot_packs <= end ? INT_MAX : end;
       row.load_held(held[0] + at, held[Op<T>::operands - 1] + at, chunk + at, Ring::consumers, to, both, a, b);
     };
-    auto restart = [&] { slot = first_slot, round = first_round; };
 
     // Rows are reduced in turn: a barrier tells a phase from the next only, so no one may wait for a slot's later
     // filling.
@@ -200,9 +199,7 @@ __device__ void consume(const Arguments<T>& args, RingMemory<Op, T>& memory) {
     const bool last_warp = thread >= Ring::consumers - 32;  // has the least of a chunk that is not full
     const Ragged<Op, T> ragged(row, shared.ragged, last_warp && rank == 0, last_warp && rank == blocks - 1);
     if (turn > 0) memory.reduced[(turn - 1) % Ring::teams].sleep_until((turn - 1) / Ring::teams % 2);
-    bool passed = false;
     auto visit = [&](auto use) {
-      restart();
       constexpr bool both = Op<T>::reads_a_to_reduce || Form::extras;
       for (int chunk = begin; chunk < end; chunk += slot_packs) {
         memory.full[slot].sleep_until(round % 2);
@@ -222,8 +219,7 @@ __device__ void consume(const Arguments<T>& args, RingMemory<Op, T>& memory) {
       }
       ragged.visit(row, use);
       __syncwarp();
-      if (lane == 0 && !passed) memory.reduced[team].arrive();
-      passed = true;
+      if (lane == 0) memory.reduced[team].arrive();
     };
     constexpr int warps = Ring::consumers / 32;
     static_assert(warps <= 16);
@@ -252,7 +248,7 @@ __device__ void consume(const Arguments<T>& args, RingMemory<Op, T>& memory) {
     }
     synchronize_team(team);
     const auto values = shared.values;
-    restart();
+    slot = first_slot, round = first_round;
     auto write = [&](auto quick) {
       auto* out = reinterpret_cast<Pack<T>*>(static_cast<T*>(row.out) - row.window.head);
       for (int chunk = begin; chunk < end; chunk += slot_packs) {

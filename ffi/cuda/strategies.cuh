@@ -24,12 +24,13 @@ constexpr int kMostThreads = 2048;
 // A block that works through a long row: its threads, the packs that each has on the way at once, and how many such
 // blocks a multiprocessor must have room for.
 template <class Op>
-constexpr int kThreads = Op::reduces ? 512 : 256;
-template <class Op>
-constexpr int kInFlight = Op::reduces ? 4 : 2;
+constexpr int kThreads = Op::reduces ? 512 : 128;
+template <class Op, class Form>
+constexpr int kInFlight = Op::reduces || Form::extras ? 4 : 2;
 template <class Op, class T, class Form>
-constexpr int kBlocks =
-    Form::extras || sizeof(T) == 8 ? 1 : !Op::reduces ? kMostThreads / kThreads<Op> : Op::writes ? 2 : 3;
+constexpr int kBlocks = sizeof(T) == 8 ? 1
+                        : !Op::reduces ? kMostThreads / kThreads<Op> / (Form::extras ? 2 : 1)
+                        : Form::extras ? 1 : Op::writes ? 2 : 3;
 
 // The devices on which a kernel's attributes have been set.
 class Devices {
@@ -202,8 +203,8 @@ struct Row {
 template <template <class> class Op, class T, class Form>
 __device__ typename Op<T>::Part reduce_packs(const Row<Op, T, Form>& row) {
   auto visit = [&](auto use) {
-    for (int i = threadIdx.x; i < row.counted; i += kInFlight<Op<T>> * blockDim.x) {
-      Pack<T> pa[kInFlight<Op<T>>], pb[kInFlight<Op<T>>];
+    for (int i = threadIdx.x; i < row.counted; i += kInFlight<Op<T>, Form> * blockDim.x) {
+      Pack<T> pa[kInFlight<Op<T>, Form>], pb[kInFlight<Op<T>, Form>];
       row.load(i, blockDim.x, row.counted, pa, pb, true);
       use(pa, pb);
     }
@@ -215,14 +216,14 @@ __device__ typename Op<T>::Part reduce_packs(const Row<Op, T, Form>& row) {
 template <template <class> class Op, class T, class Form, class Values>
 __device__ void write_packs(const Row<Op, T, Form>& row, Values values) {
   const int step = blockDim.x, packs = row.window.packs;
-  Pack<T> pa[kInFlight<Op<T>>], pb[kInFlight<Op<T>>];
+  Pack<T> pa[kInFlight<Op<T>, Form>], pb[kInFlight<Op<T>, Form>];
   row.load(threadIdx.x, step, packs, pa, pb);
   const auto found = values();
   for (int i = threadIdx.x; i < packs;) {
 #pragma unroll
-    for (int k = 0; k < kInFlight<Op<T>>; k++)
+    for (int k = 0; k < kInFlight<Op<T>, Form>; k++)
       if (i + k * step < packs) row.write(i + k * step, found, pa[k], pb[k]);
-    i += kInFlight<Op<T>> * step;
+    i += kInFlight<Op<T>, Form> * step;
     row.load(i, step, packs, pa, pb);
   }
 }
@@ -378,8 +379,8 @@ __device__ typename Op<T>::Part merge(const typename Op<T>::Part* states, unsign
 template <template <class> class Op, class T, class Form>
 __global__ void __launch_bounds__(kThreads<Op<T>>, kBlocks<Op<T>, T, Form>)
     split_write(const __grid_constant__ Arguments<T> args, const typename Op<T>::Part* states, Split split) {
-  // What was read last is still in the cache.
-  const unsigned block = gridDim.x - 1 - blockIdx.x, row = block / split.parts;
+  // What has been read last is still in the cache.
+  const unsigned block = Op<T>::reduces ? gridDim.x - 1 - blockIdx.x : blockIdx.x, row = block / split.parts;
   write_packs(part_of_row<Op, T, Form>(args, block, split), [&] {
     typename Op<T>::Part part;
     wait_for_last_kernel();
