@@ -21,9 +21,9 @@ struct Choice {
   int64_t idle_packs;           // of all rows together: up to here, what does not fit a cluster of few rows is split
 };
 constexpr Choice kHopper = {{8, 31, 128, 160}, 1024, {320, 1280}, {4096, 2048}, {4800, 2400}, 64,
-                            {256, 2048},       2,            12288,        1 << 20};
+                            {256, 2048},       2,            8192,         1 << 20};
 constexpr Choice kOther = {{8, 31, 128, 160}, 1024, {320, 1280}, {8192, 4096}, {0, 0}, 0,
-                           {0, 0},            4,            12288,        0};  // no clusters, or not measured
+                           {0, 0},            4,            8192,         0};  // no clusters, or not measured
 
 struct Device {
   int processors = 0, major = 0;
@@ -56,27 +56,41 @@ cudaError_t launch_resident(const Arguments<T>& args, Layout layout, int64_t pac
   return cudaGetLastError();
 }
 
+// More parts of a row than this are merged by a kernel of their own.
+constexpr unsigned kFewParts = 512;
+
+// `workspace` has room for the states of all parts and, where they are many, one more of each row.
 template <template <class> class Op, class T, class Form>
 cudaError_t launch_split(const Arguments<T>& args, Split split, bool overlap, void* workspace, cudaStream_t stream) {
   constexpr int threads = kThreads<Op<T>>;
-  const auto blocks = static_cast<unsigned>(args.rows * split.parts);
+  const auto rows = static_cast<unsigned>(args.rows), blocks = rows * split.parts;
   auto* states = static_cast<typename Op<T>::Part*>(workspace);
-  if constexpr (Op<T>::reduces) {
-    split_reduce<Op, T, Form><<<blocks, threads, 0, stream>>>(args, states, split);
-    if (auto e = cudaGetLastError()) return e;
-  }
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(Op<T>::writes ? blocks : static_cast<unsigned>(args.rows));
-  config.blockDim = dim3(Op<T>::writes ? threads : 256);
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = Op<T>::reduces && overlap;
-  const auto* read = static_cast<const typename Op<T>::Part*>(states);
-  if constexpr (Op<T>::writes) return cudaLaunchKernelEx(&config, split_write<Op, T, Form>, args, read, split);
-  else return cudaLaunchKernelEx(&config, split_finish<Op, T>, args, read, split.parts);
+  auto shape = [&](unsigned blocks, unsigned threads) {
+    config.gridDim = dim3(blocks), config.blockDim = dim3(threads);
+    return &config;
+  };
+  const typename Op<T>::Part* read = states;
+  unsigned of_row = split.parts;
+  if constexpr (Op<T>::reduces) {
+    split_reduce<Op, T, Form><<<blocks, threads, 0, stream>>>(args, states, split);
+    if (auto e = cudaGetLastError()) return e;
+    if (Op<T>::writes && split.parts > kFewParts) {
+      auto* merged = states + int64_t(rows) * split.parts;
+      if (auto e = cudaLaunchKernelEx(shape(rows, 512), split_merge<Op, T>, read, split.parts, merged)) return e;
+      read = merged, of_row = 1;
+    }
+  }
+  if constexpr (Op<T>::writes)
+    return cudaLaunchKernelEx(shape(blocks, threads), split_write<Op, T, Form>, args, read, of_row, split);
+  else
+    return cudaLaunchKernelEx(shape(rows, 256), split_finish<Op, T>, args, read, split.parts);
 }
 
 // `workspace` has room for `bytes`. Everything is ordered by `stream`; nothing is allocated or waited for.
@@ -139,11 +153,12 @@ cudaError_t launch_form(const Arguments<T>& args, void* workspace, int64_t bytes
   int64_t parts = packs / (kInFlight<Op<T>, Form> * kThreads<Op<T>>);
   if constexpr (Op<T>::reduces) {
     const int64_t blocks = std::max(choice.split_blocks * device.processors, args.rows * packs / choice.split_packs);
-    parts = std::min({parts, bytes / int64_t(sizeof(typename Op<T>::Part)) / args.rows, blocks / args.rows});
+    parts = std::min({parts, bytes / int64_t(sizeof(typename Op<T>::Part)) / args.rows - 1, blocks / args.rows});
   }
   if (args.n / std::max<int64_t>(parts, 1) > 1 << 30) return cudaErrorInvalidValue;  // a part is counted in ints
   if (parts >= 2 && args.rows * parts <= 0x7fffffff) {
-    const Split split{static_cast<unsigned>(parts), (packs + parts - 1) / parts};
+    const int64_t of_part = ((packs + parts - 1) / parts + 7) / 8 * 8;  // 128 bytes: else warps share cache lines
+    const Split split{static_cast<unsigned>((packs + of_part - 1) / of_part), of_part};
     return launch_split<Op, T, Form>(args, split, device.major >= 9, workspace, stream);
   }
   tiled<Op, T, Form><<<std::min<int64_t>(args.rows, 0x7fffffff), kThreads<Op<T>>, 0, stream>>>(args);

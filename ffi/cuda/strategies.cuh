@@ -3,8 +3,8 @@
 //   resident  a row in the registers of the threads that share it: a group of lanes, a warp, or a block. One read.
 //   tiled     a row too long for that, by one block: reduced in a first pass, read again and written in a second.
 //   split     few long rows: each cut over many blocks. One launch writes the parts' states, the next merges them and
-//             writes. The states wait in a workspace that XLA provides. From Hopper on the second launch is made while
-//             the first still runs, and waits for its end within the kernel.
+//             writes; where they are many, one in between merges. The states wait in a workspace that XLA provides. From
+//             Hopper on a launch is made while the one before still runs, and waits for its end within the kernel.
 #pragma once
 
 #include <algorithm>
@@ -376,15 +376,26 @@ __device__ typename Op<T>::Part merge(const typename Op<T>::Part* states, unsign
   return reduce_threads<T>(part);
 }
 
+// Where a row has many parts, their states are merged once, by a block a row, and not by every block that writes.
+template <template <class> class Op, class T>
+__global__ void split_merge(const typename Op<T>::Part* states, unsigned parts, typename Op<T>::Part* merged) {
+  let_next_kernel_start();
+  wait_for_last_kernel();
+  auto part = merge<Op, T>(states + int64_t(blockIdx.x) * parts, parts);
+  if (threadIdx.x == 0) merged[blockIdx.x] = part;
+}
+
+// `states`: so many of each row.
 template <template <class> class Op, class T, class Form>
 __global__ void __launch_bounds__(kThreads<Op<T>>, kBlocks<Op<T>, T, Form>)
-    split_write(const __grid_constant__ Arguments<T> args, const typename Op<T>::Part* states, Split split) {
+    split_write(const __grid_constant__ Arguments<T> args, const typename Op<T>::Part* states, unsigned of_row,
+                Split split) {
   // What has been read last is still in the cache.
   const unsigned block = Op<T>::reduces ? gridDim.x - 1 - blockIdx.x : blockIdx.x, row = block / split.parts;
   write_packs(part_of_row<Op, T, Form>(args, block, split), [&] {
     typename Op<T>::Part part;
     wait_for_last_kernel();
-    if constexpr (Op<T>::reduces) part = merge<Op, T>(states + row * split.parts, split.parts);
+    if constexpr (Op<T>::reduces) part = merge<Op, T>(states + row * of_row, of_row);
     return Op<T>::finish(part, args, row, threadIdx.x == 0 && block % split.parts == 0);
   });
 }
