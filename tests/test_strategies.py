@@ -66,3 +66,37 @@ def test_long_rows(op, dtype, extras, shapes):
             with np.errstate(invalid="ignore"):
                 worst = np.nanmax(np.where(infinite, 0, np.abs(actual - true) - bound - float(jnp.finfo(dtype).tiny)))
             assert worst <= 0, f"{op} {what} {jnp.dtype(dtype).name} {rows}x{n}: {worst}"
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("extras", ["", "scale"])
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [(9, 10), (9, 100), (5, 4096), (7, 20_001), (5, 100_003)],
+        pytest.param(MANY, marks=on_gpu),
+        pytest.param(FEW, marks=on_gpu),
+        pytest.param([(13, 1_000_003), (12, 2_097_152), (2, 17_000_001)], marks=on_gpu),
+    ],
+    ids=["short", "many", "few", "long"],
+)
+def test_dominated_rows(dtype, extras, shapes):
+    """One score, or two that are equal, far above the others: what the others add to 1 is in no rounding of the sum."""
+    for rows, n in shapes:
+        row = jnp.arange(rows)
+        top, at = 14.0 + 3 * (row % 5), (row * 7919) % n
+        x = jnp.sin(jnp.arange(n, dtype=jnp.float32) * 1.37 + row[:, None]).astype(dtype)
+        x = x.at[row, at].set(top.astype(dtype))
+        x = jnp.where((row % 3 == 2)[:, None] & (jnp.arange(n) == n - 1 - at[:, None]), top[:, None].astype(dtype), x)
+        given = {"scale": 0.75} if extras else {}
+        some = np.unique(np.r_[:12, rows - 3 : rows] % rows)
+        z = np.asarray(x[some]).astype(np.float64) * (0.75 if extras else 1)
+        places = np.asarray(at)[some]
+        others = np.array([np.exp(np.delete(z[i], places[i]) - z[i, places[i]]).sum() for i in range(len(some))])
+        rtol = 4e-6 if dtype == jnp.float32 else float(jnp.finfo(dtype).eps)
+        results = {-1: ours("log_softmax", "ffi", **given)(x)}
+        if n <= 100_003:
+            results[0] = ours("log_softmax", "ffi", axis=0, **given)(x.T).T
+        for axis, result in results.items():
+            actual = np.asarray(result[row, at]).astype(np.float64)[some]
+            np.testing.assert_allclose(actual, -np.log1p(others), rtol=rtol, err_msg=f"{rows}x{n}, axis {axis}")

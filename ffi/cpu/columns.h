@@ -62,7 +62,7 @@ inline void fold_columns(A* a, const Block& block, Fold fold) {
   for (int64_t c = block.period; c < block.columns; c++) a[c] = a[c - block.period];
 }
 
-template <Reduction reduction, class T>
+template <Reduction reduction, class T, bool keeps_digits>
 void reduce_columns(const Segment& at, const Block& block, Part* part) {
   typedef typename Lanes<T>::V V;
   typedef typename Lanes<T>::Scalar S;
@@ -101,6 +101,10 @@ void reduce_columns(const Segment& at, const Block& block, Part* part) {
               t[k] = at.masked ? (y == 0 ? V{} : y * t[k]) : y * t[k];
             }
           }
+        }
+        if constexpr (keeps_digits) {
+          for (V v : t) accumulate(s + c, known > 0 ? without(v, known) : v);
+          return;
         }
         for (int k = lines.value / 2; k > 0; k /= 2)  // added as a tree before they are widened
           for (int i = 0; i < k; i++) t[i] += t[i + k];

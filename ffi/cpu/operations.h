@@ -23,6 +23,10 @@ constexpr bool reads_b(Reduction r) { return r == kDot || r == kSum; }
 
 constexpr int kNumbers = 3;  // the most that an operation has
 
+// Whether the logarithm of a sum is a result that may be near 0: where one score dominates, its term of 1 would leave the
+// others that are added to it in f32 few digits, and log(s) is theirs.
+template <class Op> constexpr bool keeps_digits = false;
+
 // softmax and log_softmax of a row that holds +inf are NaN everywhere, as inf / inf has no value.
 struct Softmax {
   static constexpr Reduction reduction = kScores;
@@ -47,6 +51,8 @@ struct LogSoftmax {
   template <class V, class N>
   static V value(V z, V, const N* p) { return (z - p[0]) - p[1]; }
 };
+
+template <> constexpr bool keeps_digits<LogSoftmax> = true;
 
 struct SoftmaxVjp {
   static constexpr Reduction reduction = kDot;

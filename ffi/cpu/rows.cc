@@ -13,14 +13,15 @@ using jaxsoft::cpu::Kernels;
 using jaxsoft::cpu::kTile;
 using jaxsoft::cpu::State;
 
-// Sum over i of term(i, elements left) of a segment. Eight terms are added as a tree before they are widened.
-template <class T, class Term>
+// Sum over i of term(i, elements left) of a segment. Eight terms are added as a tree before they are widened, or each is
+// widened.
+template <class T, bool trees = true, class Term>
 inline double sum_terms(int64_t n, Term term) {
   typedef Lanes<T> L;
   typedef typename L::V V;
   F64 sum{};
   int64_t i = 0;
-  for (; i + 8 * L::lanes <= n; i += 8 * L::lanes) {
+  for (; trees && i + 8 * L::lanes <= n; i += 8 * L::lanes) {
     V t[8];
     for (int k = 0; k < 8; k++) t[k] = term(i + k * L::lanes, L::lanes);
     sum = plus(sum, ((t[0] + t[1]) + (t[2] + t[3])) + ((t[4] + t[5]) + (t[6] + t[7])));
@@ -109,10 +110,14 @@ State state(const Segment& at, int64_t n) {
     });
     if (m > st.m) st = {m, st.s == 0 ? 0 : st.s * ::exp(st.m - reference(m))};
     S ref = (S)reference(st.m);
-    st.s += sum_terms<T>(size, [=](int64_t i, int64_t left) {
+    auto term = [=](int64_t i, int64_t left) {
       if constexpr (extras) return exp(tile[i / L::lanes] - ref);
       else return exp(reader.score(start + i, left) - ref);
-    });
+    };
+    double sum = sum_terms<T>(size, term);
+    // As `keeps_digits` says, for which only rows that one score dominates need longer.
+    if (sizeof(S) == 4 && m == st.m && sum < 2) sum = sum_terms<T, false>(size, term);
+    st.s += sum;
   }
   return st;
 }
@@ -183,7 +188,7 @@ constexpr auto reduces() -> State (*)(const Segment&, int64_t) {
 
 template <class Op, class T, class Out, bool extras>
 constexpr Kernels kernels = {reduces<Op::reduction, T, extras>(), write<Op, T, Out, extras>, nullptr, fill<Op, Out>,
-                             reduce_columns<Op::reduction, T>, combine_columns, finish_columns<Op, T>,
+                             reduce_columns<Op::reduction, T, keeps_digits<Op>>, combine_columns, finish_columns<Op, T>,
                              write_columns<Op, T, Out>};
 
 template <class T, class Out, bool extras>
