@@ -33,10 +33,10 @@ __global__ void __launch_bounds__(Clustered::threads) clustered(const __grid_con
 
   const int64_t index = blockIdx.x / blocks;
   Row<Op, T, Form> row(args, index);
-  BlockPart part_of(0, row.window.packs, rank, blocks);
-  const int first = part_of.begin + threadIdx.x;
+  const int shift = __ffs(blocks) - 1, end = row.window.packs * (rank + 1) >> shift;
+  const int first = (row.window.packs * rank >> shift) + threadIdx.x;
   Pack<T> pa[kPacks], pb[kPacks];
-  row.load(first, blockDim.x, part_of.end, pa, pb);
+  row.load(first, blockDim.x, end, pa, pb);
   auto part = reduce_visited<Op<T>>(row.form, [&](auto use) { use(pa, pb); }, [&](const auto& of_thread) {
     auto whole = reduce_threads<T>(of_thread);
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(Clustered::threads) clustered(const __grid_con
 #pragma unroll
     for (int k = 0; k < kPacks; k++) {
       int at = first + k * blockDim.x;
-      if (at < part_of.end) row.write(at, values, pa[k], pb[k]);
+      if (at < end) row.write(at, values, pa[k], pb[k]);
     }
   }
 #endif

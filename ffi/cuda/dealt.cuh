@@ -90,19 +90,18 @@ struct alignas(128) DealtMemory {
   static constexpr int operands = Op<T>::operands;
   static constexpr int slot_packs = Dealt::slot_packs(operands);
   Pack<T> slots[Dealt::slots][operands][slot_packs];
-  typename Ragged<Op, T>::Memory ragged[Dealt::reducers + Dealt::writers];
+  typename Ragged<Op, T, 1>::Memory ragged[Dealt::reducers + Dealt::writers];
   typename Op<T>::Part states[Dealt::slots][Dealt::warps];
   typename Op<T>::Values values[Dealt::slots];
   Barrier full[2 * Dealt::slots], reduced[2 * Dealt::slots], ready[2 * Dealt::slots], empty[Dealt::slots];
 };
 
-// The packs of a row that a chunk has: of those that are all the row's own, perhaps none.
+// The packs of a row that a chunk has: of those in whole lines, perhaps none.
 struct ChunkPart {
   int begin, end;
-  template <class Row>
-  __device__ ChunkPart(const Row& row, const Hand& hand) {
-    begin = min(row.window.whole_begin() + hand.chunk * hand.deal->packs, row.window.whole_end);
-    end = min(begin + hand.deal->packs, row.window.whole_end);
+  __device__ ChunkPart(const Lines& lines, const Hand& hand) {
+    begin = min(lines.begin + hand.chunk * hand.deal->packs, lines.end);
+    end = min(begin + hand.deal->packs, lines.end);
   }
 };
 
@@ -110,7 +109,7 @@ template <template <class> class Op, class T, class Form>
 __device__ void fill_slots(const Arguments<T>& args, const Deal& deal, DealtMemory<Op, T>& memory) {
   for (Hand hand(deal); !hand.ended(); hand.advance()) {
     Row<Op, T, Form> row(args, hand.row);
-    const ChunkPart part(row, hand);
+    const ChunkPart part(Lines(row.window, row.a), hand);
     const unsigned bytes = (part.end - part.begin) * 16;
     auto& full = memory.full[hand.barrier()];
     memory.empty[hand.slot].sleep_until(hand.round % 2 ^ 1);
@@ -130,12 +129,13 @@ struct Held : ChunkPart {
   static constexpr int each = Dealt::at_once / Op<T>::operands;
   const Pack<T> (&slot)[Op<T>::operands][Dealt::slot_packs(Op<T>::operands)];
   const Row<Op, T, Form>& row;
-  const Ragged<Op, T> ragged;
+  const Ragged<Op, T, 1> ragged;  // a row has many chunks
 
   // `team`: of all, reducers and then writers.
-  __device__ Held(DealtMemory<Op, T>& memory, const Row<Op, T, Form>& row, const Hand& hand, int team, int thread)
-      : ChunkPart(row, hand), slot(memory.slots[hand.slot]), row(row),
-        ragged(row, memory.ragged[team], thread >= Dealt::team - 32 && hand.chunk == 0,
+  __device__ Held(DealtMemory<Op, T>& memory, const Row<Op, T, Form>& row, const Lines& lines, const Hand& hand,
+                  int team, int thread)
+      : ChunkPart(lines, hand), slot(memory.slots[hand.slot]), row(row),
+        ragged(row, lines, memory.ragged[team], thread >= Dealt::team - 32 && hand.chunk == 0,
                thread >= Dealt::team - 32 && hand.chunk == hand.deal->chunks - 1) {}
   // Whether the warp has all of the packs that its lanes have from `first` on.
   __device__ bool full(int first) const {
@@ -153,7 +153,7 @@ __device__ void reduce_slots(const Arguments<T>& args, const Deal& deal, DealtMe
   for (Hand hand(deal); !hand.ended(); hand.advance()) {
     if (hand.turn % Dealt::reducers != team) continue;
     Row<Op, T, Form> row(args, hand.row);
-    const Held<Op, T, Form> held(memory, row, hand, team, thread);
+    const Held<Op, T, Form> held(memory, row, Lines(row.window, row.a), hand, team, thread);
     memory.full[hand.barrier()].sleep_until(hand.parity());
     auto visit = [&](auto use) {
       for (int first = held.begin + thread; first - thread % 32 < held.end; first += held.each * Dealt::team) {
@@ -240,7 +240,7 @@ __device__ void write_slots(const Arguments<T>& args, const Deal& deal, DealtMem
   for (Hand hand(deal); !hand.ended(); hand.advance()) {
     if (hand.turn % Dealt::writers != team) continue;
     Row<Op, T, Form> row(args, hand.row);
-    const Held<Op, T, Form> held(memory, row, hand, Dealt::reducers + team, thread);
+    const Held<Op, T, Form> held(memory, row, Lines(row.window, row.a), hand, Dealt::reducers + team, thread);
     memory.ready[hand.barrier()].sleep_until(hand.parity());
     const auto values = memory.values[hand.slot];
     auto write = [&](auto quick) {

@@ -37,54 +37,64 @@ __device__ inline void synchronize_team(unsigned team) {
   asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(Ring::consumers) : "memory");
 }
 
-// The packs of a row that a block of a cluster has, of those that are all the row's own.
-struct BlockPart {
+// The packs of a row that lie in whole lines of the cache, 128 bytes, that are all the row's own. Rows are cut between
+// lines, so that no two warps share one.
+struct Lines {
   int begin, end;
   template <class Window>
-  __device__ BlockPart(const Window& window, unsigned rank, unsigned blocks)
-      : BlockPart(window.whole_begin(), window.whole_end, rank, blocks) {}
-  // A row that fits a cluster has few enough packs for 32 bits; the blocks are a power of two.
-  __device__ BlockPart(int from, int to, unsigned rank, unsigned blocks) {
-    const int shift = __ffs(blocks) - 1, packs = to - from;
-    begin = from + (packs * rank >> shift), end = from + (packs * (rank + 1) >> shift);
+  __device__ Lines(const Window& window, const void* row) {
+    const int lead = static_cast<int>(reinterpret_cast<uintptr_t>(row) / 16 % 8);  // packs of a line before pack 0
+    begin = (window.whole_begin() + lead + 7) / 8 * 8 - lead;
+    end = max(begin, (window.whole_end + lead) / 8 * 8 - lead);
   }
 };
 
-// A row's first and last pack, where they are not all the row's own: bulk copies leave them out, and a warp's first two
-// lanes read them where they lie, early, and keep them in shared memory.
-template <template <class> class Op, class T>
-struct Ragged {
-  using Memory = Pack<T>[2][Op<T>::operands];
-  Memory& memory;
-  bool first, last;  // whether the warp has the one, and the other
-
-  template <class Row>
-  __device__ Ragged(const Row& row, Memory& memory, bool begins, bool ends)
-      : memory(memory),
-        first(begins && row.window.whole_begin() > 0),
-        last(ends && row.window.packs > row.window.whole_end) {
-    if (!has_lane()) return;
-    Pack<T> a[1], b[1];
-    row.load(at(row), 0, row.window.packs, a, b);
-    memory[lane()][0] = a[0];
-    if constexpr (Op<T>::operands > 1) memory[lane()][1] = b[0];
+// The packs of these that a block of a cluster has.
+struct BlockPart {
+  int begin, end;
+  // A row that fits a cluster has few enough packs for 32 bits; the blocks are a power of two.
+  __device__ BlockPart(const Lines& lines, unsigned rank, unsigned blocks) {
+    const int shift = __ffs(blocks) - 1, count = (lines.end - lines.begin) / 8;
+    begin = lines.begin + (count * rank >> shift) * 8, end = lines.begin + (count * (rank + 1) >> shift) * 8;
   }
-  __device__ static unsigned lane() { return threadIdx.x % 32; }
-  __device__ bool has_lane() const { return (first && lane() == 0) || (last && lane() == 1); }
-  template <class Row>
-  __device__ static int at(const Row& row) { return lane() == 0 ? 0 : row.window.whole_end; }
+};
 
+// A row's first packs and its last ones, outside of whole lines: bulk copies leave them out, and a warp's lanes read them
+// where they lie, early, and keep them in shared memory. `ends`: of a row that a warp may have.
+template <template <class> class Op, class T, int ends>
+struct Ragged {
+  static constexpr int most = 8;  // packs of an end
+  using Memory = Pack<T>[ends * most][Op<T>::operands];
+  Pack<T> (&kept)[Op<T>::operands];  // the lane's
+  int pack = -1;                     // likewise
+  bool present;                      // whether the warp has any
+
+  // Whether the warp has the row's first packs, and its last.
+  template <class Row>
+  __device__ Ragged(const Row& row, const Lines& lines, Memory& memory, bool first, bool last)
+      : kept(memory[threadIdx.x % (ends * most)]) {
+    const int packs = row.window.packs, lane = threadIdx.x % 32, at_end = lines.end + lane - most;
+    first = first && lines.begin > 0, last = last && packs > lines.end;
+    present = first || last;
+    if (first && lane < min(lines.begin, packs)) pack = lane;
+    if (last && lane >= most && at_end < packs) pack = at_end;
+    if (pack < 0) return;
+    Pack<T> a[1], b[1];
+    row.load(pack, 0, packs, a, b);
+    kept[0] = a[0];
+    if constexpr (Op<T>::operands > 1) kept[1] = b[0];
+  }
   template <class Row, class Use>
   __device__ void visit(const Row& row, Use use) const {
-    if (!first && !last) return;
+    if (!present) return;
     Pack<T> a[1], b[1];
     a[0].fill(row.fill()), b[0].fill(Op<T>::fill());
-    if (has_lane()) a[0] = memory[lane()][0], b[0] = memory[lane()][Op<T>::operands - 1];
+    if (pack >= 0) a[0] = kept[0], b[0] = kept[Op<T>::operands - 1];
     use(a, b);
   }
   template <class Row>
   __device__ void write(const Row& row, const typename Op<T>::Values& values) const {
-    if (has_lane()) row.write(at(row), values, memory[lane()][0], memory[lane()][Op<T>::operands - 1]);
+    if (pack >= 0) row.write(pack, values, kept[0], kept[Op<T>::operands - 1]);
   }
 };
 
@@ -101,7 +111,7 @@ struct alignas(128) RingMemory {
   Pack<T> slots[count][operands][slot_packs];
   RingState<typename Op<T>::Part> states[Ring::exchanges][Ring::most_blocks];
   struct Team {
-    typename Ragged<Op, T>::Memory ragged;
+    typename Ragged<Op, T, 2>::Memory ragged;
     RingState<typename Op<T>::Part> warps[Ring::consumers / 32 + 1];
     typename Op<T>::Values values;
   } teams[Ring::teams];
@@ -148,7 +158,7 @@ __device__ void produce(const Arguments<T>& args, unsigned long long* counter, R
     }
     const T *x = args.a + index * args.n, *b = Op<T>::operands > 1 ? args.b + index * args.n : nullptr;
     const Window<T> window(x, static_cast<int>(args.n), true);
-    BlockPart part(window, rank, blocks);
+    const BlockPart part(Lines(window, x), rank, blocks);
     for (int chunk = part.begin; chunk < part.end; chunk += slot_packs) {
       const unsigned bytes = min(slot_packs, part.end - chunk) * 16;
       const int element = chunk * Pack<T>::size - window.head;
@@ -176,7 +186,9 @@ __device__ void consume(const Arguments<T>& args, RingMemory<Op, T>& memory) {
     memory.mailed[turn % Ring::mails].sleep_until(turn / Ring::mails % 2);
     int64_t index = *static_cast<volatile int64_t*>(&memory.mail[turn % Ring::mails]);
     if (index < 0) return;
-    const BlockPart own(Window<T>(args.a + index * args.n, static_cast<int>(args.n), true), rank, blocks);
+    const T* first = args.a + index * args.n;
+    const Lines lines(Window<T>(first, static_cast<int>(args.n), true), first);
+    const BlockPart own(lines, rank, blocks);
     const int begin = own.begin, end = own.end;
     const unsigned first_slot = slot, first_round = round;
     if (turn % Ring::teams != team) {  // another team's row
@@ -197,7 +209,7 @@ __device__ void consume(const Arguments<T>& args, RingMemory<Op, T>& memory) {
     // filling.
     auto& shared = memory.teams[team];
     const bool last_warp = thread >= Ring::consumers - 32;  // has the least of a chunk that is not full
-    const Ragged<Op, T> ragged(row, shared.ragged, last_warp && rank == 0, last_warp && rank == blocks - 1);
+    const Ragged<Op, T, 2> ragged(row, lines, shared.ragged, last_warp && rank == 0, last_warp && rank == blocks - 1);
     if (turn > 0) memory.reduced[(turn - 1) % Ring::teams].sleep_until((turn - 1) / Ring::teams % 2);
     auto visit = [&](auto use) {
       constexpr bool both = Op<T>::reads_a_to_reduce || Form::extras;
