@@ -30,12 +30,6 @@
 
 #include "xla/ffi/api/ffi.h"
 
-#if defined(__CUDACC__)
-#define JAXSOFT_HOST_DEVICE __host__ __device__
-#else
-#define JAXSOFT_HOST_DEVICE
-#endif
-
 namespace jaxsoft {
 
 namespace ffi = xla::ffi;
@@ -62,7 +56,7 @@ struct Extras {
   Extra scale, limit, where, bias;
 
   // Where a row's part of an extra begins.
-  JAXSOFT_HOST_DEVICE int64_t offset(const Extra& extra, int64_t row) const {
+  int64_t offset(const Extra& extra, int64_t row) const {
     int64_t sum = 0;
     for (int i = 0; i < groups; i++) sum += row / divisor[i] % size[i] * extra.stride[i];
     return sum;

@@ -28,7 +28,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 EXTRAS = ("", "s", "l", "w", "b", "slwb")
 # Those that are too large for every dtype and form: tiled, over clusters, split, over the grid.
 LONG = [((70, 20001), "float64"), ((280, 70001), "float32"), ((130, 70000), "bfloat16"), ((1, 600_001), "float32")]
-LONG += [((5, 1_000_001), "float32"), ((9, 2**21), "float16")]
+LONG += [((5, 1_000_001), "float32"), ((9, 2**21), "float16"), ((1, 17_000_001), "float32")]
 # (x, result) of two dtypes, and (rows, n, trailing) of axes before the last.
 PAIRS = [("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float16"), ("float16", "float32")]
 COLUMNS = [(2, 8, 1), (3, 33, 3), (2, 1001, 64), (1, 70001, 5), (2, 130, 4097)]

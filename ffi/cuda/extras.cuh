@@ -24,7 +24,7 @@ struct Divider {
   Divider() = default;
   explicit Divider(uint32_t by) : divisor(by) {
     while ((uint64_t(1) << shift) < by) shift++;
-    multiplier = static_cast<uint32_t>(((uint64_t(1) << shift) - by << 32) / by + 1);
+    multiplier = static_cast<uint32_t>((((uint64_t(1) << shift) - by) << 32) / by + 1);
   }
   __device__ uint32_t quotient(uint32_t x) const { return (__umulhi(x, multiplier) + x) >> shift; }
 };
