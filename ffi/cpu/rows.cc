@@ -115,8 +115,8 @@ State state(const Segment& at, int64_t n) {
       else return exp(reader.score(start + i, left) - ref);
     };
     double sum = sum_terms<T>(size, term);
-    // As `keeps_digits` says, for which only rows that one score dominates need longer.
-    if (sizeof(S) == 4 && m == st.m && sum < 2) sum = sum_terms<T, false>(size, term);
+    // As `keeps_digits` says; only tiles that one score dominates take longer, and not those without any.
+    if (sizeof(S) == 4 && m == st.m && sum > 0 && sum < 2) sum = sum_terms<T, false>(size, term);
     st.s += sum;
   }
   return st;

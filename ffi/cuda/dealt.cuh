@@ -302,7 +302,7 @@ Deal deal_out(int64_t rows, int64_t packs, int processors) {
   Deal deal;
   deal.rows = rows;
   deal.chunks = static_cast<int>((packs + most - 1) / most);
-  deal.packs = static_cast<int>((packs + deal.chunks - 1) / deal.chunks + 7) / 8 * 8;  // 128 bytes
+  deal.packs = static_cast<int>((packs + deal.chunks - 1) / deal.chunks + kLine - 1) / kLine * kLine;
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(processors, rows * deal.chunks));
   deal.rows_a_turn = blocks / deal.chunks, deal.chunks_a_turn = blocks % deal.chunks;
   deal.pollers = deal.chunks > 3 * processors ? 1 : Dealt::pollers;

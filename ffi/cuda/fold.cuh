@@ -136,8 +136,8 @@ struct Running {
     A unit = isfinite(m) && isfinite(from) ? exponential_term(m, from) : A(1);
     return {sum.s / unit, sum.c == 0 ? A(0) : sum.c / unit};
   }
-  // With one of the scores that are the maximum apart. It has been added by itself, so what is left of the compensated
-  // sum without it is exact.
+  // With one of the scores that are the maximum apart. It has been added by itself, so the compensated sum still has
+  // the digits of the others.
   __device__ State<A, true> apart() const {
     Running rest = *this;
     if (isfinite(m)) rest.sum.add(-exponential_term(m, from));

@@ -157,7 +157,7 @@ cudaError_t launch_form(const Arguments<T>& args, void* workspace, int64_t bytes
   }
   if (args.n / std::max<int64_t>(parts, 1) > 1 << 30) return cudaErrorInvalidValue;  // a part is counted in ints
   if (parts >= 2 && args.rows * parts <= 0x7fffffff) {
-    const int64_t of_part = ((packs + parts - 1) / parts + 7) / 8 * 8;  // 128 bytes: else warps share cache lines
+    const int64_t of_part = ((packs + parts - 1) / parts + kLine - 1) / kLine * kLine;  // else warps share lines
     const Split split{static_cast<unsigned>((packs + of_part - 1) / of_part), of_part};
     return launch_split<Op, T, Form>(args, split, device.major >= 9, workspace, stream);
   }

@@ -190,6 +190,9 @@ __device__ inline uint64_t range_bytes(int begin, int end) {
   return kEveryByte << low << low & kEveryByte >> high >> high;
 }
 
+// Packs of a line of the cache, 128 bytes.
+constexpr int kLine = 8;
+
 // How the rows of all operands lie: anyhow, or so that every row begins and ends at a multiple of 8 or 16 bytes.
 enum class Layout { any, halves, whole };
 

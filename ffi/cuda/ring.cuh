@@ -37,15 +37,15 @@ __device__ inline void synchronize_team(unsigned team) {
   asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(Ring::consumers) : "memory");
 }
 
-// The packs of a row that lie in whole lines of the cache, 128 bytes, that are all the row's own. Rows are cut between
-// lines, so that no two warps share one.
+// The packs of a row that lie in whole lines of the cache that are all the row's own. Rows are cut between lines, so that
+// no two warps share one.
 struct Lines {
   int begin, end;
   template <class Window>
   __device__ Lines(const Window& window, const void* row) {
-    const int lead = static_cast<int>(reinterpret_cast<uintptr_t>(row) / 16 % 8);  // packs of a line before pack 0
-    begin = (window.whole_begin() + lead + 7) / 8 * 8 - lead;
-    end = max(begin, (window.whole_end + lead) / 8 * 8 - lead);
+    const int lead = static_cast<int>(reinterpret_cast<uintptr_t>(row) / 16 % kLine);  // packs of a line before pack 0
+    begin = (window.whole_begin() + lead + kLine - 1) / kLine * kLine - lead;
+    end = max(begin, (window.whole_end + lead) / kLine * kLine - lead);
   }
 };
 
@@ -54,8 +54,9 @@ struct BlockPart {
   int begin, end;
   // A row that fits a cluster has few enough packs for 32 bits; the blocks are a power of two.
   __device__ BlockPart(const Lines& lines, unsigned rank, unsigned blocks) {
-    const int shift = __ffs(blocks) - 1, count = (lines.end - lines.begin) / 8;
-    begin = lines.begin + (count * rank >> shift) * 8, end = lines.begin + (count * (rank + 1) >> shift) * 8;
+    const int shift = __ffs(blocks) - 1, count = (lines.end - lines.begin) / kLine;
+    begin = lines.begin + (count * rank >> shift) * kLine;
+    end = lines.begin + (count * (rank + 1) >> shift) * kLine;
   }
 };
 
@@ -63,8 +64,7 @@ struct BlockPart {
 // where they lie, early, and keep them in shared memory. `ends`: of a row that a warp may have.
 template <template <class> class Op, class T, int ends>
 struct Ragged {
-  static constexpr int most = 8;  // packs of an end
-  using Memory = Pack<T>[ends * most][Op<T>::operands];
+  using Memory = Pack<T>[ends * kLine][Op<T>::operands];
   Pack<T> (&kept)[Op<T>::operands];  // the lane's
   int pack = -1;                     // likewise
   bool present;                      // whether the warp has any
@@ -72,12 +72,12 @@ struct Ragged {
   // Whether the warp has the row's first packs, and its last.
   template <class Row>
   __device__ Ragged(const Row& row, const Lines& lines, Memory& memory, bool first, bool last)
-      : kept(memory[threadIdx.x % (ends * most)]) {
-    const int packs = row.window.packs, lane = threadIdx.x % 32, at_end = lines.end + lane - most;
+      : kept(memory[threadIdx.x % (ends * kLine)]) {
+    const int packs = row.window.packs, lane = threadIdx.x % 32, at_end = lines.end + lane - kLine;
     first = first && lines.begin > 0, last = last && packs > lines.end;
     present = first || last;
     if (first && lane < min(lines.begin, packs)) pack = lane;
-    if (last && lane >= most && at_end < packs) pack = at_end;
+    if (last && lane >= kLine && at_end < packs) pack = at_end;
     if (pack < 0) return;
     Pack<T> a[1], b[1];
     row.load(pack, 0, packs, a, b);
