@@ -32,6 +32,8 @@ LONG += [((5, 1_000_001), "float32"), ((9, 2**21), "float16"), ((1, 17_000_001),
 # (x, result) of two dtypes, and (rows, n, trailing) of axes before the last.
 PAIRS = [("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float16"), ("float16", "float32")]
 COLUMNS = [(2, 8, 1), (3, 33, 3), (2, 1001, 64), (1, 70001, 5), (2, 130, 4097)]
+# So many tiles that they are dealt out one by one: over clusters, and to single blocks.
+TILES = [((100, 4096, 64), "float32"), ((200, 4096, 64), "bfloat16"), ((210, 8, 4104), "float32")]
 
 
 def forms() -> Iterator[tuple[tuple[int, ...], str, Form]]:
@@ -42,7 +44,7 @@ def forms() -> Iterator[tuple[tuple[int, ...], str, Form]]:
         yield shape, dtype, Form(np.dtype(dtype), extras)
     for shape, (dtype, result), extras in itertools.product(SHAPES, PAIRS, ("", "slwb")):
         yield shape, dtype, Form(np.dtype(result), extras)
-    for shape, dtype in itertools.product(COLUMNS, DTYPES):
+    for shape, dtype in [*itertools.product(COLUMNS, DTYPES), *TILES]:
         yield shape, dtype, Form(np.dtype(dtype), "", 1)
 
 

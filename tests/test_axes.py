@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from common import (
     Truth,
     assert_values,
@@ -45,6 +46,37 @@ def test_against_float64(op, implementation, dtype):
             assert_within(
                 np.asarray(dx).swapaxes(1, 2), expected, bound, f"gradient of {op} of {dtype.__name__} {x.shape}"
             )
+
+
+@pytest.mark.skipif(jax.default_backend() == "cpu", reason="checks how a GPU's kernels deal out tiles")
+@each_op
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_many_tiles(op, dtype):
+    """So many that they are dealt out one by one: over clusters, to single blocks, and not in whole cache lines."""
+    for shape in ((100, 4096, 128), (8200, 64, 192), (30, 1000, 1000), (3, 20_001, 640)):
+        x = 3 * jax.random.normal(jax.random.key(0), shape, jnp.float32) + 50.0 * (jnp.arange(shape[2]) % 3)
+        x = x.astype(dtype).at[1, 3, 5].set(jnp.nan).at[2, :, 6].set(-jnp.inf).at[0, 7, 0].set(jnp.inf)
+        g = jnp.cos(x[:, 0] if op == "logsumexp" else x)
+        some = np.r_[0:3, shape[0] - 3 : shape[0]] % shape[0]
+
+        def both(x, g, implementation):
+            y, pull = jax.vjp(ours(op, implementation, axis=1), x)
+            return y, pull(g)[0]
+
+        results = [np.asarray(v[some]).astype(np.float64) for v in jax.jit(lambda *v: both(*v, "ffi"))(x, g)]
+        with jax.enable_x64(True):
+            wide = [np.asarray(v[some]).astype(np.float64) for v in (x, g)]
+            true = [np.asarray(v) for v in jax.jit(lambda *v: both(*v, "xla"))(*wide)]
+        for what, actual, expected in zip(("value", "gradient"), results, true, strict=True):
+            infinite = np.isinf(expected)
+            finite = np.where(infinite, 0, np.abs(expected))
+            size = finite + (np.nanmax(finite, axis=1, keepdims=True) if what == "gradient" else 0)
+            bound = (2 * float(jnp.finfo(dtype).eps) + 2.0**-18) * size
+            np.testing.assert_array_equal(np.isnan(actual), np.isnan(expected))
+            np.testing.assert_array_equal(actual[infinite], expected[infinite])
+            with np.errstate(invalid="ignore"):
+                worst = np.nanmax(np.where(infinite, 0, np.abs(actual - expected) - bound))
+            assert worst <= float(jnp.finfo(dtype).tiny), f"{what} of {op} of {jnp.dtype(dtype).name} {shape}: {worst}"
 
 
 @each_op

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(Clustered::threads) clustered(const __grid_con
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncwarp();
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  arrive_at_cluster();
 
   const int64_t index = blockIdx.x / blocks;
   Row<Op, T, Form> row(args, index);
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(Clustered::threads) clustered(const __grid_con
   row.load(first, blockDim.x, end, pa, pb);
   auto part = reduce_visited<Op<T>>(row.form, [&](auto use) { use(pa, pb); }, [&](const auto& of_thread) {
     auto whole = reduce_threads<T>(of_thread);
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    wait_for_cluster();
     State state{};
     memcpy(&state, &whole, sizeof whole);
     if (threadIdx.x < blocks) send(state, &states[rank], arrived, lane);

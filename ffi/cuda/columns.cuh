@@ -6,9 +6,9 @@
 // device memory. Shared memory serves as registers of any number here: it is larger, and what it holds needs no
 // unrolled code.
 //
-// Blocks are persistent. As a thread writes what it holds of a tile, it copies its packs of the next tile into their
-// place, so that memory has something to read throughout; and several blocks share a multiprocessor, so one reduces
-// while others read and write.
+// Blocks are persistent, and take their next tile from a counter: multiprocessors are not equally fast. As a thread writes
+// what it holds of a tile, it copies its packs of the next tile into their place, so that memory has something to read
+// throughout; and several blocks share a multiprocessor, so one reduces while others read and write.
 //
 // Parts of n that do not fit go through shared memory in chunks, twice: reduced, then read again and written.
 #pragma once
@@ -31,42 +31,63 @@ struct Columns {
   static constexpr int most_across = 64;         // accesses side by side in a tile that is wider, as n is small
   static constexpr int short_bytes = 32 * 1024;  // what a tile may hold to be made wider
   static constexpr int held_bytes = 64 * 1024;   // what a block should hold at most, if more blocks can share n
-  static constexpr int at_once = 4;              // accesses that a thread reads before it uses the first
-  // Terms of a sum between compensated additions.
+  static constexpr int at_once = 2;              // accesses that a thread reads before it uses the first
+  static constexpr int few_tiles = 4;            // a cluster: up to here tiles are dealt out in advance
+  static constexpr int log_helpers = 3;          // of the number of lanes that finish a column, at most
+  // Terms of a sum between additions to one that is compensated, but for 16 bits.
   template <class T> static constexpr int terms = sizeof(T) == 2 ? 16 : 32 / sizeof(T);
 };
 
-// How a tile is dealt out. An access is what a thread loads at once: a pack, or one element where packs do not lie on
-// 16-byte boundaries.
+// How a tile is dealt out to threads. An access is what a thread loads at once: a pack, or one element where packs do not
+// lie on 16-byte boundaries.
 struct Tile {
   int threads;      // of a block
   int across;       // accesses side by side; threads / across threads, and so many rows apart, have a column
   int slots;        // accesses that a thread holds of each operand
   unsigned blocks;  // that share n; like across, a power of two
   int share;        // so many blocks share a multiprocessor's memory
+  Divider row;      // divides by the accesses that are side by side in a row; not set where there are 2^31 or more
 };
 
-// What blocks hand to each other of a column.
+// What groups of threads, and blocks, hand to each other of a column. Only sums from which a maximum is to be taken out
+// again are compensated there, as they are few.
 template <class Op, class A>
-using Exchanged = std::conditional_t<Op::scores, State<A, false>, Sum<A>>;
+using GroupSum = std::conditional_t<Op::keeps_apart, Sum<A>, A>;
+template <class Op, class A, bool = Op::scores>
+struct Message {
+  A m;
+  GroupSum<Op, A> sum;
+};
+template <class Op, class A>
+struct Message<Op, A, false> {
+  GroupSum<Op, A> sum;
+};
+
+template <class A>
+__device__ Sum<A> as_sum(A s) {
+  return {s, 0};
+}
+template <class A>
+__device__ Sum<A> as_sum(Sum<A> sum) {
+  return sum;
+}
 
 // Where what lies in shared memory.
 template <template <class> class Op, class T, int width>
 struct TileLayout {
   using A = Accumulator<T>;
-  using GroupSum = std::conditional_t<Op<T>::keeps_apart, Sum<A>, A>;  // the few of the others need no compensation
   int columns, groups;  // a group: the threads of a column that lie in one warp, or the only one that does
-  unsigned barriers, values, mail, sums, maxima, tops, slots, end = 0;
+  unsigned barrier, next, values, mail, sums, maxima, slots, end = 0;
   __host__ __device__ explicit TileLayout(Tile tile) {
     columns = tile.across * width;
     groups = tile.threads / (tile.across < 32 ? 32 : tile.across);
-    barriers = add(2 * sizeof(Barrier));
+    barrier = add(sizeof(Barrier));
+    next = add(sizeof(unsigned));
     values = add(columns * sizeof(typename Op<T>::Values));
-    mail = add(tile.blocks > 1 ? (columns + tile.blocks) * sizeof(Exchanged<Op<T>, A>) : 0);
-    sums = add(Op<T>::reduces ? groups * columns * sizeof(GroupSum) : 0);
+    mail = add(tile.blocks > 1 ? columns * tile.blocks * sizeof(Message<Op<T>, A>) : 0);
+    sums = add(Op<T>::reduces ? groups * columns * sizeof(GroupSum<Op<T>, A>) : 0);
     maxima = add(Op<T>::scores ? groups * columns * sizeof(T) : 0);
-    tops = add(Op<T>::scores ? columns * sizeof(T) : 0);
-    slots = add(tile.threads * tile.slots * Op<T>::operands * width * sizeof(T));
+    slots = end;
   }
   __host__ __device__ unsigned add(size_t bytes) {
     unsigned begin = end;
@@ -137,24 +158,26 @@ __device__ Pack<T> shuffle(const Pack<T>& pack, int lane_mask) {
 
 template <template <class> class Op, class T, int width>
 __global__ void __launch_bounds__(Columns::most_threads, Columns::blocks_at_once<T>)
-columns(const __grid_constant__ Arguments<T> args, const Tile tile) {
+columns(const __grid_constant__ Arguments<T> args, const Tile tile, unsigned long long* counter) {
   using A = Accumulator<T>;
   using Part = typename Op<T>::Part;
-  using Each = Exchanged<Op<T>, A>;
+  using Each = Message<Op<T>, A>;
   using Values = typename Op<T>::Values;
   constexpr int operands = Op<T>::operands, at_once = Columns::at_once / Op<T>::operands;
   constexpr bool scores = Op<T>::scores, reduces = Op<T>::reduces, writes = Op<T>::writes;
   constexpr bool may_be_quick = writes && Op<T>::has_quick && width > 1;
+  constexpr bool may_be_masked = !scores && !Op<T>::a_is_scores;  // softmax_vjp
+  constexpr bool compensates = sizeof(T) > 2 || Op<T>::keeps_apart;
   constexpr bool copies = width * sizeof(T) >= 4;  // asynchronously; a single element of 16 bits is loaded
 
   extern __shared__ __align__(16) unsigned char tile_memory[];
   const TileLayout<Op, T, width> layout(tile);
-  auto* barriers = reinterpret_cast<Barrier*>(tile_memory + layout.barriers);
+  auto& barrier = *reinterpret_cast<Barrier*>(tile_memory + layout.barrier);
+  auto& next_tile = *reinterpret_cast<volatile unsigned*>(tile_memory + layout.next);
   auto* values = reinterpret_cast<Values*>(tile_memory + layout.values);
   auto* mail = reinterpret_cast<Each*>(tile_memory + layout.mail);
-  auto* sums = reinterpret_cast<typename TileLayout<Op, T, width>::GroupSum*>(tile_memory + layout.sums);
+  auto* sums = reinterpret_cast<GroupSum<Op<T>, A>*>(tile_memory + layout.sums);
   T* maxima = reinterpret_cast<T*>(tile_memory + layout.maxima);
-  T* tops = reinterpret_cast<T*>(tile_memory + layout.tops);
   T* slots = reinterpret_cast<T*>(tile_memory + layout.slots);
 
   const int across = tile.across, shift = __ffs(across) - 1, apart = tile.threads >> shift;
@@ -162,7 +185,8 @@ columns(const __grid_constant__ Arguments<T> args, const Tile tile) {
   const unsigned rank = blockIdx.x & (tile.blocks - 1), tiles_at_once = gridDim.x / tile.blocks;
   const int64_t accesses_a_row = args.inner / width, accesses = args.rows * accesses_a_row;
   const int64_t begin = args.n * rank / tile.blocks, end = args.n * (rank + 1) / tile.blocks;
-  const int64_t chunk_rows = int64_t(tile.slots) * apart, step = apart * args.inner;
+  const int chunk_rows = tile.slots * apart;
+  const int64_t step = apart * args.inner;
   const bool stays = reduces && writes && end - begin <= chunk_rows;  // from being reduced to being written
 
   // The thread's part of a chunk of a tile: the first of its elements in an operand, and how many rows it has.
@@ -170,12 +194,11 @@ columns(const __grid_constant__ Arguments<T> args, const Tile tile) {
     int64_t offset;
     int count;
   };
-  auto place = [&](int64_t index, int64_t chunk) {
-    const int64_t access = (index << shift) + at;  // of all rows' accesses of equal j
-    const int rows = static_cast<int>(min(end - chunk, chunk_rows)) - first;
+  auto place = [&](unsigned index, int64_t chunk) {
+    const int64_t access = (int64_t(index) << shift) + at;  // of all rows' accesses of equal j
+    const int rows = static_cast<int>(min(end - chunk, int64_t(chunk_rows))) - first;
     if (access >= accesses || rows <= 0) return Place{0, 0};
-    const int64_t row = accesses <= UINT32_MAX ? static_cast<uint32_t>(access) / static_cast<uint32_t>(accesses_a_row)
-                                               : access / accesses_a_row;
+    const int64_t row = accesses <= INT32_MAX ? tile.row.quotient(static_cast<uint32_t>(access)) : access / accesses_a_row;
     const int64_t column = access - row * accesses_a_row;
     return Place{(row * args.n + chunk + first) * args.inner + column * width,
                  (rows + apart - 1) >> (__ffs(apart) - 1)};
@@ -246,8 +269,11 @@ columns(const __grid_constant__ Arguments<T> args, const Tile tile) {
 
   // A column, counted so that those at the same place in their accesses are neighbours, is finished by a lane, or some
   // neighbouring ones. All lanes of a warp call f, as it may shuffle; the last columns may not exist.
-  auto for_columns = [&](int columns, int helpers, auto f) {
-    for (int c = thread / helpers; c - thread % 32 / helpers < columns; c += tile.threads / helpers)
+  const int log_helpers = min(max(__ffs(tile.threads) - __ffs(layout.columns), 0), Columns::log_helpers);
+  const int helpers = 1 << log_helpers;
+  auto for_columns = [&](auto f) {
+    for (int c = thread >> log_helpers; c - (thread % 32 >> log_helpers) < layout.columns;
+         c += tile.threads >> log_helpers)
       f(c, thread & (helpers - 1));
   };
 
@@ -255,21 +281,24 @@ columns(const __grid_constant__ Arguments<T> args, const Tile tile) {
   if constexpr (kHopperCode) {
     if (clustered) {
       if (thread == 0) {
-        barriers[0].init(1), barriers[1].init(1);
+        barrier.init(1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
       }
       __syncwarp();
-      synchronize_cluster();
+      arrive_at_cluster();
     }
   }
-  int64_t index = blockIdx.x / tile.blocks;
+  unsigned index = blockIdx.x / tile.blocks;  // 2^32 tiles are more than there is memory
   Place here = place(index, begin);
   copy_all(here);
-  for (unsigned turn = 0; (index << shift) < accesses; index += tiles_at_once, turn ^= 1) {
-    // What comes after a chunk: the next one, after the last one the first again, or the first of the next tile.
-    auto after = [&](int64_t chunk, bool last) {
+  unsigned next;
+  for (unsigned turn = 0; (int64_t(index) << shift) < accesses; index = next, turn ^= 1) {
+    unsigned taken = 0;
+    if (counter && rank == 0 && thread == 0) taken = take(counter);
+    // What comes after a chunk: the next one, or after the last one the first of the tile that follows.
+    auto after = [&](int64_t chunk, unsigned follows) {
       chunk += chunk_rows;
-      return chunk < end ? place(index, chunk) : place(last ? index + tiles_at_once : index, begin);
+      return chunk < end ? place(index, chunk) : place(follows, begin);
     };
     if constexpr (reduces) {
       const int group = across < 32 ? thread / 32 : first;
@@ -280,20 +309,19 @@ columns(const __grid_constant__ Arguments<T> args, const Tile tile) {
       for (int e = 0; e < width; e++) top.set(e, narrow<T>(-infinity<A>()));
       for (int64_t chunk = begin; chunk < end || chunk == begin; chunk += chunk_rows) {
         arrive(here);
-        const Place following = stays ? here : after(chunk, !writes);
-        A from[width];  // what exp subtracts: the reference of the maximum up to here
+        const Place following = stays ? here : after(chunk, writes ? index : index + tiles_at_once);
+        A from[width] = {};  // what exp subtracts: the reference of the group's maximum up to here
         if constexpr (scores) {
           Pack<T> high = top;
 #pragma unroll 4
           for (int k = 0; k < here.count; k++) high = larger<width>(high, load_elements<width>(slot(0, k)));
           for (int mask = 16; mask >= across; mask /= 2) high = larger<width>(high, shuffle<width>(high, mask));
-          if (leads) store_elements<width>(maxima + (group * across + at) * width, high);
-          __syncthreads();
-          for (int g = 0; g < layout.groups; g++)
-            high = larger<width>(high, load_elements<width>(maxima + (g * across + at) * width));
 #pragma unroll
           for (int e = 0; e < width; e++) {
-            if (chunk > begin) sum[e] = seen_from<T>(high.get(e), State<A, false>{top.get(e), sum[e]});
+            if (chunk > begin) {
+              sum[e] = seen_from<T>(high.get(e), State<A, false>{top.get(e), sum[e]});
+              if constexpr (!compensates) sum[e].c = 0;
+            }
             from[e] = reference(high.get(e));
           }
           top = high;
@@ -303,37 +331,47 @@ columns(const __grid_constant__ Arguments<T> args, const Tile tile) {
         auto add = [&] {
 #pragma unroll
           for (int e = 0; e < width; e++) {
-            sum[e].add(terms[e]), terms[e] = 0;
+            if constexpr (compensates) sum[e].add(terms[e]);
+            else sum[e].s += terms[e];
+            terms[e] = 0;
             if constexpr (Op<T>::keeps_apart) sum[e].add(equal[e]), equal[e] = 0;
           }
         };
-        visit(std::bool_constant<!writes>{}, here, following, [&](int k, const auto& a, const auto& b) {
-          constexpr int count = sizeof(a) / sizeof(Pack<T>);
+        auto sum_up = [&](auto quickly, auto masked) {
+          visit(std::bool_constant<!writes>{}, here, following, [&](int k, const auto& a, const auto& b) {
+            constexpr int count = sizeof(a) / sizeof(Pack<T>);
 #pragma unroll
-          for (int i = 0; i < count; i++) {
+            for (int i = 0; i < count; i++) {
 #pragma unroll
-            for (int e = 0; e < width; e++) {
-              if constexpr (scores) {
-                A x = a[i].get(e), term = exponential_term<false>(x, from[e]);
-                // Scores that are the maximum are counted, not mixed into the sum of the others: added to it only with
-                // compensation, they leave it its digits. (A column that holds +inf has no such sum.)
-                bool is_top = Op<T>::keeps_apart && x == from[e];
-                terms[e] += is_top ? A(0) : term;
-                if constexpr (Op<T>::keeps_apart) equal[e] += is_top ? A(1) : A(0);
-              } else if constexpr (Op<T>::reads_a_to_reduce) {
-                terms[e] += args.masked && a[i].get(e) == 0 ? A(0) : a[i].get(e) * b[i].get(e);
-              } else {
-                terms[e] += b[i].get(e);
+              for (int e = 0; e < width; e++) {
+                if constexpr (scores) {
+                  A x = a[i].get(e), term = exponential_term<decltype(quickly)::value>(x, from[e]);
+                  // Scores that are the maximum are counted, not mixed into the sum of the others: added to it only with
+                  // compensation, they leave it its digits. (A column that holds +inf has no such sum.)
+                  bool is_top = Op<T>::keeps_apart && x == from[e];
+                  terms[e] += is_top ? A(0) : term;
+                  if constexpr (Op<T>::keeps_apart) equal[e] += is_top ? A(1) : A(0);
+                } else if constexpr (Op<T>::reads_a_to_reduce) {
+                  terms[e] += decltype(masked)::value && a[i].get(e) == 0 ? A(0) : a[i].get(e) * b[i].get(e);
+                } else {
+                  terms[e] += b[i].get(e);
+                }
               }
             }
-          }
-          if ((k + count) % Columns::terms<T> == 0) add();
-        });
+            if ((k + count) % Columns::terms<T> == 0) add();
+          });
+        };
+        // Where 16 bits are written, what a shift that is not large is rounded by does not show.
+        bool quickly = may_be_quick && args.result == ResultType::same;
+#pragma unroll
+        for (int e = 0; e < width; e++) quickly &= fabs(from[e]) < 64;
+        if (may_be_quick && quickly) sum_up(std::bool_constant<may_be_quick>{}, std::false_type{});
+        else if (may_be_masked && args.masked) sum_up(std::false_type{}, std::bool_constant<may_be_masked>{});
+        else sum_up(std::false_type{}, std::false_type{});
         add();
         if (!stays) {
           if (writes) copy_all(following);
           here = following;
-          if (scores) __syncthreads();  // the maxima have been read
         }
       }
 #pragma unroll
@@ -348,83 +386,88 @@ columns(const __grid_constant__ Arguments<T> args, const Tile tile) {
           if (leads) all = plain;
         }
       }
-      if (scores && thread < across) store_elements<width>(tops + at * width, top);
+      if (scores && leads) store_elements<width>(maxima + (group * across + at) * width, top);
     }
     __syncthreads();
 
-    auto finish = [&](int column, Each whole, bool first) {
-      const int64_t access = (index << shift) + (column & (across - 1));
-      if (column >= layout.columns || access >= accesses) return Values{};
+    // What the helpers make of a column's parts, `count` of them.
+    auto merge = [&](int count, int helper, auto part) {
+      State<A, false> whole;
+      if constexpr (scores) {
+        for (int i = helper; i < count; i += helpers) whole.m = max(whole.m, part(i).m);
+        whole.m = reduce_maximum(whole.m, helpers);
+      }
+      for (int i = helper; i < count; i += helpers)
+        whole.sum = combine<T>(whole.sum, scores ? seen_from<T>(whole.m, part(i)) : part(i).sum);
+      whole.sum = reduce_lanes<T>(whole.sum, helpers);
+      return whole;
+    };
+    auto finish = [&](int column, int helper, State<A, false> whole) {
+      const int64_t access = (int64_t(index) << shift) + (column & (across - 1));
+      if (column >= layout.columns || access >= accesses) return;
       if constexpr (Op<T>::keeps_apart)
         if (isfinite(whole.m)) whole.sum.add(-1);
       Part part;
       if constexpr (scores) part = {whole.m, whole.sum};
-      else part = whole;
-      return Op<T>::finish(part, args, access * width + (column >> shift), first);
+      else part = whole.sum;
+      const bool first = helper == 0 && rank == 0;
+      const Values found = Op<T>::finish(part, args, access * width + (column >> shift), first);
+      if (helper == 0) values[column] = found;
     };
-    // In a cluster every column has a block that gets all its parts, and sends what it makes of them to all blocks.
-    const int each = (layout.columns + tile.blocks - 1) / tile.blocks, log_blocks = __ffs(tile.blocks) - 1;
-    const int helpers = max(1, 32 / layout.columns);
-    for_columns(layout.columns, helpers, [&](int column, int helper) {
-      const bool exists = column < layout.columns;
-      Each whole;
-      if constexpr (reduces) {
-        Sum<A> sum;
-        for (int g = helper; g < layout.groups && exists; g += helpers) {
-          if constexpr (Op<T>::keeps_apart) sum = combine<T>(sum, sums[g * layout.columns + column]);
-          else sum.s += sums[g * layout.columns + column];
-        }
-        sum = reduce_lanes<T>(sum, helpers);
-        if constexpr (scores)
-          whole = {exists ? widen(tops[(column & (across - 1)) * width + (column >> shift)]) : -infinity<A>(), sum};
-        else
-          whole = sum;
-        if constexpr (kHopperCode) {
-          if (clustered && exists && helper == 0)
-            send(whole, mail + rank * each + (column >> log_blocks), barriers[0], column & (tile.blocks - 1));
-        }
-        if (clustered) return;
-      }
-      const Values found = finish(column, whole, helper == 0 && rank == 0);
-      if (exists && helper == 0) values[column] = found;
-    });
     if constexpr (kHopperCode) {
       if (clustered) {
-        const int owned = (layout.columns + tile.blocks - 1 - rank) >> log_blocks;
+        wait_for_cluster();  // until the last mail has been read
         if (thread == 0) {
-          barriers[0].arrive_expecting(owned * tile.blocks * sizeof(Each));
-          barriers[1].arrive_expecting(layout.columns * (sizeof(Values) / 4 * 4));
+          barrier.arrive_expecting(layout.columns * tile.blocks * sizeof(Each) + (counter ? sizeof(unsigned) : 0));
+          if (counter && rank == 0)
+            for (unsigned block = 0; block < tile.blocks; block++)
+              send(taken + tiles_at_once, const_cast<unsigned*>(&next_tile), barrier, block);
         }
-        constexpr int readers = 8;
-        for_columns(owned, readers, [&](int i, int reader) {
-          barriers[0].wait(turn);
-          const bool exists = i < owned;
-          Each whole;
-          if constexpr (scores) {
-            for (unsigned block = reader; block < tile.blocks && exists; block += readers)
-              whole.m = max(whole.m, mail[block * each + i].m);
-            whole.m = reduce_maximum(whole.m, readers);
-            for (unsigned block = reader; block < tile.blocks && exists; block += readers)
-              whole.sum = combine<T>(whole.sum, seen_from<T>(whole.m, mail[block * each + i]));
-            whole.sum = reduce_lanes<T>(whole.sum, readers);
-          } else {
-            for (unsigned block = reader; block < tile.blocks && exists; block += readers)
-              whole = combine<T>(whole, mail[block * each + i]);
-            whole = reduce_lanes<T>(whole, readers);
-          }
-          const int column = exists ? (i << log_blocks) + rank : layout.columns;
-          const Values found = finish(column, whole, reader == 0);
-          for (unsigned block = reader; block < tile.blocks && exists; block += readers)
-            send(found, values + column, barriers[1], block);
+      }
+    }
+    if (counter && !clustered && thread == 0) next_tile = taken + tiles_at_once;
+    for_columns([&](int column, int helper) {
+      const bool exists = column < layout.columns;
+      State<A, false> whole;
+      if constexpr (reduces)
+        whole = merge(exists ? layout.groups : 0, helper, [&](int g) {
+          State<A, false> part;
+          if constexpr (scores) part.m = widen(maxima[(g * across + (column & (across - 1))) * width + (column >> shift)]);
+          part.sum = as_sum(sums[g * layout.columns + column]);
+          return part;
         });
-        if (thread < 32) barriers[1].wait(turn);
+      if constexpr (kHopperCode && reduces) {
+        if (clustered) {
+          Each message;
+          if constexpr (scores) message.m = whole.m;
+          if constexpr (Op<T>::keeps_apart) message.sum = whole.sum;
+          else message.sum = whole.sum.value();
+          for (unsigned block = helper; block < tile.blocks && exists; block += helpers)
+            send(message, mail + column * tile.blocks + rank, barrier, block);
+          return;
+        }
+      }
+      finish(column, helper, whole);
+    });
+    if constexpr (kHopperCode && reduces) {
+      if (clustered) {
+        if (thread < 32) barrier.wait(turn);
+        __syncthreads();
+        for_columns([&](int column, int helper) {
+          const Each* of_column = mail + column * tile.blocks;
+          finish(column, helper, merge(column < layout.columns ? tile.blocks : 0, helper, [&](int block) {
+            State<A, false> part;
+            if constexpr (scores) part.m = of_column[block].m;
+            part.sum = as_sum(of_column[block].sum);
+            return part;
+          }));
+        });
       }
     }
     __syncthreads();
-    // Where values are sent, nobody writes new mail before it has them; else the mail might not have been read.
-    if constexpr (kHopperCode && !writes) {
-      if (clustered) synchronize_cluster();
-    }
+    next = counter ? next_tile : index + tiles_at_once;
+    if constexpr (kHopperCode)
+      if (clustered) arrive_at_cluster();
 
     if constexpr (writes) {
       auto write = [&](auto quickly) {
@@ -434,7 +477,7 @@ columns(const __grid_constant__ Arguments<T> args, const Tile tile) {
         for (int e = 0; e < width; e++) own[e] = values[e * across + at];
         for (int64_t chunk = begin; chunk < end || chunk == begin; chunk += chunk_rows) {
           if (!stays) arrive(here);
-          const Place following = after(chunk, true);
+          const Place following = after(chunk, next);
           int64_t to = here.offset;
           visit(std::true_type{}, here, following, [&](int, const auto& a, const auto& b) {
             constexpr int count = sizeof(a) / sizeof(Pack<T>);
@@ -445,18 +488,18 @@ columns(const __grid_constant__ Arguments<T> args, const Tile tile) {
               for (int e = 0; e < width; e++) {
                 if constexpr (may_be_quick)
                   if (quick) x[e] = Op<T>::quick_value(own[e], a[i].get(e));
-                if (quick) continue;
+                if (may_be_quick && quick) continue;
                 x[e] = Op<T>::value(own[e], a[i].get(e), operands > 1 ? b[i].get(e) : A(0));
-                if (!Op<T>::a_is_scores && args.masked && a[i].get(e) == 0) x[e] = 0;
+                if (may_be_masked && !quick && args.masked && a[i].get(e) == 0) x[e] = 0;
               }
-              if (quick) {
+              if (may_be_quick && quick) {
                 if constexpr (may_be_quick) {
                   Pack<T> pack;
                   pack.set_all(x);
                   if constexpr (kUnit<T> != 1) pack.multiply(kUnit<T>);
                   store_elements<width>(static_cast<T*>(args.out) + to, pack);
                 }
-              } else if (args.result == ResultType::same) {
+              } else if (quick || args.result == ResultType::same) {
                 store_results(static_cast<T*>(args.out) + to, x);
               } else if constexpr (sizeof(T) == 2) {
                 store_results(static_cast<float*>(args.out) + to, x);
@@ -475,11 +518,16 @@ columns(const __grid_constant__ Arguments<T> args, const Tile tile) {
         for (int e = 0; e < width; e++) quick &= values[e * across + at].quick;
         if (quick) write(std::true_type{});
         else write(std::false_type{});
+      } else if constexpr (may_be_masked) {
+        if (args.result == ResultType::same && !args.masked) write(std::true_type{});
+        else write(std::false_type{});
       } else {
         write(std::false_type{});
       }
     }
   }
+  if constexpr (kHopperCode)
+    if (clustered) wait_for_cluster();
 }
 
 // What a device has, and what shared memory each of so many blocks can have of a multiprocessor's.
@@ -493,13 +541,15 @@ struct ColumnsDevice {
     if (auto e = cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device)) return e;
     return cudaDeviceGetAttribute(&of_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   }
-  int shared(int share) const { return std::min(of_block, memory / share - reserved) / 16 * 16; }
+  // It is given in multiples of 128 bytes.
+  int shared(int share) const { return std::min(of_block, memory / share / 128 * 128 - reserved); }
 };
 
 // The choice of a tile, for a device whose clusters have up to `most_blocks` blocks.
 template <template <class> class Op, class T, int width>
 Tile choose_tile(const Arguments<T>& args, const ColumnsDevice& device, unsigned most_blocks) {
   const int64_t accesses = args.rows * args.inner / width;
+  const Divider row = accesses <= INT32_MAX ? Divider(static_cast<uint32_t>(args.inner / width)) : Divider();
   constexpr int64_t bytes = width * sizeof(T) * Op<T>::operands;  // of an access, in all operands
   auto divide = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const int lines = args.inner * sizeof(T) % Columns::tile_bytes == 0 ? 1 : 2;
@@ -518,16 +568,18 @@ Tile choose_tile(const Arguments<T>& args, const ColumnsDevice& device, unsigned
   auto too_few = [&] { return tiles * blocks <= device.processors && divide(args.n, blocks) >= 4 * apart; };
   while (blocks < most_blocks && (too_much() || too_few())) blocks *= 2;
 
-  const int64_t slots = divide(divide(args.n, blocks), apart);
+  const int64_t rows = divide(args.n, blocks), slots = divide(rows, apart);
+  const int64_t unused = (slots * apart - rows) * across * width * sizeof(T);  // of the last slot, at its end
   const int most_share = Columns::blocks_at_once<T> * Columns::most_threads / threads;
   auto held = [&](int share) {
-    TileLayout<Op, T, width> empty({threads, across, 0, blocks, share});
-    return std::min<int64_t>(slots, (device.shared(share) - int64_t(empty.end)) / (threads * bytes));
+    TileLayout<Op, T, width> empty({threads, across, 0, blocks, share, row});
+    const int64_t room = device.shared(share) - int64_t(empty.end);
+    return room >= slots * threads * bytes - unused ? slots : room / (threads * bytes);
   };
   int share = most_share;
   while (Op<T>::reduces && share > 1 && held(share) < slots) share--;
   if (held(share) < slots) share = most_share;  // in chunks
-  return {threads, across, static_cast<int>(std::max<int64_t>(1, held(share))), blocks, share};
+  return {threads, across, static_cast<int>(std::max<int64_t>(1, held(share))), blocks, share, row};
 }
 
 // How many clusters of a kernel run at once on a device: asked once for each size and share. None if it does not know
@@ -560,8 +612,8 @@ cudaError_t tiles_at_once(const ColumnsDevice& device, const cudaLaunchConfig_t&
 
 // `launched` is false where the device does not know clusters of the size.
 template <template <class> class Op, class T, int width>
-cudaError_t launch_tile(const Arguments<T>& args, const ColumnsDevice& device, Tile tile, cudaStream_t stream,
-                        bool* launched) {
+cudaError_t launch_tile(const Arguments<T>& args, const ColumnsDevice& device, Tile tile, void* workspace,
+                        cudaStream_t stream, bool* launched) {
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {tile.blocks, 1, 1};
@@ -578,31 +630,37 @@ cudaError_t launch_tile(const Arguments<T>& args, const ColumnsDevice& device, T
   if (at_once == 0) return cudaSuccess;
   const int64_t tiles = (args.rows * args.inner / width + tile.across - 1) / tile.across;
   config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(tiles, at_once) * tile.blocks));
-  return cudaLaunchKernelEx(&config, columns<Op, T, width>, args, tile);
+  // To clear the counter takes longer than a few tiles. What writes nothing copies its next tile before it is known.
+  unsigned long long* counter = nullptr;
+  if (Op<T>::reduces && Op<T>::writes && workspace && tiles > int64_t(Columns::few_tiles) * at_once) {
+    counter = static_cast<unsigned long long*>(workspace);
+    if (auto e = cudaMemsetAsync(counter, 0, sizeof *counter, stream)) return e;
+  }
+  return cudaLaunchKernelEx(&config, columns<Op, T, width>, args, tile, counter);
 }
 
 template <template <class> class Op, class T, int width>
-cudaError_t launch_tiles(const Arguments<T>& args, cudaStream_t stream) {
+cudaError_t launch_tiles(const Arguments<T>& args, void* workspace, cudaStream_t stream) {
   ColumnsDevice device;
   if (auto e = device.read()) return e;
   bool launched = false;
   for (unsigned most = device.major >= 9 || !Op<T>::reduces ? Columns::most_blocks : 1; !launched;) {
     Tile tile = choose_tile<Op, T, width>(args, device, most);
-    if (auto e = launch_tile<Op, T, width>(args, device, tile, stream, &launched)) return e;
+    if (auto e = launch_tile<Op, T, width>(args, device, tile, workspace, stream, &launched)) return e;
     most = tile.blocks / 2;
   }
   return cudaSuccess;
 }
 
-// Everything is ordered by `stream`; nothing is allocated or waited for.
+// `workspace` has room for the counter, or is null. Everything is ordered by `stream`; nothing is allocated or waited for.
 template <template <class> class Op, class T>
-cudaError_t launch_columns(const Arguments<T>& args, cudaStream_t stream) {
+cudaError_t launch_columns(const Arguments<T>& args, void* workspace, cudaStream_t stream) {
   if (args.rows == 0 || args.n == 0 || args.inner == 0) return cudaSuccess;
   auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
   constexpr int size = Pack<T>::size;
   if (args.inner % size == 0 && aligned(args.a) && aligned(args.b) && aligned(args.out))
-    return launch_tiles<Op, T, size>(args, stream);
-  return launch_tiles<Op, T, 1>(args, stream);
+    return launch_tiles<Op, T, size>(args, workspace, stream);
+  return launch_tiles<Op, T, 1>(args, workspace, stream);
 }
 
 }  // namespace jaxsoft::cuda

@@ -3,13 +3,13 @@
 //
 // Rows are cut into chunks, and the chunks are dealt out in turn to the blocks of a persistent grid. (Dealt out by a
 // counter, they were no faster.) A block keeps its chunks in shared memory, a ring of slots, each of which goes through
-// several hands: the producer fills it by bulk copies, reducers reduce it, the poster sends the state of what the block
-// has of a row to device memory, a poller waits until the states of the whole row are there, and writers write and give
-// the slot back. Only pollers wait for other blocks, so memory is kept busy as long as the slots hold more than what is
-// on its way. All blocks must run at once.
+// several hands: the producer fills it by bulk copies, reducers reduce it, a writer takes what it holds into registers and
+// gives the slot back; the poster sends the state of what the block has of a row to device memory, a poller waits until
+// the states of the whole row are there, and the writer writes. Only pollers wait for other blocks, so memory is kept busy
+// as long as a block has room for more than what is on its way. All blocks must run at once.
 //
 // Barriers: full[slot] is completed by the copies into a slot, reduced[slot] by the warps that have reduced it,
-// ready[slot] by the poller, empty[slot] by the warps that have written it. A role of several teams or warps deals the
+// empty[slot] by those that have taken it, and a chunk's `ready` by the poller. A role of several teams or warps deals the
 // turns out to them. One may then come to a slot before another has come to its filling before this one, and a barrier
 // tells a phase from the next only; so there are barriers for two fillings of each slot.
 #pragma once
@@ -21,13 +21,23 @@ namespace jaxsoft::cuda {
 struct Dealt {
   static constexpr int team = 128;         // threads
   static constexpr int warps = team / 32;  // of a team
-  static constexpr int reducers = 2, writers = 2;  // teams
-  static constexpr int pollers = 2;                // warps; one where a row has many chunks in each block
-  static constexpr int threads = (reducers + writers) * team + (2 + pollers) * 32;
+  static constexpr int reducers = 4;       // teams
+  static constexpr int pollers = 2;        // warps; one where a row has many chunks in each block
   static constexpr int slots = 14, slot_bytes = 16 * 1024;
-  static constexpr int at_once = 4;  // packs that a thread reads before it uses the first, of all operands together
+  static constexpr int most_slots = slots - 1;  // that a row may take
+  static constexpr int ahead = 1;    // chunks that are asked for before there is a slot for them; more come too early
+  static constexpr int at_once = 4;  // packs that a reducer's thread reads before it uses the first, of all operands
   static constexpr int looks = 5;    // packets that a lane of a poller looks at together
   static constexpr int slot_packs(int operands) { return slot_bytes / 16 / operands; }  // of each operand
+};
+
+// What depends on the operation. One team of writers is fast enough for f32, and spreads what is written over time.
+template <class Op, class T>
+struct DealtRoles {
+  static constexpr int writers = Op::operands == 1 && sizeof(T) == 4 ? 1 : 2;  // teams
+  static constexpr int threads = (Dealt::reducers + writers) * Dealt::team + (2 + Dealt::pollers) * 32;
+  static constexpr int chunks = Dealt::slots + writers;  // that a block may have at once
+  static_assert(Dealt::slots % writers == 0);            // so turn t is written before turn t + chunks is reduced
 };
 
 // What a row's states are posted in. Words are zero before; a packet is there when its last word is not.
@@ -88,12 +98,16 @@ struct Hand {
 template <template <class> class Op, class T>
 struct alignas(128) DealtMemory {
   static constexpr int operands = Op<T>::operands;
-  static constexpr int slot_packs = Dealt::slot_packs(operands);
+  static constexpr int slot_packs = Dealt::slot_packs(operands), most_chunks = DealtRoles<Op<T>, T>::chunks;
   Pack<T> slots[Dealt::slots][operands][slot_packs];
-  typename Ragged<Op, T, 1>::Memory ragged[Dealt::reducers + Dealt::writers];
-  typename Op<T>::Part states[Dealt::slots][Dealt::warps];
-  typename Op<T>::Values values[Dealt::slots];
-  Barrier full[2 * Dealt::slots], reduced[2 * Dealt::slots], ready[2 * Dealt::slots], empty[Dealt::slots];
+  typename Ragged<Op, T, 1>::Memory ragged[Dealt::reducers + DealtRoles<Op<T>, T>::writers];
+  struct Chunk {  // of turn % most_chunks
+    typename Op<T>::Part states[Dealt::warps];
+    typename Op<T>::Values values;
+    Barrier ready;
+  } chunks[most_chunks];
+  Barrier full[2 * Dealt::slots], reduced[2 * Dealt::slots], empty[Dealt::slots];
+  __device__ Chunk& chunk(const Hand& hand) { return chunks[hand.turn % most_chunks]; }
 };
 
 // The packs of a row that a chunk has: of those in whole lines, perhaps none.
@@ -107,26 +121,39 @@ struct ChunkPart {
 
 template <template <class> class Op, class T, class Form>
 __device__ void fill_slots(const Arguments<T>& args, const Deal& deal, DealtMemory<Op, T>& memory) {
-  for (Hand hand(deal); !hand.ended(); hand.advance()) {
+  struct Source {
+    const T *a, *b;
+    unsigned bytes;  // of each operand
+  };
+  auto source = [&](const Hand& hand) {
     Row<Op, T, Form> row(args, hand.row);
     const ChunkPart part(Lines(row.window, row.a), hand);
-    const unsigned bytes = (part.end - part.begin) * 16;
-    auto& full = memory.full[hand.barrier()];
-    memory.empty[hand.slot].sleep_until(hand.round % 2 ^ 1);
-    full.arrive_expecting(bytes * Op<T>::operands);
-    if (bytes) {
-      auto& slot = memory.slots[hand.slot];
-      const int element = part.begin * Pack<T>::size - row.window.head;
-      copy_to_shared(slot[0], row.a + element, bytes, full);
-      if constexpr (Op<T>::operands > 1) copy_to_shared(slot[1], row.b + element, bytes, full);
+    const int element = part.begin * Pack<T>::size - row.window.head;
+    return Source{row.a + element, row.b + element, (part.end - part.begin) * 16u};
+  };
+  Hand later(deal);
+  for (Hand hand(deal); !hand.ended(); hand.advance()) {
+    for (; !later.ended() && later.turn <= hand.turn + Dealt::ahead; later.advance()) {
+      if (later.turn < Dealt::slots) continue;
+      const Source from = source(later);
+      if (from.bytes) prefetch_to_cache(from.a, from.bytes);
+      if (from.bytes && Op<T>::operands > 1) prefetch_to_cache(from.b, from.bytes);
     }
+    auto& slot = memory.slots[hand.slot];
+    auto& full = memory.full[hand.barrier()];
+    const Source from = source(hand);
+    memory.empty[hand.slot].sleep_until(hand.round % 2 ^ 1);
+    full.arrive_expecting(from.bytes * Op<T>::operands);
+    if (from.bytes) copy_to_shared(slot[0], from.a, from.bytes, full);
+    if constexpr (Op<T>::operands > 1)
+      if (from.bytes) copy_to_shared(slot[1], from.b, from.bytes, full);
   }
 }
 
 // What a thread of a team has of a slot, some packs at a time, and of the row's ragged ends.
-template <template <class> class Op, class T, class Form>
+template <template <class> class Op, class T, class Form, int count>
 struct Held : ChunkPart {
-  static constexpr int each = Dealt::at_once / Op<T>::operands;
+  static constexpr int each = count / Op<T>::operands;
   const Pack<T> (&slot)[Op<T>::operands][Dealt::slot_packs(Op<T>::operands)];
   const Row<Op, T, Form>& row;
   const Ragged<Op, T, 1> ragged;  // a row has many chunks
@@ -153,7 +180,7 @@ __device__ void reduce_slots(const Arguments<T>& args, const Deal& deal, DealtMe
   for (Hand hand(deal); !hand.ended(); hand.advance()) {
     if (hand.turn % Dealt::reducers != team) continue;
     Row<Op, T, Form> row(args, hand.row);
-    const Held<Op, T, Form> held(memory, row, Lines(row.window, row.a), hand, team, thread);
+    const Held<Op, T, Form, Dealt::at_once> held(memory, row, Lines(row.window, row.a), hand, team, thread);
     memory.full[hand.barrier()].sleep_until(hand.parity());
     auto visit = [&](auto use) {
       for (int first = held.begin + thread; first - thread % 32 < held.end; first += held.each * Dealt::team) {
@@ -165,7 +192,7 @@ __device__ void reduce_slots(const Arguments<T>& args, const Deal& deal, DealtMe
     };
     auto part = reduce_visited<Op<T>>(row.form, visit, [](const auto& part) { return reduce_lanes<T>(part, 32); });
     if (thread % 32 == 0) {
-      memory.states[hand.slot][thread / 32] = part;
+      memory.chunk(hand).states[thread / 32] = part;
       memory.reduced[hand.barrier()].arrive();
     }
   }
@@ -179,7 +206,7 @@ __device__ void post_states(const Deal& deal, Packet* packets, DealtMemory<Op, T
   bool begins = true;
   for (Hand hand(deal); !hand.ended(); hand.advance()) {
     memory.reduced[hand.barrier()].sleep_until(hand.parity());
-    auto of_chunk = reduce_lanes<T>(memory.states[hand.slot][lane % Dealt::warps], Dealt::warps);
+    auto of_chunk = reduce_lanes<T>(memory.chunk(hand).states[lane % Dealt::warps], Dealt::warps);
     if (begins) part = of_chunk, first = hand.chunk;
     else part = combine<T>(part, of_chunk);
     begins = !hand.continues();
@@ -227,8 +254,8 @@ __device__ void poll_rows(const Arguments<T>& args, const Deal& deal, const Pack
     for (bool more = true; more; hand.advance()) {
       more = hand.continues();
       if (lane == 0) {
-        memory.values[hand.slot] = values;
-        memory.ready[hand.barrier()].arrive();
+        memory.chunk(hand).values = values;
+        memory.chunk(hand).ready.arrive();
       }
     }
   }
@@ -237,27 +264,27 @@ __device__ void poll_rows(const Arguments<T>& args, const Deal& deal, const Pack
 template <template <class> class Op, class T, class Form>
 __device__ void write_slots(const Arguments<T>& args, const Deal& deal, DealtMemory<Op, T>& memory, int team,
                             int thread) {
+  using Roles = DealtRoles<Op<T>, T>;
   for (Hand hand(deal); !hand.ended(); hand.advance()) {
-    if (hand.turn % Dealt::writers != team) continue;
+    if (hand.turn % Roles::writers != team) continue;
     Row<Op, T, Form> row(args, hand.row);
-    const Held<Op, T, Form> held(memory, row, Lines(row.window, row.a), hand, Dealt::reducers + team, thread);
-    memory.ready[hand.barrier()].sleep_until(hand.parity());
-    const auto values = memory.values[hand.slot];
+    const Held<Op, T, Form, Dealt::slot_bytes / 16 / Dealt::team> held(memory, row, Lines(row.window, row.a), hand,
+                                                                       Dealt::reducers + team, thread);
+    memory.reduced[hand.barrier()].sleep_until(hand.parity());
+    const int first = held.begin + thread;
+    Pack<T> a[held.each], b[held.each];
+    held.load(first, a, b, true);
+    __syncwarp();
+    if (thread % 32 == 0) memory.empty[hand.slot].arrive();
+    auto& chunk = memory.chunk(hand);
+    chunk.ready.sleep_until(hand.turn / Roles::chunks % 2);
+    const auto values = chunk.values;
     auto write = [&](auto quick) {
       auto* out = reinterpret_cast<Pack<T>*>(static_cast<T*>(row.out) - row.window.head);
-      for (int first = held.begin + thread; first - thread % 32 < held.end; first += held.each * Dealt::team) {
-        Pack<T> a[held.each], b[held.each];
-        held.load(first, a, b, true);
-        if (row.writes_packs(values) && held.full(first)) {
 #pragma unroll
-          for (int k = 0; k < held.each; k++)
-            out[first + k * Dealt::team] = row.template result_pack<decltype(quick)::value>(values, a[k], b[k]);
-        } else {
-#pragma unroll
-          for (int k = 0; k < held.each; k++)
-            if (first + k * Dealt::team < held.end) row.write(first + k * Dealt::team, values, a[k], b[k]);
-        }
-      }
+      for (int k = 0; k < held.each; k++)
+        if (first + k * Dealt::team < held.end)
+          out[first + k * Dealt::team] = row.template result_pack<decltype(quick)::value>(values, a[k], b[k]);
     };
     if constexpr (Op<T>::has_quick) {
       if (row.quick(values)) write(std::true_type{});
@@ -266,29 +293,29 @@ __device__ void write_slots(const Arguments<T>& args, const Deal& deal, DealtMem
       write(std::false_type{});
     }
     held.ragged.write(row, values);
-    __syncwarp();
-    if (thread % 32 == 0) memory.empty[hand.slot].arrive();
   }
 }
 
 template <template <class> class Op, class T, class Form>
-__global__ void __launch_bounds__(Dealt::threads, 1)
+__global__ void __launch_bounds__(DealtRoles<Op<T>, T>::threads, 1)
     dealt(const __grid_constant__ Arguments<T> args, const __grid_constant__ Deal deal, Packet* packets) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) unsigned char bytes[];
   auto& memory = *reinterpret_cast<DealtMemory<Op, T>*>(bytes);
   if (threadIdx.x < 2 * Dealt::slots) {
     const unsigned i = threadIdx.x;
-    memory.full[i].init(1), memory.reduced[i].init(Dealt::warps), memory.ready[i].init(1);
+    memory.full[i].init(1), memory.reduced[i].init(Dealt::warps);
     if (i < Dealt::slots) memory.empty[i].init(Dealt::warps);
+    if (i < memory.most_chunks) memory.chunks[i].ready.init(1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
+  constexpr int writers = DealtRoles<Op<T>, T>::writers;
   int thread = threadIdx.x, lane = thread % 32, team = thread / Dealt::team;
   if (team < Dealt::reducers) return reduce_slots<Op, T, Form>(args, deal, memory, team, thread % Dealt::team);
   team -= Dealt::reducers;
-  if (team < Dealt::writers) return write_slots<Op, T, Form>(args, deal, memory, team, thread % Dealt::team);
-  int warp = (thread - (Dealt::reducers + Dealt::writers) * Dealt::team) / 32;
+  if (team < writers) return write_slots<Op, T, Form>(args, deal, memory, team, thread % Dealt::team);
+  int warp = (thread - (Dealt::reducers + writers) * Dealt::team) / 32;
   if (warp == 0) return post_states<Op, T>(deal, packets, memory, lane);
   if (warp == 1 && lane == 0) return fill_slots<Op, T, Form>(args, deal, memory);
   if (warp >= 2 && warp - 2 < deal.pollers) poll_rows<Op, T>(args, deal, packets, memory, warp - 2, lane);
@@ -309,11 +336,11 @@ Deal deal_out(int64_t rows, int64_t packs, int processors) {
   return deal;
 }
 
-// Whether the grid holds a row, with room for the next, and `bytes` of workspace the packets of all rows.
+// Whether the grid holds a row, with room for some of the next, and `bytes` of workspace the packets of all rows.
 template <class Op>
 bool can_deal(int64_t rows, int64_t packs, int processors, int64_t bytes) {
   const int64_t chunks = packs / Dealt::slot_packs(Op::operands) + 1;
-  return chunks <= Dealt::slots * 4 / 7 * processors &&
+  return chunks <= Dealt::most_slots * processors &&
          rows <= bytes / int64_t(sizeof(Packet)) / std::min<int64_t>(chunks, processors);
 }
 
@@ -337,7 +364,7 @@ cudaError_t launch_dealt(const Arguments<T>& args, int64_t packs, int processors
   attribute.val.cooperative = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(blocks);
-  config.blockDim = dim3(Dealt::threads);
+  config.blockDim = dim3(DealtRoles<Op<T>, T>::threads);
   config.dynamicSmemBytes = bytes;
   config.stream = stream;
   config.attrs = &attribute;

@@ -43,12 +43,22 @@ struct Arguments {
   ResultType result = ResultType::same;         // of out, if not T
   bool masked = false;                          // softmax_vjp: elements with y = 0 do not count
   Extras extras;
-  Divider sizes[kGroups];  // of the groups of rows; where there are 2^31 rows or more they are not set
+  // The groups of rows, for numbers of 32 bits: their sizes, and the extras' strides, in rows of an extra. Not set where
+  // there are 2^31 rows or more.
+  Divider sizes[kGroups];
+  uint32_t strides[4][kGroups] = {};
 
   __host__ __device__ bool counted_in_ints() const { return rows <= INT32_MAX; }
-  void set_sizes() {
-    if (counted_in_ints())
-      for (int i = 0; i < extras.groups; i++) sizes[i] = Divider(static_cast<uint32_t>(extras.size[i]));
+  void set_extras(const Extras& of_call) {
+    extras = of_call;
+    if (!counted_in_ints()) return;
+    for (int i = 0; i < extras.groups; i++) {
+      sizes[i] = Divider(static_cast<uint32_t>(extras.size[i]));
+      strides[0][i] = static_cast<uint32_t>(extras.scale.stride[i]);
+      strides[1][i] = static_cast<uint32_t>(extras.limit.stride[i]);
+      strides[2][i] = n > 0 ? static_cast<uint32_t>(extras.where.stride[i] / n) : 0;
+      strides[3][i] = n > 0 ? static_cast<uint32_t>(extras.bias.stride[i] / n) : 0;
+    }
   }
 
   // The row whose turn it is: rows that share a row of the bias follow each other, so that it comes from the cache.
@@ -96,10 +106,9 @@ struct WithExtras {
   __device__ WithExtras(const Arguments<T>& args, int64_t row, int64_t begin, const Window& window)
       : limit(window.n), masked(args.masked) {
     const Extras& extras = args.extras;
-    int64_t offset[4] = {};
-    const Extra* every[4] = {&extras.scale, &extras.limit, &extras.where, &extras.bias};
+    int64_t offset[4] = {};  // of scale, limit, where and bias
     if (args.counted_in_ints()) {
-      uint32_t rest = static_cast<uint32_t>(row);  // in steps of the group
+      uint32_t rest = static_cast<uint32_t>(row), rows[4] = {};  // rest: in steps of the group
 #pragma unroll
       for (int i = 0; i < kGroups; i++) {
         if (i >= extras.groups) break;
@@ -109,9 +118,12 @@ struct WithExtras {
           at -= rest * args.sizes[i].divisor;
         }
 #pragma unroll
-        for (int k = 0; k < 4; k++) offset[k] += at * every[k]->stride[i];
+        for (int k = 0; k < 4; k++) rows[k] += at * args.strides[k][i];
       }
+#pragma unroll
+      for (int k = 0; k < 4; k++) offset[k] = k < 2 ? rows[k] : rows[k] * args.n;
     } else {
+      const Extra* every[4] = {&extras.scale, &extras.limit, &extras.where, &extras.bias};
 #pragma unroll 1
       for (int i = 0; i < extras.groups; i++) {
         const int64_t at = row / extras.divisor[i] % extras.size[i];

@@ -33,7 +33,7 @@ cudaError_t run_typed(const Kernel& kernel, cudaStream_t stream) {
   args.m = static_cast<A*>(kernel.m);
   args.s = static_cast<A*>(kernel.s);
   args.g = static_cast<const A*>(kernel.g);
-  args.extras = kernel.call.extras;
+  args.set_extras(kernel.call.extras);
   args.masked = kernel.masked;
   auto type = kernel.out.element_type();
   if (type != kernel.x.element_type())

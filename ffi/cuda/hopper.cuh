@@ -56,6 +56,11 @@ __device__ inline void copy_to_shared(void* to, const void* from, unsigned bytes
                : "memory");
 }
 
+// Asks for what will be copied later, so that it comes from the L2 then.
+__device__ inline void prefetch_to_cache(const void* from, unsigned bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 // The same place in another block of the cluster.
 __device__ inline uint32_t in_block(uint32_t address, unsigned block) {
   uint32_t mapped;
@@ -73,8 +78,11 @@ __device__ inline unsigned blocks_of_cluster() {
   return blocks;
 }
 // Relaxed: what a block has stored to device memory need not be visible to the others.
+__device__ inline void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ inline void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 __device__ inline void synchronize_cluster() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  arrive_at_cluster();
+  wait_for_cluster();
 }
 
 // Stores a value, in words of 4 or 8 bytes, to the same place in a block's shared memory, and completes its bytes at
@@ -99,6 +107,13 @@ __device__ void send(const V& value, const void* to, const Barrier& done, unsign
                      : "memory");
     }
   }
+}
+
+// The counter's value before 1 is added. Asynchronous until the value is used.
+__device__ inline unsigned long long take(unsigned long long* counter) {
+  unsigned long long value;
+  asm volatile("atom.global.relaxed.gpu.add.u64 %0, [%1], 1;" : "=l"(value) : "l"(counter) : "memory");
+  return value;
 }
 
 }  // namespace jaxsoft::cuda

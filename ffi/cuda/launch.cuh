@@ -168,14 +168,13 @@ cudaError_t launch_form(const Arguments<T>& args, void* workspace, int64_t bytes
 template <template <class> class Op, class T>
 cudaError_t launch(const Arguments<T>& args, void* workspace, int64_t bytes, cudaStream_t stream) {
   if (args.rows == 0 || args.n == 0 || args.inner == 0) return cudaSuccess;
-  if (args.inner > 1) return launch_columns<Op>(args, stream);
-  Arguments<T> with = args;
-  with.set_sizes();
+  if (bytes < int64_t(sizeof(unsigned long long))) workspace = nullptr;  // no room for a counter
+  if (args.inner > 1) return launch_columns<Op>(args, workspace, stream);
   const Extras& extras = args.extras;
   if constexpr (Op<T>::a_is_scores && Op<T>::operands == 1)
-    if (extras.bias.data) return launch_form<Op, T, WithExtras<T, true>>(with, workspace, bytes, stream);
+    if (extras.bias.data) return launch_form<Op, T, WithExtras<T, true>>(args, workspace, bytes, stream);
   if (extras.scale.data || extras.limit.data || extras.where.data || args.masked || args.result != ResultType::same)
-    return launch_form<Op, T, WithExtras<T, false>>(with, workspace, bytes, stream);
+    return launch_form<Op, T, WithExtras<T, false>>(args, workspace, bytes, stream);
   return launch_form<Op, T, Plain>(args, workspace, bytes, stream);
 }
 

@@ -119,13 +119,6 @@ struct alignas(128) RingMemory {
   Barrier full[count], empty[count], mailed[Ring::mails], exchanged[Ring::exchanges], reduced[Ring::teams];
 };
 
-// The counter's value before 1 is added. Asynchronous until the value is used.
-__device__ inline unsigned long long take(unsigned long long* counter) {
-  unsigned long long value;
-  asm volatile("atom.global.relaxed.gpu.add.u64 %0, [%1], 1;" : "=l"(value) : "l"(counter) : "memory");
-  return value;
-}
-
 template <template <class> class Op, class T>
 __device__ void produce(const Arguments<T>& args, unsigned long long* counter, RingMemory<Op, T>& memory) {
   constexpr int slot_packs = RingMemory<Op, T>::slot_packs;
@@ -353,7 +346,7 @@ cudaError_t active_clusters(const cudaLaunchConfig_t& config, int blocks, int* c
   return cudaSuccess;
 }
 
-// `workspace` has room for the counter.
+// `workspace` has room for the counter, or is null.
 template <template <class> class Op, class T, class Form>
 cudaError_t launch_ring(const Arguments<T>& args, int blocks, void* workspace, cudaStream_t stream) {
   constexpr size_t bytes = sizeof(RingMemory<Op, T>);
@@ -371,7 +364,7 @@ cudaError_t launch_ring(const Arguments<T>& args, int blocks, void* workspace, c
   int clusters = 0;
   if (auto e = active_clusters<Op, T, Form>(config, blocks, &clusters)) return e;
   // To clear the counter takes longer than a few rows.
-  auto* counter = args.rows > Ring::few_rows * clusters ? static_cast<unsigned long long*>(workspace) : nullptr;
+  auto* counter = args.rows > int64_t(Ring::few_rows) * clusters ? static_cast<unsigned long long*>(workspace) : nullptr;
   if (counter)
     if (auto e = cudaMemsetAsync(counter, 0, sizeof *counter, stream)) return e;
   config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(clusters, args.rows) * blocks));
