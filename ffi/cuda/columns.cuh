@@ -6,9 +6,9 @@
 // device memory. Shared memory serves as registers of any number here: it is larger, and what it holds needs no
 // unrolled code.
 //
-// Blocks are persistent, and take their next tile from a counter: multiprocessors are not equally fast. As a thread writes
-// what it holds of a tile, it copies its packs of the next tile into their place, so that memory has something to read
-// throughout; and several blocks share a multiprocessor, so one reduces while others read and write.
+// Blocks are persistent, and take their next tile from a counter: multiprocessors are not equally fast. As a thread
+// writes what it holds of a tile, it copies its packs of the next tile into their place, so that memory has something to
+// read throughout; and several blocks share a multiprocessor, so one reduces while others read and write.
 //
 // Parts of n that do not fit go through shared memory in chunks, twice: reduced, then read again and written.
 #pragma once
@@ -38,8 +38,8 @@ struct Columns {
   template <class T> static constexpr int terms = sizeof(T) == 2 ? 16 : 32 / sizeof(T);
 };
 
-// How a tile is dealt out to threads. An access is what a thread loads at once: a pack, or one element where packs do not
-// lie on 16-byte boundaries.
+// How a tile is dealt out. An access is what a thread loads at once: a pack, or one element where packs do not lie on
+// 16-byte boundaries.
 struct Tile {
   int threads;      // of a block
   int across;       // accesses side by side; threads / across threads, and so many rows apart, have a column
@@ -198,7 +198,8 @@ columns(const __grid_constant__ Arguments<T> args, const Tile tile, unsigned lon
     const int64_t access = (int64_t(index) << shift) + at;  // of all rows' accesses of equal j
     const int rows = static_cast<int>(min(end - chunk, int64_t(chunk_rows))) - first;
     if (access >= accesses || rows <= 0) return Place{0, 0};
-    const int64_t row = accesses <= INT32_MAX ? tile.row.quotient(static_cast<uint32_t>(access)) : access / accesses_a_row;
+    const int64_t row =
+        accesses <= INT32_MAX ? tile.row.quotient(static_cast<uint32_t>(access)) : access / accesses_a_row;
     const int64_t column = access - row * accesses_a_row;
     return Place{(row * args.n + chunk + first) * args.inner + column * width,
                  (rows + apart - 1) >> (__ffs(apart) - 1)};
@@ -346,8 +347,8 @@ columns(const __grid_constant__ Arguments<T> args, const Tile tile, unsigned lon
               for (int e = 0; e < width; e++) {
                 if constexpr (scores) {
                   A x = a[i].get(e), term = exponential_term<decltype(quickly)::value>(x, from[e]);
-                  // Scores that are the maximum are counted, not mixed into the sum of the others: added to it only with
-                  // compensation, they leave it its digits. (A column that holds +inf has no such sum.)
+                  // Scores that are the maximum are counted, not mixed into the sum of the others: added to it only
+                  // with compensation, they leave it its digits. (A column that holds +inf has no such sum.)
                   bool is_top = Op<T>::keeps_apart && x == from[e];
                   terms[e] += is_top ? A(0) : term;
                   if constexpr (Op<T>::keeps_apart) equal[e] += is_top ? A(1) : A(0);
@@ -432,7 +433,8 @@ columns(const __grid_constant__ Arguments<T> args, const Tile tile, unsigned lon
       if constexpr (reduces)
         whole = merge(exists ? layout.groups : 0, helper, [&](int g) {
           State<A, false> part;
-          if constexpr (scores) part.m = widen(maxima[(g * across + (column & (across - 1))) * width + (column >> shift)]);
+          const int access = g * across + (column & (across - 1));
+          if constexpr (scores) part.m = widen(maxima[access * width + (column >> shift)]);
           part.sum = as_sum(sums[g * layout.columns + column]);
           return part;
         });
@@ -652,7 +654,8 @@ cudaError_t launch_tiles(const Arguments<T>& args, void* workspace, cudaStream_t
   return cudaSuccess;
 }
 
-// `workspace` has room for the counter, or is null. Everything is ordered by `stream`; nothing is allocated or waited for.
+// `workspace` has room for the counter, or is null. Everything is ordered by `stream`; nothing is allocated or waited
+// for.
 template <template <class> class Op, class T>
 cudaError_t launch_columns(const Arguments<T>& args, void* workspace, cudaStream_t stream) {
   if (args.rows == 0 || args.n == 0 || args.inner == 0) return cudaSuccess;

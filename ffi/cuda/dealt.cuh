@@ -3,15 +3,15 @@
 //
 // Rows are cut into chunks, and the chunks are dealt out in turn to the blocks of a persistent grid. (Dealt out by a
 // counter, they were no faster.) A block keeps its chunks in shared memory, a ring of slots, each of which goes through
-// several hands: the producer fills it by bulk copies, reducers reduce it, a writer takes what it holds into registers and
-// gives the slot back; the poster sends the state of what the block has of a row to device memory, a poller waits until
-// the states of the whole row are there, and the writer writes. Only pollers wait for other blocks, so memory is kept busy
-// as long as a block has room for more than what is on its way. All blocks must run at once.
+// several hands: the producer fills it by bulk copies, reducers reduce it, a writer takes what it holds into registers
+// and gives the slot back; the poster sends the state of what the block has of a row to device memory, a poller waits
+// until the states of the whole row are there, and the writer writes. Only pollers wait for other blocks, so memory is
+// kept busy as long as a block has room for more than what is on its way. All blocks must run at once.
 //
 // Barriers: full[slot] is completed by the copies into a slot, reduced[slot] by the warps that have reduced it,
-// empty[slot] by those that have taken it, and a chunk's `ready` by the poller. A role of several teams or warps deals the
-// turns out to them. One may then come to a slot before another has come to its filling before this one, and a barrier
-// tells a phase from the next only; so there are barriers for two fillings of each slot.
+// empty[slot] by those that have taken it, and a chunk's `ready` by the poller. A role of several teams or warps deals
+// the turns out to them. One may then come to a slot before another has come to its filling before this one, and a
+// barrier tells a phase from the next only; so there are barriers for two fillings of each slot.
 #pragma once
 
 #include "ring.cuh"

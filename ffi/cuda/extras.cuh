@@ -43,8 +43,8 @@ struct Arguments {
   ResultType result = ResultType::same;         // of out, if not T
   bool masked = false;                          // softmax_vjp: elements with y = 0 do not count
   Extras extras;
-  // The groups of rows, for numbers of 32 bits: their sizes, and the extras' strides, in rows of an extra. Not set where
-  // there are 2^31 rows or more.
+  // The groups of rows, for numbers of 32 bits: their sizes, and the extras' strides, in rows of an extra. Not set
+  // where there are 2^31 rows or more.
   Divider sizes[kGroups];
   uint32_t strides[4][kGroups] = {};
 

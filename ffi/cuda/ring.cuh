@@ -37,8 +37,8 @@ __device__ inline void synchronize_team(unsigned team) {
   asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(Ring::consumers) : "memory");
 }
 
-// The packs of a row that lie in whole lines of the cache that are all the row's own. Rows are cut between lines, so that
-// no two warps share one.
+// The packs of a row that lie in whole lines of the cache that are all the row's own. Rows are cut between lines, so
+// that no two warps share one.
 struct Lines {
   int begin, end;
   template <class Window>
@@ -364,7 +364,7 @@ cudaError_t launch_ring(const Arguments<T>& args, int blocks, void* workspace, c
   int clusters = 0;
   if (auto e = active_clusters<Op, T, Form>(config, blocks, &clusters)) return e;
   // To clear the counter takes longer than a few rows.
-  auto* counter = args.rows > int64_t(Ring::few_rows) * clusters ? static_cast<unsigned long long*>(workspace) : nullptr;
+  auto* counter = args.rows > Ring::few_rows * clusters ? static_cast<unsigned long long*>(workspace) : nullptr;
   if (counter)
     if (auto e = cudaMemsetAsync(counter, 0, sizeof *counter, stream)) return e;
   config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(clusters, args.rows) * blocks));
