@@ -155,7 +155,11 @@ __device__ void produce(const Arguments<T>& args, unsigned long long* counter, R
     for (int chunk = part.begin; chunk < part.end; chunk += slot_packs) {
       const unsigned bytes = min(slot_packs, part.end - chunk) * 16;
       const int element = chunk * Pack<T>::size - window.head;
-      memory.empty[slot].sleep_until(round % 2 ^ 1);
+      if (!memory.empty[slot].is_past(round % 2 ^ 1)) {  // until then the L2 is asked for it
+        prefetch_to_cache(x + element, bytes);
+        if constexpr (Op<T>::operands > 1) prefetch_to_cache(b + element, bytes);
+        memory.empty[slot].sleep_until(round % 2 ^ 1);
+      }
       memory.full[slot].arrive_expecting(bytes * Op<T>::operands);
       copy_to_shared(memory.slots[slot][0], x + element, bytes, memory.full[slot]);
       if constexpr (Op<T>::operands > 1) copy_to_shared(memory.slots[slot][1], b + element, bytes, memory.full[slot]);
