@@ -48,6 +48,7 @@ each_dtype_in_turn = pytest.mark.parametrize(
 )
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="checks the CPU's kernels")
+on_gpu = pytest.mark.skipif(jax.default_backend() == "cpu", reason="checks the strategies of a GPU's kernels")
 
 
 def ours(op: str, implementation: str | None = None, **options) -> Callable[..., jax.Array]:
@@ -183,6 +184,22 @@ def pullback(op: str, x: np.ndarray, g: np.ndarray, truth: Truth) -> tuple[np.nd
         if x.dtype.itemsize == 2:
             bound = bound + 0.51 * (float(info.eps) * np.abs(dx) + float(info.smallest_subnormal))
         return dx, bound + 1e-36
+
+
+def beside_float64(op: str, x: jax.Array, g: jax.Array, some: np.ndarray, **options) -> list[tuple[np.ndarray, ...]]:
+    """The value of "ffi" and the pullback of g, each beside XLA's in float64, of the leading indices `some`.
+
+    For arrays that are too large for `Truth`: what is compiled has all of x, what is compared has not.
+    """
+
+    def both(x, g, implementation):
+        y, pull = jax.vjp(ours(op, implementation, **options), x)
+        return y, pull(g)[0]
+
+    actual = [wide(v[some]) for v in jax.jit(lambda *v: both(*v, "ffi"))(x, g)]
+    with jax.enable_x64(True):
+        expected = jax.jit(lambda *v: both(*v, "xla"))(*(wide(v[some]) for v in (x, g)))
+        return list(zip(actual, map(wide, expected), strict=True))
 
 
 def assert_within(actual, expected: np.ndarray, bound: np.ndarray, what: str) -> None:

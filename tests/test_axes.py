@@ -8,9 +8,11 @@ from common import (
     Truth,
     assert_values,
     assert_within,
+    beside_float64,
     each_dtype_in_turn,
     each_fast_implementation,
     each_op,
+    on_gpu,
     ours,
     precision,
     pullback,
@@ -48,7 +50,7 @@ def test_against_float64(op, implementation, dtype):
             )
 
 
-@pytest.mark.skipif(jax.default_backend() == "cpu", reason="checks how a GPU's kernels deal out tiles")
+@on_gpu
 @each_op
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_many_tiles(op, dtype):
@@ -58,27 +60,13 @@ def test_many_tiles(op, dtype):
         x = x.astype(dtype).at[1, 3, 5].set(jnp.nan).at[2, :, 6].set(-jnp.inf).at[0, 7, 0].set(jnp.inf)
         g = jnp.cos(x[:, 0] if op == "logsumexp" else x)
         some = np.r_[0:3, shape[0] - 3 : shape[0]] % shape[0]
-
-        def both(x, g, implementation):
-            y, pull = jax.vjp(ours(op, implementation, axis=1), x)
-            return y, pull(g)[0]
-
-        results = [np.asarray(v[some]).astype(np.float64) for v in jax.jit(lambda *v: both(*v, "ffi"))(x, g)]
-        with jax.enable_x64(True):
-            wide = [np.asarray(v[some]).astype(np.float64) for v in (x, g)]
-            true = [np.asarray(v) for v in jax.jit(lambda *v: both(*v, "xla"))(*wide)]
-        for what, actual, expected in zip(("value", "gradient"), results, true, strict=True):
-            infinite = np.isinf(expected)
-            size = finite = np.where(infinite, 0, np.abs(expected))
-            if what == "gradient":
-                size = finite + np.nan_to_num(finite).max(axis=1, keepdims=True)
-                size += 2 * true[0] if op == "softmax" else 0  # which is rounded, and read again
-            bound = (2 * float(jnp.finfo(dtype).eps) + 2.0**-18) * size
-            np.testing.assert_array_equal(np.isnan(actual), np.isnan(expected))
-            np.testing.assert_array_equal(actual[infinite], expected[infinite])
-            with np.errstate(invalid="ignore"):
-                worst = np.nanmax(np.where(infinite, 0, np.abs(actual - expected) - bound))
-            assert worst <= float(jnp.finfo(dtype).tiny), f"{what} of {op} of {jnp.dtype(dtype).name} {shape}: {worst}"
+        (y, true_y), (dx, true_dx) = beside_float64(op, x, g, some, axis=1)
+        size = np.abs(true_dx) + np.nan_to_num(np.abs(true_dx)).max(axis=1, keepdims=True)
+        size += 2 * true_y if op == "softmax" else 0  # which is rounded, and read again
+        places, tiny = 2 * float(jnp.finfo(dtype).eps) + 2.0**-18, float(jnp.finfo(dtype).tiny)
+        what = f"{op} of {jnp.dtype(dtype).name} {shape}"
+        assert_within(y, true_y, places * np.abs(true_y) + tiny, what)
+        assert_within(dx, true_dx, places * size + tiny, f"gradient of {what}")
 
 
 @each_op

@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import each_op, ours
+from common import assert_within, beside_float64, each_op, on_gpu, ours
 
-on_gpu = pytest.mark.skipif(jax.default_backend() == "cpu", reason="checks the strategies of a GPU's kernels")
 # Clusters of 1 to 16 blocks; odd lengths, whose rows begin anywhere; lengths that leave a little over; the longest that
 # a cluster holds.
 MANY = [
@@ -46,26 +45,14 @@ def test_long_rows(op, dtype, extras, shapes):
         }.get(extras, {})
         g = jax.random.normal(jax.random.key(1), (rows,) if op == "logsumexp" else (rows, n), dtype)
 
-        def both(x, g, implementation, given=given):
-            y, pull = jax.vjp(ours(op, implementation, **given), x)
-            return y, pull(g)[0]
-
-        y, dx = (np.asarray(v[some]).astype(np.float64) for v in jax.jit(lambda *v: both(*v, "ffi"))(x, g))
-        with jax.enable_x64(True):
-            wide = (np.asarray(v[some]).astype(np.float64) for v in (x, g))
-            true_y, true_dx = (np.asarray(v) for v in jax.jit(lambda *v: both(*v, "xla"))(*wide))
-        eps = float(jnp.finfo(dtype).eps)
+        (y, true_y), (dx, true_dx) = beside_float64(op, x, g, some, **given)
+        eps, tiny = float(jnp.finfo(dtype).eps), float(jnp.finfo(dtype).tiny)
         z = np.abs(np.asarray(x[some]).astype(np.float64)) * 1.5 + 20
         for what, actual, true, size in (("value", y, true_y, 0), ("gradient", dx, true_dx, 1)):
-            infinite = np.isinf(true)
             spread = np.where(np.isfinite(z), z, 0) if actual.ndim == 2 else 400
             places = 2 * eps + 2.0**-21 * spread
-            bound = places * (np.abs(true) + size * np.nanmax(np.where(infinite, 0, np.abs(true))))
-            np.testing.assert_array_equal(np.isnan(actual), np.isnan(true), f"{op} {what} {dtype} {rows}x{n}")
-            np.testing.assert_array_equal(actual[infinite], true[infinite])
-            with np.errstate(invalid="ignore"):
-                worst = np.nanmax(np.where(infinite, 0, np.abs(actual - true) - bound - float(jnp.finfo(dtype).tiny)))
-            assert worst <= 0, f"{op} {what} {jnp.dtype(dtype).name} {rows}x{n}: {worst}"
+            bound = places * (np.abs(true) + size * np.nanmax(np.where(np.isinf(true), 0, np.abs(true))))
+            assert_within(actual, true, bound + tiny, f"{what} of {op} of {jnp.dtype(dtype).name} {rows}x{n}")
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
