@@ -16,6 +16,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "counter.cuh"
 #include "hopper.cuh"
 #include "operations.cuh"
 

@@ -109,11 +109,4 @@ __device__ void send(const V& value, const void* to, const Barrier& done, unsign
   }
 }
 
-// The counter's value before 1 is added. Asynchronous until the value is used.
-__device__ inline unsigned long long take(unsigned long long* counter) {
-  unsigned long long value;
-  asm volatile("atom.global.relaxed.gpu.add.u64 %0, [%1], 1;" : "=l"(value) : "l"(counter) : "memory");
-  return value;
-}
-
 }  // namespace jaxsoft::cuda

@@ -13,6 +13,7 @@
 #include <atomic>
 #include <climits>
 
+#include "counter.cuh"
 #include "hopper.cuh"
 #include "strategies.cuh"
 
