@@ -16,6 +16,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "copies.cuh"
 #include "counter.cuh"
 #include "hopper.cuh"
 #include "operations.cuh"
@@ -96,17 +97,6 @@ struct TileLayout {
     return begin;
   }
 };
-
-// Copies of 4, 8 or 16 bytes.
-template <int bytes>
-__device__ void copy_access(void* to, const void* from) {
-  const uint32_t shared = shared_address(to);
-  if constexpr (bytes == 16)
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(from) : "memory");
-  else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared), "l"(from), "n"(bytes) : "memory");
-}
-__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Accesses of `width` elements, which stand at the beginning of a pack.
 template <int width, class T>
@@ -456,6 +446,7 @@ columns(const __grid_constant__ Arguments<T> args, const Tile tile, unsigned lon
       if (clustered) {
         if (thread < 32) barrier.wait(turn);
         __syncthreads();
+        next = next_tile;
         for_columns([&](int column, int helper) {
           const Each* of_column = mail + column * tile.blocks;
           finish(column, helper, merge(column < layout.columns ? tile.blocks : 0, helper, [&](int block) {
@@ -468,7 +459,8 @@ columns(const __grid_constant__ Arguments<T> args, const Tile tile, unsigned lon
       }
     }
     __syncthreads();
-    next = counter ? next_tile : index + tiles_at_once;
+    if (!counter) next = index + tiles_at_once;
+    else if (!clustered) next = next_tile;
     if constexpr (kHopperCode)
       if (clustered) arrive_at_cluster();
 
@@ -529,8 +521,12 @@ columns(const __grid_constant__ Arguments<T> args, const Tile tile, unsigned lon
       }
     }
   }
-  if constexpr (kHopperCode)
-    if (clustered) wait_for_cluster();
+  if constexpr (kHopperCode) {
+    if (clustered) {
+      __syncwarp();
+      wait_for_cluster();
+    }
+  }
 }
 
 // What a device has, and what shared memory each of so many blocks can have of a multiprocessor's.
@@ -633,12 +629,10 @@ cudaError_t launch_tile(const Arguments<T>& args, const ColumnsDevice& device, T
   if (at_once == 0) return cudaSuccess;
   const int64_t tiles = (args.rows * args.inner / width + tile.across - 1) / tile.across;
   config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(tiles, at_once) * tile.blocks));
-  // To clear the counter takes longer than a few tiles. What writes nothing copies its next tile before it is known.
+  // What writes nothing copies its next tile before it is known.
+  const bool many = Op<T>::reduces && Op<T>::writes && tiles > int64_t(Columns::few_tiles) * at_once;
   unsigned long long* counter = nullptr;
-  if (Op<T>::reduces && Op<T>::writes && workspace && tiles > int64_t(Columns::few_tiles) * at_once) {
-    counter = static_cast<unsigned long long*>(workspace);
-    if (auto e = cudaMemsetAsync(counter, 0, sizeof *counter, stream)) return e;
-  }
+  if (auto e = clear_counter(many, workspace, stream, &counter)) return e;
   return cudaLaunchKernelEx(&config, columns<Op, T, width>, args, tile, counter);
 }
 

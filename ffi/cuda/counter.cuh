@@ -13,4 +13,10 @@ __device__ inline unsigned long long take(unsigned long long* counter) {
   return value;
 }
 
+// Where there is enough to take to be `worth` the time, and a workspace, *counter becomes a counter there, at 0.
+inline cudaError_t clear_counter(bool worth, void* workspace, cudaStream_t stream, unsigned long long** counter) {
+  *counter = worth ? static_cast<unsigned long long*>(workspace) : nullptr;
+  return *counter ? cudaMemsetAsync(*counter, 0, sizeof **counter, stream) : cudaSuccess;
+}
+
 }  // namespace jaxsoft::cuda

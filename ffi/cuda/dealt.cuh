@@ -25,7 +25,6 @@ struct Dealt {
   static constexpr int pollers = 2;        // warps; one where a row has many chunks in each block
   static constexpr int slots = 14, slot_bytes = 16 * 1024;
   static constexpr int most_slots = slots - 1;  // that a row may take
-  static constexpr int ahead = 1;    // chunks that are asked for before there is a slot for them; more come too early
   static constexpr int at_once = 4;  // packs that a reducer's thread reads before it uses the first, of all operands
   static constexpr int looks = 5;    // packets that a lane of a poller looks at together
   static constexpr int slot_packs(int operands) { return slot_bytes / 16 / operands; }  // of each operand
@@ -131,18 +130,24 @@ __device__ void fill_slots(const Arguments<T>& args, const Deal& deal, DealtMemo
     const int element = part.begin * Pack<T>::size - row.window.head;
     return Source{row.a + element, row.b + element, (part.end - part.begin) * 16u};
   };
-  Hand later(deal);
+  auto ask = [](const Source& from) {
+    if (from.bytes) prefetch_to_cache(from.a, from.bytes);
+    if (from.bytes && Op<T>::operands > 1) prefetch_to_cache(from.b, from.bytes);
+  };
   for (Hand hand(deal); !hand.ended(); hand.advance()) {
-    for (; !later.ended() && later.turn <= hand.turn + Dealt::ahead; later.advance()) {
-      if (later.turn < Dealt::slots) continue;
-      const Source from = source(later);
-      if (from.bytes) prefetch_to_cache(from.a, from.bytes);
-      if (from.bytes && Op<T>::operands > 1) prefetch_to_cache(from.b, from.bytes);
-    }
     auto& slot = memory.slots[hand.slot];
-    auto& full = memory.full[hand.barrier()];
+    auto &full = memory.full[hand.barrier()], &empty = memory.empty[hand.slot];
     const Source from = source(hand);
-    memory.empty[hand.slot].sleep_until(hand.round % 2 ^ 1);
+    // The L2 is asked for what there is no slot for yet, where one operand is read for the chunk after this one: earlier
+    // is too early.
+    if constexpr (Op<T>::operands == 1) {
+      Hand next = hand;
+      next.advance();
+      if (next.turn >= Dealt::slots && !next.ended()) ask(source(next));
+    } else if (!empty.is_past(hand.round % 2 ^ 1)) {
+      ask(from);
+    }
+    empty.sleep_until(hand.round % 2 ^ 1);
     full.arrive_expecting(from.bytes * Op<T>::operands);
     if (from.bytes) copy_to_shared(slot[0], from.a, from.bytes, full);
     if constexpr (Op<T>::operands > 1)

@@ -8,6 +8,8 @@
 #include <cstring>
 #include <type_traits>
 
+#include "copies.cuh"
+
 namespace jaxsoft::cuda {
 
 // Whether the code is compiled for a GPU that has all this.
@@ -16,8 +18,6 @@ constexpr bool kHopperCode = true;
 #else
 constexpr bool kHopperCode = false;
 #endif
-
-__device__ inline uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
 struct Barrier {
   uint64_t word;

@@ -13,6 +13,7 @@
 #include <atomic>
 #include <climits>
 
+#include "copies.cuh"
 #include "counter.cuh"
 #include "hopper.cuh"
 #include "strategies.cuh"
@@ -61,8 +62,8 @@ struct BlockPart {
   }
 };
 
-// A row's first packs and its last ones, outside of whole lines: bulk copies leave them out, and a warp's lanes read them
-// where they lie, early, and keep them in shared memory. `ends`: of a row that a warp may have.
+// A row's first packs and its last ones, outside of whole lines: bulk copies leave them out, and a warp's lanes copy them
+// to shared memory themselves, early, so that nobody waits for them. `ends`: of a row that a warp may have.
 template <template <class> class Op, class T, int ends>
 struct Ragged {
   using Memory = Pack<T>[ends * kLine][Op<T>::operands];
@@ -80,22 +81,31 @@ struct Ragged {
     if (first && lane < min(lines.begin, packs)) pack = lane;
     if (last && lane >= kLine && at_end < packs) pack = at_end;
     if (pack < 0) return;
-    Pack<T> a[1], b[1];
-    row.load(pack, 0, packs, a, b);
-    kept[0] = a[0];
-    if constexpr (Op<T>::operands > 1) kept[1] = b[0];
+    const int element = pack * Pack<T>::size - row.window.head;
+    copy_access<16>(&kept[0], row.a + element);
+    if constexpr (Op<T>::operands > 1) copy_access<16>(&kept[1], row.b + element);
+  }
+  template <class Row>
+  __device__ void load(const Row& row, Pack<T> (&a)[1], Pack<T> (&b)[1]) const {
+    wait_for_copies();
+    row.load_held(&kept[0], &kept[Op<T>::operands - 1], pack, 0, row.window.packs, true, a, b);
+    row.window.trim(a[0], pack, row.fill());
+    if constexpr (Op<T>::operands > 1) row.window.trim(b[0], pack, Op<T>::fill());
   }
   template <class Row, class Use>
   __device__ void visit(const Row& row, Use use) const {
     if (!present) return;
     Pack<T> a[1], b[1];
     a[0].fill(row.fill()), b[0].fill(Op<T>::fill());
-    if (pack >= 0) a[0] = kept[0], b[0] = kept[Op<T>::operands - 1];
+    if (pack >= 0) load(row, a, b);
     use(a, b);
   }
   template <class Row>
   __device__ void write(const Row& row, const typename Op<T>::Values& values) const {
-    if (pack >= 0) row.write(pack, values, kept[0], kept[Op<T>::operands - 1]);
+    if (pack < 0) return;
+    Pack<T> a[1], b[1];
+    load(row, a, b);
+    row.write(pack, values, a[0], b[0]);
   }
 };
 
@@ -368,10 +378,8 @@ cudaError_t launch_ring(const Arguments<T>& args, int blocks, void* workspace, c
   config.numAttrs = 1;
   int clusters = 0;
   if (auto e = active_clusters<Op, T, Form>(config, blocks, &clusters)) return e;
-  // To clear the counter takes longer than a few rows.
-  auto* counter = args.rows > Ring::few_rows * clusters ? static_cast<unsigned long long*>(workspace) : nullptr;
-  if (counter)
-    if (auto e = cudaMemsetAsync(counter, 0, sizeof *counter, stream)) return e;
+  unsigned long long* counter = nullptr;
+  if (auto e = clear_counter(args.rows > Ring::few_rows * clusters, workspace, stream, &counter)) return e;
   config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(clusters, args.rows) * blocks));
   return cudaLaunchKernelEx(&config, ring<Op, T, Form>, args, counter);
 }
