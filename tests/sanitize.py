@@ -8,8 +8,9 @@ does not see that __syncwarp puts a warp's reads of a slot before the one arriva
 back, so it reports hazards in `ring` and `dealt` where slots are filled again. initcheck finds that rows that are not
 whole packs of 16 bytes are read with their neighbours' bytes.
 
-Not explained yet: under synccheck, which reported nothing, the first of TILES ended with an illegal access once, where
-memcheck is clean.
+synccheck (2025.3) itself ends with an illegal access, of which it reports nothing, where many clusters of more than 8
+blocks run, if there is nothing in the kernel but one barrier in each block's shared memory that the block itself arrives
+at and waits for; without the tool, and under memcheck, such a kernel runs. So no shape here has many such clusters.
 
 Not a test of pytest's: it needs a GPU, and the tool around it.
 """
@@ -36,8 +37,8 @@ LONG += [((5, 1_000_001), "float32"), ((9, 2**21), "float16"), ((1, 17_000_001),
 # (x, result) of two dtypes, and (rows, n, trailing) of axes before the last.
 PAIRS = [("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float16"), ("float16", "float32")]
 COLUMNS = [(2, 8, 1), (3, 33, 3), (2, 1001, 64), (1, 70001, 5), (2, 130, 4097)]
-# So many tiles that they are dealt out one by one: over clusters, and to single blocks.
-TILES = [((100, 4096, 64), "float32"), ((200, 4096, 64), "bfloat16"), ((210, 8, 4104), "float32")]
+# So many tiles that they are dealt out one by one: over clusters, of 8 blocks at most, and to single blocks.
+TILES = [((400, 2048, 64), "float32"), ((500, 2048, 64), "bfloat16"), ((210, 8, 4104), "float32")]
 
 
 def forms() -> Iterator[tuple[tuple[int, ...], str, Form]]:

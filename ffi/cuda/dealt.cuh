@@ -193,6 +193,7 @@ __device__ void reduce_slots(const Arguments<T>& args, const Deal& deal, DealtMe
         held.load(first, a, b, Op<T>::reads_a_to_reduce || Form::extras);
         use(a, b);
       }
+      held.ragged.receive(row);
       held.ragged.visit(row, use);
     };
     auto part = reduce_visited<Op<T>>(row.form, visit, [](const auto& part) { return reduce_lanes<T>(part, 32); });
@@ -297,6 +298,7 @@ __device__ void write_slots(const Arguments<T>& args, const Deal& deal, DealtMem
     } else {
       write(std::false_type{});
     }
+    held.ragged.receive(row);
     held.ragged.write(row, values);
   }
 }

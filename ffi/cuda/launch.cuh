@@ -13,14 +13,15 @@ struct Choice {
   int64_t extra_packs;          // four also up to here where elements of 16 bits have extras
   int64_t odd_packs[2];         // five also up to here where rows begin anywhere: of 4 bytes an element, and of 2
   int64_t resident_packs[2];    // for one operand, and for two; longer rows are not resident
-  int64_t ring_packs[2];        // what a block of a cluster should have of a row at most, for one operand, and for two
+  int64_t ring_packs[2];        // what a block of a cluster should have of a row at most, for one operand, and for two:
+                                // half of what it holds, so that the next row is there when one is written
   int64_t few_rows;             // so many rows or fewer are few: each goes to a cluster, if it fits
   int64_t few_packs[2];         // the least and the most that a block of such a cluster has of a row
   int64_t split_blocks;         // the least number of blocks a multiprocessor that rows are split into
   int64_t split_packs;          // more blocks are made until one has no more than so many packs of a row
   int64_t idle_packs;           // of all rows together: up to here, what does not fit a cluster of few rows is split
 };
-constexpr Choice kHopper = {{8, 31, 128, 160}, 1024, {320, 1280}, {4096, 2048}, {4800, 2400}, 64,
+constexpr Choice kHopper = {{8, 31, 128, 160}, 1024, {320, 1280}, {4096, 2048}, {6656, 3328}, 64,
                             {256, 2048},       2,            8192,         1 << 20};
 constexpr Choice kOther = {{8, 31, 128, 160}, 1024, {320, 1280}, {8192, 4096}, {0, 0}, 0,
                            {0, 0},            4,            8192,         0};  // no clusters, or not measured
@@ -132,7 +133,8 @@ cudaError_t launch_form(const Arguments<T>& args, void* workspace, int64_t bytes
     return launch_resident<Op, T, Form, most_packs>(args, layout, packs, stream);
   if constexpr (!Form::bias && sizeof(T) <= 4 && Op<T>::reduces && Op<T>::writes) {
     // Extras take time for each row, so a block should have more of it.
-    int64_t part = choice.ring_packs[Op<T>::operands - 1] * (Form::extras && Op<T>::operands == 1 ? 2 : 1);
+    int64_t part = choice.ring_packs[Op<T>::operands - 1];
+    if (Form::extras && Op<T>::operands == 1) part += part / 2;
     if (part && args.vector && args.rows > choice.idle_packs / packs) {
       if (ring_holds<Op<T>>(packs, Ring::most_blocks)) {
         int blocks = 1;

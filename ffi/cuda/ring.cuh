@@ -85,27 +85,31 @@ struct Ragged {
     copy_access<16>(&kept[0], row.a + element);
     if constexpr (Op<T>::operands > 1) copy_access<16>(&kept[1], row.b + element);
   }
+  // Before they are used: waits for the copies, and masks what is not the row's.
   template <class Row>
-  __device__ void load(const Row& row, Pack<T> (&a)[1], Pack<T> (&b)[1]) const {
+  __device__ void receive(const Row& row) const {
+    if (pack < 0) return;
+    Pack<T> a[1], b[1];
     wait_for_copies();
     row.load_held(&kept[0], &kept[Op<T>::operands - 1], pack, 0, row.window.packs, true, a, b);
     row.window.trim(a[0], pack, row.fill());
-    if constexpr (Op<T>::operands > 1) row.window.trim(b[0], pack, Op<T>::fill());
+    kept[0] = a[0];
+    if constexpr (Op<T>::operands > 1) {
+      row.window.trim(b[0], pack, Op<T>::fill());
+      kept[1] = b[0];
+    }
   }
   template <class Row, class Use>
   __device__ void visit(const Row& row, Use use) const {
     if (!present) return;
     Pack<T> a[1], b[1];
     a[0].fill(row.fill()), b[0].fill(Op<T>::fill());
-    if (pack >= 0) load(row, a, b);
+    if (pack >= 0) a[0] = kept[0], b[0] = kept[Op<T>::operands - 1];
     use(a, b);
   }
   template <class Row>
   __device__ void write(const Row& row, const typename Op<T>::Values& values) const {
-    if (pack < 0) return;
-    Pack<T> a[1], b[1];
-    load(row, a, b);
-    row.write(pack, values, a[0], b[0]);
+    if (pack >= 0) row.write(pack, values, kept[0], kept[Op<T>::operands - 1]);
   }
 };
 
@@ -204,8 +208,7 @@ __device__ void consume(const Arguments<T>& args, RingMemory<Op, T>& memory) {
       continue;
     }
     Row<Op, T, Form> row(args, index);
-    // A thread's packs of a slot are all loaded at once if the slot is full, else one by one, no more than there are: a
-    // warp with more to do than the others would hold up the next row.
+    // A thread's packs of a slot are all loaded at once. A full slot has code of its own, which asks nothing of each pack.
     const int mine = thread - lane;  // the warp's first
     auto load = [&](int chunk, int k, auto& a, auto& b, bool both) {
       const auto& held = memory.slots[slot];
@@ -223,20 +226,16 @@ __device__ void consume(const Arguments<T>& args, RingMemory<Op, T>& memory) {
       constexpr bool both = Op<T>::reads_a_to_reduce || Form::extras;
       for (int chunk = begin; chunk < end; chunk += slot_packs) {
         memory.full[slot].sleep_until(round % 2);
-        if (chunk + slot_packs <= end) {
+        auto reduce_slot = [&] {
           Pack<T> a[each], b[each];
           load(chunk, 0, a, b, both);
           use(a, b);
-        } else {
-#pragma unroll 1
-          for (int k = 0; chunk + mine + k * Ring::consumers < end; k++) {
-            Pack<T> a[1], b[1];
-            load(chunk, k, a, b, both);
-            use(a, b);
-          }
-        }
+        };
+        if (chunk + slot_packs <= end) reduce_slot();
+        else if (chunk + mine < end) reduce_slot();
         advance(1);
       }
+      ragged.receive(row);
       ragged.visit(row, use);
       __syncwarp();
       if (lane == 0) memory.reduced[team].arrive();
@@ -272,15 +271,21 @@ __device__ void consume(const Arguments<T>& args, RingMemory<Op, T>& memory) {
     auto write = [&](auto quick) {
       auto* out = reinterpret_cast<Pack<T>*>(static_cast<T*>(row.out) - row.window.head);
       for (int chunk = begin; chunk < end; chunk += slot_packs) {
-        if (row.writes_packs(values) && chunk + slot_packs <= end) {
+        auto write_slot = [&](int to) {
           Pack<T> a[each], b[each];
           load(chunk, 0, a, b, true);
           __syncwarp();
           if (lane == 0) memory.empty[slot].arrive();
 #pragma unroll
           for (int k = 0; k < each; k++)
-            out[chunk + thread + k * Ring::consumers] =
-                row.template result_pack<decltype(quick)::value>(values, a[k], b[k]);
+            if (chunk + thread + k * Ring::consumers < to)
+              out[chunk + thread + k * Ring::consumers] =
+                  row.template result_pack<decltype(quick)::value>(values, a[k], b[k]);
+        };
+        if (row.writes_packs(values) && chunk + slot_packs <= end) {
+          write_slot(INT_MAX);
+        } else if (row.writes_packs(values)) {
+          write_slot(end);
         } else {
 #pragma unroll 1
           for (int k = 0; k < each && chunk + mine + k * Ring::consumers < end; k++) {
