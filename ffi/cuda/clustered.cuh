@@ -25,9 +25,10 @@ __global__ void __launch_bounds__(Clustered::threads) clustered(const __grid_con
   const unsigned rank = block_in_cluster(), blocks = blocks_of_cluster(), lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     arrived.init(1);
-    arrived.arrive_expecting(blocks * sizeof(State));
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
+  __syncwarp();  // the compiler lets the warp make the barrier as one, so to racecheck every lane does
+  if (threadIdx.x == 0) arrived.arrive_expecting(blocks * sizeof(State));
   __syncwarp();
   arrive_at_cluster();
 
