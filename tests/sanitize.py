@@ -9,8 +9,8 @@ back, so it reports hazards in `ring` and `dealt` where slots are filled again. 
 whole packs of 16 bytes are read with their neighbours' bytes.
 
 synccheck (2025.3) itself ends with an illegal access, of which it reports nothing, where many clusters of more than 8
-blocks run, if there is nothing in the kernel but one barrier in each block's shared memory that the block itself arrives
-at and waits for; without the tool, and under memcheck, such a kernel runs. So no shape here has many such clusters.
+blocks run, if there is nothing in the kernel but a barrier in each block's shared memory that the block arrives at and
+waits for; without the tool, and under memcheck, such a kernel runs. So no shape here has many such clusters.
 
 Not a test of pytest's: it needs a GPU, and the tool around it.
 """
