@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(Clustered::threads) clustered(const __grid_con
   const unsigned rank = block_in_cluster(), blocks = blocks_of_cluster(), lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     arrived.init(1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    show_barriers();
   }
   __syncwarp();  // the compiler lets the warp make the barrier as one, so to racecheck every lane does
   if (threadIdx.x == 0) arrived.arrive_expecting(blocks * sizeof(State));

@@ -274,7 +274,7 @@ columns(const __grid_constant__ Arguments<T> args, const Tile tile, unsigned lon
     if (clustered) {
       if (thread == 0) {
         barrier.init(1);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        show_barriers();
       }
       __syncwarp();
       arrive_at_cluster();

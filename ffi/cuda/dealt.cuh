@@ -314,7 +314,7 @@ __global__ void __launch_bounds__(DealtRoles<Op<T>, T>::threads, 1)
     memory.full[i].init(1), memory.reduced[i].init(Dealt::warps);
     if (i < Dealt::slots) memory.empty[i].init(Dealt::warps);
     if (i < memory.most_chunks) memory.chunks[i].ready.init(1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    show_barriers();
   }
   __syncthreads();
   constexpr int writers = DealtRoles<Op<T>, T>::writers;

@@ -49,6 +49,9 @@ struct Barrier {
   }
 };
 
+// Before others use the barriers that a thread has made.
+__device__ inline void show_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
 __device__ inline void copy_to_shared(void* to, const void* from, unsigned bytes, const Barrier& done) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    shared_address(to)),

@@ -21,8 +21,9 @@ struct Choice {
   int64_t split_packs;          // more blocks are made until one has no more than so many packs of a row
   int64_t idle_packs;           // of all rows together: up to here, what does not fit a cluster of few rows is split
 };
-constexpr Choice kHopper = {{8, 31, 128, 160}, 1024, {320, 1280}, {4096, 2048}, {6656, 3328}, 64,
-                            {256, 2048},       2,            8192,         1 << 20};
+constexpr Choice kHopper = {{8, 31, 128, 160}, 1024, {320, 1280}, {4096, 2048},
+                            {Ring::held_packs(1) / 2, Ring::held_packs(2) / 2},
+                            64, {256, 2048}, 2, 8192, 1 << 20};
 constexpr Choice kOther = {{8, 31, 128, 160}, 1024, {320, 1280}, {8192, 4096}, {0, 0}, 0,
                            {0, 0},            4,            8192,         0};  // no clusters, or not measured
 

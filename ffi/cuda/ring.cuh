@@ -33,6 +33,7 @@ struct Ring {
   static constexpr int packs_each(int operands) { return operands == 1 ? 4 : 2; }
   static constexpr int slot_packs(int operands) { return packs_each(operands) * consumers; }
   static constexpr int slots(int operands) { return bytes / (slot_packs(operands) * operands * 16); }
+  static constexpr int held_packs(int operands) { return slots(operands) * slot_packs(operands); }  // by a block
 };
 
 __device__ inline void synchronize_team(unsigned team) {
@@ -322,7 +323,7 @@ __global__ void __launch_bounds__(Ring::threads, 1)
     if (thread < Ring::teams) memory.reduced[thread].init(Ring::consumers / 32);
     if (thread < Ring::mails) memory.mailed[thread].init(1);
     if (thread < Ring::exchanges) memory.exchanged[thread].init(1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    show_barriers();
     __syncwarp();
     if (thread < Ring::mails) memory.mailed[thread].arrive_expecting(sizeof(int64_t));
     if (thread < Ring::exchanges)
@@ -343,7 +344,7 @@ __global__ void __launch_bounds__(Ring::threads, 1)
 // Whether a cluster of so many blocks holds a row of so many packs.
 template <class Op>
 bool ring_holds(int64_t packs, int64_t blocks) {
-  return Op::reduces && Op::writes && packs <= blocks * Ring::slots(Op::operands) * Ring::slot_packs(Op::operands);
+  return Op::reduces && Op::writes && packs <= blocks * Ring::held_packs(Op::operands);
 }
 
 // How many clusters of a kernel run at once on the current device; asked once for each size and device.
