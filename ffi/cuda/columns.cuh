@@ -7,8 +7,8 @@
 // unrolled code.
 //
 // Blocks are persistent, and take their next tile from a counter: multiprocessors are not equally fast. As a thread
-// writes what it holds of a tile, it copies its packs of the next tile into their place, so that memory has something to
-// read throughout; and several blocks share a multiprocessor, so one reduces while others read and write.
+// writes what it holds of a tile, it copies its packs of the next tile into their place, so that memory has something
+// to read throughout; and several blocks share a multiprocessor, so one reduces while others read and write.
 //
 // Parts of n that do not fit go through shared memory in chunks, twice: reduced, then read again and written.
 #pragma once

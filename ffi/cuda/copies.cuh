@@ -1,4 +1,4 @@
-// Asynchronous copies of what a thread loads at once into shared memory (Ampere's cp.async): no registers wait for them.
+// Asynchronous copies into shared memory of what a thread loads at once (Ampere's cp.async): no registers wait for it.
 #pragma once
 
 #include <cuda_runtime.h>

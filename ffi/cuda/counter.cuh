@@ -1,5 +1,5 @@
-// A counter from which persistent blocks take what they do next: multiprocessors are not equally fast, and what is dealt
-// out in advance waits for the slowest.
+// A counter from which persistent blocks take what they do next: multiprocessors are not equally fast, and what is
+// dealt out in advance waits for the slowest.
 #pragma once
 
 #include <cuda_runtime.h>

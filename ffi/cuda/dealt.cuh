@@ -138,8 +138,8 @@ __device__ void fill_slots(const Arguments<T>& args, const Deal& deal, DealtMemo
     auto& slot = memory.slots[hand.slot];
     auto &full = memory.full[hand.barrier()], &empty = memory.empty[hand.slot];
     const Source from = source(hand);
-    // The L2 is asked for what there is no slot for yet: with one operand for the chunk after this one, as earlier is too
-    // early, with two for this one, and only if it has to wait.
+    // The L2 is asked for what there is no slot for yet: with one operand for the chunk after this one, as earlier is
+    // too early, with two for this one, and only if it has to wait.
     if constexpr (Op<T>::operands == 1) {
       Hand next = hand;
       next.advance();

@@ -63,8 +63,8 @@ struct BlockPart {
   }
 };
 
-// A row's first packs and its last ones, outside of whole lines: bulk copies leave them out, and a warp's lanes copy them
-// to shared memory themselves, early, so that nobody waits for them. `ends`: of a row that a warp may have.
+// A row's first packs and its last ones, outside of whole lines: bulk copies leave them out, and a warp's lanes copy
+// them to shared memory themselves, early, so that nobody waits for them. `ends`: of a row that a warp may have.
 template <template <class> class Op, class T, int ends>
 struct Ragged {
   using Memory = Pack<T>[ends * kLine][Op<T>::operands];
@@ -209,7 +209,7 @@ __device__ void consume(const Arguments<T>& args, RingMemory<Op, T>& memory) {
       continue;
     }
     Row<Op, T, Form> row(args, index);
-    // A thread's packs of a slot are all loaded at once. A full slot has code of its own, which asks nothing of each pack.
+    // A thread's packs of a slot are all loaded at once. A full slot has code of its own, which asks nothing of each.
     const int mine = thread - lane;  // the warp's first
     auto load = [&](int chunk, int k, auto& a, auto& b, bool both) {
       const auto& held = memory.slots[slot];
