@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(Clustered::threads) clustered(const __grid_con
 template <template <class> class Op, class T, class Form, int kPacks>
 cudaError_t launch_clustered(const Arguments<T>& args, int64_t packs, int blocks, cudaStream_t stream) {
   auto kernel = clustered<Op, T, Form, kPacks>;
-  static Devices prepared;
+  static Devices<> prepared;
   if (auto e = prepared.once([&] {
         return cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
       }))

@@ -14,10 +14,10 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 
 #include "copies.cuh"
 #include "counter.cuh"
+#include "devices.cuh"
 #include "hopper.cuh"
 #include "operations.cuh"
 
@@ -446,7 +446,7 @@ columns(const __grid_constant__ Arguments<T> args, const Tile tile, unsigned lon
       if (clustered) {
         if (thread < 32) barrier.wait(turn);
         __syncthreads();
-        next = next_tile;
+        if (counter) next = next_tile;
         for_columns([&](int column, int helper) {
           const Each* of_column = mail + column * tile.blocks;
           finish(column, helper, merge(column < layout.columns ? tile.blocks : 0, helper, [&](int block) {
@@ -531,8 +531,9 @@ columns(const __grid_constant__ Arguments<T> args, const Tile tile, unsigned lon
 
 // What a device has, and what shared memory each of so many blocks can have of a multiprocessor's.
 struct ColumnsDevice {
-  int device = 0, processors = 0, major = 0, memory = 0, of_block = 0, reserved = 0;
+  int processors = 0, major = 0, memory = 0, of_block = 0, reserved = 0;
   cudaError_t read() {
+    int device = 0;
     if (auto e = cudaGetDevice(&device)) return e;
     if (auto e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return e;
     if (auto e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) return e;
@@ -586,27 +587,25 @@ Tile choose_tile(const Arguments<T>& args, const ColumnsDevice& device, unsigned
 template <template <class> class Op, class T, int width>
 cudaError_t tiles_at_once(const ColumnsDevice& device, const cudaLaunchConfig_t& config, Tile tile, int* tiles) {
   auto kernel = columns<Op, T, width>;
-  constexpr int devices = 32;
-  static std::atomic<int> known[devices][Columns::most_blocks + 1][16];  // 1 more
-  std::atomic<int>* found = device.device < devices ? &known[device.device][tile.blocks][tile.share] : nullptr;
-  *tiles = found ? found->load(std::memory_order_relaxed) - 1 : -1;
-  if (*tiles >= 0) return cudaSuccess;
-  if (auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, device.of_block)) return e;
-  constexpr auto carveout = cudaFuncAttributePreferredSharedMemoryCarveout;
-  if (auto e = cudaFuncSetAttribute(kernel, carveout, cudaSharedmemCarveoutMaxShared)) return e;
-  if (config.numAttrs > 0) {
-    if (auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)) return e;
-    if (cudaOccupancyMaxActiveClusters(tiles, kernel, &config)) {
-      cudaGetLastError();
-      *tiles = 0;
+  constexpr int shares = 16;
+  static Devices<(Columns::most_blocks + 1) * shares> known;
+  return known.once(tile.blocks * shares + tile.share, tiles, [&](int* found) {
+    constexpr auto carveout = cudaFuncAttributePreferredSharedMemoryCarveout;
+    if (auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, device.of_block)) return e;
+    if (auto e = cudaFuncSetAttribute(kernel, carveout, cudaSharedmemCarveoutMaxShared)) return e;
+    if (config.numAttrs > 0) {
+      if (auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)) return e;
+      if (cudaOccupancyMaxActiveClusters(found, kernel, &config)) {
+        cudaGetLastError();
+        *found = 0;
+      }
+    } else {
+      const size_t bytes = config.dynamicSmemBytes;
+      if (auto e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(found, kernel, tile.threads, bytes)) return e;
+      *found = std::max<int>(1, *found * device.processors / tile.blocks);
     }
-  } else {
-    if (auto e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(tiles, kernel, tile.threads, config.dynamicSmemBytes))
-      return e;
-    *tiles = std::max<int>(1, *tiles * device.processors / tile.blocks);
-  }
-  if (found) found->store(*tiles + 1, std::memory_order_relaxed);
-  return cudaSuccess;
+    return cudaSuccess;
+  });
 }
 
 // `launched` is false where the device does not know clusters of the size.

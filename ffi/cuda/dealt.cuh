@@ -120,38 +120,31 @@ struct ChunkPart {
 
 template <template <class> class Op, class T, class Form>
 __device__ void fill_slots(const Arguments<T>& args, const Deal& deal, DealtMemory<Op, T>& memory) {
-  struct Source {
-    const T *a, *b;
-    unsigned bytes;  // of each operand
-  };
+  using Chunk = Source<T, Op<T>::operands>;
   auto source = [&](const Hand& hand) {
+    if (hand.ended()) return Chunk{};
     Row<Op, T, Form> row(args, hand.row);
     const ChunkPart part(Lines(row.window, row.a), hand);
     const int element = part.begin * Pack<T>::size - row.window.head;
-    return Source{row.a + element, row.b + element, (part.end - part.begin) * 16u};
+    return Chunk{row.a + element, row.b + element, (part.end - part.begin) * 16u};
   };
-  auto ask = [](const Source& from) {
-    if (from.bytes) prefetch_to_cache(from.a, from.bytes);
-    if (from.bytes && Op<T>::operands > 1) prefetch_to_cache(from.b, from.bytes);
-  };
-  for (Hand hand(deal); !hand.ended(); hand.advance()) {
-    auto& slot = memory.slots[hand.slot];
+  Hand hand(deal);
+  for (Chunk chunk = source(hand); !hand.ended();) {
     auto &full = memory.full[hand.barrier()], &empty = memory.empty[hand.slot];
-    const Source from = source(hand);
+    auto& slot = memory.slots[hand.slot];
+    const unsigned parity = hand.round % 2 ^ 1;
+    hand.advance();
+    const Chunk next = source(hand);
     // The L2 is asked for what there is no slot for yet: with one operand for the chunk after this one, as earlier is
     // too early, with two for this one, and only if it has to wait.
     if constexpr (Op<T>::operands == 1) {
-      Hand next = hand;
-      next.advance();
-      if (next.turn >= Dealt::slots && !next.ended()) ask(source(next));
-    } else if (!empty.is_past(hand.round % 2 ^ 1)) {
-      ask(from);
+      if (hand.turn >= Dealt::slots) next.ask_cache();
+    } else if (!empty.is_past(parity)) {
+      chunk.ask_cache();
     }
-    empty.sleep_until(hand.round % 2 ^ 1);
-    full.arrive_expecting(from.bytes * Op<T>::operands);
-    if (from.bytes) copy_to_shared(slot[0], from.a, from.bytes, full);
-    if constexpr (Op<T>::operands > 1)
-      if (from.bytes) copy_to_shared(slot[1], from.b, from.bytes, full);
+    empty.sleep_until(parity);
+    chunk.copy(slot, full);
+    chunk = next;
   }
 }
 
@@ -357,7 +350,7 @@ cudaError_t launch_dealt(const Arguments<T>& args, int64_t packs, int processors
   constexpr size_t bytes = sizeof(DealtMemory<Op, T>);
   static_assert(bytes <= 227 * 1024);
   auto kernel = dealt<Op, T, Form>;
-  static Devices prepared;
+  static Devices<> prepared;
   if (auto e = prepared.once([&] {
         return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
       }))

@@ -10,7 +10,6 @@
 // mail[i] and states[i] by stores from other blocks of the cluster (Hopper's st.async).
 #pragma once
 
-#include <atomic>
 #include <climits>
 
 #include "copies.cuh"
@@ -135,6 +134,26 @@ struct alignas(128) RingMemory {
   Barrier full[count], empty[count], mailed[Ring::mails], exchanged[Ring::exchanges], reduced[Ring::teams];
 };
 
+// What a producer puts into a slot: as many bytes of each operand, perhaps none.
+template <class T, int operands>
+struct Source {
+  const T *a, *b;
+  unsigned bytes;
+  // So that they come from the L2 when there is room for them.
+  __device__ void ask_cache() const {
+    if (!bytes) return;
+    prefetch_to_cache(a, bytes);
+    if constexpr (operands > 1) prefetch_to_cache(b, bytes);
+  }
+  template <class Slot>
+  __device__ void copy(Slot& slot, Barrier& full) const {
+    full.arrive_expecting(bytes * operands);
+    if (!bytes) return;
+    copy_to_shared(slot[0], a, bytes, full);
+    if constexpr (operands > 1) copy_to_shared(slot[1], b, bytes, full);
+  }
+};
+
 template <template <class> class Op, class T>
 __device__ void produce(const Arguments<T>& args, unsigned long long* counter, RingMemory<Op, T>& memory) {
   constexpr int slot_packs = RingMemory<Op, T>::slot_packs;
@@ -169,16 +188,14 @@ __device__ void produce(const Arguments<T>& args, unsigned long long* counter, R
     const Window<T> window(x, static_cast<int>(args.n), true);
     const BlockPart part(Lines(window, x), rank, blocks);
     for (int chunk = part.begin; chunk < part.end; chunk += slot_packs) {
-      const unsigned bytes = min(slot_packs, part.end - chunk) * 16;
       const int element = chunk * Pack<T>::size - window.head;
-      if (!memory.empty[slot].is_past(round % 2 ^ 1)) {  // until then the L2 is asked for it
-        prefetch_to_cache(x + element, bytes);
-        if constexpr (Op<T>::operands > 1) prefetch_to_cache(b + element, bytes);
+      const unsigned bytes = min(slot_packs, part.end - chunk) * 16;
+      const Source<T, Op<T>::operands> source{x + element, b + element, bytes};
+      if (!memory.empty[slot].is_past(round % 2 ^ 1)) {
+        source.ask_cache();
         memory.empty[slot].sleep_until(round % 2 ^ 1);
       }
-      memory.full[slot].arrive_expecting(bytes * Op<T>::operands);
-      copy_to_shared(memory.slots[slot][0], x + element, bytes, memory.full[slot]);
-      if constexpr (Op<T>::operands > 1) copy_to_shared(memory.slots[slot][1], b + element, bytes, memory.full[slot]);
+      source.copy(memory.slots[slot], memory.full[slot]);
       if (++slot == RingMemory<Op, T>::count) slot = 0, round++;
     }
   }
@@ -347,31 +364,12 @@ bool ring_holds(int64_t packs, int64_t blocks) {
   return Op::reduces && Op::writes && packs <= blocks * Ring::held_packs(Op::operands);
 }
 
-// How many clusters of a kernel run at once on the current device; asked once for each size and device.
-template <template <class> class Op, class T, class Form>
-cudaError_t active_clusters(const cudaLaunchConfig_t& config, int blocks, int* clusters) {
-  auto kernel = ring<Op, T, Form>;
-  constexpr int devices = 32, sizes = 17;
-  static std::atomic<int> known[devices][sizes];
-  int device = 0;
-  if (auto e = cudaGetDevice(&device)) return e;
-  std::atomic<int>& found = known[device % devices][blocks];
-  *clusters = device < devices ? found.load(std::memory_order_relaxed) : 0;
-  if (*clusters) return cudaSuccess;
-  constexpr auto memory = cudaFuncAttributeMaxDynamicSharedMemorySize;
-  if (auto e = cudaFuncSetAttribute(kernel, memory, config.dynamicSmemBytes)) return e;
-  if (auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)) return e;
-  if (auto e = cudaOccupancyMaxActiveClusters(clusters, kernel, &config)) return e;
-  if (*clusters < 1) return cudaErrorInvalidConfiguration;
-  found.store(*clusters, std::memory_order_relaxed);
-  return cudaSuccess;
-}
-
 // `workspace` has room for the counter, or is null.
 template <template <class> class Op, class T, class Form>
 cudaError_t launch_ring(const Arguments<T>& args, int blocks, void* workspace, cudaStream_t stream) {
   constexpr size_t bytes = sizeof(RingMemory<Op, T>);
   static_assert(bytes <= 227 * 1024);
+  auto kernel = ring<Op, T, Form>;
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
@@ -383,11 +381,18 @@ cudaError_t launch_ring(const Arguments<T>& args, int blocks, void* workspace, c
   config.attrs = &attribute;
   config.numAttrs = 1;
   int clusters = 0;
-  if (auto e = active_clusters<Op, T, Form>(config, blocks, &clusters)) return e;
+  static Devices<Ring::most_blocks + 1> clusters_at_once;
+  if (auto e = clusters_at_once.once(blocks, &clusters, [&](int* found) {
+        if (auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return e;
+        if (auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)) return e;
+        if (auto e = cudaOccupancyMaxActiveClusters(found, kernel, &config)) return e;
+        return *found < 1 ? cudaErrorInvalidConfiguration : cudaSuccess;
+      }))
+    return e;
   unsigned long long* counter = nullptr;
   if (auto e = clear_counter(args.rows > Ring::few_rows * clusters, workspace, stream, &counter)) return e;
   config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(clusters, args.rows) * blocks));
-  return cudaLaunchKernelEx(&config, ring<Op, T, Form>, args, counter);
+  return cudaLaunchKernelEx(&config, kernel, args, counter);
 }
 
 }  // namespace jaxsoft::cuda

@@ -8,8 +8,8 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 
+#include "devices.cuh"
 #include "operations.cuh"
 
 namespace jaxsoft::cuda {
@@ -31,23 +31,6 @@ template <class Op, class T, class Form>
 constexpr int kBlocks = sizeof(T) == 8 ? 1
                         : !Op::reduces ? kMostThreads / kThreads<Op> / (Form::extras ? 2 : 1)
                         : Form::extras ? 1 : Op::writes ? 2 : 3;
-
-// The devices on which a kernel's attributes have been set.
-class Devices {
-  std::atomic<uint64_t> known_{0};
-
- public:
-  template <class F>
-  cudaError_t once(F f) {
-    int device = 0;
-    if (auto e = cudaGetDevice(&device)) return e;
-    const uint64_t bit = device < 64 ? uint64_t(1) << device : 0;
-    if (known_.load(std::memory_order_relaxed) & bit) return cudaSuccess;
-    if (auto e = f()) return e;
-    known_.fetch_or(bit, std::memory_order_relaxed);
-    return cudaSuccess;
-  }
-};
 
 // One row of the operands, or some elements of it: the pointers, the window on them, and the row's extras.
 template <template <class> class Op, class T, class Form, Layout layout = Layout::any>
