@@ -2,8 +2,9 @@
 
     python tests/stress.py [CALLS]
 
-Every function holds enough operations to become a CUDA graph, which is then replayed, at other addresses too. Not a
-test of pytest's: on a GPU it finds what one call at a time does not, and takes some minutes.
+Every function holds enough operations to become a CUDA graph, which is then replayed, at other addresses too. Shapes
+are shared out to all GPUs. Not a test of pytest's: on a GPU it finds what one call at a time does not, and takes some
+minutes.
 """
 
 import concurrent.futures
@@ -45,12 +46,13 @@ def main() -> None:
     """Runs the calls; ends with an error at the first bits that differ."""
     calls = int(sys.argv[1]) if len(sys.argv) > 1 else 10_000
     rng = np.random.default_rng(0)
-    inputs = []
+    devices, inputs = jax.devices(), []
     for i in range(FUNCTIONS):
         n = int(2 ** rng.uniform(1, 20)) + int(rng.integers(0, 2))
         rows = max(1, min(int(2 ** rng.uniform(0, 10)), 2**21 // n))
         dtype = (jnp.float32, jnp.bfloat16, jnp.float16)[i % 3]
-        inputs.append([jax.random.normal(jax.random.key(2 * i + k), (rows, n), dtype) for k in range(2)])
+        x, g = (jax.random.normal(jax.random.key(2 * i + k), (rows, n), dtype) for k in range(2))
+        inputs.append(jax.device_put((x, g), devices[i % len(devices)]))
     first = [int(bits(every_operation(*v))) for v in inputs]
 
     def call(i: int) -> str | None:
@@ -62,7 +64,7 @@ def main() -> None:
         wrong = [w for w in pool.map(call, rng.integers(0, FUNCTIONS, calls)) if w]
     if wrong:
         sys.exit(f"{len(wrong)} of {calls} calls gave other bits than before: " + "; ".join(sorted(set(wrong))[:10]))
-    print(f"{calls} calls of {FUNCTIONS} shapes from {THREADS} threads: the same bits each time")
+    print(f"{calls} calls of {FUNCTIONS} shapes, {THREADS} threads, {len(devices)} devices: the same bits each time")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """The same input gives the same bits; and a row's bits do not depend on the rows around it."""
 
+import concurrent.futures
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import IMPLEMENTATIONS, each_fast_implementation, each_op, ours, rows, same_bits, served, slow
+from common import IMPLEMENTATIONS, each_fast_implementation, each_op, on_gpu, ours, rows, same_bits, served, slow
 
 each_kernel = pytest.mark.parametrize(
     "implementation",
@@ -38,6 +40,29 @@ def test_run_to_run(op, implementation):
                 f = both(op, implementation)
                 first = f(x)
                 assert all(same_bits(first, f(x)) for _ in range(5)), (op, dtype, n)
+
+
+# A GPU has a strategy for each: warps, blocks, clusters for few rows and for many, the grid, split rows.
+STRATEGIES = [(70, 100), (40, 1001), (20, 4096), (5, 20_001), (300, 50_257), (70, 131_072), (13, 1_000_003)]
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
+@each_op
+@pytest.mark.parametrize("shapes", [[(3, 100), (3, 1001)], pytest.param(STRATEGIES, marks=on_gpu)], ids=["few", "all"])
+def test_on_every_device(op, shapes):
+    """On every device, from a thread each at the same time: the same bits, of rows and of columns."""
+
+    def run(device, x):
+        f = both(op, None)
+        x = jax.device_put(x, device)
+        return jax.device_get((f(x), ours(op, axis=0)(x)))
+
+    for count, n in shapes:
+        for dtype in (jnp.float32, jnp.bfloat16):
+            x = rows(n, dtype, count=count)
+            with concurrent.futures.ThreadPoolExecutor() as pool:
+                first, *others = pool.map(run, jax.devices(), [x] * len(jax.devices()))
+            assert all(same_bits(first, other) for other in others), (op, dtype, count, n)
 
 
 @each_op
