@@ -74,13 +74,13 @@ __device__ Sum<A> as_sum(Sum<A> sum) {
   return sum;
 }
 
-// Where what lies in shared memory.
+// Where what lies in shared memory. Of a tile, worked out on the host: a kernel's parameters cost no instructions.
 template <template <class> class Op, class T, int width>
 struct TileLayout {
   using A = Accumulator<T>;
   int columns, groups;  // a group: the threads of a column that lie in one warp, or the only one that does
   unsigned barrier, next, values, mail, sums, maxima, slots, end = 0;
-  __host__ __device__ explicit TileLayout(Tile tile) {
+  explicit TileLayout(Tile tile) {
     columns = tile.across * width;
     groups = tile.threads / (tile.across < 32 ? 32 : tile.across);
     barrier = add(sizeof(Barrier));
@@ -91,7 +91,7 @@ struct TileLayout {
     maxima = add(Op<T>::scores ? groups * columns * sizeof(T) : 0);
     slots = end;
   }
-  __host__ __device__ unsigned add(size_t bytes) {
+  unsigned add(size_t bytes) {
     unsigned begin = end;
     end += (bytes + 15) / 16 * 16;
     return begin;
@@ -149,7 +149,8 @@ __device__ Pack<T> shuffle(const Pack<T>& pack, int lane_mask) {
 
 template <template <class> class Op, class T, int width>
 __global__ void __launch_bounds__(Columns::most_threads, Columns::blocks_at_once<T>)
-columns(const __grid_constant__ Arguments<T> args, const Tile tile, unsigned long long* counter) {
+columns(const __grid_constant__ Arguments<T> args, const __grid_constant__ Tile tile,
+        const __grid_constant__ TileLayout<Op, T, width> layout, unsigned long long* counter) {
   using A = Accumulator<T>;
   using Part = typename Op<T>::Part;
   using Each = Message<Op<T>, A>;
@@ -162,7 +163,6 @@ columns(const __grid_constant__ Arguments<T> args, const Tile tile, unsigned lon
   constexpr bool copies = width * sizeof(T) >= 4;  // asynchronously; a single element of 16 bits is loaded
 
   extern __shared__ __align__(16) unsigned char tile_memory[];
-  const TileLayout<Op, T, width> layout(tile);
   auto& barrier = *reinterpret_cast<Barrier*>(tile_memory + layout.barrier);
   auto& next_tile = *reinterpret_cast<volatile unsigned*>(tile_memory + layout.next);
   auto* values = reinterpret_cast<Values*>(tile_memory + layout.values);
@@ -295,90 +295,145 @@ columns(const __grid_constant__ Arguments<T> args, const Tile tile, unsigned lon
     if constexpr (reduces) {
       const int group = across < 32 ? thread / 32 : first;
       const bool leads = across >= 32 || thread % 32 < across;
-      Pack<T> top;
-      Sum<A> sum[width];
+      T* of_group_maxima = maxima + (group * across + at) * width;
+      auto add_lanes = [&](A (&x)[width]) {
+        for (int mask = 16; mask >= across; mask /= 2)
 #pragma unroll
-      for (int e = 0; e < width; e++) top.set(e, narrow<T>(-infinity<A>()));
-      for (int64_t chunk = begin; chunk < end || chunk == begin; chunk += chunk_rows) {
-        arrive(here);
-        const Place following = stays ? here : after(chunk, writes ? index : index + tiles_at_once);
-        A from[width] = {};  // what exp subtracts: the reference of the group's maximum up to here
-        if constexpr (scores) {
-          Pack<T> high = top;
-#pragma unroll 4
-          for (int k = 0; k < here.count; k++) high = larger<width>(high, load_elements<width>(slot(0, k)));
-          for (int mask = 16; mask >= across; mask /= 2) high = larger<width>(high, shuffle<width>(high, mask));
+          for (int e = 0; e < width; e++) x[e] += __shfl_xor_sync(0xffffffffu, x[e], mask);
+      };
+      auto store_sums = [&](const auto& x, unsigned but) {
+        auto* of_group = sums + group * layout.columns + at;
 #pragma unroll
-          for (int e = 0; e < width; e++) {
-            if (chunk > begin) {
-              sum[e] = seen_from<T>(high.get(e), State<A, false>{top.get(e), sum[e]});
-              if constexpr (!compensates) sum[e].c = 0;
-            }
-            from[e] = reference(high.get(e));
+        for (int e = 0; e < width; e++)
+          if (!(but >> e & 1)) of_group[e * across] = x[e];
+      };
+
+      // For 16 bits, in one pass: sums of exp(x) itself, which are states whose m is 0, where they are not too large or
+      // small to be exact.
+      unsigned summed = 0;  // a bit for each column
+      bool all_summed = false;
+      if constexpr (may_be_quick) {
+        if (stays && args.result == ResultType::same) {
+          arrive(here);
+          A plain[width] = {};
+          visit(std::false_type{}, here, here, [&](int, const auto& a, const auto&) {
+#pragma unroll
+            for (const auto& pack : a)
+#pragma unroll
+              for (int e = 0; e < width; e++) plain[e] += exp2_approximately(pack.get(e) * A(kLog2E));
+          });
+          add_lanes(plain);
+#pragma unroll
+          for (int e = 0; e < width; e++) summed |= (plain[e] > A(0x1p-90) && plain[e] < A(0x1p90)) << e;
+          if (leads) {
+            Pack<T> zero{};
+            store_sums(plain, 0);
+            store_elements<width>(of_group_maxima, zero);
           }
-          top = high;
+          all_summed = __all_sync(0xffffffffu, summed == (1u << width) - 1);
         }
-        A terms[width] = {};
-        [[maybe_unused]] A equal[width] = {};
-        auto add = [&] {
+      }
+      if (!all_summed) {
+        Pack<T> top;
+        Sum<A> sum[width];
 #pragma unroll
-          for (int e = 0; e < width; e++) {
-            if constexpr (compensates) sum[e].add(terms[e]);
-            else sum[e].s += terms[e];
-            terms[e] = 0;
-            if constexpr (Op<T>::keeps_apart) sum[e].add(equal[e]), equal[e] = 0;
-          }
-        };
-        auto sum_up = [&](auto quickly, auto masked) {
-          visit(std::bool_constant<!writes>{}, here, following, [&](int k, const auto& a, const auto& b) {
-            constexpr int count = sizeof(a) / sizeof(Pack<T>);
-#pragma unroll
-            for (int i = 0; i < count; i++) {
+        for (int e = 0; e < width; e++) top.set(e, narrow<T>(-infinity<A>()));
+        for (int64_t chunk = begin; chunk < end || chunk == begin; chunk += chunk_rows) {
+          arrive(here);
+          const Place following = stays ? here : after(chunk, writes ? index : index + tiles_at_once);
+          A from[width] = {};  // what exp subtracts: the reference of the group's maximum up to here
+          if constexpr (scores) {
+            Pack<T> high = top;
+#pragma unroll 4
+            for (int k = 0; k < here.count; k++) high = larger<width>(high, load_elements<width>(slot(0, k)));
+            for (int mask = 16; mask >= across; mask /= 2) high = larger<width>(high, shuffle<width>(high, mask));
+            if (chunk > begin) {
 #pragma unroll
               for (int e = 0; e < width; e++) {
-                if constexpr (scores) {
-                  A x = a[i].get(e), term = exponential_term<decltype(quickly)::value>(x, from[e]);
-                  // Scores that are the maximum are counted, not mixed into the sum of the others: added to it only
-                  // with compensation, they leave it its digits. (A column that holds +inf has no such sum.)
-                  bool is_top = Op<T>::keeps_apart && x == from[e];
-                  terms[e] += is_top ? A(0) : term;
-                  if constexpr (Op<T>::keeps_apart) equal[e] += is_top ? A(1) : A(0);
-                } else if constexpr (Op<T>::reads_a_to_reduce) {
-                  terms[e] += decltype(masked)::value && a[i].get(e) == 0 ? A(0) : a[i].get(e) * b[i].get(e);
-                } else {
-                  terms[e] += b[i].get(e);
-                }
+                sum[e] = seen_from<T>(high.get(e), State<A, false>{top.get(e), sum[e]});
+                if constexpr (!compensates) sum[e].c = 0;
               }
             }
-            if ((k + count) % Columns::terms<T> == 0) add();
-          });
-        };
-        // Where 16 bits are written, what a shift that is not large is rounded by does not show.
-        bool quickly = may_be_quick && args.result == ResultType::same;
 #pragma unroll
-        for (int e = 0; e < width; e++) quickly &= fabs(from[e]) < 64;
-        if (may_be_quick && quickly) sum_up(std::bool_constant<may_be_quick>{}, std::false_type{});
-        else if (may_be_masked && args.masked) sum_up(std::false_type{}, std::bool_constant<may_be_masked>{});
-        else sum_up(std::false_type{}, std::false_type{});
-        add();
-        if (!stays) {
-          if (writes) copy_all(following);
-          here = following;
+            for (int e = 0; e < width; e++) from[e] = reference(high.get(e));
+            top = high;
+          }
+          A terms[width] = {};
+          [[maybe_unused]] A equal[width] = {};
+          auto add = [&] {
+#pragma unroll
+            for (int e = 0; e < width; e++) {
+              if constexpr (compensates) sum[e].add(terms[e]);
+              else sum[e].s += terms[e];
+              terms[e] = 0;
+              if constexpr (Op<T>::keeps_apart) sum[e].add(equal[e]), equal[e] = 0;
+            }
+          };
+          auto sum_up = [&](auto quickly, auto masked) {
+            if constexpr (decltype(quickly)::value) {
+#pragma unroll
+              for (int e = 0; e < width; e++) {
+                from[e] *= A(kLog2E);
+                asm("" : "+f"(from[e]));  // or it is computed anew for every access
+              }
+            }
+            visit(std::bool_constant<!writes>{}, here, following, [&](int k, const auto& a, const auto& b) {
+              constexpr int count = sizeof(a) / sizeof(Pack<T>);
+#pragma unroll
+              for (int i = 0; i < count; i++) {
+#pragma unroll
+                for (int e = 0; e < width; e++) {
+                  if constexpr (scores) {
+                    A x = a[i].get(e), term;
+                    if constexpr (decltype(quickly)::value) term = exp2_approximately(fmaf(x, A(kLog2E), -from[e]));
+                    else term = exponential_term<false>(x, from[e]);
+                    // Scores that are the maximum are counted, not mixed into the sum of the others: added to it only
+                    // with compensation, they leave it its digits. (A column that holds +inf has no such sum.)
+                    bool is_top = Op<T>::keeps_apart && x == from[e];
+                    terms[e] += is_top ? A(0) : term;
+                    if constexpr (Op<T>::keeps_apart) equal[e] += is_top ? A(1) : A(0);
+                  } else if constexpr (Op<T>::reads_a_to_reduce) {
+                    terms[e] += decltype(masked)::value && a[i].get(e) == 0 ? A(0) : a[i].get(e) * b[i].get(e);
+                  } else {
+                    terms[e] += b[i].get(e);
+                  }
+                }
+              }
+              if ((k + count) % Columns::terms<T> == 0) add();
+            });
+          };
+          // Where 16 bits are written, what a shift that is not large is rounded by does not show.
+          bool quickly = may_be_quick && args.result == ResultType::same;
+#pragma unroll
+          for (int e = 0; e < width; e++) quickly &= fabs(from[e]) < 64;
+          if (may_be_quick && quickly) sum_up(std::bool_constant<may_be_quick>{}, std::false_type{});
+          else if (may_be_masked && args.masked) sum_up(std::false_type{}, std::bool_constant<may_be_masked>{});
+          else sum_up(std::false_type{}, std::false_type{});
+          add();
+          if (!stays) {
+            if (writes) copy_all(following);
+            here = following;
+          }
         }
-      }
-#pragma unroll
-      for (int e = 0; e < width; e++) {
-        auto& all = sums[group * layout.columns + e * across + at];
         if constexpr (Op<T>::keeps_apart) {
-          for (int mask = 16; mask >= across; mask /= 2) sum[e] = combine<T>(sum[e], shuffle(sum[e], mask));
-          if (leads) all = sum[e];
+          for (int mask = 16; mask >= across; mask /= 2)
+#pragma unroll
+            for (int e = 0; e < width; e++) sum[e] = combine<T>(sum[e], shuffle(sum[e], mask));
+          if (leads) store_sums(sum, summed);
         } else {
-          A plain = sum[e].value();
-          for (int mask = 16; mask >= across; mask /= 2) plain += __shfl_xor_sync(0xffffffffu, plain, mask);
-          if (leads) all = plain;
+          A plain[width];
+#pragma unroll
+          for (int e = 0; e < width; e++) plain[e] = compensates ? sum[e].value() : sum[e].s;
+          add_lanes(plain);
+          if (leads) store_sums(plain, summed);
         }
+        if constexpr (may_be_quick) {
+#pragma unroll
+          for (int e = 0; e < width; e++)
+            if (summed >> e & 1) top.words[e / 2] &= 0xffff0000u >> e % 2 * 16;  // 0
+        }
+        if (scores && leads) store_elements<width>(of_group_maxima, top);
       }
-      if (scores && leads) store_elements<width>(maxima + (group * across + at) * width, top);
     }
     __syncthreads();
 
@@ -389,9 +444,14 @@ columns(const __grid_constant__ Arguments<T> args, const Tile tile, unsigned lon
         for (int i = helper; i < count; i += helpers) whole.m = max(whole.m, part(i).m);
         whole.m = reduce_maximum(whole.m, helpers);
       }
-      for (int i = helper; i < count; i += helpers)
-        whole.sum = combine<T>(whole.sum, scores ? seen_from<T>(whole.m, part(i)) : part(i).sum);
-      whole.sum = reduce_lanes<T>(whole.sum, helpers);
+      for (int i = helper; i < count; i += helpers) {
+        const Sum<A> sum = scores ? seen_from<T>(whole.m, part(i)) : part(i).sum;
+        if constexpr (compensates) whole.sum = combine<T>(whole.sum, sum);
+        else whole.sum.s += sum.s;
+      }
+      if constexpr (compensates) whole.sum = reduce_lanes<T>(whole.sum, helpers);
+      else for (int mask = helpers / 2; mask > 0; mask /= 2)
+        whole.sum.s += __shfl_xor_sync(0xffffffffu, whole.sum.s, mask);
       return whole;
     };
     auto finish = [&](int column, int helper, State<A, false> whole) {
@@ -444,8 +504,7 @@ columns(const __grid_constant__ Arguments<T> args, const Tile tile, unsigned lon
     });
     if constexpr (kHopperCode && reduces) {
       if (clustered) {
-        if (thread < 32) barrier.wait(turn);
-        __syncthreads();
+        barrier.wait(turn);
         if (counter) next = next_tile;
         for_columns([&](int column, int helper) {
           const Each* of_column = mail + column * tile.blocks;
@@ -632,7 +691,7 @@ cudaError_t launch_tile(const Arguments<T>& args, const ColumnsDevice& device, T
   const bool many = Op<T>::reduces && Op<T>::writes && tiles > int64_t(Columns::few_tiles) * at_once;
   unsigned long long* counter = nullptr;
   if (auto e = clear_counter(many, workspace, stream, &counter)) return e;
-  return cudaLaunchKernelEx(&config, columns<Op, T, width>, args, tile, counter);
+  return cudaLaunchKernelEx(&config, columns<Op, T, width>, args, tile, TileLayout<Op, T, width>(tile), counter);
 }
 
 template <template <class> class Op, class T, int width>

@@ -201,7 +201,7 @@ struct Softmax : Scores<T, false> {
     if constexpr (sizeof(T) == 2) {
       // For 16 bits 2^(x log2(e) - shift), without a difference or a factor: to 2^-17, and not where the shift is large.
       values.shift = part.m * A(kLog2E) + __log2f(s) + A(kUnitExponent<T>);
-      values.quick = fabs(part.m) < 64 && s < A(0x1p32);
+      values.quick = fabs(part.m) < 64 && fabs(values.shift) < 128;
     }
     return values;
   }
