@@ -33,15 +33,16 @@ struct Columns {
   static constexpr int most_across = 64;         // accesses side by side in a tile that is wider, as n is small
   static constexpr int short_bytes = 32 * 1024;  // what a tile may hold to be made wider
   static constexpr int held_bytes = 64 * 1024;   // what a block should hold at most, if more blocks can share n
-  static constexpr int at_once = 2;              // accesses that a thread reads before it uses the first
+  static constexpr int at_once = 2;              // packs that a thread reads before it uses the first; twice as many where
+                                                 // an access is less than a pack
   static constexpr int few_tiles = 4;            // a cluster: up to here tiles are dealt out in advance
   static constexpr int log_helpers = 3;          // of the number of lanes that finish a column, at most
   // Terms of a sum between additions to one that is compensated, but for 16 bits.
   template <class T> static constexpr int terms = sizeof(T) == 2 ? 16 : 32 / sizeof(T);
 };
 
-// How a tile is dealt out. An access is what a thread loads at once: a pack, or one element where packs do not lie on
-// 16-byte boundaries.
+// How a tile is dealt out. An access is what a thread loads at once: a pack, or two elements or one where packs do not
+// lie on 16-byte boundaries.
 struct Tile {
   int threads;      // of a block
   int across;       // accesses side by side; threads / across threads, and so many rows apart, have a column
@@ -99,19 +100,22 @@ struct TileLayout {
 };
 
 // Accesses of `width` elements, which stand at the beginning of a pack.
+template <int bytes>
+struct alignas(bytes) Words {
+  uint32_t words[bytes / 4];
+};
 template <int width, class T>
 __device__ Pack<T> load_elements(const T* from) {
-  if constexpr (width == Pack<T>::size) {
-    return *reinterpret_cast<const Pack<T>*>(from);
-  } else {
-    Pack<T> pack;
-    pack.set(0, *from);
-    return pack;
-  }
+  constexpr int bytes = width * sizeof(T);
+  Pack<T> pack;
+  if constexpr (bytes >= 4) reinterpret_cast<Words<bytes>&>(pack) = *reinterpret_cast<const Words<bytes>*>(from);
+  else pack.set(0, *from);
+  return pack;
 }
 template <int width, class T>
 __device__ void store_elements(T* to, const Pack<T>& pack) {
-  if constexpr (width == Pack<T>::size) *reinterpret_cast<Pack<T>*>(to) = pack;
+  constexpr int bytes = width * sizeof(T);
+  if constexpr (bytes >= 4) *reinterpret_cast<Words<bytes>*>(to) = reinterpret_cast<const Words<bytes>&>(pack);
   else *to = pack.raw(0);
 }
 template <int width, class R, class A>
@@ -155,7 +159,8 @@ columns(const __grid_constant__ Arguments<T> args, const __grid_constant__ Tile 
   using Part = typename Op<T>::Part;
   using Each = Message<Op<T>, A>;
   using Values = typename Op<T>::Values;
-  constexpr int operands = Op<T>::operands, at_once = Columns::at_once / Op<T>::operands;
+  constexpr int operands = Op<T>::operands,
+                at_once = (width * sizeof(T) < 16 ? 2 : 1) * Columns::at_once / Op<T>::operands;
   constexpr bool scores = Op<T>::scores, reduces = Op<T>::reduces, writes = Op<T>::writes;
   constexpr bool may_be_quick = writes && Op<T>::has_quick && width > 1;
   constexpr bool may_be_masked = !scores && !Op<T>::a_is_scores;  // softmax_vjp
@@ -549,7 +554,10 @@ columns(const __grid_constant__ Arguments<T> args, const __grid_constant__ Tile 
               if (may_be_quick && quick) {
                 if constexpr (may_be_quick) {
                   Pack<T> pack;
-                  pack.set_all(x);
+                  A all[Pack<T>::size] = {};
+#pragma unroll
+                  for (int e = 0; e < width; e++) all[e] = x[e];
+                  pack.set_all(all);
                   if constexpr (kUnit<T> != 1) pack.multiply(kUnit<T>);
                   store_elements<width>(static_cast<T*>(args.out) + to, pack);
                 }
@@ -714,8 +722,11 @@ cudaError_t launch_columns(const Arguments<T>& args, void* workspace, cudaStream
   if (args.rows == 0 || args.n == 0 || args.inner == 0) return cudaSuccess;
   auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
   constexpr int size = Pack<T>::size;
-  if (args.inner % size == 0 && aligned(args.a) && aligned(args.b) && aligned(args.out))
-    return launch_tiles<Op, T, size>(args, workspace, stream);
+  if (aligned(args.a) && aligned(args.b) && aligned(args.out)) {
+    if (args.inner % size == 0) return launch_tiles<Op, T, size>(args, workspace, stream);
+    if constexpr (size > 2)
+      if (args.inner % 2 == 0) return launch_tiles<Op, T, 2>(args, workspace, stream);
+  }
   return launch_tiles<Op, T, 1>(args, workspace, stream);
 }
 
