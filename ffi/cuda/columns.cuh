@@ -33,8 +33,8 @@ struct Columns {
   static constexpr int most_across = 64;         // accesses side by side in a tile that is wider, as n is small
   static constexpr int short_bytes = 32 * 1024;  // what a tile may hold to be made wider
   static constexpr int held_bytes = 64 * 1024;   // what a block should hold at most, if more blocks can share n
-  static constexpr int at_once = 2;              // packs that a thread reads before it uses the first; twice as many where
-                                                 // an access is less than a pack
+  static constexpr int at_once = 2;              // packs that a thread reads before it uses the first, or twice as many
+                                                 // accesses of less than a pack
   static constexpr int few_tiles = 4;            // a cluster: up to here tiles are dealt out in advance
   static constexpr int log_helpers = 3;          // of the number of lanes that finish a column, at most
   // Terms of a sum between additions to one that is compensated, but for 16 bits.
@@ -51,6 +51,16 @@ struct Tile {
   int share;        // so many blocks share a multiprocessor's memory
   Divider row;      // divides by the accesses that are side by side in a row; not set where there are 2^31 or more
 };
+
+// Two elements of 16 bits are at a multiple of 4 bytes in every second row if `inner` is odd; in the rows between, the
+// two that are straddle those. As a thread's rows are an even number of rows apart, it always has the same two columns,
+// those of its neighbour's rows being one column to the left; a tile has the columns that either way covers.
+__host__ __device__ constexpr int straddled_columns(int across) { return 2 * across - 1; }  // of a tile
+template <int width, bool straddles>
+__host__ __device__ int64_t accesses_of_row(int64_t inner, int across) {
+  if (!straddles) return inner / width;
+  return (inner + straddled_columns(across) - 1) / straddled_columns(across) * across;
+}
 
 // What groups of threads, and blocks, hand to each other of a column. Only sums from which a maximum is to be taken out
 // again are compensated there, as they are few.
@@ -151,7 +161,7 @@ __device__ Pack<T> shuffle(const Pack<T>& pack, int lane_mask) {
   return other;
 }
 
-template <template <class> class Op, class T, int width>
+template <template <class> class Op, class T, int width, bool straddles>
 __global__ void __launch_bounds__(Columns::most_threads, Columns::blocks_at_once<T>)
 columns(const __grid_constant__ Arguments<T> args, const __grid_constant__ Tile tile,
         const __grid_constant__ TileLayout<Op, T, width> layout, unsigned long long* counter) {
@@ -179,11 +189,16 @@ columns(const __grid_constant__ Arguments<T> args, const __grid_constant__ Tile 
   const int across = tile.across, shift = __ffs(across) - 1, apart = tile.threads >> shift;
   const int thread = threadIdx.x, at = thread & (across - 1), first = thread >> shift;
   const unsigned rank = blockIdx.x & (tile.blocks - 1), tiles_at_once = gridDim.x / tile.blocks;
-  const int64_t accesses_a_row = args.inner / width, accesses = args.rows * accesses_a_row;
+  const int64_t accesses_a_row = accesses_of_row<width, straddles>(args.inner, across);
+  const int64_t accesses = args.rows * accesses_a_row;
   const int64_t begin = args.n * rank / tile.blocks, end = args.n * (rank + 1) / tile.blocks;
   const int chunk_rows = tile.slots * apart;
   const int64_t step = apart * args.inner;
   const bool stays = reduces && writes && end - begin <= chunk_rows;  // from being reduced to being written
+
+  auto row_of = [&](int64_t access) {
+    return accesses <= INT32_MAX ? int64_t(tile.row.quotient(static_cast<uint32_t>(access))) : access / accesses_a_row;
+  };
 
   // The thread's part of a chunk of a tile: the first of its elements in an operand, and how many rows it has.
   struct Place {
@@ -194,11 +209,14 @@ columns(const __grid_constant__ Arguments<T> args, const __grid_constant__ Tile 
     const int64_t access = (int64_t(index) << shift) + at;  // of all rows' accesses of equal j
     const int rows = static_cast<int>(min(end - chunk, int64_t(chunk_rows))) - first;
     if (access >= accesses || rows <= 0) return Place{0, 0};
-    const int64_t row =
-        accesses <= INT32_MAX ? tile.row.quotient(static_cast<uint32_t>(access)) : access / accesses_a_row;
-    const int64_t column = access - row * accesses_a_row;
-    return Place{(row * args.n + chunk + first) * args.inner + column * width,
-                 (rows + apart - 1) >> (__ffs(apart) - 1)};
+    const int64_t row = row_of(access), column = access - row * accesses_a_row;
+    const int count = (rows + apart - 1) >> (__ffs(apart) - 1);
+    if constexpr (straddles) {
+      const int64_t begin = (column >> shift) * straddled_columns(across);
+      const int64_t to = (row * args.n + chunk + first) * args.inner + begin, two = 2 * at - (to & 1);
+      return begin + two < args.inner ? Place{to + two, count} : Place{0, 0};
+    }
+    return Place{(row * args.n + chunk + first) * args.inner + column * width, count};
   };
   auto slot = [&](int operand, int k) { return slots + ((k * operands + operand) * tile.threads + thread) * width; };
   // Where a thread's part begins in the operands; `copy` goes on by a step.
@@ -297,20 +315,45 @@ columns(const __grid_constant__ Arguments<T> args, const __grid_constant__ Tile 
       chunk += chunk_rows;
       return chunk < end ? place(index, chunk) : place(follows, begin);
     };
+    // Where the tile's columns begin, how many they are, and whether the thread's are one to the left.
+    int64_t first_column = (int64_t(index) << shift) * width;  // of all rows' columns
+    int64_t tile_columns = accesses * width - first_column;
+    bool left = false;
+    if constexpr (straddles) {
+      const int64_t access = int64_t(index) << shift, row = row_of(access);
+      const int64_t column = (access - row * accesses_a_row >> shift) * straddled_columns(across);
+      first_column = row * args.inner + column;
+      tile_columns = min(args.inner - column, int64_t(straddled_columns(across)));
+      left = ((row * args.n + begin + first) * args.inner + column) & 1;
+    }
+    // Of the thread's element: its column's place among the tile's, those of equal e side by side.
+    auto place_of = [&](int e) {
+      if (straddles && left) return e == 0 ? max(across + at - 1, across) : at;
+      return e * across + at;
+    };
+    auto is_own = [&](int e) { return !straddles || (at * width + e >= left && at * width + e - left < tile_columns); };
+
     if constexpr (reduces) {
       const int group = across < 32 ? thread / 32 : first;
       const bool leads = across >= 32 || thread % 32 < across;
-      T* of_group_maxima = maxima + (group * across + at) * width;
+      auto store_maxima = [&](const Pack<T>& top) {
+        if constexpr (!straddles) return store_elements<width>(maxima + (group * across + at) * width, top);
+#pragma unroll
+        for (int e = 0; e < width; e++) {
+          const int place = place_of(e), access = group * across + (place & (across - 1));
+          if (is_own(e)) maxima[access * width + (place >> shift)] = top.raw(e);
+        }
+      };
       auto add_lanes = [&](A (&x)[width]) {
         for (int mask = 16; mask >= across; mask /= 2)
 #pragma unroll
           for (int e = 0; e < width; e++) x[e] += __shfl_xor_sync(0xffffffffu, x[e], mask);
       };
       auto store_sums = [&](const auto& x, unsigned but) {
-        auto* of_group = sums + group * layout.columns + at;
+        auto* of_group = sums + group * layout.columns;
 #pragma unroll
         for (int e = 0; e < width; e++)
-          if (!(but >> e & 1)) of_group[e * across] = x[e];
+          if (!(but >> e & 1) && is_own(e)) of_group[place_of(e)] = x[e];
       };
 
       // For 16 bits, in one pass: sums of exp(x) itself, which are states whose m is 0, where they are not too large or
@@ -330,10 +373,14 @@ columns(const __grid_constant__ Arguments<T> args, const __grid_constant__ Tile 
           add_lanes(plain);
 #pragma unroll
           for (int e = 0; e < width; e++) summed |= (plain[e] > A(0x1p-90) && plain[e] < A(0x1p90)) << e;
+#pragma unroll
+          for (int e = 0; e < width; e++)
+            if (here.count == 0 || !is_own(e)) summed |= 1u << e;
           if (leads) {
-            Pack<T> zero{};
+            Pack<T> m{};
+            if (here.count == 0) m.fill(narrow<T>(-infinity<A>()));  // then no lane of the group has any
             store_sums(plain, 0);
-            store_elements<width>(of_group_maxima, zero);
+            store_maxima(m);
           }
           all_summed = __all_sync(0xffffffffu, summed == (1u << width) - 1);
         }
@@ -435,9 +482,9 @@ columns(const __grid_constant__ Arguments<T> args, const __grid_constant__ Tile 
         if constexpr (may_be_quick) {
 #pragma unroll
           for (int e = 0; e < width; e++)
-            if (summed >> e & 1) top.words[e / 2] &= 0xffff0000u >> e % 2 * 16;  // 0
+            if (here.count > 0 && summed >> e & 1) top.words[e / 2] &= 0xffff0000u >> e % 2 * 16;  // 0
         }
-        if (scores && leads) store_elements<width>(of_group_maxima, top);
+        if (scores && leads) store_maxima(top);
       }
     }
     __syncthreads();
@@ -460,15 +507,15 @@ columns(const __grid_constant__ Arguments<T> args, const __grid_constant__ Tile 
       return whole;
     };
     auto finish = [&](int column, int helper, State<A, false> whole) {
-      const int64_t access = (int64_t(index) << shift) + (column & (across - 1));
-      if (column >= layout.columns || access >= accesses) return;
+      const int of_tile = (column & (across - 1)) * width + (column >> shift);
+      if (column >= layout.columns || of_tile >= tile_columns) return;
       if constexpr (Op<T>::keeps_apart)
         if (isfinite(whole.m)) whole.sum.add(-1);
       Part part;
       if constexpr (scores) part = {whole.m, whole.sum};
       else part = whole.sum;
       const bool first = helper == 0 && rank == 0;
-      const Values found = Op<T>::finish(part, args, access * width + (column >> shift), first);
+      const Values found = Op<T>::finish(part, args, first_column + of_tile, first);
       if (helper == 0) values[column] = found;
     };
     if constexpr (kHopperCode) {
@@ -531,9 +578,16 @@ columns(const __grid_constant__ Arguments<T> args, const __grid_constant__ Tile 
     if constexpr (writes) {
       auto write = [&](auto quickly) {
         constexpr bool quick = decltype(quickly)::value;
+        const bool has_all = is_own(0) && is_own(width - 1);
+        auto store = [&](auto* out, const A (&x)[width]) {
+          if (has_all) return store_results(out, x);
+#pragma unroll
+          for (int e = 0; e < width; e++)
+            if (is_own(e)) out[e] = narrow<std::remove_reference_t<decltype(*out)>>(x[e]);
+        };
         Values own[width];
 #pragma unroll
-        for (int e = 0; e < width; e++) own[e] = values[e * across + at];
+        for (int e = 0; e < width; e++) own[e] = values[place_of(e)];
         for (int64_t chunk = begin; chunk < end || chunk == begin; chunk += chunk_rows) {
           if (!stays) arrive(here);
           const Place following = after(chunk, next);
@@ -559,15 +613,18 @@ columns(const __grid_constant__ Arguments<T> args, const __grid_constant__ Tile 
                   for (int e = 0; e < width; e++) all[e] = x[e];
                   pack.set_all(all);
                   if constexpr (kUnit<T> != 1) pack.multiply(kUnit<T>);
-                  store_elements<width>(static_cast<T*>(args.out) + to, pack);
+                  T* out = static_cast<T*>(args.out) + to;
+                  if (has_all) store_elements<width>(out, pack);
+                  else if (is_own(0)) out[0] = pack.raw(0);
+                  else if (is_own(width - 1)) out[width - 1] = pack.raw(width - 1);
                 }
               } else if (quick || args.result == ResultType::same) {
-                store_results(static_cast<T*>(args.out) + to, x);
+                store(static_cast<T*>(args.out) + to, x);
               } else if constexpr (sizeof(T) == 2) {
-                store_results(static_cast<float*>(args.out) + to, x);
+                store(static_cast<float*>(args.out) + to, x);
               } else if constexpr (sizeof(T) == 4) {
-                if (args.result == ResultType::f16) store_results(static_cast<__half*>(args.out) + to, x);
-                else store_results(static_cast<__nv_bfloat16*>(args.out) + to, x);
+                if (args.result == ResultType::f16) store(static_cast<__half*>(args.out) + to, x);
+                else store(static_cast<__nv_bfloat16*>(args.out) + to, x);
               }
             }
           });
@@ -577,7 +634,7 @@ columns(const __grid_constant__ Arguments<T> args, const __grid_constant__ Tile 
       if constexpr (may_be_quick) {
         bool quick = args.result == ResultType::same;
 #pragma unroll
-        for (int e = 0; e < width; e++) quick &= values[e * across + at].quick;
+        for (int e = 0; e < width; e++) quick &= !is_own(e) || values[place_of(e)].quick;
         if (quick) write(std::true_type{});
         else write(std::false_type{});
       } else if constexpr (may_be_masked) {
@@ -613,23 +670,25 @@ struct ColumnsDevice {
 };
 
 // The choice of a tile, for a device whose clusters have up to `most_blocks` blocks.
-template <template <class> class Op, class T, int width>
+template <template <class> class Op, class T, int width, bool straddles>
 Tile choose_tile(const Arguments<T>& args, const ColumnsDevice& device, unsigned most_blocks) {
-  const int64_t accesses = args.rows * args.inner / width;
-  const Divider row = accesses <= INT32_MAX ? Divider(static_cast<uint32_t>(args.inner / width)) : Divider();
   constexpr int64_t bytes = width * sizeof(T) * Op<T>::operands;  // of an access, in all operands
   auto divide = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  auto accesses = [&](int across) { return args.rows * accesses_of_row<width, straddles>(args.inner, across); };
   const int lines = args.inner * sizeof(T) % Columns::tile_bytes == 0 ? 1 : 2;
   int across = std::min<int>(lines * Columns::tile_bytes / (width * sizeof(T)), Columns::most_across);
-  while (across > 1 && across / 2 >= accesses) across /= 2;
-  while (across < Columns::most_across && 2 * across * bytes * args.n <= Columns::short_bytes &&
-         accesses >= int64_t(2) * across * Columns::blocks_at_once<T> * device.processors)
+  if (straddles && args.inner < across) across = 32;
+  while (!straddles && across > 1 && across / 2 >= accesses(across)) across /= 2;
+  while (!straddles && across < Columns::most_across && 2 * across * bytes * args.n <= Columns::short_bytes &&
+         accesses(across) >= int64_t(2) * across * Columns::blocks_at_once<T> * device.processors)
     across *= 2;
+  const int64_t of_row = accesses_of_row<width, straddles>(args.inner, across);
+  const Divider row = accesses(across) <= INT32_MAX ? Divider(static_cast<uint32_t>(of_row)) : Divider();
 
   // Few rows are dealt to few threads, so that each has some.
   const bool few_rows = across * bytes * args.n <= Columns::short_bytes;
   const int threads = few_rows ? Columns::most_threads / 2 : Columns::most_threads, apart = threads / across;
-  const int64_t tiles = divide(accesses, across);
+  const int64_t tiles = divide(accesses(across), across);
   unsigned blocks = 1;
   auto too_much = [&] { return divide(args.n, blocks) * across * bytes > Columns::held_bytes; };
   auto too_few = [&] { return tiles * blocks <= device.processors && divide(args.n, blocks) >= 4 * apart; };
@@ -651,9 +710,9 @@ Tile choose_tile(const Arguments<T>& args, const ColumnsDevice& device, unsigned
 
 // How many clusters of a kernel run at once on a device: asked once for each size and share. None if it does not know
 // clusters of this size.
-template <template <class> class Op, class T, int width>
+template <template <class> class Op, class T, int width, bool straddles>
 cudaError_t tiles_at_once(const ColumnsDevice& device, const cudaLaunchConfig_t& config, Tile tile, int* tiles) {
-  auto kernel = columns<Op, T, width>;
+  auto kernel = columns<Op, T, width, straddles>;
   constexpr int shares = 16;
   static Devices<(Columns::most_blocks + 1) * shares> known;
   return known.once(tile.blocks * shares + tile.share, tiles, [&](int* found) {
@@ -676,7 +735,7 @@ cudaError_t tiles_at_once(const ColumnsDevice& device, const cudaLaunchConfig_t&
 }
 
 // `launched` is false where the device does not know clusters of the size.
-template <template <class> class Op, class T, int width>
+template <template <class> class Op, class T, int width, bool straddles>
 cudaError_t launch_tile(const Arguments<T>& args, const ColumnsDevice& device, Tile tile, void* workspace,
                         cudaStream_t stream, bool* launched) {
   cudaLaunchAttribute attribute;
@@ -690,26 +749,28 @@ cudaError_t launch_tile(const Arguments<T>& args, const ColumnsDevice& device, T
   config.attrs = &attribute;
   config.numAttrs = Op<T>::reduces && tile.blocks > 1;  // blocks that only share n need not be a cluster
   int at_once = 0;
-  if (auto e = tiles_at_once<Op, T, width>(device, config, tile, &at_once)) return e;
+  if (auto e = tiles_at_once<Op, T, width, straddles>(device, config, tile, &at_once)) return e;
   *launched = at_once > 0;
   if (at_once == 0) return cudaSuccess;
-  const int64_t tiles = (args.rows * args.inner / width + tile.across - 1) / tile.across;
+  const int64_t accesses = args.rows * accesses_of_row<width, straddles>(args.inner, tile.across);
+  const int64_t tiles = (accesses + tile.across - 1) / tile.across;
   config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(tiles, at_once) * tile.blocks));
   // What writes nothing copies its next tile before it is known.
   const bool many = Op<T>::reduces && Op<T>::writes && tiles > int64_t(Columns::few_tiles) * at_once;
   unsigned long long* counter = nullptr;
   if (auto e = clear_counter(many, workspace, stream, &counter)) return e;
-  return cudaLaunchKernelEx(&config, columns<Op, T, width>, args, tile, TileLayout<Op, T, width>(tile), counter);
+  const TileLayout<Op, T, width> layout(tile);
+  return cudaLaunchKernelEx(&config, columns<Op, T, width, straddles>, args, tile, layout, counter);
 }
 
-template <template <class> class Op, class T, int width>
+template <template <class> class Op, class T, int width, bool straddles = false>
 cudaError_t launch_tiles(const Arguments<T>& args, void* workspace, cudaStream_t stream) {
   ColumnsDevice device;
   if (auto e = device.read()) return e;
   bool launched = false;
   for (unsigned most = device.major >= 9 || !Op<T>::reduces ? Columns::most_blocks : 1; !launched;) {
-    Tile tile = choose_tile<Op, T, width>(args, device, most);
-    if (auto e = launch_tile<Op, T, width>(args, device, tile, workspace, stream, &launched)) return e;
+    Tile tile = choose_tile<Op, T, width, straddles>(args, device, most);
+    if (auto e = launch_tile<Op, T, width, straddles>(args, device, tile, workspace, stream, &launched)) return e;
     most = tile.blocks / 2;
   }
   return cudaSuccess;
@@ -726,6 +787,8 @@ cudaError_t launch_columns(const Arguments<T>& args, void* workspace, cudaStream
     if (args.inner % size == 0) return launch_tiles<Op, T, size>(args, workspace, stream);
     if constexpr (size > 2)
       if (args.inner % 2 == 0) return launch_tiles<Op, T, 2>(args, workspace, stream);
+    if constexpr (sizeof(T) == 2)
+      if (args.inner >= 32) return launch_tiles<Op, T, 2, true>(args, workspace, stream);
   }
   return launch_tiles<Op, T, 1>(args, workspace, stream);
 }
