@@ -315,15 +315,16 @@ columns(const __grid_constant__ Arguments<T> args, const __grid_constant__ Tile 
       chunk += chunk_rows;
       return chunk < end ? place(index, chunk) : place(follows, begin);
     };
-    // Where the tile's columns begin, how many they are, and whether the thread's are one to the left.
-    int64_t first_column = (int64_t(index) << shift) * width;  // of all rows' columns
-    int64_t tile_columns = accesses * width - first_column;
+    // The first of the tile's columns, of all rows' columns; where they straddle accesses, how many they are, and whether
+    // the thread's are one to the left.
+    int64_t first_column = 0;
+    int tile_columns = 0;
     bool left = false;
     if constexpr (straddles) {
       const int64_t access = int64_t(index) << shift, row = row_of(access);
       const int64_t column = (access - row * accesses_a_row >> shift) * straddled_columns(across);
       first_column = row * args.inner + column;
-      tile_columns = min(args.inner - column, int64_t(straddled_columns(across)));
+      tile_columns = static_cast<int>(min(args.inner - column, int64_t(straddled_columns(across))));
       left = ((row * args.n + begin + first) * args.inner + column) & 1;
     }
     // Of the thread's element: its column's place among the tile's, those of equal e side by side.
@@ -507,15 +508,21 @@ columns(const __grid_constant__ Arguments<T> args, const __grid_constant__ Tile 
       return whole;
     };
     auto finish = [&](int column, int helper, State<A, false> whole) {
-      const int of_tile = (column & (across - 1)) * width + (column >> shift);
-      if (column >= layout.columns || of_tile >= tile_columns) return;
+      const int64_t access = (int64_t(index) << shift) + (column & (across - 1));
+      int64_t of_all = access * width + (column >> shift);
+      bool exists = access < accesses;
+      if constexpr (straddles) {
+        const int of_tile = (column & (across - 1)) * width + (column >> shift);
+        of_all = first_column + of_tile, exists = of_tile < tile_columns;
+      }
+      if (column >= layout.columns || !exists) return;
       if constexpr (Op<T>::keeps_apart)
         if (isfinite(whole.m)) whole.sum.add(-1);
       Part part;
       if constexpr (scores) part = {whole.m, whole.sum};
       else part = whole.sum;
       const bool first = helper == 0 && rank == 0;
-      const Values found = Op<T>::finish(part, args, first_column + of_tile, first);
+      const Values found = Op<T>::finish(part, args, of_all, first);
       if (helper == 0) values[column] = found;
     };
     if constexpr (kHopperCode) {
