@@ -50,13 +50,21 @@ def test_against_float64(op, implementation, dtype):
             )
 
 
+# So many tiles that they are dealt out one by one: over clusters, to single blocks, and not in whole cache lines.
+MANY = [(100, 4096, 128), (8200, 64, 192), (30, 1000, 1000), (3, 20_001, 640)]
+# Columns that are not whole packs: an even number of them, and odd ones, in one tile or several.
+ODD = [(3, 70, 33), (5, 1000, 50), (7, 33, 127), (3, 4001, 129), (40, 2048, 1001), (9000, 8, 130), (3, 100_003, 63)]
+# Of columns: sums of exp(x) itself are in range, at its borders, and far out of it.
+OFFSETS = np.float32([0, 50, 100, -57, -62, -64, -70, 61, 63, 66, 90, 3e4, -3e4])
+
+
 @on_gpu
 @each_op
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_many_tiles(op, dtype):
-    """So many that they are dealt out one by one: over clusters, to single blocks, and not in whole cache lines."""
-    for shape in ((100, 4096, 128), (8200, 64, 192), (30, 1000, 1000), (3, 20_001, 640)):
-        x = 3 * jax.random.normal(jax.random.key(0), shape, jnp.float32) + 50.0 * (jnp.arange(shape[2]) % 3)
+@pytest.mark.parametrize("shapes", [MANY, ODD], ids=["many", "odd"])
+def test_tiles(op, dtype, shapes):
+    for shape in shapes:
+        x = 3 * jax.random.normal(jax.random.key(0), shape, jnp.float32) + OFFSETS[np.arange(shape[2]) % len(OFFSETS)]
         x = x.astype(dtype).at[1, 3, 5].set(jnp.nan).at[2, :, 6].set(-jnp.inf).at[0, 7, 0].set(jnp.inf)
         g = jnp.cos(x[:, 0] if op == "logsumexp" else x)
         some = np.r_[0:3, shape[0] - 3 : shape[0]] % shape[0]

@@ -11,6 +11,9 @@
 // to read throughout; and several blocks share a multiprocessor, so one reduces while others read and write.
 //
 // Parts of n that do not fit go through shared memory in chunks, twice: reduced, then read again and written.
+//
+// Where 16 bits are read and written, sums are taken of exp(x) itself, so that no maximum has to be found first: scores
+// are seldom so large or small that f32 does not hold it, and then they are summed again.
 #pragma once
 
 #include <algorithm>

@@ -190,10 +190,8 @@ __device__ void reduce_slots(const Arguments<T>& args, const Deal& deal, DealtMe
       held.ragged.visit(row, use);
     };
     auto part = reduce_visited<Op<T>>(row.form, visit, [](const auto& part) { return reduce_lanes<T>(part, 32); });
-    if (thread % 32 == 0) {
-      memory.chunk(hand).states[thread / 32] = part;
-      memory.reduced[hand.barrier()].arrive();
-    }
+    if (thread % 32 == 0) memory.chunk(hand).states[thread / 32] = part;
+    memory.reduced[hand.barrier()].arrive_as_warp();
   }
 }
 
@@ -273,8 +271,7 @@ __device__ void write_slots(const Arguments<T>& args, const Deal& deal, DealtMem
     const int first = held.begin + thread;
     Pack<T> a[held.each], b[held.each];
     held.load(first, a, b, true);
-    __syncwarp();
-    if (thread % 32 == 0) memory.empty[hand.slot].arrive();
+    memory.empty[hand.slot].arrive_as_warp();
     auto& chunk = memory.chunk(hand);
     chunk.ready.sleep_until(hand.turn / Roles::chunks % 2);
     const auto values = chunk.values;
@@ -304,8 +301,8 @@ __global__ void __launch_bounds__(DealtRoles<Op<T>, T>::threads, 1)
   auto& memory = *reinterpret_cast<DealtMemory<Op, T>*>(bytes);
   if (threadIdx.x < 2 * Dealt::slots) {
     const unsigned i = threadIdx.x;
-    memory.full[i].init(1), memory.reduced[i].init(Dealt::warps);
-    if (i < Dealt::slots) memory.empty[i].init(Dealt::warps);
+    memory.full[i].init(1), memory.reduced[i].init(Dealt::warps * Barrier::warp_arrivals);
+    if (i < Dealt::slots) memory.empty[i].init(Dealt::warps * Barrier::warp_arrivals);
     if (i < memory.most_chunks) memory.chunks[i].ready.init(1);
     show_barriers();
   }

@@ -255,8 +255,7 @@ __device__ void consume(const Arguments<T>& args, RingMemory<Op, T>& memory) {
       }
       ragged.receive(row);
       ragged.visit(row, use);
-      __syncwarp();
-      if (lane == 0) memory.reduced[team].arrive();
+      memory.reduced[team].arrive_as_warp();
     };
     constexpr int warps = Ring::consumers / 32;
     static_assert(warps <= 16);
@@ -292,8 +291,7 @@ __device__ void consume(const Arguments<T>& args, RingMemory<Op, T>& memory) {
         auto write_slot = [&](int to) {
           Pack<T> a[each], b[each];
           load(chunk, 0, a, b, true);
-          __syncwarp();
-          if (lane == 0) memory.empty[slot].arrive();
+          memory.empty[slot].arrive_as_warp();
 #pragma unroll
           for (int k = 0; k < each; k++)
             if (chunk + thread + k * Ring::consumers < to)
@@ -312,8 +310,7 @@ __device__ void consume(const Arguments<T>& args, RingMemory<Op, T>& memory) {
             const int pack = chunk + thread + k * Ring::consumers;
             if (pack < end) row.write(pack, values, a[0], b[0]);
           }
-          __syncwarp();
-          if (lane == 0) memory.empty[slot].arrive();
+          memory.empty[slot].arrive_as_warp();
         }
         advance(1);
       }
@@ -335,9 +332,9 @@ __global__ void __launch_bounds__(Ring::threads, 1)
   extern __shared__ __align__(128) unsigned char bytes[];
   auto& memory = *reinterpret_cast<RingMemory<Op, T>*>(bytes);
   if (threadIdx.x < 32) {  // every barrier has a thread that makes it
-    const unsigned thread = threadIdx.x;
-    if (thread < memory.count) memory.full[thread].init(1), memory.empty[thread].init(Ring::consumers / 32);
-    if (thread < Ring::teams) memory.reduced[thread].init(Ring::consumers / 32);
+    const unsigned thread = threadIdx.x, warps = Ring::consumers / 32 * Barrier::warp_arrivals;
+    if (thread < memory.count) memory.full[thread].init(1), memory.empty[thread].init(warps);
+    if (thread < Ring::teams) memory.reduced[thread].init(warps);
     if (thread < Ring::mails) memory.mailed[thread].init(1);
     if (thread < Ring::exchanges) memory.exchanged[thread].init(1);
     show_barriers();
