@@ -426,13 +426,6 @@ columns(const __grid_constant__ Arguments<T> args, const __grid_constant__ Tile 
             }
           };
           auto sum_up = [&](auto quickly, auto masked) {
-            if constexpr (decltype(quickly)::value) {
-#pragma unroll
-              for (int e = 0; e < width; e++) {
-                from[e] *= A(kLog2E);
-                asm("" : "+f"(from[e]));  // or it is computed anew for every access
-              }
-            }
             visit(std::bool_constant<!writes>{}, here, following, [&](int k, const auto& a, const auto& b) {
               constexpr int count = sizeof(a) / sizeof(Pack<T>);
 #pragma unroll
@@ -440,9 +433,7 @@ columns(const __grid_constant__ Arguments<T> args, const __grid_constant__ Tile 
 #pragma unroll
                 for (int e = 0; e < width; e++) {
                   if constexpr (scores) {
-                    A x = a[i].get(e), term;
-                    if constexpr (decltype(quickly)::value) term = exp2_approximately(fmaf(x, A(kLog2E), -from[e]));
-                    else term = exponential_term<false>(x, from[e]);
+                    A x = a[i].get(e), term = exponential_term<decltype(quickly)::value>(x, from[e]);
                     // Scores that are the maximum are counted, not mixed into the sum of the others: added to it only
                     // with compensation, they leave it its digits. (A column that holds +inf has no such sum.)
                     bool is_top = Op<T>::keeps_apart && x == from[e];
