@@ -341,11 +341,14 @@ columns(const __grid_constant__ Arguments<T> args, const __grid_constant__ Tile 
       const int group = across < 32 ? thread / 32 : first;
       const bool leads = across >= 32 || thread % 32 < across;
       auto store_maxima = [&](const Pack<T>& top) {
-        if constexpr (!straddles) return store_elements<width>(maxima + (group * across + at) * width, top);
+        if constexpr (straddles) {
 #pragma unroll
-        for (int e = 0; e < width; e++) {
-          const int place = place_of(e), access = group * across + (place & (across - 1));
-          if (is_own(e)) maxima[access * width + (place >> shift)] = top.raw(e);
+          for (int e = 0; e < width; e++) {
+            const int place = place_of(e), access = group * across + (place & (across - 1));
+            if (is_own(e)) maxima[access * width + (place >> shift)] = top.raw(e);
+          }
+        } else {
+          store_elements<width>(maxima + (group * across + at) * width, top);
         }
       };
       auto add_lanes = [&](A (&x)[width]) {
@@ -581,10 +584,13 @@ columns(const __grid_constant__ Arguments<T> args, const __grid_constant__ Tile 
         constexpr bool quick = decltype(quickly)::value;
         const bool has_all = is_own(0) && is_own(width - 1);
         auto store = [&](auto* out, const A (&x)[width]) {
-          if (has_all) return store_results(out, x);
+          if (has_all) {
+            store_results(out, x);
+          } else if constexpr (straddles) {
 #pragma unroll
-          for (int e = 0; e < width; e++)
-            if (is_own(e)) out[e] = narrow<std::remove_reference_t<decltype(*out)>>(x[e]);
+            for (int e = 0; e < width; e++)
+              if (is_own(e)) out[e] = narrow<std::remove_reference_t<decltype(*out)>>(x[e]);
+          }
         };
         Values own[width];
 #pragma unroll
