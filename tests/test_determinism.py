@@ -42,7 +42,7 @@ def test_run_to_run(op, implementation):
                 assert all(same_bits(first, f(x)) for _ in range(5)), (op, dtype, n)
 
 
-# A GPU has a strategy for each: warps, blocks, clusters for few rows and for many, the grid, split rows.
+# A GPU has a strategy for each: warps, blocks, clusters for few rows and for many, the grid.
 STRATEGIES = [(70, 100), (40, 1001), (20, 4096), (5, 20_001), (300, 50_257), (70, 131_072), (13, 1_000_003)]
 
 
