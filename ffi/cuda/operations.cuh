@@ -222,14 +222,19 @@ struct Softmax : Scores<T, false> {
       if (!(fabs(form.factor) > A(1e-30) && fabs(form.factor) < A(1e30))) return false;
     return fabs(m) < 64;
   }
-  // Of a row that is held: each score's term, in units of kUnit, and their sum.
+  // Of a row that is held: each score's exponential, in units of kUnit, and their sum.
   template <class Form>
-  static __device__ A quick_terms(A m, const Pack<T>& a, const Pack<T>& b, const Form& form, A (&x)[Pack<T>::size]) {
-    A terms[Pack<T>::size], shift = m * A(kLog2E) + A(kUnitExponent<T>);
+  static __device__ A quick_terms(const Pack<T>& a, const Pack<T>& b, const Form& form, A (&x)[Pack<T>::size]) {
+    A terms[Pack<T>::size];
 #pragma unroll
     for (int i = 0; i < Pack<T>::size; i++)
-      terms[i] = x[i] = exp2_approximately(quick_exponent(a, b, i, form, shift));
+      terms[i] = x[i] = exp2_approximately(quick_exponent(a, b, i, form, A(kUnitExponent<T>)));
     return tree_sum(terms);
+  }
+  // Whether f32 has held the sum, and what it has flushed to 0 is 0 in the result.
+  static __device__ bool holds(A sum) {
+    constexpr A half_of_least = std::is_same<T, __nv_bfloat16>::value ? 0x1p-134 : 0x1p-25;
+    return sum > A(0x1p-126) / half_of_least && sum < A(0x1p120);
   }
   static __device__ A quick_value(Values v, A x) { return exp2_approximately(fmaf(x, A(kLog2E), -v.shift)); }
 };

@@ -215,6 +215,55 @@ __device__ void write_packs(const Row<Op, T, Form>& row, Values values) {
 template <class Form, int kPacks>
 constexpr int most_threads = Form::extras && kPacks > 4 ? 256 : 1024;
 
+// A row of at most blockDim.x * kPacks packs, by as many threads. All lanes of a warp take part in the shuffles, those
+// for which no row `exists` too. Of packs first, first + step, ... those with k * step < written are written.
+template <template <class> class Op, class T, int kPacks, class Row>
+__device__ void held_row(const Arguments<T>& args, const Row& row, int64_t index, bool exists, int left, int written,
+                         Pack<T> (&pa)[kPacks], Pack<T> (&pb)[kPacks]) {
+  using A = Accumulator<T>;
+  const int step = blockDim.x, thread = threadIdx.x;
+  // Long sums of products, which cancel, and of f64 are compensated.
+  const bool compensated = step > 32 && !(Op<T>::scores && sizeof(T) <= 4);
+  typename Op<T>::Part part;
+  if constexpr (Op<T>::reduces) {
+    __shared__ A shared[3][32];
+    A m = 0;
+    if constexpr (Op<T>::scores)
+      if (!compensated)
+        m = reduce_values(Op<T>::maximum(pa, pb, row.form, left, step), -infinity<A>(), shared[0],
+                          [](A x, A y) { return max(x, y); });
+    if (compensated)
+      part = reduce_visited<Op<T>>(row.form, [&](auto use) { use(pa, pb); },
+                                   [](const auto& part) { return reduce_threads<T>(part); });
+    else
+      part = reduce_held<Op<T>>(m, pa, pb, row.form, left, step, shared + 1);
+  }
+  if (!exists) return;
+  // What the reduction has unpacked would stay so up to the result, for which there are not registers enough. Hence
+  // packs become other ones, of which the compiler does not know that they are the same.
+  if constexpr (sizeof(T) == 2 && Op<T>::operands == 2 && !Op<T>::a_is_scores) {
+    const auto zero = static_cast<uint32_t>(args.n >> 63);
+#pragma unroll
+    for (int k = 0; k < kPacks; k++) pa[k].toggle(zero), pb[k].toggle(zero);
+  }
+  auto values = Op<T>::finish(part, args, index, thread == 0);
+  if constexpr (Op<T>::writes) {
+#pragma unroll
+    for (int k = 0; k < kPacks; k++)
+      if (k * step < written) row.write(thread + k * step, values, pa[k], pb[k]);
+  }
+}
+
+// The same from the beginning, not inlined: what it needs is not kept ready.
+template <template <class> class Op, class T, class Form, int kPacks, Layout layout>
+__device__ __noinline__ void row_anew(const Arguments<T>& args, int64_t index, bool exists) {
+  Row<Op, T, Form, layout> row(args, index);
+  const int packs = exists ? row.window.packs : 0, left = min(packs, row.counted) - int(threadIdx.x);
+  Pack<T> pa[kPacks], pb[kPacks];
+  row.load(threadIdx.x, blockDim.x, packs, pa, pb);
+  held_row<Op, T, kPacks>(args, row, index, exists, left, left, pa, pb);
+}
+
 // blockDim.x threads share a row of at most blockDim.x * kPacks packs; blockDim.y rows a block.
 template <template <class> class Op, class T, class Form, int kPacks, Layout layout>
 __global__ void __launch_bounds__(most_threads<Form, kPacks>, most_threads<Form, kPacks> == 256 ? 3 : 1)
@@ -239,26 +288,22 @@ __global__ void __launch_bounds__(most_threads<Form, kPacks>, most_threads<Form,
         row.window.store(static_cast<T*>(row.out), thread + k * step, pack);
   }
   Pack<T> pa[kPacks], pb[kPacks];
+  constexpr bool quick = Op<T>::has_quick && (Form::extras ? layout == Layout::whole : kPacks <= 5);
   row.load(thread, step, packs, pa, pb);
 
-  // Long sums of products, which cancel, and of f64 are compensated.
-  const bool compensated = step > 32 && !(Op<T>::scores && sizeof(T) <= 4);
-  __shared__ A shared[3][32];
-  A m = 0;
-  if constexpr (Op<T>::scores)
-    if (!compensated)
-      m = reduce_values(Op<T>::maximum(pa, pb, row.form, left, step), -infinity<A>(), shared[0],
-                        [](A x, A y) { return max(x, y); });
-  // Where 16 bits are written, exponentials are taken once.
-  if constexpr (Op<T>::has_quick && (Form::extras ? layout == Layout::whole : kPacks <= 5)) {
-    if (__all_sync(0xffffffffu, !exists || Op<T>::may_be_quick(m, row.form))) {
-      A x[kPacks][Pack<T>::size], sums[kPacks];
+  // Where 16 bits are written exponentials are taken once, and of x itself: with most rows no maximum has to be found
+  // first for f32 to hold their sum.
+  if constexpr (quick) {
+    A x[kPacks][Pack<T>::size], sums[kPacks];
 #pragma unroll
-      for (int k = 0; k < kPacks; k++) {
-        sums[k] = 0;
-        if (k * step < left) sums[k] = Op<T>::quick_terms(m, pa[k], pb[k], row.form, x[k]);
-      }
-      A s = reduce_values(tree_sum(sums), A(0), shared[1], [](A x, A y) { return x + y; });
+    for (int k = 0; k < kPacks; k++) {
+      sums[k] = 0;
+      if (k * step < left) sums[k] = Op<T>::quick_terms(pa[k], pb[k], row.form, x[k]);
+    }
+    __shared__ A shared[32];
+    const A s = reduce_values(tree_sum(sums), A(0), shared, [](A x, A y) { return x + y; });
+    const bool holds = Op<T>::holds(s);
+    if (exists && holds) {
 #pragma unroll
       for (int k = 0; k < kPacks; k++)
         if (k * step < written) {
@@ -266,41 +311,11 @@ __global__ void __launch_bounds__(most_threads<Form, kPacks>, most_threads<Form,
           pack.set_all(x[k], __fdividef(1.f, s));
           row.window.store(static_cast<T*>(row.out), thread + k * step, pack);
         }
-      if constexpr (Form::extras) {
-        if (isnan(s)) {  // in a row with a NaN what is masked is looked up again
-#pragma unroll 1
-          for (int i = thread; i - thread < left; i += step) {
-            Pack<T> pack;
-            pack.fill(narrow<T>(s));
-            pack.keep(row.form.marks(i, row.window), narrow<T>(0));
-            row.window.store(static_cast<T*>(row.out), i, pack);
-          }
-        }
-      }
-      return;
     }
-  }
-  typename Op<T>::Part part;
-  if constexpr (Op<T>::reduces) {
-    if (compensated)
-      part = reduce_visited<Op<T>>(row.form, [&](auto use) { use(pa, pb); },
-                                   [](const auto& part) { return reduce_threads<T>(part); });
-    else
-      part = reduce_held<Op<T>>(m, pa, pb, row.form, left, step, shared + 1);
-  }
-  if (!exists) return;
-  // What the reduction has unpacked would stay so up to the result, for which there are not registers enough. Hence
-  // packs become other ones, of which the compiler does not know that they are the same.
-  if constexpr (sizeof(T) == 2 && Op<T>::operands == 2 && !Op<T>::a_is_scores) {
-    const auto zero = static_cast<uint32_t>(args.n >> 63);
-#pragma unroll
-    for (int k = 0; k < kPacks; k++) pa[k].toggle(zero), pb[k].toggle(zero);
-  }
-  auto values = Op<T>::finish(part, args, index, thread == 0);
-  if constexpr (Op<T>::writes) {
-#pragma unroll
-    for (int k = 0; k < kPacks; k++)
-      if (k * step < written) row.write(thread + k * step, values, pa[k], pb[k]);
+    if (!__all_sync(0xffffffffu, !exists || holds))
+      row_anew<Op, T, Form, kPacks, layout>(args, index, exists && !holds);
+  } else {
+    held_row<Op, T, kPacks>(args, row, index, exists, left, written, pa, pb);
   }
 }
 
