@@ -78,6 +78,7 @@ def run(shape: Sequence[int], dtype: str, form: Form) -> None:
         of = Form(np.dtype(dtype), kept, form.trailing, masked)
         return row_operation(operation, of, "ffi", *operands, *(extras[name] for name in kept))
 
+    call("softmax", "slwb", form.dtype, x - 300)  # whose exponentials are none that f32 has
     (y,) = call("softmax", "slwb", form.dtype, x)
     _, m, s = call("log_softmax", "slwb", form.dtype, x)
     call("state", "slwb", dtype, x)

@@ -56,6 +56,36 @@ def test_long_rows(op, dtype, extras, shapes):
             assert_within(actual, true, bound + tiny, f"{what} of {op} of {jnp.dtype(dtype).name} {rows}x{n}")
 
 
+# Rows that some lanes, a warp or a block hold in registers.
+HELD = [(300, 8), (300, 24), (200, 100), (200, 104), (100, 1000), (100, 1001), (100, 4096), (100, 9000)]
+# Of rows, around where the sum of exp(x) itself leaves what f32 holds, or 16 bits need of it; and far ones.
+OFFSETS = np.float32([0, 50, -12, -16, -20, -25, -70, -76, -85, 55, 61, 80, 90, 1e3, -1e3])
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("extras", ["", "scale, where", "bias", "causal"])
+def test_offsets(dtype, extras):
+    """Rows side by side whose scores are of every size: each result to its last place, subnormal ones too."""
+    for rows, n in HELD:
+        x = 3 * jax.random.normal(jax.random.key(n), (rows, n), jnp.float32)
+        x = (x + OFFSETS[np.arange(rows) % len(OFFSETS)][:, None]).astype(dtype)
+        x = x.at[3, 1].set(jnp.nan).at[20, 2].set(-jnp.inf).at[37].set(-jnp.inf).at[54, 0].set(jnp.inf)
+        given = {
+            "scale, where": {"scale": -0.75, "where": jnp.arange(n) % 7 != 3},
+            "bias": {"bias": jnp.sin(jnp.arange(n)).astype(dtype)},
+            "causal": {"causal": True},
+        }.get(extras, {})
+        (y, true_y), (dx, true_dx) = beside_float64("softmax", x, jnp.cos(x), np.arange(rows), **given)
+        eps, least = float(jnp.finfo(dtype).eps), float(jnp.finfo(dtype).smallest_subnormal)
+        z = np.abs(np.asarray(x).astype(np.float64))
+        places = eps + 2.0**-21 * (np.where(np.isfinite(z), z, 0) + 20)
+        what = f"softmax of {jnp.dtype(dtype).name} {rows}x{n}, {extras}"
+        assert_within(y, true_y, places * true_y + least, what)
+        size = np.abs(true_dx) + np.nan_to_num(np.abs(true_dx)).max(axis=1, keepdims=True) + 2 * true_y
+        assert_within(dx, true_dx, 2 * places * size + least, f"gradient of {what}")
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("extras", ["", "scale"])
 @pytest.mark.parametrize(

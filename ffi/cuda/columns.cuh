@@ -203,6 +203,15 @@ columns(const __grid_constant__ Arguments<T> args, const __grid_constant__ Tile 
     return accesses <= INT32_MAX ? int64_t(tile.row.quotient(static_cast<uint32_t>(access))) : access / accesses_a_row;
   };
 
+  // Where columns straddle accesses, the row that a tile is of, and the first of its columns there.
+  struct Begin {
+    int64_t row, column;
+  };
+  auto begin_of = [&](unsigned index) {
+    const int64_t access = int64_t(index) << shift, row = row_of(access);
+    return Begin{row, (access - row * accesses_a_row >> shift) * straddled_columns(across)};
+  };
+
   // The thread's part of a chunk of a tile: the first of its elements in an operand, and how many rows it has.
   struct Place {
     int64_t offset;
@@ -212,13 +221,13 @@ columns(const __grid_constant__ Arguments<T> args, const __grid_constant__ Tile 
     const int64_t access = (int64_t(index) << shift) + at;  // of all rows' accesses of equal j
     const int rows = static_cast<int>(min(end - chunk, int64_t(chunk_rows))) - first;
     if (access >= accesses || rows <= 0) return Place{0, 0};
-    const int64_t row = row_of(access), column = access - row * accesses_a_row;
     const int count = (rows + apart - 1) >> (__ffs(apart) - 1);
     if constexpr (straddles) {
-      const int64_t begin = (column >> shift) * straddled_columns(across);
-      const int64_t to = (row * args.n + chunk + first) * args.inner + begin, two = 2 * at - (to & 1);
-      return begin + two < args.inner ? Place{to + two, count} : Place{0, 0};
+      const Begin of = begin_of(index);
+      const int64_t to = (of.row * args.n + chunk + first) * args.inner + of.column, two = 2 * at - (to & 1);
+      return of.column + two < args.inner ? Place{to + two, count} : Place{0, 0};
     }
+    const int64_t row = row_of(access), column = access - row * accesses_a_row;
     return Place{(row * args.n + chunk + first) * args.inner + column * width, count};
   };
   auto slot = [&](int operand, int k) { return slots + ((k * operands + operand) * tile.threads + thread) * width; };
@@ -324,11 +333,10 @@ columns(const __grid_constant__ Arguments<T> args, const __grid_constant__ Tile 
     int tile_columns = 0;
     bool left = false;
     if constexpr (straddles) {
-      const int64_t access = int64_t(index) << shift, row = row_of(access);
-      const int64_t column = (access - row * accesses_a_row >> shift) * straddled_columns(across);
-      first_column = row * args.inner + column;
-      tile_columns = static_cast<int>(min(args.inner - column, int64_t(straddled_columns(across))));
-      left = ((row * args.n + begin + first) * args.inner + column) & 1;
+      const Begin of = begin_of(index);
+      first_column = of.row * args.inner + of.column;
+      tile_columns = static_cast<int>(min(args.inner - of.column, int64_t(straddled_columns(across))));
+      left = ((of.row * args.n + begin + first) * args.inner + of.column) & 1;
     }
     // Of the thread's element: its column's place among the tile's, those of equal e side by side.
     auto place_of = [&](int e) {
@@ -684,7 +692,7 @@ Tile choose_tile(const Arguments<T>& args, const ColumnsDevice& device, unsigned
   auto accesses = [&](int across) { return args.rows * accesses_of_row<width, straddles>(args.inner, across); };
   const int lines = args.inner * sizeof(T) % Columns::tile_bytes == 0 ? 1 : 2;
   int across = std::min<int>(lines * Columns::tile_bytes / (width * sizeof(T)), Columns::most_across);
-  if (straddles && args.inner < across) across = 32;
+  if (straddles && accesses(32) < accesses(across)) across = 32;
   while (!straddles && across > 1 && across / 2 >= accesses(across)) across /= 2;
   while (!straddles && across < Columns::most_across && 2 * across * bytes * args.n <= Columns::short_bytes &&
          accesses(across) >= int64_t(2) * across * Columns::blocks_at_once<T> * device.processors)

@@ -222,8 +222,8 @@ __device__ void held_row(const Arguments<T>& args, const Row& row, int64_t index
                          Pack<T> (&pa)[kPacks], Pack<T> (&pb)[kPacks]) {
   using A = Accumulator<T>;
   const int step = blockDim.x, thread = threadIdx.x;
-  // Long sums of products, which cancel, and of f64 are compensated.
-  const bool compensated = step > 32 && !(Op<T>::scores && sizeof(T) <= 4);
+  // Long sums of f64, and for f32 of products, which cancel, are compensated.
+  const bool compensated = step > 32 && sizeof(T) >= (Op<T>::scores ? 8 : 4);
   typename Op<T>::Part part;
   if constexpr (Op<T>::reduces) {
     __shared__ A shared[3][32];
