@@ -1,4 +1,4 @@
-"""Long rows on a GPU: the kernels that hold a row over a cluster of blocks or over the grid, for many rows and for few.
+"""Rows on a GPU by what holds them: registers, a cluster of blocks or the grid, for many rows and for few.
 
 The reference is XLA in float64. Rows differ in scale and offset, and some hold infinities and NaN.
 """
