@@ -63,8 +63,8 @@ constexpr unsigned kFewParts = 512;
 
 // `workspace` has room for the states of all parts and, where they are many, one more of each row.
 template <template <class> class Op, class T, class Form>
-cudaError_t launch_split(const Arguments<T>& args, Split split, bool overlap, void* workspace, cudaStream_t stream) {
-  constexpr int threads = kThreads<Op<T>>;
+cudaError_t launch_split(const Arguments<T>& args, Split split, int threads, bool overlap, void* workspace,
+                         cudaStream_t stream) {
   const auto rows = static_cast<unsigned>(args.rows), blocks = rows * split.parts;
   auto* states = static_cast<typename Op<T>::Part*>(workspace);
   cudaLaunchAttribute attribute;
@@ -153,16 +153,22 @@ cudaError_t launch_form(const Arguments<T>& args, void* workspace, int64_t bytes
   if (packs <= std::min<int64_t>(resident_packs, 4 * most_threads<Form, 4>))
     return launch_resident<Op, T, Form, 4>(args, layout, packs, stream);
   // Split where one block a row would leave too few, or have too much. What reduces nothing is always split.
-  int64_t parts = packs / (kInFlight<Op<T>, Form> * kThreads<Op<T>>);
+  int threads = kThreads<Op<T>>;
+  int64_t parts = packs / (kInFlight<Op<T>, Form> * threads);
   if constexpr (Op<T>::reduces) {
-    const int64_t blocks = std::max(choice.split_blocks * device.processors, args.rows * packs / choice.split_packs);
+    const int64_t all = args.rows * packs;
+    int64_t blocks = choice.split_blocks * device.processors;
+    // Where threads go round more than once, smaller blocks wait less for each other.
+    if (all > blocks * threads * kInFlight<Op<T>, Form> && all <= blocks * choice.split_packs)
+      threads /= 2, parts *= 2, blocks = std::min<int64_t>(2 * blocks, kFewParts * args.rows);
+    blocks = std::max(blocks, all / choice.split_packs);
     parts = std::min({parts, bytes / int64_t(sizeof(typename Op<T>::Part)) / args.rows - 1, blocks / args.rows});
   }
   if (args.n / std::max<int64_t>(parts, 1) > 1 << 30) return cudaErrorInvalidValue;  // a part is counted in ints
   if (parts >= 2 && args.rows * parts <= 0x7fffffff) {
     const int64_t of_part = ((packs + parts - 1) / parts + kLine - 1) / kLine * kLine;  // else warps share lines
     const Split split{static_cast<unsigned>((packs + of_part - 1) / of_part), of_part};
-    return launch_split<Op, T, Form>(args, split, device.major >= 9, workspace, stream);
+    return launch_split<Op, T, Form>(args, split, threads, device.major >= 9, workspace, stream);
   }
   tiled<Op, T, Form><<<std::min<int64_t>(args.rows, 0x7fffffff), kThreads<Op<T>>, 0, stream>>>(args);
   return cudaGetLastError();
