@@ -25,6 +25,7 @@ MANY = [
     (40, 600_001),
 ]
 FEW = [(1, 5000), (2, 16391), (64, 8192), (64, 32000), (1, 50257), (16, 131072), (3, 262147), (1, 524288), (2, 2**20)]
+FEW += [(3, 1_048_577), (4, 2_097_152)]  # in smaller blocks: of f32, and of 16 bits
 # Rows that no cluster holds, and the longest that the grid does.
 LONG = [(13, 1_000_003), (12, 2_097_152), (17, 1_900_001), (9, 4_300_000), (6, 6_500_001)]
 
@@ -58,7 +59,9 @@ def test_long_rows(op, dtype, extras, shapes):
 
 # Rows that some lanes, a warp or a block hold in registers.
 HELD = [(300, 8), (300, 24), (200, 100), (200, 104), (100, 1000), (100, 1001), (100, 4096), (100, 9000)]
-# Of rows, around where the sum of exp(x) itself leaves what f32 holds, or 16 bits need of it; and far ones.
+# Some of a row's first scores, from one of which the others are measured, as it lies in memory.
+FIRST = np.array([0, 4, 5, 6, 7])
+# How far from them the others are: around where the sum of exp leaves what f32 holds, or 16 bits need; and farther.
 OFFSETS = np.float32([0, 50, -12, -20, -25, -40, -70, -85, -105, 55, 61, 80, 90, 1e3, -1e3])
 
 
@@ -69,7 +72,12 @@ def test_offsets(dtype, extras):
     """Rows side by side whose scores are of every size: each result to its last place, subnormal ones too."""
     for rows, n in HELD:
         x = 3 * jax.random.normal(jax.random.key(n), (rows, n), jnp.float32)
-        x = (x + OFFSETS[np.arange(rows) % len(OFFSETS)][:, None]).at[:, 3].add(-75).astype(dtype)
+        turn, row = np.divmod(np.arange(rows), len(OFFSETS))
+        x = (x + OFFSETS[row][:, None]).at[:, 3].add(-75)
+        # Near 0, where the others are, or too far for anything to be measured from them.
+        first = x[:, FIRST] - OFFSETS[row][:, None]
+        first = jnp.where((turn % 3 == 0)[:, None], first, jnp.where((turn % 3 == 1)[:, None], x[:, FIRST], -9000))
+        x = x.at[:, FIRST].set(first).astype(dtype)
         x = x.at[3, 1].set(jnp.nan).at[20, 2].set(-jnp.inf).at[37].set(-jnp.inf).at[54, 0].set(jnp.inf)
         given = {
             "scale, where": {"scale": -0.75, "where": jnp.arange(n) % 7 != 3},

@@ -166,24 +166,28 @@ __device__ A reduce_values(A x, A identity, A* shared, Combine combine) {
 
 // Reduces a row all of whose packs the block's threads in x hold: the maximum m of its scores is known before any
 // exponential is taken, and sums that are trees need no compensation. Of a thread's packs 0, 1, ..., those with
-// k * step < left are held. `shared` is for two more values.
+// k * step < left are held. `shared` is for the block's warps, of three values.
 template <class Op, class T, int count, class Form>
-__device__ typename Op::Part reduce_held(Accumulator<T> m, const Pack<T> (&a)[count], const Pack<T> (&b)[count],
-                                         const Form& form, int left, int step, Accumulator<T> (*shared)[32]) {
+__device__ typename Op::Part reduce_held(const Pack<T> (&a)[count], const Pack<T> (&b)[count], const Form& form,
+                                         int left, int step, Accumulator<T> (&shared)[3][32]) {
   using A = Accumulator<T>;
+  [[maybe_unused]] A m = 0;
+  if constexpr (Op::scores)
+    m = reduce_values(Op::maximum(a, b, form, left, step), -infinity<A>(), shared[0],
+                      [](A x, A y) { return max(x, y); });
   auto sum = [&](A x, int which) { return reduce_values(x, A(0), shared[which], [](A x, A y) { return x + y; }); };
   if constexpr (Op::scores && Op::keeps_apart) {
     auto rest = Op::template rest_of_terms<false>(reference(m), reference(m), a, b, form, left, step);
-    Sum<A> part{sum(rest.sum, 0), 0};
-    A tops = sum(rest.tops, 1);
+    Sum<A> part{sum(rest.sum, 1), 0};
+    A tops = sum(rest.tops, 2);
     if (isfinite(m)) part.add(tops - 1);
     return {m, part};
   } else if constexpr (Op::scores) {
-    return {m, {sum(Op::template sum_of_terms<false>(reference(m), a, b, form, left, step), 0), 0}};
+    return {m, {sum(Op::template sum_of_terms<false>(reference(m), a, b, form, left, step), 1), 0}};
   } else {
     typename Op::Thread part;
     Op::accumulate(part, a, b, form);
-    return {sum(part.value(), 0), 0};
+    return {sum(part.value(), 1), 0};
   }
 }
 
@@ -222,14 +226,22 @@ struct Softmax : Scores<T, false> {
       if (!(fabs(form.factor) > A(1e-30) && fabs(form.factor) < A(1e30))) return false;
     return fabs(m) < 64;
   }
-  // Of a row that is held: each score's exponential, in units of kUnit, and their sum.
+  // Of a row that is held: each score's exponential, from `shift` on, and their sum.
   template <class Form>
-  static __device__ A quick_terms(const Pack<T>& a, const Pack<T>& b, const Form& form, A (&x)[Pack<T>::size]) {
+  static __device__ A quick_terms(const Pack<T>& a, const Pack<T>& b, const Form& form, A shift,
+                                  A (&x)[Pack<T>::size]) {
     A terms[Pack<T>::size];
 #pragma unroll
     for (int i = 0; i < Pack<T>::size; i++)
-      terms[i] = x[i] = exp2_approximately(quick_exponent(a, b, i, form, A(kUnitExponent<T>)));
+      terms[i] = x[i] = exp2_approximately(quick_exponent(a, b, i, form, shift));
     return tree_sum(terms);
+  }
+  // The shift that makes one unit of element x. One that is not a number, or may stand for a mask, as large ones do,
+  // makes none.
+  template <class Form>
+  static __device__ A quick_shift(A x, const Form& form) {
+    if constexpr (Form::extras) x *= form.factor;
+    return fmaf(fabs(x) < 4096 ? x : A(0), A(kLog2E), A(kUnitExponent<T>));
   }
   // Whether f32 has held the sum, and what it has flushed to 0 is 0 in the result.
   static __device__ bool holds(A sum) {

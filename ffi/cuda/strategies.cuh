@@ -227,16 +227,11 @@ __device__ void held_row(const Arguments<T>& args, const Row& row, int64_t index
   typename Op<T>::Part part;
   if constexpr (Op<T>::reduces) {
     __shared__ A shared[3][32];
-    A m = 0;
-    if constexpr (Op<T>::scores)
-      if (!compensated)
-        m = reduce_values(Op<T>::maximum(pa, pb, row.form, left, step), -infinity<A>(), shared[0],
-                          [](A x, A y) { return max(x, y); });
     if (compensated)
       part = reduce_visited<Op<T>>(row.form, [&](auto use) { use(pa, pb); },
                                    [](const auto& part) { return reduce_threads<T>(part); });
     else
-      part = reduce_held<Op<T>>(m, pa, pb, row.form, left, step, shared + 1);
+      part = reduce_held<Op<T>>(pa, pb, row.form, left, step, shared);
   }
   if (!exists) return;
   // What the reduction has unpacked would stay so up to the result, for which there are not registers enough. Hence
@@ -287,18 +282,23 @@ __global__ void __launch_bounds__(most_threads<Form, kPacks>, most_threads<Form,
       if (k * step >= left && k * step < packs - thread)
         row.window.store(static_cast<T*>(row.out), thread + k * step, pack);
   }
-  Pack<T> pa[kPacks], pb[kPacks];
   constexpr bool quick = Op<T>::has_quick && (Form::extras ? layout == Layout::whole : kPacks <= 5);
+  Pack<T> pa[kPacks], pb[kPacks];
   row.load(thread, step, packs, pa, pb);
 
-  // Where 16 bits are written exponentials are taken once, and of x itself: with most rows no maximum has to be found
-  // first for f32 to hold their sum.
+  // Where 16 bits are written exponentials are taken once, of the scores' distance from one of them, near which the
+  // others mostly are: no maximum has to be found before it for f32 to hold their sum. A warp's row takes one that
+  // lane 0 has; a block's the first, or, where causal leaves little to be read and a read more costs 3 %, 0.
   if constexpr (quick) {
+    A near = 0;
+    if (step <= 32) near = __shfl_sync(0xffffffffu, pa[0].get(Pack<T>::size - 1), 0, step);
+    else if (row.counted == row.window.packs) near = widen(row.a[0]);
+    const A shift = Op<T>::quick_shift(near, row.form);
     A x[kPacks][Pack<T>::size], sums[kPacks];
 #pragma unroll
     for (int k = 0; k < kPacks; k++) {
       sums[k] = 0;
-      if (k * step < left) sums[k] = Op<T>::quick_terms(pa[k], pb[k], row.form, x[k]);
+      if (k * step < left) sums[k] = Op<T>::quick_terms(pa[k], pb[k], row.form, shift, x[k]);
     }
     __shared__ A shared[32];
     const A s = reduce_values(tree_sum(sums), A(0), shared, [](A x, A y) { return x + y; });
