@@ -38,10 +38,10 @@ from jaxsoft._rows import row_operation
 SHAPES = [(3, 5), (40, 33), (4, 100), (4, 128), (3, 1001), (70, 4096), (2, 20001), (2, 32768), (1, 100003)]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 EXTRAS = ("", "s", "l", "w", "b", "slwb")
-# Those that are too large for every dtype and form: tiled, over clusters, split, over the grid.
+# Those that are too large for every dtype and form: tiled, over clusters, split, spread, over the grid.
 LONG = [((70, 20001), "float64"), ((280, 70001), "float32"), ((130, 70000), "bfloat16"), ((1, 600_001), "float32")]
 LONG += [((1, 4_000_001), "float32"), ((5, 1_000_001), "float32"), ((9, 2**21), "float16")]
-LONG += [((1, 17_000_001), "float32")]
+LONG += [((1, 1_200_001), "float32"), ((1, 17_000_001), "float32")]
 # (x, result) of two dtypes, and (rows, n, trailing) of axes before the last.
 PAIRS = [("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float16"), ("float16", "float32")]
 COLUMNS = [(2, 8, 1), (3, 33, 3), (3, 50, 130), (2, 1001, 64), (1, 70001, 5), (2, 130, 4097)]

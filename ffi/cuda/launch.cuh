@@ -15,17 +15,18 @@ struct Choice {
   int64_t resident_packs[2];    // for one operand, and for two; longer rows are not resident
   int64_t ring_packs[2];        // what a block of a cluster should have of a row at most, for one operand, and for two:
                                 // half of what it holds, so that the next row is there when one is written
-  int64_t few_rows;             // so many rows or fewer are few: each goes to a cluster, if it fits
+  int64_t few_rows;             // so many rows or fewer are few: each goes to a cluster, if it fits, or is spread
   int64_t few_packs[2];         // the least and the most that a block of such a cluster has of a row
   int64_t split_blocks;         // the least number of blocks a multiprocessor that rows are split into
   int64_t split_packs;          // more blocks are made until one has no more than so many packs of a row
   int64_t idle_packs;           // of all rows together: up to here, what does not fit a cluster of few rows is split
+  int64_t spread_packs[2];      // or spread, from here on, for one operand, and for two
 };
 constexpr Choice kHopper = {{8, 31, 128, 160}, 1024, {320, 1280}, {4096, 2048},
                             {Ring::held_packs(1) / 2, Ring::held_packs(2) / 2},
-                            64, {256, 2048}, 2, 8192, 1 << 20};
+                            64, {256, 2048}, 2, 8192, 1 << 20, {5 << 17, 1 << 18}};
 constexpr Choice kOther = {{8, 31, 128, 160}, 1024, {320, 1280}, {8192, 4096}, {0, 0}, 0,
-                           {0, 0},            4,            8192,         0};  // no clusters, or not measured
+                           {0, 0},            4,            8192,         0,    {0, 0}};  // no clusters, or not measured
 
 struct Device {
   int processors = 0, major = 0;
@@ -95,6 +96,28 @@ cudaError_t launch_split(const Arguments<T>& args, Split split, int threads, boo
     return cudaLaunchKernelEx(shape(rows, 256), split_finish<Op, T>, args, read, split.parts);
 }
 
+// Where all that is written from is read to reduce it, and registers are enough: else rows are no slower split.
+template <class Op, class T, class Form>
+constexpr bool can_spread = Op::reduces && Op::writes && Op::reads_a_to_reduce && !Op::keeps_apart && sizeof(T) <= 4 &&
+                            !Form::extras;
+
+// `workspace` has room for the states of all parts.
+template <template <class> class Op, class T, class Form, int kPacks>
+cudaError_t launch_spread(const Arguments<T>& args, Split split, void* workspace, cudaStream_t stream) {
+  const int64_t threads = ((split.packs + kPacks - 1) / kPacks + 31) / 32 * 32;
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeCooperative;
+  attribute.val.cooperative = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(args.rows) * split.parts);
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, spread<Op, T, Form, kPacks>, args, static_cast<typename Op<T>::Part*>(workspace),
+                            split);
+}
+
 // `workspace` has room for `bytes`. Everything is ordered by `stream`; nothing is allocated or waited for.
 template <template <class> class Op, class T, class Form>
 cudaError_t launch_form(const Arguments<T>& args, void* workspace, int64_t bytes, cudaStream_t stream) {
@@ -132,6 +155,15 @@ cudaError_t launch_form(const Arguments<T>& args, void* workspace, int64_t bytes
   const int64_t resident_packs = choice.resident_packs[operands - 1];
   if (packs <= std::min<int64_t>(resident_packs, most_packs * most_threads<Form, most_packs>))
     return launch_resident<Op, T, Form, most_packs>(args, layout, packs, stream);
+  if constexpr (can_spread<Op<T>, T, Form>) {
+    const int64_t blocks = Spread::blocks * device.processors, least = choice.spread_packs[operands - 1];
+    const bool has_room = bytes >= blocks * int64_t(sizeof(typename Op<T>::Part));
+    if (args.rows <= choice.few_rows && args.rows * packs >= least && has_room) {
+      const Split split(packs, blocks / args.rows);
+      if (split.packs <= Spread::threads * most_packs)
+        return launch_spread<Op, T, Form, most_packs>(args, split, workspace, stream);
+    }
+  }
   if constexpr (!Form::bias && sizeof(T) <= 4 && Op<T>::reduces && Op<T>::writes) {
     // Extras take time for each row, so a block should have more of it.
     int64_t part = choice.ring_packs[Op<T>::operands - 1];
@@ -165,11 +197,8 @@ cudaError_t launch_form(const Arguments<T>& args, void* workspace, int64_t bytes
     parts = std::min({parts, bytes / int64_t(sizeof(typename Op<T>::Part)) / args.rows - 1, blocks / args.rows});
   }
   if (args.n / std::max<int64_t>(parts, 1) > 1 << 30) return cudaErrorInvalidValue;  // a part is counted in ints
-  if (parts >= 2 && args.rows * parts <= 0x7fffffff) {
-    const int64_t of_part = ((packs + parts - 1) / parts + kLine - 1) / kLine * kLine;  // else warps share lines
-    const Split split{static_cast<unsigned>((packs + of_part - 1) / of_part), of_part};
-    return launch_split<Op, T, Form>(args, split, threads, device.major >= 9, workspace, stream);
-  }
+  if (parts >= 2 && args.rows * parts <= 0x7fffffff)
+    return launch_split<Op, T, Form>(args, Split(packs, parts), threads, device.major >= 9, workspace, stream);
   tiled<Op, T, Form><<<std::min<int64_t>(args.rows, 0x7fffffff), kThreads<Op<T>>, 0, stream>>>(args);
   return cudaGetLastError();
 }

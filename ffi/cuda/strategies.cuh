@@ -5,7 +5,10 @@
 //   split     few long rows: each cut over many blocks. One launch writes the parts' states, the next merges them and
 //             writes; where they are many, one in between merges. The states wait in a workspace that XLA provides. From
 //             Hopper on a launch is made while the one before still runs, and waits for its end within the kernel.
+//   spread    the same, but all blocks run at once, keep their parts in registers, and wait for each other. One read.
 #pragma once
+
+#include <cooperative_groups.h>
 
 #include <algorithm>
 
@@ -348,6 +351,11 @@ __device__ inline void wait_for_last_kernel() {
 struct Split {
   unsigned parts;
   int64_t packs;
+  // A row of so many packs, into no more than so many parts, of whole lines: else warps share them.
+  Split(int64_t of_row, int64_t most)
+      : packs(((of_row + most - 1) / most + kLine - 1) / kLine * kLine) {
+    parts = static_cast<unsigned>((of_row + packs - 1) / packs);
+  }
 };
 
 template <template <class> class Op, class T, class Form>
@@ -405,6 +413,30 @@ __global__ void split_finish(const __grid_constant__ Arguments<T> args, const ty
   wait_for_last_kernel();
   auto part = merge<Op, T>(states + int64_t(blockIdx.x) * parts, parts);
   Op<T>::finish(part, args, blockIdx.x, threadIdx.x == 0);
+}
+
+struct Spread {
+  static constexpr int threads = 512, blocks = 2;  // of a block, at most; of a multiprocessor
+};
+
+// A block has at most blockDim.x * kPacks packs of a row.
+template <template <class> class Op, class T, class Form, int kPacks>
+__global__ void __launch_bounds__(Spread::threads, Spread::blocks)
+    spread(const __grid_constant__ Arguments<T> args, typename Op<T>::Part* states, Split split) {
+  const auto row = part_of_row<Op, T, Form>(args, blockIdx.x, split);
+  const int step = blockDim.x, thread = threadIdx.x, packs = row.window.packs;
+  Pack<T> pa[kPacks], pb[kPacks];
+  row.load(thread, step, packs, pa, pb);
+  auto part = reduce_visited<Op<T>>(row.form, [&](auto use) { use(pa, pb); },
+                                    [](const auto& part) { return reduce_threads<T>(part); });
+  if (thread == 0) states[blockIdx.x] = part;
+  cooperative_groups::this_grid().sync();
+  const unsigned index = blockIdx.x / split.parts;
+  part = merge<Op, T>(states + index * split.parts, split.parts);
+  const auto values = Op<T>::finish(part, args, index, thread == 0 && blockIdx.x % split.parts == 0);
+#pragma unroll
+  for (int k = 0; k < kPacks; k++)
+    if (thread + k * step < packs) row.write(thread + k * step, values, pa[k], pb[k]);
 }
 
 }  // namespace jaxsoft::cuda
