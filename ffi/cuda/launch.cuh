@@ -96,7 +96,7 @@ cudaError_t launch_split(const Arguments<T>& args, Split split, int threads, boo
     return cudaLaunchKernelEx(shape(rows, 256), split_finish<Op, T>, args, read, split.parts);
 }
 
-// Where all that is written from is read to reduce it, and registers are enough: else rows are no slower split.
+// Where all that is written from is read to reduce it, and registers are enough: else split rows are no slower.
 template <class Op, class T, class Form>
 constexpr bool can_spread = Op::reduces && Op::writes && Op::reads_a_to_reduce && !Op::keeps_apart && sizeof(T) <= 4 &&
                             !Form::extras;
@@ -158,7 +158,8 @@ cudaError_t launch_form(const Arguments<T>& args, void* workspace, int64_t bytes
   if constexpr (can_spread<Op<T>, T, Form>) {
     const int64_t blocks = Spread::blocks * device.processors, least = choice.spread_packs[operands - 1];
     const bool has_room = bytes >= blocks * int64_t(sizeof(typename Op<T>::Part));
-    if (args.rows <= choice.few_rows && args.rows * packs >= least && has_room) {
+    // Part of a GPU may have room for fewer blocks than there are rows.
+    if (args.rows <= std::min(choice.few_rows, blocks) && args.rows * packs >= least && has_room) {
       const Split split(packs, blocks / args.rows);
       if (split.packs <= Spread::threads * most_packs)
         return launch_spread<Op, T, Form, most_packs>(args, split, workspace, stream);
