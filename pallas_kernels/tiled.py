@@ -1,23 +1,23 @@
-"""The tiled online softmax: one Mosaic GPU kernel for the forward row operations.
+"""The tiled kernel: rows of any length, in tiles that asynchronous copies bring to shared memory.
 
-A block of one warpgroup takes a few rows in turn. It streams a row in tiles from global to shared memory with bulk
-asynchronous copies, folds them into a state (m, s), and then goes over the tiles once more, backwards, to write the
-result. So a row that fits in the block's ring of tiles is read once, and of a longer row only what has left the ring is
-read again, most recently used tiles first, while the L2 may still hold them.
+A row is dealt out by tiles to the warpgroups of a block, or of a cluster of blocks. Each streams its tiles through a
+ring of its own, folds them into a state for each thread, and, when the states of all are combined, goes over its tiles
+once more, backwards, to write the result. So a row whose tiles fit the rings is read once, and of a longer row only
+what has left the rings is read again, most recently used tiles first, while the L2 may still hold them. As soon as a
+tile is written, the next row's takes its place. Blocks take rows in turn until there are none left.
 
-Three choices keep it simple, and right:
-
-- One warpgroup a block. Reductions over a tile use one scratch area a block, where several warpgroups would race. To
-  need them once a row and not once a tile, each lane folds its own elements into its own state, elementwise.
-- Tiles never leave their row. The last one starts at n - tile and overlaps the one before: elements seen before are
-  masked in the fold, and written twice with the same value. No copy is out of bounds, so no fill value is needed and
-  no row is written over by its neighbour; and bulk copies need no tensor map, with its 256 elements a dimension.
-- Results go from registers to global memory, in 16-byte stores, not through shared memory, which is left to the ring.
+- Every warpgroup fills and empties its ring by itself, so that the only thing that warpgroups wait for is each other's
+  states, once a row.
+- Reductions over a block that JAX writes by itself use one scratch area a block, where several warpgroups race (JAX
+  0.11.2 and 0.12.0). So threads put their states in shared memory, and every warp combines all of them by itself.
+- Tiles never leave their row. The last one ends with it and overlaps the one before: elements seen before are masked in
+  the fold, and written twice with the same value. No copy is out of bounds, and copies need no tensor map, with its 256
+  elements a dimension.
+- Results go from registers to global memory, in 16-byte stores, not through shared memory, which is left to the rings.
 """
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -26,31 +26,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-_LANES = 128  # the threads of a warpgroup
-_VECTOR_BYTES = 16  # what a thread loads and stores at a time
+from . import arithmetic, cluster
+from .memory import load, store
 
-
-@dataclasses.dataclass(frozen=True)
-class Tuning:
-    """The sizes that decide the speed, and nothing else.
-
-    Attributes:
-      tile_bytes: the largest tile. A thread holds its part of a tile in registers.
-      tile_cost: what a tile costs beside its elements, in elements; decides between few tiles and little overlap.
-      ring_bytes: shared memory of a block whose row does not fit: bytes in flight against blocks a multiprocessor.
-      resident_bytes: the longest row that is kept in shared memory and read once. At most 96 KiB runs everywhere.
-      row_buffers: how many short rows a block has in flight or in hand.
-      block_bytes: short rows are dealt out in groups of this size, which a block takes in turn.
-      min_blocks: rather smaller groups than fewer blocks than this.
-    """
-
-    tile_bytes: int = 16 << 10
-    tile_cost: int = 256
-    ring_bytes: int = 48 << 10
-    resident_bytes: int = 96 << 10
-    row_buffers: int = 4
-    block_bytes: int = 128 << 10
-    min_blocks: int = 2048
+_THREADS = 128  # of a warpgroup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,205 +38,301 @@ class Plan:
 
     Attributes:
       vector: elements that a thread loads at a time.
-      tile: elements a tile, a multiple of a chunk.
+      chunks: such loads a tile.
       tiles: tiles a row.
-      ring: tiles of a row that are in shared memory at once.
-      buffers: such rings, for as many rows.
-      rows: rows a block; 1 if a row is longer than its ring.
+      ring: tiles in a warpgroup's ring.
+      warpgroups: of a block.
+      cluster: blocks that share a row.
+      clusters: of the grid.
     """
 
     vector: int
-    tile: int
+    chunks: int
     tiles: int
     ring: int
-    buffers: int
-    rows: int
+    warpgroups: int
+    cluster: int
+    clusters: int
 
     @property
-    def chunk(self) -> int:
-        """What the warpgroup loads at a time, a vector a thread."""
-        return _LANES * self.vector
+    def tile(self) -> int:
+        """Elements a tile."""
+        return _THREADS * self.vector * self.chunks
+
+    @property
+    def members(self) -> int:
+        """Warpgroups that share a row."""
+        return self.warpgroups * self.cluster
+
+    @property
+    def share(self) -> int:
+        """The most tiles of a row that a warpgroup has."""
+        return -(-self.tiles // self.members)
 
 
-def plan(rows: int, n: int, itemsize: int, tuning: Tuning) -> Plan:
-    """Cuts `rows` rows of `n` elements, at least 512 bytes, into blocks and tiles."""
-    vector = min(_VECTOR_BYTES // itemsize, 1 << int(math.log2(n // _LANES)))
-    chunk = _LANES * vector
-    sizes = range(chunk, max(chunk, min(n, tuning.tile_bytes // itemsize)) + 1, chunk)
-    tile = min(sizes, key=lambda size: (pl.cdiv(n, size) * (size + tuning.tile_cost), -size))
-    tiles, tile_bytes = pl.cdiv(n, tile), tile * itemsize
-    if tiles * tile_bytes > tuning.resident_bytes:
-        return Plan(vector, tile, tiles, min(tiles, max(2, tuning.ring_bytes // tile_bytes)), 1, 1)
-    group = max(1, min(tuning.block_bytes // (n * itemsize), rows // tuning.min_blocks))
-    buffers = max(1, min(tuning.row_buffers, tuning.ring_bytes // (tiles * tile_bytes), group))
-    return Plan(vector, tile, tiles, tiles, buffers, group)
+_SHARED_BYTES = 208 << 10  # of rings, of the 227 KiB that a multiprocessor has
+_FEW_BYTES = 32 << 20  # rows that together have fewer leave multiprocessors idle, but for clusters
 
 
-def row_kernel(operation: str, rows: int, n: int, dtype: Any, tuning: Tuning | None = None, interpret: Any = None):
-    """The kernel of an operation for an operand of shape (rows, n).
+def plan(operation: str, rows: int, n: int, itemsize: int, multiprocessors: int) -> Plan | None:
+    """How to cut up rows of n elements; None where copies cannot be aligned, or rows are too short.
 
-    Args:
-      operation: "softmax", "log_softmax" or "state".
-      rows, n, dtype: of the operand.
-      tuning: sizes to use instead of the default ones.
-      interpret: Pallas interpreter parameters, for tests on a CPU.
+    Rows of which several fit the shared memory of a multiprocessor, or of a cluster, get a block or a cluster each: the
+    GPU deals them out as others end, so the faster multiprocessors have more of them. What they wait for, others use.
+    Of longer rows only one fits: there clusters stay, and the next row's tiles take the place of this one's.
+    """
+    vector, arrays = 16 // itemsize, arithmetic.SIGNATURES[operation][0]
+    row_bytes = n * itemsize * arrays
+    if n % vector or n < 2 * _THREADS * vector:
+        return None
+    stays = False
+    if rows * row_bytes <= _FEW_BYTES:
+        warpgroups, cluster, chunks = 2, min(16, max(1, pl.next_power_of_2(256 // rows + 1) // 2)), 2
+    elif row_bytes <= _SHARED_BYTES:
+        warpgroups, cluster, chunks = 4, 1, 2 if itemsize == 2 and row_bytes <= _SHARED_BYTES // 2 else 4
+    elif row_bytes <= 256 << 10 and arrays == 1:
+        warpgroups, cluster, chunks = 2, 4, 4
+    else:
+        warpgroups, chunks, stays = 4, 4, True
+        cluster = min(16, pl.next_power_of_2(pl.cdiv(row_bytes, 136 << 10)))
+    while cluster > 1 and n < 2 * warpgroups * cluster * _THREADS * vector:
+        cluster //= 2
+    while warpgroups > 1 and n < 2 * warpgroups * _THREADS * vector:
+        warpgroups //= 2
+    # Few tiles, that go up into the members, without much overlap: each costs as much as 256 elements beside its own.
+    members = warpgroups * cluster
+    sizes = [c for c in range(1, chunks + 1) if n >= (2 * members - 1) * c * _THREADS * vector] or [1]
+
+    def cost(chunks):
+        tile = _THREADS * vector * chunks
+        return pl.cdiv(pl.cdiv(n, tile), members) * (tile + 256)
+
+    chunks = min(sizes, key=lambda c: (cost(c), -c))
+    tiles = pl.cdiv(n, _THREADS * vector * chunks)
+    most = min(32 // warpgroups, _SHARED_BYTES // (_THREADS * 16 * chunks * arrays * warpgroups))
+    ring = most if stays else min(most, pl.cdiv(tiles, members))
+    # Where clusters stay, one that finds no place would begin when the others end: some multiprocessors are left out,
+    # as their number on a chip that clusters can be placed on varies.
+    fill = multiprocessors if cluster <= 2 else multiprocessors * 7 // 8
+    return Plan(vector, chunks, tiles, ring, warpgroups, cluster, min(rows, fill // cluster) if stays else rows)
+
+
+def row_kernel(operation: str, rows: int, n: int, dtype: Any, plan: Plan, interpret: Any = None):
+    """The kernel of an operation on `rows` rows of n elements.
 
     Returns:
-      A function of the operand that returns a tuple: (y,), (y, m, s) or (m, s).
+      A function of the operands of shape (rows, n / vector, vector) and (rows,) that returns a tuple of such.
     """
-    cut = plan(rows, n, jnp.dtype(dtype).itemsize, tuning or Tuning())
-    slots = cut.buffers * cut.ring
-    full, statistic = jax.ShapeDtypeStruct((rows, n), dtype), jax.ShapeDtypeStruct((rows,), jnp.float32)
+    of_rows, _, wide, narrow = arithmetic.SIGNATURES[operation]
+    full = jax.ShapeDtypeStruct((rows, n // plan.vector, plan.vector), dtype)
+    number = jax.ShapeDtypeStruct((rows,), jnp.float32)
+    slots, numbers = plan.warpgroups * plan.ring, len(arithmetic.identity(operation, 1)) // 2
+    ring = plgpu.SMEM((slots, plan.chunks * _THREADS, plan.vector), dtype)
+    # States of two rows, as the first warpgroup to have its next one ready must not write over what others still read.
+    states = plgpu.SMEM((numbers, 2, plan.warpgroups * _THREADS), jnp.float32)
+    clustered = plan.cluster > 1
+    mailbox = plgpu.SMEM((numbers, 2, plan.cluster), jnp.float32), plgpu.SMEM((2,), jnp.int32)
     return plgpu.kernel(
-        functools.partial(_body, operation, cut),
-        out_type={"softmax": (full,), "log_softmax": (full, statistic, statistic), "state": (statistic, statistic)}[
-            operation
-        ],
-        scratch_types=(plgpu.SMEM((slots, cut.tile), dtype), plgpu.Barrier(num_arrivals=1, num_barriers=slots)),
-        # The kernel places its own barriers: a slot is refilled after commit_smem, and nothing else is written that is
-        # read.
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-        grid=(pl.cdiv(rows, cut.rows),),
-        grid_names=("block",),
-        kernel_name=f"jaxsoft_{operation}",
+        functools.partial(_body, operation, plan),
+        out_type=(full,) * wide + (number,) * narrow,
+        scratch_types=(
+            [ring] * of_rows,
+            plgpu.Barrier(num_arrivals=of_rows, num_barriers=slots),
+            states,
+            plgpu.Barrier(num_arrivals=plan.warpgroups),
+            mailbox if clustered else (),
+        ),
+        # The kernel places its own barriers: a slot is refilled after commit_smem, and what else is written is read
+        # after a barrier.
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True),
+        grid=(plan.clusters,),
+        grid_names=("cluster",),
+        cluster=(plan.cluster,) if clustered else (),
+        cluster_names=("peer",) if clustered else (),
+        num_threads=plan.warpgroups,
+        thread_name="warpgroup",
+        kernel_name=f"jaxsoft_{operation}_tiled",
         interpret=interpret,
     )
 
 
-def _body(operation: str, cut: Plan, x_ref, *refs):
-    *out_refs, smem, loaded = refs
-    rows, n = x_ref.shape
-    writes, resident = operation != "state", cut.ring == cut.tiles
-    overlap = cut.tiles * cut.tile - n  # of the last tile with the one before
+def _body(operation: str, plan: Plan, *refs):
+    of_rows, of_numbers, wide, narrow = arithmetic.SIGNATURES[operation]
+    results = of_rows + of_numbers
+    in_refs, given_refs, out_refs = refs[:of_rows], refs[of_rows:results], refs[results : results + wide + narrow]
+    rings, loaded, states, posted, mailbox = refs[results + wide + narrow :]
+    numbers = states.shape[0]
+    rows, n = in_refs[0].shape[0], in_refs[0].shape[1] * plan.vector
+    chunk = _THREADS * plan.vector
+    folds, writes = operation != "logsumexp_vjp", operation != "state"
+    again = folds and writes and plan.share > plan.ring  # tiles that have left the ring are read again
+    overlap = plan.tiles * plan.tile - n  # of the last tile with the one before
     layout = plgpu.Layout.TILED(
-        plgpu.Tiling(((cut.chunk,), (32 * cut.vector,), (cut.vector,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
+        plgpu.Tiling(((_THREADS, plan.vector), (32, plan.vector))), warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1
     )
-    first = lax.axis_index("block") * cut.rows
-    count = jnp.minimum(cut.rows, rows - first)
+    warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("peer") if plan.cluster > 1 else 0
+    member = block * plan.warpgroups + warpgroup
+    # This warpgroup's tiles of a row: neighbours, so that the last one and the one it overlaps have the same writer.
+    base = lax.div(member * plan.tiles, plan.members)
+    share = lax.div((member + 1) * plan.tiles, plan.members) - base
+    first, stride = lax.axis_index("cluster"), plan.clusters
+    count = lax.div(rows - first + stride - 1, stride)  # this cluster's rows
 
     def start(tile):
-        return jnp.minimum(tile * cut.tile, n - cut.tile)
+        """Where the warpgroup's tile begins, in vectors."""
+        return jnp.minimum((base + tile) * (plan.chunks * _THREADS), (n - plan.tile) // plan.vector)
 
-    def slot(k, tile):
-        return lax.rem(k, cut.buffers) * cut.ring + lax.rem(tile, cut.ring)
-
-    def load(k, tile):
-        """Starts the copy of a tile of the block's k-th row, if it has one, to the slot of that tile."""
+    def start_load(k, tile, slot):
+        """Starts the copies of a tile of the cluster's k-th row, if it has one."""
 
         @pl.when(k < count)
         def _():
-            plgpu.copy_gmem_to_smem(
-                x_ref.at[first + k, pl.ds(start(tile), cut.tile)],
-                smem.at[slot(k, tile)],
-                loaded.at[slot(k, tile)],
-                oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
-            )
+            place = pl.ds(start(tile), plan.chunks * _THREADS)
+            for ref, ring in zip(in_refs, rings, strict=True):
+                plgpu.copy_gmem_to_smem(
+                    ref.at[first + k * stride, place],
+                    ring.at[warpgroup * plan.ring + slot],
+                    loaded.at[warpgroup * plan.ring + slot],
+                    oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+                )
 
-    def refill(k, tile, step):
-        """Fills the slot of a tile that is done with: with one further on in this row, or with the next row's."""
-        if resident and cut.rows <= cut.buffers:
-            return
-        plgpu.commit_smem()  # all threads have read it
-        if resident:
-            load(k + cut.buffers, tile)
-        else:
-            following = tile + step * cut.ring
-            pl.when((following >= 0) & (following < cut.tiles))(lambda: load(k, following))
+    def wait(slot):
+        plgpu.barrier_wait(loaded.at[warpgroup * plan.ring + slot])
 
-    def chunks(k, tile):
-        """The elements of a tile in f32."""
-        for i in range(0, cut.tile, cut.chunk):
-            x = plgpu.load(smem.at[slot(k, tile), pl.ds(i, cut.chunk)], layout=layout)
-            yield i, x.astype(jnp.float32)
+    def chunks(slot):
+        """The chunks of a tile in f32, of each operand, one chunk after the other."""
+        for i in range(plan.chunks):
+            part = pl.ds(i * _THREADS, _THREADS)
+            yield [load(ring.at[warpgroup * plan.ring + slot, part], layout) for ring in rings]
 
-    def masked(k, tile):
-        """`chunks` with -inf for what the tile before has too."""
-        seen = jnp.where(tile == cut.tiles - 1, overlap, 0)
-        for i, x in chunks(k, tile):
-            if i < overlap:
-                x = jnp.where(plgpu.broadcasted_iota(jnp.int32, (cut.chunk,), 0, layout=layout) + i < seen, -jnp.inf, x)
+    def new(tile, slot):
+        """What is folded of a tile: without what the tile before has too."""
+        neutral = -jnp.inf if operation in arithmetic.SCORES else 0.0
+        seen = jnp.where(base + tile == plan.tiles - 1, overlap, 0)
+        for i, values in enumerate(chunks(slot)):
+            x = values[0] if operation in arithmetic.SCORES else arithmetic.terms(operation, *values)
+            if i * chunk < overlap:
+                place = [plgpu.broadcasted_iota(jnp.int32, x.shape, axis, layout=layout) for axis in (0, 1)]
+                x = jnp.where(place[0] * plan.vector + place[1] + i * chunk < seen, neutral, x)
             yield x
 
-    # Rows that share a buffer are gone over in alternate directions: the next row's tiles come in as soon as this one
-    # is done with their slots, so in the order of its second pass.
-    alternate = writes and resident and cut.rows > cut.buffers
+    def write(tile, slot, k, finished):
+        for i, values in enumerate(chunks(slot)):
+            place = pl.ds(start(tile) + i * _THREADS, _THREADS)
+            store(out_refs[0].at[first + k * stride, place], finished(*values))
 
-    def row(k, _):
-        def tile_at(position):
-            if not alternate:
-                return position
-            return jnp.where(lax.rem(lax.div(k, cut.buffers), 2) == 1, cut.tiles - 1 - position, position)
+    accumulate = arithmetic.accumulate_scores if operation in arithmetic.SCORES else arithmetic.accumulate_sum
 
-        def fold(position, lanes):
-            tile = tile_at(position)
-            plgpu.barrier_wait(loaded.at[slot(k, tile)])
-            lanes = _accumulate(lanes, list(masked(k, tile)))
-            if not (writes and resident):
-                refill(k, tile, 1)
+    def after(slot):
+        return jnp.where(slot == plan.ring - 1, 0, slot + 1)
+
+    def refill(ahead, slot):
+        """Fills a slot with the next tile of this row or of one to come, and says which is the one after that."""
+        plgpu.commit_smem()  # all threads have read it
+        k, tile = ahead
+        start_load(k, tile, slot)
+        last = tile == share - 1
+        return jnp.where(last, k + 1, k), jnp.where(last, 0, tile + 1)
+
+    def combined(k, lanes):
+        """The row's totals, from the states of all threads that share it."""
+        turn = lax.rem(k, 2)
+        for i, value in enumerate(arithmetic.state(lanes)):
+            states[i, turn, pl.ds(warpgroup * _THREADS, _THREADS)] = value
+        plgpu.barrier_arrive(posted)
+        plgpu.barrier_wait(posted)
+        everywhere = plgpu.Layout.TILED(
+            plgpu.Tiling(((_THREADS,), (4,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1
+        )
+        posts = [load(states.at[i, turn], everywhere) for i in range(numbers)]
+        totals = arithmetic.total(posts)
+        if plan.cluster == 1:
+            return totals
+        pl.when(warpgroup == 0)(lambda: cluster.send(plan.cluster, turn, block, mailbox, totals))
+        return cluster.receive(plan.cluster, turn, mailbox)
+
+    def finished(k, totals):
+        row = first + k * stride
+        given = tuple(ref[row] for ref in given_refs)
+        if narrow:
+
+            @pl.when(member == 0)
+            def _():
+                for ref, value in zip(out_refs[wide:], totals, strict=True):
+                    ref[row] = value
+
+        return arithmetic.finish(operation, totals, given, lambda v: v) if writes else None
+
+    def row(k, state):
+        """One row whose tiles stay in the ring until they are written, or that is gone over once."""
+        begin, ahead = state
+        totals = ()
+        if folds:
+
+            def fold(tile, state):
+                lanes, slot, ahead = state
+                wait(slot)
+                lanes = accumulate(lanes, list(new(tile, slot)))
+                return lanes, after(slot), ahead if writes else refill(ahead, slot)
+
+            lanes, slot, ahead = lax.fori_loop(0, share, fold, (arithmetic.identity(operation, _THREADS), begin, ahead))
+            totals = combined(k, lanes)
+        finish = finished(k, totals)
+        if writes:
+
+            def visit(tile, state):
+                slot, ahead = state
+                if not folds:
+                    wait(slot)
+                write(tile, slot, k, finish)
+                return after(slot), refill(ahead, slot)
+
+            slot, ahead = lax.fori_loop(0, share, visit, (begin, ahead))
+        return slot, ahead
+
+    def long_row(k, _):
+        """One row of which the ring keeps the last tiles. The slots' order turns round from row to row, so that the
+        next row's first tile is in the slot that is free first."""
+        odd = lax.rem(k, 2)
+
+        def slot_of(tile):
+            place = lax.rem(tile, plan.ring)
+            return jnp.where(odd == 1, plan.ring - 1 - place, place)
+
+        def fold(tile, lanes):
+            slot = slot_of(tile)
+            wait(slot)
+            lanes = accumulate(lanes, list(new(tile, slot)))
+
+            @pl.when(tile + plan.ring < share)
+            def _():
+                plgpu.commit_smem()
+                start_load(k, tile + plan.ring, slot)
+
             return lanes
 
-        m, s = _total(lax.fori_loop(0, cut.tiles, fold, _identity(cut.chunk)))
-        if operation != "softmax":
-            out_refs[-2][first + k] = m
-            out_refs[-1][first + k] = s
-        scale = jnp.where(m == jnp.inf, jnp.nan, 1 / s)  # inf / inf has no value
-        log_s = jnp.where(jnp.abs(m) < jnp.inf, jnp.log(s), jnp.nan)
+        lanes = lax.fori_loop(0, share, fold, arithmetic.identity(operation, _THREADS))
+        finish = finished(k, combined(k, lanes))
 
-        def write(step, _):
-            tile = tile_at(cut.tiles - 1 - step)
-            if not resident:  # else, or in the ring's last tiles, what the fold has read is still there
-                pl.when(tile < cut.tiles - cut.ring)(lambda: plgpu.barrier_wait(loaded.at[slot(k, tile)]))
-            for i, x in chunks(k, tile):
-                x = x - _reference(m)
-                y = jnp.exp(x) * scale if operation == "softmax" else x - log_s
-                out_refs[0][first + k, pl.ds(start(tile) + i, cut.chunk)] = y.astype(x_ref.dtype)
-            refill(k, tile, -1)
+        def visit(step, _):
+            tile = share - 1 - step
+            slot = slot_of(tile)
+            pl.when(step >= plan.ring)(lambda: wait(slot))
+            write(tile, slot, k, finish)
+            plgpu.commit_smem()
+            here = tile >= plan.ring
+            start_load(jnp.where(here, k, k + 1), jnp.where(here, tile - plan.ring, plan.ring - 1 - tile), slot)
 
-        if writes:
-            lax.fori_loop(0, cut.tiles, write, None)
+        lax.fori_loop(0, share, visit, None)
 
-    for k in range(cut.buffers):
-        lax.fori_loop(0, cut.ring, lambda tile, _, k=k: load(k, tile), None)
-    lax.fori_loop(0, count, row, None)
-
-
-def _reference(m):
-    """What exp subtracts: m where it is finite, else 0, so that no exponent is inf - inf."""
-    return jnp.where(jnp.abs(m) < jnp.inf, m, 0.0)
-
-
-def _identity(size: int):
-    """The state of nothing, in every lane: the maximum, the reference of the sum, the sum and its error."""
-    return tuple(jnp.full((size,), value, jnp.float32) for value in (-jnp.inf, -jnp.inf, 0, 0))
-
-
-def _accumulate(lanes, chunks):
-    """Folds one tile into the lanes' states.
-
-    The reference of a sum follows the maximum only when it falls behind by more than 1. A slowly rising row would
-    otherwise rescale the sum with every tile, each time with a rounding error, and these add up. The additions are
-    compensated for the same reason: a lane of a long row makes thousands.
-    """
-    m, ref, s, error = lanes
-    m = functools.reduce(jnp.maximum, chunks, m)
-    new = jnp.where(m > ref + 1.0, m, ref)
-    shift = _reference(new)
-    scale = jnp.exp(ref - shift)  # 0 for the identity
-    old, part = s * scale, _tree_sum([jnp.exp(x - shift) for x in chunks])
-    s = old + part
-    virtual = s - old
-    return m, new, s, error * scale + ((old - (s - virtual)) + (part - virtual))
-
-
-def _tree_sum(terms):
-    while len(terms) > 1:
-        terms = [sum(terms[i + 1 : i + 2], terms[i]) for i in range(0, len(terms), 2)]
-    return terms[0]
-
-
-def _total(lanes):
-    """Combines the lanes' states into the row's."""
-    m, ref, s, error = lanes
-    top = jnp.max(m)
-    total = jnp.sum((s + error) * jnp.exp(ref - _reference(top)))
-    return top, jnp.where(top == jnp.inf, jnp.inf, total)  # where the errors are inf - inf
+    if plan.cluster > 1:
+        cluster.open_mailbox(mailbox)
+    if again:
+        for slot in range(plan.ring):
+            start_load(0, slot, slot)
+        lax.fori_loop(0, count, long_row, None)
+    else:
+        ahead = 0, 0
+        for slot in range(plan.ring):
+            ahead = refill(ahead, slot)
+        lax.fori_loop(0, count, row, (0, ahead))

@@ -1,0 +1,156 @@
+"""The whole-row kernel: rows that fit the registers of some threads, read once and written once.
+
+One block of one warpgroup takes the next few rows: it loads them, reduces them and writes the result. What keeps the
+memory busy meanwhile are the other blocks of the multiprocessor. 1 to 128 threads hold a row, so that short rows share
+a warp, and reductions of rows of up to a warp need nothing but shuffles.
+
+Chunks never leave their row. The last one ends with the row and overlaps the one before: what was seen before is masked
+in the reduction, and written twice with the same value.
+"""
+
+import dataclasses
+import functools
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from . import arithmetic
+from .memory import load, store
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How rows are laid out over the 128 threads of a block.
+
+    Attributes:
+      vector: elements that a thread loads at a time.
+      lanes: threads that hold a row, a power of 2.
+      repeat: how many rows such threads hold side by side.
+    """
+
+    vector: int
+    lanes: int
+    repeat: int
+
+    @property
+    def rows(self) -> int:
+        """Rows a block."""
+        return 128 // self.lanes * self.repeat
+
+    @property
+    def width(self) -> int:
+        """Elements of a row that are loaded at a time."""
+        return self.lanes * self.vector
+
+    def starts(self, n: int) -> list[int]:
+        """Where the chunks of a row of n elements begin."""
+        return [min(i, n - self.width) for i in range(0, n, self.width)]
+
+    @property
+    def layout(self) -> Any:
+        """Of a chunk, of shape (rows, width)."""
+        if self.lanes < 32:  # a warp has several rows
+            side = 32 // self.lanes
+            tiles = ((4 * side, self.width), (side, self.width), (self.vector,))
+            warp_dims, lane_dims = (-5,), (-3, -2)
+        elif self.lanes == 32:
+            tiles = ((4, self.width), (self.vector,))
+            warp_dims, lane_dims = (-3,), (-2,)
+        else:  # a row has several warps
+            tiles = ((128 // self.lanes, self.width), (32 * self.vector,), (self.vector,))
+            warp_dims, lane_dims = (-4, -3) if self.lanes == 64 else (-3,), (-2,)
+        return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=warp_dims, lane_dims=lane_dims, vector_dim=-1)
+
+
+MOST_BYTES = 32 << 10  # of a row
+_LANE_BYTES = 64  # of a thread's share of a row, and of all of its rows, at least
+
+
+def plan(rows: int, n: int, itemsize: int) -> Plan | None:
+    """How to hold rows of n elements; None where they are too short, too long, or odd."""
+    vector = next((v for v in (8, 4, 2) if v * itemsize <= 16 and n % v == 0 and n >= 2 * v), None)
+    if vector is None or n * itemsize > MOST_BYTES:
+        return None
+    most = min(128, 1 << (n // vector).bit_length() - 1)
+    lanes = min(most, max(8, pl.next_power_of_2(pl.cdiv(n * itemsize, _LANE_BYTES))))
+    while lanes < most and 128 // lanes > rows:  # few rows: rather more threads a row than threads without one
+        lanes *= 2
+    repeat = max(1, _LANE_BYTES * lanes // (n * itemsize))
+    return Plan(vector, lanes, max(1, min(repeat, rows * lanes // 128)))
+
+
+def row_kernel(operation: str, rows: int, n: int, dtype: Any, plan: Plan, interpret: Any = None):
+    """The kernel of an operation on `rows` rows of n elements, of which there are at least plan.rows and plan.width.
+
+    Returns:
+      A function of the operands of shape (rows, n) and (rows,) that returns a tuple of such.
+    """
+    full, number = jax.ShapeDtypeStruct((rows, n), dtype), jax.ShapeDtypeStruct((rows,), jnp.float32)
+    *_, wide, narrow = arithmetic.SIGNATURES[operation]
+    return plgpu.kernel(
+        functools.partial(_body, operation, plan),
+        out_type=(full,) * wide + (number,) * narrow,
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True),
+        grid=(rows // plan.rows,),
+        grid_names=("block",),
+        kernel_name=f"jaxsoft_{operation}_held",
+        interpret=interpret,
+    )
+
+
+def _body(operation: str, plan: Plan, *refs):
+    of_rows, of_numbers, wide, narrow = arithmetic.SIGNATURES[operation]
+    in_refs, given_refs, out_refs = refs[:of_rows], refs[of_rows : of_rows + of_numbers], refs[of_rows + of_numbers :]
+    (rows, n), shape = in_refs[0].shape, (plan.rows, plan.width)
+    starts = plan.starts(n)
+    overlap = len(starts) * plan.width - n
+
+    def chunks_of(ref, block_rows):
+        places = [ref.at[block_rows, pl.ds(i, plan.width)] for i in starts]
+        return [load(place, plan.layout) for place in places]
+
+    def new(chunks, neutral):
+        """The chunks without what the last one has seen before."""
+        if not overlap:
+            return chunks
+        column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plan.layout)
+        return [*chunks[:-1], jnp.where(column < overlap, neutral, chunks[-1])]
+
+    def spread(number):
+        return lax.broadcast_in_dim(number, shape, (0,))
+
+    def row_sum(chunks):
+        return jnp.sum(functools.reduce(operator.add, new(chunks, 0.0)), axis=1)
+
+    def row_block(block_rows):
+        arrays = [chunks_of(ref, block_rows) for ref in in_refs]
+        given = tuple(load(ref.at[block_rows]) for ref in given_refs)
+        totals = ()
+        if operation in arithmetic.SCORES:
+            m = jnp.max(functools.reduce(jnp.maximum, new(arrays[0], -jnp.inf)), axis=1)
+            ref = spread(arithmetic.reference(m))
+            powers = [jnp.exp(x - ref) for x in arrays[0]]
+            totals = m, row_sum(powers)
+        elif operation in arithmetic.SUMS:
+            totals = (row_sum([arithmetic.terms(operation, *chunks) for chunks in zip(*arrays, strict=True)]),)
+        if narrow:
+            for ref, total in zip(out_refs[wide:], totals, strict=True):
+                store(ref.at[block_rows], total)
+        if not wide:
+            return
+        finished = arithmetic.finish(operation, totals, given, spread)
+        for start, *chunks in zip(starts, *arrays, strict=True):
+            store(out_refs[0].at[block_rows, pl.ds(start, plan.width)], finished(*chunks))
+
+    block = lax.axis_index("block")
+    row_block(pl.ds(block * plan.rows, plan.rows))
+    if rows % plan.rows:  # the rows that are left, with some of the last block's own
+
+        @pl.when(block == rows // plan.rows - 1)
+        def _():
+            row_block(pl.ds(rows - plan.rows, plan.rows))

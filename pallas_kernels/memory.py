@@ -1,0 +1,21 @@
+"""Loads and stores of registers where a row lies: JAX's are told that what they access need not be whole sectors."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+def load(ref: Any, layout: Any = None) -> jax.Array:
+    """What a reference to shared or global memory holds, in f32."""
+    return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
+
+
+def store(ref: Any, value: jax.Array) -> None:
+    """Stores f32 in global memory, in the dtype there."""
+    value = value.astype(ref.dtype)
+    if hasattr(plgpu, "store"):  # JAX 0.12
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
