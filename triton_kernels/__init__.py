@@ -1,8 +1,8 @@
 """`implementation="triton"`: row operations as Triton kernels, launched by jax-triton, for NVIDIA GPUs from Ampere on.
 
-The kernels are in `kernels`; this file says what they can serve. AMD GPUs could be served through the same kernels, as
-Triton and jax-triton know them; that is not offered, as it is not tested. Neither Triton nor jax-triton is imported, and
-no GPU is touched, before a kernel is asked for.
+The kernels are in `kernels`; this file says what they can serve. Triton and jax-triton know AMD's GPUs as well, so the
+same kernels could serve those; as that is not tested, it is not offered. Neither package is imported, and no GPU is
+touched, before a kernel is asked for.
 """
 
 import functools

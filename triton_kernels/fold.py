@@ -1,7 +1,7 @@
 """The fold over (m, s) in Triton, with the rules of `jaxsoft.fold`; both kinds of kernels reduce by it.
 
-A tile of rows is a tuple of its units, of shape (rows, lanes, vector) each. What a lane holds of a row is reduced within
-a thread, to (rows, lanes); the lanes are combined once a row.
+A tile of rows is a tuple of its units, of shape (rows, lanes, vector) each: one vector a thread. What a lane holds of
+a row is reduced within a thread, to (rows, lanes), and the lanes are combined once a row.
 
 Maxima do not see NaN here. Sums do: a row with NaN has the sum NaN.
 """
@@ -33,9 +33,9 @@ def state(xs):
 
 
 @triton.jit
-def identity(ptr, LANES: tl.constexpr):
+def identity(ptr, lanes: tl.constexpr):
     """The state of nothing, in every lane of one row: the maximum, the reference of the sum, the sum and its error."""
-    zero = wide(tl.zeros([1, LANES], ptr.dtype.element_ty))
+    zero = wide(tl.zeros([1, lanes], ptr.dtype.element_ty))
     return zero - float("inf"), zero - float("inf"), zero, zero
 
 
@@ -101,5 +101,5 @@ def _maximum(xs):
 def _exponentials(xs, shift):
     es = ()
     for i in tl.static_range(len(xs)):
-        es = es + (tl.exp(wide(xs[i]) - shift[:, :, None]),)
+        es += (tl.exp(wide(xs[i]) - shift[:, :, None]),)
     return es

@@ -7,9 +7,9 @@ A program goes over its rows in tiles:
 - A row of several tiles, the *two-pass* kernel: the first pass folds the tiles into one state a lane. The second writes
   the tiles, in reverse order, so that it finds the end of the row in the L2, where the first pass has left it.
 
-Each operation is both: which one is known from the plan, when it is compiled. Arrays are contiguous, of shape (rows, n),
-or (rows,) for one number a row. Programs without a row left do the last one again, to the same bits, so that only what
-lies beyond the end of a row is masked.
+Each operation is both; which one it is, the plan says when it is compiled. Arrays are contiguous, of shape (rows, n),
+or (rows,) for one number a row. Where a program has no row left it does the last one again, to the same bits, so that
+only what lies beyond the end of a row is masked.
 """
 
 import triton
@@ -19,169 +19,169 @@ from .fold import accumulate, add, combine, identity, lane_sum, reference, row_s
 
 
 @triton.jit
-def softmax_kernel(rows, x, y, PLAN: tl.constexpr):
-    """X -> y."""
-    _forward("softmax", rows, x, y, None, None, PLAN)
+def softmax_kernel(rows, x, y, plan: tl.constexpr):
+    """x -> y."""
+    _forward("softmax", rows, x, y, None, None, plan)
 
 
 @triton.jit
-def log_softmax_kernel(rows, x, y, m, s, PLAN: tl.constexpr):
-    """X -> y, m, s."""
-    _forward("log_softmax", rows, x, y, m, s, PLAN)
+def log_softmax_kernel(rows, x, y, m, s, plan: tl.constexpr):
+    """x -> y, m, s."""
+    _forward("log_softmax", rows, x, y, m, s, plan)
 
 
 @triton.jit
-def state_kernel(rows, x, m, s, PLAN: tl.constexpr):
-    """X -> m, s."""
-    _forward("state", rows, x, None, m, s, PLAN)
+def state_kernel(rows, x, m, s, plan: tl.constexpr):
+    """x -> m, s."""
+    _forward("state", rows, x, None, m, s, plan)
 
 
 @triton.jit
-def softmax_vjp_kernel(rows, y, g, dx, PLAN: tl.constexpr):
-    """Y, g -> y * (g - <y, g>)."""
-    _backward("softmax_vjp", rows, y, None, None, g, dx, PLAN)
+def softmax_vjp_kernel(rows, y, g, dx, plan: tl.constexpr):
+    """y, g -> y * (g - <y, g>)."""
+    _backward("softmax_vjp", rows, y, None, None, g, dx, plan)
 
 
 @triton.jit
-def log_softmax_vjp_kernel(rows, x, m, s, g, dx, PLAN: tl.constexpr):
-    """X, m, s, g -> g - p * sum(g), with p = exp(x - m) / s."""
-    _backward("log_softmax_vjp", rows, x, m, s, g, dx, PLAN)
+def log_softmax_vjp_kernel(rows, x, m, s, g, dx, plan: tl.constexpr):
+    """x, m, s, g -> g - p * sum(g), with p = exp(x - m) / s."""
+    _backward("log_softmax_vjp", rows, x, m, s, g, dx, plan)
 
 
 @triton.jit
-def logsumexp_vjp_kernel(rows, x, m, s, g, dx, PLAN: tl.constexpr):
-    """X, m, s, g -> p * g, with one g a row."""
-    _backward("logsumexp_vjp", rows, x, m, s, g, dx, PLAN)
+def logsumexp_vjp_kernel(rows, x, m, s, g, dx, plan: tl.constexpr):
+    """x, m, s, g -> p * g, with one g a row."""
+    _backward("logsumexp_vjp", rows, x, m, s, g, dx, plan)
 
 
 @triton.jit
-def _forward(OPERATION: tl.constexpr, rows, x_ptr, y_ptr, m_ptr, s_ptr, PLAN: tl.constexpr):
-    row = _rows(rows, PLAN)
-    if PLAN.tiles == 1:
-        xs = _load(x_ptr, row, 0, -float("inf"), PLAN)
+def _forward(operation: tl.constexpr, rows, x_ptr, y_ptr, m_ptr, s_ptr, plan: tl.constexpr):
+    row = _rows(rows, plan)
+    if plan.tiles == 1:
+        xs = _load(x_ptr, row, 0, -float("inf"), plan)
         m, s = state(xs)
-        if OPERATION != "state":
-            _write_forward(OPERATION, y_ptr, row, 0, xs, m, s, PLAN)
+        if operation != "state":
+            _write_forward(operation, y_ptr, row, 0, xs, m, s, plan)
     else:
-        top, ref, sums, errors = identity(x_ptr, PLAN.lanes)
-        for tile in range(PLAN.tiles):
-            xs = _load(x_ptr, row, tile, -float("inf"), PLAN)
+        top, ref, sums, errors = identity(x_ptr, plan.lanes)
+        for tile in range(plan.tiles):
+            xs = _load(x_ptr, row, tile, -float("inf"), plan)
             top, ref, sums, errors = accumulate(top, ref, sums, errors, xs)
         m, s = combine(top, ref, sums, errors)
-        if OPERATION != "state":
-            for step in range(PLAN.tiles):
-                tile = PLAN.tiles - 1 - step
-                xs = _load(x_ptr, row, tile, -float("inf"), PLAN)
-                _write_forward(OPERATION, y_ptr, row, tile, xs, m, s, PLAN)
-    if OPERATION != "softmax":
+        if operation != "state":
+            for step in range(plan.tiles):
+                tile = plan.tiles - 1 - step
+                xs = _load(x_ptr, row, tile, -float("inf"), plan)
+                _write_forward(operation, y_ptr, row, tile, xs, m, s, plan)
+    if operation != "softmax":
         tl.store(m_ptr + row, tl.where(s == s, m, s))  # the maximum does not see a NaN
         tl.store(s_ptr + row, s)
 
 
 @triton.jit
-def _write_forward(OPERATION: tl.constexpr, y_ptr, row, tile, xs, m, s, PLAN: tl.constexpr):
+def _write_forward(operation: tl.constexpr, y_ptr, row, tile, xs, m, s, plan: tl.constexpr):
     shift = reference(m)[:, None, None]
     # inf / inf has no value, nor has the logarithm of a probability in a row without a finite maximum.
     scale = tl.where(m == float("inf"), float("nan"), 1.0 / s)[:, None, None]
     log_s = tl.where(tl.abs(m) < float("inf"), tl.log(s), float("nan"))[:, None, None]
-    for i in tl.static_range(tl.constexpr(PLAN.units)):
+    for i in tl.static_range(tl.constexpr(plan.units)):
         x = wide(xs[i]) - shift
-        if OPERATION == "softmax":
-            _store(y_ptr, row, tile, i, tl.exp(x) * scale, PLAN)
+        if operation == "softmax":
+            _store(y_ptr, row, tile, i, tl.exp(x) * scale, plan)
         else:
-            _store(y_ptr, row, tile, i, x - log_s, PLAN)
+            _store(y_ptr, row, tile, i, x - log_s, plan)
 
 
 @triton.jit
-def _backward(OPERATION: tl.constexpr, rows, x_ptr, m_ptr, s_ptr, g_ptr, dx_ptr, PLAN: tl.constexpr):
-    row = _rows(rows, PLAN)
+def _backward(operation: tl.constexpr, rows, x_ptr, m_ptr, s_ptr, g_ptr, dx_ptr, plan: tl.constexpr):
+    row = _rows(rows, plan)
     shift, scale = None, None
-    if OPERATION != "softmax_vjp":
+    if operation != "softmax_vjp":
         m, s = tl.load(m_ptr + row), tl.load(s_ptr + row)
         shift = reference(m)[:, None, None]
         scale = tl.where(s == 0, 0.0, 1.0 / s)
-        if OPERATION == "log_softmax_vjp":  # it has no value in a row without a finite maximum
+        if operation == "log_softmax_vjp":  # it has no value in a row without a finite maximum
             scale = tl.where(tl.abs(m) < float("inf"), scale, float("nan"))
         scale = scale[:, None, None]
-    if OPERATION == "logsumexp_vjp":
+    if operation == "logsumexp_vjp":
         g = tl.load(g_ptr + row)[:, None, None]
-        for tile in range(PLAN.tiles):
-            xs = _load(x_ptr, row, tile, 0.0, PLAN)
-            for i in tl.static_range(tl.constexpr(PLAN.units)):
-                _store(dx_ptr, row, tile, i, tl.exp(wide(xs[i]) - shift) * scale * g, PLAN)
-    elif PLAN.tiles == 1:
-        xs, gs = _load(x_ptr, row, 0, 0.0, PLAN), _load(g_ptr, row, 0, 0.0, PLAN)
-        sums, errors = lane_sum(_terms(OPERATION, xs, gs))
-        _write_backward(OPERATION, dx_ptr, row, 0, xs, gs, row_sum(sums, errors), shift, scale, PLAN)
+        for tile in range(plan.tiles):
+            xs = _load(x_ptr, row, tile, 0.0, plan)
+            for i in tl.static_range(tl.constexpr(plan.units)):
+                _store(dx_ptr, row, tile, i, tl.exp(wide(xs[i]) - shift) * scale * g, plan)
+    elif plan.tiles == 1:
+        xs, gs = _load(x_ptr, row, 0, 0.0, plan), _load(g_ptr, row, 0, 0.0, plan)
+        sums, errors = lane_sum(_terms(operation, xs, gs))
+        _write_backward(operation, dx_ptr, row, 0, xs, gs, row_sum(sums, errors), shift, scale, plan)
     else:
-        _, _, sums, errors = identity(x_ptr, PLAN.lanes)
-        for tile in range(PLAN.tiles):
-            gs = _load(g_ptr, row, tile, 0.0, PLAN)
-            xs = _load(x_ptr, row, tile, 0.0, PLAN) if OPERATION == "softmax_vjp" else gs
-            part, part_error = lane_sum(_terms(OPERATION, xs, gs))
+        _, _, sums, errors = identity(x_ptr, plan.lanes)
+        for tile in range(plan.tiles):
+            gs = _load(g_ptr, row, tile, 0.0, plan)
+            xs = _load(x_ptr, row, tile, 0.0, plan) if operation == "softmax_vjp" else gs
+            part, part_error = lane_sum(_terms(operation, xs, gs))
             sums, errors = add(sums, errors, part, part_error)
         total = row_sum(sums, errors)
-        for step in range(PLAN.tiles):
-            tile = PLAN.tiles - 1 - step
-            xs, gs = _load(x_ptr, row, tile, 0.0, PLAN), _load(g_ptr, row, tile, 0.0, PLAN)
-            _write_backward(OPERATION, dx_ptr, row, tile, xs, gs, total, shift, scale, PLAN)
+        for step in range(plan.tiles):
+            tile = plan.tiles - 1 - step
+            xs, gs = _load(x_ptr, row, tile, 0.0, plan), _load(g_ptr, row, tile, 0.0, plan)
+            _write_backward(operation, dx_ptr, row, tile, xs, gs, total, shift, scale, plan)
 
 
 @triton.jit
-def _terms(OPERATION: tl.constexpr, xs, gs):
+def _terms(operation: tl.constexpr, xs, gs):
     """What a pullback sums over a row."""
     terms = ()
     for i in tl.static_range(len(gs)):
         g = wide(gs[i])
-        terms = terms + ((wide(xs[i]) * g if OPERATION == "softmax_vjp" else g),)
+        terms += ((wide(xs[i]) * g if operation == "softmax_vjp" else g),)
     return terms
 
 
 @triton.jit
-def _write_backward(OPERATION: tl.constexpr, dx_ptr, row, tile, xs, gs, total, shift, scale, PLAN: tl.constexpr):
+def _write_backward(operation: tl.constexpr, dx_ptr, row, tile, xs, gs, total, shift, scale, plan: tl.constexpr):
     total = total[:, None, None]
-    for i in tl.static_range(tl.constexpr(PLAN.units)):
+    for i in tl.static_range(tl.constexpr(plan.units)):
         x, g = wide(xs[i]), wide(gs[i])
-        if OPERATION == "softmax_vjp":
-            _store(dx_ptr, row, tile, i, x * (g - total), PLAN)
+        if operation == "softmax_vjp":
+            _store(dx_ptr, row, tile, i, x * (g - total), plan)
         else:
-            _store(dx_ptr, row, tile, i, g - tl.exp(x - shift) * scale * total, PLAN)
+            _store(dx_ptr, row, tile, i, g - tl.exp(x - shift) * scale * total, plan)
 
 
 @triton.jit
-def _rows(rows, PLAN: tl.constexpr):
+def _rows(rows, plan: tl.constexpr):
     """The program's rows, in 64 bits."""
-    row = tl.program_id(0).to(tl.int64) * PLAN.rows + tl.arange(0, PLAN.rows)
+    row = tl.program_id(0).to(tl.int64) * plan.rows + tl.arange(0, plan.rows)
     return tl.minimum(row, rows - 1)
 
 
 @triton.jit
-def _load(ptr, row, tile, other, PLAN: tl.constexpr):
+def _load(ptr, row, tile, other, plan: tl.constexpr):
     """The units of a tile of the rows, and `other` beyond their end."""
     units = ()
-    for i in tl.static_range(tl.constexpr(PLAN.units)):
-        place = _place(tile, i, PLAN)
-        here = ptr + row[:, None] * PLAN.n + place
-        unit = tl.load(here) if PLAN.exact else tl.load(here, place < PLAN.n, other)
-        units = units + (tl.reshape(unit, [PLAN.rows, PLAN.lanes, PLAN.vector]),)
+    for i in tl.static_range(tl.constexpr(plan.units)):
+        place = _place(tile, i, plan)
+        here = ptr + row[:, None] * plan.n + place
+        unit = tl.load(here) if plan.exact else tl.load(here, place < plan.n, other)
+        units += (tl.reshape(unit, [plan.rows, plan.lanes, plan.vector]),)
     return units
 
 
 @triton.jit
-def _store(ptr, row, tile, i: tl.constexpr, value, PLAN: tl.constexpr):
+def _store(ptr, row, tile, i: tl.constexpr, value, plan: tl.constexpr):
     """Writes one unit of a tile."""
-    place = _place(tile, i, PLAN)
-    here = ptr + row[:, None] * PLAN.n + place
-    value = tl.reshape(value.to(ptr.dtype.element_ty), [PLAN.rows, PLAN.chunk])
-    if PLAN.exact:
+    place = _place(tile, i, plan)
+    here = ptr + row[:, None] * plan.n + place
+    value = tl.reshape(value.to(ptr.dtype.element_ty), [plan.rows, plan.chunk])
+    if plan.exact:
         tl.store(here, value)
     else:
-        tl.store(here, value, place < PLAN.n)
+        tl.store(here, value, place < plan.n)
 
 
 @triton.jit
-def _place(tile, i: tl.constexpr, PLAN: tl.constexpr):
+def _place(tile, i: tl.constexpr, plan: tl.constexpr):
     """Which elements of their rows a unit has. 64 bits only where the row needs them."""
-    if PLAN.tiles * PLAN.tile >= 2**31:
+    if plan.tiles * plan.tile >= 2**31:
         tile = tile.to(tl.int64)
-    return (tile * PLAN.tile + i * PLAN.chunk + tl.arange(0, PLAN.chunk))[None, :]
+    return (tile * plan.tile + i * plan.chunk + tl.arange(0, plan.chunk))[None, :]

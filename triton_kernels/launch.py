@@ -12,7 +12,9 @@ from . import kernels
 from .plan import Plan, plan, tuning
 
 # 0.4 renamed the argument that takes the results' types.
-_RESULTS = next(name for name in ("out_type", "out_shape") if name in inspect.signature(jax_triton.triton_call).parameters)
+_RESULTS = next(
+    name for name in ("out_type", "out_shape") if name in inspect.signature(jax_triton.triton_call).parameters
+)
 
 
 def call(operation: str, capability: int, *operands: jax.Array, cut: Plan | None = None) -> tuple[jax.Array, ...]:
@@ -41,7 +43,7 @@ def call(operation: str, capability: int, *operands: jax.Array, cut: Plan | None
         name=f"jaxsoft_{operation}",
         num_warps=cut.warps,
         compute_capability=capability,
-        PLAN=cut,
+        plan=cut,
         **{_RESULTS: results},
     )
     return tuple(v.reshape(*leading, *v.shape[1:]) for v in returned)
