@@ -41,12 +41,16 @@ def unavailable(platform: str) -> str | None:
             return f"it needs Ampere (compute capability 8.0) or newer; this is {kind} ({number})"
     if len(set(found.values())) > 1:
         return f"a Triton kernel is compiled for one compute capability, and these have several: {', '.join(found)}"
-    return _import_error()
+    return _broken()
 
 
 @functools.cache
-def _import_error() -> str | None:
-    """Why jax-triton cannot be imported, as where it does not find JAX's GPU support."""
+def _broken() -> str | None:
+    """Why jax-triton cannot be used although it is installed."""
+    from jaxlib import gpu_triton
+
+    if not hasattr(gpu_triton, "TritonKernelCall"):
+        return "JAX's GPU support, which launches Triton kernels, is not installed; pip install 'jaxsoft[cuda13]'"
     try:
         importlib.import_module("jax_triton")
     except ImportError as error:

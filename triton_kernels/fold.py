@@ -1,7 +1,7 @@
 """The fold over (m, s) in Triton, with the rules of `jaxsoft.fold`; both kinds of kernels reduce by it.
 
-A tile of rows is a tuple of its units, of shape (rows, lanes, vector) each: one vector a thread. What a lane holds of
-a row is reduced within a thread, to (rows, lanes), and the lanes are combined once a row.
+A tile of rows is a tuple of its units, of shape (rows, packs, lanes, vector) each: a few vectors a lane. What a lane
+holds of a row is reduced within a thread, to (rows, lanes), and the lanes are combined once a row.
 
 Maxima do not see NaN here. Sums do: a row with NaN has the sum NaN.
 """
@@ -67,10 +67,10 @@ def combine(m, ref, s, error):
 @triton.jit
 def lane_sum(xs):
     """The sum of what each lane holds of a tile, and its error."""
-    s = tl.sum(xs[0], axis=2)
+    s = tl.sum(tl.sum(xs[0], axis=3), axis=1)
     error = tl.zeros_like(s)
     for i in tl.static_range(1, len(xs)):
-        s, error = add(s, error, tl.sum(xs[i], axis=2), 0.0)
+        s, error = add(s, error, tl.sum(tl.sum(xs[i], axis=3), axis=1), 0.0)
     return s, error
 
 
@@ -91,9 +91,9 @@ def row_sum(s, error):
 @triton.jit
 def _maximum(xs):
     """The maximum of what each lane holds of a tile."""
-    m = tl.max(wide(xs[0]), axis=2)
+    m = tl.max(tl.max(wide(xs[0]), axis=3), axis=1)
     for i in tl.static_range(1, len(xs)):
-        m = tl.maximum(m, tl.max(wide(xs[i]), axis=2))
+        m = tl.maximum(m, tl.max(tl.max(wide(xs[i]), axis=3), axis=1))
     return m
 
 
@@ -101,5 +101,5 @@ def _maximum(xs):
 def _exponentials(xs, shift):
     es = ()
     for i in tl.static_range(len(xs)):
-        es += (tl.exp(wide(xs[i]) - shift[:, :, None]),)
+        es += (tl.exp(wide(xs[i]) - shift[:, None, :, None]),)
     return es

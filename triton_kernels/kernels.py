@@ -80,10 +80,10 @@ def _forward(operation: tl.constexpr, rows, x_ptr, y_ptr, m_ptr, s_ptr, plan: tl
 
 @triton.jit
 def _write_forward(operation: tl.constexpr, y_ptr, row, tile, xs, m, s, plan: tl.constexpr):
-    shift = reference(m)[:, None, None]
+    shift = reference(m)[:, None, None, None]
     # inf / inf has no value, nor has the logarithm of a probability in a row without a finite maximum.
-    scale = tl.where(m == float("inf"), float("nan"), 1.0 / s)[:, None, None]
-    log_s = tl.where(tl.abs(m) < float("inf"), tl.log(s), float("nan"))[:, None, None]
+    scale = tl.where(m == float("inf"), float("nan"), 1.0 / s)[:, None, None, None]
+    log_s = tl.where(tl.abs(m) < float("inf"), tl.log(s), float("nan"))[:, None, None, None]
     for i in tl.static_range(tl.constexpr(plan.units)):
         x = wide(xs[i]) - shift
         if operation == "softmax":
@@ -98,13 +98,13 @@ def _backward(operation: tl.constexpr, rows, x_ptr, m_ptr, s_ptr, g_ptr, dx_ptr,
     shift, scale = None, None
     if operation != "softmax_vjp":
         m, s = tl.load(m_ptr + row), tl.load(s_ptr + row)
-        shift = reference(m)[:, None, None]
+        shift = reference(m)[:, None, None, None]
         scale = tl.where(s == 0, 0.0, 1.0 / s)
         if operation == "log_softmax_vjp":  # it has no value in a row without a finite maximum
             scale = tl.where(tl.abs(m) < float("inf"), scale, float("nan"))
-        scale = scale[:, None, None]
+        scale = scale[:, None, None, None]
     if operation == "logsumexp_vjp":
-        g = tl.load(g_ptr + row)[:, None, None]
+        g = tl.load(g_ptr + row)[:, None, None, None]
         for tile in range(plan.tiles):
             xs = _load(x_ptr, row, tile, 0.0, plan)
             for i in tl.static_range(tl.constexpr(plan.units)):
@@ -139,7 +139,7 @@ def _terms(operation: tl.constexpr, xs, gs):
 
 @triton.jit
 def _write_backward(operation: tl.constexpr, dx_ptr, row, tile, xs, gs, total, shift, scale, plan: tl.constexpr):
-    total = total[:, None, None]
+    total = total[:, None, None, None]
     for i in tl.static_range(tl.constexpr(plan.units)):
         x, g = wide(xs[i]), wide(gs[i])
         if operation == "softmax_vjp":
@@ -163,7 +163,7 @@ def _load(ptr, row, tile, other, plan: tl.constexpr):
         place = _place(tile, i, plan)
         here = ptr + row[:, None] * plan.n + place
         unit = tl.load(here) if plan.exact else tl.load(here, place < plan.n, other)
-        units += (tl.reshape(unit, [plan.rows, plan.lanes, plan.vector]),)
+        units += (tl.reshape(unit, [plan.rows, plan.packs, plan.lanes, plan.vector]),)
     return units
 
 
@@ -172,7 +172,7 @@ def _store(ptr, row, tile, i: tl.constexpr, value, plan: tl.constexpr):
     """Writes one unit of a tile."""
     place = _place(tile, i, plan)
     here = ptr + row[:, None] * plan.n + place
-    value = tl.reshape(value.to(ptr.dtype.element_ty), [plan.rows, plan.chunk])
+    value = tl.reshape(value.to(ptr.dtype.element_ty), [plan.rows, plan.unit])
     if plan.exact:
         tl.store(here, value)
     else:
@@ -184,4 +184,4 @@ def _place(tile, i: tl.constexpr, plan: tl.constexpr):
     """Which elements of their rows a unit has. 64 bits only where the row needs them."""
     if plan.tiles * plan.tile >= 2**31:
         tile = tile.to(tl.int64)
-    return (tile * plan.tile + i * plan.chunk + tl.arange(0, plan.chunk))[None, :]
+    return (tile * plan.tile + i * plan.unit + tl.arange(0, plan.unit))[None, :]

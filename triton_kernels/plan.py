@@ -3,6 +3,9 @@
 import dataclasses
 
 _VECTOR_BYTES = 16  # what a thread loads and stores at a time
+# The compiler takes its time over many units, and does not keep packs of several rows in one thread.
+_UNITS = 4
+_MOST_UNITS = 8
 _WARP = 32
 
 
@@ -36,7 +39,8 @@ class Plan:
     Attributes:
       n: elements a row.
       tiles: tiles a row; if 1, the row is held in registers and read once.
-      units: vectors that each lane holds of a tile.
+      units: parts that a tile is loaded in, one after the other.
+      packs: vectors that each lane has of a unit.
       rows: rows a program; 1 if a row has several tiles.
       lanes: threads that share a row; a power of 2.
       vector: elements that a thread loads at a time, a divisor of n.
@@ -46,20 +50,21 @@ class Plan:
     n: int
     tiles: int
     units: int
+    packs: int
     rows: int
     lanes: int
     vector: int
     warps: int
 
     @property
-    def chunk(self) -> int:
-        """What a row's lanes load at a time, a vector each."""
-        return self.lanes * self.vector
+    def unit(self) -> int:
+        """Elements a unit."""
+        return self.packs * self.lanes * self.vector
 
     @property
     def tile(self) -> int:
         """Elements a tile."""
-        return self.units * self.chunk
+        return self.units * self.unit
 
     @property
     def exact(self) -> bool:
@@ -69,9 +74,9 @@ class Plan:
 
 def tuning(arrays: int, itemsize: int) -> Tuning:
     """The sizes for a kernel that reads this many arrays of rows with elements of this many bytes."""
-    if arrays == 2 or itemsize == 8:
-        return Tuning(held=16, tile_held=8)
-    return Tuning()
+    if itemsize == 8:
+        return Tuning(held=8, tile_held=8)
+    return Tuning(held=16, tile_held=8) if arrays == 2 else Tuning()
 
 
 def plan(rows: int, n: int, itemsize: int, sizes: Tuning) -> Plan:
@@ -80,15 +85,19 @@ def plan(rows: int, n: int, itemsize: int, sizes: Tuning) -> Plan:
     while n % vector:
         vector //= 2
     if n > sizes.held * sizes.most_lanes:
-        chunk = sizes.tile_lanes * vector
-        tiles = _ceil(n, sizes.tile_lanes * max(sizes.tile_held, vector))
-        return Plan(n, tiles, _ceil(n, tiles * chunk), 1, sizes.tile_lanes, vector, sizes.tile_lanes // _WARP)
-    lanes = min(_power(_ceil(n, vector)), max(sizes.fewest_lanes, _power(_ceil(n, sizes.held))))
-    units = _ceil(n, lanes * vector)
-    # As many rows as fill the program's threads, and each thread's registers.
-    most = max(1, sizes.threads // lanes) * _power(max(1, sizes.held // (units * vector)) + 1) // 2
-    together = max(1, _WARP // lanes, min(most, _power(rows // sizes.programs + 1) // 2))
-    return Plan(n, 1, units, together, lanes, vector, min(together * lanes, max(lanes, sizes.threads)) // _WARP)
+        tiles, lanes = _ceil(n, sizes.tile_lanes * max(sizes.tile_held, vector)), sizes.tile_lanes
+    else:
+        tiles, lanes = 1, max(sizes.fewest_lanes, _least_power(_ceil(n, sizes.held)))
+        lanes = min(lanes, _least_power(_ceil(n, vector)))
+    held = _ceil(n, tiles * lanes * vector)  # vectors, by each lane
+    if tiles == 1 and lanes < sizes.threads and held <= _MOST_UNITS:
+        together = sizes.threads // lanes * _power(max(1, sizes.held // (held * vector)))
+        together = max(_WARP // lanes, 1, min(together, _power(max(1, rows // sizes.programs))))
+        return Plan(n, 1, held, 1, together, lanes, vector, min(together * lanes, sizes.threads) // _WARP)
+    lanes = max(lanes, _WARP)
+    held = _ceil(n, tiles * lanes * vector)
+    packs = _least_power(_ceil(held, _UNITS))
+    return Plan(n, tiles, _ceil(held, packs), packs, 1, lanes, vector, lanes // _WARP)
 
 
 def _ceil(a: int, b: int) -> int:
@@ -96,5 +105,10 @@ def _ceil(a: int, b: int) -> int:
 
 
 def _power(k: int) -> int:
+    """The largest power of 2 that is at most k."""
+    return 1 << (k.bit_length() - 1)
+
+
+def _least_power(k: int) -> int:
     """The least power of 2 that is at least k."""
     return 1 << (k - 1).bit_length()
