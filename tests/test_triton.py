@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from common import Truth, assert_last_place, assert_within, on_cpu, rows, slow, wide
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec
 from jaxsoft.triton_kernels import devices
 from jaxsoft.triton_kernels.plan import Plan, plan, tuning
 
@@ -48,8 +48,6 @@ CUTS = {
     "tiles, exact": Plan(n=128, tiles=2, units=1, packs=1, rows=1, lanes=32, vector=2, warps=1),
     "tiles, masked": Plan(n=301, tiles=3, units=2, packs=2, rows=1, lanes=32, vector=1, warps=1),
 }
-# Operations, by a dtype that widens: what is loaded and stored is the same in all.
-INTERPRETED = {jnp.float32: tuple(OPERATIONS), jnp.bfloat16: ("softmax", "softmax_vjp")}
 
 needs_triton = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("triton", "jax_triton")), reason="needs jax-triton"
@@ -179,15 +177,17 @@ def test_compiles_any_length(compiled, n):
         assert "ld.global" in compiled(operation, jnp.float32, cut)
 
 
+ORDINARY = 3  # rows before the special ones
+
+
 def special_rows(n: int, dtype) -> np.ndarray:
-    x = rows(n, dtype, count=11)
-    x[4] = -np.inf
-    x[5], x[5, n - 1] = -np.inf, 3
-    x[6, n // 2] = np.nan
-    x[7, n // 2] = np.inf
-    x[8, n // 2], x[8, n - 1] = np.inf, np.nan
-    x[9], x[9, 0] = -np.inf, np.nan
-    x[10, : n // 2] = -np.inf
+    x = rows(n, dtype, count=9)
+    x[3] = -np.inf
+    x[4], x[4, n - 1] = -np.inf, 3
+    x[5, n // 2] = np.nan
+    x[6, n // 2], x[6, 0] = np.inf, -np.inf
+    x[7, n // 2], x[7, n - 1] = np.inf, np.nan
+    x[8], x[8, 0] = -np.inf, np.nan
     return x
 
 
@@ -206,65 +206,53 @@ def operands_for(operation: str, n: int, dtype) -> list[np.ndarray]:
 def formula(operation: str, *operands) -> tuple[jax.Array, ...]:
     given = [jnp.asarray(v) for v in operands]
     types = [operand(v.shape, v.dtype) for v in given]
-    return choose(operation, Form(given[0].dtype), "reference", "cpu", types)(*given)
+    return choose(operation, Form(given[0].dtype), "xla", "cpu", types)(*given)
 
 
-@pytest.fixture(scope="module")
-def interpreted(tmp_path_factory):
-    """What the interpreter makes of every operation, cut and dtype, in one process."""
-    calls = {}
-    for operation, (_, kinds) in OPERATIONS.items():
-        for name, cut in CUTS.items():
-            for dtype in (dtype for dtype, operations in INTERPRETED.items() if operation in operations):
-                given = operands_for(operation, cut.n, dtype)
-                x = given[0]
-                types = {"a": (x.shape, x.dtype), "n": (x.shape[:1], np.dtype(np.float32))}
-                calls[operation, name, dtype] = (operation, cut, given, [types[kind] for kind in kinds])
-    folder = tmp_path_factory.mktemp("interpreted")
+def interpreted(operation: str, calls: list[tuple[Plan, list[np.ndarray]]], folder: pathlib.Path):
+    """What the interpreter makes of an operation, in a process of its own."""
+    _, kinds = OPERATIONS[operation]
+    types = [{"a": (x.shape, x.dtype), "n": (x.shape[:1], np.dtype(np.float32))} for _, (x, *_) in calls]
     with open(folder / "calls", "wb") as file:
-        pickle.dump(list(calls.values()), file)
+        given = zip(calls, types, strict=True)
+        pickle.dump([(operation, cut, operands, [t[kind] for kind in kinds]) for (cut, operands), t in given], file)
     script = pathlib.Path(__file__).parent / "interpret_triton.py"
     command = [sys.executable, "-P", script, folder / "calls", folder / "results"]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     with open(folder / "results", "rb") as file:
-        return dict(zip(calls, zip((call[2] for call in calls.values()), pickle.load(file), strict=True), strict=True))
+        return pickle.load(file)
 
 
 @needs_triton
 @on_cpu
-@pytest.mark.parametrize("operation, dtype", [(name, dtype) for dtype, names in INTERPRETED.items() for name in names])
-@pytest.mark.parametrize("cut", CUTS)
-def test_values(interpreted, operation, cut, dtype):
-    """The formulas' values, of ordinary rows and of special ones."""
-    operands, results = interpreted[operation, cut, dtype]
-    expected = tuple(map(np.asarray, formula(operation, *operands)))
-    chex.assert_trees_all_equal_shapes_and_dtypes(tuple(results), expected)
-    if operation in ("log_softmax", "state"):
-        *_, m, s = expected
-        expected = (*expected[:-2], np.where(np.isnan(s), np.nan, m), s)  # the reference's maximum may not see a NaN
-    size = np.nan_to_num(np.abs(wide(operands[-1])), posinf=0, neginf=0).max()
-    for actual, true in zip(results, expected, strict=True):
-        rtol, atol = (1e-5, 1e-6 * min(size, 10)) if actual.dtype == np.float32 else (2.0**-7, 1e-6)
-        np.testing.assert_allclose(wide(actual), wide(true), rtol, atol)
+@each_operation
+def test_values(operation, tmp_path):
+    """The formulas' values, of ordinary rows and of special ones; and those of float64."""
+    cases = [(name, jnp.float32) for name in CUTS]
+    cases += [(name, jnp.bfloat16) for name in CUTS if name.endswith("masked") and operation.startswith("softmax")]
+    calls = [(CUTS[name], operands_for(operation, CUTS[name].n, dtype)) for name, dtype in cases]
+    for (_, operands), results, case in zip(calls, interpreted(operation, calls, tmp_path), cases, strict=True):
+        expected = tuple(map(np.asarray, formula(operation, *operands)))
+        chex.assert_trees_all_equal_shapes_and_dtypes(tuple(results), expected)
+        if operation in ("log_softmax", "state"):
+            *_, m, s = expected
+            expected = (*expected[:-2], np.where(np.isnan(s), np.nan, m), s)  # XLA's may not see a NaN
+        size = np.nan_to_num(np.abs(wide(operands[-1])), posinf=0, neginf=0).max()
+        for actual, true in zip(results, expected, strict=True):
+            rtol, atol = (1e-5, 1e-6 * min(size, 10)) if actual.dtype == np.float32 else (2.0**-7, 1e-6)
+            np.testing.assert_allclose(wide(actual), wide(true), rtol, atol, err_msg=str(case))
 
-
-@needs_triton
-@on_cpu
-@pytest.mark.parametrize("cut", CUTS)
-def test_values_are_exact(interpreted, cut):
-    """Ordinary rows, beside float64."""
-    for dtype in (jnp.float32, jnp.bfloat16):
-        [x], [y] = interpreted["softmax", cut, dtype]
-        truth = Truth.of(x[:4])
-        if dtype == jnp.float32:
-            assert_within(y[:4], truth.p, EPS * (4 + truth.d) * np.maximum(truth.p, 1e-30), cut)
-        else:
-            assert_last_place(y[:4], truth.p, 1, np.float64(1e-30), cut)
-    [x], [m, s] = interpreted["state", cut, jnp.float32]
-    truth = Truth.of(x[:4])
-    chex.assert_trees_all_equal(wide(m[:4]), truth.m[:, 0])
-    assert_within(s[:4], np.exp(truth.log_s[:, 0]), 8 * EPS * np.exp(truth.log_s[:, 0]), cut)
+        x, first = operands[0][:ORDINARY], results[0][:ORDINARY]
+        truth = Truth.of(x)
+        if operation == "softmax" and x.dtype == np.float32:
+            assert_within(first, truth.p, EPS * (4 + truth.d) * np.maximum(truth.p, 1e-30), str(case))
+        elif operation == "softmax":
+            assert_last_place(first, truth.p, 1, np.float64(1e-30), str(case))
+        elif operation == "state":
+            s = np.exp(truth.log_s[:, 0])
+            chex.assert_trees_all_equal(wide(first), truth.m[:, 0])
+            assert_within(results[1][:ORDINARY], s, 8 * EPS * s, str(case))
 
 
 @needs_triton
@@ -287,20 +275,18 @@ def test_lowers(operation, kind):
 
 
 @needs_triton
-def test_lowers_under_transformations():
+def test_lowers_under_transformations(monkeypatch):
     """Forward and backward are one kernel each, also under vmap and shard_map."""
-    device = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", platform="gpu", num_cores=132)
-    mesh = AbstractMesh((2,), ("rows",), axis_types=(AxisType.Explicit,), abstract_device=device)
+    monkeypatch.setattr(devices, "targets", lambda: {"NVIDIA H100 80GB HBM3": 90})
+    if reason := triton_kernels.unavailable("cuda"):
+        pytest.skip(reason)
     softmax, spec = functools.partial(jaxsoft.softmax, implementation="triton"), PartitionSpec("rows")
-    mapped = jax.shard_map(softmax, mesh=mesh, in_specs=spec, out_specs=spec)
-    with jax.sharding.use_abstract_mesh(mesh):
-        if reason := triton_kernels.unavailable("cuda"):
-            pytest.skip(reason)
-        for f, sharding in ((softmax, None), (jax.vmap(softmax), None), (mapped, NamedSharding(mesh, spec))):
-            x = jax.ShapeDtypeStruct((4, 3, 1024), jnp.float32, sharding=sharding)
-            both = jax.jit(lambda x, g, f=f: jax.vjp(f, x)[1](g))
-            text = both.trace(x, x).lower(lowering_platforms=("cuda",)).as_text()
-            assert len(re.findall("custom_call @triton_kernel_call", text)) == 2
+    mesh = jax.make_mesh((1,), ("rows",), devices=jax.devices()[:1], axis_types=(jax.sharding.AxisType.Auto,))
+    x = jax.ShapeDtypeStruct((4, 3, 1024), jnp.float32)
+    for f in (softmax, jax.vmap(softmax), jax.shard_map(softmax, mesh=mesh, in_specs=spec, out_specs=spec)):
+        both = jax.jit(lambda x, g, f=f: jax.vjp(f, x)[1](g))
+        text = both.trace(x, x).lower(lowering_platforms=("cuda",)).as_text()
+        assert len(re.findall("custom_call @triton_kernel_call", text)) == 2
 
 
 @on_cpu
