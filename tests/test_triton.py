@@ -27,6 +27,7 @@ import jaxsoft
 from jaxsoft import triton_kernels
 from jaxsoft._forms import Form
 from jaxsoft._implementations import choose
+from jaxsoft._rows import row_operation
 
 # By operation: the kinds of its operands and of its results, an array of rows or one number a row.
 OPERATIONS = {
@@ -263,14 +264,12 @@ def test_lowers(operation, kind):
     with target(kind):
         if reason := triton_kernels.unavailable("cuda"):
             pytest.skip(reason)
-        for shape, dtype in (((2, 3, 100), jnp.float32), ((70000, 1001), jnp.bfloat16)):
+        for shape, dtype in (((2, 3, 100), jnp.float32), ((1, 1024), jnp.float32), ((70000, 1001), jnp.bfloat16)):
             full, one = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[:-1], jnp.float32)
             given, results = ([{"a": full, "n": one}[kind] for kind in kinds] for kinds in OPERATIONS[operation])
-            kernel = choose(
-                operation, Form(jnp.dtype(dtype)), "triton", "cuda", [operand(v.shape, v.dtype) for v in given]
-            )
-            lowered = jax.jit(kernel).trace(*given).lower(lowering_platforms=("cuda",))
-            assert "triton_kernel_call" in lowered.as_text()
+            called = functools.partial(row_operation, operation, Form(jnp.dtype(dtype)), "triton")
+            lowered = jax.jit(lambda *v, f=called: f(*v)).trace(*given).lower(lowering_platforms=("cuda",))
+            assert len(re.findall("custom_call @triton_kernel_call", lowered.as_text())) == 1
             chex.assert_trees_all_equal_shapes_and_dtypes(lowered.out_info, tuple(results))
 
 
@@ -374,6 +373,12 @@ def test_unsupported(shape, dtype, reason):
         actual = triton_kernels.unsupported([operand(shape, dtype)])
     chex.assert_equal(actual is None, reason is None)
     assert reason is None or reason in actual
+
+
+def test_symbolic_shapes():
+    """A kernel is compiled for a row length: exported programs for any are left to others."""
+    shape = jax.export.symbolic_shape("a, n")
+    assert "shapes that are known" in triton_kernels.unsupported([operand(shape, jnp.float32)])
 
 
 def test_is_not_imported_before_it_is_asked_for():

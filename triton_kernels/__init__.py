@@ -63,6 +63,8 @@ def unsupported(operands: Sequence[jax.core.ShapedArray]) -> str | None:
     x = operands[0]
     if x.dtype not in _DTYPES:
         return f"its kernels take float16, bfloat16, float32 and float64, not {x.dtype.name}"
+    if not all(isinstance(size, int) for size in x.shape):
+        return f"its kernels are compiled for shapes that are known; got {x.shape}"
     if x.size > _MOST_ROWS * x.shape[-1]:
         return f"there can be {_MOST_ROWS} rows at most; got {x.size // x.shape[-1]}"
     return None

@@ -26,6 +26,15 @@ def reference(m):
 
 
 @triton.jit
+def inverse(s):
+    """1 / s, correctly rounded, which `/` in float32 is not."""
+    if s.dtype == tl.float64:
+        return 1.0 / s
+    else:
+        return tl.div_rn(tl.full(s.shape, 1.0, tl.float32), s)
+
+
+@triton.jit
 def state(xs):
     """The state of rows that are one tile."""
     m = tl.max(_maximum(xs), axis=1)

@@ -15,7 +15,7 @@ only what lies beyond the end of a row is masked.
 import triton
 import triton.language as tl
 
-from .fold import accumulate, add, combine, identity, lane_sum, reference, row_sum, state, wide
+from .fold import accumulate, add, combine, identity, inverse, lane_sum, reference, row_sum, state, wide
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def _forward(operation: tl.constexpr, rows, x_ptr, y_ptr, m_ptr, s_ptr, plan: tl
 def _write_forward(operation: tl.constexpr, y_ptr, row, tile, xs, m, s, plan: tl.constexpr):
     shift = reference(m)[:, None, None, None]
     # inf / inf has no value, nor has the logarithm of a probability in a row without a finite maximum.
-    scale = tl.where(m == float("inf"), float("nan"), 1.0 / s)[:, None, None, None]
+    scale = tl.where(m == float("inf"), float("nan"), inverse(s))[:, None, None, None]
     log_s = tl.where(tl.abs(m) < float("inf"), tl.log(s), float("nan"))[:, None, None, None]
     for i in tl.static_range(tl.constexpr(plan.units)):
         x = wide(xs[i]) - shift
@@ -99,7 +99,7 @@ def _backward(operation: tl.constexpr, rows, x_ptr, m_ptr, s_ptr, g_ptr, dx_ptr,
     if operation != "softmax_vjp":
         m, s = tl.load(m_ptr + row), tl.load(s_ptr + row)
         shift = reference(m)[:, None, None, None]
-        scale = tl.where(s == 0, 0.0, 1.0 / s)
+        scale = tl.where(s == 0, 0.0, inverse(s))
         if operation == "log_softmax_vjp":  # it has no value in a row without a finite maximum
             scale = tl.where(tl.abs(m) < float("inf"), scale, float("nan"))
         scale = scale[:, None, None, None]
