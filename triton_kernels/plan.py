@@ -11,7 +11,7 @@ _WARP = 32
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """The sizes that were found on an H200.
+    """The sizes that decide the speed, and nothing else.
 
     Attributes:
       held: elements of a row that a thread holds in registers, in the whole-row kernel.
