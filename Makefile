@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | head -n 1)
 JAXSOFT_CUDA_ARCHITECTURES ?= $(if $(HAS_GPU),native,90a-real)
 
-SOURCES := pyproject.toml $(shell find ffi jaxsoft pallas_kernels -type f -not -name '*.pyc')
+SOURCES := pyproject.toml $(shell find ffi jaxsoft pallas_kernels triton_kernels -type f -not -name '*.pyc')
 CUDA ?= cuda13
 comma := ,
 EXTRAS := examples,test$(if $(HAS_GPU),$(comma)$(CUDA))

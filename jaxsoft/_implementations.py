@@ -6,17 +6,17 @@ is lowered for, so it is made when the operation is lowered (`_rows`), not when 
 """
 
 import dataclasses
-import importlib.util
 from collections.abc import Callable, Sequence
 
 import jax
 
 import jaxsoft.pallas_kernels as pallas_kernels
+import jaxsoft.triton_kernels as triton_kernels
 from jaxsoft import _ffi, _reference, _xla
 from jaxsoft._forms import Form, Operation, compose, is_plain, working_dtype
 
 # What `implementation=None` tries, in this order. XLA always works.
-_PREFERENCE = {"cpu": ("ffi", "xla"), "cuda": ("ffi", "xla")}
+_PREFERENCE = {"cpu": ("ffi", "xla"), "cuda": ("ffi", "pallas", "triton", "xla")}
 _ALWAYS = ("xla",)
 
 
@@ -50,19 +50,14 @@ def _plain(operations: dict[str, Operation]) -> Callable[[str, Form, str, Operan
     return kernel
 
 
-def _no_triton(platform_or_operands: object) -> str:
-    del platform_or_operands
-    if importlib.util.find_spec("jax_triton") is None:
-        return "jax-triton is not installed, and this version of jaxsoft has no Triton kernels yet"
-    return "this version of jaxsoft has no Triton kernels yet"
-
-
 IMPLEMENTATIONS = {
     "ffi": Implementation(_ffi.kernel, _ffi.unavailable, _ffi.unsupported, opaque=True),
     "pallas": Implementation(
         _plain(pallas_kernels.OPERATIONS), pallas_kernels.unavailable, pallas_kernels.unsupported, opaque=True
     ),
-    "triton": Implementation(_plain({}), _no_triton, _no_triton, opaque=True),
+    "triton": Implementation(
+        _plain(triton_kernels.OPERATIONS), triton_kernels.unavailable, triton_kernels.unsupported, opaque=True
+    ),
     "xla": Implementation(_plain(_xla.OPERATIONS)),
     "reference": Implementation(_plain(_reference.OPERATIONS)),
 }

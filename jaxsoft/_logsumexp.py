@@ -87,8 +87,8 @@ def logsumexp(
       causal: count element j of row i only if j <= i, where i is the index along the axis before the last, and the last
         axis is reduced.
       dtype: of the result: f16, bf16, f32 or f64; None for a's.
-      implementation: None for the fastest that serves the call, or one of "ffi", "pallas", "xla" and "reference"; see
-        `jaxsoft.implementations`.
+      implementation: None for the fastest that serves the call, or one of "ffi", "pallas", "triton", "xla" and
+        "reference"; see `jaxsoft.implementations`.
 
     Returns:
       Natural logarithms, of a's dtype or the given one; with return_sign, also the signs: -1, 0 or 1. A sum of nothing,

@@ -34,8 +34,8 @@ def softmax(
       causal: count element j of row i only if j <= i, where i is the index along the axis before the last, and the last
         axis is reduced: the mask of attention, with the first query at the first key.
       dtype: of the result: f16, bf16, f32 or f64; None for x's.
-      implementation: None for the fastest that serves the call, or one of "ffi", "pallas", "xla" and "reference"; see
-        `jaxsoft.implementations`.
+      implementation: None for the fastest that serves the call, or one of "ffi", "pallas", "triton", "xla" and
+        "reference"; see `jaxsoft.implementations`.
 
     Returns:
       An array of x's shape, and of its dtype or the given one. A row of which nothing is selected is 0. As in

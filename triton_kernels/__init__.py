@@ -1,0 +1,85 @@
+"""`implementation="triton"`: row operations as Triton kernels, launched by jax-triton, for NVIDIA GPUs from Ampere on.
+
+The kernels are in `kernels`; this file says what they can serve. Triton and jax-triton know AMD's GPUs as well, so the
+same kernels could serve those; as that is not tested, it is not offered. Neither package is imported, and no GPU is
+touched, before a kernel is asked for.
+"""
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from . import devices
+
+_DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
+_PACKAGES = {"jax_triton": "jax-triton", "triton": "triton"}
+_OLDEST = 80  # Ampere
+_MOST_ROWS = 2**31 - 1  # programs
+
+
+def unavailable(platform: str) -> str | None:
+    """None, or why the kernels cannot run on a platform."""
+    if platform == "rocm":
+        return "its Triton kernels are not tested on AMD GPUs, so they are not offered there"
+    if platform != "cuda":
+        return "its Triton kernels run on NVIDIA GPUs only"
+    for module, package in _PACKAGES.items():
+        if importlib.util.find_spec(module) is None:
+            return f"{package} is not installed; pip install 'jaxsoft[triton]'"
+    found = devices.targets()
+    if not found:
+        return "there is no NVIDIA GPU here"
+    for kind, capability in found.items():
+        if capability is None:
+            return f"it needs Ampere (compute capability 8.0) or newer; {kind} is older, or not known here"
+        if capability < _OLDEST:
+            number = f"{capability // 10}.{capability % 10}"
+            return f"it needs Ampere (compute capability 8.0) or newer; this is {kind} ({number})"
+    if len(set(found.values())) > 1:
+        return f"a Triton kernel is compiled for one compute capability, and these have several: {', '.join(found)}"
+    return _broken()
+
+
+@functools.cache
+def _broken() -> str | None:
+    """Why jax-triton cannot be used although it is installed."""
+    from jaxlib import gpu_triton
+
+    if not hasattr(gpu_triton, "TritonKernelCall"):
+        return "JAX's GPU support, which launches Triton kernels, is not installed; pip install 'jaxsoft[cuda13]'"
+    try:
+        importlib.import_module("jax_triton")
+    except ImportError as error:
+        return f"jax-triton cannot be imported: {error}"
+    return None
+
+
+def unsupported(operands: Sequence[jax.core.ShapedArray]) -> str | None:
+    """None, or why the kernels cannot take these operands."""
+    x = operands[0]
+    if x.dtype not in _DTYPES:
+        return f"its kernels take float16, bfloat16, float32 and float64, not {x.dtype.name}"
+    if not all(isinstance(size, int) for size in x.shape):
+        return f"its kernels are compiled for shapes that are known; got {x.shape}"
+    if x.size > _MOST_ROWS * x.shape[-1]:
+        return f"there can be {_MOST_ROWS} rows at most; got {x.size // x.shape[-1]}"
+    return None
+
+
+def _operation(name: str) -> Callable[..., tuple[jax.Array, ...]]:
+    def kernel(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        from . import launch  # imports Triton
+
+        return launch.call(name, devices.capability(), *operands)
+
+    return kernel
+
+
+OPERATIONS = {
+    name: _operation(name)
+    for name in ("softmax", "softmax_vjp", "log_softmax", "log_softmax_vjp", "state", "logsumexp_vjp")
+}

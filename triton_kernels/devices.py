@@ -1,0 +1,47 @@
+"""Which GPU a kernel is compiled for: Triton has to know the compute capability when a computation is lowered."""
+
+import functools
+import re
+
+import jax
+
+# Of GPUs that are not here, when a computation is lowered for another machine.
+_CAPABILITIES = {
+    r"A100|A800|A30": 80,
+    r"A2|A10G?|A16|A40|RTX A\d{4}|RTX 30\d\d": 86,
+    r"L4|L20|L40S?|RTX 40\d\d|RTX \d{4} Ada": 89,
+    r"H20|H[128]00|GH200": 90,
+    r"G?B200": 100,
+    r"G?B300": 103,
+    r"RTX 50\d\d|RTX PRO \d{4}": 120,
+}
+
+
+def capability() -> int:
+    """The compute capability that kernels are compiled for, 90 for 9.0; `unavailable` has seen that there is one."""
+    [found] = set(targets().values())
+    assert found is not None
+    return found
+
+
+def targets() -> dict[str, int | None]:
+    """The compute capability of each kind of GPU that a computation may run on; None where it is not known."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None or device.platform != "gpu" or device.device_kind in _present():
+        return {**_present()}
+    kind = device.device_kind
+    return {kind: next((number for name, number in _CAPABILITIES.items() if re.search(rf"\b({name})\b", kind)), None)}
+
+
+@functools.cache
+def _present() -> dict[str, int]:
+    """The compute capability of each kind of GPU that is here."""
+    try:
+        return {device.device_kind: _number(device.compute_capability) for device in jax.devices("cuda")}
+    except RuntimeError:
+        return {}
+
+
+def _number(version: str) -> int:
+    major, minor = str(version).split(".")
+    return 10 * int(major) + int(minor)
