@@ -53,7 +53,7 @@ def _plain(operations: dict[str, Operation]) -> Callable[[str, Form, str, Operan
 IMPLEMENTATIONS = {
     "ffi": Implementation(_ffi.kernel, _ffi.unavailable, _ffi.unsupported, opaque=True),
     "pallas": Implementation(
-        _plain(pallas_kernels.OPERATIONS), pallas_kernels.unavailable, pallas_kernels.unsupported, opaque=True
+        pallas_kernels.kernel, pallas_kernels.unavailable, pallas_kernels.unsupported, opaque=True
     ),
     "triton": Implementation(
         _plain(triton_kernels.OPERATIONS), triton_kernels.unavailable, triton_kernels.unsupported, opaque=True

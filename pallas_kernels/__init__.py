@@ -12,9 +12,15 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from jaxsoft import _forms as forms
+from jaxsoft._forms import Form, Operation
 
 from . import arithmetic, held, split, tiled
+from .extras import Extras
 
+OPERATIONS = ("softmax", "softmax_vjp", "log_softmax", "log_softmax_vjp", "state", "logsumexp_vjp")
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 
 # What a device without a compute capability, as in lowering for another machine, is called from Hopper on.
@@ -62,6 +68,8 @@ def unsupported(operands: Sequence[jax.core.ShapedArray]) -> str | None:
     dtype, n = operands[0].dtype, operands[0].shape[-1]
     if dtype not in _DTYPES:
         return f"its kernels take float16, bfloat16 and float32, not {dtype.name}"
+    if not _known(operands):
+        return f"its kernels are compiled for shapes that are known; got {operands[0].shape}"
     if held.plan(1, n, dtype.itemsize) or tiled.plan("softmax", 1, n, dtype.itemsize, 1):
         return None
     if n * dtype.itemsize <= held.MOST_BYTES:
@@ -69,26 +77,66 @@ def unsupported(operands: Sequence[jax.core.ShapedArray]) -> str | None:
     return f"long rows must be a multiple of 16 bytes, the alignment of bulk copies; got n={n} of {dtype.name}"
 
 
-def row_kernel(operation: str, rows: int, n: int, dtype: jnp.dtype) -> Callable[..., tuple[jax.Array, ...]]:
-    """The kernel for an operation on `rows` rows of n elements: a function of arrays (rows, n) and (rows,)."""
-    if found := held.plan(rows, n, dtype.itemsize):
-        return _padded(rows, found.rows, functools.partial(held.row_kernel, operation, n=n, dtype=dtype, plan=found))
-    if parts := split.plan(operation, rows, n, dtype.itemsize):
-        return split.row_kernel(operation, rows, n, dtype, *parts)
-    cut = tiled.plan(operation, rows, n, dtype.itemsize, _multiprocessors())
-    assert cut, "unsupported() says so"
-    kernel = tiled.row_kernel(operation, rows, n, dtype, cut)
+def _known(operands: Sequence[jax.core.ShapedArray]) -> bool:
+    return all(isinstance(size, int) for v in operands for size in v.shape)
+
+
+def kernel(operation: str, form: Form, platform: str, operands: Sequence[jax.core.ShapedArray]) -> Operation | None:
+    """The kernel for an operation in this form, or None where it has to be composed."""
+    del platform
+    if operation not in OPERATIONS or form.trailing or not _known(operands):
+        return None
+    *leading, n = operands[0].shape
+    rows, kinds = math.prod(leading), forms.OPERATIONS[operation]
+    dtypes = [v.dtype for kind, v in zip(kinds, operands, strict=False) if kind != "r"]
+    if any(dtype not in _DTYPES for dtype in (*dtypes, form.dtype)):
+        return None
+    extras = Extras.of(form.extras, form.masked, leading, [v.shape for v in operands[len(kinds) :]])
+    plain = _row_kernel(operation, rows, n, dtypes, form.dtype, extras)
+    if plain is None:
+        return None
+
+    def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        base, beside = forms.split(operation, form, operands)
+        wide = [v.reshape(rows, n) for v in base if v.ndim > len(leading)]
+        numbers = [v.reshape(rows) for v in base if v.ndim == len(leading)]
+        others = [v.reshape(-1, n) if v.ndim > len(leading) else v.reshape(-1) for v in beside.values()]
+        others = [v.astype(jnp.uint8) if v.dtype == jnp.bool_ else v for v in others]
+        with jax.enable_x64(False):  # the kernels count in 32 bits
+            results = plain(*wide, *numbers, *others)
+        return tuple(y.reshape(*leading, *y.shape[1:]) for y in results)
+
+    return call
+
+
+def _row_kernel(
+    operation: str, rows: int, n: int, dtypes: Sequence[np.dtype], result: np.dtype, extras: Extras
+) -> Operation | None:
+    """The kernel that is fit for rows of these lengths and dtypes: `held`, `tiled` or `split`, or None."""
+    size = max(dtype.itemsize for dtype in (*dtypes, result))
+    if cut := held.plan(rows, n, size, extras.together if extras.names else 0):
+        fits = functools.partial(held.row_kernel, operation, n=n, dtype=result, plan=cut, extras=extras)
+        return _padded(rows, cut.rows, fits)
+    if n * size <= held.MOST_BYTES or len({*dtypes}) > 1 or {*extras.names} & {"w", "b"}:
+        return None
+    if not extras.names and not extras.masked and result == dtypes[0]:
+        if parts := split.plan(operation, rows, n, size):
+            return split.row_kernel(operation, rows, n, result, *parts)
+    cut = tiled.plan(operation, rows, n, dtypes[0].itemsize, _multiprocessors())
+    if cut is None:
+        return None
     of_rows, wide = arithmetic.SIGNATURES[operation][::2]
+    tiled_kernel = tiled.row_kernel(operation, rows, n, (dtypes[0], result), cut, extras)
 
     def in_vectors(*operands):
         vectors = [x.reshape(rows, -1, cut.vector) for x in operands[:of_rows]]
-        results = kernel(*vectors, *operands[of_rows:])
+        results = tiled_kernel(*vectors, *operands[of_rows:])
         return *(y.reshape(rows, n) for y in results[:wide]), *results[wide:]
 
     return in_vectors
 
 
-def _padded(rows: int, least: int, kernel: Callable) -> Callable[..., tuple[jax.Array, ...]]:
+def _padded(rows: int, least: int, kernel: Callable[..., Operation]) -> Operation:
     """A kernel that takes no fewer rows than a block does, for fewer."""
     if rows >= least:
         return kernel(rows=rows)
@@ -98,21 +146,3 @@ def _padded(rows: int, least: int, kernel: Callable) -> Callable[..., tuple[jax.
         return tuple(y[:rows] for y in kernel(rows=least)(*more))
 
     return function
-
-
-def _operation(name: str) -> Callable[..., tuple[jax.Array, ...]]:
-    def kernel(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        *leading, n = operands[0].shape
-        rows, ndim = math.prod(leading), operands[0].ndim
-        arrays = [x.reshape(rows, n) for x in operands if x.ndim == ndim]
-        numbers = [x.reshape(rows) for x in operands if x.ndim < ndim]
-        results = row_kernel(name, rows, n, operands[0].dtype)(*arrays, *numbers)
-        return tuple(y.reshape(*leading, *y.shape[1:]) for y in results)
-
-    return kernel
-
-
-OPERATIONS = {
-    name: _operation(name)
-    for name in ("softmax", "softmax_vjp", "log_softmax", "log_softmax_vjp", "state", "logsumexp_vjp")
-}

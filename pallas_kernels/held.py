@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from . import arithmetic
+from .extras import Extras, Rules
 from .memory import load, store
 
 
@@ -71,29 +72,42 @@ MOST_BYTES = 32 << 10  # of a row
 _LANE_BYTES = 64  # of a thread's share of a row, and of all of its rows, at least
 
 
-def plan(rows: int, n: int, itemsize: int) -> Plan | None:
-    """How to hold rows of n elements; None where they are too short, too long, or odd."""
+def plan(rows: int, n: int, itemsize: int, together: int = 0) -> Plan | None:
+    """How to hold rows of n elements, with blocks of a divisor of `together` rows; None if too short, long, or odd."""
     vector = next((v for v in (8, 4, 2) if v * itemsize <= 16 and n % v == 0 and n >= 2 * v), None)
     if vector is None or n * itemsize > MOST_BYTES:
         return None
     most = min(128, 1 << (n // vector).bit_length() - 1)
     lanes = min(most, max(8, pl.next_power_of_2(pl.cdiv(n * itemsize, _LANE_BYTES))))
-    while lanes < most and 128 // lanes > rows:  # few rows: rather more threads a row than threads without one
-        lanes *= 2
     repeat = max(1, _LANE_BYTES * lanes // (n * itemsize))
-    return Plan(vector, lanes, max(1, min(repeat, rows * lanes // 128)))
+    cut = Plan(vector, lanes, max(1, min(repeat, rows * lanes // 128)))
+    if together % cut.rows:
+        cut = Plan(vector, lanes, 1)
+    while together % cut.rows and cut.lanes < most:
+        cut = Plan(vector, 2 * cut.lanes, 1)
+    return None if together % cut.rows else cut
 
 
-def row_kernel(operation: str, rows: int, n: int, dtype: Any, plan: Plan, interpret: Any = None):
+def row_kernel(
+    operation: str, rows: int, n: int, dtype: Any, plan: Plan, extras: Extras = Extras(), interpret: Any = None
+):
     """The kernel of an operation on `rows` rows of n elements, of which there are at least plan.rows and plan.width.
 
+    Args:
+      operation, rows, n: what is asked for.
+      dtype: of results of shape (rows, n).
+      plan: how rows are laid out. Rows of a block must have neighbouring rows of the extras, or the same.
+      extras: what comes beside the rows.
+      interpret: Pallas interpreter parameters, for tests on a CPU.
+
     Returns:
-      A function of the operands of shape (rows, n) and (rows,) that returns a tuple of such.
+      A function of the operands of shape (rows, n) and (rows,), and of the extras, of shape (their rows, n) and (their
+      rows,), where booleans are bytes. It returns a tuple of arrays of the first two shapes.
     """
     full, number = jax.ShapeDtypeStruct((rows, n), dtype), jax.ShapeDtypeStruct((rows,), jnp.float32)
     *_, wide, narrow = arithmetic.SIGNATURES[operation]
     return plgpu.kernel(
-        functools.partial(_body, operation, plan),
+        functools.partial(_body, operation, plan, extras),
         out_type=(full,) * wide + (number,) * narrow,
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True),
         grid=(rows // plan.rows,),
@@ -103,16 +117,13 @@ def row_kernel(operation: str, rows: int, n: int, dtype: Any, plan: Plan, interp
     )
 
 
-def _body(operation: str, plan: Plan, *refs):
+def _body(operation: str, plan: Plan, extras: Extras, *refs):
     of_rows, of_numbers, wide, narrow = arithmetic.SIGNATURES[operation]
-    in_refs, given_refs, out_refs = refs[:of_rows], refs[of_rows : of_rows + of_numbers], refs[of_rows + of_numbers :]
+    in_refs, given_refs, out_refs = refs[:of_rows], refs[of_rows : of_rows + of_numbers], refs[-wide - narrow :]
+    extra_refs = dict(zip(extras.names, refs[of_rows + of_numbers :], strict=False))
     (rows, n), shape = in_refs[0].shape, (plan.rows, plan.width)
     starts = plan.starts(n)
     overlap = len(starts) * plan.width - n
-
-    def chunks_of(ref, block_rows):
-        places = [ref.at[block_rows, pl.ds(i, plan.width)] for i in starts]
-        return [load(place, plan.layout) for place in places]
 
     def new(chunks, neutral):
         """The chunks without what the last one has seen before."""
@@ -127,8 +138,46 @@ def _body(operation: str, plan: Plan, *refs):
     def row_sum(chunks):
         return jnp.sum(functools.reduce(operator.add, new(chunks, 0.0)), axis=1)
 
-    def row_block(block_rows):
-        arrays = [chunks_of(ref, block_rows) for ref in in_refs]
+    def rules_of(first):
+        """What the extras do to rows from this one on."""
+
+        def number(name):
+            index, same = extras.place(name, first)
+            if same:
+                return extra_refs[name][index]
+            return spread(plgpu.load(extra_refs[name].at[pl.ds(index, plan.rows)], optimized=False))
+
+        def chunk(name, start):
+            index, same = extras.place(name, first)
+            columns = pl.ds(start, plan.width)
+            if same:
+                return lax.broadcast_in_dim(load(extra_refs[name].at[index, columns]), shape, (1,))
+            return load(extra_refs[name].at[pl.ds(index, plan.rows), columns], plan.layout)
+
+        def counts(start, chunks):
+            conditions = [chunk("w", start) != 0] if "w" in extras.names else []
+            if "l" in extras.names:
+                column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plan.layout)
+                conditions.append(column + start < number("l"))
+            if extras.masked:
+                conditions.append(chunks[0] != 0)
+            return functools.reduce(jnp.logical_and, conditions)
+
+        return Rules(
+            operation,
+            number("s") if "s" in extras.names else None,
+            counts if extras.masked or "l" in extras.names or "w" in extras.names else None,
+            functools.partial(chunk, "b") if "b" in extras.names else None,
+        )
+
+    def row_block(first):
+        block_rows, rules = pl.ds(first, plan.rows), rules_of(first)
+
+        def prepared(start):
+            place = block_rows, pl.ds(start, plan.width)
+            return rules.prepare(start, [load(ref.at[place], plan.layout) for ref in in_refs])
+
+        arrays = list(zip(*map(prepared, starts), strict=True))
         given = tuple(load(ref.at[block_rows]) for ref in given_refs)
         totals = ()
         if operation in arithmetic.SCORES:
@@ -145,12 +194,13 @@ def _body(operation: str, plan: Plan, *refs):
             return
         finished = arithmetic.finish(operation, totals, given, spread)
         for start, *chunks in zip(starts, *arrays, strict=True):
-            store(out_refs[0].at[block_rows, pl.ds(start, plan.width)], finished(*chunks))
+            result = rules.conclude(start, chunks, finished(*chunks))
+            store(out_refs[0].at[block_rows, pl.ds(start, plan.width)], result)
 
     block = lax.axis_index("block")
-    row_block(pl.ds(block * plan.rows, plan.rows))
+    row_block(block * plan.rows)
     if rows % plan.rows:  # the rows that are left, with some of the last block's own
 
         @pl.when(block == rows // plan.rows - 1)
         def _():
-            row_block(pl.ds(rows - plan.rows, plan.rows))
+            row_block(rows - plan.rows)

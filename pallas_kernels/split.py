@@ -46,7 +46,7 @@ def row_kernel(operation: str, rows: int, n: int, dtype: Any, parts: int, plan: 
     """
     of_rows, _, wide, narrow = arithmetic.SIGNATURES[operation]
     reduction = "state" if operation in arithmetic.SCORES else f"{operation}_sum"
-    reduce = held.row_kernel(reduction, rows * parts, n // parts, dtype, plan, interpret)
+    reduce = held.row_kernel(reduction, rows * parts, n // parts, dtype, plan, interpret=interpret)
     full, number = jax.ShapeDtypeStruct((rows * parts, n // parts), dtype), jax.ShapeDtypeStruct((rows,), jnp.float32)
     finish = plgpu.kernel(
         functools.partial(_body, operation, parts, plan),

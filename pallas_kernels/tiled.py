@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from . import arithmetic, cluster
+from .extras import Extras, Rules
 from .memory import load, store
 
 _THREADS = 128  # of a warpgroup
@@ -117,23 +118,39 @@ def plan(operation: str, rows: int, n: int, itemsize: int, multiprocessors: int)
     return Plan(vector, chunks, tiles, ring, warpgroups, cluster, min(rows, fill // cluster) if stays else rows)
 
 
-def row_kernel(operation: str, rows: int, n: int, dtype: Any, plan: Plan, interpret: Any = None):
+def row_kernel(
+    operation: str,
+    rows: int,
+    n: int,
+    dtypes: tuple[Any, Any],
+    plan: Plan,
+    extras: Extras = Extras(),
+    interpret: Any = None,
+):
     """The kernel of an operation on `rows` rows of n elements.
 
+    Args:
+      operation, rows, n: what is asked for.
+      dtypes: of operands and of results of shape (rows, n).
+      plan: how rows are cut up.
+      extras: what comes beside the rows: a scale and a limit, one number a row.
+      interpret: Pallas interpreter parameters, for tests on a CPU. It knows no clusters.
+
     Returns:
-      A function of the operands of shape (rows, n / vector, vector) and (rows,) that returns a tuple of such.
+      A function of the operands of shape (rows, n / vector, vector) and (rows,), and of the extras, that returns a
+      tuple of arrays of those shapes.
     """
     of_rows, _, wide, narrow = arithmetic.SIGNATURES[operation]
-    full = jax.ShapeDtypeStruct((rows, n // plan.vector, plan.vector), dtype)
+    full = jax.ShapeDtypeStruct((rows, n // plan.vector, plan.vector), dtypes[1])
     number = jax.ShapeDtypeStruct((rows,), jnp.float32)
     slots, numbers = plan.warpgroups * plan.ring, len(arithmetic.identity(operation, 1)) // 2
-    ring = plgpu.SMEM((slots, plan.chunks * _THREADS, plan.vector), dtype)
+    ring = plgpu.SMEM((slots, plan.chunks * _THREADS, plan.vector), dtypes[0])
     # States of two rows, as the first warpgroup to have its next one ready must not write over what others still read.
     states = plgpu.SMEM((numbers, 2, plan.warpgroups * _THREADS), jnp.float32)
     clustered = plan.cluster > 1
     mailbox = plgpu.SMEM((numbers, 2, plan.cluster), jnp.float32), plgpu.SMEM((2,), jnp.int32)
     return plgpu.kernel(
-        functools.partial(_body, operation, plan),
+        functools.partial(_body, operation, plan, extras),
         out_type=(full,) * wide + (number,) * narrow,
         scratch_types=(
             [ring] * of_rows,
@@ -156,11 +173,17 @@ def row_kernel(operation: str, rows: int, n: int, dtype: Any, plan: Plan, interp
     )
 
 
-def _body(operation: str, plan: Plan, *refs):
+def _body(operation: str, plan: Plan, extras: Extras, *refs):
     of_rows, of_numbers, wide, narrow = arithmetic.SIGNATURES[operation]
-    results = of_rows + of_numbers
-    in_refs, given_refs, out_refs = refs[:of_rows], refs[of_rows:results], refs[results : results + wide + narrow]
-    rings, loaded, states, posted, mailbox = refs[results + wide + narrow :]
+    of_extras = of_rows + of_numbers
+    of_results = of_extras + len(extras.names)
+    in_refs, given_refs, out_refs = (
+        refs[:of_rows],
+        refs[of_rows:of_extras],
+        refs[of_results : of_results + wide + narrow],
+    )
+    extra_refs = dict(zip(extras.names, refs[of_extras:of_results], strict=True))
+    rings, loaded, states, posted, mailbox = refs[of_results + wide + narrow :]
     numbers = states.shape[0]
     rows, n = in_refs[0].shape[0], in_refs[0].shape[1] * plan.vector
     chunk = _THREADS * plan.vector
@@ -199,27 +222,42 @@ def _body(operation: str, plan: Plan, *refs):
     def wait(slot):
         plgpu.barrier_wait(loaded.at[warpgroup * plan.ring + slot])
 
-    def chunks(slot):
-        """The chunks of a tile in f32, of each operand, one chunk after the other."""
-        for i in range(plan.chunks):
-            part = pl.ds(i * _THREADS, _THREADS)
-            yield [load(ring.at[warpgroup * plan.ring + slot, part], layout) for ring in rings]
+    def columns():
+        """Where the elements of a chunk are in it."""
+        vectors, elements = (
+            plgpu.broadcasted_iota(jnp.int32, (_THREADS, plan.vector), axis, layout=layout) for axis in (0, 1)
+        )
+        return vectors * plan.vector + elements
 
-    def new(tile, slot):
+    def rules_of(k):
+        """What the extras do to the cluster's k-th row."""
+        given = {name: ref[extras.place(name, first + k * stride)[0]] for name, ref in extra_refs.items()}
+
+        def counts(begin, chunks):
+            conditions = [columns() + begin < given["l"]] if "l" in given else []
+            return functools.reduce(jnp.logical_and, conditions + [chunks[0] != 0] * extras.masked)
+
+        return Rules(operation, given.get("s"), counts if "l" in given or extras.masked else None)
+
+    def chunks(tile, slot, rules):
+        """Where the chunks of a tile begin in the row, in vectors, and what they hold, of each operand."""
+        for i in range(plan.chunks):
+            part, begin = pl.ds(i * _THREADS, _THREADS), start(tile) + i * _THREADS
+            values = [load(ring.at[warpgroup * plan.ring + slot, part], layout) for ring in rings]
+            yield begin, rules.prepare(begin * plan.vector, values)
+
+    def new(tile, slot, rules):
         """What is folded of a tile: without what the tile before has too."""
         neutral = -jnp.inf if operation in arithmetic.SCORES else 0.0
         seen = jnp.where(base + tile == plan.tiles - 1, overlap, 0)
-        for i, values in enumerate(chunks(slot)):
+        for i, (_, values) in enumerate(chunks(tile, slot, rules)):
             x = values[0] if operation in arithmetic.SCORES else arithmetic.terms(operation, *values)
-            if i * chunk < overlap:
-                place = [plgpu.broadcasted_iota(jnp.int32, x.shape, axis, layout=layout) for axis in (0, 1)]
-                x = jnp.where(place[0] * plan.vector + place[1] + i * chunk < seen, neutral, x)
-            yield x
+            yield jnp.where(columns() + i * chunk < seen, neutral, x) if i * chunk < overlap else x
 
-    def write(tile, slot, k, finished):
-        for i, values in enumerate(chunks(slot)):
-            place = pl.ds(start(tile) + i * _THREADS, _THREADS)
-            store(out_refs[0].at[first + k * stride, place], finished(*values))
+    def write(tile, slot, k, rules, finished):
+        for begin, values in chunks(tile, slot, rules):
+            result = rules.conclude(begin * plan.vector, values, finished(*values))
+            store(out_refs[0].at[first + k * stride, pl.ds(begin, _THREADS)], result)
 
     accumulate = arithmetic.accumulate_scores if operation in arithmetic.SCORES else arithmetic.accumulate_sum
 
@@ -265,14 +303,14 @@ def _body(operation: str, plan: Plan, *refs):
 
     def row(k, state):
         """One row whose tiles stay in the ring until they are written, or that is gone over once."""
-        begin, ahead = state
+        (begin, ahead), rules = state, rules_of(k)
         totals = ()
         if folds:
 
             def fold(tile, state):
                 lanes, slot, ahead = state
                 wait(slot)
-                lanes = accumulate(lanes, list(new(tile, slot)))
+                lanes = accumulate(lanes, list(new(tile, slot, rules)))
                 return lanes, after(slot), ahead if writes else refill(ahead, slot)
 
             lanes, slot, ahead = lax.fori_loop(0, share, fold, (arithmetic.identity(operation, _THREADS), begin, ahead))
@@ -284,7 +322,7 @@ def _body(operation: str, plan: Plan, *refs):
                 slot, ahead = state
                 if not folds:
                     wait(slot)
-                write(tile, slot, k, finish)
+                write(tile, slot, k, rules, finish)
                 return after(slot), refill(ahead, slot)
 
             slot, ahead = lax.fori_loop(0, share, visit, (begin, ahead))
@@ -293,7 +331,7 @@ def _body(operation: str, plan: Plan, *refs):
     def long_row(k, _):
         """One row of which the ring keeps the last tiles. The slots' order turns round from row to row, so that the
         next row's first tile is in the slot that is free first."""
-        odd = lax.rem(k, 2)
+        odd, rules = lax.rem(k, 2), rules_of(k)
 
         def slot_of(tile):
             place = lax.rem(tile, plan.ring)
@@ -302,7 +340,7 @@ def _body(operation: str, plan: Plan, *refs):
         def fold(tile, lanes):
             slot = slot_of(tile)
             wait(slot)
-            lanes = accumulate(lanes, list(new(tile, slot)))
+            lanes = accumulate(lanes, list(new(tile, slot, rules)))
 
             @pl.when(tile + plan.ring < share)
             def _():
@@ -318,7 +356,7 @@ def _body(operation: str, plan: Plan, *refs):
             tile = share - 1 - step
             slot = slot_of(tile)
             pl.when(step >= plan.ring)(lambda: wait(slot))
-            write(tile, slot, k, finish)
+            write(tile, slot, k, rules, finish)
             plgpu.commit_smem()
             here = tile >= plan.ring
             start_load(jnp.where(here, k, k + 1), jnp.where(here, tile - plan.ring, plan.ring - 1 - tile), slot)

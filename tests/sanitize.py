@@ -1,10 +1,12 @@
-"""Every CUDA kernel once, for NVIDIA's compute-sanitizer: each operation, dtype, form and strategy.
+"""Every GPU kernel once, for NVIDIA's compute-sanitizer: each operation, dtype, form and strategy.
 
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py
     compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py float32 280x70001
+    compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py pallas
 
 and likewise synccheck and, with --check-api-memory-access no, as XLA copies workspaces that nobody has written,
-initcheck. racecheck takes long, so a dtype and a shape can be named. It does not see that one lane's arrival at a
+initcheck. racecheck takes long, so a dtype and a shape can be named; the kernels are those of "ffi" unless "pallas" or
+"triton" is. Of "ffi", racecheck does not see that one lane's arrival at a
 barrier comes after what its whole warp has read, so it reports hazards in `ring` and `dealt` where slots are filled
 again, unless the library is built for it:
 
@@ -47,6 +49,10 @@ PAIRS = [("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float16"
 COLUMNS = [(2, 8, 1), (3, 33, 3), (3, 50, 130), (2, 1001, 64), (1, 70001, 5), (2, 130, 4097)]
 # So many tiles that they are dealt out one by one: over clusters, of 8 blocks at most, and to single blocks.
 TILES = [((400, 2048, 64), "float32"), ((500, 2048, 64), "bfloat16"), ((210, 8, 4104), "float32")]
+# Of the others, by (rows, n): held by lanes of a warp, side by side, by warps, with rows left over; tiled in a block,
+# in clusters that end with their row, or stay, with rows that fit them or do not; few rows, over clusters and split.
+OTHERS = [(70, 24), (300, 50), (9, 1000), (70, 4096), (700, 16384), (300, 50240), (300, 65544), (70, 131072)]
+OTHERS += [(33, 524288), (17, 2**20), (2, 32000), (1, 65544), (2, 2**18), (1, 3_000_008)]
 
 
 def forms() -> Iterator[tuple[tuple[int, ...], str, Form]]:
@@ -61,7 +67,14 @@ def forms() -> Iterator[tuple[tuple[int, ...], str, Form]]:
         yield shape, dtype, Form(np.dtype(dtype), "", 1)
 
 
-def run(shape: Sequence[int], dtype: str, form: Form) -> None:
+def other_forms() -> Iterator[tuple[tuple[int, ...], str, Form]]:
+    """Likewise for those of the others, which have fewer forms."""
+    for shape, dtype in itertools.product(OTHERS, DTYPES[:3]):
+        yield shape, dtype, Form(np.dtype(dtype))
+        yield shape, dtype, Form(np.dtype(dtype), "slwb" if shape[1] < 10_000 else "sl")
+
+
+def run(implementation: str, shape: Sequence[int], dtype: str, form: Form) -> None:
     """Every operation in a form that has those extras, or as many of them as the operation has."""
     axis = len(shape) - 1 - form.trailing
     rows, n, size = (*shape[:axis], *shape[axis + 1 :]), shape[axis], int(np.prod(shape))
@@ -78,7 +91,7 @@ def run(shape: Sequence[int], dtype: str, form: Form) -> None:
     def call(operation, names, dtype, *operands, masked=False):
         kept = "".join(name for name in form.extras if name in names)
         of = Form(np.dtype(dtype), kept, form.trailing, masked)
-        return row_operation(operation, of, "ffi", *operands, *(extras[name] for name in kept))
+        return row_operation(operation, of, implementation, *operands, *(extras[name] for name in kept))
 
     # Scores so far above the row's first ones that f32 has no sum of their exponentials.
     call("softmax", "slwb", form.dtype, jnp.where(first, 0, x + 1000))
@@ -94,11 +107,13 @@ def main() -> None:
     """Runs them all. A wrong result is the test suite's to find; this only has to touch every kernel."""
     jax.config.update("jax_enable_x64", True)
     named = {*sys.argv[1:]}
-    cases = [case for case in forms() if named <= {case[1], "x".join(map(str, case[0]))}]
+    implementation = next(iter(named & {"pallas", "triton"}), "ffi")
+    listed = forms() if implementation == "ffi" else other_forms()
+    cases = [case for case in listed if named <= {implementation, case[1], "x".join(map(str, case[0]))}]
     if not cases:
         sys.exit(f"sanitize.py: no case has {' and '.join(sorted(named))}; a dtype and a shape are, say, float16 40x33")
     for shape, dtype, form in cases:
-        run(shape, dtype, form)
+        run(implementation, shape, dtype, form)
         print(*shape, dtype, form, "ok", flush=True)
     print(f"all of {len(cases)} cases ran")
 

@@ -5,6 +5,7 @@ code that a GPU runs: there, the tests of values take these kernels with the oth
 """
 
 import itertools
+import math
 import re
 
 import chex
@@ -12,16 +13,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_forms as forms
 from common import assert_within, on_cpu, rows, slow, wide
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 from jaxsoft.pallas_kernels import arithmetic, held, split, tiled
+from jaxsoft.pallas_kernels.extras import Extras
 
 from jaxsoft import _xla, fold, pallas_kernels
 from jaxsoft._forms import Form
 from jaxsoft._implementations import choose
 
-OPERATIONS = tuple(pallas_kernels.OPERATIONS)
+OPERATIONS = pallas_kernels.OPERATIONS
 HELD, TILED = held.Plan, tiled.Plan
 # By dtype: the rows, and small plans with which few and short ones do what many and long ones do. Held by 2 to 128
 # threads, side by side or not, with chunks that overlap, and rows that are left over. Tiled: in rings that keep a row
@@ -63,18 +66,76 @@ def no_races(capfd):
     assert "RACE DETECTED" not in "".join(capfd.readouterr())
 
 
-def interpreted(operation, plan, *operands):
+def interpreted(operation, plan, *operands, extras=Extras(), others=()):
     """The results of a kernel, with the shapes of the whole rows."""
     x, params = operands[0], plgpu.InterpretGPUParams(detect_races=True)
     of_rows, _, wide, _ = arithmetic.SIGNATURES[operation]
     given = [jnp.asarray(v) for v in sorted(operands, key=lambda v: -v.ndim)]
     if isinstance(plan, HELD):
-        return held.row_kernel(operation, *x.shape, x.dtype, plan, params)(*given)
+        return held.row_kernel(operation, *x.shape, x.dtype, plan, interpret=params)(*given)
     if isinstance(plan, tuple):
         return split.row_kernel(operation, *x.shape, x.dtype, *plan, params)(*given)
     given[:of_rows] = [v.reshape(x.shape[0], -1, plan.vector) for v in given[:of_rows]]
-    results = tiled.row_kernel(operation, *x.shape, x.dtype, plan, params)(*given)
+    results = tiled.row_kernel(operation, *x.shape, (x.dtype, x.dtype), plan, extras, params)(*given, *others)
     return *(y.reshape(x.shape) for y in results[:wide]), *results[wide:]
+
+
+# The forms that kernels take, shapes, and the leading dimensions along which the extras have length 1. Rows that a
+# block holds have rows of the extras of their own, or share one.
+FORMS = [
+    ("s", (2, 64, 20), (0, 1)),
+    ("l", (3, 16, 100), (0,)),
+    ("w", (2, 64, 24), (1,)),
+    ("b", (2, 3, 16, 64), (0, 2)),
+    ("slwb", (3, 2, 8, 500), (1,)),
+    ("slwb", (48, 72), ()),
+]
+LONG_FORMS = [("s", (2, 3, 2300), (0,)), ("l", (3, 2, 2300), (1,)), ("sl", (6, 2300), ())]
+
+
+@on_cpu
+@each_operation
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda dtype: dtype.__name__)
+def test_forms(operation, dtype):
+    """Extras, a mask by y, and another result dtype in the kernel itself."""
+    for extras, shape, ones in FORMS:
+        if operation.startswith("softmax_vjp"):
+            extras = "".join(name for name in extras if name in "sl")
+        form = Form(np.dtype(jnp.float32 if extras == "s" else dtype), extras, 0, operation == "softmax_vjp")
+        operands = forms.operands_of(operation, form, shape, dtype, ones)
+        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+            kernel = pallas_kernels.kernel(operation, form, "cuda", operands)
+            results = kernel(*map(jnp.asarray, operands))
+        forms.assert_exact(operation, form, operands, results)
+
+
+@on_cpu
+@each_operation
+def test_forms_of_long_rows(operation):
+    plan = TILED(4, 1, 5, 4, 2, 1, 2)
+    for extras, shape, ones in LONG_FORMS:
+        form = Form(np.dtype(jnp.float32), extras, 0, operation == "softmax_vjp")
+        operands = forms.operands_of(operation, form, shape, jnp.float32, ones)
+        k = len(forms.OPERATIONS[operation])
+        beside = Extras.of(extras, form.masked, shape[:-1], [v.shape for v in operands[k:]])
+        flat = [v.reshape(-1, shape[-1]) if v.ndim == len(shape) else v.reshape(-1) for v in operands]
+        results = interpreted(operation, plan, *flat[:k], extras=beside, others=flat[k:])
+        results = [v.reshape(*shape[:-1], *v.shape[1:]) for v in results]
+        forms.assert_exact(operation, form, operands, results)
+
+
+def test_extras():
+    """Which rows of an extra belong to a row, with groups of dimensions, and without any."""
+    shape, given = (2, 3, 1, 4, 5), [(1, 3, 1, 4, 5), (2, 1, 1, 1, 5), (1, 1, 1, 1, 1), (2, 3, 1, 4, 5)]
+    extras = Extras.of("slwb", False, shape, given)
+    row = np.arange(math.prod(shape), dtype=np.int32)
+    for name, of in zip("slwb", given, strict=True):
+        index, same = jax.vmap(lambda r, name=name: extras.place(name, r))(row)
+        expected = np.broadcast_to(np.arange(math.prod(of)).reshape(of), shape).ravel()
+        np.testing.assert_array_equal(index, expected)
+        assert not same.any() if of[-1] == 5 else same.all()
+    assert extras.together == 5
+    assert Extras.of("s", False, (1, 1), [(1, 1)]).together == 1
 
 
 def operands_of(operation, x):

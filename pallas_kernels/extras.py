@@ -1,0 +1,97 @@
+"""What comes beside the rows of an operation: its operands by row, and what they do to the scores, as `jaxsoft._forms`.
+
+An extra may be broadcast along any of x's leading dimensions; it lies in memory as it was given. Neighbouring
+dimensions along which the same extras are broadcast count as one, of which there are few.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@dataclasses.dataclass(frozen=True)
+class Extras:
+    """The extras of a call.
+
+    Attributes:
+      names: which there are, as in a `jaxsoft._forms.Form`.
+      sizes: x's leading dimensions, where neighbours are one that differ in nothing.
+      strides: of each extra, for each of those: how far its rows are apart, 0 where it is broadcast.
+      masked: elements whose y is 0 do not count.
+    """
+
+    names: str = ""
+    sizes: tuple[int, ...] = ()
+    strides: tuple[tuple[int, ...], ...] = ()
+    masked: bool = False
+
+    @staticmethod
+    def of(names: str, masked: bool, leading: Sequence[int], shapes: Sequence[Sequence[int]]) -> "Extras":
+        """Those of these shapes, beside x with these leading dimensions."""
+        dims = [(size, tuple(shape[i] == 1 for shape in shapes)) for i, size in enumerate(leading) if size != 1]
+        groups = [(pattern, list(group)) for pattern, group in itertools.groupby(dims, key=lambda dim: dim[1])]
+        sizes = tuple(math.prod(size for size, _ in group) for _, group in groups)
+        strides = []
+        for k in range(len(names)):
+            apart = [1]
+            for size, (pattern, _) in zip(sizes[:0:-1], groups[:0:-1], strict=True):
+                apart.append(apart[-1] * (1 if pattern[k] else size))
+            reverse = zip(groups, reversed(apart), strict=False)
+            strides.append(tuple(0 if pattern[k] else stride for (pattern, _), stride in reverse))
+        return Extras(names, sizes, tuple(strides), masked)
+
+    @property
+    def together(self) -> int:
+        """How many neighbouring rows have neighbouring or the same rows of every extra."""
+        return self.sizes[-1] if self.sizes else 1
+
+    def place(self, name: str, row: jax.Array) -> tuple[jax.Array, bool]:
+        """Which row of an extra is that of a row of x, and whether it is the next row's, too."""
+        index, strides = jnp.int32(0), self.strides[self.names.index(name)]
+        for size, stride in zip(self.sizes[::-1], strides[::-1], strict=True):
+            index += lax.rem(row, jnp.int32(size)) * stride
+            row = lax.div(row, jnp.int32(size))
+        return index, not strides or strides[-1] == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """What the extras of some rows do to a chunk of them.
+
+    Attributes:
+      operation: which.
+      scale: None, or the scale in a form that broadcasts with a chunk.
+      counts: None, or a function of a chunk's place, and of the chunks of the row operands there, to what counts.
+      bias: None, or a function of a chunk's place to the bias there.
+    """
+
+    operation: str
+    scale: jax.Array | None = None
+    counts: Callable | None = None
+    bias: Callable | None = None
+
+    def prepare(self, place, chunks: Sequence[jax.Array]) -> list[jax.Array]:
+        """What the plain kernel is given."""
+        counts = self.counts(place, chunks) if self.counts else None
+        first, *others = chunks
+        if not self.operation.startswith("softmax_vjp"):  # that has y, not scores
+            first = first if self.scale is None else first * self.scale
+            first = first if self.bias is None else first + self.bias(place)
+            first = _select(counts, first, -jnp.inf)
+        return [first, *(_select(counts, g, 0.0) for g in others)]
+
+    def conclude(self, place, chunks: Sequence[jax.Array], result: jax.Array) -> jax.Array:
+        """The result, from the plain kernel's."""
+        if self.scale is not None and self.operation.endswith("_vjp"):
+            result = result * self.scale
+        counts = self.counts(place, chunks) if self.counts else None
+        return _select(counts, result, -jnp.inf if self.operation == "log_softmax" else 0.0)
+
+
+def _select(counts, x, other):
+    return x if counts is None else jnp.where(counts, x, other)
