@@ -69,7 +69,7 @@ class Plan:
 
 
 MOST_BYTES = 32 << 10  # of a row
-_LANE_BYTES = 64  # of a thread's share of a row, and of all of its rows, at least
+_LANE_BYTES = 64  # of a thread's share of a row that has more than a warp
 
 
 def plan(rows: int, n: int, itemsize: int, together: int = 0) -> Plan | None:
@@ -78,8 +78,8 @@ def plan(rows: int, n: int, itemsize: int, together: int = 0) -> Plan | None:
     if vector is None or n * itemsize > MOST_BYTES:
         return None
     most = min(128, 1 << (n // vector).bit_length() - 1)
-    lanes = min(most, max(8, pl.next_power_of_2(pl.cdiv(n * itemsize, _LANE_BYTES))))
-    repeat = max(1, _LANE_BYTES * lanes // (n * itemsize))
+    lanes = min(most, max(32, pl.next_power_of_2(pl.cdiv(n * itemsize, _LANE_BYTES))))
+    repeat = max(1, _LANE_BYTES // 2 * lanes // (n * itemsize))  # of rows shorter than a warp
     cut = Plan(vector, lanes, max(1, min(repeat, rows * lanes // 128)))
     if together % cut.rows:
         cut = Plan(vector, lanes, 1)

@@ -71,7 +71,7 @@ class Plan:
         return -(-self.tiles // self.members)
 
 
-_SHARED_BYTES = 208 << 10  # of rings, of the 227 KiB that a multiprocessor has
+_RING_BYTES = 216 << 10  # of all rings of a block, of the 227 KiB of shared memory that a multiprocessor has
 _FEW_BYTES = 32 << 20  # rows that together have fewer leave multiprocessors idle, but for clusters
 
 
@@ -79,43 +79,52 @@ def plan(operation: str, rows: int, n: int, itemsize: int, multiprocessors: int)
     """How to cut up rows of n elements; None where copies cannot be aligned, or rows are too short.
 
     Rows of which several fit the shared memory of a multiprocessor, or of a cluster, get a block or a cluster each: the
-    GPU deals them out as others end, so the faster multiprocessors have more of them. What they wait for, others use.
-    Of longer rows only one fits: there clusters stay, and the next row's tiles take the place of this one's.
+    GPU deals them out as others end, so the faster multiprocessors have more of them, and what one waits for, others
+    use. Of longer rows only one fits: there clusters stay, and the next row's tiles take the place of this one's.
     """
     vector, arrays = 16 // itemsize, arithmetic.SIGNATURES[operation][0]
     row_bytes = n * itemsize * arrays
     if n % vector or n < 2 * _THREADS * vector:
         return None
-    stays = False
+    warpgroups, cluster, chunks, stays = 4, 1, 4, False
+    narrow = itemsize == 2 and arrays == 1  # rows with most to compute a byte
     if rows * row_bytes <= _FEW_BYTES:
         warpgroups, cluster, chunks = 2, min(16, max(1, pl.next_power_of_2(256 // rows + 1) // 2)), 2
-    elif row_bytes <= _SHARED_BYTES:
-        warpgroups, cluster, chunks = 4, 1, 2 if itemsize == 2 and row_bytes <= _SHARED_BYTES // 2 else 4
-    elif row_bytes <= 256 << 10 and arrays == 1:
-        warpgroups, cluster, chunks = 2, 4, 4
+    elif row_bytes <= (96 << 10 if narrow else 192 << 10):
+        chunks = 2 if narrow else 4
+    elif arrays == 1 and row_bytes <= 256 << 10:
+        warpgroups, cluster = 2, 2 if row_bytes <= 128 << 10 else 4
     else:
-        warpgroups, chunks, stays = 4, 4, True
-        cluster = min(16, pl.next_power_of_2(pl.cdiv(row_bytes, 136 << 10)))
+        cluster, stays = min(16, pl.next_power_of_2(pl.cdiv(row_bytes, 136 << 10))), True
+        if arrays == 1 and not narrow:
+            cluster = max(8, cluster)
     while cluster > 1 and n < 2 * warpgroups * cluster * _THREADS * vector:
         cluster //= 2
     while warpgroups > 1 and n < 2 * warpgroups * _THREADS * vector:
         warpgroups //= 2
-    # Few tiles, that go up into the members, without much overlap: each costs as much as 256 elements beside its own.
-    members = warpgroups * cluster
-    sizes = [c for c in range(1, chunks + 1) if n >= (2 * members - 1) * c * _THREADS * vector] or [1]
 
-    def cost(chunks):
-        tile = _THREADS * vector * chunks
-        return pl.cdiv(pl.cdiv(n, tile), members) * (tile + 256)
+    def cut(warpgroups):
+        # Few tiles, that go up into the members, without much overlap: each costs 256 elements beside its own.
+        members = warpgroups * cluster
+        sizes = [c for c in range(1, chunks + 1) if n >= (2 * members - 1) * c * _THREADS * vector] or [1]
 
-    chunks = min(sizes, key=lambda c: (cost(c), -c))
-    tiles = pl.cdiv(n, _THREADS * vector * chunks)
-    most = min(32 // warpgroups, _SHARED_BYTES // (_THREADS * 16 * chunks * arrays * warpgroups))
-    ring = most if stays else min(most, pl.cdiv(tiles, members))
-    # Where clusters stay, one that finds no place would begin when the others end: some multiprocessors are left out,
-    # as their number on a chip that clusters can be placed on varies.
-    fill = multiprocessors if cluster <= 2 else multiprocessors * 7 // 8
-    return Plan(vector, chunks, tiles, ring, warpgroups, cluster, min(rows, fill // cluster) if stays else rows)
+        def cost(count):
+            tile = _THREADS * vector * count
+            return pl.cdiv(pl.cdiv(n, tile), members) * (tile + 256), -count
+
+        best = min(sizes, key=cost)
+        tiles = pl.cdiv(n, _THREADS * vector * best)
+        most = min(32 // warpgroups, _RING_BYTES // (_THREADS * 16 * best * arrays * warpgroups))
+        ring = most if stays else min(most, pl.cdiv(tiles, members))
+        # Of clusters that stay, one that finds no place would begin when the others end: some multiprocessors are left
+        # out, as it varies from chip to chip on how many of them clusters can be placed.
+        fill = multiprocessors if cluster <= 2 else multiprocessors * 7 // 8
+        return Plan(vector, best, tiles, ring, warpgroups, cluster, min(rows, fill // cluster) if stays else rows)
+
+    found = cut(warpgroups)
+    if stays and found.share > found.ring:  # then the rings' size counts most
+        found = max(found, cut(3), key=lambda cut: cut.warpgroups * cut.ring * cut.tile)
+    return found
 
 
 def row_kernel(

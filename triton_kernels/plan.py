@@ -15,7 +15,8 @@ class Tuning:
 
     Attributes:
       held: elements of a row that a thread holds in registers, in the whole-row kernel.
-      most_lanes: threads a row there; with `held`, the longest row that is read once.
+      most_lanes: threads a row there, at most.
+      most_held: elements that they hold at most; with `most_lanes`, the longest row that is read once.
       tile_lanes: threads a row in the two-pass kernel.
       tile_held: elements that they hold at a time; with `tile_lanes`, the largest tile.
       fewest_lanes: lanes of a short row, if it has so many vectors: 128 bytes next to each other.
@@ -24,9 +25,10 @@ class Tuning:
     """
 
     held: int = 32
-    most_lanes: int = 1024
-    tile_lanes: int = 512
-    tile_held: int = 16
+    most_lanes: int = 512
+    most_held: int = 64
+    tile_lanes: int = 1024
+    tile_held: int = 32
     fewest_lanes: int = 8
     threads: int = 128
     programs: int = 512
@@ -75,8 +77,8 @@ class Plan:
 def tuning(arrays: int, itemsize: int) -> Tuning:
     """The sizes for a kernel that reads this many arrays of rows with elements of this many bytes."""
     if itemsize == 8:
-        return Tuning(held=8, tile_held=8)
-    return Tuning(held=16, tile_held=8) if arrays == 2 else Tuning()
+        return Tuning(held=8, most_held=16, tile_lanes=512, tile_held=8)
+    return Tuning(held=16, most_held=32, tile_held=8) if arrays == 2 else Tuning()
 
 
 def plan(rows: int, n: int, itemsize: int, sizes: Tuning) -> Plan:
@@ -84,11 +86,11 @@ def plan(rows: int, n: int, itemsize: int, sizes: Tuning) -> Plan:
     vector = _VECTOR_BYTES // itemsize
     while n % vector:
         vector //= 2
-    if n > sizes.held * sizes.most_lanes:
+    if n > sizes.most_held * sizes.most_lanes:
         tiles, lanes = _ceil(n, sizes.tile_lanes * max(sizes.tile_held, vector)), sizes.tile_lanes
     else:
         tiles, lanes = 1, max(sizes.fewest_lanes, _least_power(_ceil(n, sizes.held)))
-        lanes = min(lanes, _least_power(_ceil(n, vector)))
+        lanes = min(lanes, sizes.most_lanes, _least_power(_ceil(n, vector)))
     held = _ceil(n, tiles * lanes * vector)  # vectors, by each lane
     if tiles == 1 and lanes < sizes.threads and held <= _MOST_UNITS:
         together = sizes.threads // lanes * _power(max(1, sizes.held // (held * vector)))
