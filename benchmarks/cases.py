@@ -45,6 +45,7 @@ class Case:
       scale: a number, or the shape of an array of f32.
       chain: how many calls follow one another in one compiled function; 0 where Python makes every call.
       implementations: what to compare. "jaxsoft" is its own choice of a kernel, another name but jax.nn's a named one.
+        Those that are not available are left out.
     """
 
     group: str
@@ -194,15 +195,20 @@ def _matrix(size: Size, dtype: str, n: int) -> tuple[int, int]:
     return max(1, size.bytes // (n * jnp.dtype(dtype).itemsize)), n
 
 
+def _beside(case: Case, *names: str) -> Case:
+    """The case with named implementations, too, for two dtypes that stand for all."""
+    if case.dtype == "float16":
+        return case
+    return dataclasses.replace(case, implementations=(*case.implementations, *names))
+
+
 def rows(size: Size) -> Iterator[Case]:
     """Every operation, in both directions."""
     for op in OPS:
         lengths = size.rows if op == "softmax" else size.rows_others
         for dtype, n, direction in itertools.product(size.dtypes, lengths, DIRECTIONS):
             case = Case("rows", op, direction, dtype, _matrix(size, dtype, n))
-            if (op, direction) == ("softmax", "forward") and dtype != "float16":
-                case = dataclasses.replace(case, implementations=(*case.implementations, "pallas"))
-            yield case
+            yield _beside(case, "pallas", "triton") if op == "softmax" else _beside(case, "pallas")
     for n in size.rows_f32:
         yield Case("rows", "softmax", "forward", "float32", _matrix(size, "float32", n))
 
@@ -210,7 +216,7 @@ def rows(size: Size) -> Iterator[Case]:
 def short(size: Size) -> Iterator[Case]:
     """Many rows for every warp."""
     for dtype, n, direction in itertools.product(size.dtypes, size.short, DIRECTIONS):
-        yield Case("short", "softmax", direction, dtype, _matrix(size, dtype, n))
+        yield _beside(Case("short", "softmax", direction, dtype, _matrix(size, dtype, n)), "pallas", "triton")
 
 
 def odd(size: Size) -> Iterator[Case]:
@@ -224,7 +230,7 @@ def few(size: Size) -> Iterator[Case]:
     """Next-token probabilities."""
     for dtype, n, count in itertools.product(("float32", "bfloat16"), size.few[1], size.few[0]):
         large = count * n * jnp.dtype(dtype).itemsize > 2**24
-        yield Case("few", "softmax", "forward", dtype, (count, n), chain=size.few_chain[large])
+        yield _beside(Case("few", "softmax", "forward", dtype, (count, n), chain=size.few_chain[large]), "pallas")
 
 
 def masked(size: Size) -> Iterator[Case]:
@@ -232,12 +238,12 @@ def masked(size: Size) -> Iterator[Case]:
     batch, heads, queries, keys = size.scores
     scale = 0.125  # 1 / sqrt(depth) for 64
     for direction in DIRECTIONS:
-        attention = Case("masked", "softmax", direction, "bfloat16", size.scores)
+        attention = _beside(Case("masked", "softmax", direction, "bfloat16", size.scores), "pallas")
         yield dataclasses.replace(attention, scale=scale, where=(batch, 1, queries, keys))
         yield dataclasses.replace(attention, bias=(1, heads, queries, keys))
         for dtype in ("bfloat16", "float32"):
-            yield Case("masked", "softmax", direction, dtype, size.causal, scale=scale, causal=True)
-        yield Case("masked", "softmax", direction, "bfloat16", size.vocabulary, scale=(size.vocabulary[0], 1))
+            yield dataclasses.replace(attention, dtype=dtype, shape=size.causal, scale=scale, causal=True)
+        yield dataclasses.replace(attention, shape=size.vocabulary, scale=(size.vocabulary[0], 1))
 
 
 def axis(size: Size) -> Iterator[Case]:
@@ -257,14 +263,20 @@ GROUPS: dict[str, Callable[[Size], Iterator[Case]]] = {
 
 
 def traffic() -> list[Case]:
-    """The cases whose memory traffic is counted by the GPU itself."""
+    """The cases whose memory traffic is counted by the GPU itself, each by one implementation."""
 
-    def case(direction: str, dtype: str, n: int) -> Case:
-        return Case("traffic", "softmax", direction, dtype, _matrix(GPU, dtype, n))
+    def case(direction: str, dtype: str, n: int, name: str = "jaxsoft", rows: int = 0) -> Case:
+        shape = (rows, n) if rows else _matrix(GPU, dtype, n)
+        return Case("traffic", "softmax", direction, dtype, shape, implementations=(name,))
 
+    lengths = _powers(10, 20, 2)
     return [
         *(case("forward", "float32", n) for n in sorted((*_powers(10, 20), 49152, 2**22))),
-        *(case("backward", "float32", n) for n in _powers(10, 20, 2)),
-        *(case("forward", "bfloat16", n) for n in _powers(10, 20, 2)),
-        *(case("backward", "bfloat16", n) for n in _powers(10, 20, 2)),
+        *(case("backward", "float32", n) for n in lengths),
+        *(case("forward", "bfloat16", n) for n in lengths),
+        *(case("backward", "bfloat16", n) for n in lengths),
+        *(case("forward", "float32", n, name) for name in ("jax.nn", "triton") for n in lengths),
+        *(case("forward", "float32", n, "pallas") for n in (*_powers(10, 20), 2**22)),
+        *(case("backward", "float32", n, "pallas") for n in lengths),
+        *(case("forward", "float32", 2**20, name, 4) for name in ("jaxsoft", "pallas")),
     ]

@@ -8,7 +8,7 @@ import pathlib
 import sys
 
 PANELS = (("forward", "float32"), ("forward", "bfloat16"), ("backward", "float32"), ("backward", "bfloat16"))
-COLOURS = {"jaxsoft": "#1b6ca8", "jax.nn": "#d1495b", "pallas": "#edae49"}
+COLOURS = {"jaxsoft": "#1b6ca8", "jax.nn": "#d1495b", "pallas": "#edae49", "triton": "#66a182"}
 
 
 def draw(result: dict, path: pathlib.Path) -> None:

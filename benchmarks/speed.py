@@ -10,7 +10,7 @@ turns in each repeat.
 
   MB      the bytes that the case must at least move, counted as benchmarks/cases.py says
   copy    milliseconds that a copy takes which moves as many (it reads half of them and writes half)
-and for each implementation ("jaxsoft" is its own choice, "pallas" the kernel of that name)
+and for each implementation ("jaxsoft" is its own choice of a kernel)
   ms      milliseconds a call
   copy    the fraction of the copy's speed: the copy's time over this one
   faster  how many times faster than jax.nn

@@ -1,7 +1,8 @@
 """The bytes that the kernels read from a GPU's memory and write to it, counted by the GPU, beside what they must move.
 
 `report` runs this file under Nsight Compute, which lists the kernels in the order of their launches. Run so, it calls
-every case of cases.traffic() once, between two launches of tanh: the kernels between those are the case's.
+every case of cases.traffic() once, between two launches of tanh: the kernels between those are the case's, and those
+between two cases prepare.
 
 Each kernel begins with an empty cache, and what it leaves in it at its end, up to the size of the cache, is not counted
 as written.
@@ -30,7 +31,7 @@ def report() -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         log = pathlib.Path(folder, "ncu.csv")
         command = [ncu, "--clock-control", "none", "--metrics", ",".join(METRICS), "--csv", "--page", "raw"]
-        command += ["--print-units", "base", "--kernel-name-base", "demangled", "-k", "regex:jaxsoft|tanh"]
+        command += ["--print-units", "base", "--kernel-name-base", "demangled"]
         command += ["--log-file", str(log), sys.executable, __file__]
         status = subprocess.run(command).returncode
         text = log.read_text() if log.exists() else ""
@@ -40,20 +41,20 @@ def report() -> list[dict]:
         last = "\n".join(text.splitlines()[-20:])
         sys.exit(f"ncu ended with status {status} and told {len(kernels)} of {len(listed)} cases apart:\n{last}")
 
-    print(
-        f"{'softmax':8s} {'dtype':8s} {'n':>8s} {'rows':>8s} {'counted MB':>11s} {'read':>8s} {'written':>8s}", end=""
-    )
-    print(f" {'measured / counted':>19s} {'us':>9s} kernels")
+    titles = f"{'softmax':8s} {'by':8s} {'dtype':8s} {'n':>8s} {'rows':>8s} {'counted MB':>11s}"
+    print(titles + f" {'read':>8s} {'written':>8s} {'measured / counted':>19s} {'us':>9s} kernels")
     found = []
     for case, launched in zip(listed, kernels, strict=True):
         read, written, nanoseconds = (sum(kernel[metric] for kernel in launched) for metric in METRICS)
         ratio = (read + written) / case.bytes
-        line = f"{case.direction:8s} {case.dtype:8s} {case.n:8d} {case.rows:8d} {case.bytes / 1e6:11.1f}"
+        (name,) = case.implementations
+        line = f"{case.direction:8s} {name:8s} {case.dtype:8s} {case.n:8d} {case.rows:8d} {case.bytes / 1e6:11.1f}"
         line += f" {read / 1e6:8.1f} {written / 1e6:8.1f} {ratio:19.3f} {nanoseconds / 1e3:9.1f} {len(launched)}"
         print(line)
         found.append(
             {
                 "direction": case.direction,
+                "implementation": name,
                 "dtype": case.dtype,
                 "n": case.n,
                 "rows": case.rows,
@@ -75,7 +76,7 @@ def by_case(text: str) -> list[list[dict]]:
     for number, row in enumerate(table):
         if number == 0:  # the units
             continue
-        if "jaxsoft" not in row["Kernel Name"]:  # a mark
+        if "tanh" in row["Kernel Name"]:  # a mark
             groups.append([])
         else:
             values = {metric: float(row[metric].replace(",", "")) for metric in METRICS}
@@ -89,7 +90,7 @@ def launch() -> None:
         sys.exit("--traffic needs a GPU")
     mark, operand = jax.jit(jnp.tanh), jnp.ones(1024)
     for case in cases.traffic():
-        functions = [lowered.compile() for lowered in programs.lower_calls(case, "jaxsoft")]
+        functions = [lowered.compile() for lowered in programs.lower_calls(case, *case.implementations)]
         fill = programs.lower_fill(case.dtype, case.shape)[0].compile()
         arguments = (fill(programs.random(0, case.dtype)), {})
         if case.direction == "backward":
