@@ -33,12 +33,15 @@ class Implementation:
       unavailable: (platform) -> None, or why it cannot be used there.
       unsupported: (operands) -> None, or why it cannot take operands of these shapes and dtypes.
       opaque: whether XLA's partitioner cannot see into it, as into a custom call.
+      composed: whether the default choice takes it for forms that have to be composed, too. Before its plain kernel XLA
+        then writes the scores anew, which only the fastest kernel makes up for.
     """
 
     kernel: Callable[[str, Form, str, Operands], Operation | None]
     unavailable: Callable[[str], str | None] = lambda platform: None
     unsupported: Callable[[Operands], str | None] = lambda operands: None
     opaque: bool = False
+    composed: bool = False
 
 
 def _plain(operations: dict[str, Operation]) -> Callable[[str, Form, str, Operands], Operation | None]:
@@ -51,14 +54,14 @@ def _plain(operations: dict[str, Operation]) -> Callable[[str, Form, str, Operan
 
 
 IMPLEMENTATIONS = {
-    "ffi": Implementation(_ffi.kernel, _ffi.unavailable, _ffi.unsupported, opaque=True),
+    "ffi": Implementation(_ffi.kernel, _ffi.unavailable, _ffi.unsupported, opaque=True, composed=True),
     "pallas": Implementation(
         pallas_kernels.kernel, pallas_kernels.unavailable, pallas_kernels.unsupported, opaque=True
     ),
     "triton": Implementation(
         _plain(triton_kernels.OPERATIONS), triton_kernels.unavailable, triton_kernels.unsupported, opaque=True
     ),
-    "xla": Implementation(_plain(_xla.OPERATIONS)),
+    "xla": Implementation(_plain(_xla.OPERATIONS), composed=True),
     "reference": Implementation(_plain(_reference.OPERATIONS)),
 }
 
@@ -116,9 +119,14 @@ def choose(operation: str, form: Form, implementation: str | None, platform: str
         if found := kernel(named):
             _raise_for(implementation, named.unavailable(platform) or named.unsupported(plain), plain)
             return found
-    for name in _PREFERENCE.get(platform, _ALWAYS):
-        impl = IMPLEMENTATIONS[name]
-        if not impl.unavailable(platform) and not impl.unsupported(plain) and (found := kernel(impl)):
+    usable = [
+        impl
+        for impl in (IMPLEMENTATIONS[name] for name in _PREFERENCE.get(platform, _ALWAYS))
+        if not impl.unavailable(platform) and not impl.unsupported(plain)
+    ]
+    for impl in usable:
+        found = kernel(impl) if impl.composed else impl.kernel(operation, form, platform, operands)
+        if found:
             return found
     raise AssertionError("xla serves everything")
 

@@ -4,6 +4,7 @@ The interpreter knows neither layouts nor the rules of asynchronous copies, whic
 code that a GPU runs: there, the tests of values take these kernels with the others.
 """
 
+import dataclasses
 import itertools
 import math
 import re
@@ -22,7 +23,7 @@ from jaxsoft.pallas_kernels.extras import Extras
 
 from jaxsoft import _xla, fold, pallas_kernels
 from jaxsoft._forms import Form
-from jaxsoft._implementations import choose
+from jaxsoft._implementations import IMPLEMENTATIONS, choose
 
 OPERATIONS = pallas_kernels.OPERATIONS
 HELD, TILED = held.Plan, tiled.Plan
@@ -321,3 +322,21 @@ def test_unsupported(n, dtype, reason):
     chex.assert_equal(actual is None, reason is None)
     if reason is not None:
         assert re.search(reason, actual)
+
+
+@on_cpu
+def test_choice_without_the_cuda_library(monkeypatch):
+    """On Hopper these kernels are the default for the forms that they take; XLA has the others, and older GPUs."""
+    ffi = dataclasses.replace(IMPLEMENTATIONS["ffi"], unavailable=lambda platform: "it was not built")
+    monkeypatch.setitem(IMPLEMENTATIONS, "ffi", ffi)
+    x = operand((8, 2048), jnp.float32)
+
+    def lowered(trailing):
+        kernel = choose("softmax", Form(x.dtype, "", trailing), None, "cuda", [x])
+        return jax.jit(kernel).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+
+    with target("NVIDIA H200"):
+        assert "mosaic_gpu" in lowered(0)
+        assert "custom_call" not in lowered(1)
+    with target("Tesla V100-SXM2-16GB"):
+        assert "custom_call" not in lowered(0)
