@@ -114,7 +114,10 @@ def _row_kernel(
 ) -> Operation | None:
     """The kernel that is fit for rows of these lengths and dtypes: `held`, `tiled` or `split`, or None."""
     size = max(dtype.itemsize for dtype in (*dtypes, result))
-    if cut := held.plan(rows, n, size, extras.together if extras.names else 0):
+    together = extras.together if extras.names else 0
+    if "l" in extras.names and n >= 128 * 16 // size:  # of one row a block, what is beyond its limit is not read
+        together = 1
+    if cut := held.plan(rows, n, size, together):
         fits = functools.partial(held.row_kernel, operation, n=n, dtype=result, plan=cut, extras=extras)
         return _padded(rows, cut.rows, fits)
     if n * size <= held.MOST_BYTES or len({*dtypes}) > 1 or {*extras.names} & {"w", "b"}:

@@ -58,6 +58,25 @@ class Extras:
             row = lax.div(row, jnp.int32(size))
         return index, not strides or strides[-1] == 0
 
+    def first_row(self, block: jax.Array, rows: int) -> jax.Array:
+        """The first row of a block of so many, in an order in which blocks that share what is large follow each other.
+
+        Of a bias or a mask that is the same for many rows far from each other, little would be in the L2 when it comes
+        to the next of them.
+        """
+        large = next((name for name in "bw" if name in self.names), None)
+        if large is None or len(self.sizes) < 2:
+            return block * rows
+        counts, apart = [*self.sizes[:-1], self.sizes[-1] // rows], [rows]
+        for size in self.sizes[:0:-1]:
+            apart.insert(0, size * (apart[0] if len(apart) > 1 else 1))
+        shared = [stride == 0 for stride in self.strides[self.names.index(large)]]
+        first = jnp.int32(0)
+        for k in sorted(range(len(counts)), key=lambda k: (not shared[k], -k)):
+            first += lax.rem(block, jnp.int32(counts[k])) * apart[k]
+            block = lax.div(block, jnp.int32(counts[k]))
+        return first
+
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
@@ -75,21 +94,20 @@ class Rules:
     counts: Callable | None = None
     bias: Callable | None = None
 
-    def prepare(self, place, chunks: Sequence[jax.Array]) -> list[jax.Array]:
-        """What the plain kernel is given."""
+    def prepare(self, place, chunks: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Array | None]:
+        """What the plain kernel is given, and what of it counts."""
         counts = self.counts(place, chunks) if self.counts else None
         first, *others = chunks
         if not self.operation.startswith("softmax_vjp"):  # that has y, not scores
             first = first if self.scale is None else first * self.scale
             first = first if self.bias is None else first + self.bias(place)
             first = _select(counts, first, -jnp.inf)
-        return [first, *(_select(counts, g, 0.0) for g in others)]
+        return [first, *(_select(counts, g, 0.0) for g in others)], counts
 
-    def conclude(self, place, chunks: Sequence[jax.Array], result: jax.Array) -> jax.Array:
+    def conclude(self, counts: jax.Array | None, result: jax.Array) -> jax.Array:
         """The result, from the plain kernel's."""
         if self.scale is not None and self.operation.endswith("_vjp"):
             result = result * self.scale
-        counts = self.counts(place, chunks) if self.counts else None
         return _select(counts, result, -jnp.inf if self.operation == "log_softmax" else 0.0)
 
 

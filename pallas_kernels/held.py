@@ -139,45 +139,52 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
         return jnp.sum(functools.reduce(operator.add, new(chunks, 0.0)), axis=1)
 
     def rules_of(first):
-        """What the extras do to rows from this one on."""
+        """What the extras do to rows from this one on, and the place of a chunk that begins at an element.
+
+        The place is where the chunk is read: what does not count of a row is not. What begins beyond its end is read at
+        its beginning instead, which is there already, and does not count.
+        """
 
         def number(name):
             index, same = extras.place(name, first)
-            if same:
+            if same or plan.rows == 1:
                 return extra_refs[name][index]
             return spread(plgpu.load(extra_refs[name].at[pl.ds(index, plan.rows)], optimized=False))
 
+        scale, limit = (number(name) if name in extras.names else None for name in "sl")
+
+        def columns(start):
+            known = limit is not None and not limit.shape
+            return pl.ds(jnp.where(start < limit, start, 0) if known and start else start, plan.width)
+
         def chunk(name, start):
             index, same = extras.place(name, first)
-            columns = pl.ds(start, plan.width)
             if same:
-                return lax.broadcast_in_dim(load(extra_refs[name].at[index, columns]), shape, (1,))
-            return load(extra_refs[name].at[pl.ds(index, plan.rows), columns], plan.layout)
+                return lax.broadcast_in_dim(load(extra_refs[name].at[index, columns(start)]), shape, (1,))
+            return load(extra_refs[name].at[pl.ds(index, plan.rows), columns(start)], plan.layout)
 
         def counts(start, chunks):
             conditions = [chunk("w", start) != 0] if "w" in extras.names else []
-            if "l" in extras.names:
+            if limit is not None:
                 column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plan.layout)
-                conditions.append(column + start < number("l"))
+                conditions.append(column + start < limit)
             if extras.masked:
                 conditions.append(chunks[0] != 0)
             return functools.reduce(jnp.logical_and, conditions)
 
-        return Rules(
-            operation,
-            number("s") if "s" in extras.names else None,
-            counts if extras.masked or "l" in extras.names or "w" in extras.names else None,
-            functools.partial(chunk, "b") if "b" in extras.names else None,
-        )
+        some = extras.masked or "l" in extras.names or "w" in extras.names
+        bias = functools.partial(chunk, "b") if "b" in extras.names else None
+        return Rules(operation, scale, counts if some else None, bias), columns
 
     def row_block(first):
-        block_rows, rules = pl.ds(first, plan.rows), rules_of(first)
+        block_rows = pl.ds(first, plan.rows)
+        rules, columns = rules_of(first)
 
         def prepared(start):
-            place = block_rows, pl.ds(start, plan.width)
-            return rules.prepare(start, [load(ref.at[place], plan.layout) for ref in in_refs])
+            return rules.prepare(start, [load(ref.at[block_rows, columns(start)], plan.layout) for ref in in_refs])
 
-        arrays = list(zip(*map(prepared, starts), strict=True))
+        chunks_of, counts = zip(*map(prepared, starts), strict=True)
+        arrays = list(zip(*chunks_of, strict=True))
         given = tuple(load(ref.at[block_rows]) for ref in given_refs)
         totals = ()
         if operation in arithmetic.SCORES:
@@ -193,12 +200,12 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
         if not wide:
             return
         finished = arithmetic.finish(operation, totals, given, spread)
-        for start, *chunks in zip(starts, *arrays, strict=True):
-            result = rules.conclude(start, chunks, finished(*chunks))
+        for start, chunks, counted in zip(starts, chunks_of, counts, strict=True):
+            result = rules.conclude(counted, finished(*chunks))
             store(out_refs[0].at[block_rows, pl.ds(start, plan.width)], result)
 
     block = lax.axis_index("block")
-    row_block(block * plan.rows)
+    row_block(extras.first_row(block, plan.rows))
     if rows % plan.rows:  # the rows that are left, with some of the last block's own
 
         @pl.when(block == rows // plan.rows - 1)

@@ -86,10 +86,12 @@ def plan(operation: str, rows: int, n: int, itemsize: int, multiprocessors: int)
     row_bytes = n * itemsize * arrays
     if n % vector or n < 2 * _THREADS * vector:
         return None
-    warpgroups, cluster, chunks, stays = 4, 1, 4, False
+    warpgroups, cluster, chunks, most, stays = 4, 1, 4, 32, False
     narrow = itemsize == 2 and arrays == 1  # rows with most to compute a byte
     if rows * row_bytes <= _FEW_BYTES:
         warpgroups, cluster, chunks = 2, min(16, max(1, pl.next_power_of_2(256 // rows + 1) // 2)), 2
+    elif operation == "state":  # which goes over a row once, so that it need not fit: several blocks read at a time
+        cluster, most = min(16, max(1, pl.next_power_of_2(2 * multiprocessors // rows + 1) // 2)), 2
     elif row_bytes <= (96 << 10 if narrow else 192 << 10):
         chunks = 2 if narrow else 4
     elif arrays == 1 and row_bytes <= 256 << 10:
@@ -103,7 +105,7 @@ def plan(operation: str, rows: int, n: int, itemsize: int, multiprocessors: int)
     while warpgroups > 1 and n < 2 * warpgroups * _THREADS * vector:
         warpgroups //= 2
 
-    def cut(warpgroups):
+    def cut(warpgroups, chunks):
         # Few tiles, that go up into the members, without much overlap: each costs 256 elements beside its own.
         members = warpgroups * cluster
         sizes = [c for c in range(1, chunks + 1) if n >= (2 * members - 1) * c * _THREADS * vector] or [1]
@@ -114,16 +116,17 @@ def plan(operation: str, rows: int, n: int, itemsize: int, multiprocessors: int)
 
         best = min(sizes, key=cost)
         tiles = pl.cdiv(n, _THREADS * vector * best)
-        most = min(32 // warpgroups, _RING_BYTES // (_THREADS * 16 * best * arrays * warpgroups))
-        ring = most if stays else min(most, pl.cdiv(tiles, members))
+        ring = min(most, 32 // warpgroups, _RING_BYTES // (_THREADS * 16 * best * arrays * warpgroups))
+        ring = ring if stays else min(ring, pl.cdiv(tiles, members))
         # Of clusters that stay, one that finds no place would begin when the others end: some multiprocessors are left
         # out, as it varies from chip to chip on how many of them clusters can be placed.
         fill = multiprocessors if cluster <= 2 else multiprocessors * 7 // 8
         return Plan(vector, best, tiles, ring, warpgroups, cluster, min(rows, fill // cluster) if stays else rows)
 
-    found = cut(warpgroups)
+    found = cut(warpgroups, chunks)
     if stays and found.share > found.ring:  # then the rings' size counts most
-        found = max(found, cut(3), key=lambda cut: cut.warpgroups * cut.ring * cut.tile)
+        others = [found, *(cut(*sizes) for sizes in ((3, 4), (4, 2), (3, 2)))]
+        found = max(others, key=lambda cut: cut.warpgroups * cut.ring * cut.tile)
     return found
 
 
@@ -249,23 +252,23 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
         return Rules(operation, given.get("s"), counts if "l" in given or extras.masked else None)
 
     def chunks(tile, slot, rules):
-        """Where the chunks of a tile begin in the row, in vectors, and what they hold, of each operand."""
+        """Where the chunks of a tile begin in the row, in vectors, what they hold of each operand, and what counts."""
         for i in range(plan.chunks):
             part, begin = pl.ds(i * _THREADS, _THREADS), start(tile) + i * _THREADS
             values = [load(ring.at[warpgroup * plan.ring + slot, part], layout) for ring in rings]
-            yield begin, rules.prepare(begin * plan.vector, values)
+            yield begin, *rules.prepare(begin * plan.vector, values)
 
     def new(tile, slot, rules):
         """What is folded of a tile: without what the tile before has too."""
         neutral = -jnp.inf if operation in arithmetic.SCORES else 0.0
         seen = jnp.where(base + tile == plan.tiles - 1, overlap, 0)
-        for i, (_, values) in enumerate(chunks(tile, slot, rules)):
+        for i, (_, values, _) in enumerate(chunks(tile, slot, rules)):
             x = values[0] if operation in arithmetic.SCORES else arithmetic.terms(operation, *values)
             yield jnp.where(columns() + i * chunk < seen, neutral, x) if i * chunk < overlap else x
 
     def write(tile, slot, k, rules, finished):
-        for begin, values in chunks(tile, slot, rules):
-            result = rules.conclude(begin * plan.vector, values, finished(*values))
+        for begin, values, counts in chunks(tile, slot, rules):
+            result = rules.conclude(counts, finished(*values))
             store(out_refs[0].at[first + k * stride, pl.ds(begin, _THREADS)], result)
 
     accumulate = arithmetic.accumulate_scores if operation in arithmetic.SCORES else arithmetic.accumulate_sum

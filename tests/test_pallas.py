@@ -127,7 +127,7 @@ def test_forms_of_long_rows(operation):
 
 def test_extras():
     """Which rows of an extra belong to a row, with groups of dimensions, and without any."""
-    shape, given = (2, 3, 1, 4, 5), [(1, 3, 1, 4, 5), (2, 1, 1, 1, 5), (1, 1, 1, 1, 1), (2, 3, 1, 4, 5)]
+    shape, given = (2, 3, 1, 4, 5), [(2, 3, 1, 4, 5), (2, 1, 1, 1, 5), (1, 1, 1, 1, 1), (1, 3, 1, 4, 5)]
     extras = Extras.of("slwb", False, shape, given)
     row = np.arange(math.prod(shape), dtype=np.int32)
     for name, of in zip("slwb", given, strict=True):
@@ -136,6 +136,11 @@ def test_extras():
         np.testing.assert_array_equal(index, expected)
         assert not same.any() if of[-1] == 5 else same.all()
     assert extras.together == 5
+    for rows_ in (1, 5):
+        blocks = np.arange(row.size // rows_, dtype=np.int32)
+        first = np.asarray(jax.vmap(lambda block, rows_=rows_: extras.first_row(block, rows_))(blocks))
+        np.testing.assert_array_equal(np.sort(first), blocks * rows_)
+        assert first[1] - first[0] == 20 * 3  # the bias is the same along the dimension of length 2
     assert Extras.of("s", False, (1, 1), [(1, 1)]).together == 1
 
 
