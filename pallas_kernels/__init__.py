@@ -125,14 +125,14 @@ def _row_kernel(
     if not extras.names and not extras.masked and result == dtypes[0]:
         if parts := split.plan(operation, rows, n, size):
             return split.row_kernel(operation, rows, n, result, *parts)
-    cut = tiled.plan(operation, rows, n, dtypes[0].itemsize, _multiprocessors())
-    if cut is None:
+    tiles = tiled.plan(operation, rows, n, dtypes[0].itemsize, _multiprocessors())
+    if tiles is None:
         return None
     of_rows, wide = arithmetic.SIGNATURES[operation][::2]
-    tiled_kernel = tiled.row_kernel(operation, rows, n, (dtypes[0], result), cut, extras)
+    tiled_kernel = tiled.row_kernel(operation, rows, n, (dtypes[0], result), tiles, extras)
 
     def in_vectors(*operands):
-        vectors = [x.reshape(rows, -1, cut.vector) for x in operands[:of_rows]]
+        vectors = [x.reshape(rows, -1, tiles.vector) for x in operands[:of_rows]]
         results = tiled_kernel(*vectors, *operands[of_rows:])
         return *(y.reshape(rows, n) for y in results[:wide]), *results[wide:]
 

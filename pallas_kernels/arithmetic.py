@@ -84,7 +84,7 @@ def _tree_sum(values: Sequence[jax.Array]) -> jax.Array:
     return values[0]
 
 
-def total(states: Lanes) -> Lanes:
+def total(states: Sequence[jax.Array]) -> Lanes:
     """Combines states (m, s), or sums, along their only axis."""
     if len(states) == 1:
         return (jnp.sum(states[0]),)

@@ -28,7 +28,7 @@ def _ptx(text: str, constraints: str, *operands: ir.Value) -> None:
 
 
 def _constant(value: int) -> ir.Value:
-    return arith.constant(ir.IntegerType.get_signless(32), value)
+    return mgpu.utils.c(value, ir.IntegerType.get_signless(32))
 
 
 def open_mailbox(mailbox: Any) -> None:
@@ -45,7 +45,7 @@ def open_mailbox(mailbox: Any) -> None:
     call(mailbox[1])
 
 
-def send(blocks: int, turn: jax.Array, block: jax.Array, mailbox: Any, values: Sequence[jax.Array]) -> None:
+def send(blocks: int, turn: jax.Array, block: jax.Array | int, mailbox: Any, values: Sequence[jax.Array]) -> None:
     """Sends this block's numbers to all blocks. For one warpgroup of each block."""
     places, barrier = mailbox
 
@@ -93,4 +93,6 @@ def receive(blocks: int, turn: jax.Array, mailbox: Any) -> arithmetic.Lanes:
         )
 
     wait(barrier, turn)
-    return arithmetic.total_of([[places[i, turn, b] for i in range(places.shape[0])] for b in range(blocks)])
+    return arithmetic.total_of(
+        [tuple(places[i, turn, block] for i in range(places.shape[0])) for block in range(blocks)]
+    )

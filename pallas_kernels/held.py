@@ -55,6 +55,9 @@ class Plan:
     @property
     def layout(self) -> Any:
         """Of a chunk, of shape (rows, width)."""
+        tiles: tuple[tuple[int, ...], ...]
+        warp_dims: tuple[int, ...]
+        lane_dims: tuple[int, ...]
         if self.lanes < 32:  # a warp has several rows
             side = 32 // self.lanes
             tiles = ((4 * side, self.width), (side, self.width), (self.vector,))
@@ -186,7 +189,7 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
         chunks_of, counts = zip(*map(prepared, starts), strict=True)
         arrays = list(zip(*chunks_of, strict=True))
         given = tuple(load(ref.at[block_rows]) for ref in given_refs)
-        totals = ()
+        totals: arithmetic.Lanes = ()
         if operation in arithmetic.SCORES:
             m = jnp.max(functools.reduce(jnp.maximum, new(arrays[0], -jnp.inf)), axis=1)
             ref = spread(arithmetic.reference(m))
