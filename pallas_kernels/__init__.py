@@ -120,7 +120,7 @@ def _row_kernel(
     if cut := held.plan(rows, n, size, together):
         fits = functools.partial(held.row_kernel, operation, n=n, dtype=result, plan=cut, extras=extras)
         return _padded(rows, cut.rows, fits)
-    if n * size <= held.MOST_BYTES or len({*dtypes}) > 1 or {*extras.names} & {"w", "b"}:
+    if n * size <= held.MOST_BYTES or len({*dtypes}) > 1:
         return None
     if not extras.names and not extras.masked and result == dtypes[0]:
         if parts := split.plan(operation, rows, n, size):
@@ -128,12 +128,12 @@ def _row_kernel(
     tiles = tiled.plan(operation, rows, n, dtypes[0].itemsize, _multiprocessors())
     if tiles is None:
         return None
-    of_rows, wide = arithmetic.SIGNATURES[operation][::2]
+    wide = arithmetic.SIGNATURES[operation][2]
     tiled_kernel = tiled.row_kernel(operation, rows, n, (dtypes[0], result), tiles, extras)
 
     def in_vectors(*operands):
-        vectors = [x.reshape(rows, -1, tiles.vector) for x in operands[:of_rows]]
-        results = tiled_kernel(*vectors, *operands[of_rows:])
+        vectors = [x.reshape(-1, n // tiles.vector, tiles.vector) if x.ndim == 2 else x for x in operands]
+        results = tiled_kernel(*vectors)
         return *(y.reshape(rows, n) for y in results[:wide]), *results[wide:]
 
     return in_vectors

@@ -145,12 +145,13 @@ def row_kernel(
       operation, rows, n: what is asked for.
       dtypes: of operands and of results of shape (rows, n).
       plan: how rows are cut up.
-      extras: what comes beside the rows: a scale and a limit, one number a row.
+      extras: what comes beside the rows.
       interpret: Pallas interpreter parameters, for tests on a CPU. It knows no clusters.
 
     Returns:
-      A function of the operands of shape (rows, n / vector, vector) and (rows,), and of the extras, that returns a
-      tuple of arrays of those shapes.
+      A function of the operands of shape (rows, n / vector, vector) and (rows,), and of the extras, of shape (their
+      rows, n / vector, vector) and (their rows,), where booleans are bytes. It returns a tuple of arrays of the first
+      two shapes.
     """
     of_rows, _, wide, narrow = arithmetic.SIGNATURES[operation]
     full = jax.ShapeDtypeStruct((rows, n // plan.vector, plan.vector), dtypes[1])
@@ -217,12 +218,21 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
         """Where the warpgroup's tile begins, in vectors."""
         return jnp.minimum((base + tile) * (plan.chunks * _THREADS), (n - plan.tile) // plan.vector)
 
+    def number(name, k):
+        return extra_refs[name][extras.place(name, first + k * stride)[0]]
+
     def start_load(k, tile, slot):
-        """Starts the copies of a tile of the cluster's k-th row, if it has one."""
+        """Starts the copies of a tile of the cluster's k-th row, if it has one.
+
+        A tile that begins beyond what counts is not read, but the row's beginning in its place, which is in the L2.
+        """
 
         @pl.when(k < count)
         def _():
-            place = pl.ds(start(tile), plan.chunks * _THREADS)
+            begin = start(tile)
+            if "l" in extras.names:
+                begin = jnp.where(begin * plan.vector < number("l", k), begin, 0)
+            place = pl.ds(begin, plan.chunks * _THREADS)
             for ref, ring in zip(in_refs, rings, strict=True):
                 plgpu.copy_gmem_to_smem(
                     ref.at[first + k * stride, place],
@@ -242,21 +252,31 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
         return vectors * plan.vector + elements
 
     def rules_of(k):
-        """What the extras do to the cluster's k-th row."""
-        given = {name: ref[extras.place(name, first + k * stride)[0]] for name, ref in extra_refs.items()}
+        """What the extras do to the cluster's k-th row. Places are in vectors."""
+        scale, limit = (number(name, k) if name in extras.names else None for name in "sl")
+
+        def chunk(name, begin):
+            if limit is not None:
+                begin = jnp.where(begin * plan.vector < limit, begin, 0)
+            row, _ = extras.place(name, first + k * stride)
+            return load(extra_refs[name].at[row, pl.ds(begin, _THREADS)], layout)
 
         def counts(begin, chunks):
-            conditions = [columns() + begin < given["l"]] if "l" in given else []
+            conditions = [chunk("w", begin) != 0] if "w" in extras.names else []
+            if limit is not None:
+                conditions.append(columns() + begin * plan.vector < limit)
             return functools.reduce(jnp.logical_and, conditions + [chunks[0] != 0] * extras.masked)
 
-        return Rules(operation, given.get("s"), counts if "l" in given or extras.masked else None)
+        some = extras.masked or "l" in extras.names or "w" in extras.names
+        bias = functools.partial(chunk, "b") if "b" in extras.names else None
+        return Rules(operation, scale, counts if some else None, bias)
 
     def chunks(tile, slot, rules):
         """Where the chunks of a tile begin in the row, in vectors, what they hold of each operand, and what counts."""
         for i in range(plan.chunks):
             part, begin = pl.ds(i * _THREADS, _THREADS), start(tile) + i * _THREADS
             values = [load(ring.at[warpgroup * plan.ring + slot, part], layout) for ring in rings]
-            yield begin, *rules.prepare(begin * plan.vector, values)
+            yield begin, *rules.prepare(begin, values)
 
     def new(tile, slot, rules):
         """What is folded of a tile: without what the tile before has too."""
