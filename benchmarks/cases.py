@@ -223,7 +223,7 @@ def odd(size: Size) -> Iterator[Case]:
     """Each length beside one that is easy."""
     lengths = dict.fromkeys(length for n in size.odd for length in (n, round(n / 64) * 64))
     for dtype, n, direction in itertools.product(size.dtypes, lengths, DIRECTIONS):
-        yield Case("odd", "softmax", direction, dtype, _matrix(size, dtype, n))
+        yield _beside(Case("odd", "softmax", direction, dtype, _matrix(size, dtype, n)), "pallas", "triton")
 
 
 def few(size: Size) -> Iterator[Case]:

@@ -73,7 +73,7 @@ def unsupported(operands: Sequence[jax.core.ShapedArray]) -> str | None:
     if held.plan(1, n, dtype.itemsize) or tiled.plan("softmax", 1, n, dtype.itemsize, 1):
         return None
     if n * dtype.itemsize <= held.MOST_BYTES:
-        return f"rows must have an even number of elements, at least 4; got n={n}"
+        return f"rows must have at least 2 elements; got n={n}"
     return f"long rows must be a multiple of 16 bytes, the alignment of bulk copies; got n={n} of {dtype.name}"
 
 

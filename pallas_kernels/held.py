@@ -76,8 +76,8 @@ _LANE_BYTES = 64  # of a thread's share of a row that has more than a warp
 
 
 def plan(rows: int, n: int, itemsize: int, together: int = 0) -> Plan | None:
-    """How to hold rows of n elements, with blocks of a divisor of `together` rows; None if too short, long, or odd."""
-    vector = next((v for v in (8, 4, 2) if v * itemsize <= 16 and n % v == 0 and n >= 2 * v), None)
+    """How to hold rows of n elements, with blocks of a divisor of `together` rows; None if too short or long."""
+    vector = next((v for v in (8, 4, 2, 1) if v * itemsize <= 16 and n % v == 0 and n >= 2 * v), None)
     if vector is None or n * itemsize > MOST_BYTES:
         return None
     most = min(128, 1 << (n // vector).bit_length() - 1)

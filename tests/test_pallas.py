@@ -36,6 +36,7 @@ CASES = {
         ((70, 24), HELD(4, 2, 1)),
         ((17, 50), HELD(2, 16, 2)),
         ((9, 1000), HELD(4, 32, 2)),
+        ((5, 301), HELD(1, 64, 2)),
         ((3, 300), HELD(4, 64, 1)),
         ((3, 2300), TILED(4, 1, 5, 4, 2, 1, 2)),
         ((3, 3300), TILED(4, 1, 7, 2, 2, 1, 2)),
@@ -53,7 +54,7 @@ CASES = {
 # A shape for each way to cut up rows: in a warp, by a warp, by several; a row a block, or a cluster of 4, that ends
 # with it; clusters that stay, in which the row fits or does not; few rows, over clusters, and split.
 WAYS = [(30000, 40), (70, 2, 1024), (70000, 8192), (30000, 32768), (3000, 65536 + 8), (300, 262144), (10, 2**23)]
-WAYS += [(2, 3, 50264), (3, 2**20), (1, 16)]
+WAYS += [(2, 3, 50264), (3, 2**20), (1, 16), (70, 1001)]
 EPS = 2.0**-23
 
 each_operation = pytest.mark.parametrize("operation", OPERATIONS)
@@ -177,7 +178,7 @@ def plain(operation, implementation, platform, *operands):
 
 def test_plans():
     """Rows of every length and number are cut up within the limits of the hardware, or refused."""
-    lengths = {n + k for p in range(2, 26) for n in (2**p, 3 * 2 ** (p - 1)) for k in (0, 2, 4, 8, -8) if n + k > 0}
+    lengths = {n + k for p in range(2, 26) for n in (2**p, 3 * 2 ** (p - 1)) for k in (0, 1, 2, 4, -8) if n + k > 0}
     for n, rows_, size in itertools.product(sorted(lengths), (1, 3, 64, 2000, 10**6), (2, 4)):
         for operation in OPERATIONS:
             if cut := held.plan(rows_, n, size):
@@ -317,8 +318,9 @@ def test_unavailable():
         (1000, jnp.bfloat16, None),
         (8190, jnp.float32, None),
         (50256, jnp.bfloat16, None),
-        (3, jnp.float32, "an even number of elements, at least 4; got n=3"),
-        (1001, jnp.float32, "an even number of elements"),
+        (2, jnp.float32, None),
+        (1001, jnp.bfloat16, None),
+        (1, jnp.float32, "at least 2 elements; got n=1"),
         (50257, jnp.bfloat16, "a multiple of 16 bytes.* n=50257 of bfloat16"),
         (50260, jnp.float16, "a multiple of 16 bytes"),
         (1024, jnp.float64, "not float64"),
