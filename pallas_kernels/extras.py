@@ -94,11 +94,11 @@ class Rules:
     counts: Callable | None = None
     bias: Callable | None = None
 
-    def prepare(self, place, chunks: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Array | None]:
-        """What the plain kernel is given, and what of it counts."""
+    def prepare(self, place, chunks: Sequence[jax.Array | None]) -> tuple[list[jax.Array | None], jax.Array | None]:
+        """What the plain kernel is given of chunks, without those that it does not need here, and what of it counts."""
         counts = self.counts(place, chunks) if self.counts else None
         first, *others = chunks
-        if not self.operation.startswith("softmax_vjp"):  # that has y, not scores
+        if first is not None and self.operation != "softmax_vjp":  # that has y, not scores
             first = first if self.scale is None else first * self.scale
             first = first if self.bias is None else first + self.bias(place)
             first = _select(counts, first, -jnp.inf)

@@ -167,7 +167,7 @@ def row_kernel(
         out_type=(full,) * wide + (number,) * narrow,
         scratch_types=(
             [ring] * of_rows,
-            plgpu.Barrier(num_arrivals=of_rows, num_barriers=slots),
+            [plgpu.Barrier(num_arrivals=1, num_barriers=slots) for _ in range(of_rows)],
             states,
             plgpu.Barrier(num_arrivals=plan.warpgroups),
             mailbox if clustered else (),
@@ -202,6 +202,9 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
     chunk = _THREADS * plan.vector
     folds, writes = operation != "logsumexp_vjp", operation != "state"
     again = folds and writes and plan.share > plan.ring  # tiles that have left the ring are read again
+    # Which arrays the fold needs, and which the result needs beside them.
+    folded = () if not folds else (1,) if operation == "log_softmax_vjp" else tuple(range(of_rows))
+    others = tuple(i for i in range(of_rows) if i not in folded)
     overlap = plan.tiles * plan.tile - n  # of the last tile with the one before
     layout = plgpu.Layout.TILED(
         plgpu.Tiling(((_THREADS, plan.vector), (32, plan.vector))), warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1
@@ -221,7 +224,7 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
     def number(name, k):
         return extra_refs[name][extras.place(name, first + k * stride)[0]]
 
-    def start_load(k, tile, slot):
+    def start_load(k, tile, slot, arrays):
         """Starts the copies of a tile of the cluster's k-th row, if it has one.
 
         A tile that begins beyond what counts is not read, but the row's beginning in its place, which is in the L2.
@@ -233,16 +236,17 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
             if "l" in extras.names:
                 begin = jnp.where(begin * plan.vector < number("l", k), begin, 0)
             place = pl.ds(begin, plan.chunks * _THREADS)
-            for ref, ring in zip(in_refs, rings, strict=True):
+            for i in arrays:
                 plgpu.copy_gmem_to_smem(
-                    ref.at[first + k * stride, place],
-                    ring.at[warpgroup * plan.ring + slot],
-                    loaded.at[warpgroup * plan.ring + slot],
+                    in_refs[i].at[first + k * stride, place],
+                    rings[i].at[warpgroup * plan.ring + slot],
+                    loaded[i].at[warpgroup * plan.ring + slot],
                     oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
                 )
 
-    def wait(slot):
-        plgpu.barrier_wait(loaded.at[warpgroup * plan.ring + slot])
+    def wait(slot, arrays):
+        for i in arrays:
+            plgpu.barrier_wait(loaded[i].at[warpgroup * plan.ring + slot])
 
     def columns():
         """Where the elements of a chunk are in it."""
@@ -271,23 +275,24 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
         bias = functools.partial(chunk, "b") if "b" in extras.names else None
         return Rules(operation, scale, counts if some else None, bias)
 
-    def chunks(tile, slot, rules):
-        """Where the chunks of a tile begin in the row, in vectors, what they hold of each operand, and what counts."""
+    def chunks(tile, slot, rules, arrays):
+        """Where the chunks of a tile begin in the row, in vectors, what they hold of each array, and what counts."""
         for i in range(plan.chunks):
             part, begin = pl.ds(i * _THREADS, _THREADS), start(tile) + i * _THREADS
-            values = [load(ring.at[warpgroup * plan.ring + slot, part], layout) for ring in rings]
+            places = [ring.at[warpgroup * plan.ring + slot, part] for ring in rings]
+            values = [load(place, layout) if i in arrays else None for i, place in enumerate(places)]
             yield begin, *rules.prepare(begin, values)
 
     def new(tile, slot, rules):
         """What is folded of a tile: without what the tile before has too."""
         neutral = -jnp.inf if operation in arithmetic.SCORES else 0.0
         seen = jnp.where(base + tile == plan.tiles - 1, overlap, 0)
-        for i, (_, values, _) in enumerate(chunks(tile, slot, rules)):
+        for i, (_, values, _) in enumerate(chunks(tile, slot, rules, folded)):
             x = values[0] if operation in arithmetic.SCORES else arithmetic.terms(operation, *values)
             yield jnp.where(columns() + i * chunk < seen, neutral, x) if i * chunk < overlap else x
 
     def write(tile, slot, k, rules, finished):
-        for begin, values, counts in chunks(tile, slot, rules):
+        for begin, values, counts in chunks(tile, slot, rules, range(of_rows)):
             result = rules.conclude(counts, finished(*values))
             store(out_refs[0].at[first + k * stride, pl.ds(begin, _THREADS)], result)
 
@@ -300,7 +305,7 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
         """Fills a slot with the next tile of this row or of one to come, and says which is the one after that."""
         plgpu.commit_smem()  # all threads have read it
         k, tile = ahead
-        start_load(k, tile, slot)
+        start_load(k, tile, slot, range(of_rows))
         last = tile == share - 1
         return jnp.where(last, k + 1, k), jnp.where(last, 0, tile + 1)
 
@@ -341,7 +346,7 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
 
             def fold(tile, state):
                 lanes, slot, ahead = state
-                wait(slot)
+                wait(slot, folded)
                 lanes = accumulate(lanes, list(new(tile, slot, rules)))
                 return lanes, after(slot), ahead if writes else refill(ahead, slot)
 
@@ -352,17 +357,25 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
 
             def visit(tile, state):
                 slot, ahead = state
-                if not folds:
-                    wait(slot)
+                wait(slot, others)
                 write(tile, slot, k, rules, finish)
                 return after(slot), refill(ahead, slot)
 
             slot, ahead = lax.fori_loop(0, share, visit, (begin, ahead))
         return slot, ahead
 
+    def begin_row(k, tile, slot):
+        """Fills a slot with what a row that the ring does not keep wants first there."""
+        start_load(k, tile, slot, folded)
+        last = tile + lax.div(share - 1 - tile, jnp.int32(plan.ring)) * plan.ring
+        start_load(k, last, slot, others)
+
     def long_row(k, _):
-        """One row of which the ring keeps the last tiles. The slots' order turns round from row to row, so that the
-        next row's first tile is in the slot that is free first."""
+        """One row of which the ring keeps the last tiles.
+
+        The slots' order turns round from row to row, so that the next row's first tile is in the slot that is free
+        first. What the fold does not need is loaded for the last tiles alone, where it waits for the result.
+        """
         odd, rules = lax.rem(k, 2), rules_of(k)
 
         def slot_of(tile):
@@ -371,13 +384,13 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
 
         def fold(tile, lanes):
             slot = slot_of(tile)
-            wait(slot)
+            wait(slot, folded)
             lanes = accumulate(lanes, list(new(tile, slot, rules)))
 
             @pl.when(tile + plan.ring < share)
             def _():
                 plgpu.commit_smem()
-                start_load(k, tile + plan.ring, slot)
+                start_load(k, tile + plan.ring, slot, folded)
 
             return lanes
 
@@ -387,11 +400,13 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
         def visit(step, _):
             tile = share - 1 - step
             slot = slot_of(tile)
-            pl.when(step >= plan.ring)(lambda: wait(slot))
+            pl.when(step >= plan.ring)(lambda: wait(slot, folded))
+            wait(slot, others)
             write(tile, slot, k, rules, finish)
             plgpu.commit_smem()
-            here = tile >= plan.ring
-            start_load(jnp.where(here, k, k + 1), jnp.where(here, tile - plan.ring, plan.ring - 1 - tile), slot)
+
+            pl.when(tile >= plan.ring)(lambda: start_load(k, tile - plan.ring, slot, range(of_rows)))
+            pl.when(tile < plan.ring)(lambda: begin_row(k + 1, plan.ring - 1 - tile, slot))
 
         lax.fori_loop(0, share, visit, None)
 
@@ -399,7 +414,7 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
         cluster.open_mailbox(mailbox)
     if again:
         for slot in range(plan.ring):
-            start_load(0, slot, slot)
+            begin_row(0, slot, slot)
         lax.fori_loop(0, count, long_row, None)
     else:
         ahead = 0, 0

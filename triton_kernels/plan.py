@@ -90,7 +90,8 @@ def plan(rows: int, n: int, itemsize: int, sizes: Tuning) -> Plan:
         tiles, lanes = _ceil(n, sizes.tile_lanes * max(sizes.tile_held, vector)), sizes.tile_lanes
     else:
         tiles, lanes = 1, max(sizes.fewest_lanes, _least_power(_ceil(n, sizes.held)))
-        lanes = min(lanes, sizes.most_lanes, _least_power(_ceil(n, vector)))
+        # A row that needs more than a program's threads for several has as many as there may be.
+        lanes = sizes.most_lanes if lanes > sizes.threads else min(lanes, _least_power(_ceil(n, vector)))
     held = _ceil(n, tiles * lanes * vector)  # vectors, by each lane
     if tiles == 1 and lanes < sizes.threads and held <= _MOST_UNITS:
         together = sizes.threads // lanes * _power(max(1, sizes.held // (held * vector)))
