@@ -7,28 +7,18 @@ that the installed XLA would refuse: XLA answers such a registration by disablin
 
 import ctypes
 import functools
-import itertools
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsoft._forms import OPERATIONS, Form, Operands, Operation, is_plain, split
+from jaxsoft._forms import OPERATIONS, RESULTS, Form, Operands, Operation, groups, is_plain, split
 from jaxsoft.fold import accumulator
 
-# The targets, and their results: "x" of x's shape, "r" one number a row, "w" the workspace.
-_RESULTS = {
-    "softmax": "xw",
-    "softmax_vjp": "xw",
-    "log_softmax": "xrrw",
-    "log_softmax_vjp": "xw",
-    "state": "rrw",
-    "logsumexp_vjp": "x",
-}
+_NO_WORKSPACE = ("logsumexp_vjp",)
 _GROUPS = 4  # kGroups of ffi/rows.h
 _F32 = np.dtype(jnp.float32)
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
@@ -74,7 +64,7 @@ def unavailable(platform: str) -> str | None:
             f"{path.name} was built for version {built[0]}.{built[1]} of the XLA FFI, but jaxlib "
             f"has {ours[0]}.{ours[1]}; {_BUILD_HINT[platform]}"
         )
-    for target in _RESULTS:
+    for target in RESULTS:
         capsule = jax.ffi.pycapsule(getattr(library, f"jaxsoft_{target}"))
         jax.ffi.register_ffi_target(f"jaxsoft_{target}", capsule, platform=_XLA_NAMES[platform])
     return None
@@ -99,10 +89,10 @@ def kernel(operation: str, form: Form, platform: str, operands: Operands) -> Ope
         axis = len(shape) - 1 - form.trailing
         full = jax.ShapeDtypeStruct(shape, form.dtype)
         statistic = jax.ShapeDtypeStruct((*shape[:axis], *shape[axis + 1 :]), accumulator(operands[0].dtype))
-        results = _RESULTS[operation]
-        types = tuple({"x": full, "r": statistic, "w": workspace(operands[0])}[kind] for kind in results)
-        target = jax.ffi.ffi_call(f"jaxsoft_{operation}", types)
-        return tuple(target(*operands, **_attributes(form))[: len(results.rstrip("w"))])
+        types = [{"x": full, "r": statistic}[kind] for kind in RESULTS[operation]]
+        beside = [] if operation in _NO_WORKSPACE else [workspace(operands[0])]
+        target = jax.ffi.ffi_call(f"jaxsoft_{operation}", (*types, *beside))
+        return tuple(target(*operands, **_attributes(form))[: len(types)])
 
     return call
 
@@ -128,15 +118,9 @@ def _takes(operation: str, form: Form, operands: Operands) -> bool:
         no_bias = operation == "log_softmax_vjp" and "b" in extras
         if no_bias or ("b" in extras and extras["b"].dtype != dtype):
             return False
-        if _groups(operands[0].shape[:-1], [v.shape for v in extras.values()]) > _GROUPS:
+        if len(groups(operands[0].shape[:-1], [v.shape for v in extras.values()])) > _GROUPS:
             return False
     return True
-
-
-def _groups(leading: Sequence[int], extras: Sequence[Sequence[int]]) -> int:
-    """How many groups of neighbouring dimensions differ in which extras are broadcast over them."""
-    broadcast = [[shape[i] == 1 for shape in extras] for i, size in enumerate(leading) if size != 1]
-    return len(list(itertools.groupby(broadcast)))
 
 
 def _attributes(form: Form) -> dict[str, object]:

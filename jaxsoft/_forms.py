@@ -9,6 +9,8 @@ the definition of every form, for every implementation.
 
 import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -32,6 +34,15 @@ OPERATIONS = {
     "state": "x",  # -> m, s
     "logsumexp_vjp": "xrrr",  # x, m, s, g -> scale * p * g
     "logsumexp_jvp": "xrrt",  # x, m, s, t -> <p, scale * t>
+}
+# The results of those that have kernels, by kind: "x" of x's shape, "r" one number a row.
+RESULTS = {
+    "softmax": "x",
+    "softmax_vjp": "x",
+    "log_softmax": "xrr",
+    "log_softmax_vjp": "x",
+    "state": "rr",
+    "logsumexp_vjp": "x",
 }
 
 
@@ -101,6 +112,17 @@ def split[T](operation: str, form: Form, operands: Sequence[T]) -> tuple[tuple[T
     """The operands of the operation itself, and the extras by name."""
     k = len(OPERATIONS[operation])
     return tuple(operands[:k]), dict(zip(form.extras, operands[k:], strict=True))
+
+
+def groups(leading: Sequence[int], shapes: Sequence[Sequence[int]]) -> list[tuple[tuple[bool, ...], int]]:
+    """x's leading dimensions, where neighbours count as one along which the same extras of these shapes are broadcast.
+
+    Returns:
+      For each, outermost first: whether each extra is broadcast along it, and how long it is.
+    """
+    dims = [(tuple(shape[i] == 1 for shape in shapes), size) for i, size in enumerate(leading) if size != 1]
+    neighbours = itertools.groupby(dims, key=lambda dim: dim[0])
+    return [(broadcast, math.prod(size for _, size in dims)) for broadcast, dims in neighbours]
 
 
 def is_plain(operation: str, form: Form, operands: Operands) -> bool:

@@ -28,8 +28,8 @@ class Implementation:
     """An implementation of the row operations.
 
     Attributes:
-      kernel: (operation, form, platform, operands) -> the kernel that takes the form as it is, or None. It has an
-        operation if it takes the plain form; what it lacks is served by the default choice.
+      kernel: (operation, form, platform, operands) -> the kernel that takes the form as it is, or None. It takes the
+        plain form of every operation.
       unavailable: (platform) -> None, or why it cannot be used there.
       unsupported: (operands) -> None, or why it cannot take operands of these shapes and dtypes.
       opaque: whether XLA's partitioner cannot see into it, as into a custom call.
@@ -116,17 +116,15 @@ def choose(operation: str, form: Form, implementation: str | None, platform: str
 
     if implementation is not None:
         named = IMPLEMENTATIONS[implementation]
-        if found := kernel(named):
-            _raise_for(implementation, named.unavailable(platform) or named.unsupported(plain), plain)
-            return found
-    usable = [
-        impl
-        for impl in (IMPLEMENTATIONS[name] for name in _PREFERENCE.get(platform, _ALWAYS))
-        if not impl.unavailable(platform) and not impl.unsupported(plain)
-    ]
-    for impl in usable:
-        found = kernel(impl) if impl.composed else impl.kernel(operation, form, platform, operands)
-        if found:
+        _raise_for(implementation, named.unavailable(platform) or named.unsupported(plain), plain)
+        found = kernel(named)
+        assert found, "unsupported() says so"
+        return found
+    for name in _PREFERENCE.get(platform, _ALWAYS):
+        impl = IMPLEMENTATIONS[name]
+        if impl.unavailable(platform) or impl.unsupported(plain):
+            continue
+        if found := kernel(impl) if impl.composed else impl.kernel(operation, form, platform, operands):
             return found
     raise AssertionError("xla serves everything")
 

@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxsoft import _devices
 from jaxsoft import _forms as forms
 from jaxsoft._forms import Form, Operation
 
 from . import arithmetic, held, split, tiled
 from .extras import Extras
 
-OPERATIONS = ("softmax", "softmax_vjp", "log_softmax", "log_softmax_vjp", "state", "logsumexp_vjp")
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 
 # What a device without a compute capability, as in lowering for another machine, is called from Hopper on.
@@ -31,28 +31,13 @@ def unavailable(platform: str) -> str | None:
     """None, or why the kernels cannot run on a platform."""
     if platform != "cuda":
         return "Pallas Mosaic GPU kernels run on NVIDIA GPUs only"
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None and device.platform == "gpu" and device.device_kind not in _gpus():
-        old = None if _HOPPER_OR_NEWER.search(device.device_kind) else device.device_kind
-    elif _gpus():
-        old = next((f"{kind} ({major}.{minor})" for kind, (major, minor) in _gpus().items() if major < 9), None)
+    if kind := _devices.elsewhere():
+        old = None if _HOPPER_OR_NEWER.search(kind) else kind
+    elif here := _devices.present():
+        old = next((f"{kind} ({number // 10}.{number % 10})" for kind, number in here.items() if number < 90), None)
     else:
         return "there is no NVIDIA GPU here"
     return f"it needs Hopper (compute capability 9.0) or newer; this is {old}" if old else None
-
-
-@functools.cache
-def _gpus() -> dict[str, tuple[int, int]]:
-    """The compute capability of each kind of GPU that is present."""
-    try:
-        devices = jax.devices("cuda")
-    except RuntimeError:
-        return {}
-    capabilities = {}
-    for device in devices:
-        major, minor = str(device.compute_capability).split(".")
-        capabilities[device.device_kind] = (int(major), int(minor))
-    return capabilities
 
 
 def _multiprocessors() -> int:
@@ -60,7 +45,7 @@ def _multiprocessors() -> int:
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None and device.platform == "gpu" and device.num_cores:
         return device.num_cores
-    return jax.devices("cuda")[0].core_count if _gpus() else 132
+    return jax.devices("cuda")[0].core_count if _devices.present() else 132
 
 
 def unsupported(operands: Sequence[jax.core.ShapedArray]) -> str | None:
@@ -84,7 +69,7 @@ def _known(operands: Sequence[jax.core.ShapedArray]) -> bool:
 def kernel(operation: str, form: Form, platform: str, operands: Sequence[jax.core.ShapedArray]) -> Operation | None:
     """The kernel for an operation in this form, or None where it has to be composed."""
     del platform
-    if operation not in OPERATIONS or form.trailing or not _known(operands):
+    if operation not in forms.RESULTS or form.trailing or not _known(operands):
         return None
     *leading, n = operands[0].shape
     rows, kinds = math.prod(leading), forms.OPERATIONS[operation]

@@ -6,29 +6,42 @@ subtracts, the sum of exponentials, and the sum's rounding error. Backward opera
 """
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxsoft._forms import OPERATIONS, RESULTS
+
 # How many row operands and how many operands of one number a row an operation has, and of its results likewise.
 SIGNATURES = {
-    "softmax": (1, 0, 1, 0),
-    "softmax_vjp": (2, 0, 1, 0),
-    "log_softmax": (1, 0, 1, 2),
-    "log_softmax_vjp": (2, 2, 1, 0),
-    "state": (1, 0, 0, 2),
-    "logsumexp_vjp": (1, 3, 1, 0),
-    # What backward operations reduce, by itself.
-    "softmax_vjp_sum": (2, 0, 0, 1),
-    "log_softmax_vjp_sum": (2, 0, 0, 1),
+    name: (
+        len(OPERATIONS[name].replace("r", "")),
+        OPERATIONS[name].count("r"),
+        results.count("x"),
+        results.count("r"),
+    )
+    for name, results in RESULTS.items()
 }
+# What backward operations reduce, by itself.
+SIGNATURES |= {f"{name}_sum": (2, 0, 0, 1) for name in ("softmax_vjp", "log_softmax_vjp")}
 SCORES = ("softmax", "log_softmax", "state")  # that reduce scores to their state
 SUMS = ("softmax_vjp", "log_softmax_vjp", "softmax_vjp_sum", "log_softmax_vjp_sum")
 
 type Lanes = tuple[jax.Array, ...]
+
+
+def sorted_refs(operation: str, refs: Sequence[Any]) -> tuple[Sequence[Any], ...]:
+    """A kernel's references: to row operands, to operands of one number a row, to what else it is given, and likewise
+    to its results."""
+    sizes = list(SIGNATURES[operation])
+    sizes.insert(2, len(refs) - sum(sizes))
+    rest = iter(refs)
+    return tuple(tuple(itertools.islice(rest, size)) for size in sizes)
 
 
 def reference(m: jax.Array) -> jax.Array:

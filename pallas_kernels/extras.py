@@ -5,13 +5,13 @@ dimensions along which the same extras are broadcast count as one, of which ther
 """
 
 import dataclasses
-import itertools
-import math
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from jaxsoft._forms import groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,16 +33,15 @@ class Extras:
     @staticmethod
     def of(names: str, masked: bool, leading: Sequence[int], shapes: Sequence[Sequence[int]]) -> "Extras":
         """Those of these shapes, beside x with these leading dimensions."""
-        dims = [(size, tuple(shape[i] == 1 for shape in shapes)) for i, size in enumerate(leading) if size != 1]
-        groups = [(pattern, list(group)) for pattern, group in itertools.groupby(dims, key=lambda dim: dim[1])]
-        sizes = tuple(math.prod(size for size, _ in group) for _, group in groups)
+        found = groups(leading, shapes)
+        sizes = tuple(size for _, size in found)
         strides = []
         for k in range(len(names)):
             apart = [1]
-            for size, (pattern, _) in zip(sizes[:0:-1], groups[:0:-1], strict=True):
-                apart.append(apart[-1] * (1 if pattern[k] else size))
-            reverse = zip(groups, reversed(apart), strict=False)
-            strides.append(tuple(0 if pattern[k] else stride for (pattern, _), stride in reverse))
+            for broadcast, size in found[:0:-1]:
+                apart.append(apart[-1] * (1 if broadcast[k] else size))
+            from_outside = zip(found, reversed(apart), strict=False)  # one too many where there is no dimension
+            strides.append(tuple(0 if broadcast[k] else stride for (broadcast, _), stride in from_outside))
         return Extras(names, sizes, tuple(strides), masked)
 
     @property

@@ -1,7 +1,7 @@
 """The whole-row kernel: rows that fit the registers of some threads, read once and written once.
 
 One block of one warpgroup takes the next few rows: it loads them, reduces them and writes the result. What keeps the
-memory busy meanwhile are the other blocks of the multiprocessor. 1 to 128 threads hold a row, so that short rows share
+memory busy meanwhile are the other blocks of the multiprocessor. 2 to 128 threads hold a row, so that short rows share
 a warp, and reductions of rows of up to a warp need nothing but shuffles.
 
 Chunks never leave their row. The last one ends with the row and overlaps the one before: what was seen before is masked
@@ -121,9 +121,8 @@ def row_kernel(
 
 
 def _body(operation: str, plan: Plan, extras: Extras, *refs):
-    of_rows, of_numbers, wide, narrow = arithmetic.SIGNATURES[operation]
-    in_refs, given_refs, out_refs = refs[:of_rows], refs[of_rows : of_rows + of_numbers], refs[-wide - narrow :]
-    extra_refs = dict(zip(extras.names, refs[of_rows + of_numbers :], strict=False))
+    in_refs, given_refs, beside, out_refs, number_refs = arithmetic.sorted_refs(operation, refs)
+    extra_refs = dict(zip(extras.names, beside, strict=True))
     (rows, n), shape = in_refs[0].shape, (plan.rows, plan.width)
     starts = plan.starts(n)
     overlap = len(starts) * plan.width - n
@@ -197,10 +196,9 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
             totals = m, row_sum(powers)
         elif operation in arithmetic.SUMS:
             totals = (row_sum([arithmetic.terms(operation, *chunks) for chunks in zip(*arrays, strict=True)]),)
-        if narrow:
-            for ref, total in zip(out_refs[wide:], totals, strict=True):
-                store(ref.at[block_rows], total)
-        if not wide:
+        for ref, total in zip(number_refs, totals, strict=False):
+            store(ref.at[block_rows], total)
+        if not out_refs:
             return
         finished = arithmetic.finish(operation, totals, given, spread)
         for start, chunks, counted in zip(starts, chunks_of, counts, strict=True):

@@ -12,6 +12,15 @@ def load(ref: Any, layout: Any = None) -> jax.Array:
     return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
 
 
+def load_in_every_warp(ref: Any) -> jax.Array:
+    """The same, of 64 numbers or a multiple of 128, where every warp has all of them."""
+    vector = 4 if ref.size % 128 == 0 else 2
+    layout = plgpu.Layout.TILED(
+        plgpu.Tiling(((32 * vector,), (vector,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1
+    )
+    return load(ref, layout)
+
+
 def store(ref: Any, value: jax.Array) -> None:
     """Stores f32 in global memory, in the dtype there."""
     value = value.astype(ref.dtype)

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from . import arithmetic, held
-from .memory import load, store
+from .memory import load, load_in_every_warp, store
 
 
 def plan(operation: str, rows: int, n: int, itemsize: int) -> tuple[int, held.Plan] | None:
@@ -68,28 +68,18 @@ def row_kernel(operation: str, rows: int, n: int, dtype: Any, parts: int, plan: 
 
 
 def _body(operation: str, parts: int, plan: held.Plan, *refs):
-    of_rows, of_numbers, wide, narrow = arithmetic.SIGNATURES[operation]
-    operands, out_refs = refs[: len(refs) - wide - narrow], refs[len(refs) - wide - narrow :]
-    in_refs, given_refs, states = (
-        operands[:of_rows],
-        operands[of_rows : of_rows + of_numbers],
-        operands[of_rows + of_numbers :],
-    )
+    in_refs, given_refs, states, out_refs, number_refs = arithmetic.sorted_refs(operation, refs)
     first = lax.axis_index("block") * plan.rows
     row, part = lax.div(first, parts), lax.rem(first, parts)
-    vector = 4 if parts % 128 == 0 else 2
-    everywhere = plgpu.Layout.TILED(
-        plgpu.Tiling(((32 * vector,), (vector,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1
-    )
-    totals = arithmetic.total([load(ref.at[row], everywhere) for ref in states])
-    if narrow:
+    totals = arithmetic.total([load_in_every_warp(ref.at[row]) for ref in states])
+    if number_refs:
 
         @pl.when(part == 0)
         def _():
-            for ref, value in zip(out_refs[wide:], totals, strict=True):
+            for ref, value in zip(number_refs, totals, strict=True):
                 ref[row] = value
 
-    if wide:
+    if out_refs:
         finished = arithmetic.finish(operation, totals, tuple(ref[row] for ref in given_refs), lambda v: v)
         for start in plan.starts(in_refs[0].shape[1]):
             place = pl.ds(first, plan.rows), pl.ds(start, plan.width)

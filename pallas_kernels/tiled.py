@@ -2,14 +2,14 @@
 
 A row is dealt out by tiles to the warpgroups of a block, or of a cluster of blocks. Each streams its tiles through a
 ring of its own, folds them into a state for each thread, and, when the states of all are combined, goes over its tiles
-once more, backwards, to write the result. So a row whose tiles fit the rings is read once, and of a longer row only
-what has left the rings is read again, most recently used tiles first, while the L2 may still hold them. As soon as a
-tile is written, the next row's takes its place. Blocks take rows in turn until there are none left.
+once more to write the result. So a row whose tiles fit the rings is read once. Of a longer row, which is gone over
+backwards then, only what has left the rings is read again, most recently used tiles first, while the L2 may still hold
+them. Where blocks take several rows, in turn, the next row's tile takes a tile's place as soon as that is written.
 
 - Every warpgroup fills and empties its ring by itself, so that the only thing that warpgroups wait for is each other's
   states, once a row.
 - Reductions over a block that JAX writes by itself use one scratch area a block, where several warpgroups race (JAX
-  0.11.2 and 0.12.0). So threads put their states in shared memory, and every warp combines all of them by itself.
+  0.11.2). So threads put their states in shared memory, and every warp combines all of them by itself.
 - Tiles never leave their row. The last one ends with it and overlaps the one before: elements seen before are masked in
   the fold, and written twice with the same value. No copy is out of bounds, and copies need no tensor map, with its 256
   elements a dimension.
@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from . import arithmetic, cluster
 from .extras import Extras, Rules
-from .memory import load, store
+from .memory import load, load_in_every_warp, store
 
 _THREADS = 128  # of a warpgroup
 
@@ -187,16 +187,9 @@ def row_kernel(
 
 
 def _body(operation: str, plan: Plan, extras: Extras, *refs):
-    of_rows, of_numbers, wide, narrow = arithmetic.SIGNATURES[operation]
-    of_extras = of_rows + of_numbers
-    of_results = of_extras + len(extras.names)
-    in_refs, given_refs, out_refs = (
-        refs[:of_rows],
-        refs[of_rows:of_extras],
-        refs[of_results : of_results + wide + narrow],
-    )
-    extra_refs = dict(zip(extras.names, refs[of_extras:of_results], strict=True))
-    rings, loaded, states, posted, mailbox = refs[of_results + wide + narrow :]
+    *in_global, rings, loaded, states, posted, mailbox = refs
+    in_refs, given_refs, beside, out_refs, number_refs = arithmetic.sorted_refs(operation, in_global)
+    extra_refs = dict(zip(extras.names, beside, strict=True))
     numbers = states.shape[0]
     rows, n = in_refs[0].shape[0], in_refs[0].shape[1] * plan.vector
     chunk = _THREADS * plan.vector
@@ -316,11 +309,7 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
             states[i, turn, pl.ds(warpgroup * _THREADS, _THREADS)] = value
         plgpu.barrier_arrive(posted)
         plgpu.barrier_wait(posted)
-        everywhere = plgpu.Layout.TILED(
-            plgpu.Tiling(((_THREADS,), (4,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1
-        )
-        posts = [load(states.at[i, turn], everywhere) for i in range(numbers)]
-        totals = arithmetic.total(posts)
+        totals = arithmetic.total([load_in_every_warp(states.at[i, turn]) for i in range(numbers)])
         if plan.cluster == 1:
             return totals
         pl.when(warpgroup == 0)(lambda: cluster.send(plan.cluster, turn, block, mailbox, totals))
@@ -329,11 +318,11 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
     def finished(k, totals):
         row = first + k * stride
         given = tuple(ref[row] for ref in given_refs)
-        if narrow:
+        if number_refs:
 
             @pl.when(member == 0)
             def _():
-                for ref, value in zip(out_refs[wide:], totals, strict=True):
+                for ref, value in zip(number_refs, totals, strict=True):
                     ref[row] = value
 
         return arithmetic.finish(operation, totals, given, lambda v: v) if writes else None

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 
 import jaxsoft
 
@@ -81,6 +82,17 @@ def served(implementation: str | None) -> Iterator[None]:
 def precision(dtype) -> contextlib.AbstractContextManager:
     """JAX's 64-bit mode for float64, its default mode for the others."""
     return jax.enable_x64(jnp.dtype(dtype) == jnp.float64)
+
+
+def target(kind: str) -> contextlib.AbstractContextManager:
+    """Lowers for a GPU of this kind, which need not be here."""
+    device = AbstractDevice(device_kind=kind, platform="gpu", num_cores=132)
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+
+
+def operand(shape, dtype) -> jax.core.ShapedArray:
+    """The type of an operand."""
+    return jax.core.ShapedArray(shape, jnp.dtype(dtype))
 
 
 def wide(x) -> np.ndarray:

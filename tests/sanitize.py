@@ -6,9 +6,8 @@
 
 and likewise synccheck and, with --check-api-memory-access no, as XLA copies workspaces that nobody has written,
 initcheck. racecheck takes long, so a dtype and a shape can be named; the kernels are those of "ffi" unless "pallas" or
-"triton" is. Of "ffi", racecheck does not see that one lane's arrival at a
-barrier comes after what its whole warp has read, so it reports hazards in `ring` and `dealt` where slots are filled
-again, unless the library is built for it:
+"triton" is. Of "ffi", racecheck does not see that one lane's arrival at a barrier comes after what its whole warp has
+read, so it reports hazards in `ring` and `dealt` where slots are filled again, unless the library is built for it:
 
     pip install . -C cmake.define.CMAKE_CUDA_FLAGS=-DJAXSOFT_RACECHECK
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from common import DTYPES, each_dtype_in_turn, each_fast_implementation, precision, served, wide
 
-from jaxsoft import _ffi, _xla
-from jaxsoft._forms import OPERATIONS, Form, compose
+from jaxsoft import _xla
+from jaxsoft._forms import OPERATIONS, Form, compose, groups
 from jaxsoft._rows import row_operation
 
 EXTRAS = {
@@ -149,11 +149,11 @@ def test_masked(implementation, dtype):
 
 def test_groups():
     """In how many ways extras are broadcast, which kernels for the FFI know a few of."""
-    assert _ffi._groups((2, 3, 4), [(2, 3, 4), (2, 3, 4, 5)]) == 1
-    assert _ffi._groups((2, 1, 4), [(2, 1, 4)]) == 1
-    assert _ffi._groups((2, 3, 4), [(2, 1, 4)]) == 3
-    assert _ffi._groups((2, 3, 4), [(1, 1, 4), (2, 1, 1, 9)]) == 3
-    assert _ffi._groups((), []) == 0
+    assert len(groups((2, 3, 4), [(2, 3, 4), (2, 3, 4, 5)])) == 1
+    assert len(groups((2, 1, 4), [(2, 1, 4)])) == 1
+    assert len(groups((2, 3, 4), [(2, 1, 4)])) == 3
+    assert len(groups((2, 3, 4), [(1, 1, 4), (2, 1, 1, 9)])) == 3
+    assert len(groups((), [])) == 0
 
 
 @each_fast_implementation

@@ -15,17 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_forms as forms
-from common import assert_within, on_cpu, rows, slow, wide
+from common import assert_within, on_cpu, operand, rows, slow, target, wide
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.sharding import AbstractDevice, AbstractMesh
 from jaxsoft.pallas_kernels import arithmetic, held, split, tiled
 from jaxsoft.pallas_kernels.extras import Extras
 
 from jaxsoft import _xla, fold, pallas_kernels
-from jaxsoft._forms import Form
+from jaxsoft._forms import RESULTS, Form
 from jaxsoft._implementations import IMPLEMENTATIONS, choose
 
-OPERATIONS = pallas_kernels.OPERATIONS
 HELD, TILED = held.Plan, tiled.Plan
 # By dtype: the rows, and small plans with which few and short ones do what many and long ones do. Held by 2 to 128
 # threads, side by side or not, with chunks that overlap, and rows that are left over. Tiled: in rings that keep a row
@@ -57,7 +55,7 @@ WAYS = [(30000, 40), (70, 2, 1024), (70000, 8192), (30000, 32768), (3000, 65536 
 WAYS += [(2, 3, 50264), (3, 2**20), (1, 16), (70, 1001)]
 EPS = 2.0**-23
 
-each_operation = pytest.mark.parametrize("operation", OPERATIONS)
+each_operation = pytest.mark.parametrize("operation", RESULTS)
 each_dtype = pytest.mark.parametrize("dtype", CASES, ids=lambda dtype: dtype.__name__)
 
 
@@ -161,16 +159,6 @@ def operands_of(operation, x):
     return (x,)
 
 
-def target(kind: str):
-    """Lowers for a GPU of this kind."""
-    device = AbstractDevice(device_kind=kind, platform="gpu", num_cores=132)
-    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
-
-
-def operand(shape, dtype) -> jax.core.ShapedArray:
-    return jax.core.ShapedArray(shape, jnp.dtype(dtype))
-
-
 def plain(operation, implementation, platform, *operands):
     """What is chosen for the plain form of an operation."""
     return choose(operation, Form(operands[0].dtype), implementation, platform, operands)
@@ -180,7 +168,7 @@ def test_plans():
     """Rows of every length and number are cut up within the limits of the hardware, or refused."""
     lengths = {n + k for p in range(2, 26) for n in (2**p, 3 * 2 ** (p - 1)) for k in (0, 1, 2, 4, -8) if n + k > 0}
     for n, rows_, size in itertools.product(sorted(lengths), (1, 3, 64, 2000, 10**6), (2, 4)):
-        for operation in OPERATIONS:
+        for operation in RESULTS:
             if cut := held.plan(rows_, n, size):
                 assert cut.width <= n and n % cut.vector == 0 and cut.lanes in (2, 4, 8, 16, 32, 64, 128)
                 assert cut.rows <= rows_ or cut.repeat == 1

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import Truth, assert_last_place, assert_within, on_cpu, rows, slow, wide
-from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec
+from common import Truth, assert_last_place, assert_within, on_cpu, operand, rows, slow, target, wide
+from jax.sharding import PartitionSpec
 from jaxsoft.triton_kernels import devices
 from jaxsoft.triton_kernels.plan import Plan, plan, tuning
 
@@ -62,16 +62,6 @@ def sizes(operation: str, dtype):
 
 def statistic(dtype):
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
-
-
-def target(kind: str):
-    """Lowers for a GPU of this kind."""
-    device = AbstractDevice(device_kind=kind, platform="gpu", num_cores=132)
-    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
-
-
-def operand(shape, dtype) -> jax.core.ShapedArray:
-    return jax.core.ShapedArray(shape, jnp.dtype(dtype))
 
 
 @pytest.mark.parametrize("itemsize", [2, 4, 8])

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
+from jaxsoft._forms import RESULTS
+
 from . import devices
 
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
@@ -79,7 +81,4 @@ def _operation(name: str) -> Callable[..., tuple[jax.Array, ...]]:
     return kernel
 
 
-OPERATIONS = {
-    name: _operation(name)
-    for name in ("softmax", "softmax_vjp", "log_softmax", "log_softmax_vjp", "state", "logsumexp_vjp")
-}
+OPERATIONS = {name: _operation(name) for name in RESULTS}

@@ -1,9 +1,8 @@
 """Which GPU a kernel is compiled for: Triton has to know the compute capability when a computation is lowered."""
 
-import functools
 import re
 
-import jax
+from jaxsoft import _devices
 
 # Of GPUs that are not here, when a computation is lowered for another machine.
 _CAPABILITIES = {
@@ -26,22 +25,7 @@ def capability() -> int:
 
 def targets() -> dict[str, int | None]:
     """The compute capability of each kind of GPU that a computation may run on; None where it is not known."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is None or device.platform != "gpu" or device.device_kind in _present():
-        return {**_present()}
-    kind = device.device_kind
-    return {kind: next((number for name, number in _CAPABILITIES.items() if re.search(rf"\b({name})\b", kind)), None)}
-
-
-@functools.cache
-def _present() -> dict[str, int]:
-    """The compute capability of each kind of GPU that is here."""
-    try:
-        return {device.device_kind: _number(device.compute_capability) for device in jax.devices("cuda")}
-    except RuntimeError:
-        return {}
-
-
-def _number(version: str) -> int:
-    major, minor = str(version).split(".")
-    return 10 * int(major) + int(minor)
+    if kind := _devices.elsewhere():
+        numbers = (number for name, number in _CAPABILITIES.items() if re.search(rf"\b({name})\b", kind))
+        return {kind: next(numbers, None)}
+    return {**_devices.present()}

@@ -6,6 +6,7 @@ import math
 import jax
 import jax_triton
 
+from jaxsoft._forms import RESULTS
 from jaxsoft.fold import accumulator
 
 from . import kernels
@@ -34,7 +35,7 @@ def call(operation: str, capability: int, *operands: jax.Array, cut: Plan | None
         cut = plan(rows, n, x.dtype.itemsize, tuning(arrays, x.dtype.itemsize))
     full = jax.ShapeDtypeStruct((rows, n), x.dtype)
     statistic = jax.ShapeDtypeStruct((rows,), accumulator(x.dtype))
-    results = {"log_softmax": (full, statistic, statistic), "state": (statistic, statistic)}.get(operation, (full,))
+    results = tuple({"x": full, "r": statistic}[kind] for kind in RESULTS[operation])
     returned = jax_triton.triton_call(
         rows,
         *(v.reshape(full.shape if v.ndim == x.ndim else statistic.shape) for v in operands),
