@@ -196,8 +196,8 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
     folds, writes = operation != "logsumexp_vjp", operation != "state"
     again = folds and writes and plan.share > plan.ring  # tiles that have left the ring are read again
     # Which arrays the fold needs, and which the result needs beside them.
-    folded = () if not folds else (1,) if operation == "log_softmax_vjp" else tuple(range(of_rows))
-    others = tuple(i for i in range(of_rows) if i not in folded)
+    folded = () if not folds else (1,) if operation == "log_softmax_vjp" else tuple(range(len(in_refs)))
+    others = tuple(i for i in range(len(in_refs)) if i not in folded)
     overlap = plan.tiles * plan.tile - n  # of the last tile with the one before
     layout = plgpu.Layout.TILED(
         plgpu.Tiling(((_THREADS, plan.vector), (32, plan.vector))), warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1
@@ -285,7 +285,7 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
             yield jnp.where(columns() + i * chunk < seen, neutral, x) if i * chunk < overlap else x
 
     def write(tile, slot, k, rules, finished):
-        for begin, values, counts in chunks(tile, slot, rules, range(of_rows)):
+        for begin, values, counts in chunks(tile, slot, rules, range(len(in_refs))):
             result = rules.conclude(counts, finished(*values))
             store(out_refs[0].at[first + k * stride, pl.ds(begin, _THREADS)], result)
 
@@ -298,7 +298,7 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
         """Fills a slot with the next tile of this row or of one to come, and says which is the one after that."""
         plgpu.commit_smem()  # all threads have read it
         k, tile = ahead
-        start_load(k, tile, slot, range(of_rows))
+        start_load(k, tile, slot, range(len(in_refs)))
         last = tile == share - 1
         return jnp.where(last, k + 1, k), jnp.where(last, 0, tile + 1)
 
@@ -394,7 +394,7 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
             write(tile, slot, k, rules, finish)
             plgpu.commit_smem()
 
-            pl.when(tile >= plan.ring)(lambda: start_load(k, tile - plan.ring, slot, range(of_rows)))
+            pl.when(tile >= plan.ring)(lambda: start_load(k, tile - plan.ring, slot, range(len(in_refs))))
             pl.when(tile < plan.ring)(lambda: begin_row(k + 1, plan.ring - 1 - tile, slot))
 
         lax.fori_loop(0, share, visit, None)
