@@ -230,7 +230,9 @@ def few(size: Size) -> Iterator[Case]:
     """Next-token probabilities."""
     for dtype, n, count in itertools.product(("float32", "bfloat16"), size.few[1], size.few[0]):
         large = count * n * jnp.dtype(dtype).itemsize > 2**24
-        yield _beside(Case("few", "softmax", "forward", dtype, (count, n), chain=size.few_chain[large]), "pallas")
+        yield _beside(
+            Case("few", "softmax", "forward", dtype, (count, n), chain=size.few_chain[large]), "ffi", "pallas"
+        )
 
 
 def masked(size: Size) -> Iterator[Case]:

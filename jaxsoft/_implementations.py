@@ -15,7 +15,7 @@ import jaxsoft.triton_kernels as triton_kernels
 from jaxsoft import _ffi, _reference, _xla
 from jaxsoft._forms import Form, Operation, compose, is_plain, working_dtype
 
-# What `implementation=None` tries, in this order. XLA always works.
+# What `implementation=None` tries, in this order, but for what leads. XLA always works.
 _PREFERENCE = {"cpu": ("ffi", "xla"), "cuda": ("ffi", "pallas", "triton", "xla")}
 _ALWAYS = ("xla",)
 
@@ -35,6 +35,7 @@ class Implementation:
       opaque: whether XLA's partitioner cannot see into it, as into a custom call.
       composed: whether the default choice takes it for forms that have to be composed, too. Before its plain kernel XLA
         then writes the scores anew, which only the fastest kernel makes up for.
+      leads: (operation, form, operands) -> whether the default choice tries it before all others.
     """
 
     kernel: Callable[[str, Form, str, Operands], Operation | None]
@@ -42,6 +43,7 @@ class Implementation:
     unsupported: Callable[[Operands], str | None] = lambda operands: None
     opaque: bool = False
     composed: bool = False
+    leads: Callable[[str, Form, Operands], bool] = lambda operation, form, operands: False
 
 
 def _plain(operations: dict[str, Operation]) -> Callable[[str, Form, str, Operands], Operation | None]:
@@ -56,7 +58,11 @@ def _plain(operations: dict[str, Operation]) -> Callable[[str, Form, str, Operan
 IMPLEMENTATIONS = {
     "ffi": Implementation(_ffi.kernel, _ffi.unavailable, _ffi.unsupported, opaque=True, composed=True),
     "pallas": Implementation(
-        pallas_kernels.kernel, pallas_kernels.unavailable, pallas_kernels.unsupported, opaque=True
+        pallas_kernels.kernel,
+        pallas_kernels.unavailable,
+        pallas_kernels.unsupported,
+        opaque=True,
+        leads=pallas_kernels.leads,
     ),
     "triton": Implementation(
         _plain(triton_kernels.OPERATIONS), triton_kernels.unavailable, triton_kernels.unsupported, opaque=True
@@ -120,8 +126,8 @@ def choose(operation: str, form: Form, implementation: str | None, platform: str
         found = kernel(named)
         assert found, "unsupported() says so"
         return found
-    for name in _PREFERENCE.get(platform, _ALWAYS):
-        impl = IMPLEMENTATIONS[name]
+    preference = [IMPLEMENTATIONS[name] for name in _PREFERENCE.get(platform, _ALWAYS)]
+    for impl in sorted(preference, key=lambda impl: not impl.leads(operation, form, operands)):
         if impl.unavailable(platform) or impl.unsupported(plain):
             continue
         if found := kernel(impl) if impl.composed else impl.kernel(operation, form, platform, operands):

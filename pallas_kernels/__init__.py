@@ -1,4 +1,4 @@
-"""`implementation="pallas"`: row operations as Pallas kernels for NVIDIA GPUs from Hopper on.
+"""`implementation="pallas"`: row operations as Pallas kernels for data-centre GPUs from Hopper on.
 
 `held` has rows that fit the registers of a block, `tiled` longer ones, in shared memory, and `split` few of them, cut
 over many blocks. This file says what they can serve, and which of them does. Nothing here touches a GPU before a kernel
@@ -23,8 +23,9 @@ from .extras import Extras
 
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 
-# What a device without a compute capability, as in lowering for another machine, is called from Hopper on.
-_HOPPER_OR_NEWER = re.compile(r"\b(G?H\d{2,3}|G?B\d{2,3}|RTX 50\d\d|Blackwell|Rubin)\b")
+# The GPUs that the kernels' sizes are for, by name, as a device that is lowered for has no compute capability here.
+# Others are not as new, or have less than half the shared memory of a block, and no clusters of 16.
+_DATA_CENTRE = re.compile(r"\b(G?H\d{2,3}|G?B[1-3]00)\b")
 
 
 def unavailable(platform: str) -> str | None:
@@ -32,12 +33,13 @@ def unavailable(platform: str) -> str | None:
     if platform != "cuda":
         return "Pallas Mosaic GPU kernels run on NVIDIA GPUs only"
     if kind := _devices.elsewhere():
-        old = None if _HOPPER_OR_NEWER.search(kind) else kind
+        other = None if _DATA_CENTRE.search(kind) else kind
     elif here := _devices.present():
-        old = next((f"{kind} ({number // 10}.{number % 10})" for kind, number in here.items() if number < 90), None)
+        others = {kind: number for kind, number in here.items() if not 90 <= number < 110}
+        other = next((f"{kind} ({number // 10}.{number % 10})" for kind, number in others.items()), None)
     else:
         return "there is no NVIDIA GPU here"
-    return f"it needs Hopper (compute capability 9.0) or newer; this is {old}" if old else None
+    return f"it needs a data-centre GPU from Hopper on (compute capability 9 or 10); this is {other}" if other else None
 
 
 def _multiprocessors() -> int:
@@ -60,6 +62,14 @@ def unsupported(operands: Sequence[jax.core.ShapedArray]) -> str | None:
     if n * dtype.itemsize <= held.MOST_BYTES:
         return f"rows must have at least 2 elements; got n={n}"
     return f"long rows must be a multiple of 16 bytes, the alignment of bulk copies; got n={n} of {dtype.name}"
+
+
+def leads(operation: str, form: Form, operands: Sequence[jax.core.ShapedArray]) -> bool:
+    """Whether these kernels are faster than all others: by the record, for few long rows that fit the L2 together."""
+    x = operands[0]
+    if operation != "softmax" or not forms.is_plain(operation, form, operands) or not _known(operands):
+        return False
+    return x.shape[-1] * x.dtype.itemsize > held.MOST_BYTES and x.size * x.dtype.itemsize <= 16 << 20
 
 
 def _known(operands: Sequence[jax.core.ShapedArray]) -> bool:

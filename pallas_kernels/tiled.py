@@ -89,9 +89,11 @@ def plan(operation: str, rows: int, n: int, itemsize: int, multiprocessors: int)
     warpgroups, cluster, chunks, most, stays = 4, 1, 4, 32, False
     narrow = itemsize == 2 and arrays == 1  # rows with most to compute a byte
     if rows * row_bytes <= _FEW_BYTES:
-        warpgroups, cluster, chunks = 2, min(16, max(1, pl.next_power_of_2(256 // rows + 1) // 2)), 2
+        # As many blocks a row as fill the GPU, and as hold it in 64 KB each.
+        wanted = max(pl.cdiv(128, rows), pl.cdiv(row_bytes, 64 << 10))
+        warpgroups, cluster = 2, min(16, pl.next_power_of_2(wanted))
     elif operation == "state":  # which goes over a row once, so that it need not fit: several blocks read at a time
-        cluster, most = min(16, max(1, pl.next_power_of_2(2 * multiprocessors // rows + 1) // 2)), 2
+        warpgroups, cluster, most = 2, min(16, max(1, pl.next_power_of_2(2 * multiprocessors // rows + 1) // 2)), 3
     elif row_bytes <= (96 << 10 if narrow else 192 << 10):
         chunks = 2 if narrow else 4
     elif arrays == 1 and row_bytes <= 256 << 10:

@@ -285,14 +285,16 @@ def test_unavailable():
     assert "NVIDIA GPUs only" in reason("cpu")
     assert "NVIDIA GPUs only" in reason("rocm")
     assert "no NVIDIA GPU" in reason("cuda")
-    for kind in ("NVIDIA A100-SXM4-80GB", "NVIDIA L40S", "Tesla V100-SXM2-16GB", "NVIDIA GeForce RTX 4090"):
+    for kind in ("NVIDIA A100-SXM4-80GB", "NVIDIA L40S", "Tesla V100-SXM2-16GB", "NVIDIA GeForce RTX 5090"):
         with target(kind):
-            assert f"needs Hopper (compute capability 9.0) or newer; this is {kind}" in pallas_kernels.unavailable(
+            assert f"needs a data-centre GPU from Hopper on (compute capability 9 or 10); this is {kind}" in reason(
                 "cuda"
             )
-            with pytest.raises(ValueError, match="implementation='pallas' cannot serve this call: it needs Hopper"):
+            with pytest.raises(
+                ValueError, match="implementation='pallas' cannot serve this call: it needs a data-centre GPU"
+            ):
                 plain("softmax", "pallas", "cuda", operand((2, 1024), jnp.float32))
-    for kind in ("NVIDIA H100 PCIe", "NVIDIA GH200 480GB", "NVIDIA H20", "NVIDIA B200", "NVIDIA GeForce RTX 5090"):
+    for kind in ("NVIDIA H100 PCIe", "NVIDIA GH200 480GB", "NVIDIA H20", "NVIDIA B200", "NVIDIA GB300"):
         with target(kind):
             assert reason("cuda") is None
 
@@ -321,6 +323,31 @@ def test_unsupported(n, dtype, reason):
     chex.assert_equal(actual is None, reason is None)
     if reason is not None:
         assert re.search(reason, actual)
+
+
+@on_cpu
+def test_choice_of_few_long_rows(monkeypatch):
+    """The default is this implementation where it is the fastest, else "ffi"."""
+    ffi = dataclasses.replace(IMPLEMENTATIONS["ffi"], unavailable=lambda platform: None)
+    monkeypatch.setitem(IMPLEMENTATIONS, "ffi", ffi)
+
+    def lowered(operation, shape, dtype):
+        operands = forms.operands_of(operation, Form(np.dtype(dtype)), shape, dtype, ())
+        x = [operand(v.shape, v.dtype) for v in operands]
+        kernel = choose(operation, Form(np.dtype(dtype)), None, "cuda", x)
+        text = jax.jit(kernel).trace(*x).lower(lowering_platforms=("cuda",)).as_text()
+        return "mosaic_gpu" if "mosaic_gpu" in text else "ffi" if "jaxsoft_" in text else "xla"
+
+    with target("NVIDIA H200"):
+        for shape in ((1, 32000), (2, 32, 65536), (4, 2**20)):
+            assert lowered("softmax", shape, jnp.float32) == "mosaic_gpu"
+        assert lowered("softmax", (1, 32000), jnp.bfloat16) == "mosaic_gpu"
+        assert lowered("softmax", (1, 128257), jnp.bfloat16) == "ffi"
+        assert lowered("softmax", (1, 8192), jnp.float32) == "ffi"
+        assert lowered("softmax", (5, 2**20), jnp.float32) == "ffi"
+        assert lowered("softmax_vjp", (1, 32000), jnp.float32) == "ffi"
+    with target("NVIDIA A100-SXM4-80GB"):
+        assert lowered("softmax", (1, 32000), jnp.float32) == "ffi"
 
 
 @on_cpu
