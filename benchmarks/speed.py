@@ -169,31 +169,29 @@ def progress(text: str) -> None:
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def measure_groups(groups: list[str], quick: bool) -> list[dict]:
-    """Prints the tables as they come, and returns the records."""
+def measure_group(group: str, quick: bool) -> list[dict]:
+    """Prints a group's table as it comes, and returns the records."""
     cpu = jax.default_backend() == "cpu"
     size = (CPU_QUICK if quick else CPU) if cpu else (GPU_QUICK if quick else GPU)
     repeats = 5 if quick else 7 if cpu else 11
     lacking = [name for name, why_not in jaxsoft.implementations().items() if why_not]
-    found = []
-    for group in groups:
-        cases = []
-        for case in GROUPS[group](size):
-            able = tuple(name for name in case.implementations if name not in lacking)
-            cases.append(dataclasses.replace(case, implementations=able))
-        names = list(dict.fromkeys(name for case in cases for name in case.implementations))
-        width = max(len(shape_of(case)) for case in cases)
-        print("\n" + heading(group, names, width, warm=cpu), flush=True)
-        for batch in itertools.batched(cases, BATCH):
-            compiled = Programs(batch, progress)
-            for case in batch:
-                progress(f"timing {case}")
-                measured = run(case, compiled, repeats)
-                progress("")
-                print(table_line(case, measured, names, width, warm=cpu), flush=True)
-                for name, why in measured.failed.items():
-                    print(f"  no time of {name}: {why}", flush=True)
-                found += records(case, measured)
+    found, cases = [], []
+    for case in GROUPS[group](size):
+        able = tuple(name for name in case.implementations if name not in lacking)
+        cases.append(dataclasses.replace(case, implementations=able))
+    names = list(dict.fromkeys(name for case in cases for name in case.implementations))
+    width = max(len(shape_of(case)) for case in cases)
+    print("\n" + heading(group, names, width, warm=cpu), flush=True)
+    for batch in itertools.batched(cases, BATCH):
+        compiled = Programs(batch, progress)
+        for case in batch:
+            progress(f"timing {case}")
+            measured = run(case, compiled, repeats)
+            progress("")
+            print(table_line(case, measured, names, width, warm=cpu), flush=True)
+            for name, why in measured.failed.items():
+                print(f"  no time of {name}: {why}", flush=True)
+            found += records(case, measured)
     return found
 
 
@@ -210,17 +208,23 @@ def main() -> None:
     )
     args = parser.parse_args()
 
+    def write(result: dict) -> None:
+        if args.json:
+            args.json.write_text(json.dumps(result, indent=1) + "\n")
+
     if args.traffic:
         result = {"traffic": traffic.report()}  # before JAX takes this process's share of the GPU's memory
         result = {"header": header(args.commit)} | result
+        write(result)
     else:
         found = header(args.commit)
         versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
         print(f"{found['device']}, {found['cores']} CPU cores, {versions}")
-        result = {"header": found, "records": measure_groups(args.only or list(GROUPS), args.quick)}
+        result = {"header": found, "records": []}
+        for group in args.only or GROUPS:
+            result["records"] += measure_group(group, args.quick)
+            write(result)  # of a run that is cut short, what there is
         print("\n" + summary(result["records"]))
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
     if args.plot and "records" in result:
         plot.draw(result, args.plot)
 

@@ -65,11 +65,12 @@ def unsupported(operands: Sequence[jax.core.ShapedArray]) -> str | None:
 
 
 def leads(operation: str, form: Form, operands: Sequence[jax.core.ShapedArray]) -> bool:
-    """Whether these kernels are faster than all others: by the record, for few long rows that fit the L2 together."""
+    """Whether these kernels are faster than all others: by the record, softmax of few long rows in f32."""
     x = operands[0]
-    if operation != "softmax" or not forms.is_plain(operation, form, operands) or not _known(operands):
+    if operation != "softmax" or x.dtype != jnp.float32 or not _known(operands):
         return False
-    return x.shape[-1] * x.dtype.itemsize > held.MOST_BYTES and x.size * x.dtype.itemsize <= 16 << 20
+    few = x.shape[-1] * 4 > held.MOST_BYTES and x.size * 4 <= tiled.FEW_BYTES
+    return few and forms.is_plain(operation, form, operands)
 
 
 def _known(operands: Sequence[jax.core.ShapedArray]) -> bool:

@@ -72,7 +72,7 @@ class Plan:
 
 
 _RING_BYTES = 216 << 10  # of all rings of a block, of the 227 KiB of shared memory that a multiprocessor has
-_FEW_BYTES = 32 << 20  # rows that together have fewer leave multiprocessors idle, but for clusters
+FEW_BYTES = 32 << 20  # rows that together have fewer leave multiprocessors idle, but for clusters
 
 
 def plan(operation: str, rows: int, n: int, itemsize: int, multiprocessors: int) -> Plan | None:
@@ -88,7 +88,7 @@ def plan(operation: str, rows: int, n: int, itemsize: int, multiprocessors: int)
         return None
     warpgroups, cluster, chunks, most, stays = 4, 1, 4, 32, False
     narrow = itemsize == 2 and arrays == 1  # rows with most to compute a byte
-    if rows * row_bytes <= _FEW_BYTES:
+    if rows * row_bytes <= FEW_BYTES:
         # As many blocks a row as fill the GPU, and as hold it in 64 KB each.
         wanted = max(pl.cdiv(128, rows), pl.cdiv(row_bytes, 64 << 10))
         warpgroups, cluster = 2, min(16, pl.next_power_of_2(wanted))
