@@ -87,8 +87,9 @@ def plan(operation: str, rows: int, n: int, itemsize: int, multiprocessors: int)
     if n % vector or n < 2 * _THREADS * vector:
         return None
     warpgroups, cluster, chunks, most, stays = 4, 1, 4, 32, False
+    few = rows * row_bytes <= FEW_BYTES
     narrow = itemsize == 2 and arrays == 1  # rows with most to compute a byte
-    if rows * row_bytes <= FEW_BYTES:
+    if few:
         # As many blocks a row as fill the GPU, and as hold it in 64 KB each.
         wanted = max(pl.cdiv(128, rows), pl.cdiv(row_bytes, 64 << 10))
         warpgroups, cluster = 2, min(16, pl.next_power_of_2(wanted))
@@ -110,7 +111,8 @@ def plan(operation: str, rows: int, n: int, itemsize: int, multiprocessors: int)
     def cut(warpgroups, chunks):
         # Few tiles, that go up into the members, without much overlap: each costs 256 elements beside its own.
         members = warpgroups * cluster
-        sizes = [c for c in range(1, chunks + 1) if n >= (2 * members - 1) * c * _THREADS * vector] or [1]
+        least = members if few else 2 * members - 1
+        sizes = [c for c in range(1, chunks + 1) if n >= least * c * _THREADS * vector] or [1]
 
         def cost(count):
             tile = _THREADS * vector * count
