@@ -214,7 +214,9 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
         if not out_refs:
             return
         finished = arithmetic.finish(operation, totals, given, spread)
-        results = [rules.conclude(counted, finished(*chunks)) for chunks, counted in zip(chunks_of, counts, strict=True)]
+        results = [
+            rules.conclude(counted, finished(*chunks)) for chunks, counted in zip(chunks_of, counts, strict=True)
+        ]
         nothing = plgpu.layout_cast(jnp.full(shape, rules.nothing, jnp.float32), plan.layout)
         for start, result in itertools.zip_longest(starts, results, fillvalue=nothing):
             store(out_refs[0].at[block_rows, pl.ds(start, plan.width)], result)

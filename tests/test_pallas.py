@@ -27,8 +27,8 @@ from jaxsoft._implementations import IMPLEMENTATIONS, choose
 HELD, TILED = held.Plan, tiled.Plan
 # By dtype: the rows, and small plans with which few and short ones do what many and long ones do. Held by 2 to 128
 # threads, side by side or not, with chunks that overlap, and rows that are left over. Tiled: in rings that keep a row
-# and the beginning of the next, or that do not keep it whole, with and without overlap, by one warpgroup and by two;
-# more rows than blocks, and as many. Split into parts that rows of a block share, or not.
+# and the beginning of the next, or that do not keep it whole, with tiles in registers, with and without overlap, by one
+# warpgroup and by two; more rows than blocks, and as many. Split into parts that rows of a block share, or not.
 CASES = {
     jnp.float32: [
         ((70, 24), HELD(4, 2, 1)),
@@ -37,13 +37,13 @@ CASES = {
         ((5, 301), HELD(1, 64, 2)),
         ((3, 300), HELD(4, 64, 1)),
         ((3, 2300), TILED(4, 1, 5, 4, 2, 1, 2)),
-        ((3, 3300), TILED(4, 1, 7, 2, 2, 1, 2)),
+        ((5, 3300), TILED(4, 1, 7, 2, 2, 1, 2, 2)),
         ((2, 2048), TILED(4, 2, 2, 2, 1, 1, 2)),
         ((2, 64 * 72), (64, HELD(4, 16, 1))),
     ],
     jnp.bfloat16: [
         ((3, 1040), HELD(8, 128, 1)),
-        ((3, 6152), TILED(8, 1, 7, 2, 1, 1, 1)),
+        ((3, 6152), TILED(8, 1, 7, 2, 1, 1, 1, 2)),
         ((1, 4104), TILED(8, 2, 3, 3, 2, 1, 1)),
         ((1, 128 * 136), (128, HELD(8, 16, 1))),
     ],
