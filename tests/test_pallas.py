@@ -92,7 +92,7 @@ FORMS = [
     ("l", (7, 2112), ()),  # of a quarter, two, three or all of a row: what counts
     ("slwb", (2, 2, 1100), (0,)),
 ]
-LONG_FORMS = [("s", (2, 3, 2300), (0,)), ("l", (3, 2, 2300), (1,)), ("w", (2, 2, 2300), (0,)), ("slwb", (5, 2300), ())]
+LONG_FORMS = [("l", (3, 2, 2300), (1,)), ("slwb", (2, 2, 2300), (0,))]
 
 
 @on_cpu
