@@ -266,9 +266,8 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
                 conditions.append(columns() + begin * plan.vector < limit)
             return functools.reduce(jnp.logical_and, conditions + [chunks[0] != 0] * extras.masked)
 
-        some = extras.masked or "l" in extras.names or "w" in extras.names
         bias = functools.partial(chunk, "b") if "b" in extras.names else None
-        return Rules(operation, scale, counts if some else None, bias)
+        return Rules(operation, scale, counts if extras.partial else None, bias)
 
     def chunks(tile, slot, rules, arrays):
         """Where the chunks of a tile begin in the row, in vectors, what they hold of each array, and what counts."""
