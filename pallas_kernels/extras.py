@@ -46,6 +46,11 @@ class Extras:
         return Extras(names, sizes, tuple(strides), masked)
 
     @property
+    def partial(self) -> bool:
+        """Whether something of a row may not count."""
+        return self.masked or "l" in self.names or "w" in self.names
+
+    @property
     def together(self) -> int:
         """How many neighbouring rows have neighbouring or the same rows of every extra."""
         return self.sizes[-1] if self.sizes else 1
@@ -67,9 +72,8 @@ class Extras:
         large = next((name for name in "bw" if name in self.names), None)
         if large is None or len(self.sizes) < 2:
             return block * rows
-        counts, apart = [*self.sizes[:-1], self.sizes[-1] // rows], [rows]
-        for size in self.sizes[:0:-1]:
-            apart.insert(0, size * (apart[0] if len(apart) > 1 else 1))
+        counts = *self.sizes[:-1], self.sizes[-1] // rows
+        apart = *(math.prod(self.sizes[k:]) for k in range(1, len(self.sizes))), rows
         shared = [stride == 0 for stride in self.strides[self.names.index(large)]]
         first = jnp.int32(0)
         for k in sorted(range(len(counts)), key=lambda k: (not shared[k], -k)):

@@ -175,9 +175,8 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
                 conditions.append(chunks[0] != 0)
             return functools.reduce(jnp.logical_and, conditions)
 
-        some = extras.masked or "l" in extras.names or "w" in extras.names
         bias = functools.partial(chunk, "b") if "b" in extras.names else None
-        return Rules(operation, scale, counts if some else None, bias), columns, limit
+        return Rules(operation, scale, counts if extras.partial else None, bias), columns, limit
 
     def row_block(first):
         rules, columns, limit = rules_of(first)

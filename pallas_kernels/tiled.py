@@ -280,9 +280,8 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
                 conditions.append(columns() + begin * plan.vector < limit)
             return functools.reduce(jnp.logical_and, conditions + [chunks[0] != 0] * extras.masked)
 
-        some = extras.masked or "l" in extras.names or "w" in extras.names
         bias = functools.partial(chunk, "b") if "b" in extras.names else None
-        return Rules(operation, scale, counts if some else None, bias)
+        return Rules(operation, scale, counts if extras.partial else None, bias)
 
     def in_ring(slot, arrays):
         """What the chunks of a tile hold of each array."""

@@ -287,7 +287,8 @@ def test_unavailable():
     assert "NVIDIA GPUs only" in reason("cpu")
     assert "NVIDIA GPUs only" in reason("rocm")
     assert "no NVIDIA GPU" in reason("cuda")
-    for kind in ("NVIDIA A100-SXM4-80GB", "NVIDIA L40S", "Tesla V100-SXM2-16GB", "NVIDIA GeForce RTX 5090"):
+    others = "NVIDIA A100-SXM4-80GB", "NVIDIA L40S", "Tesla V100-SXM2-16GB", "NVIDIA GeForce RTX 4090"
+    for kind in (*others, "NVIDIA GeForce RTX 5090"):
         with target(kind):
             assert f"needs a data-centre GPU from Hopper on (compute capability 9 or 10); this is {kind}" in reason(
                 "cuda"
