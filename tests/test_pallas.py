@@ -346,7 +346,9 @@ def test_choice_of_few_long_rows(monkeypatch):
             assert lowered("softmax", shape, jnp.float32) == "mosaic_gpu"
         for shape in ((1, 8192), (9, 2**20), (1, 128257)):
             assert lowered("softmax", shape, jnp.float32) == "ffi"
-        assert lowered("softmax", (1, 32000), jnp.bfloat16) == "ffi"
+        assert lowered("softmax", (4, 131072), jnp.bfloat16) == "mosaic_gpu"
+        for shape in ((1, 16384), (5, 131072), (4, 2**23)):
+            assert lowered("softmax", shape, jnp.bfloat16) == "ffi"
         assert lowered("softmax_vjp", (1, 32000), jnp.float32) == "ffi"
     with target("NVIDIA A100-SXM4-80GB"):
         assert lowered("softmax", (1, 32000), jnp.float32) == "ffi"
