@@ -8,6 +8,7 @@ Each kernel begins with an empty cache, and what it leaves in it at its end, up 
 as written.
 """
 
+import concurrent.futures
 import csv
 import pathlib
 import shutil
@@ -89,9 +90,13 @@ def launch() -> None:
     if jax.default_backend() != "gpu":
         sys.exit("--traffic needs a GPU")
     mark, operand = jax.jit(jnp.tanh), jnp.ones(1024)
-    for case in cases.traffic():
-        functions = [lowered.compile() for lowered in programs.lower_calls(case, *case.implementations)]
-        fill = programs.lower_fill(case.dtype, case.shape)[0].compile()
+    listed, lowered = cases.traffic(), []
+    for case in listed:
+        fill = programs.lower_fill(case.dtype, case.shape)
+        lowered.append([*fill, *programs.lower_calls(case, *case.implementations)])
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        compiled = list(pool.map(lambda each: [program.compile() for program in each], lowered))
+    for case, (fill, *functions) in zip(listed, compiled, strict=True):
         arguments = (fill(programs.random(0, case.dtype)), {})
         if case.direction == "backward":
             arguments = functions[0](*arguments), fill(programs.random(1, case.dtype))

@@ -65,12 +65,14 @@ def unsupported(operands: Sequence[jax.core.ShapedArray]) -> str | None:
 
 
 def leads(operation: str, form: Form, operands: Sequence[jax.core.ShapedArray]) -> bool:
-    """Whether these kernels are faster than all others: by measurement, softmax of few long rows in f32."""
+    """Whether these kernels are faster than all others: by measurement, softmax of few long rows."""
     x = operands[0]
-    if operation != "softmax" or x.dtype != jnp.float32 or not _known(operands):
+    if operation != "softmax" or x.dtype not in _DTYPES or not _known(operands):
         return False
-    few = x.shape[-1] * 4 > held.MOST_BYTES and x.size * 4 <= tiled.FEW_BYTES
-    return few and forms.is_plain(operation, form, operands)
+    n, itemsize = x.shape[-1], x.dtype.itemsize
+    long = n * itemsize > held.MOST_BYTES
+    few = x.size * itemsize <= tiled.FEW_BYTES and (itemsize == 4 or x.size <= 4 * n)
+    return long and few and forms.is_plain(operation, form, operands)
 
 
 def _known(operands: Sequence[jax.core.ShapedArray]) -> bool:

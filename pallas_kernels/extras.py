@@ -112,7 +112,12 @@ class Rules:
         """The result, from the plain kernel's."""
         if self.scale is not None and self.operation.endswith("_vjp"):
             result = result * self.scale
-        return _select(counts, result, -jnp.inf if self.operation == "log_softmax" else 0.0)
+        return _select(counts, result, self.nothing)
+
+    @property
+    def nothing(self) -> float:
+        """The result where nothing counts."""
+        return -math.inf if self.operation == "log_softmax" else 0.0
 
 
 def _select(counts, x, other):

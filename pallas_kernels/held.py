@@ -10,6 +10,7 @@ in the reduction, and written twice with the same value.
 
 import dataclasses
 import functools
+import itertools
 import operator
 from typing import Any
 
@@ -128,8 +129,8 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
     overlap = len(starts) * plan.width - n
 
     def new(chunks, neutral):
-        """The chunks without what the last one has seen before."""
-        if not overlap:
+        """The chunks without what the last one of a row has seen before."""
+        if not overlap or len(chunks) < len(starts):
             return chunks
         column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plan.layout)
         return [*chunks[:-1], jnp.where(column < overlap, neutral, chunks[-1])]
@@ -175,16 +176,28 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
             return functools.reduce(jnp.logical_and, conditions)
 
         bias = functools.partial(chunk, "b") if "b" in extras.names else None
-        return Rules(operation, scale, counts if extras.partial else None, bias), columns
+        return Rules(operation, scale, counts if extras.partial else None, bias), columns, limit
 
     def row_block(first):
+        rules, columns, limit = rules_of(first)
+        if limit is None or limit.shape or not 1 < len(starts) <= 8 or {*extras.names} & {"w", "b"}:
+            return reduced(first, rules, columns, len(starts))
+        # What does not count costs no arithmetic either: the kernel is compiled for the quarters of a row. Not where
+        # that takes too long: the most of a row, or with a mask or a bias, half a minute.
+        counted = sum((start < limit).astype(jnp.int32) for start in starts)
+        quarters = sorted({-(-len(starts) * k // 4) for k in (1, 2, 3, 4)})
+        for fewer, most in itertools.pairwise([-1, *quarters]):
+            enough = (counted > fewer) & (counted <= most)
+            pl.when(enough)(functools.partial(reduced, first, rules, columns, most))
+
+    def reduced(first, rules, columns, most):
+        """Some rows, of which no more than the first so many chunks count."""
         block_rows = pl.ds(first, plan.rows)
-        rules, columns = rules_of(first)
 
         def prepared(start):
             return rules.prepare(start, [load(ref.at[block_rows, columns(start)], plan.layout) for ref in in_refs])
 
-        chunks_of, counts = zip(*map(prepared, starts), strict=True)
+        chunks_of, counts = zip(*map(prepared, starts[:most]), strict=True)
         arrays = list(zip(*chunks_of, strict=True))
         given = tuple(load(ref.at[block_rows]) for ref in given_refs)
         totals: arithmetic.Lanes = ()
@@ -200,8 +213,11 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
         if not out_refs:
             return
         finished = arithmetic.finish(operation, totals, given, spread)
-        for start, chunks, counted in zip(starts, chunks_of, counts, strict=True):
-            result = rules.conclude(counted, finished(*chunks))
+        results = [
+            rules.conclude(counted, finished(*chunks)) for chunks, counted in zip(chunks_of, counts, strict=True)
+        ]
+        nothing = plgpu.layout_cast(jnp.full(shape, rules.nothing, jnp.float32), plan.layout)
+        for start, result in itertools.zip_longest(starts, results, fillvalue=nothing):
             store(out_refs[0].at[block_rows, pl.ds(start, plan.width)], result)
 
     block = lax.axis_index("block")

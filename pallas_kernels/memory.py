@@ -7,9 +7,14 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
+def load_as_is(ref: Any, layout: Any = None) -> jax.Array:
+    """What a reference to shared or global memory holds."""
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
 def load(ref: Any, layout: Any = None) -> jax.Array:
-    """What a reference to shared or global memory holds, in f32."""
-    return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
+    """The same in f32."""
+    return load_as_is(ref, layout).astype(jnp.float32)
 
 
 def load_in_every_warp(ref: Any) -> jax.Array:

@@ -2,9 +2,10 @@
 
 A row is dealt out by tiles to the warpgroups of a block, or of a cluster of blocks. Each streams its tiles through a
 ring of its own, folds them into a state for each thread, and, when the states of all are combined, goes over its tiles
-once more to write the result. So a row whose tiles fit the rings is read once. Of a longer row, which is gone over
-backwards then, only what has left the rings is read again, most recently used tiles first, while the L2 may still hold
-them. Where blocks take several rows, in turn, the next row's tile takes a tile's place as soon as that is written.
+once more to write the result. So a row whose tiles fit the rings is read once. Of a longer row, some tiles stay in
+registers, and it is gone over backwards then, so that only what has left the rings is read again, most recently used
+tiles first, while the L2 may still hold them. Where blocks take several rows, in turn, the next row's tile takes a
+tile's place as soon as that is written.
 
 - Every warpgroup fills and empties its ring by itself, so that the only thing that warpgroups wait for is each other's
   states, once a row.
@@ -28,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from . import arithmetic, cluster
 from .extras import Extras, Rules
-from .memory import load, load_in_every_warp, store
+from .memory import load, load_as_is, load_in_every_warp, store
 
 _THREADS = 128  # of a warpgroup
 
@@ -45,6 +46,7 @@ class Plan:
       warpgroups: of a block.
       cluster: blocks that share a row.
       clusters: of the grid.
+      held: tiles that a warpgroup holds in registers besides.
     """
 
     vector: int
@@ -54,6 +56,7 @@ class Plan:
     warpgroups: int
     cluster: int
     clusters: int
+    held: int = 0
 
     @property
     def tile(self) -> int:
@@ -87,8 +90,9 @@ def plan(operation: str, rows: int, n: int, itemsize: int, multiprocessors: int)
     if n % vector or n < 2 * _THREADS * vector:
         return None
     warpgroups, cluster, chunks, most, stays = 4, 1, 4, 32, False
+    few = rows * row_bytes <= FEW_BYTES
     narrow = itemsize == 2 and arrays == 1  # rows with most to compute a byte
-    if rows * row_bytes <= FEW_BYTES:
+    if few:
         # As many blocks a row as fill the GPU, and as hold it in 64 KB each.
         wanted = max(pl.cdiv(128, rows), pl.cdiv(row_bytes, 64 << 10))
         warpgroups, cluster = 2, min(16, pl.next_power_of_2(wanted))
@@ -110,7 +114,8 @@ def plan(operation: str, rows: int, n: int, itemsize: int, multiprocessors: int)
     def cut(warpgroups, chunks):
         # Few tiles, that go up into the members, without much overlap: each costs 256 elements beside its own.
         members = warpgroups * cluster
-        sizes = [c for c in range(1, chunks + 1) if n >= (2 * members - 1) * c * _THREADS * vector] or [1]
+        least = members if few else 2 * members - 1
+        sizes = [c for c in range(1, chunks + 1) if n >= least * c * _THREADS * vector] or [1]
 
         def cost(count):
             tile = _THREADS * vector * count
@@ -123,12 +128,18 @@ def plan(operation: str, rows: int, n: int, itemsize: int, multiprocessors: int)
         # Of clusters that stay, one that finds no place would begin when the others end: some multiprocessors are left
         # out, as it varies from chip to chip on how many of them clusters can be placed.
         fill = multiprocessors if cluster <= 2 else multiprocessors * 7 // 8
-        return Plan(vector, best, tiles, ring, warpgroups, cluster, min(rows, fill // cluster) if stays else rows)
+        whole = Plan(vector, best, tiles, ring, warpgroups, cluster, min(rows, fill // cluster) if stays else rows)
+        if not stays or whole.share <= ring or warpgroups > 3:
+            return whole
+        # Three warpgroups leave 168 registers to a thread; 16 bits take twice theirs while they are computed with. Of
+        # log_softmax_vjp the fold needs one array, and a slot has room for the other of one tile.
+        registers, of = (48, 1) if operation == "log_softmax_vjp" else (80, arrays)
+        return dataclasses.replace(whole, held=min(registers * itemsize // (16 * best * of), whole.share - ring, ring))
 
     found = cut(warpgroups, chunks)
-    if stays and found.share > found.ring:  # then the rings' size counts most
+    if stays and found.share > found.ring:  # then what is on chip counts most
         others = [found, *(cut(*sizes) for sizes in ((3, 4), (4, 2), (3, 2)))]
-        found = max(others, key=lambda cut: cut.warpgroups * cut.ring * cut.tile)
+        found = max(others, key=lambda cut: min(1, (cut.ring + cut.held) / cut.share))
     return found
 
 
@@ -199,7 +210,8 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
     again = folds and writes and plan.share > plan.ring  # tiles that have left the ring are read again
     # Which arrays the fold needs, and which the result needs beside them.
     folded = () if not folds else (1,) if operation == "log_softmax_vjp" else tuple(range(len(in_refs)))
-    others = tuple(i for i in range(len(in_refs)) if i not in folded)
+    arrays = tuple(range(len(in_refs)))
+    others = tuple(i for i in arrays if i not in folded)
     overlap = plan.tiles * plan.tile - n  # of the last tile with the one before
     layout = plgpu.Layout.TILED(
         plgpu.Tiling(((_THREADS, plan.vector), (32, plan.vector))), warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1
@@ -224,6 +236,8 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
 
         A tile that begins beyond what counts is not read, but the row's beginning in its place, which is in the L2.
         """
+        if not arrays:
+            return
 
         @pl.when(k < count)
         def _():
@@ -269,24 +283,29 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
         bias = functools.partial(chunk, "b") if "b" in extras.names else None
         return Rules(operation, scale, counts if extras.partial else None, bias)
 
-    def chunks(tile, slot, rules, arrays):
-        """Where the chunks of a tile begin in the row, in vectors, what they hold of each array, and what counts."""
+    def in_ring(slot, arrays):
+        """What the chunks of a tile hold of each array."""
         for i in range(plan.chunks):
-            part, begin = pl.ds(i * _THREADS, _THREADS), start(tile) + i * _THREADS
-            places = [ring.at[warpgroup * plan.ring + slot, part] for ring in rings]
-            values = [load(place, layout) if i in arrays else None for i, place in enumerate(places)]
+            places = [ring.at[warpgroup * plan.ring + slot, pl.ds(i * _THREADS, _THREADS)] for ring in rings]
+            yield [load_as_is(place, layout) if i in arrays else None for i, place in enumerate(places)]
+
+    def prepared(tile, chunks, rules):
+        """Where the chunks of a tile begin in the row, in vectors, what they hold for the plain kernel, what counts."""
+        for i, values in enumerate(chunks):
+            begin = start(tile) + i * _THREADS
+            values = [None if x is None else x.astype(jnp.float32) for x in values]
             yield begin, *rules.prepare(begin, values)
 
-    def new(tile, slot, rules):
+    def new(tile, chunks, rules):
         """What is folded of a tile: without what the tile before has too."""
         neutral = -jnp.inf if operation in arithmetic.SCORES else 0.0
         seen = jnp.where(base + tile == plan.tiles - 1, overlap, 0)
-        for i, (_, values, _) in enumerate(chunks(tile, slot, rules, folded)):
+        for i, (_, values, _) in enumerate(prepared(tile, chunks, rules)):
             x = values[0] if operation in arithmetic.SCORES else arithmetic.terms(operation, *values)
             yield jnp.where(columns() + i * chunk < seen, neutral, x) if i * chunk < overlap else x
 
-    def write(tile, slot, k, rules, finished):
-        for begin, values, counts in chunks(tile, slot, rules, range(len(in_refs))):
+    def write(tile, chunks, k, rules, finished):
+        for begin, values, counts in prepared(tile, chunks, rules):
             result = rules.conclude(counts, finished(*values))
             store(out_refs[0].at[first + k * stride, pl.ds(begin, _THREADS)], result)
 
@@ -299,7 +318,7 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
         """Fills a slot with the next tile of this row or of one to come, and says which is the one after that."""
         plgpu.commit_smem()  # all threads have read it
         k, tile = ahead
-        start_load(k, tile, slot, range(len(in_refs)))
+        start_load(k, tile, slot, arrays)
         last = tile == share - 1
         return jnp.where(last, k + 1, k), jnp.where(last, 0, tile + 1)
 
@@ -337,7 +356,7 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
             def fold(tile, state):
                 lanes, slot, ahead = state
                 wait(slot, folded)
-                lanes = accumulate(lanes, list(new(tile, slot, rules)))
+                lanes = accumulate(lanes, list(new(tile, in_ring(slot, folded), rules)))
                 return lanes, after(slot), ahead if writes else refill(ahead, slot)
 
             lanes, slot, ahead = lax.fori_loop(0, share, fold, (arithmetic.identity(operation, _THREADS), begin, ahead))
@@ -348,63 +367,91 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
             def visit(tile, state):
                 slot, ahead = state
                 wait(slot, others)
-                write(tile, slot, k, rules, finish)
+                write(tile, in_ring(slot, arrays), k, rules, finish)
                 return after(slot), refill(ahead, slot)
 
             slot, ahead = lax.fori_loop(0, share, visit, (begin, ahead))
         return slot, ahead
 
-    def begin_row(k, tile, slot):
-        """Fills a slot with what a row that the ring does not keep wants first there."""
+    def load_folded(k, tile, slot):
+        """Starts the copies of what the fold needs of a tile."""
         start_load(k, tile, slot, folded)
-        last = tile + lax.div(share - 1 - tile, jnp.int32(plan.ring)) * plan.ring
-        start_load(k, last, slot, others)
+
+    def load_others(k, tile, slot):
+        """Starts the copies of what the fold does not need of the last tile that comes to a slot, after this one."""
+        start_load(k, tile + lax.div(share - 1 - tile, jnp.int32(plan.ring)) * plan.ring, slot, others)
 
     def long_row(k, _):
-        """One row of which the ring keeps the last tiles.
+        """One row of which registers hold the first tiles, if any, and the ring keeps the last.
 
         The slots' order turns round from row to row, so that the next row's first tile is in the slot that is free
-        first. What the fold does not need is loaded for the last tiles alone, where it waits for the result.
+        first. What the fold does not need waits in the slots for the result.
         """
         odd, rules = lax.rem(k, 2), rules_of(k)
+        on_chip = plan.held + plan.ring
 
         def slot_of(tile):
-            place = lax.rem(tile, plan.ring)
-            return jnp.where(odd == 1, plan.ring - 1 - place, place)
+            turned = plan.ring - 1 - (tile + -plan.held % plan.ring) % plan.ring
+            return jnp.where(odd == 1, turned, tile % plan.ring)
 
         def fold(tile, lanes):
             slot = slot_of(tile)
             wait(slot, folded)
-            lanes = accumulate(lanes, list(new(tile, slot, rules)))
+            chunks = list(in_ring(slot, folded))
+            lanes = accumulate(lanes, list(new(tile, chunks, rules)))
 
             @pl.when(tile + plan.ring < share)
             def _():
                 plgpu.commit_smem()
-                start_load(k, tile + plan.ring, slot, folded)
+                load_folded(k, tile + plan.ring, slot)
 
-            return lanes
+            return lanes, chunks
 
-        lanes = lax.fori_loop(0, share, fold, arithmetic.identity(operation, _THREADS))
+        held, lanes = [], arithmetic.identity(operation, _THREADS)
+        for tile in range(plan.held):
+            lanes, chunks = fold(tile, lanes)
+            held.append(chunks)
+        lanes = lax.fori_loop(plan.held, share, lambda tile, lanes: fold(tile, lanes)[0], lanes)
         finish = finished(k, combined(k, lanes))
+
+        def begin_next(load, tile):
+            """Starts a copy for the next row in the slot of a tile, which is the last on chip that has been there."""
+            load(k + 1, on_chip - 1 - tile, slot_of(tile))
+
+        if held:  # to where nothing came after what registers hold now
+            plgpu.commit_smem()
+            lax.fori_loop(share, on_chip, lambda tile, _: begin_next(load_folded, tile), None)
 
         def visit(step, _):
             tile = share - 1 - step
             slot = slot_of(tile)
             pl.when(step >= plan.ring)(lambda: wait(slot, folded))
             wait(slot, others)
-            write(tile, slot, k, rules, finish)
+            write(tile, in_ring(slot, arrays), k, rules, finish)
             plgpu.commit_smem()
 
-            pl.when(tile >= plan.ring)(lambda: start_load(k, tile - plan.ring, slot, range(len(in_refs))))
-            pl.when(tile < plan.ring)(lambda: begin_row(k + 1, plan.ring - 1 - tile, slot))
+            pl.when(tile >= on_chip)(lambda: start_load(k, tile - plan.ring, slot, arrays))
+            pl.when(tile < on_chip)(lambda: begin_next(load_folded, tile))
+            pl.when((tile >= plan.ring) & (tile < on_chip))(lambda: start_load(k, tile - plan.ring, slot, others))
+            pl.when(tile < plan.ring)(lambda: begin_next(load_others, tile))
 
-        lax.fori_loop(0, share, visit, None)
+        lax.fori_loop(0, share - plan.held, visit, None)
+        for tile in reversed(range(plan.held)):
+            slot = slot_of(tile)
+            wait(slot, others)
+            both = zip(held[tile], in_ring(slot, others), strict=True)
+            chunks = [[y if x is None else x for x, y in zip(*chunk, strict=True)] for chunk in both]
+            write(tile, chunks, k, rules, finish)
+            if others:
+                plgpu.commit_smem()
+                begin_next(load_others, tile + plan.ring)
 
     if plan.cluster > 1:
         cluster.open_mailbox(mailbox)
     if again:
         for slot in range(plan.ring):
-            begin_row(0, slot, slot)
+            load_folded(0, slot, slot)
+            load_others(0, slot, slot)
         lax.fori_loop(0, count, long_row, None)
     else:
         ahead = 0, 0

@@ -27,8 +27,8 @@ from jaxsoft._implementations import IMPLEMENTATIONS, choose
 HELD, TILED = held.Plan, tiled.Plan
 # By dtype: the rows, and small plans with which few and short ones do what many and long ones do. Held by 2 to 128
 # threads, side by side or not, with chunks that overlap, and rows that are left over. Tiled: in rings that keep a row
-# and the beginning of the next, or that do not keep it whole, with and without overlap, by one warpgroup and by two;
-# more rows than blocks, and as many. Split into parts that rows of a block share, or not.
+# and the beginning of the next, or that do not keep it whole, with tiles in registers, with and without overlap, by one
+# warpgroup and by two; more rows than blocks, and as many. Split into parts that rows of a block share, or not.
 CASES = {
     jnp.float32: [
         ((70, 24), HELD(4, 2, 1)),
@@ -37,13 +37,13 @@ CASES = {
         ((5, 301), HELD(1, 64, 2)),
         ((3, 300), HELD(4, 64, 1)),
         ((3, 2300), TILED(4, 1, 5, 4, 2, 1, 2)),
-        ((3, 3300), TILED(4, 1, 7, 2, 2, 1, 2)),
+        ((3, 3300), TILED(4, 1, 7, 2, 2, 1, 1, 2)),
         ((2, 2048), TILED(4, 2, 2, 2, 1, 1, 2)),
         ((2, 64 * 72), (64, HELD(4, 16, 1))),
     ],
     jnp.bfloat16: [
         ((3, 1040), HELD(8, 128, 1)),
-        ((3, 6152), TILED(8, 1, 7, 2, 1, 1, 1)),
+        ((3, 6152), TILED(8, 1, 7, 2, 1, 1, 1, 2)),
         ((1, 4104), TILED(8, 2, 3, 3, 2, 1, 1)),
         ((1, 128 * 136), (128, HELD(8, 16, 1))),
     ],
@@ -89,6 +89,8 @@ FORMS = [
     ("b", (2, 3, 16, 64), (0, 2)),
     ("slwb", (3, 2, 8, 500), (1,)),
     ("slwb", (48, 72), ()),
+    ("l", (7, 2112), ()),  # of a quarter, two, three or all of a row: what counts
+    ("slwb", (2, 2, 1100), (0,)),
 ]
 LONG_FORMS = [("l", (3, 2, 2300), (1,)), ("slwb", (2, 2, 2300), (0,))]
 
@@ -179,7 +181,7 @@ def test_plans():
                 assert cut.tile <= n <= cut.tile * cut.tiles < n + cut.tile and cut.tiles >= cut.members
                 assert cut.ring * cut.warpgroups <= 32
                 assert cut.ring * cut.warpgroups * cut.tile * size * arrays <= 216 << 10
-                assert cut.tiles >= 2 * cut.members or n % cut.tile == 0  # one writer for what overlaps
+                assert cut.tiles > cut.members or n % cut.tile == 0  # one writer for what overlaps
                 assert cut.clusters == rows_ or cut.clusters * cut.cluster <= 132
 
 
@@ -344,7 +346,9 @@ def test_choice_of_few_long_rows(monkeypatch):
             assert lowered("softmax", shape, jnp.float32) == "mosaic_gpu"
         for shape in ((1, 8192), (9, 2**20), (1, 128257)):
             assert lowered("softmax", shape, jnp.float32) == "ffi"
-        assert lowered("softmax", (1, 32000), jnp.bfloat16) == "ffi"
+        assert lowered("softmax", (4, 131072), jnp.bfloat16) == "mosaic_gpu"
+        for shape in ((1, 16384), (5, 131072), (4, 2**23)):
+            assert lowered("softmax", shape, jnp.bfloat16) == "ffi"
         assert lowered("softmax_vjp", (1, 32000), jnp.float32) == "ffi"
     with target("NVIDIA A100-SXM4-80GB"):
         assert lowered("softmax", (1, 32000), jnp.float32) == "ffi"
