@@ -275,10 +275,10 @@ def traffic() -> list[Case]:
     return [
         *(case("forward", "float32", n) for n in sorted((*_powers(10, 20), 49152, 2**22))),
         *(case("backward", "float32", n) for n in lengths),
-        *(case("forward", "bfloat16", n) for n in lengths),
-        *(case("backward", "bfloat16", n) for n in lengths),
         *(case("forward", "float32", n, name) for name in ("jax.nn", "triton") for n in lengths),
         *(case("forward", "float32", n, "pallas") for n in (*lengths, 2**22)),
         *(case("backward", "float32", n, "pallas") for n in lengths),
         *(case("forward", "float32", 2**20, name, 4) for name in ("jaxsoft", "pallas")),
+        *(case("forward", "bfloat16", n) for n in lengths),
+        *(case("backward", "bfloat16", n) for n in lengths),
     ]

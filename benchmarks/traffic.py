@@ -1,8 +1,8 @@
 """The bytes that the kernels read from a GPU's memory and write to it, counted by the GPU, beside what they must move.
 
-`report` runs this file under Nsight Compute, which lists the kernels in the order of their launches. Run so, it calls
-every case of cases.traffic() once, between two launches of tanh: the kernels between those are the case's, and those
-between two cases prepare.
+`report` runs this file twice, first to compile every case of cases.traffic() into a folder, as that takes long under
+Nsight Compute, and then under it. There it calls every case once, between two launches of tanh: of the kernels, which
+Nsight Compute lists in the order of their launches, those between are the case's, and those between two cases prepare.
 
 Each kernel begins with an empty cache, and what it leaves in it at its end, up to the size of the cache, is not counted
 as written.
@@ -10,6 +10,8 @@ as written.
 
 import concurrent.futures
 import csv
+import itertools
+import os
 import pathlib
 import shutil
 import subprocess
@@ -31,10 +33,12 @@ def report() -> list[dict]:
         sys.exit("--traffic needs Nsight Compute: there is no ncu on the PATH")
     with tempfile.TemporaryDirectory() as folder:
         log = pathlib.Path(folder, "ncu.csv")
-        command = [ncu, "--clock-control", "none", "--metrics", ",".join(METRICS), "--csv", "--page", "raw"]
-        command += ["--print-units", "base", "--kernel-name-base", "demangled"]
-        command += ["--log-file", str(log), sys.executable, __file__]
-        status = subprocess.run(command).returncode
+        profile = [ncu, "--clock-control", "none", "--metrics", ",".join(METRICS), "--csv", "--page", "raw"]
+        profile += ["--print-units", "base", "--kernel-name-base", "demangled", "--log-file", str(log)]
+        profile += ["--target-processes", "application-only"]  # not the assemblers that it starts
+        cache = {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        subprocess.run([sys.executable, __file__, "compile"], env=os.environ | cache, check=True)
+        status = subprocess.run([*profile, sys.executable, __file__, "launch"], env=os.environ | cache).returncode
         text = log.read_text() if log.exists() else ""
     listed = cases.traffic()
     kernels = by_case(text)
@@ -85,18 +89,22 @@ def by_case(text: str) -> list[list[dict]]:
     return groups[1:-1:2]  # between the first mark and the second, the third and the fourth ...
 
 
+def lowered(case: cases.Case) -> list[jax.stages.Lowered]:
+    """The program that makes its input, and its calls."""
+    return [*programs.lower_fill(case.dtype, case.shape), *programs.lower_calls(case, *case.implementations)]
+
+
+def compile_all() -> None:
+    """Compiles every case, into JAX's persistent cache."""
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        list(pool.map(lambda program: program.compile(), itertools.chain.from_iterable(map(lowered, cases.traffic()))))
+
+
 def launch() -> None:
     """Calls every case once, between two marks."""
-    if jax.default_backend() != "gpu":
-        sys.exit("--traffic needs a GPU")
     mark, operand = jax.jit(jnp.tanh), jnp.ones(1024)
-    listed, lowered = cases.traffic(), []
-    for case in listed:
-        fill = programs.lower_fill(case.dtype, case.shape)
-        lowered.append([*fill, *programs.lower_calls(case, *case.implementations)])
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        compiled = list(pool.map(lambda each: [program.compile() for program in each], lowered))
-    for case, (fill, *functions) in zip(listed, compiled, strict=True):
+    for case in cases.traffic():
+        fill, *functions = [program.compile() for program in lowered(case)]
         arguments = (fill(programs.random(0, case.dtype)), {})
         if case.direction == "backward":
             arguments = functions[0](*arguments), fill(programs.random(1, case.dtype))
@@ -107,4 +115,6 @@ def launch() -> None:
 
 
 if __name__ == "__main__":
-    launch()
+    if jax.default_backend() != "gpu":
+        sys.exit("--traffic needs a GPU")
+    {"compile": compile_all, "launch": launch}[sys.argv[1]]()

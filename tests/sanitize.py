@@ -51,7 +51,7 @@ TILES = [((400, 2048, 64), "float32"), ((500, 2048, 64), "bfloat16"), ((210, 8, 
 # Of the others, by (rows, n): held by lanes of a warp, side by side, by warps, with rows left over; tiled in a block,
 # in clusters that end with their row, or stay, with rows that fit them or do not; few rows, over clusters and split.
 OTHERS = [(70, 24), (300, 50), (9, 1000), (70, 1001), (70, 4096), (700, 16384), (300, 50240), (300, 65544)]
-OTHERS += [(70, 131072), (33, 524288), (17, 2**20), (2, 32000), (1, 65544), (2, 2**20), (1, 3_000_008)]
+OTHERS += [(70, 131072), (33, 524288), (9, 2**20), (2, 32000), (1, 65544), (2, 2**20), (1, 3_000_008)]
 
 
 def forms() -> Iterator[tuple[tuple[int, ...], str, Form]]:
