@@ -209,8 +209,8 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
     folds, writes = operation != "logsumexp_vjp", operation != "state"
     again = folds and writes and plan.share > plan.ring  # tiles that have left the ring are read again
     # Which arrays the fold needs, and which the result needs beside them.
-    folded = () if not folds else (1,) if operation == "log_softmax_vjp" else tuple(range(len(in_refs)))
     arrays = tuple(range(len(in_refs)))
+    folded = () if not folds else (1,) if operation == "log_softmax_vjp" else arrays
     others = tuple(i for i in arrays if i not in folded)
     overlap = plan.tiles * plan.tile - n  # of the last tile with the one before
     layout = plgpu.Layout.TILED(
@@ -231,12 +231,12 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
     def number(name, k):
         return extra_refs[name][extras.place(name, first + k * stride)[0]]
 
-    def start_load(k, tile, slot, arrays):
+    def start_load(k, tile, slot, which):
         """Starts the copies of a tile of the cluster's k-th row, if it has one.
 
         A tile that begins beyond what counts is not read, but the row's beginning in its place, which is in the L2.
         """
-        if not arrays:
+        if not which:
             return
 
         @pl.when(k < count)
@@ -245,7 +245,7 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
             if "l" in extras.names:
                 begin = jnp.where(begin * plan.vector < number("l", k), begin, 0)
             place = pl.ds(begin, plan.chunks * _THREADS)
-            for i in arrays:
+            for i in which:
                 plgpu.copy_gmem_to_smem(
                     in_refs[i].at[first + k * stride, place],
                     rings[i].at[warpgroup * plan.ring + slot],
@@ -253,8 +253,8 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
                     oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
                 )
 
-    def wait(slot, arrays):
-        for i in arrays:
+    def wait(slot, which):
+        for i in which:
             plgpu.barrier_wait(loaded[i].at[warpgroup * plan.ring + slot])
 
     def columns():
@@ -283,11 +283,11 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
         bias = functools.partial(chunk, "b") if "b" in extras.names else None
         return Rules(operation, scale, counts if extras.partial else None, bias)
 
-    def in_ring(slot, arrays):
+    def in_ring(slot, which):
         """What the chunks of a tile hold of each array."""
-        for i in range(plan.chunks):
-            places = [ring.at[warpgroup * plan.ring + slot, pl.ds(i * _THREADS, _THREADS)] for ring in rings]
-            yield [load_as_is(place, layout) if i in arrays else None for i, place in enumerate(places)]
+        for begin in range(0, plan.chunks * _THREADS, _THREADS):
+            places = [ring.at[warpgroup * plan.ring + slot, pl.ds(begin, _THREADS)] for ring in rings]
+            yield [load_as_is(place, layout) if i in which else None for i, place in enumerate(places)]
 
     def prepared(tile, chunks, rules):
         """Where the chunks of a tile begin in the row, in vectors, what they hold for the plain kernel, what counts."""
