@@ -18,7 +18,7 @@ from jaxsoft import _devices
 from jaxsoft import _forms as forms
 from jaxsoft._forms import Form, Operation
 
-from . import arithmetic, held, split, tiled
+from . import arithmetic, held, split, tiled, tiling
 from .extras import Extras
 
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
@@ -57,7 +57,7 @@ def unsupported(operands: Sequence[jax.core.ShapedArray]) -> str | None:
         return f"its kernels take float16, bfloat16 and float32, not {dtype.name}"
     if not _known(operands):
         return f"its kernels are compiled for shapes that are known; got {operands[0].shape}"
-    if held.plan(1, n, dtype.itemsize) or tiled.plan("softmax", 1, n, dtype.itemsize, 1):
+    if held.plan(1, n, dtype.itemsize) or tiling.plan("softmax", 1, n, dtype.itemsize, 1):
         return None
     if n * dtype.itemsize <= held.MOST_BYTES:
         return f"rows must have at least 2 elements; got n={n}"
@@ -71,7 +71,7 @@ def leads(operation: str, form: Form, operands: Sequence[jax.core.ShapedArray]) 
         return False
     n, itemsize = x.shape[-1], x.dtype.itemsize
     long = n * itemsize > held.MOST_BYTES
-    few = x.size * itemsize <= tiled.FEW_BYTES and (itemsize == 4 or x.size <= 4 * n)
+    few = x.size * itemsize <= tiling.FEW_BYTES and (itemsize == 4 or x.size <= 4 * n)
     return long and few and forms.is_plain(operation, form, operands)
 
 
@@ -123,7 +123,7 @@ def _row_kernel(
     if not extras.names and not extras.masked and result == dtypes[0]:
         if parts := split.plan(operation, rows, n, size):
             return split.row_kernel(operation, rows, n, result, *parts)
-    tiles = tiled.plan(operation, rows, n, dtypes[0].itemsize, _multiprocessors())
+    tiles = tiling.plan(operation, rows, n, dtypes[0].itemsize, _multiprocessors())
     if tiles is None:
         return None
     wide = arithmetic.SIGNATURES[operation][2]

@@ -16,12 +16,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from . import arithmetic, held
 from .memory import load, load_in_every_warp, store
+from .tiling import FEW_BYTES
 
 
 def plan(operation: str, rows: int, n: int, itemsize: int) -> tuple[int, held.Plan] | None:
     """Into how many parts to cut rows, and how to hold a part; None where rows are not to be split."""
     least = 256 << 10 if rows <= 2 else 2 << 20  # bytes: below, clusters fill the GPU as well
-    if n * itemsize < least or rows * n * itemsize > 32 << 20 or operation == "logsumexp_vjp":
+    if n * itemsize < least or rows * n * itemsize > FEW_BYTES or operation == "logsumexp_vjp":
         return None
     wanted = 256 if rows == 1 else 128 if rows < 8 else 64
     for parts in (64, 128, 256, 512):

@@ -2,10 +2,11 @@
 
 A row is dealt out by tiles to the warpgroups of a block, or of a cluster of blocks. Each streams its tiles through a
 ring of its own, folds them into a state for each thread, and, when the states of all are combined, goes over its tiles
-once more to write the result. So a row whose tiles fit the rings is read once. Of a longer row, some tiles stay in
-registers, and it is gone over backwards then, so that only what has left the rings is read again, most recently used
-tiles first, while the L2 may still hold them. Where blocks take several rows, in turn, the next row's tile takes a
-tile's place as soon as that is written.
+once more to write the result. So a row whose tiles fit the rings is read once. An array that only the result needs has
+a ring of its own, which need not hold the row. Of a longer row, some tiles stay in registers, and it is gone over
+backwards then, so that only what has left the rings is read again, most recently used tiles first, while the L2 may
+still hold them. Where blocks take several rows, in turn, the next row's tile takes a tile's place as soon as that is
+written.
 
 - Every warpgroup fills and empties its ring by itself, so that the only thing that warpgroups wait for is each other's
   states, once a row.
@@ -17,7 +18,6 @@ tile's place as soon as that is written.
 - Results go from registers to global memory, in 16-byte stores, not through shared memory, which is left to the rings.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -30,117 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from . import arithmetic, cluster
 from .extras import Extras, Rules
 from .memory import load, load_as_is, load_in_every_warp, store
-
-_THREADS = 128  # of a warpgroup
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """How a kernel cuts up its work.
-
-    Attributes:
-      vector: elements that a thread loads at a time.
-      chunks: such loads a tile.
-      tiles: tiles a row.
-      ring: tiles in a warpgroup's ring.
-      warpgroups: of a block.
-      cluster: blocks that share a row.
-      clusters: of the grid.
-      held: tiles that a warpgroup holds in registers besides.
-    """
-
-    vector: int
-    chunks: int
-    tiles: int
-    ring: int
-    warpgroups: int
-    cluster: int
-    clusters: int
-    held: int = 0
-
-    @property
-    def tile(self) -> int:
-        """Elements a tile."""
-        return _THREADS * self.vector * self.chunks
-
-    @property
-    def members(self) -> int:
-        """Warpgroups that share a row."""
-        return self.warpgroups * self.cluster
-
-    @property
-    def share(self) -> int:
-        """The most tiles of a row that a warpgroup has."""
-        return -(-self.tiles // self.members)
-
-
-_RING_BYTES = 216 << 10  # of all rings of a block, of the 227 KiB of shared memory that a multiprocessor has
-FEW_BYTES = 32 << 20  # rows that together have fewer leave multiprocessors idle, but for clusters
-
-
-def plan(operation: str, rows: int, n: int, itemsize: int, multiprocessors: int) -> Plan | None:
-    """How to cut up rows of n elements; None where copies cannot be aligned, or rows are too short.
-
-    Rows of which several fit the shared memory of a multiprocessor, or of a cluster, get a block or a cluster each: the
-    GPU deals them out as others end, so the faster multiprocessors have more of them, and what one waits for, others
-    use. Of longer rows only one fits: there clusters stay, and the next row's tiles take the place of this one's.
-    """
-    vector, arrays = 16 // itemsize, arithmetic.SIGNATURES[operation][0]
-    row_bytes = n * itemsize * arrays
-    if n % vector or n < 2 * _THREADS * vector:
-        return None
-    warpgroups, cluster, chunks, most, stays = 4, 1, 4, 32, False
-    few = rows * row_bytes <= FEW_BYTES
-    narrow = itemsize == 2 and arrays == 1  # rows with most to compute a byte
-    if few:
-        # As many blocks a row as fill the GPU, and as hold it in 64 KB each.
-        wanted = max(pl.cdiv(128, rows), pl.cdiv(row_bytes, 64 << 10))
-        warpgroups, cluster = 2, min(16, pl.next_power_of_2(wanted))
-    elif operation == "state":  # which goes over a row once, so that it need not fit: several blocks read at a time
-        warpgroups, cluster, most = 2, min(16, max(1, pl.next_power_of_2(2 * multiprocessors // rows + 1) // 2)), 3
-    elif row_bytes <= (96 << 10 if narrow else 192 << 10):
-        chunks = 2 if narrow else 4
-    elif arrays == 1 and row_bytes <= 256 << 10:
-        warpgroups, cluster = 2, 2 if row_bytes <= 128 << 10 else 4
-    else:
-        cluster, stays = min(16, pl.next_power_of_2(pl.cdiv(row_bytes, 136 << 10))), True
-        if arrays == 1 and not narrow:
-            cluster = max(8, cluster)
-    while cluster > 1 and n < 2 * warpgroups * cluster * _THREADS * vector:
-        cluster //= 2
-    while warpgroups > 1 and n < 2 * warpgroups * _THREADS * vector:
-        warpgroups //= 2
-
-    def cut(warpgroups, chunks):
-        # Few tiles, that go up into the members, without much overlap: each costs 256 elements beside its own.
-        members = warpgroups * cluster
-        least = members if few else 2 * members - 1
-        sizes = [c for c in range(1, chunks + 1) if n >= least * c * _THREADS * vector] or [1]
-
-        def cost(count):
-            tile = _THREADS * vector * count
-            return pl.cdiv(pl.cdiv(n, tile), members) * (tile + 256), -count
-
-        best = min(sizes, key=cost)
-        tiles = pl.cdiv(n, _THREADS * vector * best)
-        ring = min(most, 32 // warpgroups, _RING_BYTES // (_THREADS * 16 * best * arrays * warpgroups))
-        ring = ring if stays else min(ring, pl.cdiv(tiles, members))
-        # Of clusters that stay, one that finds no place would begin when the others end: some multiprocessors are left
-        # out, as it varies from chip to chip on how many of them clusters can be placed.
-        fill = multiprocessors if cluster <= 2 else multiprocessors * 7 // 8
-        whole = Plan(vector, best, tiles, ring, warpgroups, cluster, min(rows, fill // cluster) if stays else rows)
-        if not stays or whole.share <= ring or warpgroups > 3:
-            return whole
-        # Three warpgroups leave 168 registers to a thread; 16 bits take twice theirs while they are computed with. Of
-        # log_softmax_vjp the fold needs one array, and a slot has room for the other of one tile.
-        registers, of = (48, 1) if operation == "log_softmax_vjp" else (80, arrays)
-        return dataclasses.replace(whole, held=min(registers * itemsize // (16 * best * of), whole.share - ring, ring))
-
-    found = cut(warpgroups, chunks)
-    if stays and found.share > found.ring:  # then what is on chip counts most
-        others = [found, *(cut(*sizes) for sizes in ((3, 4), (4, 2), (3, 2)))]
-        found = max(others, key=lambda cut: min(1, (cut.ring + cut.held) / cut.share))
-    return found
+from .tiling import THREADS, Plan
 
 
 def row_kernel(
@@ -166,21 +56,21 @@ def row_kernel(
       rows, n / vector, vector) and (their rows,), where booleans are bytes. It returns a tuple of arrays of the first
       two shapes.
     """
-    of_rows, _, wide, narrow = arithmetic.SIGNATURES[operation]
+    _, _, wide, narrow = arithmetic.SIGNATURES[operation]
     full = jax.ShapeDtypeStruct((rows, n // plan.vector, plan.vector), dtypes[1])
     number = jax.ShapeDtypeStruct((rows,), jnp.float32)
-    slots, numbers = plan.warpgroups * plan.ring, len(arithmetic.identity(operation, 1)) // 2
-    ring = plgpu.SMEM((slots, plan.chunks * _THREADS, plan.vector), dtypes[0])
+    slots = [plan.warpgroups * size for size in _ring_sizes(operation, plan)]
+    numbers = len(arithmetic.identity(operation, 1)) // 2
     # States of two rows, as the first warpgroup to have its next one ready must not write over what others still read.
-    states = plgpu.SMEM((numbers, 2, plan.warpgroups * _THREADS), jnp.float32)
+    states = plgpu.SMEM((numbers, 2, plan.warpgroups * THREADS), jnp.float32)
     clustered = plan.cluster > 1
     mailbox = plgpu.SMEM((numbers, 2, plan.cluster), jnp.float32), plgpu.SMEM((2,), jnp.int32)
     return plgpu.kernel(
         functools.partial(_body, operation, plan, extras),
         out_type=(full,) * wide + (number,) * narrow,
         scratch_types=(
-            [ring] * of_rows,
-            [plgpu.Barrier(num_arrivals=1, num_barriers=slots) for _ in range(of_rows)],
+            [plgpu.SMEM((count, plan.chunks * THREADS, plan.vector), dtypes[0]) for count in slots],
+            [plgpu.Barrier(num_arrivals=1, num_barriers=count) for count in slots],
             states,
             plgpu.Barrier(num_arrivals=plan.warpgroups),
             mailbox if clustered else (),
@@ -199,22 +89,34 @@ def row_kernel(
     )
 
 
+def _folded(operation: str) -> tuple[int, ...]:
+    """Which of its row operands an operation's fold needs."""
+    if operation == "logsumexp_vjp":
+        return ()
+    return (1,) if operation == "log_softmax_vjp" else tuple(range(arithmetic.SIGNATURES[operation][0]))
+
+
+def _ring_sizes(operation: str, plan: Plan) -> list[int]:
+    """Tiles in a warpgroup's ring of each row operand."""
+    folded = _folded(operation)
+    return [plan.ring if i in folded else plan.later or plan.ring for i in range(arithmetic.SIGNATURES[operation][0])]
+
+
 def _body(operation: str, plan: Plan, extras: Extras, *refs):
     *in_global, rings, loaded, states, posted, mailbox = refs
     in_refs, given_refs, beside, out_refs, number_refs = arithmetic.sorted_refs(operation, in_global)
     extra_refs = dict(zip(extras.names, beside, strict=True))
     numbers = states.shape[0]
     rows, n = in_refs[0].shape[0], in_refs[0].shape[1] * plan.vector
-    chunk = _THREADS * plan.vector
+    chunk = THREADS * plan.vector
     folds, writes = operation != "logsumexp_vjp", operation != "state"
     again = folds and writes and plan.share > plan.ring  # tiles that have left the ring are read again
     # Which arrays the fold needs, and which the result needs beside them.
-    arrays = tuple(range(len(in_refs)))
-    folded = () if not folds else (1,) if operation == "log_softmax_vjp" else arrays
+    arrays, folded, sizes = tuple(range(len(in_refs))), _folded(operation), _ring_sizes(operation, plan)
     others = tuple(i for i in arrays if i not in folded)
     overlap = plan.tiles * plan.tile - n  # of the last tile with the one before
     layout = plgpu.Layout.TILED(
-        plgpu.Tiling(((_THREADS, plan.vector), (32, plan.vector))), warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1
+        plgpu.Tiling(((THREADS, plan.vector), (32, plan.vector))), warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1
     )
     warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("peer") if plan.cluster > 1 else 0
     member = block * plan.warpgroups + warpgroup
@@ -226,7 +128,7 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
 
     def start(tile):
         """Where the warpgroup's tile begins, in vectors."""
-        return jnp.minimum((base + tile) * (plan.chunks * _THREADS), (n - plan.tile) // plan.vector)
+        return jnp.minimum((base + tile) * (plan.chunks * THREADS), (n - plan.tile) // plan.vector)
 
     def number(name, k):
         return extra_refs[name][extras.place(name, first + k * stride)[0]]
@@ -244,23 +146,23 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
             begin = start(tile)
             if "l" in extras.names:
                 begin = jnp.where(begin * plan.vector < number("l", k), begin, 0)
-            place = pl.ds(begin, plan.chunks * _THREADS)
+            place = pl.ds(begin, plan.chunks * THREADS)
             for i in which:
                 plgpu.copy_gmem_to_smem(
                     in_refs[i].at[first + k * stride, place],
-                    rings[i].at[warpgroup * plan.ring + slot],
-                    loaded[i].at[warpgroup * plan.ring + slot],
+                    rings[i].at[warpgroup * sizes[i] + slot],
+                    loaded[i].at[warpgroup * sizes[i] + slot],
                     oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
                 )
 
     def wait(slot, which):
         for i in which:
-            plgpu.barrier_wait(loaded[i].at[warpgroup * plan.ring + slot])
+            plgpu.barrier_wait(loaded[i].at[warpgroup * sizes[i] + slot])
 
     def columns():
         """Where the elements of a chunk are in it."""
         vectors, elements = (
-            plgpu.broadcasted_iota(jnp.int32, (_THREADS, plan.vector), axis, layout=layout) for axis in (0, 1)
+            plgpu.broadcasted_iota(jnp.int32, (THREADS, plan.vector), axis, layout=layout) for axis in (0, 1)
         )
         return vectors * plan.vector + elements
 
@@ -272,7 +174,7 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
             if limit is not None:
                 begin = jnp.where(begin * plan.vector < limit, begin, 0)
             row, _ = extras.place(name, first + k * stride)
-            return load(extra_refs[name].at[row, pl.ds(begin, _THREADS)], layout)
+            return load(extra_refs[name].at[row, pl.ds(begin, THREADS)], layout)
 
         def counts(begin, chunks):
             conditions = [chunk("w", begin) != 0] if "w" in extras.names else []
@@ -283,50 +185,65 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
         bias = functools.partial(chunk, "b") if "b" in extras.names else None
         return Rules(operation, scale, counts if extras.partial else None, bias)
 
-    def in_ring(slot, which):
-        """What the chunks of a tile hold of each array."""
-        for begin in range(0, plan.chunks * _THREADS, _THREADS):
-            places = [ring.at[warpgroup * plan.ring + slot, pl.ds(begin, _THREADS)] for ring in rings]
-            yield [load_as_is(place, layout) if i in which else None for i, place in enumerate(places)]
+    def in_rings(slots):
+        """What the chunks of a tile hold of each array: those that have a slot here."""
+        for begin in range(0, plan.chunks * THREADS, THREADS):
+            places = {i: rings[i].at[warpgroup * sizes[i] + slot, pl.ds(begin, THREADS)] for i, slot in slots.items()}
+            yield [load_as_is(places[i], layout) if i in places else None for i in arrays]
 
     def prepared(tile, chunks, rules):
         """Where the chunks of a tile begin in the row, in vectors, what they hold for the plain kernel, what counts."""
         for i, values in enumerate(chunks):
-            begin = start(tile) + i * _THREADS
+            begin = start(tile) + i * THREADS
             values = [None if x is None else x.astype(jnp.float32) for x in values]
             yield begin, *rules.prepare(begin, values)
 
-    def new(tile, chunks, rules):
-        """What is folded of a tile: without what the tile before has too."""
-        neutral = -jnp.inf if operation in arithmetic.SCORES else 0.0
-        seen = jnp.where(base + tile == plan.tiles - 1, overlap, 0)
-        for i, (_, values, _) in enumerate(prepared(tile, chunks, rules)):
-            x = values[0] if operation in arithmetic.SCORES else arithmetic.terms(operation, *values)
-            yield jnp.where(columns() + i * chunk < seen, neutral, x) if i * chunk < overlap else x
+    def take(lanes, tile, chunks, rules):
+        """Folds a tile: of the last one, without what the tile before has too."""
+        scores = operation in arithmetic.SCORES
+        accumulate = arithmetic.accumulate_scores if scores else arithmetic.accumulate_sum
+        values = [x for _, x, _ in prepared(tile, chunks, rules)]
+        values = [x[0] if scores else arithmetic.terms(operation, *x) for x in values]
+        if not overlap:
+            return accumulate(lanes, values)
+
+        def without_overlap():
+            neutral = -jnp.inf if scores else 0.0
+            new = list(values)
+            for i in range(pl.cdiv(overlap, chunk)):
+                new[i] = jnp.where(columns() + i * chunk < overlap, neutral, new[i])
+            return accumulate(lanes, new)
+
+        last = base + tile == plan.tiles - 1
+        return lax.cond(last, without_overlap, lambda: accumulate(lanes, values))
 
     def write(tile, chunks, k, rules, finished):
         for begin, values, counts in prepared(tile, chunks, rules):
             result = rules.conclude(counts, finished(*values))
-            store(out_refs[0].at[first + k * stride, pl.ds(begin, _THREADS)], result)
+            store(out_refs[0].at[first + k * stride, pl.ds(begin, THREADS)], result)
 
-    accumulate = arithmetic.accumulate_scores if operation in arithmetic.SCORES else arithmetic.accumulate_sum
+    def after(slot, size):
+        return jnp.where(slot == size - 1, 0, slot + 1)
 
-    def after(slot):
-        return jnp.where(slot == plan.ring - 1, 0, slot + 1)
-
-    def refill(ahead, slot):
-        """Fills a slot with the next tile of this row or of one to come, and says which is the one after that."""
-        plgpu.commit_smem()  # all threads have read it
-        k, tile = ahead
-        start_load(k, tile, slot, arrays)
+    def refill(turn, which):
+        """Fills the slot whose turn it is with a tile of this row or of one to come, and says what comes next."""
+        slot, k, tile = turn
+        start_load(k, tile, slot, which)
         last = tile == share - 1
-        return jnp.where(last, k + 1, k), jnp.where(last, 0, tile + 1)
+        return after(slot, sizes[which[0]]), jnp.where(last, k + 1, k), jnp.where(last, 0, tile + 1)
+
+    def filled(which):
+        """Fills rings to begin with, and says what comes next."""
+        turn = 0, 0, 0
+        for _ in range(sizes[which[0]]):
+            turn = refill(turn, which)
+        return turn
 
     def combined(k, lanes):
         """The row's totals, from the states of all threads that share it."""
         turn = lax.rem(k, 2)
         for i, value in enumerate(arithmetic.state(lanes)):
-            states[i, turn, pl.ds(warpgroup * _THREADS, _THREADS)] = value
+            states[i, turn, pl.ds(warpgroup * THREADS, THREADS)] = value
         plgpu.barrier_arrive(posted)
         plgpu.barrier_wait(posted)
         totals = arithmetic.total([load_in_every_warp(states.at[i, turn]) for i in range(numbers)])
@@ -347,31 +264,38 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
 
         return arithmetic.finish(operation, totals, given, lambda v: v) if writes else None
 
-    def row(k, state):
-        """One row whose tiles stay in the ring until they are written, or that is gone over once."""
-        (begin, ahead), rules = state, rules_of(k)
-        totals = ()
+    groups = [folded, others] if plan.later else [arrays]  # whose rings turn together
+
+    def row(k, turns):
+        """One row of which the ring keeps what is folded until it is written, or that is gone over once."""
+        rules, totals = rules_of(k), ()
         if folds:
 
             def fold(tile, state):
-                lanes, slot, ahead = state
+                lanes, slot, turn = state
                 wait(slot, folded)
-                lanes = accumulate(lanes, list(new(tile, in_ring(slot, folded), rules)))
-                return lanes, after(slot), ahead if writes else refill(ahead, slot)
+                lanes = take(lanes, tile, in_rings(dict.fromkeys(folded, slot)), rules)
+                if not writes:
+                    plgpu.commit_smem()  # all threads have read the slot
+                    turn = refill(turn, folded)
+                return lanes, after(slot, plan.ring), turn
 
-            lanes, slot, ahead = lax.fori_loop(0, share, fold, (arithmetic.identity(operation, _THREADS), begin, ahead))
-            totals = combined(k, lanes)
+            turn, *rest = turns
+            lanes, _, turn = lax.fori_loop(0, share, fold, (arithmetic.identity(operation, THREADS), turn[0], turn))
+            turns, totals = [turn, *rest], combined(k, lanes)
         finish = finished(k, totals)
         if writes:
 
-            def visit(tile, state):
-                slot, ahead = state
-                wait(slot, others)
-                write(tile, in_ring(slot, arrays), k, rules, finish)
-                return after(slot), refill(ahead, slot)
+            def visit(tile, turns):
+                slots = {i: slot for (slot, *_), which in zip(turns, groups, strict=True) for i in which}
+                for i in others:
+                    wait(slots[i], (i,))
+                write(tile, in_rings(slots), k, rules, finish)
+                plgpu.commit_smem()
+                return [refill(turn, which) for turn, which in zip(turns, groups, strict=True)]
 
-            slot, ahead = lax.fori_loop(0, share, visit, (begin, ahead))
-        return slot, ahead
+            turns = lax.fori_loop(0, share, visit, turns)
+        return turns
 
     def load_folded(k, tile, slot):
         """Starts the copies of what the fold needs of a tile."""
@@ -397,8 +321,8 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
         def fold(tile, lanes):
             slot = slot_of(tile)
             wait(slot, folded)
-            chunks = list(in_ring(slot, folded))
-            lanes = accumulate(lanes, list(new(tile, chunks, rules)))
+            chunks = list(in_rings(dict.fromkeys(folded, slot)))
+            lanes = take(lanes, tile, chunks, rules)
 
             @pl.when(tile + plan.ring < share)
             def _():
@@ -407,7 +331,7 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
 
             return lanes, chunks
 
-        held, lanes = [], arithmetic.identity(operation, _THREADS)
+        held, lanes = [], arithmetic.identity(operation, THREADS)
         for tile in range(plan.held):
             lanes, chunks = fold(tile, lanes)
             held.append(chunks)
@@ -427,7 +351,7 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
             slot = slot_of(tile)
             pl.when(step >= plan.ring)(lambda: wait(slot, folded))
             wait(slot, others)
-            write(tile, in_ring(slot, arrays), k, rules, finish)
+            write(tile, in_rings(dict.fromkeys(arrays, slot)), k, rules, finish)
             plgpu.commit_smem()
 
             pl.when(tile >= on_chip)(lambda: start_load(k, tile - plan.ring, slot, arrays))
@@ -439,7 +363,7 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
         for tile in reversed(range(plan.held)):
             slot = slot_of(tile)
             wait(slot, others)
-            both = zip(held[tile], in_ring(slot, others), strict=True)
+            both = zip(held[tile], in_rings(dict.fromkeys(others, slot)), strict=True)
             chunks = [[y if x is None else x for x, y in zip(*chunk, strict=True)] for chunk in both]
             write(tile, chunks, k, rules, finish)
             if others:
@@ -454,7 +378,4 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
             load_others(0, slot, slot)
         lax.fori_loop(0, count, long_row, None)
     else:
-        ahead = 0, 0
-        for slot in range(plan.ring):
-            ahead = refill(ahead, slot)
-        lax.fori_loop(0, count, row, (0, ahead))
+        lax.fori_loop(0, count, row, [filled(which) for which in groups])

@@ -198,8 +198,10 @@ def pullback(op: str, x: np.ndarray, g: np.ndarray, truth: Truth) -> tuple[np.nd
         return dx, bound + 1e-36
 
 
-def beside_float64(op: str, x: jax.Array, g: jax.Array, some: np.ndarray, **options) -> list[tuple[np.ndarray, ...]]:
-    """The value of "ffi" and the pullback of g, each beside XLA's in float64, of the leading indices `some`.
+def beside_float64(
+    op: str, x: jax.Array, g: jax.Array, some: np.ndarray, implementation: str = "ffi", **options
+) -> list[tuple[np.ndarray, ...]]:
+    """An implementation's value and its pullback of g, each beside XLA's in float64, of the leading indices `some`.
 
     For arrays that are too large for `Truth`: what is compiled has all of x, what is compared has not.
     """
@@ -208,7 +210,7 @@ def beside_float64(op: str, x: jax.Array, g: jax.Array, some: np.ndarray, **opti
         y, pull = jax.vjp(ours(op, implementation, **options), x)
         return y, pull(g)[0]
 
-    actual = [wide(v[some]) for v in jax.jit(lambda *v: both(*v, "ffi"))(x, g)]
+    actual = [wide(v[some]) for v in jax.jit(lambda *v: both(*v, implementation))(x, g)]
     with jax.enable_x64(True):
         expected = jax.jit(lambda *v: both(*v, "xla"))(*(wide(v[some]) for v in (x, g)))
         return list(zip(actual, map(wide, expected), strict=True))

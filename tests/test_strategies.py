@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import assert_within, beside_float64, each_op, on_gpu, ours
+from common import IMPLEMENTATIONS, assert_within, beside_float64, each_op, on_gpu, ours
 
 # Clusters of 1 to 16 blocks; odd lengths, whose rows begin anywhere; lengths that leave a little over; the longest that
 # a cluster holds.
@@ -26,6 +26,10 @@ MANY = [
 ]
 FEW = [(1, 5000), (2, 16391), (64, 8192), (64, 32000), (1, 50257), (16, 131072), (3, 262147), (1, 524288), (2, 2**20)]
 FEW += [(5, 700_001), (3, 1_048_577), (4, 2_097_152)]
+# So many that the Pallas kernels do not cut them up as few, in each of their ways: by blocks and clusters that end with
+# their row, or stay, in which all of a row fits, or all of it that is folded, or neither; with tiles that overlap.
+TILED = [(2200, 8192), (900, 20_000), (450, 40_000), (340, 50_240), (170, 100_000), (130, 131_072), (60, 300_000)]
+TILED += [(33, 524_288), (29, 600_000), (17, 2**20), (15, 1_200_000), (9, 2**21)]
 # Rows that no cluster holds, and the longest that the grid does.
 LONG = [(13, 1_000_003), (12, 2_097_152), (17, 1_900_001), (9, 4_300_000), (6, 6_500_001)]
 
@@ -36,6 +40,18 @@ LONG = [(13, 1_000_003), (12, 2_097_152), (17, 1_900_001), (9, 4_300_000), (6, 6
 @pytest.mark.parametrize("extras", ["", "scale, where", "bias"])
 @pytest.mark.parametrize("shapes", [MANY, FEW, LONG], ids=["many", "few", "long"])
 def test_long_rows(op, dtype, extras, shapes):
+    assert_long_rows("ffi", op, dtype, extras, shapes)
+
+
+@pytest.mark.skipif("pallas" not in IMPLEMENTATIONS, reason="needs a GPU from Hopper on")
+@each_op
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("extras", ["", "scale, where"])
+def test_tiled_rows(op, dtype, extras):
+    assert_long_rows("pallas", op, dtype, extras, TILED)
+
+
+def assert_long_rows(implementation, op, dtype, extras, shapes):
     for rows, n in shapes:
         x = jax.random.normal(jax.random.key(n), (rows, n), jnp.float32)
         x = x * (1 + jnp.arange(rows)[:, None] % 5) + 100.0 * (jnp.arange(rows)[:, None] % 3)
@@ -47,7 +63,7 @@ def test_long_rows(op, dtype, extras, shapes):
         }.get(extras, {})
         g = jax.random.normal(jax.random.key(1), (rows,) if op == "logsumexp" else (rows, n), dtype)
 
-        (y, true_y), (dx, true_dx) = beside_float64(op, x, g, some, **given)
+        (y, true_y), (dx, true_dx) = beside_float64(op, x, g, some, implementation, **given)
         eps, tiny = float(jnp.finfo(dtype).eps), float(jnp.finfo(dtype).tiny)
         z = np.abs(np.asarray(x[some]).astype(np.float64)) * 1.5 + 20
         for what, actual, true, size in (("value", y, true_y, 0), ("gradient", dx, true_dx, 1)):
