@@ -116,6 +116,8 @@ def test_forms(operation, dtype):
 def test_forms_of_long_rows(operation):
     for extras, shape, ones in LONG_FORMS:
         plan = TILED(4, 1, 5, 2 if len(extras) > 1 else 4, 2, 1, 2)  # whose ring has the row, or has not
+        if operation == "log_softmax_vjp" and plan.share <= plan.ring:
+            plan = dataclasses.replace(plan, later=2)
         if operation == "softmax_vjp":
             extras = "".join(name for name in extras if name in "sl")
         form = Form(np.dtype(jnp.float32), extras, 0, operation == "softmax_vjp")

@@ -47,8 +47,9 @@ def test_long_rows(op, dtype, extras, shapes):
 @each_op
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("extras", ["", "scale, where"])
-def test_tiled_rows(op, dtype, extras):
-    assert_long_rows("pallas", op, dtype, extras, TILED)
+@pytest.mark.parametrize("shape", TILED, ids=lambda shape: f"{shape[0]}x{shape[1]}")
+def test_tiled_rows(op, dtype, extras, shape):
+    assert_long_rows("pallas", op, dtype, extras, [shape])
 
 
 def assert_long_rows(implementation, op, dtype, extras, shapes):
