@@ -56,7 +56,7 @@ class Plan:
         return -(-self.tiles // self.members)
 
 
-RING_BYTES = 216 << 10  # of all rings of a block, of the 227 KiB of shared memory that a multiprocessor has
+_RING_BYTES = 216 << 10  # of all rings of a block, of the 227 KiB of shared memory that a multiprocessor has
 _HALF_BYTES = 100 << 10  # of all rings, where two blocks are to share a multiprocessor
 FEW_BYTES = 32 << 20  # rows that together have fewer leave multiprocessors idle, but for clusters
 
@@ -93,7 +93,7 @@ def plan(operation: str, rows: int, n: int, itemsize: int, multiprocessors: int)
 
         best = min(sizes, key=cost)
         tiles = pl.cdiv(n, THREADS * vector * best)
-        ring = min(most, 32 // warpgroups, RING_BYTES // (THREADS * 16 * best * arrays * warpgroups))
+        ring = min(most, 32 // warpgroups, _RING_BYTES // (THREADS * 16 * best * arrays * warpgroups))
         ring = ring if stays else min(ring, pl.cdiv(tiles, members))
         # Of clusters that stay, one that finds no place would begin when the others end: some multiprocessors are left
         # out, as it varies from chip to chip on how many of them clusters can be placed.
@@ -129,7 +129,7 @@ def plan(operation: str, rows: int, n: int, itemsize: int, multiprocessors: int)
         cluster = min(16, pl.next_power_of_2(pl.cdiv(n * itemsize, 152 << 10)))
         for warpgroups in (2,) if itemsize == 4 else (4, 2):
             found = cut(warpgroups, cluster, 4, stays=True)
-            later = min(RING_BYTES // (warpgroups * found.slot) - found.share, 32 // warpgroups)
+            later = min(_RING_BYTES // (warpgroups * found.slot) - found.share, 32 // warpgroups)
             if later >= 2 and found.share * warpgroups <= 32:
                 return dataclasses.replace(found, ring=found.share, later=later)
     cluster = min(16, pl.next_power_of_2(pl.cdiv(row_bytes, 136 << 10)))
