@@ -1,8 +1,8 @@
 """`implementation="pallas"`: row operations as Pallas kernels for data-centre GPUs from Hopper on.
 
-`held` has rows that fit the registers of a block, `tiled` longer ones, in shared memory, and `split` few of them, cut
-over many blocks. This file says what they can serve, and which of them does. Nothing here touches a GPU before a kernel
-is asked for.
+`held` has rows that fit the registers of a block, `tiled` longer ones, in shared memory, as `tiling` cuts them up, and
+`split` few of them, cut over many blocks. This file says what they can serve, and which of them does. Nothing here
+touches a GPU before a kernel is asked for.
 """
 
 import functools
