@@ -278,7 +278,7 @@ def traffic() -> list[Case]:
         *(case("forward", "float32", n, name) for name in ("jax.nn", "triton") for n in lengths),
         *(case("forward", "float32", n, "pallas") for n in (*lengths, 2**22)),
         *(case("backward", "float32", n, "pallas") for n in lengths),
-        *(case("forward", "float32", 2**20, name, 4) for name in ("jaxsoft", "pallas")),
-        *(case("forward", "bfloat16", n) for n in lengths),
-        *(case("backward", "bfloat16", n) for n in lengths),
+        *(case("forward", "float32", 2**20, name, 4) for name in ("ffi", "pallas")),
+        *(case("forward", "bfloat16", n, name) for name in ("jaxsoft", "pallas") for n in lengths),
+        *(case("backward", "bfloat16", n, name) for name in ("jaxsoft", "pallas") for n in lengths),
     ]
