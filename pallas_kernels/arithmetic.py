@@ -54,6 +54,13 @@ def terms(operation: str, *chunks: jax.Array) -> jax.Array:
     return chunks[0] * chunks[1] if operation.startswith("softmax") else chunks[-1]
 
 
+def folded(operation: str) -> tuple[int, ...]:
+    """Which of its row operands an operation's fold needs: none where there is no fold."""
+    if operation == "logsumexp_vjp":
+        return ()
+    return (1,) if operation == "log_softmax_vjp" else tuple(range(SIGNATURES[operation][0]))
+
+
 def identity(operation: str, size: int) -> Lanes:
     """The state of nothing, in every thread."""
     values = (-jnp.inf, -jnp.inf, 0, 0) if operation in SCORES else (0, 0)

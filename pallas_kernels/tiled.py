@@ -89,16 +89,9 @@ def row_kernel(
     )
 
 
-def _folded(operation: str) -> tuple[int, ...]:
-    """Which of its row operands an operation's fold needs."""
-    if operation == "logsumexp_vjp":
-        return ()
-    return (1,) if operation == "log_softmax_vjp" else tuple(range(arithmetic.SIGNATURES[operation][0]))
-
-
 def _ring_sizes(operation: str, plan: Plan) -> list[int]:
     """Tiles in a warpgroup's ring of each row operand."""
-    folded = _folded(operation)
+    folded = arithmetic.folded(operation)
     return [plan.ring if i in folded else plan.later or plan.ring for i in range(arithmetic.SIGNATURES[operation][0])]
 
 
@@ -109,11 +102,11 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
     numbers = states.shape[0]
     rows, n = in_refs[0].shape[0], in_refs[0].shape[1] * plan.vector
     chunk = THREADS * plan.vector
-    folds, writes = operation != "logsumexp_vjp", operation != "state"
-    again = folds and writes and plan.share > plan.ring  # tiles that have left the ring are read again
     # Which arrays the fold needs, and which the result needs beside them.
-    arrays, folded, sizes = tuple(range(len(in_refs))), _folded(operation), _ring_sizes(operation, plan)
+    arrays, folded, sizes = tuple(range(len(in_refs))), arithmetic.folded(operation), _ring_sizes(operation, plan)
     others = tuple(i for i in arrays if i not in folded)
+    writes = operation != "state"
+    again = bool(folded) and writes and plan.share > plan.ring  # tiles that have left the ring are read again
     overlap = plan.tiles * plan.tile - n  # of the last tile with the one before
     layout = plgpu.Layout.TILED(
         plgpu.Tiling(((THREADS, plan.vector), (32, plan.vector))), warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1
@@ -269,7 +262,7 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
     def row(k, turns):
         """One row of which the ring keeps what is folded until it is written, or that is gone over once."""
         rules, totals = rules_of(k), ()
-        if folds:
+        if folded:
 
             def fold(tile, state):
                 lanes, slot, turn = state

@@ -53,7 +53,7 @@ class Plan:
     @property
     def share(self) -> int:
         """The most tiles of a row that a warpgroup has."""
-        return -(-self.tiles // self.members)
+        return pl.cdiv(self.tiles, self.members)
 
 
 _RING_BYTES = 216 << 10  # of all rings of a block, of the 227 KiB of shared memory that a multiprocessor has
@@ -69,8 +69,9 @@ def plan(operation: str, rows: int, n: int, itemsize: int, multiprocessors: int)
     use. Of longer rows only one fits: there clusters stay, and the next row's tiles take the place of this one's.
     """
     vector, arrays = 16 // itemsize, arithmetic.SIGNATURES[operation][0]
-    row_bytes, folds_one = n * itemsize * arrays, operation == "log_softmax_vjp"  # of two
-    if n % vector or n < 2 * THREADS * vector:
+    row_bytes, folds_one = n * itemsize * arrays, len(arithmetic.folded(operation)) == 1 < arrays
+    chunk = THREADS * vector  # elements
+    if n % vector or n < 2 * chunk:
         return None
     few = rows * row_bytes <= FEW_BYTES
     narrow = itemsize == 2 and arrays == 1  # rows with most to compute a byte
@@ -79,20 +80,20 @@ def plan(operation: str, rows: int, n: int, itemsize: int, multiprocessors: int)
 
     def cut(warpgroups, cluster, chunks, most=32, stays=False):
         """Rows in as few tiles as go up into the members, of so many chunks at most."""
-        while cluster > 1 and n < 2 * warpgroups * cluster * THREADS * vector:
+        while cluster > 1 and n < 2 * warpgroups * cluster * chunk:
             cluster //= 2
-        while warpgroups > 1 and n < 2 * warpgroups * THREADS * vector:
+        while warpgroups > 1 and n < 2 * warpgroups * chunk:
             warpgroups //= 2
         members = warpgroups * cluster
         least = members if few else 2 * members - 1
-        sizes = [c for c in range(1, chunks + 1) if n >= least * c * THREADS * vector] or [1]
+        sizes = [c for c in range(1, chunks + 1) if n >= least * c * chunk] or [1]
 
         def cost(count):
-            tile = THREADS * vector * count
+            tile = chunk * count
             return pl.cdiv(pl.cdiv(n, tile), members) * (tile + beside), -count
 
         best = min(sizes, key=cost)
-        tiles = pl.cdiv(n, THREADS * vector * best)
+        tiles = pl.cdiv(n, chunk * best)
         ring = min(most, 32 // warpgroups, _RING_BYTES // (THREADS * 16 * best * arrays * warpgroups))
         ring = ring if stays else min(ring, pl.cdiv(tiles, members))
         # Of clusters that stay, one that finds no place would begin when the others end: some multiprocessors are left
