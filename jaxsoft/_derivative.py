@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive, jaxpr_as_fun
@@ -19,7 +20,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxsoft import _xla, fold
 from jaxsoft._batching import as_leading_dimension
-from jaxsoft._forms import OPERATIONS, Form, compose, scores
+from jaxsoft._forms import OPERATIONS, Form, compose, counted, scores
 from jaxsoft._rows import row_operation
 
 
@@ -47,7 +48,8 @@ def differentiable(operation: str, form: Form, implementation: str | None) -> Ca
             @functools.partial(jax.checkpoint, prevent_cse=False)  # keeps the operands, not masks of x's size
             def z(*moved):
                 x, *extras = (moved[moving.index(i)] if i in moving else v for i, v in enumerate(primals))
-                return scores(form, x, dict(zip(form.extras, extras, strict=True)), fold.accumulator(x.dtype))
+                beside = dict(zip(form.extras, extras, strict=True))
+                return scores(form, x, beside, fold.accumulator(x.dtype), counted(form, x, beside))
 
             values, t = jax.jvp(z, [primals[i] for i in moving], [tangents[i] for i in moving])
             residuals = tuple(values if r is x else r for r in residuals)
@@ -55,7 +57,42 @@ def differentiable(operation: str, form: Form, implementation: str | None) -> Ca
         if operation == "softmax":  # y is 0 where the others say that an element does not count
             named = {name: v for name, v in named.items() if name in "sl"}
         derivative = _Derivative(operation, Form(y.dtype, "".join(named), form.trailing, masked), implementation)
-        return y, derivative(*residuals, t, *named.values())
+        return y, derivative(*residuals, t, *named.values())[0]
+
+    return function
+
+
+@functools.cache
+def label_statistics(form: Form, summed: bool, implementation: str | None) -> Callable[..., tuple[jax.Array, ...]]:
+    """What a loss needs to know of x, given the label i of each row, as a function of (x, i) and the form's extras.
+
+    Returns, in the accumulator's dtype: the logsumexp of the scores but the label's; the label's score t; the former
+    minus the latter, without the rounding of either; and if `summed`, of the scores z > -inf, sum(z - reference(t)),
+    where the reference counts as a constant, and their number.
+    """
+    operation = "label_sums" if summed else "label_state"
+
+    @jax.custom_jvp
+    def function(x, i, *extras):
+        return forward(x, i, *extras)[0]
+
+    def forward(x, i, *extras):
+        m, s, t, *sums = row_operation(operation, form, implementation, x, i, *extras)
+        log_s = jnp.where(s == 0, -jnp.inf, jnp.log(jnp.where(s == 0, 1, s)))
+        infinite = jnp.isinf(m) | jnp.isinf(t)
+        others = jnp.where(jnp.isinf(m), m, m + log_s)
+        apart = jnp.where(infinite, jnp.where((m == t) | (t == jnp.inf), jnp.nan, m - t), (m - t) + log_s)
+        return (others, t, apart, *sums), (m, s)
+
+    @functools.partial(function.defjvp, symbolic_zeros=True)
+    def function_jvp(primals, tangents):
+        x, i, *extras = primals
+        results, (m, s) = forward(*primals)
+        derivative = _Derivative(operation, form, implementation)
+        others, t, *sums = derivative(x, i, m, s, tangents[0], *extras)
+        if summed:
+            sums.append(jnp.zeros_like(results[-1]))
+        return results, (others, t, others - t, *sums)
 
     return function
 
@@ -73,9 +110,9 @@ def _forward(
 
 @dataclasses.dataclass(frozen=True)
 class _Derivative:
-    """The derivative of an operation, or its transpose: a map that is linear in one operand.
+    """The derivative of an operation, or its transpose: a linear map.
 
-    Its operands are those of the operation's "_jvp" or "_vjp", of which the last but the extras is the linear one.
+    Its operands are those of the operation's "_jvp" or "_vjp", of which the last but the extras are the linear ones.
     """
 
     operation: str
@@ -83,11 +120,10 @@ class _Derivative:
     implementation: str | None
     transposed: bool = False
 
-    def __call__(self, *operands: jax.Array) -> jax.Array:
+    def __call__(self, *operands: jax.Array) -> list[jax.Array]:
         # The primitive holds its computation as a jaxpr, where JAX looks for what needs to know devices when lowered.
         call = jax.make_jaxpr(lambda *operands: self.apply(operands))(*operands)
-        (out,) = linear_p.bind(*operands, derivative=self, call=call)
-        return out
+        return linear_p.bind(*operands, derivative=self, call=call)
 
     @property
     def name(self) -> str:
@@ -95,25 +131,29 @@ class _Derivative:
         return f"{self.operation}_{'vjp' if self.transposed else 'jvp'}"
 
     @property
-    def place(self) -> int:
-        """The index of the linear operand."""
-        return len(OPERATIONS[self.name]) - 1
+    def linear(self) -> range:
+        """The indices of the linear operands. The pullback has one for each result of the derivative."""
+        end = len(OPERATIONS[self.name])
+        return range(end - (_RESULTS.get(self.operation, 1) if self.transposed else 1), end)
 
-    def apply(self, operands: Sequence[jax.Array]) -> jax.Array:
+    def apply(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """The map: a kernel for the transpose, else the formula."""
         if not self.transposed:
-            return compose(self.name, self.form, _xla.OPERATIONS[self.name])(*operands)[0]
-        x, g = operands[0], operands[self.place]
+            return compose(self.name, self.form, _xla.OPERATIONS[self.name])(*operands)
+        x, g = operands[0], operands[self.linear[0]]
         if self.operation == "log_softmax" and x.dtype != g.dtype:  # as dtype=f32 has it: kernels take one dtype
-            wide = fold.accumulator(x.dtype)
-            operands = [x.astype(wide), *operands[1 : self.place], g.astype(wide), *operands[self.place + 1 :]]
-        return row_operation(self.name, self.form, self.implementation, *operands)[0]
+            wide, place = fold.accumulator(x.dtype), self.linear[0]
+            operands = [x.astype(wide), *operands[1:place], g.astype(wide), *operands[place + 1 :]]
+        return row_operation(self.name, self.form, self.implementation, *operands)
 
     def transpose(self, dtype: np.dtype) -> "_Derivative":
-        """The transpose, for a linear operand of this dtype."""
+        """The transpose, for linear operands of this dtype."""
         form = dataclasses.replace(self.form, dtype=dtype)
         return dataclasses.replace(self, form=form, transposed=not self.transposed)
 
+
+# How many results a derivative has, if not one.
+_RESULTS = {"label_state": 2, "label_sums": 3}
 
 linear_p = Primitive("jaxsoft_derivative")
 linear_p.multiple_results = True
@@ -122,7 +162,7 @@ linear_p.multiple_results = True
 @linear_p.def_impl
 def _impl(*operands, derivative, call):
     del call
-    return [_compiled(derivative, *operands)]
+    return _compiled(derivative, *operands)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -138,8 +178,8 @@ def _abstract_eval(*operands, derivative, call):
 
 def _jvp(primals, tangents, *, derivative, call):
     del call
-    place = derivative.place
-    moving = [i for i, t in enumerate(tangents) if i != place and not isinstance(t, ad.Zero)]
+    linear = derivative.linear
+    moving = [i for i, t in enumerate(tangents) if i not in linear and not isinstance(t, ad.Zero)]
     terms = []
     if moving:
 
@@ -150,25 +190,29 @@ def _jvp(primals, tangents, *, derivative, call):
             return derivative.apply(varied)
 
         terms.append(jax.jvp(along, [primals[i] for i in moving], [tangents[i] for i in moving])[1])
-    if not isinstance(tangents[place], ad.Zero):
-        terms.append(derivative(*primals[:place], tangents[place], *primals[place + 1 :]))
-    return [derivative(*primals)], [sum(terms[1:], terms[0])]
+    if not all(isinstance(tangents[i], ad.Zero) for i in linear):
+        varied = [ad.instantiate_zeros(tangents[i]) if i in linear else v for i, v in enumerate(primals)]
+        terms.append(derivative(*varied))
+    return derivative(*primals), [sum(parts[1:], parts[0]) for parts in zip(*terms, strict=True)]
 
 
 def _transpose(cotangents, *operands, derivative, call):
     del call
-    (g,), place = cotangents, derivative.place
-    t = operands[place]
-    assert [ad.is_undefined_primal(v) for v in operands] == [i == place for i in range(len(operands))]
-    out = ad.Zero(t.aval)
-    if not isinstance(g, ad.Zero):
-        out = derivative.transpose(t.aval.dtype)(*operands[:place], g, *operands[place + 1 :])
-    return [out if i == place else None for i in range(len(operands))]
+    linear = derivative.linear
+    assert [ad.is_undefined_primal(v) for v in operands] == [i in linear for i in range(len(operands))]
+    types = [operands[i].aval for i in linear]
+    results = [ad.Zero(t) for t in types]
+    if not all(isinstance(g, ad.Zero) for g in cotangents):
+        given = map(ad.instantiate_zeros, cotangents)
+        transposed = derivative.transpose(types[0].dtype)
+        results = transposed(*operands[: linear.start], *given, *operands[linear.stop :])
+    return [results[linear.index(i)] if i in linear else None for i in range(len(operands))]
 
 
 def _batch(operands: Sequence[jax.Array], dims: Sequence[int | None], *, derivative, call):
     del call
-    return [derivative(*as_leading_dimension(operands, dims, derivative.place + 1))], [0]
+    results = derivative(*as_leading_dimension(operands, dims, derivative.linear.stop))
+    return results, [0] * len(results)
 
 
 ad.primitive_jvps[linear_p] = _jvp

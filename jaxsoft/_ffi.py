@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsoft._forms import OPERATIONS, RESULTS, Form, Operands, Operation, groups, is_plain, split
+from jaxsoft._forms import OPERATIONS, RESULTS, Form, Operands, Operation, groups, is_plain, is_wide, split
 from jaxsoft.fold import accumulator
 
+_TARGETS = [name for name in RESULTS if not name.startswith("label")]
 _NO_WORKSPACE = ("logsumexp_vjp",)
 _GROUPS = 4  # kGroups of ffi/rows.h
 _F32 = np.dtype(jnp.float32)
@@ -64,7 +65,7 @@ def unavailable(platform: str) -> str | None:
             f"{path.name} was built for version {built[0]}.{built[1]} of the XLA FFI, but jaxlib "
             f"has {ours[0]}.{ours[1]}; {_BUILD_HINT[platform]}"
         )
-    for target in RESULTS:
+    for target in _TARGETS:
         capsule = jax.ffi.pycapsule(getattr(library, f"jaxsoft_{target}"))
         jax.ffi.register_ffi_target(f"jaxsoft_{target}", capsule, platform=_XLA_NAMES[platform])
     return None
@@ -81,6 +82,8 @@ def unsupported(operands: Operands) -> str | None:
 def kernel(operation: str, form: Form, platform: str, operands: Operands) -> Operation | None:
     """The kernel for an operation in this form, or None where the kernels have to be composed."""
     del platform  # both take the same forms
+    if operation not in _TARGETS or form.cap is not None:
+        return None
     if not is_plain(operation, form, operands) and not _takes(operation, form, operands):
         return None
 
@@ -108,7 +111,7 @@ def _takes(operation: str, form: Form, operands: Operands) -> bool:
     """Whether the kernels take a form that is not plain."""
     dtype = operands[0].dtype
     base, extras = split(operation, form, operands)
-    if any(v.dtype != dtype for kind, v in zip(OPERATIONS[operation], base, strict=True) if kind != "r"):
+    if any(v.dtype != dtype for kind, v in zip(OPERATIONS[operation], base, strict=True) if is_wide(kind)):
         return False
     if form.dtype != dtype:
         wide_and_narrow = {form.dtype, dtype} in ({_F32, np.dtype(jnp.float16)}, {_F32, np.dtype(jnp.bfloat16)})

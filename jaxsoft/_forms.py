@@ -23,7 +23,9 @@ type Operation = Callable[..., tuple[jax.Array, ...]]
 type Operands = Sequence[jax.Array | jax.core.ShapedArray]
 
 # The operands of each operation, by kind: "x" scores, "y" a softmax, "g" a cotangent of the result and "t" a tangent of
-# the scores, all of shape (..., n); "r" one number a row. Tangents are formulas only: no implementation has kernels.
+# the scores, all of shape (..., n); "r" one number a row, "i" one int32 a row. Tangents are formulas only: no
+# implementation has kernels. In the last six i is the index of a row's label: NO_ROW in a row that is not to be read,
+# of which nothing counts; any other that is out of range makes t NaN. The label counts, whatever the extras say.
 OPERATIONS = {
     "softmax": "x",  # -> y
     "softmax_vjp": "yg",  # -> scale * y * (g - <y, g>)
@@ -34,7 +36,14 @@ OPERATIONS = {
     "state": "x",  # -> m, s
     "logsumexp_vjp": "xrrr",  # x, m, s, g -> scale * p * g
     "logsumexp_jvp": "xrrt",  # x, m, s, t -> <p, scale * t>
+    "label_state": "xi",  # x, i -> m, s of the scores but the label's, and t, the label's
+    "label_state_vjp": "xirrrr",  # x, i, m, s, g, h -> p * g, and h at the label
+    "label_state_jvp": "xirrt",  # x, i, m, s, t -> <p, t> without the label, and t at the label
+    "label_sums": "xi",  # x, i -> m, s, t, and of the scores z > -inf: u = sum(z - reference(t)), and their number
+    "label_sums_vjp": "xirrrrr",  # x, i, m, s, g, h, v -> p * g, and h at the label; plus v where z > -inf
+    "label_sums_jvp": "xirrt",  # x, i, m, s, t -> those of label_state_jvp, and sum(t) where z > -inf
 }
+NO_ROW = -(2**31)
 # The results of those that have kernels, by kind: "x" of x's shape, "r" one number a row.
 RESULTS = {
     "softmax": "x",
@@ -43,7 +52,16 @@ RESULTS = {
     "log_softmax_vjp": "x",
     "state": "rr",
     "logsumexp_vjp": "x",
+    "label_state": "rrr",
+    "label_state_vjp": "x",
+    "label_sums": "rrrrr",
+    "label_sums_vjp": "x",
 }
+
+
+def is_wide(kind: str) -> bool:
+    """Whether an operand or a result of this kind has x's shape."""
+    return kind not in "ri"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,12 +75,14 @@ class Form:
         elements where it is True count; "b", the bias (..., n).
       trailing: how many dimensions of x follow the reduced one; 0 beside extras.
       masked: of softmax_vjp and softmax_jvp: elements whose y is 0 do not count.
+      cap: of the operations with labels: scores become cap * tanh(x / cap); None leaves them as they are.
     """
 
     dtype: np.dtype
     extras: str = ""
     trailing: int = 0
     masked: bool = False
+    cap: float | None = None
 
 
 def compose(operation: str, form: Form, plain: Operation) -> Operation:
@@ -72,14 +92,16 @@ def compose(operation: str, form: Form, plain: Operation) -> Operation:
     def function(*operands):
         given, extras = split(operation, form, operands)
         axis, dtype = -1 - form.trailing, working_dtype(operation, form, operands)
-        base = [v if kind == "r" else jnp.moveaxis(v, axis, -1) for kind, v in zip(kinds, given, strict=True)]
-        counts = _counts(form, base[0], extras)
+        base = [jnp.moveaxis(v, axis, -1) if is_wide(kind) else v for kind, v in zip(kinds, given, strict=True)]
+        counts = counted(form, base[0], extras)
+        if counts is not None and "i" in kinds:  # a row's label does
+            counts = counts | (jnp.arange(base[0].shape[-1], dtype=jnp.int32) == base[1][..., None])
         prepared = []
         for kind, v in zip(kinds, base, strict=True):
             if kind == "x":
-                v = scores(form, v, extras, dtype)
+                v = scores(form, v, extras, dtype, counts)
             elif kind == "t":
-                v = _select(counts, _scaled(counts, v.astype(dtype), extras), 0)
+                v = _select(counts, _capped_slope(form, base[0], _scaled(counts, v.astype(dtype), extras)), 0)
             elif kind == "g":
                 v = _select(counts, v.astype(dtype), 0)
             elif kind == "y":
@@ -90,7 +112,7 @@ def compose(operation: str, form: Form, plain: Operation) -> Operation:
             if v.ndim < base[0].ndim:
                 return v
             if operation.endswith("_vjp"):
-                v = _scaled(counts, v, extras)
+                v = _scaled(counts, _capped_slope(form, base[0], v), extras)
             v = _select(counts, v, -jnp.inf if operation == "log_softmax" else 0)
             return jnp.moveaxis(v.astype(form.dtype), -1, axis)
 
@@ -99,13 +121,29 @@ def compose(operation: str, form: Form, plain: Operation) -> Operation:
     return function
 
 
-def scores(form: Form, x: jax.Array, extras: dict[str, jax.Array], dtype: np.dtype) -> jax.Array:
-    """z = x * scale + bias in this dtype, along the last axis; -inf where an element does not count."""
-    counts = _counts(form, x, extras)
+def scores(
+    form: Form, x: jax.Array, extras: dict[str, jax.Array], dtype: np.dtype, counts: jax.Array | None
+) -> jax.Array:
+    """z = x * scale + bias in this dtype, capped, along the last axis; -inf where an element does not count."""
     z = _scaled(counts, x.astype(dtype), extras)
     if "b" in extras:
         z = z + extras["b"].astype(dtype)
+    if form.cap is not None:
+        z = softcap(z, form.cap)
     return _select(counts, z, -jnp.inf)
+
+
+def softcap(x: jax.Array, cap: float) -> jax.Array:
+    """cap * tanh(x / cap)."""
+    return cap * jnp.tanh(x / cap)
+
+
+def _capped_slope(form: Form, x: jax.Array, v: jax.Array) -> jax.Array:
+    """v times the derivative of the capped scores by x, 1 - tanh(x / cap)^2, written without a difference."""
+    if form.cap is None:
+        return v
+    e = jnp.exp(-2 * jnp.abs(x.astype(v.dtype) / form.cap))
+    return v * (4 * e / (1 + e) ** 2)
 
 
 def split[T](operation: str, form: Form, operands: Sequence[T]) -> tuple[tuple[T, ...], dict[str, T]]:
@@ -132,16 +170,17 @@ def is_plain(operation: str, form: Form, operands: Operands) -> bool:
 
 def working_dtype(operation: str, form: Form, operands: Operands) -> np.dtype:
     """The dtype in which `compose` calls the plain kernel: x's, if nothing is computed or converted before."""
-    computed = "s" in form.extras or "b" in form.extras or not _one_dtype(operation, form, operands)
+    computed = "s" in form.extras or "b" in form.extras or form.cap is not None
+    computed = computed or not _one_dtype(operation, form, operands)
     return accumulator(operands[0].dtype) if computed else operands[0].dtype
 
 
 def _one_dtype(operation: str, form: Form, operands: Operands) -> bool:
     kinds = OPERATIONS[operation]
-    return {form.dtype} == {v.dtype for kind, v in zip(kinds, operands, strict=False) if kind != "r"}
+    return {form.dtype} == {v.dtype for kind, v in zip(kinds, operands, strict=False) if is_wide(kind)}
 
 
-def _counts(form: Form, first: jax.Array, extras: dict[str, jax.Array]) -> jax.Array | None:
+def counted(form: Form, first: jax.Array, extras: dict[str, jax.Array]) -> jax.Array | None:
     """Which elements of rows count; None for all."""
     conditions = [extras["w"]] if "w" in extras else []
     if "l" in extras:

@@ -10,18 +10,21 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxsoft._forms import Operation
+from jaxsoft._forms import NO_ROW, Operation
 from jaxsoft.fold import State, accumulator, reference
 
 
 def row_operations(
-    state: Callable[[jax.Array], State], total: Callable[[jax.Array], jax.Array]
+    state: Callable[[jax.Array], State],
+    total: Callable[[jax.Array], jax.Array],
+    take: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> dict[str, Operation]:
     """The row operations of `jaxsoft._forms.OPERATIONS`.
 
     Args:
       state: the state of the last axis, in the accumulator's dtype.
       total: the sum over the last axis, likewise.
+      take: of x and an index a row, the elements there, likewise; NaN for an index out of range.
     """
 
     def softmax(x):
@@ -52,6 +55,36 @@ def row_operations(
     def logsumexp_jvp(x, m, s, t):
         return (total(_probabilities(x, m, s) * _wide(t)),)
 
+    def label_state(x, i):
+        none, label = _label(x, i)
+        m, s = state(jnp.where(none | label, -jnp.inf, x))
+        return m, s, jnp.where(none[..., 0], 0, take(x, i))
+
+    def label_state_vjp(x, i, m, s, g, h):
+        dx = _probabilities(x, m, s) * g[..., None]
+        none, label = _label(x, i)
+        return (jnp.where(none, 0, jnp.where(label, h[..., None], dx)).astype(x.dtype),)
+
+    def label_state_jvp(x, i, m, s, t):
+        none, label = _label(x, i)
+        t = jnp.where(none, 0, _wide(t))
+        return total(jnp.where(label, 0, _probabilities(x, m, s) * t)), total(jnp.where(label, t, 0))
+
+    def label_sums(x, i):
+        m, s, t = label_state(x, i)
+        finite = ~_label(x, i)[0] & (x != -jnp.inf)
+        above = jnp.where(finite, _wide(x) - reference(t)[..., None], 0)
+        return m, s, t, total(above), total(finite.astype(t.dtype))
+
+    def label_sums_vjp(x, i, m, s, g, h, v):
+        dx = _wide(label_state_vjp(_wide(x), i, m, s, g, h)[0])
+        finite = ~_label(x, i)[0] & (x != -jnp.inf)
+        return ((dx + jnp.where(finite, v[..., None], 0)).astype(x.dtype),)
+
+    def label_sums_jvp(x, i, m, s, t):
+        finite = ~_label(x, i)[0] & (x != -jnp.inf)
+        return *label_state_jvp(x, i, m, s, t), total(jnp.where(finite, _wide(t), 0))
+
     return {
         "softmax": softmax,
         "softmax_vjp": softmax_vjp,
@@ -62,7 +95,26 @@ def row_operations(
         "state": lambda x: tuple(state(x)),
         "logsumexp_vjp": logsumexp_vjp,
         "logsumexp_jvp": logsumexp_jvp,
+        "label_state": label_state,
+        "label_state_vjp": label_state_vjp,
+        "label_state_jvp": label_state_jvp,
+        "label_sums": label_sums,
+        "label_sums_vjp": label_sums_vjp,
+        "label_sums_jvp": label_sums_jvp,
     }
+
+
+def take(x: jax.Array, i: jax.Array) -> jax.Array:
+    """The element of each row at an index, in the accumulator's dtype; NaN for an index out of range."""
+    n = x.shape[-1]
+    found = jnp.take_along_axis(x, jnp.clip(i, 0, max(n - 1, 0))[..., None], axis=-1, mode="clip")[..., 0]
+    return jnp.where((i >= 0) & (i < n), _wide(found), jnp.nan)
+
+
+def _label(x: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Which rows are not to be read, of shape (..., 1), and which element of a row is its label's."""
+    i = i[..., None]
+    return i == NO_ROW, i == jnp.arange(x.shape[-1], dtype=jnp.int32)
 
 
 def _probabilities(x: jax.Array, m: jax.Array, s: jax.Array) -> jax.Array:

@@ -13,7 +13,9 @@ import jax
 import jaxsoft.pallas_kernels as pallas_kernels
 import jaxsoft.triton_kernels as triton_kernels
 from jaxsoft import _ffi, _reference, _xla
-from jaxsoft._forms import Form, Operation, compose, is_plain, working_dtype
+from jaxsoft._forms import OPERATIONS, Form, Operation, compose, is_plain, working_dtype
+from jaxsoft._formulas import row_operations, take
+from jaxsoft.fold import State
 
 # What `implementation=None` tries, in this order, but for what leads. XLA always works.
 _PREFERENCE = {"cpu": ("ffi", "xla"), "cuda": ("ffi", "pallas", "triton", "xla")}
@@ -29,7 +31,7 @@ class Implementation:
 
     Attributes:
       kernel: (operation, form, platform, operands) -> the kernel that takes the form as it is, or None. It takes the
-        plain form of every operation.
+        plain form of every operation, but for those with labels, for which a kernel of "state" will do.
       unavailable: (platform) -> None, or why it cannot be used there.
       unsupported: (operands) -> None, or why it cannot take operands of these shapes and dtypes.
       opaque: whether XLA's partitioner cannot see into it, as into a custom call.
@@ -120,10 +122,16 @@ def choose(operation: str, form: Form, implementation: str | None, platform: str
         whole = impl.kernel(operation, Form(plain[0].dtype), platform, plain)
         return compose(operation, form, whole) if whole else None
 
+    def from_state(impl: Implementation) -> Operation | None:
+        """An operation on scores with labels, from a kernel that knows none."""
+        state = impl.kernel("state", Form(plain[0].dtype), platform, plain)
+        operations = row_operations(lambda x: State(*state(x)), _xla.total, take) if state else {}
+        return compose(operation, form, operations[operation]) if "i" in OPERATIONS[operation] and state else None
+
     if implementation is not None:
         named = IMPLEMENTATIONS[implementation]
         _raise_for(implementation, named.unavailable(platform) or named.unsupported(plain), plain)
-        found = kernel(named)
+        found = kernel(named) or from_state(named)
         assert found, "unsupported() says so"
         return found
     preference = [IMPLEMENTATIONS[name] for name in _PREFERENCE.get(platform, _ALWAYS)]

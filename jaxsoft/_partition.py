@@ -14,9 +14,8 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxsoft import fold
-from jaxsoft._forms import OPERATIONS, Form, Operation, compose, split
-from jaxsoft._formulas import row_operations
+from jaxsoft import _formulas, fold
+from jaxsoft._forms import NO_ROW, OPERATIONS, Form, Operation, compose, is_wide, split
 from jaxsoft.fold import State, accumulator, reference
 
 
@@ -62,7 +61,7 @@ def _dims(operation: str, form: Form, shapes: Sequence[Sequence[int]]) -> list[l
     x = [f"r{i}" for i in range(ndim)]
     x[ndim - 1 - form.trailing] = "n"
     rows = [dim for dim in x if dim != "n"]
-    dims = [rows if kind == "r" else x for kind in OPERATIONS[operation]]
+    dims = [x if is_wide(kind) else rows for kind in OPERATIONS[operation]]
     length = dict(zip(x, shapes[0], strict=True))
     for extra, shape in zip(form.extras, shapes[len(dims) :], strict=True):
         like = rows if extra in "sl" else x
@@ -76,16 +75,23 @@ def _result_dims(x: list[str], result: jax.ShapeDtypeStruct) -> list[str]:
 
 def _over_shards(operation: str, form: Form, axes: str | tuple[str, ...]) -> Operation:
     """The operation on one device's part of rows that are sharded over mesh axes."""
-    function = compose(operation, form, row_operations(*_reductions(axes))[operation])
+    function = compose(operation, form, _formulas.row_operations(*_reductions(axes))[operation])
 
     def local(*operands):
         base, extras = split(operation, form, operands)
+        begin = jax.lax.axis_index(axes).astype(jnp.int32) * base[0].shape[-1]
         if "l" in extras:
-            n = base[0].shape[-1]
-            extras["l"] = extras["l"] - jax.lax.axis_index(axes).astype(jnp.int32) * n
+            extras["l"] = extras["l"] - begin
+        if "i" in OPERATIONS[operation]:
+            base = (base[0], _moved(base[1], begin), *base[2:])
         return function(*base, *extras.values())
 
     return local
+
+
+def _moved(i: jax.Array, begin: jax.Array) -> jax.Array:
+    """Indices of labels from an element on."""
+    return jnp.where(i == NO_ROW, i, jnp.maximum(i, -1) - begin)
 
 
 def _on_one_device(local: Operation) -> Operation:
@@ -110,7 +116,7 @@ def _spec(x: jax.ShapeDtypeStruct) -> tuple:
 
 
 def _reductions(axes: str | tuple[str, ...]):
-    """State and sum of a last axis that is sharded over mesh axes."""
+    """State, sum and element of a last axis that is sharded over mesh axes."""
 
     def state(x):
         m, s = fold.state(x)
@@ -120,4 +126,9 @@ def _reductions(axes: str | tuple[str, ...]):
     def total(x):
         return jax.lax.psum(jnp.sum(x, axis=-1, dtype=accumulator(x.dtype)), axes)
 
-    return state, total
+    def take(x, i):
+        here = (i >= 0) & (i < x.shape[-1])
+        value, found = jax.lax.psum((jnp.where(here, _formulas.take(x, i), 0), here.astype(accumulator(x.dtype))), axes)
+        return jnp.where(found > 0, value, jnp.nan)
+
+    return state, total, take

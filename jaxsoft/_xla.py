@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxsoft import fold
 from jaxsoft._forms import Operation
-from jaxsoft._formulas import row_operations
+from jaxsoft._formulas import row_operations, take
 from jaxsoft.fold import accumulator
 
 
@@ -16,7 +16,12 @@ def _softmax(x: jax.Array) -> tuple[jax.Array]:
     return (jax.nn.softmax(x.astype(accumulator(x.dtype)), axis=-1).astype(x.dtype),)
 
 
+def total(x: jax.Array) -> jax.Array:
+    """The sum over the last axis."""
+    return jnp.sum(x, axis=-1)
+
+
 OPERATIONS: dict[str, Operation] = {
-    **row_operations(fold.state, lambda x: jnp.sum(x, axis=-1)),
+    **row_operations(fold.state, total, take),
     "softmax": _softmax,
 }

@@ -82,11 +82,11 @@ def _known(operands: Sequence[jax.core.ShapedArray]) -> bool:
 def kernel(operation: str, form: Form, platform: str, operands: Sequence[jax.core.ShapedArray]) -> Operation | None:
     """The kernel for an operation in this form, or None where it has to be composed."""
     del platform
-    if operation not in forms.RESULTS or form.trailing or not _known(operands):
+    if operation not in forms.RESULTS or operation.startswith("label") or form.trailing or not _known(operands):
         return None
     *leading, n = operands[0].shape
     rows, kinds = math.prod(leading), forms.OPERATIONS[operation]
-    dtypes = [v.dtype for kind, v in zip(kinds, operands, strict=False) if kind != "r"]
+    dtypes = [v.dtype for kind, v in zip(kinds, operands, strict=False) if forms.is_wide(kind)]
     if any(dtype not in _DTYPES for dtype in (*dtypes, form.dtype)):
         return None
     extras = Extras.of(form.extras, form.masked, leading, [v.shape for v in operands[len(kinds) :]])

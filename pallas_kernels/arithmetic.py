@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxsoft._forms import OPERATIONS, RESULTS
+from jaxsoft._forms import OPERATIONS, RESULTS, is_wide
 
 # How many row operands and how many operands of one number a row an operation has, and of its results likewise.
 SIGNATURES = {
     name: (
-        len(OPERATIONS[name].replace("r", "")),
+        sum(map(is_wide, OPERATIONS[name])),
         OPERATIONS[name].count("r"),
         results.count("x"),
         results.count("r"),

@@ -1,0 +1,189 @@
+"""Cross-entropy of logits: the public functions, with integer labels and with probabilities as labels."""
+
+import functools
+from typing import Literal, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jaxsoft import fold
+from jaxsoft._arguments import Axis, as_scores, normalize_axis
+from jaxsoft._derivative import label_statistics
+from jaxsoft._forms import Form, softcap
+from jaxsoft._formulas import take
+from jaxsoft._implementations import check_name
+from jaxsoft._losses import Options, check_labels, check_options, check_weights, row_loss
+
+
+@overload
+def softmax_cross_entropy_with_integer_labels(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_softcap: float | None = None,
+    class_weights: ArrayLike | None = None,
+    return_lse: Literal[False] = False,
+    implementation: str | None = None,
+) -> jax.Array: ...
+@overload
+def softmax_cross_entropy_with_integer_labels(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_softcap: float | None = None,
+    class_weights: ArrayLike | None = None,
+    return_lse: Literal[True],
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+def softmax_cross_entropy_with_integer_labels(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_softcap: float | None = None,
+    class_weights: ArrayLike | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    r"""Cross-entropy of softmax, a drop-in for optax's function of this name that reads the logits once.
+
+    .. math::
+      \ell = -\sum_c w_c q_c \log p_c + \zeta \log^2 \sum_c e^{z_c}, \quad p = \mathrm{softmax}(z),
+      \quad q_c = (1 - \epsilon) [c = label] + \epsilon / k
+
+    with z the logits, capped if asked to, and k the number of classes that count: those that `where` selects, whose
+    logit is above -inf.
+
+    Args:
+      logits: of shape (..., classes, ...); f16, bf16, f32 and f64 have kernels.
+      labels: integers, of the shape of the logits without axis. With several axes a label is the index into them
+        flattened, in the order given.
+      axis: the axis or axes of the classes.
+      where: boolean: classes that count, broadcastable to the logits; or, with one dimension less, rows that count. As
+        in optax a label that does not count keeps its logit: its loss is the logsumexp of the others minus that.
+      ignore_index: rows with this label have loss 0 and gradient 0, and are not read.
+      label_smoothing: epsilon, from 0 to 1.
+      z_loss: zeta, the factor of the logsumexp's square (Chowdhery et al., "PaLM", arXiv:2204.02311).
+      logit_softcap: z = cap * tanh(logits / cap) (Gemma 2, arXiv:2408.00118), where -inf becomes -cap.
+      class_weights: w, one number a class; 1 if None.
+      return_lse: return the logsumexp of z beside the losses: -inf in a row of which nothing counts, or that is
+        ignored.
+      implementation: None for the fastest that serves the call, or one of "ffi", "pallas", "triton", "xla" and
+        "reference"; see `jaxsoft.implementations`.
+
+    Returns:
+      One loss a row, of the shape of the labels, in f32 for logits of 16 bits and else in their dtype; no mean is
+      taken. A label that is out of range, negative ones among them, has the loss NaN: a poison value, as nothing is
+      read out of bounds. A row of which nothing counts, or of nothing but -inf, has loss 0. A label whose logit is -inf
+      has loss inf, and finite gradients.
+
+    Raises:
+      TypeError, ValueError: an argument does not fit the others, or the named implementation cannot serve the call.
+
+    Derivatives by the logits and the class weights, of every order, in forward and reverse mode. The gradient at the
+    label is that of log(1 + exp(d)), with d the logsumexp of all other classes minus the label's logit, so it has all
+    its digits where the label is nearly certain. Reverse mode keeps the logits and a few numbers a row. An axis of
+    classes that is sharded over a mesh costs all-reduces of a few numbers a row (vocabulary-parallel cross-entropy:
+    Shoeybi et al., "Megatron-LM", arXiv:1909.08053).
+
+    >>> logits, labels = jnp.array([[1.2, -0.8, -0.5], [0.9, -1.2, 1.1]]), jnp.array([0, 1])
+    >>> softmax_cross_entropy_with_integer_labels(logits, labels).round(4)
+    Array([0.2761, 2.9518], dtype=float32)
+    >>> softmax_cross_entropy_with_integer_labels(logits, jnp.array([0, -100]), ignore_index=-100).round(4)
+    Array([0.2761, 0.    ], dtype=float32)
+    """
+    check_name(implementation)
+    options = check_options(ignore_index, label_smoothing, z_loss, logit_softcap)
+    x, counts = _rows_of("logits", logits, axis, where)
+    weights = check_weights(class_weights, x.shape[-1], x.dtype)
+    index = check_labels(labels, x.shape[:-1], x.shape[-1], options)
+    loss, lse = _with_integer_labels(x, index, counts, weights, options, implementation)
+    return (loss, lse) if return_lse else loss
+
+
+@functools.partial(jax.jit, static_argnames=("options", "implementation"))
+def _with_integer_labels(x, index, counts, weights, options, implementation):
+    extras: dict[str, jax.Array] = {}
+    label_counts: jax.Array | bool = True
+    if counts is not None and counts.shape[-1] == 1:  # whole rows
+        counts = jnp.broadcast_to(counts[..., 0], x.shape[:-1])
+        extras["l"], label_counts = jnp.where(counts, x.shape[-1], 0).astype(jnp.int32), counts
+    elif counts is not None:
+        extras["w"], label_counts = counts, take(jnp.broadcast_to(counts, x.shape), index) != 0
+    weighted = weights is not None and options.label_smoothing > 0
+    summed = options.label_smoothing > 0 and not weighted
+    form = Form(x.dtype, "".join(extras), cap=options.logit_softcap)
+    others, t, apart, *sums = label_statistics(form, summed, implementation)(x, index, *extras.values())
+    if summed:  # the label is among those summed
+        total, count = sums
+        uncounted = ~jnp.asarray(label_counts) & (t != -jnp.inf)
+        here = fold.reference(t)
+        total = jnp.where(uncounted, total - (here - jax.lax.stop_gradient(here)), total)
+        count = count - uncounted
+        sums = [total, count, count]
+    elif weighted:
+        z, ref = _scores(x, options), jax.lax.stop_gradient(fold.reference(t))
+        finite = (z > -jnp.inf) if counts is None else (z > -jnp.inf) & _columns(counts, x)
+        masses = jnp.where(finite, weights, 0)
+        total = jnp.sum(jnp.where(finite, weights * (jnp.where(finite, z, 0) - ref[..., None]), 0), axis=-1)
+        sums = [total, jnp.sum(masses, axis=-1), jnp.sum(finite, axis=-1).astype(total.dtype)]
+    weight = None if weights is None else weights[jnp.clip(index, 0, x.shape[-1] - 1)]
+    return row_loss(options, index, others, t, apart, tuple(sums), label_counts, weight)
+
+
+def _columns(counts: jax.Array, x: jax.Array) -> jax.Array:
+    return counts if counts.ndim == x.ndim else counts[..., None]
+
+
+def _scores(x: jax.Array, options: Options) -> jax.Array:
+    """z in the accumulator's dtype."""
+    x = x.astype(fold.accumulator(x.dtype))
+    return x if options.logit_softcap is None else softcap(x, options.logit_softcap)
+
+
+def _rows_of(name: str, x: ArrayLike, axis: Axis, where: ArrayLike | None) -> tuple[jax.Array, jax.Array | None]:
+    """Logits with the classes last, and which of them count, of as many dimensions; (..., 1) where whole rows do."""
+    x = as_scores(name, x)
+    if x.dtype not in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64):
+        raise TypeError(f"{name} must hold float16, bfloat16, float32 or float64; got dtype {x.dtype.name}")
+    axes = normalize_axis(axis, x.ndim)
+    if not axes:
+        raise ValueError(f"axis must name at least one axis of the classes; got {axis!r}")
+    kept = tuple(a for a in range(x.ndim) if a not in axes)
+
+    def with_classes_last(v, shape):
+        return jnp.transpose(v, (*kept, *axes)).reshape(*(shape[a] for a in kept), -1)
+
+    rows = with_classes_last(x, x.shape)
+    if where is None:
+        return rows, None
+    counts = jnp.asarray(where).astype(bool)
+    if counts.ndim != x.ndim and counts.ndim == x.ndim - len(axes):
+        counts = jnp.expand_dims(counts, axes)
+    try:
+        fits = np.broadcast_shapes(counts.shape, x.shape) == x.shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(f"where must broadcast to the shape of the {name}, {x.shape}; got shape {counts.shape}")
+    counts = counts.reshape(*(1,) * (x.ndim - counts.ndim), *counts.shape)
+    if all(counts.shape[a] == 1 for a in axes):
+        return rows, with_classes_last(counts, counts.shape)
+    whole = tuple(x.shape[a] if a in axes else counts.shape[a] for a in range(x.ndim))
+    return rows, with_classes_last(jnp.broadcast_to(counts, whole), whole)
