@@ -7,11 +7,18 @@
 //   jaxsoft_log_softmax_vjp  x, m, s, g  [slw]  -> dx        scale * (g - p * sum(g))
 //   jaxsoft_state            x           [slwb] -> m, s
 //   jaxsoft_logsumexp_vjp    x, m, s, g  [slwb] -> dx        scale * p * g,  g one a row
+//   jaxsoft_label_state      x, i        [lw]   -> m, s, t   the state without the score of the label i, and that score
+//   jaxsoft_label_state_vjp  x, i, m, s, g, h  [lw] -> dx    p * g, and h at the label
+//   jaxsoft_label_sums       x, i        [lw]   -> m, s, t, u, k  and of the scores above -inf the sum of their distance
+//                                                            from the label's, and their number
+//   jaxsoft_label_sums_vjp   x, i, m, s, g, h, v  [lw] -> dx  p * g, and h at the label; plus v where z > -inf
 // In brackets, the extra operands that may follow the others: those that the attribute `extras` names, in this order,
 //   s  scale  the state's dtype, one a row         l  limit  int32, one a row: elements j < limit of it count
 //   b  bias   x's dtype, a row                     w  where  bool, a row: what counts of it
 // each with length 1 in any leading dimension that it is broadcast over. What does not count is 0 in y and dx, -inf in
-// log_softmax's y. `masked` (softmax_vjp) says that elements with y = 0 do not count, whatever g is there.
+// log_softmax's y. `masked` (softmax_vjp) says that elements with y = 0 do not count, whatever g is there. A label counts
+// in any case. It is an int32 a row: kNoRow for a row that is not read, of which nothing counts; any other that is out of
+// range makes t NaN. `cap` (those with labels; 0: none) makes z = cap * tanh(x / cap).
 //
 // x has the shape (..., n, ...) with `trailing` dimensions after n, and none beside extras. All leading dimensions are
 // rows, so that vmap needs no code here. y and dx may have another dtype than the operands: one of f16, bf16 for f32,
@@ -43,6 +50,8 @@ struct Shape {
 // needs more groups is refused. A mask over (batch, 1, query) beside a scale of (1, head, 1) makes 3.
 inline constexpr int kGroups = 4;
 
+inline constexpr int32_t kNoRow = INT32_MIN;
+
 // An operand beside x. `data` is null where the call has none; a stride is in elements, and 0 where it is broadcast.
 struct Extra {
   const void* data = nullptr;
@@ -68,6 +77,7 @@ struct Form {
   std::string_view extras;
   int64_t trailing;
   bool masked;
+  double cap;
 };
 
 // The buffers of a call, by what they must be like.
@@ -78,6 +88,7 @@ struct Buffers {
   std::initializer_list<ffi::AnyBuffer> statistics;  // one a row
   std::string_view extras;                          // what the operation may have
   bool may_be_masked;
+  std::initializer_list<ffi::AnyBuffer> labels = {};  // one a row; what has them may have a cap, and no trailing
 };
 
 // What a kernel needs to know beside the base operands.
@@ -185,6 +196,17 @@ inline ffi::ErrorOr<Call> read_call(const Buffers& buffers, ffi::RemainingArgs r
     if (!fits) return beside("a row statistic must be F32 (F64 for F64), one a row", b);
   }
 
+  for (auto b : buffers.labels) {
+    auto d = b.dimensions();
+    bool fits = b.element_type() == ffi::S32 && d.size() == axis;
+    for (size_t i = 0; fits && i < axis; i++) fits = d[i] == dims[i];
+    if (!fits) return beside("labels must be S32, one a row", b);
+  }
+  const bool labelled = buffers.labels.size() > 0;
+  if (labelled && form.trailing) return refuse("trailing must be 0 beside labels: got " + std::to_string(form.trailing));
+  if (!(form.cap >= 0) || form.cap > 1e300) return refuse("cap must be a number, at least 0");
+  if (form.cap > 0 && !labelled) return refuse("cap is an attribute of operations with labels alone");
+
   size_t found = 0;
   for (char name : buffers.extras) found += found < form.extras.size() && form.extras[found] == name;
   std::string quoted = "extras='" + std::string(form.extras) + "'";
@@ -209,7 +231,7 @@ inline ffi::ErrorOr<Call> read_call(const Buffers& buffers, ffi::RemainingArgs r
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jaxsoft::Form, xla::ffi::StructMember<std::string_view>("extras"),
                                       xla::ffi::StructMember<int64_t>("trailing"),
-                                      xla::ffi::StructMember<bool>("masked"));
+                                      xla::ffi::StructMember<bool>("masked"), xla::ffi::StructMember<double>("cap"));
 
 // The version of the FFI interface that the library was compiled against; Python reads it before it registers
 // anything, as XLA refuses a whole platform over a newer one.
@@ -233,4 +255,11 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jaxsoft::Form, xla::ffi::StructMember<std:
   JAXSOFT_TARGET(space, context, log_softmax, JAXSOFT_X JAXSOFT_Y JAXSOFT_Y JAXSOFT_Y JAXSOFT_Y);             \
   JAXSOFT_TARGET(space, context, log_softmax_vjp, JAXSOFT_X JAXSOFT_X JAXSOFT_X JAXSOFT_X JAXSOFT_Y JAXSOFT_Y); \
   JAXSOFT_TARGET(space, context, state, JAXSOFT_X JAXSOFT_Y JAXSOFT_Y JAXSOFT_Y);                             \
-  JAXSOFT_TARGET(space, context, logsumexp_vjp, JAXSOFT_X JAXSOFT_X JAXSOFT_X JAXSOFT_X JAXSOFT_Y)
+  JAXSOFT_TARGET(space, context, logsumexp_vjp, JAXSOFT_X JAXSOFT_X JAXSOFT_X JAXSOFT_X JAXSOFT_Y);           \
+  JAXSOFT_TARGET(space, context, label_state, JAXSOFT_X JAXSOFT_X JAXSOFT_Y JAXSOFT_Y JAXSOFT_Y JAXSOFT_Y);   \
+  JAXSOFT_TARGET(space, context, label_state_vjp,                                                             \
+                 JAXSOFT_X JAXSOFT_X JAXSOFT_X JAXSOFT_X JAXSOFT_X JAXSOFT_X JAXSOFT_Y);                      \
+  JAXSOFT_TARGET(space, context, label_sums,                                                                  \
+                 JAXSOFT_X JAXSOFT_X JAXSOFT_Y JAXSOFT_Y JAXSOFT_Y JAXSOFT_Y JAXSOFT_Y JAXSOFT_Y);            \
+  JAXSOFT_TARGET(space, context, label_sums_vjp,                                                              \
+                 JAXSOFT_X JAXSOFT_X JAXSOFT_X JAXSOFT_X JAXSOFT_X JAXSOFT_X JAXSOFT_X JAXSOFT_Y)

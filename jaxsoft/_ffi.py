@@ -18,8 +18,7 @@ import numpy as np
 from jaxsoft._forms import OPERATIONS, RESULTS, Form, Operands, Operation, groups, is_plain, is_wide, split
 from jaxsoft.fold import accumulator
 
-_TARGETS = [name for name in RESULTS if not name.startswith("label")]
-_NO_WORKSPACE = ("logsumexp_vjp",)
+_NO_WORKSPACE = ("logsumexp_vjp", "label_state_vjp", "label_sums_vjp")
 _GROUPS = 4  # kGroups of ffi/rows.h
 _F32 = np.dtype(jnp.float32)
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
@@ -65,7 +64,7 @@ def unavailable(platform: str) -> str | None:
             f"{path.name} was built for version {built[0]}.{built[1]} of the XLA FFI, but jaxlib "
             f"has {ours[0]}.{ours[1]}; {_BUILD_HINT[platform]}"
         )
-    for target in _TARGETS:
+    for target in RESULTS:
         capsule = jax.ffi.pycapsule(getattr(library, f"jaxsoft_{target}"))
         jax.ffi.register_ffi_target(f"jaxsoft_{target}", capsule, platform=_XLA_NAMES[platform])
     return None
@@ -82,8 +81,6 @@ def unsupported(operands: Operands) -> str | None:
 def kernel(operation: str, form: Form, platform: str, operands: Operands) -> Operation | None:
     """The kernel for an operation in this form, or None where the kernels have to be composed."""
     del platform  # both take the same forms
-    if operation not in _TARGETS or form.cap is not None:
-        return None
     if not is_plain(operation, form, operands) and not _takes(operation, form, operands):
         return None
 
@@ -127,4 +124,4 @@ def _takes(operation: str, form: Form, operands: Operands) -> bool:
 
 
 def _attributes(form: Form) -> dict[str, object]:
-    return {"extras": form.extras, "trailing": np.int64(form.trailing), "masked": np.bool_(form.masked)}
+    return {"extras": form.extras, "trailing": np.int64(form.trailing), "masked": np.bool_(form.masked), "cap": np.float64(form.cap or 0)}

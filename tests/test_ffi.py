@@ -100,8 +100,8 @@ def test_extras_that_differ_in_too_many_dimensions():
 @pytest.mark.parametrize(
     ("attributes", "message"),
     [
-        ({}, "expected 3 attributes but got 0"),
-        ({"extras": "", "trailing": np.int32(0), "masked": False}, "expected S64 but got S32"),
+        ({}, "expected 4 attributes but got 0"),
+        ({"extras": "", "trailing": np.int32(0), "masked": False, "cap": 0.0}, "expected S64 but got S32"),
     ],
 )
 def test_bad_attributes(attributes, message):

@@ -87,6 +87,14 @@ struct Arrays {
   Statistic m, s, g;  // (m, s): results of an operation that reduces scores, operands of the others
 };
 
+// What an operation with labels has beside them.
+struct Labels {
+  const int32_t* index;
+  double cap;
+  Statistic t, u, k;  // results
+  Statistic h, v;     // operands
+};
+
 // The numbers of a row that has been reduced. Writes those that are results.
 Row finish(Operation operation, const Arrays& arrays, int64_t row, State reduced) {
   Row numbers{reduced};
@@ -214,6 +222,92 @@ void run_rows(ffi::ThreadPool& pool, Operation operation, const Kernels& kernels
       });
 }
 
+// Rows with labels. A row is cut at its label: without it, it is two segments more, whose states combine.
+// `scores`: the kernels of kState.
+void run_labels(ffi::ThreadPool& pool, const Kernels& kernels, const Kernels& scores, const Call& call,
+                const Arrays& all, const Labels& given) {
+  const Kernels k = kernels, of_scores = scores;
+  const Arrays arrays = all;
+  const Labels labels = given;
+  const Rows in(arrays, call, false);
+  const int64_t n = call.shape.n;
+  auto segment = [=](int64_t row, int64_t i) {
+    Segment at = in.segment(row, i);
+    at.cap = labels.cap;
+    return at;
+  };
+  auto has = [=](int64_t row, int64_t i, int64_t size) { return labels.index[row] >= i && labels.index[row] < i + size; };
+  // The label's score: a state of one, whether it counts or not.
+  auto label_score = [=](int64_t row, double cap) {
+    if (!has(row, 0, n)) return labels.index[row] == kNoRow ? 0 : std::nan("");
+    Segment at = in.segment(row, labels.index[row]);
+    at.where = nullptr, at.cap = cap;
+    State one = of_scores.reduce(at, 1);
+    return std::isnan(one.s) ? one.s : one.m;
+  };
+  struct Reduced {
+    State state{-infinity, 0}, above{0, 0};
+  };
+  reduce_then_write(
+      pool, call.shape.rows, n, n,
+      [=](int64_t row, int64_t i, int64_t size) {
+        Reduced part;
+        if (k.write || labels.index[row] == kNoRow) return part;
+        auto add = [&](int64_t begin, int64_t end) {
+          Segment at = segment(row, begin);
+          const int64_t count = in.counted(row, begin, end - begin);
+          if (count <= 0) return;
+          part.state = combine(part.state, k.reduce(at, count));
+          if (!k.above) return;
+          at.from = reference(label_score(row, labels.cap));
+          State above = k.above(at, count);
+          part.above.m += above.m, part.above.s += above.s;
+        };
+        if (!has(row, i, size)) {
+          add(i, i + size);
+        } else {
+          add(i, labels.index[row]);
+          add(labels.index[row] + 1, i + size);
+        }
+        return part;
+      },
+      [](Reduced& total, const Reduced& part) {
+        total.state = combine(total.state, part.state);
+        total.above.m += part.above.m, total.above.s += part.above.s;
+      },
+      [=](int64_t row, const Reduced& reduced) {
+        Row numbers{reduced.state};
+        if (k.write) {
+          numbers.given = {arrays.m.get(row), arrays.s.get(row)};
+          numbers.g = arrays.g.get(row);
+          if (labels.v.data) numbers.v = labels.v.get(row);
+          return numbers;
+        }
+        const double t = label_score(row, labels.cap);
+        arrays.m.set(row, reduced.state.m), arrays.s.set(row, reduced.state.s);
+        labels.t.set(row, t);
+        if (!labels.u.data) return numbers;
+        labels.u.set(row, reduced.above.s + (t > 0 && t == infinity ? t : 0));
+        labels.k.set(row, reduced.above.m + (labels.index[row] != kNoRow && t > -infinity));
+        return numbers;
+      },
+      [=](int64_t row, int64_t i, int64_t size, const Row& numbers) {
+        if (!k.write) return;
+        char* out = arrays.out.at(row * n + i);
+        const int64_t count = labels.index[row] == kNoRow ? 0 : in.counted(row, i, size);
+        if (count > 0) k.write(segment(row, i), out, count, numbers);
+        if (count < size) k.fill(arrays.out.at(row * n + i + count), size - count);
+        if (!has(row, i, size)) return;
+        const double x = label_score(row, 0), h = labels.h.get(row);
+        double value = labels.cap > 0 || x > -infinity || std::isnan(x) ? h + numbers.v : h, slope = 1;
+        if (labels.cap > 0) {
+          const double e = std::exp(-2 * std::fabs(x) / labels.cap);
+          slope = 4 * e / ((1 + e) * (1 + e));
+        }
+        k.put(arrays.out.at(row * n + labels.index[row]), value * slope);
+      });
+}
+
 // x is (rows, n, inner). Columns are taken together where they are neighbours. Where they are few, n is folded onto
 // them: (n, inner) is the same memory as (n / fold, fold * inner), where each column is one of `fold` parts of a row.
 void run_columns(ffi::ThreadPool& pool, const Kernels& k, Shape shape, bool masked, const Arrays& arrays) {
@@ -290,18 +384,31 @@ void run_short_rows(ffi::ThreadPool& pool, const Kernels& k, Shape shape, const 
   });
 }
 
+const KernelTable& table() {
+  static const KernelTable& chosen = choose();
+  return chosen;
+}
+
 ffi::Error run(ffi::ThreadPool& pool, Operation operation, const ffi::ErrorOr<Call>& call, bool masked,
                const Arrays& arrays) {
   if (call.has_error()) return call.error();
-  static const KernelTable& table = choose();
   const Extras& extras = call->extras;
   bool with = masked || extras.scale.data || extras.where.data || extras.bias.data;  // a limit makes rows shorter
   auto result = arrays.out.data ? arrays.out.dtype : arrays.a.dtype;
-  const Kernels& kernels = table[with][dtypes_of(arrays.a.dtype, result)][operation];
+  const Kernels& kernels = table()[with][dtypes_of(arrays.a.dtype, result)][operation];
   const bool is_short = call->shape.n > 0 && call->shape.n <= kShort && !with && !extras.limit.data;
   if (call->shape.inner == 1 && is_short) run_short_rows(pool, kernels, call->shape, arrays);
   else if (call->shape.inner == 1) run_rows(pool, operation, kernels, *call, masked, arrays);
   else if (call->shape.inner > 0) run_columns(pool, kernels, call->shape, masked, arrays);
+  return ffi::Error::Success();
+}
+
+ffi::Error run(ffi::ThreadPool& pool, Operation operation, const ffi::ErrorOr<Call>& call, const Arrays& arrays,
+               const Labels& labels) {
+  if (call.has_error()) return call.error();
+  const auto result = arrays.out.data ? arrays.out.dtype : arrays.a.dtype;
+  const auto& kernels = table()[labels.cap > 0 || call->extras.where.data][dtypes_of(arrays.a.dtype, result)];
+  run_labels(pool, kernels[operation], kernels[kState], *call, arrays, labels);
   return ffi::Error::Success();
 }
 
@@ -332,6 +439,29 @@ ffi::Error log_softmax_vjp(ffi::ThreadPool pool, In x, In m, In s, In g, Out dx,
 ffi::Error logsumexp_vjp(ffi::ThreadPool pool, In x, In m, In s, In g, Out dx, Rest rest, Form form) {
   auto call = read_call({x, {}, {*dx}, {m, s, g}, "slwb", false}, rest, form);
   return run(pool, kLogsumexpVjp, call, false, {x, {}, dx, m, s, g});
+}
+
+const int32_t* indices(In b) { return static_cast<const int32_t*>(b.untyped_data()); }
+
+ffi::Error label_state(ffi::ThreadPool pool, In x, In i, Out m, Out s, Out t, Out, Rest rest, Form form) {
+  auto call = read_call({x, {}, {}, {*m, *s, *t}, "lw", false, {i}}, rest, form);
+  return run(pool, kState, call, {x, {}, {}, m, s, {}}, {indices(i), form.cap, t, {}, {}, {}, {}});
+}
+
+ffi::Error label_sums(ffi::ThreadPool pool, In x, In i, Out m, Out s, Out t, Out u, Out k, Out, Rest rest, Form form) {
+  auto call = read_call({x, {}, {}, {*m, *s, *t, *u, *k}, "lw", false, {i}}, rest, form);
+  return run(pool, kLabelSums, call, {x, {}, {}, m, s, {}}, {indices(i), form.cap, t, u, k, {}, {}});
+}
+
+ffi::Error label_state_vjp(ffi::ThreadPool pool, In x, In i, In m, In s, In g, In h, Out dx, Rest rest, Form form) {
+  auto call = read_call({x, {}, {*dx}, {m, s, g, h}, "lw", false, {i}}, rest, form);
+  return run(pool, kLogsumexpVjp, call, {x, {}, dx, m, s, g}, {indices(i), form.cap, {}, {}, {}, h, {}});
+}
+
+ffi::Error label_sums_vjp(ffi::ThreadPool pool, In x, In i, In m, In s, In g, In h, In v, Out dx, Rest rest,
+                          Form form) {
+  auto call = read_call({x, {}, {*dx}, {m, s, g, h, v}, "lw", false, {i}}, rest, form);
+  return run(pool, kLabelSumsVjp, call, {x, {}, dx, m, s, g}, {indices(i), form.cap, {}, {}, {}, h, v});
 }
 
 }  // namespace

@@ -21,7 +21,7 @@ using jaxsoft::cpu::Row;
 enum Reduction { kScores, kDot, kSum, kNone };
 constexpr bool reads_b(Reduction r) { return r == kDot || r == kSum; }
 
-constexpr int kNumbers = 3;  // the most that an operation has
+constexpr int kNumbers = 4;  // the most that an operation has
 
 // Whether the logarithm of a sum is a result that may be near 0: where one score dominates, its term of 1 would leave the
 // others that are added to it in f32 few digits, and log(s) is theirs.
@@ -96,6 +96,20 @@ struct LogsumexpVjp {
   }
   template <class V, class N>
   static V value(V z, V, const N* p) { return (exp(z - p[0]) * p[1]) * p[2]; }
+};
+
+struct LabelSumsVjp {
+  static constexpr Reduction reduction = kNone;
+  static constexpr double uncounted = 0;
+  template <class S>
+  static void finish(const Row& row, S* p) {
+    LogsumexpVjp::finish(row, p);
+    p[3] = (S)row.v;
+  }
+  template <class V, class N>
+  static V value(V z, V b, const N* p) {
+    return LogsumexpVjp::value(z, b, p) + (z == V{} - (decltype(z[0] + 0))infinity ? V{} : V{} + p[3]);
+  }
 };
 
 }  // namespace JAXSOFT_ISA

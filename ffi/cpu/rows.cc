@@ -73,7 +73,18 @@ struct Reader {
   V score(int64_t i, int64_t left) const {
     if constexpr (!extras) return a(i, left, (S)-infinity);
     V scaled = a(i, left, 0) * (S)at.scale;
+    if (at.cap > 0) return capped(scaled);
     return at.bias ? scaled + load<T>((const T*)at.bias + i, left, 0) : rounded(scaled);
+  }
+
+  // cap * tanh(x / cap), and its derivative.
+  V capped(V x) const {
+    V e = exp((x < 0 ? x : -x) * (S)(2 / at.cap)), y = (S)at.cap * ((1 - e) / (1 + e));
+    return x < 0 ? -y : y;
+  }
+  V cap_slope(V x) const {
+    V e = exp((x < 0 ? x : -x) * (S)(2 / at.cap));
+    return 4 * e / ((1 + e) * (1 + e));
   }
 
   V counted_score(int64_t i, int64_t left) const {
@@ -146,6 +157,8 @@ void write(const Segment& at, void* out, int64_t n, const Row& row) {
     if constexpr (reads_b(Op::reduction)) b = reader.b(i, left);
     auto value = Op::value(a, b, numbers);
     if constexpr (extras && Op::reduction != kScores) value *= scale;  // a gradient for z becomes one for x
+    if constexpr (extras && Op::reduction == kNone)
+      if (reader.at.cap > 0) value *= reader.cap_slope(reader.a(i, left, 0));
     return reader.counted(value, i, left, Op::uncounted);
   });
 }
@@ -180,6 +193,29 @@ void fill(void* out, int64_t n) {
   write_values<Out>(out, n, [](int64_t, int64_t) { return typename L::V{} + (typename L::Scalar)Op::uncounted; });
 }
 
+template <class Out>
+void put(void* out, double value) {
+  typedef Lanes<Out> L;
+  L::store_part((Out*)out, typename L::V{} + (typename L::Scalar)value, 1);
+}
+
+// The number of scores above -inf, and the sum of their distances from `at.from`.
+template <class T, bool extras>
+State above(const Segment& at, int64_t n) {
+  typedef typename Lanes<T>::V V;
+  typedef typename Lanes<T>::Scalar S;
+  const Reader<T, extras> reader(at);
+  const S from = (S)at.from;
+  auto finite = [=](V z) { return z > V{} - (S)infinity; };
+  return {sum_terms<T>(n, [=](int64_t i, int64_t left) {
+            return finite(reader.counted_score(i, left)) ? V{} + (S)1 : V{};
+          }),
+          sum_terms<T>(n, [=](int64_t i, int64_t left) {
+            V z = reader.counted_score(i, left);
+            return finite(z) ? z - from : V{};
+          })};
+}
+
 template <Reduction reduction, class T, bool extras>
 constexpr auto reduces() -> State (*)(const Segment&, int64_t) {
   if constexpr (reduction == kNone) return nullptr;
@@ -188,6 +224,7 @@ constexpr auto reduces() -> State (*)(const Segment&, int64_t) {
 
 template <class Op, class T, class Out, bool extras>
 constexpr Kernels kernels = {reduces<Op::reduction, T, extras>(), write<Op, T, Out, extras>, nullptr, fill<Op, Out>,
+                             put<Out>, nullptr,
                              reduce_columns<Op::reduction, T, keeps_digits<Op>>, combine_columns, finish_columns<Op, T>,
                              write_columns<Op, T, Out>};
 
@@ -205,6 +242,13 @@ constexpr Kernels state_of = [] {
   return k;
 }();
 
+template <class T, bool extras>
+constexpr Kernels label_sums = [] {
+  Kernels k = state_of<T, extras>;
+  k.above = above<T, extras>;
+  return k;
+}();
+
 }  // namespace
 }  // namespace JAXSOFT_ISA
 
@@ -212,9 +256,11 @@ constexpr Kernels state_of = [] {
 #define JAXSOFT_JOIN(a, b) JAXSOFT_JOIN_(a, b)
 #define JAXSOFT_OPERATIONS(T, Out, extras)                                                  \
   {JAXSOFT_ISA::softmax<T, Out, extras>, JAXSOFT_ISA::kernels<LogSoftmax, T, Out, extras>,  \
-   JAXSOFT_ISA::state_of<T, extras>, JAXSOFT_ISA::kernels<SoftmaxVjp, T, Out, extras>,      \
+   JAXSOFT_ISA::state_of<T, extras>, JAXSOFT_ISA::label_sums<T, extras>,                    \
+   JAXSOFT_ISA::kernels<SoftmaxVjp, T, Out, extras>,                                        \
    JAXSOFT_ISA::kernels<LogSoftmaxVjp, T, Out, extras>,                                     \
-   JAXSOFT_ISA::kernels<LogsumexpVjp, T, Out, extras>}
+   JAXSOFT_ISA::kernels<LogsumexpVjp, T, Out, extras>,                                      \
+   JAXSOFT_ISA::kernels<LabelSumsVjp, T, Out, extras>}
 #define JAXSOFT_DTYPES(extras)                                                                   \
   {JAXSOFT_OPERATIONS(Float16, Float16, extras), JAXSOFT_OPERATIONS(BFloat16, BFloat16, extras), \
    JAXSOFT_OPERATIONS(float, float, extras),     JAXSOFT_OPERATIONS(double, double, extras),     \

@@ -22,7 +22,9 @@ State combine(State a, State b);
 // Elements reduced under one maximum: they are read twice, from the first-level cache.
 inline constexpr int64_t kTile = 2048;
 
-enum Operation { kSoftmax, kLogSoftmax, kState, kSoftmaxVjp, kLogSoftmaxVjp, kLogsumexpVjp, kOperations };
+enum Operation {
+  kSoftmax, kLogSoftmax, kState, kLabelSums, kSoftmaxVjp, kLogSoftmaxVjp, kLogsumexpVjp, kLabelSumsVjp, kOperations
+};
 
 // The dtypes of the first operand and of the result.
 enum DTypes { F16, BF16, F32, F64, F16ToF32, BF16ToF32, F32ToF16, F32ToBF16, kDTypes };
@@ -35,12 +37,14 @@ struct Segment {
   const void* bias = nullptr;   // null: nothing is added
   double scale = 1;
   bool masked = false;  // softmax_vjp: elements with y = 0 do not count
+  double cap = 0;       // 0: scores are not capped
+  double from = 0;      // label_sums: what distances are taken from
 };
 
 // One row's numbers: what it was reduced to, and the statistics that it came with.
 struct Row {
   State reduced = {-infinity, 0}, given = {};
-  double g = 0;
+  double g = 0, v = 0;
 };
 
 // Rows that do not lie along the last dimension are columns: `lines` lines of `columns` elements, `stride` apart, and
@@ -56,7 +60,7 @@ struct Part {  // what columns were reduced to
 };
 
 struct Numbers {  // and what that makes for the writing pass, as the kernels keep it
-  char bytes[3 * (kColumns + 16) * sizeof(double)];
+  char bytes[4 * (kColumns + 16) * sizeof(double)];
 };
 
 // The kernels of one operation and of one pair of dtypes.
@@ -65,6 +69,8 @@ struct Kernels {
   void (*write)(const Segment&, void* out, int64_t n, const Row&);  // null where nothing is written
   void (*at_once)(const Segment&, void* out, int64_t n);            // softmax: a row of at most kTile elements
   void (*fill)(void* out, int64_t n);                               // with what stands where elements do not count
+  void (*put)(void* out, double value);                             // one element
+  State (*above)(const Segment&, int64_t n);  // label_sums: of the scores above -inf, their number and sum(z - from)
   // Of columns, without extra operands.
   void (*reduce_columns)(const Segment&, const Block&, Part*);
   void (*combine_columns)(Part* total, const Part&, int64_t columns);
