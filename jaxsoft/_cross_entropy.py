@@ -1,6 +1,7 @@
 """Cross-entropy of logits: the public functions, with integer labels and with probabilities as labels."""
 
 import functools
+import math
 from typing import Literal, overload
 
 import jax
@@ -168,7 +169,8 @@ def _rows_of(name: str, x: ArrayLike, axis: Axis, where: ArrayLike | None) -> tu
     kept = tuple(a for a in range(x.ndim) if a not in axes)
 
     def with_classes_last(v, shape):
-        return jnp.transpose(v, (*kept, *axes)).reshape(*(shape[a] for a in kept), -1)
+        classes = math.prod(shape[a] for a in axes)
+        return jnp.transpose(v, (*kept, *axes)).reshape(*(shape[a] for a in kept), classes)
 
     rows = with_classes_last(x, x.shape)
     if where is None:

@@ -199,14 +199,14 @@ def _jvp(primals, tangents, *, derivative, call):
 def _transpose(cotangents, *operands, derivative, call):
     del call
     linear = derivative.linear
-    assert [ad.is_undefined_primal(v) for v in operands] == [i in linear for i in range(len(operands))]
-    types = [operands[i].aval for i in linear]
-    results = [ad.Zero(t) for t in types]
+    unknown = [i for i, v in enumerate(operands) if ad.is_undefined_primal(v)]
+    assert all(i in linear for i in unknown)  # of several, those that are known are 0
+    results = [ad.Zero(jax.typeof(operands[i]) if i not in unknown else operands[i].aval) for i in linear]
     if not all(isinstance(g, ad.Zero) for g in cotangents):
         given = map(ad.instantiate_zeros, cotangents)
-        transposed = derivative.transpose(types[0].dtype)
+        transposed = derivative.transpose(results[0].aval.dtype)
         results = transposed(*operands[: linear.start], *given, *operands[linear.stop :])
-    return [results[linear.index(i)] if i in linear else None for i in range(len(operands))]
+    return [results[linear.index(i)] if i in unknown else None for i in range(len(operands))]
 
 
 def _batch(operands: Sequence[jax.Array], dims: Sequence[int | None], *, derivative, call):

@@ -124,4 +124,9 @@ def _takes(operation: str, form: Form, operands: Operands) -> bool:
 
 
 def _attributes(form: Form) -> dict[str, object]:
-    return {"extras": form.extras, "trailing": np.int64(form.trailing), "masked": np.bool_(form.masked), "cap": np.float64(form.cap or 0)}
+    return {
+        "extras": form.extras,
+        "trailing": np.int64(form.trailing),
+        "masked": np.bool_(form.masked),
+        "cap": np.float64(form.cap or 0),
+    }

@@ -107,7 +107,9 @@ def row_operations(
 def take(x: jax.Array, i: jax.Array) -> jax.Array:
     """The element of each row at an index, in the accumulator's dtype; NaN for an index out of range."""
     n = x.shape[-1]
-    found = jnp.take_along_axis(x, jnp.clip(i, 0, max(n - 1, 0))[..., None], axis=-1, mode="clip")[..., 0]
+    if n == 0:
+        return jnp.full(x.shape[:-1], jnp.nan, accumulator(x.dtype))
+    found = jnp.take_along_axis(x, jnp.clip(i, 0, n - 1)[..., None], axis=-1)[..., 0]
     return jnp.where((i >= 0) & (i < n), _wide(found), jnp.nan)
 
 

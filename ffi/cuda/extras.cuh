@@ -7,6 +7,7 @@
 #pragma once
 
 #include "../rows.h"
+#include "fold.cuh"
 #include "pack.cuh"
 
 namespace jaxsoft::cuda {
@@ -38,6 +39,10 @@ struct Arguments {
   A* m = nullptr;  // statistics, one a row: results of the forward operations, operands of the backward ones
   A* s = nullptr;
   const A* g = nullptr;
+  const int32_t* labels = nullptr;                  // one a row, where the operation has them
+  A *t = nullptr, *u = nullptr, *k = nullptr;       // results beside them, where it has those: see ../rows.h
+  const A *h = nullptr, *v = nullptr;               // and operands
+  A cap = 0;                                        // of the scores; 0: none
   int64_t rows = 0, n = 0, inner = 1;
   bool vector = true;                           // whether packs of all whole-row operands are aligned together
   ResultType result = ResultType::same;         // of out, if not T
@@ -80,6 +85,22 @@ struct Arguments {
   }
 };
 
+// cap * tanh(x / cap), and its derivative. The approximation errs by 2^-22 of the cap, which 16 bits bear.
+template <class T, class A>
+__device__ A capped(A x, A cap) {
+  if constexpr (sizeof(T) == 2) {
+    const A y = cap - 2 * cap / (1 + exp2_approximately(2 * A(kLog2E) * fabs(x) / cap));
+    return x < 0 ? -y : y;  // a NaN stays
+  } else {
+    return cap * tanh(x / cap);
+  }
+}
+template <class A>
+__device__ A cap_slope(A x, A cap) {
+  const A e = exp(-2 * fabs(x) / cap);
+  return 4 * e / ((1 + e) * (1 + e));
+}
+
 // x alone.
 struct Plain {
   static constexpr bool extras = false, bias = false;
@@ -94,6 +115,7 @@ struct WithExtras {
   static constexpr int size = Pack<T>::size;
   using A = Accumulator<T>;
   using Marks = uint64_t;  // what `where` has of a pack: a byte an element, 0 or 1
+  A cap;
   A scale = 1, factor = 1;  // factor: what scores are multiplied by; 1 for scale 0, as `mark` has then made x * 0 of x
   int limit;
   const uint8_t* where = nullptr;
@@ -104,7 +126,7 @@ struct WithExtras {
   // `begin`: the element of the row that the window's first is.
   template <class Window>
   __device__ WithExtras(const Arguments<T>& args, int64_t row, int64_t begin, const Window& window)
-      : limit(window.n), masked(args.masked) {
+      : cap(args.cap), limit(window.n), masked(args.masked) {
     const Extras& extras = args.extras;
     int64_t offset[4] = {};  // of scale, limit, where and bias
     if (args.counted_in_ints()) {
@@ -155,7 +177,7 @@ struct WithExtras {
     return (window.head + limit + Pack<T>::size - 1) / Pack<T>::size;
   }
 
-  T masked_element;  // the x whose score is -inf
+  T masked_element;  // the x whose score is -inf, a cap or not
 
   template <Layout layout>
   __device__ Marks fetch_where(int i, const Window<T, layout>& window) const {
@@ -204,6 +226,7 @@ struct WithExtras {
     // is more than exp can take where scores are huge.
     A z = rounded_product(a.get(k), factor);
     if (with_bias) z += b.get(k);
+    else if (cap > 0 && z > -infinity<A>()) z = capped<T>(z, cap);
     return z;
   }
 };

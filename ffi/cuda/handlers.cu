@@ -20,6 +20,11 @@ struct Kernel {
   void *m = nullptr, *s = nullptr;
   const void* g = nullptr;
   Out* workspace = nullptr;
+  // Of an operation with labels.
+  const void* labels = nullptr;
+  double cap = 0;
+  void *t = nullptr, *u = nullptr, *k = nullptr;
+  const void *h = nullptr, *v = nullptr;
 };
 
 template <template <class> class Op, class T>
@@ -33,6 +38,10 @@ cudaError_t run_typed(const Kernel& kernel, cudaStream_t stream) {
   args.m = static_cast<A*>(kernel.m);
   args.s = static_cast<A*>(kernel.s);
   args.g = static_cast<const A*>(kernel.g);
+  args.labels = static_cast<const int32_t*>(kernel.labels);
+  args.cap = static_cast<A>(kernel.cap);
+  args.t = static_cast<A*>(kernel.t), args.u = static_cast<A*>(kernel.u), args.k = static_cast<A*>(kernel.k);
+  args.h = static_cast<const A*>(kernel.h), args.v = static_cast<const A*>(kernel.v);
   args.set_extras(kernel.call.extras);
   args.masked = kernel.masked;
   auto type = kernel.out.element_type();
@@ -111,6 +120,48 @@ ffi::Error logsumexp_vjp(cudaStream_t stream, In x, In m, In s, In g, Out dx, Re
   Kernel kernel{"logsumexp_vjp", *call, form.masked, x, *dx, nullptr, dx->untyped_data()};
   kernel.m = m.untyped_data(), kernel.s = s.untyped_data();
   kernel.g = g.untyped_data();
+  return run_any<LogsumexpVjp>(kernel, stream);
+}
+
+ffi::Error label_state(cudaStream_t stream, In x, In i, Out m, Out s, Out t, Out workspace, Rest rest, Form form) {
+  auto call = read_call({x, {}, {}, {*m, *s, *t}, "lw", false, {i}}, rest, form);
+  if (call.has_error()) return call.error();
+  Kernel kernel{"label_state", *call, form.masked, x, x};
+  kernel.m = m->untyped_data(), kernel.s = s->untyped_data(), kernel.t = t->untyped_data();
+  kernel.labels = i.untyped_data(), kernel.cap = form.cap;
+  kernel.workspace = &workspace;
+  return run_any<StateOf>(kernel, stream);
+}
+
+ffi::Error label_sums(cudaStream_t stream, In x, In i, Out m, Out s, Out t, Out u, Out k, Out workspace, Rest rest,
+                      Form form) {
+  auto call = read_call({x, {}, {}, {*m, *s, *t, *u, *k}, "lw", false, {i}}, rest, form);
+  if (call.has_error()) return call.error();
+  Kernel kernel{"label_sums", *call, form.masked, x, x};
+  kernel.m = m->untyped_data(), kernel.s = s->untyped_data(), kernel.t = t->untyped_data();
+  kernel.u = u->untyped_data(), kernel.k = k->untyped_data();
+  kernel.labels = i.untyped_data(), kernel.cap = form.cap;
+  kernel.workspace = &workspace;
+  return run_any<LabelSums>(kernel, stream);
+}
+
+ffi::Error label_state_vjp(cudaStream_t stream, In x, In i, In m, In s, In g, In h, Out dx, Rest rest, Form form) {
+  auto call = read_call({x, {}, {*dx}, {m, s, g, h}, "lw", false, {i}}, rest, form);
+  if (call.has_error()) return call.error();
+  Kernel kernel{"label_state_vjp", *call, form.masked, x, *dx, nullptr, dx->untyped_data()};
+  kernel.m = m.untyped_data(), kernel.s = s.untyped_data(), kernel.g = g.untyped_data(), kernel.h = h.untyped_data();
+  kernel.labels = i.untyped_data(), kernel.cap = form.cap;
+  return run_any<LogsumexpVjp>(kernel, stream);
+}
+
+ffi::Error label_sums_vjp(cudaStream_t stream, In x, In i, In m, In s, In g, In h, In v, Out dx, Rest rest,
+                          Form form) {
+  auto call = read_call({x, {}, {*dx}, {m, s, g, h, v}, "lw", false, {i}}, rest, form);
+  if (call.has_error()) return call.error();
+  Kernel kernel{"label_sums_vjp", *call, form.masked, x, *dx, nullptr, dx->untyped_data()};
+  kernel.m = m.untyped_data(), kernel.s = s.untyped_data(), kernel.g = g.untyped_data(), kernel.h = h.untyped_data();
+  kernel.v = v.untyped_data();
+  kernel.labels = i.untyped_data(), kernel.cap = form.cap;
   return run_any<LogsumexpVjp>(kernel, stream);
 }
 

@@ -51,9 +51,9 @@ cudaError_t launch_resident(const Arguments<T>& args, Layout layout, int64_t pac
   }
   int64_t blocks = std::min<int64_t>((args.rows + rows_per_block - 1) / rows_per_block, 0x7fffffff);
   auto kernel = resident<Op, T, Form, kPacks, Layout::any>;
-  if constexpr (sizeof(T) < 8)  // f64 goes without, for compile time
+  if constexpr (sizeof(T) < 8 && !Op<T>::sums)  // f64 and rare operations go without, for compile time
     if (layout == Layout::whole) kernel = resident<Op, T, Form, kPacks, Layout::whole>;
-  if constexpr (!Form::extras && kPacks <= 2 && sizeof(T) == 2)
+  if constexpr (!Form::extras && kPacks <= 2 && sizeof(T) == 2 && !Op<T>::sums)
     if (layout == Layout::halves) kernel = resident<Op, T, Form, kPacks, Layout::halves>;
   kernel<<<blocks, dim3(threads, rows_per_block), 0, stream>>>(args);
   return cudaGetLastError();
@@ -131,12 +131,12 @@ cudaError_t launch_form(const Arguments<T>& args, void* workspace, int64_t bytes
   packs += layout == Layout::any && (args.n * sizeof(T) % 16 != 0 || reinterpret_cast<uintptr_t>(args.a) % 16 != 0);
   constexpr int operands = Op<T>::operands == 1 && !Form::bias ? 1 : 2;
   constexpr int most_packs = operands == 1 ? 8 : 4;
-  if constexpr (!Form::extras) {
+  if constexpr (!Form::extras && !Op<T>::sums) {
     if (packs <= choice.packs[0]) return launch_resident<Op, T, Form, 1>(args, layout, packs, stream);
     if (packs <= choice.packs[1]) return launch_resident<Op, T, Form, 2>(args, layout, packs, stream);
   }
   if (packs <= choice.packs[2]) return launch_resident<Op, T, Form, 4>(args, layout, packs, stream);
-  if constexpr (sizeof(T) <= 4 && Op<T>::reduces) {
+  if constexpr (sizeof(T) <= 4 && Op<T>::reduces && !Op<T>::sums) {
     const bool many = packs < Clustered::most_blocks * 1024 && args.rows * Clustered::most_blocks > 512;
     int blocks = many ? Clustered::most_blocks / 2 : Clustered::most_blocks;
     while (blocks > 1 && packs < blocks * choice.few_packs[0]) blocks /= 2;
@@ -153,8 +153,9 @@ cudaError_t launch_form(const Arguments<T>& args, void* workspace, int64_t bytes
     if (packs <= choice.packs[3] || (layout == Layout::any && packs <= choice.odd_packs[sizeof(T) == 2]))
       return launch_resident<Op, T, Form, 5>(args, layout, packs, stream);
   const int64_t resident_packs = choice.resident_packs[operands - 1];
-  if (packs <= std::min<int64_t>(resident_packs, most_packs * most_threads<Form, most_packs>))
-    return launch_resident<Op, T, Form, most_packs>(args, layout, packs, stream);
+  if constexpr (!Op<T>::sums)
+    if (packs <= std::min<int64_t>(resident_packs, most_packs * most_threads<Form, most_packs>))
+      return launch_resident<Op, T, Form, most_packs>(args, layout, packs, stream);
   if constexpr (can_spread<Op<T>, T, Form>) {
     const int64_t blocks = Spread::blocks * device.processors, least = choice.spread_packs[operands - 1];
     const bool has_room = bytes >= blocks * int64_t(sizeof(typename Op<T>::Part));
@@ -208,11 +209,13 @@ template <template <class> class Op, class T>
 cudaError_t launch(const Arguments<T>& args, void* workspace, int64_t bytes, cudaStream_t stream) {
   if (args.rows == 0 || args.n == 0 || args.inner == 0) return cudaSuccess;
   if (bytes < int64_t(sizeof(unsigned long long))) workspace = nullptr;  // no room for a counter
-  if (args.inner > 1) return launch_columns<Op>(args, workspace, stream);
+  if constexpr (!Op<T>::sums)
+    if (args.inner > 1) return launch_columns<Op>(args, workspace, stream);
   const Extras& extras = args.extras;
-  if constexpr (Op<T>::a_is_scores && Op<T>::operands == 1)
+  if constexpr (Op<T>::a_is_scores && Op<T>::operands == 1 && !Op<T>::sums)
     if (extras.bias.data) return launch_form<Op, T, WithExtras<T, true>>(args, workspace, bytes, stream);
-  if (extras.scale.data || extras.limit.data || extras.where.data || args.masked || args.result != ResultType::same)
+  if (extras.scale.data || extras.limit.data || extras.where.data || args.masked || args.cap > 0 ||
+      args.result != ResultType::same)
     return launch_form<Op, T, WithExtras<T, false>>(args, workspace, bytes, stream);
   return launch_form<Op, T, Plain>(args, workspace, bytes, stream);
 }

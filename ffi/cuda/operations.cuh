@@ -7,6 +7,7 @@
 //   reads_a_to_reduce          whether the reduction needs a, or only b
 //   writes                     whether whole rows are written
 //   a_is_scores                whether a makes scores, together with the extras
+//   labelled, sums             whether there may be a label a row; whether its Part is that of LabelSums
 //   masked_value               what is written for a masked element
 //   ordinary(values)           whether value is masked_value where the score is -inf and b is 0
 //   fill()                     the element that changes no reduction
@@ -37,7 +38,7 @@ struct Scores {  // the forward operations reduce scores to their state
   using Thread = Running<A>;
   static constexpr int operands = 1;
   static constexpr bool reduces = true, reads_a_to_reduce = true, keeps_apart = apart, has_quick = false;
-  static constexpr bool a_is_scores = true, gradient = false, scores = true;
+  static constexpr bool a_is_scores = true, gradient = false, scores = true, labelled = false, sums = false;
   static constexpr double masked_value = 0;
   static __device__ T fill() { return narrow<T>(-infinity<A>()); }
 
@@ -55,7 +56,11 @@ struct Scores {  // the forward operations reduce scores to their state
 #pragma unroll
       for (int k = 0; k < count; k++)
         if (k * step < left) m = max(m, a[k].maximum());
-      return Form::extras ? rounded_product(m, factor) : m;
+      if constexpr (Form::extras) {
+        m = rounded_product(m, factor);
+        if (form.cap > 0 && m > -infinity<A>()) m = capped<T>(m, form.cap);
+      }
+      return m;
     }
 #pragma unroll
     for (int k = 0; k < count; k++)
@@ -251,15 +256,26 @@ struct Softmax : Scores<T, false> {
   static __device__ A quick_value(Values v, A x) { return exp2_approximately(fmaf(x, A(kLog2E), -v.shift)); }
 };
 
+// The score of a row's label: NaN where there is none, 0 in a row that is not read.
+template <class T>
+__device__ Accumulator<T> label_score(const Arguments<T>& args, int64_t row) {
+  using A = Accumulator<T>;
+  const int32_t label = args.labels[row];
+  if (label < 0 || label >= args.n) return label == kNoRow ? A(0) : A(nan(""));
+  const A x = widen(args.a[row * args.n + label]);
+  return args.cap > 0 ? capped<T>(x, args.cap) : x;
+}
+
 template <class T>
 struct StateOf : Scores<T, false> {
   using typename Scores<T, false>::A;
   using typename Scores<T, false>::Part;
-  static constexpr bool writes = false;
+  static constexpr bool writes = false, labelled = true;
   struct Values {};
 
   static __device__ Values finish(Part part, const Arguments<T>& to, int64_t row, bool first) {
     if (first) to.m[row] = part.m, to.s[row] = part.s();
+    if (first && to.t) to.t[row] = label_score(to, row);
     return {};
   }
   static __device__ A value(Values, A, A) { return 0; }
@@ -283,6 +299,95 @@ struct LogSoftmax : Scores<T, true> {
   static __device__ bool ordinary(const Values& v) { return isfinite(v.log_s); }
 };
 
+// The state, and of the scores above -inf their number and the sum of their distances from its maximum.
+template <class A>
+struct StateAndSums {
+  State<A, false> state;
+  Sum<A> above;
+  A count = 0;
+};
+
+// The same of one thread, as it grows: the distances are from the reference that the state's sum has.
+template <class A>
+struct RunningSums {
+  Running<A> running;
+  Sum<A> above;
+  A count = 0;
+};
+
+// The sum of distances from another reference.
+template <class A>
+__device__ Sum<A> moved(Sum<A> above, A count, A from, A to) {
+  if (from != to) above.add(count * (from - to));
+  return above;
+}
+
+template <class T, class A>
+__device__ StateAndSums<A> combine(StateAndSums<A> a, const StateAndSums<A>& b) {
+  const A from = reference(a.state.m);
+  a.state = combine<T>(a.state, b.state);
+  const A to = reference(a.state.m);
+  a.above = combine<T>(moved(a.above, a.count, from, to), moved(b.above, b.count, reference(b.state.m), to));
+  a.count += b.count;
+  return a;
+}
+template <class T, class A, class State>
+__device__ StateAndSums<A> reduce_sums(const State& state, Sum<A> above, A count, A from, int width) {
+  StateAndSums<A> result{reduce_lanes<T>(state, width)};
+  result.above = reduce_lanes<T>(moved(above, count, from, reference(result.state.m)), width);
+  result.count = reduce_lanes<T>(Sum<A>{count, 0}, width).value();
+  return result;
+}
+template <class T, class A>
+__device__ StateAndSums<A> reduce_lanes(const StateAndSums<A>& part, int width) {
+  return reduce_sums<T>(part.state, part.above, part.count, reference(part.state.m), width);
+}
+template <class T, class A>
+__device__ StateAndSums<A> reduce_lanes(const RunningSums<A>& part, int width) {
+  return reduce_sums<T>(part.running, part.above, part.count, reference(part.running.from), width);
+}
+
+template <class T>
+struct LabelSums : Scores<T, false> {
+  using typename Scores<T, false>::A;
+  using Part = StateAndSums<A>;
+  using Thread = RunningSums<A>;
+  static constexpr bool writes = false, labelled = true, sums = true;
+  struct Values {};
+
+  template <int count, class Form>
+  static __device__ void accumulate(Thread& part, const Pack<T> (&a)[count], const Pack<T> (&b)[count],
+                                    const Form& form) {
+    const A before = reference(part.running.from);
+    Scores<T, false>::accumulate(part.running, a, b, form);
+    const A from = reference(part.running.from);
+    part.above = moved(part.above, part.count, before, from);
+#pragma unroll
+    for (int k = 0; k < count; k++) {
+      A distances[Pack<T>::size], counts[Pack<T>::size];
+#pragma unroll
+      for (int i = 0; i < Pack<T>::size; i++) {
+        const A z = Scores<T, false>::score(a[k], b[k], i, form);
+        counts[i] = z > -infinity<A>();
+        distances[i] = z > -infinity<A>() ? z - from : A(0);
+      }
+      part.above.add(tree_sum(distances));
+      part.count += tree_sum(counts);
+    }
+  }
+  // The label, which is not among the scores, is at no distance from itself.
+  static __device__ Values finish(const Part& part, const Arguments<T>& to, int64_t row, bool first) {
+    if (!first) return {};
+    const A t = label_score(to, row);
+    to.m[row] = part.state.m, to.s[row] = part.state.s(), to.t[row] = t;
+    to.u[row] = moved(part.above, part.count, reference(part.state.m), reference(t)).value() + (t == infinity<A>() ? t : 0);
+    to.k[row] = part.count + (t > -infinity<A>() && to.labels[row] != kNoRow);
+    return {};
+  }
+  static __device__ A value(Values, A, A) { return 0; }
+  static __device__ bool ordinary(const Values&) { return true; }
+};
+
 template <class T>
 struct SoftmaxVjp {  // a = y, b = g
   using A = Accumulator<T>;
@@ -290,7 +395,7 @@ struct SoftmaxVjp {  // a = y, b = g
   using Thread = Part;
   static constexpr int operands = 2;
   static constexpr bool reduces = true, reads_a_to_reduce = true, keeps_apart = false, has_quick = false, writes = true;
-  static constexpr bool a_is_scores = false, gradient = true, scores = false;
+  static constexpr bool a_is_scores = false, gradient = true, scores = false, labelled = false, sums = false;
   static constexpr double masked_value = 0;
   using Values = A;
   static __device__ T fill() { return narrow<T>(0); }
@@ -331,7 +436,7 @@ struct LogSoftmaxVjp {  // a = x, b = g
   using Thread = Part;
   static constexpr int operands = 2;
   static constexpr bool reduces = true, reads_a_to_reduce = false, keeps_apart = false, has_quick = false, writes = true;
-  static constexpr bool a_is_scores = true, gradient = true, scores = false;
+  static constexpr bool a_is_scores = true, gradient = true, scores = false, labelled = false, sums = false;
   static constexpr double masked_value = 0;
   struct Values { Probabilities<T> p; A sum; };
   static __device__ T fill() { return narrow<T>(0); }
@@ -357,23 +462,26 @@ struct LogSoftmaxVjp {  // a = x, b = g
 };
 
 template <class T>
-struct LogsumexpVjp {  // a = x, g one a row; nothing is reduced
+struct LogsumexpVjp {  // a = x, g one a row, and v, where there is one; nothing is reduced
   using A = Accumulator<T>;
   using Part = Sum<A>;
   using Thread = Part;
   static constexpr int operands = 1;
   static constexpr bool reduces = false, reads_a_to_reduce = false, keeps_apart = false, has_quick = false, writes = true;
-  static constexpr bool a_is_scores = true, gradient = true, scores = false;
+  static constexpr bool a_is_scores = true, gradient = true, scores = false, labelled = true, sums = false;
   static constexpr double masked_value = 0;
-  struct Values { Probabilities<T> p; A g; };
+  struct Values { Probabilities<T> p; A g, v; };
   static __device__ T fill() { return narrow<T>(0); }
 
   template <int count, class Form>
   static __device__ void accumulate(Part&, const Pack<T> (&)[count], const Pack<T> (&)[count], const Form&) {}
   static __device__ Values finish(Part, const Arguments<T>& from, int64_t row, bool) {
-    return {Probabilities<T>(from.m[row], from.s[row]), from.g[row]};
+    return {Probabilities<T>(from.m[row], from.s[row]), from.g[row], from.v ? from.v[row] : A(0)};
   }
-  static __device__ A value(const Values& v, A x, A) { return v.p(x) * v.g; }
+  static __device__ A value(const Values& v, A x, A) {
+    const A y = v.p(x) * v.g;
+    return v.v == 0 || x == -infinity<A>() ? y : y + v.v;
+  }
   static __device__ bool ordinary(const Values& v) { return isfinite(v.p.scale) && isfinite(v.g); }
 };
 
@@ -394,6 +502,7 @@ __device__ void results(const typename Op::Values& values, const Pack<T>& a, con
     x[k] = Op::value(values, first, second);
     if constexpr (Form::extras) {
       if (Op::gradient) x[k] *= form.scale;
+      if (Op::gradient && Op::labelled && form.cap > 0) x[k] *= cap_slope(a.get(k), form.cap);
       if (!Op::a_is_scores && form.masked && first == 0) x[k] = 0;
     }
   }

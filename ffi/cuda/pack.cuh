@@ -98,6 +98,30 @@ struct alignas(16) Pack {
         if (!(halves[0] >> 8 * k & 0xff)) set(k, x);
     }
   }
+  // Element k, if there is one, becomes x.
+  __device__ void replace(int k, T x) {
+    Pack all;
+    all.fill(x);
+#pragma unroll
+    for (int i = 0; i < size; i++) {
+      if (i != k) continue;
+      if constexpr (sizeof(T) == 2) {
+        const uint32_t mask = 0xffffu << i % 2 * 16;
+        words[i / 2] = (words[i / 2] & ~mask) | (all.words[0] & mask);
+      } else {
+        set(i, x);
+      }
+    }
+  }
+  // -inf becomes the least finite number.
+  __device__ void make_finite() {
+    const A least = std::is_same<T, __half>::value ? A(-65504)
+                    : std::is_same<T, __nv_bfloat16>::value ? A(-0x1.fep127)
+                    : sizeof(T) == 4 ? A(-0x1.fffffep127) : A(-0x1.fffffffffffffp1023);
+#pragma unroll
+    for (int k = 0; k < size; k++)
+      if (get(k) == -static_cast<A>(__builtin_huge_val())) replace(k, narrow<T>(least));
+  }
   __device__ void fill(T x) {
 #pragma unroll
     for (int k = 0; k < size; k++) set(k, x);

@@ -6,7 +6,7 @@
 namespace jaxsoft::cuda {
 
 #define JAXSOFT_OPERATIONS(X, T) \
-  X(Softmax, T) X(StateOf, T) X(LogSoftmax, T) X(SoftmaxVjp, T) X(LogSoftmaxVjp, T) X(LogsumexpVjp, T)
+  X(Softmax, T) X(StateOf, T) X(LabelSums, T) X(LogSoftmax, T) X(SoftmaxVjp, T) X(LogSoftmaxVjp, T) X(LogsumexpVjp, T)
 
 template <template <class> class Op, class T>
 cudaError_t run(const Arguments<T>& args, void* workspace, int64_t bytes, cudaStream_t stream);

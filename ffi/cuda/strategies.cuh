@@ -44,6 +44,8 @@ struct Row {
   Form form;
   ResultType result;
   int counted;  // packs from here on are masked as a whole, and need not be read
+  int label = INT_MIN;  // where that of the row is, counted from the window's first pack; else far from all packs
+  Accumulator<T> h = 0, v = 0;  // of the gradient there
 
   __device__ Row(const Arguments<T>& args, int64_t row) : Row(args, row, 0, args.n) {}
   // Elements [begin, end): as many as an int can count, and from the second on they begin with a pack.
@@ -59,6 +61,17 @@ struct Row {
     if (Form::extras && result != ResultType::same) size = result == ResultType::f32 ? 4 : 2;
     out = static_cast<char*>(args.out) + (row * args.n + begin) * size;
     if constexpr (Form::extras) counted = min(counted, form.masked_from(window));
+    if constexpr (Op<T>::labelled) {
+      if (!args.labels) return;
+      const int32_t given = args.labels[row];
+      if (given == kNoRow) counted = 0;
+      else if (given >= begin && given < end) label = static_cast<int>(given - begin) + window.head;
+      if (Op<T>::writes) h = args.h[row], v = args.v ? args.v[row] : 0;
+    }
+  }
+  // Whether pack i has the label.
+  __device__ bool has_label(int i) const {
+    return static_cast<unsigned>(label - i * Pack<T>::size) < static_cast<unsigned>(Pack<T>::size);
   }
 
   // Packs first, first + step, ... of the operands, those before `end`. `reduce_only`: b alone, where the reduction
@@ -94,6 +107,13 @@ struct Row {
           if (first + k * step < end) pa[k].times_zero();
       }
     }
+    if constexpr (marks_a && Op<T>::labelled) {
+      if (form.cap > 0) {
+#pragma unroll
+        for (int k = 0; k < count; k++)
+          if (first + k * step < end) pa[k].make_finite();
+      }
+    }
 #pragma unroll
     for (int k = 0; k < count; k++) {
       int i = first + k * step;
@@ -104,6 +124,8 @@ struct Row {
         if (reads_a) window.trim(pa[k], i, Op<T>::fill());
         if constexpr (Op<T>::operands > 1) window.trim(pb[k], i, Op<T>::fill());
       }
+      if constexpr (Op<T>::labelled && Op<T>::reduces)
+        if (has_label(i)) pa[k].replace(label - i * Pack<T>::size, fill());
     }
   }
   // The element that changes no reduction.
@@ -144,6 +166,25 @@ struct Row {
     return values.quick && Op<T>::may_be_quick(values.ref, form);
   }
 
+  // The gradient at the label, which does not depend on a mask.
+  __device__ Accumulator<T> label_gradient() const {
+    using A = Accumulator<T>;
+    const A x = widen(a[label - window.head]);
+    A dx = h;
+    bool capped = false;
+    if constexpr (Form::extras) capped = form.cap > 0;
+    if (capped || x != -infinity<A>()) dx += v;
+    if constexpr (Form::extras)
+      if (capped) dx *= cap_slope(x, form.cap);
+    return dx;
+  }
+  // Pack i of the result, with what the label has.
+  __device__ Pack<T> labelled(Pack<T> pack, int i) const {
+    if constexpr (Op<T>::labelled && Op<T>::writes)
+      if (has_label(i)) pack.replace(label - i * Pack<T>::size, narrow<T>(label_gradient()));
+    return pack;
+  }
+
   template <bool quick = false>
   __device__ Pack<T> result_pack(const typename Op<T>::Values& values, const Pack<T>& pa, const Pack<T>& pb) const {
     Accumulator<T> x[Pack<T>::size];
@@ -159,12 +200,12 @@ struct Row {
         if (i >= counted) {
           Pack<T> pack;
           pack.fill(narrow<T>(Op<T>::masked_value));
-          return window.store(static_cast<T*>(out), i, pack);
+          return window.store(static_cast<T*>(out), i, labelled(pack, i));
         }
       }
       if constexpr (Op<T>::has_quick)
         if (quick(values)) return window.store(static_cast<T*>(out), i, result_pack<true>(values, pa, pb));
-      window.store(static_cast<T*>(out), i, result_pack(values, pa, pb));
+      window.store(static_cast<T*>(out), i, labelled(result_pack(values, pa, pb), i));
     } else if constexpr (Form::extras) {
       Accumulator<T> x[Pack<T>::size];
       results<Op<T>, false>(values, pa, pb, form, x);
@@ -173,6 +214,13 @@ struct Row {
 #pragma unroll
         for (int k = 0; k < Pack<T>::size; k++)
           if (!(marks >> 8 * k & 1)) x[k] = Accumulator<T>(Op<T>::masked_value);
+      }
+      if constexpr (Op<T>::labelled) {
+        if (has_label(i)) {
+#pragma unroll
+          for (int k = 0; k < Pack<T>::size; k++)
+            if (i * Pack<T>::size + k == label) x[k] = label_gradient();
+        }
       }
       if constexpr (layout == Layout::whole) {
         Pack<T> pack;
@@ -230,11 +278,12 @@ __device__ void held_row(const Arguments<T>& args, const Row& row, int64_t index
   typename Op<T>::Part part;
   if constexpr (Op<T>::reduces) {
     __shared__ A shared[3][32];
-    if (compensated)
-      part = reduce_visited<Op<T>>(row.form, [&](auto use) { use(pa, pb); },
+    auto compensated_sum = [&] {
+      return reduce_visited<Op<T>>(row.form, [&](auto use) { use(pa, pb); },
                                    [](const auto& part) { return reduce_threads<T>(part); });
-    else
-      part = reduce_held<Op<T>>(pa, pb, row.form, left, step, shared);
+    };
+    if constexpr (Op<T>::sums) part = compensated_sum();
+    else part = compensated ? compensated_sum() : reduce_held<Op<T>>(pa, pb, row.form, left, step, shared);
   }
   if (!exists) return;
   // What the reduction has unpacked would stay so up to the result, for which there are not registers enough. Hence
@@ -283,7 +332,7 @@ __global__ void __launch_bounds__(most_threads<Form, kPacks>, most_threads<Form,
 #pragma unroll
     for (int k = 0; k < kPacks; k++)
       if (k * step >= left && k * step < packs - thread)
-        row.window.store(static_cast<T*>(row.out), thread + k * step, pack);
+        row.window.store(static_cast<T*>(row.out), thread + k * step, row.labelled(pack, thread + k * step));
   }
   constexpr bool quick = Op<T>::has_quick && (Form::extras ? layout == Layout::whole : kPacks <= 5);
   Pack<T> pa[kPacks], pb[kPacks];

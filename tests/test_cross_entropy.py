@@ -1,0 +1,300 @@
+"""Cross-entropy of logits: every option against float64, no cancellation, optax's semantics, and edges."""
+
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from common import each_dtype_in_turn, each_fast_implementation, each_implementation, precision, served, wide
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxsoft
+from jaxsoft import softmax_cross_entropy_with_integer_labels as cross_entropy
+
+CLASSES = 33
+RNG = np.random.default_rng(0)
+X = (3 * RNG.standard_normal((6, CLASSES))).astype(np.float32)
+X[1] += 1000
+X[2, 5] = -np.inf
+LABELS = np.array([0, CLASSES - 1, 7, 3, -100, 20], np.int32)
+WEIGHTS = RNG.uniform(0.2, 2, CLASSES).astype(np.float32)
+WHERES = {"none": None, "classes": RNG.random((6, CLASSES)) < 0.7, "rows": np.array([1, 1, 0, 1, 1, 0], bool)}
+OPTIONS = {
+    "ignore_index": st.sampled_from([None, -100, 3]),
+    "label_smoothing": st.sampled_from([0.0, 0.1, 1.0]),
+    "z_loss": st.sampled_from([0.0, 0.01]),
+    "logit_softcap": st.sampled_from([None, 5.0]),
+    "class_weights": st.sampled_from([None, WEIGHTS]),
+    "where": st.sampled_from(list(WHERES)),
+}
+
+
+def truth(x, labels, *, where=None, ignore_index=None, label_smoothing=0.0, z_loss=0.0, logit_softcap=None,
+          class_weights=None):  # fmt: skip
+    """Losses, logsumexps, and the gradients of the losses, in float64 by their formulas; labels in range or ignored."""
+    x, (count, n) = wide(x), x.shape
+    w = np.ones(n) if class_weights is None else wide(class_weights)
+    cap = np.inf if logit_softcap is None else logit_softcap
+    z, slope = (x, 1) if logit_softcap is None else (cap * np.tanh(x / cap), np.cosh(x / cap) ** -2)
+    counts = np.ones(x.shape, bool) if where is None else np.broadcast_to(where, x.shape)
+    rows = counts.any(axis=-1) & (labels != ignore_index)
+    counts = counts & (z > -np.inf) & rows[:, None]
+    every, y = np.arange(count), np.clip(labels, 0, n - 1)
+    with np.errstate(all="ignore"):
+        m = np.max(z, axis=-1, where=counts, initial=-np.inf)
+        e = np.where(counts, np.exp(z - m[:, None]), 0)
+        s = e.sum(axis=-1)
+        lse, p = m + np.log(s), e / s[:, None]
+        others = np.where(np.arange(n) == y[:, None], 0, e).sum(axis=-1)
+        nll = np.where(counts[every, y], np.log1p(others / e[every, y]), lse - z[every, y])  # with all digits near 0
+        k = np.maximum(counts.sum(axis=-1), 1)
+        masses = np.where(counts, w, 0)
+        smooth = np.sum(np.where(counts, w * (lse[:, None] - z), 0), axis=-1) / k
+        loss = (1 - label_smoothing) * w[y] * nll + label_smoothing * smooth + z_loss * lse**2
+        share = (1 - label_smoothing) * w[y] + label_smoothing * masses.sum(axis=-1) / k + 2 * z_loss * lse
+        dz = share[:, None] * p - label_smoothing * masses / k[:, None]
+        dz[every, y] -= (1 - label_smoothing) * w[y]
+        if not label_smoothing and not z_loss:
+            dz[every, y] = np.where(counts[every, y], -w[y] * others / s, dz[every, y])
+        dx = np.where(rows[:, None], dz * slope, 0)
+    return np.where(rows, loss, 0), np.where(rows, lse, -np.inf), dx
+
+
+def plain(x, labels, options):
+    """The sum of the losses in plain JAX, to differentiate: smoothing, z-loss and cap of rows that count."""
+    z = options["logit_softcap"] * jnp.tanh(x / options["logit_softcap"])
+    lse = jax.nn.logsumexp(z, axis=-1)
+    log_p = z - lse[..., None]
+    q = jax.nn.one_hot(labels, x.shape[-1], dtype=x.dtype) * (1 - options["label_smoothing"])
+    q += options["label_smoothing"] / x.shape[-1]
+    return -jnp.sum(q * log_p) + options["z_loss"] * jnp.sum(lse**2)
+
+
+def value_and_pullback(f, x):
+    """f's losses, and the gradient of sum_i (i + 1) loss_i."""
+    loss, pull = jax.vjp(f, x)
+    return loss, pull(jnp.arange(1, loss.shape[0] + 1, dtype=loss.dtype))[0]
+
+
+def assert_close(actual, expected, dtype=np.float32, scale=1.0):
+    """Within the precision of a sum of f32 (f64) terms of this size, gradients rounded to dtype."""
+    unit = {2: 2.0**-8, 4: 2e-6, 8: 1e-13}
+    for a, e, width in zip(actual, expected, (max(4, np.dtype(dtype).itemsize), np.dtype(dtype).itemsize), strict=True):
+        a, e = wide(a), wide(e)
+        assert a.shape == e.shape
+        tolerance = unit[width] * np.maximum(np.abs(e), scale if width > 2 else 1e-6)
+        assert ((np.abs(a - e) <= tolerance) | (a == e) | (np.isnan(a) & np.isnan(e))).all(), (
+            np.abs(a - e).max(),
+            a,
+            e,
+        )
+
+
+@each_fast_implementation
+@settings(max_examples=16, deadline=None, derandomize=True)
+@given(options=st.fixed_dictionaries(OPTIONS))
+def test_options(implementation, options):
+    """All options together: losses, logsumexps and gradients."""
+    where = WHERES[options["where"]]
+    options = {**options, "where": None}
+    labels = LABELS if options["ignore_index"] == -100 else np.where(LABELS == -100, 1, LABELS)
+
+    def f(x):
+        return cross_entropy(x, labels, **{**options, "where": where}, return_lse=True, implementation=implementation)
+
+    loss, dx = jax.jit(lambda x: value_and_pullback(lambda x: f(x)[0], x))(X)
+    shown = where if where is None or where.ndim == 2 else where[:, None]
+    want, lse_want, dx_want = truth(X, labels, **{**options, "where": shown})
+    dx_want *= np.arange(1, 7)[:, None]
+    assert np.isfinite(loss).all() and np.isfinite(dx).all()
+    size = 1000 if options["logit_softcap"] is None and options["z_loss"] else 6
+    assert_close((loss, dx), (want, dx_want), scale=size if options["z_loss"] else 6)
+    chex.assert_trees_all_close(f(X)[1], np.asarray(lse_want, np.float32), rtol=1e-6)
+
+
+@each_implementation
+@each_dtype_in_turn
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 24, 25, 127, 1000, 4099])
+def test_lengths(implementation, dtype, n):
+    """Values and gradients of rows of every kind of length, with offsets of 1e4."""
+    x = (2 * np.random.default_rng(n).standard_normal((5, n))).astype(np.float32)
+    x = (x + np.array([0, 0, 1e4, -1e4, 0])[:, None] * (dtype != jnp.float16)).astype(dtype)
+    labels = np.array([0, n - 1, n // 2, n // 3, n // 5], np.int32)
+    with precision(dtype), served(implementation):
+        f = jax.jit(lambda x: value_and_pullback(lambda x: cross_entropy(x, labels, implementation=implementation), x))
+        loss, dx = f(x)
+        chex.assert_type((loss, dx), (jnp.float64 if dtype == jnp.float64 else jnp.float32, dtype))
+        want, _, dx_want = truth(x, labels)
+        assert_close((loss, dx), (want, dx_want * np.arange(1, 6)[:, None]), dtype, scale=1)
+
+
+@pytest.mark.slow
+@each_fast_implementation
+@each_dtype_in_turn
+@pytest.mark.parametrize("n", [8192, 32768, 50257, 65537, 131072, 262147, 2**20, 2**20 + 1])
+@pytest.mark.parametrize("count", [2, 9, 150])
+def test_long_rows(implementation, dtype, n, count):
+    """Rows that kernels cut up, few and many, labels at the ends and in between."""
+    if n * count > 3e7:
+        count = 20
+    x = jax.random.normal(jax.random.key(n), (count, n), jnp.float32).astype(dtype)
+    labels = np.random.default_rng(n).integers(0, n, count, np.int32)
+    labels[:2] = 0, n - 1
+    with precision(dtype), served(implementation):
+        f = jax.jit(
+            lambda x: value_and_pullback(
+                lambda x: cross_entropy(x, labels, label_smoothing=0.1, implementation=implementation), x
+            )
+        )
+        loss, dx = f(x)
+        want, _, dx_want = truth(x, labels, label_smoothing=0.1)
+        assert_close((loss, dx), (want, dx_want * np.arange(1, count + 1)[:, None]), dtype, scale=1e-6)
+
+
+@each_implementation
+def test_certainty(implementation):
+    """A label that is nearly certain: a loss and a gradient far below the last place of 1 have all their digits."""
+    x = np.zeros((8, 50), np.float32)
+    x[:, 3] = [0, 5, 10, 15, 20, 40, 60, 80]
+    labels = np.full(8, 3)
+    loss, dx = value_and_pullback(lambda x: cross_entropy(x, labels, implementation=implementation), x)
+    want, _, dx_want = truth(x, labels)
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
+    np.testing.assert_allclose(dx, dx_want * np.arange(1, 9)[:, None], rtol=2e-5, atol=1e-37)
+
+
+@each_implementation
+def test_special_values(implementation):
+    """What is not finite: poison for labels out of range, nothing from rows of nothing, and finite gradients."""
+    inf, nan = np.inf, np.nan
+    x = np.zeros((9, 4), np.float32)
+    x[0] = -inf  # nothing to choose from
+    x[1, 2] = -inf  # the label is ruled out
+    x[2, 1] = -inf  # another is
+    x[3, 1] = inf
+    x[4, 2] = inf  # the label's
+    x[5, 0] = nan
+    labels = np.array([2, 2, 2, 2, 2, 2, -1, 4, -100])
+    x[8] = nan  # ignored
+    f = lambda x: cross_entropy(x, labels, ignore_index=-100, implementation=implementation)  # noqa: E731
+    loss, dx = value_and_pullback(f, x)
+    np.testing.assert_allclose(loss, [0, inf, np.log(3), inf, nan, nan, nan, nan, 0], rtol=1e-6)
+    assert np.isfinite(dx[np.array([0, 1, 2, 8])]).all()
+    np.testing.assert_allclose(dx[1], np.array([1, 1, -3, 1]) * 2 / 3, rtol=1e-6)
+    assert (dx[0] == 0).all() and (dx[8] == 0).all() and np.isnan(dx[6:8]).all()
+    smoothed = lambda x: cross_entropy(x, labels, ignore_index=-100, label_smoothing=0.3, implementation=implementation)  # noqa: E731
+    loss, dx = value_and_pullback(smoothed, x)
+    np.testing.assert_allclose(loss[np.array([0, 2, 8])], [0, np.log(3), 0], rtol=1e-6)
+    assert np.isfinite(dx[np.array([0, 1, 2, 8])]).all()
+
+
+@each_fast_implementation
+def test_all_ignored(implementation):
+    """A batch of nothing but padding: finite losses, logsumexps of -inf, zero gradients, even from NaN."""
+    x = np.full((3, 7), np.nan, np.float32)
+    f = lambda x: cross_entropy(  # noqa: E731
+        x, jnp.full(3, 255, jnp.uint8), ignore_index=255, z_loss=0.1, label_smoothing=0.1, return_lse=True,
+        implementation=implementation,
+    )  # fmt: skip
+    (loss, lse), dx = f(x), jax.grad(lambda x: f(x)[0].sum())(x)
+    assert (loss == 0).all() and (lse == -np.inf).all() and (dx == 0).all()
+
+
+@pytest.mark.parametrize("axis", [-1, 0, 1, (1, 2), (0, -1)])
+def test_optax(axis):
+    """Arguments, shapes, axes and masks as in optax."""
+    x = np.asarray(jax.random.normal(jax.random.key(1), (4, 5, 6)))
+    axes = tuple(a % 3 for a in (axis if isinstance(axis, tuple) else (axis,)))
+    kept = [a for a in range(3) if a not in axes]
+    labels = np.random.default_rng(2).integers(0, np.prod([x.shape[a] for a in axes]), [x.shape[a] for a in kept])
+    wheres = [None, np.random.default_rng(3).random(x.shape) < 0.6]
+    if isinstance(axis, int):
+        wheres.append(np.random.default_rng(4).random(labels.shape) < 0.6)
+    for where in wheres:
+        f, f0 = (
+            lambda x, g=g, where=where: g(x, labels, axis, where)
+            for g in (cross_entropy, optax.softmax_cross_entropy_with_integer_labels)
+        )
+        np.testing.assert_allclose(f(x), f0(x), rtol=1e-5, atol=1e-6)
+        if where is None or where.ndim == 3:
+            dx, dx0 = (jax.grad(lambda x, g=g: g(x).sum())(x) for g in (f, f0))
+            np.testing.assert_allclose(dx, dx0, rtol=1e-5, atol=1e-6)
+
+
+@each_fast_implementation
+def test_derivatives(implementation):
+    """Forward mode, the Hessian in both orders of modes, vmap with one of each argument mapped, and jit."""
+    x, labels = wide(X[:, :6])[[0, 1, 3]], np.array([0, 5, 3], np.int32)
+    options = dict(label_smoothing=0.1, z_loss=0.01, logit_softcap=4.0)
+    with jax.enable_x64(True):
+        f = lambda x: cross_entropy(x, labels, **options, implementation=implementation).sum()  # noqa: E731
+        f0 = lambda x: plain(x, labels, options)  # noqa: E731
+        with served(implementation):
+            chex.assert_trees_all_close(jax.jvp(f, (x,), (np.cos(x),)), jax.jvp(f0, (x,), (np.cos(x),)), rtol=1e-10)
+            want = jax.hessian(f0)(x)
+            for hessian in (jax.hessian(f), jax.jacrev(jax.jacfwd(f)), jax.jacrev(jax.grad(f))):
+                chex.assert_trees_all_close(jax.jit(hessian)(x), want, rtol=1e-8, atol=1e-10)
+            stacked = np.stack([x, 2 * x])
+            both = np.stack([labels, labels[::-1]])
+            g = jax.vmap(lambda x, y: cross_entropy(x, y, **options, implementation=implementation))
+            want = [truth(v, y, **options)[0] for v, y in zip(stacked, both, strict=True)]
+            chex.assert_trees_all_close(g(stacked, both), np.stack(want), rtol=1e-10)
+            g = jax.grad(lambda x: jax.vmap(lambda v: f(v), in_axes=2)(x).sum())
+            chex.assert_trees_all_close(g(np.stack([x, 2 * x], -1))[..., 1], jax.grad(f0)(2 * x), rtol=1e-8)
+
+
+def test_weights_and_options_are_differentiable_in_training():
+    """The gradient by class weights, and under checkpoint and scan, as a training step has it."""
+    w = jnp.asarray(WEIGHTS)
+    labels = jnp.asarray(np.where(LABELS < 0, 1, LABELS))
+    x = jnp.where(jnp.isinf(X), 0, X)
+    f = lambda w: cross_entropy(x, labels, class_weights=w, label_smoothing=0.2).sum()  # noqa: E731
+    unit = np.eye(CLASSES)  # the loss is linear in w
+    want = [truth(x, np.asarray(labels), class_weights=e, label_smoothing=0.2)[0].sum() for e in unit]
+    chex.assert_trees_all_close(jax.grad(f)(w), np.float32(want), rtol=1e-5)
+    step = jax.checkpoint(lambda x: cross_entropy(x, labels).mean())
+    total = jax.grad(lambda x: jax.lax.scan(lambda c, _: (c + step(x), None), 0.0, None, 3)[0])(x)
+    chex.assert_trees_all_close(total, 3 * jax.grad(lambda x: cross_entropy(x, labels).mean())(x), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (dict(labels=np.zeros(5)), TypeError, "labels must hold integers; got dtype float"),
+        (dict(labels=np.zeros(4, int)), ValueError, r"labels must have the shape .*\(5,\); got \(4,\)"),
+        (dict(axis=2), ValueError, "axis must be between"),
+        (dict(axis=()), ValueError, "axis must name at least one"),
+        (dict(where=np.ones((2, 7), bool)), ValueError, r"where must broadcast .*\(5, 7\); got shape \(2, 7\)"),
+        (dict(ignore_index=1.5), TypeError, "ignore_index must be an integer or None; got 1.5"),
+        (dict(label_smoothing=1.5), ValueError, "label_smoothing must be between 0 and 1; got 1.5"),
+        (dict(label_smoothing="a"), TypeError, "label_smoothing must be a Python number; got 'a'"),
+        (dict(z_loss=-1), ValueError, "z_loss must be at least 0, and finite; got -1"),
+        (dict(logit_softcap=0), ValueError, "logit_softcap must be above 0, and finite, or None; got 0"),
+        (dict(class_weights=np.ones(6)), ValueError, r"class_weights must have one number .* 7 classes; got \(6,\)"),
+        (dict(class_weights=np.ones(7, bool)), TypeError, "class_weights must hold real numbers"),
+        (dict(implementation="cuda"), ValueError, "implementation must be None or one of"),
+        (dict(logits=np.ones((5, 7), complex)), TypeError, "logits must hold float16"),
+    ],
+)
+def test_bad_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        cross_entropy(**{"logits": np.zeros((5, 7), np.float32), "labels": np.zeros(5, int), **arguments})
+
+
+def test_empty():
+    """No rows, and no classes: as optax where it has an answer, and NaN where a label can have no class."""
+    assert cross_entropy(np.zeros((0, 7), np.float32), np.zeros(0, int)).shape == (0,)
+    assert np.isnan(cross_entropy(np.zeros((2, 0), np.float32), np.zeros(2, int))).all()
+
+
+def test_every_pair_of_label_dtypes():
+    """Any integer dtype holds labels; an ignore_index that it cannot hold ignores nothing."""
+    x = X[:2]
+    want = cross_entropy(x, np.array([3, 7]))
+    for dtype, ignore in itertools.product((np.int8, np.uint8, np.int16, np.uint32), (None, -100, 300)):
+        chex.assert_trees_all_equal(cross_entropy(x, np.array([3, 7], dtype), ignore_index=ignore), want)
+    assert jaxsoft.softmax_cross_entropy_with_integer_labels is cross_entropy
