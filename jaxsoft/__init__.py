@@ -2,7 +2,7 @@
 
 from importlib.metadata import version as _version
 
-from jaxsoft._cross_entropy import softmax_cross_entropy_with_integer_labels
+from jaxsoft._cross_entropy import softmax_cross_entropy, softmax_cross_entropy_with_integer_labels
 from jaxsoft._implementations import implementations
 from jaxsoft._log_softmax import log_softmax
 from jaxsoft._logsumexp import logsumexp
@@ -35,6 +35,7 @@ __all__ = [
     "merge_softmax_lse",
     "running_states",
     "softmax",
+    "softmax_cross_entropy",
     "softmax_cross_entropy_with_integer_labels",
     "state",
     "update_output",

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from jaxsoft import fold
 from jaxsoft._arguments import Axis, as_scores, normalize_axis
 from jaxsoft._derivative import label_statistics
-from jaxsoft._forms import Form, softcap
+from jaxsoft._forms import Form, counted, scores, softcap
 from jaxsoft._formulas import take
 from jaxsoft._implementations import check_name
 from jaxsoft._losses import Options, check_labels, check_options, check_weights, row_loss
@@ -148,6 +148,139 @@ def _with_integer_labels(x, index, counts, weights, options, implementation):
     return row_loss(options, index, others, t, apart, tuple(sums), label_counts, weight)
 
 
+@overload
+def softmax_cross_entropy(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_softcap: float | None = None,
+    class_weights: ArrayLike | None = None,
+    return_lse: Literal[False] = False,
+    implementation: str | None = None,
+) -> jax.Array: ...
+@overload
+def softmax_cross_entropy(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_softcap: float | None = None,
+    class_weights: ArrayLike | None = None,
+    return_lse: Literal[True],
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+def softmax_cross_entropy(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_softcap: float | None = None,
+    class_weights: ArrayLike | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    r"""Cross-entropy of softmax and a distribution over the classes, a drop-in for optax's function of this name.
+
+    .. math::
+      \ell = -\sum_c w_c q_c \log p_c + \zeta \log^2 \sum_c e^{z_c}, \quad p = \mathrm{softmax}(z),
+      \quad q_c = (1 - \epsilon) \, labels_c + \epsilon / k
+
+    with z the logits, capped if asked to, the sum over the classes that `where` selects, and k the number of those
+    whose logit is above -inf, which alone get a part of epsilon.
+
+    Args:
+      logits: of shape (..., classes, ...); f16, bf16, f32 and f64 have kernels.
+      labels: of a shape that broadcasts to the logits': probabilities that a row has, or any other numbers.
+      axis: the axis or axes of the classes; None for all.
+      where: boolean: classes that count, broadcastable to the logits; or, with one dimension less, rows that count.
+      label_smoothing, z_loss, logit_softcap, class_weights, return_lse, implementation: as of
+        `softmax_cross_entropy_with_integer_labels`.
+
+    Returns:
+      One loss a row, in f32 for logits of 16 bits and else in their dtype; no mean is taken. Where a logit is -inf, a
+      label of 0 adds nothing, where optax has NaN, and any other makes the loss infinite. A row of which nothing
+      counts, or of nothing but -inf, has loss 0.
+
+    Raises:
+      TypeError, ValueError: an argument does not fit the others, or the named implementation cannot serve the call.
+
+    Derivatives by the logits, the labels and the class weights, of every order, in forward and reverse mode. The
+    implementation reduces the rows to their logsumexp; what else there is, XLA fuses: forward it reads the logits once
+    more, and backward the logits and the labels once.
+
+    >>> logits, labels = jnp.array([[1.2, -0.8, -0.5], [0.9, -1.2, 1.1]]), jnp.array([[1.0, 0, 0], [0, 1.0, 0]])
+    >>> softmax_cross_entropy(logits, labels).round(4)
+    Array([0.2761, 2.9518], dtype=float32)
+    """
+    check_name(implementation)
+    options = check_options(None, label_smoothing, z_loss, logit_softcap)
+    x, counts = _rows_of("logits", logits, axis, where)
+    weights = check_weights(class_weights, x.shape[-1], x.dtype)
+    shape, axes = np.shape(logits), normalize_axis(axis, np.ndim(logits))
+    q = jnp.asarray(labels)
+    if not _broadcasts(q.shape, shape):
+        raise ValueError(f"labels must broadcast to the shape of the logits, {shape}; got shape {q.shape}")
+    if not (jnp.issubdtype(q.dtype, jnp.floating) or jnp.issubdtype(q.dtype, jnp.integer) or q.dtype == jnp.bool_):
+        raise TypeError(f"labels must hold real numbers; got dtype {q.dtype.name}")
+    loss, lse = _with_labels(
+        x, _classes_last(jnp.broadcast_to(q, shape), axes), counts, weights, options, implementation
+    )
+    return (loss, lse) if return_lse else loss
+
+
+@functools.partial(jax.jit, static_argnames=("options", "implementation"))
+def _with_labels(x, q, counts, weights, options, implementation):
+    wide = fold.accumulator(x.dtype)
+    extras = {}
+    if counts is not None:
+        extras["w"] = jnp.broadcast_to(counts, (*counts.shape[:-1], x.shape[-1]))
+    lse = _fused_logsumexp(
+        Form(x.dtype, "".join(extras), cap=options.logit_softcap), implementation, x, *extras.values()
+    )
+    z, q = _scores(x, options), q.astype(wide)
+    shown = True if counts is None else counts
+    finite = shown & (z > -jnp.inf)
+    if options.label_smoothing:
+        k = jnp.maximum(jnp.sum(finite, axis=-1, keepdims=True), 1)
+        q = (1 - options.label_smoothing) * q + jnp.where(finite, options.label_smoothing / k, 0)
+    if weights is not None:
+        q = q * weights
+    empty = lse == -jnp.inf
+    adds = shown & ~empty[..., None] & ((z != -jnp.inf) | (q != 0))
+    loss = jnp.sum(jnp.where(adds, q * jnp.where(adds, lse[..., None] - z, 0), 0), axis=-1)
+    if options.z_loss:
+        loss = loss + options.z_loss * jnp.where(empty, 0, lse) ** 2
+    return loss, lse
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _fused_logsumexp(form, implementation, x, *extras):
+    """The logsumexp of rows, whose derivative is a formula that XLA fuses with what else the gradient is made of."""
+    no_label = jnp.full(x.shape[:-1], -1, jnp.int32)
+    return label_statistics(form, False, implementation)(x, no_label, *extras)[0]
+
+
+@_fused_logsumexp.defjvp
+def _fused_logsumexp_jvp(form, implementation, primals, tangents):
+    x, *extras = primals
+    lse = _fused_logsumexp(form, implementation, *primals)
+    beside = dict(zip(form.extras, extras, strict=True))
+    counts = counted(form, x, beside)
+    z, t = jax.jvp(lambda x: scores(form, x, beside, lse.dtype, counts), (x,), tangents[:1])
+    p = jnp.exp(z - fold.reference(lse)[..., None])
+    return lse, jnp.sum(p * t, axis=-1)
+
+
 def _columns(counts: jax.Array, x: jax.Array) -> jax.Array:
     return counts if counts.ndim == x.ndim else counts[..., None]
 
@@ -166,26 +299,30 @@ def _rows_of(name: str, x: ArrayLike, axis: Axis, where: ArrayLike | None) -> tu
     axes = normalize_axis(axis, x.ndim)
     if not axes:
         raise ValueError(f"axis must name at least one axis of the classes; got {axis!r}")
-    kept = tuple(a for a in range(x.ndim) if a not in axes)
-
-    def with_classes_last(v, shape):
-        classes = math.prod(shape[a] for a in axes)
-        return jnp.transpose(v, (*kept, *axes)).reshape(*(shape[a] for a in kept), classes)
-
-    rows = with_classes_last(x, x.shape)
+    rows = _classes_last(x, axes)
     if where is None:
         return rows, None
     counts = jnp.asarray(where).astype(bool)
     if counts.ndim != x.ndim and counts.ndim == x.ndim - len(axes):
         counts = jnp.expand_dims(counts, axes)
-    try:
-        fits = np.broadcast_shapes(counts.shape, x.shape) == x.shape
-    except ValueError:
-        fits = False
-    if not fits:
+    if not _broadcasts(counts.shape, x.shape):
         raise ValueError(f"where must broadcast to the shape of the {name}, {x.shape}; got shape {counts.shape}")
     counts = counts.reshape(*(1,) * (x.ndim - counts.ndim), *counts.shape)
     if all(counts.shape[a] == 1 for a in axes):
-        return rows, with_classes_last(counts, counts.shape)
+        return rows, _classes_last(counts, axes)
     whole = tuple(x.shape[a] if a in axes else counts.shape[a] for a in range(x.ndim))
-    return rows, with_classes_last(jnp.broadcast_to(counts, whole), whole)
+    return rows, _classes_last(jnp.broadcast_to(counts, whole), axes)
+
+
+def _classes_last(v: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """v with some axes made one, the last."""
+    kept = tuple(a for a in range(v.ndim) if a not in axes)
+    classes = math.prod(v.shape[a] for a in axes)
+    return jnp.transpose(v, (*kept, *axes)).reshape(*(v.shape[a] for a in kept), classes)
+
+
+def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    try:
+        return np.broadcast_shapes(shape, to) == to
+    except ValueError:
+        return False

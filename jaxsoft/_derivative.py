@@ -201,10 +201,11 @@ def _transpose(cotangents, *operands, derivative, call):
     linear = derivative.linear
     unknown = [i for i, v in enumerate(operands) if ad.is_undefined_primal(v)]
     assert all(i in linear for i in unknown)  # of several, those that are known are 0
-    results = [ad.Zero(jax.typeof(operands[i]) if i not in unknown else operands[i].aval) for i in linear]
+    types = [operands[i].aval if i in unknown else jax.typeof(operands[i]) for i in linear]
+    results = [ad.Zero(t) for t in types]
     if not all(isinstance(g, ad.Zero) for g in cotangents):
         given = map(ad.instantiate_zeros, cotangents)
-        transposed = derivative.transpose(results[0].aval.dtype)
+        transposed = derivative.transpose(types[0].dtype)
         results = transposed(*operands[: linear.start], *given, *operands[linear.stop :])
     return [results[linear.index(i)] if i in unknown else None for i in range(len(operands))]
 

@@ -118,7 +118,10 @@ def row_loss(
     empty = (label == NO_ROW) | ((others == -jnp.inf) & ~label_counts)
     others, t, apart = (jnp.where(empty, 0, v) for v in (others, t, apart))
     nll = jnp.where(label_counts, jnp.logaddexp(apart, 0), apart)
-    lse = jnp.where(label_counts & (label != -1), jnp.logaddexp(others, t), others)
+    # logaddexp(others, t), of which JAX would take the derivatives from rounded differences.
+    high, low = jnp.where(apart > 0, apart, 0), jnp.where(apart > 0, 0, apart)
+    lse = jnp.where(apart > 0, others + jnp.logaddexp(-high, 0), t + jnp.logaddexp(low, 0))
+    lse = jnp.where(label_counts & (label != -1), lse, others)
     loss = nll if weight is None else weight * nll
     if options.label_smoothing:
         total, mass, count = sums

@@ -476,7 +476,8 @@ struct LogsumexpVjp {  // a = x, g one a row, and v, where there is one; nothing
   template <int count, class Form>
   static __device__ void accumulate(Part&, const Pack<T> (&)[count], const Pack<T> (&)[count], const Form&) {}
   static __device__ Values finish(Part, const Arguments<T>& from, int64_t row, bool) {
-    return {Probabilities<T>(from.m[row], from.s[row]), from.g[row], from.v ? from.v[row] : A(0)};
+    const bool read = !from.labels || from.labels[row] != kNoRow;
+    return {Probabilities<T>(from.m[row], from.s[row]), read ? from.g[row] : A(0), read && from.v ? from.v[row] : A(0)};
   }
   static __device__ A value(const Values& v, A x, A) {
     const A y = v.p(x) * v.g;
