@@ -71,8 +71,8 @@ def cross_entropy() -> Iterator[Call]:
     """Integer labels."""
     shapes = [(8192, 128256), (4096, 262144), (16384, 50257), (8192, 32000)]
     if CPU:
-        shapes = [(256, 128256), (512, 50257), (1024, 32000), (100_000, 100), (1_000_000, 10)]
-    for shape in shapes:
+        shapes = [(128, 128256), (256, 50257), (512, 32000), (50_000, 100), (500_000, 10)]
+    for shape in shapes[2:] if CPU else shapes:
         labels = jax.random.randint(jax.random.key(1), shape[:1], 0, shape[1])
         for dtype in ("bfloat16", "float32"):
             losses = {"optax": optax.softmax_cross_entropy_with_integer_labels}

@@ -222,11 +222,11 @@ void run_rows(ffi::ThreadPool& pool, Operation operation, const Kernels& kernels
       });
 }
 
-// Rows with labels. A row is cut at its label: without it, it is two segments more, whose states combine.
-// `scores`: the kernels of kState.
-void run_labels(ffi::ThreadPool& pool, const Kernels& kernels, const Kernels& scores, const Call& call,
-                const Arrays& all, const Labels& given) {
-  const Kernels k = kernels, of_scores = scores;
+// Rows with labels. A row is cut at its label: without it, it is two segments more, whose states combine. A row that
+// fits the first-level cache is copied there, and its label's score made -inf, as long as nothing else is done to it.
+void run_labels(ffi::ThreadPool& pool, const Kernels& kernels, const Call& call, const Arrays& all,
+                const Labels& given) {
+  const Kernels k = kernels;
   const Arrays arrays = all;
   const Labels labels = given;
   const Rows in(arrays, call, false);
@@ -237,22 +237,31 @@ void run_labels(ffi::ThreadPool& pool, const Kernels& kernels, const Kernels& sc
     return at;
   };
   auto has = [=](int64_t row, int64_t i, int64_t size) { return labels.index[row] >= i && labels.index[row] < i + size; };
-  // The label's score: a state of one, whether it counts or not.
+  // The label's score, whether it counts or not.
   auto label_score = [=](int64_t row, double cap) {
     if (!has(row, 0, n)) return labels.index[row] == kNoRow ? 0 : std::nan("");
-    Segment at = in.segment(row, labels.index[row]);
-    at.where = nullptr, at.cap = cap;
-    State one = of_scores.reduce(at, 1);
-    return std::isnan(one.s) ? one.s : one.m;
+    const double x = k.get(arrays.a.at(row * n + labels.index[row]));
+    return cap > 0 ? cap * std::tanh(x / cap) : x;
   };
   struct Reduced {
     State state{-infinity, 0}, above{0, 0};
   };
+  const bool copies = n <= kTile && !in.has_extras && labels.cap == 0;
   reduce_then_write(
       pool, call.shape.rows, n, n,
       [=](int64_t row, int64_t i, int64_t size) {
         Reduced part;
         if (k.write || labels.index[row] == kNoRow) return part;
+        if (copies) {
+          alignas(64) char copy[kTile * 8];
+          std::memcpy(copy, arrays.a.at(row * n), n * arrays.a.size);
+          if (has(row, 0, n)) k.put(copy + labels.index[row] * arrays.a.size, -infinity);
+          Segment at{copy};
+          at.from = reference(label_score(row, 0));
+          part.state = k.reduce(at, n);
+          if (k.above) part.above = k.above(at, n);
+          return part;
+        }
         auto add = [&](int64_t begin, int64_t end) {
           Segment at = segment(row, begin);
           const int64_t count = in.counted(row, begin, end - begin);
@@ -365,7 +374,9 @@ void transpose(const char* from, char* to, int64_t rows, int64_t columns, int64_
 
 // Short rows are made columns, some at a time in the first-level cache: a row by itself would leave lanes of its vectors
 // idle, and cost as much as several.
-void run_short_rows(ffi::ThreadPool& pool, const Kernels& k, Shape shape, const Arrays& arrays) {
+// With labels, -inf takes the place of the label's score, and h that of its gradient.
+void run_short_rows(ffi::ThreadPool& pool, const Kernels& k, Shape shape, const Arrays& arrays,
+                    const Labels* labels = nullptr) {
   const int64_t n = shape.n, together = std::min(kColumns, kShortElements / n / 16 * 16);
   each_row(pool, (shape.rows + together - 1) / together, n * together, [&](int64_t group) {
     alignas(64) char a[kShortElements * 8], b[kShortElements * 8], out[kShortElements * 8];
@@ -373,6 +384,17 @@ void run_short_rows(ffi::ThreadPool& pool, const Kernels& k, Shape shape, const 
     const Block block{n, rows, rows, 0, rows};
     transpose(arrays.a.at(row * n), a, rows, n, arrays.a.size);
     if (arrays.b.data) transpose(arrays.b.at(row * n), b, rows, n, arrays.b.size);
+    const auto each_label = [&](auto f) {
+      for (int64_t j = 0; labels && j < rows; j++) f(row + j, j, labels->index[row + j]);
+    };
+    if (!k.write) {
+      each_label([&](int64_t i, int64_t j, int32_t label) {
+        const bool in = label >= 0 && label < n;
+        labels->t.set(i, in ? k.get(a + (label * rows + j) * arrays.a.size) : label == kNoRow ? 0 : std::nan(""));
+        for (int64_t c = in ? label : 0; c < (in ? label + 1 : label == kNoRow ? n : 0); c++)
+          k.put(a + (c * rows + j) * arrays.a.size, -infinity);
+      });
+    }
     const Segment at{a, b};
     Part part;
     Numbers numbers;
@@ -380,6 +402,10 @@ void run_short_rows(ffi::ThreadPool& pool, const Kernels& k, Shape shape, const 
     k.finish_columns(part, block, arrays.m.at(row), arrays.s.at(row), arrays.g.at(row), &numbers);
     if (!k.write) return;
     k.write_columns(at, out, block, numbers);
+    each_label([&](int64_t i, int64_t j, int32_t label) {
+      if (label >= 0 && label < n) k.put(out + (label * rows + j) * arrays.out.size, labels->h.get(i));
+      for (int64_t c = 0; label == kNoRow && c < n; c++) k.put(out + (c * rows + j) * arrays.out.size, 0);
+    });
     transpose(out, arrays.out.at(row * n), n, rows, arrays.out.size);
   });
 }
@@ -407,8 +433,14 @@ ffi::Error run(ffi::ThreadPool& pool, Operation operation, const ffi::ErrorOr<Ca
                const Labels& labels) {
   if (call.has_error()) return call.error();
   const auto result = arrays.out.data ? arrays.out.dtype : arrays.a.dtype;
-  const auto& kernels = table()[labels.cap > 0 || call->extras.where.data][dtypes_of(arrays.a.dtype, result)];
-  run_labels(pool, kernels[operation], kernels[kState], *call, arrays, labels);
+  const bool with = labels.cap > 0 || call->extras.where.data;
+  const auto& kernels = table()[with][dtypes_of(arrays.a.dtype, result)];
+  const bool short_and_plain = call->shape.n > 0 && call->shape.n <= kShort && !with && !call->extras.limit.data;
+  if (short_and_plain && (operation == kState || operation == kLogsumexpVjp)) {
+    run_short_rows(pool, kernels[operation], call->shape, arrays, &labels);
+    return ffi::Error::Success();
+  }
+  run_labels(pool, kernels[operation], *call, arrays, labels);
   return ffi::Error::Success();
 }
 

@@ -199,6 +199,11 @@ void put(void* out, double value) {
   L::store_part((Out*)out, typename L::V{} + (typename L::Scalar)value, 1);
 }
 
+template <class T>
+double get(const void* a) {
+  return load<T>((const T*)a, 1, 0)[0];
+}
+
 // The number of scores above -inf, and the sum of their distances from `at.from`.
 template <class T, bool extras>
 State above(const Segment& at, int64_t n) {
@@ -224,7 +229,7 @@ constexpr auto reduces() -> State (*)(const Segment&, int64_t) {
 
 template <class Op, class T, class Out, bool extras>
 constexpr Kernels kernels = {reduces<Op::reduction, T, extras>(), write<Op, T, Out, extras>, nullptr, fill<Op, Out>,
-                             put<Out>, nullptr,
+                             put<Out>, get<T>, nullptr,
                              reduce_columns<Op::reduction, T, keeps_digits<Op>>, combine_columns, finish_columns<Op, T>,
                              write_columns<Op, T, Out>};
 

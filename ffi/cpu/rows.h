@@ -70,6 +70,7 @@ struct Kernels {
   void (*at_once)(const Segment&, void* out, int64_t n);            // softmax: a row of at most kTile elements
   void (*fill)(void* out, int64_t n);                               // with what stands where elements do not count
   void (*put)(void* out, double value);                             // one element
+  double (*get)(const void* a);                                     // likewise of the operand
   State (*above)(const Segment&, int64_t n);  // label_sums: of the scores above -inf, their number and sum(z - from)
   // Of columns, without extra operands.
   void (*reduce_columns)(const Segment&, const Block&, Part*);
