@@ -12,6 +12,10 @@
 //   jaxsoft_label_sums       x, i        [lw]   -> m, s, t, u, k  and of the scores above -inf the sum of their distance
 //                                                            from the label's, and their number
 //   jaxsoft_label_sums_vjp   x, i, m, s, g, h, v  [lw] -> dx  p * g, and h at the label; plus v where z > -inf
+//   jaxsoft_top_k            x           []     -> v, i, m, s  the k largest elements of a row, the largest first, and their
+//                                                            int32 indices, (..., k) both; of equal ones, which -0.0 and
+//                                                            0.0 are, the lowest index first. Of a row whose softmax has
+//                                                            no value, as m is infinite or s NaN, the first k elements.
 // In brackets, the extra operands that may follow the others: those that the attribute `extras` names, in this order,
 //   s  scale  the state's dtype, one a row         l  limit  int32, one a row: elements j < limit of it count
 //   b  bias   x's dtype, a row                     w  where  bool, a row: what counts of it
@@ -28,6 +32,7 @@
 // what a handler asks for while a CUDA graph is recorded would be gone when the graph runs.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 #include <sstream>
@@ -51,6 +56,8 @@ struct Shape {
 inline constexpr int kGroups = 4;
 
 inline constexpr int32_t kNoRow = INT32_MIN;
+
+inline constexpr int64_t kMostK = 256;  // of top_k
 
 // An operand beside x. `data` is null where the call has none; a stride is in elements, and 0 where it is broadcast.
 struct Extra {
@@ -227,6 +234,24 @@ inline ffi::ErrorOr<Call> read_call(const Buffers& buffers, ffi::RemainingArgs r
   return call;
 }
 
+// Checks a call of top_k, whose k is the last dimension of its results.
+inline ffi::ErrorOr<Call> read_top_k_call(ffi::AnyBuffer x, ffi::AnyBuffer values, ffi::AnyBuffer indices,
+                                          ffi::AnyBuffer m, ffi::AnyBuffer s, ffi::RemainingArgs rest, const Form& form) {
+  if (form.trailing) return refuse("trailing must be 0 for top_k: got " + std::to_string(form.trailing));
+  auto call = read_call({x, {}, {}, {m, s}, "", false}, rest, form);
+  if (call.has_error()) return call;
+  const int64_t n = call->shape.n;
+  auto dims = x.dimensions(), d = values.dimensions();
+  bool fits = values.element_type() == x.element_type() && d.size() == dims.size();
+  for (size_t i = 0; fits && i + 1 < d.size(); i++) fits = d[i] == dims[i];
+  if (!fits || d.back() < 1 || d.back() > std::min(n, kMostK) || n > INT32_MAX)
+    return refuse("values must have x's dtype and shape, with 1 to " + std::to_string(kMostK) + " of at most " +
+                  std::to_string(INT32_MAX) + " elements a row: got " + describe(values) + " beside x " + describe(x));
+  if (indices.element_type() != ffi::S32 || !(indices.dimensions() == d))
+    return refuse("indices must be S32 of the values' shape: got " + describe(indices) + " beside " + describe(values));
+  return call;
+}
+
 }  // namespace jaxsoft
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jaxsoft::Form, xla::ffi::StructMember<std::string_view>("extras"),
@@ -256,6 +281,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jaxsoft::Form, xla::ffi::StructMember<std:
   JAXSOFT_TARGET(space, context, log_softmax_vjp, JAXSOFT_X JAXSOFT_X JAXSOFT_X JAXSOFT_X JAXSOFT_Y JAXSOFT_Y); \
   JAXSOFT_TARGET(space, context, state, JAXSOFT_X JAXSOFT_Y JAXSOFT_Y JAXSOFT_Y);                             \
   JAXSOFT_TARGET(space, context, logsumexp_vjp, JAXSOFT_X JAXSOFT_X JAXSOFT_X JAXSOFT_X JAXSOFT_Y);           \
+  JAXSOFT_TARGET(space, context, top_k, JAXSOFT_X JAXSOFT_Y JAXSOFT_Y JAXSOFT_Y JAXSOFT_Y JAXSOFT_Y);         \
   JAXSOFT_TARGET(space, context, label_state, JAXSOFT_X JAXSOFT_X JAXSOFT_Y JAXSOFT_Y JAXSOFT_Y JAXSOFT_Y);   \
   JAXSOFT_TARGET(space, context, label_state_vjp,                                                             \
                  JAXSOFT_X JAXSOFT_X JAXSOFT_X JAXSOFT_X JAXSOFT_X JAXSOFT_X JAXSOFT_Y);                      \

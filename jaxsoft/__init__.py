@@ -7,6 +7,7 @@ from jaxsoft._implementations import implementations
 from jaxsoft._log_softmax import log_softmax
 from jaxsoft._logsumexp import logsumexp
 from jaxsoft._softmax import softmax
+from jaxsoft._top_k import top_k_softmax
 from jaxsoft.fold import (
     State,
     combine,
@@ -38,5 +39,6 @@ __all__ = [
     "softmax_cross_entropy",
     "softmax_cross_entropy_with_integer_labels",
     "state",
+    "top_k_softmax",
     "update_output",
 ]

@@ -27,6 +27,14 @@ def as_scores(name: str, x: ArrayLike, *others: ArrayLike) -> jax.Array:
     return x.astype(dtype)
 
 
+def as_kernel_scores(name: str, x: ArrayLike) -> jax.Array:
+    """`as_scores`, of a dtype that kernels take: for functions that JAX does not have."""
+    x = as_scores(name, x)
+    if x.dtype not in _DTYPES:
+        raise TypeError(f"{name} must hold {_NAMES.replace('and', 'or')}; got dtype {x.dtype.name}")
+    return x
+
+
 def is_left_to_jax(x: jax.Array, implementation: str | None) -> bool:
     """Whether x is complex or of 8 bits, in which only jax.nn computes. Raises if something else was named."""
     if x.dtype in _DTYPES:

@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jaxsoft import fold
-from jaxsoft._arguments import Axis, as_scores, normalize_axis
+from jaxsoft._arguments import Axis, as_kernel_scores, normalize_axis
 from jaxsoft._derivative import label_statistics
 from jaxsoft._forms import Form, counted, scores, softcap
 from jaxsoft._formulas import take
@@ -293,9 +293,7 @@ def _scores(x: jax.Array, options: Options) -> jax.Array:
 
 def _rows_of(name: str, x: ArrayLike, axis: Axis, where: ArrayLike | None) -> tuple[jax.Array, jax.Array | None]:
     """Logits with the classes last, and which of them count, of as many dimensions; (..., 1) where whole rows do."""
-    x = as_scores(name, x)
-    if x.dtype not in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64):
-        raise TypeError(f"{name} must hold float16, bfloat16, float32 or float64; got dtype {x.dtype.name}")
+    x = as_kernel_scores(name, x)
     axes = normalize_axis(axis, x.ndim)
     if not axes:
         raise ValueError(f"axis must name at least one axis of the classes; got {axis!r}")

@@ -18,7 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from jaxsoft import _xla, fold
+from jaxsoft import _formulas, _xla, fold
 from jaxsoft._batching import as_leading_dimension
 from jaxsoft._forms import OPERATIONS, Form, compose, counted, scores
 from jaxsoft._rows import row_operation
@@ -97,6 +97,29 @@ def label_statistics(form: Form, summed: bool, implementation: str | None) -> Ca
     return function
 
 
+@functools.cache
+def top_k(form: Form, implementation: str | None) -> Callable[[jax.Array], tuple[jax.Array, ...]]:
+    """The k largest scores of rows x, their softmax in the accumulator's dtype, and their indices, which are fixed."""
+
+    @jax.custom_jvp
+    def function(x):
+        return forward(x)[0]
+
+    def forward(x):
+        values, i, m, s = row_operation("top_k", form, implementation, x)
+        return (values, _formulas.defined_probabilities(values, m, s), i), (m, s)
+
+    @function.defjvp
+    def function_jvp(primals, tangents):
+        results, (m, s) = forward(*primals)
+        values, p, i = results
+        others, t = _Derivative("top_k", form, implementation)(*primals, i, m, s, *tangents)
+        dp = p * (t - (others + jnp.sum(p * t, axis=-1))[..., None])
+        return results, (t.astype(values.dtype), dp, np.zeros(i.shape, jax.dtypes.float0))
+
+    return function
+
+
 def _forward(
     operation: str, form: Form, implementation: str | None, x: jax.Array, *extras: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
@@ -144,6 +167,12 @@ class _Derivative:
         if self.operation == "log_softmax" and x.dtype != g.dtype:  # as dtype=f32 has it: kernels take one dtype
             wide, place = fold.accumulator(x.dtype), self.linear[0]
             operands = [x.astype(wide), *operands[1:place], g.astype(wide), *operands[place + 1 :]]
+        if self.operation == "top_k":  # logsumexp's, but for k elements
+            *of_logsumexp, at_indices = operands
+            x, i, *others = of_logsumexp
+            form = dataclasses.replace(self.form, k=0)
+            (dx,) = row_operation("logsumexp_vjp", form, self.implementation, x, *others)
+            return (_formulas.put(dx, i, at_indices.astype(dx.dtype)),)
         return row_operation(self.name, self.form, self.implementation, *operands)
 
     def transpose(self, dtype: np.dtype) -> "_Derivative":
@@ -153,7 +182,7 @@ class _Derivative:
 
 
 # How many results a derivative has, if not one.
-_RESULTS = {"label_state": 2, "label_sums": 3}
+_RESULTS = {"top_k": 2, "label_state": 2, "label_sums": 3}
 
 linear_p = Primitive("jaxsoft_derivative")
 linear_p.multiple_results = True

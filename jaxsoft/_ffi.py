@@ -19,6 +19,7 @@ from jaxsoft._forms import OPERATIONS, RESULTS, Form, Operands, Operation, group
 from jaxsoft.fold import accumulator
 
 _NO_WORKSPACE = ("logsumexp_vjp", "label_state_vjp", "label_sums_vjp")
+_MOST_K = 256  # kMostK of ffi/rows.h
 _GROUPS = 4  # kGroups of ffi/rows.h
 _F32 = np.dtype(jnp.float32)
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
@@ -27,6 +28,8 @@ _XLA_NAMES = {"cpu": "cpu", "cuda": "CUDA"}
 # that no cluster of multiprocessors holds, all the states wait, in 1/512 of the space that the rows take.
 _WORKSPACE = 1 << 17
 _LONG_ROW = 1 << 20
+# Or the k largest of each part, as words of 8 bytes, and its state: of so many parts, of all rows together.
+_PARTS, _PART = 1024, 16
 _BUILD_HINT = {
     "cpu": "install jaxsoft from its source tree, which builds it",
     "cuda": "install jaxsoft again with nvcc 12.8 or newer on the PATH",
@@ -80,7 +83,8 @@ def unsupported(operands: Operands) -> str | None:
 
 def kernel(operation: str, form: Form, platform: str, operands: Operands) -> Operation | None:
     """The kernel for an operation in this form, or None where the kernels have to be composed."""
-    del platform  # both take the same forms
+    if operation == "top_k" and (form.k > _MOST_K or (platform == "cuda" and operands[0].dtype == jnp.float64)):
+        return None
     if not is_plain(operation, form, operands) and not _takes(operation, form, operands):
         return None
 
@@ -89,19 +93,22 @@ def kernel(operation: str, form: Form, platform: str, operands: Operands) -> Ope
         axis = len(shape) - 1 - form.trailing
         full = jax.ShapeDtypeStruct(shape, form.dtype)
         statistic = jax.ShapeDtypeStruct((*shape[:axis], *shape[axis + 1 :]), accumulator(operands[0].dtype))
-        types = [{"x": full, "r": statistic}[kind] for kind in RESULTS[operation]]
-        beside = [] if operation in _NO_WORKSPACE else [workspace(operands[0])]
+        largest = (jax.ShapeDtypeStruct((*statistic.shape, form.k), dtype) for dtype in (form.dtype, jnp.int32))
+        of_kind = dict(zip("xrkj", (full, statistic, *largest), strict=True))
+        types = [of_kind[kind] for kind in RESULTS[operation]]
+        beside = [] if operation in _NO_WORKSPACE else [workspace(operands[0], form.k)]
         target = jax.ffi.ffi_call(f"jaxsoft_{operation}", (*types, *beside))
         return tuple(target(*operands, **_attributes(form))[: len(types)])
 
     return call
 
 
-def workspace(x: jax.Array) -> jax.ShapeDtypeStruct:
-    """What the kernels want for rows like those of x; of a shape not known yet, the least."""
+def workspace(x: jax.Array, k: int = 0) -> jax.ShapeDtypeStruct:
+    """What the kernels want for rows like those of x, or to find k elements of each; the least, of an unknown shape"""
     known = all(isinstance(d, int) for d in x.shape)
     long = known and x.ndim > 0 and x.shape[-1] * x.dtype.itemsize >= _LONG_ROW
-    return jax.ShapeDtypeStruct((max(_WORKSPACE, x.size * x.dtype.itemsize // 512 if long else 0),), jnp.uint8)
+    size = _PARTS * (8 * k + _PART) if k else max(_WORKSPACE, x.size * x.dtype.itemsize // 512 if long else 0)
+    return jax.ShapeDtypeStruct((size,), jnp.uint8)
 
 
 def _takes(operation: str, form: Form, operands: Operands) -> bool:

@@ -23,9 +23,10 @@ type Operation = Callable[..., tuple[jax.Array, ...]]
 type Operands = Sequence[jax.Array | jax.core.ShapedArray]
 
 # The operands of each operation, by kind: "x" scores, "y" a softmax, "g" a cotangent of the result and "t" a tangent of
-# the scores, all of shape (..., n); "r" one number a row, "i" one int32 a row. Tangents are formulas only: no
-# implementation has kernels. In the last six i is the index of a row's label: NO_ROW in a row that is not to be read,
-# of which nothing counts; any other that is out of range makes t NaN. The label counts, whatever the extras say.
+# the scores, all of shape (..., n); "r" one number a row, "i" one int32 a row, "k" k of either a row. Tangents are
+# formulas only: no implementation has kernels. In the last six i is the index of a row's label: NO_ROW in a row that is
+# not to be read, of which nothing counts; any other that is out of range makes t NaN. The label counts, whatever the
+# extras say.
 OPERATIONS = {
     "softmax": "x",  # -> y
     "softmax_vjp": "yg",  # -> scale * y * (g - <y, g>)
@@ -36,6 +37,9 @@ OPERATIONS = {
     "state": "x",  # -> m, s
     "logsumexp_vjp": "xrrr",  # x, m, s, g -> scale * p * g
     "logsumexp_jvp": "xrrt",  # x, m, s, t -> <p, scale * t>
+    "top_k": "x",  # -> the k largest, in order, and their indices; m, s
+    "top_k_vjp": "xkrrrk",  # x, i, m, s, g, h -> p * g, and h at the indices
+    "top_k_jvp": "xkrrt",  # x, i, m, s, t -> <p, t> without those at the indices, and t at the indices
     "label_state": "xi",  # x, i -> m, s of the scores but the label's, and t, the label's
     "label_state_vjp": "xirrrr",  # x, i, m, s, g, h -> p * g, and h at the label
     "label_state_jvp": "xirrt",  # x, i, m, s, t -> <p, t> without the label, and t at the label
@@ -44,7 +48,8 @@ OPERATIONS = {
     "label_sums_jvp": "xirrt",  # x, i, m, s, t -> those of label_state_jvp, and sum(t) where z > -inf
 }
 NO_ROW = -(2**31)
-# The results of those that have kernels, by kind: "x" of x's shape, "r" one number a row.
+# The results of those that have kernels, by kind: "x" of x's shape, "r" one number a row, "k" k of a row's elements and
+# "j" their indices.
 RESULTS = {
     "softmax": "x",
     "softmax_vjp": "x",
@@ -52,6 +57,7 @@ RESULTS = {
     "log_softmax_vjp": "x",
     "state": "rr",
     "logsumexp_vjp": "x",
+    "top_k": "kjrr",
     "label_state": "rrr",
     "label_state_vjp": "x",
     "label_sums": "rrrrr",
@@ -61,7 +67,7 @@ RESULTS = {
 
 def is_wide(kind: str) -> bool:
     """Whether an operand or a result of this kind has x's shape."""
-    return kind not in "ri"
+    return kind not in "rik"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +82,7 @@ class Form:
       trailing: how many dimensions of x follow the reduced one; 0 beside extras.
       masked: of softmax_vjp and softmax_jvp: elements whose y is 0 do not count.
       cap: of the operations with labels: scores become cap * tanh(x / cap); None leaves them as they are.
+      k: of top_k, which has no other form; 0 else.
     """
 
     dtype: np.dtype
@@ -83,6 +90,7 @@ class Form:
     trailing: int = 0
     masked: bool = False
     cap: float | None = None
+    k: int = 0
 
 
 def compose(operation: str, form: Form, plain: Operation) -> Operation:
@@ -109,7 +117,7 @@ def compose(operation: str, form: Form, plain: Operation) -> Operation:
             prepared.append(v)
 
         def finished(v):
-            if v.ndim < base[0].ndim:
+            if v.ndim < base[0].ndim or form.k:
                 return v
             if operation.endswith("_vjp"):
                 v = _scaled(counts, _capped_slope(form, base[0], v), extras)
@@ -146,6 +154,11 @@ def _capped_slope(form: Form, x: jax.Array, v: jax.Array) -> jax.Array:
     return v * (4 * e / (1 + e) ** 2)
 
 
+def bind(plain: Operation, form: Form) -> Operation:
+    """A formula with the number of its form that is beside its operands."""
+    return functools.partial(plain, k=form.k) if form.k else plain
+
+
 def split[T](operation: str, form: Form, operands: Sequence[T]) -> tuple[tuple[T, ...], dict[str, T]]:
     """The operands of the operation itself, and the extras by name."""
     k = len(OPERATIONS[operation])
@@ -165,7 +178,7 @@ def groups(leading: Sequence[int], shapes: Sequence[Sequence[int]]) -> list[tupl
 
 def is_plain(operation: str, form: Form, operands: Operands) -> bool:
     """Whether nothing has to be done to the scores, and all operands and results of their shape have one dtype."""
-    return form == Form(operands[0].dtype) and _one_dtype(operation, form, operands)
+    return form == Form(operands[0].dtype, k=form.k) and _one_dtype(operation, form, operands)
 
 
 def working_dtype(operation: str, form: Form, operands: Operands) -> np.dtype:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from jaxsoft._forms import NO_ROW, Operation
 from jaxsoft.fold import State, accumulator, reference
@@ -42,11 +43,11 @@ def row_operations(
         return ((y32 * (g32 - total(y32 * g32)[..., None])).astype(y.dtype),)
 
     def log_softmax_vjp(x, m, s, g):
-        p, g32 = _log_softmax_probabilities(x, m, s), _wide(g)
+        p, g32 = defined_probabilities(x, m, s), _wide(g)
         return ((g32 - p * total(g32)[..., None]).astype(x.dtype),)
 
     def log_softmax_jvp(x, m, s, t):
-        p, t32 = _log_softmax_probabilities(x, m, s), _wide(t)
+        p, t32 = defined_probabilities(x, m, s), _wide(t)
         return ((t32 - total(p * t32)[..., None]).astype(x.dtype),)
 
     def logsumexp_vjp(x, m, s, g):
@@ -54,6 +55,14 @@ def row_operations(
 
     def logsumexp_jvp(x, m, s, t):
         return (total(_probabilities(x, m, s) * _wide(t)),)
+
+    def top_k(x, k):
+        m, s = state(x)
+        i = largest(x, k, has_softmax(m, s))
+        return at(x, i), i, m, s
+
+    def top_k_jvp(x, i, m, s, t):
+        return total(_probabilities(x, m, s) * _wide(put(t, i, jnp.zeros_like(i, t.dtype)))), _wide(at(t, i))
 
     def label_state(x, i):
         none, label = _label(x, i)
@@ -95,6 +104,8 @@ def row_operations(
         "state": lambda x: tuple(state(x)),
         "logsumexp_vjp": logsumexp_vjp,
         "logsumexp_jvp": logsumexp_jvp,
+        "top_k": top_k,
+        "top_k_jvp": top_k_jvp,
         "label_state": label_state,
         "label_state_vjp": label_state_vjp,
         "label_state_jvp": label_state_jvp,
@@ -113,6 +124,46 @@ def take(x: jax.Array, i: jax.Array) -> jax.Array:
     return jnp.where((i >= 0) & (i < n), _wide(found), jnp.nan)
 
 
+def largest(x: jax.Array, k: int, ordered: jax.Array) -> jax.Array:
+    """The indices of the k largest elements of each row, the largest first; of equal ones, which -0.0 and 0.0 are, the
+    one of the lowest index first. 0 to k - 1 of rows that are not to be ordered."""
+
+    def of_rows(x):
+        bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"int{8 * x.dtype.itemsize}"))
+        return jax.lax.top_k(jnp.where(bits == jnp.iinfo(bits.dtype).min, 0, x), k)[1]  # to lax.top_k, -0.0 < 0.0
+
+    indices = _automatically(of_rows, jax.typeof(ordered).sharding)(x)
+    return jnp.where(ordered[..., None], indices, jnp.arange(k, dtype=jnp.int32))
+
+
+def at(x: jax.Array, i: jax.Array) -> jax.Array:
+    """The elements of each row at its indices."""
+    return _automatically(lambda x, i: jnp.take_along_axis(x, i, axis=-1, mode="clip"), jax.typeof(i).sharding)(x, i)
+
+
+def put(x: jax.Array, i: jax.Array, values: jax.Array) -> jax.Array:
+    """x with these values at each row's indices, which differ."""
+
+    def of_row(x, i, values):
+        return x.at[i].set(values, unique_indices=True)
+
+    for _ in range(x.ndim - 1):
+        of_row = jax.vmap(of_row)
+    return _automatically(of_row, jax.typeof(x).sharding)(x, i, values)
+
+
+def _automatically(function: Callable[..., jax.Array], sharding: NamedSharding) -> Callable[..., jax.Array]:
+    """`function` as XLA partitions it, where JAX would not over explicit axes of a mesh; the sharding of its result."""
+    if not jax.sharding.get_abstract_mesh().explicit_axes:
+        return function
+    return jax.sharding.auto_axes(function, out_sharding=sharding)
+
+
+def has_softmax(m: jax.Array, s: jax.Array) -> jax.Array:
+    """Whether the softmax of a row has a value: not if it holds NaN or +inf, or nothing but -inf."""
+    return jnp.isfinite(m) & ~jnp.isnan(s)
+
+
 def _label(x: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Which rows are not to be read, of shape (..., 1), and which element of a row is its label's."""
     i = i[..., None]
@@ -126,8 +177,8 @@ def _probabilities(x: jax.Array, m: jax.Array, s: jax.Array) -> jax.Array:
     return _exp(x, m) * scale[..., None]
 
 
-def _log_softmax_probabilities(x: jax.Array, m: jax.Array, s: jax.Array) -> jax.Array:
-    """`_probabilities`, but NaN in a row where log_softmax has no value."""
+def defined_probabilities(x: jax.Array, m: jax.Array, s: jax.Array) -> jax.Array:
+    """`_probabilities`, but NaN in a row whose softmax has no value."""
     return _probabilities(x, m, s) * jnp.where(jnp.isfinite(m), 1, jnp.nan)[..., None]
 
 

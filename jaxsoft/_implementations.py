@@ -13,7 +13,7 @@ import jax
 import jaxsoft.pallas_kernels as pallas_kernels
 import jaxsoft.triton_kernels as triton_kernels
 from jaxsoft import _ffi, _reference, _xla
-from jaxsoft._forms import OPERATIONS, Form, Operation, compose, is_plain, working_dtype
+from jaxsoft._forms import OPERATIONS, Form, Operation, bind, compose, is_plain, working_dtype
 from jaxsoft._formulas import row_operations, take
 from jaxsoft.fold import State
 
@@ -31,7 +31,7 @@ class Implementation:
 
     Attributes:
       kernel: (operation, form, platform, operands) -> the kernel that takes the form as it is, or None. It takes the
-        plain form of every operation, but for those with labels, for which a kernel of "state" will do.
+        plain form of every operation, but for top_k and those with labels, for which a kernel of "state" will do.
       unavailable: (platform) -> None, or why it cannot be used there.
       unsupported: (operands) -> None, or why it cannot take operands of these shapes and dtypes.
       opaque: whether XLA's partitioner cannot see into it, as into a custom call.
@@ -52,7 +52,8 @@ def _plain(operations: dict[str, Operation]) -> Callable[[str, Form, str, Operan
     """The `kernel` of an implementation whose kernels take nothing but the plain form."""
 
     def kernel(operation, form, platform, operands):
-        return operations.get(operation) if is_plain(operation, form, operands) else None
+        found = operations.get(operation) if is_plain(operation, form, operands) else None
+        return bind(found, form) if found else None
 
     return kernel
 
@@ -113,20 +114,22 @@ def check_operands(operation: str, form: Form, implementation: str | None, opera
 def choose(operation: str, form: Form, implementation: str | None, platform: str, operands: Operands) -> Operation:
     """The kernel for a row operation on a platform. Raises where a named implementation cannot serve."""
     if operands[0].size == 0:  # nothing to compute: no kernel needs to know about empty rows
-        return compose(operation, form, _xla.OPERATIONS[operation])
+        return compose(operation, form, bind(_xla.OPERATIONS[operation], form))
     plain = _plain_operands(operation, form, operands)
 
     def kernel(impl: Implementation) -> Operation | None:
         if native := impl.kernel(operation, form, platform, operands):
             return native
-        whole = impl.kernel(operation, Form(plain[0].dtype), platform, plain)
+        whole = impl.kernel(operation, Form(plain[0].dtype, k=form.k), platform, plain)
         return compose(operation, form, whole) if whole else None
 
     def from_state(impl: Implementation) -> Operation | None:
-        """An operation on scores with labels, from a kernel that knows none."""
+        """An operation on scores with labels, or with the largest of them, from a kernel that knows of neither."""
+        if "i" not in OPERATIONS[operation] and operation != "top_k":
+            return None
         state = impl.kernel("state", Form(plain[0].dtype), platform, plain)
         operations = row_operations(lambda x: State(*state(x)), _xla.total, take) if state else {}
-        return compose(operation, form, operations[operation]) if "i" in OPERATIONS[operation] and state else None
+        return compose(operation, form, bind(operations[operation], form)) if state else None
 
     if implementation is not None:
         named = IMPLEMENTATIONS[implementation]

@@ -3,9 +3,11 @@
 XLA's partitioner cannot see into a custom call, and would gather its operands on every device. `partitioned` tells
 it how the operation splits. Where only leading dimensions are sharded, each device runs the kernel on its rows. Where
 the reduced axis is sharded, each device reduces its part of every row, the states are combined over the mesh (a
-maximum and a sum of one number a row), and each device writes its part.
+maximum and a sum of one number a row), and each device writes its part. Of the k largest elements each device gathers
+those that every device has found in its part.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
@@ -15,13 +17,13 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsoft import _formulas, fold
-from jaxsoft._forms import NO_ROW, OPERATIONS, Form, Operation, compose, is_wide, split
+from jaxsoft._forms import NO_ROW, OPERATIONS, RESULTS, Form, Operation, compose, is_wide, split
 from jaxsoft.fold import State, accumulator, reference
 
 
 @functools.cache
 def partitioned(operation: str, form: Form, kernel: Operation) -> Callable[..., tuple[jax.Array, ...]]:
-    """`kernel`, of an operation in this form, as a function that a mesh may partition."""
+    """`kernel`, of an operation in this form, or in another as `form=`, as a function that a mesh may partition."""
 
     def call(*operands):
         return tuple(kernel(*operands))
@@ -36,19 +38,18 @@ def partitioned(operation: str, form: Form, kernel: Operation) -> Callable[..., 
         def sharding(dims):
             return NamedSharding(mesh, PartitionSpec(*(axes.get(dim) for dim in dims)))
 
-        local = call if axes["n"] is None else _over_shards(operation, form, axes["n"])
+        local = call if axes["n"] is None else _over_shards(operation, form, axes["n"], kernel)
         return (
             mesh,
             _on_one_device(local),
-            jax.tree.map(lambda result: sharding(_result_dims(dims[0], result)), results),
+            tuple(map(sharding, _result_dims(operation, dims[0]))),
             tuple(map(sharding, dims)),
         )
 
     def rule(mesh, operand_types, result_types):
-        del mesh
+        del mesh, result_types
         dims = _dims(operation, form, [t.shape for t in operand_types])
-        sides = dims, [_result_dims(dims[0], t) for t in result_types]
-        return " -> ".join(", ".join(map(" ".join, side)) for side in sides)
+        return " -> ".join(", ".join(map(" ".join, side)) for side in (dims, _result_dims(operation, dims[0])))
 
     function.def_partition(partition, sharding_rule=rule)
     return function
@@ -69,12 +70,16 @@ def _dims(operation: str, form: Form, shapes: Sequence[Sequence[int]]) -> list[l
     return dims
 
 
-def _result_dims(x: list[str], result: jax.ShapeDtypeStruct) -> list[str]:
-    return x if len(result.shape) == len(x) else [dim for dim in x if dim != "n"]
+def _result_dims(operation: str, x: list[str]) -> list[list[str]]:
+    rows = [dim for dim in x if dim != "n"]
+    of_kind = {"x": x, "r": rows, "k": [*rows, "k"], "j": [*rows, "k"]}
+    return [of_kind[kind] for kind in RESULTS[operation]]
 
 
-def _over_shards(operation: str, form: Form, axes: str | tuple[str, ...]) -> Operation:
+def _over_shards(operation: str, form: Form, axes: str | tuple[str, ...], kernel: Operation) -> Operation:
     """The operation on one device's part of rows that are sharded over mesh axes."""
+    if operation == "top_k":
+        return _top_k_over_shards(form, axes, kernel)
     function = compose(operation, form, _formulas.row_operations(*_reductions(axes))[operation])
 
     def local(*operands):
@@ -85,6 +90,21 @@ def _over_shards(operation: str, form: Form, axes: str | tuple[str, ...]) -> Ope
         if "i" in OPERATIONS[operation]:
             base = (base[0], _moved(base[1], begin), *base[2:])
         return function(*base, *extras.values())
+
+    return local
+
+
+def _top_k_over_shards(form: Form, axes: str | tuple[str, ...], kernel: Operation) -> Operation:
+    def local(x):
+        k = min(form.k, x.shape[-1])
+        _, i, *state = kernel(x, form=dataclasses.replace(form, k=k))
+        m, s = _combined(State(*state), axes)
+        ordered = _formulas.has_softmax(m, s)
+        i = jnp.where(ordered[..., None], i, jnp.arange(k, dtype=jnp.int32))
+        begin = jax.lax.axis_index(axes).astype(jnp.int32) * x.shape[-1]
+        found = [jax.lax.all_gather(v, axes, axis=v.ndim - 1, tiled=True) for v in (_formulas.at(x, i), begin + i)]
+        best = _formulas.largest(found[0], form.k, ordered)
+        return *(_formulas.at(v, best) for v in found), m, s
 
     return local
 
@@ -115,13 +135,16 @@ def _spec(x: jax.ShapeDtypeStruct) -> tuple:
     return (*spec, *(None,) * (len(x.shape) - len(spec)))
 
 
+def _combined(part: State, axes: str | tuple[str, ...]) -> State:
+    m = jax.lax.pmax(part.m, axes)
+    return State(m, jax.lax.psum(part.s * jnp.exp(part.m - reference(m)), axes))
+
+
 def _reductions(axes: str | tuple[str, ...]):
     """State, sum and element of a last axis that is sharded over mesh axes."""
 
     def state(x):
-        m, s = fold.state(x)
-        total = jax.lax.pmax(m, axes)
-        return State(total, jax.lax.psum(s * jnp.exp(m - reference(total)), axes))
+        return _combined(fold.state(x), axes)
 
     def total(x):
         return jax.lax.psum(jnp.sum(x, axis=-1, dtype=accumulator(x.dtype)), axes)

@@ -17,7 +17,7 @@ from jax.interpreters import mlir
 
 from jaxsoft import _xla
 from jaxsoft._batching import as_leading_dimension
-from jaxsoft._forms import OPERATIONS, Form, Operation, compose
+from jaxsoft._forms import OPERATIONS, Form, Operation, bind, compose
 from jaxsoft._implementations import check_operands, choose, is_opaque
 from jaxsoft._partition import can_partition, partitioned
 
@@ -48,7 +48,7 @@ def _row_operation_jvp(operation, form, implementation, primals, tangents):
 
 
 def _formula(operation: str, form: Form) -> Operation:
-    return compose(operation, form, _xla.OPERATIONS[operation])
+    return compose(operation, form, bind(_xla.OPERATIONS[operation], form))
 
 
 @functools.cache
@@ -57,7 +57,7 @@ def _batched(
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """The operation with a rule for vmap: the mapped dimension comes first, and is more rows."""
 
-    def kernel(*operands):
+    def kernel(*operands, form=form):
         return tuple(row_operation_p.bind(*operands, operation=operation, form=form, implementation=implementation))
 
     if partition:

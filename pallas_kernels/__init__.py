@@ -82,7 +82,9 @@ def _known(operands: Sequence[jax.core.ShapedArray]) -> bool:
 def kernel(operation: str, form: Form, platform: str, operands: Sequence[jax.core.ShapedArray]) -> Operation | None:
     """The kernel for an operation in this form, or None where it has to be composed."""
     del platform
-    if operation not in forms.RESULTS or operation.startswith("label") or form.trailing or not _known(operands):
+    if operation not in forms.RESULTS or operation.startswith("label") or form.k:
+        return None
+    if form.trailing or not _known(operands):
         return None
     *leading, n = operands[0].shape
     rows, kinds = math.prod(leading), forms.OPERATIONS[operation]

@@ -55,7 +55,7 @@ WAYS = [(30000, 40), (70, 2, 1024), (70000, 8192), (30000, 32768), (3000, 65536 
 WAYS += [(2, 3, 50264), (3, 2**20), (1, 16), (70, 1001)]
 EPS = 2.0**-23
 
-each_operation = pytest.mark.parametrize("operation", RESULTS)
+each_operation = pytest.mark.parametrize("operation", [name for name in RESULTS if name != "top_k"])
 each_dtype = pytest.mark.parametrize("dtype", CASES, ids=lambda dtype: dtype.__name__)
 
 

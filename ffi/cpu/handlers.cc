@@ -415,6 +415,61 @@ const KernelTable& table() {
   return chosen;
 }
 
+// What a segment of a row is reduced to.
+struct Found {
+  State state{-infinity, 0};
+  Candidates candidates;
+};
+
+bool before(Candidate a, Candidate b) { return (a.key > b.key) | ((a.key == b.key) & (a.index < b.index)); }
+
+// Leaves no more than k.
+void cut(Candidates& candidates, int k) {
+  if (candidates.count <= k) return;
+  std::nth_element(candidates.all, candidates.all + k - 1, candidates.all + candidates.count, before);
+  candidates.count = k, candidates.least = candidates.all[k - 1].key;
+}
+
+// A tile's state is taken and its candidates are found while it is in the first-level cache.
+void run_top_k(ffi::ThreadPool& pool, const Kernels& kernels, Shape shape, int k, const Arrays& arrays, int32_t* indices) {
+  const int64_t n = shape.n, together = 2 * kTile;
+  reduce_then_write(
+      pool, shape.rows, n, n,
+      [&](int64_t row, int64_t begin, int64_t size) {
+        Found found;
+        found.candidates.limit = 2 * (k + Candidates::block);
+        for (int64_t i = begin; i < begin + size; i += together) {
+          const int64_t length = std::min(together, begin + size - i);
+          found.state = combine(found.state, kernels.reduce({arrays.a.at(row * n + i)}, length));
+          for (int64_t at = 0;;) {
+            at += kernels.find({arrays.a.at(row * n + i + at)}, length - at, i + at, &found.candidates);
+            if (at == length) break;
+            cut(found.candidates, k);
+          }
+        }
+        cut(found.candidates, k);
+        return found;
+      },
+      [&](Found& total, const Found& part) {
+        total.state = combine(total.state, part.state);
+        std::copy_n(part.candidates.all, part.candidates.count, total.candidates.all + total.candidates.count);
+        total.candidates.count += part.candidates.count;
+        cut(total.candidates, k);
+      },
+      [&](int64_t row, Found& found) {
+        finish(kState, arrays, row, found.state);
+        std::sort(found.candidates.all, found.candidates.all + found.candidates.count, before);
+        const bool ordered = std::isfinite(found.state.m) && !std::isnan(found.state.s);
+        for (int64_t j = 0; j < k; j++) {
+          const int64_t i = ordered ? found.candidates.all[j].index : j;
+          indices[row * k + j] = static_cast<int32_t>(i);
+          std::memcpy(arrays.out.at(row * k + j), arrays.a.at(row * n + i), arrays.a.size);
+        }
+        return 0;
+      },
+      [](int64_t, int64_t, int64_t, int) {});
+}
+
 ffi::Error run(ffi::ThreadPool& pool, Operation operation, const ffi::ErrorOr<Call>& call, bool masked,
                const Arrays& arrays) {
   if (call.has_error()) return call.error();
@@ -456,6 +511,15 @@ ffi::Error log_softmax(ffi::ThreadPool pool, In x, Out y, Out m, Out s, Out, Res
 ffi::Error state(ffi::ThreadPool pool, In x, Out m, Out s, Out, Rest rest, Form form) {
   auto call = read_call({x, {}, {}, {*m, *s}, "slwb", false}, rest, form);
   return run(pool, kState, call, false, {x, {}, {}, m, s, {}});
+}
+
+ffi::Error top_k(ffi::ThreadPool pool, In x, Out values, Out indices, Out m, Out s, Out, Rest rest, Form form) {
+  auto call = read_top_k_call(x, *values, *indices, *m, *s, rest, form);
+  if (call.has_error()) return call.error();
+  run_top_k(pool, table()[false][dtypes_of(x.element_type(), x.element_type())][kState], call->shape,
+            static_cast<int>(values->dimensions().back()), {x, {}, values, m, s, {}},
+            static_cast<int32_t*>(indices->untyped_data()));
+  return ffi::Error::Success();
 }
 
 ffi::Error softmax_vjp(ffi::ThreadPool pool, In y, In g, Out dx, Out, Rest rest, Form form) {

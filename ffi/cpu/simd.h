@@ -30,6 +30,7 @@ JAXSOFT_VECTOR(U16, uint16_t, JAXSOFT_VECTOR_BYTES / 2);  // as many lanes as F3
 JAXSOFT_VECTOR(F32Half, float, JAXSOFT_VECTOR_BYTES / 2);
 JAXSOFT_VECTOR(F64, double, JAXSOFT_VECTOR_BYTES);
 JAXSOFT_VECTOR(I64, int64_t, JAXSOFT_VECTOR_BYTES);
+JAXSOFT_VECTOR(U64, uint64_t, JAXSOFT_VECTOR_BYTES);
 JAXSOFT_VECTOR(U8OfF32, uint8_t, JAXSOFT_VECTOR_BYTES / 4);  // as many lanes as F32, as F64
 JAXSOFT_VECTOR(U8OfF64, uint8_t, JAXSOFT_VECTOR_BYTES / 8);
 #undef JAXSOFT_VECTOR
@@ -186,6 +187,30 @@ inline Mask load_mask(const bool* p, int64_t count) {
 }
 inline I32 load_mask(const bool* p, int64_t count, F32) { return load_mask<U8OfF32, I32>(p, count); }
 inline I64 load_mask(const bool* p, int64_t count, F64) { return load_mask<U8OfF64, I64>(p, count); }
+
+// A bit for each lane of a comparison.
+inline uint32_t lane_bits(I32 mask) {
+#if defined(__AVX512F__)
+  return _mm512_movepi32_mask((__m512i)mask);
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps((__m256)mask);
+#else
+  uint32_t bits = 0;
+  for (unsigned i = 0; i < sizeof mask / sizeof mask[0]; i++) bits |= (mask[i] & 1u) << i;
+  return bits;
+#endif
+}
+inline uint32_t lane_bits(I64 mask) {
+#if defined(__AVX512F__)
+  return _mm512_movepi64_mask((__m512i)mask);
+#elif defined(__AVX2__)
+  return _mm256_movemask_pd((__m256d)mask);
+#else
+  uint32_t bits = 0;
+  for (unsigned i = 0; i < sizeof mask / sizeof mask[0]; i++) bits |= (mask[i] & 1u) << i;
+  return bits;
+#endif
+}
 
 // A product that is rounded before anything is added to it. Fused with what follows, x * scale - m would not be the
 // score of which m is the maximum: of scores past 1e9 the two differ by more than exp can take.

@@ -1,0 +1,376 @@
+"""top_k_softmax: values, probabilities, indices and their derivatives, over every implementation.
+
+The reference is numpy in float64: a stable sort of the scores, and their softmax.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from chex import assert_trees_all_close
+from common import (
+    EPS,
+    Truth,
+    assert_last_place,
+    assert_within,
+    each_dtype,
+    each_dtype_in_turn,
+    each_fast_implementation,
+    each_implementation,
+    on_cpu,
+    on_gpu,
+    operand,
+    precision,
+    rows,
+    same_bits,
+    served,
+    slow,
+    wide,
+)
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from test_ffi import call
+from test_sharding import MESH, collectives, each_axis_type, mesh_of
+
+import jaxsoft
+from jaxsoft import _ffi, _xla
+from jaxsoft._forms import Form
+from jaxsoft._implementations import choose
+
+top_k_softmax = jaxsoft.top_k_softmax
+
+
+def order(x: np.ndarray, k: int) -> np.ndarray:
+    """The indices of the k largest, of equal ones the lowest index first; of rows without a softmax the first k."""
+    m = wide(x).max(axis=-1, keepdims=True)  # NaN where the row holds one
+    return np.argsort(np.where(np.isfinite(m), -wide(x), 0), axis=-1, kind="stable")[..., :k].astype(np.int32)
+
+
+def assert_top_k(x: np.ndarray, k: int, results, dtype=None) -> None:
+    """Values and indices are exact, and probabilities within the bounds of softmax."""
+    values, p, indices = map(np.asarray, results)
+    what = f"{k} of {x.dtype} {x.shape}"
+    i = order(x, k)
+    assert indices.dtype == np.int32 and values.dtype == x.dtype and p.dtype == (dtype or x.dtype), what
+    np.testing.assert_array_equal(indices, i, what)
+    assert same_bits(values, np.take_along_axis(x, i, axis=-1)), what
+    truth = Truth.of(x)
+    expected, d = (np.take_along_axis(v, i, axis=-1) for v in (truth.p, truth.d))
+    scale = (4 + np.minimum(d, 150)) * np.maximum(expected, 1e-30)
+    if p.dtype.itemsize == 2:
+        return assert_last_place(p, expected, 1, EPS[2] * scale, what)
+    assert_within(p, expected, EPS[x.dtype.itemsize] * scale + 1e-37, what)
+
+
+def special(shape, dtype) -> np.ndarray:
+    """Rows that are constant, ascending, descending, of few values, of huge ones, mostly -inf, and of zeros of both
+    signs; and rows without a softmax."""
+    n, rng = shape[-1], np.random.default_rng(shape[-1])
+    x = rng.standard_normal((12, n)).astype(np.float32)
+    line = np.linspace(-9, 9, n, dtype=np.float32)
+    x[0], x[1], x[2], x[3] = 1, line, -line, np.round(x[3])
+    x[4] = x[4] * 10 - 3e4
+    x[5, : n // 2] = x[6, n // 3 :] = -np.inf
+    x[7] = np.where(x[7] > 0, 0.0, -0.0)
+    x[8, n // 2], x[9, n - 1], x[10] = np.nan, np.inf, -np.inf
+    x[11, 0], x[11, n - 1] = np.inf, -np.nan
+    return x.astype(dtype)
+
+
+CASES = [(1, (1,)), (7, (1, 3, 7)), (33, (5,)), (100, (64, 100)), (257, (1, 255, 256, 257)), (1003, (5, 64, 300))]
+CASES += [(5000, (64,)), (40_009, (5, 200))]
+
+
+@each_implementation
+@each_dtype_in_turn
+def test_special_rows(implementation, dtype):
+    with precision(dtype), served(implementation):
+        for n, ks in CASES:
+            if implementation == "reference" and n > 2000:  # scans compile slowly
+                continue
+            x = special((12, n), dtype)
+            for k in ks:
+                assert_top_k(x, k, top_k_softmax(x, k, implementation=implementation))
+
+
+@each_fast_implementation
+@each_dtype_in_turn
+def test_rows(implementation, dtype):
+    """Ordinary rows of many lengths: multiples of what a vector, a pack, a tile and a segment hold, and beside them."""
+    with precision(dtype), served(implementation):
+        for n, k in ((16, 3), (127, 5), (2048, 256), (4095, 1), (4097, 30), (65_536, 64), (70_001, 100), (150_000, 7)):
+            x = rows(n, dtype)
+            assert_top_k(x, k, top_k_softmax(x, k, implementation=implementation))
+
+
+@each_fast_implementation
+@pytest.mark.parametrize("n", [2**20, 2**20 + 1])
+def test_long_rows(implementation, n):
+    with served(implementation):
+        line = np.linspace(-9, 9, n, dtype=np.float32)[None]
+        for x in (rows(n, np.float32, count=1), np.ones_like(line), line):
+            assert_top_k(x, 64, top_k_softmax(x, 64, implementation=implementation))
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_ways(dtype):
+    """Rows by the block and rows that are split, which begin anywhere, of any number."""
+    for shape in ((1, 300_007), (3, 128_256), (32, 128_256), (140, 40_001), (600, 9_999), (3000, 1000), (2, 2**22 + 1)):
+        x = np.asarray(jax.random.normal(jax.random.key(0), shape, jnp.float32).astype(dtype))
+        for k in (1, 5, 64, 256):
+            assert_top_k(x, k, top_k_softmax(x, k, implementation="ffi"))
+            assert_top_k(np.round(x), k, top_k_softmax(np.round(x), k, implementation="ffi"))
+
+
+@each_implementation
+def test_equal_probabilities_of_different_scores(implementation):
+    """The larger score comes first, where top_k of the softmax cannot tell them apart."""
+    x = np.array([[0.25, np.nextafter(np.float32(0.25), np.float32(1)), 0.0]], np.float32)
+    values, p, indices = top_k_softmax(x, 2, implementation=implementation)
+    assert p[0, 0] == p[0, 1] and indices.tolist() == [[1, 0]] and values.tolist() == x[:, [1, 0]].tolist()
+    subnormal = np.array([[0, 1, 3, 2, -0.0]], np.float32) * np.float32(1e-45)
+    assert top_k_softmax(subnormal, 5, implementation=implementation)[2].tolist() == [[2, 3, 1, 0, 4]]
+
+
+@each_implementation
+def test_axes_dtypes_and_shapes(implementation):
+    x = np.random.default_rng(0).standard_normal((3, 5, 7)).astype(np.float32)
+    for axis in (0, 1, 2, -2):
+        results = top_k_softmax(x, 2, axis, dtype=jnp.bfloat16, implementation=implementation)
+        assert [v.shape[axis] for v in results] == [2, 2, 2]
+        assert_top_k(np.moveaxis(x, axis, -1), 2, [np.moveaxis(v, axis, -1) for v in results], jnp.bfloat16)
+    assert_top_k(x[0, 0], 7, top_k_softmax(x[0, 0], 7, implementation=implementation))
+    half = x.astype(jnp.bfloat16)
+    assert_top_k(half, 3, top_k_softmax(half, 3, dtype=jnp.float32, implementation=implementation), jnp.float32)
+    assert [v.shape for v in top_k_softmax(x[:0], 3, implementation=implementation)] == [(0, 5, 3)] * 3
+    mapped = jax.vmap(lambda x: top_k_softmax(x, 2, 0, implementation=implementation), 1)(x)
+    assert_top_k(np.moveaxis(x, 0, -1), 2, [np.moveaxis(v, (0, 1, 2), (0, 2, 1)) for v in mapped])
+    integers = top_k_softmax(np.array([1, 3, 2]), 2, implementation=implementation)
+    assert integers[0].dtype == jnp.float32 and integers[2].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "x", "k", "options"),
+    [
+        (ValueError, "k must be from 1 to the length of the axis, 4; got 0", np.ones((2, 4)), 0, {}),
+        (ValueError, "k must be from 1 to the length of the axis, 4; got 5", np.ones((2, 4)), 5, {}),
+        (ValueError, "k must be from 1 to the length of the axis, 0; got 1", np.ones((2, 0)), 1, {}),
+        (TypeError, "k must be an integer that is known when the call is traced; got 2.0", np.ones((2, 4)), 2.0, {}),
+        (TypeError, "axis must be an integer; got None", np.ones((2, 4)), 1, {"axis": None}),
+        (TypeError, "axis must be an integer; got \\(0, 1\\)", np.ones((2, 4)), 1, {"axis": (0, 1)}),
+        (ValueError, "axis must be between -2 and 1", np.ones((2, 4)), 1, {"axis": 2}),
+        (TypeError, "x must hold float16, bfloat16, float32 or float64; got dtype complex64", np.ones(4) * 1j, 1, {}),
+        (ValueError, "dtype must be None or one of float16", np.ones(4), 1, {"dtype": jnp.int32}),
+        (ValueError, "implementation must be None or one of", np.ones(4), 1, {"implementation": "magic"}),
+    ],
+)
+def test_bad_arguments(error, message, x, k, options):
+    with pytest.raises(error, match=message):
+        top_k_softmax(x, k, **options)
+
+
+def test_traced_k():
+    with pytest.raises(TypeError, match="k must be an integer that is known when the call is traced"):
+        jax.jit(lambda k: top_k_softmax(jnp.ones(4), k))(2)
+
+
+def plain(x, k):
+    """Values and probabilities in plain JAX."""
+    i = jax.lax.top_k(x, k)[1]
+    return tuple(jnp.take_along_axis(v, i, axis=-1) for v in (x, jax.nn.softmax(x)))
+
+
+def pulled_back(f, g):
+    return lambda x: jax.vjp(f, x)[1](g)[0]
+
+
+@each_implementation
+@each_dtype
+def test_gradients(implementation, dtype):
+    """Reverse and forward mode, beside plain JAX in float64; a score that dominates its row keeps its digits in f32."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((6, 50)).astype(dtype)
+    x[1, 7], x[2], x[3, :20] = 9, 1, -np.inf
+    wide_dtype = jaxsoft.fold.accumulator(dtype)
+    g = tuple(rng.standard_normal((6, 4)).astype(t) for t in (dtype, wide_dtype))
+    t = rng.standard_normal(x.shape).astype(dtype)
+
+    def f(x):
+        return top_k_softmax(x, 4, dtype=wide_dtype, implementation=implementation)[:2]
+
+    with precision(dtype), served(implementation):
+        dx = jax.jit(pulled_back(f, g))(x)
+        dv, dp = jax.jvp(f, (x,), (t,))[1]
+    with jax.enable_x64(True):
+        exact = wide(x)
+        expected = np.asarray(jax.jit(pulled_back(lambda x: plain(x, 4), tuple(map(wide, g))))(exact))
+        expected_v, expected_p = (np.asarray(v) for v in jax.jvp(lambda x: plain(x, 4), (exact,), (wide(t),))[1])
+        p = np.asarray(jax.nn.softmax(exact))
+    assert dx.dtype == x.dtype and dv.dtype == x.dtype and dp.dtype == wide_dtype
+    eps = EPS[x.dtype.itemsize]
+    size = 16 * eps * (p * np.abs(g[1]).sum(-1, keepdims=True) * 4 + np.abs(expected))
+    if x.dtype.itemsize == 2:
+        info = jnp.finfo(dtype)
+        size = size + 0.51 * (float(info.eps) * np.abs(expected) + float(info.smallest_subnormal))
+    assert_within(dx, expected, size, "gradient")
+    np.testing.assert_array_equal(wide(dv), expected_v)
+    assert_within(dp, expected_p, 64 * eps * (np.abs(expected_p) + np.abs(t.astype(np.float64)).max()), "tangent")
+
+
+@each_implementation
+def test_higher_orders(implementation):
+    x = np.random.default_rng(1).standard_normal((2, 9)).astype(np.float32)
+    t = np.cos(x)
+
+    def loss(f):
+        return lambda x: sum(jnp.sum(jnp.sin(v * (1 + jnp.arange(3)))) for v in f(x))
+
+    def ours(x):
+        return top_k_softmax(x, 3, implementation=implementation)[:2]
+
+    def theirs(x):
+        return plain(x, 3)
+
+    def of_second_order(f):
+        grad = jax.grad(loss(f))
+        return jax.hessian(loss(f))(x[0]), jax.jvp(grad, (x,), (t,))[1], jax.grad(lambda x: jnp.sum(grad(x) * t))(x)
+
+    with served(implementation):
+        assert_trees_all_close(of_second_order(ours), of_second_order(theirs), rtol=1e-4, atol=1e-5)
+
+
+@each_implementation
+def test_gradients_of_values_alone(implementation):
+    """1 at one element, in rows of nothing but -inf, too."""
+    x = special((12, 40), np.float32)[[0, 1, 2, 3, 4, 5, 6, 7, 10]]
+    dx = jax.grad(lambda x: jnp.sum(top_k_softmax(x, 3, implementation=implementation)[0][:, 1]))(x)
+    np.testing.assert_array_equal(np.argmax(dx, axis=-1), order(x, 3)[:, 1])
+    assert (np.sum(dx != 0, axis=-1) == 1).all() and (np.sum(dx, axis=-1) == 1).all()
+
+
+@each_fast_implementation
+@each_axis_type
+def test_sharding(implementation, kind):
+    """Rows stay where they are; of a row that is sharded, devices move two numbers, and k values and indices each."""
+    mesh, x, k = mesh_of(kind), special((12, 64), np.float32)[:8], 5
+    x[1, 50], x[2] = np.inf, -np.inf
+    f = jax.jit(lambda x: top_k_softmax(x, k, implementation=implementation))
+
+    def pullback(x, g):
+        return jax.vjp(lambda x: top_k_softmax(x, k, implementation=implementation)[1], x)[1](g)[0]
+
+    g = np.sin(np.arange(8.0 * k, dtype=np.float32)).reshape(8, k)
+    expected_dx = jax.jit(pullback)(x, g)
+    with jax.set_mesh(mesh), served(implementation):
+        for spec in (P("a"), P(("a", "b")), P("a", "b"), P(None, ("a", "b")), P(None, "b")):
+            sharded = jax.device_put(x, NamedSharding(mesh, spec))
+            cotangent = jax.device_put(g, NamedSharding(mesh, P(spec[0])))
+            compiled = f.lower(sharded).compile()
+            back = jax.jit(pullback).lower(sharded, cotangent).compile()
+            results = compiled(sharded)
+            assert_top_k(x, k, results)
+            dx = back(sharded, cotangent)
+            assert_trees_all_close(dx, expected_dx, rtol=1e-5, atol=1e-6)
+            if implementation == "xla":  # its partitioner gathers what lax.top_k reads
+                continue
+            assert all(v.sharding.is_equivalent_to(NamedSharding(mesh, P(spec[0])), 2) for v in results)
+            assert dx.sharding.is_equivalent_to(sharded.sharding, 2)
+            whole, rows_here = len(spec) == 1, sharded.sharding.shard_shape(x.shape)[0]
+            for moved in (collectives(compiled), collectives(back)):
+                assert {name for name, _ in moved} <= (set() if whole else {"all-reduce", "all-gather"})
+                assert all(np.prod(shape) <= rows_here * max(1, k * np.prod(MESH)) for _, shape in moved), moved
+                assert len(moved) <= 5, moved
+
+
+@each_fast_implementation
+def test_parts_shorter_than_k(implementation):
+    """Each device then has all of its part among the k largest."""
+    mesh = mesh_of(jax.sharding.AxisType.Auto)
+    x = special((12, 16), np.float32)
+    with jax.set_mesh(mesh), served(implementation):
+        sharded = jax.device_put(x, NamedSharding(mesh, P(None, ("a", "b"))))
+        for k in (1, 3, 16):
+            assert_top_k(x, k, jax.jit(lambda x, k=k: top_k_softmax(x, k, implementation=implementation))(sharded))
+
+
+@each_fast_implementation
+@pytest.mark.parametrize("manual", [("a", "b"), pytest.param(("a",), marks=slow)], ids=["fully", "partially"])
+def test_shard_map(implementation, manual):
+    mesh, spec, x = mesh_of(jax.sharding.AxisType.Auto), P(manual), rows(100, np.float32, count=8)
+    if implementation == "ffi" and len(manual) == 1:
+        return  # test_sharding has it: such a mesh needs implementation=None
+    with jax.set_mesh(mesh), served(implementation):
+
+        def local(x):
+            return top_k_softmax(x, 7, implementation=implementation)
+
+        f = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=set(manual)))
+        assert_top_k(x, 7, f(jax.device_put(x, NamedSharding(mesh, spec))))
+
+
+@on_cpu
+def test_a_row_does_not_depend_on_the_others():
+    x = rows(70_001, np.float32, count=9)
+    every = top_k_softmax(x, 9)
+    for i in range(9):
+        assert same_bits(top_k_softmax(x[i], 9), [v[i] for v in every])
+
+
+def test_choice():
+    """The kernels find up to 256, and those of CUDA none of f64; else XLA has the call."""
+
+    def chosen(implementation, platform, k, dtype):
+        x = operand((4, 1000), dtype)
+        return choose("top_k", Form(x.dtype, k=k), implementation, platform, [x])
+
+    for k, dtype, platform, is_kernel in (
+        (256, jnp.float32, "cpu", True),
+        (256, jnp.float64, "cpu", True),
+        (257, jnp.float32, "cpu", False),
+        (256, jnp.bfloat16, "cuda", True),
+        (257, jnp.bfloat16, "cuda", False),
+        (5, jnp.float64, "cuda", False),
+    ):
+        x = operand((4, 1000), dtype)
+        assert bool(_ffi.kernel("top_k", Form(x.dtype, k=k), platform, [x])) == is_kernel
+    assert chosen(None, "other", 5, jnp.float32).func is _xla.OPERATIONS["top_k"]
+    assert chosen(None, "cpu", 300, jnp.float32).func is _xla.OPERATIONS["top_k"]
+
+
+F32, F16, S32 = jnp.float32, jnp.float16, jnp.int32
+X = jnp.ones((4, 8))
+R = ((4,), F32)
+
+
+@pytest.mark.skipif(jaxsoft.implementations()["ffi"] is not None, reason="no C++ kernels")
+@pytest.mark.parametrize(
+    ("results", "message", "form"),
+    [
+        ([((4, 9), F32), ((4, 9), S32), R, R], "values must have x's dtype and shape", {}),
+        ([((4, 0), F32), ((4, 0), S32), R, R], "values must have x's dtype and shape", {}),
+        ([((3, 2), F32), ((3, 2), S32), R, R], "values must have x's dtype and shape", {}),
+        ([((2,), F32), ((2,), S32), R, R], "values must have x's dtype and shape", {}),
+        ([((4, 2), F16), ((4, 2), S32), R, R], "values must have x's dtype and shape", {}),
+        ([((4, 2), F32), ((4, 2), F32), R, R], "indices must be S32 of the values' shape", {}),
+        ([((4, 2), F32), ((4, 3), S32), R, R], "indices must be S32 of the values' shape", {}),
+        ([((4, 2), F32), ((4, 2), S32), ((3,), F32), R], "a row statistic must be", {}),
+        ([((4, 2), F32), ((4, 2), S32), R, ((4,), F16)], "a row statistic must be", {}),
+        ([((4, 2), F32), ((4, 2), S32), R, R], "trailing must be 0 for top_k", {"trailing": 1}),
+        ([((4, 2), F32), ((4, 2), S32), R, R], "extras='s' must be some of ''", {"extras": "s"}),
+        ([((4, 2), F32), ((4, 2), S32), R, R], "masked is an attribute", {"masked": True}),
+    ],
+)
+def test_bad_buffers(results, message, form):
+    operands = [X, jnp.ones(4)] if form.get("extras") else [X]
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        call("top_k", results, *operands, **form)
+
+
+@pytest.mark.skipif(jaxsoft.implementations()["ffi"] is not None, reason="no C++ kernels")
+def test_buffers_that_are_too_many_for_the_kernel():
+    x = jnp.ones((2, 300))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="with 1 to 256 of at most 2147483647 elements a row"):
+        call("top_k", [((2, 257), F32), ((2, 257), S32), ((2,), F32), ((2,), F32)], x)
+    values, indices, m, s, _ = call("top_k", [((2, 256), F32), ((2, 256), S32), ((2,), F32), ((2,), F32)], x)
+    assert (values == 1).all() and (indices == np.arange(256)).all() and (m == 1).all() and (s == 300).all()
