@@ -5,6 +5,7 @@
 touches a GPU before a kernel is asked for.
 """
 
+import dataclasses
 import functools
 import math
 import re
@@ -17,6 +18,7 @@ import numpy as np
 from jaxsoft import _devices
 from jaxsoft import _forms as forms
 from jaxsoft._forms import Form, Operation
+from jaxsoft._formulas import take
 
 from . import arithmetic, held, split, tiled, tiling
 from .extras import Extras
@@ -82,31 +84,54 @@ def _known(operands: Sequence[jax.core.ShapedArray]) -> bool:
 def kernel(operation: str, form: Form, platform: str, operands: Sequence[jax.core.ShapedArray]) -> Operation | None:
     """The kernel for an operation in this form, or None where it has to be composed."""
     del platform
-    if operation not in forms.RESULTS or operation.startswith("label") or form.k:
+    if operation in _LABELLED and (form.cap is not None or {*form.extras} - {"l", "w"}):
         return None
-    if form.trailing or not _known(operands):
+    name, extended, given = unlabelled(operation, form, operands)
+    if name not in arithmetic.SIGNATURES or form.trailing or not _known(operands):
         return None
     *leading, n = operands[0].shape
-    rows, kinds = math.prod(leading), forms.OPERATIONS[operation]
-    dtypes = [v.dtype for kind, v in zip(kinds, operands, strict=False) if forms.is_wide(kind)]
+    rows, kinds = math.prod(leading), forms.OPERATIONS[name]
+    dtypes = [v.dtype for kind, v in zip(kinds, given, strict=False) if forms.is_wide(kind)]
     if any(dtype not in _DTYPES for dtype in (*dtypes, form.dtype)):
         return None
-    extras = Extras.of(form.extras, form.masked, leading, [v.shape for v in operands[len(kinds) :]])
-    plain = _row_kernel(operation, rows, n, dtypes, form.dtype, extras)
+    extras = Extras.of(extended.extras, form.masked, leading, [v.shape for v in given[len(kinds) :]])
+    plain = _row_kernel(name, rows, n, dtypes, form.dtype, extras)
     if plain is None:
         return None
 
     def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        base, beside = forms.split(operation, form, operands)
+        base, beside = forms.split(name, extended, unlabelled(operation, form, operands)[2])
         wide = [v.reshape(rows, n) for v in base if v.ndim > len(leading)]
         numbers = [v.reshape(rows) for v in base if v.ndim == len(leading)]
         others = [v.reshape(-1, n) if v.ndim > len(leading) else v.reshape(-1) for v in beside.values()]
         others = [v.astype(jnp.uint8) if v.dtype == jnp.bool_ else v for v in others]
         with jax.enable_x64(False):  # the kernels count in 32 bits
             results = plain(*wide, *numbers, *others)
-        return tuple(y.reshape(*leading, *y.shape[1:]) for y in results)
+        results = tuple(y.reshape(*leading, *y.shape[1:]) for y in results)
+        return (*results, label_score(*operands[:2])) if operation == "label_state" else results
 
     return call
+
+
+# The operations with labels have the arithmetic of others, and extras before those of the form: "i", the label of each
+# row, and "h", the result there.
+_LABELLED = {"label_state": ("state", "i"), "label_state_vjp": ("logsumexp_vjp", "ih")}
+
+
+def unlabelled[T](operation: str, form: Form, operands: Sequence[T]) -> tuple[str, Form, Sequence[T]]:
+    """What an operation with labels is to the kernels; any other as it is."""
+    if operation not in _LABELLED:
+        return operation, form, operands
+    name, extras = _LABELLED[operation]
+    x, label, *others = operands
+    numbers = len(forms.OPERATIONS[name]) - 1
+    form = dataclasses.replace(form, extras=extras + form.extras)
+    return name, form, [x, *others[:numbers], label, *others[numbers:]]
+
+
+def label_score(x: jax.Array, label: jax.Array) -> jax.Array:
+    """The score of each row's label, as of label_state: XLA reads it in the computation that needs it."""
+    return jnp.where(label == forms.NO_ROW, 0, take(x, label))
 
 
 def _row_kernel(
@@ -114,7 +139,7 @@ def _row_kernel(
 ) -> Operation | None:
     """The kernel that is fit for rows of these lengths and dtypes: `held`, `tiled` or `split`, or None."""
     size = max(dtype.itemsize for dtype in (*dtypes, result))
-    together = extras.together if extras.names else 0
+    together = extras.together
     if "l" in extras.names and n >= 128 * 16 // size:  # of one row a block, what is beyond its limit is not read
         together = 1
     if cut := held.plan(rows, n, size, together):

@@ -17,7 +17,8 @@ from jax import lax
 
 from jaxsoft._forms import OPERATIONS, RESULTS, is_wide
 
-# How many row operands and how many operands of one number a row an operation has, and of its results likewise.
+# How many row operands and how many operands of one number a row an operation has, and of its results likewise. Those
+# with labels are others with extras.
 SIGNATURES = {
     name: (
         sum(map(is_wide, OPERATIONS[name])),
@@ -26,6 +27,7 @@ SIGNATURES = {
         results.count("r"),
     )
     for name, results in RESULTS.items()
+    if "i" not in OPERATIONS[name]
 }
 # What backward operations reduce, by itself.
 SIGNATURES |= {f"{name}_sum": (2, 0, 0, 1) for name in ("softmax_vjp", "log_softmax_vjp")}

@@ -20,7 +20,7 @@ class Extras:
     """The extras of a call.
 
     Attributes:
-      names: which there are, as in a `jaxsoft._forms.Form`.
+      names: which there are, as in a `jaxsoft._forms.Form`, or a label's.
       sizes: x's leading dimensions, where neighbours are one that differ in nothing.
       strides: of each extra, for each of those: how far its rows are apart, 0 where it is broadcast.
       masked: elements whose y is 0 do not count.
@@ -52,8 +52,8 @@ class Extras:
 
     @property
     def together(self) -> int:
-        """How many neighbouring rows have neighbouring or the same rows of every extra."""
-        return self.sizes[-1] if self.sizes else 1
+        """How many neighbouring rows have neighbouring or the same rows of every extra; 0 for all."""
+        return self.sizes[-1] if len(self.sizes) > 1 else 0
 
     def place(self, name: str, row: jax.Array) -> tuple[jax.Array, bool]:
         """Which row of an extra is that of a row of x, and whether it is the next row's, too."""
@@ -91,12 +91,16 @@ class Rules:
       scale: None, or the scale in a form that broadcasts with a chunk.
       counts: None, or a function of a chunk's place, and of the chunks of the row operands there, to what counts.
       bias: None, or a function of a chunk's place to the bias there.
+      label: None, or a function of a chunk's place to which elements are a row's label, or of a row not to be read.
+      instead: the result there.
     """
 
     operation: str
     scale: jax.Array | None = None
     counts: Callable | None = None
     bias: Callable | None = None
+    label: Callable | None = None
+    instead: jax.Array | float = 0.0
 
     def prepare(self, place, chunks: Sequence[jax.Array | None]) -> tuple[list[jax.Array | None], jax.Array | None]:
         """What the plain kernel is given of chunks, without those that it does not need here, and what of it counts."""
@@ -113,6 +117,14 @@ class Rules:
         if self.scale is not None and self.operation.endswith("_vjp"):
             result = result * self.scale
         return _select(counts, result, self.nothing)
+
+    def without_label(self, place, scores: jax.Array) -> jax.Array:
+        """What the fold is given of the scores of a chunk."""
+        return scores if self.label is None else jnp.where(self.label(place), -jnp.inf, scores)
+
+    def with_label(self, place, result: jax.Array) -> jax.Array:
+        """The result of a chunk, with that at the label."""
+        return result if self.label is None else jnp.where(self.label(place), self.instead, result)
 
     @property
     def nothing(self) -> float:

@@ -20,6 +20,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxsoft._forms import NO_ROW
+
 from . import arithmetic
 from .extras import Extras, Rules
 from .memory import load, store
@@ -154,7 +156,7 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
                 return extra_refs[name][index]
             return spread(plgpu.load(extra_refs[name].at[pl.ds(index, plan.rows)], optimized=False))
 
-        scale, limit = (number(name) if name in extras.names else None for name in "sl")
+        scale, limit, label, instead = (number(name) if name in extras.names else None for name in "slih")
 
         def columns(start):
             known = limit is not None and not limit.shape
@@ -175,8 +177,16 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
                 conditions.append(chunks[0] != 0)
             return functools.reduce(jnp.logical_and, conditions)
 
+        def at_label(start):
+            column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plan.layout)
+            return (column == label - start) | (label == NO_ROW)
+
         bias = functools.partial(chunk, "b") if "b" in extras.names else None
-        return Rules(operation, scale, counts if extras.partial else None, bias), columns, limit
+        rules = Rules(operation, scale, counts if extras.partial else None, bias)
+        if label is not None:
+            instead = 0.0 if instead is None else jnp.where(label == NO_ROW, 0.0, instead)
+            rules = dataclasses.replace(rules, label=at_label, instead=instead)
+        return rules, columns, limit
 
     def row_block(first):
         rules, columns, limit = rules_of(first)
@@ -202,9 +212,10 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
         given = tuple(load(ref.at[block_rows]) for ref in given_refs)
         totals: arithmetic.Lanes = ()
         if operation in arithmetic.SCORES:
-            m = jnp.max(functools.reduce(jnp.maximum, new(arrays[0], -jnp.inf)), axis=1)
+            scores = [rules.without_label(start, x) for start, x in zip(starts, arrays[0], strict=False)]
+            m = jnp.max(functools.reduce(jnp.maximum, new(scores, -jnp.inf)), axis=1)
             ref = spread(arithmetic.reference(m))
-            powers = [jnp.exp(x - ref) for x in arrays[0]]
+            powers = [jnp.exp(x - ref) for x in scores]
             totals = m, row_sum(powers)
         elif operation in arithmetic.SUMS:
             totals = (row_sum([arithmetic.terms(operation, *chunks) for chunks in zip(*arrays, strict=True)]),)
@@ -218,7 +229,7 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
         ]
         nothing = plgpu.layout_cast(jnp.full(shape, rules.nothing, jnp.float32), plan.layout)
         for start, result in itertools.zip_longest(starts, results, fillvalue=nothing):
-            store(out_refs[0].at[block_rows, pl.ds(start, plan.width)], result)
+            store(out_refs[0].at[block_rows, pl.ds(start, plan.width)], rules.with_label(start, result))
 
     block = lax.axis_index("block")
     row_block(extras.first_row(block, plan.rows))

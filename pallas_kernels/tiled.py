@@ -15,6 +15,8 @@ written.
 - Tiles never leave their row. The last one ends with it and overlaps the one before: elements seen before are masked in
   the fold, and written twice with the same value. No copy is out of bounds, and copies need no tensor map, with its 256
   elements a dimension.
+- A row's label is one element of one tile: it becomes -inf in shared memory before that tile is folded, and its result
+  is written over the tile's. Nothing else of a row is compared with the label.
 - Results go from registers to global memory, in 16-byte stores, not through shared memory, which is left to the rings.
 """
 
@@ -26,6 +28,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxsoft._forms import NO_ROW
 
 from . import arithmetic, cluster
 from .extras import Extras, Rules
@@ -126,16 +130,29 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
     def number(name, k):
         return extra_refs[name][extras.place(name, first + k * stride)[0]]
 
+    def label_of(k):
+        return number("i", k) if "i" in extras.names else None
+
+    def if_read(label, act, otherwise=lambda: None):
+        """Does something for a row with this label, or something else if it is not to be read."""
+        return act() if label is None else lax.cond(label == NO_ROW, otherwise, act)
+
+    def at_label(label, tile, act):
+        """Does something with the label's place in a tile, in vectors and in elements, if that has it."""
+        if label is not None:
+            index = label - start(tile) * plan.vector
+            here = (index >= 0) & (index < plan.tile)
+            pl.when(here)(lambda: act(lax.div(index, plan.vector), lax.rem(index, plan.vector)))
+
     def start_load(k, tile, slot, which):
-        """Starts the copies of a tile of the cluster's k-th row, if it has one.
+        """Starts the copies of a tile of the cluster's k-th row, if it has one and is to be read.
 
         A tile that begins beyond what counts is not read, but the row's beginning in its place, which is in the L2.
         """
         if not which:
             return
 
-        @pl.when(k < count)
-        def _():
+        def copy():
             begin = start(tile)
             if "l" in extras.names:
                 begin = jnp.where(begin * plan.vector < number("l", k), begin, 0)
@@ -147,6 +164,8 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
                     loaded[i].at[warpgroup * sizes[i] + slot],
                     oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
                 )
+
+        pl.when(k < count)(lambda: if_read(label_of(k), copy))
 
     def wait(slot, which):
         for i in which:
@@ -215,6 +234,11 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
             result = rules.conclude(counts, finished(*values))
             store(out_refs[0].at[first + k * stride, pl.ds(begin, THREADS)], result)
 
+    def write_zeros(tile, k):
+        zeros = plgpu.layout_cast(jnp.zeros((THREADS, plan.vector)), layout)
+        for begin in range(0, plan.chunks * THREADS, THREADS):
+            store(out_refs[0].at[first + k * stride, pl.ds(start(tile) + begin, THREADS)], zeros)
+
     def after(slot, size):
         return jnp.where(slot == size - 1, 0, slot + 1)
 
@@ -261,13 +285,22 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
 
     def row(k, turns):
         """One row of which the ring keeps what is folded until it is written, or that is gone over once."""
-        rules, totals = rules_of(k), ()
+        rules, totals, label = rules_of(k), (), label_of(k)
         if folded:
 
             def fold(tile, state):
                 lanes, slot, turn = state
-                wait(slot, folded)
-                lanes = take(lanes, tile, in_rings(dict.fromkeys(folded, slot)), rules)
+
+                def without_label(vector, element):
+                    rings[0][warpgroup * sizes[0] + slot, vector, element] = jnp.asarray(-jnp.inf, rings[0].dtype)
+                    plgpu.commit_smem()  # for all threads
+
+                def taken():
+                    wait(slot, folded)
+                    at_label(label, tile, without_label)
+                    return take(lanes, tile, in_rings(dict.fromkeys(folded, slot)), rules)
+
+                lanes = if_read(label, taken, lambda: lanes)
                 if not writes:
                     plgpu.commit_smem()  # all threads have read the slot
                     turn = refill(turn, folded)
@@ -281,10 +314,19 @@ def _body(operation: str, plan: Plan, extras: Extras, *refs):
 
             def visit(tile, turns):
                 slots = {i: slot for (slot, *_), which in zip(turns, groups, strict=True) for i in which}
-                for i in others:
-                    wait(slots[i], (i,))
-                write(tile, in_rings(slots), k, rules, finish)
+
+                def written():
+                    for i in others:
+                        wait(slots[i], (i,))
+                    write(tile, in_rings(slots), k, rules, finish)
+
+                def with_label(vector, element):
+                    result = number("h", k).astype(out_refs[0].dtype)
+                    out_refs[0][first + k * stride, start(tile) + vector, element] = result
+
+                if_read(label, written, lambda: write_zeros(tile, k))
                 plgpu.commit_smem()
+                at_label(label, tile, with_label)  # after what other threads have written
                 return [refill(turn, which) for turn, which in zip(turns, groups, strict=True)]
 
             turns = lax.fori_loop(0, share, visit, turns)

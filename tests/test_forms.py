@@ -13,7 +13,7 @@ import pytest
 from common import DTYPES, each_dtype_in_turn, each_fast_implementation, precision, served, wide
 
 from jaxsoft import _xla
-from jaxsoft._forms import OPERATIONS, Form, compose, groups
+from jaxsoft._forms import NO_ROW, OPERATIONS, Form, compose, groups
 from jaxsoft._rows import row_operation
 
 EXTRAS = {
@@ -48,15 +48,20 @@ def operands_of(operation, form, shape, dtype, ones=()):
         (y,) = exact("softmax", Form(np.dtype(np.float64), "l" * len(limit), form.trailing), x, *limit)
         y = np.where(rng.random(shape) < 0.1 * form.masked, 0, y)
         return [y.astype(dtype), np.where(y == 0, np.inf, g).astype(dtype) if form.masked else g, *extras.values()]
-    base = [x]
-    if "r" in OPERATIONS[operation]:
+    base, kinds = [x], OPERATIONS[operation]
+    if "i" in kinds:
+        label = rng.integers(-1, n, rows[:-1]).astype(np.int32)
+        label.flat[1::5] = NO_ROW
+        np.moveaxis(x, -1 - form.trailing, -1)[label == NO_ROW] = np.nan
+        base.append(label)
+    if "r" in kinds:
+        of = "label_state" if "i" in kinds else "state"
         with np.errstate(over="ignore"):
-            m, s = exact("state", Form(np.dtype(np.float64), form.extras, form.trailing), x, *extras.values())
-        base += [
-            m.astype(state),
-            s.astype(state),
-            g if operation == "log_softmax_vjp" else rng.standard_normal(m.shape).astype(state),
-        ]
+            m, s = exact(of, Form(np.dtype(np.float64), form.extras, form.trailing), *base, *extras.values())[:2]
+        numbers = [rng.standard_normal(m.shape).astype(state) for _ in range(kinds.count("r") - 2)]
+        base += [m.astype(state), s.astype(state), *numbers]
+    if "g" in kinds:
+        base.append(g)
     return [*base, *extras.values()]
 
 

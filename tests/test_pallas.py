@@ -21,7 +21,7 @@ from jaxsoft.pallas_kernels import arithmetic, held, split, tiled, tiling
 from jaxsoft.pallas_kernels.extras import Extras
 
 from jaxsoft import _xla, fold, pallas_kernels
-from jaxsoft._forms import RESULTS, Form
+from jaxsoft._forms import NO_ROW, OPERATIONS, RESULTS, Form
 from jaxsoft._implementations import IMPLEMENTATIONS, choose
 
 HELD, TILED = held.Plan, tiling.Plan
@@ -55,7 +55,8 @@ WAYS = [(30000, 40), (70, 2, 1024), (70000, 8192), (30000, 32768), (3000, 65536 
 WAYS += [(2, 3, 50264), (3, 2**20), (1, 16), (70, 1001)]
 EPS = 2.0**-23
 
-each_operation = pytest.mark.parametrize("operation", [name for name in RESULTS if name != "top_k"])
+PLAIN = [name for name in RESULTS if "i" not in OPERATIONS[name] and name != "top_k"]
+each_operation = pytest.mark.parametrize("operation", [*PLAIN, "label_state", "label_state_vjp"])
 each_dtype = pytest.mark.parametrize("dtype", CASES, ids=lambda dtype: dtype.__name__)
 
 
@@ -66,18 +67,25 @@ def no_races(capfd):
     assert "RACE DETECTED" not in "".join(capfd.readouterr())
 
 
-def interpreted(operation, plan, *operands, extras=Extras(), others=()):
-    """The results of a kernel, with the shapes of the whole rows."""
+def interpreted(operation, plan, *operands, extras="", masked=False):
+    """The results of a kernel."""
     x, params = operands[0], plgpu.InterpretGPUParams(detect_races=True)
-    of_rows, _, wide, _ = arithmetic.SIGNATURES[operation]
-    given = [jnp.asarray(v) for v in sorted(operands, key=lambda v: -v.ndim)]
+    name, form, given = pallas_kernels.unlabelled(operation, Form(x.dtype, extras), [jnp.asarray(v) for v in operands])
+    k, (*leading, n) = len(OPERATIONS[name]), x.shape
+    beside = Extras.of(form.extras, masked, leading, [v.shape for v in given[k:]])
+    flat = [v.reshape(-1, n) if v.ndim == x.ndim else v.reshape(-1) for v in given]
+    flat = [v.astype(jnp.uint8) if v.dtype == bool else v for v in flat]
+    flat[:k] = sorted(flat[:k], key=lambda v: -v.ndim)
+    shape = flat[0].shape
     if isinstance(plan, HELD):
-        return held.row_kernel(operation, *x.shape, x.dtype, plan, interpret=params)(*given)
-    if isinstance(plan, tuple):
-        return split.row_kernel(operation, *x.shape, x.dtype, *plan, params)(*given)
-    given[:of_rows] = [v.reshape(x.shape[0], -1, plan.vector) for v in given[:of_rows]]
-    results = tiled.row_kernel(operation, *x.shape, (x.dtype, x.dtype), plan, extras, params)(*given, *others)
-    return *(y.reshape(x.shape) for y in results[:wide]), *results[wide:]
+        results = held.row_kernel(name, *shape, x.dtype, plan, beside, params)(*flat)
+    elif isinstance(plan, tuple):
+        results = split.row_kernel(name, *shape, x.dtype, *plan, params)(*flat)
+    else:
+        flat = [v.reshape(len(v), -1, plan.vector) if v.ndim == 2 else v for v in flat]
+        results = tiled.row_kernel(name, *shape, (x.dtype, x.dtype), plan, beside, params)(*flat)
+    results = [v.reshape(x.shape if v.ndim > 1 else leading) for v in results]
+    return [*results, pallas_kernels.label_score(*operands[:2])] if operation == "label_state" else results
 
 
 # The forms that kernels take, shapes, and the leading dimensions along which the extras have length 1. Rows that a
@@ -92,6 +100,13 @@ FORMS = [
     ("l", (7, 2112), ()),  # of a quarter, two, three or all of a row: what counts
     ("slwb", (2, 2, 1100), (0,)),
 ]
+
+
+def taken_by(operation):
+    """Which extras the kernels of an operation take."""
+    return "lw" if "i" in OPERATIONS[operation] else "sl" if operation == "softmax_vjp" else "slwb"
+
+
 LONG_FORMS = [("l", (3, 2, 2300), (1,)), ("slwb", (2, 2, 2300), (0,))]
 
 
@@ -100,9 +115,9 @@ LONG_FORMS = [("l", (3, 2, 2300), (1,)), ("slwb", (2, 2, 2300), (0,))]
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda dtype: dtype.__name__)
 def test_forms(operation, dtype):
     """Extras, a mask by y, and another result dtype in the kernel itself."""
-    for extras, shape, ones in FORMS:
-        if operation.startswith("softmax_vjp"):
-            extras = "".join(name for name in extras if name in "sl")
+    labelled = "i" in OPERATIONS[operation]
+    for extras, shape, ones in FORMS[dtype == jnp.bfloat16 :: 3] if labelled else FORMS:
+        extras = "".join(name for name in extras if name in taken_by(operation))
         form = Form(np.dtype(jnp.float32 if extras == "s" else dtype), extras, 0, operation == "softmax_vjp")
         operands = forms.operands_of(operation, form, shape, dtype, ones)
         with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
@@ -118,17 +133,10 @@ def test_forms_of_long_rows(operation):
         plan = TILED(4, 1, 5, 2 if len(extras) > 1 else 4, 2, 1, 2)  # whose ring has the row, or has not
         if operation == "log_softmax_vjp" and plan.share <= plan.ring:
             plan = dataclasses.replace(plan, later=2)
-        if operation == "softmax_vjp":
-            extras = "".join(name for name in extras if name in "sl")
+        extras = "".join(name for name in extras if name in taken_by(operation))
         form = Form(np.dtype(jnp.float32), extras, 0, operation == "softmax_vjp")
         operands = forms.operands_of(operation, form, shape, jnp.float32, ones)
-        k = len(forms.OPERATIONS[operation])
-        beside = Extras.of(extras, form.masked, shape[:-1], [v.shape for v in operands[k:]])
-        flat = [v.reshape(-1, shape[-1]) if v.ndim == len(shape) else v.reshape(-1) for v in operands]
-        flat = [v.astype(np.uint8) if v.dtype == bool else v for v in flat]
-        flat[k:] = [v.reshape(-1, shape[-1] // 4, 4) if v.ndim == 2 else v for v in flat[k:]]
-        results = interpreted(operation, plan, *flat[:k], extras=beside, others=flat[k:])
-        results = [v.reshape(*shape[:-1], *v.shape[1:]) for v in results]
+        results = interpreted(operation, plan, *operands, extras=extras, masked=form.masked)
         forms.assert_exact(operation, form, operands, results)
 
 
@@ -148,7 +156,7 @@ def test_extras():
         first = np.asarray(jax.vmap(lambda block, rows_=rows_: extras.first_row(block, rows_))(blocks))
         np.testing.assert_array_equal(np.sort(first), blocks * rows_)
         assert first[1] - first[0] == 20 * 3  # the bias is the same along the dimension of length 2
-    assert Extras.of("s", False, (1, 1), [(1, 1)]).together == 1
+    assert Extras.of("s", False, (1, 1), [(1, 1)]).together == 0
 
 
 def operands_of(operation, x):
@@ -157,10 +165,15 @@ def operands_of(operation, x):
     g = rng.standard_normal(x.shape).astype(x.dtype)
     if operation == "softmax_vjp":
         return np.asarray(_xla.OPERATIONS["softmax"](x)[0]), g
+    count, n = x.shape
+    label = ()
+    if "i" in OPERATIONS[operation]:  # in the last tile or chunk, the first, others, none, at their borders; and no row
+        label = (np.resize(np.array([n - 1, NO_ROW, 0, n // 2, n - 2, -1, 511, 512, n], np.int32), count),)
     if operation.endswith("_vjp"):
-        m, s = (np.asarray(v) for v in _xla.OPERATIONS["state"](x))
-        return x, m, s, g if operation == "log_softmax_vjp" else rng.standard_normal(m.shape).astype(np.float32)
-    return (x,)
+        m, s = (np.asarray(v) for v in _xla.OPERATIONS["label_state" if label else "state"](x, *label)[:2])
+        numbers = rng.standard_normal((OPERATIONS[operation].count("r") - 2, count)).astype(np.float32)
+        return x, *label, m, s, *([g] if operation == "log_softmax_vjp" else numbers)
+    return x, *label
 
 
 def plain(operation, implementation, platform, *operands):
@@ -172,7 +185,7 @@ def test_plans():
     """Rows of every length and number are cut up within the limits of the hardware, or refused."""
     lengths = {n + k for p in range(2, 26) for n in (2**p, 3 * 2 ** (p - 1)) for k in (0, 1, 2, 4, -8) if n + k > 0}
     for n, rows_, size in itertools.product(sorted(lengths), (1, 3, 64, 2000, 10**6), (2, 4)):
-        for operation in RESULTS:
+        for operation in PLAIN:
             if cut := held.plan(rows_, n, size):
                 assert cut.width <= n and n % cut.vector == 0 and cut.lanes in (2, 4, 8, 16, 32, 64, 128)
                 assert cut.rows <= rows_ or cut.repeat == 1
@@ -193,7 +206,9 @@ def test_plans():
 @each_dtype
 def test_values(operation, dtype):
     cases = CASES[dtype] if operation in ("softmax", "softmax_vjp") else CASES[dtype][::2]
-    if operation == "logsumexp_vjp":
+    if "i" in OPERATIONS[operation]:
+        cases = CASES[dtype][::3]
+    if operation == "logsumexp_vjp" or "i" in OPERATIONS[operation]:
         cases = [(shape, plan) for shape, plan in cases if not isinstance(plan, tuple)]
     if operation == "log_softmax_vjp":  # whose fold needs one array of two
         whole = [(shape, plan) for shape, plan in CASES[dtype] if isinstance(plan, TILED) and plan.share <= plan.ring]
@@ -202,7 +217,7 @@ def test_values(operation, dtype):
         x = rows(n, dtype, count=count)
         operands = operands_of(operation, x)
         results = interpreted(operation, plan, *operands)
-        exact = [wide(v) if v.dtype == x.dtype else v.astype(np.float64) for v in operands]
+        exact = [v if v.dtype == np.int32 else wide(v) for v in operands]
         with jax.enable_x64(True):
             expected = [np.asarray(v) for v in _xla.OPERATIONS[operation](*map(jnp.asarray, exact))]
         for actual, true in zip(results, expected, strict=True):
@@ -242,9 +257,10 @@ def test_special_values(operation, n, plan):
     operands = operands_of(operation, x)
     results = interpreted(operation, plan, *operands)
     expected = list(_xla.OPERATIONS[operation](*map(jnp.asarray, operands)))
-    if operation in ("state", "log_softmax"):  # XLA's maximum does not always see a NaN; the sum does
-        expected[-2] = jnp.where(jnp.isnan(expected[-1]), jnp.nan, expected[-2])
-    chex.assert_trees_all_close(results, tuple(expected), rtol=2e-5, atol=1e-5 if operation.endswith("vjp") else 1e-37)
+    if "r" in RESULTS[operation]:  # XLA's maximum does not always see a NaN; the sum does
+        m = RESULTS[operation].index("r")
+        expected[m] = jnp.where(jnp.isnan(expected[m + 1]), jnp.nan, expected[m])
+    chex.assert_trees_all_close(results, expected, rtol=2e-5, atol=1e-5 if operation.endswith("vjp") else 1e-37)
 
 
 @pytest.mark.parametrize("step", [0.0, 1e-5, 1e-3, 0.7], ids=str)
@@ -274,16 +290,15 @@ def test_long_sums(step, level):
 )
 def test_lowers_for_hopper(operation, dtype):
     with target("NVIDIA H100 80GB HBM3"):
-        for shape in WAYS:
+        for shape in WAYS[1::3] if "i" in OPERATIONS[operation] else WAYS:
             full, number = operand(shape, dtype), operand(shape[:-1], jnp.float32)
-            of_rows, of_numbers, wide_, narrow = arithmetic.SIGNATURES[operation]
-            operands = [full] * of_rows + [number] * of_numbers
-            if operation == "log_softmax_vjp":
-                operands = [full, number, number, full]
+            kinds = {"r": number, "i": operand(shape[:-1], jnp.int32)}
+            operands = [kinds.get(kind, full) for kind in OPERATIONS[operation]]
             kernel = plain(operation, "pallas", "cuda", *operands)
             lowered = jax.jit(kernel).trace(*operands).lower(lowering_platforms=("cuda",))
             assert "mosaic_gpu" in lowered.as_text()
-            results = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in [full] * wide_ + [number] * narrow]
+            results = [kinds.get(kind, full) for kind in RESULTS[operation]]
+            results = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in results]
             chex.assert_trees_all_equal_shapes_and_dtypes(lowered.out_info, tuple(results))
 
 
