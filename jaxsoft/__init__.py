@@ -4,6 +4,7 @@ from importlib.metadata import version as _version
 
 from jaxsoft._cross_entropy import softmax_cross_entropy, softmax_cross_entropy_with_integer_labels
 from jaxsoft._implementations import implementations
+from jaxsoft._linear_cross_entropy import linear_softmax_cross_entropy
 from jaxsoft._log_softmax import log_softmax
 from jaxsoft._logsumexp import logsumexp
 from jaxsoft._softmax import softmax
@@ -29,6 +30,7 @@ __all__ = [
     "cumlogsumexp",
     "identity",
     "implementations",
+    "linear_softmax_cross_entropy",
     "log_softmax",
     "logsumexp",
     "lse",

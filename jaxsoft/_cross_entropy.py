@@ -15,7 +15,7 @@ from jaxsoft._derivative import label_statistics
 from jaxsoft._forms import Form, counted, scores, softcap
 from jaxsoft._formulas import take
 from jaxsoft._implementations import check_name
-from jaxsoft._losses import Options, check_labels, check_options, check_weights, row_loss
+from jaxsoft._losses import Options, check_labels, check_options, check_weights, row_loss, weighted_sums
 
 
 @overload
@@ -141,9 +141,7 @@ def _with_integer_labels(x, index, counts, weights, options, implementation):
     elif weighted:
         z, ref = _scores(x, options), jax.lax.stop_gradient(fold.reference(t))
         finite = (z > -jnp.inf) if counts is None else (z > -jnp.inf) & _columns(counts, x)
-        masses = jnp.where(finite, weights, 0)
-        total = jnp.sum(jnp.where(finite, weights * (jnp.where(finite, z, 0) - ref[..., None]), 0), axis=-1)
-        sums = [total, jnp.sum(masses, axis=-1), jnp.sum(finite, axis=-1).astype(total.dtype)]
+        sums = list(weighted_sums(z, finite, weights, ref))
     weight = None if weights is None else weights[jnp.clip(index, 0, x.shape[-1] - 1)]
     return row_loss(options, index, others, t, apart, tuple(sums), label_counts, weight)
 

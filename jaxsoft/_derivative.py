@@ -7,6 +7,7 @@ too, it maps a tangent of the scores z = x * scale + bias, which JAX derives fro
 back to them.
 """
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -78,10 +79,7 @@ def label_statistics(form: Form, summed: bool, implementation: str | None) -> Ca
 
     def forward(x, i, *extras):
         m, s, t, *sums = row_operation(operation, form, implementation, x, i, *extras)
-        log_s = jnp.where(s == 0, -jnp.inf, jnp.log(jnp.where(s == 0, 1, s)))
-        infinite = jnp.isinf(m) | jnp.isinf(t)
-        others = jnp.where(jnp.isinf(m), m, m + log_s)
-        apart = jnp.where(infinite, jnp.where((m == t) | (t == jnp.inf), jnp.nan, m - t), (m - t) + log_s)
+        others, apart = beside_label(fold.State(m, s), t)
         return (others, t, apart, *sums), (m, s)
 
     @functools.partial(function.defjvp, symbolic_zeros=True)
@@ -95,6 +93,15 @@ def label_statistics(form: Form, summed: bool, implementation: str | None) -> Ca
         return results, (others, t, others - t, *sums)
 
     return function
+
+
+def beside_label(others: fold.State, t: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The logsumexp of the scores but the label's, given their state, and that minus the label's score t."""
+    m, s = others
+    log_s = jnp.where(s == 0, -jnp.inf, jnp.log(jnp.where(s == 0, 1, s)))
+    infinite = jnp.isinf(m) | jnp.isinf(t)
+    apart = jnp.where(infinite, jnp.where((m == t) | (t == jnp.inf), jnp.nan, m - t), (m - t) + log_s)
+    return jnp.where(jnp.isinf(m), m, m + log_s), apart
 
 
 @functools.cache
@@ -131,9 +138,39 @@ def _forward(
     return y, (y,) if operation == "softmax" else (x, *state)
 
 
+class Derivative(abc.ABC):
+    """The derivative of a function, or its transpose: a map that is linear in some of its operands. Hashable."""
+
+    def __call__(self, *operands: jax.Array) -> list[jax.Array]:
+        # The primitive holds its computation as a jaxpr, where JAX looks for what needs to know devices when lowered.
+        call = jax.make_jaxpr(lambda *operands: self.apply(operands))(*operands)
+        return linear_p.bind(*operands, derivative=self, call=call)
+
+    @property
+    @abc.abstractmethod
+    def linear(self) -> range:
+        """The indices of the linear operands."""
+
+    @abc.abstractmethod
+    def apply(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """The map."""
+
+    @abc.abstractmethod
+    def formula(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """The map as a function that JAX can differentiate."""
+
+    @abc.abstractmethod
+    def transpose(self, dtype: np.dtype) -> "Derivative":
+        """The transpose, for linear operands of this dtype."""
+
+    @abc.abstractmethod
+    def batch(self, operands: Sequence[jax.Array], dims: Sequence[int | None]) -> Sequence[jax.Array]:
+        """The results for operands that are mapped along some dimensions, mapped along the first."""
+
+
 @dataclasses.dataclass(frozen=True)
-class _Derivative:
-    """The derivative of an operation, or its transpose: a linear map.
+class _Derivative(Derivative):
+    """That of an operation on rows.
 
     Its operands are those of the operation's "_jvp" or "_vjp", of which the last but the extras are the linear ones.
     """
@@ -143,11 +180,6 @@ class _Derivative:
     implementation: str | None
     transposed: bool = False
 
-    def __call__(self, *operands: jax.Array) -> list[jax.Array]:
-        # The primitive holds its computation as a jaxpr, where JAX looks for what needs to know devices when lowered.
-        call = jax.make_jaxpr(lambda *operands: self.apply(operands))(*operands)
-        return linear_p.bind(*operands, derivative=self, call=call)
-
     @property
     def name(self) -> str:
         """The row operation that it is."""
@@ -155,12 +187,12 @@ class _Derivative:
 
     @property
     def linear(self) -> range:
-        """The indices of the linear operands. The pullback has one for each result of the derivative."""
+        """The pullback has one for each result of the derivative."""
         end = len(OPERATIONS[self.name])
         return range(end - (_RESULTS.get(self.operation, 1) if self.transposed else 1), end)
 
     def apply(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        """The map: a kernel for the transpose, else the formula."""
+        """A kernel for the transpose, else the formula."""
         if not self.transposed:
             return compose(self.name, self.form, _xla.OPERATIONS[self.name])(*operands)
         x, g = operands[0], operands[self.linear[0]]
@@ -175,10 +207,18 @@ class _Derivative:
             return (_formulas.put(dx, i, at_indices.astype(dx.dtype)),)
         return row_operation(self.name, self.form, self.implementation, *operands)
 
+    def formula(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """The map itself: kernels have derivatives."""
+        return self.apply(operands)
+
     def transpose(self, dtype: np.dtype) -> "_Derivative":
-        """The transpose, for linear operands of this dtype."""
+        """The transpose, whose result has this dtype."""
         form = dataclasses.replace(self.form, dtype=dtype)
         return dataclasses.replace(self, form=form, transposed=not self.transposed)
+
+    def batch(self, operands: Sequence[jax.Array], dims: Sequence[int | None]) -> Sequence[jax.Array]:
+        """More rows."""
+        return self(*as_leading_dimension(operands, dims, self.linear.stop))
 
 
 # How many results a derivative has, if not one.
@@ -216,7 +256,7 @@ def _jvp(primals, tangents, *, derivative, call):
             varied = list(primals)
             for i, value in zip(moving, values, strict=True):
                 varied[i] = value
-            return derivative.apply(varied)
+            return derivative.formula(varied)
 
         terms.append(jax.jvp(along, [primals[i] for i in moving], [tangents[i] for i in moving])[1])
     if not all(isinstance(tangents[i], ad.Zero) for i in linear):
@@ -241,7 +281,7 @@ def _transpose(cotangents, *operands, derivative, call):
 
 def _batch(operands: Sequence[jax.Array], dims: Sequence[int | None], *, derivative, call):
     del call
-    results = derivative(*as_leading_dimension(operands, dims, derivative.linear.stop))
+    results = derivative.batch(operands, dims)
     return results, [0] * len(results)
 
 

@@ -109,7 +109,7 @@ def compose(operation: str, form: Form, plain: Operation) -> Operation:
             if kind == "x":
                 v = scores(form, v, extras, dtype, counts)
             elif kind == "t":
-                v = _select(counts, _capped_slope(form, base[0], _scaled(counts, v.astype(dtype), extras)), 0)
+                v = _select(counts, capped_slope(form, base[0], _scaled(counts, v.astype(dtype), extras)), 0)
             elif kind == "g":
                 v = _select(counts, v.astype(dtype), 0)
             elif kind == "y":
@@ -120,7 +120,7 @@ def compose(operation: str, form: Form, plain: Operation) -> Operation:
             if v.ndim < base[0].ndim or form.k:
                 return v
             if operation.endswith("_vjp"):
-                v = _scaled(counts, _capped_slope(form, base[0], v), extras)
+                v = _scaled(counts, capped_slope(form, base[0], v), extras)
             v = _select(counts, v, -jnp.inf if operation == "log_softmax" else 0)
             return jnp.moveaxis(v.astype(form.dtype), -1, axis)
 
@@ -146,7 +146,7 @@ def softcap(x: jax.Array, cap: float) -> jax.Array:
     return cap * jnp.tanh(x / cap)
 
 
-def _capped_slope(form: Form, x: jax.Array, v: jax.Array) -> jax.Array:
+def capped_slope(form: Form, x: jax.Array, v: jax.Array) -> jax.Array:
     """v times the derivative of the capped scores by x, 1 - tanh(x / cap)^2, written without a difference."""
     if form.cap is None:
         return v

@@ -92,6 +92,15 @@ def _holds(dtype: np.dtype, value: int) -> bool:
     return int(info.min) <= value <= int(info.max)
 
 
+def weighted_sums(
+    z: jax.Array, finite: jax.Array, weights: jax.Array, ref: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Over the classes whose score z is above -inf and counts: sum(w (z - ref)), sum(w), and their number."""
+    total = jnp.sum(jnp.where(finite, weights * (jnp.where(finite, z, 0) - ref[..., None]), 0), axis=-1)
+    mass = jnp.sum(jnp.where(finite, weights, 0), axis=-1)
+    return total, mass, jnp.sum(finite, axis=-1).astype(total.dtype)
+
+
 def row_loss(
     options: Options,
     label: jax.Array,

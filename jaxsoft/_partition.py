@@ -33,7 +33,7 @@ def partitioned(operation: str, form: Form, kernel: Operation) -> Callable[..., 
     def partition(mesh, operands, results):
         x = operands[0]
         dims = _dims(operation, form, [v.shape for v in operands])
-        axes = dict(zip(dims[0], _spec(x), strict=True))
+        axes = dict(zip(dims[0], spec_of(x), strict=True))
 
         def sharding(dims):
             return NamedSharding(mesh, PartitionSpec(*(axes.get(dim) for dim in dims)))
@@ -41,7 +41,7 @@ def partitioned(operation: str, form: Form, kernel: Operation) -> Callable[..., 
         local = call if axes["n"] is None else _over_shards(operation, form, axes["n"], kernel)
         return (
             mesh,
-            _on_one_device(local),
+            on_one_device(local),
             tuple(map(sharding, _result_dims(operation, dims[0]))),
             tuple(map(sharding, dims)),
         )
@@ -88,7 +88,7 @@ def _over_shards(operation: str, form: Form, axes: str | tuple[str, ...], kernel
         if "l" in extras:
             extras["l"] = extras["l"] - begin
         if "i" in OPERATIONS[operation]:
-            base = (base[0], _moved(base[1], begin), *base[2:])
+            base = (base[0], moved(base[1], begin), *base[2:])
         return function(*base, *extras.values())
 
     return local
@@ -98,7 +98,7 @@ def _top_k_over_shards(form: Form, axes: str | tuple[str, ...], kernel: Operatio
     def local(x):
         k = min(form.k, x.shape[-1])
         _, i, *state = kernel(x, form=dataclasses.replace(form, k=k))
-        m, s = _combined(State(*state), axes)
+        m, s = combined(State(*state), axes)
         ordered = _formulas.has_softmax(m, s)
         i = jnp.where(ordered[..., None], i, jnp.arange(k, dtype=jnp.int32))
         begin = jax.lax.axis_index(axes).astype(jnp.int32) * x.shape[-1]
@@ -109,12 +109,12 @@ def _top_k_over_shards(form: Form, axes: str | tuple[str, ...], kernel: Operatio
     return local
 
 
-def _moved(i: jax.Array, begin: jax.Array) -> jax.Array:
+def moved(i: jax.Array, begin: jax.Array) -> jax.Array:
     """Indices of labels from an element on."""
     return jnp.where(i == NO_ROW, i, jnp.maximum(i, -1) - begin)
 
 
-def _on_one_device(local: Operation) -> Operation:
+def on_one_device(local: Operation) -> Operation:
     """`local`, traced as code for one device even while a mesh with explicit axes is set."""
 
     def function(*operands):
@@ -130,21 +130,23 @@ def can_partition() -> bool:
     return not mesh.manual_axes or len(mesh.manual_axes) == len(mesh.axis_names)
 
 
-def _spec(x: jax.ShapeDtypeStruct) -> tuple:
+def spec_of(x: jax.ShapeDtypeStruct) -> tuple:
+    """The mesh axes of each dimension."""
     spec = x.sharding.spec
     return (*spec, *(None,) * (len(x.shape) - len(spec)))
 
 
-def _combined(part: State, axes: str | tuple[str, ...]) -> State:
-    m = jax.lax.pmax(part.m, axes)
-    return State(m, jax.lax.psum(part.s * jnp.exp(part.m - reference(m)), axes))
+def combined(st: State, axes: str | tuple[str, ...]) -> State:
+    """The state of all scores that lie over mesh axes, given each device's."""
+    m = jax.lax.pmax(st.m, axes)
+    return State(m, jax.lax.psum(st.s * jnp.exp(st.m - reference(m)), axes))
 
 
 def _reductions(axes: str | tuple[str, ...]):
     """State, sum and element of a last axis that is sharded over mesh axes."""
 
     def state(x):
-        return _combined(fold.state(x), axes)
+        return combined(fold.state(x), axes)
 
     def total(x):
         return jax.lax.psum(jnp.sum(x, axis=-1, dtype=accumulator(x.dtype)), axes)

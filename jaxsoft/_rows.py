@@ -57,12 +57,10 @@ def _batched(
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """The operation with a rule for vmap: the mapped dimension comes first, and is more rows."""
 
-    def kernel(*operands, form=form):
-        return tuple(row_operation_p.bind(*operands, operation=operation, form=form, implementation=implementation))
+    def call(*operands, form=form):
+        return kernel(operation, form, implementation, *operands)
 
-    if partition:
-        kernel = partitioned(operation, form, kernel)
-    function = custom_vmap(kernel)
+    function = custom_vmap(partitioned(operation, form, call) if partition else call)
 
     @function.def_vmap
     def vmap(size, batched, *operands):
@@ -72,6 +70,11 @@ def _batched(
         return results, (True,) * len(results)
 
     return function
+
+
+def kernel(operation: str, form: Form, implementation: str | None, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    """`row_operation` within code for one device that is neither mapped nor differentiated."""
+    return tuple(row_operation_p.bind(*operands, operation=operation, form=form, implementation=implementation))
 
 
 row_operation_p = Primitive("jaxsoft_row_operation")

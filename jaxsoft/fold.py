@@ -195,7 +195,7 @@ def merge_softmax_lse(blocks: Sequence[jax.Array], lses: Sequence[jax.Array]) ->
     True
     """
     _same_number("blocks", blocks, "lses", lses)
-    y, st = merge_softmax(blocks, [_from_lse(v) for v in lses])
+    y, st = merge_softmax(blocks, [from_lse(v) for v in lses])
     return y, lse(st)
 
 
@@ -218,14 +218,14 @@ def update_output(
     >>> o, lse_o
     (Array([1., 1.], dtype=float32), Array(3., dtype=float32))
     """
-    a, b = _from_lse(lse_o), _from_lse(lse_block)
+    a, b = from_lse(lse_o), from_lse(lse_block)
     total = combine(a, b)
     ref, scale = reference(total.m), 1 / jnp.where(total.s == 0, 1, total.s)
     merged = _weighted(o, a.s * jnp.exp(a.m - ref) * scale) + _weighted(block, b.s * jnp.exp(b.m - ref) * scale)
     return merged, lse(total)
 
 
-def _from_lse(value: ArrayLike) -> State:
+def from_lse(value: ArrayLike) -> State:
     """(lse, 1), the state of one score of that value."""
     value = jnp.asarray(value)
     return State(value, jnp.exp(value - reference(value)))
