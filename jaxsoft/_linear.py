@@ -60,14 +60,19 @@ class Head:
         return dict(zip(self.parameters, operands, strict=False))
 
     @property
+    def weighted(self) -> bool:
+        """Whether the sums are weighted."""
+        return self.summed and "c" in self.parameters
+
+    @property
     def numbers(self) -> int:
-        """How many of the statistics have derivatives of their own: others and t, and the sums but their last."""
-        return 4 if self.summed else 2
+        """How many of the statistics have derivatives of their own: others and t, and the sums but the count."""
+        return 2 + self.summed + self.weighted
 
 
 def default_chunk_size(rows: int) -> int:
-    """2048 classes, or as many as give 2^23 scores, 32 MiB in f32, if these are more."""
-    return max(2048, 2**23 // max(rows, 1) // 128 * 128)
+    """2048 classes, or as many as give 2^20 scores if these are more."""
+    return max(2048, 2**20 // max(rows, 1))
 
 
 @functools.cache
@@ -75,7 +80,7 @@ def statistics(head: Head, keep: bool = False) -> Callable[..., tuple[jax.Array,
     """What a loss needs to know, as a differentiable function of the parameters and the label i of each row.
 
     Returns, in the accumulator's dtype: the results of `_derivative.label_statistics`; if summed, over the scores z
-    above -inf, sum(w z), sum(w) and their number, with w the weights in sums or 1; and the scores if they are kept.
+    above -inf, sum(z) and their number, or weighted sum(w z), sum(w) and their number; and the scores if they are kept.
     """
 
     @jax.custom_jvp
@@ -102,16 +107,25 @@ def formula(head: Head, *operands: jax.Array) -> tuple[jax.Array, ...]:
     *parameters, i = operands
     named = head.named(parameters)
     x = _scores(head, named)
-    weights = named.get("c")
-    summed = head.summed and weights is None
-    others, t, apart, *sums = label_statistics(Form(x.dtype, cap=head.cap), summed, None)(x, i)
-    if summed:  # from sums of distances to ones of the scores themselves, which need no label
-        total, count = sums
-        sums = [total + count * jax.lax.stop_gradient(fold.reference(t)), count, count]
-    elif weights is not None:
+    form, summed = Form(x.dtype, cap=head.cap), _operation(head) == "label_sums"
+    others, t, apart, *sums = label_statistics(form, summed, None)(x, i)
+    return others, t, apart, *_sums(head, x, i, t, sums, named.get("c"))
+
+
+def _operation(head: Head) -> str:
+    """The row operation that a chunk's scores go to. Weighted sums are none's."""
+    return "label_sums" if head.summed and not head.weighted else "label_state"
+
+
+def _sums(head: Head, x, i, label, sums, weights) -> list[jax.Array]:
+    """The sums of some scores, given what the row operation has of them, which counts from the label's score."""
+    if head.weighted:
         z, finite = _finite(head, x, i)
-        sums = list(weighted_sums(z, finite, weights, jnp.zeros_like(t)))
-    return others, t, apart, *sums
+        return list(weighted_sums(z, finite, weights, jnp.zeros_like(label)))
+    if not sums:
+        return []
+    total, count = sums
+    return [total + count * jax.lax.stop_gradient(fold.reference(label)), count]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +133,7 @@ class _HeadDerivative(Derivative):
     """The derivative of `statistics` along some of the parameters.
 
     Its operands are the parameters, the labels, others, and the scores if they are kept; and then the tangents of those
-    that move, or transposed the cotangents of others, t, sum(w z) and sum(w).
+    that move, or transposed the cotangents of others, t and the sums but the count.
     """
 
     head: Head
@@ -145,7 +159,7 @@ class _HeadDerivative(Derivative):
 
         def along(*moving):
             others, t, _, *sums = formula(self.head, *(named | dict(zip(self.moving, moving, strict=True))).values(), i)
-            return others, t, *sums[:2]
+            return others, t, *sums[:-1]
 
         primals = tuple(named[kind] for kind in self.moving)
         if self.transposed:
@@ -180,14 +194,15 @@ class _Forward:
     @property
     def results(self) -> str:
         """Their kinds."""
-        return "r" * (6 if self.head.summed else 3) + "k" * self.keep
+        return "r" * (self.head.numbers + (2 if self.head.summed else 1)) + "k" * self.keep
 
     def types(self, *operands):
         """Those of the results."""
 
         def function(*operands):
-            kept = (_scores(self.head, self.head.named(operands)).astype(_dtype(operands)),) if self.keep else ()
-            return *formula(self.head, *operands), *kept
+            x = _scores(self.head, self.head.named(operands))
+            row = jnp.max(x, axis=-1, initial=-jnp.inf)
+            return [x.astype(_dtype(operands)) if kind == "k" else row for kind in self.results]
 
         return jax.make_jaxpr(function)(*operands).out_avals
 
@@ -195,23 +210,17 @@ class _Forward:
         """The results for a matrix of hidden states, of which classes and rows are sharded over mesh axes."""
         del rows
         head, named, i = self.head, self.head.named(operands), operands[-1]
-        n, dtype = operands[1].shape[1], _dtype(operands)
-        wide = fold.accumulator(dtype)
-        weights = named.get("c")
-        summed = head.summed and weights is None
-        form = Form(wide, cap=head.cap)
+        n, dtype = named["w"].shape[1], _dtype(operands)
+        wide, named["h"] = fold.accumulator(dtype), named["h"].astype(dtype)
+        form, weights = Form(wide, cap=head.cap), named.get("c")
         index = moved(i, _begin(classes, n))
         kept = (jax.lax.empty((i.size, n), dtype),) if self.keep else ()
 
         def chunk(carry, begin, size):
             state, t, sums, kept = carry
             x, here = _scores(head, named, begin, size), moved(index, begin)
-            m, s, label, *parts = _rows.kernel("label_sums" if summed else "label_state", form, None, x, here)
-            if summed:
-                parts = [parts[0] + parts[1] * fold.reference(label), parts[1], parts[1]]
-            elif weights is not None:
-                z, finite = _finite(head, x, i)
-                parts = list(weighted_sums(z, finite, _slice(weights, begin, size, 0), jnp.zeros_like(label)))
+            m, s, label, *parts = _rows.kernel(_operation(head), form, None, x, here)
+            parts = _sums(head, x, i, label, parts, None if weights is None else _slice(weights, begin, size, 0))
             return (
                 fold.combine(state, fold.State(m, s)),
                 jnp.where((here >= 0) & (here < size), label, t),
@@ -220,7 +229,7 @@ class _Forward:
             )
 
         zero = jnp.zeros(i.shape, wide)
-        carry = (fold.identity(i.shape, wide), zero, [zero] * (3 if head.summed else 0), kept)
+        carry = (fold.identity(i.shape, wide), zero, [zero] * (2 * head.summed + head.weighted), kept)
         state, t, sums, kept = _over_chunks(chunk, carry, n, self.head.chunk_size or default_chunk_size(i.size))
         if classes:
             state = combined(state, classes)
@@ -261,50 +270,48 @@ class _Pullback:
         head, named = self.head, self.head.named(operands)
         k = len(head.parameters)
         i, others, *kept = operands[k : len(self.residuals)]
-        g, h, *others_g = operands[len(self.residuals) :]
-        hidden, n, dtype = named["h"], operands[1].shape[1], _dtype(operands)
-        wide, (m, s) = fold.accumulator(dtype), fold.from_lse(others)
+        g, h, *sums_g = operands[len(self.residuals) :]
+        n, dtype = named["w"].shape[1], _dtype(operands)
+        wide, named["h"] = fold.accumulator(dtype), named["h"].astype(dtype)
+        m, s = fold.from_lse(others)
         index, weights = moved(i, _begin(classes, n)), named.get("c")
         dot = functools.partial(jax.lax.dot_general, precision=head.precision)
 
         def chunk(carry, begin, size):
+            carry = dict(carry)
             x = _slice(kept[0], begin, size, 1) if kept else _scores(head, named, begin, size)
-            here, add = moved(index, begin), {}
-            operation = "label_sums_vjp" if head.summed and weights is None else "label_state_vjp"
+            label = x, moved(index, begin), m, s, g, h
             if weights is None:
-                form = Form(dtype, cap=head.cap)
-                dx = _rows.kernel(operation, form, None, x, here, m, s, g, h, *others_g[:1])[0]
+                dx = _rows.kernel(f"{_operation(head)}_vjp", Form(dtype, cap=head.cap), None, *label, *sums_g)[0]
             else:
-                v, mass = (u[:, None] for u in others_g)
+                v, mass = (u[:, None] for u in sums_g)
                 z, finite = _finite(head, x, i)
-                dz = _rows.kernel(operation, Form(wide), None, z, here, m, s, g, h)[0]
+                dz = _rows.kernel("label_state_vjp", Form(wide), None, z, *label[1:])[0]
                 dz = dz + jnp.where(finite, v * _slice(weights, begin, size, 0), 0)
                 dx = capped_slope(Form(wide, cap=head.cap), x, dz).astype(dtype)
-                add["c"] = lambda: jnp.sum(jnp.where(finite, v * jnp.where(finite, z, 0) + mass, 0), axis=0)
-            add["b"] = lambda: jnp.sum(dx, axis=0, dtype=wide)
-            add["w"] = lambda: dot(
-                hidden.astype(dtype), dx, (((0,), (0,)), ((), ())), preferred_element_type=_sum_dtype(named["w"], dtype)
-            )
-            add["h"] = lambda: dot(
-                dx,
-                _slice(named["w"], begin, size, 1).astype(dtype),
-                (((1,), (1,)), ((), ())),
-                preferred_element_type=wide,
-            )
-            return {
-                kind: total + add[kind]() if kind == "h" else _written(total, add[kind](), begin)
-                for kind, total in carry.items()
-            }
+                if "c" in carry:
+                    dc = jnp.sum(jnp.where(finite, v * jnp.where(finite, z, 0) + mass, 0), axis=0)
+                    carry["c"] = _written(carry["c"], dc, begin)
+            if "h" in carry:
+                weight = _slice(named["w"], begin, size, 1).astype(dtype)
+                carry["h"] += dot(dx, weight, (((1,), (1,)), ((), ())), preferred_element_type=wide)
+            if "w" in carry:
+                once = dtype if carry["w"].dtype == dtype else wide  # rounded once
+                dw = dot(named["h"], dx, (((0,), (0,)), ((), ())), preferred_element_type=once)
+                carry["w"] = _written(carry["w"], dw, begin)
+            if "b" in carry:
+                carry["b"] = _written(carry["b"], jnp.sum(dx, axis=0, dtype=wide), begin)
+            return carry
 
-        carry = {
-            kind: jnp.zeros(hidden.shape, wide) if kind == "h" else jax.lax.empty(named[kind].shape, named[kind].dtype)
-            for kind in self.moving
-        }
+        types = dict(zip(self.moving, self.types(*operands), strict=True))
+        carry = {kind: jax.lax.empty(v.shape, v.dtype) for kind, v in types.items() if kind != "h"}
+        if "h" in types:
+            carry["h"] = jnp.zeros(types["h"].shape, wide)
         results = _over_chunks(chunk, carry, n, head.chunk_size or default_chunk_size(i.size))
-        for kind in self.moving:
-            if axes := classes if kind == "h" else rows:
-                results[kind] = jax.lax.psum(results[kind], axes)
-        return tuple(results[kind].astype(named[kind].dtype) for kind in self.moving)
+        for kind, v in types.items():
+            over = classes if kind == "h" else rows
+            results[kind] = (jax.lax.psum(results[kind], over) if over else results[kind]).astype(v.dtype)
+        return tuple(results[kind] for kind in types)
 
 
 type _Operation = _Forward | _Pullback
@@ -343,11 +350,6 @@ def _finite(head: Head, x: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Arra
 def _dtype(operands: Sequence[jax.Array]) -> jnp.dtype:
     """That in which hidden and weight are multiplied."""
     return jnp.promote_types(operands[0].dtype, operands[1].dtype)
-
-
-def _sum_dtype(weight: jax.Array, dtype: jnp.dtype) -> jnp.dtype:
-    """That of the product that is the weights' gradient: the sum is rounded once."""
-    return dtype if weight.dtype == dtype else fold.accumulator(dtype)
 
 
 def _slice(x: jax.Array, begin, size: int, axis: int) -> jax.Array:

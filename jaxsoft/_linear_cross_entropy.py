@@ -76,17 +76,18 @@ def linear_softmax_cross_entropy(
         summed in f32 (f64 for f64); of f32 at JAX's default precision, `jax.default_matmul_precision`.
       labels: integers, of shape (...).
       bias: b, of shape (classes,).
-      ignore_index: rows with this label have loss 0 and gradient 0.
+      ignore_index: rows with this label have loss 0 and gradient 0. Their hidden must still be finite.
       label_smoothing: epsilon, from 0 to 1.
       z_loss: zeta, the factor of the logsumexp's square.
       logit_softcap: z = cap * tanh((h W + b) / cap).
       class_weights: w, one number a class; 1 if None.
       return_lse: return the logsumexp of z beside the losses.
-      chunk_size: how many classes are taken at a time; None for 2048, or as many as give 2^23 logits if these are more.
+      chunk_size: how many classes are taken at a time; None for 2048, or as many as give 2^20 logits if these are more.
         For rows of d numbers, a chunk of c classes takes 6 rows c bytes in bf16, and 2 d c for its weights.
       recompute: compute the logits again in reverse mode: four matrix products, and no memory but for a chunk and the
-        gradient of hidden in f32. False keeps the logits, in the dtype of the products, from which the gradients then
-        come: three products, and 2 rows classes bytes in bf16.
+        gradient of hidden in f32. False keeps the logits, rounded to the dtype of the products, and the gradients are
+        those of the rounded ones, as they are with all logits in memory: three products, and 2 rows classes bytes in
+        bf16.
 
     Returns:
       One loss a row, of the shape of the labels, in f32 for operands of 16 bits and else in the dtype of the products;
@@ -107,8 +108,8 @@ def linear_softmax_cross_entropy(
 
     >>> hidden, weight = jnp.array([[1.0, 2.0], [0.0, 1.0]]), jnp.array([[0.5, -1.0, 0.0], [0.0, 1.0, 2.0]])
     >>> loss = linear_softmax_cross_entropy(hidden, weight, jnp.array([2, 1]))
-    >>> loss.round(4)
-    Array([0.0757, 1.4076], dtype=float32)
+    >>> [f"{value:.4f}" for value in loss]
+    ['0.0769', '1.4076']
     >>> bool(jnp.allclose(loss, softmax_cross_entropy_with_integer_labels(hidden @ weight, jnp.array([2, 1]))))
     True
     """
@@ -156,7 +157,7 @@ def _with_integer_labels(operands, index, weights, options, head):
     *given, index = _alike(*operands, index)
     others, t, apart, *sums = statistics(head)(*given, index)
     if sums:
-        total, mass, count = sums
+        total, mass, count = sums if head.weighted else (*sums, sums[1])
         sums = [total - mass * jax.lax.stop_gradient(fold.reference(t)), mass, count]
     weight = None if weights is None else weights[jnp.clip(index, 0, max(weights.size - 1, 0))]
     return row_loss(options, index, others, t, apart, tuple(sums), weight=weight)

@@ -1,0 +1,367 @@
+"""Cross-entropy of a linear layer: what float64 gives with all logits in memory, in chunks, and over meshes."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from common import precision, slow, wide
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from test_sharding import DEVICES, collectives, mesh_of
+
+import jaxsoft
+from jaxsoft import linear_softmax_cross_entropy as linear
+
+ROWS, WIDTH, CLASSES = 6, 8, 33
+RNG = np.random.default_rng(0)
+HIDDEN = RNG.standard_normal((2, 3, WIDTH)).astype(np.float32)
+WEIGHT = RNG.standard_normal((WIDTH, CLASSES)).astype(np.float32)
+BIAS = RNG.standard_normal(CLASSES).astype(np.float32)
+LABELS = np.array([[0, CLASSES - 1, 7], [3, -100, 20]], np.int32)
+CLASS_WEIGHTS = RNG.uniform(0.2, 2, CLASSES).astype(np.float32)
+FACTORS = np.arange(1.0, ROWS + 1, dtype=np.float32).reshape(LABELS.shape)
+SMOOTH = {"ignore_index": -100, "label_smoothing": 0.1, "z_loss": 0.01, "logit_softcap": 5.0}
+
+each_choice = pytest.mark.parametrize("recompute", [True, False], ids=["recompute", "keep"])
+each_choice_in_turn = pytest.mark.parametrize(
+    "recompute", [True, pytest.param(False, marks=slow)], ids=["recompute", "keep"]
+)
+
+
+def stored(hidden, weight, labels, bias=None, **options):
+    """The same with all logits in memory."""
+    logits = hidden @ weight if bias is None else hidden @ weight + bias
+    return jaxsoft.softmax_cross_entropy_with_integer_labels(logits, labels, implementation="xla", **options)
+
+
+def with_gradients(f, labels, class_weights, **options):
+    """f's losses, logsumexps, and the gradients of sum(FACTORS * losses + logsumexps) by all that has one."""
+
+    def total(operands):
+        given = {"class_weights": operands[3]} if class_weights else {}
+        loss, lse = f(*operands[:2], labels, operands[2], **options, **given, return_lse=True)
+        return jnp.sum(FACTORS[: loss.shape[0]] * loss + jnp.where(jnp.isfinite(lse), lse, 0)), (loss, lse)
+
+    return lambda *operands: jax.value_and_grad(total, has_aux=True)(operands)
+
+
+def in_float64(f, *operands):
+    """A function's results for the same numbers in float64."""
+    with jax.enable_x64(True):
+        wider = [None if v is None else wide(v) for v in operands]
+        return jax.tree.map(np.asarray, jax.jit(f)(*wider))
+
+
+def assert_close(actual, expected, tolerance):
+    """Arrays agree within a tolerance of the largest number of each; infinities and NaN are in the same places."""
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        a, e = wide(a), wide(e)
+        assert a.shape == e.shape
+        size = np.abs(e, where=np.isfinite(e), out=np.zeros(e.shape)).max(initial=1e-6)
+        with np.errstate(invalid="ignore"):
+            ok = (np.abs(a - e) <= tolerance * size) | (a == e) | (np.isnan(a) & np.isnan(e))
+        assert ok.all(), (np.abs(a - e).max() / size, a, e)
+
+
+@pytest.mark.parametrize(
+    ("options", "class_weights", "chunk_size", "recompute"),
+    [
+        ({"ignore_index": -100}, False, 7, True),
+        ({"ignore_index": -100, "label_smoothing": 0.1}, False, 16, True),
+        (SMOOTH, True, 8, True),
+        (SMOOTH, True, 5, False),
+        pytest.param(SMOOTH, False, 11, False, marks=slow),
+        pytest.param({"ignore_index": 3, "z_loss": 0.1}, True, 1, False, marks=slow),
+        pytest.param({"ignore_index": -100, "label_smoothing": 1.0}, True, None, True, marks=slow),
+        pytest.param({"ignore_index": -100, "logit_softcap": 1.0}, True, 32, True, marks=slow),
+    ],
+)
+def test_options(options, class_weights, chunk_size, recompute):
+    """Losses, logsumexps and all gradients, beside float64."""
+    labels = LABELS if options["ignore_index"] == -100 else np.abs(LABELS) % CLASSES
+    operands = HIDDEN, WEIGHT, BIAS, CLASS_WEIGHTS
+    ours = functools.partial(linear, chunk_size=chunk_size, recompute=recompute)
+    actual = jax.jit(with_gradients(ours, labels, class_weights, **options))(*operands)
+    assert_close(actual, in_float64(with_gradients(stored, labels, class_weights, **options), *operands), 2e-6)
+    ignored = labels == options["ignore_index"]
+    assert not np.asarray(actual[0][1][0])[ignored].any() and not np.asarray(actual[1][0])[ignored].any()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weight_dtype"),
+    [
+        (jnp.bfloat16, jnp.bfloat16),
+        (jnp.float64, jnp.float64),
+        (jnp.bfloat16, jnp.float32),
+        pytest.param(jnp.float16, jnp.float16, marks=slow),
+        pytest.param(jnp.float32, jnp.bfloat16, marks=slow),
+    ],
+    ids=lambda dtype: dtype.__name__,
+)
+@each_choice
+def test_dtypes(dtype, weight_dtype, recompute):
+    """Each gradient has its operand's dtype and is rounded once; with kept logits, these are rounded too."""
+    with precision(dtype):
+        operands = HIDDEN.astype(dtype), WEIGHT.astype(weight_dtype), BIAS.astype(weight_dtype), None
+        f = functools.partial(linear, chunk_size=9, recompute=recompute)
+        (_, (loss, lse)), gradients = jax.jit(with_gradients(f, LABELS, False, ignore_index=-100))(*operands)
+        product = jnp.promote_types(dtype, weight_dtype)
+        chex.assert_type((loss, lse), jnp.promote_types(product, jnp.float32))
+        chex.assert_type(gradients[:3], [v.dtype for v in operands[:3]])
+    expected = in_float64(with_gradients(stored, LABELS, False, ignore_index=-100), *operands)
+    exact = 1e-14 if dtype == jnp.float64 else 2e-6
+    assert_close((loss, lse), expected[0][1], exact)
+    unit = exact + 2 * float(max(jnp.finfo(v.dtype).eps for v in operands[:3]))
+    assert_close(gradients, expected[1], unit if recompute or product.itemsize > 2 else 8 * unit)
+
+
+@pytest.mark.parametrize(
+    ("classes", "chunk_size"), [(1, None), (1, 1), (2, 1), (31, 30), (31, 31), (31, 32), (31, None)]
+)
+def test_chunks(classes, chunk_size):
+    """One class, chunks of one, and a last chunk of one."""
+    weight, labels = WEIGHT[:, :classes], LABELS % classes
+
+    def f(function, **options):
+        return lambda h, w: jax.value_and_grad(lambda h, w: jnp.sum(function(h, w, labels, **options)), (0, 1))(h, w)
+
+    actual = jax.jit(f(linear, chunk_size=chunk_size))(HIDDEN, weight)
+    assert_close(actual, in_float64(f(stored), HIDDEN, weight), 2e-6)
+
+
+def test_one_row_and_none():
+    """hidden of one dimension, and no rows."""
+    assert_close(linear(HIDDEN[0, 0], WEIGHT, LABELS[0, 0]), stored(HIDDEN[0, 0], WEIGHT, LABELS[0, 0]), 2e-6)
+    nothing = linear(HIDDEN[:, :0], WEIGHT, LABELS[:, :0])
+    assert nothing.shape == (2, 0) and nothing.dtype == jnp.float32
+
+
+@each_choice
+def test_certainty(recompute):
+    """Where a label is nearly certain, loss and gradient have all their digits: -log(p) is far below an ulp of 1."""
+    apart = np.array([20.0, 40.0, 60.0])
+    hidden, weight = np.eye(3, dtype=np.float32), np.zeros((3, 5), np.float32)
+    weight[:, 2] = apart
+    f = functools.partial(linear, labels=np.full(3, 2), chunk_size=2, recompute=recompute)
+    loss, pull = jax.vjp(f, hidden, weight)
+    np.testing.assert_allclose(loss, 4 * np.exp(-apart), rtol=1e-5)
+    dw = pull(jnp.ones(3))[1]
+    np.testing.assert_allclose(dw[:, 2], -4 * np.exp(-apart), rtol=1e-5)
+    np.testing.assert_allclose(dw[:, 3], np.exp(-apart), rtol=1e-5)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_special_values(smoothing):
+    """Labels out of range, classes of -inf, labels among them, and nothing but -inf: as with all logits in memory."""
+    labels = np.array([[0, -1, CLASSES], [3, -100, 20]])
+    options = {"ignore_index": -100, "label_smoothing": smoothing}
+    bias = np.where(np.arange(CLASSES) % 5 == 3, -np.inf, BIAS).astype(np.float32)  # the label 3's too
+    ours = jax.jit(functools.partial(linear, chunk_size=4, **options, return_lse=True))
+    theirs = functools.partial(stored, **options, return_lse=True)
+    for b in (bias, np.full_like(bias, -np.inf), np.where(np.arange(CLASSES) == 9, np.inf, bias)):
+        assert_close(ours(HIDDEN, WEIGHT, labels, b), theirs(HIDDEN, WEIGHT, labels, b), 2e-6)
+    loss = ours(HIDDEN, WEIGHT, labels, bias)[0]
+    assert np.isnan(loss[0, 1:]).all() and np.isposinf(loss[1, 0]) and loss[1, 1] == 0 and np.isfinite(loss[0, 0])
+    valid = np.abs(labels) % CLASSES
+
+    def gradients(function, **options):
+        total = lambda *v: jnp.sum(jnp.where(valid == 3, 0, function(*v, valid, bias, **options)))  # noqa: E731
+        return jax.jit(jax.grad(total, (0, 1)))(HIDDEN, WEIGHT)
+
+    assert_close(gradients(linear, chunk_size=4), gradients(stored), 2e-6)
+
+
+@each_choice_in_turn
+def test_every_kind_of_derivative(recompute):
+    """Forward mode, and second order by every way there is, beside logits in memory."""
+    with jax.enable_x64(True):
+        operands = wide(HIDDEN[0]), wide(WEIGHT), wide(BIAS), wide(CLASS_WEIGHTS)
+        tangents = [np.cos(v) for v in operands]
+
+        def results(function, **options):
+            def total(*operands):
+                given = {**SMOOTH, **options, "class_weights": operands[3]}
+                return jnp.sum(jnp.sin(function(*operands[:2], LABELS[1], operands[2], **given)))
+
+            def along(*operands):
+                return sum(map(jnp.vdot, jax.grad(jax.checkpoint(total), (0, 1))(*operands), tangents))
+
+            hidden = jax.grad(lambda h: total(h, *operands[1:]))
+            return (
+                jax.jvp(total, operands, tuple(tangents))[1],
+                jax.grad(along, (0, 1, 3))(*operands),
+                jax.jvp(hidden, operands[:1], tuple(tangents[:1]))[1],
+            )
+
+        actual = jax.jit(lambda: results(linear, chunk_size=16, recompute=recompute))()
+        assert_close(actual, jax.jit(lambda: results(stored))(), 1e-12)
+
+
+def test_only_what_is_asked_for():
+    """Without a gradient by the weights, its product is not computed; nor are kept logits without a gradient."""
+
+    def products(f):
+        return jax.jit(f).lower(HIDDEN, WEIGHT).as_text().count("dot_general")
+
+    def total(h, w, recompute=True):
+        return jnp.sum(linear(h, w, np.abs(LABELS), recompute=recompute))
+
+    assert products(total) == 1
+    assert products(jax.grad(total)) == products(jax.grad(total, 1)) == 3
+    assert products(jax.grad(total, (0, 1))) == 4
+    assert products(jax.grad(functools.partial(total, recompute=False), (0, 1))) == 3
+
+
+@each_choice
+def test_what_is_kept(recompute):
+    """Reverse mode keeps the operands and a few numbers a row; and the logits if told to."""
+    pull = jax.vjp(lambda h, w: linear(h, w, LABELS, ignore_index=-100, recompute=recompute), HIDDEN, WEIGHT)[1]
+    shapes = {v.shape for v in jax.tree.leaves(pull) if hasattr(v, "shape")}
+    kept = set() if recompute else {(*LABELS.shape, CLASSES)}
+    assert shapes == {HIDDEN.shape, WEIGHT.shape, LABELS.shape} | kept
+
+
+def test_memory():
+    """Forward and backward take a small part of the memory of the logits."""
+    rows, width, classes = 512, 128, 2**17
+    types = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((rows, width), (width, classes))]
+    labels = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    f = jax.value_and_grad(lambda h, w, y: jnp.mean(linear(h, w, y)), (0, 1))
+    extra = jax.jit(f).lower(*types, labels).compile().memory_analysis().temp_size_in_bytes
+    assert extra < rows * classes * 2 / 8
+
+
+def test_precision():
+    """That of the products is what is configured when the function is traced."""
+    f = jax.grad(lambda h, w: jnp.sum(linear(h, w, np.abs(LABELS))), (0, 1))
+    with jax.default_matmul_precision("highest"):
+        traced = jax.jit(f).trace(HIDDEN, WEIGHT)
+    assert traced.lower().as_text().count("precision = [HIGHEST, HIGHEST]") == 4
+
+
+@each_choice_in_turn
+def test_vmap(recompute):
+    """More rows, weights that are mapped, labels that are, and gradients of maps and maps of gradients."""
+    f = functools.partial(linear, chunk_size=16, recompute=recompute, ignore_index=-100)
+    g = functools.partial(stored, ignore_index=-100)
+    weights = np.stack([WEIGHT, 2 * WEIGHT], axis=1)
+
+    def cases(f):
+        def gradients(h, w, y):
+            return jax.grad(lambda h, w: jnp.sum(jnp.sin(f(h, w, y, BIAS))), (0, 1))(h, w)
+
+        def total(h, w):
+            return jnp.sum(jnp.sin(jax.vmap(f, (0, None, 0, None))(h, w, LABELS, BIAS)))
+
+        return (
+            jax.grad(total, (0, 1))(HIDDEN, WEIGHT),
+            jax.vmap(gradients, (0, None, 0))(HIDDEN, WEIGHT, LABELS),
+            jax.vmap(gradients, (None, 1, None))(HIDDEN, weights, LABELS),
+        )
+
+    assert_close(jax.jit(lambda: cases(f))(), jax.jit(lambda: cases(g))(), 2e-6)
+
+
+def test_gradients_of_a_map_are_summed_over_its_rows():
+    """vmap over batches adds rows to the loop, so that no gradient by the weights is computed for each batch."""
+    f = jax.vmap(functools.partial(linear, ignore_index=-100), (0, None, 0))
+    text = jax.jit(jax.grad(lambda w: jnp.sum(f(HIDDEN, w, LABELS)))).lower(WEIGHT).as_text()
+    assert f"tensor<2x{WIDTH}x{CLASSES}xf32>" not in text
+
+
+needs_mesh = pytest.mark.skipif(DEVICES < 8, reason="needs eight devices, which a CPU can pretend to have")
+H = RNG.standard_normal((8, 4, 8)).astype(np.float32)
+W = RNG.standard_normal((8, 64)).astype(np.float32)
+B = RNG.standard_normal(64).astype(np.float32)
+Y = RNG.integers(0, 64, (8, 4)).astype(np.int32)
+Y[0, 0], Y[1, 1] = -100, 63
+
+
+def of_mesh(f, **options):
+    def total(h, w, b, y):
+        return jnp.sum(jnp.sin(f(h, w, y, b, ignore_index=-100, label_smoothing=0.1, **options)))
+
+    return jax.value_and_grad(total, (0, 1, 2))
+
+
+@needs_mesh
+@pytest.mark.parametrize(
+    ("rows", "weight", "kind", "recompute"),
+    [
+        (P("a"), P(None, "b"), AxisType.Auto, True),
+        (P("a", "b"), P(), AxisType.Explicit, True),
+        (P(), P(None, ("a", "b")), AxisType.Auto, False),
+        pytest.param(P("a"), P(None, "b"), AxisType.Auto, False, marks=slow),
+        pytest.param(P(), P(None, "b"), AxisType.Auto, True, marks=slow),
+        pytest.param(P("a"), P("a", None), AxisType.Auto, True, marks=slow),
+        pytest.param(P("a"), P("b", None), AxisType.Explicit, False, marks=slow),
+    ],
+)
+def test_mesh(rows, weight, kind, recompute):
+    """Rows and classes over a mesh: what moves is numbers of rows, and the gradients that are sums over devices."""
+    mesh = mesh_of(kind)
+    classes = P(weight[1]) if len(weight) > 1 else P()
+    specs = rows, weight, classes, rows
+    args = [jax.device_put(v, NamedSharding(mesh, s)) for v, s in zip((H, W, B, Y), specs, strict=True)]
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(of_mesh(linear, chunk_size=6, recompute=recompute)).lower(*args).compile()
+    assert_close(compiled(*args), jax.jit(of_mesh(stored))(H, W, B, Y), 5e-6)
+    per_row = NamedSharding(mesh, rows).shard_shape(Y.shape)
+    local = NamedSharding(mesh, weight).shard_shape(W.shape)
+    whole = W.shape[0], local[1]
+    allowed = [
+        *[int(np.prod(per_row))] * 5 * bool(classes[0] if classes else None),  # m and s, the label's score, two sums
+        *([int(np.prod(per_row)) * 8] if classes and classes[0] else []),  # of hidden's gradient
+        *([int(np.prod(whole)), whole[1], 1] if rows else []),  # of the weights', the bias', and the total
+        *([1] if len(rows) > 1 else []),
+    ]
+    moved = collectives(compiled)
+    gathers = [shape for name, shape in moved if name == "all-gather"]
+    assert gathers == ([W.shape] if local[0] != W.shape[0] else []), moved  # weights that are sharded along hidden
+    sizes = sorted(int(np.prod(shape)) for name, shape in moved if name == "all-reduce")
+    assert len(moved) == len(sizes) + len(gathers), moved
+    assert len(sizes) <= len(allowed) and sum(sizes) <= sum(allowed), (moved, allowed)
+
+
+@needs_mesh
+@pytest.mark.parametrize("manual", [{"a", "b"}, {"a"}], ids=["fully", "partially"])
+def test_shard_map(manual):
+    """Rows that are shard_map's: the gradients by what all rows share are summed over them."""
+    mesh = mesh_of(AxisType.Auto)
+    expected = jax.jit(of_mesh(stored))(H, W, B, Y)
+    spec = P("a", "b" if "b" in manual else None)
+
+    def f(h, w, y, b, **options):
+        def local(h, w, y, b):
+            return linear(h, w, y, b, chunk_size=20, **options)
+
+        return jax.shard_map(local, mesh=mesh, in_specs=(spec, P(), spec, P()), out_specs=spec, axis_names=manual)(
+            h, w, y, b
+        )
+
+    assert_close(jax.jit(of_mesh(f))(H, W, B, Y), expected, 5e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"hidden": np.float32(1)}, ValueError, r"hidden must have the shape \(\.\.\., d\)"),
+        ({"hidden": HIDDEN.astype(np.complex64)}, TypeError, "hidden must hold float16"),
+        ({"weight": WEIGHT.T}, ValueError, r"weight must have the shape \(8, classes\); got \(33, 8\)"),
+        ({"weight": WEIGHT.astype(jnp.float8_e4m3fn)}, TypeError, "weight must hold float16"),
+        ({"bias": BIAS[1:]}, ValueError, r"bias must have the shape \(33,\)"),
+        ({"labels": LABELS[0]}, ValueError, "labels must have the shape"),
+        ({"labels": HIDDEN[..., 0]}, TypeError, "labels must hold integers"),
+        ({"chunk_size": 0}, ValueError, "chunk_size must be at least 1"),
+        ({"chunk_size": 2.0}, TypeError, "chunk_size must be an integer or None"),
+        ({"recompute": 1}, TypeError, "recompute must be True or False"),
+        ({"label_smoothing": 2}, ValueError, "label_smoothing must be between 0 and 1"),
+        ({"class_weights": BIAS[1:]}, ValueError, "class_weights must have one number"),
+    ],
+)
+def test_bad_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        linear(**{"hidden": HIDDEN, "weight": WEIGHT, "labels": LABELS, **arguments})
