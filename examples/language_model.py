@@ -12,6 +12,7 @@ draws the loss curves into out/loss.png.
 """
 
 import argparse
+import functools
 import pathlib
 import sys
 import time
@@ -136,15 +137,25 @@ def train(runs, text, steps):
             tqdm.write(f"step {step:4d}  loss, nats per character: " + "  ".join(f"{n} {l}" for n, l in losses.items()))
 
 
-@nnx.jit(static_argnames=("length", "temperature"))
-def generate(model, prompt, key, length, temperature=0.6):
-    """Samples `length` tokens that follow the prompt, CONTEXT tokens."""
+@nnx.jit(static_argnames=("length", "sample"))
+def generate(model, prompts, key, length, sample):
+    """Draws `length` tokens that follow each of the prompts (batch, CONTEXT).
 
-    def step(window, key):
-        token = jax.random.categorical(key, model(window[None])[0, -1] / temperature)
-        return jnp.append(window[1:], token), token
+    sample: (key, logits) -> the tokens, and the probability of each.
+    """
 
-    return jax.lax.scan(step, prompt, jax.random.split(key, length))[1]
+    def step(windows, key):
+        token, _ = sample(key, model(windows)[:, -1])
+        return jnp.concatenate([windows[:, 1:], token[:, None]], axis=1), token
+
+    return jax.lax.scan(step, prompts, jax.random.split(key, length))[1].T
+
+
+def read_text():
+    """The text as tokens, one a character, and the alphabet that they are indices into."""
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    alphabet = sorted(set(text))
+    return np.searchsorted(alphabet, list(text)).astype(np.int32), alphabet
 
 
 def draw(runs, path):
@@ -170,10 +181,8 @@ def main():
     # A GPU would round the inputs of matrix products to 11 bits, and drown the comparison in that.
     jax.config.update("jax_default_matmul_precision", "float32")
 
-    text = "\n\n".join(topics[name] for name in sorted(topics))
-    alphabet = sorted(set(text))
-    tokens = np.searchsorted(alphabet, list(text)).astype(np.int32)
-    print(f"{len(text)} characters of text, {len(alphabet)} different; {jax.devices()[0].device_kind}")
+    tokens, alphabet = read_text()
+    print(f"{len(tokens)} characters of text, {len(alphabet)} different; {jax.devices()[0].device_kind}")
 
     runs = {
         "jaxsoft": Run(len(alphabet), jaxsoft.softmax, jaxsoft.logsumexp, args.steps),
@@ -182,8 +191,9 @@ def main():
     train(runs, tokens, args.steps)
     draw(runs, args.out)
 
-    sample = generate(runs["jaxsoft"].model, tokens[:CONTEXT], jax.random.key(0), length=400)
-    print(f"\nThe model's own text:\n{'-' * 80}\n{''.join(alphabet[t] for t in sample)}\n{'-' * 80}")
+    sample = functools.partial(jaxsoft.random.sample, temperature=0.6)
+    drawn = generate(runs["jaxsoft"].model, tokens[None, :CONTEXT], jax.random.key(0), 400, sample)[0]
+    print(f"\nThe model's own text:\n{'-' * 80}\n{''.join(alphabet[t] for t in drawn)}\n{'-' * 80}")
 
     ours, theirs = (np.array(run.losses) for run in runs.values())
     difference = np.abs(ours - theirs) / theirs

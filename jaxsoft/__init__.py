@@ -2,6 +2,7 @@
 
 from importlib.metadata import version as _version
 
+from jaxsoft import random
 from jaxsoft._cross_entropy import softmax_cross_entropy, softmax_cross_entropy_with_integer_labels
 from jaxsoft._implementations import implementations
 from jaxsoft._linear_cross_entropy import linear_softmax_cross_entropy
@@ -36,6 +37,7 @@ __all__ = [
     "lse",
     "merge_softmax",
     "merge_softmax_lse",
+    "random",
     "running_states",
     "softmax",
     "softmax_cross_entropy",

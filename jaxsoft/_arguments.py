@@ -47,12 +47,6 @@ def is_left_to_jax(x: jax.Array, implementation: str | None) -> bool:
     return True
 
 
-def check_kernel_dtype(name: str, x: jax.Array) -> None:
-    """Raises if x is complex or of 8 bits, where nothing is left to jax.nn."""
-    if x.dtype not in _DTYPES:
-        raise TypeError(f"{name} must hold {_NAMES.replace('and', 'or')}; got dtype {x.dtype.name}")
-
-
 def normalize_axis(axis: Axis, ndim: int) -> tuple[int, ...]:
     """`axis` as a tuple of distinct numbers from 0 to ndim - 1."""
     given = tuple(range(ndim)) if axis is None else tuple(axis) if isinstance(axis, Sequence) else (axis,)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxsoft import fold
-from jaxsoft._arguments import as_scores, check_kernel_dtype
+from jaxsoft._arguments import as_kernel_scores
 from jaxsoft._linear import Head, statistics
 from jaxsoft._losses import check_labels, check_options, check_weights, row_loss
 
@@ -114,7 +114,7 @@ def linear_softmax_cross_entropy(
     True
     """
     options = check_options(ignore_index, label_smoothing, z_loss, logit_softcap)
-    hidden, weight = as_scores("hidden", hidden), as_scores("weight", weight)
+    hidden, weight = as_kernel_scores("hidden", hidden), as_kernel_scores("weight", weight)
     if hidden.ndim < 1:
         raise ValueError(f"hidden must have the shape (..., d); got shape {hidden.shape}")
     if weight.ndim != 2 or weight.shape[0] != hidden.shape[-1]:
@@ -122,11 +122,9 @@ def linear_softmax_cross_entropy(
     classes = weight.shape[1]
     operands = {"h": hidden, "w": weight}
     if bias is not None:
-        operands["b"] = as_scores("bias", bias)
+        operands["b"] = as_kernel_scores("bias", bias)
         if operands["b"].shape != (classes,):
             raise ValueError(f"bias must have the shape ({classes},), one number a class; got {operands['b'].shape}")
-    for name, v in zip(("hidden", "weight", "bias"), operands.values(), strict=False):
-        check_kernel_dtype(name, v)
     weights = check_weights(class_weights, classes, jnp.promote_types(hidden.dtype, weight.dtype))
     if weights is not None and options.label_smoothing:
         operands["c"] = weights

@@ -1,0 +1,292 @@
+"""Tokens drawn from logits, in the style of `jax.random.categorical`: temperature, top-k, top-p and min-p.
+
+The fold says how to draw from a whole row in one read: draw one of its chunks, each with the weight that its state
+(m, s) gives it, and then a token of that chunk. That takes two random numbers a row, where the Gumbel-max method takes
+one for each token. top-k and top-p keep the first tokens in descending order, and mostly few: one read for the largest
+of a row finds them. Where top-p keeps more, it masks the others and draws from the whole row; nothing is sorted.
+"""
+
+import functools
+import numbers
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_batching import custom_vmap
+from jax.typing import ArrayLike
+
+from jaxsoft._arguments import as_scores
+from jaxsoft._batching import as_leading_dimension
+from jaxsoft._forms import Form
+from jaxsoft._implementations import check_name
+from jaxsoft._rows import row_operation
+from jaxsoft._top_k import top_k_softmax
+from jaxsoft.fold import accumulator, reference
+
+__all__ = ["sample"]
+
+# How many of the largest logits top_p looks at first: the most that the kernels find in one read.
+_FIRST = 256
+# The tokens of a chunk: rows of up to 2^16 tokens have no more chunks than that.
+_CHUNK = 256
+
+
+def sample(
+    key: jax.Array,
+    logits: ArrayLike,
+    *,
+    temperature: ArrayLike = 1.0,
+    top_k: int | None = None,
+    top_p: ArrayLike | None = None,
+    min_p: ArrayLike | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    r"""Draws one token a row from softmax(logits / temperature), or from the tokens of it that filters leave.
+
+    .. math::
+      P(i) = \frac{[i \in K] \, e^{z_i}}{\sum_{j \in K} e^{z_j}}, \qquad z = logits / temperature
+
+    The filters make K, in this order, each by the probabilities among the tokens that those before it left, as in
+    Hugging Face transformers:
+
+    - top_k keeps the k most probable tokens. Unlike there, it is never more for ties: the lower index comes first.
+    - top_p keeps the fewest of the most probable tokens that together have a probability of at least top_p, at least
+      one (nucleus sampling: Holtzman et al., arXiv:1904.09751).
+    - min_p keeps the tokens that have at least min_p times the probability of the most probable one (Nguyen et al.,
+      arXiv:2407.01082).
+
+    Args:
+      key: a key of `jax.random`. The rows' draws are independent. As for every function of `jax.random`, those of a
+        key depend on the shape of the batch; under vmap over keys each row has its own.
+      logits: of shape (..., n), of any real dtype. -inf is never drawn.
+      temperature: a finite number of at least 0, or an array of them that broadcasts to the rows, (...). 0 takes the
+        first of the largest logits.
+      top_k: a Python integer of at least 1; None for all.
+      top_p: a number above 0 and at most 1, or an array of them that broadcasts to the rows; None or 1 for all.
+      min_p: a number from 0 to 1, or an array of them that broadcasts to the rows; None or 0 for all.
+      implementation: None for the fastest that serves the call, or one of "ffi", "pallas", "triton", "xla" and
+        "reference"; see `jaxsoft.implementations`.
+
+    Returns:
+      The tokens, in int32 of shape (...), and P of each, in f32 (f64 for f64), of the same shape: 1 where the
+      temperature is 0. A row without a distribution, as it holds NaN or +inf or nothing but -inf, has the probability
+      NaN, and its largest logit's token, the first if there are several; beside NaN any token. A temperature below 0
+      gives the probability NaN, where it is not known when traced, and any token; top_p and min_p that are out of range
+      leave at least one token. To derivatives, tokens and probabilities are constants.
+
+    Raises:
+      TypeError, ValueError: an argument is of the wrong kind, or out of range as far as that is known when the function
+        is traced, or the named implementation cannot serve the call.
+
+    The logits are read once without top_p and min_p, or with top_k; with min_p three times; with top_p once, and once
+    more for another temperature than the Python number 1. If with top_p some row of the batch keeps more than 256
+    tokens, the batch is read about 35 times more (65 in f64), to find the least probable of them. Rows whose n is no
+    multiple of 256 are copied to be drawn from as a whole. Comparisons with top_p and min_p are made in f32 (f64 for
+    f64), so a token at the border may be in or out by rounding.
+
+    >>> logits = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05], [0.1, 0.2, 0.3, 0.4]]))
+    >>> token, probability = sample(jax.random.key(0), logits, temperature=0.7, top_k=3, top_p=0.9)
+    >>> token.shape, probability.shape
+    ((2,), (2,))
+
+    One temperature and top_p for each request of a batch:
+
+    >>> options = {"temperature": jnp.array([0.0, 1.0]), "top_p": jnp.array([1.0, 0.4])}
+    >>> sample(jax.random.key(0), logits, **options)
+    (Array([0, 3], dtype=int32), Array([1., 1.], dtype=float32))
+    """
+    check_name(implementation)
+    x = as_scores("logits", logits)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"logits must hold real numbers; got dtype {x.dtype.name}")
+    if x.ndim == 0 or x.shape[-1] == 0:
+        raise ValueError(f"logits must have at least one token along their last axis; got shape {x.shape}")
+    if top_k is not None and (not isinstance(top_k, int | np.integer) or isinstance(top_k, bool)):
+        raise TypeError(f"top_k must be a Python integer or None; got {top_k!r}")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k must be at least 1, or None; got {top_k}")
+    x = x if x.dtype.itemsize > 1 else x.astype(accumulator(x.dtype))  # 8-bit numbers have no kernels
+    rows, dtype = x.shape[:-1], accumulator(x.dtype)
+    options = (
+        _option("temperature", temperature, 1, "at least 0, finite", lambda v: (v >= 0) & (v < np.inf), rows, dtype),
+        _option("top_p", top_p, 1, "above 0 and at most 1, or None", lambda v: (v > 0) & (v <= 1), rows, dtype),
+        _option("min_p", min_p, 0, "between 0 and 1, or None", lambda v: (v >= 0) & (v <= 1), rows, dtype),
+    )
+    k = None if top_k is None or top_k >= x.shape[-1] else int(top_k)
+    return _sample(key, *jax.lax.stop_gradient((x, *options)), k, implementation)
+
+
+def _option(
+    name: str,
+    value: ArrayLike | None,
+    off: float,
+    allowed: str,
+    fits: Callable[[np.ndarray], np.ndarray],
+    rows: tuple[int, ...],
+    dtype: np.dtype,
+) -> jax.Array | None:
+    """One number a row; None where it is known to do nothing, as it is the Python number `off`."""
+    if value is None or (isinstance(value, numbers.Real) and value == off):
+        return None
+    given = value if isinstance(value, jax.Array) else np.asarray(value)
+    if not (jnp.issubdtype(given.dtype, jnp.floating) or jnp.issubdtype(given.dtype, jnp.integer)):
+        raise TypeError(f"{name} must hold real numbers; got dtype {given.dtype.name}")
+    if isinstance(given, np.ndarray) and not np.all(fits(given)):
+        raise ValueError(f"{name} must be {allowed}; got {value!r}")
+    try:
+        return jnp.broadcast_to(jnp.asarray(given, dtype), rows)
+    except ValueError:
+        raise ValueError(f"{name} must broadcast to the rows of the logits, {rows}; got shape {given.shape}") from None
+
+
+@functools.partial(jax.jit, static_argnames=("top_k", "implementation"))
+def _sample(key, x, temperature, top_p, min_p, top_k, implementation):
+    # Two random numbers a row: for its chunk, and for the token in it. A draw from the first few takes the second.
+    u = jax.random.uniform(key, (*x.shape[:-1], 2), accumulator(x.dtype))
+    scaled = temperature is not None
+    temperature = temperature if scaled else jnp.ones_like(u[..., 0])
+    # What is not a temperature makes everything NaN.
+    scale = jnp.where(temperature > 0, 1 / temperature, jnp.where(temperature == 0, 1, jnp.nan))
+    greedy = temperature == 0
+    if top_k is not None:
+        return _from_first(u, x, scale, greedy, top_p, min_p, top_k, None, implementation)[:2]
+    if top_p is None:
+        return _from_row(u, x, scale, greedy, min_p, scaled, implementation)
+    min_p = jnp.zeros_like(top_p) if min_p is None else min_p
+    return _from_nucleus(scaled, implementation)(u, x, scale, greedy, top_p, min_p)
+
+
+def _from_row(u, x, scale, greedy, min_p, scaled, implementation):
+    """A token of the whole row, and its probability: first one of its chunks is drawn, then a token of that."""
+    if min_p is not None:
+        x = jnp.where(_weights(x, scale) < min_p[..., None], -jnp.inf, x)  # NaN stays
+    size = min(x.shape[-1], _CHUNK)
+    count = -(-x.shape[-1] // size)
+    padding = [(0, 0)] * (x.ndim - 1) + [(0, count * size - x.shape[-1])]
+    chunks = jnp.pad(x, padding, constant_values=-jnp.inf).reshape(*x.shape[:-1], count, size)
+    m, s = _state(chunks, scale[..., None] if scaled else None, implementation)
+    top = jnp.max(m, axis=-1)
+    weights = s * jnp.exp(m - reference(top)[..., None])
+    undefined = ~(jnp.isfinite(top) & jnp.isfinite(jnp.sum(weights, axis=-1)))
+    largest = greedy | undefined
+    chunk = jnp.where(largest, jnp.argmax(m, axis=-1), _draw(u[..., 0], weights))
+    tokens = jnp.take_along_axis(chunks, chunk[..., None, None], axis=-2)[..., 0, :]
+    weights_in_it = _weights(tokens, scale)
+    index = jnp.where(largest, jnp.argmax(tokens, axis=-1), _draw(u[..., 1], weights_in_it))
+    probability = _share(weights, chunk) * _share(weights_in_it, index)
+    probability = jnp.where(undefined, jnp.nan, jnp.where(greedy, 1, probability))
+    return (chunk * size + index).astype(jnp.int32), probability
+
+
+def _from_first(u, x, scale, greedy, top_p, min_p, k, total, implementation):
+    """A token of those that the filters leave of a row's k largest, its probability, and whether that is all of them.
+
+    Args:
+      u, x, scale, greedy, top_p, min_p: one or two random numbers, the logits and the options of each row.
+      k: how many are looked at.
+      total: (probability of the largest) -> the sum that top_p is a part of, in units of the largest's weight; None
+        for that of the k largest.
+      implementation: None, or the name of one.
+    """
+    values, probabilities, indices = top_k_softmax(x, k, dtype=scale.dtype, implementation=implementation)
+    weights = jnp.where(jnp.isnan(probabilities[..., :1]), jnp.nan, _weights(values, scale))
+    left = jnp.ones_like(weights, bool)
+    if top_p is not None:
+        until = jnp.cumsum(weights, axis=-1)
+        before = jnp.pad(until[..., :-1], [(0, 0)] * (x.ndim - 1) + [(1, 0)])
+        mass = until[..., -1] if total is None else total(probabilities[..., 0])
+        left &= (before < (top_p * mass)[..., None]) | (top_p >= 1)[..., None]
+    if min_p is not None:
+        left &= weights >= min_p[..., None]
+    left = (left & ~greedy[..., None]) | (jnp.arange(k) == 0)
+    weights = jnp.where(left, weights, 0)
+    index = _draw(u[..., 1], weights)
+    return _take(indices, index), _share(weights, index), ~(weights[..., -1] > 0)
+
+
+@functools.cache
+def _from_nucleus(scaled: bool, implementation: str | None) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """A token of the fewest that reach top_p, and its probability.
+
+    Under vmap the mapped rows are more rows of the one batch: a condition that is mapped would have both its branches
+    run for every row.
+    """
+
+    @custom_vmap
+    def draw(u, x, scale, greedy, top_p, min_p):
+        def total(largest):
+            return _state(x, scale, implementation)[1] if scaled else 1 / largest
+
+        def nucleus():
+            left = _most_probable(x, scale, top_p)
+            return _from_row(u, jnp.where(left, x, -jnp.inf), scale, greedy, min_p, scaled, implementation)
+
+        k = min(x.shape[-1], _FIRST)
+        token, probability, complete = _from_first(u, x, scale, greedy, top_p, min_p, k, total, implementation)
+        if x.shape[-1] <= _FIRST:
+            return token, probability
+        # A row's draw may not depend on whether another one needs more.
+        return jax.lax.cond(
+            jnp.all(complete),
+            lambda: (token, probability),
+            lambda: jax.tree.map(functools.partial(jnp.where, complete), (token, probability), nucleus()),
+        )
+
+    @draw.def_vmap
+    def vmap(size, batched, *operands):
+        del size
+        dims = [0 if is_batched else None for is_batched in batched]
+        return draw(*as_leading_dimension(operands, dims, len(operands))), (True, True)
+
+    return draw
+
+
+def _most_probable(x, scale, top_p):
+    """Which tokens are the fewest that reach top_p. The weight of the least of them is found bit by bit."""
+    weights = _weights(x, scale)
+    bits = jax.lax.bitcast_convert_type(weights, jnp.uint64 if scale.dtype == jnp.float64 else jnp.uint32)
+    enough = top_p * jnp.sum(weights, axis=-1)
+
+    def mass(counted):
+        return jnp.sum(jnp.where(counted, weights, 0), axis=-1)
+
+    def step(_, state):
+        least, bit = state
+        reached = mass(bits >= (least | bit)[..., None]) >= enough
+        return jnp.where(reached, least | bit, least), bit >> 1
+
+    # Numbers that are not negative are in the order of their bits, and those below 2 do not have the first two.
+    count = jnp.iinfo(bits.dtype).bits - 2
+    first = jnp.ones((), bits.dtype) << (count - 1)
+    least, _ = jax.lax.fori_loop(0, count, step, (jnp.zeros_like(bits[..., 0]), first))
+    above, ties = bits > least[..., None], bits == least[..., None]
+    before = mass(above)[..., None] + (jnp.cumsum(ties, axis=-1) - 1) * jnp.where(ties, weights, 0)
+    return above | (ties & (before < enough[..., None])) | (top_p >= 1)[..., None]
+
+
+def _state(x, scale, implementation):
+    """The state (m, s) of x * scale along the last axis."""
+    extras = () if scale is None else (scale,)
+    return row_operation("state", Form(x.dtype, "s" * len(extras)), implementation, x, *extras)
+
+
+def _draw(u, weights):
+    """An index into weights (..., n), each with its share of their sum: the inverse transform of u (...)."""
+    # Sums in parallel need not grow monotonically, so an index without weight is excluded by name.
+    until = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), 0)
+    return jnp.argmax(until > (u * jnp.max(until, axis=-1))[..., None], axis=-1)
+
+
+def _weights(x, scale):
+    """exp of x * scale, in units of the largest's."""
+    x = x.astype(scale.dtype)
+    return jnp.exp((x - jnp.max(x, axis=-1, keepdims=True)) * scale[..., None])
+
+
+def _share(weights, index):
+    return _take(weights, index) / jnp.sum(weights, axis=-1)
+
+
+def _take(x, index):
+    return jnp.take_along_axis(x, index[..., None], axis=-1)[..., 0]
