@@ -93,7 +93,7 @@ def test_probabilities(given, n):
 def test_lengths(n):
     x = logits(n)
     for given in ((), ("temperature", "top_p")):
-        check(x, options_for(given, len(x), n, seed=n))
+        check(x, options_for(given, len(x), n, seed=n), draws=16 if n < 1000 else 1)
 
 
 @each_dtype
@@ -168,7 +168,7 @@ def test_deterministic():
 @pytest.mark.parametrize("others", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}], ids=str)
 def test_greedy(n, others):
     """Temperature 0 takes the first of the largest, with probability 1; also where only some rows have it."""
-    x = np.round(np.random.default_rng(0).standard_normal((50, n))).astype(np.float32)
+    x = np.round(np.random.default_rng(0).standard_normal((50, n))).astype(np.float32) + 0.0  # without -0
     token, p = sample(KEY, x, temperature=0, **others)
     np.testing.assert_array_equal(token, x.argmax(-1))
     np.testing.assert_array_equal(p, 1)
