@@ -177,7 +177,7 @@ def test_greedy(n, others):
     np.testing.assert_array_equal(token[cold], x.argmax(-1)[cold])
     np.testing.assert_array_equal(p[cold], 1)
     assert np.any(token[~cold] != x.argmax(-1)[~cold])
-    assert np.all(p[~cold] < 1)
+    assert np.any(p[~cold] < 1)
 
 
 @pytest.mark.parametrize("n", [4, 512])
