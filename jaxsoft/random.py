@@ -160,7 +160,7 @@ def _sample(key, x, temperature, top_p, min_p, top_k, implementation):
 def _from_row(u, x, scale, greedy, min_p, scaled, implementation):
     """A token of the whole row, and its probability: first one of its chunks is drawn, then a token of that."""
     if min_p is not None:
-        x = jnp.where(_weights(x, scale) < min_p[..., None], -jnp.inf, x)  # NaN stays
+        x = jnp.where(_weights(x, scale) < jnp.minimum(min_p, 1)[..., None], -jnp.inf, x)  # NaN stays
     size = min(x.shape[-1], _CHUNK)
     count = -(-x.shape[-1] // size)
     padding = [(0, 0)] * (x.ndim - 1) + [(0, count * size - x.shape[-1])]
@@ -183,7 +183,7 @@ def _from_first(u, x, scale, greedy, top_p, min_p, k, total, implementation):
     """A token of those that the filters leave of a row's k largest, its probability, and whether that is all of them.
 
     Args:
-      u, x, scale, greedy, top_p, min_p: one or two random numbers, the logits and the options of each row.
+      u, x, scale, greedy, top_p, min_p: two random numbers, the logits and the options of each row.
       k: how many are looked at.
       total: (probability of the largest) -> the sum that top_p is a part of, in units of the largest's weight; None
         for that of the k largest.

@@ -302,6 +302,14 @@ def test_bad_logits():
             sample(KEY, jnp.ones(shape))
 
 
+def test_out_of_range_when_it_runs():
+    """top_p and min_p leave one of the most probable tokens at the least."""
+    x = logits(300)
+    for options in ({"top_p": jnp.float32(-1)}, {"min_p": jnp.float32(2)}):
+        token = np.asarray(sample(KEY, x, **options)[0])
+        np.testing.assert_array_equal(x[np.arange(len(x)), token], x.max(-1))
+
+
 def test_temperatures_below_zero():
     """Known only when it runs, such a temperature has no distribution; the others' rows have."""
     for options in ({}, {"top_k": 2}, {"top_p": 0.5}):
