@@ -1,6 +1,7 @@
 // The CUDA side of the custom calls: buffers checked, the dtype resolved, the kernels launched on XLA's stream.
 #include "../rows.h"
 #include "rows.cuh"
+#include "top_k.cuh"
 
 namespace jaxsoft::cuda {
 namespace {
@@ -8,6 +9,11 @@ namespace {
 using In = ffi::AnyBuffer;
 using Out = ffi::Result<ffi::AnyBuffer>;
 using Rest = ffi::RemainingArgs;
+
+ffi::Error result(const char* name, cudaError_t error) {
+  if (error == cudaSuccess) return ffi::Error::Success();
+  return ffi::Error::Internal(std::string("jaxsoft_") + name + ": " + cudaGetErrorString(error));
+}
 
 // The buffers of a kernel; those that an operation lacks stay null.
 struct Kernel {
@@ -65,8 +71,7 @@ ffi::Error run_any(const Kernel& kernel, cudaStream_t stream) {
     case ffi::F64: error = run_typed<Op, double>(kernel, stream); break;
     default: break;  // `read_call` has refused every other dtype
   }
-  if (error == cudaSuccess) return ffi::Error::Success();
-  return ffi::Error::Internal(std::string("jaxsoft_") + kernel.name + ": " + cudaGetErrorString(error));
+  return result(kernel.name, error);
 }
 
 ffi::Error softmax(cudaStream_t stream, In x, Out y, Out workspace, Rest rest, Form form) {
@@ -112,6 +117,32 @@ ffi::Error state(cudaStream_t stream, In x, Out m, Out s, Out workspace, Rest re
   kernel.m = m->untyped_data(), kernel.s = s->untyped_data();
   kernel.workspace = &workspace;
   return run_any<StateOf>(kernel, stream);
+}
+
+template <class T>
+cudaError_t run_top_k_typed(const Call& call, In x, In values, In indices, In m, In s, In workspace,
+                            cudaStream_t stream) {
+  Arguments<T> args;
+  args.a = static_cast<const T*>(x.untyped_data());
+  args.rows = call.shape.rows, args.n = call.shape.n;
+  args.m = static_cast<Accumulator<T>*>(m.untyped_data()), args.s = static_cast<Accumulator<T>*>(s.untyped_data());
+  args.vector = reinterpret_cast<uintptr_t>(args.a) % sizeof(T) == 0;
+  const Largest<T> largest{static_cast<T*>(values.untyped_data()), static_cast<int32_t*>(indices.untyped_data()),
+                           static_cast<int>(values.dimensions().back())};
+  return run_top_k(args, largest, workspace.untyped_data(), workspace.size_bytes(), stream);
+}
+
+ffi::Error top_k(cudaStream_t stream, In x, Out values, Out indices, Out m, Out s, Out workspace, Rest rest,
+                 Form form) {
+  auto call = read_top_k_call(x, *values, *indices, *m, *s, rest, form);
+  if (call.has_error()) return call.error();
+  auto run = [&](auto typed) { return result("top_k", typed(*call, x, *values, *indices, *m, *s, *workspace, stream)); };
+  switch (x.element_type()) {
+    case ffi::F16: return run(run_top_k_typed<__half>);
+    case ffi::BF16: return run(run_top_k_typed<__nv_bfloat16>);
+    case ffi::F32: return run(run_top_k_typed<float>);
+    default: return refuse("top_k has no kernel for F64: got " + describe(x));
+  }
 }
 
 ffi::Error logsumexp_vjp(cudaStream_t stream, In x, In m, In s, In g, Out dx, Rest rest, Form form) {

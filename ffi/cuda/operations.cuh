@@ -69,9 +69,10 @@ struct Scores {  // the forward operations reduce scores to their state
         for (int i = 0; i < Pack<T>::size; i++) m = max(m, score(a[k], b[k], i, form));
     return m;
   }
+  // Returns the maximum of the scores.
   template <int count, class Form>
-  static __device__ void accumulate(Thread& part, const Pack<T> (&a)[count], const Pack<T> (&b)[count],
-                                    const Form& form) {
+  static __device__ A accumulate(Thread& part, const Pack<T> (&a)[count], const Pack<T> (&b)[count],
+                                 const Form& form) {
     constexpr bool takes = apart && !Form::extras;
     [[maybe_unused]] Pack<T> others[count];
     A top;
@@ -99,6 +100,7 @@ struct Scores {  // the forward operations reduce scores to their state
     };
     if (may_shift(from)) add(std::true_type());
     else add(std::false_type());
+    return top;
   }
   template <bool shifted, int count, class Form>
   static __device__ A sum_of_terms(A from, const Pack<T> (&a)[count], const Pack<T> (&b)[count], const Form& form,

@@ -1,0 +1,21 @@
+// The k largest elements of rows, and their state: the interface of top_k.cu.
+#pragma once
+
+#include "extras.cuh"
+
+namespace jaxsoft::cuda {
+
+// The results of top_k, (rows, k) both, beside args.m and args.s.
+template <class T>
+struct Largest {
+  T* values;
+  int32_t* indices;
+  int k;
+};
+
+// For f16, bf16 and f32. `workspace` has room for `bytes`.
+template <class T>
+cudaError_t run_top_k(const Arguments<T>& args, const Largest<T>& largest, void* workspace, int64_t bytes,
+                      cudaStream_t stream);
+
+}  // namespace jaxsoft::cuda
