@@ -2,7 +2,7 @@
 
 from importlib.metadata import version as _version
 
-from jaxsoft import random
+from jaxsoft import random as random
 from jaxsoft._cross_entropy import softmax_cross_entropy, softmax_cross_entropy_with_integer_labels
 from jaxsoft._implementations import implementations
 from jaxsoft._linear_cross_entropy import linear_softmax_cross_entropy
@@ -37,7 +37,6 @@ __all__ = [
     "lse",
     "merge_softmax",
     "merge_softmax_lse",
-    "random",
     "running_states",
     "softmax",
     "softmax_cross_entropy",

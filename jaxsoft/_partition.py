@@ -132,7 +132,7 @@ def can_partition() -> bool:
 
 def spec_of(x: jax.ShapeDtypeStruct) -> tuple:
     """The mesh axes of each dimension."""
-    spec = x.sharding.spec
+    spec = getattr(x.sharding, "spec", ())  # whole on one device, or on every one
     return (*spec, *(None,) * (len(x.shape) - len(spec)))
 
 

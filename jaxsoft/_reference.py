@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsoft._forms import Operation
-from jaxsoft._formulas import row_operations, take
+from jaxsoft._formulas import pick, row_operations
 from jaxsoft.fold import State, accumulator, identity, running_states
 
 
@@ -20,4 +20,4 @@ def _last_running_sum(x: jax.Array) -> jax.Array:
     return jax.lax.associative_scan(jnp.add, x, axis=-1)[..., -1]
 
 
-OPERATIONS: dict[str, Operation] = row_operations(_last_running_state, _last_running_sum, take)
+OPERATIONS: dict[str, Operation] = row_operations(_last_running_state, _last_running_sum, pick)

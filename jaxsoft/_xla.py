@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxsoft import fold
 from jaxsoft._forms import Operation
-from jaxsoft._formulas import row_operations, take
+from jaxsoft._formulas import pick, row_operations
 from jaxsoft.fold import accumulator
 
 
@@ -22,6 +22,6 @@ def total(x: jax.Array) -> jax.Array:
 
 
 OPERATIONS: dict[str, Operation] = {
-    **row_operations(fold.state, total, take),
+    **row_operations(fold.state, total, pick),
     "softmax": _softmax,
 }

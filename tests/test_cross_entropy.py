@@ -11,6 +11,9 @@ import pytest
 from common import each_dtype_in_turn, each_fast_implementation, each_implementation, precision, served, wide
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from test_sharding import DEVICES, check_moved, collectives, each_axis_type, mesh_of, rows_on_a_device
 
 import jaxsoft
 from jaxsoft import softmax_cross_entropy_with_integer_labels as cross_entropy
@@ -375,3 +378,47 @@ def test_dense_edges():
     step = 1e-2 * np.eye(3, dtype=np.float32)[:, None]
     change = np.stack([(jax.grad(f)(x + d, q[:1]) - jax.grad(f)(x - d, q[:1]))[0] / 2e-2 for d in step])
     np.testing.assert_allclose(hessian, change, atol=1e-3)
+
+
+@pytest.mark.skipif(DEVICES < 2, reason="needs two devices, better eight, which a CPU can pretend to have")
+@each_fast_implementation
+@each_axis_type
+def test_sharded(implementation, kind):
+    """Sharded rows cost nothing, and a sharded vocabulary all-reduces of a few numbers a row, forward and backward."""
+    mesh = mesh_of(kind)
+    x = (3 * np.random.default_rng(6).standard_normal((8, 16, 256))).astype(np.float32)
+    labels = np.random.default_rng(7).integers(0, 256, (8, 16), np.int32)
+    labels[0, :3] = -100, 0, 255
+    options = dict(ignore_index=-100, label_smoothing=0.1, z_loss=0.01, logit_softcap=20.0)
+
+    def f(x, labels, **options):
+        return cross_entropy(x, labels, **options, implementation=implementation)
+
+    def pulled_back(x, labels, g, **options):
+        return jax.vjp(lambda x: f(x, labels, **options), x)[1](g)[0]
+
+    g = np.sin(np.arange(128, dtype=np.float32)).reshape(8, 16)
+    with jax.set_mesh(mesh), served(implementation):
+        for given, spec in itertools.product(({}, options), (P("a"), P("a", "b"), P("a", None, "b"))):
+            if given and spec == P("a", "b"):
+                continue
+            most = 8 if given else 5
+            ours = {k: v for k, v in given.items()} or {"ignore_index": -100}
+            rows_spec = P(*(*spec, None)[:2])
+            put = lambda v, s: jax.device_put(v, NamedSharding(mesh, s))  # noqa: E731
+            operands = put(x, spec), put(labels, rows_spec)
+            forward = jax.jit(lambda *v, ours=ours: f(*v, **ours)).lower(*operands).compile()
+            operands_back = *operands, put(g, rows_spec)
+            backward = jax.jit(lambda *v, ours=ours: pulled_back(*v, **ours)).lower(*operands_back).compile()
+            flat = x.reshape(-1, 256), labels.reshape(-1)
+            want, _, dx_want = truth(*flat, **ours)
+            dx_want *= g.reshape(-1, 1)
+            actual = np.reshape(forward(*operands), -1), np.reshape(backward(*operands_back), (-1, 256))
+            assert_close(actual, (want, dx_want), scale=np.full((128, 256), 1.0))
+            for moved in map(collectives, (forward, backward)):
+                check_moved(
+                    spec,
+                    moved,
+                    most if "b" in spec and spec[-1] == "b" and len(spec) == 3 else 0,
+                    rows_on_a_device(mesh, spec, x.shape),
+                )
