@@ -13,10 +13,15 @@ and for each implementation ("jaxsoft" is its own choice of a kernel)
 
   cross_entropy  integer labels: forward, which must read the logits once, and the loss with its gradient, which must
                  read them twice and write once
+  top_k          values, softmax and indices of the k largest, which must read the scores once
+  few            the same of few rows: microseconds of one call of many that depend on each other in a compiled function
+  linear         the loss of hidden @ weight with all gradients: the floor is here the time of the three matrix products
+                 that logits in memory take ("products"), and the memory beyond the results is printed, too
 """
 
 import argparse
 import dataclasses
+import itertools
 import json
 import pathlib
 import sys
@@ -46,7 +51,8 @@ class Call:
       arguments: makes a new list of arguments.
       functions: what is compared, by name, the peer first.
       bytes: that must move.
-      check: of arguments and a result: the largest error, in units of what is allowed.
+        check: of arguments and a result: the largest error, in units of what is allowed.
+      chain: how many calls follow one another in one compiled function; 0 where Python makes every call.
     """
 
     what: str
@@ -54,6 +60,7 @@ class Call:
     functions: dict[str, Callable]
     bytes: int
     check: Callable[[tuple, object], float]
+    chain: int = 0
 
 
 def logits(shape: tuple[int, int], dtype: str) -> jax.Array:
@@ -72,7 +79,7 @@ def cross_entropy() -> Iterator[Call]:
     shapes = [(8192, 128256), (4096, 262144), (16384, 50257), (8192, 32000)]
     if CPU:
         shapes = [(128, 128256), (256, 50257), (512, 32000), (50_000, 100), (500_000, 10)]
-    for shape in shapes[2:] if CPU else shapes:
+    for shape in shapes:
         labels = jax.random.randint(jax.random.key(1), shape[:1], 0, shape[1])
         for dtype in ("bfloat16", "float32"):
             losses = {"optax": optax.softmax_cross_entropy_with_integer_labels}
@@ -115,42 +122,174 @@ def _check_gradients(arguments: tuple, result) -> float:
     return float(np.max(np.abs(actual - dx) / (unit * np.abs(dx) + 1e-30)))
 
 
-GROUPS = {"cross_entropy": cross_entropy}
+def top_k() -> Iterator[Call]:
+    """The k most probable elements."""
+    for shape, dtype, k in (
+        [
+            (shape, dtype, k)
+            for shape in ((64, 32000), (8, 128256))
+            for dtype in ("bfloat16", "float32")
+            for k in (5, 64)
+        ]
+        if CPU
+        else [
+            ((2048, 131072), "float32", 5),
+            ((2048, 131072), "float32", 64),
+            ((2048, 131072), "bfloat16", 64),
+            ((4000, 32000), "float32", 64),
+            ((4000, 32000), "bfloat16", 64),
+            ((16384, 8192), "float32", 64),
+        ]
+    ):
+        yield _top_k(shape, dtype, k)
+
+
+def few() -> Iterator[Call]:
+    """Next-token candidates."""
+    for rows, n, dtype, k in itertools.product((1, 32), (128256,), ("float32", "bfloat16"), (5, 64)):
+        yield dataclasses.replace(_top_k((rows, n), dtype, k), chain=4 if CPU else 32)
+
+
+def _top_k(shape: tuple[int, int], dtype: str, k: int) -> Call:
+    def composed(x):
+        p, i = jax.lax.top_k(jax.nn.softmax(x), k)
+        return jnp.take_along_axis(x, i, axis=-1), p, i
+
+    def check(arguments, result):
+        """All values and indices, and the probabilities of a few rows."""
+        x = np.asarray(arguments[0]).astype(np.float32)
+        values, p, i = (np.asarray(v) for v in result)
+        largest = -np.sort(-np.take_along_axis(x, np.argpartition(-x, k - 1, axis=-1)[:, :k], axis=-1), axis=-1)
+        wrong = np.sum(values.astype(np.float32) != largest)
+        wrong += np.sum(np.take_along_axis(x, i, axis=-1) != largest)
+        wrong += np.sum((np.diff(largest, axis=-1) == 0) & (np.diff(i, axis=-1) <= 0))  # ties: by index
+        rows = np.unique([0, len(x) // 3, len(x) - 1])
+        z = x[rows].astype(np.float64)
+        e = np.exp(z - z.max(axis=-1, keepdims=True))
+        want = np.take_along_axis(e / e.sum(axis=-1, keepdims=True), i[rows], axis=-1)
+        unit = 2.0**-8 if dtype == "bfloat16" else 1e-5
+        return float(wrong + np.max(np.abs(p[rows].astype(np.float64) - want) / (unit * want)))
+
+    functions = {"lax.top_k": composed, "jaxsoft": lambda x: jaxsoft.top_k_softmax(x, k)}
+    size = shape[0] * shape[1] * jnp.dtype(dtype).itemsize
+    what = f"top_k {'x'.join(map(str, shape))} {dtype} k={k}"
+    return Call(what, lambda: (logits(shape, dtype),), functions, size, check)
+
+
+def linear() -> Iterator[Call]:
+    """From hidden states to the loss and its gradients."""
+    rows, depth, classes = (256, 256, 32000) if CPU else (4096, 4096, 128256)
+    keys = jax.random.split(jax.random.key(0), 3)
+    h = jax.random.normal(keys[0], (rows, depth), jnp.bfloat16)
+    w = (jax.random.normal(keys[1], (depth, classes), jnp.bfloat16) * 4 / depth**0.5).astype(jnp.bfloat16)
+    y = jax.random.randint(keys[2], (rows,), 0, classes)
+
+    def stored(cross_entropy):
+        return lambda h, w, y: cross_entropy(h @ w, y).astype(jnp.float32).mean()
+
+    def ours(**options):
+        return lambda h, w, y: jaxsoft.linear_softmax_cross_entropy(h, w, y, **options).mean()
+
+    def products(h, w, y):
+        z = h @ w
+        return z[0, 0], (z @ w.T, h.T @ z)
+
+    def check(arguments, result):
+        """The loss, the gradient of a few hidden states, and that of a few columns of the weight."""
+        h, w, y = (np.asarray(v).astype(np.float32 if v.ndim > 1 else np.int64) for v in arguments)
+        loss, (dh, dw) = result
+        some, columns = np.array([0, rows // 3, rows - 1]), np.concatenate([y[:2], [0, classes - 1]])
+        z = (h[some] @ w).astype(np.float64)
+        lse = np.log(np.sum(np.exp(z), axis=-1, keepdims=True))
+        dz = np.exp(z - lse)
+        dz[np.arange(3), y[some]] -= 1
+        dh_want = dz.astype(np.float32) @ w.T / rows
+        every = np.concatenate([_lse(h[i : i + 256] @ w) for i in range(0, rows, 256)])
+        dz = np.exp(h @ w[:, columns] - every[:, None]) - (columns == y[:, None])
+        dw_want, loss_want = h.T @ dz / rows, np.mean(every - np.sum(h * w[:, y].T, axis=-1))
+        errors = [abs(float(loss) - loss_want) / (1e-2 * loss_want)]
+        for actual, want in ((np.asarray(dh)[some], dh_want), (np.asarray(dw)[:, columns], dw_want)):
+            errors.append(np.abs(actual.astype(np.float32) - want).max() / (2e-2 * np.abs(want).max()))
+        return float(max(errors))
+
+    losses = {
+        "optax": stored(optax.softmax_cross_entropy_with_integer_labels),
+        "jaxsoft": ours(),
+        "recompute=False": ours(recompute=False),
+        "chunk_size=8192": ours(chunk_size=8192),
+        "stored": stored(jaxsoft.softmax_cross_entropy_with_integer_labels),
+    }
+    functions = {name: jax.value_and_grad(f, (0, 1)) for name, f in losses.items()} | {"products": products}
+    yield Call(f"linear {rows}x{depth} -> {classes} bfloat16", lambda: (h, w, y), functions, 0, check)
+
+
+def _lse(z: np.ndarray) -> np.ndarray:
+    m = z.max(axis=-1)
+    return m + np.log(np.sum(np.exp(z - m[:, None]), axis=-1))
+
+
+GROUPS = {"cross_entropy": cross_entropy, "top_k": top_k, "few": few, "linear": linear}
+PLAIN = ("products",)  # that is no loss, and not checked
 
 
 def run(call: Call, repeats: int) -> dict:
     """Checks, then times. A wrong result of jaxsoft's ends the process."""
     first = call.arguments()
-    compiled, errors = {}, {}
+    compiled, errors, memory = {}, {}, {}
     for name, function in call.functions.items():
         try:
             compiled[name] = jax.jit(function).lower(*first).compile()
         except ValueError:  # a named implementation that does not serve the call
             continue
+        memory[name] = compiled[name].memory_analysis().temp_size_in_bytes
+        if name in PLAIN:
+            continue
         errors[name] = call.check(first, compiled[name](*first))
         if name != next(iter(call.functions)) and not errors[name] <= 1:
             sys.exit(f"{name}, {call.what}: wrong, {errors[name]:.3g} times the allowed error")
+    found = {"what": call.what, "bytes": call.bytes, "errors": errors, "memory": memory, "chain": call.chain}
+    if call.chain:
+        chains = {name: _chain(function, first[0], call.chain) for name, function in call.functions.items()}
+        times = timing.measure_chains(chains, lambda: jnp.zeros(()), call.chain, repeats)
+        return found | {"floor": float("nan"), "seconds": times}
     size = sum(v.nbytes for v in jax.tree.leaves(first))
-    every = [first, *(call.arguments() for _ in range(1, timing.buffers(size, call.bytes, repeats)))]
+    moved = call.bytes or 3 * size
+    every = [first, *(call.arguments() for _ in range(1, timing.buffers(size, moved, repeats)))]
     calls: dict[str, timing.Call] = {name: (function, every) for name, function in compiled.items()}
-    shape = (call.bytes // 8,)
-    (copy,) = (program.compile() for program in programs.lower_copy(shape))
-    sources = [jnp.full(shape, k, jnp.float32) for k in range(timing.buffers(call.bytes // 2, call.bytes, repeats))]
-    calls["copy"] = copy, [(source,) for source in sources]
-    times = timing.measure(calls, call.bytes, repeats)
-    copied = times.pop("copy")
-    return {"what": call.what, "bytes": call.bytes, "floor": copied, "seconds": times, "errors": errors}
+    if call.bytes:
+        shape = (call.bytes // 8,)
+        (copy,) = (program.compile() for program in programs.lower_copy(shape))
+        sources = [jnp.full(shape, k, jnp.float32) for k in range(timing.buffers(call.bytes // 2, call.bytes, repeats))]
+        calls["copy"] = copy, [(source,) for source in sources]
+    times = timing.measure(calls, moved, repeats)
+    return found | {"floor": times.pop("copy") if call.bytes else times["products"], "seconds": times}
+
+
+def _chain(function: Callable, x: jax.Array, length: int) -> Callable[[jax.Array], jax.Array]:
+    """Calls of x that each wait for the one before: the barrier makes x depend on its result, and copies nothing."""
+
+    def chain(x, before):
+        for _ in range(length):
+            x, before = jax.lax.optimization_barrier((x, before))
+            before = sum(jnp.ravel(v)[0].astype(jnp.float32) for v in jax.tree.leaves(function(x)))
+        return before
+
+    compiled = jax.jit(chain).lower(x, jnp.zeros(())).compile()
+    return lambda before: compiled(x, before)
 
 
 def line(found: dict) -> str:
     """One line of the table."""
     peer = next(iter(found["seconds"].values()))
-    text = f"{found['what']:48s} {found['floor'] * 1e3:8.3f}"
+    unit = 1e6 if found["chain"] else 1e3
+    text = f"{found['what']:48s} {found['floor'] * unit:8.3f}"
     for name, seconds in found["seconds"].items():
         if isinstance(seconds, Exception):
-            text += f" | {name:8s} {type(seconds).__name__}"
-        else:
-            text += f" | {name:8s} {seconds * 1e3:8.3f} {found['floor'] / seconds:5.2f} {peer / seconds:6.2f}"
+            text += f" | {name} {type(seconds).__name__}"
+            continue
+        text += f" | {name} {seconds * unit:8.3f} {found['floor'] / seconds:5.2f} {peer / seconds:6.2f}"
+        if not found["bytes"]:
+            text += f" {found['memory'][name] / 2**20:7.1f} MiB"
     return text
 
 

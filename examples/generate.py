@@ -58,7 +58,7 @@ def main():
     args = parser.parse_args()
 
     tokens, alphabet = read_text()
-    run = Run(len(alphabet), jaxsoft.softmax, jaxsoft.logsumexp, args.steps)
+    run = Run(len(alphabet), jaxsoft.softmax, jaxsoft.softmax_cross_entropy_with_integer_labels, args.steps)
     train({"jaxsoft": run}, tokens, args.steps)
 
     key, prompts = jax.random.key(0), np.stack([tokens[:CONTEXT]] * len(TEMPERATURES))
