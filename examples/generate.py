@@ -16,7 +16,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from language_model import CONTEXT, Run, generate, read_text, train
+from language_model import CONTEXT, Run, generate, jaxsoft_softmax, read_text, train
 
 import jaxsoft
 
@@ -58,7 +58,7 @@ def main():
     args = parser.parse_args()
 
     tokens, alphabet = read_text()
-    run = Run(len(alphabet), jaxsoft.softmax, jaxsoft.softmax_cross_entropy_with_integer_labels, args.steps)
+    run = Run(len(alphabet), jaxsoft_softmax, jaxsoft.softmax_cross_entropy_with_integer_labels, args.steps)
     train({"jaxsoft": run}, tokens, args.steps)
 
     key, prompts = jax.random.key(0), np.stack([tokens[:CONTEXT]] * len(TEMPERATURES))
