@@ -1,4 +1,4 @@
-"""jaxsoft: softmax, log-softmax and log-sum-exp for JAX, by online reduction over (maximum, sum of exponentials)."""
+"""jaxsoft: softmax, its losses, top-k and sampling for JAX, by online reduction over (maximum, sum of exponentials)."""
 
 from importlib.metadata import version as _version
 
