@@ -71,9 +71,8 @@ def sample(
     Returns:
       The tokens, in int32 of shape (...), and P of each, in f32 (f64 for f64), of the same shape: 1 where the
       temperature is 0. A row without a distribution, as it holds NaN or +inf or nothing but -inf, has the probability
-      NaN, and its largest logit's token, the first if there are several; beside NaN any token. A temperature below 0
-      gives the probability NaN, where it is not known when traced, and any token; top_p and min_p that are out of range
-      leave at least one token. To derivatives, tokens and probabilities are constants.
+      NaN, and any token. So has a temperature below 0, where it is not known when traced; top_p and min_p that are out
+      of range leave at least one token. To derivatives, tokens and probabilities are constants.
 
     Raises:
       TypeError, ValueError: an argument is of the wrong kind, or out of range as far as that is known when the function

@@ -57,7 +57,18 @@ EPS = 2.0**-23
 
 PLAIN = [name for name in RESULTS if "i" not in OPERATIONS[name] and name != "top_k"]
 each_operation = pytest.mark.parametrize("operation", [*PLAIN, "label_state", "label_state_vjp"])
-each_dtype = pytest.mark.parametrize("dtype", CASES, ids=lambda dtype: dtype.__name__)
+
+
+def each_in(dtype):
+    """Every operation and dtype, of which those in this one, which stands for the others, are not slow."""
+    return pytest.mark.parametrize(
+        ("operation", "dtype"),
+        [
+            pytest.param(name, other, marks=() if other == dtype else slow, id=f"{other.__name__}-{name}")
+            for name in [*PLAIN, "label_state", "label_state_vjp"]
+            for other in CASES
+        ],
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -111,8 +122,7 @@ LONG_FORMS = [("l", (3, 2, 2300), (1,)), ("slwb", (2, 2, 2300), (0,))]
 
 
 @on_cpu
-@each_operation
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda dtype: dtype.__name__)
+@each_in(jnp.float32)
 def test_forms(operation, dtype):
     """Extras, a mask by y, and another result dtype in the kernel itself."""
     labelled = "i" in OPERATIONS[operation]
@@ -202,8 +212,7 @@ def test_plans():
 
 
 @on_cpu
-@each_operation
-@each_dtype
+@each_in(jnp.float32)
 def test_values(operation, dtype):
     cases = CASES[dtype] if operation in ("softmax", "softmax_vjp") else CASES[dtype][::2]
     if "i" in OPERATIONS[operation]:
@@ -284,10 +293,7 @@ def test_long_sums(step, level):
     chex.assert_trees_all_close(fold.State(m, s), fold.state(x.ravel()), rtol=1e-4)
 
 
-@each_operation
-@pytest.mark.parametrize(
-    "dtype", [jnp.float32, jnp.bfloat16, pytest.param(jnp.float16, marks=slow)], ids=lambda dtype: dtype.__name__
-)
+@each_in(jnp.bfloat16)
 def test_lowers_for_hopper(operation, dtype):
     with target("NVIDIA H100 80GB HBM3"):
         for shape in WAYS[1::3] if "i" in OPERATIONS[operation] else WAYS:

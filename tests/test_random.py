@@ -215,7 +215,6 @@ def test_rows_without_a_distribution(n, options):
         token, p = sample(KEY, np.stack([masked, infinite, nan, negative, good]), temperature=temperature, **options)
         alone = sample(KEY, np.stack([good] * 5), temperature=temperature, **options)
         np.testing.assert_array_equal(np.isnan(p), [True] * 4 + [False])
-        np.testing.assert_array_equal(token[:2], [0, 3])
         assert np.all((token >= 0) & (token < n))
         assert (token[4], p[4]) == (alone[0][4], alone[1][4])
 
