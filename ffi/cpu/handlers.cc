@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <numeric>
 #include <vector>
 
 #include "../rows.h"
@@ -415,56 +416,60 @@ const KernelTable& table() {
   return chosen;
 }
 
+// to[j] = from[at[j]]
+template <class Word>
+void gather(const char* from, const int32_t* at, int64_t n, char* to) {
+  for (int64_t j = 0; j < n; j++) reinterpret_cast<Word*>(to)[j] = reinterpret_cast<const Word*>(from)[at[j]];
+}
+void gather(const char* from, const int32_t* at, int64_t n, char* to, int64_t size) {
+  if (size == 2) gather<uint16_t>(from, at, n, to);
+  else if (size == 4) gather<uint32_t>(from, at, n, to);
+  else gather<uint64_t>(from, at, n, to);
+}
+
 // What a segment of a row is reduced to.
 struct Found {
   State state{-infinity, 0};
   Candidates candidates;
 };
 
-bool before(Candidate a, Candidate b) { return (a.key > b.key) | ((a.key == b.key) & (a.index < b.index)); }
-
-// Leaves no more than k.
-void cut(Candidates& candidates, int k) {
-  if (candidates.count <= k) return;
-  std::nth_element(candidates.all, candidates.all + k - 1, candidates.all + candidates.count, before);
-  candidates.count = k, candidates.least = candidates.all[k - 1].key;
-}
-
 // A tile's state is taken and its candidates are found while it is in the first-level cache.
-void run_top_k(ffi::ThreadPool& pool, const Kernels& kernels, Shape shape, int k, const Arrays& arrays, int32_t* indices) {
-  const int64_t n = shape.n, together = 2 * kTile;
+void run_top_k(ffi::ThreadPool& pool, const Kernels& kernels, Shape shape, int k, const Arrays& arrays,
+               int32_t* indices) {
+  const int64_t n = shape.n, tile = 2 * kTile, key_size = arrays.a.size == 8 ? 8 : 4;
   reduce_then_write(
       pool, shape.rows, n, n,
       [&](int64_t row, int64_t begin, int64_t size) {
         Found found;
         found.candidates.limit = 2 * (k + Candidates::block);
-        for (int64_t i = begin; i < begin + size; i += together) {
-          const int64_t length = std::min(together, begin + size - i);
-          found.state = combine(found.state, kernels.reduce({arrays.a.at(row * n + i)}, length));
+        for (int64_t i = begin; i < begin + size; i += tile) {
+          const int64_t length = std::min(tile, begin + size - i);
+          State state = kernels.reduce({arrays.a.at(row * n + i)}, length);
+          found.state = i == begin ? state : combine(found.state, state);
           for (int64_t at = 0;;) {
             at += kernels.find({arrays.a.at(row * n + i + at)}, length - at, i + at, &found.candidates);
             if (at == length) break;
-            cut(found.candidates, k);
+            kernels.cut(&found.candidates, k);
           }
         }
-        cut(found.candidates, k);
+        kernels.cut(&found.candidates, k);
         return found;
       },
       [&](Found& total, const Found& part) {
+        Candidates& all = total.candidates;
+        const Candidates& of_part = part.candidates;
         total.state = combine(total.state, part.state);
-        std::copy_n(part.candidates.all, part.candidates.count, total.candidates.all + total.candidates.count);
-        total.candidates.count += part.candidates.count;
-        cut(total.candidates, k);
+        std::copy_n(of_part.indices, of_part.count, all.indices + all.count);
+        std::memcpy(reinterpret_cast<char*>(all.keys) + all.count * key_size, of_part.keys, of_part.count * key_size);
+        all.count += of_part.count;
+        kernels.cut(&all, k);
       },
       [&](int64_t row, Found& found) {
         finish(kState, arrays, row, found.state);
-        std::sort(found.candidates.all, found.candidates.all + found.candidates.count, before);
-        const bool ordered = std::isfinite(found.state.m) && !std::isnan(found.state.s);
-        for (int64_t j = 0; j < k; j++) {
-          const int64_t i = ordered ? found.candidates.all[j].index : j;
-          indices[row * k + j] = static_cast<int32_t>(i);
-          std::memcpy(arrays.out.at(row * k + j), arrays.a.at(row * n + i), arrays.a.size);
-        }
+        int32_t* const to = indices + row * k;
+        if (std::isfinite(found.state.m) && !std::isnan(found.state.s)) kernels.order(&found.candidates, k, to);
+        else std::iota(to, to + k, 0);  // the softmax has no value
+        gather(arrays.a.at(row * n), to, k, arrays.out.at(row * k), arrays.a.size);
         return 0;
       },
       [](int64_t, int64_t, int64_t, int) {});

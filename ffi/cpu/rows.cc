@@ -230,7 +230,7 @@ constexpr auto reduces() -> State (*)(const Segment&, int64_t) {
 
 template <class Op, class T, class Out, bool extras>
 constexpr Kernels kernels = {reduces<Op::reduction, T, extras>(), write<Op, T, Out, extras>, nullptr, fill<Op, Out>,
-                             put<Out>, get<T>, nullptr, nullptr,
+                             put<Out>, get<T>, nullptr,
                              reduce_columns<Op::reduction, T, keeps_digits<Op>>, combine_columns, finish_columns<Op, T>,
                              write_columns<Op, T, Out>};
 
@@ -245,7 +245,7 @@ template <class T, bool extras>
 constexpr Kernels state_of = [] {
   Kernels k = kernels<Softmax, T, T, extras>;
   k.write = nullptr;
-  k.find = find<T>;
+  k.find = find<T>, k.cut = cut<T>, k.order = order<T>;
   return k;
 }();
 

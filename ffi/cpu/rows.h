@@ -63,17 +63,15 @@ struct Numbers {  // and what that makes for the writing pass, as the kernels ke
   char bytes[4 * (kColumns + 16) * sizeof(double)];
 };
 
-// An element that may be among the k largest of its row. Keys are ordered as the elements are.
-struct Candidate {
-  int64_t key, index;
-};
-
+// Elements that may be among the k largest of a row, in the order of their indices. Their keys are integers that are
+// ordered as the elements are, of 8 bytes for f64 and of 4 for others.
 struct Candidates {
-  static constexpr int block = 128;           // elements that are looked at together, at most
-  static constexpr int most = 2 * (256 + block);  // for k = kMostK
-  int count = 0, limit;  // limit: so many, at most
-  int64_t least = INT64_MIN;  // what is not above it is not wanted
-  Candidate all[most];
+  static constexpr int block = 128;               // elements that are looked at together, at most
+  static constexpr int most = 2 * (256 + block);  // of kMostK
+  int count = 0, limit;                           // limit: so many, at most
+  int64_t least = INT64_MIN;                      // what is not above it is not wanted
+  int32_t indices[most];
+  alignas(64) int64_t keys[most + 16];
 };
 
 // The kernels of one operation and of one pair of dtypes.
@@ -85,14 +83,16 @@ struct Kernels {
   void (*put)(void* out, double value);                             // one element
   double (*get)(const void* a);                                     // likewise of the operand
   State (*above)(const Segment&, int64_t n);  // label_sums: of the scores above -inf, their number and sum(z - from)
-  // top_k: appends those of the elements, of which the first has this index, that are wanted. Returns how many it has
-  // looked at: all, or so many that there is no room for those of a block.
-  int64_t (*find)(const Segment&, int64_t n, int64_t index, Candidates*);
   // Of columns, without extra operands.
   void (*reduce_columns)(const Segment&, const Block&, Part*);
   void (*combine_columns)(Part* total, const Part&, int64_t columns);
   void (*finish_columns)(const Part&, const Block&, void* m, void* s, const void* g, Numbers*);
   void (*write_columns)(const Segment&, void* out, const Block&, const Numbers&);
+  // top_k: appends those of the elements, of which the first has this index, that are wanted. Returns how many it has
+  // looked at: all, or so many that there is no room for those of a block.
+  int64_t (*find)(const Segment&, int64_t n, int64_t index, Candidates*) = nullptr;
+  void (*cut)(Candidates*, int k) = nullptr;                      // to the k largest, where they are many more
+  void (*order)(Candidates*, int k, int32_t* indices) = nullptr;  // the indices of the k largest, the largest first
 };
 
 // One table for each instruction set that rows.cc was compiled for: without extra operands, and with them.
