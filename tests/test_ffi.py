@@ -16,18 +16,18 @@ pytestmark = pytest.mark.skipif(
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else "cpu"
 
 
-def call(target, results, *operands, extras="", trailing=0, masked=False):
+def call(target, results, *operands, extras="", trailing=0, masked=False, cap=None):
     """Calls a target with results of the given shapes and dtypes, and the workspace that most targets have."""
-    form = Form(np.dtype(np.float32), extras, trailing, masked)
+    form = Form(np.dtype(np.float32), extras, trailing, masked, cap)
     attributes = _ffi._attributes(form)
     types = [jax.ShapeDtypeStruct(*result) for result in results]
-    if target != "logsumexp_vjp":
+    if target not in _ffi._NO_WORKSPACE:
         types.append(_ffi.workspace(X))
     return jax.block_until_ready(jax.ffi.ffi_call(f"jaxsoft_{target}", types)(*operands, **attributes))
 
 
 F32, F16 = jnp.float32, jnp.float16
-X, R = jnp.ones((4, 8)), jnp.ones(4)
+X, R, I = jnp.ones((4, 8)), jnp.ones(4), jnp.ones(4, jnp.int32)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,12 @@ X, R = jnp.ones((4, 8)), jnp.ones(4)
         ("state", [((4,), F32), ((4,), jnp.int32)], [X]),
         ("logsumexp_vjp", [((4, 8), F32)], [X, R, R, X]),
         ("logsumexp_vjp", [((4, 8), F32)], [X, R, R, R.astype(F16)]),
+        ("label_state", [((4,), F32)] * 3, [X, R]),
+        ("label_state", [((4,), F32)] * 3, [X, I[:3]]),
+        ("label_state", [((4,), F32)] * 2 + [((4, 8), F32)], [X, I]),
+        ("label_state_vjp", [((4, 8), F32)], [X, I, R, R, R, jnp.ones(5)]),
+        ("label_sums", [((4,), F32)] * 4 + [((5,), F32)], [X, I]),
+        ("label_sums_vjp", [((4, 8), F32)], [X, I, R, R, R, R, X]),
     ],
 )
 def test_bad_buffers(target, results, operands):
@@ -83,6 +89,10 @@ S, L, W, B = jnp.ones(4), jnp.ones(4, jnp.int32), jnp.ones((4, 8), bool), X
         ("log_softmax_vjp", [((4, 8), F32)], [X, R, R, X, B], {"extras": "b"}, "extras='b' must be some of 'slw'"),
         ("log_softmax_vjp", [((4, 8), F32)], [X, R, R, X], {"trailing": 1}, "a row statistic must be"),
         ("softmax", [((4, 8), jnp.bfloat16)], [X.astype(F16)], {}, "a result must have"),
+        ("softmax", [((4, 8), F32)], [X], {"cap": 2.0}, "cap is an attribute of operations with labels alone"),
+        ("label_state", [((4,), F32)] * 3, [X, I], {"cap": -2.0}, "cap must be a number, at least 0"),
+        ("label_state", [((8,), F32)] * 3, [X, I], {"trailing": 1}, "labels must be S32, one a row|trailing must be 0"),
+        ("label_state", [((4,), F32)] * 3, [X, I, X], {"extras": "b"}, "extras='b' must be some of 'lw'"),
     ],
 )
 def test_bad_forms(target, results, operands, form, message):
