@@ -6,6 +6,7 @@ is lowered for, so it is made when the operation is lowered (`_rows`), not when 
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -13,7 +14,7 @@ import jax
 import jaxsoft.pallas_kernels as pallas_kernels
 import jaxsoft.triton_kernels as triton_kernels
 from jaxsoft import _ffi, _reference, _xla
-from jaxsoft._forms import OPERATIONS, Form, Operation, bind, compose, is_plain, working_dtype
+from jaxsoft._forms import OPERATIONS, Form, Operation, bind, compose, is_plain, is_wide, working_dtype
 from jaxsoft._formulas import row_operations, take
 from jaxsoft.fold import State
 
@@ -127,7 +128,7 @@ def choose(operation: str, form: Form, implementation: str | None, platform: str
         """An operation on scores with labels, or with the largest of them, from a kernel that knows of neither."""
         if "i" not in OPERATIONS[operation] and operation != "top_k":
             return None
-        state = impl.kernel("state", Form(plain[0].dtype), platform, plain)
+        state = impl.kernel("state", Form(plain[0].dtype), platform, plain[:1])
         operations = row_operations(lambda x: State(*state(x)), _xla.total, take) if state else {}
         return compose(operation, form, bind(operations[operation], form)) if state else None
 
@@ -151,7 +152,9 @@ def _plain_operands(operation: str, form: Form, operands: Operands) -> Operands:
     x = operands[0]
     axis = x.ndim - 1 - form.trailing
     shape = (*x.shape[:axis], *x.shape[axis + 1 :], x.shape[axis])
-    return [jax.core.ShapedArray(shape, working_dtype(operation, form, operands))]
+    scores = jax.core.ShapedArray(shape, working_dtype(operation, form, operands))
+    kinds = zip(OPERATIONS[operation][1:], operands[1:], strict=False)
+    return [scores, *(v for _, v in itertools.takewhile(lambda pair: not is_wide(pair[0]), kinds))]
 
 
 def _raise_for(implementation: str, reason: str | None, operands: Operands) -> None:

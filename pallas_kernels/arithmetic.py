@@ -27,7 +27,7 @@ SIGNATURES = {
         results.count("r"),
     )
     for name, results in RESULTS.items()
-    if "i" not in OPERATIONS[name]
+    if "i" not in OPERATIONS[name] and name != "top_k"
 }
 # What backward operations reduce, by itself.
 SIGNATURES |= {f"{name}_sum": (2, 0, 0, 1) for name in ("softmax_vjp", "log_softmax_vjp")}

@@ -31,6 +31,13 @@ each_choice_in_turn = pytest.mark.parametrize(
 )
 
 
+@pytest.fixture(autouse=True)
+def products_in_f32():
+    """A GPU would round the operands of products to 11 bits."""
+    with jax.default_matmul_precision(None if jax.default_backend() == "cpu" else "float32"):
+        yield
+
+
 def stored(hidden, weight, labels, bias=None, **options):
     """The same with all logits in memory."""
     logits = hidden @ weight if bias is None else hidden @ weight + bias

@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxsoft._forms import RESULTS
-
 from . import devices
 
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
@@ -81,4 +79,6 @@ def _operation(name: str) -> Callable[..., tuple[jax.Array, ...]]:
     return kernel
 
 
-OPERATIONS = {name: _operation(name) for name in RESULTS if name != "top_k"}
+# Those that Triton kernels have.
+_NAMES = ("softmax", "softmax_vjp", "log_softmax", "log_softmax_vjp", "state", "logsumexp_vjp")
+OPERATIONS = {name: _operation(name) for name in _NAMES}
