@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxsoft.pallas_kernels import arithmetic, held, split, tiled, tiling
 from jaxsoft.pallas_kernels.extras import Extras
 
+import jaxsoft
 from jaxsoft import _xla, fold, pallas_kernels
 from jaxsoft._forms import NO_ROW, OPERATIONS, RESULTS, Form
 from jaxsoft._implementations import IMPLEMENTATIONS, choose
@@ -378,6 +379,40 @@ def test_choice_of_few_long_rows(monkeypatch):
         assert lowered("softmax_vjp", (1, 32000), jnp.float32) == "ffi"
     with target("NVIDIA A100-SXM4-80GB"):
         assert lowered("softmax", (1, 32000), jnp.float32) == "ffi"
+
+
+@on_cpu
+def test_choice_of_cross_entropy(monkeypatch):
+    """The default is this implementation for many long rows, else "ffi"; named, it serves what it has no kernel for."""
+    ffi = dataclasses.replace(IMPLEMENTATIONS["ffi"], unavailable=lambda platform: None)
+    monkeypatch.setitem(IMPLEMENTATIONS, "ffi", ffi)
+
+    def lowered(rows, n, implementation=None, **options):
+        def loss(x):
+            labels = jnp.zeros(rows, jnp.int32)
+            return jaxsoft.softmax_cross_entropy_with_integer_labels(
+                x, labels, implementation=implementation, **options
+            ).sum()
+
+        with target("NVIDIA H200"):
+            x = jax.ShapeDtypeStruct((rows, n), jnp.float32)
+            text = jax.jit(jax.grad(loss)).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+        return {name for name in ("mosaic_gpu", "jaxsoft_label") if name in text}
+
+    assert lowered(600, 32000) == lowered(600, 1000, "pallas") == {"mosaic_gpu"}
+    assert lowered(8, 32000) == lowered(600, 1000) == lowered(600, 50257) == {"jaxsoft_label"}
+    assert lowered(600, 32000, logit_softcap=5.0) == lowered(600, 32000, label_smoothing=0.1) == {"jaxsoft_label"}
+    for options in ({"logit_softcap": 5.0}, {"label_smoothing": 0.1}, {"where": jnp.ones((600, 1), bool)}):
+        assert lowered(600, 32000, "pallas", **options) == {"mosaic_gpu"}
+
+
+@on_cpu
+def test_top_k_has_the_state_of_a_named_kernel():
+    """And XLA's top_k beside it."""
+    x = jax.ShapeDtypeStruct((600, 32000), jnp.float32)
+    with target("NVIDIA H200"):
+        f = jax.jit(lambda x: jaxsoft.top_k_softmax(x, 5, implementation="pallas"))
+        assert "jaxsoft_state_tiled" in f.trace(x).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @on_cpu
