@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from common import each_dtype_in_turn, each_fast_implementation, each_implementation, precision, served, wide
+from common import each_dtype_in_turn, each_fast_implementation, each_implementation, precision, served, slow, wide
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
@@ -210,7 +210,7 @@ def test_all_ignored(implementation):
     assert (loss == 0).all() and (lse == -np.inf).all() and (dx == 0).all()
 
 
-@pytest.mark.parametrize("axis", [-1, 0, 1, (1, 2), (0, -1)])
+@pytest.mark.parametrize("axis", [-1, pytest.param(0, marks=slow), 1, pytest.param((1, 2), marks=slow), (0, -1)])
 def test_optax(axis):
     """Arguments, shapes, axes and masks as in optax."""
     x = np.asarray(jax.random.normal(jax.random.key(1), (4, 5, 6)))

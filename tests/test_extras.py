@@ -22,6 +22,7 @@ from common import (
     each_fast_implementation,
     each_implementation,
     each_op,
+    each_op_in_turn,
     ours,
     precision,
     pullback,
@@ -367,7 +368,7 @@ def test_nothing_is_made_larger(op):
     assert along_axis == [[(4, 5, 9)]]
 
 
-@each_op
+@each_op_in_turn
 @each_implementation
 def test_every_order_of_both_modes(op, implementation):
     """Jacobians and Hessians by x, scale and bias at once, with a row of which nothing counts."""

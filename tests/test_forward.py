@@ -58,7 +58,7 @@ def test_the_reference_against_float64(op, dtype):
         assert_values(op, x, jax.jit(ours(op, "reference"))(x))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=slow)])
 def test_one_row_of_2_to_the_24(dtype):
     x = rows(2**24, dtype, count=1)
     truth = Truth.of(x)

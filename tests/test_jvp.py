@@ -10,6 +10,7 @@ from common import (
     each_fast_implementation,
     each_implementation,
     each_op,
+    each_op_in_turn,
     loss,
     ours,
     precision,
@@ -39,7 +40,7 @@ def test_forward_mode(op, implementation, axis):
             assert_trees_all_close(derivatives(f), expected, rtol=1e-11, atol=1e-13)
 
 
-@each_op
+@each_op_in_turn
 @each_fast_implementation
 def test_every_order_of_both_modes(op, implementation):
     with jax.enable_x64(True), served(implementation):

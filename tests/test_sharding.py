@@ -11,7 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from chex import assert_trees_all_close
-from common import IMPLEMENTATIONS, each_fast_implementation, each_op, loss, ours, same_bits, served, slow, theirs
+from common import (
+    IMPLEMENTATIONS,
+    each_fast_implementation,
+    each_op,
+    each_op_in_turn,
+    loss,
+    ours,
+    same_bits,
+    served,
+    slow,
+    theirs,
+)
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -128,7 +139,7 @@ def gradients(f):
     return jax.grad(lambda *v: loss(lambda x: f(x, *v[1:]))(v[0]), (0, 1, 2))
 
 
-@each_op
+@each_op_in_turn
 @each_fast_implementation
 @each_axis_type
 def test_extras(op, implementation, kind):
