@@ -122,8 +122,8 @@ def _with_integer_labels(x, index, counts, weights, options, implementation):
     extras: dict[str, jax.Array] = {}
     label_counts: jax.Array | bool = True
     if counts is not None and counts.shape[-1] == 1:  # whole rows
-        counts = jnp.broadcast_to(counts[..., 0], x.shape[:-1])
-        extras["l"], label_counts = jnp.where(counts, x.shape[-1], 0).astype(jnp.int32), counts
+        label_counts = jnp.broadcast_to(counts[..., 0], x.shape[:-1])
+        extras["l"] = jnp.where(label_counts, x.shape[-1], 0).astype(jnp.int32)
     elif counts is not None:
         extras["w"] = counts
         label_counts = jnp.any(counts & (jnp.arange(x.shape[-1]) == index[..., None]), axis=-1)
@@ -140,7 +140,7 @@ def _with_integer_labels(x, index, counts, weights, options, implementation):
         sums = [total, count, count]
     elif weighted:
         z, ref = _scores(x, options), jax.lax.stop_gradient(fold.reference(t))
-        finite = (z > -jnp.inf) if counts is None else (z > -jnp.inf) & _columns(counts, x)
+        finite = (z > -jnp.inf) if counts is None else (z > -jnp.inf) & counts
         sums = list(weighted_sums(z, finite, weights, ref))
     weight = None if weights is None else weights[jnp.clip(index, 0, x.shape[-1] - 1)]
     return row_loss(options, index, others, t, apart, tuple(sums), label_counts, weight)
@@ -279,14 +279,9 @@ def _fused_logsumexp_jvp(form, implementation, primals, tangents):
     return lse, jnp.sum(p * t, axis=-1)
 
 
-def _columns(counts: jax.Array, x: jax.Array) -> jax.Array:
-    return counts if counts.ndim == x.ndim else counts[..., None]
-
-
 def _scores(x: jax.Array, options: Options) -> jax.Array:
     """z in the accumulator's dtype."""
-    x = x.astype(fold.accumulator(x.dtype))
-    return x if options.logit_softcap is None else softcap(x, options.logit_softcap)
+    return softcap(x.astype(fold.accumulator(x.dtype)), options.logit_softcap)
 
 
 def _rows_of(name: str, x: ArrayLike, axis: Axis, where: ArrayLike | None) -> tuple[jax.Array, jax.Array | None]:

@@ -136,14 +136,13 @@ def scores(
     z = _scaled(counts, x.astype(dtype), extras)
     if "b" in extras:
         z = z + extras["b"].astype(dtype)
-    if form.cap is not None:
-        z = softcap(z, form.cap)
+    z = softcap(z, form.cap)
     return _select(counts, z, -jnp.inf)
 
 
-def softcap(x: jax.Array, cap: float) -> jax.Array:
-    """cap * tanh(x / cap)."""
-    return cap * jnp.tanh(x / cap)
+def softcap(x: jax.Array, cap: float | None) -> jax.Array:
+    """cap * tanh(x / cap); x without a cap."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def capped_slope(form: Form, x: jax.Array, v: jax.Array) -> jax.Array:

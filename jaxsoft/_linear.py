@@ -343,7 +343,7 @@ def _scores(head: Head, named: dict[str, jax.Array], begin=0, size: int | None =
 def _finite(head: Head, x: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The capped scores, and which are above -inf in rows that count."""
     x = x.astype(fold.accumulator(x.dtype))
-    z = x if head.cap is None else softcap(x, head.cap)
+    z = softcap(x, head.cap)
     return z, (z != -jnp.inf) & (i != NO_ROW)[..., None]
 
 
