@@ -38,7 +38,7 @@ class Implementation:
       opaque: whether XLA's partitioner cannot see into it, as into a custom call.
       composed: whether the default choice takes it for forms that have to be composed, too. Before its plain kernel XLA
         then writes the scores anew, which only the fastest kernel makes up for.
-      leads: (operation, form, operands) -> whether the default choice tries it before all others.
+      leads: (operation, form, platform, operands) -> whether the default choice tries it before all others.
     """
 
     kernel: Callable[[str, Form, str, Operands], Operation | None]
@@ -46,7 +46,7 @@ class Implementation:
     unsupported: Callable[[Operands], str | None] = lambda operands: None
     opaque: bool = False
     composed: bool = False
-    leads: Callable[[str, Form, Operands], bool] = lambda operation, form, operands: False
+    leads: Callable[[str, Form, str, Operands], bool] = lambda operation, form, platform, operands: False
 
 
 def _plain(operations: dict[str, Operation]) -> Callable[[str, Form, str, Operands], Operation | None]:
@@ -57,6 +57,13 @@ def _plain(operations: dict[str, Operation]) -> Callable[[str, Form, str, Operan
         return bind(found, form) if found else None
 
     return kernel
+
+
+def _xla_leads(operation: str, form: Form, platform: str, operands: Operands) -> bool:
+    """Whether XLA's loops are faster than all kernels: by measurement on a GPU, pullbacks that reduce nothing and have
+    another dtype than the scores."""
+    names = ("logsumexp_vjp", "label_state_vjp", "label_sums_vjp")
+    return platform == "cuda" and operation in names and form.dtype != operands[0].dtype
 
 
 IMPLEMENTATIONS = {
@@ -71,7 +78,7 @@ IMPLEMENTATIONS = {
     "triton": Implementation(
         _plain(triton_kernels.OPERATIONS), triton_kernels.unavailable, triton_kernels.unsupported, opaque=True
     ),
-    "xla": Implementation(_plain(_xla.OPERATIONS), composed=True),
+    "xla": Implementation(_plain(_xla.OPERATIONS), composed=True, leads=_xla_leads),
     "reference": Implementation(_plain(_reference.OPERATIONS)),
 }
 
@@ -139,7 +146,7 @@ def choose(operation: str, form: Form, implementation: str | None, platform: str
         assert found, "unsupported() says so"
         return found
     preference = [IMPLEMENTATIONS[name] for name in _PREFERENCE.get(platform, _ALWAYS)]
-    for impl in sorted(preference, key=lambda impl: not impl.leads(operation, form, operands)):
+    for impl in sorted(preference, key=lambda impl: not impl.leads(operation, form, platform, operands)):
         if impl.unavailable(platform) or impl.unsupported(plain):
             continue
         if found := kernel(impl) if impl.composed else impl.kernel(operation, form, platform, operands):

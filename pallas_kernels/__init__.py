@@ -66,9 +66,10 @@ def unsupported(operands: Sequence[jax.core.ShapedArray]) -> str | None:
     return f"long rows must be a multiple of 16 bytes, the alignment of bulk copies; got n={n} of {dtype.name}"
 
 
-def leads(operation: str, form: Form, operands: Sequence[jax.core.ShapedArray]) -> bool:
+def leads(operation: str, form: Form, platform: str, operands: Sequence[jax.core.ShapedArray]) -> bool:
     """Whether these kernels are faster than all others: by measurement, softmax of few long rows, of 16 bits four, and
     cross-entropy of many."""
+    del platform
     x = operands[0]
     if operation not in ("softmax", *_LABELLED) or x.dtype not in _DTYPES or not _known(operands):
         return False

@@ -239,8 +239,8 @@ __device__ void store_as(ResultType type, void* row, const Window<T, layout>& wi
     using R = std::remove_pointer_t<decltype(out)>;
     constexpr int size = Pack<T>::size;
     const int first = i * size - window.head;
-    if (first >= 0 && first + size <= window.n && reinterpret_cast<uintptr_t>(out + first) % 16 == 0) {
-      alignas(16) R values[size];
+    if (first >= 0 && first + size <= window.n && reinterpret_cast<uintptr_t>(out + first) % sizeof(uint2) == 0) {
+      alignas(sizeof(uint2)) R values[size];
 #pragma unroll
       for (int k = 0; k < size; k++) values[k] = narrow<R>(x[k]);
       constexpr int words = size * sizeof(R) / 8;

@@ -485,6 +485,14 @@ struct LogsumexpVjp {  // a = x, g one a row, and v, where there is one; nothing
     const A y = v.p(x) * v.g;
     return v.v == 0 || x == -infinity<A>() ? y : y + v.v;
   }
+  // For 16 bits with fewer instructions: the exponential of a difference that is not rounded, but for that of `ref`, to
+  // 2^-17. Not where ref is large, or the product of the factors too small.
+  static __device__ bool may_be_quick(const Values& v) {
+    return fabs(v.p.ref) < 64 && v.v == 0 && (v.g == 0 || fabs(v.p.scale * v.g) > A(0x1p-100));
+  }
+  static __device__ A quick_value(const Values& v, A x) {
+    return exp2_approximately(fmaf(x, A(kLog2E), -(v.p.ref * A(kLog2E) + A(kUnitExponent<T>)))) * (v.p.scale * v.g);
+  }
   static __device__ bool ordinary(const Values& v) { return isfinite(v.p.scale) && isfinite(v.g); }
 };
 

@@ -24,6 +24,7 @@ constexpr int kTilePacks = 4;      // of a thread in a tile
 constexpr int kBuffer = 2048;      // keys in the buffer: more than kMostK packs have elements
 constexpr int kGathered = 448;     // so many are cut, or 2 k
 constexpr int kRanked = 192;       // up to so many are put in order without being cut before
+constexpr int kRankedOfRow = 128;  // the same of a row that is not split: other blocks have work for the time of a cut
 constexpr int kMerged = 4096;      // keys of all parts of a row
 constexpr int kFewParts = 16;      // more of a row only where each has two tiles even so
 constexpr int kMergeThreads = 1024;
@@ -151,10 +152,10 @@ __device__ uint32_t reaching(const Pack<T> (&packs)[kTilePacks], float bar) {
 }
 
 // Folds a row, or a part of one that begins at this element of the row, and leaves its k greatest keys in the buffer,
-// with others, but few enough to be put in order. Returns the thread's state.
+// with others, of which `ranked` in all are few enough to be put in order. Returns the thread's state.
 template <class T>
-__device__ Running<float> gather(const Row<StateOf, T, Plain>& row, uint32_t begin, uint32_t n, int k, int room,
-                                 Gathered& gathered, Key* keys) {
+__device__ Running<float> gather(const Row<StateOf, T, Plain>& row, uint32_t begin, uint32_t n, int k, int ranked,
+                                 int room, Gathered& gathered, Key* keys) {
   constexpr int size = Pack<T>::size;
   const Window<T>& window = row.window;
   const int step = blockDim.x, tile = kTilePacks * step, limit = min(room, max(2 * k, kGathered));
@@ -221,7 +222,7 @@ __device__ Running<float> gather(const Row<StateOf, T, Plain>& row, uint32_t beg
     fetch(next, first + 2 * tile);
   }
   const int count = gathered.count;
-  if (count > max(enough_for(k), kRanked)) cut<T>(gathered, keys, count, k, low, n);
+  if (count > max(enough_for(k), ranked)) cut<T>(gathered, keys, count, k, low, n);
   return part;
 }
 
@@ -262,7 +263,8 @@ __global__ void __launch_bounds__(kTopKThreads, 2)
   const auto row = part_of_row<StateOf, T, Plain>(args, blockIdx.x, split);
   const auto begin = static_cast<uint32_t>(row.a - (args.a + index * args.n));
   const int lane = threadIdx.x % 32;
-  const auto of_warp = reduce_lanes<T>(gather<T>(row, begin, args.n, to.k, room, gathered, keys), 32);
+  const int ranked = split.parts == 1 ? kRankedOfRow : kRanked;
+  const auto of_warp = reduce_lanes<T>(gather<T>(row, begin, args.n, to.k, ranked, room, gathered, keys), 32);
   if (lane == 0) warps[threadIdx.x / 32] = of_warp;
   __syncthreads();
   State state;
