@@ -110,15 +110,20 @@ Row finish(Operation operation, const Arrays& arrays, int64_t row, State reduced
   return numbers;
 }
 
-// f(row) for every row, several rows a task.
+// f(begin, end) for all rows, several a task.
 template <class F>
-void each_row(ffi::ThreadPool& pool, int64_t rows, int64_t elements, F f) {
+void each_rows(ffi::ThreadPool& pool, int64_t rows, int64_t elements, F f) {
   // Few large tasks: threads that write side by side would wait for each other's new pages of memory.
   int64_t rows_a_task = std::max({int64_t{1}, kTaskElements / std::max<int64_t>(1, elements),
                                   rows / (kTasksPerThread * std::max<int64_t>(1, pool.num_threads()))});
   parallel_for(pool, (rows + rows_a_task - 1) / rows_a_task, [&](int64_t task) {
-    int64_t end = std::min(rows, (task + 1) * rows_a_task);
-    for (int64_t row = task * rows_a_task; row < end; row++) f(row);
+    f(task * rows_a_task, std::min(rows, (task + 1) * rows_a_task));
+  });
+}
+template <class F>
+void each_row(ffi::ThreadPool& pool, int64_t rows, int64_t elements, F f) {
+  each_rows(pool, rows, elements, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++) f(row);
   });
 }
 
@@ -223,8 +228,7 @@ void run_rows(ffi::ThreadPool& pool, Operation operation, const Kernels& kernels
       });
 }
 
-// Rows with labels. A row is cut at its label: without it, it is two segments more, whose states combine. A row that
-// fits the first-level cache is copied there, and its label's score made -inf, as long as nothing else is done to it.
+// Rows with labels. A row is cut at its label: without it, it is two segments more, whose states combine.
 void run_labels(ffi::ThreadPool& pool, const Kernels& kernels, const Call& call, const Arrays& all,
                 const Labels& given) {
   const Kernels k = kernels;
@@ -247,22 +251,11 @@ void run_labels(ffi::ThreadPool& pool, const Kernels& kernels, const Call& call,
   struct Reduced {
     State state{-infinity, 0}, above{0, 0};
   };
-  const bool copies = n <= kTile && !in.has_extras && labels.cap == 0;
   reduce_then_write(
       pool, call.shape.rows, n, n,
       [=](int64_t row, int64_t i, int64_t size) {
         Reduced part;
         if (k.write || labels.index[row] == kNoRow) return part;
-        if (copies) {
-          alignas(64) char copy[kTile * 8];
-          std::memcpy(copy, arrays.a.at(row * n), n * arrays.a.size);
-          if (has(row, 0, n)) k.put(copy + labels.index[row] * arrays.a.size, -infinity);
-          Segment at{copy};
-          at.from = reference(label_score(row, 0));
-          part.state = k.reduce(at, n);
-          if (k.above) part.above = k.above(at, n);
-          return part;
-        }
         auto add = [&](int64_t begin, int64_t end) {
           Segment at = segment(row, begin);
           const int64_t count = in.counted(row, begin, end - begin);
@@ -375,7 +368,7 @@ void transpose(const char* from, char* to, int64_t rows, int64_t columns, int64_
 
 // Short rows are made columns, some at a time in the first-level cache: a row by itself would leave lanes of its vectors
 // idle, and cost as much as several.
-// With labels, -inf takes the place of the label's score, and h that of its gradient.
+// With labels, whose scores are results and which nothing else is written of, -inf takes the place of each.
 void run_short_rows(ffi::ThreadPool& pool, const Kernels& k, Shape shape, const Arrays& arrays,
                     const Labels* labels = nullptr) {
   const int64_t n = shape.n, together = std::min(kColumns, kShortElements / n / 16 * 16);
@@ -385,16 +378,12 @@ void run_short_rows(ffi::ThreadPool& pool, const Kernels& k, Shape shape, const 
     const Block block{n, rows, rows, 0, rows};
     transpose(arrays.a.at(row * n), a, rows, n, arrays.a.size);
     if (arrays.b.data) transpose(arrays.b.at(row * n), b, rows, n, arrays.b.size);
-    const auto each_label = [&](auto f) {
-      for (int64_t j = 0; labels && j < rows; j++) f(row + j, j, labels->index[row + j]);
-    };
-    if (!k.write) {
-      each_label([&](int64_t i, int64_t j, int32_t label) {
-        const bool in = label >= 0 && label < n;
-        labels->t.set(i, in ? k.get(a + (label * rows + j) * arrays.a.size) : label == kNoRow ? 0 : std::nan(""));
-        for (int64_t c = in ? label : 0; c < (in ? label + 1 : label == kNoRow ? n : 0); c++)
-          k.put(a + (c * rows + j) * arrays.a.size, -infinity);
-      });
+    for (int64_t j = 0; labels && j < rows; j++) {
+      const int32_t label = labels->index[row + j];
+      const bool in = label >= 0 && label < n;
+      labels->t.set(row + j, in ? k.get(a + (label * rows + j) * arrays.a.size) : label == kNoRow ? 0 : std::nan(""));
+      for (int64_t c = in ? label : 0; c < (in ? label + 1 : label == kNoRow ? n : 0); c++)
+        k.put(a + (c * rows + j) * arrays.a.size, -infinity);
     }
     const Segment at{a, b};
     Part part;
@@ -403,10 +392,6 @@ void run_short_rows(ffi::ThreadPool& pool, const Kernels& k, Shape shape, const 
     k.finish_columns(part, block, arrays.m.at(row), arrays.s.at(row), arrays.g.at(row), &numbers);
     if (!k.write) return;
     k.write_columns(at, out, block, numbers);
-    each_label([&](int64_t i, int64_t j, int32_t label) {
-      if (label >= 0 && label < n) k.put(out + (label * rows + j) * arrays.out.size, labels->h.get(i));
-      for (int64_t c = 0; label == kNoRow && c < n; c++) k.put(out + (c * rows + j) * arrays.out.size, 0);
-    });
     transpose(out, arrays.out.at(row * n), n, rows, arrays.out.size);
   });
 }
@@ -496,8 +481,16 @@ ffi::Error run(ffi::ThreadPool& pool, Operation operation, const ffi::ErrorOr<Ca
   const bool with = labels.cap > 0 || call->extras.where.data;
   const auto& kernels = table()[with][dtypes_of(arrays.a.dtype, result)];
   const bool short_and_plain = call->shape.n > 0 && call->shape.n <= kShort && !with && !call->extras.limit.data;
-  if (short_and_plain && (operation == kState || operation == kLogsumexpVjp)) {
+  if (short_and_plain && operation == kState) {
     run_short_rows(pool, kernels[operation], call->shape, arrays, &labels);
+    return ffi::Error::Success();
+  }
+  if (call->shape.n <= kTile && !with && !call->extras.limit.data) {
+    const LabelRows rows{arrays.a.data,   call->shape.n,   labels.index,  kNoRow,
+                         arrays.m.data,   arrays.s.data,   labels.t.data, labels.u.data, labels.k.data,
+                         arrays.g.data,   labels.h.data,   labels.v.data, arrays.out.data};
+    each_rows(pool, call->shape.rows, call->shape.n,
+              [&](int64_t begin, int64_t end) { kernels[operation].label_rows(rows, begin, end); });
     return ffi::Error::Success();
   }
   run_labels(pool, kernels[operation], *call, arrays, labels);

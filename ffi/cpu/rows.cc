@@ -11,6 +11,7 @@ namespace JAXSOFT_ISA {
 namespace {
 
 using jaxsoft::cpu::Kernels;
+using jaxsoft::cpu::LabelRows;
 using jaxsoft::cpu::kTile;
 using jaxsoft::cpu::State;
 
@@ -24,6 +25,7 @@ inline double sum_terms(int64_t n, Term term) {
   int64_t i = 0;
   for (; trees && i + 8 * L::lanes <= n; i += 8 * L::lanes) {
     V t[8];
+#pragma GCC unroll 8
     for (int k = 0; k < 8; k++) t[k] = term(i + k * L::lanes, L::lanes);
     sum = plus(sum, ((t[0] + t[1]) + (t[2] + t[3])) + ((t[4] + t[5]) + (t[6] + t[7])));
   }
@@ -42,20 +44,24 @@ inline double max_terms(int64_t n, Term term) {
   for (V& v : m) v = V{} - (S)infinity;
   int64_t i = 0;
   for (; i + 4 * L::lanes <= n; i += 4 * L::lanes)
+#pragma GCC unroll 4
     for (int k = 0; k < 4; k++) m[k] = maximum(m[k], term(i + k * L::lanes, L::lanes));
   for (; i + L::lanes <= n; i += L::lanes) m[0] = maximum(m[0], term(i, L::lanes));
   if (i < n) m[0] = maximum(m[0], term(i, n - i));
   return reduce_max<S>(maximum(maximum(m[0], m[1]), maximum(m[2], m[3])));
 }
 
-// out[i] = value(i, elements left) over a segment.
-template <class Out, class Value>
+// out[i] = value(i, elements left) over a segment. `anywhere`: i need not be a multiple of the lanes, so that the last
+// vector may be a whole one, of which some elements are written twice.
+template <class Out, bool anywhere = true, class Value>
 inline void write_values(void* out_, int64_t n, Value value) {
   typedef Lanes<Out> L;
   Out* out = (Out*)out_;
   int64_t i = 0;
   for (; i + L::lanes <= n; i += L::lanes) L::store(out + i, value(i, L::lanes));
-  if (i < n) L::store_part(out + i, value(i, n - i), n - i);
+  if (i == n) return;
+  if (anywhere && n > L::lanes) L::store(out + n - L::lanes, value(n - L::lanes, L::lanes));
+  else L::store_part(out + i, value(i, n - i), n - i);
 }
 
 // A segment's vectors. Without `extras`, nothing but its arrays is looked at.
@@ -104,13 +110,28 @@ struct Reader {
   }
 };
 
-// The state of a segment. Scores that extras make are kept between the two times that a tile of them is read.
+// The sum of exp of some distances from m, or from 0 if that is not finite, which are kept in `terms`. `has_maximum`:
+// one of the distances is 0.
+template <class T, class Distance>
+inline double sum_exp(int64_t n, bool has_maximum, double m, typename Lanes<T>::V* terms, Distance distance) {
+  typedef Lanes<T> L;
+  if (m == infinity) return sum_terms<T>(n, [=](int64_t i, int64_t left) { return exp(distance(i, left)); });
+  const double sum = sum_terms<T>(n, [=](int64_t i, int64_t left) {
+    return terms[i / L::lanes] = exp_term(distance(i, left));
+  });
+  // As `keeps_digits` says; only tiles that one score dominates take longer, and not those without any.
+  const bool trees = sizeof(typename L::Scalar) == 4 && n >= 8 * L::lanes;
+  if (!trees || !has_maximum || sum == 0 || !(sum < 2)) return sum;
+  return sum_terms<T, false>(n, [=](int64_t i, int64_t) { return terms[i / L::lanes]; });
+}
+
+// The state of a segment. Scores that extras make are kept between the two times that a tile of them is needed.
 template <class T, bool extras>
 State state(const Segment& at, int64_t n) {
   typedef Lanes<T> L;
   typedef typename L::V V;
   typedef typename L::Scalar S;
-  V kept[extras ? kTile / L::lanes : 1], *const tile = kept;
+  V kept[kTile / L::lanes], *const tile = kept;
   const Reader<T, extras> reader(at);
   State st = {-infinity, 0};
   for (int64_t start = 0; start < n; start += kTile) {
@@ -122,14 +143,11 @@ State state(const Segment& at, int64_t n) {
     });
     if (m > st.m) st = {m, st.s == 0 ? 0 : st.s * ::exp(st.m - reference(m))};
     S ref = (S)reference(st.m);
-    auto term = [=](int64_t i, int64_t left) {
-      if constexpr (extras) return exp(tile[i / L::lanes] - ref);
-      else return exp(reader.score(start + i, left) - ref);
-    };
-    double sum = sum_terms<T>(size, term);
-    // As `keeps_digits` says; only tiles that one score dominates take longer, and not those without any.
-    if (sizeof(S) == 4 && m == st.m && sum > 0 && sum < 2) sum = sum_terms<T, false>(size, term);
-    st.s += sum;
+    st.s += sum_exp<T>(size, m == st.m, st.m, tile, [=](int64_t i, int64_t left) {
+      __builtin_prefetch(reader.first + start + size + i);
+      if constexpr (extras) return tile[i / L::lanes] - ref;
+      else return reader.score(start + i, left) - ref;
+    });
   }
   return st;
 }
@@ -183,7 +201,7 @@ void softmax_at_once(const Segment& at, void* out, int64_t n) {
     else return tile[i / L::lanes] = exp(reader.score(i, left) - ref);
   });
   S inverse = m == infinity ? (S)__builtin_nan("") : (S)(1 / s);
-  write_values<Out>(out, n, [=](int64_t i, int64_t left) {
+  write_values<Out, false>(out, n, [=](int64_t i, int64_t left) {
     return reader.counted(tile[i / L::lanes] * inverse, i, left, 0);
   });
 }
@@ -222,6 +240,129 @@ State above(const Segment& at, int64_t n) {
           })};
 }
 
+template <class V>
+inline V first_lanes() {
+  V v;
+  for (unsigned i = 0; i < sizeof v / sizeof v[0]; i++) v[i] = i;
+  return v;
+}
+
+// A row in the first-level cache, without its label's score, whose place has -inf.
+template <class T>
+struct KeptRow {
+  typedef Lanes<T> L;
+  typedef typename L::V V;
+  typedef typename L::Scalar S;
+  V scores[kTile / L::lanes];
+  S t;
+  double m;
+  bool is_read;
+
+  void read(const LabelRows& rows, int64_t row) {
+    const int64_t n = rows.n, label = rows.labels[row];
+    const T* a = (const T*)rows.a + row * n;
+    const S none = (S)-infinity;
+    is_read = label != rows.no_row;
+    t = is_read ? (S)__builtin_nan("") : 0;
+    m = -infinity;
+    if (!is_read) return;
+    V* const to = scores;
+    const V no_label = V{} + (S)label, lane = first_lanes<V>();
+    m = max_terms<T>(n, [=](int64_t i, int64_t left) {
+      V z = load<T>(a + i, left, none);
+      z = lane + (S)i == no_label ? V{} + none : z;
+      return to[i / L::lanes] = z;
+    });
+    if (label >= 0 && label < n) t = (S)get<T>(a + label);
+  }
+  // Their place is taken by the exponentials. `next`: so many elements that will be read soon.
+  double sum_exp_of_scores(int64_t n, const T* next) {
+    if (!is_read) return 0;
+    const S ref = (S)reference(m);
+    V* const kept = scores;
+    return sum_exp<T>(n, true, m, kept, [=](int64_t i, int64_t) {
+      __builtin_prefetch(next + i);
+      return kept[i / L::lanes] - ref;
+    });
+  }
+  // The sum of value(score) over the scores above -inf.
+  template <class Value>
+  double sum_over_finite(int64_t n, Value value) const {
+    const V* const from = scores;
+    return is_read ? sum_terms<T>(n, [=](int64_t i, int64_t) {
+             const V z = from[i / L::lanes];
+             return z > V{} - (S)infinity ? value(z) : V{};
+           }) : 0;
+  }
+};
+
+// Of rows with labels. A row's maximum is found before the sum of the one before it, so that the processor has something
+// to do while it waits for either.
+template <class T, bool sums>
+void label_states(const LabelRows& rows, int64_t begin, int64_t end) {
+  typedef typename Lanes<T>::V V;
+  typedef typename Lanes<T>::Scalar S;
+  KeptRow<T> kept[2];
+  const int64_t n = rows.n;
+  auto set = [](void* to, int64_t row, double value) { ((S*)to)[row] = (S)value; };
+  if (begin < end) kept[0].read(rows, begin);
+  for (int64_t row = begin; row < end; row++) {
+    KeptRow<T>& here = kept[(row - begin) % 2];
+    if (row + 1 < end) kept[(row + 1 - begin) % 2].read(rows, row + 1);
+    const S t = here.t;
+    if constexpr (sums) {
+      const S from = (S)reference(t);
+      set(rows.u, row, here.sum_over_finite(n, [=](V z) { return z - from; }) + (t > 0 && t == (S)infinity ? t : 0));
+      set(rows.k, row, here.sum_over_finite(n, [](V) { return V{} + (S)1; }) + (here.is_read && t > (S)-infinity));
+    }
+    set(rows.m, row, here.m), set(rows.s, row, here.sum_exp_of_scores(n, (const T*)rows.a + (row + 2) * n)), set(rows.t, row, t);
+  }
+}
+
+// Rows shorter than a few vectors are written together: each element's numbers are those of its row.
+template <class Op, class T, class Out>
+void label_gradients(const LabelRows& rows, int64_t begin, int64_t end) {
+  typedef Lanes<T> L;
+  typedef typename L::V V;
+  typedef typename L::Scalar S;
+  constexpr int64_t few = 3 * L::lanes, room = 1024;
+  const int64_t n = rows.n, together = n <= few ? room / n : 1;
+  auto get_number = [](const void* from, int64_t row) { return from ? ((const S*)from)[row] : 0; };
+  S numbers[kNumbers][room + few + L::lanes];
+  for (int64_t first = begin; first < end; first += together) {
+    const int64_t last = first + together < end ? first + together : end;
+    const T* a = (const T*)rows.a + first * n;
+    Out* out = (Out*)rows.out + first * n;
+    S p[kNumbers] = {};
+    for (int64_t row = first; row < last; row++) {
+      Row of_row;
+      of_row.given = {get_number(rows.m, row), get_number(rows.s, row)};
+      of_row.g = get_number(rows.g, row), of_row.v = get_number(rows.v, row);
+      Op::finish(of_row, p);
+      if (together == 1) break;
+      for (int j = 0; j < kNumbers; j++)  // what is written past the row's end is written over
+        for (int64_t i = 0; i < n; i += L::lanes) Lanes<S>::store(numbers[j] + (row - first) * n + i, V{} + p[j]);
+    }
+    if (together == 1) {
+      write_values<Out>(out, n, [=](int64_t i, int64_t left) { return Op::value(load<T>(a + i, left, 0), V{}, p); });
+    } else {
+      const auto* const from = numbers;
+      write_values<Out>(out, (last - first) * n, [=](int64_t i, int64_t left) {
+        V q[kNumbers];
+        for (int j = 0; j < kNumbers; j++) q[j] = Lanes<S>::load(from[j] + i);
+        return Op::value(load<T>(a + i, left, 0), V{}, q);
+      });
+    }
+    for (int64_t row = first; row < last; row++, a += n, out += n) {
+      const int32_t label = rows.labels[row];
+      if (label == rows.no_row) fill<Op, Out>(out, n);
+      if (label < 0 || label >= n) continue;
+      const double x = get<T>(a + label), h = get_number(rows.h, row);
+      put<Out>(out + label, x == -infinity ? h : h + get_number(rows.v, row));
+    }
+  }
+}
+
 template <Reduction reduction, class T, bool extras>
 constexpr auto reduces() -> State (*)(const Segment&, int64_t) {
   if constexpr (reduction == kNone) return nullptr;
@@ -230,7 +371,7 @@ constexpr auto reduces() -> State (*)(const Segment&, int64_t) {
 
 template <class Op, class T, class Out, bool extras>
 constexpr Kernels kernels = {reduces<Op::reduction, T, extras>(), write<Op, T, Out, extras>, nullptr, fill<Op, Out>,
-                             put<Out>, get<T>, nullptr,
+                             put<Out>, get<T>, nullptr, nullptr,
                              reduce_columns<Op::reduction, T, keeps_digits<Op>>, combine_columns, finish_columns<Op, T>,
                              write_columns<Op, T, Out>};
 
@@ -246,6 +387,7 @@ constexpr Kernels state_of = [] {
   Kernels k = kernels<Softmax, T, T, extras>;
   k.write = nullptr;
   k.find = find<T>, k.cut = cut<T>, k.order = order<T>;
+  k.label_rows = extras ? nullptr : label_states<T, false>;
   return k;
 }();
 
@@ -253,6 +395,14 @@ template <class T, bool extras>
 constexpr Kernels label_sums = [] {
   Kernels k = state_of<T, extras>;
   k.above = above<T, extras>;
+  k.label_rows = extras ? nullptr : label_states<T, true>;
+  return k;
+}();
+
+template <class Op, class T, class Out, bool extras>
+constexpr Kernels label_pullback = [] {
+  Kernels k = kernels<Op, T, Out, extras>;
+  k.label_rows = extras ? nullptr : label_gradients<Op, T, Out>;
   return k;
 }();
 
@@ -266,8 +416,8 @@ constexpr Kernels label_sums = [] {
    JAXSOFT_ISA::state_of<T, extras>, JAXSOFT_ISA::label_sums<T, extras>,                    \
    JAXSOFT_ISA::kernels<SoftmaxVjp, T, Out, extras>,                                        \
    JAXSOFT_ISA::kernels<LogSoftmaxVjp, T, Out, extras>,                                     \
-   JAXSOFT_ISA::kernels<LogsumexpVjp, T, Out, extras>,                                      \
-   JAXSOFT_ISA::kernels<LabelSumsVjp, T, Out, extras>}
+   JAXSOFT_ISA::label_pullback<LogsumexpVjp, T, Out, extras>,                               \
+   JAXSOFT_ISA::label_pullback<LabelSumsVjp, T, Out, extras>}
 #define JAXSOFT_DTYPES(extras)                                                                   \
   {JAXSOFT_OPERATIONS(Float16, Float16, extras), JAXSOFT_OPERATIONS(BFloat16, BFloat16, extras), \
    JAXSOFT_OPERATIONS(float, float, extras),     JAXSOFT_OPERATIONS(double, double, extras),     \

@@ -74,6 +74,19 @@ struct Candidates {
   alignas(64) int64_t keys[most + 16];
 };
 
+// Rows next to each other with a label each, of at most kTile elements of which all count. Arrays of one number a row are
+// of the accumulator's dtype, and null where the operation has none.
+struct LabelRows {
+  const void* a;
+  int64_t n;
+  const int32_t* labels;
+  int32_t no_row;               // the label of rows that are not read
+  void *m, *s;                  // results, or operands of the pullbacks
+  void *t, *u, *k;              // results
+  const void *g, *h, *v;        // operands
+  void* out;
+};
+
 // The kernels of one operation and of one pair of dtypes.
 struct Kernels {
   State (*reduce)(const Segment&, int64_t n);                       // null where nothing is reduced
@@ -83,6 +96,7 @@ struct Kernels {
   void (*put)(void* out, double value);                             // one element
   double (*get)(const void* a);                                     // likewise of the operand
   State (*above)(const Segment&, int64_t n);  // label_sums: of the scores above -inf, their number and sum(z - from)
+  void (*label_rows)(const LabelRows&, int64_t begin, int64_t end);  // of operations with labels
   // Of columns, without extra operands.
   void (*reduce_columns)(const Segment&, const Block&, Part*);
   void (*combine_columns)(Part* total, const Part&, int64_t columns);

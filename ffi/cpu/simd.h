@@ -98,6 +98,14 @@ inline V load_first(const T* p, int64_t count, V rest) {
   if constexpr (sizeof(T) == 4) return (V)_mm512_mask_loadu_ps((__m512)rest, mask, p);
   if constexpr (sizeof(T) == 2) return (V)_mm256_mask_loadu_epi16((__m256i)rest, mask, p);
   if constexpr (sizeof(T) == 1 && sizeof(V) == 16) return (V)_mm_mask_loadu_epi8((__m128i)rest, mask, p);
+#elif defined(__AVX2__)
+  static const int32_t marks[16] = {-1, -1, -1, -1, -1, -1, -1, -1};
+  if constexpr (sizeof(T) >= 4) {
+    __m256i mask;
+    memcpy(&mask, marks + 8 - count * sizeof(T) / 4, sizeof mask);
+    const __m256 first = _mm256_maskload_ps((const float*)p, mask);
+    return (V)_mm256_blendv_ps((__m256)rest, first, (__m256)mask);
+  }
 #endif
   memcpy(&rest, p, count * sizeof(T));
   return rest;
@@ -189,22 +197,14 @@ inline I32 load_mask(const bool* p, int64_t count, F32) { return load_mask<U8OfF
 inline I64 load_mask(const bool* p, int64_t count, F64) { return load_mask<U8OfF64, I64>(p, count); }
 
 // A bit for each lane of a comparison.
-inline uint32_t lane_bits(I32 mask) {
+template <class Mask>
+inline uint32_t lane_bits(Mask mask) {
 #if defined(__AVX512F__)
-  return _mm512_movepi32_mask((__m512i)mask);
+  if constexpr (sizeof mask[0] == 4) return _mm512_movepi32_mask((__m512i)mask);
+  else return _mm512_movepi64_mask((__m512i)mask);
 #elif defined(__AVX2__)
-  return _mm256_movemask_ps((__m256)mask);
-#else
-  uint32_t bits = 0;
-  for (unsigned i = 0; i < sizeof mask / sizeof mask[0]; i++) bits |= (mask[i] & 1u) << i;
-  return bits;
-#endif
-}
-inline uint32_t lane_bits(I64 mask) {
-#if defined(__AVX512F__)
-  return _mm512_movepi64_mask((__m512i)mask);
-#elif defined(__AVX2__)
-  return _mm256_movemask_pd((__m256d)mask);
+  if constexpr (sizeof mask[0] == 4) return _mm256_movemask_ps((__m256)mask);
+  else return _mm256_movemask_pd((__m256d)mask);
 #else
   uint32_t bits = 0;
   for (unsigned i = 0; i < sizeof mask / sizeof mask[0]; i++) bits |= (mask[i] & 1u) << i;
@@ -224,22 +224,38 @@ inline V rounded(V product) {
   return product;
 }
 
+// x, or the limit that it is beyond; a NaN stays. Of constants GCC makes comparisons, which take twice as long.
+template <class V>
+inline V clamped(V x, V low, V high) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof x[0] == 4) return (V)_mm512_max_ps((__m512)low, _mm512_min_ps((__m512)high, (__m512)x));
+  else return (V)_mm512_max_pd((__m512d)low, _mm512_min_pd((__m512d)high, (__m512d)x));
+#elif defined(__AVX2__)
+  if constexpr (sizeof x[0] == 4) return (V)_mm256_max_ps((__m256)low, _mm256_min_ps((__m256)high, (__m256)x));
+  else return (V)_mm256_max_pd((__m256d)low, _mm256_min_pd((__m256d)high, (__m256d)x));
+#else
+  x = x > high ? high : x;
+  return x < low ? low : x;
+#endif
+}
+
 // exp, within 1 unit in the last place, gradual underflow and NaN included: x = n log 2 + r, |r| <= log(2)/2, and
 // exp(r) = 1 + r + r^2 P(r), where P is the Chebyshev interpolation of (exp(r) - 1 - r) / r^2 on that interval
 // (its error relative to exp(r): 1.0e-8 for f32, 9.7e-17 for f64). 2^n is applied by an instruction for
-// that, or as two factors, as n may lie outside the exponents that one of them can have.
-inline F32 exp(F32 x) {
-  x = x > 89.0f ? F32{} + 89.0f : x;
-  x = x < -105.0f ? F32{} - 105.0f : x;
-  const float round = 0x1.8p23f;  // adding it leaves the nearest integer in the low bits
-  F32 t = x * 0x1.715476p0f + round;
-  F32 n = t - round;
+// that, or as two factors, as n may lie outside the exponents that one of them can have. `exp_of_rest` is exp(r).
+inline F32 exp_of_rest(F32 x, F32 n) {
   F32 r = (x - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f;
   F32 p = r * 0x1.6d1109p-10f + 0x1.120b6ep-7f;
   p = p * r + 0x1.555519p-5f;
   p = p * r + 0x1.5554dcp-3f;
   p = p * r + 0x1p-1f;
-  p = p * (r * r) + r + 1.0f;
+  return p * (r * r) + r + 1.0f;
+}
+inline F32 exp(F32 x) {
+  x = clamped(x, F32{} - 105.0f, F32{} + 89.0f);
+  const float round = 0x1.8p23f;  // adding it leaves the nearest integer in the low bits
+  F32 t = x * 0x1.715476p0f + round;
+  F32 n = t - round, p = exp_of_rest(x, n);
 #if defined(__AVX512F__)
   return (F32)_mm512_scalef_ps((__m512)p, (__m512)n);
 #else
@@ -250,8 +266,7 @@ inline F32 exp(F32 x) {
 }
 
 inline F64 exp(F64 x) {
-  x = x > 710.0 ? F64{} + 710.0 : x;
-  x = x < -750.0 ? F64{} - 750.0 : x;
+  x = clamped(x, F64{} - 750.0, F64{} + 710.0);
   const double round = 0x1.8p52;
   F64 t = x * 0x1.71547652b82fep0 + round;
   F64 n = t - round;
@@ -274,6 +289,16 @@ inline F64 exp(F64 x) {
   return p * bits<F64>((e1 + 1023) << 52) * bits<F64>((e2 + 1023) << 52);
 #endif
 }
+
+// exp of x <= 0 as a term of a sum, or of NaN: what f32 has only below its normal numbers is 0. 2^n has one factor then.
+inline F32 exp_term(F32 x) {
+  const float round = 0x1.8p23f;
+  F32 t = x * 0x1.715476p0f + round;
+  F32 n = t - round;
+  F32 p = exp_of_rest(x, n) * bits<F32>((bits<I32>(t) << 23) + bits<int32_t>(1.0f));
+  return x < -87.33f ? F32{} : p;
+}
+inline F64 exp_term(F64 x) { return exp(x); }
 
 inline F32 maximum(F32 a, F32 b) { return b > a ? b : a; }  // a NaN in b is passed over
 inline F64 maximum(F64 a, F64 b) { return b > a ? b : a; }
