@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsoft._forms import Form
+from jaxsoft._forms import NO_ROW, Form
 from jaxsoft._rows import row_operation
 
 # (rows, n) by strategy: lanes of a warp, a block with 4, 5 and 8 packs a thread, clusters of few rows, split; n odd and
@@ -48,6 +48,7 @@ PAIRS = [("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float16"
 COLUMNS = [(2, 8, 1), (3, 33, 3), (3, 50, 130), (2, 1001, 64), (1, 70001, 5), (2, 130, 4097)]
 # So many tiles that they are dealt out one by one: over clusters, of 8 blocks at most, and to single blocks.
 TILES = [((400, 2048, 64), "float32"), ((500, 2048, 64), "bfloat16"), ((210, 8, 4104), "float32")]
+CAPS = (None, 5.0)  # of the operations with labels
 # Of the others, by (rows, n): held by lanes of a warp, side by side, by warps, with rows left over; tiled in a block,
 # in clusters that end with their row, or stay, with rows that fit them or do not; few rows, over clusters and split.
 OTHERS = [(70, 24), (300, 50), (9, 1000), (70, 1001), (70, 4096), (700, 16384), (300, 50240), (300, 65544)]
@@ -87,9 +88,9 @@ def run(implementation: str, shape: Sequence[int], dtype: str, form: Form) -> No
         "b": jnp.sin(x),
     }
 
-    def call(operation, names, dtype, *operands, masked=False):
+    def call(operation, names, dtype, *operands, masked=False, cap=None):
         kept = "".join(name for name in form.extras if name in names)
-        of = Form(np.dtype(dtype), kept, form.trailing, masked)
+        of = Form(np.dtype(dtype), kept, form.trailing, masked, cap)
         return row_operation(operation, of, implementation, *operands, *(extras[name] for name in kept))
 
     # Scores so far above the row's first ones that f32 has no sum of their exponentials.
@@ -100,6 +101,17 @@ def run(implementation: str, shape: Sequence[int], dtype: str, form: Form) -> No
     call("softmax_vjp", "sl", dtype, y, g.astype(y.dtype), masked=bool(set(form.extras) & set("lw")))
     call("log_softmax_vjp", "slw", form.dtype, x, m, s, g)
     jax.block_until_ready(call("logsumexp_vjp", "slwb", form.dtype, x, m, s, s))
+    if form.trailing:
+        return
+    i = jnp.arange(rows[0], dtype=jnp.int32) * 7 % n
+    i = i.at[1::5].set(NO_ROW).at[2::5].set(-1)
+    for cap in CAPS:
+        m, s, *_ = call("label_state", "lw", dtype, x, i, cap=cap)
+        call("label_sums", "lw", dtype, x, i, cap=cap)
+        call("label_state_vjp", "lw", form.dtype, x, i, m, s, s, s, cap=cap)
+        jax.block_until_ready(call("label_sums_vjp", "lw", form.dtype, x, i, m, s, s, s, s, cap=cap))
+    for k in {min(n, k) for k in (1, 5, 64, 256)} if implementation == "ffi" and not form.extras else ():
+        jax.block_until_ready(row_operation("top_k", Form(np.dtype(dtype), k=k), implementation, x))
 
 
 def main() -> None:

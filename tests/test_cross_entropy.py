@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_sharding import DEVICES, check_moved, collectives, each_axis_type, mesh_of, rows_on_a_device
+from test_sharding import check_moved, collectives, each_axis_type, mesh_of, needs_devices, rows_on_a_device
 
 import jaxsoft
 from jaxsoft import softmax_cross_entropy_with_integer_labels as cross_entropy
@@ -159,6 +159,34 @@ def test_long_rows(implementation, dtype, n, count):
         want, _, dx_want = truth(x, labels, label_smoothing=0.1)
         weight = np.arange(1, count + 1)[:, None]
         assert_close(f(x), (want, dx_want * weight), dtype, scale=(np.abs(dx_want) + 0.2 / n) * weight)
+
+
+NEIGHBOURS = {"short": [(2500, n) for n in (1, 3, 10, 24, 33, 48, 100)], "long": [(9, 65537), (20, 50257), (33, 20001)]}
+
+
+@each_fast_implementation
+@each_dtype_in_turn
+@pytest.mark.parametrize("shapes", ["short", pytest.param("long", marks=pytest.mark.slow)])
+def test_neighbours(implementation, dtype, shapes):
+    """Rows that kernels take together: of different offsets, and some that are not to be read."""
+    for count, n in NEIGHBOURS[shapes]:
+        rng = np.random.default_rng(n)
+        x = (
+            2 * rng.standard_normal((count, n), np.float32)
+            + np.float32([0, 100, 0, -70, 20])[np.arange(count) % 5, None]
+        )
+        labels = rng.integers(0, n, count, np.int32)
+        labels[3::7], x[3::7] = -100, np.nan
+        for smoothing in (0.0, 0.1):
+            options = {"ignore_index": -100, "label_smoothing": smoothing}
+            with precision(dtype), served(implementation):
+                x = x.astype(dtype)
+                f = lambda x: cross_entropy(x, labels, **options, implementation=implementation)  # noqa: E731,B023
+                actual = jax.jit(lambda x, f=f: value_and_pullback(f, x))(x)
+                want, _, dx_want = truth(x, labels, **options)
+                weight = np.arange(1, count + 1)[:, None]
+                terms = (np.abs(dx_want) + 2 * smoothing / n) * weight
+                assert_close(actual, (want, dx_want * weight), dtype, scale=terms)
 
 
 @each_implementation
@@ -380,7 +408,7 @@ def test_dense_edges():
     np.testing.assert_allclose(hessian, change, atol=1e-3)
 
 
-@pytest.mark.skipif(DEVICES < 2, reason="needs two devices, better eight, which a CPU can pretend to have")
+@needs_devices
 @each_fast_implementation
 @each_axis_type
 def test_sharded(implementation, kind):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from common import EPS, each_dtype, each_implementation, precision, served, slow, wide
+from test_sharding import needs_devices
 
 from jaxsoft.random import sample
 
@@ -316,7 +317,7 @@ def test_temperatures_below_zero():
         np.testing.assert_array_equal(np.isnan(p), [True, False])
 
 
-@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices, which a CPU can pretend to have")
+@needs_devices
 def test_sharded_rows():
     """Rows are drawn where they lie, without communication, and as they are on one device."""
     mesh = jax.make_mesh((2,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -27,7 +27,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 DEVICES = len(jax.devices())
-pytestmark = pytest.mark.skipif(DEVICES < 2, reason="needs two devices, better eight, which a CPU can pretend to have")
+needs_devices = pytest.mark.skipif(DEVICES < 2, reason="needs two devices, or eight, which a CPU can pretend to have")
+pytestmark = needs_devices
 # 2 x 4 of eight devices; of fewer, powers of two that there are.
 MESH = (2, 4) if DEVICES >= 8 else (2, 2) if DEVICES >= 4 else (1, 2)
 # Without the reference, whose scan XLA partitions, correctly, with collectives of its own.

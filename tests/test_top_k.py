@@ -30,7 +30,7 @@ from common import (
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_ffi import call
-from test_sharding import MESH, collectives, each_axis_type, mesh_of
+from test_sharding import MESH, collectives, each_axis_type, mesh_of, needs_devices
 
 import jaxsoft
 from jaxsoft import _ffi, _xla
@@ -199,14 +199,17 @@ def test_gradients(implementation, dtype):
     def f(x):
         return top_k_softmax(x, 4, dtype=wide_dtype, implementation=implementation)[:2]
 
-    with precision(dtype), served(implementation):
-        dx = jax.jit(pulled_back(f, g))(x)
-        dv, dp = jax.jvp(f, (x,), (t,))[1]
     with jax.enable_x64(True):
         exact = wide(x)
         expected = np.asarray(jax.jit(pulled_back(lambda x: plain(x, 4), tuple(map(wide, g))))(exact))
         expected_v, expected_p = (np.asarray(v) for v in jax.jvp(lambda x: plain(x, 4), (exact,), (wide(t),))[1])
         p = np.asarray(jax.nn.softmax(exact))
+    dx = None
+    with precision(dtype), served(implementation):
+        dx = jax.jit(pulled_back(f, g))(x)
+        dv, dp = jax.jvp(f, (x,), (t,))[1]
+    if dx is None:  # refused
+        return
     assert dx.dtype == x.dtype and dv.dtype == x.dtype and dp.dtype == wide_dtype
     eps = EPS[x.dtype.itemsize]
     size = 16 * eps * (p * np.abs(g[1]).sum(-1, keepdims=True) * 4 + np.abs(expected))
@@ -249,6 +252,7 @@ def test_gradients_of_values_alone(implementation):
     assert (np.sum(dx != 0, axis=-1) == 1).all() and (np.sum(dx, axis=-1) == 1).all()
 
 
+@needs_devices
 @each_fast_implementation
 @each_axis_type
 def test_sharding(implementation, kind):
@@ -283,6 +287,7 @@ def test_sharding(implementation, kind):
                 assert len(moved) <= 5, moved
 
 
+@needs_devices
 @each_fast_implementation
 def test_parts_shorter_than_k(implementation):
     """Each device then has all of its part among the k largest."""
@@ -294,6 +299,7 @@ def test_parts_shorter_than_k(implementation):
             assert_top_k(x, k, jax.jit(lambda x, k=k: top_k_softmax(x, k, implementation=implementation))(sharded))
 
 
+@needs_devices
 @each_fast_implementation
 @pytest.mark.parametrize("manual", [("a", "b"), pytest.param(("a",), marks=slow)], ids=["fully", "partially"])
 def test_shard_map(implementation, manual):
