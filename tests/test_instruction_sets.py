@@ -13,7 +13,7 @@ from common import on_cpu, slow
 @pytest.mark.parametrize("isa", ["baseline", pytest.param("avx2", marks=slow)])
 def test_forward_and_backward(isa):
     here = Path(__file__).parent
-    tests = [str(here / "test_forward.py"), str(here / "test_grad.py")]
+    tests = [str(here / name) for name in ("test_forward.py", "test_grad.py", "test_cross_entropy.py")]
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "ffi and short", *tests]
     environment = {**os.environ, "JAXSOFT_CPU_ISA": isa}
     run = subprocess.run(command, env=environment, cwd=here.parent, capture_output=True, text=True, check=False)
