@@ -87,7 +87,7 @@ def cross_entropy() -> Iterator[Call]:
         for dtype in ("bfloat16", "float32"):
             losses = {"optax": optax.softmax_cross_entropy_with_integer_labels}
             losses["jaxsoft"] = jaxsoft.softmax_cross_entropy_with_integer_labels
-            for name in available("pallas", "xla"):
+            for name in available("ffi", "pallas", "xla"):
                 losses[name] = lambda x, y, name=name: jaxsoft.softmax_cross_entropy_with_integer_labels(
                     x, y, implementation=name
                 )

@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(Flat::threads)
   write(std::false_type());
 }
 
-// Rows have more than Flat::packs packs, and begin in memory where packs do.
+// Rows have at least the elements of a block's share. The first begins at a multiple of 16 bytes.
 template <template <class> class Op, class T>
 cudaError_t launch_flat(const Arguments<T>& args, cudaStream_t stream) {
   const int64_t packs = (args.rows * args.n + Pack<T>::size - 1) / Pack<T>::size;

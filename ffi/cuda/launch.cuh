@@ -188,7 +188,8 @@ cudaError_t launch_form(const Arguments<T>& args, void* workspace, int64_t bytes
   if (packs <= std::min<int64_t>(resident_packs, 4 * most_threads<Form, 4>))
     return launch_resident<Op, T, Form, 4>(args, layout, packs, stream);
   if constexpr (!Op<T>::reduces && !Form::extras && sizeof(T) <= 4)
-    if (args.vector && reinterpret_cast<uintptr_t>(args.a) % 16 == 0 && packs > Flat::packs && args.n <= 1 << 30)
+    if (args.vector && reinterpret_cast<uintptr_t>(args.a) % 16 == 0 && args.n >= Flat::packs * Pack<T>::size &&
+        args.n <= 1 << 30)
       return launch_flat<Op, T>(args, stream);
   // Split where one block a row would leave too few, or have too much. What reduces nothing is always split.
   int threads = kThreads<Op<T>>;
