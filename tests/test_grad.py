@@ -80,7 +80,8 @@ def test_the_reference_against_float64(op, dtype):
         check(op, "reference", *case(n, dtype))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=slow)])
+@slow
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_one_row_of_2_to_the_24(dtype):
     x = rows(2**24, dtype, count=1)
     truth = Truth.of(x)

@@ -366,9 +366,35 @@ void transpose(const char* from, char* to, int64_t rows, int64_t columns, int64_
   else transpose<uint64_t>(from, to, rows, columns);
 }
 
+// Of columns with labels, moves the labels' scores to t, and leaves -inf in their place, and in that of all scores of
+// rows that are not read.
+template <class Word, class Score>
+void take_label_scores(const Kernels& k, char* columns, int64_t n, int64_t rows, const int32_t* labels, void* t) {
+  auto* const scores = reinterpret_cast<Word*>(columns);
+  Word none;
+  k.put(&none, -infinity);
+  for (int64_t j = 0; j < rows; j++) {
+    const int64_t label = labels[j];
+    Score score = label == kNoRow ? 0 : static_cast<Score>(std::nan(""));
+    if (label >= 0 && label < n) {
+      Word& at = scores[label * rows + j];
+      if constexpr (sizeof(Word) == sizeof(Score)) std::memcpy(&score, &at, sizeof score);
+      else score = static_cast<Score>(k.get(&at));
+      at = none;
+    }
+    for (int64_t c = 0; label == kNoRow && c < n; c++) scores[c * rows + j] = none;
+    static_cast<Score*>(t)[j] = score;
+  }
+}
+void take_label_scores(const Kernels& k, char* columns, int64_t size, int64_t n, int64_t rows, const int32_t* labels,
+                       void* t) {
+  if (size == 2) take_label_scores<uint16_t, float>(k, columns, n, rows, labels, t);
+  else if (size == 4) take_label_scores<uint32_t, float>(k, columns, n, rows, labels, t);
+  else take_label_scores<uint64_t, double>(k, columns, n, rows, labels, t);
+}
+
 // Short rows are made columns, some at a time in the first-level cache: a row by itself would leave lanes of its vectors
-// idle, and cost as much as several.
-// With labels, whose scores are results and which nothing else is written of, -inf takes the place of each.
+// idle, and cost as much as several. The results of rows with labels are statistics alone.
 void run_short_rows(ffi::ThreadPool& pool, const Kernels& k, Shape shape, const Arrays& arrays,
                     const Labels* labels = nullptr) {
   const int64_t n = shape.n, together = std::min(kColumns, kShortElements / n / 16 * 16);
@@ -378,13 +404,7 @@ void run_short_rows(ffi::ThreadPool& pool, const Kernels& k, Shape shape, const 
     const Block block{n, rows, rows, 0, rows};
     transpose(arrays.a.at(row * n), a, rows, n, arrays.a.size);
     if (arrays.b.data) transpose(arrays.b.at(row * n), b, rows, n, arrays.b.size);
-    for (int64_t j = 0; labels && j < rows; j++) {
-      const int32_t label = labels->index[row + j];
-      const bool in = label >= 0 && label < n;
-      labels->t.set(row + j, in ? k.get(a + (label * rows + j) * arrays.a.size) : label == kNoRow ? 0 : std::nan(""));
-      for (int64_t c = in ? label : 0; c < (in ? label + 1 : label == kNoRow ? n : 0); c++)
-        k.put(a + (c * rows + j) * arrays.a.size, -infinity);
-    }
+    if (labels) take_label_scores(k, a, arrays.a.size, n, rows, labels->index + row, labels->t.at(row));
     const Segment at{a, b};
     Part part;
     Numbers numbers;
