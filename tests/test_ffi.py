@@ -139,6 +139,13 @@ def test_empty_buffers(shape, trailing):
     y, _ = call("softmax", [(shape, F32)], x, trailing=trailing)
     m, s, _ = call("state", [(statistic, F32)] * 2, x, trailing=trailing)
     assert y.shape == shape and (m == -jnp.inf).all() and (s == 0).all()
+    if trailing:
+        return
+    i = jnp.zeros(statistic, jnp.int32)
+    m, s, t, _ = call("label_state", [(statistic, F32)] * 3, x, i)
+    assert (m == -jnp.inf).all() and (s == 0).all() and jnp.isnan(t).all()
+    for operation, numbers in (("label_state_vjp", [m, s, s, s]), ("label_sums_vjp", [m, s, s, s, s])):
+        assert call(operation, [(shape, F32)], x, i, *numbers)[0].shape == shape
 
 
 @pytest.mark.parametrize(("target", "operands"), [("softmax_vjp", [X]), ("state", [])])

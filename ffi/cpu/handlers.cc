@@ -500,15 +500,15 @@ ffi::Error run(ffi::ThreadPool& pool, Operation operation, const ffi::ErrorOr<Ca
   const auto result = arrays.out.data ? arrays.out.dtype : arrays.a.dtype;
   const bool with = labels.cap > 0 || call->extras.where.data;
   const auto& kernels = table()[with][dtypes_of(arrays.a.dtype, result)];
-  const bool short_and_plain = call->shape.n > 0 && call->shape.n <= kShort && !with && !call->extras.limit.data;
-  if (short_and_plain && operation == kState) {
+  const bool plain = call->shape.n > 0 && !with && !call->extras.limit.data;
+  if (plain && call->shape.n <= kShort && operation == kState) {
     run_short_rows(pool, kernels[operation], call->shape, arrays, &labels);
     return ffi::Error::Success();
   }
-  if (call->shape.n <= kTile && !with && !call->extras.limit.data) {
-    const LabelRows rows{arrays.a.data,   call->shape.n,   labels.index,  kNoRow,
-                         arrays.m.data,   arrays.s.data,   labels.t.data, labels.u.data, labels.k.data,
-                         arrays.g.data,   labels.h.data,   labels.v.data, arrays.out.data};
+  if (plain && call->shape.n <= kTile) {
+    const LabelRows rows{arrays.a.data, call->shape.n, labels.index,  kNoRow,        arrays.m.data,
+                         arrays.s.data, labels.t.data, labels.u.data, labels.k.data, arrays.g.data,
+                         labels.h.data, labels.v.data, arrays.out.data};
     each_rows(pool, call->shape.rows, call->shape.n,
               [&](int64_t begin, int64_t end) { kernels[operation].label_rows(rows, begin, end); });
     return ffi::Error::Success();

@@ -315,7 +315,8 @@ void label_states(const LabelRows& rows, int64_t begin, int64_t end) {
       set(rows.u, row, here.sum_over_finite(n, [=](V z) { return z - from; }) + (t > 0 && t == (S)infinity ? t : 0));
       set(rows.k, row, here.sum_over_finite(n, [](V) { return V{} + (S)1; }) + (here.is_read && t > (S)-infinity));
     }
-    set(rows.m, row, here.m), set(rows.s, row, here.sum_exp_of_scores(n, (const T*)rows.a + (row + 2) * n)), set(rows.t, row, t);
+    set(rows.m, row, here.m), set(rows.t, row, t);
+    set(rows.s, row, here.sum_exp_of_scores(n, (const T*)rows.a + (row + 2) * n));
   }
 }
 
