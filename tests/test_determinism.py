@@ -67,7 +67,7 @@ def test_on_every_device(op, shapes):
 
 @each_op
 @each_kernel
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=slow)])
 def test_a_row_by_itself(op, implementation, dtype):
     """Alone, among few rows or many, first or last, beside NaN and scores whose exp is inf: the same bits.
 
