@@ -223,21 +223,25 @@ double get(const void* a) {
   return load<T>((const T*)a, 1, 0)[0];
 }
 
-// The number of scores above -inf, and the sum of their distances from `at.from`.
-template <class T, bool extras>
-State above(const Segment& at, int64_t n) {
+// The number of scores above -inf, and the sum of their distances from `from`.
+template <class T, class Score>
+inline State sums_above(int64_t n, typename Lanes<T>::Scalar from, Score score) {
   typedef typename Lanes<T>::V V;
   typedef typename Lanes<T>::Scalar S;
+  auto sum = [=](auto value) {
+    return sum_terms<T>(n, [=](int64_t i, int64_t left) {
+      V z = score(i, left);
+      return z > V{} - (S)infinity ? value(z) : V{};
+    });
+  };
+  return {sum([](V) { return V{} + (S)1; }), sum([=](V z) { return z - from; })};
+}
+
+template <class T, bool extras>
+State above(const Segment& at, int64_t n) {
   const Reader<T, extras> reader(at);
-  const S from = (S)at.from;
-  auto finite = [=](V z) { return z > V{} - (S)infinity; };
-  return {sum_terms<T>(n, [=](int64_t i, int64_t left) {
-            return finite(reader.counted_score(i, left)) ? V{} + (S)1 : V{};
-          }),
-          sum_terms<T>(n, [=](int64_t i, int64_t left) {
-            V z = reader.counted_score(i, left);
-            return finite(z) ? z - from : V{};
-          })};
+  return sums_above<T>(n, (typename Lanes<T>::Scalar)at.from,
+                       [=](int64_t i, int64_t left) { return reader.counted_score(i, left); });
 }
 
 template <class V>
@@ -285,14 +289,9 @@ struct KeptRow {
       return kept[i / L::lanes] - ref;
     });
   }
-  // The sum of value(score) over the scores above -inf.
-  template <class Value>
-  double sum_over_finite(int64_t n, Value value) const {
-    const V* const from = scores;
-    return is_read ? sum_terms<T>(n, [=](int64_t i, int64_t) {
-             const V z = from[i / L::lanes];
-             return z > V{} - (S)infinity ? value(z) : V{};
-           }) : 0;
+  State sums(S from, int64_t n) const {
+    const V* const kept = scores;
+    return is_read ? sums_above<T>(n, from, [=](int64_t i, int64_t) { return kept[i / L::lanes]; }) : State{0, 0};
   }
 };
 
@@ -300,7 +299,6 @@ struct KeptRow {
 // to do while it waits for either.
 template <class T, bool sums>
 void label_states(const LabelRows& rows, int64_t begin, int64_t end) {
-  typedef typename Lanes<T>::V V;
   typedef typename Lanes<T>::Scalar S;
   KeptRow<T> kept[2];
   const int64_t n = rows.n;
@@ -311,9 +309,9 @@ void label_states(const LabelRows& rows, int64_t begin, int64_t end) {
     if (row + 1 < end) kept[(row + 1 - begin) % 2].read(rows, row + 1);
     const S t = here.t;
     if constexpr (sums) {
-      const S from = (S)reference(t);
-      set(rows.u, row, here.sum_over_finite(n, [=](V z) { return z - from; }) + (t > 0 && t == (S)infinity ? t : 0));
-      set(rows.k, row, here.sum_over_finite(n, [](V) { return V{} + (S)1; }) + (here.is_read && t > (S)-infinity));
+      const State above = here.sums((S)reference(t), n);
+      set(rows.u, row, above.s + (t > 0 && t == (S)infinity ? t : 0));
+      set(rows.k, row, above.m + (here.is_read && t > (S)-infinity));
     }
     set(rows.m, row, here.m), set(rows.t, row, t);
     set(rows.s, row, here.sum_exp_of_scores(n, (const T*)rows.a + (row + 2) * n));
@@ -372,7 +370,7 @@ constexpr auto reduces() -> State (*)(const Segment&, int64_t) {
 
 template <class Op, class T, class Out, bool extras>
 constexpr Kernels kernels = {reduces<Op::reduction, T, extras>(), write<Op, T, Out, extras>, nullptr, fill<Op, Out>,
-                             put<Out>, get<T>, nullptr, nullptr,
+                             put<Out>, get<T>, nullptr,
                              reduce_columns<Op::reduction, T, keeps_digits<Op>>, combine_columns, finish_columns<Op, T>,
                              write_columns<Op, T, Out>};
 

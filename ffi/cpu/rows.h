@@ -80,10 +80,10 @@ struct LabelRows {
   const void* a;
   int64_t n;
   const int32_t* labels;
-  int32_t no_row;               // the label of rows that are not read
-  void *m, *s;                  // results, or operands of the pullbacks
-  void *t, *u, *k;              // results
-  const void *g, *h, *v;        // operands
+  int32_t no_row;         // the label of rows that are not read
+  void *m, *s;            // results, or operands of the pullbacks
+  void *t, *u, *k;        // results
+  const void *g, *h, *v;  // operands
   void* out;
 };
 
@@ -96,12 +96,12 @@ struct Kernels {
   void (*put)(void* out, double value);                             // one element
   double (*get)(const void* a);                                     // likewise of the operand
   State (*above)(const Segment&, int64_t n);  // label_sums: of the scores above -inf, their number and sum(z - from)
-  void (*label_rows)(const LabelRows&, int64_t begin, int64_t end);  // of operations with labels
   // Of columns, without extra operands.
   void (*reduce_columns)(const Segment&, const Block&, Part*);
   void (*combine_columns)(Part* total, const Part&, int64_t columns);
   void (*finish_columns)(const Part&, const Block&, void* m, void* s, const void* g, Numbers*);
   void (*write_columns)(const Segment&, void* out, const Block&, const Numbers&);
+  void (*label_rows)(const LabelRows&, int64_t begin, int64_t end) = nullptr;  // of operations with labels, plain
   // top_k: appends those of the elements, of which the first has this index, that are wanted. Returns how many it has
   // looked at: all, or so many that there is no room for those of a block.
   int64_t (*find)(const Segment&, int64_t n, int64_t index, Candidates*) = nullptr;
