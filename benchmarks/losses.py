@@ -38,6 +38,7 @@ import numpy as np
 import optax
 import programs
 import timing
+from scipy.special import logsumexp, softmax
 from speed import git_commit, header
 
 import jaxsoft
@@ -106,8 +107,7 @@ def _some(x: jax.Array, labels: jax.Array) -> tuple[np.ndarray, ...]:
     """A few rows, the gradients of their losses, and the losses, in float64."""
     rows = np.unique([0, len(labels) // 3, len(labels) - 1])
     z, y = np.asarray(x[rows]).astype(np.float64), np.asarray(labels)[rows]
-    e = np.exp(z - z.max(axis=-1, keepdims=True))
-    p, every = e / e.sum(axis=-1, keepdims=True), np.arange(len(rows))
+    p, every = softmax(z, axis=-1), np.arange(len(rows))
     loss = -np.log(p[every, y])
     p[every, y] -= 1
     return rows, p, loss
@@ -168,8 +168,7 @@ def _top_k(shape: tuple[int, int], dtype: str, k: int) -> Call:
         wrong += np.sum((np.diff(largest, axis=-1) == 0) & (np.diff(i, axis=-1) <= 0))  # ties: by index
         rows = np.unique([0, len(x) // 3, len(x) - 1])
         z = x[rows].astype(np.float64)
-        e = np.exp(z - z.max(axis=-1, keepdims=True))
-        want = np.take_along_axis(e / e.sum(axis=-1, keepdims=True), i[rows], axis=-1)
+        want = np.take_along_axis(softmax(z, axis=-1), i[rows], axis=-1)
         unit = 2.0**-8 if dtype == "bfloat16" else 1e-5
         return float(wrong + np.max(np.abs(p[rows].astype(np.float64) - want) / (unit * want)))
 
@@ -204,11 +203,10 @@ def linear() -> Iterator[Call]:
         loss, (dh, dw) = result
         some, columns = np.array([0, rows // 3, rows - 1]), np.concatenate([y[:2], [0, classes - 1]])
         z = (h[some] @ w).astype(np.float64)
-        lse = np.log(np.sum(np.exp(z), axis=-1, keepdims=True))
-        dz = np.exp(z - lse)
+        dz = softmax(z, axis=-1)
         dz[np.arange(3), y[some]] -= 1
         dh_want = dz.astype(np.float32) @ w.T / rows
-        every = np.concatenate([_lse(h[i : i + 256] @ w) for i in range(0, rows, 256)])
+        every = np.concatenate([logsumexp(h[i : i + 256] @ w, axis=-1) for i in range(0, rows, 256)])
         dz = np.exp(h @ w[:, columns] - every[:, None]) - (columns == y[:, None])
         dw_want, loss_want = h.T @ dz / rows, np.mean(every - np.sum(h * w[:, y].T, axis=-1))
         errors = [abs(float(loss) - loss_want) / (1e-2 * loss_want)]
@@ -228,11 +226,6 @@ def linear() -> Iterator[Call]:
         "products, logits twice": functools.partial(products, again=True),
     }
     yield Call(f"linear {rows}x{depth} -> {classes} bfloat16", lambda: (h, w, y), functions, 0, check)
-
-
-def _lse(z: np.ndarray) -> np.ndarray:
-    m = z.max(axis=-1)
-    return m + np.log(np.sum(np.exp(z - m[:, None]), axis=-1))
 
 
 GROUPS = {"cross_entropy": cross_entropy, "top_k": top_k, "few": few, "linear": linear}
