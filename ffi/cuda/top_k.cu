@@ -24,8 +24,7 @@ constexpr int kTilePacks = 4;      // of a thread in a tile
 constexpr int kBuffer = 2048;      // keys in the buffer: more than kMostK packs have elements
 constexpr int kGathered = 448;     // so many are cut, or 2 k
 constexpr int kRanked = 192;       // up to so many are put in order without being cut before
-// The same of a row that is not split: other blocks have work for the time of a cut, which is short where few keys tie.
-template <class T> constexpr int kRankedOfRow = sizeof(T) == 4 ? 128 : kRanked;
+constexpr int kRankedOfRow = 128;  // the same of a row that is not split: other blocks have work for the time of a cut
 constexpr int kMerged = 4096;      // keys of all parts of a row
 constexpr int kFewParts = 16;      // more of a row only where each has two tiles even so
 constexpr int kMergeThreads = 1024;
@@ -264,7 +263,7 @@ __global__ void __launch_bounds__(kTopKThreads, 2)
   const auto row = part_of_row<StateOf, T, Plain>(args, blockIdx.x, split);
   const auto begin = static_cast<uint32_t>(row.a - (args.a + index * args.n));
   const int lane = threadIdx.x % 32;
-  const int ranked = split.parts == 1 ? kRankedOfRow<T> : kRanked;
+  const int ranked = split.parts == 1 ? kRankedOfRow : kRanked;
   const auto of_warp = reduce_lanes<T>(gather<T>(row, begin, args.n, to.k, ranked, room, gathered, keys), 32);
   if (lane == 0) warps[threadIdx.x / 32] = of_warp;
   __syncthreads();
