@@ -2,6 +2,7 @@
 
 from importlib.metadata import version as _version
 
+from jaxsoft import _ffi
 from jaxsoft import random as random
 from jaxsoft._cross_entropy import softmax_cross_entropy, softmax_cross_entropy_with_integer_labels
 from jaxsoft._implementations import implementations
@@ -24,6 +25,8 @@ from jaxsoft.fold import (
 )
 
 __version__ = _version("jaxsoft")
+
+_ffi.register()
 
 __all__ = [
     "State",

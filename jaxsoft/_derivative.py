@@ -15,14 +15,14 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from jaxsoft import _formulas, _xla, fold
 from jaxsoft._batching import as_leading_dimension
 from jaxsoft._forms import OPERATIONS, Form, compose, counted, scores
+from jaxsoft._primitives import compiled, primitive
 from jaxsoft._rows import row_operation
+from jaxsoft._tangents import jvp_along, moves, zero_tangent
 
 
 @functools.cache
@@ -42,17 +42,15 @@ def differentiable(operation: str, form: Form, implementation: str | None) -> Ca
         y, residuals = _forward(operation, form, implementation, *primals)
         named = dict(zip(form.extras, extras, strict=True))
         masked = operation == "softmax" and ("l" in named or "w" in named)
-        moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
         t = tangents[0]
-        if moving != [0]:
+        if any(map(moves, tangents[1:])):
 
             @functools.partial(jax.checkpoint, prevent_cse=False)  # keeps the operands, not masks of x's size
-            def z(*moved):
-                x, *extras = (moved[moving.index(i)] if i in moving else v for i, v in enumerate(primals))
+            def z(x, *extras):
                 beside = dict(zip(form.extras, extras, strict=True))
                 return scores(form, x, beside, fold.accumulator(x.dtype), counted(form, x, beside))
 
-            values, t = jax.jvp(z, [primals[i] for i in moving], [tangents[i] for i in moving])
+            values, t = jvp_along(z, primals, tangents)
             residuals = tuple(values if r is x else r for r in residuals)
             named = {name: v for name, v in named.items() if name not in "sb"}
         if operation == "softmax":  # y is 0 where the others say that an element does not count
@@ -116,13 +114,13 @@ def top_k(form: Form, implementation: str | None) -> Callable[[jax.Array], tuple
         values, i, m, s = row_operation("top_k", form, implementation, x)
         return (values, _formulas.defined_probabilities(values, m, s), i), (m, s)
 
-    @function.defjvp
+    @functools.partial(function.defjvp, symbolic_zeros=True)
     def function_jvp(primals, tangents):
         results, (m, s) = forward(*primals)
         values, p, i = results
         others, t = _Derivative("top_k", form, implementation)(*primals, i, m, s, *tangents)
         dp = p * (t - (others + jnp.sum(p * t, axis=-1))[..., None])
-        return results, (t.astype(values.dtype), dp, np.zeros(i.shape, jax.dtypes.float0))
+        return results, (t.astype(values.dtype), dp, zero_tangent(i))
 
     return function
 
@@ -144,7 +142,7 @@ class Derivative(abc.ABC):
     def __call__(self, *operands: jax.Array) -> list[jax.Array]:
         # The primitive holds its computation as a jaxpr, where JAX looks for what needs to know devices when lowered.
         call = jax.make_jaxpr(lambda *operands: self.apply(operands))(*operands)
-        return linear_p.bind(*operands, derivative=self, call=call)
+        return _linear_p().bind(*operands, derivative=self, call=call)
 
     @property
     @abc.abstractmethod
@@ -224,22 +222,27 @@ class _Derivative(Derivative):
 # How many results a derivative has, if not one.
 _RESULTS = {"top_k": 2, "label_state": 2, "label_sums": 3}
 
-linear_p = Primitive("jaxsoft_derivative")
-linear_p.multiple_results = True
+
+@functools.cache
+def _linear_p():
+    made = primitive("jaxsoft_derivative", _impl, _abstract_eval)
+    ad.primitive_jvps[made] = _jvp
+    ad.primitive_transposes[made] = _transpose
+    batching.primitive_batchers[made] = _batch
+    mlir.register_lowering(made, _lower)
+    return made
 
 
-@linear_p.def_impl
 def _impl(*operands, derivative, call):
     del call
-    return _compiled(derivative, *operands)
+    return _compiled(*operands, derivative=derivative)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _compiled(derivative, *operands):
+@functools.partial(compiled, static_argnames="derivative")
+def _compiled(*operands, derivative):
     return derivative.apply(operands)
 
 
-@linear_p.def_abstract_eval
 def _abstract_eval(*operands, derivative, call):
     del operands, derivative
     return call.out_avals
@@ -248,18 +251,11 @@ def _abstract_eval(*operands, derivative, call):
 def _jvp(primals, tangents, *, derivative, call):
     del call
     linear = derivative.linear
-    moving = [i for i, t in enumerate(tangents) if i not in linear and not isinstance(t, ad.Zero)]
+    fixed = [zero_tangent(primals[i]) if i in linear else t for i, t in enumerate(tangents)]
     terms = []
-    if moving:
-
-        def along(*values):
-            varied = list(primals)
-            for i, value in zip(moving, values, strict=True):
-                varied[i] = value
-            return derivative.formula(varied)
-
-        terms.append(jax.jvp(along, [primals[i] for i in moving], [tangents[i] for i in moving])[1])
-    if not all(isinstance(tangents[i], ad.Zero) for i in linear):
+    if any(map(moves, fixed)):
+        terms.append(jvp_along(lambda *operands: derivative.formula(operands), primals, fixed)[1])
+    if any(moves(tangents[i]) for i in linear):
         varied = [ad.instantiate_zeros(tangents[i]) if i in linear else v for i, v in enumerate(primals)]
         terms.append(derivative(*varied))
     return derivative(*primals), [sum(parts[1:], parts[0]) for parts in zip(*terms, strict=True)]
@@ -285,10 +281,8 @@ def _batch(operands: Sequence[jax.Array], dims: Sequence[int | None], *, derivat
     return results, [0] * len(results)
 
 
-ad.primitive_jvps[linear_p] = _jvp
-ad.primitive_transposes[linear_p] = _transpose
-batching.primitive_batchers[linear_p] = _batch
-mlir.register_lowering(
-    linear_p,
-    lambda ctx, *operands, derivative, call: mlir.lower_fun(jaxpr_as_fun(call), multiple_results=True)(ctx, *operands),
-)
+def _lower(ctx: mlir.LoweringRuleContext, *operands, derivative, call):
+    from jax.extend.core import jaxpr_as_fun
+
+    del derivative
+    return mlir.lower_fun(jaxpr_as_fun(call), multiple_results=True)(ctx, *operands)

@@ -1,8 +1,9 @@
 """`implementation="ffi"`: the C++ and CUDA kernels of ffi/, called through the JAX FFI.
 
-One shared library a platform, loaded when jaxsoft is imported. The same target names are registered for both
-platforms, so the kernel that runs follows from where XLA runs the computation. Nothing is registered from a library
-that the installed XLA would refuse: XLA answers such a registration by disabling the whole platform.
+One shared library a platform, loaded and registered when jaxsoft is imported, so that a program that was exported or
+compiled in another process finds the kernels. The same target names are registered for both platforms, so the kernel
+that runs follows from where XLA runs the computation. Nothing is registered from a library that the installed XLA would
+refuse: XLA answers such a registration by disabling the whole platform.
 """
 
 import ctypes
@@ -43,10 +44,17 @@ def _find(platform: str) -> Path | None:
     return None
 
 
+@functools.cache
 def _xla_api() -> tuple[int, int]:
     header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
     major, minor = (re.search(rf"#define XLA_FFI_API_{part} (\d+)", header) for part in ("MAJOR", "MINOR"))
     return (int(major[1]), int(minor[1])) if major and minor else (0, 0)
+
+
+def register() -> None:
+    """Registers the kernels of every platform that has some."""
+    for platform in _XLA_NAMES:
+        unavailable(platform)
 
 
 @functools.cache
@@ -59,17 +67,17 @@ def unavailable(platform: str) -> str | None:
         return f"libjaxsoft_{platform} was not built; {_BUILD_HINT[platform]}"
     try:
         library = ctypes.CDLL(str(path))
-    except OSError as error:
+        handlers = {f"jaxsoft_{operation}": getattr(library, f"jaxsoft_{operation}") for operation in RESULTS}
+        built, ours = (library.jaxsoft_ffi_api_major(), library.jaxsoft_ffi_api_minor()), _xla_api()
+    except (OSError, AttributeError) as error:
         return f"{path.name} could not be loaded: {error}"
-    built, ours = (library.jaxsoft_ffi_api_major(), library.jaxsoft_ffi_api_minor()), _xla_api()
     if built[0] != ours[0] or built[1] > ours[1]:
         return (
             f"{path.name} was built for version {built[0]}.{built[1]} of the XLA FFI, but jaxlib "
             f"has {ours[0]}.{ours[1]}; {_BUILD_HINT[platform]}"
         )
-    for target in RESULTS:
-        capsule = jax.ffi.pycapsule(getattr(library, f"jaxsoft_{target}"))
-        jax.ffi.register_ffi_target(f"jaxsoft_{target}", capsule, platform=_XLA_NAMES[platform])
+    for target, handler in handlers.items():
+        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(handler), platform=_XLA_NAMES[platform])
     return None
 
 

@@ -79,7 +79,7 @@ IMPLEMENTATIONS = {
         _plain(triton_kernels.OPERATIONS), triton_kernels.unavailable, triton_kernels.unsupported, opaque=True
     ),
     "xla": Implementation(_plain(_xla.OPERATIONS), composed=True, leads=_xla_leads),
-    "reference": Implementation(_plain(_reference.OPERATIONS)),
+    "reference": Implementation(_plain(_reference.OPERATIONS), unsupported=_reference.unsupported),
 }
 
 

@@ -11,15 +11,14 @@ The definition of all this is `formula`, on the scores as a whole: forward mode 
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import cast
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
-from jax.custom_derivatives import SymbolicZero
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -29,6 +28,8 @@ from jaxsoft._derivative import Derivative, beside_label, label_statistics
 from jaxsoft._forms import NO_ROW, Form, capped_slope, softcap
 from jaxsoft._losses import weighted_sums
 from jaxsoft._partition import can_partition, combined, moved, on_one_device, spec_of
+from jaxsoft._primitives import compiled, primitive
+from jaxsoft._tangents import moves
 
 # The dimensions of operands and results, by kind: the parameters "h", hidden, "w", weight, "b", bias, and "c", the
 # classes' weights in the sums; "r" one number a row, and "k" the scores that are kept. "R" are those of the rows.
@@ -71,8 +72,8 @@ class Head:
 
 
 def default_chunk_size(rows: int) -> int:
-    """2048 classes, or as many as give 2^20 scores if these are more."""
-    return max(2048, 2**20 // max(rows, 1))
+    """2048 classes, or as many as give 2^20 scores if these are more, of a number of rows that is known."""
+    return max(2048, 2**20 // max(rows, 1)) if isinstance(rows, int) else 2048
 
 
 @functools.cache
@@ -91,7 +92,7 @@ def statistics(head: Head, keep: bool = False) -> Callable[..., tuple[jax.Array,
     def function_jvp(primals, tangents):
         others, t, apart, *rest = statistics(head, not head.recompute)(*primals)
         kept = [] if head.recompute else [rest.pop()]
-        moving = {kind: v for kind, v in head.named(tangents).items() if not isinstance(v, SymbolicZero)}
+        moving = {kind: t for kind, t in head.named(tangents).items() if moves(t)}
         derivative = _HeadDerivative(head, "".join(moving))
         d_others, d_t, *d_sums = derivative(*primals, others, *kept, *moving.values())
         if keep:
@@ -287,7 +288,7 @@ class _Pullback:
                 v, mass = (u[:, None] for u in sums_g)
                 z, finite = _finite(head, x, i)
                 dz = _rows.kernel("label_state_vjp", Form(wide), None, z, *label[1:])[0]
-                dz = dz + jnp.where(finite, v * _slice(weights, begin, size, 0), 0)
+                dz = dz + jnp.where(finite, v * _slice(weights, begin, size, 0)[None], 0)
                 dx = capped_slope(Form(wide, cap=head.cap), x, dz).astype(dtype)
                 if "c" in carry:
                     dc = jnp.sum(jnp.where(finite, v * jnp.where(finite, z, 0) + mass, 0), axis=0)
@@ -337,7 +338,7 @@ def _scores(head: Head, named: dict[str, jax.Array], begin=0, size: int | None =
         weight = _slice(weight, begin, size, 1)
         bias = bias if bias is None else _slice(bias, begin, size, 0)
     x = jnp.dot(hidden.astype(dtype), weight.astype(dtype), precision=head.precision, preferred_element_type=wide)
-    return x if bias is None else x + bias.astype(wide)
+    return x if bias is None else x + jnp.expand_dims(bias.astype(wide), tuple(range(x.ndim - 1)))
 
 
 def _finite(head: Head, x: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -375,7 +376,7 @@ def _local(operation: _Operation, classes: tuple[str, ...] = (), rows: tuple[str
         flat = []
         for kind, v in zip(operation.operands, operands, strict=True):
             own = v.shape[len(leading) :]
-            flat.append(v.reshape(-1, *own) if _DIMS[kind][0] == "R" else v)
+            flat.append(v.reshape(math.prod(leading), *own) if _DIMS[kind][0] == "R" else v)
         results = operation.on_rows(classes, rows, *flat)
         shaped = zip(operation.results, results, strict=True)
         return tuple(v.reshape(*leading, *v.shape[1:]) if _DIMS[kind][0] == "R" else v for kind, v in shaped)
@@ -418,7 +419,7 @@ def _partitioned(operation: _Operation) -> Callable[..., tuple[jax.Array, ...]]:
 
 
 def _bind(operation: _Operation, *operands):
-    return tuple(head_p.bind(*operands, operation=operation))
+    return tuple(_head_p().bind(*operands, operation=operation))
 
 
 @functools.cache
@@ -462,22 +463,22 @@ def _tuple(axes) -> tuple[str, ...]:
     return () if axes is None else axes if isinstance(axes, tuple) else (axes,)
 
 
-head_p = Primitive("jaxsoft_head")
-head_p.multiple_results = True
+@functools.cache
+def _head_p():
+    made = primitive("jaxsoft_head", _impl, _abstract_eval)
+    mlir.register_lowering(made, _lower)
+    return made
 
 
-@head_p.def_impl
-@functools.partial(jax.jit, static_argnames="operation")
+@functools.partial(compiled, static_argnames="operation")
 def _impl(*operands, operation):
-    return head_p.bind(*operands, operation=operation)
+    return _head_p().bind(*operands, operation=operation)
 
 
-@head_p.def_abstract_eval
 def _abstract_eval(*operands, operation):
     return operation.types(*operands)
 
 
-@functools.partial(mlir.register_lowering, head_p)
 def _lower(ctx: mlir.LoweringRuleContext, *operands, operation):
     """Lowers the loop for operands that no mesh is known of any more."""
     avals = [jax.core.ShapedArray(v.shape, v.dtype) for v in cast(Sequence[jax.core.ShapedArray], ctx.avals_in)]

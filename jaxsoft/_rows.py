@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 import jax
+import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
-from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jaxsoft import _xla
@@ -20,6 +20,8 @@ from jaxsoft._batching import as_leading_dimension
 from jaxsoft._forms import OPERATIONS, Form, Operation, bind, compose
 from jaxsoft._implementations import check_operands, choose, is_opaque
 from jaxsoft._partition import can_partition, partitioned
+from jaxsoft._primitives import compiled, primitive
+from jaxsoft._tangents import jvp_along, zero_tangent
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
@@ -41,10 +43,13 @@ def row_operation(
     return _batched(operation, form, implementation, partition)(*operands)
 
 
-@row_operation.defjvp
+@functools.partial(row_operation.defjvp, symbolic_zeros=True)
 def _row_operation_jvp(operation, form, implementation, primals, tangents):
-    _, tangents_out = jax.jvp(_formula(operation, form), primals, tangents)
-    return row_operation(operation, form, implementation, *primals), tangents_out
+    _, along = jvp_along(_formula(operation, form), primals, tangents)
+    results = row_operation(operation, form, implementation, *primals)
+    return results, tuple(
+        t if jnp.issubdtype(y.dtype, jnp.floating) else zero_tangent(y) for y, t in zip(results, along, strict=True)
+    )
 
 
 def _formula(operation: str, form: Form) -> Operation:
@@ -74,20 +79,23 @@ def _batched(
 
 def kernel(operation: str, form: Form, implementation: str | None, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """`row_operation` within code for one device that is neither mapped nor differentiated."""
-    return tuple(row_operation_p.bind(*operands, operation=operation, form=form, implementation=implementation))
+    return tuple(_row_operation_p().bind(*operands, operation=operation, form=form, implementation=implementation))
 
 
-row_operation_p = Primitive("jaxsoft_row_operation")
-row_operation_p.multiple_results = True
+@functools.cache
+def _row_operation_p():
+    made = primitive("jaxsoft_row_operation", _impl, _abstract_eval)
+    mlir.register_lowering(made, functools.partial(_lower, "other"))
+    for platform in ("cpu", "cuda"):
+        mlir.register_lowering(made, functools.partial(_lower, platform), platform=platform)
+    return made
 
 
-@row_operation_p.def_impl
-@functools.partial(jax.jit, static_argnames=("operation", "form", "implementation"))
+@functools.partial(compiled, static_argnames=("operation", "form", "implementation"))
 def _impl(*operands, **params):
-    return row_operation_p.bind(*operands, **params)
+    return _row_operation_p().bind(*operands, **params)
 
 
-@row_operation_p.def_abstract_eval
 def _abstract_eval(*operands, operation, form, implementation):
     """The types of the results are those of the formula, sharding and mesh axes included."""
     del implementation
@@ -98,8 +106,3 @@ def _lower(platform: str, ctx: mlir.LoweringRuleContext, *operands, operation, f
     operands_in = cast(Sequence[jax.core.ShapedArray], ctx.avals_in)
     kernel = choose(operation, form, implementation, platform, operands_in)
     return mlir.lower_fun(kernel, multiple_results=True)(ctx, *operands)
-
-
-mlir.register_lowering(row_operation_p, functools.partial(_lower, "other"))
-for _platform in ("cpu", "cuda"):
-    mlir.register_lowering(row_operation_p, functools.partial(_lower, _platform), platform=_platform)
