@@ -1,5 +1,6 @@
 """What the public functions do to their arguments: checks, and what row operations take made of them."""
 
+import math
 import operator
 from collections.abc import Sequence
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxsoft.fold import accumulator
+from jaxsoft.fold import accumulator, as_float, as_mask
 
 type Axis = int | Sequence[int] | None
 
@@ -16,20 +17,9 @@ _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 _NAMES = "float16, bfloat16, float32 and float64"
 
 
-def as_scores(name: str, x: ArrayLike, *others: ArrayLike) -> jax.Array:
-    """`x` as an array of floating-point or complex numbers, of the dtype that JAX promotes it to beside the others."""
-    x = jnp.asarray(x)
-    dtype = jnp.result_type(x, *others)
-    if not (jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_):
-        raise TypeError(f"{name} must hold numbers; got dtype {dtype.name}")
-    if not jnp.issubdtype(dtype, jnp.inexact):
-        dtype = jax.eval_shape(jnp.exp, jax.ShapeDtypeStruct((), dtype)).dtype  # JAX's promotion of integers
-    return x.astype(dtype)
-
-
 def as_kernel_scores(name: str, x: ArrayLike) -> jax.Array:
-    """`as_scores`, of a dtype that kernels take: for functions that JAX does not have."""
-    x = as_scores(name, x)
+    """`as_float`, of a dtype that kernels take: for functions that JAX does not have."""
+    x = as_float(name, x)
     if x.dtype not in _DTYPES:
         raise TypeError(f"{name} must hold {_NAMES.replace('and', 'or')}; got dtype {x.dtype.name}")
     return x
@@ -72,7 +62,7 @@ def check_extras(
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
     """`where`, `scale` and `bias` as arrays, after checking that they and `causal` fit the scores and the axes."""
     if where is not None:
-        where = _broadcastable("where", where, x.shape).astype(bool)
+        where = as_mask("where", _broadcastable("where", where, x.shape))
     if scale is not None:
         scale = _numbers("scale", _broadcastable("scale", scale, x.shape, axes), x)
     if bias is not None:
@@ -129,7 +119,7 @@ def plain_scores(
     if bias is not None:
         x = x + bias.astype(x.dtype)
     if causal:
-        below = jnp.tri(x.shape[-2], x.shape[-1], dtype=bool)
+        below = jnp.expand_dims(jnp.tri(x.shape[-2], x.shape[-1], dtype=bool), tuple(range(x.ndim - 2)))
         where = below if where is None else where & below
     return x, where
 
@@ -157,7 +147,7 @@ def to_rows(
     if where is not None:
         where = _merged(where, axes, x.shape)
         if where.shape[-1] == 1:  # whole rows
-            extras["l"] = jnp.where(where[..., 0], extras.get("l", n), 0).astype(jnp.int32)
+            extras["l"] = jnp.where(where[..., 0], extras.get("l", jnp.int32(n)), 0)
         else:
             extras["w"] = where
     if bias is not None:
@@ -176,7 +166,7 @@ def _merged(v: jax.Array, axes: tuple[int, ...], shape: tuple[int, ...]) -> jax.
         return moved
     whole = () if all(d == 1 for d in moved.shape[k:]) else tuple(shape[a] for a in axes)
     moved = jnp.broadcast_to(moved, (*moved.shape[:k], *whole)) if whole else moved
-    return moved.reshape(*moved.shape[:k], int(np.prod(whole, dtype=np.int64)))
+    return moved.reshape(*moved.shape[:k], math.prod(whole))
 
 
 def from_rows(y: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...], trailing: int) -> jax.Array:

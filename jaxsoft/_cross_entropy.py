@@ -6,13 +6,12 @@ from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
 from jaxsoft import fold
 from jaxsoft._arguments import Axis, as_kernel_scores, normalize_axis
 from jaxsoft._derivative import label_statistics
-from jaxsoft._forms import Form, counted, scores, softcap
+from jaxsoft._forms import Form, counted, positions, scores, softcap
 from jaxsoft._implementations import check_name
 from jaxsoft._losses import Options, check_labels, check_options, check_weights, row_loss, weighted_sums
 
@@ -72,8 +71,8 @@ def softmax_cross_entropy_with_integer_labels(
 
     Args:
       logits: of shape (..., classes, ...); f16, bf16, f32 and f64 have kernels.
-      labels: integers, of the shape of the logits without axis. With several axes a label is the index into them
-        flattened, in the order given.
+      labels: integers, of the shape of the logits without axis, or of one that broadcasts with it. With several axes a
+        label is the index into them flattened, in the order given.
       axis: the axis or axes of the classes.
       where: boolean: classes that count, broadcastable to the logits; or, with one dimension less, rows that count. As
         in optax a label that does not count keeps its logit: its loss is the logsumexp of the others minus that.
@@ -90,7 +89,8 @@ def softmax_cross_entropy_with_integer_labels(
     Returns:
       One loss a row, of the shape of the labels, in f32 for logits of 16 bits and else in their dtype; no mean is
       taken. A label that is out of range, negative ones among them, has the loss NaN: a poison value, as nothing is
-      read out of bounds. A row of which nothing counts, or of nothing but -inf, has loss 0. A label whose logit is -inf
+      read out of bounds. The gradient there is finite, that of the logsumexp, so that it is 0 where the loss is masked
+      afterwards. A row of which nothing counts, or of nothing but -inf, has loss 0. A label whose logit is -inf
       has loss inf, and finite gradients.
 
     Raises:
@@ -110,9 +110,16 @@ def softmax_cross_entropy_with_integer_labels(
     """
     check_name(implementation)
     options = check_options(ignore_index, label_smoothing, z_loss, logit_softcap)
-    x, counts = _rows_of("logits", logits, axis, where)
-    weights = check_weights(class_weights, x.shape[-1], x.dtype)
-    index = check_labels(labels, x.shape[:-1], x.shape[-1], options)
+    x = as_kernel_scores("logits", logits)
+    axes = _class_axes(axis, x.ndim)
+    kept = [a for a in range(x.ndim) if a not in axes]
+    weights = check_weights(class_weights, math.prod(x.shape[a] for a in axes), x.dtype)
+    index = check_labels(labels, tuple(x.shape[a] for a in kept), math.prod(x.shape[a] for a in axes), options)
+    shape = list(x.shape)
+    for a, size in zip(kept, index.shape, strict=True):
+        shape[a] = size
+    counts = _where_of(where, tuple(shape), axes)
+    x = _classes_last(jnp.broadcast_to(x, shape), axes)
     loss, lse = _with_integer_labels(x, index, counts, weights, options, implementation)
     return (loss, lse) if return_lse else loss
 
@@ -123,20 +130,20 @@ def _with_integer_labels(x, index, counts, weights, options, implementation):
     label_counts: jax.Array | bool = True
     if counts is not None and counts.shape[-1] == 1:  # whole rows
         label_counts = jnp.broadcast_to(counts[..., 0], x.shape[:-1])
-        extras["l"] = jnp.where(label_counts, x.shape[-1], 0).astype(jnp.int32)
+        extras["l"] = jnp.where(label_counts, jnp.int32(x.shape[-1]), 0)
     elif counts is not None:
         extras["w"] = counts
-        label_counts = jnp.any(counts & (jnp.arange(x.shape[-1]) == index[..., None]), axis=-1)
+        label_counts = jnp.any(counts & (positions(x) == index[..., None]), axis=-1)
     weighted = weights is not None and options.label_smoothing > 0
     summed = options.label_smoothing > 0 and not weighted
     form = Form(x.dtype, "".join(extras), cap=options.logit_softcap)
     others, t, apart, *sums = label_statistics(form, summed, implementation)(x, index, *extras.values())
     if summed:  # the label is among those summed
         total, count = sums
-        uncounted = ~jnp.asarray(label_counts) & (t != -jnp.inf)
+        uncounted = ~jnp.asarray(label_counts) & (t != -jnp.inf) & (index >= 0)
         here = fold.reference(t)
         total = jnp.where(uncounted, total - (here - jax.lax.stop_gradient(here)), total)
-        count = count - uncounted
+        count = jnp.where(uncounted, count - 1, count)
         sums = [total, count, count]
     elif weighted:
         z, ref = _scores(x, options), jax.lax.stop_gradient(fold.reference(t))
@@ -198,7 +205,7 @@ def softmax_cross_entropy(
 
     Args:
       logits: of shape (..., classes, ...); f16, bf16, f32 and f64 have kernels.
-      labels: of a shape that broadcasts to the logits': probabilities that a row has, or any other numbers.
+      labels: of a shape that broadcasts with the logits': probabilities that a row has, or any other numbers.
       axis: the axis or axes of the classes; None for all.
       where: boolean: classes that count, broadcastable to the logits; or, with one dimension less, rows that count.
       label_smoothing, z_loss, logit_softcap, class_weights, return_lse, implementation: as of
@@ -222,17 +229,23 @@ def softmax_cross_entropy(
     """
     check_name(implementation)
     options = check_options(None, label_smoothing, z_loss, logit_softcap)
-    x, counts = _rows_of("logits", logits, axis, where)
-    weights = check_weights(class_weights, x.shape[-1], x.dtype)
-    shape, axes = np.shape(logits), normalize_axis(axis, np.ndim(logits))
-    q = jnp.asarray(labels)
-    if not _broadcasts(q.shape, shape):
-        raise ValueError(f"labels must broadcast to the shape of the logits, {shape}; got shape {q.shape}")
+    x, q = as_kernel_scores("logits", logits), jnp.asarray(labels)
     if not (jnp.issubdtype(q.dtype, jnp.floating) or jnp.issubdtype(q.dtype, jnp.integer) or q.dtype == jnp.bool_):
         raise TypeError(f"labels must hold real numbers; got dtype {q.dtype.name}")
-    loss, lse = _with_labels(
-        x, _classes_last(jnp.broadcast_to(q, shape), axes), counts, weights, options, implementation
-    )
+    try:
+        shape = jax.lax.broadcast_shapes(x.shape, q.shape)
+    except ValueError:
+        raise ValueError(f"labels must broadcast with the logits, of shape {x.shape}; got shape {q.shape}") from None
+    axes = tuple(a - x.ndim + len(shape) for a in _class_axes(axis, x.ndim))
+    x, q = (jnp.expand_dims(v, tuple(range(len(shape) - v.ndim))) for v in (x, q))
+    shape = tuple(x.shape[a] if a in axes else size for a, size in enumerate(shape))
+    # Of one class, labels for several are labels for this one.
+    several = tuple(a for a in axes if x.shape[a] == 1 and q.shape[a] != 1)
+    q = jnp.sum(q.astype(fold.accumulator(x.dtype)), axis=several, keepdims=True) if several else q
+    counts = _where_of(where, shape, axes)
+    x, q = (_classes_last(jnp.broadcast_to(v, shape), axes) for v in (x, q))
+    weights = check_weights(class_weights, x.shape[-1], x.dtype)
+    loss, lse = _with_labels(x, q, counts, weights, options, implementation)
     return (loss, lse) if return_lse else loss
 
 
@@ -249,10 +262,10 @@ def _with_labels(x, q, counts, weights, options, implementation):
     shown = True if counts is None else counts
     finite = shown & (z > -jnp.inf)
     if options.label_smoothing:
-        k = jnp.maximum(jnp.sum(finite, axis=-1, keepdims=True), 1)
+        k = jnp.maximum(jnp.sum(finite, axis=-1, keepdims=True, dtype=wide), 1)
         q = (1 - options.label_smoothing) * q + jnp.where(finite, options.label_smoothing / k, 0)
     if weights is not None:
-        q = q * weights
+        q = q * jnp.expand_dims(weights, tuple(range(q.ndim - 1)))
     empty = lse == -jnp.inf
     adds = shown & ~empty[..., None] & ((z != -jnp.inf) | (q != 0))
     loss = jnp.sum(jnp.where(adds, q * jnp.where(adds, lse[..., None] - z, 0), 0), axis=-1)
@@ -284,25 +297,27 @@ def _scores(x: jax.Array, options: Options) -> jax.Array:
     return softcap(x.astype(fold.accumulator(x.dtype)), options.logit_softcap)
 
 
-def _rows_of(name: str, x: ArrayLike, axis: Axis, where: ArrayLike | None) -> tuple[jax.Array, jax.Array | None]:
-    """Logits with the classes last, and which of them count, of as many dimensions; (..., 1) where whole rows do."""
-    x = as_kernel_scores(name, x)
-    axes = normalize_axis(axis, x.ndim)
-    if not axes:
-        raise ValueError(f"axis must name at least one axis of the classes; got {axis!r}")
-    rows = _classes_last(x, axes)
+def _class_axes(axis: Axis, ndim: int) -> tuple[int, ...]:
+    """`axis` as a tuple of at least one number from 0 to ndim - 1."""
+    if axes := normalize_axis(axis, ndim):
+        return axes
+    raise ValueError(f"axis must name at least one axis of the classes; got {axis!r}")
+
+
+def _where_of(where: ArrayLike | None, shape: tuple[int, ...], axes: tuple[int, ...]) -> jax.Array | None:
+    """Which logits of this shape count, with the classes last: (..., classes), or (..., 1) where whole rows do."""
     if where is None:
-        return rows, None
-    counts = jnp.asarray(where).astype(bool)
-    if counts.ndim != x.ndim and counts.ndim == x.ndim - len(axes):
+        return None
+    counts = fold.as_mask("where", where)
+    if counts.ndim != len(shape) and counts.ndim == len(shape) - len(axes):
         counts = jnp.expand_dims(counts, axes)
-    if not _broadcasts(counts.shape, x.shape):
-        raise ValueError(f"where must broadcast to the shape of the {name}, {x.shape}; got shape {counts.shape}")
-    counts = counts.reshape(*(1,) * (x.ndim - counts.ndim), *counts.shape)
+    if not _broadcasts(counts.shape, shape):
+        raise ValueError(f"where must broadcast to the shape of the logits, {shape}; got shape {counts.shape}")
+    counts = jnp.expand_dims(counts, tuple(range(len(shape) - counts.ndim)))
     if all(counts.shape[a] == 1 for a in axes):
-        return rows, _classes_last(counts, axes)
-    whole = tuple(x.shape[a] if a in axes else counts.shape[a] for a in range(x.ndim))
-    return rows, _classes_last(jnp.broadcast_to(counts, whole), axes)
+        return _classes_last(counts, axes)
+    whole = tuple(size if a in axes else counts.shape[a] for a, size in enumerate(shape))
+    return _classes_last(jnp.broadcast_to(counts, whole), axes)
 
 
 def _classes_last(v: jax.Array, axes: tuple[int, ...]) -> jax.Array:
@@ -314,6 +329,6 @@ def _classes_last(v: jax.Array, axes: tuple[int, ...]) -> jax.Array:
 
 def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
     try:
-        return np.broadcast_shapes(shape, to) == to
+        return jax.lax.broadcast_shapes(shape, to) == to
     except ValueError:
         return False

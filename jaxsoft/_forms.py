@@ -103,7 +103,7 @@ def compose(operation: str, form: Form, plain: Operation) -> Operation:
         base = [jnp.moveaxis(v, axis, -1) if is_wide(kind) else v for kind, v in zip(kinds, given, strict=True)]
         counts = counted(form, base[0], extras)
         if counts is not None and "i" in kinds:  # a row's label does
-            counts = counts | (jnp.arange(base[0].shape[-1], dtype=jnp.int32) == base[1][..., None])
+            counts = counts | (positions(base[0]) == base[1][..., None])
         prepared = []
         for kind, v in zip(kinds, base, strict=True):
             if kind == "x":
@@ -196,15 +196,20 @@ def counted(form: Form, first: jax.Array, extras: dict[str, jax.Array]) -> jax.A
     """Which elements of rows count; None for all."""
     conditions = [extras["w"]] if "w" in extras else []
     if "l" in extras:
-        conditions.append(jnp.arange(first.shape[-1], dtype=jnp.int32) < extras["l"][..., None])
+        conditions.append(positions(first) < extras["l"][..., None])
     if form.masked:
         conditions.append(first != 0)
     return functools.reduce(jnp.logical_and, conditions) if conditions else None
 
 
+def positions(x: jax.Array) -> jax.Array:
+    """The index of each element of rows like those of x, of as many dimensions and length 1 but for the last."""
+    return jnp.expand_dims(jnp.arange(x.shape[-1], dtype=jnp.int32), tuple(range(x.ndim - 1)))
+
+
 def _scaled(counts: jax.Array | None, v: jax.Array, extras: dict[str, jax.Array]) -> jax.Array:
     """v * scale; of 0 where nothing counts, as what is hidden there would be in the derivative by the scale."""
-    return _select(counts, v, 0) * extras["s"][..., None] if "s" in extras else v
+    return _select(counts, v, 0) * extras["s"].astype(v.dtype)[..., None] if "s" in extras else v
 
 
 def _select(counts: jax.Array | None, v: jax.Array, other: float) -> jax.Array:

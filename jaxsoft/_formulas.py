@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from jaxsoft._forms import NO_ROW, Operation
+from jaxsoft._forms import NO_ROW, Operation, positions
 from jaxsoft.fold import State, accumulator, reference
 
 
@@ -82,7 +82,8 @@ def row_operations(
     def label_sums(x, i):
         m, s, t = label_state(x, i)
         finite = ~_label(x, i)[0] & (x != -jnp.inf)
-        above = jnp.where(finite, _wide(x) - reference(t)[..., None], 0)
+        ref = jax.lax.stop_gradient(reference(t))  # a constant, as the derivative has it
+        above = jnp.where(finite, _wide(x) - ref[..., None], 0)
         return m, s, t, total(above), total(finite.astype(t.dtype))
 
     def label_sums_vjp(x, i, m, s, g, h, v):
@@ -132,13 +133,13 @@ def largest(x: jax.Array, k: int, ordered: jax.Array) -> jax.Array:
         bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"int{8 * x.dtype.itemsize}"))
         return jax.lax.top_k(jnp.where(bits == jnp.iinfo(bits.dtype).min, 0, x), k)[1]  # to lax.top_k, -0.0 < 0.0
 
-    indices = _automatically(of_rows, jax.typeof(ordered).sharding)(x)
-    return jnp.where(ordered[..., None], indices, jnp.arange(k, dtype=jnp.int32))
+    indices = _automatically(of_rows, jax.typeof(ordered).sharding, x)
+    return jnp.where(ordered[..., None], indices, positions(indices))
 
 
 def at(x: jax.Array, i: jax.Array) -> jax.Array:
     """The elements of each row at its indices."""
-    return _automatically(lambda x, i: jnp.take_along_axis(x, i, axis=-1, mode="clip"), jax.typeof(i).sharding)(x, i)
+    return _automatically(lambda x, i: jnp.take_along_axis(x, i, axis=-1, mode="clip"), jax.typeof(i).sharding, x, i)
 
 
 def put(x: jax.Array, i: jax.Array, values: jax.Array) -> jax.Array:
@@ -149,14 +150,15 @@ def put(x: jax.Array, i: jax.Array, values: jax.Array) -> jax.Array:
 
     for _ in range(x.ndim - 1):
         of_row = jax.vmap(of_row)
-    return _automatically(of_row, jax.typeof(x).sharding)(x, i, values)
+    return _automatically(of_row, jax.typeof(x).sharding, x, i, values)
 
 
-def _automatically(function: Callable[..., jax.Array], sharding: NamedSharding) -> Callable[..., jax.Array]:
-    """`function` as XLA partitions it, where JAX would not over explicit axes of a mesh; the sharding of its result."""
-    if not jax.sharding.get_abstract_mesh().explicit_axes:
-        return function
-    return jax.sharding.auto_axes(function, out_sharding=sharding)
+def _automatically(function: Callable[..., jax.Array], sharding: NamedSharding, *operands: jax.Array) -> jax.Array:
+    """The function's result, of this sharding; where operands lie over explicit axes of a mesh, XLA partitions it."""
+    if all(axis is None for v in operands for axis in jax.typeof(v).sharding.spec):
+        return function(*operands)
+    explicit = jax.sharding.get_abstract_mesh().explicit_axes
+    return jax.sharding.auto_axes(function, axes=explicit, out_sharding=sharding)(*operands)
 
 
 def has_softmax(m: jax.Array, s: jax.Array) -> jax.Array:
@@ -173,7 +175,7 @@ def pick(x: jax.Array, i: jax.Array) -> jax.Array:
 def _label(x: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Which rows are not to be read, of shape (..., 1), and which element of a row is its label's."""
     i = i[..., None]
-    return i == NO_ROW, i == jnp.arange(x.shape[-1], dtype=jnp.int32)
+    return i == NO_ROW, i == positions(x)
 
 
 def _probabilities(x: jax.Array, m: jax.Array, s: jax.Array) -> jax.Array:

@@ -74,7 +74,7 @@ def linear_softmax_cross_entropy(
       hidden: h, of shape (..., d), in f16, bf16, f32 or f64.
       weight: W, of shape (d, classes). The products are taken in the dtype that JAX promotes hidden and weight to, and
         summed in f32 (f64 for f64); of f32 at JAX's default precision, `jax.default_matmul_precision`.
-      labels: integers, of shape (...).
+      labels: integers, of shape (...), or of one that broadcasts with it.
       bias: b, of shape (classes,).
       ignore_index: rows with this label have loss 0 and gradient 0. Their hidden must still be finite.
       label_smoothing: epsilon, from 0 to 1.
@@ -120,6 +120,8 @@ def linear_softmax_cross_entropy(
     if weight.ndim != 2 or weight.shape[0] != hidden.shape[-1]:
         raise ValueError(f"weight must have the shape ({hidden.shape[-1]}, classes); got {weight.shape}")
     classes = weight.shape[1]
+    if not isinstance(classes, int):
+        raise ValueError(f"weight must have a known number of classes, which are taken in chunks; got {weight.shape}")
     operands = {"h": hidden, "w": weight}
     if bias is not None:
         operands["b"] = as_kernel_scores("bias", bias)
@@ -129,6 +131,7 @@ def linear_softmax_cross_entropy(
     if weights is not None and options.label_smoothing:
         operands["c"] = weights
     index = check_labels(labels, hidden.shape[:-1], classes, options)
+    operands["h"] = jnp.broadcast_to(hidden, (*index.shape, hidden.shape[-1]))
     if chunk_size is not None:
         try:
             chunk_size = operator.index(chunk_size)

@@ -5,13 +5,11 @@ from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxsoft import fold
 from jaxsoft._arguments import (
     Axis,
-    as_scores,
     check_dtype,
     check_extras,
     is_left_to_jax,
@@ -22,6 +20,9 @@ from jaxsoft._arguments import (
 from jaxsoft._derivative import differentiable
 from jaxsoft._forms import Form
 from jaxsoft._implementations import check_name
+from jaxsoft.fold import as_float, as_numbers
+
+_jax_logsumexp = jax.nn.logsumexp  # taken here and not when called, when someone may have put jaxsoft's in its place
 
 
 @overload
@@ -111,18 +112,26 @@ def logsumexp(
     Array(16.908, dtype=float32)
     """
     check_name(implementation)
-    a, b = as_scores("a", a, *(() if b is None else (b,))), b if b is None else as_scores("b", b, a)
+    a = as_numbers("a", a)
+    if where is not None and a.dtype == jnp.bool_:
+        a = a.astype(int)  # as jax.nn has 0 in the place of masked elements
     if b is not None:
+        b = as_numbers("b", b)
+        promoted = jnp.result_type(a, b)
+        a, b = (as_float(name, v.astype(promoted)) for name, v in (("a", a), ("b", b)))
         try:
-            shape = np.broadcast_shapes(a.shape, b.shape)
+            shape = jax.lax.broadcast_shapes(a.shape, b.shape)
         except ValueError:
             raise ValueError(f"b must broadcast with a, of shape {a.shape}; got shape {b.shape}") from None
-        a = jnp.broadcast_to(a, shape)
+        a, b = jnp.broadcast_to(a, shape), jnp.expand_dims(b, tuple(range(len(shape) - b.ndim)))
+    a = as_float("a", a)
     axes, out_dtype = normalize_axis(axis, a.ndim), check_dtype(dtype, a)
     extras = check_extras(a, axes, where, scale, bias, causal)
     if is_left_to_jax(a, implementation):
         z, counts = plain_scores(a, *extras, causal)
-        result = jax.nn.logsumexp(z, axes, b, keepdims, return_sign, counts)
+        result = _jax_logsumexp(z, axes, b, keepdims, return_sign, counts)
+        if jnp.issubdtype(out_dtype, jnp.complexfloating):
+            return result  # of which the logarithm of an absolute value is real
         return jax.tree.map(lambda v: v.astype(out_dtype), result)
     if b is not None and implementation not in (None, "xla"):
         raise ValueError(

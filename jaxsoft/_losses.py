@@ -75,30 +75,39 @@ def check_weights(class_weights: ArrayLike | None, classes: int, dtype: np.dtype
 
 
 def check_labels(labels: ArrayLike, shape: tuple[int, ...], classes: int, options: Options) -> jax.Array:
-    """Labels as the row operations take them: int32, -1 for those that are out of range, NO_ROW for those ignored."""
+    """Labels as the row operations take them: int32, -1 for those that are out of range, NO_ROW for those ignored.
+
+    Of the shape that they and the rows, of this shape, broadcast to.
+    """
     labels = jnp.asarray(labels)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"labels must hold integers; got dtype {labels.dtype.name}")
-    if labels.shape != shape:
-        raise ValueError(f"labels must have the shape of the logits without the classes, {shape}; got {labels.shape}")
+    try:
+        if labels.ndim != len(shape):
+            raise ValueError
+        labels = jnp.broadcast_to(labels, jax.lax.broadcast_shapes(labels.shape, shape))
+    except ValueError:
+        raise ValueError(
+            f"labels must have the shape of the logits without the classes, {shape}, or one that broadcasts with it; "
+            f"got shape {labels.shape}"
+        ) from None
+    if labels.dtype.itemsize < 4:  # which may not hold the number of classes
+        labels = labels.astype(jnp.int32)
     index = jnp.where((labels >= 0) & (labels < classes), labels, -1).astype(jnp.int32)
-    if options.ignore_index is None or not _holds(labels.dtype, options.ignore_index):
+    info = jnp.iinfo(labels.dtype)
+    if options.ignore_index is None or not info.min <= options.ignore_index <= info.max:
         return index
-    return jnp.where(labels == options.ignore_index, NO_ROW, index)
-
-
-def _holds(dtype: np.dtype, value: int) -> bool:
-    info = jnp.iinfo(dtype)
-    return int(info.min) <= value <= int(info.max)
+    return jnp.where(labels == jnp.asarray(options.ignore_index, labels.dtype), NO_ROW, index)
 
 
 def weighted_sums(
     z: jax.Array, finite: jax.Array, weights: jax.Array, ref: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Over the classes whose score z is above -inf and counts: sum(w (z - ref)), sum(w), and their number."""
+    weights = jnp.expand_dims(weights, tuple(range(z.ndim - 1)))
     total = jnp.sum(jnp.where(finite, weights * (jnp.where(finite, z, 0) - ref[..., None]), 0), axis=-1)
     mass = jnp.sum(jnp.where(finite, weights, 0), axis=-1)
-    return total, mass, jnp.sum(finite, axis=-1).astype(total.dtype)
+    return total, mass, jnp.sum(finite, axis=-1, dtype=total.dtype)
 
 
 def row_loss(
@@ -122,15 +131,20 @@ def row_loss(
       label_counts: whether the label's class counts, if not all classes do.
       weight: that of the label's class.
     """
+    # A label out of range poisons the value alone: where the loss of its row is masked afterwards, NaN in the gradient
+    # would stay NaN. What is differentiated is the logsumexp, as in optax.
+    invalid = label == -1
+    t, apart = jnp.where(invalid, 0, t), jnp.where(invalid, others, apart)
+    weight = weight if weight is None else jnp.where(invalid, 1, weight)
     # Without a score that counts there is nothing to learn from. What is not chosen below must have finite derivatives.
-    label_counts = label_counts & (t != -jnp.inf)
+    label_counts = label_counts & (t != -jnp.inf) & ~invalid
     empty = (label == NO_ROW) | ((others == -jnp.inf) & ~label_counts)
     others, t, apart = (jnp.where(empty, 0, v) for v in (others, t, apart))
     nll = jnp.where(label_counts, jnp.logaddexp(apart, 0), apart)
     # logaddexp(others, t), of which JAX would take the derivatives from rounded differences.
     high, low = jnp.where(apart > 0, apart, 0), jnp.where(apart > 0, 0, apart)
     lse = jnp.where(apart > 0, others + jnp.logaddexp(-high, 0), t + jnp.logaddexp(low, 0))
-    lse = jnp.where(label_counts & (label != -1), lse, others)
+    lse = jnp.where(label_counts, lse, others)
     loss = nll if weight is None else weight * nll
     if options.label_smoothing:
         total, mass, count = sums
@@ -140,4 +154,5 @@ def row_loss(
         loss = (1 - options.label_smoothing) * loss + options.label_smoothing * smooth
     if options.z_loss:
         loss = loss + options.z_loss * lse**2
-    return jnp.where(empty, 0, loss), jnp.where(empty, -jnp.inf, lse)
+    loss = jnp.where(empty, 0, loss) + jnp.where(invalid, jnp.nan, 0).astype(loss.dtype)
+    return loss, jnp.where(empty, -jnp.inf, lse)

@@ -8,7 +8,6 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxsoft._arguments import (
     Axis,
-    as_scores,
     check_dtype,
     check_extras,
     from_rows,
@@ -20,6 +19,10 @@ from jaxsoft._arguments import (
 from jaxsoft._derivative import differentiable
 from jaxsoft._forms import Form
 from jaxsoft._implementations import check_name
+from jaxsoft.fold import as_float
+
+# Taken here and not when called, when someone may have put jaxsoft's functions in their place.
+_OF_JAX = {"softmax": jax.nn.softmax, "log_softmax": jax.nn.log_softmax}
 
 
 def normalize(
@@ -36,13 +39,15 @@ def normalize(
 ) -> jax.Array:
     """ "softmax" or "log_softmax" of arguments as a user gives them."""
     check_name(implementation)
-    # Beside -inf, as where masked elements become -inf, integers turn into another float.
-    x = as_scores("x", x) if where is None else as_scores("x", x, -jnp.inf)
+    given = jnp.asarray(x)
+    x = as_float("x", given)
+    if where is not None and not jnp.issubdtype(given.dtype, jnp.inexact):
+        x = x.astype(float)  # jax.nn has -inf in the place of masked elements, beside which integers become this
     axes, out_dtype = normalize_axis(axis, x.ndim), check_dtype(dtype, x)
     extras = check_extras(x, axes, where, scale, bias, causal)
     if is_left_to_jax(x, implementation):
         z, counts = plain_scores(x, *extras, causal)
-        return getattr(jax.nn, operation)(z, axes, counts).astype(out_dtype)
+        return _OF_JAX[operation](z, axes, counts).astype(out_dtype)
     return _normalize(operation, x, axes, *extras, causal, out_dtype, implementation)
 
 

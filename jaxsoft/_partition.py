@@ -17,7 +17,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsoft import _formulas, fold
-from jaxsoft._forms import NO_ROW, OPERATIONS, RESULTS, Form, Operation, compose, is_wide, split
+from jaxsoft._forms import NO_ROW, OPERATIONS, RESULTS, Form, Operation, compose, is_wide, positions, split
 from jaxsoft.fold import State, accumulator, reference
 
 
@@ -100,7 +100,7 @@ def _top_k_over_shards(form: Form, axes: str | tuple[str, ...], kernel: Operatio
         _, i, *state = kernel(x, form=dataclasses.replace(form, k=k))
         m, s = combined(State(*state), axes)
         ordered = _formulas.has_softmax(m, s)
-        i = jnp.where(ordered[..., None], i, jnp.arange(k, dtype=jnp.int32))
+        i = jnp.where(ordered[..., None], i, positions(i))
         begin = jax.lax.axis_index(axes).astype(jnp.int32) * x.shape[-1]
         found = [jax.lax.all_gather(v, axes, axis=v.ndim - 1, tiled=True) for v in (_formulas.at(x, i), begin + i)]
         best = _formulas.largest(found[0], form.k, ordered)

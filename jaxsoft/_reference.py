@@ -1,11 +1,19 @@
 """`implementation="reference"`: the definition. A row is folded by `jax.lax.associative_scan` over (m, s) pairs."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
 from jaxsoft._forms import Operation
 from jaxsoft._formulas import pick, row_operations
 from jaxsoft.fold import State, accumulator, identity, running_states
+
+
+def unsupported(operands: Sequence[jax.core.ShapedArray]) -> str | None:
+    """None, or why the scan cannot take these operands."""
+    n = operands[0].shape[-1]
+    return None if isinstance(n, int) else f"its scan needs rows whose length is known; got n={n}"
 
 
 def _last_running_state(x: jax.Array) -> State:

@@ -11,9 +11,11 @@ from jaxsoft._forms import Operation
 from jaxsoft._formulas import pick, row_operations
 from jaxsoft.fold import accumulator
 
+_jax_softmax = jax.nn.softmax  # taken here and not when called, when someone may have put jaxsoft's in its place
+
 
 def _softmax(x: jax.Array) -> tuple[jax.Array]:
-    return (jax.nn.softmax(x.astype(accumulator(x.dtype)), axis=-1).astype(x.dtype),)
+    return (_jax_softmax(x.astype(accumulator(x.dtype)), axis=-1).astype(x.dtype),)
 
 
 def total(x: jax.Array) -> jax.Array:

@@ -51,10 +51,34 @@ def reference(m: jax.Array) -> jax.Array:
 
 
 def accumulator(dtype: DTypeLike) -> jnp.dtype:
-    """The dtype in which scores of `dtype` are summed: f64 for f64 and integers under x64, else f32."""
-    if jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 1:
-        return jnp.dtype(jnp.float32)  # 8-bit numbers are not promoted
-    return jnp.promote_types(jnp.promote_types(dtype, jnp.float32), jnp.float32)
+    """The dtype in which scores of a dtype are summed: f64 for f64, itself for a complex one, else f32."""
+    # Not by jnp.promote_types, which refuses two dtypes under JAX's strict promotion.
+    dtype = jnp.dtype(dtype)
+    return dtype if dtype == jnp.float64 or jnp.issubdtype(dtype, jnp.complexfloating) else jnp.dtype(jnp.float32)
+
+
+def as_numbers(name: str, x: ArrayLike) -> jax.Array:
+    """The argument of this name as an array, after checking that it holds numbers or booleans."""
+    x = jnp.asarray(x)
+    if not (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == jnp.bool_):
+        raise TypeError(f"{name} must hold numbers; got dtype {x.dtype.name}")
+    return x
+
+
+def as_float(name: str, x: ArrayLike) -> jax.Array:
+    """The argument of this name as an array of floating-point or complex numbers.
+
+    Integers and booleans become what JAX makes of them: f32, and f64 for 64-bit integers where x64 is enabled.
+    """
+    x = as_numbers(name, x)
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    return x.astype(jnp.float64 if x.dtype.itemsize == 8 else jnp.float32)
+
+
+def as_mask(name: str, x: ArrayLike) -> jax.Array:
+    """The argument of this name as an array of booleans: True where a number is not 0."""
+    return as_numbers(name, x).astype(bool)
 
 
 def identity(shape: Sequence[int] = (), dtype: DTypeLike = jnp.float32) -> State:
@@ -95,7 +119,7 @@ def state(x: ArrayLike, axis: int | Sequence[int] | None = -1, where: ArrayLike 
     """The state of the scores of `x` along `axis`.
 
     Args:
-      x: scores, of any real dtype. 16-bit scores give an f32 state, f64 ones an f64 state.
+      x: scores, of any real dtype. f64 and, where x64 is enabled, 64-bit integers give an f64 state, others an f32 one.
       axis: the axis or axes that are reduced; None for all.
       where: boolean, broadcastable to x; only elements where it is True count.
 
@@ -105,12 +129,14 @@ def state(x: ArrayLike, axis: int | Sequence[int] | None = -1, where: ArrayLike 
     >>> state(jnp.array([0.0, 0.0, -jnp.inf]))
     State(m=Array(0., dtype=float32), s=Array(2., dtype=float32))
     """
-    x = jnp.asarray(x)
-    x = x.astype(accumulator(x.dtype))
+    x = _wide(x)
     if where is not None:
-        x = jnp.where(where, x, -jnp.inf)
+        x = jnp.where(jnp.broadcast_to(as_mask("where", where), x.shape), x, -jnp.inf)
     axis = tuple(axis) if isinstance(axis, Sequence) else axis
-    m = jnp.max(x, axis=axis, initial=-jnp.inf, keepdims=True)
+    if x.size:
+        m = jnp.max(x, axis=axis, initial=-jnp.inf, keepdims=True)
+    else:
+        m = jnp.sum(x, axis=axis, keepdims=True) - jnp.inf  # the maximum of nothing has NaN as its derivative in JAX
     s = jnp.sum(jnp.exp(x - reference(m)), axis=axis)
     return State(m.reshape(s.shape), s)
 
@@ -139,8 +165,9 @@ def running_states(x: ArrayLike, axis: int = -1, reverse: bool = False) -> State
     >>> running_states(jnp.array([0.0, 0.0, 1.0])).m
     Array([0., 0., 1.], dtype=float32)
     """
-    x = jnp.asarray(x)
-    x = x.astype(accumulator(x.dtype))
+    x = _wide(x)
+    if not isinstance(x.shape[axis], int):
+        raise ValueError(f"x must have a known length along axis {axis}, as the scan needs it; got shape {x.shape}")
     elements = State(x, jnp.exp(x - reference(x)))
     return jax.lax.associative_scan(combine, elements, reverse=reverse, axis=axis)
 
@@ -227,14 +254,19 @@ def update_output(
 
 def from_lse(value: ArrayLike) -> State:
     """(lse, 1), the state of one score of that value."""
-    value = jnp.asarray(value)
+    value = _wide(value)
     return State(value, jnp.exp(value - reference(value)))
 
 
 def _weighted(p: jax.Array, weight: jax.Array) -> jax.Array:
     """p * weight, and 0 for weight 0 even where p is NaN, as the softmax of a block without scores is."""
     weight = weight[..., None]
-    return jnp.where(weight == 0, 0, jnp.where(weight == 0, 0, p) * weight).astype(p.dtype)
+    return jnp.where(weight == 0, 0, jnp.where(weight == 0, 0, p).astype(weight.dtype) * weight).astype(p.dtype)
+
+
+def _wide(x: ArrayLike) -> jax.Array:
+    x = as_float("x", x)
+    return x.astype(accumulator(x.dtype))
 
 
 def _same_number(name: str, values: Sequence[object], other: str, others: Sequence[object]) -> None:

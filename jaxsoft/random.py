@@ -16,13 +16,12 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 
-from jaxsoft._arguments import as_scores
 from jaxsoft._batching import as_leading_dimension
-from jaxsoft._forms import Form
+from jaxsoft._forms import Form, positions
 from jaxsoft._implementations import check_name
 from jaxsoft._rows import row_operation
 from jaxsoft._top_k import top_k_softmax
-from jaxsoft.fold import accumulator, reference
+from jaxsoft.fold import accumulator, as_float, reference
 
 __all__ = ["sample"]
 
@@ -96,11 +95,13 @@ def sample(
     (Array([0, 3], dtype=int32), Array([1., 1.], dtype=float32))
     """
     check_name(implementation)
-    x = as_scores("logits", logits)
+    x = as_float("logits", logits)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"logits must hold real numbers; got dtype {x.dtype.name}")
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(f"logits must have at least one token along their last axis; got shape {x.shape}")
+    if not isinstance(x.shape[-1], int):
+        raise ValueError(f"logits must have a known number of tokens along their last axis; got shape {x.shape}")
     if top_k is not None and (not isinstance(top_k, int | np.integer) or isinstance(top_k, bool)):
         raise TypeError(f"top_k must be a Python integer or None; got {top_k!r}")
     if top_k is not None and top_k < 1:
@@ -198,7 +199,7 @@ def _from_first(u, x, scale, greedy, top_p, min_p, k, total, implementation):
         left &= (before < (top_p * mass)[..., None]) | (top_p >= 1)[..., None]
     if min_p is not None:
         left &= weights >= min_p[..., None]
-    left = (left & ~greedy[..., None]) | (jnp.arange(k) == 0)
+    left = (left & ~greedy[..., None]) | (positions(x[..., :k]) == 0)
     weights = jnp.where(left, weights, 0)
     index = _draw(u[..., 1], weights)
     return _take(indices, index), _share(weights, index), ~(weights[..., -1] > 0)
@@ -257,10 +258,11 @@ def _most_probable(x, scale, top_p):
 
     # Numbers that are not negative are in the order of their bits, and those below 2 do not have the first two.
     count = jnp.iinfo(bits.dtype).bits - 2
-    first = jnp.ones((), bits.dtype) << (count - 1)
+    first = jnp.asarray(1 << (count - 1), bits.dtype)
     least, _ = jax.lax.fori_loop(0, count, step, (jnp.zeros_like(bits[..., 0]), first))
     above, ties = bits > least[..., None], bits == least[..., None]
-    before = mass(above)[..., None] + (jnp.cumsum(ties, axis=-1) - 1) * jnp.where(ties, weights, 0)
+    place = (jnp.cumsum(ties, axis=-1, dtype=jnp.int32) - 1).astype(scale.dtype)
+    before = mass(above)[..., None] + place * jnp.where(ties, weights, 0)
     return above | (ties & (before < enough[..., None])) | (top_p >= 1)[..., None]
 
 
