@@ -65,6 +65,13 @@ def theirs(op: str, **options) -> Callable[..., jax.Array]:
 
 
 @contextlib.contextmanager
+def as_usual() -> Iterator[None]:
+    """JAX's default promotion, for what is not jaxsoft's: the suite runs under the strictest (see conftest)."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@contextlib.contextmanager
 def served(implementation: str | None) -> Iterator[None]:
     """Runs a block that a named kernel may refuse, for a dtype or a length that it does not take.
 

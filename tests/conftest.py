@@ -20,6 +20,17 @@ if not os.path.exists("/dev/nvidiactl"):
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import hypothesis
+import jax
+
+# What the strictest user of JAX sets: no dtype and no rank is promoted that the code does not promote by name.
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+if os.path.exists("/dev/nvidiactl"):  # where the operands of products would be rounded to 11 bits
+    jax.config.update("jax_default_matmul_precision", "float32")
 
 hypothesis.settings.register_profile("jaxsoft", deadline=None, max_examples=25, derandomize=True, database=None)
+hypothesis.settings.register_profile(
+    "fuzz", deadline=None, max_examples=10_000, print_blob=True, phases=[hypothesis.Phase.generate]
+)
 hypothesis.settings.load_profile("jaxsoft")

@@ -23,6 +23,7 @@ X = np.ones((2, 3), np.float32)
         ({"axis": "rows"}, TypeError, r"axis must be an integer, a sequence of integers or None; got 'rows'"),
         ({"where": np.ones(4, bool)}, ValueError, r"where must broadcast to .*\(2, 3\); got shape \(4,\)"),
         ({"where": np.ones((5, 2, 3), bool)}, ValueError, r"where must broadcast to .*\(2, 3\); got shape \(5, 2, 3\)"),
+        ({"where": jax.random.key(0)}, TypeError, r"where must hold numbers; got dtype key"),
         ({"implementation": "fast"}, ValueError, r"implementation must be None or one of 'ffi', .*'xla'.*; got 'fast'"),
     ],
 )
@@ -45,13 +46,15 @@ def test_bad_scores(op):
 
 
 def test_bad_factors():
+    with pytest.raises(TypeError, match="b must hold numbers; got dtype key"):
+        jaxsoft.logsumexp(X, b=jax.random.split(jax.random.key(0), 3))
     with pytest.raises(ValueError, match=r"b must broadcast with a, of shape \(2, 3\); got shape \(4,\)"):
-        jaxsoft.logsumexp(X, b=np.ones(4))
+        jaxsoft.logsumexp(X, b=np.ones(4, np.float32))
     for name in ("ffi", "reference"):
         with pytest.raises(
             ValueError, match=f"implementation='{name}' cannot serve this call: it has no factors b.*'xla'"
         ):
-            jaxsoft.logsumexp(X, b=np.ones(3), implementation=name)
+            jaxsoft.logsumexp(X, b=np.ones(3, np.float32), implementation=name)
 
 
 @each_op
@@ -116,11 +119,11 @@ def test_the_list_of_implementations():
 )
 def test_lists_integers_and_booleans(op, x):
     """As floats. jax.nn takes neither lists nor booleans, and lets differences of unsigned integers wrap around."""
-    expected = theirs(op)(np.asarray(x, np.float32))
+    expected = theirs(op)(np.asarray(x, jnp.exp(jnp.asarray(x)).dtype))
     for scores in (x, np.asarray(x), jnp.asarray(x)):
         actual = ours(op)(scores)
         assert_trees_all_close(actual, expected, rtol=1e-6)
-        assert actual.dtype == jnp.float32
+        assert actual.dtype == expected.dtype
 
 
 @each_op

@@ -1,19 +1,23 @@
-"""A drop-in for jax.nn: the same parameters, and for drawn arguments the same values, shapes, dtypes and weak types."""
+"""A drop-in for jax.nn and optax: their parameters, and for drawn arguments the same values, shapes, dtypes."""
 
+import contextlib
 import inspect
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from common import OPS, each_op, slow, wide
-from hypothesis import given, settings
+from common import OPS, as_usual, each_op, slow
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import jaxsoft
 
-# Not bool, which jax.nn refuses, nor unsigned integers, whose differences it lets wrap around: both are taken here.
+# Not bool, which softmax of jax.nn refuses, nor unsigned integers, whose differences it lets wrap around: jaxsoft takes
+# both.
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int8", "int32", "int64")
+MORE_DTYPES = ("bool", "uint8", "complex64")  # of logsumexp
 
 
 @each_op
@@ -45,10 +49,10 @@ def arguments(draw, op):
         axes += [st.integers(-len(shape), len(shape) - 1)]
         axes += [st.lists(st.integers(0, len(shape) - 1), min_size=1, unique=True).map(tuple)]
     options = {"axis": draw(st.one_of(axes))}
-    dtypes = st.sampled_from(DTYPES).map(jax.dtypes.canonicalize_dtype)
+    dtypes = st.sampled_from(DTYPES + MORE_DTYPES * (op == "logsumexp")).map(jax.dtypes.canonicalize_dtype)
     x = jnp.asarray(rng.standard_normal(shape) * 3).astype(draw(dtypes))
     if shape == () and draw(st.booleans()):
-        x = float(x)  # a Python number has a weak type
+        x = float(x.real)  # a Python number has a weak type
     if draw(st.booleans()):
         options["where"] = rng.random(draw(part_of(shape))) < 0.7
     if op == "logsumexp":
@@ -64,25 +68,102 @@ def part_of(shape):
     return st.sampled_from([shape[k:] for k in range(len(shape) + 1)] + [tuple(min(d, 1) for d in shape)])
 
 
-@pytest.mark.parametrize("x64", [False, pytest.param(True, marks=slow)], ids=["32 bits", "64 bits"])
+each_precision = pytest.mark.parametrize("x64", [False, pytest.param(True, marks=slow)], ids=["32 bits", "64 bits"])
+
+
+@each_precision
 @each_op
-@settings(max_examples=40)
 @given(data=st.data())
 def test_any_arguments(op, x64, data):
     with jax.enable_x64(x64):
         x, options = data.draw(arguments(op))
-        expected = jax.tree.leaves(getattr(jax.nn, op)(x, **options))
-        actual = jax.tree.leaves(getattr(jaxsoft, op)(x, **options))
+        # Factors of another dtype are promoted, which strict promotion refuses to JAX as to jaxsoft.
+        with as_usual() if "b" in options else contextlib.nullcontext():
+            actual = jax.tree.leaves(getattr(jaxsoft, op)(x, **options))
+        with as_usual():
+            expected = jax.tree.leaves(getattr(jax.nn, op)(x, **options))
         for a, b in zip(actual, expected, strict=True):
             what = f"{op}({x!r}, {options})"
             assert jax.typeof(a).str_short() == jax.typeof(b).str_short(), what
             assert a.weak_type == b.weak_type, what
             # jax.nn computes 16-bit numbers in 16 bits.
             eps = float(jnp.finfo(a.dtype).eps)
-            a, b = wide(a), wide(b)
+            a, b = (np.asarray(v).astype(np.complex128) for v in (a, b))
             if op == "softmax" and "where" in options:
                 b = np.nan_to_num(b)  # a row of which nothing is selected
             np.testing.assert_allclose(a, b, rtol=8 * eps, atol=8 * eps, err_msg=what)
+
+
+@st.composite
+def losses(draw, dense):
+    """Arguments as optax takes them: labels and logits broadcast with each other, where with the logits."""
+    shape, rng = draw(st.sampled_from([(5,), (2, 3), (3, 1, 4), (2, 3, 4), (0, 4)])), np.random.default_rng(0)
+    ndim = len(shape)
+    axis = draw(st.integers(-ndim, ndim - 1) | st.lists(st.integers(0, ndim - 1), min_size=1, unique=True).map(tuple))
+    axes = tuple(a % ndim for a in (axis if isinstance(axis, tuple) else (axis,)))
+
+    def some(shape, least=0):
+        return tuple(1 if d > least and draw(st.booleans()) else d for d in shape)
+
+    rows = tuple(d for a, d in enumerate(shape) if a not in axes)
+    logits = [1 if a not in axes and d > 1 and draw(st.booleans()) else d for a, d in enumerate(shape)]
+    x = (3 * rng.standard_normal(logits)).astype(draw(st.sampled_from(["float16", "bfloat16", "float32"])))
+    if dense:
+        labels = rng.random(some(shape)).astype(np.float32)
+        if all(d > 1 for d in shape):
+            labels = labels[(0,) * draw(st.integers(0, ndim - 1))]
+    else:
+        classes = int(np.prod([shape[a] for a in axes]))
+        assume(x.size)  # of an empty batch optax has no loss
+        labels = rng.integers(0, classes, some(rows)).astype(draw(st.sampled_from(["int32", "uint8", "int16"])))
+    where = None
+    if draw(st.booleans()):
+        where = rng.random(x.shape) < 0.7
+        if len(axes) == 1 and draw(st.booleans()):
+            where = rng.random(tuple(d for a, d in enumerate(x.shape) if a not in axes)) < 0.7
+    return x, labels, axis, where
+
+
+@pytest.mark.parametrize("dense", [False, True], ids=["integers", "probabilities"])
+@settings(max_examples=settings.default.max_examples // 2)
+@given(data=st.data())
+def test_any_arguments_of_a_loss(dense, data):
+    """As optax, in its shapes; 16-bit logits as optax has them in f32, in which jaxsoft computes."""
+    x, labels, axis, where = data.draw(losses(dense))
+    name = "softmax_cross_entropy" if dense else "softmax_cross_entropy_with_integer_labels"
+    with as_usual():
+        expected = getattr(optax, name)(jnp.asarray(x, jnp.float32), jnp.asarray(labels), axis, where)
+    actual = getattr(jaxsoft, name)(x, labels, axis, where)
+    assert actual.dtype == jnp.float32
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5, err_msg=f"{x!r}, {labels!r}, {axis}, {where!r}")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn, jnp.complex64])
+def test_jaxs_functions_replaced_by_ours(monkeypatch, dtype):
+    """As people patch libraries: jaxsoft's functions do not call what stands in the place of JAX's."""
+    x = np.random.default_rng(0).standard_normal((3, 40)).astype(np.float32).astype(dtype)
+    names = ("softmax", "log_softmax", "logsumexp")
+    with as_usual():
+        expected = [getattr(jax.nn, name)(x, -1).astype(jnp.complex64) for name in names]
+    for name in names:
+        monkeypatch.setattr(jax.nn, name, getattr(jaxsoft, name))
+    monkeypatch.setattr(jax.scipy.special, "logsumexp", jaxsoft.logsumexp)
+    for implementation in (None, "xla"):
+        for name, want in zip(names, expected, strict=True):
+            for where in (None,) if implementation else (None, np.ones(40, bool)):
+                y = getattr(jax.nn, name)(x, -1, where=where, implementation=implementation)
+                tolerance = 1e-5 if x.dtype.itemsize >= 4 else 0.3
+                np.testing.assert_allclose(y.astype(jnp.complex64), want, rtol=tolerance, atol=tolerance)
+                if dtype == jnp.float32:
+                    g = jax.grad(
+                        lambda x, n=name, i=implementation: jnp.sum(getattr(jax.nn, n)(x, -1, implementation=i))
+                    )
+                    assert np.isfinite(g(x)).all()
+    if dtype == jnp.float32:
+        labels = np.array([0, 1, 2])
+        assert np.isfinite(jaxsoft.softmax_cross_entropy_with_integer_labels(x, labels, implementation="xla")).all()
+        assert np.isfinite(jaxsoft.softmax_cross_entropy(x, x, implementation="xla")).all()
+        assert np.isfinite(jaxsoft.top_k_softmax(x, 3, implementation="xla")[1]).all()
 
 
 def test_names():

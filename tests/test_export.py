@@ -1,14 +1,18 @@
 """jax.export: programs that are stored, moved and called again, for shapes and platforms not known beforehand."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from chex import assert_trees_all_close
-from common import assert_values, each_op, loss, ours, theirs
+from common import OPS, assert_values, each_op, loss, ours, slow, theirs
 
-TARGETS = ("softmax", "softmax_vjp", "log_softmax", "log_softmax_vjp", "state", "logsumexp_vjp")
-CHECKS = [jax.export.DisabledSafetyCheck.custom_call(f"jaxsoft_{target}") for target in TARGETS]
+import jaxsoft
+from jaxsoft import _ffi
+
+CHECKS = [jax.export.DisabledSafetyCheck.custom_call(f"jaxsoft_{target}") for target in _ffi.RESULTS]
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
 
 
@@ -40,6 +44,106 @@ def test_symbolic_shapes(op, implementation):
         assert_values(op, x, exported.call(x))
         y, pull = jax.vjp(theirs(op), x)
         assert_trees_all_close(pulled.call(x), pull(y)[0], rtol=1e-4, atol=1e-5)
+
+
+def exported(f, *types):
+    """The value and the gradient by the first operand of a function, as one program for symbolic shapes."""
+
+    def both(x, *others):
+        def total(x):
+            return sum(jnp.sum(jnp.sin(jnp.where(jnp.isfinite(v), v, 0))) for v in jax.tree.leaves(f(x, *others)))
+
+        return f(x, *others), jax.grad(total)(x)
+
+    checked = jax.export.export(jax.jit(both), disabled_checks=CHECKS)(*types)
+    return both, jax.export.deserialize(checked.serialize())
+
+
+SMOOTH = {"label_smoothing": 0.1, "z_loss": 0.01, "logit_softcap": 9.0}
+AXES = [(0, 2), None, *(pytest.param(axis, marks=slow) for axis in (-1, 0, (1, 2)))]
+
+
+@pytest.mark.parametrize("axis", AXES, ids=str)
+def test_symbolic_shapes_over_any_axes(axis):
+    """Every function that takes axes, and what scores are made of, for three unknown lengths."""
+    shape = jax.export.symbolic_shape("a, b, n")
+    axes = tuple(range(3)) if axis is None else tuple(a % 3 for a in (axis if isinstance(axis, tuple) else (axis,)))
+    kept = [a for a in range(3) if a not in axes]
+    types = [jax.ShapeDtypeStruct(shape, jnp.float32)] * 2
+    types += [jax.ShapeDtypeStruct(tuple(shape[a] for a in kept), jnp.int32)]
+
+    def f(x, other, labels):
+        given = {"scale": 0.5, "bias": other[:1], "where": other > -1}
+        rows = [getattr(jaxsoft, op)(x, axis) for op in OPS]
+        rows += [getattr(jaxsoft, op)(x, axis, **given) for op in OPS]
+        rows += [jaxsoft.logsumexp(x, axis, other * other, return_sign=True)[0]]
+        integer = jaxsoft.softmax_cross_entropy_with_integer_labels
+        q = jnp.abs(other) / 8
+        losses = [
+            jaxsoft.softmax_cross_entropy(x, q, axis),
+            jaxsoft.softmax_cross_entropy(x, q, axis, other > 0, **SMOOTH),
+        ]
+        if axis is not None:
+            losses += [
+                integer(x, labels, axis),
+                integer(x, labels, axis, other > 0, **SMOOTH, ignore_index=1),
+            ]
+        return rows, losses
+
+    both, program = exported(f, *types)
+    rng = np.random.default_rng(0)
+    for given in ((2, 3, 33), (1, 1, 1), (3, 2, 300)):
+        x, other = rng.standard_normal((2, *given)).astype(np.float32)
+        labels = rng.integers(0, 2, [given[a] for a in kept]).astype(np.int32)
+        expected = jax.jit(both)(x, other, labels)
+        assert_trees_all_close(program.call(x, other, labels), expected, rtol=2e-4, atol=2e-5)
+
+
+def test_symbolic_rows():
+    """What takes rows of a known length: causal scores, top-k, sampling and the linear cross-entropy of any batch."""
+    shape = jax.export.symbolic_shape("a, b")
+    x = jax.ShapeDtypeStruct((*shape, 40), jnp.float32)
+    weight = jax.ShapeDtypeStruct((40, 50), jnp.float32)
+    labels = jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    def f(x, weight, labels):
+        tokens = jax.random.key(0)
+        return (
+            jaxsoft.softmax(x, causal=True),
+            jaxsoft.top_k_softmax(x, 3)[:2],
+            jaxsoft.linear_softmax_cross_entropy(x, weight, labels, label_smoothing=0.1),
+            jaxsoft.random.sample(tokens, x, top_k=5)[1],
+        )
+
+    both, program = exported(f, x, weight, labels)
+    for a, b in ((2, 3), (1, 1)):
+        rng = np.random.default_rng(a)
+        given = [rng.standard_normal(s).astype(np.float32) for s in ((a, b, 40), (40, 50))]
+        given.append(rng.integers(0, 50, (a, b)).astype(np.int32))
+        assert_trees_all_close(program.call(*given), jax.jit(both)(*given), rtol=2e-4, atol=2e-5)
+
+
+def test_what_needs_known_shapes():
+    """It says so, and what it was given; a length that is known to suffice will do for k."""
+    a, n = jax.export.symbolic_shape("a, n")
+    x, w = jax.ShapeDtypeStruct((a, n), jnp.float32), jax.ShapeDtypeStruct((8, n), jnp.float32)
+    h, labels = jax.ShapeDtypeStruct((4, 8), jnp.float32), jax.ShapeDtypeStruct((4,), jnp.int32)
+    for f, given, message in (
+        (
+            ours("softmax", "reference"),
+            (x,),
+            "'reference' cannot .*: its scan needs rows .* known; got n=n",
+        ),
+        (jaxsoft.cumlogsumexp, (x,), r"x must have a known length along axis -1.*got shape \(a, n\)"),
+        (jaxsoft.linear_softmax_cross_entropy, (h, w, labels), r"weight must have a known number .*got \(8, n\)"),
+        (functools.partial(jaxsoft.random.sample, jax.random.key(0)), (x,), r"logits must have a known .*\(a, n\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            jax.export.export(jax.jit(f))(*given)
+    (n,) = jax.export.symbolic_shape("n", constraints=["n >= 3"])
+    _, program = exported(lambda x: jaxsoft.top_k_softmax(x, 3)[:2], jax.ShapeDtypeStruct((n,), jnp.float32))
+    x = np.arange(7, dtype=np.float32)
+    assert program.call(x)[0][0].tolist() == [6, 5, 4]
 
 
 @each_op

@@ -27,7 +27,7 @@ def call(target, results, *operands, extras="", trailing=0, masked=False, cap=No
 
 
 F32, F16 = jnp.float32, jnp.float16
-X, R, I = jnp.ones((4, 8)), jnp.ones(4), jnp.ones(4, jnp.int32)
+X, R, I = jnp.ones((4, 8), F32), jnp.ones(4, F32), jnp.ones(4, jnp.int32)
 
 
 @pytest.mark.parametrize(
@@ -37,14 +37,14 @@ X, R, I = jnp.ones((4, 8)), jnp.ones(4), jnp.ones(4, jnp.int32)
         ("softmax", [((4, 9), F32)], [X]),
         ("softmax", [((32,), F32)], [X]),
         ("softmax", [((4, 8), jnp.float64)], [X]),
-        ("softmax", [((), F32)], [jnp.ones(())]),
-        ("softmax_vjp", [((4, 8), F32)], [X, jnp.ones((4, 7))]),
+        ("softmax", [((), F32)], [jnp.ones((), F32)]),
+        ("softmax_vjp", [((4, 8), F32)], [X, jnp.ones((4, 7), F32)]),
         ("softmax_vjp", [((4, 8), F32)], [X, X.astype(F16)]),
         ("log_softmax", [((4, 8), F32), ((4,), F16), ((4,), F32)], [X]),
         ("log_softmax", [((4, 8), F16), ((4,), F16), ((4,), F16)], [X.astype(F16)]),
         ("log_softmax", [((4, 8), F32), ((4,), F32), ((3,), F32)], [X]),
-        ("log_softmax_vjp", [((4, 8), F32)], [X, R, jnp.ones(5), X]),
-        ("log_softmax_vjp", [((4, 8), F32)], [X, R, R, jnp.ones((8, 4))]),
+        ("log_softmax_vjp", [((4, 8), F32)], [X, R, jnp.ones(5, F32), X]),
+        ("log_softmax_vjp", [((4, 8), F32)], [X, R, R, jnp.ones((8, 4), F32)]),
         ("state", [((4, 1), F32), ((4,), F32)], [X]),
         ("state", [((4,), F32), ((4,), jnp.int32)], [X]),
         ("logsumexp_vjp", [((4, 8), F32)], [X, R, R, X]),
@@ -52,7 +52,7 @@ X, R, I = jnp.ones((4, 8)), jnp.ones(4), jnp.ones(4, jnp.int32)
         ("label_state", [((4,), F32)] * 3, [X, R]),
         ("label_state", [((4,), F32)] * 3, [X, I[:3]]),
         ("label_state", [((4,), F32)] * 2 + [((4, 8), F32)], [X, I]),
-        ("label_state_vjp", [((4, 8), F32)], [X, I, R, R, R, jnp.ones(5)]),
+        ("label_state_vjp", [((4, 8), F32)], [X, I, R, R, R, jnp.ones(5, F32)]),
         ("label_sums", [((4,), F32)] * 4 + [((5,), F32)], [X, I]),
         ("label_sums_vjp", [((4, 8), F32)], [X, I, R, R, R, R, X]),
     ],
@@ -62,7 +62,7 @@ def test_bad_buffers(target, results, operands):
         call(target, results, *operands)
 
 
-S, L, W, B = jnp.ones(4), jnp.ones(4, jnp.int32), jnp.ones((4, 8), bool), X
+S, L, W, B = jnp.ones(4, F32), jnp.ones(4, jnp.int32), jnp.ones((4, 8), bool), X
 
 
 @pytest.mark.parametrize(
@@ -102,9 +102,9 @@ def test_bad_forms(target, results, operands, form, message):
 
 def test_extras_that_differ_in_too_many_dimensions():
     shape = (2, 3, 2, 3, 2, 8)
-    scale = jnp.ones((2, 1, 2, 1, 2))
+    scale = jnp.ones((2, 1, 2, 1, 2), F32)
     with pytest.raises(jax.errors.JaxRuntimeError, match="broadcast in more ways than kernels know"):
-        call("softmax", [(shape, F32)], jnp.ones(shape), scale, extras="s")
+        call("softmax", [(shape, F32)], jnp.ones(shape, F32), scale, extras="s")
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_extras_that_differ_in_too_many_dimensions():
     ],
 )
 def test_bad_attributes(attributes, message):
-    x = jnp.ones((3, 7))  # a shape of its own: to JAX's cache of compiled calls, np.int32(0) is np.int64(0)
+    x = jnp.ones((3, 7), F32)  # a shape of its own: to JAX's cache of compiled calls, np.int32(0) is np.int64(0)
     types = [jax.ShapeDtypeStruct(x.shape, F32), _ffi.workspace(x)]
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         jax.block_until_ready(jax.ffi.ffi_call("jaxsoft_softmax", types)(x, **attributes))
@@ -134,7 +134,7 @@ def test_scaled_scores_are_those_of_which_m_is_the_maximum(n):
 @on_cpu  # the row operations never send empty arrays to a kernel; a buffer of another's making may be empty
 @pytest.mark.parametrize(("shape", "trailing"), [((2, 0), 0), ((0, 3), 0), ((2, 0, 3), 1), ((2, 3, 0), 1)])
 def test_empty_buffers(shape, trailing):
-    x = jnp.ones(shape)
+    x = jnp.ones(shape, F32)
     statistic = shape[: len(shape) - 1 - trailing] + shape[len(shape) - trailing :]
     y, _ = call("softmax", [(shape, F32)], x, trailing=trailing)
     m, s, _ = call("state", [(statistic, F32)] * 2, x, trailing=trailing)
@@ -157,9 +157,9 @@ def test_wrong_number_of_buffers(target, operands):
 def test_good_buffers():
     """The call above is one that works when its buffers fit, in any rank."""
     for shape in ((8,), (4, 8), (2, 2, 8)):
-        y, _ = call("softmax", [(shape, F32)], jnp.ones(shape))
+        y, _ = call("softmax", [(shape, F32)], jnp.ones(shape, F32))
         assert (y == 1 / 8).all()
-        m, s, _ = call("state", [(shape[:-1], F32)] * 2, jnp.ones(shape))
+        m, s, _ = call("state", [(shape[:-1], F32)] * 2, jnp.ones(shape, F32))
         assert (m == 1).all() and (s == 8).all()
 
 

@@ -183,7 +183,9 @@ def test_gradients():
 
         def blocks(x):
             return lse(
-                functools.reduce(combine, (state(x[:, i : i + 3]) for i in range(0, 12, 3)), identity((4,)))
+                functools.reduce(
+                    combine, (state(x[:, i : i + 3]) for i in range(0, 12, 3)), identity((4,), jnp.float64)
+                )
             ).sum()
 
         def running(x):

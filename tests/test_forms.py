@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import DTYPES, each_dtype_in_turn, each_fast_implementation, precision, served, wide
+from common import DTYPES, each_dtype_in_turn, each_fast_implementation, precision, served, slow, wide
 
 from jaxsoft import _xla
 from jaxsoft._forms import NO_ROW, OPERATIONS, Form, compose, groups
@@ -127,7 +127,7 @@ def test_dtypes(operation, implementation):
 
 @each_operation
 @each_fast_implementation
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=slow)])
 def test_trailing(operation, implementation, dtype):
     """Axes before the last, beside results of x's dtype and of another."""
     for shape, trailing in (((2, 33, 5), 1), ((3, 2, 64, 1, 17), 2), ((7, 3), 1), ((1000, 130), 1)):

@@ -91,7 +91,7 @@ def test_one_row_of_2_to_the_24(dtype):
 
 @each_op
 @each_implementation
-@pytest.mark.parametrize("axis", [-1, 0, (0, 2), (1, 0), None])
+@pytest.mark.parametrize("axis", [-1, pytest.param(0, marks=slow), (0, 2), pytest.param((1, 0), marks=slow), None])
 def test_gradients_of_gradients(op, implementation, axis):
     """First, second and third order, for every axis, against jax.nn in float64."""
     with jax.enable_x64(True), served(implementation):

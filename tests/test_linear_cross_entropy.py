@@ -1,5 +1,6 @@
 """Cross-entropy of a linear layer: what float64 gives with all logits in memory, in chunks, and over meshes."""
 
+import contextlib
 import functools
 
 import chex
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import precision, slow, wide
+from common import as_usual, precision, slow, wide
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_sharding import DEVICES, collectives, mesh_of
@@ -31,16 +32,10 @@ each_choice_in_turn = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True)
-def products_in_f32():
-    """A GPU would round the operands of products to 11 bits."""
-    with jax.default_matmul_precision(None if jax.default_backend() == "cpu" else "float32"):
-        yield
-
-
 def stored(hidden, weight, labels, bias=None, **options):
     """The same with all logits in memory."""
-    logits = hidden @ weight if bias is None else hidden @ weight + bias
+    with as_usual():
+        logits = hidden @ weight if bias is None else hidden @ weight + bias
     return jaxsoft.softmax_cross_entropy_with_integer_labels(logits, labels, implementation="xla", **options)
 
 
@@ -50,7 +45,10 @@ def with_gradients(f, labels, class_weights, **options):
     def total(operands):
         given = {"class_weights": operands[3]} if class_weights else {}
         loss, lse = f(*operands[:2], labels, operands[2], **options, **given, return_lse=True)
-        return jnp.sum(FACTORS[: loss.shape[0]] * loss + jnp.where(jnp.isfinite(lse), lse, 0)), (loss, lse)
+        return jnp.sum(FACTORS[: loss.shape[0]].astype(loss.dtype) * loss + jnp.where(jnp.isfinite(lse), lse, 0)), (
+            loss,
+            lse,
+        )
 
     return lambda *operands: jax.value_and_grad(total, has_aux=True)(operands)
 
@@ -111,12 +109,13 @@ def test_options(options, class_weights, chunk_size, recompute):
 @each_choice
 def test_dtypes(dtype, weight_dtype, recompute):
     """Each gradient has its operand's dtype and is rounded once; with kept logits, these are rounded too."""
-    with precision(dtype):
+    mixed = as_usual() if dtype != weight_dtype else contextlib.nullcontext()
+    with precision(dtype), mixed:
         operands = HIDDEN.astype(dtype), WEIGHT.astype(weight_dtype), BIAS.astype(weight_dtype), None
         f = functools.partial(linear, chunk_size=9, recompute=recompute)
         (_, (loss, lse)), gradients = jax.jit(with_gradients(f, LABELS, False, ignore_index=-100))(*operands)
         product = jnp.promote_types(dtype, weight_dtype)
-        chex.assert_type((loss, lse), jnp.promote_types(product, jnp.float32))
+        chex.assert_type((loss, lse), jaxsoft.fold.accumulator(product))
         chex.assert_type(gradients[:3], [v.dtype for v in operands[:3]])
     expected = in_float64(with_gradients(stored, LABELS, False, ignore_index=-100), *operands)
     exact = 1e-14 if dtype == jnp.float64 else 2e-6
@@ -140,10 +139,15 @@ def test_chunks(classes, chunk_size):
 
 
 def test_one_row_and_none():
-    """hidden of one dimension, and no rows."""
+    """hidden of one dimension, no rows, and rows of no numbers."""
     assert_close(linear(HIDDEN[0, 0], WEIGHT, LABELS[0, 0]), stored(HIDDEN[0, 0], WEIGHT, LABELS[0, 0]), 2e-6)
     nothing = linear(HIDDEN[:, :0], WEIGHT, LABELS[:, :0])
     assert nothing.shape == (2, 0) and nothing.dtype == jnp.float32
+    for bias, labels in ((None, np.abs(LABELS)), (BIAS, np.abs(LABELS) % CLASSES)):
+        f = lambda w, b, g: jnp.sum(jnp.sin(g(HIDDEN[..., :0], w, labels, b)))  # noqa: E731,B023
+        given = WEIGHT[:0], bias if bias is not None else np.zeros(CLASSES, np.float32)
+        actual, expected = (jax.value_and_grad(f, (0, 1))(*given, g) for g in (linear, stored))
+        assert_close(actual, expected, 2e-6)
 
 
 @each_choice
@@ -155,7 +159,7 @@ def test_certainty(recompute):
     f = functools.partial(linear, labels=np.full(3, 2), chunk_size=2, recompute=recompute)
     loss, pull = jax.vjp(f, hidden, weight)
     np.testing.assert_allclose(loss, 4 * np.exp(-apart), rtol=1e-5)
-    dw = pull(jnp.ones(3))[1]
+    dw = pull(jnp.ones(3, jnp.float32))[1]
     np.testing.assert_allclose(dw[:, 2], -4 * np.exp(-apart), rtol=1e-5)
     np.testing.assert_allclose(dw[:, 3], np.exp(-apart), rtol=1e-5)
 
@@ -181,7 +185,8 @@ def test_special_values(smoothing):
     assert_close(gradients(linear, chunk_size=4), gradients(stored), 2e-6)
 
 
-@each_choice_in_turn
+@slow  # test_higher_orders has the second order
+@each_choice
 def test_every_kind_of_derivative(recompute):
     """Forward mode, and second order by every way there is, beside logits in memory."""
     with jax.enable_x64(True):

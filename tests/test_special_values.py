@@ -189,9 +189,8 @@ def test_a_mask_gives_jax_its_gradient(op, implementation):
             def loss(h, axis=axis):
                 def total(x):
                     y = h(x, axis=axis, where=where)
-                    return jnp.sum(
-                        jnp.where(jnp.isfinite(y), jnp.sin(y) * (1 + jnp.arange(y.size).reshape(y.shape)), 0)
-                    )
+                    weight = 1 + jnp.arange(y.size, dtype=y.dtype).reshape(y.shape)
+                    return jnp.sum(jnp.where(jnp.isfinite(y), jnp.sin(y) * weight, 0))
 
                 return total
 

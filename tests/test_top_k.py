@@ -146,7 +146,7 @@ def test_axes_dtypes_and_shapes(implementation):
     assert [v.shape for v in top_k_softmax(x[:0], 3, implementation=implementation)] == [(0, 5, 3)] * 3
     mapped = jax.vmap(lambda x: top_k_softmax(x, 2, 0, implementation=implementation), 1)(x)
     assert_top_k(np.moveaxis(x, 0, -1), 2, [np.moveaxis(v, (0, 1, 2), (0, 2, 1)) for v in mapped])
-    integers = top_k_softmax(np.array([1, 3, 2]), 2, implementation=implementation)
+    integers = top_k_softmax(np.int32([1, 3, 2]), 2, implementation=implementation)
     assert integers[0].dtype == jnp.float32 and integers[2].tolist() == [1, 2]
 
 
@@ -160,7 +160,13 @@ def test_axes_dtypes_and_shapes(implementation):
         (TypeError, "axis must be an integer; got None", np.ones((2, 4)), 1, {"axis": None}),
         (TypeError, "axis must be an integer; got \\(0, 1\\)", np.ones((2, 4)), 1, {"axis": (0, 1)}),
         (ValueError, "axis must be between -2 and 1", np.ones((2, 4)), 1, {"axis": 2}),
-        (TypeError, "x must hold float16, bfloat16, float32 or float64; got dtype complex64", np.ones(4) * 1j, 1, {}),
+        (
+            TypeError,
+            "x must hold float16, bfloat16, float32 or float64; got dtype complex64",
+            np.ones(4, np.complex64),
+            1,
+            {},
+        ),
         (ValueError, "dtype must be None or one of float16", np.ones(4), 1, {"dtype": jnp.int32}),
         (ValueError, "implementation must be None or one of", np.ones(4), 1, {"implementation": "magic"}),
     ],
@@ -219,28 +225,6 @@ def test_gradients(implementation, dtype):
     assert_within(dx, expected, size, "gradient")
     np.testing.assert_array_equal(wide(dv), expected_v)
     assert_within(dp, expected_p, 64 * eps * (np.abs(expected_p) + np.abs(t.astype(np.float64)).max()), "tangent")
-
-
-@each_implementation
-def test_higher_orders(implementation):
-    x = np.random.default_rng(1).standard_normal((2, 9)).astype(np.float32)
-    t = np.cos(x)
-
-    def loss(f):
-        return lambda x: sum(jnp.sum(jnp.sin(v * (1 + jnp.arange(3)))) for v in f(x))
-
-    def ours(x):
-        return top_k_softmax(x, 3, implementation=implementation)[:2]
-
-    def theirs(x):
-        return plain(x, 3)
-
-    def of_second_order(f):
-        grad = jax.grad(loss(f))
-        return jax.hessian(loss(f))(x[0]), jax.jvp(grad, (x,), (t,))[1], jax.grad(lambda x: jnp.sum(grad(x) * t))(x)
-
-    with served(implementation):
-        assert_trees_all_close(of_second_order(ours), of_second_order(theirs), rtol=1e-4, atol=1e-5)
 
 
 @each_implementation
@@ -348,7 +332,7 @@ def test_choice():
 
 
 F32, F16, S32 = jnp.float32, jnp.float16, jnp.int32
-X = jnp.ones((4, 8))
+X = jnp.ones((4, 8), F32)
 R = ((4,), F32)
 
 
@@ -371,15 +355,16 @@ R = ((4,), F32)
     ],
 )
 def test_bad_buffers(results, message, form):
-    operands = [X, jnp.ones(4)] if form.get("extras") else [X]
+    operands = [X, jnp.ones(4, F32)] if form.get("extras") else [X]
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         call("top_k", results, *operands, **form)
 
 
 @pytest.mark.skipif(jaxsoft.implementations()["ffi"] is not None, reason="no C++ kernels")
 def test_buffers_that_are_too_many_for_the_kernel():
-    x = jnp.ones((2, 300))
+    x = jnp.ones((2, 300), F32)
     with pytest.raises(jax.errors.JaxRuntimeError, match="with 1 to 256 of at most 2147483647 elements a row"):
         call("top_k", [((2, 257), F32), ((2, 257), S32), ((2,), F32), ((2,), F32)], x)
     values, indices, m, s, _ = call("top_k", [((2, 256), F32), ((2, 256), S32), ((2,), F32), ((2,), F32)], x)
-    assert (values == 1).all() and (indices == np.arange(256)).all() and (m == 1).all() and (s == 300).all()
+    np.testing.assert_array_equal(indices, np.tile(np.arange(256), (2, 1)))
+    assert (values == 1).all() and (m == 1).all() and (s == 300).all()

@@ -134,7 +134,7 @@ def vectors(operation: str, cut: Plan) -> tuple[int, int]:
 @each_operation
 @pytest.mark.parametrize(
     "dtype",
-    [pytest.param(d, marks=slow if d in (jnp.float16, jnp.float64) else ()) for d in (*triton_kernels._DTYPES,)],
+    [pytest.param(d, marks=() if d == jnp.bfloat16 else slow) for d in (*triton_kernels._DTYPES,)],
     ids=lambda dtype: dtype.__name__,
 )
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=slow), 90])

@@ -1,0 +1,100 @@
+"""The public functions by their definitions: plain JAX on whole rows, with every option, for JAX to differentiate.
+
+What they give in float64 is what jaxsoft is compared with, values and derivatives of every order. Nothing here is
+fast, and nothing is taken from jaxsoft. Scores that do not count are replaced before anything is computed of them, so
+that no derivative is NaN where jaxsoft's is not.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def _scores(x, axis, where, scale, bias, causal):
+    """z = x * scale + bias, and which of it counts."""
+    z = x if scale is None else x * scale
+    z = z if bias is None else z + bias
+    counts = jnp.ones(x.shape, bool) if where is None else jnp.broadcast_to(where, x.shape)
+    if causal:
+        counts = counts & jnp.tri(*x.shape[-2:], dtype=bool)
+    return z, counts
+
+
+def _lse(z, axis, counts):
+    """The logsumexp of what counts, with the reduced axes kept; -inf where nothing does."""
+    m = jax.lax.stop_gradient(jnp.max(jnp.where(counts, z, -jnp.inf), axis, keepdims=True, initial=-jnp.inf))
+    m = jnp.where(jnp.isfinite(m), m, 0)
+    s = jnp.sum(jnp.where(counts, jnp.exp(jnp.where(counts, z, 0) - m), 0), axis, keepdims=True)
+    return jnp.where(s == 0, -jnp.inf, m + jnp.log(jnp.where(s == 0, 1, s)))
+
+
+def log_softmax(x, axis=-1, where=None, scale=None, bias=None, causal=False):
+    """-inf where an element does not count."""
+    z, counts = _scores(x, axis, where, scale, bias, causal)
+    lse = _lse(z, axis, counts)
+    return jnp.where(counts, jnp.where(counts, z, 0) - jnp.where(jnp.isfinite(lse), lse, 0), -jnp.inf)
+
+
+def softmax(x, axis=-1, where=None, scale=None, bias=None, causal=False):
+    """0 where an element does not count."""
+    return jnp.exp(log_softmax(x, axis, where, scale, bias, causal))
+
+
+def logsumexp(x, axis=-1, where=None, scale=None, bias=None, causal=False):
+    """-inf where nothing counts."""
+    z, counts = _scores(x, axis, where, scale, bias, causal)
+    return jnp.squeeze(_lse(z, axis, counts), axis)
+
+
+def top_k_softmax(x, k):
+    """Values and probabilities."""
+    indices = jax.lax.stop_gradient(jnp.argsort(-x, axis=-1, stable=True))[..., :k]
+    return jnp.take_along_axis(x, indices, -1), jnp.take_along_axis(softmax(x), indices, -1)
+
+
+def _loss(z, q, w, counts, rows, nll, smoothing, z_loss):
+    """Losses and logsumexps of scores z and a target q over the classes, which are last.
+
+    Args:
+      counts: which classes count.
+      rows: which rows do.
+      nll: the loss of a label, which need not count; None for that of q.
+    """
+    counts = counts & (z > -jnp.inf) & rows[..., None]
+    lse = _lse(z, -1, counts)[..., 0]
+    some = jnp.isfinite(lse)
+    finite = jnp.where(some, lse, 0)
+    above = jnp.where(counts, finite[..., None] - jnp.where(counts, z, 0), 0)  # -log(p)
+    label = jnp.sum(w * q * above, -1) if nll is None else nll(finite)
+    k = jnp.maximum(jnp.sum(counts, -1), 1)
+    smooth = jnp.sum(jnp.where(counts, w, 0) * above, -1) / k
+    loss = (1 - smoothing) * label + smoothing * smooth + z_loss * finite**2
+    return jnp.where(some, loss, 0), lse
+
+
+def _capped(x, cap):
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def integer_cross_entropy(x, weights, labels, *, where=None, ignore_index=None, label_smoothing=0.0, z_loss=0.0,
+                          logit_softcap=None):  # fmt: skip
+    """Losses and logsumexps for labels that are in range, or ignored; a label that does not count keeps its logit."""
+    n = x.shape[-1]
+    z, w = _capped(x, logit_softcap), jnp.ones(n, x.dtype) if weights is None else weights
+    counts = jnp.ones(x.shape, bool) if where is None else jnp.broadcast_to(where, x.shape)
+    rows = jnp.ones(labels.shape, bool) if ignore_index is None else labels != ignore_index
+    at = jnp.clip(labels, 0, n - 1)
+    score = jnp.take_along_axis(z, at[..., None], -1)[..., 0]
+    return _loss(z, None, w, counts, rows, lambda lse: w[at] * (lse - score), label_smoothing, z_loss)
+
+
+def cross_entropy(x, q, weights, *, where=None, label_smoothing=0.0, z_loss=0.0, logit_softcap=None):
+    """Losses and logsumexps for labels that are probabilities, or any other numbers."""
+    z, w = _capped(x, logit_softcap), jnp.ones(x.shape[-1], x.dtype) if weights is None else weights
+    counts = jnp.ones(x.shape, bool) if where is None else jnp.broadcast_to(where, x.shape)
+    return _loss(z, q, w, counts, jnp.ones(x.shape[:-1], bool), None, label_smoothing, z_loss)
+
+
+def linear_cross_entropy(hidden, weight, bias, class_weights, labels, **options):
+    """`integer_cross_entropy` of hidden @ weight + bias."""
+    logits = hidden @ weight if bias is None else hidden @ weight + bias
+    return integer_cross_entropy(logits, class_weights, labels, **options)

@@ -1,0 +1,50 @@
+"""`jax.disable_jit`, which people set to look for their own bugs: every public function and derivative, as with jit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import Case
+from chex import assert_trees_all_close
+from common import each_implementation, served, slow
+from test_higher_orders import CASES
+
+import jaxsoft
+
+
+@each_implementation
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("softmax", "integer", "top_k") else pytest.param(name, marks=slow)
+        for name in CASES
+        if name != "fold"
+    ],
+)
+def test_values_and_derivatives(name, implementation):
+    """Value, gradient, tangent, the gradient of a map, and the derivative of the gradient."""
+    x64 = implementation != "pallas"
+    with jax.enable_x64(x64), served(implementation):
+        ours, theirs, operands = CASES[name](implementation)
+        case = Case(name, ours, theirs, [v if x64 else v.astype(np.float32) for v in operands])
+        every = [case, *(case.through(t) for t in ("grad", "jvp")), case.through("vmap").through("grad")]
+        with jax.disable_jit():
+            for one in [*every, case.through("grad").through("jvp")]:
+                one.check(lambda f: f)
+
+
+def test_what_has_no_derivative():
+    """Sampling, and the functions of the fold."""
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 300)).astype(np.float32))
+
+    def results():
+        key = jax.random.key(0)
+        draws = [jaxsoft.random.sample(key, x, **o) for o in ({}, {"top_k": 5}, {"top_p": 0.9})]
+        a, b = x[:, :7], x[:, 7:12]
+        st = jaxsoft.combine(jaxsoft.state(a), jaxsoft.state(b))
+        merged = jaxsoft.merge_softmax([jaxsoft.softmax(a), jaxsoft.softmax(b)], [st, st])
+        return draws, st, jaxsoft.lse(st), merged
+
+    expected = results()
+    with jax.disable_jit():
+        assert_trees_all_close(results(), expected, rtol=1e-6)

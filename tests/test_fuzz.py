@@ -1,0 +1,315 @@
+"""Calls that are drawn at random: every public function, with any options, taken through two transformations.
+
+The operands have any shape and dtype; the calls are compiled, run operation by operation, or run under
+`jax.disable_jit`; on one device, or over a mesh of eight. All of it is compared with the definitions in float64. By
+default a few are drawn, the same in every run; `pytest tests/test_fuzz.py --hypothesis-profile=fuzz` draws thousands of
+others.
+"""
+
+import functools
+
+import definitions
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import TRANSFORMATIONS, Case
+from common import IMPLEMENTATIONS, OPS, served, wide
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from test_sharding import DEVICES, mesh_of
+
+import jaxsoft
+
+LENGTHS = [1, 2, 3, 5, 8, 17, 33, 64, 130, 300]
+
+
+def array(draw, shape, dtypes):
+    """Normal numbers, some spread out or offset, of a dtype that is drawn."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+    x = rng.standard_normal(shape) * draw(st.sampled_from([1, 1, 4])) + draw(st.sampled_from([0, 0, 10, -10]))
+    return x.astype(draw(st.sampled_from(dtypes)))
+
+
+def part_of(draw, shape):
+    """A shape that broadcasts to this one."""
+    return tuple(1 if draw(st.booleans()) else d for d in shape)[draw(st.integers(0, len(shape))) :]
+
+
+def mask(draw, shape):
+    return np.random.default_rng(draw(st.integers(0, 99))).random(shape) < 0.7
+
+
+def with_minus_inf(draw, x):
+    """Perhaps with one element of -inf, in a row of at least two."""
+    if x.shape and x.shape[-1] > 1 and x.size and draw(st.booleans()):
+        x.flat[draw(st.integers(0, x.size - 1))] = -np.inf
+    return x
+
+
+def shapes(draw, least=0, n=None):
+    leading = draw(st.lists(st.sampled_from([1, 2, 3, 3, 4]), min_size=least, max_size=2))
+    return *leading, n or draw(st.sampled_from(LENGTHS))
+
+
+def row_operation(draw, dtypes, implementation):
+    """softmax, log_softmax, logsumexp, by jaxsoft's options."""
+    op, shape = draw(st.sampled_from(OPS)), shapes(draw)
+    ndim, fixed, moving = len(shape), {}, {}
+    axis = draw(st.one_of(st.integers(-ndim, ndim - 1), st.lists(st.integers(0, ndim - 1), unique=True).map(tuple)))
+    axes = tuple(a % ndim for a in (axis if isinstance(axis, tuple) else (axis,)))
+    if axes == (ndim - 1,) and ndim > 1 and draw(st.booleans()):
+        fixed["causal"] = True
+    if draw(st.booleans()):
+        fixed["where"] = mask(draw, part_of(draw, shape))
+    if draw(st.booleans()):
+        one = tuple(1 if a in axes else d for a, d in enumerate(shape))
+        moving["scale"] = array(draw, part_of(draw, one), dtypes) / 4
+    if draw(st.booleans()):
+        moving["bias"] = array(draw, part_of(draw, shape), dtypes)
+    x = array(draw, shape, dtypes)
+    if not fixed and not moving and axes == (ndim - 1,):
+        x = with_minus_inf(draw, x)
+
+    def call(function, **more):
+        return lambda x, *v: (function(x, axis=axis, **dict(zip(moving, v, strict=True)), **fixed, **more),)
+
+    ours = call(getattr(jaxsoft, op), implementation=implementation)
+    what = f"{op}(axis={axis}, {fixed}, {list(moving)})"
+    return Case(what, ours, call(getattr(definitions, op)), [x, *moving.values()])
+
+
+def loss_options(draw, labels=None):
+    """Those of the losses that are numbers."""
+    options = {
+        "label_smoothing": draw(st.sampled_from([0.0, 0.0, 0.1, 1.0])),
+        "z_loss": draw(st.sampled_from([0.0, 0.0, 1e-3])),
+        "logit_softcap": draw(st.sampled_from([None, None, 5.0])),
+    }
+    if labels is not None:
+        options["ignore_index"] = draw(st.sampled_from([None, None, 0, -100, 255]))
+        if options["ignore_index"] == -100 and labels.dtype == np.int32 and labels.size:
+            labels.flat[0] = -100
+    return options
+
+
+def where_of(draw, shape):
+    """Nothing, or a mask of classes or of rows as jaxsoft takes it and as the definitions do."""
+    if draw(st.booleans()):
+        return {}, {}
+    if draw(st.booleans()):
+        where = mask(draw, tuple(1 if draw(st.booleans()) else d for d in shape))
+        return {"where": where}, {"where": np.broadcast_to(where, shape)}
+    where = mask(draw, shape[:-1])
+    return {"where": where if len(shape) > 1 else where[None]}, {"where": where[..., None]}
+
+
+def labels_of(draw, rows, n):
+    dtype = draw(st.sampled_from([np.int32, np.int32, np.int8, np.uint8, np.int16, np.uint16, np.uint32]))
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    return rng.integers(0, min(n, np.iinfo(dtype).max), rows).astype(dtype)
+
+
+def integer_cross_entropy(draw, dtypes, implementation):
+    """With a mask, class weights, and the logsumexp as a second result."""
+    shape = shapes(draw)
+    labels = labels_of(draw, shape[:-1], shape[-1])
+    options, (mine, plain) = loss_options(draw, labels), where_of(draw, shape)
+    operands = [with_minus_inf(draw, array(draw, shape, dtypes))]
+    at = np.clip(labels.astype(np.int64), 0, shape[-1] - 1)[..., None]
+    if not np.isfinite(np.take_along_axis(wide(operands[0]), at, -1)).all():
+        operands[0][~np.isfinite(wide(operands[0]))] = 0  # infinite losses have no derivatives to compare
+    if draw(st.booleans()):
+        operands.append(np.abs(array(draw, shape[-1:], dtypes)) / 4)
+
+    def ours(x, w=None):
+        return jaxsoft.softmax_cross_entropy_with_integer_labels(
+            x, labels, **mine, **options, class_weights=w, return_lse=True, implementation=implementation
+        )
+
+    def theirs(x, w=None):
+        return definitions.integer_cross_entropy(x, w, labels.astype(np.int32), **plain, **options)
+
+    return Case(f"integer cross-entropy({labels.dtype}, {mine}, {options})", ours, theirs, operands)
+
+
+def cross_entropy(draw, dtypes, implementation):
+    """Labels that broadcast with the logits."""
+    shape = shapes(draw)
+    options, (mine, plain) = loss_options(draw), where_of(draw, shape)
+    operands = [array(draw, shape, dtypes), np.abs(array(draw, part_of(draw, shape), dtypes)) / (4 * shape[-1])]
+    if draw(st.booleans()):
+        operands.append(np.abs(array(draw, shape[-1:], dtypes)) / 4)
+
+    def ours(x, q, w=None):
+        return jaxsoft.softmax_cross_entropy(
+            x, q, **mine, **options, class_weights=w, return_lse=True, implementation=implementation
+        )
+
+    def theirs(x, q, w=None):
+        return definitions.cross_entropy(x, jnp.broadcast_to(q, shape), w, **plain, **options)
+
+    return Case(f"cross-entropy({mine}, {options}, labels {operands[1].shape})", ours, theirs, operands)
+
+
+def linear_cross_entropy(draw, dtypes, implementation):
+    """With chunks of any size; operands of one dtype, as strict promotion asks for."""
+    del implementation
+    dtype, classes = draw(st.sampled_from(dtypes)), draw(st.sampled_from([1, 2, 7, 33, 64]))
+    *rows, width = shapes(draw, n=draw(st.sampled_from([1, 3, 8])))
+    labels = labels_of(draw, rows, classes)
+    options = loss_options(draw, labels)
+    names = [name for name in ("bias", "class_weights") if draw(st.booleans())]
+    given = {"chunk_size": draw(st.sampled_from([None, 1, 5, 64])), "recompute": draw(st.booleans())}
+    operands = [array(draw, (*rows, width), [dtype]) / 4, array(draw, (width, classes), [dtype]) / 4]
+    operands += [np.abs(array(draw, (classes,), dtypes)) / 4 for _ in names]
+
+    def ours(h, w, *others):
+        more = dict(zip(names, others, strict=True))
+        return jaxsoft.linear_softmax_cross_entropy(h, w, labels, **more, **given, **options, return_lse=True)
+
+    def theirs(h, w, *others):
+        more = dict.fromkeys(("bias", "class_weights")) | dict(zip(names, others, strict=True))
+        return definitions.linear_cross_entropy(h, w, *more.values(), labels.astype(np.int32), **options)
+
+    return Case(f"linear cross-entropy({labels.dtype}, {names}, {given}, {options})", ours, theirs, operands)
+
+
+def top_k(draw, dtypes, implementation):
+    """Values and probabilities, of scores that differ."""
+    shape = shapes(draw)
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    steps = rng.permuted(np.broadcast_to(np.arange(shape[-1]), shape), axis=-1)
+    x = (steps / 16 - 2).astype(draw(st.sampled_from(dtypes)))
+    k = draw(st.integers(1, shape[-1]))
+    return Case(
+        f"top_k(k={k})",
+        lambda x: jaxsoft.top_k_softmax(x, k, implementation=implementation)[:2],
+        lambda x: definitions.top_k_softmax(x, k),
+        [x],
+    )
+
+
+def fold(draw, dtypes, implementation):
+    """The functions of the fold, which put together a row that is cut in two."""
+    del implementation
+    shape = shapes(draw, n=draw(st.sampled_from(LENGTHS[:7])))  # scans compile slowly
+    x, cut = array(draw, shape, dtypes), draw(st.integers(0, shape[-1]))
+
+    def ours(x):
+        parts = [v for v in (x[..., :cut], x[..., cut:]) if v.shape[-1]]
+        states = [jaxsoft.state(v) for v in parts]
+        y, total = jaxsoft.merge_softmax([jaxsoft.softmax(v) for v in parts], states)
+        first, second = jaxsoft.state(x[..., :cut]), jaxsoft.state(x[..., cut:])
+        joined = jaxsoft.lse(jaxsoft.combine(first, second))
+        o, lse = jaxsoft.update_output(jnp.ones_like(x), jaxsoft.lse(first), 2 * jnp.ones_like(x), jaxsoft.lse(second))
+        return y, jaxsoft.lse(total), joined, jaxsoft.cumlogsumexp(x)[..., -1], o, lse
+
+    def theirs(x):
+        lse, p = definitions.logsumexp(x), definitions.softmax(x)
+        share = jnp.sum(p[..., cut:], axis=-1, keepdims=True)
+        return p, lse, lse, lse, jnp.broadcast_to(1 + share, x.shape), lse
+
+    return Case(f"fold(cut={cut})", ours, theirs, [x])
+
+
+KINDS = [row_operation, integer_cross_entropy, cross_entropy, linear_cross_entropy, top_k, fold]
+
+
+def eager(f):
+    return f
+
+
+def without_jit(f):
+    def run(*operands):
+        with jax.disable_jit():
+            return f(*operands)
+
+    return run
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@settings(max_examples=settings.default.max_examples // 5)
+@given(data=st.data())
+def test_two_transformations(kind, data):
+    draw = data.draw
+    x64 = draw(st.booleans())
+    dtypes = [jnp.float64] if x64 and draw(st.booleans()) else [jnp.float32, jnp.float16, jnp.bfloat16]
+    names = [draw(st.sampled_from([*TRANSFORMATIONS])) for _ in range(draw(st.integers(0, 2)))]
+    run = draw(st.sampled_from([jax.jit, jax.jit, eager, without_jit]))
+    implementation = draw(st.sampled_from(IMPLEMENTATIONS))
+    with jax.enable_x64(x64):
+        case = kind(draw, dtypes, implementation)
+        with served(implementation):
+            functools.reduce(Case.through, names, case).check(run)
+
+
+def over_a_mesh(draw, implementation):
+    """A call on x of shape (8, 8, 64), or of its last dimensions; what comes beside x is made of x, shard by shard."""
+    shape = (8, 8, 64)[draw(st.integers(0, 2)) :]
+    x = array(draw, shape, [jnp.float32, jnp.bfloat16])
+
+    def tops(x):
+        """An integer a row, the same in every dtype."""
+        return jnp.floor(jax.lax.stop_gradient(jnp.max(x, axis=-1)).astype(jnp.float32) * 1024).astype(jnp.int32)
+
+    def numbers(x):
+        """An integer an element, likewise."""
+        return jnp.floor(jax.lax.stop_gradient(x).astype(jnp.float32) * 64).astype(jnp.int32)
+
+    options, name, k = loss_options(draw), draw(st.sampled_from([*OPS, "integer", "dense", "top_k"])), 3
+    masked, scaled = draw(st.booleans()), draw(st.booleans())
+
+    def call(x, function, **more):
+        where = (numbers(x) % 3 > 0) | (jnp.max(x, axis=-1, keepdims=True) == x) if masked else None
+        if name in OPS:
+            return (function(x, -1, where=where, scale=0.5 if scaled else None, **more),)
+        if name == "dense":
+            return function(x, (numbers(x) % 5).astype(x.dtype) / 8, where=where, **options, **more)
+        return function(x, tops(x) % shape[-1], where=where, **options, **more)
+
+    def ours(x):
+        if name == "top_k":
+            return jaxsoft.top_k_softmax(x, k, implementation=implementation)[:2]
+        function = {
+            "integer": jaxsoft.softmax_cross_entropy_with_integer_labels,
+            "dense": jaxsoft.softmax_cross_entropy,
+        }.get(name) or getattr(jaxsoft, name)
+        return call(x, function, implementation=implementation, **({} if name in OPS else {"return_lse": True}))
+
+    def theirs(x):
+        if name == "top_k":
+            return definitions.top_k_softmax(x, k)
+        if name == "dense":
+            return call(x, lambda x, q, **more: definitions.cross_entropy(x, q, None, **more))
+        if name == "integer":
+            return call(x, lambda x, y, **more: definitions.integer_cross_entropy(x, None, y, **more))
+        return call(x, getattr(definitions, name))
+
+    return Case(f"{name}({options}, {masked}, {scaled})", ours, theirs, [x])
+
+
+@pytest.mark.skipif(DEVICES < 8, reason="needs eight devices, which a CPU can pretend to have")
+@settings(max_examples=settings.default.max_examples // 5)
+@given(data=st.data())
+def test_meshes(data):
+    """Under jit, sharded anyhow over automatic or explicit axes; or inside shard_map, with whole rows."""
+    draw = data.draw
+    implementation = draw(st.sampled_from([name for name in IMPLEMENTATIONS if name != "reference"]))
+    case = over_a_mesh(draw, implementation)
+    ndim = case.operands[0].ndim
+    inside = ndim > 1 and draw(st.booleans())
+    dims = [()] * ndim
+    for axis in ("a", "b"):
+        place = draw(st.integers(0, ndim - 1 if inside else ndim))  # the last: over none
+        if place < ndim - inside:
+            dims[place] += (axis,)
+    mesh, spec = mesh_of(draw(st.sampled_from([AxisType.Auto, AxisType.Explicit]))), P(*dims)
+    what = f"{case.what} of {case.operands[0].dtype} over {spec}, {mesh.axis_types}, inside {inside}"
+    names = [draw(st.sampled_from(["grad", "jvp", "checkpoint"])) for _ in range(draw(st.integers(0, 2)))]
+    with jax.set_mesh(mesh), served(implementation):
+        ours = jax.shard_map(case.ours, in_specs=spec, out_specs=P(*dims[:-1])) if inside else case.ours
+        case = functools.reduce(Case.through, names, Case(what, ours, case.theirs, case.operands))
+        case.check(lambda f: lambda x: jax.jit(f)(jax.device_put(x, NamedSharding(mesh, spec))))
