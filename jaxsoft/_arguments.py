@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxsoft.fold import accumulator, as_float, as_mask
+from jaxsoft._numbers import as_float, as_mask
+from jaxsoft.fold import accumulator
 
 type Axis = int | Sequence[int] | None
 
@@ -119,7 +120,7 @@ def plain_scores(
     if bias is not None:
         x = x + bias.astype(x.dtype)
     if causal:
-        below = jnp.expand_dims(jnp.tri(x.shape[-2], x.shape[-1], dtype=bool), tuple(range(x.ndim - 2)))
+        below = jax.lax.broadcast_to_rank(jnp.tri(x.shape[-2], x.shape[-1], dtype=bool), x.ndim)
         where = below if where is None else where & below
     return x, where
 
@@ -143,7 +144,7 @@ def to_rows(
     if scale is not None:
         extras["s"] = _merged(scale, axes, x.shape)[..., 0]
     if causal:
-        extras["l"] = jnp.arange(1, x.shape[-2] + 1, dtype=jnp.int32).reshape(*(1,) * (x.ndim - 2), -1)
+        extras["l"] = jax.lax.broadcast_to_rank(jnp.arange(1, x.shape[-2] + 1, dtype=jnp.int32), x.ndim - 1)
     if where is not None:
         where = _merged(where, axes, x.shape)
         if where.shape[-1] == 1:  # whole rows

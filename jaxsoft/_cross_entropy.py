@@ -14,6 +14,7 @@ from jaxsoft._derivative import label_statistics
 from jaxsoft._forms import Form, counted, positions, scores, softcap
 from jaxsoft._implementations import check_name
 from jaxsoft._losses import Options, check_labels, check_options, check_weights, row_loss, weighted_sums
+from jaxsoft._numbers import as_mask
 
 
 @overload
@@ -111,15 +112,13 @@ def softmax_cross_entropy_with_integer_labels(
     check_name(implementation)
     options = check_options(ignore_index, label_smoothing, z_loss, logit_softcap)
     x = as_kernel_scores("logits", logits)
-    axes = _class_axes(axis, x.ndim)
-    kept = [a for a in range(x.ndim) if a not in axes]
-    weights = check_weights(class_weights, math.prod(x.shape[a] for a in axes), x.dtype)
-    index = check_labels(labels, tuple(x.shape[a] for a in kept), math.prod(x.shape[a] for a in axes), options)
-    shape = list(x.shape)
-    for a, size in zip(kept, index.shape, strict=True):
-        shape[a] = size
-    counts = _where_of(where, tuple(shape), axes)
-    x = _classes_last(jnp.broadcast_to(x, shape), axes)
+    axes, given = _class_axes(axis, x.ndim), x.shape
+    x = _classes_last(x, axes)
+    weights = check_weights(class_weights, x.shape[-1], x.dtype)
+    index = check_labels(labels, x.shape[:-1], x.shape[-1], options)
+    x = jnp.broadcast_to(x, (*index.shape, x.shape[-1]))
+    rows = iter(index.shape)
+    counts = _where_of(where, tuple(size if a in axes else next(rows) for a, size in enumerate(given)), axes)
     loss, lse = _with_integer_labels(x, index, counts, weights, options, implementation)
     return (loss, lse) if return_lse else loss
 
@@ -237,7 +236,7 @@ def softmax_cross_entropy(
     except ValueError:
         raise ValueError(f"labels must broadcast with the logits, of shape {x.shape}; got shape {q.shape}") from None
     axes = tuple(a - x.ndim + len(shape) for a in _class_axes(axis, x.ndim))
-    x, q = (jnp.expand_dims(v, tuple(range(len(shape) - v.ndim))) for v in (x, q))
+    x, q = (jax.lax.broadcast_to_rank(v, len(shape)) for v in (x, q))
     shape = tuple(x.shape[a] if a in axes else size for a, size in enumerate(shape))
     # Of one class, labels for several are labels for this one.
     several = tuple(a for a in axes if x.shape[a] == 1 and q.shape[a] != 1)
@@ -265,7 +264,7 @@ def _with_labels(x, q, counts, weights, options, implementation):
         k = jnp.maximum(jnp.sum(finite, axis=-1, keepdims=True, dtype=wide), 1)
         q = (1 - options.label_smoothing) * q + jnp.where(finite, options.label_smoothing / k, 0)
     if weights is not None:
-        q = q * jnp.expand_dims(weights, tuple(range(q.ndim - 1)))
+        q = q * jax.lax.broadcast_to_rank(weights, q.ndim)
     empty = lse == -jnp.inf
     adds = shown & ~empty[..., None] & ((z != -jnp.inf) | (q != 0))
     loss = jnp.sum(jnp.where(adds, q * jnp.where(adds, lse[..., None] - z, 0), 0), axis=-1)
@@ -308,12 +307,12 @@ def _where_of(where: ArrayLike | None, shape: tuple[int, ...], axes: tuple[int, 
     """Which logits of this shape count, with the classes last: (..., classes), or (..., 1) where whole rows do."""
     if where is None:
         return None
-    counts = fold.as_mask("where", where)
+    counts = as_mask("where", where)
     if counts.ndim != len(shape) and counts.ndim == len(shape) - len(axes):
         counts = jnp.expand_dims(counts, axes)
     if not _broadcasts(counts.shape, shape):
         raise ValueError(f"where must broadcast to the shape of the logits, {shape}; got shape {counts.shape}")
-    counts = jnp.expand_dims(counts, tuple(range(len(shape) - counts.ndim)))
+    counts = jax.lax.broadcast_to_rank(counts, len(shape))
     if all(counts.shape[a] == 1 for a in axes):
         return _classes_last(counts, axes)
     whole = tuple(size if a in axes else counts.shape[a] for a, size in enumerate(shape))

@@ -204,7 +204,7 @@ def counted(form: Form, first: jax.Array, extras: dict[str, jax.Array]) -> jax.A
 
 def positions(x: jax.Array) -> jax.Array:
     """The index of each element of rows like those of x, of as many dimensions and length 1 but for the last."""
-    return jnp.expand_dims(jnp.arange(x.shape[-1], dtype=jnp.int32), tuple(range(x.ndim - 1)))
+    return jax.lax.broadcast_to_rank(jnp.arange(x.shape[-1], dtype=jnp.int32), x.ndim)
 
 
 def _scaled(counts: jax.Array | None, v: jax.Array, extras: dict[str, jax.Array]) -> jax.Array:

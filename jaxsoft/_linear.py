@@ -338,7 +338,7 @@ def _scores(head: Head, named: dict[str, jax.Array], begin=0, size: int | None =
         weight = _slice(weight, begin, size, 1)
         bias = bias if bias is None else _slice(bias, begin, size, 0)
     x = jnp.dot(hidden.astype(dtype), weight.astype(dtype), precision=head.precision, preferred_element_type=wide)
-    return x if bias is None else x + jnp.expand_dims(bias.astype(wide), tuple(range(x.ndim - 1)))
+    return x if bias is None else x + jax.lax.broadcast_to_rank(bias.astype(wide), x.ndim)
 
 
 def _finite(head: Head, x: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -20,7 +20,7 @@ from jaxsoft._arguments import (
 from jaxsoft._derivative import differentiable
 from jaxsoft._forms import Form
 from jaxsoft._implementations import check_name
-from jaxsoft.fold import as_float, as_numbers
+from jaxsoft._numbers import as_float, as_numbers
 
 _jax_logsumexp = jax.nn.logsumexp  # taken here and not when called, when someone may have put jaxsoft's in its place
 
@@ -123,7 +123,7 @@ def logsumexp(
             shape = jax.lax.broadcast_shapes(a.shape, b.shape)
         except ValueError:
             raise ValueError(f"b must broadcast with a, of shape {a.shape}; got shape {b.shape}") from None
-        a, b = jnp.broadcast_to(a, shape), jnp.expand_dims(b, tuple(range(len(shape) - b.ndim)))
+        a, b = jnp.broadcast_to(a, shape), jax.lax.broadcast_to_rank(b, len(shape))
     a = as_float("a", a)
     axes, out_dtype = normalize_axis(axis, a.ndim), check_dtype(dtype, a)
     extras = check_extras(a, axes, where, scale, bias, causal)

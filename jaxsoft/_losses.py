@@ -104,7 +104,7 @@ def weighted_sums(
     z: jax.Array, finite: jax.Array, weights: jax.Array, ref: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Over the classes whose score z is above -inf and counts: sum(w (z - ref)), sum(w), and their number."""
-    weights = jnp.expand_dims(weights, tuple(range(z.ndim - 1)))
+    weights = jax.lax.broadcast_to_rank(weights, z.ndim)
     total = jnp.sum(jnp.where(finite, weights * (jnp.where(finite, z, 0) - ref[..., None]), 0), axis=-1)
     mass = jnp.sum(jnp.where(finite, weights, 0), axis=-1)
     return total, mass, jnp.sum(finite, axis=-1, dtype=total.dtype)

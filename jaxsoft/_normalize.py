@@ -19,7 +19,7 @@ from jaxsoft._arguments import (
 from jaxsoft._derivative import differentiable
 from jaxsoft._forms import Form
 from jaxsoft._implementations import check_name
-from jaxsoft.fold import as_float
+from jaxsoft._numbers import as_float
 
 # Taken here and not when called, when someone may have put jaxsoft's functions in their place.
 _OF_JAX = {"softmax": jax.nn.softmax, "log_softmax": jax.nn.log_softmax}

@@ -19,9 +19,10 @@ from jax.typing import ArrayLike
 from jaxsoft._batching import as_leading_dimension
 from jaxsoft._forms import Form, positions
 from jaxsoft._implementations import check_name
+from jaxsoft._numbers import as_float
 from jaxsoft._rows import row_operation
 from jaxsoft._top_k import top_k_softmax
-from jaxsoft.fold import accumulator, as_float, reference
+from jaxsoft.fold import accumulator, reference
 
 __all__ = ["sample"]
 
@@ -199,7 +200,7 @@ def _from_first(u, x, scale, greedy, top_p, min_p, k, total, implementation):
         left &= (before < (top_p * mass)[..., None]) | (top_p >= 1)[..., None]
     if min_p is not None:
         left &= weights >= min_p[..., None]
-    left = (left & ~greedy[..., None]) | (positions(x[..., :k]) == 0)
+    left = (left & ~greedy[..., None]) | (positions(left) == 0)
     weights = jnp.where(left, weights, 0)
     index = _draw(u[..., 1], weights)
     return _take(indices, index), _share(weights, index), ~(weights[..., -1] > 0)
