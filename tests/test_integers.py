@@ -33,6 +33,11 @@ def class_numbers(dtype):
     return 2 ** (bits - 1), 2**bits - 1, 2**bits, 2**bits + 1
 
 
+def as_labels(values, dtype):
+    """Python's integers as an array of the dtype, which they fit."""
+    return jnp.asarray(np.array(values, object if dtype in WIDE else np.int64).astype(dtype))
+
+
 def truth(logits, labels):
     """The losses, and the gradients of their sum, as (i + 1) times the i-th; in float64. NaN for a bad label."""
     x, n = wide(logits), logits.shape[-1]
@@ -50,6 +55,15 @@ def losses_and_gradient(f, x):
     return loss, pull(jnp.arange(1, loss.size + 1, dtype=loss.dtype))[0]
 
 
+def assert_true(f, logits, values):
+    """Compares the losses of labels of these values, and their gradient by the logits, under jit."""
+    what = f"{logits.shape[-1]} classes, labels {values}"
+    loss, dx = jax.jit(lambda x: losses_and_gradient(f, x))(logits)
+    want, dx_want = truth(logits, values)
+    np.testing.assert_allclose(loss, want, rtol=2e-6, atol=1e-6, err_msg=what)
+    np.testing.assert_allclose(dx, dx_want, rtol=1e-5, atol=1e-5, err_msg=what)
+
+
 @each_dtype
 @each_fast_implementation
 def test_labels(dtype, implementation):
@@ -57,13 +71,10 @@ def test_labels(dtype, implementation):
     with jax.enable_x64(dtype in WIDE), served(implementation):
         for n in class_numbers(dtype):
             values = borders(dtype, n)
-            labels = jnp.asarray(np.array(values, object if dtype in WIDE else np.int64).astype(dtype))
+            labels = as_labels(values, dtype)
             x = np.random.default_rng(n).standard_normal((len(values), n)).astype(np.float32)
             f = lambda x: cross_entropy(x, labels, implementation=implementation)  # noqa: E731,B023
-            loss, dx = jax.jit(lambda x, f=f: losses_and_gradient(f, x))(x)
-            want, dx_want = truth(x, values)
-            np.testing.assert_allclose(loss, want, rtol=2e-6, atol=1e-6, err_msg=f"{n} classes, labels {values}")
-            np.testing.assert_allclose(dx, dx_want, rtol=1e-5, atol=1e-5, err_msg=f"{n} classes, labels {values}")
+            assert_true(f, x, values)
 
 
 @each_dtype_in_turn
@@ -71,14 +82,11 @@ def test_labels_of_a_linear_layer(dtype):
     with jax.enable_x64(dtype in WIDE):
         for n in class_numbers(dtype):
             values = borders(dtype, n)
-            labels = jnp.asarray(np.array(values, object if dtype in WIDE else np.int64).astype(dtype))
+            labels = as_labels(values, dtype)
             hidden = np.eye(len(values), dtype=np.float32)
             weight = np.random.default_rng(n).standard_normal((len(values), n)).astype(np.float32)
             f = lambda w: linear(hidden, w, labels, chunk_size=1 + n // 3)  # noqa: E731,B023
-            loss, dw = jax.jit(lambda w, f=f: losses_and_gradient(f, w))(weight)
-            want, dw_want = truth(weight, values)
-            np.testing.assert_allclose(loss, want, rtol=2e-6, atol=1e-6, err_msg=f"{n} classes, labels {values}")
-            np.testing.assert_allclose(dw, dw_want, rtol=1e-5, atol=1e-5, err_msg=f"{n} classes, labels {values}")
+            assert_true(f, weight, values)
 
 
 @each_dtype_in_turn
@@ -87,7 +95,7 @@ def test_ignored_labels(dtype):
     with jax.enable_x64(dtype in WIDE):
         n = 9
         values = borders(dtype, n)
-        labels = jnp.asarray(np.array(values, object if dtype in WIDE else np.int64).astype(dtype))
+        labels = as_labels(values, dtype)
         x = np.random.default_rng(0).standard_normal((len(values), n)).astype(np.float32)
         want, dx_want = truth(x, values)
         every = [*values, -1, -100, 255, 2**16, -(2**31), 2**31, 2**32 - 1, -(2**63), 2**63 - 1, 2**64 - 1, 2**70]
