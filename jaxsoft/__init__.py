@@ -2,15 +2,15 @@
 
 from importlib.metadata import version as _version
 
-from jaxsoft import _ffi
 from jaxsoft import random as random
-from jaxsoft._cross_entropy import softmax_cross_entropy, softmax_cross_entropy_with_integer_labels
-from jaxsoft._implementations import implementations
-from jaxsoft._linear_cross_entropy import linear_softmax_cross_entropy
-from jaxsoft._log_softmax import log_softmax
-from jaxsoft._logsumexp import logsumexp
-from jaxsoft._softmax import softmax
-from jaxsoft._top_k import top_k_softmax
+from jaxsoft._ops.cross_entropy import softmax_cross_entropy, softmax_cross_entropy_with_integer_labels
+from jaxsoft._ops.linear_cross_entropy import linear_softmax_cross_entropy
+from jaxsoft._ops.log_softmax import log_softmax
+from jaxsoft._ops.logsumexp import logsumexp
+from jaxsoft._ops.softmax import softmax
+from jaxsoft._ops.top_k import top_k_softmax
+from jaxsoft._rows import ffi as _ffi
+from jaxsoft._rows.choice import implementations
 from jaxsoft.fold import (
     State,
     combine,

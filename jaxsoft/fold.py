@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxsoft._numbers import as_float, as_mask
+from jaxsoft._core.numbers import as_float, as_mask
 
 __all__ = [
     "State",

@@ -16,12 +16,12 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 
-from jaxsoft._batching import as_leading_dimension
-from jaxsoft._forms import Form, positions
-from jaxsoft._implementations import check_name
-from jaxsoft._numbers import as_float
-from jaxsoft._rows import row_operation
-from jaxsoft._top_k import top_k_softmax
+from jaxsoft._core.batching import as_leading_dimension
+from jaxsoft._core.numbers import as_float
+from jaxsoft._ops.top_k import top_k_softmax
+from jaxsoft._rows.choice import check_name
+from jaxsoft._rows.forms import Form, positions
+from jaxsoft._rows.primitive import row_operation
 from jaxsoft.fold import accumulator, reference
 
 __all__ = ["sample"]

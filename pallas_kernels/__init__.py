@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import jax
 
-from jaxsoft import _devices
-from jaxsoft._forms import Form, Operation
+from jaxsoft._core import devices
+from jaxsoft._rows.forms import Form, Operation
 
 # The GPUs that the kernels' sizes are for, by name, as a device that is lowered for has no compute capability here.
 # Others are not as new, or have less than half the shared memory of a block, and no clusters of 16.
@@ -22,9 +22,9 @@ def unavailable(platform: str) -> str | None:
     """None, or why the kernels cannot run on a platform."""
     if platform != "cuda":
         return "Pallas Mosaic GPU kernels run on NVIDIA GPUs only"
-    if kind := _devices.elsewhere():
+    if kind := devices.elsewhere():
         other = None if _DATA_CENTRE.search(kind) else kind
-    elif here := _devices.present():
+    elif here := devices.present():
         others = {kind: number for kind, number in here.items() if not 90 <= number < 110}
         other = next((f"{kind} ({number // 10}.{number % 10})" for kind, number in others.items()), None)
     else:
@@ -34,7 +34,7 @@ def unavailable(platform: str) -> str | None:
 
 def unsupported(operands: Sequence[jax.core.ShapedArray]) -> str | None:
     """None, or why the kernels cannot take these operands."""
-    from . import choice
+    from .rows import choice
 
     return choice.unsupported(operands)
 
@@ -42,7 +42,7 @@ def unsupported(operands: Sequence[jax.core.ShapedArray]) -> str | None:
 def leads(operation: str, form: Form, platform: str, operands: Sequence[jax.core.ShapedArray]) -> bool:
     """Whether these kernels are faster than all others."""
     del platform
-    from . import choice
+    from .rows import choice
 
     return choice.leads(operation, form, operands)
 
@@ -50,6 +50,6 @@ def leads(operation: str, form: Form, platform: str, operands: Sequence[jax.core
 def kernel(operation: str, form: Form, platform: str, operands: Sequence[jax.core.ShapedArray]) -> Operation | None:
     """The kernel for an operation in this form, or None where it has to be composed."""
     del platform
-    from . import choice
+    from .rows import choice
 
     return choice.kernel(operation, form, operands)

@@ -49,7 +49,7 @@ class Tensor:
 
 
 def run(operation, cut, operands, results):
-    from jaxsoft.triton_kernels import kernels
+    from jaxsoft.triton_kernels.rows import kernels
 
     rows = operands[0].shape[0]
     outputs = [np.zeros(shape, dtype) for shape, dtype in results]

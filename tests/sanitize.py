@@ -31,8 +31,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsoft._forms import NO_ROW, Form
-from jaxsoft._rows import row_operation
+from jaxsoft._rows.forms import NO_ROW, Form
+from jaxsoft._rows.primitive import row_operation
 
 # (rows, n) by strategy: lanes of a warp, a block with 4, 5 and 8 packs a thread, clusters of few rows, split; n odd and
 # even.

@@ -10,7 +10,14 @@ import pytest
 
 import jaxsoft
 
-MODULES = ["jaxsoft", *(f"jaxsoft.{m.name}" for m in pkgutil.iter_modules(jaxsoft.__path__) if m.name != "__main__")]
+MODULES = [
+    "jaxsoft",
+    *(
+        name
+        for _, name, _ in pkgutil.walk_packages(jaxsoft.__path__, "jaxsoft.")
+        if "_kernels" not in name and "__main__" not in name
+    ),
+]
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -10,9 +10,9 @@ from chex import assert_trees_all_close
 from common import OPS, assert_values, each_op, loss, ours, slow, theirs
 
 import jaxsoft
-from jaxsoft import _ffi
+from jaxsoft._rows import ffi
 
-CHECKS = [jax.export.DisabledSafetyCheck.custom_call(f"jaxsoft_{target}") for target in _ffi.RESULTS]
+CHECKS = [jax.export.DisabledSafetyCheck.custom_call(f"jaxsoft_{target}") for target in ffi.RESULTS]
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
 
 

@@ -7,8 +7,8 @@ import pytest
 from common import on_cpu
 
 import jaxsoft
-from jaxsoft import _ffi
-from jaxsoft._forms import Form
+from jaxsoft._rows import ffi
+from jaxsoft._rows.forms import Form
 
 pytestmark = pytest.mark.skipif(
     jaxsoft.implementations()["ffi"] is not None, reason=f"no C++ kernels: {jaxsoft.implementations()['ffi']}"
@@ -19,10 +19,10 @@ PLATFORM = "cuda" if jax.default_backend() == "gpu" else "cpu"
 def call(target, results, *operands, extras="", trailing=0, masked=False, cap=None):
     """Calls a target with results of the given shapes and dtypes, and the workspace that most targets have."""
     form = Form(np.dtype(np.float32), extras, trailing, masked, cap)
-    attributes = _ffi._attributes(form)
+    attributes = ffi._attributes(form)
     types = [jax.ShapeDtypeStruct(*result) for result in results]
-    if target not in _ffi._NO_WORKSPACE:
-        types.append(_ffi.workspace(X))
+    if target not in ffi._NO_WORKSPACE:
+        types.append(ffi.workspace(X))
     return jax.block_until_ready(jax.ffi.ffi_call(f"jaxsoft_{target}", types)(*operands, **attributes))
 
 
@@ -116,7 +116,7 @@ def test_extras_that_differ_in_too_many_dimensions():
 )
 def test_bad_attributes(attributes, message):
     x = jnp.ones((3, 7), F32)  # a shape of its own: to JAX's cache of compiled calls, np.int32(0) is np.int64(0)
-    types = [jax.ShapeDtypeStruct(x.shape, F32), _ffi.workspace(x)]
+    types = [jax.ShapeDtypeStruct(x.shape, F32), ffi.workspace(x)]
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         jax.block_until_ready(jax.ffi.ffi_call("jaxsoft_softmax", types)(x, **attributes))
 
@@ -165,27 +165,27 @@ def test_good_buffers():
 
 def test_a_library_for_a_newer_xla_is_not_registered(monkeypatch):
     """XLA would disable the platform over it, so it is found out before, and said."""
-    monkeypatch.setattr(_ffi, "_xla_api", lambda: (0, 1))
+    monkeypatch.setattr(ffi, "_xla_api", lambda: (0, 1))
     monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *_, **__: pytest.fail("registered"))
-    reason = _ffi.unavailable.__wrapped__(PLATFORM)
+    reason = ffi.unavailable.__wrapped__(PLATFORM)
     assert "was built for version" in reason and "jaxlib has 0.1" in reason and "install jaxsoft" in reason
 
 
 def test_a_library_for_another_major_version_is_not_registered(monkeypatch):
-    monkeypatch.setattr(_ffi, "_xla_api", lambda: (9, 99))
+    monkeypatch.setattr(ffi, "_xla_api", lambda: (9, 99))
     monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *_, **__: pytest.fail("registered"))
-    assert "jaxlib has 9.99" in _ffi.unavailable.__wrapped__(PLATFORM)
+    assert "jaxlib has 9.99" in ffi.unavailable.__wrapped__(PLATFORM)
 
 
 def test_a_library_that_is_missing_or_broken(monkeypatch, tmp_path):
-    monkeypatch.setattr(_ffi, "_find", lambda platform: None)
-    assert "was not built" in _ffi.unavailable.__wrapped__(PLATFORM)
+    monkeypatch.setattr(ffi, "_find", lambda platform: None)
+    assert "was not built" in ffi.unavailable.__wrapped__(PLATFORM)
     broken = tmp_path / "libjaxsoft.so"
     broken.write_text("no library")
-    monkeypatch.setattr(_ffi, "_find", lambda platform: broken)
-    assert "libjaxsoft.so could not be loaded" in _ffi.unavailable.__wrapped__(PLATFORM)
+    monkeypatch.setattr(ffi, "_find", lambda platform: broken)
+    assert "libjaxsoft.so could not be loaded" in ffi.unavailable.__wrapped__(PLATFORM)
 
 
 def test_the_version_that_jaxlib_has():
-    major, minor = _ffi._xla_api()
+    major, minor = ffi._xla_api()
     assert (major, minor) >= (0, 4)

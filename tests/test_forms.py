@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from common import DTYPES, each_dtype_in_turn, each_fast_implementation, precision, served, slow, wide
 
-from jaxsoft import _xla
-from jaxsoft._forms import NO_ROW, OPERATIONS, Form, compose, groups
-from jaxsoft._rows import row_operation
+from jaxsoft._rows import xla
+from jaxsoft._rows.forms import NO_ROW, OPERATIONS, Form, compose, groups
+from jaxsoft._rows.primitive import row_operation
 
 EXTRAS = {
     "softmax": ("s", "l", "w", "b", "slwb"),
@@ -70,7 +70,7 @@ def exact(operation, form, *operands):
     with jax.enable_x64(True):
         form = Form(np.dtype(np.float64), form.extras, form.trailing, form.masked)
         wide_operands = [v if v.dtype in (bool, np.int32) else wide(v) for v in operands]
-        return [np.asarray(v) for v in jax.jit(compose(operation, form, _xla.OPERATIONS[operation]))(*wide_operands)]
+        return [np.asarray(v) for v in jax.jit(compose(operation, form, xla.OPERATIONS[operation]))(*wide_operands)]
 
 
 def check(operation, form, implementation, operands):

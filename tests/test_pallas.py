@@ -17,13 +17,14 @@ import pytest
 import test_forms as forms
 from common import assert_within, on_cpu, operand, rows, slow, target, wide
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxsoft.pallas_kernels import arithmetic, choice, held, split, tiled, tiling
-from jaxsoft.pallas_kernels.extras import Extras
+from jaxsoft.pallas_kernels.rows import arithmetic, choice, held, split, tiled, tiling
+from jaxsoft.pallas_kernels.rows.extras import Extras
 
 import jaxsoft
-from jaxsoft import _xla, fold, pallas_kernels
-from jaxsoft._forms import NO_ROW, OPERATIONS, RESULTS, Form
-from jaxsoft._implementations import IMPLEMENTATIONS, choose
+from jaxsoft import fold, pallas_kernels
+from jaxsoft._rows import xla
+from jaxsoft._rows.choice import IMPLEMENTATIONS, choose
+from jaxsoft._rows.forms import NO_ROW, OPERATIONS, RESULTS, Form
 
 HELD, TILED = held.Plan, tiling.Plan
 # By dtype: the rows, and small plans with which few and short ones do what many and long ones do. Held by 2 to 128
@@ -182,13 +183,13 @@ def operands_of(operation, x):
     rng = np.random.default_rng(x.shape[-1])
     g = rng.standard_normal(x.shape).astype(x.dtype)
     if operation == "softmax_vjp":
-        return np.asarray(_xla.OPERATIONS["softmax"](x)[0]), g
+        return np.asarray(xla.OPERATIONS["softmax"](x)[0]), g
     count, n = x.shape
     label = ()
     if "i" in OPERATIONS[operation]:  # in the last tile or chunk, the first, others, none, at their borders; and no row
         label = (np.resize(np.array([n - 1, NO_ROW, 0, n // 2, n - 2, -1, 511, 512, n], np.int32), count),)
     if operation.endswith("_vjp"):
-        m, s = (np.asarray(v) for v in _xla.OPERATIONS["label_state" if label else "state"](x, *label)[:2])
+        m, s = (np.asarray(v) for v in xla.OPERATIONS["label_state" if label else "state"](x, *label)[:2])
         numbers = rng.standard_normal((OPERATIONS[operation].count("r") - 2, count)).astype(np.float32)
         return x, *label, m, s, *([g] if operation == "log_softmax_vjp" else numbers)
     return x, *label
@@ -236,7 +237,7 @@ def test_values(operation, dtype):
         results = interpreted(operation, plan, *operands)
         exact = [v if v.dtype == np.int32 else wide(v) for v in operands]
         with jax.enable_x64(True):
-            expected = [np.asarray(v) for v in _xla.OPERATIONS[operation](*map(jnp.asarray, exact))]
+            expected = [np.asarray(v) for v in xla.OPERATIONS[operation](*map(jnp.asarray, exact))]
         for actual, true in zip(results, expected, strict=True):
             chex.assert_shape(actual, true.shape)
             chex.assert_type(actual, dtype if true.ndim == 2 else jnp.float32)
@@ -273,7 +274,7 @@ def test_special_values(operation, n, plan):
     x[11] = np.linspace(-200, 200, n)
     operands = operands_of(operation, x)
     results = interpreted(operation, plan, *operands)
-    expected = list(_xla.OPERATIONS[operation](*map(jnp.asarray, operands)))
+    expected = list(xla.OPERATIONS[operation](*map(jnp.asarray, operands)))
     if "r" in RESULTS[operation]:  # XLA's maximum does not always see a NaN; the sum does
         m = RESULTS[operation].index("r")
         expected[m] = jnp.where(jnp.isnan(expected[m + 1]), jnp.nan, expected[m])

@@ -33,9 +33,9 @@ from test_ffi import call
 from test_sharding import MESH, collectives, each_axis_type, mesh_of, needs_devices
 
 import jaxsoft
-from jaxsoft import _ffi, _xla
-from jaxsoft._forms import Form
-from jaxsoft._implementations import choose
+from jaxsoft._rows import ffi, xla
+from jaxsoft._rows.choice import choose
+from jaxsoft._rows.forms import Form
 
 top_k_softmax = jaxsoft.top_k_softmax
 
@@ -326,9 +326,9 @@ def test_choice():
         (5, jnp.float64, "cuda", False),
     ):
         x = operand((4, 1000), dtype)
-        assert bool(_ffi.kernel("top_k", Form(x.dtype, k=k), platform, [x])) == is_kernel
-    assert chosen(None, "other", 5, jnp.float32).func is _xla.OPERATIONS["top_k"]
-    assert chosen(None, "cpu", 300, jnp.float32).func is _xla.OPERATIONS["top_k"]
+        assert bool(ffi.kernel("top_k", Form(x.dtype, k=k), platform, [x])) == is_kernel
+    assert chosen(None, "other", 5, jnp.float32).func is xla.OPERATIONS["top_k"]
+    assert chosen(None, "cpu", 300, jnp.float32).func is xla.OPERATIONS["top_k"]
 
 
 F32, F16, S32 = jnp.float32, jnp.float16, jnp.int32

@@ -21,13 +21,13 @@ import pytest
 from common import Truth, assert_last_place, assert_within, on_cpu, operand, rows, slow, target, wide
 from jax.sharding import PartitionSpec
 from jaxsoft.triton_kernels import devices
-from jaxsoft.triton_kernels.plan import Plan, plan, tuning
+from jaxsoft.triton_kernels.rows.plan import Plan, plan, tuning
 
 import jaxsoft
 from jaxsoft import triton_kernels
-from jaxsoft._forms import Form
-from jaxsoft._implementations import choose
-from jaxsoft._rows import row_operation
+from jaxsoft._rows.choice import choose
+from jaxsoft._rows.forms import Form
+from jaxsoft._rows.primitive import row_operation
 
 # By operation: the kinds of its operands and of its results, an array of rows or one number a row.
 OPERATIONS = {
@@ -97,7 +97,7 @@ def test_plans_fill_a_gpu():
 @pytest.fixture
 def compiled(monkeypatch, tmp_path):
     """Compiles the kernel of an operation to PTX."""
-    from jaxsoft.triton_kernels import kernels
+    from jaxsoft.triton_kernels.rows import kernels
     from triton import compile as triton_compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -72,7 +72,7 @@ def unsupported(operands: Sequence[jax.core.ShapedArray]) -> str | None:
 
 def _operation(name: str) -> Callable[..., tuple[jax.Array, ...]]:
     def kernel(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        from . import launch  # imports Triton
+        from .rows import launch  # imports Triton
 
         return launch.call(name, devices.capability(), *operands)
 

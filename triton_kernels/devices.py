@@ -2,7 +2,7 @@
 
 import re
 
-from jaxsoft import _devices
+from jaxsoft._core import devices
 
 # Of GPUs that are not here, when a computation is lowered for another machine.
 _CAPABILITIES = {
@@ -25,7 +25,7 @@ def capability() -> int:
 
 def targets() -> dict[str, int | None]:
     """The compute capability of each kind of GPU that a computation may run on; None where it is not known."""
-    if kind := _devices.elsewhere():
+    if kind := devices.elsewhere():
         numbers = (number for name, number in _CAPABILITIES.items() if re.search(rf"\b({name})\b", kind))
         return {kind: next(numbers, None)}
-    return {**_devices.present()}
+    return {**devices.present()}

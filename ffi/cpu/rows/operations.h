@@ -1,0 +1,115 @@
+// The row operations on a CPU: what a row is reduced to, and an element of the result given that.
+//
+// Each is a struct with
+//   reduction                  of the scores to their state, of <y, g>, of g, or none
+//   uncounted                  what an element is that does not count
+//   finish(row, numbers)       the numbers of a row that `value` needs
+//   value(a, b, numbers)       a vector of the result; numbers are scalars, or vectors where each lane is another row
+#pragma once
+
+#include <math.h>
+
+#include "rows.h"
+#include "../simd.h"
+
+namespace JAXSOFT_ISA {
+
+using jaxsoft::cpu::infinity;
+using jaxsoft::cpu::reference;
+using jaxsoft::cpu::Row;
+
+enum Reduction { kScores, kDot, kSum, kNone };
+constexpr bool reads_b(Reduction r) { return r == kDot || r == kSum; }
+
+constexpr int kNumbers = 4;  // the most that an operation has
+
+// Whether the logarithm of a sum is a result that may be near 0: where one score dominates, its term of 1 would leave the
+// others that are added to it in f32 few digits, and log(s) is theirs.
+template <class Op> constexpr bool keeps_digits = false;
+
+// softmax and log_softmax of a row that holds +inf are NaN everywhere, as inf / inf has no value.
+struct Softmax {
+  static constexpr Reduction reduction = kScores;
+  static constexpr double uncounted = 0;
+  template <class S>
+  static void finish(const Row& row, S* p) {
+    p[0] = (S)reference(row.reduced.m);
+    p[1] = row.reduced.m == infinity ? (S)__builtin_nan("") : (S)(1 / row.reduced.s);
+  }
+  template <class V, class N>
+  static V value(V z, V, const N* p) { return exp(z - p[0]) * p[1]; }
+};
+
+struct LogSoftmax {
+  static constexpr Reduction reduction = kScores;
+  static constexpr double uncounted = -infinity;
+  template <class S>
+  static void finish(const Row& row, S* p) {
+    p[0] = (S)reference(row.reduced.m);
+    p[1] = row.reduced.m - row.reduced.m == 0 ? (S)::log(row.reduced.s) : (S)__builtin_nan("");
+  }
+  template <class V, class N>
+  static V value(V z, V, const N* p) { return (z - p[0]) - p[1]; }
+};
+
+template <> constexpr bool keeps_digits<LogSoftmax> = true;
+
+struct SoftmaxVjp {
+  static constexpr Reduction reduction = kDot;
+  static constexpr double uncounted = 0;
+  template <class S>
+  static void finish(const Row& row, S* p) {
+    p[0] = (S)row.reduced.s;
+  }
+  template <class V, class N>
+  static V value(V y, V g, const N* p) { return y * (g - p[0]); }
+};
+
+// 1 / s of a row with scores, and 0 of one that is all -inf.
+template <class S>
+inline S inverse_sum(double s) {
+  return s == 0 ? 0 : (S)(1 / s);
+}
+
+struct LogSoftmaxVjp {
+  static constexpr Reduction reduction = kSum;
+  static constexpr double uncounted = 0;
+  template <class S>
+  static void finish(const Row& row, S* p) {
+    double m = row.given.m;
+    p[0] = (S)reference(m);
+    p[1] = m - m == 0 ? inverse_sum<S>(row.given.s) : (S)__builtin_nan("");  // log_softmax has no value there
+    p[2] = (S)row.reduced.s;
+  }
+  template <class V, class N>
+  static V value(V z, V g, const N* p) { return g - (exp(z - p[0]) * p[1]) * p[2]; }
+};
+
+struct LogsumexpVjp {
+  static constexpr Reduction reduction = kNone;
+  static constexpr double uncounted = 0;
+  template <class S>
+  static void finish(const Row& row, S* p) {
+    p[0] = (S)reference(row.given.m);
+    p[1] = inverse_sum<S>(row.given.s);
+    p[2] = (S)row.g;
+  }
+  template <class V, class N>
+  static V value(V z, V, const N* p) { return (exp(z - p[0]) * p[1]) * p[2]; }
+};
+
+struct LabelSumsVjp {
+  static constexpr Reduction reduction = kNone;
+  static constexpr double uncounted = 0;
+  template <class S>
+  static void finish(const Row& row, S* p) {
+    LogsumexpVjp::finish(row, p);
+    p[3] = (S)row.v;
+  }
+  template <class V, class N>
+  static V value(V z, V b, const N* p) {
+    return LogsumexpVjp::value(z, b, p) + (z == V{} - (decltype(z[0] + 0))infinity ? V{} : V{} + p[3]);
+  }
+};
+
+}  // namespace JAXSOFT_ISA

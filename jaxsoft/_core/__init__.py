@@ -1,0 +1,1 @@
+"""What operations of any family need."""

@@ -1,0 +1,180 @@
+"""What the public functions do to their arguments: checks, and what row operations take made of them."""
+
+import math
+import operator
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from jaxsoft._core.numbers import as_float, as_mask
+from jaxsoft.fold import accumulator
+
+type Axis = int | Sequence[int] | None
+
+_DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
+_NAMES = "float16, bfloat16, float32 and float64"
+
+
+def as_kernel_scores(name: str, x: ArrayLike) -> jax.Array:
+    """`as_float`, of a dtype that kernels take: for functions that JAX does not have."""
+    x = as_float(name, x)
+    if x.dtype not in _DTYPES:
+        raise TypeError(f"{name} must hold {_NAMES.replace('and', 'or')}; got dtype {x.dtype.name}")
+    return x
+
+
+def is_left_to_jax(x: jax.Array, implementation: str | None) -> bool:
+    """Whether x is complex or of 8 bits, in which only jax.nn computes. Raises if something else was named."""
+    if x.dtype in _DTYPES:
+        return False
+    if implementation not in (None, "xla"):
+        raise ValueError(
+            f"implementation={implementation!r} cannot serve this call: it computes in {_NAMES}, not {x.dtype.name}. "
+            "implementation=None and 'xla' leave it to jax.nn"
+        )
+    return True
+
+
+def normalize_axis(axis: Axis, ndim: int) -> tuple[int, ...]:
+    """`axis` as a tuple of distinct numbers from 0 to ndim - 1."""
+    given = tuple(range(ndim)) if axis is None else tuple(axis) if isinstance(axis, Sequence) else (axis,)
+    try:
+        numbers = [operator.index(a) for a in given]
+    except TypeError:
+        raise TypeError(f"axis must be an integer, a sequence of integers or None; got {axis!r}") from None
+    if any(not -ndim <= a < ndim for a in numbers):
+        raise ValueError(f"axis must be between {-ndim} and {ndim - 1} for an array of {ndim} dimensions; got {axis!r}")
+    axes = tuple(a % ndim for a in numbers)
+    if len(set(axes)) != len(axes):
+        raise ValueError(f"axis must not name a dimension twice; got {axis!r}")
+    return axes
+
+
+def check_extras(
+    x: jax.Array,
+    axes: tuple[int, ...],
+    where: ArrayLike | None,
+    scale: ArrayLike | None,
+    bias: ArrayLike | None,
+    causal: bool,
+) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
+    """`where`, `scale` and `bias` as arrays, after checking that they and `causal` fit the scores and the axes."""
+    if where is not None:
+        where = as_mask("where", _broadcastable("where", where, x.shape))
+    if scale is not None:
+        scale = _numbers("scale", _broadcastable("scale", scale, x.shape, axes), x)
+    if bias is not None:
+        bias = _numbers("bias", _broadcastable("bias", bias, x.shape), x)
+    if not isinstance(causal, bool | np.bool_):
+        raise TypeError(f"causal must be True or False; got {causal!r}")
+    if causal and (axes != (x.ndim - 1,) or x.ndim < 2):
+        raise ValueError(
+            "causal needs one reduced axis, the last, and an array of at least 2 dimensions; "
+            f"got axis={axes} for an array of shape {x.shape}"
+        )
+    return where, scale, bias
+
+
+def check_dtype(dtype: DTypeLike | None, x: jax.Array) -> np.dtype:
+    """The dtype of the result: x's unless another is given."""
+    if dtype is None:
+        return x.dtype
+    given = jax.dtypes.canonicalize_dtype(dtype)
+    if given not in _DTYPES:
+        raise ValueError(f"dtype must be None or one of {_NAMES}; got {given.name}")
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise ValueError(f"dtype must be None for complex scores, as {_NAMES} cannot hold them; got {given.name}")
+    return given
+
+
+def _broadcastable(name: str, value: ArrayLike, shape: tuple[int, ...], ones: tuple[int, ...] = ()) -> jax.Array:
+    """`value` as an array of as many dimensions as `shape`, to which it broadcasts, with length 1 along some axes."""
+    value = jnp.asarray(value)
+    whole = (*(1,) * (len(shape) - value.ndim), *value.shape)
+    if len(whole) != len(shape) or any(d != 1 and (a in ones or d != shape[a]) for a, d in enumerate(whole)):
+        along = f", with length 1 along the reduced axes {ones}" if ones else ""
+        raise ValueError(f"{name} must broadcast to the shape of the scores, {shape}{along}; got shape {value.shape}")
+    return value.reshape(whole)
+
+
+def _numbers(name: str, value: jax.Array, x: jax.Array) -> jax.Array:
+    """`value` in x's dtype if it has it, else in that of the arithmetic."""
+    if not jnp.issubdtype(value.dtype, jnp.number):
+        raise TypeError(f"{name} must hold numbers; got dtype {value.dtype.name}")
+    if jnp.issubdtype(value.dtype, jnp.complexfloating) and not jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise TypeError(f"{name} must hold real numbers beside real scores; got dtype {value.dtype.name}")
+    return value if name == "bias" and value.dtype == x.dtype else value.astype(accumulator(x.dtype))
+
+
+def plain_scores(
+    x: jax.Array, where: jax.Array | None, scale: jax.Array | None, bias: jax.Array | None, causal: bool
+) -> tuple[jax.Array, jax.Array | None]:
+    """x * scale + bias, and where it counts, in plain JAX: for what there are no kernels."""
+    if scale is not None or bias is not None:
+        x = x.astype(accumulator(x.dtype))
+    if scale is not None:
+        x = x * scale
+    if bias is not None:
+        x = x + bias.astype(x.dtype)
+    if causal:
+        below = jax.lax.broadcast_to_rank(jnp.tri(x.shape[-2], x.shape[-1], dtype=bool), x.ndim)
+        where = below if where is None else where & below
+    return x, where
+
+
+def to_rows(
+    x: jax.Array,
+    axes: tuple[int, ...],
+    where: jax.Array | None,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    causal: bool,
+) -> tuple[jax.Array, dict[str, jax.Array], int]:
+    """Operands of a row operation: x, the extras in the order of their names in a `Form`, and the trailing dimensions.
+
+    One axis stays where it is if there are no extras; else the axes become one, the last.
+    """
+    if where is None and scale is None and bias is None and not causal and len(axes) == 1:
+        return x, {}, x.ndim - 1 - axes[0]
+    rows = _merged(x, axes, x.shape)
+    n, extras = rows.shape[-1], {}
+    if scale is not None:
+        extras["s"] = _merged(scale, axes, x.shape)[..., 0]
+    if causal:
+        extras["l"] = jax.lax.broadcast_to_rank(jnp.arange(1, x.shape[-2] + 1, dtype=jnp.int32), x.ndim - 1)
+    if where is not None:
+        where = _merged(where, axes, x.shape)
+        if where.shape[-1] == 1:  # whole rows
+            extras["l"] = jnp.where(where[..., 0], extras.get("l", jnp.int32(n)), 0)
+        else:
+            extras["w"] = where
+    if bias is not None:
+        bias = _merged(bias, axes, x.shape)
+        extras["b"] = jnp.broadcast_to(bias, (*bias.shape[:-1], n))
+    return rows, extras, 0
+
+
+def _merged(v: jax.Array, axes: tuple[int, ...], shape: tuple[int, ...]) -> jax.Array:
+    """`v`, which broadcasts to `shape`, with `axes` moved to the end and made one, of length 1 if they all are in v."""
+    ndim, k = len(shape), len(shape) - len(axes)
+    if axes == (ndim - 1,):
+        return v
+    moved = jnp.moveaxis(v, axes, range(k, ndim))
+    if len(axes) == 1:
+        return moved
+    whole = () if all(d == 1 for d in moved.shape[k:]) else tuple(shape[a] for a in axes)
+    moved = jnp.broadcast_to(moved, (*moved.shape[:k], *whole)) if whole else moved
+    return moved.reshape(*moved.shape[:k], math.prod(whole))
+
+
+def from_rows(y: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...], trailing: int) -> jax.Array:
+    """The inverse of `to_rows` for a result of this shape."""
+    ndim = len(shape)
+    if trailing or axes == (ndim - 1,):
+        return y
+    kept = [n for a, n in enumerate(shape) if a not in axes]
+    split = y.reshape(*kept, *(shape[a] for a in axes))
+    return jnp.moveaxis(split, range(ndim - len(axes), ndim), axes)

@@ -1,0 +1,333 @@
+"""Cross-entropy of logits: the public functions, with integer labels and with probabilities as labels."""
+
+import functools
+import math
+from typing import Literal, overload
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jaxsoft import fold
+from jaxsoft._core.numbers import as_mask
+from jaxsoft._ops.arguments import Axis, as_kernel_scores, normalize_axis
+from jaxsoft._ops.losses import Options, check_labels, check_options, check_weights, row_loss, weighted_sums
+from jaxsoft._rows.choice import check_name
+from jaxsoft._rows.derivative import label_statistics
+from jaxsoft._rows.forms import Form, counted, positions, scores, softcap
+
+
+@overload
+def softmax_cross_entropy_with_integer_labels(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_softcap: float | None = None,
+    class_weights: ArrayLike | None = None,
+    return_lse: Literal[False] = False,
+    implementation: str | None = None,
+) -> jax.Array: ...
+@overload
+def softmax_cross_entropy_with_integer_labels(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_softcap: float | None = None,
+    class_weights: ArrayLike | None = None,
+    return_lse: Literal[True],
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+def softmax_cross_entropy_with_integer_labels(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_softcap: float | None = None,
+    class_weights: ArrayLike | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    r"""Cross-entropy of softmax, a drop-in for optax's function of this name that reads the logits once.
+
+    .. math::
+      \ell = -\sum_c w_c q_c \log p_c + \zeta \log^2 \sum_c e^{z_c}, \quad p = \mathrm{softmax}(z),
+      \quad q_c = (1 - \epsilon) [c = label] + \epsilon / k
+
+    with z the logits, capped if asked to, and k the number of classes that count: those that `where` selects, whose
+    logit is above -inf.
+
+    Args:
+      logits: of shape (..., classes, ...); f16, bf16, f32 and f64 have kernels.
+      labels: integers, of the shape of the logits without axis, or of one that broadcasts with it. With several axes a
+        label is the index into them flattened, in the order given.
+      axis: the axis or axes of the classes.
+      where: boolean: classes that count, broadcastable to the logits; or, with one dimension less, rows that count. As
+        in optax a label that does not count keeps its logit: its loss is the logsumexp of the others minus that.
+      ignore_index: rows with this label have loss 0 and gradient 0, and are not read.
+      label_smoothing: epsilon, from 0 to 1.
+      z_loss: zeta, the factor of the logsumexp's square (Chowdhery et al., "PaLM", arXiv:2204.02311).
+      logit_softcap: z = cap * tanh(logits / cap) (Gemma 2, arXiv:2408.00118), where -inf becomes -cap.
+      class_weights: w, one number a class; 1 if None.
+      return_lse: return the logsumexp of z beside the losses: -inf in a row of which nothing counts, or that is
+        ignored.
+      implementation: None for the fastest that serves the call, or one of "ffi", "pallas", "triton", "xla" and
+        "reference"; see `jaxsoft.implementations`.
+
+    Returns:
+      One loss a row, of the shape of the labels, in f32 for logits of 16 bits and else in their dtype; no mean is
+      taken. A label that is out of range, negative ones among them, has the loss NaN: a poison value, as nothing is
+      read out of bounds. The gradient there is finite, that of the logsumexp, so that it is 0 where the loss is masked
+      afterwards. A row of which nothing counts, or of nothing but -inf, has loss 0. A label whose logit is -inf
+      has loss inf, and finite gradients.
+
+    Raises:
+      TypeError, ValueError: an argument does not fit the others, or the named implementation cannot serve the call.
+
+    Derivatives by the logits and the class weights, of every order, in forward and reverse mode. The gradient at the
+    label is that of log(1 + exp(d)), with d the logsumexp of all other classes minus the label's logit, so it has all
+    its digits where the label is nearly certain. Reverse mode keeps the logits and a few numbers a row. An axis of
+    classes that is sharded over a mesh costs all-reduces of a few numbers a row (vocabulary-parallel cross-entropy:
+    Shoeybi et al., "Megatron-LM", arXiv:1909.08053).
+
+    >>> logits, labels = jnp.array([[1.2, -0.8, -0.5], [0.9, -1.2, 1.1]]), jnp.array([0, 1])
+    >>> softmax_cross_entropy_with_integer_labels(logits, labels).round(2)
+    Array([0.28, 2.95], dtype=float32)
+    >>> softmax_cross_entropy_with_integer_labels(logits, jnp.array([0, -100]), ignore_index=-100).round(2)
+    Array([0.28, 0.  ], dtype=float32)
+    """
+    check_name(implementation)
+    options = check_options(ignore_index, label_smoothing, z_loss, logit_softcap)
+    x = as_kernel_scores("logits", logits)
+    axes, given = _class_axes(axis, x.ndim), x.shape
+    x = _classes_last(x, axes)
+    weights = check_weights(class_weights, x.shape[-1], x.dtype)
+    index = check_labels(labels, x.shape[:-1], x.shape[-1], options)
+    x = jnp.broadcast_to(x, (*index.shape, x.shape[-1]))
+    rows = iter(index.shape)
+    counts = _where_of(where, tuple(size if a in axes else next(rows) for a, size in enumerate(given)), axes)
+    loss, lse = _with_integer_labels(x, index, counts, weights, options, implementation)
+    return (loss, lse) if return_lse else loss
+
+
+@functools.partial(jax.jit, static_argnames=("options", "implementation"))
+def _with_integer_labels(x, index, counts, weights, options, implementation):
+    extras: dict[str, jax.Array] = {}
+    label_counts: jax.Array | bool = True
+    if counts is not None and counts.shape[-1] == 1:  # whole rows
+        label_counts = jnp.broadcast_to(counts[..., 0], x.shape[:-1])
+        extras["l"] = jnp.where(label_counts, jnp.int32(x.shape[-1]), 0)
+    elif counts is not None:
+        extras["w"] = counts
+        label_counts = jnp.any(counts & (positions(x) == index[..., None]), axis=-1)
+    weighted = weights is not None and options.label_smoothing > 0
+    summed = options.label_smoothing > 0 and not weighted
+    form = Form(x.dtype, "".join(extras), cap=options.logit_softcap)
+    others, t, apart, *sums = label_statistics(form, summed, implementation)(x, index, *extras.values())
+    if summed:  # the label is among those summed
+        total, count = sums
+        uncounted = ~jnp.asarray(label_counts) & (t != -jnp.inf) & (index >= 0)
+        here = fold.reference(t)
+        total = jnp.where(uncounted, total - (here - jax.lax.stop_gradient(here)), total)
+        count = jnp.where(uncounted, count - 1, count)
+        sums = [total, count, count]
+    elif weighted:
+        z, ref = _scores(x, options), jax.lax.stop_gradient(fold.reference(t))
+        finite = (z > -jnp.inf) if counts is None else (z > -jnp.inf) & counts
+        sums = list(weighted_sums(z, finite, weights, ref))
+    weight = None if weights is None else weights[jnp.clip(index, 0, x.shape[-1] - 1)]
+    return row_loss(options, index, others, t, apart, tuple(sums), label_counts, weight)
+
+
+@overload
+def softmax_cross_entropy(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_softcap: float | None = None,
+    class_weights: ArrayLike | None = None,
+    return_lse: Literal[False] = False,
+    implementation: str | None = None,
+) -> jax.Array: ...
+@overload
+def softmax_cross_entropy(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_softcap: float | None = None,
+    class_weights: ArrayLike | None = None,
+    return_lse: Literal[True],
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+def softmax_cross_entropy(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_softcap: float | None = None,
+    class_weights: ArrayLike | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    r"""Cross-entropy of softmax and a distribution over the classes, a drop-in for optax's function of this name.
+
+    .. math::
+      \ell = -\sum_c w_c q_c \log p_c + \zeta \log^2 \sum_c e^{z_c}, \quad p = \mathrm{softmax}(z),
+      \quad q_c = (1 - \epsilon) \, labels_c + \epsilon / k
+
+    with z the logits, capped if asked to, the sum over the classes that `where` selects, and k the number of those
+    whose logit is above -inf, which alone get a part of epsilon.
+
+    Args:
+      logits: of shape (..., classes, ...); f16, bf16, f32 and f64 have kernels.
+      labels: of a shape that broadcasts with the logits': probabilities that a row has, or any other numbers.
+      axis: the axis or axes of the classes; None for all.
+      where: boolean: classes that count, broadcastable to the logits; or, with one dimension less, rows that count.
+      label_smoothing, z_loss, logit_softcap, class_weights, return_lse, implementation: as of
+        `softmax_cross_entropy_with_integer_labels`.
+
+    Returns:
+      One loss a row, in f32 for logits of 16 bits and else in their dtype; no mean is taken. Where a logit is -inf, a
+      label of 0 adds nothing, where optax has NaN, and any other makes the loss infinite. A row of which nothing
+      counts, or of nothing but -inf, has loss 0.
+
+    Raises:
+      TypeError, ValueError: an argument does not fit the others, or the named implementation cannot serve the call.
+
+    Derivatives by the logits, the labels and the class weights, of every order, in forward and reverse mode. The
+    implementation reduces the rows to their logsumexp; what else there is, XLA fuses: forward it reads the logits once
+    more, and backward the logits and the labels once.
+
+    >>> logits, labels = jnp.array([[1.2, -0.8, -0.5], [0.9, -1.2, 1.1]]), jnp.array([[1.0, 0, 0], [0, 1.0, 0]])
+    >>> softmax_cross_entropy(logits, labels).round(2)
+    Array([0.28, 2.95], dtype=float32)
+    """
+    check_name(implementation)
+    options = check_options(None, label_smoothing, z_loss, logit_softcap)
+    x, q = as_kernel_scores("logits", logits), jnp.asarray(labels)
+    if not (jnp.issubdtype(q.dtype, jnp.floating) or jnp.issubdtype(q.dtype, jnp.integer) or q.dtype == jnp.bool_):
+        raise TypeError(f"labels must hold real numbers; got dtype {q.dtype.name}")
+    try:
+        shape = jax.lax.broadcast_shapes(x.shape, q.shape)
+    except ValueError:
+        raise ValueError(f"labels must broadcast with the logits, of shape {x.shape}; got shape {q.shape}") from None
+    axes = tuple(a - x.ndim + len(shape) for a in _class_axes(axis, x.ndim))
+    x, q = (jax.lax.broadcast_to_rank(v, len(shape)) for v in (x, q))
+    shape = tuple(x.shape[a] if a in axes else size for a, size in enumerate(shape))
+    # Of one class, labels for several are labels for this one.
+    several = tuple(a for a in axes if x.shape[a] == 1 and q.shape[a] != 1)
+    q = jnp.sum(q.astype(fold.accumulator(x.dtype)), axis=several, keepdims=True) if several else q
+    counts = _where_of(where, shape, axes)
+    x, q = (_classes_last(jnp.broadcast_to(v, shape), axes) for v in (x, q))
+    weights = check_weights(class_weights, x.shape[-1], x.dtype)
+    loss, lse = _with_labels(x, q, counts, weights, options, implementation)
+    return (loss, lse) if return_lse else loss
+
+
+@functools.partial(jax.jit, static_argnames=("options", "implementation"))
+def _with_labels(x, q, counts, weights, options, implementation):
+    wide = fold.accumulator(x.dtype)
+    extras = {}
+    if counts is not None:
+        extras["w"] = jnp.broadcast_to(counts, (*counts.shape[:-1], x.shape[-1]))
+    lse = _fused_logsumexp(
+        Form(x.dtype, "".join(extras), cap=options.logit_softcap), implementation, x, *extras.values()
+    )
+    z, q = _scores(x, options), q.astype(wide)
+    shown = True if counts is None else counts
+    finite = shown & (z > -jnp.inf)
+    if options.label_smoothing:
+        k = jnp.maximum(jnp.sum(finite, axis=-1, keepdims=True, dtype=wide), 1)
+        q = (1 - options.label_smoothing) * q + jnp.where(finite, options.label_smoothing / k, 0)
+    if weights is not None:
+        q = q * jax.lax.broadcast_to_rank(weights, q.ndim)
+    empty = lse == -jnp.inf
+    adds = shown & ~empty[..., None] & ((z != -jnp.inf) | (q != 0))
+    loss = jnp.sum(jnp.where(adds, q * jnp.where(adds, lse[..., None] - z, 0), 0), axis=-1)
+    if options.z_loss:
+        loss = loss + options.z_loss * jnp.where(empty, 0, lse) ** 2
+    return loss, lse
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _fused_logsumexp(form, implementation, x, *extras):
+    """The logsumexp of rows, whose derivative is a formula that XLA fuses with what else the gradient is made of."""
+    no_label = jnp.full(x.shape[:-1], -1, jnp.int32)
+    return label_statistics(form, False, implementation)(x, no_label, *extras)[0]
+
+
+@_fused_logsumexp.defjvp
+def _fused_logsumexp_jvp(form, implementation, primals, tangents):
+    x, *extras = primals
+    lse = _fused_logsumexp(form, implementation, *primals)
+    beside = dict(zip(form.extras, extras, strict=True))
+    counts = counted(form, x, beside)
+    z, t = jax.jvp(lambda x: scores(form, x, beside, lse.dtype, counts), (x,), tangents[:1])
+    p = jnp.exp(z - fold.reference(lse)[..., None])
+    return lse, jnp.sum(p * t, axis=-1)
+
+
+def _scores(x: jax.Array, options: Options) -> jax.Array:
+    """z in the accumulator's dtype."""
+    return softcap(x.astype(fold.accumulator(x.dtype)), options.logit_softcap)
+
+
+def _class_axes(axis: Axis, ndim: int) -> tuple[int, ...]:
+    """`axis` as a tuple of at least one number from 0 to ndim - 1."""
+    if axes := normalize_axis(axis, ndim):
+        return axes
+    raise ValueError(f"axis must name at least one axis of the classes; got {axis!r}")
+
+
+def _where_of(where: ArrayLike | None, shape: tuple[int, ...], axes: tuple[int, ...]) -> jax.Array | None:
+    """Which logits of this shape count, with the classes last: (..., classes), or (..., 1) where whole rows do."""
+    if where is None:
+        return None
+    counts = as_mask("where", where)
+    if counts.ndim != len(shape) and counts.ndim == len(shape) - len(axes):
+        counts = jnp.expand_dims(counts, axes)
+    if not _broadcasts(counts.shape, shape):
+        raise ValueError(f"where must broadcast to the shape of the logits, {shape}; got shape {counts.shape}")
+    counts = jax.lax.broadcast_to_rank(counts, len(shape))
+    if all(counts.shape[a] == 1 for a in axes):
+        return _classes_last(counts, axes)
+    whole = tuple(size if a in axes else counts.shape[a] for a, size in enumerate(shape))
+    return _classes_last(jnp.broadcast_to(counts, whole), axes)
+
+
+def _classes_last(v: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """v with some axes made one, the last."""
+    kept = tuple(a for a in range(v.ndim) if a not in axes)
+    classes = math.prod(v.shape[a] for a in axes)
+    return jnp.transpose(v, (*kept, *axes)).reshape(*(v.shape[a] for a in kept), classes)
+
+
+def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    try:
+        return jax.lax.broadcast_shapes(shape, to) == to
+    except ValueError:
+        return False

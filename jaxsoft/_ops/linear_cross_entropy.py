@@ -1,0 +1,174 @@
+"""linear_softmax_cross_entropy: the public function."""
+
+import functools
+import operator
+from typing import Literal, overload
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jaxsoft import fold
+from jaxsoft._head.head import Head, statistics
+from jaxsoft._ops.arguments import as_kernel_scores
+from jaxsoft._ops.losses import check_labels, check_options, check_weights, row_loss
+
+
+@overload
+def linear_softmax_cross_entropy(
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    labels: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_softcap: float | None = None,
+    class_weights: ArrayLike | None = None,
+    return_lse: Literal[False] = False,
+    chunk_size: int | None = None,
+    recompute: bool = True,
+) -> jax.Array: ...
+@overload
+def linear_softmax_cross_entropy(
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    labels: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_softcap: float | None = None,
+    class_weights: ArrayLike | None = None,
+    return_lse: Literal[True],
+    chunk_size: int | None = None,
+    recompute: bool = True,
+) -> tuple[jax.Array, jax.Array]: ...
+def linear_softmax_cross_entropy(
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    labels: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_softcap: float | None = None,
+    class_weights: ArrayLike | None = None,
+    return_lse: bool = False,
+    chunk_size: int | None = None,
+    recompute: bool = True,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    r"""Cross-entropy of the logits hidden @ weight + bias, which are never in memory all at once.
+
+    .. math::
+      \ell = -\sum_c w_c q_c \log p_c + \zeta \log^2 \sum_c e^{z_c}, \quad p = \mathrm{softmax}(z),
+      \quad z = h W + b
+
+    with q and the options those of `softmax_cross_entropy_with_integer_labels`, which has the same loss on logits in
+    memory.
+
+    Args:
+      hidden: h, of shape (..., d), in f16, bf16, f32 or f64.
+      weight: W, of shape (d, classes). The products are taken in the dtype that JAX promotes hidden and weight to, and
+        summed in f32 (f64 for f64); of f32 at JAX's default precision, `jax.default_matmul_precision`.
+      labels: integers, of shape (...), or of one that broadcasts with it.
+      bias: b, of shape (classes,).
+      ignore_index: rows with this label have loss 0 and gradient 0. Their hidden must still be finite.
+      label_smoothing: epsilon, from 0 to 1.
+      z_loss: zeta, the factor of the logsumexp's square.
+      logit_softcap: z = cap * tanh((h W + b) / cap).
+      class_weights: w, one number a class; 1 if None.
+      return_lse: return the logsumexp of z beside the losses.
+      chunk_size: how many classes are taken at a time; None for 2048, or as many as give 2^20 logits if these are more.
+        For rows of d numbers, a chunk of c classes takes 6 rows c bytes in bf16, and 2 d c for its weights.
+      recompute: compute the logits again in reverse mode: four matrix products, and no memory but for a chunk and the
+        gradient of hidden in f32. False keeps the logits, rounded to the dtype of the products, and the gradients are
+        those of the rounded ones, as they are with all logits in memory: three products, and 2 rows classes bytes in
+        bf16.
+
+    Returns:
+      One loss a row, of the shape of the labels, in f32 for operands of 16 bits and else in the dtype of the products;
+      no mean is taken. Labels out of range, rows without a finite logit and the like are as in
+      `softmax_cross_entropy_with_integer_labels`.
+
+    Raises:
+      TypeError, ValueError: an argument does not fit the others.
+
+    Derivatives by hidden, weight, bias and class weights, in their dtypes. Reverse mode goes over the chunks, and
+    computes no gradient that is not asked for; forward mode and derivatives of higher order work too, with all logits
+    in memory. Over a mesh, rows may be sharded as hidden has them and classes as weight has them: the forward pass then
+    costs all-reduces of a few numbers a row, and the backward pass those of the gradients that are sums over devices.
+
+    Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv:1805.02867), for the fold;
+    Wijmans et al., "Cut your losses in large-vocabulary language models" (arXiv:2411.09009), and Hsu et al., "Liger
+    Kernel" (arXiv:2410.10989), for the logits that are not stored.
+
+    >>> hidden, weight = jnp.array([[1.0, 2.0], [0.0, 1.0]]), jnp.array([[0.5, -1.0, 0.0], [0.0, 1.0, 2.0]])
+    >>> loss = linear_softmax_cross_entropy(hidden, weight, jnp.array([2, 1]))
+    >>> [f"{value:.4f}" for value in loss]
+    ['0.0769', '1.4076']
+    >>> bool(jnp.allclose(loss, softmax_cross_entropy_with_integer_labels(hidden @ weight, jnp.array([2, 1]))))
+    True
+    """
+    options = check_options(ignore_index, label_smoothing, z_loss, logit_softcap)
+    hidden, weight = as_kernel_scores("hidden", hidden), as_kernel_scores("weight", weight)
+    if hidden.ndim < 1:
+        raise ValueError(f"hidden must have the shape (..., d); got shape {hidden.shape}")
+    if weight.ndim != 2 or weight.shape[0] != hidden.shape[-1]:
+        raise ValueError(f"weight must have the shape ({hidden.shape[-1]}, classes); got {weight.shape}")
+    classes = weight.shape[1]
+    if not isinstance(classes, int):
+        raise ValueError(f"weight must have a known number of classes, which are taken in chunks; got {weight.shape}")
+    operands = {"h": hidden, "w": weight}
+    if bias is not None:
+        operands["b"] = as_kernel_scores("bias", bias)
+        if operands["b"].shape != (classes,):
+            raise ValueError(f"bias must have the shape ({classes},), one number a class; got {operands['b'].shape}")
+    weights = check_weights(class_weights, classes, jnp.promote_types(hidden.dtype, weight.dtype))
+    if weights is not None and options.label_smoothing:
+        operands["c"] = weights
+    index = check_labels(labels, hidden.shape[:-1], classes, options)
+    operands["h"] = jnp.broadcast_to(hidden, (*index.shape, hidden.shape[-1]))
+    if chunk_size is not None:
+        try:
+            chunk_size = operator.index(chunk_size)
+        except TypeError:
+            raise TypeError(f"chunk_size must be an integer or None; got {chunk_size!r}") from None
+        if chunk_size < 1:
+            raise ValueError(f"chunk_size must be at least 1, or None; got {chunk_size}")
+    if not isinstance(recompute, bool):
+        raise TypeError(f"recompute must be True or False; got {recompute!r}")
+    head = Head(
+        "".join(operands),
+        options.label_smoothing > 0,
+        options.logit_softcap,
+        jax.config.jax_default_matmul_precision,
+        recompute,
+        chunk_size,
+    )
+    loss, lse = _with_integer_labels(tuple(operands.values()), index, weights, options, head)
+    return (loss, lse) if return_lse else loss
+
+
+@functools.partial(jax.jit, static_argnames=("options", "head"))
+def _with_integer_labels(operands, index, weights, options, head):
+    *given, index = _alike(*operands, index)
+    others, t, apart, *sums = statistics(head)(*given, index)
+    if sums:
+        total, mass, count = sums if head.weighted else (*sums, sums[1])
+        sums = [total - mass * jax.lax.stop_gradient(fold.reference(t)), mass, count]
+    weight = None if weights is None else weights[jnp.clip(index, 0, max(weights.size - 1, 0))]
+    return row_loss(options, index, others, t, apart, tuple(sums), weight=weight)
+
+
+def _alike(*values: jax.Array) -> list[jax.Array]:
+    """The values, varying over the same axes of a mesh inside shard_map, so that gradients are summed over the others.
+
+    What a loop computes of them all varies so.
+    """
+    axes = [jax.typeof(v).manual_axis_type.varying for v in values]
+    missing = [tuple(frozenset().union(*axes) - own) for own in axes]
+    return [jax.lax.pcast(v, more, to="varying") for v, more in zip(values, missing, strict=True)]

@@ -1,0 +1,64 @@
+"""log_softmax: the public function."""
+
+import jax
+from jax.typing import ArrayLike, DTypeLike
+
+from jaxsoft._ops.arguments import Axis
+from jaxsoft._ops.normalize import normalize
+
+
+def log_softmax(
+    x: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    scale: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    causal: bool = False,
+    dtype: DTypeLike | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    r"""The logarithm of softmax, a drop-in for `jax.nn.log_softmax`, of scores that may be scaled, biased and masked.
+
+    .. math::
+      \mathrm{log\_softmax}(x)_i = (z_i - m) - \log \sum_j e^{z_j - m}, \qquad z = x \cdot scale + bias,
+      \quad m = \max_j z_j
+
+    Args:
+      x: scores of any shape; f16, bf16, f32 and f64 have kernels. They compute in f32 (f64 for f64) and
+        round once.
+      axis: the axis or axes over which probabilities sum to 1; None for all.
+      where: boolean, broadcastable to x. Elements where it is False get -inf and do not count.
+      scale: a number, or an array broadcastable to x with length 1 along the reduced axes: a temperature is 1 / scale.
+      bias: an array broadcastable to x. It needs no memory of x's size, nor does where.
+      causal: count element j of row i only if j <= i, where i is the index along the axis before the last, and the last
+        axis is reduced.
+      dtype: of the result: f16, bf16, f32 or f64; None for x's.
+      implementation: None for the fastest that serves the call, or one of "ffi", "pallas", "triton", "xla" and
+        "reference"; see `jaxsoft.implementations`.
+
+    Returns:
+      Natural logarithms, of x's shape, and of its dtype or the given one. A row of which nothing is selected is -inf.
+      As in `jax.nn.log_softmax`, a row is NaN if its z holds NaN or +inf, or nothing but -inf.
+
+    Raises:
+      TypeError, ValueError: an argument does not fit the others, or the named implementation cannot serve the call.
+
+    Derivatives by x, scale and bias, of every order, in forward and reverse mode, for every implementation. What does
+    not count has the gradient 0. Reverse mode keeps x, the other arguments and two numbers a row, so the probabilities
+    in the gradient are not those of the rounded result; for the gradient by scale or bias it keeps z.
+
+    Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv:1805.02867).
+
+    >>> jnp.exp(log_softmax(jnp.array([1.0, 2.0, 3.0]))).round(3)
+    Array([0.09 , 0.245, 0.665], dtype=float32)
+
+    Logits at a temperature of 2, with a token that is ruled out:
+
+    >>> logits = jnp.array([2.0, 4.0, 6.0])
+    >>> log_softmax(logits, where=jnp.array([True, True, False]), scale=1 / 2)[2]
+    Array(-inf, dtype=float32)
+    """
+    return normalize(
+        "log_softmax", x, axis, where, scale=scale, bias=bias, causal=causal, dtype=dtype, implementation=implementation
+    )

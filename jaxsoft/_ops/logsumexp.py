@@ -1,0 +1,168 @@
+"""logsumexp: the public function."""
+
+import functools
+from typing import Literal, overload
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+from jaxsoft import fold
+from jaxsoft._core.numbers import as_float, as_numbers
+from jaxsoft._ops.arguments import (
+    Axis,
+    check_dtype,
+    check_extras,
+    is_left_to_jax,
+    normalize_axis,
+    plain_scores,
+    to_rows,
+)
+from jaxsoft._rows.choice import check_name
+from jaxsoft._rows.derivative import differentiable
+from jaxsoft._rows.forms import Form
+
+_jax_logsumexp = jax.nn.logsumexp  # taken here and not when called, when someone may have put jaxsoft's in its place
+
+
+@overload
+def logsumexp(
+    a: ArrayLike,
+    axis: Axis = None,
+    b: ArrayLike | None = None,
+    keepdims: bool = False,
+    return_sign: Literal[False] = False,
+    where: ArrayLike | None = None,
+    *,
+    scale: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    causal: bool = False,
+    dtype: DTypeLike | None = None,
+    implementation: str | None = None,
+) -> jax.Array: ...
+@overload
+def logsumexp(
+    a: ArrayLike,
+    axis: Axis = None,
+    b: ArrayLike | None = None,
+    keepdims: bool = False,
+    *,
+    return_sign: Literal[True],
+    where: ArrayLike | None = None,
+    scale: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    causal: bool = False,
+    dtype: DTypeLike | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+def logsumexp(
+    a: ArrayLike,
+    axis: Axis = None,
+    b: ArrayLike | None = None,
+    keepdims: bool = False,
+    return_sign: bool = False,
+    where: ArrayLike | None = None,
+    *,
+    scale: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    causal: bool = False,
+    dtype: DTypeLike | None = None,
+    implementation: str | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    r"""The logarithm of a sum of exponentials, a drop-in for `jax.nn.logsumexp` and `jax.scipy.special.logsumexp`.
+
+    .. math::
+      \mathrm{logsumexp}(a) = m + \log \sum_j b_j e^{z_j - m}, \qquad z = a \cdot scale + bias,
+      \quad m = \max_j z_j
+
+    Args:
+      a: scores of any shape; f16, bf16, f32 and f64 have kernels. They compute in f32 (f64 for f64) and
+        round once.
+      axis: the axis or axes that are reduced; None for all.
+      b: factors of the exponentials, broadcastable with a; 1 if None. Served by "xla" alone.
+      keepdims: keep the reduced axes, with length 1.
+      return_sign: return the logarithm of the sum's absolute value, and its sign.
+      where: boolean, broadcastable to a. Elements where it is False do not count.
+      scale: a number, or an array broadcastable to a with length 1 along the reduced axes: a temperature is 1 / scale.
+      bias: an array broadcastable to a. It needs no memory of a's size, nor does where.
+      causal: count element j of row i only if j <= i, where i is the index along the axis before the last, and the last
+        axis is reduced.
+      dtype: of the result: f16, bf16, f32 or f64; None for a's.
+      implementation: None for the fastest that serves the call, or one of "ffi", "pallas", "triton", "xla" and
+        "reference"; see `jaxsoft.implementations`.
+
+    Returns:
+      Natural logarithms, of a's dtype or the given one; with return_sign, also the signs: -1, 0 or 1. A sum of nothing,
+      or of nothing but exp(-inf), is -inf; a negative sum is NaN unless return_sign is set.
+
+    Raises:
+      TypeError, ValueError: an argument does not fit the others, or the named implementation cannot serve the call.
+
+    Derivatives by a, b, scale and bias, of every order, in forward and reverse mode, for every implementation. Unlike
+    JAX's, the gradient of a row that is all -inf is 0, not NaN.
+
+    Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv:1805.02867).
+
+    >>> logsumexp(jnp.log(jnp.array([1.0, 2.0, 5.0]))).round(4) == jnp.log(8.0).round(4)
+    Array(True, dtype=bool)
+
+    In f32 of scores in bf16, where the result's rounding would be seen:
+
+    >>> logsumexp(jnp.full(1000, 10.0, jnp.bfloat16), dtype=jnp.float32).round(3)
+    Array(16.908, dtype=float32)
+    """
+    check_name(implementation)
+    a = as_numbers("a", a)
+    if where is not None and a.dtype == jnp.bool_:
+        a = a.astype(int)  # as jax.nn has 0 in the place of masked elements
+    if b is not None:
+        b = as_numbers("b", b)
+        promoted = jnp.result_type(a, b)
+        a, b = (as_float(name, v.astype(promoted)) for name, v in (("a", a), ("b", b)))
+        try:
+            shape = jax.lax.broadcast_shapes(a.shape, b.shape)
+        except ValueError:
+            raise ValueError(f"b must broadcast with a, of shape {a.shape}; got shape {b.shape}") from None
+        a, b = jnp.broadcast_to(a, shape), jax.lax.broadcast_to_rank(b, len(shape))
+    a = as_float("a", a)
+    axes, out_dtype = normalize_axis(axis, a.ndim), check_dtype(dtype, a)
+    extras = check_extras(a, axes, where, scale, bias, causal)
+    if is_left_to_jax(a, implementation):
+        z, counts = plain_scores(a, *extras, causal)
+        result = _jax_logsumexp(z, axes, b, keepdims, return_sign, counts)
+        if jnp.issubdtype(out_dtype, jnp.complexfloating):
+            return result  # of which the logarithm of an absolute value is real
+        return jax.tree.map(lambda v: v.astype(out_dtype), result)
+    if b is not None and implementation not in (None, "xla"):
+        raise ValueError(
+            f"implementation={implementation!r} cannot serve this call: it has no factors b. "
+            "implementation=None and 'xla' have them"
+        )
+    out, sign = _logsumexp(a, b, axes, *extras, causal, out_dtype, implementation)
+    if keepdims:
+        out, sign = jnp.expand_dims(out, axes), jnp.expand_dims(sign, axes)
+    if return_sign:
+        return out, sign
+    return out if b is None else jnp.where(sign < 0, jnp.nan, out)
+
+
+@functools.partial(jax.jit, static_argnames=("axes", "causal", "dtype", "implementation"))
+def _logsumexp(a, b, axes, where, scale, bias, causal, dtype, implementation):
+    if b is not None:
+        z, counts = plain_scores(a, where, scale, bias, causal)
+        return _weighted(z if counts is None else jnp.where(counts, z, -jnp.inf), b, axes, dtype)
+    rows, extras, trailing = to_rows(a, axes, where, scale, bias, causal)
+    out = differentiable("logsumexp", Form(a.dtype, "".join(extras), trailing), implementation)(rows, *extras.values())
+    out = out.astype(dtype)
+    return out, jnp.where(jnp.isnan(out), out, jnp.where(out == -jnp.inf, 0, 1).astype(dtype))
+
+
+def _weighted(a, b, axes, dtype):
+    """log |sum b exp(a)| and the sum's sign, in plain JAX."""
+    a, b = a.astype(fold.accumulator(a.dtype)), b.astype(fold.accumulator(a.dtype))
+    a = jnp.where(b == 0, -jnp.inf, a)
+    ref = fold.reference(jax.lax.stop_gradient(jnp.max(a, axis=axes, initial=-jnp.inf, keepdims=True)))
+    total = jnp.sum(jnp.exp(a - ref) * b, axis=axes)
+    empty = total == 0
+    out = jnp.where(empty, -jnp.inf, jnp.log(jnp.abs(jnp.where(empty, 1, total))) + ref.reshape(total.shape))
+    return out.astype(dtype), jnp.sign(total).astype(dtype)

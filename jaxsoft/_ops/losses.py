@@ -1,0 +1,158 @@
+"""What the cross-entropies have in common: their options, and a row's loss from a few numbers of the row.
+
+With p the softmax of the scores z, the loss of a row is
+
+    -sum_c w_c q_c log(p_c) + z_loss * logsumexp(z)^2,    q = (1 - label_smoothing) * labels + label_smoothing / k
+
+with q over the k classes whose score is above -inf. All that is computed of whole rows is
+`jaxsoft._rows.derivative.label_statistics`; what follows are formulas of one number a row, which JAX differentiates.
+"""
+
+import dataclasses
+import numbers
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jaxsoft import fold
+from jaxsoft._rows.forms import NO_ROW
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options of a loss that are numbers.
+
+    Attributes:
+      ignore_index: rows with this label have loss 0, and gradient 0.
+      label_smoothing: the share of the target that all classes get alike.
+      z_loss: the factor of logsumexp(z)^2.
+      logit_softcap: scores are cap * tanh(x / cap).
+    """
+
+    ignore_index: int | None = None
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    logit_softcap: float | None = None
+
+
+def check_options(
+    ignore_index: int | None, label_smoothing: float, z_loss: float, logit_softcap: float | None
+) -> Options:
+    """The options, each checked."""
+    if ignore_index is not None and not isinstance(ignore_index, int | np.integer):
+        raise TypeError(f"ignore_index must be an integer or None; got {ignore_index!r}")
+    for name, value, allowed, fits in (
+        ("label_smoothing", label_smoothing, "between 0 and 1", lambda v: 0 <= v <= 1),
+        ("z_loss", z_loss, "at least 0, and finite", lambda v: 0 <= v < np.inf),
+        ("logit_softcap", logit_softcap, "above 0, and finite, or None", lambda v: 0 < v < np.inf),
+    ):
+        if value is None and name == "logit_softcap":
+            continue
+        if not isinstance(value, numbers.Real | np.number) or isinstance(value, bool):
+            raise TypeError(f"{name} must be a Python number; got {value!r}")
+        if not fits(value):
+            raise ValueError(f"{name} must be {allowed}; got {value!r}")
+    return Options(
+        None if ignore_index is None else int(ignore_index),
+        float(label_smoothing),
+        float(z_loss),
+        None if logit_softcap is None else float(logit_softcap),
+    )
+
+
+def check_weights(class_weights: ArrayLike | None, classes: int, dtype: np.dtype) -> jax.Array | None:
+    """The weights of the classes, one each, in the dtype of the losses."""
+    if class_weights is None:
+        return None
+    weights = jnp.asarray(class_weights)
+    if weights.shape != (classes,):
+        raise ValueError(f"class_weights must have one number for each of the {classes} classes; got {weights.shape}")
+    if not (jnp.issubdtype(weights.dtype, jnp.floating) or jnp.issubdtype(weights.dtype, jnp.integer)):
+        raise TypeError(f"class_weights must hold real numbers; got dtype {weights.dtype.name}")
+    return weights.astype(fold.accumulator(dtype))
+
+
+def check_labels(labels: ArrayLike, shape: tuple[int, ...], classes: int, options: Options) -> jax.Array:
+    """Labels as the row operations take them: int32, -1 for those that are out of range, NO_ROW for those ignored.
+
+    Of the shape that they and the rows, of this shape, broadcast to.
+    """
+    labels = jnp.asarray(labels)
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(f"labels must hold integers; got dtype {labels.dtype.name}")
+    try:
+        if labels.ndim != len(shape):
+            raise ValueError
+        labels = jnp.broadcast_to(labels, jax.lax.broadcast_shapes(labels.shape, shape))
+    except ValueError:
+        raise ValueError(
+            f"labels must have the shape of the logits without the classes, {shape}, or one that broadcasts with it; "
+            f"got shape {labels.shape}"
+        ) from None
+    if labels.dtype.itemsize < 4:  # which may not hold the number of classes
+        labels = labels.astype(jnp.int32)
+    index = jnp.where((labels >= 0) & (labels < classes), labels, -1).astype(jnp.int32)
+    info = jnp.iinfo(labels.dtype)
+    if options.ignore_index is None or not info.min <= options.ignore_index <= info.max:
+        return index
+    return jnp.where(labels == jnp.asarray(options.ignore_index, labels.dtype), NO_ROW, index)
+
+
+def weighted_sums(
+    z: jax.Array, finite: jax.Array, weights: jax.Array, ref: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Over the classes whose score z is above -inf and counts: sum(w (z - ref)), sum(w), and their number."""
+    weights = jax.lax.broadcast_to_rank(weights, z.ndim)
+    total = jnp.sum(jnp.where(finite, weights * (jnp.where(finite, z, 0) - ref[..., None]), 0), axis=-1)
+    mass = jnp.sum(jnp.where(finite, weights, 0), axis=-1)
+    return total, mass, jnp.sum(finite, axis=-1, dtype=total.dtype)
+
+
+def row_loss(
+    options: Options,
+    label: jax.Array,
+    others: jax.Array,
+    t: jax.Array,
+    apart: jax.Array,
+    sums: tuple[jax.Array, ...] = (),
+    label_counts: jax.Array | bool = True,
+    weight: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The loss of rows, and the logsumexp of their scores.
+
+    Args:
+      options: those of the call.
+      label: of each row, as `check_labels` has it.
+      others, t, apart: the first results of `label_statistics`.
+      sums: where there is label smoothing, over the classes that have a score above -inf: sum(w (z - reference(t))),
+        where the reference counts as a constant, sum(w), and their number.
+      label_counts: whether the label's class counts, if not all classes do.
+      weight: that of the label's class.
+    """
+    # A label out of range poisons the value alone: where the loss of its row is masked afterwards, NaN in the gradient
+    # would stay NaN. What is differentiated is the logsumexp, as in optax.
+    invalid = label == -1
+    t, apart = jnp.where(invalid, 0, t), jnp.where(invalid, others, apart)
+    weight = weight if weight is None else jnp.where(invalid, 1, weight)
+    # Without a score that counts there is nothing to learn from. What is not chosen below must have finite derivatives.
+    label_counts = label_counts & (t != -jnp.inf) & ~invalid
+    empty = (label == NO_ROW) | ((others == -jnp.inf) & ~label_counts)
+    others, t, apart = (jnp.where(empty, 0, v) for v in (others, t, apart))
+    nll = jnp.where(label_counts, jnp.logaddexp(apart, 0), apart)
+    # logaddexp(others, t), of which JAX would take the derivatives from rounded differences.
+    high, low = jnp.where(apart > 0, apart, 0), jnp.where(apart > 0, 0, apart)
+    lse = jnp.where(apart > 0, others + jnp.logaddexp(-high, 0), t + jnp.logaddexp(low, 0))
+    lse = jnp.where(label_counts, lse, others)
+    loss = nll if weight is None else weight * nll
+    if options.label_smoothing:
+        total, mass, count = sums
+        ref = jax.lax.stop_gradient(fold.reference(t))
+        above = jnp.where(jnp.isfinite(t), nll + (t - ref), lse - ref)  # lse - ref
+        smooth = (mass * above - total) / jnp.maximum(count, 1)
+        loss = (1 - options.label_smoothing) * loss + options.label_smoothing * smooth
+    if options.z_loss:
+        loss = loss + options.z_loss * lse**2
+    loss = jnp.where(empty, 0, loss) + jnp.where(invalid, jnp.nan, 0).astype(loss.dtype)
+    return loss, jnp.where(empty, -jnp.inf, lse)

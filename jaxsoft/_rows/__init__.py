@@ -1,0 +1,1 @@
+"""The family of row operations: scores (..., n), reduced along their last axis."""

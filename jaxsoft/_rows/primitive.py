@@ -1,0 +1,108 @@
+"""The row operations: every kernel of jaxsoft behind one function.
+
+This file is the layers between a kernel and the derivatives, from the outside in: vmap adds a leading dimension,
+`_partition` keeps shards where they are, and a primitive waits until it is lowered, when the platform is known, to
+pick the implementation. The derivative of an operation, which only forward mode and higher orders ask for, is that of
+its formula.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+from jax.interpreters import mlir
+
+from jaxsoft._core.batching import as_leading_dimension
+from jaxsoft._core.primitives import compiled, primitive
+from jaxsoft._core.tangents import jvp_along, zero_tangent
+from jaxsoft._rows import xla
+from jaxsoft._rows.choice import check_operands, choose, is_opaque
+from jaxsoft._rows.forms import OPERATIONS, Form, Operation, bind, compose
+from jaxsoft._rows.partition import can_partition, partitioned
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def row_operation(
+    operation: str, form: Form, implementation: str | None, *operands: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Calls a row operation. Raises at once where the named implementation cannot take such operands.
+
+    Args:
+      operation: one of `jaxsoft._rows.forms.OPERATIONS`, which says what operands it has.
+      form: what else is done to the scores.
+      implementation: None, or the name of one.
+      operands: those of the operation, and then those of the form. Leading dimensions are rows.
+    """
+    check_operands(operation, form, implementation, [jax.typeof(x) for x in operands])
+    if implementation is None and not can_partition():
+        implementation = "xla"
+    partition = is_opaque(implementation) and can_partition()
+    return _batched(operation, form, implementation, partition)(*operands)
+
+
+@functools.partial(row_operation.defjvp, symbolic_zeros=True)
+def _row_operation_jvp(operation, form, implementation, primals, tangents):
+    _, along = jvp_along(_formula(operation, form), primals, tangents)
+    results = row_operation(operation, form, implementation, *primals)
+    return results, tuple(
+        t if jnp.issubdtype(y.dtype, jnp.floating) else zero_tangent(y) for y, t in zip(results, along, strict=True)
+    )
+
+
+def _formula(operation: str, form: Form) -> Operation:
+    return compose(operation, form, bind(xla.OPERATIONS[operation], form))
+
+
+@functools.cache
+def _batched(
+    operation: str, form: Form, implementation: str | None, partition: bool
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """The operation with a rule for vmap: the mapped dimension comes first, and is more rows."""
+
+    def call(*operands, form=form):
+        return kernel(operation, form, implementation, *operands)
+
+    function = custom_vmap(partitioned(operation, form, call) if partition else call)
+
+    @function.def_vmap
+    def vmap(size, batched, *operands):
+        del size
+        dims = [0 if is_batched else None for is_batched in batched]
+        results = function(*as_leading_dimension(operands, dims, len(OPERATIONS[operation])))
+        return results, (True,) * len(results)
+
+    return function
+
+
+def kernel(operation: str, form: Form, implementation: str | None, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    """`row_operation` within code for one device that is neither mapped nor differentiated."""
+    return tuple(_row_operation_p().bind(*operands, operation=operation, form=form, implementation=implementation))
+
+
+@functools.cache
+def _row_operation_p():
+    made = primitive("jaxsoft_row_operation", _impl, _abstract_eval)
+    mlir.register_lowering(made, functools.partial(_lower, "other"))
+    for platform in ("cpu", "cuda"):
+        mlir.register_lowering(made, functools.partial(_lower, platform), platform=platform)
+    return made
+
+
+@functools.partial(compiled, static_argnames=("operation", "form", "implementation"))
+def _impl(*operands, **params):
+    return _row_operation_p().bind(*operands, **params)
+
+
+def _abstract_eval(*operands, operation, form, implementation):
+    """The types of the results are those of the formula, sharding and mesh axes included."""
+    del implementation
+    return jax.make_jaxpr(_formula(operation, form))(*operands).out_avals
+
+
+def _lower(platform: str, ctx: mlir.LoweringRuleContext, *operands, operation, form, implementation):
+    operands_in = cast(Sequence[jax.core.ShapedArray], ctx.avals_in)
+    kernel = choose(operation, form, implementation, platform, operands_in)
+    return mlir.lower_fun(kernel, multiple_results=True)(ctx, *operands)

@@ -1,0 +1,1 @@
+"""The row operations as Triton kernels."""

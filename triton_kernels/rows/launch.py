@@ -1,0 +1,50 @@
+"""Launching a kernel on JAX arrays: the one place that knows jax-triton."""
+
+import inspect
+import math
+
+import jax
+import jax_triton
+
+from jaxsoft._rows.forms import RESULTS
+from jaxsoft.fold import accumulator
+
+from . import kernels
+from .plan import Plan, plan, tuning
+
+# 0.4 renamed the argument that takes the results' types.
+_RESULTS = next(
+    name for name in ("out_type", "out_shape") if name in inspect.signature(jax_triton.triton_call).parameters
+)
+
+
+def call(operation: str, capability: int, *operands: jax.Array, cut: Plan | None = None) -> tuple[jax.Array, ...]:
+    """Runs an operation in its plain form.
+
+    Args:
+      operation: its name.
+      capability: the compute capability of the GPU, 90 for 9.0.
+      operands: those of the operation, of shape (..., n), or (...) for one number a row.
+      cut: how the work is cut up, if not as `plan` says.
+    """
+    x = operands[0]
+    *leading, n = x.shape
+    rows = math.prod(leading)
+    arrays = sum(v.ndim == x.ndim for v in operands)
+    if cut is None:
+        cut = plan(rows, n, x.dtype.itemsize, tuning(arrays, x.dtype.itemsize))
+    full = jax.ShapeDtypeStruct((rows, n), x.dtype)
+    statistic = jax.ShapeDtypeStruct((rows,), accumulator(x.dtype))
+    results = tuple({"x": full, "r": statistic}[kind] for kind in RESULTS[operation])
+    returned = jax_triton.triton_call(
+        rows,
+        *(v.reshape(full.shape if v.ndim == x.ndim else statistic.shape) for v in operands),
+        kernel=getattr(kernels, f"{operation}_kernel"),
+        grid=(-(-rows // cut.rows),),
+        name=f"jaxsoft_{operation}",
+        num_warps=cut.warps,
+        compute_capability=capability,
+        plan=cut,
+        **{_RESULTS: results},
+    )
+    return tuple(v.reshape(*leading, *v.shape[1:]) for v in returned)
