@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import as_usual, wide
+from common import as_usual
+from truth import wide
 
 type Function = Callable[..., tuple[jax.Array, ...]]
 

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from chex import assert_trees_all_close
-from common import IMPLEMENTATIONS, OPS, assert_values, each_op, loss, ours, same_bits, slow, theirs
+from common import IMPLEMENTATIONS, OPS, each_op, loss, ours, same_bits, slow, theirs
+from truth import assert_values
 
 import jaxsoft
 

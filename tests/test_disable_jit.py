@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from calls import CASES
 from cases import Case
 from chex import assert_trees_all_close
 from common import each_implementation, served, slow
-from test_higher_orders import CASES
 
 import jaxsoft
 

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from chex import assert_trees_all_close
-from common import OPS, assert_values, each_op, loss, ours, slow, theirs
+from common import OPS, each_op, loss, ours, slow, theirs
+from truth import assert_values
 
 import jaxsoft
 from jaxsoft._rows import ffi

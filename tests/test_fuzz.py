@@ -14,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import TRANSFORMATIONS, Case
-from common import IMPLEMENTATIONS, OPS, served, wide
+from common import IMPLEMENTATIONS, OPS, served
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_sharding import DEVICES, mesh_of
+from meshes import DEVICES, mesh_of
+from truth import wide
 
 import jaxsoft
 

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import EPS, each_dtype, each_implementation, precision, served, slow, wide
-from test_sharding import needs_devices
+from common import each_dtype, each_implementation, precision, served, slow
+from meshes import needs_devices
+from truth import EPS, wide
 
 from jaxsoft.random import sample
 

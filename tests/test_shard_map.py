@@ -13,7 +13,7 @@ from cases import Case
 from common import each_implementation, served, slow
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_sharding import mesh_of
+from meshes import mesh_of
 
 import jaxsoft
 

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import IMPLEMENTATIONS, as_usual, assert_within, beside_float64, each_op, on_gpu, ours
+from common import IMPLEMENTATIONS, as_usual, each_op, on_gpu, ours
+from truth import assert_within, beside_float64
 
 # Clusters of 1 to 16 blocks; odd lengths, whose rows begin anywhere; lengths that leave a little over; the longest that
 # a cluster holds.

@@ -8,21 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from common import (
-    as_usual,
-    each_dtype_in_turn,
-    each_fast_implementation,
-    each_implementation,
-    precision,
-    served,
-    slow,
-    wide,
-)
+from common import as_usual, each_dtype_in_turn, each_fast_implementation, each_implementation, precision, served, slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_sharding import check_moved, collectives, each_axis_type, mesh_of, needs_devices, rows_on_a_device
+from meshes import check_moved, collectives, each_axis_type, mesh_of, needs_devices, rows_on_a_device
+from truth import wide
 
 import jaxsoft
 from jaxsoft import softmax_cross_entropy_with_integer_labels as cross_entropy

@@ -9,10 +9,6 @@ import numpy as np
 import pytest
 from chex import assert_trees_all_close
 from common import (
-    EPS,
-    Truth,
-    assert_last_place,
-    assert_within,
     each_dtype,
     each_dtype_in_turn,
     each_fast_implementation,
@@ -25,12 +21,12 @@ from common import (
     same_bits,
     served,
     slow,
-    wide,
 )
+from ffi_calls import call
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_ffi import call
-from test_sharding import MESH, collectives, each_axis_type, mesh_of, needs_devices
+from meshes import MESH, collectives, each_axis_type, mesh_of, needs_devices
+from truth import EPS, Truth, assert_last_place, assert_within, wide
 
 import jaxsoft
 from jaxsoft._rows import ffi, xla

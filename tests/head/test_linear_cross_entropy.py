@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import as_usual, precision, slow, wide
+from common import as_usual, precision, slow
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_sharding import DEVICES, collectives, mesh_of
+from meshes import DEVICES, collectives, mesh_of
+from truth import wide
 
 import jaxsoft
 from jaxsoft import linear_softmax_cross_entropy as linear

@@ -13,9 +13,6 @@ import pytest
 from chex import assert_trees_all_close
 from common import (
     OPS,
-    Truth,
-    assert_within,
-    cotangent,
     each_dtype,
     each_fast_implementation,
     each_implementation,
@@ -23,7 +20,6 @@ from common import (
     loss,
     ours,
     precision,
-    pullback,
     rows,
     served,
     slow,
@@ -33,6 +29,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from jax.test_util import check_grads
+from truth import Truth, assert_within, cotangent, pullback
 
 SHORT = (1, 2, 3, 31, 32, 33, 127, 1000, 1023, 1024, 1025, 4097)
 LONG = (50257, 65537, 131072, 151936, 999983, 2**20)

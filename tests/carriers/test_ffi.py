@@ -5,25 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from common import on_cpu
+from ffi_calls import call
 
 import jaxsoft
 from jaxsoft._rows import ffi
-from jaxsoft._rows.forms import Form
 
 pytestmark = pytest.mark.skipif(
     jaxsoft.implementations()["ffi"] is not None, reason=f"no C++ kernels: {jaxsoft.implementations()['ffi']}"
 )
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else "cpu"
-
-
-def call(target, results, *operands, extras="", trailing=0, masked=False, cap=None):
-    """Calls a target with results of the given shapes and dtypes, and the workspace that most targets have."""
-    form = Form(np.dtype(np.float32), extras, trailing, masked, cap)
-    attributes = ffi._attributes(form)
-    types = [jax.ShapeDtypeStruct(*result) for result in results]
-    if target not in ffi._NO_WORKSPACE:
-        types.append(ffi.workspace(X))
-    return jax.block_until_ready(jax.ffi.ffi_call(f"jaxsoft_{target}", types)(*operands, **attributes))
 
 
 F32, F16 = jnp.float32, jnp.float16

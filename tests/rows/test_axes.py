@@ -4,20 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import (
-    Truth,
-    assert_values,
-    assert_within,
-    beside_float64,
-    each_dtype_in_turn,
-    each_fast_implementation,
-    each_op,
-    on_gpu,
-    ours,
-    precision,
-    pullback,
-    served,
-)
+from common import each_dtype_in_turn, each_fast_implementation, each_op, on_gpu, ours, precision, served
+from truth import Truth, assert_values, assert_within, beside_float64, pullback
 
 LENGTHS, TRAILING = (1, 2, 33, 1000), (1, 3, 64, 257)
 SHAPES = [(2, n, trailing) for n in LENGTHS for trailing in TRAILING]

@@ -13,12 +13,8 @@ import pytest
 from chex import assert_trees_all_close
 from common import (
     DTYPES,
-    EPS,
     OPS,
-    Truth,
     as_usual,
-    assert_last_place,
-    assert_within,
     each_dtype_in_turn,
     each_fast_implementation,
     each_implementation,
@@ -26,13 +22,12 @@ from common import (
     each_op_in_turn,
     ours,
     precision,
-    pullback,
     same_bits,
     served,
     slow,
     theirs,
-    wide,
 )
+from truth import EPS, Truth, assert_last_place, assert_within, pullback, wide
 
 import jaxsoft
 

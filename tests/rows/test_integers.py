@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from chex import assert_trees_all_close, assert_trees_all_equal
-from common import OPS, as_usual, each_fast_implementation, each_implementation, each_op, served, slow, wide
+from common import OPS, as_usual, each_fast_implementation, each_implementation, each_op, served, slow
+from truth import wide
 
 import jaxsoft
 from jaxsoft import linear_softmax_cross_entropy as linear

@@ -18,10 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import Truth, assert_last_place, assert_within, on_cpu, operand, rows, slow, target, wide
+from common import on_cpu, operand, rows, slow, target
 from jax.sharding import PartitionSpec
 from jaxsoft.triton_kernels import devices
 from jaxsoft.triton_kernels.rows.plan import Plan, plan, tuning
+from truth import Truth, assert_last_place, assert_within, wide
 
 import jaxsoft
 from jaxsoft import triton_kernels

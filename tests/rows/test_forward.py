@@ -10,22 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import (
-    OPS,
-    Truth,
-    assert_values,
-    each_dtype,
-    each_fast_implementation,
-    each_op,
-    ours,
-    precision,
-    rows,
-    served,
-    slow,
-)
+from common import OPS, each_dtype, each_fast_implementation, each_op, ours, precision, rows, served, slow
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from truth import Truth, assert_values
 
 SHORT = (1, 2, 3, 31, 32, 33, 127, 1000, 1023, 1024, 1025, 4097)
 LONG = (50257, 65537, 131072, 151936, 999983, 2**20)

@@ -10,7 +10,6 @@ from absl.testing import parameterized
 from common import (
     IMPLEMENTATIONS,
     OPS,
-    assert_values,
     each_fast_implementation,
     each_implementation,
     each_op,
@@ -20,6 +19,7 @@ from common import (
     served,
     theirs,
 )
+from truth import assert_values
 
 
 class VariantsTest(chex.TestCase):

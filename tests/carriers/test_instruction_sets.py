@@ -12,10 +12,10 @@ from common import on_cpu, slow
 @on_cpu
 @pytest.mark.parametrize("isa", ["baseline", pytest.param("avx2", marks=slow)])
 def test_forward_and_backward(isa):
-    here = Path(__file__).parent
-    tests = [str(here / name) for name in ("test_forward.py", "test_grad.py", "test_cross_entropy.py")]
+    rows = Path(__file__).parent.parent / "rows"
+    tests = [str(rows / name) for name in ("test_forward.py", "test_grad.py", "test_cross_entropy.py")]
     chosen = "ffi and short and (float32 or bfloat16) and not (neighbours and bfloat16)"
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, *tests]
     environment = {**os.environ, "JAXSOFT_CPU_ISA": isa}
-    run = subprocess.run(command, env=environment, cwd=here.parent, capture_output=True, text=True, check=False)
+    run = subprocess.run(command, env=environment, cwd=rows.parent.parent, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout[-3000:]

@@ -16,8 +16,8 @@ from common import (
     precision,
     served,
     theirs,
-    wide,
 )
+from truth import wide
 
 
 @each_op

@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_forms as forms
-from common import assert_within, on_cpu, operand, rows, slow, target, wide
+import row_operations as forms
+from common import on_cpu, operand, rows, slow, target
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxsoft.pallas_kernels.rows import arithmetic, choice, held, split, tiled, tiling
 from jaxsoft.pallas_kernels.rows.extras import Extras
+from truth import assert_within, wide
 
 import jaxsoft
 from jaxsoft import fold, pallas_kernels
@@ -371,7 +372,7 @@ def test_choice_of_few_long_rows(monkeypatch):
     monkeypatch.setitem(IMPLEMENTATIONS, "ffi", ffi)
 
     def lowered(operation, shape, dtype):
-        x = [operand(shape, dtype) for _ in forms.OPERATIONS[operation]]
+        x = [operand(shape, dtype) for _ in OPERATIONS[operation]]
         kernel = choose(operation, Form(np.dtype(dtype)), None, "cuda", x)
         text = jax.jit(kernel).trace(*x).lower(lowering_platforms=("cuda",)).as_text()
         return "mosaic_gpu" if "mosaic_gpu" in text else "ffi" if "jaxsoft_" in text else "xla"

@@ -1,0 +1,67 @@
+"""Operands for a row operation in any form, and its results beside those of its definition in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from truth import wide
+
+from jaxsoft._rows import xla
+from jaxsoft._rows.forms import NO_ROW, OPERATIONS, Form, compose
+
+
+def operands_of(operation, form, shape, dtype, ones=()):
+    """Operands such as the operation gets them, with extras of length 1 along the dimensions `ones`."""
+    rng = np.random.default_rng([len(shape), shape[-1]])
+    state = np.float64 if dtype == jnp.float64 else np.float32
+    leading = tuple(1 if i in ones else d for i, d in enumerate(shape[:-1]))
+    rows = shape if form.trailing == 0 else np.moveaxis(np.empty(shape), -1 - form.trailing, -1).shape
+    n = rows[-1]
+    extras = {
+        "s": rng.uniform(-1.5, 1.5, leading).astype(state),
+        "l": rng.integers(0, n + 3, leading).astype(np.int32),
+        "w": rng.random((*leading, n)) < 0.7,
+        "b": rng.standard_normal((*leading, n)).astype(dtype),
+    }
+    extras = {name: v for name, v in extras.items() if name in form.extras}
+    x = rng.standard_normal(shape).astype(dtype)
+    g = rng.standard_normal(shape).astype(dtype)
+    if operation == "softmax_vjp":
+        limit = [extras["l"]] if "l" in extras else []
+        (y,) = exact("softmax", Form(np.dtype(np.float64), "l" * len(limit), form.trailing), x, *limit)
+        y = np.where(rng.random(shape) < 0.1 * form.masked, 0, y)
+        return [y.astype(dtype), np.where(y == 0, np.inf, g).astype(dtype) if form.masked else g, *extras.values()]
+    base, kinds = [x], OPERATIONS[operation]
+    if "i" in kinds:
+        label = rng.integers(-1, n, rows[:-1]).astype(np.int32)
+        label.flat[1::5] = NO_ROW
+        np.moveaxis(x, -1 - form.trailing, -1)[label == NO_ROW] = np.nan
+        base.append(label)
+    if "r" in kinds:
+        of = "label_state" if "i" in kinds else "state"
+        with np.errstate(over="ignore"):
+            m, s = exact(of, Form(np.dtype(np.float64), form.extras, form.trailing), *base, *extras.values())[:2]
+        numbers = [rng.standard_normal(m.shape).astype(state) for _ in range(kinds.count("r") - 2)]
+        base += [m.astype(state), s.astype(state), *numbers]
+    if "g" in kinds:
+        base.append(g)
+    return [*base, *extras.values()]
+
+
+def exact(operation, form, *operands):
+    """The definition, in float64."""
+    with jax.enable_x64(True):
+        form = Form(np.dtype(np.float64), form.extras, form.trailing, form.masked)
+        wide_operands = [v if v.dtype in (bool, np.int32) else wide(v) for v in operands]
+        return [np.asarray(v) for v in jax.jit(compose(operation, form, xla.OPERATIONS[operation]))(*wide_operands)]
+
+
+def assert_exact(operation, form, operands, results):
+    """The results are those of the definition."""
+    x = np.asarray(operands[0])
+    for actual, expected in zip(results, exact(operation, form, *operands), strict=True):
+        if actual.shape == x.shape:
+            assert actual.dtype == form.dtype
+        eps = max(float(jnp.finfo(actual.dtype).eps), 1e-13 if x.dtype == np.float64 else 1e-5)
+        np.testing.assert_allclose(
+            wide(actual), expected, rtol=2 * eps, atol=2 * eps, err_msg=f"{operation} {form} {x.shape}"
+        )
