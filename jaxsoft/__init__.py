@@ -2,6 +2,7 @@
 
 from importlib.metadata import version as _version
 
+from jaxsoft import fold as fold
 from jaxsoft import random as random
 from jaxsoft._ops.cross_entropy import softmax_cross_entropy, softmax_cross_entropy_with_integer_labels
 from jaxsoft._ops.linear_cross_entropy import linear_softmax_cross_entropy
@@ -11,40 +12,20 @@ from jaxsoft._ops.softmax import softmax
 from jaxsoft._ops.top_k import top_k_softmax
 from jaxsoft._rows import ffi as _ffi
 from jaxsoft._rows.choice import implementations
-from jaxsoft.fold import (
-    State,
-    combine,
-    cumlogsumexp,
-    identity,
-    lse,
-    merge_softmax,
-    merge_softmax_lse,
-    running_states,
-    state,
-    update_output,
-)
 
 __version__ = _version("jaxsoft")
 
 _ffi.register()
 
 __all__ = [
-    "State",
-    "combine",
-    "cumlogsumexp",
-    "identity",
+    "fold",
     "implementations",
     "linear_softmax_cross_entropy",
     "log_softmax",
     "logsumexp",
-    "lse",
-    "merge_softmax",
-    "merge_softmax_lse",
-    "running_states",
+    "random",
     "softmax",
     "softmax_cross_entropy",
     "softmax_cross_entropy_with_integer_labels",
-    "state",
     "top_k_softmax",
-    "update_output",
 ]

@@ -24,6 +24,7 @@ __all__ = [
     "State",
     "combine",
     "cumlogsumexp",
+    "from_lse",
     "identity",
     "lse",
     "merge_softmax",
@@ -31,6 +32,7 @@ __all__ = [
     "running_states",
     "state",
     "update_output",
+    "weight",
 ]
 
 
@@ -50,6 +52,22 @@ class State(NamedTuple):
 def reference(m: jax.Array) -> jax.Array:
     """What exp subtracts: m where it is finite, else 0. The guard that makes (-inf, 0) the identity."""
     return jnp.where(jnp.isfinite(m), m, 0)
+
+
+def weight(m: jax.Array, total: jax.Array) -> jax.Array:
+    """The weight exp(m - total) with which a sum that was taken relative to m goes into one relative to `total`.
+
+    Every rescaling of online softmax is a product with it: of s where two states are combined, and of an unnormalised
+    output in online attention.
+
+    Args:
+      m: the maximum of a set of scores; -inf for the empty set, whose weight is 0.
+      total: the maximum of a set that contains it, or of several, of a shape that broadcasts with m's.
+
+    >>> weight(jnp.array([1.0, -jnp.inf]), jnp.array([1.0, -jnp.inf]))
+    Array([1., 0.], dtype=float32)
+    """
+    return jnp.exp(m - reference(total))
 
 
 def accumulator(dtype: DTypeLike) -> jnp.dtype:
@@ -89,8 +107,7 @@ def combine(a: State, b: State) -> State:
     True
     """
     m = jnp.maximum(a.m, b.m)
-    ref = reference(m)
-    return State(m, a.s * jnp.exp(a.m - ref) + b.s * jnp.exp(b.m - ref))
+    return State(m, a.s * weight(a.m, m) + b.s * weight(b.m, m))
 
 
 def state(x: ArrayLike, axis: int | Sequence[int] | None = -1, where: ArrayLike | None = None) -> State:
@@ -115,7 +132,7 @@ def state(x: ArrayLike, axis: int | Sequence[int] | None = -1, where: ArrayLike 
         m = jnp.max(x, axis=axis, initial=-jnp.inf, keepdims=True)
     else:
         m = jnp.sum(x, axis=axis, keepdims=True) - jnp.inf  # the maximum of nothing has NaN as its derivative in JAX
-    s = jnp.sum(jnp.exp(x - reference(m)), axis=axis)
+    s = jnp.sum(weight(x, m), axis=axis)
     return State(m.reshape(s.shape), s)
 
 
@@ -146,7 +163,7 @@ def running_states(x: ArrayLike, axis: int = -1, reverse: bool = False) -> State
     x = _wide(x)
     if not isinstance(x.shape[axis], int):
         raise ValueError(f"x must have a known length along axis {axis}, as the scan needs it; got shape {x.shape}")
-    elements = State(x, jnp.exp(x - reference(x)))
+    elements = State(x, weight(x, x))
     return jax.lax.associative_scan(combine, elements, reverse=reverse, axis=axis)
 
 
@@ -179,8 +196,8 @@ def merge_softmax(blocks: Sequence[jax.Array], states: Sequence[State]) -> tuple
     total = states[0]
     for st in states[1:]:
         total = combine(total, st)
-    ref, scale = reference(total.m), 1 / jnp.where(total.s == 0, 1, total.s)
-    parts = [_weighted(p, st.s * jnp.exp(st.m - ref) * scale) for p, st in zip(blocks, states, strict=True)]
+    scale = 1 / jnp.where(total.s == 0, 1, total.s)
+    parts = [_weighted(p, st.s * weight(st.m, total.m) * scale) for p, st in zip(blocks, states, strict=True)]
     return jnp.concatenate(parts, axis=-1), total
 
 
@@ -225,21 +242,30 @@ def update_output(
     """
     a, b = from_lse(lse_o), from_lse(lse_block)
     total = combine(a, b)
-    ref, scale = reference(total.m), 1 / jnp.where(total.s == 0, 1, total.s)
-    merged = _weighted(o, a.s * jnp.exp(a.m - ref) * scale) + _weighted(block, b.s * jnp.exp(b.m - ref) * scale)
+    scale = 1 / jnp.where(total.s == 0, 1, total.s)
+    merged = _weighted(o, a.s * weight(a.m, total.m) * scale) + _weighted(block, b.s * weight(b.m, total.m) * scale)
     return merged, lse(total)
 
 
 def from_lse(value: ArrayLike) -> State:
-    """(lse, 1), the state of one score of that value."""
+    """The state (lse, 1) of a set of scores, given its log-sum-exp.
+
+    It is the state of one score of that value, and combines with others as the state of the set would.
+
+    Args:
+      value: log-sum-exps; -inf for the empty set.
+
+    >>> from_lse(2.0)
+    State(m=Array(2., dtype=float32), s=Array(1., dtype=float32))
+    """
     value = _wide(value)
-    return State(value, jnp.exp(value - reference(value)))
+    return State(value, weight(value, value))
 
 
-def _weighted(p: jax.Array, weight: jax.Array) -> jax.Array:
-    """p * weight, and 0 for weight 0 even where p is NaN, as the softmax of a block without scores is."""
-    weight = weight[..., None]
-    return jnp.where(weight == 0, 0, jnp.where(weight == 0, 0, p).astype(weight.dtype) * weight).astype(p.dtype)
+def _weighted(p: jax.Array, factor: jax.Array) -> jax.Array:
+    """p * factor, and 0 for a factor of 0 even where p is NaN, as the softmax of a block without scores is."""
+    factor = factor[..., None]
+    return jnp.where(factor == 0, 0, jnp.where(factor == 0, 0, p).astype(factor.dtype) * factor).astype(p.dtype)
 
 
 def _wide(x: ArrayLike) -> jax.Array:

@@ -20,9 +20,12 @@ from jaxsoft._core.batching import as_leading_dimension
 from jaxsoft._core.numbers import as_float
 from jaxsoft._ops.top_k import top_k_softmax
 from jaxsoft._rows.choice import check_name
-from jaxsoft._rows.forms import Form, positions
+from jaxsoft._rows.forms import Form
+from jaxsoft._rows.formulas import positions
+from jaxsoft._rows.operation import Extra
+from jaxsoft._rows.operations.logsumexp import STATE
 from jaxsoft._rows.primitive import row_operation
-from jaxsoft.fold import accumulator, reference
+from jaxsoft.fold import accumulator, weight
 
 __all__ = ["sample"]
 
@@ -168,7 +171,7 @@ def _from_row(u, x, scale, greedy, min_p, scaled, implementation):
     chunks = jnp.pad(x, padding, constant_values=-jnp.inf).reshape(*x.shape[:-1], count, size)
     m, s = _state(chunks, scale[..., None] if scaled else None, implementation)
     top = jnp.max(m, axis=-1)
-    weights = s * jnp.exp(m - reference(top)[..., None])
+    weights = s * weight(m, top[..., None])
     undefined = ~(jnp.isfinite(top) & jnp.isfinite(jnp.sum(weights, axis=-1)))
     largest = greedy | undefined
     chunk = jnp.where(largest, jnp.argmax(m, axis=-1), _draw(u[..., 0], weights))
@@ -269,8 +272,8 @@ def _most_probable(x, scale, top_p):
 
 def _state(x, scale, implementation):
     """The state (m, s) of x * scale along the last axis."""
-    extras = () if scale is None else (scale,)
-    return row_operation("state", Form(x.dtype, "s" * len(extras)), implementation, x, *extras)
+    extras = {} if scale is None else {Extra.SCALE: scale}
+    return row_operation(STATE, Form(x.dtype, tuple(extras)), implementation, x, *extras.values())
 
 
 def _draw(u, weights):

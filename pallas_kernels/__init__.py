@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import jax
 
 from jaxsoft._core import devices
-from jaxsoft._rows.forms import Form, Operation
+from jaxsoft._rows.forms import Form
+from jaxsoft._rows.operation import Operation, Rows
 
 # The GPUs that the kernels' sizes are for, by name, as a device that is lowered for has no compute capability here.
 # Others are not as new, or have less than half the shared memory of a block, and no clusters of 16.
@@ -39,7 +40,7 @@ def unsupported(operands: Sequence[jax.core.ShapedArray]) -> str | None:
     return choice.unsupported(operands)
 
 
-def leads(operation: str, form: Form, platform: str, operands: Sequence[jax.core.ShapedArray]) -> bool:
+def leads(operation: Operation, form: Form, platform: str, operands: Sequence[jax.core.ShapedArray]) -> bool:
     """Whether these kernels are faster than all others."""
     del platform
     from .rows import choice
@@ -47,7 +48,7 @@ def leads(operation: str, form: Form, platform: str, operands: Sequence[jax.core
     return choice.leads(operation, form, operands)
 
 
-def kernel(operation: str, form: Form, platform: str, operands: Sequence[jax.core.ShapedArray]) -> Operation | None:
+def kernel(operation: Operation, form: Form, platform: str, operands: Sequence[jax.core.ShapedArray]) -> Rows | None:
     """The kernel for an operation in this form, or None where it has to be composed."""
     del platform
     from .rows import choice

@@ -6,6 +6,7 @@ import numpy as np
 from common import OPS
 
 import jaxsoft
+from jaxsoft import fold
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((3, 6))
@@ -82,10 +83,16 @@ def merged(name):
 
     def ours(x):
         a, b = x[:, :2], x[:, 2:]
-        y, st = jaxsoft.merge_softmax([jaxsoft.softmax(a), jaxsoft.softmax(b)], [jaxsoft.state(a), jaxsoft.state(b)])
-        lses = jaxsoft.logsumexp(a, -1), jaxsoft.cumlogsumexp(b)[:, -1]
-        o, lse = jaxsoft.update_output(x, lses[0], jnp.ones_like(x), lses[1])
-        return y, jaxsoft.lse(st), o, lse, jaxsoft.lse(jaxsoft.combine(jaxsoft.state(x[:, :0]), jaxsoft.state(x)))
+        y, st = fold.merge_softmax([jaxsoft.softmax(a), jaxsoft.softmax(b)], [fold.state(a), fold.state(b)])
+        lses = jaxsoft.logsumexp(a, -1), fold.cumlogsumexp(b)[:, -1]
+        o, lse = fold.update_output(x, lses[0], jnp.ones_like(x), lses[1])
+        return (
+            y,
+            fold.lse(st),
+            o,
+            lse,
+            fold.lse(fold.combine(fold.state(x[:, :0]), fold.state(x))),
+        )
 
     def theirs(x):
         p, lse = definitions.softmax(x), definitions.logsumexp(x)

@@ -6,7 +6,14 @@ import numpy as np
 from truth import wide
 
 from jaxsoft._rows import xla
-from jaxsoft._rows.forms import NO_ROW, OPERATIONS, Form, compose
+from jaxsoft._rows.forms import Form, compose
+from jaxsoft._rows.operation import NO_ROW, Extra, Kind
+from jaxsoft._rows.operations.labels import LABEL_STATE
+from jaxsoft._rows.operations.logsumexp import STATE
+from jaxsoft._rows.operations.softmax import SOFTMAX, SOFTMAX_VJP
+
+SCALE, LIMIT, WHERE, BIAS = Extra
+ALL_EXTRAS = tuple(Extra)
 
 
 def operands_of(operation, form, shape, dtype, ones=()):
@@ -17,32 +24,32 @@ def operands_of(operation, form, shape, dtype, ones=()):
     rows = shape if form.trailing == 0 else np.moveaxis(np.empty(shape), -1 - form.trailing, -1).shape
     n = rows[-1]
     extras = {
-        "s": rng.uniform(-1.5, 1.5, leading).astype(state),
-        "l": rng.integers(0, n + 3, leading).astype(np.int32),
-        "w": rng.random((*leading, n)) < 0.7,
-        "b": rng.standard_normal((*leading, n)).astype(dtype),
+        SCALE: rng.uniform(-1.5, 1.5, leading).astype(state),
+        LIMIT: rng.integers(0, n + 3, leading).astype(np.int32),
+        WHERE: rng.random((*leading, n)) < 0.7,
+        BIAS: rng.standard_normal((*leading, n)).astype(dtype),
     }
     extras = {name: v for name, v in extras.items() if name in form.extras}
     x = rng.standard_normal(shape).astype(dtype)
     g = rng.standard_normal(shape).astype(dtype)
-    if operation == "softmax_vjp":
-        limit = [extras["l"]] if "l" in extras else []
-        (y,) = exact("softmax", Form(np.dtype(np.float64), "l" * len(limit), form.trailing), x, *limit)
+    if operation is SOFTMAX_VJP:
+        limit = {LIMIT: extras[LIMIT]} if LIMIT in extras else {}
+        (y,) = exact(SOFTMAX, Form(np.dtype(np.float64), tuple(limit), form.trailing), x, *limit.values())
         y = np.where(rng.random(shape) < 0.1 * form.masked, 0, y)
         return [y.astype(dtype), np.where(y == 0, np.inf, g).astype(dtype) if form.masked else g, *extras.values()]
-    base, kinds = [x], OPERATIONS[operation]
-    if "i" in kinds:
+    base = [x]
+    if operation.has_label:
         label = rng.integers(-1, n, rows[:-1]).astype(np.int32)
         label.flat[1::5] = NO_ROW
         np.moveaxis(x, -1 - form.trailing, -1)[label == NO_ROW] = np.nan
         base.append(label)
-    if "r" in kinds:
-        of = "label_state" if "i" in kinds else "state"
+    if statistics := operation.kinds.count(Kind.STATISTIC):
+        of = LABEL_STATE if operation.has_label else STATE
         with np.errstate(over="ignore"):
             m, s = exact(of, Form(np.dtype(np.float64), form.extras, form.trailing), *base, *extras.values())[:2]
-        numbers = [rng.standard_normal(m.shape).astype(state) for _ in range(kinds.count("r") - 2)]
+        numbers = [rng.standard_normal(m.shape).astype(state) for _ in range(statistics - 2)]
         base += [m.astype(state), s.astype(state), *numbers]
-    if "g" in kinds:
+    if Kind.COTANGENT in operation.kinds:
         base.append(g)
     return [*base, *extras.values()]
 
@@ -52,7 +59,7 @@ def exact(operation, form, *operands):
     with jax.enable_x64(True):
         form = Form(np.dtype(np.float64), form.extras, form.trailing, form.masked)
         wide_operands = [v if v.dtype in (bool, np.int32) else wide(v) for v in operands]
-        return [np.asarray(v) for v in jax.jit(compose(operation, form, xla.OPERATIONS[operation]))(*wide_operands)]
+        return [np.asarray(v) for v in jax.jit(compose(operation, form, xla.formula(operation, form)))(*wide_operands)]
 
 
 def assert_exact(operation, form, operands, results):

@@ -31,14 +31,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsoft._rows.forms import NO_ROW, Form
+from jaxsoft._rows.forms import Form
+from jaxsoft._rows.operation import NO_ROW, Extra
+from jaxsoft._rows.operations.labels import LABEL_STATE, LABEL_STATE_VJP, LABEL_SUMS, LABEL_SUMS_VJP
+from jaxsoft._rows.operations.log_softmax import LOG_SOFTMAX, LOG_SOFTMAX_VJP
+from jaxsoft._rows.operations.logsumexp import LOGSUMEXP_VJP, STATE
+from jaxsoft._rows.operations.softmax import SOFTMAX, SOFTMAX_VJP
+from jaxsoft._rows.operations.top_k import TOP_K
 from jaxsoft._rows.primitive import row_operation
+
+ALL = tuple(Extra)
 
 # (rows, n) by strategy: lanes of a warp, a block with 4, 5 and 8 packs a thread, clusters of few rows, split; n odd and
 # even.
 SHAPES = [(3, 5), (40, 33), (4, 100), (4, 128), (3, 1001), (70, 4096), (2, 20001), (2, 32768), (1, 100003)]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-EXTRAS = ("", "s", "l", "w", "b", "slwb")
+EXTRAS = ((), *((extra,) for extra in ALL), ALL)
 # Those that are too large for every dtype and form: tiled, over clusters, split, spread, over the grid.
 LONG = [((70, 20001), "float64"), ((280, 70001), "float32"), ((130, 70000), "bfloat16"), ((1, 600_001), "float32")]
 LONG += [((1, 4_000_001), "float32"), ((5, 1_000_001), "float32"), ((9, 2**21), "float16")]
@@ -59,19 +67,19 @@ def forms() -> Iterator[tuple[tuple[int, ...], str, Form]]:
     """The shape and dtype of x, and the form."""
     for shape, dtype, extras in itertools.product([(3, 8), *SHAPES], DTYPES, EXTRAS):
         yield shape, dtype, Form(np.dtype(dtype), extras)
-    for (shape, dtype), extras in itertools.product(LONG, ("", "slwb")):
+    for (shape, dtype), extras in itertools.product(LONG, ((), ALL)):
         yield shape, dtype, Form(np.dtype(dtype), extras)
-    for shape, (dtype, result), extras in itertools.product(SHAPES, PAIRS, ("", "slwb")):
+    for shape, (dtype, result), extras in itertools.product(SHAPES, PAIRS, ((), ALL)):
         yield shape, dtype, Form(np.dtype(result), extras)
     for shape, dtype in [*itertools.product(COLUMNS, DTYPES), *TILES]:
-        yield shape, dtype, Form(np.dtype(dtype), "", 1)
+        yield shape, dtype, Form(np.dtype(dtype), (), 1)
 
 
 def other_forms() -> Iterator[tuple[tuple[int, ...], str, Form]]:
     """Likewise for those of the others, which have fewer forms."""
     for shape, dtype in itertools.product(OTHERS, DTYPES[:3]):
         yield shape, dtype, Form(np.dtype(dtype))
-        yield shape, dtype, Form(np.dtype(dtype), "slwb")
+        yield shape, dtype, Form(np.dtype(dtype), ALL)
 
 
 def run(implementation: str, shape: Sequence[int], dtype: str, form: Form) -> None:
@@ -82,36 +90,36 @@ def run(implementation: str, shape: Sequence[int], dtype: str, form: Form) -> No
     g = jnp.cos(x)
     first = jax.lax.broadcasted_iota(jnp.int32, shape, axis) < 8
     extras = {
-        "s": jnp.full((1,) * len(rows), 0.5, jnp.promote_types(dtype, jnp.float32)),
-        "l": jnp.arange(1, np.prod(rows) + 1, dtype=jnp.int32).reshape(rows) * n // 2,
-        "w": jnp.arange(n).reshape(*(1,) * len(rows), n) % 3 > 0,
-        "b": jnp.sin(x),
+        Extra.SCALE: jnp.full((1,) * len(rows), 0.5, jnp.promote_types(dtype, jnp.float32)),
+        Extra.LIMIT: jnp.arange(1, np.prod(rows) + 1, dtype=jnp.int32).reshape(rows) * n // 2,
+        Extra.WHERE: jnp.arange(n).reshape(*(1,) * len(rows), n) % 3 > 0,
+        Extra.BIAS: jnp.sin(x),
     }
 
-    def call(operation, names, dtype, *operands, masked=False, cap=None):
-        kept = "".join(name for name in form.extras if name in names)
+    def call(operation, dtype, *operands, masked=False, cap=None):
+        kept = tuple(extra for extra in form.extras if extra in operation.extras)
         of = Form(np.dtype(dtype), kept, form.trailing, masked, cap)
         return row_operation(operation, of, implementation, *operands, *(extras[name] for name in kept))
 
     # Scores so far above the row's first ones that f32 has no sum of their exponentials.
-    call("softmax", "slwb", form.dtype, jnp.where(first, 0, x + 1000))
-    (y,) = call("softmax", "slwb", form.dtype, x)
-    _, m, s = call("log_softmax", "slwb", form.dtype, x)
-    call("state", "slwb", dtype, x)
-    call("softmax_vjp", "sl", dtype, y, g.astype(y.dtype), masked=bool(set(form.extras) & set("lw")))
-    call("log_softmax_vjp", "slw", form.dtype, x, m, s, g)
-    jax.block_until_ready(call("logsumexp_vjp", "slwb", form.dtype, x, m, s, s))
+    call(SOFTMAX, form.dtype, jnp.where(first, 0, x + 1000))
+    (y,) = call(SOFTMAX, form.dtype, x)
+    _, m, s = call(LOG_SOFTMAX, form.dtype, x)
+    call(STATE, dtype, x)
+    call(SOFTMAX_VJP, dtype, y, g.astype(y.dtype), masked=bool({*form.extras} & {Extra.LIMIT, Extra.WHERE}))
+    call(LOG_SOFTMAX_VJP, form.dtype, x, m, s, g)
+    jax.block_until_ready(call(LOGSUMEXP_VJP, form.dtype, x, m, s, s))
     if form.trailing:
         return
     i = jnp.arange(rows[0], dtype=jnp.int32) * 7 % n
     i = i.at[1::5].set(NO_ROW).at[2::5].set(-1)
     for cap in CAPS:
-        m, s, *_ = call("label_state", "lw", dtype, x, i, cap=cap)
-        call("label_sums", "lw", dtype, x, i, cap=cap)
-        call("label_state_vjp", "lw", form.dtype, x, i, m, s, s, s, cap=cap)
-        jax.block_until_ready(call("label_sums_vjp", "lw", form.dtype, x, i, m, s, s, s, s, cap=cap))
+        m, s, *_ = call(LABEL_STATE, dtype, x, i, cap=cap)
+        call(LABEL_SUMS, dtype, x, i, cap=cap)
+        call(LABEL_STATE_VJP, form.dtype, x, i, m, s, s, s, cap=cap)
+        jax.block_until_ready(call(LABEL_SUMS_VJP, form.dtype, x, i, m, s, s, s, s, cap=cap))
     for k in {min(n, k) for k in (1, 5, 64, 256)} if implementation == "ffi" and not form.extras else ():
-        jax.block_until_ready(row_operation("top_k", Form(np.dtype(dtype), k=k), implementation, x))
+        jax.block_until_ready(row_operation(TOP_K, Form(np.dtype(dtype), k=k), implementation, x))
 
 
 def main() -> None:

@@ -41,9 +41,9 @@ def test_what_has_no_derivative():
         key = jax.random.key(0)
         draws = [jaxsoft.random.sample(key, x, **o) for o in ({}, {"top_k": 5}, {"top_p": 0.9})]
         a, b = x[:, :7], x[:, 7:12]
-        st = jaxsoft.combine(jaxsoft.state(a), jaxsoft.state(b))
-        merged = jaxsoft.merge_softmax([jaxsoft.softmax(a), jaxsoft.softmax(b)], [st, st])
-        return draws, st, jaxsoft.lse(st), merged
+        st = jaxsoft.fold.combine(jaxsoft.fold.state(a), jaxsoft.fold.state(b))
+        merged = jaxsoft.fold.merge_softmax([jaxsoft.softmax(a), jaxsoft.softmax(b)], [st, st])
+        return draws, st, jaxsoft.fold.lse(st), merged
 
     expected = results()
     with jax.disable_jit():

@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import inspect
 import pkgutil
 
 import jax
@@ -23,15 +24,18 @@ MODULES = [
 @pytest.mark.parametrize("name", MODULES)
 def test_examples(name):
     module = importlib.import_module(name)
-    names = {"jax": jax, "jnp": jnp, **{n: getattr(jaxsoft, n) for n in jaxsoft.__all__}}
+    public = [(jaxsoft, jaxsoft.__all__), (jaxsoft.fold, jaxsoft.fold.__all__)]
+    names = {"jax": jax, "jnp": jnp, **{n: getattr(m, n) for m, all_ in public for n in all_}}
     with jax.enable_x64(False):
         assert doctest.testmod(module, extraglobs=names).failed == 0
 
 
 def test_every_public_function_has_an_example():
-    for name in jaxsoft.__all__:
-        if name != "State":
-            assert ">>>" in getattr(jaxsoft, name).__doc__, name
+    for module in (jaxsoft, jaxsoft.fold, jaxsoft.random):
+        for name in module.__all__:
+            function = getattr(module, name)
+            if inspect.isfunction(function):
+                assert ">>>" in function.__doc__, name
 
 
 def test_the_command(capsys):

@@ -13,7 +13,7 @@ from truth import assert_values
 import jaxsoft
 from jaxsoft._rows import ffi
 
-CHECKS = [jax.export.DisabledSafetyCheck.custom_call(f"jaxsoft_{target}") for target in ffi.RESULTS]
+CHECKS = [jax.export.DisabledSafetyCheck.custom_call(target) for target in ffi.TARGETS.values()]
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
 
 
@@ -135,7 +135,7 @@ def test_what_needs_known_shapes():
             (x,),
             "'reference' cannot .*: its scan needs rows .* known; got n=n",
         ),
-        (jaxsoft.cumlogsumexp, (x,), r"x must have a known length along axis -1.*got shape \(a, n\)"),
+        (jaxsoft.fold.cumlogsumexp, (x,), r"x must have a known length along axis -1.*got shape \(a, n\)"),
         (jaxsoft.linear_softmax_cross_entropy, (h, w, labels), r"weight must have a known number .*got \(8, n\)"),
         (functools.partial(jaxsoft.random.sample, jax.random.key(0)), (x,), r"logits must have a known .*\(a, n\)"),
     ):

@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as hnp
 from truth import Truth, wide
 
 import jaxsoft
-from jaxsoft import (
+from jaxsoft.fold import (
     State,
     combine,
     identity,
@@ -125,12 +125,12 @@ def test_running_states(reverse, axis):
     with jax.enable_x64(True):
         x = np.random.default_rng(0).standard_normal((5, 33)) * 10
         np.testing.assert_allclose(
-            jaxsoft.cumlogsumexp(x, axis, reverse), jax.lax.cumlogsumexp(x, axis, reverse), rtol=1e-13, atol=1e-13
+            jaxsoft.fold.cumlogsumexp(x, axis, reverse), jax.lax.cumlogsumexp(x, axis, reverse), rtol=1e-13, atol=1e-13
         )
         last = jax.tree.map(lambda v: jnp.take(v, 0 if reverse else -1, axis), running_states(x, axis, reverse))
         np.testing.assert_allclose(lse(last), jax.nn.logsumexp(x, axis), rtol=1e-13)
         x = np.where(np.arange(33) < 7, -np.inf, x)
-        y = np.asarray(jaxsoft.cumlogsumexp(x, 1))
+        y = np.asarray(jaxsoft.fold.cumlogsumexp(x, 1))
         np.testing.assert_array_equal(y[:, :7], -np.inf)
         np.testing.assert_allclose(y[:, 7:], np.logaddexp.accumulate(x[:, 7:], axis=1), rtol=1e-13, atol=1e-13)
 
@@ -189,7 +189,7 @@ def test_gradients():
             ).sum()
 
         def running(x):
-            return jaxsoft.cumlogsumexp(x)[:, -1].sum()
+            return jaxsoft.fold.cumlogsumexp(x)[:, -1].sum()
 
         expected = np.nan_to_num(wide(jax.nn.softmax(x)))
         for f in (whole, blocks, running):

@@ -23,6 +23,7 @@ from meshes import DEVICES, mesh_of
 from truth import wide
 
 import jaxsoft
+import jaxsoft.fold as online
 
 LENGTHS = [1, 2, 3, 5, 8, 17, 33, 64, 130, 300]
 
@@ -201,12 +202,12 @@ def fold(draw, dtypes, implementation):
 
     def ours(x):
         parts = [v for v in (x[..., :cut], x[..., cut:]) if v.shape[-1]]
-        states = [jaxsoft.state(v) for v in parts]
-        y, total = jaxsoft.merge_softmax([jaxsoft.softmax(v) for v in parts], states)
-        first, second = jaxsoft.state(x[..., :cut]), jaxsoft.state(x[..., cut:])
-        joined = jaxsoft.lse(jaxsoft.combine(first, second))
-        o, lse = jaxsoft.update_output(jnp.ones_like(x), jaxsoft.lse(first), 2 * jnp.ones_like(x), jaxsoft.lse(second))
-        return y, jaxsoft.lse(total), joined, jaxsoft.cumlogsumexp(x)[..., -1], o, lse
+        states = [online.state(v) for v in parts]
+        y, total = online.merge_softmax([jaxsoft.softmax(v) for v in parts], states)
+        first, second = online.state(x[..., :cut]), online.state(x[..., cut:])
+        joined = online.lse(online.combine(first, second))
+        o, lse = online.update_output(jnp.ones_like(x), online.lse(first), 2 * jnp.ones_like(x), online.lse(second))
+        return y, online.lse(total), joined, online.cumlogsumexp(x)[..., -1], o, lse
 
     def theirs(x):
         lse, p = definitions.logsumexp(x), definitions.softmax(x)

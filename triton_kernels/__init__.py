@@ -8,10 +8,13 @@ touched, before a kernel is asked for.
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+
+from jaxsoft._rows.forms import Form, Operands, is_plain
+from jaxsoft._rows.operation import Operation, Rows
 
 from . import devices
 
@@ -70,15 +73,19 @@ def unsupported(operands: Sequence[jax.core.ShapedArray]) -> str | None:
     return None
 
 
-def _operation(name: str) -> Callable[..., tuple[jax.Array, ...]]:
-    def kernel(*operands: jax.Array) -> tuple[jax.Array, ...]:
+# The operations that Triton kernels have, in their plain form.
+_NAMES = ("softmax", "softmax_vjp", "log_softmax", "log_softmax_vjp", "state", "logsumexp_vjp")
+
+
+def kernel(operation: Operation, form: Form, platform: str, operands: Operands) -> Rows | None:
+    """The kernel for an operation in this form, or None where it has to be composed."""
+    del platform
+    if operation.name not in _NAMES or not is_plain(operation, form, operands):
+        return None
+
+    def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
         from .rows import launch  # imports Triton
 
-        return launch.call(name, devices.capability(), *operands)
+        return launch.call(operation, devices.capability(), *operands)
 
-    return kernel
-
-
-# Those that Triton kernels have.
-_NAMES = ("softmax", "softmax_vjp", "log_softmax", "log_softmax_vjp", "state", "logsumexp_vjp")
-OPERATIONS = {name: _operation(name) for name in _NAMES}
+    return call

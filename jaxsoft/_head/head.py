@@ -25,12 +25,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxsoft import fold
 from jaxsoft._core import primitives
 from jaxsoft._core.batching import as_leading_dimension
+from jaxsoft._core.linear_map import LinearMap
+from jaxsoft._core.mesh import can_partition, combined, on_one_device, spec_of
 from jaxsoft._core.tangents import moves
 from jaxsoft._ops.losses import weighted_sums
 from jaxsoft._rows import primitive
-from jaxsoft._rows.derivative import Derivative, beside_label, label_statistics
-from jaxsoft._rows.forms import NO_ROW, Form, capped_slope, softcap
-from jaxsoft._rows.partition import can_partition, combined, moved, on_one_device, spec_of
+from jaxsoft._rows.derivative import differentiable
+from jaxsoft._rows.forms import Form, capped_slope, softcap
+from jaxsoft._rows.operation import NO_ROW, Function
+from jaxsoft._rows.operations.labels import LABEL_STATE_VJP, beside_label, label_state_of_rows, label_sums_of_rows
+from jaxsoft._rows.partition import moved
 
 # The dimensions of operands and results, by kind: the parameters "h", hidden, "w", weight, "b", bias, and "c", the
 # classes' weights in the sums; "r" one number a row, and "k" the scores that are kept. "R" are those of the rows.
@@ -109,14 +113,13 @@ def formula(head: Head, *operands: jax.Array) -> tuple[jax.Array, ...]:
     *parameters, i = operands
     named = head.named(parameters)
     x = _scores(head, named)
-    form, summed = Form(x.dtype, cap=head.cap), _operation(head) == "label_sums"
-    others, t, apart, *sums = label_statistics(form, summed, None)(x, i)
+    others, t, apart, *sums = differentiable(_function(head), Form(x.dtype, cap=head.cap), None)(x, i)
     return others, t, apart, *_sums(head, x, i, t, sums, named.get("c"))
 
 
-def _operation(head: Head) -> str:
-    """The row operation that a chunk's scores go to. Weighted sums are none's."""
-    return "label_sums" if head.summed and not head.weighted else "label_state"
+def _function(head: Head) -> Function:
+    """The function of rows that a chunk's scores go to. None has weighted sums."""
+    return label_sums_of_rows if head.summed and not head.weighted else label_state_of_rows
 
 
 def _sums(head: Head, x, i, label, sums, weights) -> list[jax.Array]:
@@ -131,7 +134,7 @@ def _sums(head: Head, x, i, label, sums, weights) -> list[jax.Array]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _HeadDerivative(Derivative):
+class _HeadDerivative(LinearMap):
     """The derivative of `statistics` along some of the parameters.
 
     Its operands are the parameters, the labels, others, and the scores if they are kept; and then the tangents of those
@@ -221,7 +224,7 @@ class _Forward:
         def chunk(carry, begin, size):
             state, t, sums, kept = carry
             x, here = _scores(head, named, begin, size), moved(index, begin)
-            m, s, label, *parts = primitive.kernel(_operation(head), form, None, x, here)
+            m, s, label, *parts = primitive.kernel(_function(head).forward, form, None, x, here)
             parts = _sums(head, x, i, label, parts, None if weights is None else _slice(weights, begin, size, 0))
             return (
                 fold.combine(state, fold.State(m, s)),
@@ -284,11 +287,11 @@ class _Pullback:
             x = _slice(kept[0], begin, size, 1) if kept else _scores(head, named, begin, size)
             label = x, moved(index, begin), m, s, g, h
             if weights is None:
-                dx = primitive.kernel(f"{_operation(head)}_vjp", Form(dtype, cap=head.cap), None, *label, *sums_g)[0]
+                dx = primitive.kernel(_function(head).pullback, Form(dtype, cap=head.cap), None, *label, *sums_g)[0]
             else:
                 v, mass = (u[:, None] for u in sums_g)
                 z, finite = _finite(head, x, i)
-                dz = primitive.kernel("label_state_vjp", Form(wide), None, z, *label[1:])[0]
+                dz = primitive.kernel(LABEL_STATE_VJP, Form(wide), None, z, *label[1:])[0]
                 dz = dz + jnp.where(finite, v * _slice(weights, begin, size, 0)[None], 0)
                 dx = capped_slope(Form(wide, cap=head.cap), x, dz).astype(dtype)
                 if "c" in carry:

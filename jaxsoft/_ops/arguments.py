@@ -10,6 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxsoft._core.numbers import as_float, as_mask
+from jaxsoft._rows.operation import Extra
 from jaxsoft.fold import accumulator
 
 type Axis = int | Sequence[int] | None
@@ -63,11 +64,11 @@ def check_extras(
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
     """`where`, `scale` and `bias` as arrays, after checking that they and `causal` fit the scores and the axes."""
     if where is not None:
-        where = as_mask("where", _broadcastable("where", where, x.shape))
+        where = as_mask("where", broadcastable("where", where, x.shape))
     if scale is not None:
-        scale = _numbers("scale", _broadcastable("scale", scale, x.shape, axes), x)
+        scale = _numbers("scale", broadcastable("scale", scale, x.shape, axes), x)
     if bias is not None:
-        bias = _numbers("bias", _broadcastable("bias", bias, x.shape), x)
+        bias = _numbers("bias", broadcastable("bias", bias, x.shape), x)
     if not isinstance(causal, bool | np.bool_):
         raise TypeError(f"causal must be True or False; got {causal!r}")
     if causal and (axes != (x.ndim - 1,) or x.ndim < 2):
@@ -90,13 +91,15 @@ def check_dtype(dtype: DTypeLike | None, x: jax.Array) -> np.dtype:
     return given
 
 
-def _broadcastable(name: str, value: ArrayLike, shape: tuple[int, ...], ones: tuple[int, ...] = ()) -> jax.Array:
+def broadcastable(
+    name: str, value: ArrayLike, shape: tuple[int, ...], ones: tuple[int, ...] = (), beside: str = "scores"
+) -> jax.Array:
     """`value` as an array of as many dimensions as `shape`, to which it broadcasts, with length 1 along some axes."""
     value = jnp.asarray(value)
     whole = (*(1,) * (len(shape) - value.ndim), *value.shape)
     if len(whole) != len(shape) or any(d != 1 and (a in ones or d != shape[a]) for a, d in enumerate(whole)):
         along = f", with length 1 along the reduced axes {ones}" if ones else ""
-        raise ValueError(f"{name} must broadcast to the shape of the scores, {shape}{along}; got shape {value.shape}")
+        raise ValueError(f"{name} must broadcast to the shape of the {beside}, {shape}{along}; got shape {value.shape}")
     return value.reshape(whole)
 
 
@@ -132,33 +135,37 @@ def to_rows(
     scale: jax.Array | None,
     bias: jax.Array | None,
     causal: bool,
-) -> tuple[jax.Array, dict[str, jax.Array], int]:
-    """Operands of a row operation: x, the extras in the order of their names in a `Form`, and the trailing dimensions.
+) -> tuple[jax.Array, dict[Extra, jax.Array], int]:
+    """The operands of a row operation: x, its extras in their order, and the number of trailing dimensions.
 
     One axis stays where it is if there are no extras; else the axes become one, the last.
     """
     if where is None and scale is None and bias is None and not causal and len(axes) == 1:
         return x, {}, x.ndim - 1 - axes[0]
-    rows = _merged(x, axes, x.shape)
-    n, extras = rows.shape[-1], {}
+    rows = merged(x, axes, x.shape)
+    n = rows.shape[-1]
+    extras: dict[Extra, jax.Array] = {}
     if scale is not None:
-        extras["s"] = _merged(scale, axes, x.shape)[..., 0]
+        extras[Extra.SCALE] = merged(scale, axes, x.shape)[..., 0]
     if causal:
-        extras["l"] = jax.lax.broadcast_to_rank(jnp.arange(1, x.shape[-2] + 1, dtype=jnp.int32), x.ndim - 1)
+        extras[Extra.LIMIT] = jax.lax.broadcast_to_rank(jnp.arange(1, x.shape[-2] + 1, dtype=jnp.int32), x.ndim - 1)
     if where is not None:
-        where = _merged(where, axes, x.shape)
+        where = merged(where, axes, x.shape)
         if where.shape[-1] == 1:  # whole rows
-            extras["l"] = jnp.where(where[..., 0], extras.get("l", jnp.int32(n)), 0)
+            extras[Extra.LIMIT] = jnp.where(where[..., 0], extras.get(Extra.LIMIT, jnp.int32(n)), 0)
         else:
-            extras["w"] = where
+            extras[Extra.WHERE] = where
     if bias is not None:
-        bias = _merged(bias, axes, x.shape)
-        extras["b"] = jnp.broadcast_to(bias, (*bias.shape[:-1], n))
+        bias = merged(bias, axes, x.shape)
+        extras[Extra.BIAS] = jnp.broadcast_to(bias, (*bias.shape[:-1], n))
     return rows, extras, 0
 
 
-def _merged(v: jax.Array, axes: tuple[int, ...], shape: tuple[int, ...]) -> jax.Array:
-    """`v`, which broadcasts to `shape`, with `axes` moved to the end and made one, of length 1 if they all are in v."""
+def merged(v: jax.Array, axes: tuple[int, ...], shape: tuple[int, ...]) -> jax.Array:
+    """`v`, which broadcasts to `shape`, with `axes` moved to the end and made one.
+
+    The one axis has length 1 if all of them have it in v.
+    """
     ndim, k = len(shape), len(shape) - len(axes)
     if axes == (ndim - 1,):
         return v

@@ -10,11 +10,14 @@ from jax.typing import ArrayLike
 
 from jaxsoft import fold
 from jaxsoft._core.numbers import as_mask
-from jaxsoft._ops.arguments import Axis, as_kernel_scores, normalize_axis
+from jaxsoft._ops.arguments import Axis, as_kernel_scores, broadcastable, merged, normalize_axis
 from jaxsoft._ops.losses import Options, check_labels, check_options, check_weights, row_loss, weighted_sums
 from jaxsoft._rows.choice import check_name
-from jaxsoft._rows.derivative import label_statistics
-from jaxsoft._rows.forms import Form, counted, positions, scores, softcap
+from jaxsoft._rows.derivative import differentiable
+from jaxsoft._rows.forms import Form, counted, scores, softcap
+from jaxsoft._rows.formulas import positions
+from jaxsoft._rows.operation import Extra
+from jaxsoft._rows.operations.labels import label_state_of_rows, label_sums_of_rows
 
 
 @overload
@@ -113,7 +116,7 @@ def softmax_cross_entropy_with_integer_labels(
     options = check_options(ignore_index, label_smoothing, z_loss, logit_softcap)
     x = as_kernel_scores("logits", logits)
     axes, given = _class_axes(axis, x.ndim), x.shape
-    x = _classes_last(x, axes)
+    x = merged(x, axes, given)
     weights = check_weights(class_weights, x.shape[-1], x.dtype)
     index = check_labels(labels, x.shape[:-1], x.shape[-1], options)
     x = jnp.broadcast_to(x, (*index.shape, x.shape[-1]))
@@ -125,18 +128,19 @@ def softmax_cross_entropy_with_integer_labels(
 
 @functools.partial(jax.jit, static_argnames=("options", "implementation"))
 def _with_integer_labels(x, index, counts, weights, options, implementation):
-    extras: dict[str, jax.Array] = {}
+    extras: dict[Extra, jax.Array] = {}
     label_counts: jax.Array | bool = True
     if counts is not None and counts.shape[-1] == 1:  # whole rows
         label_counts = jnp.broadcast_to(counts[..., 0], x.shape[:-1])
-        extras["l"] = jnp.where(label_counts, jnp.int32(x.shape[-1]), 0)
+        extras[Extra.LIMIT] = jnp.where(label_counts, jnp.int32(x.shape[-1]), 0)
     elif counts is not None:
-        extras["w"] = counts
+        extras[Extra.WHERE] = counts
         label_counts = jnp.any(counts & (positions(x) == index[..., None]), axis=-1)
     weighted = weights is not None and options.label_smoothing > 0
     summed = options.label_smoothing > 0 and not weighted
-    form = Form(x.dtype, "".join(extras), cap=options.logit_softcap)
-    others, t, apart, *sums = label_statistics(form, summed, implementation)(x, index, *extras.values())
+    form = Form(x.dtype, tuple(extras), cap=options.logit_softcap)
+    function = label_sums_of_rows if summed else label_state_of_rows
+    others, t, apart, *sums = differentiable(function, form, implementation)(x, index, *extras.values())
     if summed:  # the label is among those summed
         total, count = sums
         uncounted = ~jnp.asarray(label_counts) & (t != -jnp.inf) & (index >= 0)
@@ -242,7 +246,7 @@ def softmax_cross_entropy(
     several = tuple(a for a in axes if x.shape[a] == 1 and q.shape[a] != 1)
     q = jnp.sum(q.astype(fold.accumulator(x.dtype)), axis=several, keepdims=True) if several else q
     counts = _where_of(where, shape, axes)
-    x, q = (_classes_last(jnp.broadcast_to(v, shape), axes) for v in (x, q))
+    x, q = (merged(jnp.broadcast_to(v, shape), axes, shape) for v in (x, q))
     weights = check_weights(class_weights, x.shape[-1], x.dtype)
     loss, lse = _with_labels(x, q, counts, weights, options, implementation)
     return (loss, lse) if return_lse else loss
@@ -253,10 +257,8 @@ def _with_labels(x, q, counts, weights, options, implementation):
     wide = fold.accumulator(x.dtype)
     extras = {}
     if counts is not None:
-        extras["w"] = jnp.broadcast_to(counts, (*counts.shape[:-1], x.shape[-1]))
-    lse = _fused_logsumexp(
-        Form(x.dtype, "".join(extras), cap=options.logit_softcap), implementation, x, *extras.values()
-    )
+        extras[Extra.WHERE] = jnp.broadcast_to(counts, (*counts.shape[:-1], x.shape[-1]))
+    lse = _fused_logsumexp(Form(x.dtype, tuple(extras), cap=options.logit_softcap), implementation, x, *extras.values())
     z, q = _scores(x, options), q.astype(wide)
     shown = True if counts is None else counts
     finite = shown & (z > -jnp.inf)
@@ -277,7 +279,7 @@ def _with_labels(x, q, counts, weights, options, implementation):
 def _fused_logsumexp(form, implementation, x, *extras):
     """The logsumexp of rows, whose derivative is a formula that XLA fuses with what else the gradient is made of."""
     no_label = jnp.full(x.shape[:-1], -1, jnp.int32)
-    return label_statistics(form, False, implementation)(x, no_label, *extras)[0]
+    return differentiable(label_state_of_rows, form, implementation)(x, no_label, *extras)[0]
 
 
 @_fused_logsumexp.defjvp
@@ -287,7 +289,7 @@ def _fused_logsumexp_jvp(form, implementation, primals, tangents):
     beside = dict(zip(form.extras, extras, strict=True))
     counts = counted(form, x, beside)
     z, t = jax.jvp(lambda x: scores(form, x, beside, lse.dtype, counts), (x,), tangents[:1])
-    p = jnp.exp(z - fold.reference(lse)[..., None])
+    p = fold.weight(z, lse[..., None])
     return lse, jnp.sum(p * t, axis=-1)
 
 
@@ -310,24 +312,10 @@ def _where_of(where: ArrayLike | None, shape: tuple[int, ...], axes: tuple[int, 
     counts = as_mask("where", where)
     if counts.ndim != len(shape) and counts.ndim == len(shape) - len(axes):
         counts = jnp.expand_dims(counts, axes)
-    if not _broadcasts(counts.shape, shape):
-        raise ValueError(f"where must broadcast to the shape of the logits, {shape}; got shape {counts.shape}")
-    counts = jax.lax.broadcast_to_rank(counts, len(shape))
-    if all(counts.shape[a] == 1 for a in axes):
-        return _classes_last(counts, axes)
-    whole = tuple(size if a in axes else counts.shape[a] for a, size in enumerate(shape))
-    return _classes_last(jnp.broadcast_to(counts, whole), axes)
+    counts = merged(broadcastable("where", counts, shape, beside="logits"), axes, shape)
+    return counts if counts.shape[-1] == 1 else jnp.broadcast_to(counts, (*counts.shape[:-1], _classes(shape, axes)))
 
 
-def _classes_last(v: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """v with some axes made one, the last."""
-    kept = tuple(a for a in range(v.ndim) if a not in axes)
-    classes = math.prod(v.shape[a] for a in axes)
-    return jnp.transpose(v, (*kept, *axes)).reshape(*(v.shape[a] for a in kept), classes)
-
-
-def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
-    try:
-        return jax.lax.broadcast_shapes(shape, to) == to
-    except ValueError:
-        return False
+def _classes(shape: tuple[int, ...], axes: tuple[int, ...]) -> int:
+    """How many classes there are along some axes."""
+    return math.prod(shape[a] for a in axes)

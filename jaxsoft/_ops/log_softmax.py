@@ -5,6 +5,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxsoft._ops.arguments import Axis
 from jaxsoft._ops.normalize import normalize
+from jaxsoft._rows.operations.log_softmax import log_softmax_of_rows
+
+_of_jax = jax.nn.log_softmax  # taken here and not when called, when someone may have put jaxsoft's in its place
 
 
 def log_softmax(
@@ -60,5 +63,14 @@ def log_softmax(
     Array(-inf, dtype=float32)
     """
     return normalize(
-        "log_softmax", x, axis, where, scale=scale, bias=bias, causal=causal, dtype=dtype, implementation=implementation
+        log_softmax_of_rows,
+        _of_jax,
+        x,
+        axis,
+        where,
+        scale=scale,
+        bias=bias,
+        causal=causal,
+        dtype=dtype,
+        implementation=implementation,
     )

@@ -21,6 +21,7 @@ from jaxsoft._ops.arguments import (
 from jaxsoft._rows.choice import check_name
 from jaxsoft._rows.derivative import differentiable
 from jaxsoft._rows.forms import Form
+from jaxsoft._rows.operations.logsumexp import logsumexp_of_rows
 
 _jax_logsumexp = jax.nn.logsumexp  # taken here and not when called, when someone may have put jaxsoft's in its place
 
@@ -152,7 +153,8 @@ def _logsumexp(a, b, axes, where, scale, bias, causal, dtype, implementation):
         z, counts = plain_scores(a, where, scale, bias, causal)
         return _weighted(z if counts is None else jnp.where(counts, z, -jnp.inf), b, axes, dtype)
     rows, extras, trailing = to_rows(a, axes, where, scale, bias, causal)
-    out = differentiable("logsumexp", Form(a.dtype, "".join(extras), trailing), implementation)(rows, *extras.values())
+    form = Form(a.dtype, tuple(extras), trailing)
+    (out,) = differentiable(logsumexp_of_rows, form, implementation)(rows, *extras.values())
     out = out.astype(dtype)
     return out, jnp.where(jnp.isnan(out), out, jnp.where(out == -jnp.inf, 0, 1).astype(dtype))
 

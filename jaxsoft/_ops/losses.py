@@ -5,7 +5,7 @@ With p the softmax of the scores z, the loss of a row is
     -sum_c w_c q_c log(p_c) + z_loss * logsumexp(z)^2,    q = (1 - label_smoothing) * labels + label_smoothing / k
 
 with q over the k classes whose score is above -inf. All that is computed of whole rows is
-`jaxsoft._rows.derivative.label_statistics`; what follows are formulas of one number a row, which JAX differentiates.
+`jaxsoft._rows.operations.labels`; what follows are formulas of one number a row, which JAX differentiates.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jaxsoft import fold
-from jaxsoft._rows.forms import NO_ROW
+from jaxsoft._rows.operation import NO_ROW
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +125,7 @@ def row_loss(
     Args:
       options: those of the call.
       label: of each row, as `check_labels` has it.
-      others, t, apart: the first results of `label_statistics`.
+      others, t, apart: the first results of `label_state_of_rows`.
       sums: where there is label smoothing, over the classes that have a score above -inf: sum(w (z - reference(t))),
         where the reference counts as a constant, sum(w), and their number.
       label_counts: whether the label's class counts, if not all classes do.

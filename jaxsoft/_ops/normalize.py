@@ -1,6 +1,7 @@
-"""What softmax and log_softmax are to each other: one function, of a row operation's name."""
+"""What softmax and log_softmax have in common: everything but the function of rows."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +21,12 @@ from jaxsoft._ops.arguments import (
 from jaxsoft._rows.choice import check_name
 from jaxsoft._rows.derivative import differentiable
 from jaxsoft._rows.forms import Form
-
-# Taken here and not when called, when someone may have put jaxsoft's functions in their place.
-_OF_JAX = {"softmax": jax.nn.softmax, "log_softmax": jax.nn.log_softmax}
+from jaxsoft._rows.operation import Function
 
 
 def normalize(
-    operation: str,
+    function: Function,
+    of_jax: Callable[..., jax.Array],
     x: ArrayLike,
     axis: Axis,
     where: ArrayLike | None,
@@ -37,7 +37,13 @@ def normalize(
     dtype: DTypeLike | None,
     implementation: str | None,
 ) -> jax.Array:
-    """ "softmax" or "log_softmax" of arguments as a user gives them."""
+    """The function, of arguments as a user gives them.
+
+    Args:
+      function: softmax or log_softmax of rows.
+      of_jax: jax.nn's function, which serves the dtypes that have no kernels.
+      x, axis, where, scale, bias, causal, dtype, implementation: as of the public functions.
+    """
     check_name(implementation)
     given = jnp.asarray(x)
     x = as_float("x", given)
@@ -47,12 +53,12 @@ def normalize(
     extras = check_extras(x, axes, where, scale, bias, causal)
     if is_left_to_jax(x, implementation):
         z, counts = plain_scores(x, *extras, causal)
-        return _OF_JAX[operation](z, axes, counts).astype(out_dtype)
-    return _normalize(operation, x, axes, *extras, causal, out_dtype, implementation)
+        return of_jax(z, axes, counts).astype(out_dtype)
+    return _normalize(function, x, axes, *extras, causal, out_dtype, implementation)
 
 
-@functools.partial(jax.jit, static_argnames=("operation", "axes", "causal", "dtype", "implementation"))
-def _normalize(operation, x, axes, where, scale, bias, causal, dtype, implementation):
+@functools.partial(jax.jit, static_argnames=("function", "axes", "causal", "dtype", "implementation"))
+def _normalize(function, x, axes, where, scale, bias, causal, dtype, implementation):
     rows, extras, trailing = to_rows(x, axes, where, scale, bias, causal)
-    function = differentiable(operation, Form(dtype, "".join(extras), trailing), implementation)
-    return from_rows(function(rows, *extras.values()), x.shape, axes, trailing)
+    (y,) = differentiable(function, Form(dtype, tuple(extras), trailing), implementation)(rows, *extras.values())
+    return from_rows(y, x.shape, axes, trailing)

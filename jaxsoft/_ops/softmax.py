@@ -5,6 +5,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxsoft._ops.arguments import Axis
 from jaxsoft._ops.normalize import normalize
+from jaxsoft._rows.operations.softmax import softmax_of_rows
+
+_of_jax = jax.nn.softmax  # taken here and not when called, when someone may have put jaxsoft's in its place
 
 
 def softmax(
@@ -60,5 +63,14 @@ def softmax(
            [0.5, 0.5]], dtype=float32)
     """
     return normalize(
-        "softmax", x, axis, where, scale=scale, bias=bias, causal=causal, dtype=dtype, implementation=implementation
+        softmax_of_rows,
+        _of_jax,
+        x,
+        axis,
+        where,
+        scale=scale,
+        bias=bias,
+        causal=causal,
+        dtype=dtype,
+        implementation=implementation,
     )

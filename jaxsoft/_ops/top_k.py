@@ -9,8 +9,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxsoft._ops.arguments import as_kernel_scores, check_dtype, normalize_axis
 from jaxsoft._rows.choice import check_name
-from jaxsoft._rows.derivative import top_k
+from jaxsoft._rows.derivative import differentiable
 from jaxsoft._rows.forms import Form
+from jaxsoft._rows.operations.top_k import top_k_of_rows
 
 
 def top_k_softmax(
@@ -76,5 +77,6 @@ def top_k_softmax(
 @functools.partial(jax.jit, static_argnames=("k", "axis", "dtype", "implementation"))
 def _top_k_softmax(x, k, axis, dtype, implementation):
     rows = jnp.moveaxis(x, axis, -1)
-    values, p, indices = (jnp.moveaxis(v, -1, axis) for v in top_k(Form(x.dtype, k=k), implementation)(rows))
+    results = differentiable(top_k_of_rows, Form(x.dtype, k=k), implementation)(rows)
+    values, p, indices = (jnp.moveaxis(v, -1, axis) for v in results)
     return values, p.astype(dtype), indices

@@ -1,8 +1,8 @@
 """Which implementation serves a row operation: the list of them, what each can do, and the choice.
 
-A row operation has a name, and every implementation offers it under that name: in the forms that it takes as they are,
-and else in the plain form, from which the others are composed. A choice depends on the platform that the computation
-is lowered for, so it is made when the operation is lowered (`primitive`), not when it is called.
+Every implementation offers an operation in the forms that it takes as they are, and else in the plain form, from which
+the others are composed. A choice depends on the platform that the computation is lowered for, so it is made when the
+operation is lowered (see `primitive`), not when it is called.
 """
 
 import dataclasses
@@ -13,12 +13,14 @@ import jax
 
 import jaxsoft.pallas_kernels as pallas_kernels
 import jaxsoft.triton_kernels as triton_kernels
-from jaxsoft._rows import ffi, reference, xla
-from jaxsoft._rows.forms import OPERATIONS, Form, Operation, bind, compose, is_plain, is_wide, working_dtype
-from jaxsoft._rows.formulas import row_operations, take
+from jaxsoft._rows import ffi, forms, reference, xla
+from jaxsoft._rows.forms import Form, compose, is_plain, working_dtype
+from jaxsoft._rows.formulas import take
+from jaxsoft._rows.operation import Operation, Reduction, Reductions, Rows
+from jaxsoft._rows.operations.logsumexp import STATE
 from jaxsoft.fold import State
 
-# What `implementation=None` tries, in this order, but for what leads. XLA always works.
+# What `implementation=None` tries on each platform, in this order, but for what leads. XLA always works.
 _PREFERENCE = {"cpu": ("ffi", "xla"), "cuda": ("ffi", "pallas", "triton", "xla")}
 _ALWAYS = ("xla",)
 
@@ -31,8 +33,8 @@ class Implementation:
     """An implementation of the row operations.
 
     Attributes:
-      kernel: (operation, form, platform, operands) -> the kernel that takes the form as it is, or None. It takes the
-        plain form of every operation, but for top_k and those with labels, for which a kernel of "state" will do.
+      kernel: (operation, form, platform, operands) -> the kernel that takes the form as it is, or None. There is one
+        for the plain form of every operation, but for those that can be made of the state (`Operation.from_state`).
       unavailable: (platform) -> None, or why it cannot be used there.
       unsupported: (operands) -> None, or why it cannot take operands of these shapes and dtypes.
       opaque: whether XLA's partitioner cannot see into it, as into a custom call.
@@ -41,29 +43,31 @@ class Implementation:
       leads: (operation, form, platform, operands) -> whether the default choice tries it before all others.
     """
 
-    kernel: Callable[[str, Form, str, Operands], Operation | None]
+    kernel: Callable[[Operation, Form, str, Operands], Rows | None]
     unavailable: Callable[[str], str | None] = lambda platform: None
     unsupported: Callable[[Operands], str | None] = lambda operands: None
     opaque: bool = False
     composed: bool = False
-    leads: Callable[[str, Form, str, Operands], bool] = lambda operation, form, platform, operands: False
+    leads: Callable[[Operation, Form, str, Operands], bool] = lambda operation, form, platform, operands: False
 
 
-def _plain(operations: dict[str, Operation]) -> Callable[[str, Form, str, Operands], Operation | None]:
-    """The `kernel` of an implementation whose kernels take nothing but the plain form."""
+def _plain(formula: Callable[[Operation, Form], Rows]) -> Callable[[Operation, Form, str, Operands], Rows | None]:
+    """The `kernel` of an implementation that has nothing but formulas for the plain form."""
 
     def kernel(operation, form, platform, operands):
-        found = operations.get(operation) if is_plain(operation, form, operands) else None
-        return bind(found, form) if found else None
+        return formula(operation, form) if is_plain(operation, form, operands) else None
 
     return kernel
 
 
-def _xla_leads(operation: str, form: Form, platform: str, operands: Operands) -> bool:
-    """Whether XLA's loops are faster than all kernels: by measurement on a GPU, pullbacks that reduce nothing and have
-    another dtype than the scores."""
-    names = ("logsumexp_vjp", "label_state_vjp", "label_sums_vjp")
-    return platform == "cuda" and operation in names and form.dtype != operands[0].dtype
+def _xla_leads(operation: Operation, form: Form, platform: str, operands: Operands) -> bool:
+    """Whether XLA's loops are faster than all kernels.
+
+    By measurement on an H200 they are for pullbacks that reduce nothing and write another dtype than that of the
+    scores.
+    """
+    elementwise = operation.is_pullback and operation.reduces is Reduction.NOTHING
+    return platform == "cuda" and elementwise and form.dtype != operands[0].dtype
 
 
 IMPLEMENTATIONS = {
@@ -76,10 +80,10 @@ IMPLEMENTATIONS = {
         leads=pallas_kernels.leads,
     ),
     "triton": Implementation(
-        _plain(triton_kernels.OPERATIONS), triton_kernels.unavailable, triton_kernels.unsupported, opaque=True
+        triton_kernels.kernel, triton_kernels.unavailable, triton_kernels.unsupported, opaque=True
     ),
-    "xla": Implementation(_plain(xla.OPERATIONS), composed=True, leads=_xla_leads),
-    "reference": Implementation(_plain(reference.OPERATIONS), unsupported=reference.unsupported),
+    "xla": Implementation(_plain(xla.formula), composed=True, leads=_xla_leads),
+    "reference": Implementation(_plain(reference.formula), unsupported=reference.unsupported),
 }
 
 
@@ -112,56 +116,69 @@ def is_opaque(implementation: str | None) -> bool:
     return implementation is None or IMPLEMENTATIONS[implementation].opaque
 
 
-def check_operands(operation: str, form: Form, implementation: str | None, operands: Operands) -> None:
+def check_operands(operation: Operation, form: Form, implementation: str | None, operands: Operands) -> None:
     """Raises where a named implementation cannot take such operands on any platform."""
     if implementation is not None and operands[0].size:
         operands = _plain_operands(operation, form, operands)
         _raise_for(implementation, IMPLEMENTATIONS[implementation].unsupported(operands), operands)
 
 
-def choose(operation: str, form: Form, implementation: str | None, platform: str, operands: Operands) -> Operation:
+def choose(operation: Operation, form: Form, implementation: str | None, platform: str, operands: Operands) -> Rows:
     """The kernel for a row operation on a platform. Raises where a named implementation cannot serve."""
-    if operands[0].size == 0:  # nothing to compute: no kernel needs to know about empty rows
-        return compose(operation, form, bind(xla.OPERATIONS[operation], form))
+    if operands[0].size == 0:  # there is nothing to compute: no kernel needs to know about empty rows
+        return compose(operation, form, xla.formula(operation, form))
     plain = _plain_operands(operation, form, operands)
-
-    def kernel(impl: Implementation) -> Operation | None:
-        if native := impl.kernel(operation, form, platform, operands):
-            return native
-        whole = impl.kernel(operation, Form(plain[0].dtype, k=form.k), platform, plain)
-        return compose(operation, form, whole) if whole else None
-
-    def from_state(impl: Implementation) -> Operation | None:
-        """An operation on scores with labels, or with the largest of them, from a kernel that knows of neither."""
-        if "i" not in OPERATIONS[operation] and operation != "top_k":
-            return None
-        state = impl.kernel("state", Form(plain[0].dtype), platform, plain[:1])
-        operations = row_operations(lambda x: State(*state(x)), xla.total, take) if state else {}
-        return compose(operation, form, bind(operations[operation], form)) if state else None
-
     if implementation is not None:
         named = IMPLEMENTATIONS[implementation]
         _raise_for(implementation, named.unavailable(platform) or named.unsupported(plain), plain)
-        found = kernel(named) or from_state(named)
+        found = _kernel(named, operation, form, platform, operands) or _from_state(
+            named, operation, form, platform, plain
+        )
         assert found, "unsupported() says so"
         return found
     preference = [IMPLEMENTATIONS[name] for name in _PREFERENCE.get(platform, _ALWAYS)]
     for impl in sorted(preference, key=lambda impl: not impl.leads(operation, form, platform, operands)):
         if impl.unavailable(platform) or impl.unsupported(plain):
             continue
-        if found := kernel(impl) if impl.composed else impl.kernel(operation, form, platform, operands):
+        kernel = _kernel if impl.composed else _native
+        if found := kernel(impl, operation, form, platform, operands):
             return found
     raise AssertionError("xla serves everything")
 
 
-def _plain_operands(operation: str, form: Form, operands: Operands) -> Operands:
+def _native(impl: Implementation, operation: Operation, form: Form, platform: str, operands: Operands) -> Rows | None:
+    """An implementation's kernel that takes the form as it is."""
+    return impl.kernel(operation, form, platform, operands)
+
+
+def _kernel(impl: Implementation, operation: Operation, form: Form, platform: str, operands: Operands) -> Rows | None:
+    """An implementation's kernel that takes the form as it is, or else the form composed from its plain kernel."""
+    if native := _native(impl, operation, form, platform, operands):
+        return native
+    plain = _plain_operands(operation, form, operands)
+    whole = impl.kernel(operation, Form(plain[0].dtype, k=form.k), platform, plain)
+    return compose(operation, form, whole) if whole else None
+
+
+def _from_state(impl: Implementation, operation: Operation, form: Form, platform: str, plain: Operands) -> Rows | None:
+    """An operation that an implementation does not know, from its kernel for the state of the scores."""
+    if not operation.from_state:
+        return None
+    state = impl.kernel(STATE, Form(plain[0].dtype), platform, plain[:1])
+    if state is None:
+        return None
+    reductions = Reductions(lambda x: State(*state(x)), xla.REDUCTIONS.total, take)
+    return compose(operation, form, forms.formula(operation, form, reductions))
+
+
+def _plain_operands(operation: Operation, form: Form, operands: Operands) -> Operands:
     """What a kernel for the plain form is given, as far as it matters to what it can take."""
     x = operands[0]
     axis = x.ndim - 1 - form.trailing
     shape = (*x.shape[:axis], *x.shape[axis + 1 :], x.shape[axis])
     scores = jax.core.ShapedArray(shape, working_dtype(operation, form, operands))
-    kinds = zip(OPERATIONS[operation][1:], operands[1:], strict=False)
-    return [scores, *(v for _, v in itertools.takewhile(lambda pair: not is_wide(pair[0]), kinds))]
+    others = zip(operation.kinds[1:], operands[1:], strict=False)
+    return [scores, *(v for _, v in itertools.takewhile(lambda pair: not pair[0].is_wide, others))]
 
 
 def _raise_for(implementation: str, reason: str | None, operands: Operands) -> None:

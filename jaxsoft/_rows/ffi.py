@@ -1,94 +1,47 @@
-"""`implementation="ffi"`: the C++ and CUDA kernels of ffi/, called through the JAX FFI.
+"""`implementation="ffi"`: the C++ and CUDA kernels for rows of ffi/, called through the JAX FFI.
 
-One shared library a platform, loaded and registered when jaxsoft is imported, so that a program that was exported or
-compiled in another process finds the kernels. The same target names are registered for both platforms, so the kernel
-that runs follows from where XLA runs the computation. Nothing is registered from a library that the installed XLA would
-refuse: XLA answers such a registration by disabling the whole platform.
+They are registered when jaxsoft is imported, so that a program that was exported or compiled in another process finds
+them.
 """
 
-import ctypes
-import functools
-import re
-import sys
-from pathlib import Path
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsoft._rows.forms import (
-    OPERATIONS,
-    RESULTS,
-    Form,
-    Operands,
-    Operation,
-    groups,
-    is_plain,
-    is_wide,
-    split,
-)
+from jaxsoft._core import library
+from jaxsoft._rows.forms import Form, Operands, groups, is_plain, split, wide_dtypes
+from jaxsoft._rows.operation import Extra, Kind, Operation, Reduction, Rows
+from jaxsoft._rows.operations import OPERATIONS
 from jaxsoft.fold import accumulator
 
-_NO_WORKSPACE = ("logsumexp_vjp", "label_state_vjp", "label_sums_vjp")
-_MOST_K = 256  # kMostK of ffi/rows.h
-_GROUPS = 4  # kGroups of ffi/rows.h
-_F32 = np.dtype(jnp.float32)
+TARGETS = {operation: f"jaxsoft_{operation.name}" for operation in OPERATIONS if operation.has_kernels}
+
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
-_XLA_NAMES = {"cpu": "cpu", "cuda": "CUDA"}
-# On a GPU, the bytes in which the states of a long row's parts wait, or the count of the rows dealt out so far. Of rows
-# that no cluster of multiprocessors holds, all the states wait, in 1/512 of the space that the rows take.
+_F32 = np.dtype(jnp.float32)
+# The limits of the kernels: of k, and of the groups of leading dimensions along which extras are broadcast differently.
+_MOST_K = 256
+_MOST_GROUPS = 4
+
+# The workspace, in bytes. On a GPU the states of the parts of a long row wait there, or the count of the rows that are
+# dealt out. Of rows that no cluster of multiprocessors holds all states wait, in 1/512 of the space that the rows take.
 _WORKSPACE = 1 << 17
-_LONG_ROW = 1 << 20
-# Or the k largest of each part, as words of 8 bytes, and its state: of so many parts, of all rows together.
-_PARTS, _PART = 1024, 16
-_BUILD_HINT = {
-    "cpu": "install jaxsoft from its source tree, which builds it",
-    "cuda": "install jaxsoft again with nvcc 12.8 or newer on the PATH",
-}
-
-
-def _find(platform: str) -> Path | None:
-    for folder in sys.modules["jaxsoft"].__path__:  # several where it is installed for development
-        for path in Path(folder, "lib").glob(f"*jaxsoft_{platform}.*"):
-            return path
-    return None
-
-
-@functools.cache
-def _xla_api() -> tuple[int, int]:
-    header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
-    major, minor = (re.search(rf"#define XLA_FFI_API_{part} (\d+)", header) for part in ("MAJOR", "MINOR"))
-    return (int(major[1]), int(minor[1])) if major and minor else (0, 0)
+_LONG_ROW = 1 << 20  # bytes a row
+# To find the k largest elements, those of each part wait as words of 8 bytes, with the state of the part.
+_PARTS = 1024  # of all rows together
+_WORD, _PART_STATE = 8, 16
 
 
 def register() -> None:
     """Registers the kernels of every platform that has some."""
-    for platform in _XLA_NAMES:
+    for platform in library.PLATFORMS:
         unavailable(platform)
 
 
-@functools.cache
 def unavailable(platform: str) -> str | None:
-    """Loads and registers a platform's kernels. Returns None, or why there are none."""
-    if platform not in _XLA_NAMES:
-        return f"there are no C++ kernels for the platform {platform!r}"
-    path = _find(platform)
-    if path is None:
-        return f"libjaxsoft_{platform} was not built; {_BUILD_HINT[platform]}"
-    try:
-        library = ctypes.CDLL(str(path))
-        handlers = {f"jaxsoft_{operation}": getattr(library, f"jaxsoft_{operation}") for operation in RESULTS}
-        built, ours = (library.jaxsoft_ffi_api_major(), library.jaxsoft_ffi_api_minor()), _xla_api()
-    except (OSError, AttributeError) as error:
-        return f"{path.name} could not be loaded: {error}"
-    if built[0] != ours[0] or built[1] > ours[1]:
-        return (
-            f"{path.name} was built for version {built[0]}.{built[1]} of the XLA FFI, but jaxlib "
-            f"has {ours[0]}.{ours[1]}; {_BUILD_HINT[platform]}"
-        )
-    for target, handler in handlers.items():
-        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(handler), platform=_XLA_NAMES[platform])
-    return None
+    """None, or why there are no kernels for a platform."""
+    return library.register(platform, tuple(TARGETS.values()))
 
 
 def unsupported(operands: Operands) -> str | None:
@@ -99,58 +52,69 @@ def unsupported(operands: Operands) -> str | None:
     return None
 
 
-def kernel(operation: str, form: Form, platform: str, operands: Operands) -> Operation | None:
+def kernel(operation: Operation, form: Form, platform: str, operands: Operands) -> Rows | None:
     """The kernel for an operation in this form, or None where the kernels have to be composed."""
-    if operation == "top_k" and (form.k > _MOST_K or (platform == "cuda" and operands[0].dtype == jnp.float64)):
+    if not operation.has_kernels:
+        return None
+    if operation.selects and (form.k > _MOST_K or (platform == "cuda" and operands[0].dtype == jnp.float64)):
         return None
     if not is_plain(operation, form, operands) and not _takes(operation, form, operands):
         return None
 
     def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        shape = operands[0].shape
-        axis = len(shape) - 1 - form.trailing
-        full = jax.ShapeDtypeStruct(shape, form.dtype)
-        statistic = jax.ShapeDtypeStruct((*shape[:axis], *shape[axis + 1 :]), accumulator(operands[0].dtype))
-        largest = (jax.ShapeDtypeStruct((*statistic.shape, form.k), dtype) for dtype in (form.dtype, jnp.int32))
-        of_kind = dict(zip("xrkj", (full, statistic, *largest), strict=True))
-        types = [of_kind[kind] for kind in RESULTS[operation]]
-        beside = [] if operation in _NO_WORKSPACE else [workspace(operands[0], form.k)]
-        target = jax.ffi.ffi_call(f"jaxsoft_{operation}", (*types, *beside))
-        return tuple(target(*operands, **_attributes(form))[: len(types)])
+        types = _result_types(operation, form, operands[0])
+        beside = [] if operation.reduces is Reduction.NOTHING else [workspace(operands[0], form.k)]
+        target = jax.ffi.ffi_call(TARGETS[operation], (*types, *beside))
+        return tuple(target(*operands, **attributes(form))[: len(types)])
 
     return call
 
 
+def _result_types(operation: Operation, form: Form, x: jax.Array) -> list[jax.ShapeDtypeStruct]:
+    axis = x.ndim - 1 - form.trailing
+    rows = (*x.shape[:axis], *x.shape[axis + 1 :])
+    types = {
+        Kind.ROW: jax.ShapeDtypeStruct(x.shape, form.dtype),
+        Kind.STATISTIC: jax.ShapeDtypeStruct(rows, accumulator(x.dtype)),
+        Kind.VALUES: jax.ShapeDtypeStruct((*rows, form.k), form.dtype),
+        Kind.INDICES: jax.ShapeDtypeStruct((*rows, form.k), jnp.int32),
+    }
+    return [types[kind] for kind in operation.results]
+
+
 def workspace(x: jax.Array, k: int = 0) -> jax.ShapeDtypeStruct:
-    """What the kernels want for rows like those of x, or to find k elements of each; the least, of an unknown shape"""
-    known = all(isinstance(d, int) for d in x.shape)
-    long = known and x.ndim > 0 and x.shape[-1] * x.dtype.itemsize >= _LONG_ROW
-    size = _PARTS * (8 * k + _PART) if k else max(_WORKSPACE, x.size * x.dtype.itemsize // 512 if long else 0)
+    """What the kernels want for rows like those of x, or to find k elements of each.
+
+    Of an unknown shape it is the least that they can do with.
+    """
+    if k:
+        size = _PARTS * (_WORD * k + _PART_STATE)
+    elif x.ndim and all(isinstance(d, int) for d in x.shape) and x.shape[-1] * x.dtype.itemsize >= _LONG_ROW:
+        size = max(_WORKSPACE, math.prod(x.shape) * x.dtype.itemsize // 512)
+    else:
+        size = _WORKSPACE
     return jax.ShapeDtypeStruct((size,), jnp.uint8)
 
 
-def _takes(operation: str, form: Form, operands: Operands) -> bool:
+def _takes(operation: Operation, form: Form, operands: Operands) -> bool:
     """Whether the kernels take a form that is not plain."""
     dtype = operands[0].dtype
-    base, extras = split(operation, form, operands)
-    if any(v.dtype != dtype for kind, v in zip(OPERATIONS[operation], base, strict=True) if is_wide(kind)):
+    _, extras = split(operation, form, operands)
+    if wide_dtypes(operation, operands) != {dtype}:
         return False
-    if form.dtype != dtype:
-        wide_and_narrow = {form.dtype, dtype} in ({_F32, np.dtype(jnp.float16)}, {_F32, np.dtype(jnp.bfloat16)})
-        if not wide_and_narrow:
-            return False
-    if form.extras or form.masked:
-        no_bias = operation == "log_softmax_vjp" and "b" in extras
-        if no_bias or ("b" in extras and extras["b"].dtype != dtype):
-            return False
-        if len(groups(operands[0].shape[:-1], [v.shape for v in extras.values()])) > _GROUPS:
-            return False
-    return True
+    if form.dtype != dtype and {form.dtype, dtype} not in ({_F32, np.dtype(t)} for t in (jnp.float16, jnp.bfloat16)):
+        return False
+    if not {*extras} <= {*operation.extras}:
+        return False
+    if Extra.BIAS in extras and extras[Extra.BIAS].dtype != dtype:
+        return False
+    return len(groups(operands[0].shape[:-1], [v.shape for v in extras.values()])) <= _MOST_GROUPS
 
 
-def _attributes(form: Form) -> dict[str, object]:
+def attributes(form: Form) -> dict[str, object]:
+    """The attributes of a call."""
     return {
-        "extras": form.extras,
+        "extras": "".join(extra.value for extra in form.extras),
         "trailing": np.int64(form.trailing),
         "masked": np.bool_(form.masked),
         "cap": np.float64(form.cap or 0),

@@ -3,8 +3,8 @@
 XLA's partitioner cannot see into a custom call, and would gather its operands on every device. `partitioned` tells
 it how the operation splits. Where only leading dimensions are sharded, each device runs the kernel on its rows. Where
 the reduced axis is sharded, each device reduces its part of every row, the states are combined over the mesh (a
-maximum and a sum of one number a row), and each device writes its part. Of the k largest elements each device gathers
-those that every device has found in its part.
+maximum and a sum of one number a row), and each device writes its part. To find the k largest elements, each device
+gathers those that every device has found in its part.
 """
 
 import dataclasses
@@ -17,29 +17,17 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsoft import fold
+from jaxsoft._core.mesh import Axes, combined, on_one_device, spec_of
 from jaxsoft._rows import formulas
-from jaxsoft._rows.forms import (
-    NO_ROW,
-    OPERATIONS,
-    RESULTS,
-    Form,
-    Operation,
-    compose,
-    is_wide,
-    positions,
-    split,
-)
-from jaxsoft.fold import State, accumulator, reference
+from jaxsoft._rows.forms import Form, compose, formula, split
+from jaxsoft._rows.operation import NO_ROW, Extra, Kind, Operation, Reductions, Rows
+from jaxsoft.fold import State, accumulator
 
 
 @functools.cache
-def partitioned(operation: str, form: Form, kernel: Operation) -> Callable[..., tuple[jax.Array, ...]]:
-    """`kernel`, of an operation in this form, or in another as `form=`, as a function that a mesh may partition."""
-
-    def call(*operands):
-        return tuple(kernel(*operands))
-
-    function = custom_partitioning(call)
+def partitioned(operation: Operation, form: Form, kernel: Callable[[Form], Rows]) -> Rows:
+    """The operation in this form as a function that a mesh may partition, given its kernel in any form."""
+    function = custom_partitioning(kernel(form))
 
     def partition(mesh, operands, results):
         x = operands[0]
@@ -49,7 +37,7 @@ def partitioned(operation: str, form: Form, kernel: Operation) -> Callable[..., 
         def sharding(dims):
             return NamedSharding(mesh, PartitionSpec(*(axes.get(dim) for dim in dims)))
 
-        local = call if axes["n"] is None else _over_shards(operation, form, axes["n"], kernel)
+        local = kernel(form) if axes["n"] is None else _over_shards(operation, form, axes["n"], kernel)
         return (
             mesh,
             on_one_device(local),
@@ -66,52 +54,57 @@ def partitioned(operation: str, form: Form, kernel: Operation) -> Callable[..., 
     return function
 
 
-def _dims(operation: str, form: Form, shapes: Sequence[Sequence[int]]) -> list[list[str]]:
-    """A name for each dimension of each operand. Those that are x's have its names, so that they are sharded alike; one
-    of length 1 where x's is longer has its own, and is whole on every device."""
+def _dims(operation: Operation, form: Form, shapes: Sequence[Sequence[int]]) -> list[list[str]]:
+    """A name for each dimension of each operand.
+
+    The dimensions that are x's have its names, so that they are sharded alike. One of length 1 where x's is longer has
+    a name of its own, and is whole on every device.
+    """
     ndim = len(shapes[0])
     x = [f"r{i}" for i in range(ndim)]
     x[ndim - 1 - form.trailing] = "n"
     rows = [dim for dim in x if dim != "n"]
-    dims = [x if is_wide(kind) else rows for kind in OPERATIONS[operation]]
+    dims = [x if kind.is_wide else rows for kind in operation.kinds]
     length = dict(zip(x, shapes[0], strict=True))
     for extra, shape in zip(form.extras, shapes[len(dims) :], strict=True):
-        like = rows if extra in "sl" else x
-        dims.append([dim if length[dim] == size else f"{extra}{dim}" for dim, size in zip(like, shape, strict=True)])
+        like = zip(x if extra.is_wide else rows, shape, strict=True)
+        dims.append([dim if length[dim] == size else f"{extra.value}{dim}" for dim, size in like])
     return dims
 
 
-def _result_dims(operation: str, x: list[str]) -> list[list[str]]:
+def _result_dims(operation: Operation, x: list[str]) -> list[list[str]]:
     rows = [dim for dim in x if dim != "n"]
-    of_kind = {"x": x, "r": rows, "k": [*rows, "k"], "j": [*rows, "k"]}
-    return [of_kind[kind] for kind in RESULTS[operation]]
+    dims = {Kind.ROW: x, Kind.STATISTIC: rows, Kind.VALUES: [*rows, "k"], Kind.INDICES: [*rows, "k"]}
+    return [dims[kind] for kind in operation.results]
 
 
-def _over_shards(operation: str, form: Form, axes: str | tuple[str, ...], kernel: Operation) -> Operation:
+def _over_shards(operation: Operation, form: Form, axes: Axes, kernel: Callable[[Form], Rows]) -> Rows:
     """The operation on one device's part of rows that are sharded over mesh axes."""
-    if operation == "top_k":
-        return _top_k_over_shards(form, axes, kernel)
-    function = compose(operation, form, formulas.row_operations(*_reductions(axes))[operation])
+    if operation.selects:
+        return _selected_over_shards(form, axes, kernel)
+    function = compose(operation, form, formula(operation, form, _reductions(axes)))
 
     def local(*operands):
         base, extras = split(operation, form, operands)
         begin = jax.lax.axis_index(axes).astype(jnp.int32) * base[0].shape[-1]
-        if "l" in extras:
-            extras["l"] = extras["l"] - begin
-        if "i" in OPERATIONS[operation]:
-            base = (base[0], moved(base[1], begin), *base[2:])
+        if Extra.LIMIT in extras:
+            extras[Extra.LIMIT] = extras[Extra.LIMIT] - begin
+        pairs = zip(operation.kinds, base, strict=True)
+        base = tuple(moved(v, begin) if kind is Kind.LABEL else v for kind, v in pairs)
         return function(*base, *extras.values())
 
     return local
 
 
-def _top_k_over_shards(form: Form, axes: str | tuple[str, ...], kernel: Operation) -> Operation:
+def _selected_over_shards(form: Form, axes: Axes, kernel: Callable[[Form], Rows]) -> Rows:
+    """The k largest elements of rows that are sharded over mesh axes."""
+
     def local(x):
         k = min(form.k, x.shape[-1])
-        _, i, *state = kernel(x, form=dataclasses.replace(form, k=k))
+        _, i, *state = kernel(dataclasses.replace(form, k=k))(x)
         m, s = combined(State(*state), axes)
         ordered = formulas.has_softmax(m, s)
-        i = jnp.where(ordered[..., None], i, positions(i))
+        i = jnp.where(ordered[..., None], i, formulas.positions(i))
         begin = jax.lax.axis_index(axes).astype(jnp.int32) * x.shape[-1]
         found = [jax.lax.all_gather(v, axes, axis=v.ndim - 1, tiled=True) for v in (formulas.at(x, i), begin + i)]
         best = formulas.largest(found[0], form.k, ordered)
@@ -120,41 +113,13 @@ def _top_k_over_shards(form: Form, axes: str | tuple[str, ...], kernel: Operatio
     return local
 
 
-def moved(i: jax.Array, begin: jax.Array) -> jax.Array:
-    """Indices of labels from an element on."""
-    return jnp.where(i == NO_ROW, i, jnp.maximum(i, -1) - begin)
+def moved(label: jax.Array, begin: jax.Array) -> jax.Array:
+    """The labels of rows, for the part of the rows that begins at an element."""
+    return jnp.where(label == NO_ROW, label, jnp.maximum(label, -1) - begin)
 
 
-def on_one_device(local: Operation) -> Operation:
-    """`local`, traced as code for one device even while a mesh with explicit axes is set."""
-
-    def function(*operands):
-        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-            return tuple(local(*operands))
-
-    return function
-
-
-def can_partition() -> bool:
-    """Whether a partitioned function may be called here: custom_partitioning does not know shard_map's outer axes."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return not mesh.manual_axes or len(mesh.manual_axes) == len(mesh.axis_names)
-
-
-def spec_of(x: jax.ShapeDtypeStruct) -> tuple:
-    """The mesh axes of each dimension."""
-    spec = getattr(x.sharding, "spec", ())  # whole on one device, or on every one
-    return (*spec, *(None,) * (len(x.shape) - len(spec)))
-
-
-def combined(st: State, axes: str | tuple[str, ...]) -> State:
-    """The state of all scores that lie over mesh axes, given each device's."""
-    m = jax.lax.pmax(st.m, axes)
-    return State(m, jax.lax.psum(st.s * jnp.exp(st.m - reference(m)), axes))
-
-
-def _reductions(axes: str | tuple[str, ...]):
-    """State, sum and element of a last axis that is sharded over mesh axes."""
+def _reductions(axes: Axes) -> Reductions:
+    """The reductions of a last axis that is sharded over mesh axes."""
 
     def state(x):
         return combined(fold.state(x), axes)
@@ -164,7 +129,8 @@ def _reductions(axes: str | tuple[str, ...]):
 
     def take(x, i):
         here = (i >= 0) & (i < x.shape[-1])
-        value, found = jax.lax.psum((jnp.where(here, formulas.take(x, i), 0), here.astype(accumulator(x.dtype))), axes)
+        value = jnp.where(here, formulas.take(x, i), 0)
+        value, found = jax.lax.psum((value, here.astype(accumulator(x.dtype))), axes)
         return jnp.where(found > 0, value, jnp.nan)
 
-    return state, total, take
+    return Reductions(state, total, take)

@@ -1,7 +1,7 @@
-"""The row operations: every kernel of jaxsoft behind one function.
+"""`row_operation`: every kernel for rows behind one function.
 
 This file is the layers between a kernel and the derivatives, from the outside in: vmap adds a leading dimension,
-`_partition` keeps shards where they are, and a primitive waits until it is lowered, when the platform is known, to
+`partition` keeps shards where they are, and a primitive waits until it is lowered, when the platform is known, to
 pick the implementation. The derivative of an operation, which only forward mode and higher orders ask for, is that of
 its formula.
 """
@@ -16,25 +16,27 @@ from jax.custom_batching import custom_vmap
 from jax.interpreters import mlir
 
 from jaxsoft._core.batching import as_leading_dimension
+from jaxsoft._core.mesh import can_partition
 from jaxsoft._core.primitives import compiled, primitive
 from jaxsoft._core.tangents import jvp_along, zero_tangent
 from jaxsoft._rows import xla
 from jaxsoft._rows.choice import check_operands, choose, is_opaque
-from jaxsoft._rows.forms import OPERATIONS, Form, Operation, bind, compose
-from jaxsoft._rows.partition import can_partition, partitioned
+from jaxsoft._rows.forms import Form, compose
+from jaxsoft._rows.operation import Operation, Rows
+from jaxsoft._rows.partition import partitioned
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def row_operation(
-    operation: str, form: Form, implementation: str | None, *operands: jax.Array
+    operation: Operation, form: Form, implementation: str | None, *operands: jax.Array
 ) -> tuple[jax.Array, ...]:
     """Calls a row operation. Raises at once where the named implementation cannot take such operands.
 
     Args:
-      operation: one of `jaxsoft._rows.forms.OPERATIONS`, which says what operands it has.
+      operation: which.
       form: what else is done to the scores.
       implementation: None, or the name of one.
-      operands: those of the operation, and then those of the form. Leading dimensions are rows.
+      operands: those of the operation, and then the extras of the form. Leading dimensions are rows.
     """
     check_operands(operation, form, implementation, [jax.typeof(x) for x in operands])
     if implementation is None and not can_partition():
@@ -52,32 +54,32 @@ def _row_operation_jvp(operation, form, implementation, primals, tangents):
     )
 
 
-def _formula(operation: str, form: Form) -> Operation:
-    return compose(operation, form, bind(xla.OPERATIONS[operation], form))
+def _formula(operation: Operation, form: Form) -> Rows:
+    return compose(operation, form, xla.formula(operation, form))
 
 
 @functools.cache
 def _batched(
-    operation: str, form: Form, implementation: str | None, partition: bool
+    operation: Operation, form: Form, implementation: str | None, partition: bool
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """The operation with a rule for vmap: the mapped dimension comes first, and is more rows."""
 
-    def call(*operands, form=form):
-        return kernel(operation, form, implementation, *operands)
+    def in_form(form: Form) -> Rows:
+        return functools.partial(kernel, operation, form, implementation)
 
-    function = custom_vmap(partitioned(operation, form, call) if partition else call)
+    function = custom_vmap(partitioned(operation, form, in_form) if partition else in_form(form))
 
     @function.def_vmap
     def vmap(size, batched, *operands):
         del size
         dims = [0 if is_batched else None for is_batched in batched]
-        results = function(*as_leading_dimension(operands, dims, len(OPERATIONS[operation])))
+        results = function(*as_leading_dimension(operands, dims, len(operation.operands)))
         return results, (True,) * len(results)
 
     return function
 
 
-def kernel(operation: str, form: Form, implementation: str | None, *operands: jax.Array) -> tuple[jax.Array, ...]:
+def kernel(operation: Operation, form: Form, implementation: str | None, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """`row_operation` within code for one device that is neither mapped nor differentiated."""
     return tuple(_row_operation_p().bind(*operands, operation=operation, form=form, implementation=implementation))
 

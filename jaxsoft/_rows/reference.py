@@ -5,8 +5,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxsoft._rows.forms import Operation
-from jaxsoft._rows.formulas import pick, row_operations
+from jaxsoft._rows import forms
+from jaxsoft._rows.forms import Form
+from jaxsoft._rows.formulas import pick
+from jaxsoft._rows.operation import Operation, Reductions, Rows
 from jaxsoft.fold import State, accumulator, identity, running_states
 
 
@@ -14,6 +16,11 @@ def unsupported(operands: Sequence[jax.core.ShapedArray]) -> str | None:
     """None, or why the scan cannot take these operands."""
     n = operands[0].shape[-1]
     return None if isinstance(n, int) else f"its scan needs rows whose length is known; got n={n}"
+
+
+def formula(operation: Operation, form: Form) -> Rows:
+    """The operation in its plain form."""
+    return forms.formula(operation, form, Reductions(_last_running_state, _last_running_sum, pick))
 
 
 def _last_running_state(x: jax.Array) -> State:
@@ -26,6 +33,3 @@ def _last_running_sum(x: jax.Array) -> jax.Array:
     if x.shape[-1] == 0:
         return jnp.zeros(x.shape[:-1], x.dtype)
     return jax.lax.associative_scan(jnp.add, x, axis=-1)[..., -1]
-
-
-OPERATIONS: dict[str, Operation] = row_operations(_last_running_state, _last_running_sum, pick)

@@ -7,23 +7,22 @@ import jax
 import jax.numpy as jnp
 
 from jaxsoft import fold
-from jaxsoft._rows.forms import Operation
-from jaxsoft._rows.formulas import pick, row_operations
-from jaxsoft.fold import accumulator
+from jaxsoft._rows import forms
+from jaxsoft._rows.forms import Form
+from jaxsoft._rows.formulas import pick, wide
+from jaxsoft._rows.operation import Operation, Reductions, Rows
+from jaxsoft._rows.operations.softmax import SOFTMAX
 
 _jax_softmax = jax.nn.softmax  # taken here and not when called, when someone may have put jaxsoft's in its place
 
 
 def _softmax(x: jax.Array) -> tuple[jax.Array]:
-    return (_jax_softmax(x.astype(accumulator(x.dtype)), axis=-1).astype(x.dtype),)
+    return (_jax_softmax(wide(x), axis=-1).astype(x.dtype),)
 
 
-def total(x: jax.Array) -> jax.Array:
-    """The sum over the last axis."""
-    return jnp.sum(x, axis=-1)
+REDUCTIONS = Reductions(fold.state, total=lambda x: jnp.sum(x, axis=-1), take=pick)
 
 
-OPERATIONS: dict[str, Operation] = {
-    **row_operations(fold.state, total, pick),
-    "softmax": _softmax,
-}
+def formula(operation: Operation, form: Form) -> Rows:
+    """The operation in its plain form."""
+    return _softmax if operation is SOFTMAX else forms.formula(operation, form, REDUCTIONS)

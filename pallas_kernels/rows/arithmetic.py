@@ -15,19 +15,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxsoft._rows.forms import OPERATIONS, RESULTS, is_wide
+from jaxsoft._rows.operation import Kind
+from jaxsoft._rows.operations import OPERATIONS
 
 # How many row operands and how many operands of one number a row an operation has, and of its results likewise. Those
 # with labels are others with extras.
 SIGNATURES = {
-    name: (
-        sum(map(is_wide, OPERATIONS[name])),
-        OPERATIONS[name].count("r"),
-        results.count("x"),
-        results.count("r"),
+    operation.name: (
+        sum(kind.is_wide for kind in operation.kinds),
+        operation.kinds.count(Kind.STATISTIC),
+        operation.results.count(Kind.ROW),
+        operation.results.count(Kind.STATISTIC),
     )
-    for name, results in RESULTS.items()
-    if "i" not in OPERATIONS[name] and name != "top_k"
+    for operation in OPERATIONS
+    if operation.has_kernels and not operation.has_label and not operation.selects
 }
 # What backward operations reduce, by itself.
 SIGNATURES |= {f"{name}_sum": (2, 0, 0, 1) for name in ("softmax_vjp", "log_softmax_vjp")}

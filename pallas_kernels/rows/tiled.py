@@ -29,7 +29,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxsoft._rows.forms import NO_ROW
+from jaxsoft._rows.operation import NO_ROW
 
 from . import arithmetic, cluster
 from .extras import Extras, Rules

@@ -8,6 +8,7 @@ from common import on_cpu
 from ffi_calls import call
 
 import jaxsoft
+from jaxsoft._core import library
 from jaxsoft._rows import ffi
 
 pytestmark = pytest.mark.skipif(
@@ -155,27 +156,27 @@ def test_good_buffers():
 
 def test_a_library_for_a_newer_xla_is_not_registered(monkeypatch):
     """XLA would disable the platform over it, so it is found out before, and said."""
-    monkeypatch.setattr(ffi, "_xla_api", lambda: (0, 1))
+    monkeypatch.setattr(library, "xla_api", lambda: (0, 1))
     monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *_, **__: pytest.fail("registered"))
-    reason = ffi.unavailable.__wrapped__(PLATFORM)
+    reason = library.register.__wrapped__(PLATFORM, (*ffi.TARGETS.values(),))
     assert "was built for version" in reason and "jaxlib has 0.1" in reason and "install jaxsoft" in reason
 
 
 def test_a_library_for_another_major_version_is_not_registered(monkeypatch):
-    monkeypatch.setattr(ffi, "_xla_api", lambda: (9, 99))
+    monkeypatch.setattr(library, "xla_api", lambda: (9, 99))
     monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *_, **__: pytest.fail("registered"))
-    assert "jaxlib has 9.99" in ffi.unavailable.__wrapped__(PLATFORM)
+    assert "jaxlib has 9.99" in library.register.__wrapped__(PLATFORM, (*ffi.TARGETS.values(),))
 
 
 def test_a_library_that_is_missing_or_broken(monkeypatch, tmp_path):
-    monkeypatch.setattr(ffi, "_find", lambda platform: None)
-    assert "was not built" in ffi.unavailable.__wrapped__(PLATFORM)
+    monkeypatch.setattr(library, "find", lambda platform: None)
+    assert "was not built" in library.register.__wrapped__(PLATFORM, (*ffi.TARGETS.values(),))
     broken = tmp_path / "libjaxsoft.so"
     broken.write_text("no library")
-    monkeypatch.setattr(ffi, "_find", lambda platform: broken)
-    assert "libjaxsoft.so could not be loaded" in ffi.unavailable.__wrapped__(PLATFORM)
+    monkeypatch.setattr(library, "find", lambda platform: broken)
+    assert "libjaxsoft.so could not be loaded" in library.register.__wrapped__(PLATFORM, (*ffi.TARGETS.values(),))
 
 
 def test_the_version_that_jaxlib_has():
-    major, minor = ffi._xla_api()
+    major, minor = library.xla_api()
     assert (major, minor) >= (0, 4)

@@ -25,7 +25,9 @@ import jaxsoft
 from jaxsoft import fold, pallas_kernels
 from jaxsoft._rows import xla
 from jaxsoft._rows.choice import IMPLEMENTATIONS, choose
-from jaxsoft._rows.forms import NO_ROW, OPERATIONS, RESULTS, Form
+from jaxsoft._rows.forms import Form
+from jaxsoft._rows.operation import NO_ROW, Extra, Kind
+from jaxsoft._rows.operations import OPERATIONS as RECORDS
 
 HELD, TILED = held.Plan, tiling.Plan
 # By dtype: the rows, and small plans with which few and short ones do what many and long ones do. Held by 2 to 128
@@ -58,7 +60,8 @@ WAYS = [(30000, 40), (70, 2, 1024), (70000, 8192), (30000, 32768), (3000, 65536 
 WAYS += [(2, 3, 50264), (3, 2**20), (1, 16), (70, 1001)]
 EPS = 2.0**-23
 
-PLAIN = [name for name in RESULTS if "i" not in OPERATIONS[name] and name != "top_k"]
+OPERATIONS = {operation.name: operation for operation in RECORDS}
+PLAIN = [op.name for op in RECORDS if op.has_kernels and not op.has_label and not op.selects]
 NAMES = [*PLAIN, "label_state", "label_state_vjp"]
 STAND_FOR_THE_OTHERS = ("softmax", "log_softmax_vjp", "label_state")
 each_operation = pytest.mark.parametrize(
@@ -87,12 +90,17 @@ def no_races(capfd):
     assert "RACE DETECTED" not in "".join(capfd.readouterr())
 
 
+def extras_of(letters):
+    return tuple(Extra(letter) for letter in letters)
+
+
 def interpreted(operation, plan, *operands, extras="", masked=False):
     """The results of a kernel."""
     x, params = operands[0], plgpu.InterpretGPUParams(detect_races=True)
-    name, form, given = choice.unlabelled(operation, Form(x.dtype, extras), [jnp.asarray(v) for v in operands])
-    k, (*leading, n) = len(OPERATIONS[name]), x.shape
-    beside = Extras.of(form.extras, masked, leading, [v.shape for v in given[k:]])
+    form = Form(x.dtype, extras_of(extras))
+    alike, names, given = choice.unlabelled(OPERATIONS[operation], form, [jnp.asarray(v) for v in operands])
+    name, k, (*leading, n) = alike.name, len(alike.operands), x.shape
+    beside = Extras.of(names, masked, leading, [v.shape for v in given[k:]])
     flat = [v.reshape(-1, n) if v.ndim == x.ndim else v.reshape(-1) for v in given]
     flat = [v.astype(jnp.uint8) if v.dtype == bool else v for v in flat]
     flat[:k] = sorted(flat[:k], key=lambda v: -v.ndim)
@@ -123,9 +131,14 @@ FORMS = [
 ]
 
 
+def formula(operation):
+    """The operation in plain JAX."""
+    return xla.formula(OPERATIONS[operation], Form(np.dtype(np.float32)))
+
+
 def taken_by(operation):
     """Which extras the kernels of an operation take."""
-    return "lw" if "i" in OPERATIONS[operation] else "sl" if operation == "softmax_vjp" else "slwb"
+    return "lw" if OPERATIONS[operation].has_label else "sl" if operation == "softmax_vjp" else "slwb"
 
 
 LONG_FORMS = [("l", (3, 2, 2300), (1,)), ("slwb", (2, 2, 2300), (0,))]
@@ -135,15 +148,16 @@ LONG_FORMS = [("l", (3, 2, 2300), (1,)), ("slwb", (2, 2, 2300), (0,))]
 @each_in(jnp.float32, "log_softmax_vjp", "label_state")
 def test_forms(operation, dtype):
     """Extras, a mask by y, and another result dtype in the kernel itself."""
-    labelled = "i" in OPERATIONS[operation]
+    labelled = OPERATIONS[operation].has_label
     for extras, shape, ones in FORMS[dtype == jnp.bfloat16 :: 3] if labelled else FORMS:
         extras = "".join(name for name in extras if name in taken_by(operation))
-        form = Form(np.dtype(jnp.float32 if extras == "s" else dtype), extras, 0, operation == "softmax_vjp")
-        operands = forms.operands_of(operation, form, shape, dtype, ones)
+        result = np.dtype(jnp.float32 if extras == "s" else dtype)
+        form = Form(result, extras_of(extras), 0, operation == "softmax_vjp")
+        operands = forms.operands_of(OPERATIONS[operation], form, shape, dtype, ones)
         with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-            kernel = pallas_kernels.kernel(operation, form, "cuda", operands)
+            kernel = pallas_kernels.kernel(OPERATIONS[operation], form, "cuda", operands)
             results = kernel(*map(jnp.asarray, operands))
-        forms.assert_exact(operation, form, operands, results)
+        forms.assert_exact(OPERATIONS[operation], form, operands, results)
 
 
 @on_cpu
@@ -154,10 +168,10 @@ def test_forms_of_long_rows(operation):
         if operation == "log_softmax_vjp" and plan.share <= plan.ring:
             plan = dataclasses.replace(plan, later=2)
         extras = "".join(name for name in extras if name in taken_by(operation))
-        form = Form(np.dtype(jnp.float32), extras, 0, operation == "softmax_vjp")
-        operands = forms.operands_of(operation, form, shape, jnp.float32, ones)
+        form = Form(np.dtype(jnp.float32), extras_of(extras), 0, operation == "softmax_vjp")
+        operands = forms.operands_of(OPERATIONS[operation], form, shape, jnp.float32, ones)
         results = interpreted(operation, plan, *operands, extras=extras, masked=form.masked)
-        forms.assert_exact(operation, form, operands, results)
+        forms.assert_exact(OPERATIONS[operation], form, operands, results)
 
 
 def test_extras():
@@ -184,21 +198,23 @@ def operands_of(operation, x):
     rng = np.random.default_rng(x.shape[-1])
     g = rng.standard_normal(x.shape).astype(x.dtype)
     if operation == "softmax_vjp":
-        return np.asarray(xla.OPERATIONS["softmax"](x)[0]), g
+        return np.asarray(formula("softmax")(x)[0]), g
     count, n = x.shape
     label = ()
-    if "i" in OPERATIONS[operation]:  # in the last tile or chunk, the first, others, none, at their borders; and no row
+    if OPERATIONS[
+        operation
+    ].has_label:  # in the last tile or chunk, the first, others, none, at their borders; and no row
         label = (np.resize(np.array([n - 1, NO_ROW, 0, n // 2, n - 2, -1, 511, 512, n], np.int32), count),)
     if operation.endswith("_vjp"):
-        m, s = (np.asarray(v) for v in xla.OPERATIONS["label_state" if label else "state"](x, *label)[:2])
-        numbers = rng.standard_normal((OPERATIONS[operation].count("r") - 2, count)).astype(np.float32)
+        m, s = (np.asarray(v) for v in formula("label_state" if label else "state")(x, *label)[:2])
+        numbers = rng.standard_normal((OPERATIONS[operation].kinds.count(Kind.STATISTIC) - 2, count)).astype(np.float32)
         return x, *label, m, s, *([g] if operation == "log_softmax_vjp" else numbers)
     return x, *label
 
 
 def plain(operation, implementation, platform, *operands):
     """What is chosen for the plain form of an operation."""
-    return choose(operation, Form(operands[0].dtype), implementation, platform, operands)
+    return choose(OPERATIONS[operation], Form(operands[0].dtype), implementation, platform, operands)
 
 
 def test_plans():
@@ -225,9 +241,9 @@ def test_plans():
 @each_in(jnp.float32, "softmax_vjp")
 def test_values(operation, dtype):
     cases = CASES[dtype] if operation in ("softmax", "softmax_vjp") else CASES[dtype][::2]
-    if "i" in OPERATIONS[operation]:
+    if OPERATIONS[operation].has_label:
         cases = CASES[dtype][::3]
-    if operation == "logsumexp_vjp" or "i" in OPERATIONS[operation]:
+    if operation == "logsumexp_vjp" or OPERATIONS[operation].has_label:
         cases = [(shape, plan) for shape, plan in cases if not isinstance(plan, tuple)]
     if operation == "log_softmax_vjp":  # whose fold needs one array of two
         whole = [(shape, plan) for shape, plan in CASES[dtype] if isinstance(plan, TILED) and plan.share <= plan.ring]
@@ -238,7 +254,7 @@ def test_values(operation, dtype):
         results = interpreted(operation, plan, *operands)
         exact = [v if v.dtype == np.int32 else wide(v) for v in operands]
         with jax.enable_x64(True):
-            expected = [np.asarray(v) for v in xla.OPERATIONS[operation](*map(jnp.asarray, exact))]
+            expected = [np.asarray(v) for v in formula(operation)(*map(jnp.asarray, exact))]
         for actual, true in zip(results, expected, strict=True):
             chex.assert_shape(actual, true.shape)
             chex.assert_type(actual, dtype if true.ndim == 2 else jnp.float32)
@@ -275,9 +291,9 @@ def test_special_values(operation, n, plan):
     x[11] = np.linspace(-200, 200, n)
     operands = operands_of(operation, x)
     results = interpreted(operation, plan, *operands)
-    expected = list(xla.OPERATIONS[operation](*map(jnp.asarray, operands)))
-    if "r" in RESULTS[operation]:  # XLA's maximum does not always see a NaN; the sum does
-        m = RESULTS[operation].index("r")
+    expected = list(formula(operation)(*map(jnp.asarray, operands)))
+    if Kind.STATISTIC in OPERATIONS[operation].results:  # XLA's maximum does not always see a NaN; the sum does
+        m = OPERATIONS[operation].results.index(Kind.STATISTIC)
         expected[m] = jnp.where(jnp.isnan(expected[m + 1]), jnp.nan, expected[m])
     chex.assert_trees_all_close(results, expected, rtol=2e-5, atol=1e-5 if operation.endswith("vjp") else 1e-37)
 
@@ -306,14 +322,14 @@ def test_long_sums(step, level):
 @each_in(jnp.bfloat16, "log_softmax_vjp")
 def test_lowers_for_hopper(operation, dtype):
     with target("NVIDIA H100 80GB HBM3"):
-        for shape in WAYS[1::3] if "i" in OPERATIONS[operation] else WAYS:
+        for shape in WAYS[1::3] if OPERATIONS[operation].has_label else WAYS:
             full, number = operand(shape, dtype), operand(shape[:-1], jnp.float32)
-            kinds = {"r": number, "i": operand(shape[:-1], jnp.int32)}
-            operands = [kinds.get(kind, full) for kind in OPERATIONS[operation]]
+            kinds = {Kind.STATISTIC: number, Kind.LABEL: operand(shape[:-1], jnp.int32)}
+            operands = [kinds.get(kind, full) for kind in OPERATIONS[operation].kinds]
             kernel = plain(operation, "pallas", "cuda", *operands)
             lowered = jax.jit(kernel).trace(*operands).lower(lowering_platforms=("cuda",))
             assert "mosaic_gpu" in lowered.as_text()
-            results = [kinds.get(kind, full) for kind in RESULTS[operation]]
+            results = [kinds.get(kind, full) for kind in OPERATIONS[operation].results]
             results = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in results]
             chex.assert_trees_all_equal_shapes_and_dtypes(lowered.out_info, tuple(results))
 
@@ -372,8 +388,8 @@ def test_choice_of_few_long_rows(monkeypatch):
     monkeypatch.setitem(IMPLEMENTATIONS, "ffi", ffi)
 
     def lowered(operation, shape, dtype):
-        x = [operand(shape, dtype) for _ in OPERATIONS[operation]]
-        kernel = choose(operation, Form(np.dtype(dtype)), None, "cuda", x)
+        x = [operand(shape, dtype) for _ in OPERATIONS[operation].operands]
+        kernel = choose(OPERATIONS[operation], Form(np.dtype(dtype)), None, "cuda", x)
         text = jax.jit(kernel).trace(*x).lower(lowering_platforms=("cuda",)).as_text()
         return "mosaic_gpu" if "mosaic_gpu" in text else "ffi" if "jaxsoft_" in text else "xla"
 
@@ -432,7 +448,7 @@ def test_choice_without_the_cuda_library(monkeypatch):
     x = operand((8, 2048), jnp.float32)
 
     def lowered(trailing):
-        kernel = choose("softmax", Form(x.dtype, "", trailing), None, "cuda", [x])
+        kernel = choose(OPERATIONS["softmax"], Form(x.dtype, (), trailing), None, "cuda", [x])
         return jax.jit(kernel).trace(x).lower(lowering_platforms=("cuda",)).as_text()
 
     with target("NVIDIA H200"):

@@ -28,6 +28,9 @@ import jaxsoft
 from jaxsoft import triton_kernels
 from jaxsoft._rows.choice import choose
 from jaxsoft._rows.forms import Form
+from jaxsoft._rows.operations import OPERATIONS as RECORDS
+from jaxsoft._rows.operations.logsumexp import STATE
+from jaxsoft._rows.operations.softmax import SOFTMAX
 from jaxsoft._rows.primitive import row_operation
 
 # By operation: the kinds of its operands and of its results, an array of rows or one number a row.
@@ -54,6 +57,7 @@ CUTS = {
 needs_triton = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("triton", "jax_triton")), reason="needs jax-triton"
 )
+BY_NAME = {operation.name: operation for operation in RECORDS}
 each_operation = pytest.mark.parametrize("operation", OPERATIONS)
 
 
@@ -198,7 +202,7 @@ def operands_for(operation: str, n: int, dtype) -> list[np.ndarray]:
 def formula(operation: str, *operands) -> tuple[jax.Array, ...]:
     given = [jnp.asarray(v) for v in operands]
     types = [operand(v.shape, v.dtype) for v in given]
-    return choose(operation, Form(given[0].dtype), "xla", "cpu", types)(*given)
+    return choose(BY_NAME[operation], Form(given[0].dtype), "xla", "cpu", types)(*given)
 
 
 def interpreted(operation: str, calls: list[tuple[Plan, list[np.ndarray]]], folder: pathlib.Path):
@@ -258,7 +262,7 @@ def test_lowers(operation, kind):
         for shape, dtype in (((2, 3, 100), jnp.float32), ((1, 1024), jnp.float32), ((70000, 1001), jnp.bfloat16)):
             full, one = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[:-1], jnp.float32)
             given, results = ([{"a": full, "n": one}[kind] for kind in kinds] for kinds in OPERATIONS[operation])
-            called = functools.partial(row_operation, operation, Form(jnp.dtype(dtype)), "triton")
+            called = functools.partial(row_operation, BY_NAME[operation], Form(jnp.dtype(dtype)), "triton")
             lowered = jax.jit(lambda *v, f=called: f(*v)).trace(*given).lower(lowering_platforms=("cuda",))
             assert len(re.findall("custom_call @triton_kernel_call", lowered.as_text())) == 1
             chex.assert_trees_all_equal_shapes_and_dtypes(lowered.out_info, tuple(results))
@@ -290,7 +294,7 @@ def test_unavailable():
         with target(kind):
             assert f"needs Ampere (compute capability 8.0) or newer; {kind} is older" in reason("cuda")
             with pytest.raises(ValueError, match="implementation='triton' cannot serve this call: it needs Ampere"):
-                choose("softmax", Form(np.dtype(np.float32)), "triton", "cuda", [operand((2, 1024), jnp.float32)])
+                choose(SOFTMAX, Form(np.dtype(np.float32)), "triton", "cuda", [operand((2, 1024), jnp.float32)])
 
 
 @pytest.mark.parametrize("module, package", [("jax_triton", "jax-triton"), ("triton", "triton")])
@@ -299,7 +303,7 @@ def test_without_the_packages(monkeypatch, module, package):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == module else found(name) or "found")
     message = rf"{package} is not installed; pip install 'jaxsoft\[triton\]'"
     with pytest.raises(ValueError, match=message), target("NVIDIA A100-SXM4-80GB"):
-        choose("softmax", Form(np.dtype(np.float32)), "triton", "cuda", [operand((2, 1024), jnp.float32)])
+        choose(SOFTMAX, Form(np.dtype(np.float32)), "triton", "cuda", [operand((2, 1024), jnp.float32)])
 
 
 def test_without_the_gpu_support_of_jax(monkeypatch):
@@ -343,7 +347,7 @@ def test_several_compute_capabilities(monkeypatch):
     ):
         monkeypatch.setattr(devices, "targets", lambda found=found: found)
         with pytest.raises(ValueError, match=reason):
-            choose("state", Form(np.dtype(np.float32)), "triton", "cuda", [operand((2, 1024), jnp.float32)])
+            choose(STATE, Form(np.dtype(np.float32)), "triton", "cuda", [operand((2, 1024), jnp.float32)])
 
 
 @pytest.mark.parametrize(

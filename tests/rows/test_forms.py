@@ -11,21 +11,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from common import DTYPES, each_dtype_in_turn, each_fast_implementation, precision, served, slow
-from row_operations import assert_exact, operands_of
+from row_operations import ALL_EXTRAS, BIAS, LIMIT, SCALE, WHERE, assert_exact, operands_of
 from truth import wide
 
 from jaxsoft._rows.forms import Form, groups
+from jaxsoft._rows.operations.log_softmax import LOG_SOFTMAX, LOG_SOFTMAX_VJP
+from jaxsoft._rows.operations.logsumexp import LOGSUMEXP_VJP, STATE
+from jaxsoft._rows.operations.softmax import SOFTMAX, SOFTMAX_VJP
 from jaxsoft._rows.primitive import row_operation
 
+EACH_AND_ALL = ((SCALE,), (LIMIT,), (WHERE,), (BIAS,), ALL_EXTRAS)
 EXTRAS = {
-    "softmax": ("s", "l", "w", "b", "slwb"),
-    "softmax_vjp": ("s", "l", "sl"),
-    "log_softmax": ("s", "l", "w", "b", "slwb"),
-    "log_softmax_vjp": ("s", "l", "w", "b", "slw", "slwb"),
-    "state": ("s", "l", "w", "b", "slwb"),
-    "logsumexp_vjp": ("s", "l", "w", "b", "slwb"),
+    SOFTMAX: EACH_AND_ALL,
+    SOFTMAX_VJP: ((SCALE,), (LIMIT,), (SCALE, LIMIT)),
+    LOG_SOFTMAX: EACH_AND_ALL,
+    LOG_SOFTMAX_VJP: (*EACH_AND_ALL[:4], (SCALE, LIMIT, WHERE), ALL_EXTRAS),
+    STATE: EACH_AND_ALL,
+    LOGSUMEXP_VJP: EACH_AND_ALL,
 }
-each_operation = pytest.mark.parametrize("operation", EXTRAS)
+each_operation = pytest.mark.parametrize("operation", EXTRAS, ids=str)
 
 
 def check(operation, form, implementation, operands):
@@ -51,7 +55,7 @@ def test_extras(operation, dtype, implementation):
             ),
             strict=False,
         ):
-            form = Form(np.dtype(dtype), extras, masked=operation == "softmax_vjp" and "l" in extras)
+            form = Form(np.dtype(dtype), extras, masked=operation is SOFTMAX_VJP and LIMIT in extras)
             with served(implementation):
                 check(operation, form, implementation, operands_of(operation, form, shape, dtype, ones))
 
@@ -61,8 +65,8 @@ def test_extras(operation, dtype, implementation):
 def test_dtypes(operation, implementation):
     """Results of another dtype than the scores."""
     pairs = [(a, b) for a, b in itertools.product(DTYPES[:3], DTYPES[:3]) if a != b]
-    for given, result in pairs if operation != "state" else ():
-        for extras in ("", EXTRAS[operation][-1]):
+    for given, result in pairs if operation is not STATE else ():
+        for extras in ((), EXTRAS[operation][-1]):
             form = Form(np.dtype(result), extras)
             with served(implementation):
                 check(operation, form, implementation, operands_of(operation, form, (3, 300), given))
@@ -75,7 +79,7 @@ def test_trailing(operation, implementation, dtype):
     """Axes before the last, beside results of x's dtype and of another."""
     for shape, trailing in (((2, 33, 5), 1), ((3, 2, 64, 1, 17), 2), ((7, 3), 1), ((1000, 130), 1)):
         for result in (dtype, jnp.float32):
-            form = Form(np.dtype(result), "", trailing)
+            form = Form(np.dtype(result), (), trailing)
             with served(implementation):
                 check(operation, form, implementation, operands_of(operation, form, shape, dtype))
 
@@ -86,11 +90,11 @@ def test_masked(implementation, dtype):
     """Where y is 0, nothing counts: not even an infinite cotangent, nor NaN in the row's sum."""
     for n in (5, 300, 4097):
         with served(implementation):
-            form = Form(np.dtype(dtype), "s", masked=True)
-            check("softmax_vjp", form, implementation, operands_of("softmax_vjp", form, (3, n), dtype))
-            y, g, scale = operands_of("softmax_vjp", form, (3, n), dtype)
+            form = Form(np.dtype(dtype), (SCALE,), masked=True)
+            check(SOFTMAX_VJP, form, implementation, operands_of(SOFTMAX_VJP, form, (3, n), dtype))
+            y, g, scale = operands_of(SOFTMAX_VJP, form, (3, n), dtype)
             y[0], y[1, : n // 2] = 0, np.nan
-            (dx,) = row_operation("softmax_vjp", form, implementation, y, g, scale)
+            (dx,) = row_operation(SOFTMAX_VJP, form, implementation, y, g, scale)
             np.testing.assert_array_equal(wide(dx)[y == 0], 0)
             assert np.isnan(wide(dx)[1][y[1] != 0]).all()
 
@@ -108,7 +112,7 @@ def test_groups():
 def test_more_groups_than_kernels_know(implementation):
     """Broadcast along every second dimension."""
     shape = (2, 3, 2, 3, 2, 3, 8)
-    form = Form(np.dtype(np.float32), "slwb")
+    form = Form(np.dtype(np.float32), ALL_EXTRAS)
     with served(implementation):
-        operands = operands_of("softmax", form, shape, np.float32, (0, 2, 4))
-        check("softmax", form, implementation, operands)
+        operands = operands_of(SOFTMAX, form, shape, np.float32, (0, 2, 4))
+        check(SOFTMAX, form, implementation, operands)

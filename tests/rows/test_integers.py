@@ -148,10 +148,12 @@ def test_other_arguments(dtype):
         assert_trees_all_close(*(jaxsoft.softmax_cross_entropy(x, q) for q in (one, same)), rtol=1e-6)
         factors = jaxsoft.logsumexp(one, b=one).astype(jnp.float32)
         assert_trees_all_close(factors, jaxsoft.logsumexp(same, b=same), rtol=1e-6)
-        st = jaxsoft.state(one)
+        st = jaxsoft.fold.state(one)
         assert st.m.dtype == (jnp.float64 if dtype in WIDE else jnp.float32)
-        assert_trees_all_close(jaxsoft.lse(st).astype(jnp.float32), jaxsoft.logsumexp(same), rtol=1e-6)
-        assert_trees_all_close(jaxsoft.cumlogsumexp(one)[-1].astype(jnp.float32), jaxsoft.logsumexp(same), rtol=1e-6)
+        assert_trees_all_close(jaxsoft.fold.lse(st).astype(jnp.float32), jaxsoft.logsumexp(same), rtol=1e-6)
+        assert_trees_all_close(
+            jaxsoft.fold.cumlogsumexp(one)[-1].astype(jnp.float32), jaxsoft.logsumexp(same), rtol=1e-6
+        )
         assert jaxsoft.top_k_softmax(one, 2)[2].tolist() == [2, 1]
         options = {"temperature": jnp.asarray(np.array([0, 1]).astype(dtype)), "top_p": one[1], "min_p": one[1]}
         tokens, p = jaxsoft.random.sample(jax.random.key(0), x, **options)

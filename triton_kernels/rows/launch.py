@@ -6,7 +6,7 @@ import math
 import jax
 import jax_triton
 
-from jaxsoft._rows.forms import RESULTS
+from jaxsoft._rows.operation import Kind, Operation
 from jaxsoft.fold import accumulator
 
 from . import kernels
@@ -18,11 +18,11 @@ _RESULTS = next(
 )
 
 
-def call(operation: str, capability: int, *operands: jax.Array, cut: Plan | None = None) -> tuple[jax.Array, ...]:
+def call(operation: Operation, capability: int, *operands: jax.Array, cut: Plan | None = None) -> tuple[jax.Array, ...]:
     """Runs an operation in its plain form.
 
     Args:
-      operation: its name.
+      operation: which.
       capability: the compute capability of the GPU, 90 for 9.0.
       operands: those of the operation, of shape (..., n), or (...) for one number a row.
       cut: how the work is cut up, if not as `plan` says.
@@ -35,13 +35,13 @@ def call(operation: str, capability: int, *operands: jax.Array, cut: Plan | None
         cut = plan(rows, n, x.dtype.itemsize, tuning(arrays, x.dtype.itemsize))
     full = jax.ShapeDtypeStruct((rows, n), x.dtype)
     statistic = jax.ShapeDtypeStruct((rows,), accumulator(x.dtype))
-    results = tuple({"x": full, "r": statistic}[kind] for kind in RESULTS[operation])
+    results = tuple({Kind.ROW: full, Kind.STATISTIC: statistic}[kind] for kind in operation.results)
     returned = jax_triton.triton_call(
         rows,
         *(v.reshape(full.shape if v.ndim == x.ndim else statistic.shape) for v in operands),
-        kernel=getattr(kernels, f"{operation}_kernel"),
+        kernel=getattr(kernels, f"{operation.name}_kernel"),
         grid=(-(-rows // cut.rows),),
-        name=f"jaxsoft_{operation}",
+        name=f"jaxsoft_{operation.name}",
         num_warps=cut.warps,
         compute_capability=capability,
         plan=cut,

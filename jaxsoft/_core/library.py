@@ -1,0 +1,61 @@
+"""The C++ and CUDA kernels as shared libraries: one a platform, found, checked and registered with the JAX FFI.
+
+The same target names are registered for both platforms, so the kernel that runs follows from where XLA runs the
+computation. Nothing is registered from a library that the installed XLA would refuse: XLA answers such a registration
+by disabling the whole platform.
+"""
+
+import ctypes
+import functools
+import re
+import sys
+from pathlib import Path
+
+import jax
+
+_XLA_NAMES = {"cpu": "cpu", "cuda": "CUDA"}
+PLATFORMS = tuple(_XLA_NAMES)
+_BUILD_HINT = {
+    "cpu": "install jaxsoft from its source tree, which builds it",
+    "cuda": "install jaxsoft again with nvcc 12.8 or newer on the PATH",
+}
+
+
+@functools.cache
+def register(platform: str, targets: tuple[str, ...]) -> str | None:
+    """Loads a platform's library and registers some of its handlers, by name. Returns None, or why it cannot."""
+    if platform not in PLATFORMS:
+        return f"there are no C++ kernels for the platform {platform!r}"
+    path = find(platform)
+    if path is None:
+        return f"libjaxsoft_{platform} was not built; {_BUILD_HINT[platform]}"
+    try:
+        library = ctypes.CDLL(str(path))
+        handlers = {target: getattr(library, target) for target in targets}
+        built, ours = (library.jaxsoft_ffi_api_major(), library.jaxsoft_ffi_api_minor()), xla_api()
+    except (OSError, AttributeError) as error:
+        return f"{path.name} could not be loaded: {error}"
+    if built[0] != ours[0] or built[1] > ours[1]:
+        return (
+            f"{path.name} was built for version {built[0]}.{built[1]} of the XLA FFI, but jaxlib "
+            f"has {ours[0]}.{ours[1]}; {_BUILD_HINT[platform]}"
+        )
+    for target, handler in handlers.items():
+        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(handler), platform=_XLA_NAMES[platform])
+    return None
+
+
+def find(platform: str) -> Path | None:
+    """Where a platform's library is, if it was built."""
+    for folder in sys.modules["jaxsoft"].__path__:  # several where it is installed for development
+        for path in Path(folder, "lib").glob(f"*jaxsoft_{platform}.*"):
+            return path
+    return None
+
+
+@functools.cache
+def xla_api() -> tuple[int, int]:
+    """The version of the FFI that the installed jaxlib has."""
+    header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
+    major, minor = (re.search(rf"#define XLA_FFI_API_{part} (\d+)", header) for part in ("MAJOR", "MINOR"))
+    return (int(major[1]), int(minor[1])) if major and minor else (0, 0)

@@ -1,0 +1,36 @@
+"""The records of all row operations, one file for each function that they belong to."""
+
+from jaxsoft._rows.operation import Operation
+from jaxsoft._rows.operations.labels import (
+    LABEL_STATE,
+    LABEL_STATE_JVP,
+    LABEL_STATE_VJP,
+    LABEL_SUMS,
+    LABEL_SUMS_JVP,
+    LABEL_SUMS_VJP,
+)
+from jaxsoft._rows.operations.log_softmax import LOG_SOFTMAX, LOG_SOFTMAX_JVP, LOG_SOFTMAX_VJP
+from jaxsoft._rows.operations.logsumexp import LOGSUMEXP_JVP, LOGSUMEXP_VJP, STATE
+from jaxsoft._rows.operations.softmax import SOFTMAX, SOFTMAX_JVP, SOFTMAX_VJP
+from jaxsoft._rows.operations.top_k import TOP_K, TOP_K_JVP, TOP_K_VJP
+
+OPERATIONS: tuple[Operation, ...] = (
+    SOFTMAX,
+    SOFTMAX_VJP,
+    SOFTMAX_JVP,
+    LOG_SOFTMAX,
+    LOG_SOFTMAX_VJP,
+    LOG_SOFTMAX_JVP,
+    STATE,
+    LOGSUMEXP_VJP,
+    LOGSUMEXP_JVP,
+    TOP_K,
+    TOP_K_VJP,
+    TOP_K_JVP,
+    LABEL_STATE,
+    LABEL_STATE_VJP,
+    LABEL_STATE_JVP,
+    LABEL_SUMS,
+    LABEL_SUMS_VJP,
+    LABEL_SUMS_JVP,
+)

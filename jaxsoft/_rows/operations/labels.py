@@ -1,0 +1,162 @@
+"""What a loss needs to know of a row with a label: the state of the other scores, the label's score, and sums.
+
+`label_state` is that. `label_sums` also has the sums of label smoothing: of the scores above -inf, the sum of their
+distance from the label's score, and their number. The label's score is kept apart from the state of the others, so that
+the loss and its gradient keep all their digits where the label is nearly certain.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxsoft._rows.formulas import label_places, probabilities, wide
+from jaxsoft._rows.operation import Extra, Function, Kind, Operand, Operation, Reduction
+from jaxsoft.fold import State, reference
+
+_X, _I = Operand("x", Kind.SCORES), Operand("i", Kind.LABEL)
+_M, _S = Operand("m", Kind.STATISTIC), Operand("s", Kind.STATISTIC)
+_G, _H = Operand("g", Kind.STATISTIC, linear=True), Operand("h", Kind.STATISTIC, linear=True)
+_V = Operand("v", Kind.STATISTIC, linear=True)
+_T = Operand("t", Kind.TANGENT, linear=True)
+
+
+def _label_state(reductions, x, i):
+    none, label = label_places(x, i)
+    m, s = reductions.state(jnp.where(none | label, -jnp.inf, x))
+    return m, s, jnp.where(none[..., 0], 0, reductions.take(x, i))
+
+
+def _label_state_vjp(reductions, x, i, m, s, g, h):
+    dx = probabilities(x, m, s) * g[..., None]
+    none, label = label_places(x, i)
+    return (jnp.where(none, 0, jnp.where(label, h[..., None], dx)).astype(x.dtype),)
+
+
+def _label_state_jvp(reductions, x, i, m, s, t):
+    none, label = label_places(x, i)
+    t = jnp.where(none, 0, wide(t))
+    total = reductions.total
+    return total(jnp.where(label, 0, probabilities(x, m, s) * t)), total(jnp.where(label, t, 0))
+
+
+def _is_summed(x, i):
+    """Which scores are above -inf, in rows that are to be read."""
+    return ~label_places(x, i)[0] & (x != -jnp.inf)
+
+
+def _label_sums(reductions, x, i):
+    m, s, t = _label_state(reductions, x, i)
+    summed = _is_summed(x, i)
+    ref = jax.lax.stop_gradient(reference(t))  # a constant, as the derivative has it
+    above = jnp.where(summed, wide(x) - ref[..., None], 0)
+    return m, s, t, reductions.total(above), reductions.total(summed.astype(t.dtype))
+
+
+def _label_sums_vjp(reductions, x, i, m, s, g, h, v):
+    (dx,) = _label_state_vjp(reductions, wide(x), i, m, s, g, h)
+    return ((wide(dx) + jnp.where(_is_summed(x, i), v[..., None], 0)).astype(x.dtype),)
+
+
+def _label_sums_jvp(reductions, x, i, m, s, t):
+    total = reductions.total(jnp.where(_is_summed(x, i), wide(t), 0))
+    return *_label_state_jvp(reductions, x, i, m, s, t), total
+
+
+_NUMBER = Kind.STATISTIC
+_EXTRAS = (Extra.LIMIT, Extra.WHERE)
+
+LABEL_STATE = Operation(  # x, i -> m, s of the scores but the label's; t, the label's
+    "label_state",
+    operands=(_X, _I),
+    results=(_NUMBER, _NUMBER, _NUMBER),
+    formula=_label_state,
+    reduces=Reduction.STATE,
+    extras=_EXTRAS,
+    may_be_capped=True,
+    from_state=True,
+)
+LABEL_STATE_VJP = Operation(  # x, i, m, s, g, h -> p * g, and h at the label
+    "label_state_vjp",
+    operands=(_X, _I, _M, _S, _G, _H),
+    results=(Kind.ROW,),
+    formula=_label_state_vjp,
+    extras=_EXTRAS,
+    may_be_capped=True,
+    from_state=True,
+)
+LABEL_STATE_JVP = Operation(  # x, i, m, s, t -> <p, t> without the label; t at the label
+    "label_state_jvp",
+    operands=(_X, _I, _M, _S, _T),
+    results=(_NUMBER, _NUMBER),
+    formula=_label_state_jvp,
+    reduces=Reduction.PRODUCT,
+)
+LABEL_SUMS = Operation(  # x, i -> m, s, t; and of the scores z > -inf: sum(z - reference(t)), and their number
+    "label_sums",
+    operands=(_X, _I),
+    results=(_NUMBER, _NUMBER, _NUMBER, _NUMBER, _NUMBER),
+    formula=_label_sums,
+    reduces=Reduction.STATE,
+    extras=_EXTRAS,
+    may_be_capped=True,
+    from_state=True,
+)
+LABEL_SUMS_VJP = Operation(  # x, i, m, s, g, h, v -> p * g, and h at the label; plus v where z > -inf
+    "label_sums_vjp",
+    operands=(_X, _I, _M, _S, _G, _H, _V),
+    results=(Kind.ROW,),
+    formula=_label_sums_vjp,
+    extras=_EXTRAS,
+    may_be_capped=True,
+    from_state=True,
+)
+LABEL_SUMS_JVP = Operation(  # x, i, m, s, t -> those of label_state_jvp; sum(t) where z > -inf
+    "label_sums_jvp",
+    operands=(_X, _I, _M, _S, _T),
+    results=(_NUMBER, _NUMBER, _NUMBER),
+    formula=_label_sums_jvp,
+    reduces=Reduction.PRODUCT,
+)
+
+
+def beside_label(others: State, t: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The logsumexp of the scores but the label's, given their state, and that minus the label's score t.
+
+    The difference is taken before anything is rounded to the size of the logsumexp.
+    """
+    m, s = others
+    log_s = jnp.where(s == 0, -jnp.inf, jnp.log(jnp.where(s == 0, 1, s)))
+    infinite = jnp.isinf(m) | jnp.isinf(t)
+    apart = jnp.where(infinite, jnp.where((m == t) | (t == jnp.inf), jnp.nan, m - t), (m - t) + log_s)
+    return jnp.where(jnp.isinf(m), m, m + log_s), apart
+
+
+def _values(operands, results):
+    m, s, t, *sums = results
+    others, apart = beside_label(State(m, s), t)
+    return others, t, apart, *sums
+
+
+def _tangents(values, linear):
+    others, t, *total = linear
+    count = map(jnp.zeros_like, values[4:])
+    return others, t, others - t, *total, *count
+
+
+# The logsumexp of the scores but the label's; the label's score t; the former minus the latter.
+label_state_of_rows = Function(
+    LABEL_STATE,
+    tangent=LABEL_STATE_JVP,
+    pullback=LABEL_STATE_VJP,
+    values=_values,
+    residuals=lambda operands, results: (*operands, *results[:2]),
+    tangents=_tangents,
+)
+# Likewise; and of the scores z > -inf, sum(z - reference(t)), where the reference counts as a constant; their number.
+label_sums_of_rows = Function(
+    LABEL_SUMS,
+    tangent=LABEL_SUMS_JVP,
+    pullback=LABEL_SUMS_VJP,
+    values=_values,
+    residuals=lambda operands, results: (*operands, *results[:2]),
+    tangents=_tangents,
+)

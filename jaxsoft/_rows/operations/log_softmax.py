@@ -1,0 +1,61 @@
+"""log_softmax: y = (z - m) - log(s)."""
+
+import jax.numpy as jnp
+
+from jaxsoft._rows.formulas import defined_probabilities, wide
+from jaxsoft._rows.operation import Extra, Function, Kind, Operand, Operation, Reduction
+from jaxsoft.fold import reference
+
+_X = Operand("x", Kind.SCORES)
+_M, _S = Operand("m", Kind.STATISTIC), Operand("s", Kind.STATISTIC)
+
+
+def _log_softmax(reductions, x):
+    m, s = reductions.state(x)
+    log_s = jnp.where(jnp.isfinite(m), jnp.log(s), jnp.nan)
+    return ((wide(x) - reference(m)[..., None]) - log_s[..., None]).astype(x.dtype), m, s
+
+
+def _vjp(reductions, x, m, s, g):
+    p, g_wide = defined_probabilities(x, m, s), wide(g)
+    return ((g_wide - p * reductions.total(g_wide)[..., None]).astype(x.dtype),)
+
+
+def _jvp(reductions, x, m, s, t):
+    p, t_wide = defined_probabilities(x, m, s), wide(t)
+    return ((t_wide - reductions.total(p * t_wide)[..., None]).astype(x.dtype),)
+
+
+LOG_SOFTMAX = Operation(  # x -> y, m, s
+    "log_softmax",
+    operands=(_X,),
+    results=(Kind.ROW, Kind.STATISTIC, Kind.STATISTIC),
+    formula=_log_softmax,
+    reduces=Reduction.STATE,
+    extras=(Extra.SCALE, Extra.LIMIT, Extra.WHERE, Extra.BIAS),
+    uncounted=-jnp.inf,
+)
+LOG_SOFTMAX_VJP = Operation(  # x, m, s, g -> scale * (g - p * sum(g)), with p = exp(z - m) / s
+    "log_softmax_vjp",
+    operands=(_X, _M, _S, Operand("g", Kind.COTANGENT, linear=True)),
+    results=(Kind.ROW,),
+    formula=_vjp,
+    reduces=Reduction.SUM,
+    extras=(Extra.SCALE, Extra.LIMIT, Extra.WHERE),
+)
+LOG_SOFTMAX_JVP = Operation(  # x, m, s, t -> scale * t - <p, scale * t>
+    "log_softmax_jvp",
+    operands=(_X, _M, _S, Operand("t", Kind.TANGENT, linear=True)),
+    results=(Kind.ROW,),
+    formula=_jvp,
+    reduces=Reduction.PRODUCT,
+)
+
+log_softmax_of_rows = Function(
+    LOG_SOFTMAX,
+    tangent=LOG_SOFTMAX_JVP,
+    pullback=LOG_SOFTMAX_VJP,
+    values=lambda operands, results: tuple(results[:1]),
+    residuals=lambda operands, results: (operands[0], *results[1:]),
+    tangents=lambda values, linear: tuple(linear),
+)
