@@ -1,8 +1,8 @@
 """`implementation="triton"`: row operations as Triton kernels, launched by jax-triton, for NVIDIA GPUs from Ampere on.
 
-The kernels are in `kernels`; this file says what they can serve. Triton and jax-triton know AMD's GPUs as well, so the
-same kernels could serve those; as that is not tested, it is not offered. Neither package is imported, and no GPU is
-touched, before a kernel is asked for.
+This file says what the kernels in `rows` can serve. Triton and jax-triton know AMD's GPUs as well, so the same kernels
+could serve those, which is not tested and therefore not offered. Neither package is imported, and no GPU is touched,
+before a kernel is asked for.
 """
 
 import functools

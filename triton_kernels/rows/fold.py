@@ -1,9 +1,9 @@
 """The fold over (m, s) in Triton, with the rules of `jaxsoft.fold`; both kinds of kernels reduce by it.
 
-A tile of rows is a tuple of its units, of shape (rows, packs, lanes, vector) each: a few vectors a lane. What a lane
-holds of a row is reduced within a thread, to (rows, lanes), and the lanes are combined once a row.
+A tile of rows is a tuple of its units, each of shape (rows, packs, lanes, vector), which gives every lane a few
+vectors. What a lane holds of a row is reduced within a thread, to (rows, lanes), and the lanes are combined once a row.
 
-Maxima do not see NaN here. Sums do: a row with NaN has the sum NaN.
+Maxima pass over NaN here. Sums do not: a row with NaN has the sum NaN.
 """
 
 import triton
@@ -21,7 +21,7 @@ def wide(x):
 
 @triton.jit
 def reference(m):
-    """What exp subtracts: m where it is finite, else 0, so that no exponent is inf - inf."""
+    """The number that exp subtracts: m where it is finite, else 0, so that no exponent is inf - inf."""
     return tl.where(tl.abs(m) < float("inf"), m, 0.0)
 
 
@@ -75,7 +75,7 @@ def combine(m, ref, s, error):
 
 @triton.jit
 def lane_sum(xs):
-    """The sum of what each lane holds of a tile, and its error."""
+    """The sum of the elements that each lane holds of a tile, and its rounding error."""
     s = tl.sum(tl.sum(xs[0], axis=3), axis=1)
     error = tl.zeros_like(s)
     for i in tl.static_range(1, len(xs)):
@@ -85,7 +85,7 @@ def lane_sum(xs):
 
 @triton.jit
 def add(a, a_error, b, b_error):
-    """The sum of two sums with errors, by Knuth's addition, which does not ask which of them is larger."""
+    """The sum of two sums with errors, by Knuth's two-sum, which holds whichever of them is larger."""
     s = a + b
     virtual = s - a
     return s, (a_error + b_error) + ((a - (s - virtual)) + (b - virtual))
@@ -93,13 +93,13 @@ def add(a, a_error, b, b_error):
 
 @triton.jit
 def row_sum(s, error):
-    """The rows' sums from their lanes'. Where one is infinite or NaN, its error is inf - inf."""
+    """The sums of rows, from those of their lanes. The error of an infinite sum is NaN, so it is left out."""
     return tl.sum(tl.where(tl.abs(s) < float("inf"), s + error, s), axis=1)
 
 
 @triton.jit
 def _maximum(xs):
-    """The maximum of what each lane holds of a tile."""
+    """The maximum of the elements that each lane holds of a tile."""
     m = tl.max(tl.max(wide(xs[0]), axis=3), axis=1)
     for i in tl.static_range(1, len(xs)):
         m = tl.maximum(m, tl.max(tl.max(wide(xs[i]), axis=3), axis=1))

@@ -2,14 +2,14 @@
 
 A program goes over its rows in tiles:
 
-- Rows of one tile, the *whole-row* kernel: they stay in registers between the reduction and the writing, so they are
-  read once. Several short ones go into a program.
-- A row of several tiles, the *two-pass* kernel: the first pass folds the tiles into one state a lane. The second writes
-  the tiles, in reverse order, so that it finds the end of the row in the L2, where the first pass has left it.
+- The *whole-row* kernel is for rows of one tile. They stay in registers between the reduction and the writing, so they
+  are read once. A program takes several short rows.
+- The *two-pass* kernel is for rows of several tiles. The first pass folds the tiles into one state a lane. The second
+  writes the tiles in reverse order, so that it finds the end of the row in the L2, where the first pass has left it.
 
-Each operation is both; which one it is, the plan says when it is compiled. Arrays are contiguous, of shape (rows, n),
-or (rows,) for one number a row. Where a program has no row left it does the last one again, to the same bits, so that
-only what lies beyond the end of a row is masked.
+The kernel of an operation is compiled as one of the two, as the plan says. Arrays are contiguous, of shape (rows, n),
+or (rows,) for one number a row. A program that has no row left does the last one again, to the same bits, so that masks
+are needed only beyond the end of a row.
 """
 
 import triton
@@ -129,7 +129,7 @@ def _backward(operation: tl.constexpr, rows, x_ptr, m_ptr, s_ptr, g_ptr, dx_ptr,
 
 @triton.jit
 def _terms(operation: tl.constexpr, xs, gs):
-    """What a pullback sums over a row."""
+    """The terms that a pullback sums over a row."""
     terms = ()
     for i in tl.static_range(len(gs)):
         g = wide(gs[i])
@@ -150,14 +150,14 @@ def _write_backward(operation: tl.constexpr, dx_ptr, row, tile, xs, gs, total, s
 
 @triton.jit
 def _rows(rows, plan: tl.constexpr):
-    """The program's rows, in 64 bits."""
+    """The indices of the program's rows, in 64 bits."""
     row = tl.program_id(0).to(tl.int64) * plan.rows + tl.arange(0, plan.rows)
     return tl.minimum(row, rows - 1)
 
 
 @triton.jit
 def _load(ptr, row, tile, other, plan: tl.constexpr):
-    """The units of a tile of the rows, and `other` beyond their end."""
+    """Loads the units of a tile of the rows, with `other` beyond the end of a row."""
     units = ()
     for i in tl.static_range(tl.constexpr(plan.units)):
         place = _place(tile, i, plan)
@@ -181,7 +181,7 @@ def _store(ptr, row, tile, i: tl.constexpr, value, plan: tl.constexpr):
 
 @triton.jit
 def _place(tile, i: tl.constexpr, plan: tl.constexpr):
-    """Which elements of their rows a unit has. 64 bits only where the row needs them."""
+    """The indices of a unit's elements in their rows, in 64 bits where a row is that long."""
     if plan.tiles * plan.tile >= 2**31:
         tile = tile.to(tl.int64)
     return (tile * plan.tile + i * plan.unit + tl.arange(0, plan.unit))[None, :]

@@ -1,4 +1,4 @@
-"""Launching a kernel on JAX arrays: the one place that knows jax-triton."""
+"""Launches a kernel on JAX arrays. This is the only file that knows jax-triton."""
 
 import inspect
 import math
@@ -23,7 +23,7 @@ def call(operation: Operation, capability: int, *operands: jax.Array, cut: Plan 
 
     Args:
       operation: which.
-      capability: the compute capability of the GPU, 90 for 9.0.
+      capability: the compute capability of the GPU, as 90 for 9.0.
       operands: those of the operation, of shape (..., n), or (...) for one number a row.
       cut: how the work is cut up, if not as `plan` says.
     """

@@ -1,27 +1,33 @@
-"""How the kernels cut up rows: all that decides their speed, and nothing that decides their results but rounding."""
+"""How the kernels cut up rows: all that decides their speed, and nothing of their results but the rounding.
+
+`TUNING` is the table of sizes, and `plan` cuts up rows by one of its lines.
+"""
 
 import dataclasses
 
-_VECTOR_BYTES = 16  # what a thread loads and stores at a time
-# The compiler takes its time over many units, and does not keep packs of several rows in one thread.
+_VECTOR_BYTES = 16  # a thread loads and stores this much at a time
+_WARP = 32  # lanes
+# Triton compiles slowly where a tile has many units, so a long row has few of them, with several packs each. Rows that
+# share a program have one pack a unit, because Triton does not keep packs of several rows in one thread.
 _UNITS = 4
 _MOST_UNITS = 8
-_WARP = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """The sizes that decide the speed, and nothing else.
+    """The sizes that decide the speed of a kernel.
 
     Attributes:
-      held: elements of a row that a thread holds in registers, in the whole-row kernel.
-      most_lanes: threads a row there, at most.
-      most_held: elements that they hold at most; with `most_lanes`, the longest row that is read once.
-      tile_lanes: threads a row in the two-pass kernel.
-      tile_held: elements that they hold at a time; with `tile_lanes`, the largest tile.
-      fewest_lanes: lanes of a short row, if it has so many vectors: 128 bytes next to each other.
-      threads: of a program that takes several rows.
-      programs: rather fewer rows a program than fewer programs than this.
+      held: how many elements of a row a thread of the whole-row kernel holds in registers.
+      most_lanes: the most threads that share a row there.
+      most_held: the most elements that such a thread holds; with `most_lanes`, this is the longest row that is read
+        once.
+      tile_lanes: how many threads share a row in the two-pass kernel.
+      tile_held: how many elements such a thread holds at a time; with `tile_lanes`, this is the largest tile.
+      fewest_lanes: how many lanes share a short row, if it has so many vectors. Eight of them read 128 bytes that lie
+        next to each other.
+      threads: how many threads a program has that takes several rows.
+      programs: a program takes fewer rows where there would otherwise be fewer programs than this.
     """
 
     held: int = 32
@@ -39,14 +45,14 @@ class Plan:
     """How a kernel cuts up its work.
 
     Attributes:
-      n: elements a row.
-      tiles: tiles a row; if 1, the row is held in registers and read once.
-      units: parts that a tile is loaded in, one after the other.
-      packs: vectors that each lane has of a unit.
-      rows: rows a program; 1 if a row has several tiles.
-      lanes: threads that share a row; a power of 2.
-      vector: elements that a thread loads at a time, a divisor of n.
-      warps: warps a program.
+      n: how many elements a row has.
+      tiles: how many tiles a row has; if it is one, the row is held in registers and read once.
+      units: in how many parts a tile is loaded, one after the other.
+      packs: how many vectors of a unit each lane has.
+      rows: how many rows a program takes; 1 if a row has several tiles.
+      lanes: how many threads share a row, a power of 2.
+      vector: how many elements a thread loads at a time, a divisor of n.
+      warps: how many warps a program has.
     """
 
     n: int
@@ -60,12 +66,12 @@ class Plan:
 
     @property
     def unit(self) -> int:
-        """Elements a unit."""
+        """How many elements a unit has."""
         return self.packs * self.lanes * self.vector
 
     @property
     def tile(self) -> int:
-        """Elements a tile."""
+        """How many elements a tile has."""
         return self.units * self.unit
 
     @property
@@ -74,11 +80,20 @@ class Plan:
         return self.tiles * self.tile == self.n
 
 
+# By what a kernel reads: one array of rows or two, of up to 32 bits an element, or 64 bits. The sizes are those that
+# the records on an H200 were taken with (see benchmarks/results). No other GPU was measured.
+TUNING = {
+    "one array": Tuning(),
+    "two arrays": Tuning(held=16, most_held=32, tile_held=8),
+    "64 bits": Tuning(held=8, most_held=16, tile_lanes=512, tile_held=8),
+}
+
+
 def tuning(arrays: int, itemsize: int) -> Tuning:
     """The sizes for a kernel that reads this many arrays of rows with elements of this many bytes."""
     if itemsize == 8:
-        return Tuning(held=8, most_held=16, tile_lanes=512, tile_held=8)
-    return Tuning(held=16, most_held=32, tile_held=8) if arrays == 2 else Tuning()
+        return TUNING["64 bits"]
+    return TUNING["two arrays" if arrays == 2 else "one array"]
 
 
 def plan(rows: int, n: int, itemsize: int, sizes: Tuning) -> Plan:
