@@ -1,11 +1,11 @@
 """`implementation="pallas"`: row operations as Pallas kernels for data-centre GPUs from Hopper on.
 
-`held` has rows that fit the registers of a block, `tiled` longer ones, in shared memory, as `tiling` cuts them up, and
-`split` few of them, cut over many blocks; `choice` says what they can serve, and which of them does. To import Pallas
-takes half as long as to import JAX, so that waits until a kernel is asked for, and no GPU is touched before.
+`rows.held` takes rows that fit the registers of a block, `rows.tiled` longer ones, in shared memory, and `rows.split` a
+few of these, cut over many blocks. `rows.choice` says what they can serve, and which of them does, `rows.plan` how rows
+are cut up, and `rows.sizes` has the sizes for each kind of GPU. To import Pallas takes half as long as to import JAX,
+so that waits until a kernel is asked for, and no GPU is touched before.
 """
 
-import re
 from collections.abc import Sequence
 
 import jax
@@ -14,9 +14,7 @@ from jaxsoft._core import devices
 from jaxsoft._rows.forms import Form
 from jaxsoft._rows.operation import Operation, Rows
 
-# The GPUs that the kernels' sizes are for, by name, as a device that is lowered for has no compute capability here.
-# Others are not as new, or have less than half the shared memory of a block, and no clusters of 16.
-_DATA_CENTRE = re.compile(r"\b(G?H\d{2,3}|G?B[1-3]00)\b")
+from .rows import sizes
 
 
 def unavailable(platform: str) -> str | None:
@@ -24,9 +22,9 @@ def unavailable(platform: str) -> str | None:
     if platform != "cuda":
         return "Pallas Mosaic GPU kernels run on NVIDIA GPUs only"
     if kind := devices.elsewhere():
-        other = None if _DATA_CENTRE.search(kind) else kind
+        other = None if sizes.of_kind(kind) else kind
     elif here := devices.present():
-        others = {kind: number for kind, number in here.items() if not 90 <= number < 110}
+        others = {kind: number for kind, number in here.items() if not sizes.of_capability(number)}
         other = next((f"{kind} ({number // 10}.{number % 10})" for kind, number in others.items()), None)
     else:
         return "there is no NVIDIA GPU here"

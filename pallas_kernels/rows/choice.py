@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsoft._core import devices
 from jaxsoft._rows.forms import Form, is_plain
 from jaxsoft._rows.formulas import take
 from jaxsoft._rows.operation import NO_ROW, Extra, Operation, Rows
@@ -16,18 +15,15 @@ from jaxsoft._rows.operations.labels import LABEL_STATE, LABEL_STATE_VJP
 from jaxsoft._rows.operations.logsumexp import LOGSUMEXP_VJP, STATE
 from jaxsoft._rows.operations.softmax import SOFTMAX
 
-from . import arithmetic, held, split, tiled, tiling
-from .extras import Extras
+from . import held, operations, plan, sizes, split, tiled
+from .extras import Extras, LabelExtra, Name
 
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
-
-
-def _multiprocessors() -> int:
-    """Of the GPU that is here, or that is lowered for; else an H100's."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None and device.platform == "gpu" and device.num_cores:
-        return device.num_cores
-    return jax.devices("cuda")[0].core_count if devices.present() else 132
+# What the operations with labels are to the kernels: others, with extras before those of the form.
+_LABELLED: dict[Operation, tuple[Operation, tuple[Name, ...]]] = {
+    LABEL_STATE: (STATE, (LabelExtra.LABEL,)),
+    LABEL_STATE_VJP: (LOGSUMEXP_VJP, (LabelExtra.LABEL, LabelExtra.RESULT)),
+}
 
 
 def unsupported(operands: Sequence[jax.core.ShapedArray]) -> str | None:
@@ -37,24 +33,26 @@ def unsupported(operands: Sequence[jax.core.ShapedArray]) -> str | None:
         return f"its kernels take float16, bfloat16 and float32, not {dtype.name}"
     if not _known(operands):
         return f"its kernels are compiled for shapes that are known; got {operands[0].shape}"
-    if held.plan(1, n, dtype.itemsize) or tiling.plan("softmax", 1, n, dtype.itemsize, 1):
+    gpu = sizes.target()
+    if plan.held(gpu.held, 1, n, dtype.itemsize) or plan.tiled(gpu, SOFTMAX, 1, n, dtype.itemsize):
         return None
-    if n * dtype.itemsize <= held.MOST_BYTES:
+    if n * dtype.itemsize <= gpu.held.row_bytes:
         return f"rows must have at least 2 elements; got n={n}"
     return f"long rows must be a multiple of 16 bytes, the alignment of bulk copies; got n={n} of {dtype.name}"
 
 
 def leads(operation: Operation, form: Form, operands: Sequence[jax.core.ShapedArray]) -> bool:
-    """Whether these kernels are faster than all others: by measurement, softmax of few long rows, of 16 bits four, and
-    cross-entropy of many."""
+    """Whether these kernels are faster than all others, as the sizes of the GPU say."""
     x = operands[0]
     if operation not in (SOFTMAX, *_LABELLED) or x.dtype not in _DTYPES or not _known(operands):
         return False
-    n, itemsize = x.shape[-1], x.dtype.itemsize
-    if n * itemsize <= held.MOST_BYTES or not is_plain(operation, form, operands):
+    gpu, n, itemsize = sizes.target(), x.shape[-1], x.dtype.itemsize
+    if n * itemsize <= gpu.held.row_bytes or not is_plain(operation, form, operands):
         return False
-    few = x.size * itemsize <= tiling.FEW_BYTES
-    return not few if operation in _LABELLED else few and (itemsize == 4 or x.size <= 4 * n)
+    few = x.size * itemsize <= gpu.few.bytes
+    if operation in _LABELLED:
+        return gpu.lead.cross_entropy and not few
+    return few and x.size <= gpu.lead.softmax_rows[itemsize] * n
 
 
 def _known(operands: Sequence[jax.core.ShapedArray]) -> bool:
@@ -66,24 +64,23 @@ def kernel(operation: Operation, form: Form, operands: Sequence[jax.core.ShapedA
     if operation in _LABELLED and (form.cap is not None or {*form.extras} - {Extra.LIMIT, Extra.WHERE}):
         return None
     alike, names, given = unlabelled(operation, form, operands)
-    if alike.name not in arithmetic.SIGNATURES or form.trailing or not _known(operands):
+    if alike not in operations.KERNELS or form.trailing or not _known(operands):
         return None
     *leading, n = operands[0].shape
-    rows, base = math.prod(leading), len(alike.operands)
+    rows, own = math.prod(leading), len(alike.operands)
     dtypes = [v.dtype for kind, v in zip(alike.kinds, given, strict=False) if kind.is_wide]
     if any(dtype not in _DTYPES for dtype in (*dtypes, form.dtype)):
         return None
-    extras = Extras.of(names, form.masked, leading, [v.shape for v in given[base:]])
-    plain = _row_kernel(alike.name, rows, n, dtypes, form.dtype, extras)
+    extras = Extras.of(names, form.masked, leading, [v.shape for v in given[own:]])
+    plain = _row_kernel(alike, rows, n, dtypes, form.dtype, extras)
     if plain is None:
         return None
 
     def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
         _, _, given = unlabelled(operation, form, operands)
-        own, beside = given[:base], given[base:]
-        wide = [v.reshape(rows, n) for v in own if v.ndim > len(leading)]
-        numbers = [v.reshape(rows) for v in own if v.ndim == len(leading)]
-        others = [v.reshape(-1, n) if v.ndim > len(leading) else v.reshape(-1) for v in beside]
+        wide = [v.reshape(rows, n) for v in given[:own] if v.ndim > len(leading)]
+        numbers = [v.reshape(rows) for v in given[:own] if v.ndim == len(leading)]
+        others = [v.reshape(-1, n) if v.ndim > len(leading) else v.reshape(-1) for v in given[own:]]
         others = [v.astype(jnp.uint8) if v.dtype == jnp.bool_ else v for v in others]
         with jax.enable_x64(False):  # the kernels count in 32 bits
             results = plain(*wide, *numbers, *others)
@@ -93,59 +90,56 @@ def kernel(operation: Operation, form: Form, operands: Sequence[jax.core.ShapedA
     return call
 
 
-# The operations with labels have the arithmetic of others, and extras before those of the form: "i", the label of each
-# row, and "h", the result there.
-_LABELLED = {LABEL_STATE: (STATE, "i"), LABEL_STATE_VJP: (LOGSUMEXP_VJP, "ih")}
-
-
-def unlabelled[T](operation: Operation, form: Form, operands: Sequence[T]) -> tuple[Operation, str, Sequence[T]]:
-    """What an operation with labels is to the kernels, and the names of its extras; any other as it is."""
-    names = "".join(extra.value for extra in form.extras)
+def unlabelled[T](
+    operation: Operation, form: Form, operands: Sequence[T]
+) -> tuple[Operation, tuple[Name, ...], Sequence[T]]:
+    """The operation, its extras and its operands as the kernels take them: without labels, but for extras."""
     if operation not in _LABELLED:
-        return operation, names, operands
-    alike, label_names = _LABELLED[operation]
+        return operation, form.extras, operands
+    alike, of_label = _LABELLED[operation]
     x, label, *others = operands
     numbers = len(alike.operands) - 1
-    return alike, label_names + names, [x, *others[:numbers], label, *others[numbers:]]
+    return alike, (*of_label, *form.extras), [x, *others[:numbers], label, *others[numbers:]]
 
 
 def label_score(x: jax.Array, label: jax.Array) -> jax.Array:
-    """The score of each row's label, as of label_state: XLA reads it in the computation that needs it."""
+    """The score of each row's label, as label_state has it. XLA reads it in the computation that needs it."""
     return jnp.where(label == NO_ROW, 0, take(x, label))
 
 
 def _row_kernel(
-    operation: str, rows: int, n: int, dtypes: Sequence[np.dtype], result: np.dtype, extras: Extras
+    operation: Operation, rows: int, n: int, dtypes: Sequence[np.dtype], result: np.dtype, extras: Extras
 ) -> Rows | None:
-    """The kernel that is fit for rows of these lengths and dtypes: `held`, `tiled` or `split`, or None."""
-    size = max(dtype.itemsize for dtype in (*dtypes, result))
+    """The kernel that is fit for rows of these lengths and dtypes: `held`, `split` or `tiled`, or None."""
+    gpu, itemsize = sizes.target(), max(dtype.itemsize for dtype in (*dtypes, result))
     together = extras.together
-    if "l" in extras.names and n >= 128 * 16 // size:  # of one row a block, what is beyond its limit is not read
-        together = 1
-    if cut := held.plan(rows, n, size, together):
-        fits = functools.partial(held.row_kernel, operation, n=n, dtype=result, plan=cut, extras=extras)
-        return _padded(rows, cut.rows, fits)
-    if n * size <= held.MOST_BYTES or len({*dtypes}) > 1:
+    if Extra.LIMIT in extras.names and n >= plan.THREADS * plan.VECTOR_BYTES // itemsize:
+        together = 1  # where a block has one row, what is beyond its limit is not read
+    if in_registers := plan.held(gpu.held, rows, n, itemsize, together):
+        fits = functools.partial(held.row_kernel, operation, n=n, dtype=result, plan=in_registers, extras=extras)
+        return _padded(rows, in_registers.rows, fits)
+    if n * itemsize <= gpu.held.row_bytes or len({*dtypes}) > 1:
         return None
     if not extras.names and not extras.masked and result == dtypes[0]:
-        if parts := split.plan(operation, rows, n, size):
-            return split.row_kernel(operation, rows, n, result, *parts)
-    tiles = tiling.plan(operation, rows, n, dtypes[0].itemsize, _multiprocessors())
-    if tiles is None:
-        return None
-    wide = arithmetic.SIGNATURES[operation][2]
-    tiled_kernel = tiled.row_kernel(operation, rows, n, (dtypes[0], result), tiles, extras)
+        if in_parts := plan.split(gpu, operation, rows, n, itemsize):
+            return split.row_kernel(operation, rows, n, result, in_parts)
+    if in_tiles := plan.tiled(gpu, operation, rows, n, dtypes[0].itemsize):
+        return _in_vectors(tiled.row_kernel(operation, rows, n, (dtypes[0], result), in_tiles, extras), in_tiles.vector)
+    return None
 
-    def in_vectors(*operands):
-        vectors = [x.reshape(-1, n // tiles.vector, tiles.vector) if x.ndim == 2 else x for x in operands]
-        results = tiled_kernel(*vectors)
-        return *(y.reshape(rows, n) for y in results[:wide]), *results[wide:]
 
-    return in_vectors
+def _in_vectors(kernel: Rows, vector: int) -> Rows:
+    """Makes a kernel that takes rows as vectors take them as they are."""
+
+    def function(*operands):
+        vectors = [x.reshape(len(x), -1, vector) if x.ndim == 2 else x for x in operands]
+        return tuple(y.reshape(len(y), -1) if y.ndim == 3 else y for y in kernel(*vectors))
+
+    return function
 
 
 def _padded(rows: int, least: int, kernel: Callable[..., Rows]) -> Rows:
-    """A kernel that takes no fewer rows than a block does, for fewer."""
+    """The kernel for this number of rows, which are padded if a block takes more."""
     if rows >= least:
         return kernel(rows=rows)
 

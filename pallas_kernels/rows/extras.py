@@ -1,18 +1,33 @@
-"""What comes beside the rows of an operation: its operands by row, and what they do to the scores.
+"""The operands that come beside the rows of an operation, and what they do to the scores.
 
-An extra may be broadcast along any of x's leading dimensions; it lies in memory as it was given. Neighbouring
-dimensions along which the same extras are broadcast count as one, of which there are few.
+An extra may be broadcast along any of the leading dimensions of x; it lies in memory as it was given. Neighbouring
+dimensions along which the same extras are broadcast count as one, so that there are few.
 """
 
+import abc
 import dataclasses
+import enum
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxsoft._rows.forms import groups
+from jaxsoft._rows.operation import Extra, Kind, Operation
+
+
+class LabelExtra(enum.Enum):
+    """An extra that an operation with labels has, as the kernels see it: before those of the form."""
+
+    LABEL = enum.auto()  # int32, one a row: the index of the label, or NO_ROW
+    RESULT = enum.auto()  # one number a row: the result at the label
+
+
+type Name = Extra | LabelExtra
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,20 +35,21 @@ class Extras:
     """The extras of a call.
 
     Attributes:
-      names: which there are, as in a `jaxsoft._rows.forms.Form`, or a label's.
-      sizes: x's leading dimensions, where neighbours are one that differ in nothing.
-      strides: of each extra, for each of those: how far its rows are apart, 0 where it is broadcast.
-      masked: elements whose y is 0 do not count.
+      names: which there are, in the order of the operands.
+      sizes: the leading dimensions of x, where neighbours along which the same extras are broadcast are one.
+      strides: for each extra and each of these dimensions: how far apart the rows of the extra are, 0 where it is
+        broadcast.
+      masked: whether elements whose first operand, a softmax, is 0 do not count.
     """
 
-    names: str = ""
+    names: tuple[Name, ...] = ()
     sizes: tuple[int, ...] = ()
     strides: tuple[tuple[int, ...], ...] = ()
     masked: bool = False
 
     @staticmethod
-    def of(names: str, masked: bool, leading: Sequence[int], shapes: Sequence[Sequence[int]]) -> "Extras":
-        """Those of these shapes, beside x with these leading dimensions."""
+    def of(names: Sequence[Name], masked: bool, leading: Sequence[int], shapes: Sequence[Sequence[int]]) -> "Extras":
+        """The extras of these names and shapes, beside x with these leading dimensions."""
         found = groups(leading, shapes)
         sizes = tuple(size for _, size in found)
         strides = []
@@ -43,20 +59,20 @@ class Extras:
                 apart.append(apart[-1] * (1 if broadcast[k] else size))
             from_outside = zip(found, reversed(apart), strict=False)  # one too many where there is no dimension
             strides.append(tuple(0 if broadcast[k] else stride for (broadcast, _), stride in from_outside))
-        return Extras(names, sizes, tuple(strides), masked)
+        return Extras(tuple(names), sizes, tuple(strides), masked)
 
     @property
     def partial(self) -> bool:
-        """Whether something of a row may not count."""
-        return self.masked or "l" in self.names or "w" in self.names
+        """Whether some elements of a row may not count."""
+        return self.masked or Extra.LIMIT in self.names or Extra.WHERE in self.names
 
     @property
     def together(self) -> int:
         """How many neighbouring rows have neighbouring or the same rows of every extra; 0 for all."""
         return self.sizes[-1] if len(self.sizes) > 1 else 0
 
-    def place(self, name: str, row: jax.Array) -> tuple[jax.Array, bool]:
-        """Which row of an extra is that of a row of x, and whether it is the next row's, too."""
+    def place(self, name: Name, row: jax.Array | int) -> tuple[jax.Array, bool]:
+        """The row of an extra that belongs to a row of x, and whether it belongs to the next row, too."""
         index, strides = jnp.int32(0), self.strides[self.names.index(name)]
         for size, stride in zip(self.sizes[::-1], strides[::-1], strict=True):
             index += lax.rem(row, jnp.int32(size)) * stride
@@ -64,12 +80,12 @@ class Extras:
         return index, not strides or strides[-1] == 0
 
     def first_row(self, block: jax.Array, rows: int) -> jax.Array:
-        """The first row of a block of so many, in an order in which blocks that share what is large follow each other.
+        """The first row of a block of so many rows, ordered so that blocks that share a large extra are neighbours.
 
-        Of a bias or a mask that is the same for many rows far from each other, little would be in the L2 when it comes
-        to the next of them.
+        Otherwise, where a bias or a mask belongs to rows that are far apart, little of it would be left in the L2 when
+        the next of these rows needs it.
         """
-        large = next((name for name in "bw" if name in self.names), None)
+        large = next((name for name in (Extra.BIAS, Extra.WHERE) if name in self.names), None)
         if large is None or len(self.sizes) < 2:
             return block * rows
         counts = *self.sizes[:-1], self.sizes[-1] // rows
@@ -83,54 +99,71 @@ class Extras:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rules:
-    """What the extras of some rows do to a chunk of them.
+class Rules(abc.ABC):
+    """What the extras of some rows do to a chunk of these.
+
+    A kernel says where a chunk's place is in memory and in the row; the rest is the same for all.
 
     Attributes:
       operation: which.
-      scale: None, or the scale in a form that broadcasts with a chunk.
-      counts: None, or a function of a chunk's place, and of the chunks of the row operands there, to what counts.
-      bias: None, or a function of a chunk's place to the bias there.
-      label: None, or a function of a chunk's place to which elements are a row's label, or of a row not to be read.
-      instead: the result there.
+      extras: which there are.
+      refs: the references to them, by name.
+      scale: the scale in a form that broadcasts with a chunk, if there is one.
+      limit: likewise, the limit.
     """
 
-    operation: str
-    scale: jax.Array | None = None
-    counts: Callable | None = None
-    bias: Callable | None = None
-    label: Callable | None = None
-    instead: jax.Array | float = 0.0
+    operation: Operation
+    extras: Extras
+    refs: dict[Name, Any]
+    scale: jax.Array | None
+    limit: jax.Array | None
 
-    def prepare(self, place, chunks: Sequence[jax.Array | None]) -> tuple[list[jax.Array | None], jax.Array | None]:
-        """What the plain kernel is given of chunks, without those that it does not need here, and what of it counts."""
-        counts = self.counts(place, chunks) if self.counts else None
+    @abc.abstractmethod
+    def chunk(self, name: Extra, place: Any) -> jax.Array:
+        """An extra that has an element for each of x, at a chunk's place."""
+
+    @abc.abstractmethod
+    def columns(self, place: Any) -> jax.Array:
+        """The columns of a chunk's elements in the row."""
+
+    def prepare(self, place: Any, chunks: Sequence[Any]) -> "Prepared":
+        """Applies the extras to chunks of the row operands, or None for those that are not needed here."""
+        counts = self._counts(place, chunks) if self.extras.partial else None
         first, *others = chunks
-        if first is not None and self.operation != "softmax_vjp":  # that has y, not scores
+        if first is not None and self.operation.kinds[0] is Kind.SCORES:
             first = first if self.scale is None else first * self.scale
-            first = first if self.bias is None else first + self.bias(place)
+            first = first + self.chunk(Extra.BIAS, place) if Extra.BIAS in self.extras.names else first
             first = _select(counts, first, -jnp.inf)
-        return [first, *(_select(counts, g, 0.0) for g in others)], counts
+        return Prepared([first, *(_select(counts, g, 0.0) for g in others)], counts)
 
     def conclude(self, counts: jax.Array | None, result: jax.Array) -> jax.Array:
-        """The result, from the plain kernel's."""
-        if self.scale is not None and self.operation.endswith("_vjp"):
+        """Applies the extras to the result of a chunk, given which of its elements count."""
+        if self.scale is not None and self.operation.is_pullback:
             result = result * self.scale
-        return _select(counts, result, self.nothing)
+        return _select(counts, result, self.operation.uncounted)
 
-    def without_label(self, place, scores: jax.Array) -> jax.Array:
-        """What the fold is given of the scores of a chunk."""
-        return scores if self.label is None else jnp.where(self.label(place), -jnp.inf, scores)
-
-    def with_label(self, place, result: jax.Array) -> jax.Array:
-        """The result of a chunk, with that at the label."""
-        return result if self.label is None else jnp.where(self.label(place), self.instead, result)
-
-    @property
-    def nothing(self) -> float:
-        """The result where nothing counts."""
-        return -math.inf if self.operation == "log_softmax" else 0.0
+    def _counts(self, place: Any, chunks: Sequence[Any]) -> jax.Array:
+        """Which elements of a chunk count."""
+        conditions = [self.chunk(Extra.WHERE, place) != 0] if Extra.WHERE in self.extras.names else []
+        if self.limit is not None:
+            conditions.append(self.columns(place) < self.limit)
+        if self.extras.masked:
+            conditions.append(chunks[0] != 0)
+        return functools.reduce(jnp.logical_and, conditions)
 
 
-def _select(counts, x, other):
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """Chunks of the row operands as the plain operation takes them.
+
+    Attributes:
+      chunks: one for each row operand; None for one that is not needed here.
+      counts: which elements count; None for all.
+    """
+
+    chunks: Sequence[Any]
+    counts: jax.Array | None
+
+
+def _select(counts: jax.Array | None, x: Any, other: float) -> Any:
     return x if counts is None else jnp.where(counts, x, other)

@@ -1,17 +1,18 @@
 """The whole-row kernel: rows that fit the registers of some threads, read once and written once.
 
-One block of one warpgroup takes the next few rows: it loads them, reduces them and writes the result. What keeps the
-memory busy meanwhile are the other blocks of the multiprocessor. 2 to 128 threads hold a row, so that short rows share
-a warp, and reductions of rows of up to a warp need nothing but shuffles.
+A block of one warp group takes the next few rows: it loads them, reduces them and writes the result. Meanwhile the
+other blocks of the multiprocessor keep the memory busy. 2 to 128 threads hold a row, so that short rows share a warp,
+and reductions of rows of up to a warp need nothing but shuffles.
 
-Chunks never leave their row. The last one ends with the row and overlaps the one before: what was seen before is masked
-in the reduction, and written twice with the same value.
+Chunks never leave their row. The last one ends with the row and overlaps the one before: the elements that both have
+are masked in the reduction, and written twice with the same value.
 """
 
 import dataclasses
 import functools
 import itertools
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,82 +21,28 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxsoft._rows.operation import NO_ROW
+from jaxsoft._rows.operation import NO_ROW, Extra, Operation
 
-from . import arithmetic
-from .extras import Extras, Rules
+from . import fold, operations
+from .extras import Extras, LabelExtra, Name, Prepared, Rules
+from .fold import State, reference
 from .memory import load, store
+from .operations import References, Signature
+from .plan import THREADS, WARP, HeldPlan
 
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """How rows are laid out over the 128 threads of a block.
-
-    Attributes:
-      vector: elements that a thread loads at a time.
-      lanes: threads that hold a row, a power of 2.
-      repeat: how many rows such threads hold side by side.
-    """
-
-    vector: int
-    lanes: int
-    repeat: int
-
-    @property
-    def rows(self) -> int:
-        """Rows a block."""
-        return 128 // self.lanes * self.repeat
-
-    @property
-    def width(self) -> int:
-        """Elements of a row that are loaded at a time."""
-        return self.lanes * self.vector
-
-    def starts(self, n: int) -> list[int]:
-        """Where the chunks of a row of n elements begin."""
-        return [min(i, n - self.width) for i in range(0, n, self.width)]
-
-    @property
-    def layout(self) -> Any:
-        """Of a chunk, of shape (rows, width)."""
-        tiles: tuple[tuple[int, ...], ...]
-        warp_dims: tuple[int, ...]
-        lane_dims: tuple[int, ...]
-        if self.lanes < 32:  # a warp has several rows
-            side = 32 // self.lanes
-            tiles = ((4 * side, self.width), (side, self.width), (self.vector,))
-            warp_dims, lane_dims = (-5,), (-3, -2)
-        elif self.lanes == 32:
-            tiles = ((4, self.width), (self.vector,))
-            warp_dims, lane_dims = (-3,), (-2,)
-        else:  # a row has several warps
-            tiles = ((128 // self.lanes, self.width), (32 * self.vector,), (self.vector,))
-            warp_dims, lane_dims = (-4, -3) if self.lanes == 64 else (-3,), (-2,)
-        return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=warp_dims, lane_dims=lane_dims, vector_dim=-1)
-
-
-MOST_BYTES = 32 << 10  # of a row
-_LANE_BYTES = 64  # of a thread's share of a row that has more than a warp
-
-
-def plan(rows: int, n: int, itemsize: int, together: int = 0) -> Plan | None:
-    """How to hold rows of n elements, with blocks of a divisor of `together` rows; None if too short or long."""
-    vector = next((v for v in (8, 4, 2, 1) if v * itemsize <= 16 and n % v == 0 and n >= 2 * v), None)
-    if vector is None or n * itemsize > MOST_BYTES:
-        return None
-    most = min(128, 1 << (n // vector).bit_length() - 1)
-    lanes = min(most, max(32, pl.next_power_of_2(pl.cdiv(n * itemsize, _LANE_BYTES))))
-    repeat = max(1, _LANE_BYTES // 2 * lanes // (n * itemsize))  # of rows shorter than a warp
-    cut = Plan(vector, lanes, max(1, min(repeat, rows * lanes // 128)))
-    if together % cut.rows:
-        cut = Plan(vector, lanes, 1)
-    while together % cut.rows and cut.lanes < most:
-        cut = Plan(vector, 2 * cut.lanes, 1)
-    return None if together % cut.rows else cut
+# Where rows have a limit, the kernel is compiled for each quarter of a row that may count, if a row has no more chunks
+# than this. For the longest rows, or beside a mask or a bias, compiling would take half a minute.
+_MOST_CHUNKS_IN_QUARTERS = 8
 
 
 def row_kernel(
-    operation: str, rows: int, n: int, dtype: Any, plan: Plan, extras: Extras = Extras(), interpret: Any = None
+    operation: Operation,
+    rows: int,
+    n: int,
+    dtype: Any,
+    plan: HeldPlan,
+    extras: Extras = Extras(),
+    interpret: Any = None,
 ):
     """The kernel of an operation on `rows` rows of n elements, of which there are at least plan.rows and plan.width.
 
@@ -111,130 +58,216 @@ def row_kernel(
       rows,), where booleans are bytes. It returns a tuple of arrays of the first two shapes.
     """
     full, number = jax.ShapeDtypeStruct((rows, n), dtype), jax.ShapeDtypeStruct((rows,), jnp.float32)
-    *_, wide, narrow = arithmetic.SIGNATURES[operation]
+    signature = Signature.of(operation)
     return plgpu.kernel(
         functools.partial(_body, operation, plan, extras),
-        out_type=(full,) * wide + (number,) * narrow,
+        out_type=(full,) * signature.row_results + (number,) * signature.number_results,
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True),
         grid=(rows // plan.rows,),
         grid_names=("block",),
-        kernel_name=f"jaxsoft_{operation}_held",
+        kernel_name=f"jaxsoft_{operation.name}_held",
         interpret=interpret,
     )
 
 
-def _body(operation: str, plan: Plan, extras: Extras, *refs):
-    in_refs, given_refs, beside, out_refs, number_refs = arithmetic.sorted_refs(operation, refs)
-    extra_refs = dict(zip(extras.names, beside, strict=True))
-    (rows, n), shape = in_refs[0].shape, (plan.rows, plan.width)
-    starts = plan.starts(n)
-    overlap = len(starts) * plan.width - n
+def layout(plan: HeldPlan) -> Any:
+    """How a chunk, of shape (rows of a block, width), lies in the registers of a warp group."""
+    tiles: tuple[tuple[int, ...], ...]
+    warp_dims: tuple[int, ...]
+    lane_dims: tuple[int, ...]
+    if plan.lanes < WARP:  # a warp has several rows
+        side = WARP // plan.lanes
+        tiles = ((4 * side, plan.width), (side, plan.width), (plan.vector,))
+        warp_dims, lane_dims = (-5,), (-3, -2)
+    elif plan.lanes == WARP:
+        tiles = ((4, plan.width), (plan.vector,))
+        warp_dims, lane_dims = (-3,), (-2,)
+    else:  # a row has several warps
+        tiles = ((THREADS // plan.lanes, plan.width), (WARP * plan.vector,), (plan.vector,))
+        warp_dims, lane_dims = (-4, -3) if plan.lanes == 64 else (-3,), (-2,)
+    return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=warp_dims, lane_dims=lane_dims, vector_dim=-1)
 
-    def new(chunks, neutral):
-        """The chunks without what the last one of a row has seen before."""
-        if not overlap or len(chunks) < len(starts):
-            return chunks
-        column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plan.layout)
-        return [*chunks[:-1], jnp.where(column < overlap, neutral, chunks[-1])]
 
-    def spread(number):
-        return lax.broadcast_in_dim(number, shape, (0,))
+def _body(operation: Operation, plan: HeldPlan, extras: Extras, *refs):
+    kernel = _Kernel(operation, plan, extras, References.of(operation, refs))
+    block = lax.axis_index("block")
+    kernel.take_rows(extras.first_row(block, plan.rows))
+    beyond = kernel.rows % plan.rows
+    if beyond:  # the last block takes the rows that are left, too, together with some that are its own
 
-    def row_sum(chunks):
-        return jnp.sum(functools.reduce(operator.add, new(chunks, 0.0)), axis=1)
+        @pl.when(block == kernel.rows // plan.rows - 1)
+        def _():
+            kernel.take_rows(kernel.rows - plan.rows)
 
-    def rules_of(first):
-        """What the extras do to rows from this one on, and the place of a chunk that begins at an element.
 
-        The place is where the chunk is read: what does not count of a row is not. What begins beyond its end is read at
-        its beginning instead, which is there already, and does not count.
-        """
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+    """The kernel, before it is known which rows the block takes."""
 
-        def number(name):
-            index, same = extras.place(name, first)
-            if same or plan.rows == 1:
-                return extra_refs[name][index]
-            return spread(plgpu.load(extra_refs[name].at[pl.ds(index, plan.rows)], optimized=False))
+    operation: Operation
+    plan: HeldPlan
+    extras: Extras
+    refs: References
 
-        scale, limit, label, instead = (number(name) if name in extras.names else None for name in "slih")
+    @property
+    def rows(self) -> int:
+        return self.refs.rows[0].shape[0]
 
-        def columns(start):
-            known = limit is not None and not limit.shape
-            return pl.ds(jnp.where(start < limit, start, 0) if known and start else start, plan.width)
+    @property
+    def n(self) -> int:
+        return self.refs.rows[0].shape[1]
 
-        def chunk(name, start):
-            index, same = extras.place(name, first)
-            if same:
-                return lax.broadcast_in_dim(load(extra_refs[name].at[index, columns(start)]), shape, (1,))
-            return load(extra_refs[name].at[pl.ds(index, plan.rows), columns(start)], plan.layout)
+    @property
+    def starts(self) -> list[int]:
+        """Where the chunks of a row begin."""
+        return self.plan.starts(self.n)
 
-        def counts(start, chunks):
-            conditions = [chunk("w", start) != 0] if "w" in extras.names else []
-            if limit is not None:
-                column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plan.layout)
-                conditions.append(column + start < limit)
-            if extras.masked:
-                conditions.append(chunks[0] != 0)
-            return functools.reduce(jnp.logical_and, conditions)
+    @property
+    def overlap(self) -> int:
+        """How many elements of the last chunk are in the one before, too."""
+        return len(self.starts) * self.plan.width - self.n
 
-        def at_label(start):
-            column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plan.layout)
-            return (column == label - start) | (label == NO_ROW)
-
-        bias = functools.partial(chunk, "b") if "b" in extras.names else None
-        rules = Rules(operation, scale, counts if extras.partial else None, bias)
-        if label is not None:
-            instead = 0.0 if instead is None else jnp.where(label == NO_ROW, 0.0, instead)
-            rules = dataclasses.replace(rules, label=at_label, instead=instead)
-        return rules, columns, limit
-
-    def row_block(first):
-        rules, columns, limit = rules_of(first)
-        if limit is None or limit.shape or not 1 < len(starts) <= 8 or {*extras.names} & {"w", "b"}:
-            return reduced(first, rules, columns, len(starts))
-        # What does not count costs no arithmetic either: the kernel is compiled for the quarters of a row. Not where
-        # that takes too long: the most of a row, or with a mask or a bias, half a minute.
-        counted = sum((start < limit).astype(jnp.int32) for start in starts)
-        quarters = sorted({-(-len(starts) * k // 4) for k in (1, 2, 3, 4)})
+    def take_rows(self, first: jax.Array | int) -> None:
+        """Takes the rows of a block, from this one on."""
+        rules = _HeldRules.of(self, first)
+        limit = rules.limit
+        several = 1 < len(self.starts) <= _MOST_CHUNKS_IN_QUARTERS
+        if limit is None or limit.shape or not several or {*self.extras.names} & {Extra.WHERE, Extra.BIAS}:
+            return self.take_chunks(first, rules, len(self.starts))
+        # Chunks that do not count cost no arithmetic either.
+        counted = sum((start < limit).astype(jnp.int32) for start in self.starts)
+        quarters = sorted({-(-len(self.starts) * k // 4) for k in (1, 2, 3, 4)})
         for fewer, most in itertools.pairwise([-1, *quarters]):
             enough = (counted > fewer) & (counted <= most)
-            pl.when(enough)(functools.partial(reduced, first, rules, columns, most))
+            pl.when(enough)(functools.partial(self.take_chunks, first, rules, most))
 
-    def reduced(first, rules, columns, most):
-        """Some rows, of which no more than the first so many chunks count."""
-        block_rows = pl.ds(first, plan.rows)
+    def take_chunks(self, first: jax.Array | int, rules: "_HeldRules", most: int) -> None:
+        """Loads, reduces and writes the rows of a block, of which no more than the first so many chunks count."""
+        block_rows = pl.ds(first, self.plan.rows)
+        prepared = [self._load(block_rows, rules, start) for start in self.starts[:most]]
+        numbers = tuple(load(ref.at[block_rows]) for ref in self.refs.numbers)
+        total = self._total(prepared, rules)
+        for ref, value in zip(self.refs.number_results, total, strict=False):
+            store(ref.at[block_rows], value)
+        if self.refs.row_results:
+            self._write(block_rows, prepared, rules, total, numbers)
 
-        def prepared(start):
-            return rules.prepare(start, [load(ref.at[block_rows, columns(start)], plan.layout) for ref in in_refs])
+    def _load(self, block_rows: Any, rules: "_HeldRules", start: int) -> Prepared:
+        """Loads a chunk of each row operand."""
+        chunks = [load(ref.at[block_rows, rules.place(start)], layout(self.plan)) for ref in self.refs.rows]
+        return rules.prepare(start, chunks)
 
-        chunks_of, counts = zip(*map(prepared, starts[:most]), strict=True)
-        arrays = list(zip(*chunks_of, strict=True))
-        given = tuple(load(ref.at[block_rows]) for ref in given_refs)
-        totals: arithmetic.Lanes = ()
-        if operation in arithmetic.SCORES:
-            scores = [rules.without_label(start, x) for start, x in zip(starts, arrays[0], strict=False)]
-            m = jnp.max(functools.reduce(jnp.maximum, new(scores, -jnp.inf)), axis=1)
-            ref = spread(arithmetic.reference(m))
-            powers = [jnp.exp(x - ref) for x in scores]
-            totals = m, row_sum(powers)
-        elif operation in arithmetic.SUMS:
-            totals = (row_sum([arithmetic.terms(operation, *chunks) for chunks in zip(*arrays, strict=True)]),)
-        for ref, total in zip(number_refs, totals, strict=False):
-            store(ref.at[block_rows], total)
-        if not out_refs:
-            return
-        finished = arithmetic.finish(operation, totals, given, spread)
-        results = [
-            rules.conclude(counted, finished(*chunks)) for chunks, counted in zip(chunks_of, counts, strict=True)
-        ]
-        nothing = plgpu.layout_cast(jnp.full(shape, rules.nothing, jnp.float32), plan.layout)
-        for start, result in itertools.zip_longest(starts, results, fillvalue=nothing):
-            store(out_refs[0].at[block_rows, pl.ds(start, plan.width)], rules.with_label(start, result))
+    def _total(self, prepared: Sequence[Prepared], rules: "_HeldRules") -> State:
+        """Reduces the rows. As they are in registers, scores are gone over twice: for the maximum and for the sum."""
+        reduction = operations.fold_of(self.operation)
+        if reduction is None:
+            return ()
+        if reduction is fold.SUM:
+            return (self._row_sum([operations.terms(self.operation, p.chunks) for p in prepared]),)
+        scores = [rules.without_label(start, p.chunks[0]) for start, p in zip(self.starts, prepared, strict=False)]
+        m = jnp.max(functools.reduce(jnp.maximum, self._new(scores, -jnp.inf)), axis=1)
+        ref = self.spread(reference(m))
+        return m, self._row_sum([jnp.exp(x - ref) for x in scores])
 
-    block = lax.axis_index("block")
-    row_block(extras.first_row(block, plan.rows))
-    if rows % plan.rows:  # the rows that are left, with some of the last block's own
+    def _row_sum(self, chunks: Sequence[jax.Array]) -> jax.Array:
+        return jnp.sum(functools.reduce(operator.add, self._new(chunks, 0.0)), axis=1)
 
-        @pl.when(block == rows // plan.rows - 1)
-        def _():
-            row_block(rows - plan.rows)
+    def _new(self, chunks: Sequence[jax.Array], neutral: float) -> Sequence[jax.Array]:
+        """The chunks, without what the last one of a row has in common with the one before."""
+        if not self.overlap or len(chunks) < len(self.starts):
+            return chunks
+        return [*chunks[:-1], jnp.where(self.columns() < self.overlap, neutral, chunks[-1])]
+
+    def _write(
+        self, block_rows: Any, prepared: Sequence[Prepared], rules: "_HeldRules", total: State, numbers: State
+    ) -> None:
+        """Writes the result of all chunks, of which those that are not prepared have nothing that counts."""
+        finished = operations.finish(self.operation, total, numbers, self.spread)
+        results = [rules.conclude(p.counts, finished(*p.chunks)) for p in prepared]
+        uncounted = jnp.full(self.shape, self.operation.uncounted, jnp.float32)
+        uncounted = plgpu.layout_cast(uncounted, layout(self.plan))
+        for start, result in itertools.zip_longest(self.starts, results, fillvalue=uncounted):
+            place = block_rows, pl.ds(start, self.plan.width)
+            store(self.refs.row_results[0].at[place], rules.with_label(start, result))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of a chunk."""
+        return self.plan.rows, self.plan.width
+
+    def spread(self, number: jax.Array) -> jax.Array:
+        """A chunk that has a number a row all over the row."""
+        return lax.broadcast_in_dim(number, self.shape, (0,))
+
+    def columns(self) -> jax.Array:
+        """The columns of a chunk's elements in the chunk."""
+        return plgpu.broadcasted_iota(jnp.int32, self.shape, 1, layout=layout(self.plan))
+
+
+@dataclasses.dataclass(frozen=True)
+class _HeldRules(Rules):
+    """What the extras do to the rows of a block. The place of a chunk is where it begins in the row.
+
+    Attributes:
+      kernel: the kernel.
+      first: the first row of the block.
+      label: the labels in a form that broadcasts with a chunk, if rows have any.
+      at_label: likewise, the result at the label; 0 all over a row that is not to be read.
+    """
+
+    kernel: _Kernel
+    first: jax.Array | int
+    label: jax.Array | None
+    at_label: jax.Array | None
+
+    @staticmethod
+    def of(kernel: _Kernel, first: jax.Array | int) -> "_HeldRules":
+        """The rules for the rows of a block, from this one on."""
+        extras, rows = kernel.extras, kernel.plan.rows
+        refs = dict(zip(extras.names, kernel.refs.extras, strict=True))
+
+        def number(name: Name) -> jax.Array | None:
+            if name not in extras.names:
+                return None
+            index, same = extras.place(name, first)
+            if same or rows == 1:
+                return refs[name][index]
+            return kernel.spread(plgpu.load(refs[name].at[pl.ds(index, rows)], optimized=False))
+
+        scale, limit = number(Extra.SCALE), number(Extra.LIMIT)
+        label, result = number(LabelExtra.LABEL), number(LabelExtra.RESULT)
+        if label is not None and result is not None:
+            result = jnp.where(label == NO_ROW, 0.0, result)
+        return _HeldRules(kernel.operation, extras, refs, scale, limit, kernel, first, label, result)
+
+    def place(self, start: int) -> Any:
+        """Where to read a chunk. Beyond a limit that all rows share, that is the row's beginning, which is there."""
+        begin: jax.Array | int = start
+        if start and self.limit is not None and not self.limit.shape:
+            begin = jnp.where(start < self.limit, start, 0)
+        return pl.ds(begin, self.kernel.plan.width)
+
+    def chunk(self, name: Extra, place: int) -> jax.Array:
+        plan = self.kernel.plan
+        index, same = self.extras.place(name, self.first)
+        if same:
+            row = load(self.refs[name].at[index, self.place(place)])
+            return lax.broadcast_in_dim(row, self.kernel.shape, (1,))
+        return load(self.refs[name].at[pl.ds(index, plan.rows), self.place(place)], layout(plan))
+
+    def columns(self, place: int) -> jax.Array:
+        return self.kernel.columns() + place
+
+    def without_label(self, start: int, scores: jax.Array) -> jax.Array:
+        """The scores of a chunk as the fold takes them: without the label's, or any of a row that is not to be read."""
+        return scores if self.label is None else jnp.where(self._at_label(self.label, start), -jnp.inf, scores)
+
+    def with_label(self, start: int, result: jax.Array) -> jax.Array:
+        """The result of a chunk, with the label's."""
+        if self.label is None or self.at_label is None:
+            return result
+        return jnp.where(self._at_label(self.label, start), self.at_label, result)
+
+    def _at_label(self, label: jax.Array, start: int) -> jax.Array:
+        """Which elements of a chunk are the label's, or of a row that is not to be read."""
+        return jnp.equal(self.kernel.columns(), label - start) | jnp.equal(label, NO_ROW)

@@ -1,4 +1,8 @@
-"""Loads and stores of registers where a row lies: JAX's are told that what they access need not be whole sectors."""
+"""Loads and stores between memory and registers.
+
+By default JAX refuses loads and stores whose accesses are not whole sectors of memory. Rows lie where they lie, so here
+it is told that they need not be.
+"""
 
 from typing import Any
 
@@ -8,17 +12,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
 def load_as_is(ref: Any, layout: Any = None) -> jax.Array:
-    """What a reference to shared or global memory holds."""
+    """Loads what a reference to shared or global memory holds."""
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
 def load(ref: Any, layout: Any = None) -> jax.Array:
-    """The same in f32."""
+    """Loads it in f32."""
     return load_as_is(ref, layout).astype(jnp.float32)
 
 
 def load_in_every_warp(ref: Any) -> jax.Array:
-    """The same, of 64 numbers or a multiple of 128, where every warp has all of them."""
+    """Loads 64 numbers, or a multiple of 128, in f32, so that every warp has all of them."""
     vector = 4 if ref.size % 128 == 0 else 2
     layout = plgpu.Layout.TILED(
         plgpu.Tiling(((32 * vector,), (vector,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1
@@ -27,7 +31,7 @@ def load_in_every_warp(ref: Any) -> jax.Array:
 
 
 def store(ref: Any, value: jax.Array) -> None:
-    """Stores f32 in global memory, in the dtype there."""
+    """Stores f32 in global memory, in the dtype of the reference."""
     value = value.astype(ref.dtype)
     if hasattr(plgpu, "store"):  # JAX 0.12
         plgpu.store(ref, value, optimized=False)

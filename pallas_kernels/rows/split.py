@@ -14,75 +14,66 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from . import arithmetic, held
+from jaxsoft._rows.operation import Operation
+
+from . import held, operations
 from .memory import load, load_in_every_warp, store
-from .tiling import FEW_BYTES
+from .operations import References, Signature
+from .plan import SplitPlan
 
 
-def plan(operation: str, rows: int, n: int, itemsize: int) -> tuple[int, held.Plan] | None:
-    """Into how many parts to cut rows, and how to hold a part; None where rows are not to be split."""
-    least = 256 << 10 if rows <= 2 else 2 << 20  # bytes: below, clusters fill the GPU as well
-    if n * itemsize < least or rows * n * itemsize > FEW_BYTES or operation == "logsumexp_vjp":
-        return None
-    wanted = 256 if rows == 1 else 128 if rows < 8 else 64
-    for parts in (64, 128, 256, 512):
-        length, beyond = divmod(n, parts)
-        if parts >= wanted and not beyond and length * itemsize % 16 == 0 and length * itemsize <= held.MOST_BYTES:
-            found = held.plan(rows * parts, length, itemsize)
-            if found and parts % found.rows == 0:
-                return parts, found
-    return None
-
-
-def row_kernel(operation: str, rows: int, n: int, dtype: Any, parts: int, plan: held.Plan, interpret: Any = None):
+def row_kernel(operation: Operation, rows: int, n: int, dtype: Any, plan: SplitPlan, interpret: Any = None):
     """The two kernels of an operation that has a reduction.
 
     Args:
       operation, rows, n, dtype: as for `held.row_kernel`.
-      parts: of a row: 64, 128, or a multiple of that, and of plan.rows.
-      plan: for rows of n / parts elements.
+      plan: how rows are split.
       interpret: Pallas interpreter parameters.
 
     Returns:
       A function of the operands of shape (rows, n) and (rows,) that returns a tuple of such.
     """
-    of_rows, _, wide, narrow = arithmetic.SIGNATURES[operation]
-    reduction = "state" if operation in arithmetic.SCORES else f"{operation}_sum"
-    reduce = held.row_kernel(reduction, rows * parts, n // parts, dtype, plan, interpret=interpret)
+    signature, parts = Signature.of(operation), plan.parts
+    reduction = operations.reduction_of(operation)
+    reduce = held.row_kernel(reduction, rows * parts, n // parts, dtype, plan.part, interpret=interpret)
     full, number = jax.ShapeDtypeStruct((rows * parts, n // parts), dtype), jax.ShapeDtypeStruct((rows,), jnp.float32)
     finish = plgpu.kernel(
-        functools.partial(_body, operation, parts, plan),
-        out_type=(full,) * wide + (number,) * narrow,
+        functools.partial(_finish_body, operation, plan),
+        out_type=(full,) * signature.row_results + (number,) * signature.number_results,
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True),
-        grid=(rows * parts // plan.rows,),
+        grid=(rows * parts // plan.part.rows,),
         grid_names=("block",),
-        kernel_name=f"jaxsoft_{operation}_split",
+        kernel_name=f"jaxsoft_{operation.name}_split",
         interpret=interpret,
     )
 
     def kernel(*operands):
-        arrays = [x.reshape(rows * parts, n // parts) for x in operands[:of_rows]]
+        arrays = [x.reshape(rows * parts, n // parts) for x in operands[: signature.rows]]
         states = [v.reshape(rows, parts) for v in reduce(*arrays)]
-        results = finish(*arrays, *operands[of_rows:], *states)
+        results = finish(*arrays, *operands[signature.rows :], *states)
+        wide = signature.row_results
         return tuple(y.reshape(rows, -1) for y in results[:wide]) + tuple(results[wide:])
 
     return kernel
 
 
-def _body(operation: str, parts: int, plan: held.Plan, *refs):
-    in_refs, given_refs, states, out_refs, number_refs = arithmetic.sorted_refs(operation, refs)
-    first = lax.axis_index("block") * plan.rows
-    row, part = lax.div(first, parts), lax.rem(first, parts)
-    totals = arithmetic.total([load_in_every_warp(ref.at[row]) for ref in states])
-    if number_refs:
+def _finish_body(operation: Operation, plan: SplitPlan, *all_refs):
+    refs = References.of(operation, all_refs)  # the states of parts take the place of extras
+    reduction = operations.fold_of(operation)
+    assert reduction
+    first = lax.axis_index("block") * plan.part.rows
+    row, part = lax.div(first, plan.parts), lax.rem(first, plan.parts)
+    total = reduction.total(tuple(load_in_every_warp(ref.at[row]) for ref in refs.extras))
+    if refs.number_results:
 
         @pl.when(part == 0)
         def _():
-            for ref, value in zip(number_refs, totals, strict=True):
+            for ref, value in zip(refs.number_results, total, strict=True):
                 ref[row] = value
 
-    if out_refs:
-        finished = arithmetic.finish(operation, totals, tuple(ref[row] for ref in given_refs), lambda v: v)
-        for start in plan.starts(in_refs[0].shape[1]):
-            place = pl.ds(first, plan.rows), pl.ds(start, plan.width)
-            store(out_refs[0].at[place], finished(*(load(ref.at[place], plan.layout) for ref in in_refs)))
+    if refs.row_results:
+        finished = operations.finish(operation, total, tuple(ref[row] for ref in refs.numbers), lambda v: v)
+        layout = held.layout(plan.part)
+        for start in plan.part.starts(refs.rows[0].shape[1]):
+            place = pl.ds(first, plan.part.rows), pl.ds(start, plan.part.width)
+            store(refs.row_results[0].at[place], finished(*(load(ref.at[place], layout) for ref in refs.rows)))

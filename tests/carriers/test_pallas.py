@@ -14,58 +14,79 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import row_operations as forms
-from common import on_cpu, operand, rows, slow, target
+from common import on_cpu, operand, pretend, rows, slow, target
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxsoft.pallas_kernels.rows import arithmetic, choice, held, split, tiled, tiling
+from jaxsoft.pallas_kernels.rows import choice, held, sizes, split, tiled
+from jaxsoft.pallas_kernels.rows import fold as kernel_fold
+from jaxsoft.pallas_kernels.rows import plan as plans
 from jaxsoft.pallas_kernels.rows.extras import Extras
+from jaxsoft.pallas_kernels.rows.operations import Signature
+from jaxsoft.pallas_kernels.rows.plan import HeldPlan, SplitPlan, TiledPlan
+from row_operations import ALL_EXTRAS, BIAS, LIMIT, SCALE, WHERE, assert_exact
+from row_operations import operands_of as operands_of_form
 from truth import assert_within, wide
 
 import jaxsoft
 from jaxsoft import fold, pallas_kernels
 from jaxsoft._rows import xla
-from jaxsoft._rows.choice import IMPLEMENTATIONS, choose
+from jaxsoft._rows.choice import choose
 from jaxsoft._rows.forms import Form
-from jaxsoft._rows.operation import NO_ROW, Extra, Kind
-from jaxsoft._rows.operations import OPERATIONS as RECORDS
+from jaxsoft._rows.operation import NO_ROW, Kind
+from jaxsoft._rows.operations import OPERATIONS
+from jaxsoft._rows.operations.labels import LABEL_STATE, LABEL_STATE_VJP
+from jaxsoft._rows.operations.log_softmax import LOG_SOFTMAX, LOG_SOFTMAX_VJP
+from jaxsoft._rows.operations.logsumexp import LOGSUMEXP_VJP, STATE
+from jaxsoft._rows.operations.softmax import SOFTMAX, SOFTMAX_VJP
 
-HELD, TILED = held.Plan, tiling.Plan
-# By dtype: the rows, and small plans with which few and short ones do what many and long ones do. Held by 2 to 128
-# threads, side by side or not, with chunks that overlap, and rows that are left over. Tiled: in rings that keep a row
-# and the beginning of the next, or that do not keep it whole, with tiles in registers, with and without overlap, by one
-# warpgroup and by two; more rows than blocks, and as many. Split into parts that rows of a block share, or not.
+# By dtype: shapes, and small plans with which few and short rows do what many and long ones do.
 CASES = {
     jnp.float32: [
-        ((70, 24), HELD(4, 2, 1)),
-        ((17, 50), HELD(2, 16, 2)),
-        ((9, 1000), HELD(4, 32, 2)),
-        ((5, 301), HELD(1, 64, 2)),
-        ((3, 300), HELD(4, 64, 1)),
-        ((3, 2300), TILED(4, 1, 5, 4, 2, 1, 2)),
-        ((3, 3300), TILED(4, 1, 7, 2, 2, 1, 1, 2)),
-        ((2, 2048), TILED(4, 2, 2, 2, 1, 1, 2)),
-        ((2, 64 * 72), (64, HELD(4, 16, 1))),
+        # 2 to 128 threads hold a row, side by side or not; chunks overlap; rows are left over.
+        ((70, 24), HeldPlan(vector=4, lanes=2, repeat=1)),
+        ((17, 50), HeldPlan(vector=2, lanes=16, repeat=2)),
+        ((9, 1000), HeldPlan(vector=4, lanes=32, repeat=2)),
+        ((5, 301), HeldPlan(vector=1, lanes=64, repeat=2)),
+        ((3, 300), HeldPlan(vector=4, lanes=64, repeat=1)),
+        # Rings keep a row and the beginning of the next, or do not keep it whole, and registers keep some tiles; by one
+        # warp group and by two; more rows than blocks, and as many; tiles overlap or do not.
+        ((3, 2300), TiledPlan(vector=4, chunks=1, tiles=5, ring=4, warpgroups=2, cluster=1, clusters=2)),
+        ((3, 3300), TiledPlan(vector=4, chunks=1, tiles=7, ring=2, warpgroups=2, cluster=1, clusters=1, held=2)),
+        ((2, 2048), TiledPlan(vector=4, chunks=2, tiles=2, ring=2, warpgroups=1, cluster=1, clusters=2)),
+        # Rows are split into parts, of which a block has several.
+        ((2, 64 * 72), SplitPlan(64, HeldPlan(vector=4, lanes=16, repeat=1))),
     ],
     jnp.bfloat16: [
-        ((3, 1040), HELD(8, 128, 1)),
-        ((3, 6152), TILED(8, 1, 7, 2, 1, 1, 1, 2)),
-        ((1, 4104), TILED(8, 2, 3, 3, 2, 1, 1)),
-        ((1, 128 * 136), (128, HELD(8, 16, 1))),
+        ((3, 1040), HeldPlan(vector=8, lanes=128, repeat=1)),
+        ((3, 6152), TiledPlan(vector=8, chunks=1, tiles=7, ring=2, warpgroups=1, cluster=1, clusters=1, held=2)),
+        ((1, 4104), TiledPlan(vector=8, chunks=2, tiles=3, ring=3, warpgroups=2, cluster=1, clusters=1)),
+        ((1, 128 * 136), SplitPlan(128, HeldPlan(vector=8, lanes=16, repeat=1))),
     ],
-    jnp.float16: [((17, 104), HELD(8, 8, 1)), ((2, 4096), TILED(8, 1, 4, 3, 2, 1, 1))],
+    jnp.float16: [
+        ((17, 104), HeldPlan(vector=8, lanes=8, repeat=1)),
+        ((2, 4096), TiledPlan(vector=8, chunks=1, tiles=4, ring=3, warpgroups=2, cluster=1, clusters=1)),
+    ],
 }
-# A shape for each way to cut up rows: in a warp, by a warp, by several; a row a block, or a cluster of 4, that ends
-# with it; clusters that stay, in which the row fits or does not; few rows, over clusters, and split.
-WAYS = [(30000, 40), (70, 2, 1024), (70000, 8192), (30000, 32768), (3000, 65536 + 8), (300, 262144), (10, 2**23)]
-WAYS += [(2, 3, 50264), (3, 2**20), (1, 16), (70, 1001)]
+# A shape for each way to cut up rows.
+WAYS = [
+    (30000, 40),  # in a warp
+    (70, 2, 1024),  # in several warps
+    (70000, 8192),
+    (30000, 32768),  # by a block, or by a cluster that ends with its row
+    (3000, 65536 + 8),
+    (300, 262144),  # by a persistent cluster, which the row fits, or not
+    (10, 2**23),
+    (2, 3, 50264),  # few rows, by clusters, and split
+    (3, 2**20),
+    (1, 16),  # fewer rows than a block has
+    (70, 1001),  # elements that are loaded one by one
+]
 EPS = 2.0**-23
 
-OPERATIONS = {operation.name: operation for operation in RECORDS}
-PLAIN = [op.name for op in RECORDS if op.has_kernels and not op.has_label and not op.selects]
-NAMES = [*PLAIN, "label_state", "label_state_vjp"]
-STAND_FOR_THE_OTHERS = ("softmax", "log_softmax_vjp", "label_state")
+PLAIN = [op for op in OPERATIONS if op.has_kernels and not op.has_label and not op.selects]
+KERNELS = [*PLAIN, LABEL_STATE, LABEL_STATE_VJP]
+STAND_FOR_THE_OTHERS = (SOFTMAX, LOG_SOFTMAX_VJP, LABEL_STATE)
 each_operation = pytest.mark.parametrize(
-    "operation", [pytest.param(name, marks=() if name in STAND_FOR_THE_OTHERS else slow) for name in NAMES]
+    "operation", [pytest.param(op, marks=() if op in STAND_FOR_THE_OTHERS else slow, id=op.name) for op in KERNELS]
 )
 
 
@@ -74,10 +95,8 @@ def each_in(dtype, *some):
     return pytest.mark.parametrize(
         ("operation", "dtype"),
         [
-            pytest.param(
-                name, other, marks=() if other == dtype and name in some else slow, id=f"{other.__name__}-{name}"
-            )
-            for name in NAMES
+            pytest.param(op, other, marks=() if other == dtype and op in some else slow, id=f"{other.__name__}-{op}")
+            for op in KERNELS
             for other in CASES
         ],
     )
@@ -90,96 +109,94 @@ def no_races(capfd):
     assert "RACE DETECTED" not in "".join(capfd.readouterr())
 
 
-def extras_of(letters):
-    return tuple(Extra(letter) for letter in letters)
-
-
-def interpreted(operation, plan, *operands, extras="", masked=False):
+def interpreted(operation, plan, *operands, extras=(), masked=False):
     """The results of a kernel."""
     x, params = operands[0], plgpu.InterpretGPUParams(detect_races=True)
-    form = Form(x.dtype, extras_of(extras))
-    alike, names, given = choice.unlabelled(OPERATIONS[operation], form, [jnp.asarray(v) for v in operands])
-    name, k, (*leading, n) = alike.name, len(alike.operands), x.shape
+    alike, names, given = choice.unlabelled(operation, Form(x.dtype, extras), [jnp.asarray(v) for v in operands])
+    k, (*leading, n) = len(alike.operands), x.shape
     beside = Extras.of(names, masked, leading, [v.shape for v in given[k:]])
     flat = [v.reshape(-1, n) if v.ndim == x.ndim else v.reshape(-1) for v in given]
     flat = [v.astype(jnp.uint8) if v.dtype == bool else v for v in flat]
     flat[:k] = sorted(flat[:k], key=lambda v: -v.ndim)
     shape = flat[0].shape
     with jax.enable_x64(False):
-        if isinstance(plan, HELD):
-            results = held.row_kernel(name, *shape, x.dtype, plan, beside, params)(*flat)
-        elif isinstance(plan, tuple):
-            results = split.row_kernel(name, *shape, x.dtype, *plan, params)(*flat)
+        if isinstance(plan, HeldPlan):
+            results = held.row_kernel(alike, *shape, x.dtype, plan, beside, params)(*flat)
+        elif isinstance(plan, SplitPlan):
+            results = split.row_kernel(alike, *shape, x.dtype, plan, params)(*flat)
         else:
             flat = [v.reshape(len(v), -1, plan.vector) if v.ndim == 2 else v for v in flat]
-            results = tiled.row_kernel(name, *shape, (x.dtype, x.dtype), plan, beside, params)(*flat)
+            results = tiled.row_kernel(alike, *shape, (x.dtype, x.dtype), plan, beside, params)(*flat)
     results = [v.reshape(x.shape if v.ndim > 1 else leading) for v in results]
-    return [*results, choice.label_score(*operands[:2])] if operation == "label_state" else results
+    return [*results, choice.label_score(*operands[:2])] if operation is LABEL_STATE else results
 
 
 # The forms that kernels take, shapes, and the leading dimensions along which the extras have length 1. Rows that a
 # block holds have rows of the extras of their own, or share one.
 FORMS = [
-    ("s", (2, 64, 20), (0, 1)),
-    ("l", (3, 16, 100), (0,)),
-    ("w", (2, 64, 24), (1,)),
-    ("b", (2, 3, 16, 64), (0, 2)),
-    ("slwb", (3, 2, 8, 500), (1,)),
-    ("slwb", (48, 72), ()),
-    ("l", (7, 2112), ()),  # of a quarter, two, three or all of a row: what counts
-    ("slwb", (2, 2, 1100), (0,)),
+    ((SCALE,), (2, 64, 20), (0, 1)),
+    ((LIMIT,), (3, 16, 100), (0,)),
+    ((WHERE,), (2, 64, 24), (1,)),
+    ((BIAS,), (2, 3, 16, 64), (0, 2)),
+    (ALL_EXTRAS, (3, 2, 8, 500), (1,)),
+    (ALL_EXTRAS, (48, 72), ()),
+    ((LIMIT,), (7, 2112), ()),  # of a quarter, two, three or all of a row: what counts
+    (ALL_EXTRAS, (2, 2, 1100), (0,)),
 ]
 
 
 def formula(operation):
     """The operation in plain JAX."""
-    return xla.formula(OPERATIONS[operation], Form(np.dtype(np.float32)))
+    return xla.formula(operation, Form(np.dtype(np.float32)))
 
 
 def taken_by(operation):
     """Which extras the kernels of an operation take."""
-    return "lw" if OPERATIONS[operation].has_label else "sl" if operation == "softmax_vjp" else "slwb"
+    if operation.has_label:
+        return LIMIT, WHERE
+    return (SCALE, LIMIT) if operation is SOFTMAX_VJP else ALL_EXTRAS
 
 
-LONG_FORMS = [("l", (3, 2, 2300), (1,)), ("slwb", (2, 2, 2300), (0,))]
+LONG_FORMS = [((LIMIT,), (3, 2, 2300), (1,)), (ALL_EXTRAS, (2, 2, 2300), (0,))]
 
 
 @on_cpu
-@each_in(jnp.float32, "log_softmax_vjp", "label_state")
+@each_in(jnp.float32, LOG_SOFTMAX_VJP, LABEL_STATE)
 def test_forms(operation, dtype):
     """Extras, a mask by y, and another result dtype in the kernel itself."""
-    labelled = OPERATIONS[operation].has_label
+    labelled = operation.has_label
     for extras, shape, ones in FORMS[dtype == jnp.bfloat16 :: 3] if labelled else FORMS:
-        extras = "".join(name for name in extras if name in taken_by(operation))
-        result = np.dtype(jnp.float32 if extras == "s" else dtype)
-        form = Form(result, extras_of(extras), 0, operation == "softmax_vjp")
-        operands = forms.operands_of(OPERATIONS[operation], form, shape, dtype, ones)
+        extras = tuple(name for name in extras if name in taken_by(operation))
+        result = np.dtype(jnp.float32 if extras == (SCALE,) else dtype)
+        form = Form(result, extras, 0, operation is SOFTMAX_VJP)
+        operands = operands_of_form(operation, form, shape, dtype, ones)
         with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-            kernel = pallas_kernels.kernel(OPERATIONS[operation], form, "cuda", operands)
+            kernel = pallas_kernels.kernel(operation, form, "cuda", operands)
             results = kernel(*map(jnp.asarray, operands))
-        forms.assert_exact(OPERATIONS[operation], form, operands, results)
+        assert_exact(operation, form, operands, results)
 
 
 @on_cpu
 @each_operation
 def test_forms_of_long_rows(operation):
     for extras, shape, ones in LONG_FORMS:
-        plan = TILED(4, 1, 5, 2 if len(extras) > 1 else 4, 2, 1, 2)  # whose ring has the row, or has not
-        if operation == "log_softmax_vjp" and plan.share <= plan.ring:
-            plan = dataclasses.replace(plan, later=2)
-        extras = "".join(name for name in extras if name in taken_by(operation))
-        form = Form(np.dtype(jnp.float32), extras_of(extras), 0, operation == "softmax_vjp")
-        operands = forms.operands_of(OPERATIONS[operation], form, shape, jnp.float32, ones)
+        ring = 2 if len(extras) > 1 else 4  # the row does not fit it, or does
+        plan = TiledPlan(vector=4, chunks=1, tiles=5, ring=ring, warpgroups=2, cluster=1, clusters=2)
+        if operation is LOG_SOFTMAX_VJP and plan.fits:
+            plan = dataclasses.replace(plan, result_ring=2)
+        extras = tuple(name for name in extras if name in taken_by(operation))
+        form = Form(np.dtype(jnp.float32), extras, 0, operation is SOFTMAX_VJP)
+        operands = operands_of_form(operation, form, shape, jnp.float32, ones)
         results = interpreted(operation, plan, *operands, extras=extras, masked=form.masked)
-        forms.assert_exact(OPERATIONS[operation], form, operands, results)
+        assert_exact(operation, form, operands, results)
 
 
 def test_extras():
     """Which rows of an extra belong to a row, with groups of dimensions, and without any."""
     shape, given = (2, 3, 1, 4, 5), [(2, 3, 1, 4, 5), (2, 1, 1, 1, 5), (1, 1, 1, 1, 1), (1, 3, 1, 4, 5)]
-    extras = Extras.of("slwb", False, shape, given)
+    extras = Extras.of(ALL_EXTRAS, False, shape, given)
     row = np.arange(math.prod(shape), dtype=np.int32)
-    for name, of in zip("slwb", given, strict=True):
+    for name, of in zip(ALL_EXTRAS, given, strict=True):
         index, same = jax.vmap(lambda r, name=name: extras.place(name, r))(row)
         expected = np.broadcast_to(np.arange(math.prod(of)).reshape(of), shape).ravel()
         np.testing.assert_array_equal(index, expected)
@@ -190,64 +207,63 @@ def test_extras():
         first = np.asarray(jax.vmap(lambda block, rows_=rows_: extras.first_row(block, rows_))(blocks))
         np.testing.assert_array_equal(np.sort(first), blocks * rows_)
         assert first[1] - first[0] == 20 * 3  # the bias is the same along the dimension of length 2
-    assert Extras.of("s", False, (1, 1), [(1, 1)]).together == 0
+    assert Extras.of((SCALE,), False, (1, 1), [(1, 1)]).together == 0
 
 
 def operands_of(operation, x):
     """Operands of an operation whose scores are x, as the formulas give them."""
     rng = np.random.default_rng(x.shape[-1])
     g = rng.standard_normal(x.shape).astype(x.dtype)
-    if operation == "softmax_vjp":
-        return np.asarray(formula("softmax")(x)[0]), g
+    if operation is SOFTMAX_VJP:
+        return np.asarray(formula(SOFTMAX)(x)[0]), g
     count, n = x.shape
     label = ()
-    if OPERATIONS[
-        operation
-    ].has_label:  # in the last tile or chunk, the first, others, none, at their borders; and no row
+    if operation.has_label:  # in the last tile or chunk, the first, others, none, at their borders; and no row
         label = (np.resize(np.array([n - 1, NO_ROW, 0, n // 2, n - 2, -1, 511, 512, n], np.int32), count),)
-    if operation.endswith("_vjp"):
-        m, s = (np.asarray(v) for v in formula("label_state" if label else "state")(x, *label)[:2])
-        numbers = rng.standard_normal((OPERATIONS[operation].kinds.count(Kind.STATISTIC) - 2, count)).astype(np.float32)
-        return x, *label, m, s, *([g] if operation == "log_softmax_vjp" else numbers)
+    if operation.is_pullback:
+        m, s = (np.asarray(v) for v in formula(LABEL_STATE if label else STATE)(x, *label)[:2])
+        numbers = rng.standard_normal((operation.kinds.count(Kind.STATISTIC) - 2, count)).astype(np.float32)
+        return x, *label, m, s, *([g] if operation is LOG_SOFTMAX_VJP else numbers)
     return x, *label
 
 
 def plain(operation, implementation, platform, *operands):
     """What is chosen for the plain form of an operation."""
-    return choose(OPERATIONS[operation], Form(operands[0].dtype), implementation, platform, operands)
+    return choose(operation, Form(operands[0].dtype), implementation, platform, operands)
 
 
-def test_plans():
+@pytest.mark.parametrize("gpu", sizes.GPUS, ids=lambda gpu: gpu.name)
+def test_plans(gpu):
     """Rows of every length and number are cut up within the limits of the hardware, or refused."""
     lengths = {n + k for p in range(2, 26) for n in (2**p, 3 * 2 ** (p - 1)) for k in (0, 1, 2, 4, -8) if n + k > 0}
     for n, rows_, size in itertools.product(sorted(lengths), (1, 3, 64, 2000, 10**6), (2, 4)):
         for operation in PLAIN:
-            if cut := held.plan(rows_, n, size):
+            if cut := plans.held(gpu.held, rows_, n, size):
                 assert cut.width <= n and n % cut.vector == 0 and cut.lanes in (2, 4, 8, 16, 32, 64, 128)
                 assert cut.rows <= rows_ or cut.repeat == 1
-            if parts := split.plan(operation, rows_, n, size):
-                assert n % parts[0] == 0 and parts[0] % parts[1].rows == 0 and parts[1].width <= n // parts[0]
-            if cut := tiling.plan(operation, rows_, n, size, 132):
-                arrays = arithmetic.SIGNATURES[operation][0]
+            if cut := plans.split(gpu, operation, rows_, n, size):
+                assert n % cut.parts == 0 and cut.parts % cut.part.rows == 0 and cut.part.width <= n // cut.parts
+            if cut := plans.tiled(gpu, operation, rows_, n, size):
+                arrays = Signature.of(operation).rows
                 assert cut.tile <= n <= cut.tile * cut.tiles < n + cut.tile and cut.tiles >= cut.members
                 assert cut.ring * cut.warpgroups <= 32
-                slots = cut.ring + cut.later if cut.later else cut.ring * arrays
-                assert slots * cut.warpgroups * cut.tile * size <= 216 << 10
+                slots = cut.ring + cut.result_ring if cut.result_ring else cut.ring * arrays
+                assert slots * cut.warpgroups * cut.tile * size <= gpu.ring_bytes
                 assert cut.tiles > cut.members or n % cut.tile == 0  # one writer for what overlaps
-                assert cut.clusters == rows_ or cut.clusters * cut.cluster <= 132
+                assert cut.clusters == rows_ or cut.clusters * cut.cluster <= gpu.multiprocessors
 
 
 @on_cpu
-@each_in(jnp.float32, "softmax_vjp")
+@each_in(jnp.float32, SOFTMAX_VJP)
 def test_values(operation, dtype):
-    cases = CASES[dtype] if operation in ("softmax", "softmax_vjp") else CASES[dtype][::2]
-    if OPERATIONS[operation].has_label:
+    cases = CASES[dtype] if operation in (SOFTMAX, SOFTMAX_VJP) else CASES[dtype][::2]
+    if operation.has_label:
         cases = CASES[dtype][::3]
-    if operation == "logsumexp_vjp" or OPERATIONS[operation].has_label:
-        cases = [(shape, plan) for shape, plan in cases if not isinstance(plan, tuple)]
-    if operation == "log_softmax_vjp":  # whose fold needs one array of two
-        whole = [(shape, plan) for shape, plan in CASES[dtype] if isinstance(plan, TILED) and plan.share <= plan.ring]
-        cases += [(shape, dataclasses.replace(plan, later=later)) for shape, plan in whole for later in (1, 2)]
+    if operation is LOGSUMEXP_VJP or operation.has_label:
+        cases = [(shape, plan) for shape, plan in cases if not isinstance(plan, SplitPlan)]
+    if operation is LOG_SOFTMAX_VJP:  # whose fold needs one array of two
+        whole = [(shape, plan) for shape, plan in CASES[dtype] if isinstance(plan, TiledPlan) and plan.fits]
+        cases += [(shape, dataclasses.replace(plan, result_ring=slots)) for shape, plan in whole for slots in (1, 2)]
     for (count, n), plan in cases:
         x = rows(n, dtype, count=count)
         operands = operands_of(operation, x)
@@ -260,11 +276,11 @@ def test_values(operation, dtype):
             chex.assert_type(actual, dtype if true.ndim == 2 else jnp.float32)
             # exp's argument is rounded, so its relative error is as large as the row's spread in units of EPS.
             spread = np.ptp(wide(x), axis=-1, keepdims=True) if true.ndim == 2 else np.ptp(wide(x), axis=-1)
-            scale = np.abs(true) + (np.abs(true).max(axis=-1, keepdims=True) if operation.endswith("vjp") else 0)
-            if operation == "softmax_vjp":
+            scale = np.abs(true) + (np.abs(true).max(axis=-1, keepdims=True) if operation.is_pullback else 0)
+            if operation is SOFTMAX_VJP:
                 y, g = exact
                 scale = np.abs(y) * (np.abs(g) + np.abs(y * g).sum(axis=-1, keepdims=True))
-            bound = EPS * (8 + spread) * (scale + (operation == "log_softmax")) + 1e-30
+            bound = EPS * (8 + spread) * (scale + (operation is LOG_SOFTMAX)) + 1e-30
             if actual.dtype.itemsize == 2:
                 bound += 0.51 * (
                     float(jnp.finfo(dtype).eps) * np.abs(true) + float(jnp.finfo(dtype).smallest_subnormal)
@@ -274,7 +290,14 @@ def test_values(operation, dtype):
 
 @on_cpu
 @each_operation
-@pytest.mark.parametrize("n, plan", [(600, HELD(4, 64, 1)), (2300, TILED(4, 1, 5, 3, 2, 1, 12))], ids=["held", "tiled"])
+@pytest.mark.parametrize(
+    "n, plan",
+    [
+        (600, HeldPlan(vector=4, lanes=64, repeat=1)),
+        (2300, TiledPlan(vector=4, chunks=1, tiles=5, ring=3, warpgroups=2, cluster=1, clusters=12)),
+    ],
+    ids=["held", "tiled"],
+)
 def test_special_values(operation, n, plan):
     x = np.zeros((12, n), np.float32)
     x[0] = -np.inf
@@ -292,10 +315,10 @@ def test_special_values(operation, n, plan):
     operands = operands_of(operation, x)
     results = interpreted(operation, plan, *operands)
     expected = list(formula(operation)(*map(jnp.asarray, operands)))
-    if Kind.STATISTIC in OPERATIONS[operation].results:  # XLA's maximum does not always see a NaN; the sum does
-        m = OPERATIONS[operation].results.index(Kind.STATISTIC)
+    if Kind.STATISTIC in operation.results:  # XLA's maximum does not always see a NaN; the sum does
+        m = operation.results.index(Kind.STATISTIC)
         expected[m] = jnp.where(jnp.isnan(expected[m + 1]), jnp.nan, expected[m])
-    chex.assert_trees_all_close(results, expected, rtol=2e-5, atol=1e-5 if operation.endswith("vjp") else 1e-37)
+    chex.assert_trees_all_close(results, expected, rtol=2e-5, atol=1e-5 if operation.is_pullback else 1e-37)
 
 
 @pytest.mark.parametrize("step", [0.0, 1e-5, 1e-3, 0.7], ids=str)
@@ -308,9 +331,9 @@ def test_long_sums(step, level):
 
     @jax.jit
     def state(x):
-        fold = arithmetic.accumulate_scores
-        lanes, _ = jax.lax.scan(lambda lanes, tile: (fold(lanes, list(tile)), None), arithmetic.identity("state", 4), x)
-        return arithmetic.total(arithmetic.state(lanes))
+        scores = kernel_fold.SCORES
+        lanes, _ = jax.lax.scan(lambda lanes, tile: (scores.accumulate(lanes, list(tile)), None), scores.identity(4), x)
+        return scores.total(scores.state(lanes))
 
     m, s = state(x)
     expected = np.exp(wide(x) - wide(m)).sum()
@@ -319,17 +342,17 @@ def test_long_sums(step, level):
     chex.assert_trees_all_close(fold.State(m, s), fold.state(x.ravel()), rtol=1e-4)
 
 
-@each_in(jnp.bfloat16, "log_softmax_vjp")
+@each_in(jnp.bfloat16, LOG_SOFTMAX_VJP)
 def test_lowers_for_hopper(operation, dtype):
     with target("NVIDIA H100 80GB HBM3"):
-        for shape in WAYS[1::3] if OPERATIONS[operation].has_label else WAYS:
+        for shape in WAYS[1::3] if operation.has_label else WAYS:
             full, number = operand(shape, dtype), operand(shape[:-1], jnp.float32)
             kinds = {Kind.STATISTIC: number, Kind.LABEL: operand(shape[:-1], jnp.int32)}
-            operands = [kinds.get(kind, full) for kind in OPERATIONS[operation].kinds]
+            operands = [kinds.get(kind, full) for kind in operation.kinds]
             kernel = plain(operation, "pallas", "cuda", *operands)
             lowered = jax.jit(kernel).trace(*operands).lower(lowering_platforms=("cuda",))
             assert "mosaic_gpu" in lowered.as_text()
-            results = [kinds.get(kind, full) for kind in OPERATIONS[operation].results]
+            results = [kinds.get(kind, full) for kind in operation.results]
             results = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in results]
             chex.assert_trees_all_equal_shapes_and_dtypes(lowered.out_info, tuple(results))
 
@@ -349,7 +372,7 @@ def test_unavailable():
             with pytest.raises(
                 ValueError, match="implementation='pallas' cannot serve this call: it needs a data-centre GPU"
             ):
-                plain("softmax", "pallas", "cuda", operand((2, 1024), jnp.float32))
+                plain(SOFTMAX, "pallas", "cuda", operand((2, 1024), jnp.float32))
     for kind in ("NVIDIA H100 PCIe", "NVIDIA GH200 480GB", "NVIDIA H20", "NVIDIA B200", "NVIDIA GB300"):
         with target(kind):
             assert reason("cuda") is None
@@ -384,33 +407,31 @@ def test_unsupported(n, dtype, reason):
 @on_cpu
 def test_choice_of_few_long_rows(monkeypatch):
     """The default is this implementation where it is the fastest, else "ffi"."""
-    ffi = dataclasses.replace(IMPLEMENTATIONS["ffi"], unavailable=lambda platform: None)
-    monkeypatch.setitem(IMPLEMENTATIONS, "ffi", ffi)
+    pretend(monkeypatch, None)
 
     def lowered(operation, shape, dtype):
-        x = [operand(shape, dtype) for _ in OPERATIONS[operation].operands]
-        kernel = choose(OPERATIONS[operation], Form(np.dtype(dtype)), None, "cuda", x)
+        x = [operand(shape, dtype) for _ in operation.operands]
+        kernel = choose(operation, Form(np.dtype(dtype)), None, "cuda", x)
         text = jax.jit(kernel).trace(*x).lower(lowering_platforms=("cuda",)).as_text()
         return "mosaic_gpu" if "mosaic_gpu" in text else "ffi" if "jaxsoft_" in text else "xla"
 
     with target("NVIDIA H200"):
         for shape in ((1, 32000), (2, 64, 65536), (8, 2**20)):
-            assert lowered("softmax", shape, jnp.float32) == "mosaic_gpu"
+            assert lowered(SOFTMAX, shape, jnp.float32) == "mosaic_gpu"
         for shape in ((1, 8192), (9, 2**20), (1, 128257)):
-            assert lowered("softmax", shape, jnp.float32) == "ffi"
-        assert lowered("softmax", (4, 131072), jnp.bfloat16) == "mosaic_gpu"
+            assert lowered(SOFTMAX, shape, jnp.float32) == "ffi"
+        assert lowered(SOFTMAX, (4, 131072), jnp.bfloat16) == "mosaic_gpu"
         for shape in ((1, 16384), (5, 131072), (4, 2**23)):
-            assert lowered("softmax", shape, jnp.bfloat16) == "ffi"
-        assert lowered("softmax_vjp", (1, 32000), jnp.float32) == "ffi"
+            assert lowered(SOFTMAX, shape, jnp.bfloat16) == "ffi"
+        assert lowered(SOFTMAX_VJP, (1, 32000), jnp.float32) == "ffi"
     with target("NVIDIA A100-SXM4-80GB"):
-        assert lowered("softmax", (1, 32000), jnp.float32) == "ffi"
+        assert lowered(SOFTMAX, (1, 32000), jnp.float32) == "ffi"
 
 
 @on_cpu
 def test_choice_of_cross_entropy(monkeypatch):
     """The default is this implementation for many long rows, else "ffi"; named, it serves what it has no kernel for."""
-    ffi = dataclasses.replace(IMPLEMENTATIONS["ffi"], unavailable=lambda platform: None)
-    monkeypatch.setitem(IMPLEMENTATIONS, "ffi", ffi)
+    pretend(monkeypatch, None)
 
     def lowered(rows, n, implementation=None, **options):
         def loss(x):
@@ -443,12 +464,11 @@ def test_top_k_has_the_state_of_a_named_kernel():
 @on_cpu
 def test_choice_without_the_cuda_library(monkeypatch):
     """On Hopper these kernels are the default for the forms that they take; XLA has the others, and older GPUs."""
-    ffi = dataclasses.replace(IMPLEMENTATIONS["ffi"], unavailable=lambda platform: "it was not built")
-    monkeypatch.setitem(IMPLEMENTATIONS, "ffi", ffi)
+    pretend(monkeypatch, "it was not built")
     x = operand((8, 2048), jnp.float32)
 
     def lowered(trailing):
-        kernel = choose(OPERATIONS["softmax"], Form(x.dtype, (), trailing), None, "cuda", [x])
+        kernel = choose(SOFTMAX, Form(x.dtype, (), trailing), None, "cuda", [x])
         return jax.jit(kernel).trace(x).lower(lowering_platforms=("cuda",)).as_text()
 
     with target("NVIDIA H200"):

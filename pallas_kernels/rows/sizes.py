@@ -1,0 +1,323 @@
+"""The sizes that decide how rows are cut up: a table with a row for each kind of GPU.
+
+`plan` cuts rows up by these sizes. They decide how fast the kernels are, and nothing of what is computed but its
+rounding. A new kind of GPU is a new row of `GPUS`. Nothing here imports Pallas, as the package asks which GPUs there
+are before any kernel is needed.
+"""
+
+import dataclasses
+import enum
+import math
+import re
+from collections.abc import Mapping
+
+import jax
+
+from jaxsoft._core import devices
+
+
+class Work(enum.Enum):
+    """What the tiled kernel does with the arrays that it reads."""
+
+    FOLD = enum.auto()  # It folds one array, and writes numbers only.
+    MAP = enum.auto()  # It folds nothing.
+    FORWARD = enum.auto()  # It folds one array, and makes the result of that.
+    BACKWARD = enum.auto()  # It folds two arrays, and makes the result of these.
+    BACKWARD_FOLDING_ONE = enum.auto()  # It folds one of two arrays, and makes the result of both.
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldSizes:
+    """The sizes of the kernel `held`, whose rows stay in registers.
+
+    Attributes:
+      row_bytes: the length of the longest row.
+      lane_bytes: the part of a row that a thread has, if more than a warp shares the row.
+      side_bytes: the part of several rows that a thread has, if no more than a warp shares a row.
+    """
+
+    row_bytes: int
+    lane_bytes: int
+    side_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitSizes:
+    """The sizes of the kernels `split`, which cut a row over many blocks, in two launches.
+
+    The first two fields have an entry (largest number of rows, size) for each range of numbers of rows.
+
+    Attributes:
+      row_bytes: the length of the shortest row that is split; clusters are faster for shorter ones.
+      parts: the least number of parts of a row.
+      choices: the numbers of parts that are tried, in this order.
+    """
+
+    row_bytes: tuple[tuple[float, int], ...]
+    parts: tuple[tuple[float, int], ...]
+    choices: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """The shape of a block of the kernel `tiled`.
+
+    Attributes:
+      warpgroups: the number of warp groups; there are fewer if rows are too short for them.
+      chunks: the largest number of vectors of a tile that each thread loads, which is the length of the tile.
+      slots: the largest number of slots of a warp group's ring.
+    """
+
+    warpgroups: int
+    chunks: int
+    slots: int = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class FewSizes:
+    """The sizes of `tiled` for few rows, which clusters share so that no multiprocessor is idle.
+
+    Attributes:
+      bytes: rows are few if all of them have no more bytes together, in all arrays that are read.
+      blocks: the least number of blocks of the grid, as far as clusters can be so large.
+      block_bytes: the largest part of a row that a block has, as far as clusters can be so large.
+      block: the shape of a block.
+      tile_cost: what a tile costs beside its elements, in elements.
+    """
+
+    bytes: int
+    blocks: int
+    block_bytes: int
+    block: Block
+    tile_cost: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamSizes:
+    """The sizes of `tiled` for work that goes over a row once, so that the row need not stay on chip.
+
+    Attributes:
+      block: the shape of a block.
+      tile_cost: what a tile costs beside its elements, in elements.
+    """
+
+    block: Block
+    tile_cost: int
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepSizes:
+    """The sizes of `tiled` for work that goes over a row twice, as far as they depend on the work.
+
+    The row is kept on chip in between. These are tried for that, in this order: a block; a cluster of which two fit the
+    same multiprocessors, a pair; a persistent cluster that keeps only the array that is folded; a persistent cluster
+    that keeps all; and one that keeps a part of the row, also in registers. Lengths of rows are those of all arrays
+    together.
+
+    Attributes:
+      tile_cost: what a tile costs beside its elements, in elements.
+      block_bytes: the length of the longest row that a block keeps. A multiprocessor has several such blocks.
+      block: the shape of that block.
+      pair_clusters: the numbers of blocks that clusters of a pair may have.
+      pair_bytes: the length of the longest row of such a cluster.
+      folded_warpgroups: the numbers of warp groups that blocks may have if they keep only the array that is folded.
+      persistent_block: the shape of blocks that keep all arrays.
+      persistent_cluster: the least number of blocks of a persistent cluster that does not keep one array alone.
+      register_elements: the number of elements that a thread keeps in registers.
+    """
+
+    tile_cost: int
+    block_bytes: int
+    block: Block
+    pair_clusters: tuple[int, ...] = ()
+    pair_bytes: float = math.inf
+    folded_warpgroups: tuple[int, ...] = ()
+    persistent_block: Block = Block(warpgroups=4, chunks=4)
+    persistent_cluster: int = 1
+    register_elements: int = 80
+
+
+@dataclasses.dataclass(frozen=True)
+class PairSizes:
+    """The sizes of clusters of which two fit the same multiprocessors.
+
+    Attributes:
+      ring_bytes: the shared memory for all rings of a block.
+      block: the shape of a block.
+    """
+
+    ring_bytes: int
+    block: Block
+
+
+@dataclasses.dataclass(frozen=True)
+class PersistentSizes:
+    """The sizes of persistent clusters, whatever the work. A cluster has one block or more.
+
+    Attributes:
+      placed: the part of the multiprocessors on which clusters of more than two blocks can be placed.
+      block_bytes: the largest part of a row, in all arrays, that a block has, as far as clusters can be so large.
+      folded_bytes: likewise, the part of the array that is folded, if blocks keep only that.
+      folded_chunks: the largest number of vectors of a tile that each thread loads, likewise.
+      result_slots: the least number of slots of the ring for the other array, likewise.
+      register_blocks: the shapes of blocks that keep tiles in registers, of which the one that keeps most is taken.
+    """
+
+    placed: float
+    block_bytes: int
+    folded_bytes: int
+    folded_chunks: int
+    result_slots: int
+    register_blocks: tuple[Block, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class LeadSizes:
+    """Where these kernels are the fastest of all implementations, of rows that are too long for `held`.
+
+    Attributes:
+      softmax_rows: by the bytes of an element, the largest number of rows of a softmax, where rows are few.
+      cross_entropy: whether they are the fastest for cross-entropies where rows are not few.
+    """
+
+    softmax_rows: Mapping[int, float]
+    cross_entropy: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """A kind of GPU: how it is recognised, its limits, and the sizes that are the fastest there.
+
+    Attributes:
+      name: the name of the generation.
+      capabilities: the compute capabilities, 90 for 9.0.
+      kinds: a pattern of the names of its devices, as nothing else is known of one that is lowered for and not here.
+      multiprocessors: the number of multiprocessors, for a device that does not say.
+      cluster_blocks: the largest number of blocks of a cluster.
+      ring_bytes: the shared memory for all rings of a block.
+      ring_slots: the largest number of slots of a block for one array.
+      held, split, few, pair, persistent: the sizes of these kernels and of these ways to cut up rows.
+      stream, keep: the sizes of `tiled` by the work and the bytes of an element.
+      lead: where these kernels are the default.
+    """
+
+    name: str
+    capabilities: range
+    kinds: str
+    multiprocessors: int
+    cluster_blocks: int
+    ring_bytes: int
+    ring_slots: int
+    held: HeldSizes
+    split: SplitSizes
+    few: FewSizes
+    stream: Mapping[tuple[Work, int], StreamSizes]
+    keep: Mapping[tuple[Work, int], KeepSizes]
+    pair: PairSizes
+    persistent: PersistentSizes
+    lead: LeadSizes
+
+
+# A block can have 227 KiB of the 228 KiB of shared memory of a multiprocessor, a cluster 16 blocks, and a thread of a
+# block of three warp groups 168 registers. All sizes that are not such limits were measured on an H200, on 2026-11-22
+# (`lead.cross_entropy` on 2026-11-23), and are the fastest of those that were tried.
+_HOPPER = Gpu(
+    name="Hopper",
+    capabilities=range(90, 100),
+    kinds=r"G?H\d{2,3}",
+    multiprocessors=132,
+    cluster_blocks=16,
+    ring_bytes=216 << 10,
+    ring_slots=32,
+    held=HeldSizes(row_bytes=32 << 10, lane_bytes=64, side_bytes=32),
+    split=SplitSizes(
+        row_bytes=((2, 256 << 10), (math.inf, 2 << 20)),
+        parts=((1, 256), (7, 128), (math.inf, 64)),
+        choices=(64, 128, 256, 512),
+    ),
+    few=FewSizes(bytes=32 << 20, blocks=128, block_bytes=64 << 10, block=Block(warpgroups=2, chunks=4), tile_cost=256),
+    stream={
+        (work, itemsize): StreamSizes(block, tile_cost)
+        for work, block in ((Work.FOLD, Block(2, chunks=4, slots=3)), (Work.MAP, Block(4, chunks=2, slots=3)))
+        for itemsize, tile_cost in ((4, 256), (2, 512))
+    },
+    keep={
+        (Work.FORWARD, 4): KeepSizes(
+            tile_cost=256,
+            block_bytes=192 << 10,
+            block=Block(warpgroups=4, chunks=4),
+            pair_clusters=(2, 4),
+            persistent_cluster=8,
+        ),
+        (Work.FORWARD, 2): KeepSizes(  # This has the most to compute for each byte.
+            tile_cost=512,
+            block_bytes=96 << 10,
+            block=Block(warpgroups=4, chunks=2),
+            pair_clusters=(2, 4, 8, 16),
+            persistent_block=Block(warpgroups=4, chunks=5),
+        ),
+        (Work.BACKWARD, 4): KeepSizes(tile_cost=256, block_bytes=192 << 10, block=Block(warpgroups=4, chunks=4)),
+        (Work.BACKWARD, 2): KeepSizes(tile_cost=512, block_bytes=192 << 10, block=Block(warpgroups=4, chunks=4)),
+        (Work.BACKWARD_FOLDING_ONE, 4): KeepSizes(
+            tile_cost=256,
+            block_bytes=96 << 10,
+            block=Block(warpgroups=4, chunks=4),
+            pair_clusters=(2, 4),
+            pair_bytes=256 << 10,
+            folded_warpgroups=(2,),
+            register_elements=48,
+        ),
+        (Work.BACKWARD_FOLDING_ONE, 2): KeepSizes(
+            tile_cost=256,
+            block_bytes=96 << 10,
+            block=Block(warpgroups=4, chunks=4),
+            pair_clusters=(2, 4),
+            pair_bytes=256 << 10,
+            folded_warpgroups=(4, 2),
+            register_elements=48,
+        ),
+    },
+    pair=PairSizes(ring_bytes=100 << 10, block=Block(warpgroups=2, chunks=6)),
+    persistent=PersistentSizes(
+        # A cluster that finds no place would begin when the others end. On how many multiprocessors clusters can be
+        # placed varies from chip to chip.
+        placed=7 / 8,
+        block_bytes=136 << 10,
+        folded_bytes=152 << 10,
+        folded_chunks=4,
+        result_slots=2,
+        register_blocks=(Block(warpgroups=3, chunks=4), Block(warpgroups=3, chunks=2)),
+    ),
+    lead=LeadSizes(softmax_rows={4: math.inf, 2: 4}, cross_entropy=True),
+)
+
+# These sizes were neither measured nor tested. They are those of Hopper, whose shared memory, registers and clusters
+# this generation has, too.
+_BLACKWELL = dataclasses.replace(
+    _HOPPER, name="data-centre Blackwell", capabilities=range(100, 110), kinds=r"G?B[1-3]00"
+)
+
+GPUS = (_HOPPER, _BLACKWELL)
+
+
+def of_kind(kind: str) -> Gpu | None:
+    """The row for a device of this name, if there is one."""
+    return next((gpu for gpu in GPUS if re.search(rf"\b({gpu.kinds})\b", kind)), None)
+
+
+def of_capability(capability: int) -> Gpu | None:
+    """The row for a device of this compute capability, 90 for 9.0, if there is one."""
+    return next((gpu for gpu in GPUS if capability in gpu.capabilities), None)
+
+
+def target() -> Gpu:
+    """The row for the GPU that is lowered for, with as many multiprocessors as it has; the first if none is known."""
+    device, present = jax.sharding.get_abstract_mesh().abstract_device, devices.present()
+    if kind := devices.elsewhere():
+        gpu = of_kind(kind)
+    else:
+        gpu = next(map(of_capability, present.values()), None)
+    gpu = gpu or GPUS[0]
+    if device is not None and device.platform == "gpu" and device.num_cores:
+        return dataclasses.replace(gpu, multiprocessors=device.num_cores)
+    return dataclasses.replace(gpu, multiprocessors=jax.devices("cuda")[0].core_count) if present else gpu
