@@ -1,4 +1,5 @@
-// Asynchronous copies into shared memory of what a thread loads at once (Ampere's cp.async): no registers wait for it.
+// Asynchronous copies into shared memory by single threads (cp.async, from Ampere on). They take no registers while
+// they are in flight.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,9 +8,11 @@
 
 namespace jaxsoft::cuda {
 
+// The address that PTX instructions on shared memory take.
 __device__ inline uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
-// 4, 8 or 16 bytes, at a multiple of their number. Only the thread itself sees them without a barrier.
+// Copies 4, 8 or 16 bytes. Both addresses must be multiples of that number. Until the next barrier, only the thread
+// that has copied may read them.
 template <int bytes>
 __device__ void copy_access(void* to, const void* from) {
   const uint32_t shared = shared_address(to);
@@ -18,7 +21,7 @@ __device__ void copy_access(void* to, const void* from) {
   else
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared), "l"(from), "n"(bytes) : "memory");
 }
-// Until all that the thread copies is there.
+// Waits until all copies of the calling thread are complete.
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 }  // namespace jaxsoft::cuda

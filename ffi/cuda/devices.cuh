@@ -1,4 +1,4 @@
-// What is asked of each device, or set on it, only once: how many clusters of a kernel run at once, its attributes.
+// Facts about each device that are asked for only once, and settings that are made only once.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,14 +7,14 @@
 
 namespace jaxsoft::cuda {
 
-// Numbers, none of them negative, of `count` kinds for each device.
+// Remembers `count` numbers for each device. None of them is negative.
 template <int count = 1>
 class Devices {
-  static constexpr int devices = 32;  // the others are asked each time
-  std::atomic<int> known_[devices][count] = {};  // 1 more
+  static constexpr int devices = 32;  // the others are asked every time
+  std::atomic<int> known_[devices][count] = {};  // the number plus 1; 0 where it is not known yet
 
  public:
-  // `ask(found)` finds one, or fails.
+  // Puts number `kind` of the current device into *found. `ask(found)` finds it, or returns an error.
   template <class Ask>
   cudaError_t once(int kind, int* found, Ask ask) {
     int device = 0;
@@ -26,7 +26,7 @@ class Devices {
     if (known) known->store(*found + 1, std::memory_order_relaxed);
     return cudaSuccess;
   }
-  // For what finds nothing.
+  // Calls `set()`, which returns no number, once for each device.
   template <class Set>
   cudaError_t once(Set set) {
     int nothing = 0;

@@ -1,5 +1,6 @@
-// What Hopper brought: clusters of blocks that see each other's shared memory, barriers there that count bytes, and
-// bulk copies and stores that complete them. Addresses are those of the shared window.
+// What Hopper added to the hardware: clusters of blocks that see each other's shared memory, barriers in shared memory
+// that count bytes, bulk copies and stores that complete such barriers, and launches that overlap the launch before.
+// All addresses are addresses within shared memory.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,13 +13,14 @@
 
 namespace jaxsoft::cuda {
 
-// Whether the code is compiled for a GPU that has all this.
+// Whether the code is being compiled for a GPU that has all this.
 #if __CUDA_ARCH__ >= 900
 constexpr bool kHopperCode = true;
 #else
 constexpr bool kHopperCode = false;
 #endif
 
+// A barrier in shared memory. It alternates between two phases, and `parity` is that of the phase that is waited for.
 struct Barrier {
 #ifdef JAXSOFT_RACECHECK
   static constexpr unsigned warp_arrivals = 32;
@@ -31,8 +33,9 @@ struct Barrier {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(arrivals) : "memory");
   }
   __device__ void arrive() { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address()) : "memory"); }
-  // Of a warp's lanes, after what they have read or written: the first arrives for all. compute-sanitizer's racecheck
-  // does not see that what the others did came before; so in code that is compiled for it each arrives itself.
+  // All lanes of a warp call this after their reads or writes, and the first lane arrives for all. compute-sanitizer's
+  // racecheck does not see that the accesses of the other lanes came before. So every lane arrives in code that is
+  // compiled for racecheck.
   __device__ void arrive_as_warp() {
     __syncwarp();
     if (threadIdx.x % 32 < warp_arrivals) arrive();
@@ -54,15 +57,17 @@ struct Barrier {
   __device__ void wait(unsigned parity) const {
     while (!is_past(parity)) continue;
   }
-  // A warp that asks again and again takes the turns of those that compute.
+  // Waits with pauses. A warp that polls without a pause takes issue slots from the warps that compute.
   __device__ void sleep_until(unsigned parity) const {
     while (!is_past(parity)) __nanosleep(40);
   }
 };
 
-// Before others use the barriers that a thread has made.
+// Makes the barriers that the calling thread has initialised visible to the cluster and to bulk copies.
 __device__ inline void show_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
+// Starts a bulk copy to shared memory, whose bytes count at the barrier `done`. The addresses and the size must be
+// multiples of 16.
 __device__ inline void copy_to_shared(void* to, const void* from, unsigned bytes, const Barrier& done) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    shared_address(to)),
@@ -70,12 +75,12 @@ __device__ inline void copy_to_shared(void* to, const void* from, unsigned bytes
                : "memory");
 }
 
-// Asks for what will be copied later, so that it comes from the L2 then.
+// Fetches bytes into the L2 cache, for a copy that comes later.
 __device__ inline void prefetch_to_cache(const void* from, unsigned bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
-// The same place in another block of the cluster.
+// The address of the same place in the shared memory of another block of the cluster.
 __device__ inline uint32_t in_block(uint32_t address, unsigned block) {
   uint32_t mapped;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(block));
@@ -91,7 +96,8 @@ __device__ inline unsigned blocks_of_cluster() {
   asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
   return blocks;
 }
-// Relaxed: what a block has stored to device memory need not be visible to the others.
+// The arrival is relaxed: it does not make the block's stores to device memory visible to the other blocks, for which
+// it would have to wait.
 __device__ inline void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ inline void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 __device__ inline void synchronize_cluster() {
@@ -99,8 +105,8 @@ __device__ inline void synchronize_cluster() {
   wait_for_cluster();
 }
 
-// Stores a value, in words of 4 or 8 bytes, to the same place in a block's shared memory, and completes its bytes at
-// that block's barrier.
+// Stores a value, in words of 4 or 8 bytes, to the place `to` in the shared memory of another block of the cluster. The
+// bytes count at that block's barrier `done`.
 template <class V>
 __device__ void send(const V& value, const void* to, const Barrier& done, unsigned block) {
   using Word = std::conditional_t<sizeof(V) % 8 == 0, uint64_t, uint32_t>;
@@ -121,6 +127,19 @@ __device__ void send(const V& value, const void* to, const Barrier& done, unsign
                      : "memory");
     }
   }
+}
+
+// The two ends of a launch that overlaps the launch before it: the earlier kernel allows the later one to start, and
+// the later one waits until the earlier one has ended. Both do nothing before Hopper.
+__device__ inline void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ inline void wait_for_last_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 }  // namespace jaxsoft::cuda

@@ -1,160 +1,80 @@
-// Which elements of a row are its k largest: those above the least of k that have been seen are candidates, of which now
-// and then only the k largest are kept.
-//
-// Elements are compared by keys, integers in their order. That of a float is its bits, as a sign and a magnitude, read
-// as one number: so -0.0 and 0.0 are equal, while subnormal numbers, which XLA's threads treat as 0, still differ.
+// top_k: a tile's state is taken and its candidates are found while it is in the first-level cache.
 #pragma once
 
-#include "rows.h"
-#include "../simd.h"
+#include <cmath>
+#include <cstring>
+#include <numeric>
 
-namespace JAXSOFT_ISA {
+#include "arrays.h"
+#include "schedule.h"
 
-using jaxsoft::cpu::Candidates;
+namespace jaxsoft::cpu {
 
-template <class T> struct KeyOf { typedef int32_t Key; typedef uint32_t Unsigned; typedef I32 Keys; };
-template <> struct KeyOf<double> { typedef int64_t Key; typedef uint64_t Unsigned; typedef I64 Keys; };
-
-inline I32 keys(F32 x) {
-  I32 i = bits<I32>(x);
-  return i < 0 ? bits<I32>(0x80000000u - bits<U32>(i)) : i;
+// Writes to[j] = from[at[j]], of words of `size` bytes.
+template <class Word>
+void gather(const char* from, const int32_t* at, int64_t n, char* to) {
+  for (int64_t j = 0; j < n; j++) reinterpret_cast<Word*>(to)[j] = reinterpret_cast<const Word*>(from)[at[j]];
 }
-inline I64 keys(F64 x) {
-  I64 i = bits<I64>(x);
-  return i < 0 ? bits<I64>(0x8000000000000000u - bits<U64>(i)) : i;
-}
-
-// Below the key of any element.
-template <class Key>
-constexpr Key lowest = sizeof(Key) == 4 ? (Key)INT32_MIN : (Key)INT64_MIN;
-
-template <class T>
-int64_t find(const jaxsoft::cpu::Segment& at, int64_t n, int64_t index, Candidates* found) {
-  typedef Lanes<T> L;
-  typedef typename KeyOf<T>::Key Key;
-  typedef typename KeyOf<T>::Keys Keys;
-  constexpr int vectors = 8, block = vectors * L::lanes;
-  static_assert(block <= Candidates::block, "as the callers leave room for");
-  const T* a = (const T*)at.a;
-  Key* const all = (Key*)found->keys;
-  const Key least = found->least < lowest<Key> ? lowest<Key> : (Key)found->least;
-  const auto fill = (typename L::Scalar)-jaxsoft::cpu::infinity;
-  for (int64_t start = 0; start < n; start += block) {
-    Keys kept[vectors], most = Keys{} + lowest<Key>;
-    const int64_t size = n - start < block ? n - start : block;
-    for (int k = 0; k < vectors && k * L::lanes < size; k++) {
-      kept[k] = keys(load<T>(a + start + k * L::lanes, size - k * L::lanes, fill));
-      most = kept[k] > most ? kept[k] : most;
-    }
-    if (!lane_bits(most > least)) continue;
-    if (found->count > found->limit - block) return start;
-    for (int k = 0; k < vectors && k * L::lanes < size; k++) {
-      const int64_t first = start + k * L::lanes;
-      uint32_t wanted = lane_bits(kept[k] > least);
-      if (n - first < L::lanes) wanted &= (1u << (n - first)) - 1;
-      for (; wanted; wanted &= wanted - 1) {
-        const int lane = __builtin_ctz(wanted);
-        all[found->count] = kept[k][lane];
-        found->indices[found->count++] = (int32_t)(index + first + lane);
-      }
-    }
-  }
-  return n;
+inline void gather(const char* from, const int32_t* at, int64_t n, char* to, int64_t size) {
+  if (size == 2) gather<uint16_t>(from, at, n, to);
+  else if (size == 4) gather<uint32_t>(from, at, n, to);
+  else gather<uint64_t>(from, at, n, to);
 }
 
-// The candidates' keys as vectors, the last one filled up.
-template <class T>
+// What a segment of a row is reduced to.
 struct Found {
-  typedef typename KeyOf<T>::Key Key;
-  typedef typename KeyOf<T>::Keys Keys;
-  static constexpr int lanes = sizeof(Keys) / sizeof(Key);
-  Key* const keys;
-  const int vectors;
-
-  explicit Found(Candidates* candidates)
-      : keys((Key*)candidates->keys), vectors((candidates->count + lanes - 1) / lanes) {
-    for (int i = candidates->count; i < vectors * lanes; i++) keys[i] = lowest<Key>;
-  }
-  Keys operator[](int k) const {
-    Keys v;
-    memcpy(&v, keys + k * lanes, sizeof v);
-    return v;
-  }
-  static Key sum(Keys minus) {
-    return -reduce<Key>(minus, [](auto a, auto b) { return a + b; });
-  }
-  int number_from(Key least) const {
-    Keys number{};
-    for (int k = 0; k < vectors; k++) number += (*this)[k] >= least;
-    return (int)sum(number);
-  }
+  State state{-infinity, 0};
+  Candidates candidates;
 };
 
-// Those that are equal to the last of the k are kept in the order of their indices.
-template <class T>
-void cut(Candidates* candidates, int k) {
-  typedef typename KeyOf<T>::Key Key;
-  typedef typename KeyOf<T>::Unsigned Unsigned;
-  constexpr int few = 48;  // which are put in order as fast
-  if (candidates->count <= (k > few ? k : few)) return;
-  const Found<T> found(candidates);
-  auto most = found[0];
-  for (int i = 1; i < found.vectors; i++) most = found[i] > most ? found[i] : most;
-  // The greatest key from which on there are k or more. From `low` on there are.
-  Key low = candidates->least < lowest<Key> ? lowest<Key> : (Key)candidates->least, high = reduce_max<Key>(most);
-  int number = candidates->count;
-  while (low < high && number > k) {
-    const Unsigned distance = (Unsigned)high - (Unsigned)low;
-    const Key middle = (Key)((Unsigned)low + distance / 2 + distance % 2);
-    const int from = found.number_from(middle);
-    if (from >= k) low = middle, number = from;
-    else high = middle - 1;
-  }
-  // Of those that are equal to it, which are all that are too many, the last ones go.
-  int equal = number > k ? k - found.number_from(low + 1) : number, count = 0;
-  for (int i = 0; i < found.vectors; i++) {
-    const auto vector = found[i];
-    for (uint32_t wanted = lane_bits(vector >= low); wanted; wanted &= wanted - 1) {
-      const int lane = __builtin_ctz(wanted);
-      const Key key = vector[lane];
-      if (key == low && equal-- <= 0) continue;
-      found.keys[count] = key;
-      candidates->indices[count++] = candidates->indices[i * found.lanes + lane];
+inline Found find_in_segment(const Kernels& kernels, const Elements& a, int64_t first, int64_t begin, int64_t size,
+                             int k) {
+  Found found;
+  found.candidates.limit = 2 * (k + kPlan.candidate_block);
+  for (int64_t i = begin; i < begin + size; i += kPlan.top_k_tile) {
+    const int64_t length = std::min(kPlan.top_k_tile, begin + size - i);
+    State state = kernels.reduce({a.at(first + i)}, length);
+    found.state = i == begin ? state : combine(found.state, state);
+    for (int64_t at = 0;;) {
+      at += kernels.find({a.at(first + i + at)}, length - at, i + at, &found.candidates);
+      if (at == length) break;
+      kernels.cut(&found.candidates, k);
     }
   }
-  candidates->count = count;
-  candidates->least = number > k ? low : (int64_t)low - 1;
+  kernels.cut(&found.candidates, k);
+  return found;
 }
 
-// Few of many are taken out one after the other; else each one's place is the number of those before it.
-template <class T>
-void order(Candidates* candidates, int k, int32_t* indices) {
-  const Found<T> found(candidates);
-  constexpr int lanes = found.lanes;
-  if (4 * k <= candidates->count) {
-    for (int place = 0; place < k; place++) {
-      auto most = found[0];
-      for (int v = 1; v < found.vectors; v++) most = found[v] > most ? found[v] : most;
-      const auto key = reduce_max<typename Found<T>::Key>(most);
-      uint32_t equal;
-      int v = 0;
-      while (!(equal = lane_bits(found[v] == key))) v++;
-      const int i = v * lanes + __builtin_ctz(equal);
-      indices[place] = candidates->indices[i];
-      found.keys[i] = lowest<typename Found<T>::Key>;
-    }
-    return;
-  }
-  for (int i = 0; i < candidates->count; i++) {
-    typename Found<T>::Keys before{};
-    const auto key = found.keys[i];
-    const int own = i / lanes;
-    for (int v = 0; v < own; v++) before += found[v] >= key;
-    for (int v = own + 1; v < found.vectors; v++) before += found[v] > key;
-    const uint32_t equal = lane_bits(found[own] == key) & ((1u << i % lanes) - 1);
-    const int place = (int)found.sum(before) + __builtin_popcount(lane_bits(found[own] > key) | equal);
-    if (place < k) indices[place] = candidates->indices[i];
-  }
+inline void add_candidates(const Candidates& part, int64_t key_size, Candidates* all) {
+  std::copy_n(part.indices, part.count, all->indices + all->count);
+  std::memcpy(reinterpret_cast<char*>(all->keys) + all->count * key_size, part.keys, part.count * key_size);
+  all->count += part.count;
 }
 
-}  // namespace JAXSOFT_ISA
+inline void run_top_k(ffi::ThreadPool& pool, const Kernels& kernels, const Call& call, const Arrays& arrays) {
+  const int64_t n = call.shape.n, key_size = arrays.a.size == 8 ? 8 : 4;
+  const int k = static_cast<int>(call.buffers.values.dims.back());
+  const Elements values(call.buffers.values);
+  auto* const indices = static_cast<int32_t*>(call.buffers.indices.data);
+  reduce_then_write(
+      pool, call.shape.rows, n, n,
+      [&](int64_t row, int64_t begin, int64_t size) {
+        return find_in_segment(kernels, arrays.a, row * n, begin, size, k);
+      },
+      [&](Found& total, const Found& part) {
+        total.state = combine(total.state, part.state);
+        add_candidates(part.candidates, key_size, &total.candidates);
+        kernels.cut(&total.candidates, k);
+      },
+      [&](int64_t row, Found& found) {
+        arrays.finish(row, found.state);
+        int32_t* const to = indices + row * k;
+        if (std::isfinite(found.state.m) && !std::isnan(found.state.s)) kernels.order(&found.candidates, k, to);
+        else std::iota(to, to + k, 0);  // the softmax has no value
+        gather(arrays.a.at(row * n), to, k, values.at(row * k), values.size);
+        return 0;
+      },
+      [](int64_t, int64_t, int64_t, int) {});
+}
+
+}  // namespace jaxsoft::cpu

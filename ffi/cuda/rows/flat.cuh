@@ -1,30 +1,29 @@
-// What reduces nothing, of rows that are longer than a block's share: all of them as one array.
+// Rows without a reduction that are longer than a block's share: all rows as one array.
 //
-// A block has so many packs of the array, from a line of the cache on, wherever rows begin: so no two blocks write the
-// same line, and a share has the elements of two rows at most.
+// Every block has the same number of packs of the array, which begin with a cache line, wherever rows begin. So no two
+// blocks write the same cache line. A share has elements of at most two rows.
 #pragma once
 
-#include "strategies.cuh"
+#include <climits>
+
+#include "row.cuh"
+#include "sizes.cuh"
 
 namespace jaxsoft::cuda {
-
-struct Flat {
-  static constexpr int threads = 128, each = 8, packs = threads * each;  // of a block
-};
 
 template <template <class> class Op, class T>
 __global__ void __launch_bounds__(Flat::threads)
     flat(const __grid_constant__ Arguments<T> args, double rows_an_element) {
   constexpr int size = Pack<T>::size;
   using Values = typename Op<T>::Values;
-  // The row that has the block's first element: as a double, it may be one off.
+  // The row that has the block's first element. Computed in f64, it may be off by one.
   const int64_t begin = int64_t(blockIdx.x) * Flat::packs, element = begin * size;
   int64_t index = static_cast<int64_t>(static_cast<double>(element) * rows_an_element);
   if (index * args.n > element) index--;
   else if ((index + 1) * args.n <= element) index++;
   const bool last = index + 1 == args.rows;
   const Row<Op, T, Plain> row(args, index), next(args, last ? index : index + 1);
-  // The block's first pack, and where the next row begins, counted from the first pack of the row.
+  // The block's first pack, and the pack where the next row begins, both counted from the first pack of the row.
   const int first = static_cast<int>(begin - (index * args.n) / size);
   const int boundary = last ? INT_MAX : static_cast<int>((index + 1) * args.n / size - (index * args.n) / size);
 
@@ -36,7 +35,8 @@ __global__ void __launch_bounds__(Flat::threads)
     if ((i < row.counted) || (i >= boundary && i - boundary < next.counted))
       packs_here[k] = *reinterpret_cast<const Pack<T>*>(row.a + (int64_t(i) * size - row.window.head));
   }
-  const Values values = Op<T>::finish({}, args, index, false), next_values = Op<T>::finish({}, args, index + !last, false);
+  const Values values = Op<T>::finish({}, args, index, false);
+  const Values next_values = Op<T>::finish({}, args, index + !last, false);
   auto write = [&](auto quick) {
     auto write_if = [&](bool here, const auto& row, const Values& values, int i, Pack<T> pack) {
       if (!here) return;
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(Flat::threads)
   write(std::false_type());
 }
 
-// Rows have at least the elements of a block's share. The first begins at a multiple of 16 bytes.
+// Rows must have at least as many elements as a block's share, and the first must begin at a multiple of 16 bytes.
 template <template <class> class Op, class T>
 cudaError_t launch_flat(const Arguments<T>& args, cudaStream_t stream) {
   const int64_t packs = (args.rows * args.n + Pack<T>::size - 1) / Pack<T>::size;

@@ -1,30 +1,35 @@
-// The row operations on a CPU: what a row is reduced to, and an element of the result given that.
+// The arithmetic of each operation: what a row is reduced to, and an element of the result, given that.
 //
 // Each is a struct with
-//   reduction                  of the scores to their state, of <y, g>, of g, or none
-//   uncounted                  what an element is that does not count
-//   finish(row, numbers)       the numbers of a row that `value` needs
+//   reduction                  what is reduced
+//   uncounted                  the result of an element that does not count
+//   finish(row, numbers)       computes the numbers of a row that `value` needs
 //   value(a, b, numbers)       a vector of the result; numbers are scalars, or vectors where each lane is another row
 #pragma once
 
 #include <math.h>
 
-#include "rows.h"
-#include "../simd.h"
+#include "../../exp.h"
+#include "../kernels.h"
 
 namespace JAXSOFT_ISA {
 
 using jaxsoft::cpu::infinity;
 using jaxsoft::cpu::reference;
-using jaxsoft::cpu::Row;
+using jaxsoft::cpu::RowNumbers;
 
-enum Reduction { kScores, kDot, kSum, kNone };
+enum Reduction {
+  kScores,  // the scores, to their state
+  kDot,     // the products of probabilities and cotangents, to their sum
+  kSum,     // the cotangents, to their sum
+  kNone,
+};
 constexpr bool reads_b(Reduction r) { return r == kDot || r == kSum; }
 
 constexpr int kNumbers = 4;  // the most that an operation has
 
-// Whether the logarithm of a sum is a result that may be near 0: where one score dominates, its term of 1 would leave the
-// others that are added to it in f32 few digits, and log(s) is theirs.
+// Whether log(s) is part of a result, which may be near 0: where one score dominates, log(s) depends on the other terms
+// of s, and these would keep few digits if they were added to its term of 1 in f32.
 template <class Op> constexpr bool keeps_digits = false;
 
 // softmax and log_softmax of a row that holds +inf are NaN everywhere, as inf / inf has no value.
@@ -32,7 +37,7 @@ struct Softmax {
   static constexpr Reduction reduction = kScores;
   static constexpr double uncounted = 0;
   template <class S>
-  static void finish(const Row& row, S* p) {
+  static void finish(const RowNumbers& row, S* p) {
     p[0] = (S)reference(row.reduced.m);
     p[1] = row.reduced.m == infinity ? (S)__builtin_nan("") : (S)(1 / row.reduced.s);
   }
@@ -44,7 +49,7 @@ struct LogSoftmax {
   static constexpr Reduction reduction = kScores;
   static constexpr double uncounted = -infinity;
   template <class S>
-  static void finish(const Row& row, S* p) {
+  static void finish(const RowNumbers& row, S* p) {
     p[0] = (S)reference(row.reduced.m);
     p[1] = row.reduced.m - row.reduced.m == 0 ? (S)::log(row.reduced.s) : (S)__builtin_nan("");
   }
@@ -58,7 +63,7 @@ struct SoftmaxVjp {
   static constexpr Reduction reduction = kDot;
   static constexpr double uncounted = 0;
   template <class S>
-  static void finish(const Row& row, S* p) {
+  static void finish(const RowNumbers& row, S* p) {
     p[0] = (S)row.reduced.s;
   }
   template <class V, class N>
@@ -75,10 +80,10 @@ struct LogSoftmaxVjp {
   static constexpr Reduction reduction = kSum;
   static constexpr double uncounted = 0;
   template <class S>
-  static void finish(const Row& row, S* p) {
+  static void finish(const RowNumbers& row, S* p) {
     double m = row.given.m;
     p[0] = (S)reference(m);
-    p[1] = m - m == 0 ? inverse_sum<S>(row.given.s) : (S)__builtin_nan("");  // log_softmax has no value there
+    p[1] = m - m == 0 ? inverse_sum<S>(row.given.s) : (S)__builtin_nan("");  // log_softmax has no value here
     p[2] = (S)row.reduced.s;
   }
   template <class V, class N>
@@ -89,10 +94,10 @@ struct LogsumexpVjp {
   static constexpr Reduction reduction = kNone;
   static constexpr double uncounted = 0;
   template <class S>
-  static void finish(const Row& row, S* p) {
+  static void finish(const RowNumbers& row, S* p) {
     p[0] = (S)reference(row.given.m);
     p[1] = inverse_sum<S>(row.given.s);
-    p[2] = (S)row.g;
+    p[2] = (S)row.cotangent;
   }
   template <class V, class N>
   static V value(V z, V, const N* p) { return (exp(z - p[0]) * p[1]) * p[2]; }
@@ -102,9 +107,9 @@ struct LabelSumsVjp {
   static constexpr Reduction reduction = kNone;
   static constexpr double uncounted = 0;
   template <class S>
-  static void finish(const Row& row, S* p) {
+  static void finish(const RowNumbers& row, S* p) {
     LogsumexpVjp::finish(row, p);
-    p[3] = (S)row.v;
+    p[3] = (S)row.distance_cotangent;
   }
   template <class V, class N>
   static V value(V z, V b, const N* p) {

@@ -1,0 +1,118 @@
+// The interface of the CPU kernels of row operations, which are compiled once for each instruction set.
+//
+// A kernel works on a segment of a row, or on a block of columns. A row is one segment, or several that are reduced
+// apart and combined; the kernels do not know which.
+#pragma once
+
+#include <stdint.h>
+
+#include "../../rows/limits.h"
+#include "../fold.h"
+#include "plan.h"
+
+namespace jaxsoft::cpu {
+
+// The arithmetic of an operation. Operations may share it: label_state reduces as state does.
+enum Arithmetic {
+  kSoftmax, kLogSoftmax, kState, kLabelSums, kSoftmaxVjp, kLogSoftmaxVjp, kLogsumexpVjp, kLabelSumsVjp,
+  kEntropy, kEntropyVjp, kArithmetics
+};
+
+// The dtypes of the first operand and of the result.
+enum DTypes { F16, BF16, F32, F64, F16ToF32, BF16ToF32, F32ToF16, F32ToBF16, kDTypes };
+
+// What a kernel reads of a segment.
+struct Segment {
+  const void* a;                // scores or probabilities
+  const void* b = nullptr;      // cotangents, where the operation has them
+  const bool* where = nullptr;  // null: everything counts
+  const void* bias = nullptr;   // null: nothing is added
+  double scale = 1;
+  bool masked = false;  // softmax_vjp: elements whose probability is 0 do not count
+  double cap = 0;       // 0: scores are not capped
+  double from = 0;      // label_sums: distances are taken from here; entropy: the segment's maximum
+};
+
+// The numbers of one row: what it was reduced to, and those that it came with.
+struct RowNumbers {
+  State reduced = {-infinity, 0}, given = {};
+  double cotangent = 0, distance_cotangent = 0, products = 0;
+};
+
+// Of the scores above -inf, their number and the sum of their distances from Segment::from.
+struct Above {
+  double count = 0, distances = 0;
+};
+
+// Neighbouring columns: `lines` lines of `columns` elements, `stride` elements apart, and one more line of `rest`
+// elements. Columns that are `period` apart are parts of the same row.
+struct Block {
+  int64_t lines, columns, stride, rest, period;
+};
+
+// The states that columns were reduced to.
+struct ColumnStates {
+  double m[kPlan.columns], s[kPlan.columns];
+};
+
+// The numbers of columns that their results are computed from, laid out as the kernels like.
+struct ColumnNumbers {
+  char bytes[4 * (kPlan.columns + 16) * sizeof(double)];
+};
+
+// Elements that may be among the k largest of a row, in the order of their indices. Their keys are integers in the
+// order of the elements: of 8 bytes for f64, of 4 bytes for the others.
+struct Candidates {
+  static constexpr int most = 2 * (kMostK + kPlan.candidate_block);
+  int count = 0;
+  int limit;                  // the most candidates that are kept before they are cut
+  int64_t least = INT64_MIN;  // elements with a key up to this one are not wanted
+  int32_t indices[most];
+  alignas(64) int64_t keys[most + 16];
+};
+
+// Neighbouring rows with a label each, of at most kPlan.tile elements, all of which count. Arrays of one number a row
+// have the accumulator's dtype, and are null where the operation has none.
+struct LabelRows {
+  const void* a;
+  int64_t n;
+  const int32_t* label;
+  void *maximum, *sum;                    // results of the reductions, operands of the derivatives
+  void *label_score, *distances, *count;  // results
+  const void *cotangent, *label_cotangent, *distance_cotangent;
+  void* out;
+};
+
+// The kernels of one arithmetic and one pair of dtypes. Those that the arithmetic lacks are null.
+struct Kernels {
+  State (*reduce)(const Segment&, int64_t n);
+  void (*write)(const Segment&, void* out, int64_t n, const RowNumbers&);
+  void (*at_once)(const Segment&, void* out, int64_t n);  // softmax of a row of at most kPlan.tile elements
+  void (*fill)(void* out, int64_t n);                     // writes what elements that do not count have as a result
+  void (*put)(void* out, double value);                   // writes one element
+  double (*get)(const void* a);                           // reads one element of the first operand
+  Above (*above)(const Segment&, int64_t n);              // label_sums
+  double (*products)(const Segment&, int64_t n);          // entropy: the sum of exp(z - from) * (z - from)
+
+  // Of columns, which have no extras.
+  void (*reduce_columns)(const Segment&, const Block&, ColumnStates*);
+  void (*combine_columns)(ColumnStates* total, const ColumnStates&, int64_t columns);
+  void (*finish_columns)(const ColumnStates&, const Block&, void* m, void* s, const void* cotangent, ColumnNumbers*);
+  void (*write_columns)(const Segment&, void* out, const Block&, const ColumnNumbers&);
+
+  void (*label_rows)(const LabelRows&, int64_t begin, int64_t end) = nullptr;
+
+  // top_k. `find` appends the wanted ones of n elements, of which the first has this index. It returns how many it has
+  // looked at: all, or those before a block of elements that might not have room.
+  int64_t (*find)(const Segment&, int64_t n, int64_t index, Candidates*) = nullptr;
+  void (*cut)(Candidates*, int k) = nullptr;                      // drops candidates until few more than k are left
+  void (*order)(Candidates*, int k, int32_t* indices) = nullptr;  // the indices of the k largest, in descending order
+};
+
+// A table for each instruction set: without extras, and with them.
+typedef Kernels KernelTable[2][kDTypes][kArithmetics];
+extern const KernelTable kernels_baseline;
+extern const KernelTable kernels_avx2;
+extern const KernelTable kernels_avx512;
+
+}  // namespace jaxsoft::cpu

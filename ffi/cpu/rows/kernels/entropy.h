@@ -1,0 +1,42 @@
+// The arithmetic of entropy: its sum over a segment, and its gradient.
+#pragma once
+
+#include "extras.h"
+#include "loops.h"
+#include "operations.h"
+
+namespace JAXSOFT_ISA {
+
+// The sum of exp(z - m) * (z - m) over a segment's scores, where m is their maximum, which `at.from` has. A score of -inf
+// adds nothing.
+template <class T, bool extras>
+double products(const Segment& at, int64_t n) {
+  typedef typename Lanes<T>::V V;
+  typedef typename Lanes<T>::Scalar S;
+  const Reader<T, extras> reader(at);
+  const S m = (S)reference(at.from);
+  return sum_terms<T>(n, [=](int64_t i, int64_t left) {
+    const V below = reader.counted_score(i, left) - m;
+    return below == V{} - (S)infinity ? V{} : exp_term(below) * below;
+  });
+}
+
+struct EntropyVjp {
+  static constexpr Reduction reduction = kNone;
+  static constexpr double uncounted = 0;
+  template <class S>
+  static void finish(const RowNumbers& row, S* p) {
+    p[0] = (S)reference(row.given.m);
+    p[1] = inverse_sum<S>(row.given.s);
+    p[2] = (S)-row.cotangent;
+    p[3] = row.given.s == 0 ? 0 : (S)(row.products / row.given.s);
+  }
+  template <class V, class N>
+  static V value(V z, V, const N* p) {
+    const V below = z - p[0];
+    const V above_mean = below == V{} - (decltype(z[0] + 0))infinity ? V{} : below - p[3];
+    return (exp(below) * p[1]) * p[2] * above_mean;
+  }
+};
+
+}  // namespace JAXSOFT_ISA

@@ -1,0 +1,61 @@
+// How a kernel reads a segment: its elements, the scores that the extras make of them, and which of them count.
+#pragma once
+
+#include "../../exp.h"
+#include "../../formats.h"
+#include "../kernels.h"
+
+namespace JAXSOFT_ISA {
+
+using jaxsoft::cpu::infinity;
+using jaxsoft::cpu::Segment;
+
+// Reads the vector at element i, of which `left` elements or more are there. Without `extras`, scores are the elements
+// themselves and all count.
+template <class T, bool extras>
+struct Reader {
+  typedef Lanes<T> L;
+  typedef typename L::V V;
+  typedef typename L::Scalar S;
+  const T *first, *second;  // not read through `at` in a loop, where a store of a result might have changed them
+  const Segment& at;
+
+  explicit Reader(const Segment& at) : first((const T*)at.a), second((const T*)at.b), at(at) {}
+  V a(int64_t i, int64_t left, S fill) const { return load<T>(first + i, left, fill); }
+  V b(int64_t i, int64_t left) const { return load<T>(second + i, left, 0); }
+
+  V score(int64_t i, int64_t left) const {
+    if constexpr (!extras) return a(i, left, (S)-infinity);
+    V scaled = a(i, left, 0) * (S)at.scale;
+    if (at.cap > 0) return capped(scaled);
+    return at.bias ? scaled + load<T>((const T*)at.bias + i, left, 0) : rounded(scaled);
+  }
+
+  // cap * tanh(x / cap), and below its derivative.
+  V capped(V x) const {
+    V e = exp((x < 0 ? x : -x) * (S)(2 / at.cap)), y = (S)at.cap * ((1 - e) / (1 + e));
+    return x < 0 ? -y : y;
+  }
+  V cap_slope(V x) const {
+    V e = exp((x < 0 ? x : -x) * (S)(2 / at.cap));
+    return 4 * e / ((1 + e) * (1 + e));
+  }
+
+  // The score, or -inf where the element does not count.
+  V counted_score(int64_t i, int64_t left) const {
+    V z = score(i, left);
+    if constexpr (!extras) return z;
+    if (!at.where && left >= L::lanes) return z;
+    return load_mask(at.where ? at.where + i : nullptr, left, V{}) ? z : V{} - (S)infinity;
+  }
+
+  // v, or `otherwise` where the element does not count.
+  V counted(V v, int64_t i, int64_t left, S otherwise) const {
+    if constexpr (!extras) return v;
+    if (at.where) return load_mask(at.where + i, left, V{}) ? v : V{} + otherwise;
+    if (at.masked) return a(i, left, 0) == 0 ? V{} + otherwise : v;
+    return v;
+  }
+};
+
+}  // namespace JAXSOFT_ISA

@@ -1,0 +1,81 @@
+// The launch of the columns kernel.
+#pragma once
+
+#include "../../counter.cuh"
+#include "../../devices.cuh"
+#include "kernel.cuh"
+#include "plan.cuh"
+
+namespace jaxsoft::cuda {
+
+// How many clusters of a kernel run at once on a device, or how many times as many blocks as share n. This is asked
+// once for each number of blocks and share. 0 if the device does not know clusters of this size.
+template <template <class> class Op, class T, int width, bool straddles>
+cudaError_t tiles_at_once(const ColumnsDevice& device, const cudaLaunchConfig_t& config, Tile tile, int* tiles) {
+  auto kernel = columns<Op, T, width, straddles>;
+  constexpr int shares = 16;  // more than blocks ever share a multiprocessor
+  static Devices<(ColumnsCode::most_blocks + 1) * shares> known;
+  return known.once(tile.blocks * shares + tile.share, tiles, [&](int* found) {
+    constexpr auto carveout = cudaFuncAttributePreferredSharedMemoryCarveout;
+    if (auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, device.of_block)) return e;
+    if (auto e = cudaFuncSetAttribute(kernel, carveout, cudaSharedmemCarveoutMaxShared)) return e;
+    if (config.numAttrs > 0) {
+      if (auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)) return e;
+      if (cudaOccupancyMaxActiveClusters(found, kernel, &config)) {
+        cudaGetLastError();
+        *found = 0;
+      }
+    } else {
+      const size_t bytes = config.dynamicSmemBytes;
+      if (auto e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(found, kernel, tile.threads, bytes)) return e;
+      *found = std::max<int>(1, *found * device.processors / tile.blocks);
+    }
+    return cudaSuccess;
+  });
+}
+
+// `tiles` is how many there are. `launched` becomes false where the device does not know clusters of the size.
+template <template <class> class Op, class T, int width, bool straddles>
+cudaError_t launch_tile(const Arguments<T>& args, const ColumnsDevice& device, Tile tile, int64_t tiles, int few_tiles,
+                        void* workspace, cudaStream_t stream, bool* launched) {
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {tile.blocks, 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(tile.blocks);
+  config.blockDim = dim3(tile.threads);
+  config.dynamicSmemBytes = device.shared(tile.share);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = Op<T>::reduces && tile.blocks > 1;  // blocks that only share n need not be a cluster
+  int at_once = 0;
+  if (auto e = tiles_at_once<Op, T, width, straddles>(device, config, tile, &at_once)) return e;
+  *launched = at_once > 0;
+  if (at_once == 0) return cudaSuccess;
+  config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(tiles, at_once) * tile.blocks));
+  // A kernel that writes nothing copies its next tile before a counter would have told it which.
+  const bool many = Op<T>::reduces && Op<T>::writes && tiles > int64_t(few_tiles) * at_once;
+  unsigned long long* counter = nullptr;
+  if (auto e = clear_counter(many, workspace, stream, &counter)) return e;
+  const TileLayout<ColumnsKind<Op, T, width, straddles>> layout(tile);
+  return cudaLaunchKernelEx(&config, columns<Op, T, width, straddles>, args, tile, layout, counter);
+}
+
+template <template <class> class Op, class T, int width, bool straddles = false>
+cudaError_t launch_tiles(const Arguments<T>& args, void* workspace, cudaStream_t stream) {
+  ColumnsDevice device;
+  if (auto e = device.read()) return e;
+  const ColumnsTuning& tuning = columns_tuning(device.major);
+  const TilePlanner<ColumnsKind<Op, T, width, straddles>> planner(args, device, tuning);
+  unsigned most_blocks = Op<T>::reduces ? tuning.most_cluster_blocks : ColumnsCode::most_blocks;
+  for (bool launched = false; !launched;) {
+    const Tile tile = planner.choose(most_blocks);
+    if (auto e = launch_tile<Op, T, width, straddles>(args, device, tile, planner.tiles(tile.across), tuning.few_tiles,
+                                                      workspace, stream, &launched))
+      return e;
+    most_blocks = tile.blocks / 2;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace jaxsoft::cuda

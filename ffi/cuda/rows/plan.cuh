@@ -1,0 +1,127 @@
+// The plan for a call: the row of the table that fits it, and the numbers with which the row's strategy is launched.
+// This is host code.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "table.cuh"
+
+namespace jaxsoft::cuda {
+
+// A row is split into parts of equally many packs, but for its ends. Parts are whole cache lines, or warps of different
+// blocks would share lines.
+struct Split {
+  unsigned parts;
+  int64_t packs;
+  // Splits a row of `of_row` packs into at most `most` parts.
+  Split(int64_t of_row, int64_t most) : packs(((of_row + most - 1) / most + line - 1) / line * line) {
+    parts = static_cast<unsigned>((of_row + packs - 1) / packs);
+  }
+  static constexpr int line = 8;  // packs of a cache line
+};
+
+// A strategy and all that it takes to launch it.
+struct Plan {
+  int rule = -1;           // in the table; -1 if no kernel can serve the call
+  int64_t packs = 0;       // of a row
+  int blocks = 1;          // of a cluster, which is as many parts of a row: clustered, ring
+  int threads = 0;         // of a block: split
+  bool overlap = false;    // whether a launch may start while the one before still runs: split
+  int processors = 0;      // multiprocessors of the GPU: dealt
+  Split split{1, 1};       // split, spread
+};
+
+// The most blocks of which each has at least 4 KB of a row. Rows below 256 KB take only half of the most, if all rows
+// together have more than 256 blocks even so.
+inline int blocks_of_cluster(const CallFacts& call, int most) {
+  constexpr int64_t least_part = 256, large_part = 1024, enough_blocks = 256;
+  int blocks = most;
+  if (call.packs < most * large_part && call.rows * most / 2 > enough_blocks) blocks /= 2;
+  while (blocks > 1 && call.packs < blocks * least_part) blocks /= 2;
+  return blocks;
+}
+
+inline bool fit_clustered(const Rule& rule, const CallFacts& call, Plan& plan) {
+  plan.blocks = blocks_of_cluster(call, static_cast<int>(rule.blocks));
+  const int64_t part = (call.packs + plan.blocks - 1) / plan.blocks;
+  return plan.blocks > 1 && part >= rule.least_part && part <= rule.most_part;
+}
+
+inline bool fit_spread(const Rule& rule, const CallFacts& call, Plan& plan) {
+  const int64_t blocks = int64_t(Spread::blocks) * call.processors;
+  // A part of a GPU (MIG) may have room for fewer blocks than there are rows.
+  if (call.rows > blocks || call.workspace < blocks * call.state) return false;
+  plan.split = Split(call.packs, blocks / call.rows);
+  return plan.split.packs <= Spread::threads * rule.packs_a_thread;
+}
+
+inline bool fit_ring(const Rule& rule, const KernelFacts& kernel, const CallFacts& call, Plan& plan) {
+  const int operands = static_cast<int>(kernel.operands);
+  if (!call.vector || call.packs > int64_t(Ring::most_blocks) * Ring::held_packs(operands)) return false;
+  while (plan.blocks < Ring::most_blocks && call.packs > plan.blocks * rule.most_part) plan.blocks *= 2;
+  // Parts may be smaller if they fill their slots.
+  if (kernel.element == 4 && operands == 1 && plan.blocks <= 4 &&
+      call.packs % (2 * plan.blocks * Ring::slot_packs(1)) == 0)
+    plan.blocks *= 2;
+  return true;
+}
+
+// Whether all blocks together hold a row, with room for some of the next, and the workspace the packets of all rows.
+inline bool fit_dealt(const KernelFacts& kernel, const CallFacts& call) {
+  const int64_t chunks = call.packs / Dealt::slot_packs(static_cast<int>(kernel.operands)) + 1;
+  return call.vector && chunks <= int64_t(Dealt::most_slots) * call.processors &&
+         call.rows <= call.workspace / call.packet / std::min<int64_t>(chunks, call.processors);
+}
+
+inline bool fit_flat(const KernelFacts& kernel, const CallFacts& call) {
+  return call.vector && call.first_aligned && call.n >= Flat::packs * 16 / int64_t(kernel.element) && call.n <= 1 << 30;
+}
+
+inline bool fit_split(const Rule& rule, const KernelFacts& kernel, const CallFacts& call, Plan& plan) {
+  const bool reduces = kernel.kind != kElementwise;
+  const int in_flight = Tiled::in_flight(reduces, kernel.form != kPlain);
+  plan.threads = Tiled::threads(reduces);
+  int64_t parts = call.packs / (in_flight * plan.threads);
+  if (reduces) {
+    const int64_t all = call.rows * call.packs;
+    int64_t blocks = rule.blocks * call.processors;
+    // Where threads go round more than once, smaller blocks wait less for each other.
+    if (all > blocks * plan.threads * in_flight && all <= blocks * rule.most_part) {
+      plan.threads /= 2, parts *= 2;
+      blocks = std::min<int64_t>(2 * blocks, Splitting::few_parts * call.rows);
+    }
+    blocks = std::max(blocks, all / rule.most_part);
+    parts = std::min({parts, call.workspace / call.state / call.rows - 1, blocks / call.rows});
+  }
+  if (parts < 2 || call.rows * parts > INT32_MAX || call.n / parts > 1 << 30) return false;
+  plan.split = Split(call.packs, parts);
+  plan.overlap = call.can_overlap;
+  return true;
+}
+
+// Whether a strategy can serve the call as the rule says. If so, fills in the plan.
+inline bool fit(const Rule& rule, const KernelFacts& kernel, const CallFacts& call, Plan& plan) {
+  switch (rule.strategy) {
+    case Strategy::held: return true;
+    case Strategy::clustered: return fit_clustered(rule, call, plan);
+    case Strategy::spread: return fit_spread(rule, call, plan);
+    case Strategy::ring: return fit_ring(rule, kernel, call, plan);
+    case Strategy::dealt: return fit_dealt(kernel, call);
+    case Strategy::flat: return fit_flat(kernel, call);
+    case Strategy::split: return fit_split(rule, kernel, call, plan);
+    case Strategy::tiled: return call.n <= 1 << 30;  // a kernel counts the elements of a row in ints
+  }
+  return false;
+}
+
+inline Plan make_plan(const KernelFacts& kernel, const CallFacts& call) {
+  for (int i = 0; i < kRuleCount; i++) {
+    Plan plan;
+    plan.rule = i, plan.packs = call.packs, plan.processors = call.processors;
+    if (kRules[i].compiles(kernel) && kRules[i].allows(call) && fit(kRules[i], kernel, call, plan)) return plan;
+  }
+  return {};
+}
+
+}  // namespace jaxsoft::cuda

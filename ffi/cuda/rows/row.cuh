@@ -1,0 +1,236 @@
+// One row as a thread sees it: reading packs of the operands with their mask, and writing packs of the result.
+#pragma once
+
+#include <climits>
+
+#include "extras.cuh"
+#include "operations/operation.cuh"
+#include "stores.cuh"
+
+namespace jaxsoft::cuda {
+
+// The results of a pack. In a row that is not ordinary, those of masked elements are wrong and must be replaced.
+template <class Op, bool quick, class T, class Form>
+__device__ void results(const typename Op::Values& values, const Pack<T>& a, const Pack<T>& b, const Form& form,
+                        Accumulator<T> (&x)[Pack<T>::size]) {
+  using A = Accumulator<T>;
+#pragma unroll
+  for (int k = 0; k < Pack<T>::size; k++) {
+    if constexpr (quick) {
+      x[k] = exp2_approximately(Op::quick_exponent(a, b, k, form, values.shift));
+      continue;
+    }
+    A first, second = Op::operands > 1 ? b.get(k) : A(0);
+    if constexpr (Form::extras && Op::a_is_scores) first = form.score(a, b, k);
+    else first = a.get(k);
+    x[k] = Op::value(values, first, second);
+    if constexpr (Form::extras) {
+      if (Op::gradient) x[k] *= form.scale;
+      if (Op::gradient && Op::labelled && form.cap > 0) x[k] *= cap_slope(a.get(k), form.cap);
+      if (!Op::a_is_scores && form.masked && first == 0) x[k] = 0;
+    }
+  }
+}
+
+// One row of the operands, or a part of one: the pointers, the window on them, and the row's extras and label.
+template <template <class> class Op, class T, class Form, Layout layout = Layout::any>
+struct Row {
+  const T *a, *b;
+  void* out;
+  Window<T, layout> window;
+  Form form;
+  ResultType result;
+  int counted;          // packs from this one on are masked entirely, and need not be read
+  int label = INT_MIN;  // the label's element, counted from the first pack; far from all packs if it lies elsewhere
+  Accumulator<T> h = 0, v = 0;  // for the gradient at the label
+
+  __device__ Row(const Arguments<T>& args, int64_t row) : Row(args, row, 0, args.n) {}
+  // A part of the row: elements [begin, end), at most as many as an int can count. Every part but the first must begin
+  // where a pack begins.
+  __device__ Row(const Arguments<T>& args, int64_t row, int64_t begin, int64_t end)
+      : a(args.a + row * args.n + begin),
+        b(Op<T>::operands > 1 ? args.b + row * args.n + begin : nullptr),
+        window(a, static_cast<int>(end - begin), args.vector),
+        form(args, row, begin, window),
+        result(args.result),
+        counted(window.packs) {
+    asm("" : "+l"(a));  // keeps the compiler from computing the pointer again for every pack
+    int64_t size = sizeof(T);
+    if (Form::extras && result != ResultType::same) size = result == ResultType::f32 ? 4 : 2;
+    out = static_cast<char*>(args.out) + (row * args.n + begin) * size;
+    if constexpr (Form::extras) counted = min(counted, form.masked_from(window));
+    if constexpr (Op<T>::labelled) {
+      if (!args.labels) return;
+      const int32_t given = args.labels[row];
+      if (given == kNoRow) counted = 0;
+      else if (given >= begin && given < end) label = static_cast<int>(given - begin) + window.head;
+      if (Op<T>::writes) h = args.h[row], v = args.v ? args.v[row] : 0;
+    }
+  }
+  // Whether the label is in pack i.
+  __device__ bool has_label(int i) const {
+    return static_cast<unsigned>(label - i * Pack<T>::size) < static_cast<unsigned>(Pack<T>::size);
+  }
+
+  // Loads packs first, first + step, ... of the operands, if they lie before `end`, and masks them. With `reduce_only`,
+  // a is left out if the reduction does not need it. All reads are in flight before the first is used.
+  template <int count>
+  __device__ void load(int first, int step, int end, Pack<T> (&pa)[count], Pack<T> (&pb)[count],
+                       bool reduce_only = false) const {
+    constexpr bool marks_a = Form::extras && Op<T>::a_is_scores;
+    const bool reads_a = !reduce_only || Op<T>::reads_a_to_reduce || Form::extras;
+    [[maybe_unused]] typename Form::Marks marks[count];
+    end = min(end, counted);
+#pragma unroll
+    for (int k = 0; k < count; k++) {
+      int i = first + k * step;
+      pa[k].fill(fill());
+      if (reads_a && i < end) pa[k] = window.fetch(a, i);
+      if constexpr (Op<T>::operands > 1) {
+        pb[k].fill(Op<T>::fill());
+        if (i < end) pb[k] = window.fetch(b, i);
+      } else if constexpr (Form::bias) {
+        pb[k].fill(narrow<T>(0));
+        if (i < end) pb[k] = window.fetch_anywhere(form.bias_row, form.bias_aligned, i);
+      }
+      if constexpr (marks_a) {
+        marks[k] = kEveryByte;
+        if (i < end) marks[k] = form.fetch_where(i, window);
+      }
+    }
+    if constexpr (marks_a) {
+      if (form.scale == 0) {
+#pragma unroll
+        for (int k = 0; k < count; k++)
+          if (first + k * step < end) pa[k].times_zero();
+      }
+    }
+    if constexpr (marks_a && Op<T>::labelled) {
+      if (form.cap > 0) {
+#pragma unroll
+        for (int k = 0; k < count; k++)
+          if (first + k * step < end) pa[k].make_finite();
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < count; k++) {
+      int i = first + k * step;
+      if (i >= end) continue;
+      if constexpr (marks_a) {
+        form.mark(pa[k], pb[k], Op<T>::operands > 1 || Form::bias, marks[k], i, window);
+      } else {
+        if (reads_a) window.trim(pa[k], i, Op<T>::fill());
+        if constexpr (Op<T>::operands > 1) window.trim(pb[k], i, Op<T>::fill());
+      }
+      if constexpr (Op<T>::labelled && Op<T>::reduces)
+        if (has_label(i)) pa[k].replace(label - i * Pack<T>::size, fill());
+    }
+  }
+  // The element that changes no reduction.
+  __device__ T fill() const {
+    if constexpr (Form::extras && Op<T>::a_is_scores) return form.masked_element;
+    else return Op<T>::fill();
+  }
+  // Loads packs first, first + step, ... from shared memory, where the first lies at held_a and held_b. All packs
+  // before `end` belong to the row entirely. Without `both`, a is left out.
+  template <int count>
+  __device__ void load_held(const Pack<T>* held_a, const Pack<T>* held_b, int first, int step, int end, bool both,
+                            Pack<T> (&pa)[count], Pack<T> (&pb)[count]) const {
+#pragma unroll
+    for (int k = 0; k < count; k++) {
+      pa[k].fill(fill()), pb[k].fill(Op<T>::fill());
+      if (first + k * step >= end) continue;
+      if (both) pa[k] = held_a[k * step];
+      if (Op<T>::operands > 1) pb[k] = held_b[k * step];
+    }
+    if constexpr (Form::extras && Op<T>::a_is_scores) {
+      if (form.unmasked && form.scale != 0) return;
+#pragma unroll
+      for (int k = 0; k < count; k++) {
+        const int i = first + k * step;
+        if (i >= end) continue;
+        if (form.scale == 0) pa[k].times_zero();
+        if (!form.unmasked) form.mark(pa[k], pb[k], Op<T>::operands > 1, form.fetch_where(i, window), i, window);
+      }
+    }
+  }
+  // Whether the results may be written as packs, without looking up the mask again.
+  __device__ bool writes_packs(const typename Op<T>::Values& values) const {
+    return !Form::extras || (result == ResultType::same && Op<T>::ordinary(values));
+  }
+
+  // Whether the operation's quick formula is exact enough for this row.
+  __device__ bool quick(const typename Op<T>::Values& values) const {
+    return values.quick && Op<T>::may_be_quick(values.ref, form);
+  }
+
+  // The gradient at the label. It does not depend on the mask.
+  __device__ Accumulator<T> label_gradient() const {
+    using A = Accumulator<T>;
+    const A x = widen(a[label - window.head]);
+    A dx = h;
+    bool capped = false;
+    if constexpr (Form::extras) capped = form.cap > 0;
+    if (capped || x != -infinity<A>()) dx += v;
+    if constexpr (Form::extras)
+      if (capped) dx *= cap_slope(x, form.cap);
+    return dx;
+  }
+  // Pack i of the result, in which the label's element is replaced if the pack has it.
+  __device__ Pack<T> labelled(Pack<T> pack, int i) const {
+    if constexpr (Op<T>::labelled && Op<T>::writes)
+      if (has_label(i)) pack.replace(label - i * Pack<T>::size, narrow<T>(label_gradient()));
+    return pack;
+  }
+
+  // A pack of results, as they are in an ordinary row, without the label's.
+  template <bool quick = false>
+  __device__ Pack<T> result_pack(const typename Op<T>::Values& values, const Pack<T>& pa, const Pack<T>& pb) const {
+    Accumulator<T> x[Pack<T>::size];
+    results<Op<T>, quick>(values, pa, pb, form, x);
+    Pack<T> pack;
+    pack.set_all(x);
+    if constexpr (quick && kUnit<T> != 1) pack.multiply(kUnit<T>);
+    return pack;
+  }
+  // Computes and writes pack i of the result.
+  __device__ void write(int i, const typename Op<T>::Values& values, const Pack<T>& pa, const Pack<T>& pb) const {
+    if (writes_packs(values)) {
+      if constexpr (Form::extras && Op<T>::a_is_scores) {
+        if (i >= counted) {
+          Pack<T> pack;
+          pack.fill(narrow<T>(Op<T>::masked_value));
+          return window.store(static_cast<T*>(out), i, labelled(pack, i));
+        }
+      }
+      if constexpr (Op<T>::has_quick)
+        if (quick(values)) return window.store(static_cast<T*>(out), i, result_pack<true>(values, pa, pb));
+      window.store(static_cast<T*>(out), i, labelled(result_pack(values, pa, pb), i));
+    } else if constexpr (Form::extras) {
+      Accumulator<T> x[Pack<T>::size];
+      results<Op<T>, false>(values, pa, pb, form, x);
+      if (Op<T>::a_is_scores && !Op<T>::ordinary(values)) {
+        auto marks = i < counted ? form.marks(i, window) : 0;
+#pragma unroll
+        for (int k = 0; k < Pack<T>::size; k++)
+          if (!(marks >> 8 * k & 1)) x[k] = Accumulator<T>(Op<T>::masked_value);
+      }
+      if constexpr (Op<T>::labelled) {
+        if (has_label(i)) {
+#pragma unroll
+          for (int k = 0; k < Pack<T>::size; k++)
+            if (i * Pack<T>::size + k == label) x[k] = label_gradient();
+        }
+      }
+      if constexpr (layout == Layout::whole) {
+        Pack<T> pack;
+        pack.set_all(x);
+        window.store(static_cast<T*>(out), i, pack);
+      } else {
+        store_as<T>(result, out, window, i, x);
+      }
+    }
+  }
+};
+
+}  // namespace jaxsoft::cuda

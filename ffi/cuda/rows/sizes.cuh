@@ -1,0 +1,94 @@
+// The sizes that the row kernels are compiled with: threads of a block, packs in flight, slots of a ring. The plan
+// (plan.cuh) computes with them too. They were chosen by measurements on an H200, but where a comment says what they
+// follow from. No other GPU has been measured. A pack is 16 bytes.
+#pragma once
+
+#include <cstdint>
+
+namespace jaxsoft::cuda {
+
+// A row in the registers of lanes, a warp or a block (held.cuh).
+struct Held {
+  // Threads of a block that holds rows shorter than a warp's; each of them has several rows.
+  static constexpr int short_threads = 128;
+  // The most threads of a block. With extras, more registers for each thread are worth more than more threads.
+  static constexpr int most_threads(bool extras, int packs) { return extras && packs > 4 ? 256 : 1024; }
+  // The least number of blocks for which a multiprocessor must have registers.
+  static constexpr int blocks(bool extras, int packs) { return most_threads(extras, packs) == 256 ? 3 : 1; }
+};
+
+// A row that is read twice (tiled.cuh, split.cuh).
+struct Tiled {
+  // Threads of a block. Without a reduction, smaller blocks are faster.
+  static constexpr int threads(bool reduces) { return reduces ? 512 : 128; }
+  // Packs that a thread reads before it uses the first.
+  static constexpr int in_flight(bool reduces, bool extras) { return reduces || extras ? 4 : 2; }
+  // The least number of blocks for which a multiprocessor must have registers. `most_threads` is the most that a
+  // multiprocessor can have.
+  static constexpr int blocks(int element_bytes, bool reduces, bool writes, bool extras, int most_threads) {
+    if (element_bytes == 8) return 1;
+    if (!reduces) return most_threads / threads(reduces) / (extras ? 2 : 1);
+    return extras ? 1 : writes ? 2 : 3;
+  }
+};
+
+// A row that is split over blocks in several launches (split.cuh).
+struct Splitting {
+  static constexpr int64_t few_parts = 512;  // a kernel of its own merges more parts of a row than that
+  static constexpr int merge_threads = 512;  // of its blocks
+  static constexpr int finish_threads = 256;  // of a block that merges the parts where no rows are written
+};
+
+// A row in the registers of the blocks of one cooperative launch (spread.cuh).
+struct Spread {
+  static constexpr int threads = 512;  // the most threads of a block
+  static constexpr int blocks = 2;     // of each multiprocessor
+};
+
+// Rows without a reduction, as one array (flat.cuh).
+struct Flat {
+  static constexpr int threads = 128;           // of a block
+  static constexpr int each = 8;                // packs of a thread
+  static constexpr int packs = threads * each;  // of a block
+};
+
+// A row in the registers of a cluster (clustered.cuh).
+struct Clustered {
+  static constexpr int most_blocks = 16;  // of a cluster: the most that Hopper allows
+  static constexpr int threads = 512;     // the most threads of a block
+};
+
+// A row in the shared memory of a cluster (ring.cuh).
+struct Ring {
+  static constexpr int teams = 3;            // groups of threads that take turns with the rows
+  static constexpr int consumers = 256;      // threads of a team; one warp more in a block is the producer
+  static constexpr int threads = teams * consumers + 32;
+  static constexpr int mails = 32;           // more than the number of rows by which blocks of a cluster can be apart
+  static constexpr int exchanges = 2 * teams;
+  static constexpr int most_blocks = 16;     // of a cluster: the most that Hopper allows
+  static constexpr int few_rows = 8;         // for each cluster: up to this number, rows are dealt out in advance
+  static constexpr int bytes = 208 * 1024;   // of all slots, out of the 227 KB of shared memory that a block can have
+  // Packs of a slot: of each operand for each thread of a team, and of each operand.
+  static constexpr int packs_each(int operands) { return operands == 1 ? 4 : 2; }
+  static constexpr int slot_packs(int operands) { return packs_each(operands) * consumers; }
+  static constexpr int slots(int operands) { return bytes / (slot_packs(operands) * operands * 16); }
+  // Packs of each operand that a block can hold.
+  static constexpr int held_packs(int operands) { return slots(operands) * slot_packs(operands); }
+};
+
+// A row in the shared memory of all blocks (dealt.cuh).
+struct Dealt {
+  static constexpr int team = 128;         // threads of a team
+  static constexpr int warps = team / 32;  // of a team
+  static constexpr int reducers = 4;       // teams that reduce
+  static constexpr int pollers = 2;        // warps that wait for others; one where a row has many chunks in a block
+  static constexpr int slots = 14, slot_bytes = 16 * 1024;
+  static constexpr int most_slots = slots - 1;  // that one row may take
+  static constexpr int at_once = 4;  // packs of all operands that a reducer's thread reads before it uses the first
+  static constexpr int looks = 5;    // packets that a lane of a poller looks at together
+  static constexpr int slot_packs(int operands) { return slot_bytes / 16 / operands; }  // of each operand
+  // Teams that write. One is fast enough for f32 with one operand, and spreads what is written over time.
+  static constexpr int writers(int operands, int element_bytes) { return operands == 1 && element_bytes == 4 ? 1 : 2; }
+};
+
+}  // namespace jaxsoft::cuda

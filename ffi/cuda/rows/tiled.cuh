@@ -1,0 +1,79 @@
+// A row that is too long for registers, by one block. A first pass reduces it, and a second one reads it again and
+// writes.
+#pragma once
+
+#include <algorithm>
+
+#include "reduce.cuh"
+#include "row.cuh"
+#include "sizes.cuh"
+
+namespace jaxsoft::cuda {
+
+// The most threads that a multiprocessor can have.
+#if __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200
+constexpr int kMostThreads = 1536;
+#else
+constexpr int kMostThreads = 2048;
+#endif
+
+// Packs that a thread reads before it uses the first, and the launch bounds of kernels that work through long rows.
+template <class Op, class Form>
+constexpr int kTiledInFlight = Tiled::in_flight(Op::reduces, Form::extras);
+template <class Op>
+constexpr int kTiledThreads = Tiled::threads(Op::reduces);
+template <class Op, class T, class Form>
+constexpr int kTiledBlocks = Tiled::blocks(sizeof(T), Op::reduces, Op::writes, Form::extras, kMostThreads);
+
+// Reduces a row, or a part of one, by the block's threads in x, to which its packs are dealt out round-robin.
+template <template <class> class Op, class T, class Form>
+__device__ typename Op<T>::Part reduce_packs(const Row<Op, T, Form>& row) {
+  constexpr int in_flight = kTiledInFlight<Op<T>, Form>;
+  auto visit = [&](auto use) {
+    for (int i = threadIdx.x; i < row.counted; i += in_flight * blockDim.x) {
+      Pack<T> pa[in_flight], pb[in_flight];
+      row.load(i, blockDim.x, row.counted, pa, pb, true);
+      use(pa, pb);
+    }
+  };
+  return reduce_visited<Op<T>>(row.form, visit, [](const auto& part) { return reduce_threads<T>(part); });
+}
+
+// Writes a row, or a part of one. `values()` is called when the first packs are in flight.
+template <template <class> class Op, class T, class Form, class Values>
+__device__ void write_packs(const Row<Op, T, Form>& row, Values values) {
+  constexpr int in_flight = kTiledInFlight<Op<T>, Form>;
+  const int step = blockDim.x, packs = row.window.packs;
+  Pack<T> pa[in_flight], pb[in_flight];
+  row.load(threadIdx.x, step, packs, pa, pb);
+  const auto found = values();
+  for (int i = threadIdx.x; i < packs;) {
+#pragma unroll
+    for (int k = 0; k < in_flight; k++)
+      if (i + k * step < packs) row.write(i + k * step, found, pa[k], pb[k]);
+    i += in_flight * step;
+    row.load(i, step, packs, pa, pb);
+  }
+}
+
+// Each block takes rows one after the other, from its own index on.
+template <template <class> class Op, class T, class Form>
+__global__ void __launch_bounds__(kTiledThreads<Op<T>>, kTiledBlocks<Op<T>, T, Form>)
+    tiled(const __grid_constant__ Arguments<T> args) {
+  for (int64_t index = blockIdx.x; index < args.rows; index += gridDim.x) {
+    Row<Op, T, Form> row(args, index);
+    typename Op<T>::Part part;
+    if constexpr (Op<T>::reduces) part = reduce_packs(row);
+    auto values = Op<T>::finish(part, args, index, threadIdx.x == 0);
+    if (Op<T>::writes) write_packs(row, [&] { return values; });
+  }
+}
+
+template <template <class> class Op, class T, class Form>
+cudaError_t launch_tiled(const Arguments<T>& args, cudaStream_t stream) {
+  const int64_t blocks = std::min<int64_t>(args.rows, 0x7fffffff);
+  tiled<Op, T, Form><<<blocks, kTiledThreads<Op<T>>, 0, stream>>>(args);
+  return cudaGetLastError();
+}
+
+}  // namespace jaxsoft::cuda

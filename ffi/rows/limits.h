@@ -1,0 +1,17 @@
+// Numbers that Python, the checks of a call and the kernels agree on. jaxsoft/_rows has the same ones.
+#pragma once
+
+#include <stdint.h>
+
+namespace jaxsoft {
+
+// The most groups of leading dimensions that the extras of one call may tell apart (see Extras).
+inline constexpr int kGroups = 4;
+
+// The label of a row that is not read: nothing of it counts.
+inline constexpr int32_t kNoRow = INT32_MIN;
+
+// The largest k of top_k.
+inline constexpr int64_t kMostK = 256;
+
+}  // namespace jaxsoft

@@ -1,0 +1,27 @@
+// The C symbols of a platform's library: a handler jaxsoft_NAME for each record of operations.h, the records as text,
+// and the version of the FFI. One file of each library includes this, and exports the handlers at its end.
+#pragma once
+
+#include <string>
+
+#include "operations.h"
+
+#define JAXSOFT_EXPORT extern "C" __attribute__((visibility("default")))
+
+// The version of the FFI's interface that the library was compiled against. Python reads it before it registers
+// anything, as XLA refuses a whole platform over a newer one.
+JAXSOFT_EXPORT int jaxsoft_ffi_api_major() { return XLA_FFI_API_MAJOR; }
+JAXSOFT_EXPORT int jaxsoft_ffi_api_minor() { return XLA_FFI_API_MINOR; }
+
+JAXSOFT_EXPORT const char* jaxsoft_operations() {
+  static const std::string text = jaxsoft::operations_as_text();
+  return text.c_str();
+}
+
+// Exports jaxsoft_NAME, whose calls go to handle<Name::NAME>(Context, ffi::RemainingArgs, ffi::RemainingRets, Form).
+#define JAXSOFT_EXPORT_TARGET(name, handle, Context)                                                              \
+  JAXSOFT_EXPORT XLA_FFI_Error* jaxsoft_##name(XLA_FFI_CallFrame*);                                               \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                                                  \
+      jaxsoft_##name, handle<jaxsoft::Name::name>,                                                                \
+      xla::ffi::Ffi::Bind().Ctx<Context>().RemainingArgs().RemainingRets().Attrs<jaxsoft::Form>(),                \
+      {xla::ffi::Traits::kCmdBufferCompatible});
