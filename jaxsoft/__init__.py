@@ -4,20 +4,24 @@ from importlib.metadata import version as _version
 
 from jaxsoft import fold as fold
 from jaxsoft import random as random
+from jaxsoft._core import library as _library
+from jaxsoft._core.carriers import implementations
 from jaxsoft._ops.cross_entropy import softmax_cross_entropy, softmax_cross_entropy_with_integer_labels
+from jaxsoft._ops.entropy import entropy
 from jaxsoft._ops.linear_cross_entropy import linear_softmax_cross_entropy
 from jaxsoft._ops.log_softmax import log_softmax
 from jaxsoft._ops.logsumexp import logsumexp
 from jaxsoft._ops.softmax import softmax
 from jaxsoft._ops.top_k import top_k_softmax
-from jaxsoft._rows import ffi as _ffi
-from jaxsoft._rows.choice import implementations
 
 __version__ = _version("jaxsoft")
 
-_ffi.register()
+# A program that was exported or compiled in another process finds the kernels only if they are registered.
+for _platform in _library.PLATFORMS:
+    _library.unavailable(_platform)
 
 __all__ = [
+    "entropy",
     "fold",
     "implementations",
     "linear_softmax_cross_entropy",

@@ -1,14 +1,15 @@
 """Tokens drawn from logits, in the style of `jax.random.categorical`: temperature, top-k, top-p and min-p.
 
-The fold says how to draw from a whole row in one read: draw one of its chunks, each with the weight that its state
-(m, s) gives it, and then a token of that chunk. That takes two random numbers a row, where the Gumbel-max method takes
-one for each token. top-k and top-p keep the first tokens in descending order, and mostly few: one read for the largest
-of a row finds them. Where top-p keeps more, it masks the others and draws from the whole row; nothing is sorted.
+A whole row is drawn from in one read: the first random number draws one of its chunks, with the weight that the chunk's
+state (m, s) gives it, and the second a token of that chunk. The Gumbel-max method takes a random number for each token.
+top-k and top-p keep the first tokens in descending order, and mostly few, which one read for the largest of a row
+finds. Where top-p keeps more, the other tokens are masked and the whole row is drawn from. Nothing is sorted.
 """
 
 import functools
 import numbers
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +18,9 @@ from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 
 from jaxsoft._core.batching import as_leading_dimension
+from jaxsoft._core.carriers import check_name
 from jaxsoft._core.numbers import as_float
 from jaxsoft._ops.top_k import top_k_softmax
-from jaxsoft._rows.choice import check_name
 from jaxsoft._rows.forms import Form
 from jaxsoft._rows.formulas import positions
 from jaxsoft._rows.operation import Extra
@@ -45,23 +46,23 @@ def sample(
     min_p: ArrayLike | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    r"""Draws one token a row from softmax(logits / temperature), or from the tokens of it that filters leave.
+    r"""Draws one token a row from softmax(logits / temperature), or from those of its tokens that the filters leave.
 
     .. math::
       P(i) = \frac{[i \in K] \, e^{z_i}}{\sum_{j \in K} e^{z_j}}, \qquad z = logits / temperature
 
-    The filters make K, in this order, each by the probabilities among the tokens that those before it left, as in
-    Hugging Face transformers:
+    K is the set of tokens that the filters leave. They are applied in this order, each to the probabilities among the
+    tokens that the one before it left, as in Hugging Face transformers:
 
-    - top_k keeps the k most probable tokens. Unlike there, it is never more for ties: the lower index comes first.
+    - top_k keeps the k most probable tokens. Unlike there, ties do not make it more: the lower index comes first.
     - top_p keeps the fewest of the most probable tokens that together have a probability of at least top_p, at least
       one (nucleus sampling: Holtzman et al., arXiv:1904.09751).
     - min_p keeps the tokens that have at least min_p times the probability of the most probable one (Nguyen et al.,
       arXiv:2407.01082).
 
     Args:
-      key: a key of `jax.random`. The rows' draws are independent. As for every function of `jax.random`, those of a
-        key depend on the shape of the batch; under vmap over keys each row has its own.
+      key: a key of `jax.random`. The draws of the rows are independent. As for every function of `jax.random`, they
+        depend on the key and the shape of the batch; under vmap over keys each row has a key of its own.
       logits: of shape (..., n), of any real dtype. -inf is never drawn.
       temperature: a finite number of at least 0, or an array of them that broadcasts to the rows, (...). 0 takes the
         first of the largest logits.
@@ -73,19 +74,20 @@ def sample(
 
     Returns:
       The tokens, in int32 of shape (...), and P of each, in f32 (f64 for f64), of the same shape: 1 where the
-      temperature is 0. A row without a distribution, as it holds NaN or +inf or nothing but -inf, has the probability
-      NaN, and any token. So has a temperature below 0, where it is not known when traced; top_p and min_p that are out
-      of range leave at least one token. To derivatives, tokens and probabilities are constants.
+      temperature is 0. A row that has no distribution, because it holds NaN or +inf or nothing but -inf, has the
+      probability NaN, and any token. So has a row whose temperature is below 0 and not known when the function is
+      traced; top_p and min_p that are out of range then leave at least one token. To derivatives, tokens and
+      probabilities are constants.
 
     Raises:
       TypeError, ValueError: an argument is of the wrong kind, or out of range as far as that is known when the function
         is traced, or the named implementation cannot serve the call.
 
-    The logits are read once without top_p and min_p, or with top_k; with min_p three times; with top_p once, and once
-    more for another temperature than the Python number 1. If with top_p some row of the batch keeps more than 256
-    tokens, the batch is read about 35 times more (65 in f64), to find the least probable of them. Rows whose n is no
-    multiple of 256 are copied to be drawn from as a whole. Comparisons with top_p and min_p are made in f32 (f64 for
-    f64), so a token at the border may be in or out by rounding.
+    With top_k, or without top_p and min_p, the logits are read once; with min_p three times; with top_p once, and once
+    more for another temperature than the Python number 1. If top_p keeps more than 256 tokens of some row of the batch,
+    the batch is read about 35 times more (65 in f64), to find the least probable of them. To draw from whole rows whose
+    n is no multiple of 256, these are copied. Comparisons with top_p and min_p are made in f32 (f64 for f64), so
+    rounding may decide about a token at the border.
 
     >>> logits = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05], [0.1, 0.2, 0.3, 0.4]]))
     >>> token, probability = sample(jax.random.key(0), logits, temperature=0.7, top_k=3, top_p=0.9)
@@ -99,6 +101,19 @@ def sample(
     (Array([0, 3], dtype=int32), Array([1., 1.], dtype=float32))
     """
     check_name(implementation)
+    x = _check_logits(logits)
+    k = _check_top_k(top_k, x.shape[-1])
+    rows, dtype = x.shape[:-1], accumulator(x.dtype)
+    options = (
+        _option("temperature", temperature, 1, "at least 0, finite", lambda v: (v >= 0) & (v < np.inf), rows, dtype),
+        _option("top_p", top_p, 1, "above 0 and at most 1, or None", lambda v: (v > 0) & (v <= 1), rows, dtype),
+        _option("min_p", min_p, 0, "between 0 and 1, or None", lambda v: (v >= 0) & (v <= 1), rows, dtype),
+    )
+    return _sample(key, *jax.lax.stop_gradient((x, *options)), k, implementation)
+
+
+def _check_logits(logits: ArrayLike) -> jax.Array:
+    """The logits as an array of a dtype that has kernels, after checking that there is something to draw."""
     x = as_float("logits", logits)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"logits must hold real numbers; got dtype {x.dtype.name}")
@@ -106,19 +121,18 @@ def sample(
         raise ValueError(f"logits must have at least one token along their last axis; got shape {x.shape}")
     if not isinstance(x.shape[-1], int):
         raise ValueError(f"logits must have a known number of tokens along their last axis; got shape {x.shape}")
-    if top_k is not None and (not isinstance(top_k, int | np.integer) or isinstance(top_k, bool)):
+    return x if x.dtype.itemsize > 1 else x.astype(accumulator(x.dtype))  # there are no kernels for 8-bit numbers
+
+
+def _check_top_k(top_k: int | None, n: int) -> int | None:
+    """How many of n tokens top_k keeps; None for all."""
+    if top_k is None:
+        return None
+    if not isinstance(top_k, int | np.integer) or isinstance(top_k, bool):
         raise TypeError(f"top_k must be a Python integer or None; got {top_k!r}")
-    if top_k is not None and top_k < 1:
+    if top_k < 1:
         raise ValueError(f"top_k must be at least 1, or None; got {top_k}")
-    x = x if x.dtype.itemsize > 1 else x.astype(accumulator(x.dtype))  # 8-bit numbers have no kernels
-    rows, dtype = x.shape[:-1], accumulator(x.dtype)
-    options = (
-        _option("temperature", temperature, 1, "at least 0, finite", lambda v: (v >= 0) & (v < np.inf), rows, dtype),
-        _option("top_p", top_p, 1, "above 0 and at most 1, or None", lambda v: (v > 0) & (v <= 1), rows, dtype),
-        _option("min_p", min_p, 0, "between 0 and 1, or None", lambda v: (v >= 0) & (v <= 1), rows, dtype),
-    )
-    k = None if top_k is None or top_k >= x.shape[-1] else int(top_k)
-    return _sample(key, *jax.lax.stop_gradient((x, *options)), k, implementation)
+    return None if top_k >= n else int(top_k)
 
 
 def _option(
@@ -130,7 +144,17 @@ def _option(
     rows: tuple[int, ...],
     dtype: np.dtype,
 ) -> jax.Array | None:
-    """One number a row; None where it is known to do nothing, as it is the Python number `off`."""
+    """The option as one number a row, after checking it; None for the Python number `off`, which changes nothing.
+
+    Args:
+      name: of the option.
+      value: as it is given.
+      off: the value that changes nothing.
+      allowed: the values that it may have, in words.
+      fits: whether such are all numbers of an array.
+      rows: the shape of the rows.
+      dtype: of the result.
+    """
     if value is None or (isinstance(value, numbers.Real) and value == off):
         return None
     given = value if isinstance(value, jax.Array) else np.asarray(value)
@@ -144,25 +168,42 @@ def _option(
         raise ValueError(f"{name} must broadcast to the rows of the logits, {rows}; got shape {given.shape}") from None
 
 
+class _Rows(NamedTuple):
+    """The rows that are drawn from.
+
+    Attributes:
+      uniform: two random numbers from 0 to 1 for each row, (..., 2).
+      logits: (..., n).
+      scale: 1 / temperature of each row, (...); 1 where the temperature is 0.
+      greedy: whether the temperature is 0, (...).
+    """
+
+    uniform: jax.Array
+    logits: jax.Array
+    scale: jax.Array
+    greedy: jax.Array
+
+
 @functools.partial(jax.jit, static_argnames=("top_k", "implementation"))
 def _sample(key, x, temperature, top_p, min_p, top_k, implementation):
-    # Two random numbers a row: for its chunk, and for the token in it. A draw from the first few takes the second.
-    u = jax.random.uniform(key, (*x.shape[:-1], 2), accumulator(x.dtype))
+    # The first random number of a row draws its chunk, and the second the token in it, or one of the first few.
+    uniform = jax.random.uniform(key, (*x.shape[:-1], 2), accumulator(x.dtype))
     scaled = temperature is not None
-    temperature = temperature if scaled else jnp.ones_like(u[..., 0])
-    # What is not a temperature makes everything NaN.
+    temperature = temperature if scaled else jnp.ones_like(uniform[..., 0])
+    # A temperature below 0 or of NaN makes everything NaN.
     scale = jnp.where(temperature > 0, 1 / temperature, jnp.where(temperature == 0, 1, jnp.nan))
-    greedy = temperature == 0
+    rows = _Rows(uniform, x, scale, temperature == 0)
     if top_k is not None:
-        return _from_first(u, x, scale, greedy, top_p, min_p, top_k, None, implementation)[:2]
+        return _from_first(rows, top_p, min_p, top_k, None, implementation)[:2]
     if top_p is None:
-        return _from_row(u, x, scale, greedy, min_p, scaled, implementation)
+        return _from_row(rows, min_p, scaled, implementation)
     min_p = jnp.zeros_like(top_p) if min_p is None else min_p
-    return _from_nucleus(scaled, implementation)(u, x, scale, greedy, top_p, min_p)
+    return _from_nucleus(scaled, implementation)(*rows, top_p, min_p)
 
 
-def _from_row(u, x, scale, greedy, min_p, scaled, implementation):
-    """A token of the whole row, and its probability: first one of its chunks is drawn, then a token of that."""
+def _from_row(rows, min_p, scaled, implementation):
+    """A token of the whole row, and its probability: first one of its chunks is drawn, then a token of that chunk."""
+    u, x, scale, greedy = rows
     if min_p is not None:
         x = jnp.where(_weights(x, scale) < jnp.minimum(min_p, 1)[..., None], -jnp.inf, x)  # NaN stays
     size = min(x.shape[-1], _CHUNK)
@@ -183,51 +224,59 @@ def _from_row(u, x, scale, greedy, min_p, scaled, implementation):
     return (chunk * size + index).astype(jnp.int32), probability
 
 
-def _from_first(u, x, scale, greedy, top_p, min_p, k, total, implementation):
-    """A token of those that the filters leave of a row's k largest, its probability, and whether that is all of them.
+def _from_first(rows, top_p, min_p, k, total, implementation):
+    """A token of a row's k largest, of which the filters leave some, and its probability.
 
     Args:
-      u, x, scale, greedy, top_p, min_p: two random numbers, the logits and the options of each row.
-      k: how many are looked at.
+      rows: what is drawn from.
+      top_p, min_p: one number a row; None where there is no such filter.
+      k: how many of the largest are looked at.
       total: (probability of the largest) -> the sum that top_p is a part of, in units of the largest's weight; None
         for that of the k largest.
       implementation: None, or the name of one.
+
+    Returns:
+      The token, its probability, and whether the filters leave no token beyond the k largest.
     """
-    values, probabilities, indices = top_k_softmax(x, k, dtype=scale.dtype, implementation=implementation)
-    weights = jnp.where(jnp.isnan(probabilities[..., :1]), jnp.nan, _weights(values, scale))
+    values, p, indices = top_k_softmax(rows.logits, k, dtype=rows.scale.dtype, implementation=implementation)
+    weights = jnp.where(jnp.isnan(p[..., :1]), jnp.nan, _weights(values, rows.scale))
     left = jnp.ones_like(weights, bool)
     if top_p is not None:
         until = jnp.cumsum(weights, axis=-1)
-        before = jnp.pad(until[..., :-1], [(0, 0)] * (x.ndim - 1) + [(1, 0)])
-        mass = until[..., -1] if total is None else total(probabilities[..., 0])
+        before = jnp.pad(until[..., :-1], [(0, 0)] * (until.ndim - 1) + [(1, 0)])
+        mass = until[..., -1] if total is None else total(p[..., 0])
         left &= (before < (top_p * mass)[..., None]) | (top_p >= 1)[..., None]
     if min_p is not None:
         left &= weights >= min_p[..., None]
-    left = (left & ~greedy[..., None]) | (positions(left) == 0)
+    left = (left & ~rows.greedy[..., None]) | (positions(left) == 0)
     weights = jnp.where(left, weights, 0)
-    index = _draw(u[..., 1], weights)
+    index = _draw(rows.uniform[..., 1], weights)
     return _take(indices, index), _share(weights, index), ~(weights[..., -1] > 0)
 
 
 @functools.cache
 def _from_nucleus(scaled: bool, implementation: str | None) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """A token of the fewest that reach top_p, and its probability.
+    """A function that draws a token of the fewest that reach top_p, and returns it and its probability.
 
-    Under vmap the mapped rows are more rows of the one batch: a condition that is mapped would have both its branches
-    run for every row.
+    Its operands are the fields of `_Rows`, top_p and min_p. Under vmap the mapped rows are more rows of the one batch:
+    of a condition that is mapped, both branches would run for every row.
     """
 
     @custom_vmap
-    def draw(u, x, scale, greedy, top_p, min_p):
+    def draw(*operands):
+        rows, top_p, min_p = _Rows(*operands[:-2]), *operands[-2:]
+        x, scale = rows.logits, rows.scale
+
         def total(largest):
             return _state(x, scale, implementation)[1] if scaled else 1 / largest
 
         def nucleus():
             left = _most_probable(x, scale, top_p)
-            return _from_row(u, jnp.where(left, x, -jnp.inf), scale, greedy, min_p, scaled, implementation)
+            of_nucleus = rows._replace(logits=jnp.where(left, x, -jnp.inf))
+            return _from_row(of_nucleus, min_p, scaled, implementation)
 
         k = min(x.shape[-1], _FIRST)
-        token, probability, complete = _from_first(u, x, scale, greedy, top_p, min_p, k, total, implementation)
+        token, probability, complete = _from_first(rows, top_p, min_p, k, total, implementation)
         if x.shape[-1] <= _FIRST:
             return token, probability
         # A row's draw may not depend on whether another one needs more.
@@ -247,7 +296,7 @@ def _from_nucleus(scaled: bool, implementation: str | None) -> Callable[..., tup
 
 
 def _most_probable(x, scale, top_p):
-    """Which tokens are the fewest that reach top_p. The weight of the least of them is found bit by bit."""
+    """Which tokens are the fewest that reach top_p. The weight of the least probable of them is found bit by bit."""
     weights = _weights(x, scale)
     bits = jax.lax.bitcast_convert_type(weights, jnp.uint64 if scale.dtype == jnp.float64 else jnp.uint32)
     enough = top_p * jnp.sum(weights, axis=-1)
@@ -260,7 +309,7 @@ def _most_probable(x, scale, top_p):
         reached = mass(bits >= (least | bit)[..., None]) >= enough
         return jnp.where(reached, least | bit, least), bit >> 1
 
-    # Numbers that are not negative are in the order of their bits, and those below 2 do not have the first two.
+    # Numbers that are not negative have the order of their bits, and in those below 2 the first two bits are 0.
     count = jnp.iinfo(bits.dtype).bits - 2
     first = jnp.asarray(1 << (count - 1), bits.dtype)
     least, _ = jax.lax.fori_loop(0, count, step, (jnp.zeros_like(bits[..., 0]), first))
@@ -277,21 +326,23 @@ def _state(x, scale, implementation):
 
 
 def _draw(u, weights):
-    """An index into weights (..., n), each with its share of their sum: the inverse transform of u (...)."""
-    # Sums in parallel need not grow monotonically, so an index without weight is excluded by name.
+    """An index into weights (..., n), drawn with the probability weight / sum by inverting u (...)."""
+    # A cumulative sum that is taken in parallel may decrease, so indices whose weight is 0 are excluded explicitly.
     until = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), 0)
     return jnp.argmax(until > (u * jnp.max(until, axis=-1))[..., None], axis=-1)
 
 
 def _weights(x, scale):
-    """exp of x * scale, in units of the largest's."""
+    """exp(x * scale), in units of the largest of its row."""
     x = x.astype(scale.dtype)
     return jnp.exp((x - jnp.max(x, axis=-1, keepdims=True)) * scale[..., None])
 
 
 def _share(weights, index):
+    """The weight at an index over the sum of all."""
     return _take(weights, index) / jnp.sum(weights, axis=-1)
 
 
 def _take(x, index):
+    """The element of each row at its index."""
     return jnp.take_along_axis(x, index[..., None], axis=-1)[..., 0]

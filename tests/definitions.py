@@ -45,6 +45,19 @@ def logsumexp(x, axis=-1, where=None, scale=None, bias=None, causal=False):
     return jnp.squeeze(_lse(z, axis, counts), axis)
 
 
+def entropy(x, axis=-1, where=None, scale=None, bias=None, causal=False):
+    """0 where nothing counts."""
+    z, counts = _scores(x, axis, where, scale, bias, causal)
+    counts = counts & (z > -jnp.inf)
+    lse = _lse(z, axis, counts)
+    log_p = jnp.where(counts, jnp.where(counts, z, 0) - jnp.where(jnp.isfinite(lse), lse, 0), 0)
+    return -jnp.sum(jnp.where(counts, jnp.exp(log_p) * log_p, 0), axis)
+
+
+# Functions (x, axis, where, scale, bias, causal), by jaxsoft's names. Every test that goes through calls.py has them.
+ROW_FUNCTIONS = {f.__name__: f for f in (softmax, log_softmax, logsumexp, entropy)}
+
+
 def top_k_softmax(x, k):
     """Values and probabilities."""
     indices = jax.lax.stop_gradient(jnp.argsort(-x, axis=-1, stable=True))[..., :k]

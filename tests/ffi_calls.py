@@ -6,8 +6,9 @@ import numpy as np
 from jaxsoft._rows import ffi
 from jaxsoft._rows.forms import Form
 from jaxsoft._rows.operation import Reduction
+from jaxsoft._rows.operations import OPERATIONS
 
-WITHOUT_WORKSPACE = [operation.name for operation in ffi.TARGETS if operation.reduces is Reduction.NOTHING]
+WITHOUT_WORKSPACE = [operation.name for operation in OPERATIONS if operation.reduces is Reduction.NOTHING]
 
 
 def call(target, results, *operands, extras="", trailing=0, masked=False, cap=None):

@@ -33,6 +33,7 @@ import numpy as np
 
 from jaxsoft._rows.forms import Form
 from jaxsoft._rows.operation import NO_ROW, Extra
+from jaxsoft._rows.operations.entropy import ENTROPY, ENTROPY_VJP
 from jaxsoft._rows.operations.labels import LABEL_STATE, LABEL_STATE_VJP, LABEL_SUMS, LABEL_SUMS_VJP
 from jaxsoft._rows.operations.log_softmax import LOG_SOFTMAX, LOG_SOFTMAX_VJP
 from jaxsoft._rows.operations.logsumexp import LOGSUMEXP_VJP, STATE
@@ -111,6 +112,8 @@ def run(implementation: str, shape: Sequence[int], dtype: str, form: Form) -> No
     jax.block_until_ready(call(LOGSUMEXP_VJP, form.dtype, x, m, s, s))
     if form.trailing:
         return
+    m, s, u = call(ENTROPY, dtype, x)
+    jax.block_until_ready(call(ENTROPY_VJP, form.dtype, x, m, s, u, s))
     i = jnp.arange(rows[0], dtype=jnp.int32) * 7 % n
     i = i.at[1::5].set(NO_ROW).at[2::5].set(-1)
     for cap in CAPS:

@@ -21,28 +21,50 @@ _BUILD_HINT = {
 }
 
 
+def unavailable(platform: str) -> str | None:
+    """None, or why there are no kernels for a platform. The first call loads and registers them."""
+    return _register(platform)[1]
+
+
+def operations(platform: str) -> frozenset[str]:
+    """The names of the operations that a platform's library has, whose targets are registered as "jaxsoft_" + name."""
+    return _register(platform)[0]
+
+
 @functools.cache
-def register(platform: str, targets: tuple[str, ...]) -> str | None:
-    """Loads a platform's library and registers some of its handlers, by name. Returns None, or why it cannot."""
-    if platform not in PLATFORMS:
-        return f"there are no C++ kernels for the platform {platform!r}"
-    path = find(platform)
+def _register(platform: str) -> tuple[frozenset[str], str | None]:
+    """Loads a platform's library and registers its handlers. Returns their names, and None or why there are none."""
+    path = find(platform) if platform in PLATFORMS else None
     if path is None:
-        return f"libjaxsoft_{platform} was not built; {_BUILD_HINT[platform]}"
+        return frozenset(), _why_missing(platform)
     try:
         library = ctypes.CDLL(str(path))
-        handlers = {target: getattr(library, target) for target in targets}
+        names = [line.split("(")[0] for line in specification(library)]
+        handlers = {f"jaxsoft_{name}": getattr(library, f"jaxsoft_{name}") for name in names}
         built, ours = (library.jaxsoft_ffi_api_major(), library.jaxsoft_ffi_api_minor()), xla_api()
     except (OSError, AttributeError) as error:
-        return f"{path.name} could not be loaded: {error}"
+        return frozenset(), f"{path.name} could not be loaded: {error}"
     if built[0] != ours[0] or built[1] > ours[1]:
-        return (
+        return frozenset(), (
             f"{path.name} was built for version {built[0]}.{built[1]} of the XLA FFI, but jaxlib "
             f"has {ours[0]}.{ours[1]}; {_BUILD_HINT[platform]}"
         )
     for target, handler in handlers.items():
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(handler), platform=_XLA_NAMES[platform])
-    return None
+    return frozenset(names), None
+
+
+def _why_missing(platform: str) -> str:
+    if platform not in PLATFORMS:
+        return f"there are no C++ kernels for the platform {platform!r}"
+    return f"libjaxsoft_{platform} was not built; {_BUILD_HINT[platform]}"
+
+
+def specification(library: ctypes.CDLL) -> list[str]:
+    """The operations of a library, a line each, as `ffi/rows/operations.h` writes them."""
+    describe = library.jaxsoft_operations
+    describe.restype = ctypes.c_char_p
+    return describe().decode().splitlines()
 
 
 def find(platform: str) -> Path | None:

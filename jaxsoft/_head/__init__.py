@@ -1,1 +1,1 @@
-"""A linear layer and what a loss needs to know of its scores, which are never in memory all at once."""
+"""The family of linear heads: a linear layer, and what a loss needs to know of its scores, in chunks of classes."""

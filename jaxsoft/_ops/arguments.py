@@ -1,4 +1,4 @@
-"""What the public functions do to their arguments: checks, and what row operations take made of them."""
+"""What the public functions do with their arguments: they check them, and make operands of row operations of them."""
 
 import math
 import operator
@@ -20,7 +20,7 @@ _NAMES = "float16, bfloat16, float32 and float64"
 
 
 def as_kernel_scores(name: str, x: ArrayLike) -> jax.Array:
-    """`as_float`, of a dtype that kernels take: for functions that JAX does not have."""
+    """The argument of this name as scores of a dtype that kernels take, for functions that jax.nn does not have."""
     x = as_float(name, x)
     if x.dtype not in _DTYPES:
         raise TypeError(f"{name} must hold {_NAMES.replace('and', 'or')}; got dtype {x.dtype.name}")
@@ -28,7 +28,10 @@ def as_kernel_scores(name: str, x: ArrayLike) -> jax.Array:
 
 
 def is_left_to_jax(x: jax.Array, implementation: str | None) -> bool:
-    """Whether x is complex or of 8 bits, in which only jax.nn computes. Raises if something else was named."""
+    """Whether x has a dtype in which only jax.nn computes: complex or of 8 bits.
+
+    Raises an error if it has, and another implementation than "xla" was named.
+    """
     if x.dtype in _DTYPES:
         return False
     if implementation not in (None, "xla"):
@@ -80,7 +83,7 @@ def check_extras(
 
 
 def check_dtype(dtype: DTypeLike | None, x: jax.Array) -> np.dtype:
-    """The dtype of the result: x's unless another is given."""
+    """The dtype of the result, after checking it: that of x unless another is given."""
     if dtype is None:
         return x.dtype
     given = jax.dtypes.canonicalize_dtype(dtype)
@@ -104,7 +107,7 @@ def broadcastable(
 
 
 def _numbers(name: str, value: jax.Array, x: jax.Array) -> jax.Array:
-    """`value` in x's dtype if it has it, else in that of the arithmetic."""
+    """The scale or bias for scores x: a bias of x's dtype keeps it, and all else gets the accumulator's."""
     if not jnp.issubdtype(value.dtype, jnp.number):
         raise TypeError(f"{name} must hold numbers; got dtype {value.dtype.name}")
     if jnp.issubdtype(value.dtype, jnp.complexfloating) and not jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -115,7 +118,7 @@ def _numbers(name: str, value: jax.Array, x: jax.Array) -> jax.Array:
 def plain_scores(
     x: jax.Array, where: jax.Array | None, scale: jax.Array | None, bias: jax.Array | None, causal: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-    """x * scale + bias, and where it counts, in plain JAX: for what there are no kernels."""
+    """x * scale + bias, and which of it counts, in plain JAX, for computations that have no kernels."""
     if scale is not None or bias is not None:
         x = x.astype(accumulator(x.dtype))
     if scale is not None:
@@ -138,7 +141,7 @@ def to_rows(
 ) -> tuple[jax.Array, dict[Extra, jax.Array], int]:
     """The operands of a row operation: x, its extras in their order, and the number of trailing dimensions.
 
-    One axis stays where it is if there are no extras; else the axes become one, the last.
+    A single axis stays where it is if there are no extras. Otherwise the axes become one, which is the last.
     """
     if where is None and scale is None and bias is None and not causal and len(axes) == 1:
         return x, {}, x.ndim - 1 - axes[0]
@@ -151,7 +154,7 @@ def to_rows(
         extras[Extra.LIMIT] = jax.lax.broadcast_to_rank(jnp.arange(1, x.shape[-2] + 1, dtype=jnp.int32), x.ndim - 1)
     if where is not None:
         where = merged(where, axes, x.shape)
-        if where.shape[-1] == 1:  # whole rows
+        if where.shape[-1] == 1:  # whole rows count or do not
             extras[Extra.LIMIT] = jnp.where(where[..., 0], extras.get(Extra.LIMIT, jnp.int32(n)), 0)
         else:
             extras[Extra.WHERE] = where
@@ -162,9 +165,9 @@ def to_rows(
 
 
 def merged(v: jax.Array, axes: tuple[int, ...], shape: tuple[int, ...]) -> jax.Array:
-    """`v`, which broadcasts to `shape`, with `axes` moved to the end and made one.
+    """`v`, which broadcasts to `shape`, with `axes` moved to the end and merged into one.
 
-    The one axis has length 1 if all of them have it in v.
+    The merged axis has length 1 where v has length 1 along all of them.
     """
     ndim, k = len(shape), len(shape) - len(axes)
     if axes == (ndim - 1,):

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits: the public functions, with integer labels and with probabilities as labels."""
+"""Cross-entropies of logits, the public functions: with integer labels, and with probabilities as labels."""
 
 import functools
 import math
@@ -9,13 +9,22 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxsoft import fold
+from jaxsoft._core.carriers import check_name
 from jaxsoft._core.numbers import as_mask
 from jaxsoft._ops.arguments import Axis, as_kernel_scores, broadcastable, merged, normalize_axis
-from jaxsoft._ops.losses import Options, check_labels, check_options, check_weights, row_loss, weighted_sums
-from jaxsoft._rows.choice import check_name
 from jaxsoft._rows.derivative import differentiable
 from jaxsoft._rows.forms import Form, counted, scores, softcap
 from jaxsoft._rows.formulas import positions
+from jaxsoft._rows.losses import (
+    Options,
+    Sums,
+    check_labels,
+    check_options,
+    check_weights,
+    row_loss,
+    weight_at,
+    weighted_sums,
+)
 from jaxsoft._rows.operation import Extra
 from jaxsoft._rows.operations.labels import label_state_of_rows, label_sums_of_rows
 
@@ -70,32 +79,33 @@ def softmax_cross_entropy_with_integer_labels(
       \ell = -\sum_c w_c q_c \log p_c + \zeta \log^2 \sum_c e^{z_c}, \quad p = \mathrm{softmax}(z),
       \quad q_c = (1 - \epsilon) [c = label] + \epsilon / k
 
-    with z the logits, capped if asked to, and k the number of classes that count: those that `where` selects, whose
-    logit is above -inf.
+    with z the logits, capped if asked to, and k the number of classes that `where` selects and whose logit is above
+    -inf.
 
     Args:
-      logits: of shape (..., classes, ...); f16, bf16, f32 and f64 have kernels.
+      logits: of shape (..., classes, ...), in f16, bf16, f32 or f64.
       labels: integers, of the shape of the logits without axis, or of one that broadcasts with it. With several axes a
         label is the index into them flattened, in the order given.
       axis: the axis or axes of the classes.
-      where: boolean: classes that count, broadcastable to the logits; or, with one dimension less, rows that count. As
-        in optax a label that does not count keeps its logit: its loss is the logsumexp of the others minus that.
+      where: boolean: classes that count, broadcastable to the logits; or, without the axes of the classes, rows that
+        count. As in optax, a label that does not count keeps its logit: its loss is the logsumexp of the others minus
+        its logit.
       ignore_index: rows with this label have loss 0 and gradient 0, and are not read.
       label_smoothing: epsilon, from 0 to 1.
       z_loss: zeta, the factor of the logsumexp's square (Chowdhery et al., "PaLM", arXiv:2204.02311).
       logit_softcap: z = cap * tanh(logits / cap) (Gemma 2, arXiv:2408.00118), where -inf becomes -cap.
       class_weights: w, one number a class; 1 if None.
-      return_lse: return the logsumexp of z beside the losses: -inf in a row of which nothing counts, or that is
+      return_lse: return the logsumexp of z beside the losses. It is -inf in a row of which nothing counts, or that is
         ignored.
       implementation: None for the fastest that serves the call, or one of "ffi", "pallas", "triton", "xla" and
         "reference"; see `jaxsoft.implementations`.
 
     Returns:
       One loss a row, of the shape of the labels, in f32 for logits of 16 bits and else in their dtype; no mean is
-      taken. A label that is out of range, negative ones among them, has the loss NaN: a poison value, as nothing is
-      read out of bounds. The gradient there is finite, that of the logsumexp, so that it is 0 where the loss is masked
-      afterwards. A row of which nothing counts, or of nothing but -inf, has loss 0. A label whose logit is -inf
-      has loss inf, and finite gradients.
+      taken. A label that is out of range, as every negative one is, has the loss NaN, and nothing is read out of
+      bounds. Its gradient is finite, that of the logsumexp, so that it is 0 where the loss is masked afterwards. A row
+      of which nothing counts, or of nothing but -inf, has loss 0. A label whose logit is -inf has loss inf, and finite
+      gradients.
 
     Raises:
       TypeError, ValueError: an argument does not fit the others, or the named implementation cannot serve the call.
@@ -128,32 +138,45 @@ def softmax_cross_entropy_with_integer_labels(
 
 @functools.partial(jax.jit, static_argnames=("options", "implementation"))
 def _with_integer_labels(x, index, counts, weights, options, implementation):
-    extras: dict[Extra, jax.Array] = {}
-    label_counts: jax.Array | bool = True
-    if counts is not None and counts.shape[-1] == 1:  # whole rows
-        label_counts = jnp.broadcast_to(counts[..., 0], x.shape[:-1])
-        extras[Extra.LIMIT] = jnp.where(label_counts, jnp.int32(x.shape[-1]), 0)
-    elif counts is not None:
-        extras[Extra.WHERE] = counts
-        label_counts = jnp.any(counts & (positions(x) == index[..., None]), axis=-1)
+    extras, label_counts = _extras(x, index, counts)
     weighted = weights is not None and options.label_smoothing > 0
     summed = options.label_smoothing > 0 and not weighted
     form = Form(x.dtype, tuple(extras), cap=options.logit_softcap)
     function = label_sums_of_rows if summed else label_state_of_rows
-    others, t, apart, *sums = differentiable(function, form, implementation)(x, index, *extras.values())
-    if summed:  # the label is among those summed
-        total, count = sums
-        uncounted = ~jnp.asarray(label_counts) & (t != -jnp.inf) & (index >= 0)
-        here = fold.reference(t)
-        total = jnp.where(uncounted, total - (here - jax.lax.stop_gradient(here)), total)
-        count = jnp.where(uncounted, count - 1, count)
-        sums = [total, count, count]
+    others, t, apart, *of_row = differentiable(function, form, implementation)(x, index, *extras.values())
+    sums = None
+    if summed:
+        total, count = of_row
+        sums = _without_uncounted_label(total, count, index, t, label_counts)
     elif weighted:
         z, ref = _scores(x, options), jax.lax.stop_gradient(fold.reference(t))
         finite = (z > -jnp.inf) if counts is None else (z > -jnp.inf) & counts
-        sums = list(weighted_sums(z, finite, weights, ref))
-    weight = None if weights is None else weights[jnp.clip(index, 0, x.shape[-1] - 1)]
-    return row_loss(options, index, others, t, apart, tuple(sums), label_counts, weight)
+        sums = weighted_sums(z, finite, weights, ref)
+    weight = None if weights is None else weight_at(weights, jnp.clip(index, 0, x.shape[-1] - 1))
+    return row_loss(options, index, others, t, apart, sums, label_counts, weight)
+
+
+def _extras(
+    x: jax.Array, index: jax.Array, counts: jax.Array | None
+) -> tuple[dict[Extra, jax.Array], jax.Array | bool]:
+    """The extras of the row operation, and whether the class of each row's label counts, given which classes do."""
+    if counts is None:
+        return {}, True
+    if counts.shape[-1] == 1:  # whole rows count or do not
+        label_counts = jnp.broadcast_to(counts[..., 0], x.shape[:-1])
+        return {Extra.LIMIT: jnp.where(label_counts, jnp.int32(x.shape[-1]), 0)}, label_counts
+    return {Extra.WHERE: counts}, jnp.any(counts & (positions(x) == index[..., None]), axis=-1)
+
+
+def _without_uncounted_label(
+    total: jax.Array, count: jax.Array, index: jax.Array, t: jax.Array, label_counts: jax.Array | bool
+) -> Sums:
+    """The sums that smoothing takes, from those of the row operation, which counts a label that does not count."""
+    uncounted = ~jnp.asarray(label_counts) & (t != -jnp.inf) & (index >= 0)
+    here = fold.reference(t)
+    total = jnp.where(uncounted, total - (here - jax.lax.stop_gradient(here)), total)
+    count = jnp.where(uncounted, count - 1, count)
+    return Sums(total, count, count)
 
 
 @overload
@@ -207,10 +230,11 @@ def softmax_cross_entropy(
     whose logit is above -inf, which alone get a part of epsilon.
 
     Args:
-      logits: of shape (..., classes, ...); f16, bf16, f32 and f64 have kernels.
-      labels: of a shape that broadcasts with the logits': probabilities that a row has, or any other numbers.
+      logits: of shape (..., classes, ...), in f16, bf16, f32 or f64.
+      labels: the probability of each class, or any other numbers, of a shape that broadcasts with that of the logits.
       axis: the axis or axes of the classes; None for all.
-      where: boolean: classes that count, broadcastable to the logits; or, with one dimension less, rows that count.
+      where: boolean: classes that count, broadcastable to the logits; or, without the axes of the classes, rows that
+        count.
       label_smoothing, z_loss, logit_softcap, class_weights, return_lse, implementation: as of
         `softmax_cross_entropy_with_integer_labels`.
 
@@ -223,8 +247,8 @@ def softmax_cross_entropy(
       TypeError, ValueError: an argument does not fit the others, or the named implementation cannot serve the call.
 
     Derivatives by the logits, the labels and the class weights, of every order, in forward and reverse mode. The
-    implementation reduces the rows to their logsumexp; what else there is, XLA fuses: forward it reads the logits once
-    more, and backward the logits and the labels once.
+    implementation reduces the rows to their logsumexp, and XLA fuses the rest: its forward pass reads the logits once
+    more, and its backward pass the logits and the labels once.
 
     >>> logits, labels = jnp.array([[1.2, -0.8, -0.5], [0.9, -1.2, 1.1]]), jnp.array([[1.0, 0, 0], [0, 1.0, 0]])
     >>> softmax_cross_entropy(logits, labels).round(2)
@@ -232,7 +256,20 @@ def softmax_cross_entropy(
     """
     check_name(implementation)
     options = check_options(None, label_smoothing, z_loss, logit_softcap)
-    x, q = as_kernel_scores("logits", logits), jnp.asarray(labels)
+    x = as_kernel_scores("logits", logits)
+    x, q, axes, shape = _side_by_side(x, labels, axis)
+    counts = _where_of(where, shape, axes)
+    x, q = (merged(jnp.broadcast_to(v, shape), axes, shape) for v in (x, q))
+    weights = check_weights(class_weights, x.shape[-1], x.dtype)
+    loss, lse = _with_labels(x, q, counts, weights, options, implementation)
+    return (loss, lse) if return_lse else loss
+
+
+def _side_by_side(
+    x: jax.Array, labels: ArrayLike, axis: Axis
+) -> tuple[jax.Array, jax.Array, tuple[int, ...], tuple[int, ...]]:
+    """Logits x and labels with as many dimensions, the axes of the classes, and the shape that both broadcast to."""
+    q = jnp.asarray(labels)
     if not (jnp.issubdtype(q.dtype, jnp.floating) or jnp.issubdtype(q.dtype, jnp.integer) or q.dtype == jnp.bool_):
         raise TypeError(f"labels must hold real numbers; got dtype {q.dtype.name}")
     try:
@@ -241,15 +278,10 @@ def softmax_cross_entropy(
         raise ValueError(f"labels must broadcast with the logits, of shape {x.shape}; got shape {q.shape}") from None
     axes = tuple(a - x.ndim + len(shape) for a in _class_axes(axis, x.ndim))
     x, q = (jax.lax.broadcast_to_rank(v, len(shape)) for v in (x, q))
-    shape = tuple(x.shape[a] if a in axes else size for a, size in enumerate(shape))
-    # Of one class, labels for several are labels for this one.
+    # Where the logits have one class and the labels several, all of these are labels of that class, and are added up.
     several = tuple(a for a in axes if x.shape[a] == 1 and q.shape[a] != 1)
     q = jnp.sum(q.astype(fold.accumulator(x.dtype)), axis=several, keepdims=True) if several else q
-    counts = _where_of(where, shape, axes)
-    x, q = (merged(jnp.broadcast_to(v, shape), axes, shape) for v in (x, q))
-    weights = check_weights(class_weights, x.shape[-1], x.dtype)
-    loss, lse = _with_labels(x, q, counts, weights, options, implementation)
-    return (loss, lse) if return_lse else loss
+    return x, q, axes, tuple(x.shape[a] if a in axes else size for a, size in enumerate(shape))
 
 
 @functools.partial(jax.jit, static_argnames=("options", "implementation"))
@@ -277,7 +309,7 @@ def _with_labels(x, q, counts, weights, options, implementation):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _fused_logsumexp(form, implementation, x, *extras):
-    """The logsumexp of rows, whose derivative is a formula that XLA fuses with what else the gradient is made of."""
+    """The logsumexp of rows. Its derivative is a formula, which XLA fuses with the rest of the gradient."""
     no_label = jnp.full(x.shape[:-1], -1, jnp.int32)
     return differentiable(label_state_of_rows, form, implementation)(x, no_label, *extras)[0]
 
@@ -294,7 +326,7 @@ def _fused_logsumexp_jvp(form, implementation, primals, tangents):
 
 
 def _scores(x: jax.Array, options: Options) -> jax.Array:
-    """z in the accumulator's dtype."""
+    """The capped logits, in the accumulator's dtype."""
     return softcap(x.astype(fold.accumulator(x.dtype)), options.logit_softcap)
 
 
@@ -306,7 +338,7 @@ def _class_axes(axis: Axis, ndim: int) -> tuple[int, ...]:
 
 
 def _where_of(where: ArrayLike | None, shape: tuple[int, ...], axes: tuple[int, ...]) -> jax.Array | None:
-    """Which logits of this shape count, with the classes last: (..., classes), or (..., 1) where whole rows do."""
+    """Which logits of this shape count, with the classes last: (..., classes), or (..., 1) where whole rows count."""
     if where is None:
         return None
     counts = as_mask("where", where)

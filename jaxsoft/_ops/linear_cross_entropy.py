@@ -1,4 +1,4 @@
-"""linear_softmax_cross_entropy: the public function."""
+"""`linear_softmax_cross_entropy`, the public function: its checks, and the loss from what a linear head computes."""
 
 import functools
 import operator
@@ -9,9 +9,11 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxsoft import fold
-from jaxsoft._head.head import Head, statistics
+from jaxsoft._head.derivative import statistics
+from jaxsoft._head.head import Head
+from jaxsoft._head.operation import Kind
 from jaxsoft._ops.arguments import as_kernel_scores
-from jaxsoft._ops.losses import check_labels, check_options, check_weights, row_loss
+from jaxsoft._rows.losses import Sums, check_labels, check_options, check_weights, row_loss, weight_at
 
 
 @overload
@@ -73,7 +75,7 @@ def linear_softmax_cross_entropy(
     Args:
       hidden: h, of shape (..., d), in f16, bf16, f32 or f64.
       weight: W, of shape (d, classes). The products are taken in the dtype that JAX promotes hidden and weight to, and
-        summed in f32 (f64 for f64); of f32 at JAX's default precision, `jax.default_matmul_precision`.
+        summed in f32 (f64 for f64); products of f32 have JAX's default precision, `jax.default_matmul_precision`.
       labels: integers, of shape (...), or of one that broadcasts with it.
       bias: b, of shape (classes,).
       ignore_index: rows with this label have loss 0 and gradient 0. Their hidden must still be finite.
@@ -83,15 +85,15 @@ def linear_softmax_cross_entropy(
       class_weights: w, one number a class; 1 if None.
       return_lse: return the logsumexp of z beside the losses.
       chunk_size: how many classes are taken at a time; None for 2048, or as many as give 2^20 logits if these are more.
-        For rows of d numbers, a chunk of c classes takes 6 rows c bytes in bf16, and 2 d c for its weights.
+        For rows of d numbers, a chunk of c classes takes 6 * rows * c bytes in bf16, and 2 * d * c for its weights.
       recompute: compute the logits again in reverse mode: four matrix products, and no memory but for a chunk and the
         gradient of hidden in f32. False keeps the logits, rounded to the dtype of the products, and the gradients are
-        those of the rounded ones, as they are with all logits in memory: three products, and 2 rows classes bytes in
-        bf16.
+        those of the rounded ones, as they are with all logits in memory: three products, and 2 * rows * classes bytes
+        in bf16.
 
     Returns:
       One loss a row, of the shape of the labels, in f32 for operands of 16 bits and else in the dtype of the products;
-      no mean is taken. Labels out of range, rows without a finite logit and the like are as in
+      no mean is taken. Labels out of range, rows without a finite logit and the like have the losses that they have in
       `softmax_cross_entropy_with_integer_labels`.
 
     Raises:
@@ -114,60 +116,78 @@ def linear_softmax_cross_entropy(
     True
     """
     options = check_options(ignore_index, label_smoothing, z_loss, logit_softcap)
-    hidden, weight = as_kernel_scores("hidden", hidden), as_kernel_scores("weight", weight)
-    if hidden.ndim < 1:
-        raise ValueError(f"hidden must have the shape (..., d); got shape {hidden.shape}")
-    if weight.ndim != 2 or weight.shape[0] != hidden.shape[-1]:
-        raise ValueError(f"weight must have the shape ({hidden.shape[-1]}, classes); got {weight.shape}")
+    operands = _layer(hidden, weight, bias)
+    hidden, weight = operands[Kind.HIDDEN], operands[Kind.WEIGHT]
     classes = weight.shape[1]
-    if not isinstance(classes, int):
-        raise ValueError(f"weight must have a known number of classes, which are taken in chunks; got {weight.shape}")
-    operands = {"h": hidden, "w": weight}
-    if bias is not None:
-        operands["b"] = as_kernel_scores("bias", bias)
-        if operands["b"].shape != (classes,):
-            raise ValueError(f"bias must have the shape ({classes},), one number a class; got {operands['b'].shape}")
     weights = check_weights(class_weights, classes, jnp.promote_types(hidden.dtype, weight.dtype))
     if weights is not None and options.label_smoothing:
-        operands["c"] = weights
+        operands[Kind.CLASS_WEIGHTS] = weights
     index = check_labels(labels, hidden.shape[:-1], classes, options)
-    operands["h"] = jnp.broadcast_to(hidden, (*index.shape, hidden.shape[-1]))
-    if chunk_size is not None:
-        try:
-            chunk_size = operator.index(chunk_size)
-        except TypeError:
-            raise TypeError(f"chunk_size must be an integer or None; got {chunk_size!r}") from None
-        if chunk_size < 1:
-            raise ValueError(f"chunk_size must be at least 1, or None; got {chunk_size}")
+    operands[Kind.HIDDEN] = jnp.broadcast_to(hidden, (*index.shape, hidden.shape[-1]))
+    chunk_size = _check_chunk_size(chunk_size)
     if not isinstance(recompute, bool):
         raise TypeError(f"recompute must be True or False; got {recompute!r}")
     head = Head(
-        "".join(operands),
-        options.label_smoothing > 0,
-        options.logit_softcap,
-        jax.config.jax_default_matmul_precision,
-        recompute,
-        chunk_size,
+        tuple(operands),
+        summed=options.label_smoothing > 0,
+        cap=options.logit_softcap,
+        precision=jax.config.jax_default_matmul_precision,
+        recompute=recompute,
+        chunk_size=chunk_size,
     )
     loss, lse = _with_integer_labels(tuple(operands.values()), index, weights, options, head)
     return (loss, lse) if return_lse else loss
 
 
+def _layer(hidden: ArrayLike, weight: ArrayLike, bias: ArrayLike | None) -> dict[Kind, jax.Array]:
+    """The operands of a linear layer, each checked, by kind."""
+    hidden, weight = as_kernel_scores("hidden", hidden), as_kernel_scores("weight", weight)
+    if hidden.ndim < 1:
+        raise ValueError(f"hidden must have the shape (..., d); got shape {hidden.shape}")
+    if weight.ndim != 2 or weight.shape[0] != hidden.shape[-1]:
+        raise ValueError(f"weight must have the shape ({hidden.shape[-1]}, classes); got shape {weight.shape}")
+    classes = weight.shape[1]
+    if not isinstance(classes, int):
+        raise ValueError(
+            f"weight must have a known number of classes, as they are taken in chunks; got shape {weight.shape}"
+        )
+    if bias is None:
+        return {Kind.HIDDEN: hidden, Kind.WEIGHT: weight}
+    bias = as_kernel_scores("bias", bias)
+    if bias.shape != (classes,):
+        raise ValueError(f"bias must have the shape ({classes},), one number a class; got shape {bias.shape}")
+    return {Kind.HIDDEN: hidden, Kind.WEIGHT: weight, Kind.BIAS: bias}
+
+
+def _check_chunk_size(chunk_size: int | None) -> int | None:
+    """The chunk size as a Python integer, or None."""
+    if chunk_size is None:
+        return None
+    try:
+        chunk_size = operator.index(chunk_size)
+    except TypeError:
+        raise TypeError(f"chunk_size must be an integer or None; got {chunk_size!r}") from None
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, or None; got {chunk_size}")
+    return chunk_size
+
+
 @functools.partial(jax.jit, static_argnames=("options", "head"))
 def _with_integer_labels(operands, index, weights, options, head):
-    *given, index = _alike(*operands, index)
-    others, t, apart, *sums = statistics(head)(*given, index)
-    if sums:
-        total, mass, count = sums if head.weighted else (*sums, sums[1])
-        sums = [total - mass * jax.lax.stop_gradient(fold.reference(t)), mass, count]
-    weight = None if weights is None else weights[jnp.clip(index, 0, max(weights.size - 1, 0))]
-    return row_loss(options, index, others, t, apart, tuple(sums), weight=weight)
+    *parameters, index = _alike(*operands, index)
+    others, t, apart, *of_scores = statistics(head)(*parameters, index)
+    sums = None
+    if of_scores:
+        total, mass, count = of_scores if head.weighted else (*of_scores, of_scores[1])
+        sums = Sums(total - mass * jax.lax.stop_gradient(fold.reference(t)), mass, count)
+    weight = None if weights is None else weight_at(weights, jnp.clip(index, 0, max(weights.size - 1, 0)))
+    return row_loss(options, index, others, t, apart, sums, weight=weight)
 
 
 def _alike(*values: jax.Array) -> list[jax.Array]:
-    """The values, varying over the same axes of a mesh inside shard_map, so that gradients are summed over the others.
+    """The values, made to vary over the same axes of a mesh inside shard_map, as what a loop computes of them all does.
 
-    What a loop computes of them all varies so.
+    So the gradient of a value is summed over the axes over which it did not vary.
     """
     axes = [jax.typeof(v).manual_axis_type.varying for v in values]
     missing = [tuple(frozenset().union(*axes) - own) for own in axes]

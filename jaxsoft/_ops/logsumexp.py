@@ -1,4 +1,4 @@
-"""logsumexp: the public function."""
+"""`logsumexp`, the public function, and its factors `b`, for which there are no kernels."""
 
 import functools
 from typing import Literal, overload
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxsoft import fold
+from jaxsoft._core.carriers import check_name
 from jaxsoft._core.numbers import as_float, as_numbers
 from jaxsoft._ops.arguments import (
     Axis,
@@ -18,12 +19,11 @@ from jaxsoft._ops.arguments import (
     plain_scores,
     to_rows,
 )
-from jaxsoft._rows.choice import check_name
 from jaxsoft._rows.derivative import differentiable
 from jaxsoft._rows.forms import Form
 from jaxsoft._rows.operations.logsumexp import logsumexp_of_rows
 
-_jax_logsumexp = jax.nn.logsumexp  # taken here and not when called, when someone may have put jaxsoft's in its place
+_jax_logsumexp = jax.nn.logsumexp  # looked up here, as jaxsoft's own may have its place when this is called
 
 
 @overload
@@ -77,24 +77,23 @@ def logsumexp(
       \quad m = \max_j z_j
 
     Args:
-      a: scores of any shape; f16, bf16, f32 and f64 have kernels. They compute in f32 (f64 for f64) and
-        round once.
+      a: scores of any shape. f16, bf16, f32 and f64 have kernels, which compute in f32 (f64 for f64) and round once.
       axis: the axis or axes that are reduced; None for all.
-      b: factors of the exponentials, broadcastable with a; 1 if None. Served by "xla" alone.
+      b: factors of the exponentials, broadcastable with a; 1 if None. Only "xla" has them.
       keepdims: keep the reduced axes, with length 1.
       return_sign: return the logarithm of the sum's absolute value, and its sign.
       where: boolean, broadcastable to a. Elements where it is False do not count.
       scale: a number, or an array broadcastable to a with length 1 along the reduced axes: a temperature is 1 / scale.
-      bias: an array broadcastable to a. It needs no memory of a's size, nor does where.
+      bias: an array broadcastable to a. Neither it nor where takes memory of a's size.
       causal: count element j of row i only if j <= i, where i is the index along the axis before the last, and the last
         axis is reduced.
-      dtype: of the result: f16, bf16, f32 or f64; None for a's.
+      dtype: of the result: f16, bf16, f32 or f64; None for that of a.
       implementation: None for the fastest that serves the call, or one of "ffi", "pallas", "triton", "xla" and
         "reference"; see `jaxsoft.implementations`.
 
     Returns:
-      Natural logarithms, of a's dtype or the given one; with return_sign, also the signs: -1, 0 or 1. A sum of nothing,
-      or of nothing but exp(-inf), is -inf; a negative sum is NaN unless return_sign is set.
+      Natural logarithms, of a's dtype or the given one; with return_sign, also the signs: -1, 0 or 1. The logarithm of
+      a sum of nothing, or of nothing but exp(-inf), is -inf; that of a negative sum is NaN unless return_sign is set.
 
     Raises:
       TypeError, ValueError: an argument does not fit the others, or the named implementation cannot serve the call.
@@ -107,7 +106,7 @@ def logsumexp(
     >>> logsumexp(jnp.log(jnp.array([1.0, 2.0, 5.0]))).round(4) == jnp.log(8.0).round(4)
     Array(True, dtype=bool)
 
-    In f32 of scores in bf16, where the result's rounding would be seen:
+    In f32 for scores in bf16, in which the rounding of the result would show:
 
     >>> logsumexp(jnp.full(1000, 10.0, jnp.bfloat16), dtype=jnp.float32).round(3)
     Array(16.908, dtype=float32)
@@ -115,24 +114,15 @@ def logsumexp(
     check_name(implementation)
     a = as_numbers("a", a)
     if where is not None and a.dtype == jnp.bool_:
-        a = a.astype(int)  # as jax.nn has 0 in the place of masked elements
-    if b is not None:
-        b = as_numbers("b", b)
-        promoted = jnp.result_type(a, b)
-        a, b = (as_float(name, v.astype(promoted)) for name, v in (("a", a), ("b", b)))
-        try:
-            shape = jax.lax.broadcast_shapes(a.shape, b.shape)
-        except ValueError:
-            raise ValueError(f"b must broadcast with a, of shape {a.shape}; got shape {b.shape}") from None
-        a, b = jnp.broadcast_to(a, shape), jax.lax.broadcast_to_rank(b, len(shape))
-    a = as_float("a", a)
+        a = a.astype(int)  # jax.nn puts 0 in the place of masked elements, which makes integers of booleans
+    a, b = (as_float("a", a), None) if b is None else _with_factors(a, as_numbers("b", b))
     axes, out_dtype = normalize_axis(axis, a.ndim), check_dtype(dtype, a)
     extras = check_extras(a, axes, where, scale, bias, causal)
     if is_left_to_jax(a, implementation):
         z, counts = plain_scores(a, *extras, causal)
         result = _jax_logsumexp(z, axes, b, keepdims, return_sign, counts)
         if jnp.issubdtype(out_dtype, jnp.complexfloating):
-            return result  # of which the logarithm of an absolute value is real
+            return result  # the logarithm of an absolute value is real, and keeps its dtype
         return jax.tree.map(lambda v: v.astype(out_dtype), result)
     if b is not None and implementation not in (None, "xla"):
         raise ValueError(
@@ -145,6 +135,17 @@ def logsumexp(
     if return_sign:
         return out, sign
     return out if b is None else jnp.where(sign < 0, jnp.nan, out)
+
+
+def _with_factors(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Scores a and factors b in one dtype, to which both promote: a with their shape, b with as many dimensions."""
+    promoted = jnp.result_type(a, b)
+    a, b = (as_float(name, v.astype(promoted)) for name, v in (("a", a), ("b", b)))
+    try:
+        shape = jax.lax.broadcast_shapes(a.shape, b.shape)
+    except ValueError:
+        raise ValueError(f"b must broadcast with a, of shape {a.shape}; got shape {b.shape}") from None
+    return jnp.broadcast_to(a, shape), jax.lax.broadcast_to_rank(b, len(shape))
 
 
 @functools.partial(jax.jit, static_argnames=("axes", "causal", "dtype", "implementation"))
@@ -160,7 +161,7 @@ def _logsumexp(a, b, axes, where, scale, bias, causal, dtype, implementation):
 
 
 def _weighted(a, b, axes, dtype):
-    """log |sum b exp(a)| and the sum's sign, in plain JAX."""
+    """The logarithm of |sum b exp(a)| and the sign of the sum, in plain JAX."""
     a, b = a.astype(fold.accumulator(a.dtype)), b.astype(fold.accumulator(a.dtype))
     a = jnp.where(b == 0, -jnp.inf, a)
     ref = fold.reference(jax.lax.stop_gradient(jnp.max(a, axis=axes, initial=-jnp.inf, keepdims=True)))

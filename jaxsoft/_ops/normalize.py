@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
+from jaxsoft._core.carriers import check_name
 from jaxsoft._core.numbers import as_float
 from jaxsoft._ops.arguments import (
     Axis,
@@ -18,7 +19,6 @@ from jaxsoft._ops.arguments import (
     plain_scores,
     to_rows,
 )
-from jaxsoft._rows.choice import check_name
 from jaxsoft._rows.derivative import differentiable
 from jaxsoft._rows.forms import Form
 from jaxsoft._rows.operation import Function

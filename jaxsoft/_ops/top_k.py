@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
+from jaxsoft._core.carriers import check_name
 from jaxsoft._ops.arguments import as_kernel_scores, check_dtype, normalize_axis
-from jaxsoft._rows.choice import check_name
 from jaxsoft._rows.derivative import differentiable
 from jaxsoft._rows.forms import Form
 from jaxsoft._rows.operations.top_k import top_k_of_rows

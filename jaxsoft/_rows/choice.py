@@ -1,4 +1,4 @@
-"""Which implementation serves a row operation: the list of them, what each can do, and the choice.
+"""Which implementation serves a row operation: what each can do, and the choice among them.
 
 Every implementation offers an operation in the forms that it takes as they are, and else in the plain form, from which
 the others are composed. A choice depends on the platform that the computation is lowered for, so it is made when the
@@ -13,6 +13,7 @@ import jax
 
 import jaxsoft.pallas_kernels as pallas_kernels
 import jaxsoft.triton_kernels as triton_kernels
+from jaxsoft._core.carriers import ALWAYS, CARRIERS, PREFERENCE
 from jaxsoft._rows import ffi, forms, reference, xla
 from jaxsoft._rows.forms import Form, compose, is_plain, working_dtype
 from jaxsoft._rows.formulas import take
@@ -20,33 +21,24 @@ from jaxsoft._rows.operation import Operation, Reduction, Reductions, Rows
 from jaxsoft._rows.operations.logsumexp import STATE
 from jaxsoft.fold import State
 
-# What `implementation=None` tries on each platform, in this order, but for what leads. XLA always works.
-_PREFERENCE = {"cpu": ("ffi", "xla"), "cuda": ("ffi", "pallas", "triton", "xla")}
-_ALWAYS = ("xla",)
-
-
 type Operands = Sequence[jax.core.ShapedArray]
 
 
 @dataclasses.dataclass(frozen=True)
-class Implementation:
-    """An implementation of the row operations.
+class Kernels:
+    """The kernels for rows that an implementation has.
 
     Attributes:
       kernel: (operation, form, platform, operands) -> the kernel that takes the form as it is, or None. There is one
         for the plain form of every operation, but for those that can be made of the state (`Operation.from_state`).
-      unavailable: (platform) -> None, or why it cannot be used there.
       unsupported: (operands) -> None, or why it cannot take operands of these shapes and dtypes.
-      opaque: whether XLA's partitioner cannot see into it, as into a custom call.
       composed: whether the default choice takes it for forms that have to be composed, too. Before its plain kernel XLA
         then writes the scores anew, which only the fastest kernel makes up for.
       leads: (operation, form, platform, operands) -> whether the default choice tries it before all others.
     """
 
     kernel: Callable[[Operation, Form, str, Operands], Rows | None]
-    unavailable: Callable[[str], str | None] = lambda platform: None
     unsupported: Callable[[Operands], str | None] = lambda operands: None
-    opaque: bool = False
     composed: bool = False
     leads: Callable[[Operation, Form, str, Operands], bool] = lambda operation, form, platform, operands: False
 
@@ -70,57 +62,20 @@ def _xla_leads(operation: Operation, form: Form, platform: str, operands: Operan
     return platform == "cuda" and elementwise and form.dtype != operands[0].dtype
 
 
-IMPLEMENTATIONS = {
-    "ffi": Implementation(ffi.kernel, ffi.unavailable, ffi.unsupported, opaque=True, composed=True),
-    "pallas": Implementation(
-        pallas_kernels.kernel,
-        pallas_kernels.unavailable,
-        pallas_kernels.unsupported,
-        opaque=True,
-        leads=pallas_kernels.leads,
-    ),
-    "triton": Implementation(
-        triton_kernels.kernel, triton_kernels.unavailable, triton_kernels.unsupported, opaque=True
-    ),
-    "xla": Implementation(_plain(xla.formula), composed=True, leads=_xla_leads),
-    "reference": Implementation(_plain(reference.formula), unsupported=reference.unsupported),
+KERNELS = {
+    "ffi": Kernels(ffi.kernel, ffi.unsupported, composed=True),
+    "pallas": Kernels(pallas_kernels.kernel, pallas_kernels.unsupported, leads=pallas_kernels.leads),
+    "triton": Kernels(triton_kernels.kernel, triton_kernels.unsupported),
+    "xla": Kernels(_plain(xla.formula), composed=True, leads=_xla_leads),
+    "reference": Kernels(_plain(reference.formula), reference.unsupported),
 }
-
-
-def implementations(platform: str | None = None) -> dict[str, str | None]:
-    """What can be used here, and why something cannot.
-
-    Args:
-      platform: "cpu" or "cuda"; None for the platform of JAX's default device.
-
-    Returns:
-      For each name that `implementation=` takes: None where it is available, else the reason why not.
-
-    >>> implementations("cpu")["xla"] is None
-    True
-    """
-    if platform is None:
-        platform = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
-    return {name: impl.unavailable(platform) for name, impl in IMPLEMENTATIONS.items()}
-
-
-def check_name(implementation: str | None) -> None:
-    """Raises for a name that is no implementation's."""
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        names = ", ".join(repr(name) for name in IMPLEMENTATIONS)
-        raise ValueError(f"implementation must be None or one of {names}; got {implementation!r}")
-
-
-def is_opaque(implementation: str | None) -> bool:
-    """Whether XLA's partitioner may be unable to see into the chosen kernel."""
-    return implementation is None or IMPLEMENTATIONS[implementation].opaque
 
 
 def check_operands(operation: Operation, form: Form, implementation: str | None, operands: Operands) -> None:
     """Raises where a named implementation cannot take such operands on any platform."""
     if implementation is not None and operands[0].size:
         operands = _plain_operands(operation, form, operands)
-        _raise_for(implementation, IMPLEMENTATIONS[implementation].unsupported(operands), operands)
+        _raise_for(implementation, KERNELS[implementation].unsupported(operands), operands)
 
 
 def choose(operation: Operation, form: Form, implementation: str | None, platform: str, operands: Operands) -> Rows:
@@ -129,42 +84,44 @@ def choose(operation: Operation, form: Form, implementation: str | None, platfor
         return compose(operation, form, xla.formula(operation, form))
     plain = _plain_operands(operation, form, operands)
     if implementation is not None:
-        named = IMPLEMENTATIONS[implementation]
-        _raise_for(implementation, named.unavailable(platform) or named.unsupported(plain), plain)
+        named = KERNELS[implementation]
+        reason = CARRIERS[implementation].unavailable(platform) or named.unsupported(plain)
+        _raise_for(implementation, reason, plain)
         found = _kernel(named, operation, form, platform, operands) or _from_state(
             named, operation, form, platform, plain
         )
         assert found, "unsupported() says so"
         return found
-    preference = [IMPLEMENTATIONS[name] for name in _PREFERENCE.get(platform, _ALWAYS)]
-    for impl in sorted(preference, key=lambda impl: not impl.leads(operation, form, platform, operands)):
-        if impl.unavailable(platform) or impl.unsupported(plain):
+    names = PREFERENCE.get(platform, ALWAYS)
+    for name in sorted(names, key=lambda name: not KERNELS[name].leads(operation, form, platform, operands)):
+        kernels = KERNELS[name]
+        if CARRIERS[name].unavailable(platform) or kernels.unsupported(plain):
             continue
-        kernel = _kernel if impl.composed else _native
-        if found := kernel(impl, operation, form, platform, operands):
+        serve = _kernel if kernels.composed else _native
+        if found := serve(kernels, operation, form, platform, operands):
             return found
     raise AssertionError("xla serves everything")
 
 
-def _native(impl: Implementation, operation: Operation, form: Form, platform: str, operands: Operands) -> Rows | None:
+def _native(kernels: Kernels, operation: Operation, form: Form, platform: str, operands: Operands) -> Rows | None:
     """An implementation's kernel that takes the form as it is."""
-    return impl.kernel(operation, form, platform, operands)
+    return kernels.kernel(operation, form, platform, operands)
 
 
-def _kernel(impl: Implementation, operation: Operation, form: Form, platform: str, operands: Operands) -> Rows | None:
+def _kernel(kernels: Kernels, operation: Operation, form: Form, platform: str, operands: Operands) -> Rows | None:
     """An implementation's kernel that takes the form as it is, or else the form composed from its plain kernel."""
-    if native := _native(impl, operation, form, platform, operands):
+    if native := _native(kernels, operation, form, platform, operands):
         return native
     plain = _plain_operands(operation, form, operands)
-    whole = impl.kernel(operation, Form(plain[0].dtype, k=form.k), platform, plain)
+    whole = kernels.kernel(operation, Form(plain[0].dtype, k=form.k), platform, plain)
     return compose(operation, form, whole) if whole else None
 
 
-def _from_state(impl: Implementation, operation: Operation, form: Form, platform: str, plain: Operands) -> Rows | None:
+def _from_state(kernels: Kernels, operation: Operation, form: Form, platform: str, plain: Operands) -> Rows | None:
     """An operation that an implementation does not know, from its kernel for the state of the scores."""
     if not operation.from_state:
         return None
-    state = impl.kernel(STATE, Form(plain[0].dtype), platform, plain[:1])
+    state = kernels.kernel(STATE, Form(plain[0].dtype), platform, plain[:1])
     if state is None:
         return None
     reductions = Reductions(lambda x: State(*state(x)), xla.REDUCTIONS.total, take)
@@ -184,7 +141,7 @@ def _plain_operands(operation: Operation, form: Form, operands: Operands) -> Ope
 def _raise_for(implementation: str, reason: str | None, operands: Operands) -> None:
     if reason is None:
         return
-    able = [name for name, impl in IMPLEMENTATIONS.items() if not impl.unsupported(operands)]
+    able = [name for name, kernels in KERNELS.items() if not kernels.unsupported(operands)]
     others = ", ".join(repr(name) for name in able if name != implementation)
     raise ValueError(
         f"implementation={implementation!r} cannot serve this call: {reason}. implementation=None always works; by "

@@ -1,8 +1,4 @@
-"""`implementation="ffi"`: the C++ and CUDA kernels for rows of ffi/, called through the JAX FFI.
-
-They are registered when jaxsoft is imported, so that a program that was exported or compiled in another process finds
-them.
-"""
+"""`implementation="ffi"`: the C++ and CUDA kernels for rows of ffi/, called through the JAX FFI."""
 
 import math
 
@@ -13,10 +9,7 @@ import numpy as np
 from jaxsoft._core import library
 from jaxsoft._rows.forms import Form, Operands, groups, is_plain, split, wide_dtypes
 from jaxsoft._rows.operation import Extra, Kind, Operation, Reduction, Rows
-from jaxsoft._rows.operations import OPERATIONS
 from jaxsoft.fold import accumulator
-
-TARGETS = {operation: f"jaxsoft_{operation.name}" for operation in OPERATIONS if operation.has_kernels}
 
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 _F32 = np.dtype(jnp.float32)
@@ -33,17 +26,6 @@ _PARTS = 1024  # of all rows together
 _WORD, _PART_STATE = 8, 16
 
 
-def register() -> None:
-    """Registers the kernels of every platform that has some."""
-    for platform in library.PLATFORMS:
-        unavailable(platform)
-
-
-def unavailable(platform: str) -> str | None:
-    """None, or why there are no kernels for a platform."""
-    return library.register(platform, tuple(TARGETS.values()))
-
-
 def unsupported(operands: Operands) -> str | None:
     """None, or why the kernels cannot take these operands."""
     dtype = operands[0].dtype
@@ -54,7 +36,7 @@ def unsupported(operands: Operands) -> str | None:
 
 def kernel(operation: Operation, form: Form, platform: str, operands: Operands) -> Rows | None:
     """The kernel for an operation in this form, or None where the kernels have to be composed."""
-    if not operation.has_kernels:
+    if operation.name not in library.operations(platform):
         return None
     if operation.selects and (form.k > _MOST_K or (platform == "cuda" and operands[0].dtype == jnp.float64)):
         return None
@@ -64,7 +46,7 @@ def kernel(operation: Operation, form: Form, platform: str, operands: Operands) 
     def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
         types = _result_types(operation, form, operands[0])
         beside = [] if operation.reduces is Reduction.NOTHING else [workspace(operands[0], form.k)]
-        target = jax.ffi.ffi_call(TARGETS[operation], (*types, *beside))
+        target = jax.ffi.ffi_call(f"jaxsoft_{operation.name}", (*types, *beside))
         return tuple(target(*operands, **attributes(form))[: len(types)])
 
     return call
@@ -103,6 +85,8 @@ def _takes(operation: Operation, form: Form, operands: Operands) -> bool:
     if wide_dtypes(operation, operands) != {dtype}:
         return False
     if form.dtype != dtype and {form.dtype, dtype} not in ({_F32, np.dtype(t)} for t in (jnp.float16, jnp.bfloat16)):
+        return False
+    if form.trailing and not operation.any_axis:
         return False
     if not {*extras} <= {*operation.extras}:
         return False

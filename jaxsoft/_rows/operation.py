@@ -102,6 +102,7 @@ class Operation:
       extras: those that kernels may take as they are.
       may_be_masked: whether elements whose first operand is 0 may be declared not to count.
       may_be_capped: whether the scores may be capped.
+      any_axis: whether kernels may reduce an axis that other dimensions follow.
       uncounted: the result of an element that does not count.
       from_state: whether a kernel for the state of the scores is all that the formula needs to be fast.
       made_of: for an operation without kernels of its own: (call, *operands) -> results by means of another's, where
@@ -116,6 +117,7 @@ class Operation:
     extras: tuple[Extra, ...] = ()
     may_be_masked: bool = False
     may_be_capped: bool = False
+    any_axis: bool = True
     uncounted: float = 0.0
     from_state: bool = False
     made_of: Callable[..., tuple[jax.Array, ...]] | None = None

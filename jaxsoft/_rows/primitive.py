@@ -16,11 +16,12 @@ from jax.custom_batching import custom_vmap
 from jax.interpreters import mlir
 
 from jaxsoft._core.batching import as_leading_dimension
+from jaxsoft._core.carriers import is_opaque
 from jaxsoft._core.mesh import can_partition
 from jaxsoft._core.primitives import compiled, primitive
 from jaxsoft._core.tangents import jvp_along, zero_tangent
 from jaxsoft._rows import xla
-from jaxsoft._rows.choice import check_operands, choose, is_opaque
+from jaxsoft._rows.choice import check_operands, choose
 from jaxsoft._rows.forms import Form, compose
 from jaxsoft._rows.operation import Operation, Rows
 from jaxsoft._rows.partition import partitioned

@@ -59,13 +59,13 @@ S, L, W, B = jnp.ones(4, F32), jnp.ones(4, jnp.int32), jnp.ones((4, 8), bool), X
 @pytest.mark.parametrize(
     ("target", "results", "operands", "form", "message"),
     [
-        ("softmax", [((4, 8), F32)], [X, S], {"extras": "l"}, "limit must be S32 of x's shape without its last"),
-        ("softmax", [((4, 8), F32)], [X, L], {"extras": "s"}, "scale must be F32 of x's shape without its last"),
-        ("softmax", [((4, 8), F32)], [X, X], {"extras": "w"}, "where must be PRED of x's shape"),
-        ("softmax", [((4, 8), F32)], [X, W[:, :1]], {"extras": "w"}, "where must be PRED of x's shape"),
-        ("softmax", [((4, 8), F32)], [X, W[:2]], {"extras": "w"}, "where must be PRED of x's shape"),
-        ("softmax", [((4, 8), F32)], [X, W[0]], {"extras": "w"}, "where must be PRED of x's shape"),
-        ("softmax", [((4, 8), F32)], [X, B.astype(F16)], {"extras": "b"}, "bias must be F32 of x's shape"),
+        ("softmax", [((4, 8), F32)], [X, S], {"extras": "l"}, "limit must be S32 of the first operand's shape without"),
+        ("softmax", [((4, 8), F32)], [X, L], {"extras": "s"}, "scale must be F32 of the first operand's shape without"),
+        ("softmax", [((4, 8), F32)], [X, X], {"extras": "w"}, "where must be PRED of the first operand's"),
+        ("softmax", [((4, 8), F32)], [X, W[:, :1]], {"extras": "w"}, "where must be PRED of the first operand's"),
+        ("softmax", [((4, 8), F32)], [X, W[:2]], {"extras": "w"}, "where must be PRED of the first operand's"),
+        ("softmax", [((4, 8), F32)], [X, W[0]], {"extras": "w"}, "where must be PRED of the first operand's"),
+        ("softmax", [((4, 8), F32)], [X, B.astype(F16)], {"extras": "b"}, "bias must be F32 of the first"),
         ("softmax", [((4, 8), F32)], [X, S[:3]], {"extras": "s"}, "scale must be F32"),
         ("softmax", [((4, 8), F32)], [X, W, S], {"extras": "ws"}, "extras='ws' must be some of 'slwb', in this order"),
         ("softmax", [((4, 8), F32)], [X, S, S], {"extras": "ss"}, "extras='ss' must be some of 'slwb'"),
@@ -75,14 +75,14 @@ S, L, W, B = jnp.ones(4, F32), jnp.ones(4, jnp.int32), jnp.ones((4, 8), bool), X
         ("softmax", [((4, 8), F32)], [X, S], {"extras": "s", "trailing": 1}, "extras='s' must be empty beside"),
         ("softmax", [((4, 8), F32)], [X], {"trailing": 2}, "trailing=2 leaves no dimension"),
         ("softmax", [((4, 8), F32)], [X], {"trailing": -1}, "trailing=-1 leaves no dimension"),
-        ("softmax", [((4, 8), F32)], [X], {"masked": True}, "masked is an attribute of softmax_vjp alone"),
+        ("softmax", [((4, 8), F32)], [X], {"masked": True}, "masked must be false, except for softmax_vjp"),
         ("softmax_vjp", [((4, 8), F32)], [X, X, W], {"extras": "w"}, "extras='w' must be some of 'sl'"),
         ("log_softmax_vjp", [((4, 8), F32)], [X, R, R, X, B], {"extras": "b"}, "extras='b' must be some of 'slw'"),
-        ("log_softmax_vjp", [((4, 8), F32)], [X, R, R, X], {"trailing": 1}, "a row statistic must be"),
-        ("softmax", [((4, 8), jnp.bfloat16)], [X.astype(F16)], {}, "a result must have"),
-        ("softmax", [((4, 8), F32)], [X], {"cap": 2.0}, "cap is an attribute of operations with labels alone"),
-        ("label_state", [((4,), F32)] * 3, [X, I], {"cap": -2.0}, "cap must be a number, at least 0"),
-        ("label_state", [((8,), F32)] * 3, [X, I], {"trailing": 1}, "labels must be S32, one a row|trailing must be 0"),
+        ("log_softmax_vjp", [((4, 8), F32)], [X, R, R, X], {"trailing": 1}, "maximum must be F32, one a row of scores"),
+        ("softmax", [((4, 8), jnp.bfloat16)], [X.astype(F16)], {}, "result must be F16 or F32, of the same"),
+        ("softmax", [((4, 8), F32)], [X], {"cap": 2.0}, "cap must be 0, except for label_state, label_state_vjp"),
+        ("label_state", [((4,), F32)] * 3, [X, I], {"cap": -2.0}, "cap must be a number, at least 0: got -2"),
+        ("label_state", [((8,), F32)] * 3, [X, I], {"trailing": 1}, "trailing must be 0, except for softmax"),
         ("label_state", [((4,), F32)] * 3, [X, I, X], {"extras": "b"}, "extras='b' must be some of 'lw'"),
     ],
 )
@@ -94,7 +94,7 @@ def test_bad_forms(target, results, operands, form, message):
 def test_extras_that_differ_in_too_many_dimensions():
     shape = (2, 3, 2, 3, 2, 8)
     scale = jnp.ones((2, 1, 2, 1, 2), F32)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="broadcast in more ways than kernels know"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="broadcast in more ways than the kernels know"):
         call("softmax", [(shape, F32)], jnp.ones(shape, F32), scale, extras="s")
 
 
@@ -139,10 +139,41 @@ def test_empty_buffers(shape, trailing):
         assert call(operation, [(shape, F32)], x, i, *numbers)[0].shape == shape
 
 
-@pytest.mark.parametrize(("target", "operands"), [("softmax_vjp", [X]), ("state", [])])
-def test_wrong_number_of_buffers(target, operands):
-    with pytest.raises(jax.errors.JaxRuntimeError, match="Wrong number of arguments"):
-        call(target, [((4, 8), F32)] + [((4,), F32)] * (target == "state"), *operands)
+@pytest.mark.parametrize(
+    ("target", "results", "operands", "message"),
+    [
+        ("softmax_vjp", [((4, 8), F32)], [X], r"operands: got 1 instead of \(probabilities, cotangents\)"),
+        ("state", [((4,), F32)] * 2, [], r"operands: got 0 instead of \(scores\)"),
+        ("state", [((4,), F32)], [X], r"results: got 2 instead of \(maximum, sum\) and a workspace"),
+        ("softmax", [((4, 8), F32)] * 2, [X], r"results: got 3 instead of \(result\) and a workspace"),
+        ("logsumexp_vjp", [((4, 8), F32)] * 2, [X, R, R, R], r"results: got 2 instead of \(result\)"),
+        ("softmax_vjp", [((4, 8), F32)], [X, X, X], "extras='' with 1 extra operands"),
+    ],
+)
+def test_wrong_number_of_buffers(target, results, operands, message):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"jaxsoft: {target}: .*{message}"):
+        call(target, results, *operands)
+
+
+@pytest.mark.parametrize(
+    ("results", "operand", "message"),
+    [
+        ([(4, 3), (4, 3)], X, None),
+        ([(4, 3), (4, 2)], X, "indices must be S32, .* the same number in each result"),
+        ([(4, 9), (4, 9)], X, "values must be F32, 1 to 256 of"),
+        ([(4, 0), (4, 0)], X, "values must be F32, 1 to 256 of"),
+        ([(3, 3), (3, 3)], X, "values must be F32, 1 to 256 of"),
+        ([(4, 257), (4, 257)], jnp.ones((4, 300), F32), "values must be F32, 1 to 256 of"),
+    ],
+)
+def test_the_shapes_of_what_is_chosen(results, operand, message):
+    values, indices = results
+    types = [(values, F32), (indices, jnp.int32), ((4,), F32), ((4,), F32)]
+    if message is None:
+        assert call("top_k", types, operand)[1].tolist() == [[0, 1, 2]] * 4
+        return
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        call("top_k", types, operand)
 
 
 def test_good_buffers():
@@ -158,23 +189,23 @@ def test_a_library_for_a_newer_xla_is_not_registered(monkeypatch):
     """XLA would disable the platform over it, so it is found out before, and said."""
     monkeypatch.setattr(library, "xla_api", lambda: (0, 1))
     monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *_, **__: pytest.fail("registered"))
-    reason = library.register.__wrapped__(PLATFORM, (*ffi.TARGETS.values(),))
+    reason = library._register.__wrapped__(PLATFORM)[1]
     assert "was built for version" in reason and "jaxlib has 0.1" in reason and "install jaxsoft" in reason
 
 
 def test_a_library_for_another_major_version_is_not_registered(monkeypatch):
     monkeypatch.setattr(library, "xla_api", lambda: (9, 99))
     monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *_, **__: pytest.fail("registered"))
-    assert "jaxlib has 9.99" in library.register.__wrapped__(PLATFORM, (*ffi.TARGETS.values(),))
+    assert "jaxlib has 9.99" in library._register.__wrapped__(PLATFORM)[1]
 
 
 def test_a_library_that_is_missing_or_broken(monkeypatch, tmp_path):
     monkeypatch.setattr(library, "find", lambda platform: None)
-    assert "was not built" in library.register.__wrapped__(PLATFORM, (*ffi.TARGETS.values(),))
+    assert "was not built" in library._register.__wrapped__(PLATFORM)[1]
     broken = tmp_path / "libjaxsoft.so"
     broken.write_text("no library")
     monkeypatch.setattr(library, "find", lambda platform: broken)
-    assert "libjaxsoft.so could not be loaded" in library.register.__wrapped__(PLATFORM, (*ffi.TARGETS.values(),))
+    assert "libjaxsoft.so could not be loaded" in library._register.__wrapped__(PLATFORM)[1]
 
 
 def test_the_version_that_jaxlib_has():

@@ -340,6 +340,27 @@ def test_mesh(rows, weight, kind, recompute):
 
 
 @needs_mesh
+def test_class_weights_over_explicit_axes():
+    """The weight of each label's class goes where the label is, from weights that are sharded as the classes are."""
+
+    def gradients(f):
+        def total(h, w, c, y):
+            return jnp.sum(f(h, w, y, class_weights=c, ignore_index=-100, label_smoothing=0.1))
+
+        return jax.jit(jax.value_and_grad(total, (0, 1, 2)))
+
+    class_weights = np.exp(B)
+    expected = gradients(stored)(H, W, class_weights, Y)
+    mesh = mesh_of(AxisType.Explicit)
+    specs = P("a"), P(None, "b"), P("b"), P("a")
+    given = zip((H, W, class_weights, Y), specs, strict=True)
+    args = [jax.device_put(v, NamedSharding(mesh, spec)) for v, spec in given]
+    with jax.set_mesh(mesh):
+        for f in (functools.partial(linear, chunk_size=6), stored):
+            assert_close(gradients(f)(*args), expected, 5e-6)
+
+
+@needs_mesh
 @pytest.mark.parametrize("manual", [{"a", "b"}, {"a"}], ids=["fully", "partially"])
 def test_shard_map(manual):
     """Rows that are shard_map's: the gradients by what all rows share are summed over them."""
@@ -363,7 +384,7 @@ def test_shard_map(manual):
     [
         ({"hidden": np.float32(1)}, ValueError, r"hidden must have the shape \(\.\.\., d\)"),
         ({"hidden": HIDDEN.astype(np.complex64)}, TypeError, "hidden must hold float16"),
-        ({"weight": WEIGHT.T}, ValueError, r"weight must have the shape \(8, classes\); got \(33, 8\)"),
+        ({"weight": WEIGHT.T}, ValueError, r"weight must have the shape \(8, classes\); got shape \(33, 8\)"),
         ({"weight": WEIGHT.astype(jnp.float8_e4m3fn)}, TypeError, "weight must hold float16"),
         ({"bias": BIAS[1:]}, ValueError, r"bias must have the shape \(33,\)"),
         ({"labels": LABELS[0]}, ValueError, "labels must have the shape"),

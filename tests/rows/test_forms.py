@@ -15,6 +15,7 @@ from row_operations import ALL_EXTRAS, BIAS, LIMIT, SCALE, WHERE, assert_exact, 
 from truth import wide
 
 from jaxsoft._rows.forms import Form, groups
+from jaxsoft._rows.operations.entropy import ENTROPY, ENTROPY_VJP
 from jaxsoft._rows.operations.log_softmax import LOG_SOFTMAX, LOG_SOFTMAX_VJP
 from jaxsoft._rows.operations.logsumexp import LOGSUMEXP_VJP, STATE
 from jaxsoft._rows.operations.softmax import SOFTMAX, SOFTMAX_VJP
@@ -28,6 +29,8 @@ EXTRAS = {
     LOG_SOFTMAX_VJP: (*EACH_AND_ALL[:4], (SCALE, LIMIT, WHERE), ALL_EXTRAS),
     STATE: EACH_AND_ALL,
     LOGSUMEXP_VJP: EACH_AND_ALL,
+    ENTROPY: EACH_AND_ALL,
+    ENTROPY_VJP: EACH_AND_ALL,
 }
 each_operation = pytest.mark.parametrize("operation", EXTRAS, ids=str)
 
@@ -65,7 +68,7 @@ def test_extras(operation, dtype, implementation):
 def test_dtypes(operation, implementation):
     """Results of another dtype than the scores."""
     pairs = [(a, b) for a, b in itertools.product(DTYPES[:3], DTYPES[:3]) if a != b]
-    for given, result in pairs if operation is not STATE else ():
+    for given, result in pairs if operation not in (STATE, ENTROPY) else ():
         for extras in ((), EXTRAS[operation][-1]):
             form = Form(np.dtype(result), extras)
             with served(implementation):

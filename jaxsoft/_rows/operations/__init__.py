@@ -1,6 +1,7 @@
 """The records of all row operations, one file for each function that they belong to."""
 
 from jaxsoft._rows.operation import Operation
+from jaxsoft._rows.operations.entropy import ENTROPY, ENTROPY_JVP, ENTROPY_VJP
 from jaxsoft._rows.operations.labels import (
     LABEL_STATE,
     LABEL_STATE_JVP,
@@ -24,6 +25,9 @@ OPERATIONS: tuple[Operation, ...] = (
     STATE,
     LOGSUMEXP_VJP,
     LOGSUMEXP_JVP,
+    ENTROPY,
+    ENTROPY_VJP,
+    ENTROPY_JVP,
     TOP_K,
     TOP_K_VJP,
     TOP_K_JVP,

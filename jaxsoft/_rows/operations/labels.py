@@ -72,6 +72,7 @@ LABEL_STATE = Operation(  # x, i -> m, s of the scores but the label's; t, the l
     reduces=Reduction.STATE,
     extras=_EXTRAS,
     may_be_capped=True,
+    any_axis=False,
     from_state=True,
 )
 LABEL_STATE_VJP = Operation(  # x, i, m, s, g, h -> p * g, and h at the label
@@ -81,6 +82,7 @@ LABEL_STATE_VJP = Operation(  # x, i, m, s, g, h -> p * g, and h at the label
     formula=_label_state_vjp,
     extras=_EXTRAS,
     may_be_capped=True,
+    any_axis=False,
     from_state=True,
 )
 LABEL_STATE_JVP = Operation(  # x, i, m, s, t -> <p, t> without the label; t at the label
@@ -98,6 +100,7 @@ LABEL_SUMS = Operation(  # x, i -> m, s, t; and of the scores z > -inf: sum(z - 
     reduces=Reduction.STATE,
     extras=_EXTRAS,
     may_be_capped=True,
+    any_axis=False,
     from_state=True,
 )
 LABEL_SUMS_VJP = Operation(  # x, i, m, s, g, h, v -> p * g, and h at the label; plus v where z > -inf
@@ -107,6 +110,7 @@ LABEL_SUMS_VJP = Operation(  # x, i, m, s, g, h, v -> p * g, and h at the label;
     formula=_label_sums_vjp,
     extras=_EXTRAS,
     may_be_capped=True,
+    any_axis=False,
     from_state=True,
 )
 LABEL_SUMS_JVP = Operation(  # x, i, m, s, t -> those of label_state_jvp; sum(t) where z > -inf

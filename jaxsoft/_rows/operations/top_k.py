@@ -41,6 +41,7 @@ TOP_K = Operation(  # x -> the k largest, in order, and their indices; m, s
     results=(Kind.VALUES, Kind.INDICES, Kind.STATISTIC, Kind.STATISTIC),
     formula=_top_k,
     reduces=Reduction.STATE,
+    any_axis=False,
     from_state=True,
 )
 TOP_K_VJP = Operation(  # x, i, m, s, g, h -> p * g, and h at the indices

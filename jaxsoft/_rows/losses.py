@@ -1,15 +1,17 @@
-"""What the cross-entropies have in common: their options, and a row's loss from a few numbers of the row.
+"""What the cross-entropies share: their options, the checks of their arguments, and a row's loss.
 
 With p the softmax of the scores z, the loss of a row is
 
     -sum_c w_c q_c log(p_c) + z_loss * logsumexp(z)^2,    q = (1 - label_smoothing) * labels + label_smoothing / k
 
-with q over the k classes whose score is above -inf. All that is computed of whole rows is
-`jaxsoft._rows.operations.labels`; what follows are formulas of one number a row, which JAX differentiates.
+where k is the number of classes whose score is above -inf; the other classes have no part of label_smoothing. The row
+operations of `jaxsoft._rows.operations.labels` read whole rows, and give a few numbers a row. The loss is a formula of
+these numbers, which JAX differentiates.
 """
 
 import dataclasses
 import numbers
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +27,10 @@ class Options:
     """The options of a loss that are numbers.
 
     Attributes:
-      ignore_index: rows with this label have loss 0, and gradient 0.
+      ignore_index: rows with this label have loss 0 and gradient 0.
       label_smoothing: the share of the target that all classes get alike.
       z_loss: the factor of logsumexp(z)^2.
-      logit_softcap: scores are cap * tanh(x / cap).
+      logit_softcap: the scores are cap * tanh(logits / cap).
     """
 
     ignore_index: int | None = None
@@ -40,7 +42,7 @@ class Options:
 def check_options(
     ignore_index: int | None, label_smoothing: float, z_loss: float, logit_softcap: float | None
 ) -> Options:
-    """The options, each checked."""
+    """The options as a record, after checking each."""
     if ignore_index is not None and not isinstance(ignore_index, int | np.integer):
         raise TypeError(f"ignore_index must be an integer or None; got {ignore_index!r}")
     for name, value, allowed, fits in (
@@ -63,7 +65,7 @@ def check_options(
 
 
 def check_weights(class_weights: ArrayLike | None, classes: int, dtype: np.dtype) -> jax.Array | None:
-    """The weights of the classes, one each, in the dtype of the losses."""
+    """The class weights as an array in the dtype of the losses, after checking that there is one for each class."""
     if class_weights is None:
         return None
     weights = jnp.asarray(class_weights)
@@ -74,10 +76,23 @@ def check_weights(class_weights: ArrayLike | None, classes: int, dtype: np.dtype
     return weights.astype(fold.accumulator(dtype))
 
 
+def weight_at(weights: jax.Array, index: jax.Array) -> jax.Array:
+    """The weight of the class at each index. Over explicit mesh axes it is sharded as the indices are."""
+    given, wanted = jax.typeof(weights).sharding, jax.typeof(index).sharding
+    if all(axis is None for axis in (*given.spec, *wanted.spec)):
+        return weights[index]
+    mesh = given.mesh if wanted.mesh.empty else wanted.mesh  # indices that lie on one device have none
+    return weights.at[index].get(out_sharding=jax.sharding.NamedSharding(mesh, wanted.spec))
+
+
 def check_labels(labels: ArrayLike, shape: tuple[int, ...], classes: int, options: Options) -> jax.Array:
     """Labels as the row operations take them: int32, -1 for those that are out of range, NO_ROW for those ignored.
 
-    Of the shape that they and the rows, of this shape, broadcast to.
+    Args:
+      labels: as they are given.
+      shape: that of the rows. The result has the shape to which it and that of the labels broadcast.
+      classes: how many there are.
+      options: those of the call.
     """
     labels = jnp.asarray(labels)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
@@ -91,7 +106,7 @@ def check_labels(labels: ArrayLike, shape: tuple[int, ...], classes: int, option
             f"labels must have the shape of the logits without the classes, {shape}, or one that broadcasts with it; "
             f"got shape {labels.shape}"
         ) from None
-    if labels.dtype.itemsize < 4:  # which may not hold the number of classes
+    if labels.dtype.itemsize < 4:  # the number of classes may be out of the range of the labels' dtype
         labels = labels.astype(jnp.int32)
     index = jnp.where((labels >= 0) & (labels < classes), labels, -1).astype(jnp.int32)
     info = jnp.iinfo(labels.dtype)
@@ -100,14 +115,26 @@ def check_labels(labels: ArrayLike, shape: tuple[int, ...], classes: int, option
     return jnp.where(labels == jnp.asarray(options.ignore_index, labels.dtype), NO_ROW, index)
 
 
-def weighted_sums(
-    z: jax.Array, finite: jax.Array, weights: jax.Array, ref: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Over the classes whose score z is above -inf and counts: sum(w (z - ref)), sum(w), and their number."""
+class Sums(NamedTuple):
+    """The sums of label smoothing, over the classes that count and whose score z is above -inf.
+
+    Attributes:
+      total: sum(w (z - r)), with the class weights w, or 1, and r a constant of each row.
+      mass: sum(w).
+      number: how many classes these are.
+    """
+
+    total: jax.Array
+    mass: jax.Array
+    number: jax.Array
+
+
+def weighted_sums(z: jax.Array, counts: jax.Array, weights: jax.Array, ref: jax.Array) -> Sums:
+    """The sums of scores z over the classes that count, none of which has the score -inf, with r = ref."""
     weights = jax.lax.broadcast_to_rank(weights, z.ndim)
-    total = jnp.sum(jnp.where(finite, weights * (jnp.where(finite, z, 0) - ref[..., None]), 0), axis=-1)
-    mass = jnp.sum(jnp.where(finite, weights, 0), axis=-1)
-    return total, mass, jnp.sum(finite, axis=-1, dtype=total.dtype)
+    total = jnp.sum(jnp.where(counts, weights * (jnp.where(counts, z, 0) - ref[..., None]), 0), axis=-1)
+    mass = jnp.sum(jnp.where(counts, weights, 0), axis=-1)
+    return Sums(total, mass, jnp.sum(counts, axis=-1, dtype=total.dtype))
 
 
 def row_loss(
@@ -116,7 +143,7 @@ def row_loss(
     others: jax.Array,
     t: jax.Array,
     apart: jax.Array,
-    sums: tuple[jax.Array, ...] = (),
+    sums: Sums | None = None,
     label_counts: jax.Array | bool = True,
     weight: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -125,9 +152,9 @@ def row_loss(
     Args:
       options: those of the call.
       label: of each row, as `check_labels` has it.
-      others, t, apart: the first results of `label_state_of_rows`.
-      sums: where there is label smoothing, over the classes that have a score above -inf: sum(w (z - reference(t))),
-        where the reference counts as a constant, sum(w), and their number.
+      others, t, apart: the first results of `label_state_of_rows`: the logsumexp of the scores but the label's, the
+        label's score, and the former minus the latter.
+      sums: those of label smoothing, if there is any, with r = reference(t).
       label_counts: whether the label's class counts, if not all classes do.
       weight: that of the label's class.
     """
@@ -141,18 +168,25 @@ def row_loss(
     empty = (label == NO_ROW) | ((others == -jnp.inf) & ~label_counts)
     others, t, apart = (jnp.where(empty, 0, v) for v in (others, t, apart))
     nll = jnp.where(label_counts, jnp.logaddexp(apart, 0), apart)
-    # logaddexp(others, t), of which JAX would take the derivatives from rounded differences.
-    high, low = jnp.where(apart > 0, apart, 0), jnp.where(apart > 0, 0, apart)
-    lse = jnp.where(apart > 0, others + jnp.logaddexp(-high, 0), t + jnp.logaddexp(low, 0))
-    lse = jnp.where(label_counts, lse, others)
+    lse = jnp.where(label_counts, _logaddexp(others, t, apart), others)
     loss = nll if weight is None else weight * nll
-    if options.label_smoothing:
-        total, mass, count = sums
-        ref = jax.lax.stop_gradient(fold.reference(t))
-        above = jnp.where(jnp.isfinite(t), nll + (t - ref), lse - ref)  # lse - ref
-        smooth = (mass * above - total) / jnp.maximum(count, 1)
+    if sums is not None:
+        smooth = _mean_nll(nll, lse, t, sums)
         loss = (1 - options.label_smoothing) * loss + options.label_smoothing * smooth
     if options.z_loss:
         loss = loss + options.z_loss * lse**2
     loss = jnp.where(empty, 0, loss) + jnp.where(invalid, jnp.nan, 0).astype(loss.dtype)
     return loss, jnp.where(empty, -jnp.inf, lse)
+
+
+def _logaddexp(others: jax.Array, t: jax.Array, apart: jax.Array) -> jax.Array:
+    """logaddexp(others, t), given others - t. JAX would take its derivatives from rounded differences."""
+    high, low = jnp.where(apart > 0, apart, 0), jnp.where(apart > 0, 0, apart)
+    return jnp.where(apart > 0, others + jnp.logaddexp(-high, 0), t + jnp.logaddexp(low, 0))
+
+
+def _mean_nll(nll: jax.Array, lse: jax.Array, t: jax.Array, sums: Sums) -> jax.Array:
+    """The mean of -w log(p) over the summed classes, given the label's -log(p), the logsumexp and the label's score."""
+    ref = jax.lax.stop_gradient(fold.reference(t))
+    above = jnp.where(jnp.isfinite(t), nll + (t - ref), lse - ref)  # lse - ref
+    return (sums.mass * above - sums.total) / jnp.maximum(sums.number, 1)

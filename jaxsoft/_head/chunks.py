@@ -1,0 +1,61 @@
+"""The classes of a linear head in chunks: the loop over them, and the part of an array that belongs to a chunk."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxsoft._head.head import Head, Parameters, scores
+from jaxsoft._head.operation import Kind
+
+
+class Chunk(NamedTuple):
+    """Neighbouring classes, of which every array here has its part along its last dimension.
+
+    Attributes:
+      begin: the index of the first class, traced or a Python integer.
+      size: how many classes there are.
+    """
+
+    begin: Any
+    size: int
+
+    def of(self, x: jax.Array) -> jax.Array:
+        """The part of x that belongs to the chunk."""
+        last = x.ndim - 1
+        return x if self.size == x.shape[last] else jax.lax.dynamic_slice_in_dim(x, self.begin, self.size, last)
+
+    def written(self, x: jax.Array, part: jax.Array) -> jax.Array:
+        """x with the chunk's part of it overwritten, in x's dtype."""
+        return jax.lax.dynamic_update_slice_in_dim(x, part.astype(x.dtype), self.begin, x.ndim - 1)
+
+    def scores(self, head: Head, parameters: Parameters) -> jax.Array:
+        """The scores of the chunk's classes, before the cap."""
+        of_layer = {kind: self.of(parameters[kind]) for kind in (Kind.WEIGHT, Kind.BIAS) if kind in parameters}
+        return scores(head, {Kind.HIDDEN: parameters[Kind.HIDDEN], **of_layer})
+
+
+def default_chunk_size(rows: int) -> int:
+    """2048 classes, or as many as give 2^20 scores if these are more and the number of rows is known."""
+    return max(2048, 2**20 // max(rows, 1)) if isinstance(rows, int) else 2048
+
+
+def over_chunks[T](head: Head, rows: int, classes: int, step: Callable[[T, Chunk], T], carry: T) -> T:
+    """Takes all chunks in turn, carry = step(carry, chunk), and returns the last carry.
+
+    Args:
+      head: which says how many classes a chunk has; the last one may have fewer.
+      rows: how many rows there are.
+      classes: how many classes there are.
+      step: what is done with a chunk, which is traced once, and once more for a shorter last chunk.
+      carry: an array, or a tree of them.
+    """
+    size = head.chunk_size or default_chunk_size(rows)
+    whole, rest = divmod(classes, size)
+    if whole == 1:
+        carry = step(carry, Chunk(0, size))
+    elif whole:
+        begins = jnp.arange(0, whole * size, size, dtype=jnp.int32)
+        carry = jax.lax.scan(lambda carry, begin: (step(carry, Chunk(begin, size)), None), carry, begins)[0]
+    return step(carry, Chunk(whole * size, rest)) if rest else carry

@@ -1,0 +1,103 @@
+"""What a loss needs to know of a linear head's scores, as JAX differentiates it: both modes, every order.
+
+The derivative at a point is a linear map (see `jaxsoft._core.linear_map`). Forward mode evaluates it by the formula, on
+all scores, and reverse mode transposes it to the pullback over chunks.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxsoft._core.linear_map import LinearMap
+from jaxsoft._core.tangents import moves
+from jaxsoft._head.forward import Forward
+from jaxsoft._head.head import Head, formula
+from jaxsoft._head.operation import Kind
+from jaxsoft._head.primitive import head_operation, mapped
+from jaxsoft._head.pullback import Pullback
+
+
+@functools.cache
+def statistics(head: Head, keep: bool = False) -> Callable[..., tuple[jax.Array, ...]]:
+    """What a loss needs to know, as a differentiable function of the parameters and the label of each row.
+
+    Its results are those of `head.formula`, and if `keep` the scores, which are for the pullback alone: they count as
+    constants.
+    """
+
+    @jax.custom_jvp
+    def function(*operands):
+        return head_operation(Forward(head, keep), *operands)
+
+    @functools.partial(function.defjvp, symbolic_zeros=True)
+    def function_jvp(primals, tangents):
+        others, t, apart, *rest = statistics(head, not head.recompute)(*primals)
+        kept = [] if head.recompute else [rest.pop()]
+        moving = {kind: tangent for kind, tangent in head.named(tangents).items() if moves(tangent)}
+        derivative = _Derivative(head, tuple(moving))
+        d_others, d_t, *d_sums = derivative(*primals, others, *kept, *moving.values())
+        if keep:
+            rest += kept
+        constant = map(jnp.zeros_like, rest[len(d_sums) :])
+        return (others, t, apart, *rest), (d_others, d_t, d_others - d_t, *d_sums, *constant)
+
+    return function
+
+
+@dataclasses.dataclass(frozen=True)
+class _Derivative(LinearMap):
+    """The derivative of `statistics` along some of the parameters, or its transpose.
+
+    Its operands are the residuals of `Pullback`, and then the tangents of the parameters that move, or transposed the
+    cotangents of the statistics that have a derivative of their own.
+    """
+
+    head: Head
+    moving: tuple[Kind, ...]
+    transposed: bool = False
+
+    @property
+    def pullback(self) -> Pullback:
+        """The transpose as an operation over chunks."""
+        return Pullback(self.head, self.moving)
+
+    @property
+    def linear(self) -> range:
+        """The operands after the residuals."""
+        begin = len(self.pullback.residuals)
+        return range(begin, begin + len(self.head.cotangents if self.transposed else self.moving))
+
+    def apply(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """The formula forward, and chunks for the transpose."""
+        return head_operation(self.pullback, *operands) if self.transposed else self.formula(operands)
+
+    def formula(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """The map by way of all scores."""
+        parameters, label = self.head.named(operands), operands[len(self.head.parameters)]
+        linear = tuple(operands[self.linear.start :])
+
+        def along(*moving):
+            varied = parameters | dict(zip(self.moving, moving, strict=True))
+            others, t, _, *sums = formula(self.head, *varied.values(), label)
+            return others, t, *sums[:-1]
+
+        primals = tuple(parameters[kind] for kind in self.moving)
+        if self.transposed:
+            return jax.vjp(along, *primals)[1](linear)
+        return jax.jvp(along, primals, linear)[1]
+
+    def transpose(self, dtype: np.dtype) -> "_Derivative":
+        """The transpose, whose results have the dtypes of the parameters."""
+        del dtype
+        return dataclasses.replace(self, transposed=not self.transposed)
+
+    def batch(self, operands: Sequence[jax.Array], dims: Sequence[int | None]) -> Sequence[jax.Array]:
+        """More rows, or one after the other."""
+        pullback = self.pullback
+        if self.transposed:
+            return mapped(self, pullback.operands, pullback.results, operands, dims)
+        return mapped(self, pullback.residuals + self.moving, self.head.cotangents, operands, dims)

@@ -1,0 +1,44 @@
+"""The table of operations that the C++ and CUDA libraries were built with is that of the records."""
+
+import ctypes
+
+import pytest
+
+from jaxsoft._core import library
+from jaxsoft._rows.operation import Extra, Kind, Operation, Reduction
+from jaxsoft._rows.operations import OPERATIONS
+
+NAMES = {
+    Kind.SCORES: "row",
+    Kind.PROBABILITIES: "row",
+    Kind.COTANGENT: "row",
+    Kind.ROW: "row",
+    Kind.STATISTIC: "number",
+    Kind.LABEL: "label",
+    Kind.VALUES: "chosen",
+    Kind.INDICES: "index",
+}
+
+
+def specification(operation: Operation) -> str:
+    """The line that a library has for an operation."""
+    operands, results = (",".join(NAMES[kind] for kind in kinds) for kinds in (operation.kinds, operation.results))
+    extras = ",".join(extra.name.lower() for extra in Extra if extra in operation.extras)
+    flags = {
+        "masked": operation.may_be_masked,
+        "cap": operation.may_be_capped,
+        "trailing": operation.any_axis,
+        "workspace": operation.reduces is not Reduction.NOTHING,
+    }
+    return f"{operation.name}({operands})->({results}) extras={extras} " + " ".join(
+        f"{name}={value:d}" for name, value in flags.items()
+    )
+
+
+@pytest.mark.parametrize("platform", library.PLATFORMS)
+def test_libraries_have_the_operations_of_the_records(platform):
+    path = library.find(platform)
+    if path is None:
+        pytest.skip(f"libjaxsoft_{platform} was not built")
+    expected = [specification(operation) for operation in OPERATIONS if operation.has_kernels]
+    assert sorted(library.specification(ctypes.CDLL(str(path)))) == sorted(expected)
