@@ -1,122 +1,146 @@
-"""The public functions' calls with their options, each beside its definition."""
+"""Every public function with its arguments, beside its definition: the one table that tests go through.
+
+A function that is added here, and in definitions.py, is tested in every transformation: by test_every_function (values
+and first derivatives in each dtype, maps), test_higher_orders, test_disable_jit, test_shard_map and test_fuzz.
+
+Each function below takes an implementation and fixed arguments, and gives two functions of the arguments that have
+derivatives: jaxsoft's, and the definition. Labels and masks may be traced.
+"""
+
+from collections.abc import Callable, Sequence
 
 import definitions
 import jax.numpy as jnp
 import numpy as np
-from common import OPS
+from cases import Case, Function
 
 import jaxsoft
 from jaxsoft import fold
 
-RNG = np.random.default_rng(0)
-X = RNG.standard_normal((3, 6))
-MASK = np.array([[1, 1, 0, 1, 1, 1], [1, 0, 1, 1, 0, 1], [0, 0, 0, 0, 0, 0]], bool)
-SCALE, BIAS = RNG.standard_normal((3, 1)), RNG.standard_normal((1, 6))
-LABELS, SOME = np.array([0, 5, 3], np.int32), np.array([0, -100, 3], np.int32)
-Q, WEIGHTS = RNG.random((3, 6)), RNG.uniform(0.2, 2, 6)
-HIDDEN, WEIGHT = RNG.standard_normal((3, 4)), RNG.standard_normal((4, 6))
-CAPPED = {"label_smoothing": 0.1, "z_loss": 0.1, "logit_softcap": 3.0}
+type Pair = tuple[Function, Function]
 
 
-def row_operation(op, *operands, **options):
-    """Of x, scale and bias, or of x."""
+def row_function(implementation: str | None, name: str, named: Sequence[str] = (), axis=-1, **options) -> Pair:
+    """One of `definitions.ROW_FUNCTIONS`, of x and of the arguments that are named."""
 
     def call(function, **more):
-        return lambda x, *v: (function(x, -1, **dict(zip(("scale", "bias"), v, strict=False)), **options, **more),)
+        return lambda x, *v: (function(x, axis, **dict(zip(named, v, strict=True)), **options, **more),)
 
-    return lambda name: (call(getattr(jaxsoft, op), implementation=name), call(getattr(definitions, op)), operands)
+    return call(getattr(jaxsoft, name), implementation=implementation), call(definitions.ROW_FUNCTIONS[name])
 
 
-def integer(*operands, labels=LABELS, where=None, **options):
-    """Loss and logsumexp, of x and class weights, or of x."""
+def integer(implementation: str | None, labels, *, where=None, counts=None, **options) -> Pair:
+    """Loss and logsumexp, of x, or of x and class weights. `counts` is `where` in full, if that is not."""
 
-    def ours(name):
-        return lambda x, w=None: jaxsoft.softmax_cross_entropy_with_integer_labels(
-            x, labels, where=where, class_weights=w, return_lse=True, implementation=name, **options
+    def ours(x, w=None):
+        return jaxsoft.softmax_cross_entropy_with_integer_labels(
+            x, labels, where=where, class_weights=w, return_lse=True, implementation=implementation, **options
         )
 
     def theirs(x, w=None):
-        return definitions.integer_cross_entropy(x, w, labels, where=where, **options)
+        shown = where if counts is None else counts
+        return definitions.integer_cross_entropy(x, w, labels.astype(np.int32), where=shown, **options)
 
-    return lambda name: (ours(name), theirs, operands)
+    return ours, theirs
 
 
-def dense(*operands, where=None, **options):
-    """Loss and logsumexp, of x, labels and class weights, or without weights."""
+def dense(implementation: str | None, *, where=None, counts=None, **options) -> Pair:
+    """Loss and logsumexp, of x and labels, or of x, labels and class weights."""
 
-    def ours(name):
-        return lambda x, q, w=None: jaxsoft.softmax_cross_entropy(
-            x, q, where=where, class_weights=w, return_lse=True, implementation=name, **options
+    def ours(x, q, w=None):
+        return jaxsoft.softmax_cross_entropy(
+            x, q, where=where, class_weights=w, return_lse=True, implementation=implementation, **options
         )
 
     def theirs(x, q, w=None):
-        return definitions.cross_entropy(x, q, w, where=where, **options)
+        shown = where if counts is None else counts
+        return definitions.cross_entropy(x, jnp.broadcast_to(q, x.shape), w, where=shown, **options)
 
-    return lambda name: (ours(name), theirs, operands)
-
-
-def linear(*operands, kept=False, **options):
-    """Loss and logsumexp, of hidden, weight, bias and class weights."""
-
-    def ours(h, w, b, c):
-        more = {"chunk_size": 4, "recompute": not kept, "return_lse": True, **options}
-        return jaxsoft.linear_softmax_cross_entropy(h, w, SOME, b, ignore_index=-100, class_weights=c, **more)
-
-    def theirs(h, w, b, c):
-        return definitions.linear_cross_entropy(h, w, b, c, SOME, ignore_index=-100, **options)
-
-    return lambda name: (ours, theirs, operands)
+    return ours, theirs
 
 
-def top_k(name):
-    """Values and probabilities."""
+def linear(labels, named: Sequence[str] = (), chunk_size: int | None = None, recompute: bool = True, **options) -> Pair:
+    """Loss and logsumexp, of hidden, weight, and those of bias and class_weights that are named."""
+
+    def ours(h, w, *v):
+        given = {"chunk_size": chunk_size, "recompute": recompute, "return_lse": True, **options}
+        return jaxsoft.linear_softmax_cross_entropy(h, w, labels, **dict(zip(named, v, strict=True)), **given)
+
+    def theirs(h, w, *v):
+        given = dict.fromkeys(("bias", "class_weights")) | dict(zip(named, v, strict=True))
+        return definitions.linear_cross_entropy(h, w, *given.values(), labels.astype(np.int32), **options)
+
+    return ours, theirs
+
+
+def top_k(implementation: str | None, k: int) -> Pair:
+    """Values and probabilities, of x."""
     return (
-        lambda x: jaxsoft.top_k_softmax(x, 3, implementation=name)[:2],
-        lambda x: definitions.top_k_softmax(x, 3),
-        [X],
+        lambda x: jaxsoft.top_k_softmax(x, k, implementation=implementation)[:2],
+        lambda x: definitions.top_k_softmax(x, k),
     )
 
 
-def merged(name):
-    """A softmax of two blocks, its logsumexp, and the same by the running update; and beside a block of nothing."""
-    del name
+def folded(cut: int) -> Pair:
+    """The functions of the fold, which put together the rows of x that are cut in two, perhaps at an end."""
 
     def ours(x):
-        a, b = x[:, :2], x[:, 2:]
-        y, st = fold.merge_softmax([jaxsoft.softmax(a), jaxsoft.softmax(b)], [fold.state(a), fold.state(b)])
-        lses = jaxsoft.logsumexp(a, -1), fold.cumlogsumexp(b)[:, -1]
-        o, lse = fold.update_output(x, lses[0], jnp.ones_like(x), lses[1])
-        return (
-            y,
-            fold.lse(st),
-            o,
-            lse,
-            fold.lse(fold.combine(fold.state(x[:, :0]), fold.state(x))),
-        )
+        first, second = x[..., :cut], x[..., cut:]
+        parts = [v for v in (first, second) if v.shape[-1]]
+        y, total = fold.merge_softmax([jaxsoft.softmax(v) for v in parts], [fold.state(v) for v in parts])
+        joined = fold.lse(fold.combine(fold.state(first), fold.state(second)))
+        o, lse = fold.update_output(x, jaxsoft.logsumexp(first, -1), jnp.ones_like(x), fold.lse(fold.state(second)))
+        return y, fold.lse(total), joined, fold.cumlogsumexp(x)[..., -1], o, lse
 
     def theirs(x):
-        p, lse = definitions.softmax(x), definitions.logsumexp(x)
-        share = jnp.sum(p[:, 2:], axis=-1, keepdims=True)
-        return p, lse, (1 - share) * x + share, lse, lse
+        lse, p = definitions.logsumexp(x), definitions.softmax(x)
+        share = jnp.sum(p[..., cut:], axis=-1, keepdims=True)
+        return p, lse, lse, lse, (1 - share) * x + share, lse
 
-    return ours, theirs, [X]
+    return ours, theirs
 
 
-CASES = {
-    **{op: row_operation(op, X) for op in OPS},
-    **{f"{op}, extras": row_operation(op, X, SCALE, BIAS, where=MASK) for op in OPS},
-    "integer": integer(X),
-    "integer, smoothing": integer(X, label_smoothing=0.1),
-    "integer, z_loss": integer(X, z_loss=0.1),
-    "integer, ignored, capped": integer(X, labels=SOME, ignore_index=-100, **CAPPED),
-    "integer, mask": integer(X, where=MASK, **CAPPED),
-    "integer, weights": integer(X, WEIGHTS),
-    "integer, weights, mask": integer(X, WEIGHTS, labels=SOME, where=MASK, ignore_index=-100, **CAPPED),
-    "dense": dense(X, Q),
-    "dense, weights, mask": dense(X, Q, WEIGHTS, where=MASK, **CAPPED),
-    "linear": linear(HIDDEN, WEIGHT, BIAS[0], WEIGHTS),
-    "linear, smoothing": linear(HIDDEN, WEIGHT, BIAS[0], WEIGHTS, **CAPPED),
-    "linear, kept": linear(HIDDEN, WEIGHT, BIAS[0], WEIGHTS, kept=True, label_smoothing=0.1),
-    "top_k": top_k,
-    "fold": merged,
+_RNG = np.random.default_rng(0)
+_X = _RNG.standard_normal((3, 6))
+_MASK = np.array([[1, 1, 0, 1, 1, 1], [1, 0, 1, 1, 0, 1], [0, 0, 0, 0, 0, 0]], bool)
+_SCALE, _BIAS = _RNG.standard_normal((3, 1)), _RNG.standard_normal((1, 6))
+_LABELS, _SOME = np.array([0, 5, 3], np.int32), np.array([0, -100, 3], np.int32)
+_Q, _WEIGHTS = _RNG.random((3, 6)), _RNG.uniform(0.2, 2, 6)
+_HEAD = (_RNG.standard_normal((3, 4)), _RNG.standard_normal((4, 6)), _BIAS[0], _WEIGHTS)
+_CAPPED = {"label_smoothing": 0.1, "z_loss": 0.1, "logit_softcap": 3.0}
+_IGNORED = {"ignore_index": -100}
+_NAMED = ("bias", "class_weights")
+
+_PLAIN = {name: ((_X,), lambda i, name=name: row_function(i, name)) for name in definitions.ROW_FUNCTIONS}
+_EXTRAS = {
+    f"{name}, extras": ((_X, _SCALE, _BIAS), lambda i, name=name: row_function(i, name, ("scale", "bias"), where=_MASK))
+    for name in definitions.ROW_FUNCTIONS
 }
+# By name: the arguments that have derivatives, and the two functions of them for an implementation.
+CALLS: dict[str, tuple[Sequence[np.ndarray], Callable[[str | None], Pair]]] = {
+    **_PLAIN,
+    **_EXTRAS,
+    "integer": ((_X,), lambda i: integer(i, _LABELS)),
+    "integer, smoothing": ((_X,), lambda i: integer(i, _LABELS, label_smoothing=0.1)),
+    "integer, z_loss": ((_X,), lambda i: integer(i, _LABELS, z_loss=0.1)),
+    "integer, ignored, capped": ((_X,), lambda i: integer(i, _SOME, **_IGNORED, **_CAPPED)),
+    "integer, mask": ((_X,), lambda i: integer(i, _LABELS, where=_MASK, **_CAPPED)),
+    "integer, weights": ((_X, _WEIGHTS), lambda i: integer(i, _LABELS)),
+    "integer, weights, mask": ((_X, _WEIGHTS), lambda i: integer(i, _SOME, where=_MASK, **_IGNORED, **_CAPPED)),
+    "dense": ((_X, _Q), dense),
+    "dense, weights, mask": ((_X, _Q, _WEIGHTS), lambda i: dense(i, where=_MASK, **_CAPPED)),
+    "linear": (_HEAD, lambda i: linear(_SOME, _NAMED, 4, **_IGNORED)),
+    "linear, smoothing": (_HEAD, lambda i: linear(_SOME, _NAMED, 4, **_IGNORED, **_CAPPED)),
+    "linear, kept": (_HEAD, lambda i: linear(_SOME, _NAMED, 4, False, **_IGNORED, label_smoothing=0.1)),
+    "top_k": ((_X,), lambda i: top_k(i, 3)),
+    "fold": ((_X,), lambda i: folded(2)),
+    "fold, nothing before": ((_X,), lambda i: folded(0)),
+}
+# Functions that have no argument `implementation`.
+WITHOUT_IMPLEMENTATION = tuple(name for name in CALLS if name.startswith(("linear", "fold")))
+
+
+def case_of(name: str, implementation: str | None, dtype=np.float64) -> Case:
+    """An entry of the table for an implementation, with arguments of a dtype."""
+    operands, functions = CALLS[name]
+    return Case(name, *functions(implementation), [v.astype(dtype) for v in operands])

@@ -40,6 +40,16 @@ class Case:
         theirs, _ = change(self.theirs, self.operands)
         return Case(f"{name} of {self.what}", ours, theirs, operands)
 
+    @staticmethod
+    def together(what: str, cases: Sequence["Case"]) -> "Case":
+        """Cases of the same operands as one, which is compiled once."""
+        return Case(
+            what,
+            lambda *v: tuple(case.ours(*v) for case in cases),
+            lambda *v: tuple(case.theirs(*v) for case in cases),
+            cases[0].operands,
+        )
+
     def check(self, run: Callable[[Function], Function] = jax.jit) -> None:
         """Compares the two. `run` says how jaxsoft's function is called."""
         actual = jax.tree.leaves(run(self.ours)(*self.operands))

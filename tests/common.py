@@ -1,6 +1,7 @@
 """What the tests share: the operations, implementations and dtypes that they run over, and how they call them."""
 
 import contextlib
+import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterator
@@ -12,6 +13,8 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import jaxsoft
+from jaxsoft._core import library
+from jaxsoft._core.carriers import CARRIERS
 
 OPS = ("softmax", "log_softmax", "logsumexp")
 # None, and by name whatever can run on the default device: on a GPU the list is longer.
@@ -92,6 +95,14 @@ def target(kind: str) -> contextlib.AbstractContextManager:
     """Lowers for a GPU of this kind, which need not be here."""
     device = AbstractDevice(device_kind=kind, platform="gpu", num_cores=132)
     return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+
+
+def pretend(monkeypatch, reason: str | None) -> None:
+    """Lets "ffi" be there for CUDA, or not be there, for the choice of a kernel that is not run."""
+    carrier = dataclasses.replace(CARRIERS["ffi"], unavailable=lambda platform: reason)
+    monkeypatch.setitem(CARRIERS, "ffi", carrier)
+    names = frozenset() if reason else library.operations("cpu")
+    monkeypatch.setattr(library, "operations", lambda platform: names)
 
 
 def operand(shape, dtype) -> jax.core.ShapedArray:

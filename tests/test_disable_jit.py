@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from calls import CASES
-from cases import Case
+from calls import CALLS, case_of
 from chex import assert_trees_all_close
 from common import each_implementation, served, slow
 
@@ -17,16 +16,15 @@ import jaxsoft
     "name",
     [
         name if name in ("softmax", "integer", "top_k") else pytest.param(name, marks=slow)
-        for name in CASES
-        if name != "fold"
+        for name in CALLS
+        if not name.startswith("fold")
     ],
 )
 def test_values_and_derivatives(name, implementation):
     """Value, gradient, tangent, the gradient of a map, and the derivative of the gradient."""
     x64 = implementation != "pallas"
     with jax.enable_x64(x64), served(implementation):
-        ours, theirs, operands = CASES[name](implementation)
-        case = Case(name, ours, theirs, [v if x64 else v.astype(np.float32) for v in operands])
+        case = case_of(name, implementation, np.float64 if x64 else np.float32)
         every = [case, *(case.through(t) for t in ("grad", "jvp")), case.through("vmap").through("grad")]
         with jax.disable_jit():
             for one in [*every, case.through("grad").through("jvp")]:

@@ -8,22 +8,20 @@ others.
 
 import functools
 
-import definitions
+import calls
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import TRANSFORMATIONS, Case
-from common import IMPLEMENTATIONS, OPS, served
+from common import IMPLEMENTATIONS, served
+from definitions import ROW_FUNCTIONS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import DEVICES, mesh_of
 from truth import wide
-
-import jaxsoft
-import jaxsoft.fold as online
 
 LENGTHS = [1, 2, 3, 5, 8, 17, 33, 64, 130, 300]
 
@@ -58,7 +56,7 @@ def shapes(draw, least=0, n=None):
 
 def row_operation(draw, dtypes, implementation):
     """softmax, log_softmax, logsumexp, by jaxsoft's options."""
-    op, shape = draw(st.sampled_from(OPS)), shapes(draw)
+    op, shape = draw(st.sampled_from([*ROW_FUNCTIONS])), shapes(draw)
     ndim, fixed, moving = len(shape), {}, {}
     axis = draw(st.one_of(st.integers(-ndim, ndim - 1), st.lists(st.integers(0, ndim - 1), unique=True).map(tuple)))
     axes = tuple(a % ndim for a in (axis if isinstance(axis, tuple) else (axis,)))
@@ -75,12 +73,9 @@ def row_operation(draw, dtypes, implementation):
     if not fixed and not moving and axes == (ndim - 1,):
         x = with_minus_inf(draw, x)
 
-    def call(function, **more):
-        return lambda x, *v: (function(x, axis=axis, **dict(zip(moving, v, strict=True)), **fixed, **more),)
-
-    ours = call(getattr(jaxsoft, op), implementation=implementation)
     what = f"{op}(axis={axis}, {fixed}, {list(moving)})"
-    return Case(what, ours, call(getattr(definitions, op)), [x, *moving.values()])
+    pair = calls.row_function(implementation, op, tuple(moving), axis, **fixed)
+    return Case(what, *pair, [x, *moving.values()])
 
 
 def loss_options(draw, labels=None):
@@ -98,14 +93,14 @@ def loss_options(draw, labels=None):
 
 
 def where_of(draw, shape):
-    """Nothing, or a mask of classes or of rows as jaxsoft takes it and as the definitions do."""
+    """Nothing, or a mask of classes or of rows, and what it counts in full."""
     if draw(st.booleans()):
-        return {}, {}
+        return {}
     if draw(st.booleans()):
         where = mask(draw, tuple(1 if draw(st.booleans()) else d for d in shape))
-        return {"where": where}, {"where": np.broadcast_to(where, shape)}
+        return {"where": where, "counts": np.broadcast_to(where, shape)}
     where = mask(draw, shape[:-1])
-    return {"where": where if len(shape) > 1 else where[None]}, {"where": where[..., None]}
+    return {"where": where if len(shape) > 1 else where[None], "counts": where[..., None]}
 
 
 def labels_of(draw, rows, n):
@@ -118,7 +113,7 @@ def integer_cross_entropy(draw, dtypes, implementation):
     """With a mask, class weights, and the logsumexp as a second result."""
     shape = shapes(draw)
     labels = labels_of(draw, shape[:-1], shape[-1])
-    options, (mine, plain) = loss_options(draw, labels), where_of(draw, shape)
+    options, where = loss_options(draw, labels), where_of(draw, shape)
     operands = [with_minus_inf(draw, array(draw, shape, dtypes))]
     at = np.clip(labels.astype(np.int64), 0, shape[-1] - 1)[..., None]
     if not np.isfinite(np.take_along_axis(wide(operands[0]), at, -1)).all():
@@ -126,34 +121,20 @@ def integer_cross_entropy(draw, dtypes, implementation):
     if draw(st.booleans()):
         operands.append(np.abs(array(draw, shape[-1:], dtypes)) / 4)
 
-    def ours(x, w=None):
-        return jaxsoft.softmax_cross_entropy_with_integer_labels(
-            x, labels, **mine, **options, class_weights=w, return_lse=True, implementation=implementation
-        )
-
-    def theirs(x, w=None):
-        return definitions.integer_cross_entropy(x, w, labels.astype(np.int32), **plain, **options)
-
-    return Case(f"integer cross-entropy({labels.dtype}, {mine}, {options})", ours, theirs, operands)
+    what = f"integer cross-entropy({labels.dtype}, {where}, {options})"
+    return Case(what, *calls.integer(implementation, labels, **where, **options), operands)
 
 
 def cross_entropy(draw, dtypes, implementation):
     """Labels that broadcast with the logits."""
     shape = shapes(draw)
-    options, (mine, plain) = loss_options(draw), where_of(draw, shape)
+    options, where = loss_options(draw), where_of(draw, shape)
     operands = [array(draw, shape, dtypes), np.abs(array(draw, part_of(draw, shape), dtypes)) / (4 * shape[-1])]
     if draw(st.booleans()):
         operands.append(np.abs(array(draw, shape[-1:], dtypes)) / 4)
 
-    def ours(x, q, w=None):
-        return jaxsoft.softmax_cross_entropy(
-            x, q, **mine, **options, class_weights=w, return_lse=True, implementation=implementation
-        )
-
-    def theirs(x, q, w=None):
-        return definitions.cross_entropy(x, jnp.broadcast_to(q, shape), w, **plain, **options)
-
-    return Case(f"cross-entropy({mine}, {options}, labels {operands[1].shape})", ours, theirs, operands)
+    what = f"cross-entropy({where}, {options}, labels {operands[1].shape})"
+    return Case(what, *calls.dense(implementation, **where, **options), operands)
 
 
 def linear_cross_entropy(draw, dtypes, implementation):
@@ -168,15 +149,8 @@ def linear_cross_entropy(draw, dtypes, implementation):
     operands = [array(draw, (*rows, width), [dtype]) / 4, array(draw, (width, classes), [dtype]) / 4]
     operands += [np.abs(array(draw, (classes,), dtypes)) / 4 for _ in names]
 
-    def ours(h, w, *others):
-        more = dict(zip(names, others, strict=True))
-        return jaxsoft.linear_softmax_cross_entropy(h, w, labels, **more, **given, **options, return_lse=True)
-
-    def theirs(h, w, *others):
-        more = dict.fromkeys(("bias", "class_weights")) | dict(zip(names, others, strict=True))
-        return definitions.linear_cross_entropy(h, w, *more.values(), labels.astype(np.int32), **options)
-
-    return Case(f"linear cross-entropy({labels.dtype}, {names}, {given}, {options})", ours, theirs, operands)
+    what = f"linear cross-entropy({labels.dtype}, {names}, {given}, {options})"
+    return Case(what, *calls.linear(labels, names, **given, **options), operands)
 
 
 def top_k(draw, dtypes, implementation):
@@ -186,12 +160,7 @@ def top_k(draw, dtypes, implementation):
     steps = rng.permuted(np.broadcast_to(np.arange(shape[-1]), shape), axis=-1)
     x = (steps / 16 - 2).astype(draw(st.sampled_from(dtypes)))
     k = draw(st.integers(1, shape[-1]))
-    return Case(
-        f"top_k(k={k})",
-        lambda x: jaxsoft.top_k_softmax(x, k, implementation=implementation)[:2],
-        lambda x: definitions.top_k_softmax(x, k),
-        [x],
-    )
+    return Case(f"top_k(k={k})", *calls.top_k(implementation, k), [x])
 
 
 def fold(draw, dtypes, implementation):
@@ -200,21 +169,7 @@ def fold(draw, dtypes, implementation):
     shape = shapes(draw, n=draw(st.sampled_from(LENGTHS[:7])))  # scans compile slowly
     x, cut = array(draw, shape, dtypes), draw(st.integers(0, shape[-1]))
 
-    def ours(x):
-        parts = [v for v in (x[..., :cut], x[..., cut:]) if v.shape[-1]]
-        states = [online.state(v) for v in parts]
-        y, total = online.merge_softmax([jaxsoft.softmax(v) for v in parts], states)
-        first, second = online.state(x[..., :cut]), online.state(x[..., cut:])
-        joined = online.lse(online.combine(first, second))
-        o, lse = online.update_output(jnp.ones_like(x), online.lse(first), 2 * jnp.ones_like(x), online.lse(second))
-        return y, online.lse(total), joined, online.cumlogsumexp(x)[..., -1], o, lse
-
-    def theirs(x):
-        lse, p = definitions.logsumexp(x), definitions.softmax(x)
-        share = jnp.sum(p[..., cut:], axis=-1, keepdims=True)
-        return p, lse, lse, lse, jnp.broadcast_to(1 + share, x.shape), lse
-
-    return Case(f"fold(cut={cut})", ours, theirs, [x])
+    return Case(f"fold(cut={cut})", *calls.folded(cut), [x])
 
 
 KINDS = [row_operation, integer_cross_entropy, cross_entropy, linear_cross_entropy, top_k, fold]
@@ -261,36 +216,24 @@ def over_a_mesh(draw, implementation):
         """An integer an element, likewise."""
         return jnp.floor(jax.lax.stop_gradient(x).astype(jnp.float32) * 64).astype(jnp.int32)
 
-    options, name, k = loss_options(draw), draw(st.sampled_from([*OPS, "integer", "dense", "top_k"])), 3
-    masked, scaled = draw(st.booleans()), draw(st.booleans())
+    options, masked, scaled = loss_options(draw), draw(st.booleans()), draw(st.booleans())
+    name = draw(st.sampled_from([*ROW_FUNCTIONS, "integer", "dense", "top_k"]))
 
-    def call(x, function, **more):
+    def functions(x):
+        """Jaxsoft's function and the definition, of x."""
         where = (numbers(x) % 3 > 0) | (jnp.max(x, axis=-1, keepdims=True) == x) if masked else None
-        if name in OPS:
-            return (function(x, -1, where=where, scale=0.5 if scaled else None, **more),)
-        if name == "dense":
-            return function(x, (numbers(x) % 5).astype(x.dtype) / 8, where=where, **options, **more)
-        return function(x, tops(x) % shape[-1], where=where, **options, **more)
-
-    def ours(x):
         if name == "top_k":
-            return jaxsoft.top_k_softmax(x, k, implementation=implementation)[:2]
-        function = {
-            "integer": jaxsoft.softmax_cross_entropy_with_integer_labels,
-            "dense": jaxsoft.softmax_cross_entropy,
-        }.get(name) or getattr(jaxsoft, name)
-        return call(x, function, implementation=implementation, **({} if name in OPS else {"return_lse": True}))
-
-    def theirs(x):
-        if name == "top_k":
-            return definitions.top_k_softmax(x, k)
-        if name == "dense":
-            return call(x, lambda x, q, **more: definitions.cross_entropy(x, q, None, **more))
+            return calls.top_k(implementation, 3)
         if name == "integer":
-            return call(x, lambda x, y, **more: definitions.integer_cross_entropy(x, None, y, **more))
-        return call(x, getattr(definitions, name))
+            return calls.integer(implementation, tops(x) % shape[-1], where=where, **options)
+        if name == "dense":
+            labels = (numbers(x) % 5).astype(x.dtype) / 8
+            pair = calls.dense(implementation, where=where, **options)
+            return tuple(lambda x, f=f: f(x, labels) for f in pair)
+        return calls.row_function(implementation, name, where=where, scale=0.5 if scaled else None)
 
-    return Case(f"{name}({options}, {masked}, {scaled})", ours, theirs, [x])
+    what = f"{name}({options}, {masked}, {scaled})"
+    return Case(what, lambda x: functions(x)[0](x), lambda x: functions(x)[1](x), [x])
 
 
 @pytest.mark.skipif(DEVICES < 8, reason="needs eight devices, which a CPU can pretend to have")

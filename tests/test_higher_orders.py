@@ -7,26 +7,24 @@ mean of a loss does, and wrong everywhere else.
 import jax
 import numpy as np
 import pytest
-from calls import CASES
+from calls import CALLS, WITHOUT_IMPLEMENTATION, case_of
 from cases import Case
 from common import IMPLEMENTATIONS, served, slow
 
 ORDERS = [(a, b) for a in ("grad", "jvp") for b in ("grad", "jvp")]
 SLOW = (None, "xla", "reference")
-STAND_FOR_THE_OTHERS = (
-    "softmax, extras",
-    "logsumexp, extras",
-    "integer, smoothing",
-    "integer, weights, mask",
-    "dense, weights, mask",
-    "linear, smoothing",
-    "top_k",
-    "fold",
-)
+# The others run when asked to, and so do those whose derivatives are made of these.
+FAST = ("softmax, extras", "logsumexp, extras", "integer, smoothing", "integer, weights, mask", "dense, weights, mask")
+FAST += ("linear, smoothing", "top_k", "fold")
+OTHERS = ("log_softmax, extras", *(name for name in CALLS if "extras" not in name))
 CHOICES = [
-    pytest.param(name, implementation, marks=slow if implementation in SLOW or name not in STAND_FOR_THE_OTHERS else ())
-    for name in CASES
-    for implementation in (["ffi"] if name.startswith(("linear", "fold")) else IMPLEMENTATIONS)
+    pytest.param(
+        name,
+        implementation,
+        marks=slow if implementation in SLOW or (name in OTHERS and name not in FAST) else (),
+    )
+    for name in CALLS
+    for implementation in (["ffi"] if name in WITHOUT_IMPLEMENTATION else IMPLEMENTATIONS)
 ]
 
 
@@ -35,13 +33,6 @@ def test_second_order(name, implementation):
     """Forward over reverse, reverse over forward, and each over itself."""
     x64 = implementation != "pallas"  # which has no f64
     with jax.enable_x64(x64), served(implementation):
-        ours, theirs, operands = CASES[name](implementation)
-        operands = [v if x64 else v.astype(np.float32) for v in operands]
-        cases = [Case(name, ours, theirs, operands).through(a).through(b) for a, b in ORDERS]
-        together = Case(
-            f"{name}, every order of two modes",
-            lambda *v: [case.ours(*v) for case in cases],
-            lambda *v: [case.theirs(*v) for case in cases],
-            operands,
-        )
-        together.check()
+        case = case_of(name, implementation, np.float64 if x64 else np.float32)
+        cases = [case.through(a).through(b) for a, b in ORDERS]
+        Case.together(f"{name}, every order of two modes", cases).check()

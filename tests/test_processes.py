@@ -83,7 +83,11 @@ def check(code, program, folder, implementation):
 @each_implementation
 def test_an_exported_program(implementation, tmp_path):
     with served(implementation):
-        targets = [*jaxsoft._rows.ffi.TARGETS.values(), "mosaic_gpu_v2", "triton_kernel_call"]
+        targets = [
+            *(f"jaxsoft_{name}" for name in jaxsoft._core.library.operations("cpu")),
+            "mosaic_gpu_v2",
+            "triton_kernel_call",
+        ]
         checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in targets]
         exported = jax.export.export(jax.jit(every_kernel(implementation)), disabled_checks=checks)(X)
         check(EXPORTED, exported.serialize(), tmp_path, implementation)

@@ -1,0 +1,79 @@
+"""The documents: their examples run, their links and excerpts are there, and the plot is that of the record.
+
+The Python blocks of a page run one after the other, as one program. They do so under JAX's usual promotion of dtypes
+and in its default 32 bits, as a reader's program does. `<!-- test: needs 8 devices -->` before a block says so.
+"""
+
+import contextlib
+import json
+import pathlib
+import re
+import sys
+
+import jax
+import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "docs" / "generate"))
+
+import directives
+import plot
+from public import ROOT
+
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+PAGES += sorted(path for path in ROOT.glob("docs/**/*.md"))
+BLOCK = re.compile(r"^(?:<!-- test: needs (?P<devices>\d+) devices -->\n)?```python\n(?P<code>.*?)^```", re.M | re.S)
+LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)")
+
+
+def name_of(path):
+    return str(path.relative_to(ROOT))
+
+
+def blocks(path):
+    """The code of a page's blocks, each on the lines that it has in the page, and how many devices it needs."""
+    text = path.read_text()
+    for match in BLOCK.finditer(text):
+        line = text[: match.start("code")].count("\n")
+        yield "\n" * line + match["code"], int(match["devices"] or 1)
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if any(blocks(path))], ids=name_of)
+def test_examples(path):
+    names = {"__name__": "page"}
+    with contextlib.ExitStack() as usual:
+        usual.enter_context(jax.enable_x64(False))
+        usual.enter_context(jax.numpy_dtype_promotion("standard"))
+        usual.enter_context(jax.numpy_rank_promotion("allow"))
+        for code, devices in blocks(path):
+            if devices > len(jax.devices()):
+                pytest.skip(f"a block of this page needs {devices} devices")
+            exec(compile(code, name_of(path), "exec"), names)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_links(path):
+    """Files that a document links to are there. (The site's build also checks the anchors.)"""
+    for target in LINK.findall(path.read_text()):
+        assert (path.parent / target).exists(), f"{name_of(path)} links to {target}"
+
+
+def test_generated():
+    """Tables, plots, figures and excerpts are made, and files that pages name exist."""
+    wrong = []
+    for path in PAGES[3:]:
+        directives.filled(str(path.relative_to(ROOT / "docs")), path.read_text(), wrong.append, lambda note: None)
+    assert not wrong
+
+
+def test_public_names():
+    """Every public name has a docstring and a place in the API's pages."""
+    wrong = []
+    directives.check_public_names(ROOT / "docs", wrong.append)
+    assert not wrong
+
+
+def test_plot():
+    """The README's plot is drawn from the record: benchmarks/plot.py draws it anew."""
+    record = json.loads((ROOT / "benchmarks/results/h200.json").read_text())
+    assert (ROOT / "benchmarks/results/h200.svg").read_text() == plot.softmax_by_length(record)
