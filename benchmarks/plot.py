@@ -1,46 +1,177 @@
 """Draws the speed of softmax by row length, as a fraction of a copy's, from what speed.py wrote.
 
 python benchmarks/plot.py FILE.json OUT.svg
+
+The picture is SVG, written here without any plotting library: the same record gives the same file, its text can be
+read by a search, and it follows the reader's choice of light or dark.
 """
 
+import dataclasses
+import html
 import json
+import math
 import pathlib
 import sys
 
 PANELS = (("forward", "float32"), ("forward", "bfloat16"), ("backward", "float32"), ("backward", "bfloat16"))
-COLOURS = {"jaxsoft": "#1b6ca8", "jax.nn": "#d1495b", "pallas": "#edae49", "triton": "#66a182"}
+# In the order of the legend, each with its colour on a light and on a dark ground.
+COLOURS = {
+    "jaxsoft": ("#1b6ca8", "#6bb5ee"),
+    "jax.nn": ("#c8324b", "#f2798b"),
+    "pallas": ("#b57a00", "#edbd5b"),
+    "triton": ("#3d7a58", "#83c7a0"),
+}
+# A picture of its own follows the browser's preference; within a page of the site, its style sheet says the rest.
+STYLE = """
+svg.chart { color: #24292f; background: #ffffff; }
+@media (prefers-color-scheme: dark) { svg.chart { color: #d7dde3; background: #16191d; } }
+"""
+
+PANEL_WIDTH, PANEL_HEIGHT = 380, 200  # of the area that the lines are in
+LEFT, GAP, TOP, BOTTOM = 62, 34, 74, 62  # what is around and between the panels
 
 
-def draw(result: dict, path: pathlib.Path) -> None:
-    """One panel a direction and dtype, one line an implementation. matplotlib is only needed here."""
-    import matplotlib
+@dataclasses.dataclass
+class Panel:
+    """One pair of axes: the points (x, y) of each line, by its name."""
 
-    matplotlib.use("Agg")  # no display
-    import matplotlib.pyplot as plt
+    title: str
+    lines: dict[str, list[tuple[float, float]]]
 
-    figure, axes = plt.subplots(2, 2, figsize=(10, 6.5), sharex=True, sharey=True, layout="constrained")
-    names = {}
-    for panel, (direction, dtype) in zip(axes.flat, PANELS, strict=True):
-        points: dict[str, list[tuple[int, float]]] = {}
+
+def chart(panels: list[Panel], title: str, x_label: str, y_label: str, alone: bool = True) -> str:
+    """An SVG of panels, two in a row, that share their axes: x logarithmic to base 2, y from 0.
+
+    Args:
+      panels: what is drawn.
+      title, x_label, y_label: in words.
+      alone: whether the picture is a file of its own, which has to bring its colours along.
+    """
+    points = [point for panel in panels for line in panel.lines.values() for point in line]
+    names = [name for name in COLOURS if any(name in panel.lines for panel in panels)]
+    rows = math.ceil(len(panels) / 2)
+    width = LEFT + 2 * PANEL_WIDTH + GAP + 16
+    height = TOP + rows * PANEL_HEIGHT + (rows - 1) * GAP + BOTTOM
+    low, high = (f(math.log2(x) for x, _ in points) for f in (min, max))
+    top = max(1.1, math.ceil(10 * max(y for _, y in points)) / 10)
+
+    drawn = [f'<text x="{width / 2:.0f}" y="22" text-anchor="middle" font-size="15">{html.escape(title)}</text>']
+    drawn += _legend(names, width / 2)
+    for number, panel in enumerate(panels):
+        row, column = divmod(number, 2)
+        left, bottom = LEFT + column * (PANEL_WIDTH + GAP), TOP + row * (PANEL_HEIGHT + GAP) + PANEL_HEIGHT
+
+        def place(x: float, y: float, left: float = left, bottom: float = bottom) -> tuple[float, float]:
+            along = (math.log2(x) - low) / max(high - low, 1)
+            return left + 8 + along * (PANEL_WIDTH - 16), bottom - y / top * PANEL_HEIGHT
+
+        drawn += _axes(panel.title, left, bottom, low, high, top, place, numbered=row == rows - 1 or len(panels) == 1)
+        for name in reversed(names):  # the first one over the others
+            drawn += _line(name, [place(*point) for point in sorted(panel.lines.get(name, []))])
+    middle = TOP + (height - TOP - BOTTOM) / 2
+    drawn.append(f'<text x="{width / 2:.0f}" y="{height - 14}" text-anchor="middle">{html.escape(x_label)}</text>')
+    drawn.append(
+        f'<text transform="translate(16 {middle:.0f}) rotate(-90)" text-anchor="middle">{html.escape(y_label)}</text>'
+    )
+    style = f"<style>{_colours(alone)}</style>"
+    namespace = ' xmlns="http://www.w3.org/2000/svg"' if alone else ""
+    return (
+        f'<svg{namespace} class="chart" viewBox="0 0 {width} {height}" role="img" font-size="12"'
+        f' font-family="system-ui, sans-serif" fill="currentColor">\n'
+        f"<title>{html.escape(title)}</title>\n" + "\n".join([style, *drawn]) + "\n</svg>\n"
+    )
+
+
+def _colours(alone: bool) -> str:
+    """The rules for the lines' colours, by the page's scheme or by the browser's preference."""
+    light = "".join(f".{_class(n)} {{ --line: {c[0]}; }}\n" for n, c in COLOURS.items())
+    dark = "".join(f".{_class(n)} {{ --line: {c[1]}; }}\n" for n, c in COLOURS.items())
+    if alone:
+        return f"{STYLE}{light}@media (prefers-color-scheme: dark) {{\n{dark}}}\n"
+    return light + dark.replace(".line", '[data-md-color-scheme="slate"] .line')
+
+
+def _class(name: str) -> str:
+    return "line-" + name.replace(".", "-")
+
+
+def _legend(names: list[str], middle: float) -> list[str]:
+    """The names of the lines, in one row that is centred."""
+    drawn, x = [], middle - 55 * len(names)
+    for name in names:
+        drawn.append(
+            f'<g class="{_class(name)}"><path d="M{x:.0f} 44h26" stroke="var(--line)" stroke-width="2.5"/>'
+            f'<circle cx="{x + 13:.0f}" cy="44" r="3.2" fill="var(--line)"/></g>'
+            f'<text x="{x + 33:.0f}" y="48">{name}</text>'
+        )
+        x += 110
+    return drawn
+
+
+def _axes(title, left, bottom, low, high, top, place, numbered) -> list[str]:
+    """The grid of a panel, with the numbers beside it, and a heavier line at 1, the speed of a copy."""
+    drawn = [f'<text x="{left + 8}" y="{bottom - PANEL_HEIGHT - 7}" font-weight="600">{html.escape(title)}</text>']
+    for tenths in range(0, round(10 * top) + 1, 2):
+        y = place(2**low, tenths / 10)[1]
+        heavy = 'stroke-opacity=".55"' if tenths == 10 else 'stroke-opacity=".13"'
+        drawn.append(f'<path d="M{left} {y:.1f}h{PANEL_WIDTH}" stroke="currentColor" {heavy}/>')
+        if left == LEFT:
+            drawn.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{tenths / 10:.1f}</text>')
+    for power in range(math.ceil(low), math.floor(high) + 1):
+        x = place(2**power, 0)[0]
+        drawn.append(f'<path d="M{x:.1f} {bottom}v-{PANEL_HEIGHT}" stroke="currentColor" stroke-opacity=".07"/>')
+        if numbered and power % 4 == 0:
+            drawn.append(f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{length(2**power)}</text>')
+    return drawn
+
+
+def _line(name: str, points: list[tuple[float, float]]) -> list[str]:
+    """One line, with a dot at each point."""
+    if not points:
+        return []
+    path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+    dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.8"/>' for x, y in points)
+    return [
+        f'<g class="{_class(name)}" fill="var(--line)">'
+        f'<path d="{path}" fill="none" stroke="var(--line)" stroke-width="2"/>{dots}</g>'
+    ]
+
+
+def length(n: int) -> str:
+    """A row length as it is usually said: 32K for 32768, and every digit where it is no multiple of 1024."""
+    for unit, name in ((2**20, "M"), (2**10, "K")):
+        if n >= unit and n % unit == 0:
+            return f"{n // unit}{name}"
+    return str(n)
+
+
+def by_length(result: dict, op: str) -> list[Panel]:
+    """A panel a direction and dtype: fractions of a copy's speed by row length, of many rows."""
+    panels = []
+    for direction, dtype in PANELS:
+        lines: dict[str, list[tuple[float, float]]] = {}
         for record in result["records"]:
             if record["group"] not in ("short", "rows") or "fraction" not in record:
                 continue
-            if (record["op"], record["direction"], record["dtype"]) == ("softmax", direction, dtype):
-                points.setdefault(record["implementation"], []).append((record["n"], record["fraction"]))
-        for name, line in points.items():
-            n, fraction = zip(*sorted(line), strict=True)
-            (names[name],) = panel.plot(n, fraction, marker="o", markersize=3.5, color=COLOURS.get(name), label=name)
-        panel.axhline(1, color="0.6", linewidth=0.8, zorder=0)
-        panel.set_title(f"{direction}, {dtype}", fontsize=10)
-        panel.set_xscale("log", base=2)
-        panel.grid(color="0.92", zorder=0)
-    axes[0, 0].set_ylim(bottom=0)
-    figure.supxlabel("row length", fontsize=10)
-    figure.supylabel("fraction of the speed of a copy of the same bytes", fontsize=10)
-    figure.suptitle(f"softmax, {result['header']['device']}, jax {result['header']['versions']['jax']}", fontsize=11)
-    if names:
-        axes[1, 1].legend(names.values(), names.keys(), loc="lower left", fontsize=9)
-    figure.savefig(path, dpi=150)
+            if (record["op"], record["direction"], record["dtype"]) == (op, direction, dtype):
+                lines.setdefault(record["implementation"], []).append((record["n"], record["fraction"]))
+        if lines:
+            panels.append(Panel(f"{direction}, {dtype}", lines))
+    return panels
+
+
+def softmax_by_length(result: dict, op: str = "softmax", alone: bool = True) -> str:
+    """The picture of one operation."""
+    header = result["header"]
+    title = f"{op}, {header['device']}, jax {header['versions']['jax']}"
+    return chart(by_length(result, op), title, "row length", "fraction of a copy's speed", alone)
+
+
+def draw(result: dict, path: pathlib.Path) -> None:
+    """Writes the picture of softmax, as SVG."""
+    if path.suffix != ".svg":
+        raise ValueError(f"the picture is an SVG, so its name must end in .svg; got {path}")
+    path.write_text(softmax_by_length(result))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,105 @@
+"""The generated parts of pages. A page says `<!-- generate: NAME ARGUMENTS -->` on a line of its own, and gets
+
+- `record`, with a function of benchmarks/report.py and its arguments: a table or a plot of a record of measurements,
+- `figure`, with a name: a drawing of figures.py,
+- `excerpt`, with a file and a text: the part of the source that begins at that text,
+- `api`, with a module: the documentation of all its public names,
+- `include`, with a file of the repository's root: its text, with links that hold from this page.
+
+`pending` in the place of `generate` leaves a note where the source is not there yet. What cannot be generated is a
+`Problem`, and so is a file that a page names and that does not exist.
+"""
+
+import pathlib
+import posixpath
+import re
+import shlex
+import sys
+from collections.abc import Callable
+
+import excerpts
+import figures
+import public
+
+sys.path.insert(0, str(public.ROOT / "benchmarks"))
+
+import report
+
+_DIRECTIVE = re.compile(r"^(?P<indent> *)<!-- (?P<when>generate|pending): (?P<call>.+?) -->$", re.MULTILINE)
+_FOLDERS = "jaxsoft|pallas_kernels|triton_kernels|ffi|tests|benchmarks|examples|docs"
+_FILE = re.compile(rf"`((?:{_FOLDERS})/[^`\s]*)`")
+_DOCUMENTED = re.compile(r"^::: (\S+)", re.MULTILINE)
+
+type Report = Callable[[str], None]  # takes what is wrong, in words
+
+
+def _record(page, function, *arguments):
+    return getattr(report, function)(*arguments)
+
+
+def _figure(page, name):
+    return figures.figure(name)
+
+
+def _excerpt(page, path, text):
+    return excerpts.excerpt(path, text)
+
+
+def _api(page, module):
+    """All public names of a module, in the order of its `__all__`, classes first."""
+    names = sorted(public.names(public.modules()[module]), key=lambda name: not name[0].isupper())
+    return "\n\n".join(f"::: {module}.{name}" for name in names)
+
+
+def _include(page, path):
+    """The text of a Markdown file of the root, without its title, as if it were written on this page."""
+    _, _, text = (public.ROOT / path).read_text().partition("\n")
+    here = posixpath.dirname(f"docs/{page}")
+    return re.sub(r"\]\((docs/[^)#]+)", lambda match: f"]({posixpath.relpath(match[1], here)}", text)
+
+
+GENERATORS = {"record": _record, "figure": _figure, "excerpt": _excerpt, "api": _api, "include": _include}
+
+
+def filled(page: str, markdown: str, wrong: Report, to_come: Report) -> str:
+    """A page with its generated parts.
+
+    Args:
+      page: its path within docs/.
+      markdown: its source.
+      wrong: is told what cannot be generated.
+      to_come: is told what a `pending` directive does not find.
+    """
+
+    def generated(match):
+        name, *arguments = shlex.split(match["call"])
+        text = ""
+        try:
+            text = GENERATORS[name](page, *arguments)
+        except Exception as error:
+            if match["when"] == "pending" and isinstance(error, excerpts.NotFoundError):
+                to_come(f"{page}: {error}")
+                text = f'!!! note "To come"\n\n    An excerpt of `{arguments[0]}`.'.replace("`", "*")
+            else:
+                wrong(f"{page}: {match['call']}: {type(error).__name__}: {error}")
+        return "\n".join(match["indent"] + line if line else "" for line in text.splitlines())
+
+    markdown = _DIRECTIVE.sub(generated, markdown)
+    for path in _FILE.findall(markdown):
+        if not list(public.ROOT.glob(path.rstrip("/"))):
+            wrong(f"{page} names `{path}`, which does not exist")
+    return markdown
+
+
+def check_public_names(pages: pathlib.Path, wrong: Report) -> None:
+    """Reports public names that have no docstring, or no place in the pages of docs/api."""
+    sources = "".join(path.read_text() for path in (pages / "api").glob("*.md"))
+    documented = set(_DOCUMENTED.findall(sources))
+    for module in re.findall(r"generate: api (\S+)", sources):
+        documented.update(_DOCUMENTED.findall(_api("", module)))
+    for module, path in public.modules().items():
+        for name in public.names(path):
+            if not public.docstring(path, name):
+                wrong(f"{module}.{name} is public and has no docstring")
+            if f"{module}.{name}" not in documented:
+                wrong(f"{module}.{name} is public and is on no page of docs/api")
