@@ -201,7 +201,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer and smaller cases")
     parser.add_argument("--only", nargs="+", choices=GROUPS, metavar="GROUP", help=f"of {', '.join(GROUPS)}")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write the measurements there")
-    parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="also draw them there, as PNG, SVG or PDF")
+    parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="also draw them there, as SVG")
     parser.add_argument("--traffic", action="store_true", help="count the memory traffic instead, with ncu")
     parser.add_argument(
         "--commit", default=git_commit(), metavar="HASH", help="what the file names, if not git's answer"
