@@ -10,6 +10,7 @@ namespace jaxsoft {
 template <class Item>
 class List {
  public:
+  constexpr List() = default;
   constexpr List(std::initializer_list<Item> items) {
     for (const Item& item : items) items_[size_++] = item;
   }
@@ -27,6 +28,7 @@ class List {
 template <class Enum>
 class Set {
  public:
+  constexpr Set() = default;  // what {} means. nvcc (13.0) makes one value of an empty list of them
   constexpr Set(std::initializer_list<Enum> values) {
     for (Enum value : values) bits_ |= 1u << static_cast<unsigned>(value);
   }
