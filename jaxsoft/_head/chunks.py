@@ -1,7 +1,7 @@
 """The classes of a linear head in chunks: the loop over them, and the part of an array that belongs to a chunk."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ class Chunk(NamedTuple):
       size: how many classes there are.
     """
 
-    begin: Any
+    begin: jax.Array | int
     size: int
 
     def of(self, x: jax.Array) -> jax.Array:

@@ -87,9 +87,8 @@ def choose(operation: Operation, form: Form, implementation: str | None, platfor
         named = KERNELS[implementation]
         reason = CARRIERS[implementation].unavailable(platform) or named.unsupported(plain)
         _raise_for(implementation, reason, plain)
-        found = _kernel(named, operation, form, platform, operands) or _from_state(
-            named, operation, form, platform, plain
-        )
+        found = _kernel(named, operation, form, platform, operands, plain)
+        found = found or _from_state(named, operation, form, platform, plain)
         assert found, "unsupported() says so"
         return found
     names = PREFERENCE.get(platform, ALWAYS)
@@ -97,22 +96,21 @@ def choose(operation: Operation, form: Form, implementation: str | None, platfor
         kernels = KERNELS[name]
         if CARRIERS[name].unavailable(platform) or kernels.unsupported(plain):
             continue
-        serve = _kernel if kernels.composed else _native
-        if found := serve(kernels, operation, form, platform, operands):
+        if kernels.composed:
+            found = _kernel(kernels, operation, form, platform, operands, plain)
+        else:
+            found = kernels.kernel(operation, form, platform, operands)
+        if found:
             return found
     raise AssertionError("xla serves everything")
 
 
-def _native(kernels: Kernels, operation: Operation, form: Form, platform: str, operands: Operands) -> Rows | None:
-    """An implementation's kernel that takes the form as it is."""
-    return kernels.kernel(operation, form, platform, operands)
-
-
-def _kernel(kernels: Kernels, operation: Operation, form: Form, platform: str, operands: Operands) -> Rows | None:
+def _kernel(
+    kernels: Kernels, operation: Operation, form: Form, platform: str, operands: Operands, plain: Operands
+) -> Rows | None:
     """An implementation's kernel that takes the form as it is, or else the form composed from its plain kernel."""
-    if native := _native(kernels, operation, form, platform, operands):
+    if native := kernels.kernel(operation, form, platform, operands):
         return native
-    plain = _plain_operands(operation, form, operands)
     whole = kernels.kernel(operation, Form(plain[0].dtype, k=form.k), platform, plain)
     return compose(operation, form, whole) if whole else None
 

@@ -172,7 +172,7 @@ class Function:
       pullback: its transpose, with the same operands before the linear ones.
       values: (operands of forward, its results) -> what the function returns.
       residuals: (operands of forward, its results) -> the operands of the derivative that are not linear.
-      tangents: (values, results of tangent) -> the tangents of the values.
+      tangents: (values, results of tangent) -> the tangents of the values, which mostly are the results themselves.
     """
 
     forward: Operation
@@ -180,4 +180,4 @@ class Function:
     pullback: Operation
     values: Callable[[Sequence[jax.Array], Sequence[jax.Array]], tuple[jax.Array, ...]]
     residuals: Callable[[Sequence[jax.Array], Sequence[jax.Array]], tuple[jax.Array, ...]]
-    tangents: Callable[[Sequence[jax.Array], Sequence[jax.Array]], tuple]
+    tangents: Callable[[Sequence[jax.Array], Sequence[jax.Array]], tuple] = lambda values, results: tuple(results)

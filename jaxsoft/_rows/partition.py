@@ -113,7 +113,7 @@ def _selected_over_shards(form: Form, axes: Axes, kernel: Callable[[Form], Rows]
     return local
 
 
-def moved(label: jax.Array, begin: jax.Array) -> jax.Array:
+def moved(label: jax.Array, begin: jax.Array | int) -> jax.Array:
     """The labels of rows, for the part of the rows that begins at an element."""
     return jnp.where(label == NO_ROW, label, jnp.maximum(label, -1) - begin)
 

@@ -18,11 +18,6 @@ def unsupported(operands: Sequence[jax.core.ShapedArray]) -> str | None:
     return None if isinstance(n, int) else f"its scan needs rows whose length is known; got n={n}"
 
 
-def formula(operation: Operation, form: Form) -> Rows:
-    """The operation in its plain form."""
-    return forms.formula(operation, form, Reductions(_last_running_state, _last_running_sum, pick))
-
-
 def _last_running_state(x: jax.Array) -> State:
     if x.shape[-1] == 0:
         return identity(x.shape[:-1], accumulator(x.dtype))
@@ -33,3 +28,11 @@ def _last_running_sum(x: jax.Array) -> jax.Array:
     if x.shape[-1] == 0:
         return jnp.zeros(x.shape[:-1], x.dtype)
     return jax.lax.associative_scan(jnp.add, x, axis=-1)[..., -1]
+
+
+REDUCTIONS = Reductions(_last_running_state, _last_running_sum, pick)
+
+
+def formula(operation: Operation, form: Form) -> Rows:
+    """The operation in its plain form."""
+    return forms.formula(operation, form, REDUCTIONS)

@@ -148,6 +148,7 @@ def test_other_arguments(dtype):
         assert_trees_all_close(*(jaxsoft.softmax_cross_entropy(x, q) for q in (one, same)), rtol=1e-6)
         factors = jaxsoft.logsumexp(one, b=one).astype(jnp.float32)
         assert_trees_all_close(factors, jaxsoft.logsumexp(same, b=same), rtol=1e-6)
+        assert_trees_all_close(jaxsoft.entropy(one).astype(jnp.float32), jaxsoft.entropy(same), rtol=1e-6)
         st = jaxsoft.fold.state(one)
         assert st.m.dtype == (jnp.float64 if dtype in WIDE else jnp.float32)
         assert_trees_all_close(jaxsoft.fold.lse(st).astype(jnp.float32), jaxsoft.logsumexp(same), rtol=1e-6)

@@ -80,5 +80,4 @@ entropy_of_rows = Function(
     pullback=ENTROPY_VJP,
     values=_values,
     residuals=lambda operands, results: (operands[0], *results),
-    tangents=lambda values, linear: tuple(linear),
 )

@@ -5,6 +5,8 @@ distance from the label's score, and their number. The label's score is kept apa
 the loss and its gradient keep all their digits where the label is nearly certain.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -146,21 +148,13 @@ def _tangents(values, linear):
     return others, t, others - t, *total, *count
 
 
+_of_rows = functools.partial(
+    Function,
+    values=_values,
+    residuals=lambda operands, results: (*operands, *results[:2]),
+    tangents=_tangents,
+)
 # The logsumexp of the scores but the label's; the label's score t; the former minus the latter.
-label_state_of_rows = Function(
-    LABEL_STATE,
-    tangent=LABEL_STATE_JVP,
-    pullback=LABEL_STATE_VJP,
-    values=_values,
-    residuals=lambda operands, results: (*operands, *results[:2]),
-    tangents=_tangents,
-)
+label_state_of_rows = _of_rows(LABEL_STATE, LABEL_STATE_JVP, LABEL_STATE_VJP)
 # Likewise; and of the scores z > -inf, sum(z - reference(t)), where the reference counts as a constant; their number.
-label_sums_of_rows = Function(
-    LABEL_SUMS,
-    tangent=LABEL_SUMS_JVP,
-    pullback=LABEL_SUMS_VJP,
-    values=_values,
-    residuals=lambda operands, results: (*operands, *results[:2]),
-    tangents=_tangents,
-)
+label_sums_of_rows = _of_rows(LABEL_SUMS, LABEL_SUMS_JVP, LABEL_SUMS_VJP)

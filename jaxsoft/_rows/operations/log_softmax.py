@@ -57,5 +57,4 @@ log_softmax_of_rows = Function(
     pullback=LOG_SOFTMAX_VJP,
     values=lambda operands, results: tuple(results[:1]),
     residuals=lambda operands, results: (operands[0], *results[1:]),
-    tangents=lambda values, linear: tuple(linear),
 )

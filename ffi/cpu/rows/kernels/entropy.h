@@ -26,16 +26,14 @@ struct EntropyVjp {
   static constexpr double uncounted = 0;
   template <class S>
   static void finish(const RowNumbers& row, S* p) {
-    p[0] = (S)reference(row.given.m);
-    p[1] = inverse_sum<S>(row.given.s);
-    p[2] = (S)-row.cotangent;
+    LogsumexpVjp::finish(row, p);
     p[3] = row.given.s == 0 ? 0 : (S)(row.products / row.given.s);
   }
   template <class V, class N>
-  static V value(V z, V, const N* p) {
+  static V value(V z, V b, const N* p) {
     const V below = z - p[0];
     const V above_mean = below == V{} - (decltype(z[0] + 0))infinity ? V{} : below - p[3];
-    return (exp(below) * p[1]) * p[2] * above_mean;
+    return -LogsumexpVjp::value(z, b, p) * above_mean;
   }
 };
 
