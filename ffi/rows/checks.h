@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "operations.h"
+#include "specification.h"
 
 namespace jaxsoft {
 

@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "operations.h"
+#include "specification.h"
 
 #define JAXSOFT_EXPORT extern "C" __attribute__((visibility("default")))
 

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "../../rows/operations.h"
+#include "../../rows/specification.h"
 #include "../pages.h"
 #include "kernels.h"
 
@@ -39,13 +39,13 @@ struct PerRow {
 struct Arrays {
   Elements a, b, out;  // the first operand, the cotangents, the result
   PerRow m, s;         // the state
-  PerRow products;      // entropy's sum
+  PerRow beside;       // a sum beside the state
   PerRow cotangent;
   bool gives_state;  // whether m and s are results
 
   Arrays(const Operation& operation, const Buffers& buffers)
       : a(buffers.first), b(buffers.cotangents), out(buffers.result), m(buffers.maximum), s(buffers.sum),
-        products(buffers.products), cotangent(buffers.cotangent), gives_state(operation.gives(&Buffers::maximum)) {
+        beside(buffers.beside), cotangent(buffers.cotangent), gives_state(operation.gives(&Buffers::maximum)) {
     advise_large_pages(out.data, buffers.result.bytes());
   }
 
@@ -60,7 +60,7 @@ struct Arrays {
       s.set(row, reduced.s);
     } else {
       numbers.given = {m.get(row), s.get(row)};
-      if (products.data) numbers.products = products.get(row);
+      if (beside.data) numbers.beside = beside.get(row);
     }
     return numbers;
   }
@@ -70,12 +70,12 @@ struct Arrays {
 struct Labels {
   const int32_t* label;
   double cap;
-  PerRow score, distances, count;        // results
+  PerRow score, count;                   // results
   PerRow cotangent, distance_cotangent;  // operands
 
   explicit Labels(const Call& call)
       : label(static_cast<const int32_t*>(call.buffers.label.data)), cap(call.cap), score(call.buffers.label_score),
-        distances(call.buffers.distances), count(call.buffers.count), cotangent(call.buffers.label_cotangent),
+        count(call.buffers.count), cotangent(call.buffers.label_cotangent),
         distance_cotangent(call.buffers.distance_cotangent) {}
 };
 

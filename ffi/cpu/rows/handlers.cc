@@ -4,7 +4,6 @@
 #include "../../rows/checks.h"
 #include "../../rows/targets.h"
 #include "columns.h"
-#include "entropy.h"
 #include "instruction_set.h"
 #include "labels.h"
 #include "rows.h"
@@ -13,26 +12,6 @@
 
 namespace jaxsoft::cpu {
 namespace {
-
-// The arithmetic of each operation.
-Arithmetic arithmetic(Name name) {
-  switch (name) {
-    case Name::softmax: return kSoftmax;
-    case Name::softmax_vjp: return kSoftmaxVjp;
-    case Name::log_softmax: return kLogSoftmax;
-    case Name::log_softmax_vjp: return kLogSoftmaxVjp;
-    case Name::state: return kState;
-    case Name::logsumexp_vjp: return kLogsumexpVjp;
-    case Name::entropy: return kEntropy;
-    case Name::entropy_vjp: return kEntropyVjp;
-    case Name::top_k: return kState;
-    case Name::label_state: return kState;
-    case Name::label_state_vjp: return kLogsumexpVjp;
-    case Name::label_sums: return kLabelSums;
-    case Name::label_sums_vjp: return kLabelSumsVjp;
-  }
-  return kArithmetics;
-}
 
 DTypes dtypes(ffi::DataType x, ffi::DataType result) {
   if (x == ffi::F64) return F64;
@@ -48,15 +27,16 @@ void run(ffi::ThreadPool& pool, const Operation& operation, const Call& call) {
   const bool with_extras = call.masked || call.cap > 0 || extras.scale.data || extras.where.data || extras.bias.data;
   const bool plain = !with_extras && !extras.limit.data;
   const auto result = arrays.out.data ? arrays.out.dtype : arrays.a.dtype;
-  const Kernels& kernels = kernel_table()[with_extras][dtypes(arrays.a.dtype, result)][arithmetic(operation.name)];
+  const int name = static_cast<int>(operation.name);
+  const Kernels& kernels = kernel_table().of[with_extras][dtypes(arrays.a.dtype, result)][name];
+  const bool has_columns = operation.features.has(Feature::trailing);  // short rows become columns
   const auto [rows, n, inner] = call.shape;
-  if (operation.name == Name::top_k) run_top_k(pool, kernels, call, arrays);
+  if (kernels.find) run_top_k(pool, kernels, call, arrays);
   else if (operation.features.has(Feature::cap)) run_labels(pool, kernels, call, arrays, plain);
-  else if (operation.name == Name::entropy) run_entropy(pool, kernels, call, arrays);
-  else if (operation.name == Name::entropy_vjp) run_rows(pool, kernels, call, arrays);
+  else if (kernels.sums) run_rows_with_sum(pool, kernels, call, arrays);
   else if (inner > 1) run_columns(pool, kernels, call.shape, call.masked, arrays);
-  else if (inner == 1 && plain && n > 0 && n <= kPlan.short_row) run_short_rows(pool, kernels, call.shape, arrays);
-  else if (inner == 1) run_rows(pool, kernels, call, arrays);
+  else if (has_columns && plain && n > 0 && n <= kPlan.short_row) run_short_rows(pool, kernels, call.shape, arrays);
+  else run_rows(pool, kernels, call, arrays);
 }
 
 template <Name name>

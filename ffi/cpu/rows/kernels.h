@@ -7,16 +7,11 @@
 #include <stdint.h>
 
 #include "../../rows/limits.h"
+#include "../../rows/operations.h"
 #include "../fold.h"
 #include "plan.h"
 
 namespace jaxsoft::cpu {
-
-// The arithmetic of an operation. Operations may share it: label_state reduces as state does.
-enum Arithmetic {
-  kSoftmax, kLogSoftmax, kState, kLabelSums, kSoftmaxVjp, kLogSoftmaxVjp, kLogsumexpVjp, kLabelSumsVjp,
-  kEntropy, kEntropyVjp, kArithmetics
-};
 
 // The dtypes of the first operand and of the result.
 enum DTypes { F16, BF16, F32, F64, F16ToF32, BF16ToF32, F32ToF16, F32ToBF16, kDTypes };
@@ -30,18 +25,18 @@ struct Segment {
   double scale = 1;
   bool masked = false;  // softmax_vjp: elements whose probability is 0 do not count
   double cap = 0;       // 0: scores are not capped
-  double from = 0;      // label_sums: distances are taken from here; entropy: the segment's maximum
+  double from = 0;      // what the sums beside the state are relative to
 };
 
 // The numbers of one row: what it was reduced to, and those that it came with.
 struct RowNumbers {
   State reduced = {-infinity, 0}, given = {};
-  double cotangent = 0, distance_cotangent = 0, products = 0;
+  double cotangent = 0, distance_cotangent = 0, beside = 0;
 };
 
-// Of the scores above -inf, their number and the sum of their distances from Segment::from.
-struct Above {
-  double count = 0, distances = 0;
+// Sums beside a state: of terms that are relative to Segment::from, and of their number where an operation wants it.
+struct Sums {
+  double sum = 0, count = 0;
 };
 
 // Neighbouring columns: `lines` lines of `columns` elements, `stride` elements apart, and one more line of `rest`
@@ -83,7 +78,7 @@ struct LabelRows {
   void* out;
 };
 
-// The kernels of one arithmetic and one pair of dtypes. Those that the arithmetic lacks are null.
+// The kernels of one operation and one pair of dtypes. Those that the operation lacks are null.
 struct Kernels {
   State (*reduce)(const Segment&, int64_t n);
   void (*write)(const Segment&, void* out, int64_t n, const RowNumbers&);
@@ -91,8 +86,8 @@ struct Kernels {
   void (*fill)(void* out, int64_t n);                     // writes what elements that do not count have as a result
   void (*put)(void* out, double value);                   // writes one element
   double (*get)(const void* a);                           // reads one element of the first operand
-  Above (*above)(const Segment&, int64_t n);              // label_sums
-  double (*products)(const Segment&, int64_t n);          // entropy: the sum of exp(z - from) * (z - from)
+  Sums (*sums)(const Segment&, int64_t n);                // sums beside the state
+  double (*moved)(double sum, State part, double m);      // a part's sum relative to m, which is at least the part's
 
   // Of columns, which have no extras.
   void (*reduce_columns)(const Segment&, const Block&, ColumnStates*);
@@ -109,8 +104,10 @@ struct Kernels {
   void (*order)(Candidates*, int k, int32_t* indices) = nullptr;  // the indices of the k largest, in descending order
 };
 
-// A table for each instruction set: without extras, and with them.
-typedef Kernels KernelTable[2][kDTypes][kArithmetics];
+// A table for each instruction set, by whether there are extras, the dtypes and the operation's name.
+struct KernelTable {
+  Kernels of[2][kDTypes][kOperations];
+};
 extern const KernelTable kernels_baseline;
 extern const KernelTable kernels_avx2;
 extern const KernelTable kernels_avx512;

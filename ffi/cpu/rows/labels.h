@@ -14,7 +14,7 @@ namespace jaxsoft::cpu {
 struct LabelledRows {
   struct Reduced {
     State state{-infinity, 0};
-    Above above;
+    Sums sums;
   };
 
   Kernels kernels;
@@ -50,10 +50,10 @@ struct LabelledRows {
     const int64_t count = in.counted(row, begin, end - begin);
     if (count <= 0) return;
     part.state = combine(part.state, kernels.reduce(at, count));
-    if (!kernels.above) return;
+    if (!kernels.sums) return;
     at.from = reference(score(row));
-    const Above above = kernels.above(at, count);
-    part.above.count += above.count, part.above.distances += above.distances;
+    const Sums sums = kernels.sums(at, count);
+    part.sums.count += sums.count, part.sums.sum += sums.sum;
   }
 
   Reduced reduce(int64_t row, int64_t i, int64_t size) const {
@@ -79,9 +79,9 @@ struct LabelledRows {
     const double t = score(row);
     arrays.m.set(row, reduced.state.m), arrays.s.set(row, reduced.state.s);
     labels.score.set(row, t);
-    if (!labels.distances.data) return numbers;
-    labels.distances.set(row, reduced.above.distances + (t == infinity ? t : 0));
-    labels.count.set(row, reduced.above.count + (is_read(row) && t > -infinity));
+    if (!arrays.beside.data) return numbers;
+    arrays.beside.set(row, reduced.sums.sum + (t == infinity ? t : 0));
+    labels.count.set(row, reduced.sums.count + (is_read(row) && t > -infinity));
     return numbers;
   }
 
@@ -113,7 +113,7 @@ inline void run_cut_rows(ffi::ThreadPool& pool, const Kernels& kernels, const Ca
       pool, call.shape.rows, n, n, [=](int64_t row, int64_t i, int64_t size) { return rows.reduce(row, i, size); },
       [](LabelledRows::Reduced& total, const LabelledRows::Reduced& part) {
         total.state = combine(total.state, part.state);
-        total.above.count += part.above.count, total.above.distances += part.above.distances;
+        total.sums.count += part.sums.count, total.sums.sum += part.sums.sum;
       },
       [=](int64_t row, const LabelledRows::Reduced& reduced) { return rows.finish(row, reduced); },
       [=](int64_t row, int64_t i, int64_t size, const RowNumbers& numbers) { rows.write(row, i, size, numbers); });
@@ -125,7 +125,7 @@ inline void run_whole_rows(ffi::ThreadPool& pool, const Kernels& kernels, const 
   const LabelRows rows{buffers.first.data,           call.shape.n,
                        static_cast<const int32_t*>(buffers.label.data),
                        buffers.maximum.data,         buffers.sum.data,
-                       buffers.label_score.data,     buffers.distances.data,
+                       buffers.label_score.data,     buffers.beside.data,
                        buffers.count.data,           buffers.cotangent.data,
                        buffers.label_cotangent.data, buffers.distance_cotangent.data,
                        buffers.result.data};
@@ -137,7 +137,7 @@ inline void run_whole_rows(ffi::ThreadPool& pool, const Kernels& kernels, const 
 inline void run_labels(ffi::ThreadPool& pool, const Kernels& kernels, const Call& call, const Arrays& arrays,
                        bool plain) {
   const int64_t n = call.shape.n;
-  const bool state_alone = !kernels.write && !kernels.above;
+  const bool state_alone = !kernels.write && !kernels.sums;
   if (plain && n > 0 && n <= kPlan.short_row && state_alone) {
     const Labels labels(call);
     run_short_rows(pool, kernels, call.shape, arrays, &labels);

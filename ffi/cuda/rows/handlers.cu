@@ -31,7 +31,7 @@ Arguments<T> arguments(const Call& call) {
   args.m = number(buffers.maximum), args.s = number(buffers.sum);
   args.g = number(buffers.cotangent);
   args.labels = static_cast<const int32_t*>(buffers.label.data);
-  args.t = number(buffers.label_score), args.u = number(buffers.products.data ? buffers.products : buffers.distances), args.k = number(buffers.count);
+  args.t = number(buffers.label_score), args.u = number(buffers.beside), args.k = number(buffers.count);
   args.h = number(buffers.label_cotangent), args.v = number(buffers.distance_cotangent);
   args.cap = static_cast<A>(call.cap);
   args.set_extras(call.extras);
@@ -43,37 +43,29 @@ Arguments<T> arguments(const Call& call) {
   return args;
 }
 
-template <class T>
-cudaError_t run_top_k_typed(const Arguments<T>& args, const Buffers& buffers, cudaStream_t stream) {
-  if constexpr (std::is_same_v<T, double>) {
+template <template <class> class Op, class T>
+cudaError_t run_operation(const Arguments<T>& args, const Buffers& buffers, cudaStream_t stream) {
+  void* const workspace = buffers.workspace.data;
+  const int64_t bytes = buffers.workspace.bytes();
+  if constexpr (!std::is_same_v<Op<T>, TopK<T>>) {
+    return run<Op>(args, workspace, bytes, stream);
+  } else if constexpr (std::is_same_v<T, double>) {
     return cudaErrorInvalidValue;  // `handle` has refused it
   } else {
     const Largest<T> largest{static_cast<T*>(buffers.values.data), static_cast<int32_t*>(buffers.indices.data),
                              static_cast<int>(buffers.values.dims.back())};
-    return run_top_k(args, largest, buffers.workspace.data, buffers.workspace.bytes(), stream);
+    return run_top_k(args, largest, workspace, bytes, stream);
   }
 }
 
-// The kernel of each operation.
 template <class T>
 cudaError_t run_typed(Name name, const Call& call, cudaStream_t stream) {
   const Arguments<T> args = arguments<T>(call);
-  void* const workspace = call.buffers.workspace.data;
-  const int64_t bytes = call.buffers.workspace.bytes();
   switch (name) {
-    case Name::softmax: return run<Softmax>(args, workspace, bytes, stream);
-    case Name::softmax_vjp: return run<SoftmaxVjp>(args, workspace, bytes, stream);
-    case Name::log_softmax: return run<LogSoftmax>(args, workspace, bytes, stream);
-    case Name::log_softmax_vjp: return run<LogSoftmaxVjp>(args, workspace, bytes, stream);
-    case Name::state: return run<StateOf>(args, workspace, bytes, stream);
-    case Name::logsumexp_vjp: return run<LogsumexpVjp>(args, workspace, bytes, stream);
-    case Name::entropy: return run<Entropy>(args, workspace, bytes, stream);
-    case Name::entropy_vjp: return run<EntropyVjp>(args, workspace, bytes, stream);
-    case Name::top_k: return run_top_k_typed(args, call.buffers, stream);
-    case Name::label_state: return run<StateOf>(args, workspace, bytes, stream);
-    case Name::label_state_vjp: return run<LogsumexpVjp>(args, workspace, bytes, stream);
-    case Name::label_sums: return run<LabelSums>(args, workspace, bytes, stream);
-    case Name::label_sums_vjp: return run<LogsumexpVjp>(args, workspace, bytes, stream);
+#define JAXSOFT_CASE(name, Op, ...) \
+  case Name::name: return run_operation<Op>(args, call.buffers, stream);
+    JAXSOFT_ROW_OPERATIONS(JAXSOFT_CASE)
+#undef JAXSOFT_CASE
   }
   return cudaErrorInvalidValue;
 }

@@ -5,10 +5,16 @@
 
 #include <cstdint>
 
+#include "../../rows/operations.h"
 #include "arguments.cuh"
-#include "operations.cuh"
 
 namespace jaxsoft::cuda {
+
+#define JAXSOFT_DECLARE(name, Op, ...) \
+  template <class T>                   \
+  struct Op;
+JAXSOFT_ROW_OPERATIONS(JAXSOFT_DECLARE)
+#undef JAXSOFT_DECLARE
 
 // Runs an operation on all rows. The workspace has `bytes` bytes. Everything is ordered by `stream`, and nothing is
 // allocated or waited for. Defined in launch.cuh, which only the files that rows.cu.in makes include.

@@ -1,24 +1,33 @@
-// The arithmetic of entropy: its sum over a segment, and its gradient.
+// Entropy: its sum beside the state, and its gradient.
 #pragma once
 
 #include "extras.h"
 #include "loops.h"
 #include "operations.h"
+#include "reduce.h"
 
 namespace JAXSOFT_ISA {
+
+using jaxsoft::cpu::Sums;
 
 // The sum of exp(z - m) * (z - m) over a segment's scores, where m is their maximum, which `at.from` has. A score of -inf
 // adds nothing.
 template <class T, bool extras>
-double products(const Segment& at, int64_t n) {
+Sums products(const Segment& at, int64_t n) {
   typedef typename Lanes<T>::V V;
   typedef typename Lanes<T>::Scalar S;
   const Reader<T, extras> reader(at);
   const S m = (S)reference(at.from);
-  return sum_terms<T>(n, [=](int64_t i, int64_t left) {
+  return {sum_terms<T>(n, [=](int64_t i, int64_t left) {
     const V below = reader.counted_score(i, left) - m;
     return below == V{} - (S)infinity ? V{} : exp_term(below) * below;
-  });
+  })};
+}
+
+static double moved_products(double sum, State part, double m) {
+  if (part.s == 0) return 0;
+  const double below = part.m - m;
+  return ::exp(below) * (sum + below * part.s);
 }
 
 struct EntropyVjp {
@@ -27,7 +36,7 @@ struct EntropyVjp {
   template <class S>
   static void finish(const RowNumbers& row, S* p) {
     LogsumexpVjp::finish(row, p);
-    p[3] = row.given.s == 0 ? 0 : (S)(row.products / row.given.s);
+    p[3] = row.given.s == 0 ? 0 : (S)(row.beside / row.given.s);
   }
   template <class V, class N>
   static V value(V z, V b, const N* p) {

@@ -7,12 +7,12 @@
 namespace JAXSOFT_ISA {
 
 using jaxsoft::kNoRow;
-using jaxsoft::cpu::Above;
 using jaxsoft::cpu::LabelRows;
+using jaxsoft::cpu::Sums;
 
-// The number of scores above -inf, and the sum of their distances from `from`.
+// Of the scores above -inf, the sum of their distances from `from` and their number.
 template <class T, class Score>
-inline Above sums_above(int64_t n, typename Lanes<T>::Scalar from, Score score) {
+inline Sums sums_above(int64_t n, typename Lanes<T>::Scalar from, Score score) {
   typedef typename Lanes<T>::V V;
   typedef typename Lanes<T>::Scalar S;
   auto sum = [=](auto value) {
@@ -21,11 +21,11 @@ inline Above sums_above(int64_t n, typename Lanes<T>::Scalar from, Score score) 
       return z > V{} - (S)infinity ? value(z) : V{};
     });
   };
-  return {sum([](V) { return V{} + (S)1; }), sum([=](V z) { return z - from; })};
+  return {sum([=](V z) { return z - from; }), sum([](V) { return V{} + (S)1; })};
 }
 
 template <class T, bool extras>
-Above above(const Segment& at, int64_t n) {
+Sums distances(const Segment& at, int64_t n) {
   const Reader<T, extras> reader(at);
   return sums_above<T>(n, (typename Lanes<T>::Scalar)at.from,
                        [=](int64_t i, int64_t left) { return reader.counted_score(i, left); });
@@ -79,9 +79,9 @@ struct KeptRow {
     });
   }
 
-  Above sums(S from, int64_t n) const {
+  Sums sums(S from, int64_t n) const {
     const V* const kept = scores;
-    return is_read ? sums_above<T>(n, from, [=](int64_t i, int64_t) { return kept[i / L::lanes]; }) : Above{};
+    return is_read ? sums_above<T>(n, from, [=](int64_t i, int64_t) { return kept[i / L::lanes]; }) : Sums{};
   }
 };
 
@@ -99,8 +99,8 @@ void label_states(const LabelRows& rows, int64_t begin, int64_t end) {
     if (row + 1 < end) kept[(row + 1 - begin) % 2].read(rows, row + 1);
     const S t = here.label_score;
     if constexpr (sums) {
-      const Above above = here.sums((S)reference(t), n);
-      set(rows.distances, row, above.distances + (t > 0 && t == (S)infinity ? t : 0));
+      const Sums above = here.sums((S)reference(t), n);
+      set(rows.distances, row, above.sum + (t > 0 && t == (S)infinity ? t : 0));
       set(rows.count, row, above.count + (here.is_read && t > (S)-infinity));
     }
     set(rows.maximum, row, here.m), set(rows.label_score, row, t);

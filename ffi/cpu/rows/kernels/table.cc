@@ -10,7 +10,10 @@
 namespace JAXSOFT_ISA {
 namespace {
 
+using jaxsoft::Name;
+using jaxsoft::cpu::DTypes;
 using jaxsoft::cpu::Kernels;
+using jaxsoft::cpu::KernelTable;
 
 template <Reduction reduction, class T, bool extras>
 constexpr auto reduces() -> State (*)(const Segment&, int64_t) {
@@ -31,34 +34,10 @@ constexpr Kernels kernels = [] {
   return k;
 }();
 
-template <class T, class Out, bool extras>
-constexpr Kernels softmax = [] {
-  Kernels k = kernels<Softmax, T, Out, extras>;
-  k.at_once = softmax_at_once<T, Out, extras>;
-  return k;
-}();
-
 template <class T, bool extras>
-constexpr Kernels state_of = [] {
+constexpr Kernels state_alone = [] {
   Kernels k = kernels<Softmax, T, T, extras>;
   k.write = nullptr;
-  k.find = find<T>, k.cut = cut<T>, k.order = order<T>;
-  k.label_rows = extras ? nullptr : label_states<T, false>;
-  return k;
-}();
-
-template <class T, bool extras>
-constexpr Kernels label_sums = [] {
-  Kernels k = state_of<T, extras>;
-  k.above = above<T, extras>;
-  k.label_rows = extras ? nullptr : label_states<T, true>;
-  return k;
-}();
-
-template <class T, bool extras>
-constexpr Kernels entropy = [] {
-  Kernels k = state_of<T, extras>;
-  k.products = products<T, extras>;
   return k;
 }();
 
@@ -69,27 +48,92 @@ constexpr Kernels label_gradient = [] {
   return k;
 }();
 
+// The kernels of each operation.
+template <Name name, class T, class Out, bool extras>
+constexpr Kernels kernels_of;
+
+template <class T, class Out, bool extras>
+constexpr Kernels kernels_of<Name::softmax, T, Out, extras> = [] {
+  Kernels k = kernels<Softmax, T, Out, extras>;
+  k.at_once = softmax_at_once<T, Out, extras>;
+  return k;
+}();
+template <class T, class Out, bool extras>
+constexpr Kernels kernels_of<Name::softmax_vjp, T, Out, extras> = kernels<SoftmaxVjp, T, Out, extras>;
+
+template <class T, class Out, bool extras>
+constexpr Kernels kernels_of<Name::log_softmax, T, Out, extras> = kernels<LogSoftmax, T, Out, extras>;
+template <class T, class Out, bool extras>
+constexpr Kernels kernels_of<Name::log_softmax_vjp, T, Out, extras> = kernels<LogSoftmaxVjp, T, Out, extras>;
+
+template <class T, class Out, bool extras>
+constexpr Kernels kernels_of<Name::state, T, Out, extras> = state_alone<T, extras>;
+template <class T, class Out, bool extras>
+constexpr Kernels kernels_of<Name::logsumexp_vjp, T, Out, extras> = kernels<LogsumexpVjp, T, Out, extras>;
+
+template <class T, class Out, bool extras>
+constexpr Kernels kernels_of<Name::entropy, T, Out, extras> = [] {
+  Kernels k = state_alone<T, extras>;
+  k.sums = products<T, extras>, k.moved = moved_products;
+  return k;
+}();
+template <class T, class Out, bool extras>
+constexpr Kernels kernels_of<Name::entropy_vjp, T, Out, extras> = kernels<EntropyVjp, T, Out, extras>;
+
+template <class T, class Out, bool extras>
+constexpr Kernels kernels_of<Name::top_k, T, Out, extras> = [] {
+  Kernels k = state_alone<T, extras>;
+  k.find = find<T>, k.cut = cut<T>, k.order = order<T>;
+  return k;
+}();
+
+template <class T, class Out, bool extras>
+constexpr Kernels kernels_of<Name::label_state, T, Out, extras> = [] {
+  Kernels k = state_alone<T, extras>;
+  k.label_rows = extras ? nullptr : label_states<T, false>;
+  return k;
+}();
+template <class T, class Out, bool extras>
+constexpr Kernels kernels_of<Name::label_state_vjp, T, Out, extras> = label_gradient<LogsumexpVjp, T, Out, extras>;
+
+template <class T, class Out, bool extras>
+constexpr Kernels kernels_of<Name::label_sums, T, Out, extras> = [] {
+  Kernels k = state_alone<T, extras>;
+  k.sums = distances<T, extras>;
+  k.label_rows = extras ? nullptr : label_states<T, true>;
+  return k;
+}();
+template <class T, class Out, bool extras>
+constexpr Kernels kernels_of<Name::label_sums_vjp, T, Out, extras> = label_gradient<LabelSumsVjp, T, Out, extras>;
+
+template <class T, class Out>
+constexpr void set(KernelTable* table, DTypes dtypes) {
+#define JAXSOFT_SET(name, ...)                                                          \
+  table->of[false][dtypes][(int)Name::name] = kernels_of<Name::name, T, Out, false>; \
+  table->of[true][dtypes][(int)Name::name] = kernels_of<Name::name, T, Out, true>;
+  JAXSOFT_ROW_OPERATIONS(JAXSOFT_SET)
+#undef JAXSOFT_SET
+}
+
+constexpr KernelTable make_table() {
+  KernelTable table{};
+  set<Float16, Float16>(&table, DTypes::F16);
+  set<BFloat16, BFloat16>(&table, DTypes::BF16);
+  set<float, float>(&table, DTypes::F32);
+  set<double, double>(&table, DTypes::F64);
+  set<Float16, float>(&table, DTypes::F16ToF32);
+  set<BFloat16, float>(&table, DTypes::BF16ToF32);
+  set<float, Float16>(&table, DTypes::F32ToF16);
+  set<float, BFloat16>(&table, DTypes::F32ToBF16);
+  return table;
+}
+
 }  // namespace
 }  // namespace JAXSOFT_ISA
 
-// In the order of jaxsoft::cpu::Arithmetic, and then of jaxsoft::cpu::DTypes.
-#define JAXSOFT_ARITHMETICS(T, Out, extras)                                                 \
-  {JAXSOFT_ISA::softmax<T, Out, extras>, JAXSOFT_ISA::kernels<LogSoftmax, T, Out, extras>,  \
-   JAXSOFT_ISA::state_of<T, extras>, JAXSOFT_ISA::label_sums<T, extras>,                    \
-   JAXSOFT_ISA::kernels<SoftmaxVjp, T, Out, extras>,                                        \
-   JAXSOFT_ISA::kernels<LogSoftmaxVjp, T, Out, extras>,                                     \
-   JAXSOFT_ISA::label_gradient<LogsumexpVjp, T, Out, extras>,                               \
-   JAXSOFT_ISA::label_gradient<LabelSumsVjp, T, Out, extras>,                               \
-   JAXSOFT_ISA::entropy<T, extras>, JAXSOFT_ISA::kernels<EntropyVjp, T, Out, extras>}
-#define JAXSOFT_DTYPES(extras)                                                                     \
-  {JAXSOFT_ARITHMETICS(Float16, Float16, extras), JAXSOFT_ARITHMETICS(BFloat16, BFloat16, extras), \
-   JAXSOFT_ARITHMETICS(float, float, extras),     JAXSOFT_ARITHMETICS(double, double, extras),     \
-   JAXSOFT_ARITHMETICS(Float16, float, extras),   JAXSOFT_ARITHMETICS(BFloat16, float, extras),    \
-   JAXSOFT_ARITHMETICS(float, Float16, extras),   JAXSOFT_ARITHMETICS(float, BFloat16, extras)}
 #define JAXSOFT_JOIN_(a, b) a##b
 #define JAXSOFT_JOIN(a, b) JAXSOFT_JOIN_(a, b)
 
 namespace jaxsoft::cpu {
-using namespace JAXSOFT_ISA;
-const KernelTable JAXSOFT_JOIN(kernels_, JAXSOFT_ISA) = {JAXSOFT_DTYPES(false), JAXSOFT_DTYPES(true)};
+constexpr KernelTable JAXSOFT_JOIN(kernels_, JAXSOFT_ISA) = JAXSOFT_ISA::make_table();
 }  // namespace jaxsoft::cpu

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../../hopper.cuh"
-#include "../operations/state.cuh"
+#include "../operations/logsumexp.cuh"
 #include "../parts.cuh"
 #include "buffer.cuh"
 
