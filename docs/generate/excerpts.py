@@ -43,7 +43,7 @@ def _end(lines: list[str], start: int) -> int:
     end = i + 1
     for j in range(i + 1, len(lines)):
         line = lines[j]
-        if not line.strip():
+        if not line.strip() or line.startswith("#pragma"):  # which stands at the margin, wherever its loop is
             continue
         closes = _depth(line) == depth and line.strip()[0] in ")]}"
         if _depth(line) <= depth and not closes and not re.match(r"\s*(private|public|protected):", line):
