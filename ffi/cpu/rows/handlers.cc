@@ -31,6 +31,7 @@ void run(ffi::ThreadPool& pool, const Operation& operation, const Call& call) {
   const Kernels& kernels = kernel_table().of[with_extras][dtypes(arrays.a.dtype, result)][name];
   const bool has_columns = operation.features.has(Feature::trailing);  // short rows become columns
   const auto [rows, n, inner] = call.shape;
+  if (inner == 0) return;  // there are no rows
   if (kernels.find) run_top_k(pool, kernels, call, arrays);
   else if (operation.features.has(Feature::cap)) run_labels(pool, kernels, call, arrays, plain);
   else if (kernels.sums) run_rows_with_sum(pool, kernels, call, arrays);
