@@ -1,5 +1,5 @@
-// The table of row operations: what an FFI call of each takes and gives, for both platforms. The handlers, the checks of
-// their calls and the lists of kernels are made from it. To add an operation, add its record here and its kernels on
+// The table of row operations: what an FFI call of each takes and gives, for both platforms. The handlers, the checks
+// of their calls and the lists of kernels are made from it. To add an operation, add its record here and its kernels on
 // each platform.
 //
 // This file is text alone, so that code for any instruction set may include it. specification.h makes objects of it.
@@ -25,8 +25,8 @@
   operand(values, chosen, values)                           \
   operand(indices, index, indices)
 
-// The records: name, struct of the CUDA kernels, operands, results, extras, features. Operations may share a struct. The
-// build finds it in a file of cuda/rows/operations, and compiles it for every element type.
+// The records: name, struct of the CUDA kernels, operands, results, extras, features. Operations may share a struct.
+// The build finds it in a file of cuda/rows/operations, and compiles it for every element type.
 //
 // In what follows (m, s) is the state of a row's scores z, which is their maximum and the sum of exp(z - m), and
 // p = exp(z - m) / s. An element that does not count is 0 in a result, and -inf in log_softmax's.

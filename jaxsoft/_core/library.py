@@ -61,7 +61,7 @@ def _why_missing(platform: str) -> str:
 
 
 def specification(library: ctypes.CDLL) -> list[str]:
-    """The operations of a library, a line each, as `ffi/rows/operations.h` writes them."""
+    """The operations of a library, a line each, as `ffi/rows/specification.h` writes them."""
     describe = library.jaxsoft_operations
     describe.restype = ctypes.c_char_p
     return describe().decode().splitlines()

@@ -10,8 +10,8 @@ namespace JAXSOFT_ISA {
 
 using jaxsoft::cpu::Sums;
 
-// The sum of exp(z - m) * (z - m) over a segment's scores, where m is their maximum, which `at.from` has. A score of -inf
-// adds nothing.
+// The sum of exp(z - m) * (z - m) over a segment's scores, where m is their maximum, which `at.from` has. A score of
+// -inf adds nothing.
 template <class T, bool extras>
 Sums products(const Segment& at, int64_t n) {
   typedef typename Lanes<T>::V V;
@@ -24,6 +24,7 @@ Sums products(const Segment& at, int64_t n) {
   })};
 }
 
+// That sum, of a part, relative to a maximum m that is at least the part's own.
 static double moved_products(double sum, State part, double m) {
   if (part.s == 0) return 0;
   const double below = part.m - m;

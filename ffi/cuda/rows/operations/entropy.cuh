@@ -1,5 +1,5 @@
-// entropy: the state (m, s) of each row, and the sum u of exp(z - m) * (z - m) over its scores z. The entropy of the row's
-// softmax is log(s) - u / s. A score of -inf adds nothing to u.
+// entropy: the state (m, s) of each row, and the sum u of exp(z - m) * (z - m) over its scores z. The entropy of the
+// row's softmax is log(s) - u / s. A score of -inf adds nothing to u.
 //
 // entropy_vjp: dx = -scale * g * p * ((z - m) - u / s), with one g for each row and p = exp(z - m) / s.
 #pragma once
