@@ -1,8 +1,8 @@
 // Extras: operands that change what a row's scores are, or which of them count (scale, limit, where, bias), and the
 // soft cap.
 //
-// A kernel is compiled for each of three forms: Plain, WithExtras<T, false>, and WithExtras<T, true>, which has a bias
-// as well. In the plain form all of this vanishes. A masked element is replaced, as it is read, by an infinity whose
+// A kernel is compiled for each form that its operation may have: Plain, and WithExtras without more, with a bias or with
+// a cap. In the plain form all of this vanishes. A masked element is replaced, as it is read, by an infinity whose
 // score is -inf. So neither the reduction nor, in an ordinary row, the results need to know of the mask. Only in a row
 // whose values are not finite, the mask is looked up again for the results.
 #pragma once
@@ -15,16 +15,18 @@ namespace jaxsoft::cuda {
 
 // The form of a call without extras: a score is x itself.
 struct Plain {
-  static constexpr bool extras = false, bias = false;
+  static constexpr bool extras = false, bias = false, capped = false;
   struct Marks {};
   template <class T, class Window>
   __device__ Plain(const Arguments<T>&, int64_t, int64_t, const Window&) {}
 };
 
-// The form of a call with extras: how the scores of one row, or a part of one, are made of x.
-template <class T, bool with_bias>
+// The form of a call with extras: how the scores of one row, or a part of one, are made of x. The code of the cap is more
+// than all else, and a softmax of f32 with a limit takes a third longer with it, so calls without a cap go without it.
+template <class T, bool with_bias, bool with_cap>
 struct WithExtras {
-  static constexpr bool extras = true, bias = with_bias;
+  static constexpr bool extras = true, bias = with_bias, capped = with_cap;
+  static_assert(!(bias && capped), "no operation has both");
   static constexpr int size = Pack<T>::size;
   using A = Accumulator<T>;
   using Marks = uint64_t;  // the part of `where` that belongs to a pack: one byte for each element, 0 or 1
@@ -141,7 +143,7 @@ struct WithExtras {
     // the difference would be wrong by the product's rounding error, which is too much for exp where scores are huge.
     A z = rounded_product(a.get(k), factor);
     if (with_bias) z += b.get(k);
-    else if (cap > 0 && z > -infinity<A>()) z = capped<T>(z, cap);
+    if (with_cap && z > -infinity<A>()) z = soft_cap<T>(z, cap);
     return z;
   }
 };

@@ -95,10 +95,12 @@ cudaError_t run(const Arguments<T>& args, void* workspace, int64_t bytes, cudaSt
     if (args.inner > 1) return launch_columns<Op>(args, workspace, stream);
   const Extras& extras = args.extras;
   if constexpr (Op<T>::a_is_scores && Op<T>::operands == 1 && !Op<T>::sums)
-    if (extras.bias.data) return launch_form<Op, T, WithExtras<T, true>>(args, workspace, bytes, stream);
-  if (extras.scale.data || extras.limit.data || extras.where.data || args.masked || args.cap > 0 ||
+    if (extras.bias.data) return launch_form<Op, T, WithExtras<T, true, false>>(args, workspace, bytes, stream);
+  if constexpr (Op<T>::labelled)
+    if (args.cap > 0) return launch_form<Op, T, WithExtras<T, false, true>>(args, workspace, bytes, stream);
+  if (extras.scale.data || extras.limit.data || extras.where.data || args.masked ||
       args.result != ResultType::same)
-    return launch_form<Op, T, WithExtras<T, false>>(args, workspace, bytes, stream);
+    return launch_form<Op, T, WithExtras<T, false, false>>(args, workspace, bytes, stream);
   return launch_form<Op, T, Plain>(args, workspace, bytes, stream);
 }
 

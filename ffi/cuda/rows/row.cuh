@@ -26,7 +26,7 @@ __device__ void results(const typename Op::Values& values, const Pack<T>& a, con
     x[k] = Op::value(values, first, second);
     if constexpr (Form::extras) {
       if (Op::gradient) x[k] *= form.scale;
-      if (Op::gradient && Op::labelled && form.cap > 0) x[k] *= cap_slope(a.get(k), form.cap);
+      if (Op::gradient && Form::capped) x[k] *= cap_slope(a.get(k), form.cap);
       if (!Op::a_is_scores && form.masked && first == 0) x[k] = 0;
     }
   }
@@ -105,12 +105,10 @@ struct Row {
           if (first + k * step < end) pa[k].times_zero();
       }
     }
-    if constexpr (marks_a && Op<T>::labelled) {
-      if (form.cap > 0) {
+    if constexpr (Form::capped) {
 #pragma unroll
-        for (int k = 0; k < count; k++)
-          if (first + k * step < end) pa[k].make_finite();
-      }
+      for (int k = 0; k < count; k++)
+        if (first + k * step < end) pa[k].make_finite();
     }
 #pragma unroll
     for (int k = 0; k < count; k++) {
@@ -169,11 +167,8 @@ struct Row {
     using A = Accumulator<T>;
     const A x = widen(a[label - window.head]);
     A dx = h;
-    bool capped = false;
-    if constexpr (Form::extras) capped = form.cap > 0;
-    if (capped || x != -infinity<A>()) dx += v;
-    if constexpr (Form::extras)
-      if (capped) dx *= cap_slope(x, form.cap);
+    if (Form::capped || x != -infinity<A>()) dx += v;
+    if constexpr (Form::capped) dx *= cap_slope(x, form.cap);
     return dx;
   }
   // Pack i of the result, in which the label's element is replaced if the pack has it.

@@ -11,7 +11,7 @@ __device__ inline double rounded_product(double a, double b) { return __dmul_rn(
 
 // The soft cap, cap * tanh(x / cap). The approximation for 16 bits errs by 2^-22 of the cap, less than they resolve.
 template <class T, class A>
-__device__ A capped(A x, A cap) {
+__device__ A soft_cap(A x, A cap) {
   if constexpr (sizeof(T) == 2) {
     const A y = cap - 2 * cap / (1 + exp2_approximately(2 * A(kLog2E) * fabs(x) / cap));
     return x < 0 ? -y : y;  // NaN stays NaN

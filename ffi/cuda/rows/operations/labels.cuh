@@ -13,7 +13,7 @@ __device__ Accumulator<T> label_score(const Arguments<T>& args, int64_t row) {
   const int32_t label = args.labels[row];
   if (label < 0 || label >= args.n) return label == kNoRow ? A(0) : A(nan(""));
   const A x = widen(args.a[row * args.n + label]);
-  return args.cap > 0 ? capped<T>(x, args.cap) : x;
+  return args.cap > 0 ? soft_cap<T>(x, args.cap) : x;
 }
 
 }  // namespace jaxsoft::cuda

@@ -35,7 +35,7 @@ struct Scores : Operation {
         if (k * step < left) m = max(m, a[k].maximum());
       if constexpr (Form::extras) {
         m = rounded_product(m, factor);
-        if (form.cap > 0 && m > -infinity<A>()) m = capped<T>(m, form.cap);
+        if (Form::capped && m > -infinity<A>()) m = soft_cap<T>(m, form.cap);
       }
       return m;
     }
