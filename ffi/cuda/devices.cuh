@@ -1,4 +1,4 @@
-// Facts about each device that are asked for only once, and settings that are made only once.
+// Facts about the devices, some of which are asked for only once for each, and settings that are made only once.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -6,6 +6,18 @@
 #include <atomic>
 
 namespace jaxsoft::cuda {
+
+// The current device: its multiprocessors, and the major number of its compute capability.
+struct Device {
+  int processors = 0, major = 0;
+
+  cudaError_t read() {
+    int device = 0;
+    if (auto e = cudaGetDevice(&device)) return e;
+    if (auto e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return e;
+    return cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  }
+};
 
 // Remembers `count` numbers for each device. None of them is negative.
 template <int count = 1>

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <utility>
 
+#include "../devices.cuh"
 #include "clustered.cuh"
 #include "columns.cuh"
 #include "dealt.cuh"
@@ -17,16 +18,6 @@
 #include "tiled.cuh"
 
 namespace jaxsoft::cuda {
-
-struct Device {
-  int processors = 0, major = 0;
-  cudaError_t read() {
-    int device = 0;
-    if (auto e = cudaGetDevice(&device)) return e;
-    if (auto e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return e;
-    return cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  }
-};
 
 // Launches the kernel of one row of the plan's table, which is known when this is compiled.
 template <template <class> class Op, class T, class Form, int rule_index>

@@ -19,20 +19,11 @@
 
 #include <algorithm>
 
+#include "../devices.cuh"
 #include "top_k/kernels.cuh"
 
 namespace jaxsoft::cuda {
 namespace {
-
-struct TopKDevice {
-  int processors = 0, major = 0;
-  cudaError_t read() {
-    int device = 0;
-    if (auto e = cudaGetDevice(&device)) return e;
-    if (auto e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return e;
-    return cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  }
-};
 
 // How many packs a row has: it may begin anywhere in its first.
 template <class T>
@@ -43,7 +34,7 @@ int64_t packs_of_row(const Arguments<T>& args) {
 // Splits rows into parts where there are fewer rows than blocks that run at once. `bytes` of workspace have room for
 // all parts' keys and states.
 template <class T>
-Split choose_split(const Arguments<T>& args, int k, const TopKDevice& device, const TopKTuning& tuning, int64_t bytes) {
+Split choose_split(const Arguments<T>& args, int k, const Device& device, const TopKTuning& tuning, int64_t bytes) {
   const int64_t packs = packs_of_row(args);
   const int64_t tiles = packs / (TopKCode::tile_packs * TopKCode::threads);
   const int64_t of_part = k * sizeof(Key) + sizeof(typename StateOf<T>::Part);
@@ -86,7 +77,7 @@ cudaError_t run_top_k(const Arguments<T>& args, const Largest<T>& to, void* work
                       cudaStream_t stream) {
   using State = typename StateOf<T>::Part;
   if (args.rows == 0) return cudaSuccess;
-  TopKDevice device;
+  Device device;
   if (auto e = device.read()) return e;
   const TopKTuning& tuning = top_k_tuning(device.major);
   const Split split = choose_split(args, to.k, device, tuning, bytes);

@@ -3,20 +3,19 @@
 
 #include <algorithm>
 
+#include "../../devices.cuh"
 #include "tile.cuh"
 
 namespace jaxsoft::cuda {
 
 // What a device has.
-struct ColumnsDevice {
-  int processors = 0, major = 0;
+struct ColumnsDevice : Device {
   // Bytes of shared memory: a multiprocessor's, a block's at most, and those that the system takes of each block's.
   int memory = 0, of_block = 0, reserved = 0;
   cudaError_t read() {
     int device = 0;
+    if (auto e = Device::read()) return e;
     if (auto e = cudaGetDevice(&device)) return e;
-    if (auto e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return e;
-    if (auto e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) return e;
     if (auto e = cudaDeviceGetAttribute(&memory, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device)) return e;
     if (auto e = cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device)) return e;
     return cudaDeviceGetAttribute(&of_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
