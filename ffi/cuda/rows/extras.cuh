@@ -1,8 +1,8 @@
 // Extras: operands that change what a row's scores are, or which of them count (scale, limit, where, bias), and the
 // soft cap.
 //
-// A kernel is compiled for each form that its operation may have: Plain, and WithExtras without more, with a bias or with
-// a cap. In the plain form all of this vanishes. A masked element is replaced, as it is read, by an infinity whose
+// A kernel is compiled for each form that its operation may have: Plain, and WithExtras without more, with a bias or
+// with a cap. In the plain form all of this vanishes. A masked element is replaced, as it is read, by an infinity whose
 // score is -inf. So neither the reduction nor, in an ordinary row, the results need to know of the mask. Only in a row
 // whose values are not finite, the mask is looked up again for the results.
 #pragma once
@@ -21,7 +21,7 @@ struct Plain {
   __device__ Plain(const Arguments<T>&, int64_t, int64_t, const Window&) {}
 };
 
-// The form of a call with extras: how the scores of one row, or a part of one, are made of x. The code of the cap is more
+// The form of a call with extras: how the scores of one row, or a part of one, are made of x. The cap's code is longer
 // than all else, and a softmax of f32 with a limit takes a third longer with it, so calls without a cap go without it.
 template <class T, bool with_bias, bool with_cap>
 struct WithExtras {
