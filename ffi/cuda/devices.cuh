@@ -1,4 +1,4 @@
-// Facts about the devices, some of which are asked for only once for each, and settings that are made only once.
+// What the launches need to know of a device, numbers that are kept for each device, and settings that are made once.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -8,7 +8,7 @@
 
 namespace jaxsoft::cuda {
 
-// What a device has.
+// The current device, with its shared memory.
 struct ColumnsDevice : Device {
   // Bytes of shared memory: a multiprocessor's, a block's at most, and those that the system takes of each block's.
   int memory = 0, of_block = 0, reserved = 0;
