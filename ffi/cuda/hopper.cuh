@@ -106,7 +106,7 @@ __device__ inline void synchronize_cluster() {
 }
 
 // Stores a value, in words of 4 or 8 bytes, to the place `to` in the shared memory of another block of the cluster. The
-// bytes count at that block's barrier `done`.
+// bytes count at that block's barrier `done`. The cluster must have at least two blocks.
 template <class V>
 __device__ void send(const V& value, const void* to, const Barrier& done, unsigned block) {
   using Word = std::conditional_t<sizeof(V) % 8 == 0, uint64_t, uint32_t>;

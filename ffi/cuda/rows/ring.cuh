@@ -9,8 +9,8 @@
 // in advance would wait for the slowest.
 //
 // Barriers: full[slot] is completed by the copies into a slot, and empty[slot] by the warps that no longer need it;
-// mailed[i] and exchanged[i] by stores from other blocks of the cluster (Hopper's st.async); reduced[team] by the
-// team's warps when they have reduced a row.
+// mailed[i] and exchanged[i] by messages from the blocks of the cluster, which Hopper's st.async brings to other
+// blocks; reduced[team] by the team's warps when they have reduced a row.
 #pragma once
 
 #include <algorithm>
@@ -34,7 +34,8 @@ __device__ void produce(const Arguments<T>& args, unsigned long long* counter, R
   auto post = [&](unsigned turn, int64_t row) {
     row = row < args.rows ? row : -1;
     unsigned mail = turn % Ring::mails;
-    for (unsigned block = 0; block < blocks; block++) send(row, &memory.mail[mail], memory.mailed[mail], block);
+    for (unsigned block = 0; block < blocks; block++)
+      deliver(row, &memory.mail[mail], memory.mailed[mail], block, blocks);
   };
   // Without a counter, rows are dealt out in advance.
   int64_t dealt = blockIdx.x / blocks;
@@ -48,7 +49,7 @@ __device__ void produce(const Arguments<T>& args, unsigned long long* counter, R
     unsigned mail = turn % Ring::mails;
     memory.mailed[mail].sleep_until(turn / Ring::mails % 2);
     int64_t index = *static_cast<volatile int64_t*>(&memory.mail[mail]);
-    memory.mailed[mail].arrive_expecting(sizeof(int64_t));  // for its next use
+    expect<int64_t>(memory.mailed[mail], 1, blocks);  // for its next use
     if (index < 0) return;
     if (rank == 0) {
       dealt += clusters;
@@ -132,9 +133,10 @@ __global__ void __launch_bounds__(Ring::threads, 1)
       if (thread < Ring::exchanges) memory.exchanged[thread].init(1);
       show_barriers();
       __syncwarp();
-      if (thread < Ring::mails) memory.mailed[thread].arrive_expecting(sizeof(int64_t));
+      const unsigned blocks = blocks_of_cluster();
+      if (thread < Ring::mails) expect<int64_t>(memory.mailed[thread], 1, blocks);
       if (thread < Ring::exchanges)
-        memory.exchanged[thread].arrive_expecting(blocks_of_cluster() * sizeof(RingState<typename Op<T>::Part>));
+        expect<RingState<typename Op<T>::Part>>(memory.exchanged[thread], blocks, blocks);
       __syncwarp();
     }
     synchronize_cluster();

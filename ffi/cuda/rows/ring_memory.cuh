@@ -40,6 +40,20 @@ struct alignas(128) RingMemory {
   Barrier full[count], empty[count], mailed[Ring::mails], exchanged[Ring::exchanges], reduced[Ring::teams];
 };
 
+// Sends a message to a block of the cluster. A cluster of one block, which has nobody to send to, stores as usual, and
+// its barrier counts the sender instead of the bytes.
+template <class V>
+__device__ __forceinline__ void deliver(const V& value, V* to, Barrier& done, unsigned block, unsigned blocks) {
+  if (blocks > 1) return send(value, to, done, block);
+  *to = value;
+  done.arrive();
+}
+// Prepares a barrier of this block for the messages that complete it, one from each of `senders` blocks.
+template <class V>
+__device__ __forceinline__ void expect(Barrier& done, unsigned senders, unsigned blocks) {
+  if (blocks > 1) done.arrive_expecting(senders * sizeof(V));
+}
+
 // A place in the ring: a slot, and how often all slots have been filled before.
 template <int slots>
 struct RingPlace {

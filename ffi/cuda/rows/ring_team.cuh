@@ -124,12 +124,13 @@ __device__ __forceinline__ void exchange(const Arguments<T>& args, RingMemory<Op
   using Part = typename Op<T>::Part;
   const unsigned lane = thread % 32;
   const unsigned exchange = turn % Ring::exchanges;
-  if (lane < blocks) send(RingState<Part>{part}, &memory.states[exchange][rank], memory.exchanged[exchange], lane);
+  if (lane < blocks)
+    deliver(RingState<Part>{part}, &memory.states[exchange][rank], memory.exchanged[exchange], lane, blocks);
   memory.exchanged[exchange].sleep_until(turn / Ring::exchanges % 2);
   part = reduce_lanes<T>(memory.states[exchange][lane % blocks].part, blocks);
   auto found = Op<T>::finish(part, args, index, thread == 0 && rank == 0);
   if (lane == 0) {
-    memory.exchanged[exchange].arrive_expecting(blocks * sizeof(RingState<Part>));  // for its next use
+    expect<RingState<Part>>(memory.exchanged[exchange], blocks, blocks);  // for its next use
     values = found;
   }
 }
