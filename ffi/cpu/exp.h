@@ -5,7 +5,7 @@
 
 namespace JAXSOFT_ISA {
 
-// x, limited to what lies between low and high; a NaN stays. As comparisons with constants it would take twice as long.
+// x, limited to the interval [low, high]; a NaN stays NaN. Written as comparisons, this would take twice as long.
 template <class V>
 inline V clamped(V x, V low, V high) {
 #if defined(__AVX512F__)
@@ -73,7 +73,7 @@ inline F64 exp(F64 x) {
 #endif
 }
 
-// exp of a term of a sum: x is at most 0, or NaN. A result below f32's normal numbers is 0, so that 2^n is one factor.
+// exp(x) as a term of a sum: x is at most 0, or NaN. Below f32's normal numbers it is 0, so that 2^n is one factor.
 inline F32 exp_term(F32 x) {
   const float round = 0x1.8p23f;
   F32 t = x * 0x1.715476p0f + round;

@@ -1,4 +1,4 @@
-// The number formats of arrays: how f16, bf16, f32 and f64 in memory become vectors, and vectors those.
+// The number formats of arrays: how f16, bf16, f32 and f64 are loaded from memory as vectors, and stored.
 #pragma once
 
 #include "simd.h"
@@ -14,7 +14,7 @@ inline F32 widen(U16 raw, BFloat16) { return bits<F32>(__builtin_convertvector(r
 inline U16 narrow(F32 x, BFloat16) {  // to nearest, ties to even; a NaN stays a NaN
   U32 u = bits<U32>(x);
   U32 rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-#if defined(__AVX512F__)  // without the vector of comparisons that GCC makes first
+#if defined(__AVX512F__)  // GCC would first make a vector of the comparison's results
   __mmask16 nan = _mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_UNORD_Q);
   return (U16)_mm512_cvtepi32_epi16(_mm512_mask_mov_epi32((__m512i)rounded, nan, _mm512_set1_epi32(0x7fc0)));
 #else

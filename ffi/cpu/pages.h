@@ -2,7 +2,7 @@
 //
 // XLA takes every large result fresh from the operating system, which maps it page by page as it is first written:
 // with pages of 4 KB that takes longer than the softmax itself (25 ms for 128 MB, measured on 2 cores of an AMD
-// EPYC). Linux maps 2 MB at a time where it is asked to. It is advice: refused or unknown, nothing else changes.
+// EPYC). Linux maps 2 MB at a time where it is asked to. This is only advice: where it is refused, nothing changes.
 #pragma once
 
 #include <cstddef>

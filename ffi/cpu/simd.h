@@ -75,7 +75,7 @@ inline void store_first(T* p, V v, int64_t count) {
   memcpy(p, &v, count * sizeof(T));
 }
 
-// Widens bytes to lanes, as GCC takes a wide conversion apart, element by element.
+// Widens bytes to lanes. GCC would convert a whole vector element by element.
 #if defined(__AVX512F__)
 inline I32 widen(U8OfF32 bytes) { return (I32)_mm512_cvtepu8_epi32((__m128i)bytes); }
 inline I64 widen(U8OfF64 bytes) { return (I64)_mm512_cvtepu8_epi64(_mm_cvtsi64_si128(bits<int64_t>(bytes))); }
@@ -117,8 +117,9 @@ inline uint32_t lane_bits(Mask mask) {
 #endif
 }
 
-// Keeps the compiler from fusing a product with an addition that follows. Fused, x * scale - m would be the distance of
-// another score than the one that m is the maximum of: beyond 1e9 the two differ by more than exp can take.
+// Keeps the compiler from fusing a product with an addition that follows. The maximum m is one of the rounded products
+// x * scale. If x * scale - m were fused, its product would not be rounded, and the difference would be wrong by the
+// rounding error. Where f32 scores are beyond 2^31, that is more than exp can take.
 template <class V>
 inline V rounded(V product) {
 #if defined(__x86_64__)

@@ -66,7 +66,7 @@ __device__ Sum<A> seen_from(A m, const State<A, apart>& st) {
 
 template <class T, class A, bool apart>
 __device__ State<A, apart> combine(State<A, apart> a, State<A, apart> b) {
-  bool swap = b.m > a.m;  // m is never NaN: the sum is
+  bool swap = b.m > a.m;  // a NaN among the scores is in the sum, and never in m
   State<A, apart> high = swap ? b : a, low = swap ? a : b;
   high.sum = combine<T>(high.sum, seen_from<T>(high.m, low));
   return high;

@@ -1,6 +1,6 @@
 // What Hopper added to the hardware: clusters of blocks that see each other's shared memory, barriers in shared memory
 // that count bytes, bulk copies and stores that complete such barriers, and launches that overlap the launch before.
-// All addresses are addresses within shared memory.
+// What is called an address here is an address within shared memory, as PTX takes it.
 #pragma once
 
 #include <cuda_runtime.h>

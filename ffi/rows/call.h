@@ -24,7 +24,7 @@ struct Shape {
   int64_t rows = 1, n = 1, inner = 1;
 };
 
-// The buffers of a call. Which ones an operation has, and of which kind they are, says its record in operations.h.
+// The buffers of a call. An operation's record in operations.h says which of them it has, and of which kind they are.
 struct Buffers {
   Buffer first;                                // scores, or the probabilities that softmax_vjp reads instead
   Buffer cotangents;                           // one an element

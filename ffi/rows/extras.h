@@ -13,7 +13,7 @@
 
 namespace jaxsoft {
 
-// The scores are z = x * scale + bias. Elements count that lie before the limit and whose `where` is true.
+// The scores are z = x * scale + bias. The elements that count are those before the limit whose `where` is true.
 enum class ExtraName { scale, limit, where, bias };
 
 // One extra of a call. A stride is counted in elements, and is 0 in a group of dimensions that it is broadcast over.
@@ -38,12 +38,12 @@ struct Extras {
   }
 };
 
-// What each extra is like. Here alone, the letters of the attribute `extras` are known.
+// What each extra is like. No other code knows the letters of the attribute `extras`.
 struct ExtraRecord {
   ExtraName name;
   char letter;
   const char* word;
-  bool whole_rows;  // it has an element for each of a row's, else one number a row
+  bool whole_rows;  // one element for each element of a row; else one number a row
   Extra Extras::*place;
 };
 

@@ -28,7 +28,7 @@ class List {
 template <class Enum>
 class Set {
  public:
-  constexpr Set() = default;  // what {} means. nvcc (13.0) makes one value of an empty list of them
+  constexpr Set() = default;  // for {}, which nvcc 13.0 would otherwise take for a list of one value
   constexpr Set(std::initializer_list<Enum> values) {
     for (Enum value : values) bits_ |= 1u << static_cast<unsigned>(value);
   }

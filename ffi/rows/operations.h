@@ -2,7 +2,8 @@
 // of their calls and the lists of kernels are made from it. To add an operation, add its record here and its kernels on
 // each platform.
 //
-// This file is text alone, so that code for any instruction set may include it. specification.h makes objects of it.
+// This file includes no other, so that code for any instruction set may include it. specification.h makes objects of
+// the records.
 #pragma once
 
 // The operands and results: name, kind, place among the buffers of a call. specification.h explains the kinds, and
@@ -26,7 +27,8 @@
   operand(indices, index, indices)
 
 // The records: name, struct of the CUDA kernels, operands, results, extras, features. Operations may share a struct.
-// The build finds it in a file of cuda/rows/operations, and compiles it for every element type.
+// The build finds it in a file of cuda/rows/operations, and compiles it for every element type. TopK is only a name:
+// the kernels of top_k are in cuda/rows/top_k.cu.
 //
 // In what follows (m, s) is the state of a row's scores z, which is their maximum and the sum of exp(z - m), and
 // p = exp(z - m) / s. An element that does not count is 0 in a result, and -inf in log_softmax's.
@@ -40,10 +42,10 @@
 //   entropy          The state, and the sum of exp(z - m) * (z - m): the products.
 //   entropy_vjp      -scale * p * ((z - m) - products / s) * g, of a row's cotangent g.
 //   top_k            The k largest scores of a row in descending order, their indices, and the state. Of equal scores,
-//                    which -0.0 and 0.0 are, the lowest index comes first. A row whose m is not finite or whose s is
+//                    the lowest index comes first; -0.0 and 0.0 are equal. A row whose m is not finite or whose s is
 //                    NaN has no softmax: it gives its first k scores.
 //   label_state      The state of a row without its label's score, and that score. A label counts whatever the extras
-//                    say. The score is NaN where the label is out of range, unless it is kNoRow.
+//                    say. The score is NaN where the label is out of range, but 0 where it is kNoRow.
 //   label_state_vjp  p * g, of a row's cotangent g; and at the label, the label's cotangent.
 //   label_sums       What label_state gives, and for the scores above -inf the sum of their distances from the label's,
 //                    and their number.

@@ -9,7 +9,7 @@
 #define JAXSOFT_EXPORT extern "C" __attribute__((visibility("default")))
 
 // The version of the FFI's interface that the library was compiled against. Python reads it before it registers
-// anything, as XLA refuses a whole platform over a newer one.
+// anything, as XLA disables a whole platform if one of its handlers was compiled against a newer version.
 JAXSOFT_EXPORT int jaxsoft_ffi_api_major() { return XLA_FFI_API_MAJOR; }
 JAXSOFT_EXPORT int jaxsoft_ffi_api_minor() { return XLA_FFI_API_MINOR; }
 

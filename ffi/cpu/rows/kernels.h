@@ -50,7 +50,7 @@ struct ColumnStates {
   double m[kPlan.columns], s[kPlan.columns];
 };
 
-// The numbers of columns that their results are computed from, laid out as the kernels like.
+// The numbers of columns that their results are computed from, in a layout that only the kernels know.
 struct ColumnNumbers {
   char bytes[4 * (kPlan.columns + 16) * sizeof(double)];
 };
@@ -67,7 +67,7 @@ struct Candidates {
 };
 
 // Neighbouring rows with a label each, of at most kPlan.tile elements, all of which count. Arrays of one number a row
-// have the accumulator's dtype, and are null where the operation has none.
+// have the state's dtype, and are null where the operation has none.
 struct LabelRows {
   const void* a;
   int64_t n;
@@ -83,7 +83,7 @@ struct Kernels {
   State (*reduce)(const Segment&, int64_t n);
   void (*write)(const Segment&, void* out, int64_t n, const RowNumbers&);
   void (*at_once)(const Segment&, void* out, int64_t n);  // softmax of a row of at most kPlan.tile elements
-  void (*fill)(void* out, int64_t n);                     // writes what elements that do not count have as a result
+  void (*fill)(void* out, int64_t n);                     // writes the result of elements that do not count
   void (*put)(void* out, double value);                   // writes one element
   double (*get)(const void* a);                           // reads one element of the first operand
   Sums (*sums)(const Segment&, int64_t n);                // sums beside the state

@@ -1,5 +1,5 @@
-// Operations on rows with labels. A row is cut at its label: without it, a row is up to two parts more, whose states
-// combine.
+// Operations on rows with labels. The label's score is left out of a row's state, so a row is cut at its label, and the
+// states of what lies before and after it combine.
 #pragma once
 
 #include <cmath>
@@ -44,7 +44,7 @@ struct LabelledRows {
     return labels.cap > 0 && has_label(row, 0, n) ? labels.cap * std::tanh(x / labels.cap) : x;
   }
 
-  // Adds elements among which the label is not.
+  // Adds the elements [begin, end). The label is not one of them.
   void add(Reduced& part, int64_t row, int64_t begin, int64_t end) const {
     Segment at = segment(row, begin);
     const int64_t count = in.counted(row, begin, end - begin);

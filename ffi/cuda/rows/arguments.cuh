@@ -38,8 +38,8 @@ struct Arguments {
   ResultType result = ResultType::same;
   bool masked = false;  // softmax_vjp: elements with y = 0 do not count
   Extras extras;
-  // For index arithmetic in 32 bits: the sizes of the groups of rows, and the extras' strides, which for `where` and
-  // the bias are in rows of theirs. Not set where there are 2^31 rows or more.
+  // For index arithmetic in 32 bits: the sizes of the groups of rows, and the extras' strides. Those of `where` and the
+  // bias are counted in rows of these arrays. Not set where there are 2^31 rows or more.
   Divider sizes[kGroups];
   uint32_t strides[kExtras][kGroups] = {};
 

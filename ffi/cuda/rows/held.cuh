@@ -32,7 +32,7 @@ __device__ void held_row(const Arguments<T>& args, const Row& row, int64_t index
   }
   if (!exists) return;
   // The compiler would keep the elements that the reduction has unpacked until the results are computed, but there are
-  // not enough registers for that. So the packs are changed by a mask of which only we know that it is 0.
+  // not enough registers for that. So the packs are changed by a mask that is always 0, which the compiler cannot know.
   if constexpr (sizeof(T) == 2 && Op<T>::operands == 2 && !Op<T>::a_is_scores) {
     const auto zero = static_cast<uint32_t>(args.n >> 63);
 #pragma unroll
@@ -85,8 +85,8 @@ __global__ void __launch_bounds__(Held::most_threads(Form::extras, kPacks), Held
 
   // 16-bit results take one exponential for each score, relative to one of the row's scores instead of their maximum.
   // Mostly the others are so near to it that f32 can represent their sum; if not, the row is done anew. A row of one
-  // warp takes a score that lane 0 has. A row of a block takes its first score. Where a limit leaves little of the row,
-  // to read that score once more would cost 3 %, and 0 takes its place.
+  // warp takes a score that lane 0 has. A row of a block takes its first score. Where a limit leaves packs out, reading
+  // that score once more would cost 3 %, so 0 takes its place.
   if constexpr (quick) {
     A near = 0;
     if (step <= 32) near = __shfl_sync(0xffffffffu, pa[0].get(Pack<T>::size - 1), 0, step);

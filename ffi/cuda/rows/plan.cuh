@@ -9,8 +9,8 @@
 
 namespace jaxsoft::cuda {
 
-// A row is split into parts of equally many packs, but for its ends. Parts are whole cache lines, or warps of different
-// blocks would share lines.
+// A row is split into parts of equally many packs, but for its ends. This number is a multiple of a cache line's, so
+// that blocks share no lines where rows begin with one.
 struct Split {
   unsigned parts;
   int64_t packs;

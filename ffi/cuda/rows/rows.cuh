@@ -1,4 +1,5 @@
-// The interface between the FFI handlers and the row kernels: one function for each operation and element type.
+// The interface between the FFI handlers and the row kernels: one function for each operation and element type. That of
+// top_k, which has results of its own, is in top_k.cuh.
 #pragma once
 
 #include <cuda_runtime.h>

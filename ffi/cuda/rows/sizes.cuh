@@ -1,5 +1,5 @@
 // The sizes that the row kernels are compiled with: threads of a block, packs in flight, slots of a ring. The plan
-// (plan.cuh) computes with them too. They were chosen by measurements on an H200, but where a comment says what they
+// (plan.cuh) computes with them too. They were chosen by measurements on an H200, except where a comment says what they
 // follow from. No other GPU has been measured. A pack is 16 bytes.
 #pragma once
 
@@ -9,7 +9,7 @@ namespace jaxsoft::cuda {
 
 // A row in the registers of lanes, a warp or a block (held.cuh).
 struct Held {
-  // Threads of a block that holds rows shorter than a warp's; each of them has several rows.
+  // Threads of a block whose rows take a warp or a part of one each. The block has several rows.
   static constexpr int short_threads = 128;
   // The most threads of a block. With extras, more registers for each thread are worth more than more threads.
   static constexpr int most_threads(bool extras, int packs) { return extras && packs > 4 ? 256 : 1024; }

@@ -61,7 +61,7 @@ cudaError_t launch_merge(const Arguments<T>& args, const Largest<T>& to, const K
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(args.rows));
-  // By value: a constant's address would have to be defined.
+  // The constants are copied, as std::clamp takes references.
   config.blockDim = dim3(std::clamp(threads, int(TopKCode::least_merge_threads), int(TopKCode::merge_threads)));
   config.dynamicSmemBytes = count * sizeof(Key);
   config.stream = stream;

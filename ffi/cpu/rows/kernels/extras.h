@@ -10,8 +10,8 @@ namespace JAXSOFT_ISA {
 using jaxsoft::cpu::infinity;
 using jaxsoft::cpu::Segment;
 
-// Reads the vector at element i, of which `left` elements or more are there. Without `extras`, scores are the elements
-// themselves and all count.
+// Reads the vector that begins at element i, where `left` elements are left of the segment. Without `extras`, scores
+// are the elements themselves, and all of them count.
 template <class T, bool extras>
 struct Reader {
   typedef Lanes<T> L;

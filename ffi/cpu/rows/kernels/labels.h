@@ -123,7 +123,7 @@ inline void gradient_numbers(const LabelRows& rows, int64_t row, S* numbers) {
   Op::finish(of_row, numbers);
 }
 
-// Writes what a row's label has as a gradient, and empties a row that is not read.
+// Writes the gradient at a row's label, and fills a row that is not read with zeros.
 template <class Op, class T, class Out>
 inline void finish_label_gradient(const LabelRows& rows, int64_t row) {
   typedef typename Lanes<T>::Scalar S;

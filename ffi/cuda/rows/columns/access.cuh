@@ -1,4 +1,4 @@
-// Accesses of `width` elements, which are less than a pack or a pack. They stand at the beginning of a pack.
+// Accesses of `width` elements, at most a pack. In registers they are the first elements of a pack.
 #pragma once
 
 #include "../../fold.cuh"

@@ -26,7 +26,7 @@ struct Exchange {
   const SharedTile<Kind>& shared;
   const TileLayout<Kind>& layout;
   unsigned long long* const counter;  // of tiles; null where they are dealt out in advance
-  const int log_helpers, helpers;     // how many lanes finish a column together, and the logarithm of it
+  const int log_helpers, helpers;     // log2 of the lanes that finish a column together, and their number
   const bool clustered;               // before Hopper every block is alone
 
   __device__ Exchange(const Tiling<Kind>& tiling, const SharedTile<Kind>& shared, const TileLayout<Kind>& layout,

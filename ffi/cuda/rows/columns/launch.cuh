@@ -8,8 +8,9 @@
 
 namespace jaxsoft::cuda {
 
-// How many clusters of a kernel run at once on a device, or how many times as many blocks as share n. This is asked
-// once for each number of blocks and share. 0 if the device does not know clusters of this size.
+// How many tiles a kernel works on at once on a device: the number of clusters that run at the same time or, without
+// clusters, of blocks, divided by those that share n. The device is asked once for each number of blocks and share. The
+// result is 0 if it does not know clusters of this size.
 template <template <class> class Op, class T, int width, bool straddles>
 cudaError_t tiles_at_once(const ColumnsDevice& device, const cudaLaunchConfig_t& config, Tile tile, int* tiles) {
   auto kernel = columns<Op, T, width, straddles>;

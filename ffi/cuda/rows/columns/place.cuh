@@ -53,7 +53,7 @@ struct Tiling {
         step(down * args.inner),
         stays(Kind::reduces && Kind::writes && end - begin <= chunk_rows) {}
 
-  // Tiles are counted from 0. There are less than 2^32, as more do not fit memory.
+  // Tiles are counted from 0. There are fewer than 2^32, as more do not fit into memory.
   __device__ unsigned first_tile() const { return blockIdx.x / tile.blocks; }
   __device__ int64_t first_access(unsigned index) const { return int64_t(index) << shift; }
   __device__ bool exists(unsigned index) const { return first_access(index) < accesses; }
@@ -123,7 +123,8 @@ struct TileColumns {
     if (Kind::straddles && left) return e == 0 ? max(across + x - 1, across) : x;
     return e * across + x;
   }
-  // Whether it is one of the tile's columns, which the elements at its ends may not be where accesses straddle columns.
+  // Whether element e is in one of the tile's columns. Where accesses straddle columns, elements at the tile's ends may
+  // lie outside of it.
   __device__ bool is_own(int e) const {
     const int at = tiling.x * Kind::width + e;
     return !Kind::straddles || (at >= left && at - left < count);

@@ -50,7 +50,7 @@ class TilePlanner {
     const Divider row = accesses(across) <= INT32_MAX ? Divider(static_cast<uint32_t>(of_row)) : Divider();
     return with_slots({threads, across, 0, blocks, 0, row});
   }
-  // How many there are.
+  // How many tiles there are.
   int64_t tiles(int across) const { return divide_up(accesses(across), across); }
 
  private:

@@ -1,6 +1,6 @@
 // The first phase of a tile: each group of threads reduces its part of the columns to maxima and sums in shared memory.
 //
-// A group is the threads of a column that lie in one warp, or the only one that does.
+// A group has the threads of one warp that share a column. In a tile of 32 accesses or more, this is one thread.
 #pragma once
 
 #include "slots.cuh"

@@ -22,9 +22,10 @@ struct Tile {
   Divider row;      // divides by the accesses that are side by side in a row; not set where there are 2^31 or more
 };
 
-// Two elements of 16 bits are at a multiple of 4 bytes in every second row if `inner` is odd; in the rows between,
-// accesses straddle those pairs. As a thread's rows are an even number of rows apart, it always has the same two
-// columns, which are one column to the left of its neighbour's row's. A tile has the columns that both ways cover.
+// An access of two elements of 16 bits must begin at a multiple of 4 bytes. If `inner` is odd, this is at the first,
+// third, ... column of a tile in every second row, and one column to the left in the rows between. All rows of a thread
+// are of the same kind, as they are an even number of rows apart, so the thread always has the same two columns. A tile
+// has the columns that the accesses cover in both kinds of rows.
 __host__ __device__ constexpr int straddled_columns(int across) { return 2 * across - 1; }
 
 // The accesses that are side by side in a row of `inner` columns.
@@ -68,7 +69,7 @@ struct Message<Kind, false> {
 template <class Kind>
 struct TileLayout {
   using T = typename Kind::T;
-  int columns, groups;  // a group: the threads of a column that lie in one warp, or the only one that does
+  int columns, groups;  // a group: the threads of one warp that share a column, perhaps only one
   unsigned barrier, next, values, mail, sums, maxima, slots, end = 0;
   explicit TileLayout(Tile tile) {
     columns = tile.across * Kind::width;

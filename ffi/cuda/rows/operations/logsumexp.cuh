@@ -1,7 +1,7 @@
 // state: the state (m, s) of each row. With labels, the label's score is left out of it and is the result t.
 //
-// logsumexp_vjp: dx = scale * p * g, with one g for each row. With labels, dx has h more at the label, and v more at
-// every score above -inf where there is a v.
+// logsumexp_vjp: dx = scale * p * g, with one g for each row. With labels, dx is h instead at the label. Where there is
+// a v, it is added at every score above -inf, that of the label included.
 #pragma once
 
 #include "labels.cuh"

@@ -1,4 +1,4 @@
-// Probabilities that are computed again from a row's saved state, for the pullbacks of log_softmax and logsumexp.
+// Probabilities that are computed again from a row's saved state: for log_softmax_vjp, logsumexp_vjp and entropy_vjp.
 #pragma once
 
 #include "operation.cuh"

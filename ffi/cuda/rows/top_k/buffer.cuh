@@ -13,7 +13,7 @@ struct Gathered {
   Key least;            // the last cut has left the keys from this one on; 0 before the first
 };
 
-// Whether a search for the k largest that has found more may end.
+// A search for the k largest may end when it has found at most so many.
 __device__ inline int enough_for(int k) { return k + max(k / 4, TopKCode::least_spare); }
 
 // A place at the end of the buffer for each of the warp's threads that are here.
@@ -33,7 +33,7 @@ __device__ inline int number_from(Key least, const Key* keys, int count) {
 }
 
 // Calls use(rank, key) once for each key in the buffer. All threads call it, and see the buffer. The last warp of the
-// block is left out, as it merges states meanwhile.
+// block merges states meanwhile. It takes part only if there are more keys than the other warps have threads.
 template <class Use>
 __device__ void for_ranked(const Key* keys, int count, Use use) {
   int lanes = 32;  // that share a key

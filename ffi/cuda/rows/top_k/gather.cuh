@@ -101,8 +101,8 @@ struct Gatherer {
     }
   }
 
-  // Folds all elements, and leaves their k greatest keys in the buffer, with others, of which `ranked` in all are few
-  // enough to be put in order. Returns the thread's state.
+  // Folds all elements, and leaves their k greatest keys in the buffer, with some others. Up to `ranked` keys are not
+  // cut again, as they are few enough to be put in order. Returns the thread's state.
   __device__ Running<float> gather(int ranked) const {
     const int tile = tile_packs * blockDim.x;
     Pack<T> packs[tile_packs], next[tile_packs];
@@ -117,7 +117,7 @@ struct Gatherer {
       const int first = start + threadIdx.x;
       trim(packs, first);
       const float top = StateOf<T>::accumulate(part, packs, packs, row.form);
-      if (start == 0 && window.packs >= k) low = order_of_first_tile(top);  // as a block has k threads
+      if (start == 0 && window.packs >= k) low = order_of_first_tile(top);  // a block with k packs has k threads
       put_tile(packs, top, first, start + tile < window.packs, low);
 #pragma unroll
       for (int j = 0; j < tile_packs; j++) packs[j] = next[j];

@@ -72,8 +72,9 @@ __global__ void __launch_bounds__(TopKCode::threads, TopKCode::blocks)
   write_part<T>(state, gathered.count, keys, to.k, keys_of_parts, states);
 }
 
-// An order from which on there are at least k of the keys of all parts, by a warp: that of each part's first ones, as
-// many as make k together, or of one part's k, whichever is greater.
+// Finds, by a warp, an order from which on there are at least k keys of all parts. The keys of a part are in descending
+// order. The first k / parts keys of every part, rounded up, are at least k together, so the least order among them is
+// one answer. That of the k-th key of any part is another. The greatest of these orders is returned.
 __device__ inline uint32_t order_of_parts(const Key* keys_of_parts, unsigned parts, int k) {
   const int of_each = (k + parts - 1) / parts;
   uint32_t low = 1, least = ~0u;

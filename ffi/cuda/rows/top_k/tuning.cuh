@@ -25,10 +25,11 @@ struct TopKTuning {
   int major;                 // the row is for compute capabilities from `major`.0 on, up to the next row's
   bool overlaps;             // whether the merging launch can begin while the one before it still runs
   int blocks_at_once = TopKCode::blocks;  // for each multiprocessor: fewer rows than blocks are split
-  int buffer = 2048;         // keys in a block's buffer: at least the elements of so many packs as k can be
+  int buffer = 2048;         // keys in a block's buffer. A part of fewer packs than k, which is 256 at most, puts all
+                             // elements of these packs there, 8 of each at most
   int merged = 4096;         // keys of all parts of a row, at most
-  int few_parts = 16;        // a row has more parts than this only where each has some tiles even so:
-  int least_tiles = 2;       // so many
+  int few_parts = 16;        // a row has more parts than this only where each of them has `least_tiles` tiles
+  int least_tiles = 2;
 };
 constexpr TopKTuning kTopKTuning[] = {
     {/*major=*/8, /*overlaps=*/false},  // Ampere and Ada: not measured
