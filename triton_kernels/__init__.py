@@ -15,6 +15,9 @@ import jax.numpy as jnp
 
 from jaxsoft._rows.forms import Form, Operands, is_plain
 from jaxsoft._rows.operation import Operation, Rows
+from jaxsoft._rows.operations.log_softmax import LOG_SOFTMAX, LOG_SOFTMAX_VJP
+from jaxsoft._rows.operations.logsumexp import LOGSUMEXP_VJP, STATE
+from jaxsoft._rows.operations.softmax import SOFTMAX, SOFTMAX_VJP
 
 from . import devices
 
@@ -73,14 +76,14 @@ def unsupported(operands: Sequence[jax.core.ShapedArray]) -> str | None:
     return None
 
 
-# The operations that Triton kernels have, in their plain form.
-_NAMES = ("softmax", "softmax_vjp", "log_softmax", "log_softmax_vjp", "state", "logsumexp_vjp")
+# The operations that have kernels, in their plain form.
+KERNELS = frozenset((SOFTMAX, SOFTMAX_VJP, LOG_SOFTMAX, LOG_SOFTMAX_VJP, STATE, LOGSUMEXP_VJP))
 
 
 def kernel(operation: Operation, form: Form, platform: str, operands: Operands) -> Rows | None:
     """The kernel for an operation in this form, or None where it has to be composed."""
     del platform
-    if operation.name not in _NAMES or not is_plain(operation, form, operands):
+    if operation not in KERNELS or not is_plain(operation, form, operands):
         return None
 
     def call(*operands: jax.Array) -> tuple[jax.Array, ...]:

@@ -77,11 +77,12 @@ inline const char* word(Kind kind) {
 }
 
 // The records as text, a line each, for a test that compares them with Python's. An example:
-// log_softmax(row)->(row,number,number) extras=scale,limit,where,bias masked=0 cap=0 trailing=1 workspace=1
+// softmax(scores:row)->(result:row) extras=scale,limit,where,bias masked=0 cap=0 trailing=1 workspace=1
 inline std::string operations_as_text() {
   auto joined = [](const List<Operand>& operands) {
     std::string text;
-    for (const Operand& operand : operands) text += (text.empty() ? "" : ",") + std::string(word(operand.kind));
+    for (const Operand& operand : operands)
+      text += (text.empty() ? "" : ",") + std::string(operand.name) + ":" + word(operand.kind);
     return "(" + text + ")";
   };
   std::string text;

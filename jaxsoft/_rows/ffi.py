@@ -61,7 +61,7 @@ def _result_types(operation: Operation, form: Form, x: jax.Array) -> list[jax.Sh
         Kind.VALUES: jax.ShapeDtypeStruct((*rows, form.k), form.dtype),
         Kind.INDICES: jax.ShapeDtypeStruct((*rows, form.k), jnp.int32),
     }
-    return [types[kind] for kind in operation.results]
+    return [types[kind] for kind in operation.result_kinds]
 
 
 def workspace(x: jax.Array, k: int = 0) -> jax.ShapeDtypeStruct:

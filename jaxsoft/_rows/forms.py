@@ -82,7 +82,7 @@ def compose(operation: Operation, form: Form, plain: Rows) -> Rows:
             v = _select(counts, v, operation.uncounted)
             return jnp.moveaxis(v.astype(form.dtype), -1, axis)
 
-        results = zip(operation.results, plain(*prepared), strict=True)
+        results = zip(operation.result_kinds, plain(*prepared), strict=True)
         return tuple(finished(v) if kind is Kind.ROW else v for kind, v in results)
 
     return function

@@ -67,7 +67,7 @@ class Reduction(enum.Enum):
 
 
 class Operand(NamedTuple):
-    """An operand: its name in formulas, its kind, and whether the operation is linear in it."""
+    """An operand or a result: its name, its kind, and whether the operation is linear in it."""
 
     name: str
     kind: Kind
@@ -95,7 +95,7 @@ class Operation:
     Attributes:
       name: of the operation; the FFI's target is "jaxsoft_" + name.
       operands: in the order of every kernel. The first has the shape (..., n).
-      results: their kinds.
+      results: likewise.
       formula: (reductions, *operands) -> results in plain JAX, for the plain form; for an operation with results of
         kind VALUES also (k=), how many elements.
       reduces: what has to be known of a row before the results can be written.
@@ -111,7 +111,7 @@ class Operation:
 
     name: str
     operands: tuple[Operand, ...]
-    results: tuple[Kind, ...]
+    results: tuple[Operand, ...]
     formula: Callable[..., tuple[jax.Array, ...]]
     reduces: Reduction = Reduction.NOTHING
     extras: tuple[Extra, ...] = ()
@@ -129,6 +129,11 @@ class Operation:
     def kinds(self) -> tuple[Kind, ...]:
         """The kinds of the operands."""
         return tuple(operand.kind for operand in self.operands)
+
+    @property
+    def result_kinds(self) -> tuple[Kind, ...]:
+        """The kinds of the results."""
+        return tuple(result.kind for result in self.results)
 
     @property
     def linear(self) -> range:
@@ -159,7 +164,7 @@ class Operation:
     @property
     def selects(self) -> bool:
         """Whether the operation selects k elements of a row."""
-        return Kind.VALUES in self.results
+        return Kind.VALUES in self.result_kinds
 
 
 @dataclasses.dataclass(frozen=True)

@@ -75,7 +75,7 @@ def _dims(operation: Operation, form: Form, shapes: Sequence[Sequence[int]]) -> 
 def _result_dims(operation: Operation, x: list[str]) -> list[list[str]]:
     rows = [dim for dim in x if dim != "n"]
     dims = {Kind.ROW: x, Kind.STATISTIC: rows, Kind.VALUES: [*rows, "k"], Kind.INDICES: [*rows, "k"]}
-    return [dims[kind] for kind in operation.results]
+    return [dims[kind] for kind in operation.result_kinds]
 
 
 def _over_shards(operation: Operation, form: Form, axes: Axes, kernel: Callable[[Form], Rows]) -> Rows:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxsoft._rows.operands import SUM
 from jaxsoft._rows.operation import Kind, Operation, Reduction
 from jaxsoft._rows.operations.log_softmax import LOG_SOFTMAX, LOG_SOFTMAX_VJP
 from jaxsoft._rows.operations.logsumexp import LOGSUMEXP_VJP, STATE
@@ -42,7 +43,7 @@ class Signature(NamedTuple):
     def of(operation: Operation) -> "Signature":
         """The signature of an operation."""
         rows = sum(kind.is_wide for kind in operation.kinds)
-        row_results = sum(kind.is_wide for kind in operation.results)
+        row_results = sum(kind.is_wide for kind in operation.result_kinds)
         return Signature(rows, len(operation.kinds) - rows, row_results, len(operation.results) - row_results)
 
 
@@ -89,7 +90,7 @@ def reduction_of(operation: Operation) -> Operation:
     if operation.reduces is Reduction.STATE:
         return STATE
     rows = tuple(operand for operand in operation.operands if operand.kind.is_wide)
-    return dataclasses.replace(operation, name=f"{operation.name}_sum", operands=rows, results=(Kind.STATISTIC,))
+    return dataclasses.replace(operation, name=f"{operation.name}_sum", operands=rows, results=(SUM,))
 
 
 type Spread = Callable[[jax.Array], jax.Array]

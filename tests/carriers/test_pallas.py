@@ -316,8 +316,8 @@ def test_special_values(operation, n, plan):
     operands = operands_of(operation, x)
     results = interpreted(operation, plan, *operands)
     expected = list(formula(operation)(*map(jnp.asarray, operands)))
-    if Kind.STATISTIC in operation.results:  # XLA's maximum does not always see a NaN; the sum does
-        m = operation.results.index(Kind.STATISTIC)
+    if Kind.STATISTIC in operation.result_kinds:  # XLA's maximum does not always see a NaN; the sum does
+        m = operation.result_kinds.index(Kind.STATISTIC)
         expected[m] = jnp.where(jnp.isnan(expected[m + 1]), jnp.nan, expected[m])
     chex.assert_trees_all_close(results, expected, rtol=2e-5, atol=1e-5 if operation.is_pullback else 1e-37)
 
@@ -354,7 +354,7 @@ def test_lowers_for_hopper(operation, dtype):
             lowered = jax.jit(kernel).trace(*operands).lower(lowering_platforms=("cuda",))
             # ENTROPY_VJP has no kernel, and reduces nothing that STATE's could do: it is a formula.
             assert ("mosaic_gpu" in lowered.as_text()) == (operation is not ENTROPY_VJP)
-            results = [kinds.get(kind, full) for kind in operation.results]
+            results = [kinds.get(kind, full) for kind in operation.result_kinds]
             results = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in results]
             chex.assert_trees_all_equal_shapes_and_dtypes(lowered.out_info, tuple(results))
 

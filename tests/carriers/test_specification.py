@@ -8,7 +8,7 @@ from jaxsoft._core import library
 from jaxsoft._rows.operation import Extra, Kind, Operation, Reduction
 from jaxsoft._rows.operations import OPERATIONS
 
-NAMES = {
+KINDS = {
     Kind.SCORES: "row",
     Kind.PROBABILITIES: "row",
     Kind.COTANGENT: "row",
@@ -22,7 +22,10 @@ NAMES = {
 
 def specification(operation: Operation) -> str:
     """The line that a library has for an operation."""
-    operands, results = (",".join(NAMES[kind] for kind in kinds) for kinds in (operation.kinds, operation.results))
+    operands, results = (
+        ",".join(f"{operand.name}:{KINDS[operand.kind]}" for operand in side)
+        for side in (operation.operands, operation.results)
+    )
     extras = ",".join(extra.name.lower() for extra in Extra if extra in operation.extras)
     flags = {
         "masked": operation.may_be_masked,

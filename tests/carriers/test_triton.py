@@ -28,20 +28,13 @@ import jaxsoft
 from jaxsoft import triton_kernels
 from jaxsoft._rows.choice import choose
 from jaxsoft._rows.forms import Form
+from jaxsoft._rows.operation import Kind
 from jaxsoft._rows.operations import OPERATIONS as RECORDS
 from jaxsoft._rows.operations.logsumexp import STATE
 from jaxsoft._rows.operations.softmax import SOFTMAX
 from jaxsoft._rows.primitive import row_operation
 
-# By operation: the kinds of its operands and of its results, an array of rows or one number a row.
-OPERATIONS = {
-    "softmax": ("a", "a"),
-    "log_softmax": ("a", "ann"),
-    "state": ("a", "nn"),
-    "softmax_vjp": ("aa", "a"),
-    "log_softmax_vjp": ("anna", "a"),
-    "logsumexp_vjp": ("annn", "a"),
-}
+OPERATIONS = {operation.name: operation for operation in RECORDS if operation in triton_kernels.KERNELS}
 EPS = 2.0**-23
 # What the kernels distinguish: rows of one tile and of several, that end with them or not; several rows a program, of
 # which some do not exist; lanes, units, packs and vectors of one and of more.
@@ -57,12 +50,16 @@ CUTS = {
 needs_triton = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("triton", "jax_triton")), reason="needs jax-triton"
 )
-BY_NAME = {operation.name: operation for operation in RECORDS}
 each_operation = pytest.mark.parametrize("operation", OPERATIONS)
 
 
+def wide_operands(operation: str) -> int:
+    """How many operands have the shape of the scores."""
+    return sum(kind.is_wide for kind in OPERATIONS[operation].kinds)
+
+
 def sizes(operation: str, dtype):
-    return tuning(OPERATIONS[operation][0].count("a"), jnp.dtype(dtype).itemsize)
+    return tuning(wide_operands(operation), jnp.dtype(dtype).itemsize)
 
 
 def statistic(dtype):
@@ -112,8 +109,9 @@ def compiled(monkeypatch, tmp_path):
 
     def ptx(operation, dtype, cut, capability=90):
         kernel = getattr(kernels, f"{operation}_kernel")
-        kinds = {"a": "*" + names[dtype], "n": "*" + names[statistic(dtype)]}
-        signature = ["i64", *map(kinds.get, "".join(OPERATIONS[operation])), "constexpr"]
+        kinds = (*OPERATIONS[operation].kinds, *OPERATIONS[operation].result_kinds)
+        arrays = ("*" + names[dtype if kind.is_wide else statistic(dtype)] for kind in kinds)
+        signature = ["i64", *arrays, "constexpr"]
         source = ASTSource(
             kernel,
             dict(zip(kernel.arg_names, signature, strict=True)),
@@ -128,7 +126,7 @@ def compiled(monkeypatch, tmp_path):
 
 def vectors(operation: str, cut: Plan) -> tuple[int, int]:
     """How many 16-byte loads and stores a thread's part of a tile takes, each pass over it counted."""
-    operands, results = (kinds.count("a") for kinds in OPERATIONS[operation])
+    operands, results = wide_operands(operation), OPERATIONS[operation].result_kinds.count(Kind.ROW)
     each = cut.units * cut.packs * max(1, cut.rows * cut.lanes // (32 * cut.warps))
     second = cut.tiles > 1 and operation not in ("state", "logsumexp_vjp")
     first = operands if operation != "log_softmax_vjp" else 1  # only g is summed
@@ -154,7 +152,7 @@ def test_compiles(compiled, operation, dtype, capability):
         )
         assert (ptx.count(wide_load), ptx.count(wide_store)) == vectors(operation, cut), (n, cut)
         # Rows that fit a warp need no shared memory, but to put statistics in order.
-        if cut.lanes <= 32 and "n" not in OPERATIONS[operation][1]:
+        if cut.lanes <= 32 and Kind.STATISTIC not in OPERATIONS[operation].result_kinds:
             assert "bar.sync" not in ptx
 
 
@@ -202,13 +200,15 @@ def operands_for(operation: str, n: int, dtype) -> list[np.ndarray]:
 def formula(operation: str, *operands) -> tuple[jax.Array, ...]:
     given = [jnp.asarray(v) for v in operands]
     types = [operand(v.shape, v.dtype) for v in given]
-    return choose(BY_NAME[operation], Form(given[0].dtype), "xla", "cpu", types)(*given)
+    return choose(OPERATIONS[operation], Form(given[0].dtype), "xla", "cpu", types)(*given)
 
 
 def interpreted(operation: str, calls: list[tuple[Plan, list[np.ndarray]]], folder: pathlib.Path):
     """What the interpreter makes of an operation, in a process of its own."""
-    _, kinds = OPERATIONS[operation]
-    types = [{"a": (x.shape, x.dtype), "n": (x.shape[:1], np.dtype(np.float32))} for _, (x, *_) in calls]
+    kinds = OPERATIONS[operation].result_kinds
+    types = [
+        {Kind.ROW: (x.shape, x.dtype), Kind.STATISTIC: (x.shape[:1], np.dtype(np.float32))} for _, (x, *_) in calls
+    ]
     with open(folder / "calls", "wb") as file:
         given = zip(calls, types, strict=True)
         pickle.dump([(operation, cut, operands, [t[kind] for kind in kinds]) for (cut, operands), t in given], file)
@@ -261,8 +261,9 @@ def test_lowers(operation, kind):
             pytest.skip(reason)
         for shape, dtype in (((2, 3, 100), jnp.float32), ((1, 1024), jnp.float32), ((70000, 1001), jnp.bfloat16)):
             full, one = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[:-1], jnp.float32)
-            given, results = ([{"a": full, "n": one}[kind] for kind in kinds] for kinds in OPERATIONS[operation])
-            called = functools.partial(row_operation, BY_NAME[operation], Form(jnp.dtype(dtype)), "triton")
+            sides = OPERATIONS[operation].kinds, OPERATIONS[operation].result_kinds
+            given, results = ([full if kind.is_wide else one for kind in kinds] for kinds in sides)
+            called = functools.partial(row_operation, OPERATIONS[operation], Form(jnp.dtype(dtype)), "triton")
             lowered = jax.jit(lambda *v, f=called: f(*v)).trace(*given).lower(lowering_platforms=("cuda",))
             assert len(re.findall("custom_call @triton_kernel_call", lowered.as_text())) == 1
             chex.assert_trees_all_equal_shapes_and_dtypes(lowered.out_info, tuple(results))

@@ -35,7 +35,7 @@ def call(operation: Operation, capability: int, *operands: jax.Array, cut: Plan 
         cut = plan(rows, n, x.dtype.itemsize, tuning(arrays, x.dtype.itemsize))
     full = jax.ShapeDtypeStruct((rows, n), x.dtype)
     statistic = jax.ShapeDtypeStruct((rows,), accumulator(x.dtype))
-    results = tuple({Kind.ROW: full, Kind.STATISTIC: statistic}[kind] for kind in operation.results)
+    results = tuple({Kind.ROW: full, Kind.STATISTIC: statistic}[kind] for kind in operation.result_kinds)
     returned = jax_triton.triton_call(
         rows,
         *(v.reshape(full.shape if v.ndim == x.ndim else statistic.shape) for v in operands),

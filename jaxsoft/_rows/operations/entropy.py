@@ -6,11 +6,11 @@ Both terms are at least 0, so nothing cancels. A score of -inf adds nothing to u
 import jax.numpy as jnp
 
 from jaxsoft._rows.formulas import probabilities, wide
+from jaxsoft._rows.operands import COTANGENT, INNER_PRODUCT, MAXIMUM, RESULT, SCORES, SUM, TANGENT
 from jaxsoft._rows.operation import Extra, Function, Kind, Operand, Operation, Reduction
 from jaxsoft.fold import reference, weight
 
-_X = Operand("x", Kind.SCORES)
-_M, _S, _U = (Operand(name, Kind.STATISTIC) for name in "msu")
+PRODUCTS = Operand("products", Kind.STATISTIC)  # u
 
 
 def _below(x, m):
@@ -40,8 +40,8 @@ def _jvp(reductions, x, m, s, u, t):
 
 ENTROPY = Operation(  # x -> m, s, u
     "entropy",
-    operands=(_X,),
-    results=(Kind.STATISTIC, Kind.STATISTIC, Kind.STATISTIC),
+    operands=(SCORES,),
+    results=(MAXIMUM, SUM, PRODUCTS),
     formula=_entropy,
     reduces=Reduction.STATE,
     extras=(Extra.SCALE, Extra.LIMIT, Extra.WHERE),
@@ -50,8 +50,8 @@ ENTROPY = Operation(  # x -> m, s, u
 )
 ENTROPY_VJP = Operation(  # x, m, s, u, g -> scale * g * -p * ((z - m) - u / s), with p = exp(z - m) / s
     "entropy_vjp",
-    operands=(_X, _M, _S, _U, Operand("g", Kind.STATISTIC, linear=True)),
-    results=(Kind.ROW,),
+    operands=(SCORES, MAXIMUM, SUM, PRODUCTS, COTANGENT),
+    results=(RESULT,),
     formula=_vjp,
     extras=(Extra.SCALE, Extra.LIMIT, Extra.WHERE, Extra.BIAS),
     any_axis=False,
@@ -59,8 +59,8 @@ ENTROPY_VJP = Operation(  # x, m, s, u, g -> scale * g * -p * ((z - m) - u / s),
 )
 ENTROPY_JVP = Operation(  # x, m, s, u, t -> <-p * ((z - m) - u / s), scale * t>
     "entropy_jvp",
-    operands=(_X, _M, _S, _U, Operand("t", Kind.TANGENT, linear=True)),
-    results=(Kind.STATISTIC,),
+    operands=(SCORES, MAXIMUM, SUM, PRODUCTS, TANGENT),
+    results=(INNER_PRODUCT,),
     formula=_jvp,
     reduces=Reduction.PRODUCT,
 )

@@ -11,14 +11,16 @@ import jax
 import jax.numpy as jnp
 
 from jaxsoft._rows.formulas import label_places, probabilities, wide
+from jaxsoft._rows.operands import COTANGENT, INNER_PRODUCT, MAXIMUM, RESULT, SCORES, SUM, TANGENT
 from jaxsoft._rows.operation import Extra, Function, Kind, Operand, Operation, Reduction
 from jaxsoft.fold import State, reference
 
-_X, _I = Operand("x", Kind.SCORES), Operand("i", Kind.LABEL)
-_M, _S = Operand("m", Kind.STATISTIC), Operand("s", Kind.STATISTIC)
-_G, _H = Operand("g", Kind.STATISTIC, linear=True), Operand("h", Kind.STATISTIC, linear=True)
-_V = Operand("v", Kind.STATISTIC, linear=True)
-_T = Operand("t", Kind.TANGENT, linear=True)
+LABEL = Operand("label", Kind.LABEL)
+LABEL_SCORE = Operand("label_score", Kind.STATISTIC)
+DISTANCES = Operand("distances", Kind.STATISTIC)
+COUNT = Operand("count", Kind.STATISTIC)
+LABEL_COTANGENT = Operand("label_cotangent", Kind.STATISTIC, linear=True)
+DISTANCE_COTANGENT = Operand("distance_cotangent", Kind.STATISTIC, linear=True)
 
 
 def _label_state(reductions, x, i):
@@ -63,13 +65,12 @@ def _label_sums_jvp(reductions, x, i, m, s, t):
     return *_label_state_jvp(reductions, x, i, m, s, t), total
 
 
-_NUMBER = Kind.STATISTIC
 _EXTRAS = (Extra.LIMIT, Extra.WHERE)
 
 LABEL_STATE = Operation(  # x, i -> m, s of the scores but the label's; t, the label's
     "label_state",
-    operands=(_X, _I),
-    results=(_NUMBER, _NUMBER, _NUMBER),
+    operands=(SCORES, LABEL),
+    results=(MAXIMUM, SUM, LABEL_SCORE),
     formula=_label_state,
     reduces=Reduction.STATE,
     extras=_EXTRAS,
@@ -79,8 +80,8 @@ LABEL_STATE = Operation(  # x, i -> m, s of the scores but the label's; t, the l
 )
 LABEL_STATE_VJP = Operation(  # x, i, m, s, g, h -> p * g, and h at the label
     "label_state_vjp",
-    operands=(_X, _I, _M, _S, _G, _H),
-    results=(Kind.ROW,),
+    operands=(SCORES, LABEL, MAXIMUM, SUM, COTANGENT, LABEL_COTANGENT),
+    results=(RESULT,),
     formula=_label_state_vjp,
     extras=_EXTRAS,
     may_be_capped=True,
@@ -89,15 +90,15 @@ LABEL_STATE_VJP = Operation(  # x, i, m, s, g, h -> p * g, and h at the label
 )
 LABEL_STATE_JVP = Operation(  # x, i, m, s, t -> <p, t> without the label; t at the label
     "label_state_jvp",
-    operands=(_X, _I, _M, _S, _T),
-    results=(_NUMBER, _NUMBER),
+    operands=(SCORES, LABEL, MAXIMUM, SUM, TANGENT),
+    results=(INNER_PRODUCT, LABEL_SCORE),
     formula=_label_state_jvp,
     reduces=Reduction.PRODUCT,
 )
 LABEL_SUMS = Operation(  # x, i -> m, s, t; and of the scores z > -inf: sum(z - reference(t)), and their number
     "label_sums",
-    operands=(_X, _I),
-    results=(_NUMBER, _NUMBER, _NUMBER, _NUMBER, _NUMBER),
+    operands=(SCORES, LABEL),
+    results=(MAXIMUM, SUM, LABEL_SCORE, DISTANCES, COUNT),
     formula=_label_sums,
     reduces=Reduction.STATE,
     extras=_EXTRAS,
@@ -107,8 +108,8 @@ LABEL_SUMS = Operation(  # x, i -> m, s, t; and of the scores z > -inf: sum(z - 
 )
 LABEL_SUMS_VJP = Operation(  # x, i, m, s, g, h, v -> p * g, and h at the label; plus v where z > -inf
     "label_sums_vjp",
-    operands=(_X, _I, _M, _S, _G, _H, _V),
-    results=(Kind.ROW,),
+    operands=(SCORES, LABEL, MAXIMUM, SUM, COTANGENT, LABEL_COTANGENT, DISTANCE_COTANGENT),
+    results=(RESULT,),
     formula=_label_sums_vjp,
     extras=_EXTRAS,
     may_be_capped=True,
@@ -117,8 +118,8 @@ LABEL_SUMS_VJP = Operation(  # x, i, m, s, g, h, v -> p * g, and h at the label;
 )
 LABEL_SUMS_JVP = Operation(  # x, i, m, s, t -> those of label_state_jvp; sum(t) where z > -inf
     "label_sums_jvp",
-    operands=(_X, _I, _M, _S, _T),
-    results=(_NUMBER, _NUMBER, _NUMBER),
+    operands=(SCORES, LABEL, MAXIMUM, SUM, TANGENT),
+    results=(INNER_PRODUCT, LABEL_SCORE, DISTANCES),
     formula=_label_sums_jvp,
     reduces=Reduction.PRODUCT,
 )

@@ -3,11 +3,9 @@
 import jax.numpy as jnp
 
 from jaxsoft._rows.formulas import defined_probabilities, wide
-from jaxsoft._rows.operation import Extra, Function, Kind, Operand, Operation, Reduction
+from jaxsoft._rows.operands import COTANGENTS, MAXIMUM, RESULT, SCORES, SUM, TANGENT
+from jaxsoft._rows.operation import Extra, Function, Operation, Reduction
 from jaxsoft.fold import reference
-
-_X = Operand("x", Kind.SCORES)
-_M, _S = Operand("m", Kind.STATISTIC), Operand("s", Kind.STATISTIC)
 
 
 def _log_softmax(reductions, x):
@@ -28,8 +26,8 @@ def _jvp(reductions, x, m, s, t):
 
 LOG_SOFTMAX = Operation(  # x -> y, m, s
     "log_softmax",
-    operands=(_X,),
-    results=(Kind.ROW, Kind.STATISTIC, Kind.STATISTIC),
+    operands=(SCORES,),
+    results=(RESULT, MAXIMUM, SUM),
     formula=_log_softmax,
     reduces=Reduction.STATE,
     extras=(Extra.SCALE, Extra.LIMIT, Extra.WHERE, Extra.BIAS),
@@ -37,16 +35,16 @@ LOG_SOFTMAX = Operation(  # x -> y, m, s
 )
 LOG_SOFTMAX_VJP = Operation(  # x, m, s, g -> scale * (g - p * sum(g)), with p = exp(z - m) / s
     "log_softmax_vjp",
-    operands=(_X, _M, _S, Operand("g", Kind.COTANGENT, linear=True)),
-    results=(Kind.ROW,),
+    operands=(SCORES, MAXIMUM, SUM, COTANGENTS),
+    results=(RESULT,),
     formula=_vjp,
     reduces=Reduction.SUM,
     extras=(Extra.SCALE, Extra.LIMIT, Extra.WHERE),
 )
 LOG_SOFTMAX_JVP = Operation(  # x, m, s, t -> scale * t - <p, scale * t>
     "log_softmax_jvp",
-    operands=(_X, _M, _S, Operand("t", Kind.TANGENT, linear=True)),
-    results=(Kind.ROW,),
+    operands=(SCORES, MAXIMUM, SUM, TANGENT),
+    results=(RESULT,),
     formula=_jvp,
     reduces=Reduction.PRODUCT,
 )

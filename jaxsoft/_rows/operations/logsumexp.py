@@ -1,11 +1,9 @@
 """logsumexp: m + log(s), from the state (m, s) of a row."""
 
 from jaxsoft._rows.formulas import probabilities, wide
-from jaxsoft._rows.operation import Extra, Function, Kind, Operand, Operation, Reduction
+from jaxsoft._rows.operands import COTANGENT, INNER_PRODUCT, MAXIMUM, RESULT, SCORES, SUM, TANGENT
+from jaxsoft._rows.operation import Extra, Function, Operation, Reduction
 from jaxsoft.fold import State, lse
-
-_X = Operand("x", Kind.SCORES)
-_M, _S = Operand("m", Kind.STATISTIC), Operand("s", Kind.STATISTIC)
 
 
 def _state(reductions, x):
@@ -22,23 +20,23 @@ def _jvp(reductions, x, m, s, t):
 
 STATE = Operation(  # x -> m, s
     "state",
-    operands=(_X,),
-    results=(Kind.STATISTIC, Kind.STATISTIC),
+    operands=(SCORES,),
+    results=(MAXIMUM, SUM),
     formula=_state,
     reduces=Reduction.STATE,
     extras=(Extra.SCALE, Extra.LIMIT, Extra.WHERE, Extra.BIAS),
 )
 LOGSUMEXP_VJP = Operation(  # x, m, s, g -> scale * p * g, with p = exp(z - m) / s
     "logsumexp_vjp",
-    operands=(_X, _M, _S, Operand("g", Kind.STATISTIC, linear=True)),
-    results=(Kind.ROW,),
+    operands=(SCORES, MAXIMUM, SUM, COTANGENT),
+    results=(RESULT,),
     formula=_vjp,
     extras=(Extra.SCALE, Extra.LIMIT, Extra.WHERE, Extra.BIAS),
 )
 LOGSUMEXP_JVP = Operation(  # x, m, s, t -> <p, scale * t>
     "logsumexp_jvp",
-    operands=(_X, _M, _S, Operand("t", Kind.TANGENT, linear=True)),
-    results=(Kind.STATISTIC,),
+    operands=(SCORES, MAXIMUM, SUM, TANGENT),
+    results=(INNER_PRODUCT,),
     formula=_jvp,
     reduces=Reduction.PRODUCT,
 )

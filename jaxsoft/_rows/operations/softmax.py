@@ -3,10 +3,8 @@
 import jax.numpy as jnp
 
 from jaxsoft._rows.formulas import exp_above, wide
-from jaxsoft._rows.operation import Extra, Function, Kind, Operand, Operation, Reduction
-
-_X = Operand("x", Kind.SCORES)
-_Y = Operand("y", Kind.PROBABILITIES)
+from jaxsoft._rows.operands import COTANGENTS, PROBABILITIES, RESULT, SCORES, TANGENT
+from jaxsoft._rows.operation import Extra, Function, Operation, Reduction
 
 
 def _softmax(reductions, x):
@@ -23,16 +21,16 @@ def _jacobian(reductions, y, g):
 
 SOFTMAX = Operation(
     "softmax",
-    operands=(_X,),
-    results=(Kind.ROW,),
+    operands=(SCORES,),
+    results=(RESULT,),
     formula=_softmax,
     reduces=Reduction.STATE,
     extras=(Extra.SCALE, Extra.LIMIT, Extra.WHERE, Extra.BIAS),
 )
 SOFTMAX_VJP = Operation(  # y, g -> scale * y * (g - <y, g>)
     "softmax_vjp",
-    operands=(_Y, Operand("g", Kind.COTANGENT, linear=True)),
-    results=(Kind.ROW,),
+    operands=(PROBABILITIES, COTANGENTS),
+    results=(RESULT,),
     formula=_jacobian,
     reduces=Reduction.PRODUCT,
     extras=(Extra.SCALE, Extra.LIMIT),
@@ -40,8 +38,8 @@ SOFTMAX_VJP = Operation(  # y, g -> scale * y * (g - <y, g>)
 )
 SOFTMAX_JVP = Operation(  # y, t -> y * (scale * t - <y, scale * t>)
     "softmax_jvp",
-    operands=(_Y, Operand("t", Kind.TANGENT, linear=True)),
-    results=(Kind.ROW,),
+    operands=(PROBABILITIES, TANGENT),
+    results=(RESULT,),
     formula=_jacobian,
     reduces=Reduction.PRODUCT,
 )

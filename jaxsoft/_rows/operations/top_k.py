@@ -4,11 +4,13 @@ import jax.numpy as jnp
 
 from jaxsoft._core.tangents import zero_tangent
 from jaxsoft._rows.formulas import at, defined_probabilities, has_softmax, largest, probabilities, put, wide
+from jaxsoft._rows.operands import COTANGENT, INNER_PRODUCT, MAXIMUM, RESULT, SCORES, SUM, TANGENT
 from jaxsoft._rows.operation import Function, Kind, Operand, Operation, Reduction
 from jaxsoft._rows.operations.logsumexp import LOGSUMEXP_VJP
 
-_X, _I = Operand("x", Kind.SCORES), Operand("i", Kind.INDICES)
-_M, _S = Operand("m", Kind.STATISTIC), Operand("s", Kind.STATISTIC)
+VALUES = Operand("values", Kind.VALUES)
+INDICES = Operand("indices", Kind.INDICES)
+VALUE_COTANGENTS = Operand("value_cotangents", Kind.VALUES, linear=True)
 
 
 def _top_k(reductions, x, *, k):
@@ -37,8 +39,8 @@ def _jvp(reductions, x, i, m, s, t, *, k):
 
 TOP_K = Operation(  # x -> the k largest, in order, and their indices; m, s
     "top_k",
-    operands=(_X,),
-    results=(Kind.VALUES, Kind.INDICES, Kind.STATISTIC, Kind.STATISTIC),
+    operands=(SCORES,),
+    results=(VALUES, INDICES, MAXIMUM, SUM),
     formula=_top_k,
     reduces=Reduction.STATE,
     any_axis=False,
@@ -46,19 +48,15 @@ TOP_K = Operation(  # x -> the k largest, in order, and their indices; m, s
 )
 TOP_K_VJP = Operation(  # x, i, m, s, g, h -> p * g, and h at the indices
     "top_k_vjp",
-    operands=(
-        *(_X, _I, _M, _S),
-        Operand("g", Kind.STATISTIC, linear=True),
-        Operand("h", Kind.VALUES, linear=True),
-    ),
-    results=(Kind.ROW,),
+    operands=(SCORES, INDICES, MAXIMUM, SUM, COTANGENT, VALUE_COTANGENTS),
+    results=(RESULT,),
     formula=_vjp,
     made_of=_vjp_by_kernel,
 )
 TOP_K_JVP = Operation(  # x, i, m, s, t -> <p, t> without the elements at the indices, and t at the indices
     "top_k_jvp",
-    operands=(_X, _I, _M, _S, Operand("t", Kind.TANGENT, linear=True)),
-    results=(Kind.STATISTIC, Kind.VALUES),
+    operands=(SCORES, INDICES, MAXIMUM, SUM, TANGENT),
+    results=(INNER_PRODUCT, VALUES),
     formula=_jvp,
     reduces=Reduction.PRODUCT,
 )
