@@ -7,18 +7,6 @@
 
 namespace jaxsoft::cuda {
 
-// The current device: its multiprocessors, and the major number of its compute capability.
-struct Device {
-  int processors = 0, major = 0;
-
-  cudaError_t read() {
-    int device = 0;
-    if (auto e = cudaGetDevice(&device)) return e;
-    if (auto e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return e;
-    return cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  }
-};
-
 // Remembers `count` numbers for each device. None of them is negative.
 template <int count = 1>
 class Devices {
@@ -45,5 +33,45 @@ class Devices {
     return once(0, &nothing, [&](int* found) { return *found = 0, set(); });
   }
 };
+
+// A kernel of which only the attributes are asked for. They say what the library's kernels were compiled for.
+template <int = 0>
+__global__ void any_kernel() {}
+
+// The current device, as far as the choice of a kernel depends on it.
+struct Device {
+  int ordinal = 0;
+  int processors = 0;  // multiprocessors
+  // The major number of the compute capability that the kernels were compiled for which run here. It is the device's,
+  // or an older one's where the library has nothing newer for it than that one's PTX. Kernels lack what came later.
+  int major = 0;
+
+  cudaError_t read() {
+    static Devices<2> known;
+    if (auto e = cudaGetDevice(&ordinal)) return e;
+    if (auto e = known.once(0, &processors, [&](int* found) {
+          return cudaDeviceGetAttribute(found, cudaDevAttrMultiProcessorCount, ordinal);
+        }))
+      return e;
+    return known.once(1, &major, [](int* found) {
+      cudaFuncAttributes attributes;
+      const cudaError_t error = cudaFuncGetAttributes(&attributes, any_kernel<>);
+      *found = attributes.ptxVersion / 10;
+      return error;
+    });
+  }
+};
+
+// Finds how many clusters of a launch can run at the same time. There are none where the device has no room for one, as
+// a part of a GPU (MIG) may not have.
+template <class Kernel>
+cudaError_t find_clusters(Kernel kernel, const cudaLaunchConfig_t& config, int* found) {
+  if (auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)) return e;
+  if (cudaOccupancyMaxActiveClusters(found, kernel, &config)) {
+    cudaGetLastError();  // else the next launch would be given this error
+    *found = 0;
+  }
+  return cudaSuccess;
+}
 
 }  // namespace jaxsoft::cuda

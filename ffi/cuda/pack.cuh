@@ -101,11 +101,11 @@ struct alignas(16) Pack {
 #pragma unroll
     for (int k = 0; k < 4; k++) words[k] ^= mask;
   }
-  // Multiplies every element by 0. The results are 0 or NaN.
-  __device__ void times_zero() {
+  // Multiplies every element, and rounds the products.
+  __device__ void multiply_each(A factor) {
     A x[size];
 #pragma unroll
-    for (int k = 0; k < size; k++) x[k] = get(k) * 0;
+    for (int k = 0; k < size; k++) x[k] = get(k) * factor;
     set_all(x);
   }
   // Multiplies bf16 elements by a power of two, pair by pair.

@@ -17,7 +17,7 @@ _XLA_NAMES = {"cpu": "cpu", "cuda": "CUDA"}
 PLATFORMS = tuple(_XLA_NAMES)
 _BUILD_HINT = {
     "cpu": "install jaxsoft from its source tree, which builds it",
-    "cuda": "install jaxsoft again with nvcc 12.8 or newer on the PATH",
+    "cuda": "install jaxsoft again with nvcc 12.3 or newer on the PATH",
 }
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import on_cpu
+from common import on_cpu, on_gpu
 from ffi_calls import call
 
 import jaxsoft
@@ -137,6 +137,23 @@ def test_empty_buffers(shape, trailing):
     assert (m == -jnp.inf).all() and (s == 0).all() and jnp.isnan(t).all()
     for operation, numbers in (("label_state_vjp", [m, s, s, s]), ("label_sums_vjp", [m, s, s, s, s])):
         assert call(operation, [(shape, F32)], x, i, *numbers)[0].shape == shape
+
+
+@on_gpu
+@pytest.mark.parametrize(("shape", "trailing"), [((0, 3), 0), ((0, 5, 4), 0), ((2, 2**24, 0), 1)])
+def test_no_rows(shape, trailing):
+    x = jnp.ones(shape, F32)
+    statistic = shape[: len(shape) - 1 - trailing] + shape[len(shape) - trailing :]
+    assert call("softmax", [(shape, F32)], x, trailing=trailing)[0].shape == shape
+    assert call("state", [(statistic, F32)] * 2, x, trailing=trailing)[0].shape == statistic
+
+
+@on_gpu
+@pytest.mark.parametrize(("shape", "trailing"), [((2, 0), 0), ((2, 0, 3), 1)])
+def test_rows_without_elements_are_refused(shape, trailing):
+    statistic = shape[: len(shape) - 1 - trailing] + shape[len(shape) - trailing :]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="state has no kernel for rows without elements: got F32"):
+        call("state", [(statistic, F32)] * 2, jnp.ones(shape, F32), trailing=trailing)
 
 
 @pytest.mark.parametrize(

@@ -448,6 +448,29 @@ def test_scale_at_the_edges(op, implementation):
         np.testing.assert_allclose(ds, {"softmax": -1 / 3, "log_softmax": -1, "logsumexp": 2}[op], rtol=1e-6)
 
 
+@each_op
+@each_implementation
+@pytest.mark.parametrize("n", [6, 700, 9001])
+def test_no_scale_shows_what_does_not_count(op, implementation, n):
+    """A scale that makes 0 or -inf into NaN does so only where an element counts, in values and gradients alike."""
+    rng = np.random.default_rng(n)
+    x = rng.standard_normal((3, n)).astype(np.float32)
+    counts = rng.random((3, n)) < 0.6
+    counts[0], counts[1:, 0] = False, True
+    for scale in (0.0, np.nan, np.inf, -np.inf):
+
+        def results(implementation, scale=scale):
+            y, pull = jax.vjp(lambda x: ours(op, implementation, where=counts)(x, scale=np.float32(scale)), x)
+            return np.asarray(y), np.asarray(pull(jnp.ones_like(y))[0])
+
+        with served(implementation):
+            y, dx = results(implementation)
+            assert not dx[~counts].any() and (y[0] == NOTHING[op]).all(), scale
+            assert op == "logsumexp" or (y[~counts] == NOTHING[op]).all(), scale
+            assert np.isfinite(dx[counts]).all() == (scale == 0), scale
+            np.testing.assert_allclose(y, results("xla")[0], rtol=1e-5, err_msg=str(scale))
+
+
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_scores_are_not_rounded(dtype):
     """z of 16-bit scores keeps f32's places, and sums of 16-bit gradients are those of f32."""

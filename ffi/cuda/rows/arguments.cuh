@@ -23,14 +23,14 @@ struct Arguments {
   const T* a = nullptr;
   const T* b = nullptr;
   void* out = nullptr;
-  // Statistics, one for each row. m and s are results of the forward operations, and operands of the backward ones. The
-  // comment at the top of an operation's file says which of the others it has.
+  // Statistics, one for each row, by the names of rows/operations.h and rows/call.h. m and s are results of the forward
+  // operations, and operands of the backward ones.
   A* m = nullptr;
   A* s = nullptr;
-  const A* g = nullptr;
+  const A* cotangent = nullptr;
   const int32_t* labels = nullptr;
-  A *t = nullptr, *u = nullptr, *k = nullptr;
-  const A *h = nullptr, *v = nullptr;
+  A *label_score = nullptr, *beside = nullptr, *count = nullptr;
+  const A *label_cotangent = nullptr, *distance_cotangent = nullptr;
   A cap = 0;  // the scores' soft cap; 0 for none
   // The arrays have the shape (rows, n, inner), and n is reduced.
   int64_t rows = 0, n = 0, inner = 1;

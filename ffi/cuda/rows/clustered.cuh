@@ -65,20 +65,24 @@ __global__ void __launch_bounds__(Clustered::threads) clustered(const __grid_con
 template <template <class> class Op, class T, class Form, int kPacks>
 cudaError_t launch_clustered(const Arguments<T>& args, int64_t packs, int blocks, cudaStream_t stream) {
   auto kernel = clustered<Op, T, Form, kPacks>;
-  static Devices<> prepared;
-  if (auto e = prepared.once([&] {
-        return cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-      }))
-    return e;
-  int64_t part = (packs + blocks - 1) / blocks;
-  int64_t threads = ((part + kPacks - 1) / kPacks + 31) / 32 * 32;
   cudaLaunchAttribute attribute = in_clusters_of(static_cast<unsigned>(blocks));
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(args.rows * blocks));
-  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(Clustered::threads);
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;
+  int clusters = 0;
+  static Devices<Clustered::most_blocks + 1> clusters_at_once;
+  if (auto e = clusters_at_once.once(blocks, &clusters, [&](int* found) {
+        return find_clusters(kernel, config, found);
+      }))
+    return e;
+  if (clusters == 0) return cudaErrorInvalidClusterSize;
+  int64_t part = (packs + blocks - 1) / blocks;
+  int64_t threads = ((part + kPacks - 1) / kPacks + 31) / 32 * 32;
+  config.gridDim = dim3(static_cast<unsigned>(args.rows * blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
   return cudaLaunchKernelEx(&config, kernel, args);
 }
 

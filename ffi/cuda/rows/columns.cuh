@@ -17,7 +17,6 @@ namespace jaxsoft::cuda {
 // for.
 template <template <class> class Op, class T>
 cudaError_t launch_columns(const Arguments<T>& args, void* workspace, cudaStream_t stream) {
-  if (args.rows == 0 || args.n == 0 || args.inner == 0) return cudaSuccess;
   auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
   constexpr int size = Pack<T>::size, least_straddled = 32;  // from so many columns on, pairs are worth what they cost
   if (aligned(args.a) && aligned(args.b) && aligned(args.out)) {

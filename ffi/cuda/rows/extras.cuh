@@ -32,7 +32,9 @@ struct WithExtras {
   using Marks = uint64_t;  // the part of `where` that belongs to a pack: one byte for each element, 0 or 1
   A cap;
   A scale = 1;
-  A factor = 1;  // by which `score` multiplies: the scale, or 1 where that is 0 and `Row::load` has multiplied x by 0
+  // By which `score` multiplies: the scale, or 1 where that is 0 or NaN and `Row::load` has multiplied x by it. The
+  // product with a masked element would not be -inf.
+  A factor = 1;
   int limit;  // elements before it count, in elements of the window
   const uint8_t* where = nullptr;
   const T* bias_row = nullptr;
@@ -70,7 +72,7 @@ struct WithExtras {
       }
     }
     if (extras.scale.data) scale = static_cast<const A*>(extras.scale.data)[offset[kScale]];
-    factor = scale == 0 ? A(1) : scale;
+    factor = scale == 0 || isnan(scale) ? A(1) : scale;
     masked_element = narrow<T>(factor < 0 ? A(__builtin_huge_val()) : -A(__builtin_huge_val()));
     if (extras.limit.data)
       limit = static_cast<int>(
@@ -137,6 +139,9 @@ struct WithExtras {
   }
 
   T masked_element;  // the x whose score is -inf, with a cap or without
+
+  // Whether elements are to be multiplied by the scale when they are loaded.
+  __device__ bool scales_loaded() const { return !(factor == scale); }
 
   __device__ A score(const Pack<T>& a, const Pack<T>& b, int k) const {
     // The product must be rounded here. If it were fused with the subtraction of the maximum, which has been rounded,

@@ -29,10 +29,11 @@ Arguments<T> arguments(const Call& call) {
   args.b = static_cast<const T*>(buffers.cotangents.data);
   args.out = buffers.result.data;
   args.m = number(buffers.maximum), args.s = number(buffers.sum);
-  args.g = number(buffers.cotangent);
+  args.cotangent = number(buffers.cotangent);
   args.labels = static_cast<const int32_t*>(buffers.label.data);
-  args.t = number(buffers.label_score), args.u = number(buffers.beside), args.k = number(buffers.count);
-  args.h = number(buffers.label_cotangent), args.v = number(buffers.distance_cotangent);
+  args.label_score = number(buffers.label_score), args.count = number(buffers.count);
+  args.beside = number(buffers.beside);
+  args.label_cotangent = number(buffers.label_cotangent), args.distance_cotangent = number(buffers.distance_cotangent);
   args.cap = static_cast<A>(call.cap);
   args.set_extras(call.extras);
   args.masked = call.masked;
@@ -86,8 +87,14 @@ ffi::Error handle(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRe
   if (call.has_error()) return call.error();
   if (name == Name::top_k && call->buffers.first.dtype == ffi::F64)
     return refuse("top_k has no kernel for F64: got " + describe(call->buffers.first));
+  const Shape& shape = call->shape;
+  if (shape.rows == 0 || shape.inner == 0) return ffi::Error::Success();  // there is no row
+  if (shape.n == 0)
+    return refuse(std::string(operation(name).text) + " has no kernel for rows without elements: got " +
+                  describe(call->buffers.first));
   const cudaError_t error = run_any(name, *call, stream);
   if (error == cudaSuccess) return ffi::Error::Success();
+  cudaGetLastError();  // else the next call, which may be a good one, would be given this error
   return ffi::Error::Internal(std::string("jaxsoft_") + operation(name).text + ": " + cudaGetErrorString(error));
 }
 

@@ -73,14 +73,21 @@ cudaError_t launch_form(const Arguments<T>& args, void* workspace, int64_t bytes
   call.unaligned = layout == Layout::any;
   // A row that may begin anywhere in its first pack takes one pack more.
   if (call.unaligned && (row_bytes % 16 != 0 || !call.first_aligned)) call.packs++;
-  const Plan plan = make_plan(kKernel<Op<T>, T, Form>, call);
-  return launch_plan<Op, T, Form>(args, plan, layout, workspace, stream, std::make_integer_sequence<int, kRuleCount>());
+  // Where the device has no room for a cluster of so many blocks, or for all blocks at once, the next row of the table
+  // that fits is taken.
+  for (int first = 0;;) {
+    const Plan plan = make_plan(kKernel<Op<T>, T, Form>, call, first);
+    const cudaError_t error = launch_plan<Op, T, Form>(args, plan, layout, workspace, stream,
+                                                       std::make_integer_sequence<int, kRuleCount>());
+    if (error != cudaErrorInvalidClusterSize && error != cudaErrorCooperativeLaunchTooLarge) return error;
+    cudaGetLastError();  // else the next launch would be given this error
+    first = plan.rule + 1;
+  }
 }
 
 // See rows.cuh. A form is compiled only for operations that may have it.
 template <template <class> class Op, class T>
 cudaError_t run(const Arguments<T>& args, void* workspace, int64_t bytes, cudaStream_t stream) {
-  if (args.rows == 0 || args.n == 0 || args.inner == 0) return cudaSuccess;
   if (bytes < int64_t(sizeof(unsigned long long))) workspace = nullptr;  // there is no room for a counter
   if constexpr (!Op<T>::sums)
     if (args.inner > 1) return launch_columns<Op>(args, workspace, stream);

@@ -115,8 +115,9 @@ inline bool fit(const Rule& rule, const KernelFacts& kernel, const CallFacts& ca
   return false;
 }
 
-inline Plan make_plan(const KernelFacts& kernel, const CallFacts& call) {
-  for (int i = 0; i < kRuleCount; i++) {
+// The plan by the first row of the table that fits, of those from `first` on.
+inline Plan make_plan(const KernelFacts& kernel, const CallFacts& call, int first = 0) {
+  for (int i = first; i < kRuleCount; i++) {
     Plan plan;
     plan.rule = i, plan.packs = call.packs, plan.processors = call.processors;
     if (kRules[i].compiles(kernel) && kRules[i].allows(call) && fit(kRules[i], kernel, call, plan)) return plan;

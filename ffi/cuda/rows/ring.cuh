@@ -168,11 +168,10 @@ cudaError_t launch_ring(const Arguments<T>& args, int blocks, void* workspace, c
   static Devices<Ring::most_blocks + 1> clusters_at_once;
   if (auto e = clusters_at_once.once(blocks, &clusters, [&](int* found) {
         if (auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return e;
-        if (auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)) return e;
-        if (auto e = cudaOccupancyMaxActiveClusters(found, kernel, &config)) return e;
-        return *found < 1 ? cudaErrorInvalidConfiguration : cudaSuccess;
+        return find_clusters(kernel, config, found);
       }))
     return e;
+  if (clusters == 0) return cudaErrorInvalidClusterSize;
   unsigned long long* counter = nullptr;
   if (auto e = clear_counter(args.rows > Ring::few_rows * clusters, workspace, stream, &counter)) return e;
   config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(clusters, args.rows) * blocks));

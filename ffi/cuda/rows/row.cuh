@@ -42,7 +42,7 @@ struct Row {
   ResultType result;
   int counted;          // packs from this one on are masked entirely, and need not be read
   int label = INT_MIN;  // the label's element, counted from the first pack; far from all packs if it lies elsewhere
-  Accumulator<T> h = 0, v = 0;  // for the gradient at the label
+  Accumulator<T> label_cotangent = 0, distance_cotangent = 0;  // for the gradient at the label
 
   __device__ Row(const Arguments<T>& args, int64_t row) : Row(args, row, 0, args.n) {}
   // A part of the row: elements [begin, end), at most as many as an int can count. Every part but the first must begin
@@ -64,7 +64,10 @@ struct Row {
       const int32_t given = args.labels[row];
       if (given == kNoRow) counted = 0;
       else if (given >= begin && given < end) label = static_cast<int>(given - begin) + window.head;
-      if (Op<T>::writes) h = args.h[row], v = args.v ? args.v[row] : 0;
+      if (Op<T>::writes) {
+        label_cotangent = args.label_cotangent[row];
+        distance_cotangent = args.distance_cotangent ? args.distance_cotangent[row] : 0;
+      }
     }
   }
   // Whether the label is in pack i.
@@ -99,10 +102,10 @@ struct Row {
       }
     }
     if constexpr (marks_a) {
-      if (form.scale == 0) {
+      if (form.scales_loaded()) {
 #pragma unroll
         for (int k = 0; k < count; k++)
-          if (first + k * step < end) pa[k].times_zero();
+          if (first + k * step < end) pa[k].multiply_each(form.scale);
       }
     }
     if constexpr (Form::capped) {
@@ -142,19 +145,25 @@ struct Row {
       if (Op<T>::operands > 1) pb[k] = held_b[k * step];
     }
     if constexpr (Form::extras && Op<T>::a_is_scores) {
-      if (form.unmasked && form.scale != 0) return;
+      if (form.unmasked && !form.scales_loaded()) return;
 #pragma unroll
       for (int k = 0; k < count; k++) {
         const int i = first + k * step;
         if (i >= end) continue;
-        if (form.scale == 0) pa[k].times_zero();
+        if (form.scales_loaded()) pa[k].multiply_each(form.scale);
         if (!form.unmasked) form.mark(pa[k], pb[k], Op<T>::operands > 1, form.fetch_where(i, window), i, window);
       }
     }
   }
+  // Whether the results of masked elements are right as they are computed. A gradient of 0 times a scale that is
+  // infinite or NaN is not.
+  __device__ bool ordinary(const typename Op<T>::Values& values) const {
+    if constexpr (Form::extras && Op<T>::gradient) return Op<T>::ordinary(values) && isfinite(form.scale);
+    else return Op<T>::ordinary(values);
+  }
   // Whether the results may be written as packs, without looking up the mask again.
   __device__ bool writes_packs(const typename Op<T>::Values& values) const {
-    return !Form::extras || (result == ResultType::same && Op<T>::ordinary(values));
+    return !Form::extras || (result == ResultType::same && ordinary(values));
   }
 
   // Whether the operation's quick formula is exact enough for this row.
@@ -166,8 +175,8 @@ struct Row {
   __device__ Accumulator<T> label_gradient() const {
     using A = Accumulator<T>;
     const A x = widen(a[label - window.head]);
-    A dx = h;
-    if (Form::capped || x != -infinity<A>()) dx += v;
+    A dx = label_cotangent;
+    if (Form::capped || x != -infinity<A>()) dx += distance_cotangent;
     if constexpr (Form::capped) dx *= cap_slope(x, form.cap);
     return dx;
   }
@@ -204,7 +213,7 @@ struct Row {
     } else if constexpr (Form::extras) {
       Accumulator<T> x[Pack<T>::size];
       results<Op<T>, false>(values, pa, pb, form, x);
-      if (Op<T>::a_is_scores && !Op<T>::ordinary(values)) {
+      if (Op<T>::a_is_scores && !ordinary(values)) {
         auto marks = i < counted ? form.marks(i, window) : 0;
 #pragma unroll
         for (int k = 0; k < Pack<T>::size; k++)

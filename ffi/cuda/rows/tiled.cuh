@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kTiledThreads<Op<T>>, kTiledBlocks<Op<T>, T, F
     typename Op<T>::Part part;
     if constexpr (Op<T>::reduces) part = reduce_packs(row);
     auto values = Op<T>::finish(part, args, index, threadIdx.x == 0);
-    if (Op<T>::writes) write_packs(row, [&] { return values; });
+    if constexpr (Op<T>::writes) write_packs(row, [&] { return values; });
   }
 }
 

@@ -19,6 +19,7 @@
 
 #include <algorithm>
 
+#include "../attributes.cuh"
 #include "../devices.cuh"
 #include "top_k/kernels.cuh"
 
@@ -56,13 +57,10 @@ template <class T>
 cudaError_t launch_merge(const Arguments<T>& args, const Largest<T>& to, const Key* keys,
                          const typename StateOf<T>::Part* states, unsigned parts, bool overlaps, cudaStream_t stream) {
   const int count = static_cast<int>(parts) * to.k, threads = (count + 31) / 32 * 32;
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attribute = overlapping();
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(args.rows));
-  // The constants are copied, as std::clamp takes references.
-  config.blockDim = dim3(std::clamp(threads, int(TopKCode::least_merge_threads), int(TopKCode::merge_threads)));
+  config.blockDim = dim3(std::clamp(threads, TopKCode::least_merge_threads, TopKCode::merge_threads));
   config.dynamicSmemBytes = count * sizeof(Key);
   config.stream = stream;
   config.attrs = &attribute;
@@ -76,7 +74,6 @@ template <class T>
 cudaError_t run_top_k(const Arguments<T>& args, const Largest<T>& to, void* workspace, int64_t bytes,
                       cudaStream_t stream) {
   using State = typename StateOf<T>::Part;
-  if (args.rows == 0) return cudaSuccess;
   Device device;
   if (auto e = device.read()) return e;
   const TopKTuning& tuning = top_k_tuning(device.major);

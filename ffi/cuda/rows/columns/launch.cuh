@@ -1,6 +1,7 @@
 // The launch of the columns kernel.
 #pragma once
 
+#include "../../attributes.cuh"
 #include "../../counter.cuh"
 #include "../../devices.cuh"
 #include "kernel.cuh"
@@ -21,11 +22,7 @@ cudaError_t tiles_at_once(const ColumnsDevice& device, const cudaLaunchConfig_t&
     if (auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, device.of_block)) return e;
     if (auto e = cudaFuncSetAttribute(kernel, carveout, cudaSharedmemCarveoutMaxShared)) return e;
     if (config.numAttrs > 0) {
-      if (auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)) return e;
-      if (cudaOccupancyMaxActiveClusters(found, kernel, &config)) {
-        cudaGetLastError();
-        *found = 0;
-      }
+      if (auto e = find_clusters(kernel, config, found)) return e;
     } else {
       const size_t bytes = config.dynamicSmemBytes;
       if (auto e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(found, kernel, tile.threads, bytes)) return e;
@@ -39,9 +36,7 @@ cudaError_t tiles_at_once(const ColumnsDevice& device, const cudaLaunchConfig_t&
 template <template <class> class Op, class T, int width, bool straddles>
 cudaError_t launch_tile(const Arguments<T>& args, const ColumnsDevice& device, Tile tile, int64_t tiles, int few_tiles,
                         void* workspace, cudaStream_t stream, bool* launched) {
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {tile.blocks, 1, 1};
+  cudaLaunchAttribute attribute = in_clusters_of(tile.blocks);
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(tile.blocks);
   config.blockDim = dim3(tile.threads);

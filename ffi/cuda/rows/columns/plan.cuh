@@ -13,12 +13,10 @@ struct ColumnsDevice : Device {
   // Bytes of shared memory: a multiprocessor's, a block's at most, and those that the system takes of each block's.
   int memory = 0, of_block = 0, reserved = 0;
   cudaError_t read() {
-    int device = 0;
     if (auto e = Device::read()) return e;
-    if (auto e = cudaGetDevice(&device)) return e;
-    if (auto e = cudaDeviceGetAttribute(&memory, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device)) return e;
-    if (auto e = cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device)) return e;
-    return cudaDeviceGetAttribute(&of_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    if (auto e = cudaDeviceGetAttribute(&memory, cudaDevAttrMaxSharedMemoryPerMultiprocessor, ordinal)) return e;
+    if (auto e = cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, ordinal)) return e;
+    return cudaDeviceGetAttribute(&of_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal);
   }
   // Bytes for each of `share` blocks on a multiprocessor. Memory is given in units of 128 bytes.
   int shared(int share) const { return std::min(of_block, memory / share / 128 * 128 - reserved); }

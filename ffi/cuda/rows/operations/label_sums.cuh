@@ -87,14 +87,12 @@ struct LabelSums : Scores<T, false> {
   static __device__ Values finish(const Part& part, const Arguments<T>& to, int64_t row, bool first) {
     if (!first) return {};
     const A t = label_score(to, row);
-    to.m[row] = part.state.m, to.s[row] = part.state.s(), to.t[row] = t;
+    to.m[row] = part.state.m, to.s[row] = part.state.s(), to.label_score[row] = t;
     const Sum<A> above = moved(part.above, part.count, reference(part.state.m), reference(t));
-    to.u[row] = above.value() + (t == infinity<A>() ? t : 0);
-    to.k[row] = part.count + (t > -infinity<A>() && to.labels[row] != kNoRow);
+    to.beside[row] = above.value() + (t == infinity<A>() ? t : 0);
+    to.count[row] = part.count + (t > -infinity<A>() && to.labels[row] != kNoRow);
     return {};
   }
-  static __device__ A value(Values, A, A) { return 0; }
-  static __device__ bool ordinary(const Values&) { return true; }
 };
 
 }  // namespace jaxsoft::cuda

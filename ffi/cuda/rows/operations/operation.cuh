@@ -4,11 +4,17 @@
 // An operation derives from `Operation`, overrides the constants that differ, and has
 //
 //   Part                          what a row, or a part of one, is reduced to; the kernels combine parts
-//   Thread                        what one thread accumulates before it becomes a Part
 //   Values                        what the results of a row are computed from
 //   fill()                        the element that changes no reduction
-//   accumulate(thread, a, b, form)   adds some packs to what a thread has
 //   finish(part, arguments, row, first) -> Values    the thread with `first` set writes the row's statistics
+//
+// If it reduces rows, it also has
+//
+//   Thread                        what one thread accumulates before it becomes a Part
+//   accumulate(thread, a, b, form)   adds some packs to what a thread has
+//
+// and if it writes whole rows
+//
 //   value(values, x, b)           one result; x is the score, or the element of `a` where `a` makes no scores; the
 //                                 kernels multiply a gradient by the scale and the slope of the cap
 //   ordinary(values)              whether `value` gives masked_value where the score is -inf and b is 0
