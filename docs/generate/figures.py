@@ -71,7 +71,7 @@ def held() -> Drawing:
     d.box(210, 20, 300, 126, kind="chip").text(360, 38, "registers of a warp or a block", "small")
     d.box(226, 52, 128, 76, "the row", "x0 … xn", kind="data")
     d.arrow((354, 72), (394, 72)).box(398, 52, 98, 34, "(m, s)", kind="state")
-    d.arrow((446, 86), (446, 104), (360, 104)).text(450, 122, "weights", "small")
+    d.arrow((446, 86), (446, 104), (360, 104)).text(450, 122, "exp(x - m) / s", "small")
     d.arrow((510, 83), (566, 83)).text(538, 74, "write", "small").box(570, 60, 130, 46, "result", kind="data")
     return d
 
@@ -88,7 +88,7 @@ def ring() -> Drawing:
         d.box(244, 50 + i * 44, 142, 34, f"slot {i}", state, kind="data" if i < 2 else "plain", small=True)
     d.arrow((400, 66), (466, 66)).box(470, 46, 110, 40, "(m, s)", kind="state")
     d.text(433, 57, "read", "small")
-    d.arrow((525, 86), (525, 130)).box(470, 134, 230, 44, "weights of the whole row", kind="step")
+    d.arrow((525, 86), (525, 130)).box(470, 134, 230, 44, "exp(x - m) / s, tile by tile", kind="step")
     d.arrow((400, 200), (584, 200), (584, 182)).text(492, 216, "tiles that are still held", "small")
     d.arrow((640, 178), (640, 204)).box(580, 208, 120, 30, "result", kind="data")
     return d
@@ -134,11 +134,11 @@ def columns() -> Drawing:
             d.box(30 + c * 34, 34 + r * 29, 30, 25, kind="data" if inside else "plain")
     d.text(166, 24, "last axis: neighbours in memory", "small")
     d.parts.append('<text class="small" transform="translate(18 120) rotate(-90)" text-anchor="middle">reduced</text>')
-    d.arrow((306, 122), (356, 122)).text(331, 112, "words", "small").text(331, 140, "of 16 bytes", "small")
-    d.box(360, 56, 130, 130, kind="chip").text(425, 76, "block", "small")
-    d.box(374, 86, 102, 40, "a state for", "each column", kind="state", small=True)
-    d.box(374, 134, 102, 40, "combined over", "its warps", kind="step", small=True)
-    d.arrow((490, 122), (556, 122)).box(560, 96, 140, 52, "written where", "it was read", kind="data", small=True)
+    d.arrow((306, 122), (376, 122)).text(340, 112, "words", "small").text(340, 140, "of 16 bytes", "small")
+    d.box(380, 56, 130, 130, kind="chip").text(445, 76, "block", "small")
+    d.box(394, 86, 102, 40, "a state for", "each column", kind="state", small=True)
+    d.box(394, 134, 102, 40, "combined over", "its warps", kind="step", small=True)
+    d.arrow((510, 122), (556, 122)).box(560, 96, 140, 52, "written where", "it was read", kind="data", small=True)
     return d
 
 

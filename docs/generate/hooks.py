@@ -18,6 +18,9 @@ log = logging.getLogger("mkdocs.hooks.jaxsoft")
 
 _FORMULA = re.compile(r'<(?P<tag>span|div) class="arithmatex">\\[(\[](?P<tex>.*?)\\[)\]]</(?P=tag)>', re.DOTALL)
 
+# What stands between the formulas of one display, which go to the next line where there is no room.
+_BETWEEN = re.compile(r"\\q?quad")
+
 # A name of several letters, which would otherwise be set as their product.
 _WORD = re.compile(r"(?<![\\{A-Za-z])([a-z]{2,})(?![A-Za-z}])")
 
@@ -40,10 +43,12 @@ def on_page_content(content, page, **kwargs):
         display = "block" if match["tag"] == "div" else "inline"
         tex = _WORD.sub(r"\\mathrm{\1}", html.unescape(match["tex"]).strip())
         try:
-            drawn = latex2mathml.converter.convert(tex, display=display)
+            drawn = [latex2mathml.converter.convert(part.strip(), display=display) for part in _BETWEEN.split(tex)]
         except Exception as error:
             log.warning("%s: formula %s: %s", page.file.src_uri, match["tex"], error)
             return match[0]
-        return f'<div class="formula">{drawn}</div>' if display == "block" else drawn
+        if display == "inline":
+            return " ".join(drawn)
+        return '<div class="formula">' + "".join(f"<div>{part}</div>" for part in drawn) + "</div>"
 
     return _FORMULA.sub(formula, content)
