@@ -1,12 +1,15 @@
 """What operations of any family need over a mesh: whether and how to partition, and states combined over its axes."""
 
+import math
 from collections.abc import Callable
 
 import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsoft.fold import State, weight
 
-type Axes = str | tuple[str, ...]
+type Axes = tuple[str, ...]
 
 
 def can_partition() -> bool:
@@ -25,10 +28,53 @@ def on_one_device[**P](local: Callable[P, tuple]) -> Callable[P, tuple]:
     return function
 
 
-def spec_of(x: jax.ShapeDtypeStruct) -> tuple:
-    """The mesh axes of each dimension."""
-    spec = getattr(x.sharding, "spec", ())  # whole on one device, or on every one
-    return (*spec, *(None,) * (len(x.shape) - len(spec)))
+def refined(mesh: Mesh) -> Mesh:
+    """The mesh with an axis for each prime factor of the size of each of its axes.
+
+    XLA may cut one axis of a mesh into two: where a sharded dimension is reshaped to two, each is sharded over a part
+    of the axis. Over the refined mesh, that is a sharding as any other.
+    """
+    factors = [(f"{name}_{i}", factor) for name, size in mesh.shape.items() for i, factor in enumerate(_primes(size))]
+    names, sizes = zip(*factors, strict=True) if factors else ((), ())
+    return Mesh(mesh.devices.reshape(sizes), names)
+
+
+def _primes(size: int) -> list[int]:
+    """The prime factors of a number, the smallest first."""
+    for factor in range(2, math.isqrt(size) + 1):
+        if size % factor == 0:
+            return [factor, *_primes(size // factor)]
+    return [size] if size > 1 else []
+
+
+def axes_of(x: jax.ShapeDtypeStruct, mesh: Mesh) -> list[Axes]:
+    """The axes of a refined mesh over which each dimension of x is sharded, the outermost first.
+
+    Custom partitioning can decode a sharding itself, but fails where an axis of the user's mesh is cut. So this asks
+    the sharding where each device's part begins. If it is none over the mesh's axes, x counts as whole everywhere.
+    """
+    ndim = len(x.shape)
+    whole: list[Axes] = [()] * ndim
+    if mesh.empty or x.sharding is None or not ndim:
+        return whole
+    places = x.sharding.devices_indices_map((mesh.size,) * ndim)  # every sharding divides such a shape
+    begins = np.array([[part.start or 0 for part in places[device]] for device in mesh.devices.flat])
+    begins = begins.reshape(*mesh.devices.shape, ndim)
+    steps = [np.take(begins, 1, axis)[(0,) * (mesh.devices.ndim - 1)] for axis in range(mesh.devices.ndim)]
+    found = [
+        tuple(name for step, name in sorted(zip(by_dim, mesh.axis_names, strict=True), reverse=True) if step)
+        for by_dim in zip(*steps, strict=True)
+    ]
+    decoded = NamedSharding(mesh, PartitionSpec(*(axes or None for axes in found)))
+    return found if decoded.is_equivalent_to(x.sharding, ndim) else whole
+
+
+def if_even(axes: Axes, size: int, mesh: Mesh) -> Axes:
+    """The axes, if they cut a dimension of this size into equal parts, and else none.
+
+    XLA fills up parts of a dimension that are shorter than others, and what it fills them with must not be reduced.
+    """
+    return axes if size % math.prod(mesh.shape[axis] for axis in axes) == 0 else ()
 
 
 def combined(st: State, axes: Axes) -> State:

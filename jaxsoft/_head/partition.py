@@ -12,7 +12,7 @@ import jax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxsoft._core.mesh import on_one_device, spec_of
+from jaxsoft._core.mesh import Axes, axes_of, if_even, on_one_device, refined
 from jaxsoft._head.operation import Dimension, Kind, Operation, Shards
 
 _WIDTH, _CLASSES = "width", "classes"
@@ -27,10 +27,15 @@ def partitioned(
 
     def partition(mesh, operands, results):
         hidden, weight = operands[:2]
-        rows = _row_names(hidden)
-        axes = dict(zip(rows, map(_axes, spec_of(hidden)), strict=False))
+        rows, mesh = _row_names(hidden), refined(mesh)
+
+        def even_axes(x: jax.ShapeDtypeStruct) -> list[Axes]:
+            return [if_even(axes, size, mesh) for axes, size in zip(axes_of(x, mesh), x.shape, strict=True)]
+
+        axes = dict(zip(rows, even_axes(hidden), strict=False))
         taken = {axis for row_axes in axes.values() for axis in row_axes}
-        axes[_CLASSES] = tuple(axis for axis in _axes(spec_of(weight)[1]) if axis not in taken)
+        of_classes = tuple(axis for axis in axes_of(weight, mesh)[1] if axis not in taken)
+        axes[_CLASSES] = if_even(of_classes, weight.shape[1], mesh)
         shards = Shards(tuple(axis for axis in mesh.axis_names if axis in taken), axes[_CLASSES])
 
         def shardings(kinds: Iterable[Kind]):
@@ -46,7 +51,7 @@ def partitioned(
         named = " -> ".join(", ".join(" ".join(_names(kind, rows)) for kind in side) for side in sides)
         return named, {"need_replication_factors": (_WIDTH,)}
 
-    function.def_partition(partition, sharding_rule=rule)
+    function.def_partition(partition, sharding_rule=rule, decode_shardings=False)
     return function
 
 
@@ -59,11 +64,6 @@ def _names(kind: Kind, rows: list[str]) -> list[str]:
     """The names of the dimensions of such an array, which are sharded alike where they are the same."""
     names = {Dimension.ROWS: rows, Dimension.WIDTH: [_WIDTH], Dimension.CLASSES: [_CLASSES]}
     return [name for dimension in kind.dimensions for name in names[dimension]]
-
-
-def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The mesh axes of one dimension, given its entry in a PartitionSpec."""
-    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsoft import fold
-from jaxsoft._core.mesh import Axes, combined, on_one_device, spec_of
+from jaxsoft._core.mesh import Axes, axes_of, combined, if_even, on_one_device, refined
 from jaxsoft._rows import formulas
 from jaxsoft._rows.forms import Form, compose, formula, split
 from jaxsoft._rows.operation import NO_ROW, Extra, Kind, Operation, Reductions, Rows
@@ -30,14 +30,15 @@ def partitioned(operation: Operation, form: Form, kernel: Callable[[Form], Rows]
     function = custom_partitioning(kernel(form))
 
     def partition(mesh, operands, results):
-        x = operands[0]
+        x, mesh = operands[0], refined(mesh)
         dims = _dims(operation, form, [v.shape for v in operands])
-        axes = dict(zip(dims[0], spec_of(x), strict=True))
+        axes = dict(zip(dims[0], axes_of(x, mesh), strict=True))
+        axes["n"] = if_even(axes["n"], x.shape[dims[0].index("n")], mesh)
 
         def sharding(dims):
-            return NamedSharding(mesh, PartitionSpec(*(axes.get(dim) for dim in dims)))
+            return NamedSharding(mesh, PartitionSpec(*(axes.get(dim) or None for dim in dims)))
 
-        local = kernel(form) if axes["n"] is None else _over_shards(operation, form, axes["n"], kernel)
+        local = _over_shards(operation, form, axes["n"], kernel) if axes["n"] else kernel(form)
         return (
             mesh,
             on_one_device(local),
@@ -50,7 +51,7 @@ def partitioned(operation: Operation, form: Form, kernel: Callable[[Form], Rows]
         dims = _dims(operation, form, [t.shape for t in operand_types])
         return " -> ".join(", ".join(map(" ".join, side)) for side in (dims, _result_dims(operation, dims[0])))
 
-    function.def_partition(partition, sharding_rule=rule)
+    function.def_partition(partition, sharding_rule=rule, decode_shardings=False)
     return function
 
 
@@ -114,7 +115,7 @@ def _selected_over_shards(form: Form, axes: Axes, kernel: Callable[[Form], Rows]
 
 
 def moved(label: jax.Array, begin: jax.Array | int) -> jax.Array:
-    """The labels of rows, for the part of the rows that begins at an element."""
+    """The labels of rows as indices into the part of each row that begins at this element."""
     return jnp.where(label == NO_ROW, label, jnp.maximum(label, -1) - begin)
 
 
