@@ -14,8 +14,8 @@ and for each implementation ("jaxsoft" is its own choice of a kernel)
   cross_entropy  integer labels: forward, which must read the logits once, and the loss with its gradient, which must
                  read them twice and write once
   top_k          values, softmax and indices of the k largest, which must read the scores once
-  few            the same of few rows: microseconds of one call of many that depend on each other in a compiled loop,
-                 of which the floor is here what it takes without the call ("nothing")
+  few            the same of few rows: microseconds of one call of many in one compiled function, each of which needs
+                 the one before; the floor is here what a step of them takes without the call ("nothing")
   linear         the loss of hidden @ weight with all gradients: the floor is here the time of the three matrix products
                  that logits in memory take ("products"; without them the logits are computed twice), and the memory
                  beyond the results is printed, too
@@ -267,14 +267,17 @@ def run(call: Call, repeats: int) -> dict:
 
 
 def _chain(function: Callable, length: int) -> Callable[[jax.Array], jax.Array]:
-    """A loop of calls, each of an x of which the last call's result has changed one element, in place."""
+    """Calls one after another, each of an x of which the last call's result has changed one element, in place.
 
-    def step(_, x):
+    They are written out, as a loop of XLA's takes longer for a step than a kernel for a row.
+    """
+
+    def step(x):
         results = jax.tree.leaves(function(x))
         change = sum(jnp.ravel(v)[0].astype(jnp.float32) * 0 for v in results)
         return x.at[0, 0].add(change.astype(x.dtype))
 
-    return jax.jit(lambda x: jax.lax.fori_loop(0, length, step, x), donate_argnums=0)
+    return jax.jit(programs.chained(step, length), donate_argnums=0)
 
 
 def line(found: dict) -> str:
