@@ -35,7 +35,7 @@ def rows_of(array, shape: tuple[int, ...], axis: int) -> np.ndarray:
 
 
 def unit(value: np.ndarray, dtype: str) -> np.ndarray:
-    """One unit in the last place of a 16-bit number; the allowances for f32 arithmetic hold f32's."""
+    """One unit in the last place of a 16-bit number; 0 for f32, whose rounding the errors of the arithmetic include."""
     if dtype == "float32":
         return np.zeros_like(value)
     info = jnp.finfo(dtype)

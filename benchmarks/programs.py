@@ -134,7 +134,7 @@ def lower_some_rows(dtype: str, shape: tuple[int, ...], axis: int) -> list[Lower
 
 
 class Programs:
-    """The programs of some cases, compiled. `get` has the arguments of one of the functions above, after it."""
+    """The programs of some cases, compiled. `get` takes one of the functions above that lower, and its arguments."""
 
     def __init__(self, cases: Iterable[Case], progress: Callable[[str], None]):
         """Compiles. `progress` is told what is being done."""

@@ -275,7 +275,7 @@ def top_k(name: str) -> str:
 
 
 def top_k_few(name: str) -> str:
-    """The same of few rows: microseconds beyond what the loop takes without the call."""
+    """The same of few rows: microseconds beyond what a step of the chain takes without the call."""
     rows = []
     for record in _losses(name, "few"):
         _, dimensions, dtype, k = record["what"].split(" ")

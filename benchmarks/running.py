@@ -47,7 +47,7 @@ def run(case: Case, compiled: Programs, repeats: int) -> Measured:
 
 @contextlib.contextmanager
 def _noting(measured: Measured, *names: str) -> Iterator[None]:
-    """What is raised here is why these have no time."""
+    """Notes an error that is raised here as the reason why these implementations have no time."""
     try:
         yield
     except Exception as error:  # jaxsoft has not got this case, or there is not the memory
@@ -55,8 +55,8 @@ def _noting(measured: Measured, *names: str) -> Iterator[None]:
         measured.failed |= dict.fromkeys(names, f"{type(error).__name__}: {first[:300]}")
 
 
-# In each of these jaxsoft is checked first: what it left unwritten cannot be another's right result, in memory that is
-# used again.
+# Each of these checks jaxsoft first. Memory is used again, so after another implementation's check an element that
+# jaxsoft does not write could hold that one's right result.
 
 
 def _forward(case: Case, compiled: Programs, repeats: int, measured: Measured) -> timing.Times:

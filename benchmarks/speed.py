@@ -17,8 +17,8 @@ and for each implementation ("jaxsoft" is its own choice of a kernel)
   error   the largest error, in units of what is allowed (jax.nn's, which may exceed 1, is only reported)
 
 On a GPU the copy is the device's own memcpy. In the group "few", where all times are in microseconds, it is -x, a
-compiled pass that reads and writes as much: calls there follow one another inside one compiled function, as launching
-one from Python takes longer than it runs, and of a copy XLA would leave nothing in it.
+compiled pass that reads and writes as much. There the calls follow one another inside one compiled function, because
+launching one from Python takes longer than running it, and XLA would remove a copy from such a function.
 
 On a CPU the copy is such a pass everywhere. There every large result gets fresh memory, which the operating system
 maps and clears page by page. That costs more than the copying itself, and jaxsoft's kernels can be faster than the
@@ -122,7 +122,7 @@ def records(case: Case, measured: Measured) -> list[dict]:
 
 
 def summary(found: list[dict]) -> str:
-    """The least of jaxsoft in each group, and where that is."""
+    """The lowest fraction and the lowest speed-up of jaxsoft in each group, with the case of each."""
     lines = []
     ours = [record for record in found if record["implementation"] == "jaxsoft"]
     for group in dict.fromkeys(record["group"] for record in found):

@@ -1,8 +1,9 @@
 """The bytes that the kernels read from a GPU's memory and write to it, counted by the GPU, beside what they must move.
 
-`report` runs this file twice, first to compile every case of cases.traffic() into a folder, as that takes long under
-Nsight Compute, and then under it. There it calls every case once, between two launches of tanh: of the kernels, which
-Nsight Compute lists in the order of their launches, those between are the case's, and those between two cases prepare.
+`report` runs this file twice: first to compile every case of cases.traffic() into a folder, which takes long under
+Nsight Compute, and then under Nsight Compute, to call every case once. A launch of tanh before each call and one after
+it mark the kernels of that case, as Nsight Compute lists kernels in the order of their launches. The kernels between
+two cases make the input.
 
 Each kernel begins with an empty cache, and what it leaves in it at its end, up to the size of the cache, is not counted
 as written.

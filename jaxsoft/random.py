@@ -32,7 +32,7 @@ __all__ = ["sample"]
 
 # How many of the largest logits top_p looks at first: the most that the kernels find in one read.
 _FIRST = 256
-# The tokens of a chunk: rows of up to 2^16 tokens have no more chunks than that.
+# How many tokens a chunk has. A row of up to 2^16 tokens then has no more chunks than a chunk has tokens.
 _CHUNK = 256
 
 
@@ -151,7 +151,7 @@ def _option(
       value: as it is given.
       off: the value that changes nothing.
       allowed: the values that it may have, in words.
-      fits: whether such are all numbers of an array.
+      fits: tells which numbers of an array are such values.
       rows: the shape of the rows.
       dtype: of the result.
     """
@@ -326,7 +326,10 @@ def _state(x, scale, implementation):
 
 
 def _draw(u, weights):
-    """An index into weights (..., n), drawn with the probability weight / sum by inverting u (...)."""
+    """An index into weights (..., n), drawn with the probability weight / sum.
+
+    It is the first index at which the cumulative sum exceeds the part u (...) of the whole sum.
+    """
     # A cumulative sum that is taken in parallel may decrease, so indices whose weight is 0 are excluded explicitly.
     until = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), 0)
     return jnp.argmax(until > (u * jnp.max(until, axis=-1))[..., None], axis=-1)

@@ -70,7 +70,8 @@ class Case:
             )
 
 
-# Of the largest number of an array: for terms of up to 100 under two derivatives. Formulas are held by float64.
+# By the bytes of a number, relative to the largest number of an array. They allow for terms of up to 100 under two
+# derivatives. A formula that is wrong shows in float64.
 TOLERANCES = {2: 0.3, 4: 2e-3, 8: 1e-9}
 
 

@@ -22,8 +22,8 @@ IMPLEMENTATIONS = (None, *(name for name, reason in jaxsoft.implementations().it
 DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 
 each_op = pytest.mark.parametrize("op", OPS)
-# Tests that compile much run the rest of the dtypes and implementations only when asked to: pytest -m "". So None,
-# which is one of the others (test_arguments shows it), the reference, whose scans XLA compiles slowly, and xla.
+# Tests that compile much run some dtypes and implementations only when asked to: pytest -m "". Such implementations are
+# None, which is one of the others (test_arguments shows it), the reference, whose scans XLA compiles slowly, and xla.
 slow = pytest.mark.slow
 # log_softmax's derivatives are logsumexp's and one subtraction.
 each_op_in_turn = pytest.mark.parametrize("op", ["softmax", pytest.param("log_softmax", marks=slow), "logsumexp"])

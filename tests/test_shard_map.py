@@ -17,11 +17,11 @@ from jax.sharding import PartitionSpec as P
 from meshes import mesh_of
 
 ROWS = np.random.default_rng(4).standard_normal((16, 40)).astype(np.float32)
-# Functions of rows and a label each, beside their definitions, for an implementation.
 SMOOTH = {"ignore_index": 3, "label_smoothing": 0.1, "z_loss": 0.01}
 
 
 def functions(name, implementation, labels):
+    """A function of rows, which may have a label each, and its definition."""
     if name == "top_k":
         return calls.top_k(implementation, 3)
     if name == "integer":

@@ -24,7 +24,7 @@ from . import devices
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 _PACKAGES = {"jax_triton": "jax-triton", "triton": "triton"}
 _OLDEST = 80  # Ampere
-_MOST_ROWS = 2**31 - 1  # programs
+_MOST_ROWS = 2**31 - 1  # a grid has no more programs, and a program may take a single row
 
 
 def unavailable(platform: str) -> str | None:

@@ -4,7 +4,8 @@ import re
 
 from jaxsoft._core import devices
 
-# Of GPUs that are not here, when a computation is lowered for another machine.
+# The compute capabilities of GPUs by patterns of their names. Of a GPU that is not here, but that a computation is
+# lowered for, only the name is known.
 _CAPABILITIES = {
     r"A100|A800|A30": 80,
     r"A2|A10G?|A16|A40|RTX A\d{4}|RTX 30\d\d": 86,

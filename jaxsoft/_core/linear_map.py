@@ -22,7 +22,8 @@ class LinearMap(abc.ABC):
 
     def __call__(self, *operands: jax.Array) -> list[jax.Array]:
         """The results of the map, as one operation that JAX can transpose."""
-        # The primitive holds its computation as a jaxpr, where JAX looks for what needs to know devices when lowered.
+        # The primitive holds its computation as a jaxpr. JAX searches the jaxprs of a program for operations that need
+        # to know the devices when they are lowered, as custom_partitioning does.
         call = jax.make_jaxpr(lambda *operands: self.apply(operands))(*operands)
         return _linear_p().bind(*operands, linear_map=self, call=call)
 

@@ -11,8 +11,11 @@ if TYPE_CHECKING:
 
 
 def primitive(name: str, impl: Callable, abstract_eval: Callable) -> "Primitive":
-    """A primitive of several results. It is made when it is first bound, as `jax.extend`, whose import takes as long as
-    all of jaxsoft's, waits until then."""
+    """A primitive of several results.
+
+    Callers make it when they first bind it, and not when they are imported: `jax.extend` is imported here, which would
+    make the import of jaxsoft slow.
+    """
     from jax.extend.core import Primitive
 
     made = Primitive(name)

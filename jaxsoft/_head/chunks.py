@@ -11,7 +11,7 @@ from jaxsoft._head.operation import Kind
 
 
 class Chunk(NamedTuple):
-    """Neighbouring classes, of which every array here has its part along its last dimension.
+    """Neighbouring classes. Every array that is cut into chunks has the classes along its last dimension.
 
     Attributes:
       begin: the index of the first class, traced or a Python integer.

@@ -96,7 +96,7 @@ class _Derivative(LinearMap):
         return dataclasses.replace(self, transposed=not self.transposed)
 
     def batch(self, operands: Sequence[jax.Array], dims: Sequence[int | None]) -> Sequence[jax.Array]:
-        """More rows, or one after the other."""
+        """Mapped rows are more rows; where more than rows is mapped, the elements are taken one after the other."""
         pullback = self.pullback
         if self.transposed:
             return mapped(self, pullback.operands, pullback.results, operands, dims)

@@ -56,7 +56,7 @@ class Head:
 
     @property
     def sums(self) -> tuple[Kind, ...]:
-        """The sums: of the scores, if weighted of the weights, and the number of the summed scores."""
+        """The kinds of the sums: of the scores; of the weights, if weighted; and the number of the summed scores."""
         return (Kind.STATISTIC,) * (2 * self.summed + self.weighted)
 
     @property
@@ -66,7 +66,7 @@ class Head:
 
     @property
     def function(self) -> Function:
-        """The function of rows that the scores go to. None has weighted sums."""
+        """The function of rows that reduces the scores. No such function has weighted sums: `sums_of` computes them."""
         return label_sums_of_rows if self.summed and not self.weighted else label_state_of_rows
 
 
@@ -125,7 +125,7 @@ def sums_of(
       x: the scores before the cap.
       label: of each row.
       t: the label's score in each row, as the function of rows has it.
-      sums: the sums that the function of rows has, which count from that score.
+      sums: the sums that the function of rows has, of the scores' distances from t.
       weights: of the classes, where the sums are weighted.
     """
     if weights is not None and head.weighted:

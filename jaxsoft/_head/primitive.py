@@ -1,8 +1,8 @@
 """`head_operation`: a pass over the classes behind one function, with its rules for vmap and for a mesh.
 
 This file is the layers between the loop over chunks and the derivatives, from the outside in: vmap adds rows, where
-these are all that is mapped; `partition` keeps shards where they are; and a primitive waits until it is lowered to
-become the loop. The primitive has no derivative of its own: `derivative` has it.
+only rows are mapped; `partition` keeps shards where they are; and a primitive waits until it is lowered to become the
+loop. The primitive itself has no rule for differentiation: `derivative` has the derivatives.
 """
 
 import functools

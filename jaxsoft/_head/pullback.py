@@ -74,7 +74,7 @@ class Pullback(Operation):
         return self.moving
 
     def types(self, *operands):
-        """Those of the parameters."""
+        """The types of the gradients, which are those of the parameters."""
         return [self.head.named(operands)[kind] for kind in self.moving]
 
     def on_rows(self, shards: Shards, *operands: jax.Array) -> tuple[jax.Array, ...]:

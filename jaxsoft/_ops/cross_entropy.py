@@ -309,7 +309,11 @@ def _with_labels(x, q, counts, weights, options, implementation):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _fused_logsumexp(form, implementation, x, *extras):
-    """The logsumexp of rows. Its derivative is a formula, which XLA fuses with the rest of the gradient."""
+    """The logsumexp of rows. Its derivative is a formula, which XLA fuses with the rest of the gradient.
+
+    Of the operations that reduce a row to its state, only those with labels take a cap. So rows get the label -1, which
+    is none of their elements.
+    """
     no_label = jnp.full(x.shape[:-1], -1, jnp.int32)
     return differentiable(label_state_of_rows, form, implementation)(x, no_label, *extras)[0]
 

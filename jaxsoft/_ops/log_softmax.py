@@ -7,7 +7,7 @@ from jaxsoft._ops.arguments import Axis
 from jaxsoft._ops.normalize import normalize
 from jaxsoft._rows.operations.log_softmax import log_softmax_of_rows
 
-_of_jax = jax.nn.log_softmax  # taken here and not when called, when someone may have put jaxsoft's in its place
+_of_jax = jax.nn.log_softmax  # looked up at import, as a user may later put jaxsoft's function in its place
 
 
 def log_softmax(

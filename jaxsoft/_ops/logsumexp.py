@@ -23,7 +23,7 @@ from jaxsoft._rows.derivative import differentiable
 from jaxsoft._rows.forms import Form
 from jaxsoft._rows.operations.logsumexp import logsumexp_of_rows
 
-_jax_logsumexp = jax.nn.logsumexp  # looked up here, as jaxsoft's own may have its place when this is called
+_jax_logsumexp = jax.nn.logsumexp  # looked up at import, as a user may later put jaxsoft's function in its place
 
 
 @overload

@@ -48,7 +48,7 @@ def normalize(
     given = jnp.asarray(x)
     x = as_float("x", given)
     if where is not None and not jnp.issubdtype(given.dtype, jnp.inexact):
-        x = x.astype(float)  # jax.nn has -inf in the place of masked elements, beside which integers become this
+        x = x.astype(float)  # jax.nn puts -inf in the place of masked elements, which makes this of integers
     axes, out_dtype = normalize_axis(axis, x.ndim), check_dtype(dtype, x)
     extras = check_extras(x, axes, where, scale, bias, causal)
     if is_left_to_jax(x, implementation):

@@ -7,7 +7,7 @@ from jaxsoft._ops.arguments import Axis
 from jaxsoft._ops.normalize import normalize
 from jaxsoft._rows.operations.softmax import softmax_of_rows
 
-_of_jax = jax.nn.softmax  # taken here and not when called, when someone may have put jaxsoft's in its place
+_of_jax = jax.nn.softmax  # looked up at import, as a user may later put jaxsoft's function in its place
 
 
 def softmax(

@@ -22,7 +22,7 @@ def top_k_softmax(
     dtype: DTypeLike | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    r"""The k largest scores along an axis, their softmax and their indices, of one read of the scores.
+    r"""The k largest scores along an axis, their softmax and their indices, in one read of the scores.
 
     .. math::
       v_j = x_{i_j}, \qquad p_j = \frac{e^{v_j - m}}{\sum_l e^{x_l - m}}, \qquad m = \max_l x_l
@@ -30,8 +30,8 @@ def top_k_softmax(
     Args:
       x: scores of any shape; f16, bf16, f32 and f64 have kernels. Probabilities are computed in f32 (f64 for f64) and
         rounded once.
-      k: how many, from 1 to the length of the axis. The C++ and CUDA kernels have up to 256, and those of CUDA not of
-        f64; beyond, XLA's top_k stands beside their softmax, or XLA alone serves the call.
+      k: how many, from 1 to the length of the axis. The C++ and CUDA kernels find up to 256, but those of CUDA none of
+        f64. Otherwise XLA serves the call, or if "ffi" is named, XLA finds the elements and the kernels their softmax.
       axis: of x, in whose place the results have one of length k. One before the last is transposed first.
       dtype: of the probabilities: f16, bf16, f32 or f64; None for x's.
       implementation: None for the fastest that serves the call, or one of "ffi", "pallas", "triton", "xla" and

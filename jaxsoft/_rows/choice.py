@@ -127,7 +127,10 @@ def _from_state(kernels: Kernels, operation: Operation, form: Form, platform: st
 
 
 def _plain_operands(operation: Operation, form: Form, operands: Operands) -> Operands:
-    """What a kernel for the plain form is given, as far as it matters to what it can take."""
+    """The operands of a kernel for the plain form, those before the second one of x's shape.
+
+    The others do not decide whether an implementation can take the operands.
+    """
     x = operands[0]
     axis = x.ndim - 1 - form.trailing
     shape = (*x.shape[:axis], *x.shape[axis + 1 :], x.shape[axis])

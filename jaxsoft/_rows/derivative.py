@@ -106,5 +106,5 @@ class _Derivative(LinearMap):
         return dataclasses.replace(self, form=form, transposed=not self.transposed)
 
     def batch(self, operands: Sequence[jax.Array], dims: Sequence[int | None]) -> Sequence[jax.Array]:
-        """More rows."""
+        """A mapped dimension is more rows."""
         return self(*as_leading_dimension(operands, dims, self.linear.stop))

@@ -17,12 +17,14 @@ _F32 = np.dtype(jnp.float32)
 _MOST_K = 256
 _MOST_GROUPS = 4
 
-# The workspace, in bytes. On a GPU the states of the parts of a long row wait there, or the count of the rows that are
-# dealt out. Of rows that no cluster of multiprocessors holds all states wait, in 1/512 of the space that the rows take.
+# The workspace, in bytes. On a GPU it holds the states of the parts of a long row, or a counter from which blocks take
+# their next work. Rows of at least _LONG_ROW bytes may be too long for a cluster of blocks: then it holds the states of
+# the parts of all rows, for which 1/512 of the memory of the rows is enough.
 _WORKSPACE = 1 << 17
-_LONG_ROW = 1 << 20  # bytes a row
-# To find the k largest elements, those of each part wait as words of 8 bytes, with the state of the part.
-_PARTS = 1024  # of all rows together
+_LONG_ROW = 1 << 20
+# For the k largest elements, the workspace holds those of each part as words of _WORD bytes, and the part's state in
+# _PART_STATE bytes. All rows together have up to _PARTS parts.
+_PARTS = 1024
 _WORD, _PART_STATE = 8, 16
 
 
@@ -65,9 +67,9 @@ def _result_types(operation: Operation, form: Form, x: jax.Array) -> list[jax.Sh
 
 
 def workspace(x: jax.Array, k: int = 0) -> jax.ShapeDtypeStruct:
-    """What the kernels want for rows like those of x, or to find k elements of each.
+    """The workspace that kernels get for rows like those of x, or to find k elements of each.
 
-    Of an unknown shape it is the least that they can do with.
+    Where the shape is not known, it is the smallest one, which suffices for rows of any shape.
     """
     if k:
         size = _PARTS * (_WORD * k + _PART_STATE)

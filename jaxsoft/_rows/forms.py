@@ -163,7 +163,7 @@ def counted(form: Form, first: jax.Array, extras: Extras) -> jax.Array | None:
 
 
 def _scaled(counts: jax.Array | None, v: jax.Array, extras: Extras) -> jax.Array:
-    """v * scale; of 0 where nothing counts, as what is hidden there would be in the derivative by the scale."""
+    """v * scale, where elements that do not count are 0: NaN in one would make the derivative by the scale NaN."""
     if Extra.SCALE not in extras:
         return v
     return _select(counts, v, 0) * extras[Extra.SCALE].astype(v.dtype)[..., None]

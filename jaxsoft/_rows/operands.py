@@ -1,7 +1,7 @@
 """The operands and results that several row operations have. ffi/rows/operations.h has the same names.
 
 Formulas write them as letters: x the scores, y the probabilities, m the maximum, s the sum, i a label or indices, t a
-tangent, and g a cotangent.
+tangent, and g a cotangent. A file of `operations` says which other letters it uses.
 """
 
 from jaxsoft._rows.operation import Kind, Operand

@@ -1,4 +1,4 @@
-"""`implementation="xla"`: jax.nn where it has the function, else the formulas, in plain JAX for XLA to fuse.
+"""`implementation="xla"`: jax.nn.softmax, and the formulas of all other operations, in plain JAX for XLA to fuse.
 
 16-bit rows are computed in f32 and rounded once, which jax.nn by itself does not do.
 """
@@ -13,7 +13,7 @@ from jaxsoft._rows.formulas import pick, wide
 from jaxsoft._rows.operation import Operation, Reductions, Rows
 from jaxsoft._rows.operations.softmax import SOFTMAX
 
-_jax_softmax = jax.nn.softmax  # taken here and not when called, when someone may have put jaxsoft's in its place
+_jax_softmax = jax.nn.softmax  # looked up at import, as a user may later put jaxsoft's function in its place
 
 
 def _softmax(x: jax.Array) -> tuple[jax.Array]:

@@ -41,7 +41,7 @@ class Mailbox:
     """The mailbox of a block.
 
     Attributes:
-      blocks: of the cluster.
+      blocks: the number of blocks of the cluster.
       places: a reference to shared memory, of shape (numbers, 2, blocks).
       barrier: a reference to the eight bytes of the barrier.
     """

@@ -57,7 +57,7 @@ class Extras:
             apart = [1]
             for broadcast, size in found[:0:-1]:
                 apart.append(apart[-1] * (1 if broadcast[k] else size))
-            from_outside = zip(found, reversed(apart), strict=False)  # one too many where there is no dimension
+            from_outside = zip(found, reversed(apart), strict=False)  # without dimensions, the 1 belongs to none
             strides.append(tuple(0 if broadcast[k] else stride for (broadcast, _), stride in from_outside))
         return Extras(tuple(names), sizes, tuple(strides), masked)
 

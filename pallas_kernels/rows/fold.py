@@ -127,12 +127,12 @@ def reference(m: jax.Array) -> jax.Array:
 
 
 def weight(m: jax.Array, total: jax.Array) -> jax.Array:
-    """The weight of a sum below m in one below a total, as in `jaxsoft.fold`."""
+    """The weight exp(m - total) of a sum relative to m in one relative to a total, as in `jaxsoft.fold`."""
     return jnp.exp(m - reference(total))
 
 
 def _sum_below(top: jax.Array, s: jax.Array) -> jax.Array:
-    """The sum of exponentials below a maximum; inf where that is inf, as the rounding error of the sum is NaN there."""
+    """The sum of exponentials relative to a maximum; inf where that is inf, and s may be NaN by its rounding error."""
     return jnp.where(top == jnp.inf, jnp.inf, s)
 
 

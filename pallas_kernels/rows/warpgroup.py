@@ -128,7 +128,7 @@ class WarpGroup:
             yield [load_as_is(refs[ring], self.layout) if ring in refs else None for ring in self.rings]
 
     def fold_tile(self, lanes: Lanes, tile: jax.Array | int, chunks: Chunks, rules: Rules) -> Lanes:
-        """Folds a tile, without what the tile before has, too."""
+        """Folds a tile, but for the elements that the tile before it has as well."""
         reduction = self.fold
         assert reduction
         prepared = [prepared.chunks for _, prepared in self._prepared(tile, chunks, rules)]

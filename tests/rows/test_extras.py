@@ -68,7 +68,7 @@ def truth_of(x, scale=1.0, bias=0.0, where=True, causal=False):
 
 
 def assert_result(op, x, y, truth):
-    """As `common.assert_values`, for scores that are not x and results of any dtype."""
+    """As `truth.assert_values`, for scores that are not x and results of any dtype."""
     eps = EPS[8 if x.dtype == np.float64 and y.dtype == np.float64 else 4]
     if op == "softmax":
         expected, bound = truth.p, eps * (4 + truth.d) * np.maximum(truth.p, 1e-30)

@@ -1,9 +1,9 @@
-"""The fold over (m, s) in Triton, with the rules of `jaxsoft.fold`; both kinds of kernels reduce by it.
+"""The fold over (m, s) in Triton, with the rules of `jaxsoft.fold`. Whole-row and two-pass kernels reduce by it.
 
 A tile of rows is a tuple of its units, each of shape (rows, packs, lanes, vector), which gives every lane a few
 vectors. What a lane holds of a row is reduced within a thread, to (rows, lanes), and the lanes are combined once a row.
 
-Maxima pass over NaN here. Sums do not: a row with NaN has the sum NaN.
+A maximum ignores NaN here, and a sum does not: a row with NaN has the sum NaN.
 """
 
 import triton

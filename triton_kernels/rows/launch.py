@@ -12,7 +12,7 @@ from jaxsoft.fold import accumulator
 from . import kernels
 from .plan import Plan, plan, tuning
 
-# 0.4 renamed the argument that takes the results' types.
+# jax-triton 0.4 renamed the argument that takes the results' types.
 _RESULTS = next(
     name for name in ("out_type", "out_shape") if name in inspect.signature(jax_triton.triton_call).parameters
 )

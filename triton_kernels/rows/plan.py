@@ -7,8 +7,9 @@ import dataclasses
 
 _VECTOR_BYTES = 16  # a thread loads and stores this much at a time
 _WARP = 32  # lanes
-# Triton compiles slowly where a tile has many units, so a long row has few of them, with several packs each. Rows that
-# share a program have one pack a unit, because Triton does not keep packs of several rows in one thread.
+# Triton compiles slowly where a tile has many units, so a long row has up to _UNITS of them, with several packs each.
+# Rows that share a program have up to _MOST_UNITS, of one pack each, because Triton does not keep packs of several rows
+# in one thread.
 _UNITS = 4
 _MOST_UNITS = 8
 

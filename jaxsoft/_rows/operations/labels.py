@@ -3,6 +3,9 @@
 `label_state` is that. `label_sums` also has the sums of label smoothing: of the scores above -inf, the sum of their
 distance from the label's score, and their number. The label's score is kept apart from the state of the others, so that
 the loss and its gradient keep all their digits where the label is nearly certain.
+
+Beside the letters of `jaxsoft._rows.operands`, t is the label's score in a forward pass, h the cotangent of that score,
+and v the cotangent of the sum of distances.
 """
 
 import functools

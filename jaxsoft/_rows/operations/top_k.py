@@ -1,4 +1,7 @@
-"""top_k: the k largest elements of a row and where they are, with the row's state for their softmax."""
+"""top_k: the k largest elements of a row and where they are, with the row's state for their softmax.
+
+Beside the letters of `jaxsoft._rows.operands`, h is the cotangent of the elements.
+"""
 
 import jax.numpy as jnp
 
