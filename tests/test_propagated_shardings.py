@@ -1,0 +1,67 @@
+"""Shardings that come about inside a program: parts of a dimension that are not equal, and axes that are cut in two.
+
+No user can give an array such a sharding. XLA does, where a sharded dimension is sliced or reshaped under `jit`.
+"""
+
+import calls
+import definitions
+import jax
+import numpy as np
+import pytest
+from cases import Case
+from common import each_fast_implementation, served
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import DEVICES, collectives
+
+pytestmark = pytest.mark.skipif(DEVICES < 2, reason="needs two devices, or eight, which a CPU can pretend to have")
+
+
+def mesh():
+    return jax.make_mesh((DEVICES,), ("a",), axis_types=(AxisType.Auto,))
+
+
+@pytest.mark.parametrize("name", calls.CALLS)
+@pytest.mark.parametrize("dim", [0, -1], ids=["first", "last"])
+def test_uneven(name, dim):
+    """Every operand is the beginning of one that is sharded, along its first dimension or its last."""
+
+    def padded(v):
+        fill, spec = [(0, 0)] * v.ndim, [None] * v.ndim
+        fill[dim], spec[dim] = (0, -v.shape[dim] % DEVICES), "a"
+        return jax.device_put(np.pad(v, fill, constant_values=9), NamedSharding(mesh(), P(*spec)))
+
+    def sliced(f):
+        def call(*operands):
+            parts = [tuple(map(slice, v.shape)) for v in operands]
+            of_parts = jax.jit(lambda *whole: f(*(v[part] for v, part in zip(whole, parts, strict=True))))
+            return of_parts(*map(padded, operands))
+
+        return call
+
+    case = calls.case_of(name, None, np.float32)
+    case.check(sliced)
+    case.through("grad").check(sliced)
+
+
+@pytest.mark.skipif(DEVICES < 4, reason="needs an axis that can be cut")
+@pytest.mark.parametrize("name", definitions.ROW_FUNCTIONS)
+@each_fast_implementation
+def test_cut_axes(name, implementation):
+    """A dimension over all devices becomes two, of which the first one is over some of them and the second over others.
+
+    The rows stay where they are, and what moves is their states.
+    """
+    x = np.random.default_rng(0).standard_normal((2, 8 * DEVICES)).astype(np.float32)
+    ours, theirs = calls.row_function(implementation, name)
+    shape = (2, DEVICES // 2, 16)
+
+    def reshaped(f):
+        return lambda x: f(x.reshape(shape))
+
+    with served(implementation):
+        sharded = jax.device_put(x, NamedSharding(mesh(), P(None, "a")))
+        Case(name, reshaped(ours), reshaped(theirs), [x]).check(lambda f: lambda x: jax.jit(f)(sharded))
+        compiled = jax.jit(lambda x: jax.numpy.sum(reshaped(ours)(x)[0])).lower(sharded).compile()
+        if implementation != "xla":
+            assert max(np.prod(size) for _, size in collectives(compiled)) < 2 * DEVICES
