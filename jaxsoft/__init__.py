@@ -1,6 +1,13 @@
 """jaxsoft: softmax, its losses, top-k and sampling for JAX, by online reduction over (maximum, sum of exponentials)."""
 
 from importlib.metadata import version as _version
+from importlib.util import find_spec as _find_spec
+
+if _find_spec("jaxsoft.pallas_kernels") is None:
+    raise ImportError(
+        "this is jaxsoft's source tree, where nothing is built: install it (pip install .), and start Python with -P "
+        "or in another folder"
+    )
 
 from jaxsoft import fold as fold
 from jaxsoft import random as random

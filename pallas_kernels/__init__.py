@@ -12,7 +12,7 @@ import jax
 
 from jaxsoft._core import devices
 from jaxsoft._rows.forms import Form
-from jaxsoft._rows.operation import Operation, Rows
+from jaxsoft._rows.operation import Operation, RowFunction
 
 from .rows import sizes
 
@@ -46,7 +46,9 @@ def leads(operation: Operation, form: Form, platform: str, operands: Sequence[ja
     return choice.leads(operation, form, operands)
 
 
-def kernel(operation: Operation, form: Form, platform: str, operands: Sequence[jax.core.ShapedArray]) -> Rows | None:
+def kernel(
+    operation: Operation, form: Form, platform: str, operands: Sequence[jax.core.ShapedArray]
+) -> RowFunction | None:
     """The kernel for an operation in this form, or None where it has to be composed."""
     del platform
     from .rows import choice

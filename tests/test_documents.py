@@ -62,7 +62,7 @@ def test_generated():
     """Tables, plots, figures and excerpts are made, and files that pages name exist."""
     wrong = []
     for path in PAGES[3:]:
-        directives.filled(str(path.relative_to(ROOT / "docs")), path.read_text(), wrong.append, lambda note: None)
+        directives.filled(str(path.relative_to(ROOT / "docs")), path.read_text(), wrong.append)
     assert not wrong
 
 

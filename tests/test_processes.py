@@ -1,6 +1,7 @@
 """A process of its own: what an import costs, and what it must have done for programs that another process made."""
 
 import os
+import pathlib
 import pickle
 import subprocess
 import sys
@@ -28,6 +29,14 @@ def run(code: str, *arguments: str, **environment: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_import_of_the_sources():
+    """In the folder of a clone, `import jaxsoft` finds what is not built. The error says what to do."""
+    folder = pathlib.Path(__file__).parents[1]
+    command = [sys.executable, "-c", "import jaxsoft"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert "install it (pip install .), and start Python with -P" in done.stderr
 
 
 def every_kernel(implementation):

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsoft._rows.forms import Form, Operands, is_plain
-from jaxsoft._rows.operation import Operation, Rows
+from jaxsoft._rows.operation import Operation, RowFunction
 from jaxsoft._rows.operations.log_softmax import LOG_SOFTMAX, LOG_SOFTMAX_VJP
 from jaxsoft._rows.operations.logsumexp import LOGSUMEXP_VJP, STATE
 from jaxsoft._rows.operations.softmax import SOFTMAX, SOFTMAX_VJP
@@ -80,7 +80,7 @@ def unsupported(operands: Sequence[jax.core.ShapedArray]) -> str | None:
 KERNELS = frozenset((SOFTMAX, SOFTMAX_VJP, LOG_SOFTMAX, LOG_SOFTMAX_VJP, STATE, LOGSUMEXP_VJP))
 
 
-def kernel(operation: Operation, form: Form, platform: str, operands: Operands) -> Rows | None:
+def kernel(operation: Operation, form: Form, platform: str, operands: Operands) -> RowFunction | None:
     """The kernel for an operation in this form, or None where it has to be composed."""
     del platform
     if operation not in KERNELS or not is_plain(operation, form, operands):

@@ -8,12 +8,12 @@ from jaxsoft._core import devices
 # lowered for, only the name is known.
 _CAPABILITIES = {
     r"A100|A800|A30": 80,
-    r"A2|A10G?|A16|A40|RTX A\d{4}|RTX 30\d\d": 86,
-    r"L4|L20|L40S?|RTX 40\d\d|RTX \d{4} Ada": 89,
+    r"A2|A10G?|A16|A40|RTX A\d{4}|RTX 30[5-9]0": 86,
+    r"L4|L20|L40S?|RTX 40[5-9]0|RTX \d{4} Ada": 89,
     r"H20|H[128]00|GH200": 90,
     r"G?B200": 100,
     r"G?B300": 103,
-    r"RTX 50\d\d|RTX PRO \d{4}": 120,
+    r"RTX 50[5-9]0|RTX PRO \d{4}": 120,
 }
 
 

@@ -6,8 +6,7 @@
 - `api`, with a module: the documentation of all its public names,
 - `include`, with a file of the repository's root: its text, with links that hold from this page.
 
-`pending` in the place of `generate` leaves a note where the source is not there yet. What cannot be generated is a
-`Problem`, and so is a file that a page names and that does not exist.
+What cannot be generated is reported, and so is a file that a page names and that does not exist.
 """
 
 import pathlib
@@ -25,7 +24,7 @@ sys.path.insert(0, str(public.ROOT / "benchmarks"))
 
 import report
 
-_DIRECTIVE = re.compile(r"^(?P<indent> *)<!-- (?P<when>generate|pending): (?P<call>.+?) -->$", re.MULTILINE)
+_DIRECTIVE = re.compile(r"^(?P<indent> *)<!-- generate: (?P<call>.+?) -->$", re.MULTILINE)
 _FOLDERS = "jaxsoft|pallas_kernels|triton_kernels|ffi|tests|benchmarks|examples|docs"
 _FILE = re.compile(rf"`((?:{_FOLDERS})/[^`\s]*)`")
 _DOCUMENTED = re.compile(r"^::: (\S+)", re.MULTILINE)
@@ -61,14 +60,13 @@ def _include(page, path):
 GENERATORS = {"record": _record, "figure": _figure, "excerpt": _excerpt, "api": _api, "include": _include}
 
 
-def filled(page: str, markdown: str, wrong: Report, to_come: Report) -> str:
+def filled(page: str, markdown: str, wrong: Report) -> str:
     """A page with its generated parts.
 
     Args:
       page: its path within docs/.
       markdown: its source.
       wrong: is told what cannot be generated.
-      to_come: is told what a `pending` directive does not find.
     """
 
     def generated(match):
@@ -77,11 +75,7 @@ def filled(page: str, markdown: str, wrong: Report, to_come: Report) -> str:
         try:
             text = GENERATORS[name](page, *arguments)
         except Exception as error:
-            if match["when"] == "pending" and isinstance(error, excerpts.NotFoundError):
-                to_come(f"{page}: {error}")
-                text = f'!!! note "To come"\n\n    An excerpt of `{arguments[0]}`.'.replace("`", "*")
-            else:
-                wrong(f"{page}: {match['call']}: {type(error).__name__}: {error}")
+            wrong(f"{page}: {match['call']}: {type(error).__name__}: {error}")
         return "\n".join(match["indent"] + line if line else "" for line in text.splitlines())
 
     markdown = _DIRECTIVE.sub(generated, markdown)

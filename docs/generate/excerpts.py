@@ -12,19 +12,15 @@ _LANGUAGES = {".py": "python", ".h": "cpp", ".cc": "cpp", ".cuh": "cuda", ".cu":
 _OPENERS = re.compile(r"\s*(template\b|@|//|#(?!include|pragma|if|endif|else|define))")
 
 
-class NotFoundError(LookupError):
-    """The file is not there, or the text is not there exactly once."""
-
-
 def excerpt(path: str, text: str) -> str:
     """A block of code with what begins at the line that contains this text, and the file's name as its title."""
     file = public.ROOT / path
     if not file.is_file():
-        raise NotFoundError(f"there is no file {path}")
+        raise LookupError(f"there is no file {path}")
     lines = file.read_text().splitlines()
     starts = [i for i, line in enumerate(lines) if text in line]
     if len(starts) != 1:
-        raise NotFoundError(f"{path} has {len(starts)} lines that contain {text!r}, and should have one")
+        raise LookupError(f"{path} has {len(starts)} lines that contain {text!r}, and should have one")
     found = lines[starts[0] : _end(lines, starts[0])]
     depth = _depth(found[0])
     body = "\n".join(line[depth:] for line in found)

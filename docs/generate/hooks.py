@@ -33,7 +33,7 @@ def on_files(files, config, **kwargs):
 
 def on_page_markdown(markdown, page, **kwargs):
     """Fills in what is generated."""
-    return directives.filled(page.file.src_uri, markdown, log.warning, log.info)
+    return directives.filled(page.file.src_uri, markdown, log.warning)
 
 
 def on_page_content(content, page, **kwargs):

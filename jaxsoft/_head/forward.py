@@ -12,8 +12,8 @@ from jaxsoft._head.chunks import Chunk, over_chunks
 from jaxsoft._head.head import Head, product_dtype, scores, sums_of
 from jaxsoft._head.operation import Kind, Operation, Shards
 from jaxsoft._rows.forms import Form
+from jaxsoft._rows.formulas import labels_within
 from jaxsoft._rows.operations.labels import beside_label
-from jaxsoft._rows.partition import moved
 from jaxsoft._rows.primitive import kernel
 
 
@@ -72,13 +72,13 @@ class Forward(Operation):
         dtype = product_dtype(*operands[:2])
         wide, classes = fold.accumulator(dtype), operands[1].shape[1]
         parameters[Kind.HIDDEN] = parameters[Kind.HIDDEN].astype(dtype)
-        index = moved(label, shards.first_class(classes))
+        index = labels_within(label, shards.first_class(classes))
         kept = jax.lax.empty((label.size, classes), dtype) if self.keep else None
         zero = jnp.zeros(label.shape, wide)
         start = _Folded(fold.identity(label.shape, wide), zero, [zero for _ in head.sums], kept)
 
         def step(folded: _Folded, chunk: Chunk) -> _Folded:
-            x, here = chunk.scores(head, parameters), moved(index, chunk.begin)
+            x, here = chunk.scores(head, parameters), labels_within(index, chunk.begin)
             m, s, t, *sums = kernel(head.function.forward, Form(wide, cap=head.cap), None, x, here)
             weights = chunk.of(parameters[Kind.CLASS_WEIGHTS]) if head.weighted else None
             sums = sums_of(head, x, label, t, sums, weights)

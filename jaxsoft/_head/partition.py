@@ -26,6 +26,7 @@ def partitioned(
     function = custom_partitioning(functools.partial(call, operation))
 
     def partition(mesh, operands, results):
+        del results
         hidden, weight = operands[:2]
         rows, mesh = _row_names(hidden), refined(mesh)
 

@@ -16,8 +16,8 @@ from jaxsoft._head.chunks import Chunk, over_chunks
 from jaxsoft._head.head import Head, Parameters, capped, product_dtype
 from jaxsoft._head.operation import Kind, Operation, Shards
 from jaxsoft._rows.forms import Form, capped_slope
+from jaxsoft._rows.formulas import labels_within
 from jaxsoft._rows.operations.labels import LABEL_STATE_VJP
-from jaxsoft._rows.partition import moved
 from jaxsoft._rows.primitive import kernel
 
 
@@ -42,7 +42,7 @@ class _Rows(NamedTuple):
 
     def of_label(self, chunk: Chunk) -> tuple[jax.Array, ...]:
         """The operands of the rows' pullback for a chunk, but for the scores and the cotangents of sums."""
-        return moved(self.local, chunk.begin), *self.state, self.g, self.h
+        return labels_within(self.local, chunk.begin), *self.state, self.g, self.h
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Pullback(Operation):
         dtype, classes = product_dtype(*operands[:2]), operands[1].shape[1]
         parameters[Kind.HIDDEN] = parameters[Kind.HIDDEN].astype(dtype)
         state = fold.from_lse(others)
-        rows = _Rows(label, moved(label, shards.first_class(classes)), state, g, h, sums)
+        rows = _Rows(label, labels_within(label, shards.first_class(classes)), state, g, h, sums)
 
         def step(gradients: tuple[jax.Array, ...], chunk: Chunk) -> tuple[jax.Array, ...]:
             x = chunk.of(kept[0]) if kept else chunk.scores(head, parameters)

@@ -17,11 +17,12 @@ from jaxsoft._core.carriers import ALWAYS, CARRIERS, PREFERENCE
 from jaxsoft._rows import ffi, forms, reference, xla
 from jaxsoft._rows.forms import Form, compose, is_plain, working_dtype
 from jaxsoft._rows.formulas import take
-from jaxsoft._rows.operation import Operation, Reduction, Reductions, Rows
+from jaxsoft._rows.operation import Operation, Reduction, Reductions, RowFunction
 from jaxsoft._rows.operations.logsumexp import STATE
 from jaxsoft.fold import State
 
 type Operands = Sequence[jax.core.ShapedArray]
+type Finder = Callable[[Operation, Form, str, Operands], RowFunction | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,13 +38,13 @@ class Kernels:
       leads: (operation, form, platform, operands) -> whether the default choice tries it before all others.
     """
 
-    kernel: Callable[[Operation, Form, str, Operands], Rows | None]
+    kernel: Finder
     unsupported: Callable[[Operands], str | None] = lambda operands: None
     composed: bool = False
     leads: Callable[[Operation, Form, str, Operands], bool] = lambda operation, form, platform, operands: False
 
 
-def _plain(formula: Callable[[Operation, Form], Rows]) -> Callable[[Operation, Form, str, Operands], Rows | None]:
+def _plain(formula: Callable[[Operation, Form], RowFunction]) -> Finder:
     """The `kernel` of an implementation that has nothing but formulas for the plain form."""
 
     def kernel(operation, form, platform, operands):
@@ -78,7 +79,9 @@ def check_operands(operation: Operation, form: Form, implementation: str | None,
         _raise_for(implementation, KERNELS[implementation].unsupported(operands), operands)
 
 
-def choose(operation: Operation, form: Form, implementation: str | None, platform: str, operands: Operands) -> Rows:
+def choose(
+    operation: Operation, form: Form, implementation: str | None, platform: str, operands: Operands
+) -> RowFunction:
     """The kernel for a row operation on a platform. Raises where a named implementation cannot serve."""
     if operands[0].size == 0:  # there is nothing to compute: no kernel needs to know about empty rows
         return compose(operation, form, xla.formula(operation, form))
@@ -107,7 +110,7 @@ def choose(operation: Operation, form: Form, implementation: str | None, platfor
 
 def _kernel(
     kernels: Kernels, operation: Operation, form: Form, platform: str, operands: Operands, plain: Operands
-) -> Rows | None:
+) -> RowFunction | None:
     """An implementation's kernel that takes the form as it is, or else the form composed from its plain kernel."""
     if native := kernels.kernel(operation, form, platform, operands):
         return native
@@ -115,7 +118,9 @@ def _kernel(
     return compose(operation, form, whole) if whole else None
 
 
-def _from_state(kernels: Kernels, operation: Operation, form: Form, platform: str, plain: Operands) -> Rows | None:
+def _from_state(
+    kernels: Kernels, operation: Operation, form: Form, platform: str, plain: Operands
+) -> RowFunction | None:
     """An operation that an implementation does not know, from its kernel for the state of the scores."""
     if not operation.from_state:
         return None
@@ -136,7 +141,7 @@ def _plain_operands(operation: Operation, form: Form, operands: Operands) -> Ope
     shape = (*x.shape[:axis], *x.shape[axis + 1 :], x.shape[axis])
     scores = jax.core.ShapedArray(shape, working_dtype(operation, form, operands))
     others = zip(operation.kinds[1:], operands[1:], strict=False)
-    return [scores, *(v for _, v in itertools.takewhile(lambda pair: not pair[0].is_wide, others))]
+    return [scores, *(v for _, v in itertools.takewhile(lambda pair: not pair[0].whole_rows, others))]
 
 
 def _raise_for(implementation: str, reason: str | None, operands: Operands) -> None:

@@ -17,7 +17,7 @@ from jaxsoft._core.batching import as_leading_dimension
 from jaxsoft._core.linear_map import LinearMap
 from jaxsoft._core.tangents import jvp_along, moves
 from jaxsoft._rows import xla
-from jaxsoft._rows.forms import Form, compose, counted, scores, split, wide_dtypes
+from jaxsoft._rows.forms import Form, compose, counted, row_dtypes, scores, split
 from jaxsoft._rows.operation import Extra, Function, Kind
 from jaxsoft._rows.primitive import row_operation
 from jaxsoft.fold import accumulator
@@ -43,7 +43,7 @@ def differentiable(function: Function, form: Form, implementation: str | None) -
         t = tangents[0]
         if any(map(moves, tangents[len(base) :])):
             z, t = _scores_along(form, primals, tangents)
-            residuals = tuple(z if r is base[0] else r for r in residuals)
+            residuals = function.residuals((z, *base[1:]), results)
             extras = {name: v for name, v in extras.items() if name not in (Extra.SCALE, Extra.BIAS)}
         masked = False
         if function.tangent.kinds[0] is Kind.PROBABILITIES:  # they are 0 where an element does not count
@@ -94,10 +94,10 @@ class _Derivative(LinearMap):
         if pullback.made_of:
             plain = dataclasses.replace(self.form, k=0)
             return pullback.made_of(lambda other, *v: row_operation(other, plain, self.implementation, *v), *operands)
-        if len(wide_dtypes(pullback, operands)) > 1:  # as of log_softmax with another dtype: kernels take one dtype
+        if len(row_dtypes(pullback, operands)) > 1:  # as of log_softmax with another dtype: kernels take one dtype
             dtype, base = accumulator(operands[0].dtype), len(pullback.operands)
             kinds = zip(pullback.kinds, operands[:base], strict=True)
-            operands = [*(v.astype(dtype) if kind.is_wide else v for kind, v in kinds), *operands[base:]]
+            operands = [*(v.astype(dtype) if kind.whole_rows else v for kind, v in kinds), *operands[base:]]
         return row_operation(pullback, self.form, self.implementation, *operands)
 
     def transpose(self, dtype: np.dtype) -> "_Derivative":

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsoft._core import library
-from jaxsoft._rows.forms import Form, Operands, groups, is_plain, split, wide_dtypes
-from jaxsoft._rows.operation import Extra, Kind, Operation, Reduction, Rows
+from jaxsoft._rows.forms import Form, Operands, groups, is_plain, row_dtypes, split
+from jaxsoft._rows.operation import Extra, Kind, Operation, Reduction, RowFunction
 from jaxsoft.fold import accumulator
 
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
@@ -36,7 +36,7 @@ def unsupported(operands: Operands) -> str | None:
     return None
 
 
-def kernel(operation: Operation, form: Form, platform: str, operands: Operands) -> Rows | None:
+def kernel(operation: Operation, form: Form, platform: str, operands: Operands) -> RowFunction | None:
     """The kernel for an operation in this form, or None where the kernels have to be composed."""
     if operation.name not in library.operations(platform):
         return None
@@ -47,7 +47,7 @@ def kernel(operation: Operation, form: Form, platform: str, operands: Operands) 
 
     def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
         types = _result_types(operation, form, operands[0])
-        beside = [] if operation.reduces is Reduction.NOTHING else [workspace(operands[0], form.k)]
+        beside = [] if operation.reduces is Reduction.NOTHING else [workspace(operands[0], form.k, form.trailing)]
         target = jax.ffi.ffi_call(f"jaxsoft_{operation.name}", (*types, *beside))
         return tuple(target(*operands, **attributes(form))[: len(types)])
 
@@ -66,14 +66,15 @@ def _result_types(operation: Operation, form: Form, x: jax.Array) -> list[jax.Sh
     return [types[kind] for kind in operation.result_kinds]
 
 
-def workspace(x: jax.Array, k: int = 0) -> jax.ShapeDtypeStruct:
+def workspace(x: jax.Array, k: int = 0, trailing: int = 0) -> jax.ShapeDtypeStruct:
     """The workspace that kernels get for rows like those of x, or to find k elements of each.
 
     Where the shape is not known, it is the smallest one, which suffices for rows of any shape.
     """
+    known = x.ndim > 0 and all(isinstance(d, int) for d in x.shape)
     if k:
         size = _PARTS * (_WORD * k + _PART_STATE)
-    elif x.ndim and all(isinstance(d, int) for d in x.shape) and x.shape[-1] * x.dtype.itemsize >= _LONG_ROW:
+    elif known and not trailing and x.shape[-1] * x.dtype.itemsize >= _LONG_ROW:
         size = max(_WORKSPACE, math.prod(x.shape) * x.dtype.itemsize // 512)
     else:
         size = _WORKSPACE
@@ -84,11 +85,13 @@ def _takes(operation: Operation, form: Form, operands: Operands) -> bool:
     """Whether the kernels take a form that is not plain."""
     dtype = operands[0].dtype
     _, extras = split(operation, form, operands)
-    if wide_dtypes(operation, operands) != {dtype}:
+    if row_dtypes(operation, operands) != {dtype}:
         return False
     if form.dtype != dtype and {form.dtype, dtype} not in ({_F32, np.dtype(t)} for t in (jnp.float16, jnp.bfloat16)):
         return False
     if form.trailing and not operation.any_axis:
+        return False
+    if (form.masked and not operation.may_be_masked) or (form.cap is not None and not operation.may_be_capped):
         return False
     if not {*extras} <= {*operation.extras}:
         return False

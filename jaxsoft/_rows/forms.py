@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsoft._rows.formulas import positions
-from jaxsoft._rows.operation import Extra, Kind, Operation, Reductions, Rows
+from jaxsoft._rows.operation import Extra, Kind, Operation, Reductions, RowFunction
 from jaxsoft.fold import accumulator
 
 type Operands = Sequence[jax.Array | jax.core.ShapedArray]
@@ -33,7 +33,7 @@ class Form:
       extras: which operands follow those of the operation, in the order of `Extra`.
       trailing: how many dimensions of x follow the reduced one; 0 beside extras.
       masked: elements whose first operand, a softmax, is 0 do not count.
-      cap: scores become cap * tanh(x / cap); None leaves them as they are.
+      cap: scores become cap * tanh(x / cap); None leaves them as they are. There is none beside scale or bias.
       k: how many elements of a row an operation selects, which then has no other form; 0 if it selects none.
     """
 
@@ -44,21 +44,24 @@ class Form:
     cap: float | None = None
     k: int = 0
 
+    def __post_init__(self):
+        assert self.cap is None or not {Extra.SCALE, Extra.BIAS} & {*self.extras}, "the cap's slope is taken at x"
 
-def formula(operation: Operation, form: Form, reductions: Reductions) -> Rows:
+
+def formula(operation: Operation, form: Form, reductions: Reductions) -> RowFunction:
     """The operation in its plain form, in plain JAX, with one way to reduce a row."""
     k = {"k": form.k} if form.k else {}
     return functools.partial(operation.formula, reductions, **k)
 
 
-def compose(operation: Operation, form: Form, plain: Rows) -> Rows:
+def compose(operation: Operation, form: Form, plain: RowFunction) -> RowFunction:
     """The operation in this form, from a kernel that has the plain form."""
 
     def function(*operands):
         given, extras = split(operation, form, operands)
         axis, dtype = -1 - form.trailing, working_dtype(operation, form, operands)
         base = [
-            jnp.moveaxis(v, axis, -1) if kind.is_wide else v for kind, v in zip(operation.kinds, given, strict=True)
+            jnp.moveaxis(v, axis, -1) if kind.whole_rows else v for kind, v in zip(operation.kinds, given, strict=True)
         ]
         counts = counted(form, base[0], extras)
         if counts is not None and operation.has_label:  # the label counts in any case
@@ -143,13 +146,13 @@ def working_dtype(operation: Operation, form: Form, operands: Operands) -> np.dt
     return accumulator(operands[0].dtype) if computed else operands[0].dtype
 
 
-def wide_dtypes(operation: Operation, operands: Operands) -> set[np.dtype]:
+def row_dtypes(operation: Operation, operands: Operands) -> set[np.dtype]:
     """The dtypes of the operands of x's shape, extras aside."""
-    return {v.dtype for kind, v in zip(operation.kinds, operands, strict=False) if kind.is_wide}
+    return {v.dtype for kind, v in zip(operation.kinds, operands, strict=False) if kind.whole_rows}
 
 
 def _has_one_dtype(operation: Operation, form: Form, operands: Operands) -> bool:
-    return {form.dtype} == wide_dtypes(operation, operands)
+    return {form.dtype} == row_dtypes(operation, operands)
 
 
 def counted(form: Form, first: jax.Array, extras: Extras) -> jax.Array | None:

@@ -48,6 +48,11 @@ def label_places(x: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
     return i == NO_ROW, i == positions(x)
 
 
+def labels_within(label: jax.Array, begin: jax.Array | int) -> jax.Array:
+    """The labels of rows as indices into the part of each row that begins at this element."""
+    return jnp.where(label == NO_ROW, label, jnp.maximum(label, -1) - begin)
+
+
 def take(x: jax.Array, i: jax.Array) -> jax.Array:
     """The element of each row at an index, in the accumulator's dtype; NaN for an index out of range."""
     n = x.shape[-1]

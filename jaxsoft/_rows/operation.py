@@ -14,7 +14,7 @@ import jax
 
 from jaxsoft.fold import State
 
-type Rows = Callable[..., tuple[jax.Array, ...]]  # an operation as a function of its operands
+type RowFunction = Callable[..., tuple[jax.Array, ...]]  # an operation as a function of its operands
 
 # The label of a row that is not to be read, and of which nothing counts. Any other label that is out of range makes
 # the label's score NaN.
@@ -35,7 +35,7 @@ class Kind(enum.Enum):
     INDICES = enum.auto()  # (..., k): int32, where they are
 
     @property
-    def is_wide(self) -> bool:
+    def whole_rows(self) -> bool:
         """Whether the array has the shape of the scores."""
         return self in (Kind.SCORES, Kind.PROBABILITIES, Kind.TANGENT, Kind.COTANGENT, Kind.ROW)
 
@@ -52,7 +52,7 @@ class Extra(enum.Enum):
     BIAS = "b"  # (..., n): is added to the scores
 
     @property
-    def is_wide(self) -> bool:
+    def whole_rows(self) -> bool:
         """Whether the array has an element for each score."""
         return self in (Extra.WHERE, Extra.BIAS)
 

@@ -20,16 +20,17 @@ from jaxsoft import fold
 from jaxsoft._core.mesh import Axes, axes_of, combined, if_even, on_one_device, refined
 from jaxsoft._rows import formulas
 from jaxsoft._rows.forms import Form, compose, formula, split
-from jaxsoft._rows.operation import NO_ROW, Extra, Kind, Operation, Reductions, Rows
+from jaxsoft._rows.operation import Extra, Kind, Operation, Reductions, RowFunction
 from jaxsoft.fold import State, accumulator
 
 
 @functools.cache
-def partitioned(operation: Operation, form: Form, kernel: Callable[[Form], Rows]) -> Rows:
+def partitioned(operation: Operation, form: Form, kernel: Callable[[Form], RowFunction]) -> RowFunction:
     """The operation in this form as a function that a mesh may partition, given its kernel in any form."""
     function = custom_partitioning(kernel(form))
 
     def partition(mesh, operands, results):
+        del results
         x, mesh = operands[0], refined(mesh)
         dims = _dims(operation, form, [v.shape for v in operands])
         axes = dict(zip(dims[0], axes_of(x, mesh), strict=True))
@@ -65,10 +66,10 @@ def _dims(operation: Operation, form: Form, shapes: Sequence[Sequence[int]]) -> 
     x = [f"r{i}" for i in range(ndim)]
     x[ndim - 1 - form.trailing] = "n"
     rows = [dim for dim in x if dim != "n"]
-    dims = [x if kind.is_wide else rows for kind in operation.kinds]
+    dims = [x if kind.whole_rows else rows for kind in operation.kinds]
     length = dict(zip(x, shapes[0], strict=True))
     for extra, shape in zip(form.extras, shapes[len(dims) :], strict=True):
-        like = zip(x if extra.is_wide else rows, shape, strict=True)
+        like = zip(x if extra.whole_rows else rows, shape, strict=True)
         dims.append([dim if length[dim] == size else f"{extra.value}{dim}" for dim, size in like])
     return dims
 
@@ -79,7 +80,7 @@ def _result_dims(operation: Operation, x: list[str]) -> list[list[str]]:
     return [dims[kind] for kind in operation.result_kinds]
 
 
-def _over_shards(operation: Operation, form: Form, axes: Axes, kernel: Callable[[Form], Rows]) -> Rows:
+def _over_shards(operation: Operation, form: Form, axes: Axes, kernel: Callable[[Form], RowFunction]) -> RowFunction:
     """The operation on one device's part of rows that are sharded over mesh axes."""
     if operation.selects:
         return _selected_over_shards(form, axes, kernel)
@@ -91,13 +92,13 @@ def _over_shards(operation: Operation, form: Form, axes: Axes, kernel: Callable[
         if Extra.LIMIT in extras:
             extras[Extra.LIMIT] = extras[Extra.LIMIT] - begin
         pairs = zip(operation.kinds, base, strict=True)
-        base = tuple(moved(v, begin) if kind is Kind.LABEL else v for kind, v in pairs)
+        base = tuple(formulas.labels_within(v, begin) if kind is Kind.LABEL else v for kind, v in pairs)
         return function(*base, *extras.values())
 
     return local
 
 
-def _selected_over_shards(form: Form, axes: Axes, kernel: Callable[[Form], Rows]) -> Rows:
+def _selected_over_shards(form: Form, axes: Axes, kernel: Callable[[Form], RowFunction]) -> RowFunction:
     """The k largest elements of rows that are sharded over mesh axes."""
 
     def local(x):
@@ -112,11 +113,6 @@ def _selected_over_shards(form: Form, axes: Axes, kernel: Callable[[Form], Rows]
         return *(formulas.at(v, best) for v in found), m, s
 
     return local
-
-
-def moved(label: jax.Array, begin: jax.Array | int) -> jax.Array:
-    """The labels of rows as indices into the part of each row that begins at this element."""
-    return jnp.where(label == NO_ROW, label, jnp.maximum(label, -1) - begin)
 
 
 def _reductions(axes: Axes) -> Reductions:

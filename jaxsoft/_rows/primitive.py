@@ -23,7 +23,7 @@ from jaxsoft._core.tangents import jvp_along, zero_tangent
 from jaxsoft._rows import xla
 from jaxsoft._rows.choice import check_operands, choose
 from jaxsoft._rows.forms import Form, compose
-from jaxsoft._rows.operation import Operation, Rows
+from jaxsoft._rows.operation import Operation, RowFunction
 from jaxsoft._rows.partition import partitioned
 
 
@@ -55,7 +55,7 @@ def _row_operation_jvp(operation, form, implementation, primals, tangents):
     )
 
 
-def _formula(operation: Operation, form: Form) -> Rows:
+def _formula(operation: Operation, form: Form) -> RowFunction:
     return compose(operation, form, xla.formula(operation, form))
 
 
@@ -65,7 +65,7 @@ def _batched(
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """The operation with a rule for vmap: the mapped dimension comes first, and is more rows."""
 
-    def in_form(form: Form) -> Rows:
+    def in_form(form: Form) -> RowFunction:
         return functools.partial(kernel, operation, form, implementation)
 
     function = custom_vmap(partitioned(operation, form, in_form) if partition else in_form(form))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxsoft._rows import forms
 from jaxsoft._rows.forms import Form
 from jaxsoft._rows.formulas import pick
-from jaxsoft._rows.operation import Operation, Reductions, Rows
+from jaxsoft._rows.operation import Operation, Reductions, RowFunction
 from jaxsoft.fold import State, accumulator, identity, running_states
 
 
@@ -33,6 +33,6 @@ def _last_running_sum(x: jax.Array) -> jax.Array:
 REDUCTIONS = Reductions(_last_running_state, _last_running_sum, pick)
 
 
-def formula(operation: Operation, form: Form) -> Rows:
+def formula(operation: Operation, form: Form) -> RowFunction:
     """The operation in its plain form."""
     return forms.formula(operation, form, REDUCTIONS)

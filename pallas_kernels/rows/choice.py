@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxsoft._rows.forms import Form, is_plain
 from jaxsoft._rows.formulas import take
-from jaxsoft._rows.operation import NO_ROW, Extra, Operation, Rows
+from jaxsoft._rows.operation import NO_ROW, Extra, Operation, RowFunction
 from jaxsoft._rows.operations.labels import LABEL_STATE, LABEL_STATE_VJP
 from jaxsoft._rows.operations.logsumexp import LOGSUMEXP_VJP, STATE
 from jaxsoft._rows.operations.softmax import SOFTMAX
@@ -59,16 +59,16 @@ def _known(operands: Sequence[jax.core.ShapedArray]) -> bool:
     return all(isinstance(size, int) for v in operands for size in v.shape)
 
 
-def kernel(operation: Operation, form: Form, operands: Sequence[jax.core.ShapedArray]) -> Rows | None:
+def kernel(operation: Operation, form: Form, operands: Sequence[jax.core.ShapedArray]) -> RowFunction | None:
     """The kernel for an operation in this form, or None where it has to be composed."""
-    if operation in _LABELLED and (form.cap is not None or {*form.extras} - {Extra.LIMIT, Extra.WHERE}):
+    if form.cap is not None or (operation in _LABELLED and {*form.extras} - {Extra.LIMIT, Extra.WHERE}):
         return None
     alike, names, given = unlabelled(operation, form, operands)
     if alike not in operations.KERNELS or form.trailing or not _known(operands):
         return None
     *leading, n = operands[0].shape
     rows, own = math.prod(leading), len(alike.operands)
-    dtypes = [v.dtype for kind, v in zip(alike.kinds, given, strict=False) if kind.is_wide]
+    dtypes = [v.dtype for kind, v in zip(alike.kinds, given, strict=False) if kind.whole_rows]
     if any(dtype not in _DTYPES for dtype in (*dtypes, form.dtype)):
         return None
     extras = Extras.of(names, form.masked, leading, [v.shape for v in given[own:]])
@@ -109,7 +109,7 @@ def label_score(x: jax.Array, label: jax.Array) -> jax.Array:
 
 def _row_kernel(
     operation: Operation, rows: int, n: int, dtypes: Sequence[np.dtype], result: np.dtype, extras: Extras
-) -> Rows | None:
+) -> RowFunction | None:
     """The kernel that is fit for rows of these lengths and dtypes: `held`, `split` or `tiled`, or None."""
     gpu, itemsize = sizes.target(), max(dtype.itemsize for dtype in (*dtypes, result))
     together = extras.together
@@ -128,7 +128,7 @@ def _row_kernel(
     return None
 
 
-def _in_vectors(kernel: Rows, vector: int) -> Rows:
+def _in_vectors(kernel: RowFunction, vector: int) -> RowFunction:
     """Makes a kernel that takes rows as vectors take them as they are."""
 
     def function(*operands):
@@ -138,7 +138,7 @@ def _in_vectors(kernel: Rows, vector: int) -> Rows:
     return function
 
 
-def _padded(rows: int, least: int, kernel: Callable[..., Rows]) -> Rows:
+def _padded(rows: int, least: int, kernel: Callable[..., RowFunction]) -> RowFunction:
     """The kernel for this number of rows, which are padded if a block takes more."""
     if rows >= least:
         return kernel(rows=rows)

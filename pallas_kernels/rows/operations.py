@@ -42,8 +42,8 @@ class Signature(NamedTuple):
     @staticmethod
     def of(operation: Operation) -> "Signature":
         """The signature of an operation."""
-        rows = sum(kind.is_wide for kind in operation.kinds)
-        row_results = sum(kind.is_wide for kind in operation.result_kinds)
+        rows = sum(kind.whole_rows for kind in operation.kinds)
+        row_results = sum(kind.whole_rows for kind in operation.result_kinds)
         return Signature(rows, len(operation.kinds) - rows, row_results, len(operation.results) - row_results)
 
 
@@ -76,7 +76,7 @@ def folded(operation: Operation) -> tuple[int, ...]:
     """The indices, among the row operands, of those that an operation's fold needs."""
     if operation.reduces is Reduction.NOTHING:
         return ()
-    kinds = [kind for kind in operation.kinds if kind.is_wide]
+    kinds = [kind for kind in operation.kinds if kind.whole_rows]
     return tuple(i for i, kind in enumerate(kinds) if operation.reduces is not Reduction.SUM or kind is Kind.COTANGENT)
 
 
@@ -89,7 +89,7 @@ def reduction_of(operation: Operation) -> Operation:
     """The operation that gives the total of another's fold, and nothing else."""
     if operation.reduces is Reduction.STATE:
         return STATE
-    rows = tuple(operand for operand in operation.operands if operand.kind.is_wide)
+    rows = tuple(operand for operand in operation.operands if operand.kind.whole_rows)
     return dataclasses.replace(operation, name=f"{operation.name}_sum", operands=rows, results=(SUM,))
 
 

@@ -312,12 +312,12 @@ def of_capability(capability: int) -> Gpu | None:
 
 def target() -> Gpu:
     """The row for the GPU that is lowered for, with as many multiprocessors as it has; the first if none is known."""
-    device, present = jax.sharding.get_abstract_mesh().abstract_device, devices.present()
+    device = jax.sharding.get_abstract_mesh().abstract_device
     if kind := devices.elsewhere():
-        gpu = of_kind(kind)
+        gpu, multiprocessors = of_kind(kind) or GPUS[0], device and device.num_cores
+    elif present := devices.present():
+        gpu = next(map(of_capability, present.values())) or GPUS[0]
+        multiprocessors = jax.devices("cuda")[0].core_count
     else:
-        gpu = next(map(of_capability, present.values()), None)
-    gpu = gpu or GPUS[0]
-    if device is not None and device.platform == "gpu" and device.num_cores:
-        return dataclasses.replace(gpu, multiprocessors=device.num_cores)
-    return dataclasses.replace(gpu, multiprocessors=jax.devices("cuda")[0].core_count) if present else gpu
+        return GPUS[0]
+    return dataclasses.replace(gpu, multiprocessors=multiprocessors) if multiprocessors else gpu

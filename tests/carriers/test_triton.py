@@ -53,13 +53,13 @@ needs_triton = pytest.mark.skipif(
 each_operation = pytest.mark.parametrize("operation", OPERATIONS)
 
 
-def wide_operands(operation: str) -> int:
+def row_operands(operation: str) -> int:
     """How many operands have the shape of the scores."""
-    return sum(kind.is_wide for kind in OPERATIONS[operation].kinds)
+    return sum(kind.whole_rows for kind in OPERATIONS[operation].kinds)
 
 
 def sizes(operation: str, dtype):
-    return tuning(wide_operands(operation), jnp.dtype(dtype).itemsize)
+    return tuning(row_operands(operation), jnp.dtype(dtype).itemsize)
 
 
 def statistic(dtype):
@@ -110,7 +110,7 @@ def compiled(monkeypatch, tmp_path):
     def ptx(operation, dtype, cut, capability=90):
         kernel = getattr(kernels, f"{operation}_kernel")
         kinds = (*OPERATIONS[operation].kinds, *OPERATIONS[operation].result_kinds)
-        arrays = ("*" + names[dtype if kind.is_wide else statistic(dtype)] for kind in kinds)
+        arrays = ("*" + names[dtype if kind.whole_rows else statistic(dtype)] for kind in kinds)
         signature = ["i64", *arrays, "constexpr"]
         source = ASTSource(
             kernel,
@@ -126,7 +126,7 @@ def compiled(monkeypatch, tmp_path):
 
 def vectors(operation: str, cut: Plan) -> tuple[int, int]:
     """How many 16-byte loads and stores a thread's part of a tile takes, each pass over it counted."""
-    operands, results = wide_operands(operation), OPERATIONS[operation].result_kinds.count(Kind.ROW)
+    operands, results = row_operands(operation), OPERATIONS[operation].result_kinds.count(Kind.ROW)
     each = cut.units * cut.packs * max(1, cut.rows * cut.lanes // (32 * cut.warps))
     second = cut.tiles > 1 and operation not in ("state", "logsumexp_vjp")
     first = operands if operation != "log_softmax_vjp" else 1  # only g is summed
@@ -262,7 +262,7 @@ def test_lowers(operation, kind):
         for shape, dtype in (((2, 3, 100), jnp.float32), ((1, 1024), jnp.float32), ((70000, 1001), jnp.bfloat16)):
             full, one = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[:-1], jnp.float32)
             sides = OPERATIONS[operation].kinds, OPERATIONS[operation].result_kinds
-            given, results = ([full if kind.is_wide else one for kind in kinds] for kinds in sides)
+            given, results = ([full if kind.whole_rows else one for kind in kinds] for kinds in sides)
             called = functools.partial(row_operation, OPERATIONS[operation], Form(jnp.dtype(dtype)), "triton")
             lowered = jax.jit(lambda *v, f=called: f(*v)).trace(*given).lower(lowering_platforms=("cuda",))
             assert len(re.findall("custom_call @triton_kernel_call", lowered.as_text())) == 1
@@ -329,6 +329,9 @@ def test_without_the_gpu_support_of_jax(monkeypatch):
         ("NVIDIA B200", 100),
         ("NVIDIA GeForce RTX 5090", 120),
         ("Tesla T4", None),
+        ("Quadro RTX 5000", None),
+        ("Quadro RTX 4000", None),
+        ("Quadro RTX 3000", None),
         ("NVIDIA TITAN V", None),
     ],
 )
