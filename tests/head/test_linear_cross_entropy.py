@@ -167,7 +167,7 @@ def test_certainty(recompute):
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_special_values(smoothing):
-    """Labels out of range, classes of -inf, labels among them, and nothing but -inf: as with all logits in memory."""
+    """Labels out of range, labels and other classes of -inf, NaN, nothing but -inf: as with all logits in memory."""
     labels = np.array([[0, -1, CLASSES], [3, -100, 20]])
     options = {"ignore_index": -100, "label_smoothing": smoothing}
     bias = np.where(np.arange(CLASSES) % 5 == 3, -np.inf, BIAS).astype(np.float32)  # the label 3's too
@@ -177,6 +177,8 @@ def test_special_values(smoothing):
         assert_close(ours(HIDDEN, WEIGHT, labels, b), theirs(HIDDEN, WEIGHT, labels, b), 2e-6)
     loss = ours(HIDDEN, WEIGHT, labels, bias)[0]
     assert np.isnan(loss[0, 1:]).all() and np.isposinf(loss[1, 0]) and loss[1, 1] == 0 and np.isfinite(loss[0, 0])
+    nothing = np.where(np.arange(CLASSES) == 9, np.nan, -np.inf).astype(np.float32)
+    assert np.isnan(ours(HIDDEN, WEIGHT, labels, nothing)[0]).tolist() == [[True] * 3, [True, False, True]]
     valid = np.abs(labels) % CLASSES
 
     def gradients(function, **options):

@@ -1,5 +1,6 @@
 """Cross-entropy of logits: every option against float64, no cancellation, optax's semantics, and edges."""
 
+import functools
 import itertools
 
 import chex
@@ -226,6 +227,19 @@ def test_special_values(implementation):
     loss, dx = value_and_pullback(smoothed, x)
     np.testing.assert_allclose(loss[np.array([0, 2, 8])], [0, np.log(3), 0], rtol=1e-6)
     assert np.isfinite(dx[np.array([0, 1, 2, 8])]).all()
+
+
+@each_implementation
+@pytest.mark.parametrize("n", [3, 5002])
+def test_nan_beside_nothing(implementation, n):
+    """A NaN makes the loss and the logsumexp NaN, also where beside it and the label there is only -inf, or +inf."""
+    inf, nan = np.inf, np.nan
+    x = np.full((4, n), -inf, np.float32)
+    x[:, :3] = [[nan, -inf, 1], [nan, inf, -inf], [nan, -inf, -inf], [-inf, nan, 1]]
+    labels = np.array([2, 2, 1, 2])
+    for options in ({}, {"label_smoothing": 0.1}):
+        f = functools.partial(cross_entropy, **options, return_lse=True, implementation=implementation)
+        assert np.isnan(f(x, labels)).all()
 
 
 @each_implementation

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxsoft._rows.formulas import label_places, probabilities, wide
 from jaxsoft._rows.operands import COTANGENT, INNER_PRODUCT, MAXIMUM, RESULT, SCORES, SUM, TANGENT
 from jaxsoft._rows.operation import Extra, Function, Kind, Operand, Operation, Reduction
-from jaxsoft.fold import State, reference
+from jaxsoft.fold import State, lse, reference
 
 LABEL = Operand("label", Kind.LABEL)
 LABEL_SCORE = Operand("label_score", Kind.STATISTIC)
@@ -134,10 +134,10 @@ def beside_label(others: State, t: jax.Array) -> tuple[jax.Array, jax.Array]:
     The difference is taken before anything is rounded to the size of the logsumexp.
     """
     m, s = others
-    log_s = jnp.where(s == 0, -jnp.inf, jnp.log(jnp.where(s == 0, 1, s)))
-    infinite = jnp.isinf(m) | jnp.isinf(t)
-    apart = jnp.where(infinite, jnp.where((m == t) | (t == jnp.inf), jnp.nan, m - t), (m - t) + log_s)
-    return jnp.where(jnp.isinf(m), m, m + log_s), apart
+    infinite = (jnp.isinf(m) | jnp.isinf(t)) & ~jnp.isnan(s)  # m may have passed over a NaN, which is then in s alone
+    without_s = jnp.where((m == t) | (t == jnp.inf), jnp.nan, m - t)
+    apart = jnp.where(infinite, without_s, (m - t) + jnp.log(jnp.where(s == 0, 1, s)))
+    return lse(others), apart
 
 
 def _values(operands, results):
