@@ -26,7 +26,8 @@ from jaxsoft._rows.losses import (
     weighted_sums,
 )
 from jaxsoft._rows.operation import Extra
-from jaxsoft._rows.operations.labels import label_state_of_rows, label_sums_of_rows
+from jaxsoft._rows.operations.labels import LABEL_STATE, label_state_of_rows, label_sums_of_rows
+from jaxsoft._rows.primitive import row_operation
 
 
 @overload
@@ -247,8 +248,8 @@ def softmax_cross_entropy(
       TypeError, ValueError: an argument does not fit the others, or the named implementation cannot serve the call.
 
     Derivatives by the logits, the labels and the class weights, of every order, in forward and reverse mode. The
-    implementation reduces the rows to their logsumexp, and XLA fuses the rest: its forward pass reads the logits once
-    more, and its backward pass the logits and the labels once.
+    implementation reduces the rows to their state, and XLA fuses the rest: its forward pass reads the logits once more,
+    and its backward pass the logits and the labels once.
 
     >>> logits, labels = jnp.array([[1.2, -0.8, -0.5], [0.9, -1.2, 1.1]]), jnp.array([[1.0, 0, 0], [0, 1.0, 0]])
     >>> softmax_cross_entropy(logits, labels).round(2)
@@ -290,7 +291,9 @@ def _with_labels(x, q, counts, weights, options, implementation):
     extras = {}
     if counts is not None:
         extras[Extra.WHERE] = jnp.broadcast_to(counts, (*counts.shape[:-1], x.shape[-1]))
-    lse = _fused_logsumexp(Form(x.dtype, tuple(extras), cap=options.logit_softcap), implementation, x, *extras.values())
+    form = Form(x.dtype, tuple(extras), cap=options.logit_softcap)
+    m, s = _fused_state(form, implementation, x, *extras.values())
+    empty = s == 0
     z, q = _scores(x, options), q.astype(wide)
     shown = True if counts is None else counts
     finite = shown & (z > -jnp.inf)
@@ -299,34 +302,34 @@ def _with_labels(x, q, counts, weights, options, implementation):
         q = (1 - options.label_smoothing) * q + jnp.where(finite, options.label_smoothing / k, 0)
     if weights is not None:
         q = q * jax.lax.broadcast_to_rank(weights, q.ndim)
-    empty = lse == -jnp.inf
     adds = shown & ~empty[..., None] & ((z != -jnp.inf) | (q != 0))
-    loss = jnp.sum(jnp.where(adds, q * jnp.where(adds, lse[..., None] - z, 0), 0), axis=-1)
+    nll = (m[..., None] - z) + jnp.log(jnp.where(empty, 1, s))[..., None]  # -log(p); an offset of the row cancels first
+    loss = jnp.sum(jnp.where(adds, q * jnp.where(adds, nll, 0), 0), axis=-1)
+    lse = fold.lse(fold.State(m, s))
     if options.z_loss:
         loss = loss + options.z_loss * jnp.where(empty, 0, lse) ** 2
     return loss, lse
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _fused_logsumexp(form, implementation, x, *extras):
-    """The logsumexp of rows. Its derivative is a formula, which XLA fuses with the rest of the gradient.
+def _fused_state(form, implementation, x, *extras):
+    """The state (m, s) of rows. m counts as a constant, as what is computed of both does not depend on its choice.
 
-    Of the operations that reduce a row to its state, only those with labels take a cap. So rows get the label -1, which
-    is none of their elements.
+    The derivative of s is a formula, which XLA fuses with the rest of the gradient. Of the operations that reduce a row
+    to its state, only those with labels take a cap. So rows get the label -1, which is none of their elements.
     """
     no_label = jnp.full(x.shape[:-1], -1, jnp.int32)
-    return differentiable(label_state_of_rows, form, implementation)(x, no_label, *extras)[0]
+    return row_operation(LABEL_STATE, form, implementation, x, no_label, *extras)[:2]
 
 
-@_fused_logsumexp.defjvp
-def _fused_logsumexp_jvp(form, implementation, primals, tangents):
+@_fused_state.defjvp
+def _fused_state_jvp(form, implementation, primals, tangents):
     x, *extras = primals
-    lse = _fused_logsumexp(form, implementation, *primals)
+    m, s = _fused_state(form, implementation, *primals)
     beside = dict(zip(form.extras, extras, strict=True))
     counts = counted(form, x, beside)
-    z, t = jax.jvp(lambda x: scores(form, x, beside, lse.dtype, counts), (x,), tangents[:1])
-    p = fold.weight(z, lse[..., None])
-    return lse, jnp.sum(p * t, axis=-1)
+    z, t = jax.jvp(lambda x: scores(form, x, beside, m.dtype, counts), (x,), tangents[:1])
+    return (m, s), (jnp.zeros_like(m), jnp.sum(fold.weight(z, m[..., None]) * t, axis=-1))
 
 
 def _scores(x: jax.Array, options: Options) -> jax.Array:

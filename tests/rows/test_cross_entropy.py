@@ -240,6 +240,9 @@ def test_nan_beside_nothing(implementation, n):
     for options in ({}, {"label_smoothing": 0.1}):
         f = functools.partial(cross_entropy, **options, return_lse=True, implementation=implementation)
         assert np.isnan(f(x, labels)).all()
+    dense = functools.partial(jaxsoft.softmax_cross_entropy, return_lse=True, implementation=implementation)
+    assert np.isnan(dense(x, jax.nn.one_hot(labels, n))).all()
+    assert np.isnan(dense(x, jax.nn.one_hot(np.zeros(4, int), n))).all()
 
 
 @each_implementation
@@ -438,6 +441,29 @@ def test_dense_labels(implementation, smoothing, z_loss, cap, weighted, where):
         log_p = wide(x) - np.log(np.sum(np.exp(wide(x)), axis=-1, keepdims=True))
         finite = np.isfinite(x)
         np.testing.assert_allclose(np.where(finite, dq, 0), np.where(finite, -log_p, 0), rtol=1e-5)
+
+
+@each_implementation
+def test_dense_offsets(implementation):
+    """An offset of a row costs no digits: of the loss, of its gradients, forward mode, and of the second order."""
+    rng = np.random.default_rng(8)
+    x = rng.standard_normal((4, 50), np.float32) + np.float32([[0], [1e4], [-1e4], [2e5]])
+    q, t = np.asarray(jax.nn.softmax(rng.standard_normal((4, 50), np.float32))), np.cos(x)
+    f = functools.partial(jaxsoft.softmax_cross_entropy, implementation=implementation)
+    loss, pull = jax.vjp(f, x, q)
+    dx, dq = pull(jnp.ones(4, jnp.float32))
+    d = wide(x) - wide(x).max(axis=-1, keepdims=True)
+    s = np.exp(d).sum(axis=-1, keepdims=True)
+    p, nll = np.exp(d) / s, np.log(s) - d
+    np.testing.assert_allclose(loss, np.sum(q * nll, axis=-1), rtol=1e-6)
+    np.testing.assert_allclose(dq, nll, rtol=1e-6)
+    assert (np.abs(dx - (p - q)) <= 1e-6 * (p + q)).all()
+    along = jax.jvp(lambda x: f(x, q), (x,), (t,))[1]
+    np.testing.assert_allclose(along, np.sum((p - q) * t, axis=-1), rtol=1e-5, atol=1e-6)
+    turned = jax.jvp(jax.grad(lambda x: jnp.sum(f(x, q))), (x,), (t,))[1]
+    assert (np.abs(turned - p * (t - np.sum(p * t, axis=-1, keepdims=True))) <= 2e-6 * p).all()
+    huge = np.float32([[3e38, 3e38, 1]])
+    np.testing.assert_allclose(f(huge, np.float32([[1, 0, 0]])), [np.log(2)], rtol=1e-6)
 
 
 @pytest.mark.parametrize("axis", [-1, 0, (0, 2), None])
