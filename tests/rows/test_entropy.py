@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import each_dtype_in_turn, each_fast_implementation, precision, rows, served, slow
+from common import IMPLEMENTATIONS, each_dtype_in_turn, each_fast_implementation, precision, rows, served, slow
 from truth import assert_within, wide
 
 import jaxsoft
@@ -73,6 +73,18 @@ def test_special_values(implementation):
             assert h[1] == 0 and np.isnan(h[2]) and np.isnan(h[3])
             np.testing.assert_allclose(dx[np.array([0, 4, 5])], slope, rtol=1e-4, atol=1e-6)
             assert not np.any(dx[1])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_scores_further_apart_than_f32_reaches(implementation):
+    """A score that is out of reach of the maximum adds nothing, to the value or to any derivative."""
+    x = np.float32([-3e38, 3e38])
+    with served(implementation):
+        f = lambda x: jaxsoft.entropy(x, implementation=implementation)  # noqa: E731
+        assert f(x) == 0
+        assert not np.any(jax.grad(f)(x))
+        assert jax.jvp(f, (x,), (np.ones_like(x),))[1] == 0
+        assert not np.any(jax.hessian(f)(x))
 
 
 @each_fast_implementation

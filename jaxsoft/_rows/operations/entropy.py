@@ -14,8 +14,9 @@ PRODUCTS = Operand("products", Kind.STATISTIC)  # u
 
 
 def _below(x, m):
-    """z - m of the scores above -inf, and 0 in the place of the others."""
-    return jnp.where(x == -jnp.inf, 0, wide(x) - reference(m)[..., None])
+    """z - m, and 0 in the place of -inf, which has the weight 0: of scores of -inf, and where z - m is out of range."""
+    below = wide(x) - reference(m)[..., None]
+    return jnp.where(below == -jnp.inf, 0, below)
 
 
 def _entropy(reductions, x):
