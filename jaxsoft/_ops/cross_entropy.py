@@ -94,7 +94,8 @@ def softmax_cross_entropy_with_integer_labels(
       ignore_index: rows with this label have loss 0 and gradient 0, and are not read.
       label_smoothing: epsilon, from 0 to 1.
       z_loss: zeta, the factor of the logsumexp's square (Chowdhery et al., "PaLM", arXiv:2204.02311).
-      logit_softcap: z = cap * tanh(logits / cap) (Gemma 2, arXiv:2408.00118), where -inf becomes -cap.
+      logit_softcap: z = cap * tanh(logits / cap) (Gemma 2, arXiv:2408.00118), where -inf becomes -cap. The cap
+        is a number from 1e-30 to 1e30.
       class_weights: w, one number a class; 1 if None.
       return_lse: return the logsumexp of z beside the losses. It is -inf in a row of which nothing counts, or that is
         ignored.

@@ -81,7 +81,7 @@ def linear_softmax_cross_entropy(
       ignore_index: rows with this label have loss 0 and gradient 0. Their hidden must still be finite.
       label_smoothing: epsilon, from 0 to 1.
       z_loss: zeta, the factor of the logsumexp's square.
-      logit_softcap: z = cap * tanh((h W + b) / cap).
+      logit_softcap: z = cap * tanh((h W + b) / cap), with a cap from 1e-30 to 1e30.
       class_weights: w, one number a class; 1 if None.
       return_lse: return the logsumexp of z beside the losses.
       chunk_size: how many classes are taken at a time; None for 2048, or as many as give 2^20 logits if these are more.

@@ -11,7 +11,8 @@ these numbers, which JAX differentiates.
 
 import dataclasses
 import numbers
-from typing import NamedTuple
+import operator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,25 +44,29 @@ def check_options(
     ignore_index: int | None, label_smoothing: float, z_loss: float, logit_softcap: float | None
 ) -> Options:
     """The options as a record, after checking each."""
-    if ignore_index is not None and not isinstance(ignore_index, int | np.integer):
-        raise TypeError(f"ignore_index must be an integer or None; got {ignore_index!r}")
-    for name, value, allowed, fits in (
-        ("label_smoothing", label_smoothing, "between 0 and 1", lambda v: 0 <= v <= 1),
-        ("z_loss", z_loss, "at least 0, and finite", lambda v: 0 <= v < np.inf),
-        ("logit_softcap", logit_softcap, "above 0, and finite, or None", lambda v: 0 < v < np.inf),
-    ):
-        if value is None and name == "logit_softcap":
-            continue
-        if not isinstance(value, numbers.Real | np.number) or isinstance(value, bool):
-            raise TypeError(f"{name} must be a Python number; got {value!r}")
-        if not fits(value):
-            raise ValueError(f"{name} must be {allowed}; got {value!r}")
-    return Options(
-        None if ignore_index is None else int(ignore_index),
-        float(label_smoothing),
-        float(z_loss),
-        None if logit_softcap is None else float(logit_softcap),
-    )
+    if ignore_index is not None:
+        try:
+            if isinstance(ignore_index, bool):
+                raise TypeError
+            ignore_index = operator.index(ignore_index)
+        except TypeError:
+            raise TypeError(f"ignore_index must be an integer or None; got {ignore_index!r}") from None
+    label_smoothing = _number("label_smoothing", label_smoothing, "between 0 and 1", 0, 1)
+    z_loss = _number("z_loss", z_loss, "at least 0, and finite in float32", 0, float(np.finfo(np.float32).max))
+    if logit_softcap is not None:  # within these bounds x / cap is a number of float32 for every x that matters
+        logit_softcap = _number("logit_softcap", logit_softcap, "from 1e-30 to 1e30, or None", 1e-30, 1e30)
+    return Options(ignore_index, label_smoothing, z_loss, logit_softcap)
+
+
+def _number(name: str, value: Any, allowed: str, least: float, most: float) -> float:
+    """The argument of this name, after checking that it is a real number from least to most, in words `allowed`."""
+    is_real = isinstance(value, numbers.Real | np.integer | np.floating) and not isinstance(value, bool)
+    if not is_real:
+        raise TypeError(f"{name} must be a real number; got {value!r}")
+    exact = value.item() if isinstance(value, np.generic) else value  # NumPy would round the bounds to its dtype
+    if not least <= exact <= most:
+        raise ValueError(f"{name} must be {allowed}; got {value!r}")
+    return float(value)
 
 
 def check_weights(class_weights: ArrayLike | None, classes: int, dtype: np.dtype) -> jax.Array | None:

@@ -1,5 +1,6 @@
 """Cross-entropy of logits: every option against float64, no cancellation, optax's semantics, and edges."""
 
+import fractions
 import functools
 import itertools
 
@@ -246,6 +247,26 @@ def test_nan_beside_nothing(implementation, n):
 
 
 @each_implementation
+@each_dtype_in_turn
+@pytest.mark.parametrize("cap", [0.5, 30.0, 1e3, 1e5, 1e7, 1e15, 1e30])
+def test_caps(implementation, dtype, cap):
+    """Caps far below the logits and far above, and logits that are not finite."""
+    x = 3 * np.random.default_rng(0).standard_normal((4, 500), np.float32)
+    x[1] *= 1e-3
+    x[2, 3:7] = 0
+    with precision(dtype):
+        x, labels = x.astype(dtype), np.array([0, 499, 3, 77], np.int32)
+        f = lambda x: cross_entropy(x, labels, logit_softcap=cap, implementation=implementation)  # noqa: E731
+        want, _, dx_want = truth(x, labels, logit_softcap=cap)
+        dx_want *= np.arange(1, 5)[:, None]
+        assert_close(jax.jit(lambda x: value_and_pullback(f, x))(x), (want, dx_want), dtype, scale=np.abs(dx_want))
+        x[0, 1], x[1, 1], x[2, 1], x[3, 77] = np.inf, -np.inf, np.nan, np.inf
+        z = np.float64(np.float32(cap)) * np.tanh(wide(x) / cap)
+        want = [-jax.nn.log_softmax(row)[label] for row, label in zip(np.float32(z), labels, strict=True)]
+        np.testing.assert_allclose(f(x), want, rtol=1e-5, atol=1e-6)
+
+
+@each_implementation
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 0.1}], ids=["plain", "smooth"])
 def test_labels_out_of_range_that_are_masked(implementation, options):
     """Their losses are NaN, and masked afterwards they leave nothing in any gradient; not masked, the logsumexp's."""
@@ -366,9 +387,19 @@ def test_weights_and_options_are_differentiable_in_training():
         (dict(where=np.ones((2, 7), bool)), ValueError, r"where must broadcast .*\(5, 7\); got shape \(2, 7\)"),
         (dict(ignore_index=1.5), TypeError, "ignore_index must be an integer or None; got 1.5"),
         (dict(label_smoothing=1.5), ValueError, "label_smoothing must be between 0 and 1; got 1.5"),
-        (dict(label_smoothing="a"), TypeError, "label_smoothing must be a Python number; got 'a'"),
-        (dict(z_loss=-1), ValueError, "z_loss must be at least 0, and finite; got -1"),
-        (dict(logit_softcap=0), ValueError, "logit_softcap must be above 0, and finite, or None; got 0"),
+        (dict(ignore_index=True), TypeError, "ignore_index must be an integer or None; got True"),
+        (dict(label_smoothing="a"), TypeError, "label_smoothing must be a real number; got 'a'"),
+        (dict(label_smoothing=True), TypeError, "label_smoothing must be a real number; got True"),
+        (dict(label_smoothing=np.complex64(1j)), TypeError, "label_smoothing must be a real number; got .*1j"),
+        (dict(label_smoothing=np.nan), ValueError, "label_smoothing must be between 0 and 1; got nan"),
+        (dict(z_loss=-1), ValueError, "z_loss must be at least 0, and finite in float32; got -1"),
+        (dict(z_loss=1e39), ValueError, r"z_loss must be at least 0, and finite in float32; got 1e\+39"),
+        (dict(z_loss=10**400), ValueError, "z_loss must be at least 0, and finite in float32; got 10000"),
+        (dict(logit_softcap=0), ValueError, "logit_softcap must be from 1e-30 to 1e30, or None; got 0"),
+        (dict(logit_softcap=1e39), ValueError, r"logit_softcap must be from 1e-30 to 1e30, or None; got 1e\+39"),
+        (dict(logit_softcap=1e301), ValueError, "logit_softcap must be from 1e-30 to 1e30"),
+        (dict(logit_softcap=10**400), ValueError, "logit_softcap must be from 1e-30 to 1e30, or None; got 10000"),
+        (dict(logit_softcap=np.inf), ValueError, "logit_softcap must be from 1e-30 to 1e30, or None; got inf"),
         (dict(class_weights=np.ones(6)), ValueError, r"class_weights must have one number .* 7 classes; got \(6,\)"),
         (dict(class_weights=np.ones(7, bool)), TypeError, "class_weights must hold real numbers"),
         (dict(implementation="cuda"), ValueError, "implementation must be None or one of"),
@@ -381,6 +412,18 @@ def test_weights_and_options_are_differentiable_in_training():
 def test_bad_arguments(arguments, error, message):
     with pytest.raises(error, match=message):
         cross_entropy(**{"logits": np.zeros((5, 7), np.float32), "labels": np.zeros(5, int), **arguments})
+
+
+def test_options_of_every_kind_of_number():
+    """What counts as an integer, and as a real number."""
+    labels = np.array([0, 1, 2, 3, -1, 4])
+    want = cross_entropy(X, labels, ignore_index=3, label_smoothing=0.5, z_loss=1.0, logit_softcap=2.0)
+    for integer, half, one, two in (
+        (np.int8(3), np.float32(0.5), 1, np.int64(2)),
+        (np.array(3), fractions.Fraction(1, 2), np.uint8(1), np.float16(2)),
+    ):
+        options = dict(ignore_index=integer, label_smoothing=half, z_loss=one, logit_softcap=two)
+        chex.assert_trees_all_equal(cross_entropy(X, labels, **options), want)
 
 
 def test_empty():

@@ -1,8 +1,8 @@
 // How a kernel reads a segment: its elements, the scores that the extras make of them, and which of them count.
 #pragma once
 
-#include "../../exp.h"
 #include "../../formats.h"
+#include "../../soft_cap.h"
 #include "../kernels.h"
 
 namespace JAXSOFT_ISA {
@@ -27,18 +27,8 @@ struct Reader {
   V score(int64_t i, int64_t left) const {
     if constexpr (!extras) return a(i, left, (S)-infinity);
     V scaled = a(i, left, 0) * (S)at.scale;
-    if (at.cap > 0) return capped(scaled);
+    if (at.cap > 0) return soft_cap(scaled, (S)at.cap);
     return at.bias ? scaled + load<T>((const T*)at.bias + i, left, 0) : rounded(scaled);
-  }
-
-  // cap * tanh(x / cap), and below its derivative.
-  V capped(V x) const {
-    V e = exp((x < 0 ? x : -x) * (S)(2 / at.cap)), y = (S)at.cap * ((1 - e) / (1 + e));
-    return x < 0 ? -y : y;
-  }
-  V cap_slope(V x) const {
-    V e = exp((x < 0 ? x : -x) * (S)(2 / at.cap));
-    return 4 * e / ((1 + e) * (1 + e));
   }
 
   // The score, or -inf where the element does not count.

@@ -9,10 +9,11 @@ using jaxsoft::cpu::RowNumbers;
 
 template <class Op, class T, class Out, bool extras>
 void write(const Segment& at, void* out, int64_t n, const RowNumbers& row) {
-  typename Lanes<T>::Scalar numbers[kNumbers] = {};
+  typedef typename Lanes<T>::Scalar S;
+  S numbers[kNumbers] = {};
   Op::finish(row, numbers);
   Reader<T, extras> reader(at);
-  [[maybe_unused]] const auto scale = (typename Lanes<T>::Scalar)at.scale;
+  [[maybe_unused]] const S scale = (S)at.scale;
   write_values<Out>(out, n, [=](int64_t i, int64_t left) {
     decltype(reader.a(i, left, 0)) a, b{};
     if constexpr (Op::reduction == kDot) a = reader.a(i, left, 0);  // a probability, which is no score
@@ -21,7 +22,7 @@ void write(const Segment& at, void* out, int64_t n, const RowNumbers& row) {
     auto value = Op::value(a, b, numbers);
     if constexpr (extras && Op::reduction != kScores) value *= scale;  // a gradient of the score becomes one of x
     if constexpr (extras && Op::reduction == kNone)
-      if (reader.at.cap > 0) value *= reader.cap_slope(reader.a(i, left, 0));
+      if (reader.at.cap > 0) value *= soft_cap_slope(reader.a(i, left, 0), (S)reader.at.cap);
     return reader.counted(value, i, left, Op::uncounted);
   });
 }
