@@ -9,6 +9,12 @@
 
 namespace jaxsoft::cuda {
 
+// z - m, but no further below 0 than a product with it can take. So far below, its weight exp(z - m) is 0.
+template <class A>
+__device__ A below(A z, A m) {
+  return max(z - m, A(-1e20));
+}
+
 // A state and its sum u.
 template <class A>
 struct StateAndProducts {
@@ -31,7 +37,7 @@ struct RunningProducts {
       return;
     }
     const A factor = exponential_term(before.from, running.from) / exponential_term(before.from, before.from);
-    products.add((before.from - running.from) * before.sum.value());
+    products.add(below(before.from, running.from) * before.sum.value());
     products.s *= factor, products.c *= factor;
   }
   // The products relative to the maximum m, in the same units as `Running::seen_from` has the sum.
@@ -39,7 +45,7 @@ struct RunningProducts {
     if (!isfinite(m) || !isfinite(running.from)) return products;
     const A unit = exponential_term(m, running.from);
     Sum<A> moved = products;
-    moved.add((running.from - m) * running.sum.value());
+    moved.add(below(running.from, m) * running.sum.value());
     return {moved.s / unit, moved.c == 0 ? A(0) : moved.c / unit};
   }
 };
@@ -50,7 +56,7 @@ __device__ Sum<A> products_from(A m, const StateAndProducts<A>& part) {
   if (!isfinite(m) || !isfinite(part.state.m)) return isfinite(m) ? Sum<A>{} : part.products;
   const A factor = exponential<T>(part.state.m - m);
   Sum<A> moved = part.products;
-  moved.add((part.state.m - m) * part.state.sum.value());
+  moved.add(below(part.state.m, m) * part.state.sum.value());
   return {moved.s * factor, moved.c * factor};
 }
 
@@ -93,7 +99,7 @@ struct Entropy : Scores<T, false> {
         for (int i = 0; i < Pack<T>::size; i++) {
           const A z = Base::score(a[k], b[k], i, form);
           terms[i] = exponential_term<decltype(shifted)::value>(z, from);
-          products[i] = z > -infinity<A>() ? terms[i] * (z - from) : A(0);
+          products[i] = terms[i] * below(z, from);
         }
         part.running.sum.add(tree_sum(terms));
         part.products.add(tree_sum(products));
@@ -124,8 +130,7 @@ struct EntropyVjp : Operation {
     return {Probabilities<T>(from.m[row], s), from.cotangent[row], s == 0 ? A(0) : from.beside[row] / s};
   }
   static __device__ A value(const Values& row, A x, A) {
-    const A below = x == -infinity<A>() ? A(0) : x - row.p.ref;
-    return -(row.p(x) * row.cotangent) * (below - row.mean);
+    return -(row.p(x) * row.cotangent) * (below(x, row.p.ref) - row.mean);
   }
   static __device__ bool may_be_quick(const Values&) { return false; }
   static __device__ A quick_value(const Values& row, A x) { return value(row, x, 0); }
