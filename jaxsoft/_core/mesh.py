@@ -1,7 +1,7 @@
 """What operations of any family need over a mesh: whether and how to partition, and states combined over its axes."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -75,6 +75,25 @@ def if_even(axes: Axes, size: int, mesh: Mesh) -> Axes:
     XLA fills up parts of a dimension that are shorter than others, and what it fills them with must not be reduced.
     """
     return axes if size % math.prod(mesh.shape[axis] for axis in axes) == 0 else ()
+
+
+def sharded_like(v: jax.Array, x: jax.Array) -> jax.Array:
+    """v, whose dimensions are those of x or the leading ones of these, sharded as they are over explicit mesh axes."""
+    return _resharded(v, jax.typeof(x).sharding.spec[: v.ndim], x)
+
+
+def whole_along(v: jax.Array, axes: Sequence[int]) -> jax.Array:
+    """v, with these dimensions whole on every device if they are sharded over explicit mesh axes."""
+    return _resharded(v, [None if a in axes else names for a, names in enumerate(jax.typeof(v).sharding.spec)], v)
+
+
+def _resharded(v: jax.Array, spec: Sequence, like: jax.Array) -> jax.Array:
+    """v with this spec over the mesh of `like`. Where no axis is explicit, a spec names none, and v stays as it is."""
+    if tuple(jax.typeof(v).sharding.spec) == tuple(spec):
+        return v
+    mesh = jax.typeof(like).sharding.mesh
+    mesh = jax.typeof(v).sharding.mesh if mesh.empty else mesh  # an array on one device has none
+    return jax.sharding.reshard(v, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
 def combined(st: State, axes: Axes) -> State:

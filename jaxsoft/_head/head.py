@@ -17,8 +17,8 @@ from jaxsoft import fold
 from jaxsoft._head.operation import Kind
 from jaxsoft._rows.derivative import differentiable
 from jaxsoft._rows.forms import Form, softcap
-from jaxsoft._rows.losses import weighted_sums
-from jaxsoft._rows.operation import NO_ROW, Function
+from jaxsoft._rows.losses import is_summed, weighted_sums
+from jaxsoft._rows.operation import Function
 from jaxsoft._rows.operations.labels import label_state_of_rows, label_sums_of_rows
 
 type Parameters = Mapping[Kind, jax.Array]
@@ -103,16 +103,16 @@ def scores(head: Head, parameters: Parameters) -> jax.Array:
 
 
 def capped(head: Head, x: jax.Array, label: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The capped scores in the accumulator's dtype, and which of them are summed: those above -inf in rows that count.
+    """The capped scores in the accumulator's dtype, and which of them are summed.
 
     Args:
       head: which layer.
       x: scores before the cap.
-      label: of each row. A row whose label is NO_ROW does not count.
+      label: of each row.
     """
     x = x.astype(fold.accumulator(x.dtype))
     z = softcap(x, head.cap)
-    return z, (z != -jnp.inf) & (label != NO_ROW)[..., None]
+    return z, is_summed(z, label)
 
 
 def sums_of(

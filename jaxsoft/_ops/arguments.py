@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
+from jaxsoft._core.mesh import sharded_like, whole_along
 from jaxsoft._core.numbers import as_float, as_mask
 from jaxsoft._rows.operation import Extra
 from jaxsoft.fold import accumulator
@@ -172,19 +173,18 @@ def merged(v: jax.Array, axes: tuple[int, ...], shape: tuple[int, ...]) -> jax.A
     ndim, k = len(shape), len(shape) - len(axes)
     if axes == (ndim - 1,):
         return v
-    moved = jnp.moveaxis(v, axes, range(k, ndim))
     if len(axes) == 1:
-        return moved
+        return jnp.moveaxis(v, axes, range(k, ndim))
+    moved = jnp.moveaxis(whole_along(v, axes), axes, range(k, ndim))  # a sharded dimension can not be merged
     whole = () if all(d == 1 for d in moved.shape[k:]) else tuple(shape[a] for a in axes)
     moved = jnp.broadcast_to(moved, (*moved.shape[:k], *whole)) if whole else moved
     return moved.reshape(*moved.shape[:k], math.prod(whole))
 
 
-def from_rows(y: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...], trailing: int) -> jax.Array:
-    """The inverse of `to_rows` for a result of this shape."""
-    ndim = len(shape)
-    if trailing or axes == (ndim - 1,):
+def from_rows(y: jax.Array, x: jax.Array, axes: tuple[int, ...], trailing: int) -> jax.Array:
+    """The inverse of `to_rows` for a result of x's shape."""
+    if trailing or axes == (x.ndim - 1,):
         return y
-    kept = [n for a, n in enumerate(shape) if a not in axes]
-    split = y.reshape(*kept, *(shape[a] for a in axes))
-    return jnp.moveaxis(split, range(ndim - len(axes), ndim), axes)
+    kept = [n for a, n in enumerate(x.shape) if a not in axes]
+    split = y.reshape(*kept, *(x.shape[a] for a in axes))
+    return sharded_like(jnp.moveaxis(split, range(x.ndim - len(axes), x.ndim), axes), x)

@@ -10,6 +10,7 @@ from jax.typing import ArrayLike
 
 from jaxsoft import fold
 from jaxsoft._core.carriers import check_name
+from jaxsoft._core.mesh import sharded_like
 from jaxsoft._core.numbers import as_mask
 from jaxsoft._ops.arguments import Axis, as_kernel_scores, broadcastable, merged, normalize_axis
 from jaxsoft._rows.derivative import differentiable
@@ -21,6 +22,7 @@ from jaxsoft._rows.losses import (
     check_labels,
     check_options,
     check_weights,
+    is_summed,
     row_loss,
     weight_at,
     weighted_sums,
@@ -132,6 +134,7 @@ def softmax_cross_entropy_with_integer_labels(
     weights = check_weights(class_weights, x.shape[-1], x.dtype)
     index = check_labels(labels, x.shape[:-1], x.shape[-1], options)
     x = jnp.broadcast_to(x, (*index.shape, x.shape[-1]))
+    index = sharded_like(index, x)
     rows = iter(index.shape)
     counts = _where_of(where, tuple(size if a in axes else next(rows) for a, size in enumerate(given)), axes)
     loss, lse = _with_integer_labels(x, index, counts, weights, options, implementation)
@@ -142,19 +145,19 @@ def softmax_cross_entropy_with_integer_labels(
 def _with_integer_labels(x, index, counts, weights, options, implementation):
     extras, label_counts = _extras(x, index, counts)
     weighted = weights is not None and options.label_smoothing > 0
-    summed = options.label_smoothing > 0 and not weighted
+    unweighted = options.label_smoothing > 0 and not weighted
     form = Form(x.dtype, tuple(extras), cap=options.logit_softcap)
-    function = label_sums_of_rows if summed else label_state_of_rows
+    function = label_sums_of_rows if unweighted else label_state_of_rows
     others, t, apart, *of_row = differentiable(function, form, implementation)(x, index, *extras.values())
     sums = None
-    if summed:
+    if unweighted:
         total, count = of_row
         sums = _without_uncounted_label(total, count, index, t, label_counts)
     elif weighted:
         z, ref = _scores(x, options), jax.lax.stop_gradient(fold.reference(t))
-        finite = (z > -jnp.inf) if counts is None else (z > -jnp.inf) & counts
-        sums = weighted_sums(z, finite, weights, ref)
-    weight = None if weights is None else weight_at(weights, jnp.clip(index, 0, x.shape[-1] - 1))
+        summed = is_summed(z, index) if counts is None else is_summed(z, index) & counts
+        sums = weighted_sums(z, summed, weights, ref)
+    weight = None if weights is None else weight_at(weights, index)
     return row_loss(options, index, others, t, apart, sums, label_counts, weight)
 
 

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxsoft import fold
+from jaxsoft._core.mesh import sharded_like
 from jaxsoft._head.derivative import statistics
-from jaxsoft._head.head import Head
+from jaxsoft._head.head import Head, product_dtype
 from jaxsoft._head.operation import Kind
 from jaxsoft._ops.arguments import as_kernel_scores
 from jaxsoft._rows.losses import Sums, check_labels, check_options, check_weights, row_loss, weight_at
@@ -119,11 +120,12 @@ def linear_softmax_cross_entropy(
     operands = _layer(hidden, weight, bias)
     hidden, weight = operands[Kind.HIDDEN], operands[Kind.WEIGHT]
     classes = weight.shape[1]
-    weights = check_weights(class_weights, classes, jnp.promote_types(hidden.dtype, weight.dtype))
+    weights = check_weights(class_weights, classes, product_dtype(hidden, weight))
     if weights is not None and options.label_smoothing:
         operands[Kind.CLASS_WEIGHTS] = weights
     index = check_labels(labels, hidden.shape[:-1], classes, options)
     operands[Kind.HIDDEN] = jnp.broadcast_to(hidden, (*index.shape, hidden.shape[-1]))
+    index = sharded_like(index, operands[Kind.HIDDEN])
     chunk_size = _check_chunk_size(chunk_size)
     if not isinstance(recompute, bool):
         raise TypeError(f"recompute must be True or False; got {recompute!r}")
@@ -180,7 +182,7 @@ def _with_integer_labels(operands, index, weights, options, head):
     if of_scores:
         total, mass, count = of_scores if head.weighted else (*of_scores, of_scores[1])
         sums = Sums(total - mass * jax.lax.stop_gradient(fold.reference(t)), mass, count)
-    weight = None if weights is None else weight_at(weights, jnp.clip(index, 0, max(weights.size - 1, 0)))
+    weight = None if weights is None else weight_at(weights, index)
     return row_loss(options, index, others, t, apart, sums, weight=weight)
 
 

@@ -61,4 +61,4 @@ def normalize(
 def _normalize(function, x, axes, where, scale, bias, causal, dtype, implementation):
     rows, extras, trailing = to_rows(x, axes, where, scale, bias, causal)
     (y,) = differentiable(function, Form(dtype, tuple(extras), trailing), implementation)(rows, *extras.values())
-    return from_rows(y, x.shape, axes, trailing)
+    return from_rows(y, x, axes, trailing)

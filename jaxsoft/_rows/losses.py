@@ -82,11 +82,17 @@ def check_weights(class_weights: ArrayLike | None, classes: int, dtype: np.dtype
 
 
 def weight_at(weights: jax.Array, index: jax.Array) -> jax.Array:
-    """The weight of the class at each index. Over explicit mesh axes it is sharded as the indices are."""
+    """The weight of the class of each label; any number for a label out of range.
+
+    Over explicit mesh axes it is sharded as the labels are.
+    """
+    if weights.size == 0:
+        return jnp.ones_like(index, weights.dtype)
+    index = jnp.clip(index, 0, weights.size - 1)
     given, wanted = jax.typeof(weights).sharding, jax.typeof(index).sharding
     if all(axis is None for axis in (*given.spec, *wanted.spec)):
         return weights[index]
-    mesh = given.mesh if wanted.mesh.empty else wanted.mesh  # indices that lie on one device have none
+    mesh = given.mesh if wanted.mesh.empty else wanted.mesh  # labels that lie on one device have none
     return weights.at[index].get(out_sharding=jax.sharding.NamedSharding(mesh, wanted.spec))
 
 
@@ -132,6 +138,11 @@ class Sums(NamedTuple):
     total: jax.Array
     mass: jax.Array
     number: jax.Array
+
+
+def is_summed(z: jax.Array, label: jax.Array) -> jax.Array:
+    """Which scores the sums of label smoothing are over: those above -inf, but none of a row that is not to be read."""
+    return (z != -jnp.inf) & (label != NO_ROW)[..., None]
 
 
 def weighted_sums(z: jax.Array, counts: jax.Array, weights: jax.Array, ref: jax.Array) -> Sums:

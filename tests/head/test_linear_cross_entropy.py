@@ -363,6 +363,17 @@ def test_class_weights_over_explicit_axes():
 
 
 @needs_mesh
+def test_whole_labels_over_explicit_axes():
+    """Labels that are on every device, beside rows that are sharded."""
+    mesh = mesh_of(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        for f in (functools.partial(linear, chunk_size=6), stored):
+            for spec in (P("a"), P(("a", "b"))):
+                g = jax.grad(lambda h, f=f: jnp.sum(f(h, W, Y, ignore_index=-100)))
+                assert_close(g(jax.device_put(H, NamedSharding(mesh, spec))), g(H), 5e-6)
+
+
+@needs_mesh
 @pytest.mark.parametrize("manual", [{"a", "b"}, {"a"}], ids=["fully", "partially"])
 def test_shard_map(manual):
     """Rows that are shard_map's: the gradients by what all rows share are summed over them."""

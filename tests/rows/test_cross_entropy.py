@@ -426,10 +426,25 @@ def test_options_of_every_kind_of_number():
         chex.assert_trees_all_equal(cross_entropy(X, labels, **options), want)
 
 
+@each_implementation
+def test_weights_of_ignored_rows(implementation):
+    """What an ignored row holds is not read by the sums of label smoothing, nor by their gradient."""
+    x, labels = np.float32([[1, 2, 3], [1, np.inf, np.nan]]), np.array([0, -100])
+    f = lambda x, w: cross_entropy(  # noqa: E731
+        x, labels, ignore_index=-100, label_smoothing=0.1, class_weights=w, implementation=implementation
+    )
+    with served(implementation):
+        loss, pull = jax.vjp(f, x, jnp.ones(3, jnp.float32))
+        dx, dw = pull(jnp.ones_like(loss))
+        expected, pull_expected = jax.vjp(f, np.float32([[1, 2, 3], [1, 1, 1]]), jnp.ones(3, jnp.float32))
+        chex.assert_trees_all_close((loss, (dx, dw)), (expected, pull_expected(jnp.ones_like(loss))), rtol=1e-6)
+
+
 def test_empty():
     """No rows, and no classes: as optax where it has an answer, and NaN where a label can have no class."""
     assert cross_entropy(np.zeros((0, 7), np.float32), np.zeros(0, int)).shape == (0,)
-    assert np.isnan(cross_entropy(np.zeros((2, 0), np.float32), np.zeros(2, int))).all()
+    for weights in (None, np.zeros(0, np.float32)):
+        assert np.isnan(cross_entropy(np.zeros((2, 0), np.float32), np.zeros(2, int), class_weights=weights)).all()
 
 
 def test_every_pair_of_label_dtypes():

@@ -22,7 +22,7 @@ from common import (
     slow,
     theirs,
 )
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import MESH, check_moved, collectives, each_axis_type, mesh_of, needs_devices, rows_on_a_device
 
@@ -149,6 +149,23 @@ def test_axes_in_place(op, implementation, kind):
             forward, backward = jax.jit(f).lower(x).compile(), jax.jit(jax.grad(loss(f))).lower(x).compile()
             assert_trees_all_close((forward(x), backward(x)), expected, rtol=2e-4, atol=2e-5)
             check_moved(spec, collectives(forward), 2 if spec[1] else 0, 8 * 256 // MESH[0])
+
+
+@each_op
+@each_choice
+@pytest.mark.parametrize("axes", [(1, 2), (0, 2), (0, 1), (0, 1, 2)])
+def test_several_explicit_axes(op, implementation, axes):
+    """Dimensions over explicit axes are merged to one row, and the result has the type of jax.nn's."""
+    x = X[:, :8, :16]
+    with jax.set_mesh(mesh_of(AxisType.Explicit)), served(implementation):
+        for spec in (P(None, None, "b"), P(None, "a", "b"), P("a", "b"), P(("a", "b"))):
+            sharded = jax.device_put(x, NamedSharding(jax.sharding.get_mesh(), spec))
+            for run in (lambda f: f, jax.jit):
+                y, pull = jax.vjp(run(ours(op, implementation, axis=axes)), sharded)
+                expected, pull_expected = jax.vjp(theirs(op, axis=axes), sharded)
+                assert jax.typeof(y) == jax.typeof(expected), spec
+                assert_trees_all_close(y, expected, rtol=2e-5, atol=1e-6)
+                assert_trees_all_close(pull(y), pull_expected(expected), rtol=1e-4, atol=1e-5)
 
 
 @each_op_in_turn
