@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxsoft._core.numbers import as_float, as_mask
+from jaxsoft._core.numbers import as_axis, as_float, as_mask
 
 __all__ = [
     "State",
@@ -77,17 +77,19 @@ def accumulator(dtype: DTypeLike) -> jnp.dtype:
     return dtype if dtype == jnp.float64 or jnp.issubdtype(dtype, jnp.complexfloating) else jnp.dtype(jnp.float32)
 
 
-def identity(shape: Sequence[int] = (), dtype: DTypeLike = jnp.float32) -> State:
+def identity(shape: int | Sequence[int] = (), dtype: DTypeLike = jnp.float32) -> State:
     """The state of the empty set, (-inf, 0): `combine(identity(), a)` is `a`.
 
     Args:
-      shape: the shape of m and s.
-      dtype: their dtype.
+      shape: the shape of m and s, as `jax.numpy.zeros` takes it.
+      dtype: their dtype, one of real floating-point numbers.
 
     >>> identity()
     State(m=Array(-inf, dtype=float32), s=Array(0., dtype=float32))
     """
-    return State(jnp.full(tuple(shape), -jnp.inf, dtype), jnp.zeros(tuple(shape), dtype))
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"dtype must be one of real floating-point numbers; got {dtype!r}")
+    return State(jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype))
 
 
 def combine(a: State, b: State) -> State:
@@ -124,9 +126,9 @@ def state(x: ArrayLike, axis: int | Sequence[int] | None = -1, where: ArrayLike 
     >>> state(jnp.array([0.0, 0.0, -jnp.inf]))
     State(m=Array(0., dtype=float32), s=Array(2., dtype=float32))
     """
-    x = _wide(x)
+    x = _wide("x", x)
     if where is not None:
-        x = jnp.where(jnp.broadcast_to(as_mask("where", where), x.shape), x, -jnp.inf)
+        x = jnp.where(_mask(where, x.shape), x, -jnp.inf)
     axis = tuple(axis) if isinstance(axis, Sequence) else axis
     if x.size:
         m = jnp.max(x, axis=axis, initial=-jnp.inf, keepdims=True)
@@ -160,11 +162,12 @@ def running_states(x: ArrayLike, axis: int = -1, reverse: bool = False) -> State
     >>> running_states(jnp.array([0.0, 0.0, 1.0])).m
     Array([0., 0., 1.], dtype=float32)
     """
-    x = _wide(x)
-    if not isinstance(x.shape[axis], int):
+    x = _wide("x", x)
+    along = as_axis(axis, x.ndim)
+    if not isinstance(x.shape[along], int):
         raise ValueError(f"x must have a known length along axis {axis}, as the scan needs it; got shape {x.shape}")
     elements = State(x, weight(x, x))
-    return jax.lax.associative_scan(combine, elements, reverse=reverse, axis=axis)
+    return jax.lax.associative_scan(combine, elements, reverse=reverse, axis=along)
 
 
 def cumlogsumexp(x: ArrayLike, axis: int = -1, reverse: bool = False) -> jax.Array:
@@ -193,6 +196,7 @@ def merge_softmax(blocks: Sequence[jax.Array], states: Sequence[State]) -> tuple
     True
     """
     _same_number("blocks", blocks, "states", states)
+    _check_broadcast(_rows_of("blocks", blocks) | {f"states[{i}].m": st.m.shape for i, st in enumerate(states)})
     total = states[0]
     for st in states[1:]:
         total = combine(total, st)
@@ -217,6 +221,7 @@ def merge_softmax_lse(blocks: Sequence[jax.Array], lses: Sequence[jax.Array]) ->
     True
     """
     _same_number("blocks", blocks, "lses", lses)
+    _check_broadcast(_rows_of("blocks", blocks) | {f"lses[{i}]": jnp.shape(value) for i, value in enumerate(lses)})
     y, st = merge_softmax(blocks, [from_lse(v) for v in lses])
     return y, lse(st)
 
@@ -240,6 +245,9 @@ def update_output(
     >>> o, lse_o
     (Array([1., 1.], dtype=float32), Array(3., dtype=float32))
     """
+    _check_broadcast({"o": jnp.shape(o), "block": jnp.shape(block)})
+    rows = {"o[..., 0]": jnp.shape(o)[:-1], "block[..., 0]": jnp.shape(block)[:-1]}
+    _check_broadcast(rows | {"lse_o": jnp.shape(lse_o), "lse_block": jnp.shape(lse_block)})
     a, b = from_lse(lse_o), from_lse(lse_block)
     total = combine(a, b)
     scale = 1 / jnp.where(total.s == 0, 1, total.s)
@@ -258,7 +266,7 @@ def from_lse(value: ArrayLike) -> State:
     >>> from_lse(2.0)
     State(m=Array(2., dtype=float32), s=Array(1., dtype=float32))
     """
-    value = _wide(value)
+    value = _wide("value", value)
     return State(value, weight(value, value))
 
 
@@ -268,9 +276,35 @@ def _weighted(p: jax.Array, factor: jax.Array) -> jax.Array:
     return jnp.where(factor == 0, 0, jnp.where(factor == 0, 0, p).astype(factor.dtype) * factor).astype(p.dtype)
 
 
-def _wide(x: ArrayLike) -> jax.Array:
-    x = as_float("x", x)
+def _wide(name: str, x: ArrayLike) -> jax.Array:
+    """The argument of this name in the accumulator's dtype, after checking that it holds real numbers."""
+    x = as_float(name, x)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise TypeError(f"{name} must hold real numbers; got dtype {x.dtype.name}")
     return x.astype(accumulator(x.dtype))
+
+
+def _mask(where: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
+    """`where` as booleans of the shape of the scores."""
+    where = as_mask("where", where)
+    try:
+        return jnp.broadcast_to(where, shape)
+    except ValueError:
+        raise ValueError(f"where must broadcast to the shape of x, {shape}; got shape {where.shape}") from None
+
+
+def _check_broadcast(shapes: dict[str, tuple[int, ...]]) -> None:
+    """Raises unless these shapes broadcast with each other. Each has the name of what it is the shape of."""
+    try:
+        jax.lax.broadcast_shapes(*shapes.values())
+    except ValueError:
+        given = ", ".join(map(str, shapes.values()))
+        raise ValueError(f"{', '.join(shapes)} must have shapes that broadcast with each other; got {given}") from None
+
+
+def _rows_of(name: str, values: Sequence[ArrayLike]) -> dict[str, tuple[int, ...]]:
+    """The shape of the rows of each of some arrays (..., n), by name."""
+    return {f"{name}[{i}][..., 0]": jnp.shape(value)[:-1] for i, value in enumerate(values)}
 
 
 def _same_number(name: str, values: Sequence[object], other: str, others: Sequence[object]) -> None:

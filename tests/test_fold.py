@@ -93,6 +93,42 @@ def test_merge_checks_its_arguments():
         merge_softmax([jnp.ones(1)], [identity(), identity()])
     with pytest.raises(ValueError, match="blocks and lses"):
         merge_softmax_lse([], [])
+    block, rows = jnp.ones((2, 3)), r"blocks\[0\]\[\.\.\., 0\], blocks\[1\]\[\.\.\., 0\]"
+    for blocks, shapes in (([block, block], (2, 5)), ([block, jnp.ones((5, 3))], (2, 2))):
+        given = rf"must have shapes that broadcast with each other; got \(2,\), \({len(blocks[1])},\), \(2,\), "
+        with pytest.raises(ValueError, match=rf"{rows}, states\[0\]\.m, states\[1\]\.m {given}"):
+            merge_softmax(blocks, [identity(n) for n in shapes])
+        with pytest.raises(ValueError, match=rf"{rows}, lses\[0\], lses\[1\] {given}"):
+            merge_softmax_lse(blocks, [jnp.zeros(n) for n in shapes])
+    with pytest.raises(ValueError, match=r"o, block must have shapes that broadcast .*got \(2, 3\), \(2, 4\)"):
+        update_output(block, jnp.zeros(2), jnp.ones((2, 4)), jnp.zeros(2))
+    with pytest.raises(
+        ValueError, match=r"lse_o, lse_block must have shapes that .*got \(2,\), \(2,\), \(4,\), \(2,\)"
+    ):
+        update_output(block, jnp.zeros(4), block, jnp.zeros(2))
+
+
+def test_bad_arguments():
+    for f, name in ((state, "x"), (running_states, "x"), (jaxsoft.fold.from_lse, "value")):
+        with pytest.raises(TypeError, match=f"{name} must hold real numbers; got dtype complex64"):
+            f(jnp.ones(3, jnp.complex64))
+    for dtype in (jnp.int32, bool, jnp.complex64):
+        with pytest.raises(TypeError, match="dtype must be one of real floating-point numbers; got"):
+            identity((), dtype)
+    with pytest.raises(ValueError, match=r"where must broadcast to the shape of x, \(2, 3\); got shape \(4,\)"):
+        state(jnp.ones((2, 3)), where=np.ones(4, bool))
+    for axis, error, message in (
+        (2, ValueError, "axis must be between -2 and 1 for an array of 2 dimensions; got 2"),
+        (None, TypeError, "axis must be an integer; got None"),
+        ((0,), TypeError, r"axis must be an integer; got \(0,\)"),
+    ):
+        with pytest.raises(error, match=message):
+            running_states(jnp.ones((2, 3)), axis)
+
+
+def test_shapes_of_the_identity():
+    for shape, expected in ((3, (3,)), ([2, 3], (2, 3)), ((), ())):
+        assert identity(shape).m.shape == identity(shape).s.shape == expected
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64, jnp.int32])
@@ -119,13 +155,16 @@ def test_state_of_nothing():
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("axis", [0, 1, -1])
 def test_running_states(reverse, axis):
     """Against JAX's cumulative log-sum-exp; and where a prefix holds no score, -inf instead of its NaN."""
     with jax.enable_x64(True):
         x = np.random.default_rng(0).standard_normal((5, 33)) * 10
         np.testing.assert_allclose(
-            jaxsoft.fold.cumlogsumexp(x, axis, reverse), jax.lax.cumlogsumexp(x, axis, reverse), rtol=1e-13, atol=1e-13
+            jaxsoft.fold.cumlogsumexp(x, axis, reverse),
+            jax.lax.cumlogsumexp(x, axis % 2, reverse),
+            rtol=1e-13,
+            atol=1e-13,
         )
         last = jax.tree.map(lambda v: jnp.take(v, 0 if reverse else -1, axis), running_states(x, axis, reverse))
         np.testing.assert_allclose(lse(last), jax.nn.logsumexp(x, axis), rtol=1e-13)

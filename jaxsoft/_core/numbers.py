@@ -1,13 +1,31 @@
-"""Arguments as arrays of numbers, of floating-point numbers as JAX makes them of others, and of booleans."""
+"""Arguments as arrays: of numbers, of floating-point numbers as JAX makes them of others, and of booleans; one axis."""
+
+import operator
+import reprlib
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 
+def as_array(name: str, x: ArrayLike) -> jax.Array:
+    """The argument of this name as an array. Where JAX cannot make one of it, the error has the name."""
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError, OverflowError) as error:
+        kind = TypeError if x is None or isinstance(error, TypeError) else ValueError
+        raise kind(f"{name} must be a number or an array of numbers; got {reprlib.repr(x)} ({error})") from error
+
+
+def as_optional_array(name: str, x: ArrayLike | None) -> jax.Array | None:
+    """`as_array`, and None for an argument that is not given."""
+    return None if x is None else as_array(name, x)
+
+
 def as_numbers(name: str, x: ArrayLike) -> jax.Array:
     """The argument of this name as an array, after checking that it holds numbers or booleans."""
-    x = jnp.asarray(x)
+    x = as_array(name, x)
     if not (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == jnp.bool_):
         raise TypeError(f"{name} must hold numbers; got dtype {x.dtype.name}")
     return x
@@ -27,3 +45,21 @@ def as_float(name: str, x: ArrayLike) -> jax.Array:
 def as_mask(name: str, x: ArrayLike) -> jax.Array:
     """The argument of this name as an array of booleans: True where a number is not 0."""
     return as_numbers(name, x).astype(bool)
+
+
+def as_axis(axis: int, ndim: int) -> int:
+    """`axis` as a number from 0 to ndim - 1."""
+    try:
+        number = operator.index(axis)
+    except TypeError:
+        raise TypeError(f"axis must be an integer; got {axis!r}") from None
+    check_axis(axis, [number], ndim)
+    return number % ndim
+
+
+def check_axis(axis: object, numbers: Sequence[int], ndim: int) -> None:
+    """Raises if one of these numbers, which were given as `axis`, is no axis of an array of ndim dimensions."""
+    if numbers and ndim == 0:
+        raise ValueError(f"axis must name an axis of the array, and one of shape () has none; got {axis!r}")
+    if any(not -ndim <= number < ndim for number in numbers):
+        raise ValueError(f"axis must be between {-ndim} and {ndim - 1} for an array of {ndim} dimensions; got {axis!r}")
