@@ -1,5 +1,7 @@
 """Arguments: what is wrong is named, with what was given and what is allowed; what jax.nn takes is taken."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +27,11 @@ X = np.ones((2, 3), np.float32)
         ({"where": np.ones(4, bool)}, ValueError, r"where must broadcast to .*\(2, 3\); got shape \(4,\)"),
         ({"where": np.ones((5, 2, 3), bool)}, ValueError, r"where must broadcast to .*\(2, 3\); got shape \(5, 2, 3\)"),
         ({"where": jax.random.key(0)}, TypeError, r"where must hold numbers; got dtype key"),
+        ({"scale": "a"}, TypeError, r"scale must be a number or an array of numbers; got 'a'"),
+        ({"bias": [1, "a"]}, TypeError, r"bias must be a number or an array of numbers; got \[1, 'a'\]"),
+        ({"where": np.array([None])}, TypeError, r"where must be a number or an array of numbers; got array\(\[None\]"),
+        ({"dtype": "foo"}, TypeError, r"dtype must be None or one of float16, .*; got 'foo'"),
+        ({"dtype": jax.dtypes.prng_key}, TypeError, r"dtype must be None or one of float16, .*; got <class"),
         ({"implementation": "fast"}, ValueError, r"implementation must be None or one of 'ffi', .*'xla'.*; got 'fast'"),
     ],
 )
@@ -40,10 +47,65 @@ def test_bad_scores(op):
     name = "a" if op == "logsumexp" else "x"
     with pytest.raises(TypeError, match=f"{name} must hold numbers; got dtype key"):
         ours(op)(jax.random.key(0).reshape(1))
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match=f"{name} must be a number or an array of numbers; got 'scores'"):
         ours(op)("scores")
-    with pytest.raises(ValueError, match="axis must be between"):
+    with pytest.raises(
+        ValueError, match=r"axis must name an axis of the array, and one of shape \(\) has none; got -1"
+    ):
         ours(op)(1.0)
+
+
+EVERY_ARRAY = [
+    (jaxsoft.softmax, ("x",)),
+    (jaxsoft.log_softmax, ("x",)),
+    (jaxsoft.logsumexp, ("a", "b")),
+    (jaxsoft.entropy, ("x",)),
+    (functools.partial(jaxsoft.top_k_softmax, k=2), ("x",)),
+    (jaxsoft.softmax_cross_entropy, ("logits", "labels", "class_weights")),
+    (jaxsoft.softmax_cross_entropy_with_integer_labels, ("logits", "labels", "class_weights")),
+    (jaxsoft.linear_softmax_cross_entropy, ("hidden", "weight", "labels", "class_weights")),
+    (jaxsoft.fold.state, ("x", "where")),
+    (jaxsoft.fold.from_lse, ("value",)),
+]
+
+
+@pytest.mark.parametrize(("f", "names"), EVERY_ARRAY)
+def test_what_is_no_array_is_named(f, names):
+    for i, name in enumerate(names):
+        good = {other: np.zeros(3, int) if other == "labels" else np.ones((3, 3), np.float32) for other in names[:i]}
+        required = {other: np.zeros(3, int) for other in names[i + 1 :] if other in ("weight", "labels")}
+        bad = [None] * (i == 0 or name in ("weight", "labels")) + ["a", np.array([None]), [[1, 2], [3]], 2**70]
+        for value in bad:
+            with pytest.raises((TypeError, ValueError), match=f"^{name} must be a number or an array of numbers; got "):
+                f(**good, **{name: value}, **required)
+
+
+def test_implementations_that_are_no_names():
+    for name in (["ffi"], 1, np.array(["ffi"])):
+        with pytest.raises(ValueError, match=r"implementation must be None or one of 'ffi', .*; got "):
+            jaxsoft.softmax(X, implementation=name)
+
+
+def test_arrays_without_an_axis():
+    """axis=None and () name none, as in jax.nn; -1 is none of theirs."""
+    for axis in (None, ()):
+        assert jaxsoft.softmax(1.0, axis) == 1
+    for f in (jaxsoft.entropy, functools.partial(jaxsoft.top_k_softmax, k=1), jaxsoft.fold.running_states):
+        with pytest.raises(ValueError, match=r"axis must name an axis of the array, and one of shape \(\) has none"):
+            f(1.0)
+    for f in (jaxsoft.softmax_cross_entropy_with_integer_labels, jaxsoft.softmax_cross_entropy):
+        with pytest.raises(
+            ValueError, match=r"logits must have at least one axis, that of the classes; got shape \(\)"
+        ):
+            f(1.0, 0)
+
+
+def test_numpys_booleans():
+    h, w = np.ones((2, 3), np.float32), np.ones((3, 4), np.float32)
+    expected = jaxsoft.linear_softmax_cross_entropy(h, w, [0, 1], recompute=True)
+    assert same_bits(jaxsoft.linear_softmax_cross_entropy(h, w, [0, 1], recompute=np.True_), expected)
+    with pytest.raises(TypeError, match="recompute must be True or False; got 1"):
+        jaxsoft.linear_softmax_cross_entropy(h, w, [0, 1], recompute=1)
 
 
 def test_bad_factors():

@@ -60,7 +60,7 @@ def implementations(platform: str | None = None) -> dict[str, str | None]:
 
 def check_name(implementation: str | None) -> None:
     """Raises for a name that is no implementation's."""
-    if implementation is not None and implementation not in CARRIERS:
+    if implementation is not None and not (isinstance(implementation, str) and implementation in CARRIERS):
         names = ", ".join(repr(name) for name in CARRIERS)
         raise ValueError(f"implementation must be None or one of {names}; got {implementation!r}")
 

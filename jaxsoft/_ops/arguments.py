@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxsoft._core.mesh import sharded_like, whole_along
-from jaxsoft._core.numbers import as_float, as_mask
+from jaxsoft._core.numbers import as_array, as_float, as_mask, check_axis
 from jaxsoft._rows.operation import Extra
 from jaxsoft.fold import accumulator
 
@@ -50,8 +50,7 @@ def normalize_axis(axis: Axis, ndim: int) -> tuple[int, ...]:
         numbers = [operator.index(a) for a in given]
     except TypeError:
         raise TypeError(f"axis must be an integer, a sequence of integers or None; got {axis!r}") from None
-    if any(not -ndim <= a < ndim for a in numbers):
-        raise ValueError(f"axis must be between {-ndim} and {ndim - 1} for an array of {ndim} dimensions; got {axis!r}")
+    check_axis(axis, numbers, ndim)
     axes = tuple(a % ndim for a in numbers)
     if len(set(axes)) != len(axes):
         raise ValueError(f"axis must not name a dimension twice; got {axis!r}")
@@ -87,7 +86,10 @@ def check_dtype(dtype: DTypeLike | None, x: jax.Array) -> np.dtype:
     """The dtype of the result, after checking it: that of x unless another is given."""
     if dtype is None:
         return x.dtype
-    given = jax.dtypes.canonicalize_dtype(dtype)
+    try:
+        given = jax.dtypes.canonicalize_dtype(dtype)
+    except (TypeError, ValueError):
+        raise TypeError(f"dtype must be None or one of {_NAMES}; got {dtype!r}") from None
     if given not in _DTYPES:
         raise ValueError(f"dtype must be None or one of {_NAMES}; got {given.name}")
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -99,7 +101,7 @@ def broadcastable(
     name: str, value: ArrayLike, shape: tuple[int, ...], ones: tuple[int, ...] = (), beside: str = "scores"
 ) -> jax.Array:
     """`value` as an array of as many dimensions as `shape`, to which it broadcasts, with length 1 along some axes."""
-    value = jnp.asarray(value)
+    value = as_array(name, value)
     whole = (*(1,) * (len(shape) - value.ndim), *value.shape)
     if len(whole) != len(shape) or any(d != 1 and (a in ones or d != shape[a]) for a, d in enumerate(whole)):
         along = f", with length 1 along the reduced axes {ones}" if ones else ""

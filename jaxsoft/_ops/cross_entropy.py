@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from jaxsoft import fold
 from jaxsoft._core.carriers import check_name
 from jaxsoft._core.mesh import sharded_like
-from jaxsoft._core.numbers import as_mask
+from jaxsoft._core.numbers import as_array, as_mask, as_optional_array
 from jaxsoft._ops.arguments import Axis, as_kernel_scores, broadcastable, merged, normalize_axis
 from jaxsoft._rows.derivative import differentiable
 from jaxsoft._rows.forms import Form, counted, scores, softcap
@@ -131,8 +131,8 @@ def softmax_cross_entropy_with_integer_labels(
     x = as_kernel_scores("logits", logits)
     axes, given = _class_axes(axis, x.ndim), x.shape
     x = merged(x, axes, given)
-    weights = check_weights(class_weights, x.shape[-1], x.dtype)
-    index = check_labels(labels, x.shape[:-1], x.shape[-1], options)
+    weights = check_weights(as_optional_array("class_weights", class_weights), x.shape[-1], x.dtype)
+    index = check_labels(as_array("labels", labels), x.shape[:-1], x.shape[-1], options)
     x = jnp.broadcast_to(x, (*index.shape, x.shape[-1]))
     index = sharded_like(index, x)
     rows = iter(index.shape)
@@ -265,7 +265,7 @@ def softmax_cross_entropy(
     x, q, axes, shape = _side_by_side(x, labels, axis)
     counts = _where_of(where, shape, axes)
     x, q = (merged(jnp.broadcast_to(v, shape), axes, shape) for v in (x, q))
-    weights = check_weights(class_weights, x.shape[-1], x.dtype)
+    weights = check_weights(as_optional_array("class_weights", class_weights), x.shape[-1], x.dtype)
     loss, lse = _with_labels(x, q, counts, weights, options, implementation)
     return (loss, lse) if return_lse else loss
 
@@ -274,7 +274,7 @@ def _side_by_side(
     x: jax.Array, labels: ArrayLike, axis: Axis
 ) -> tuple[jax.Array, jax.Array, tuple[int, ...], tuple[int, ...]]:
     """Logits x and labels with as many dimensions, the axes of the classes, and the shape that both broadcast to."""
-    q = jnp.asarray(labels)
+    q = as_array("labels", labels)
     if not (jnp.issubdtype(q.dtype, jnp.floating) or jnp.issubdtype(q.dtype, jnp.integer) or q.dtype == jnp.bool_):
         raise TypeError(f"labels must hold real numbers; got dtype {q.dtype.name}")
     try:
@@ -343,6 +343,8 @@ def _scores(x: jax.Array, options: Options) -> jax.Array:
 
 def _class_axes(axis: Axis, ndim: int) -> tuple[int, ...]:
     """`axis` as a tuple of at least one number from 0 to ndim - 1."""
+    if ndim == 0:
+        raise ValueError("logits must have at least one axis, that of the classes; got shape ()")
     if axes := normalize_axis(axis, ndim):
         return axes
     raise ValueError(f"axis must name at least one axis of the classes; got {axis!r}")

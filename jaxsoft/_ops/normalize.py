@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxsoft._core.carriers import check_name
-from jaxsoft._core.numbers import as_float
+from jaxsoft._core.numbers import as_array, as_float
 from jaxsoft._ops.arguments import (
     Axis,
     check_dtype,
@@ -45,7 +45,7 @@ def normalize(
       x, axis, where, scale, bias, causal, dtype, implementation: as of the public functions.
     """
     check_name(implementation)
-    given = jnp.asarray(x)
+    given = as_array("x", x)
     x = as_float("x", given)
     if where is not None and not jnp.issubdtype(given.dtype, jnp.inexact):
         x = x.astype(float)  # jax.nn puts -inf in the place of masked elements, which makes this of integers

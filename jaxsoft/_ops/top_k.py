@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxsoft._core.carriers import check_name
-from jaxsoft._ops.arguments import as_kernel_scores, check_dtype, normalize_axis
+from jaxsoft._core.numbers import as_axis
+from jaxsoft._ops.arguments import as_kernel_scores, check_dtype
 from jaxsoft._rows.derivative import differentiable
 from jaxsoft._rows.forms import Form
 from jaxsoft._rows.operations.top_k import top_k_of_rows
@@ -60,11 +61,7 @@ def top_k_softmax(
     """
     check_name(implementation)
     x = as_kernel_scores("x", x)
-    try:
-        axis = operator.index(axis)
-    except TypeError:
-        raise TypeError(f"axis must be an integer; got {axis!r}") from None
-    (axis,) = normalize_axis(axis, x.ndim)
+    axis = as_axis(axis, x.ndim)
     try:
         k = operator.index(k)
     except TypeError:
