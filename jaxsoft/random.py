@@ -6,6 +6,7 @@ top-k and top-p keep the first tokens in descending order, and mostly few, which
 finds. Where top-p keeps more, the other tokens are masked and the whole row is drawn from. Nothing is sorted.
 """
 
+import fractions
 import functools
 import numbers
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from jax.typing import ArrayLike
 
 from jaxsoft._core.batching import as_leading_dimension
 from jaxsoft._core.carriers import check_name
-from jaxsoft._core.numbers import as_float
+from jaxsoft._core.numbers import as_array, as_float
 from jaxsoft._ops.top_k import top_k_softmax
 from jaxsoft._rows.forms import Form
 from jaxsoft._rows.formulas import positions
@@ -101,6 +102,7 @@ def sample(
     (Array([0, 3], dtype=int32), Array([1., 1.], dtype=float32))
     """
     check_name(implementation)
+    _check_key(key)
     x = _check_logits(logits)
     k = _check_top_k(top_k, x.shape[-1])
     rows, dtype = x.shape[:-1], accumulator(x.dtype)
@@ -109,7 +111,18 @@ def sample(
         _option("top_p", top_p, 1, "above 0 and at most 1, or None", lambda v: (v > 0) & (v <= 1), rows, dtype),
         _option("min_p", min_p, 0, "between 0 and 1, or None", lambda v: (v >= 0) & (v <= 1), rows, dtype),
     )
+    x = _whole_rows(x) if k is None else x  # the k largest are found where they lie
     return _sample(key, *jax.lax.stop_gradient((x, *options)), k, implementation)
+
+
+def _check_key(key: jax.Array) -> None:
+    """Raises unless this is one key of `jax.random`, of either kind."""
+    try:
+        jax.random.key_impl(key)
+    except TypeError as error:
+        raise TypeError(f"key must be a key of jax.random; got {key!r}") from error
+    if key.ndim != (0 if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else 1):
+        raise ValueError(f"key must be one key, where vmap takes many; got keys of shape {key.shape}")
 
 
 def _check_logits(logits: ArrayLike) -> jax.Array:
@@ -157,7 +170,8 @@ def _option(
     """
     if value is None or (isinstance(value, numbers.Real) and value == off):
         return None
-    given = value if isinstance(value, jax.Array) else np.asarray(value)
+    value = float(value) if isinstance(value, fractions.Fraction) else value
+    given = np.asarray(value) if _is_known(value) else as_array(name, value)
     if not (jnp.issubdtype(given.dtype, jnp.floating) or jnp.issubdtype(given.dtype, jnp.integer)):
         raise TypeError(f"{name} must hold real numbers; got dtype {given.dtype.name}")
     if isinstance(given, np.ndarray) and not np.all(fits(given)):
@@ -166,6 +180,28 @@ def _option(
         return jnp.broadcast_to(jnp.asarray(given, dtype), rows)
     except ValueError:
         raise ValueError(f"{name} must broadcast to the rows of the logits, {rows}; got shape {given.shape}") from None
+
+
+def _is_known(value: ArrayLike) -> bool:
+    """Whether this is a number, an array of NumPy, or a list of such, so that its range can be checked while tracing.
+
+    All else, as an array that is traced, or what only `__jax_array__` makes one of, is for JAX to convert.
+    """
+    if isinstance(value, list | tuple):
+        return all(map(_is_known, value))
+    return isinstance(value, numbers.Number | np.generic | np.ndarray)
+
+
+def _whole_rows(x: jax.Array) -> jax.Array:
+    """The logits with whole rows on each device, where explicit axes of a mesh shard the tokens.
+
+    Over such axes JAX neither cuts nor reduces what is sharded; over the others XLA places what it needs by itself.
+    """
+    sharding = jax.typeof(x).sharding
+    *rows, tokens = sharding.spec
+    if tokens is None:
+        return x
+    return jax.sharding.reshard(x, jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*rows, None)))
 
 
 class _Rows(NamedTuple):

@@ -3,15 +3,17 @@
 The reference builds the whole filtered distribution of a row in float64, by sorting it.
 """
 
+import fractions
 import functools
+import importlib
 import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import each_dtype, each_implementation, precision, served, slow
-from meshes import needs_devices
+from common import each_dtype, each_implementation, precision, same_bits, served, slow
+from meshes import mesh_of, needs_devices
 from truth import EPS, wide
 
 from jaxsoft.random import sample
@@ -277,7 +279,7 @@ def test_constant_to_derivatives():
         ({"temperature": -1}, ValueError, r"temperature must be at least 0, finite; got -1"),
         ({"temperature": np.inf}, ValueError, r"temperature must be at least 0, finite; got inf"),
         ({"temperature": np.array([1.0, -0.1])}, ValueError, r"temperature must be at least 0, finite; got array"),
-        ({"temperature": "hot"}, TypeError, r"temperature must hold real numbers; got dtype"),
+        ({"temperature": "hot"}, TypeError, r"temperature must be a number or an array of numbers; got 'hot'"),
         ({"temperature": np.ones(3)}, ValueError, r"temperature must broadcast to the rows .*\(2,\); got shape \(3,\)"),
         ({"top_k": 0}, ValueError, r"top_k must be at least 1, or None; got 0"),
         ({"top_k": 2.0}, TypeError, r"top_k must be a Python integer or None; got 2\.0"),
@@ -293,6 +295,44 @@ def test_constant_to_derivatives():
 def test_bad_arguments(options, error, message):
     with pytest.raises(error, match=message):
         sample(KEY, np.ones((2, 3), np.float32), **options)
+
+
+def test_options_of_any_kind():
+    """As other arguments: what holds a tracer, what only `__jax_array__` makes an array of, and fractions."""
+
+    class Number:
+        def __init__(self, value):
+            self.value = value
+
+        def __jax_array__(self):
+            return jnp.asarray(self.value)
+
+    x, half = logits(7), {name: 0.5 for name in ("temperature", "top_p", "min_p")}
+    expected = sample(KEY, x, **half)
+    makers = [Number, fractions.Fraction, lambda v: [v] * len(x), lambda v: [jnp.float32(v)] * len(x)]
+    if nnx := importlib.util.find_spec("flax") and importlib.import_module("flax.nnx"):
+        makers.append(nnx.Param)
+    for make in makers:
+        assert same_bits(sample(KEY, x, **{name: make(v) for name, v in half.items()}), expected)
+        if make is not fractions.Fraction:  # of a traced number there is none
+            traced = jax.jit(lambda v, make=make: sample(KEY, x, **{name: make(v) for name in half}))(0.5)
+            np.testing.assert_array_equal(traced[0], expected[0])
+    with pytest.raises(ValueError, match=r"temperature must be at least 0, finite; got -0\.5"):
+        sample(KEY, x, temperature=fractions.Fraction(-1, 2))
+
+
+@pytest.mark.parametrize("key", [None, 0, "a", jnp.zeros(3, jnp.uint32)], ids=repr)
+def test_bad_keys(key):
+    with pytest.raises(TypeError, match=r"key must be a key of jax\.random; got"):
+        sample(key, jnp.ones(3))
+
+
+def test_many_keys():
+    for keys in (jax.random.split(KEY, 2), jax.random.split(jax.random.PRNGKey(0), 2)):
+        with pytest.raises(ValueError, match="key must be one key, where vmap takes many; got keys of shape"):
+            sample(keys, jnp.ones((2, 3)))
+    old = sample(jax.random.PRNGKey(0), jnp.ones((2, 3)))
+    assert same_bits(old, sample(jax.random.wrap_key_data(jax.random.PRNGKey(0)), jnp.ones((2, 3))))
 
 
 def test_bad_logits():
@@ -329,3 +369,23 @@ def test_sharded_rows():
     for actual, expected in zip(draw(KEY, rows), sample(KEY, x, temperature=0.7), strict=True):
         assert len(actual.sharding.device_set) == 2
         np.testing.assert_array_equal(actual, expected)
+
+
+@needs_devices
+@pytest.mark.parametrize("n", [320, pytest.param(16, marks=slow)])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 5}, pytest.param({"min_p": 0.1}, marks=slow)],
+    ids=str,
+)
+def test_explicitly_sharded_tokens(options, n):
+    """Rows that lie on several devices give what whole ones do, and results that are sharded as the rows are."""
+    mesh, spec = mesh_of(jax.sharding.AxisType.Explicit), jax.sharding.PartitionSpec("a", None, "b")
+    x = np.random.default_rng(n).standard_normal((2, 4, n)).astype(np.float32)
+    expected = sample(KEY, x, **options)
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
+        token, p = jax.jit(functools.partial(sample, **options))(KEY, sharded)
+        assert jax.typeof(token).sharding.spec == jax.typeof(p).sharding.spec == jax.sharding.PartitionSpec("a", None)
+    np.testing.assert_array_equal(token, expected[0])
+    np.testing.assert_allclose(p, expected[1], rtol=1e-5)
