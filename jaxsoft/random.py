@@ -33,6 +33,9 @@ __all__ = ["sample"]
 
 # How many of the largest logits top_p looks at first: the most that the kernels find in one read.
 _FIRST = 256
+# The lowest temperature above 0 that is told from lower ones: logits that differ by more than 1e-23, as all do in f32
+# whose magnitude is above 1e-16, are as far apart as can be.
+_COLDEST = 1e-25
 # How many tokens a chunk has. A row of up to 2^16 tokens then has no more chunks than a chunk has tokens.
 _CHUNK = 256
 
@@ -66,7 +69,7 @@ def sample(
         depend on the key and the shape of the batch; under vmap over keys each row has a key of its own.
       logits: of shape (..., n), of any real dtype. -inf is never drawn.
       temperature: a finite number of at least 0, or an array of them that broadcasts to the rows, (...). 0 takes the
-        first of the largest logits.
+        first of the largest logits. Others below 1e-25 count as 1e-25.
       top_k: a Python integer of at least 1; None for all.
       top_p: a number above 0 and at most 1, or an array of them that broadcasts to the rows; None or 1 for all.
       min_p: a number from 0 to 1, or an array of them that broadcasts to the rows; None or 0 for all.
@@ -87,7 +90,8 @@ def sample(
     With top_k, or without top_p and min_p, the logits are read once; with min_p three times; with top_p once, and once
     more for another temperature than the Python number 1. If top_p keeps more than 256 tokens of some row of the batch,
     the batch is read about 35 times more (65 in f64), to find the least probable of them. To draw from whole rows whose
-    n is no multiple of 256, these are copied. Comparisons with top_p and min_p are made in f32 (f64 for f64), so
+    n is no multiple of 256, these are copied. Over explicit axes of a mesh, rows whose tokens are sharded are gathered
+    first, unless top_k is given. Comparisons with top_p and min_p are made in f32 (f64 for f64), so
     rounding may decide about a token at the border.
 
     >>> logits = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05], [0.1, 0.2, 0.3, 0.4]]))
@@ -226,8 +230,9 @@ def _sample(key, x, temperature, top_p, min_p, top_k, implementation):
     uniform = jax.random.uniform(key, (*x.shape[:-1], 2), accumulator(x.dtype))
     scaled = temperature is not None
     temperature = temperature if scaled else jnp.ones_like(uniform[..., 0])
-    # A temperature below 0 or of NaN makes everything NaN.
-    scale = jnp.where(temperature > 0, 1 / temperature, jnp.where(temperature == 0, 1, jnp.nan))
+    # A temperature below 0 or of NaN makes everything NaN. The scale is finite, and so far above 0 that it is normal.
+    inverse = jnp.clip(1 / temperature, jnp.finfo(temperature.dtype).tiny, 1 / _COLDEST)
+    scale = jnp.where(temperature > 0, inverse, jnp.where(temperature == 0, 1, jnp.nan))
     rows = _Rows(uniform, x, scale, temperature == 0)
     if top_k is not None:
         return _from_first(rows, top_p, min_p, top_k, None, implementation)[:2]
@@ -246,7 +251,7 @@ def _from_row(rows, min_p, scaled, implementation):
     count = -(-x.shape[-1] // size)
     padding = [(0, 0)] * (x.ndim - 1) + [(0, count * size - x.shape[-1])]
     chunks = jnp.pad(x, padding, constant_values=-jnp.inf).reshape(*x.shape[:-1], count, size)
-    m, s = _state(chunks, scale[..., None] if scaled else None, implementation)
+    m, s = _states(chunks, scale if scaled else None, implementation)
     top = jnp.max(m, axis=-1)
     weights = s * weight(m, top[..., None])
     undefined = ~(jnp.isfinite(top) & jnp.isfinite(jnp.sum(weights, axis=-1)))
@@ -304,7 +309,7 @@ def _from_nucleus(scaled: bool, implementation: str | None) -> Callable[..., tup
         x, scale = rows.logits, rows.scale
 
         def total(largest):
-            return _state(x, scale, implementation)[1] if scaled else 1 / largest
+            return _states(x[..., None, :], scale, implementation)[1][..., 0] if scaled else 1 / largest
 
         def nucleus():
             left = _most_probable(x, scale, top_p)
@@ -355,9 +360,27 @@ def _most_probable(x, scale, top_p):
     return above | (ties & (before < enough[..., None])) | (top_p >= 1)[..., None]
 
 
-def _state(x, scale, implementation):
-    """The state (m, s) of x * scale along the last axis."""
-    extras = {} if scale is None else {Extra.SCALE: scale}
+def _states(chunks, scale, implementation):
+    """The states (m, s) of x * scale, of each chunk of the rows x, (..., count, size), given the scale of each, (...).
+
+    A row whose largest x * scale is out of range, or nearly, is read again, with a scale for which it is not. Its
+    largest x is then above 2^37 in magnitude, and above 2^65 in f64, so that with either scale every other x but its
+    equals has the weight 0. Kernels read nothing of rows of which no element counts.
+    """
+    if scale is None:
+        return _state(chunks, {}, implementation)
+    m, s = _state(chunks, {Extra.SCALE: scale[..., None]}, implementation)
+    far = (jnp.abs(jnp.max(m, axis=-1)) > jnp.finfo(m.dtype).max / 100)[..., None]
+    again = {
+        Extra.SCALE: jnp.full_like(scale, 1 / 4)[..., None],
+        Extra.LIMIT: jnp.where(far, jnp.int32(chunks.shape[-1]), 0),
+    }
+    near = _state(chunks, again, implementation)
+    return jnp.where(far, near[0], m), jnp.where(far, near[1], s)
+
+
+def _state(x, extras, implementation):
+    """The state (m, s) of x along the last axis, with these extras."""
     return row_operation(STATE, Form(x.dtype, tuple(extras)), implementation, x, *extras.values())
 
 

@@ -223,6 +223,34 @@ def test_rows_without_a_distribution(n, options):
         assert (token[4], p[4]) == (alone[0][4], alone[1][4])
 
 
+@pytest.mark.parametrize("n", [3, 600])
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 3}], ids=str)
+def test_scaled_logits_out_of_range(n, options):
+    """Only the largest are left, with alike probabilities, one of which is the whole of a row without its equals."""
+    tops = np.array([[100, 50, 99.5], [-100, -150, -101], [3e38, -3e38, 1e38], [-1e38, -3e38, -2e38]], np.float32)
+    alone = np.repeat(tops[:, 1:2], n, axis=1)
+    alone[:, [0, n - 1]] = tops[:, [0, 2]]
+    alike = np.resize(tops.T, (n, 4)).T
+    for x in (alone, alike, np.resize([0, -1e38, -3e38], (4, n)).astype(np.float32)):
+        for temperature in (1e-37, 1e-20, 0.3, np.array([1e-37, 1e-3, 0.3, 0.1], np.float32)):
+            given = {"temperature": temperature, **options}
+            far = np.abs(x[:, :1].astype(np.float64)) / np.reshape(temperature, (-1, 1)) > 1e37
+            expected = distributions(x, given)
+            token, p = sample(KEY, np.broadcast_to(x, (8, 4, n)), **given)
+            true = np.take_along_axis(expected, np.asarray(token).T, axis=1).T
+            np.testing.assert_array_less(0, true)
+            np.testing.assert_allclose(p, true, rtol=1e-5 if np.all(far) else 1e-4)
+
+
+@pytest.mark.parametrize("temperature", [1e38, 3.4e38, jnp.inf])
+def test_hot(temperature):
+    """All that is above -inf is alike."""
+    x = np.array([0, 5, -np.inf, -5], np.float32)
+    token, p = sample(KEY, np.broadcast_to(x, (50, 4)), temperature=jnp.float32(temperature))
+    np.testing.assert_allclose(p, 1 / 3, rtol=1e-6)
+    assert set(np.asarray(token).tolist()) == {0, 1, 3}
+
+
 def test_minus_infinity_is_never_drawn():
     x = np.full((1000, 300), -np.inf, np.float32)
     x[:, [7, 299]] = 0, -3
