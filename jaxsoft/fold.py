@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import export
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxsoft._core.numbers import as_axis, as_float, as_mask
@@ -47,6 +48,9 @@ class State(NamedTuple):
 
     m: jax.Array
     s: jax.Array
+
+
+export.register_namedtuple_serialization(State, serialized_name="jaxsoft.fold.State")
 
 
 def reference(m: jax.Array) -> jax.Array:

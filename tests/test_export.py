@@ -124,6 +124,14 @@ def test_symbolic_rows():
         assert_trees_all_close(program.call(*given), jax.jit(both)(*given), rtol=2e-4, atol=2e-5)
 
 
+def test_states():
+    """As results and as arguments of programs that are stored."""
+    x = np.random.default_rng(0).standard_normal((4, 33)).astype(np.float32)
+    state = there_and_back(jaxsoft.fold.state, x).call(x)
+    assert_trees_all_close(state, jaxsoft.fold.state(x), rtol=1e-6)
+    assert_trees_all_close(there_and_back(jaxsoft.fold.lse, state).call(state), theirs("logsumexp")(x), rtol=1e-6)
+
+
 def test_what_needs_known_shapes():
     """It says so, and what it was given; a length that is known to suffice will do for k."""
     a, n = jax.export.symbolic_shape("a, n")
@@ -141,6 +149,9 @@ def test_what_needs_known_shapes():
     ):
         with pytest.raises(ValueError, match=message):
             jax.export.export(jax.jit(f))(*given)
+    (n,) = jax.export.symbolic_shape("n")
+    with pytest.raises(Exception, match="'n' >= '3' is inconclusive"):
+        jax.export.export(jax.jit(lambda x: jaxsoft.top_k_softmax(x, 3)))(jax.ShapeDtypeStruct((n,), jnp.float32))
     (n,) = jax.export.symbolic_shape("n", constraints=["n >= 3"])
     _, program = exported(lambda x: jaxsoft.top_k_softmax(x, 3)[:2], jax.ShapeDtypeStruct((n,), jnp.float32))
     x = np.arange(7, dtype=np.float32)
