@@ -365,7 +365,7 @@ def _states(chunks, scale, implementation):
 
     A row whose largest x * scale is out of range, or nearly, is read again, with a scale for which it is not. Its
     largest x is then above 2^37 in magnitude, and above 2^65 in f64, so that with either scale every other x but its
-    equals has the weight 0. Kernels read nothing of rows of which no element counts.
+    equals has the weight 0. The C++ and CUDA kernels read nothing of rows of which no element counts.
     """
     if scale is None:
         return _state(chunks, {}, implementation)
