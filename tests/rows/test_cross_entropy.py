@@ -254,7 +254,7 @@ def test_caps(implementation, dtype, cap):
     x = 3 * np.random.default_rng(0).standard_normal((4, 500), np.float32)
     x[1] *= 1e-3
     x[2, 3:7] = 0
-    with precision(dtype):
+    with precision(dtype), served(implementation):
         x, labels = x.astype(dtype), np.array([0, 499, 3, 77], np.int32)
         f = lambda x: cross_entropy(x, labels, logit_softcap=cap, implementation=implementation)  # noqa: E731
         want, _, dx_want = truth(x, labels, logit_softcap=cap)
