@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from cases import Case
-from common import each_fast_implementation, served
+from common import each_fast_implementation, served, slow
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import DEVICES, collectives
@@ -21,7 +21,11 @@ def mesh():
     return jax.make_mesh((DEVICES,), ("a",), axis_types=(AxisType.Auto,))
 
 
-@pytest.mark.parametrize("name", calls.CALLS)
+# The other calls are these with more arguments.
+NAMES = (*definitions.ROW_FUNCTIONS, "integer", "dense", "linear, smoothing", "top_k", "fold")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in NAMES else slow) for name in calls.CALLS])
 @pytest.mark.parametrize("dim", [0, -1], ids=["first", "last"])
 def test_uneven(name, dim):
     """Every operand is the beginning of one that is sharded, along its first dimension or its last."""
