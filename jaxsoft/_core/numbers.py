@@ -18,11 +18,6 @@ def as_array(name: str, x: ArrayLike) -> jax.Array:
         raise kind(f"{name} must be a number or an array of numbers; got {reprlib.repr(x)} ({error})") from error
 
 
-def as_optional_array(name: str, x: ArrayLike | None) -> jax.Array | None:
-    """`as_array`, and None for an argument that is not given."""
-    return None if x is None else as_array(name, x)
-
-
 def as_numbers(name: str, x: ArrayLike) -> jax.Array:
     """The argument of this name as an array, after checking that it holds numbers or booleans."""
     x = as_array(name, x)

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from jaxsoft import fold
 from jaxsoft._core.carriers import check_name
 from jaxsoft._core.mesh import sharded_like
-from jaxsoft._core.numbers import as_array, as_mask, as_optional_array
+from jaxsoft._core.numbers import as_array, as_mask
 from jaxsoft._ops.arguments import Axis, as_kernel_scores, broadcastable, merged, normalize_axis
 from jaxsoft._rows.derivative import differentiable
 from jaxsoft._rows.forms import Form, counted, scores, softcap
@@ -131,8 +131,8 @@ def softmax_cross_entropy_with_integer_labels(
     x = as_kernel_scores("logits", logits)
     axes, given = _class_axes(axis, x.ndim), x.shape
     x = merged(x, axes, given)
-    weights = check_weights(as_optional_array("class_weights", class_weights), x.shape[-1], x.dtype)
-    index = check_labels(as_array("labels", labels), x.shape[:-1], x.shape[-1], options)
+    weights = check_weights(class_weights, x.shape[-1], x.dtype)
+    index = check_labels(labels, x.shape[:-1], x.shape[-1], options)
     x = jnp.broadcast_to(x, (*index.shape, x.shape[-1]))
     index = sharded_like(index, x)
     rows = iter(index.shape)
@@ -265,7 +265,7 @@ def softmax_cross_entropy(
     x, q, axes, shape = _side_by_side(x, labels, axis)
     counts = _where_of(where, shape, axes)
     x, q = (merged(jnp.broadcast_to(v, shape), axes, shape) for v in (x, q))
-    weights = check_weights(as_optional_array("class_weights", class_weights), x.shape[-1], x.dtype)
+    weights = check_weights(class_weights, x.shape[-1], x.dtype)
     loss, lse = _with_labels(x, q, counts, weights, options, implementation)
     return (loss, lse) if return_lse else loss
 

@@ -11,7 +11,6 @@ from jax.typing import ArrayLike
 
 from jaxsoft import fold
 from jaxsoft._core.mesh import sharded_like
-from jaxsoft._core.numbers import as_array, as_optional_array
 from jaxsoft._head.derivative import statistics
 from jaxsoft._head.head import Head, product_dtype
 from jaxsoft._head.operation import Kind
@@ -122,10 +121,10 @@ def linear_softmax_cross_entropy(
     operands = _layer(hidden, weight, bias)
     hidden, weight = operands[Kind.HIDDEN], operands[Kind.WEIGHT]
     classes = weight.shape[1]
-    weights = check_weights(as_optional_array("class_weights", class_weights), classes, product_dtype(hidden, weight))
+    weights = check_weights(class_weights, classes, product_dtype(hidden, weight))
     if weights is not None and options.label_smoothing:
         operands[Kind.CLASS_WEIGHTS] = weights
-    index = check_labels(as_array("labels", labels), hidden.shape[:-1], classes, options)
+    index = check_labels(labels, hidden.shape[:-1], classes, options)
     operands[Kind.HIDDEN] = jnp.broadcast_to(hidden, (*index.shape, hidden.shape[-1]))
     index = sharded_like(index, operands[Kind.HIDDEN])
     chunk_size = _check_chunk_size(chunk_size)

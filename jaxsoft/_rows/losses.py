@@ -20,6 +20,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jaxsoft import fold
+from jaxsoft._core.numbers import as_array
 from jaxsoft._rows.operation import NO_ROW
 
 
@@ -73,7 +74,7 @@ def check_weights(class_weights: ArrayLike | None, classes: int, dtype: np.dtype
     """The class weights as an array in the dtype of the losses, after checking that there is one for each class."""
     if class_weights is None:
         return None
-    weights = jnp.asarray(class_weights)
+    weights = as_array("class_weights", class_weights)
     if weights.shape != (classes,):
         raise ValueError(f"class_weights must have one number for each of the {classes} classes; got {weights.shape}")
     if not (jnp.issubdtype(weights.dtype, jnp.floating) or jnp.issubdtype(weights.dtype, jnp.integer)):
@@ -105,7 +106,7 @@ def check_labels(labels: ArrayLike, shape: tuple[int, ...], classes: int, option
       classes: how many there are.
       options: those of the call.
     """
-    labels = jnp.asarray(labels)
+    labels = as_array("labels", labels)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"labels must hold integers; got dtype {labels.dtype.name}")
     try:
