@@ -11,6 +11,7 @@ from common import IMPLEMENTATIONS, OPS, each_op, loss, ours, same_bits, slow, t
 from truth import assert_values
 
 import jaxsoft
+from jaxsoft._core import devices
 
 X = np.ones((2, 3), np.float32)
 
@@ -163,6 +164,16 @@ def test_the_list_of_implementations():
         assert names["xla"] is None and names["reference"] is None
         assert all(reason is None or len(reason) > 10 for reason in names.values())
     assert "tpu" in jaxsoft.implementations("tpu")["ffi"]
+
+
+def test_the_list_of_implementations_on_an_amd_gpu(monkeypatch):
+    """JAX calls it "gpu", as it calls NVIDIA's."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(devices, "present", lambda: {})
+    names = jaxsoft.implementations()
+    assert names == jaxsoft.implementations("rocm")
+    assert "rocm" in names["ffi"] and "AMD" in names["triton"] and names["pallas"]
+    assert names["xla"] is None
 
 
 @each_op

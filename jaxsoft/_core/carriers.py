@@ -11,7 +11,7 @@ import jax
 
 import jaxsoft.pallas_kernels as pallas_kernels
 import jaxsoft.triton_kernels as triton_kernels
-from jaxsoft._core import library
+from jaxsoft._core import devices, library
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,9 @@ def implementations(platform: str | None = None) -> dict[str, str | None]:
     True
     """
     if platform is None:
-        platform = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
+        platform = jax.default_backend()
+        if platform == "gpu":  # as JAX calls NVIDIA's and AMD's
+            platform = "cuda" if devices.present() else "rocm"
     return {name: carrier.unavailable(platform) for name, carrier in CARRIERS.items()}
 
 
