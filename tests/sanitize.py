@@ -135,6 +135,9 @@ def run(implementation: str, shape: Sequence[int], dtype: str, form: Form) -> No
 def main() -> None:
     """Runs them all. A wrong result is the test suite's to find; this only has to touch every kernel."""
     jax.config.update("jax_enable_x64", True)
+    device = jax.devices()[0]
+    if device.platform != "gpu":  # the kernels of "ffi" run on a CPU, too, and nothing would be looked at
+        sys.exit("sanitize.py: JAX finds no GPU here")
     named = {*sys.argv[1:]}
     implementation = next(iter(named & {"pallas", "triton"}), "ffi")
     listed = forms() if implementation == "ffi" else other_forms()
@@ -144,7 +147,7 @@ def main() -> None:
     for shape, dtype, form in cases:
         run(implementation, shape, dtype, form)
         print(*shape, dtype, form, "ok", flush=True)
-    print(f"all of {len(cases)} cases ran")
+    print(f"all of {len(cases)} cases ran on {device.device_kind}")
 
 
 if __name__ == "__main__":
