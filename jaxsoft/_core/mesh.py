@@ -91,9 +91,13 @@ def _resharded(v: jax.Array, spec: Sequence, like: jax.Array) -> jax.Array:
     """v with this spec over the mesh of `like`. Where no axis is explicit, a spec names none, and v stays as it is."""
     if tuple(jax.typeof(v).sharding.spec) == tuple(spec):
         return v
-    mesh = jax.typeof(like).sharding.mesh
-    mesh = jax.typeof(v).sharding.mesh if mesh.empty else mesh  # an array on one device has none
-    return jax.sharding.reshard(v, NamedSharding(mesh, PartitionSpec(*spec)))
+    return jax.sharding.reshard(v, sharding_over(spec, like, v))
+
+
+def sharding_over(spec: Sequence, *arrays: jax.Array) -> NamedSharding:
+    """The sharding with this spec over the mesh of the first of these arrays that has one; none on one device has."""
+    meshes = [jax.typeof(v).sharding.mesh for v in arrays]
+    return NamedSharding(next(mesh for mesh in meshes if not mesh.empty), PartitionSpec(*spec))
 
 
 def combined(st: State, axes: Axes) -> State:

@@ -10,7 +10,6 @@ from jax.typing import ArrayLike
 
 from jaxsoft import fold
 from jaxsoft._core.carriers import check_name
-from jaxsoft._core.mesh import sharded_like
 from jaxsoft._core.numbers import as_array, as_mask
 from jaxsoft._ops.arguments import Axis, as_kernel_scores, broadcastable, merged, normalize_axis
 from jaxsoft._rows.derivative import differentiable
@@ -132,9 +131,7 @@ def softmax_cross_entropy_with_integer_labels(
     axes, given = _class_axes(axis, x.ndim), x.shape
     x = merged(x, axes, given)
     weights = check_weights(class_weights, x.shape[-1], x.dtype)
-    index = check_labels(labels, x.shape[:-1], x.shape[-1], options)
-    x = jnp.broadcast_to(x, (*index.shape, x.shape[-1]))
-    index = sharded_like(index, x)
+    x, index = check_labels(labels, x, x.shape[-1], options)
     rows = iter(index.shape)
     counts = _where_of(where, tuple(size if a in axes else next(rows) for a, size in enumerate(given)), axes)
     loss, lse = _with_integer_labels(x, index, counts, weights, options, implementation)

@@ -5,12 +5,10 @@ import operator
 from typing import Literal, overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
 from jaxsoft import fold
-from jaxsoft._core.mesh import sharded_like
 from jaxsoft._head.derivative import statistics
 from jaxsoft._head.head import Head, product_dtype
 from jaxsoft._head.operation import Kind
@@ -124,9 +122,7 @@ def linear_softmax_cross_entropy(
     weights = check_weights(class_weights, classes, product_dtype(hidden, weight))
     if weights is not None and options.label_smoothing:
         operands[Kind.CLASS_WEIGHTS] = weights
-    index = check_labels(labels, hidden.shape[:-1], classes, options)
-    operands[Kind.HIDDEN] = jnp.broadcast_to(hidden, (*index.shape, hidden.shape[-1]))
-    index = sharded_like(index, operands[Kind.HIDDEN])
+    operands[Kind.HIDDEN], index = check_labels(labels, hidden, classes, options)
     chunk_size = _check_chunk_size(chunk_size)
     if not isinstance(recompute, bool | np.bool_):
         raise TypeError(f"recompute must be True or False; got {recompute!r}")

@@ -20,6 +20,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jaxsoft import fold
+from jaxsoft._core.mesh import sharded_like, sharding_over
 from jaxsoft._core.numbers import as_array
 from jaxsoft._rows.operation import NO_ROW
 
@@ -90,22 +91,32 @@ def weight_at(weights: jax.Array, index: jax.Array) -> jax.Array:
     if weights.size == 0:
         return jnp.ones_like(index, weights.dtype)
     index = jnp.clip(index, 0, weights.size - 1)
-    given, wanted = jax.typeof(weights).sharding, jax.typeof(index).sharding
-    if all(axis is None for axis in (*given.spec, *wanted.spec)):
+    given, wanted = jax.typeof(weights).sharding.spec, jax.typeof(index).sharding.spec
+    if all(axis is None for axis in (*given, *wanted)):
         return weights[index]
-    mesh = given.mesh if wanted.mesh.empty else wanted.mesh  # labels that lie on one device have none
-    return weights.at[index].get(out_sharding=jax.sharding.NamedSharding(mesh, wanted.spec))
+    return weights.at[index].get(out_sharding=sharding_over(wanted, index, weights))
 
 
-def check_labels(labels: ArrayLike, shape: tuple[int, ...], classes: int, options: Options) -> jax.Array:
-    """Labels as the row operations take them: int32, -1 for those that are out of range, NO_ROW for those ignored.
+def check_labels(labels: ArrayLike, x: jax.Array, classes: int, options: Options) -> tuple[jax.Array, jax.Array]:
+    """The rows x, and their labels as the row operations take them, after checking these.
 
     Args:
       labels: as they are given.
-      shape: that of the rows. The result has the shape to which it and that of the labels broadcast.
+      x: (..., n), the rows.
       classes: how many there are.
       options: those of the call.
+
+    Returns:
+      x and the labels, each of as many rows as both broadcast to, and sharded alike over explicit mesh axes. Labels are
+      int32: -1 for those that are out of range, NO_ROW for those ignored.
     """
+    index = _indices(labels, x.shape[:-1], classes, options)
+    x = jnp.broadcast_to(x, (*index.shape, x.shape[-1]))
+    return x, sharded_like(index, x)
+
+
+def _indices(labels: ArrayLike, shape: tuple[int, ...], classes: int, options: Options) -> jax.Array:
+    """The labels, checked, of as many rows as they and rows of this shape broadcast to. See `check_labels`."""
     labels = as_array("labels", labels)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"labels must hold integers; got dtype {labels.dtype.name}")
