@@ -9,9 +9,10 @@ PACKAGE = ROOT / "jaxsoft"
 
 
 def modules() -> dict[str, pathlib.Path]:
-    """The public modules, by their dotted names: the package, and those of its files that have no underscore."""
-    files = {f"jaxsoft.{path.stem}": path for path in sorted(PACKAGE.glob("[!_]*.py"))}
-    return {"jaxsoft": PACKAGE / "__init__.py"} | files
+    """The public modules, by their dotted names: the package, and those of its files and folders without underscore."""
+    files = {f"jaxsoft.{path.stem}": path for path in PACKAGE.glob("[!_]*.py")}
+    folders = {f"jaxsoft.{path.parent.name}": path for path in PACKAGE.glob("[!_]*/__init__.py")}
+    return {"jaxsoft": PACKAGE / "__init__.py"} | dict(sorted((files | folders).items()))
 
 
 @functools.cache
@@ -41,9 +42,8 @@ def paths() -> dict[str, str]:
 
 def docstring(path: pathlib.Path, name: str) -> str | None:
     """The docstring of what a file has under this name, wherever it is defined; None if there is none."""
-    submodule = path.parent / f"{name}.py"
-    if path.name == "__init__.py" and submodule.exists():
-        return ast.get_docstring(_tree(submodule))
+    if path == PACKAGE / "__init__.py" and f"jaxsoft.{name}" in modules():
+        return ast.get_docstring(_tree(modules()[f"jaxsoft.{name}"]))
     found = None
     for node in _tree(path).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:

@@ -100,6 +100,16 @@ def sharding_over(spec: Sequence, *arrays: jax.Array) -> NamedSharding:
     return NamedSharding(next(mesh for mesh in meshes if not mesh.empty), PartitionSpec(*spec))
 
 
+def varying_alike(*values: jax.Array) -> list[jax.Array]:
+    """The values, made to vary over the same axes of a mesh inside shard_map, as what is computed of them all does.
+
+    So the gradient of a value is summed over the axes over which it did not vary.
+    """
+    axes = [jax.typeof(v).manual_axis_type.varying for v in values]
+    missing = [tuple(frozenset().union(*axes) - own) for own in axes]
+    return [jax.lax.pcast(v, more, to="varying") for v, more in zip(values, missing, strict=True)]
+
+
 def combined(st: State, axes: Axes) -> State:
     """The state of all scores that lie over mesh axes, given each device's."""
     m = jax.lax.pmax(st.m, axes)

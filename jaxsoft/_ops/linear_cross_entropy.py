@@ -9,6 +9,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jaxsoft import fold
+from jaxsoft._core.mesh import varying_alike
 from jaxsoft._head.derivative import statistics
 from jaxsoft._head.head import Head, product_dtype
 from jaxsoft._head.operation import Kind
@@ -173,7 +174,7 @@ def _check_chunk_size(chunk_size: int | None) -> int | None:
 
 @functools.partial(jax.jit, static_argnames=("options", "head"))
 def _with_integer_labels(operands, index, weights, options, head):
-    *parameters, index = _alike(*operands, index)
+    *parameters, index = varying_alike(*operands, index)
     others, t, apart, *of_scores = statistics(head)(*parameters, index)
     sums = None
     if of_scores:
@@ -181,13 +182,3 @@ def _with_integer_labels(operands, index, weights, options, head):
         sums = Sums(total - mass * jax.lax.stop_gradient(fold.reference(t)), mass, count)
     weight = None if weights is None else weight_at(weights, index)
     return row_loss(options, index, others, t, apart, sums, weight=weight)
-
-
-def _alike(*values: jax.Array) -> list[jax.Array]:
-    """The values, made to vary over the same axes of a mesh inside shard_map, as what a loop computes of them all does.
-
-    So the gradient of a value is summed over the axes over which it did not vary.
-    """
-    axes = [jax.typeof(v).manual_axis_type.varying for v in values]
-    missing = [tuple(frozenset().union(*axes) - own) for own in axes]
-    return [jax.lax.pcast(v, more, to="varying") for v, more in zip(values, missing, strict=True)]
