@@ -1,7 +1,7 @@
 # make demo         trains a language model with jaxsoft, then prints this machine's speed. Sets everything up first.
 # make test         runs the whole test suite, after the linter and the type checker.
 # make docs         makes the documentation as a site, in site/. It needs nothing of the library.
-# make bench        prints this machine's speed in full.
+# make bench        prints this machine's speed in full, and draws that of attention as out/attention.svg.
 # make wheel        makes what a release uploads, in dist/: one wheel with the CUDA kernels for every supported GPU.
 # make check-wheel  installs that wheel in an environment without any compiler and uses it.
 # make cuda         compiles the CUDA kernels where there is an nvcc and no GPU to run them.
@@ -78,6 +78,8 @@ docs: $(VENV)/installed-docs
 
 bench: all
 	$(BIN)/python -P benchmarks/speed.py
+	mkdir -p out
+	$(BIN)/python -P benchmarks/attention.py --plot out/attention.svg
 
 wheel: | $(BIN)/python
 	rm -rf build/release dist

@@ -1,4 +1,5 @@
-"""Draws the speed of softmax by row length, as a fraction of a copy's, from what speed.py wrote.
+"""Draws the speed of softmax by row length, as a fraction of a copy's, from what speed.py wrote; or that of attention,
+in TFLOP/s, from what attention.py wrote.
 
 python benchmarks/plot.py FILE.json OUT.svg
 
@@ -12,6 +13,7 @@ import json
 import math
 import pathlib
 import sys
+from collections.abc import Sequence
 
 PANELS = (("forward", "float32"), ("forward", "bfloat16"), ("backward", "float32"), ("backward", "bfloat16"))
 # In the order of the legend, each with its colour on a light and on a dark ground.
@@ -20,7 +22,11 @@ COLOURS = {
     "jax.nn": ("#c8324b", "#f2798b"),
     "pallas": ("#b57a00", "#edbd5b"),
     "triton": ("#3d7a58", "#83c7a0"),
+    "cudnn": ("#3d7a58", "#83c7a0"),
+    "xla": ("#c8324b", "#f2798b"),
+    "deterministic=False": ("#7b4fa3", "#bd9be0"),
 }
+ROWS = ("jaxsoft", "jax.nn", "pallas", "triton")  # whose colours a picture of row operations has
 # A picture of its own follows the browser's preference; within a page of the site, its style sheet says the rest.
 STYLE = """
 svg.chart { color: #24292f; background: #ffffff; }
@@ -39,13 +45,35 @@ class Panel:
     lines: dict[str, list[tuple[float, float]]]
 
 
-def chart(panels: list[Panel], title: str, x_label: str, y_label: str, alone: bool = True) -> str:
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """The axis of y: fractions of a copy's speed, as the defaults have it.
+
+    Attributes:
+      unit: the axis ends at a multiple of it.
+      least: and not below this.
+      step: from one number beside the axis to the next, in units.
+      heavy: where there is a heavier line, in units; None for none.
+      format: how a number is written.
+    """
+
+    unit: float = 0.1
+    least: float = 1.1
+    step: int = 2
+    heavy: int | None = 10
+    format: str = ".1f"
+
+
+def chart(
+    panels: list[Panel], title: str, x_label: str, y_label: str, alone: bool = True, scale: Scale = Scale()
+) -> str:
     """An SVG of panels, two in a row, that share their axes: x logarithmic to base 2, y from 0.
 
     Args:
       panels: what is drawn.
       title, x_label, y_label: in words.
       alone: whether the picture is a file of its own, which has to bring its colours along.
+      scale: the axis of y.
     """
     points = [point for panel in panels for line in panel.lines.values() for point in line]
     names = [name for name in COLOURS if any(name in panel.lines for panel in panels)]
@@ -53,7 +81,7 @@ def chart(panels: list[Panel], title: str, x_label: str, y_label: str, alone: bo
     width = LEFT + 2 * PANEL_WIDTH + GAP + 16
     height = TOP + rows * PANEL_HEIGHT + (rows - 1) * GAP + BOTTOM
     low, high = (f(math.log2(x) for x, _ in points) for f in (min, max))
-    top = max(1.1, math.ceil(10 * max(y for _, y in points)) / 10)
+    top = max(scale.least, math.ceil(max(y for _, y in points) * (1 / scale.unit)) * scale.unit)
 
     drawn = [f'<text x="{width / 2:.0f}" y="22" text-anchor="middle" font-size="15">{html.escape(title)}</text>']
     drawn += _legend(names, width / 2)
@@ -65,7 +93,7 @@ def chart(panels: list[Panel], title: str, x_label: str, y_label: str, alone: bo
             along = (math.log2(x) - low) / max(high - low, 1)
             return left + 8 + along * (PANEL_WIDTH - 16), bottom - y / top * PANEL_HEIGHT
 
-        drawn += _axes(panel.title, left, bottom, low, high, top, place, numbered=row == rows - 1 or len(panels) == 1)
+        drawn += _axes(panel.title, left, bottom, low, high, top, scale, place, row == rows - 1 or len(panels) == 1)
         for name in reversed(names):  # the first one over the others
             drawn += _line(name, [place(*point) for point in sorted(panel.lines.get(name, []))])
     middle = TOP + (height - TOP - BOTTOM) / 2
@@ -73,7 +101,7 @@ def chart(panels: list[Panel], title: str, x_label: str, y_label: str, alone: bo
     drawn.append(
         f'<text transform="translate(16 {middle:.0f}) rotate(-90)" text-anchor="middle">{html.escape(y_label)}</text>'
     )
-    style = f"<style>{_colours(alone)}</style>"
+    style = f"<style>{_colours(ROWS if all(name in ROWS for name in names) else names, alone)}</style>"
     namespace = ' xmlns="http://www.w3.org/2000/svg"' if alone else ""
     return (
         f'<svg{namespace} class="chart" viewBox="0 0 {width} {height}" role="img" font-size="12"'
@@ -82,17 +110,17 @@ def chart(panels: list[Panel], title: str, x_label: str, y_label: str, alone: bo
     )
 
 
-def _colours(alone: bool) -> str:
+def _colours(names: Sequence[str], alone: bool) -> str:
     """The rules for the lines' colours, by the page's scheme or by the browser's preference."""
-    light = "".join(f".{_class(n)} {{ --line: {c[0]}; }}\n" for n, c in COLOURS.items())
-    dark = "".join(f".{_class(n)} {{ --line: {c[1]}; }}\n" for n, c in COLOURS.items())
+    light = "".join(f".{_class(n)} {{ --line: {COLOURS[n][0]}; }}\n" for n in names)
+    dark = "".join(f".{_class(n)} {{ --line: {COLOURS[n][1]}; }}\n" for n in names)
     if alone:
         return f"{STYLE}{light}@media (prefers-color-scheme: dark) {{\n{dark}}}\n"
     return light + dark.replace(".line", '[data-md-color-scheme="slate"] .line')
 
 
 def _class(name: str) -> str:
-    return "line-" + name.replace(".", "-")
+    return "line-" + name.replace(".", "-").replace("=", "-")
 
 
 def _legend(names: list[str], middle: float) -> list[str]:
@@ -108,15 +136,16 @@ def _legend(names: list[str], middle: float) -> list[str]:
     return drawn
 
 
-def _axes(title, left, bottom, low, high, top, place, numbered) -> list[str]:
-    """The grid of a panel, with the numbers beside it, and a heavier line at 1, the speed of a copy."""
+def _axes(title, left, bottom, low, high, top, scale, place, numbered) -> list[str]:
+    """The grid of a panel, with the numbers beside it."""
     drawn = [f'<text x="{left + 8}" y="{bottom - PANEL_HEIGHT - 7}" font-weight="600">{html.escape(title)}</text>']
-    for tenths in range(0, round(10 * top) + 1, 2):
-        y = place(2**low, tenths / 10)[1]
-        heavy = 'stroke-opacity=".55"' if tenths == 10 else 'stroke-opacity=".13"'
+    for units in range(0, round(top / scale.unit) + 1, scale.step):
+        y = place(2**low, units * scale.unit)[1]
+        heavy = 'stroke-opacity=".55"' if units == scale.heavy else 'stroke-opacity=".13"'
         drawn.append(f'<path d="M{left} {y:.1f}h{PANEL_WIDTH}" stroke="currentColor" {heavy}/>')
         if left == LEFT:
-            drawn.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{tenths / 10:.1f}</text>')
+            number = format(units * scale.unit, scale.format)
+            drawn.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{number}</text>')
     for power in range(math.ceil(low), math.floor(high) + 1):
         x = place(2**power, 0)[0]
         drawn.append(f'<path d="M{x:.1f} {bottom}v-{PANEL_HEIGHT}" stroke="currentColor" stroke-opacity=".07"/>')
@@ -167,11 +196,47 @@ def softmax_by_length(result: dict, op: str = "softmax", alone: bool = True) -> 
     return chart(by_length(result, op), title, "row length", "fraction of a copy's speed", alone)
 
 
+def attention_by_length(result: dict, size: int, alone: bool = True) -> str:
+    """The picture of attention with heads of a size: a panel a rule and direction."""
+    panels: dict[str, Panel] = {}
+    unit_name, flops = unit_of_rate(result)
+    for record in result["records"]:
+        if record["group"] not in ("lengths", "cpu") or record["shape"][3] != size or record["dtype"] != "bfloat16":
+            continue
+        title = f"{record['direction']}{', causal' * record['causal']}"
+        panel = panels.setdefault(title, Panel(title, {}))
+        for name, seconds in record["seconds"].items():
+            panel.lines.setdefault(name, []).append((record["shape"][1], record["flops"] / seconds / flops))
+    if not panels:
+        raise ValueError(f"the record has no attention by length with heads of {size}")
+    drawn = [panels[title] for title in sorted(panels, key=lambda title: (title.startswith("with"), title))]
+    top = max(y for panel in drawn for line in panel.lines.values() for _, y in line)
+    unit = 10.0 ** math.floor(math.log10(top) - 0.3)
+    scale = Scale(unit=unit, least=unit, step=1 if top < 6 * unit else 2, heavy=None, format="g")
+    header = result["header"]
+    title = f"attention, heads of {size}, bfloat16, {header['device']}, jax {header['versions']['jax']}"
+    return chart(drawn, title, "queries, and keys", unit_name, alone, scale)
+
+
+def unit_of_rate(result: dict) -> tuple[str, float]:
+    """In which unit a device's operations a second are given, and how many that is."""
+    return ("TFLOP/s", 1e12) if result["header"]["device"].startswith("NVIDIA") else ("GFLOP/s", 1e9)
+
+
+def is_attention(result: dict) -> bool:
+    """Whether attention.py wrote this record."""
+    return any("flops" in record for record in result["records"])
+
+
 def draw(result: dict, path: pathlib.Path) -> None:
-    """Writes the picture of softmax, as SVG."""
+    """Writes the picture of softmax, or of attention with heads of 128, or of the first size there is, as SVG."""
     if path.suffix != ".svg":
         raise ValueError(f"the picture is an SVG, so its name must end in .svg; got {path}")
-    path.write_text(softmax_by_length(result))
+    if is_attention(result):
+        sizes = [r["shape"][3] for r in result["records"] if r["group"] in ("lengths", "cpu")]
+        path.write_text(attention_by_length(result, 128 if 128 in sizes or not sizes else sizes[0]))
+    else:
+        path.write_text(softmax_by_length(result))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The tables of the performance page, in Markdown, from the records that speed.py and losses.py wrote.
+"""The tables of the performance page, in Markdown, from the records that the benchmarks wrote.
 
 Every number on that page comes through here when the site is built, so a new record changes the page and nothing has to
 be typed. What a number says is written beside its table: a fraction is the time of a copy that moves as many bytes over

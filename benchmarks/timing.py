@@ -30,9 +30,16 @@ def buffers(size: int, moved: int, repeats: int) -> int:
     return max(1, min(ROTATION_BYTES // size, (repeats + 1) * calls_a_sample(moved)))
 
 
-def measure(calls: dict[str, Call], moved: int, repeats: int) -> Times:
-    """The median over `repeats` samples. moved: the bytes that a call moves."""
-    number = calls_a_sample(moved)
+def measure(calls: dict[str, Call], moved: int, repeats: int, number: int | None = None) -> Times:
+    """The median over `repeats` samples.
+
+    Args:
+      calls: what is timed.
+      moved: the bytes that a call moves.
+      repeats: how many samples are taken of each.
+      number: how many calls a sample has; None for as many as follow from the bytes.
+    """
+    number = number or calls_a_sample(moved)
     # What another function's memory takes to be freed, some of it by threads of XLA's, is not this one's time.
     pause = 0 if jax.default_backend() != "cpu" else 0.02 if moved > 2**26 else 0.005
     turns = {name: itertools.cycle(arguments) for name, (_, arguments) in calls.items()}

@@ -13,6 +13,7 @@ from jaxsoft import fold as fold
 from jaxsoft import random as random
 from jaxsoft._core import library as _library
 from jaxsoft._core.carriers import implementations
+from jaxsoft._ops.attention import dot_product_attention
 from jaxsoft._ops.cross_entropy import softmax_cross_entropy, softmax_cross_entropy_with_integer_labels
 from jaxsoft._ops.entropy import entropy
 from jaxsoft._ops.linear_cross_entropy import linear_softmax_cross_entropy
@@ -28,6 +29,7 @@ for _platform in _library.PLATFORMS:
     _library.unavailable(_platform)
 
 __all__ = [
+    "dot_product_attention",
     "entropy",
     "fold",
     "implementations",

@@ -1,15 +1,18 @@
-"""`implementation="pallas"`: row operations as Pallas kernels for data-centre GPUs from Hopper on.
+"""`implementation="pallas"`: row operations and attention as Pallas kernels for data-centre GPUs from Hopper on.
 
 `rows.held` takes rows that fit the registers of a block, `rows.tiled` longer ones, in shared memory, and `rows.split` a
 few of these, cut over many blocks. `rows.choice` says what they can serve, and which of them does, `rows.plan` how rows
-are cut up, and `rows.sizes` has the sizes for each kind of GPU. To import Pallas takes half as long as to import JAX,
-so that waits until a kernel is asked for, and no GPU is touched before.
+are cut up, and `rows.sizes` has the sizes for each kind of GPU. `attention` has the like for attention. To import
+Pallas takes half as long as to import JAX, so that waits until a kernel is asked for, and no GPU is touched before.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 
+from jaxsoft._attention.form import Form as AttentionForm
+from jaxsoft._attention.operation import Operation as AttentionOperation
+from jaxsoft._attention.operation import Pullback
 from jaxsoft._core import devices
 from jaxsoft._rows.forms import Form
 from jaxsoft._rows.operation import Operation, RowFunction
@@ -54,3 +57,32 @@ def kernel(
     from .rows import choice
 
     return choice.kernel(operation, form, operands)
+
+
+def attention_unsupported(form: AttentionForm, operands: Sequence[jax.core.ShapedArray]) -> str | None:
+    """None, or why the kernels of attention cannot serve calls of this form with such operands."""
+    if max(devices.present().values(), default=90) != 90:
+        return "its kernels for attention are for Hopper (compute capability 9.0)"
+    from .attention import choice
+
+    return choice.unsupported(form, operands)
+
+
+def attention_kernels(
+    operation: AttentionOperation, operands: Sequence[jax.core.ShapedArray]
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """The kernels for an operation of attention."""
+    from .attention import backward, forward
+
+    form = operation.form
+    given = operands[: len(form.names)]
+    if not isinstance(operation, Pullback):
+        return forward.forward(form, given)
+    gradients = backward.backward(form, given, operation.moving)
+
+    def pullback(*arrays):
+        *given, output, lse, delta, cotangent = arrays
+        del output  # delta has what is needed of it
+        return gradients(*given, lse, delta, cotangent)
+
+    return pullback

@@ -9,10 +9,13 @@ derivatives: jaxsoft's, and the definition. Labels and masks may be traced.
 
 from collections.abc import Callable, Sequence
 
+import attention_calls
 import definitions
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from cases import Case, Function
+from common import ATTENTION_IMPLEMENTATIONS, IMPLEMENTATIONS, slow
 
 import jaxsoft
 from jaxsoft import fold
@@ -81,6 +84,12 @@ def top_k(implementation: str | None, k: int) -> Pair:
     )
 
 
+def attention(implementation: str | None, options: Sequence[str] = ()) -> Pair:
+    """Output and log-sum-exp, of query, key, value and what the options add to them."""
+    case = attention_calls.case(options, implementation=implementation)
+    return case.ours, case.theirs
+
+
 def folded(cut: int) -> Pair:
     """The functions of the fold, which put together the rows of x that are cut in two, perhaps at an end."""
 
@@ -111,6 +120,14 @@ _CAPPED = {"label_smoothing": 0.1, "z_loss": 0.1, "logit_softcap": 3.0}
 _IGNORED = {"ignore_index": -100}
 _NAMED = ("bias", "class_weights")
 
+# Together every option that `attention_calls` has for an argument, and every gradient.
+_ATTENTION = {
+    "attention": (),
+    "attention, bias, sinks": ("bias of a head", "sinks", "causal", "scale"),
+    "attention, segments": ("segments", "cap", "bias of a query", "query lengths"),
+    "attention, state": ("state", "mask of keys", "offsets", "key lengths"),
+}
+
 _PLAIN = {name: ((_X,), lambda i, name=name: row_function(i, name)) for name in definitions.ROW_FUNCTIONS}
 _EXTRAS = {
     f"{name}, extras": ((_X, _SCALE, _BIAS), lambda i, name=name: row_function(i, name, ("scale", "bias"), where=_MASK))
@@ -133,11 +150,27 @@ CALLS: dict[str, tuple[Sequence[np.ndarray], Callable[[str | None], Pair]]] = {
     "linear, smoothing": (_HEAD, lambda i: linear(_SOME, _NAMED, 4, **_IGNORED, **_CAPPED)),
     "linear, kept": (_HEAD, lambda i: linear(_SOME, _NAMED, 4, False, **_IGNORED, label_smoothing=0.1)),
     "top_k": ((_X,), lambda i: top_k(i, 3)),
+    **{name: (attention_calls.case(o).operands, lambda i, o=o: attention(i, o)) for name, o in _ATTENTION.items()},
     "fold": ((_X,), lambda i: folded(2)),
     "fold, nothing before": ((_X,), lambda i: folded(0)),
 }
-# Functions that have no argument `implementation`.
-WITHOUT_IMPLEMENTATION = tuple(name for name in CALLS if name.startswith(("linear", "fold")))
+
+
+def choices(less: Callable[[str], bool]) -> list:
+    """Every entry of the table with each implementation, as parameters of a test.
+
+    Most run only when asked to: those entries of which `less` is true, and the implementations that are None or XLA's,
+    one of which does what another does, or the reference.
+    """
+    chosen = []
+    for name in CALLS:
+        names, others = IMPLEMENTATIONS, (None, "xla", "reference")
+        if name.startswith("attention"):
+            names, others = ATTENTION_IMPLEMENTATIONS, ("xla", "reference")
+        if name.startswith(("linear", "fold")):  # they have no such argument
+            names, others = (None,), ()
+        chosen += [pytest.param(name, i, marks=slow if less(name) or i in others else ()) for i in names]
+    return chosen
 
 
 def case_of(name: str, implementation: str | None, dtype=np.float64) -> Case:

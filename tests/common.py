@@ -13,12 +13,17 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import jaxsoft
+from jaxsoft._attention.choice import KERNELS as OF_ATTENTION
 from jaxsoft._core import library
 from jaxsoft._core.carriers import CARRIERS
+from jaxsoft._rows.choice import KERNELS as OF_ROWS
 
 OPS = ("softmax", "log_softmax", "logsumexp")
-# None, and by name whatever can run on the default device: on a GPU the list is longer.
-IMPLEMENTATIONS = (None, *(name for name, reason in jaxsoft.implementations().items() if reason is None))
+# By name whatever can run on the default device: on a GPU the list is longer.
+AVAILABLE = tuple(name for name, reason in jaxsoft.implementations().items() if reason is None)
+# None, and those of row operations; and of attention.
+IMPLEMENTATIONS = (None, *(name for name in AVAILABLE if name in OF_ROWS))
+ATTENTION_IMPLEMENTATIONS = (None, *(name for name in AVAILABLE if name in OF_ATTENTION))
 DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 
 each_op = pytest.mark.parametrize("op", OPS)

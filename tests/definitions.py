@@ -111,3 +111,62 @@ def linear_cross_entropy(hidden, weight, bias, class_weights, labels, **options)
     """`integer_cross_entropy` of hidden @ weight + bias."""
     logits = hidden @ weight if bias is None else hidden @ weight + bias
     return integer_cross_entropy(logits, class_weights, labels, **options)
+
+
+def attention(
+    query,
+    key,
+    value,
+    bias=None,
+    mask=None,
+    *,
+    scale=None,
+    is_causal=False,
+    query_seq_lengths=None,
+    key_value_seq_lengths=None,
+    local_window_size=None,
+    logits_soft_cap=None,
+    sinks=None,
+    query_segment_ids=None,
+    key_value_segment_ids=None,
+    query_offset=0,
+    state=None,
+):
+    """The output (B, T, N, D) and the log-sum-exp (B, T, N) of attention; 0 and -inf where no score counts."""
+    (b, t, n, h), s = query.shape, key.shape[1]
+    key, value = (jnp.repeat(x, n // key.shape[2], axis=2) for x in (key, value))
+    z = jnp.einsum("btnh,bsnh->bnts", query, key) * (h**-0.5 if scale is None else scale)
+    z = z if logits_soft_cap is None else logits_soft_cap * jnp.tanh(z / logits_soft_cap)
+    z = z if bias is None else z + bias
+    counts = jnp.ones((b, n, t, s), bool) if mask is None else jnp.broadcast_to(mask, (b, n, t, s))
+    rows, keys = jnp.arange(t)[:, None], jnp.arange(s)[None]
+    position = (rows + jnp.reshape(jnp.asarray(query_offset), (-1, 1, 1)))[:, None]
+    left, right = local_window_size if isinstance(local_window_size, tuple) else (local_window_size,) * 2
+    if is_causal:
+        counts = counts & (keys <= position)
+    if left is not None:
+        counts = counts & (keys >= position - left)
+    if right is not None:
+        counts = counts & (keys <= position + right)
+    if query_seq_lengths is not None:
+        counts = counts & (rows < query_seq_lengths[:, None, None, None])
+    if key_value_seq_lengths is not None:
+        counts = counts & (keys < key_value_seq_lengths[:, None, None, None])
+    if query_segment_ids is not None:
+        counts = counts & (query_segment_ids[:, None, :, None] == key_value_segment_ids[:, None, None, :])
+    counts = counts & (z > -jnp.inf)
+    values = jnp.broadcast_to(jnp.moveaxis(value, 1, 2)[:, :, None], (b, n, t, s, value.shape[-1]))
+    if sinks is not None:  # a key more, whose value is 0
+        z = jnp.concatenate([z, jnp.broadcast_to(sinks[:, None, None], (b, n, t, 1))], -1)
+        counts = jnp.concatenate([counts, jnp.ones((b, n, t, 1), bool)], -1)
+        values = jnp.concatenate([values, jnp.zeros((b, n, t, 1, value.shape[-1]))], 3)
+    if state is not None:  # as many keys with one value
+        m, total, o = (jnp.moveaxis(v, 2, 1) for v in state)
+        log = m + jnp.log(jnp.where(total == 0, 1, total))
+        z = jnp.concatenate([z, jnp.where(total == 0, -jnp.inf, log)[..., None]], -1)
+        counts = jnp.concatenate([counts, (total != 0)[..., None]], -1)
+        mean = o / jnp.where(total == 0, 1, total)[..., None]
+        values = jnp.concatenate([values, mean[:, :, :, None]], 3)
+    lse = _lse(z, -1, counts)
+    p = jnp.where(counts, jnp.exp(jnp.where(counts, z, 0) - jnp.where(jnp.isfinite(lse), lse, 0)), 0)
+    return jnp.einsum("bnts,bntsd->btnd", p, values), jnp.moveaxis(lse[..., 0], 1, 2)

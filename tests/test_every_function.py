@@ -5,20 +5,12 @@ Functions that have test modules of their own run here when asked to; one that i
 
 import jax
 import pytest
-from calls import CALLS, WITHOUT_IMPLEMENTATION, case_of
+from calls import case_of, choices
 from cases import Case
-from common import IMPLEMENTATIONS, OPS, each_dtype_in_turn, precision, served, slow
+from common import OPS, each_dtype_in_turn, precision, served
 
-KNOWN = (*OPS, "integer", "dense", "linear", "top_k", "fold")
-CHOICES = [
-    pytest.param(
-        name,
-        implementation,
-        marks=slow if name.split(",")[0] in KNOWN or implementation in (None, "xla", "reference") else (),
-    )
-    for name in CALLS
-    for implementation in (["ffi"] if name in WITHOUT_IMPLEMENTATION else IMPLEMENTATIONS)
-]
+KNOWN = (*OPS, "integer", "dense", "linear", "top_k", "attention", "fold")
+CHOICES = choices(lambda name: name.split(",")[0] in KNOWN)
 
 
 @pytest.mark.parametrize(("name", "implementation"), CHOICES)

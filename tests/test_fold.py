@@ -17,12 +17,16 @@ from truth import Truth, wide
 
 import jaxsoft
 from jaxsoft.fold import (
+    AttentionState,
     State,
+    attention_identity,
+    attention_state,
     combine,
     identity,
     lse,
     merge_softmax,
     merge_softmax_lse,
+    output,
     running_states,
     state,
     update_output,
@@ -282,3 +286,162 @@ def test_transformations():
 def one_each(x) -> State:
     """Each score's own state."""
     return State(jnp.asarray(x), jnp.ones(x.shape, x.dtype))
+
+
+VALUES = hnp.arrays(np.float32, (12, 3), elements=st.floats(-9, 9, width=32))
+
+
+def assert_same_attention(a: AttentionState, b: AttentionState) -> None:
+    """The same maximum, the same sum, and the same weighted sum, whose terms may cancel."""
+    assert_same(State(a.m, a.s), State(b.m, b.s))
+    np.testing.assert_allclose(a.o, b.o, rtol=2e-5, atol=2e-4 * np.max(b.s, initial=0))
+
+
+def keys(x, values) -> list[AttentionState]:
+    """The state of each key by itself."""
+    return [attention_state(jnp.asarray(x[i : i + 1]), jnp.asarray(values[i : i + 1])) for i in range(len(x))]
+
+
+def test_identity_of_attention():
+    """The unit, bit for bit, from both sides, also where there is no key and the sum of values is NaN."""
+    for score in (0.0, -3.5, 1e30, -1e30, np.inf, -np.inf, np.nan):
+        a = attention_state(jnp.array([score], jnp.float32), jnp.array([[1.0, -2.0]], jnp.float32))
+        for combined in (combine(attention_identity((), 2), a), combine(a, attention_identity((), 2))):
+            chex.assert_trees_all_equal(combined, a)
+    b = attention_state(jnp.ones(1), jnp.ones((1, 2)))
+    nothing = AttentionState(jnp.float32(-jnp.inf), jnp.float32(0), jnp.full(2, jnp.nan))
+    for combined in (combine(nothing, b), combine(b, nothing)):
+        chex.assert_trees_all_equal(combined, b)
+    empty = attention_identity((3,), 2, jnp.float64 if jax.config.jax_enable_x64 else jnp.bfloat16)
+    assert [v.shape for v in empty] == [(3,), (3,), (3, 2)]
+    assert not output(empty).any() and (lse(empty) == -jnp.inf).all()
+
+
+@given(x=hnp.arrays(np.float32, 3, elements=SCORES), values=VALUES)
+def test_attention_is_associative_and_commutative(x, values):
+    a, b, c = keys(x, values)
+    chex.assert_trees_all_equal(combine(a, b), combine(b, a))
+    assert_same_attention(combine(combine(a, b), c), combine(a, combine(b, c)))
+
+
+@given(x=ROWS, values=VALUES, data=st.data())
+def test_attention_by_blocks_and_by_keys(x, values, data):
+    """Blocks of any lengths, empty ones too, in any order, keys one by one, and a scan give attention over all keys."""
+    values = values[: len(x)]
+    whole = attention_state(jnp.asarray(x), jnp.asarray(values))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(x)), max_size=4)))
+    pairs = zip(np.split(x, cuts), np.split(values, cuts), strict=True)
+    blocks = [attention_state(jnp.asarray(part), jnp.asarray(v)) for part, v in pairs]
+    for parts in (data.draw(st.permutations(blocks)), keys(x, values)):
+        assert_same_attention(functools.reduce(combine, parts, attention_identity((), 3)), whole)
+    stacked = jax.tree.map(lambda *v: jnp.stack(v), *keys(x, values))
+    scanned = jax.lax.associative_scan(combine, stacked)
+    assert_same_attention(jax.tree.map(lambda v: v[-1], scanned), whole)
+    p = np.nan_to_num(wide(Truth.of(x[None]).p[0]))
+    np.testing.assert_allclose(output(whole), p @ wide(values), rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(lse(whole), Truth.of(x[None]).lse[0], rtol=1e-6, atol=1e-5)
+
+
+@given(x=hnp.arrays(np.float32, 6, elements=SCORES), values=VALUES)
+def test_merges_are_states_of_attention(x, values):
+    """`update_output` is `combine` of normalised states, and `merge_softmax` that of values that are unit vectors."""
+    values = values[:6]
+    a, b = (attention_state(jnp.asarray(x[i : i + 3]), jnp.asarray(values[i : i + 3])) for i in (0, 3))
+    o, value = update_output(output(a), lse(a), output(b), lse(b))
+    total = combine(a, b)
+    size = np.abs(x[np.isfinite(x)]).max(initial=0)
+    if size < 2**20:  # a log-sum-exp that is large holds the sum less closely
+        np.testing.assert_allclose(o, output(total), rtol=1e-5, atol=1e-5 * (10 + size))
+    np.testing.assert_allclose(value, lse(total), rtol=1e-6, atol=1e-5)
+    parts = jnp.asarray(x[:3]), jnp.asarray(x[3:])
+    y, _ = merge_softmax([jax.nn.softmax(v) for v in parts], [state(v) for v in parts])
+    unit = jnp.eye(6, dtype=jnp.float32)
+    by_units = combine(*(attention_state(v, unit[i : i + 3]) for v, i in zip(parts, (0, 3), strict=True)))
+    np.testing.assert_allclose(y, output(by_units), rtol=3e-5, atol=1e-36)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64])
+def test_attention_state_of_many(dtype):
+    """Queries and batches at once, values for each or for all, and a mask, under which values count for nothing."""
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(dtype == jnp.float64):
+        x, mask = (rng.standard_normal((2, 5, 7)) * 3).astype(dtype), rng.random((5, 7)) < 0.6
+        mask[2] = False
+        for values in (rng.standard_normal((7, 4)), rng.standard_normal((2, 7, 4))):
+            with jax.numpy_rank_promotion("allow"):
+                st = attention_state(x, values.astype(dtype), np.broadcast_to(mask, x.shape))
+            chex.assert_type(list(st), jnp.float64 if dtype == jnp.float64 else jnp.float32)
+            e = np.where(
+                mask, np.exp(wide(x) - np.where(mask, wide(x), -np.inf).max(-1, keepdims=True, initial=-99)), 0
+            )
+            s = e.sum(-1, keepdims=True)
+            expected = (e / np.where(s == 0, 1, s)) @ wide(values.astype(dtype))
+            np.testing.assert_allclose(output(st), expected, rtol=1e-5, atol=1e-6)
+            assert not np.asarray(output(st))[:, 2].any() and (lse(st)[:, 2] == -jnp.inf).all()
+            assert output(st, jnp.float16).dtype == jnp.float16
+
+
+def test_gradients_of_attention():
+    """By scores and values, however a state was put together; 0, and never NaN, where no key counts."""
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        x, values = rng.standard_normal((4, 12)), rng.standard_normal((12, 3))
+        x[0, :6], x[1], x[2, 3] = -np.inf, -np.inf, -np.inf
+
+        def total(st):
+            return jnp.sum(jnp.sin(output(st))) + jnp.sum(jnp.where(st.s > 0, lse(st), 0) ** 2)
+
+        def whole(x, values):
+            return total(attention_state(x, values))
+
+        def blocks(x, values):
+            parts = (attention_state(x[:, i : i + 3], values[i : i + 3]) for i in range(0, 12, 3))
+            return total(functools.reduce(combine, parts, attention_identity((4,), 3, jnp.float64)))
+
+        def running(x, values):
+            elements = AttentionState(x, jaxsoft.fold.weight(x, x), jaxsoft.fold.weight(x, x)[..., None] * values[None])
+            return total(jax.tree.map(lambda v: v[:, -1], jax.lax.associative_scan(combine, elements, axis=1)))
+
+        def definition(x, values):
+            some = (x > -jnp.inf).any(-1)
+            p = jnp.where(some[:, None], jax.nn.softmax(jnp.where(some[:, None], x, 0)), 0)
+            of_rows = jnp.where(some, jax.nn.logsumexp(jnp.where(some[:, None], x, 0), -1), 0)
+            return jnp.sum(jnp.sin(p @ values)) + jnp.sum(of_rows**2)
+
+        expected = jax.grad(definition, (0, 1))(x, values)
+        for f in (whole, blocks, running):
+            for derivative in (jax.grad, jax.jacfwd):
+                actual = jax.jit(derivative(f, (0, 1)))(x, values)
+                chex.assert_trees_all_close(actual, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_derivatives_of_scores_that_are_computed_twice():
+    """XLA may compute scores once with a product and a sum fused, and once not: no derivative looks for a maximum."""
+    rng = np.random.default_rng(0)
+    x, b = rng.standard_normal((64, 257)).astype(np.float32), rng.standard_normal((64, 1)).astype(np.float32)
+    values = rng.standard_normal((257, 2)).astype(np.float32)
+
+    def f(x, b):
+        with jax.numpy_rank_promotion("allow"):
+            z = x * np.float32(0.3535) + b
+        return jnp.sum(jnp.sin(lse(state(z)))) + jnp.sum(output(attention_state(z, values)))
+
+    first = jax.grad(f, (0, 1))
+    chex.assert_tree_all_finite(jax.jit(first)(x, b))
+    chex.assert_tree_all_finite(jax.jit(lambda *v: jax.jvp(first, v, v))(x, b))
+
+
+def test_bad_arguments_of_attention():
+    with pytest.raises(TypeError, match="scores must hold real numbers; got dtype complex64"):
+        attention_state(jnp.ones(3, jnp.complex64), jnp.ones((3, 2)))
+    with pytest.raises(TypeError, match="values must be a number or an array of numbers; got None"):
+        attention_state(jnp.ones(3), None)
+    with pytest.raises(TypeError, match="dtype must be one of real floating-point numbers; got"):
+        attention_identity((), 2, jnp.int32)
+    with pytest.raises(ValueError, match=r"where must broadcast to the shape of scores, \(3,\); got shape \(4,\)"):
+        attention_state(jnp.ones(3), jnp.ones((3, 2)), np.ones(4, bool))
+    with pytest.raises(ValueError, match=r"scores must have at least one axis, that of the keys; got shape \(\)"):
+        attention_state(1.0, jnp.ones((1, 2)))
+    for values in (jnp.ones((4, 2)), jnp.ones(3)):
+        with pytest.raises(ValueError, match=r"values must have the shape \(3, d\) or \(\.\.\., 3, d\).*got shape"):
+            attention_state(jnp.ones(3), values)

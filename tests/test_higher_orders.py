@@ -7,25 +7,16 @@ mean of a loss does, and wrong everywhere else.
 import jax
 import numpy as np
 import pytest
-from calls import CALLS, WITHOUT_IMPLEMENTATION, case_of
+from calls import CALLS, case_of, choices
 from cases import Case
-from common import IMPLEMENTATIONS, served, slow
+from common import served
 
 ORDERS = [(a, b) for a in ("grad", "jvp") for b in ("grad", "jvp")]
-SLOW = (None, "xla", "reference")
 # The others run when asked to, and so do those whose derivatives are made of these.
 FAST = ("softmax, extras", "logsumexp, extras", "integer, smoothing", "integer, weights, mask", "dense, weights, mask")
-FAST += ("linear, smoothing", "top_k", "fold")
+FAST += ("linear, smoothing", "top_k", "attention, bias, sinks", "attention, segments", "fold")
 OTHERS = ("log_softmax, extras", *(name for name in CALLS if "extras" not in name))
-CHOICES = [
-    pytest.param(
-        name,
-        implementation,
-        marks=slow if implementation in SLOW or (name in OTHERS and name not in FAST) else (),
-    )
-    for name in CALLS
-    for implementation in (["ffi"] if name in WITHOUT_IMPLEMENTATION else IMPLEMENTATIONS)
-]
+CHOICES = choices(lambda name: name in OTHERS and name not in FAST)
 
 
 @pytest.mark.parametrize(("name", "implementation"), CHOICES)

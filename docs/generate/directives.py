@@ -1,6 +1,7 @@
 """The generated parts of pages. A page says `<!-- generate: NAME ARGUMENTS -->` on a line of its own, and gets
 
 - `record`, with a function of benchmarks/report.py and its arguments: a table or a plot of a record of measurements,
+- `attention`, with a function of benchmarks/attention_report.py and its arguments: the same of a record of attention,
 - `figure`, with a name: a drawing of figures.py,
 - `excerpt`, with a file and a text: the part of the source that begins at that text,
 - `api`, with a module: the documentation of all its public names,
@@ -22,6 +23,7 @@ import public
 
 sys.path.insert(0, str(public.ROOT / "benchmarks"))
 
+import attention_report
 import report
 
 _DIRECTIVE = re.compile(r"^(?P<indent> *)<!-- generate: (?P<call>.+?) -->$", re.MULTILINE)
@@ -34,6 +36,10 @@ type Report = Callable[[str], None]  # takes what is wrong, in words
 
 def _record(page, function, *arguments):
     return getattr(report, function)(*arguments)
+
+
+def _attention(page, function, *arguments):
+    return getattr(attention_report, function)(*arguments)
 
 
 def _figure(page, name):
@@ -57,7 +63,14 @@ def _include(page, path):
     return re.sub(r"\]\((docs/[^)#]+)", lambda match: f"]({posixpath.relpath(match[1], here)}", text)
 
 
-GENERATORS = {"record": _record, "figure": _figure, "excerpt": _excerpt, "api": _api, "include": _include}
+GENERATORS = {
+    "record": _record,
+    "attention": _attention,
+    "figure": _figure,
+    "excerpt": _excerpt,
+    "api": _api,
+    "include": _include,
+}
 
 
 def filled(page: str, markdown: str, wrong: Report) -> str:

@@ -142,6 +142,25 @@ def columns() -> Drawing:
     return d
 
 
+def attention() -> Drawing:
+    """A block of attention: tiles of keys and values through a ring, and two warp groups that fold them."""
+    d = Drawing(760, 250, "One warp group copies tiles of keys and values; two others multiply and fold them in turns")
+    for i in range(4):
+        d.box(16, 20 + i * 52, 120, 40, "keys, values", f"of tile {i}", kind="data", small=True)
+    d.arrow((136, 124), (186, 124)).text(161, 114, "copies", "small")
+    d.box(190, 10, 400, 228, kind="chip").text(390, 28, "block of queries of one head", "small")
+    d.box(206, 44, 110, 74, "slot 0", "keys, values", kind="data", small=True)
+    d.box(206, 130, 110, 74, "slot 1", "keys, values", kind="data", small=True)
+    d.text(261, 226, "filled by a third", "small")
+    for i in range(2):
+        y = 44 + i * 86
+        d.arrow((316, 81), (356, y + 37)).arrow((316, 167), (356, y + 37))
+        d.box(360, y, 214, 74, f"warp group {i}: 64 queries", "products, exponentials", "(m, s, o)", kind="state")
+        d.arrow((574, y + 37), (636, y + 37)).box(640, y + 10, 104, 54, "o / s", "m + log s", kind="data", small=True)
+    d.text(467, 226, "one multiplies, the other exponentiates", "small")
+    return d
+
+
 def way() -> Drawing:
     """From a call to a kernel."""
     d = Drawing(760, 560, "The way of a call of softmax through the package, from the public function to a kernel")
@@ -202,7 +221,7 @@ def mesh() -> Drawing:
     return d
 
 
-DRAWINGS = {f.__name__: f for f in (fold, held, ring, split, cluster, columns, way, derivative, mesh)}
+DRAWINGS = {f.__name__: f for f in (fold, held, ring, split, cluster, columns, attention, way, derivative, mesh)}
 
 
 def figure(name: str) -> str:

@@ -11,7 +11,7 @@ import jax
 
 import jaxsoft.pallas_kernels as pallas_kernels
 import jaxsoft.triton_kernels as triton_kernels
-from jaxsoft._core import devices, library
+from jaxsoft._core import cudnn, devices, library
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +31,7 @@ CARRIERS = {
     "ffi": Carrier(library.unavailable, opaque=True),
     "pallas": Carrier(pallas_kernels.unavailable, opaque=True),
     "triton": Carrier(triton_kernels.unavailable, opaque=True),
+    "cudnn": Carrier(cudnn.unavailable, opaque=True),
     "xla": Carrier(),
     "reference": Carrier(),
 }

@@ -28,6 +28,14 @@ def on_one_device[**P](local: Callable[P, tuple]) -> Callable[P, tuple]:
     return function
 
 
+def automatically[T](function: Callable[..., T], shardings: T, *operands: jax.Array) -> T:
+    """The results of a function, with these shardings. XLA partitions it where operands lie over explicit mesh axes."""
+    if all(axis is None for v in operands for axis in jax.typeof(v).sharding.spec):
+        return function(*operands)
+    explicit = jax.sharding.get_abstract_mesh().explicit_axes
+    return jax.sharding.auto_axes(function, axes=explicit, out_sharding=shardings)(*operands)
+
+
 def refined(mesh: Mesh) -> Mesh:
     """The mesh with an axis for each prime factor of the size of each of its axes.
 

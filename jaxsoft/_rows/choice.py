@@ -76,7 +76,7 @@ def check_operands(operation: Operation, form: Form, implementation: str | None,
     """Raises where a named implementation cannot take such operands on any platform."""
     if implementation is not None and operands[0].size:
         operands = _plain_operands(operation, form, operands)
-        _raise_for(implementation, KERNELS[implementation].unsupported(operands), operands)
+        _raise_for(implementation, _refusal(implementation, operands), operands)
 
 
 def choose(
@@ -87,9 +87,9 @@ def choose(
         return compose(operation, form, xla.formula(operation, form))
     plain = _plain_operands(operation, form, operands)
     if implementation is not None:
-        named = KERNELS[implementation]
-        reason = CARRIERS[implementation].unavailable(platform) or named.unsupported(plain)
+        reason = CARRIERS[implementation].unavailable(platform) or _refusal(implementation, plain)
         _raise_for(implementation, reason, plain)
+        named = KERNELS[implementation]
         found = _kernel(named, operation, form, platform, operands, plain)
         found = found or _from_state(named, operation, form, platform, plain)
         assert found, "unsupported() says so"
@@ -142,6 +142,13 @@ def _plain_operands(operation: Operation, form: Form, operands: Operands) -> Ope
     scores = jax.core.ShapedArray(shape, working_dtype(operation, form, operands))
     others = zip(operation.kinds[1:], operands[1:], strict=False)
     return [scores, *(v for _, v in itertools.takewhile(lambda pair: not pair[0].whole_rows, others))]
+
+
+def _refusal(implementation: str, operands: Operands) -> str | None:
+    """None, or why an implementation cannot take such operands."""
+    if implementation not in KERNELS:
+        return "it has no kernels for rows"
+    return KERNELS[implementation].unsupported(operands)
 
 
 def _raise_for(implementation: str, reason: str | None, operands: Operands) -> None:

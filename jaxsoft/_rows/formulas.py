@@ -1,11 +1,9 @@
 """What the formulas of row operations share: probabilities, elements at an index, and the k largest elements."""
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 
+from jaxsoft._core.mesh import automatically
 from jaxsoft._rows.operation import NO_ROW
 from jaxsoft.fold import accumulator, weight
 
@@ -70,7 +68,7 @@ def pick(x: jax.Array, i: jax.Array) -> jax.Array:
 
 def at(x: jax.Array, i: jax.Array) -> jax.Array:
     """The elements of each row at its indices."""
-    return _automatically(lambda x, i: jnp.take_along_axis(x, i, axis=-1, mode="clip"), jax.typeof(i).sharding, x, i)
+    return automatically(lambda x, i: jnp.take_along_axis(x, i, axis=-1, mode="clip"), jax.typeof(i).sharding, x, i)
 
 
 def put(x: jax.Array, i: jax.Array, values: jax.Array) -> jax.Array:
@@ -81,7 +79,7 @@ def put(x: jax.Array, i: jax.Array, values: jax.Array) -> jax.Array:
 
     for _ in range(x.ndim - 1):
         of_row = jax.vmap(of_row)
-    return _automatically(of_row, jax.typeof(x).sharding, x, i, values)
+    return automatically(of_row, jax.typeof(x).sharding, x, i, values)
 
 
 def largest(x: jax.Array, k: int, ordered: jax.Array) -> jax.Array:
@@ -95,13 +93,5 @@ def largest(x: jax.Array, k: int, ordered: jax.Array) -> jax.Array:
         bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"int{8 * x.dtype.itemsize}"))
         return jax.lax.top_k(jnp.where(bits == jnp.iinfo(bits.dtype).min, 0, x), k)[1]  # to lax.top_k, -0.0 < 0.0
 
-    indices = _automatically(of_rows, jax.typeof(ordered).sharding, x)
+    indices = automatically(of_rows, jax.typeof(ordered).sharding, x)
     return jnp.where(ordered[..., None], indices, positions(indices))
-
-
-def _automatically(function: Callable[..., jax.Array], sharding: NamedSharding, *operands: jax.Array) -> jax.Array:
-    """The result of the function, with this sharding. XLA partitions it where operands lie over explicit mesh axes."""
-    if all(axis is None for v in operands for axis in jax.typeof(v).sharding.spec):
-        return function(*operands)
-    explicit = jax.sharding.get_abstract_mesh().explicit_axes
-    return jax.sharding.auto_axes(function, axes=explicit, out_sharding=sharding)(*operands)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxsoft._core.numbers import as_float
-from jaxsoft.fold.states import AttentionState, identity, mask_of, scaled, weight, wide
+from jaxsoft.fold.states import AttentionState, identity, mask_of, maximum_of, scaled, weight, wide
 
 
 def attention_identity(shape: int | Sequence[int], size: int, dtype: DTypeLike = jnp.float32) -> AttentionState:
@@ -45,7 +45,7 @@ def attention_state(scores: ArrayLike, values: ArrayLike, where: ArrayLike | Non
 
     Returns:
       A state in f32 (f64 if the scores are f64), of the shape of the scores without their last axis. The products are
-      of the highest precision.
+      of the highest precision. To derivatives m is a constant, as in `state`.
 
     Source: Dao et al., "FlashAttention" (arXiv:2205.14135).
 
@@ -56,11 +56,18 @@ def attention_state(scores: ArrayLike, values: ArrayLike, where: ArrayLike | Non
     """
     scores = wide("scores", scores)
     values = as_float("values", values).astype(scores.dtype)
+    if not scores.ndim:
+        raise ValueError("scores must have at least one axis, that of the keys; got shape ()")
+    n = scores.shape[-1]
+    if values.ndim < 2 or values.shape[-2] != n:
+        raise ValueError(
+            f"values must have the shape ({n}, d) or (..., {n}, d) for {n} scores; got shape {values.shape}"
+        )
     if where is not None:
-        scores = jnp.where(mask_of(where, scores.shape), scores, -jnp.inf)
-    m = jnp.max(scores, axis=-1, initial=-jnp.inf)
-    weights = weight(scores, m[..., None])
-    return AttentionState(m, jnp.sum(weights, axis=-1), jnp.matmul(weights, values, precision="highest"))
+        scores = jnp.where(mask_of(where, "scores", scores.shape), scores, -jnp.inf)
+    m = maximum_of(scores, -1)
+    weights = weight(scores, m)
+    return AttentionState(m[..., 0], jnp.sum(weights, axis=-1), jnp.matmul(weights, values, precision="highest"))
 
 
 def output(st: AttentionState, dtype: DTypeLike | None = None) -> jax.Array:

@@ -127,21 +127,28 @@ def state(x: ArrayLike, axis: int | Sequence[int] | None = -1, where: ArrayLike 
       where: boolean, broadcastable to x; only elements where it is True count.
 
     Returns:
-      A state of the shape of x without `axis`. No scores, or only scores of -inf, give the identity.
+      A state of the shape of x without `axis`. No scores, or only scores of -inf, give the identity. To derivatives m
+      is a constant, so that those of `lse`, and of all that any other m would give as well, are right.
 
     >>> state(jnp.array([0.0, 0.0, -jnp.inf]))
     State(m=Array(0., dtype=float32), s=Array(2., dtype=float32))
     """
     x = wide("x", x)
     if where is not None:
-        x = jnp.where(mask_of(where, x.shape), x, -jnp.inf)
+        x = jnp.where(mask_of(where, "x", x.shape), x, -jnp.inf)
     axis = tuple(axis) if isinstance(axis, Sequence) else axis
-    if x.size:
-        m = jnp.max(x, axis=axis, initial=-jnp.inf, keepdims=True)
-    else:
-        m = jnp.sum(x, axis=axis, keepdims=True) - jnp.inf  # the maximum of nothing has NaN as its derivative in JAX
+    m = maximum_of(x, axis)
     s = jnp.sum(weight(x, m), axis=axis)
     return State(m.reshape(s.shape), s)
+
+
+def maximum_of(x: jax.Array, axis: int | tuple[int, ...] | None) -> jax.Array:
+    """The maximum along axes, which are kept, as a constant: what does not depend on the m of its state needs no more.
+
+    JAX finds the place of a maximum again by comparing it with every score. Where XLA computes the scores twice, with
+    products and sums fused in one place and not in the other, none may be equal, and the derivative would be 0 / 0.
+    """
+    return jax.lax.stop_gradient(jnp.max(x, axis=axis, initial=-jnp.inf, keepdims=True))
 
 
 def lse(st: State | AttentionState) -> jax.Array:
@@ -208,10 +215,10 @@ def wide(name: str, x: ArrayLike) -> jax.Array:
     return x.astype(accumulator(x.dtype))
 
 
-def mask_of(where: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
-    """`where` as booleans of the shape of the scores."""
+def mask_of(where: ArrayLike, name: str, shape: tuple[int, ...]) -> jax.Array:
+    """`where` as booleans of the shape of the scores, which are the argument of this name."""
     where = as_mask("where", where)
     try:
         return jnp.broadcast_to(where, shape)
     except ValueError:
-        raise ValueError(f"where must broadcast to the shape of x, {shape}; got shape {where.shape}") from None
+        raise ValueError(f"where must broadcast to the shape of {name}, {shape}; got shape {where.shape}") from None

@@ -1,0 +1,283 @@
+"""This machine's speed of attention, against cuDNN's and XLA's as `jax.nn.dot_product_attention` has them.
+
+    python benchmarks/attention.py [--quick] [--only GROUP ...] [--having TEXT] [--json FILE] [--plot FILE]
+                                   [--commit HASH]
+
+A line is one call of benchmarks/attention_cases.py, of as many queries as keys, forward or with the gradients by
+query, key and value. Every result is first checked against float64 on one head, and a wrong one of jaxsoft's ends the
+run: some rows of the output and of the query's gradient, and of short sequences the whole gradients by key and value.
+The times are medians, and whatever is compared takes turns in each repeat. For each implementation
+
+  TFLOP/s  operations of the products over the scores that count, in 10^12 a second: forward two products, 4 B N T S D,
+           and with gradients 3.5 times as many. Under a causal rule, a window, lengths or segments only the scores that
+           count are counted.
+  cudnn    how many times as fast as cuDNN, or where that does not serve the call, - (on a CPU, as jax.nn's XLA path)
+  plain    the rate as a fraction of that of Pallas (on a CPU, jaxsoft's own) for the same call without the extra
+
+  cudnn                the peer: jax.nn's implementation="cudnn"
+  xla                  the peer: jax.nn's implementation="xla", which stores all scores
+  jaxsoft              jaxsoft's own choice
+  deterministic=False  the same without the promise of equal bits, which concerns the gradients
+  pallas               by name
+
+A call that has not enough memory is noted as that. The most important cases come first, and the record is written after
+each, so that a run that is cut short keeps what it has.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))  # where the modules beside this one are, under python -P too
+
+import jax
+import numpy as np
+import plot
+import timing
+from attention_cases import CPU_GROUPS, GROUPS, Case, operands, options, scores
+from jax.stages import Compiled
+from speed import git_commit, header, progress
+
+import jaxsoft
+
+CPU = jax.default_backend() == "cpu"
+BATCH = 12  # cases that are compiled together, on all cores, before any of them is timed
+SAMPLE_SECONDS = 0.01  # the calls that follow one another in a sample take about as long, at this rate
+RATE = 2e10 if CPU else 4e14
+WHOLE = 2**22  # scores of a head, up to which all of its gradients are checked
+# The norm of the error over that of the result, in units of which errors are given. f32 may be rounded to 11 bits.
+ALLOWED = {"bfloat16": 1.5e-2, "float16": 4e-3, "float32": 4e-3}
+PEERS = ("cudnn", "xla")
+
+
+def implementations(case: Case) -> list[str]:
+    """What is compared."""
+    if case.extra in ("cap", "sinks"):  # which jax.nn has not
+        return ["jaxsoft"] if CPU else ["jaxsoft", "pallas"]
+    if CPU:
+        return ["xla", "jaxsoft"]
+    names = ["cudnn", "xla", "jaxsoft", "deterministic=False", "pallas"]
+    if not case.gradients or case.extra:  # where it makes no difference
+        names.remove("deterministic=False")
+    if case.group == "extras":  # too long for what stores all scores
+        names.remove("xla")
+    if case.dtype == "float32":
+        names = [name for name in names if name not in ("cudnn", "pallas")]
+    return names
+
+
+def function(case: Case, name: str) -> Callable:
+    """The call by an implementation, as a function of the arrays."""
+    static = options(case)
+
+    def attend(query, key, value, extra):
+        if name not in PEERS:
+            chosen = {"pallas": {"implementation": "pallas"}, "deterministic=False": {"deterministic": False}}
+            return jaxsoft.dot_product_attention(query, key, value, **extra, **static, **chosen.get(name, {}))
+        extra = dict(extra)
+        if case.extra == "segments":
+            queries, keys = extra.pop("query_segment_ids"), extra.pop("key_value_segment_ids")
+            extra["mask"] = (queries[:, :, None] == keys[:, None])[:, None]
+        if "bias" in extra:
+            extra["bias"] = extra["bias"].astype(query.dtype)
+        return jax.nn.dot_product_attention(query, key, value, **extra, **static, implementation=name)
+
+    def run(arrays):
+        extra = dict(arrays)
+        query, key, value, cotangent = (extra.pop(n) for n in ("query", "key", "value", "cotangent"))
+        if not case.gradients:
+            return (attend(query, key, value, extra),)
+        if case.extra == "bias gradient":
+            bias = extra.pop("bias")
+            y, pullback = jax.vjp(lambda q, k, v, b: attend(q, k, v, extra | {"bias": b}), query, key, value, bias)
+        else:
+            y, pullback = jax.vjp(lambda q, k, v: attend(q, k, v, extra), query, key, value)
+        return y, *pullback(cotangent)
+
+    return run
+
+
+def check(case: Case, arrays: dict[str, jax.Array], result: Sequence[jax.Array]) -> float:
+    """The largest error of one head's results, in units of what is allowed."""
+    row, head = case.batch - 1, case.heads - 1
+    key_head = head // (case.heads // case.key_heads)
+    whole = case.gradients and case.heads == case.key_heads and case.length**2 <= WHOLE
+    some = np.unique([0, case.length // 3, case.length // 2 + 1, case.length - 1])
+    queries = np.arange(case.length) if whole else some
+    z = scores(case, arrays, row, head, queries)
+
+    def of(x: jax.Array, number: int, rows: np.ndarray | slice = slice(None)) -> np.ndarray:
+        return np.asarray(x[row, rows, number]).astype(np.float64)
+
+    top = z.max(axis=1, keepdims=True)
+    if case.extra == "sinks":
+        sink = float(arrays["sinks"][head])
+        top = np.maximum(top, sink)
+    p = np.exp(z - top)
+    p /= p.sum(axis=1, keepdims=True) + (np.exp(sink - top) if case.extra == "sinks" else 0)
+    key, value = of(arrays["key"], key_head), of(arrays["value"], key_head)
+    pairs = [(of(result[0], head, queries), p @ value)]
+    if case.gradients:
+        g = of(arrays["cotangent"], head, queries)
+        of_p = g @ value.T
+        dz = p * (of_p - (p * of_p).sum(axis=1, keepdims=True)) / np.sqrt(case.size)
+        if case.extra == "cap":
+            dz *= 1 - (np.where(np.isfinite(z), z, 0) / 30) ** 2
+        pairs.append((of(result[1], head, queries), dz @ key))
+        if whole:
+            pairs.append((of(result[2], key_head), dz.T @ of(arrays["query"], head)))
+            pairs.append((of(result[3], key_head), p.T @ g))
+    errors = [np.linalg.norm(a - b) / (ALLOWED[case.dtype] * np.linalg.norm(b)) for a, b in pairs]
+    return float(np.max(errors))  # NaN if one is
+
+
+class Programs:
+    """The programs of some cases: traced here, as that is Python's work, and compiled on all cores at once."""
+
+    def __init__(self, cases: Sequence[Case]):
+        """Compiles."""
+        self._futures: dict[tuple[Case, str], Future[Compiled]] = {}
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for case in cases:
+                progress(f"compiling {case} {case.direction}")
+                types = jax.eval_shape(lambda case=case: operands(case))
+                for name in implementations(case):
+                    try:
+                        lowered = jax.jit(function(case, name)).lower(types)
+                        self._futures[case, name] = pool.submit(lowered.compile)
+                    except Exception as error:  # an implementation that does not serve the call
+                        self._futures[case, name] = Future()
+                        self._futures[case, name].set_exception(error)
+
+    def get(self, case: Case, name: str) -> Compiled:
+        """A program. Raises what kept it from being."""
+        return self._futures[case, name].result()
+
+
+def run(case: Case, programs: Programs, repeats: int) -> dict:
+    """Checks, then times. A wrong result of jaxsoft's ends the process."""
+    arrays = operands(case)
+    errors: dict[str, float] = {}
+    failed: dict[str, str] = {}
+    memory: dict[str, int] = {}
+    calls: dict[str, timing.Call] = {}
+    for name in sorted(implementations(case), key=lambda name: name in PEERS):  # jaxsoft into memory without its result
+        try:
+            program = programs.get(case, name)
+            memory[name] = program.memory_analysis().temp_size_in_bytes
+            _raise_without_memory(memory[name])
+            errors[name] = check(case, arrays, program(arrays))
+        except Exception as error:
+            failed[name] = _reason(error)
+            continue
+        if name not in PEERS and not errors[name] <= 1:  # NaN is an error too
+            sys.exit(f"{name}, {case} {case.direction}: wrong, {errors[name]:.3g} times the allowed error")
+        calls[name] = program, [(arrays,)]
+    number = max(1 if CPU else 2, min(20, round(SAMPLE_SECONDS * RATE / case.flops())))
+    times = timing.measure(calls, sum(x.nbytes for x in arrays.values()), repeats, number)
+    failed |= {name: _reason(time) for name, time in times.items() if isinstance(time, Exception)}
+    return {
+        "group": case.group,
+        "what": case.what,
+        "direction": case.direction,
+        "dtype": case.dtype,
+        "shape": [case.batch, case.length, case.heads, case.size],
+        "key_heads": case.key_heads,
+        "causal": case.causal,
+        "flops": case.flops(),
+        "seconds": {name: times[name] for name in implementations(case) if isinstance(times.get(name), float)},
+        "errors": errors,
+        "memory": memory,
+        "failed": failed,
+    }
+
+
+def _raise_without_memory(needed: int) -> None:
+    """Raises where a program wants more memory than there is, which XLA would look for in vain."""
+    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    if limit and needed > limit:
+        raise MemoryError(f"out of memory: it takes {needed / 2**30:.0f} GiB beside its operands")
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error. What XLA says where memory lacks is long."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    if "RESOURCE_EXHAUSTED" in first:
+        return "out of memory"
+    return first[:300] if isinstance(error, MemoryError) else f"{type(error).__name__}: {first[:300]}"
+
+
+def line(found: dict, plain: dict | None) -> str:
+    """One line of the table."""
+    b, t, n, h = found["shape"]
+    heads = f"{n}" if n == found["key_heads"] else f"{n}/{found['key_heads']}"
+    text = f"{f'{b}x{t}x{heads}x{h}':17s} {found['dtype']:8s} {'causal' * found['causal']:6s} {found['direction']:14s} "
+    text += f"{found['what']:34s}"
+    peer = found["seconds"].get("xla" if CPU else "cudnn")
+    for name in found["seconds"]:
+        rate = found["flops"] / found["seconds"][name] / 1e12
+        text += f" | {name} {rate:{'6.4f' if CPU else '5.0f'}}"
+        text += f" {peer / found['seconds'][name]:5.2f}" if peer else "     -"
+        if plain and name not in PEERS:
+            text += f" {rate / plain['rate']:5.2f}"
+    for name, why in found["failed"].items():
+        text += f" | {name}: {why[:40]}"
+    return text
+
+
+def measure(cases: Sequence[Case], repeats: int, keep: Callable[[dict], None]) -> None:
+    """Prints the table of some cases as it comes. `keep` is given each record."""
+    plain: dict[tuple, dict] = {}
+    for batch in itertools.batched(cases, BATCH):
+        programs = Programs(batch)
+        for case in batch:
+            progress(f"timing {case} {case.direction}")
+            found = run(case, programs, repeats)
+            progress("")
+            rule = (case.causal, case.direction)
+            print(line(found, plain.get(rule) if case.what else None), flush=True)
+            own = found["seconds"].get("jaxsoft" if CPU else "pallas")
+            if not case.what and own:
+                plain[rule] = {"rate": found["flops"] / own / 1e12}
+            keep(found)
+
+
+def main() -> None:
+    """Measures what is asked for."""
+    groups = CPU_GROUPS if CPU else GROUPS
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer and, on a CPU, smaller cases")
+    parser.add_argument("--only", nargs="+", choices=groups, metavar="GROUP", help=f"of {', '.join(groups)}")
+    parser.add_argument(
+        "--having",
+        metavar="TEXT",
+        help='only cases with this in them, as in "causal with gradients", "sinks" or "x128 "',
+    )
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write the measurements there")
+    parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="also draw them there, as SVG")
+    parser.add_argument("--commit", default=git_commit(), metavar="HASH", help="what the file names")
+    args = parser.parse_args()
+    result: dict = {"header": header(args.commit), "records": []}
+    print(result["header"]["device"], result["header"]["versions"], flush=True)
+
+    def keep(found: dict) -> None:
+        result["records"].append(found)
+        if args.json:
+            args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+    for group in args.only or groups:
+        print(f"\n{group}: implementation, TFLOP/s, times as fast as the peer, fraction of the plain rate", flush=True)
+        cases = groups[group](args.quick)
+        wanted = [case for case in cases if args.having is None or args.having in f"{case} {case.direction}"]
+        measure(wanted, 5, keep)
+    if args.plot:
+        plot.draw(result, args.plot)
+
+
+if __name__ == "__main__":
+    main()

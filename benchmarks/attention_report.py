@@ -1,0 +1,98 @@
+"""The tables and plots of attention on the performance page, in Markdown, from the records that attention.py wrote."""
+
+from collections.abc import Iterable
+
+import plot
+from report import NOTHING, circumstances, exists, load, number, shape, table, tabs
+
+ORDER = ("cudnn", "xla", "jaxsoft", "deterministic=False", "pallas")
+CHOICES = ("jaxsoft", "deterministic=False")  # which are jaxsoft's own
+
+
+def _records(name: str, *groups: str) -> list[dict]:
+    return [record for record in load(name)["records"] if record["group"] in groups]
+
+
+def _rate(record: dict, implementation: str) -> float | None:
+    """Operations a second over the scores that count."""
+    seconds = record["seconds"].get(implementation)
+    return None if seconds is None else record["flops"] / seconds
+
+
+def _row(record: dict, names: Iterable[str], peer: str, unit: float) -> list[str]:
+    """The rate of each implementation, and what those of jaxsoft's choices are of the peer's."""
+    cells = []
+    for implementation in names:
+        rate = _rate(record, implementation)
+        without = "out of memory" in record["failed"].get(implementation, "")
+        cells.append("out of memory" if without else number(rate and rate / unit))
+    base = _rate(record, peer)
+    for implementation in CHOICES:
+        if implementation in names:
+            rate = _rate(record, implementation)
+            cells.append(number(rate / base) if rate and base else NOTHING)
+    return cells
+
+
+def by_length(name: str) -> str:
+    """The rate of attention by length, in a tab for each direction, size of heads and dtype."""
+    unit_name, unit = plot.unit_of_rate(load(name))
+    contents: dict[str, list[dict]] = {}
+    for record in _records(name, "lengths", "cpu", "dtypes"):
+        title = f"{record['direction']}, heads of {record['shape'][3]}, {record['dtype']}"
+        contents.setdefault(title, []).append(record)
+    tables = {}
+    for title, some in contents.items():
+        names = [n for n in ORDER if any(n in r["seconds"] for r in some)]
+        peer = names[0]
+        some.sort(key=lambda record: (record["shape"][1], record["causal"]))
+        rows = []
+        for record in some:
+            rule = "causal" if record["causal"] else "all keys"
+            rows.append([shape(record["shape"][:3]), rule, *_row(record, names, peer, unit)])
+        rates = [f"{n}, {unit_name}" for n in names]
+        ratios = [f"{n} / {peer}" for n in CHOICES if n in names]
+        tables[title] = table(["batch, length, heads", "rule", *rates, *ratios], rows, left=2)
+    return tabs(tables)
+
+
+def extras(name: str) -> str:
+    """The rate over what counts of calls with extras, as a fraction of the plain kernel's, in a tab a direction."""
+    unit_name, unit = plot.unit_of_rate(load(name))
+    records, contents = _records(name, "extras"), {}
+    names = [n for n in ORDER if any(n in record["seconds"] for record in records)]
+    own = "pallas" if "pallas" in names else "jaxsoft"
+    for direction in dict.fromkeys(record["direction"] for record in records):
+        some = [record for record in records if record["direction"] == direction]
+        plain = {r["causal"]: _rate(r, own) for r in some if not r["what"]}
+        rows = []
+        for r in some:
+            rate, base = _rate(r, own), plain.get(r["causal"])
+            what = f"{r['what'] or 'plain'}{', causal' * r['causal']}"
+            rates = [_rate(r, n) for n in names]
+            cells = [number(v and v / unit) for v in rates]
+            rows.append([what, *cells, number(rate / base) if rate and base else NOTHING])
+        heads = ["beside the operands", *(f"{n}, {unit_name}" for n in names), f"{own} / plain"]
+        contents[direction] = table(heads, rows)
+    return tabs(contents)
+
+
+def section(name: str) -> str:
+    """Plots and tables of a record of attention, where there is one."""
+    if not exists(name):
+        return "*This has not been recorded yet.*"
+    parts = [circumstances(name)]
+    sizes = dict.fromkeys(r["shape"][3] for r in _records(name, "lengths", "cpu") if r["dtype"] == "bfloat16")
+    for size in sizes:
+        drawn = plot.attention_by_length(load(name), size, alone=False)
+        parts.append(f'<figure class="wide">\n{drawn}</figure>')
+    parts.append(by_length(name))
+    if _records(name, "extras"):
+        parts.append("Beside query, key and value, over the scores that count:")
+        parts.append(extras(name))
+    return "\n\n".join(parts)
+
+
+def section_if_recorded(name: str) -> str:
+    """The same with a heading, or nothing."""
+    return f"### Attention\n\n{section(name)}" if exists(name) else ""

@@ -1,0 +1,56 @@
+"""vmap of attention: a mapped dimension joins the batch."""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxsoft._attention.operation import WHOLE
+from jaxsoft._core.mesh import whole_along
+
+type _Function = Callable[..., Sequence[jax.Array]]
+
+
+def mapped(
+    function: _Function,
+    names: Sequence[str],
+    results: Sequence[str],
+    operands: Sequence[jax.Array],
+    dims: Sequence[int | None],
+    moving: Sequence[str],
+) -> list[jax.Array]:
+    """The results of a function for mapped operands, mapped along their first dimension.
+
+    Args:
+      function: any that is computed for each element of the batch by itself, but for gradients that are sums over it.
+      names: those of its operands, the first of which is query.
+      results: those of its results, where a gradient has the name of its operand.
+      operands: what it is called with.
+      dims: along which dimension each of the operands is mapped; None for one that is not.
+      moving: operands of which there are gradients or tangents.
+    """
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    in_front = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
+    batches = {name: x.shape[0 if d is None else 1] for name, x, d in zip(names, in_front, dims, strict=True)}
+    batch = batches["query"]
+    # Over explicit axes of a mesh, the one of the two dimensions that is sharded comes first.
+    specs = [jax.typeof(x).sharding.spec for x in in_front]
+    inside = specs[0][0 if dims[0] is None else 1] is not None
+    inside = inside and all(spec[0] is None for spec, d in zip(specs, dims, strict=True) if d is not None)
+
+    def joined(name: str, x: jax.Array, d: int | None) -> jax.Array:
+        if d is None and x.shape[0] == 1 and name not in WHOLE and name not in moving:
+            return x
+        x = x if d is not None else x[None]
+        x = whole_along(jnp.broadcast_to(x, (size, batch, *x.shape[2:])), (0 if inside else 1,))
+        x = jnp.moveaxis(x, 0, 1) if inside else x
+        return x.reshape(size * batch, *x.shape[2:])
+
+    def apart(name: str, y: jax.Array) -> jax.Array:
+        y = y.reshape(*((batch, size) if inside else (size, batch)), *y.shape[1:])
+        y = jnp.moveaxis(y, 1, 0) if inside else y
+        once = batches.get(name, batch) == 1 and batch != 1  # then the gradient is a sum over the batch
+        return jnp.sum(y, axis=1, keepdims=True) if once else y
+
+    found = function(*map(joined, names, in_front, dims))
+    return [apart(name, y) for name, y in zip(results, found, strict=True)]

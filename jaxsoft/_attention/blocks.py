@@ -1,0 +1,174 @@
+"""Attention in plain JAX over blocks of keys: the scores of a block, and the loop over all blocks.
+
+No array of queries times keys is ever in memory, but one of queries times a block. Heads come before lengths here, as
+products want them: arrays of queries are (B, N, T, ...), those of keys (B, K, S, ...), and scores (B, N, T, keys).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxsoft._attention.form import BASE, Extra, Form
+from jaxsoft.fold import accumulator
+
+# A block has at least so many keys, by platform. By measurement on a CPU, where its scores are to stay in the cache; on
+# a GPU the products of shorter ones are slower.
+LEAST = {"cpu": 128}
+LEAST_ELSEWHERE = 1024
+# Of few queries, as when decoding, a block has more keys: so many scores of a head, but at most so many keys.
+SCORES, MOST = 2**16, 2**13
+
+
+def keys_of_block(queries: int, platform: str | None) -> int:
+    """How many keys a block has, for so many queries of a head. The platform may not be known yet.
+
+    It does not depend on the batch, so that no result of a sequence depends on the others.
+    """
+    least = LEAST.get(platform or "", LEAST_ELSEWHERE)
+    if not isinstance(queries, int) or not queries:
+        return least
+    return min(MOST, max(least, 1 << (SCORES // queries).bit_length() >> 1))
+
+
+class Block(NamedTuple):
+    """The scores of all queries and a block of keys.
+
+    Attributes:
+      key, value: of the block.
+      z: the scores, in the accumulator's dtype; -inf where one does not count.
+      slope: the derivative of the capped scores by those before the cap; None without a cap.
+    """
+
+    key: jax.Array
+    value: jax.Array
+    z: jax.Array
+    slope: jax.Array | None
+
+
+class Call:
+    """The operands of a call, for computing block by block."""
+
+    def __init__(self, form: Form, operands: Sequence[jax.Array], platform: str | None = None):
+        """Prepares the operands: query, key, value and the form's extras. The platform decides the size of blocks."""
+        query, key, value = operands[:BASE]
+        self.form = form
+        self.batch, self.length, self.heads, _ = query.shape
+        self.groups = key.shape[2]
+        self.dtype = accumulator(query.dtype)
+        self.keys = keys_of_block(self.length, platform)
+        self.query, self.key, self.value = (jnp.moveaxis(x, 2, 1) for x in (query, key, value))
+        self.extras = form.named(operands)
+
+    def product(self, spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+        """An einsum in the accumulator's dtype, of operands that have one dtype.
+
+        Args:
+          spec: as `jnp.einsum` has it. Each term begins with "bn" for heads of queries, or "bk" for those of keys.
+          a, b: the operands.
+        """
+        *terms, result = spec.replace("->", ",").split(",")
+        if self.heads == self.groups:
+            spec = spec.replace("n", "k")
+        else:  # the query heads of a key head are beside each other
+            spec = spec.replace("n", "kg")
+            a, b = (self._grouped(x) if "n" in term else x for x, term in zip((a, b), terms, strict=True))
+        b = b.astype(a.dtype)
+        y = jnp.einsum(spec, a, b, preferred_element_type=self.dtype, precision=self.form.precision)
+        return y.reshape(self.batch, self.heads, *y.shape[-2:]) if "n" in result else y
+
+    def _grouped(self, x: jax.Array) -> jax.Array:
+        """An array (B, N, ...) as (B, K, G, ...)."""
+        return x.reshape(self.batch, self.groups, self.heads // self.groups, *x.shape[2:])
+
+    def block(self, begin: jax.Array | int, size: int) -> Block:
+        """The scores of so many keys from this one on."""
+        key, value = (_part(x, begin, size, 2) for x in (self.key, self.value))
+        z, slope = self.product("bnth,bksh->bnts", self.query, key) * self.form.scale, None
+        if self.form.cap is not None:
+            bent = jnp.tanh(z / self.form.cap)
+            z, slope = bent * self.form.cap, 1 - bent * bent
+        if Extra.BIAS in self.extras:
+            z = z + _part(self.extras[Extra.BIAS], begin, size, 3).astype(z.dtype)
+        counted = self._counted(begin, size)
+        if counted is not None:
+            z = jnp.where(counted, z, -jnp.inf)
+        return Block(key, value, z, slope)
+
+    def _counted(self, begin: jax.Array | int, size: int) -> jax.Array | None:
+        """Which scores of a block count, broadcastable to them; None for all."""
+        form, extras = self.form, self.extras
+        rows = jnp.arange(self.length, dtype=jnp.int32)[None, :, None]
+        keys = (jnp.arange(size, dtype=jnp.int32) + begin)[None, None, :]
+        position = rows
+        if Extra.OFFSET in extras:
+            position = rows + extras[Extra.OFFSET][:, None, None]
+        conditions = []  # each (B, T, keys), where each dimension may have length 1
+        if form.left is not None:
+            conditions.append(keys + form.left >= position)
+        if form.right is not None:
+            conditions.append(keys - form.right <= position)
+        if Extra.QUERY_LENGTHS in extras:
+            conditions.append(rows < extras[Extra.QUERY_LENGTHS][:, None, None])
+        if Extra.KEY_LENGTHS in extras:
+            conditions.append(keys < extras[Extra.KEY_LENGTHS][:, None, None])
+        if Extra.QUERY_SEGMENTS in extras:
+            of_keys = _part(extras[Extra.KEY_SEGMENTS], begin, size, 1)
+            conditions.append(extras[Extra.QUERY_SEGMENTS][:, :, None] == of_keys[:, None, :])
+        conditions = [condition[:, None] for condition in conditions]
+        if Extra.MASK in extras:
+            conditions.append(_part(extras[Extra.MASK], begin, size, 3))
+        if not conditions:
+            return None
+        counted = conditions[0]
+        for condition in conditions[1:]:
+            counted = counted & condition
+        return counted
+
+    def over_keys[T](
+        self,
+        step: Callable[[T | None, Block], tuple[T, tuple[jax.Array, ...]]],
+        axes: Sequence[int] = (),
+    ) -> tuple[T, list[jax.Array]]:
+        """Takes all blocks in turn.
+
+        Args:
+          step: (what the blocks before have given, or None for the first; a block) -> what the next gets, and arrays of
+            this block's keys.
+          axes: the dimension of the keys in each of these arrays.
+
+        Returns:
+          What the last step gave, and the arrays of all keys.
+        """
+        length = self.key.shape[2]
+        if not isinstance(length, int) or length <= self.keys:
+            carry, parts = step(None, self.block(0, length))
+            return carry, list(parts)
+        # The first block is the one that may be shorter. It also gives the loop a state of the right type.
+        first = length % self.keys or self.keys
+        carry, parts = step(None, self.block(0, first))
+
+        def next_step(carry, begin):
+            return step(carry, self.block(begin, self.keys))
+
+        begins = jnp.arange(first, length, self.keys, dtype=jnp.int32)
+        # Where a derivative of higher order differentiates this loop, it keeps the operands and not the scores.
+        carry, stacked = jax.lax.scan(jax.checkpoint(next_step, prevent_cse=False), carry, begins)
+        return carry, [
+            jnp.concatenate([part, _joined(blocks, axis)], axis)
+            for part, blocks, axis in zip(parts, stacked, axes, strict=True)
+        ]
+
+
+def _part(x: jax.Array, begin: jax.Array | int, size: int, axis: int) -> jax.Array:
+    """A part of an array along an axis, or all of it where it has length 1 there or is that part."""
+    if x.shape[axis] in (1, size):
+        return x
+    return jax.lax.dynamic_slice_in_dim(x, begin, size, axis)
+
+
+def _joined(blocks: jax.Array, axis: int) -> jax.Array:
+    """Blocks (number, ...) joined along an axis of what each has."""
+    x = jnp.moveaxis(blocks, 0, axis)
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])

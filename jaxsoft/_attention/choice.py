@@ -1,0 +1,95 @@
+"""Which implementation serves a call of attention: what each can do, and the choice among them.
+
+A choice depends on the platform that the computation is lowered for, so it is made when the operation is lowered (see
+`primitive`), not when it is called.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+
+import jaxsoft.pallas_kernels as pallas_kernels
+from jaxsoft._attention import cudnn, reference, xla
+from jaxsoft._attention.form import Form
+from jaxsoft._attention.operation import Operation, Pullback
+from jaxsoft._core.carriers import CARRIERS
+
+type Operands = Sequence[jax.core.ShapedArray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """What an implementation has for attention.
+
+    Attributes:
+      find: (operation, platform, operands) -> the function of such operands.
+      unsupported: (form, operands) -> None, or why it cannot serve calls of this form with such operands.
+    """
+
+    find: Callable[[Operation, str, Operands], xla.Function]
+    unsupported: Callable[[Form, Operands], str | None] = lambda form, operands: None
+
+
+def _reference(operation: Operation, platform: str, operands: Operands) -> xla.Function:
+    del platform, operands
+    if isinstance(operation, Pullback):
+        return reference.pullback(operation.form, operation.moving)
+    return reference.forward(operation.form)
+
+
+KERNELS = {
+    "pallas": Kernels(
+        lambda operation, platform, operands: pallas_kernels.attention_kernels(operation, operands),
+        pallas_kernels.attention_unsupported,
+    ),
+    "cudnn": Kernels(lambda operation, platform, operands: cudnn.find(operation), cudnn.unsupported),
+    "xla": Kernels(lambda operation, platform, operands: operation.formula(platform)),
+    "reference": Kernels(_reference, reference.unsupported),
+}
+# What `implementation=None` tries on each platform, in this order. XLA serves everything, everywhere.
+PREFERENCE = {"cuda": ("cudnn", "pallas", "xla")}
+ALWAYS = ("xla",)
+
+
+def check_operands(operation: Operation, implementation: str | None, operands: Operands) -> None:
+    """Raises where a named implementation cannot take such operands on any platform."""
+    if implementation is not None and not _is_empty(operands):
+        _raise_for(implementation, _refusal(implementation, operation, operands), operation, operands)
+
+
+def choose(operation: Operation, implementation: str | None, platform: str, operands: Operands) -> xla.Function:
+    """The function for an operation on a platform. Raises where a named implementation cannot serve."""
+    if _is_empty(operands):  # there is nothing to compute: no kernel needs to know about empty arrays
+        return operation.formula(platform)
+    if implementation is not None:
+        reason = _refusal(implementation, operation, operands) or CARRIERS[implementation].unavailable(platform)
+        _raise_for(implementation, reason, operation, operands)
+        return KERNELS[implementation].find(operation, platform, operands)
+    for name in PREFERENCE.get(platform, ALWAYS):
+        if name == "cudnn" and isinstance(operation, Pullback) and operation.form.deterministic:
+            continue  # its gradients have not the same bits on every run
+        if not (CARRIERS[name].unavailable(platform) or _refusal(name, operation, operands)):
+            return KERNELS[name].find(operation, platform, operands)
+    raise AssertionError("xla serves everything")
+
+
+def _refusal(implementation: str, operation: Operation, operands: Operands) -> str | None:
+    """None, or why an implementation cannot serve an operation with such operands."""
+    if implementation not in KERNELS:
+        return "it has no kernels for attention"
+    return KERNELS[implementation].unsupported(operation.form, operands)
+
+
+def _is_empty(operands: Operands) -> bool:
+    return any(size == 0 for v in operands for size in v.shape)
+
+
+def _raise_for(implementation: str, reason: str | None, operation: Operation, operands: Operands) -> None:
+    if reason is None:
+        return
+    others = ", ".join(repr(name) for name in KERNELS if not _refusal(name, operation, operands))
+    raise ValueError(
+        f"implementation={implementation!r} cannot serve this call: {reason}. implementation=None always works; by "
+        f"name, these take such operands where they are available: {others}"
+    )

@@ -1,0 +1,52 @@
+"""`implementation="cudnn"`: cuDNN's attention, where it computes exactly what is called for.
+
+Its gradients have not the same bits on every run, so the default choice takes them only where that is asked for.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxsoft._attention.form import BASE, Form
+from jaxsoft._attention.operation import Operation, Pullback
+from jaxsoft._attention.xla import Function
+from jaxsoft._core import cudnn
+
+_DTYPES = (jnp.float16, jnp.bfloat16)
+_MOST_SIZE, _SIZES = 256, 8  # its head sizes: up to this one, and multiples of this
+
+
+def unsupported(form: Form, operands: Sequence[jax.core.ShapedArray]) -> str | None:
+    """None, or why cuDNN cannot serve calls of this form with such operands."""
+    query, key, value = operands[:BASE]
+    size = query.shape[-1]
+    if query.dtype not in _DTYPES or form.dtype != query.dtype:
+        return f"it computes float16 and bfloat16 of operands like these, not {form.dtype.name} of {query.dtype.name}"
+    if size % _SIZES or size > _MOST_SIZE or value.shape[-1] != size:
+        return f"its head sizes are multiples of {_SIZES} up to {_MOST_SIZE}; got {size} and {value.shape[-1]}"
+    if form.extras or form.cap is not None:
+        given = [extra.value for extra in form.extras] or ["a cap"]
+        return f"it is used for calls without {' and '.join(given)}"
+    if form.left is not None or form.right not in (None, 0):
+        return "it is used for calls without a window"
+    if form.right is not None and query.shape[1] != key.shape[1]:
+        return f"under a causal rule it is used for as many queries as keys; got {query.shape[1]} and {key.shape[1]}"
+    if form.returns_lse:
+        return "its gradients do not take the log-sum-exp's cotangent"
+    return None
+
+
+def find(operation: Operation) -> Function:
+    """The function for an operation."""
+    form = operation.form
+    causal = form.right is not None
+    if not isinstance(operation, Pullback):
+        return lambda query, key, value: cudnn.forward(query, key, value, form.scale, causal)
+
+    def pullback(query, key, value, output, lse, delta, cotangent):
+        del delta
+        found = cudnn.gradients(query, key, value, lse, output, cotangent, form.scale, causal)
+        return tuple(found[("query", "key", "value").index(name)] for name in operation.moving)
+
+    return pullback

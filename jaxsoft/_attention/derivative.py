@@ -1,0 +1,127 @@
+"""Attention as JAX differentiates it: both modes, every order.
+
+The derivative at a point is a linear map (see `jaxsoft._core.linear_map`). Forward mode evaluates it by the formula,
+block by block, and reverse mode transposes it to a kernel for the gradients.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxsoft import fold
+from jaxsoft._attention.batching import mapped
+from jaxsoft._attention.form import Extra, Form
+from jaxsoft._attention.operation import Forward, Pullback
+from jaxsoft._attention.primitive import attention_operation
+from jaxsoft._core.linear_map import LinearMap
+from jaxsoft._core.mesh import sharded_like
+from jaxsoft._core.tangents import moves
+
+_RESULTS = ("output", "lse")
+
+
+@functools.cache
+def attention(form: Form, implementation: str | None) -> Callable[..., tuple[jax.Array, ...]]:
+    """(query, key, value, *extras) -> the output and the log-sum-exp, as a differentiable function."""
+
+    @jax.custom_jvp
+    def function(*operands):
+        return attention_operation(Forward(form), implementation, *operands)
+
+    @functools.partial(function.defjvp, symbolic_zeros=True)
+    def function_jvp(primals, tangents):
+        results = function(*primals)
+        moved = {name: t for name, t in zip(form.names, tangents, strict=True) if moves(t)}
+        return results, tuple(_Derivative(form, implementation, tuple(moved))(*primals, *results, *moved.values()))
+
+    return function
+
+
+@dataclasses.dataclass(frozen=True)
+class _Derivative(LinearMap):
+    """The derivative of attention along some operands, or its transpose.
+
+    Its operands are those of the call, its results, and then the tangents of the operands that move, or transposed the
+    cotangents of the results.
+    """
+
+    form: Form
+    implementation: str | None
+    moving: tuple[str, ...]
+    transposed: bool = False
+
+    @property
+    def linear(self) -> range:
+        """The operands after the results."""
+        begin = len(self.form.names) + len(_RESULTS)
+        return range(begin, begin + len(_RESULTS if self.transposed else self.moving))
+
+    def apply(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """A formula forward, and a kernel for the transpose."""
+        if not self.transposed:
+            return self._along(operands)
+        return self._gradients(operands, lambda pullback, *v: attention_operation(pullback, self.implementation, *v))
+
+    def formula(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """The map in plain JAX."""
+        if not self.transposed:
+            return self._along(operands)
+        return self._gradients(operands, lambda pullback, *v: pullback.formula()(*v))
+
+    def _along(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """The tangents of the results."""
+        given = operands[: len(self.form.names)]
+        places = [self.form.place(name) for name in self.moving]
+
+        def along(*moved):
+            varied = list(given)
+            for place, value in zip(places, moved, strict=True):
+                varied[place] = value
+            return Forward(self.form).formula()(*varied)
+
+        return jax.jvp(along, [given[place] for place in places], list(operands[self.linear.start :]))[1]
+
+    def _gradients(self, operands: Sequence[jax.Array], run: Callable[..., tuple]) -> tuple[jax.Array, ...]:
+        """The gradients by the operands that move. `run` calls the pullback.
+
+        The sum over the output's cotangent is of the rounded numbers that the pullback gets. Were it of others, the
+        gradients of a row would not add up to 0. The cotangent of the log-sum-exp joins it at no cost.
+        """
+        *given, output, lse, d_output, d_lse = operands
+        wide = lse.dtype
+        d_output = jax.lax.optimization_barrier(d_output.astype(given[0].dtype))
+        products = output.astype(wide) * d_output.astype(wide)
+        delta = jnp.moveaxis(jnp.sum(products, axis=-1), 2, 1) - d_lse
+        delta = jnp.where(jnp.isneginf(lse), 0, delta)  # where nothing counts, d_lse may be infinite, as that of lse**2
+        of_kernel = tuple(name for name in self.moving if name != Extra.SINKS.value)
+        found = {}
+        if of_kernel:
+            results = run(Pullback(self.form, of_kernel), *given, output, lse, delta, d_output)
+            found = dict(zip(of_kernel, results, strict=True))
+        if Extra.SINKS.value in self.moving:
+            found[Extra.SINKS.value] = _of_sinks(given[self.form.place(Extra.SINKS.value)], lse, delta)
+        return tuple(found[name] for name in self.moving)
+
+    def transpose(self, dtype: np.dtype) -> "_Derivative":
+        """The transpose, whose results have the dtypes of the operands."""
+        del dtype
+        return dataclasses.replace(self, transposed=not self.transposed)
+
+    def batch(self, operands: Sequence[jax.Array], dims: Sequence[int | None]) -> Sequence[jax.Array]:
+        """A mapped dimension joins the batch."""
+        names = (*self.form.names, *_RESULTS, *(_RESULTS if self.transposed else self.moving))
+        results = self.moving if self.transposed else _RESULTS
+        return mapped(self, names, results, operands, dims, self.moving)
+
+
+def _of_sinks(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
+    """The gradient by the sinks, which are scores whose values are 0."""
+    weight = fold.weight(sinks.astype(lse.dtype)[..., None], lse)
+    gradient = -jnp.sum(weight * delta, axis=-1)
+    if sinks.shape[0] == 1:
+        gradient = jnp.sum(gradient, axis=0, keepdims=True)
+    return sharded_like(gradient.astype(sinks.dtype), sinks)

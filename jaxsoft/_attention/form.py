@@ -1,0 +1,80 @@
+"""What a call of attention is, apart from its arrays: the record that every implementation reads.
+
+The operands of every implementation are query (B, T, N, H), key (B, S, K, H) and value (B, S, K, D), and then the
+extras that the form names, in the order of `Extra`. N is a multiple of K: query head n attends with key head
+n // (N // K). The results are the output (B, T, N, D), in the form's dtype, and the log-sum-exp of every query's
+scores (B, N, T), in the accumulator's dtype.
+
+The score of a query i and a key j is z = cap * tanh(scale * <q_i, k_j> / cap) + bias, without the tanh if there is no
+cap. It counts where all of these hold, in which the query's position is p = offset + i and the key's is j:
+
+* p - left <= j <= p + right, as far as the form has these limits;
+* i < query_lengths and j < key_lengths;
+* query_segments[i] == key_segments[j];
+* mask.
+
+A query for which no key counts has the output 0 and the log-sum-exp -inf. A sink is one more score, whose value is 0.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+
+import numpy as np
+
+BASE = 3  # query, key and value
+
+
+class Extra(enum.Enum):
+    """An operand that may follow query, key and value. Each of its dimensions may have length 1, but for T and S of
+    segments; it is then the same for all.
+    """
+
+    BIAS = "bias"  # (B, N, T, S), a real dtype: is added to the scores
+    MASK = "mask"  # (B, N, T, S), bool: scores where it is True count
+    QUERY_SEGMENTS = "query_segments"  # (B, T), int32
+    KEY_SEGMENTS = "key_segments"  # (B, S), int32
+    QUERY_LENGTHS = "query_lengths"  # (B,), int32
+    KEY_LENGTHS = "key_lengths"  # (B,), int32
+    OFFSET = "offset"  # (B,), int32: the position of the first query
+    SINKS = "sinks"  # (B, N), in the accumulator's dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """A call of attention.
+
+    Attributes:
+      dtype: that of the output.
+      scale: the products of queries and keys are multiplied by it.
+      left: how many keys before its own position a query attends to; None for all.
+      right: how many keys after its own position; 0 is the causal rule, None is all.
+      cap: the scores stay between -cap and cap, by a tanh; None for no such limit.
+      extras: which operands follow query, key and value.
+      returns_lse: whether the caller gets the log-sum-exp. Else its cotangent is 0.
+      deterministic: whether the gradients must have the same bits on every run.
+      precision: of the products of f32 and f64 operands, as `jax.default_matmul_precision` has it; None for XLA's own.
+    """
+
+    dtype: np.dtype
+    scale: float
+    left: int | None = None
+    right: int | None = None
+    cap: float | None = None
+    extras: tuple[Extra, ...] = ()
+    returns_lse: bool = True
+    deterministic: bool = True
+    precision: str | None = None
+
+    def named[T](self, operands: Sequence[T]) -> dict[Extra, T]:
+        """The extras among the operands of a call, by name."""
+        return dict(zip(self.extras, operands[BASE:], strict=False))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the operands of a call."""
+        return ("query", "key", "value", *(extra.value for extra in self.extras))
+
+    def place(self, name: str) -> int:
+        """The index of an operand of a call."""
+        return self.names.index(name)

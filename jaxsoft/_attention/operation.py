@@ -1,0 +1,137 @@
+"""The two operations of attention, forward and pullback: what their operands and results are, for vmap and the mesh."""
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxsoft._attention import xla
+from jaxsoft._attention.form import BASE, Form
+from jaxsoft._core.mesh import automatically
+from jaxsoft.fold import accumulator
+
+# The dimensions of each operand and result, by name: a letter each, as in `jaxsoft._attention.form`. The first one is
+# always the batch. "n" are the heads of queries, and "k" those of keys.
+DIMENSIONS = {
+    "query": "btnh",
+    "key": "bskh",
+    "value": "bskd",
+    "bias": "bnts",
+    "mask": "bnts",
+    "query_segments": "bt",
+    "key_segments": "bs",
+    "query_lengths": "b",
+    "key_lengths": "b",
+    "offset": "b",
+    "sinks": "bn",
+    "output": "btnd",
+    "lse": "bnt",
+    "delta": "bnt",
+    "cotangent": "btnd",
+}
+# Operands that always have the whole batch. The others may have length 1 there.
+WHOLE = ("query", "key", "value", "output", "lse", "delta", "cotangent")
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation(abc.ABC):
+    """What an implementation computes.
+
+    Attributes:
+      form: of the call.
+    """
+
+    form: Form
+
+    @property
+    @abc.abstractmethod
+    def operands(self) -> tuple[str, ...]:
+        """The names of the operands."""
+
+    @property
+    @abc.abstractmethod
+    def results(self) -> tuple[str, ...]:
+        """The names of the results. A gradient has that of its operand."""
+
+    def formula(self, platform: str | None = None) -> xla.Function:
+        """The operation in plain JAX, for a platform if it is known."""
+        function = self._plain(platform)
+
+        def call(*operands):
+            shardings = tuple(t.sharding for t in self.types(*map(jax.typeof, operands)))
+            return automatically(function, shardings, *operands)
+
+        return call
+
+    @abc.abstractmethod
+    def _plain(self, platform: str | None) -> xla.Function:
+        """The formula for operands that are not sharded, or sharded as XLA likes."""
+
+    @abc.abstractmethod
+    def types(self, *operands: jax.core.ShapedArray) -> Sequence[jax.core.ShapedArray]:
+        """The types of the results, given those of the operands."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward(Operation):
+    """(query, key, value, *extras) -> the output and the log-sum-exp."""
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """Query, key, value and the extras."""
+        return self.form.names
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """The output (B, T, N, D) and the log-sum-exp (B, N, T)."""
+        return ("output", "lse")
+
+    def _plain(self, platform: str | None) -> xla.Function:
+        """As the operation, in plain JAX."""
+        return xla.forward(self.form, platform)
+
+    def types(self, *operands):
+        """The types of the results, sharded as query is, over explicit axes of a mesh."""
+
+        def like(*operands):
+            query, _, value = operands[:BASE]
+            rows = jnp.max(query.astype(accumulator(query.dtype)), axis=-1, initial=0)
+            rows = rows + sum(jnp.sum(v.astype(rows.dtype)) for v in operands)  # varies wherever an operand does
+            output = jnp.broadcast_to(rows[..., None], (*rows.shape, value.shape[-1]))
+            return output.astype(self.form.dtype), jnp.moveaxis(rows, 1, 2)
+
+        return jax.make_jaxpr(like)(*operands).out_avals
+
+
+@dataclasses.dataclass(frozen=True)
+class Pullback(Operation):
+    """(query, key, value, *extras, output, lse, delta, cotangent) -> the gradients of some operands.
+
+    The cotangent is that of the output, in the dtype of query, and delta is the sum of its products with the output,
+    less the cotangent of the log-sum-exp.
+
+    Attributes:
+      moving: the operands whose gradients are asked for, some of query, key, value and bias, in this order.
+    """
+
+    moving: tuple[str, ...]
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """The operands of the call, and what is known of the results."""
+        return (*self.form.names, "output", "lse", "delta", "cotangent")
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """The gradients."""
+        return self.moving
+
+    def _plain(self, platform: str | None) -> xla.Function:
+        """As the operation, in plain JAX."""
+        return xla.pullback(self.form, self.moving, platform)
+
+    def types(self, *operands):
+        """The types of the gradients, which are those of the operands."""
+        return [operands[self.form.place(name)] for name in self.moving]

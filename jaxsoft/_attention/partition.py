@@ -1,0 +1,150 @@
+"""Attention over a mesh: batch and heads stay on their devices, and all else is whole on each.
+
+XLA's partitioner cannot see into a custom call, and would gather its operands on every device. `partitioned` tells it
+how the operation splits: each device takes its batch and its heads of queries, with the heads of keys that these attend
+to. Where heads of keys are fewer than devices, several devices have the same ones, and each takes the one it needs.
+Gradients of what several devices share are summed over these.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxsoft._attention.operation import DIMENSIONS, Operation
+from jaxsoft._attention.xla import Function
+from jaxsoft._core.mesh import Axes, axes_of, if_even, on_one_device, refined
+
+_WHOLE = ("t", "s", "h", "d")  # the dimensions that are not sharded
+
+
+class _Sizes(NamedTuple):
+    """The lengths of the dimensions that may be sharded."""
+
+    b: int
+    n: int
+    k: int
+
+    @classmethod
+    def of(cls, operands: Sequence[jax.ShapeDtypeStruct]) -> "_Sizes":
+        """Those of an operation with these operands."""
+        query, key = operands[:2]
+        return cls(query.shape[0], query.shape[2], key.shape[2])
+
+
+@functools.cache
+def partitioned(operation: Operation, kernel: Function) -> Function:
+    """The operation as a function that a mesh may partition, given the one for one device."""
+    function = custom_partitioning(kernel)
+
+    def partition(mesh, operands, results):
+        mesh, sizes = refined(mesh), _Sizes.of(operands)
+        of_query = axes_of(operands[0], mesh)
+        axes = {"b": if_even(of_query[0], sizes.b, mesh), "n": if_even(of_query[2], sizes.n, mesh)}
+        devices = math.prod(mesh.shape[axis] for axis in axes["n"])
+        if sizes.k % devices and devices % sizes.k:
+            axes["n"], devices = (), 1
+        axes["k"] = _beginning(axes["n"], sizes.k, mesh)
+        sharing = {"k": axes["n"][len(axes["k"]) :]}
+        bias = dict(zip(operation.operands, operands, strict=True)).get("bias")
+        sharing["bias"] = _sharing(bias, axes, sizes)
+        local = _local(operation, kernel, sizes, sharing)
+
+        def shardings(names, arrays):
+            pairs = zip(names, arrays, strict=True)
+            specs = [PartitionSpec(*(axes.get(d) or None for d in _sharded(name, v.shape, sizes))) for name, v in pairs]
+            return tuple(NamedSharding(mesh, spec) for spec in specs)
+
+        given, found = shardings(operation.operands, operands), shardings(operation.results, results)
+        return mesh, on_one_device(local), found, given
+
+    def rule(mesh, operand_types, result_types):
+        del mesh
+        return _rule(operation, operand_types, result_types)
+
+    function.def_partition(partition, sharding_rule=rule, decode_shardings=False)
+    return function
+
+
+def _sharded(name: str, shape: Sequence[int], sizes: _Sizes) -> list[str]:
+    """The dimensions of an array by their letters; "" for one that is the same for the whole of a longer dimension."""
+    lengths = sizes._asdict()
+    return [d if lengths.get(d, size) == size else "" for d, size in zip(DIMENSIONS[name], shape, strict=True)]
+
+
+def _rule(operation: Operation, operand_types: Sequence, result_types: Sequence) -> tuple[str, dict]:
+    """The sharding rule: which dimensions of which arrays are sharded alike.
+
+    The heads of queries are two factors, the heads of keys and the heads of queries of each. A dimension of length 1
+    where that of others is longer has a name of its own.
+    """
+    sizes = _Sizes.of(operand_types)
+    two = 1 < sizes.k < sizes.n
+    factors = {"n": "(k g)" if two else "k" if sizes.n == sizes.k else "n"}
+    whole: dict[str, None] = {}  # in the order of their first use, as XLA wants them
+
+    def side(names, types):
+        arrays = []
+        for name, t in zip(names, types, strict=True):
+            dims = []
+            for d, letter in zip(_sharded(name, t.shape, sizes), DIMENSIONS[name], strict=True):
+                own = f"{name.replace('_', '')}{letter}"
+                if d in _WHOLE:
+                    whole[own] = None
+                dims.append(own if d in _WHOLE or not d else factors.get(d, d))
+            arrays.append(" ".join(dims))
+        return ", ".join(arrays)
+
+    text = f"{side(operation.operands, operand_types)} -> {side(operation.results, result_types)}"
+    return text, {"need_replication_factors": tuple(whole)} | ({"g": sizes.n // sizes.k} if two else {})
+
+
+def _sharing(bias: jax.ShapeDtypeStruct | None, axes: dict[str, Axes], sizes: _Sizes) -> Axes:
+    """The axes of the mesh over which devices share the same part of the bias."""
+    if bias is None:
+        return ()
+    dims = _sharded("bias", bias.shape, sizes)
+    return tuple(axis for d in ("b", "n") if d not in dims for axis in axes[d])
+
+
+def _beginning(axes: Axes, size: int, mesh: Mesh) -> Axes:
+    """As many of the first axes as cut a dimension of this size into equal parts."""
+    numbers = [n for n in range(len(axes) + 1) if axes[:n] == if_even(axes[:n], size, mesh)]
+    return axes[: max(numbers)]
+
+
+def _local(operation: Operation, kernel: Function, sizes: _Sizes, sharing: dict[str, Axes]) -> Function:
+    """The operation on one device, which has its batch and its heads of queries.
+
+    Args:
+      operation: which.
+      kernel: the function for one device.
+      sizes: of the whole operands.
+      sharing: the axes of the mesh over which devices share the same heads of keys, of which each needs only one; and
+        those over which they share the same part of the bias.
+    """
+    over = sharing["k"]
+
+    def local(*operands):
+        named = dict(zip(operation.operands, operands, strict=True))
+        head, groups = 0, named["key"].shape[2]
+        if over:
+            heads = named["query"].shape[2]
+            head = jax.lax.axis_index(over).astype(jnp.int32) * heads // (sizes.n // sizes.k)
+            for name in ("key", "value"):
+                named[name] = jax.lax.dynamic_slice_in_dim(named[name], head, 1, axis=2)
+        results = dict(zip(operation.results, kernel(*named.values()), strict=True))
+        for name, y in results.items():
+            if name in ("key", "value") and over:
+                whole = jnp.zeros((*y.shape[:2], groups, *y.shape[3:]), y.dtype)
+                results[name] = jax.lax.psum(jax.lax.dynamic_update_slice_in_dim(whole, y, head, axis=2), over)
+            elif name == "bias" and sharing["bias"]:
+                results[name] = jax.lax.psum(y, sharing["bias"])
+        return tuple(results.values())
+
+    return local

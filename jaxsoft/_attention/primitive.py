@@ -1,0 +1,94 @@
+"""`attention_operation`: every kernel for attention behind one function.
+
+This file is the layers between a kernel and the derivatives, from the outside in: vmap joins the batch, `partition`
+keeps shards of batch and heads where they are, and a primitive waits until it is lowered, when the platform is known,
+to pick the implementation. The derivative of an operation, which only forward mode and higher orders ask for, is that
+of its formula.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import jax
+from jax.custom_batching import custom_vmap
+from jax.interpreters import mlir
+
+from jaxsoft._attention.batching import mapped
+from jaxsoft._attention.choice import check_operands, choose
+from jaxsoft._attention.operation import Operation, Pullback
+from jaxsoft._attention.partition import partitioned
+from jaxsoft._core.mesh import can_partition, on_one_device
+from jaxsoft._core.primitives import compiled, primitive
+from jaxsoft._core.tangents import jvp_along
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def attention_operation(
+    operation: Operation, implementation: str | None, *operands: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Calls an operation. Raises at once where the named implementation cannot take such operands.
+
+    Args:
+      operation: which.
+      implementation: None, or the name of one.
+      operands: those of the operation.
+    """
+    check_operands(operation, implementation, [jax.typeof(x) for x in operands])
+    if implementation is None and not can_partition():
+        implementation = "xla"
+    return _batched(operation, implementation, can_partition())(*operands)
+
+
+@functools.partial(attention_operation.defjvp, symbolic_zeros=True)
+def _attention_operation_jvp(operation, implementation, primals, tangents):
+    _, along = jvp_along(operation.formula(), primals, tangents)
+    return attention_operation(operation, implementation, *primals), along
+
+
+@functools.cache
+def _batched(operation: Operation, implementation: str | None, partition: bool) -> Callable[..., tuple[jax.Array, ...]]:
+    """The operation with a rule for vmap."""
+    kernel = functools.partial(_bind, operation, implementation)
+    function = custom_vmap(partitioned(operation, kernel) if partition else kernel)
+
+    @function.def_vmap
+    def vmap(size, batched, *operands):
+        del size
+        dims = [0 if is_batched else None for is_batched in batched]
+        moving = operation.moving if isinstance(operation, Pullback) else ()
+        results = mapped(function, operation.operands, operation.results, operands, dims, moving)
+        return tuple(results), (True,) * len(results)
+
+    return function
+
+
+def _bind(operation: Operation, implementation: str | None, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(_attention_p().bind(*operands, operation=operation, implementation=implementation))
+
+
+@functools.cache
+def _attention_p():
+    made = primitive("jaxsoft_attention", _impl, _abstract_eval)
+    mlir.register_lowering(made, functools.partial(_lower, "other"))
+    for platform in ("cpu", "cuda"):
+        mlir.register_lowering(made, functools.partial(_lower, platform), platform=platform)
+    return made
+
+
+@functools.partial(compiled, static_argnames=("operation", "implementation"))
+def _impl(*operands, **params):
+    return _attention_p().bind(*operands, **params)
+
+
+def _abstract_eval(*operands, operation, implementation):
+    del implementation
+    return operation.types(*operands)
+
+
+def _lower(platform: str, ctx: mlir.LoweringRuleContext, *operands, operation, implementation):
+    """Lowers the kernel for operands whose types no longer name the axes of a mesh."""
+    operands_in = cast(Sequence[jax.core.ShapedArray], ctx.avals_in)
+    avals = [jax.core.ShapedArray(v.shape, v.dtype) for v in operands_in]
+    kernel = on_one_device(choose(operation, implementation, platform, avals))
+    return mlir.lower_fun(kernel, multiple_results=True)(ctx.replace(avals_in=avals), *operands)

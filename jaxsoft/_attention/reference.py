@@ -1,0 +1,73 @@
+"""`implementation="reference"`: the definition. Every key is a state, folded by `jax.lax.associative_scan`.
+
+It takes memory for the values of all keys times all queries, so it is for short sequences. Its gradients are those that
+JAX finds of the scan.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxsoft import fold
+from jaxsoft._attention import xla
+from jaxsoft._attention.blocks import Call
+from jaxsoft._attention.form import BASE, Form
+from jaxsoft.fold import AttentionState
+
+_MOST = 2**28  # numbers in the states of all keys and queries: 1 GiB in f32
+
+
+def unsupported(form: Form, operands: Sequence[jax.core.ShapedArray]) -> str | None:
+    """None, or why the scan cannot take these operands."""
+    del form
+    query, key, value = operands[:BASE]
+    sizes = (*query.shape[:3], *key.shape[1:2], *value.shape[3:])
+    if not all(isinstance(size, int) for size in sizes):
+        return f"its scan needs shapes that are known; got {query.shape} and {key.shape}"
+    if math.prod(sizes) > _MOST:
+        return f"its scan would take {math.prod(sizes)} numbers of memory, and takes up to {_MOST}"
+    return None
+
+
+def forward(form: Form) -> xla.Function:
+    """(query, key, value, *extras) -> the output and the log-sum-exp."""
+
+    def function(*operands):
+        call = Call(form, operands)
+        keys = call.key.shape[2]
+        block = call.block(0, keys)
+        value = jnp.repeat(block.value.astype(call.dtype), call.heads // call.groups, axis=1)
+        value = value[:, :, None]  # (B, N, 1, S, D)
+        weights = fold.weight(block.z, block.z)
+        states = AttentionState(block.z, weights, weights[..., None] * value)
+        if keys:
+            folded = jax.lax.associative_scan(fold.combine, states, axis=3)
+            st = AttentionState(folded.m[..., -1], folded.s[..., -1], folded.o[..., -1, :])
+        else:
+            st = fold.attention_identity(block.z.shape[:-1], value.shape[-1], call.dtype)
+        return xla.results(call, st)
+
+    return function
+
+
+def pullback(form: Form, moving: Sequence[str]) -> xla.Function:
+    """The gradients by the operands that move, as `jaxsoft._attention.xla.pullback` has them."""
+
+    def function(*operands):
+        *given, _, _, delta, cotangent = operands
+        places = [form.place(name) for name in moving]
+
+        def along(*moved):
+            varied = list(given)
+            for place, value in zip(places, moved, strict=True):
+                varied[place] = value
+            return forward(dataclasses.replace(form, dtype=delta.dtype))(*varied)
+
+        (y, _), transpose = jax.vjp(along, *(given[place] for place in places))
+        cotangent = cotangent.astype(y.dtype)
+        return transpose((cotangent, jnp.moveaxis(jnp.sum(y * cotangent, axis=-1), 1, 2) - delta))
+
+    return function

@@ -1,0 +1,100 @@
+"""cuDNN's kernels for attention, as JAX has them. All that is touched of JAX's private modules for them is here.
+
+jax.nn.dot_product_attention(implementation="cudnn") gives the log-sum-exp in 16 bits only, and its gradients only
+together with its own forward pass. The primitives behind it take and give the log-sum-exp in f32, so that either pass
+may be followed or preceded by another implementation's.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+
+from jaxsoft._core import devices
+
+
+def unavailable(platform: str) -> str | None:
+    """None, or why cuDNN cannot be used on a platform."""
+    if platform != "cuda":
+        return "cuDNN runs on NVIDIA GPUs only"
+    if devices.elsewhere() or not devices.present():
+        return "there is no NVIDIA GPU here"
+    if min(devices.present().values()) < 80:
+        return "its kernels for attention need compute capability 8.0"
+    return _missing()
+
+
+@functools.cache
+def _missing() -> str | None:
+    """None, or why JAX has no attention of cuDNN's."""
+    try:
+        module = _module()
+        module.check_cudnn_version()
+    except (ImportError, AttributeError, RuntimeError) as error:
+        return f"JAX cannot use cuDNN here: {error}"
+    return None
+
+
+def _module() -> ModuleType:
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    return fused_attention_stablehlo
+
+
+def forward(
+    query: jax.Array, key: jax.Array, value: jax.Array, scale: float, causal: bool
+) -> tuple[jax.Array, jax.Array]:
+    """The output (B, T, N, D) and the log-sum-exp (B, N, T)."""
+    module = _module()
+    unused = jnp.zeros(0, query.dtype)
+    parameters = _parameters(module, scale, causal) | {"is_training": True}
+    return module._dot_product_attention_fwd_p.bind(
+        query, key, value, *(unused,) * 7, **_known(module._dot_product_attention_fwd_impl, parameters)
+    )
+
+
+def gradients(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    lse: jax.Array,
+    output: jax.Array,
+    cotangent: jax.Array,
+    scale: float,
+    causal: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The gradients by query, key and value."""
+    module = _module()
+    unused = jnp.zeros(0, query.dtype)
+    parameters = _parameters(module, scale, causal)
+    return module._dot_product_attention_bwd_p.bind(
+        query,
+        key,
+        value,
+        *(unused,) * 7,
+        lse,
+        output,
+        cotangent,
+        **_known(module._dot_product_attention_bwd_impl, parameters),
+    )
+
+
+def _parameters(module: ModuleType, scale: float, causal: bool) -> dict[str, object]:
+    return {
+        "scale": scale,
+        "seed": 42,
+        "dropout_rate": 0.0,
+        "variadic_args": (False, False),
+        "mask_type": module.MaskType.CAUSAL if causal else module.MaskType.NO_MASK,
+        "layout": module.AttentionLayout.BTNH.value,
+        "sliding_window_length": None,
+        "score_mod": None,
+    }
+
+
+def _known(function: Callable, parameters: dict[str, object]) -> dict[str, object]:
+    """Those of the parameters that the installed version of JAX has."""
+    return {name: value for name, value in parameters.items() if name in inspect.signature(function).parameters}

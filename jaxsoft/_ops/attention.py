@@ -1,0 +1,352 @@
+"""dot_product_attention: the public function."""
+
+import functools
+import math
+import operator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from jaxsoft import fold
+from jaxsoft._attention.derivative import attention
+from jaxsoft._attention.form import Extra, Form
+from jaxsoft._core.carriers import check_name
+from jaxsoft._core.mesh import varying_alike, whole_along
+from jaxsoft._core.numbers import as_array
+from jaxsoft._ops.arguments import as_kernel_scores, broadcastable, check_dtype
+from jaxsoft.fold import AttentionState, accumulator
+
+type Window = int | tuple[int | None, int | None] | None
+
+# A window or an offset further than that reaches all keys: positions stay in 32 bits.
+_FURTHEST = 2**30
+
+
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: ArrayLike | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: Window = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+    logits_soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
+    query_segment_ids: ArrayLike | None = None,
+    key_value_segment_ids: ArrayLike | None = None,
+    query_offset: ArrayLike = 0,
+    state: AttentionState | None = None,
+    return_state: bool = False,
+    deterministic: bool = True,
+    dtype: DTypeLike | None = None,
+) -> jax.Array | tuple:
+    r"""Scaled dot-product attention, a drop-in for `jax.nn.dot_product_attention`, as one fold over the keys.
+
+    .. math::
+      o_i = \sum_j \frac{e^{z_{ij}}}{\sum_k e^{z_{ik}}} v_j, \qquad z_{ij} = scale \cdot q_i^T k_j + bias_{ij}
+
+    No array of all scores is in memory, in either pass. The letters of the shapes: B batch, T queries, S keys, N heads
+    of queries, K heads of keys, H and D head sizes. N is a multiple of K, and each head of keys serves N / K heads of
+    queries in a row.
+
+    Args:
+      query: of shape (B, T, N, H) or (T, N, H), in f16, bf16, f32 or f64; the three arrays have one dtype.
+      key: of shape (B, S, K, H) or (S, K, H).
+      value: of shape (B, S, K, D) or (S, K, D). Keys that do not count, and their values, must still be finite.
+      bias: an array broadcastable to (B, N, T, S), added to the scaled products. It is read where it lies.
+      mask: boolean, broadcastable to (B, N, T, S): scores where it is True count.
+      scale: of the products; None for 1 / sqrt(H). A traced one multiplies the queries, and is rounded with them.
+      is_causal: count key j of query i only if j is not after the query's position, i + query_offset.
+      query_seq_lengths: of shape (B,), integers: queries from there on attend to nothing.
+      key_value_seq_lengths: of shape (B,), integers: keys from there on do not count.
+      local_window_size: (left, right), or one number for both: only keys from `left` before to `right` after a query's
+        position count. None is no limit.
+      implementation: None for the fastest that serves the call, or one of "pallas", "cudnn", "xla" and "reference"; see
+        `jaxsoft.implementations`.
+      return_residual: also return the log-sum-exp of every query's scores.
+      logits_soft_cap: cap the scaled products before the bias is added, as cap * tanh(product / cap).
+      sinks: of shape (N,): one more score for each head, with the value 0, which takes weight from the keys.
+      query_segment_ids, key_value_segment_ids: of shapes (B, T) and (B, S), integers: packed sequences. A key counts
+        only for queries with the same number.
+      query_offset: the position of the first query, a number or an array of shape (B,): where it lies among the keys
+        when decoding, or for a part of a sequence. The first key has position 0.
+      state: what came before: the state of other keys for the same queries, as `return_state` gives it. The result is
+        attention over both.
+      return_state: also return the state of all keys so far, to go on from.
+      deterministic: whether gradients must have the same bits on every run. False allows kernels that are faster.
+      dtype: of the output; None for that of query.
+
+    Returns:
+      The output, of shape (B, T, N, D), or (T, N, D) for inputs of 3 dimensions. With `return_residual` or
+      `return_state`, a tuple of the output, the log-sum-exp (B, T, N) in f32 (f64), natural logarithm, and the
+      `jaxsoft.fold.AttentionState`, as far as they are asked for. A query for which no key counts gets 0 and a
+      log-sum-exp of -inf, and all its gradients are 0; jax.nn gives it the mean of the values, unless it is past
+      query_seq_lengths.
+
+    Raises:
+      TypeError, ValueError: an argument does not fit the others, or the named implementation cannot serve the call.
+
+    Derivatives by query, key, value, bias, sinks, a traced scale and the state, of the output, the log-sum-exp and the
+    state, of every order, in forward and reverse mode, for every implementation. Reverse mode keeps the inputs, the
+    output and the log-sum-exp. Over a mesh, batch and heads may be sharded and stay where they are; other dimensions
+    are gathered.
+
+    Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv:1805.02867); Dao et al.,
+    "FlashAttention" (arXiv:2205.14135); Shah et al., "FlashAttention-3" (arXiv:2407.08608), for the order of work on
+    Hopper; Ainslie et al., "GQA" (arXiv:2305.13245), for grouped queries; Xiao et al., "Efficient streaming language
+    models with attention sinks" (arXiv:2309.17453).
+
+    >>> query = key = jnp.eye(3)[:, None]
+    >>> value = jnp.array([1.0, 2.0, 4.0])[:, None, None]
+    >>> dot_product_attention(query, key, value, scale=100.0, is_causal=True)[:, 0, 0]
+    Array([1., 2., 4.], dtype=float32)
+
+    Attention over the keys in two parts, the first of them only through its state:
+
+    >>> _, state = dot_product_attention(query, key[:2], value[:2], return_state=True)
+    >>> y = dot_product_attention(query, key[2:], value[2:], state=state)
+    >>> bool(jnp.allclose(y, dot_product_attention(query, key, value), atol=1e-5))
+    True
+    """
+    check_name(implementation)
+    given = _Arrays.of(query, key, value)
+    kept = {
+        name: _flag(name, flag)
+        for name, flag in {
+            "is_causal": is_causal,
+            "return_residual": return_residual,
+            "return_state": return_state,
+            "deterministic": deterministic,
+        }.items()
+    }
+    left, right = _window(local_window_size)
+    query, scale = _scaled(given.query, scale)
+    result = check_dtype(dtype, query)
+    merges = state is not None or kept["return_state"]
+    extras = _extras(
+        given, bias, mask, query_seq_lengths, key_value_seq_lengths, sinks, query_segment_ids, key_value_segment_ids,
+        query_offset,
+    )  # fmt: skip
+    form = Form(
+        dtype=np.dtype(accumulator(query.dtype)) if merges else result,
+        scale=scale,
+        left=left,
+        right=0 if kept["is_causal"] else right,
+        cap=_cap(logits_soft_cap),
+        extras=tuple(extras),
+        returns_lse=kept["return_residual"] or merges,
+        deterministic=kept["deterministic"],
+        precision=jax.config.jax_default_matmul_precision,
+    )
+    before = None if state is None else _check_state(state, given)
+    output, lse, after = _attend(
+        form, implementation, result, kept["return_state"], (query, given.key, given.value, *extras.values()), before
+    )
+    wanted = (True, kept["return_residual"], kept["return_state"])
+    results = [v for v, asked in zip((output, lse, after), wanted, strict=True) if asked]
+    if given.no_batch:
+        results = jax.tree.map(lambda v: v[0], results)
+    return tuple(results) if len(results) > 1 else results[0]
+
+
+@functools.partial(jax.jit, static_argnames=("form", "implementation", "dtype", "return_state"))
+def _attend(form, implementation, dtype, return_state, operands, before):
+    operands = varying_alike(*operands)
+    output, lse = attention(form, implementation)(*operands)
+    lse = jnp.moveaxis(lse, 1, 2)
+    if before is None and not return_state:
+        return output, lse, None
+    st = fold.of_output(output, lse)
+    if before is not None:
+        st = fold.combine(before, st)
+    return fold.output(st, dtype), fold.lse(st), st
+
+
+class _Arrays(NamedTuple):
+    """Query, key and value with a batch, and whether they were given without one."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    no_batch: bool
+
+    @classmethod
+    def of(cls, query: ArrayLike, key: ArrayLike, value: ArrayLike) -> "_Arrays":
+        """The arguments, after checking that they fit each other."""
+        named = {"query": query, "key": key, "value": value}
+        arrays = {name: as_kernel_scores(name, x) for name, x in named.items()}
+        query, key, value = arrays.values()
+        ndim = query.ndim
+        letters = {"query": "BTNH", "key": "BSKH", "value": "BSKD"}
+        for name, x in arrays.items():
+            if x.ndim not in (3, 4) or x.ndim != ndim:
+                shape = ", ".join(letters[name])
+                raise ValueError(
+                    f"{name} must have the shape ({shape}), or ({shape[3:]}) if query, key and value are all without "
+                    f"a batch; got shape {x.shape} beside a query of shape {query.shape}"
+                )
+            if x.dtype != query.dtype:
+                raise TypeError(f"{name} must have the dtype of query, {query.dtype.name}; got {x.dtype.name}")
+        query, key, value = (x[None] if ndim == 3 else x for x in (query, key, value))
+        batch, _, heads, size = query.shape
+        if (key.shape[0], key.shape[3]) != (batch, size):
+            raise ValueError(
+                f"key must have the batch and the head size of query, {batch} and {size}; got shape {key.shape}"
+            )
+        if value.shape[:3] != key.shape[:3]:
+            raise ValueError(f"value must have the shape {key.shape[:3]} and a head size; got shape {value.shape}")
+        if heads != key.shape[2] and (key.shape[2] == 0 or heads % key.shape[2]):
+            raise ValueError(
+                f"query must have a multiple of the number of heads of key, {key.shape[2]}; got {heads} in shape "
+                f"{query.shape}"
+            )
+        # Over explicit axes of a mesh, only the batch and the heads may be sharded.
+        query, key, value = (whole_along(x, (1, 3)) for x in (query, key, value))
+        return cls(query, key, value, ndim == 3)
+
+
+def _extras(
+    given: _Arrays,
+    bias: ArrayLike | None,
+    mask: ArrayLike | None,
+    query_lengths: ArrayLike | None,
+    key_lengths: ArrayLike | None,
+    sinks: ArrayLike | None,
+    query_segments: ArrayLike | None,
+    key_segments: ArrayLike | None,
+    offset: ArrayLike,
+) -> dict[Extra, jax.Array]:
+    """The operands of a call after query, key and value, in their order."""
+    query, key = given.query, given.key
+    batch, length, heads, _ = query.shape
+    shape = (batch, heads, length, key.shape[1])
+    extras: dict[Extra, jax.Array] = {}
+
+    def full(name: str, x: ArrayLike) -> jax.Array:
+        return whole_along(broadcastable(name, x, shape), (2, 3))
+
+    if bias is not None:
+        extras[Extra.BIAS] = as_kernel_scores("bias", full("bias", bias))
+    if mask is not None:
+        extras[Extra.MASK] = full("mask", mask)
+        if extras[Extra.MASK].dtype != jnp.bool_:
+            raise TypeError(
+                f"mask must hold booleans; got dtype {extras[Extra.MASK].dtype.name}. What is added to scores is a bias"
+            )
+    if (query_segments is None) != (key_segments is None):
+        raise ValueError("query_segment_ids and key_value_segment_ids must be given together; got one of them")
+    if query_segments is not None and key_segments is not None:
+        extras[Extra.QUERY_SEGMENTS] = _integers("query_segment_ids", query_segments, (batch, length), given.no_batch)
+        extras[Extra.KEY_SEGMENTS] = _integers(
+            "key_value_segment_ids", key_segments, (batch, key.shape[1]), given.no_batch
+        )
+    if query_lengths is not None:
+        extras[Extra.QUERY_LENGTHS] = _integers("query_seq_lengths", query_lengths, (batch,), False)
+    if key_lengths is not None:
+        extras[Extra.KEY_LENGTHS] = _integers("key_value_seq_lengths", key_lengths, (batch,), False)
+    if not isinstance(offset, int) or offset != 0:
+        number = as_array("query_offset", offset)
+        number = number[None] if number.ndim == 0 else number
+        if number.shape != (batch,) and number.shape != (1,):
+            raise ValueError(f"query_offset must be a number or have the shape ({batch},); got shape {number.shape}")
+        extras[Extra.OFFSET] = _as_int32("query_offset", number, _FURTHEST)
+    if sinks is not None:
+        sinks = as_kernel_scores("sinks", sinks)
+        if sinks.shape != (heads,):
+            raise ValueError(f"sinks must have the shape ({heads},), one number a head; got shape {sinks.shape}")
+        extras[Extra.SINKS] = sinks.astype(accumulator(query.dtype))[None]
+    return extras
+
+
+def _integers(name: str, x: ArrayLike, shape: tuple[int, ...], no_batch: bool) -> jax.Array:
+    """Lengths or segments as int32, after checking the shape."""
+    x = as_array(name, x)
+    if no_batch and x.shape == shape[1:]:
+        x = x[None]
+    if x.shape != shape:
+        raise ValueError(f"{name} must have the shape {shape[1:] if no_batch else shape}; got shape {x.shape}")
+    return whole_along(_as_int32(name, x, _FURTHEST if x.ndim == 1 else None), range(1, x.ndim))
+
+
+def _as_int32(name: str, x: jax.Array, furthest: int | None = None) -> jax.Array:
+    """Integers as int32. With a limit, those that are further from 0 become the nearest ones that are not."""
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{name} must hold integers; got dtype {x.dtype.name}")
+    if furthest is not None and jnp.iinfo(x.dtype).max > furthest:
+        x = jnp.clip(x, max(-furthest, jnp.iinfo(x.dtype).min), furthest)
+    return x.astype(jnp.int32)
+
+
+def _scaled(query: jax.Array, scale: ArrayLike | None) -> tuple[jax.Array, float]:
+    """The query and the scale as a number. A traced scale is multiplied into the query."""
+    if scale is None:
+        size = query.shape[-1]
+        return query, 1 / math.sqrt(size) if size else 1.0
+    number = as_array("scale", scale)
+    if number.shape != () or not jnp.issubdtype(number.dtype, jnp.number) or jnp.iscomplexobj(number):
+        raise TypeError(f"scale must be a real number; got dtype {number.dtype.name} and shape {number.shape}")
+    if not isinstance(number, jax.core.Tracer):
+        return query, float(scale) if isinstance(scale, int | float) else float(number)
+    wide = accumulator(query.dtype)
+    return (query.astype(wide) * number.astype(wide)).astype(query.dtype), 1.0
+
+
+def _window(size: Window) -> tuple[int | None, int | None]:
+    """The limits to the left and to the right; None for none."""
+    pair = size if isinstance(size, tuple | list) else (size, size)
+    if len(pair) != 2:
+        raise ValueError(f"local_window_size must be a number or a pair of numbers; got {size!r}")
+
+    def limit(number: object) -> int | None:
+        if number is None:
+            return None
+        try:
+            index = operator.index(None if isinstance(number, bool) else number)  # type: ignore[arg-type]
+        except TypeError:
+            raise TypeError(f"local_window_size must hold integers; got {size!r}") from None
+        if index < 0:
+            raise ValueError(f"local_window_size must not be negative; got {size!r}")
+        return index if index < _FURTHEST else None
+
+    return limit(pair[0]), limit(pair[1])
+
+
+def _cap(cap: float | None) -> float | None:
+    if cap is None:
+        return None
+    if isinstance(cap, bool) or not isinstance(cap, int | float | np.integer | np.floating):
+        raise TypeError(f"logits_soft_cap must be a number or None; got {cap!r}")
+    if not (cap > 0 and math.isfinite(cap)):
+        raise ValueError(f"logits_soft_cap must be positive and finite; got {cap}")
+    return float(cap)
+
+
+def _flag(name: str, value: bool) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} must be True or False; got {value!r}")
+    return bool(value)
+
+
+def _check_state(state: AttentionState, given: _Arrays) -> AttentionState:
+    """The state that a call goes on from, with a batch and in the accumulator's dtype."""
+    if not isinstance(state, AttentionState):
+        raise TypeError(f"state must be a jaxsoft.fold.AttentionState; got {type(state).__name__}")
+    dtype = accumulator(given.query.dtype)
+    rows = given.query.shape[1:3] if given.no_batch else given.query.shape[:3]
+    shapes = {"m": rows, "s": rows, "o": (*rows, given.value.shape[-1])}
+    parts = []
+    for name, shape in shapes.items():
+        part = as_kernel_scores(f"state.{name}", getattr(state, name))
+        if part.shape != shape:
+            raise ValueError(f"state.{name} must have the shape {shape}; got shape {part.shape}")
+        parts.append((part[None] if given.no_batch else part).astype(dtype))
+    return AttentionState(*parts)

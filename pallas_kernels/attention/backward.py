@@ -1,0 +1,73 @@
+"""The gradients of attention: kernels for queries, for keys and values, and for a bias, put together."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxsoft._attention.form import Extra, Form
+
+from . import backward_call
+from .backward_bias import bias_gradient
+from .backward_call import Call, base_2, padded
+from .backward_key_value import key_value_gradients
+from .backward_query import query_gradient
+
+LARGEST_HEAD = 256
+
+
+def unsupported_backward(form: Form, operands: Sequence[Any]) -> str | None:
+    """None, or why the kernels cannot take a call."""
+    del form
+    query, key, value = operands[:3]
+    if query.dtype not in (jnp.float16, jnp.bfloat16) or not query.dtype == key.dtype == value.dtype:
+        dtypes = ", ".join(str(x.dtype) for x in (query, key, value))
+        return f"query, key and value must all be float16 or bfloat16; got {dtypes}"
+    if max(query.shape[3], value.shape[3]) > LARGEST_HEAD:
+        return f"heads must have at most {LARGEST_HEAD} elements; got {query.shape[3]} and {value.shape[3]}"
+    if 0 in (*query.shape, *key.shape, *value.shape):
+        return "no dimension may have length 0"
+    return None
+
+
+def backward(form: Form, operands: Sequence[Any], moving: tuple[str, ...]) -> Callable[..., tuple[jax.Array, ...]]:
+    """The gradients of a call.
+
+    Args:
+      form: its form.
+      operands: the types of its operands.
+      moving: which gradients are asked for, of "query", "key", "value" and "bias", in this order.
+
+    Returns:
+      A function of query, key, value, the extras, and then lse (B, N, T), delta (B, N, T) and the output's cotangent
+      (B, T, N, D) in the operands' dtype, that returns the gradients.
+    """
+    call = Call.of(form, operands)
+
+    def gradients(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        query, key, value, *extras, lse, delta, cotangent = arrays
+        with jax.enable_x64(False):  # the kernels count in 32 bits
+            return _gradients(
+                call, moving, (query, key, value), dict(zip(form.extras, extras, strict=True)), lse, delta, cotangent
+            )
+
+    return gradients
+
+
+def _gradients(call, moving, base, extras, lse, delta, cotangent):
+    common = [padded(x) for x in (*base, cotangent)]
+    common += [extras, base_2(lse), delta]
+    found, interpret = {}, backward_call.INTERPRET
+    if "query" in moving:
+        found["query"] = query_gradient(call, interpret=interpret)(*common)
+    if "key" in moving or "value" in moving:
+        found["key"], found["value"] = key_value_gradients(call, interpret=interpret)(*common)
+    for name, like in zip(("query", "key", "value"), base, strict=True):
+        if name in found:
+            found[name] = found[name][:, : like.shape[1], :, : like.shape[3]]
+    if "bias" in moving:
+        found["bias"] = bias_gradient(call, extras[Extra.BIAS].shape, interpret=interpret)(*common).astype(
+            extras[Extra.BIAS].dtype
+        )
+    return tuple(found[name] for name in moving)

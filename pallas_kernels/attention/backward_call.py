@@ -1,0 +1,286 @@
+"""What the backward kernels have in common: the numbers of a call, shared memory that is filled in turn, and loops.
+
+A block has warp groups that compute and one more, which fills the slots of rings in shared memory with the tiles that
+these need, in the order in which they need them.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxsoft._attention.form import Extra, Form
+
+from . import backward_plan
+from .backward_plan import ROWS
+from .operands import tiled
+from .ranges import Range, Shape
+from .scores import LOG2E, Queries, Scores
+
+# Interpreter parameters of Pallas, which tests set; None to compile.
+INTERPRET: Any = None
+
+WGMMA = plgpu.Layout.WGMMA
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The numbers of a call.
+
+    Attributes:
+      form: its form.
+      batch, queries, keys, query_heads, key_heads: B, T, S, N and K.
+      head, value: H and D, padded.
+      dtype: of queries, keys and values.
+    """
+
+    form: Form
+    batch: int
+    queries: int
+    keys: int
+    query_heads: int
+    key_heads: int
+    head: int
+    value: int
+    dtype: Any
+
+    @classmethod
+    def of(cls, form: Form, operands: Sequence[Any]) -> "Call":
+        """The numbers of a call with these operands."""
+        (batch, queries, query_heads, head), (_, keys, key_heads, value) = operands[0].shape, operands[2].shape
+        sizes = (backward_plan.padded_head(head), backward_plan.padded_head(value))
+        return cls(form, batch, queries, keys, query_heads, key_heads, *sizes, operands[0].dtype)
+
+    @property
+    def group(self) -> int:
+        """Query heads of a key head."""
+        return self.query_heads // self.key_heads
+
+    def key_head(self, query_head: Any) -> Any:
+        """The key head of a query head."""
+        return query_head if self.group == 1 else lax.div(query_head, jnp.int32(self.group))
+
+    def result(self, length: int, heads: int, size: int) -> jax.ShapeDtypeStruct:
+        """The type of a gradient as kernels write it, at times and sizes that are padded."""
+        return jax.ShapeDtypeStruct((self.batch, padded_time(length), heads, size), self.dtype)
+
+
+def padded_time(length: int) -> int:
+    """The padded length of a time dimension."""
+    return -(-length // backward_plan.TIME_STEP) * backward_plan.TIME_STEP
+
+
+def padded(array: jax.Array) -> jax.Array:
+    """An operand (B, time, heads, size) as the kernels read it: padded, if it must be."""
+    time, size = array.shape[1], array.shape[3]
+    widths = (0, padded_time(time) - time), (0, backward_plan.padded_head(size) - size)
+    if widths == ((0, 0), (0, 0)):
+        return array
+    return jnp.pad(array, ((0, 0), widths[0], (0, 0), widths[1]))
+
+
+def base_2(lse: jax.Array) -> jax.Array:
+    """The log-sum-exp such that exp2(score - it) is 0 where nothing counts, and not NaN."""
+    return jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
+
+
+def to_whole(numbers: jax.Array, block: int, filler: float) -> jax.Array:
+    """Numbers (B, N, T) padded to whole blocks."""
+    return jnp.pad(numbers, ((0, 0), (0, 0), (0, -numbers.shape[2] % block)), constant_values=filler)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """Slots of shared memory that are filled in turn, step by step, and freed by those who read them.
+
+    Attributes:
+      buffers: references to shared memory, each with a dimension of slots in front.
+      bars: barriers of filled and of freed slots, one of each for every slot.
+      slots: how many there are.
+    """
+
+    buffers: Sequence[Any]
+    bars: tuple[Any, Any]
+    slots: int
+
+    @property
+    def filled(self) -> Any:
+        """The barriers of filled slots."""
+        return self.bars[0]
+
+    @property
+    def freed(self) -> Any:
+        """The barriers of freed slots."""
+        return self.bars[1]
+
+    @staticmethod
+    def barriers(buffers: int, slots: int, readers: int) -> tuple[Any, Any]:
+        """The types of the barriers of a ring."""
+        return (
+            plgpu.Barrier(num_arrivals=buffers, num_barriers=slots),
+            plgpu.Barrier(num_arrivals=readers, num_barriers=slots),
+        )
+
+    def slot(self, step: Any) -> Any:
+        """The slot of a step."""
+        return lax.rem(step, jnp.int32(self.slots))
+
+    def open(self) -> None:
+        """Tells that all slots are free. To be called by every reader before the first step."""
+        for slot in range(self.slots):
+            plgpu.barrier_arrive(self.freed.at[slot])
+
+    def fill(self, step: Any, sources: Sequence[Any]) -> None:
+        """Waits until the slot of a step is free, and starts copies into it."""
+        slot = self.slot(step)
+        plgpu.barrier_wait(self.freed.at[slot])
+        for source, buffer in zip(sources, self.buffers, strict=True):
+            plgpu.copy_gmem_to_smem(source, buffer.at[slot], self.filled.at[slot])
+
+    def wait(self, step: Any) -> list[Any]:
+        """Waits until the slot of a step is filled, and returns references to what is in it."""
+        slot = self.slot(step)
+        plgpu.barrier_wait(self.filled.at[slot])
+        return [buffer.at[slot] for buffer in self.buffers]
+
+    def free(self, step: Any) -> None:
+        """Tells that this reader is done with the slot of a step."""
+        plgpu.barrier_arrive(self.freed.at[self.slot(step)])
+
+
+def roles(warp_groups: int, compute: Callable[[], None], memory: Callable[[], None]) -> None:
+    """Has the warp groups of a block compute, and the last one fill the rings."""
+    registers, index = backward_plan.REGISTERS[warp_groups], lax.axis_index("warp_group")
+
+    @pl.when(index < warp_groups)
+    def _():
+        if registers:
+            plgpu.set_max_registers(registers.compute, action="increase")
+        compute()
+
+    @pl.when(index == warp_groups)
+    def _():
+        if registers:
+            plgpu.set_max_registers(registers.memory, action="decrease")
+        memory()
+
+
+def staging(warp_groups: int, columns: int, dtype: Any, interpret: Any) -> Any:
+    """Shared memory for `multiply`. Only the interpreter needs it: it has no products of what is in registers."""
+    return tiled((warp_groups, ROWS, columns), dtype) if interpret else ()
+
+
+def multiply(accumulator: Any, tile: jax.Array, ref: Any, stages: Any) -> None:
+    """Starts the product of a tile in registers and one in shared memory."""
+    if isinstance(stages, tuple):
+        plgpu.wgmma(accumulator, tile, ref)
+    else:
+        stage = stages.at[lax.axis_index("warp_group")]
+        stage[...] = tile
+        plgpu.commit_smem()
+        plgpu.wgmma(accumulator, stage, ref)
+
+
+def number(value: Any) -> Any:
+    """An int32, which may be known or not."""
+    return jnp.int32(value) if isinstance(value, int) else value
+
+
+def union(ranges: Sequence[Range]) -> tuple[Any, Any]:
+    """Where the tiles of any of these ranges begin and end."""
+    begin, end = ranges[0].begin, ranges[0].end
+    for other in ranges[1:]:
+        begin, end = jnp.minimum(begin, other.begin), jnp.maximum(end, other.end)
+    return number(begin), number(end)
+
+
+def select(ranges: Sequence[Range], index: Any) -> Range:
+    """The range of this index, which is not static."""
+    chosen = ranges[0]
+    for i, other in enumerate(ranges[1:], 1):
+        pairs = zip(_numbers(chosen), _numbers(other), strict=True)
+        chosen = Range(*(jnp.where(index == i, b, a) for a, b in pairs))
+    return chosen
+
+
+def _numbers(tiles: Range) -> tuple[Any, ...]:
+    return tiles.begin, tiles.interior_begin, tiles.interior_end, tiles.end
+
+
+def for_tiles(
+    begin: Any, end: Any, own: Range, borders: tuple[bool, bool], step: Callable[[Any, bool], None], skip: Callable
+) -> None:
+    """Calls functions for the tiles of a block, in order.
+
+    Args:
+      begin, end: the tiles of the block.
+      own: those that matter to this warp group.
+      borders: whether there can be a border before the interior, and after it.
+      step: is called with a tile that matters, and whether it has to be masked.
+      skip: is called with a tile that does not.
+    """
+    own = Range(*(number(i) for i in _numbers(own)))
+
+    def loop(first, last, body):
+        lax.fori_loop(first, last, lambda tile, _: body(tile), None)
+
+    if any(borders):
+        loop(begin, own.begin, skip)
+    if borders[0]:
+        loop(own.begin, own.interior_begin, lambda tile: step(tile, True))
+    interior_begin = own.interior_begin if borders[0] else own.begin
+    interior_end = own.interior_end if borders[1] else own.end
+    loop(interior_begin, interior_end, lambda tile: step(tile, False))
+    if borders[1]:
+        loop(own.interior_end, own.end, lambda tile: step(tile, True))
+    if any(borders):
+        loop(own.end, end, skip)
+
+
+def queries_of_tile(scores: Scores, batch: Any, begin: Any, masked: bool) -> Queries:
+    """What is known of the queries of a tile; nothing but where it begins, where no masks are needed."""
+    return scores.queries(batch, begin) if masked else Queries(begin, None, None, None)
+
+
+def probabilities(scores: Scores, products: jax.Array, lse: jax.Array, **where: Any) -> tuple[jax.Array, Any]:
+    """exp(score - lse) of a tile, and the slope of its scores, if they have one.
+
+    Args:
+      scores: how products become scores.
+      products: the tile's.
+      lse: of its queries, in base 2 (see `base_2`).
+      where: the further arguments of Scores.tile.
+    """
+    # The layout is said, for its inference does not always find it.
+    tile = scores.tile(plgpu.layout_cast(products, WGMMA), **where)
+    return jnp.exp2(tile.values * tile.unit - spread(lse, products.shape, scores.queries_axis)), tile.slope
+
+
+def spread(numbers: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
+    """Numbers along an axis of a tile, for all of the tile."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(numbers, shape, [axis]), WGMMA)
+
+
+def borders(call: Call, shape: Shape, of_keys: bool) -> tuple[bool, bool]:
+    """Whether there can be tiles before and after the interior that have to be masked.
+
+    Args:
+      call, shape: the call, and the shape of its tiles.
+      of_keys: True for the tiles of queries that matter to keys, False for those of keys that matter to queries.
+    """
+    form, extras = call.form, set(call.form.extras)
+    segments = Extra.QUERY_SEGMENTS in extras
+    ragged = shape.keys % shape.key_tile or (of_keys and shape.queries % shape.query_tile)
+    lengths = extras & {Extra.QUERY_LENGTHS, Extra.KEY_LENGTHS}
+    first, last = (form.right, form.left) if of_keys else (form.left, form.right)
+    return first is not None or segments, last is not None or bool(ragged or lengths) or segments
+
+
+def extras_of(call: Call, refs: Sequence[Any]) -> Mapping[Extra, Any]:
+    """References to the extras by name."""
+    return dict(zip(call.form.extras, refs, strict=True))

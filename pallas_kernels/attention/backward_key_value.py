@@ -1,0 +1,327 @@
+"""The kernel of the keys' and values' gradients.
+
+A block of keys of one key head loops over the query heads of its group and, for each, over the tiles of queries and
+cotangents that a memory warp group brings. Tiles of scores have keys along their rows, so that P and dz can go from
+registers into the products P . cotangents and dz . queries.
+
+Both gradients of 64 keys stay in the registers of a warp group. Where heads are too large for that, two warp groups
+share 64 keys: one computes P and the values' gradient, and hands P over in shared memory to the other, which computes
+the keys' gradient.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxsoft._attention.form import Extra
+
+from . import backward_plan
+from .backward_call import (
+    WGMMA,
+    Call,
+    Ring,
+    borders,
+    extras_of,
+    for_tiles,
+    multiply,
+    probabilities,
+    queries_of_tile,
+    roles,
+    select,
+    spread,
+    staging,
+    to_whole,
+    union,
+)
+from .backward_plan import ROWS, KeyValuePlan
+from .operands import tiled
+from .ranges import Range, Shape, query_tiles, segment_ranges, within
+from .scores import Scores, prepare
+
+
+def key_value_gradients(call: Call, plan: KeyValuePlan | None = None, interpret: Any = None):
+    """The kernel for a call.
+
+    Args:
+      call: the numbers of the call.
+      plan: how the work is cut up; None for the plan of the call's head sizes.
+      interpret: Pallas interpreter parameters.
+
+    Returns:
+      A function of the padded query, key, value and cotangent, the extras by name, lse in base 2, and delta, that
+      returns the gradients of keys and values, padded.
+    """
+    plan = plan or backward_plan.key_value_plan(call.head, call.value)
+    shape = Shape(call.queries, call.keys, plan.query_tile, ROWS)
+    blocks, holders = -(-call.keys // plan.block), plan.block // ROWS
+    segmented = Extra.QUERY_SEGMENTS in call.form.extras
+    handed = tiled((1, ROWS, plan.query_tile), jnp.float32)
+    kernel = plgpu.kernel(
+        functools.partial(_body, call, plan, shape),
+        out_type=(
+            call.result(call.keys, call.key_heads, call.head),
+            call.result(call.keys, call.key_heads, call.value),
+        ),
+        scratch_types=(
+            tiled((holders, ROWS, call.head), call.dtype),
+            tiled((holders, ROWS, call.value), call.dtype),
+            tiled((plan.slots, plan.query_tile, call.head), call.dtype),
+            tiled((plan.slots, plan.query_tile, call.value), call.dtype),
+            plgpu.SMEM((plan.slots, plan.query_tile), jnp.float32),
+            plgpu.SMEM((plan.slots, plan.query_tile), jnp.float32),
+            plgpu.Barrier(num_arrivals=2, num_barriers=holders),
+            Ring.barriers(4, plan.slots, plan.warp_groups),
+            (handed, Ring.barriers(1, 1, 1)) if plan.paired else (),
+            staging(plan.warp_groups, plan.query_tile, call.dtype, interpret),
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        grid=(call.batch, call.key_heads, blocks),
+        grid_names=("batch", "head", "block"),
+        num_threads=plan.warp_groups + 1,
+        thread_name="warp_group",
+        kernel_name="jaxsoft_attention_key_value_gradients",
+        interpret=interpret,
+    )
+
+    def gradients(query, key, value, cotangent, extras, lse, delta):
+        lse, delta = to_whole(lse, plan.query_tile, jnp.inf), to_whole(delta, plan.query_tile, 0.0)
+        prepared = prepare(call.form, extras, shape, 1)
+        ranges = []
+        if segmented:
+            segments = extras[Extra.KEY_SEGMENTS], extras[Extra.QUERY_SEGMENTS]
+            ranges = [segment_ranges(*segments, ROWS, plan.query_tile)]
+        given = [prepared[name] for name in call.form.extras]
+        return kernel(query, key, value, cotangent, lse, delta, *given, *ranges)
+
+    return gradients
+
+
+def _body(call: Call, plan: KeyValuePlan, shape: Shape, *refs):
+    query_ref, key_ref, value_ref, cotangent_ref, lse_ref, delta_ref, *rest = refs
+    extras, rest = extras_of(call, rest[: len(call.form.extras)]), rest[len(call.form.extras) :]
+    segments_ref, rest = (rest[0], rest[1:]) if Extra.QUERY_SEGMENTS in extras else (None, rest)
+    *results, key_memory, value_memory, query_memory, cotangent_memory, lse_memory, delta_memory = rest[:-4]
+    own_filled, bars, pair, stages = rest[-4:]
+    holders = plan.block // ROWS
+    batch, head, block = (lax.axis_index(name) for name in ("batch", "head", "block"))
+
+    def tiles(holder: int) -> Range:
+        found = query_tiles(call.form, shape, extras, batch, block * plan.block + holder * ROWS, ROWS)
+        if segments_ref is not None:
+            last = -(-call.keys // ROWS) - 1
+            found = within(found, segments_ref, batch, jnp.minimum(block * holders + holder, last))
+        return found
+
+    all_tiles = [tiles(i) for i in range(holders)]
+    first, end = union(all_tiles)
+    ring = Ring([query_memory, lse_memory, cotangent_memory, delta_memory], bars, plan.slots)
+
+    def memory():
+        def bring_head(member, _):
+            query_head = head * call.group + member
+
+            def bring(tile, _):
+                queries = pl.ds(tile * plan.query_tile, plan.query_tile)
+                place, numbers = (batch, queries, query_head), (batch, query_head, queries)
+                sources = query_ref.at[place], lse_ref.at[numbers], cotangent_ref.at[place], delta_ref.at[numbers]
+                ring.fill(member * (end - first) + tile - first, sources)
+
+            lax.fori_loop(first, end, bring, None)
+
+        lax.fori_loop(0, call.group, bring_head, None)
+
+    def compute():
+        warp_group = lax.axis_index("warp_group")
+        index = 0 if plan.paired else warp_group
+        own_key, own_value = key_memory.at[index], value_memory.at[index]
+        place = batch, pl.ds(block * plan.block + index * ROWS, ROWS), head
+
+        def bring_own():
+            plgpu.copy_gmem_to_smem(key_ref.at[place], own_key, own_filled.at[index])
+            plgpu.copy_gmem_to_smem(value_ref.at[place], own_value, own_filled.at[index])
+
+        if plan.paired:
+            pl.when(warp_group == 0)(bring_own)
+        else:
+            bring_own()
+        ring.open()
+        worker = _Worker(
+            call, plan, Scores(call.form, shape, extras, 1), ring, own_key, own_value, batch, head,
+            block * plan.block + index * ROWS, first, end, select(all_tiles, index), borders(call, shape, True), stages,
+        )  # fmt: skip
+        plgpu.barrier_wait(own_filled.at[index])
+
+        def write(gradient, scale, memory, result):
+            memory[...] = (gradient * scale if scale != 1 else gradient).astype(call.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(memory, result.at[place])
+
+        if plan.paired:
+            handed = Ring([pair[0]], pair[1], 1)
+
+            @pl.when(warp_group == 0)
+            def _():
+                write(worker.values_gradient(handed), 1, own_value, results[1])
+                plgpu.wait_smem_to_gmem(0)
+
+            @pl.when(warp_group == 1)
+            def _():
+                write(worker.keys_gradient(handed), call.form.scale, own_key, results[0])
+                plgpu.wait_smem_to_gmem(0)
+        else:
+            key_gradient, value_gradient = worker.both_gradients()
+            write(key_gradient, call.form.scale, own_key, results[0])
+            write(value_gradient, 1, own_value, results[1])
+            plgpu.wait_smem_to_gmem(0)
+
+    roles(plan.warp_groups, compute, memory)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Worker:
+    """A warp group that computes, and what it works on.
+
+    Attributes:
+      call, plan, scores, ring: those of the kernel.
+      own_key, own_value: references to its keys and values.
+      batch, head, key_begin: the entry of the batch, the key head, and the first key.
+      first, end: the tiles of queries that come.
+      own: those that matter.
+      borders: whether there can be tiles to be masked.
+      stages: of `multiply`.
+    """
+
+    call: Call
+    plan: KeyValuePlan
+    scores: Scores
+    ring: Ring
+    own_key: Any
+    own_value: Any
+    batch: Any
+    head: Any
+    key_begin: Any
+    first: Any
+    end: Any
+    own: Range
+    borders: tuple[bool, bool]
+    stages: Any
+
+    @property
+    def _accumulator(self) -> Any:
+        return plgpu.WGMMAAccumulatorRef((ROWS, self.plan.query_tile), jnp.float32)
+
+    def both_gradients(self) -> tuple[jax.Array, jax.Array]:
+        """Those of the keys, but for the scale, and of the values."""
+
+        def loop(key_acc, value_acc):
+            def step(place, slot):
+                query, lse_ref, cotangent, delta_ref = slot
+
+                def compute(score_acc, rise_acc):
+                    plgpu.wgmma(score_acc, self.own_key, query.transpose((1, 0)))
+                    plgpu.wgmma(rise_acc, self.own_value, cotangent.transpose((1, 0)))
+                    products = plgpu.wgmma_accumulator_load(score_acc, wait_n=1)
+                    p, slope = self._probabilities(products, lse_ref, place)
+                    multiply(value_acc, p.astype(self.call.dtype), cotangent, self.stages)
+                    return p, slope, plgpu.wgmma_accumulator_load(rise_acc, wait_n=1)
+
+                p, slope, rise = pl.run_scoped(compute, self._accumulator, self._accumulator)
+                dz = self._dz(p if slope is None else p * slope, rise, delta_ref)
+                multiply(key_acc, dz, query, self.stages)
+                plgpu.wgmma_wait(0)
+
+            self._over_tiles(step)
+            return key_acc[...], value_acc[...]
+
+        sizes = self.call.head, self.call.value
+        return pl.run_scoped(loop, *(plgpu.WGMMAAccumulatorRef((ROWS, size), jnp.float32) for size in sizes))
+
+    def values_gradient(self, handed: Ring) -> jax.Array:
+        """That of the values, while P, times the slope of the scores, is handed over."""
+
+        def loop(value_acc):
+            def step(place, slot):
+                query, lse_ref, cotangent, _ = slot
+
+                def compute(score_acc):
+                    plgpu.wgmma(score_acc, self.own_key, query.transpose((1, 0)))
+                    return score_acc[...]
+
+                products = pl.run_scoped(compute, self._accumulator)
+                p, slope = self._probabilities(products, lse_ref, place)
+                multiply(value_acc, p.astype(self.call.dtype), cotangent, self.stages)
+                plgpu.barrier_wait(handed.freed.at[0])
+                handed.buffers[0][0] = p if slope is None else p * slope
+                plgpu.barrier_arrive(handed.filled.at[0])
+                plgpu.wgmma_wait(0)
+
+            self._over_tiles(step)
+            # The gradient will be written over the values, which the other reads until it has taken the last P.
+            plgpu.barrier_wait(handed.freed.at[0])
+            return value_acc[...]
+
+        return pl.run_scoped(loop, plgpu.WGMMAAccumulatorRef((ROWS, self.call.value), jnp.float32))
+
+    def keys_gradient(self, handed: Ring) -> jax.Array:
+        """That of the keys, but for the scale, from the P that is handed over."""
+
+        def loop(key_acc):
+            handed.open()
+
+            def step(_, slot):
+                query, _, cotangent, delta_ref = slot
+
+                def compute(rise_acc):
+                    plgpu.wgmma(rise_acc, self.own_value, cotangent.transpose((1, 0)))
+                    return rise_acc[...]
+
+                rise = pl.run_scoped(compute, self._accumulator)
+                plgpu.barrier_wait(handed.filled.at[0])
+                p = plgpu.load(handed.buffers[0].at[0], layout=WGMMA)
+                plgpu.barrier_arrive(handed.freed.at[0])
+                multiply(key_acc, self._dz(p, rise, delta_ref), query, self.stages)
+                plgpu.wgmma_wait(0)
+
+            # What has to be masked is the other's business.
+            dataclasses.replace(self, borders=(False, False))._over_tiles(step)
+            return key_acc[...]
+
+        return pl.run_scoped(loop, plgpu.WGMMAAccumulatorRef((ROWS, self.call.head), jnp.float32))
+
+    def _probabilities(self, products: jax.Array, lse_ref: Any, place: tuple) -> tuple[jax.Array, Any]:
+        query_head, tile, masked = place
+        lse = plgpu.load(lse_ref, layout=WGMMA.reduce(0))
+        queries = queries_of_tile(self.scores, self.batch, tile * self.plan.query_tile, masked)
+        where = {"queries": queries, "key_begin": self.key_begin, "batch": self.batch, "head": query_head}
+        return probabilities(self.scores, products, lse, masked=masked, with_slope=True, **where)
+
+    def _dz(self, p: jax.Array, rise: jax.Array, delta_ref: Any) -> jax.Array:
+        delta = plgpu.load(delta_ref, layout=WGMMA.reduce(0))
+        return (p * (rise - spread(delta, rise.shape, 1))).astype(self.call.dtype)
+
+    def _over_tiles(self, step: Callable[[tuple, list[Any]], None]) -> None:
+        """Calls a function with (query head, tile, whether it is masked) and what is in the slot, for what matters."""
+
+        def of_head(member, _):
+            before, query_head = member * (self.end - self.first), self.head * self.call.group + member
+
+            def take(tile, masked):
+                number = before + tile - self.first
+                step((query_head, tile, masked), self.ring.wait(number))
+                self.ring.free(number)
+
+            def skip(tile):
+                number = before + tile - self.first
+                self.ring.wait(number)
+                self.ring.free(number)
+
+            for_tiles(self.first, self.end, self.own, self.borders, take, skip)
+
+        lax.fori_loop(0, self.call.group, of_head, None)

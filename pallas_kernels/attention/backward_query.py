@@ -1,0 +1,182 @@
+"""The kernel of the queries' gradient.
+
+Each warp group has 64 queries, with their cotangents, and loops over the tiles of keys and values that a memory warp
+group brings. It computes the scores once more, P = exp(score - lse), dz = P * (cotangent . value - delta), and adds
+dz . keys to the gradient, which stays in registers until the end.
+"""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxsoft._attention.form import Extra
+
+from . import backward_plan
+from .backward_call import (
+    WGMMA,
+    Call,
+    Ring,
+    borders,
+    extras_of,
+    for_tiles,
+    multiply,
+    probabilities,
+    queries_of_tile,
+    roles,
+    select,
+    spread,
+    staging,
+    to_whole,
+    union,
+)
+from .backward_plan import ROWS, QueryPlan
+from .operands import tiled
+from .ranges import Range, Shape, key_tiles, segment_ranges, within
+from .scores import Scores, prepare
+
+
+def query_gradient(call: Call, plan: QueryPlan | None = None, interpret: Any = None):
+    """The kernel for a call.
+
+    Args:
+      call: the numbers of the call.
+      plan: how the work is cut up; None for the plan of the call's head sizes.
+      interpret: Pallas interpreter parameters.
+
+    Returns:
+      A function of the padded query, key, value and cotangent, the extras by name, lse in base 2, and delta, that
+      returns the gradient, padded.
+    """
+    plan = plan or backward_plan.query_plan(call.head, call.value)
+    shape = Shape(call.queries, call.keys, ROWS, plan.key_tile)
+    blocks = -(-call.queries // plan.block)
+    segmented = Extra.QUERY_SEGMENTS in call.form.extras
+    kernel = plgpu.kernel(
+        functools.partial(_body, call, plan, shape, blocks, segmented),
+        out_type=call.result(call.queries, call.query_heads, call.head),
+        scratch_types=(
+            tiled((plan.warp_groups, ROWS, call.head), call.dtype),
+            tiled((plan.warp_groups, ROWS, call.value), call.dtype),
+            tiled((plan.key_slots, plan.key_tile, call.head), call.dtype),
+            tiled((plan.value_slots, plan.key_tile, call.value), call.dtype),
+            plgpu.Barrier(num_arrivals=2, num_barriers=plan.warp_groups),
+            Ring.barriers(1, plan.key_slots, plan.warp_groups),
+            Ring.barriers(1, plan.value_slots, plan.warp_groups),
+            staging(plan.warp_groups, plan.key_tile, call.dtype, interpret),
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        grid=(call.batch, call.query_heads, blocks),
+        grid_names=("batch", "head", "block"),
+        num_threads=plan.warp_groups + 1,
+        thread_name="warp_group",
+        kernel_name="jaxsoft_attention_query_gradient",
+        interpret=interpret,
+    )
+
+    def gradient(query, key, value, cotangent, extras, lse, delta):
+        lse, delta = to_whole(lse, plan.block, jnp.inf), to_whole(delta, plan.block, 0.0)
+        prepared = prepare(call.form, extras, shape, 0)
+        ranges = []
+        if segmented:
+            segments = extras[Extra.QUERY_SEGMENTS], extras[Extra.KEY_SEGMENTS]
+            ranges = [segment_ranges(*segments, ROWS, plan.key_tile)]
+        given = [prepared[name] for name in call.form.extras]
+        return kernel(query, key, value, cotangent, lse, delta, *given, *ranges)
+
+    return gradient
+
+
+def _body(call: Call, plan: QueryPlan, shape: Shape, blocks: int, segmented: bool, *refs):
+    query_ref, key_ref, value_ref, cotangent_ref, lse_ref, delta_ref, *rest = refs
+    extras, rest = extras_of(call, rest[: len(call.form.extras)]), rest[len(call.form.extras) :]
+    segments_ref, rest = (rest[0], rest[1:]) if segmented else (None, rest)
+    result_ref, query_memory, cotangent_memory, key_memory, value_memory, own_filled, key_bars, value_bars, stages = (
+        rest
+    )
+    keys = Ring([key_memory], key_bars, plan.key_slots)
+    values = Ring([value_memory], value_bars, plan.value_slots)
+    scores = Scores(call.form, shape, extras)
+    batch, head, block = (lax.axis_index(name) for name in ("batch", "head", "block"))
+    if call.form.right is not None:  # the last queries have the most keys, and come first
+        block = blocks - 1 - block
+
+    def tiles(warp_group: int) -> Range:
+        begin = block * plan.block + warp_group * ROWS
+        found = key_tiles(call.form, shape, extras, batch, begin, ROWS)
+        if segmented:
+            last = -(-call.queries // ROWS) - 1
+            found = within(found, segments_ref, batch, jnp.minimum(block * plan.warp_groups + warp_group, last))
+        return found
+
+    all_tiles = [tiles(i) for i in range(plan.warp_groups)]
+    first, end = union(all_tiles)
+
+    def memory():
+        key_head = call.key_head(head)
+
+        def bring(tile, _):
+            place = batch, pl.ds(tile * plan.key_tile, plan.key_tile), key_head
+            keys.fill(tile - first, [key_ref.at[place]])
+            values.fill(tile - first, [value_ref.at[place]])
+
+        lax.fori_loop(first, end, bring, None)
+
+    def compute():
+        index = lax.axis_index("warp_group")
+        begin = block * plan.block + index * ROWS
+        place = batch, pl.ds(begin, ROWS), head
+        own_query, own_cotangent = query_memory.at[index], cotangent_memory.at[index]
+        plgpu.copy_gmem_to_smem(query_ref.at[place], own_query, own_filled.at[index])
+        plgpu.copy_gmem_to_smem(cotangent_ref.at[place], own_cotangent, own_filled.at[index])
+        keys.open()
+        values.open()
+        of_query = WGMMA.reduce(1)
+        lse, delta = (
+            plgpu.load(ref.at[batch, head, pl.ds(begin, ROWS)], layout=of_query, optimized=False)
+            for ref in (lse_ref, delta_ref)
+        )
+        known = queries_of_tile(scores, batch, begin, any(borders(call, shape, False)))
+        plgpu.barrier_wait(own_filled.at[index])
+
+        def step(gradient_acc, tile, masked):
+            (key,), (value,) = keys.wait(tile - first), values.wait(tile - first)
+
+            def probabilities_and_rises(score_acc, rise_acc):
+                plgpu.wgmma(score_acc, own_query, key.transpose((1, 0)))
+                plgpu.wgmma(rise_acc, own_cotangent, value.transpose((1, 0)))
+                products = plgpu.wgmma_accumulator_load(score_acc, wait_n=1)
+                where = {"queries": known, "key_begin": tile * plan.key_tile, "batch": batch, "head": head}
+                p, slope = probabilities(scores, products, lse, masked=masked, with_slope=True, **where)
+                return p, slope, plgpu.layout_cast(rise_acc[...], WGMMA)
+
+            accumulator = plgpu.WGMMAAccumulatorRef((ROWS, plan.key_tile), jnp.float32)
+            p, slope, rise = pl.run_scoped(probabilities_and_rises, accumulator, accumulator)
+            values.free(tile - first)
+            dz = p * (rise - spread(delta, rise.shape, 0))
+            if slope is not None:
+                dz *= slope
+            multiply(gradient_acc, plgpu.layout_cast(dz.astype(call.dtype), WGMMA), key, stages)
+            plgpu.wgmma_wait(0)
+            keys.free(tile - first)
+
+        def skip(tile):
+            for ring in (keys, values):
+                ring.wait(tile - first)
+                ring.free(tile - first)
+
+        def loop(gradient_acc):
+            own = select(all_tiles, index)
+            for_tiles(first, end, own, borders(call, shape, False), functools.partial(step, gradient_acc), skip)
+            return plgpu.layout_cast(gradient_acc[...], WGMMA)
+
+        gradient = pl.run_scoped(loop, plgpu.WGMMAAccumulatorRef((ROWS, call.head), jnp.float32))
+        own_query[...] = (gradient * call.form.scale).astype(call.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(own_query, result_ref.at[place])
+        plgpu.wait_smem_to_gmem(0)
+
+    roles(plan.warp_groups, compute, memory)

@@ -1,0 +1,32 @@
+"""Whether the kernels of attention can take a call."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxsoft._attention.form import Form
+
+from .plan import forward_plan
+
+_DTYPES = (jnp.float16, jnp.bfloat16)
+
+
+def unsupported(form: Form, operands: Sequence[jax.core.ShapedArray]) -> str | None:
+    """None, or why the kernels cannot take a call of this form and these operands."""
+    query, key, value = operands[:3]
+    names = sorted({operand.dtype.name for operand in (query, key, value)})
+    if len(names) > 1 or query.dtype not in _DTYPES:
+        return f"its kernels take queries, keys and values in float16 or in bfloat16, not {' and '.join(names)}"
+    if form.dtype not in (query.dtype, jnp.float32):
+        return f"its kernels return {query.dtype.name} or float32 for these operands, not {form.dtype.name}"
+    if not all(isinstance(length, int) for operand in operands for length in operand.shape):
+        return "its kernels are compiled for shapes that are known"
+    heads = query.shape[3], value.shape[3]
+    if any(size % 8 for size in heads):
+        return f"head sizes must be multiples of 8, the alignment of bulk copies; got {heads[0]} and {heads[1]}"
+    if forward_plan(*heads) is None:
+        return f"head sizes must be at most 256; got {heads[0]} and {heads[1]}"
+    if not all(query.shape + key.shape + value.shape):
+        return "it has no kernel for arrays without elements"
+    return None

@@ -1,0 +1,129 @@
+"""Attention forward on Hopper: the output and the log-sum-exp of every query, in one read of what matters.
+
+A block, whose work is in forward_block.py, has some queries of one head. One warp group copies tiles of keys and values
+to rings in shared memory; the others have 64 queries each, whose state (m, s, o) they keep in registers: m is the
+maximum, in base 2, s the sum of exp2(score - m), and o the sum of values weighted by it. Where there are two of them,
+one multiplies on the tensor cores while the other computes exponentials: a barrier makes them take turns. Of three,
+the hardware finds one that can multiply.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxsoft._attention.form import Extra, Form
+
+from . import operands as tiles
+from .forward_block import Block, Scratch
+from .plan import ForwardPlan, forward_plan
+from .ranges import Shape, segment_ranges
+from .scores import Scores, prepare
+
+
+def forward(
+    form: Form,
+    operands: Sequence[jax.core.ShapedArray],
+    plan: ForwardPlan | None = None,
+    interpret: Any = None,
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """The function of (query, key, value, *extras) that returns the output and the log-sum-exp.
+
+    Args:
+      form: the call's.
+      operands: the types of the operands.
+      plan: the sizes of tiles, for tests; None for those of plan.py.
+      interpret: Pallas interpreter parameters, for tests on a CPU.
+    """
+    query, key, value = operands[:3]
+    plan = plan or forward_plan(query.shape[3], value.shape[3])
+    assert plan
+    batch, length, heads, _ = query.shape
+    shape = Shape(length, key.shape[1], plan.query_rows, plan.key_tile)
+    size = value.shape[3]
+    direct = form.dtype == jnp.float32
+    whole = -(-length // plan.block_rows) * plan.block_rows
+    rows = whole if direct else tiles.padded_length(length)
+    columns = tiles.head_size(size) if direct else tiles.padded_head(size)
+    results = (
+        jax.ShapeDtypeStruct((batch, rows, heads, columns), form.dtype),
+        # Copies along one dimension do not stop at its end: on an H100 they went on into the next head's numbers.
+        jax.ShapeDtypeStruct((batch, heads, whole), jnp.float32),
+    )
+
+    def function(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+        extras = form.named(arrays)
+        prepared = prepare(form, extras, shape, queries_axis=0)
+        names, refs = tuple(prepared), list(prepared.values())
+        has_segments = Extra.QUERY_SEGMENTS in extras
+        if has_segments:
+            refs.append(
+                segment_ranges(extras[Extra.QUERY_SEGMENTS], extras[Extra.KEY_SEGMENTS], plan.block_rows, plan.key_tile)
+            )
+        kernel = plgpu.kernel(
+            functools.partial(_entry, form, plan, shape, names, has_segments, interpret is not None),
+            out_type=results,
+            # The queries of a head are together, for they read the same keys.
+            grid=(batch, heads, -(-length // plan.block_rows)),
+            grid_names=("batch", "heads", "queries"),
+            num_threads=plan.groups + 1,
+            thread_name="group",
+            compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+            kernel_name="jaxsoft_attention",
+            interpret=interpret,
+        )
+        output, lse = kernel(*(tiles.padded(array) for array in arrays[:3]), *refs)
+        return output[:, :length, :, :size], lse[:, :, :length]
+
+    return function
+
+
+def _entry(
+    form: Form,
+    plan: ForwardPlan,
+    shape: Shape,
+    names: Sequence[Extra],
+    has_segments: bool,
+    interpreted: bool,
+    *refs: Any,
+) -> None:
+    """Allocates shared memory, and runs every warp group's part."""
+    *inputs, output, lse = refs
+    query, key, value, *extras = inputs
+    named = dict(zip(names, extras, strict=False))
+    dtype, groups, slots = query.dtype, plan.groups, plan.slots
+    query_head, value_head = tiles.head_size(query.shape[3]), tiles.head_size(value.shape[3])
+    scratch = Scratch(
+        queries=tiles.tiled((groups, plan.query_rows, query_head), dtype),
+        keys=tiles.tiled((slots, plan.key_tile, query_head), dtype),
+        values=tiles.tiled((slots, plan.key_tile, value_head), dtype),
+        output=None if value_head == query_head else tiles.tiled((groups, plan.query_rows, value_head), dtype),
+        lse=plgpu.SMEM((groups, plan.query_rows), jnp.float32),
+        queries_there=plgpu.Barrier(num_barriers=groups),
+        keys_there=plgpu.Barrier(num_barriers=slots),
+        values_there=plgpu.Barrier(num_barriers=slots),
+        keys_read=plgpu.Barrier(num_arrivals=groups, num_barriers=slots),
+        values_read=plgpu.Barrier(num_arrivals=groups, num_barriers=slots),
+        turns=plgpu.Barrier(num_arrivals=groups, num_barriers=1),
+    )
+
+    def run(scratch: "Scratch") -> None:
+        block = Block(
+            form=form,
+            plan=plan,
+            scores=Scores(form, shape, named),
+            refs=(query, key, value, output, lse),
+            segments=extras[-1] if has_segments else None,
+            scratch=scratch,
+            interpreted=interpreted,
+        )
+        group = lax.axis_index("group")
+        pl.when(group < groups)(lambda: block.compute(group))
+        pl.when(group == groups)(block.copy)
+
+    pl.run_scoped(run, scratch, collective_axes="group")

@@ -1,0 +1,63 @@
+"""The sizes of tiles in the forward kernel, as data, by head size."""
+
+import dataclasses
+
+from .operands import head_size
+
+# What a block may have on Hopper; JAX's barriers and alignments take some.
+SHARED_BYTES = 227 * 1024
+_RESERVED_BYTES = 1536
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardPlan:
+    """How the forward kernel cuts up its work.
+
+    Attributes:
+      groups: warp groups that compute, in each block.
+      query_rows: queries of each of them.
+      key_tile: keys of a tile.
+      slots: tiles of keys, and of values, that are in shared memory at a time.
+    """
+
+    groups: int
+    query_rows: int
+    key_tile: int
+    slots: int
+
+    @property
+    def block_rows(self) -> int:
+        """Queries of a block."""
+        return self.groups * self.query_rows
+
+    def shared_bytes(self, query_head: int, value_head: int) -> int:
+        """Shared memory of a block, for head sizes that kernels compute with and 16-bit operands."""
+        queries = 2 * self.block_rows * query_head
+        output = 0 if value_head <= query_head else 2 * self.block_rows * value_head
+        return queries + output + 2 * self.slots * self.key_tile * (query_head + value_head) + 4 * self.block_rows
+
+
+# By the larger of the two head sizes, up to which a plan serves.
+# On an H100 (80 GB, JAX 0.11.2; 32K tokens of bf16, 8K long, TFLOP/s, all and causal): at 64, three warp groups 495 and
+# 453 where cuDNN had 469 and 452; two of them, in a run whose times were disturbed, 454 and 393 where three had 496 and
+# 466. At 128, two have 616 and 572, three with 64 keys 518 and 478, cuDNN 597 and 602.
+# Beyond, two warp groups whose products and exponentials take turns; two slots are enough, since products take
+# longer than copies. Accumulators of 64 x 128 scores and 64 x D outputs, and the scores as operands, leave no room for
+# more in 232 registers; at 256 shared memory is what limits the tile.
+FORWARD = {
+    64: ForwardPlan(groups=3, query_rows=64, key_tile=128, slots=2),
+    128: ForwardPlan(groups=2, query_rows=64, key_tile=128, slots=2),
+    192: ForwardPlan(groups=2, query_rows=64, key_tile=64, slots=2),
+    256: ForwardPlan(groups=2, query_rows=64, key_tile=64, slots=2),
+}
+
+
+def forward_plan(query_head: int, value_head: int) -> ForwardPlan | None:
+    """The plan for head sizes; None if there is none."""
+    query_head, value_head = head_size(query_head), head_size(value_head)
+    for largest, plan in FORWARD.items():
+        if max(query_head, value_head) <= largest:
+            for cut in (plan, dataclasses.replace(plan, groups=1)):  # one where values are the larger, above 192
+                if cut.shared_bytes(query_head, value_head) <= SHARED_BYTES - _RESERVED_BYTES:
+                    return cut
+    return None

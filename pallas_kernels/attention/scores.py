@@ -1,0 +1,248 @@
+"""From a tile of products of queries and keys to the scores of form.py: what all kernels of attention share.
+
+The kernels take a block of queries and loop over tiles of keys, or the other way round. Which tiles matter is in
+ranges.py. Here is what is done with a tile: scale, cap, bias, and the scores that do not count. Nothing of what a form
+does not have is traced.
+
+A tile has queries along its rows and keys along its columns (`queries_axis` 0), or the other way round (1). Arrays over
+queries and keys that come along are then to be given as such, too: `prepare` transposes and pads them in XLA. They
+are padded to whole tiles, if they are not, for loads do not stop at the end of an array.
+
+Scores come as values and a unit: the score in base 2 is values * unit, and so exp2(values * unit - m) is one
+fused multiplication and addition, and exp2, for each score.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxsoft._attention.form import Extra, Form
+
+from ..rows.memory import load_as_is
+from .ranges import Shape, limits_of_queries
+
+LOG2E = math.log2(math.e)
+# The types in which a bias is read. Others are converted to f32 before.
+_BIAS_DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
+
+
+def prepare(form: Form, extras: Mapping[Extra, jax.Array], shape: Shape, queries_axis: int) -> dict[Extra, jax.Array]:
+    """The extras as kernels read them: masks as bytes, what has tiles in whole ones, queries along queries_axis.
+
+    To be called outside of the kernel. What is in whole tiles already, with queries along the rows, is not copied.
+    """
+    result = dict(extras)
+    for name in (Extra.BIAS, Extra.MASK):
+        if name in extras:
+            array = extras[name]
+            if name is Extra.MASK:
+                array = array.astype(jnp.int8)
+            elif array.dtype not in _BIAS_DTYPES:
+                array = array.astype(jnp.float32)
+            array = _whole_tiles(array, 2, shape.query_tile)
+            array = _whole_tiles(array, 3, shape.key_tile)
+            result[name] = array if queries_axis == 0 else array.swapaxes(2, 3)
+    for name, tile in ((Extra.QUERY_SEGMENTS, shape.query_tile), (Extra.KEY_SEGMENTS, shape.key_tile)):
+        if name in extras:
+            segments = extras[name]
+            length = shape.queries if name is Extra.QUERY_SEGMENTS else shape.keys
+            segments = jnp.broadcast_to(segments, (segments.shape[0], length))
+            result[name] = jnp.pad(segments, ((0, 0), (0, -length % tile)), mode="edge")
+    return result
+
+
+def _whole_tiles(array: jax.Array, axis: int, tile: int) -> jax.Array:
+    """An array padded along an axis to a multiple of the tile, unless it is the same all along the axis."""
+    missing = -array.shape[axis] % tile
+    if array.shape[axis] == 1 or not missing:
+        return array
+    widths = [(0, 0)] * array.ndim
+    widths[axis] = (0, missing)
+    return jnp.pad(array, widths)
+
+
+@dataclasses.dataclass(frozen=True)
+class Queries:
+    """What is known of the queries of a tile, one number a query, in the layout of the tile reduced over keys.
+
+    Attributes:
+      begin: the index of the first.
+      first: the first key that counts; None if it is 0 for all.
+      end: one more than the last key that counts; None if all do, one number if it is the same for all.
+      segments: their segments, if there are any.
+    """
+
+    begin: jax.Array
+    first: jax.Array | None
+    end: jax.Array | int | None
+    segments: jax.Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """Scores: values * unit in base 2.
+
+    Attributes:
+      values: f32, -inf where a score does not count.
+      unit: positive.
+      slope: how much a score grows with the scaled product, where there is a cap and it was asked for.
+    """
+
+    values: jax.Array
+    unit: float
+    slope: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """How tiles of products become scores.
+
+    Attributes:
+      form: the call's.
+      shape: the numbers of queries and keys, and of those in a tile.
+      refs: references to the extras, prepared.
+      queries_axis: 0 if queries lie along a tile's rows, 1 if along its columns.
+    """
+
+    form: Form
+    shape: Shape
+    refs: Mapping[Extra, Any]
+    queries_axis: int = 0
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether there may be queries for which no score counts, or is finite."""
+        masks = set(self.form.extras) - {Extra.SINKS}
+        return bool(masks) or self.form.left is not None or self.form.right is not None
+
+    @property
+    def unit(self) -> float:
+        """The unit of all tiles."""
+        plain = self.form.cap is None and Extra.BIAS not in self.form.extras and self.form.scale > 0
+        return self.form.scale * LOG2E if plain else LOG2E
+
+    def queries(self, batch: jax.Array, begin: jax.Array) -> Queries:
+        """What tiles of the queries that begin here need, to be loaded once for all their tiles."""
+        layout = plgpu.Layout.WGMMA.reduce(1 - self.queries_axis)
+        count = self.shape.query_tile
+        query = plgpu.broadcasted_iota(jnp.int32, (count,), 0, layout=layout) + begin
+        first, end = limits_of_queries(self.form, self.shape, self.refs, batch, query, self.queries_axis)
+        # The layout is said, and the end of keys alone tied to the iota: its inference fails where it is free.
+        if end is not None and self.form.right is None:
+            end = jnp.where(query >= begin, end, 0)
+        first, end = (limit if limit is None else plgpu.layout_cast(limit, layout) for limit in (first, end))
+        segments = None
+        if Extra.QUERY_SEGMENTS in self.refs:
+            ref = self.refs[Extra.QUERY_SEGMENTS]
+            begin_of_load = jnp.minimum(begin, ref.shape[1] - count)
+            segments = load_as_is(ref.at[_same(ref, 0, batch), pl.ds(begin_of_load, count)], layout)
+        return Queries(begin, first, end, segments)
+
+    def tile(
+        self,
+        products: jax.Array,
+        queries: Queries,
+        key_begin: jax.Array,
+        batch: jax.Array,
+        head: jax.Array,
+        masked: bool = True,
+        with_slope: bool = False,
+        loaded: Mapping[Extra, jax.Array] | None = None,
+    ) -> Tile:
+        """The scores of a tile.
+
+        Args:
+          products: the products of queries and keys, f32, in the layout of a wgmma accumulator.
+          queries: what is known of its queries.
+          key_begin: the index of its first key.
+          batch, head: the indices of the batch's entry and of the query head.
+          masked: False for a tile of the interior (see ranges.py), where limits, lengths and segments exclude nothing.
+          with_slope: whether the slope is needed.
+          loaded: what `load` returned for the tile; None to load it here.
+        """
+        form, slope = self.form, None
+        if loaded is None:
+            loaded = self.load(queries, key_begin, batch, head)
+        if form.cap is not None:
+            # The hardware's approximate tanh errs by 5e-4 of the cap, which is 2 % of exp(score) at a cap of 50.
+            # rsqrt is fast, and where exp2 overflows, its square is 0.
+            root = lax.rsqrt(1 + jnp.exp2(products * (2 * LOG2E * form.scale / form.cap)))
+            below = root * root  # (1 - tanh) / 2
+            values = form.cap - (2 * form.cap) * below
+            slope = 4 * (below - below * below) if with_slope else None
+        elif Extra.BIAS in form.extras or form.scale <= 0:
+            values = products * form.scale
+        else:
+            values = products
+        if Extra.BIAS in form.extras:
+            values += loaded[Extra.BIAS].astype(jnp.float32)
+        counts = self._counts(queries, key_begin, batch) if masked else None
+        if Extra.MASK in form.extras:
+            mask = loaded[Extra.MASK].astype(jnp.int32) != 0
+            counts = mask if counts is None else counts & mask
+        if counts is not None:
+            values = jnp.where(counts, values, -jnp.inf)
+        return Tile(values, self.unit, slope)
+
+    def load(self, queries: Queries, key_begin: jax.Array, batch: jax.Array, head: jax.Array) -> dict[Extra, jax.Array]:
+        """The bias and mask of a tile, as far as there are any. They arrive while products are computed, if it is
+        called before.
+        """
+        names = [name for name in (Extra.BIAS, Extra.MASK) if name in self.form.extras]
+        return {name: self._load(name, batch, head, queries.begin, key_begin) for name in names}
+
+    def _counts(self, queries: Queries, key_begin: jax.Array, batch: jax.Array) -> jax.Array | None:
+        """Where the scores of a tile count, by limits, lengths and segments; None for everywhere."""
+        counts = None
+        if queries.first is not None or queries.end is not None:
+            key = plgpu.broadcasted_iota(jnp.int32, self._tile_shape, 1 - self.queries_axis, layout=plgpu.Layout.WGMMA)
+            if queries.first is not None:
+                counts = key >= self._spread(queries.first - key_begin, self.queries_axis)
+            if queries.end is not None:
+                before = key < self._spread(queries.end - key_begin, self.queries_axis)
+                counts = before if counts is None else counts & before
+        if queries.segments is not None:
+            ref, keys_axis = self.refs[Extra.KEY_SEGMENTS], 1 - self.queries_axis
+            keys = pl.ds(key_begin, self.shape.key_tile)
+            segments = load_as_is(ref.at[_same(ref, 0, batch), keys], plgpu.Layout.WGMMA.reduce(self.queries_axis))
+            same = self._spread(queries.segments, self.queries_axis) == self._spread(segments, keys_axis)
+            counts = same if counts is None else counts & same
+        return counts
+
+    @property
+    def _tile_shape(self) -> tuple[int, int]:
+        shape = self.shape.query_tile, self.shape.key_tile
+        return shape if self.queries_axis == 0 else shape[::-1]
+
+    def _spread(self, numbers: jax.Array, axis: int) -> jax.Array:
+        """Numbers along an axis of the tile, for all of the tile."""
+        return lax.broadcast_in_dim(numbers, self._tile_shape, [axis] if jnp.ndim(numbers) else [])
+
+    def _load(self, name: Extra, batch: jax.Array, head: jax.Array, query: jax.Array, key: jax.Array) -> jax.Array:
+        """The part of a bias or mask that belongs to a tile, in the tile's layout."""
+        ref, sizes = self.refs[name], self._tile_shape
+        begins = (query, key) if self.queries_axis == 0 else (key, query)
+        index: list[Any] = [_same(ref, 0, batch), _same(ref, 1, head)]
+        for axis in (0, 1):
+            length = ref.shape[2 + axis]
+            # A warp group may have queries beyond the last tile of the array: it then loads what is there.
+            begin = jnp.minimum(begins[axis], length - sizes[axis])
+            index.append(0 if length == 1 else pl.ds(begin, sizes[axis]))
+        along = [axis for axis in (0, 1) if ref.shape[2 + axis] > 1]
+        if not along:
+            return lax.broadcast_in_dim(ref[tuple(index)], sizes, [])
+        layout = plgpu.Layout.WGMMA if len(along) == 2 else plgpu.Layout.WGMMA.reduce(1 - along[0])
+        loaded = load_as_is(ref.at[tuple(index)], layout)
+        return loaded if len(along) == 2 else self._spread(loaded, along[0])
+
+
+def _same(ref: Any, axis: int, index: jax.Array) -> jax.Array | int:
+    """An index into an axis, which may have length 1 and is then the same for all."""
+    return index if ref.shape[axis] > 1 else 0

@@ -1,0 +1,319 @@
+"""Attention and its gradients against the definition in float64: every option, every length, special values."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_calls import FIXED, MOVING, OPTIONS, SMALL, Sizes, case, conflict
+from cases import Case
+from common import as_usual, on_cpu, precision, same_bits, served, slow
+from definitions import attention
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxsoft
+from jaxsoft._attention import blocks
+from jaxsoft._attention.choice import KERNELS
+
+AVAILABLE = [name for name, reason in jaxsoft.implementations().items() if reason is None and name in KERNELS]
+IMPLEMENTATIONS = (None, *AVAILABLE)
+each_implementation = pytest.mark.parametrize(
+    "implementation",
+    [pytest.param(name, marks=slow if name in ("xla", "reference") else (), id=str(name)) for name in IMPLEMENTATIONS],
+)
+each_fast_implementation = pytest.mark.parametrize(
+    "implementation", [name for name in IMPLEMENTATIONS if name not in ("xla", "reference")], ids=str
+)
+
+
+def both(call: Case) -> Case:
+    """The results of a call and its gradients, compiled once."""
+    return Case.together(call.what, [call, call.through("grad")])
+
+
+def test_reference():
+    """The definition by a scan, which XLA compiles slowly."""
+    with precision(np.float64):
+        both(case(["bias", "sinks", "causal"], Sizes(1, 3, 5, 2, 1, 2, 2), np.float64, "reference")).check()
+
+
+@pytest.mark.parametrize("option", [None, *OPTIONS], ids=str)
+@each_implementation
+def test_every_option(option, implementation):
+    """Output, log-sum-exp and all gradients."""
+    with precision(np.float64), served(implementation):
+        call = case([option] if option else [], SMALL, np.float64, implementation)
+        both(call).check()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32], ids=lambda dtype: dtype.__name__)
+@each_fast_implementation
+def test_every_dtype(dtype, implementation):
+    """16 bits too, on every platform, with options that move and options that do not."""
+    with served(implementation):
+        call = case(["bias of a head", "sinks", "causal"], Sizes(t=40, s=40, h=32, d=32), dtype, implementation)
+        both(call).check()
+        output, lse = call.ours(*call.operands)
+        assert output.dtype == dtype
+        assert lse.dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [Sizes(n=4, k=4), Sizes(n=6, k=1), Sizes(n=6, k=3), Sizes(d=3), Sizes(h=3, d=5), Sizes(b=1, t=1, s=1, n=1, k=1)],
+    ids=str,
+)
+@each_fast_implementation
+def test_heads(sizes, implementation):
+    """Groups of every kind, and values of another size than keys."""
+    with precision(np.float64), served(implementation):
+        call = case(["bias", "causal"], sizes, np.float64, implementation)
+        both(call).check()
+
+
+# By plain JAX in blocks of 128 keys, by kernels in tiles of 64 to 128.
+LENGTHS = [(1, 1), (17, 17), (2, 127), (65, 128), (3, 129), (127, 256), (129, 257), (5, 1000)]
+
+
+@pytest.fixture
+def short_blocks(monkeypatch):
+    """Blocks of 128 keys, however few queries there are."""
+    monkeypatch.setattr(blocks, "SCORES", 1)
+    monkeypatch.setattr(blocks, "LEAST_ELSEWHERE", 128)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize(
+    ("t", "s"), [*LENGTHS, pytest.param(1000, 4095, marks=slow), pytest.param(2, 65537, marks=slow)]
+)
+@pytest.mark.parametrize("options", [("offset",), ("bias of a head", "mask of keys", "sinks")], ids=str)
+@each_fast_implementation
+@pytest.mark.usefixtures("short_blocks")
+def test_lengths(t, s, options, implementation):
+    """Around the borders of blocks and of tiles."""
+    dtype = np.float32 if implementation is None else jnp.bfloat16
+    with served(implementation):
+        call = case(options, Sizes(b=2, t=t, s=s, n=2, k=1, h=32, d=32), dtype, implementation)
+        both(call).check()
+
+
+@pytest.mark.usefixtures("short_blocks")
+def test_derivatives_over_blocks():
+    """Derivatives of every kind and of the second order, of what takes several blocks."""
+    with precision(np.float64):
+        call = case(["causal", "bias", "cap"], Sizes(b=1, t=3, s=257, n=2, k=1, h=4, d=4), np.float64)
+        first = call.through("grad")
+        Case.together(call.what, [call.through("jvp"), first.through("jvp"), first.through("grad")]).check()
+
+
+@each_implementation
+@pytest.mark.parametrize("empty", ["b", "t", "s", "d"])
+def test_nothing(empty, implementation):
+    """Arrays without elements."""
+    with served(implementation):
+        call = case(["sinks"], SMALL._replace(**{empty: 0}), np.float32, implementation)
+        call.check()
+        chex.assert_tree_all_finite(jax.grad(lambda *v: call.ours(*v)[0].sum(), (0, 1, 2))(*call.operands))
+
+
+@given(
+    options=st.lists(st.sampled_from(OPTIONS), unique=True, min_size=2, max_size=6).filter(lambda o: not conflict(o)),
+    sizes=st.builds(
+        Sizes,
+        b=st.sampled_from([1, 2, 3]),
+        t=st.sampled_from([1, 2, 7, 33]),
+        s=st.sampled_from([1, 5, 17, 40]),
+        n=st.just(4),
+        k=st.sampled_from([1, 2, 4]),
+        h=st.sampled_from([1, 4, 8]),
+        d=st.sampled_from([1, 4, 8]),
+    ),
+    implementation=st.sampled_from([name for name in IMPLEMENTATIONS if name != "reference"]),
+)
+@settings(max_examples=5)
+def test_combinations(options, sizes, implementation):
+    """Any options at once."""
+    with precision(np.float64), served(implementation):
+        call = case(options, sizes, np.float64, implementation)
+        both(call).check()
+
+
+@given(
+    options=st.lists(st.sampled_from(OPTIONS), unique=True, max_size=6).filter(lambda o: not conflict(o)),
+    sizes=st.builds(
+        Sizes,
+        b=st.sampled_from([1, 2]),
+        t=st.sampled_from([1, 60, 129, 200]),
+        s=st.sampled_from([1, 64, 130, 300]),
+        n=st.just(4),
+        k=st.sampled_from([1, 2, 4]),
+        h=st.sampled_from([32, 64, 96, 128, 256]),
+        d=st.sampled_from([32, 64, 128, 256]),
+    ),
+    dtype=st.sampled_from([jnp.bfloat16, jnp.float16]),
+    implementation=st.sampled_from([name for name in IMPLEMENTATIONS if name != "reference"]),
+)
+@settings(max_examples=12)
+@slow
+def test_combinations_of_16_bits(options, sizes, dtype, implementation):
+    """The same in the dtypes and at the head sizes that kernels of GPUs take."""
+    with served(implementation):
+        call = case(options, sizes, dtype, implementation)
+        both(call).check()
+
+
+@each_implementation
+def test_where_no_key_counts(implementation):
+    """The output is 0, the log-sum-exp -inf, and no gradient is NaN or of that query."""
+    with served(implementation):
+        call = case(["bias"], Sizes(h=32, d=32), np.float32, implementation)
+        query, key, value, bias = call.operands
+        mask = np.ones((2, 1, 7, 1), bool)
+        mask[0, 0, 2] = mask[1, 0, 5] = False
+        bias[1, :, 6] = -np.inf  # nothing but scores of -inf is the same
+
+        def results(*v):
+            return jaxsoft.dot_product_attention(*v, mask=mask, implementation=implementation, return_residual=True)
+
+        output, lse = results(query, key, value, bias)
+        by_query, by_key, by_value, by_bias = jax.grad(
+            lambda *v: sum(jnp.sum(jnp.sin(jnp.where(jnp.isfinite(y), y, 0))) for y in results(*v)), (0, 1, 2, 3)
+        )(query, key, value, bias)
+        chex.assert_tree_all_finite((output, by_query, by_key, by_value, by_bias))
+        for b, t in ((0, 2), (1, 5), (1, 6)):
+            assert not output[b, t].any() and (lse[b, t] == -np.inf).all()
+            assert not by_query[b, t].any() and not by_bias[b, :, t].any()
+
+
+@each_implementation
+@pytest.mark.parametrize("loss", [jnp.square, lambda lse: jnp.exp(-lse)], ids=["square", "inverse"])
+def test_infinite_cotangents(loss, implementation):
+    """That of the log-sum-exp is infinite where it is -inf and enters a loss by itself: the gradients are still 0."""
+    with served(implementation):
+        query, key, value = case([], Sizes(h=32, d=32), np.float32, implementation).operands
+        lengths = np.array([4, 0], np.int32)
+
+        def total(*v):
+            options = {"query_seq_lengths": lengths, "implementation": implementation, "return_residual": True}
+            output, lse = jaxsoft.dot_product_attention(*v, **options)
+            return jnp.sum(output) + jnp.sum(loss(lse))
+
+        gradients = jax.grad(total, (0, 1, 2))(query, key, value)
+        chex.assert_tree_all_finite(gradients)
+        assert not gradients[0][0, 4:].any() and not gradients[0][1].any()
+
+
+@each_implementation
+def test_special_scores(implementation):
+    """NaN and +inf make their own query NaN, and no other; huge scores are exact."""
+    with served(implementation):
+        call = case(["bias"], Sizes(h=32, d=32), np.float32, implementation)
+        query, key, value, bias = call.operands
+        plain = jaxsoft.dot_product_attention(query, key, value, bias, implementation=implementation)
+        bias = bias.copy()
+        bias[0, 1, 2, 3], bias[1, 0, 4, 0] = np.nan, np.inf
+        bias[0, 0, 6] += 1e4
+        y = np.asarray(jaxsoft.dot_product_attention(query, key, value, bias, implementation=implementation))
+        wrong = np.isnan(y).all(axis=-1)
+        assert wrong[0, 2, 1] and wrong[1, 4, 0] and wrong.sum() == 2
+        np.testing.assert_allclose(y[~wrong], np.asarray(plain)[~wrong], rtol=2e-3, atol=2e-3)
+
+
+@each_fast_implementation
+def test_same_bits(implementation):
+    """The output and the gradients, from run to run."""
+    with served(implementation):
+        call = case(["bias of a head", "sinks", "causal"], Sizes(t=70, s=70, h=64, d=64), jnp.bfloat16, implementation)
+        run = jax.jit(call.through("grad").ours)
+        assert same_bits(run(*call.operands), run(*call.operands))
+
+
+def test_state_in_parts():
+    """Attention over keys in parts, each going on from the state of those before, is attention over all."""
+    with precision(np.float64):
+        call = case(["cap"], Sizes(t=5, s=12), np.float64)
+        query, key, value = call.operands
+        state = None
+        for part in (slice(0, 3), slice(3, 4), slice(4, 12)):
+            output, lse, state = jaxsoft.dot_product_attention(
+                query, key[:, part], value[:, part], logits_soft_cap=1.5, state=state, return_state=True,
+                return_residual=True,
+            )  # fmt: skip
+        expected, expected_lse = call.ours(*call.operands)
+        np.testing.assert_allclose(output, expected, rtol=1e-12)
+        np.testing.assert_allclose(lse, expected_lse, rtol=1e-12)
+        np.testing.assert_allclose(jaxsoft.fold.output(state), expected, rtol=1e-12)
+
+
+def test_decoding():
+    """One query after the other, over a cache, gives what all of them at once do."""
+    call = case([], Sizes(t=9, s=9), np.float32)
+    query, key, value = call.operands
+    whole = jaxsoft.dot_product_attention(query, key, value, is_causal=True)
+    step = jax.jit(
+        lambda q, i: jaxsoft.dot_product_attention(
+            q, key, value, query_offset=i, key_value_seq_lengths=jnp.full(2, i + 1)
+        )
+    )
+    for i in range(9):
+        np.testing.assert_allclose(step(query[:, i : i + 1], i)[:, 0], whole[:, i], rtol=1e-5, atol=1e-6)
+
+
+OF_JAX = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "scale": {"scale": 0.3},
+    "lengths": {"query_seq_lengths": np.array([7, 3], np.int32), "key_value_seq_lengths": np.array([2, 9], np.int32)},
+    "window": {"local_window_size": 2},
+    "window of two": {"local_window_size": (3, 1), "is_causal": True},
+    "bias": {"bias": np.random.default_rng(1).standard_normal((4, 7, 9)).astype(np.float32)},
+    "mask": {"mask": np.arange(9)[None, None, None] < 6},
+    "residual": {"return_residual": True},
+}
+
+
+@pytest.mark.parametrize("options", OF_JAX.values(), ids=OF_JAX)
+@pytest.mark.parametrize("batch", [True, False])
+def test_drop_in(options, batch):
+    """The function of jax.nn, with all of its arguments, in both of its forms."""
+    operands = case([], SMALL, np.float32).operands
+    if not batch:
+        operands = [v[0] for v in operands]
+        options = {name: v[:1] if "lengths" in name else v for name, v in options.items()}
+
+    def gradients(f):
+        return jax.grad(lambda *v: jnp.sum(jnp.sin(jax.tree.leaves(f(*v, **options))[0])), (0, 1, 2))(*operands)
+
+    with as_usual():
+        expected = jax.nn.dot_product_attention(*operands, **options), gradients(jax.nn.dot_product_attention)
+    actual = jaxsoft.dot_product_attention(*operands, **options), gradients(jaxsoft.dot_product_attention)
+    chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+@on_cpu
+def test_no_array_of_all_scores():
+    """Neither forward nor backward: the memory of a compiled program is that of a block of keys."""
+    x = jax.ShapeDtypeStruct((1, 8192, 1, 16), jnp.float32)
+
+    def f(q, k, v):
+        return jaxsoft.dot_product_attention(q, k, v, is_causal=True)
+
+    def gradients(q, k, v):
+        return jax.grad(lambda *x: f(*x).sum(), (0, 1, 2))(q, k, v)
+
+    for program, part in ((f, 0.1), (gradients, 0.2)):
+        memory = jax.jit(program).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
+        assert memory < part * 4 * 8192 * 8192, memory / (4 * 8192 * 8192)
+
+
+def test_the_definition_is_jax():
+    """The definition agrees with jax.nn where they should."""
+    with precision(np.float64), as_usual():
+        call = case(["causal", "bias"], Sizes(n=4, k=4), np.float64)
+        query, key, value, bias = call.operands
+        expected = jax.nn.dot_product_attention(query, key, value, bias, is_causal=True)
+        np.testing.assert_allclose(attention(query, key, value, bias, is_causal=True)[0], expected, rtol=1e-5)
+    assert {*MOVING} & {*FIXED} == set()

@@ -1,0 +1,218 @@
+"""The Pallas kernel of attention without a GPU: interpreted on a CPU, races detected, and lowered for a GPU elsewhere.
+
+The interpreter runs every warp group in a thread of XLA's pool, which must have more threads than a block has warp
+groups: NPROC says how many, before JAX starts. It knows no layouts and no rules of copies, which lowering checks.
+"""
+
+import os
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from common import on_cpu, target
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxsoft.pallas_kernels.attention import choice, ranges
+from jaxsoft.pallas_kernels.attention.forward import forward
+from jaxsoft.pallas_kernels.attention.plan import FORWARD, ForwardPlan
+
+from jaxsoft._attention.form import Extra, Form
+
+BF16, F16, F32 = (np.dtype(dtype) for dtype in (jnp.bfloat16, jnp.float16, jnp.float32))
+SEGMENTS = (Extra.QUERY_SEGMENTS, Extra.KEY_SEGMENTS)
+LENGTHS = (Extra.QUERY_LENGTHS, Extra.KEY_LENGTHS)
+HEADS = [
+    (64, 64),
+    (128, 128),
+    (256, 256),
+    (32, 32),
+    (8, 8),
+    (96, 96),
+    (192, 128),
+    (128, 192),
+    (40, 72),
+    (256, 64),
+    (224, 256),
+]
+# Small tiles, with which few queries and keys do what many do.
+PLAN = ForwardPlan(groups=2, query_rows=64, key_tile=64, slots=2)
+enough_threads = pytest.mark.skipif(
+    max(os.cpu_count() or 1, int(os.environ.get("NPROC", "0"))) < 4, reason="the interpreter would wait for ever"
+)
+
+
+@pytest.fixture(autouse=True)
+def no_races(capfd):
+    """Fails a test where the interpreter reports a race: some versions of JAX raise, others print."""
+    yield
+    assert "RACE DETECTED" not in "".join(capfd.readouterr())
+
+
+def form_of(*extras, dtype=BF16, **rules):
+    return Form(dtype, rules.pop("scale", 0.2), extras=extras, **rules)
+
+
+def operands_of(form, queries, keys, head=32, value=32, dtype=BF16, bias=None, mask=None):
+    """Two entries of the batch, two query heads and a key head; shapes of a bias and a mask, if they are broadcast."""
+    rng = np.random.default_rng(queries)
+    operands = [
+        rng.standard_normal((2, length, heads, size)).astype(dtype)
+        for length, heads, size in ((queries, 2, head), (keys, 1, head), (keys, 1, value))
+    ]
+    for extra in form.extras:
+        length = queries if extra in (Extra.QUERY_SEGMENTS, Extra.QUERY_LENGTHS) else keys
+        if extra is Extra.BIAS:
+            operands.append(rng.standard_normal(bias or (2, 2, queries, keys)).astype(np.float32))
+        elif extra is Extra.MASK:
+            operands.append(rng.random(mask or (2, 2, queries, keys)) < 0.7)
+        elif extra in SEGMENTS:
+            operands.append(np.sort(rng.integers(0, 3, (2, length)), axis=1).astype(np.int32))
+        elif extra is Extra.SINKS:
+            operands.append(np.array([[0.5, -np.inf]], np.float32))
+        else:
+            operands.append(np.array([9, -5] if extra is Extra.OFFSET else [length - 7, 0], np.int32))
+    return operands
+
+
+def exact(form, operands):
+    """The output and the log-sum-exp in float64."""
+    query, key, value = (np.asarray(x, np.float64) for x in operands[:3])
+    extras = form.named(operands)
+    key, value = (np.repeat(x, query.shape[2] // key.shape[2], axis=2) for x in (key, value))
+    z = np.einsum("btnh,bsnh->bnts", query, key) * form.scale
+    z = z if form.cap is None else form.cap * np.tanh(z / form.cap)
+    z = z + extras.get(Extra.BIAS, 0.0)
+    i, j = np.ogrid[: z.shape[2], : z.shape[3]]
+    number = {name: np.reshape(x, (-1, 1, 1, 1)) for name, x in extras.items() if np.ndim(x) == 1}
+    position = i + number.get(Extra.OFFSET, 0)
+    counts = np.broadcast_to(extras.get(Extra.MASK, True), z.shape).copy()
+    if form.left is not None:
+        counts &= j >= position - form.left
+    if form.right is not None:
+        counts &= j <= position + form.right
+    counts &= (i < number.get(Extra.QUERY_LENGTHS, z.shape[2])) & (j < number.get(Extra.KEY_LENGTHS, z.shape[3]))
+    if SEGMENTS[0] in extras:
+        counts &= (extras[SEGMENTS[0]][:, :, None] == extras[SEGMENTS[1]][:, None, :])[:, None]
+    sinks = np.reshape(extras.get(Extra.SINKS, np.array([[-np.inf]])), (1, -1, 1, 1)).astype(np.float64)
+    z = np.where(counts, z, -np.inf)
+    m = np.maximum(z.max(axis=-1, keepdims=True), sinks)
+    m = np.where(m == -np.inf, 0, m)
+    e = np.exp(z - m)
+    s = e.sum(axis=-1, keepdims=True) + np.exp(sinks - m)
+    with np.errstate(divide="ignore"):
+        lse = (m + np.log(s))[..., 0]
+    return np.einsum("bnts,bsnd->btnd", e / np.where(s == 0, 1, s), value), lse
+
+
+def assert_right(form, operands):
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    output, lse = jax.jit(forward(form, types, PLAN, interpret))(*operands)
+    expected, expected_lse = exact(form, operands)
+    chex.assert_type([output, lse], [form.dtype, jnp.float32])
+    chex.assert_shape([output, lse], [expected.shape, expected_lse.shape])
+    np.testing.assert_allclose(lse, expected_lse, rtol=3e-6, atol=3e-6)
+    bound = float(jnp.finfo(operands[0].dtype).eps) * (np.abs(expected) + np.abs(expected).max())
+    assert (np.abs(np.asarray(output, np.float64) - expected) <= bound).all()
+    empty = np.isneginf(expected_lse).transpose(0, 2, 1)
+    assert not np.asarray(output)[empty].any()
+
+
+@on_cpu
+@enough_threads
+@pytest.mark.parametrize(
+    "form, queries, keys, options",
+    [
+        (form_of(right=0), 150, 130, {"head": 40, "value": 40}),
+        (form_of(Extra.OFFSET, left=50, right=10, dtype=F16), 130, 200, {"dtype": F16}),
+        (form_of(*SEGMENTS), 140, 200, {}),
+        (form_of(*LENGTHS, Extra.SINKS, right=3), 100, 150, {"value": 96}),
+        (form_of(*LENGTHS), 70, 150, {}),
+        (
+            form_of(Extra.BIAS, Extra.MASK, cap=5.0, dtype=F32),
+            70,
+            150,
+            {"bias": (1, 2, 70, 150), "mask": (2, 1, 1, 150)},
+        ),
+        (form_of(Extra.BIAS, Extra.MASK), 1, 100, {"bias": (2, 1, 1, 1), "mask": (1, 2, 1, 100)}),
+        (form_of(scale=-0.3), 64, 64, {}),
+    ],
+    ids=["causal", "window", "segments", "sinks", "lengths", "cap", "one query", "negative"],
+)
+def test_values(form, queries, keys, options):
+    assert_right(form, operands_of(form, queries, keys, **options))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        form_of(),
+        form_of(right=0),
+        form_of(*LENGTHS, Extra.OFFSET, Extra.SINKS, left=30, right=0),
+        form_of(*SEGMENTS, right=0),
+        form_of(Extra.BIAS, Extra.MASK, cap=30.0),
+        form_of(dtype=F32),
+    ],
+    ids=["plain", "causal", "lengths", "segments", "bias", "f32"],
+)
+def test_lowers_for_hopper(form):
+    for head, value in HEADS:
+        queries, keys = (300, 517) if head == 64 else (256, 384)
+        operands = operands_of(form, queries, keys, head, value)
+        types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+        assert choice.unsupported(form, types) is None
+        with target("NVIDIA H100 80GB HBM3"):
+            lowered = jax.jit(forward(form, types)).trace(*types).lower(lowering_platforms=("cuda",))
+        assert "mosaic_gpu" in lowered.as_text()
+        output, lse = lowered.out_info
+        assert output.shape == (2, queries, 2, value) and lse.shape == (2, 2, queries)
+
+
+@pytest.mark.parametrize("axis", [0, 1], ids=["queries", "keys"])
+@pytest.mark.parametrize("left", [None, 0, 70])
+@pytest.mark.parametrize("right", [None, 0, 70])
+@pytest.mark.parametrize("offset", [-100, 0, 130])
+def test_ranges(axis, left, right, offset):
+    """No tile that matters is left out, and no score of the interior is excluded."""
+    form = form_of(Extra.OFFSET, *LENGTHS, left=left, right=right)
+    shape = ranges.Shape(queries=300, keys=200, query_tile=64, key_tile=32)
+    for lengths in ((300, 200), (170, 100), (128, 0), (0, 64)):
+        refs = dict(zip(form.extras, (jnp.array([n], jnp.int32) for n in (offset, *lengths)), strict=True))
+        i, j = np.ogrid[:320, :224]
+        counts = (i < lengths[0]) & (j < lengths[1])
+        counts &= (left is None or j >= i + offset - left) & (right is None or j <= i + offset + right)
+        counts = counts if axis == 0 else counts.T
+        function, block, tile = ((ranges.key_tiles, 128, 32), (ranges.query_tiles, 32, 64))[axis]
+        for begin in range(0, counts.shape[0] - block + 1, block):
+            span = function(form, shape, refs, 0, jnp.int32(begin), block)
+            span = ranges.Range(
+                *(int(getattr(span, name)) for name in ("begin", "interior_begin", "interior_end", "end"))
+            )
+            assert span.begin <= span.interior_begin <= span.interior_end <= span.end
+            here = counts[begin : begin + block]
+            assert not here[:, : span.begin * tile].any() and not here[:, span.end * tile :].any()
+            assert here[:, span.interior_begin * tile : span.interior_end * tile].all()
+
+
+def test_plans():
+    """Every head size has a plan whose tiles fit shared memory."""
+    assert list(FORWARD) == sorted(FORWARD)
+    form = form_of()
+    for head in range(8, 264, 8):
+        for value in (8, head, 256):
+            types = [jax.ShapeDtypeStruct((1, 64, 1, size), BF16) for size in (head, head, value)]
+            assert choice.unsupported(form, types) is None
+
+
+def test_unsupported():
+    def reason(query=BF16, key=BF16, head=64, value=64, output=BF16):
+        sizes = (head, query), (head, key), (value, key)
+        types = [jax.ShapeDtypeStruct((2, 64, 2, size), dtype) for size, dtype in sizes]
+        return choice.unsupported(form_of(dtype=np.dtype(output)), types)
+
+    assert reason() is None
+    assert "not float32" in reason(query=F32, key=F32, output=F32)
+    assert "bfloat16 and float16" in reason(key=F16)
+    assert "multiples of 8" in reason(head=20)
+    assert "at most 256" in reason(value=264)

@@ -1,0 +1,126 @@
+"""Calls of attention with every option, beside their definition in float64."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from cases import Case
+from definitions import attention
+
+import jaxsoft
+from jaxsoft.fold import AttentionState
+
+
+class Sizes(NamedTuple):
+    """The letters of the shapes, as in the docstring of jaxsoft.dot_product_attention."""
+
+    b: int = 2
+    t: int = 7
+    s: int = 9
+    n: int = 4
+    k: int = 2
+    h: int = 8
+    d: int = 8
+
+
+SMALL = Sizes()
+
+# Operands that gradients are taken by, beside query, key and value, by the name of an option.
+MOVING = {
+    "bias": lambda rng, z: {"bias": rng.standard_normal((z.b, z.n, z.t, z.s))},
+    "bias of a head": lambda rng, z: {"bias": rng.standard_normal((1, z.n, 1, z.s))},
+    "bias of a query": lambda rng, z: {"bias": rng.standard_normal((z.b, 1, z.t, 1))},
+    "bias of scores": lambda rng, z: {"bias": rng.standard_normal((z.t, z.s))},
+    "one bias": lambda rng, z: {"bias": rng.standard_normal((1, 1, 1, 1))},
+    "bias of -inf": lambda rng, z: {"bias": np.where(rng.random((z.b, z.n, z.t, z.s)) < 0.4, -np.inf, 0.5)},
+    "sinks": lambda rng, z: {"sinks": rng.standard_normal(z.n)},
+    "scale": lambda rng, z: {"scale": np.array(0.7)},
+    "state": lambda rng, z: dict(
+        zip(
+            ("m", "s", "o"),
+            (
+                rng.standard_normal((z.b, z.t, z.n)),
+                rng.random((z.b, z.t, z.n)) + 1,
+                rng.standard_normal((z.b, z.t, z.n, z.d)),
+            ),
+            strict=True,
+        )
+    ),
+}
+
+
+def _lengths(rng, most, batch):
+    """Lengths of which one is 0 and one is all, if there are that many."""
+    return np.resize(np.array([most, 0, most // 2], np.int32), batch)
+
+
+def _segments(rng, length, batch):
+    return np.sort(rng.integers(0, 3, (batch, length)), axis=1).astype(np.int32)
+
+
+# What else there is.
+FIXED = {
+    "causal": lambda rng, z: {"is_causal": True},
+    "window": lambda rng, z: {"local_window_size": (2, 1)},
+    "wide window": lambda rng, z: {"local_window_size": 3},
+    "window to the left": lambda rng, z: {"local_window_size": (3, None)},
+    "query lengths": lambda rng, z: {"query_seq_lengths": _lengths(rng, z.t, z.b)},
+    "key lengths": lambda rng, z: {"key_value_seq_lengths": _lengths(rng, z.s, z.b)[::-1].copy()},
+    "segments": lambda rng, z: {
+        "query_segment_ids": _segments(rng, z.t, z.b),
+        "key_value_segment_ids": _segments(rng, z.s, z.b),
+    },
+    "mask": lambda rng, z: {"mask": rng.random((z.b, z.n, z.t, z.s)) < 0.6},
+    "mask of keys": lambda rng, z: {"mask": rng.random((z.b, 1, 1, z.s)) < 0.6},
+    "no key": lambda rng, z: {"mask": np.zeros((1, 1, z.t, 1), bool)},
+    "cap": lambda rng, z: {"logits_soft_cap": 1.5},
+    "offset": lambda rng, z: {"query_offset": 3, "is_causal": True},
+    "offsets": lambda rng, z: {"query_offset": np.arange(z.b, dtype=np.int32) * 4, "local_window_size": (4, 0)},
+}
+OPTIONS = (*MOVING, *FIXED)
+
+
+def case(
+    options: Sequence[str] = (),
+    sizes: Sizes = SMALL,
+    dtype=np.float64,
+    implementation: str | None = None,
+    seed: int = 0,
+) -> Case:
+    """A call with these options, of which no two set one argument, as a function of its floating-point operands."""
+    rng = np.random.default_rng(seed)
+    z = sizes
+    shapes = (z.b, z.t, z.n, z.h), (z.b, z.s, z.k, z.h), (z.b, z.s, z.k, z.d)
+    base = [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+    moving, fixed = {}, {}
+    for option in options:
+        if option in MOVING:
+            moving |= MOVING[option](rng, z)
+        else:
+            fixed |= FIXED[option](rng, z)
+    wide = np.float64 if dtype == np.float64 else np.float32
+    extra = [v.astype(dtype if name == "bias" else wide) for name, v in moving.items()]
+
+    def arguments(values):
+        named = dict(zip(moving, values, strict=True))
+        if "o" in named:
+            named["state"] = AttentionState(*(named.pop(name) for name in ("m", "s", "o")))
+        return named
+
+    def ours(query, key, value, *values):
+        given = arguments(values)
+        return jaxsoft.dot_product_attention(
+            query, key, value, **given, **fixed, implementation=implementation, return_residual=True
+        )
+
+    def theirs(query, key, value, *values):
+        return attention(query, key, value, **arguments(values), **fixed)
+
+    return Case(f"attention({', '.join(options)}), {sizes}, {implementation}", ours, theirs, [*base, *extra])
+
+
+def conflict(options: Sequence[str]) -> bool:
+    """Whether two options set the same argument."""
+    rng = np.random.default_rng(0)
+    names = [name for option in options for name in (MOVING | FIXED)[option](rng, SMALL)]
+    return len(set(names)) < len(names)
