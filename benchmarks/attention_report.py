@@ -60,10 +60,10 @@ def extras(name: str) -> str:
     """The rate over what counts of calls with extras, as a fraction of the plain kernel's, in a tab a direction."""
     unit_name, unit = plot.unit_of_rate(load(name))
     records, contents = _records(name, "extras"), {}
-    names = [n for n in ORDER if any(n in record["seconds"] for record in records)]
-    own = "pallas" if "pallas" in names else "jaxsoft"
+    own = "pallas" if any("pallas" in record["seconds"] for record in records) else "jaxsoft"
     for direction in dict.fromkeys(record["direction"] for record in records):
         some = [record for record in records if record["direction"] == direction]
+        names = [n for n in ORDER if any(n in record["seconds"] for record in some)]
         plain = {r["causal"]: _rate(r, own) for r in some if not r["what"]}
         rows = []
         for r in some:

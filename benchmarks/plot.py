@@ -149,7 +149,7 @@ def _axes(title, left, bottom, low, high, top, scale, place, numbered) -> list[s
     for power in range(math.ceil(low), math.floor(high) + 1):
         x = place(2**power, 0)[0]
         drawn.append(f'<path d="M{x:.1f} {bottom}v-{PANEL_HEIGHT}" stroke="currentColor" stroke-opacity=".07"/>')
-        if numbered and power % 4 == 0:
+        if numbered and (power % 4 == 0 or high - low < 8):
             drawn.append(f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{length(2**power)}</text>')
     return drawn
 

@@ -4,21 +4,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from calls import CALLS, case_of
+from calls import case_of, choices
 from chex import assert_trees_all_close
-from common import each_implementation, served, slow
+from common import served
 
 import jaxsoft
 
 
-@each_implementation
+FAST = ("softmax", "integer", "top_k", "attention, segments")
+CHOICES = choices(lambda name: name not in FAST)
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        name if name in ("softmax", "integer", "top_k") else pytest.param(name, marks=slow)
-        for name in CALLS
-        if not name.startswith("fold")
-    ],
+    ("name", "implementation"), [choice for choice in CHOICES if not choice.values[0].startswith("fold")]
 )
 def test_values_and_derivatives(name, implementation):
     """Value, gradient, tangent, the gradient of a map, and the derivative of the gradient."""

@@ -17,8 +17,8 @@ CHECKS = [jax.export.DisabledSafetyCheck.custom_call(f"jaxsoft_{op.name}") for o
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
 
 
-def there_and_back(f, x, platforms=None):
-    exported = jax.export.export(jax.jit(f), platforms=platforms, disabled_checks=CHECKS)(x)
+def there_and_back(f, *operands, platforms=None):
+    exported = jax.export.export(jax.jit(f), platforms=platforms, disabled_checks=CHECKS)(*operands)
     return jax.export.deserialize(exported.serialize())
 
 
@@ -132,16 +132,72 @@ def test_states():
     assert_trees_all_close(there_and_back(jaxsoft.fold.lse, state).call(state), theirs("logsumexp")(x), rtol=1e-6)
 
 
+def test_states_of_attention():
+    """Of some keys, from a program that is stored to another that goes on from it."""
+    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 6, 4, 8)).astype(np.float32)
+
+    def begin(q, k, v):
+        return jaxsoft.dot_product_attention(q, k, v, return_state=True)[1]
+
+    def go_on(q, k, v, state):
+        return jaxsoft.dot_product_attention(q, k, v, state=state)
+
+    state = there_and_back(begin, q, k[:, :2], v[:, :2]).call(q, k[:, :2], v[:, :2])
+    y = there_and_back(go_on, q, k[:, 2:], v[:, 2:], state).call(q, k[:, 2:], v[:, 2:], state)
+    assert_trees_all_close(y, jaxsoft.dot_product_attention(q, k, v), rtol=1e-5, atol=1e-6)
+
+
+def test_symbolic_shapes_of_attention():
+    """Batch, queries and keys that are not known, with every argument."""
+    b, t, s = jax.export.symbolic_shape("b, t, s")
+
+    def array(*shape, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    types = [array(b, t, 4, 8), array(b, s, 2, 8), array(b, s, 2, 6), array(4, 1, s), array(4)]
+    types += [array(b, 1, t, s, dtype=bool), array(b, t, dtype=jnp.int32), array(b, s, dtype=jnp.int32)]
+
+    def f(q, k, v, bias, sinks, mask, of_queries, of_keys):
+        lengths = of_keys[:, 0] + 2
+        given = {"logits_soft_cap": 3.0, "query_segment_ids": of_queries, "key_value_segment_ids": of_keys}
+        return (
+            jaxsoft.dot_product_attention(q, k, v, bias, mask, sinks=sinks, **given, return_residual=True),
+            jaxsoft.dot_product_attention(
+                q, k, v, is_causal=True, local_window_size=4, query_offset=lengths, key_value_seq_lengths=lengths + 3,
+                query_seq_lengths=lengths, return_state=True,
+            )[1],
+        )  # fmt: skip
+
+    both, program = exported(f, *types)
+    for sizes in ((2, 3, 5), (1, 1, 1), (3, 40, 1030)):
+        rng, size = np.random.default_rng(0), dict(zip("bts", sizes, strict=True))
+        given = []
+        for x in types:
+            shape = tuple(d if isinstance(d, int) else size[str(d)] for d in x.shape)
+            given.append(
+                rng.standard_normal(shape).astype(x.dtype)
+                if x.dtype == jnp.float32
+                else rng.integers(0, 2, shape).astype(x.dtype)
+            )
+        assert_trees_all_close(program.call(*given), jax.jit(both)(*given), rtol=2e-4, atol=2e-5)
+
+
 def test_what_needs_known_shapes():
     """It says so, and what it was given; a length that is known to suffice will do for k."""
     a, n = jax.export.symbolic_shape("a, n")
     x, w = jax.ShapeDtypeStruct((a, n), jnp.float32), jax.ShapeDtypeStruct((8, n), jnp.float32)
     h, labels = jax.ShapeDtypeStruct((4, 8), jnp.float32), jax.ShapeDtypeStruct((4,), jnp.int32)
+    q, reference = jax.ShapeDtypeStruct((1, n, 2, 8), jnp.float32), {"implementation": "reference"}
     for f, given, message in (
         (
             ours("softmax", "reference"),
             (x,),
             "'reference' cannot .*: its scan needs rows .* known; got n=n",
+        ),
+        (
+            functools.partial(jaxsoft.dot_product_attention, **reference),
+            (q, q, q),
+            r"'reference' cannot .*: its scan needs shapes that are known; got \(1, n, 2, 8\)",
         ),
         (jaxsoft.fold.cumlogsumexp, (x,), r"x must have a known length along axis -1.*got shape \(a, n\)"),
         (jaxsoft.linear_softmax_cross_entropy, (h, w, labels), r"weight must have a known number .*got shape \(8, n\)"),
@@ -158,14 +214,27 @@ def test_what_needs_known_shapes():
     assert program.call(x)[0][0].tolist() == [6, 5, 4]
 
 
+def test_two_platforms_of_attention():
+    if PLATFORM not in ("cpu", "cuda"):
+        pytest.skip(f"runs on cpu and cuda, and this is {PLATFORM}")
+    q = np.random.default_rng(0).standard_normal((1, 40, 2, 8)).astype(np.float32)
+
+    def f(q):
+        return jaxsoft.dot_product_attention(q, q, q, is_causal=True)
+
+    exported = there_and_back(jax.grad(lambda q: jnp.sum(jnp.sin(f(q)))), q, platforms=("cpu", "cuda"))
+    assert set(exported.platforms) == {"cpu", "cuda"}
+    assert_trees_all_close(exported.call(q), jax.grad(lambda q: jnp.sum(jnp.sin(f(q))))(q), rtol=1e-5, atol=1e-6)
+
+
 @each_op
 def test_two_platforms(op):
     """One program for CPU and GPU holds both kernels; here it runs on whichever is there."""
     if PLATFORM not in ("cpu", "cuda"):
         pytest.skip(f"runs on cpu and cuda, and this is {PLATFORM}")
     x = np.random.default_rng(0).standard_normal((4, 128)).astype(np.float32)
-    exported = there_and_back(ours(op), x, ("cpu", "cuda"))
+    exported = there_and_back(ours(op), x, platforms=("cpu", "cuda"))
     assert set(exported.platforms) == {"cpu", "cuda"}
     assert_values(op, x, exported.call(x))
-    pulled = there_and_back(jax.grad(loss(ours(op))), x, ("cpu", "cuda"))
+    pulled = there_and_back(jax.grad(loss(ours(op))), x, platforms=("cpu", "cuda"))
     assert_trees_all_close(pulled.call(x), jax.grad(loss(theirs(op)))(x), rtol=1e-4, atol=1e-5)

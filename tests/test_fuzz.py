@@ -8,15 +8,16 @@ others.
 
 import functools
 
+import attention_calls
 import calls
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import TRANSFORMATIONS, Case
-from common import IMPLEMENTATIONS, served
+from common import ATTENTION_IMPLEMENTATIONS, IMPLEMENTATIONS, served
 from definitions import ROW_FUNCTIONS
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -163,6 +164,26 @@ def top_k(draw, dtypes, implementation):
     return Case(f"top_k(k={k})", *calls.top_k(implementation, k), [x])
 
 
+def attention(draw, dtypes, implementation):
+    """Any options that do not set the same argument, among few keys or many, and any heads."""
+    implementation = implementation if implementation in ATTENTION_IMPLEMENTATIONS else None
+    options = draw(st.lists(st.sampled_from(attention_calls.OPTIONS), unique=True, max_size=5))
+    assume(not attention_calls.conflict(options))
+    k = draw(st.sampled_from([1, 2, 3]))
+    sizes = attention_calls.Sizes(
+        b=draw(st.sampled_from([1, 2, 3])),
+        t=draw(st.sampled_from([1, 2, 5, 33])),
+        s=draw(st.sampled_from([*LENGTHS, 1100] if implementation != "reference" else LENGTHS[:6])),
+        n=k * draw(st.sampled_from([1, 2, 3])),
+        k=k,
+        h=draw(st.sampled_from([1, 4, 8, 64])),
+        d=draw(st.sampled_from([1, 5, 8, 64])),
+    )
+    return attention_calls.case(
+        options, sizes, draw(st.sampled_from(dtypes)), implementation, draw(st.integers(0, 2**16))
+    )
+
+
 def fold(draw, dtypes, implementation):
     """The functions of the fold, which put together a row that is cut in two."""
     del implementation
@@ -172,7 +193,7 @@ def fold(draw, dtypes, implementation):
     return Case(f"fold(cut={cut})", *calls.folded(cut), [x])
 
 
-KINDS = [row_operation, integer_cross_entropy, cross_entropy, linear_cross_entropy, top_k, fold]
+KINDS = [row_operation, integer_cross_entropy, cross_entropy, linear_cross_entropy, top_k, attention, fold]
 
 
 def eager(f):

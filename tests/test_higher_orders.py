@@ -14,7 +14,7 @@ from common import served
 ORDERS = [(a, b) for a in ("grad", "jvp") for b in ("grad", "jvp")]
 # The others run when asked to, and so do those whose derivatives are made of these.
 FAST = ("softmax, extras", "logsumexp, extras", "integer, smoothing", "integer, weights, mask", "dense, weights, mask")
-FAST += ("linear, smoothing", "top_k", "attention, bias, sinks", "attention, segments", "fold")
+FAST += ("linear, smoothing", "top_k", "fold")
 OTHERS = ("log_softmax, extras", *(name for name in CALLS if "extras" not in name))
 CHOICES = choices(lambda name: name in OTHERS and name not in FAST)
 

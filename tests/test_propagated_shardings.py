@@ -22,7 +22,7 @@ def mesh():
 
 
 # The other calls are these with more arguments.
-NAMES = (*definitions.ROW_FUNCTIONS, "integer", "dense", "linear, smoothing", "top_k", "fold")
+NAMES = (*definitions.ROW_FUNCTIONS, "integer", "dense", "linear, smoothing", "top_k", "attention, segments", "fold")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in NAMES else slow) for name in calls.CALLS])
@@ -32,7 +32,8 @@ def test_uneven(name, dim):
 
     def padded(v):
         fill, spec = [(0, 0)] * v.ndim, [None] * v.ndim
-        fill[dim], spec[dim] = (0, -v.shape[dim] % DEVICES), "a"
+        if v.ndim:
+            fill[dim], spec[dim] = (0, -v.shape[dim] % DEVICES), "a"
         return jax.device_put(np.pad(v, fill, constant_values=9), NamedSharding(mesh(), P(*spec)))
 
     def sliced(f):

@@ -15,11 +15,13 @@ from cases import Case
 from common import ATTENTION_IMPLEMENTATIONS, served, slow
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import DEVICES, collectives, each_axis_type, mesh_of, needs_devices
+from meshes import DEVICES, collectives, mesh_of, needs_devices
 
 import jaxsoft
 
 pytestmark = needs_devices
+Auto, Explicit = AxisType.Auto, AxisType.Explicit
+each_axis_type = pytest.mark.parametrize("kind", [pytest.param(Auto, marks=slow), Explicit], ids=["Auto", "Explicit"])
 # Plain JAX is what None takes on a CPU, and the scan of the reference XLA partitions by itself.
 each_implementation = pytest.mark.parametrize(
     "implementation", [name for name in ATTENTION_IMPLEMENTATIONS if name not in ("xla", "reference")], ids=str
@@ -58,9 +60,15 @@ def sharded(specs):
     return lambda f: lambda *operands: jax.jit(f)(*put(operands, specs))
 
 
+HEADS = [
+    pytest.param(k, kind, marks=slow if (k, kind) not in [(8, Auto), (2, Explicit), (1, Auto)] else ())
+    for k in (8, 4, 2, 1, 0)
+    for kind in (Auto, Explicit)
+]
+
+
 @each_implementation
-@each_axis_type
-@pytest.mark.parametrize("k", [8, 4, 2, 1, pytest.param(0, marks=slow)])
+@pytest.mark.parametrize(("k", "kind"), HEADS, ids=str)
 def test_collectives(k, implementation, kind):
     """Values, all gradients, where the results lie, and what moves: nothing but gradients that devices share."""
     sizes = SIZES._replace(k=k) if k else SIZES._replace(n=6, k=6)  # 6 heads cannot be cut into equal parts
@@ -76,7 +84,7 @@ def test_collectives(k, implementation, kind):
             assert output.sharding.is_equivalent_to(NamedSharding(jax.sharding.get_mesh(), spec), 4)
             assert lse.sharding.is_equivalent_to(NamedSharding(jax.sharding.get_mesh(), spec), 3)
             grad = call.through("grad")
-            if spec == SPECS[0] or kind == AxisType.Auto:
+            if spec == SPECS[0] or kind == Auto:
                 call.check(sharded(specs))
                 grad.check(sharded(specs))
             moved = collectives(jax.jit(grad.ours).lower(*operands).compile())
@@ -102,14 +110,18 @@ def test_any_dimension(kind):
         for spec in (P(None, "a", "b"), P("a", None, None, "b"), P(None, ("a", "b"))):
             specs = [spec, P(None, "b"), P("a", "b"), *(P(None, None) for _ in call.operands[3:])]
             specs = [P(*s[: v.ndim]) for s, v in zip(specs, call.operands, strict=True)]
-            specs[3:5] = [P(None, None, None, "b"), P("a" if kind == AxisType.Auto else None)]  # bias and sinks
+            specs[3:5] = [P(None, None, None, "b"), P("a" if kind == Auto else None)]  # bias and sinks
             call.check(sharded(specs))
             if spec[1] == "a":
                 call.through("grad").check(sharded(specs))
 
 
 @each_axis_type
-@pytest.mark.parametrize("names", [("jvp",), ("grad", "jvp"), ("vmap",), ("vmap", "grad")], ids=" of ".join)
+@pytest.mark.parametrize(
+    "names",
+    [("grad", "jvp"), ("vmap", "grad"), *(pytest.param((name,), marks=slow) for name in ("jvp", "vmap"))],
+    ids=" of ".join,
+)
 def test_transformations(names, kind):
     """Forward mode and maps of sharded operands."""
     call = functools.reduce(Case.through, reversed(names), case(("bias", "causal"), SIZES._replace(k=4), np.float32))
@@ -120,8 +132,15 @@ def test_transformations(names, kind):
 
 
 @each_implementation
-@each_axis_type
-@pytest.mark.parametrize("manual", [("a", "b"), ("a",)], ids=["fully", "partially"])
+@pytest.mark.parametrize(
+    ("manual", "kind"),
+    [
+        (("a", "b"), Explicit),
+        (("a",), Auto),
+        *(pytest.param(*v, marks=slow) for v in ((("a", "b"), Auto), (("a",), Explicit))),
+    ],
+    ids=str,
+)
 def test_shard_map(manual, implementation, kind):
     """Inside shard_map: batch over one axis, heads over another, keys and bias the same for all of the second."""
     if len(manual) == 1 and implementation is not None:
@@ -141,7 +160,7 @@ def test_shard_map(manual, implementation, kind):
         assert collectives(jax.jit(ours).lower(*put(call.operands, specs)).compile()) == []
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=slow)])
 def test_ring(check_vma):
     """Keys over devices: each attends to its own, and their states are combined as they go around."""
 

@@ -89,7 +89,9 @@ def short_blocks(monkeypatch):
 @pytest.mark.parametrize(
     ("t", "s"), [*LENGTHS, pytest.param(1000, 4095, marks=slow), pytest.param(2, 65537, marks=slow)]
 )
-@pytest.mark.parametrize("options", [("offset",), ("bias of a head", "mask of keys", "sinks")], ids=str)
+@pytest.mark.parametrize(
+    "options", [("offset",), pytest.param(("bias of a head", "mask of keys", "sinks"), marks=slow)], ids=str
+)
 @each_fast_implementation
 @pytest.mark.usefixtures("short_blocks")
 def test_lengths(t, s, options, implementation):
