@@ -10,7 +10,6 @@ from common import served
 
 import jaxsoft
 
-
 FAST = ("softmax", "integer", "top_k", "attention, segments")
 CHOICES = choices(lambda name: name not in FAST)
 

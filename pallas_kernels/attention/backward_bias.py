@@ -67,7 +67,7 @@ def bias_gradient(call: Call, bias: tuple[int, ...], plan: BiasPlan | None = Non
             tiled((plan.slots, query_rows, call.value), call.dtype),
             Ring.barriers(4, plan.slots, plan.warp_groups),
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         grid=grid,
         grid_names=("batch", "head", "block", "column"),
         num_threads=plan.warp_groups + 1,
@@ -140,7 +140,7 @@ def _body(call: Call, bias: tuple[int, ...], plan: BiasPlan, shape: Shape, axis:
             def products(score_acc, rise_acc):
                 for acc, (left, right) in zip((score_acc, rise_acc), pairs, strict=True):
                     plgpu.wgmma(acc, left, right.transpose((1, 0)))
-                return score_acc[...], plgpu.layout_cast(rise_acc[...], WGMMA)
+                return score_acc[...], rise_acc[...]
 
             accumulator = plgpu.WGMMAAccumulatorRef((ROWS, plan.columns), jnp.float32)
             score, rise = pl.run_scoped(products, accumulator, accumulator)

@@ -256,14 +256,13 @@ def probabilities(scores: Scores, products: jax.Array, lse: jax.Array, **where: 
       lse: of its queries, in base 2 (see `base_2`).
       where: the further arguments of Scores.tile.
     """
-    # The layout is said, for its inference does not always find it.
-    tile = scores.tile(plgpu.layout_cast(products, WGMMA), **where)
+    tile = scores.tile(products, **where)
     return jnp.exp2(tile.values * tile.unit - spread(lse, products.shape, scores.queries_axis)), tile.slope
 
 
 def spread(numbers: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
     """Numbers along an axis of a tile, for all of the tile."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(numbers, shape, [axis]), WGMMA)
+    return lax.broadcast_in_dim(numbers, shape, [axis])
 
 
 def borders(call: Call, shape: Shape, of_keys: bool) -> tuple[bool, bool]:

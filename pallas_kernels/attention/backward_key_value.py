@@ -81,7 +81,7 @@ def key_value_gradients(call: Call, plan: KeyValuePlan | None = None, interpret:
             (handed, Ring.barriers(1, 1, 1)) if plan.paired else (),
             staging(plan.warp_groups, plan.query_tile, call.dtype, interpret),
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         grid=(call.batch, call.key_heads, blocks),
         grid_names=("batch", "head", "block"),
         num_threads=plan.warp_groups + 1,

@@ -68,7 +68,7 @@ def query_gradient(call: Call, plan: QueryPlan | None = None, interpret: Any = N
             Ring.barriers(1, plan.value_slots, plan.warp_groups),
             staging(plan.warp_groups, plan.key_tile, call.dtype, interpret),
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         grid=(call.batch, call.query_heads, blocks),
         grid_names=("batch", "head", "block"),
         num_threads=plan.warp_groups + 1,
@@ -151,7 +151,7 @@ def _body(call: Call, plan: QueryPlan, shape: Shape, blocks: int, segmented: boo
                 products = plgpu.wgmma_accumulator_load(score_acc, wait_n=1)
                 where = {"queries": known, "key_begin": tile * plan.key_tile, "batch": batch, "head": head}
                 p, slope = probabilities(scores, products, lse, masked=masked, with_slope=True, **where)
-                return p, slope, plgpu.layout_cast(rise_acc[...], WGMMA)
+                return p, slope, rise_acc[...]
 
             accumulator = plgpu.WGMMAAccumulatorRef((ROWS, plan.key_tile), jnp.float32)
             p, slope, rise = pl.run_scoped(probabilities_and_rises, accumulator, accumulator)
@@ -159,7 +159,7 @@ def _body(call: Call, plan: QueryPlan, shape: Shape, blocks: int, segmented: boo
             dz = p * (rise - spread(delta, rise.shape, 0))
             if slope is not None:
                 dz *= slope
-            multiply(gradient_acc, plgpu.layout_cast(dz.astype(call.dtype), WGMMA), key, stages)
+            multiply(gradient_acc, dz.astype(call.dtype), key, stages)
             plgpu.wgmma_wait(0)
             keys.free(tile - first)
 
@@ -171,7 +171,7 @@ def _body(call: Call, plan: QueryPlan, shape: Shape, blocks: int, segmented: boo
         def loop(gradient_acc):
             own = select(all_tiles, index)
             for_tiles(first, end, own, borders(call, shape, False), functools.partial(step, gradient_acc), skip)
-            return plgpu.layout_cast(gradient_acc[...], WGMMA)
+            return gradient_acc[...]
 
         gradient = pl.run_scoped(loop, plgpu.WGMMAAccumulatorRef((ROWS, call.head), jnp.float32))
         own_query[...] = (gradient * call.form.scale).astype(call.dtype)

@@ -134,10 +134,6 @@ class Scores:
         count = self.shape.query_tile
         query = plgpu.broadcasted_iota(jnp.int32, (count,), 0, layout=layout) + begin
         first, end = limits_of_queries(self.form, self.shape, self.refs, batch, query, self.queries_axis)
-        # The layout is said, and the end of keys alone tied to the iota: its inference fails where it is free.
-        if end is not None and self.form.right is None:
-            end = jnp.where(query >= begin, end, 0)
-        first, end = (limit if limit is None else plgpu.layout_cast(limit, layout) for limit in (first, end))
         segments = None
         if Extra.QUERY_SEGMENTS in self.refs:
             ref = self.refs[Extra.QUERY_SEGMENTS]
