@@ -1,4 +1,6 @@
-"""jaxsoft: softmax, its losses, top-k and sampling for JAX, by online reduction over (maximum, sum of exponentials)."""
+"""jaxsoft: softmax, its losses, attention, top-k and sampling for JAX, by online reduction over (maximum, sum of
+exponentials).
+"""
 
 from importlib.metadata import version as _version
 from importlib.util import find_spec as _find_spec

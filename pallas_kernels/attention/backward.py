@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxsoft._attention.form import Extra, Form
 
@@ -13,22 +12,6 @@ from .backward_bias import bias_gradient
 from .backward_call import Call, base_2, padded
 from .backward_key_value import key_value_gradients
 from .backward_query import query_gradient
-
-LARGEST_HEAD = 256
-
-
-def unsupported_backward(form: Form, operands: Sequence[Any]) -> str | None:
-    """None, or why the kernels cannot take a call."""
-    del form
-    query, key, value = operands[:3]
-    if query.dtype not in (jnp.float16, jnp.bfloat16) or not query.dtype == key.dtype == value.dtype:
-        dtypes = ", ".join(str(x.dtype) for x in (query, key, value))
-        return f"query, key and value must all be float16 or bfloat16; got {dtypes}"
-    if max(query.shape[3], value.shape[3]) > LARGEST_HEAD:
-        return f"heads must have at most {LARGEST_HEAD} elements; got {query.shape[3]} and {value.shape[3]}"
-    if 0 in (*query.shape, *key.shape, *value.shape):
-        return "no dimension may have length 0"
-    return None
 
 
 def backward(form: Form, operands: Sequence[Any], moving: tuple[str, ...]) -> Callable[..., tuple[jax.Array, ...]]:

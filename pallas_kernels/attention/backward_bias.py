@@ -20,17 +20,15 @@ from .backward_call import (
     WGMMA,
     Call,
     Ring,
-    borders,
     extras_of,
     probabilities,
-    queries_of_tile,
     roles,
     spread,
     to_whole,
 )
 from .backward_plan import ROWS, BiasPlan
 from .operands import tiled
-from .ranges import Shape
+from .ranges import Shape, borders
 from .scores import Scores, prepare
 
 
@@ -153,9 +151,8 @@ def _body(call: Call, bias: tuple[int, ...], plan: BiasPlan, shape: Shape, axis:
                 )
                 for ref in (lse_ref, delta_ref)
             )
-            masked = any(borders(call, shape, True))
-            known = queries_of_tile(scores, batch, query_begin, masked)
-            where = {"queries": known, "key_begin": key_begin, "batch": batch, "head": head}
+            masked = any(borders(call.form, shape, of_keys=True))
+            where = {"query_begin": query_begin, "key_begin": key_begin, "batch": batch, "head": head}
             p, _ = probabilities(scores, score, lse, masked=masked, **where)
             return total + p * (rise - spread(delta, rise.shape, axis))
 

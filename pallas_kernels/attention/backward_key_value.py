@@ -27,12 +27,10 @@ from .backward_call import (
     WGMMA,
     Call,
     Ring,
-    borders,
     extras_of,
     for_tiles,
     multiply,
     probabilities,
-    queries_of_tile,
     roles,
     select,
     spread,
@@ -42,7 +40,7 @@ from .backward_call import (
 )
 from .backward_plan import ROWS, KeyValuePlan
 from .operands import tiled
-from .ranges import Range, Shape, query_tiles, segment_ranges, within
+from .ranges import Range, Shape, borders, query_tiles, segment_ranges, within
 from .scores import Scores, prepare
 
 
@@ -154,7 +152,8 @@ def _body(call: Call, plan: KeyValuePlan, shape: Shape, *refs):
         ring.open()
         worker = _Worker(
             call, plan, Scores(call.form, shape, extras, 1), ring, own_key, own_value, batch, head,
-            block * plan.block + index * ROWS, first, end, select(all_tiles, index), borders(call, shape, True), stages,
+            block * plan.block + index * ROWS, first, end, select(all_tiles, index),
+            borders(call.form, shape, of_keys=True), stages,
         )  # fmt: skip
         plgpu.barrier_wait(own_filled.at[index])
 
@@ -298,8 +297,8 @@ class _Worker:
     def _probabilities(self, products: jax.Array, lse_ref: Any, place: tuple) -> tuple[jax.Array, Any]:
         query_head, tile, masked = place
         lse = plgpu.load(lse_ref, layout=WGMMA.reduce(0))
-        queries = queries_of_tile(self.scores, self.batch, tile * self.plan.query_tile, masked)
-        where = {"queries": queries, "key_begin": self.key_begin, "batch": self.batch, "head": query_head}
+        begin = tile * self.plan.query_tile
+        where = {"query_begin": begin, "key_begin": self.key_begin, "batch": self.batch, "head": query_head}
         return probabilities(self.scores, products, lse, masked=masked, with_slope=True, **where)
 
     def _dz(self, p: jax.Array, rise: jax.Array, delta_ref: Any) -> jax.Array:

@@ -7,7 +7,6 @@ registers of each thread) and the shared memory of a block.
 import dataclasses
 
 ROWS = 64  # of a warp group
-SWIZZLE = 64  # columns that a swizzled row of 128 bytes has, in 16 bits; heads are padded to half of it at least
 TIME_STEP = 8  # the times of padded operands are a multiple of this, as copies of swizzled tiles need it
 # A block may have this much shared memory on Hopper, less what the reductions and barriers of Pallas take.
 SHARED_BYTES = 227 * 1024 - 1024
@@ -103,7 +102,7 @@ class BiasPlan:
         return 2 * self.slots * (self.block + self.columns) * (head + value)
 
 
-# By the larger of both head sizes, up to so much. Chosen by registers and shared memory; see README's benchmarks.
+# By the larger of both head sizes, up to so much. Chosen by registers and shared memory.
 QUERY_PLANS = {
     64: QueryPlan(warp_groups=2, key_tile=128, key_slots=3, value_slots=3),
     128: QueryPlan(warp_groups=2, key_tile=128, key_slots=2, value_slots=2),
@@ -137,11 +136,6 @@ def key_value_plan(head: int, value: int) -> KeyValuePlan:
 def bias_plan(head: int, value: int) -> BiasPlan:
     """The plan for heads of these sizes."""
     return _up_to(BIAS_PLANS, max(head, value))
-
-
-def padded_head(size: int) -> int:
-    """The size of a head in shared memory."""
-    return -(-size // (SWIZZLE // 2)) * (SWIZZLE // 2)
 
 
 def _up_to[T](plans: dict[int, T], size: int) -> T:

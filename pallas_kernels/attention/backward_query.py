@@ -20,12 +20,10 @@ from .backward_call import (
     WGMMA,
     Call,
     Ring,
-    borders,
     extras_of,
     for_tiles,
     multiply,
     probabilities,
-    queries_of_tile,
     roles,
     select,
     spread,
@@ -35,7 +33,7 @@ from .backward_call import (
 )
 from .backward_plan import ROWS, QueryPlan
 from .operands import tiled
-from .ranges import Range, Shape, key_tiles, segment_ranges, within
+from .ranges import Range, Shape, borders, key_tiles, segment_ranges, within
 from .scores import Scores, prepare
 
 
@@ -139,7 +137,8 @@ def _body(call: Call, plan: QueryPlan, shape: Shape, blocks: int, segmented: boo
             plgpu.load(ref.at[batch, head, pl.ds(begin, ROWS)], layout=of_query, optimized=False)
             for ref in (lse_ref, delta_ref)
         )
-        known = queries_of_tile(scores, batch, begin, any(borders(call, shape, False)))
+        limits = borders(call.form, shape, of_keys=False)
+        known = scores.queries(batch, begin) if any(limits) else None
         plgpu.barrier_wait(own_filled.at[index])
 
         def step(gradient_acc, tile, masked):
@@ -149,8 +148,8 @@ def _body(call: Call, plan: QueryPlan, shape: Shape, blocks: int, segmented: boo
                 plgpu.wgmma(score_acc, own_query, key.transpose((1, 0)))
                 plgpu.wgmma(rise_acc, own_cotangent, value.transpose((1, 0)))
                 products = plgpu.wgmma_accumulator_load(score_acc, wait_n=1)
-                where = {"queries": known, "key_begin": tile * plan.key_tile, "batch": batch, "head": head}
-                p, slope = probabilities(scores, products, lse, masked=masked, with_slope=True, **where)
+                where = {"query_begin": begin, "key_begin": tile * plan.key_tile, "batch": batch, "head": head}
+                p, slope = probabilities(scores, products, lse, queries=known, masked=masked, with_slope=True, **where)
                 return p, slope, rise_acc[...]
 
             accumulator = plgpu.WGMMAAccumulatorRef((ROWS, plan.key_tile), jnp.float32)
@@ -170,7 +169,7 @@ def _body(call: Call, plan: QueryPlan, shape: Shape, blocks: int, segmented: boo
 
         def loop(gradient_acc):
             own = select(all_tiles, index)
-            for_tiles(first, end, own, borders(call, shape, False), functools.partial(step, gradient_acc), skip)
+            for_tiles(first, end, own, limits, functools.partial(step, gradient_acc), skip)
             return gradient_acc[...]
 
         gradient = pl.run_scoped(loop, plgpu.WGMMAAccumulatorRef((ROWS, call.head), jnp.float32))

@@ -9,6 +9,7 @@ from jaxsoft._attention.form import Form
 
 from .plan import forward_plan
 
+_LARGEST_GRID = 65535  # in the dimensions that are not the first
 _DTYPES = (jnp.float16, jnp.bfloat16)
 
 
@@ -27,6 +28,11 @@ def unsupported(form: Form, operands: Sequence[jax.core.ShapedArray]) -> str | N
         return f"head sizes must be multiples of 8, the alignment of bulk copies; got {heads[0]} and {heads[1]}"
     if forward_plan(*heads) is None:
         return f"head sizes must be at most 256; got {heads[0]} and {heads[1]}"
+    if max(query.shape[0], query.shape[2]) > _LARGEST_GRID:
+        return (
+            f"the batch and the heads may be at most {_LARGEST_GRID}, as a grid of blocks may be; "
+            f"got {query.shape[0]} and {query.shape[2]}"
+        )
     if not all(query.shape + key.shape + value.shape):
         return "it has no kernel for arrays without elements"
     return None

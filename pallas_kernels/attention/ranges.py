@@ -44,6 +44,30 @@ class Range:
     interior_end: Any
     end: Any
 
+    def masked(self, tile: Any, borders: tuple[bool, bool]) -> Any:
+        """Whether a tile lies in one of the borders, which may be there before the interior and after it."""
+        before, after = borders
+        if before and after:
+            return (tile < self.interior_begin) | (tile >= self.interior_end)
+        if before:
+            return tile < self.interior_begin
+        return tile >= self.interior_end if after else False
+
+
+def borders(form: Form, shape: Shape, of_keys: bool) -> tuple[bool, bool]:
+    """Whether there can be tiles before and after the interior that have to be masked.
+
+    Args:
+      form, shape: the call's.
+      of_keys: True for the tiles of queries that matter to keys, False for those of keys that matter to queries.
+    """
+    extras = set(form.extras)
+    segments = Extra.QUERY_SEGMENTS in extras
+    ragged = shape.keys % shape.key_tile or (of_keys and shape.queries % shape.query_tile)
+    lengths = extras & {Extra.QUERY_LENGTHS, Extra.KEY_LENGTHS}
+    first, last = (form.right, form.left) if of_keys else (form.left, form.right)
+    return first is not None or segments, last is not None or bool(ragged or lengths) or segments
+
 
 def limits_of_queries(
     form: Form, shape: Shape, refs: Mapping[Extra, Any], batch: Any, query: Any, queries_axis: int = 0

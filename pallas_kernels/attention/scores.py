@@ -73,13 +73,11 @@ class Queries:
     """What is known of the queries of a tile, one number a query, in the layout of the tile reduced over keys.
 
     Attributes:
-      begin: the index of the first.
       first: the first key that counts; None if it is 0 for all.
       end: one more than the last key that counts; None if all do, one number if it is the same for all.
       segments: their segments, if there are any.
     """
 
-    begin: jax.Array
     first: jax.Array | None
     end: jax.Array | int | None
     segments: jax.Array | None
@@ -139,16 +137,17 @@ class Scores:
             ref = self.refs[Extra.QUERY_SEGMENTS]
             begin_of_load = jnp.minimum(begin, ref.shape[1] - count)
             segments = load_as_is(ref.at[_same(ref, 0, batch), pl.ds(begin_of_load, count)], layout)
-        return Queries(begin, first, end, segments)
+        return Queries(first, end, segments)
 
     def tile(
         self,
         products: jax.Array,
-        queries: Queries,
+        query_begin: jax.Array,
         key_begin: jax.Array,
         batch: jax.Array,
         head: jax.Array,
-        masked: bool = True,
+        masked: jax.Array | bool,
+        queries: Queries | None = None,
         with_slope: bool = False,
         loaded: Mapping[Extra, jax.Array] | None = None,
     ) -> Tile:
@@ -156,16 +155,17 @@ class Scores:
 
         Args:
           products: the products of queries and keys, f32, in the layout of a wgmma accumulator.
-          queries: what is known of its queries.
-          key_begin: the index of its first key.
+          query_begin, key_begin: the indices of its first query and key.
           batch, head: the indices of the batch's entry and of the query head.
           masked: False for a tile of the interior (see ranges.py), where limits, lengths and segments exclude nothing.
+            Where that is not known when the kernel is compiled, it takes a branch.
+          queries: what is known of its queries; None to find it out where it is needed.
           with_slope: whether the slope is needed.
           loaded: what `load` returned for the tile; None to load it here.
         """
         form, slope = self.form, None
         if loaded is None:
-            loaded = self.load(queries, key_begin, batch, head)
+            loaded = self.load(query_begin, key_begin, batch, head)
         if form.cap is not None:
             # The hardware's approximate tanh errs by 5e-4 of the cap, which is 2 % of exp(score) at a cap of 50.
             # rsqrt is fast, and where exp2 overflows, its square is 0.
@@ -179,20 +179,25 @@ class Scores:
             values = products
         if Extra.BIAS in form.extras:
             values += loaded[Extra.BIAS].astype(jnp.float32)
-        counts = self._counts(queries, key_begin, batch) if masked else None
         if Extra.MASK in form.extras:
-            mask = loaded[Extra.MASK].astype(jnp.int32) != 0
-            counts = mask if counts is None else counts & mask
-        if counts is not None:
-            values = jnp.where(counts, values, -jnp.inf)
+            values = jnp.where(loaded[Extra.MASK].astype(jnp.int32) != 0, values, -jnp.inf)
+        if masked is not False:
+
+            def limited(values: jax.Array) -> jax.Array:
+                counts = self._counts(queries or self.queries(batch, query_begin), key_begin, batch)
+                return values if counts is None else jnp.where(counts, values, -jnp.inf)
+
+            values = limited(values) if masked is True else lax.cond(masked, limited, lambda values: values, values)
         return Tile(values, self.unit, slope)
 
-    def load(self, queries: Queries, key_begin: jax.Array, batch: jax.Array, head: jax.Array) -> dict[Extra, jax.Array]:
+    def load(
+        self, query_begin: jax.Array, key_begin: jax.Array, batch: jax.Array, head: jax.Array
+    ) -> dict[Extra, jax.Array]:
         """The bias and mask of a tile, as far as there are any. They arrive while products are computed, if it is
         called before.
         """
         names = [name for name in (Extra.BIAS, Extra.MASK) if name in self.form.extras]
-        return {name: self._load(name, batch, head, queries.begin, key_begin) for name in names}
+        return {name: self._load(name, batch, head, query_begin, key_begin) for name in names}
 
     def _counts(self, queries: Queries, key_begin: jax.Array, batch: jax.Array) -> jax.Array | None:
         """Where the scores of a tile count, by limits, lengths and segments; None for everywhere."""
