@@ -26,7 +26,6 @@ from . import backward_plan
 from .backward_call import (
     WGMMA,
     Call,
-    Ring,
     borders,
     extras_of,
     for_tiles,
@@ -43,6 +42,7 @@ from .backward_call import (
 from .backward_plan import ROWS, KeyValuePlan
 from .operands import tiled
 from .ranges import Range, Shape, query_tiles, segment_ranges, within
+from .ring import Ring
 from .scores import Scores, prepare
 
 

@@ -19,7 +19,6 @@ from . import backward_plan
 from .backward_call import (
     WGMMA,
     Call,
-    Ring,
     borders,
     extras_of,
     for_tiles,
@@ -36,6 +35,7 @@ from .backward_call import (
 from .backward_plan import ROWS, QueryPlan
 from .operands import tiled
 from .ranges import Range, Shape, key_tiles, segment_ranges, within
+from .ring import Ring
 from .scores import Scores, prepare
 
 

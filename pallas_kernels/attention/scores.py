@@ -14,7 +14,7 @@ fused multiplication and addition, and exp2, for each score.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -138,7 +138,7 @@ class Scores:
         if Extra.QUERY_SEGMENTS in self.refs:
             ref = self.refs[Extra.QUERY_SEGMENTS]
             begin_of_load = jnp.minimum(begin, ref.shape[1] - count)
-            segments = load_as_is(ref.at[_same(ref, 0, batch), pl.ds(begin_of_load, count)], layout)
+            segments = load_as_is(ref.at[index_into(ref, 0, batch), pl.ds(begin_of_load, count)], layout)
         return Queries(begin, first, end, segments)
 
     def tile(
@@ -187,11 +187,22 @@ class Scores:
             values = jnp.where(counts, values, -jnp.inf)
         return Tile(values, self.unit, slope)
 
-    def load(self, queries: Queries, key_begin: jax.Array, batch: jax.Array, head: jax.Array) -> dict[Extra, jax.Array]:
-        """The bias and mask of a tile, as far as there are any. They arrive while products are computed, if it is
-        called before.
+    def load(
+        self,
+        queries: Queries,
+        key_begin: jax.Array,
+        batch: jax.Array,
+        head: jax.Array,
+        without: Collection[Extra] = (),
+    ) -> dict[Extra, jax.Array]:
+        """The bias and mask of a tile, as far as there are any, from global memory. They arrive while products are
+        computed, if it is called before.
+
+        Args:
+          queries, key_begin, batch, head: those of `tile`.
+          without: what is not wanted.
         """
-        names = [name for name in (Extra.BIAS, Extra.MASK) if name in self.form.extras]
+        names = [name for name in (Extra.BIAS, Extra.MASK) if name in self.form.extras and name not in without]
         return {name: self._load(name, batch, head, queries.begin, key_begin) for name in names}
 
     def _counts(self, queries: Queries, key_begin: jax.Array, batch: jax.Array) -> jax.Array | None:
@@ -207,7 +218,7 @@ class Scores:
         if queries.segments is not None:
             ref, keys_axis = self.refs[Extra.KEY_SEGMENTS], 1 - self.queries_axis
             keys = pl.ds(key_begin, self.shape.key_tile)
-            segments = load_as_is(ref.at[_same(ref, 0, batch), keys], plgpu.Layout.WGMMA.reduce(self.queries_axis))
+            segments = load_as_is(ref.at[index_into(ref, 0, batch), keys], plgpu.Layout.WGMMA.reduce(self.queries_axis))
             same = self._spread(queries.segments, self.queries_axis) == self._spread(segments, keys_axis)
             counts = same if counts is None else counts & same
         return counts
@@ -225,7 +236,7 @@ class Scores:
         """The part of a bias or mask that belongs to a tile, in the tile's layout."""
         ref, sizes = self.refs[name], self._tile_shape
         begins = (query, key) if self.queries_axis == 0 else (key, query)
-        index: list[Any] = [_same(ref, 0, batch), _same(ref, 1, head)]
+        index: list[Any] = [index_into(ref, 0, batch), index_into(ref, 1, head)]
         for axis in (0, 1):
             length = ref.shape[2 + axis]
             # A warp group may have queries beyond the last tile of the array: it then loads what is there.
@@ -239,6 +250,6 @@ class Scores:
         return loaded if len(along) == 2 else self._spread(loaded, along[0])
 
 
-def _same(ref: Any, axis: int, index: jax.Array) -> jax.Array | int:
+def index_into(ref: Any, axis: int, index: jax.Array) -> jax.Array | int:
     """An index into an axis, which may have length 1 and is then the same for all."""
     return index if ref.shape[axis] > 1 else 0
