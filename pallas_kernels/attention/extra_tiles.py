@@ -33,9 +33,15 @@ def with_tiles(arrays: Mapping[Extra, Any]) -> list[Extra]:
     ]
 
 
-def are_shared_by_batch(arrays: Mapping[Extra, Any], batch: int) -> bool:
-    """Whether entries of the batch have tiles in common, so that blocks that read the same should run together."""
-    return batch > 1 and any(arrays[name].shape[0] == 1 for name in with_tiles(arrays))
+def ordered(axes: Mapping[str, int], arrays: Mapping[Extra, Any]) -> dict[str, int]:
+    """The axes of a kernel's grid, the batch's first, in the order in which blocks are to run: the last is the fastest.
+
+    Blocks of a head are together, for they read the same keys. But where entries of the batch share a bias or mask,
+    which is more to read than keys are, those that read the same tiles of it are.
+    """
+    (first, batch), *others = axes.items()
+    shared = batch > 1 and any(arrays[name].shape[0] == 1 for name in with_tiles(arrays))
+    return {**dict(others), first: batch} if shared else dict(axes)
 
 
 @dataclasses.dataclass(frozen=True)

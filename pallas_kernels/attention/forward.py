@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxsoft._attention.form import Extra, Form
 
 from . import operands as tiles
-from .extra_tiles import ExtraRings, are_shared_by_batch
+from .extra_tiles import ExtraRings, ordered
 from .forward_block import Block, Scratch
 from .plan import ForwardPlan, forward_plan
 from .ranges import Shape, segment_ranges
@@ -66,15 +66,12 @@ def forward(
             refs.append(
                 segment_ranges(extras[Extra.QUERY_SEGMENTS], extras[Extra.KEY_SEGMENTS], plan.block_rows, plan.key_tile)
             )
-        blocks = {"batch": batch, "heads": heads, "queries": -(-length // plan.block_rows)}
-        # The queries of a head are together, for they read the same keys; but a bias is more to read than keys are.
-        shared = are_shared_by_batch(prepared, batch)
-        order = ("heads", "queries", "batch") if shared else ("batch", "heads", "queries")
+        grid = ordered({"batch": batch, "heads": heads, "queries": -(-length // plan.block_rows)}, prepared)
         kernel = plgpu.kernel(
             functools.partial(_entry, form, plan, shape, names, has_segments, interpret is not None),
             out_type=results,
-            grid=tuple(blocks[axis] for axis in order),
-            grid_names=order,
+            grid=tuple(grid.values()),
+            grid_names=tuple(grid),
             num_threads=plan.groups + 1,
             thread_name="group",
             compiler_params=plgpu.CompilerParams(

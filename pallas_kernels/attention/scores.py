@@ -15,6 +15,7 @@ fused multiplication and addition, and exp2, for each score.
 import dataclasses
 import math
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -150,7 +151,7 @@ class Scores:
         head: jax.Array,
         masked: bool = True,
         with_slope: bool = False,
-        loaded: Mapping[Extra, jax.Array] | None = None,
+        loaded: Mapping[Extra, jax.Array] = MappingProxyType({}),
     ) -> Tile:
         """The scores of a tile.
 
@@ -161,11 +162,10 @@ class Scores:
           batch, head: the indices of the batch's entry and of the query head.
           masked: False for a tile of the interior (see ranges.py), where limits, lengths and segments exclude nothing.
           with_slope: whether the slope is needed.
-          loaded: what `load` returned for the tile; None to load it here.
+          loaded: its bias and mask, as far as they are loaded; the others are loaded here.
         """
         form, slope = self.form, None
-        if loaded is None:
-            loaded = self.load(queries, key_begin, batch, head)
+        loaded = {**loaded, **self.load(queries, key_begin, batch, head, without=loaded)}
         if form.cap is not None:
             # The hardware's approximate tanh errs by 5e-4 of the cap, which is 2 % of exp(score) at a cap of 50.
             # rsqrt is fast, and where exp2 overflows, its square is 0.

@@ -14,7 +14,7 @@ import pytest
 from common import on_cpu, target
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxsoft.pallas_kernels.attention import choice, ranges
-from jaxsoft.pallas_kernels.attention.extra_tiles import ExtraRings, are_shared_by_batch
+from jaxsoft.pallas_kernels.attention.extra_tiles import ExtraRings, ordered
 from jaxsoft.pallas_kernels.attention.forward import forward
 from jaxsoft.pallas_kernels.attention.plan import FORWARD, ForwardPlan
 
@@ -221,9 +221,24 @@ def test_extra_rings():
     for free, expected in ((0, (0, 0)), (256, (0, 1)), (512, (1, 0)), (768, (1, 1)), (1279, (1, 2)), (9999, (2, 2))):
         slots = ExtraRings.fitting(arrays, (16, 16), free).slots
         assert tuple(slots.get(name, 0) for name in arrays) == expected, free
-    assert are_shared_by_batch(arrays, 2) and not are_shared_by_batch(arrays, 1)
     arrays = {Extra.BIAS: jnp.zeros((1, 1, 1, 4)), Extra.MASK: jnp.zeros((2, 1, 4, 1))}
-    assert not ExtraRings.fitting(arrays, (16, 16), 9999).slots and not are_shared_by_batch(arrays, 2)
+    assert not ExtraRings.fitting(arrays, (16, 16), 9999).slots
+
+
+def test_ordered():
+    """Entries of the batch run together where they share tiles of a bias or mask."""
+    grid = {"batch": 2, "heads": 3, "queries": 4}
+    bias, mask = jnp.zeros((1, 3, 5, 6)), jnp.zeros((2, 1, 5, 6), jnp.int8)
+    for arrays, last in (
+        ({}, "queries"),
+        ({Extra.BIAS: bias}, "batch"),
+        ({Extra.MASK: mask}, "queries"),
+        ({Extra.BIAS: bias, Extra.MASK: mask}, "batch"),
+        ({Extra.BIAS: bias[:, :, :1]}, "queries"),
+    ):
+        found = ordered(grid, arrays)
+        assert found == grid and list(found)[-1] == last
+    assert list(ordered({**grid, "batch": 1}, {Extra.BIAS: bias})) == list(grid)
 
 
 def test_unsupported():
