@@ -19,7 +19,6 @@ from . import backward_plan
 from .backward_call import (
     WGMMA,
     Call,
-    Ring,
     extras_of,
     probabilities,
     roles,
@@ -29,6 +28,7 @@ from .backward_call import (
 from .backward_plan import ROWS, BiasPlan
 from .operands import tiled
 from .ranges import Shape, borders
+from .ring import Ring
 from .scores import Scores, prepare
 
 

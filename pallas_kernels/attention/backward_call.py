@@ -1,4 +1,4 @@
-"""What the backward kernels have in common: the numbers of a call, shared memory that is filled in turn, and loops.
+"""What the backward kernels have in common: the numbers of a call, the roles of warp groups, and loops.
 
 A block has warp groups that compute and one more, which fills the slots of rings in shared memory with the tiles that
 these need, in the order in which they need them.
@@ -92,65 +92,6 @@ def base_2(lse: jax.Array) -> jax.Array:
 def to_whole(numbers: jax.Array, block: int, filler: float) -> jax.Array:
     """Numbers (B, N, T) padded to whole blocks."""
     return jnp.pad(numbers, ((0, 0), (0, 0), (0, -numbers.shape[2] % block)), constant_values=filler)
-
-
-@dataclasses.dataclass(frozen=True)
-class Ring:
-    """Slots of shared memory that are filled in turn, step by step, and freed by those who read them.
-
-    Attributes:
-      buffers: references to shared memory, each with a dimension of slots in front.
-      bars: barriers of filled and of freed slots, one of each for every slot.
-      slots: how many there are.
-    """
-
-    buffers: Sequence[Any]
-    bars: tuple[Any, Any]
-    slots: int
-
-    @property
-    def filled(self) -> Any:
-        """The barriers of filled slots."""
-        return self.bars[0]
-
-    @property
-    def freed(self) -> Any:
-        """The barriers of freed slots."""
-        return self.bars[1]
-
-    @staticmethod
-    def barriers(buffers: int, slots: int, readers: int) -> tuple[Any, Any]:
-        """The types of the barriers of a ring."""
-        return (
-            plgpu.Barrier(num_arrivals=buffers, num_barriers=slots),
-            plgpu.Barrier(num_arrivals=readers, num_barriers=slots),
-        )
-
-    def slot(self, step: Any) -> Any:
-        """The slot of a step."""
-        return lax.rem(step, jnp.int32(self.slots))
-
-    def open(self) -> None:
-        """Tells that all slots are free. To be called by every reader before the first step."""
-        for slot in range(self.slots):
-            plgpu.barrier_arrive(self.freed.at[slot])
-
-    def fill(self, step: Any, sources: Sequence[Any]) -> None:
-        """Waits until the slot of a step is free, and starts copies into it."""
-        slot = self.slot(step)
-        plgpu.barrier_wait(self.freed.at[slot])
-        for source, buffer in zip(sources, self.buffers, strict=True):
-            plgpu.copy_gmem_to_smem(source, buffer.at[slot], self.filled.at[slot])
-
-    def wait(self, step: Any) -> list[Any]:
-        """Waits until the slot of a step is filled, and returns references to what is in it."""
-        slot = self.slot(step)
-        plgpu.barrier_wait(self.filled.at[slot])
-        return [buffer.at[slot] for buffer in self.buffers]
-
-    def free(self, step: Any) -> None:
-        """Tells that this reader is done with the slot of a step."""
-        plgpu.barrier_arrive(self.freed.at[self.slot(step)])
 
 
 def roles(warp_groups: int, compute: Callable[[], None], memory: Callable[[], None]) -> None:

@@ -1,8 +1,8 @@
 """The kernel of the keys' and values' gradients.
 
 A block of keys of one key head loops over the query heads of its group and, for each, over the tiles of queries and
-cotangents that a memory warp group brings. Tiles of scores have keys along their rows, so that P and dz can go from
-registers into the products P . cotangents and dz . queries.
+cotangents, and of a bias and mask, that a memory warp group brings. Tiles of scores have keys along their rows, so that
+P and dz can go from registers into the products P . cotangents and dz . queries.
 
 Both gradients of 64 keys stay in the registers of a warp group. Where heads are too large for that, two warp groups
 share 64 keys: one computes P and the values' gradient, and hands P over in shared memory to the other, which computes
@@ -11,7 +11,7 @@ the keys' gradient.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -26,7 +26,6 @@ from . import backward_plan
 from .backward_call import (
     WGMMA,
     Call,
-    Ring,
     extras_of,
     for_tiles,
     multiply,
@@ -39,8 +38,10 @@ from .backward_call import (
     union,
 )
 from .backward_plan import ROWS, KeyValuePlan
+from .extra_tiles import ExtraRings, ExtraTiles, ordered
 from .operands import tiled
 from .ranges import Range, Shape, borders, query_tiles, segment_ranges, within
+from .ring import Ring
 from .scores import Scores, prepare
 
 
@@ -61,32 +62,39 @@ def key_value_gradients(call: Call, plan: KeyValuePlan | None = None, interpret:
     blocks, holders = -(-call.keys // plan.block), plan.block // ROWS
     segmented = Extra.QUERY_SEGMENTS in call.form.extras
     handed = tiled((1, ROWS, plan.query_tile), jnp.float32)
-    kernel = plgpu.kernel(
-        functools.partial(_body, call, plan, shape),
-        out_type=(
-            call.result(call.keys, call.key_heads, call.head),
-            call.result(call.keys, call.key_heads, call.value),
-        ),
-        scratch_types=(
-            tiled((holders, ROWS, call.head), call.dtype),
-            tiled((holders, ROWS, call.value), call.dtype),
-            tiled((plan.slots, plan.query_tile, call.head), call.dtype),
-            tiled((plan.slots, plan.query_tile, call.value), call.dtype),
-            plgpu.SMEM((plan.slots, plan.query_tile), jnp.float32),
-            plgpu.SMEM((plan.slots, plan.query_tile), jnp.float32),
-            plgpu.Barrier(num_arrivals=2, num_barriers=holders),
-            Ring.barriers(4, plan.slots, plan.warp_groups),
-            (handed, Ring.barriers(1, 1, 1)) if plan.paired else (),
-            staging(plan.warp_groups, plan.query_tile, call.dtype, interpret),
-        ),
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-        grid=(call.batch, call.key_heads, blocks),
-        grid_names=("batch", "head", "block"),
-        num_threads=plan.warp_groups + 1,
-        thread_name="warp_group",
-        kernel_name="jaxsoft_attention_key_value_gradients",
-        interpret=interpret,
-    )
+
+    def kernel(arrays: Mapping[Extra, jax.Array]):
+        """The kernel for these extras."""
+        free = backward_plan.SHARED_BYTES - plan.shared_bytes(call.head, call.value)
+        rings = ExtraRings.fitting(arrays, (plan.block, plan.query_tile), free)
+        grid = ordered({"batch": call.batch, "head": call.key_heads, "block": blocks}, arrays)
+        return plgpu.kernel(
+            functools.partial(_body, call, plan, shape, rings),
+            out_type=(
+                call.result(call.keys, call.key_heads, call.head),
+                call.result(call.keys, call.key_heads, call.value),
+            ),
+            scratch_types=(
+                tiled((holders, ROWS, call.head), call.dtype),
+                tiled((holders, ROWS, call.value), call.dtype),
+                tiled((plan.slots, plan.query_tile, call.head), call.dtype),
+                tiled((plan.slots, plan.query_tile, call.value), call.dtype),
+                plgpu.SMEM((plan.slots, plan.query_tile), jnp.float32),
+                plgpu.SMEM((plan.slots, plan.query_tile), jnp.float32),
+                plgpu.Barrier(num_arrivals=2, num_barriers=holders),
+                Ring.barriers(4, plan.slots, plan.warp_groups),
+                (handed, Ring.barriers(1, 1, 1)) if plan.paired else (),
+                rings.scratch(holders),
+                staging(plan.warp_groups, plan.query_tile, call.dtype, interpret),
+            ),
+            compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+            grid=tuple(grid.values()),
+            grid_names=tuple(grid),
+            num_threads=plan.warp_groups + 1,
+            thread_name="warp_group",
+            kernel_name="jaxsoft_attention_key_value_gradients",
+            interpret=interpret,
+        )
 
     def gradients(query, key, value, cotangent, extras, lse, delta):
         lse, delta = to_whole(lse, plan.query_tile, jnp.inf), to_whole(delta, plan.query_tile, 0.0)
@@ -96,17 +104,17 @@ def key_value_gradients(call: Call, plan: KeyValuePlan | None = None, interpret:
             segments = extras[Extra.KEY_SEGMENTS], extras[Extra.QUERY_SEGMENTS]
             ranges = [segment_ranges(*segments, ROWS, plan.query_tile)]
         given = [prepared[name] for name in call.form.extras]
-        return kernel(query, key, value, cotangent, lse, delta, *given, *ranges)
+        return kernel(prepared)(query, key, value, cotangent, lse, delta, *given, *ranges)
 
     return gradients
 
 
-def _body(call: Call, plan: KeyValuePlan, shape: Shape, *refs):
+def _body(call: Call, plan: KeyValuePlan, shape: Shape, rings: ExtraRings, *refs):
     query_ref, key_ref, value_ref, cotangent_ref, lse_ref, delta_ref, *rest = refs
     extras, rest = extras_of(call, rest[: len(call.form.extras)]), rest[len(call.form.extras) :]
     segments_ref, rest = (rest[0], rest[1:]) if Extra.QUERY_SEGMENTS in extras else (None, rest)
-    *results, key_memory, value_memory, query_memory, cotangent_memory, lse_memory, delta_memory = rest[:-4]
-    own_filled, bars, pair, stages = rest[-4:]
+    *results, key_memory, value_memory, query_memory, cotangent_memory, lse_memory, delta_memory = rest[:-5]
+    own_filled, bars, pair, extra_scratch, stages = rest[-5:]
     holders = plan.block // ROWS
     batch, head, block = (lax.axis_index(name) for name in ("batch", "head", "block"))
 
@@ -119,6 +127,7 @@ def _body(call: Call, plan: KeyValuePlan, shape: Shape, *refs):
 
     all_tiles = [tiles(i) for i in range(holders)]
     first, end = union(all_tiles)
+    extra_tiles = rings.tiles(extras, extra_scratch, interpreted=not isinstance(stages, tuple))
     ring = Ring([query_memory, lse_memory, cotangent_memory, delta_memory], bars, plan.slots)
 
     def memory():
@@ -129,7 +138,9 @@ def _body(call: Call, plan: KeyValuePlan, shape: Shape, *refs):
                 queries = pl.ds(tile * plan.query_tile, plan.query_tile)
                 place, numbers = (batch, queries, query_head), (batch, query_head, queries)
                 sources = query_ref.at[place], lse_ref.at[numbers], cotangent_ref.at[place], delta_ref.at[numbers]
-                ring.fill(member * (end - first) + tile - first, sources)
+                step = member * (end - first) + tile - first
+                ring.fill(step, sources)
+                extra_tiles.fill(step, batch, query_head, block * plan.block, tile * plan.query_tile)
 
             lax.fori_loop(first, end, bring, None)
 
@@ -151,8 +162,8 @@ def _body(call: Call, plan: KeyValuePlan, shape: Shape, *refs):
             bring_own()
         ring.open()
         worker = _Worker(
-            call, plan, Scores(call.form, shape, extras, 1), ring, own_key, own_value, batch, head,
-            block * plan.block + index * ROWS, first, end, select(all_tiles, index),
+            call, plan, Scores(call.form, shape, extras, 1), ring, extra_tiles, own_key, own_value, batch, head,
+            index * ROWS, block * plan.block + index * ROWS, first, end, select(all_tiles, index),
             borders(call.form, shape, of_keys=True), stages,
         )  # fmt: skip
         plgpu.barrier_wait(own_filled.at[index])
@@ -188,9 +199,10 @@ class _Worker:
     """A warp group that computes, and what it works on.
 
     Attributes:
-      call, plan, scores, ring: those of the kernel.
+      call, plan, scores, ring, extra_tiles: those of the kernel.
       own_key, own_value: references to its keys and values.
-      batch, head, key_begin: the entry of the batch, the key head, and the first key.
+      batch, head: the entry of the batch and the key head.
+      row, key_begin: the first key, in the block and of all.
       first, end: the tiles of queries that come.
       own: those that matter.
       borders: whether there can be tiles to be masked.
@@ -201,10 +213,12 @@ class _Worker:
     plan: KeyValuePlan
     scores: Scores
     ring: Ring
+    extra_tiles: ExtraTiles
     own_key: Any
     own_value: Any
     batch: Any
     head: Any
+    row: Any
     key_begin: Any
     first: Any
     end: Any
@@ -220,6 +234,8 @@ class _Worker:
         """Those of the keys, but for the scale, and of the values."""
 
         def loop(key_acc, value_acc):
+            self.extra_tiles.open()
+
             def step(place, slot):
                 query, lse_ref, cotangent, delta_ref = slot
 
@@ -246,6 +262,8 @@ class _Worker:
         """That of the values, while P, times the slope of the scores, is handed over."""
 
         def loop(value_acc):
+            self.extra_tiles.open()
+
             def step(place, slot):
                 query, lse_ref, cotangent, _ = slot
 
@@ -288,38 +306,43 @@ class _Worker:
                 multiply(key_acc, self._dz(p, rise, delta_ref), query, self.stages)
                 plgpu.wgmma_wait(0)
 
-            # What has to be masked is the other's business.
-            dataclasses.replace(self, borders=(False, False))._over_tiles(step)
+            # Scores are the other's business.
+            without = dataclasses.replace(self.extra_tiles, rings={})
+            dataclasses.replace(self, borders=(False, False), extra_tiles=without)._over_tiles(step)
             return key_acc[...]
 
         return pl.run_scoped(loop, plgpu.WGMMAAccumulatorRef((ROWS, self.call.head), jnp.float32))
 
     def _probabilities(self, products: jax.Array, lse_ref: Any, place: tuple) -> tuple[jax.Array, Any]:
-        query_head, tile, masked = place
+        step, query_head, tile, masked = place
         lse = plgpu.load(lse_ref, layout=WGMMA.reduce(0))
         begin = tile * self.plan.query_tile
         where = {"query_begin": begin, "key_begin": self.key_begin, "batch": self.batch, "head": query_head}
-        return probabilities(self.scores, products, lse, masked=masked, with_slope=True, **where)
+        loaded = self.extra_tiles.load(step, self.row, ROWS)
+        result = probabilities(self.scores, products, lse, masked=masked, with_slope=True, loaded=loaded, **where)
+        self.extra_tiles.free(step)
+        return result
 
     def _dz(self, p: jax.Array, rise: jax.Array, delta_ref: Any) -> jax.Array:
         delta = plgpu.load(delta_ref, layout=WGMMA.reduce(0))
         return (p * (rise - spread(delta, rise.shape, 1))).astype(self.call.dtype)
 
     def _over_tiles(self, step: Callable[[tuple, list[Any]], None]) -> None:
-        """Calls a function with (query head, tile, whether it is masked) and what is in the slot, for what matters."""
+        """Calls a function for what matters: (step, query head, tile, whether to mask it), and what is in the slot."""
 
         def of_head(member, _):
             before, query_head = member * (self.end - self.first), self.head * self.call.group + member
 
             def take(tile, masked):
                 number = before + tile - self.first
-                step((query_head, tile, masked), self.ring.wait(number))
+                step((number, query_head, tile, masked), self.ring.wait(number))
                 self.ring.free(number)
 
             def skip(tile):
                 number = before + tile - self.first
                 self.ring.wait(number)
                 self.ring.free(number)
+                self.extra_tiles.skip(number)
 
             for_tiles(self.first, self.end, self.own, self.borders, take, skip)
 

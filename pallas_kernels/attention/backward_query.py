@@ -1,13 +1,15 @@
 """The kernel of the queries' gradient.
 
-Each warp group has 64 queries, with their cotangents, and loops over the tiles of keys and values that a memory warp
-group brings. It computes the scores once more, P = exp(score - lse), dz = P * (cotangent . value - delta), and adds
-dz . keys to the gradient, which stays in registers until the end.
+Each warp group has 64 queries, with their cotangents, and loops over the tiles of keys and values, and of a bias and
+mask, that a memory warp group brings. It computes the scores once more, P = exp(score - lse), dz = P * (cotangent .
+value - delta), and adds dz . keys to the gradient, which stays in registers until the end.
 """
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -19,7 +21,6 @@ from . import backward_plan
 from .backward_call import (
     WGMMA,
     Call,
-    Ring,
     extras_of,
     for_tiles,
     multiply,
@@ -32,8 +33,10 @@ from .backward_call import (
     union,
 )
 from .backward_plan import ROWS, QueryPlan
+from .extra_tiles import ExtraRings, ordered
 from .operands import tiled
 from .ranges import Range, Shape, borders, key_tiles, segment_ranges, within
+from .ring import Ring
 from .scores import Scores, prepare
 
 
@@ -53,27 +56,34 @@ def query_gradient(call: Call, plan: QueryPlan | None = None, interpret: Any = N
     shape = Shape(call.queries, call.keys, ROWS, plan.key_tile)
     blocks = -(-call.queries // plan.block)
     segmented = Extra.QUERY_SEGMENTS in call.form.extras
-    kernel = plgpu.kernel(
-        functools.partial(_body, call, plan, shape, blocks, segmented),
-        out_type=call.result(call.queries, call.query_heads, call.head),
-        scratch_types=(
-            tiled((plan.warp_groups, ROWS, call.head), call.dtype),
-            tiled((plan.warp_groups, ROWS, call.value), call.dtype),
-            tiled((plan.key_slots, plan.key_tile, call.head), call.dtype),
-            tiled((plan.value_slots, plan.key_tile, call.value), call.dtype),
-            plgpu.Barrier(num_arrivals=2, num_barriers=plan.warp_groups),
-            Ring.barriers(1, plan.key_slots, plan.warp_groups),
-            Ring.barriers(1, plan.value_slots, plan.warp_groups),
-            staging(plan.warp_groups, plan.key_tile, call.dtype, interpret),
-        ),
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-        grid=(call.batch, call.query_heads, blocks),
-        grid_names=("batch", "head", "block"),
-        num_threads=plan.warp_groups + 1,
-        thread_name="warp_group",
-        kernel_name="jaxsoft_attention_query_gradient",
-        interpret=interpret,
-    )
+
+    def kernel(arrays: Mapping[Extra, jax.Array]):
+        """The kernel for these extras."""
+        free = backward_plan.SHARED_BYTES - plan.shared_bytes(call.head, call.value)
+        rings = ExtraRings.fitting(arrays, (plan.block, plan.key_tile), free)
+        grid = ordered({"batch": call.batch, "head": call.query_heads, "block": blocks}, arrays)
+        return plgpu.kernel(
+            functools.partial(_body, call, plan, shape, blocks, segmented, rings),
+            out_type=call.result(call.queries, call.query_heads, call.head),
+            scratch_types=(
+                tiled((plan.warp_groups, ROWS, call.head), call.dtype),
+                tiled((plan.warp_groups, ROWS, call.value), call.dtype),
+                tiled((plan.key_slots, plan.key_tile, call.head), call.dtype),
+                tiled((plan.value_slots, plan.key_tile, call.value), call.dtype),
+                plgpu.Barrier(num_arrivals=2, num_barriers=plan.warp_groups),
+                Ring.barriers(1, plan.key_slots, plan.warp_groups),
+                Ring.barriers(1, plan.value_slots, plan.warp_groups),
+                rings.scratch(plan.warp_groups),
+                staging(plan.warp_groups, plan.key_tile, call.dtype, interpret),
+            ),
+            compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+            grid=tuple(grid.values()),
+            grid_names=tuple(grid),
+            num_threads=plan.warp_groups + 1,
+            thread_name="warp_group",
+            kernel_name="jaxsoft_attention_query_gradient",
+            interpret=interpret,
+        )
 
     def gradient(query, key, value, cotangent, extras, lse, delta):
         lse, delta = to_whole(lse, plan.block, jnp.inf), to_whole(delta, plan.block, 0.0)
@@ -83,20 +93,20 @@ def query_gradient(call: Call, plan: QueryPlan | None = None, interpret: Any = N
             segments = extras[Extra.QUERY_SEGMENTS], extras[Extra.KEY_SEGMENTS]
             ranges = [segment_ranges(*segments, ROWS, plan.key_tile)]
         given = [prepared[name] for name in call.form.extras]
-        return kernel(query, key, value, cotangent, lse, delta, *given, *ranges)
+        return kernel(prepared)(query, key, value, cotangent, lse, delta, *given, *ranges)
 
     return gradient
 
 
-def _body(call: Call, plan: QueryPlan, shape: Shape, blocks: int, segmented: bool, *refs):
+def _body(call: Call, plan: QueryPlan, shape: Shape, blocks: int, segmented: bool, rings: ExtraRings, *refs):
     query_ref, key_ref, value_ref, cotangent_ref, lse_ref, delta_ref, *rest = refs
     extras, rest = extras_of(call, rest[: len(call.form.extras)]), rest[len(call.form.extras) :]
     segments_ref, rest = (rest[0], rest[1:]) if segmented else (None, rest)
-    result_ref, query_memory, cotangent_memory, key_memory, value_memory, own_filled, key_bars, value_bars, stages = (
-        rest
-    )
+    result_ref, query_memory, cotangent_memory, key_memory, value_memory, own_filled, *rest = rest
+    key_bars, value_bars, extra_scratch, stages = rest
     keys = Ring([key_memory], key_bars, plan.key_slots)
     values = Ring([value_memory], value_bars, plan.value_slots)
+    extra_tiles = rings.tiles(extras, extra_scratch, interpreted=not isinstance(stages, tuple))
     scores = Scores(call.form, shape, extras)
     batch, head, block = (lax.axis_index(name) for name in ("batch", "head", "block"))
     if call.form.right is not None:  # the last queries have the most keys, and come first
@@ -119,6 +129,7 @@ def _body(call: Call, plan: QueryPlan, shape: Shape, blocks: int, segmented: boo
         def bring(tile, _):
             place = batch, pl.ds(tile * plan.key_tile, plan.key_tile), key_head
             keys.fill(tile - first, [key_ref.at[place]])
+            extra_tiles.fill(tile - first, batch, head, block * plan.block, tile * plan.key_tile)
             values.fill(tile - first, [value_ref.at[place]])
 
         lax.fori_loop(first, end, bring, None)
@@ -132,6 +143,7 @@ def _body(call: Call, plan: QueryPlan, shape: Shape, blocks: int, segmented: boo
         plgpu.copy_gmem_to_smem(cotangent_ref.at[place], own_cotangent, own_filled.at[index])
         keys.open()
         values.open()
+        extra_tiles.open()
         of_query = WGMMA.reduce(1)
         lse, delta = (
             plgpu.load(ref.at[batch, head, pl.ds(begin, ROWS)], layout=of_query, optimized=False)
@@ -149,7 +161,13 @@ def _body(call: Call, plan: QueryPlan, shape: Shape, blocks: int, segmented: boo
                 plgpu.wgmma(rise_acc, own_cotangent, value.transpose((1, 0)))
                 products = plgpu.wgmma_accumulator_load(score_acc, wait_n=1)
                 where = {"query_begin": begin, "key_begin": tile * plan.key_tile, "batch": batch, "head": head}
-                p, slope = probabilities(scores, products, lse, queries=known, masked=masked, with_slope=True, **where)
+                where |= {
+                    "queries": known,
+                    "masked": masked,
+                    "loaded": extra_tiles.load(tile - first, index * ROWS, ROWS),
+                }
+                p, slope = probabilities(scores, products, lse, with_slope=True, **where)
+                extra_tiles.free(tile - first)
                 return p, slope, rise_acc[...]
 
             accumulator = plgpu.WGMMAAccumulatorRef((ROWS, plan.key_tile), jnp.float32)
@@ -166,6 +184,7 @@ def _body(call: Call, plan: QueryPlan, shape: Shape, blocks: int, segmented: boo
             for ring in (keys, values):
                 ring.wait(tile - first)
                 ring.free(tile - first)
+            extra_tiles.skip(tile - first)
 
         def loop(gradient_acc):
             own = select(all_tiles, index)

@@ -1,10 +1,10 @@
 """Attention forward on Hopper: the output and the log-sum-exp of every query, in one read of what matters.
 
-A block, whose work is in forward_block.py, has some queries of one head. One warp group copies tiles of keys and values
-to rings in shared memory; the others have 64 queries each, whose state (m, s, o) they keep in registers: m is the
-maximum, in base 2, s the sum of exp2(score - m), and o the sum of values weighted by it. Where there are two of them,
-one multiplies on the tensor cores while the other computes exponentials: a barrier makes them take turns. Of three,
-the hardware finds one that can multiply.
+A block, whose work is in forward_block.py, has some queries of one head. One warp group copies tiles of keys and
+values, and of a bias and mask (extra_tiles.py), to rings in shared memory; the others have 64 queries each, whose state
+(m, s, o) they keep in registers: m is the maximum, in base 2, s the sum of exp2(score - m), and o the sum of values
+weighted by it. Where there are two of them, one multiplies on the tensor cores while the other computes exponentials: a
+barrier makes them take turns. Of three, the hardware finds one that can multiply.
 """
 
 import functools
@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxsoft._attention.form import Extra, Form
 
 from . import operands as tiles
+from .extra_tiles import ExtraRings, ordered
 from .forward_block import Block, Scratch
 from .plan import ForwardPlan, forward_plan
 from .ranges import Shape, segment_ranges
@@ -46,8 +47,8 @@ def forward(
     batch, length, heads, _ = query.shape
     shape = Shape(length, key.shape[1], plan.query_rows, plan.key_tile)
     size = value.shape[3]
-    sizes = {"batch": batch, "heads": heads, "queries": -(-length // plan.block_rows)}
-    order = _order(form, length)
+    axes = {"batch": batch, "heads": heads, "queries": -(-length // plan.block_rows)}
+    axes = {name: axes[name] for name in _order(form, length)}
     direct = form.dtype == jnp.float32
     whole = -(-length // plan.block_rows) * plan.block_rows
     rows = whole if direct else tiles.padded_length(length)
@@ -67,14 +68,19 @@ def forward(
             refs.append(
                 segment_ranges(extras[Extra.QUERY_SEGMENTS], extras[Extra.KEY_SEGMENTS], plan.block_rows, plan.key_tile)
             )
+        grid = ordered(axes, prepared)
         kernel = plgpu.kernel(
             functools.partial(_entry, form, plan, shape, names, has_segments, interpret is not None),
             out_type=results,
-            grid=tuple(sizes[name] for name in order),
-            grid_names=order,
+            grid=tuple(grid.values()),
+            grid_names=tuple(grid),
             num_threads=plan.groups + 1,
             thread_name="group",
-            compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+            compiler_params=plgpu.CompilerParams(
+                approx_math=True,
+                lowering_semantics=plgpu.LoweringSemantics.Lane,
+                reduction_scratch_bytes=0,  # a row of scores is in one warp
+            ),
             kernel_name="jaxsoft_attention",
             interpret=interpret,
         )
@@ -111,6 +117,8 @@ def _entry(
     named = dict(zip(names, extras, strict=False))
     dtype, groups, slots = query.dtype, plan.groups, plan.slots
     query_head, value_head = tiles.head_size(query.shape[3]), tiles.head_size(value.shape[3])
+    free_bytes = plan.free_bytes(query_head, value_head)
+    rings = ExtraRings.fitting(named, (plan.block_rows, plan.key_tile), free_bytes)
     scratch = Scratch(
         queries=tiles.tiled((groups, plan.query_rows, query_head), dtype),
         keys=tiles.tiled((slots, plan.key_tile, query_head), dtype),
@@ -123,6 +131,7 @@ def _entry(
         keys_read=plgpu.Barrier(num_arrivals=groups, num_barriers=slots),
         values_read=plgpu.Barrier(num_arrivals=groups, num_barriers=slots),
         turns=plgpu.Barrier(num_arrivals=groups, num_barriers=1),
+        extras=rings.scratch(groups),
     )
 
     def run(scratch: "Scratch") -> None:
@@ -133,6 +142,7 @@ def _entry(
             refs=(query, key, value, output, lse),
             segments=extras[-1] if has_segments else None,
             scratch=scratch,
+            extra_tiles=rings.tiles(named, scratch.extras, interpreted),
             interpreted=interpreted,
         )
         group = lax.axis_index("group")

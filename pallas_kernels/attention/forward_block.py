@@ -15,6 +15,7 @@ from jaxsoft._attention.form import Extra, Form
 
 from ..rows.memory import store
 from . import operands as tiles
+from .extra_tiles import ExtraTiles
 from .plan import ForwardPlan
 from .ranges import Range, borders, key_tiles, within
 from .scores import LOG2E, Queries, Scores
@@ -27,7 +28,7 @@ _COPY_REGISTERS = {1: 24, 2: 40, 3: 32}
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=(
-        "queries keys values output lse queries_there keys_there values_there keys_read values_read turns"
+        "queries keys values output lse queries_there keys_there values_there keys_read values_read turns extras"
     ).split(),
     meta_fields=(),
 )
@@ -46,6 +47,7 @@ class Scratch:
     keys_read: Any
     values_read: Any
     turns: Any
+    extras: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +72,7 @@ class Block:
       refs: the references to query, key, value, output and log-sum-exp.
       segments: the reference to the ranges that segments leave, if there are any.
       scratch: shared memory.
+      extra_tiles: the rings in it for a bias and mask.
       interpreted: whether Pallas's interpreter runs it.
     """
 
@@ -79,6 +82,7 @@ class Block:
     refs: tuple[Any, Any, Any, Any, Any]
     segments: Any
     scratch: Scratch
+    extra_tiles: ExtraTiles
     interpreted: bool
 
     @property
@@ -114,7 +118,7 @@ class Block:
     # The warp group that copies.
 
     def copy(self) -> None:
-        """Copies the tiles of keys and values, as slots become free."""
+        """Copies the tiles of keys, of a bias and mask, and of values, as slots become free."""
         plgpu.set_max_registers(_COPY_REGISTERS[self.plan.groups], action="decrease")
         key, value = self.refs[1:3]
         scratch, slots, span = self.scratch, self.plan.slots, self.tiles
@@ -124,13 +128,15 @@ class Block:
         def _(i: jax.Array) -> None:
             slot = lax.rem(i, jnp.int32(slots))
             begin = (span.begin + i) * self.plan.key_tile
-            for array, ring, there, read in (
-                (key, scratch.keys, scratch.keys_there, scratch.keys_read),
-                (value, scratch.values, scratch.values_there, scratch.values_read),
-            ):
+
+            def bring(array: Any, ring: Any, there: Any, read: Any) -> None:
                 pl.when(i >= slots)(functools.partial(plgpu.barrier_wait, read.at[slot]))
                 rows = tiles.rows(array, self.batch, begin, self.plan.key_tile, key_head, ring.shape[2])
                 plgpu.copy_gmem_to_smem(rows, ring.at[slot], there.at[slot])
+
+            bring(key, scratch.keys, scratch.keys_there, scratch.keys_read)
+            self.extra_tiles.fill(i, self.batch, self.head, self.begin, begin)
+            bring(value, scratch.values, scratch.values_there, scratch.values_read)
 
     # The warp groups that compute.
 
@@ -142,12 +148,14 @@ class Block:
         own = scratch.queries.at[group]
         rows = tiles.rows(self.refs[0], self.batch, begin, self.plan.query_rows, self.head, own.shape[1])
         plgpu.copy_gmem_to_smem(rows, own, scratch.queries_there.at[group])
+        self.extra_tiles.open()
         queries = scores.queries(self.batch, begin)
         state = self._initial()
         plgpu.barrier_wait(scratch.queries_there.at[group])
         pl.when(span.end > span.begin)(lambda: plgpu.barrier_wait(scratch.keys_there.at[0]))
         pl.when(group == 1)(self._take_turns)
-        state = lax.fori_loop(span.begin, span.end, functools.partial(self._step, own, begin, queries, span), state)
+        step = functools.partial(self._step, own, group, begin, queries, span)
+        state = lax.fori_loop(span.begin, span.end, step, state)
         pl.when(group == 0)(self._take_turns)
         self._finish(group, begin, state)
 
@@ -170,7 +178,16 @@ class Block:
         o = plgpu.layout_cast(jnp.zeros((rows, self.scratch.values.shape[2]), jnp.float32), layout)
         return State(m, s, o)
 
-    def _step(self, own: Any, begin: jax.Array, queries: Queries, span: Range, tile: jax.Array, state: State) -> State:
+    def _step(
+        self,
+        own: Any,
+        group: jax.Array,
+        begin: jax.Array,
+        queries: Queries,
+        span: Range,
+        tile: jax.Array,
+        state: State,
+    ) -> State:
         """Takes a tile of keys into the state.
 
         Tiles that have to be masked take a branch: beside a loop of their own, the compiler makes that of the others
@@ -181,7 +198,13 @@ class Block:
         step = tile - span.begin
         slot = lax.rem(step, jnp.int32(self.plan.slots))
 
-        loaded = self.scores.load(begin, tile * self.plan.key_tile, self.batch, self.head)
+        where = {
+            "query_begin": begin,
+            "key_begin": tile * self.plan.key_tile,
+            "batch": self.batch,
+            "head": self.head,
+        }
+        loaded = self.scores.load(**where, without=self.extra_tiles.rings)
 
         def multiply(accumulator: Any) -> jax.Array:
             plgpu.wgmma(accumulator, own, scratch.keys.at[slot].transpose((1, 0)))
@@ -190,9 +213,10 @@ class Block:
 
         products = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
         plgpu.barrier_arrive(scratch.keys_read.at[slot])
-        key_begin = tile * self.plan.key_tile
-        where = {"query_begin": begin, "key_begin": key_begin, "batch": self.batch, "head": self.head}
+        # From shared memory only now, for loads are short, and registers are few while products are computed.
+        loaded |= self.extra_tiles.load(step, group * self.plan.query_rows, self.plan.query_rows)
         scores = self.scores.tile(products, **where, queries=queries, masked=masked, loaded=loaded)
+        self.extra_tiles.free(step)
         m = jnp.maximum(state.m, scores.values.max(axis=1) * scores.unit)
         # Where nothing counts so far, all exponentials are 0 rather than exp2(-inf + inf).
         reference = jnp.where(m == -jnp.inf, 0.0, m)

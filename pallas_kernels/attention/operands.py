@@ -28,9 +28,10 @@ def swizzle(size: int) -> int:
 
 
 def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory for rows of heads, as bulk tensor copies and wgmma take them."""
-    row_bytes = 2 * swizzle(shape[-1])
-    width = row_bytes // jnp.dtype(dtype).itemsize
+    """Shared memory for rows of heads or scores, as bulk tensor copies and wgmma take them."""
+    item_bytes = jnp.dtype(dtype).itemsize
+    row_bytes = min(2 * swizzle(shape[-1]), item_bytes * shape[-1])
+    width = row_bytes // item_bytes
     tiling: Any = plgpu.TilingTransform  # mypy holds both for abstract
     swizzling: Any = plgpu.SwizzleTransform
     return plgpu.SMEM(shape, dtype, transforms=(tiling((_ROWS, width)), swizzling(row_bytes)))

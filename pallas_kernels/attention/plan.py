@@ -35,8 +35,12 @@ class ForwardPlan:
     def shared_bytes(self, query_head: int, value_head: int) -> int:
         """Shared memory of a block, for head sizes that kernels compute with and 16-bit operands."""
         queries = 2 * self.block_rows * query_head
-        output = 0 if value_head <= query_head else 2 * self.block_rows * value_head
+        output = 0 if value_head == query_head else 2 * self.block_rows * value_head
         return queries + output + 2 * self.slots * self.key_tile * (query_head + value_head) + 4 * self.block_rows
+
+    def free_bytes(self, query_head: int, value_head: int) -> int:
+        """What it leaves of shared memory."""
+        return SHARED_BYTES - _RESERVED_BYTES - self.shared_bytes(query_head, value_head)
 
 
 # By the larger of the two head sizes, up to which a plan serves.
@@ -68,6 +72,6 @@ def forward_plan(query_head: int, value_head: int, causal: bool = False) -> Forw
                 plan = dataclasses.replace(plan, turns=False)
             one = dataclasses.replace(plan, groups=1, turns=False)  # where values are the larger, above 192
             for cut in (plan, one):
-                if cut.shared_bytes(query_head, value_head) <= SHARED_BYTES - _RESERVED_BYTES:
+                if cut.free_bytes(query_head, value_head) >= 0:
                     return cut
     return None

@@ -14,7 +14,8 @@ fused multiplication and addition, and exp2, for each score.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -136,7 +137,7 @@ class Scores:
         if Extra.QUERY_SEGMENTS in self.refs:
             ref = self.refs[Extra.QUERY_SEGMENTS]
             begin_of_load = jnp.minimum(begin, ref.shape[1] - count)
-            segments = load_as_is(ref.at[_same(ref, 0, batch), pl.ds(begin_of_load, count)], layout)
+            segments = load_as_is(ref.at[index_into(ref, 0, batch), pl.ds(begin_of_load, count)], layout)
         return Queries(first, end, segments)
 
     def tile(
@@ -149,7 +150,7 @@ class Scores:
         masked: jax.Array | bool,
         queries: Queries | None = None,
         with_slope: bool = False,
-        loaded: Mapping[Extra, jax.Array] | None = None,
+        loaded: Mapping[Extra, jax.Array] = MappingProxyType({}),
     ) -> Tile:
         """The scores of a tile.
 
@@ -161,11 +162,10 @@ class Scores:
             Where that is not known when the kernel is compiled, it takes a branch.
           queries: what is known of its queries; None to find it out where it is needed.
           with_slope: whether the slope is needed.
-          loaded: what `load` returned for the tile; None to load it here.
+          loaded: its bias and mask, as far as they are loaded; the others are loaded here.
         """
         form, slope = self.form, None
-        if loaded is None:
-            loaded = self.load(query_begin, key_begin, batch, head)
+        loaded = {**loaded, **self.load(query_begin, key_begin, batch, head, without=loaded)}
         if form.cap is not None:
             # The hardware's approximate tanh errs by 5e-4 of the cap, which is 2 % of exp(score) at a cap of 50.
             # rsqrt is fast, and where exp2 overflows, its square is 0.
@@ -191,12 +191,21 @@ class Scores:
         return Tile(values, self.unit, slope)
 
     def load(
-        self, query_begin: jax.Array, key_begin: jax.Array, batch: jax.Array, head: jax.Array
+        self,
+        query_begin: jax.Array,
+        key_begin: jax.Array,
+        batch: jax.Array,
+        head: jax.Array,
+        without: Collection[Extra] = (),
     ) -> dict[Extra, jax.Array]:
-        """The bias and mask of a tile, as far as there are any. They arrive while products are computed, if it is
-        called before.
+        """The bias and mask of a tile, as far as there are any, from global memory. They arrive while products are
+        computed, if it is called before.
+
+        Args:
+          query_begin, key_begin, batch, head: those of `tile`.
+          without: what is not wanted.
         """
-        names = [name for name in (Extra.BIAS, Extra.MASK) if name in self.form.extras]
+        names = [name for name in (Extra.BIAS, Extra.MASK) if name in self.form.extras and name not in without]
         return {name: self._load(name, batch, head, query_begin, key_begin) for name in names}
 
     def _counts(self, queries: Queries, key_begin: jax.Array, batch: jax.Array) -> jax.Array | None:
@@ -212,7 +221,7 @@ class Scores:
         if queries.segments is not None:
             ref, keys_axis = self.refs[Extra.KEY_SEGMENTS], 1 - self.queries_axis
             keys = pl.ds(key_begin, self.shape.key_tile)
-            segments = load_as_is(ref.at[_same(ref, 0, batch), keys], plgpu.Layout.WGMMA.reduce(self.queries_axis))
+            segments = load_as_is(ref.at[index_into(ref, 0, batch), keys], plgpu.Layout.WGMMA.reduce(self.queries_axis))
             same = self._spread(queries.segments, self.queries_axis) == self._spread(segments, keys_axis)
             counts = same if counts is None else counts & same
         return counts
@@ -230,7 +239,7 @@ class Scores:
         """The part of a bias or mask that belongs to a tile, in the tile's layout."""
         ref, sizes = self.refs[name], self._tile_shape
         begins = (query, key) if self.queries_axis == 0 else (key, query)
-        index: list[Any] = [_same(ref, 0, batch), _same(ref, 1, head)]
+        index: list[Any] = [index_into(ref, 0, batch), index_into(ref, 1, head)]
         for axis in (0, 1):
             length = ref.shape[2 + axis]
             # A warp group may have queries beyond the last tile of the array: it then loads what is there.
@@ -244,6 +253,6 @@ class Scores:
         return loaded if len(along) == 2 else self._spread(loaded, along[0])
 
 
-def _same(ref: Any, axis: int, index: jax.Array) -> jax.Array | int:
+def index_into(ref: Any, axis: int, index: jax.Array) -> jax.Array | int:
     """An index into an axis, which may have length 1 and is then the same for all."""
     return index if ref.shape[axis] > 1 else 0

@@ -29,18 +29,18 @@ def form_of(extras=(), **limits):
     return Form(np.dtype(jnp.bfloat16), 0.2, extras=extras, **limits)
 
 
-def operands_of(form, queries, keys, head=32, value=32):
+def operands_of(form, queries, keys, head=32, value=32, mask_queries=1, bias_dtype=np.float32):
     """Two entries of the batch, two query heads and a key head."""
     rng, dtype = np.random.default_rng(queries), jnp.bfloat16
     number = {Extra.QUERY_LENGTHS: queries, Extra.KEY_LENGTHS: keys, Extra.OFFSET: 9}
-    shapes = {Extra.BIAS: (1, 2, queries, keys), Extra.MASK: (2, 1, 1, keys)}
+    shapes = {Extra.BIAS: (1, 2, queries, keys), Extra.MASK: (2, 1, mask_queries, keys)}
     operands = [
         rng.standard_normal((2, n, heads, size)).astype(dtype)
         for n, heads, size in ((queries, 2, head), (keys, 1, head), (keys, 1, value))
     ]
     for extra in form.extras:
         if extra is Extra.BIAS:
-            operands.append(rng.standard_normal(shapes[extra]).astype(np.float32))
+            operands.append(rng.standard_normal(shapes[extra]).astype(bias_dtype))
         elif extra is Extra.MASK:
             operands.append(rng.random(shapes[extra]) < 0.7)
         elif extra in SEGMENTS:
@@ -100,9 +100,11 @@ def exact(form, operands, cotangent):
         (form_of(SEGMENTS, cap=2.0), (70, 72)),
         (form_of(LENGTHS, left=20, right=3), (80, 72)),
         (form_of((Extra.BIAS, Extra.MASK)), (66, 72)),
+        (form_of((Extra.BIAS, Extra.MASK), right=0), (150, 140, 32, 32, 150, jnp.bfloat16)),
         (form_of(right=0), (64, 64, 160, 256)),
+        (form_of((Extra.MASK,), left=30, right=3), (70, 72, 160, 256, 70)),
     ],
-    ids=["causal", "segments", "lengths", "bias", "wide"],
+    ids=["causal", "segments", "lengths", "bias", "bias and mask", "wide", "mask of wide"],
 )
 def test_values(monkeypatch, capfd, form, shape):
     monkeypatch.setattr(backward_call, "INTERPRET", plgpu.InterpretGPUParams(detect_races=True))
@@ -121,7 +123,7 @@ def test_values(monkeypatch, capfd, form, shape):
 @pytest.mark.parametrize("extras", [(), (Extra.BIAS, Extra.MASK), SEGMENTS, LENGTHS], ids=len)
 def test_lowers_for_hopper(heads, extras):
     form = form_of(extras, right=0 if extras else None, cap=3.0 if extras == SEGMENTS else None)
-    operands, cotangent = operands_of(form, 136, 200, *heads)
+    operands, cotangent = operands_of(form, 136, 200, *heads, mask_queries=136)
     moving = ("query", "key", "value", *(("bias",) if Extra.BIAS in extras else ()))
     numbers = np.zeros((2, 2, 136), np.float32)
     with target("NVIDIA H100 80GB HBM3"):

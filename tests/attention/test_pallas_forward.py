@@ -14,6 +14,7 @@ import pytest
 from common import on_cpu, target
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxsoft.pallas_kernels.attention import choice, ranges
+from jaxsoft.pallas_kernels.attention.extra_tiles import ExtraRings, ordered
 from jaxsoft.pallas_kernels.attention.forward import forward
 from jaxsoft.pallas_kernels.attention.plan import FORWARD, ForwardPlan
 
@@ -34,6 +35,7 @@ HEADS = [
     (40, 72),
     (256, 64),
     (224, 256),
+    (256, 224),
 ]
 # Small tiles, with which few queries and keys do what many do.
 PLAN = ForwardPlan(groups=2, query_rows=64, key_tile=64, slots=2)
@@ -53,7 +55,7 @@ def form_of(*extras, dtype=BF16, **rules):
     return Form(dtype, rules.pop("scale", 0.2), extras=extras, **rules)
 
 
-def operands_of(form, queries, keys, head=32, value=32, dtype=BF16, bias=None, mask=None):
+def operands_of(form, queries, keys, head=32, value=32, dtype=BF16, bias=None, mask=None, bias_dtype=F32):
     """Two entries of the batch, two query heads and a key head; shapes of a bias and a mask, if they are broadcast."""
     rng = np.random.default_rng(queries)
     operands = [
@@ -63,7 +65,7 @@ def operands_of(form, queries, keys, head=32, value=32, dtype=BF16, bias=None, m
     for extra in form.extras:
         length = queries if extra in (Extra.QUERY_SEGMENTS, Extra.QUERY_LENGTHS) else keys
         if extra is Extra.BIAS:
-            operands.append(rng.standard_normal(bias or (2, 2, queries, keys)).astype(np.float32))
+            operands.append(rng.standard_normal(bias or (2, 2, queries, keys)).astype(bias_dtype))
         elif extra is Extra.MASK:
             operands.append(rng.random(mask or (2, 2, queries, keys)) < 0.7)
         elif extra in SEGMENTS:
@@ -137,8 +139,15 @@ def assert_right(form, operands):
         ),
         (form_of(Extra.BIAS, Extra.MASK), 1, 100, {"bias": (2, 1, 1, 1), "mask": (1, 2, 1, 100)}),
         (form_of(scale=-0.3), 64, 64, {}),
+        (
+            form_of(Extra.BIAS, Extra.MASK, *LENGTHS, left=70, right=3),
+            150,
+            200,
+            {"bias": (2, 1, 150, 200), "mask": (1, 1, 150, 200), "bias_dtype": BF16},
+        ),
+        (form_of(Extra.MASK, right=0), 17, 200, {"mask": (2, 1, 17, 200)}),
     ],
-    ids=["causal", "window", "segments", "sinks", "lengths", "cap", "one query", "negative"],
+    ids=["causal", "window", "segments", "sinks", "lengths", "cap", "one query", "negative", "bias", "mask"],
 )
 def test_values(form, queries, keys, options):
     assert_right(form, operands_of(form, queries, keys, **options))
@@ -152,14 +161,15 @@ def test_values(form, queries, keys, options):
         form_of(*LENGTHS, Extra.OFFSET, Extra.SINKS, left=30, right=0),
         form_of(*SEGMENTS, right=0),
         form_of(Extra.BIAS, Extra.MASK, cap=30.0),
+        form_of(Extra.BIAS),
         form_of(dtype=F32),
     ],
-    ids=["plain", "causal", "lengths", "segments", "bias", "f32"],
+    ids=["plain", "causal", "lengths", "segments", "bias and mask", "bias", "f32"],
 )
 def test_lowers_for_hopper(form):
-    for head, value in HEADS:
+    for i, (head, value) in enumerate(HEADS):
         queries, keys = (300, 517) if head == 64 else (256, 384)
-        operands = operands_of(form, queries, keys, head, value)
+        operands = operands_of(form, queries, keys, head, value, bias_dtype=(F32, BF16, F16)[i % 3])
         types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
         assert choice.unsupported(form, types) is None
         with target("NVIDIA H100 80GB HBM3"):
@@ -203,6 +213,32 @@ def test_plans():
         for value in (8, head, 256):
             types = [jax.ShapeDtypeStruct((1, 64, 1, size), BF16) for size in (head, head, value)]
             assert choice.unsupported(form, types) is None
+
+
+def test_extra_rings():
+    """What has queries and keys gets slots where there is room, one for each before any has two."""
+    arrays = {Extra.BIAS: jnp.zeros((1, 1, 4, 4), BF16), Extra.MASK: jnp.zeros((2, 1, 4, 4), jnp.int8)}
+    for free, expected in ((0, (0, 0)), (256, (0, 1)), (512, (1, 0)), (768, (1, 1)), (1279, (1, 2)), (9999, (2, 2))):
+        slots = ExtraRings.fitting(arrays, (16, 16), free).slots
+        assert tuple(slots.get(name, 0) for name in arrays) == expected, free
+    arrays = {Extra.BIAS: jnp.zeros((1, 1, 1, 4)), Extra.MASK: jnp.zeros((2, 1, 4, 1))}
+    assert not ExtraRings.fitting(arrays, (16, 16), 9999).slots
+
+
+def test_ordered():
+    """Entries of the batch run together where they share tiles of a bias or mask."""
+    grid = {"batch": 2, "heads": 3, "queries": 4}
+    bias, mask = jnp.zeros((1, 3, 5, 6)), jnp.zeros((2, 1, 5, 6), jnp.int8)
+    for arrays, last in (
+        ({}, "queries"),
+        ({Extra.BIAS: bias}, "batch"),
+        ({Extra.MASK: mask}, "queries"),
+        ({Extra.BIAS: bias, Extra.MASK: mask}, "batch"),
+        ({Extra.BIAS: bias[:, :, :1]}, "queries"),
+    ):
+        found = ordered(grid, arrays)
+        assert found == grid and list(found)[-1] == last
+    assert list(ordered({**grid, "batch": 1}, {Extra.BIAS: bias})) == list(grid)
 
 
 def test_unsupported():

@@ -1,0 +1,137 @@
+"""Tiles of a bias and a mask on their way through shared memory.
+
+What differs along both queries and keys has as many numbers as there are scores. Where threads load those from global
+memory in the layout of scores, each load of a warp touches eight rows, with few bytes of each, and lookups in L1 bound
+the kernel. So the warp group that copies keys copies tiles of these too, to rings of their own, and the others read
+them from there without bank conflicts. What shared memory has no room for is loaded by `Scores.load`.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxsoft._attention.form import Extra
+
+from .operands import tiled
+from .ring import Ring
+from .scores import index_into
+
+_MOST_SLOTS = 2
+
+
+def with_tiles(arrays: Mapping[Extra, Any]) -> list[Extra]:
+    """Those of a call's extras that have both queries and keys."""
+    return [
+        name
+        for name in (Extra.BIAS, Extra.MASK)
+        if name in arrays and arrays[name].shape[2] > 1 < arrays[name].shape[3]
+    ]
+
+
+def ordered(axes: Mapping[str, int], arrays: Mapping[Extra, Any]) -> dict[str, int]:
+    """The axes of a kernel's grid, the batch's first, in the order in which blocks are to run: the last is the fastest.
+
+    Blocks of a head are together, for they read the same keys. But where entries of the batch share a bias or mask,
+    which is more to read than keys are, those that read the same tiles of it are.
+    """
+    (first, batch), *others = axes.items()
+    shared = batch > 1 and any(arrays[name].shape[0] == 1 for name in with_tiles(arrays))
+    return {**dict(others), first: batch} if shared else dict(axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExtraRings:
+    """The types of the rings of a block.
+
+    Attributes:
+      dtypes: of what has a ring.
+      slots: how many each has.
+      tile: rows and columns of what a slot holds, which is for all warp groups that compute.
+    """
+
+    dtypes: Mapping[Extra, Any]
+    slots: Mapping[Extra, int]
+    tile: tuple[int, int]
+
+    @classmethod
+    def fitting(cls, arrays: Mapping[Extra, Any], tile: tuple[int, int], free_bytes: int) -> "ExtraRings":
+        """As many as there is room for: a slot for each is better than more of them for one."""
+        dtypes = {name: jnp.dtype(arrays[name].dtype) for name in with_tiles(arrays)}
+        slots = dict.fromkeys(dtypes, 0)
+        for count in range(_MOST_SLOTS):
+            for name, dtype in dtypes.items():
+                size = tile[0] * tile[1] * dtype.itemsize
+                if slots[name] == count and size <= free_bytes:
+                    slots[name] += 1
+                    free_bytes -= size
+        return cls(dtypes, {name: n for name, n in slots.items() if n}, tile)
+
+    def scratch(self, readers: int) -> tuple[Any, ...]:
+        """What kernels have to allocate, for so many warp groups that compute."""
+        return tuple(
+            (tiled((n, *self.tile), self.dtypes[name]), Ring.barriers(1, n, readers)) for name, n in self.slots.items()
+        )
+
+    def tiles(self, arrays: Mapping[Extra, Any], scratch: Sequence[Any], interpreted: bool) -> "ExtraTiles":
+        """The rings themselves, in what was allocated, for references to the extras."""
+        rings = {
+            name: Ring([memory], bars, n) for (name, n), (memory, bars) in zip(self.slots.items(), scratch, strict=True)
+        }
+        return ExtraTiles({name: arrays[name] for name in rings}, rings, self.tile, interpreted)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExtraTiles:
+    """The rings of a block.
+
+    Attributes:
+      refs: references to the arrays that have rings, prepared.
+      rings: their rings.
+      tile: rows and columns of what a slot holds.
+      interpreted: whether Pallas's interpreter runs it.
+    """
+
+    refs: Mapping[Extra, Any]
+    rings: Mapping[Extra, Ring]
+    tile: tuple[int, int]
+    interpreted: bool
+
+    def open(self) -> None:
+        """To be called by every reader before the first step."""
+        for ring in self.rings.values():
+            ring.open()
+
+    def fill(self, step: Any, batch: jax.Array, head: jax.Array, row: jax.Array, column: jax.Array) -> None:
+        """Waits until the slots of a step are free, and starts the copies of what begins at a row and a column.
+
+        Rows past the last are zeros.
+        """
+        where = pl.ds(row, self.tile[0]), pl.ds(column, self.tile[1])
+        for name, ring in self.rings.items():
+            ref = self.refs[name]
+            ring.fill(step, [ref.at[index_into(ref, 0, batch), index_into(ref, 1, head), *where]])
+
+    def load(self, step: Any, row: Any, count: int) -> dict[Extra, jax.Array]:
+        """Waits for the slots of a step, and loads a reader's rows, in the layout of scores."""
+        return {
+            name: plgpu.load(ring.wait(step)[0].at[pl.ds(row, count)], layout=plgpu.Layout.WGMMA)
+            for name, ring in self.rings.items()
+        }
+
+    def free(self, step: Any) -> None:
+        """Tells that this reader is done with the slots of a step."""
+        if self.interpreted and self.rings:  # for it, barriers do not keep copies behind loads
+            plgpu.commit_smem()
+        for ring in self.rings.values():
+            ring.free(step)
+
+    def skip(self, step: Any) -> None:
+        """Waits for the slots of a step, which this reader does not need."""
+        for ring in self.rings.values():
+            ring.wait(step)
+        self.free(step)
