@@ -1,4 +1,5 @@
 """`implementation="xla"`: attention and its gradients in plain JAX, block by block of keys, folded as online attention.
+Where limits exclude keys, the queries are taken in parts, each with the keys that are left.
 
 It serves every call on every platform, and can be differentiated to every order. Letters: z the scores, p the weights
 exp(z - lse), and dz, dq, dk, dv gradients by what follows the d.
@@ -12,7 +13,11 @@ import jax.numpy as jnp
 from jaxsoft import fold
 from jaxsoft._attention.blocks import Block, Call
 from jaxsoft._attention.form import Extra, Form
+from jaxsoft._attention.parts import Part, parts
 from jaxsoft.fold import AttentionState
+
+# The dimensions of queries and of keys in each operand that has a gradient.
+AXES = {"query": (1, None), "key": (None, 1), "value": (None, 1), "bias": (2, 3)}
 
 type Function = Callable[..., tuple[jax.Array, ...]]
 
@@ -20,15 +25,20 @@ type Function = Callable[..., tuple[jax.Array, ...]]
 def forward(form: Form, platform: str | None = None) -> Function:
     """(query, key, value, *extras) -> the output and the log-sum-exp. The platform, if known, decides the blocks."""
 
-    def function(*operands):
-        call = Call(form, operands, platform)
-
+    def of_part(call: Call):
         def step(st: AttentionState | None, block: Block):
-            part = _state_of(call, block)
-            return (part if st is None else fold.combine(st, part)), ()
+            of_block = _state_of(call, block)
+            return (of_block if st is None else fold.combine(st, of_block)), ()
 
         st, _ = call.over_keys(step)
         return results(call, st)
+
+    def function(*operands):
+        found = [
+            of_part(Call(part.form, part.operands(operands), platform)) for part in parts(form, operands, platform)
+        ]
+        outputs, lses = zip(*found, strict=True)
+        return (jnp.concatenate(outputs, axis=1), jnp.concatenate(lses, axis=2)) if len(found) > 1 else found[0]
 
     return function
 
@@ -56,10 +66,8 @@ def pullback(form: Form, moving: Sequence[str], platform: str | None = None) -> 
     the output, in the dtype of query, and delta the sum of its products with the output, less the cotangent of lse.
     """
 
-    def function(*operands):
-        call = Call(form, operands, platform)
-        lse, delta = (v[..., None] for v in operands[-3:-1])
-        cotangent = jnp.moveaxis(operands[-1], 2, 1)
+    def of_part(call: Call, lse: jax.Array, delta: jax.Array, cotangent: jax.Array) -> dict[str, jax.Array]:
+        """The gradients, in the accumulator's dtype."""
 
         def step(sums, block: Block):
             p = fold.weight(block.z, lse)
@@ -84,12 +92,37 @@ def pullback(form: Form, moving: Sequence[str], platform: str | None = None) -> 
             del axes["bias"]
         names = sorted(name for name in axes if name in moving)
         sums, of_keys = call.over_keys(step, [axes[name] for name in names])
-        given = {"query": operands[0], "key": operands[1], "value": operands[2], "bias": call.extras.get(Extra.BIAS)}
         found = {**sums, **dict(zip(names, of_keys, strict=True))}
-        found |= {name: jnp.moveaxis(found[name], 1, 2) for name in found if name != "bias"}
-        return tuple(found[name].reshape(given[name].shape).astype(given[name].dtype) for name in moving)
+        return {name: x if name == "bias" else jnp.moveaxis(x, 1, 2) for name, x in found.items()}
+
+    def function(*operands):
+        *base, _, lse, delta, cotangent = operands
+        cotangent = jnp.moveaxis(cotangent, 2, 1)
+        bias = form.named(operands).get(Extra.BIAS)
+        given = {"query": operands[0], "key": operands[1], "value": operands[2], "bias": bias}
+        found = []
+        for part in parts(form, operands, platform):
+            numbers = (part.of_queries(v[..., None], 2) for v in (lse, delta))
+            call = Call(part.form, part.operands(base), platform)
+            found.append((part, of_part(call, *numbers, part.of_queries(cotangent, 2))))
+        totals = {name: _total([(part, by[name]) for part, by in found], name, given[name]) for name in moving}
+        return tuple(totals[name].astype(given[name].dtype) for name in moving)
 
     return function
+
+
+def _total(gradients: Sequence[tuple[Part, jax.Array]], name: str, like: jax.Array) -> jax.Array:
+    """The gradient by an operand of this name and shape, from those of the parts."""
+    if len(gradients) == 1 and gradients[0][1].shape == like.shape:
+        return gradients[0][1]
+    total = jnp.zeros(like.shape, gradients[0][1].dtype)
+    for part, gradient in gradients:
+        index = [slice(None)] * like.ndim
+        for axis, place in zip(AXES[name], (part.queries, part.keys), strict=True):
+            if axis is not None and like.shape[axis] > 1:
+                index[axis] = place
+        total = total.at[tuple(index)].add(gradient)
+    return total
 
 
 def _like_bias(call: Call, dz: jax.Array) -> jax.Array:
