@@ -62,7 +62,7 @@ def query_gradient(call: Call, plan: QueryPlan | None = None, interpret: Any = N
     def kernel(arrays: Mapping[Extra, jax.Array]):
         """The kernel for these extras."""
         free = backward_plan.SHARED_BYTES - plan.shared_bytes(call.head, call.value)
-        rings = ExtraRings.fitting(arrays, (plan.block, plan.key_tile), free)
+        rings = ExtraRings.fitting(arrays, (ROWS, plan.key_tile), plan.warp_groups, free)
         grid = ordered({"batch": call.batch, "head": call.query_heads, "block": blocks}, arrays)
         return plgpu.kernel(
             functools.partial(_body, call, plan, shape, blocks, segmented, rings),
@@ -75,7 +75,7 @@ def query_gradient(call: Call, plan: QueryPlan | None = None, interpret: Any = N
                 plgpu.Barrier(num_arrivals=2, num_barriers=plan.warp_groups),
                 Ring.barriers(1, plan.key_slots, plan.warp_groups),
                 Ring.barriers(1, plan.value_slots, plan.warp_groups),
-                rings.scratch(plan.warp_groups),
+                rings.scratch(),
                 staging(plan.warp_groups, plan.key_tile, call.dtype, interpret),
             ),
             compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
@@ -145,7 +145,7 @@ def _body(call: Call, plan: QueryPlan, shape: Shape, blocks: int, segmented: boo
         plgpu.copy_gmem_to_smem(cotangent_ref.at[place], own_cotangent, own_filled.at[index])
         keys.open()
         values.open()
-        extra_tiles.open()
+        extra_tiles.open(index)
         of_query = WGMMA.reduce(1)
         lse, delta = (
             plgpu.load(ref.at[batch, head, pl.ds(begin, ROWS)], layout=of_query, optimized=False)
@@ -162,9 +162,9 @@ def _body(call: Call, plan: QueryPlan, shape: Shape, blocks: int, segmented: boo
                 plgpu.wgmma(rise_acc, own_cotangent, value.transpose((1, 0)))
                 products = plgpu.wgmma_accumulator_load(score_acc, wait_n=1)
                 where = {"queries": known, "key_begin": tile * plan.key_tile, "batch": batch, "head": head}
-                loaded = extra_tiles.load(tile - first, index * ROWS, ROWS)
+                loaded = extra_tiles.load(tile - first, index)
                 p, slope = probabilities(scores, products, lse, masked=masked, with_slope=True, loaded=loaded, **where)
-                extra_tiles.free(tile - first)
+                extra_tiles.free(tile - first, index)
                 return p, slope, rise_acc[...]
 
             accumulator = plgpu.WGMMAAccumulatorRef((ROWS, plan.key_tile), jnp.float32)
@@ -181,7 +181,7 @@ def _body(call: Call, plan: QueryPlan, shape: Shape, blocks: int, segmented: boo
             for ring in (keys, values):
                 ring.wait(tile - first)
                 ring.free(tile - first)
-            extra_tiles.skip(tile - first)
+            extra_tiles.skip(tile - first, index)
 
         def loop(gradient_acc):
             own = select(all_tiles, index)
