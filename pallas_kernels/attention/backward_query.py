@@ -5,6 +5,7 @@ mask, that a memory warp group brings. It computes the scores once more, P = exp
 value - delta), and adds dz . keys to the gradient, which stays in registers until the end.
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -61,20 +62,19 @@ def query_gradient(call: Call, plan: QueryPlan | None = None, interpret: Any = N
 
     def kernel(arrays: Mapping[Extra, jax.Array]):
         """The kernel for these extras."""
-        free = backward_plan.SHARED_BYTES - plan.shared_bytes(call.head, call.value)
-        rings = ExtraRings.fitting(arrays, (ROWS, plan.key_tile), plan.warp_groups, free)
+        cut, rings = _with_rings(call, plan, arrays)
         grid = ordered({"batch": call.batch, "head": call.query_heads, "block": blocks}, arrays)
         return plgpu.kernel(
-            functools.partial(_body, call, plan, shape, blocks, segmented, rings),
+            functools.partial(_body, call, cut, shape, blocks, segmented, rings),
             out_type=call.result(call.queries, call.query_heads, call.head),
             scratch_types=(
                 tiled((plan.warp_groups, ROWS, call.head), call.dtype),
                 tiled((plan.warp_groups, ROWS, call.value), call.dtype),
                 tiled((plan.key_slots, plan.key_tile, call.head), call.dtype),
-                tiled((plan.value_slots, plan.key_tile, call.value), call.dtype),
+                tiled((cut.value_slots, plan.key_tile, call.value), call.dtype),
                 plgpu.Barrier(num_arrivals=2, num_barriers=plan.warp_groups),
                 Ring.barriers(1, plan.key_slots, plan.warp_groups),
-                Ring.barriers(1, plan.value_slots, plan.warp_groups),
+                Ring.barriers(1, cut.value_slots, plan.warp_groups),
                 rings.scratch(),
                 staging(plan.warp_groups, plan.key_tile, call.dtype, interpret),
             ),
@@ -98,6 +98,17 @@ def query_gradient(call: Call, plan: QueryPlan | None = None, interpret: Any = N
         return kernel(prepared)(query, key, value, cotangent, lse, delta, *given, *ranges)
 
     return gradient
+
+
+def _with_rings(call: Call, plan: QueryPlan, arrays: Mapping[Extra, jax.Array]) -> tuple[QueryPlan, ExtraRings]:
+    """The plan, and the rings of a bias and mask; with one slot for values if that makes room for a further ring."""
+
+    def rings(cut: QueryPlan) -> ExtraRings:
+        free = backward_plan.SHARED_BYTES - cut.shared_bytes(call.head, call.value)
+        return ExtraRings.fitting(arrays, (ROWS, cut.key_tile), cut.warp_groups, free)
+
+    cuts = plan, dataclasses.replace(plan, value_slots=1)
+    return max(((cut, rings(cut)) for cut in cuts), key=lambda pair: len(pair[1].slots))
 
 
 def _body(call: Call, plan: QueryPlan, shape: Shape, blocks: int, segmented: bool, rings: ExtraRings, *refs):
