@@ -27,11 +27,8 @@ _MOST_SLOTS = 2
 
 def with_tiles(arrays: Mapping[Extra, Any]) -> list[Extra]:
     """Those of a call's extras that have both queries and keys."""
-    return [
-        name
-        for name in (Extra.BIAS, Extra.MASK)
-        if name in arrays and arrays[name].shape[2] > 1 < arrays[name].shape[3]
-    ]
+    present = [name for name in (Extra.BIAS, Extra.MASK) if name in arrays]
+    return [name for name in present if min(arrays[name].shape[2:]) > 1]
 
 
 def ordered(axes: Mapping[str, int], arrays: Mapping[Extra, Any]) -> dict[str, int]:
