@@ -66,7 +66,7 @@ def key_value_gradients(call: Call, plan: KeyValuePlan | None = None, interpret:
     def kernel(arrays: Mapping[Extra, jax.Array]):
         """The kernel for these extras."""
         free = backward_plan.SHARED_BYTES - plan.shared_bytes(call.head, call.value)
-        rings = ExtraRings.fitting(arrays, (plan.block, plan.query_tile), free)
+        rings = ExtraRings.fitting(arrays, (ROWS, plan.query_tile), holders, free)
         grid = ordered({"batch": call.batch, "head": call.key_heads, "block": blocks}, arrays)
         return plgpu.kernel(
             functools.partial(_body, call, plan, shape, rings),
@@ -84,7 +84,7 @@ def key_value_gradients(call: Call, plan: KeyValuePlan | None = None, interpret:
                 plgpu.Barrier(num_arrivals=2, num_barriers=holders),
                 Ring.barriers(4, plan.slots, plan.warp_groups),
                 (handed, Ring.barriers(1, 1, 1)) if plan.paired else (),
-                rings.scratch(holders),
+                rings.scratch(),
                 staging(plan.warp_groups, plan.query_tile, call.dtype, interpret),
             ),
             compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
@@ -163,7 +163,7 @@ def _body(call: Call, plan: KeyValuePlan, shape: Shape, rings: ExtraRings, *refs
         ring.open()
         worker = _Worker(
             call, plan, Scores(call.form, shape, extras, 1), ring, extra_tiles, own_key, own_value, batch, head,
-            index * ROWS, block * plan.block + index * ROWS, first, end, select(all_tiles, index),
+            index, block * plan.block + index * ROWS, first, end, select(all_tiles, index),
             borders(call.form, shape, of_keys=True), stages,
         )  # fmt: skip
         plgpu.barrier_wait(own_filled.at[index])
@@ -202,7 +202,8 @@ class _Worker:
       call, plan, scores, ring, extra_tiles: those of the kernel.
       own_key, own_value: references to its keys and values.
       batch, head: the entry of the batch and the key head.
-      row, key_begin: the first key, in the block and of all.
+      index: which 64 keys of the block it has.
+      key_begin: the first of them.
       first, end: the tiles of queries that come.
       own: those that matter.
       borders: whether there can be tiles to be masked.
@@ -218,7 +219,7 @@ class _Worker:
     own_value: Any
     batch: Any
     head: Any
-    row: Any
+    index: Any
     key_begin: Any
     first: Any
     end: Any
@@ -234,7 +235,7 @@ class _Worker:
         """Those of the keys, but for the scale, and of the values."""
 
         def loop(key_acc, value_acc):
-            self.extra_tiles.open()
+            self.extra_tiles.open(self.index)
 
             def step(place, slot):
                 query, lse_ref, cotangent, delta_ref = slot
@@ -262,7 +263,7 @@ class _Worker:
         """That of the values, while P, times the slope of the scores, is handed over."""
 
         def loop(value_acc):
-            self.extra_tiles.open()
+            self.extra_tiles.open(self.index)
 
             def step(place, slot):
                 query, lse_ref, cotangent, _ = slot
@@ -318,9 +319,9 @@ class _Worker:
         lse = plgpu.load(lse_ref, layout=WGMMA.reduce(0))
         begin = tile * self.plan.query_tile
         where = {"query_begin": begin, "key_begin": self.key_begin, "batch": self.batch, "head": query_head}
-        loaded = self.extra_tiles.load(step, self.row, ROWS)
+        loaded = self.extra_tiles.load(step, self.index)
         result = probabilities(self.scores, products, lse, masked=masked, with_slope=True, loaded=loaded, **where)
-        self.extra_tiles.free(step)
+        self.extra_tiles.free(step, self.index)
         return result
 
     def _dz(self, p: jax.Array, rise: jax.Array, delta_ref: Any) -> jax.Array:
@@ -342,7 +343,7 @@ class _Worker:
                 number = before + tile - self.first
                 self.ring.wait(number)
                 self.ring.free(number)
-                self.extra_tiles.skip(number)
+                self.extra_tiles.skip(number, self.index)
 
             for_tiles(self.first, self.end, self.own, self.borders, take, skip)
 

@@ -5,6 +5,7 @@ mask, that a memory warp group brings. It computes the scores once more, P = exp
 value - delta), and adds dz . keys to the gradient, which stays in registers until the end.
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -59,21 +60,20 @@ def query_gradient(call: Call, plan: QueryPlan | None = None, interpret: Any = N
 
     def kernel(arrays: Mapping[Extra, jax.Array]):
         """The kernel for these extras."""
-        free = backward_plan.SHARED_BYTES - plan.shared_bytes(call.head, call.value)
-        rings = ExtraRings.fitting(arrays, (plan.block, plan.key_tile), free)
+        cut, rings = _with_rings(call, plan, arrays)
         grid = ordered({"batch": call.batch, "head": call.query_heads, "block": blocks}, arrays)
         return plgpu.kernel(
-            functools.partial(_body, call, plan, shape, blocks, segmented, rings),
+            functools.partial(_body, call, cut, shape, blocks, segmented, rings),
             out_type=call.result(call.queries, call.query_heads, call.head),
             scratch_types=(
                 tiled((plan.warp_groups, ROWS, call.head), call.dtype),
                 tiled((plan.warp_groups, ROWS, call.value), call.dtype),
                 tiled((plan.key_slots, plan.key_tile, call.head), call.dtype),
-                tiled((plan.value_slots, plan.key_tile, call.value), call.dtype),
+                tiled((cut.value_slots, plan.key_tile, call.value), call.dtype),
                 plgpu.Barrier(num_arrivals=2, num_barriers=plan.warp_groups),
                 Ring.barriers(1, plan.key_slots, plan.warp_groups),
-                Ring.barriers(1, plan.value_slots, plan.warp_groups),
-                rings.scratch(plan.warp_groups),
+                Ring.barriers(1, cut.value_slots, plan.warp_groups),
+                rings.scratch(),
                 staging(plan.warp_groups, plan.key_tile, call.dtype, interpret),
             ),
             compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
@@ -96,6 +96,17 @@ def query_gradient(call: Call, plan: QueryPlan | None = None, interpret: Any = N
         return kernel(prepared)(query, key, value, cotangent, lse, delta, *given, *ranges)
 
     return gradient
+
+
+def _with_rings(call: Call, plan: QueryPlan, arrays: Mapping[Extra, jax.Array]) -> tuple[QueryPlan, ExtraRings]:
+    """The plan, and the rings of a bias and mask; with one slot for values if that makes room for a further ring."""
+
+    def rings(cut: QueryPlan) -> ExtraRings:
+        free = backward_plan.SHARED_BYTES - cut.shared_bytes(call.head, call.value)
+        return ExtraRings.fitting(arrays, (ROWS, cut.key_tile), cut.warp_groups, free)
+
+    cuts = plan, dataclasses.replace(plan, value_slots=1)
+    return max(((cut, rings(cut)) for cut in cuts), key=lambda pair: len(pair[1].slots))
 
 
 def _body(call: Call, plan: QueryPlan, shape: Shape, blocks: int, segmented: bool, rings: ExtraRings, *refs):
@@ -143,7 +154,7 @@ def _body(call: Call, plan: QueryPlan, shape: Shape, blocks: int, segmented: boo
         plgpu.copy_gmem_to_smem(cotangent_ref.at[place], own_cotangent, own_filled.at[index])
         keys.open()
         values.open()
-        extra_tiles.open()
+        extra_tiles.open(index)
         of_query = WGMMA.reduce(1)
         lse, delta = (
             plgpu.load(ref.at[batch, head, pl.ds(begin, ROWS)], layout=of_query, optimized=False)
@@ -161,13 +172,9 @@ def _body(call: Call, plan: QueryPlan, shape: Shape, blocks: int, segmented: boo
                 plgpu.wgmma(rise_acc, own_cotangent, value.transpose((1, 0)))
                 products = plgpu.wgmma_accumulator_load(score_acc, wait_n=1)
                 where = {"query_begin": begin, "key_begin": tile * plan.key_tile, "batch": batch, "head": head}
-                where |= {
-                    "queries": known,
-                    "masked": masked,
-                    "loaded": extra_tiles.load(tile - first, index * ROWS, ROWS),
-                }
+                where |= {"queries": known, "masked": masked, "loaded": extra_tiles.load(tile - first, index)}
                 p, slope = probabilities(scores, products, lse, with_slope=True, **where)
-                extra_tiles.free(tile - first)
+                extra_tiles.free(tile - first, index)
                 return p, slope, rise_acc[...]
 
             accumulator = plgpu.WGMMAAccumulatorRef((ROWS, plan.key_tile), jnp.float32)
@@ -184,7 +191,7 @@ def _body(call: Call, plan: QueryPlan, shape: Shape, blocks: int, segmented: boo
             for ring in (keys, values):
                 ring.wait(tile - first)
                 ring.free(tile - first)
-            extra_tiles.skip(tile - first)
+            extra_tiles.skip(tile - first, index)
 
         def loop(gradient_acc):
             own = select(all_tiles, index)

@@ -7,6 +7,7 @@ them from there without bank conflicts. What shared memory has no room for is lo
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,11 +27,8 @@ _MOST_SLOTS = 2
 
 def with_tiles(arrays: Mapping[Extra, Any]) -> list[Extra]:
     """Those of a call's extras that have both queries and keys."""
-    return [
-        name
-        for name in (Extra.BIAS, Extra.MASK)
-        if name in arrays and arrays[name].shape[2] > 1 < arrays[name].shape[3]
-    ]
+    present = [name for name in (Extra.BIAS, Extra.MASK) if name in arrays]
+    return [name for name in present if min(arrays[name].shape[2:]) > 1]
 
 
 def ordered(axes: Mapping[str, int], arrays: Mapping[Extra, Any]) -> dict[str, int]:
@@ -50,88 +48,99 @@ class ExtraRings:
 
     Attributes:
       dtypes: of what has a ring.
-      slots: how many each has.
-      tile: rows and columns of what a slot holds, which is for all warp groups that compute.
+      slots: how many of them each reader has.
+      tile: rows and columns of what a slot holds.
+      readers: warp groups that compute, of which each has rows of its own.
     """
 
     dtypes: Mapping[Extra, Any]
     slots: Mapping[Extra, int]
     tile: tuple[int, int]
+    readers: int
 
     @classmethod
-    def fitting(cls, arrays: Mapping[Extra, Any], tile: tuple[int, int], free_bytes: int) -> "ExtraRings":
+    def fitting(cls, arrays: Mapping[Extra, Any], tile: tuple[int, int], readers: int, free_bytes: int) -> "ExtraRings":
         """As many as there is room for: a slot for each is better than more of them for one."""
         dtypes = {name: jnp.dtype(arrays[name].dtype) for name in with_tiles(arrays)}
         slots = dict.fromkeys(dtypes, 0)
         for count in range(_MOST_SLOTS):
             for name, dtype in dtypes.items():
-                size = tile[0] * tile[1] * dtype.itemsize
+                size = readers * math.prod(tile) * dtype.itemsize
                 if slots[name] == count and size <= free_bytes:
                     slots[name] += 1
                     free_bytes -= size
-        return cls(dtypes, {name: n for name, n in slots.items() if n}, tile)
+        return cls(dtypes, {name: n for name, n in slots.items() if n}, tile, readers)
 
-    def scratch(self, readers: int) -> tuple[Any, ...]:
-        """What kernels have to allocate, for so many warp groups that compute."""
-        return tuple(
-            (tiled((n, *self.tile), self.dtypes[name]), Ring.barriers(1, n, readers)) for name, n in self.slots.items()
-        )
+    def scratch(self) -> tuple[Any, ...]:
+        """What kernels have to allocate."""
+        counts = {name: n * self.readers for name, n in self.slots.items()}
+        return tuple((tiled((n, *self.tile), self.dtypes[name]), Ring.barriers(1, n, 1)) for name, n in counts.items())
 
     def tiles(self, arrays: Mapping[Extra, Any], scratch: Sequence[Any], interpreted: bool) -> "ExtraTiles":
         """The rings themselves, in what was allocated, for references to the extras."""
-        rings = {
-            name: Ring([memory], bars, n) for (name, n), (memory, bars) in zip(self.slots.items(), scratch, strict=True)
-        }
-        return ExtraTiles({name: arrays[name] for name in rings}, rings, self.tile, interpreted)
+        pairs = zip(self.slots.items(), scratch, strict=True)
+        rings = {name: Ring([memory], bars, n * self.readers) for (name, n), (memory, bars) in pairs}
+        return ExtraTiles({name: arrays[name] for name in rings}, rings, self.tile, self.readers, interpreted)
 
 
 @dataclasses.dataclass(frozen=True)
 class ExtraTiles:
     """The rings of a block.
 
+    Readers take turns in a ring: each frees its slots as it is done, whatever the others do, and so there is most time
+    to fill them again.
+
     Attributes:
       refs: references to the arrays that have rings, prepared.
       rings: their rings.
       tile: rows and columns of what a slot holds.
+      readers: warp groups that compute.
       interpreted: whether Pallas's interpreter runs it.
     """
 
     refs: Mapping[Extra, Any]
     rings: Mapping[Extra, Ring]
     tile: tuple[int, int]
+    readers: int
     interpreted: bool
 
-    def open(self) -> None:
-        """To be called by every reader before the first step."""
+    def open(self, reader: Any) -> None:
+        """Tells that a reader's slots are free. To be called by it before the first step."""
         for ring in self.rings.values():
-            ring.open()
+            for step in range(ring.slots // self.readers):
+                ring.free(self._turn(step, reader))
 
     def fill(self, step: Any, batch: jax.Array, head: jax.Array, row: jax.Array, column: jax.Array) -> None:
         """Waits until the slots of a step are free, and starts the copies of what begins at a row and a column.
 
         Rows past the last are zeros.
         """
-        where = pl.ds(row, self.tile[0]), pl.ds(column, self.tile[1])
-        for name, ring in self.rings.items():
-            ref = self.refs[name]
-            ring.fill(step, [ref.at[index_into(ref, 0, batch), index_into(ref, 1, head), *where]])
+        rows, columns = self.tile
+        for reader in range(self.readers):
+            where = pl.ds(row + reader * rows, rows), pl.ds(column, columns)
+            for name, ring in self.rings.items():
+                ref = self.refs[name]
+                source = ref.at[index_into(ref, 0, batch), index_into(ref, 1, head), *where]
+                ring.fill(self._turn(step, reader), [source])
 
-    def load(self, step: Any, row: Any, count: int) -> dict[Extra, jax.Array]:
-        """Waits for the slots of a step, and loads a reader's rows, in the layout of scores."""
-        return {
-            name: plgpu.load(ring.wait(step)[0].at[pl.ds(row, count)], layout=plgpu.Layout.WGMMA)
-            for name, ring in self.rings.items()
-        }
+    def load(self, step: Any, reader: Any) -> dict[Extra, jax.Array]:
+        """Waits for a reader's slots of a step, and loads what is in them, in the layout of scores."""
+        turn, layout = self._turn(step, reader), plgpu.Layout.WGMMA
+        return {name: plgpu.load(ring.wait(turn)[0], layout=layout) for name, ring in self.rings.items()}
 
-    def free(self, step: Any) -> None:
-        """Tells that this reader is done with the slots of a step."""
+    def free(self, step: Any, reader: Any) -> None:
+        """Tells that a reader is done with its slots of a step."""
         if self.interpreted and self.rings:  # for it, barriers do not keep copies behind loads
             plgpu.commit_smem()
         for ring in self.rings.values():
-            ring.free(step)
+            ring.free(self._turn(step, reader))
 
-    def skip(self, step: Any) -> None:
-        """Waits for the slots of a step, which this reader does not need."""
+    def skip(self, step: Any, reader: Any) -> None:
+        """Waits for a reader's slots of a step, which it does not need."""
         for ring in self.rings.values():
-            ring.wait(step)
-        self.free(step)
+            ring.wait(self._turn(step, reader))
+        self.free(step, reader)
+
+    def _turn(self, step: Any, reader: Any) -> Any:
+        """The step of a ring."""
+        return step * self.readers + reader

@@ -118,7 +118,7 @@ def _entry(
     dtype, groups, slots = query.dtype, plan.groups, plan.slots
     query_head, value_head = tiles.head_size(query.shape[3]), tiles.head_size(value.shape[3])
     free_bytes = plan.free_bytes(query_head, value_head)
-    rings = ExtraRings.fitting(named, (plan.block_rows, plan.key_tile), free_bytes)
+    rings = ExtraRings.fitting(named, (plan.query_rows, plan.key_tile), groups, free_bytes)
     scratch = Scratch(
         queries=tiles.tiled((groups, plan.query_rows, query_head), dtype),
         keys=tiles.tiled((slots, plan.key_tile, query_head), dtype),
@@ -131,7 +131,7 @@ def _entry(
         keys_read=plgpu.Barrier(num_arrivals=groups, num_barriers=slots),
         values_read=plgpu.Barrier(num_arrivals=groups, num_barriers=slots),
         turns=plgpu.Barrier(num_arrivals=groups, num_barriers=1),
-        extras=rings.scratch(groups),
+        extras=rings.scratch(),
     )
 
     def run(scratch: "Scratch") -> None:

@@ -148,7 +148,7 @@ class Block:
         own = scratch.queries.at[group]
         rows = tiles.rows(self.refs[0], self.batch, begin, self.plan.query_rows, self.head, own.shape[1])
         plgpu.copy_gmem_to_smem(rows, own, scratch.queries_there.at[group])
-        self.extra_tiles.open()
+        self.extra_tiles.open(group)
         queries = scores.queries(self.batch, begin)
         state = self._initial()
         plgpu.barrier_wait(scratch.queries_there.at[group])
@@ -214,9 +214,9 @@ class Block:
         products = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
         plgpu.barrier_arrive(scratch.keys_read.at[slot])
         # From shared memory only now, for loads are short, and registers are few while products are computed.
-        loaded |= self.extra_tiles.load(step, group * self.plan.query_rows, self.plan.query_rows)
+        loaded |= self.extra_tiles.load(step, group)
         scores = self.scores.tile(products, **where, queries=queries, masked=masked, loaded=loaded)
-        self.extra_tiles.free(step)
+        self.extra_tiles.free(step, group)
         m = jnp.maximum(state.m, scores.values.max(axis=1) * scores.unit)
         # Where nothing counts so far, all exponentials are 0 rather than exp2(-inf + inf).
         reference = jnp.where(m == -jnp.inf, 0.0, m)

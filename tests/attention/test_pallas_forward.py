@@ -219,10 +219,10 @@ def test_extra_rings():
     """What has queries and keys gets slots where there is room, one for each before any has two."""
     arrays = {Extra.BIAS: jnp.zeros((1, 1, 4, 4), BF16), Extra.MASK: jnp.zeros((2, 1, 4, 4), jnp.int8)}
     for free, expected in ((0, (0, 0)), (256, (0, 1)), (512, (1, 0)), (768, (1, 1)), (1279, (1, 2)), (9999, (2, 2))):
-        slots = ExtraRings.fitting(arrays, (16, 16), free).slots
+        slots = ExtraRings.fitting(arrays, (8, 16), 2, free).slots
         assert tuple(slots.get(name, 0) for name in arrays) == expected, free
     arrays = {Extra.BIAS: jnp.zeros((1, 1, 1, 4)), Extra.MASK: jnp.zeros((2, 1, 4, 1))}
-    assert not ExtraRings.fitting(arrays, (16, 16), 9999).slots
+    assert not ExtraRings.fitting(arrays, (8, 16), 2, 9999).slots
 
 
 def test_ordered():
