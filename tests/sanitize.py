@@ -3,8 +3,11 @@
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py
     compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py pallas
 
+    compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py attention
+
 and likewise synccheck and, with --check-api-memory-access no, as XLA copies workspaces that nobody has written,
-initcheck. The kernels are those of "ffi" unless "pallas" or "triton" is named. racecheck takes long, so a dtype and a
+initcheck. The kernels are those of "ffi" unless "pallas" or "triton" is named, or
+"attention", for its kernels by Pallas. racecheck takes long, so a dtype and a
 shape can be named, and the kernels that it looks at by a part of their mangled names, here those of `ring`:
 
     compute-sanitizer --tool racecheck --kernel-name kns=4ringI python tests/sanitize.py bfloat16 130x70000
@@ -34,9 +37,11 @@ import itertools
 import sys
 from collections.abc import Iterator, Sequence
 
+import attention_calls
 import jax
 import jax.numpy as jnp
 import numpy as np
+from cases import Case
 
 from jaxsoft._rows.forms import Form
 from jaxsoft._rows.operation import NO_ROW, Extra
@@ -133,6 +138,29 @@ def run(implementation: str, shape: Sequence[int], dtype: str, form: Form) -> No
         jax.block_until_ready(row_operation(TOP_K, Form(np.dtype(dtype), k=k), implementation, x))
 
 
+# Of attention: what a call has beside query, key and value, by heads of keys and of values, and lengths that are whole
+# tiles or not. All kinds of tiles, ranges and extras are there, and each kind of plan.
+ATTENTION_OPTIONS = [(), ("causal",), ("window", "sinks"), ("key lengths", "query lengths"), ("segments", "cap")]
+ATTENTION_OPTIONS += [("bias", "causal"), ("bias of a head", "mask"), ("bias of scores", "mask of keys", "offset")]
+ATTENTION_HEADS = [(64, 64), (128, 128), (256, 256), (192, 128)]
+ATTENTION_LENGTHS = [(200, 331), (512, 512)]
+
+
+def attention() -> Iterator[Case]:
+    """The calls."""
+    for i, (options, (h, d), (t, s)) in enumerate(
+        itertools.product(ATTENTION_OPTIONS, ATTENTION_HEADS, ATTENTION_LENGTHS)
+    ):
+        dtype = (jnp.bfloat16, jnp.float16)[i % 2]
+        yield attention_calls.case(options, attention_calls.Sizes(2, t, s, 4, 2, h, d), dtype, "pallas")
+
+
+def run_attention(case: Case) -> None:
+    """Forward, and the gradients by all that has one."""
+    y, pullback = jax.vjp(jax.jit(case.ours), *case.operands)
+    jax.block_until_ready(pullback(jax.tree.map(jnp.ones_like, y)))
+
+
 def main() -> None:
     """Runs them all. A wrong result is the test suite's to find; this only has to touch every kernel."""
     jax.config.update("jax_enable_x64", True)
@@ -140,6 +168,13 @@ def main() -> None:
     if device.platform != "gpu":  # the kernels of "ffi" run on a CPU, too, and nothing would be looked at
         sys.exit("sanitize.py: JAX finds no GPU here")
     named = {*sys.argv[1:]}
+    if "attention" in named:
+        calls = [call for call in attention() if all(word in call.what for word in named)]
+        for call in calls:
+            run_attention(call)
+            print(call.what, "ok", flush=True)
+        print(f"all of {len(calls)} calls ran on {device.device_kind}")
+        sys.exit(0 if calls else "sanitize.py: no call of attention has these options")
     implementation = next(iter(named & {"pallas", "triton"}), "ffi")
     listed = forms() if implementation == "ffi" else other_forms()
     cases = [case for case in listed if named <= {implementation, case[1], "x".join(map(str, case[0]))}]

@@ -38,8 +38,9 @@ from .backward_call import (
     union,
 )
 from .backward_plan import ROWS, KeyValuePlan
-from .extra_tiles import ExtraRings, ExtraTiles, ordered
+from .extra_tiles import ExtraRings, ExtraTiles
 from .operands import tiled
+from .order import ordered
 from .ranges import Range, Shape, borders, query_tiles, segment_ranges, within
 from .ring import Ring
 from .scores import Scores, prepare
@@ -67,7 +68,8 @@ def key_value_gradients(call: Call, plan: KeyValuePlan | None = None, interpret:
         """The kernel for these extras."""
         free = backward_plan.SHARED_BYTES - plan.shared_bytes(call.head, call.value)
         rings = ExtraRings.fitting(arrays, (ROWS, plan.query_tile), holders, free)
-        grid = ordered({"batch": call.batch, "head": call.key_heads, "block": blocks}, arrays)
+        axes = {"batch": call.batch, "head": call.key_heads, "block": blocks}
+        grid = ordered(call.form, axes, call.keys, arrays)
         return plgpu.kernel(
             functools.partial(_body, call, plan, shape, rings),
             out_type=(

@@ -34,8 +34,9 @@ from .backward_call import (
     union,
 )
 from .backward_plan import ROWS, QueryPlan
-from .extra_tiles import ExtraRings, ordered
+from .extra_tiles import ExtraRings
 from .operands import tiled
+from .order import ordered
 from .ranges import Range, Shape, borders, key_tiles, segment_ranges, within
 from .ring import Ring
 from .scores import Scores, prepare
@@ -61,7 +62,8 @@ def query_gradient(call: Call, plan: QueryPlan | None = None, interpret: Any = N
     def kernel(arrays: Mapping[Extra, jax.Array]):
         """The kernel for these extras."""
         cut, rings = _with_rings(call, plan, arrays)
-        grid = ordered({"batch": call.batch, "head": call.query_heads, "block": blocks}, arrays)
+        axes = {"batch": call.batch, "head": call.query_heads, "block": blocks}
+        grid = ordered(call.form, axes, call.queries, arrays)
         return plgpu.kernel(
             functools.partial(_body, call, cut, shape, blocks, segmented, rings),
             out_type=call.result(call.queries, call.query_heads, call.head),

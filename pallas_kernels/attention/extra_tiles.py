@@ -31,17 +31,6 @@ def with_tiles(arrays: Mapping[Extra, Any]) -> list[Extra]:
     return [name for name in present if min(arrays[name].shape[2:]) > 1]
 
 
-def ordered(axes: Mapping[str, int], arrays: Mapping[Extra, Any]) -> dict[str, int]:
-    """The axes of a kernel's grid, the batch's first, in the order in which blocks are to run: the last is the fastest.
-
-    Blocks of a head are together, for they read the same keys. But where entries of the batch share a bias or mask,
-    which is more to read than keys are, those that read the same tiles of it are.
-    """
-    (first, batch), *others = axes.items()
-    shared = batch > 1 and any(arrays[name].shape[0] == 1 for name in with_tiles(arrays))
-    return {**dict(others), first: batch} if shared else dict(axes)
-
-
 @dataclasses.dataclass(frozen=True)
 class ExtraRings:
     """The types of the rings of a block.

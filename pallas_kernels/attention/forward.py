@@ -20,8 +20,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxsoft._attention.form import Extra, Form
 
 from . import operands as tiles
-from .extra_tiles import ExtraRings, ordered
+from .extra_tiles import ExtraRings
 from .forward_block import Block, Scratch
+from .order import ordered
 from .plan import ForwardPlan, forward_plan
 from .ranges import Shape, segment_ranges
 from .scores import Scores, prepare
@@ -48,7 +49,6 @@ def forward(
     shape = Shape(length, key.shape[1], plan.query_rows, plan.key_tile)
     size = value.shape[3]
     axes = {"batch": batch, "heads": heads, "queries": -(-length // plan.block_rows)}
-    axes = {name: axes[name] for name in _order(form, length)}
     direct = form.dtype == jnp.float32
     whole = -(-length // plan.block_rows) * plan.block_rows
     rows = whole if direct else tiles.padded_length(length)
@@ -68,7 +68,7 @@ def forward(
             refs.append(
                 segment_ranges(extras[Extra.QUERY_SEGMENTS], extras[Extra.KEY_SEGMENTS], plan.block_rows, plan.key_tile)
             )
-        grid = ordered(axes, prepared)
+        grid = ordered(form, axes, length, prepared)
         kernel = plgpu.kernel(
             functools.partial(_entry, form, plan, shape, names, has_segments, interpret is not None),
             out_type=results,
@@ -88,18 +88,6 @@ def forward(
         return output[:, :length, :, :size], lse[:, :, :length]
 
     return function
-
-
-def _order(form: Form, length: int) -> tuple[str, str, str]:
-    """The dimensions of the grid, the last of which changes first.
-
-    The queries of a head are together, for they read the same keys. Under a causal rule, where they end at different
-    times, those blocks of all heads are together that have as many keys: at lengths whose keys the cache holds (H100,
-    TFLOP/s, D = 256: 574 instead of 547 at 4K, 639 and 644 at 16K, 625 and 650 at 32K; D = 64: 476 and 461 at 16K).
-    """
-    if form.right is not None and length <= 2**14:
-        return "batch", "queries", "heads"
-    return "batch", "heads", "queries"
 
 
 def _entry(

@@ -198,7 +198,7 @@ class Block:
         step = tile - span.begin
         slot = lax.rem(step, jnp.int32(self.plan.slots))
 
-        where = {
+        where: dict[str, Any] = {
             "query_begin": begin,
             "key_begin": tile * self.plan.key_tile,
             "batch": self.batch,
