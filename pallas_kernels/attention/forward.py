@@ -60,6 +60,10 @@ def forward(
     )
 
     def function(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+        with jax.enable_x64(False):  # the kernel counts in 32 bits
+            return attend(*arrays)
+
+    def attend(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
         extras = form.named(arrays)
         prepared = prepare(form, extras, shape, queries_axis=0)
         names, refs = tuple(prepared), list(prepared.values())
