@@ -72,21 +72,24 @@ def choose(operation: Operation, implementation: str | None, platform: str, oper
 def preference(operation: Operation, platform: str, operands: Operands) -> tuple[str, ...]:
     """What `implementation=None` tries, in this order. XLA serves everything, everywhere.
 
-    By measurement on Hopper (`benchmarks/attention.py`): forward, cuDNN is ahead by up to 4 % where all keys count, and
-    Pallas by as much under a causal rule, but for short sequences of small heads. Backward, cuDNN is ahead up to heads
-    of 128, but it has not the same bits on every run.
+    By measurement on Hopper, with 32K tokens of bf16 (`benchmarks/attention.py`). Forward, the ratio of cuDNN's time to
+    that of Pallas is 1.06 to 1.10 with heads of 64 beyond 2K, and below .81 to 1.03; with heads of 128, 1.02 to 1.07
+    under a causal rule and .96 to 1.01 without; with heads of 256, 1.00 to 1.12, but .95 without a causal rule beyond
+    2K. Backward, cuDNN is ahead up to heads of 128, but it has not the same bits on every run.
     """
     if platform != "cuda":
         return ("xla",)
-    length, largest = operands[0].shape[1], max(operands[0].shape[3], operands[2].shape[3])
+    form, length, largest = operation.form, operands[0].shape[1], max(operands[0].shape[3], operands[2].shape[3])
+    is_long = not isinstance(length, int) or length > 2048
     if isinstance(operation, Pullback):
-        if operation.form.deterministic:
+        if form.deterministic:
             return "pallas", "xla"
-        first = "pallas" if largest > 128 else "cudnn"
+        by_pallas = largest > 128
+    elif largest <= 64:
+        by_pallas = is_long
     else:
-        causal = operation.form.right is not None
-        first = "pallas" if causal and (largest > 64 or length > 2048) else "cudnn"
-    return first, *(name for name in ("cudnn", "pallas") if name != first), "xla"
+        by_pallas = form.right is not None or (largest > 128 and not is_long)
+    return ("pallas", "cudnn", "xla") if by_pallas else ("cudnn", "pallas", "xla")
 
 
 def _refusal(implementation: str, operation: Operation, operands: Operands) -> str | None:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsoft._attention.form import BASE, Form
-from jaxsoft._attention.operation import Operation, Pullback
+from jaxsoft._attention.operation import Forward, Operation, Pullback
 from jaxsoft._attention.xla import Function
 from jaxsoft._core import cudnn
 
@@ -41,8 +41,10 @@ def find(operation: Operation) -> Function:
     """The function for an operation."""
     form = operation.form
     causal = form.right is not None
-    if not isinstance(operation, Pullback):
-        return lambda query, key, value: cudnn.forward(query, key, value, form.scale, causal)
+    if isinstance(operation, Forward):
+        residual = operation.residual
+        return lambda query, key, value: cudnn.forward(query, key, value, form.scale, causal, residual)
+    assert isinstance(operation, Pullback)
 
     def pullback(query, key, value, output, lse, delta, cotangent):
         del delta

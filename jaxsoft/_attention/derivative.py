@@ -24,17 +24,22 @@ from jaxsoft._core.tangents import moves
 _RESULTS = ("output", "lse")
 
 
-@functools.cache
 def attention(form: Form, implementation: str | None) -> Callable[..., tuple[jax.Array, ...]]:
     """(query, key, value, *extras) -> the output and the log-sum-exp, as a differentiable function."""
+    return _attention(form, implementation, form.returns_lse)
+
+
+@functools.cache
+def _attention(form: Form, implementation: str | None, residual: bool) -> Callable[..., tuple[jax.Array, ...]]:
+    """The function. Derivatives use the log-sum-exp, so they take the results with it as a residual."""
 
     @jax.custom_jvp
     def function(*operands):
-        return attention_operation(Forward(form), implementation, *operands)
+        return attention_operation(Forward(form, residual), implementation, *operands)
 
     @functools.partial(function.defjvp, symbolic_zeros=True)
     def function_jvp(primals, tangents):
-        results = function(*primals)
+        results = _attention(form, implementation, True)(*primals)
         moved = {name: t for name, t in zip(form.names, tangents, strict=True) if moves(t)}
         return results, tuple(_Derivative(form, implementation, tuple(moved))(*primals, *results, *moved.values()))
 

@@ -76,7 +76,13 @@ class Operation(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Forward(Operation):
-    """(query, key, value, *extras) -> the output and the log-sum-exp."""
+    """(query, key, value, *extras) -> the output and the log-sum-exp.
+
+    Attributes:
+      residual: whether the log-sum-exp is used, which is NaN if an implementation is faster without it.
+    """
+
+    residual: bool = True
 
     @property
     def operands(self) -> tuple[str, ...]:

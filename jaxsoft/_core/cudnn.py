@@ -15,6 +15,8 @@ import jax.numpy as jnp
 
 from jaxsoft._core import devices
 
+_PRIMITIVES = ("_dot_product_attention_fwd", "_dot_product_attention_bwd")
+
 
 def unavailable(platform: str) -> str | None:
     """None, or why cuDNN cannot be used on a platform."""
@@ -32,6 +34,8 @@ def _missing() -> str | None:
     """None, or why JAX has no attention of cuDNN's."""
     try:
         module = _module()
+        for name in _PRIMITIVES:
+            getattr(module, f"{name}_p"), getattr(module, f"{name}_cuda_lowering")
         module.check_cudnn_version()
     except (ImportError, AttributeError, RuntimeError) as error:
         return f"JAX cannot use cuDNN here: {error}"
@@ -45,15 +49,17 @@ def _module() -> ModuleType:
 
 
 def forward(
-    query: jax.Array, key: jax.Array, value: jax.Array, scale: float, causal: bool
+    query: jax.Array, key: jax.Array, value: jax.Array, scale: float, causal: bool, residual: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """The output (B, T, N, D) and the log-sum-exp (B, N, T)."""
+    """The output (B, T, N, D) and the log-sum-exp (B, N, T), which is NaN without `residual`: that is faster."""
     module = _module()
     unused = jnp.zeros(0, query.dtype)
-    parameters = _parameters(module, scale, causal) | {"is_training": True}
-    return module._dot_product_attention_fwd_p.bind(
-        query, key, value, *(unused,) * 7, **_known(module._dot_product_attention_fwd_impl, parameters)
+    parameters = _parameters(module, scale, causal) | {"is_training": residual}
+    output, *lse = module._dot_product_attention_fwd_p.bind(
+        query, key, value, *(unused,) * 7, **_known(module._dot_product_attention_fwd_cuda_lowering, parameters)
     )
+    batch, length, heads, _ = query.shape
+    return output, lse[0] if lse else jnp.full((batch, heads, length), jnp.nan, jnp.float32)
 
 
 def gradients(
@@ -78,7 +84,7 @@ def gradients(
         lse,
         output,
         cotangent,
-        **_known(module._dot_product_attention_bwd_impl, parameters),
+        **_known(module._dot_product_attention_bwd_cuda_lowering, parameters),
     )
 
 
@@ -91,7 +97,8 @@ def _parameters(module: ModuleType, scale: float, causal: bool) -> dict[str, obj
         "mask_type": module.MaskType.CAUSAL if causal else module.MaskType.NO_MASK,
         "layout": module.AttentionLayout.BTNH.value,
         "sliding_window_length": None,
-        "score_mod": None,
+        "score_mod_name": None,
+        "score_mod_jaxpr": None,
     }
 
 

@@ -1,0 +1,94 @@
+"""What implementation=None takes on a Hopper GPU, and cuDNN's part of a program, without a GPU: by what is lowered."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from common import target
+
+import jaxsoft
+from jaxsoft._core import cudnn
+from jaxsoft._core.carriers import CARRIERS
+
+CUDNN = r"__cudnn\$fmhaSoftmax(?:Backward)?"
+
+
+@pytest.fixture(autouse=True)
+def a_hopper_gpu(monkeypatch):
+    for name in ("pallas", "cudnn"):
+        monkeypatch.setitem(CARRIERS, name, dataclasses.replace(CARRIERS[name], unavailable=lambda platform: None))
+    module = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
+    monkeypatch.setattr(module, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(module, "check_compute_capability", lambda capability: True)
+    with target("NVIDIA H100 80GB HBM3"):
+        yield
+
+
+def lowered(function, shape=(2, 256, 4, 64), dtype=jnp.bfloat16):
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    return jax.jit(function).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def gradients(function):
+    return jax.grad(lambda *v: jnp.sum(function(*v).astype(jnp.float32)), (0, 1, 2))
+
+
+def calls(text):
+    """The operands and results of what cuDNN computes."""
+    return re.findall(rf"custom_call @({CUDNN})\(.*? : (\(.*)", text)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_cudnn_is_called_as_by_jax(is_causal):
+    """So it takes as long. Without gradients there is no log-sum-exp."""
+    ours = functools.partial(jaxsoft.dot_product_attention, is_causal=is_causal, implementation="cudnn")
+    theirs = functools.partial(jax.nn.dot_product_attention, is_causal=is_causal, implementation="cudnn")
+    assert calls(lowered(ours)) == calls(lowered(theirs))
+    found = calls(lowered(gradients(ours)))
+    assert found == calls(lowered(gradients(theirs)))
+    assert len(found) == 2
+
+
+def test_another_version_of_jax_may_lack_it(monkeypatch):
+    monkeypatch.delattr(cudnn._module(), "_dot_product_attention_bwd_cuda_lowering")
+    cudnn._missing.cache_clear()
+    assert "cannot use cuDNN here" in cudnn._missing()
+    cudnn._missing.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("length", "size", "is_causal", "forward"),
+    [
+        (1024, 64, False, "cudnn"),
+        (1024, 64, True, "cudnn"),
+        (4096, 64, False, "pallas"),
+        (4096, 64, True, "pallas"),
+        (4096, 128, False, "cudnn"),
+        (1024, 128, True, "pallas"),
+        (1024, 256, False, "pallas"),
+        (4096, 256, False, "cudnn"),
+        (4096, 256, True, "pallas"),
+    ],
+)
+def test_the_faster_is_taken(length, size, is_causal, forward):
+    attend = functools.partial(jaxsoft.dot_product_attention, is_causal=is_causal)
+    shape = 1, length, 2, size
+    text = lowered(attend, shape)
+    assert ("mosaic_gpu" in text, bool(calls(text))) == (forward == "pallas", forward == "cudnn")
+    assert "Backward" not in str(calls(lowered(gradients(attend), shape)))
+    anyhow = gradients(functools.partial(attend, deterministic=False))
+    assert ("Backward" in str(calls(lowered(anyhow, shape)))) == (size <= 128)
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "expected"),
+    [({"logits_soft_cap": 3.0}, jnp.bfloat16, "mosaic_gpu"), ({}, jnp.float32, "stablehlo.exponential")],
+    ids=["cap", "float32"],
+)
+def test_what_cudnn_does_not_serve(options, dtype, expected):
+    text = lowered(functools.partial(jaxsoft.dot_product_attention, **options), dtype=dtype)
+    assert expected in text
+    assert not calls(text)
