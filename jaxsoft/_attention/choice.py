@@ -72,10 +72,10 @@ def choose(operation: Operation, implementation: str | None, platform: str, oper
 def preference(operation: Operation, platform: str, operands: Operands) -> tuple[str, ...]:
     """What `implementation=None` tries, in this order. XLA serves everything, everywhere.
 
-    By measurement on Hopper (`benchmarks/results/h100_attention.json`, bf16). Forward, the ratio of cuDNN's time to that
-    of Pallas is 1.06 to 1.10 with heads of 64 beyond 2K, and .81 to 1.03 below; with heads of 128, 1.02 to 1.07 under a
-    causal rule and .96 to 1.01 without; with heads of 256, 1.00 to 1.12, but .95 without a causal rule beyond 2K. Both
-    passes, it is 1.00 to 1.26 up to 2K and with heads of 256, and .93 to 1.03 beyond with smaller heads. But cuDNN's
+    By measurement on Hopper (`benchmarks/results/h100_attention.json`, bf16), as the ratio of cuDNN's time to that of
+    Pallas. Forward, heads of 64: 1.06 to 1.10 beyond 2K, and .81 to 1.03 below; heads of 128: 1.02 to 1.07 under a
+    causal rule, and .96 to 1.01 without; heads of 256: 1.00 to 1.12, but .95 without a causal rule beyond 2K. Both
+    passes: 1.00 to 1.26 up to 2K and with heads of 256, and .93 to 1.03 beyond with smaller heads. But cuDNN's
     gradients have not the same bits on every run.
     """
     if platform != "cuda":
