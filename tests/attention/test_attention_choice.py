@@ -83,6 +83,14 @@ def test_the_faster_is_taken(length, size, is_causal, forward):
     assert ("Backward" in str(calls(lowered(anyhow, shape)))) == (size <= 128 and length > 2048)
 
 
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"local_window_size": (3, 4)}], ids=str)
+def test_with_x64(options):
+    """Kernels count in 32 bits, whatever JAX does."""
+    with jax.enable_x64(True):
+        text = lowered(gradients(functools.partial(jaxsoft.dot_product_attention, implementation="pallas", **options)))
+    assert text.count("custom_call @mosaic_gpu") == 3
+
+
 @pytest.mark.parametrize(
     ("options", "dtype", "expected"),
     [({"logits_soft_cap": 3.0}, jnp.bfloat16, "mosaic_gpu"), ({}, jnp.float32, "stablehlo.exponential")],

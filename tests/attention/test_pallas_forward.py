@@ -14,8 +14,9 @@ import pytest
 from common import on_cpu, target
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxsoft.pallas_kernels.attention import choice, ranges
-from jaxsoft.pallas_kernels.attention.extra_tiles import ExtraRings, ordered
+from jaxsoft.pallas_kernels.attention.extra_tiles import ExtraRings
 from jaxsoft.pallas_kernels.attention.forward import forward
+from jaxsoft.pallas_kernels.attention.order import ordered
 from jaxsoft.pallas_kernels.attention.plan import FORWARD, ForwardPlan
 
 from jaxsoft._attention.form import Extra, Form
@@ -226,19 +227,25 @@ def test_extra_rings():
 
 
 def test_ordered():
-    """Entries of the batch run together where they share tiles of a bias or mask."""
+    """Heads side by side under a causal rule, and entries of the batch where they share tiles of a bias or mask."""
     grid = {"batch": 2, "heads": 3, "queries": 4}
     bias, mask = jnp.zeros((1, 3, 5, 6)), jnp.zeros((2, 1, 5, 6), jnp.int8)
-    for arrays, last in (
-        ({}, "queries"),
-        ({Extra.BIAS: bias}, "batch"),
-        ({Extra.MASK: mask}, "queries"),
-        ({Extra.BIAS: bias, Extra.MASK: mask}, "batch"),
-        ({Extra.BIAS: bias[:, :, :1]}, "queries"),
+    for arrays, shared in (
+        ({}, False),
+        ({Extra.BIAS: bias}, True),
+        ({Extra.MASK: mask}, False),
+        ({Extra.BIAS: bias, Extra.MASK: mask}, True),
+        ({Extra.BIAS: bias[:, :, :1]}, False),
     ):
-        found = ordered(grid, arrays)
-        assert found == grid and list(found)[-1] == last
-    assert list(ordered({**grid, "batch": 1}, {Extra.BIAS: bias})) == list(grid)
+        for right, length, order in (
+            (None, 512, ["heads", "queries"]),
+            (0, 512, ["queries", "heads"]),
+            (0, 2**15, ["heads", "queries"]),
+        ):
+            found = ordered(form_of(right=right), grid, length, arrays)
+            assert found == grid
+            assert list(found) == ([*order, "batch"] if shared else ["batch", *order])
+    assert list(ordered(form_of(), {**grid, "batch": 1}, 512, {Extra.BIAS: bias})) == list(grid)
 
 
 def test_unsupported():
@@ -252,3 +259,5 @@ def test_unsupported():
     assert "bfloat16 and float16" in reason(key=F16)
     assert "multiples of 8" in reason(head=20)
     assert "at most 256" in reason(value=264)
+    many = [jax.ShapeDtypeStruct((1, 8, 2**16, 64), BF16)] * 3
+    assert "at most 65535" in choice.unsupported(form_of(), many)
