@@ -1,5 +1,5 @@
 # make demo         trains a language model with jaxsoft, then prints this machine's speed. Sets everything up first.
-# make test         runs the whole test suite, after the linter and the type checker.
+# make test         runs the tests, after the linter and the type checker.
 # make docs         makes the documentation as a site, in site/. It needs nothing of the library.
 # make bench        prints this machine's speed in full, and draws that of attention as out/attention.svg.
 # make wheel        makes what a release uploads, in dist/: one wheel with the CUDA kernels for every supported GPU.

@@ -4,12 +4,16 @@ On a CPU most of the time goes into compiling what runs once, so LLVM is told no
 itself makes of a program, and the C++ kernels, stay the same. Tracing makes many objects that live on in JAX's caches,
 so Python looks for garbage seldom: that took a tenth of the time.
 
+Of a test of a family or carrier that has many cases a run takes half, unless it asks for all by `-m ""`.
+
 A first call compiles, so a deadline would measure XLA; and examples are drawn the same way in every run, so that a
 failure can be run again.
 """
 
+import collections
 import gc
 import os
+import zlib
 
 # Read when JAX first looks for devices; it means nothing to a GPU.
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -31,11 +35,38 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 if os.path.exists("/dev/nvidiactl"):  # where the operands of products would be rounded to 11 bits
     jax.config.update("jax_default_matmul_precision", "float32")
 
-hypothesis.settings.register_profile("jaxsoft", deadline=None, max_examples=25, derandomize=True, database=None)
+hypothesis.settings.register_profile("jaxsoft", deadline=None, max_examples=15, derandomize=True, database=None)
 hypothesis.settings.register_profile(
     "fuzz", deadline=None, max_examples=10_000, print_blob=True, phases=[hypothesis.Phase.generate]
 )
 hypothesis.settings.load_profile("jaxsoft")
+
+
+FEW = 3  # cases of a test, which are all run
+THINNED = ("attention", "carriers", "head", "rows")  # folders in which cases are products of that kind
+
+
+def pytest_collection_modifyitems(config, items):
+    """Keeps every case of a test that has few, and else half of them: those that the checksum of their names picks.
+
+    There cases are products of dtypes, operations, implementations and shapes, of which a checksum leaves some of each,
+    the same in every run. A test that is named, and a run of all marks, keep all.
+    """
+    if config.option.markexpr != "not slow" or config.option.keyword or any("::" in arg for arg in config.args):
+        return
+    items_of = collections.defaultdict(list)
+    for item in items:
+        if item.path.parent.name in THINNED and not item.get_closest_marker("slow"):
+            items_of[item.nodeid.split("[")[0]].append(item)
+    left_out = [
+        item
+        for cases in items_of.values()
+        if len(cases) > FEW
+        for item in sorted(cases, key=lambda item: zlib.crc32(item.nodeid.encode()))[len(cases) // 2 + 1 :]
+    ]
+    config.hook.pytest_deselected(items=left_out)
+    gone = set(left_out)
+    items[:] = [item for item in items if item not in gone]
 
 
 def pytest_collection_finish():
