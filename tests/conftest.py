@@ -4,7 +4,7 @@ On a CPU most of the time goes into compiling what runs once, so LLVM is told no
 itself makes of a program, and the C++ kernels, stay the same. Tracing makes many objects that live on in JAX's caches,
 so Python looks for garbage seldom: that took a tenth of the time.
 
-Of a test of a family or carrier that has many cases a run takes half, unless it asks for all by `-m ""`.
+Of a test of a family or carrier a run takes a third of the cases, unless it asks for all by `-m ""`.
 
 A first call compiles, so a deadline would measure XLA; and examples are drawn the same way in every run, so that a
 failure can be run again.
@@ -42,15 +42,14 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("jaxsoft")
 
 
-FEW = 3  # cases of a test, which are all run
-THINNED = ("attention", "carriers", "head", "rows")  # folders in which cases are products of that kind
+THINNED = ("attention", "carriers", "head", "rows")  # folders in which cases are products
 
 
 def pytest_collection_modifyitems(config, items):
-    """Keeps every case of a test that has few, and else half of them: those that the checksum of their names picks.
+    """Keeps a third of a test's cases there, and at least two: those that the checksum of their names picks.
 
-    There cases are products of dtypes, operations, implementations and shapes, of which a checksum leaves some of each,
-    the same in every run. A test that is named, and a run of all marks, keep all.
+    Cases are products of dtypes, operations, implementations and shapes, of which a checksum leaves some of each, the
+    same in every run. A test that is named, and a run of all marks, keep all.
     """
     if config.option.markexpr != "not slow" or config.option.keyword or any("::" in arg for arg in config.args):
         return
@@ -58,15 +57,12 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.path.parent.name in THINNED and not item.get_closest_marker("slow"):
             items_of[item.nodeid.split("[")[0]].append(item)
-    left_out = [
-        item
-        for cases in items_of.values()
-        if len(cases) > FEW
-        for item in sorted(cases, key=lambda item: zlib.crc32(item.nodeid.encode()))[len(cases) // 2 + 1 :]
-    ]
-    config.hook.pytest_deselected(items=left_out)
-    gone = set(left_out)
-    items[:] = [item for item in items if item not in gone]
+    left_out = set()
+    for cases in items_of.values():
+        ordered = sorted(cases, key=lambda item: zlib.crc32(item.nodeid.encode()))
+        left_out.update(ordered[max(2, -(-len(cases) // 3)) :])
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_collection_finish():
