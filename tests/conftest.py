@@ -4,7 +4,7 @@ On a CPU most of the time goes into compiling what runs once, so LLVM is told no
 itself makes of a program, and the C++ kernels, stay the same. Tracing makes many objects that live on in JAX's caches,
 so Python looks for garbage seldom: that took a tenth of the time.
 
-Of a test of a family or carrier a run takes a third of the cases, unless it asks for all by `-m ""`.
+A run takes a third of the cases of a test, unless it asks for all by `-m ""`.
 
 A first call compiles, so a deadline would measure XLA; and examples are drawn the same way in every run, so that a
 failure can be run again.
@@ -42,20 +42,21 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("jaxsoft")
 
 
-THINNED = ("attention", "carriers", "head", "rows")  # folders in which cases are products
+# Files whose cases are not products of dtypes, operations, implementations and shapes: each is another thing.
+EACH = ("test_arguments", "test_doctest", "test_documents", "test_every_function", "test_examples", "test_fuzz")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Keeps a third of a test's cases there, and at least two: those that the checksum of their names picks.
+    """Keeps a third of a test's cases, and at least two: those that the checksum of their names picks.
 
-    Cases are products of dtypes, operations, implementations and shapes, of which a checksum leaves some of each, the
-    same in every run. A test that is named, and a run of all marks, keep all.
+    Cases are products, of which a checksum leaves some of each factor, the same in every run. A test that is named, and
+    a run of all marks, keep all.
     """
     if config.option.markexpr != "not slow" or config.option.keyword or any("::" in arg for arg in config.args):
         return
     items_of = collections.defaultdict(list)
     for item in items:
-        if item.path.parent.name in THINNED and not item.get_closest_marker("slow"):
+        if item.path.stem not in EACH and not item.get_closest_marker("slow"):
             items_of[item.nodeid.split("[")[0]].append(item)
     left_out = set()
     for cases in items_of.values():
