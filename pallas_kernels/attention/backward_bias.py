@@ -20,6 +20,7 @@ from .backward_call import (
     WGMMA,
     Call,
     extras_of,
+    kernel_of_blocks,
     probabilities,
     roles,
     spread,
@@ -55,8 +56,12 @@ def bias_gradient(call: Call, bias: tuple[int, ...], plan: BiasPlan | None = Non
     grid = bias[0], bias[1], -(-rows // plan.block), 1 if summed else -(-columns // plan.columns)
     result = bias[0], bias[1], grid[2] * plan.block, *(() if summed else (grid[3] * plan.columns,))
     query_rows, key_rows = (plan.columns, plan.block) if over_queries else (plan.block, plan.columns)
-    kernel = plgpu.kernel(
+    kernel = kernel_of_blocks(
         functools.partial(_body, call, bias, plan, shape, axis, summed, -(-columns // plan.columns)),
+        "bias_gradient",
+        plan.warp_groups,
+        dict(zip(("batch", "head", "block", "column"), grid, strict=True)),
+        interpret,
         out_type=jax.ShapeDtypeStruct(result, jnp.float32),
         scratch_types=(
             tiled((plan.slots, query_rows, call.head), call.dtype),
@@ -65,13 +70,6 @@ def bias_gradient(call: Call, bias: tuple[int, ...], plan: BiasPlan | None = Non
             tiled((plan.slots, query_rows, call.value), call.dtype),
             Ring.barriers(4, plan.slots, plan.warp_groups),
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-        grid=grid,
-        grid_names=("batch", "head", "block", "column"),
-        num_threads=plan.warp_groups + 1,
-        thread_name="warp_group",
-        kernel_name="jaxsoft_attention_bias_gradient",
-        interpret=interpret,
     )
 
     def gradient(query, key, value, cotangent, extras, lse, delta):

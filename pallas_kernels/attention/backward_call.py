@@ -94,6 +94,32 @@ def to_whole(numbers: jax.Array, block: int, filler: float) -> jax.Array:
     return jnp.pad(numbers, ((0, 0), (0, 0), (0, -numbers.shape[2] % block)), constant_values=filler)
 
 
+def kernel_of_blocks(
+    body: Callable[..., None], name: str, warp_groups: int, grid: Mapping[str, int], interpret: Any, **types: Any
+) -> Callable[..., Any]:
+    """A kernel whose blocks have so many warp groups that compute, and one more.
+
+    Args:
+      body: what a block does, which calls `roles`.
+      name: the kernel's.
+      warp_groups: that compute.
+      grid: the sizes of its axes by name, the last of which changes first.
+      interpret: Pallas interpreter parameters.
+      types: out_type and scratch_types, as Pallas has them.
+    """
+    return plgpu.kernel(
+        body,
+        **types,
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        num_threads=warp_groups + 1,
+        thread_name="warp_group",
+        kernel_name=f"jaxsoft_attention_{name}",
+        interpret=interpret,
+    )
+
+
 def roles(warp_groups: int, compute: Callable[[], None], memory: Callable[[], None]) -> None:
     """Has the warp groups of a block compute, and the last one fill the rings."""
     registers, index = backward_plan.REGISTERS[warp_groups], lax.axis_index("warp_group")

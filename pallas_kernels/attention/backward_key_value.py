@@ -28,6 +28,7 @@ from .backward_call import (
     Call,
     extras_of,
     for_tiles,
+    kernel_of_blocks,
     multiply,
     probabilities,
     roles,
@@ -70,8 +71,12 @@ def key_value_gradients(call: Call, plan: KeyValuePlan | None = None, interpret:
         rings = ExtraRings.fitting(arrays, (ROWS, plan.query_tile), holders, free)
         axes = {"batch": call.batch, "head": call.key_heads, "block": blocks}
         grid = ordered(call.form, axes, call.keys, arrays)
-        return plgpu.kernel(
+        return kernel_of_blocks(
             functools.partial(_body, call, plan, shape, rings),
+            "key_value_gradients",
+            plan.warp_groups,
+            grid,
+            interpret,
             out_type=(
                 call.result(call.keys, call.key_heads, call.head),
                 call.result(call.keys, call.key_heads, call.value),
@@ -89,13 +94,6 @@ def key_value_gradients(call: Call, plan: KeyValuePlan | None = None, interpret:
                 rings.scratch(),
                 staging(plan.warp_groups, plan.query_tile, call.dtype, interpret),
             ),
-            compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-            grid=tuple(grid.values()),
-            grid_names=tuple(grid),
-            num_threads=plan.warp_groups + 1,
-            thread_name="warp_group",
-            kernel_name="jaxsoft_attention_key_value_gradients",
-            interpret=interpret,
         )
 
     def gradients(query, key, value, cotangent, extras, lse, delta):

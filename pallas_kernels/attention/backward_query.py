@@ -24,6 +24,7 @@ from .backward_call import (
     Call,
     extras_of,
     for_tiles,
+    kernel_of_blocks,
     multiply,
     probabilities,
     roles,
@@ -64,8 +65,12 @@ def query_gradient(call: Call, plan: QueryPlan | None = None, interpret: Any = N
         cut, rings = _with_rings(call, plan, arrays)
         axes = {"batch": call.batch, "head": call.query_heads, "block": blocks}
         grid = ordered(call.form, axes, call.queries, arrays)
-        return plgpu.kernel(
+        return kernel_of_blocks(
             functools.partial(_body, call, cut, shape, blocks, segmented, rings),
+            "query_gradient",
+            plan.warp_groups,
+            grid,
+            interpret,
             out_type=call.result(call.queries, call.query_heads, call.head),
             scratch_types=(
                 tiled((plan.warp_groups, ROWS, call.head), call.dtype),
@@ -78,13 +83,6 @@ def query_gradient(call: Call, plan: QueryPlan | None = None, interpret: Any = N
                 rings.scratch(),
                 staging(plan.warp_groups, plan.key_tile, call.dtype, interpret),
             ),
-            compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-            grid=tuple(grid.values()),
-            grid_names=tuple(grid),
-            num_threads=plan.warp_groups + 1,
-            thread_name="warp_group",
-            kernel_name="jaxsoft_attention_query_gradient",
-            interpret=interpret,
         )
 
     def gradient(query, key, value, cotangent, extras, lse, delta):

@@ -50,7 +50,7 @@ def forward(
     size = value.shape[3]
     axes = {"batch": batch, "heads": heads, "queries": -(-length // plan.block_rows)}
     direct = form.dtype == jnp.float32
-    whole = -(-length // plan.block_rows) * plan.block_rows
+    whole = axes["queries"] * plan.block_rows
     rows = whole if direct else tiles.padded_length(length)
     columns = tiles.head_size(size) if direct else tiles.padded_head(size)
     results = (
