@@ -110,10 +110,12 @@ def test_a_compiled_program(implementation, tmp_path):
 
 
 def test_import_is_quick():
-    """It adds little to JAX's own: what Pallas and Triton take waits for a kernel. Of several, the quickest."""
+    """It adds little to JAX's own: what Pallas and Triton take waits for a kernel. Of several, the quickest; the time
+    of the processor, which other tests disturb less.
+    """
     code = (
-        "import sys, time; start = time.perf_counter(); import jax; middle = time.perf_counter(); import jaxsoft\n"
-        "print(middle - start, time.perf_counter() - middle)\n"
+        "import sys, time; start = time.process_time(); import jax; middle = time.process_time(); import jaxsoft\n"
+        "print(middle - start, time.process_time() - middle)\n"
         "late = {'jax.extend', 'jax.experimental.pallas', 'jax.experimental.mosaic.gpu', 'jax_triton', 'triton'}\n"
         "print(late & {*sys.modules})"
     )
@@ -121,7 +123,7 @@ def test_import_is_quick():
     times, modules = zip(*runs, strict=True)
     assert modules[0] == "set()"
     jaxs, ours = (min(v) for v in zip(*(map(float, t.split()) for t in times), strict=True))
-    assert ours < 0.12 * jaxs  # .06 to .09 where nothing else runs; other tests disturb it
+    assert ours < 0.08 * jaxs
 
 
 @on_cpu

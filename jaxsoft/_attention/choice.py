@@ -72,15 +72,18 @@ def choose(operation: Operation, implementation: str | None, platform: str, oper
 def preference(operation: Operation, platform: str, operands: Operands) -> tuple[str, ...]:
     """What `implementation=None` tries, in this order. XLA serves everything, everywhere.
 
-    By measurement on Hopper (`benchmarks/results/h100_attention.json`, bf16), as the ratio of cuDNN's time to that of
-    Pallas. Forward, heads of 64: 1.06 to 1.10 beyond 2K, and .81 to 1.03 below; heads of 128: 1.02 to 1.07 under a
-    causal rule, and .96 to 1.01 without; heads of 256: 1.00 to 1.12, but .95 without a causal rule beyond 2K. Both
-    passes: 1.00 to 1.26 up to 2K and with heads of 256, and .93 to 1.03 beyond with smaller heads. But cuDNN's
-    gradients have not the same bits on every run.
+    By measurement on Hopper (`benchmarks/results/h100_attention.json`, bf16), with as many queries as keys; with other
+    numbers, as when decoding, cuDNN comes first. As the ratio of cuDNN's time to that of Pallas: forward, heads of 64,
+    1.06 to 1.10 beyond 2K, and .81 to 1.03 below; heads of 128, 1.02 to 1.07 under a causal rule, and .96 to 1.01
+    without; heads of 256, 1.00 to 1.12, but .95 without a causal rule beyond 2K. Both passes, 1.00 to 1.26 up to 2K and
+    with heads of 256, and .93 to 1.03 beyond with smaller heads. But cuDNN's gradients have not the same bits on every
+    run.
     """
     if platform != "cuda":
         return ("xla",)
-    form, length, largest = operation.form, operands[0].shape[1], max(operands[0].shape[3], operands[2].shape[3])
+    form, query, value = operation.form, operands[0], operands[2]
+    length, largest = query.shape[1], max(query.shape[3], value.shape[3])
+    is_measured = length == value.shape[1]
     is_long = not isinstance(length, int) or length > 2048
     if isinstance(operation, Pullback):
         if form.deterministic:
@@ -90,7 +93,7 @@ def preference(operation: Operation, platform: str, operands: Operands) -> tuple
         by_pallas = is_long
     else:
         by_pallas = form.right is not None or (largest > 128 and not is_long)
-    return ("pallas", "cudnn", "xla") if by_pallas else ("cudnn", "pallas", "xla")
+    return ("pallas", "cudnn", "xla") if by_pallas and is_measured else ("cudnn", "pallas", "xla")
 
 
 def _refusal(implementation: str, operation: Operation, operands: Operands) -> str | None:

@@ -83,6 +83,15 @@ def test_the_faster_is_taken(length, size, is_causal, forward):
     assert ("Backward" in str(calls(lowered(anyhow, shape)))) == (size <= 128 and length > 2048)
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(1, 4096), (4096, 512)])
+@pytest.mark.parametrize("size", [64, 256])
+def test_other_numbers_of_queries(queries, keys, size):
+    """They were not measured, so cuDNN comes first where it serves the call."""
+    query, key = (jax.ShapeDtypeStruct((1, n, 2, size), jnp.bfloat16) for n in (queries, keys))
+    traced = jax.jit(jaxsoft.dot_product_attention).trace(query, key, key)
+    assert calls(traced.lower(lowering_platforms=("cuda",)).as_text())
+
+
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"local_window_size": (3, 4)}], ids=str)
 def test_with_x64(options):
     """Kernels count in 32 bits, whatever JAX does."""
