@@ -17,13 +17,13 @@ from jaxsoft._core import devices
 from jaxsoft._rows.forms import Form
 from jaxsoft._rows.operation import Operation, RowFunction
 
-from .rows import sizes
-
 
 def unavailable(platform: str) -> str | None:
     """None, or why the kernels cannot run on a platform."""
     if platform != "cuda":
         return "Pallas Mosaic GPU kernels run on NVIDIA GPUs only"
+    from .rows import sizes
+
     if kind := devices.elsewhere():
         other = None if sizes.of_kind(kind) else kind
     elif here := devices.present():

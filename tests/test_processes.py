@@ -110,8 +110,8 @@ def test_a_compiled_program(implementation, tmp_path):
 
 
 def test_import_is_quick():
-    """It adds little to JAX's own: what Pallas and Triton take waits for a kernel. Of several, the quickest; the time
-    of the processor, which other tests disturb less.
+    """It adds little to JAX's own: what Pallas and Triton take waits for a kernel. The time is the processor's, which
+    other tests disturb less, and the bound is for the best of several processes.
     """
     code = (
         "import sys, time; start = time.process_time(); import jax; middle = time.process_time(); import jaxsoft\n"
@@ -122,8 +122,8 @@ def test_import_is_quick():
     runs = [run(code, PYTHONDONTWRITEBYTECODE="").splitlines() for _ in range(5)]  # the first may have to compile
     times, modules = zip(*runs, strict=True)
     assert modules[0] == "set()"
-    jaxs, ours = (min(v) for v in zip(*(map(float, t.split()) for t in times), strict=True))
-    assert ours < 0.08 * jaxs
+    ratios = [ours / jaxs for jaxs, ours in (map(float, t.split()) for t in times)]
+    assert min(ratios) < 0.08, ratios
 
 
 @on_cpu

@@ -1,8 +1,8 @@
 """The sizes that decide how rows are cut up: a table with a row for each kind of GPU.
 
 `plan` cuts rows up by these sizes. They decide how fast the kernels are, and nothing of what is computed but its
-rounding. A new kind of GPU is a new row of `GPUS`. Nothing here imports Pallas, as the package asks which GPUs there
-are before any kernel is needed.
+rounding. A new kind of GPU is a new row of `GPUS`. Nothing here imports Pallas, as whether there is a GPU that the
+kernels serve is asked before any kernel is needed.
 """
 
 import dataclasses
