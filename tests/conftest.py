@@ -42,8 +42,10 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("jaxsoft")
 
 
-# Files whose cases are not products of dtypes, operations, implementations and shapes: each is another thing.
+# Files whose cases are not products of dtypes, operations, implementations and shapes: each is another thing, or they
+# are picked already, as what is not slow.
 EACH = ("test_arguments", "test_doctest", "test_documents", "test_every_function", "test_examples", "test_fuzz")
+EACH += ("test_disable_jit", "test_higher_orders")
 
 
 def pytest_collection_modifyitems(config, items):

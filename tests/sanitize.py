@@ -6,9 +6,8 @@
 
 and likewise synccheck and, with --check-api-memory-access no, as XLA copies workspaces that nobody has written,
 initcheck. The kernels are those of "ffi", unless "pallas" or "triton" is named, or "attention", for Pallas's kernels of
-attention, of which options can be named as well, such as `segments`. Several processes can share a GPU, each with a
-part. racecheck takes long, so a dtype and a shape can be named, and the kernels that it looks at by a part of their
-mangled names, here those of `ring`:
+attention, of which options can be named as well, such as `segments`. racecheck takes long, so a dtype and a shape can
+be named, and the kernels that it looks at by a part of their mangled names, here those of `ring`:
 
     compute-sanitizer --tool racecheck --kernel-name kns=4ringI python tests/sanitize.py bfloat16 130x70000
 

@@ -10,7 +10,7 @@ from common import served
 
 import jaxsoft
 
-FAST = ("softmax", "integer")
+FAST = ("softmax", "integer", "attention, segments")
 CHOICES = choices(lambda name: name not in FAST)
 
 
