@@ -5,6 +5,8 @@ A choice depends on the platform that the computation is lowered for, so it is m
 """
 
 import dataclasses
+import math
+import sys
 from collections.abc import Callable, Sequence
 
 import jax
@@ -12,7 +14,7 @@ import jax
 import jaxsoft.pallas_kernels as pallas_kernels
 from jaxsoft._attention import cudnn, reference, xla
 from jaxsoft._attention.form import Form
-from jaxsoft._attention.operation import Operation, Pullback
+from jaxsoft._attention.operation import Forward, Operation, Pullback
 from jaxsoft._core.carriers import CARRIERS
 
 type Operands = Sequence[jax.core.ShapedArray]
@@ -69,31 +71,49 @@ def choose(operation: Operation, implementation: str | None, platform: str, oper
     raise AssertionError("xla serves everything")
 
 
+@dataclasses.dataclass(frozen=True)
+class _Lead:
+    """The lengths of sequences, first <= length <= last, at which Pallas is at least as fast as cuDNN."""
+
+    first: float = 1
+    last: float = math.inf
+
+    def has(self, length: object) -> bool:
+        """Whether a length is one of them; one that is not known yet counts as long."""
+        return self.first <= (length if isinstance(length, int) else sys.maxsize) <= self.last
+
+
+# By the larger head size up to which an entry holds: forward without a causal rule and with one, and the gradients
+# where they need not have the same bits on every run. With the log-sum-exp, cuDNN's forward is slower, and Pallas leads
+# at all lengths. By measurement on Hopper, with as many queries as keys (`benchmarks/results/h100_attention.json`).
+_LEADS = {
+    64: (_Lead(), _Lead(first=1025), _Lead(last=2048)),
+    128: (_Lead(last=2048), _Lead(), _Lead(last=2048)),
+    256: (_Lead(last=1024), _Lead(last=8192), _Lead()),
+}
+
+
 def preference(operation: Operation, platform: str, operands: Operands) -> tuple[str, ...]:
     """What `implementation=None` tries, in this order. XLA serves everything, everywhere.
 
-    By measurement on Hopper (`benchmarks/results/h100_attention.json`, bf16), with as many queries as keys; with other
-    numbers, as when decoding, cuDNN comes first. As the ratio of cuDNN's time to that of Pallas: forward, heads of 64,
-    1.06 to 1.10 beyond 2K, and .81 to 1.03 below; heads of 128, 1.02 to 1.07 under a causal rule, and .96 to 1.01
-    without; heads of 256, 1.00 to 1.12, but .95 without a causal rule beyond 2K. Both passes, 1.00 to 1.26 up to 2K and
-    with heads of 256, and .93 to 1.03 beyond with smaller heads. But cuDNN's gradients have not the same bits on every
-    run.
+    cuDNN's gradients have not the same bits on every run, so it computes them only where that is allowed. Where the
+    numbers of queries and keys differ, as when decoding, cuDNN comes first.
     """
     if platform != "cuda":
         return ("xla",)
     form, query, value = operation.form, operands[0], operands[2]
+    if isinstance(operation, Pullback) and form.deterministic:
+        return "pallas", "xla"
     length, largest = query.shape[1], max(query.shape[3], value.shape[3])
-    is_measured = length == value.shape[1]
-    is_long = not isinstance(length, int) or length > 2048
+    forward, causal, gradients = _LEADS[min((size for size in _LEADS if largest <= size), default=max(_LEADS))]
     if isinstance(operation, Pullback):
-        if form.deterministic:
-            return "pallas", "xla"
-        by_pallas = largest > 128 or not is_long
-    elif largest <= 64:
-        by_pallas = is_long
+        lead = gradients
+    elif isinstance(operation, Forward) and operation.residual:
+        lead = _Lead()
     else:
-        by_pallas = form.right is not None or (largest > 128 and not is_long)
-    return ("pallas", "cudnn", "xla") if by_pallas and is_measured else ("cudnn", "pallas", "xla")
+        lead = forward if form.right is None else causal
+    by_pallas = lead.has(length) and length == value.shape[1]
+    return ("pallas", "cudnn", "xla") if by_pallas else ("cudnn", "pallas", "xla")
 
 
 def _refusal(implementation: str, operation: Operation, operands: Operands) -> str | None:

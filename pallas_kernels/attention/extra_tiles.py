@@ -60,6 +60,13 @@ class ExtraRings:
                     free_bytes -= size
         return cls(dtypes, {name: n for name, n in slots.items() if n}, tile, readers)
 
+    @property
+    def bytes(self) -> int:
+        """Shared memory of all rings."""
+        return sum(
+            n * self.readers * math.prod(self.tile) * self.dtypes[name].itemsize for name, n in self.slots.items()
+        )
+
     def scratch(self) -> tuple[Any, ...]:
         """What kernels have to allocate."""
         counts = {name: n * self.readers for name, n in self.slots.items()}

@@ -1,14 +1,16 @@
 """Attention forward on Hopper: the output and the log-sum-exp of every query, in one read of what matters.
 
-A block, whose work is in forward_block.py, has some queries of one head. One warp group copies tiles of keys and
-values, and of a bias and mask (extra_tiles.py), to rings in shared memory; the others have 64 queries each, whose state
-(m, s, o) they keep in registers: m is the maximum, in base 2, s the sum of exp2(score - m), and o the sum of values
-weighted by it. Where there are two of them, one multiplies on the tensor cores while the other computes exponentials: a
-barrier makes them take turns. Of three, the hardware finds one that can multiply.
+A block, whose work is in forward_block.py, takes some queries of one head, an item, and mostly others after them
+(schedule.py). One warp group copies tiles of keys and values, and of a bias and mask (extra_tiles.py), to rings in
+shared memory; the others have 64 queries each, whose state (m, s, o) they keep in registers: m is the maximum, in base
+2, s the sum of exp2(score - m), and o the sum of values weighted by it. Where there are two of them, one multiplies on
+the tensor cores while the other computes exponentials: a barrier makes them take turns. Of three, the hardware finds
+one that can multiply.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,12 +21,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxsoft._attention.form import Extra, Form
 
+from ..rows import sizes
 from . import operands as tiles
 from .extra_tiles import ExtraRings
 from .forward_block import Block, Scratch
 from .order import ordered
 from .plan import ForwardPlan, forward_plan
 from .ranges import Shape, segment_ranges
+from .schedule import schedule
 from .scores import Scores, prepare
 
 
@@ -33,6 +37,7 @@ def forward(
     operands: Sequence[jax.core.ShapedArray],
     plan: ForwardPlan | None = None,
     interpret: Any = None,
+    blocks: int | None = None,
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """The function of (query, key, value, *extras) that returns the output and the log-sum-exp.
 
@@ -41,6 +46,7 @@ def forward(
       operands: the types of the operands.
       plan: the sizes of tiles, for tests; None for those of plan.py.
       interpret: Pallas interpreter parameters, for tests on a CPU.
+      blocks: how many run at a time, for tests; None for one on each multiprocessor.
     """
     query, key, value = operands[:3]
     plan = plan or forward_plan(query.shape[3], value.shape[3], causal=form.right is not None)
@@ -72,12 +78,17 @@ def forward(
             refs.append(
                 segment_ranges(extras[Extra.QUERY_SEGMENTS], extras[Extra.KEY_SEGMENTS], plan.block_rows, plan.key_tile)
             )
-        grid = ordered(form, axes, length, prepared)
+        items = ordered(form, axes, length, prepared)
+        dealt = schedule(form, plan, shape, items, blocks or sizes.target().multiprocessors)
+        if dealt:
+            refs += [jnp.asarray(part) for part in dealt]
         kernel = plgpu.kernel(
-            functools.partial(_entry, form, plan, shape, names, has_segments, interpret is not None),
+            functools.partial(
+                _entry, form, plan, items, shape, names, has_segments, dealt is not None, interpret is not None
+            ),
             out_type=results,
-            grid=tuple(grid.values()),
-            grid_names=tuple(grid),
+            grid=(len(dealt[1]) - 1 if dealt else math.prod(axes.values()),),
+            grid_names=("block",),
             num_threads=plan.groups + 1,
             thread_name="group",
             compiler_params=plgpu.CompilerParams(
@@ -97,25 +108,33 @@ def forward(
 def _entry(
     form: Form,
     plan: ForwardPlan,
+    items: Mapping[str, int],
     shape: Shape,
     names: Sequence[Extra],
     has_segments: bool,
+    has_schedule: bool,
     interpreted: bool,
     *refs: Any,
 ) -> None:
     """Allocates shared memory, and runs every warp group's part."""
     *inputs, output, lse = refs
     query, key, value, *extras = inputs
+    schedule = None
+    if has_schedule:
+        *extras, numbers, begins = extras
+        schedule = numbers, begins
     named = dict(zip(names, extras, strict=False))
     dtype, groups, slots = query.dtype, plan.groups, plan.slots
     query_head, value_head = tiles.head_size(query.shape[3]), tiles.head_size(value.shape[3])
     free_bytes = plan.free_bytes(query_head, value_head)
     rings = ExtraRings.fitting(named, (plan.query_rows, plan.key_tile), groups, free_bytes)
+    output_bytes = 2 * plan.block_rows * value_head
+    in_queries = value_head == query_head and rings.bytes + output_bytes > free_bytes
     scratch = Scratch(
         queries=tiles.tiled((groups, plan.query_rows, query_head), dtype),
         keys=tiles.tiled((slots, plan.key_tile, query_head), dtype),
         values=tiles.tiled((slots, plan.key_tile, value_head), dtype),
-        output=None if value_head == query_head else tiles.tiled((groups, plan.query_rows, value_head), dtype),
+        output=None if in_queries else tiles.tiled((groups, plan.query_rows, value_head), dtype),
         lse=plgpu.SMEM((groups, plan.query_rows), jnp.float32),
         queries_there=plgpu.Barrier(num_barriers=groups),
         keys_there=plgpu.Barrier(num_barriers=slots),
@@ -130,8 +149,10 @@ def _entry(
         block = Block(
             form=form,
             plan=plan,
+            items=items,
             scores=Scores(form, shape, named),
             refs=(query, key, value, output, lse),
+            schedule=schedule,
             segments=extras[-1] if has_segments else None,
             scratch=scratch,
             extra_tiles=rings.tiles(named, scratch.extras, interpreted),

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -61,15 +62,37 @@ class State:
 
 jax.tree_util.register_dataclass(State, data_fields=("m", "s", "o"), meta_fields=())
 
+# The number of the next item, and whether there is one; None where there is known to be none.
+type Following = tuple[jax.Array, jax.Array] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """The queries of one head that a block computes at a time.
+
+    Attributes:
+      batch: its entry of the batch.
+      head: its query head.
+      begin: its first query.
+      tiles: the tiles of keys that matter to it.
+    """
+
+    batch: jax.Array
+    head: jax.Array
+    begin: jax.Array
+    tiles: Range
+
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A block of queries of one head.
+    """What a block does, item by item: while warp groups end one, the copies for the next are on their way.
 
     Attributes:
       form, plan: what is asked for.
+      items: the sizes of the axes of all items, by name, the last of which changes first.
       scores: how products become scores.
       refs: the references to query, key, value, output and log-sum-exp.
+      schedule: references to the result of schedule.py, or None.
       segments: the reference to the ranges that segments leave, if there are any.
       scratch: shared memory.
       extra_tiles: the rings in it for a bias and mask.
@@ -78,42 +101,51 @@ class Block:
 
     form: Form
     plan: ForwardPlan
+    items: Mapping[str, int]
     scores: Scores
     refs: tuple[Any, Any, Any, Any, Any]
+    schedule: tuple[Any, Any] | None
     segments: Any
     scratch: Scratch
     extra_tiles: ExtraTiles
     interpreted: bool
 
-    @property
-    def batch(self) -> jax.Array:
-        """Its entry of the batch."""
-        return lax.axis_index("batch")
+    def _first(self) -> jax.Array:
+        """The number of the first item."""
+        block = lax.axis_index("block")
+        return block if self.schedule is None else self.schedule[0][self.schedule[1][block]]
 
-    @property
-    def head(self) -> jax.Array:
-        """Its query head."""
-        return lax.axis_index("heads")
+    def _each(self, body: Callable[[jax.Array, Following, jax.Array], jax.Array]) -> None:
+        """Calls a function for each item: of its number, the following one, and the tiles of all before, to which the
+        function adds its own.
+        """
+        if self.schedule is None:
+            body(lax.axis_index("block"), None, jnp.int32(0))
+            return
+        numbers, begins = self.schedule
+        begin, end = (begins[lax.axis_index("block") + i] for i in range(2))
 
-    @property
-    def index(self) -> jax.Array:
-        """The index of the block among those of its head: those with most keys begin first, if there are such."""
-        index = lax.axis_index("queries")
-        if self.form.right is None:
-            return index
-        return -(-self.scores.shape.queries // self.plan.block_rows) - 1 - index
+        def step(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            number, before = state
+            following = numbers[jnp.minimum(i + 1, end - 1)]
+            return following, body(number, (following, i + 1 < end), before)
 
-    @property
-    def begin(self) -> jax.Array:
-        """Its first query."""
-        return self.index * self.plan.block_rows
+        lax.fori_loop(begin, end, step, (self._first(), jnp.int32(0)))
 
-    @property
-    def tiles(self) -> Range:
-        """The tiles of keys that matter to it."""
-        scores = self.scores
-        limited = key_tiles(self.form, scores.shape, scores.refs, self.batch, self.begin, self.plan.block_rows)
-        return limited if self.segments is None else within(limited, self.segments, self.batch, self.index)
+    def _item(self, number: jax.Array) -> Item:
+        """An item, of which those of a head that have most keys come first, if there are such."""
+        index = {}
+        for name, size in reversed([*self.items.items()]):
+            index[name] = lax.rem(number, jnp.int32(size))
+            number = lax.div(number, jnp.int32(size))
+        batch, queries = index["batch"], index["queries"]
+        if self.form.right is not None:
+            queries = self.items["queries"] - 1 - queries
+        scores, begin = self.scores, queries * self.plan.block_rows
+        tiles = key_tiles(self.form, scores.shape, scores.refs, batch, begin, self.plan.block_rows)
+        if self.segments is not None:
+            tiles = within(tiles, self.segments, batch, queries)
+        return Item(batch, index["heads"], begin, tiles)
 
     # The warp group that copies.
 
@@ -121,43 +153,71 @@ class Block:
         """Copies the tiles of keys, of a bias and mask, and of values, as slots become free."""
         plgpu.set_max_registers(_COPY_REGISTERS[self.plan.groups], action="decrease")
         key, value = self.refs[1:3]
-        scratch, slots, span = self.scratch, self.plan.slots, self.tiles
-        key_head = lax.div(self.head, jnp.int32(self.refs[0].shape[2] // key.shape[2]))
+        scratch, slots = self.scratch, self.plan.slots
 
-        @pl.loop(0, span.end - span.begin)
-        def _(i: jax.Array) -> None:
-            slot = lax.rem(i, jnp.int32(slots))
-            begin = (span.begin + i) * self.plan.key_tile
+        def copy_item(number: jax.Array, following: Following, before: jax.Array) -> jax.Array:
+            del following
+            item = self._item(number)
+            key_head = lax.div(item.head, jnp.int32(self.refs[0].shape[2] // key.shape[2]))
+            count = item.tiles.end - item.tiles.begin
 
-            def bring(array: Any, ring: Any, there: Any, read: Any) -> None:
-                pl.when(i >= slots)(functools.partial(plgpu.barrier_wait, read.at[slot]))
-                rows = tiles.rows(array, self.batch, begin, self.plan.key_tile, key_head, ring.shape[2])
-                plgpu.copy_gmem_to_smem(rows, ring.at[slot], there.at[slot])
+            @pl.loop(0, count)
+            def _(i: jax.Array) -> None:
+                step = before + i
+                slot = lax.rem(step, jnp.int32(slots))
+                begin = (item.tiles.begin + i) * self.plan.key_tile
 
-            bring(key, scratch.keys, scratch.keys_there, scratch.keys_read)
-            self.extra_tiles.fill(i, self.batch, self.head, self.begin, begin)
-            bring(value, scratch.values, scratch.values_there, scratch.values_read)
+                def bring(array: Any, ring: Any, there: Any, read: Any) -> None:
+                    pl.when(step >= slots)(functools.partial(plgpu.barrier_wait, read.at[slot]))
+                    rows = tiles.rows(array, item.batch, begin, self.plan.key_tile, key_head, ring.shape[2])
+                    plgpu.copy_gmem_to_smem(rows, ring.at[slot], there.at[slot])
+
+                bring(key, scratch.keys, scratch.keys_there, scratch.keys_read)
+                self.extra_tiles.fill(step, item.batch, item.head, item.begin, begin)
+                bring(value, scratch.values, scratch.values_there, scratch.values_read)
+
+            return before + count
+
+        self._each(copy_item)
 
     # The warp groups that compute.
 
     def compute(self, group: jax.Array) -> None:
-        """Computes the output of a warp group's queries."""
+        """Computes the output of a warp group's queries, item by item."""
         plgpu.set_max_registers(_COMPUTE_REGISTERS[self.plan.groups], action="increase")
-        scratch, scores, span = self.scratch, self.scores, self.tiles
-        begin = self.begin + group * self.plan.query_rows
-        own = scratch.queries.at[group]
-        rows = tiles.rows(self.refs[0], self.batch, begin, self.plan.query_rows, self.head, own.shape[1])
-        plgpu.copy_gmem_to_smem(rows, own, scratch.queries_there.at[group])
+        self._bring_queries(self._item(self._first()), group)
         self.extra_tiles.open(group)
-        queries = scores.queries(self.batch, begin)
-        state = self._initial()
-        plgpu.barrier_wait(scratch.queries_there.at[group])
-        pl.when(span.end > span.begin)(lambda: plgpu.barrier_wait(scratch.keys_there.at[0]))
         pl.when(group == 1)(self._take_turns)
-        step = functools.partial(self._step, own, group, begin, queries, span)
-        state = lax.fori_loop(span.begin, span.end, step, state)
+        self._each(functools.partial(self._compute_item, group))
         pl.when(group == 0)(self._take_turns)
-        self._finish(group, begin, state)
+        plgpu.wait_smem_to_gmem(0)
+
+    def _bring_queries(self, item: Item, group: jax.Array) -> None:
+        """Starts the copy of a warp group's queries."""
+        own = self.scratch.queries.at[group]
+        begin = item.begin + group * self.plan.query_rows
+        rows = tiles.rows(self.refs[0], item.batch, begin, self.plan.query_rows, item.head, own.shape[1])
+        plgpu.copy_gmem_to_smem(rows, own, self.scratch.queries_there.at[group])
+
+    def _compute_item(self, group: jax.Array, number: jax.Array, following: Following, before: jax.Array) -> jax.Array:
+        """Computes and writes an item's results, and asks for the next one's queries."""
+        item, scratch = self._item(number), self.scratch
+        span, begin = item.tiles, item.begin + group * self.plan.query_rows
+        queries = self.scores.queries(item.batch, begin)
+        state = self._initial(item)
+        first_slot = lax.rem(before, jnp.int32(self.plan.slots))
+        plgpu.barrier_wait(scratch.queries_there.at[group])
+        pl.when(span.end > span.begin)(lambda: plgpu.barrier_wait(scratch.keys_there.at[first_slot]))
+        step = functools.partial(self._step, item, group, queries, before)
+        state = lax.fori_loop(span.begin, span.end, step, state)
+
+        def bring_next() -> None:
+            if following is not None:
+                number, is_there = following
+                pl.when(is_there)(lambda: self._bring_queries(self._item(number), group))
+
+        self._finish(item, group, state, bring_next)
+        return before + (span.end - span.begin)
 
     def _take_turns(self) -> None:
         """Waits until the other warp group is where this one is to go on."""
@@ -165,13 +225,13 @@ class Block:
             plgpu.barrier_arrive(self.scratch.turns)
             plgpu.barrier_wait(self.scratch.turns)
 
-    def _initial(self) -> State:
+    def _initial(self, item: Item) -> State:
         """The state before any key: the identity, or a sink alone."""
         rows, layout = self.plan.query_rows, plgpu.Layout.WGMMA
         m, s = jnp.float32(-jnp.inf), jnp.float32(0)
         if Extra.SINKS in self.scores.refs:
             ref = self.scores.refs[Extra.SINKS]
-            m = ref[tuple(index if n > 1 else 0 for index, n in zip((self.batch, self.head), ref.shape, strict=True))]
+            m = ref[tuple(index if n > 1 else 0 for index, n in zip((item.batch, item.head), ref.shape, strict=True))]
             m = m.astype(jnp.float32) * LOG2E
             s = jnp.where(m == -jnp.inf, 0.0, 1.0)
         m, s = (plgpu.layout_cast(lax.broadcast_in_dim(v, (rows,), []), layout.reduce(1)) for v in (m, s))
@@ -180,11 +240,10 @@ class Block:
 
     def _step(
         self,
-        own: Any,
+        item: Item,
         group: jax.Array,
-        begin: jax.Array,
         queries: Queries,
-        span: Range,
+        before: jax.Array,
         tile: jax.Array,
         state: State,
     ) -> State:
@@ -193,16 +252,17 @@ class Block:
         Tiles that have to be masked take a branch: beside a loop of their own, the compiler makes that of the others
         slower, by 10 % at heads of 256 (H100, 32K causal, JAX 0.11.2).
         """
+        span, own = item.tiles, self.scratch.queries.at[group]
         masked = span.masked(tile, borders(self.form, self.scores.shape, of_keys=False))
         scratch, shape = self.scratch, (self.plan.query_rows, self.plan.key_tile)
-        step = tile - span.begin
+        step = before + (tile - span.begin)
         slot = lax.rem(step, jnp.int32(self.plan.slots))
 
         where: dict[str, Any] = {
-            "query_begin": begin,
+            "query_begin": item.begin + group * self.plan.query_rows,
             "key_begin": tile * self.plan.key_tile,
-            "batch": self.batch,
-            "head": self.head,
+            "batch": item.batch,
+            "head": item.head,
         }
         loaded = self.scores.load(**where, without=self.extra_tiles.rings)
 
@@ -258,22 +318,29 @@ class Block:
         if self.plan.turns:
             plgpu.barrier_wait(self.scratch.turns)
 
-    def _finish(self, group: jax.Array, begin: jax.Array, state: State) -> None:
-        """Writes the results of a warp group's queries."""
+    def _finish(self, item: Item, group: jax.Array, state: State, bring_next: Callable[[], None]) -> None:
+        """Writes the results of a warp group's queries, and calls a function as soon as their place is free."""
         output, lse = self.refs[3:]
         scratch, count = self.scratch, self.plan.query_rows
+        begin = item.begin + group * count
+        direct = output.dtype == jnp.float32
         inverse = jnp.where(state.s == 0.0, 0.0, 1 / state.s)
         result = state.o * lax.broadcast_in_dim(inverse, state.o.shape, [0])
         lse_rows = scratch.lse.at[group]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the item before
+        if direct or scratch.output is not None:
+            bring_next()
         lse_rows[...] = (state.m + jnp.log(state.s) * LOG2E) * math.log(2)
-        if output.dtype == jnp.float32:
-            store(output.at[self.batch, pl.ds(begin, count), self.head], result)
+        if direct:
+            store(output.at[item.batch, pl.ds(begin, count), item.head], result)
         else:
             staged = (scratch.queries if scratch.output is None else scratch.output).at[group]
             staged[...] = result.astype(output.dtype)
         plgpu.commit_smem()
-        if output.dtype != jnp.float32:
-            rows = tiles.rows(output, self.batch, begin, count, self.head, staged.shape[1])
+        if not direct:
+            rows = tiles.rows(output, item.batch, begin, count, item.head, staged.shape[1])
             plgpu.copy_smem_to_gmem(staged, rows)
-        plgpu.copy_smem_to_gmem(lse_rows, lse.at[self.batch, self.head, pl.ds(begin, count)])
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.copy_smem_to_gmem(lse_rows, lse.at[item.batch, item.head, pl.ds(begin, count)])
+        if not direct and scratch.output is None:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            bring_next()

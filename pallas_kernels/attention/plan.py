@@ -19,6 +19,7 @@ class ForwardPlan:
       key_tile: keys of a tile.
       slots: tiles of keys, and of values, that are in shared memory at a time.
       turns: whether two warp groups take turns between products and exponentials.
+      persistent: whether blocks go on from item to item (see schedule.py), where they can.
     """
 
     groups: int
@@ -26,6 +27,7 @@ class ForwardPlan:
     key_tile: int
     slots: int
     turns: bool = False
+    persistent: bool = True
 
     @property
     def block_rows(self) -> int:
@@ -50,11 +52,15 @@ class ForwardPlan:
 # Beyond, two warp groups whose products and exponentials take turns; two slots are enough, since products take
 # longer than copies. Accumulators of 64 x 128 scores and 64 x D outputs, and the scores as operands, leave no room for
 # more in 232 registers; at 256 shared memory is what limits the tile.
+# Persistent blocks, and a block for each item (1K, 8K and 32K long, each all and causal): at 64, 400 and 282, 501 and
+# 456, 508 and 477, and 358 and 239, 493 and 441, 508 and 476; at 128, 532 and 406, 594 and 550, 605 and 609, and 515
+# and 378, 604 and 550, 605 and 614; at 256, 511 and 430, 599 and 578, 632 and 636, and 516 and 419, 621 and 574, 642
+# and 635.
 FORWARD = {
     64: ForwardPlan(groups=3, query_rows=64, key_tile=128, slots=2),
     128: ForwardPlan(groups=2, query_rows=64, key_tile=128, slots=2, turns=True),
-    192: ForwardPlan(groups=2, query_rows=64, key_tile=64, slots=2, turns=True),
-    256: ForwardPlan(groups=2, query_rows=64, key_tile=64, slots=2, turns=True),
+    192: ForwardPlan(groups=2, query_rows=64, key_tile=64, slots=2, turns=True, persistent=False),
+    256: ForwardPlan(groups=2, query_rows=64, key_tile=64, slots=2, turns=True, persistent=False),
 }
 
 # With heads above 128 and a causal rule, the hardware shares out the tensor cores better by itself (H100, JAX 0.11.2,
@@ -69,7 +75,7 @@ def forward_plan(query_head: int, value_head: int, causal: bool = False) -> Forw
     for largest, plan in FORWARD.items():
         if max(query_head, value_head) <= largest:
             if causal and largest > _LARGEST_CAUSAL_TURNS:
-                plan = dataclasses.replace(plan, turns=False)
+                plan = dataclasses.replace(plan, turns=False, persistent=True)
             one = dataclasses.replace(plan, groups=1, turns=False)  # where values are the larger, above 192
             for cut in (plan, one):
                 if cut.free_bytes(query_head, value_head) >= 0:

@@ -4,6 +4,8 @@ The interpreter runs every warp group in a thread of XLA's pool, which must have
 groups: NPROC says how many, before JAX starts. It knows no layouts and no rules of copies, which lowering checks.
 """
 
+import dataclasses
+import itertools
 import os
 
 import chex
@@ -18,6 +20,7 @@ from jaxsoft.pallas_kernels.attention.extra_tiles import ExtraRings
 from jaxsoft.pallas_kernels.attention.forward import forward
 from jaxsoft.pallas_kernels.attention.order import ordered
 from jaxsoft.pallas_kernels.attention.plan import FORWARD, ForwardPlan
+from jaxsoft.pallas_kernels.attention.schedule import schedule
 
 from jaxsoft._attention.form import Extra, Form
 
@@ -108,10 +111,10 @@ def exact(form, operands):
     return np.einsum("bnts,bsnd->btnd", e / np.where(s == 0, 1, s), value), lse
 
 
-def assert_right(form, operands):
+def assert_right(form, operands, plan=PLAN):
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
     interpret = plgpu.InterpretGPUParams(detect_races=True)
-    output, lse = jax.jit(forward(form, types, PLAN, interpret))(*operands)
+    output, lse = jax.jit(forward(form, types, plan, interpret, blocks=3))(*operands)
     expected, expected_lse = exact(form, operands)
     chex.assert_type([output, lse], [form.dtype, jnp.float32])
     chex.assert_shape([output, lse], [expected.shape, expected_lse.shape])
@@ -152,6 +155,16 @@ def assert_right(form, operands):
 )
 def test_values(form, queries, keys, options):
     assert_right(form, operands_of(form, queries, keys, **options))
+
+
+@on_cpu
+@enough_threads
+@pytest.mark.parametrize("plan", [{"turns": True}, {"persistent": False}, {"groups": 1, "slots": 3}], ids=str)
+def test_values_by_plan(plan):
+    """Of more items than blocks, with an output that has room of its own or takes that of queries."""
+    form = form_of(Extra.SINKS, right=0)
+    for value in (32, 64):
+        assert_right(form, operands_of(form, 200, 130, value=value), dataclasses.replace(PLAN, **plan))
 
 
 @pytest.mark.parametrize(
@@ -246,6 +259,29 @@ def test_ordered():
             assert found == grid
             assert list(found) == ([*order, "batch"] if shared else ["batch", *order])
     assert list(ordered(form_of(), {**grid, "batch": 1}, 512, {Extra.BIAS: bias})) == list(grid)
+
+
+def test_schedule():
+    """Every item goes to one block, in order, and no block has more than an item to do when another is done."""
+    grid = ordered(form_of(right=0), {"batch": 3, "heads": 12, "queries": 11}, 1408, {})
+    shape = ranges.Shape(queries=1408, keys=1408, query_tile=64, key_tile=64)
+    for form in (form_of(), form_of(right=0), form_of(left=300, right=0), form_of(Extra.BIAS, right=5)):
+        numbers, begins = schedule(form, PLAN, shape, grid, blocks=132)
+        assert sorted(numbers) == list(range(3 * 12 * 11)) and begins.shape == (133,)
+        queries = 10 - numbers // 12 % 11 if form.right is not None else numbers // 12 % 11
+        end = 1408 if form.right is None else np.minimum(128 * queries + 128 + form.right, 1408)
+        first = 0 if form.left is None else np.maximum(128 * queries - form.left, 0)
+        work = np.add.reduceat(np.broadcast_to((end - first) / 64, numbers.shape), begins[:-1])
+        assert work.max() - work.min() <= 1408 / 64, form
+        assert all((np.diff(numbers[a:b]) > 0).all() for a, b in itertools.pairwise(begins))
+
+    def is_none(*extras, plan=PLAN, blocks=132, **axes):
+        return schedule(form_of(*extras, right=0), plan, shape, {**grid, **axes}, blocks) is None
+
+    assert not is_none() and not is_none(Extra.MASK, Extra.SINKS)
+    assert is_none(*SEGMENTS) and is_none(Extra.KEY_LENGTHS) and is_none(Extra.QUERY_LENGTHS) and is_none(Extra.OFFSET)
+    assert is_none(plan=dataclasses.replace(PLAN, persistent=False))
+    assert is_none(blocks=3 * 12 * 11) and is_none(batch=1000)
 
 
 def test_unsupported():
