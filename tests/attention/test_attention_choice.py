@@ -62,15 +62,16 @@ def test_another_version_of_jax_may_lack_it(monkeypatch):
 @pytest.mark.parametrize(
     ("length", "size", "is_causal", "forward"),
     [
-        (1024, 64, False, "cudnn"),
+        (1024, 64, False, "pallas"),
         (1024, 64, True, "cudnn"),
-        (4096, 64, False, "pallas"),
-        (4096, 64, True, "pallas"),
+        (2048, 64, True, "pallas"),
+        (2048, 128, False, "pallas"),
         (4096, 128, False, "cudnn"),
-        (1024, 128, True, "pallas"),
+        (4096, 128, True, "pallas"),
         (1024, 256, False, "pallas"),
-        (4096, 256, False, "cudnn"),
-        (4096, 256, True, "pallas"),
+        (2048, 256, False, "cudnn"),
+        (8192, 256, True, "pallas"),
+        (16384, 256, True, "cudnn"),
     ],
 )
 def test_the_faster_is_taken(length, size, is_causal, forward):
@@ -78,6 +79,8 @@ def test_the_faster_is_taken(length, size, is_causal, forward):
     shape = 1, length, 2, size
     text = lowered(attend, shape)
     assert ("mosaic_gpu" in text, bool(calls(text))) == (forward == "pallas", forward == "cudnn")
+    text = lowered(functools.partial(attend, return_residual=True), shape)
+    assert "mosaic_gpu" in text and not calls(text)
     assert "Backward" not in str(calls(lowered(gradients(attend), shape)))
     anyhow = gradients(functools.partial(attend, deterministic=False))
     assert ("Backward" in str(calls(lowered(anyhow, shape)))) == (size <= 128 and length > 2048)
