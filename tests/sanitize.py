@@ -137,21 +137,22 @@ def run(implementation: str, shape: Sequence[int], dtype: str, form: Form) -> No
         jax.block_until_ready(row_operation(TOP_K, Form(np.dtype(dtype), k=k), implementation, x))
 
 
-# Of attention: what a call has beside query, key and value, by heads of keys and of values, and lengths that are whole
-# tiles or not. All kinds of tiles, ranges and extras are there, and each kind of plan.
+# Of attention: what a call has beside query, key and value; heads of keys and of values; lengths, which are whole tiles
+# or not, and query heads, of which many make blocks go on from item to item. All kinds of tiles, ranges and extras are
+# there, and each kind of plan.
 ATTENTION_OPTIONS = [(), ("causal",), ("window", "sinks"), ("key lengths", "query lengths"), ("segments", "cap")]
 ATTENTION_OPTIONS += [("bias", "causal"), ("bias of a head", "mask"), ("bias of scores", "mask of keys", "offset")]
 ATTENTION_HEADS = [(64, 64), (128, 128), (256, 256), (192, 128)]
-ATTENTION_LENGTHS = [(200, 331), (512, 512)]
+ATTENTION_SHAPES = [(200, 331, 4), (256, 256, 34)]
 
 
 def attention() -> Iterator[Case]:
     """The calls."""
-    for i, (options, (h, d), (t, s)) in enumerate(
-        itertools.product(ATTENTION_OPTIONS, ATTENTION_HEADS, ATTENTION_LENGTHS)
+    for i, (options, (h, d), (t, s, n)) in enumerate(
+        itertools.product(ATTENTION_OPTIONS, ATTENTION_HEADS, ATTENTION_SHAPES)
     ):
         dtype = (jnp.bfloat16, jnp.float16)[i % 2]
-        yield attention_calls.case(options, attention_calls.Sizes(2, t, s, 4, 2, h, d), dtype, "pallas")
+        yield attention_calls.case(options, attention_calls.Sizes(2, t, s, n, 2, h, d), dtype, "pallas")
 
 
 def run_attention(case: Case) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from attention_calls import FIXED, MOVING, OPTIONS, SMALL, Sizes, case, conflict
 from cases import Case
-from common import as_usual, on_cpu, precision, same_bits, served, slow
+from common import as_usual, on_cpu, on_gpu, precision, same_bits, served, slow
 from definitions import attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -100,6 +100,18 @@ def test_lengths(t, s, options, implementation):
     with served(implementation):
         call = case(options, Sizes(b=2, t=t, s=s, n=2, k=1, h=32, d=32), dtype, implementation)
         both(call).check()
+
+
+@on_gpu
+@pytest.mark.parametrize(
+    "options", [(), ("causal",), ("window", "mask of keys", "sinks"), ("bias of scores",)], ids=str
+)
+@pytest.mark.parametrize("size", [64, 128, 192, 256])
+def test_many_blocks(size, options):
+    """More blocks than run at a time, which Pallas lets some do one after another."""
+    with served("pallas"):
+        sizes = Sizes(b=2, t=300, s=200, n=40, k=4, h=size, d=size)
+        both(case(options, sizes, jnp.bfloat16, "pallas")).check()
 
 
 @pytest.mark.usefixtures("short_blocks")
