@@ -4,7 +4,7 @@ On a CPU most of the time goes into compiling what runs once, so LLVM is told no
 itself makes of a program, and the C++ kernels, stay the same. Tracing makes many objects that live on in JAX's caches,
 so Python looks for garbage seldom: that took a tenth of the time.
 
-A run takes a third of the cases of a test, unless it asks for all by `-m ""`.
+A run takes a quarter of the cases of a test, unless it asks for all by `-m ""`.
 
 A first call compiles, so a deadline would measure XLA; and examples are drawn the same way in every run, so that a
 failure can be run again.
@@ -49,7 +49,7 @@ EACH += ("test_disable_jit", "test_higher_orders")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Keeps a third of a test's cases, and at least two: those that the checksum of their names picks.
+    """Keeps a quarter of a test's cases, and at least two: those that the checksum of their names picks.
 
     Cases are products, of which a checksum leaves some of each factor, the same in every run. A test that is named, and
     a run of all marks, keep all.
@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(config, items):
     left_out = set()
     for cases in items_of.values():
         ordered = sorted(cases, key=lambda item: zlib.crc32(item.nodeid.encode()))
-        left_out.update(ordered[max(2, -(-len(cases) // 3)) :])
+        left_out.update(ordered[max(2, -(-len(cases) // 4)) :])
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
 

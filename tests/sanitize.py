@@ -13,7 +13,9 @@ be named, and the kernels that it looks at by a part of their mangled names, her
 
 With a part of a name, racecheck (2025.3) itself ends with an illegal access in rows that `ring` serves, unless the part
 takes in `ring`: `jaxsoft` takes in all kernels. memcheck with the same part, and racecheck of all, find nothing there.
-racecheck has also ended with a segmentation fault of its own at float64 70x20001, where memcheck finds nothing.
+racecheck has also ended with a segmentation fault of its own at float64 70x20001, where memcheck finds nothing. With
+attention's calls both have, while a program was compiled, mostly where several ran at a time: what is left then has to
+be run again. Beside others memcheck needs less time in all, racecheck more.
 
 Of "ffi", racecheck does not see that one lane's arrival at a barrier comes after what its whole warp has read, so it
 reports hazards in `ring` and `dealt` where slots are filled again, unless the library is built for it:

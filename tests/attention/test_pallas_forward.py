@@ -164,7 +164,7 @@ def test_values_by_plan(plan):
     """Of more items than blocks, with an output that has room of its own or takes that of queries."""
     form = form_of(Extra.SINKS, right=0)
     for value in (32, 64):
-        assert_right(form, operands_of(form, 200, 130, value=value), dataclasses.replace(PLAN, **plan))
+        assert_right(form, operands_of(form, 140, 70, value=value), dataclasses.replace(PLAN, **plan))
 
 
 @pytest.mark.parametrize(
