@@ -6,7 +6,6 @@ A choice depends on the platform that the computation is lowered for, so it is m
 
 import dataclasses
 import math
-import sys
 from collections.abc import Callable, Sequence
 
 import jax
@@ -80,7 +79,7 @@ class _Lead:
 
     def has(self, length: object) -> bool:
         """Whether a length is one of them; one that is not known yet counts as long."""
-        return self.first <= (length if isinstance(length, int) else sys.maxsize) <= self.last
+        return self.first <= (length if isinstance(length, int) else math.inf) <= self.last
 
 
 # By the larger head size up to which an entry holds: forward without a causal rule and with one, and the gradients

@@ -163,8 +163,8 @@ def test_values(form, queries, keys, options):
 def test_values_by_plan(plan):
     """Of more items than blocks, with an output that has room of its own or takes that of queries."""
     form = form_of(Extra.SINKS, right=0)
-    for value in (32, 64):
-        assert_right(form, operands_of(form, 140, 70, value=value), dataclasses.replace(PLAN, **plan))
+    for head, value in ((32, 32), (32, 64), (256, 256)):  # the last leaves no room for the output
+        assert_right(form, operands_of(form, 140, 70, head, value), dataclasses.replace(PLAN, **plan))
 
 
 @pytest.mark.parametrize(
