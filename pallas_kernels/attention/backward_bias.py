@@ -74,7 +74,7 @@ def bias_gradient(call: Call, bias: tuple[int, ...], plan: BiasPlan | None = Non
 
     def gradient(query, key, value, cotangent, extras, lse, delta):
         whole = plan.columns if over_queries else plan.block
-        prepared = prepare(call.form, extras, shape, axis)
+        prepared = prepare(call.form, extras, shape)
         given = [prepared[name] for name in call.form.extras]
         lse, delta = to_whole(lse, whole, jnp.inf), to_whole(delta, whole, 0.0)
         found = kernel(query, key, value, cotangent, lse, delta, *given)

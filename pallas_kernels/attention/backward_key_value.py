@@ -68,7 +68,7 @@ def key_value_gradients(call: Call, plan: KeyValuePlan | None = None, interpret:
     def kernel(arrays: Mapping[Extra, jax.Array]):
         """The kernel for these extras."""
         free = backward_plan.SHARED_BYTES - plan.shared_bytes(call.head, call.value)
-        rings = ExtraRings.fitting(arrays, (ROWS, plan.query_tile), holders, free)
+        rings = ExtraRings.fitting(arrays, (ROWS, plan.query_tile), holders, free, queries_axis=1)
         axes = {"batch": call.batch, "head": call.key_heads, "block": blocks}
         grid = ordered(call.form, axes, call.keys, arrays)
         return kernel_of_blocks(
@@ -98,7 +98,7 @@ def key_value_gradients(call: Call, plan: KeyValuePlan | None = None, interpret:
 
     def gradients(query, key, value, cotangent, extras, lse, delta):
         lse, delta = to_whole(lse, plan.query_tile, jnp.inf), to_whole(delta, plan.query_tile, 0.0)
-        prepared = prepare(call.form, extras, shape, 1)
+        prepared = prepare(call.form, extras, shape)
         ranges = []
         if segmented:
             segments = extras[Extra.KEY_SEGMENTS], extras[Extra.QUERY_SEGMENTS]

@@ -87,7 +87,7 @@ def query_gradient(call: Call, plan: QueryPlan | None = None, interpret: Any = N
 
     def gradient(query, key, value, cotangent, extras, lse, delta):
         lse, delta = to_whole(lse, plan.block, jnp.inf), to_whole(delta, plan.block, 0.0)
-        prepared = prepare(call.form, extras, shape, 0)
+        prepared = prepare(call.form, extras, shape)
         ranges = []
         if segmented:
             segments = extras[Extra.QUERY_SEGMENTS], extras[Extra.KEY_SEGMENTS]

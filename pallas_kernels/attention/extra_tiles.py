@@ -20,7 +20,7 @@ from jaxsoft._attention.form import Extra
 
 from .operands import tiled
 from .ring import Ring
-from .scores import index_into
+from .scores import index_into, load_tile
 
 _MOST_SLOTS = 2
 
@@ -38,17 +38,21 @@ class ExtraRings:
     Attributes:
       dtypes: of what has a ring.
       slots: how many of them each reader has.
-      tile: rows and columns of what a slot holds.
+      tile: rows and columns of a tile of scores.
       readers: warp groups that compute, of which each has rows of its own.
+      queries_axis: that of a tile. What a slot holds has queries along its rows in any case.
     """
 
     dtypes: Mapping[Extra, Any]
     slots: Mapping[Extra, int]
     tile: tuple[int, int]
     readers: int
+    queries_axis: int
 
     @classmethod
-    def fitting(cls, arrays: Mapping[Extra, Any], tile: tuple[int, int], readers: int, free_bytes: int) -> "ExtraRings":
+    def fitting(
+        cls, arrays: Mapping[Extra, Any], tile: tuple[int, int], readers: int, free_bytes: int, queries_axis: int = 0
+    ) -> "ExtraRings":
         """As many as there is room for: a slot for each is better than more of them for one."""
         dtypes = {name: jnp.dtype(arrays[name].dtype) for name in with_tiles(arrays)}
         slots = dict.fromkeys(dtypes, 0)
@@ -58,7 +62,7 @@ class ExtraRings:
                 if slots[name] == count and size <= free_bytes:
                     slots[name] += 1
                     free_bytes -= size
-        return cls(dtypes, {name: n for name, n in slots.items() if n}, tile, readers)
+        return cls(dtypes, {name: n for name, n in slots.items() if n}, tile, readers, queries_axis)
 
     @property
     def bytes(self) -> int:
@@ -70,13 +74,15 @@ class ExtraRings:
     def scratch(self) -> tuple[Any, ...]:
         """What kernels have to allocate."""
         counts = {name: n * self.readers for name, n in self.slots.items()}
-        return tuple((tiled((n, *self.tile), self.dtypes[name]), Ring.barriers(1, n, 1)) for name, n in counts.items())
+        held = self.tile if self.queries_axis == 0 else self.tile[::-1]
+        return tuple((tiled((n, *held), self.dtypes[name]), Ring.barriers(1, n, 1)) for name, n in counts.items())
 
     def tiles(self, arrays: Mapping[Extra, Any], scratch: Sequence[Any], interpreted: bool) -> "ExtraTiles":
         """The rings themselves, in what was allocated, for references to the extras."""
         pairs = zip(self.slots.items(), scratch, strict=True)
         rings = {name: Ring([memory], bars, n * self.readers) for (name, n), (memory, bars) in pairs}
-        return ExtraTiles({name: arrays[name] for name in rings}, rings, self.tile, self.readers, interpreted)
+        refs = {name: arrays[name] for name in rings}
+        return ExtraTiles(refs, rings, self.tile, self.readers, self.queries_axis, interpreted)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +95,7 @@ class ExtraTiles:
     Attributes:
       refs: references to the arrays that have rings, prepared.
       rings: their rings.
-      tile: rows and columns of what a slot holds.
-      readers: warp groups that compute.
+      tile, readers, queries_axis: those of the types.
       interpreted: whether Pallas's interpreter runs it.
     """
 
@@ -98,6 +103,7 @@ class ExtraTiles:
     rings: Mapping[Extra, Ring]
     tile: tuple[int, int]
     readers: int
+    queries_axis: int
     interpreted: bool
 
     def open(self, reader: Any) -> None:
@@ -107,13 +113,14 @@ class ExtraTiles:
                 ring.free(self._turn(step, reader))
 
     def fill(self, step: Any, batch: jax.Array, head: jax.Array, row: jax.Array, column: jax.Array) -> None:
-        """Waits until the slots of a step are free, and starts the copies of what begins at a row and a column.
+        """Waits until the slots of a step are free, and starts the copies for tiles that begin at a row and a column.
 
-        Rows past the last are zeros.
+        What is past the last row is zeros.
         """
         rows, columns = self.tile
         for reader in range(self.readers):
-            where = pl.ds(row + reader * rows, rows), pl.ds(column, columns)
+            along = pl.ds(row + reader * rows, rows), pl.ds(column, columns)
+            where = along if self.queries_axis == 0 else along[::-1]
             for name, ring in self.rings.items():
                 ref = self.refs[name]
                 source = ref.at[index_into(ref, 0, batch), index_into(ref, 1, head), *where]
@@ -121,8 +128,8 @@ class ExtraTiles:
 
     def load(self, step: Any, reader: Any) -> dict[Extra, jax.Array]:
         """Waits for a reader's slots of a step, and loads what is in them, in the layout of scores."""
-        turn, layout = self._turn(step, reader), plgpu.Layout.WGMMA
-        return {name: plgpu.load(ring.wait(turn)[0], layout=layout) for name, ring in self.rings.items()}
+        turn = self._turn(step, reader)
+        return {name: load_tile(ring.wait(turn)[0], self.queries_axis, True) for name, ring in self.rings.items()}
 
     def free(self, step: Any, reader: Any) -> None:
         """Tells that a reader is done with its slots of a step."""

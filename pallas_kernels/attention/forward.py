@@ -71,7 +71,7 @@ def forward(
 
     def attend(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
         extras = form.named(arrays)
-        prepared = prepare(form, extras, shape, queries_axis=0)
+        prepared = prepare(form, extras, shape)
         names, refs = tuple(prepared), list(prepared.values())
         has_segments = Extra.QUERY_SEGMENTS in extras
         if has_segments:

@@ -5,8 +5,8 @@ ranges.py. Here is what is done with a tile: scale, cap, bias, and the scores th
 does not have is traced.
 
 A tile has queries along its rows and keys along its columns (`queries_axis` 0), or the other way round (1). Arrays over
-queries and keys that come along are then to be given as such, too: `prepare` transposes and pads them in XLA. They
-are padded to whole tiles, if they are not, for loads do not stop at the end of an array.
+queries and keys always have queries along their rows, and are turned as they are loaded (`load_tile`). `prepare` pads
+them to whole tiles in XLA, if they are not, for loads do not stop at the end of an array.
 
 Scores come as values and a unit: the score in base 2 is values * unit, and so exp2(values * unit - m) is one
 fused multiplication and addition, and exp2, for each score.
@@ -34,10 +34,10 @@ LOG2E = math.log2(math.e)
 _BIAS_DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 
 
-def prepare(form: Form, extras: Mapping[Extra, jax.Array], shape: Shape, queries_axis: int) -> dict[Extra, jax.Array]:
-    """The extras as kernels read them: masks as bytes, what has tiles in whole ones, queries along queries_axis.
+def prepare(form: Form, extras: Mapping[Extra, jax.Array], shape: Shape) -> dict[Extra, jax.Array]:
+    """The extras as kernels read them: masks as bytes, and what has tiles in whole ones.
 
-    To be called outside of the kernel. What is in whole tiles already, with queries along the rows, is not copied.
+    To be called outside of the kernel. A bias in whole tiles is not copied.
     """
     result = dict(extras)
     for name in (Extra.BIAS, Extra.MASK):
@@ -48,8 +48,7 @@ def prepare(form: Form, extras: Mapping[Extra, jax.Array], shape: Shape, queries
             elif array.dtype not in _BIAS_DTYPES:
                 array = array.astype(jnp.float32)
             array = _whole_tiles(array, 2, shape.query_tile)
-            array = _whole_tiles(array, 3, shape.key_tile)
-            result[name] = array if queries_axis == 0 else array.swapaxes(2, 3)
+            result[name] = _whole_tiles(array, 3, shape.key_tile)
     for name, tile in ((Extra.QUERY_SEGMENTS, shape.query_tile), (Extra.KEY_SEGMENTS, shape.key_tile)):
         if name in extras:
             segments = extras[name]
@@ -167,8 +166,9 @@ class Scores:
         form, slope = self.form, None
         loaded = {**loaded, **self.load(query_begin, key_begin, batch, head, without=loaded)}
         if form.cap is not None:
-            # The hardware's approximate tanh errs by 5e-4 of the cap, which is 2 % of exp(score) at a cap of 50.
-            # rsqrt is fast, and where exp2 overflows, its square is 0.
+            # The hardware's approximate tanh errs by 5e-4 of the cap, which is 2 % of exp(score) at a cap of 50. A
+            # quotient of polynomials, with one special-function operation less, was slower by 14 % at heads of 128 and
+            # 16 % at 64 (H100, JAX 0.11.2). rsqrt is fast, and where exp2 overflows, its square is 0.
             root = lax.rsqrt(1 + jnp.exp2(products * (2 * LOG2E * form.scale / form.cap)))
             below = root * root  # (1 - tanh) / 2
             values = form.cap - (2 * form.cap) * below
@@ -237,20 +237,39 @@ class Scores:
 
     def _load(self, name: Extra, batch: jax.Array, head: jax.Array, query: jax.Array, key: jax.Array) -> jax.Array:
         """The part of a bias or mask that belongs to a tile, in the tile's layout."""
-        ref, sizes = self.refs[name], self._tile_shape
-        begins = (query, key) if self.queries_axis == 0 else (key, query)
+        ref = self.refs[name]
         index: list[Any] = [index_into(ref, 0, batch), index_into(ref, 1, head)]
-        for axis in (0, 1):
-            length = ref.shape[2 + axis]
-            # A warp group may have queries beyond the last tile of the array: it then loads what is there.
-            begin = jnp.minimum(begins[axis], length - sizes[axis])
-            index.append(0 if length == 1 else pl.ds(begin, sizes[axis]))
+        for length, begin, size in zip(
+            ref.shape[2:], (query, key), (self.shape.query_tile, self.shape.key_tile), strict=True
+        ):
+            # A warp group may have rows beyond the last tile of the array: it then loads what is there.
+            index.append(0 if length == 1 else pl.ds(jnp.minimum(begin, length - size), size))
         along = [axis for axis in (0, 1) if ref.shape[2 + axis] > 1]
         if not along:
-            return lax.broadcast_in_dim(ref[tuple(index)], sizes, [])
-        layout = plgpu.Layout.WGMMA if len(along) == 2 else plgpu.Layout.WGMMA.reduce(1 - along[0])
-        loaded = load_as_is(ref.at[tuple(index)], layout)
-        return loaded if len(along) == 2 else self._spread(loaded, along[0])
+            return lax.broadcast_in_dim(ref[tuple(index)], self._tile_shape, [])
+        if len(along) == 2:
+            return load_tile(ref.at[tuple(index)], self.queries_axis)
+        axis = along[0] ^ self.queries_axis
+        return self._spread(load_as_is(ref.at[tuple(index)], plgpu.Layout.WGMMA.reduce(1 - axis)), axis)
+
+
+def load_tile(ref: Any, queries_axis: int, in_shared_memory: bool = False) -> jax.Array:
+    """Loads a part of an array over queries and keys, in the layout of scores.
+
+    Args:
+      ref: the reference to it, with queries along its rows.
+      queries_axis: the axis that queries are to have.
+      in_shared_memory: whether it refers to shared memory, as `operands.tiled` has it, or to global memory.
+    """
+    layout, bits = plgpu.Layout.WGMMA, 8 * jnp.dtype(ref.dtype).itemsize
+    if queries_axis == 0:
+        return plgpu.load(ref, layout=layout, optimized=in_shared_memory)
+    turned = ref.transpose((1, 0))
+    if in_shared_memory and bits == 16:  # by ldmatrix, which turns 16 bits
+        return plgpu.load(turned, layout=layout)
+    # Threads load pairs that lie side by side, and exchange halves of them.
+    loaded = plgpu.load(turned, layout=plgpu.Layout.WGMMA_TRANSPOSED, optimized=in_shared_memory)
+    return plgpu.layout_cast(loaded.astype(jnp.int16) if bits == 8 else loaded, layout)
 
 
 def index_into(ref: Any, axis: int, index: jax.Array) -> jax.Array | int:

@@ -1,5 +1,7 @@
 """Attention and its gradients against the definition in float64: every option, every length, special values."""
 
+import dataclasses
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -70,6 +72,17 @@ def test_heads(sizes, implementation):
     with precision(np.float64), served(implementation):
         call = case(["bias", "causal"], sizes, np.float64, implementation)
         both(call).check()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.float16], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("size", [64, 128, 256])
+@each_fast_implementation
+def test_bias_of_another_dtype(size, dtype, implementation):
+    """With a mask of all scores, too: kernels have no room for tiles of both beside heads of 256."""
+    with served(implementation):
+        call = case(["bias", "mask"], Sizes(t=131, s=200, h=size, d=size), jnp.bfloat16, implementation)
+        query, key, value, bias = call.operands
+        both(dataclasses.replace(call, operands=[query, key, value, bias.astype(dtype)])).check()
 
 
 # By plain JAX in blocks of 128 keys, by kernels in tiles of 64 to 128.
@@ -321,6 +334,23 @@ def test_no_array_of_all_scores():
     for program, part in ((f, 0.1), (gradients, 0.2)):
         memory = jax.jit(program).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
         assert memory < part * 4 * 8192 * 8192, memory / (4 * 8192 * 8192)
+
+
+@on_gpu
+def test_nothing_over_all_scores_is_copied():
+    """With a bias, and a mask, of all queries and keys, but for that mask as bytes."""
+    x, bias = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 4096, 2, 64), (1, 2, 4096, 4096)))
+    mask = jax.ShapeDtypeStruct((1, 1, 4096, 4096), jnp.bool)
+
+    def gradients(q, k, v, bias, mask):
+        def f(q, k, v):
+            return jaxsoft.dot_product_attention(q, k, v, bias, mask, implementation="pallas").sum()
+
+        return jax.grad(f, (0, 1, 2))(q, k, v)
+
+    with served("pallas"):
+        memory = jax.jit(gradients).lower(x, x, x, bias, mask).compile().memory_analysis().temp_size_in_bytes
+    assert memory < 1.5 * 4096 * 4096, memory / 4096**2
 
 
 def test_the_definition_is_jax():
