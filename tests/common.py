@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import os
 import re
 from collections.abc import Callable, Iterator
 
@@ -55,6 +56,19 @@ each_dtype_in_turn = pytest.mark.parametrize(
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="checks the CPU's kernels")
 on_gpu = pytest.mark.skipif(jax.default_backend() == "cpu", reason="checks the strategies of a GPU's kernels")
+
+
+def interpreted(test: Callable) -> Callable:
+    """Marks a test of attention's Pallas kernels in Pallas's interpreter on a CPU.
+
+    Every warp group is a thread of XLA's pool, which must have more of them than a block has warp groups. NPROC says
+    how many it has, before JAX starts; otherwise there is one for each core.
+    """
+    few = max(os.cpu_count() or 1, int(os.environ.get("NPROC", "0"))) < 4
+    test = pytest.mark.skipif(few, reason="the interpreter would wait for ever")(test)
+    early = jax.__version_info__ < (0, 12)
+    test = pytest.mark.skipif(early, reason="JAX 0.11's interpreter wants all phases of all barriers waited for")(test)
+    return on_cpu(test)
 
 
 def ours(op: str, implementation: str | None = None, **options) -> Callable[..., jax.Array]:

@@ -267,9 +267,9 @@ def load_tile(ref: Any, queries_axis: int, in_shared_memory: bool = False) -> ja
     turned = ref.transpose((1, 0))
     if in_shared_memory and bits == 16:  # by ldmatrix, which turns 16 bits
         return plgpu.load(turned, layout=layout)
-    # Threads load pairs that lie side by side, and exchange halves of them. For bytes this costs some of the speed that a
-    # transposed copy in memory gave: a mask of all scores, with gradients, 416 TFLOP/s instead of 428 at heads of 128,
-    # 309 instead of 320 at 64 (H100, 8K long, JAX 0.11.2); exchanged as 16 bits, 407 and 296.
+    # Threads load pairs that lie side by side, and exchange halves of them. For bytes a transposed copy in memory had
+    # been somewhat faster: a mask of all scores, with gradients, had 426 TFLOP/s where it has 414 at heads of 128, and
+    # 320 where it has 309 at 64 (H100, 8K long, JAX 0.11.2). Exchanged as 16 bits, it had 406 and 296.
     loaded = plgpu.load(turned, layout=plgpu.Layout.WGMMA_TRANSPOSED, optimized=in_shared_memory)
     return plgpu.layout_cast(loaded.astype(jnp.int32) if bits == 8 else loaded, layout)
 

@@ -1,17 +1,14 @@
 """The Pallas kernels of attention's gradients without a GPU: interpreted on a CPU, and lowered for a GPU elsewhere.
 
-The interpreter runs every warp group in a thread of XLA's pool, which must have more threads than a block has warp
-groups: NPROC says how many, before JAX starts.
+NPROC=8 in the environment lets the interpreter run on a machine of few cores (`common.interpreted` says why).
 """
-
-import os
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import on_cpu, target
+from common import interpreted, target
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxsoft.pallas_kernels.attention import backward, backward_call
 
@@ -20,9 +17,6 @@ from jaxsoft._attention.form import Extra, Form
 SEGMENTS = (Extra.QUERY_SEGMENTS, Extra.KEY_SEGMENTS)
 LENGTHS = (Extra.QUERY_LENGTHS, Extra.KEY_LENGTHS, Extra.OFFSET)
 HEADS = [(64, 64), (128, 128), (256, 256), (32, 32), (96, 96), (192, 128), (40, 72), (160, 160)]
-enough_threads = pytest.mark.skipif(
-    max(os.cpu_count() or 1, int(os.environ.get("NPROC", "0"))) < 4, reason="the interpreter would wait for ever"
-)
 
 
 def form_of(extras=(), **limits):
@@ -91,8 +85,7 @@ def exact(form, operands, cotangent):
     return lse.astype(np.float32), delta.astype(np.float32), gradients
 
 
-@on_cpu
-@enough_threads
+@interpreted
 @pytest.mark.parametrize(
     ("form", "shape"),
     [

@@ -1,19 +1,18 @@
 """The Pallas kernel of attention without a GPU: interpreted on a CPU, races detected, and lowered for a GPU elsewhere.
 
-The interpreter runs every warp group in a thread of XLA's pool, which must have more threads than a block has warp
-groups: NPROC says how many, before JAX starts. It knows no layouts and no rules of copies, which lowering checks.
+NPROC=8 in the environment lets the interpreter run on a machine of few cores (`common.interpreted` says why). It knows
+no layouts and no rules of copies, which lowering checks.
 """
 
 import dataclasses
 import itertools
-import os
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import on_cpu, target
+from common import interpreted, target
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxsoft.pallas_kernels.attention import choice, ranges
 from jaxsoft.pallas_kernels.attention.extra_tiles import ExtraRings
@@ -43,9 +42,6 @@ HEADS = [
 ]
 # Small tiles, with which few queries and keys do what many do.
 PLAN = ForwardPlan(groups=2, query_rows=64, key_tile=64, slots=2)
-enough_threads = pytest.mark.skipif(
-    max(os.cpu_count() or 1, int(os.environ.get("NPROC", "0"))) < 4, reason="the interpreter would wait for ever"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -125,8 +121,7 @@ def assert_right(form, operands, plan=PLAN):
     assert not np.asarray(output)[empty].any()
 
 
-@on_cpu
-@enough_threads
+@interpreted
 @pytest.mark.parametrize(
     "form, queries, keys, options",
     [
@@ -157,8 +152,7 @@ def test_values(form, queries, keys, options):
     assert_right(form, operands_of(form, queries, keys, **options))
 
 
-@on_cpu
-@enough_threads
+@interpreted
 @pytest.mark.parametrize("plan", [{"turns": True}, {"persistent": False}, {"groups": 1, "slots": 3}], ids=str)
 def test_values_by_plan(plan):
     """Of more items than blocks, with an output that has room of its own or takes that of queries."""
