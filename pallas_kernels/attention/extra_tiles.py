@@ -81,8 +81,7 @@ class ExtraRings:
         """The rings themselves, in what was allocated, for references to the extras."""
         pairs = zip(self.slots.items(), scratch, strict=True)
         rings = {name: Ring([memory], bars, n * self.readers) for (name, n), (memory, bars) in pairs}
-        refs = {name: arrays[name] for name in rings}
-        return ExtraTiles(refs, rings, self.tile, self.readers, self.queries_axis, interpreted)
+        return ExtraTiles(self, {name: arrays[name] for name in rings}, rings, interpreted)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,23 +92,21 @@ class ExtraTiles:
     to fill them again.
 
     Attributes:
+      types: those of the rings.
       refs: references to the arrays that have rings, prepared.
       rings: their rings.
-      tile, readers, queries_axis: those of the types.
       interpreted: whether Pallas's interpreter runs it.
     """
 
+    types: ExtraRings
     refs: Mapping[Extra, Any]
     rings: Mapping[Extra, Ring]
-    tile: tuple[int, int]
-    readers: int
-    queries_axis: int
     interpreted: bool
 
     def open(self, reader: Any) -> None:
         """Tells that a reader's slots are free. To be called by it before the first step."""
         for ring in self.rings.values():
-            for step in range(ring.slots // self.readers):
+            for step in range(ring.slots // self.types.readers):
                 ring.free(self._turn(step, reader))
 
     def fill(self, step: Any, batch: jax.Array, head: jax.Array, row: jax.Array, column: jax.Array) -> None:
@@ -117,10 +114,10 @@ class ExtraTiles:
 
         What is past the last row is zeros.
         """
-        rows, columns = self.tile
-        for reader in range(self.readers):
+        rows, columns = self.types.tile
+        for reader in range(self.types.readers):
             along = pl.ds(row + reader * rows, rows), pl.ds(column, columns)
-            where = along if self.queries_axis == 0 else along[::-1]
+            where = along if self.types.queries_axis == 0 else along[::-1]
             for name, ring in self.rings.items():
                 ref = self.refs[name]
                 source = ref.at[index_into(ref, 0, batch), index_into(ref, 1, head), *where]
@@ -128,8 +125,8 @@ class ExtraTiles:
 
     def load(self, step: Any, reader: Any) -> dict[Extra, jax.Array]:
         """Waits for a reader's slots of a step, and loads what is in them, in the layout of scores."""
-        turn = self._turn(step, reader)
-        return {name: load_tile(ring.wait(turn)[0], self.queries_axis, True) for name, ring in self.rings.items()}
+        turn, axis = self._turn(step, reader), self.types.queries_axis
+        return {name: load_tile(ring.wait(turn)[0], axis, in_shared_memory=True) for name, ring in self.rings.items()}
 
     def free(self, step: Any, reader: Any) -> None:
         """Tells that a reader is done with its slots of a step."""
@@ -146,4 +143,4 @@ class ExtraTiles:
 
     def _turn(self, step: Any, reader: Any) -> Any:
         """The step of a ring."""
-        return step * self.readers + reader
+        return step * self.types.readers + reader
