@@ -6,7 +6,8 @@
 A line is one call of benchmarks/attention_cases.py, of as many queries as keys, forward or with the gradients by
 query, key and value. Every result is first checked against float64 on one head, and a wrong one of jaxsoft's ends the
 run: some rows of the output and of the query's gradient, and of short sequences the whole gradients by key and value.
-The times are medians, and whatever is compared takes turns in each repeat. For each implementation
+The times are medians, and whatever is compared takes turns in each repeat, in an order drawn anew.
+For each implementation
 
   TFLOP/s  operations of the products over the scores that count, in 10^12 a second: forward two products, 4 B N T S D,
            and with gradients 3.5 times as many. Under a causal rule, a window, lengths or segments only the scores that
@@ -47,7 +48,8 @@ import jaxsoft
 
 CPU = jax.default_backend() == "cpu"
 BATCH = 12  # cases that are compiled together, on all cores, before any of them is timed
-SAMPLE_SECONDS = 0.01  # the calls that follow one another in a sample take about as long, at this rate
+REPEATS = 7
+SAMPLE_SECONDS = 0.03  # the calls that follow one another in a sample take about as long, at this rate
 RATE = 2e10 if CPU else 4e14
 WHOLE = 2**22  # scores of a head, up to which all of its gradients are checked
 # The norm of the error over that of the result, in units of which errors are given. f32 may be rounded to 11 bits.
@@ -275,7 +277,7 @@ def main() -> None:
         print(f"\n{group}: implementation, TFLOP/s, times as fast as the peer, fraction of the plain rate", flush=True)
         cases = groups[group](args.quick)
         wanted = [case for case in cases if args.having is None or args.having in f"{case} {case.direction}"]
-        measure(wanted, 5, keep)
+        measure(wanted, REPEATS, keep)
     if args.plot:
         plot.draw(result, args.plot)
 
