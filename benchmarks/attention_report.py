@@ -1,5 +1,6 @@
 """The tables and plots of attention on the performance page, in Markdown, from the records that attention.py wrote."""
 
+import statistics
 from collections.abc import Iterable
 
 import plot
@@ -77,11 +78,23 @@ def extras(name: str) -> str:
     return tabs(contents)
 
 
+def noise(name: str) -> str:
+    """How far the times of two columns that are the same program differ; nothing where there are none."""
+    both = [r["seconds"] for r in load(name)["records"] if r["direction"] == "with gradients"]
+    differences = [abs(s["jaxsoft"] / s["pallas"] - 1) for s in both if "pallas" in s and "jaxsoft" in s]
+    if not differences:
+        return ""
+    return (
+        "How exact these times are: with gradients, `jaxsoft` and `pallas` are the same program. Their times differ "
+        f"by {statistics.median(differences):.1%} in the median of all cases, and by {max(differences):.0%} at most."
+    )
+
+
 def section(name: str) -> str:
     """Plots and tables of a record of attention, where there is one."""
     if not exists(name):
         return "*This has not been recorded yet.*"
-    parts = [circumstances(name)]
+    parts = [circumstances(name), noise(name)]
     sizes = dict.fromkeys(r["shape"][3] for r in _records(name, "lengths", "cpu") if r["dtype"] == "bfloat16")
     for size in sizes:
         drawn = plot.attention_by_length(load(name), size, alone=False)

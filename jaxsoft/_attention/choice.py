@@ -85,7 +85,7 @@ class _Lead:
 # By the larger head size up to which an entry holds: forward without a causal rule and with one, and the gradients
 # where they need not have the same bits on every run. By measurement on Hopper, with as many queries as keys
 # (`benchmarks/results/h100_attention.json`, from 512 on); within 2 %, either may come first. Where the log-sum-exp is
-# wanted, as for gradients, Pallas comes first at all lengths: its forward and cuDNN's backward are .99 to 1.08 times as
+# wanted, as for gradients, Pallas comes first at all lengths: its forward and cuDNN's backward are .99 to 1.05 times as
 # fast as both of cuDNN's.
 _LEADS = {
     64: (_Lead(), _Lead(first=1025), _Lead(last=2048)),
