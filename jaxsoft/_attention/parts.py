@@ -29,12 +29,17 @@ class Part:
     keys: slice
 
     def of_queries(self, x: jax.Array, axis: int) -> jax.Array:
-        """The part of an array along an axis of queries, which may have length 1."""
-        return x if x.shape[axis] == 1 else jax.lax.slice_in_dim(x, self.queries.start, self.queries.stop, axis=axis)
+        """The part of an array along an axis of queries."""
+        return jax.lax.slice_in_dim(x, self.queries.start, self.queries.stop, axis=axis)
 
     def of_keys(self, x: jax.Array, axis: int) -> jax.Array:
-        """The part of an array along an axis of keys, which may have length 1."""
-        return x if x.shape[axis] == 1 else jax.lax.slice_in_dim(x, self.keys.start, self.keys.stop, axis=axis)
+        """The part of an array along an axis of keys, in which there may be none."""
+        return jax.lax.slice_in_dim(x, self.keys.start, self.keys.stop, axis=axis)
+
+    def of_scores(self, x: jax.Array) -> jax.Array:
+        """The part of an array (..., queries, keys), each of which may have length 1 for all of them."""
+        x = x if x.shape[2] == 1 else self.of_queries(x, 2)
+        return x if x.shape[3] == 1 else self.of_keys(x, 3)
 
     def operands(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
         """The part of the operands that a form names."""
@@ -42,7 +47,7 @@ class Part:
         found = [self.of_queries(query, 1), self.of_keys(key, 1), self.of_keys(value, 1)]
         for extra, x in self.form.named(operands).items():
             if extra in (Extra.BIAS, Extra.MASK):
-                x = self.of_keys(self.of_queries(x, 2), 3)
+                x = self.of_scores(x)
             elif extra is Extra.QUERY_SEGMENTS:
                 x = self.of_queries(x, 1)
             elif extra is Extra.KEY_SEGMENTS:

@@ -118,7 +118,7 @@ def _total(gradients: Sequence[tuple[Part, jax.Array]], name: str, like: jax.Arr
     for part, gradient in gradients:
         index = [slice(None)] * like.ndim
         for axis, place in zip(AXES[name], (part.queries, part.keys), strict=True):
-            if axis is not None and like.shape[axis] > 1:
+            if axis is not None and (name != "bias" or like.shape[axis] > 1):
                 index[axis] = place
         total = total.at[tuple(index)].add(gradient)
     return total

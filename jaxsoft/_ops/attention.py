@@ -141,7 +141,7 @@ def dot_product_attention(
         scale=scale,
         left=left,
         right=0 if kept["is_causal"] else right,
-        cap=_cap(logits_soft_cap),
+        cap=_cap(logits_soft_cap, accumulator(query.dtype)),
         extras=tuple(extras),
         returns_lse=kept["return_residual"] or merges,
         deterministic=kept["deterministic"],
@@ -245,20 +245,20 @@ def _extras(
     if (query_segments is None) != (key_segments is None):
         raise ValueError("query_segment_ids and key_value_segment_ids must be given together; got one of them")
     if query_segments is not None and key_segments is not None:
-        extras[Extra.QUERY_SEGMENTS] = _integers("query_segment_ids", query_segments, (batch, length), given.no_batch)
-        extras[Extra.KEY_SEGMENTS] = _integers(
-            "key_value_segment_ids", key_segments, (batch, key.shape[1]), given.no_batch
+        extras[Extra.QUERY_SEGMENTS], extras[Extra.KEY_SEGMENTS] = _same_ids(
+            _integers("query_segment_ids", query_segments, (batch, length), given.no_batch),
+            _integers("key_value_segment_ids", key_segments, (batch, key.shape[1]), given.no_batch),
         )
     if query_lengths is not None:
-        extras[Extra.QUERY_LENGTHS] = _integers("query_seq_lengths", query_lengths, (batch,), False)
+        extras[Extra.QUERY_LENGTHS] = _position(_integers("query_seq_lengths", query_lengths, (batch,), False))
     if key_lengths is not None:
-        extras[Extra.KEY_LENGTHS] = _integers("key_value_seq_lengths", key_lengths, (batch,), False)
-    if not isinstance(offset, int) or offset != 0:
-        number = as_array("query_offset", offset)
+        extras[Extra.KEY_LENGTHS] = _position(_integers("key_value_seq_lengths", key_lengths, (batch,), False))
+    if type(offset) is not int or offset != 0:
+        number = _of_integers("query_offset", offset)
         number = number[None] if number.ndim == 0 else number
         if number.shape != (batch,) and number.shape != (1,):
             raise ValueError(f"query_offset must be a number or have the shape ({batch},); got shape {number.shape}")
-        extras[Extra.OFFSET] = _as_int32("query_offset", number, _FURTHEST)
+        extras[Extra.OFFSET] = _position(number)
     if sinks is not None:
         sinks = as_kernel_scores("sinks", sinks)
         if sinks.shape != (heads,):
@@ -268,22 +268,50 @@ def _extras(
 
 
 def _integers(name: str, x: ArrayLike, shape: tuple[int, ...], no_batch: bool) -> jax.Array:
-    """Lengths or segments as int32, after checking the shape."""
-    x = as_array(name, x)
+    """Lengths or segments, after checking the dtype and the shape."""
+    x = _of_integers(name, x)
     if no_batch and x.shape == shape[1:]:
         x = x[None]
     if x.shape != shape:
         raise ValueError(f"{name} must have the shape {shape[1:] if no_batch else shape}; got shape {x.shape}")
-    return whole_along(_as_int32(name, x, _FURTHEST if x.ndim == 1 else None), range(1, x.ndim))
+    return whole_along(x, range(1, x.ndim))
 
 
-def _as_int32(name: str, x: jax.Array, furthest: int | None = None) -> jax.Array:
-    """Integers as int32. With a limit, those that are further from 0 become the nearest ones that are not."""
+def _of_integers(name: str, x: ArrayLike) -> jax.Array:
+    x = as_array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} must hold integers; got dtype {x.dtype.name}")
-    if furthest is not None and jnp.iinfo(x.dtype).max > furthest:
-        x = jnp.clip(x, max(-furthest, jnp.iinfo(x.dtype).min), furthest)
+    return x
+
+
+def _position(x: jax.Array) -> jax.Array:
+    """Lengths or offsets as int32. Those that are too far from 0 become the nearest ones that are not."""
+    limits = jnp.iinfo(x.dtype)
+    if limits.max > _FURTHEST:
+        x = jnp.clip(x, max(-_FURTHEST, limits.min), _FURTHEST)
     return x.astype(jnp.int32)
+
+
+def _same_ids(query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Segments (B, T) and (B, S) as int32, two of which are equal where they are the same number."""
+    both = query, key
+    wide = jnp.int64 if any(ids.dtype.itemsize == 8 for ids in both) else jnp.int32
+    signed = [jnp.issubdtype(ids.dtype, jnp.signedinteger) for ids in both]
+    if signed[0] != signed[1]:  # which have their numbers from 0 to the largest signed one in common
+        query, key = (jnp.maximum(ids, -1) if s else _signed(ids, wide) for ids, s in zip(both, signed, strict=True))
+    query, key = query.astype(wide), key.astype(wide)
+    if wide == jnp.int32:
+        return query, key
+    ids = jnp.concatenate([query, key], axis=1)
+    places = jax.vmap(jnp.searchsorted)(jnp.sort(ids, axis=1), ids).astype(jnp.int32)
+    return places[:, : query.shape[1]], places[:, query.shape[1] :]
+
+
+def _signed(ids: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Unsigned integers in a signed dtype, and -2 for those that it does not hold."""
+    largest = jnp.iinfo(dtype).max
+    held = ids.astype(dtype)
+    return jnp.where(ids > largest, -2, held) if jnp.iinfo(ids.dtype).max > largest else held
 
 
 def _scaled(query: jax.Array, scale: ArrayLike | None) -> tuple[jax.Array, float]:
@@ -320,13 +348,15 @@ def _window(size: Window) -> tuple[int | None, int | None]:
     return limit(pair[0]), limit(pair[1])
 
 
-def _cap(cap: float | None) -> float | None:
+def _cap(cap: float | None, dtype: jnp.dtype) -> float | None:
+    """The cap, after checking that it is a number of the dtype in which it is computed with."""
     if cap is None:
         return None
     if isinstance(cap, bool) or not isinstance(cap, int | float | np.integer | np.floating):
         raise TypeError(f"logits_soft_cap must be a number or None; got {cap!r}")
-    if not (cap > 0 and math.isfinite(cap)):
-        raise ValueError(f"logits_soft_cap must be positive and finite; got {cap}")
+    limits = jnp.finfo(dtype)
+    if not float(limits.tiny) <= cap <= float(limits.max):
+        raise ValueError(f"logits_soft_cap must be positive and finite in {dtype.name}; got {cap}")
     return float(cap)
 
 

@@ -1,6 +1,7 @@
 """Arguments of attention: what is wrong is named, with what was given and what is allowed; and jax.nn's are taken."""
 
 import inspect
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -69,13 +70,15 @@ def test_bad_operands(operands, error, message):
         ({"local_window_size": (1, 2, 3)}, ValueError, r"local_window_size must be a number or a pair .*\(1, 2, 3\)"),
         ({"local_window_size": (-1, 2)}, ValueError, r"local_window_size must not be negative; got \(-1, 2\)"),
         ({"local_window_size": True}, TypeError, "local_window_size must hold integers; got True"),
-        ({"logits_soft_cap": 0}, ValueError, "logits_soft_cap must be positive and finite; got 0"),
-        ({"logits_soft_cap": np.inf}, ValueError, "logits_soft_cap must be positive and finite; got inf"),
+        ({"logits_soft_cap": 0}, ValueError, "logits_soft_cap must be positive and finite in float32; got 0"),
+        ({"logits_soft_cap": np.inf}, ValueError, "logits_soft_cap must be positive and finite in float32; got inf"),
+        ({"logits_soft_cap": 1e39}, ValueError, r"logits_soft_cap must be positive and finite in float32; got 1e\+39"),
         ({"logits_soft_cap": "a"}, TypeError, "logits_soft_cap must be a number or None; got 'a'"),
         ({"logits_soft_cap": True}, TypeError, "logits_soft_cap must be a number or None; got True"),
         ({"sinks": np.ones(2, np.float32)}, ValueError, r"sinks must have the shape \(4,\), .*; got shape \(2,\)"),
         ({"query_segment_ids": np.ones((2, 3), int)}, ValueError, "query_segment_ids and key_value_segment_ids .* one"),
         ({"query_offset": 1.5}, TypeError, "query_offset must hold integers; got dtype float32"),
+        ({"query_offset": False}, TypeError, "query_offset must hold integers; got dtype bool"),
         ({"query_offset": np.ones(3, int)}, ValueError, r"query_offset must be a number or .*\(2,\); got shape \(3,\)"),
         ({"query_offset": None}, TypeError, "query_offset must be a number or an array of numbers; got None"),
         ({"state": (1, 2, 3)}, TypeError, r"state must be a jaxsoft\.fold\.AttentionState; got tuple"),
@@ -103,6 +106,25 @@ def test_segments():
     for name, shape in (("query_segment_ids", r"\(2, 3\)"), ("key_value_segment_ids", r"\(2, 5\)")):
         with pytest.raises(ValueError, match=rf"{name} must have the shape {shape}; got shape \(2, 4\)"):
             attention(Q, K, V, **good | {name: np.zeros((2, 4), int)})
+
+
+# Numbers at which a dtype ends, or which differ by a multiple of what one holds.
+IDS = [0, 1, -1, -2, 127, 255, 2**31 - 1, 2**31, -(2**31), 2**32 - 1, 2**32, 2**63 - 1, 2**63, -(2**63), 2**64 - 1]
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_segments_of_every_dtype(x64):
+    """Two are the same if they are the same number, whatever the dtypes."""
+    names = ("int8", "uint8", "int16", "int32", "uint32", *(("int64", "uint64") if x64 else ()))
+    held = {name: [i for i in IDS if np.iinfo(name).min <= i <= np.iinfo(name).max] for name in names}
+    arrays = [np.resize(np.array(ids, name), (1, len(IDS))) for name, ids in held.items()]
+    q = np.zeros((1, len(IDS), 1, 8), np.float32)
+    v = np.random.default_rng(0).standard_normal(q.shape, np.float32)
+    with jax.enable_x64(x64):
+        for queries, keys in itertools.product(arrays, repeat=2):
+            same = np.array([[a == b for b in keys[0].tolist()] for a in queries[0].tolist()])
+            y = attention(q, q, v, query_segment_ids=queries, key_value_segment_ids=keys)
+            np.testing.assert_allclose(y, attention(q, q, v, mask=same), rtol=1e-6, err_msg=f"{queries}, {keys}")
 
 
 @pytest.mark.parametrize("name", [name for name in jaxsoft.implementations() if name not in ATTENTION_IMPLEMENTATIONS])

@@ -1,6 +1,7 @@
 """Attention and its gradients against the definition in float64: every option, every length, special values."""
 
 import dataclasses
+import functools
 
 import chex
 import jax
@@ -134,6 +135,31 @@ def test_derivatives_over_blocks():
         call = case(["causal", "bias", "cap"], Sizes(b=1, t=3, s=257, n=2, k=1, h=4, d=4), np.float64)
         first = call.through("grad")
         Case.together(call.what, [call.through("jvp"), first.through("jvp"), first.through("grad")]).check()
+
+
+@pytest.mark.parametrize("keys", [1, 2, 130])
+@pytest.mark.usefixtures("short_blocks")
+def test_parts_without_keys(keys):
+    """Of the parts in which plain JAX takes the queries, some have no key in their window, and some a few."""
+    size = (127, 0)
+    distance = np.arange(512)[:, None] - np.arange(keys)
+    mask = (distance >= 0) & (distance <= size[0])
+    random = np.random.default_rng(0)
+
+    @functools.partial(jax.jit, static_argnames="window")
+    def results(operands, mask, window):
+        def loss(query, key, value, bias):
+            y = jaxsoft.dot_product_attention(
+                query, key, value, bias, mask, local_window_size=window, implementation="xla"
+            )
+            return jnp.sum(jnp.sin(y)), y
+
+        return jax.grad(loss, range(4), has_aux=True)(*operands)
+
+    with precision(np.float64):
+        shapes = [(1, 512, 2, 4), (1, keys, 1, 4), (1, keys, 1, 3), (1, 2, 512, keys)]
+        operands = [random.standard_normal(shape) for shape in shapes]
+        chex.assert_trees_all_close(results(operands, None, size), results(operands, mask, None), rtol=1e-9, atol=1e-9)
 
 
 @each_implementation
