@@ -303,8 +303,11 @@ def _same_ids(query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
     if wide == jnp.int32:
         return query, key
     ids = jnp.concatenate([query, key], axis=1)
-    places = jax.vmap(jnp.searchsorted)(jnp.sort(ids, axis=1), ids).astype(jnp.int32)
-    return places[:, : query.shape[1]], places[:, query.shape[1] :]
+    places = jnp.cumsum(jnp.ones_like(ids, jnp.int32), axis=1)
+    ids, places = jax.lax.sort((ids, places), dimension=1, num_keys=1)
+    numbers = jnp.cumsum(jnp.diff(ids, axis=1, prepend=ids[:, :1]) != 0, axis=1, dtype=jnp.int32)
+    _, numbers = jax.lax.sort((places, numbers), dimension=1, num_keys=1)
+    return numbers[:, : query.shape[1]], numbers[:, query.shape[1] :]
 
 
 def _signed(ids: jax.Array, dtype: DTypeLike) -> jax.Array:
