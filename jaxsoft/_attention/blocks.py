@@ -4,6 +4,7 @@ No array of queries times keys is ever in memory, but one of queries times a blo
 products want them: arrays of queries are (B, N, T, ...), those of keys (B, K, S, ...), and scores (B, N, T, keys).
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -59,6 +60,9 @@ class Call:
         self.dtype = accumulator(query.dtype)
         self.keys = keys_of_block(self.length, platform)
         self.query, self.key, self.value = (jnp.moveaxis(x, 2, 1) for x in (query, key, value))
+        # Rounded no more than the scores would be: a factor of 2 is exact, but not where f16 has no exponent for it.
+        exact = query.dtype == jnp.bfloat16 and math.frexp(form.scale)[0] in (-0.5, 0, 0.5)
+        self.scaled = self.query * form.scale if exact or query.dtype == self.dtype else self.query
         self.extras = form.named(operands)
 
     def product(self, spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -85,7 +89,10 @@ class Call:
     def block(self, begin: jax.Array | int, size: int) -> Block:
         """The scores of so many keys from this one on."""
         key, value = (_part(x, begin, size, 2) for x in (self.key, self.value))
-        z, slope = self.product("bnth,bksh->bnts", self.query, key) * self.form.scale, None
+        z, slope = self.product("bnth,bksh->bnts", self.scaled, key), None
+        if self.scaled is self.query:
+            # XLA may subtract from a product before it is rounded. Of large scores none would be near their maximum.
+            z = jax.lax.optimization_barrier(z * self.form.scale)
         if self.form.cap is not None:
             bent = jnp.tanh(z / self.form.cap)
             z, slope = bent * self.form.cap, 1 - bent * bent

@@ -43,11 +43,16 @@ def find(operation: Operation) -> Function:
     causal = form.right is not None
     if isinstance(operation, Forward):
         residual = operation.residual
-        return lambda query, key, value: cudnn.forward(query, key, value, form.scale, causal, residual)
+
+        def forward(query, key, value):
+            output, lse = cudnn.forward(query, key, value, form.scale, causal, residual)
+            return output, lse, jnp.zeros_like(lse)
+
+        return forward
     assert isinstance(operation, Pullback)
 
-    def pullback(query, key, value, output, lse, delta, cotangent):
-        del delta
+    def pullback(query, key, value, output, lse, rest, delta, cotangent):
+        del rest, delta
         found = cudnn.gradients(query, key, value, lse, output, cotangent, form.scale, causal)
         return tuple(found[("query", "key", "value").index(name)] for name in operation.moving)
 

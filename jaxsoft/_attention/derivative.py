@@ -15,17 +15,17 @@ import numpy as np
 from jaxsoft import fold
 from jaxsoft._attention.batching import mapped
 from jaxsoft._attention.form import Extra, Form
-from jaxsoft._attention.operation import Forward, Pullback
+from jaxsoft._attention.operation import RESULTS, Forward, Pullback
 from jaxsoft._attention.primitive import attention_operation
 from jaxsoft._core.linear_map import LinearMap
-from jaxsoft._core.mesh import sharded_like
+from jaxsoft._core.mesh import automatically
 from jaxsoft._core.tangents import moves
 
-_RESULTS = ("output", "lse")
+_MOVING = ("output", "lse")  # the results that have derivatives
 
 
 def attention(form: Form, implementation: str | None) -> Callable[..., tuple[jax.Array, ...]]:
-    """(query, key, value, *extras) -> the output and the log-sum-exp, as a differentiable function."""
+    """(query, key, value, *extras) -> the results of a call, as a differentiable function. The rest is a constant."""
     return _attention(form, implementation, form.returns_lse)
 
 
@@ -41,7 +41,8 @@ def _attention(form: Form, implementation: str | None, residual: bool) -> Callab
     def function_jvp(primals, tangents):
         results = _attention(form, implementation, True)(*primals)
         moved = {name: t for name, t in zip(form.names, tangents, strict=True) if moves(t)}
-        return results, tuple(_Derivative(form, implementation, tuple(moved))(*primals, *results, *moved.values()))
+        tangents_out = _Derivative(form, implementation, tuple(moved))(*primals, *results, *moved.values())
+        return results, (*tangents_out, jnp.zeros_like(results[-1]))
 
     return function
 
@@ -62,8 +63,8 @@ class _Derivative(LinearMap):
     @property
     def linear(self) -> range:
         """The operands after the results."""
-        begin = len(self.form.names) + len(_RESULTS)
-        return range(begin, begin + len(_RESULTS if self.transposed else self.moving))
+        begin = len(self.form.names) + len(RESULTS)
+        return range(begin, begin + len(_MOVING if self.transposed else self.moving))
 
     def apply(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """A formula forward, and a kernel for the transpose."""
@@ -78,7 +79,7 @@ class _Derivative(LinearMap):
         return self._gradients(operands, lambda pullback, *v: pullback.formula()(*v))
 
     def _along(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        """The tangents of the results."""
+        """The tangents of the output and the log-sum-exp."""
         given = operands[: len(self.form.names)]
         places = [self.form.place(name) for name in self.moving]
 
@@ -86,7 +87,7 @@ class _Derivative(LinearMap):
             varied = list(given)
             for place, value in zip(places, moved, strict=True):
                 varied[place] = value
-            return Forward(self.form).formula()(*varied)
+            return Forward(self.form).formula()(*varied)[: len(_MOVING)]
 
         return jax.jvp(along, [given[place] for place in places], list(operands[self.linear.start :]))[1]
 
@@ -96,7 +97,7 @@ class _Derivative(LinearMap):
         The sum over the output's cotangent is of the rounded numbers that the pullback gets. Were it of others, the
         gradients of a row would not add up to 0. The cotangent of the log-sum-exp joins it at no cost.
         """
-        *given, output, lse, d_output, d_lse = operands
+        *given, output, lse, rest, d_output, d_lse = operands
         wide = lse.dtype
         d_output = jax.lax.optimization_barrier(d_output.astype(given[0].dtype))
         products = output.astype(wide) * d_output.astype(wide)
@@ -105,10 +106,10 @@ class _Derivative(LinearMap):
         of_kernel = tuple(name for name in self.moving if name != Extra.SINKS.value)
         found = {}
         if of_kernel:
-            results = run(Pullback(self.form, of_kernel), *given, output, lse, delta, d_output)
+            results = run(Pullback(self.form, of_kernel), *given, output, lse, rest, delta, d_output)
             found = dict(zip(of_kernel, results, strict=True))
         if Extra.SINKS.value in self.moving:
-            found[Extra.SINKS.value] = _of_sinks(given[self.form.place(Extra.SINKS.value)], lse, delta)
+            found[Extra.SINKS.value] = _of_sinks(given[self.form.place(Extra.SINKS.value)], lse, rest, delta)
         return tuple(found[name] for name in self.moving)
 
     def transpose(self, dtype: np.dtype) -> "_Derivative":
@@ -118,15 +119,17 @@ class _Derivative(LinearMap):
 
     def batch(self, operands: Sequence[jax.Array], dims: Sequence[int | None]) -> Sequence[jax.Array]:
         """A mapped dimension joins the batch."""
-        names = (*self.form.names, *_RESULTS, *(_RESULTS if self.transposed else self.moving))
-        results = self.moving if self.transposed else _RESULTS
+        names = (*self.form.names, *RESULTS, *(_MOVING if self.transposed else self.moving))
+        results = self.moving if self.transposed else _MOVING
         return mapped(self, names, results, operands, dims, self.moving)
 
 
-def _of_sinks(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
+def _of_sinks(sinks: jax.Array, lse: jax.Array, rest: jax.Array, delta: jax.Array) -> jax.Array:
     """The gradient by the sinks, which are scores whose values are 0."""
-    weight = fold.weight(sinks.astype(lse.dtype)[..., None], lse)
-    gradient = -jnp.sum(weight * delta, axis=-1)
-    if sinks.shape[0] == 1:
-        gradient = jnp.sum(gradient, axis=0, keepdims=True)
-    return sharded_like(gradient.astype(sinks.dtype), sinks)
+
+    def gradient(sinks, lse, rest, delta):
+        weight = jnp.exp(sinks.astype(lse.dtype)[..., None] - fold.reference(lse) - rest)
+        found = -jnp.sum(weight * delta, axis=-1)
+        return (jnp.sum(found, axis=0, keepdims=True) if sinks.shape[0] == 1 else found).astype(sinks.dtype)
+
+    return automatically(gradient, jax.typeof(sinks).sharding, sinks, lse, rest, delta)

@@ -3,7 +3,8 @@
 The operands of every implementation are query (B, T, N, H), key (B, S, K, H) and value (B, S, K, D), and then the
 extras that the form names, in the order of `Extra`. N is a multiple of K: query head n attends with key head
 n // (N // K). The results are the output (B, T, N, D), in the form's dtype, and the log-sum-exp of every query's
-scores (B, N, T), in the accumulator's dtype.
+scores (B, N, T), in the accumulator's dtype, with its rest: what it lost when it was rounded. Where all scores of a
+query are -1e9, the log-sum-exp in f32 does not tell one key from a thousand, and the rest does.
 
 The score of a query i and a key j is z = cap * tanh(scale * <q_i, k_j> / cap) + bias, without the tanh if there is no
 cap. It counts where all of these hold, in which the query's position is p = offset + i and the key's is j:

@@ -28,11 +28,14 @@ DIMENSIONS = {
     "sinks": "bn",
     "output": "btnd",
     "lse": "bnt",
+    "rest": "bnt",
     "delta": "bnt",
     "cotangent": "btnd",
 }
+# What the forward operation returns.
+RESULTS = ("output", "lse", "rest")
 # Operands that always have the whole batch. The others may have length 1 there.
-WHOLE = ("query", "key", "value", "output", "lse", "delta", "cotangent")
+WHOLE = ("query", "key", "value", "output", "lse", "rest", "delta", "cotangent")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +79,7 @@ class Operation(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Forward(Operation):
-    """(query, key, value, *extras) -> the output and the log-sum-exp.
+    """(query, key, value, *extras) -> the output, the log-sum-exp and its rest.
 
     Attributes:
       residual: whether the log-sum-exp is used, which is NaN if an implementation is faster without it.
@@ -91,8 +94,8 @@ class Forward(Operation):
 
     @property
     def results(self) -> tuple[str, ...]:
-        """The output (B, T, N, D) and the log-sum-exp (B, N, T)."""
-        return ("output", "lse")
+        """The output (B, T, N, D), and the log-sum-exp (B, N, T) and its rest."""
+        return RESULTS
 
     def _plain(self, platform: str | None) -> xla.Function:
         """As the operation, in plain JAX."""
@@ -106,14 +109,15 @@ class Forward(Operation):
             rows = jnp.max(query.astype(accumulator(query.dtype)), axis=-1, initial=0)
             rows = rows + sum(jnp.sum(v.astype(rows.dtype)) for v in operands)  # varies wherever an operand does
             output = jnp.broadcast_to(rows[..., None], (*rows.shape, value.shape[-1]))
-            return output.astype(self.form.dtype), jnp.moveaxis(rows, 1, 2)
+            rows = jnp.moveaxis(rows, 1, 2)
+            return output.astype(self.form.dtype), rows, rows
 
         return jax.make_jaxpr(like)(*operands).out_avals
 
 
 @dataclasses.dataclass(frozen=True)
 class Pullback(Operation):
-    """(query, key, value, *extras, output, lse, delta, cotangent) -> the gradients of some operands.
+    """(query, key, value, *extras, output, lse, rest, delta, cotangent) -> the gradients of some operands.
 
     The cotangent is that of the output, in the dtype of query, and delta is the sum of its products with the output,
     less the cotangent of the log-sum-exp.
@@ -127,7 +131,7 @@ class Pullback(Operation):
     @property
     def operands(self) -> tuple[str, ...]:
         """The operands of the call, and what is known of the results."""
-        return (*self.form.names, "output", "lse", "delta", "cotangent")
+        return (*self.form.names, *RESULTS, "delta", "cotangent")
 
     @property
     def results(self) -> tuple[str, ...]:

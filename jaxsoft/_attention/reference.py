@@ -33,7 +33,7 @@ def unsupported(form: Form, operands: Sequence[jax.core.ShapedArray]) -> str | N
 
 
 def forward(form: Form) -> xla.Function:
-    """(query, key, value, *extras) -> the output and the log-sum-exp."""
+    """(query, key, value, *extras) -> the results of a call."""
 
     def function(*operands):
         call = Call(form, operands)
@@ -57,7 +57,7 @@ def pullback(form: Form, moving: Sequence[str]) -> xla.Function:
     """The gradients by the operands that move, as `jaxsoft._attention.xla.pullback` has them."""
 
     def function(*operands):
-        *given, _, _, delta, cotangent = operands
+        *given, _, _, _, delta, cotangent = operands
         places = [form.place(name) for name in moving]
 
         def along(*moved):
@@ -66,8 +66,9 @@ def pullback(form: Form, moving: Sequence[str]) -> xla.Function:
                 varied[place] = value
             return forward(dataclasses.replace(form, dtype=delta.dtype))(*varied)
 
-        (y, _), transpose = jax.vjp(along, *(given[place] for place in places))
+        (y, _, rest), transpose = jax.vjp(along, *(given[place] for place in places))
         cotangent = cotangent.astype(y.dtype)
-        return transpose((cotangent, jnp.moveaxis(jnp.sum(y * cotangent, axis=-1), 1, 2) - delta))
+        d_lse = jnp.moveaxis(jnp.sum(y * cotangent, axis=-1), 1, 2) - delta
+        return transpose((cotangent, d_lse, jnp.zeros_like(rest)))
 
     return function

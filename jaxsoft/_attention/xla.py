@@ -23,7 +23,7 @@ type Function = Callable[..., tuple[jax.Array, ...]]
 
 
 def forward(form: Form, platform: str | None = None) -> Function:
-    """(query, key, value, *extras) -> the output and the log-sum-exp. The platform, if known, decides the blocks."""
+    """(query, key, value, *extras) -> the results of a call. The platform, if known, decides the blocks."""
 
     def of_part(call: Call):
         def step(st: AttentionState | None, block: Block):
@@ -37,8 +37,10 @@ def forward(form: Form, platform: str | None = None) -> Function:
         found = [
             of_part(Call(part.form, part.operands(operands), platform)) for part in parts(form, operands, platform)
         ]
-        outputs, lses = zip(*found, strict=True)
-        return (jnp.concatenate(outputs, axis=1), jnp.concatenate(lses, axis=2)) if len(found) > 1 else found[0]
+        if len(found) == 1:
+            return found[0]
+        pairs = zip(zip(*found, strict=True), (1, 2, 2), strict=True)
+        return tuple(jnp.concatenate(of_parts, axis) for of_parts, axis in pairs)
 
     return function
 
@@ -50,27 +52,32 @@ def _state_of(call: Call, block: Block) -> AttentionState:
     return AttentionState(m, s, call.product("bnts,bksd->bntd", weights, block.value))
 
 
-def results(call: Call, st: AttentionState) -> tuple[jax.Array, jax.Array]:
-    """The output and the log-sum-exp, given the state of all keys (B, N, T), with which the sinks are combined."""
+def results(call: Call, st: AttentionState) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The results of a call, given the state of all keys (B, N, T), with which the sinks are combined."""
     if Extra.SINKS in call.extras:
         sinks = call.extras[Extra.SINKS].astype(st.m.dtype)[..., None]
         m, s = fold.from_lse(jnp.broadcast_to(sinks, st.m.shape))
         st = fold.combine(st, AttentionState(m, s, jnp.zeros_like(st.o)))
-    return jnp.moveaxis(fold.output(st, call.form.dtype), 1, 2), fold.lse(st)
+    lse = fold.lse(st)
+    rest = jnp.log(jnp.where(st.s == 0, 1, st.s)) - (fold.reference(lse) - fold.reference(st.m))
+    return jnp.moveaxis(fold.output(st, call.form.dtype), 1, 2), lse, jax.lax.stop_gradient(fold.reference(rest))
 
 
 def pullback(form: Form, moving: Sequence[str], platform: str | None = None) -> Function:
     """The gradients by the operands that move: some of query, key, value and bias.
 
-    (query, key, value, *extras, output, lse, delta, cotangent) -> gradients like the operands. The cotangent is that of
-    the output, in the dtype of query, and delta the sum of its products with the output, less the cotangent of lse.
+    (query, key, value, *extras, output, lse, rest, delta, cotangent) -> gradients like the operands. The cotangent is
+    that of the output, in the dtype of query, and delta the sum of its products with the output, less the cotangent of
+    lse.
     """
 
-    def of_part(call: Call, lse: jax.Array, delta: jax.Array, cotangent: jax.Array) -> dict[str, jax.Array]:
+    def of_part(
+        call: Call, lse: jax.Array, rest: jax.Array, delta: jax.Array, cotangent: jax.Array
+    ) -> dict[str, jax.Array]:
         """The gradients, in the accumulator's dtype."""
 
         def step(sums, block: Block):
-            p = fold.weight(block.z, lse)
+            p = jnp.exp(block.z - fold.reference(lse) - rest)
             dz = p * (call.product("bntd,bksd->bnts", cotangent, block.value) - delta)
             d_bias, d_score = dz, (dz if block.slope is None else dz * block.slope) * form.scale
             d_score = d_score.astype(call.query.dtype)
@@ -96,13 +103,13 @@ def pullback(form: Form, moving: Sequence[str], platform: str | None = None) -> 
         return {name: x if name == "bias" else jnp.moveaxis(x, 1, 2) for name, x in found.items()}
 
     def function(*operands):
-        *base, _, lse, delta, cotangent = operands
+        *base, _, lse, rest, delta, cotangent = operands
         cotangent = jnp.moveaxis(cotangent, 2, 1)
         bias = form.named(operands).get(Extra.BIAS)
         given = {"query": operands[0], "key": operands[1], "value": operands[2], "bias": bias}
         found = []
         for part in parts(form, operands, platform):
-            numbers = [part.of_queries(v, 2) for v in (lse[..., None], delta[..., None], cotangent)]
+            numbers = [part.of_queries(v, 2) for v in (lse[..., None], rest[..., None], delta[..., None], cotangent)]
             found.append((part, of_part(Call(part.form, part.operands(base), platform), *numbers)))
         totals = {name: _total([(part, by[name]) for part, by in found], name, given[name]) for name in moving}
         return tuple(totals[name].astype(given[name].dtype) for name in moving)

@@ -161,11 +161,12 @@ def dot_product_attention(
 @functools.partial(jax.jit, static_argnames=("form", "implementation", "dtype", "return_state"))
 def _attend(form, implementation, dtype, return_state, operands, before):
     operands = varying_alike(*operands)
-    output, lse = attention(form, implementation)(*operands)
+    output, lse, rest = attention(form, implementation)(*operands)
     lse = jnp.moveaxis(lse, 1, 2)
     if before is None and not return_state:
         return output, lse, None
-    st = fold.of_output(output, lse)
+    st, s = fold.of_output(output, lse), jnp.exp(jnp.moveaxis(rest, 1, 2))
+    st = AttentionState(st.m, st.s * s, st.o * s[..., None])
     if before is not None:
         st = fold.combine(before, st)
     return fold.output(st, dtype), fold.lse(st), st
@@ -278,6 +279,7 @@ def _integers(name: str, x: ArrayLike, shape: tuple[int, ...], no_batch: bool) -
 
 
 def _of_integers(name: str, x: ArrayLike) -> jax.Array:
+    """An array of integers, after checking that it is one."""
     x = as_array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} must hold integers; got dtype {x.dtype.name}")
@@ -321,6 +323,8 @@ def _scaled(query: jax.Array, scale: ArrayLike | None) -> tuple[jax.Array, float
     """The query and the scale as a number. A traced scale is multiplied into the query."""
     if scale is None:
         size = query.shape[-1]
+        if not isinstance(size, int):
+            raise ValueError(f"scale must be given where the head size is not known; got None, and query {query.shape}")
         return query, 1 / math.sqrt(size) if size else 1.0
     number = as_array("scale", scale)
     if number.shape != () or not jnp.issubdtype(number.dtype, jnp.number) or jnp.iscomplexobj(number):

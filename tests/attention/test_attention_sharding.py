@@ -110,7 +110,7 @@ def test_any_dimension(kind):
         for spec in (P(None, "a", "b"), P("a", None, None, "b"), P(None, ("a", "b"))):
             specs = [spec, P(None, "b"), P("a", "b"), *(P(None, None) for _ in call.operands[3:])]
             specs = [P(*s[: v.ndim]) for s, v in zip(specs, call.operands, strict=True)]
-            specs[3:5] = [P(None, None, None, "b"), P("a" if kind == Auto else None)]  # bias and sinks
+            specs[3:5] = [P(None, None, None, "b"), P("a")]  # bias and sinks
             call.check(sharded(specs))
             if spec[1] == "a":
                 call.through("grad").check(sharded(specs))

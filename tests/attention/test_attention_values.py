@@ -275,6 +275,60 @@ def test_special_scores(implementation):
         np.testing.assert_allclose(y[~wrong], np.asarray(plain)[~wrong], rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize("offset", [-1e4, 1e7, -1e9, np.finfo(np.float32).min], ids=str)
+@pytest.mark.parametrize("implementation", [None, "xla", pytest.param("reference", marks=slow)], ids=str)
+def test_offsets_of_all_scores(offset, implementation):
+    """A number added to all scores of a query: where these are then alike, so are the weights, and the gradients right.
+
+    The log-sum-exp of f32 cannot tell one key from nine there, neither for the gradients nor in a state.
+    """
+    query, key, value = case([], SMALL, np.float32).operands
+    bias = np.full((1, 1, 7, 1), offset, np.float32)
+    if abs(offset) < 1e9:
+        query = query * 1e-6  # so that the scores are alike at any offset
+
+    def whole(query, value, bias):
+        return jaxsoft.dot_product_attention(query, key, value, bias, implementation=implementation)
+
+    def in_parts(query, value, bias):
+        state = None
+        for part in (slice(0, 5), slice(5, 6), slice(6, 9)):
+            y, state = jaxsoft.dot_product_attention(
+                query, key[:, part], value[:, part], bias, state=state, return_state=True, implementation=implementation
+            )
+        return y
+
+    def results(attend, *operands):
+        def loss(*operands):
+            y = attend(*operands)
+            return jnp.sum(jnp.sin(y)), y
+
+        return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(*operands)
+
+    expected = results(whole, jnp.zeros_like(query), value, jnp.zeros_like(bias))
+    for attend in (whole, in_parts):
+        chex.assert_trees_all_close(results(attend, query, value, bias), expected, rtol=1e-4, atol=1e-5)
+
+
+@on_cpu
+@pytest.mark.parametrize("options", [(), ("causal",), ("bias",), ("mask of keys",)], ids=str)
+@pytest.mark.parametrize("dtype", [np.float32, jnp.float16, jnp.bfloat16], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("size", [64, 72])
+def test_large_scores(options, dtype, size):
+    """As large as f16 can make them: the largest one gets all the weight, and a single one exactly all."""
+    call = case(options, Sizes(t=40, s=200, h=size, d=8), dtype)
+    query, key, *others = call.operands
+    operands = [(query * 1e4).astype(dtype), (key * 1e4).astype(dtype), *others]
+    with as_usual():
+        y, lse = jax.jit(call.ours)(*operands)
+        expected, expected_lse = call.theirs(*(np.asarray(v).astype(np.float64) for v in operands))
+        np.testing.assert_allclose(np.asarray(y).astype(np.float64), expected, rtol=1e-2, atol=1e-4)
+        np.testing.assert_allclose(lse, expected_lse, rtol=1e-5)
+        one = jax.jit(jax.grad(lambda v: jaxsoft.dot_product_attention(query * 0 + 1000, v * 0 + 1000, v).sum()))
+        value = jnp.ones((2, 1, 2, size), dtype)
+        np.testing.assert_array_equal(np.asarray(one(value)).astype(np.float64), 80)
+
+
 @each_fast_implementation
 def test_same_bits(implementation):
     """The output and the gradients, from run to run."""
