@@ -60,7 +60,7 @@ class Call:
         self.dtype = accumulator(query.dtype)
         self.keys = keys_of_block(self.length, platform)
         self.query, self.key, self.value = (jnp.moveaxis(x, 2, 1) for x in (query, key, value))
-        # Rounded no more than the scores would be: a factor of 2 is exact, but not where f16 has no exponent for it.
+        # Rounded no more than the scores would be: a power of 2 is exact, but not where f16 has no exponent for it.
         exact = query.dtype == jnp.bfloat16 and math.frexp(form.scale)[0] in (-0.5, 0, 0.5)
         self.scaled = self.query * form.scale if exact or query.dtype == self.dtype else self.query
         self.extras = form.named(operands)

@@ -128,7 +128,7 @@ def _of_sinks(sinks: jax.Array, lse: jax.Array, rest: jax.Array, delta: jax.Arra
     """The gradient by the sinks, which are scores whose values are 0."""
 
     def gradient(sinks, lse, rest, delta):
-        weight = jnp.exp(sinks.astype(lse.dtype)[..., None] - fold.reference(lse) - rest)
+        weight = fold.weight(sinks.astype(lse.dtype)[..., None], lse) * jnp.exp(-rest)
         found = -jnp.sum(weight * delta, axis=-1)
         return (jnp.sum(found, axis=0, keepdims=True) if sinks.shape[0] == 1 else found).astype(sinks.dtype)
 

@@ -39,8 +39,8 @@ def forward(form: Form, platform: str | None = None) -> Function:
         ]
         if len(found) == 1:
             return found[0]
-        pairs = zip(zip(*found, strict=True), (1, 2, 2), strict=True)
-        return tuple(jnp.concatenate(of_parts, axis) for of_parts, axis in pairs)
+        outputs, *numbers = zip(*found, strict=True)
+        return jnp.concatenate(outputs, axis=1), *(jnp.concatenate(of_parts, axis=2) for of_parts in numbers)
 
     return function
 
@@ -77,7 +77,7 @@ def pullback(form: Form, moving: Sequence[str], platform: str | None = None) -> 
         """The gradients, in the accumulator's dtype."""
 
         def step(sums, block: Block):
-            p = jnp.exp(block.z - fold.reference(lse) - rest)
+            p = fold.weight(block.z, lse) * jnp.exp(-rest)
             dz = p * (call.product("bntd,bksd->bnts", cotangent, block.value) - delta)
             d_bias, d_score = dz, (dz if block.slope is None else dz * block.slope) * form.scale
             d_score = d_score.astype(call.query.dtype)
