@@ -9,7 +9,6 @@ Pallas takes half as long as to import JAX, so that waits until a kernel is aske
 from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 
 from jaxsoft._attention.form import Form as AttentionForm
 from jaxsoft._attention.operation import Operation as AttentionOperation
@@ -78,18 +77,12 @@ def attention_kernels(
     form = operation.form
     given = operands[: len(form.names)]
     if not isinstance(operation, Pullback):
-        results = forward.forward(form, given)
-
-        def with_rest(*arrays):
-            output, lse = results(*arrays)
-            return output, lse, jnp.zeros_like(lse)
-
-        return with_rest
+        return forward.forward(form, given)
     gradients = backward.backward(form, given, operation.moving)
 
     def pullback(*arrays):
         *given, output, lse, rest, delta, cotangent = arrays
-        del output, rest  # delta has what is needed of the output, and the kernels leave no rest
-        return gradients(*given, lse, delta, cotangent)
+        del output  # delta has what is needed of it
+        return gradients(*given, lse, rest, delta, cotangent)
 
     return pullback

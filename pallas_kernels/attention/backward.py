@@ -9,7 +9,7 @@ from jaxsoft._attention.form import Extra, Form
 
 from . import backward_call
 from .backward_bias import bias_gradient
-from .backward_call import Call, base_2, padded
+from .backward_call import Call, numbers_of, padded
 from .backward_key_value import key_value_gradients
 from .backward_query import query_gradient
 
@@ -23,24 +23,23 @@ def backward(form: Form, operands: Sequence[Any], moving: tuple[str, ...]) -> Ca
       moving: which gradients are asked for, of "query", "key", "value" and "bias", in this order.
 
     Returns:
-      A function of query, key, value, the extras, and then lse (B, N, T), delta (B, N, T) and the output's cotangent
+      A function of query, key, value, the extras, and then lse, its rest and delta (B, N, T) and the output's cotangent
       (B, T, N, D) in the operands' dtype, that returns the gradients.
     """
     call = Call.of(form, operands)
 
     def gradients(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        query, key, value, *extras, lse, delta, cotangent = arrays
+        query, key, value, *extras, lse, rest, delta, cotangent = arrays
         with jax.enable_x64(False):  # the kernels count in 32 bits
-            return _gradients(
-                call, moving, (query, key, value), dict(zip(form.extras, extras, strict=True)), lse, delta, cotangent
-            )
+            numbers = numbers_of(form, lse, rest, delta)
+            named = dict(zip(form.extras, extras, strict=True))
+            return _gradients(call, moving, (query, key, value), named, numbers, cotangent)
 
     return gradients
 
 
-def _gradients(call, moving, base, extras, lse, delta, cotangent):
-    common = [padded(x) for x in (*base, cotangent)]
-    common += [extras, base_2(lse), delta]
+def _gradients(call, moving, base, extras, numbers, cotangent):
+    common = [*map(padded, (*base, cotangent)), extras, numbers]
     found, interpret = {}, backward_call.INTERPRET
     if "query" in moving:
         found["query"] = query_gradient(call, interpret=interpret)(*common)

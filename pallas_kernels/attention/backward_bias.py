@@ -43,8 +43,8 @@ def bias_gradient(call: Call, bias: tuple[int, ...], plan: BiasPlan | None = Non
       interpret: Pallas interpreter parameters.
 
     Returns:
-      A function of the padded query, key, value and cotangent, the extras by name, lse in base 2, and delta, that
-      returns the gradient in f32, in the shape of the bias.
+      A function of the padded query, key, value and cotangent, the extras by name, and the numbers of every query
+      (`numbers_of`), that returns the gradient in f32, in the shape of the bias.
     """
     plan = plan or backward_plan.bias_plan(call.head, call.value)
     over_queries = bias[2] == 1 and call.queries > 1 and bias[3] != 1
@@ -72,12 +72,11 @@ def bias_gradient(call: Call, bias: tuple[int, ...], plan: BiasPlan | None = Non
         ),
     )
 
-    def gradient(query, key, value, cotangent, extras, lse, delta):
+    def gradient(query, key, value, cotangent, extras, numbers):
         whole = plan.columns if over_queries else plan.block
         prepared = prepare(call.form, extras, shape)
         given = [prepared[name] for name in call.form.extras]
-        lse, delta = to_whole(lse, whole, jnp.inf), to_whole(delta, whole, 0.0)
-        found = kernel(query, key, value, cotangent, lse, delta, *given)
+        found = kernel(query, key, value, cotangent, *to_whole(numbers, whole), *given)
         if over_queries:
             return (found if summed else found.sum(axis=3))[:, :, None, :rows]
         if summed:
@@ -89,9 +88,10 @@ def bias_gradient(call: Call, bias: tuple[int, ...], plan: BiasPlan | None = Non
 
 
 def _body(call: Call, bias: tuple[int, ...], plan: BiasPlan, shape: Shape, axis: int, summed: bool, count: int, *refs):
-    query_ref, key_ref, value_ref, cotangent_ref, lse_ref, delta_ref, *rest = refs
-    extras, rest = extras_of(call, rest[: len(call.form.extras)]), rest[len(call.form.extras) :]
-    result_ref, *memory_refs, bars = rest
+    query_ref, key_ref, value_ref, cotangent_ref, *others = refs
+    number_refs, others = others[: call.numbers], others[call.numbers :]
+    extras, others = extras_of(call, others[: len(call.form.extras)]), others[len(call.form.extras) :]
+    result_ref, *memory_refs, bars = others
     ring, scores = Ring(memory_refs, bars, plan.slots), Scores(call.form, shape, extras, axis)
     entry, one_head, block, column = (lax.axis_index(name) for name in ("batch", "head", "block", "column"))
     batches, heads = (n if bias[i] == 1 else 1 for i, n in ((0, call.batch), (1, call.query_heads)))
@@ -141,17 +141,17 @@ def _body(call: Call, bias: tuple[int, ...], plan: BiasPlan, shape: Shape, axis:
             accumulator = plgpu.WGMMAAccumulatorRef((ROWS, plan.columns), jnp.float32)
             score, rise = pl.run_scoped(products, accumulator, accumulator)
             ring.free(number)
-            lse, delta = (
+            lse, delta, *rest = (
                 plgpu.load(
                     ref.at[batch, head, pl.ds(query_begin, shape.query_tile)],
                     layout=WGMMA.reduce(1 - axis),
                     optimized=False,
                 )
-                for ref in (lse_ref, delta_ref)
+                for ref in number_refs
             )
             masked = any(borders(call.form, shape, of_keys=True))
             where = {"query_begin": query_begin, "key_begin": key_begin, "batch": batch, "head": head}
-            p, _ = probabilities(scores, score, lse, masked=masked, **where)
+            p, _ = probabilities(scores, score, (lse, *rest), masked=masked, **where)
             return total + p * (rise - spread(delta, rise.shape, axis))
 
         zeros = plgpu.layout_cast(jnp.zeros((ROWS, plan.columns), jnp.float32), WGMMA)

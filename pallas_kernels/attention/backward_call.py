@@ -20,7 +20,7 @@ from . import backward_plan
 from .backward_plan import ROWS
 from .operands import head_size, tiled
 from .ranges import Range
-from .scores import LOG2E, Scores
+from .scores import LOG2E, Scores, has_rest
 
 # Interpreter parameters of Pallas, which tests set; None to compile.
 INTERPRET: Any = None
@@ -57,6 +57,11 @@ class Call:
         return cls(form, batch, queries, keys, query_heads, key_heads, *sizes, operands[0].dtype)
 
     @property
+    def numbers(self) -> int:
+        """How many numbers every query has: see `numbers_of`."""
+        return 3 if has_rest(self.form) else 2
+
+    @property
     def group(self) -> int:
         """Query heads of a key head."""
         return self.query_heads // self.key_heads
@@ -84,14 +89,21 @@ def padded(array: jax.Array) -> jax.Array:
     return jnp.pad(array, ((0, 0), widths[0], (0, 0), widths[1]))
 
 
-def base_2(lse: jax.Array) -> jax.Array:
-    """The log-sum-exp such that exp2(score - it) is 0 where nothing counts, and not NaN."""
-    return jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
+def numbers_of(form: Form, lse: jax.Array, rest: jax.Array, delta: jax.Array) -> list[jax.Array]:
+    """The numbers of every query that the kernels read: the log-sum-exp, delta, and if it matters the rest.
+
+    The log-sum-exp is in base 2, or with a rest natural, and infinite where nothing counts, so that all weights are 0
+    there, and not NaN. The rest is in base 2.
+    """
+    exact = has_rest(form)
+    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse if exact else lse * LOG2E)
+    return [lse, delta, rest * LOG2E] if exact else [lse, delta]
 
 
-def to_whole(numbers: jax.Array, block: int, filler: float) -> jax.Array:
-    """Numbers (B, N, T) padded to whole blocks."""
-    return jnp.pad(numbers, ((0, 0), (0, 0), (0, -numbers.shape[2] % block)), constant_values=filler)
+def to_whole(numbers: Sequence[jax.Array], block: int) -> list[jax.Array]:
+    """The numbers of every query (B, N, T) padded to whole blocks, with queries for which nothing counts."""
+    widths = (0, 0), (0, 0), (0, -numbers[0].shape[2] % block)
+    return [jnp.pad(x, widths, constant_values=0.0 if i else jnp.inf) for i, x in enumerate(numbers)]
 
 
 def kernel_of_blocks(
@@ -212,17 +224,17 @@ def for_tiles(
         loop(own.end, end, skip)
 
 
-def probabilities(scores: Scores, products: jax.Array, lse: jax.Array, **where: Any) -> tuple[jax.Array, Any]:
+def probabilities(scores: Scores, products: jax.Array, lse: Sequence[jax.Array], **where: Any) -> tuple[jax.Array, Any]:
     """exp(score - lse) of a tile, and the slope of its scores, if they have one.
 
     Args:
       scores: how products become scores.
       products: the tile's.
-      lse: of its queries, in base 2 (see `base_2`).
+      lse: of its queries, and the rest if it has one (see `numbers_of`).
       where: the further arguments of Scores.tile.
     """
     tile = scores.tile(products, **where)
-    return jnp.exp2(tile.values * tile.unit - spread(lse, products.shape, scores.queries_axis)), tile.slope
+    return tile.exp(*(spread(x, products.shape, scores.queries_axis) for x in lse)), tile.slope
 
 
 def spread(numbers: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:

@@ -11,7 +11,7 @@ the keys' gradient.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -56,8 +56,8 @@ def key_value_gradients(call: Call, plan: KeyValuePlan | None = None, interpret:
       interpret: Pallas interpreter parameters.
 
     Returns:
-      A function of the padded query, key, value and cotangent, the extras by name, lse in base 2, and delta, that
-      returns the gradients of keys and values, padded.
+      A function of the padded query, key, value and cotangent, the extras by name, and the numbers of every query
+      (`numbers_of`), that returns the gradients of keys and values, padded.
     """
     plan = plan or backward_plan.key_value_plan(call.head, call.value)
     shape = Shape(call.queries, call.keys, plan.query_tile, ROWS)
@@ -67,7 +67,7 @@ def key_value_gradients(call: Call, plan: KeyValuePlan | None = None, interpret:
 
     def kernel(arrays: Mapping[Extra, jax.Array]):
         """The kernel for these extras."""
-        free = backward_plan.SHARED_BYTES - plan.shared_bytes(call.head, call.value)
+        free = backward_plan.SHARED_BYTES - plan.shared_bytes(call.head, call.value, call.numbers)
         rings = ExtraRings.fitting(arrays, (ROWS, plan.query_tile), holders, free, queries_axis=1)
         axes = {"batch": call.batch, "head": call.key_heads, "block": blocks}
         grid = ordered(call.form, axes, call.keys, arrays)
@@ -86,35 +86,34 @@ def key_value_gradients(call: Call, plan: KeyValuePlan | None = None, interpret:
                 tiled((holders, ROWS, call.value), call.dtype),
                 tiled((plan.slots, plan.query_tile, call.head), call.dtype),
                 tiled((plan.slots, plan.query_tile, call.value), call.dtype),
-                plgpu.SMEM((plan.slots, plan.query_tile), jnp.float32),
-                plgpu.SMEM((plan.slots, plan.query_tile), jnp.float32),
+                [plgpu.SMEM((plan.slots, plan.query_tile), jnp.float32)] * call.numbers,
                 plgpu.Barrier(num_arrivals=2, num_barriers=holders),
-                Ring.barriers(4, plan.slots, plan.warp_groups),
+                Ring.barriers(2 + call.numbers, plan.slots, plan.warp_groups),
                 (handed, Ring.barriers(1, 1, 1)) if plan.paired else (),
                 rings.scratch(),
                 staging(plan.warp_groups, plan.query_tile, call.dtype, interpret),
             ),
         )
 
-    def gradients(query, key, value, cotangent, extras, lse, delta):
-        lse, delta = to_whole(lse, plan.query_tile, jnp.inf), to_whole(delta, plan.query_tile, 0.0)
+    def gradients(query, key, value, cotangent, extras, numbers):
         prepared = prepare(call.form, extras, shape)
         ranges = []
         if segmented:
             segments = extras[Extra.KEY_SEGMENTS], extras[Extra.QUERY_SEGMENTS]
             ranges = [segment_ranges(*segments, ROWS, plan.query_tile)]
         given = [prepared[name] for name in call.form.extras]
-        return kernel(prepared)(query, key, value, cotangent, lse, delta, *given, *ranges)
+        return kernel(prepared)(query, key, value, cotangent, *to_whole(numbers, plan.query_tile), *given, *ranges)
 
     return gradients
 
 
 def _body(call: Call, plan: KeyValuePlan, shape: Shape, rings: ExtraRings, *refs):
-    query_ref, key_ref, value_ref, cotangent_ref, lse_ref, delta_ref, *rest = refs
-    extras, rest = extras_of(call, rest[: len(call.form.extras)]), rest[len(call.form.extras) :]
-    segments_ref, rest = (rest[0], rest[1:]) if Extra.QUERY_SEGMENTS in extras else (None, rest)
-    *results, key_memory, value_memory, query_memory, cotangent_memory, lse_memory, delta_memory = rest[:-5]
-    own_filled, bars, pair, extra_scratch, stages = rest[-5:]
+    query_ref, key_ref, value_ref, cotangent_ref, *others = refs
+    number_refs, others = others[: call.numbers], others[call.numbers :]
+    extras, others = extras_of(call, others[: len(call.form.extras)]), others[len(call.form.extras) :]
+    segments_ref, others = (others[0], others[1:]) if Extra.QUERY_SEGMENTS in extras else (None, others)
+    *results, key_memory, value_memory, query_memory, cotangent_memory, number_memory = others[:-5]
+    own_filled, bars, pair, extra_scratch, stages = others[-5:]
     holders = plan.block // ROWS
     batch, head, block = (lax.axis_index(name) for name in ("batch", "head", "block"))
 
@@ -128,7 +127,7 @@ def _body(call: Call, plan: KeyValuePlan, shape: Shape, rings: ExtraRings, *refs
     all_tiles = [tiles(i) for i in range(holders)]
     first, end = union(all_tiles)
     extra_tiles = rings.tiles(extras, extra_scratch, interpreted=not isinstance(stages, tuple))
-    ring = Ring([query_memory, lse_memory, cotangent_memory, delta_memory], bars, plan.slots)
+    ring = Ring([query_memory, cotangent_memory, *number_memory], bars, plan.slots)
 
     def memory():
         def bring_head(member, _):
@@ -136,8 +135,8 @@ def _body(call: Call, plan: KeyValuePlan, shape: Shape, rings: ExtraRings, *refs
 
             def bring(tile, _):
                 queries = pl.ds(tile * plan.query_tile, plan.query_tile)
-                place, numbers = (batch, queries, query_head), (batch, query_head, queries)
-                sources = query_ref.at[place], lse_ref.at[numbers], cotangent_ref.at[place], delta_ref.at[numbers]
+                sources = [ref.at[batch, queries, query_head] for ref in (query_ref, cotangent_ref)]
+                sources += [ref.at[batch, query_head, queries] for ref in number_refs]
                 step = member * (end - first) + tile - first
                 ring.fill(step, sources)
                 extra_tiles.fill(step, batch, query_head, block * plan.block, tile * plan.query_tile)
@@ -238,13 +237,13 @@ class _Worker:
             self.extra_tiles.open(self.index)
 
             def step(place, slot):
-                query, lse_ref, cotangent, delta_ref = slot
+                query, cotangent, lse_ref, delta_ref, *rest_ref = slot
 
                 def compute(score_acc, rise_acc):
                     plgpu.wgmma(score_acc, self.own_key, query.transpose((1, 0)))
                     plgpu.wgmma(rise_acc, self.own_value, cotangent.transpose((1, 0)))
                     products = plgpu.wgmma_accumulator_load(score_acc, wait_n=1)
-                    p, slope = self._probabilities(products, lse_ref, place)
+                    p, slope = self._probabilities(products, (lse_ref, *rest_ref), place)
                     multiply(value_acc, p.astype(self.call.dtype), cotangent, self.stages)
                     return p, slope, plgpu.wgmma_accumulator_load(rise_acc, wait_n=1)
 
@@ -266,14 +265,14 @@ class _Worker:
             self.extra_tiles.open(self.index)
 
             def step(place, slot):
-                query, lse_ref, cotangent, _ = slot
+                query, cotangent, lse_ref, _, *rest_ref = slot
 
                 def compute(score_acc):
                     plgpu.wgmma(score_acc, self.own_key, query.transpose((1, 0)))
                     return score_acc[...]
 
                 products = pl.run_scoped(compute, self._accumulator)
-                p, slope = self._probabilities(products, lse_ref, place)
+                p, slope = self._probabilities(products, (lse_ref, *rest_ref), place)
                 multiply(value_acc, p.astype(self.call.dtype), cotangent, self.stages)
                 plgpu.barrier_wait(handed.freed.at[0])
                 handed.buffers[0][0] = p if slope is None else p * slope
@@ -294,7 +293,7 @@ class _Worker:
             handed.open()
 
             def step(_, slot):
-                query, _, cotangent, delta_ref = slot
+                query, cotangent, _, delta_ref, *_ = slot
 
                 def compute(rise_acc):
                     plgpu.wgmma(rise_acc, self.own_value, cotangent.transpose((1, 0)))
@@ -314,9 +313,9 @@ class _Worker:
 
         return pl.run_scoped(loop, plgpu.WGMMAAccumulatorRef((ROWS, self.call.head), jnp.float32))
 
-    def _probabilities(self, products: jax.Array, lse_ref: Any, place: tuple) -> tuple[jax.Array, Any]:
+    def _probabilities(self, products: jax.Array, lse_refs: Sequence[Any], place: tuple) -> tuple[jax.Array, Any]:
         step, query_head, tile, masked = place
-        lse = plgpu.load(lse_ref, layout=WGMMA.reduce(0))
+        lse = [plgpu.load(ref, layout=WGMMA.reduce(0)) for ref in lse_refs]
         begin = tile * self.plan.query_tile
         where = {"query_begin": begin, "key_begin": self.key_begin, "batch": self.batch, "head": query_head}
         loaded = self.extra_tiles.load(step, self.index)

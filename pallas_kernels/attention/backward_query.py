@@ -52,8 +52,8 @@ def query_gradient(call: Call, plan: QueryPlan | None = None, interpret: Any = N
       interpret: Pallas interpreter parameters.
 
     Returns:
-      A function of the padded query, key, value and cotangent, the extras by name, lse in base 2, and delta, that
-      returns the gradient, padded.
+      A function of the padded query, key, value and cotangent, the extras by name, and the numbers of every query
+      (`numbers_of`), that returns the gradient, padded.
     """
     plan = plan or backward_plan.query_plan(call.head, call.value)
     shape = Shape(call.queries, call.keys, ROWS, plan.key_tile)
@@ -85,15 +85,14 @@ def query_gradient(call: Call, plan: QueryPlan | None = None, interpret: Any = N
             ),
         )
 
-    def gradient(query, key, value, cotangent, extras, lse, delta):
-        lse, delta = to_whole(lse, plan.block, jnp.inf), to_whole(delta, plan.block, 0.0)
+    def gradient(query, key, value, cotangent, extras, numbers):
         prepared = prepare(call.form, extras, shape)
         ranges = []
         if segmented:
             segments = extras[Extra.QUERY_SEGMENTS], extras[Extra.KEY_SEGMENTS]
             ranges = [segment_ranges(*segments, ROWS, plan.key_tile)]
         given = [prepared[name] for name in call.form.extras]
-        return kernel(prepared)(query, key, value, cotangent, lse, delta, *given, *ranges)
+        return kernel(prepared)(query, key, value, cotangent, *to_whole(numbers, plan.block), *given, *ranges)
 
     return gradient
 
@@ -110,11 +109,12 @@ def _with_rings(call: Call, plan: QueryPlan, arrays: Mapping[Extra, jax.Array]) 
 
 
 def _body(call: Call, plan: QueryPlan, shape: Shape, blocks: int, segmented: bool, rings: ExtraRings, *refs):
-    query_ref, key_ref, value_ref, cotangent_ref, lse_ref, delta_ref, *rest = refs
-    extras, rest = extras_of(call, rest[: len(call.form.extras)]), rest[len(call.form.extras) :]
-    segments_ref, rest = (rest[0], rest[1:]) if segmented else (None, rest)
-    result_ref, query_memory, cotangent_memory, key_memory, value_memory, own_filled, *rest = rest
-    key_bars, value_bars, extra_scratch, stages = rest
+    query_ref, key_ref, value_ref, cotangent_ref, *others = refs
+    number_refs, others = others[: call.numbers], others[call.numbers :]
+    extras, others = extras_of(call, others[: len(call.form.extras)]), others[len(call.form.extras) :]
+    segments_ref, others = (others[0], others[1:]) if segmented else (None, others)
+    result_ref, query_memory, cotangent_memory, key_memory, value_memory, own_filled, *others = others
+    key_bars, value_bars, extra_scratch, stages = others
     keys = Ring([key_memory], key_bars, plan.key_slots)
     values = Ring([value_memory], value_bars, plan.value_slots)
     extra_tiles = rings.tiles(extras, extra_scratch, interpreted=not isinstance(stages, tuple))
@@ -156,9 +156,8 @@ def _body(call: Call, plan: QueryPlan, shape: Shape, blocks: int, segmented: boo
         values.open()
         extra_tiles.open(index)
         of_query = WGMMA.reduce(1)
-        lse, delta = (
-            plgpu.load(ref.at[batch, head, pl.ds(begin, ROWS)], layout=of_query, optimized=False)
-            for ref in (lse_ref, delta_ref)
+        lse, delta, *rest = (
+            plgpu.load(ref.at[batch, head, pl.ds(begin, ROWS)], layout=of_query, optimized=False) for ref in number_refs
         )
         limits = borders(call.form, shape, of_keys=False)
         known = scores.queries(batch, begin) if any(limits) else None
@@ -173,7 +172,7 @@ def _body(call: Call, plan: QueryPlan, shape: Shape, blocks: int, segmented: boo
                 products = plgpu.wgmma_accumulator_load(score_acc, wait_n=1)
                 where = {"query_begin": begin, "key_begin": tile * plan.key_tile, "batch": batch, "head": head}
                 where |= {"queries": known, "masked": masked, "loaded": extra_tiles.load(tile - first, index)}
-                p, slope = probabilities(scores, products, lse, with_slope=True, **where)
+                p, slope = probabilities(scores, products, (lse, *rest), with_slope=True, **where)
                 extra_tiles.free(tile - first, index)
                 return p, slope, rise_acc[...]
 

@@ -1,11 +1,12 @@
-"""Attention forward on Hopper: the output and the log-sum-exp of every query, in one read of what matters.
+"""Attention forward on Hopper: the output and the log-sum-exp of every query, in one read of what matters. With a bias,
+the rest of the log-sum-exp as well (see form.py).
 
 A block, whose work is in forward_block.py, takes some queries of one head, an item, and mostly others after them
 (schedule.py). One warp group copies tiles of keys and values, and of a bias and mask (extra_tiles.py), to rings in
 shared memory; the others have 64 queries each, whose state (m, s, o) they keep in registers: m is the maximum, in base
-2, s the sum of exp2(score - m), and o the sum of values weighted by it. Where there are two of them, one multiplies on
-the tensor cores while the other computes exponentials: a barrier makes them take turns. Of three, the hardware finds
-one that can multiply.
+2 or with a bias natural, s the sum of exp(score - m), and o the sum of values weighted by it. Where there are two of
+them, one multiplies on the tensor cores while the other computes exponentials: a barrier makes them take turns. Of
+three, the hardware finds one that can multiply.
 """
 
 import functools
@@ -19,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxsoft import fold
 from jaxsoft._attention.form import Extra, Form
 
 from ..rows import sizes
@@ -29,7 +31,7 @@ from .order import ordered
 from .plan import ForwardPlan, forward_plan
 from .ranges import Shape, segment_ranges
 from .schedule import schedule
-from .scores import Scores, prepare
+from .scores import Scores, has_rest, prepare
 
 
 def forward(
@@ -38,8 +40,9 @@ def forward(
     plan: ForwardPlan | None = None,
     interpret: Any = None,
     blocks: int | None = None,
-) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """The function of (query, key, value, *extras) that returns the output and the log-sum-exp.
+) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
+    """The function of (query, key, value, *extras) that returns the output, the log-sum-exp and its rest, which is 0
+    but with a bias.
 
     Args:
       form: the call's.
@@ -59,17 +62,15 @@ def forward(
     whole = axes["queries"] * plan.block_rows
     rows = whole if direct else tiles.padded_length(length)
     columns = tiles.head_size(size) if direct else tiles.padded_head(size)
-    results = (
-        jax.ShapeDtypeStruct((batch, rows, heads, columns), form.dtype),
-        # Copies along one dimension do not stop at its end: on an H100 they went on into the next head's numbers.
-        jax.ShapeDtypeStruct((batch, heads, whole), jnp.float32),
-    )
+    # Copies along one dimension do not stop at its end: on an H100 they went on into the next head's numbers.
+    numbers = jax.ShapeDtypeStruct((batch, heads, whole), jnp.float32)
+    results = jax.ShapeDtypeStruct((batch, rows, heads, columns), form.dtype), *[numbers] * (2 if has_rest(form) else 1)
 
-    def function(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def function(*arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         with jax.enable_x64(False):  # the kernel counts in 32 bits
             return attend(*arrays)
 
-    def attend(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def attend(*arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         extras = form.named(arrays)
         prepared = prepare(form, extras, shape)
         names, refs = tuple(prepared), list(prepared.values())
@@ -99,8 +100,9 @@ def forward(
             kernel_name="jaxsoft_attention",
             interpret=interpret,
         )
-        output, lse = kernel(*(tiles.padded(array) for array in arrays[:3]), *refs)
-        return output[:, :length, :, :size], lse[:, :, :length]
+        output, *found = kernel(*(tiles.padded(array) for array in arrays[:3]), *refs)
+        lse, *rest = (rows[:, :, :length] for rows in found)
+        return output[:, :length, :, :size], lse, fold.reference(rest[0]) if rest else jnp.zeros_like(lse)
 
     return function
 
@@ -117,8 +119,8 @@ def _entry(
     *refs: Any,
 ) -> None:
     """Allocates shared memory, and runs every warp group's part."""
-    *inputs, output, lse = refs
-    query, key, value, *extras = inputs
+    count = len(refs) - (3 if has_rest(form) else 2)
+    (query, key, value, *extras), results = refs[:count], refs[count:]
     schedule = None
     if has_schedule:
         *extras, numbers, begins = extras
@@ -151,7 +153,7 @@ def _entry(
             plan=plan,
             items=items,
             scores=Scores(form, shape, named),
-            refs=(query, key, value, output, lse),
+            refs=(query, key, value, *results),
             schedule=schedule,
             segments=extras[-1] if has_segments else None,
             scratch=scratch,

@@ -53,7 +53,9 @@ class Scratch:
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """The state of a warp group's queries: m and s are (rows,), o is (rows, value head)."""
+    """The state of a warp group's queries: m, in base 2 or natural (see scores.py), and s are (rows,), o is (rows,
+    value head).
+    """
 
     m: jax.Array
     s: jax.Array
@@ -91,7 +93,7 @@ class Block:
       form, plan: what is asked for.
       items: the sizes of the axes of all items, by name, the last of which changes first.
       scores: how products become scores.
-      refs: the references to query, key, value, output and log-sum-exp.
+      refs: the references to query, key, value and the results.
       schedule: references to the result of schedule.py, or None.
       segments: the reference to the ranges that segments leave, if there are any.
       scratch: shared memory.
@@ -103,7 +105,7 @@ class Block:
     plan: ForwardPlan
     items: Mapping[str, int]
     scores: Scores
-    refs: tuple[Any, Any, Any, Any, Any]
+    refs: tuple[Any, ...]
     schedule: tuple[Any, Any] | None
     segments: Any
     scratch: Scratch
@@ -232,7 +234,7 @@ class Block:
         if Extra.SINKS in self.scores.refs:
             ref = self.scores.refs[Extra.SINKS]
             m = ref[tuple(index if n > 1 else 0 for index, n in zip((item.batch, item.head), ref.shape, strict=True))]
-            m = m.astype(jnp.float32) * LOG2E
+            m = m.astype(jnp.float32) if self.scores.natural else m.astype(jnp.float32) * LOG2E
             s = jnp.where(m == -jnp.inf, 0.0, 1.0)
         m, s = (plgpu.layout_cast(lax.broadcast_in_dim(v, (rows,), []), layout.reduce(1)) for v in (m, s))
         o = plgpu.layout_cast(jnp.zeros((rows, self.scratch.values.shape[2]), jnp.float32), layout)
@@ -277,11 +279,11 @@ class Block:
         loaded |= self.extra_tiles.load(step, group)
         scores = self.scores.tile(products, **where, queries=queries, masked=masked, loaded=loaded)
         self.extra_tiles.free(step, group)
-        m = jnp.maximum(state.m, scores.values.max(axis=1) * scores.unit)
+        m = jnp.maximum(state.m, scores.max(axis=1))
         # Where nothing counts so far, all exponentials are 0 rather than exp2(-inf + inf).
         reference = jnp.where(m == -jnp.inf, 0.0, m)
-        rescale = jnp.exp2(state.m - reference)
-        p = jnp.exp2(scores.values * scores.unit - lax.broadcast_in_dim(reference, shape, [0]))
+        rescale = scores.weight(state.m, reference)
+        p = scores.exp(lax.broadcast_in_dim(reference, shape, [0]))
         o = state.o * lax.broadcast_in_dim(rescale, state.o.shape, [0])
         s = state.s * rescale
         p16 = p.astype(scratch.values.dtype)
@@ -320,7 +322,7 @@ class Block:
 
     def _finish(self, item: Item, group: jax.Array, state: State, bring_next: Callable[[], None]) -> None:
         """Writes the results of a warp group's queries, and calls a function as soon as their place is free."""
-        output, lse = self.refs[3:]
+        output, lse, *rest = self.refs[3:]
         scratch, count = self.scratch, self.plan.query_rows
         begin = item.begin + group * count
         direct = output.dtype == jnp.float32
@@ -330,7 +332,7 @@ class Block:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the item before
         if direct or scratch.output is not None:
             bring_next()
-        lse_rows[...] = (state.m + jnp.log(state.s) * LOG2E) * math.log(2)
+        lse_rows[...] = self._lse(state)
         if direct:
             store(output.at[item.batch, pl.ds(begin, count), item.head], result)
         else:
@@ -340,7 +342,16 @@ class Block:
         if not direct:
             rows = tiles.rows(output, item.batch, begin, count, item.head, staged.shape[1])
             plgpu.copy_smem_to_gmem(staged, rows)
-        plgpu.copy_smem_to_gmem(lse_rows, lse.at[item.batch, item.head, pl.ds(begin, count)])
+        numbers = item.batch, item.head, pl.ds(begin, count)
+        plgpu.copy_smem_to_gmem(lse_rows, lse.at[numbers])
+        if rest:
+            lost = jnp.log(state.s) - (self._lse(state) - state.m)
+            store(rest[0].at[numbers], jnp.where(state.s == 0.0, 0.0, lost))
         if not direct and scratch.output is None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             bring_next()
+
+    def _lse(self, state: State) -> jax.Array:
+        """The log-sum-exp of a state."""
+        log = jnp.log(state.s)
+        return state.m + log if self.scores.natural else (state.m + log * LOG2E) * math.log(2)

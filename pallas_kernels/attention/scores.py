@@ -9,7 +9,9 @@ queries and keys always have queries along their rows, and are turned as they ar
 them to whole tiles in XLA, if they are not, for loads do not stop at the end of an array.
 
 Scores come as values and a unit: the score in base 2 is values * unit, and so exp2(values * unit - m) is one
-fused multiplication and addition, and exp2, for each score.
+fused multiplication and addition, and exp2, for each score. A bias may be so large that nothing is left of the scores
+beside it once it has been multiplied, or infinity: -1e9 or the least number of f32, for all keys of a query. So with
+one, maxima and log-sum-exps are natural, and it is exp2((values - m) * unit), which takes one operation more.
 """
 
 import dataclasses
@@ -32,6 +34,11 @@ from .ranges import Shape, limits_of_queries
 LOG2E = math.log2(math.e)
 # The types in which a bias is read. Others are converted to f32 before.
 _BIAS_DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
+
+
+def has_rest(form: Form) -> bool:
+    """Whether the log-sum-exp has a rest (see form.py) that matters: with a bias, which can be of any size."""
+    return Extra.BIAS in form.extras
 
 
 def prepare(form: Form, extras: Mapping[Extra, jax.Array], shape: Shape) -> dict[Extra, jax.Array]:
@@ -90,12 +97,30 @@ class Tile:
     Attributes:
       values: f32, -inf where a score does not count.
       unit: positive.
+      natural: whether maxima and log-sum-exps are natural, and then the values are scores, or else in base 2.
       slope: how much a score grows with the scaled product, where there is a cap and it was asked for.
     """
 
     values: jax.Array
     unit: float
+    natural: bool
     slope: jax.Array | None = None
+
+    def max(self, axis: int) -> jax.Array:
+        """The largest scores along an axis."""
+        largest = self.values.max(axis=axis)
+        return largest if self.natural else largest * self.unit
+
+    def weight(self, m: jax.Array, reference: jax.Array) -> jax.Array:
+        """exp(m - reference) for maxima."""
+        return jnp.exp2((m - reference) * LOG2E if self.natural else m - reference)
+
+    def exp(self, reference: jax.Array, rest: jax.Array | None = None) -> jax.Array:
+        """exp(score - reference), or exp(score - reference - rest), for the rest of a natural log-sum-exp in base 2."""
+        if not self.natural:
+            return jnp.exp2(self.values * self.unit - reference)
+        exponents = (self.values - reference) * self.unit
+        return jnp.exp2(exponents if rest is None else exponents - rest)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,8 +148,13 @@ class Scores:
     @property
     def unit(self) -> float:
         """The unit of all tiles."""
-        plain = self.form.cap is None and Extra.BIAS not in self.form.extras and self.form.scale > 0
+        plain = self.form.cap is None and not self.natural and self.form.scale > 0
         return self.form.scale * LOG2E if plain else LOG2E
+
+    @property
+    def natural(self) -> bool:
+        """Whether maxima and log-sum-exps are natural: with a bias."""
+        return has_rest(self.form)
 
     def queries(self, batch: jax.Array, begin: jax.Array) -> Queries:
         """What tiles of the queries that begin here need, to be loaded once for all their tiles."""
@@ -188,7 +218,7 @@ class Scores:
                 return values if counts is None else jnp.where(counts, values, -jnp.inf)
 
             values = limited(values) if masked is True else lax.cond(masked, limited, lambda values: values, values)
-        return Tile(values, self.unit, slope)
+        return Tile(values, self.unit, self.natural, slope)
 
     def load(
         self,

@@ -23,8 +23,8 @@ def form_of(extras=(), **limits):
     return Form(np.dtype(jnp.bfloat16), 0.2, extras=extras, **limits)
 
 
-def operands_of(form, queries, keys, head=32, value=32, mask_queries=1, bias_dtype=np.float32):
-    """Two entries of the batch, two query heads and a key head."""
+def operands_of(form, queries, keys, head=32, value=32, mask_queries=1, bias_dtype=np.float32, offset=0.0):
+    """Two entries of the batch, two query heads and a key head. The offset is added to the bias."""
     rng, dtype = np.random.default_rng(queries), jnp.bfloat16
     number = {Extra.QUERY_LENGTHS: queries, Extra.KEY_LENGTHS: keys, Extra.OFFSET: 9}
     shapes = {Extra.BIAS: (1, 2, queries, keys), Extra.MASK: (2, 1, mask_queries, keys)}
@@ -34,7 +34,7 @@ def operands_of(form, queries, keys, head=32, value=32, mask_queries=1, bias_dty
     ]
     for extra in form.extras:
         if extra is Extra.BIAS:
-            operands.append(rng.standard_normal(shapes[extra]).astype(bias_dtype))
+            operands.append((rng.standard_normal(shapes[extra]) + offset).astype(bias_dtype))
         elif extra is Extra.MASK:
             operands.append(rng.random(shapes[extra]) < 0.7)
         elif extra in SEGMENTS:
@@ -46,7 +46,7 @@ def operands_of(form, queries, keys, head=32, value=32, mask_queries=1, bias_dty
 
 
 def exact(form, operands, cotangent):
-    """lse, delta and the gradients in float64."""
+    """lse, its rest, delta and the gradients in float64, of scores that are rounded to f32."""
     query, key, value = (np.asarray(x, np.float64) for x in operands[:3])
     extras, g = dict(zip(form.extras, operands[3:], strict=True)), np.asarray(cotangent, np.float64)
     key, value = (np.repeat(x, 2, axis=2) for x in (key, value))
@@ -54,7 +54,7 @@ def exact(form, operands, cotangent):
     if form.cap is not None:
         bent = np.tanh(z / form.cap)
         z, slope = form.cap * bent, 1 - bent * bent
-    z = z + extras.get(Extra.BIAS, 0.0)
+    z = (z + extras.get(Extra.BIAS, 0.0)).astype(np.float32).astype(np.float64)
     i, j = np.ogrid[: z.shape[2], : z.shape[3]]
     per_batch = {name: x.reshape(-1, 1, 1, 1) for name, x in extras.items() if x.ndim == 1}
     position = i + per_batch.get(Extra.OFFSET, 0)
@@ -82,7 +82,9 @@ def exact(form, operands, cotangent):
     }
     if Extra.BIAS in extras:
         gradients["bias"] = dz.sum(axis=0, keepdims=True)
-    return lse.astype(np.float32), delta.astype(np.float32), gradients
+    with np.errstate(invalid="ignore"):
+        rest = np.where(np.isinf(lse), 0, lse - lse.astype(np.float32))
+    return *(x.astype(np.float32) for x in (lse, rest, delta)), gradients
 
 
 @interpreted
@@ -94,18 +96,30 @@ def exact(form, operands, cotangent):
         (form_of(LENGTHS, left=20, right=3), (80, 72)),
         (form_of((Extra.BIAS, Extra.MASK)), (66, 72)),
         (form_of((Extra.BIAS, Extra.MASK), right=0), (150, 140, 32, 32, 150, jnp.bfloat16)),
+        (form_of((Extra.BIAS,), right=0), (70, 72, 32, 32, 1, np.float32, -1e9)),
+        (form_of((Extra.BIAS,)), (66, 72, 160, 256, 1, np.float32, 3e5)),
         (form_of(right=0), (64, 64, 160, 256)),
         (form_of((Extra.MASK,), left=30, right=3), (70, 72, 160, 256, 70)),
     ],
-    ids=["causal", "segments", "lengths", "bias", "bias and mask", "wide", "mask of wide"],
+    ids=[
+        "causal",
+        "segments",
+        "lengths",
+        "bias",
+        "bias and mask",
+        "large bias",
+        "large bias of wide",
+        "wide",
+        "mask of wide",
+    ],
 )
 def test_values(monkeypatch, capfd, form, shape):
     monkeypatch.setattr(backward_call, "INTERPRET", plgpu.InterpretGPUParams(detect_races=True))
     operands, cotangent = operands_of(form, *shape)
-    lse, delta, expected = exact(form, operands, cotangent)
+    *numbers, expected = exact(form, operands, cotangent)
     moving = tuple(expected)
     kernel = backward.backward(form, operands, moving)
-    for name, actual in zip(moving, kernel(*map(jnp.asarray, (*operands, lse, delta, cotangent))), strict=True):
+    for name, actual in zip(moving, kernel(*map(jnp.asarray, (*operands, *numbers, cotangent))), strict=True):
         chex.assert_shape(actual, expected[name].shape)
         error = np.asarray(actual, np.float64) - expected[name]
         assert np.linalg.norm(error) <= 5e-3 * np.linalg.norm(expected[name]), name
@@ -121,7 +135,7 @@ def test_lowers_for_hopper(heads, extras):
     numbers = np.zeros((2, 2, 136), np.float32)
     with target("NVIDIA H100 80GB HBM3"):
         kernel = jax.jit(backward.backward(form, operands, moving))
-        arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*operands, numbers, numbers, cotangent)]
+        arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*operands, *[numbers] * 3, cotangent)]
         text = kernel.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text
     assert "stablehlo.transpose" not in text  # of a bias or mask, say

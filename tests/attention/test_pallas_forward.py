@@ -110,11 +110,12 @@ def exact(form, operands):
 def assert_right(form, operands, plan=PLAN):
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
     interpret = plgpu.InterpretGPUParams(detect_races=True)
-    output, lse = jax.jit(forward(form, types, plan, interpret, blocks=3))(*operands)
+    output, lse, rest = jax.jit(forward(form, types, plan, interpret, blocks=3))(*operands)
     expected, expected_lse = exact(form, operands)
-    chex.assert_type([output, lse], [form.dtype, jnp.float32])
-    chex.assert_shape([output, lse], [expected.shape, expected_lse.shape])
+    chex.assert_type([output, lse, rest], [form.dtype, jnp.float32, jnp.float32])
+    chex.assert_shape([output, lse, rest], [expected.shape, expected_lse.shape, expected_lse.shape])
     np.testing.assert_allclose(lse, expected_lse, rtol=3e-6, atol=3e-6)
+    assert np.abs(rest).max() <= 3e-6
     bound = float(jnp.finfo(operands[0].dtype).eps) * (np.abs(expected) + np.abs(expected).max())
     assert (np.abs(np.asarray(output, np.float64) - expected) <= bound).all()
     empty = np.isneginf(expected_lse).transpose(0, 2, 1)
@@ -153,6 +154,25 @@ def test_values(form, queries, keys, options):
 
 
 @interpreted
+@pytest.mark.parametrize("offset", [-1e4, -1e9, float(np.finfo(np.float32).min)], ids=str)
+def test_rest(offset):
+    """Of one key, all keys, and none, beside a number that leaves nothing of a score."""
+    form = form_of(Extra.BIAS, Extra.KEY_LENGTHS, dtype=F32)
+    query, key, value, *_ = operands_of(form_of(dtype=F32), 70, 130)
+    for count in (1, 130, 0):
+        operands = [query * 0, key, value, np.full((1, 2, 70, 1), offset, np.float32), np.array([130, count], np.int32)]
+        types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+        output, lse, rest = jax.jit(forward(form, types, PLAN, plgpu.InterpretGPUParams()))(*operands)
+        with np.errstate(divide="ignore"):
+            expected = offset + np.log(count)
+        np.testing.assert_allclose(
+            np.asarray(lse, np.float64)[1] + np.asarray(rest)[1], expected, rtol=1e-15, atol=1e-6
+        )
+        mean = value.astype(np.float64)[1, :count].sum(axis=0) / max(count, 1)
+        np.testing.assert_allclose(np.asarray(output)[1], np.broadcast_to(mean, (70, 2, 32)), rtol=1e-4, atol=1e-5)
+
+
+@interpreted
 @pytest.mark.parametrize("plan", [{"turns": True}, {"persistent": False}, {"groups": 1, "slots": 3}], ids=str)
 def test_values_by_plan(plan):
     """Of more items than blocks, with an output that has room of its own or takes that of queries."""
@@ -183,8 +203,9 @@ def test_lowers_for_hopper(form):
         with target("NVIDIA H100 80GB HBM3"):
             lowered = jax.jit(forward(form, types)).trace(*types).lower(lowering_platforms=("cuda",))
         assert "mosaic_gpu" in lowered.as_text()
-        output, lse = lowered.out_info
-        assert output.shape == (2, queries, 2, value) and lse.shape == (2, 2, queries)
+        output, *numbers = lowered.out_info
+        assert output.shape == (2, queries, 2, value)
+        assert [x.shape for x in numbers] == [(2, 2, queries)] * 2
 
 
 @pytest.mark.parametrize("axis", [0, 1], ids=["queries", "keys"])
