@@ -175,7 +175,7 @@ def _plain(group: str, dtype: str, length: int, size: int, causal: bool, tokens:
 
 def by_length(quick: bool) -> Iterator[Case]:
     """All sizes of heads and all lengths; first those that decide most."""
-    sizes, lengths = ((128,), (8192, 2048)) if quick else ((128, 64, 256), (8192, 2048, 32768, 1024, 512))
+    sizes, lengths = ((128,), (8192, 2048)) if quick else ((128, 64, 256, 96), (8192, 2048, 32768, 1024, 512))
     for size, length, causal in itertools.product(sizes, lengths, (False, True)):
         yield from _plain("lengths", "bfloat16", length, size, causal, TOKENS, WIDTH)
 
