@@ -9,6 +9,7 @@ Pallas takes half as long as to import JAX, so that waits until a kernel is aske
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 
 from jaxsoft._attention.form import Form as AttentionForm
 from jaxsoft._attention.operation import Operation as AttentionOperation
@@ -77,7 +78,13 @@ def attention_kernels(
     form = operation.form
     given = operands[: len(form.names)]
     if not isinstance(operation, Pullback):
-        return forward.forward(form, given)
+        kernel, results = forward.forward(form, given), len(operation.results)
+
+        def forward_with_rests(*arrays):
+            output, lse, rest = kernel(*arrays)
+            return (output, lse, rest, jnp.zeros(output.shape, arrays[0].dtype))[:results]
+
+        return forward_with_rests
     gradients = backward.backward(form, given, operation.moving)
 
     def pullback(*arrays):

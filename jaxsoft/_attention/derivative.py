@@ -15,7 +15,7 @@ import numpy as np
 from jaxsoft import fold
 from jaxsoft._attention.batching import mapped
 from jaxsoft._attention.form import Extra, Form
-from jaxsoft._attention.operation import RESULTS, Forward, Pullback
+from jaxsoft._attention.operation import Forward, Pullback
 from jaxsoft._attention.primitive import attention_operation
 from jaxsoft._core.linear_map import LinearMap
 from jaxsoft._core.mesh import automatically
@@ -25,24 +25,26 @@ _MOVING = ("output", "lse")  # the results that have derivatives
 
 
 def attention(form: Form, implementation: str | None) -> Callable[..., tuple[jax.Array, ...]]:
-    """(query, key, value, *extras) -> the results of a call, as a differentiable function. The rest is a constant."""
+    """(query, key, value, *extras) -> the results of a call, as a differentiable function. The rests are constants."""
     return _attention(form, implementation, form.returns_lse)
 
 
 @functools.cache
 def _attention(form: Form, implementation: str | None, residual: bool) -> Callable[..., tuple[jax.Array, ...]]:
-    """The function. Derivatives use the log-sum-exp, so they take the results with it as a residual."""
+    """The function. Derivatives use the log-sum-exp and all rests, so they take the results with these as residuals."""
+    forward = Forward(form, residual)
 
     @jax.custom_jvp
     def function(*operands):
-        return attention_operation(Forward(form, residual), implementation, *operands)
+        return attention_operation(forward, implementation, *operands)
 
     @functools.partial(function.defjvp, symbolic_zeros=True)
     def function_jvp(primals, tangents):
         results = _attention(form, implementation, True)(*primals)
         moved = {name: t for name, t in zip(form.names, tangents, strict=True) if moves(t)}
         tangents_out = _Derivative(form, implementation, tuple(moved))(*primals, *results, *moved.values())
-        return results, (*tangents_out, jnp.zeros_like(results[-1]))
+        results = results[: len(forward.results)]
+        return results, (*tangents_out, *map(jnp.zeros_like, results[len(_MOVING) :]))
 
     return function
 
@@ -63,7 +65,7 @@ class _Derivative(LinearMap):
     @property
     def linear(self) -> range:
         """The operands after the results."""
-        begin = len(self.form.names) + len(RESULTS)
+        begin = len(self.form.names) + len(Forward(self.form).results)
         return range(begin, begin + len(_MOVING if self.transposed else self.moving))
 
     def apply(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
@@ -94,15 +96,22 @@ class _Derivative(LinearMap):
     def _gradients(self, operands: Sequence[jax.Array], run: Callable[..., tuple]) -> tuple[jax.Array, ...]:
         """The gradients by the operands that move. `run` calls the pullback.
 
-        The sum over the output's cotangent is of the rounded numbers that the pullback gets. Were it of others, the
-        gradients of a row would not add up to 0. The cotangent of the log-sum-exp joins it at no cost.
+        The sum over the output's cotangent is of the rounded numbers that the pullback gets, times the output as it was
+        before it was rounded. Were it of others, the gradients of a row would not add up to 0. The cotangent of the
+        log-sum-exp joins it at no cost.
         """
-        *given, output, lse, rest, d_output, d_lse = operands
+        *operands, d_output, d_lse = operands
+        given = operands[: len(self.form.names)]
+        output, lse, rest, *output_rest = operands[len(given) :]
         wide = lse.dtype
+        # Where nothing counts, cotangents may be infinite, as those of lse**2 or of the output's norm.
+        empty = jnp.isneginf(lse)
+        if _may_be_empty(self.form, *given[:2]):
+            d_output = jnp.where(jnp.moveaxis(empty, 1, 2)[..., None], 0, d_output)
         d_output = jax.lax.optimization_barrier(d_output.astype(given[0].dtype))
-        products = output.astype(wide) * d_output.astype(wide)
-        delta = jnp.moveaxis(jnp.sum(products, axis=-1), 2, 1) - d_lse
-        delta = jnp.where(jnp.isneginf(lse), 0, delta)  # where nothing counts, d_lse may be infinite, as that of lse**2
+        exact = sum((x.astype(wide) for x in output_rest), output.astype(wide))
+        delta = jnp.moveaxis(jnp.sum(exact * d_output.astype(wide), axis=-1), 2, 1) - d_lse
+        delta = jnp.where(empty, 0, delta)
         of_kernel = tuple(name for name in self.moving if name != Extra.SINKS.value)
         found = {}
         if of_kernel:
@@ -119,9 +128,15 @@ class _Derivative(LinearMap):
 
     def batch(self, operands: Sequence[jax.Array], dims: Sequence[int | None]) -> Sequence[jax.Array]:
         """A mapped dimension joins the batch."""
-        names = (*self.form.names, *RESULTS, *(_MOVING if self.transposed else self.moving))
+        names = (*self.form.names, *Forward(self.form).results, *(_MOVING if self.transposed else self.moving))
         results = self.moving if self.transposed else _MOVING
         return mapped(self, names, results, operands, dims, self.moving)
+
+
+def _may_be_empty(form: Form, query: jax.Array, key: jax.Array) -> bool:
+    """Whether there may be queries for which no key counts."""
+    beyond = form.left is not None and query.shape[1] != key.shape[1]
+    return beyond or any(extra is not Extra.SINKS for extra in form.extras)
 
 
 def _of_sinks(sinks: jax.Array, lse: jax.Array, rest: jax.Array, delta: jax.Array) -> jax.Array:

@@ -4,7 +4,9 @@ The operands of every implementation are query (B, T, N, H), key (B, S, K, H) an
 extras that the form names, in the order of `Extra`. N is a multiple of K: query head n attends with key head
 n // (N // K). The results are the output (B, T, N, D), in the form's dtype, and the log-sum-exp of every query's
 scores (B, N, T), in the accumulator's dtype, with its rest: what it lost when it was rounded. Where all scores of a
-query are -1e9, the log-sum-exp in f32 does not tell one key from a thousand, and the rest does.
+query are -1e9, the log-sum-exp in f32 does not tell one key from a thousand, and the rest does. An output that is
+rounded to fewer digits has a rest as well, for the gradients: where one key has nearly all the weight, they are
+differences of the output and that key's value.
 
 The score of a query i and a key j is z = cap * tanh(scale * <q_i, k_j> / cap) + bias, without the tanh if there is no
 cap. It counts where all of these hold, in which the query's position is p = offset + i and the key's is j:
@@ -55,6 +57,7 @@ class Form:
       returns_lse: whether the caller gets the log-sum-exp. Else its cotangent is 0.
       deterministic: whether the gradients must have the same bits on every run.
       precision: of the products of f32 and f64 operands, as `jax.default_matmul_precision` has it; None for XLA's own.
+      rounded: whether the output's dtype has fewer digits than the accumulator's.
     """
 
     dtype: np.dtype
@@ -66,6 +69,7 @@ class Form:
     returns_lse: bool = True
     deterministic: bool = True
     precision: str | None = None
+    rounded: bool = False
 
     def named[T](self, operands: Sequence[T]) -> dict[Extra, T]:
         """The extras among the operands of a call, by name."""

@@ -29,13 +29,14 @@ DIMENSIONS = {
     "output": "btnd",
     "lse": "bnt",
     "rest": "bnt",
+    "output_rest": "btnd",
     "delta": "bnt",
     "cotangent": "btnd",
 }
-# What the forward operation returns.
+# What the forward operation returns, apart from the rest of an output that is rounded.
 RESULTS = ("output", "lse", "rest")
 # Operands that always have the whole batch. The others may have length 1 there.
-WHOLE = ("query", "key", "value", "output", "lse", "rest", "delta", "cotangent")
+WHOLE = ("query", "key", "value", "output", "lse", "rest", "output_rest", "delta", "cotangent")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,10 +80,11 @@ class Operation(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Forward(Operation):
-    """(query, key, value, *extras) -> the output, the log-sum-exp and its rest.
+    """(query, key, value, *extras) -> the output, the log-sum-exp and its rest, and for gradients the output's rest.
 
     Attributes:
-      residual: whether the log-sum-exp is used, which is NaN if an implementation is faster without it.
+      residual: whether the log-sum-exp is used, which is NaN if an implementation is faster without it, and the rest of
+        an output that is rounded is returned.
     """
 
     residual: bool = True
@@ -94,12 +96,13 @@ class Forward(Operation):
 
     @property
     def results(self) -> tuple[str, ...]:
-        """The output (B, T, N, D), and the log-sum-exp (B, N, T) and its rest."""
-        return RESULTS
+        """The output (B, T, N, D), the log-sum-exp (B, N, T) and its rest, and the output's rest, if it has one."""
+        return (*RESULTS, "output_rest") if self.residual and self.form.rounded else RESULTS
 
     def _plain(self, platform: str | None) -> xla.Function:
         """As the operation, in plain JAX."""
-        return xla.forward(self.form, platform)
+        function = xla.forward(self.form, platform)
+        return lambda *operands: function(*operands)[: len(self.results)]
 
     def types(self, *operands):
         """The types of the results, sharded as query is, over explicit axes of a mesh."""
@@ -110,7 +113,8 @@ class Forward(Operation):
             rows = rows + sum(jnp.sum(v.astype(rows.dtype)) for v in operands)  # varies wherever an operand does
             output = jnp.broadcast_to(rows[..., None], (*rows.shape, value.shape[-1]))
             rows = jnp.moveaxis(rows, 1, 2)
-            return output.astype(self.form.dtype), rows, rows
+            found = output.astype(self.form.dtype), rows, rows, output.astype(query.dtype)
+            return found[: len(self.results)]
 
         return jax.make_jaxpr(like)(*operands).out_avals
 
@@ -119,8 +123,8 @@ class Forward(Operation):
 class Pullback(Operation):
     """(query, key, value, *extras, output, lse, rest, delta, cotangent) -> the gradients of some operands.
 
-    The cotangent is that of the output, in the dtype of query, and delta is the sum of its products with the output,
-    less the cotangent of the log-sum-exp.
+    The cotangent is that of the output, in the dtype of query, and delta is the sum of its products with the output as
+    it was before it was rounded, less the cotangent of the log-sum-exp.
 
     Attributes:
       moving: the operands whose gradients are asked for, some of query, key, value and bias, in this order.

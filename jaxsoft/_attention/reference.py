@@ -64,7 +64,7 @@ def pullback(form: Form, moving: Sequence[str]) -> xla.Function:
             varied = list(given)
             for place, value in zip(places, moved, strict=True):
                 varied[place] = value
-            return forward(dataclasses.replace(form, dtype=delta.dtype))(*varied)
+            return forward(dataclasses.replace(form, dtype=delta.dtype, rounded=False))(*varied)
 
         (y, _, rest), transpose = jax.vjp(along, *(given[place] for place in places))
         cotangent = cotangent.astype(y.dtype)

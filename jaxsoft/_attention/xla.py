@@ -39,8 +39,8 @@ def forward(form: Form, platform: str | None = None) -> Function:
         ]
         if len(found) == 1:
             return found[0]
-        outputs, *numbers = zip(*found, strict=True)
-        return jnp.concatenate(outputs, axis=1), *(jnp.concatenate(of_parts, axis=2) for of_parts in numbers)
+        axes = 1, 2, 2, 1
+        return tuple(jnp.concatenate(v, axis) for v, axis in zip(zip(*found, strict=True), axes, strict=False))
 
     return function
 
@@ -52,7 +52,7 @@ def _state_of(call: Call, block: Block) -> AttentionState:
     return AttentionState(m, s, call.product("bnts,bksd->bntd", weights, block.value))
 
 
-def results(call: Call, st: AttentionState) -> tuple[jax.Array, jax.Array, jax.Array]:
+def results(call: Call, st: AttentionState) -> tuple[jax.Array, ...]:
     """The results of a call, given the state of all keys (B, N, T), with which the sinks are combined."""
     if Extra.SINKS in call.extras:
         sinks = call.extras[Extra.SINKS].astype(st.m.dtype)[..., None]
@@ -60,7 +60,15 @@ def results(call: Call, st: AttentionState) -> tuple[jax.Array, jax.Array, jax.A
         st = fold.combine(st, AttentionState(m, s, jnp.zeros_like(st.o)))
     lse = fold.lse(st)
     rest = jnp.log(jnp.where(st.s == 0, 1, st.s)) - (fold.reference(lse) - fold.reference(st.m))
-    return jnp.moveaxis(fold.output(st, call.form.dtype), 1, 2), lse, jax.lax.stop_gradient(fold.reference(rest))
+    output = jnp.moveaxis(fold.output(st), 1, 2)
+    found = output.astype(call.form.dtype), lse, jax.lax.stop_gradient(fold.reference(rest))
+    if not call.form.rounded:
+        return found
+    # XLA may take a number that was rounded and widened for the number itself, and then there would be no rest.
+    rounded = jax.lax.optimization_barrier(found[0]).astype(output.dtype)
+    # Beside an output that overflowed, or that is not a number, there is none.
+    output_rest = jnp.where(jnp.isfinite(rounded), output - rounded, 0)
+    return *found, jax.lax.stop_gradient(output_rest.astype(call.query.dtype))
 
 
 def pullback(form: Form, moving: Sequence[str], platform: str | None = None) -> Function:

@@ -97,8 +97,8 @@ def dot_product_attention(
 
     Derivatives by query, key, value, bias, sinks, a traced scale and the state, of the output, the log-sum-exp and the
     state, of every order, in forward and reverse mode, for every implementation. Reverse mode keeps the inputs, the
-    output and the log-sum-exp. Over a mesh, batch and heads may be sharded and stay where they are; other dimensions
-    are gathered.
+    output, with what its rounding to 16 bits took from it, and the log-sum-exp. Over a mesh, batch and heads may be
+    sharded and stay where they are; other dimensions are gathered.
 
     Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv:1805.02867); Dao et al.,
     "FlashAttention" (arXiv:2205.14135); Shah et al., "FlashAttention-3" (arXiv:2407.08608), for the order of work on
@@ -136,16 +136,18 @@ def dot_product_attention(
         given, bias, mask, query_seq_lengths, key_value_seq_lengths, sinks, query_segment_ids, key_value_segment_ids,
         query_offset,
     )  # fmt: skip
+    wide = np.dtype(accumulator(query.dtype))
     form = Form(
-        dtype=np.dtype(accumulator(query.dtype)) if merges else result,
+        dtype=wide if merges else result,
         scale=scale,
         left=left,
         right=0 if kept["is_causal"] else right,
-        cap=_cap(logits_soft_cap, accumulator(query.dtype)),
+        cap=_cap(logits_soft_cap, wide),
         extras=tuple(extras),
         returns_lse=kept["return_residual"] or merges,
         deterministic=kept["deterministic"],
         precision=jax.config.jax_default_matmul_precision,
+        rounded=not merges and jnp.finfo(result).nmant < jnp.finfo(wide).nmant,
     )
     before = None if state is None else _check_state(state, given)
     output, lse, after = _attend(
@@ -161,7 +163,7 @@ def dot_product_attention(
 @functools.partial(jax.jit, static_argnames=("form", "implementation", "dtype", "return_state"))
 def _attend(form, implementation, dtype, return_state, operands, before):
     operands = varying_alike(*operands)
-    output, lse, rest = attention(form, implementation)(*operands)
+    output, lse, rest, *_ = attention(form, implementation)(*operands)
     lse = jnp.moveaxis(lse, 1, 2)
     if before is None and not return_state:
         return output, lse, None
@@ -329,8 +331,10 @@ def _scaled(query: jax.Array, scale: ArrayLike | None) -> tuple[jax.Array, float
     number = as_array("scale", scale)
     if number.shape != () or not jnp.issubdtype(number.dtype, jnp.number) or jnp.iscomplexobj(number):
         raise TypeError(f"scale must be a real number; got dtype {number.dtype.name} and shape {number.shape}")
+    if isinstance(scale, int | float | np.generic | np.ndarray):  # while JAX traces, an array of these is traced too
+        return query, float(scale)
     if not isinstance(number, jax.core.Tracer):
-        return query, float(scale) if isinstance(scale, int | float) else float(number)
+        return query, float(number)
     wide = accumulator(query.dtype)
     return (query.astype(wide) * number.astype(wide)).astype(query.dtype), 1.0
 

@@ -172,6 +172,7 @@ def test_numbers_of_any_kind():
     given = {"is_causal": np.True_, "local_window_size": [np.int8(2), np.int64(1)], "logits_soft_cap": np.float32(2)}
     for scale in (np.float32(0.5), np.array(0.5), jnp.float32(0.5)):
         assert same_bits(attention(Q, K, V, scale=scale, **given), expected)
+        assert same_bits(jax.jit(lambda q, scale=scale: attention(q, K, V, scale=scale, **given))(Q), expected)
     lengths = [np.array([2, 3], dtype) for dtype in (np.int32, np.uint8, np.int16, np.uint32)]
     outputs = [attention(Q, K, V, key_value_seq_lengths=v, query_seq_lengths=v, query_offset=v) for v in lengths]
     assert all(same_bits(outputs[0], y) for y in outputs[1:])
