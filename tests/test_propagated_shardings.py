@@ -34,7 +34,8 @@ def test_uneven(name, dim):
         fill, spec = [(0, 0)] * v.ndim, [None] * v.ndim
         if v.ndim:
             fill[dim], spec[dim] = (0, -v.shape[dim] % DEVICES), "a"
-        return jax.device_put(np.pad(v, fill, constant_values=9), NamedSharding(mesh(), P(*spec)))
+            v = np.pad(v, fill, constant_values=9)
+        return jax.device_put(v, NamedSharding(mesh(), P(*spec)))
 
     def sliced(f):
         def call(*operands):

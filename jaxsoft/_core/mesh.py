@@ -32,6 +32,8 @@ def automatically[T](function: Callable[..., T], shardings: T, *operands: jax.Ar
     """The results of a function, with these shardings. XLA partitions it where operands lie over explicit mesh axes."""
     if all(axis is None for v in operands for axis in jax.typeof(v).sharding.spec):
         return function(*operands)
+    # The gradient by an operand that lies on one device has its type, but is computed over the mesh.
+    shardings = jax.tree.map(lambda s: sharding_over(s.spec, *operands) if s.mesh.empty else s, shardings)
     explicit = jax.sharding.get_abstract_mesh().explicit_axes
     return jax.sharding.auto_axes(function, axes=explicit, out_sharding=shardings)(*operands)
 
@@ -88,6 +90,18 @@ def if_even(axes: Axes, size: int, mesh: Mesh) -> Axes:
 def sharded_like(v: jax.Array, x: jax.Array) -> jax.Array:
     """v, whose dimensions are those of x or the leading ones of these, sharded as they are over explicit mesh axes."""
     return _resharded(v, jax.typeof(x).sharding.spec[: v.ndim], x)
+
+
+def with_batch_of(x: jax.Array, v: jax.Array) -> jax.Array:
+    """v, whose first dimension is sharded as that of x is over explicit mesh axes, and no other one over these."""
+    first, (_, *others) = jax.typeof(x).sharding.spec[0], jax.typeof(v).sharding.spec
+    taken = {*_names(first)}
+    return _resharded(v, [first, *(None if taken & {*_names(names)} else names for names in others)], x)
+
+
+def _names(entry: str | Axes | None) -> Axes:
+    """The axes of the mesh in an entry of a spec."""
+    return (entry,) if isinstance(entry, str) else entry or ()
 
 
 def whole_along(v: jax.Array, axes: Sequence[int]) -> jax.Array:

@@ -14,7 +14,7 @@ from jaxsoft import fold
 from jaxsoft._attention.derivative import attention
 from jaxsoft._attention.form import Extra, Form
 from jaxsoft._core.carriers import check_name
-from jaxsoft._core.mesh import varying_alike, whole_along
+from jaxsoft._core.mesh import sharded_like, varying_alike, whole_along, with_batch_of
 from jaxsoft._core.numbers import as_array
 from jaxsoft._ops.arguments import as_kernel_scores, broadcastable, check_dtype
 from jaxsoft.fold import AttentionState, accumulator
@@ -213,7 +213,7 @@ class _Arrays(NamedTuple):
                 f"{query.shape}"
             )
         # Over explicit axes of a mesh, only the batch and the heads may be sharded.
-        query, key, value = (whole_along(x, (1, 3)) for x in (query, key, value))
+        query, key, value = (with_batch_of(query, whole_along(x, (1, 3))) for x in (query, key, value))
         return cls(query, key, value, ndim == 3)
 
 
@@ -235,7 +235,8 @@ def _extras(
     extras: dict[Extra, jax.Array] = {}
 
     def full(name: str, x: ArrayLike) -> jax.Array:
-        return whole_along(broadcastable(name, x, shape), (2, 3))
+        x = whole_along(broadcastable(name, x, shape), (2, 3))
+        return with_batch_of(query, x) if x.shape[0] == batch else x
 
     if bias is not None:
         extras[Extra.BIAS] = as_kernel_scores("bias", full("bias", bias))
@@ -389,5 +390,5 @@ def _check_state(state: AttentionState, given: _Arrays) -> AttentionState:
         part = as_kernel_scores(f"state.{name}", getattr(state, name))
         if part.shape != shape:
             raise ValueError(f"state.{name} must have the shape {shape}; got shape {part.shape}")
-        parts.append((part[None] if given.no_batch else part).astype(dtype))
+        parts.append(sharded_like((part[None] if given.no_batch else part).astype(dtype), given.query))
     return AttentionState(*parts)

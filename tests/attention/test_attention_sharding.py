@@ -116,6 +116,24 @@ def test_any_dimension(kind):
                 call.through("grad").check(sharded(specs))
 
 
+@pytest.mark.parametrize("names", [("vmap of the first operand", "grad"), ("grad", "grad")], ids=" of ".join)
+def test_sharded_otherwise(names):
+    """Over explicit axes the batch and a state follow the query, and what lies on one device joins the mesh."""
+    call = case(("bias of a query", "state"), SIZES._replace(t=3, s=4, h=4, d=4), np.float32)
+    call = functools.reduce(Case.through, reversed(names), call)
+    mapped = "grad" != names[0]
+    query = [(P(None, None, "b"), P(("a", "b"))), (P(None, None, None, "b"), P(None, ("a", "b")))][mapped]
+    others = [P("a"), P(("a", "b")), None, P(None, None, "a"), P("b"), None]
+    with jax.set_mesh(mesh_of(Explicit)):
+        mesh = jax.sharding.get_mesh()
+        for first in query:
+            operands = [
+                v if spec is None else jax.device_put(v, NamedSharding(mesh, spec))
+                for v, spec in zip(call.operands, (first, *others), strict=True)
+            ]
+            call.check(lambda f, operands=operands: lambda *_: jax.jit(f)(*operands))
+
+
 @each_axis_type
 @pytest.mark.parametrize(
     "names",
