@@ -78,11 +78,12 @@ def attention_kernels(
     form = operation.form
     given = operands[: len(form.names)]
     if not isinstance(operation, Pullback):
-        kernel, results = forward.forward(form, given), len(operation.results)
+        kernel = forward.forward(form, given)
 
         def forward_with_rests(*arrays):
             output, lse, rest = kernel(*arrays)
-            return (output, lse, rest, jnp.zeros(output.shape, arrays[0].dtype))[:results]
+            lost = [jnp.zeros(output.shape, arrays[0].dtype)] if form.rounded else []  # the kernel does not keep it
+            return output, lse, rest, *lost
 
         return forward_with_rests
     gradients = backward.backward(form, given, operation.moving)

@@ -24,15 +24,14 @@ from jaxsoft._core.tangents import moves
 _MOVING = ("output", "lse")  # the results that have derivatives
 
 
-def attention(form: Form, implementation: str | None) -> Callable[..., tuple[jax.Array, ...]]:
-    """(query, key, value, *extras) -> the results of a call, as a differentiable function. The rests are constants."""
-    return _attention(form, implementation, form.returns_lse)
-
-
 @functools.cache
-def _attention(form: Form, implementation: str | None, residual: bool) -> Callable[..., tuple[jax.Array, ...]]:
-    """The function. Derivatives use the log-sum-exp and all rests, so they take the results with these as residuals."""
-    forward = Forward(form, residual)
+def attention(form: Form, implementation: str | None, residual: bool = False) -> Callable[..., tuple[jax.Array, ...]]:
+    """(query, key, value, *extras) -> the output, the log-sum-exp and its rest, as a differentiable function.
+
+    Derivatives use the log-sum-exp and the output's rest, so they take the results with these as a residual. The rests
+    are constants.
+    """
+    forward = Forward(form) if residual else Forward(dataclasses.replace(form, rounded=False), form.returns_lse)
 
     @jax.custom_jvp
     def function(*operands):
@@ -40,7 +39,7 @@ def _attention(form: Form, implementation: str | None, residual: bool) -> Callab
 
     @functools.partial(function.defjvp, symbolic_zeros=True)
     def function_jvp(primals, tangents):
-        results = _attention(form, implementation, True)(*primals)
+        results = attention(form, implementation, residual=True)(*primals)
         moved = {name: t for name, t in zip(form.names, tangents, strict=True) if moves(t)}
         tangents_out = _Derivative(form, implementation, tuple(moved))(*primals, *results, *moved.values())
         results = results[: len(forward.results)]

@@ -57,7 +57,7 @@ class Form:
       returns_lse: whether the caller gets the log-sum-exp. Else its cotangent is 0.
       deterministic: whether the gradients must have the same bits on every run.
       precision: of the products of f32 and f64 operands, as `jax.default_matmul_precision` has it; None for XLA's own.
-      rounded: whether the output's dtype has fewer digits than the accumulator's.
+      rounded: whether the output's dtype has fewer digits than the accumulator's, and for gradients it has a rest.
     """
 
     dtype: np.dtype

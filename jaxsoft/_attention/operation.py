@@ -80,11 +80,10 @@ class Operation(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Forward(Operation):
-    """(query, key, value, *extras) -> the output, the log-sum-exp and its rest, and for gradients the output's rest.
+    """(query, key, value, *extras) -> the output, the log-sum-exp and its rest, and if it is rounded the output's rest.
 
     Attributes:
-      residual: whether the log-sum-exp is used, which is NaN if an implementation is faster without it, and the rest of
-        an output that is rounded is returned.
+      residual: whether the log-sum-exp is used, which is NaN if an implementation is faster without it.
     """
 
     residual: bool = True
@@ -97,12 +96,11 @@ class Forward(Operation):
     @property
     def results(self) -> tuple[str, ...]:
         """The output (B, T, N, D), the log-sum-exp (B, N, T) and its rest, and the output's rest, if it has one."""
-        return (*RESULTS, "output_rest") if self.residual and self.form.rounded else RESULTS
+        return (*RESULTS, "output_rest") if self.form.rounded else RESULTS
 
     def _plain(self, platform: str | None) -> xla.Function:
         """As the operation, in plain JAX."""
-        function = xla.forward(self.form, platform)
-        return lambda *operands: function(*operands)[: len(self.results)]
+        return xla.forward(self.form, platform)
 
     def types(self, *operands):
         """The types of the results, sharded as query is, over explicit axes of a mesh."""
@@ -113,8 +111,8 @@ class Forward(Operation):
             rows = rows + sum(jnp.sum(v.astype(rows.dtype)) for v in operands)  # varies wherever an operand does
             output = jnp.broadcast_to(rows[..., None], (*rows.shape, value.shape[-1]))
             rows = jnp.moveaxis(rows, 1, 2)
-            found = output.astype(self.form.dtype), rows, rows, output.astype(query.dtype)
-            return found[: len(self.results)]
+            lost = [output.astype(query.dtype)] if self.form.rounded else []
+            return output.astype(self.form.dtype), rows, rows, *lost
 
         return jax.make_jaxpr(like)(*operands).out_avals
 

@@ -67,7 +67,7 @@ def results(call: Call, st: AttentionState) -> tuple[jax.Array, ...]:
     # XLA may take a number that was rounded and widened for the number itself, and then there would be no rest.
     rounded = jax.lax.optimization_barrier(found[0]).astype(output.dtype)
     # Beside an output that overflowed, or that is not a number, there is none.
-    output_rest = jnp.where(jnp.isfinite(rounded), output - rounded, 0)
+    output_rest = fold.reference(output - rounded)
     return *found, jax.lax.stop_gradient(output_rest.astype(call.query.dtype))
 
 

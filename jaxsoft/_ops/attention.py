@@ -163,7 +163,7 @@ def dot_product_attention(
 @functools.partial(jax.jit, static_argnames=("form", "implementation", "dtype", "return_state"))
 def _attend(form, implementation, dtype, return_state, operands, before):
     operands = varying_alike(*operands)
-    output, lse, rest, *_ = attention(form, implementation)(*operands)
+    output, lse, rest = attention(form, implementation)(*operands)
     lse = jnp.moveaxis(lse, 1, 2)
     if before is None and not return_state:
         return output, lse, None

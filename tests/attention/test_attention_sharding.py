@@ -116,17 +116,28 @@ def test_any_dimension(kind):
                 call.through("grad").check(sharded(specs))
 
 
+@each_axis_type
+def test_16_bits(kind):
+    """The output's rest lies where the output does: nothing moves for gradients."""
+    grad = case((), SIZES, jnp.bfloat16).through("grad")
+    with jax.set_mesh(mesh_of(kind)):
+        for spec in SPECS[:3]:
+            specs = [spec] * 3
+            grad.check(sharded(specs))
+            assert collectives(jax.jit(grad.ours).lower(*put(grad.operands, specs)).compile()) == []
+
+
 @pytest.mark.parametrize("names", [("vmap of the first operand", "grad"), ("grad", "grad")], ids=" of ".join)
 def test_sharded_otherwise(names):
     """Over explicit axes the batch and a state follow the query, and what lies on one device joins the mesh."""
     call = case(("bias of a query", "state"), SIZES._replace(t=3, s=4, h=4, d=4), np.float32)
     call = functools.reduce(Case.through, reversed(names), call)
-    mapped = "grad" != names[0]
-    query = [(P(None, None, "b"), P(("a", "b"))), (P(None, None, None, "b"), P(None, ("a", "b")))][mapped]
+    mapped = (None,) * ("vmap" in names[0])
+    queries = P(*mapped, None, None, "b"), P(*mapped, ("a", "b"))
     others = [P("a"), P(("a", "b")), None, P(None, None, "a"), P("b"), None]
     with jax.set_mesh(mesh_of(Explicit)):
         mesh = jax.sharding.get_mesh()
-        for first in query:
+        for first in queries:
             operands = [
                 v if spec is None else jax.device_put(v, NamedSharding(mesh, spec))
                 for v, spec in zip(call.operands, (first, *others), strict=True)
