@@ -9,7 +9,6 @@ Pallas takes half as long as to import JAX, so that waits until a kernel is aske
 from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 
 from jaxsoft._attention.form import Form as AttentionForm
 from jaxsoft._attention.operation import Operation as AttentionOperation
@@ -78,14 +77,7 @@ def attention_kernels(
     form = operation.form
     given = operands[: len(form.names)]
     if not isinstance(operation, Pullback):
-        kernel = forward.forward(form, given)
-
-        def forward_with_rests(*arrays):
-            output, lse, rest = kernel(*arrays)
-            lost = [jnp.zeros(output.shape, arrays[0].dtype)] if form.rounded else []  # the kernel does not keep it
-            return output, lse, rest, *lost
-
-        return forward_with_rests
+        return forward.forward(form, given)
     gradients = backward.backward(form, given, operation.moving)
 
     def pullback(*arrays):

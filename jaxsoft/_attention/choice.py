@@ -83,16 +83,15 @@ class _Lead:
 
 
 # By the larger head size up to which an entry holds: forward without a causal rule and with one, and the gradients
-# where they need not have the same bits on every run. By measurement on Hopper, with as many queries as keys
+# likewise where they need not have the same bits on every run. By measurement on Hopper, with as many queries as keys
 # (`benchmarks/results/h200_attention.json`, from 512 on); within 3 %, either may come first, and an H100 may differ
-# from an H200. Heads of 96 have a record at 8K alone: from 1K to 32K Pallas was 1.09 to 1.22 times as fast as cuDNN
-# forward, and 1.03 to 1.25 times with gradients. Where the log-sum-exp is wanted, as for gradients, Pallas comes first
-# at all lengths: its forward and cuDNN's backward are .99 to 1.04 times as fast as both of cuDNN's.
+# from an H200. Where the log-sum-exp is wanted, as for gradients, Pallas comes first at all lengths: its forward and
+# cuDNN's backward are .99 to 1.04 times as fast as both of cuDNN's.
 _LEADS = {
-    64: (_Lead(), _Lead(first=1025), _Lead(last=2048)),
-    96: (_Lead(), _Lead(), _Lead()),
-    128: (_Lead(last=2048), _Lead(), _Lead(last=2048)),
-    256: (_Lead(last=1024), _Lead(last=8192), _Lead()),
+    64: ((_Lead(), _Lead(first=1025)), (_Lead(last=2048), _Lead(last=2048))),
+    96: ((_Lead(), _Lead()), (_Lead(), _Lead())),
+    128: ((_Lead(last=2048), _Lead()), (_Lead(last=2048), _Lead(last=2048))),
+    256: ((_Lead(last=1024), _Lead(last=8192)), (_Lead(), _Lead(last=2048))),
 }
 
 
@@ -108,13 +107,11 @@ def preference(operation: Operation, platform: str, operands: Operands) -> tuple
     if isinstance(operation, Pullback) and form.deterministic:
         return "pallas", "xla"
     length, largest = query.shape[1], max(query.shape[3], value.shape[3])
-    forward, causal, gradients = _LEADS[min((size for size in _LEADS if largest <= size), default=max(_LEADS))]
-    if isinstance(operation, Pullback):
-        lead = gradients
-    elif isinstance(operation, Forward) and operation.residual:
+    forward, gradients = _LEADS[min((size for size in _LEADS if largest <= size), default=max(_LEADS))]
+    if isinstance(operation, Forward) and operation.residual:
         lead = _Lead()
     else:
-        lead = forward if form.right is None else causal
+        lead = (gradients if isinstance(operation, Pullback) else forward)[form.right is not None]
     by_pallas = lead.has(length) and length == value.shape[1]
     return ("pallas", "cudnn", "xla") if by_pallas else ("cudnn", "pallas", "xla")
 

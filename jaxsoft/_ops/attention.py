@@ -82,7 +82,8 @@ def dot_product_attention(
       state: what came before: the state of other keys for the same queries, as `return_state` gives it. The result is
         attention over both.
       return_state: also return the state of all keys so far, to go on from.
-      deterministic: whether gradients must have the same bits on every run. False allows kernels that are faster.
+      deterministic: whether gradients must have the same bits on every run. False allows kernels that are faster, and
+        less exact in 16 bits where one key has nearly all the weight of a query.
       dtype: of the output; None for that of query.
 
     Returns:

@@ -40,9 +40,9 @@ def forward(
     plan: ForwardPlan | None = None,
     interpret: Any = None,
     blocks: int | None = None,
-) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
+) -> Callable[..., tuple[jax.Array, ...]]:
     """The function of (query, key, value, *extras) that returns the output, the log-sum-exp and its rest, which is 0
-    but with a bias.
+    but with a bias, and the rest of an output that is rounded.
 
     Args:
       form: the call's.
@@ -64,13 +64,18 @@ def forward(
     columns = tiles.head_size(size) if direct else tiles.padded_head(size)
     # Copies along one dimension do not stop at its end: on an H100 they went on into the next head's numbers.
     numbers = jax.ShapeDtypeStruct((batch, heads, whole), jnp.float32)
-    results = jax.ShapeDtypeStruct((batch, rows, heads, columns), form.dtype), *[numbers] * (2 if has_rest(form) else 1)
+    output = jax.ShapeDtypeStruct((batch, rows, heads, columns), form.dtype)
+    results = {"output": output, "lse": numbers}
+    if has_rest(form):
+        results["rest"] = numbers
+    if form.rounded:
+        results["output_rest"] = jax.ShapeDtypeStruct(output.shape, query.dtype)
 
-    def function(*arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def function(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         with jax.enable_x64(False):  # the kernel counts in 32 bits
             return attend(*arrays)
 
-    def attend(*arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def attend(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         extras = form.named(arrays)
         prepared = prepare(form, extras, shape)
         names, refs = tuple(prepared), list(prepared.values())
@@ -85,9 +90,18 @@ def forward(
             refs += [jnp.asarray(part) for part in dealt]
         kernel = plgpu.kernel(
             functools.partial(
-                _entry, form, plan, items, shape, names, has_segments, dealt is not None, interpret is not None
+                _entry,
+                form,
+                plan,
+                items,
+                shape,
+                names,
+                tuple(results),
+                has_segments,
+                dealt is not None,
+                interpret is not None,
             ),
-            out_type=results,
+            out_type=tuple(results.values()),
             grid=(len(dealt[1]) - 1 if dealt else math.prod(axes.values()),),
             grid_names=("block",),
             num_threads=plan.groups + 1,
@@ -100,9 +114,12 @@ def forward(
             kernel_name="jaxsoft_attention",
             interpret=interpret,
         )
-        output, *found = kernel(*(tiles.padded(array) for array in arrays[:3]), *refs)
-        lse, *rest = (rows[:, :, :length] for rows in found)
-        return output[:, :length, :, :size], lse, fold.reference(rest[0]) if rest else jnp.zeros_like(lse)
+        found = kernel(*(tiles.padded(array) for array in arrays[:3]), *refs)
+        given = dict(zip(results, found, strict=True))
+        outputs = [given[name][:, :length, :, :size] for name in ("output", "output_rest") if name in given]
+        lse = given["lse"][:, :, :length]
+        rest = fold.reference(given["rest"][:, :, :length]) if "rest" in given else jnp.zeros_like(lse)
+        return outputs[0], lse, rest, *outputs[1:]
 
     return function
 
@@ -113,14 +130,14 @@ def _entry(
     items: Mapping[str, int],
     shape: Shape,
     names: Sequence[Extra],
+    result_names: Sequence[str],
     has_segments: bool,
     has_schedule: bool,
     interpreted: bool,
     *refs: Any,
 ) -> None:
     """Allocates shared memory, and runs every warp group's part."""
-    count = len(refs) - (3 if has_rest(form) else 2)
-    (query, key, value, *extras), results = refs[:count], refs[count:]
+    (query, key, value, *extras), results = refs[: -len(result_names)], refs[-len(result_names) :]
     schedule = None
     if has_schedule:
         *extras, numbers, begins = extras
@@ -153,7 +170,8 @@ def _entry(
             plan=plan,
             items=items,
             scores=Scores(form, shape, named),
-            refs=(query, key, value, *results),
+            refs=(query, key, value),
+            results=dict(zip(result_names, results, strict=True)),
             schedule=schedule,
             segments=extras[-1] if has_segments else None,
             scratch=scratch,

@@ -93,7 +93,8 @@ class Block:
       form, plan: what is asked for.
       items: the sizes of the axes of all items, by name, the last of which changes first.
       scores: how products become scores.
-      refs: the references to query, key, value and the results.
+      refs: the references to query, key and value.
+      results: those to the results, by name.
       schedule: references to the result of schedule.py, or None.
       segments: the reference to the ranges that segments leave, if there are any.
       scratch: shared memory.
@@ -105,7 +106,8 @@ class Block:
     plan: ForwardPlan
     items: Mapping[str, int]
     scores: Scores
-    refs: tuple[Any, ...]
+    refs: tuple[Any, Any, Any]
+    results: Mapping[str, Any]
     schedule: tuple[Any, Any] | None
     segments: Any
     scratch: Scratch
@@ -154,7 +156,7 @@ class Block:
     def copy(self) -> None:
         """Copies the tiles of keys, of a bias and mask, and of values, as slots become free."""
         plgpu.set_max_registers(_COPY_REGISTERS[self.plan.groups], action="decrease")
-        key, value = self.refs[1:3]
+        key, value = self.refs[1:]
         scratch, slots = self.scratch, self.plan.slots
 
         def copy_item(number: jax.Array, following: Following, before: jax.Array) -> jax.Array:
@@ -322,7 +324,7 @@ class Block:
 
     def _finish(self, item: Item, group: jax.Array, state: State, bring_next: Callable[[], None]) -> None:
         """Writes the results of a warp group's queries, and calls a function as soon as their place is free."""
-        output, lse, *rest = self.refs[3:]
+        output, lse = self.results["output"], self.results["lse"]
         scratch, count = self.scratch, self.plan.query_rows
         begin = item.begin + group * count
         direct = output.dtype == jnp.float32
@@ -337,16 +339,29 @@ class Block:
             store(output.at[item.batch, pl.ds(begin, count), item.head], result)
         else:
             staged = (scratch.queries if scratch.output is None else scratch.output).at[group]
-            staged[...] = result.astype(output.dtype)
+            rounded = result.astype(output.dtype)
+            staged[...] = rounded
         plgpu.commit_smem()
-        if not direct:
-            rows = tiles.rows(output, item.batch, begin, count, item.head, staged.shape[1])
+
+        def write(array: Any) -> None:
+            rows = tiles.rows(array, item.batch, begin, count, item.head, staged.shape[1])
             plgpu.copy_smem_to_gmem(staged, rows)
+
+        if not direct:
+            write(output)
         numbers = item.batch, item.head, pl.ds(begin, count)
         plgpu.copy_smem_to_gmem(lse_rows, lse.at[numbers])
-        if rest:
+        if "rest" in self.results:
             lost = jnp.log(state.s) - (self._lse(state) - state.m)
-            store(rest[0].at[numbers], jnp.where(state.s == 0.0, 0.0, lost))
+            store(self.results["rest"].at[numbers], jnp.where(state.s == 0.0, 0.0, lost))
+        if "output_rest" in self.results:
+            left = result - rounded.astype(jnp.float32)
+            # Beside an output that overflowed, or is not a number, there is none.
+            left = jnp.where(jnp.abs(left) < jnp.inf, left, 0.0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            staged[...] = left.astype(staged.dtype)
+            plgpu.commit_smem()
+            write(self.results["output_rest"])
         if not direct and scratch.output is None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             bring_next()

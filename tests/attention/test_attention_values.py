@@ -326,12 +326,13 @@ def test_offsets_of_all_scores(offset, dtype, implementation):
 @pytest.mark.parametrize("options", [(), ("causal",), ("bias",)], ids=str)
 @pytest.mark.parametrize("shift", [0, 1, 3])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=lambda dtype: dtype.__name__)
-@on_cpu
 @each_implementation
 def test_beside_jax(options, shift, dtype, implementation):
     """The gradients of 16 bits are as near to the true ones as those of jax.nn, which keeps all weights in f32: also
     where the first key has nearly all the weight, and they are small differences.
     """
+    if implementation == "cudnn":
+        pytest.skip("cuDNN's gradients have the rounded output alone")
     call = case(options, Sizes(t=64, s=64, n=2, k=2, h=32, d=32), dtype, implementation)
     query, key, *others = call.operands
     key[:, 0] = 1

@@ -110,7 +110,8 @@ def exact(form, operands):
 def assert_right(form, operands, plan=PLAN):
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
     interpret = plgpu.InterpretGPUParams(detect_races=True)
-    output, lse, rest = jax.jit(forward(form, types, plan, interpret, blocks=3))(*operands)
+    output, lse, rest, *lost = jax.jit(forward(form, types, plan, interpret, blocks=3))(*operands)
+    assert len(lost) == form.rounded
     expected, expected_lse = exact(form, operands)
     chex.assert_type([output, lse, rest], [form.dtype, jnp.float32, jnp.float32])
     chex.assert_shape([output, lse, rest], [expected.shape, expected_lse.shape, expected_lse.shape])
@@ -120,6 +121,10 @@ def assert_right(form, operands, plan=PLAN):
     assert (np.abs(np.asarray(output, np.float64) - expected) <= bound).all()
     empty = np.isneginf(expected_lse).transpose(0, 2, 1)
     assert not np.asarray(output)[empty].any()
+    if form.rounded:  # half of the last digit, at most
+        half = 0.5 * float(jnp.finfo(form.dtype).eps) * np.abs(np.asarray(output, np.float64))
+        left = np.abs(np.asarray(lost[0], np.float64))
+        assert lost[0].dtype == operands[0].dtype and (left <= half).all() and left.any()
 
 
 @interpreted
@@ -176,7 +181,7 @@ def test_rest(offset):
 @pytest.mark.parametrize("plan", [{"turns": True}, {"persistent": False}, {"groups": 1, "slots": 3}], ids=str)
 def test_values_by_plan(plan):
     """Of more items than blocks, with an output that has room of its own or takes that of queries."""
-    form = form_of(Extra.SINKS, right=0)
+    form = form_of(Extra.SINKS, right=0, rounded=True)
     for head, value in ((32, 32), (32, 64), (256, 256)):  # the last leaves no room for the output
         assert_right(form, operands_of(form, 140, 70, head, value), dataclasses.replace(PLAN, **plan))
 
