@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 
 import jaxsoft.pallas_kernels as pallas_kernels
 from jaxsoft._attention import cudnn, reference, xla
@@ -63,11 +64,34 @@ def choose(operation: Operation, implementation: str | None, platform: str, oper
     if implementation is not None:
         reason = _refusal(implementation, operation, operands) or CARRIERS[implementation].unavailable(platform)
         _raise_for(implementation, reason, operation, operands)
-        return KERNELS[implementation].find(operation, platform, operands)
+    name = implementation or _fastest(operation, platform, operands)
+    if isinstance(operation, Forward) and operation.form.rounded:
+        gradients_by = implementation or _fastest(Pullback(operation.form, ()), platform, operands)
+        if gradients_by == "cudnn":
+            return _without_output_rest(name, operation, platform, operands)
+    return KERNELS[name].find(operation, platform, operands)
+
+
+def _fastest(operation: Operation, platform: str, operands: Operands) -> str:
+    """The first of those that are preferred which serves an operation."""
     for name in preference(operation, platform, operands):
         if not (CARRIERS[name].unavailable(platform) or _refusal(name, operation, operands)):
-            return KERNELS[name].find(operation, platform, operands)
+            return name
     raise AssertionError("xla serves everything")
+
+
+def _without_output_rest(name: str, operation: Forward, platform: str, operands: Operands) -> xla.Function:
+    """The function with zeros for the output's rest, of which cuDNN's gradients make no use, nor does its forward
+    compute it.
+    """
+    without = dataclasses.replace(operation, form=dataclasses.replace(operation.form, rounded=False))
+    forward = KERNELS[name].find(without, platform, operands)
+
+    def with_zeros(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        output, *others = forward(*operands)
+        return output, *others, jnp.zeros_like(output, operands[0].dtype)
+
+    return with_zeros
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +114,7 @@ class _Lead:
 _LEADS = {
     64: ((_Lead(), _Lead(first=1025)), (_Lead(last=2048), _Lead(last=2048))),
     96: ((_Lead(), _Lead()), (_Lead(), _Lead())),
-    128: ((_Lead(last=2048), _Lead()), (_Lead(last=2048), _Lead(last=2048))),
+    128: ((_Lead(last=2048), _Lead()), (_Lead(last=1024), _Lead(last=2048))),
     256: ((_Lead(last=1024), _Lead(last=8192)), (_Lead(), _Lead(last=2048))),
 }
 

@@ -234,7 +234,7 @@ def probabilities(scores: Scores, products: jax.Array, lse: Sequence[jax.Array],
       where: the further arguments of Scores.tile.
     """
     tile = scores.tile(products, **where)
-    return tile.exp(*(spread(x, products.shape, scores.queries_axis) for x in lse)), tile.slope
+    return scores.exp(tile.values, *(spread(x, products.shape, scores.queries_axis) for x in lse)), tile.slope
 
 
 def spread(numbers: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:

@@ -53,16 +53,22 @@ class Scratch:
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """The state of a warp group's queries: m, in base 2 or natural (see scores.py), and s are (rows,), o is (rows,
-    value head).
+    """The state of a warp group's queries.
+
+    Attributes:
+      largest: the largest value of a tile (see scores.py), (rows,).
+      m: the maximum, in base 2 or natural (see scores.py), (rows,). A sink may be above all scores.
+      s: the sum of weights, (rows,).
+      o: the sum of weighted values, (rows, value head).
     """
 
+    largest: jax.Array
     m: jax.Array
     s: jax.Array
     o: jax.Array
 
 
-jax.tree_util.register_dataclass(State, data_fields=("m", "s", "o"), meta_fields=())
+jax.tree_util.register_dataclass(State, data_fields=("largest", "m", "s", "o"), meta_fields=())
 
 # The number of the next item, and whether there is one; None where there is known to be none.
 type Following = tuple[jax.Array, jax.Array] | None
@@ -238,9 +244,12 @@ class Block:
             m = ref[tuple(index if n > 1 else 0 for index, n in zip((item.batch, item.head), ref.shape, strict=True))]
             m = m.astype(jnp.float32) if self.scores.natural else m.astype(jnp.float32) * LOG2E
             s = jnp.where(m == -jnp.inf, 0.0, 1.0)
-        m, s = (plgpu.layout_cast(lax.broadcast_in_dim(v, (rows,), []), layout.reduce(1)) for v in (m, s))
+        largest, m, s = (
+            plgpu.layout_cast(lax.broadcast_in_dim(v, (rows,), []), layout.reduce(1))
+            for v in (jnp.float32(-jnp.inf), m, s)
+        )
         o = plgpu.layout_cast(jnp.zeros((rows, self.scratch.values.shape[2]), jnp.float32), layout)
-        return State(m, s, o)
+        return State(largest, m, s, o)
 
     def _step(
         self,
@@ -279,13 +288,13 @@ class Block:
         plgpu.barrier_arrive(scratch.keys_read.at[slot])
         # From shared memory only now, for loads are short, and registers are few while products are computed.
         loaded |= self.extra_tiles.load(step, group)
-        scores = self.scores.tile(products, **where, queries=queries, masked=masked, loaded=loaded)
+        values = self.scores.tile(products, **where, queries=queries, masked=masked, loaded=loaded).values
         self.extra_tiles.free(step, group)
-        m = jnp.maximum(state.m, scores.max(axis=1))
-        # Where nothing counts so far, all exponentials are 0 rather than exp2(-inf + inf).
-        reference = jnp.where(m == -jnp.inf, 0.0, m)
-        rescale = scores.weight(state.m, reference)
-        p = scores.exp(lax.broadcast_in_dim(reference, shape, [0]))
+        largest = jnp.maximum(state.largest, values.max(axis=1))
+        m = jnp.maximum(state.m, self.scores.maximum(largest))
+        reference = _reference(m)
+        rescale = self.scores.weight(state.m, reference)
+        p = self.scores.exp(values, lax.broadcast_in_dim(reference, shape, [0]))
         o = state.o * lax.broadcast_in_dim(rescale, state.o.shape, [0])
         s = state.s * rescale
         p16 = p.astype(scratch.values.dtype)
@@ -312,7 +321,7 @@ class Block:
         else:
             o = pl.run_state(accumulate)(plgpu.WGMMAAccumulatorRef.init(o))
         plgpu.barrier_arrive(scratch.values_read.at[slot])
-        return State(m, s, o)
+        return State(largest, m, s, o)
 
     def _end_turn(self, slot: jax.Array) -> None:
         """After the exponentials: waits for the values, and for the other warp group to end its products."""
@@ -328,7 +337,7 @@ class Block:
         scratch, count = self.scratch, self.plan.query_rows
         begin = item.begin + group * count
         direct = output.dtype == jnp.float32
-        inverse = jnp.where(state.s == 0.0, 0.0, 1 / state.s)
+        inverse = jnp.where(state.s == 0.0, 0.0, 1 / (state.s - self._lost(state)))
         result = state.o * lax.broadcast_in_dim(inverse, state.o.shape, [0])
         lse_rows = scratch.lse.at[group]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the item before
@@ -366,7 +375,21 @@ class Block:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             bring_next()
 
+    def _lost(self, state: State) -> jax.Array:
+        """What the largest weight lost as it was rounded to 16 bits, which is in s but not in o.
+
+        It matters where that weight is nearly all there is. Of the key that has the maximum it is exp2(values * unit -
+        m), where only m was rounded before: not 1, but off from it by up to half of the last place of m.
+        """
+        weight = self.scores.exp(state.largest, _reference(state.m))
+        return weight - weight.astype(self.scratch.values.dtype).astype(jnp.float32)
+
     def _lse(self, state: State) -> jax.Array:
         """The log-sum-exp of a state."""
         log = jnp.log(state.s)
         return state.m + log if self.scores.natural else (state.m + log * LOG2E) * math.log(2)
+
+
+def _reference(m: jax.Array) -> jax.Array:
+    """What exponentials are relative to. Where nothing counts so far, all are 0 rather than exp2(-inf + inf)."""
+    return jnp.where(m == -jnp.inf, 0.0, m)

@@ -96,31 +96,11 @@ class Tile:
 
     Attributes:
       values: f32, -inf where a score does not count.
-      unit: positive.
-      natural: whether maxima and log-sum-exps are natural, and then the values are scores, or else in base 2.
       slope: how much a score grows with the scaled product, where there is a cap and it was asked for.
     """
 
     values: jax.Array
-    unit: float
-    natural: bool
     slope: jax.Array | None = None
-
-    def max(self, axis: int) -> jax.Array:
-        """The largest scores along an axis."""
-        largest = self.values.max(axis=axis)
-        return largest if self.natural else largest * self.unit
-
-    def weight(self, m: jax.Array, reference: jax.Array) -> jax.Array:
-        """exp(m - reference) for maxima."""
-        return jnp.exp2((m - reference) * LOG2E if self.natural else m - reference)
-
-    def exp(self, reference: jax.Array, rest: jax.Array | None = None) -> jax.Array:
-        """exp(score - reference), or exp(score - reference - rest), for the rest of a natural log-sum-exp in base 2."""
-        if not self.natural:
-            return jnp.exp2(self.values * self.unit - reference)
-        exponents = (self.values - reference) * self.unit
-        return jnp.exp2(exponents if rest is None else exponents - rest)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,8 +133,23 @@ class Scores:
 
     @property
     def natural(self) -> bool:
-        """Whether maxima and log-sum-exps are natural: with a bias."""
+        """Whether maxima and log-sum-exps are natural: with a bias. Then values are scores."""
         return has_rest(self.form)
+
+    def maximum(self, largest: jax.Array) -> jax.Array:
+        """The maximum of scores, given that of values."""
+        return largest if self.natural else largest * self.unit
+
+    def weight(self, m: jax.Array, reference: jax.Array) -> jax.Array:
+        """exp(m - reference) for maxima."""
+        return jnp.exp2((m - reference) * LOG2E if self.natural else m - reference)
+
+    def exp(self, values: jax.Array, reference: jax.Array, rest: jax.Array | None = None) -> jax.Array:
+        """exp(score - reference), or exp(score - reference - rest), for the rest of a natural log-sum-exp in base 2."""
+        if not self.natural:
+            return jnp.exp2(values * self.unit - reference)
+        exponents = (values - reference) * self.unit
+        return jnp.exp2(exponents if rest is None else exponents - rest)
 
     def queries(self, batch: jax.Array, begin: jax.Array) -> Queries:
         """What tiles of the queries that begin here need, to be loaded once for all their tiles."""
@@ -218,7 +213,7 @@ class Scores:
                 return values if counts is None else jnp.where(counts, values, -jnp.inf)
 
             values = limited(values) if masked is True else lax.cond(masked, limited, lambda values: values, values)
-        return Tile(values, self.unit, self.natural, slope)
+        return Tile(values, slope)
 
     def load(
         self,
