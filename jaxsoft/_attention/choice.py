@@ -115,7 +115,7 @@ _LEADS = {
     64: ((_Lead(), _Lead(first=1025)), (_Lead(last=2048), _Lead(last=2048))),
     96: ((_Lead(), _Lead()), (_Lead(), _Lead())),
     128: ((_Lead(last=2048), _Lead()), (_Lead(last=1024), _Lead(last=2048))),
-    256: ((_Lead(last=1024), _Lead(last=8192)), (_Lead(), _Lead(last=2048))),
+    256: ((_Lead(last=512), _Lead(last=8192)), (_Lead(), _Lead(last=4096))),
 }
 
 
