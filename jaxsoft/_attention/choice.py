@@ -67,7 +67,7 @@ def choose(operation: Operation, implementation: str | None, platform: str, oper
     name = implementation or _fastest(operation, platform, operands)
     if isinstance(operation, Forward) and operation.form.rounded:
         gradients_by = implementation or _fastest(Pullback(operation.form, ()), platform, operands)
-        if gradients_by == "cudnn":
+        if "cudnn" in (name, gradients_by):
             return _without_output_rest(name, operation, platform, operands)
     return KERNELS[name].find(operation, platform, operands)
 
@@ -81,9 +81,7 @@ def _fastest(operation: Operation, platform: str, operands: Operands) -> str:
 
 
 def _without_output_rest(name: str, operation: Forward, platform: str, operands: Operands) -> xla.Function:
-    """The function with zeros for the output's rest, of which cuDNN's gradients make no use, nor does its forward
-    compute it.
-    """
+    """The function with zeros for the output's rest: cuDNN's forward has none, and its gradients do not read it."""
     without = dataclasses.replace(operation, form=dataclasses.replace(operation.form, rounded=False))
     forward = KERNELS[name].find(without, platform, operands)
 
@@ -109,8 +107,7 @@ class _Lead:
 # By the larger head size up to which an entry holds: forward without a causal rule and with one, and the gradients
 # likewise where they need not have the same bits on every run. By measurement on Hopper, with as many queries as keys
 # (`benchmarks/results/h200_attention.json`, from 512 on); within 3 %, either may come first, and an H100 may differ
-# from an H200. Where the log-sum-exp is wanted, as for gradients, Pallas comes first at all lengths: its forward and
-# cuDNN's backward are .99 to 1.04 times as fast as both of cuDNN's.
+# from an H200.
 _LEADS = {
     64: ((_Lead(), _Lead(first=1025)), (_Lead(last=2048), _Lead(last=2048))),
     96: ((_Lead(), _Lead()), (_Lead(), _Lead())),
@@ -122,21 +119,25 @@ _LEADS = {
 def preference(operation: Operation, platform: str, operands: Operands) -> tuple[str, ...]:
     """What `implementation=None` tries, in this order. XLA serves everything, everywhere.
 
-    cuDNN's gradients have not the same bits on every run, so it computes them only where that is allowed. Where the
-    numbers of queries and keys differ, as when decoding, cuDNN comes first.
+    cuDNN's gradients have not the same bits on every run, so it computes them only where that is allowed, and only then
+    its forward, which has no rest of the output, comes before them. Where the numbers of queries and keys differ, as
+    when decoding, cuDNN comes first.
     """
     if platform != "cuda":
         return ("xla",)
     form, query, value = operation.form, operands[0], operands[2]
-    if isinstance(operation, Pullback) and form.deterministic:
+    residual = isinstance(operation, Forward) and operation.residual
+    if form.deterministic and (residual or isinstance(operation, Pullback)):
         return "pallas", "xla"
     length, largest = query.shape[1], max(query.shape[3], value.shape[3])
-    forward, gradients = _LEADS[min((size for size in _LEADS if largest <= size), default=max(_LEADS))]
-    if isinstance(operation, Forward) and operation.residual:
-        lead = _Lead()
-    else:
-        lead = (gradients if isinstance(operation, Pullback) else forward)[form.right is not None]
-    by_pallas = lead.has(length) and length == value.shape[1]
+    leads = _LEADS[min((size for size in _LEADS if largest <= size), default=max(_LEADS))]
+    forward, gradients = (of_rule[form.right is not None] for of_rule in leads)
+    by_pallas = forward.has(length)
+    if isinstance(operation, Pullback):
+        by_pallas = gradients.has(length)
+    elif residual:  # of what Pallas's gradients need, or else what is faster
+        by_pallas = by_pallas or gradients.has(length)
+    by_pallas = by_pallas and length == value.shape[1]
     return ("pallas", "cudnn", "xla") if by_pallas else ("cudnn", "pallas", "xla")
 
 

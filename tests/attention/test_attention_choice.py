@@ -102,8 +102,14 @@ def test_rest_of_output(deterministic):
 def test_other_numbers_of_queries(queries, keys, size):
     """They were not measured, so cuDNN comes first where it serves the call."""
     query, key = (jax.ShapeDtypeStruct((1, n, 2, size), jnp.bfloat16) for n in (queries, keys))
-    traced = jax.jit(jaxsoft.dot_product_attention).trace(query, key, key)
-    assert calls(traced.lower(lowering_platforms=("cuda",)).as_text())
+
+    def found(function):
+        traced = jax.jit(function).trace(query, key, key)
+        return calls(traced.lower(lowering_platforms=("cuda",)).as_text())
+
+    assert len(found(jaxsoft.dot_product_attention)) == 1
+    assert not found(gradients(jaxsoft.dot_product_attention))
+    assert len(found(gradients(functools.partial(jaxsoft.dot_product_attention, deterministic=False)))) == 2
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"local_window_size": (3, 4)}], ids=str)

@@ -55,6 +55,31 @@ def test_every_option(option, implementation):
         both(call).check()
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize(
+    ("t", "s", "size"), [(3, 300, 64), (127, 127, 64), (256, 100, 64), (100, 256, 64), (1152, 1152, 128)]
+)
+def test_output_alone(t, s, size, dtype, is_causal, deterministic):
+    """Without the log-sum-exp, output and gradients may be by different implementations: cuDNN's or Pallas's."""
+    call = case([], Sizes(b=1, t=t, s=s, n=4, k=2, h=size, d=size), dtype)
+    cotangent = np.random.default_rng(1).standard_normal((1, t, 4, size)).astype(dtype)
+
+    def results(attend, operands):
+        def of(*operands):
+            y, pullback = jax.vjp(functools.partial(attend, is_causal=is_causal), *operands)
+            return y, *pullback(cotangent.astype(y.dtype))
+
+        return [np.asarray(v).astype(np.float64) for v in jax.jit(of)(*operands)]
+
+    found = results(functools.partial(jaxsoft.dot_product_attention, deterministic=deterministic), call.operands)
+    with jax.enable_x64(True), as_usual():
+        expected = results(jax.nn.dot_product_attention, [v.astype(np.float64) for v in call.operands])
+    for a, e in zip(found, expected, strict=True):
+        assert np.linalg.norm(a - e) <= 4 * float(jnp.finfo(dtype).eps) * np.linalg.norm(e)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32], ids=lambda dtype: dtype.__name__)
 @each_fast_implementation
 def test_every_dtype(dtype, implementation):
