@@ -92,27 +92,16 @@ def _without_output_rest(name: str, operation: Forward, platform: str, operands:
     return with_zeros
 
 
-@dataclasses.dataclass(frozen=True)
-class _Lead:
-    """The lengths of sequences, first <= length <= last, at which Pallas is at least as fast as cuDNN."""
-
-    first: float = 1
-    last: float = math.inf
-
-    def has(self, length: object) -> bool:
-        """Whether a length is one of them; one that is not known yet counts as long."""
-        return self.first <= (length if isinstance(length, int) else math.inf) <= self.last
-
-
-# By the larger head size up to which an entry holds: forward without a causal rule and with one, and the gradients
-# likewise where they need not have the same bits on every run. By measurement on Hopper, with as many queries as keys
-# (`benchmarks/results/h200_attention.json`, from 512 on); within 3 %, either may come first, and an H100 may differ
-# from an H200.
-_LEADS = {
-    64: ((_Lead(), _Lead(first=1025)), (_Lead(last=2048), _Lead(last=2048))),
-    96: ((_Lead(), _Lead()), (_Lead(), _Lead())),
-    128: ((_Lead(last=2048), _Lead()), (_Lead(last=1024), _Lead(last=2048))),
-    256: ((_Lead(last=512), _Lead(last=8192)), (_Lead(), _Lead(last=4096))),
+_ALL = math.inf
+# The lengths of sequences up to which Pallas is at least as fast as cuDNN, by the larger head size up to which an entry
+# holds: forward without a causal rule and with one, and the gradients likewise where they need not have the same bits
+# on every run. By measurement on Hopper, with as many queries as keys (`benchmarks/results/h200_attention.json`, from
+# 512 on); within 3 %, either may come first, and an H100 may differ from an H200.
+_LONGEST = {
+    64: ((_ALL, _ALL), (2048, 2048)),
+    96: ((_ALL, _ALL), (_ALL, _ALL)),
+    128: ((2048, _ALL), (1024, 2048)),
+    256: ((512, 8192), (_ALL, 4096)),
 }
 
 
@@ -130,14 +119,13 @@ def preference(operation: Operation, platform: str, operands: Operands) -> tuple
     if form.deterministic and (residual or isinstance(operation, Pullback)):
         return "pallas", "xla"
     length, largest = query.shape[1], max(query.shape[3], value.shape[3])
-    leads = _LEADS[min((size for size in _LEADS if largest <= size), default=max(_LEADS))]
-    forward, gradients = (of_rule[form.right is not None] for of_rule in leads)
-    by_pallas = forward.has(length)
-    if isinstance(operation, Pullback):
-        by_pallas = gradients.has(length)
-    elif residual:  # of what Pallas's gradients need, or else what is faster
-        by_pallas = by_pallas or gradients.has(length)
-    by_pallas = by_pallas and length == value.shape[1]
+    longest = _LONGEST[min((size for size in _LONGEST if largest <= size), default=max(_LONGEST))]
+    forward, gradients = (of_rule[form.right is not None] for of_rule in longest)
+    last = gradients if isinstance(operation, Pullback) else forward
+    if residual:  # before its own gradients Pallas comes first
+        last = max(forward, gradients)
+    known = length if isinstance(length, int) else math.inf
+    by_pallas = known <= last and length == value.shape[1]
     return ("pallas", "cudnn", "xla") if by_pallas else ("cudnn", "pallas", "xla")
 
 

@@ -151,11 +151,15 @@ class Block:
         batch, queries = index["batch"], index["queries"]
         if self.form.right is not None:
             queries = self.items["queries"] - 1 - queries
-        scores, begin = self.scores, queries * self.plan.block_rows
-        tiles = key_tiles(self.form, scores.shape, scores.refs, batch, begin, self.plan.block_rows)
-        if self.segments is not None:
-            tiles = within(tiles, self.segments, batch, queries)
-        return Item(batch, index["heads"], begin, tiles)
+        begin = queries * self.plan.block_rows
+        return Item(batch, index["heads"], begin, self._tiles(batch, begin, begin, self.plan.block_rows))
+
+    def _tiles(self, batch: jax.Array, block_begin: jax.Array, begin: jax.Array, count: int) -> Range:
+        """The tiles of keys that matter to the `count` queries from `begin` on, of the block that begins before."""
+        tiles = key_tiles(self.form, self.scores.shape, self.scores.refs, batch, begin, count)
+        if self.segments is None:
+            return tiles
+        return within(tiles, self.segments, batch, lax.div(block_begin, jnp.int32(self.plan.block_rows)))
 
     # The warp group that copies.
 
@@ -213,13 +217,19 @@ class Block:
         """Computes and writes an item's results, and asks for the next one's queries."""
         item, scratch = self._item(number), self.scratch
         span, begin = item.tiles, item.begin + group * self.plan.query_rows
+        own = self._own_tiles(item, begin)
         queries = self.scores.queries(item.batch, begin)
         state = self._initial(item)
-        first_slot = lax.rem(before, jnp.int32(self.plan.slots))
+        before_first = before - span.begin
+        if self._skips and self.form.left is not None:
+            self._skip(before_first, span.begin, own.begin, group)
+        first_slot = lax.rem(before_first + own.begin, jnp.int32(self.plan.slots))
         plgpu.barrier_wait(scratch.queries_there.at[group])
-        pl.when(span.end > span.begin)(lambda: plgpu.barrier_wait(scratch.keys_there.at[first_slot]))
-        step = functools.partial(self._step, item, group, queries, before)
-        state = lax.fori_loop(span.begin, span.end, step, state)
+        pl.when(own.end > own.begin)(lambda: plgpu.barrier_wait(scratch.keys_there.at[first_slot]))
+        step = functools.partial(self._step, item, own, group, queries, before_first)
+        state = lax.fori_loop(own.begin, own.end, step, state)
+        if self._skips:
+            self._skip(before_first, own.end, span.end, group)
 
         def bring_next() -> None:
             if following is not None:
@@ -228,6 +238,40 @@ class Block:
 
         self._finish(item, group, state, bring_next)
         return before + (span.end - span.begin)
+
+    @property
+    def _idle(self) -> bool:
+        """Whether there are warp groups without queries, in the last block."""
+        return -self.scores.shape.queries % self.plan.block_rows >= self.plan.query_rows
+
+    @property
+    def _skips(self) -> bool:
+        """Whether warp groups let tiles pass that matter to others alone. In turns, they would wait all the same."""
+        limited = self.form.left is not None or self.form.right is not None
+        return self.plan.groups > 1 and not self.plan.turns and (limited or self._idle)
+
+    def _own_tiles(self, item: Item, begin: jax.Array) -> Range:
+        """The tiles of an item that matter to the queries of a warp group, from `begin` on."""
+        if not self._skips:
+            return item.tiles
+        own = self._tiles(item.batch, item.begin, begin, self.plan.query_rows)
+        end = jnp.minimum(own.end, item.tiles.end)
+        if self._idle:
+            end = jnp.where(begin < self.scores.shape.queries, end, item.tiles.begin)
+        return dataclasses.replace(own, begin=jnp.minimum(own.begin, end), end=end)
+
+    def _skip(self, before_first: jax.Array, begin: jax.Array, end: jax.Array, group: jax.Array) -> None:
+        """Lets tiles pass."""
+        scratch = self.scratch
+
+        @pl.loop(begin, end)
+        def _(tile: jax.Array) -> None:
+            step = before_first + tile
+            slot = lax.rem(step, jnp.int32(self.plan.slots))
+            for there, read in ((scratch.keys_there, scratch.keys_read), (scratch.values_there, scratch.values_read)):
+                plgpu.barrier_wait(there.at[slot])
+                plgpu.barrier_arrive(read.at[slot])
+            self.extra_tiles.skip(step, group)
 
     def _take_turns(self) -> None:
         """Waits until the other warp group is where this one is to go on."""
@@ -254,9 +298,10 @@ class Block:
     def _step(
         self,
         item: Item,
+        own: Range,
         group: jax.Array,
         queries: Queries,
-        before: jax.Array,
+        before_first: jax.Array,
         tile: jax.Array,
         state: State,
     ) -> State:
@@ -265,10 +310,10 @@ class Block:
         Tiles that have to be masked take a branch: beside a loop of their own, the compiler makes that of the others
         slower, by 10 % at heads of 256 (H100, 32K causal, JAX 0.11.2).
         """
-        span, own = item.tiles, self.scratch.queries.at[group]
-        masked = span.masked(tile, borders(self.form, self.scores.shape, of_keys=False))
+        own_queries = self.scratch.queries.at[group]
+        masked = own.masked(tile, borders(self.form, self.scores.shape, of_keys=False))
         scratch, shape = self.scratch, (self.plan.query_rows, self.plan.key_tile)
-        step = before + (tile - span.begin)
+        step = before_first + tile
         slot = lax.rem(step, jnp.int32(self.plan.slots))
 
         where: dict[str, Any] = {
@@ -280,7 +325,7 @@ class Block:
         loaded = self.scores.load(**where, without=self.extra_tiles.rings)
 
         def multiply(accumulator: Any) -> jax.Array:
-            plgpu.wgmma(accumulator, own, scratch.keys.at[slot].transpose((1, 0)))
+            plgpu.wgmma(accumulator, own_queries, scratch.keys.at[slot].transpose((1, 0)))
             self._take_turns()
             return accumulator[...]
 
@@ -312,7 +357,7 @@ class Block:
 
         def wait_for_keys() -> None:
             following = lax.rem(step + 1, jnp.int32(self.plan.slots))
-            pl.when(tile + 1 < span.end)(lambda: plgpu.barrier_wait(scratch.keys_there.at[following]))
+            pl.when(tile + 1 < own.end)(lambda: plgpu.barrier_wait(scratch.keys_there.at[following]))
 
         if self.interpreted:  # the interpreter has no wgmma of what is in registers
             o += jnp.dot(p16, scratch.values[slot], preferred_element_type=jnp.float32)

@@ -159,6 +159,25 @@ def test_values(form, queries, keys, options):
 
 
 @interpreted
+@pytest.mark.parametrize(
+    "form",
+    [
+        form_of(),
+        form_of(right=0),
+        form_of(left=20),
+        form_of(*LENGTHS, Extra.OFFSET, left=30, right=0),
+        form_of(*SEGMENTS, left=90, right=0),
+        form_of(Extra.BIAS, left=40, right=20),
+    ],
+    ids=["plain", "causal", "left", "lengths", "segments", "bias"],
+)
+def test_own_tiles(form):
+    """Of three warp groups, each lets the tiles of keys pass that only others need, and the last has no queries."""
+    for queries in (100, 310):
+        assert_right(form, operands_of(form, queries, 200), dataclasses.replace(PLAN, groups=3, slots=3))
+
+
+@interpreted
 @pytest.mark.parametrize("offset", [-1e4, -1e9, float(np.finfo(np.float32).min)], ids=str)
 def test_rest(offset):
     """Of one key, all keys, and none, beside a number that leaves nothing of a score."""
