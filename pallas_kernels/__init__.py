@@ -61,9 +61,11 @@ def kernel(
 
 def attention_unsupported(form: AttentionForm, operands: Sequence[jax.core.ShapedArray]) -> str | None:
     """None, or why the kernels of attention cannot serve calls of this form with such operands."""
-    if max(devices.present().values(), default=90) != 90:
-        return "its kernels for attention are for Hopper (compute capability 9.0)"
     from .attention import choice
+    from .rows import sizes
+
+    if 90 not in sizes.target().capabilities:
+        return "its kernels for attention are for Hopper (compute capability 9.0)"
 
     return choice.unsupported(form, operands)
 

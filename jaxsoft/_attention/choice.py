@@ -118,14 +118,13 @@ def preference(operation: Operation, platform: str, operands: Operands) -> tuple
     residual = isinstance(operation, Forward) and operation.residual
     if form.deterministic and (residual or isinstance(operation, Pullback)):
         return "pallas", "xla"
-    length, largest = query.shape[1], max(query.shape[3], value.shape[3])
-    longest = _LONGEST[min((size for size in _LONGEST if largest <= size), default=max(_LONGEST))]
+    length, *sizes = (n if isinstance(n, int) else math.inf for n in (query.shape[1], query.shape[3], value.shape[3]))
+    longest = _LONGEST[min((size for size in _LONGEST if max(sizes) <= size), default=max(_LONGEST))]
     forward, gradients = (of_rule[form.right is not None] for of_rule in longest)
     last = gradients if isinstance(operation, Pullback) else forward
     if residual:  # before its own gradients Pallas comes first
         last = max(forward, gradients)
-    known = length if isinstance(length, int) else math.inf
-    by_pallas = known <= last and length == value.shape[1]
+    by_pallas = length <= last and query.shape[1] == value.shape[1]
     return ("pallas", "cudnn", "xla") if by_pallas else ("cudnn", "pallas", "xla")
 
 

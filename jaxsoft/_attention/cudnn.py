@@ -11,20 +11,23 @@ import jax.numpy as jnp
 from jaxsoft._attention.form import BASE, Form
 from jaxsoft._attention.operation import Forward, Operation, Pullback
 from jaxsoft._attention.xla import Function
-from jaxsoft._core import cudnn
+from jaxsoft._core import cudnn, devices
 
 _DTYPES = (jnp.float16, jnp.bfloat16)
-_MOST_SIZE, _SIZES = 256, 8  # its head sizes: up to this one, and multiples of this
+_SIZES = 8  # its head sizes are multiples of this
 
 
 def unsupported(form: Form, operands: Sequence[jax.core.ShapedArray]) -> str | None:
     """None, or why cuDNN cannot serve calls of this form with such operands."""
     query, key, value = operands[:BASE]
     size = query.shape[-1]
+    if not all(isinstance(length, int) for operand in (query, key, value) for length in operand.shape):
+        return "its calls are made for shapes that are known"
     if query.dtype not in _DTYPES or form.dtype != query.dtype:
         return f"it computes float16 and bfloat16 of operands like these, not {form.dtype.name} of {query.dtype.name}"
-    if size % _SIZES or size > _MOST_SIZE or value.shape[-1] != size:
-        return f"its head sizes are multiples of {_SIZES} up to {_MOST_SIZE}; got {size} and {value.shape[-1]}"
+    most = 256 if min(devices.present().values(), default=90) >= 90 else 128  # as JAX itself has it
+    if size % _SIZES or size > most or value.shape[-1] != size:
+        return f"its head sizes are multiples of {_SIZES} up to {most}; got {size} and {value.shape[-1]}"
     if form.extras or form.cap is not None:
         given = [extra.value for extra in form.extras] or ["a cap"]
         return f"it is used for calls without {' and '.join(given)}"

@@ -18,6 +18,7 @@ from jaxsoft._attention.batching import mapped
 from jaxsoft._attention.choice import check_operands, choose
 from jaxsoft._attention.operation import Operation, Pullback
 from jaxsoft._attention.partition import partitioned
+from jaxsoft._core.carriers import is_opaque
 from jaxsoft._core.mesh import can_partition, on_one_device
 from jaxsoft._core.primitives import compiled, primitive
 from jaxsoft._core.tangents import jvp_along
@@ -37,7 +38,8 @@ def attention_operation(
     check_operands(operation, implementation, [jax.typeof(x) for x in operands])
     if implementation is None and not can_partition():
         implementation = "xla"
-    return _batched(operation, implementation, can_partition())(*operands)
+    partition = is_opaque(implementation) and can_partition()
+    return _batched(operation, implementation, partition)(*operands)
 
 
 @functools.partial(attention_operation.defjvp, symbolic_zeros=True)

@@ -88,12 +88,15 @@ def pullback(form: Form, moving: Sequence[str], platform: str | None = None) -> 
             p = fold.weight(block.z, lse) * jnp.exp(-rest)
             dz = p * (call.product("bntd,bksd->bnts", cotangent, block.value) - delta)
             d_bias, d_score = dz, (dz if block.slope is None else dz * block.slope) * form.scale
-            d_score = d_score.astype(call.query.dtype)
+            # The gradients of scores may be too small for f16: of long rows, beside a cotangent that is a mean's.
+            wide = call.query.dtype == jnp.float16
+            key, query = (x.astype(d_score.dtype) if wide else x for x in (block.key, call.query))
+            d_score = d_score.astype(key.dtype)
             own, of_keys = {}, {}
             if "query" in moving:
-                own["query"] = call.product("bnts,bksh->bnth", d_score, block.key)
+                own["query"] = call.product("bnts,bksh->bnth", d_score, key)
             if "key" in moving:
-                of_keys["key"] = call.product("bnts,bnth->bksh", d_score, call.query)
+                of_keys["key"] = call.product("bnts,bnth->bksh", d_score, query)
             if "value" in moving:
                 of_keys["value"] = call.product("bnts,bntd->bksd", p.astype(cotangent.dtype), cotangent)
             if "bias" in moving:

@@ -19,10 +19,11 @@ def can_partition() -> bool:
 
 
 def on_one_device[**P](local: Callable[P, tuple]) -> Callable[P, tuple]:
-    """`local`, traced as code for one device even while a mesh with explicit axes is set."""
+    """`local`, traced as code for one device even while a mesh with explicit axes is set. The device stays the same."""
 
     def function(*args: P.args, **kwargs: P.kwargs) -> tuple:
-        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        device = jax.sharding.get_abstract_mesh().abstract_device
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
             return tuple(local(*args, **kwargs))
 
     return function

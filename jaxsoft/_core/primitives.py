@@ -30,6 +30,8 @@ def compiled[**P, T](function: Callable[P, T], static_argnames: str | tuple[str,
 
     What a primitive computes binds the primitive, or others, so without compilation it would call itself without end.
     """
+    # As of its own primitives: jax.debug_nans and jax.debug_infs then report it, and do not call it once more.
+    function._apply_primitive = True  # type: ignore[attr-defined]
     jitted = jax.jit(function, static_argnames=static_argnames)
 
     @functools.wraps(function)

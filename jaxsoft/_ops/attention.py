@@ -59,12 +59,15 @@ def dot_product_attention(
     queries in a row.
 
     Args:
-      query: of shape (B, T, N, H) or (T, N, H), in f16, bf16, f32 or f64; the three arrays have one dtype.
+      query: of shape (B, T, N, H) or (T, N, H), in f16, bf16, f32 or f64; the three arrays have one dtype. Integers
+        become f32.
       key: of shape (B, S, K, H) or (S, K, H).
-      value: of shape (B, S, K, D) or (S, K, D). Keys that do not count, and their values, must still be finite.
+      value: of shape (B, S, K, D) or (S, K, D). Keys that do not count, and their values, must
+        still be finite, and so must their products with queries and the output's cotangent.
       bias: an array broadcastable to (B, N, T, S), added to the scaled products. It is read where it lies.
       mask: boolean, broadcastable to (B, N, T, S): scores where it is True count.
-      scale: of the products; None for 1 / sqrt(H). A traced one multiplies the queries, and is rounded with them.
+      scale: of the products; None for 1 / sqrt(H). A traced one multiplies the queries, is rounded with
+        them, and may overflow with them in f16.
       is_causal: count key j of query i only if j is not after the query's position, i + query_offset.
       query_seq_lengths: of shape (B,), integers: queries from there on attend to nothing.
       key_value_seq_lengths: of shape (B,), integers: keys from there on do not count.
@@ -200,19 +203,18 @@ class _Arrays(NamedTuple):
                 )
             if x.dtype != query.dtype:
                 raise TypeError(f"{name} must have the dtype of query, {query.dtype.name}; got {x.dtype.name}")
-        query, key, value = (x[None] if ndim == 3 else x for x in (query, key, value))
-        batch, _, heads, size = query.shape
-        if (key.shape[0], key.shape[3]) != (batch, size):
+        *batch, _, heads, size = query.shape
+        if (*key.shape[:-3], key.shape[-1]) != (*batch, size):
+            what = f"the batch and the head size of query, {batch[0]} and" if batch else "the head size of query,"
+            raise ValueError(f"key must have {what} {size}; got shape {key.shape}")
+        if value.shape[:-1] != key.shape[:-1]:
+            raise ValueError(f"value must have the shape {key.shape[:-1]} and a head size; got shape {value.shape}")
+        if heads != key.shape[-2] and (key.shape[-2] == 0 or heads % key.shape[-2]):
             raise ValueError(
-                f"key must have the batch and the head size of query, {batch} and {size}; got shape {key.shape}"
-            )
-        if value.shape[:3] != key.shape[:3]:
-            raise ValueError(f"value must have the shape {key.shape[:3]} and a head size; got shape {value.shape}")
-        if heads != key.shape[2] and (key.shape[2] == 0 or heads % key.shape[2]):
-            raise ValueError(
-                f"query must have a multiple of the number of heads of key, {key.shape[2]}; got {heads} in shape "
+                f"query must have a multiple of the number of heads of key, {key.shape[-2]}; got {heads} in shape "
                 f"{query.shape}"
             )
+        query, key, value = (x[None] if ndim == 3 else x for x in (query, key, value))
         # Over explicit axes of a mesh, only the batch and the heads may be sharded.
         query, key, value = (with_batch_of(query, whole_along(x, (1, 3))) for x in (query, key, value))
         return cls(query, key, value, ndim == 3)
@@ -283,7 +285,16 @@ def _integers(name: str, x: ArrayLike, shape: tuple[int, ...], no_batch: bool) -
 
 
 def _of_integers(name: str, x: ArrayLike) -> jax.Array:
-    """An array of integers, after checking that it is one."""
+    """An array of integers, after checking that it is one, and that JAX will not cut their digits."""
+    if isinstance(x, int | np.integer | np.ndarray) and np.issubdtype(np.asarray(x).dtype, np.integer):
+        given = np.asarray(x)
+        limits = jnp.iinfo(jax.dtypes.canonicalize_dtype(given.dtype))
+        for number in (given.min(initial=0), given.max(initial=0)):
+            if not limits.min <= number <= limits.max:
+                raise ValueError(
+                    f"{name} must hold integers from {limits.min} to {limits.max}, unless jax_enable_x64 is set; got "
+                    f"{number}"
+                )
     x = as_array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} must hold integers; got dtype {x.dtype.name}")
@@ -330,7 +341,7 @@ def _scaled(query: jax.Array, scale: ArrayLike | None) -> tuple[jax.Array, float
         if not isinstance(size, int):
             raise ValueError(f"scale must be given where the head size is not known; got None, and query {query.shape}")
         return query, 1 / math.sqrt(size) if size else 1.0
-    number = as_array("scale", scale)
+    number = as_array("scale", float(scale) if type(scale) is int else scale)
     if number.shape != () or not jnp.issubdtype(number.dtype, jnp.number) or jnp.iscomplexobj(number):
         raise TypeError(f"scale must be a real number; got dtype {number.dtype.name} and shape {number.shape}")
     if isinstance(scale, int | float | np.generic | np.ndarray):  # while JAX traces, an array of these is traced too
@@ -343,7 +354,8 @@ def _scaled(query: jax.Array, scale: ArrayLike | None) -> tuple[jax.Array, float
 
 def _window(size: Window) -> tuple[int | None, int | None]:
     """The limits to the left and to the right; None for none."""
-    pair = size if isinstance(size, tuple | list) else (size, size)
+    several = isinstance(size, tuple | list) or (isinstance(size, np.ndarray) and size.ndim)
+    pair = tuple(size) if several else (size, size)  # type: ignore[arg-type]
     if len(pair) != 2:
         raise ValueError(f"local_window_size must be a number or a pair of numbers; got {size!r}")
 
@@ -353,7 +365,9 @@ def _window(size: Window) -> tuple[int | None, int | None]:
         try:
             index = operator.index(None if isinstance(number, bool) else number)  # type: ignore[arg-type]
         except TypeError:
-            raise TypeError(f"local_window_size must hold integers; got {size!r}") from None
+            raise TypeError(
+                f"local_window_size must hold integers that are known when the call is traced; got {size!r}"
+            ) from None
         if index < 0:
             raise ValueError(f"local_window_size must not be negative; got {size!r}")
         return index if index < _FURTHEST else None
@@ -368,9 +382,14 @@ def _cap(cap: float | None, dtype: jnp.dtype) -> float | None:
     if isinstance(cap, bool) or not isinstance(cap, int | float | np.integer | np.floating):
         raise TypeError(f"logits_soft_cap must be a number or None; got {cap!r}")
     limits = jnp.finfo(dtype)
-    if not float(limits.tiny) <= cap <= float(limits.max):
-        raise ValueError(f"logits_soft_cap must be positive and finite in {dtype.name}; got {cap}")
-    return float(cap)
+    most = float(limits.max) * 1e-8  # beyond, scores divided by it would be too small for the dtype
+    try:
+        number = float(cap)
+    except OverflowError:
+        number = math.inf
+    if not float(limits.tiny) <= number <= most:
+        raise ValueError(f"logits_soft_cap must be positive and at most {most:.1e} in {dtype.name}; got {cap}")
+    return number
 
 
 def _flag(name: str, value: bool) -> bool:

@@ -33,7 +33,9 @@ def backward(form: Form, operands: Sequence[Any], moving: tuple[str, ...]) -> Ca
         with jax.enable_x64(False):  # the kernels count in 32 bits
             numbers = numbers_of(form, lse, rest, delta)
             named = dict(zip(form.extras, extras, strict=True))
-            return _gradients(call, moving, (query, key, value), named, numbers, cotangent)
+            found = _gradients(call, moving, (query, key, value), named, numbers, cotangent)
+        dtypes = [arrays[form.place(name)].dtype for name in moving]  # of which that of a bias may be f64
+        return tuple(x.astype(dtype) for x, dtype in zip(found, dtypes, strict=True))
 
     return gradients
 
@@ -49,7 +51,5 @@ def _gradients(call, moving, base, extras, numbers, cotangent):
         if name in found:
             found[name] = found[name][:, : like.shape[1], :, : like.shape[3]]
     if "bias" in moving:
-        found["bias"] = bias_gradient(call, extras[Extra.BIAS].shape, interpret=interpret)(*common).astype(
-            extras[Extra.BIAS].dtype
-        )
+        found["bias"] = bias_gradient(call, extras[Extra.BIAS].shape, interpret=interpret)(*common)
     return tuple(found[name] for name in moving)

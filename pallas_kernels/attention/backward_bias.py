@@ -6,6 +6,8 @@ case rows are keys, so that all sums go along rows. Scores are computed once mor
 """
 
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -57,10 +59,10 @@ def bias_gradient(call: Call, bias: tuple[int, ...], plan: BiasPlan | None = Non
     result = bias[0], bias[1], grid[2] * plan.block, *(() if summed else (grid[3] * plan.columns,))
     query_rows, key_rows = (plan.columns, plan.block) if over_queries else (plan.block, plan.columns)
     kernel = kernel_of_blocks(
-        functools.partial(_body, call, bias, plan, shape, axis, summed, -(-columns // plan.columns)),
+        functools.partial(_body, call, bias, plan, shape, axis, summed, grid, -(-columns // plan.columns)),
         "bias_gradient",
         plan.warp_groups,
-        dict(zip(("batch", "head", "block", "column"), grid, strict=True)),
+        {"item": math.prod(grid)},  # which may be more than CUDA allows along any but the first axis
         interpret,
         out_type=jax.ShapeDtypeStruct(result, jnp.float32),
         scratch_types=(
@@ -78,7 +80,7 @@ def bias_gradient(call: Call, bias: tuple[int, ...], plan: BiasPlan | None = Non
         given = [prepared[name] for name in call.form.extras]
         found = kernel(query, key, value, cotangent, *to_whole(numbers, whole), *given)
         if over_queries:
-            return (found if summed else found.sum(axis=3))[:, :, None, :rows]
+            return found[:, :, None, :rows]
         if summed:
             found = found[:, :, :rows, None]
             return found if bias[2] == call.queries else found.sum(axis=2, keepdims=True)
@@ -87,13 +89,27 @@ def bias_gradient(call: Call, bias: tuple[int, ...], plan: BiasPlan | None = Non
     return gradient
 
 
-def _body(call: Call, bias: tuple[int, ...], plan: BiasPlan, shape: Shape, axis: int, summed: bool, count: int, *refs):
+def _body(
+    call: Call,
+    bias: tuple[int, ...],
+    plan: BiasPlan,
+    shape: Shape,
+    axis: int,
+    summed: bool,
+    grid: Sequence[int],
+    count: int,
+    *refs,
+):
     query_ref, key_ref, value_ref, cotangent_ref, *others = refs
     number_refs, others = others[: call.numbers], others[call.numbers :]
     extras, others = extras_of(call, others[: len(call.form.extras)]), others[len(call.form.extras) :]
     result_ref, *memory_refs, bars = others
     ring, scores = Ring(memory_refs, bars, plan.slots), Scores(call.form, shape, extras, axis)
-    entry, one_head, block, column = (lax.axis_index(name) for name in ("batch", "head", "block", "column"))
+    item, indices = lax.axis_index("item"), []
+    for size in reversed(grid):
+        indices.append(lax.rem(item, jnp.int32(size)))
+        item = lax.div(item, jnp.int32(size))
+    column, block, one_head, entry = indices
     batches, heads = (n if bias[i] == 1 else 1 for i, n in ((0, call.batch), (1, call.query_heads)))
     along = count if summed else 1
     steps = batches * heads * along

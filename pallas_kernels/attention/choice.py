@@ -11,6 +11,7 @@ from .plan import forward_plan
 
 _LARGEST_GRID = 65535  # in the dimensions that are not the first
 _DTYPES = (jnp.float16, jnp.bfloat16)
+_LARGEST_CAP = 1000  # whose error is then less than what a weight loses when it is rounded to 16 bits
 
 
 def unsupported(form: Form, operands: Sequence[jax.core.ShapedArray]) -> str | None:
@@ -33,6 +34,8 @@ def unsupported(form: Form, operands: Sequence[jax.core.ShapedArray]) -> str | N
             f"the batch and the heads may be at most {_LARGEST_GRID}, as a grid of blocks may be; "
             f"got {query.shape[0]} and {query.shape[2]}"
         )
+    if form.cap is not None and form.cap > _LARGEST_CAP:
+        return f"its soft cap is off by 2e-7 of itself, so it may be at most {_LARGEST_CAP}; got {form.cap}"
     if not all(query.shape + key.shape + value.shape):
         return "it has no kernel for arrays without elements"
     return None

@@ -60,7 +60,6 @@ def prepare(form: Form, extras: Mapping[Extra, jax.Array], shape: Shape) -> dict
         if name in extras:
             segments = extras[name]
             length = shape.queries if name is Extra.QUERY_SEGMENTS else shape.keys
-            segments = jnp.broadcast_to(segments, (segments.shape[0], length))
             result[name] = jnp.pad(segments, ((0, 0), (0, -length % tile)), mode="edge")
     return result
 
@@ -118,12 +117,6 @@ class Scores:
     shape: Shape
     refs: Mapping[Extra, Any]
     queries_axis: int = 0
-
-    @property
-    def may_be_empty(self) -> bool:
-        """Whether there may be queries for which no score counts, or is finite."""
-        masks = set(self.form.extras) - {Extra.SINKS}
-        return bool(masks) or self.form.left is not None or self.form.right is not None
 
     @property
     def unit(self) -> float:
@@ -245,7 +238,8 @@ class Scores:
                 counts = before if counts is None else counts & before
         if queries.segments is not None:
             ref, keys_axis = self.refs[Extra.KEY_SEGMENTS], 1 - self.queries_axis
-            keys = pl.ds(key_begin, self.shape.key_tile)
+            # A warp group may have keys beyond the last tile, as in `_load`.
+            keys = pl.ds(jnp.minimum(key_begin, ref.shape[1] - self.shape.key_tile), self.shape.key_tile)
             segments = load_as_is(ref.at[index_into(ref, 0, batch), keys], plgpu.Layout.WGMMA.reduce(self.queries_axis))
             same = self._spread(queries.segments, self.queries_axis) == self._spread(segments, keys_axis)
             counts = same if counts is None else counts & same

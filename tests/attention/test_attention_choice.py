@@ -6,8 +6,11 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from common import target
+from jax.sharding import AbstractDevice, AbstractMesh
+from jaxsoft.pallas_kernels.attention import forward
 
 import jaxsoft
 from jaxsoft._core import cudnn
@@ -120,10 +123,53 @@ def test_with_x64(options):
     assert text.count("custom_call @mosaic_gpu") == 3
 
 
+def test_bias_of_f64():
+    """Its gradient has its dtype, whatever kernels count in."""
+    with jax.enable_x64(True):
+        x, bias = (
+            jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16),
+            jax.ShapeDtypeStruct((1, 4, 1, 256), np.float64),
+        )
+        attend = jax.grad(lambda b, x: jnp.sum(jaxsoft.dot_product_attention(x, x, x, b).astype(jnp.float32)))
+        traced = jax.jit(attend).trace(bias, x)
+        assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("shape", ["b, 256, 4, 64", "2, t, 4, 64", "2, 256, n, 64", "2, 256, 4, h"])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_symbolic_shapes(shape, deterministic):
+    """Kernels are made for one shape."""
+    attend = functools.partial(jaxsoft.dot_product_attention, scale=0.1, deterministic=deterministic)
+    x = jax.ShapeDtypeStruct(jax.export.symbolic_shape(shape), jnp.bfloat16)
+    for function in (attend, gradients(attend)):
+        text = jax.export.export(jax.jit(function), platforms=("cpu", "cuda"))(x, x, x).mlir_module()
+        assert "mosaic_gpu" not in text and not calls(text)
+
+
+def test_another_gpu():
+    """Those of attention are Hopper's kernels, which may have fewer multiprocessors than the largest."""
+    with target("NVIDIA B200"):
+        assert "mosaic_gpu" not in lowered(jaxsoft.dot_product_attention)
+
+
+def test_multiprocessors(monkeypatch):
+    """Blocks are persistent for the multiprocessors of the GPU that is lowered for."""
+    found = []
+    monkeypatch.setattr(forward, "schedule", lambda *of_call: found.append(of_call[-1]))
+    device = AbstractDevice(device_kind="NVIDIA H100 PCIe", platform="gpu", num_cores=114)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        lowered(functools.partial(jaxsoft.dot_product_attention, implementation="pallas"))
+    assert found == [114]
+
+
 @pytest.mark.parametrize(
     ("options", "dtype", "expected"),
-    [({"logits_soft_cap": 3.0}, jnp.bfloat16, "mosaic_gpu"), ({}, jnp.float32, "stablehlo.exponential")],
-    ids=["cap", "float32"],
+    [
+        ({"logits_soft_cap": 3.0}, jnp.bfloat16, "mosaic_gpu"),
+        ({"logits_soft_cap": 1e4}, jnp.bfloat16, "stablehlo.tanh"),
+        ({}, jnp.float32, "stablehlo.exponential"),
+    ],
+    ids=["cap", "large cap", "float32"],
 )
 def test_what_cudnn_does_not_serve(options, dtype, expected):
     text = lowered(functools.partial(jaxsoft.dot_product_attention, **options), dtype=dtype)

@@ -22,9 +22,14 @@ import jaxsoft
 pytestmark = needs_devices
 Auto, Explicit = AxisType.Auto, AxisType.Explicit
 each_axis_type = pytest.mark.parametrize("kind", [pytest.param(Auto, marks=slow), Explicit], ids=["Auto", "Explicit"])
-# Plain JAX is what None takes on a CPU, and the scan of the reference XLA partitions by itself.
+# By name, XLA partitions plain JAX itself.
 each_implementation = pytest.mark.parametrize(
-    "implementation", [name for name in ATTENTION_IMPLEMENTATIONS if name not in ("xla", "reference")], ids=str
+    "implementation",
+    [
+        pytest.param(name, marks=slow if name == "xla" else (), id=str(name))
+        for name in ATTENTION_IMPLEMENTATIONS
+        if name != "reference"
+    ],
 )
 SIZES = Sizes(b=8, t=6, s=10, n=8, k=8, h=32, d=32)
 OPTIONS = ("bias of a head", "sinks", "segments", "key lengths")
