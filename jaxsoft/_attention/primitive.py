@@ -1,17 +1,17 @@
 """`attention_operation`: every kernel for attention behind one function.
 
-This file is the layers between a kernel and the derivatives, from the outside in: vmap joins the batch, `partition`
-keeps shards of batch and heads where they are, and a primitive waits until it is lowered, when the platform is known,
-to pick the implementation. The derivative of an operation, which only forward mode and higher orders ask for, is that
-of its formula.
+This file is the layers between a kernel and the derivatives, from the outside in: to JAX a call is one operation, whose
+rule for vmap joins the batch, `partition` keeps shards of batch and heads where they are, and a primitive waits until
+it is lowered, when the platform is known, to pick the implementation. The derivative of an operation, which only
+forward mode and higher orders ask for, is that of its formula.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import cast
 
 import jax
-from jax.custom_batching import custom_vmap
 from jax.interpreters import mlir
 
 from jaxsoft._attention.batching import mapped
@@ -22,9 +22,9 @@ from jaxsoft._core.carriers import is_opaque
 from jaxsoft._core.mesh import can_partition, on_one_device
 from jaxsoft._core.primitives import compiled, primitive
 from jaxsoft._core.tangents import jvp_along
+from jaxsoft._core.whole import Whole
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def attention_operation(
     operation: Operation, implementation: str | None, *operands: jax.Array
 ) -> tuple[jax.Array, ...]:
@@ -38,31 +38,37 @@ def attention_operation(
     check_operands(operation, implementation, [jax.typeof(x) for x in operands])
     if implementation is None and not can_partition():
         implementation = "xla"
-    partition = is_opaque(implementation) and can_partition()
-    return _batched(operation, implementation, partition)(*operands)
+    return _Call(operation, implementation, is_opaque(implementation) and can_partition())(*operands)
 
 
-@functools.partial(attention_operation.defjvp, symbolic_zeros=True)
-def _attention_operation_jvp(operation, implementation, primals, tangents):
-    _, along = jvp_along(operation.formula(), primals, tangents)
-    return attention_operation(operation, implementation, *primals), along
+@dataclasses.dataclass(frozen=True)
+class _Call(Whole):
+    """An operation by an implementation, which a mesh may partition or not."""
+
+    operation: Operation
+    implementation: str | None
+    partition: bool
+
+    def apply(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        """The operation."""
+        kernel = _kernel(self.operation, self.implementation)
+        return (partitioned(self.operation, kernel) if self.partition else kernel)(*operands)
+
+    def tangents(self, primals: Sequence[jax.Array], tangents: Sequence) -> Sequence:
+        """Those of the formula."""
+        return jvp_along(self.operation.formula(), primals, tangents)[1]
+
+    def batch(self, operands: Sequence[jax.Array], dims: Sequence[int | None]) -> Sequence[jax.Array]:
+        """A mapped dimension joins the batch."""
+        operation = self.operation
+        moving = operation.moving if isinstance(operation, Pullback) else ()
+        return mapped(self, operation.operands, operation.results, operands, dims, moving)
 
 
 @functools.cache
-def _batched(operation: Operation, implementation: str | None, partition: bool) -> Callable[..., tuple[jax.Array, ...]]:
-    """The operation with a rule for vmap."""
-    kernel = functools.partial(_bind, operation, implementation)
-    function = custom_vmap(partitioned(operation, kernel) if partition else kernel)
-
-    @function.def_vmap
-    def vmap(size, batched, *operands):
-        del size
-        dims = [0 if is_batched else None for is_batched in batched]
-        moving = operation.moving if isinstance(operation, Pullback) else ()
-        results = mapped(function, operation.operands, operation.results, operands, dims, moving)
-        return tuple(results), (True,) * len(results)
-
-    return function
+def _kernel(operation: Operation, implementation: str | None) -> Callable[..., tuple[jax.Array, ...]]:
+    """The operation on one device, the same function for each call."""
+    return functools.partial(_bind, operation, implementation)
 
 
 def _bind(operation: Operation, implementation: str | None, *operands: jax.Array) -> tuple[jax.Array, ...]:

@@ -1,18 +1,18 @@
 """`row_operation`: every kernel for rows behind one function.
 
-This file is the layers between a kernel and the derivatives, from the outside in: vmap adds a leading dimension,
-`partition` keeps shards where they are, and a primitive waits until it is lowered, when the platform is known, to
-pick the implementation. The derivative of an operation, which only forward mode and higher orders ask for, is that of
-its formula.
+This file is the layers between a kernel and the derivatives, from the outside in: to JAX a call is one operation, whose
+rule for vmap adds a leading dimension, `partition` keeps shards where they are, and a primitive waits until it is
+lowered, when the platform is known, to pick the implementation. The derivative of an operation, which only forward mode
+and higher orders ask for, is that of its formula.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import cast
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
 from jax.interpreters import mlir
 
 from jaxsoft._core.batching import as_leading_dimension
@@ -20,6 +20,7 @@ from jaxsoft._core.carriers import is_opaque
 from jaxsoft._core.mesh import can_partition
 from jaxsoft._core.primitives import compiled, primitive
 from jaxsoft._core.tangents import jvp_along, zero_tangent
+from jaxsoft._core.whole import Whole
 from jaxsoft._rows import xla
 from jaxsoft._rows.choice import check_operands, choose
 from jaxsoft._rows.forms import Form, compose
@@ -27,7 +28,6 @@ from jaxsoft._rows.operation import Operation, RowFunction
 from jaxsoft._rows.partition import partitioned
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def row_operation(
     operation: Operation, form: Form, implementation: str | None, *operands: jax.Array
 ) -> tuple[jax.Array, ...]:
@@ -42,17 +42,33 @@ def row_operation(
     check_operands(operation, form, implementation, [jax.typeof(x) for x in operands])
     if implementation is None and not can_partition():
         implementation = "xla"
-    partition = is_opaque(implementation) and can_partition()
-    return _batched(operation, form, implementation, partition)(*operands)
+    return _Call(operation, form, implementation, is_opaque(implementation) and can_partition())(*operands)
 
 
-@functools.partial(row_operation.defjvp, symbolic_zeros=True)
-def _row_operation_jvp(operation, form, implementation, primals, tangents):
-    _, along = jvp_along(_formula(operation, form), primals, tangents)
-    results = row_operation(operation, form, implementation, *primals)
-    return results, tuple(
-        t if jnp.issubdtype(y.dtype, jnp.floating) else zero_tangent(y) for y, t in zip(results, along, strict=True)
-    )
+@dataclasses.dataclass(frozen=True)
+class _Call(Whole):
+    """An operation in some form by an implementation, which a mesh may partition or not."""
+
+    operation: Operation
+    form: Form
+    implementation: str | None
+    partition: bool
+
+    def apply(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        """The operation."""
+        in_form = _in_form(self.operation, self.implementation)
+        return (partitioned(self.operation, self.form, in_form) if self.partition else in_form(self.form))(*operands)
+
+    def tangents(self, primals: Sequence[jax.Array], tangents: Sequence) -> Sequence:
+        """Those of the formula. Integers have none."""
+        results, along = jvp_along(_formula(self.operation, self.form), primals, tangents)
+        return [
+            t if jnp.issubdtype(y.dtype, jnp.floating) else zero_tangent(y) for y, t in zip(results, along, strict=True)
+        ]
+
+    def batch(self, operands: Sequence[jax.Array], dims: Sequence[int | None]) -> Sequence[jax.Array]:
+        """The mapped dimension comes first, and is more rows."""
+        return self(*as_leading_dimension(operands, dims, len(self.operation.operands)))
 
 
 def _formula(operation: Operation, form: Form) -> RowFunction:
@@ -60,24 +76,9 @@ def _formula(operation: Operation, form: Form) -> RowFunction:
 
 
 @functools.cache
-def _batched(
-    operation: Operation, form: Form, implementation: str | None, partition: bool
-) -> Callable[..., tuple[jax.Array, ...]]:
-    """The operation with a rule for vmap: the mapped dimension comes first, and is more rows."""
-
-    def in_form(form: Form) -> RowFunction:
-        return functools.partial(kernel, operation, form, implementation)
-
-    function = custom_vmap(partitioned(operation, form, in_form) if partition else in_form(form))
-
-    @function.def_vmap
-    def vmap(size, batched, *operands):
-        del size
-        dims = [0 if is_batched else None for is_batched in batched]
-        results = function(*as_leading_dimension(operands, dims, len(operation.operands)))
-        return results, (True,) * len(results)
-
-    return function
+def _in_form(operation: Operation, implementation: str | None) -> Callable[[Form], RowFunction]:
+    """The operation within code for one device in each form, the same function for each call."""
+    return lambda form: functools.partial(kernel, operation, form, implementation)
 
 
 def kernel(operation: Operation, form: Form, implementation: str | None, *operands: jax.Array) -> tuple[jax.Array, ...]:
