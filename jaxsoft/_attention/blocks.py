@@ -52,13 +52,17 @@ class Call:
     """The operands of a call, for computing block by block."""
 
     def __init__(self, form: Form, operands: Sequence[jax.Array], platform: str | None = None):
-        """Prepares the operands: query, key, value and the form's extras. The platform decides the size of blocks."""
+        """Prepares the operands: query, key, value and the form's extras. The platform decides the size of blocks, and
+        what is rounded.
+        """
         query, key, value = operands[:BASE]
         self.form = form
         self.batch, self.length, self.heads, _ = query.shape
         self.groups = key.shape[2]
         self.dtype = accumulator(query.dtype)
         self.keys = keys_of_block(self.length, platform)
+        # Whether weights and gradients of scores are multiplied as they are, and not rounded to 16 bits.
+        self.wide = platform == "cpu"
         self.query, self.key, self.value = (jnp.moveaxis(x, 2, 1) for x in (query, key, value))
         # Rounded no more than the scores would be: a power of 2 is exact, but not where f16 has no exponent for it.
         exact = query.dtype == jnp.bfloat16 and math.frexp(form.scale)[0] in (-0.5, 0, 0.5)

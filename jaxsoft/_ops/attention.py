@@ -241,6 +241,9 @@ def _extras(
         x = whole_along(broadcastable(name, x, shape), (2, 3))
         return with_batch_of(query, x) if x.shape[0] == batch else x
 
+    def segments(name: str, x: ArrayLike, length: int) -> jax.Array:
+        return with_batch_of(query, _integers(name, x, (batch, length), given.no_batch))
+
     if bias is not None:
         extras[Extra.BIAS] = as_kernel_scores("bias", full("bias", bias))
     if mask is not None:
@@ -253,8 +256,8 @@ def _extras(
         raise ValueError("query_segment_ids and key_value_segment_ids must be given together; got one of them")
     if query_segments is not None and key_segments is not None:
         extras[Extra.QUERY_SEGMENTS], extras[Extra.KEY_SEGMENTS] = _same_ids(
-            _integers("query_segment_ids", query_segments, (batch, length), given.no_batch),
-            _integers("key_value_segment_ids", key_segments, (batch, key.shape[1]), given.no_batch),
+            segments("query_segment_ids", query_segments, length),
+            segments("key_value_segment_ids", key_segments, key.shape[1]),
         )
     if query_lengths is not None:
         extras[Extra.QUERY_LENGTHS] = _position(_integers("query_seq_lengths", query_lengths, (batch,), False))

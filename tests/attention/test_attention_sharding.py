@@ -121,6 +121,18 @@ def test_any_dimension(kind):
                 call.through("grad").check(sharded(specs))
 
 
+def test_segments_of_64_bits():
+    """The two may lie otherwise: their numbers are compared over both."""
+    query = np.random.default_rng(0).standard_normal((8, 4, 2, 4)).astype(np.float32)
+    ids = np.arange(32).reshape(8, 4) // 3
+    with jax.enable_x64(True), jax.set_mesh(mesh_of(Explicit)):
+        expected = jaxsoft.dot_product_attention(query, query, query, query_segment_ids=ids, key_value_segment_ids=ids)
+        for specs in ((P(("a", "b")), P()), (P(), P("a")), (P("b"), P("b"))):
+            (q,), (i, j) = put([query], [P(("a", "b"))]), put([ids, ids], specs)
+            y = jaxsoft.dot_product_attention(q, q, q, query_segment_ids=i, key_value_segment_ids=j)
+            np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
+
+
 @each_axis_type
 def test_16_bits(kind):
     """The output's rest lies where the output does: nothing moves for gradients."""

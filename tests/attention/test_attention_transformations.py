@@ -58,6 +58,30 @@ def test_others(pair):
         case(OPTIONS["moving"], Sizes(2, 3, 4, 4, 2, 2, 2), np.float64).through(pair[0]).through(pair[1]).check()
 
 
+@pytest.mark.parametrize("attends", [True, False])
+def test_second_derivatives_of_a_loop(attends):
+    """JAX 0.11 forgets custom derivatives of what is in the body of a loop once that has been differentiated."""
+    query, key, value = case([], Sizes(1, 3, 4, 2, 1, 4, 4), np.float32).operands
+
+    def step(carry, factor):
+        y = jaxsoft.dot_product_attention(factor * carry, key, value) if attends else jaxsoft.softmax(factor * carry)
+        return jnp.sin(y + carry), None
+
+    def looped(query):
+        return jnp.sum(jax.lax.scan(step, query, jnp.arange(1.0, 4.0))[0])
+
+    def unrolled(query):
+        for factor in (1.0, 2.0, 3.0):
+            query, _ = step(query, factor)
+        return jnp.sum(query)
+
+    def second(f):
+        squares = jax.grad(lambda query: jnp.sum(jax.grad(f)(query) ** 2))
+        return squares(query), jax.jvp(jax.grad(f), (query,), (query,))[1]
+
+    chex.assert_trees_all_close(second(looped), second(unrolled), rtol=1e-4, atol=1e-4)
+
+
 def test_without_compilation():
     """Operation by operation, and under jax.disable_jit."""
     with precision(np.float64):

@@ -380,6 +380,32 @@ def test_beside_jax(options, shift, dtype, implementation):
         assert np.linalg.norm(a - e) <= 2.5 * np.linalg.norm(b - e)
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "offset", "size"),
+    [(jnp.bfloat16, 0, 1), (jnp.bfloat16, 100, 1), (jnp.float16, 100, 1), (jnp.float16, 0, 1e-4)],
+    ids=str,
+)
+@on_cpu
+def test_beside_jax_on_a_cpu(dtype, offset, size, deterministic):
+    """Also where all keys have a large part in common, or cotangents are small: no gradient of a score is rounded."""
+    rng = np.random.default_rng(0)
+    query, key, value, cotangent = (rng.standard_normal((2, 640, 2, 32)) for _ in range(4))
+    operands = [v.astype(dtype) for v in (0.3 * query, key + offset, value, size * cotangent)]
+
+    def gradients(attend, operands):
+        *operands, cotangent = operands
+        return [np.asarray(v, np.float64) for v in jax.vjp(attend, *operands)[1](cotangent)]
+
+    ours = gradients(functools.partial(jaxsoft.dot_product_attention, deterministic=deterministic), operands)
+    with as_usual():
+        theirs = gradients(jax.nn.dot_product_attention, operands)
+        with jax.enable_x64(True):
+            true = gradients(jax.nn.dot_product_attention, [v.astype(np.float64) for v in operands])
+    for a, b, e in zip(ours, theirs, true, strict=True):
+        assert np.linalg.norm(a - e) <= 1.5 * np.linalg.norm(b - e)
+
+
 @pytest.mark.parametrize("options", [(), ("causal",), ("bias",), ("mask of keys",)], ids=str)
 @pytest.mark.parametrize("dtype", [np.float32, jnp.float16, jnp.bfloat16], ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("size", [64, 72])
