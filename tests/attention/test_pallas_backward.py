@@ -93,6 +93,7 @@ def exact(form, operands, cotangent):
     [
         (form_of(right=0), (72, 131)),
         (form_of(SEGMENTS, cap=2.0), (70, 72)),
+        (form_of((Extra.BIAS, *SEGMENTS)), (64, 64, 32, 32, 1)),
         (form_of(LENGTHS, left=20, right=3), (80, 72)),
         (form_of((Extra.BIAS, Extra.MASK)), (66, 72)),
         (form_of((Extra.BIAS, Extra.MASK), right=0), (150, 140, 32, 32, 150, jnp.bfloat16)),
@@ -104,6 +105,7 @@ def exact(form, operands, cotangent):
     ids=[
         "causal",
         "segments",
+        "segments of half a block",
         "lengths",
         "bias",
         "bias and mask",
