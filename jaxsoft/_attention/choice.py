@@ -98,9 +98,9 @@ _ALL = math.inf
 # on every run. By measurement on Hopper, with as many queries as keys (`benchmarks/results/h200_attention.json`, from
 # 512 on); within 3 %, either may come first, and an H100 may differ from an H200.
 _LONGEST = {
-    64: ((_ALL, _ALL), (2048, 2048)),
+    64: ((_ALL, _ALL), (1024, 2048)),
     96: ((_ALL, _ALL), (_ALL, _ALL)),
-    128: ((2048, _ALL), (1024, 2048)),
+    128: ((1024, _ALL), (1024, 2048)),
     256: ((512, 8192), (_ALL, 4096)),
 }
 
