@@ -4,6 +4,8 @@ A derivative that holds constant what is not, or the other way round, is right w
 mean of a loss does, and wrong everywhere else.
 """
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -26,3 +28,17 @@ def test_second_order(name, implementation):
         case = case_of(name, implementation, np.float64 if x64 else np.float32)
         cases = [case.through(a).through(b) for a, b in ORDERS]
         Case.together(f"{name}, every order of two modes", cases).check()
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_second_order_of_a_loop(name):
+    """JAX 0.11 forgets custom derivatives of what is in the body of a loop once that has been differentiated."""
+    with jax.enable_x64(True):
+        case = case_of(name, None, np.float64)
+
+        def looped(*operands):
+            once = jax.tree.map(lambda x: x[None], operands)
+            return jax.tree.map(lambda y: y[0], jax.lax.scan(lambda _, v: (None, case.ours(*v)), None, once)[1])
+
+        in_loop = dataclasses.replace(case, ours=looped)
+        Case.together(f"{name} in a loop", [in_loop.through("grad").through(mode) for mode in ("grad", "jvp")]).check()

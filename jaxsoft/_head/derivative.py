@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 
 from jaxsoft._core.linear_map import LinearMap
-from jaxsoft._core.tangents import moves
+from jaxsoft._core.tangents import jvp_along, moves
+from jaxsoft._core.whole import Whole
 from jaxsoft._head.forward import Forward
 from jaxsoft._head.head import Head, formula
 from jaxsoft._head.operation import Kind
@@ -31,7 +33,7 @@ def statistics(head: Head, keep: bool = False) -> Callable[..., tuple[jax.Array,
 
     @jax.custom_jvp
     def function(*operands):
-        return head_operation(Forward(head, keep), *operands)
+        return _Statistics(head, keep)(*operands)
 
     @functools.partial(function.defjvp, symbolic_zeros=True)
     def function_jvp(primals, tangents):
@@ -46,6 +48,29 @@ def statistics(head: Head, keep: bool = False) -> Callable[..., tuple[jax.Array,
         return (others, t, apart, *rest), (d_others, d_t, d_others - d_t, *d_sums, *constant)
 
     return function
+
+
+@dataclasses.dataclass(frozen=True)
+class _Statistics(Whole):
+    """The pass over chunks, for what takes its derivative without the rule of `statistics` (see `Whole`)."""
+
+    head: Head
+    keep: bool
+
+    def apply(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        """The pass."""
+        return head_operation(Forward(self.head, self.keep), *operands)
+
+    def tangents(self, primals: Sequence[jax.Array], tangents: Sequence) -> Sequence:
+        """Those of the formula. Scores that are kept count as constants."""
+        found = jvp_along(functools.partial(formula, self.head), primals, tangents)[1]
+        types = Forward(self.head, self.keep).types(*map(jax.typeof, primals))
+        return *found, *(SymbolicZero(t.to_tangent_aval()) for t in types[len(found) :])
+
+    def batch(self, operands: Sequence[jax.Array], dims: Sequence[int | None]) -> Sequence[jax.Array]:
+        """Mapped rows are more rows."""
+        forward = Forward(self.head, self.keep)
+        return mapped(self, forward.operands, forward.results, operands, dims)
 
 
 @dataclasses.dataclass(frozen=True)
