@@ -49,7 +49,7 @@ class _Call(Whole):
     implementation: str | None
     partition: bool
 
-    def apply(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    def apply(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """The operation."""
         kernel = _kernel(self.operation, self.implementation)
         return (partitioned(self.operation, kernel) if self.partition else kernel)(*operands)

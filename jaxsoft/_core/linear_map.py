@@ -11,30 +11,19 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 
-from jaxsoft._core.primitives import compiled, primitive
 from jaxsoft._core.tangents import jvp_along, moves, zero_tangent
+from jaxsoft._core.whole import Whole, whole_primitive
 
 
-class LinearMap(abc.ABC):
+class LinearMap(Whole):
     """A map that is linear in some of its operands, which are neighbours. Hashable."""
-
-    def __call__(self, *operands: jax.Array) -> list[jax.Array]:
-        """The results of the map, as one operation that JAX can transpose."""
-        # The primitive holds its computation as a jaxpr. JAX searches the jaxprs of a program for operations that need
-        # to know the devices when they are lowered, as custom_partitioning does.
-        call = jax.make_jaxpr(lambda *operands: self.apply(operands))(*operands)
-        return _linear_p().bind(*operands, linear_map=self, call=call)
 
     @property
     @abc.abstractmethod
     def linear(self) -> range:
         """The indices of the linear operands."""
-
-    @abc.abstractmethod
-    def apply(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        """The map."""
 
     def formula(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """The map as a function that JAX can differentiate by the other operands."""
@@ -44,71 +33,38 @@ class LinearMap(abc.ABC):
     def transpose(self, dtype: np.dtype) -> "LinearMap":
         """The transpose, for linear operands of this dtype."""
 
-    @abc.abstractmethod
-    def batch(self, operands: Sequence[jax.Array], dims: Sequence[int | None]) -> Sequence[jax.Array]:
-        """The results for operands that are mapped along some dimensions, mapped along the first."""
+    def tangents(self, primals: Sequence[jax.Array], tangents: Sequence) -> Sequence:
+        """By the linear operands the map itself, and by the others that of the formula."""
+        fixed = [zero_tangent(primals[i]) if i in self.linear else t for i, t in enumerate(tangents)]
+        terms = []
+        if any(map(moves, fixed)):
+            terms.append(jvp_along(lambda *operands: self.formula(operands), primals, fixed)[1])
+        if any(moves(tangents[i]) for i in self.linear):
+            varied = [ad.instantiate_zeros(tangents[i]) if i in self.linear else v for i, v in enumerate(primals)]
+            terms.append(self(*varied))
+        return [sum(parts[1:], parts[0]) for parts in zip(*terms, strict=True)]
+
+    @staticmethod
+    def _primitive():
+        return _linear_p()
 
 
 @functools.cache
 def _linear_p():
-    made = primitive("jaxsoft_linear_map", _impl, _abstract_eval)
-    ad.primitive_jvps[made] = _jvp
+    made = whole_primitive("jaxsoft_linear_map")
     ad.primitive_transposes[made] = _transpose
-    batching.primitive_batchers[made] = _batch
-    mlir.register_lowering(made, _lower)
     return made
 
 
-def _impl(*operands, linear_map, call):
+def _transpose(cotangents, *operands, function, call):
     del call
-    return _compiled(*operands, linear_map=linear_map)
-
-
-@functools.partial(compiled, static_argnames="linear_map")
-def _compiled(*operands, linear_map):
-    return linear_map.apply(operands)
-
-
-def _abstract_eval(*operands, linear_map, call):
-    del operands, linear_map
-    return call.out_avals
-
-
-def _jvp(primals, tangents, *, linear_map, call):
-    del call
-    linear = linear_map.linear
-    fixed = [zero_tangent(primals[i]) if i in linear else t for i, t in enumerate(tangents)]
-    terms = []
-    if any(map(moves, fixed)):
-        terms.append(jvp_along(lambda *operands: linear_map.formula(operands), primals, fixed)[1])
-    if any(moves(tangents[i]) for i in linear):
-        varied = [ad.instantiate_zeros(tangents[i]) if i in linear else v for i, v in enumerate(primals)]
-        terms.append(linear_map(*varied))
-    return linear_map(*primals), [sum(parts[1:], parts[0]) for parts in zip(*terms, strict=True)]
-
-
-def _transpose(cotangents, *operands, linear_map, call):
-    del call
-    linear = linear_map.linear
+    linear = function.linear
     unknown = [i for i, v in enumerate(operands) if ad.is_undefined_primal(v)]
     assert all(i in linear for i in unknown)  # where only some of them are unknown, the others are 0
     types = [operands[i].aval if i in unknown else jax.typeof(operands[i]) for i in linear]
     results = [ad.Zero(t) for t in types]
     if not all(isinstance(g, ad.Zero) for g in cotangents):
         given = map(ad.instantiate_zeros, cotangents)
-        transposed = linear_map.transpose(types[0].dtype)
+        transposed = function.transpose(types[0].dtype)
         results = transposed(*operands[: linear.start], *given, *operands[linear.stop :])
     return [results[linear.index(i)] if i in unknown else None for i in range(len(operands))]
-
-
-def _batch(operands: Sequence[jax.Array], dims: Sequence[int | None], *, linear_map, call):
-    del call
-    results = linear_map.batch(operands, dims)
-    return results, [0] * len(results)
-
-
-def _lower(ctx: mlir.LoweringRuleContext, *operands, linear_map, call):
-    from jax.extend.core import jaxpr_as_fun
-
-    del linear_map
-    return mlir.lower_fun(jaxpr_as_fun(call), multiple_results=True)(ctx, *operands)

@@ -7,13 +7,16 @@ differentiated, and then second derivatives reach what has none, as the kernels.
 import abc
 import functools
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import jax
-import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad, batching, mlir
 
 from jaxsoft._core.primitives import compiled, primitive
+
+if TYPE_CHECKING:
+    from jax.extend.core import Primitive
 
 
 class Whole(abc.ABC):
@@ -21,12 +24,13 @@ class Whole(abc.ABC):
 
     def __call__(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
         """The results, as of one operation."""
-        # As in linear_map.py, the computation is a jaxpr, in which JAX finds what has to know the devices.
-        call = jax.make_jaxpr(self.apply)(*operands)
-        return tuple(_whole_p().bind(*operands, function=self, call=call))
+        # The primitive holds its computation as a jaxpr. JAX searches the jaxprs of a program for operations that need
+        # to know the devices when they are lowered, as custom_partitioning does.
+        call = jax.make_jaxpr(lambda *operands: self.apply(operands))(*operands)
+        return tuple(self._primitive().bind(*operands, function=self, call=call))
 
     @abc.abstractmethod
-    def apply(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    def apply(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """The function."""
 
     @abc.abstractmethod
@@ -35,12 +39,21 @@ class Whole(abc.ABC):
 
     @abc.abstractmethod
     def batch(self, operands: Sequence[jax.Array], dims: Sequence[int | None]) -> Sequence[jax.Array]:
-        """The results for operands that are mapped along their first dimension, or not, mapped along the first."""
+        """The results for operands that are mapped along some dimensions, mapped along the first."""
+
+    @staticmethod
+    def _primitive() -> "Primitive":
+        return _operation_p()
 
 
 @functools.cache
-def _whole_p():
-    made = primitive("jaxsoft_operation", _impl, _abstract_eval)
+def _operation_p():
+    return whole_primitive("jaxsoft_operation")
+
+
+def whole_primitive(name: str) -> "Primitive":
+    """A primitive of which functions of one kind are parameters."""
+    made = primitive(name, _impl, _abstract_eval)
     ad.primitive_jvps[made] = _jvp
     batching.primitive_batchers[made] = _batch
     mlir.register_lowering(made, _lower)
@@ -54,7 +67,7 @@ def _impl(*operands, function, call):
 
 @functools.partial(compiled, static_argnames="function")
 def _compiled(*operands, function):
-    return function.apply(*operands)
+    return function.apply(operands)
 
 
 def _abstract_eval(*operands, function, call):
@@ -70,8 +83,7 @@ def _jvp(primals, tangents, *, function, call):
 
 def _batch(operands: Sequence[jax.Array], dims: Sequence[int | None], *, function, call):
     del call
-    in_front = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
-    results = function.batch(in_front, [None if d is None else 0 for d in dims])
+    results = function.batch(operands, dims)
     return results, [0] * len(results)
 
 

@@ -57,7 +57,7 @@ class _Statistics(Whole):
     head: Head
     keep: bool
 
-    def apply(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    def apply(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """The pass."""
         return head_operation(Forward(self.head, self.keep), *operands)
 

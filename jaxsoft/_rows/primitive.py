@@ -54,7 +54,7 @@ class _Call(Whole):
     implementation: str | None
     partition: bool
 
-    def apply(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    def apply(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """The operation."""
         in_form = _in_form(self.operation, self.implementation)
         return (partitioned(self.operation, self.form, in_form) if self.partition else in_form(self.form))(*operands)
