@@ -7,7 +7,7 @@ case rows are keys, so that all sums go along rows. Scores are computed once mor
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -30,6 +30,7 @@ from .backward_call import (
 )
 from .backward_plan import ROWS, BiasPlan
 from .operands import tiled
+from .order import indices
 from .ranges import Shape, borders
 from .ring import Ring
 from .scores import Scores, prepare
@@ -55,14 +56,15 @@ def bias_gradient(call: Call, bias: tuple[int, ...], plan: BiasPlan | None = Non
     summed = bias[2 + 1 - axis] == 1  # along the rows of tiles
     tiles = (plan.columns, ROWS) if over_queries else (ROWS, plan.columns)
     shape = Shape(call.queries, call.keys, *tiles)
-    grid = bias[0], bias[1], -(-rows // plan.block), 1 if summed else -(-columns // plan.columns)
-    result = bias[0], bias[1], grid[2] * plan.block, *(() if summed else (grid[3] * plan.columns,))
+    count = -(-columns // plan.columns)
+    axes = {"batch": bias[0], "head": bias[1], "block": -(-rows // plan.block), "column": 1 if summed else count}
+    result = bias[0], bias[1], axes["block"] * plan.block, *(() if summed else (count * plan.columns,))
     query_rows, key_rows = (plan.columns, plan.block) if over_queries else (plan.block, plan.columns)
     kernel = kernel_of_blocks(
-        functools.partial(_body, call, bias, plan, shape, axis, summed, grid, -(-columns // plan.columns)),
+        functools.partial(_body, call, bias, plan, shape, axis, summed, axes, count),
         "bias_gradient",
         plan.warp_groups,
-        {"item": math.prod(grid)},  # which may be more than CUDA allows along any but the first axis
+        {"item": math.prod(axes.values())},  # which may be more than CUDA allows along any but the first axis
         interpret,
         out_type=jax.ShapeDtypeStruct(result, jnp.float32),
         scratch_types=(
@@ -96,7 +98,7 @@ def _body(
     shape: Shape,
     axis: int,
     summed: bool,
-    grid: Sequence[int],
+    axes: Mapping[str, int],
     count: int,
     *refs,
 ):
@@ -105,11 +107,8 @@ def _body(
     extras, others = extras_of(call, others[: len(call.form.extras)]), others[len(call.form.extras) :]
     result_ref, *memory_refs, bars = others
     ring, scores = Ring(memory_refs, bars, plan.slots), Scores(call.form, shape, extras, axis)
-    item, indices = lax.axis_index("item"), []
-    for size in reversed(grid):
-        indices.append(lax.rem(item, jnp.int32(size)))
-        item = lax.div(item, jnp.int32(size))
-    column, block, one_head, entry = indices
+    index = indices(lax.axis_index("item"), axes)
+    entry, one_head, block, column = (index[name] for name in ("batch", "head", "block", "column"))
     batches, heads = (n if bias[i] == 1 else 1 for i, n in ((0, call.batch), (1, call.query_heads)))
     along = count if summed else 1
     steps = batches * heads * along

@@ -17,6 +17,7 @@ from jaxsoft._attention.form import Extra, Form
 from ..rows.memory import store
 from . import operands as tiles
 from .extra_tiles import ExtraTiles
+from .order import indices
 from .plan import ForwardPlan
 from .ranges import Range, borders, key_tiles, within
 from .scores import LOG2E, Queries, Scores
@@ -144,10 +145,7 @@ class Block:
 
     def _item(self, number: jax.Array) -> Item:
         """An item, of which those of a head that have most keys come first, if there are such."""
-        index = {}
-        for name, size in reversed([*self.items.items()]):
-            index[name] = lax.rem(number, jnp.int32(size))
-            number = lax.div(number, jnp.int32(size))
+        index = indices(number, self.items)
         batch, queries = index["batch"], index["queries"]
         if self.form.right is not None:
             queries = self.items["queries"] - 1 - queries

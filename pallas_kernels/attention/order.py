@@ -1,7 +1,11 @@
-"""The order in which the blocks of attention's kernels run."""
+"""The order in which the blocks of attention's kernels run, and which of them has a number."""
 
 from collections.abc import Mapping
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
 
 from jaxsoft._attention.form import Form
 
@@ -35,3 +39,12 @@ def ordered(form: Form, axes: Mapping[str, int], length: int, arrays: Mapping[An
     if axes[batch] > 1 and any(arrays[name].shape[0] == 1 for name in with_tiles(arrays)):
         order = [*order[1:], batch]
     return {name: axes[name] for name in order}
+
+
+def indices(number: jax.Array, axes: Mapping[str, int]) -> dict[str, jax.Array]:
+    """The index along each axis of the block, or item, of this number, where the last axis changes first."""
+    found = {}
+    for name, size in reversed([*axes.items()]):
+        found[name] = lax.rem(number, jnp.int32(size))
+        number = lax.div(number, jnp.int32(size))
+    return found
