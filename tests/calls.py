@@ -32,32 +32,39 @@ def row_function(implementation: str | None, name: str, named: Sequence[str] = (
     return call(getattr(jaxsoft, name), implementation=implementation), call(definitions.ROW_FUNCTIONS[name])
 
 
-def integer(implementation: str | None, labels, *, where=None, counts=None, **options) -> Pair:
-    """Loss and logsumexp, of x, or of x and class weights. `counts` is `where` in full, if that is not."""
+def integer(implementation: str | None, labels, *, where=None, counts=None, entropy=False, **options) -> Pair:
+    """Loss and logsumexp, and perhaps the entropy, of x, or of x and class weights.
+
+    `counts` is `where` in full, if that is not.
+    """
+    beside = {"return_lse": True, "return_entropy": entropy}
 
     def ours(x, w=None):
         return jaxsoft.softmax_cross_entropy_with_integer_labels(
-            x, labels, where=where, class_weights=w, return_lse=True, implementation=implementation, **options
+            x, labels, where=where, class_weights=w, implementation=implementation, **beside, **options
         )
 
     def theirs(x, w=None):
         shown = where if counts is None else counts
-        return definitions.integer_cross_entropy(x, w, labels.astype(np.int32), where=shown, **options)
+        found = definitions.integer_cross_entropy(x, w, labels.astype(np.int32), where=shown, **options)
+        return found if entropy else found[:2]
 
     return ours, theirs
 
 
-def dense(implementation: str | None, *, where=None, counts=None, **options) -> Pair:
-    """Loss and logsumexp, of x and labels, or of x, labels and class weights."""
+def dense(implementation: str | None, *, where=None, counts=None, entropy=False, **options) -> Pair:
+    """Loss and logsumexp, and perhaps the entropy, of x and labels, or of x, labels and class weights."""
+    beside = {"return_lse": True, "return_entropy": entropy}
 
     def ours(x, q, w=None):
         return jaxsoft.softmax_cross_entropy(
-            x, q, where=where, class_weights=w, return_lse=True, implementation=implementation, **options
+            x, q, where=where, class_weights=w, implementation=implementation, **beside, **options
         )
 
     def theirs(x, q, w=None):
         shown = where if counts is None else counts
-        return definitions.cross_entropy(x, jnp.broadcast_to(q, x.shape), w, where=shown, **options)
+        found = definitions.cross_entropy(x, jnp.broadcast_to(q, x.shape), w, where=shown, **options)
+        return found if entropy else found[:2]
 
     return ours, theirs
 
@@ -71,7 +78,7 @@ def linear(labels, named: Sequence[str] = (), chunk_size: int | None = None, rec
 
     def theirs(h, w, *v):
         given = dict.fromkeys(("bias", "class_weights")) | dict(zip(named, v, strict=True))
-        return definitions.linear_cross_entropy(h, w, *given.values(), labels.astype(np.int32), **options)
+        return definitions.linear_cross_entropy(h, w, *given.values(), labels.astype(np.int32), **options)[:2]
 
     return ours, theirs
 
@@ -144,7 +151,13 @@ CALLS: dict[str, tuple[Sequence[np.ndarray], Callable[[str | None], Pair]]] = {
     "integer, mask": ((_X,), lambda i: integer(i, _LABELS, where=_MASK, **_CAPPED)),
     "integer, weights": ((_X, _WEIGHTS), lambda i: integer(i, _LABELS)),
     "integer, weights, mask": ((_X, _WEIGHTS), lambda i: integer(i, _SOME, where=_MASK, **_IGNORED, **_CAPPED)),
+    "integer, entropy": ((_X,), lambda i: integer(i, _LABELS, entropy=True)),
+    "integer, entropy, mask": (
+        (_X, _WEIGHTS),
+        lambda i: integer(i, _SOME, where=_MASK, entropy=True, **_IGNORED, **_CAPPED),
+    ),
     "dense": ((_X, _Q), dense),
+    "dense, entropy, mask": ((_X, _Q), lambda i: dense(i, where=_MASK, entropy=True, **_CAPPED)),
     "dense, weights, mask": ((_X, _Q, _WEIGHTS), lambda i: dense(i, where=_MASK, **_CAPPED)),
     "linear": (_HEAD, lambda i: linear(_SOME, _NAMED, 4, **_IGNORED)),
     "linear, smoothing": (_HEAD, lambda i: linear(_SOME, _NAMED, 4, **_IGNORED, **_CAPPED)),

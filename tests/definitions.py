@@ -65,7 +65,7 @@ def top_k_softmax(x, k):
 
 
 def _loss(z, q, w, counts, rows, nll, smoothing, z_loss):
-    """Losses and logsumexps of scores z and a target q over the classes, which are last.
+    """Losses, logsumexps and entropies of scores z and a target q over the classes, which are last.
 
     Args:
       counts: which classes count.
@@ -81,7 +81,7 @@ def _loss(z, q, w, counts, rows, nll, smoothing, z_loss):
     k = jnp.maximum(jnp.sum(counts, -1), 1)
     smooth = jnp.sum(jnp.where(counts, w, 0) * above, -1) / k
     loss = (1 - smoothing) * label + smoothing * smooth + z_loss * finite**2
-    return jnp.where(some, loss, 0), lse
+    return jnp.where(some, loss, 0), lse, entropy(z, where=counts)
 
 
 def _capped(x, cap):
@@ -90,7 +90,10 @@ def _capped(x, cap):
 
 def integer_cross_entropy(x, weights, labels, *, where=None, ignore_index=None, label_smoothing=0.0, z_loss=0.0,
                           logit_softcap=None):  # fmt: skip
-    """Losses and logsumexps for labels that are in range, or ignored; a label that does not count keeps its logit."""
+    """Losses, logsumexps and entropies for labels that are in range, or ignored.
+
+    A label that does not count keeps its logit.
+    """
     n = x.shape[-1]
     z, w = _capped(x, logit_softcap), jnp.ones(n, x.dtype) if weights is None else weights
     counts = jnp.ones(x.shape, bool) if where is None else jnp.broadcast_to(where, x.shape)
@@ -101,7 +104,7 @@ def integer_cross_entropy(x, weights, labels, *, where=None, ignore_index=None, 
 
 
 def cross_entropy(x, q, weights, *, where=None, label_smoothing=0.0, z_loss=0.0, logit_softcap=None):
-    """Losses and logsumexps for labels that are probabilities, or any other numbers."""
+    """Losses, logsumexps and entropies for labels that are probabilities, or any other numbers."""
     z, w = _capped(x, logit_softcap), jnp.ones(x.shape[-1], x.dtype) if weights is None else weights
     counts = jnp.ones(x.shape, bool) if where is None else jnp.broadcast_to(where, x.shape)
     return _loss(z, q, w, counts, jnp.ones(x.shape[:-1], bool), None, label_smoothing, z_loss)
