@@ -126,24 +126,48 @@ struct Entropy : Scores<T, false> {
     part.raise(Base::maximum(a, b, form));
     const A from = reference(part.running.from);
     auto add = [&](auto shifted) {
-      A sums[count], products[count];
-#pragma unroll
-      for (int k = 0; k < count; k++) {
-        A terms[Pack<T>::size];
-        products[k] = 0;
-#pragma unroll
-        for (int i = 0; i < Pack<T>::size; i++) {
-          const A at = bounded(exponent<decltype(shifted)::value>(Base::score(a[k], b[k], i, form), from));
-          terms[i] = power(at);
-          products[k] += terms[i] * at;
-        }
-        sums[k] = tree_sum(terms);
-      }
-      part.running.sum.add(tree_sum(sums));
-      part.products.add(tree_sum(products));
+      const Terms found = sum_of_terms<decltype(shifted)::value>(from, a, b, form, count, 1);
+      part.running.sum.add(found.sum);
+      part.products.add(found.products);
     };
     if (may_shift(from)) add(std::true_type());
     else add(std::false_type());
+  }
+  // The sums of the terms relative to `from`, and of their products with their exponents. Of a thread's packs k = 0, 1,
+  // ..., those with k * step < left exist.
+  struct Terms {
+    A sum, products;
+  };
+  template <bool shifted, int count, class Form>
+  static __device__ Terms sum_of_terms(A from, const Pack<T> (&a)[count], const Pack<T> (&b)[count], const Form& form,
+                                       int left, int step) {
+    // A shifted exponent of an element that is as far below 0 as this can be multiplied by 0.
+    constexpr bool raises = shifted && sizeof(T) == 2 && !Form::extras;
+    A sums[count], products[count];
+#pragma unroll
+    for (int k = 0; k < count; k++) {
+      sums[k] = products[k] = 0;
+      if (k * step >= left) continue;
+      Pack<T> pack = a[k];
+      if constexpr (raises) pack.raise(narrow<T>(std::is_same<T, __half>::value ? A(-65504) : A(-1e38)));
+      A terms[Pack<T>::size];
+#pragma unroll
+      for (int i = 0; i < Pack<T>::size; i++) {
+        A at = exponent<shifted>(Base::score(pack, b[k], i, form), from);
+        if (!raises) at = bounded(at);
+        terms[i] = power(at);
+        products[k] += terms[i] * at;
+      }
+      sums[k] = tree_sum(terms);
+    }
+    return {tree_sum(sums), tree_sum(products)};
+  }
+  // The same relative to the maximum, with the products as they are in the end.
+  template <int count, class Form>
+  static __device__ Terms terms(A m, const Pack<T> (&a)[count], const Pack<T> (&b)[count], const Form& form, int left,
+                                int step) {
+    const Terms found = sum_of_terms<false>(m, a, b, form, left, step);
+    return {found.sum, found.products * A(kLogBase<A>)};
   }
   static __device__ Values finish(const Part& part, const Arguments<T>& to, int64_t row, bool first) {
     if (first) to.m[row] = part.state.m, to.s[row] = part.state.s(), to.beside[row] = part.products.value();
