@@ -52,7 +52,14 @@ from cases import Case
 from jaxsoft._rows.forms import Form
 from jaxsoft._rows.operation import NO_ROW, Extra
 from jaxsoft._rows.operations.entropy import ENTROPY, ENTROPY_VJP
-from jaxsoft._rows.operations.labels import LABEL_STATE, LABEL_STATE_VJP, LABEL_SUMS, LABEL_SUMS_VJP
+from jaxsoft._rows.operations.labels import (
+    LABEL_ENTROPY,
+    LABEL_ENTROPY_VJP,
+    LABEL_STATE,
+    LABEL_STATE_VJP,
+    LABEL_SUMS,
+    LABEL_SUMS_VJP,
+)
 from jaxsoft._rows.operations.log_softmax import LOG_SOFTMAX, LOG_SOFTMAX_VJP
 from jaxsoft._rows.operations.logsumexp import LOGSUMEXP_VJP, STATE
 from jaxsoft._rows.operations.softmax import SOFTMAX, SOFTMAX_VJP
@@ -140,6 +147,8 @@ def run(implementation: str, shape: Sequence[int], dtype: str, form: Form) -> No
         call(LABEL_SUMS, dtype, x, i, cap=cap)
         call(LABEL_STATE_VJP, form.dtype, x, i, m, s, s, s, cap=cap)
         jax.block_until_ready(call(LABEL_SUMS_VJP, form.dtype, x, i, m, s, s, s, s, cap=cap))
+        m, s, _, u = call(LABEL_ENTROPY, dtype, x, i, cap=cap)
+        jax.block_until_ready(call(LABEL_ENTROPY_VJP, form.dtype, x, i, m, s, u, s, s, s, cap=cap))
     for k in {min(n, k) for k in (1, 5, 64, 256)} if implementation == "ffi" and not form.extras else ():
         jax.block_until_ready(row_operation(TOP_K, Form(np.dtype(dtype), k=k), implementation, x))
 

@@ -46,6 +46,8 @@ X, R, I = jnp.ones((4, 8), F32), jnp.ones(4, F32), jnp.ones(4, jnp.int32)
         ("label_state_vjp", [((4, 8), F32)], [X, I, R, R, R, jnp.ones(5, F32)]),
         ("label_sums", [((4,), F32)] * 4 + [((5,), F32)], [X, I]),
         ("label_sums_vjp", [((4, 8), F32)], [X, I, R, R, R, R, X]),
+        ("label_entropy", [((4,), F32)] * 3 + [((5,), F32)], [X, I]),
+        ("label_entropy_vjp", [((4, 8), F32)], [X, I, R, R, R, R, R, X]),
     ],
 )
 def test_bad_buffers(target, results, operands):
@@ -135,7 +137,8 @@ def test_empty_buffers(shape, trailing):
     i = jnp.zeros(statistic, jnp.int32)
     m, s, t, _ = call("label_state", [(statistic, F32)] * 3, x, i)
     assert (m == -jnp.inf).all() and (s == 0).all() and jnp.isnan(t).all()
-    for operation, numbers in (("label_state_vjp", [m, s, s, s]), ("label_sums_vjp", [m, s, s, s, s])):
+    pullbacks = {"label_state_vjp": [m, s, s, s], "label_sums_vjp": [m, s, s, s, s]}
+    for operation, numbers in (pullbacks | {"label_entropy_vjp": [m, s, s, s, s, s]}).items():
         assert call(operation, [(shape, F32)], x, i, *numbers)[0].shape == shape
 
 

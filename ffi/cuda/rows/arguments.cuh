@@ -30,7 +30,7 @@ struct Arguments {
   const A* cotangent = nullptr;
   const int32_t* labels = nullptr;
   A *label_score = nullptr, *beside = nullptr, *count = nullptr;
-  const A *label_cotangent = nullptr, *distance_cotangent = nullptr;
+  const A *label_cotangent = nullptr, *distance_cotangent = nullptr, *entropy_cotangent = nullptr;
   A cap = 0;  // the scores' soft cap; 0 for none
   // The arrays have the shape (rows, n, inner), and n is reduced.
   int64_t rows = 0, n = 0, inner = 1;
@@ -42,7 +42,6 @@ struct Arguments {
   // bias are counted in rows of these arrays. Not set where there are 2^31 rows or more.
   Divider sizes[kGroups];
   uint32_t strides[kExtras][kGroups] = {};
-  const A* entropy_cotangent = nullptr;
 
   __host__ __device__ bool counted_in_ints() const { return rows <= INT32_MAX; }
   void set_extras(const Extras& of_call) {

@@ -70,18 +70,22 @@ struct LabelSums : Scores<T, false> {
     Scores<T, false>::accumulate(part.running, a, b, form);
     const A from = reference(part.running.from);
     part.above = moved(part.above, part.count, before, from);
+    A sums[count], counts[count];
 #pragma unroll
     for (int k = 0; k < count; k++) {
-      A distances[Pack<T>::size], counts[Pack<T>::size];
+      A distances[Pack<T>::size];
+      counts[k] = 0;
 #pragma unroll
       for (int i = 0; i < Pack<T>::size; i++) {
         const A z = Scores<T, false>::score(a[k], b[k], i, form);
-        counts[i] = z > -infinity<A>();
-        distances[i] = z > -infinity<A>() ? z - from : A(0);
+        const bool summed = z > -infinity<A>();
+        distances[i] = summed ? z - from : A(0);
+        counts[k] += summed;
       }
-      part.above.add(tree_sum(distances));
-      part.count += tree_sum(counts);
+      sums[k] = tree_sum(distances);
     }
+    part.above.add(tree_sum(sums));
+    part.count += tree_sum(counts);
   }
   // The label's own score is not among the reduced ones. Its distance from itself is 0, but it is counted.
   static __device__ Values finish(const Part& part, const Arguments<T>& to, int64_t row, bool first) {
