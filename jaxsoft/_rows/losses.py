@@ -231,19 +231,46 @@ def row_entropy(
 ) -> jax.Array:
     """The entropy of the softmax of rows, given that of the scores but the label's.
 
-    With q and r the probabilities of the others and of the label, it is q * (of_others - log(q)) - r * log(r). No term
-    is negative, so nothing cancels.
-
     Args:
       label, t, apart, label_counts: as `row_loss` has them.
       of_others: the last result of `label_entropy_of_rows`.
     """
     label_counts = _adds_label(label, t, label_counts)
-    # Beyond this q or r is 0, and so is its product with a logarithm that must be finite.
-    apart = jnp.clip(jnp.where(label_counts, apart, 0), -1e4, 1e4)
-    log_q, log_r = -jnp.logaddexp(-apart, 0), -jnp.logaddexp(apart, 0)
-    entropy = jnp.exp(log_q) * (of_others - log_q) - jnp.exp(log_r) * log_r
-    return jnp.where(label_counts, entropy, of_others)
+    apart = jnp.clip(jnp.where(label_counts, apart, 0), -1e4, 1e4)  # beyond this, one of both has the probability 0
+    return jnp.where(label_counts, _with_label(apart, of_others), of_others)
+
+
+@jax.custom_jvp
+def _with_label(apart: jax.Array, of_others: jax.Array) -> jax.Array:
+    """q * (of_others - log(q)) - r * log(r), with q the probability of all classes but the label, and r the label's.
+
+    No term is negative, so nothing cancels. The derivative by apart is q * r * (of_others - apart), which JAX would
+    take from differences of the terms'.
+    """
+    q, r = _shares(apart)
+    rest = jnp.log1p(jnp.exp(-jnp.abs(apart)))
+    return q * (of_others + (rest - jnp.minimum(apart, 0))) + r * (rest + jnp.maximum(apart, 0))
+
+
+@_with_label.defjvp
+def _with_label_jvp(primals, tangents):
+    apart, of_others = primals
+    q, r = _shares(apart)
+    return _with_label(*primals), q * r * (of_others - apart) * tangents[0] + q * tangents[1]
+
+
+@jax.custom_jvp
+def _shares(apart: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """1 / (1 + exp(-apart)) and 1 / (1 + exp(apart)), both with all their digits."""
+    less = jnp.exp(-jnp.abs(apart))
+    high, low = 1 / (1 + less), less / (1 + less)
+    return jnp.where(apart > 0, high, low), jnp.where(apart > 0, low, high)
+
+
+@_shares.defjvp
+def _shares_jvp(primals, tangents):
+    q, r = _shares(*primals)
+    return (q, r), (q * r * tangents[0], -q * r * tangents[0])
 
 
 def _adds_label(label: jax.Array, t: jax.Array, label_counts: jax.Array | bool) -> jax.Array:
