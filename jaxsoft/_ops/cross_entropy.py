@@ -168,8 +168,8 @@ def softmax_cross_entropy_with_integer_labels(
     over the classes that `where` selects. It does not depend on the label, nor on label_smoothing, z_loss and
     class_weights. In a row that is ignored, or of which nothing counts, it is 0, and so is its gradient; in one that
     holds NaN or +inf it is NaN. It has all its digits where the label is nearly certain. Loss and entropy together take
-    one read of the logits, and their gradient one read and one write. With label_smoothing, XLA reads the logits once
-    more.
+    one read of the logits, and their gradient one read and one write, by the kernels of "ffi". With "pallas" and
+    "triton", and with label_smoothing, XLA reads the logits once more.
 
     >>> logits, labels = jnp.array([[1.2, -0.8, -0.5], [0.9, -1.2, 1.1]]), jnp.array([0, 1])
     >>> softmax_cross_entropy_with_integer_labels(logits, labels).round(2)
