@@ -298,7 +298,8 @@ def linear() -> Iterator[Call]:
 
 
 GROUPS = {"cross_entropy": cross_entropy, "entropy": entropy, "top_k": top_k, "few": few, "linear": linear}
-PLAIN = ("products", "products, logits twice", "loss alone")  # that are something else, and not checked
+# That are something else, or round a gradient twice: they are not checked.
+PLAIN = ("products", "products, logits twice", "loss alone", "two functions")
 
 
 def run(call: Call, repeats: int) -> dict:
