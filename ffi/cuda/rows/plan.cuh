@@ -28,7 +28,7 @@ struct Plan {
   int blocks = 1;          // of a cluster, which is as many parts of a row: clustered, ring
   int threads = 0;         // of a block: split
   bool overlap = false;    // whether a launch may start while the one before still runs: split
-  int processors = 0;      // multiprocessors of the GPU: dealt
+  int processors = 0;      // multiprocessors of the GPU: dealt, tiled
   Split split{1, 1};       // split, spread
 };
 
@@ -43,7 +43,10 @@ inline int blocks_of_cluster(const CallFacts& call, int most) {
 }
 
 inline bool fit_clustered(const Rule& rule, const CallFacts& call, Plan& plan) {
-  plan.blocks = blocks_of_cluster(call, static_cast<int>(rule.blocks));
+  if (rule.most_rows == kNoLimit)  // many rows keep all multiprocessors busy, and small clusters wait less
+    while (plan.blocks < rule.blocks && call.packs > plan.blocks * rule.most_part) plan.blocks *= 2;
+  else
+    plan.blocks = blocks_of_cluster(call, static_cast<int>(rule.blocks));
   const int64_t part = (call.packs + plan.blocks - 1) / plan.blocks;
   return plan.blocks > 1 && part >= rule.least_part && part <= rule.most_part;
 }
