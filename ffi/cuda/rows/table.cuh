@@ -146,7 +146,7 @@ constexpr Rule kRules[] = {
     use(Strategy::held, 4).up_to(4 * 32),
 
     // Few rows. A block of a cluster has 4 to 32 KB of its row: above 16 KB in 8 packs a thread, if only one operand is
-    // read and rows are aligned. (The same kernel that takes any rows was 7 to 30 % slower.)
+    // read and rows are aligned. (One kernel for these and all others was 6 to 32 % slower.)
     use(Strategy::clustered, 8).on(kHopper).of_bytes(2 | 4).for_kinds(kReduce & ~kSums).for_forms(kPlain).reading(1)
         .aligned().rows_up_to(kFewRows).with_blocks(Clustered::most_blocks).parts(1025, 2048),
     use(Strategy::clustered, 4).on(kHopper).of_bytes(2 | 4).for_kinds(kReduce & ~kSums)
@@ -186,8 +186,8 @@ constexpr Rule kRules[] = {
     // First, aligned rows of the forward operations in the registers of clusters: up to 48 KB in each block, of which a
     // multiprocessor has three or more, or 60 to 64 KB in each, of which it has two. They reach .97 to .98 of a copy's
     // speed where a ring reaches .92 to .96. In between, where too many registers are left over, a ring is as fast or
-    // faster; and so it is for longer rows, for which larger clusters wait too much, and for log_softmax of 16 bits in
-    // two blocks.
+    // faster; and so it is for longer rows, for which larger clusters wait too much. Where a multiprocessor has two
+    // blocks, it is also for log_softmax of 16 bits.
     use(Strategy::clustered, 8).on(kHopper).of_bytes(2).for_kinds(kSoftmax).for_forms(kPlain).reading(1)
         .up_to(8192).aligned().all_rows_from((1 << 20) + 1).with_blocks(2).parts(3841, 4096),
     use(Strategy::clustered, 8).on(kHopper).of_bytes(2).for_kinds(kWriteAndReduce).for_forms(kPlain).reading(1)
