@@ -78,6 +78,7 @@ EXTRAS = ((), *((extra,) for extra in ALL), ALL)
 LONG = [((70, 20001), "float64"), ((280, 70001), "float32"), ((130, 70000), "bfloat16"), ((1, 600_001), "float32")]
 LONG += [((1, 4_000_001), "float32"), ((5, 1_000_001), "float32"), ((9, 2**21), "float16")]
 LONG += [((1, 1_200_001), "float32"), ((1, 17_000_001), "float32")]
+LONG += [((171, 49_152), "bfloat16"), ((130, 32_768), "float32"), ((2100, 32_000), "bfloat16")]  # many, aligned
 # (x, result) of two dtypes, and (rows, n, trailing) of axes before the last.
 PAIRS = [("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float16"), ("float16", "float32")]
 COLUMNS = [(2, 8, 1), (3, 33, 3), (3, 50, 130), (2, 1001, 64), (1, 70001, 5), (2, 130, 4097)]

@@ -29,7 +29,8 @@ cudaError_t launch_rule(const Arguments<T>& args, const Plan& plan, Layout layou
   else if constexpr (rule.strategy == Strategy::held)
     return launch_held<Op, T, Form, packs>(args, layout, plan.packs, stream);
   else if constexpr (rule.strategy == Strategy::clustered)
-    return launch_clustered<Op, T, Form, packs>(args, plan.packs, plan.blocks, stream);
+    return launch_clustered<Op, T, Form, packs, rule.aligned_only() ? Layout::whole : Layout::any>(
+        args, plan.packs, plan.blocks, stream);
   else if constexpr (rule.strategy == Strategy::spread)
     return launch_spread<Op, T, Form, packs>(args, plan.split, workspace, stream);
   else if constexpr (rule.strategy == Strategy::ring)
@@ -41,7 +42,7 @@ cudaError_t launch_rule(const Arguments<T>& args, const Plan& plan, Layout layou
   else if constexpr (rule.strategy == Strategy::split)
     return launch_split<Op, T, Form>(args, plan, workspace, stream);
   else
-    return launch_tiled<Op, T, Form>(args, plan.threads, stream);
+    return launch_tiled<Op, T, Form, packs>(args, plan.threads, stream);
 }
 
 template <template <class> class Op, class T, class Form, int... rules>

@@ -43,7 +43,10 @@ inline int blocks_of_cluster(const CallFacts& call, int most) {
 }
 
 inline bool fit_clustered(const Rule& rule, const CallFacts& call, Plan& plan) {
-  plan.blocks = blocks_of_cluster(call, static_cast<int>(rule.blocks));
+  if (rule.most_rows == kNoLimit)  // many rows keep all multiprocessors busy, and small clusters wait less
+    while (plan.blocks < rule.blocks && call.packs > plan.blocks * rule.most_part) plan.blocks *= 2;
+  else
+    plan.blocks = blocks_of_cluster(call, static_cast<int>(rule.blocks));
   const int64_t part = (call.packs + plan.blocks - 1) / plan.blocks;
   return plan.blocks > 1 && part >= rule.least_part && part <= rule.most_part;
 }
@@ -101,8 +104,9 @@ inline bool fit_split(const Rule& rule, const KernelFacts& kernel, const CallFac
 }
 
 // A kernel counts the elements of a row in ints.
-inline bool fit_tiled(const KernelFacts& kernel, const CallFacts& call, Plan& plan) {
-  plan.threads = Tiled::threads(kernel.kind != kElementwise);
+inline bool fit_tiled(const Rule& rule, const KernelFacts& kernel, const CallFacts& call, Plan& plan) {
+  plan.threads = rule.packs_a_thread ? Streamed::threads(call.rows, call.processors)
+                                     : Tiled::threads(kernel.kind != kElementwise);
   const int64_t enough = Tiled::enough_threads * call.processors;
   while (kernel.kind == kSums && plan.threads > 32 && call.rows * plan.threads / 2 >= enough) plan.threads /= 2;
   return call.n <= 1 << 30;
@@ -118,7 +122,7 @@ inline bool fit(const Rule& rule, const KernelFacts& kernel, const CallFacts& ca
     case Strategy::dealt: return fit_dealt(kernel, call);
     case Strategy::flat: return fit_flat(kernel, call);
     case Strategy::split: return fit_split(rule, kernel, call, plan);
-    case Strategy::tiled: return fit_tiled(kernel, call, plan);
+    case Strategy::tiled: return fit_tiled(rule, kernel, call, plan);
   }
   return false;
 }

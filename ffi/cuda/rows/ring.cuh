@@ -73,6 +73,25 @@ __device__ void produce(const Arguments<T>& args, unsigned long long* counter, R
   }
 }
 
+// Asks the cache for the block's part of the first rows, as it takes microseconds until the first copies start. Which
+// cluster takes which of the rows after the first does not matter for this.
+template <template <class> class Op, class T>
+__device__ void ask_for_first_rows(const Arguments<T>& args) {
+  const unsigned rank = block_in_cluster(), blocks = blocks_of_cluster(), clusters = gridDim.x / blocks;
+  const int64_t row_bytes = args.n * sizeof(T);
+  const unsigned part = static_cast<unsigned>(row_bytes) / blocks;
+  int64_t index = blockIdx.x / blocks;
+  for (int row = 0; row < Ring::first_rows && index < args.rows; row++, index += clusters) {
+    auto ask = [&](const T* operand) {  // for the packs that lie in the part entirely
+      const auto begin = reinterpret_cast<uintptr_t>(operand) + index * row_bytes + rank * part, end = begin + part;
+      const auto from = (begin + 15) / 16 * 16;
+      prefetch_to_cache(reinterpret_cast<const void*>(from), static_cast<unsigned>(end / 16 * 16 - from));
+    };
+    ask(args.a);
+    if constexpr (Op<T>::operands > 1) ask(args.b);
+  }
+}
+
 // The consumers of a block: reduce and write the rows that the producer brings.
 template <template <class> class Op, class T, class Form>
 __device__ void consume(const Arguments<T>& args, RingMemory<Op, T>& memory) {
@@ -125,6 +144,7 @@ __global__ void __launch_bounds__(Ring::threads, 1)
   if constexpr (kChosenHere<Strategy::ring, Op<T>, T, Form>) {
     extern __shared__ __align__(128) unsigned char bytes[];
     auto& memory = *reinterpret_cast<RingMemory<Op, T>*>(bytes);
+    if (threadIdx.x == Ring::threads - 1) ask_for_first_rows<Op>(args);
     if (threadIdx.x < 32) {  // one warp has a thread for every barrier
       const unsigned thread = threadIdx.x, warps = Ring::consumers / 32 * Barrier::warp_arrivals;
       if (thread < memory.count) memory.full[thread].init(1), memory.empty[thread].init(warps);

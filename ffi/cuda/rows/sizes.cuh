@@ -35,6 +35,16 @@ struct Tiled {
   static constexpr int64_t enough_threads = 896;
 };
 
+// Many rows that are read only once, as nothing but their state is wanted (tiled.cuh). Small blocks wait less for their
+// own threads, if there are enough of them.
+struct Streamed {
+  static constexpr int most_threads = 256, least_threads = 128;  // of a block
+  static constexpr int resident = 1024;  // threads for which a multiprocessor must have registers
+  static int threads(int64_t rows, int processors) {
+    return rows * least_threads >= int64_t(2) * resident * processors ? least_threads : most_threads;
+  }
+};
+
 // A row that is split over blocks in several launches (split.cuh).
 struct Splitting {
   static constexpr int64_t few_parts = 512;  // a kernel of its own merges more parts of a row than that
@@ -59,6 +69,10 @@ struct Flat {
 struct Clustered {
   static constexpr int most_blocks = 16;  // of a cluster: the most that Hopper allows
   static constexpr int threads = 512;     // the most threads of a block
+  // The launch bounds. Of aligned rows there may be many: two blocks of 576 threads leave 56 registers for a thread, so
+  // that a multiprocessor has room for three blocks of up to 384 threads.
+  static constexpr int bound(bool aligned) { return aligned ? 576 : threads; }
+  static constexpr int blocks(bool aligned) { return aligned ? 2 : 1; }
 };
 
 // A row in the shared memory of a cluster (ring.cuh).
@@ -68,6 +82,7 @@ struct Ring {
   static constexpr int threads = teams * consumers + 32;
   static constexpr int mails = 32;           // more than the number of rows by which blocks of a cluster can be apart
   static constexpr int exchanges = 2 * teams;
+  static constexpr int first_rows = 2;  // of a cluster: the cache is asked for them at the start
   static constexpr int most_blocks = 16;     // of a cluster: the most that Hopper allows
   static constexpr int few_rows = 8;         // for each cluster: up to this number, rows are dealt out in advance
   static constexpr int bytes = 208 * 1024;   // of all slots, out of the 227 KB of shared memory that a block can have

@@ -18,7 +18,7 @@ template <template <class> class Op, class T, class Form>
 __global__ void __launch_bounds__(kTiledThreads<Op<T>>, kTiledBlocks<Op<T>, T, Form>)
     split_reduce(const __grid_constant__ Arguments<T> args, typename Op<T>::Part* states, Split split) {
   let_next_kernel_start();
-  auto part = reduce_packs(part_of_row<Op, T, Form>(args, blockIdx.x, split));
+  auto part = reduce_packs<kTiledInFlight<Op<T>, Form>>(part_of_row<Op, T, Form>(args, blockIdx.x, split));
   if (threadIdx.x == 0) states[blockIdx.x] = part;
 }
 

@@ -16,7 +16,7 @@ namespace jaxsoft::cuda {
 
 enum class Strategy {
   held,       // a row in the registers of lanes, a warp or a block
-  clustered,  // few rows, each in the registers of a cluster
+  clustered,  // rows in the registers of clusters
   spread,     // few rows in the registers of all blocks
   ring,       // rows in the shared memory of clusters
   dealt,      // rows in the shared memory of all blocks
@@ -81,7 +81,7 @@ constexpr int64_t kNoLimit = INT64_MAX;
 // A row of the table.
 struct Rule {
   Strategy strategy;
-  int packs_a_thread;  // that a thread holds in registers, of each operand: held, clustered, spread
+  int packs_a_thread;  // that a thread has in registers, of each operand: held, clustered, spread; tiled, if not 0
   // The GPUs and kernels that the row is for.
   unsigned gpus = kAllGpus;
   unsigned elements = 2 | 4 | 8;
@@ -110,6 +110,8 @@ struct Rule {
     Rule rule = *this;
     return rule.longest_unaligned = packs, rule;
   }
+  constexpr Rule aligned() const { return unaligned_up_to(0); }
+  constexpr bool aligned_only() const { return longest_unaligned == 0; }
   constexpr Rule rows_up_to(int64_t rows) const { Rule rule = *this; return rule.most_rows = rows, rule; }
   constexpr Rule all_rows_from(int64_t packs) const { Rule rule = *this; return rule.least_of_all = packs, rule; }
   constexpr Rule parts(int64_t least, int64_t most) const {
@@ -144,9 +146,9 @@ constexpr Rule kRules[] = {
     use(Strategy::held, 4).up_to(4 * 32),
 
     // Few rows. A block of a cluster has 4 to 32 KB of its row: above 16 KB in 8 packs a thread, if only one operand is
-    // read.
+    // read and rows are aligned. (One kernel for these and all others was 6 to 32 % slower.)
     use(Strategy::clustered, 8).on(kHopper).of_bytes(2 | 4).for_kinds(kReduce & ~kSums).for_forms(kPlain).reading(1)
-        .rows_up_to(kFewRows).with_blocks(Clustered::most_blocks).parts(1025, 2048),
+        .aligned().rows_up_to(kFewRows).with_blocks(Clustered::most_blocks).parts(1025, 2048),
     use(Strategy::clustered, 4).on(kHopper).of_bytes(2 | 4).for_kinds(kReduce & ~kSums)
         .rows_up_to(kFewRows).with_blocks(Clustered::most_blocks).parts(256, 2048),
 
@@ -156,6 +158,12 @@ constexpr Rule kRules[] = {
     use(Strategy::held, 5).of_bytes(2).for_kinds(kWriteAndReduce).for_forms(kPlain).up_to(5 * 32).unaligned_up_to(1280),
     use(Strategy::held, 5).of_bytes(4 | 8).for_kinds(kWriteAndReduce).for_forms(kPlain).reading(1)
         .up_to(5 * 32).unaligned_up_to(320),
+    // Many rows of more than 32 KB of which only the state is wanted. Small blocks that read a row in several steps are
+    // faster than those that hold it: for 8192 rows of 32000 bf16 with labels 1.00 to 1.03 of a copy's speed, not .78
+    // to .81.
+    use(Strategy::held, 8).on(kHopper).of_bytes(2 | 4).for_kinds(kState).for_forms(kPlain).reading(1).up_to(2048),
+    use(Strategy::tiled, 8).on(kHopper).of_bytes(2 | 4).for_kinds(kState).for_forms(kPlain).reading(1).up_to(8192)
+        .all_rows_from(1 << 23),
     // Rows in the registers of a block: up to 64 KB (two operands: 32 KB of each) on Hopper, which has rings for longer
     // ones, and else as far as a block's threads go.
     use(Strategy::held, 8).on(kHopper).for_kinds(kAllKinds & ~kSums).for_forms(kPlain).reading(1).up_to(4096),
@@ -174,9 +182,22 @@ constexpr Rule kRules[] = {
     use(Strategy::spread, 4).on(kHopper).of_bytes(2 | 4).for_kinds(kSoftmax).for_forms(kPlain).reading(2)
         .rows_up_to(kFewRows).all_rows_from(1 << 18),
 
-    // Long rows on chip, if they are more than 16 MB together; others are split. A block of a cluster has at most half
-    // of what its shared memory holds, so that the next row is there when one is written. Extras take time for each
-    // row, so there a block has up to three quarters.
+    // Long rows on chip, if they are more than 16 MB together; others are split.
+    // First, aligned rows of the forward operations in the registers of clusters: up to 48 KB in each block, of which a
+    // multiprocessor has three or more, or 60 to 64 KB in each, of which it has two. They reach .97 to .98 of a copy's
+    // speed where a ring reaches .92 to .96. In between, where too many registers are left over, a ring is as fast or
+    // faster; and so it is for longer rows, for which larger clusters wait too much. Where a multiprocessor has two
+    // blocks, it is also for log_softmax of 16 bits.
+    use(Strategy::clustered, 8).on(kHopper).of_bytes(2).for_kinds(kSoftmax).for_forms(kPlain).reading(1)
+        .up_to(8192).aligned().all_rows_from((1 << 20) + 1).with_blocks(2).parts(3841, 4096),
+    use(Strategy::clustered, 8).on(kHopper).of_bytes(2).for_kinds(kWriteAndReduce).for_forms(kPlain).reading(1)
+        .up_to(6144).aligned().all_rows_from((1 << 20) + 1).with_blocks(2).parts(0, 3072),
+    use(Strategy::clustered, 8).on(kHopper).of_bytes(4).for_kinds(kWriteAndReduce).for_forms(kPlain).reading(1)
+        .up_to(16384).aligned().all_rows_from((1 << 20) + 1).with_blocks(4).parts(3841, 4096),
+    use(Strategy::clustered, 8).on(kHopper).of_bytes(4).for_kinds(kWriteAndReduce).for_forms(kPlain).reading(1)
+        .up_to(12288).aligned().all_rows_from((1 << 20) + 1).with_blocks(4).parts(0, 3072),
+    // Others are in shared memory. A block of a cluster has at most half of what its shared memory holds, so that the
+    // next row is there when one is written. Extras take time for each row, so there a block has up to three quarters.
     use(Strategy::ring).on(kHopper).of_bytes(2 | 4).for_kinds(kWriteAndReduce).for_forms(kPlain).reading(1)
         .all_rows_from((1 << 20) + 1).parts(0, Ring::held_packs(1) / 2),
     use(Strategy::ring).on(kHopper).of_bytes(2 | 4).for_kinds(kWriteAndReduce).for_forms(kExtrasAlone).reading(1)

@@ -1,12 +1,12 @@
 // A row that is too long for registers, by one block. A first pass reduces it, and a second one reads it again and
-// writes.
+// writes. Where only the state is wanted there is no second pass, and rows need not be longer than registers.
 #pragma once
 
 #include <algorithm>
 
+#include "compiled.cuh"
 #include "reduce.cuh"
 #include "row.cuh"
-#include "sizes.cuh"
 
 namespace jaxsoft::cuda {
 
@@ -26,9 +26,8 @@ template <class Op, class T, class Form>
 constexpr int kTiledBlocks = Tiled::blocks(sizeof(T), Op::reduces, Op::writes || Op::sums, Form::extras, kMostThreads);
 
 // Reduces a row, or a part of one, by the block's threads in x, to which its packs are dealt out round-robin.
-template <template <class> class Op, class T, class Form>
+template <int in_flight, template <class> class Op, class T, class Form>
 __device__ typename Op<T>::Part reduce_packs(const Row<Op, T, Form>& row) {
-  constexpr int in_flight = kTiledInFlight<Op<T>, Form>;
   auto visit = [&](auto use) {
     for (int i = threadIdx.x; i < row.counted; i += in_flight * blockDim.x) {
       Pack<T> pa[in_flight], pb[in_flight];
@@ -58,23 +57,29 @@ __device__ void write_packs(const Row<Op, T, Form>& row, Values values) {
   }
 }
 
-// Each block takes rows one after the other, from its own index on.
-template <template <class> class Op, class T, class Form>
-__global__ void __launch_bounds__(kTiledThreads<Op<T>>, kTiledBlocks<Op<T>, T, Form>)
+// Each block takes rows one after the other, from its own index on. kPacks is how many packs a thread reads before it
+// uses the first, if rows are only read; else it is 0.
+template <template <class> class Op, class T, class Form, int kPacks>
+__global__ void __launch_bounds__(kPacks ? Streamed::most_threads : kTiledThreads<Op<T>>,
+                                  kPacks ? Streamed::resident / Streamed::most_threads : kTiledBlocks<Op<T>, T, Form>)
     tiled(const __grid_constant__ Arguments<T> args) {
-  for (int64_t index = blockIdx.x; index < args.rows; index += gridDim.x) {
-    Row<Op, T, Form> row(args, index);
-    typename Op<T>::Part part;
-    if constexpr (Op<T>::reduces) part = reduce_packs(row);
-    auto values = Op<T>::finish(part, args, index, threadIdx.x == 0);
-    if constexpr (Op<T>::writes) write_packs(row, [&] { return values; });
+  constexpr int in_flight = kPacks ? kPacks : kTiledInFlight<Op<T>, Form>;
+  static_assert(!kPacks || !Op<T>::writes);
+  if constexpr (!kPacks || kChosenHere<Strategy::tiled, Op<T>, T, Form, kPacks>) {
+    for (int64_t index = blockIdx.x; index < args.rows; index += gridDim.x) {
+      Row<Op, T, Form> row(args, index);
+      typename Op<T>::Part part;
+      if constexpr (Op<T>::reduces) part = reduce_packs<in_flight>(row);
+      auto values = Op<T>::finish(part, args, index, threadIdx.x == 0);
+      if constexpr (Op<T>::writes) write_packs(row, [&] { return values; });
+    }
   }
 }
 
-template <template <class> class Op, class T, class Form>
+template <template <class> class Op, class T, class Form, int kPacks>
 cudaError_t launch_tiled(const Arguments<T>& args, int threads, cudaStream_t stream) {
   const int64_t blocks = std::min<int64_t>(args.rows, 0x7fffffff);
-  tiled<Op, T, Form><<<blocks, threads, 0, stream>>>(args);
+  tiled<Op, T, Form, kPacks><<<blocks, threads, 0, stream>>>(args);
   return cudaGetLastError();
 }
 
