@@ -34,11 +34,24 @@ template <class A>
 __device__ bool may_shift(A from) {
   return sizeof(A) == 4 && fabs(from) < A(0x1p20);
 }
+// The term is a power of 2 in f32, and of e in f64. This is its exponent.
+template <bool shifted, class A>
+__device__ A exponent(A x, A from) {
+  if constexpr (sizeof(A) == 8) return x - from;
+  else if constexpr (shifted) return fmaf(x, A(kLog2E), -(from * A(kLog2E)));
+  else return (x - from) * A(kLog2E);
+}
+template <class A>
+__device__ A power(A exponent) {
+  if constexpr (sizeof(A) == 8) return exp(exponent);
+  else return exp2_approximately(exponent);
+}
+template <class A>
+constexpr double kLogBase = sizeof(A) == 8 ? 1 : 0x1.62e42fefa39efp-1;  // the logarithm of the base
+
 template <bool shifted, class A>
 __device__ A exponential_term(A x, A from) {
-  if constexpr (sizeof(A) == 8) return exp(x - from);
-  else if constexpr (shifted) return exp2_approximately(fmaf(x, A(kLog2E), -(from * A(kLog2E))));
-  else return exp2_approximately((x - from) * A(kLog2E));
+  return power(exponent<shifted>(x, from));
 }
 template <class A>
 __device__ A exponential_term(A x, A from) {

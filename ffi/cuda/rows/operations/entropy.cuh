@@ -27,25 +27,11 @@ __device__ A below(A z, A m) {
   return bounded(z - m);
 }
 
-// The exponent of an `exponential_term`, to the base 2 in f32 and to the base e in f64.
-template <bool shifted, class A>
-__device__ A exponent(A x, A from) {
-  if constexpr (sizeof(A) == 8) return x - from;
-  else if constexpr (shifted) return fmaf(x, A(kLog2E), -(from * A(kLog2E)));
-  else return (x - from) * A(kLog2E);
-}
+// The exponent by the reference that is fit for it.
 template <class A>
 __device__ A exponent(A x, A from) {
   return may_shift(from) ? exponent<true>(x, from) : exponent<false>(x, from);
 }
-template <class A>
-__device__ A power(A exponent) {
-  if constexpr (sizeof(A) == 8) return exp(exponent);
-  else return exp2_approximately(exponent);
-}
-// The logarithm of the base.
-template <class A>
-constexpr double kLogBase = sizeof(A) == 8 ? 1 : 0x1.62e42fefa39efp-1;
 
 // A state and its sum u.
 template <class A>
