@@ -23,8 +23,8 @@ static double moved_products(double sum, State part, double m) {
   return ::exp(below) * (sum + below * part.s);
 }
 
-// The state of a segment's scores, and that sum. A score of -inf adds nothing to it, and there is none where the maximum
-// is infinite. The scores and the exponentials of a tile are kept for it.
+// The state of a segment's scores, and that sum. A score of -inf adds nothing to it, and it has no value where the
+// maximum is infinite. The scores and the exponentials of a tile are kept for it.
 template <class T, bool extras>
 StateAndSum products(const Segment& at, int64_t n) {
   typedef Lanes<T> L;
