@@ -52,7 +52,7 @@
 //                    and their number.
 //   label_sums_vjp   What label_state_vjp gives, and where the score is above -inf, also the distances' cotangent.
 //   label_entropy    What label_state gives, and the products of the row without its label's score.
-//   label_entropy_vjp  p * (g - ((z - m) - products / s) * h), of a row's cotangent g and the cotangent h of the entropy;
+//   label_entropy_vjp  p * (g - ((z - m) - products / s) * h), of a row's cotangent g and the entropy's cotangent h;
 //                    and at the label, the label's cotangent.
 #define JAXSOFT_ROW_OPERATIONS(record)                                                                                 \
   record(softmax, Softmax, {scores}, {result}, {scale, limit, where, bias}, {trailing, workspace})                     \

@@ -39,6 +39,12 @@ struct Sums {
   double sum = 0, count = 0;
 };
 
+// A state, and a sum beside it that is relative to its maximum.
+struct StateAndSum {
+  State state;
+  double sum;
+};
+
 // Neighbouring columns: `lines` lines of `columns` elements, `stride` elements apart, and one more line of `rest`
 // elements. Columns that are `period` apart are parts of the same row.
 struct Block {
@@ -87,6 +93,7 @@ struct Kernels {
   void (*put)(void* out, double value);                   // writes one element
   double (*get)(const void* a);                           // reads one element of the first operand
   Sums (*sums)(const Segment&, int64_t n);                // sums beside the state
+  StateAndSum (*reduce_with_sum)(const Segment&, int64_t n);
   double (*moved)(double sum, State part, double m);      // a part's sum relative to m, which is at least the part's
 
   // Of columns, which have no extras.

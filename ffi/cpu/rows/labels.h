@@ -49,9 +49,15 @@ struct LabelledRows {
     Segment at = segment(row, begin);
     const int64_t count = in.counted(row, begin, end - begin);
     if (count <= 0) return;
-    Reduced here{kernels.reduce(at, count), {}};
+    Reduced here;
+    if (kernels.reduce_with_sum) {
+      const StateAndSum reduced = kernels.reduce_with_sum(at, count);
+      here = {reduced.state, {reduced.sum, 0}};
+    } else {
+      here.state = kernels.reduce(at, count);
+    }
     if (kernels.sums) {
-      at.from = kernels.moved ? here.state.m : reference(score(row));
+      at.from = reference(score(row));
       here.sums = kernels.sums(at, count);
     }
     add(part, here);
@@ -145,7 +151,7 @@ inline void run_whole_rows(ffi::ThreadPool& pool, const Kernels& kernels, const 
 inline void run_labels(ffi::ThreadPool& pool, const Kernels& kernels, const Call& call, const Arrays& arrays,
                        bool plain) {
   const int64_t n = call.shape.n;
-  const bool state_alone = !kernels.write && !kernels.sums;
+  const bool state_alone = !kernels.write && !kernels.sums && !kernels.reduce_with_sum;
   if (plain && n > 0 && n <= kPlan.short_row && state_alone) {
     const Labels labels(call);
     run_short_rows(pool, kernels, call.shape, arrays, &labels);

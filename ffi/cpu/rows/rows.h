@@ -45,13 +45,8 @@ inline void run_rows(ffi::ThreadPool& pool, const Kernels& kernels, const Call& 
       });
 }
 
-// Rows that are reduced to their state and a sum beside it. A segment's sum is taken right after its state, while the
-// segment is in the cache.
+// Rows that are reduced to their state and a sum beside it.
 inline void run_rows_with_sum(ffi::ThreadPool& pool, const Kernels& kernels, const Call& call, const Arrays& all) {
-  struct Reduced {
-    State state{-infinity, 0};
-    double sum = 0;
-  };
   const Kernels k = kernels;
   const Arrays arrays = all;
   const Rows in(arrays, call);
@@ -59,18 +54,13 @@ inline void run_rows_with_sum(ffi::ThreadPool& pool, const Kernels& kernels, con
   reduce_then_write(
       pool, call.shape.rows, n, n,
       [=](int64_t row, int64_t i, int64_t size) {
-        Segment at = in.segment(row, i);
-        const int64_t count = in.counted(row, i, size);
-        Reduced part{k.reduce(at, count)};
-        at.from = part.state.m;
-        part.sum = k.sums(at, count).sum;
-        return part;
+        return k.reduce_with_sum(in.segment(row, i), in.counted(row, i, size));
       },
-      [=](Reduced& total, const Reduced& part) {
+      [=](StateAndSum& total, const StateAndSum& part) {
         const State state = combine(total.state, part.state);
         total = {state, k.moved(total.sum, total.state, state.m) + k.moved(part.sum, part.state, state.m)};
       },
-      [=](int64_t row, const Reduced& total) {
+      [=](int64_t row, const StateAndSum& total) {
         arrays.beside.set(row, total.sum);
         return arrays.finish(row, total.state);
       },

@@ -130,7 +130,8 @@ struct Row {
   // Whether packs first, first + step, ... lie in the row entirely, so that `load_inside` may load them.
   template <int count>
   __device__ bool inside(int first, int step) const {
-    return window.vector && first >= window.whole_begin() && first + (count - 1) * step < min(window.whole_end, counted);
+    const int last = first + (count - 1) * step;
+    return window.vector && first >= window.whole_begin() && last < min(window.whole_end, counted);
   }
   // Loads such packs of a row without extras, which takes fewer instructions.
   template <int count>

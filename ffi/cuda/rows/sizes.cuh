@@ -30,8 +30,8 @@ struct Tiled {
     if (!reduces) return most_threads / threads(reduces) / (extras ? 2 : 1);
     return extras ? 1 : wide ? 2 : 3;
   }
-  // Sums beside a state take a block's threads long to combine. So a row has fewer threads, as long as all rows together
-  // have this number for each multiprocessor.
+  // Sums beside a state take a block's threads long to combine. So a row has fewer threads, as long as all rows
+  // together have this number for each multiprocessor.
   static constexpr int64_t enough_threads = 896;
 };
 

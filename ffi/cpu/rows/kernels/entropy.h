@@ -8,7 +8,7 @@
 
 namespace JAXSOFT_ISA {
 
-using jaxsoft::cpu::Sums;
+using jaxsoft::cpu::StateAndSum;
 
 // A term of the sum, given z - m and exp(z - m).
 template <class V>
@@ -16,25 +16,44 @@ inline V product(V below, V term) {
   return below == V{} - (decltype(below[0] + 0))infinity ? V{} : term * below;
 }
 
-// The sum of exp(z - m) * (z - m) over a segment's scores, where m is their maximum, which `at.from` has. A score of
-// -inf adds nothing.
-template <class T, bool extras>
-Sums products(const Segment& at, int64_t n) {
-  typedef typename Lanes<T>::V V;
-  typedef typename Lanes<T>::Scalar S;
-  const Reader<T, extras> reader(at);
-  const S m = (S)reference(at.from);
-  return {sum_terms<T>(n, [=](int64_t i, int64_t left) {
-    const V below = reader.counted_score(i, left) - m;
-    return product(below, exp_term(below));
-  })};
-}
-
-// That sum, of a part, relative to a maximum m that is at least the part's own.
+// The sum of exp(z - m) * (z - m) of a part, relative to a maximum m that is at least the part's own.
 static double moved_products(double sum, State part, double m) {
   if (part.s == 0) return 0;
   const double below = part.m - m;
   return ::exp(below) * (sum + below * part.s);
+}
+
+// The state of a segment's scores, and that sum. A score of -inf adds nothing to it, and it has no value where the
+// maximum is infinite. The scores and the exponentials of a tile are kept for it.
+template <class T, bool extras>
+StateAndSum products(const Segment& at, int64_t n) {
+  typedef Lanes<T> L;
+  typedef typename L::V V;
+  typedef typename L::Scalar S;
+  V kept[tile_vectors<T>], apart[tile_vectors<T>], *const tile = kept, *const terms = apart;
+  const Reader<T, extras> reader(at);
+  StateAndSum part{{-infinity, 0}, 0};
+  State& st = part.state;
+  for (int64_t start = 0; start < n; start += kPlan.tile) {
+    const int64_t size = n - start < kPlan.tile ? n - start : kPlan.tile;
+    const double m = max_terms<T>(size, [=](int64_t i, int64_t left) {
+      return tile[i / L::lanes] = reader.counted_score(start + i, left);
+    });
+    if (m > st.m) {
+      part.sum = moved_products(part.sum, st, m);
+      st = {m, st.s == 0 ? 0 : st.s * ::exp(st.m - reference(m))};
+    }
+    const S ref = (S)reference(st.m);
+    st.s += sum_exp<T>(size, m == st.m, st.m, terms, [=](int64_t i, int64_t) {
+      __builtin_prefetch(reader.first + start + size + i);
+      return tile[i / L::lanes] - ref;
+    });
+    if (st.m - st.m == 0)
+      part.sum += sum_terms<T>(size, [=](int64_t i, int64_t) {
+        return product(tile[i / L::lanes] - ref, terms[i / L::lanes]);
+      });
+  }
+  return part;
 }
 
 struct EntropyVjp {

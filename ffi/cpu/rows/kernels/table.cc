@@ -74,7 +74,7 @@ constexpr Kernels kernels_of<Name::logsumexp_vjp, T, Out, extras> = kernels<Logs
 template <class T, class Out, bool extras>
 constexpr Kernels kernels_of<Name::entropy, T, Out, extras> = [] {
   Kernels k = state_alone<T, extras>;
-  k.sums = products<T, extras>, k.moved = moved_products;
+  k.reduce_with_sum = products<T, extras>, k.moved = moved_products;
   return k;
 }();
 template <class T, class Out, bool extras>

@@ -2,8 +2,8 @@
 // row's softmax is log(s) - u / s. A score of -inf adds nothing to u. With labels, the label's score is left out of all
 // three, and is a result of its own.
 //
-// entropy_vjp: dx = -scale * h * p * ((z - m) - u / s), with one h for each row and p = exp(z - m) / s. With labels, dx is
-// p * (g - h * ((z - m) - u / s)), with g the cotangent of the logsumexp, and the label's cotangent at the label.
+// entropy_vjp: dx = -scale * h * p * ((z - m) - u / s), with one h for each row and p = exp(z - m) / s. With labels, dx
+// is p * (g - h * ((z - m) - u / s)), with g the cotangent of the logsumexp, and the label's cotangent at the label.
 #pragma once
 
 #include "labels.cuh"
@@ -12,8 +12,8 @@
 
 namespace jaxsoft::cuda {
 
-// A distance below 0, but no further than a product with it can take. So far below, the weight exp(z - m) is 0. NaN stays
-// NaN.
+// A distance below 0, but no further than a product with it can take. So far below, the weight exp(z - m) is 0. NaN
+// stays NaN.
 __device__ inline float bounded(float distance) {
   float y;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(distance), "f"(-1e20f));
@@ -40,8 +40,8 @@ struct StateAndProducts {
   Sum<A> products;
 };
 
-// The same as it grows in one thread. The products are of the terms of the running sum and their exponents, which are at
-// hand when the terms are computed.
+// The same as it grows in one thread. The products are of the terms of the running sum and their exponents, which are
+// at hand when the terms are computed.
 template <class A>
 struct RunningProducts {
   Running<A> running;
