@@ -74,6 +74,5 @@ def top_k_softmax(
 @functools.partial(jax.jit, static_argnames=("k", "axis", "dtype", "implementation"))
 def _top_k_softmax(x, k, axis, dtype, implementation):
     rows = jnp.moveaxis(x, axis, -1)
-    results = differentiable(top_k_of_rows, Form(x.dtype, k=k), implementation)(rows)
-    values, p, indices = (jnp.moveaxis(v, -1, axis) for v in results)
-    return values, p.astype(dtype), indices
+    results = differentiable(top_k_of_rows, Form(dtype, k=k), implementation)(rows)
+    return tuple(jnp.moveaxis(v, -1, axis) for v in results)

@@ -332,7 +332,8 @@ def test_choice(monkeypatch):
 
 F32, F16, S32 = jnp.float32, jnp.float16, jnp.int32
 X = jnp.ones((4, 8), F32)
-R = ((4,), F32)
+R, K = ((4,), F32), ((4, 2), F32)
+PROBABILITIES = "chosen_probabilities must be F32, F16 or BF16, 1 to 256 of at most 2147483647 elements of a row"
 VALUES = "values must be F32, 1 to 256 of at most 2147483647 elements of a row"
 INDICES = "indices must be S32, 1 to 256 of at most 2147483647 elements of a row, the same number in each result"
 
@@ -341,18 +342,20 @@ INDICES = "indices must be S32, 1 to 256 of at most 2147483647 elements of a row
 @pytest.mark.parametrize(
     ("results", "message", "form"),
     [
-        ([((4, 9), F32), ((4, 9), S32), R, R], VALUES, {}),
-        ([((4, 0), F32), ((4, 0), S32), R, R], VALUES, {}),
-        ([((3, 2), F32), ((3, 2), S32), R, R], VALUES, {}),
-        ([((2,), F32), ((2,), S32), R, R], VALUES, {}),
-        ([((4, 2), F16), ((4, 2), S32), R, R], VALUES, {}),
-        ([((4, 2), F32), ((4, 2), F32), R, R], INDICES, {}),
-        ([((4, 2), F32), ((4, 3), S32), R, R], INDICES, {}),
-        ([((4, 2), F32), ((4, 2), S32), ((3,), F32), R], "maximum must be F32, one a row", {}),
-        ([((4, 2), F32), ((4, 2), S32), R, ((4,), F16)], "sum must be F32, one a row", {}),
-        ([((4, 2), F32), ((4, 2), S32), R, R], "top_k: trailing must be 0", {"trailing": 1}),
-        ([((4, 2), F32), ((4, 2), S32), R, R], "extras='s' must be some of ''", {"extras": "s"}),
-        ([((4, 2), F32), ((4, 2), S32), R, R], "top_k: masked must be false", {"masked": True}),
+        ([((4, 9), F32), ((4, 9), F32), ((4, 9), S32), R, R], VALUES, {}),
+        ([((4, 0), F32), ((4, 0), F32), ((4, 0), S32), R, R], VALUES, {}),
+        ([((3, 2), F32), ((3, 2), F32), ((3, 2), S32), R, R], VALUES, {}),
+        ([((2,), F32), ((2,), F32), ((2,), S32), R, R], VALUES, {}),
+        ([((4, 2), F16), ((4, 2), F32), ((4, 2), S32), R, R], VALUES, {}),
+        ([K, ((4, 2), S32), ((4, 2), S32), R, R], PROBABILITIES, {}),
+        ([K, ((4, 3), F32), ((4, 2), S32), R, R], PROBABILITIES, {}),
+        ([K, K, ((4, 2), F32), R, R], INDICES, {}),
+        ([K, K, ((4, 3), S32), R, R], INDICES, {}),
+        ([K, K, ((4, 2), S32), ((3,), F32), R], "maximum must be F32, one a row", {}),
+        ([K, K, ((4, 2), S32), R, ((4,), F16)], "sum must be F32, one a row", {}),
+        ([K, K, ((4, 2), S32), R, R], "top_k: trailing must be 0", {"trailing": 1}),
+        ([K, K, ((4, 2), S32), R, R], "extras='s' must be some of ''", {"extras": "s"}),
+        ([K, K, ((4, 2), S32), R, R], "top_k: masked must be false", {"masked": True}),
     ],
 )
 def test_bad_buffers(results, message, form):
@@ -365,7 +368,8 @@ def test_bad_buffers(results, message, form):
 def test_buffers_that_are_too_many_for_the_kernel():
     x = jnp.ones((2, 300), F32)
     with pytest.raises(jax.errors.JaxRuntimeError, match=VALUES):
-        call("top_k", [((2, 257), F32), ((2, 257), S32), ((2,), F32), ((2,), F32)], x)
-    values, indices, m, s, _ = call("top_k", [((2, 256), F32), ((2, 256), S32), ((2,), F32), ((2,), F32)], x)
+        call("top_k", [((2, 257), F32), ((2, 257), F16), ((2, 257), S32), ((2,), F32), ((2,), F32)], x)
+    results = [((2, 256), F32), ((2, 256), F16), ((2, 256), S32), ((2,), F32), ((2,), F32)]
+    values, p, indices, m, s, _ = call("top_k", results, x)
     np.testing.assert_array_equal(indices, np.tile(np.arange(256), (2, 1)))
-    assert (values == 1).all() and (m == 1).all() and (s == 300).all()
+    assert (values == 1).all() and (m == 1).all() and (s == 300).all() and (p == np.float16(1 / 300)).all()

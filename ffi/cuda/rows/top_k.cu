@@ -21,22 +21,18 @@
 
 #include "../attributes.cuh"
 #include "../devices.cuh"
-#include "top_k/kernels.cuh"
+#include "top_k/by_blocks.cuh"
+#include "top_k/by_warps.cuh"
+#include "top_k/short.cuh"
 
 namespace jaxsoft::cuda {
 namespace {
 
-// How many packs a row has: it may begin anywhere in its first.
-template <class T>
-int64_t packs_of_row(const Arguments<T>& args) {
-  return (args.n * sizeof(T) + 15) / 16 + 1;
-}
-
 // Splits rows into parts where there are fewer rows than blocks that run at once. `bytes` of workspace have room for
 // all parts' keys and states.
 template <class T>
-Split choose_split(const Arguments<T>& args, int k, const Device& device, const TopKTuning& tuning, int64_t bytes) {
-  const int64_t packs = packs_of_row(args);
+Split choose_split(const Arguments<T>& args, int64_t packs, int k, const Device& device, const TopKTuning& tuning,
+                   int64_t bytes) {
   const int64_t tiles = packs / (TopKCode::tile_packs * TopKCode::threads);
   const int64_t of_part = k * sizeof(Key) + sizeof(typename StateOf<T>::Part);
   const int64_t parts = std::min({int64_t(tuning.blocks_at_once) * device.processors / args.rows,
@@ -46,11 +42,37 @@ Split choose_split(const Arguments<T>& args, int k, const Device& device, const 
   return Split(packs, std::max<int64_t>(parts, 1));
 }
 
-// A thread for each of a tile's packs that it takes, but enough threads for their maxima to tell the k largest apart.
-int choose_threads(int64_t packs, int k) {
-  const int64_t tile_packs = TopKCode::tile_packs;
-  const int64_t threads = std::max((packs + tile_packs - 1) / tile_packs, std::min<int64_t>(packs, 2 * k));
-  return static_cast<int>(std::min<int64_t>((threads + 31) / 32 * 32, TopKCode::threads));
+// The packs of a row, which may begin anywhere in its first unless all rows begin with one.
+template <class T>
+int64_t packs_of_row(const Arguments<T>& args) {
+  return (args.n * sizeof(T) + 15) / 16 + !rows_are_whole(args);
+}
+
+// Whether a warp has a row. There must be rows enough for all of the multiprocessors' warps, several times, and groups
+// enough to tell the k largest apart.
+template <class T>
+bool is_for_warps(const Arguments<T>& args, int64_t packs, int k, const Device& device, const TopKTuning& tuning) {
+  const int64_t warps = int64_t(TopKCode::rows) * TopKCode::row_blocks * device.processors;
+  return packs <= tuning.row_packs && args.rows >= tuning.waves * warps && k <= tuning.row_k &&
+         2 * k <= packs / TopKCode::tile_packs;
+}
+
+template <class T>
+cudaError_t launch_by_warps(const Arguments<T>& args, const Largest<T>& to, int64_t packs, cudaStream_t stream) {
+  const int64_t blocks = (args.rows + TopKCode::rows - 1) / TopKCode::rows;
+  if (blocks > INT32_MAX) return cudaErrorInvalidValue;
+  const int room = TopKCode::room_of_row(to.k);
+  const int tiles = static_cast<int>((packs + TopKCode::warp_packs - 1) / TopKCode::warp_packs);
+  const size_t bytes = TopKCode::rows * ((room + to.k) * sizeof(Key) + tiles * 32 * sizeof(float));
+  top_k_by_warps<T><<<static_cast<unsigned>(blocks), 32 * TopKCode::rows, bytes, stream>>>(args, to, tiles, room);
+  return cudaGetLastError();
+}
+
+inline TopKSizes choose_sizes(int64_t packs, int warps, int k) {
+  const int64_t of_step = warps * TopKCode::warp_packs, tiles = (packs + of_step - 1) / of_step;  // of a warp
+  const int64_t together = (tiles + TopKCode::most_groups - 1) / TopKCode::most_groups;
+  return {static_cast<int>((tiles + together - 1) / together), static_cast<int>(together),
+          TopKCode::room_of_share(k), TopKCode::room_of_all(k)};
 }
 
 template <class T>
@@ -77,15 +99,21 @@ cudaError_t run_top_k(const Arguments<T>& args, const Largest<T>& to, void* work
   Device device;
   if (auto e = device.read()) return e;
   const TopKTuning& tuning = top_k_tuning(device.major);
-  const Split split = choose_split(args, to.k, device, tuning, bytes);
+  const int64_t of_row = packs_of_row(args);
+  if (is_short<T>(of_row, to.k)) return launch_short(args, to, of_row, stream);
+  if (is_for_warps(args, of_row, to.k, device, tuning)) return launch_by_warps(args, to, of_row, stream);
+  const Split split = choose_split(args, of_row, to.k, device, tuning, bytes);
   const int64_t blocks = args.rows * split.parts;
   if (blocks > INT32_MAX) return cudaErrorInvalidValue;
-  const int64_t packs = std::min(packs_of_row(args), split.packs);  // of a part
-  const int room = static_cast<int>(std::min<int64_t>(packs * Pack<T>::size, tuning.buffer));
+  const int64_t packs = std::min(of_row, split.packs);  // of a part
+  const int warps = static_cast<int>(std::clamp<int64_t>(packs / TopKCode::warp_packs, 1, TopKCode::warps));
+  const TopKSizes sizes = choose_sizes(packs, warps, to.k);
+  const size_t memory = sizes.room_of_all * sizeof(Key) + warps * std::max(sizes.room * sizeof(Key),
+                                                                           sizes.groups * 32 * sizeof(float));
   auto* keys = static_cast<Key*>(workspace);
   auto* states = reinterpret_cast<State*>(keys + (split.parts > 1 ? blocks * to.k : 0));
-  top_k<T><<<static_cast<unsigned>(blocks), choose_threads(packs, to.k), room * sizeof(Key), stream>>>(
-      args, to, room, keys, states, split);
+  top_k_by_blocks<T>
+      <<<static_cast<unsigned>(blocks), 32 * warps, memory, stream>>>(args, to, sizes, keys, states, split);
   if (auto e = cudaGetLastError()) return e;
   if (split.parts == 1) return cudaSuccess;
   return launch_merge<T>(args, to, keys, states, split.parts, tuning.overlaps, stream);
