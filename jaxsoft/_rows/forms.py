@@ -29,7 +29,8 @@ class Form:
     """The form of a row operation.
 
     Attributes:
-      dtype: of the results of x's shape, and of the probabilities of elements that are selected. The arithmetic is done in the accumulator's dtype of x.
+      dtype: of the results of x's shape, and of the probabilities of selected elements. The arithmetic is done in the
+        accumulator's dtype of x.
       extras: which operands follow those of the operation, in the order of `Extra`.
       trailing: how many dimensions of x follow the reduced one; 0 beside extras.
       masked: elements whose first operand, a softmax, is 0 do not count.

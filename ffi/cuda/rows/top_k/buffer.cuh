@@ -64,12 +64,12 @@ __device__ void for_ranked(const Key* keys, int count, Use use) {
 }
 
 // Finds, by bisection between `low` and `high`, the greatest order from which on there are at least k elements; or ends
-// sooner, with one from which on there are few more. `number(order)` counts the elements from an order on, for all
-// threads that call this. `found` is their number from `low` on, and becomes that from the result on.
+// sooner, with one from which on there are at most `enough`. `number(order)` counts the elements from an order on, for
+// all threads that call this. `found` is their number from `low` on, and becomes that from the result on.
 template <class T, class Number>
-__device__ uint32_t greatest_order(uint32_t low, uint32_t high, int k, int& found, Number number) {
+__device__ uint32_t greatest_order(uint32_t low, uint32_t high, int k, int enough, int& found, Number number) {
   low >>= kFree<T>, high >>= kFree<T>;
-  while (low < high && found > enough_for(k)) {
+  while (low < high && found > enough) {
     const uint32_t middle = low + (high - low + 1) / 2;
     const int from = number(middle << kFree<T>);
     if (from >= k) low = middle, found = from;
@@ -84,7 +84,7 @@ __device__ uint32_t greatest_order(uint32_t low, uint32_t high, int k, int& foun
 template <class T, class Number>
 __device__ Key least_key(uint32_t low, uint32_t high, int k, int found, uint32_t n, Number number) {
   const uint32_t order =
-      greatest_order<T>(low, high, k, found, [&](uint32_t order) { return number(Key(order) << 32); });
+      greatest_order<T>(low, high, k, enough_for(k), found, [&](uint32_t order) { return number(Key(order) << 32); });
   if (found <= enough_for(k)) return Key(order) << 32;
   uint32_t first = 0, last = n - 1;  // of the elements that are equal to the k-th, those of the lowest indices
   while (first < last && found > enough_for(k)) {

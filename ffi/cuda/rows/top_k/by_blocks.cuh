@@ -43,8 +43,9 @@ struct Together {
   int counts[TopKCode::warps];
 };
 
-// A bar that at least k of the threads' maxima reach, and few more. `together.low` and `high` are ~0 and 0. All threads
-// of the block call it.
+// The k-th largest of the threads' maxima. One that a few more reach would let through too much of rows that ascend or
+// descend, whose largest elements few warps have. `together.low` and
+// `high` are ~0 and 0. All threads of the block call it.
 template <class T>
 __device__ float bar_of_block(float top, int k, Together& together) {
   const uint32_t own = order_of(top), least = __reduce_min_sync(kAllLanes, own > kLeastOrder ? own : ~0u);
@@ -53,7 +54,7 @@ __device__ float bar_of_block(float top, int k, Together& together) {
   int found = __syncthreads_count(own > kLeastOrder);
   if (k == 1 && found > 0) return of_order(together.high);
   if (found < k) return -infinity<float>();
-  return of_order(greatest_order<T>(together.low, together.high, k, found,
+  return of_order(greatest_order<T>(together.low, together.high, k, k, found,
                                     [&](uint32_t order) { return __syncthreads_count(own >= order); }));
 }
 // The least of the bars for the warps' shares. Only warps with a whole tile have one.

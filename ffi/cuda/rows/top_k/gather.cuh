@@ -46,7 +46,7 @@ struct Gatherer {
   __device__ void raise_slot() {
     int found = number(Key(low) << 32);
     if (warp >= full || found < share) return;
-    const uint32_t order = greatest_order<T>(low, greatest_order_in(keys, count), share, found,
+    const uint32_t order = greatest_order<T>(low, greatest_order_in(keys, count), share, enough_for(share), found,
                                              [&](uint32_t order) { return number(Key(order) << 32); });
     if (lane() == 0) atomicMax(&slots[warp], order);
     __syncwarp();

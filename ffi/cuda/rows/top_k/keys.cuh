@@ -45,6 +45,17 @@ struct ShortKeys {
     if constexpr (sizeof(T) == 2) return 0xffffu - (key & 0xffffu);
     else return index_in(key);
   }
+  // The element that has this key in a row. A zero's sign is not in its key.
+  static __device__ T element(Key key, const T* row) {
+    T x;
+    if constexpr (sizeof(T) == 2) {
+      const uint32_t order = key >> 16;
+      x = bits<T>(static_cast<uint16_t>(order >> 15 ? order ^ 0x8000u : 0x10000u - order));
+    } else {
+      x = of_order(order_in(key));
+    }
+    return widen(x) == 0 ? row[index(key)] : x;
+  }
 };
 
 // Puts the k greatest of `count` keys in order, by `lanes` neighbouring lanes, of which each counts the keys that are

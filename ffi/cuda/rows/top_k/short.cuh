@@ -1,4 +1,4 @@
-// Short rows: 4 or 8 lanes or a warp hold a row in their registers.
+// Short rows: 4, 8 or 16 lanes or a warp hold a row in their registers.
 //
 // Every lane's elements form four groups. The k-th largest of the groups' maxima is a lower bound of the k-th largest
 // element, and hardly more than k elements reach it. These are put into shared memory and ordered by counting, for each
@@ -112,9 +112,10 @@ __global__ void __launch_bounds__(ShortRows::threads)
   if (turn >= args.rows) return;
   if (lane == 0) args.m[index] = m, args.s[index] = s;
   const SoftmaxOfRow softmax(m, s);
+  if (!softmax.exists) return write_first(args, to, index, softmax, lanes);
   for (int j = lane; j < k; j += lanes) {
-    const uint32_t i = softmax.exists ? ShortKeys<T>::index(sorted[at][j]) : j;
-    write_element(args, to, index * k + j, row[i], i, softmax);  // read again: a zero's sign is not in its key
+    const Key key = sorted[at][j];
+    write_element(args, to, index * k + j, ShortKeys<T>::element(key, row), ShortKeys<T>::index(key), softmax);
   }
 }
 
@@ -137,7 +138,7 @@ cudaError_t launch_short(const Arguments<T>& args, const Largest<T>& to, int64_t
     const int64_t blocks = (args.rows * lanes + ShortRows::threads - 1) / ShortRows::threads;
     if (blocks > INT32_MAX) return cudaErrorInvalidValue;
     auto kernel = rows_are_whole(args) ? top_k_of_short_rows<T, lanes, each, Layout::whole>
-                                                 : top_k_of_short_rows<T, lanes, each, Layout::any>;
+                                       : top_k_of_short_rows<T, lanes, each, Layout::any>;
     kernel<<<static_cast<unsigned>(blocks), ShortRows::threads, 0, stream>>>(args, to);
     return cudaGetLastError();
   };
@@ -148,6 +149,7 @@ cudaError_t launch_short(const Arguments<T>& args, const Largest<T>& to, int64_t
   };
   if (packs <= 4 * most && to.k <= ShortRows::most_k(4)) return by_packs(std::integral_constant<int, 4>());
   if (packs <= 8 * most && to.k <= ShortRows::most_k(8)) return by_packs(std::integral_constant<int, 8>());
+  if (packs <= 16 * most && to.k <= ShortRows::most_k(16)) return by_packs(std::integral_constant<int, 16>());
   return by_packs(std::integral_constant<int, 32>());
 }
 

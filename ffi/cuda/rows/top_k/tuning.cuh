@@ -11,18 +11,19 @@ namespace jaxsoft::cuda {
 // A row in the registers of lanes (short.cuh). They form four groups of elements each, of which there should be two for
 // each of the k largest at least, to tell those apart.
 struct ShortRows {
-  static constexpr int threads = 128;   // of a block
-  static constexpr int most_packs(int element_bytes) { return element_bytes == 2 ? 4 : 8; }  // of a lane: 32 elements
+  static constexpr int threads = 128;  // of a block
+  // Packs of a lane: 32 elements, of each of which a word has a bit.
+  static constexpr int most_packs(int element_bytes) { return element_bytes == 2 ? 4 : 8; }
   __host__ __device__ static constexpr int most_k(int lanes) { return 2 * lanes; }
-  __host__ __device__ static constexpr int room(int lanes) { return lanes < 32 ? 4 * lanes + 16 : 128; }  // keys of a row: mostly hardly
-                                                                                      // more than k are found
+  // Keys of a row: mostly hardly more than k are found.
+  __host__ __device__ static constexpr int room(int lanes) { return lanes < 32 ? 4 * lanes + 16 : 128; }
 };
 
 // The sizes in the code of the kernels that read longer rows. They are the same for every GPU.
 struct TopKCode {
   static constexpr int warps = 8;              // of a block, at most
   static constexpr int threads = 32 * warps;
-  static constexpr int blocks = 3;             // that a multiprocessor should hold
+  static constexpr int blocks = 4;             // that a multiprocessor should hold
   static constexpr int rows = 4;               // of a block whose warps take a row each
   static constexpr int row_blocks = 7;         // of these blocks that a multiprocessor should hold
   static constexpr int tile_packs = 4;         // of a lane in a tile
@@ -37,7 +38,7 @@ struct TopKCode {
   // Keys in a warp's queue, where the warp has a row and where it shares one.
   static constexpr int room_of_row(int k) { return std::max(192, 3 * k); }
   static constexpr int room_of_share(int k) { return std::max(192, 2 * k); }
-  static constexpr int room_of_all(int k) { return std::max(768, 3 * k); }  // keys of a block
+  static constexpr int room_of_all(int k) { return std::max(1536, 3 * k); }  // keys of a block
   static constexpr int merge_threads = 1024;   // of a block that merges the parts of a row, at most
   static constexpr int least_merge_threads = 128;
 };
@@ -52,7 +53,7 @@ struct TopKSizes {
 struct TopKTuning {
   int major;                 // the row is for compute capabilities from `major`.0 on, up to the next row's
   bool overlaps;             // whether the merging launch can begin while the one before it still runs
-  int blocks_at_once = TopKCode::blocks;  // for each multiprocessor: fewer rows than blocks are split
+  int blocks_at_once = 3;    // for each multiprocessor: fewer rows than blocks are split
   int merged = 4096;         // keys of all parts of a row, at most
   int few_parts = 16;        // a row has more parts than this only where each of them has `least_tiles` tiles
   int least_tiles = 2;
