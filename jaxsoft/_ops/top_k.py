@@ -45,11 +45,11 @@ def top_k_softmax(
 
     Returns:
       (values, probabilities, indices): the scores, largest first, in x's dtype; their softmax over the whole axis, or
-      over the k of them; and their int32 indices along it. Of equal scores, which -0.0 and 0.0 are, the one of the lowest index comes first.
-      The order is that of the scores: of two that differ, the larger comes first, even where their probabilities are
-      rounded to the same number and `jax.lax.top_k(jax.nn.softmax(x), k)` would take the lower index. A row whose
-      softmax has no value, as it holds NaN or +inf, or nothing but -inf, has the probabilities NaN, so that its
-      gradient is NaN, too, and its first k elements.
+      over the k of them; and their int32 indices along it. Of equal scores, which -0.0 and 0.0 are, the one of the
+      lowest index comes first. The order is that of the scores: of two that differ, the larger comes first, even where
+      their probabilities are rounded to the same number and `jax.lax.top_k(jax.nn.softmax(x), k)` would take the lower
+      index. A row whose softmax has no value, as it holds NaN or +inf, or nothing but -inf, has the probabilities NaN,
+      so that its gradient is NaN, too, and its first k elements.
 
     Raises:
       TypeError, ValueError: an argument does not fit the others, or the named implementation cannot serve the call.

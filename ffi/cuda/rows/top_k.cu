@@ -1,20 +1,21 @@
-// The k largest elements of rows and their state (m, s), in one read.
+// The k largest elements of rows, their softmax and the rows' state (m, s), in one read and one kernel.
 //
-// A block goes through a row tile by tile. Each thread folds its packs into its state; where their maximum reaches
-// `bar`, it puts those of their elements that may still be among the k largest into a buffer in shared memory, as keys
-// that are ordered by value and then by index. At the first tile, `bar` is about the k-th largest of the threads'
-// maxima, so that hardly more than k elements reach it. Whenever many have been gathered, or there is no room for one,
-// the buffer is cut to about the k largest, and what is below them no longer reaches `bar`. Elements without room are
-// offered again after that. So every row is served exactly, in whichever order its elements come. Which place a key
-// gets in the buffer is up to chance, but which keys are the k largest is not. In the end each key's place in the
-// result is the number of larger ones in the buffer.
+// The elements that a thread has, or those of one tile of them, form groups. About the k-th largest of the groups'
+// maxima is a bar: at least k elements reach it, and hardly more. What reaches it is put into shared memory, as keys
+// that are ordered by value and then by index. Which place a key gets there is up to chance, but which keys are the k
+// largest is not: the number of greater ones is a key's place in the result. Where too many elements reach the bar, as
+// many are equal or the largest are in a few groups, the least of the k largest keys is searched for exactly.
 //
-// Few rows are split over blocks, whose k largest keys, in order, and states wait in the workspace for a second launch.
+// Short rows stay in the registers of some lanes meanwhile. Of the others, only the groups that reach the bar are read
+// again, which is little. They have a warp each, if there are very many, or a block. Few rows are split over blocks,
+// whose k largest keys, in order, and states wait in the workspace for a second launch.
 //
-//   top_k/tuning.cuh   the sizes that decide, as data
-//   top_k/keys.cuh     keys; top_k/buffer.cuh, the buffer that they are put into
-//   top_k/gather.cuh   a block's way through its elements
-//   top_k/kernels.cuh  the kernels
+//   top_k/tuning.cuh     the sizes that decide, as data
+//   top_k/keys.cuh       keys; top_k/buffer.cuh, a block's buffer of them
+//   top_k/marks.cuh      bars, and the elements that reach one; top_k/results.cuh, what is written
+//   top_k/short.cuh      the kernel for short rows
+//   top_k/tiles.cuh      the one read of longer rows; top_k/exact.cuh, the exact search
+//   top_k/by_warps.cuh   the kernel for many rows; top_k/by_blocks.cuh, that for long ones, and the one that merges
 #include "top_k.cuh"
 
 #include <algorithm>
@@ -57,13 +58,18 @@ bool is_for_warps(const Arguments<T>& args, int64_t packs, int k, const Device& 
          2 * k <= packs / TopKCode::tile_packs;
 }
 
+// The shared memory that a warp needs for the maxima of its groups, and for a list of those that reach the bar.
+inline size_t memory_of_groups(int groups, int most_found) {
+  return groups * 32 * sizeof(float) + most_found * sizeof(uint16_t);
+}
+
 template <class T>
 cudaError_t launch_by_warps(const Arguments<T>& args, const Largest<T>& to, int64_t packs, cudaStream_t stream) {
   const int64_t blocks = (args.rows + TopKCode::rows - 1) / TopKCode::rows;
   if (blocks > INT32_MAX) return cudaErrorInvalidValue;
-  const int room = TopKCode::room_of_row(to.k);
+  const int room = TopKCode::room_of_warp(to.k);
   const int tiles = static_cast<int>((packs + TopKCode::warp_packs - 1) / TopKCode::warp_packs);
-  const size_t bytes = TopKCode::rows * ((room + to.k) * sizeof(Key) + tiles * 32 * sizeof(float));
+  const size_t bytes = TopKCode::rows * ((room + to.k) * sizeof(Key) + memory_of_groups(tiles, room));
   top_k_by_warps<T><<<static_cast<unsigned>(blocks), 32 * TopKCode::rows, bytes, stream>>>(args, to, tiles, room);
   return cudaGetLastError();
 }
@@ -72,7 +78,7 @@ inline TopKSizes choose_sizes(int64_t packs, int warps, int k) {
   const int64_t of_step = warps * TopKCode::warp_packs, tiles = (packs + of_step - 1) / of_step;  // of a warp
   const int64_t together = (tiles + TopKCode::most_groups - 1) / TopKCode::most_groups;
   return {static_cast<int>((tiles + together - 1) / together), static_cast<int>(together),
-          TopKCode::room_of_share(k), TopKCode::room_of_all(k)};
+          TopKCode::room_of_block(k)};
 }
 
 template <class T>
@@ -108,8 +114,7 @@ cudaError_t run_top_k(const Arguments<T>& args, const Largest<T>& to, void* work
   const int64_t packs = std::min(of_row, split.packs);  // of a part
   const int warps = static_cast<int>(std::clamp<int64_t>(packs / TopKCode::warp_packs, 1, TopKCode::warps));
   const TopKSizes sizes = choose_sizes(packs, warps, to.k);
-  const size_t memory = sizes.room_of_all * sizeof(Key) + warps * std::max(sizes.room * sizeof(Key),
-                                                                           sizes.groups * 32 * sizeof(float));
+  const size_t memory = sizes.room * sizeof(Key) + warps * memory_of_groups(sizes.groups, TopKCode::most_found);
   auto* keys = static_cast<Key*>(workspace);
   auto* states = reinterpret_cast<State*>(keys + (split.parts > 1 ? blocks * to.k : 0));
   top_k_by_blocks<T>

@@ -5,7 +5,7 @@
 // elements of all warps reach the least of these bars.
 #pragma once
 
-#include "gather.cuh"
+#include "exact.cuh"
 #include "results.cuh"
 
 namespace jaxsoft::cuda {
@@ -40,21 +40,19 @@ struct Together {
   Gathered gathered;
   uint32_t low, high;  // orders: the bar is between them
   uint32_t slots[TopKCode::warps];
-  int counts[TopKCode::warps];
 };
 
-// The k-th largest of the threads' maxima. One that a few more reach would let through too much of rows that ascend or
-// descend, whose largest elements few warps have. `together.low` and
+// A bar that at least k of the threads' maxima reach, and at most `enough` unless some are equal. `together.low` and
 // `high` are ~0 and 0. All threads of the block call it.
 template <class T>
-__device__ float bar_of_block(float top, int k, Together& together) {
+__device__ float bar_of_block(float top, int k, int enough, Together& together) {
   const uint32_t own = order_of(top), least = __reduce_min_sync(kAllLanes, own > kLeastOrder ? own : ~0u);
   const uint32_t high = __reduce_max_sync(kAllLanes, own);
   if (threadIdx.x % 32 == 0) atomicMin(&together.low, least), atomicMax(&together.high, high);
   int found = __syncthreads_count(own > kLeastOrder);
   if (k == 1 && found > 0) return of_order(together.high);
   if (found < k) return -infinity<float>();
-  return of_order(greatest_order<T>(together.low, together.high, k, k, found,
+  return of_order(greatest_order<T>(together.low, together.high, k, enough, found,
                                     [&](uint32_t order) { return __syncthreads_count(own >= order); }));
 }
 // The least of the bars for the warps' shares. Only warps with a whole tile have one.
@@ -68,49 +66,44 @@ __device__ float bar_of_shares(const Tiles<T>& tiles, const float* maxima, int g
   return of_order(__reduce_min_sync(kAllLanes, tiles.lane() < tiles.warps ? together.slots[tiles.lane()] : ~0u));
 }
 
-// Finds the k largest elements by queues, and puts their keys and some others into `all`. Returns their number. All
-// threads of the block call it.
-template <class T>
-__device__ __noinline__ int gather_by_block(const Arguments<T>& args, int k, const Split& split, Together& together,
-                                            Key* queues, int room, Key* all) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  const auto elements = elements_of_part(args, blockIdx.x, split);
-  const Tiles<T> tiles{elements, warp, warps};
-  Key* const keys = queues + warp * room;
-  __syncthreads();  // nobody needs what is there
-  Gatherer<T> gatherer{tiles, k, keys, room, together.slots};
-  gatherer.gather();
-  if (lane == 0) together.counts[warp] = gatherer.count;
-  if (threadIdx.x == 0) together.gathered.count = 0;
-  if (warps > 1 && gatherer.count > enough_for(gatherer.share)) gatherer.raise_slot();
-  __syncthreads();
-
-  gatherer.see_slots();
-  if (warp == 0) {
-    auto number = [&](Key from) {
-      int number = 0;
-      for (int w = 0; w < warps; w++) number += number_from(from, queues + w * room, together.counts[w]);
-      return number;
-    };
-    uint32_t high = 0;
-    for (int w = 0; w < warps; w++) high = max(high, greatest_order_in(queues + w * room, together.counts[w]));
-    const Key low = Key(gatherer.low) << 32;
-    const int found = number(low);
-    const Key least = found > enough_for(k) ? least_key<T>(gatherer.low, high, k, found, elements.n, number) : low;
-    if (lane == 0) together.gathered.least = least;
-  }
-  __syncthreads();
-  const Key least = together.gathered.least;
-  const int number = gatherer.number(least);
+// Puts a warp's keys that are not 0 at the end of the buffer, as far as there is room. Returns whether there was.
+__device__ inline bool append(Key key, Gathered& gathered, Key* keys, int room) {
+  const int lane = threadIdx.x % 32;
+  const unsigned all = __ballot_sync(kAllLanes, key > 0);
   int first = 0;
-  if (lane == 0) first = atomicAdd(&together.gathered.count, number);
-  keep_from(least, keys, gatherer.count, all + __shfl_sync(kAllLanes, first, 0));
-  __syncthreads();
-  return together.gathered.count;
+  if (lane == 0) first = atomicAdd(&gathered.count, __popc(all));
+  first = __shfl_sync(kAllLanes, first, 0);
+  const int place = first + __popc(all & ((1u << lane) - 1));
+  if (key > 0 && place < room) keys[place] = key;
+  return first + __popc(all) <= room;
 }
 
-// A row, or a part of one, by a block. The maxima of the groups follow the keys in shared memory, and the queues of
-// `gather_by_block` take their place.
+// Finds exactly the k largest elements. All threads of the block call it.
+template <class T>
+__device__ __noinline__ void find_by_block(const Arguments<T>& args, int k, const Split& split, Gathered& gathered,
+                                           const float* maxima, int groups, int together, float bar, float top,
+                                           Key* keys, int room) {
+  const auto elements = elements_of_part(args, blockIdx.x, split);
+  const Tiles<T> tiles{elements, static_cast<int>(threadIdx.x / 32), static_cast<int>(blockDim.x / 32)};
+  auto sum = [&](int number) {
+    number = __reduce_add_sync(kAllLanes, number);
+    __syncthreads();  // all have read the last sum
+    if (threadIdx.x == 0) gathered.count = 0;
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) atomicAdd(&gathered.count, number);
+    __syncthreads();
+    return gathered.count;
+  };
+  const ExactSearch<T, decltype(sum)> search{tiles, maxima, groups, together, k, sum};
+  const Key least = search.least(bar, top);
+  __syncthreads();
+  if (threadIdx.x == 0) gathered.count = 0;
+  __syncthreads();
+  search.collect(least, [&](Key key) { append(key, gathered, keys, room); });
+  __syncthreads();
+}
+
+// A row, or a part of one, by a block. In shared memory, the maxima of the groups follow the keys.
 template <class T>
 __global__ void __launch_bounds__(TopKCode::threads, TopKCode::blocks)
     top_k_by_blocks(const __grid_constant__ Arguments<T> args, const __grid_constant__ Largest<T> to, TopKSizes sizes,
@@ -123,7 +116,9 @@ __global__ void __launch_bounds__(TopKCode::threads, TopKCode::blocks)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, k = to.k;
   const auto elements = elements_of_part(args, blockIdx.x, split);
   const Tiles<T> tiles{elements, warp, warps};
-  auto* const maxima = reinterpret_cast<float*>(all + sizes.room_of_all) + warp * sizes.groups * 32;
+  auto* const all_maxima = reinterpret_cast<float*>(all + sizes.room);
+  auto* const maxima = all_maxima + warp * sizes.groups * 32;
+  auto* const found = reinterpret_cast<uint16_t*>(all_maxima + warps * sizes.groups * 32) + warp * TopKCode::most_found;
   if (threadIdx.x == 0) together.gathered = {}, together.low = ~0u, together.high = 0;
   __syncthreads();
 
@@ -131,22 +126,20 @@ __global__ void __launch_bounds__(TopKCode::threads, TopKCode::blocks)
   const State of_warp = reduce_lanes<T>(part, 32);
   if (lane == 0) of_warps[warp] = of_warp;
   const int groups = tiles.groups(sizes.tiles);
-  const float bar = 2 * k <= static_cast<int>(blockDim.x) ? bar_of_block<T>(part.m, k, together)
+  // A bar that a few more reach would let through too much of whole rows that ascend or descend, as few warps have their
+  // largest elements.
+  const int enough = split.parts == 1 ? k : enough_for(k);
+  const float bar = 2 * k <= static_cast<int>(blockDim.x) ? bar_of_block<T>(part.m, k, enough, together)
                                                           : bar_of_shares(tiles, maxima, groups, k, together);
-  tiles.collect(bar, maxima, groups, sizes.tiles, [&](Key key) {
-    const unsigned ones = __ballot_sync(kAllLanes, key > 0);
-    int first = 0;
-    if (lane == 0) first = atomicAdd(&together.gathered.count, __popc(ones));
-    first = __shfl_sync(kAllLanes, first, 0);
-    const int place = first + __popc(ones & ((1u << lane) - 1));
-    if (key > 0 && place < sizes.room_of_all) all[place] = key;
-    return first + __popc(ones) <= sizes.room_of_all;
-  });
+  const bool fits = tiles.collect(bar, maxima, groups, sizes.tiles, found, TopKCode::most_found,
+                                  [&](Key key) { return append(key, together.gathered, all, sizes.room); });
+  if (!fits && lane == 0) atomicAdd(&together.gathered.count, sizes.room + 1);
   const State state = reduce_lanes<T>(lane < warps ? of_warps[lane] : State(), 32);
   __syncthreads();
   int count = together.gathered.count;
-  if (count > sizes.room_of_all) {
-    count = gather_by_block(args, k, split, together, all + sizes.room_of_all, sizes.room, all);
+  if (count > sizes.room) {
+    find_by_block(args, k, split, together.gathered, maxima, groups, sizes.tiles, bar, state.m, all, sizes.room);
+    count = together.gathered.count;
   } else if (count > max(enough_for(k), TopKCode::ranked)) {
     cut<T>(together.gathered, all, count, k, kLeastOrder, elements.n);
     count = together.gathered.count;

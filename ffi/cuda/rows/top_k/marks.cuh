@@ -158,7 +158,7 @@ __device__ uint32_t marks_from(float bar, const Pack<T> (&x)[packs]) {
   uint32_t marks = 0;
   if constexpr (sizeof(T) == 2) {
     uint32_t both;
-    if constexpr (std::is_same_v<T, __half>) both = bits<uint16_t>(__float2half_rd(bar));  // f16 may have no such number
+    if constexpr (std::is_same_v<T, __half>) both = bits<uint16_t>(__float2half_ru(bar));  // f16 may have no such number
     else both = bits<uint16_t>(narrow<T>(bar));
     const auto pair = bits<Pair<T>>(both | both << 16);
 #pragma unroll

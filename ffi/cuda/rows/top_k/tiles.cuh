@@ -105,18 +105,20 @@ struct Tiles {
   }
 
   // Reads the groups again that reach the bar, and calls use(key) for each element that does, by all lanes of the warp
-  // together, of which those without an element have the key 0. Ends when `use` returns false. `maxima` is written over.
+  // together, of which those without an element have the key 0. Ends when `use` returns false. `found` has room for
+  // `most` groups. Returns false, and calls nothing, if there are more.
   template <class Use>
-  __device__ void collect(float bar, float* maxima, int groups, int together, Use use) const {
-    auto* const found = reinterpret_cast<int*>(maxima);
+  __device__ bool collect(float bar, const float* maxima, int groups, int together, uint16_t* found, int most,
+                          Use use) const {
     int reach = 0;
     for (int g = 0; g < groups; g++) {
       const bool reaches = maxima[g * 32 + lane()] >= bar;
       const unsigned all = __ballot_sync(kAllLanes, reaches);
-      __syncwarp();
-      if (reaches) found[reach + __popc(all & ((1u << lane()) - 1))] = g * 32 + lane();
+      const int place = reach + __popc(all & ((1u << lane()) - 1));
+      if (reaches && place < most) found[place] = static_cast<uint16_t>(g * 32 + lane());
       reach += __popc(all);
     }
+    if (reach > most) return false;
     __syncwarp();
     for (int start = 0; start < reach * together; start += 32) {
       const int i = start + lane(), group = i < reach * together ? found[i / together] : 0;
@@ -131,10 +133,11 @@ struct Tiles {
       uint32_t marks = marks_from(bar, packs);
       if (bar == -infinity<float>()) marks = marks_within<T>(marks, from.window, first, 32);
       while (__any_sync(kAllLanes, marks != 0)) {
-        if (!use(marks ? key_at(place(__ffs(marks) - 1, first)) : 0)) return;
+        if (!use(marks ? key_at(place(__ffs(marks) - 1, first)) : 0)) return true;
         marks &= marks - 1;
       }
     }
+    return true;
   }
 };
 

@@ -31,22 +31,20 @@ struct TopKCode {
   static constexpr int ranked = 192;           // up to so many keys are put in order without being cut before,
   static constexpr int ranked_of_warp = 64;    // and by a warp
   static constexpr int most_groups = 32;       // of a lane: where it has more tiles, several are a group
+  static constexpr int most_found = 128;       // groups of a warp of a block that reach the bar, or the search is another
   static constexpr int least_spare = 4;        // a search for the k largest ends when it has found up to k / 4 more, or
                                                // up to so many: it is not worth while to tell them apart
-  static constexpr int least_new = 32;         // keys by which a warp's queue has grown when it looks for a higher bar,
-                                               // or as many as the bar is for, if that is more
-  // Keys in a warp's queue, where the warp has a row and where it shares one.
-  static constexpr int room_of_row(int k) { return std::max(192, 3 * k); }
-  static constexpr int room_of_share(int k) { return std::max(192, 2 * k); }
-  static constexpr int room_of_all(int k) { return std::max(1536, 3 * k); }  // keys of a block
+  // Keys of a row that are found, by a warp and by a block.
+  static constexpr int room_of_warp(int k) { return std::max(192, 3 * k); }
+  static constexpr int room_of_block(int k) { return std::max(1536, 3 * k); }
   static constexpr int merge_threads = 1024;   // of a block that merges the parts of a row, at most
   static constexpr int least_merge_threads = 128;
 };
 
 // The sizes of a launch of blocks that take a row, or a part of one, each.
 struct TopKSizes {
-  int groups, tiles;      // the groups of a lane, and the tiles that are one
-  int room, room_of_all;  // keys in a warp's queue, and of all warps
+  int groups, tiles;  // the groups of a lane, and the tiles that are one
+  int room;           // keys that are found
 };
 
 // The sizes that a launch is chosen by, on the host: one row for each kind of GPU.
