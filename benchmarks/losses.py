@@ -16,8 +16,9 @@ and for each implementation ("jaxsoft" is its own choice of a kernel)
   entropy        the loss and the entropy, as policy gradients take them, with as many reads and writes as the loss
                  alone; beside it jaxsoft's two functions one after the other, and the loss alone
   top_k          values, softmax and indices of the k largest, which must read the scores once
-  few            the same of few rows: microseconds of one call of many in one compiled function, each of which needs
-                 the one before; the floor is here what a step of them takes without the call ("nothing")
+  few            the same of few rows, or of short ones: microseconds of one call of many in one compiled function,
+                 each of which needs the one before; the floor is here what a step of them takes without the call
+                 ("nothing")
   linear         the loss of hidden @ weight with all gradients: the floor is here the time of the three matrix products
                  that logits in memory take ("products"; without them the logits are computed twice), and the memory
                  beyond the results is printed, too
@@ -46,6 +47,7 @@ from speed import git_commit, header
 import jaxsoft
 
 CPU = jax.default_backend() == "cpu"
+UNSTABLE = "lax.top_k(is_stable=False)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,32 +207,39 @@ def top_k() -> Iterator[Call]:
         ]
         if CPU
         else [
-            ((2048, 131072), "float32", 5),
-            ((2048, 131072), "float32", 64),
-            ((2048, 131072), "bfloat16", 64),
-            ((4000, 32000), "float32", 64),
-            ((4000, 32000), "bfloat16", 64),
-            ((16384, 8192), "float32", 64),
+            (shape, dtype, k)
+            for shape, k in (
+                ((2048, 131072), 5),
+                ((2048, 131072), 64),
+                ((4000, 32000), 64),
+                ((16384, 8192), 64),
+                ((65536, 4096), 32),
+            )
+            for dtype in ("float32", "bfloat16")
         ]
     ):
         yield _top_k(shape, dtype, k)
 
 
 def few() -> Iterator[Call]:
-    """Next-token candidates."""
+    """Next-token candidates, and the experts that a router chooses."""
     for rows, n, dtype, k in itertools.product((1, 32), (128256,), ("float32", "bfloat16"), (5, 64)):
         yield dataclasses.replace(_top_k((rows, n), dtype, k), chain=4 if CPU else 32)
+    for rows, n in ((1024, 256),) if CPU else ((65536, 256), (32768, 128)):
+        for dtype in ("float32", "bfloat16"):
+            yield dataclasses.replace(_top_k((rows, n), dtype, 8), chain=4 if CPU else 32)
 
 
 def _top_k(shape: tuple[int, int], dtype: str, k: int) -> Call:
-    def composed(x):
-        p, i = jax.lax.top_k(jax.nn.softmax(x), k)
+    def composed(x, is_stable=True):
+        p, i = jax.lax.top_k(jax.nn.softmax(x), k, is_stable=is_stable)
         return jnp.take_along_axis(x, i, axis=-1), p, i
 
     def check(arguments, result):
-        """All values and indices, and the probabilities of a few rows."""
-        x = np.asarray(arguments[0]).astype(np.float32)
-        values, p, i = (np.asarray(v) for v in result)
+        """The values and indices of some thousand rows, and the probabilities of a few."""
+        step = -(-shape[0] // 4000)
+        x = np.asarray(arguments[0][::step]).astype(np.float32)
+        values, p, i = (np.asarray(v[::step]) for v in result)
         largest = -np.sort(-np.take_along_axis(x, np.argpartition(-x, k - 1, axis=-1)[:, :k], axis=-1), axis=-1)
         wrong = np.sum(values.astype(np.float32) != largest)
         wrong += np.sum(np.take_along_axis(x, i, axis=-1) != largest)
@@ -241,7 +250,11 @@ def _top_k(shape: tuple[int, int], dtype: str, k: int) -> Call:
         unit = 2.0**-8 if dtype == "bfloat16" else 1e-5
         return float(wrong + np.max(np.abs(p[rows].astype(np.float64) - want) / (unit * want)))
 
-    functions = {"lax.top_k": composed, "jaxsoft": lambda x: jaxsoft.top_k_softmax(x, k)}
+    functions = {
+        "lax.top_k": composed,
+        UNSTABLE: functools.partial(composed, is_stable=False),
+        "jaxsoft": lambda x: jaxsoft.top_k_softmax(x, k),
+    }
     size = shape[0] * shape[1] * jnp.dtype(dtype).itemsize
     what = f"top_k {'x'.join(map(str, shape))} {dtype} k={k}"
     return Call(what, lambda: (logits(shape, dtype),), functions, size, check)
@@ -298,8 +311,8 @@ def linear() -> Iterator[Call]:
 
 
 GROUPS = {"cross_entropy": cross_entropy, "entropy": entropy, "top_k": top_k, "few": few, "linear": linear}
-# That are something else, or round a gradient twice: they are not checked.
-PLAIN = ("products", "products, logits twice", "loss alone", "two functions")
+# What is not checked: what is something else, rounds a gradient twice, or takes equal elements in any order.
+PLAIN = ("products", "products, logits twice", "loss alone", "two functions", UNSTABLE)
 
 
 def run(call: Call, repeats: int) -> dict:

@@ -35,7 +35,7 @@ struct Buffers {
   Buffer label_score, count;                   // results of operations with labels
   Buffer label_cotangent, distance_cotangent;  // operands of their derivatives
   Buffer entropy_cotangent;                    // the same, where `cotangent` is the logsumexp's
-  Buffer result;                               // one an element
+  Buffer result;                               // one an element; of top_k, the probabilities of the values
   Buffer values, indices;                      // results of top_k
   Buffer workspace;  // bytes for the kernel's own use, allocated by XLA with the other buffers: what a handler asks for
                      // while a CUDA graph is recorded would be gone when the graph runs

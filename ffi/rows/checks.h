@@ -59,8 +59,9 @@ class Checks {
       case Kind::label:
         if (buffer.dtype == ffi::S32 && is_one_a_row(buffer)) return "";
         return must(operand, "S32") + "one a row of " + got(buffer);
-      case Kind::chosen: return chosen(operand, first_.dtype);
-      case Kind::index: return chosen(operand, ffi::S32);
+      case Kind::chosen: return chosen(operand, buffer.dtype == first_.dtype, text(first_.dtype));
+      case Kind::index: return chosen(operand, buffer.dtype == ffi::S32, text(ffi::S32));
+      case Kind::chosen_result: return chosen(operand, go_together(first_.dtype, buffer.dtype), result_dtypes());
     }
     return "";
   }
@@ -104,14 +105,14 @@ class Checks {
   }
 
   // k is the last dimension of `values`, and every other buffer of k elements a row has the shape of `values`.
-  std::string chosen(const Operand& operand, ffi::DataType dtype) const {
+  std::string chosen(const Operand& operand, bool fits, const std::string& dtypes) const {
     const Buffer& buffer = buffers_.*operand.place;
     const auto dims = buffer.dims;
     const int64_t n = first_.dims[axis()];
-    bool fits = buffer.dtype == dtype && dims.size() == first_.dims.size() && dims == buffers_.values.dims;
+    fits = fits && dims.size() == first_.dims.size() && dims == buffers_.values.dims;
     for (size_t i = 0; fits && i < axis(); i++) fits = dims[i] == first_.dims[i];
     if (fits && dims.back() >= 1 && dims.back() <= std::min(n, kMostK) && n <= INT32_MAX) return "";
-    return must(operand, text(dtype)) + "1 to " + text(kMostK) + " of at most " + text(INT32_MAX) +
+    return must(operand, dtypes) + "1 to " + text(kMostK) + " of at most " + text(INT32_MAX) +
            " elements of a row, the same number in each result, of " + got(buffer);
   }
 

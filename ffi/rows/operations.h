@@ -25,6 +25,7 @@
   operand(entropy_cotangent, number, entropy_cotangent)     \
   operand(result, row, result)                              \
   operand(values, chosen, values)                           \
+  operand(chosen_probabilities, chosen_result, result)      \
   operand(indices, index, indices)
 
 // The records: name, struct of the CUDA kernels, operands, results, extras, features. Operations may share a struct.
@@ -42,9 +43,9 @@
 //   logsumexp_vjp    scale * p * g, of a row's cotangent g.
 //   entropy          The state, and the sum of exp(z - m) * (z - m): the products.
 //   entropy_vjp      -scale * p * ((z - m) - products / s) * g, of a row's cotangent g.
-//   top_k            The k largest scores of a row in descending order, their indices, and the state. Of equal scores,
-//                    the lowest index comes first; -0.0 and 0.0 are equal. A row whose m is not finite or whose s is
-//                    NaN has no softmax: it gives its first k scores.
+//   top_k            The k largest scores of a row in descending order, their p, their indices, and the state. Of equal
+//                    scores, the lowest index comes first; -0.0 and 0.0 are equal. A row whose m is not finite or whose
+//                    s is NaN has no softmax: it gives its first k scores, and NaN for their p.
 //   label_state      The state of a row without its label's score, and that score. A label counts whatever the extras
 //                    say. The score is NaN where the label is out of range, but 0 where it is kNoRow.
 //   label_state_vjp  p * g, of a row's cotangent g; and at the label, the label's cotangent.
@@ -68,7 +69,7 @@
   record(entropy, Entropy, {scores}, {maximum, sum, products}, {scale, limit, where}, {workspace})                     \
   record(entropy_vjp, EntropyVjp, {scores, maximum, sum, products, cotangent}, {result},                               \
          {scale, limit, where, bias}, {})                                                                              \
-  record(top_k, TopK, {scores}, {values, indices, maximum, sum}, {}, {workspace})                                      \
+  record(top_k, TopK, {scores}, {values, chosen_probabilities, indices, maximum, sum}, {}, {workspace})                \
   record(label_state, StateOf, {scores, label}, {maximum, sum, label_score}, {limit, where}, {cap, workspace})         \
   record(label_state_vjp, LogsumexpVjp, {scores, label, maximum, sum, cotangent, label_cotangent}, {result},           \
          {limit, where}, {cap})                                                                                        \

@@ -17,6 +17,7 @@ enum class Kind {
   label,   // one int32 a row
   chosen,  // k elements of a row, in the first operand's dtype
   index,   // k int32 a row
+  chosen_result,  // a result of k numbers a row, whose dtype goes with the first operand's
 };
 
 // An operand or a result: its name in error messages, and its place among the buffers that a kernel gets.
@@ -72,6 +73,7 @@ inline const char* word(Kind kind) {
     case Kind::label: return "label";
     case Kind::chosen: return "chosen";
     case Kind::index: return "index";
+    case Kind::chosen_result: return "chosen_result";
   }
   return "";
 }

@@ -12,7 +12,9 @@ from jaxsoft._core.numbers import as_axis
 from jaxsoft._ops.arguments import as_kernel_scores, check_dtype
 from jaxsoft._rows.derivative import differentiable
 from jaxsoft._rows.forms import Form
+from jaxsoft._rows.formulas import wide
 from jaxsoft._rows.operations.top_k import top_k_of_rows
+from jaxsoft.fold import accumulator
 
 
 def top_k_softmax(
@@ -20,6 +22,7 @@ def top_k_softmax(
     k: int,
     axis: int = -1,
     *,
+    renormalize: bool = False,
     dtype: DTypeLike | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -34,17 +37,19 @@ def top_k_softmax(
       k: how many, from 1 to the length of the axis. The C++ and CUDA kernels find up to 256, but those of CUDA none of
         f64. Otherwise XLA serves the call, or if "ffi" is named, XLA finds the elements and the kernels their softmax.
       axis: of x, in whose place the results have one of length k. One before the last is transposed first.
+      renormalize: whether the probabilities are relative to the k elements alone, so that they sum to 1, as those of
+        experts do in many routers. They are then the softmax of the values.
       dtype: of the probabilities: f16, bf16, f32 or f64; None for x's.
       implementation: None for the fastest that serves the call, or one of "ffi", "pallas", "triton", "xla" and
         "reference", of which all but ffi take XLA's top_k; see `jaxsoft.implementations`.
 
     Returns:
-      (values, probabilities, indices): the scores, largest first, in x's dtype; their softmax over the whole axis; and
-      their int32 indices along it. Of equal scores, which -0.0 and 0.0 are, the one of the lowest index comes first.
-      The order is that of the scores: of two that differ, the larger comes first, even where their probabilities are
-      rounded to the same number and `jax.lax.top_k(jax.nn.softmax(x), k)` would take the lower index. A row whose
-      softmax has no value, as it holds NaN or +inf, or nothing but -inf, has the probabilities NaN, so that its
-      gradient is NaN, too, and its first k elements.
+      (values, probabilities, indices): the scores, largest first, in x's dtype; their softmax over the whole axis, or
+      over the k of them; and their int32 indices along it. Of equal scores, which -0.0 and 0.0 are, the one of the
+      lowest index comes first. The order is that of the scores: of two that differ, the larger comes first, even where
+      their probabilities are rounded to the same number and `jax.lax.top_k(jax.nn.softmax(x), k)` would take the lower
+      index. A row whose softmax has no value, as it holds NaN or +inf, or nothing but -inf, has the probabilities NaN,
+      so that its gradient is NaN, too, and its first k elements.
 
     Raises:
       TypeError, ValueError: an argument does not fit the others, or the named implementation cannot serve the call.
@@ -68,12 +73,16 @@ def top_k_softmax(
         raise TypeError(f"k must be an integer that is known when the call is traced; got {k!r}") from None
     if not 1 <= k <= x.shape[axis]:
         raise ValueError(f"k must be from 1 to the length of the axis, {x.shape[axis]}; got {k}")
-    return _top_k_softmax(x, k, axis, check_dtype(dtype, x), implementation)
+    if not isinstance(renormalize, bool):
+        raise TypeError(f"renormalize must be True or False; got {renormalize!r}")
+    return _top_k_softmax(x, k, axis, renormalize, check_dtype(dtype, x), implementation)
 
 
-@functools.partial(jax.jit, static_argnames=("k", "axis", "dtype", "implementation"))
-def _top_k_softmax(x, k, axis, dtype, implementation):
+@functools.partial(jax.jit, static_argnames=("k", "axis", "renormalize", "dtype", "implementation"))
+def _top_k_softmax(x, k, axis, renormalize, dtype, implementation):
     rows = jnp.moveaxis(x, axis, -1)
-    results = differentiable(top_k_of_rows, Form(x.dtype, k=k), implementation)(rows)
-    values, p, indices = (jnp.moveaxis(v, -1, axis) for v in results)
-    return values, p.astype(dtype), indices
+    values, p, indices = differentiable(top_k_of_rows, Form(dtype, k=k), implementation)(rows)
+    if renormalize:
+        undefined = jnp.where(jnp.isnan(p[..., :1]), jnp.nan, 1).astype(accumulator(x.dtype))
+        p = (jax.nn.softmax(wide(values), axis=-1) * undefined).astype(dtype)
+    return tuple(jnp.moveaxis(v, -1, axis) for v in (values, p, indices))

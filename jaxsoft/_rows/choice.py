@@ -19,7 +19,7 @@ from jaxsoft._rows.forms import Form, compose, is_plain, working_dtype
 from jaxsoft._rows.formulas import take
 from jaxsoft._rows.operation import Operation, Reduction, Reductions, RowFunction
 from jaxsoft._rows.operations.logsumexp import STATE
-from jaxsoft.fold import State
+from jaxsoft.fold import State, accumulator
 
 type Operands = Sequence[jax.core.ShapedArray]
 type Finder = Callable[[Operation, Form, str, Operands], RowFunction | None]
@@ -114,7 +114,8 @@ def _kernel(
     """An implementation's kernel that takes the form as it is, or else the form composed from its plain kernel."""
     if native := kernels.kernel(operation, form, platform, operands):
         return native
-    whole = kernels.kernel(operation, Form(plain[0].dtype, k=form.k), platform, plain)
+    dtype = accumulator(plain[0].dtype) if operation.selects else plain[0].dtype  # probabilities are rounded once
+    whole = kernels.kernel(operation, Form(dtype, k=form.k), platform, plain)
     return compose(operation, form, whole) if whole else None
 
 

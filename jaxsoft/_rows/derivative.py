@@ -27,7 +27,7 @@ from jaxsoft.fold import accumulator
 def differentiable(function: Function, form: Form, implementation: str | None) -> Callable[..., tuple[jax.Array, ...]]:
     """A function of rows, of the operands of its operation and the form's extras.
 
-    What it returns has the accumulator's dtype, but for what has x's shape or is taken from x.
+    What it returns has the accumulator's dtype, but for what has x's shape, is taken from x, or is the softmax of that.
     """
     forward = functools.partial(row_operation, function.forward, form, implementation)
 
@@ -52,7 +52,7 @@ def differentiable(function: Function, form: Form, implementation: str | None) -
         derivative = _Derivative(
             function, dataclasses.replace(form, extras=tuple(extras), masked=masked), implementation
         )
-        return values, function.tangents(values, derivative(*residuals, t, *extras.values()))
+        return values, function.tangents(results, derivative(*residuals, t, *extras.values()))
 
     return call
 

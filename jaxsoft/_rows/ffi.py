@@ -44,6 +44,8 @@ def kernel(operation: Operation, form: Form, platform: str, operands: Operands) 
         return None
     if not is_plain(operation, form, operands) and not _takes(operation, form, operands):
         return None
+    if not _go_together(form.dtype, operands[0].dtype):
+        return None
 
     def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
         types = _result_types(operation, form, operands[0])
@@ -60,7 +62,8 @@ def _result_types(operation: Operation, form: Form, x: jax.Array) -> list[jax.Sh
     types = {
         Kind.ROW: jax.ShapeDtypeStruct(x.shape, form.dtype),
         Kind.STATISTIC: jax.ShapeDtypeStruct(rows, accumulator(x.dtype)),
-        Kind.VALUES: jax.ShapeDtypeStruct((*rows, form.k), form.dtype),
+        Kind.VALUES: jax.ShapeDtypeStruct((*rows, form.k), x.dtype),
+        Kind.CHOSEN_PROBABILITIES: jax.ShapeDtypeStruct((*rows, form.k), form.dtype),
         Kind.INDICES: jax.ShapeDtypeStruct((*rows, form.k), jnp.int32),
     }
     return [types[kind] for kind in operation.result_kinds]
@@ -81,13 +84,16 @@ def workspace(x: jax.Array, k: int = 0, trailing: int = 0) -> jax.ShapeDtypeStru
     return jax.ShapeDtypeStruct((size,), jnp.uint8)
 
 
+def _go_together(result: np.dtype, dtype: np.dtype) -> bool:
+    """Whether the kernels write results of one dtype from operands of the other."""
+    return result == dtype or {result, dtype} in ({_F32, np.dtype(t)} for t in (jnp.float16, jnp.bfloat16))
+
+
 def _takes(operation: Operation, form: Form, operands: Operands) -> bool:
     """Whether the kernels take a form that is not plain."""
     dtype = operands[0].dtype
     _, extras = split(operation, form, operands)
     if row_dtypes(operation, operands) != {dtype}:
-        return False
-    if form.dtype != dtype and {form.dtype, dtype} not in ({_F32, np.dtype(t)} for t in (jnp.float16, jnp.bfloat16)):
         return False
     if form.trailing and not operation.any_axis:
         return False

@@ -29,7 +29,8 @@ class Form:
     """The form of a row operation.
 
     Attributes:
-      dtype: of the results of x's shape. The arithmetic is done in the accumulator's dtype of x.
+      dtype: of the results of x's shape, and of the probabilities of selected elements. The arithmetic is done in the
+        accumulator's dtype of x.
       extras: which operands follow those of the operation, in the order of `Extra`.
       trailing: how many dimensions of x follow the reduced one; 0 beside extras.
       masked: elements whose first operand, a softmax, is 0 do not count.
@@ -50,8 +51,8 @@ class Form:
 
 def formula(operation: Operation, form: Form, reductions: Reductions) -> RowFunction:
     """The operation in its plain form, in plain JAX, with one way to reduce a row."""
-    k = {"k": form.k} if form.k else {}
-    return functools.partial(operation.formula, reductions, **k)
+    chosen = {"k": form.k, "dtype": form.dtype} if form.k else {}
+    return functools.partial(operation.formula, reductions, **chosen)
 
 
 def compose(operation: Operation, form: Form, plain: RowFunction) -> RowFunction:
@@ -79,14 +80,18 @@ def compose(operation: Operation, form: Form, plain: RowFunction) -> RowFunction
                 v = v.astype(dtype)
             prepared.append(v)
 
-        def finished(v):
+        def finished(kind, v):
+            if kind is Kind.CHOSEN_PROBABILITIES:
+                return v.astype(form.dtype)
+            if kind is not Kind.ROW:
+                return v
             if operation.is_pullback:
                 v = _scaled(counts, capped_slope(form, base[0], v), extras)
             v = _select(counts, v, operation.uncounted)
             return jnp.moveaxis(v.astype(form.dtype), -1, axis)
 
         results = zip(operation.result_kinds, plain(*prepared), strict=True)
-        return tuple(finished(v) if kind is Kind.ROW else v for kind, v in results)
+        return tuple(finished(kind, v) for kind, v in results)
 
     return function
 
@@ -136,13 +141,15 @@ def groups(leading: Sequence[int], shapes: Sequence[Sequence[int]]) -> list[tupl
 
 def is_plain(operation: Operation, form: Form, operands: Operands) -> bool:
     """Whether nothing has to be done to the scores, and all operands and results of their shape have one dtype."""
-    return form == Form(operands[0].dtype, k=form.k) and _has_one_dtype(operation, form, operands)
+    if operation.selects:
+        return form == Form(form.dtype, k=form.k)
+    return form == Form(operands[0].dtype) and _has_one_dtype(operation, form, operands)
 
 
 def working_dtype(operation: Operation, form: Form, operands: Operands) -> np.dtype:
     """The dtype in which `compose` calls the plain kernel: x's, if nothing is computed or converted before."""
     computed = Extra.SCALE in form.extras or Extra.BIAS in form.extras or form.cap is not None
-    computed = computed or not _has_one_dtype(operation, form, operands)
+    computed = computed or not (operation.selects or _has_one_dtype(operation, form, operands))
     return accumulator(operands[0].dtype) if computed else operands[0].dtype
 
 

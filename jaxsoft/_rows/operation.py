@@ -33,6 +33,7 @@ class Kind(enum.Enum):
     LABEL = enum.auto()  # (...): one int32 a row, the index of the label, or NO_ROW
     VALUES = enum.auto()  # (..., k): some elements of a row
     INDICES = enum.auto()  # (..., k): int32, where they are
+    CHOSEN_PROBABILITIES = enum.auto()  # (..., k): their softmax, a result in the form's dtype
 
     @property
     def whole_rows(self) -> bool:
@@ -97,7 +98,7 @@ class Operation:
       operands: in the order of every kernel. The first has the shape (..., n).
       results: likewise.
       formula: (reductions, *operands) -> results in plain JAX, for the plain form; for an operation with results of
-        kind VALUES also (k=), how many elements.
+        kind VALUES also (k=, dtype=), how many elements, and the dtype of their probabilities.
       reduces: what has to be known of a row before the results can be written.
       extras: those that kernels may take as they are.
       may_be_masked: whether elements whose first operand is 0 may be declared not to count.
@@ -177,7 +178,8 @@ class Function:
       pullback: its transpose, with the same operands before the linear ones.
       values: (operands of forward, its results) -> what the function returns.
       residuals: (operands of forward, its results) -> the operands of the derivative that are not linear.
-      tangents: (values, results of tangent) -> the tangents of the values, which mostly are the results themselves.
+      tangents: (results of forward, results of tangent) -> the tangents of the values, which mostly are the results
+        themselves.
     """
 
     forward: Operation
@@ -185,4 +187,4 @@ class Function:
     pullback: Operation
     values: Callable[[Sequence[jax.Array], Sequence[jax.Array]], tuple[jax.Array, ...]]
     residuals: Callable[[Sequence[jax.Array], Sequence[jax.Array]], tuple[jax.Array, ...]]
-    tangents: Callable[[Sequence[jax.Array], Sequence[jax.Array]], tuple] = lambda values, results: tuple(results)
+    tangents: Callable[[Sequence[jax.Array], Sequence[jax.Array]], tuple] = lambda results, tangents: tuple(tangents)

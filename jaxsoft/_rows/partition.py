@@ -76,8 +76,8 @@ def _dims(operation: Operation, form: Form, shapes: Sequence[Sequence[int]]) -> 
 
 def _result_dims(operation: Operation, x: list[str]) -> list[list[str]]:
     rows = [dim for dim in x if dim != "n"]
-    dims = {Kind.ROW: x, Kind.STATISTIC: rows, Kind.VALUES: [*rows, "k"], Kind.INDICES: [*rows, "k"]}
-    return [dims[kind] for kind in operation.result_kinds]
+    chosen = [*rows, "k"]
+    return [{Kind.ROW: x, Kind.STATISTIC: rows}.get(kind, chosen) for kind in operation.result_kinds]
 
 
 def _over_shards(operation: Operation, form: Form, axes: Axes, kernel: Callable[[Form], RowFunction]) -> RowFunction:
@@ -103,14 +103,15 @@ def _selected_over_shards(form: Form, axes: Axes, kernel: Callable[[Form], RowFu
 
     def local(x):
         k = min(form.k, x.shape[-1])
-        _, i, *state = kernel(dataclasses.replace(form, k=k))(x)
+        _, _, i, *state = kernel(dataclasses.replace(form, k=k))(x)
         m, s = combined(State(*state), axes)
         ordered = formulas.has_softmax(m, s)
         i = jnp.where(ordered[..., None], i, formulas.positions(i))
         begin = jax.lax.axis_index(axes).astype(jnp.int32) * x.shape[-1]
         found = [jax.lax.all_gather(v, axes, axis=v.ndim - 1, tiled=True) for v in (formulas.at(x, i), begin + i)]
         best = formulas.largest(found[0], form.k, ordered)
-        return *(formulas.at(v, best) for v in found), m, s
+        values, i = (formulas.at(v, best) for v in found)
+        return values, formulas.defined_probabilities(values, m, s).astype(form.dtype), i, m, s
 
     return local
 

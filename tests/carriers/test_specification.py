@@ -17,6 +17,7 @@ KINDS = {
     Kind.LABEL: "label",
     Kind.VALUES: "chosen",
     Kind.INDICES: "index",
+    Kind.CHOSEN_PROBABILITIES: "chosen_result",
 }
 
 

@@ -3,6 +3,8 @@
 The reference is numpy in float64: a stable sort of the scores, and their softmax.
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -101,6 +103,73 @@ def test_rows(implementation, dtype):
             assert_top_k(x, k, top_k_softmax(x, k, implementation=implementation))
 
 
+# Lengths around what 4 and 8 lanes, a warp, a tile and a block hold, in rows that begin anywhere; and k around what
+# tells the kernels apart.
+LENGTHS = [1, 2, 3, 5, 8, 9, 16, 17, 31, 33, 63, 64, 65, 96, 127, 128, 129, 192, 255, 256, 257, 384, 511, 512, 513]
+LENGTHS += [1000, 1023, 1024, 1025, 1030, 2047, 2049, 4095, 4096, 4097, 8191, 16_383, 16_384, 16_385, 33_000]
+NUMBERS = (1, 2, 4, 5, 7, 8, 9, 16, 17, 31, 32, 33, 64, 65, 128, 129, 255, 256)
+
+
+@pytest.mark.skipif(jaxsoft.implementations()["ffi"] is not None, reason="no C++ kernels")
+@each_dtype_in_turn
+@pytest.mark.parametrize("part", [pytest.param(i, marks=slow if i else ()) for i in range(4)])
+def test_lengths(dtype, part):
+    """Every kernel and its borders: all kinds of rows beside each other, the probabilities in each dtype in turn."""
+    results_of = {jnp.float32: (jnp.float32, jnp.bfloat16, jnp.float16), jnp.float64: (jnp.float64,)}
+    wanted = itertools.cycle(results_of.get(dtype, (dtype, jnp.float32)))
+    with precision(dtype):
+        for i, n in enumerate(LENGTHS):
+            if i % 4 != part:
+                continue
+            x = np.concatenate([special((12, n), dtype), rows(n, dtype)[:5]])
+            fitting = [k for k in NUMBERS if k <= n]
+            for k in {fitting[0], fitting[-1], fitting[i % len(fitting)], fitting[i // 2 % len(fitting)], min(n, 256)}:
+                of_p = next(wanted)
+                assert_top_k(x, k, top_k_softmax(x, k, dtype=of_p, implementation="ffi"), np.dtype(of_p))
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_many_rows(dtype):
+    """Rows that take a warp each, as there are enough for all warps of the GPU, of every kind beside each other."""
+    for n, k in ((1030, 7), (1100, 32), (4096, 32), (4097, 64), (9001, 128)):
+        x = np.tile(np.concatenate([special((12, n), dtype), rows(n, dtype)]), (5, 1))
+        many = jnp.tile(x, (125, 1))
+        results = top_k_softmax(many, k, implementation="ffi")
+        assert_top_k(x, k, [v[-len(x) :] for v in results])
+        for v in results:
+            assert same_bits(np.asarray(v), np.tile(np.asarray(v[: len(x)]), (125, 1)))
+
+
+@pytest.mark.skipif(jaxsoft.implementations()["ffi"] is not None, reason="no C++ kernels")
+def test_one_kernel():
+    """A compiled call is the kernel and nothing else, in whichever dtype the probabilities are wanted."""
+    for dtype, wanted in (
+        (jnp.float32, None),
+        (jnp.float32, jnp.bfloat16),
+        (jnp.bfloat16, jnp.float32),
+        (jnp.bfloat16, None),
+        (jnp.float16, jnp.float32),
+    ):
+        x = operand((64, 128), dtype)
+        f = jax.jit(lambda x, wanted=wanted: top_k_softmax(x, 8, dtype=wanted, implementation="ffi"))
+        program = f.lower(x).compile().as_text()
+        assert program.count(" custom-call(") == 1, program
+        assert not any(f" {other}(" in program for other in ("fusion", "copy", "convert", "call", "while")), program
+
+
+@each_implementation
+def test_dtypes_of_probabilities(implementation):
+    """They are rounded once, from the accumulator's dtype."""
+    for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
+        x = rows(100, dtype)
+        for wanted in (jnp.float16, jnp.bfloat16, jnp.float32):
+            results = top_k_softmax(x, 7, dtype=wanted, implementation=implementation)
+            assert_top_k(x, 7, results, np.dtype(wanted))
+            exact = top_k_softmax(x, 7, dtype=jnp.float32, implementation=implementation)[1]
+            assert_trees_all_close(results[1], exact.astype(wanted), rtol=float(jnp.finfo(wanted).eps), atol=0)
+
+
 @each_fast_implementation
 @pytest.mark.parametrize("n", [2**20, 2**20 + 1])
 def test_long_rows(implementation, n):
@@ -166,6 +235,7 @@ def test_axes_dtypes_and_shapes(implementation):
             {},
         ),
         (ValueError, "dtype must be None or one of float16", np.ones(4), 1, {"dtype": jnp.int32}),
+        (TypeError, "renormalize must be True or False; got 1", np.ones(4), 1, {"renormalize": 1}),
         (ValueError, "implementation must be None or one of", np.ones(4), 1, {"implementation": "magic"}),
     ],
 )
@@ -223,6 +293,29 @@ def test_gradients(implementation, dtype):
     assert_within(dx, expected, size, "gradient")
     np.testing.assert_array_equal(wide(dv), expected_v)
     assert_within(dp, expected_p, 64 * eps * (np.abs(expected_p) + np.abs(t.astype(np.float64)).max()), "tangent")
+
+
+@each_implementation
+def test_renormalize(implementation):
+    """The probabilities are the softmax of the values, with its derivatives, and NaN in rows without a softmax."""
+    x = special((12, 40), np.float32)
+    g = np.sin(np.arange(12.0 * 3, dtype=np.float32)).reshape(12, 3)
+
+    def f(x, dtype=None):
+        return top_k_softmax(x, 3, renormalize=True, dtype=dtype, implementation=implementation)
+
+    def expected(x):
+        return jax.nn.softmax(jax.lax.top_k(x, 3)[0])
+
+    values, p, indices = f(x)
+    others = top_k_softmax(x, 3, implementation=implementation)
+    assert same_bits(values, others[0]) and same_bits(indices, others[2])
+    assert np.isnan(p[8:]).all()
+    assert_trees_all_close(p[:8], expected(x)[:8], rtol=1e-6)
+    assert f(x, jnp.bfloat16)[1].dtype == f(x.astype(jnp.bfloat16))[1].dtype == jnp.bfloat16
+    x, g = x[1:3], g[1:3]  # no elements are equal
+    dx = jax.grad(lambda x: jnp.sum(f(x)[1] * g))(x)
+    assert_trees_all_close(dx, jax.grad(lambda x: jnp.sum(expected(x) * g))(x), rtol=1e-5, atol=1e-7)
 
 
 @each_implementation
@@ -332,7 +425,8 @@ def test_choice(monkeypatch):
 
 F32, F16, S32 = jnp.float32, jnp.float16, jnp.int32
 X = jnp.ones((4, 8), F32)
-R = ((4,), F32)
+R, K = ((4,), F32), ((4, 2), F32)
+PROBABILITIES = "chosen_probabilities must be F32, F16 or BF16, 1 to 256 of at most 2147483647 elements of a row"
 VALUES = "values must be F32, 1 to 256 of at most 2147483647 elements of a row"
 INDICES = "indices must be S32, 1 to 256 of at most 2147483647 elements of a row, the same number in each result"
 
@@ -341,18 +435,20 @@ INDICES = "indices must be S32, 1 to 256 of at most 2147483647 elements of a row
 @pytest.mark.parametrize(
     ("results", "message", "form"),
     [
-        ([((4, 9), F32), ((4, 9), S32), R, R], VALUES, {}),
-        ([((4, 0), F32), ((4, 0), S32), R, R], VALUES, {}),
-        ([((3, 2), F32), ((3, 2), S32), R, R], VALUES, {}),
-        ([((2,), F32), ((2,), S32), R, R], VALUES, {}),
-        ([((4, 2), F16), ((4, 2), S32), R, R], VALUES, {}),
-        ([((4, 2), F32), ((4, 2), F32), R, R], INDICES, {}),
-        ([((4, 2), F32), ((4, 3), S32), R, R], INDICES, {}),
-        ([((4, 2), F32), ((4, 2), S32), ((3,), F32), R], "maximum must be F32, one a row", {}),
-        ([((4, 2), F32), ((4, 2), S32), R, ((4,), F16)], "sum must be F32, one a row", {}),
-        ([((4, 2), F32), ((4, 2), S32), R, R], "top_k: trailing must be 0", {"trailing": 1}),
-        ([((4, 2), F32), ((4, 2), S32), R, R], "extras='s' must be some of ''", {"extras": "s"}),
-        ([((4, 2), F32), ((4, 2), S32), R, R], "top_k: masked must be false", {"masked": True}),
+        ([((4, 9), F32), ((4, 9), F32), ((4, 9), S32), R, R], VALUES, {}),
+        ([((4, 0), F32), ((4, 0), F32), ((4, 0), S32), R, R], VALUES, {}),
+        ([((3, 2), F32), ((3, 2), F32), ((3, 2), S32), R, R], VALUES, {}),
+        ([((2,), F32), ((2,), F32), ((2,), S32), R, R], VALUES, {}),
+        ([((4, 2), F16), ((4, 2), F32), ((4, 2), S32), R, R], VALUES, {}),
+        ([K, ((4, 2), S32), ((4, 2), S32), R, R], PROBABILITIES, {}),
+        ([K, ((4, 3), F32), ((4, 2), S32), R, R], PROBABILITIES, {}),
+        ([K, K, ((4, 2), F32), R, R], INDICES, {}),
+        ([K, K, ((4, 3), S32), R, R], INDICES, {}),
+        ([K, K, ((4, 2), S32), ((3,), F32), R], "maximum must be F32, one a row", {}),
+        ([K, K, ((4, 2), S32), R, ((4,), F16)], "sum must be F32, one a row", {}),
+        ([K, K, ((4, 2), S32), R, R], "top_k: trailing must be 0", {"trailing": 1}),
+        ([K, K, ((4, 2), S32), R, R], "extras='s' must be some of ''", {"extras": "s"}),
+        ([K, K, ((4, 2), S32), R, R], "top_k: masked must be false", {"masked": True}),
     ],
 )
 def test_bad_buffers(results, message, form):
@@ -365,7 +461,8 @@ def test_bad_buffers(results, message, form):
 def test_buffers_that_are_too_many_for_the_kernel():
     x = jnp.ones((2, 300), F32)
     with pytest.raises(jax.errors.JaxRuntimeError, match=VALUES):
-        call("top_k", [((2, 257), F32), ((2, 257), S32), ((2,), F32), ((2,), F32)], x)
-    values, indices, m, s, _ = call("top_k", [((2, 256), F32), ((2, 256), S32), ((2,), F32), ((2,), F32)], x)
+        call("top_k", [((2, 257), F32), ((2, 257), F16), ((2, 257), S32), ((2,), F32), ((2,), F32)], x)
+    results = [((2, 256), F32), ((2, 256), F16), ((2, 256), S32), ((2,), F32), ((2,), F32)]
+    values, p, indices, m, s, _ = call("top_k", results, x)
     np.testing.assert_array_equal(indices, np.tile(np.arange(256), (2, 1)))
-    assert (values == 1).all() and (m == 1).all() and (s == 300).all()
+    assert (values == 1).all() and (m == 1).all() and (s == 300).all() and (p == np.float16(1 / 300)).all()

@@ -67,11 +67,14 @@ inline void run_top_k(ffi::ThreadPool& pool, const Kernels& kernels, const Call&
         kernels.cut(&total.candidates, k);
       },
       [&](int64_t row, Found& found) {
-        arrays.finish(row, found.state);
+        const RowNumbers numbers = arrays.finish(row, found.state);
         int32_t* const to = indices + row * k;
-        if (std::isfinite(found.state.m) && !std::isnan(found.state.s)) kernels.order(&found.candidates, k, to);
-        else std::iota(to, to + k, 0);  // the softmax has no value
+        const bool has_softmax = std::isfinite(found.state.m) && !std::isnan(found.state.s);
+        if (has_softmax) kernels.order(&found.candidates, k, to);
+        else std::iota(to, to + k, 0);
         gather(arrays.a.at(row * n), to, k, values.at(row * k), values.size);
+        if (has_softmax) kernels.write({values.at(row * k)}, arrays.out.at(row * k), k, numbers);
+        for (int j = 0; j < k && !has_softmax; j++) kernels.put(arrays.out.at(row * k + j), NAN);
         return 0;
       },
       [](int64_t, int64_t, int64_t, int) {});

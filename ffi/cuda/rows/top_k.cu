@@ -1,42 +1,39 @@
-// The k largest elements of rows and their state (m, s), in one read.
+// The k largest elements of rows, their softmax and the rows' state (m, s), in one read and one kernel.
 //
-// A block goes through a row tile by tile. Each thread folds its packs into its state; where their maximum reaches
-// `bar`, it puts those of their elements that may still be among the k largest into a buffer in shared memory, as keys
-// that are ordered by value and then by index. At the first tile, `bar` is about the k-th largest of the threads'
-// maxima, so that hardly more than k elements reach it. Whenever many have been gathered, or there is no room for one,
-// the buffer is cut to about the k largest, and what is below them no longer reaches `bar`. Elements without room are
-// offered again after that. So every row is served exactly, in whichever order its elements come. Which place a key
-// gets in the buffer is up to chance, but which keys are the k largest is not. In the end each key's place in the
-// result is the number of larger ones in the buffer.
+// The elements that a thread has, or those of one tile of them, form groups. About the k-th largest of the groups'
+// maxima is a bar: at least k elements reach it, and hardly more. What reaches it is put into shared memory, as keys
+// that are ordered by value and then by index. Which place a key gets there is up to chance, but which keys are the k
+// largest is not: the number of greater ones is a key's place in the result. Where too many elements reach the bar, as
+// many are equal or the largest are in a few groups, the least of the k largest keys is searched for exactly.
 //
-// Few rows are split over blocks, whose k largest keys, in order, and states wait in the workspace for a second launch.
+// Short rows stay in the registers of some lanes meanwhile. Of the others, only the groups that reach the bar are read
+// again, which is little. They have a warp each, if there are very many, or a block. Few rows are split over blocks,
+// whose k largest keys, in order, and states wait in the workspace for a second launch.
 //
-//   top_k/tuning.cuh   the sizes that decide, as data
-//   top_k/keys.cuh     keys; top_k/buffer.cuh, the buffer that they are put into
-//   top_k/gather.cuh   a block's way through its elements
-//   top_k/kernels.cuh  the kernels
+//   top_k/tuning.cuh     the sizes that decide, as data
+//   top_k/keys.cuh       keys; top_k/buffer.cuh, a block's buffer of them
+//   top_k/marks.cuh      bars, and the elements that reach one; top_k/results.cuh, what is written
+//   top_k/short.cuh      the kernel for short rows
+//   top_k/tiles.cuh      the one read of longer rows; top_k/exact.cuh, the exact search
+//   top_k/by_warps.cuh   the kernel for many rows; top_k/by_blocks.cuh, that for long ones, and the one that merges
 #include "top_k.cuh"
 
 #include <algorithm>
 
 #include "../attributes.cuh"
 #include "../devices.cuh"
-#include "top_k/kernels.cuh"
+#include "top_k/by_blocks.cuh"
+#include "top_k/by_warps.cuh"
+#include "top_k/short.cuh"
 
 namespace jaxsoft::cuda {
 namespace {
 
-// How many packs a row has: it may begin anywhere in its first.
-template <class T>
-int64_t packs_of_row(const Arguments<T>& args) {
-  return (args.n * sizeof(T) + 15) / 16 + 1;
-}
-
 // Splits rows into parts where there are fewer rows than blocks that run at once. `bytes` of workspace have room for
 // all parts' keys and states.
 template <class T>
-Split choose_split(const Arguments<T>& args, int k, const Device& device, const TopKTuning& tuning, int64_t bytes) {
-  const int64_t packs = packs_of_row(args);
+Split choose_split(const Arguments<T>& args, int64_t packs, int k, const Device& device, const TopKTuning& tuning,
+                   int64_t bytes) {
   const int64_t tiles = packs / (TopKCode::tile_packs * TopKCode::threads);
   const int64_t of_part = k * sizeof(Key) + sizeof(typename StateOf<T>::Part);
   const int64_t parts = std::min({int64_t(tuning.blocks_at_once) * device.processors / args.rows,
@@ -46,11 +43,42 @@ Split choose_split(const Arguments<T>& args, int k, const Device& device, const 
   return Split(packs, std::max<int64_t>(parts, 1));
 }
 
-// A thread for each of a tile's packs that it takes, but enough threads for their maxima to tell the k largest apart.
-int choose_threads(int64_t packs, int k) {
-  const int64_t tile_packs = TopKCode::tile_packs;
-  const int64_t threads = std::max((packs + tile_packs - 1) / tile_packs, std::min<int64_t>(packs, 2 * k));
-  return static_cast<int>(std::min<int64_t>((threads + 31) / 32 * 32, TopKCode::threads));
+// The packs of a row, which may begin anywhere in its first unless all rows begin with one.
+template <class T>
+int64_t packs_of_row(const Arguments<T>& args) {
+  return (args.n * sizeof(T) + 15) / 16 + !rows_are_whole(args);
+}
+
+// Whether a warp has a row. There must be rows enough for all of the multiprocessors' warps, several times, and groups
+// enough to tell the k largest apart.
+template <class T>
+bool is_for_warps(const Arguments<T>& args, int64_t packs, int k, const Device& device, const TopKTuning& tuning) {
+  const int64_t warps = int64_t(TopKCode::rows) * TopKCode::row_blocks * device.processors;
+  return packs <= tuning.row_packs && args.rows >= tuning.waves * warps && k <= tuning.row_k &&
+         2 * k <= packs / TopKCode::tile_packs;
+}
+
+// The shared memory that a warp needs for the maxima of its groups, and for a list of those that reach the bar.
+inline size_t memory_of_groups(int groups, int most_found) {
+  return groups * 32 * sizeof(float) + most_found * sizeof(uint16_t);
+}
+
+template <class T>
+cudaError_t launch_by_warps(const Arguments<T>& args, const Largest<T>& to, int64_t packs, cudaStream_t stream) {
+  const int64_t blocks = (args.rows + TopKCode::rows - 1) / TopKCode::rows;
+  if (blocks > INT32_MAX) return cudaErrorInvalidValue;
+  const int room = TopKCode::room_of_warp(to.k);
+  const int tiles = static_cast<int>((packs + TopKCode::warp_packs - 1) / TopKCode::warp_packs);
+  const size_t bytes = TopKCode::rows * ((room + to.k) * sizeof(Key) + memory_of_groups(tiles, room));
+  top_k_by_warps<T><<<static_cast<unsigned>(blocks), 32 * TopKCode::rows, bytes, stream>>>(args, to, tiles, room);
+  return cudaGetLastError();
+}
+
+inline TopKSizes choose_sizes(int64_t packs, int warps, int k) {
+  const int64_t of_step = warps * TopKCode::warp_packs, tiles = (packs + of_step - 1) / of_step;  // of a warp
+  const int64_t together = (tiles + TopKCode::most_groups - 1) / TopKCode::most_groups;
+  return {static_cast<int>((tiles + together - 1) / together), static_cast<int>(together),
+          TopKCode::room_of_block(k)};
 }
 
 template <class T>
@@ -77,15 +105,20 @@ cudaError_t run_top_k(const Arguments<T>& args, const Largest<T>& to, void* work
   Device device;
   if (auto e = device.read()) return e;
   const TopKTuning& tuning = top_k_tuning(device.major);
-  const Split split = choose_split(args, to.k, device, tuning, bytes);
+  const int64_t of_row = packs_of_row(args);
+  if (is_short<T>(of_row, to.k)) return launch_short(args, to, of_row, stream);
+  if (is_for_warps(args, of_row, to.k, device, tuning)) return launch_by_warps(args, to, of_row, stream);
+  const Split split = choose_split(args, of_row, to.k, device, tuning, bytes);
   const int64_t blocks = args.rows * split.parts;
   if (blocks > INT32_MAX) return cudaErrorInvalidValue;
-  const int64_t packs = std::min(packs_of_row(args), split.packs);  // of a part
-  const int room = static_cast<int>(std::min<int64_t>(packs * Pack<T>::size, tuning.buffer));
+  const int64_t packs = std::min(of_row, split.packs);  // of a part
+  const int warps = static_cast<int>(std::clamp<int64_t>(packs / TopKCode::warp_packs, 1, TopKCode::warps));
+  const TopKSizes sizes = choose_sizes(packs, warps, to.k);
+  const size_t memory = sizes.room * sizeof(Key) + warps * memory_of_groups(sizes.groups, TopKCode::most_found);
   auto* keys = static_cast<Key*>(workspace);
   auto* states = reinterpret_cast<State*>(keys + (split.parts > 1 ? blocks * to.k : 0));
-  top_k<T><<<static_cast<unsigned>(blocks), choose_threads(packs, to.k), room * sizeof(Key), stream>>>(
-      args, to, room, keys, states, split);
+  top_k_by_blocks<T>
+      <<<static_cast<unsigned>(blocks), 32 * warps, memory, stream>>>(args, to, sizes, keys, states, split);
   if (auto e = cudaGetLastError()) return e;
   if (split.parts == 1) return cudaSuccess;
   return launch_merge<T>(args, to, keys, states, split.parts, tuning.overlaps, stream);

@@ -1,11 +1,11 @@
-// The k largest elements of rows, and their state: the interface of top_k.cu.
+// The k largest elements of rows, their softmax, and the rows' state: the interface of top_k.cu.
 #pragma once
 
 #include "extras.cuh"
 
 namespace jaxsoft::cuda {
 
-// The results of top_k, (rows, k) both, beside args.m and args.s.
+// The results of top_k beside args.m and args.s, (rows, k) all. Their probabilities go to args.out.
 template <class T>
 struct Largest {
   T* values;

@@ -200,9 +200,9 @@ def _values(operands, results):
     return others, t, apart, *sums
 
 
-def _tangents(values, linear):
+def _tangents(results, linear):
     others, t, *total = linear
-    count = map(jnp.zeros_like, values[4:])
+    count = map(jnp.zeros_like, results[4:])
     return others, t, others - t, *total, *count
 
 

@@ -12,18 +12,20 @@ from jaxsoft._rows.operation import Function, Kind, Operand, Operation, Reductio
 from jaxsoft._rows.operations.logsumexp import LOGSUMEXP_VJP
 
 VALUES = Operand("values", Kind.VALUES)
+CHOSEN_PROBABILITIES = Operand("chosen_probabilities", Kind.CHOSEN_PROBABILITIES)
 INDICES = Operand("indices", Kind.INDICES)
 VALUE_COTANGENTS = Operand("value_cotangents", Kind.VALUES, linear=True)
 
 
-def _top_k(reductions, x, *, k):
+def _top_k(reductions, x, *, k, dtype):
     m, s = reductions.state(x)
     i = largest(x, k, has_softmax(m, s))
-    return at(x, i), i, m, s
+    values = at(x, i)
+    return values, defined_probabilities(values, m, s).astype(dtype), i, m, s
 
 
-def _vjp(reductions, x, i, m, s, g, h, *, k):
-    del k
+def _vjp(reductions, x, i, m, s, g, h, *, k, dtype):
+    del k, dtype
     (dx,) = LOGSUMEXP_VJP.formula(reductions, x, m, s, g)
     return (put(dx, i, h.astype(dx.dtype)),)
 
@@ -34,16 +36,16 @@ def _vjp_by_kernel(call, x, i, m, s, g, h):
     return (put(dx, i, h.astype(dx.dtype)),)
 
 
-def _jvp(reductions, x, i, m, s, t, *, k):
-    del k
+def _jvp(reductions, x, i, m, s, t, *, k, dtype):
+    del k, dtype
     others = put(t, i, jnp.zeros_like(i, t.dtype))
     return reductions.total(probabilities(x, m, s) * wide(others)), wide(at(t, i))
 
 
-TOP_K = Operation(  # x -> the k largest, in order, and their indices; m, s
+TOP_K = Operation(  # x -> the k largest, in order, their p, and their indices; m, s
     "top_k",
     operands=(SCORES,),
-    results=(VALUES, INDICES, MAXIMUM, SUM),
+    results=(VALUES, CHOSEN_PROBABILITIES, INDICES, MAXIMUM, SUM),
     formula=_top_k,
     reduces=Reduction.STATE,
     any_axis=False,
@@ -65,25 +67,21 @@ TOP_K_JVP = Operation(  # x, i, m, s, t -> <p, t> without the elements at the in
 )
 
 
-def _values(operands, results):
-    values, i, m, s = results
-    return values, defined_probabilities(values, m, s), i
-
-
-def _tangents(values, linear):
+def _tangents(results, linear):
     """Those of the elements, of their softmax, and of the indices, which are fixed."""
-    x, p, i = values
+    values, rounded, i, m, s = results
     others, t = linear
+    p = defined_probabilities(values, m, s)
     dp = p * (t - (others + jnp.sum(p * t, axis=-1))[..., None])
-    return t.astype(x.dtype), dp, zero_tangent(i)
+    return t.astype(values.dtype), dp.astype(rounded.dtype), zero_tangent(i)
 
 
-# The k largest scores, their softmax in the accumulator's dtype, and their indices.
+# The k largest scores, their softmax, and their indices.
 top_k_of_rows = Function(
     TOP_K,
     tangent=TOP_K_JVP,
     pullback=TOP_K_VJP,
-    values=_values,
-    residuals=lambda operands, results: (operands[0], *results[1:]),
+    values=lambda operands, results: tuple(results[:3]),
+    residuals=lambda operands, results: (operands[0], *results[2:]),
     tangents=_tangents,
 )

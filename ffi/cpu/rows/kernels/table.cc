@@ -82,7 +82,7 @@ constexpr Kernels kernels_of<Name::entropy_vjp, T, Out, extras> = kernels<Entrop
 
 template <class T, class Out, bool extras>
 constexpr Kernels kernels_of<Name::top_k, T, Out, extras> = [] {
-  Kernels k = state_alone<T, extras>;
+  Kernels k = kernels<Softmax, T, Out, extras>;
   k.find = find<T>, k.cut = cut<T>, k.order = order<T>;
   return k;
 }();

@@ -8,9 +8,8 @@ namespace jaxsoft::cuda {
 
 // What the block's threads share beside the keys.
 struct Gathered {
-  int count;            // of keys in the buffer, and of those for which there was no room
-  uint32_t low, high;   // orders: the first tile's k-th largest maximum is between them
-  Key least;            // the last cut has left the keys from this one on; 0 before the first
+  int count;  // of keys in the buffer, and of those for which there was no room
+  Key least;  // the last cut has left the keys from this one on; 0 before the first
 };
 
 // A search for the k largest may end when it has found at most so many.
@@ -32,12 +31,28 @@ __device__ inline int number_from(Key least, const Key* keys, int count) {
   return __reduce_add_sync(0xffffffffu, number);
 }
 
-// Calls use(rank, key) once for each key in the buffer. All threads call it, and see the buffer. The last warp of the
-// block merges states meanwhile. It takes part only if there are more keys than the other warps have threads.
+// Moves the keys that are at least this one to the front of `to`, which may be `keys`, in the same order, by a warp.
+// Returns their number.
+__device__ inline int keep_from(Key least, const Key* keys, int count, Key* to) {
+  const int lane = threadIdx.x % 32;
+  int kept = 0;
+  for (int start = 0; start < count; start += 32) {
+    const Key key = start + lane < count ? keys[start + lane] : 0;
+    const bool keeps = key >= least && key > 0;
+    const unsigned all = __ballot_sync(0xffffffffu, keeps);
+    __syncwarp();
+    if (keeps) to[kept + __popc(all & ((1u << lane) - 1))] = key;
+    kept += __popc(all);
+  }
+  __syncwarp();
+  return kept;
+}
+
+// Calls use(rank, key) once for each key in the buffer. All threads call it, and see the buffer.
 template <class Use>
 __device__ void for_ranked(const Key* keys, int count, Use use) {
   int lanes = 32;  // that share a key
-  while (lanes > 1 && lanes * count > static_cast<int>(blockDim.x) - 32) lanes /= 2;
+  while (lanes > 1 && lanes * count > static_cast<int>(blockDim.x)) lanes /= 2;
   for (int first = threadIdx.x / 32 * 32 / lanes; first < count; first += blockDim.x / lanes) {
     const int i = first + threadIdx.x % 32 / lanes, lane = threadIdx.x % lanes;
     const Key key = i < count ? keys[i] : 0;
@@ -49,12 +64,12 @@ __device__ void for_ranked(const Key* keys, int count, Use use) {
 }
 
 // Finds, by bisection between `low` and `high`, the greatest order from which on there are at least k elements; or ends
-// sooner, with one from which on there are few more. `number(order)` counts the elements from an order on, for all
-// threads that call this. `found` is their number from `low` on, and becomes that from the result on.
+// sooner, with one from which on there are at most `enough`. `number(order)` counts the elements from an order on, for
+// all threads that call this. `found` is their number from `low` on, and becomes that from the result on.
 template <class T, class Number>
-__device__ uint32_t greatest_order(uint32_t low, uint32_t high, int k, int& found, Number number) {
+__device__ uint32_t greatest_order(uint32_t low, uint32_t high, int k, int enough, int& found, Number number) {
   low >>= kFree<T>, high >>= kFree<T>;
-  while (low < high && found > enough_for(k)) {
+  while (low < high && found > enough) {
     const uint32_t middle = low + (high - low + 1) / 2;
     const int from = number(middle << kFree<T>);
     if (from >= k) low = middle, found = from;
@@ -63,28 +78,36 @@ __device__ uint32_t greatest_order(uint32_t low, uint32_t high, int k, int& foun
   return low << kFree<T>;
 }
 
-// Finds a key from which on there are at least k keys and not many more, by one warp. No key's order is below `low`,
-// and no index is `n` or above.
+// Finds a key from which on there are at least k keys and not many more. `number(key)` counts the keys from a key on,
+// for all threads that call this, of which the greatest has the order `high`. There are `found` keys from the order
+// `low` on, at least k. No index is `n` or above.
+template <class T, class Number>
+__device__ Key least_key(uint32_t low, uint32_t high, int k, int found, uint32_t n, Number number) {
+  const uint32_t order =
+      greatest_order<T>(low, high, k, enough_for(k), found, [&](uint32_t order) { return number(Key(order) << 32); });
+  if (found <= enough_for(k)) return Key(order) << 32;
+  uint32_t first = 0, last = n - 1;  // of the elements that are equal to the k-th, those of the lowest indices
+  while (first < last && found > enough_for(k)) {
+    const uint32_t middle = first + (last - first) / 2;
+    const int from = number(key_of(order, middle));
+    if (from >= k) last = middle, found = from;
+    else first = middle + 1;
+  }
+  return key_of(order, last);
+}
+
+// The greatest order of some keys, by a warp.
+__device__ inline uint32_t greatest_order_in(const Key* keys, int count) {
+  uint32_t high = 0;
+  for (int i = threadIdx.x % 32; i < count; i += 32) high = max(high, order_in(keys[i]));
+  return __reduce_max_sync(0xffffffffu, high);
+}
+
+// The same as `least_key`, of the keys in the buffer, by one warp. No key's order is below `low`.
 template <class T>
 __device__ Key least_of_largest(const Key* keys, int count, int k, uint32_t low, uint32_t n) {
-  uint32_t high = 0;
-  for (int i = threadIdx.x; i < count; i += 32) high = max(high, order_in(keys[i]));
-  int found = count;
-  const uint32_t order = greatest_order<T>(low, __reduce_max_sync(0xffffffffu, high), k, found, [&](uint32_t order) {
-    return number_from(Key(order) << 32, keys, count);
-  });
-  Key least = Key(order) << 32;
-  if (found > enough_for(k)) {  // of the elements that are equal to the k-th, those of the lowest indices
-    uint32_t first = 0, last = n - 1;
-    while (first < last && found > enough_for(k)) {
-      const uint32_t middle = first + (last - first) / 2;
-      const int from = number_from(key_of(order, middle), keys, count);
-      if (from >= k) last = middle, found = from;
-      else first = middle + 1;
-    }
-    least = key_of(order, last);
-  }
-  return least;
+  return least_key<T>(low, greatest_order_in(keys, count), k, count, n,
+                      [&](Key least) { return number_from(least, keys, count); });
 }
 
 // Cuts the buffer to the k greatest keys and not many more, in any order: those from gathered.least on. All threads

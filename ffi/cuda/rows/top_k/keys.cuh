@@ -1,5 +1,7 @@
-// Keys: words of 64 bits that are ordered as a row's elements are to be, by value and then by index.
+// Keys: words that are ordered as a row's elements are to be, by value and then by index.
 #pragma once
+
+#include <type_traits>
 
 #include "../../pack.cuh"
 
@@ -21,8 +23,61 @@ template <class T> constexpr int kFree = 0;
 template <> constexpr int kFree<__half> = 13;
 template <> constexpr int kFree<__nv_bfloat16> = 16;
 
+constexpr uint32_t kLeastOrder = 0x00800000;  // that of -inf
+
 __device__ inline Key key_of(uint32_t order, uint32_t index) { return Key(order) << 32 | ~index; }
 __device__ inline uint32_t order_in(Key key) { return static_cast<uint32_t>(key >> 32); }
 __device__ inline uint32_t index_in(Key key) { return ~static_cast<uint32_t>(key); }
+
+// Keys of rows of at most 2^16 elements: those of 16-bit elements are words of 32 bits.
+template <class T>
+struct ShortKeys {
+  using Key = std::conditional_t<sizeof(T) == 2, uint32_t, jaxsoft::cuda::Key>;
+  static __device__ Key of(T x, uint32_t index) {
+    if constexpr (sizeof(T) == 2) {
+      const uint32_t word = bits<uint16_t>(x), order = word >> 15 ? 0x10000u - word : word ^ 0x8000u;
+      return order << 16 | (0xffffu - index);
+    } else {
+      return key_of(order_of(x), index);
+    }
+  }
+  static __device__ uint32_t index(Key key) {
+    if constexpr (sizeof(T) == 2) return 0xffffu - (key & 0xffffu);
+    else return index_in(key);
+  }
+  // The element that has this key in a row. A zero's sign is not in its key.
+  static __device__ T element(Key key, const T* row) {
+    T x;
+    if constexpr (sizeof(T) == 2) {
+      const uint32_t order = key >> 16;
+      x = bits<T>(static_cast<uint16_t>(order >> 15 ? order ^ 0x8000u : 0x10000u - order));
+    } else {
+      x = of_order(order_in(key));
+    }
+    return widen(x) == 0 ? row[index(key)] : x;
+  }
+};
+
+// Puts the k greatest of `count` keys in order, by `lanes` neighbouring lanes, of which each counts the keys that are
+// greater than some of them.
+template <int lanes, class Key>
+__device__ void sort_largest(const Key* keys, int count, int k, Key* sorted) {
+  constexpr int each = lanes == 4 ? 4 : 2;
+  for (int i = threadIdx.x % lanes; i < count; i += each * lanes) {
+    Key own[each];
+    int before[each];
+#pragma unroll
+    for (int e = 0; e < each; e++) own[e] = i + e * lanes < count ? keys[i + e * lanes] : 0, before[e] = 0;
+#pragma unroll 4
+    for (int j = 0; j < count; j++) {
+      const Key key = keys[j];
+#pragma unroll
+      for (int e = 0; e < each; e++) before[e] += key > own[e];
+    }
+#pragma unroll
+    for (int e = 0; e < each; e++)
+      if (own[e] > 0 && before[e] < k) sorted[before[e]] = own[e];
+  }
+}
 
 }  // namespace jaxsoft::cuda

@@ -1,0 +1,196 @@
+// Which of a thread's elements may be among the k largest of a row: a lower bound of the k-th largest, from the maxima
+// of groups of elements, and the elements that reach it, a bit each.
+#pragma once
+
+#include "../../fold.cuh"
+#include "../../pack.cuh"
+#include "buffer.cuh"
+
+namespace jaxsoft::cuda {
+
+constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr int kGroupsOfThread = 4;  // groups that each thread's elements form, for a bound of the k-th largest
+
+// The maxima of the groups. Elements at the same place of their packs are in one group; of 16-bit elements, two
+// neighbouring words are, so that the maxima of their halves are taken together.
+template <class T, int packs>
+__device__ void maxima_of_groups(const Pack<T> (&x)[packs], float (&maxima)[kGroupsOfThread]) {
+  if constexpr (sizeof(T) == 2) {
+    auto larger = [](uint32_t a, uint32_t b) { return bits<uint32_t>(__hmax2(bits<Pair<T>>(a), bits<Pair<T>>(b))); };
+    Pack<T> top = x[0];
+#pragma unroll
+    for (int j = 1; j < packs; j++)
+#pragma unroll
+      for (int w = 0; w < 4; w++) top.words[w] = larger(top.words[w], x[j].words[w]);
+    top.words[0] = larger(top.words[0], top.words[1]), top.words[1] = larger(top.words[2], top.words[3]);
+#pragma unroll
+    for (int g = 0; g < kGroupsOfThread; g++) maxima[g] = max(top.get(g), -infinity<float>());  // NaN is no maximum
+  } else {
+#pragma unroll
+    for (int g = 0; g < kGroupsOfThread; g++) {
+      maxima[g] = -infinity<float>();
+#pragma unroll
+      for (int j = 0; j < packs; j++) maxima[g] = max(maxima[g], x[j].get(g));
+    }
+  }
+}
+
+// Combines over `lanes` neighbouring lanes.
+template <int lanes>
+__device__ uint32_t greatest_of_lanes(uint32_t x) {
+  if constexpr (lanes == 32) {
+    return __reduce_max_sync(kAllLanes, x);
+  } else {
+#pragma unroll
+    for (int mask = lanes / 2; mask > 0; mask /= 2) x = max(x, __shfl_xor_sync(kAllLanes, x, mask));
+    return x;
+  }
+}
+template <int lanes>
+__device__ uint32_t least_of_lanes(uint32_t x) {
+  if constexpr (lanes == 32) {
+    return __reduce_min_sync(kAllLanes, x);
+  } else {
+#pragma unroll
+    for (int mask = lanes / 2; mask > 0; mask /= 2) x = min(x, __shfl_xor_sync(kAllLanes, x, mask));
+    return x;
+  }
+}
+template <int lanes>
+__device__ int total_of_lanes(int x) {
+  if constexpr (lanes == 32) {
+    return __reduce_add_sync(kAllLanes, x);
+  } else {
+#pragma unroll
+    for (int mask = lanes / 2; mask > 0; mask /= 2) x += __shfl_xor_sync(kAllLanes, x, mask);
+    return x;
+  }
+}
+
+// Finds, by bisection, a number that at least k of the groups' maxima reach, and few more. `lanes` neighbouring lanes
+// have the groups of a row. If fewer than k have elements above -inf, the bar is -inf. All lanes of the warp call it.
+template <class T, int lanes, int groups>
+__device__ float bar_by_bisection(const float (&maxima)[groups], int k) {
+  constexpr uint32_t nothing = kLeastOrder >> kFree<T>;  // the order of -inf, as of groups without elements
+  uint32_t orders[groups], low = ~0u, high = nothing;
+  int found = 0;
+#pragma unroll
+  for (int g = 0; g < groups; g++) {
+    orders[g] = order_of(maxima[g]) >> kFree<T>;
+    if (orders[g] > nothing) low = min(low, orders[g]), high = max(high, orders[g]), found++;
+  }
+  high = greatest_of_lanes<lanes>(high);
+  if (k == 1) return of_order(high << kFree<T>);
+  const int enough = enough_for(k);
+  low = least_of_lanes<lanes>(low), found = total_of_lanes<lanes>(found);
+  if (found < k) low = high = nothing;
+  for (;;) {
+    const bool searching = low < high && found > enough;
+    if (!__any_sync(kAllLanes, searching)) break;
+    const uint32_t middle = low + (high - low + 1) / 2;
+    int from = 0;
+#pragma unroll
+    for (int g = 0; g < groups; g++) from += orders[g] >= middle;
+    from = total_of_lanes<lanes>(from);
+    if (!searching) continue;
+    if (from >= k) low = middle, found = from;
+    else high = middle - 1;
+  }
+  return of_order(low << kFree<T>);
+}
+
+// Puts two numbers in descending order.
+__device__ inline void order_two(float& a, float& b) {
+  const float high = max(a, b);
+  b = min(a, b), a = high;
+}
+// Puts numbers that rise and then fall, or fall and then rise, in descending order.
+template <int count>
+__device__ void order_bitonic(float (&x)[count]) {
+#pragma unroll
+  for (int step = count / 2; step > 0; step /= 2)
+#pragma unroll
+    for (int i = 0; i < count; i++)
+      if (!(i & step)) order_two(x[i], x[i + step]);
+}
+
+// The k-th largest of the maxima of the groups, for a k of 4 or 8, of `lanes` neighbouring lanes, and the largest: the
+// lanes merge lists in descending order. All lanes of the warp call it.
+template <int lanes, int k>
+__device__ float bar_by_merging(float (&list)[kGroupsOfThread], float& largest) {
+  order_two(list[0], list[1]), order_two(list[2], list[3]);
+  order_two(list[0], list[2]), order_two(list[1], list[3]);
+  order_two(list[1], list[2]);
+  float x[k];
+  int mask = 1;
+  if constexpr (k == 4) {
+#pragma unroll
+    for (int i = 0; i < k; i++) x[i] = list[i];
+  } else {
+#pragma unroll
+    for (int i = 0; i < k / 2; i++) x[i] = list[i], x[k - 1 - i] = __shfl_xor_sync(kAllLanes, list[i], mask);
+    order_bitonic(x);
+    mask = 2;
+  }
+#pragma unroll
+  for (; mask < lanes; mask *= 2) {
+    float other[k];
+#pragma unroll
+    for (int i = 0; i < k; i++) other[i] = __shfl_xor_sync(kAllLanes, x[i], mask);
+    if (mask == lanes / 2) largest = max(x[0], other[0]);
+#pragma unroll
+    for (int i = 0; i < k / 2; i++) {
+      const float high = max(x[i], other[k - 1 - i]);
+      x[k - 1 - i] = max(x[k - 1 - i], other[i]), x[i] = high;
+    }
+    if (mask < lanes / 2) order_bitonic(x);
+  }
+  float least = x[0];
+#pragma unroll
+  for (int i = 1; i < k; i++) least = min(least, x[i]);
+  return least;
+}
+
+// The elements of a thread's packs that reach the bar, a bit each. NaN reaches none. A thread has at most 32 elements.
+template <class T, int packs>
+__device__ uint32_t marks_from(float bar, const Pack<T> (&x)[packs]) {
+  static_assert(packs * Pack<T>::size <= 32);
+  uint32_t marks = 0;
+  if constexpr (sizeof(T) == 2) {
+    uint32_t both;
+    if constexpr (std::is_same_v<T, __half>) both = bits<uint16_t>(__float2half_ru(bar));  // f16 may have no such number
+    else both = bits<uint16_t>(narrow<T>(bar));
+    const auto pair = bits<Pair<T>>(both | both << 16);
+#pragma unroll
+    for (int w = 0; w < 4 * packs; w++)
+      marks |= __hge2_mask(bits<Pair<T>>(x[w / 4].words[w % 4]), pair) & 0x00010001u << w;
+  } else {
+#pragma unroll
+    for (int j = 0; j < 4 * packs; j++)
+      if (x[j / 4].get(j % 4) >= bar) marks |= 1u << j;
+  }
+  return marks;
+}
+// Where the element of a mark is: its pack, and its place in the pack.
+template <class T>
+__device__ int pack_of_mark(unsigned bit) {
+  return sizeof(T) == 2 ? bit % 16 / 4 : bit / 4;
+}
+template <class T>
+__device__ int place_of_mark(unsigned bit) {
+  return sizeof(T) == 2 ? bit % 4 * 2 + bit / 16 : bit % 4;
+}
+
+// The marks without those of what lies past the ends of the row. That is -inf, so this is only needed if the bar is.
+// `first` is the thread's first pack, and `step` the distance of its packs.
+template <class T, class Window>
+__device__ uint32_t marks_within(uint32_t marks, const Window& window, int first, int step) {
+  for (uint32_t left = marks; left; left &= left - 1) {
+    const unsigned bit = __ffs(left) - 1;
+    const int at = (first + pack_of_mark<T>(bit) * step) * Pack<T>::size + place_of_mark<T>(bit) - window.head;
+    if (static_cast<unsigned>(at) >= static_cast<unsigned>(window.n)) marks ^= 1u << bit;
+  }
+  return marks;
+}
+
+}  // namespace jaxsoft::cuda

@@ -1,0 +1,50 @@
+// What is written of a row: its k largest elements, their probabilities and their indices.
+#pragma once
+
+#include "../top_k.cuh"
+#include "../../fold.cuh"
+#include "keys.cuh"
+
+namespace jaxsoft::cuda {
+
+// The softmax of a row by its state. It is NaN in a row that has none.
+struct SoftmaxOfRow {
+  float m, scale;
+  bool exists;
+  __device__ SoftmaxOfRow(float m, float s) : m(m), exists(isfinite(m) && !isnan(s)) {
+    scale = exists ? __fdividef(1, s) : __int_as_float(0x7fffffff);
+  }
+  __device__ float operator()(float x) const { return expf(x - m) * scale; }
+};
+
+// The element of a key. A zero's sign is not in its key.
+template <class T>
+__device__ T element_of(Key key, const T* row) {
+  const float value = of_order(order_in(key));
+  return value == 0 ? row[index_in(key)] : narrow<T>(value);
+}
+
+// Writes one element: `at` counts elements of the results.
+template <class T>
+__device__ void write_element(const Arguments<T>& args, const Largest<T>& to, int64_t at, T value, uint32_t index,
+                              const SoftmaxOfRow& softmax) {
+  to.values[at] = value;
+  to.indices[at] = static_cast<int32_t>(index);
+  const float p = softmax(widen(value));
+  switch (args.result) {
+    case ResultType::same: static_cast<T*>(args.out)[at] = narrow<T>(p); break;
+    case ResultType::f32: static_cast<float*>(args.out)[at] = p; break;
+    case ResultType::f16: static_cast<__half*>(args.out)[at] = narrow<__half>(p); break;
+    case ResultType::bf16: static_cast<__nv_bfloat16*>(args.out)[at] = narrow<__nv_bfloat16>(p); break;
+  }
+}
+
+// Writes the results of a row without a softmax, its first k elements, by `threads` threads.
+template <class T>
+__device__ void write_first(const Arguments<T>& args, const Largest<T>& to, int64_t index, const SoftmaxOfRow& softmax,
+                            int threads) {
+  for (int j = threadIdx.x % threads; j < to.k; j += threads)
+    write_element(args, to, index * to.k + j, args.a[index * args.n + j], j, softmax);
+}
+
+}  // namespace jaxsoft::cuda
