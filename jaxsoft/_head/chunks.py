@@ -1,5 +1,6 @@
-"""The classes of a linear head in chunks: the loop over them, and the part of an array that belongs to a chunk."""
+"""The classes of a linear head in chunks, or its rows: the loops over them, and the part of an array that is a chunk's."""
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -59,3 +60,60 @@ def over_chunks[T](head: Head, rows: int, classes: int, step: Callable[[T, Chunk
         begins = jnp.arange(0, whole * size, size, dtype=jnp.int32)
         carry = jax.lax.scan(lambda carry, begin: (step(carry, Chunk(begin, size)), None), carry, begins)[0]
     return step(carry, Chunk(whole * size, rest)) if rest else carry
+
+
+class RowChunk(NamedTuple):
+    """Neighbouring rows. Every array that is cut into such chunks has the rows along its first dimension.
+
+    Attributes:
+      begin: the index of the first row, traced or a Python integer.
+      size: how many rows there are.
+    """
+
+    begin: jax.Array | int
+    size: int
+
+    def of(self, x: jax.Array) -> jax.Array:
+        """The part of x that belongs to the chunk."""
+        return x if self.size == x.shape[0] else jax.lax.dynamic_slice_in_dim(x, self.begin, self.size, 0)
+
+    def written(self, x: jax.Array, part: jax.Array) -> jax.Array:
+        """x with the chunk's part of it overwritten, in x's dtype."""
+        return jax.lax.dynamic_update_slice_in_dim(x, part.astype(x.dtype), self.begin, 0)
+
+
+# A chunk of r rows reads and writes the gradient of weight once. With bf16 on an H200 that is 109 / r of the time of
+# its three products: a tenth at this number of rows.
+_LEAST_ROWS = 1024
+# Where more rows than that have scores of fewer bytes, the gradient of weight is small as well.
+_CHUNK_BYTES = 2**28
+# The tiles of matrix products have that many rows or a multiple.
+_ROWS_OF_TILES = 128
+
+
+def default_row_chunk(rows: int, classes: int, itemsize: int) -> int:
+    """How many of the rows are taken at a time, where a score takes this number of bytes: all chunks much the same."""
+    most = max(_LEAST_ROWS, _CHUNK_BYTES // max(classes * itemsize, 1))
+    if rows <= most:
+        return max(rows, 1)
+    return math.ceil(math.ceil(rows / math.ceil(rows / most)) / _ROWS_OF_TILES) * _ROWS_OF_TILES
+
+
+def over_rows[T](size: int, rows: int, step: Callable[[T, RowChunk], T], carry: T) -> T:
+    """Takes all chunks in turn, carry = step(carry, chunk), and returns the last carry.
+
+    Args:
+      size: how many rows a chunk has; the first one may have fewer.
+      rows: how many rows there are.
+      step: what is done with a chunk, which is traced once for the first, and once more for all others. The first may
+        make arrays of what is None in the carry.
+      carry: a tree of arrays, and None.
+    """
+    if not rows:
+        return carry
+    first = rows % size or size
+    carry = step(carry, RowChunk(0, first))
+    if rows == first:
+        return carry
+    begins = jnp.arange(first, rows, size, dtype=jnp.int32)
+    return jax.lax.scan(lambda carry, begin: (step(carry, RowChunk(begin, size)), None), carry, begins)[0]

@@ -79,20 +79,47 @@ class Forward(Operation):
 
         def step(folded: _Folded, chunk: Chunk) -> _Folded:
             x, here = chunk.scores(head, parameters), labels_within(index, chunk.begin)
-            m, s, t, *sums = kernel(head.function.forward, Form(wide, cap=head.cap), None, x, here)
             weights = chunk.of(parameters[Kind.CLASS_WEIGHTS]) if head.weighted else None
-            sums = sums_of(head, x, label, t, sums, weights)
+            state, t, sums = reduced(head, x, label, here, weights)
             return _Folded(
-                fold.combine(folded.state, fold.State(m, s)),
-                jnp.where((here >= 0) & (here < chunk.size), t, folded.t),
+                fold.combine(folded.state, state),
+                folded.t + t,
                 [a + b for a, b in zip(folded.sums, sums, strict=True)],
                 None if folded.kept is None else chunk.written(folded.kept, x),
             )
 
         state, t, sums, kept = over_chunks(head, label.size, classes, step, start)
-        if shards.classes:
-            state = combined(state, shards.classes)
-            t, *sums = jax.lax.psum((t, *sums), shards.classes)
-        t = jnp.where(label == -1, jnp.nan, t)
+        state, t, sums = of_all_classes(shards, label, state, t, sums)
         others, apart = beside_label(state, t)
         return others, t, apart, *sums, *([] if kept is None else [kept])
+
+
+def reduced(
+    head: Head, x: jax.Array, label: jax.Array, here: jax.Array, weights: jax.Array | None
+) -> tuple[fold.State, jax.Array, list[jax.Array]]:
+    """What rows of some classes' scores are folded into.
+
+    Args:
+      head: which layer.
+      x: the scores before the cap.
+      label: of each row.
+      here: the index of each row's label among these classes.
+      weights: of these classes, where the sums are weighted.
+
+    Returns:
+      The state of the scores but the label's, the label's score, which is 0 where the label is another class, and the
+      sums of `head.formula`.
+    """
+    m, s, t, *sums = kernel(head.function.forward, Form(fold.accumulator(x.dtype), cap=head.cap), None, x, here)
+    found = (here >= 0) & (here < x.shape[-1])
+    return fold.State(m, s), jnp.where(found, t, 0), sums_of(head, x, label, t, sums, weights)
+
+
+def of_all_classes(
+    shards: Shards, label: jax.Array, state: fold.State, t: jax.Array, sums: list[jax.Array]
+) -> tuple[fold.State, jax.Array, list[jax.Array]]:
+    """The results of `reduced` for all classes, given those for this device's. A label out of range has score NaN."""
+    if shards.classes:
+        state = combined(state, shards.classes)
+        t, *sums = jax.lax.psum((t, *sums), shards.classes)
+    return state, jnp.where(label == -1, jnp.nan, t), sums

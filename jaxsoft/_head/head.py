@@ -1,6 +1,6 @@
 """A linear head: the record of a linear layer and of what is wanted of its scores, and the definition of that.
 
-The scores are z = hidden @ weight + bias, capped if asked to, one for each row and class. A loss needs to know a few
+The scores are z = scale * (hidden @ weight + bias), capped if asked to, one for each row and class. A loss needs to know a few
 numbers a row of them: with the label's score t, the logsumexp of the others, "others", and others - t, "apart"; and for
 label smoothing some sums. `formula` computes them from all scores at once, and is what forward mode and derivatives of
 higher order are made of. `forward` and `pullback` compute the same, and its transposed derivative, from chunks of the
@@ -32,6 +32,7 @@ class Head:
       parameters: which operands there are: HIDDEN, WEIGHT, and where there are such BIAS and CLASS_WEIGHTS, in this
         order.
       summed: whether the sums of label smoothing are wanted.
+      scale: the factor of what the layer computes.
       cap: the scores become cap * tanh(z / cap); None leaves them as they are.
       precision: of the products, as `jnp.dot` takes it.
       recompute: whether the pullback computes the scores again. Else they are kept, in the dtype of the products.
@@ -40,6 +41,7 @@ class Head:
 
     parameters: tuple[Kind, ...]
     summed: bool = False
+    scale: float = 1.0
     cap: float | None = None
     precision: str | None = None
     recompute: bool = True
@@ -94,12 +96,18 @@ def product_dtype(hidden: jax.Array, weight: jax.Array) -> jnp.dtype:
 
 
 def scores(head: Head, parameters: Parameters) -> jax.Array:
-    """hidden @ weight + bias in the accumulator's dtype, before the cap."""
+    """scale * (hidden @ weight + bias) in the accumulator's dtype, before the cap."""
     hidden, weight, bias = parameters[Kind.HIDDEN], parameters[Kind.WEIGHT], parameters.get(Kind.BIAS)
     dtype = product_dtype(hidden, weight)
     wide = fold.accumulator(dtype)
     x = jnp.dot(hidden.astype(dtype), weight.astype(dtype), precision=head.precision, preferred_element_type=wide)
-    return x if bias is None else x + jax.lax.broadcast_to_rank(bias.astype(wide), x.ndim)
+    x = scaled(head.scale, x)
+    return x if bias is None else x + jax.lax.broadcast_to_rank(scaled(head.scale, bias.astype(wide)), x.ndim)
+
+
+def scaled(scale: float, x: jax.Array) -> jax.Array:
+    """x times a number, rounded to x's dtype."""
+    return x if scale == 1 else (scale * x.astype(fold.accumulator(x.dtype))).astype(x.dtype)
 
 
 def capped(head: Head, x: jax.Array, label: jax.Array) -> tuple[jax.Array, jax.Array]:

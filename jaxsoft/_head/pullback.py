@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxsoft import fold
 from jaxsoft._head.chunks import Chunk, over_chunks
-from jaxsoft._head.head import Head, Parameters, capped, product_dtype
+from jaxsoft._head.head import Head, Parameters, capped, product_dtype, scaled
 from jaxsoft._head.operation import Kind, Operation, Shards
 from jaxsoft._rows.forms import Form, capped_slope
 from jaxsoft._rows.formulas import labels_within
@@ -21,8 +21,8 @@ from jaxsoft._rows.operations.labels import LABEL_STATE_VJP
 from jaxsoft._rows.primitive import kernel
 
 
-class _Rows(NamedTuple):
-    """What is known of each row.
+class Known(NamedTuple):
+    """What is known of each row when its scores are to become their gradients.
 
     Attributes:
       label: of each row, among all classes.
@@ -85,7 +85,7 @@ class Pullback(Operation):
         dtype, classes = product_dtype(*operands[:2]), operands[1].shape[1]
         parameters[Kind.HIDDEN] = parameters[Kind.HIDDEN].astype(dtype)
         state = fold.from_lse(others)
-        rows = _Rows(label, labels_within(label, shards.first_class(classes)), state, g, h, sums)
+        rows = Known(label, labels_within(label, shards.first_class(classes)), state, g, h, sums)
 
         def step(gradients: tuple[jax.Array, ...], chunk: Chunk) -> tuple[jax.Array, ...]:
             x = chunk.of(kept[0]) if kept else chunk.scores(head, parameters)
@@ -109,20 +109,18 @@ class Pullback(Operation):
         )
 
     def _with_chunk(
-        self, given: tuple[jax.Array, ...], parameters: Parameters, rows: _Rows, x: jax.Array, chunk: Chunk
+        self, given: tuple[jax.Array, ...], parameters: Parameters, rows: Known, x: jax.Array, chunk: Chunk
     ) -> tuple[jax.Array, ...]:
         """The gradients after one more chunk, given those before it and the scores x of the chunk."""
         gradients = dict(zip(self.moving, given, strict=True))
         hidden, weight = parameters[Kind.HIDDEN], parameters[Kind.WEIGHT]
         dtype = product_dtype(hidden, weight)
         wide, dot = fold.accumulator(dtype), functools.partial(jax.lax.dot_general, precision=self.head.precision)
-        if self.head.weighted:
-            dx, by_weights = self._weighted(parameters, rows, x, chunk)
-            if by_weights is not None:
-                gradients[Kind.CLASS_WEIGHTS] = chunk.written(gradients[Kind.CLASS_WEIGHTS], by_weights)
-        else:
-            pullback, form = self.head.function.pullback, Form(dtype, cap=self.head.cap)
-            (dx,) = kernel(pullback, form, None, x, *rows.of_label(chunk), *rows.sums)
+        weights = chunk.of(parameters[Kind.CLASS_WEIGHTS]) if self.head.weighted else None
+        dx = gradient_of_scores(self.head, dtype, rows, x, chunk, weights)
+        if Kind.CLASS_WEIGHTS in gradients:
+            by_weights = gradient_of_weights(self.head, rows, x)
+            gradients[Kind.CLASS_WEIGHTS] = chunk.written(gradients[Kind.CLASS_WEIGHTS], by_weights)
         if Kind.HIDDEN in gradients:
             by_classes = chunk.of(weight).astype(dtype)
             gradients[Kind.HIDDEN] += dot(dx, by_classes, (((1,), (1,)), ((), ())), preferred_element_type=wide)
@@ -134,17 +132,42 @@ class Pullback(Operation):
             gradients[Kind.BIAS] = chunk.written(gradients[Kind.BIAS], jnp.sum(dx, axis=0, dtype=wide))
         return tuple(gradients.values())
 
-    def _weighted(
-        self, parameters: Parameters, rows: _Rows, x: jax.Array, chunk: Chunk
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """The gradients by a chunk's scores x and, if wanted, by its class weights, where the sums are weighted."""
-        dtype = product_dtype(parameters[Kind.HIDDEN], parameters[Kind.WEIGHT])
-        head, wide, of_label = self.head, fold.accumulator(dtype), rows.of_label(chunk)
-        of_total, of_mass = (g[:, None] for g in rows.sums)
-        z, summed = capped(head, x, rows.label)
-        (dz,) = kernel(LABEL_STATE_VJP, Form(wide), None, z, *of_label)
-        dz = dz + jnp.where(summed, of_total * chunk.of(parameters[Kind.CLASS_WEIGHTS])[None], 0)
-        dx = capped_slope(Form(wide, cap=head.cap), x, dz).astype(dtype)
-        if Kind.CLASS_WEIGHTS not in self.moving:
-            return dx, None
-        return dx, jnp.sum(jnp.where(summed, of_total * jnp.where(summed, z, 0) + of_mass, 0), axis=0)
+
+def gradient_of_scores(
+    head: Head,
+    dtype: jnp.dtype,
+    rows: Known,
+    x: jax.Array,
+    chunk: Chunk,
+    weights: jax.Array | None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """The gradient by a chunk's hidden @ weight + bias.
+
+    Args:
+      head: which layer.
+      dtype: of the result.
+      rows: what is known of them.
+      x: the chunk's scores before the cap.
+      chunk: which classes these are.
+      weights: theirs, where the sums are weighted.
+      implementation: of the rows' pullback.
+    """
+    if weights is None:
+        label, m, s, *cotangents = *rows.of_label(chunk), *rows.sums
+        cotangents = [scaled(head.scale, v) for v in cotangents]
+        form = Form(dtype, cap=head.cap)
+        (dx,) = kernel(head.function.pullback, form, implementation, x, label, m, s, *cotangents)
+        return dx
+    wide, of_total = fold.accumulator(dtype), rows.sums[0][:, None]
+    z, summed = capped(head, x, rows.label)
+    (dz,) = kernel(LABEL_STATE_VJP, Form(wide), implementation, z, *rows.of_label(chunk))
+    dz = dz + jnp.where(summed, of_total * weights[None], 0)
+    return scaled(head.scale, capped_slope(Form(wide, cap=head.cap), x, dz)).astype(dtype)
+
+
+def gradient_of_weights(head: Head, rows: Known, x: jax.Array) -> jax.Array:
+    """The gradient by the class weights of a chunk, given its scores x before the cap, where the sums are weighted."""
+    of_total, of_mass = (g[:, None] for g in rows.sums)
+    z, summed = capped(head, x, rows.label)
+    return jnp.sum(jnp.where(summed, of_total * jnp.where(summed, z, 0) + of_mass, 0), axis=0)

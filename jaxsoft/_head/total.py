@@ -1,0 +1,142 @@
+"""The weighted sum of the rows' losses with its gradients, over chunks of the rows.
+
+The derivative of a sum is known up to one factor, the cotangent of the sum, before there is a cotangent. So one pass
+does all: a chunk's scores, rounded to the dtype of the products as they are with all scores in memory, are reduced to
+the losses, and become their gradients in place. A second product with these gives the gradient of the chunk's hidden
+states, and a third one is added to the gradient of weight. No score is computed twice, at the price of reading and
+writing the gradient of weight once a chunk.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxsoft import fold
+from jaxsoft._head.chunks import Chunk, RowChunk, default_row_chunk, over_rows
+from jaxsoft._head.forward import of_all_classes, reduced
+from jaxsoft._head.head import product_dtype, scaled, scores
+from jaxsoft._head.loss import Objective
+from jaxsoft._head.operation import Kind, Operation, Shards
+from jaxsoft._head.pullback import Known, gradient_of_scores, gradient_of_weights
+from jaxsoft._rows.formulas import labels_within
+from jaxsoft._rows.operations.labels import beside_label
+
+# The gradients that are sums over the rows; the others have a part for each row.
+_SUMMED = (Kind.TOTAL, Kind.WEIGHT, Kind.BIAS, Kind.CLASS_WEIGHTS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Total(Operation):
+    """The sum, and its gradients by some of the operands.
+
+    Attributes:
+      objective: what is summed.
+      moving: the operands whose gradients are wanted, in the order of the objective's.
+    """
+
+    objective: Objective
+    moving: tuple[Kind, ...] = ()
+
+    @property
+    def operands(self) -> tuple[Kind, ...]:
+        """Those of the objective."""
+        return self.objective.operands
+
+    @property
+    def results(self) -> tuple[Kind, ...]:
+        """The sum and the gradients."""
+        return (Kind.TOTAL, *self.moving)
+
+    def types(self, *operands):
+        """The types of the results. That of the sum varies over the mesh axes of shard_map as what it is made of."""
+        given = self.objective.named(operands)
+
+        def like(*operands):
+            x = scores(self.objective.head, self.objective.named(operands))
+            return jnp.sum(jnp.max(x, axis=-1, initial=-jnp.inf))
+
+        (total,) = jax.make_jaxpr(like)(*operands).out_avals
+        return [total, *(given[kind] for kind in self.moving)]
+
+    def on_rows(self, shards: Shards, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        """The results on one device. Where they are sums over devices, all devices' are added up."""
+        given, types = self.objective.named(operands), self.types(*operands)
+        rows, classes = given[Kind.LABEL].size, given[Kind.WEIGHT].shape[1]
+        dtype = product_dtype(*operands[:2])
+        size = self.objective.chunk_size or default_row_chunk(rows, classes, dtype.itemsize)
+        start = tuple(
+            None if kind in _SUMMED else jax.lax.empty(t.shape, t.dtype)
+            for kind, t in zip(self.results, types, strict=True)
+        )
+        found = over_rows(min(size, max(rows, 1)), rows, functools.partial(self._with_chunk, shards, given), start)
+
+        def of_all_devices(kind: Kind, v: jax.Array | None, t) -> jax.Array:
+            if v is None:  # there are no rows
+                return jnp.zeros(t.shape, t.dtype)
+            return (jax.lax.psum(v, shards.rows) if kind in _SUMMED and shards.rows else v).astype(t.dtype)
+
+        return tuple(map(of_all_devices, self.results, found, types))
+
+    def _with_chunk(self, shards: Shards, given: dict[Kind, jax.Array], found, chunk: RowChunk):
+        """The results after one more chunk, given the operands and the results before it."""
+        objective, head = self.objective, self.objective.head
+        dtype = product_dtype(given[Kind.HIDDEN], given[Kind.WEIGHT])
+        wide, classes = fold.accumulator(dtype), given[Kind.WEIGHT].shape[1]
+        dot = functools.partial(jax.lax.dot_general, precision=head.precision)
+        hidden, weight = scaled(head.scale, chunk.of(given[Kind.HIDDEN]).astype(dtype)), given[Kind.WEIGHT].astype(dtype)
+        x = dot(hidden, weight, (((1,), (0,)), ((), ())), preferred_element_type=dtype)
+        if Kind.BIAS in given:
+            x = x + scaled(head.scale, given[Kind.BIAS].astype(wide)).astype(dtype)[None]
+        plain = dataclasses.replace(head, scale=1.0)  # hidden and bias have the scale from here on
+
+        label, factor = chunk.of(given[Kind.LABEL]), chunk.of(given[Kind.ROW_WEIGHTS])
+        here = labels_within(label, shards.first_class(classes))
+        class_weights = given[Kind.CLASS_WEIGHTS] if head.weighted else None
+        of_device = reduced(plain, x, label, here, class_weights)
+        state, t, sums = of_all_classes(shards, label, *of_device)
+
+        def losses(others, t, apart, sums, weights):
+            return objective.losses(label, (others, t, apart, *sums), weights)[0]
+
+        label_weights = chunk.of(given[Kind.LABEL_WEIGHTS]) if objective.weighted else None
+        others, apart = beside_label(state, t)
+        loss, pull = jax.vjp(losses, others, t, apart, sums, label_weights)
+        g, h, of_apart, of_sums, of_label_weights = pull(factor)
+        known = Known(label, here, state, g + of_apart, h - of_apart, of_sums[:-1])
+        every = Chunk(0, classes)
+
+        @functools.cache
+        def dx() -> jax.Array:
+            # In plain JAX, XLA writes the gradients where the scores are.
+            return gradient_of_scores(plain, dtype, known, x, every, class_weights, "xla")
+
+        def with_chunk(kind: Kind, before: jax.Array | None) -> jax.Array:
+            match kind:
+                case Kind.TOTAL:
+                    part = jnp.sum(factor * loss)
+                case Kind.ROW_WEIGHTS:
+                    part = loss
+                case Kind.LABEL_WEIGHTS:
+                    part = of_label_weights
+                case Kind.CLASS_WEIGHTS:
+                    part = gradient_of_weights(plain, known, x)
+                case Kind.BIAS:
+                    part = scaled(head.scale, jnp.sum(dx(), axis=0, dtype=wide))
+                case Kind.WEIGHT:
+                    kept = objective.sum_dtype or given[Kind.WEIGHT].dtype
+                    once = dtype if kept == dtype else wide
+                    part = dot(hidden, dx(), (((0,), (0,)), ((), ())), preferred_element_type=once)
+                    # XLA makes one product of this, which reads what it is added to, and overwrites it.
+                    return part.astype(kept) if before is None else (before + part).astype(kept)
+                case Kind.HIDDEN:
+                    once = dtype if head.scale == 1 and given[kind].dtype == dtype and not shards.classes else wide
+                    part = dot(dx(), weight, (((1,), (1,)), ((), ())), preferred_element_type=once)
+                    part = scaled(head.scale, jax.lax.psum(part, shards.classes) if shards.classes else part)
+            if kind in _SUMMED:
+                return part if before is None else before + part
+            return chunk.written(before, part)
+
+        return tuple(map(with_chunk, self.results, found))
