@@ -63,14 +63,16 @@ def dense(implementation: str | None, *, where=None, counts=None, **options) -> 
 
 
 def linear(labels, named: Sequence[str] = (), chunk_size: int | None = None, recompute: bool = True, **options) -> Pair:
-    """Loss and logsumexp, of hidden, weight, and those of bias and class_weights that are named."""
+    """Loss and logsumexp, or with a reduction the loss alone, of hidden, weight, and what is named of the others."""
+    reduction = options.get("reduction")
 
     def ours(h, w, *v):
-        given = {"chunk_size": chunk_size, "recompute": recompute, "return_lse": True, **options}
-        return jaxsoft.linear_softmax_cross_entropy(h, w, labels, **dict(zip(named, v, strict=True)), **given)
+        given = {"chunk_size": chunk_size, "recompute": recompute, "return_lse": reduction is None, **options}
+        found = jaxsoft.linear_softmax_cross_entropy(h, w, labels, **dict(zip(named, v, strict=True)), **given)
+        return (found,) if reduction else found
 
     def theirs(h, w, *v):
-        given = dict.fromkeys(("bias", "class_weights")) | dict(zip(named, v, strict=True))
+        given = dict.fromkeys(("bias", "class_weights", "row_weights")) | dict(zip(named, v, strict=True))
         return definitions.linear_cross_entropy(h, w, *given.values(), labels.astype(np.int32), **options)
 
     return ours, theirs
@@ -119,6 +121,8 @@ _HEAD = (_RNG.standard_normal((3, 4)), _RNG.standard_normal((4, 6)), _BIAS[0], _
 _CAPPED = {"label_smoothing": 0.1, "z_loss": 0.1, "logit_softcap": 3.0}
 _IGNORED = {"ignore_index": -100}
 _NAMED = ("bias", "class_weights")
+_EVERY = (*_NAMED, "row_weights")
+_REDUCED = (*_HEAD, _RNG.uniform(0.2, 2, 3))
 
 # Together every option that `attention_calls` has for an argument, and every gradient.
 _ATTENTION = {
@@ -149,6 +153,8 @@ CALLS: dict[str, tuple[Sequence[np.ndarray], Callable[[str | None], Pair]]] = {
     "linear": (_HEAD, lambda i: linear(_SOME, _NAMED, 4, **_IGNORED)),
     "linear, smoothing": (_HEAD, lambda i: linear(_SOME, _NAMED, 4, **_IGNORED, **_CAPPED)),
     "linear, kept": (_HEAD, lambda i: linear(_SOME, _NAMED, 4, False, **_IGNORED, label_smoothing=0.1)),
+    "linear, mean": (_REDUCED, lambda i: linear(_SOME, _EVERY, 2, **_IGNORED, reduction="mean", scale=0.7)),
+    "linear, sum": (_REDUCED, lambda i: linear(_SOME, _EVERY, 1, **_IGNORED, **_CAPPED, reduction="sum", scale=-0.7)),
     "top_k": ((_X,), lambda i: top_k(i, 3)),
     **{name: (attention_calls.case(o).operands, lambda i, o=o: attention(i, o)) for name, o in _ATTENTION.items()},
     "fold": ((_X,), lambda i: folded(2)),

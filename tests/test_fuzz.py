@@ -149,6 +149,10 @@ def linear_cross_entropy(draw, dtypes, implementation):
     given = {"chunk_size": draw(st.sampled_from([None, 1, 5, 64])), "recompute": draw(st.booleans())}
     operands = [array(draw, (*rows, width), [dtype]) / 4, array(draw, (width, classes), [dtype]) / 4]
     operands += [np.abs(array(draw, (classes,), dtypes)) / 4 for _ in names]
+    given |= {"reduction": draw(st.sampled_from([None, "mean", "sum"])), "scale": draw(st.sampled_from([1.0, -0.7]))}
+    if draw(st.booleans()):
+        names.append("row_weights")
+        operands.append((0.25 + np.abs(array(draw, part_of(draw, rows), [dtype])) % 2).astype(dtype))
 
     what = f"linear cross-entropy({labels.dtype}, {names}, {given}, {options})"
     return Case(what, *calls.linear(labels, names, **given, **options), operands)

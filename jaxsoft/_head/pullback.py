@@ -140,7 +140,7 @@ def gradient_of_scores(
     x: jax.Array,
     chunk: Chunk,
     weights: jax.Array | None,
-    implementation: str | None = None,
+    in_place: bool = False,
 ) -> jax.Array:
     """The gradient by a chunk's hidden @ weight + bias.
 
@@ -151,17 +151,18 @@ def gradient_of_scores(
       x: the chunk's scores before the cap.
       chunk: which classes these are.
       weights: theirs, where the sums are weighted.
-      implementation: of the rows' pullback.
+      in_place: whether the gradient may be written where x is.
     """
     if weights is None:
         label, m, s, *cotangents = *rows.of_label(chunk), *rows.sums
         cotangents = [scaled(head.scale, v) for v in cotangents]
-        form = Form(dtype, cap=head.cap)
-        (dx,) = kernel(head.function.pullback, form, implementation, x, label, m, s, *cotangents)
+        form = Form(dtype, cap=head.cap, in_place=in_place)
+        (dx,) = kernel(head.function.pullback, form, None, x, label, m, s, *cotangents)
         return dx
     wide, of_total = fold.accumulator(dtype), rows.sums[0][:, None]
     z, summed = capped(head, x, rows.label)
-    (dz,) = kernel(LABEL_STATE_VJP, Form(wide), implementation, z, *rows.of_label(chunk))
+    fused = "xla" if in_place else None  # a kernel would need the scores in f32
+    (dz,) = kernel(LABEL_STATE_VJP, Form(wide), fused, z, *rows.of_label(chunk))
     dz = dz + jnp.where(summed, of_total * weights[None], 0)
     return scaled(head.scale, capped_slope(Form(wide, cap=head.cap), x, dz)).astype(dtype)
 

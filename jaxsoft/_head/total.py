@@ -110,8 +110,7 @@ class Total(Operation):
 
         @functools.cache
         def dx() -> jax.Array:
-            # In plain JAX, XLA writes the gradients where the scores are.
-            return gradient_of_scores(plain, dtype, known, x, every, class_weights, "xla")
+            return gradient_of_scores(plain, dtype, known, x, every, class_weights, in_place=True)
 
         def with_chunk(kind: Kind, before: jax.Array | None) -> jax.Array:
             match kind:

@@ -35,6 +35,7 @@ class Form:
       masked: elements whose first operand, a softmax, is 0 do not count.
       cap: scores become cap * tanh(x / cap); None leaves them as they are. There is none beside scale or bias.
       k: how many elements of a row an operation selects, which then has no other form; 0 if it selects none.
+      in_place: a result of x's shape may be written where x is, if the caller has no use for x after the call.
     """
 
     dtype: np.dtype
@@ -43,6 +44,7 @@ class Form:
     masked: bool = False
     cap: float | None = None
     k: int = 0
+    in_place: bool = False
 
     def __post_init__(self):
         assert self.cap is None or not {Extra.SCALE, Extra.BIAS} & {*self.extras}, "the cap's slope is taken at x"
@@ -136,7 +138,7 @@ def groups(leading: Sequence[int], shapes: Sequence[Sequence[int]]) -> list[tupl
 
 def is_plain(operation: Operation, form: Form, operands: Operands) -> bool:
     """Whether nothing has to be done to the scores, and all operands and results of their shape have one dtype."""
-    return form == Form(operands[0].dtype, k=form.k) and _has_one_dtype(operation, form, operands)
+    return form == Form(operands[0].dtype, k=form.k, in_place=form.in_place) and _has_one_dtype(operation, form, operands)
 
 
 def working_dtype(operation: Operation, form: Form, operands: Operands) -> np.dtype:
