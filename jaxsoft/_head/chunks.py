@@ -1,4 +1,4 @@
-"""The classes of a linear head in chunks, or its rows: the loops over them, and the part of an array that is a chunk's."""
+"""The classes of a linear head in chunks, or its rows: the loops over them, and the part of an array of a chunk."""
 
 import math
 from collections.abc import Callable
@@ -7,8 +7,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxsoft._head.head import Head, Parameters, scores
+from jaxsoft._head.head import Head, Parameters
 from jaxsoft._head.operation import Kind
+
+# The tiles of matrix products have that many rows and columns, or a multiple.
+_TILE = 128
 
 
 class Chunk(NamedTuple):
@@ -31,28 +34,40 @@ class Chunk(NamedTuple):
         """x with the chunk's part of it overwritten, in x's dtype."""
         return jax.lax.dynamic_update_slice_in_dim(x, part.astype(x.dtype), self.begin, x.ndim - 1)
 
-    def scores(self, head: Head, parameters: Parameters) -> jax.Array:
-        """The scores of the chunk's classes, before the cap."""
-        of_layer = {kind: self.of(parameters[kind]) for kind in (Kind.WEIGHT, Kind.BIAS) if kind in parameters}
-        return scores(head, {Kind.HIDDEN: parameters[Kind.HIDDEN], **of_layer})
+    def layer(self, parameters: Parameters) -> Parameters:
+        """The parameters of the linear layer, for the classes of the chunk."""
+        of_classes = {kind: self.of(parameters[kind]) for kind in (Kind.WEIGHT, Kind.BIAS) if kind in parameters}
+        return {Kind.HIDDEN: parameters[Kind.HIDDEN], **of_classes}
 
 
-def default_chunk_size(rows: int) -> int:
-    """2048 classes, or as many as give 2^20 scores if these are more and the number of rows is known."""
-    return max(2048, 2**20 // max(rows, 1)) if isinstance(rows, int) else 2048
+# In the pullback, wider chunks read and write the sum of hidden's gradient less often. Scores and weights of this many
+# bytes a chunk leave room for that sum, of 4096 rows of 4096 numbers, in an eighth of the memory of 128256 logits each.
+_PULLBACK_BYTES = 60_000_000
 
 
-def over_chunks[T](head: Head, rows: int, classes: int, step: Callable[[T, Chunk], T], carry: T) -> T:
+def forward_chunk(head: Head, rows: int) -> int:
+    """The head's, or 2048 classes, or as many as give 2^20 scores if these are more and the number of rows is known."""
+    return head.chunk_size or (max(2048, 2**20 // max(rows, 1)) if isinstance(rows, int) else 2048)
+
+
+def pullback_chunk(head: Head, rows: int, width: int, classes: int, itemsize: int) -> int:
+    """The head's, or that of the forward pass, or as many classes as `_PULLBACK_BYTES` and a 16th of them allow."""
+    least = forward_chunk(head, rows)
+    if head.chunk_size or not isinstance(rows, int):
+        return least
+    most = min(_PULLBACK_BYTES // max((rows + width) * itemsize, 1), classes // 16)
+    return max(least, most // _TILE * _TILE)
+
+
+def over_chunks[T](size: int, classes: int, step: Callable[[T, Chunk], T], carry: T) -> T:
     """Takes all chunks in turn, carry = step(carry, chunk), and returns the last carry.
 
     Args:
-      head: which says how many classes a chunk has; the last one may have fewer.
-      rows: how many rows there are.
+      size: how many classes a chunk has; the last one may have fewer.
       classes: how many classes there are.
       step: what is done with a chunk, which is traced once, and once more for a shorter last chunk.
       carry: an array, or a tree of them.
     """
-    size = head.chunk_size or default_chunk_size(rows)
     whole, rest = divmod(classes, size)
     if whole == 1:
         carry = step(carry, Chunk(0, size))
@@ -87,8 +102,6 @@ class RowChunk(NamedTuple):
 _LEAST_ROWS = 896
 # More rows are taken where their scores have fewer bytes than this, as the gradient of weight is small then, too.
 _CHUNK_BYTES = 7 * 2**25
-# The tiles of matrix products have that many rows or a multiple.
-_ROWS_OF_TILES = 128
 
 
 def default_row_chunk(rows: int, classes: int, itemsize: int) -> int:
@@ -96,7 +109,7 @@ def default_row_chunk(rows: int, classes: int, itemsize: int) -> int:
     most = max(_LEAST_ROWS, _CHUNK_BYTES // max(classes * itemsize, 1))
     if rows <= most:
         return max(rows, 1)
-    return math.ceil(math.ceil(rows / math.ceil(rows / most)) / _ROWS_OF_TILES) * _ROWS_OF_TILES
+    return math.ceil(math.ceil(rows / math.ceil(rows / most)) / _TILE) * _TILE
 
 
 def over_rows[T](size: int, rows: int, step: Callable[[T, RowChunk], T], carry: T) -> T:

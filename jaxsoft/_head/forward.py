@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxsoft import fold
 from jaxsoft._core.mesh import combined
-from jaxsoft._head.chunks import Chunk, over_chunks
+from jaxsoft._head.chunks import Chunk, forward_chunk, over_chunks
 from jaxsoft._head.head import Head, product_dtype, scores, sums_of
 from jaxsoft._head.operation import Kind, Operation, Shards
 from jaxsoft._rows.forms import Form
@@ -78,7 +78,7 @@ class Forward(Operation):
         start = _Folded(fold.identity(label.shape, wide), zero, [zero for _ in head.sums], kept)
 
         def step(folded: _Folded, chunk: Chunk) -> _Folded:
-            x, here = chunk.scores(head, parameters), labels_within(index, chunk.begin)
+            x, here = scores(head, chunk.layer(parameters)), labels_within(index, chunk.begin)
             weights = chunk.of(parameters[Kind.CLASS_WEIGHTS]) if head.weighted else None
             state, t, sums = reduced(head, x, label, here, weights)
             return _Folded(
@@ -88,7 +88,7 @@ class Forward(Operation):
                 None if folded.kept is None else chunk.written(folded.kept, x),
             )
 
-        state, t, sums, kept = over_chunks(head, label.size, classes, step, start)
+        state, t, sums, kept = over_chunks(forward_chunk(head, label.size), classes, step, start)
         state, t, sums = of_all_classes(shards, label, state, t, sums)
         others, apart = beside_label(state, t)
         return others, t, apart, *sums, *([] if kept is None else [kept])

@@ -1,9 +1,9 @@
 """A linear head: the record of a linear layer and of what is wanted of its scores, and the definition of that.
 
-The scores are z = scale * (hidden @ weight + bias), capped if asked to, one for each row and class. A loss needs to know a few
-numbers a row of them: with the label's score t, the logsumexp of the others, "others", and others - t, "apart"; and for
-label smoothing some sums. `formula` computes them from all scores at once, and is what forward mode and derivatives of
-higher order are made of. `forward` and `pullback` compute the same, and its transposed derivative, from chunks of the
+The scores are z = scale * (hidden @ weight + bias), capped if asked to, one for each row and class. A loss needs to
+know a few numbers a row of them: with the label's score t, the logsumexp of the others, "others", and others - t,
+"apart"; and for label smoothing some sums. `formula` computes them from all scores at once, and is what forward mode
+and derivatives of higher order are made of. `forward` and `pullback` compute the same, and its transposed derivative, from chunks of the
 classes, without all scores in memory.
 """
 
@@ -36,7 +36,7 @@ class Head:
       cap: the scores become cap * tanh(z / cap); None leaves them as they are.
       precision: of the products, as `jnp.dot` takes it.
       recompute: whether the pullback computes the scores again. Else they are kept, in the dtype of the products.
-      chunk_size: how many classes are taken at a time; None for `default_chunk_size`.
+      chunk_size: how many classes are taken at a time; None for the default of `chunks`.
     """
 
     parameters: tuple[Kind, ...]
@@ -103,6 +103,17 @@ def scores(head: Head, parameters: Parameters) -> jax.Array:
     x = jnp.dot(hidden.astype(dtype), weight.astype(dtype), precision=head.precision, preferred_element_type=wide)
     x = scaled(head.scale, x)
     return x if bias is None else x + jax.lax.broadcast_to_rank(scaled(head.scale, bias.astype(wide)), x.ndim)
+
+
+def rounded_scores(head: Head, parameters: Parameters) -> jax.Array:
+    """`scores` in the dtype of the products, as they are in memory; the scale, too, is part of hidden and bias."""
+    hidden, weight, bias = parameters[Kind.HIDDEN], parameters[Kind.WEIGHT], parameters.get(Kind.BIAS)
+    dtype = product_dtype(hidden, weight)
+    hidden = scaled(head.scale, hidden.astype(dtype))
+    x = jnp.dot(hidden, weight.astype(dtype), precision=head.precision, preferred_element_type=dtype)
+    if bias is None:
+        return x
+    return x + jax.lax.broadcast_to_rank(scaled(head.scale, bias.astype(fold.accumulator(dtype))).astype(dtype), x.ndim)
 
 
 def scaled(scale: float, x: jax.Array) -> jax.Array:

@@ -1,7 +1,8 @@
 """The pullback over chunks of the classes, with the scores of a chunk computed again or kept from the forward pass.
 
-A chunk's scores become their gradients. Two products with these give the gradient of the chunk's weights, which is
-written in its place, and the chunk's share of the gradient of the hidden states, which is added up.
+A chunk's scores, rounded to the dtype of the products as they are with all scores in memory, become their gradients.
+Two products with these give the gradient of the chunk's weights, which is written in its place, and the chunk's share
+of the gradient of the hidden states, which is added up.
 """
 
 import dataclasses
@@ -12,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxsoft import fold
-from jaxsoft._head.chunks import Chunk, over_chunks
-from jaxsoft._head.head import Head, Parameters, capped, product_dtype, scaled
+from jaxsoft._head.chunks import Chunk, over_chunks, pullback_chunk
+from jaxsoft._head.head import Head, Parameters, capped, product_dtype, rounded_scores, scaled
 from jaxsoft._head.operation import Kind, Operation, Shards
 from jaxsoft._rows.forms import Form, capped_slope
 from jaxsoft._rows.formulas import labels_within
@@ -82,17 +83,18 @@ class Pullback(Operation):
         head, parameters = self.head, self.head.named(operands)
         label, others, *kept = operands[len(head.parameters) : len(self.residuals)]
         g, h, *sums = operands[len(self.residuals) :]
-        dtype, classes = product_dtype(*operands[:2]), operands[1].shape[1]
+        dtype, (width, classes) = product_dtype(*operands[:2]), operands[1].shape
         parameters[Kind.HIDDEN] = parameters[Kind.HIDDEN].astype(dtype)
         state = fold.from_lse(others)
         rows = Known(label, labels_within(label, shards.first_class(classes)), state, g, h, sums)
 
         def step(gradients: tuple[jax.Array, ...], chunk: Chunk) -> tuple[jax.Array, ...]:
-            x = chunk.of(kept[0]) if kept else chunk.scores(head, parameters)
+            x = chunk.of(kept[0]) if kept else rounded_scores(head, chunk.layer(parameters))
             return self._with_chunk(gradients, parameters, rows, x, chunk)
 
         types = self.types(*operands)
-        gradients = over_chunks(head, label.size, classes, step, self._start(dtype, types))
+        size = pullback_chunk(head, label.size, width, classes, dtype.itemsize)
+        gradients = over_chunks(size, classes, step, self._start(dtype, types))
 
         def of_all_devices(kind: Kind, gradient: jax.Array, dtype: jnp.dtype) -> jax.Array:
             axes = shards.classes if kind is Kind.HIDDEN else shards.rows
@@ -140,9 +142,8 @@ def gradient_of_scores(
     x: jax.Array,
     chunk: Chunk,
     weights: jax.Array | None,
-    in_place: bool = False,
 ) -> jax.Array:
-    """The gradient by a chunk's hidden @ weight + bias.
+    """The gradient by a chunk's hidden @ weight + bias, which may be written where the scores are.
 
     Args:
       head: which layer.
@@ -151,18 +152,17 @@ def gradient_of_scores(
       x: the chunk's scores before the cap.
       chunk: which classes these are.
       weights: theirs, where the sums are weighted.
-      in_place: whether the gradient may be written where x is.
     """
     if weights is None:
         label, m, s, *cotangents = *rows.of_label(chunk), *rows.sums
         cotangents = [scaled(head.scale, v) for v in cotangents]
-        form = Form(dtype, cap=head.cap, in_place=in_place)
+        form = Form(dtype, cap=head.cap, in_place=True)
         (dx,) = kernel(head.function.pullback, form, None, x, label, m, s, *cotangents)
         return dx
     wide, of_total = fold.accumulator(dtype), rows.sums[0][:, None]
     z, summed = capped(head, x, rows.label)
-    fused = "xla" if in_place else None  # a kernel would need the scores in f32
-    (dz,) = kernel(LABEL_STATE_VJP, Form(wide), fused, z, *rows.of_label(chunk))
+    # A kernel would need the scores in f32, and in memory.
+    (dz,) = kernel(LABEL_STATE_VJP, Form(wide), "xla", z, *rows.of_label(chunk))
     dz = dz + jnp.where(summed, of_total * weights[None], 0)
     return scaled(head.scale, capped_slope(Form(wide, cap=head.cap), x, dz)).astype(dtype)
 

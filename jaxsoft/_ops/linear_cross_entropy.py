@@ -94,10 +94,10 @@ def linear_softmax_cross_entropy(
 
     over the rows that are not ignored.
 
-    There are two ways to compute it. *By rows*, which a reduction makes possible: its gradient is known up to one factor
-    before there is a cotangent, so one pass over chunks of rows computes the loss and the gradients by three matrix
-    products, in the memory of a chunk's logits. *By classes*: four products, as the backward pass computes the logits
-    again, or three with all logits kept.
+    There are two ways to compute it. *By rows*, which a reduction makes possible: its gradient is known up to one
+    factor before there is a cotangent, so one pass over chunks of rows computes the loss and the gradients by three
+    matrix products, in the memory of a chunk's logits. *By classes*: four products, as the backward pass computes the
+    logits again, or three with all logits kept.
 
     Args:
       hidden: h, of shape (..., d), in f16, bf16, f32 or f64.
@@ -128,8 +128,8 @@ def linear_softmax_cross_entropy(
         None for weight's own, in which each chunk rounds it once. Another takes memory for one more gradient.
 
     Returns:
-      One loss a row, of the shape of the labels, or with a reduction one number, and beside it the logsumexp of each row
-      if asked for: in f32 for operands of 16 bits and else in the dtype of the products. Labels out of range, rows
+      One loss a row, of the shape of the labels, or with a reduction one number, and beside it the logsumexp of each
+      row if asked for: in f32 for operands of 16 bits and else in the dtype of the products. Labels out of range, rows
       without a finite logit and the like have the losses that they have in `softmax_cross_entropy_with_integer_labels`.
       A mean over rows whose weights sum to 0, as where all are ignored, is 0, and so are its gradients.
 
@@ -138,13 +138,14 @@ def linear_softmax_cross_entropy(
 
     Derivatives by hidden, weight, bias, class weights and row weights, in their dtypes. No gradient is computed that is
     not asked for: by rows, two products are enough where weight has none. Forward mode and derivatives of higher order
-    work too, the latter with all logits in memory. By rows, logits are rounded to the dtype of the products, as they are
-    in memory, and the gradients are what is kept from the forward pass to the backward pass. So where a loop is
-    differentiated as a whole, each of its steps would keep the gradient of weight: leave the reduction out there, or let
-    `jax.checkpoint` compute the step again. A call with f16 products is computed by classes, as gradients before the
-    cotangent could be too small for f16, and so is one that `jax.vmap` maps before it is differentiated. Over a mesh,
-    rows may be sharded as hidden has them and classes as weight has them: the forward pass then costs all-reduces of a
-    few numbers a row, and the gradients that are sums over devices those of their size.
+    work too, the latter with all logits in memory. Gradients are those of logits that are rounded to the dtype of the
+    products, as they are in memory; so is the loss by rows, where the gradients are what is kept from the forward pass
+    to the backward pass. Where a loop is differentiated as a whole, each of its steps would keep the gradient of
+    weight: leave the reduction out there, or let `jax.checkpoint` compute the step again. A call with f16 products is
+    computed by classes, as gradients before the cotangent could be too small for f16, and so is one that `jax.vmap`
+    maps before it is differentiated. Over a mesh, rows may be sharded as hidden has them and classes as weight has
+    them: the forward pass then costs all-reduces of a few numbers a row, and the gradients that are sums over devices
+    those of their size.
 
     Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv:1805.02867), for the fold;
     Wijmans et al., "Cut your losses in large-vocabulary language models" (arXiv:2411.09009), and Hsu et al., "Liger

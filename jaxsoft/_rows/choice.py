@@ -95,7 +95,9 @@ def choose(
         assert found, "unsupported() says so"
         return found
     names = PREFERENCE.get(platform, ALWAYS)
-    for name in sorted(names, key=lambda name: not KERNELS[name].leads(operation, form, platform, operands)):
+    if not form.in_place:  # which only the kernels of "ffi" do, the first ones there
+        names = sorted(names, key=lambda name: not KERNELS[name].leads(operation, form, platform, operands))
+    for name in names:
         kernels = KERNELS[name]
         if CARRIERS[name].unavailable(platform) or kernels.unsupported(plain):
             continue

@@ -138,7 +138,8 @@ def groups(leading: Sequence[int], shapes: Sequence[Sequence[int]]) -> list[tupl
 
 def is_plain(operation: Operation, form: Form, operands: Operands) -> bool:
     """Whether nothing has to be done to the scores, and all operands and results of their shape have one dtype."""
-    return form == Form(operands[0].dtype, k=form.k, in_place=form.in_place) and _has_one_dtype(operation, form, operands)
+    plain = Form(operands[0].dtype, k=form.k, in_place=form.in_place)
+    return form == plain and _has_one_dtype(operation, form, operands)
 
 
 def working_dtype(operation: Operation, form: Form, operands: Operands) -> np.dtype:
