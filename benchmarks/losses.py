@@ -13,6 +13,8 @@ and for each implementation ("jaxsoft" is its own choice of a kernel)
 
   cross_entropy  integer labels: forward, which must read the logits once, and the loss with its gradient, which must
                  read them twice and write once
+  entropy        the loss and the entropy, as policy gradients take them, with as many reads and writes as the loss
+                 alone; beside it jaxsoft's two functions one after the other, and the loss alone
   top_k          values, softmax and indices of the k largest, which must read the scores once
   few            the same of few rows: microseconds of one call of many in one compiled function, each of which needs
                  the one before; the floor is here what a step of them takes without the call ("nothing")
@@ -78,12 +80,14 @@ def available(*names: str) -> list[str]:
     return [name for name in names if reasons[name] is None]
 
 
+SHAPES = [(8192, 128256), (4096, 262144), (16384, 50257), (8192, 32000)]
+if CPU:
+    SHAPES = [(128, 128256), (256, 50257), (512, 32000), (50_000, 100), (500_000, 10)]
+
+
 def cross_entropy() -> Iterator[Call]:
     """Integer labels."""
-    shapes = [(8192, 128256), (4096, 262144), (16384, 50257), (8192, 32000)]
-    if CPU:
-        shapes = [(128, 128256), (256, 50257), (512, 32000), (50_000, 100), (500_000, 10)]
-    for shape in shapes:
+    for shape in SHAPES:
         labels = jax.random.randint(jax.random.key(1), shape[:1], 0, shape[1])
         for dtype in ("bfloat16", "float32"):
             losses = {"optax": optax.softmax_cross_entropy_with_integer_labels}
@@ -123,6 +127,71 @@ def _check_gradients(arguments: tuple, result) -> float:
     actual = np.asarray(result[1][rows]).astype(np.float64) * len(arguments[1])
     unit = 2.0**-8 if arguments[0].dtype == jnp.bfloat16 else 1e-5
     return float(np.max(np.abs(actual - dx) / (unit * np.abs(dx) + 1e-30)))
+
+
+BONUS = 0.01  # the weight of the entropy
+
+
+def entropy() -> Iterator[Call]:
+    """Integer labels, and the entropy."""
+
+    def composed(x, y):
+        log_p = jax.nn.log_softmax(x.astype(jnp.float32))
+        return optax.softmax_cross_entropy_with_integer_labels(x, y), -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
+
+    def ours(implementation=None):
+        return functools.partial(
+            jaxsoft.softmax_cross_entropy_with_integer_labels, return_entropy=True, implementation=implementation
+        )
+
+    def apart(x, y):
+        return jaxsoft.softmax_cross_entropy_with_integer_labels(x, y), jaxsoft.entropy(x)
+
+    def alone(x, y):
+        return jaxsoft.softmax_cross_entropy_with_integer_labels(x, y), jnp.zeros(y.shape)
+
+    functions = {"optax, composed": composed, "jaxsoft": ours(), "two functions": apart, "loss alone": alone}
+    functions |= {name: ours(name) for name in available("ffi", "xla")}
+
+    def objective(f):
+        def mean(x, y):
+            loss, entropy = f(x, y)
+            return jnp.mean(loss.astype(jnp.float32) - BONUS * entropy)
+
+        return jax.value_and_grad(mean)
+
+    for shape in SHAPES:
+        labels = jax.random.randint(jax.random.key(1), shape[:1], 0, shape[1])
+        for dtype in ("bfloat16", "float32"):
+            size = shape[0] * shape[1] * jnp.dtype(dtype).itemsize
+            arguments = lambda shape=shape, dtype=dtype, labels=labels: (logits(shape, dtype), labels)  # noqa: E731
+            what = f"entropy {'x'.join(map(str, shape))} {dtype}"
+            yield Call(f"{what} forward", arguments, functions, size, _check_entropies)
+            gradients = {name: objective(f) for name, f in functions.items()}
+            yield Call(f"{what} with gradient", arguments, gradients, 3 * size, _check_policy_gradients)
+
+
+def _entropies(arguments: tuple) -> tuple[np.ndarray, ...]:
+    """The entropies of the rows of `_some`, and their gradients."""
+    x, labels = arguments
+    z = np.asarray(x[_some(x, labels)[0]]).astype(np.float64)
+    log_p = z - logsumexp(z, axis=-1, keepdims=True)
+    h = -np.sum(np.exp(log_p) * log_p, axis=-1)
+    return h, -np.exp(log_p) * (log_p + h[:, None])
+
+
+def _check_entropies(arguments: tuple, result) -> float:
+    rows, (h, _) = _some(*arguments)[0], _entropies(arguments)
+    error = np.max(np.abs(np.asarray(result[1])[rows] - h) / (2e-6 * (1 + h)))
+    return max(float(error), _check_losses(arguments, result[0]))
+
+
+def _check_policy_gradients(arguments: tuple, result) -> float:
+    (rows, dx, _), (_, dh) = _some(*arguments), _entropies(arguments)
+    actual = np.asarray(result[1][rows]).astype(np.float64) * len(arguments[1])
+    unit = 2.0**-8 if arguments[0].dtype == jnp.bfloat16 else 1e-5
+    bound = unit * np.abs(dx - BONUS * dh) + 1e-6 * (np.abs(dx) + BONUS * np.abs(dh)) + 1e-30
+    return float(np.max(np.abs(actual - (dx - BONUS * dh)) / bound))
 
 
 def top_k() -> Iterator[Call]:
@@ -228,8 +297,8 @@ def linear() -> Iterator[Call]:
     yield Call(f"linear {rows}x{depth} -> {classes} bfloat16", lambda: (h, w, y), functions, 0, check)
 
 
-GROUPS = {"cross_entropy": cross_entropy, "top_k": top_k, "few": few, "linear": linear}
-PLAIN = ("products", "products, logits twice")  # that are no losses, and not checked
+GROUPS = {"cross_entropy": cross_entropy, "entropy": entropy, "top_k": top_k, "few": few, "linear": linear}
+PLAIN = ("products", "products, logits twice", "loss alone")  # that are something else, and not checked
 
 
 def run(call: Call, repeats: int) -> dict:

@@ -32,48 +32,57 @@ def row_function(implementation: str | None, name: str, named: Sequence[str] = (
     return call(getattr(jaxsoft, name), implementation=implementation), call(definitions.ROW_FUNCTIONS[name])
 
 
-def integer(implementation: str | None, labels, *, where=None, counts=None, **options) -> Pair:
-    """Loss and logsumexp, of x, or of x and class weights. `counts` is `where` in full, if that is not."""
+def integer(implementation: str | None, labels, *, where=None, counts=None, entropy=False, **options) -> Pair:
+    """Loss and logsumexp, and perhaps the entropy, of x, or of x and class weights.
+
+    `counts` is `where` in full, if that is not.
+    """
+    beside = {"return_lse": True, "return_entropy": entropy}
 
     def ours(x, w=None):
         return jaxsoft.softmax_cross_entropy_with_integer_labels(
-            x, labels, where=where, class_weights=w, return_lse=True, implementation=implementation, **options
+            x, labels, where=where, class_weights=w, implementation=implementation, **beside, **options
         )
 
     def theirs(x, w=None):
         shown = where if counts is None else counts
-        return definitions.integer_cross_entropy(x, w, labels.astype(np.int32), where=shown, **options)
+        found = definitions.integer_cross_entropy(x, w, labels.astype(np.int32), where=shown, **options)
+        return found if entropy else found[:2]
 
     return ours, theirs
 
 
-def dense(implementation: str | None, *, where=None, counts=None, **options) -> Pair:
-    """Loss and logsumexp, of x and labels, or of x, labels and class weights."""
+def dense(implementation: str | None, *, where=None, counts=None, entropy=False, **options) -> Pair:
+    """Loss and logsumexp, and perhaps the entropy, of x and labels, or of x, labels and class weights."""
+    beside = {"return_lse": True, "return_entropy": entropy}
 
     def ours(x, q, w=None):
         return jaxsoft.softmax_cross_entropy(
-            x, q, where=where, class_weights=w, return_lse=True, implementation=implementation, **options
+            x, q, where=where, class_weights=w, implementation=implementation, **beside, **options
         )
 
     def theirs(x, q, w=None):
         shown = where if counts is None else counts
-        return definitions.cross_entropy(x, jnp.broadcast_to(q, x.shape), w, where=shown, **options)
+        found = definitions.cross_entropy(x, jnp.broadcast_to(q, x.shape), w, where=shown, **options)
+        return found if entropy else found[:2]
 
     return ours, theirs
 
 
-def linear(labels, named: Sequence[str] = (), chunk_size: int | None = None, recompute: bool = True, **options) -> Pair:
-    """Loss and logsumexp, or with a reduction the loss alone, of hidden, weight, and what is named of the others."""
-    reduction = options.get("reduction")
+def linear(labels, named: Sequence[str] = (), *, lse=True, entropy=False, chunk_size=None, recompute=True,
+           **options) -> Pair:  # fmt: skip
+    """Loss, and perhaps logsumexp and entropy, of hidden, weight, and what is named of the other arguments."""
 
     def ours(h, w, *v):
-        given = {"chunk_size": chunk_size, "recompute": recompute, "return_lse": reduction is None, **options}
-        found = jaxsoft.linear_softmax_cross_entropy(h, w, labels, **dict(zip(named, v, strict=True)), **given)
-        return (found,) if reduction else found
+        given = dict(zip(named, v, strict=True)) | {"chunk_size": chunk_size, "recompute": recompute}
+        beside = {"return_lse": lse, "return_entropy": entropy}
+        found = jaxsoft.linear_softmax_cross_entropy(h, w, labels, **given, **beside, **options)
+        return found if lse or entropy else (found,)
 
     def theirs(h, w, *v):
         given = dict.fromkeys(("bias", "class_weights", "row_weights")) | dict(zip(named, v, strict=True))
-        return definitions.linear_cross_entropy(h, w, *given.values(), labels.astype(np.int32), **options)
+        found = definitions.linear_cross_entropy(h, w, *given.values(), labels.astype(np.int32), **options)
+        return found[0], *found[1:2] * lse, *found[2:] * entropy
 
     return ours, theirs
 
@@ -119,7 +128,8 @@ _LABELS, _SOME = np.array([0, 5, 3], np.int32), np.array([0, -100, 3], np.int32)
 _Q, _WEIGHTS = _RNG.random((3, 6)), _RNG.uniform(0.2, 2, 6)
 _HEAD = (_RNG.standard_normal((3, 4)), _RNG.standard_normal((4, 6)), _BIAS[0], _WEIGHTS)
 _CAPPED = {"label_smoothing": 0.1, "z_loss": 0.1, "logit_softcap": 3.0}
-_IGNORED = {"ignore_index": -100}
+_SMOOTHED, _IGNORED = {"label_smoothing": 0.1}, {"ignore_index": -100}
+_MEAN, _SUM = {"reduction": "mean", "scale": 0.7}, {"reduction": "sum", "scale": -0.7}
 _NAMED = ("bias", "class_weights")
 _EVERY = (*_NAMED, "row_weights")
 _REDUCED = (*_HEAD, _RNG.uniform(0.2, 2, 3))
@@ -148,13 +158,20 @@ CALLS: dict[str, tuple[Sequence[np.ndarray], Callable[[str | None], Pair]]] = {
     "integer, mask": ((_X,), lambda i: integer(i, _LABELS, where=_MASK, **_CAPPED)),
     "integer, weights": ((_X, _WEIGHTS), lambda i: integer(i, _LABELS)),
     "integer, weights, mask": ((_X, _WEIGHTS), lambda i: integer(i, _SOME, where=_MASK, **_IGNORED, **_CAPPED)),
+    "integer, entropy": ((_X,), lambda i: integer(i, _LABELS, entropy=True)),
+    "integer, entropy, mask": (
+        (_X, _WEIGHTS),
+        lambda i: integer(i, _SOME, where=_MASK, entropy=True, **_IGNORED, **_CAPPED),
+    ),
     "dense": ((_X, _Q), dense),
+    "dense, entropy, mask": ((_X, _Q), lambda i: dense(i, where=_MASK, entropy=True, **_CAPPED)),
     "dense, weights, mask": ((_X, _Q, _WEIGHTS), lambda i: dense(i, where=_MASK, **_CAPPED)),
-    "linear": (_HEAD, lambda i: linear(_SOME, _NAMED, 4, **_IGNORED)),
-    "linear, smoothing": (_HEAD, lambda i: linear(_SOME, _NAMED, 4, **_IGNORED, **_CAPPED)),
-    "linear, kept": (_HEAD, lambda i: linear(_SOME, _NAMED, 4, False, **_IGNORED, label_smoothing=0.1)),
-    "linear, mean": (_REDUCED, lambda i: linear(_SOME, _EVERY, 2, **_IGNORED, reduction="mean", scale=0.7)),
-    "linear, sum": (_REDUCED, lambda i: linear(_SOME, _EVERY, 1, **_IGNORED, **_CAPPED, reduction="sum", scale=-0.7)),
+    "linear": (_HEAD, lambda i: linear(_SOME, _NAMED, chunk_size=4, **_IGNORED)),
+    "linear, smoothing": (_HEAD, lambda i: linear(_SOME, _NAMED, chunk_size=4, entropy=True, **_IGNORED, **_CAPPED)),
+    "linear, kept": (_HEAD, lambda i: linear(_SOME, _NAMED, chunk_size=4, recompute=False, **_IGNORED, **_SMOOTHED)),
+    "linear, entropy": (_HEAD[:2], lambda i: linear(_LABELS, lse=False, entropy=True, chunk_size=4)),
+    "linear, mean": (_REDUCED, lambda i: linear(_SOME, _EVERY, lse=False, chunk_size=2, **_IGNORED, **_MEAN)),
+    "linear, sum": (_REDUCED, lambda i: linear(_SOME, _EVERY, lse=False, chunk_size=1, **_IGNORED, **_CAPPED, **_SUM)),
     "top_k": ((_X,), lambda i: top_k(i, 3)),
     **{name: (attention_calls.case(o).operands, lambda i, o=o: attention(i, o)) for name, o in _ATTENTION.items()},
     "fold": ((_X,), lambda i: folded(2)),

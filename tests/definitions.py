@@ -65,7 +65,7 @@ def top_k_softmax(x, k):
 
 
 def _loss(z, q, w, counts, rows, nll, smoothing, z_loss):
-    """Losses and logsumexps of scores z and a target q over the classes, which are last.
+    """Losses, logsumexps and entropies of scores z and a target q over the classes, which are last.
 
     Args:
       counts: which classes count.
@@ -81,7 +81,7 @@ def _loss(z, q, w, counts, rows, nll, smoothing, z_loss):
     k = jnp.maximum(jnp.sum(counts, -1), 1)
     smooth = jnp.sum(jnp.where(counts, w, 0) * above, -1) / k
     loss = (1 - smoothing) * label + smoothing * smooth + z_loss * finite**2
-    return jnp.where(some, loss, 0), lse
+    return jnp.where(some, loss, 0), lse, entropy(z, where=counts)
 
 
 def _capped(x, cap):
@@ -90,7 +90,10 @@ def _capped(x, cap):
 
 def integer_cross_entropy(x, weights, labels, *, where=None, ignore_index=None, label_smoothing=0.0, z_loss=0.0,
                           logit_softcap=None):  # fmt: skip
-    """Losses and logsumexps for labels that are in range, or ignored; a label that does not count keeps its logit."""
+    """Losses, logsumexps and entropies for labels that are in range, or ignored.
+
+    A label that does not count keeps its logit.
+    """
     n = x.shape[-1]
     z, w = _capped(x, logit_softcap), jnp.ones(n, x.dtype) if weights is None else weights
     counts = jnp.ones(x.shape, bool) if where is None else jnp.broadcast_to(where, x.shape)
@@ -101,7 +104,7 @@ def integer_cross_entropy(x, weights, labels, *, where=None, ignore_index=None, 
 
 
 def cross_entropy(x, q, weights, *, where=None, label_smoothing=0.0, z_loss=0.0, logit_softcap=None):
-    """Losses and logsumexps for labels that are probabilities, or any other numbers."""
+    """Losses, logsumexps and entropies for labels that are probabilities, or any other numbers."""
     z, w = _capped(x, logit_softcap), jnp.ones(x.shape[-1], x.dtype) if weights is None else weights
     counts = jnp.ones(x.shape, bool) if where is None else jnp.broadcast_to(where, x.shape)
     return _loss(z, q, w, counts, jnp.ones(x.shape[:-1], bool), None, label_smoothing, z_loss)
@@ -109,16 +112,15 @@ def cross_entropy(x, q, weights, *, where=None, label_smoothing=0.0, z_loss=0.0,
 
 def linear_cross_entropy(hidden, weight, bias, class_weights, row_weights, labels, *, reduction=None, scale=1.0,
                          **options):  # fmt: skip
-    """`integer_cross_entropy` of scale * (hidden @ weight + bias); with a reduction, the loss of all rows alone."""
+    """`integer_cross_entropy` of scale * (hidden @ weight + bias), its losses weighted by row, and perhaps reduced."""
     logits = hidden @ weight if bias is None else hidden @ weight + bias
-    loss, lse = integer_cross_entropy(scale * logits, class_weights, labels, **options)
+    loss, lse, h = integer_cross_entropy(scale * logits, class_weights, labels, **options)
     u = jnp.ones(loss.shape, loss.dtype) if row_weights is None else jnp.broadcast_to(row_weights, loss.shape)
     u = u if options.get("ignore_index") is None else jnp.where(labels == options["ignore_index"], 0, u)
     if reduction is None:
-        return u * loss, lse
-    total = jnp.sum(u * loss)
+        return u * loss, lse, h
     mass = 1 if reduction == "sum" else jnp.sum(u)
-    return (jnp.where(mass == 0, 0, total / jnp.where(mass == 0, 1, mass)),)
+    return jnp.where(mass == 0, 0, jnp.sum(u * loss) / jnp.where(mass == 0, 1, mass)), lse, h
 
 
 def attention(

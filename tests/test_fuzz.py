@@ -80,11 +80,12 @@ def row_operation(draw, dtypes, implementation):
 
 
 def loss_options(draw, labels=None):
-    """Those of the losses that are numbers."""
+    """Those of the losses that are numbers, and perhaps whether the entropy is a result, too."""
     options = {
         "label_smoothing": draw(st.sampled_from([0.0, 0.0, 0.1, 1.0])),
         "z_loss": draw(st.sampled_from([0.0, 0.0, 1e-3])),
         "logit_softcap": draw(st.sampled_from([None, None, 5.0])),
+        "entropy": draw(st.booleans()),
     }
     if labels is not None:
         options["ignore_index"] = draw(st.sampled_from([None, None, 0, -100, 255]))
@@ -150,6 +151,7 @@ def linear_cross_entropy(draw, dtypes, implementation):
     operands = [array(draw, (*rows, width), [dtype]) / 4, array(draw, (width, classes), [dtype]) / 4]
     operands += [np.abs(array(draw, (classes,), dtypes)) / 4 for _ in names]
     given |= {"reduction": draw(st.sampled_from([None, "mean", "sum"])), "scale": draw(st.sampled_from([1.0, -0.7]))}
+    given["lse"] = draw(st.booleans())
     if draw(st.booleans()):
         names.append("row_weights")
         operands.append((0.25 + np.abs(array(draw, part_of(draw, rows), [dtype])) % 2).astype(dtype))

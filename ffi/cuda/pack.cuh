@@ -92,6 +92,14 @@ struct alignas(16) Pack {
     for (int k = 0; k < size; k++)
       if (get(k) == -static_cast<A>(__builtin_huge_val())) replace(k, narrow<T>(least));
   }
+  // Replaces smaller elements of 16 bits by x, pair by pair. NaN stays.
+  __device__ void raise(T x) {
+    Pack least;
+    least.fill(x);
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+      words[k] = bits<uint32_t>(__hmax2_nan(bits<Pair<T>>(words[k]), bits<Pair<T>>(least.words[k])));
+  }
   __device__ void fill(T x) {
 #pragma unroll
     for (int k = 0; k < size; k++) set(k, x);

@@ -29,11 +29,12 @@ struct Buffers {
   Buffer first;                                // scores, or the probabilities that softmax_vjp reads instead
   Buffer cotangents;                           // one an element
   Buffer maximum, sum;                         // the state: results of some operations, operands of others
-  Buffer beside;                               // a sum beside the state: label_sums' distances, entropy's products
+  Buffer beside;                               // a sum beside the state: label_sums' distances, the products
   Buffer cotangent;                            // one a row: of the logsumexp or the entropy
   Buffer label;                                // a row's label; kNoRow in a row that is not read
   Buffer label_score, count;                   // results of operations with labels
   Buffer label_cotangent, distance_cotangent;  // operands of their derivatives
+  Buffer entropy_cotangent;                    // the same, where `cotangent` is the logsumexp's
   Buffer result;                               // one an element
   Buffer values, indices;                      // results of top_k
   Buffer workspace;  // bytes for the kernel's own use, allocated by XLA with the other buffers: what a handler asks for

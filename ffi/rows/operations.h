@@ -22,6 +22,7 @@
   operand(count, number, count)                             \
   operand(label_cotangent, number, label_cotangent)         \
   operand(distance_cotangent, number, distance_cotangent)   \
+  operand(entropy_cotangent, number, entropy_cotangent)     \
   operand(result, row, result)                              \
   operand(values, chosen, values)                           \
   operand(indices, index, indices)
@@ -50,6 +51,9 @@
 //   label_sums       What label_state gives, and for the scores above -inf the sum of their distances from the label's,
 //                    and their number.
 //   label_sums_vjp   What label_state_vjp gives, and where the score is above -inf, also the distances' cotangent.
+//   label_entropy    What label_state gives, and the products of the row without its label's score.
+//   label_entropy_vjp  p * (g - ((z - m) - products / s) * h), of a row's cotangent g and the cotangent h of the entropy;
+//                    and at the label, the label's cotangent.
 #define JAXSOFT_ROW_OPERATIONS(record)                                                                                 \
   record(softmax, Softmax, {scores}, {result}, {scale, limit, where, bias}, {trailing, workspace})                     \
   record(softmax_vjp, SoftmaxVjp, {probabilities, cotangents}, {result}, {scale, limit},                               \
@@ -72,6 +76,11 @@
          {limit, where}, {cap, workspace})                                                                             \
   record(label_sums_vjp, LogsumexpVjp,                                                                                 \
          {scores, label, maximum, sum, cotangent, label_cotangent, distance_cotangent}, {result},                      \
+         {limit, where}, {cap})                                                                                        \
+  record(label_entropy, Entropy, {scores, label}, {maximum, sum, label_score, products}, {limit, where},               \
+         {cap, workspace})                                                                                             \
+  record(label_entropy_vjp, EntropyVjp,                                                                                \
+         {scores, label, maximum, sum, products, cotangent, label_cotangent, entropy_cotangent}, {result},             \
          {limit, where}, {cap})
 
 namespace jaxsoft {

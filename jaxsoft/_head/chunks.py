@@ -40,23 +40,9 @@ class Chunk(NamedTuple):
         return {Kind.HIDDEN: parameters[Kind.HIDDEN], **of_classes}
 
 
-# In the pullback, wider chunks read and write the sum of hidden's gradient less often. Scores and weights of this many
-# bytes a chunk leave room for that sum, of 4096 rows of 4096 numbers, in an eighth of the memory of 128256 logits each.
-_PULLBACK_BYTES = 60_000_000
-
-
-def forward_chunk(head: Head, rows: int) -> int:
+def chunk_size(head: Head, rows: int) -> int:
     """The head's, or 2048 classes, or as many as give 2^20 scores if these are more and the number of rows is known."""
     return head.chunk_size or (max(2048, 2**20 // max(rows, 1)) if isinstance(rows, int) else 2048)
-
-
-def pullback_chunk(head: Head, rows: int, width: int, classes: int, itemsize: int) -> int:
-    """The head's, or that of the forward pass, or as many classes as `_PULLBACK_BYTES` and a 16th of them allow."""
-    least = forward_chunk(head, rows)
-    if head.chunk_size or not isinstance(rows, int):
-        return least
-    most = min(_PULLBACK_BYTES // max((rows + width) * itemsize, 1), classes // 16)
-    return max(least, most // _TILE * _TILE)
 
 
 def over_chunks[T](size: int, classes: int, step: Callable[[T, Chunk], T], carry: T) -> T:

@@ -11,7 +11,7 @@ from jaxsoft import fold
 from jaxsoft._head.derivative import statistics
 from jaxsoft._head.head import Head, formula
 from jaxsoft._head.operation import Kind
-from jaxsoft._rows.losses import Options, Sums, row_loss
+from jaxsoft._rows.losses import Options, Sums, row_entropy, row_loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +42,16 @@ class Objective:
         return dict(zip(self.operands, operands, strict=False))
 
     def losses(self, label: jax.Array, found: Sequence[jax.Array], weights: jax.Array | None):
-        """The loss of each row, and the logsumexp, given what `statistics` has found, and the weights of the labels."""
-        others, t, apart, *sums = found
-        return row_loss(self.options, label, others, t, apart, self._sums(t, sums), weight=weights)
+        """The loss of each row and its logsumexp, and the entropy if it is wanted, else None.
+
+        Args:
+          label: of each row.
+          found: what `statistics` has found.
+          weights: those of the labels.
+        """
+        (others, t, apart, *of_others), sums = found[: 3 + self.head.entropy], found[3 + self.head.entropy :]
+        loss, lse = row_loss(self.options, label, others, t, apart, self._sums(t, sums), weight=weights)
+        return loss, lse, row_entropy(label, t, apart, *of_others) if self.head.entropy else None
 
     def _sums(self, t: jax.Array, sums: Sequence[jax.Array]) -> Sums | None:
         if not sums:
@@ -64,5 +71,5 @@ class Objective:
         given = self.named(operands)
         parameters = [given[kind] for kind in self.head.parameters]
         label = given[Kind.LABEL]
-        loss, _ = self.losses(label, function(*parameters, label), given.get(Kind.LABEL_WEIGHTS))
+        loss, *_ = self.losses(label, function(*parameters, label), given.get(Kind.LABEL_WEIGHTS))
         return jnp.sum(given[Kind.ROW_WEIGHTS] * loss)

@@ -1,24 +1,23 @@
 """The pullback over chunks of the classes, with the scores of a chunk computed again or kept from the forward pass.
 
-A chunk's scores, rounded to the dtype of the products as they are with all scores in memory, become their gradients.
-Two products with these give the gradient of the chunk's weights, which is written in its place, and the chunk's share
-of the gradient of the hidden states, which is added up.
+A chunk's scores become their gradients. Two products with these give the gradient of the chunk's weights, which is
+written in its place, and the chunk's share of the gradient of the hidden states, which is added up.
 """
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxsoft import fold
-from jaxsoft._head.chunks import Chunk, over_chunks, pullback_chunk
-from jaxsoft._head.head import Head, Parameters, capped, product_dtype, rounded_scores, scaled
+from jaxsoft._head.chunks import Chunk, chunk_size, over_chunks
+from jaxsoft._head.head import Head, Parameters, capped, product_dtype, scaled, scores
 from jaxsoft._head.operation import Kind, Operation, Shards
 from jaxsoft._rows.forms import Form, capped_slope
 from jaxsoft._rows.formulas import labels_within
-from jaxsoft._rows.operations.labels import LABEL_STATE_VJP
 from jaxsoft._rows.primitive import kernel
 
 
@@ -28,22 +27,21 @@ class Known(NamedTuple):
     Attributes:
       label: of each row, among all classes.
       local: the index of the label among the classes of this device.
-      state: of the scores but the label's, (m, s).
-      g: the cotangent of others.
-      h: the cotangent of the label's score.
+      state: of the scores but the label's, (m, s); and where the entropy is wanted the sum for that of their softmax.
+      cotangents: of others, of the label's score, and where it is wanted of the entropy.
       sums: the cotangents of the sums but the number of scores.
     """
 
     label: jax.Array
     local: jax.Array
-    state: fold.State
-    g: jax.Array
-    h: jax.Array
+    state: tuple[jax.Array, ...]
+    cotangents: tuple[jax.Array, ...]
     sums: list[jax.Array]
 
-    def of_label(self, chunk: Chunk) -> tuple[jax.Array, ...]:
+    def of_label(self, chunk: Chunk, scale: float = 1.0) -> tuple[jax.Array, ...]:
         """The operands of the rows' pullback for a chunk, but for the scores and the cotangents of sums."""
-        return labels_within(self.local, chunk.begin), *self.state, self.g, self.h
+        cotangents = (scaled(scale, v) for v in self.cotangents)
+        return labels_within(self.local, chunk.begin), *self.state, *cotangents
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,9 +58,13 @@ class Pullback(Operation):
 
     @property
     def residuals(self) -> tuple[Kind, ...]:
-        """The operands but the cotangents: the parameters, the labels, others, and the scores if they were kept."""
+        """The operands but the cotangents: the parameters, the labels, some statistics, and the scores if kept."""
         kept = () if self.head.recompute else (Kind.SCORES,)
-        return (*self.head.parameters, Kind.LABEL, Kind.STATISTIC, *kept)
+        return (*self.head.parameters, Kind.LABEL, *(Kind.STATISTIC,) * (1 + self.head.entropy), *kept)
+
+    def of_statistics(self, statistics: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """Those of the statistics that are residuals: others, and the entropy of the scores but the label's."""
+        return statistics[0], *statistics[3 : 3 + self.head.entropy]
 
     @property
     def operands(self) -> tuple[Kind, ...]:
@@ -81,20 +83,21 @@ class Pullback(Operation):
     def on_rows(self, shards: Shards, *operands: jax.Array) -> tuple[jax.Array, ...]:
         """The gradients on one device. Where they are sums over devices, all devices' are added up."""
         head, parameters = self.head, self.head.named(operands)
-        label, others, *kept = operands[len(head.parameters) : len(self.residuals)]
-        g, h, *sums = operands[len(self.residuals) :]
-        dtype, (width, classes) = product_dtype(*operands[:2]), operands[1].shape
+        label, others, *rest = operands[len(head.parameters) : len(self.residuals)]
+        entropy, kept = rest[: head.entropy], rest[head.entropy :]
+        cotangents = operands[len(self.residuals) :]
+        cotangents, sums = cotangents[: 2 + head.entropy], list(cotangents[2 + head.entropy :])
+        dtype, classes = product_dtype(*operands[:2]), operands[1].shape[1]
         parameters[Kind.HIDDEN] = parameters[Kind.HIDDEN].astype(dtype)
-        state = fold.from_lse(others)
-        rows = Known(label, labels_within(label, shards.first_class(classes)), state, g, h, sums)
+        state = *fold.from_lse(others), *(-h for h in entropy)  # the entropy is log(s) minus the sum over s, and s = 1
+        rows = Known(label, labels_within(label, shards.first_class(classes)), state, tuple(cotangents), sums)
 
         def step(gradients: tuple[jax.Array, ...], chunk: Chunk) -> tuple[jax.Array, ...]:
-            x = chunk.of(kept[0]) if kept else rounded_scores(head, chunk.layer(parameters))
+            x = chunk.of(kept[0]) if kept else scores(head, chunk.layer(parameters))
             return self._with_chunk(gradients, parameters, rows, x, chunk)
 
         types = self.types(*operands)
-        size = pullback_chunk(head, label.size, width, classes, dtype.itemsize)
-        gradients = over_chunks(size, classes, step, self._start(dtype, types))
+        gradients = over_chunks(chunk_size(head, label.size), classes, step, self._start(dtype, types))
 
         def of_all_devices(kind: Kind, gradient: jax.Array, dtype: jnp.dtype) -> jax.Array:
             axes = shards.classes if kind is Kind.HIDDEN else shards.rows
@@ -153,17 +156,16 @@ def gradient_of_scores(
       chunk: which classes these are.
       weights: theirs, where the sums are weighted.
     """
-    if weights is None:
-        label, m, s, *cotangents = *rows.of_label(chunk), *rows.sums
-        cotangents = [scaled(head.scale, v) for v in cotangents]
-        form = Form(dtype, cap=head.cap, in_place=True)
-        (dx,) = kernel(head.function.pullback, form, None, x, label, m, s, *cotangents)
+    if not head.composed:
+        form = Form(dtype, cap=head.cap, in_place=x.dtype == dtype)
+        sums = (scaled(head.scale, v) for v in rows.sums)
+        (dx,) = kernel(head.function.pullback, form, None, x, *rows.of_label(chunk, head.scale), *sums)
         return dx
     wide, of_total = fold.accumulator(dtype), rows.sums[0][:, None]
     z, summed = capped(head, x, rows.label)
     # A kernel would need the scores in f32, and in memory.
-    (dz,) = kernel(LABEL_STATE_VJP, Form(wide), "xla", z, *rows.of_label(chunk))
-    dz = dz + jnp.where(summed, of_total * weights[None], 0)
+    (dz,) = kernel(head.function.pullback, Form(wide), "xla", z, *rows.of_label(chunk))
+    dz = dz + jnp.where(summed, of_total if weights is None else of_total * weights[None], 0)
     return scaled(head.scale, capped_slope(Form(wide, cap=head.cap), x, dz)).astype(dtype)
 
 

@@ -13,19 +13,20 @@ that takes no longer than to read and write this gradient once a chunk of rows, 
 
 import dataclasses
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxsoft import fold
 from jaxsoft._head.chunks import Chunk, RowChunk, default_row_chunk, over_chunks, over_rows
-from jaxsoft._head.forward import of_all_classes, reduced
+from jaxsoft._head.forward import folded
 from jaxsoft._head.head import product_dtype, rounded_scores, scaled, scores
 from jaxsoft._head.loss import Objective
 from jaxsoft._head.operation import Kind, Operation, Shards
 from jaxsoft._head.pullback import Known, gradient_of_scores, gradient_of_weights
 from jaxsoft._rows.formulas import labels_within
-from jaxsoft._rows.operations.labels import beside_label
 
 # The gradients that are sums over the rows; the others have a part for each row.
 _SUMMED = (Kind.TOTAL, Kind.WEIGHT, Kind.BIAS, Kind.CLASS_WEIGHTS)
@@ -74,14 +75,17 @@ class Total(Operation):
         (width, classes), rows = given[Kind.WEIGHT].shape, given[Kind.LABEL].size
         dtype = product_dtype(*operands[:2])
         size = self.objective.chunk_size or default_row_chunk(rows, classes, dtype.itemsize)
-        own = self.objective.sum_dtype in (None, dtype) and given[Kind.WEIGHT].dtype == dtype
-        late = Kind.WEIGHT in self.moving and own and size < rows <= width
+        late = Kind.WEIGHT in self.moving and given[Kind.WEIGHT].dtype == dtype and size < rows <= width
         kinds = list(zip(self.results, types, strict=True))
-        start = {kind: None if kind in _SUMMED else jax.lax.empty(t.shape, t.dtype) for kind, t in kinds}
+        start: dict[Kind, Any] = {
+            kind: None if kind in _SUMMED else jax.lax.empty(t.shape, t.dtype) for kind, t in kinds
+        }
         if late:
             start[Kind.WEIGHT] = jax.lax.empty((width, classes), dtype)
         step = functools.partial(self._with_chunk, shards, given, late)
-        found = dict(zip(self.results, over_rows(size, rows, step, tuple(start.values())), strict=True))
+        found: dict[Kind, Any] = dict(
+            zip(self.results, over_rows(size, rows, step, tuple(start.values())), strict=True)
+        )
         if late:
             found[Kind.WEIGHT] = self._of_weight(given, found[Kind.WEIGHT])
 
@@ -107,14 +111,16 @@ class Total(Operation):
         dims, precision = (((dim_of_a,), (dim_of_b,)), ((), ())), self.objective.head.precision
         return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=dtype)
 
-    def _with_chunk(self, shards: Shards, given: dict[Kind, jax.Array], late: bool, found, chunk: RowChunk):
+    def _with_chunk(
+        self, shards: Shards, given: dict[Kind, jax.Array], late: bool, found: Sequence[Any], chunk: RowChunk
+    ) -> tuple[jax.Array, ...]:
         """The results after one more chunk.
 
         Args:
           shards: of the operands.
           given: the operands.
           late: whether the gradient of weight waits for all chunks, and the gradients of the scores are kept there.
-          found: the results before the chunk.
+          found: the results before the chunk; None for a sum before the first one.
           chunk: which rows these are.
         """
         objective, head = self.objective, self.objective.head
@@ -128,24 +134,22 @@ class Total(Operation):
         label, factor = chunk.of(given[Kind.LABEL]), chunk.of(given[Kind.ROW_WEIGHTS])
         here = labels_within(label, shards.first_class(classes))
         class_weights = given[Kind.CLASS_WEIGHTS] if head.weighted else None
-        of_device = reduced(plain, x, label, here, class_weights)
-        state, t, sums = of_all_classes(shards, label, *of_device)
+        row = folded(plain, x, label, here, class_weights).of_all_classes(shards, label)
 
-        def losses(others, t, apart, sums, weights):
-            return objective.losses(label, (others, t, apart, *sums), weights)[0]
+        def losses(statistics, weights):
+            return objective.losses(label, statistics, weights)[0]
 
         label_weights = chunk.of(given[Kind.LABEL_WEIGHTS]) if objective.weighted else None
-        others, apart = beside_label(state, t)
-        loss, pull = jax.vjp(losses, others, t, apart, sums, label_weights)
-        g, h, of_apart, of_sums, of_label_weights = pull(factor)
-        known = Known(label, here, state, g + of_apart, h - of_apart, of_sums[:-1])
+        loss, pull = jax.vjp(losses, row.statistics(), label_weights)
+        (of_others, of_t, of_apart, *of_sums), of_label_weights = pull(factor)
+        known = Known(label, here, row.state, (of_others + of_apart, of_t - of_apart), of_sums[:-1])
         every = Chunk(0, classes)
 
         @functools.cache
         def dx() -> jax.Array:
             return gradient_of_scores(plain, dtype, known, x, every, class_weights)
 
-        def with_chunk(kind: Kind, before: jax.Array | None) -> jax.Array:
+        def with_chunk(kind: Kind, before: Any) -> jax.Array:
             match kind:
                 case Kind.TOTAL:
                     part = jnp.sum(factor * loss)

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Literal, overload
+from typing import Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,19 +16,41 @@ from jaxsoft._rows.derivative import differentiable
 from jaxsoft._rows.forms import Form, counted, scores, softcap
 from jaxsoft._rows.formulas import positions
 from jaxsoft._rows.losses import (
+    LossOptions,
     Options,
     Sums,
     check_labels,
     check_options,
     check_weights,
     is_summed,
+    returned,
+    row_entropy,
     row_loss,
     weight_at,
     weighted_sums,
 )
 from jaxsoft._rows.operation import Extra
-from jaxsoft._rows.operations.labels import LABEL_STATE, label_state_of_rows, label_sums_of_rows
+from jaxsoft._rows.operations.entropy import below, entropy_of
+from jaxsoft._rows.operations.labels import (
+    LABEL_ENTROPY,
+    LABEL_STATE,
+    label_entropy_of_rows,
+    label_state_of_rows,
+    label_sums_of_rows,
+)
 from jaxsoft._rows.primitive import row_operation
+
+
+class _Options(LossOptions, total=False):
+    """The arguments of the overloads of `softmax_cross_entropy`."""
+
+    implementation: str | None
+
+
+class _IntegerOptions(_Options, total=False):
+    """The arguments of the overloads of `softmax_cross_entropy_with_integer_labels`."""
+
+    ignore_index: int | None
 
 
 @overload
@@ -38,13 +60,9 @@ def softmax_cross_entropy_with_integer_labels(
     axis: Axis = -1,
     where: ArrayLike | None = None,
     *,
-    ignore_index: int | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    logit_softcap: float | None = None,
-    class_weights: ArrayLike | None = None,
     return_lse: Literal[False] = False,
-    implementation: str | None = None,
+    return_entropy: Literal[False] = False,
+    **options: Unpack[_IntegerOptions],
 ) -> jax.Array: ...
 @overload
 def softmax_cross_entropy_with_integer_labels(
@@ -53,14 +71,32 @@ def softmax_cross_entropy_with_integer_labels(
     axis: Axis = -1,
     where: ArrayLike | None = None,
     *,
-    ignore_index: int | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    logit_softcap: float | None = None,
-    class_weights: ArrayLike | None = None,
     return_lse: Literal[True],
-    implementation: str | None = None,
+    return_entropy: Literal[False] = False,
+    **options: Unpack[_IntegerOptions],
 ) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def softmax_cross_entropy_with_integer_labels(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    return_entropy: Literal[True],
+    **options: Unpack[_IntegerOptions],
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def softmax_cross_entropy_with_integer_labels(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    return_lse: Literal[True],
+    return_entropy: Literal[True],
+    **options: Unpack[_IntegerOptions],
+) -> tuple[jax.Array, jax.Array, jax.Array]: ...
 def softmax_cross_entropy_with_integer_labels(
     logits: ArrayLike,
     labels: ArrayLike,
@@ -73,8 +109,9 @@ def softmax_cross_entropy_with_integer_labels(
     logit_softcap: float | None = None,
     class_weights: ArrayLike | None = None,
     return_lse: bool = False,
+    return_entropy: bool = False,
     implementation: str | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> jax.Array | tuple[jax.Array, ...]:
     r"""Cross-entropy of softmax, a drop-in for optax's function of this name that reads the logits once.
 
     .. math::
@@ -100,6 +137,7 @@ def softmax_cross_entropy_with_integer_labels(
       class_weights: w, one number a class; 1 if None.
       return_lse: return the logsumexp of z beside the losses. It is -inf in a row of which nothing counts, or that is
         ignored.
+      return_entropy: return the entropy of p as well, in nats, after the losses and what return_lse adds: see below.
       implementation: None for the fastest that serves the call, or one of "ffi", "pallas", "triton", "xla" and
         "reference"; see `jaxsoft.implementations`.
 
@@ -110,6 +148,9 @@ def softmax_cross_entropy_with_integer_labels(
       of which nothing counts, or of nothing but -inf, has loss 0. A label whose logit is -inf has loss inf, and finite
       gradients.
 
+      With return_lse, also the logsumexps, and with return_entropy the entropies, in a tuple (loss, lse, entropy)
+      without what is not asked for.
+
     Raises:
       TypeError, ValueError: an argument does not fit the others, or the named implementation cannot serve the call.
 
@@ -119,11 +160,32 @@ def softmax_cross_entropy_with_integer_labels(
     classes that is sharded over a mesh costs all-reduces of a few numbers a row (vocabulary-parallel cross-entropy:
     Shoeybi et al., "Megatron-LM", arXiv:1909.08053).
 
+    The entropy is that of `jaxsoft.entropy`,
+
+    .. math::
+      H = -\sum_c p_c \log p_c
+
+    over the classes that `where` selects. It does not depend on the label, nor on label_smoothing, z_loss and
+    class_weights. In a row that is ignored, or of which nothing counts, it is 0, and so is its gradient; in one that
+    holds NaN or +inf it is NaN. It has all its digits where the label is nearly certain. Loss and entropy together take
+    one read of the logits, and their gradient one read and one write. With label_smoothing, XLA reads the logits once
+    more.
+
     >>> logits, labels = jnp.array([[1.2, -0.8, -0.5], [0.9, -1.2, 1.1]]), jnp.array([0, 1])
     >>> softmax_cross_entropy_with_integer_labels(logits, labels).round(2)
     Array([0.28, 2.95], dtype=float32)
     >>> softmax_cross_entropy_with_integer_labels(logits, jnp.array([0, -100]), ignore_index=-100).round(2)
     Array([0.28, 0.  ], dtype=float32)
+
+    A policy gradient, with the action as the label: the loss is minus the log of its probability, and the entropy is
+    the bonus that keeps the policy from choosing too early (Mnih et al., arXiv:1602.01783).
+
+    >>> def policy_loss(logits, actions, advantages):
+    ...     nll, entropy = softmax_cross_entropy_with_integer_labels(logits, actions, return_entropy=True)
+    ...     return jnp.mean(advantages * nll - 0.01 * entropy)
+    >>> jax.grad(policy_loss)(logits, labels, jnp.array([1.0, -0.5])).round(2)
+    Array([[-0.12,  0.05,  0.07],
+           [-0.1 ,  0.24, -0.13]], dtype=float32)
     """
     check_name(implementation)
     options = check_options(ignore_index, label_smoothing, z_loss, logit_softcap)
@@ -134,28 +196,29 @@ def softmax_cross_entropy_with_integer_labels(
     x, index = check_labels(labels, x, x.shape[-1], options)
     rows = iter(index.shape)
     counts = _where_of(where, tuple(size if a in axes else next(rows) for a, size in enumerate(given)), axes)
-    loss, lse = _with_integer_labels(x, index, counts, weights, options, implementation)
-    return (loss, lse) if return_lse else loss
+    loss, lse, entropy = _with_integer_labels(x, index, counts, weights, options, bool(return_entropy), implementation)
+    return returned(loss, lse if return_lse else None, entropy)
 
 
-@functools.partial(jax.jit, static_argnames=("options", "implementation"))
-def _with_integer_labels(x, index, counts, weights, options, implementation):
+@functools.partial(jax.jit, static_argnames=("options", "entropy", "implementation"))
+def _with_integer_labels(x, index, counts, weights, options, entropy, implementation):
     extras, label_counts = _extras(x, index, counts)
-    weighted = weights is not None and options.label_smoothing > 0
-    unweighted = options.label_smoothing > 0 and not weighted
+    smoothed = options.label_smoothing > 0
+    summed = smoothed and weights is None and not entropy  # no operation has weighted sums, nor sums and the entropy
     form = Form(x.dtype, tuple(extras), cap=options.logit_softcap)
-    function = label_sums_of_rows if unweighted else label_state_of_rows
+    function = label_entropy_of_rows if entropy else label_sums_of_rows if summed else label_state_of_rows
     others, t, apart, *of_row = differentiable(function, form, implementation)(x, index, *extras.values())
     sums = None
-    if unweighted:
+    if summed:
         total, count = of_row
         sums = _without_uncounted_label(total, count, index, t, label_counts)
-    elif weighted:
+    elif smoothed:
         z, ref = _scores(x, options), jax.lax.stop_gradient(fold.reference(t))
-        summed = is_summed(z, index) if counts is None else is_summed(z, index) & counts
-        sums = weighted_sums(z, summed, weights, ref)
+        adds = is_summed(z, index) if counts is None else is_summed(z, index) & counts
+        sums = weighted_sums(z, adds, jnp.ones(x.shape[-1], z.dtype) if weights is None else weights, ref)
     weight = None if weights is None else weight_at(weights, index)
-    return row_loss(options, index, others, t, apart, sums, label_counts, weight)
+    loss, lse = row_loss(options, index, others, t, apart, sums, label_counts, weight)
+    return loss, lse, row_entropy(index, t, apart, of_row[0], label_counts) if entropy else None
 
 
 def _extras(
@@ -188,12 +251,9 @@ def softmax_cross_entropy(
     axis: Axis = -1,
     where: ArrayLike | None = None,
     *,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    logit_softcap: float | None = None,
-    class_weights: ArrayLike | None = None,
     return_lse: Literal[False] = False,
-    implementation: str | None = None,
+    return_entropy: Literal[False] = False,
+    **options: Unpack[_Options],
 ) -> jax.Array: ...
 @overload
 def softmax_cross_entropy(
@@ -202,13 +262,32 @@ def softmax_cross_entropy(
     axis: Axis = -1,
     where: ArrayLike | None = None,
     *,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    logit_softcap: float | None = None,
-    class_weights: ArrayLike | None = None,
     return_lse: Literal[True],
-    implementation: str | None = None,
+    return_entropy: Literal[False] = False,
+    **options: Unpack[_Options],
 ) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def softmax_cross_entropy(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    return_entropy: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def softmax_cross_entropy(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    return_lse: Literal[True],
+    return_entropy: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[jax.Array, jax.Array, jax.Array]: ...
 def softmax_cross_entropy(
     logits: ArrayLike,
     labels: ArrayLike,
@@ -220,8 +299,9 @@ def softmax_cross_entropy(
     logit_softcap: float | None = None,
     class_weights: ArrayLike | None = None,
     return_lse: bool = False,
+    return_entropy: bool = False,
     implementation: str | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> jax.Array | tuple[jax.Array, ...]:
     r"""Cross-entropy of softmax and a distribution over the classes, a drop-in for optax's function of this name.
 
     .. math::
@@ -237,20 +317,20 @@ def softmax_cross_entropy(
       axis: the axis or axes of the classes; None for all.
       where: boolean: classes that count, broadcastable to the logits; or, without the axes of the classes, rows that
         count.
-      label_smoothing, z_loss, logit_softcap, class_weights, return_lse, implementation: as of
+      label_smoothing, z_loss, logit_softcap, class_weights, return_lse, return_entropy, implementation: as of
         `softmax_cross_entropy_with_integer_labels`.
 
     Returns:
       One loss a row, in f32 for logits of 16 bits and else in their dtype; no mean is taken. Where a logit is -inf, a
       label of 0 adds nothing, where optax has NaN, and any other makes the loss infinite. A row of which nothing
-      counts, or of nothing but -inf, has loss 0.
+      counts, or of nothing but -inf, has loss 0. With return_lse and return_entropy a tuple, as there.
 
     Raises:
       TypeError, ValueError: an argument does not fit the others, or the named implementation cannot serve the call.
 
     Derivatives by the logits, the labels and the class weights, of every order, in forward and reverse mode. The
-    implementation reduces the rows to their state, and XLA fuses the rest: its forward pass reads the logits once more,
-    and its backward pass the logits and the labels once.
+    implementation reduces the rows to their state, with the entropy's sum if that is asked for, and XLA fuses the rest:
+    its forward pass reads the logits once more, and its backward pass the logits and the labels once.
 
     >>> logits, labels = jnp.array([[1.2, -0.8, -0.5], [0.9, -1.2, 1.1]]), jnp.array([[1.0, 0, 0], [0, 1.0, 0]])
     >>> softmax_cross_entropy(logits, labels).round(2)
@@ -263,8 +343,8 @@ def softmax_cross_entropy(
     counts = _where_of(where, shape, axes)
     x, q = (merged(jnp.broadcast_to(v, shape), axes, shape) for v in (x, q))
     weights = check_weights(class_weights, x.shape[-1], x.dtype)
-    loss, lse = _with_labels(x, q, counts, weights, options, implementation)
-    return (loss, lse) if return_lse else loss
+    loss, lse, entropy = _with_labels(x, q, counts, weights, options, bool(return_entropy), implementation)
+    return returned(loss, lse if return_lse else None, entropy)
 
 
 def _side_by_side(
@@ -286,14 +366,14 @@ def _side_by_side(
     return x, q, axes, tuple(x.shape[a] if a in axes else size for a, size in enumerate(shape))
 
 
-@functools.partial(jax.jit, static_argnames=("options", "implementation"))
-def _with_labels(x, q, counts, weights, options, implementation):
+@functools.partial(jax.jit, static_argnames=("options", "entropy", "implementation"))
+def _with_labels(x, q, counts, weights, options, entropy, implementation):
     wide = fold.accumulator(x.dtype)
     extras = {}
     if counts is not None:
         extras[Extra.WHERE] = jnp.broadcast_to(counts, (*counts.shape[:-1], x.shape[-1]))
     form = Form(x.dtype, tuple(extras), cap=options.logit_softcap)
-    m, s = _fused_state(form, implementation, x, *extras.values())
+    m, s, *u = _fused_state(form, implementation, entropy, x, *extras.values())
     empty = s == 0
     z, q = _scores(x, options), q.astype(wide)
     shown = True if counts is None else counts
@@ -309,28 +389,33 @@ def _with_labels(x, q, counts, weights, options, implementation):
     lse = fold.lse(fold.State(m, s))
     if options.z_loss:
         loss = loss + options.z_loss * jnp.where(empty, 0, lse) ** 2
-    return loss, lse
+    return loss, lse, entropy_of(m, s, *u) if entropy else None
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _fused_state(form, implementation, x, *extras):
-    """The state (m, s) of rows. m counts as a constant, as what is computed of both does not depend on its choice.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _fused_state(form, implementation, entropy, x, *extras):
+    """The state (m, s) of rows, and for the entropy also its sum u.
 
-    The derivative of s is a formula, which XLA fuses with the rest of the gradient. Of the operations that reduce a row
-    to its state, only those with labels take a cap. So rows get the label -1, which is none of their elements.
+    m counts as a constant, as what is computed of them does not depend on its choice. The derivatives of s and u are
+    formulas, which XLA fuses with the rest of the gradient. Of the operations that reduce a row to its state, only
+    those with labels take a cap. So rows get the label -1, which is none of their elements.
     """
     no_label = jnp.full(x.shape[:-1], -1, jnp.int32)
-    return row_operation(LABEL_STATE, form, implementation, x, no_label, *extras)[:2]
+    operation = LABEL_ENTROPY if entropy else LABEL_STATE
+    m, s, _, *u = row_operation(operation, form, implementation, x, no_label, *extras)
+    return m, s, *u
 
 
 @_fused_state.defjvp
-def _fused_state_jvp(form, implementation, primals, tangents):
+def _fused_state_jvp(form, implementation, entropy, primals, tangents):
     x, *extras = primals
-    m, s = _fused_state(form, implementation, *primals)
+    m, *sums = _fused_state(form, implementation, entropy, *primals)
     beside = dict(zip(form.extras, extras, strict=True))
     counts = counted(form, x, beside)
     z, t = jax.jvp(lambda x: scores(form, x, beside, m.dtype, counts), (x,), tangents[:1])
-    return (m, s), (jnp.zeros_like(m), jnp.sum(fold.weight(z, m[..., None]) * t, axis=-1))
+    along = fold.weight(z, m[..., None]) * t
+    moves = [along, along * (1 + below(z, m))]
+    return (m, *sums), (jnp.zeros_like(m), *(jnp.sum(v, axis=-1) for v in moves[: len(sums)]))
 
 
 def _scores(x: jax.Array, options: Options) -> jax.Array:

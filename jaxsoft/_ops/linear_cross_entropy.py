@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from typing import Literal, overload
+from typing import Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,28 @@ from jaxsoft._head.loss import Objective
 from jaxsoft._head.operation import Kind
 from jaxsoft._head.reduction import weighted_sum
 from jaxsoft._ops.arguments import as_kernel_scores, broadcastable, check_dtype
-from jaxsoft._rows.losses import check_labels, check_number, check_options, check_weights, weight_at
+from jaxsoft._rows.losses import (
+    LossOptions,
+    check_labels,
+    check_number,
+    check_options,
+    check_weights,
+    returned,
+    weight_at,
+)
 from jaxsoft._rows.operation import NO_ROW
+
+
+class _LinearOptions(LossOptions, total=False):
+    """The arguments of the overloads."""
+
+    ignore_index: int | None
+    reduction: Literal["mean", "sum"] | None
+    row_weights: ArrayLike | None
+    scale: float
+    chunk_size: int | None
+    recompute: bool
+    accumulator_dtype: DTypeLike | None
 
 
 @overload
@@ -28,18 +48,9 @@ def linear_softmax_cross_entropy(
     labels: ArrayLike,
     bias: ArrayLike | None = None,
     *,
-    ignore_index: int | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    logit_softcap: float | None = None,
-    class_weights: ArrayLike | None = None,
     return_lse: Literal[False] = False,
-    reduction: Literal["mean", "sum"] | None = None,
-    row_weights: ArrayLike | None = None,
-    scale: float = 1.0,
-    chunk_size: int | None = None,
-    recompute: bool = True,
-    accumulator_dtype: DTypeLike | None = None,
+    return_entropy: Literal[False] = False,
+    **options: Unpack[_LinearOptions],
 ) -> jax.Array: ...
 @overload
 def linear_softmax_cross_entropy(
@@ -48,19 +59,32 @@ def linear_softmax_cross_entropy(
     labels: ArrayLike,
     bias: ArrayLike | None = None,
     *,
-    ignore_index: int | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    logit_softcap: float | None = None,
-    class_weights: ArrayLike | None = None,
     return_lse: Literal[True],
-    reduction: Literal["mean", "sum"] | None = None,
-    row_weights: ArrayLike | None = None,
-    scale: float = 1.0,
-    chunk_size: int | None = None,
-    recompute: bool = True,
-    accumulator_dtype: DTypeLike | None = None,
+    return_entropy: Literal[False] = False,
+    **options: Unpack[_LinearOptions],
 ) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def linear_softmax_cross_entropy(
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    labels: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    return_entropy: Literal[True],
+    **options: Unpack[_LinearOptions],
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def linear_softmax_cross_entropy(
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    labels: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    return_lse: Literal[True],
+    return_entropy: Literal[True],
+    **options: Unpack[_LinearOptions],
+) -> tuple[jax.Array, jax.Array, jax.Array]: ...
 def linear_softmax_cross_entropy(
     hidden: ArrayLike,
     weight: ArrayLike,
@@ -73,13 +97,14 @@ def linear_softmax_cross_entropy(
     logit_softcap: float | None = None,
     class_weights: ArrayLike | None = None,
     return_lse: bool = False,
+    return_entropy: bool = False,
     reduction: Literal["mean", "sum"] | None = None,
     row_weights: ArrayLike | None = None,
     scale: float = 1.0,
     chunk_size: int | None = None,
     recompute: bool = True,
     accumulator_dtype: DTypeLike | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> jax.Array | tuple[jax.Array, ...]:
     r"""Cross-entropy of the logits scale * (hidden @ weight + bias), which are never in memory all at once.
 
     .. math::
@@ -111,6 +136,8 @@ def linear_softmax_cross_entropy(
       logit_softcap: z = cap * tanh(a (h W + b) / cap), with a cap from 1e-30 to 1e30.
       class_weights: w, one number a class; 1 if None.
       return_lse: return the logsumexp of z beside the losses. With a reduction, this takes the way by classes.
+      return_entropy: return the entropy of p as well, in nats, after the losses and what return_lse adds; as
+        `softmax_cross_entropy_with_integer_labels` does. With a reduction, this takes the way by classes.
       reduction: "mean" or "sum", or None for one loss a row.
       row_weights: u, real numbers of the shape of the losses, or of one that broadcasts to it; 1 if None. Without a
         reduction each loss is multiplied by its row's.
@@ -128,19 +155,20 @@ def linear_softmax_cross_entropy(
         None for weight's own, in which each chunk rounds it once. Another takes memory for one more gradient.
 
     Returns:
-      One loss a row, of the shape of the labels, or with a reduction one number, and beside it the logsumexp of each
-      row if asked for: in f32 for operands of 16 bits and else in the dtype of the products. Labels out of range, rows
-      without a finite logit and the like have the losses that they have in `softmax_cross_entropy_with_integer_labels`.
-      A mean over rows whose weights sum to 0, as where all are ignored, is 0, and so are its gradients.
+      One loss a row, of the shape of the labels, or with a reduction one number, and beside it the logsumexp and the
+      entropy of each row if asked for: in f32 for operands of 16 bits and else in the dtype of the products. Labels out
+      of range, rows without a finite logit and the like have the losses that they have in
+      `softmax_cross_entropy_with_integer_labels`. A mean over rows whose weights sum to 0, as where all are ignored, is
+      0, and so are its gradients.
 
     Raises:
       TypeError, ValueError: an argument does not fit the others.
 
     Derivatives by hidden, weight, bias, class weights and row weights, in their dtypes. No gradient is computed that is
     not asked for: by rows, two products are enough where weight has none. Forward mode and derivatives of higher order
-    work too, the latter with all logits in memory. Gradients are those of logits that are rounded to the dtype of the
-    products, as they are in memory; so is the loss by rows, where the gradients are what is kept from the forward pass
-    to the backward pass. Where a loop is differentiated as a whole, each of its steps would keep the gradient of
+    work too, the latter with all logits in memory. By rows, loss and gradients are those of logits that are rounded to
+    the dtype of the products, as they are in memory, and the gradients are what is kept from the forward pass to the
+    backward pass. Where a loop is differentiated as a whole, each of its steps would keep the gradient of
     weight: leave the reduction out there, or let `jax.checkpoint` compute the step again. A call with f16 products is
     computed by classes, as gradients before the cotangent could be too small for f16, and so is one that `jax.vmap`
     maps before it is differentiated. Over a mesh, rows may be sharded as hidden has them and classes as weight has
@@ -178,10 +206,12 @@ def linear_softmax_cross_entropy(
     chunk_size = _check_chunk_size(chunk_size)
     if not isinstance(recompute, bool | np.bool_):
         raise TypeError(f"recompute must be True or False; got {recompute!r}")
-    by_rows = reduction is not None and not return_lse and dtype != jnp.float16 and isinstance(index.size, int)
+    plain = not return_lse and not return_entropy and dtype != jnp.float16
+    by_rows = reduction is not None and plain and isinstance(index.size, int)
     head = Head(
         tuple(operands),
         summed=options.label_smoothing > 0,
+        entropy=bool(return_entropy),
         scale=scale,
         cap=options.logit_softcap,
         precision=jax.config.jax_default_matmul_precision,
@@ -191,8 +221,8 @@ def linear_softmax_cross_entropy(
     objective = Objective(
         head, options, weights is not None, chunk_size if by_rows else None, _check_accumulator(accumulator_dtype)
     )
-    loss, lse = _loss(tuple(operands.values()), index, factors, weights, objective, reduction, by_rows)
-    return (loss, lse) if return_lse else loss
+    loss, lse, entropy = _loss(tuple(operands.values()), index, factors, weights, objective, reduction, by_rows)
+    return returned(loss, lse if return_lse else None, entropy)
 
 
 def _layer(hidden: ArrayLike, weight: ArrayLike, bias: ArrayLike | None) -> dict[Kind, jax.Array]:
@@ -247,7 +277,7 @@ def _check_accumulator(dtype: DTypeLike | None) -> np.dtype | None:
 
 @functools.partial(jax.jit, static_argnames=("objective", "reduction", "by_rows"))
 def _loss(operands, index, factors, weights, objective, reduction, by_rows):
-    """The loss, and the logsumexp of each row but for the way by rows."""
+    """The loss, and by classes the logsumexp of each row, and the entropy if it is wanted."""
     dtype = fold.accumulator(product_dtype(*operands[:2]))
     if factors is None:
         factors = jnp.ones_like(index, dtype)
@@ -258,7 +288,7 @@ def _loss(operands, index, factors, weights, objective, reduction, by_rows):
     *operands, index, factors = varying_alike(*operands, index, factors)
     of_label = () if weights is None else varying_alike(weight_at(weights, index), index)[:1]
     if by_rows:
-        return weighted_sum(objective, *operands, index, factors, *of_label), None
-    loss, lse = objective.losses(index, statistics(objective.head)(*operands, index), *(of_label or (None,)))
+        return weighted_sum(objective, *operands, index, factors, *of_label), None, None
+    loss, lse, entropy = objective.losses(index, statistics(objective.head)(*operands, index), *(of_label or (None,)))
     loss = factors * loss
-    return loss if reduction is None else jnp.sum(loss), lse
+    return loss if reduction is None else jnp.sum(loss), lse, entropy

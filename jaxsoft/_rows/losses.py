@@ -6,13 +6,13 @@ With p the softmax of the scores z, the loss of a row is
 
 where k is the number of classes whose score is above -inf; the other classes have no part of label_smoothing. The row
 operations of `jaxsoft._rows.operations.labels` read whole rows, and give a few numbers a row. The loss is a formula of
-these numbers, which JAX differentiates.
+these numbers, which JAX differentiates, and so is the entropy of p.
 """
 
 import dataclasses
 import numbers
 import operator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,21 @@ class Options:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     logit_softcap: float | None = None
+
+
+class LossOptions(TypedDict, total=False):
+    """The arguments of every cross-entropy that do not decide what it returns, for the types of its overloads."""
+
+    label_smoothing: float
+    z_loss: float
+    logit_softcap: float | None
+    class_weights: ArrayLike | None
+
+
+def returned(loss: jax.Array, lse: jax.Array | None, entropy: jax.Array | None) -> jax.Array | tuple[jax.Array, ...]:
+    """What a cross-entropy returns: the losses, and beside them what else is asked for."""
+    beside = [v for v in (lse, entropy) if v is not None]
+    return (loss, *beside) if beside else loss
 
 
 def check_options(
@@ -189,10 +204,10 @@ def row_loss(
     # A label out of range poisons the value alone: where the loss of its row is masked afterwards, NaN in the gradient
     # would stay NaN. What is differentiated is the logsumexp, as in optax.
     invalid = label == -1
+    label_counts = _adds_label(label, t, label_counts)
     t, apart = jnp.where(invalid, 0, t), jnp.where(invalid, others, apart)
     weight = weight if weight is None else jnp.where(invalid, 1, weight)
     # Without a score that counts there is nothing to learn from. What is not chosen below must have finite derivatives.
-    label_counts = label_counts & (t != -jnp.inf) & ~invalid
     empty = (label == NO_ROW) | ((others == -jnp.inf) & ~label_counts)
     others, t, apart = (jnp.where(empty, 0, v) for v in (others, t, apart))
     nll = jnp.where(label_counts, jnp.logaddexp(apart, 0), apart)
@@ -205,6 +220,39 @@ def row_loss(
         loss = loss + options.z_loss * lse**2
     loss = jnp.where(empty, 0, loss) + jnp.where(invalid, jnp.nan, 0).astype(loss.dtype)
     return loss, jnp.where(empty, -jnp.inf, lse)
+
+
+def row_entropy(
+    label: jax.Array,
+    t: jax.Array,
+    apart: jax.Array,
+    of_others: jax.Array,
+    label_counts: jax.Array | bool = True,
+) -> jax.Array:
+    """The entropy of the softmax of rows, given that of the scores but the label's.
+
+    With q and r the probabilities of the others and of the label, it is q * (of_others - log(q)) - r * log(r). No term
+    is negative, so nothing cancels.
+
+    Args:
+      label, t, apart, label_counts: as `row_loss` has them.
+      of_others: the last result of `label_entropy_of_rows`.
+    """
+    label_counts = _adds_label(label, t, label_counts)
+    # Beyond this q or r is 0, and so is its product with a logarithm that must be finite.
+    apart = jnp.clip(jnp.where(label_counts, apart, 0), -1e4, 1e4)
+    log_q, log_r = -jnp.logaddexp(-apart, 0), -jnp.logaddexp(apart, 0)
+    entropy = jnp.exp(log_q) * (of_others - log_q) - jnp.exp(log_r) * log_r
+    return jnp.where(label_counts, entropy, of_others)
+
+
+def _adds_label(label: jax.Array, t: jax.Array, label_counts: jax.Array | bool) -> jax.Array:
+    """Whether the label's score t is one of the scores of its row: it counts, is above -inf, and there is such a label.
+
+    Args:
+      label, t, label_counts: as `row_loss` has them.
+    """
+    return label_counts & (t != -jnp.inf) & (label != -1)
 
 
 def _logaddexp(others: jax.Array, t: jax.Array, apart: jax.Array) -> jax.Array:

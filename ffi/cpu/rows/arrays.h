@@ -70,13 +70,13 @@ struct Arrays {
 struct Labels {
   const int32_t* label;
   double cap;
-  PerRow score, count;                   // results
-  PerRow cotangent, distance_cotangent;  // operands
+  PerRow score, count;                                      // results
+  PerRow cotangent, distance_cotangent, entropy_cotangent;  // operands
 
   explicit Labels(const Call& call)
       : label(static_cast<const int32_t*>(call.buffers.label.data)), cap(call.cap), score(call.buffers.label_score),
         count(call.buffers.count), cotangent(call.buffers.label_cotangent),
-        distance_cotangent(call.buffers.distance_cotangent) {}
+        distance_cotangent(call.buffers.distance_cotangent), entropy_cotangent(call.buffers.entropy_cotangent) {}
 };
 
 // Finds what a kernel reads of rows (rows, n). Lambdas hold it by value: it is looked at for every row, however short.

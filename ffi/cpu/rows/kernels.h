@@ -31,7 +31,7 @@ struct Segment {
 // The numbers of one row: what it was reduced to, and those that it came with.
 struct RowNumbers {
   State reduced = {-infinity, 0}, given = {};
-  double cotangent = 0, distance_cotangent = 0, beside = 0;
+  double cotangent = 0, distance_cotangent = 0, entropy_cotangent = 0, beside = 0;
 };
 
 // Sums beside a state: of terms that are relative to Segment::from, and of their number where an operation wants it.
@@ -72,9 +72,9 @@ struct LabelRows {
   const void* a;
   int64_t n;
   const int32_t* label;
-  void *maximum, *sum;                    // results of the reductions, operands of the derivatives
-  void *label_score, *distances, *count;  // results
-  const void *cotangent, *label_cotangent, *distance_cotangent;
+  void *maximum, *sum, *beside;  // results of the reductions, operands of the derivatives
+  void *label_score, *count;     // results
+  const void *cotangent, *label_cotangent, *distance_cotangent, *entropy_cotangent;
   void* out;
 };
 

@@ -49,11 +49,19 @@ struct LabelledRows {
     Segment at = segment(row, begin);
     const int64_t count = in.counted(row, begin, end - begin);
     if (count <= 0) return;
-    part.state = combine(part.state, kernels.reduce(at, count));
-    if (!kernels.sums) return;
-    at.from = reference(score(row));
-    const Sums sums = kernels.sums(at, count);
-    part.sums.count += sums.count, part.sums.sum += sums.sum;
+    Reduced here{kernels.reduce(at, count), {}};
+    if (kernels.sums) {
+      at.from = kernels.moved ? here.state.m : reference(score(row));
+      here.sums = kernels.sums(at, count);
+    }
+    add(part, here);
+  }
+  void add(Reduced& total, const Reduced& part) const {
+    const State state = combine(total.state, part.state);
+    auto moved = [&](const Reduced& of) {
+      return kernels.moved ? kernels.moved(of.sums.sum, of.state, state.m) : of.sums.sum;
+    };
+    total = {state, {moved(total) + moved(part), total.sums.count + part.sums.count}};
   }
 
   Reduced reduce(int64_t row, int64_t i, int64_t size) const {
@@ -74,14 +82,17 @@ struct LabelledRows {
       numbers.given = {arrays.m.get(row), arrays.s.get(row)};
       numbers.cotangent = arrays.cotangent.get(row);
       if (labels.distance_cotangent.data) numbers.distance_cotangent = labels.distance_cotangent.get(row);
+      if (labels.entropy_cotangent.data) numbers.entropy_cotangent = labels.entropy_cotangent.get(row);
+      if (arrays.beside.data) numbers.beside = arrays.beside.get(row);
       return numbers;
     }
     const double t = score(row);
     arrays.m.set(row, reduced.state.m), arrays.s.set(row, reduced.state.s);
     labels.score.set(row, t);
     if (!arrays.beside.data) return numbers;
-    arrays.beside.set(row, reduced.sums.sum + (t == infinity ? t : 0));
-    labels.count.set(row, reduced.sums.count + (is_read(row) && t > -infinity));
+    const bool counts = labels.count.data;  // then the sum is of distances from t
+    arrays.beside.set(row, reduced.sums.sum + (counts && t == infinity ? t : 0));
+    if (counts) labels.count.set(row, reduced.sums.count + (is_read(row) && t > -infinity));
     return numbers;
   }
 
@@ -111,10 +122,7 @@ inline void run_cut_rows(ffi::ThreadPool& pool, const Kernels& kernels, const Ca
   const LabelledRows rows{kernels, arrays, Labels(call), Rows(arrays, call), n};
   reduce_then_write(
       pool, call.shape.rows, n, n, [=](int64_t row, int64_t i, int64_t size) { return rows.reduce(row, i, size); },
-      [](LabelledRows::Reduced& total, const LabelledRows::Reduced& part) {
-        total.state = combine(total.state, part.state);
-        total.sums.count += part.sums.count, total.sums.sum += part.sums.sum;
-      },
+      [=](LabelledRows::Reduced& total, const LabelledRows::Reduced& part) { rows.add(total, part); },
       [=](int64_t row, const LabelledRows::Reduced& reduced) { return rows.finish(row, reduced); },
       [=](int64_t row, int64_t i, int64_t size, const RowNumbers& numbers) { rows.write(row, i, size, numbers); });
 }
@@ -125,10 +133,10 @@ inline void run_whole_rows(ffi::ThreadPool& pool, const Kernels& kernels, const 
   const LabelRows rows{buffers.first.data,           call.shape.n,
                        static_cast<const int32_t*>(buffers.label.data),
                        buffers.maximum.data,         buffers.sum.data,
-                       buffers.label_score.data,     buffers.beside.data,
+                       buffers.beside.data,          buffers.label_score.data,
                        buffers.count.data,           buffers.cotangent.data,
                        buffers.label_cotangent.data, buffers.distance_cotangent.data,
-                       buffers.result.data};
+                       buffers.entropy_cotangent.data, buffers.result.data};
   each_rows(pool, call.shape.rows, call.shape.n,
             [&](int64_t begin, int64_t end) { kernels.label_rows(rows, begin, end); });
 }

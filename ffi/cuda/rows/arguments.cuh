@@ -42,6 +42,7 @@ struct Arguments {
   // bias are counted in rows of these arrays. Not set where there are 2^31 rows or more.
   Divider sizes[kGroups];
   uint32_t strides[kExtras][kGroups] = {};
+  const A* entropy_cotangent = nullptr;
 
   __host__ __device__ bool counted_in_ints() const { return rows <= INT32_MAX; }
   void set_extras(const Extras& of_call) {

@@ -34,6 +34,7 @@ Arguments<T> arguments(const Call& call) {
   args.label_score = number(buffers.label_score), args.count = number(buffers.count);
   args.beside = number(buffers.beside);
   args.label_cotangent = number(buffers.label_cotangent), args.distance_cotangent = number(buffers.distance_cotangent);
+  args.entropy_cotangent = number(buffers.entropy_cotangent);
   args.cap = static_cast<A>(call.cap);
   args.set_extras(call.extras);
   args.masked = call.masked;

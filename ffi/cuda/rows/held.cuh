@@ -27,7 +27,7 @@ __device__ void held_row(const Arguments<T>& args, const Row& row, int64_t index
       return reduce_visited<Op<T>>(row.form, [&](auto use) { use(pa, pb); },
                                    [](const auto& part) { return reduce_threads<T>(part); });
     };
-    if constexpr (Op<T>::sums) part = compensated_sum();
+    if constexpr (Op<T>::compensates) part = compensated_sum();
     else part = compensated ? compensated_sum() : reduce_held<Op<T>>(pa, pb, row.form, left, step, shared);
   }
   if (!exists) return;

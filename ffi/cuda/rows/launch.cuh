@@ -41,7 +41,7 @@ cudaError_t launch_rule(const Arguments<T>& args, const Plan& plan, Layout layou
   else if constexpr (rule.strategy == Strategy::split)
     return launch_split<Op, T, Form>(args, plan, workspace, stream);
   else
-    return launch_tiled<Op, T, Form>(args, stream);
+    return launch_tiled<Op, T, Form>(args, plan.threads, stream);
 }
 
 template <template <class> class Op, class T, class Form, int... rules>

@@ -26,7 +26,7 @@ struct Plan {
   int rule = -1;           // in the table; -1 if no kernel can serve the call
   int64_t packs = 0;       // of a row
   int blocks = 1;          // of a cluster, which is as many parts of a row: clustered, ring
-  int threads = 0;         // of a block: split
+  int threads = 0;         // of a block: split, tiled
   bool overlap = false;    // whether a launch may start while the one before still runs: split
   int processors = 0;      // multiprocessors of the GPU: dealt
   Split split{1, 1};       // split, spread
@@ -100,6 +100,14 @@ inline bool fit_split(const Rule& rule, const KernelFacts& kernel, const CallFac
   return true;
 }
 
+// A kernel counts the elements of a row in ints.
+inline bool fit_tiled(const KernelFacts& kernel, const CallFacts& call, Plan& plan) {
+  plan.threads = Tiled::threads(kernel.kind != kElementwise);
+  const int64_t enough = Tiled::enough_threads * call.processors;
+  while (kernel.kind == kSums && plan.threads > 32 && call.rows * plan.threads / 2 >= enough) plan.threads /= 2;
+  return call.n <= 1 << 30;
+}
+
 // Whether a strategy can serve the call as the rule says. If so, fills in the plan.
 inline bool fit(const Rule& rule, const KernelFacts& kernel, const CallFacts& call, Plan& plan) {
   switch (rule.strategy) {
@@ -110,7 +118,7 @@ inline bool fit(const Rule& rule, const KernelFacts& kernel, const CallFacts& ca
     case Strategy::dealt: return fit_dealt(kernel, call);
     case Strategy::flat: return fit_flat(kernel, call);
     case Strategy::split: return fit_split(rule, kernel, call, plan);
-    case Strategy::tiled: return call.n <= 1 << 30;  // a kernel counts the elements of a row in ints
+    case Strategy::tiled: return fit_tiled(kernel, call, plan);
   }
   return false;
 }

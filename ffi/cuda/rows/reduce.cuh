@@ -53,6 +53,9 @@ __device__ typename Op::Part reduce_held(const Pack<T> (&a)[count], const Pack<T
     A tops = sum(rest.tops, 2);
     if (isfinite(m)) part.add(tops - 1);
     return {m, part};
+  } else if constexpr (Op::scores && Op::sums) {
+    const auto terms = Op::terms(reference(m), a, b, form, left, step);
+    return {{m, {sum(terms.sum, 1), 0}}, {sum(terms.products, 2), 0}};
   } else if constexpr (Op::scores) {
     return {m, {sum(Op::template sum_of_terms<false>(reference(m), a, b, form, left, step), 1), 0}};
   } else {

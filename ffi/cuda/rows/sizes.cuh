@@ -23,13 +23,16 @@ struct Tiled {
   static constexpr int threads(bool reduces) { return reduces ? 512 : 128; }
   // Packs that a thread reads before it uses the first.
   static constexpr int in_flight(bool reduces, bool extras) { return reduces || extras ? 4 : 2; }
-  // The least number of blocks for which a multiprocessor must have registers. `most_threads` is the most that a
-  // multiprocessor can have.
-  static constexpr int blocks(int element_bytes, bool reduces, bool writes, bool extras, int most_threads) {
+  // The least number of blocks of so many threads for which a multiprocessor must have registers. `most_threads` is the
+  // most that a multiprocessor can have. `wide`: whether rows are written, or have sums beside their state.
+  static constexpr int blocks(int element_bytes, bool reduces, bool wide, bool extras, int most_threads) {
     if (element_bytes == 8) return 1;
     if (!reduces) return most_threads / threads(reduces) / (extras ? 2 : 1);
-    return extras ? 1 : writes ? 2 : 3;
+    return extras ? 1 : wide ? 2 : 3;
   }
+  // Sums beside a state take a block's threads long to combine. So a row has fewer threads, as long as all rows together
+  // have this number for each multiprocessor.
+  static constexpr int64_t enough_threads = 896;
 };
 
 // A row that is split over blocks in several launches (split.cuh).

@@ -186,8 +186,8 @@ constexpr Rule kRules[] = {
     use(Strategy::dealt).on(kHopper).of_bytes(2 | 4).for_kinds(kWriteAndReduce).for_forms(kPlain)
         .all_rows_from((1 << 20) + 1),
 
-    // Sums, and rows with extras that are too long for 8 packs a thread: 4 packs in more threads.
-    use(Strategy::held, 4).for_forms(kPlain | kExtrasAlone).reading(1).up_to(4 * Held::most_threads(true, 4)),
+    // Rows with extras that are too long for 8 packs a thread: 4 packs in more threads.
+    use(Strategy::held, 4).for_forms(kExtrasAlone).reading(1).up_to(4 * Held::most_threads(true, 4)),
 
     // Everything else. What is reduced is read twice here. Rows are split where one block for each would be too few for
     // the GPU, or where a row is long: a part has at most 128 KB, if there is room in the workspace for so many states.

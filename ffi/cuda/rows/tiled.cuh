@@ -23,7 +23,7 @@ constexpr int kTiledInFlight = Tiled::in_flight(Op::reduces, Form::extras);
 template <class Op>
 constexpr int kTiledThreads = Tiled::threads(Op::reduces);
 template <class Op, class T, class Form>
-constexpr int kTiledBlocks = Tiled::blocks(sizeof(T), Op::reduces, Op::writes, Form::extras, kMostThreads);
+constexpr int kTiledBlocks = Tiled::blocks(sizeof(T), Op::reduces, Op::writes || Op::sums, Form::extras, kMostThreads);
 
 // Reduces a row, or a part of one, by the block's threads in x, to which its packs are dealt out round-robin.
 template <template <class> class Op, class T, class Form>
@@ -32,7 +32,9 @@ __device__ typename Op<T>::Part reduce_packs(const Row<Op, T, Form>& row) {
   auto visit = [&](auto use) {
     for (int i = threadIdx.x; i < row.counted; i += in_flight * blockDim.x) {
       Pack<T> pa[in_flight], pb[in_flight];
-      row.load(i, blockDim.x, row.counted, pa, pb, true);
+      if (Op<T>::sums && !Form::extras && row.template inside<in_flight>(i, blockDim.x))
+        row.load_inside(i, blockDim.x, pa);
+      else row.load(i, blockDim.x, row.counted, pa, pb, true);
       use(pa, pb);
     }
   };
@@ -70,9 +72,9 @@ __global__ void __launch_bounds__(kTiledThreads<Op<T>>, kTiledBlocks<Op<T>, T, F
 }
 
 template <template <class> class Op, class T, class Form>
-cudaError_t launch_tiled(const Arguments<T>& args, cudaStream_t stream) {
+cudaError_t launch_tiled(const Arguments<T>& args, int threads, cudaStream_t stream) {
   const int64_t blocks = std::min<int64_t>(args.rows, 0x7fffffff);
-  tiled<Op, T, Form><<<blocks, kTiledThreads<Op<T>>, 0, stream>>>(args);
+  tiled<Op, T, Form><<<blocks, threads, 0, stream>>>(args);
   return cudaGetLastError();
 }
 

@@ -3,6 +3,9 @@
 from jaxsoft._rows.operation import Operation
 from jaxsoft._rows.operations.entropy import ENTROPY, ENTROPY_JVP, ENTROPY_VJP
 from jaxsoft._rows.operations.labels import (
+    LABEL_ENTROPY,
+    LABEL_ENTROPY_JVP,
+    LABEL_ENTROPY_VJP,
     LABEL_STATE,
     LABEL_STATE_JVP,
     LABEL_STATE_VJP,
@@ -37,4 +40,7 @@ OPERATIONS: tuple[Operation, ...] = (
     LABEL_SUMS,
     LABEL_SUMS_VJP,
     LABEL_SUMS_JVP,
+    LABEL_ENTROPY,
+    LABEL_ENTROPY_VJP,
+    LABEL_ENTROPY_JVP,
 )

@@ -3,40 +3,65 @@
 Both terms are at least 0, so nothing cancels. A score of -inf adds nothing to u.
 """
 
+import jax
 import jax.numpy as jnp
 
 from jaxsoft._rows.formulas import probabilities, wide
 from jaxsoft._rows.operands import COTANGENT, INNER_PRODUCT, MAXIMUM, RESULT, SCORES, SUM, TANGENT
 from jaxsoft._rows.operation import Extra, Function, Kind, Operand, Operation, Reduction
-from jaxsoft.fold import reference, weight
+from jaxsoft.fold import State, reference, weight
 
 PRODUCTS = Operand("products", Kind.STATISTIC)  # u
 
 
-def _below(x, m):
+def below(x: jax.Array, m: jax.Array) -> jax.Array:
     """z - m, and 0 in the place of -inf, which has the weight 0: of scores of -inf, and where z - m is out of range."""
-    below = wide(x) - reference(m)[..., None]
-    return jnp.where(below == -jnp.inf, 0, below)
+    distance = wide(x) - reference(m)[..., None]
+    return jnp.where(distance == -jnp.inf, 0, distance)
+
+
+def products(x: jax.Array, m: jax.Array) -> jax.Array:
+    """The terms of u, of the scores' shape."""
+    return weight(wide(x), m[..., None]) * below(x, m)
+
+
+def products_from(m: jax.Array, part: State, u: jax.Array) -> jax.Array:
+    """The u of a part of a row relative to m, a maximum that is at least the part's. The sum over parts is the row's.
+
+    Args:
+      m: that of the row.
+      part: the state of the part.
+      u: of the part, relative to its own maximum.
+    """
+    distance = jnp.where(part.s == 0, 0, reference(part.m) - reference(m))
+    return weight(part.m, m) * (u + distance * part.s)
+
+
+def entropy_of(m: jax.Array, s: jax.Array, u: jax.Array) -> jax.Array:
+    """H; 0 for a row without scores, and NaN where the softmax has no value."""
+    empty = s == 0
+    s = jnp.where(empty, 1, s)
+    return jnp.where(empty, 0, jnp.where(m == jnp.inf, jnp.nan, jnp.log(s) - u / s))
 
 
 def _entropy(reductions, x):
     m, s = reductions.state(x)
-    return m, s, reductions.total(weight(wide(x), m[..., None]) * _below(x, m))
+    return m, s, reductions.total(products(x, m))
 
 
-def _slope(x, m, s, u):
+def slope(x: jax.Array, m: jax.Array, s: jax.Array, u: jax.Array) -> jax.Array:
     """The derivative by the scores, -p * (log(p) + H), where log(p) + H = (z - m) - u / s."""
     mean = jnp.where(s == 0, 0, u / jnp.where(s == 0, 1, s))
-    return -probabilities(x, m, s) * (_below(x, m) - mean[..., None])
+    return -probabilities(x, m, s) * (below(x, m) - mean[..., None])
 
 
 def _vjp(reductions, x, m, s, u, g):
     del reductions
-    return ((_slope(x, m, s, u) * g[..., None]).astype(x.dtype),)
+    return ((slope(x, m, s, u) * g[..., None]).astype(x.dtype),)
 
 
 def _jvp(reductions, x, m, s, u, t):
-    return (reductions.total(_slope(x, m, s, u) * wide(t)),)
+    return (reductions.total(slope(x, m, s, u) * wide(t)),)
 
 
 ENTROPY = Operation(  # x -> m, s, u
@@ -68,11 +93,7 @@ ENTROPY_JVP = Operation(  # x, m, s, u, t -> <-p * ((z - m) - u / s), scale * t>
 
 
 def _values(operands, results):
-    m, s, u = results
-    empty = s == 0
-    s = jnp.where(empty, 1, s)
-    h = jnp.where(m == jnp.inf, jnp.nan, jnp.log(s) - u / s)
-    return (jnp.where(empty, 0, h),)
+    return (entropy_of(*results),)
 
 
 entropy_of_rows = Function(

@@ -1,11 +1,12 @@
 """What a loss needs to know of a row with a label: the state of the other scores, the label's score, and sums.
 
 `label_state` is that. `label_sums` also has the sums of label smoothing: of the scores above -inf, the sum of their
-distance from the label's score, and their number. The label's score is kept apart from the state of the others, so that
-the loss and its gradient keep all their digits where the label is nearly certain.
+distance from the label's score, and their number. `label_entropy` has the sum for the entropy of the other scores, u as
+in `jaxsoft._rows.operations.entropy`. The label's score is kept apart from the state of the others, so that the loss
+and its gradient keep all their digits where the label is nearly certain.
 
 Beside the letters of `jaxsoft._rows.operands`, t is the label's score in a forward pass, h the cotangent of that score,
-and v the cotangent of the sum of distances.
+v the cotangent of the sum of distances, and k the cotangent of the entropy of the other scores.
 """
 
 import functools
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from jaxsoft._rows.formulas import label_places, probabilities, wide
 from jaxsoft._rows.operands import COTANGENT, INNER_PRODUCT, MAXIMUM, RESULT, SCORES, SUM, TANGENT
 from jaxsoft._rows.operation import Extra, Function, Kind, Operand, Operation, Reduction
+from jaxsoft._rows.operations.entropy import PRODUCTS, entropy_of, products, slope
 from jaxsoft.fold import State, lse, reference
 
 LABEL = Operand("label", Kind.LABEL)
@@ -24,6 +26,8 @@ DISTANCES = Operand("distances", Kind.STATISTIC)
 COUNT = Operand("count", Kind.STATISTIC)
 LABEL_COTANGENT = Operand("label_cotangent", Kind.STATISTIC, linear=True)
 DISTANCE_COTANGENT = Operand("distance_cotangent", Kind.STATISTIC, linear=True)
+OTHERS_ENTROPY = Operand("others_entropy", Kind.STATISTIC)
+ENTROPY_COTANGENT = Operand("entropy_cotangent", Kind.STATISTIC, linear=True)
 
 
 def _label_state(reductions, x, i):
@@ -66,6 +70,28 @@ def _label_sums_vjp(reductions, x, i, m, s, g, h, v):
 def _label_sums_jvp(reductions, x, i, m, s, t):
     total = reductions.total(jnp.where(_is_summed(x, i), wide(t), 0))
     return *_label_state_jvp(reductions, x, i, m, s, t), total
+
+
+def _others(x, i):
+    """The scores, with -inf in the label's place, and in all places of a row that is not to be read."""
+    none, label = label_places(x, i)
+    return jnp.where(none | label, -jnp.inf, x)
+
+
+def _label_entropy(reductions, x, i):
+    m, s, t = _label_state(reductions, x, i)
+    return m, s, t, reductions.total(products(_others(x, i), m))
+
+
+def _label_entropy_vjp(reductions, x, i, m, s, u, g, h, k):
+    z, label = _others(x, i), label_places(x, i)[1]
+    dx = probabilities(z, m, s) * g[..., None] + slope(z, m, s, u) * k[..., None]
+    return (jnp.where(label, h[..., None], dx).astype(x.dtype),)
+
+
+def _label_entropy_jvp(reductions, x, i, m, s, u, t):
+    along = jnp.where(label_places(x, i)[0], 0, wide(t))
+    return *_label_state_jvp(reductions, x, i, m, s, t), reductions.total(slope(_others(x, i), m, s, u) * along)
 
 
 _EXTRAS = (Extra.LIMIT, Extra.WHERE)
@@ -126,6 +152,34 @@ LABEL_SUMS_JVP = Operation(  # x, i, m, s, t -> those of label_state_jvp; sum(t)
     formula=_label_sums_jvp,
     reduces=Reduction.PRODUCT,
 )
+LABEL_ENTROPY = Operation(  # x, i -> m, s of the scores but the label's; t, the label's; u of the others
+    "label_entropy",
+    operands=(SCORES, LABEL),
+    results=(MAXIMUM, SUM, LABEL_SCORE, PRODUCTS),
+    formula=_label_entropy,
+    reduces=Reduction.STATE,
+    extras=_EXTRAS,
+    may_be_capped=True,
+    any_axis=False,
+    from_state=True,
+)
+LABEL_ENTROPY_VJP = Operation(  # x, i, m, s, u, g, h, k -> p * (g - k * ((z - m) - u / s)), and h at the label
+    "label_entropy_vjp",
+    operands=(SCORES, LABEL, MAXIMUM, SUM, PRODUCTS, COTANGENT, LABEL_COTANGENT, ENTROPY_COTANGENT),
+    results=(RESULT,),
+    formula=_label_entropy_vjp,
+    extras=_EXTRAS,
+    may_be_capped=True,
+    any_axis=False,
+    from_state=True,
+)
+LABEL_ENTROPY_JVP = Operation(  # x, i, m, s, u, t -> those of label_state_jvp; <-p * ((z - m) - u / s), t>
+    "label_entropy_jvp",
+    operands=(SCORES, LABEL, MAXIMUM, SUM, PRODUCTS, TANGENT),
+    results=(INNER_PRODUCT, LABEL_SCORE, OTHERS_ENTROPY),
+    formula=_label_entropy_jvp,
+    reduces=Reduction.PRODUCT,
+)
 
 
 def beside_label(others: State, t: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -162,3 +216,19 @@ _of_rows = functools.partial(
 label_state_of_rows = _of_rows(LABEL_STATE, LABEL_STATE_JVP, LABEL_STATE_VJP)
 # Likewise; and of the scores z > -inf, sum(z - reference(t)), where the reference counts as a constant; their number.
 label_sums_of_rows = _of_rows(LABEL_SUMS, LABEL_SUMS_JVP, LABEL_SUMS_VJP)
+
+
+def _values_with_entropy(operands, results):
+    m, s, t, u = results
+    return *_values(operands, (m, s, t)), entropy_of(m, s, u)
+
+
+# What `label_state_of_rows` has; and the entropy of the softmax of the scores but the label's.
+label_entropy_of_rows = Function(
+    LABEL_ENTROPY,
+    LABEL_ENTROPY_JVP,
+    LABEL_ENTROPY_VJP,
+    values=_values_with_entropy,
+    residuals=lambda operands, results: (*operands, *results[:2], results[3]),
+    tangents=_tangents,
+)

@@ -1,6 +1,7 @@
 // Rows with labels: the sums beside the state, and whole rows of at most a tile, all of whose elements count.
 #pragma once
 
+#include "entropy.h"
 #include "reduce.h"
 #include "write.h"
 
@@ -68,14 +69,24 @@ struct KeptRow {
     if (label >= 0 && label < n) label_score = (S)get<T>(a + label);
   }
 
-  // Leaves the exponentials in the scores' place. As many elements at `next` will be read soon.
-  double sum_exp_of_scores(int64_t n, const T* next) {
+  // Leaves the exponentials in `terms`, which may be the scores' place. As many elements at `next` will be read soon.
+  double sum_exp_of_scores(int64_t n, const T* next, V* terms) const {
     if (!is_read) return 0;
     const S ref = (S)reference(m);
-    V* const kept = scores;
-    return sum_exp<T>(n, true, m, kept, [=](int64_t i, int64_t) {
+    const V* const kept = scores;
+    return sum_exp<T>(n, true, m, terms, [=](int64_t i, int64_t) {
       __builtin_prefetch(next + i);
       return kept[i / L::lanes] - ref;
+    });
+  }
+
+  // The sum for the entropy, given the exponentials. It has no value where the maximum is infinite.
+  double sum_of_products(int64_t n, const V* terms) const {
+    if (!is_read || !(m - m == 0)) return 0;
+    const S ref = (S)m;
+    const V* const kept = scores;
+    return sum_terms<T>(n, [=](int64_t i, int64_t) {
+      return product(kept[i / L::lanes] - ref, terms[i / L::lanes]);
     });
   }
 
@@ -85,12 +96,16 @@ struct KeptRow {
   }
 };
 
-// The states of rows, and with `sums` the sums beside them. The maximum of a row is found before the sum of the row
-// before it, so that the processor has something to do while it waits for either.
-template <class T, bool sums>
+// What is summed beside the state: nothing, the distances from the label's score, or the products of the entropy.
+enum Beside { kNothing, kDistances, kProducts };
+
+// The states of rows, and the sums beside them. The maximum of a row is found before the sum of the row before it, so
+// that the processor has something to do while it waits for either.
+template <class T, Beside beside>
 void label_states(const LabelRows& rows, int64_t begin, int64_t end) {
   typedef typename Lanes<T>::Scalar S;
   KeptRow<T> kept[2];
+  typename Lanes<T>::V apart[beside == kProducts ? tile_vectors<T> : 1];
   const int64_t n = rows.n;
   auto set = [](void* to, int64_t row, double value) { ((S*)to)[row] = (S)value; };
   if (begin < end) kept[0].read(rows, begin);
@@ -98,13 +113,15 @@ void label_states(const LabelRows& rows, int64_t begin, int64_t end) {
     KeptRow<T>& here = kept[(row - begin) % 2];
     if (row + 1 < end) kept[(row + 1 - begin) % 2].read(rows, row + 1);
     const S t = here.label_score;
-    if constexpr (sums) {
+    if constexpr (beside == kDistances) {
       const Sums above = here.sums((S)reference(t), n);
-      set(rows.distances, row, above.sum + (t > 0 && t == (S)infinity ? t : 0));
+      set(rows.beside, row, above.sum + (t > 0 && t == (S)infinity ? t : 0));
       set(rows.count, row, above.count + (here.is_read && t > (S)-infinity));
     }
     set(rows.maximum, row, here.m), set(rows.label_score, row, t);
-    set(rows.sum, row, here.sum_exp_of_scores(n, (const T*)rows.a + (row + 2) * n));
+    auto* const terms = beside == kProducts ? apart : here.scores;
+    set(rows.sum, row, here.sum_exp_of_scores(n, (const T*)rows.a + (row + 2) * n, terms));
+    if constexpr (beside == kProducts) set(rows.beside, row, here.sum_of_products(n, terms));
   }
 }
 
@@ -120,6 +137,8 @@ inline void gradient_numbers(const LabelRows& rows, int64_t row, S* numbers) {
   of_row.given = {number_of<S>(rows.maximum, row), number_of<S>(rows.sum, row)};
   of_row.cotangent = number_of<S>(rows.cotangent, row);
   of_row.distance_cotangent = number_of<S>(rows.distance_cotangent, row);
+  of_row.entropy_cotangent = number_of<S>(rows.entropy_cotangent, row);
+  of_row.beside = number_of<S>(rows.beside, row);
   Op::finish(of_row, numbers);
 }
 

@@ -90,7 +90,7 @@ constexpr Kernels kernels_of<Name::top_k, T, Out, extras> = [] {
 template <class T, class Out, bool extras>
 constexpr Kernels kernels_of<Name::label_state, T, Out, extras> = [] {
   Kernels k = state_alone<T, extras>;
-  k.label_rows = extras ? nullptr : label_states<T, false>;
+  k.label_rows = extras ? nullptr : label_states<T, kNothing>;
   return k;
 }();
 template <class T, class Out, bool extras>
@@ -100,11 +100,20 @@ template <class T, class Out, bool extras>
 constexpr Kernels kernels_of<Name::label_sums, T, Out, extras> = [] {
   Kernels k = state_alone<T, extras>;
   k.sums = distances<T, extras>;
-  k.label_rows = extras ? nullptr : label_states<T, true>;
+  k.label_rows = extras ? nullptr : label_states<T, kDistances>;
   return k;
 }();
 template <class T, class Out, bool extras>
 constexpr Kernels kernels_of<Name::label_sums_vjp, T, Out, extras> = label_gradient<LabelSumsVjp, T, Out, extras>;
+
+template <class T, class Out, bool extras>
+constexpr Kernels kernels_of<Name::label_entropy, T, Out, extras> = [] {
+  Kernels k = kernels_of<Name::entropy, T, Out, extras>;
+  k.label_rows = extras ? nullptr : label_states<T, kProducts>;
+  return k;
+}();
+template <class T, class Out, bool extras>
+constexpr Kernels kernels_of<Name::label_entropy_vjp, T, Out, extras> = label_gradient<LabelEntropyVjp, T, Out, extras>;
 
 template <class T, class Out>
 constexpr void set(KernelTable* table, DTypes dtypes) {

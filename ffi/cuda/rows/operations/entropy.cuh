@@ -1,19 +1,51 @@
 // entropy: the state (m, s) of each row, and the sum u of exp(z - m) * (z - m) over its scores z. The entropy of the
-// row's softmax is log(s) - u / s. A score of -inf adds nothing to u.
+// row's softmax is log(s) - u / s. A score of -inf adds nothing to u. With labels, the label's score is left out of all
+// three, and is a result of its own.
 //
-// entropy_vjp: dx = -scale * g * p * ((z - m) - u / s), with one g for each row and p = exp(z - m) / s.
+// entropy_vjp: dx = -scale * h * p * ((z - m) - u / s), with one h for each row and p = exp(z - m) / s. With labels, dx is
+// p * (g - h * ((z - m) - u / s)), with g the cotangent of the logsumexp, and the label's cotangent at the label.
 #pragma once
 
+#include "labels.cuh"
 #include "probabilities.cuh"
 #include "scores.cuh"
 
 namespace jaxsoft::cuda {
 
-// z - m, but no further below 0 than a product with it can take. So far below, its weight exp(z - m) is 0.
+// A distance below 0, but no further than a product with it can take. So far below, the weight exp(z - m) is 0. NaN stays
+// NaN.
+__device__ inline float bounded(float distance) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(distance), "f"(-1e20f));
+  return y;
+}
+__device__ inline double bounded(double distance) { return distance < -1e20 ? -1e20 : distance; }
+
+// z - m, bounded.
 template <class A>
 __device__ A below(A z, A m) {
-  return max(z - m, A(-1e20));
+  return bounded(z - m);
 }
+
+// The exponent of an `exponential_term`, to the base 2 in f32 and to the base e in f64.
+template <bool shifted, class A>
+__device__ A exponent(A x, A from) {
+  if constexpr (sizeof(A) == 8) return x - from;
+  else if constexpr (shifted) return fmaf(x, A(kLog2E), -(from * A(kLog2E)));
+  else return (x - from) * A(kLog2E);
+}
+template <class A>
+__device__ A exponent(A x, A from) {
+  return may_shift(from) ? exponent<true>(x, from) : exponent<false>(x, from);
+}
+template <class A>
+__device__ A power(A exponent) {
+  if constexpr (sizeof(A) == 8) return exp(exponent);
+  else return exp2_approximately(exponent);
+}
+// The logarithm of the base.
+template <class A>
+constexpr double kLogBase = sizeof(A) == 8 ? 1 : 0x1.62e42fefa39efp-1;
 
 // A state and its sum u.
 template <class A>
@@ -22,7 +54,8 @@ struct StateAndProducts {
   Sum<A> products;
 };
 
-// The same as it grows in one thread. The products are of differences from the reference of the running sum.
+// The same as it grows in one thread. The products are of the terms of the running sum and their exponents, which are at
+// hand when the terms are computed.
 template <class A>
 struct RunningProducts {
   Running<A> running;
@@ -36,17 +69,18 @@ struct RunningProducts {
       products = {};
       return;
     }
-    const A factor = exponential_term(before.from, running.from) / exponential_term(before.from, before.from);
-    products.add(below(before.from, running.from) * before.sum.value());
+    const A to = exponent(before.from, running.from), from = exponent(before.from, before.from);
+    const A factor = power(to) / power(from);
+    products.add(bounded(to - from) * before.sum.value());
     products.s *= factor, products.c *= factor;
   }
   // The products relative to the maximum m, in the same units as `Running::seen_from` has the sum.
   __device__ Sum<A> seen_from(A m) const {
     if (!isfinite(m) || !isfinite(running.from)) return products;
-    const A unit = exponential_term(m, running.from);
+    const A top = exponent(m, running.from), factor = A(kLogBase<A>) / power(top);
     Sum<A> moved = products;
-    moved.add(below(running.from, m) * running.sum.value());
-    return {moved.s / unit, moved.c == 0 ? A(0) : moved.c / unit};
+    moved.add(-top * running.sum.value());
+    return {moved.s * factor, moved.c * factor};
   }
 };
 
@@ -82,7 +116,7 @@ struct Entropy : Scores<T, false> {
   using typename Base::A;
   using Part = StateAndProducts<A>;
   using Thread = RunningProducts<A>;
-  static constexpr bool sums = true;
+  static constexpr bool labelled = true, sums = true;
   struct Values {};
 
   // `shifted` terms save a subtraction: see exponential_term.
@@ -92,24 +126,52 @@ struct Entropy : Scores<T, false> {
     part.raise(Base::maximum(a, b, form));
     const A from = reference(part.running.from);
     auto add = [&](auto shifted) {
-#pragma unroll
-      for (int k = 0; k < count; k++) {
-        A terms[Pack<T>::size], products[Pack<T>::size];
-#pragma unroll
-        for (int i = 0; i < Pack<T>::size; i++) {
-          const A z = Base::score(a[k], b[k], i, form);
-          terms[i] = exponential_term<decltype(shifted)::value>(z, from);
-          products[i] = terms[i] * below(z, from);
-        }
-        part.running.sum.add(tree_sum(terms));
-        part.products.add(tree_sum(products));
-      }
+      const Terms found = sum_of_terms<decltype(shifted)::value>(from, a, b, form, count, 1);
+      part.running.sum.add(found.sum);
+      part.products.add(found.products);
     };
     if (may_shift(from)) add(std::true_type());
     else add(std::false_type());
   }
+  // The sums of the terms relative to `from`, and of their products with their exponents. Of a thread's packs k = 0, 1,
+  // ..., those with k * step < left exist.
+  struct Terms {
+    A sum, products;
+  };
+  template <bool shifted, int count, class Form>
+  static __device__ Terms sum_of_terms(A from, const Pack<T> (&a)[count], const Pack<T> (&b)[count], const Form& form,
+                                       int left, int step) {
+    // A shifted exponent of an element that is as far below 0 as this can be multiplied by 0.
+    constexpr bool raises = shifted && sizeof(T) == 2 && !Form::extras;
+    A sums[count], products[count];
+#pragma unroll
+    for (int k = 0; k < count; k++) {
+      sums[k] = products[k] = 0;
+      if (k * step >= left) continue;
+      Pack<T> pack = a[k];
+      if constexpr (raises) pack.raise(narrow<T>(std::is_same<T, __half>::value ? A(-65504) : A(-1e38)));
+      A terms[Pack<T>::size];
+#pragma unroll
+      for (int i = 0; i < Pack<T>::size; i++) {
+        A at = exponent<shifted>(Base::score(pack, b[k], i, form), from);
+        if (!raises) at = bounded(at);
+        terms[i] = power(at);
+        products[k] += terms[i] * at;
+      }
+      sums[k] = tree_sum(terms);
+    }
+    return {tree_sum(sums), tree_sum(products)};
+  }
+  // The same relative to the maximum, with the products as they are in the end.
+  template <int count, class Form>
+  static __device__ Terms terms(A m, const Pack<T> (&a)[count], const Pack<T> (&b)[count], const Form& form, int left,
+                                int step) {
+    const Terms found = sum_of_terms<false>(m, a, b, form, left, step);
+    return {found.sum, found.products * A(kLogBase<A>)};
+  }
   static __device__ Values finish(const Part& part, const Arguments<T>& to, int64_t row, bool first) {
     if (first) to.m[row] = part.state.m, to.s[row] = part.state.s(), to.beside[row] = part.products.value();
+    if (first && to.label_score) to.label_score[row] = label_score(to, row);
     return {};
   }
 };
@@ -118,24 +180,28 @@ template <class T>
 struct EntropyVjp : Operation {
   using A = Accumulator<T>;
   using Part = Sum<A>;
-  static constexpr bool reads_a_to_reduce = false, writes = true, gradient = true, a_is_scores = true;
+  static constexpr bool reads_a_to_reduce = false, writes = true, gradient = true, a_is_scores = true, labelled = true;
   struct Values {
     Probabilities<T> p;
-    A cotangent, mean;  // mean: of z - m, with the probabilities as weights
+    A lse_cotangent, cotangent, mean;  // mean: of z - m, with the probabilities as weights
   };
   static __device__ T fill() { return narrow<T>(0); }
 
   static __device__ Values finish(Part, const Arguments<T>& from, int64_t row, bool) {
     const A s = from.s[row];
-    return {Probabilities<T>(from.m[row], s), from.cotangent[row], s == 0 ? A(0) : from.beside[row] / s};
+    Values values{Probabilities<T>(from.m[row], s), 0, 0, s == 0 ? A(0) : from.beside[row] / s};
+    if (!from.labels) values.cotangent = from.cotangent[row];
+    else if (from.labels[row] != kNoRow)
+      values.lse_cotangent = from.cotangent[row], values.cotangent = from.entropy_cotangent[row];
+    return values;
   }
   static __device__ A value(const Values& row, A x, A) {
-    return -(row.p(x) * row.cotangent) * (below(x, row.p.ref) - row.mean);
+    return row.p(x) * (row.lse_cotangent - row.cotangent * (below(x, row.p.ref) - row.mean));
   }
   static __device__ bool may_be_quick(const Values&) { return false; }
   static __device__ A quick_value(const Values& row, A x) { return value(row, x, 0); }
   static __device__ bool ordinary(const Values& row) {
-    return isfinite(row.p.scale) && isfinite(row.cotangent) && isfinite(row.mean);
+    return isfinite(row.p.scale) && isfinite(row.lse_cotangent) && isfinite(row.cotangent) && isfinite(row.mean);
   }
 };
 

@@ -60,7 +60,7 @@ struct LabelSums : Scores<T, false> {
   using typename Scores<T, false>::A;
   using Part = StateAndSums<A>;
   using Thread = RunningSums<A>;
-  static constexpr bool writes = false, labelled = true, sums = true;
+  static constexpr bool writes = false, labelled = true, sums = true, compensates = true;
   struct Values {};
 
   template <int count, class Form>

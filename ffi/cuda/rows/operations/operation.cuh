@@ -32,6 +32,7 @@ struct Operation {
   static constexpr bool scores = false;            // whether the reduction is the fold of scores to their state
   static constexpr bool keeps_apart = false;       // whether that state keeps one score apart that is its maximum
   static constexpr bool sums = false;              // whether the reduction has sums beside the state
+  static constexpr bool compensates = false;       // whether sums are compensated in short rows, too
   static constexpr bool reads_a_to_reduce = true;  // whether the reduction reads a, or only b
   static constexpr bool writes = false;            // whether there is a result of whole rows
   static constexpr bool gradient = false;          // whether that result is a gradient with respect to x
