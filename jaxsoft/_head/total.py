@@ -31,8 +31,8 @@ from jaxsoft._rows.formulas import labels_within
 # The gradients that are sums over the rows; the others have a part for each row.
 _SUMMED = (Kind.TOTAL, Kind.WEIGHT, Kind.BIAS, Kind.CLASS_WEIGHTS)
 
-# How many classes are taken at a time where gradients of scores become that of weight. For 4096 rows of 4096 numbers
-# these are 8 waves of tiles of 128 by 256 on 132 multiprocessors, which fill them to 97 %, as few other numbers do.
+# At most how many classes are taken at a time where gradients of scores become that of weight. For 4096 rows of 4096
+# numbers these are 8 waves of tiles of 128 by 256 on 132 multiprocessors, which are busy for 97 % of them.
 _CLASSES = 8192
 
 
@@ -104,7 +104,7 @@ class Total(Operation):
         def step(dx: jax.Array, chunk: Chunk) -> jax.Array:
             return chunk.written(dx, self._dot(hidden, chunk.of(dx)[:rows], 0, 0, dx.dtype))
 
-        return over_chunks(_CLASSES, dx.shape[1], step, dx)
+        return over_chunks(min(_CLASSES, max(2048, dx.shape[1] // 8)), dx.shape[1], step, dx)
 
     def _dot(self, a: jax.Array, b: jax.Array, dim_of_a: int, dim_of_b: int, dtype) -> jax.Array:
         """The product of two matrices over these dimensions, in this dtype."""

@@ -270,9 +270,7 @@ def _check_row_weights(row_weights: ArrayLike | None, index: jax.Array, dtype: n
 
 def _check_accumulator(dtype: DTypeLike | None) -> np.dtype | None:
     """The dtype as one of NumPy's, or None."""
-    if dtype is None:
-        return None
-    return check_dtype(dtype, jnp.zeros(0))
+    return None if dtype is None else check_dtype(dtype, jnp.zeros(0), "accumulator_dtype")
 
 
 @functools.partial(jax.jit, static_argnames=("objective", "reduction", "by_rows"))
