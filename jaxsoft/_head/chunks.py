@@ -10,9 +10,6 @@ import jax.numpy as jnp
 from jaxsoft._head.head import Head, Parameters
 from jaxsoft._head.operation import Kind
 
-# The tiles of matrix products have that many rows and columns, or a multiple.
-_TILE = 128
-
 
 class Chunk(NamedTuple):
     """Neighbouring classes. Every array that is cut into chunks has the classes along its last dimension.
@@ -83,11 +80,14 @@ class RowChunk(NamedTuple):
         return jax.lax.dynamic_update_slice_in_dim(x, part.astype(x.dtype), self.begin, 0)
 
 
-# A chunk of r rows reads and writes the gradient of weight once, which takes 109 / r of the time of its three products
-# (bf16 on an H200): an eighth for this number of rows.
-_LEAST_ROWS = 896
+# A chunk of r rows that is added to the gradient of weight reads and writes it once, which takes 109 / r of the time of
+# its three products (bf16 on an H200): a seventh for this number of rows.
+_LEAST_ROWS = 768
 # More rows are taken where their scores have fewer bytes than this, as the gradient of weight is small then, too.
-_CHUNK_BYTES = 7 * 2**25
+_CHUNK_BYTES = 200_000_000
+
+# The tiles of matrix products have that many rows, or a divisor.
+_TILE = 256
 
 
 def default_row_chunk(rows: int, classes: int, itemsize: int) -> int:

@@ -87,7 +87,11 @@ class Total(Operation):
             zip(self.results, over_rows(size, rows, step, tuple(start.values())), strict=True)
         )
         if late:
-            found[Kind.WEIGHT] = self._of_weight(given, found[Kind.WEIGHT])
+            dx = found[Kind.WEIGHT]
+            if Kind.HIDDEN in found:
+                # The barrier lets dx be overwritten only when it has been read, or XLA might copy it.
+                dx, found[Kind.HIDDEN] = jax.lax.optimization_barrier((dx, self._of_hidden(shards, given, dx[:rows])))
+            found[Kind.WEIGHT] = self._of_weight(given, dx)
 
         def of_all_devices(kind: Kind, v: jax.Array | None, t) -> jax.Array:
             if v is None:  # there are no rows
@@ -95,6 +99,14 @@ class Total(Operation):
             return (jax.lax.psum(v, shards.rows) if kind in _SUMMED and shards.rows else v).astype(t.dtype)
 
         return tuple(of_all_devices(kind, found[kind], t) for kind, t in kinds)
+
+    def _of_hidden(self, shards: Shards, given: dict[Kind, jax.Array], dx: jax.Array) -> jax.Array:
+        """The gradient of hidden states, given those of their scores."""
+        scale, hidden, weight = self.objective.head.scale, given[Kind.HIDDEN], given[Kind.WEIGHT]
+        once = scale == 1 and hidden.dtype == dx.dtype and not shards.classes  # nothing follows the product
+        found = self._dot(dx, weight.astype(dx.dtype), 1, 1, dx.dtype if once else fold.accumulator(dx.dtype))
+        found = jax.lax.psum(found, shards.classes) if shards.classes else found
+        return scaled(scale, found).astype(hidden.dtype)
 
     def _of_weight(self, given: dict[Kind, jax.Array], dx: jax.Array) -> jax.Array:
         """The gradient of weight in place of the gradients of all scores, which are the first rows of dx."""
@@ -119,7 +131,7 @@ class Total(Operation):
         Args:
           shards: of the operands.
           given: the operands.
-          late: whether the gradient of weight waits for all chunks, and the gradients of the scores are kept there.
+          late: whether the gradients of hidden and weight wait for all chunks, and those of the scores are kept.
           found: the results before the chunk; None for a sum before the first one.
           chunk: which rows these are.
         """
@@ -147,7 +159,7 @@ class Total(Operation):
 
         @functools.cache
         def dx() -> jax.Array:
-            return gradient_of_scores(plain, dtype, known, x, every, class_weights)
+            return gradient_of_scores(plain, dtype, known, x, every, class_weights, fused=late)
 
         def with_chunk(kind: Kind, before: Any) -> jax.Array:
             match kind:
@@ -168,10 +180,10 @@ class Total(Operation):
                     part = self._dot(hidden, dx(), 0, 0, dtype if kept == dtype else wide)
                     # XLA makes one product of this, which reads what it is added to, and overwrites it.
                     return part.astype(kept) if before is None else (before + part).astype(kept)
+                case Kind.HIDDEN if late:
+                    return before
                 case Kind.HIDDEN:
-                    once = dtype if head.scale == 1 and given[kind].dtype == dtype and not shards.classes else wide
-                    part = self._dot(dx(), weight, 1, 1, once)
-                    part = scaled(head.scale, jax.lax.psum(part, shards.classes) if shards.classes else part)
+                    part = self._of_hidden(shards, given | {Kind.WEIGHT: weight}, dx())
             if kind in _SUMMED:
                 return part if before is None else before + part
             return chunk.written(before, part)

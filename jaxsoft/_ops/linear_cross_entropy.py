@@ -142,17 +142,18 @@ def linear_softmax_cross_entropy(
       row_weights: u, real numbers of the shape of the losses, or of one that broadcasts to it; 1 if None. Without a
         reduction each loss is multiplied by its row's.
       scale: a, a finite Python number. By rows, a * hidden is rounded to the dtype of the products.
-      chunk_size: by rows, how many rows are taken at a time; None for 896, or as many as have 224 MiB of logits if
-        these are more, in chunks of much the same size. A chunk of r rows takes 2 * r * classes bytes in bf16, and each
-        reads and writes the gradient of weight once. By classes, how many classes; None for 2048, or as many as give
-        2^20 logits if these are more. For rows of d numbers, a chunk of c classes takes 6 * rows * c bytes in bf16, and
-        2 * d * c for its weights.
+      chunk_size: by rows, how many rows are taken at a time; None for 768, or as many as have 200 MB of logits if
+        these are more, in chunks of much the same size. A chunk of r rows takes 2 * r * classes bytes in bf16. With
+        more than d rows in all, each reads and writes the gradient of weight once. By classes, how many classes; None
+        for 2048, or as many as give 2^20 logits if these are more. For rows of d numbers, a chunk of c classes takes
+        6 * rows * c bytes in bf16, and 2 * d * c for its weights.
       recompute: by classes, compute the logits again in reverse mode: four matrix products, and no memory but for a
         chunk and the gradient of hidden in f32. False keeps the logits, rounded to the dtype of the products, and the
         gradients are those of the rounded ones, as they are with all logits in memory: three products, and
         2 * rows * classes bytes in bf16.
-      accumulator_dtype: by rows, the dtype in which the gradient of weight is summed over the chunks, a float dtype;
-        None for weight's own, in which each chunk rounds it once. Another takes memory for one more gradient.
+      accumulator_dtype: by rows, with more than d of them, the dtype in which the gradient of weight is summed over the
+        chunks, a float dtype; None for weight's own, in which each chunk rounds it once. Another takes memory for one
+        more gradient. Where there are no more than d rows in all, it is rounded once in any case.
 
     Returns:
       One loss a row, of the shape of the labels, or with a reduction one number, and beside it the logsumexp and the
