@@ -145,7 +145,6 @@ def gradient_of_scores(
     x: jax.Array,
     chunk: Chunk,
     weights: jax.Array | None,
-    fused: bool = False,
 ) -> jax.Array:
     """The gradient by a chunk's hidden @ weight + bias, which may be written where the scores are.
 
@@ -156,12 +155,11 @@ def gradient_of_scores(
       x: the chunk's scores before the cap.
       chunk: which classes these are.
       weights: theirs, where the sums are weighted.
-      fused: whether XLA is to compute it where it is used, instead of a kernel.
     """
     if not head.composed:
         form = Form(dtype, cap=head.cap, in_place=x.dtype == dtype)
         operands = *rows.of_label(chunk, head.scale), *(scaled(head.scale, v) for v in rows.sums)
-        (dx,) = kernel(head.function.pullback, form, "xla" if fused else None, x, *operands)
+        (dx,) = kernel(head.function.pullback, form, None, x, *operands)
         return dx
     wide, of_total = fold.accumulator(dtype), rows.sums[0][:, None]
     z, summed = capped(head, x, rows.label)

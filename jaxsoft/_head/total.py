@@ -83,15 +83,12 @@ class Total(Operation):
         if late:
             start[Kind.WEIGHT] = jax.lax.empty((width, classes), dtype)
         step = functools.partial(self._with_chunk, shards, given, late)
-        found: dict[Kind, Any] = dict(
-            zip(self.results, over_rows(size, rows, step, tuple(start.values())), strict=True)
-        )
+        results = over_rows(size, rows, step, tuple(start.values()))
+        if late:  # when no chunk is in use any more
+            results = jax.lax.optimization_barrier(results)
+        found: dict[Kind, Any] = dict(zip(self.results, results, strict=True))
         if late:
-            dx = found[Kind.WEIGHT]
-            if Kind.HIDDEN in found:
-                # The barrier lets dx be overwritten only when it has been read, or XLA might copy it.
-                dx, found[Kind.HIDDEN] = jax.lax.optimization_barrier((dx, self._of_hidden(shards, given, dx[:rows])))
-            found[Kind.WEIGHT] = self._of_weight(given, dx)
+            found[Kind.WEIGHT] = self._of_weight(given, found[Kind.WEIGHT])
 
         def of_all_devices(kind: Kind, v: jax.Array | None, t) -> jax.Array:
             if v is None:  # there are no rows
@@ -99,14 +96,6 @@ class Total(Operation):
             return (jax.lax.psum(v, shards.rows) if kind in _SUMMED and shards.rows else v).astype(t.dtype)
 
         return tuple(of_all_devices(kind, found[kind], t) for kind, t in kinds)
-
-    def _of_hidden(self, shards: Shards, given: dict[Kind, jax.Array], dx: jax.Array) -> jax.Array:
-        """The gradient of hidden states, given those of their scores."""
-        scale, hidden, weight = self.objective.head.scale, given[Kind.HIDDEN], given[Kind.WEIGHT]
-        once = scale == 1 and hidden.dtype == dx.dtype and not shards.classes  # nothing follows the product
-        found = self._dot(dx, weight.astype(dx.dtype), 1, 1, dx.dtype if once else fold.accumulator(dx.dtype))
-        found = jax.lax.psum(found, shards.classes) if shards.classes else found
-        return scaled(scale, found).astype(hidden.dtype)
 
     def _of_weight(self, given: dict[Kind, jax.Array], dx: jax.Array) -> jax.Array:
         """The gradient of weight in place of the gradients of all scores, which are the first rows of dx."""
@@ -131,7 +120,7 @@ class Total(Operation):
         Args:
           shards: of the operands.
           given: the operands.
-          late: whether the gradients of hidden and weight wait for all chunks, and those of the scores are kept.
+          late: whether the gradient of weight waits for all chunks, and the gradients of the scores are kept there.
           found: the results before the chunk; None for a sum before the first one.
           chunk: which rows these are.
         """
@@ -159,7 +148,7 @@ class Total(Operation):
 
         @functools.cache
         def dx() -> jax.Array:
-            return gradient_of_scores(plain, dtype, known, x, every, class_weights, fused=late)
+            return gradient_of_scores(plain, dtype, known, x, every, class_weights)
 
         def with_chunk(kind: Kind, before: Any) -> jax.Array:
             match kind:
@@ -180,10 +169,11 @@ class Total(Operation):
                     part = self._dot(hidden, dx(), 0, 0, dtype if kept == dtype else wide)
                     # XLA makes one product of this, which reads what it is added to, and overwrites it.
                     return part.astype(kept) if before is None else (before + part).astype(kept)
-                case Kind.HIDDEN if late:
-                    return before
                 case Kind.HIDDEN:
-                    part = self._of_hidden(shards, given | {Kind.WEIGHT: weight}, dx())
+                    # Where nothing follows the product, it is rounded once.
+                    once = dtype if head.scale == 1 and given[kind].dtype == dtype and not shards.classes else wide
+                    part = self._dot(dx(), weight, 1, 1, once)
+                    part = scaled(head.scale, jax.lax.psum(part, shards.classes) if shards.classes else part)
             if kind in _SUMMED:
                 return part if before is None else before + part
             return chunk.written(before, part)

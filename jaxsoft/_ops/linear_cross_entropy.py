@@ -142,7 +142,7 @@ def linear_softmax_cross_entropy(
       row_weights: u, real numbers of the shape of the losses, or of one that broadcasts to it; 1 if None. Without a
         reduction each loss is multiplied by its row's.
       scale: a, a finite Python number. By rows, a * hidden is rounded to the dtype of the products.
-      chunk_size: by rows, how many rows are taken at a time; None for 768, or as many as have 200 MB of logits if
+      chunk_size: by rows, how many rows are taken at a time; None for 1024, or as many as have 2^28 bytes of logits if
         these are more, in chunks of much the same size. A chunk of r rows takes 2 * r * classes bytes in bf16. With
         more than d rows in all, each reads and writes the gradient of weight once. By classes, how many classes; None
         for 2048, or as many as give 2^20 logits if these are more. For rows of d numbers, a chunk of c classes takes
