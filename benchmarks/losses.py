@@ -19,9 +19,10 @@ and for each implementation ("jaxsoft" is its own choice of a kernel)
   few            the same of few rows, or of short ones: microseconds of one call of many in one compiled function,
                  each of which needs the one before; the floor is here what a step of them takes without the call
                  ("nothing")
-  linear         the loss of hidden @ weight with all gradients: the floor is here the time of the three matrix products
-                 that logits in memory take ("products"; without them the logits are computed twice), and the memory
-                 beyond the results is printed, too
+  linear         the loss of hidden @ weight with both gradients, and with that of a frozen weight's hidden states: the
+                 floor is here the time of the matrix products that logits in memory take ("products", three and two;
+                 without them the logits are computed twice, but for the mean), and the memory beyond the results is
+                 printed, too
 """
 
 import argparse
@@ -261,7 +262,7 @@ def _top_k(shape: tuple[int, int], dtype: str, k: int) -> Call:
 
 
 def linear() -> Iterator[Call]:
-    """From hidden states to the loss and its gradients."""
+    """From hidden states to the loss and its gradients: both of them, and that of the hidden states alone."""
     rows, depth, classes = (256, 256, 32000) if CPU else (4096, 4096, 128256)
     keys = jax.random.split(jax.random.key(0), 3)
     h = jax.random.normal(keys[0], (rows, depth), jnp.bfloat16)
@@ -274,31 +275,31 @@ def linear() -> Iterator[Call]:
     def ours(**options):
         return lambda h, w, y: jaxsoft.linear_softmax_cross_entropy(h, w, y, **options).mean()
 
-    def products(h, w, y, again=False):
+    def products(h, w, y, again=False, frozen=False):
         z = h @ w
         z_again = h[::-1] @ w if again else z  # reversed, or XLA would know it
-        return z[0, 0], (z @ w.T, h.T @ z_again)
+        return z[0, 0], (z @ w.T, None if frozen else h.T @ z_again)
 
     def check(arguments, result):
-        """The loss, the gradient of a few hidden states, and that of a few columns of the weight."""
+        """The loss, the gradients of some hidden states, and of some columns of the weight, in the norm."""
         h, w, y = (np.asarray(v).astype(np.float32 if v.ndim > 1 else np.int64) for v in arguments)
-        loss, (dh, dw) = result
-        some, columns = np.array([0, rows // 3, rows - 1]), np.concatenate([y[:2], [0, classes - 1]])
-        z = (h[some] @ w).astype(np.float64)
-        dz = softmax(z, axis=-1)
-        dz[np.arange(3), y[some]] -= 1
-        dh_want = dz.astype(np.float32) @ w.T / rows
+        loss, gradients = result
+        some, columns = np.arange(0, rows, rows // 16), np.unique([*y[:16], *range(0, classes, classes // 16)])
         every = np.concatenate([logsumexp(h[i : i + 256] @ w, axis=-1) for i in range(0, rows, 256)])
-        dz = np.exp(h @ w[:, columns] - every[:, None]) - (columns == y[:, None])
-        dw_want, loss_want = h.T @ dz / rows, np.mean(every - np.sum(h * w[:, y].T, axis=-1))
-        errors = [abs(float(loss) - loss_want) / (1e-2 * loss_want)]
-        for actual, want in ((np.asarray(dh)[some], dh_want), (np.asarray(dw)[:, columns], dw_want)):
-            errors.append(np.abs(actual.astype(np.float32) - want).max() / (2e-2 * np.abs(want).max()))
-        return float(max(errors))
+        loss_want = np.mean(every - np.sum(h * w[:, y].T, axis=-1))
+        dz = softmax((h[some] @ w).astype(np.float64), axis=-1)
+        dz[np.arange(len(some)), y[some]] -= 1
+        found = [(np.asarray(gradients[0])[some], dz.astype(np.float32) @ w.T / rows)]
+        if len(gradients) == 2:
+            dz = np.exp(h @ w[:, columns] - every[:, None]) - (columns == y[:, None])
+            found.append((np.asarray(gradients[1])[:, columns], h.T @ dz / rows))
+        errors = [np.linalg.norm(a.astype(np.float32) - want) / (2e-2 * np.linalg.norm(want)) for a, want in found]
+        return float(max(abs(float(loss) - loss_want) / (1e-2 * loss_want), *errors))
 
     losses = {
         "optax": stored(optax.softmax_cross_entropy_with_integer_labels),
         "jaxsoft": ours(),
+        "mean": ours(reduction="mean"),
         "recompute=False": ours(recompute=False),
         "chunk_size=8192": ours(chunk_size=8192),
         "stored": stored(jaxsoft.softmax_cross_entropy_with_integer_labels),
@@ -307,7 +308,12 @@ def linear() -> Iterator[Call]:
         "products": products,
         "products, logits twice": functools.partial(products, again=True),
     }
-    yield Call(f"linear {rows}x{depth} -> {classes} bfloat16", lambda: (h, w, y), functions, 0, check)
+    what = f"linear {rows}x{depth} -> {classes} bfloat16"
+    yield Call(what, lambda: (h, w, y), functions, 0, check)
+
+    functions = {name: jax.value_and_grad(losses[name], (0,)) for name in ("optax", "jaxsoft", "mean", "stored")}
+    functions["products"] = functools.partial(products, frozen=True)
+    yield Call(f"{what} frozen", lambda: (h, w, y), functions, 0, check)
 
 
 GROUPS = {"cross_entropy": cross_entropy, "entropy": entropy, "top_k": top_k, "few": few, "linear": linear}

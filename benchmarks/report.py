@@ -296,10 +296,11 @@ def linear(name: str) -> str:
     titles = {
         "optax": "optax on stored logits",
         "stored": "jaxsoft's cross-entropy on stored logits",
-        "jaxsoft": "`linear_softmax_cross_entropy`",
+        "mean": '`linear_softmax_cross_entropy`, `reduction="mean"`',
+        "jaxsoft": "`linear_softmax_cross_entropy`, one loss a row",
         "recompute=False": "the same, `recompute=False`",
         "chunk_size=8192": "the same, `chunk_size=8192`",
-        "products": "three matrix products alone",
+        "products": "the matrix products of stored logits alone",
         "products, logits twice": "four matrix products alone",
     }
     parts = []
@@ -308,7 +309,7 @@ def linear(name: str) -> str:
         for key, title in titles.items():
             if key in record["seconds"]:
                 rows.append([title, number(1e3 * record["seconds"][key]), number(record["memory"][key] / 1e6)])
-        what = record["what"].removeprefix("linear ").replace("x", TIMES, 1)
+        what = record["what"].removeprefix("linear ").replace("x", TIMES, 1).replace("frozen", "with a frozen weight")
         parts.append(f"{what}:\n\n" + table(["", "ms", "MB beyond the results"], rows))
     return "\n\n".join(parts)
 

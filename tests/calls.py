@@ -69,16 +69,20 @@ def dense(implementation: str | None, *, where=None, counts=None, entropy=False,
     return ours, theirs
 
 
-def linear(labels, named: Sequence[str] = (), chunk_size: int | None = None, recompute: bool = True, **options) -> Pair:
-    """Loss and logsumexp, of hidden, weight, and those of bias and class_weights that are named."""
+def linear(labels, named: Sequence[str] = (), *, lse=True, entropy=False, chunk_size=None, recompute=True,
+           **options) -> Pair:  # fmt: skip
+    """Loss, and perhaps logsumexp and entropy, of hidden, weight, and what is named of the other arguments."""
 
     def ours(h, w, *v):
-        given = {"chunk_size": chunk_size, "recompute": recompute, "return_lse": True, **options}
-        return jaxsoft.linear_softmax_cross_entropy(h, w, labels, **dict(zip(named, v, strict=True)), **given)
+        given = dict(zip(named, v, strict=True)) | {"chunk_size": chunk_size, "recompute": recompute}
+        beside = {"return_lse": lse, "return_entropy": entropy}
+        found = jaxsoft.linear_softmax_cross_entropy(h, w, labels, **given, **beside, **options)
+        return found if lse or entropy else (found,)
 
     def theirs(h, w, *v):
-        given = dict.fromkeys(("bias", "class_weights")) | dict(zip(named, v, strict=True))
-        return definitions.linear_cross_entropy(h, w, *given.values(), labels.astype(np.int32), **options)[:2]
+        given = dict.fromkeys(("bias", "class_weights", "row_weights")) | dict(zip(named, v, strict=True))
+        found = definitions.linear_cross_entropy(h, w, *given.values(), labels.astype(np.int32), **options)
+        return found[0], *found[1:2] * lse, *found[2:] * entropy
 
     return ours, theirs
 
@@ -124,8 +128,11 @@ _LABELS, _SOME = np.array([0, 5, 3], np.int32), np.array([0, -100, 3], np.int32)
 _Q, _WEIGHTS = _RNG.random((3, 6)), _RNG.uniform(0.2, 2, 6)
 _HEAD = (_RNG.standard_normal((3, 4)), _RNG.standard_normal((4, 6)), _BIAS[0], _WEIGHTS)
 _CAPPED = {"label_smoothing": 0.1, "z_loss": 0.1, "logit_softcap": 3.0}
-_IGNORED = {"ignore_index": -100}
+_SMOOTHED, _IGNORED = {"label_smoothing": 0.1}, {"ignore_index": -100}
+_MEAN, _SUM = {"reduction": "mean", "scale": 0.7}, {"reduction": "sum", "scale": -0.7}
 _NAMED = ("bias", "class_weights")
+_EVERY = (*_NAMED, "row_weights")
+_REDUCED = (*_HEAD, _RNG.uniform(0.2, 2, 3))
 
 # Together every option that `attention_calls` has for an argument, and every gradient.
 _ATTENTION = {
@@ -159,9 +166,12 @@ CALLS: dict[str, tuple[Sequence[np.ndarray], Callable[[str | None], Pair]]] = {
     "dense": ((_X, _Q), dense),
     "dense, entropy, mask": ((_X, _Q), lambda i: dense(i, where=_MASK, entropy=True, **_CAPPED)),
     "dense, weights, mask": ((_X, _Q, _WEIGHTS), lambda i: dense(i, where=_MASK, **_CAPPED)),
-    "linear": (_HEAD, lambda i: linear(_SOME, _NAMED, 4, **_IGNORED)),
-    "linear, smoothing": (_HEAD, lambda i: linear(_SOME, _NAMED, 4, **_IGNORED, **_CAPPED)),
-    "linear, kept": (_HEAD, lambda i: linear(_SOME, _NAMED, 4, False, **_IGNORED, label_smoothing=0.1)),
+    "linear": (_HEAD, lambda i: linear(_SOME, _NAMED, chunk_size=4, **_IGNORED)),
+    "linear, smoothing": (_HEAD, lambda i: linear(_SOME, _NAMED, chunk_size=4, entropy=True, **_IGNORED, **_CAPPED)),
+    "linear, kept": (_HEAD, lambda i: linear(_SOME, _NAMED, chunk_size=4, recompute=False, **_IGNORED, **_SMOOTHED)),
+    "linear, entropy": (_HEAD[:2], lambda i: linear(_LABELS, lse=False, entropy=True, chunk_size=4)),
+    "linear, mean": (_REDUCED, lambda i: linear(_SOME, _EVERY, lse=False, chunk_size=2, **_IGNORED, **_MEAN)),
+    "linear, sum": (_REDUCED, lambda i: linear(_SOME, _EVERY, lse=False, chunk_size=1, **_IGNORED, **_CAPPED, **_SUM)),
     "top_k": ((_X,), lambda i: top_k(i, 3)),
     **{name: (attention_calls.case(o).operands, lambda i, o=o: attention(i, o)) for name, o in _ATTENTION.items()},
     "fold": ((_X,), lambda i: folded(2)),

@@ -110,10 +110,17 @@ def cross_entropy(x, q, weights, *, where=None, label_smoothing=0.0, z_loss=0.0,
     return _loss(z, q, w, counts, jnp.ones(x.shape[:-1], bool), None, label_smoothing, z_loss)
 
 
-def linear_cross_entropy(hidden, weight, bias, class_weights, labels, **options):
-    """`integer_cross_entropy` of hidden @ weight + bias."""
+def linear_cross_entropy(hidden, weight, bias, class_weights, row_weights, labels, *, reduction=None, scale=1.0,
+                         **options):  # fmt: skip
+    """`integer_cross_entropy` of scale * (hidden @ weight + bias), its losses weighted by row, and perhaps reduced."""
     logits = hidden @ weight if bias is None else hidden @ weight + bias
-    return integer_cross_entropy(logits, class_weights, labels, **options)
+    loss, lse, h = integer_cross_entropy(scale * logits, class_weights, labels, **options)
+    u = jnp.ones(loss.shape, loss.dtype) if row_weights is None else jnp.broadcast_to(row_weights, loss.shape)
+    u = u if options.get("ignore_index") is None else jnp.where(labels == options["ignore_index"], 0, u)
+    if reduction is None:
+        return u * loss, lse, h
+    mass = 1 if reduction == "sum" else jnp.sum(u)
+    return jnp.where(mass == 0, 0, jnp.sum(u * loss) / jnp.where(mass == 0, 1, mass)), lse, h
 
 
 def attention(

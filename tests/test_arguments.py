@@ -65,7 +65,7 @@ EVERY_ARRAY = [
     (functools.partial(jaxsoft.top_k_softmax, k=2), ("x",)),
     (jaxsoft.softmax_cross_entropy, ("logits", "labels", "class_weights")),
     (jaxsoft.softmax_cross_entropy_with_integer_labels, ("logits", "labels", "class_weights")),
-    (jaxsoft.linear_softmax_cross_entropy, ("hidden", "weight", "labels", "class_weights")),
+    (jaxsoft.linear_softmax_cross_entropy, ("hidden", "weight", "labels", "row_weights", "class_weights")),
     (jaxsoft.fold.state, ("x", "where")),
     (jaxsoft.fold.from_lse, ("value",)),
 ]

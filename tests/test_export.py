@@ -113,6 +113,7 @@ def test_symbolic_rows():
             jaxsoft.softmax(x, causal=True),
             jaxsoft.top_k_softmax(x, 3)[:2],
             jaxsoft.linear_softmax_cross_entropy(x, weight, labels, label_smoothing=0.1),
+            jaxsoft.linear_softmax_cross_entropy(x, weight, labels, reduction="mean"),
             jaxsoft.random.sample(tokens, x, top_k=5)[1],
         )
 

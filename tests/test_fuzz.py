@@ -79,15 +79,14 @@ def row_operation(draw, dtypes, implementation):
     return Case(what, *pair, [x, *moving.values()])
 
 
-def loss_options(draw, labels=None, entropy=True):
+def loss_options(draw, labels=None):
     """Those of the losses that are numbers, and perhaps whether the entropy is a result, too."""
     options = {
         "label_smoothing": draw(st.sampled_from([0.0, 0.0, 0.1, 1.0])),
         "z_loss": draw(st.sampled_from([0.0, 0.0, 1e-3])),
         "logit_softcap": draw(st.sampled_from([None, None, 5.0])),
+        "entropy": draw(st.booleans()),
     }
-    if entropy:
-        options["entropy"] = draw(st.booleans())
     if labels is not None:
         options["ignore_index"] = draw(st.sampled_from([None, None, 0, -100, 255]))
         if options["ignore_index"] == -100 and labels.dtype == np.int32 and labels.size:
@@ -146,11 +145,16 @@ def linear_cross_entropy(draw, dtypes, implementation):
     dtype, classes = draw(st.sampled_from(dtypes)), draw(st.sampled_from([1, 2, 7, 33, 64]))
     *rows, width = shapes(draw, n=draw(st.sampled_from([1, 3, 8])))
     labels = labels_of(draw, rows, classes)
-    options = loss_options(draw, labels, entropy=False)
+    options = loss_options(draw, labels)
     names = [name for name in ("bias", "class_weights") if draw(st.booleans())]
     given = {"chunk_size": draw(st.sampled_from([None, 1, 5, 64])), "recompute": draw(st.booleans())}
     operands = [array(draw, (*rows, width), [dtype]) / 4, array(draw, (width, classes), [dtype]) / 4]
     operands += [np.abs(array(draw, (classes,), dtypes)) / 4 for _ in names]
+    given |= {"reduction": draw(st.sampled_from([None, "mean", "sum"])), "scale": draw(st.sampled_from([1.0, -0.7]))}
+    given["lse"] = draw(st.booleans())
+    if draw(st.booleans()):
+        names.append("row_weights")
+        operands.append((0.25 + np.abs(array(draw, part_of(draw, rows), [dtype])) % 2).astype(dtype))
 
     what = f"linear cross-entropy({labels.dtype}, {names}, {given}, {options})"
     return Case(what, *calls.linear(labels, names, **given, **options), operands)

@@ -37,6 +37,10 @@ class Whole(abc.ABC):
     def tangents(self, primals: Sequence[jax.Array], tangents: Sequence) -> Sequence:
         """The tangents of the results, of tangents that may be known to be zero."""
 
+    def along(self, primals: Sequence[jax.Array], tangents: Sequence) -> tuple[Sequence[jax.Array], Sequence]:
+        """The results and their tangents, for a function that computes something for both at once."""
+        return self(*primals), self.tangents(primals, tangents)
+
     @abc.abstractmethod
     def batch(self, operands: Sequence[jax.Array], dims: Sequence[int | None]) -> Sequence[jax.Array]:
         """The results for operands that are mapped along some dimensions, mapped along the first."""
@@ -77,8 +81,8 @@ def _abstract_eval(*operands, function, call):
 
 def _jvp(primals, tangents, *, function, call):
     del call
-    found = function.tangents(primals, tangents)
-    return function(*primals), [ad.Zero(t.aval) if isinstance(t, SymbolicZero) else t for t in found]
+    results, found = function.along(primals, tangents)
+    return results, [ad.Zero(t.aval) if isinstance(t, SymbolicZero) else t for t in found]
 
 
 def _batch(operands: Sequence[jax.Array], dims: Sequence[int | None], *, function, call):

@@ -37,15 +37,17 @@ def statistics(head: Head, keep: bool = False) -> Callable[..., tuple[jax.Array,
 
     @functools.partial(function.defjvp, symbolic_zeros=True)
     def function_jvp(primals, tangents):
-        others, t, apart, *rest = statistics(head, not head.recompute)(*primals)
-        kept = [] if head.recompute else [rest.pop()]
+        results = statistics(head, not head.recompute)(*primals)
+        others, t, apart, *rest = results[: len(head.statistics)]
+        kept = [] if head.recompute else [results[-1]]
         moving = {kind: tangent for kind, tangent in head.named(tangents).items() if moves(tangent)}
         derivative = _Derivative(head, tuple(moving))
-        d_others, d_t, *d_sums = derivative(*primals, others, *kept, *moving.values())
+        residuals = derivative.pullback.of_statistics(results)
+        d_others, d_t, *d_rest = derivative(*primals, *residuals, *kept, *moving.values())
         if keep:
             rest += kept
-        constant = map(jnp.zeros_like, rest[len(d_sums) :])
-        return (others, t, apart, *rest), (d_others, d_t, d_others - d_t, *d_sums, *constant)
+        constant = map(jnp.zeros_like, rest[len(d_rest) :])
+        return (others, t, apart, *rest), (d_others, d_t, d_others - d_t, *d_rest, *constant)
 
     return function
 
@@ -107,8 +109,8 @@ class _Derivative(LinearMap):
 
         def along(*moving):
             varied = parameters | dict(zip(self.moving, moving, strict=True))
-            others, t, _, *sums = formula(self.head, *varied.values(), label)
-            return others, t, *sums[:-1]
+            others, t, _, *rest = formula(self.head, *varied.values(), label)
+            return (others, t, *rest)[: len(self.head.cotangents)]
 
         primals = tuple(parameters[kind] for kind in self.moving)
         if self.transposed:

@@ -8,29 +8,77 @@ import jax.numpy as jnp
 
 from jaxsoft import fold
 from jaxsoft._core.mesh import combined
-from jaxsoft._head.chunks import Chunk, over_chunks
+from jaxsoft._head.chunks import Chunk, chunk_size, over_chunks
 from jaxsoft._head.head import Head, product_dtype, scores, sums_of
 from jaxsoft._head.operation import Kind, Operation, Shards
 from jaxsoft._rows.forms import Form
 from jaxsoft._rows.formulas import labels_within
+from jaxsoft._rows.operations.entropy import entropy_of, products_from
 from jaxsoft._rows.operations.labels import beside_label
 from jaxsoft._rows.primitive import kernel
 
 
-class _Folded(NamedTuple):
-    """What is known of each row after some chunks.
+class Folded(NamedTuple):
+    """What is known of each row after some classes.
 
     Attributes:
       state: of the scores but the label's.
-      t: the label's score, 0 as long as no chunk had it.
+      products: the sum for the entropy of these scores' softmax, where that is wanted, else None; see
+        `jaxsoft._rows.operations.entropy`.
+      t: the label's score, 0 if it is none of these classes'.
       sums: those of `head.formula`.
-      kept: the scores, where they are kept, else None.
     """
 
     state: fold.State
+    products: jax.Array | None
     t: jax.Array
     sums: list[jax.Array]
-    kept: jax.Array | None
+
+    def joined(self, other: "Folded") -> "Folded":
+        """What is known after these classes and others."""
+        state = fold.combine(self.state, other.state)
+        products = None
+        if self.products is not None:
+            products = self.products_from(state.m) + other.products_from(state.m)
+        sums = [a + b for a, b in zip(self.sums, other.sums, strict=True)]
+        return Folded(state, products, self.t + other.t, sums)
+
+    def products_from(self, m: jax.Array) -> jax.Array:
+        """The products relative to the maximum of more classes."""
+        assert self.products is not None
+        return products_from(m, self.state, self.products)
+
+    def of_all_classes(self, shards: Shards, label: jax.Array) -> "Folded":
+        """What is known of all devices' classes, given that of this one's. A label out of range has the score NaN."""
+        state, products, t, sums = self
+        if shards.classes:
+            state = combined(state, shards.classes)
+            products = None if products is None else self.products_from(state.m)
+            products, t, sums = jax.lax.psum((products, t, sums), shards.classes)
+        return Folded(state, products, jnp.where(label == -1, jnp.nan, t), sums)
+
+    def statistics(self) -> tuple[jax.Array, ...]:
+        """The results of `head.formula`, of all classes."""
+        others, apart = beside_label(self.state, self.t)
+        entropy = () if self.products is None else (entropy_of(*self.state, self.products),)
+        return others, self.t, apart, *entropy, *self.sums
+
+
+def folded(head: Head, x: jax.Array, label: jax.Array, here: jax.Array, weights: jax.Array | None) -> Folded:
+    """What rows of some classes' scores are folded into.
+
+    Args:
+      head: which layer.
+      x: the scores before the cap.
+      label: of each row.
+      here: the index of each row's label among these classes.
+      weights: of these classes, where the sums are weighted.
+    """
+    m, s, t, *rest = kernel(head.function.forward, Form(fold.accumulator(x.dtype), cap=head.cap), None, x, here)
+    products = rest.pop() if head.entropy else None
+    found = (here >= 0) & (here < x.shape[-1])
+    sums = sums_of(head, x, label, t, rest, weights)
+    return Folded(fold.State(m, s), products, jnp.where(found, t, 0), sums)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +100,8 @@ class Forward(Operation):
 
     @property
     def results(self) -> tuple[Kind, ...]:
-        """Others, the label's score, apart, the sums, and the scores if they are kept."""
-        return *(Kind.STATISTIC,) * 3, *self.head.sums, *(Kind.SCORES,) * self.keep
+        """The statistics, and the scores if they are kept."""
+        return *self.head.statistics, *(Kind.SCORES,) * self.keep
 
     def types(self, *operands):
         """The types of the results. They vary over the mesh axes of shard_map as what is computed of the scores."""
@@ -73,26 +121,17 @@ class Forward(Operation):
         wide, classes = fold.accumulator(dtype), operands[1].shape[1]
         parameters[Kind.HIDDEN] = parameters[Kind.HIDDEN].astype(dtype)
         index = labels_within(label, shards.first_class(classes))
-        kept = jax.lax.empty((label.size, classes), dtype) if self.keep else None
         zero = jnp.zeros(label.shape, wide)
-        start = _Folded(fold.identity(label.shape, wide), zero, [zero for _ in head.sums], kept)
+        products = zero if head.entropy else None
+        start = Folded(fold.identity(label.shape, wide), products, zero, [zero for _ in head.sums])
+        kept = jax.lax.empty((label.size, classes), dtype) if self.keep else None
 
-        def step(folded: _Folded, chunk: Chunk) -> _Folded:
-            x, here = chunk.scores(head, parameters), labels_within(index, chunk.begin)
-            m, s, t, *sums = kernel(head.function.forward, Form(wide, cap=head.cap), None, x, here)
+        def step(carry: tuple[Folded, jax.Array | None], chunk: Chunk) -> tuple[Folded, jax.Array | None]:
+            found, kept = carry
+            x, here = scores(head, chunk.layer(parameters)), labels_within(index, chunk.begin)
             weights = chunk.of(parameters[Kind.CLASS_WEIGHTS]) if head.weighted else None
-            sums = sums_of(head, x, label, t, sums, weights)
-            return _Folded(
-                fold.combine(folded.state, fold.State(m, s)),
-                jnp.where((here >= 0) & (here < chunk.size), t, folded.t),
-                [a + b for a, b in zip(folded.sums, sums, strict=True)],
-                None if folded.kept is None else chunk.written(folded.kept, x),
-            )
+            found = found.joined(folded(head, x, label, here, weights))
+            return found, None if kept is None else chunk.written(kept, x)
 
-        state, t, sums, kept = over_chunks(head, label.size, classes, step, start)
-        if shards.classes:
-            state = combined(state, shards.classes)
-            t, *sums = jax.lax.psum((t, *sums), shards.classes)
-        t = jnp.where(label == -1, jnp.nan, t)
-        others, apart = beside_label(state, t)
-        return others, t, apart, *sums, *([] if kept is None else [kept])
+        found, kept = over_chunks(chunk_size(head, label.size), classes, step, (start, kept))
+        return *found.of_all_classes(shards, label).statistics(), *([] if kept is None else [kept])

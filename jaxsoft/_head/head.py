@@ -1,10 +1,10 @@
 """A linear head: the record of a linear layer and of what is wanted of its scores, and the definition of that.
 
-The scores are z = hidden @ weight + bias, capped if asked to, one for each row and class. A loss needs to know a few
-numbers a row of them: with the label's score t, the logsumexp of the others, "others", and others - t, "apart"; and for
-label smoothing some sums. `formula` computes them from all scores at once, and is what forward mode and derivatives of
-higher order are made of. `forward` and `pullback` compute the same, and its transposed derivative, from chunks of the
-classes, without all scores in memory.
+The scores are z = scale * (hidden @ weight + bias), capped if asked to, one for each row and class. A loss needs to
+know a few numbers a row of them: with the label's score t, the logsumexp of the others, "others", and others - t,
+"apart"; and for label smoothing some sums. `formula` computes them from all scores at once, and is what forward mode
+and derivatives of higher order are made of. `forward` and `pullback` compute the same, and its transposed derivative,
+from chunks of the classes, without all scores in memory.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jaxsoft._rows.derivative import differentiable
 from jaxsoft._rows.forms import Form, softcap
 from jaxsoft._rows.losses import is_summed, weighted_sums
 from jaxsoft._rows.operation import Function
-from jaxsoft._rows.operations.labels import label_state_of_rows, label_sums_of_rows
+from jaxsoft._rows.operations.labels import label_entropy_of_rows, label_state_of_rows, label_sums_of_rows
 
 type Parameters = Mapping[Kind, jax.Array]
 
@@ -32,14 +32,18 @@ class Head:
       parameters: which operands there are: HIDDEN, WEIGHT, and where there are such BIAS and CLASS_WEIGHTS, in this
         order.
       summed: whether the sums of label smoothing are wanted.
+      entropy: whether the entropy is wanted.
+      scale: the factor of what the layer computes.
       cap: the scores become cap * tanh(z / cap); None leaves them as they are.
       precision: of the products, as `jnp.dot` takes it.
       recompute: whether the pullback computes the scores again. Else they are kept, in the dtype of the products.
-      chunk_size: how many classes are taken at a time; None for `default_chunk_size`.
+      chunk_size: how many classes are taken at a time; None for the default of `chunks`.
     """
 
     parameters: tuple[Kind, ...]
     summed: bool = False
+    entropy: bool = False
+    scale: float = 1.0
     cap: float | None = None
     precision: str | None = None
     recompute: bool = True
@@ -55,19 +59,31 @@ class Head:
         return self.summed and Kind.CLASS_WEIGHTS in self.parameters
 
     @property
+    def composed(self) -> bool:
+        """Whether `sums_of` computes the sums: no function of rows has weighted ones, nor sums and the entropy."""
+        return self.summed and (self.weighted or self.entropy)
+
+    @property
     def sums(self) -> tuple[Kind, ...]:
         """The kinds of the sums: of the scores; of the weights, if weighted; and the number of the summed scores."""
         return (Kind.STATISTIC,) * (2 * self.summed + self.weighted)
 
     @property
+    def statistics(self) -> tuple[Kind, ...]:
+        """The kinds of what `formula` gives."""
+        return *(Kind.STATISTIC,) * (3 + self.entropy), *self.sums
+
+    @property
     def cotangents(self) -> tuple[Kind, ...]:
-        """The statistics that have a derivative of their own: others, the label's score, and the sums but the last."""
-        return (Kind.STATISTIC, Kind.STATISTIC, *self.sums[:-1])
+        """The statistics that have a derivative of their own: all but apart and the last sum."""
+        return *(Kind.STATISTIC,) * (2 + self.entropy), *self.sums[:-1]
 
     @property
     def function(self) -> Function:
-        """The function of rows that reduces the scores. No such function has weighted sums: `sums_of` computes them."""
-        return label_sums_of_rows if self.summed and not self.weighted else label_state_of_rows
+        """The function of rows that reduces the scores."""
+        if self.entropy:
+            return label_entropy_of_rows
+        return label_sums_of_rows if self.summed and not self.composed else label_state_of_rows
 
 
 def formula(head: Head, *operands: jax.Array) -> tuple[jax.Array, ...]:
@@ -78,14 +94,16 @@ def formula(head: Head, *operands: jax.Array) -> tuple[jax.Array, ...]:
       operands: the parameters, and the label of each row.
 
     Returns:
-      In the accumulator's dtype: others, the label's score, apart; and if summed, over the scores z above -inf, sum(z)
-      and their number, or weighted sum(w z), sum(w) and their number.
+      In the accumulator's dtype: others, the label's score, apart; the entropy of the softmax of the scores but the
+      label's, if the entropy is wanted; and if summed, over the scores z above -inf, sum(z) and their number, or
+      weighted sum(w z), sum(w) and their number.
     """
     *given, label = operands
     parameters = head.named(given)
     x = scores(head, parameters)
-    others, t, apart, *sums = differentiable(head.function, Form(x.dtype, cap=head.cap), None)(x, label)
-    return others, t, apart, *sums_of(head, x, label, t, sums, parameters.get(Kind.CLASS_WEIGHTS))
+    found = differentiable(head.function, Form(x.dtype, cap=head.cap), None)(x, label)
+    of_state, sums = found[: 3 + head.entropy], found[3 + head.entropy :]
+    return *of_state, *sums_of(head, x, label, found[1], sums, parameters.get(Kind.CLASS_WEIGHTS))
 
 
 def product_dtype(hidden: jax.Array, weight: jax.Array) -> jnp.dtype:
@@ -94,12 +112,29 @@ def product_dtype(hidden: jax.Array, weight: jax.Array) -> jnp.dtype:
 
 
 def scores(head: Head, parameters: Parameters) -> jax.Array:
-    """hidden @ weight + bias in the accumulator's dtype, before the cap."""
+    """scale * (hidden @ weight + bias) in the accumulator's dtype, before the cap."""
     hidden, weight, bias = parameters[Kind.HIDDEN], parameters[Kind.WEIGHT], parameters.get(Kind.BIAS)
     dtype = product_dtype(hidden, weight)
     wide = fold.accumulator(dtype)
     x = jnp.dot(hidden.astype(dtype), weight.astype(dtype), precision=head.precision, preferred_element_type=wide)
-    return x if bias is None else x + jax.lax.broadcast_to_rank(bias.astype(wide), x.ndim)
+    x = scaled(head.scale, x)
+    return x if bias is None else x + jax.lax.broadcast_to_rank(scaled(head.scale, bias.astype(wide)), x.ndim)
+
+
+def rounded_scores(head: Head, parameters: Parameters) -> jax.Array:
+    """`scores` in the dtype of the products, as they are in memory; the scale, too, is part of hidden and bias."""
+    hidden, weight, bias = parameters[Kind.HIDDEN], parameters[Kind.WEIGHT], parameters.get(Kind.BIAS)
+    dtype = product_dtype(hidden, weight)
+    hidden = scaled(head.scale, hidden.astype(dtype))
+    x = jnp.dot(hidden, weight.astype(dtype), precision=head.precision, preferred_element_type=dtype)
+    if bias is None:
+        return x
+    return x + jax.lax.broadcast_to_rank(scaled(head.scale, bias.astype(fold.accumulator(dtype))).astype(dtype), x.ndim)
+
+
+def scaled(scale: float, x: jax.Array) -> jax.Array:
+    """x times a number, rounded to x's dtype."""
+    return x if scale == 1 else (scale * x.astype(fold.accumulator(x.dtype))).astype(x.dtype)
 
 
 def capped(head: Head, x: jax.Array, label: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -128,9 +163,12 @@ def sums_of(
       sums: the sums that the function of rows has, of the scores' distances from t.
       weights: of the classes, where the sums are weighted.
     """
-    if weights is not None and head.weighted:
+    if head.composed:
         z, summed = capped(head, x, label)
-        return list(weighted_sums(z, summed, weights, jnp.zeros_like(t)))
+        total, mass, count = weighted_sums(
+            z, summed, jnp.ones(z.shape[-1], z.dtype) if weights is None else weights, jnp.zeros_like(t)
+        )
+        return [total, mass, count] if head.weighted else [total, count]
     if not sums:
         return []
     total, count = sums

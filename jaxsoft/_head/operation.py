@@ -1,7 +1,8 @@
-"""What one pass over a linear head's classes computes: an operation, with the kinds of its operands and its results.
+"""What one pass over a linear head's scores computes: an operation, with the kinds of its operands and its results.
 
-There are two, the forward pass and the pullback, each in a file of its own. vmap and the mesh read in these records
-which operands have rows and which have classes.
+There are three, each in a file of its own: the forward pass and the pullback over chunks of the classes, and the sum of
+the losses with its gradients over chunks of the rows. vmap and the mesh read in these records which operands have rows
+and which have classes.
 """
 
 import abc
@@ -29,6 +30,9 @@ class Kind(enum.Enum):
     BIAS = enum.auto()  # the layer's bias
     CLASS_WEIGHTS = enum.auto()  # the weight of each class in weighted sums
     STATISTIC = enum.auto()  # one number a row, in the accumulator's dtype
+    ROW_WEIGHTS = enum.auto()  # likewise: the factor of each row's loss in their sum
+    LABEL_WEIGHTS = enum.auto()  # likewise: the weight of the class of each row's label
+    TOTAL = enum.auto()  # one number in the accumulator's dtype: the weighted sum of the rows' losses
     LABEL = enum.auto()  # one int32 a row: the index of the label, -1 for none, or NO_ROW
     SCORES = enum.auto()  # all scores before the cap, in the dtype of the products
 
@@ -49,6 +53,9 @@ _DIMENSIONS = {
     Kind.BIAS: (Dimension.CLASSES,),
     Kind.CLASS_WEIGHTS: (Dimension.CLASSES,),
     Kind.STATISTIC: (Dimension.ROWS,),
+    Kind.ROW_WEIGHTS: (Dimension.ROWS,),
+    Kind.LABEL_WEIGHTS: (Dimension.ROWS,),
+    Kind.TOTAL: (),
     Kind.LABEL: (Dimension.ROWS,),
     Kind.SCORES: (Dimension.ROWS, Dimension.CLASSES),
 }
@@ -66,7 +73,7 @@ class Shards(NamedTuple):
 
 
 class Operation(abc.ABC):
-    """What one pass over the classes computes. Hashable. The first two operands are hidden and weight."""
+    """What one pass over the scores computes. Hashable. The first two operands are hidden and weight."""
 
     @property
     @abc.abstractmethod

@@ -6,43 +6,42 @@ written in its place, and the chunk's share of the gradient of the hidden states
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxsoft import fold
-from jaxsoft._head.chunks import Chunk, over_chunks
-from jaxsoft._head.head import Head, Parameters, capped, product_dtype
+from jaxsoft._head.chunks import Chunk, chunk_size, over_chunks
+from jaxsoft._head.head import Head, Parameters, capped, product_dtype, scaled, scores
 from jaxsoft._head.operation import Kind, Operation, Shards
 from jaxsoft._rows.forms import Form, capped_slope
 from jaxsoft._rows.formulas import labels_within
-from jaxsoft._rows.operations.labels import LABEL_STATE_VJP
 from jaxsoft._rows.primitive import kernel
 
 
-class _Rows(NamedTuple):
-    """What is known of each row.
+class Known(NamedTuple):
+    """What is known of each row when its scores are to become their gradients.
 
     Attributes:
       label: of each row, among all classes.
       local: the index of the label among the classes of this device.
-      state: of the scores but the label's, (m, s).
-      g: the cotangent of others.
-      h: the cotangent of the label's score.
+      state: of the scores but the label's, (m, s); and where the entropy is wanted the sum for that of their softmax.
+      cotangents: of others, of the label's score, and where it is wanted of the entropy.
       sums: the cotangents of the sums but the number of scores.
     """
 
     label: jax.Array
     local: jax.Array
-    state: fold.State
-    g: jax.Array
-    h: jax.Array
+    state: tuple[jax.Array, ...]
+    cotangents: tuple[jax.Array, ...]
     sums: list[jax.Array]
 
-    def of_label(self, chunk: Chunk) -> tuple[jax.Array, ...]:
+    def of_label(self, chunk: Chunk, scale: float = 1.0) -> tuple[jax.Array, ...]:
         """The operands of the rows' pullback for a chunk, but for the scores and the cotangents of sums."""
-        return labels_within(self.local, chunk.begin), *self.state, self.g, self.h
+        cotangents = (scaled(scale, v) for v in self.cotangents)
+        return labels_within(self.local, chunk.begin), *self.state, *cotangents
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +58,13 @@ class Pullback(Operation):
 
     @property
     def residuals(self) -> tuple[Kind, ...]:
-        """The operands but the cotangents: the parameters, the labels, others, and the scores if they were kept."""
+        """The operands but the cotangents: the parameters, the labels, some statistics, and the scores if kept."""
         kept = () if self.head.recompute else (Kind.SCORES,)
-        return (*self.head.parameters, Kind.LABEL, Kind.STATISTIC, *kept)
+        return (*self.head.parameters, Kind.LABEL, *(Kind.STATISTIC,) * (1 + self.head.entropy), *kept)
+
+    def of_statistics(self, statistics: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """Those of the statistics that are residuals: others, and the entropy of the scores but the label's."""
+        return statistics[0], *statistics[3 : 3 + self.head.entropy]
 
     @property
     def operands(self) -> tuple[Kind, ...]:
@@ -80,19 +83,21 @@ class Pullback(Operation):
     def on_rows(self, shards: Shards, *operands: jax.Array) -> tuple[jax.Array, ...]:
         """The gradients on one device. Where they are sums over devices, all devices' are added up."""
         head, parameters = self.head, self.head.named(operands)
-        label, others, *kept = operands[len(head.parameters) : len(self.residuals)]
-        g, h, *sums = operands[len(self.residuals) :]
+        label, others, *rest = operands[len(head.parameters) : len(self.residuals)]
+        entropy, kept = rest[: head.entropy], rest[head.entropy :]
+        cotangents = operands[len(self.residuals) :]
+        cotangents, sums = cotangents[: 2 + head.entropy], list(cotangents[2 + head.entropy :])
         dtype, classes = product_dtype(*operands[:2]), operands[1].shape[1]
         parameters[Kind.HIDDEN] = parameters[Kind.HIDDEN].astype(dtype)
-        state = fold.from_lse(others)
-        rows = _Rows(label, labels_within(label, shards.first_class(classes)), state, g, h, sums)
+        state = *fold.from_lse(others), *(-h for h in entropy)  # the entropy is log(s) minus the sum over s, and s = 1
+        rows = Known(label, labels_within(label, shards.first_class(classes)), state, tuple(cotangents), sums)
 
         def step(gradients: tuple[jax.Array, ...], chunk: Chunk) -> tuple[jax.Array, ...]:
-            x = chunk.of(kept[0]) if kept else chunk.scores(head, parameters)
+            x = chunk.of(kept[0]) if kept else scores(head, chunk.layer(parameters))
             return self._with_chunk(gradients, parameters, rows, x, chunk)
 
         types = self.types(*operands)
-        gradients = over_chunks(head, label.size, classes, step, self._start(dtype, types))
+        gradients = over_chunks(chunk_size(head, label.size), classes, step, self._start(dtype, types))
 
         def of_all_devices(kind: Kind, gradient: jax.Array, dtype: jnp.dtype) -> jax.Array:
             axes = shards.classes if kind is Kind.HIDDEN else shards.rows
@@ -109,20 +114,18 @@ class Pullback(Operation):
         )
 
     def _with_chunk(
-        self, given: tuple[jax.Array, ...], parameters: Parameters, rows: _Rows, x: jax.Array, chunk: Chunk
+        self, given: tuple[jax.Array, ...], parameters: Parameters, rows: Known, x: jax.Array, chunk: Chunk
     ) -> tuple[jax.Array, ...]:
         """The gradients after one more chunk, given those before it and the scores x of the chunk."""
         gradients = dict(zip(self.moving, given, strict=True))
         hidden, weight = parameters[Kind.HIDDEN], parameters[Kind.WEIGHT]
         dtype = product_dtype(hidden, weight)
         wide, dot = fold.accumulator(dtype), functools.partial(jax.lax.dot_general, precision=self.head.precision)
-        if self.head.weighted:
-            dx, by_weights = self._weighted(parameters, rows, x, chunk)
-            if by_weights is not None:
-                gradients[Kind.CLASS_WEIGHTS] = chunk.written(gradients[Kind.CLASS_WEIGHTS], by_weights)
-        else:
-            pullback, form = self.head.function.pullback, Form(dtype, cap=self.head.cap)
-            (dx,) = kernel(pullback, form, None, x, *rows.of_label(chunk), *rows.sums)
+        weights = chunk.of(parameters[Kind.CLASS_WEIGHTS]) if self.head.weighted else None
+        dx = gradient_of_scores(self.head, dtype, rows, x, chunk, weights)
+        if Kind.CLASS_WEIGHTS in gradients:
+            by_weights = gradient_of_weights(self.head, rows, x)
+            gradients[Kind.CLASS_WEIGHTS] = chunk.written(gradients[Kind.CLASS_WEIGHTS], by_weights)
         if Kind.HIDDEN in gradients:
             by_classes = chunk.of(weight).astype(dtype)
             gradients[Kind.HIDDEN] += dot(dx, by_classes, (((1,), (1,)), ((), ())), preferred_element_type=wide)
@@ -134,17 +137,40 @@ class Pullback(Operation):
             gradients[Kind.BIAS] = chunk.written(gradients[Kind.BIAS], jnp.sum(dx, axis=0, dtype=wide))
         return tuple(gradients.values())
 
-    def _weighted(
-        self, parameters: Parameters, rows: _Rows, x: jax.Array, chunk: Chunk
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """The gradients by a chunk's scores x and, if wanted, by its class weights, where the sums are weighted."""
-        dtype = product_dtype(parameters[Kind.HIDDEN], parameters[Kind.WEIGHT])
-        head, wide, of_label = self.head, fold.accumulator(dtype), rows.of_label(chunk)
-        of_total, of_mass = (g[:, None] for g in rows.sums)
-        z, summed = capped(head, x, rows.label)
-        (dz,) = kernel(LABEL_STATE_VJP, Form(wide), None, z, *of_label)
-        dz = dz + jnp.where(summed, of_total * chunk.of(parameters[Kind.CLASS_WEIGHTS])[None], 0)
-        dx = capped_slope(Form(wide, cap=head.cap), x, dz).astype(dtype)
-        if Kind.CLASS_WEIGHTS not in self.moving:
-            return dx, None
-        return dx, jnp.sum(jnp.where(summed, of_total * jnp.where(summed, z, 0) + of_mass, 0), axis=0)
+
+def gradient_of_scores(
+    head: Head,
+    dtype: jnp.dtype,
+    rows: Known,
+    x: jax.Array,
+    chunk: Chunk,
+    weights: jax.Array | None,
+) -> jax.Array:
+    """The gradient by a chunk's hidden @ weight + bias, which may be written where the scores are.
+
+    Args:
+      head: which layer.
+      dtype: of the result.
+      rows: what is known of them.
+      x: the chunk's scores before the cap.
+      chunk: which classes these are.
+      weights: theirs, where the sums are weighted.
+    """
+    if not head.composed:
+        form = Form(dtype, cap=head.cap, in_place=x.dtype == dtype)
+        operands = *rows.of_label(chunk, head.scale), *(scaled(head.scale, v) for v in rows.sums)
+        (dx,) = kernel(head.function.pullback, form, None, x, *operands)
+        return dx
+    wide, of_total = fold.accumulator(dtype), rows.sums[0][:, None]
+    z, summed = capped(head, x, rows.label)
+    # A kernel would need the scores in f32, and in memory.
+    (dz,) = kernel(head.function.pullback, Form(wide), "xla", z, *rows.of_label(chunk))
+    dz = dz + jnp.where(summed, of_total if weights is None else of_total * weights[None], 0)
+    return scaled(head.scale, capped_slope(Form(wide, cap=head.cap), x, dz)).astype(dtype)
+
+
+def gradient_of_weights(head: Head, rows: Known, x: jax.Array) -> jax.Array:
+    """The gradient by the class weights of a chunk, given its scores x before the cap, where the sums are weighted."""
+    of_total, of_mass = (g[:, None] for g in rows.sums)
+    z, summed = capped(head, x, rows.label)
+    return jnp.sum(jnp.where(summed, of_total * jnp.where(summed, z, 0) + of_mass, 0), axis=0)

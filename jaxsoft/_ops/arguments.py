@@ -82,18 +82,18 @@ def check_extras(
     return where, scale, bias
 
 
-def check_dtype(dtype: DTypeLike | None, x: jax.Array) -> np.dtype:
-    """The dtype of the result, after checking it: that of x unless another is given."""
+def check_dtype(dtype: DTypeLike | None, x: jax.Array, name: str = "dtype") -> np.dtype:
+    """The argument of this name, the dtype of a result, after checking it: that of x unless another is given."""
     if dtype is None:
         return x.dtype
     try:
         given = jax.dtypes.canonicalize_dtype(dtype)
     except (TypeError, ValueError):
-        raise TypeError(f"dtype must be None or one of {_NAMES}; got {dtype!r}") from None
+        raise TypeError(f"{name} must be None or one of {_NAMES}; got {dtype!r}") from None
     if given not in _DTYPES:
-        raise ValueError(f"dtype must be None or one of {_NAMES}; got {given.name}")
+        raise ValueError(f"{name} must be None or one of {_NAMES}; got {given.name}")
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        raise ValueError(f"dtype must be None for complex scores, as {_NAMES} cannot hold them; got {given.name}")
+        raise ValueError(f"{name} must be None for complex scores, as {_NAMES} cannot hold them; got {given.name}")
     return given
 
 

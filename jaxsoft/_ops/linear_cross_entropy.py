@@ -2,19 +2,43 @@
 
 import functools
 import operator
-from typing import Literal, overload
+from typing import Literal, Unpack, overload
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jaxsoft import fold
-from jaxsoft._core.mesh import varying_alike
+from jaxsoft._core.mesh import sharded_like, varying_alike
 from jaxsoft._head.derivative import statistics
 from jaxsoft._head.head import Head, product_dtype
+from jaxsoft._head.loss import Objective
 from jaxsoft._head.operation import Kind
-from jaxsoft._ops.arguments import as_kernel_scores
-from jaxsoft._rows.losses import Sums, check_labels, check_options, check_weights, row_loss, weight_at
+from jaxsoft._head.reduction import weighted_sum
+from jaxsoft._ops.arguments import as_kernel_scores, broadcastable, check_dtype
+from jaxsoft._rows.losses import (
+    LossOptions,
+    check_labels,
+    check_number,
+    check_options,
+    check_weights,
+    returned,
+    weight_at,
+)
+from jaxsoft._rows.operation import NO_ROW
+
+
+class _LinearOptions(LossOptions, total=False):
+    """The arguments of the overloads."""
+
+    ignore_index: int | None
+    reduction: Literal["mean", "sum"] | None
+    row_weights: ArrayLike | None
+    scale: float
+    chunk_size: int | None
+    recompute: bool
+    accumulator_dtype: DTypeLike | None
 
 
 @overload
@@ -24,14 +48,9 @@ def linear_softmax_cross_entropy(
     labels: ArrayLike,
     bias: ArrayLike | None = None,
     *,
-    ignore_index: int | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    logit_softcap: float | None = None,
-    class_weights: ArrayLike | None = None,
     return_lse: Literal[False] = False,
-    chunk_size: int | None = None,
-    recompute: bool = True,
+    return_entropy: Literal[False] = False,
+    **options: Unpack[_LinearOptions],
 ) -> jax.Array: ...
 @overload
 def linear_softmax_cross_entropy(
@@ -40,15 +59,32 @@ def linear_softmax_cross_entropy(
     labels: ArrayLike,
     bias: ArrayLike | None = None,
     *,
-    ignore_index: int | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    logit_softcap: float | None = None,
-    class_weights: ArrayLike | None = None,
     return_lse: Literal[True],
-    chunk_size: int | None = None,
-    recompute: bool = True,
+    return_entropy: Literal[False] = False,
+    **options: Unpack[_LinearOptions],
 ) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def linear_softmax_cross_entropy(
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    labels: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    return_entropy: Literal[True],
+    **options: Unpack[_LinearOptions],
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def linear_softmax_cross_entropy(
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    labels: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    return_lse: Literal[True],
+    return_entropy: Literal[True],
+    **options: Unpack[_LinearOptions],
+) -> tuple[jax.Array, jax.Array, jax.Array]: ...
 def linear_softmax_cross_entropy(
     hidden: ArrayLike,
     weight: ArrayLike,
@@ -61,17 +97,32 @@ def linear_softmax_cross_entropy(
     logit_softcap: float | None = None,
     class_weights: ArrayLike | None = None,
     return_lse: bool = False,
+    return_entropy: bool = False,
+    reduction: Literal["mean", "sum"] | None = None,
+    row_weights: ArrayLike | None = None,
+    scale: float = 1.0,
     chunk_size: int | None = None,
     recompute: bool = True,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-    r"""Cross-entropy of the logits hidden @ weight + bias, which are never in memory all at once.
+    accumulator_dtype: DTypeLike | None = None,
+) -> jax.Array | tuple[jax.Array, ...]:
+    r"""Cross-entropy of the logits scale * (hidden @ weight + bias), which are never in memory all at once.
 
     .. math::
       \ell = -\sum_c w_c q_c \log p_c + \zeta \log^2 \sum_c e^{z_c}, \quad p = \mathrm{softmax}(z),
-      \quad z = h W + b
+      \quad z = a (h W + b)
 
     with q and the options those of `softmax_cross_entropy_with_integer_labels`, which has the same loss on logits in
-    memory.
+    memory. With a reduction, and the row weights u,
+
+    .. math::
+      L_\mathrm{sum} = \sum_i u_i \ell_i, \quad L_\mathrm{mean} = L_\mathrm{sum} / \sum_i u_i
+
+    over the rows that are not ignored.
+
+    There are two ways to compute it. *By rows*, which a reduction makes possible: its gradient is known up to one
+    factor before there is a cotangent, so one pass over chunks of rows computes the loss and the gradients by three
+    matrix products, in the memory of a chunk's logits. *By classes*: four products, as the backward pass computes the
+    logits again, or three with all logits kept.
 
     Args:
       hidden: h, of shape (..., d), in f16, bf16, f32 or f64.
@@ -82,32 +133,52 @@ def linear_softmax_cross_entropy(
       ignore_index: rows with this label have loss 0 and gradient 0. Their hidden must still be finite.
       label_smoothing: epsilon, from 0 to 1.
       z_loss: zeta, the factor of the logsumexp's square.
-      logit_softcap: z = cap * tanh((h W + b) / cap), with a cap from 1e-30 to 1e30.
+      logit_softcap: z = cap * tanh(a (h W + b) / cap), with a cap from 1e-30 to 1e30.
       class_weights: w, one number a class; 1 if None.
-      return_lse: return the logsumexp of z beside the losses.
-      chunk_size: how many classes are taken at a time; None for 2048, or as many as give 2^20 logits if these are more.
-        For rows of d numbers, a chunk of c classes takes 6 * rows * c bytes in bf16, and 2 * d * c for its weights.
-      recompute: compute the logits again in reverse mode: four matrix products, and no memory but for a chunk and the
-        gradient of hidden in f32. False keeps the logits, rounded to the dtype of the products, and the gradients are
-        those of the rounded ones, as they are with all logits in memory: three products, and 2 * rows * classes bytes
-        in bf16.
+      return_lse: return the logsumexp of z beside the losses. With a reduction, this takes the way by classes.
+      return_entropy: return the entropy of p as well, in nats, after the losses and what return_lse adds; as
+        `softmax_cross_entropy_with_integer_labels` does. With a reduction, this takes the way by classes.
+      reduction: "mean" or "sum", or None for one loss a row.
+      row_weights: u, real numbers of the shape of the losses, or of one that broadcasts to it; 1 if None. Without a
+        reduction each loss is multiplied by its row's.
+      scale: a, a finite Python number. By rows, a * hidden is rounded to the dtype of the products.
+      chunk_size: by rows, how many rows are taken at a time; None for 1024, or as many as have 2^28 bytes of logits if
+        these are more, in chunks of much the same size. A chunk of r rows takes 2 * r * classes bytes in bf16. With
+        more than d rows in all, each reads and writes the gradient of weight once. By classes, how many classes; None
+        for 2048, or as many as give 2^20 logits if these are more. For rows of d numbers, a chunk of c classes takes
+        6 * rows * c bytes in bf16, and 2 * d * c for its weights.
+      recompute: by classes, compute the logits again in reverse mode: four matrix products, and no memory but for a
+        chunk and the gradient of hidden in f32. False keeps the logits, rounded to the dtype of the products, and the
+        gradients are those of the rounded ones, as they are with all logits in memory: three products, and
+        2 * rows * classes bytes in bf16.
+      accumulator_dtype: by rows, with more than d of them, the dtype in which the gradient of weight is summed over the
+        chunks, a float dtype; None for weight's own, in which each chunk rounds it once. Another takes memory for one
+        more gradient. Where there are no more than d rows in all, it is rounded once in any case.
 
     Returns:
-      One loss a row, of the shape of the labels, in f32 for operands of 16 bits and else in the dtype of the products;
-      no mean is taken. Labels out of range, rows without a finite logit and the like have the losses that they have in
-      `softmax_cross_entropy_with_integer_labels`.
+      One loss a row, of the shape of the labels, or with a reduction one number, and beside it the logsumexp and the
+      entropy of each row if asked for: in f32 for operands of 16 bits and else in the dtype of the products. Labels out
+      of range, rows without a finite logit and the like have the losses that they have in
+      `softmax_cross_entropy_with_integer_labels`. A mean over rows whose weights sum to 0, as where all are ignored, is
+      0, and so are its gradients.
 
     Raises:
       TypeError, ValueError: an argument does not fit the others.
 
-    Derivatives by hidden, weight, bias and class weights, in their dtypes. Reverse mode goes over the chunks, and
-    computes no gradient that is not asked for; forward mode and derivatives of higher order work too, with all logits
-    in memory. Over a mesh, rows may be sharded as hidden has them and classes as weight has them: the forward pass then
-    costs all-reduces of a few numbers a row, and the backward pass those of the gradients that are sums over devices.
+    Derivatives by hidden, weight, bias, class weights and row weights, in their dtypes. No gradient is computed that is
+    not asked for: by rows, two products are enough where weight has none. Forward mode and derivatives of higher order
+    work too, the latter with all logits in memory. By rows, loss and gradients are those of logits that are rounded to
+    the dtype of the products, as they are in memory, and the gradients are what is kept from the forward pass to the
+    backward pass. Where a loop is differentiated as a whole, each of its steps would keep the gradient of
+    weight: leave the reduction out there, or let `jax.checkpoint` compute the step again. A call with f16 products is
+    computed by classes, as gradients before the cotangent could be too small for f16, and so is one that `jax.vmap`
+    maps before it is differentiated. Over a mesh, rows may be sharded as hidden has them and classes as weight has
+    them: the forward pass then costs all-reduces of a few numbers a row, and the gradients that are sums over devices
+    those of their size.
 
     Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv:1805.02867), for the fold;
     Wijmans et al., "Cut your losses in large-vocabulary language models" (arXiv:2411.09009), and Hsu et al., "Liger
-    Kernel" (arXiv:2410.10989), for the logits that are not stored.
+    Kernel" (arXiv:2410.10989), for the logits that are not stored, the latter for gradients in the forward pass, too.
 
     >>> hidden, weight = jnp.array([[1.0, 2.0], [0.0, 1.0]]), jnp.array([[0.5, -1.0, 0.0], [0.0, 1.0, 2.0]])
     >>> loss = linear_softmax_cross_entropy(hidden, weight, jnp.array([2, 1]))
@@ -115,28 +186,44 @@ def linear_softmax_cross_entropy(
     ['0.0769', '1.4076']
     >>> bool(jnp.allclose(loss, softmax_cross_entropy_with_integer_labels(hidden @ weight, jnp.array([2, 1]))))
     True
+    >>> mean = functools.partial(linear_softmax_cross_entropy, labels=jnp.array([2, 1]), reduction="mean")
+    >>> value, (to_hidden, to_weight) = jax.value_and_grad(mean, (0, 1))(hidden, weight)
+    >>> f"{value:.4f}"
+    '0.7423'
     """
     options = check_options(ignore_index, label_smoothing, z_loss, logit_softcap)
+    if reduction not in (None, "mean", "sum"):
+        raise ValueError(f"reduction must be None, 'mean' or 'sum'; got {reduction!r}")
     operands = _layer(hidden, weight, bias)
     hidden, weight = operands[Kind.HIDDEN], operands[Kind.WEIGHT]
-    classes = weight.shape[1]
-    weights = check_weights(class_weights, classes, product_dtype(hidden, weight))
+    classes, dtype = weight.shape[1], product_dtype(hidden, weight)
+    weights = check_weights(class_weights, classes, dtype)
     if weights is not None and options.label_smoothing:
         operands[Kind.CLASS_WEIGHTS] = weights
     operands[Kind.HIDDEN], index = check_labels(labels, hidden, classes, options)
+    factors = _check_row_weights(row_weights, index, dtype)
+    largest = float(np.finfo(np.float32).max)
+    scale = check_number("scale", scale, "finite in float32", -largest, largest)
     chunk_size = _check_chunk_size(chunk_size)
     if not isinstance(recompute, bool | np.bool_):
         raise TypeError(f"recompute must be True or False; got {recompute!r}")
+    plain = not return_lse and not return_entropy and dtype != jnp.float16
+    by_rows = reduction is not None and plain and isinstance(index.size, int)
     head = Head(
         tuple(operands),
         summed=options.label_smoothing > 0,
+        entropy=bool(return_entropy),
+        scale=scale,
         cap=options.logit_softcap,
         precision=jax.config.jax_default_matmul_precision,
         recompute=bool(recompute),
-        chunk_size=chunk_size,
+        chunk_size=None if by_rows else chunk_size,
     )
-    loss, lse = _with_integer_labels(tuple(operands.values()), index, weights, options, head)
-    return (loss, lse) if return_lse else loss
+    objective = Objective(
+        head, options, weights is not None, chunk_size if by_rows else None, _check_accumulator(accumulator_dtype)
+    )
+    loss, lse, entropy = _loss(tuple(operands.values()), index, factors, weights, objective, reduction, by_rows)
+    return returned(loss, lse if return_lse else None, entropy)
 
 
 def _layer(hidden: ArrayLike, weight: ArrayLike, bias: ArrayLike | None) -> dict[Kind, jax.Array]:
@@ -172,13 +259,35 @@ def _check_chunk_size(chunk_size: int | None) -> int | None:
     return chunk_size
 
 
-@functools.partial(jax.jit, static_argnames=("options", "head"))
-def _with_integer_labels(operands, index, weights, options, head):
-    *parameters, index = varying_alike(*operands, index)
-    others, t, apart, *of_scores = statistics(head)(*parameters, index)
-    sums = None
-    if of_scores:
-        total, mass, count = of_scores if head.weighted else (*of_scores, of_scores[1])
-        sums = Sums(total - mass * jax.lax.stop_gradient(fold.reference(t)), mass, count)
-    weight = None if weights is None else weight_at(weights, index)
-    return row_loss(options, index, others, t, apart, sums, weight=weight)
+def _check_row_weights(row_weights: ArrayLike | None, index: jax.Array, dtype: np.dtype) -> jax.Array | None:
+    """The row weights in the dtype of the losses, one for each row and sharded as its label is, after checking them."""
+    if row_weights is None:
+        return None
+    weights = broadcastable("row_weights", row_weights, index.shape, beside="losses")
+    if not (jnp.issubdtype(weights.dtype, jnp.floating) or jnp.issubdtype(weights.dtype, jnp.integer)):
+        raise TypeError(f"row_weights must hold real numbers; got dtype {weights.dtype.name}")
+    return sharded_like(jnp.broadcast_to(weights.astype(fold.accumulator(dtype)), index.shape), index)
+
+
+def _check_accumulator(dtype: DTypeLike | None) -> np.dtype | None:
+    """The dtype as one of NumPy's, or None."""
+    return None if dtype is None else check_dtype(dtype, jnp.zeros(0), "accumulator_dtype")
+
+
+@functools.partial(jax.jit, static_argnames=("objective", "reduction", "by_rows"))
+def _loss(operands, index, factors, weights, objective, reduction, by_rows):
+    """The loss, and by classes the logsumexp of each row, and the entropy if it is wanted."""
+    dtype = fold.accumulator(product_dtype(*operands[:2]))
+    if factors is None:
+        factors = jnp.ones_like(index, dtype)
+    factors = jnp.where(index == NO_ROW, 0, factors)
+    if reduction == "mean":
+        total = jnp.sum(factors)
+        factors = jnp.where(total == 0, 0, factors / jnp.where(total == 0, 1, total))
+    *operands, index, factors = varying_alike(*operands, index, factors)
+    of_label = () if weights is None else varying_alike(weight_at(weights, index), index)[:1]
+    if by_rows:
+        return weighted_sum(objective, *operands, index, factors, *of_label), None, None
+    loss, lse, entropy = objective.losses(index, statistics(objective.head)(*operands, index), *(of_label or (None,)))
+    loss = factors * loss
+    return loss if reduction is None else jnp.sum(loss), lse, entropy

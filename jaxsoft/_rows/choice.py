@@ -94,8 +94,13 @@ def choose(
         found = found or _from_state(named, operation, form, platform, plain)
         assert found, "unsupported() says so"
         return found
-    names = PREFERENCE.get(platform, ALWAYS)
-    for name in sorted(names, key=lambda name: not KERNELS[name].leads(operation, form, platform, operands)):
+
+    def leads(name: str) -> bool:
+        if form.in_place and name != "ffi":  # no others write in place
+            return False
+        return KERNELS[name].leads(operation, form, platform, operands)
+
+    for name in sorted(PREFERENCE.get(platform, ALWAYS), key=lambda name: not leads(name)):
         kernels = KERNELS[name]
         if CARRIERS[name].unavailable(platform) or kernels.unsupported(plain):
             continue

@@ -47,10 +47,15 @@ def kernel(operation: Operation, form: Form, platform: str, operands: Operands) 
     if not _go_together(form.dtype, operands[0].dtype):
         return None
 
+    # A thread of the CUDA kernels that reduce nothing writes what it alone has read before. The CPU's take the last
+    # vector of a row from elements that they have written.
+    in_place = form.in_place and platform == "cuda" and operation.reduces is Reduction.NOTHING
+    aliases = {0: 0} if in_place and form.dtype == operands[0].dtype else None
+
     def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
         types = _result_types(operation, form, operands[0])
         beside = [] if operation.reduces is Reduction.NOTHING else [workspace(operands[0], form.k, form.trailing)]
-        target = jax.ffi.ffi_call(f"jaxsoft_{operation.name}", (*types, *beside))
+        target = jax.ffi.ffi_call(f"jaxsoft_{operation.name}", (*types, *beside), input_output_aliases=aliases)
         return tuple(target(*operands, **attributes(form))[: len(types)])
 
     return call

@@ -36,6 +36,7 @@ class Form:
       masked: elements whose first operand, a softmax, is 0 do not count.
       cap: scores become cap * tanh(x / cap); None leaves them as they are. There is none beside scale or bias.
       k: how many elements of a row an operation selects, which then has no other form; 0 if it selects none.
+      in_place: a result of x's shape may be written where x is, if the caller has no use for x after the call.
     """
 
     dtype: np.dtype
@@ -44,6 +45,7 @@ class Form:
     masked: bool = False
     cap: float | None = None
     k: int = 0
+    in_place: bool = False
 
     def __post_init__(self):
         assert self.cap is None or not {Extra.SCALE, Extra.BIAS} & {*self.extras}, "the cap's slope is taken at x"
@@ -143,7 +145,8 @@ def is_plain(operation: Operation, form: Form, operands: Operands) -> bool:
     """Whether nothing has to be done to the scores, and all operands and results of their shape have one dtype."""
     if operation.selects:
         return form == Form(form.dtype, k=form.k)
-    return form == Form(operands[0].dtype) and _has_one_dtype(operation, form, operands)
+    plain = Form(operands[0].dtype, in_place=form.in_place)
+    return form == plain and _has_one_dtype(operation, form, operands)
 
 
 def working_dtype(operation: Operation, form: Form, operands: Operands) -> np.dtype:

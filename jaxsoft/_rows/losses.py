@@ -68,14 +68,14 @@ def check_options(
             ignore_index = operator.index(ignore_index)
         except TypeError:
             raise TypeError(f"ignore_index must be an integer or None; got {ignore_index!r}") from None
-    label_smoothing = _number("label_smoothing", label_smoothing, "between 0 and 1", 0, 1)
-    z_loss = _number("z_loss", z_loss, "at least 0, and finite in float32", 0, float(np.finfo(np.float32).max))
+    label_smoothing = check_number("label_smoothing", label_smoothing, "between 0 and 1", 0, 1)
+    z_loss = check_number("z_loss", z_loss, "at least 0, and finite in float32", 0, float(np.finfo(np.float32).max))
     if logit_softcap is not None:  # within these bounds x / cap is a number of float32 for every x that matters
-        logit_softcap = _number("logit_softcap", logit_softcap, "from 1e-30 to 1e30, or None", 1e-30, 1e30)
+        logit_softcap = check_number("logit_softcap", logit_softcap, "from 1e-30 to 1e30, or None", 1e-30, 1e30)
     return Options(ignore_index, label_smoothing, z_loss, logit_softcap)
 
 
-def _number(name: str, value: Any, allowed: str, least: float, most: float) -> float:
+def check_number(name: str, value: Any, allowed: str, least: float, most: float) -> float:
     """The argument of this name, after checking that it is a real number from least to most, in words `allowed`."""
     is_real = isinstance(value, numbers.Real | np.integer | np.floating) and not isinstance(value, bool)
     if not is_real:

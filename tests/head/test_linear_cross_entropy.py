@@ -342,6 +342,31 @@ def test_mesh(rows, weight, kind, recompute):
 
 
 @needs_mesh
+@pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=slow)])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "logit_softcap": 3.0}], ids=["plain", "smoothed"])
+def test_entropy_of_sharded_classes(kind, options):
+    """The entropy of chunks that lie on several devices, and its gradients."""
+
+    def gradients(f):
+        def total(h, w, y):
+            loss, lse, entropy = f(h, w, y, return_lse=True, return_entropy=True, ignore_index=-100, **options)
+            every = jnp.sin(loss) + jnp.cos(entropy) + jnp.where(y == -100, 0, jnp.sin(lse))
+            return jnp.sum(every), (loss, entropy)
+
+        return jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))
+
+    expected = gradients(stored)(H, W, Y)
+    assert_close(gradients(functools.partial(linear, chunk_size=6))(H, W, Y), expected, 5e-6)
+    mesh = mesh_of(kind)
+    args = [
+        jax.device_put(v, NamedSharding(mesh, s))
+        for v, s in zip((H, W, Y), (P("a"), P(None, "b"), P("a")), strict=True)
+    ]
+    with jax.set_mesh(mesh):
+        assert_close(gradients(functools.partial(linear, chunk_size=6))(*args), expected, 5e-6)
+
+
+@needs_mesh
 def test_class_weights_over_explicit_axes():
     """The weight of each label's class goes where the label is, from weights that are sharded as the classes are."""
 

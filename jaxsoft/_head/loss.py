@@ -1,0 +1,75 @@
+"""The loss of each row from what a linear head computes of its scores, and their weighted sum as what is minimised."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxsoft import fold
+from jaxsoft._head.derivative import statistics
+from jaxsoft._head.head import Head, formula
+from jaxsoft._head.operation import Kind
+from jaxsoft._rows.losses import Options, Sums, row_entropy, row_loss
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """The sum of the rows' losses, each with a factor.
+
+    Attributes:
+      head: the layer.
+      options: of the loss.
+      weighted: whether the label's classes have weights.
+      chunk_size: how many rows are taken at a time, where they are taken in chunks; None for `default_row_chunk`.
+      sum_dtype: in which the gradient of weight is summed over chunks of rows; None for weight's own.
+    """
+
+    head: Head
+    options: Options
+    weighted: bool = False
+    chunk_size: int | None = None
+    sum_dtype: np.dtype | None = None
+
+    @property
+    def operands(self) -> tuple[Kind, ...]:
+        """The kinds of the operands: the head's parameters, the labels, the factors, the weights of the labels."""
+        return (*self.head.parameters, Kind.LABEL, Kind.ROW_WEIGHTS, *(Kind.LABEL_WEIGHTS,) * self.weighted)
+
+    def named[T](self, operands: Sequence[T]) -> dict[Kind, T]:
+        """The first operands of every operation by kind."""
+        return dict(zip(self.operands, operands, strict=False))
+
+    def losses(self, label: jax.Array, found: Sequence[jax.Array], weights: jax.Array | None):
+        """The loss of each row and its logsumexp, and the entropy if it is wanted, else None.
+
+        Args:
+          label: of each row.
+          found: what `statistics` has found.
+          weights: those of the labels.
+        """
+        (others, t, apart, *of_others), sums = found[: 3 + self.head.entropy], found[3 + self.head.entropy :]
+        loss, lse = row_loss(self.options, label, others, t, apart, self._sums(t, sums), weight=weights)
+        return loss, lse, row_entropy(label, t, apart, *of_others) if self.head.entropy else None
+
+    def _sums(self, t: jax.Array, sums: Sequence[jax.Array]) -> Sums | None:
+        if not sums:
+            return None
+        total, mass, count = sums if self.head.weighted else (*sums, sums[1])
+        return Sums(total - mass * jax.lax.stop_gradient(fold.reference(t)), mass, count)
+
+    def by_classes(self, *operands: jax.Array) -> jax.Array:
+        """The sum by chunks of the classes, which has all its derivatives in chunks, too."""
+        return self._total(statistics(self.head), operands)
+
+    def formula(self, *operands: jax.Array) -> jax.Array:
+        """The sum in plain JAX, by way of all scores."""
+        return self._total(lambda *operands: formula(self.head, *operands), operands)
+
+    def _total(self, function, operands: Sequence[jax.Array]) -> jax.Array:
+        given = self.named(operands)
+        parameters = [given[kind] for kind in self.head.parameters]
+        label = given[Kind.LABEL]
+        loss, *_ = self.losses(label, function(*parameters, label), given.get(Kind.LABEL_WEIGHTS))
+        return jnp.sum(given[Kind.ROW_WEIGHTS] * loss)

@@ -1,0 +1,181 @@
+"""The weighted sum of the rows' losses with its gradients, over chunks of the rows.
+
+The derivative of a sum is known up to one factor, the cotangent of the sum, before there is a cotangent. So one pass
+does all: a chunk's scores, rounded to the dtype of the products as they are with all scores in memory, are reduced to
+the losses, and become their gradients in place. A second product with these gives the gradient of the chunk's hidden
+states, and a third one is added to the gradient of weight. No score is computed twice, at the price of reading and
+writing the gradient of weight once a chunk.
+
+Where there are no more rows than hidden has numbers, the gradients of all scores fit into the memory of the gradient of
+weight. Then they are written there, and become the gradient of weight at the end, a chunk of the classes at a time:
+that takes no longer than to read and write this gradient once a chunk of rows, and rounds it once.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxsoft import fold
+from jaxsoft._head.chunks import Chunk, RowChunk, default_row_chunk, over_chunks, over_rows
+from jaxsoft._head.forward import folded
+from jaxsoft._head.head import product_dtype, rounded_scores, scaled, scores
+from jaxsoft._head.loss import Objective
+from jaxsoft._head.operation import Kind, Operation, Shards
+from jaxsoft._head.pullback import Known, gradient_of_scores, gradient_of_weights
+from jaxsoft._rows.formulas import labels_within
+
+# The gradients that are sums over the rows; the others have a part for each row.
+_SUMMED = (Kind.TOTAL, Kind.WEIGHT, Kind.BIAS, Kind.CLASS_WEIGHTS)
+
+# At most how many classes are taken at a time where gradients of scores become that of weight. For 4096 rows of 4096
+# numbers these are 8 waves of tiles of 128 by 256 on 132 multiprocessors, which are busy for 97 % of them.
+_CLASSES = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class Total(Operation):
+    """The sum, and its gradients by some of the operands.
+
+    Attributes:
+      objective: what is summed.
+      moving: the operands whose gradients are wanted, in the order of the objective's.
+    """
+
+    objective: Objective
+    moving: tuple[Kind, ...] = ()
+
+    @property
+    def operands(self) -> tuple[Kind, ...]:
+        """Those of the objective."""
+        return self.objective.operands
+
+    @property
+    def results(self) -> tuple[Kind, ...]:
+        """The sum and the gradients."""
+        return (Kind.TOTAL, *self.moving)
+
+    def types(self, *operands):
+        """The types of the results. That of the sum varies over the mesh axes of shard_map as what it is made of."""
+        given = self.objective.named(operands)
+
+        def like(*operands):
+            x = scores(self.objective.head, self.objective.named(operands))
+            return jnp.sum(jnp.max(x, axis=-1, initial=-jnp.inf))
+
+        (total,) = jax.make_jaxpr(like)(*operands).out_avals
+        return [total, *(given[kind] for kind in self.moving)]
+
+    def on_rows(self, shards: Shards, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        """The results on one device. Where they are sums over devices, all devices' are added up."""
+        given, types = self.objective.named(operands), self.types(*operands)
+        (width, classes), rows = given[Kind.WEIGHT].shape, given[Kind.LABEL].size
+        dtype = product_dtype(*operands[:2])
+        size = self.objective.chunk_size or default_row_chunk(rows, classes, dtype.itemsize)
+        late = Kind.WEIGHT in self.moving and given[Kind.WEIGHT].dtype == dtype and size < rows <= width
+        kinds = list(zip(self.results, types, strict=True))
+        start: dict[Kind, Any] = {
+            kind: None if kind in _SUMMED else jax.lax.empty(t.shape, t.dtype) for kind, t in kinds
+        }
+        if late:
+            start[Kind.WEIGHT] = jax.lax.empty((width, classes), dtype)
+        step = functools.partial(self._with_chunk, shards, given, late)
+        results = over_rows(size, rows, step, tuple(start.values()))
+        if late:  # when no chunk is in use any more
+            results = jax.lax.optimization_barrier(results)
+        found: dict[Kind, Any] = dict(zip(self.results, results, strict=True))
+        if late:
+            found[Kind.WEIGHT] = self._of_weight(given, found[Kind.WEIGHT])
+
+        def of_all_devices(kind: Kind, v: jax.Array | None, t) -> jax.Array:
+            if v is None:  # there are no rows
+                return jnp.zeros(t.shape, t.dtype)
+            return (jax.lax.psum(v, shards.rows) if kind in _SUMMED and shards.rows else v).astype(t.dtype)
+
+        return tuple(of_all_devices(kind, found[kind], t) for kind, t in kinds)
+
+    def _of_weight(self, given: dict[Kind, jax.Array], dx: jax.Array) -> jax.Array:
+        """The gradient of weight in place of the gradients of all scores, which are the first rows of dx."""
+        rows, head = given[Kind.LABEL].size, self.objective.head
+        hidden = scaled(head.scale, given[Kind.HIDDEN].astype(dx.dtype))
+
+        def step(dx: jax.Array, chunk: Chunk) -> jax.Array:
+            return chunk.written(dx, self._dot(hidden, chunk.of(dx)[:rows], 0, 0, dx.dtype))
+
+        return over_chunks(min(_CLASSES, max(2048, dx.shape[1] // 8)), dx.shape[1], step, dx)
+
+    def _dot(self, a: jax.Array, b: jax.Array, dim_of_a: int, dim_of_b: int, dtype) -> jax.Array:
+        """The product of two matrices over these dimensions, in this dtype."""
+        dims, precision = (((dim_of_a,), (dim_of_b,)), ((), ())), self.objective.head.precision
+        return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=dtype)
+
+    def _with_chunk(
+        self, shards: Shards, given: dict[Kind, jax.Array], late: bool, found: Sequence[Any], chunk: RowChunk
+    ) -> tuple[jax.Array, ...]:
+        """The results after one more chunk.
+
+        Args:
+          shards: of the operands.
+          given: the operands.
+          late: whether the gradient of weight waits for all chunks, and the gradients of the scores are kept there.
+          found: the results before the chunk; None for a sum before the first one.
+          chunk: which rows these are.
+        """
+        objective, head = self.objective, self.objective.head
+        dtype = product_dtype(given[Kind.HIDDEN], given[Kind.WEIGHT])
+        wide, classes = fold.accumulator(dtype), given[Kind.WEIGHT].shape[1]
+        hidden, weight = chunk.of(given[Kind.HIDDEN]).astype(dtype), given[Kind.WEIGHT].astype(dtype)
+        x = rounded_scores(head, given | {Kind.HIDDEN: hidden})
+        hidden = scaled(head.scale, hidden)
+        plain = dataclasses.replace(head, scale=1.0)  # the scale is part of hidden and bias
+
+        label, factor = chunk.of(given[Kind.LABEL]), chunk.of(given[Kind.ROW_WEIGHTS])
+        here = labels_within(label, shards.first_class(classes))
+        class_weights = given[Kind.CLASS_WEIGHTS] if head.weighted else None
+        row = folded(plain, x, label, here, class_weights).of_all_classes(shards, label)
+
+        def losses(statistics, weights):
+            return objective.losses(label, statistics, weights)[0]
+
+        label_weights = chunk.of(given[Kind.LABEL_WEIGHTS]) if objective.weighted else None
+        loss, pull = jax.vjp(losses, row.statistics(), label_weights)
+        (of_others, of_t, of_apart, *of_sums), of_label_weights = pull(factor)
+        known = Known(label, here, row.state, (of_others + of_apart, of_t - of_apart), of_sums[:-1])
+        every = Chunk(0, classes)
+
+        @functools.cache
+        def dx() -> jax.Array:
+            return gradient_of_scores(plain, dtype, known, x, every, class_weights)
+
+        def with_chunk(kind: Kind, before: Any) -> jax.Array:
+            match kind:
+                case Kind.TOTAL:
+                    part = jnp.sum(factor * loss)
+                case Kind.ROW_WEIGHTS:
+                    part = loss
+                case Kind.LABEL_WEIGHTS:
+                    part = of_label_weights
+                case Kind.CLASS_WEIGHTS:
+                    part = gradient_of_weights(plain, known, x)
+                case Kind.BIAS:
+                    part = scaled(head.scale, jnp.sum(dx(), axis=0, dtype=wide))
+                case Kind.WEIGHT if late:
+                    return chunk.written(before, dx())
+                case Kind.WEIGHT:
+                    kept = objective.sum_dtype or given[Kind.WEIGHT].dtype
+                    part = self._dot(hidden, dx(), 0, 0, dtype if kept == dtype else wide)
+                    # XLA makes one product of this, which reads what it is added to, and overwrites it.
+                    return part.astype(kept) if before is None else (before + part).astype(kept)
+                case Kind.HIDDEN:
+                    # Where nothing follows the product, it is rounded once.
+                    once = dtype if head.scale == 1 and given[kind].dtype == dtype and not shards.classes else wide
+                    part = self._dot(dx(), weight, 1, 1, once)
+                    part = scaled(head.scale, jax.lax.psum(part, shards.classes) if shards.classes else part)
+            if kind in _SUMMED:
+                return part if before is None else before + part
+            return chunk.written(before, part)
+
+        return tuple(map(with_chunk, self.results, found))
