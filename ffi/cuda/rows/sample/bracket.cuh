@@ -1,0 +1,107 @@
+// The first histogram: how many elements are in each bin of weights, and what follows for the ends of top-k and top-p.
+//
+// An element's bin says what it weighs up to a factor r. So the counts bound the mass from the largest element down to
+// each bin, and, what is sharper for top_p near 1, the mass from each bin down to the smallest element. The bins where
+// neither bound tells on which side of the end of top-p they are have the candidates. top-k ends in one bin.
+#pragma once
+
+#include "shared.cuh"
+
+namespace jaxsoft::cuda {
+
+// Counts the block's elements by bins. The counts must be 0.
+template <class T, int held>
+__device__ void count_by_bins(const RowPart<T, held>& part, const Weights& weights, SampleShared& shared) {
+  part.for_elements([&](float x, uint32_t) {
+    const uint32_t bin = weights.bin(x);
+    if (bin < SampleCode::bins) atomicAdd(&shared.counts[bin], 1u);
+  });
+}
+
+// Finds the bracket from the counts of all blocks. All threads of the cluster call it, after a barrier of the cluster.
+__device__ inline Bracket find_bracket(uint32_t k, float p, uint32_t n, unsigned block, unsigned blocks,
+                                       SampleShared& shared) {
+  constexpr int own = SampleCode::bins / SampleCode::threads;  // bins of a thread
+  constexpr uint32_t bins = SampleCode::bins;
+  constexpr float octaves_of_bin = float(SampleCode::octaves) / bins;
+  static_assert(own == 4);
+  const uint32_t first = threadIdx.x * own;
+  uint32_t counts[own] = {}, before[own] = {};  // of all blocks, and of those before this one
+#pragma unroll 8
+  for (unsigned b = 0; b < blocks; b++) {
+    const uint4 some = *in_block_of_row(reinterpret_cast<const uint4*>(&shared.counts[first]), b);
+    const uint32_t each[own] = {some.x, some.y, some.z, some.w};
+#pragma unroll
+    for (int i = 0; i < own; i++) counts[i] += each[i], before[i] += b < block ? each[i] : 0;
+  }
+  float weight[own], mass = 0;
+  uint32_t count = 0;
+#pragma unroll
+  for (int i = 0; i < own; i++) {
+    weight[i] = exp2_approximately(-octaves_of_bin * (first + i));
+    mass += counts[i] * weight[i], count += counts[i];
+  }
+  float all_mass;
+  uint32_t all_count;
+  const float mass_before = scan_of_block(mass, shared.float_warps, all_mass) - mass;
+  const uint32_t count_before = scan_of_block(count, shared.count_warps, all_count) - count;
+  Bracket& bracket = shared.bracket;
+  if (threadIdx.x == 0) {
+    bracket.begin = bracket.end = bins, bracket.last = Bracket::no_bin, bracket.before_last = bracket.in_last = 0;
+    bracket.mass = all_mass, bracket.count = bracket.before = 0;
+  }
+  __syncthreads();
+  if (k < all_count) {
+    float until = mass_before;
+    uint32_t number = count_before;
+#pragma unroll
+    for (int i = 0; i < own; i++) {
+      if (number < k && k <= number + counts[i]) {
+        bracket.last = first + i, bracket.before_last = number, bracket.in_last = counts[i];
+        bracket.mass = until + (k - number) * weight[i];
+      }
+      number += counts[i], until += counts[i] * weight[i];
+    }
+    __syncthreads();
+  }
+  const uint32_t last = bracket.last;
+  if (p < 1) {
+    // Every mass by counts is within a factor r of the true one, up to rounding: half a unit of mass for each element,
+    // and that of the sums here, and of p times the mass.
+    const float r = exp2_approximately(0.51f * octaves_of_bin);
+    const float whole = bracket.mass, rounded = whole * 4e-6f + n * (1.f / (1ull << SampleCode::octaves));
+    uint32_t begin = bins, end = bins;
+#pragma unroll
+    for (int i = own - 1; i >= 0; i--) {
+      float until = mass_before;
+#pragma unroll
+      for (int l = 0; l <= i; l++) until += counts[l] * weight[l];
+      if (first + i >= last) until = whole;
+      const float rest = max(whole - until, 0.f);
+      const bool not_reached = until * r < p * whole / r - rounded || rest / r - rounded > (1 - p) * whole * r + rounded;
+      const bool reached = until / r > p * whole * r + rounded || rest * r + rounded < (1 - p) * whole / r - rounded;
+      if (first + i <= last && !not_reached) begin = first + i;
+      if (first + i <= last && reached) end = first + i + 1;
+    }
+    begin = __reduce_min_sync(kWholeWarp, begin), end = __reduce_min_sync(kWholeWarp, end);
+    if (threadIdx.x % 32 == 0) {
+      atomicMin(&bracket.begin, begin);
+      atomicMin(&bracket.end, min(end, min(last, bins - 1) + 1));
+    }
+    __syncthreads();
+  } else if (threadIdx.x == 0) {
+    bracket.begin = bracket.end = min(last, bins);
+  }
+  if (!(p < 1)) __syncthreads();
+  uint32_t candidates = 0, before_here = 0;
+#pragma unroll
+  for (int i = 0; i < own; i++)
+    if (bracket.is_candidate(first + i)) candidates += counts[i], before_here += before[i];
+  candidates = __reduce_add_sync(kWholeWarp, candidates), before_here = __reduce_add_sync(kWholeWarp, before_here);
+  if (threadIdx.x % 32 == 0 && candidates)
+    atomicAdd(&bracket.count, candidates), atomicAdd(&bracket.before, before_here);
+  __syncthreads();
+  return bracket;
+}
+
+}  // namespace jaxsoft::cuda
