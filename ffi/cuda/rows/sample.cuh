@@ -7,6 +7,10 @@
 
 namespace jaxsoft::cuda {
 
+// The operation in the list of those that a library has. It is no row operation as those of rows/operations.h are: there
+// are no kernels for a CPU.
+constexpr const char* kSampleText = "sample(logits,uniform,temperature,top_p,min_p)->(token,probability) k\n";
+
 // The operands and results of a call. The options are one number a row, and those that change nothing are 1, 1 and 0.
 template <class T>
 struct Sampling {

@@ -45,11 +45,14 @@ __device__ V* in_block_of_row(V* variable, unsigned block) {
 
 constexpr unsigned kWholeWarp = 0xffffffffu;
 
-template <class V>
-__device__ V sum_of_warp(V value) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(kWholeWarp, value, step);
-  return value;
+// The sum of the warp's values, in three pieces, each of which is summed up at once.
+__device__ inline Mass sum_of_warp(Mass value) {
+  constexpr int bits = 22;
+  constexpr uint32_t piece = (1 << bits) - 1;
+  const Mass low = __reduce_add_sync(kWholeWarp, static_cast<uint32_t>(value) & piece);
+  const Mass middle = __reduce_add_sync(kWholeWarp, static_cast<uint32_t>(value >> bits) & piece);
+  const Mass high = __reduce_add_sync(kWholeWarp, static_cast<uint32_t>(value >> 2 * bits));
+  return low + (middle << bits) + (high << 2 * bits);
 }
 
 // The sum of the values of this lane and of those before it.
@@ -64,18 +67,24 @@ __device__ V scan_of_warp(V value) {
 }
 
 // The sum of the values of this thread and of those before it, and that of all threads. `warps` has a place for each
-// warp of the block.
+// warp of the block, and is not in use by threads that have not come here.
 template <class V>
 __device__ V scan_of_block(V value, V* warps, V& all) {
   value = scan_of_warp(value);
-  __syncthreads();  // the places may still be in use
   if (threadIdx.x % 32 == 31) warps[threadIdx.x / 32] = value;
   __syncthreads();
   const V other = threadIdx.x % 32 < SampleCode::warps ? warps[threadIdx.x % 32] : V(0);
   const V until = scan_of_warp(other);
   all = __shfl_sync(kWholeWarp, until, SampleCode::warps - 1);
-  const V before = __shfl_sync(kWholeWarp, until - other, threadIdx.x / 32);
-  return before + value;
+  return __shfl_sync(kWholeWarp, until - other, threadIdx.x / 32) + value;
+}
+
+// The sum of all threads' values. `warps` is as above.
+__device__ inline Mass sum_of_block(Mass value, Mass* warps) {
+  value = sum_of_warp(value);
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+  __syncthreads();
+  return sum_of_warp(threadIdx.x % 32 < SampleCode::warps ? warps[threadIdx.x % 32] : Mass(0));
 }
 
 }  // namespace jaxsoft::cuda

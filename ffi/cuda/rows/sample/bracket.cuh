@@ -10,11 +10,14 @@
 namespace jaxsoft::cuda {
 
 // Counts the block's elements by bins. The counts must be 0.
-template <class T, int held>
-__device__ void count_by_bins(const RowPart<T, held>& part, const Weights& weights, SampleShared& shared) {
-  part.for_elements([&](float x, uint32_t) {
-    const uint32_t bin = weights.bin(x);
-    if (bin < SampleCode::bins) atomicAdd(&shared.counts[bin], 1u);
+template <class T>
+__device__ void count_by_bins(const RowPart<T>& part, const Weights& weights, SampleShared& shared) {
+  part.for_packs([&](const Pack<T>& pack, int) {
+#pragma unroll
+    for (int k = 0; k < Pack<T>::size; k++) {
+      const uint32_t bin = weights.bin(pack.get(k));
+      if (bin < SampleCode::bins) atomicAdd(&shared.counts[bin], 1u);
+    }
   });
 }
 
@@ -27,12 +30,13 @@ __device__ inline Bracket find_bracket(uint32_t k, float p, uint32_t n, unsigned
   static_assert(own == 4);
   const uint32_t first = threadIdx.x * own;
   uint32_t counts[own] = {}, before[own] = {};  // of all blocks, and of those before this one
-#pragma unroll 8
-  for (unsigned b = 0; b < blocks; b++) {
+#pragma unroll 4
+  for (unsigned i = 0; i < blocks; i++) {
+    const unsigned b = block ^ i;  // the blocks, whose number is a power of two, read from different ones at a time
     const uint4 some = *in_block_of_row(reinterpret_cast<const uint4*>(&shared.counts[first]), b);
     const uint32_t each[own] = {some.x, some.y, some.z, some.w};
 #pragma unroll
-    for (int i = 0; i < own; i++) counts[i] += each[i], before[i] += b < block ? each[i] : 0;
+    for (int j = 0; j < own; j++) counts[j] += each[j], before[j] += b < block ? each[j] : 0;
   }
   float weight[own], mass = 0;
   uint32_t count = 0;
@@ -41,17 +45,16 @@ __device__ inline Bracket find_bracket(uint32_t k, float p, uint32_t n, unsigned
     weight[i] = exp2_approximately(-octaves_of_bin * (first + i));
     mass += counts[i] * weight[i], count += counts[i];
   }
-  float all_mass;
-  uint32_t all_count;
-  const float mass_before = scan_of_block(mass, shared.float_warps, all_mass) - mass;
-  const uint32_t count_before = scan_of_block(count, shared.count_warps, all_count) - count;
   Bracket& bracket = shared.bracket;
   if (threadIdx.x == 0) {
     bracket.begin = bracket.end = bins, bracket.last = Bracket::no_bin, bracket.before_last = bracket.in_last = 0;
-    bracket.mass = all_mass, bracket.count = bracket.before = 0;
+    bracket.count = bracket.before = 0;
   }
-  __syncthreads();
-  if (k < all_count) {
+  float whole;
+  uint32_t all;
+  const float mass_before = scan_of_block(mass, shared.float_warps, whole) - mass;
+  const uint32_t count_before = scan_of_block(count, shared.count_warps, all) - count;
+  if (k < all) {
     float until = mass_before;
     uint32_t number = count_before;
 #pragma unroll
@@ -63,43 +66,42 @@ __device__ inline Bracket find_bracket(uint32_t k, float p, uint32_t n, unsigned
       number += counts[i], until += counts[i] * weight[i];
     }
     __syncthreads();
+    whole = bracket.mass;
   }
   const uint32_t last = bracket.last;
   if (p < 1) {
     // Every mass by counts is within a factor r of the true one, up to rounding: half a unit of mass for each element,
     // and that of the sums here, and of p times the mass.
-    const float r = exp2_approximately(0.51f * octaves_of_bin);
-    const float whole = bracket.mass, rounded = whole * 4e-6f + n * (1.f / (1ull << SampleCode::octaves));
+    const float r = exp2_approximately(0.51f * octaves_of_bin), inverse = exp2_approximately(-0.51f * octaves_of_bin);
+    const float rounded = whole * 4e-6f + n * (1.f / (1ull << SampleCode::octaves));
+    const float low = p * whole * inverse - rounded, high = p * whole * r + rounded;
+    const float rest_low = (1 - p) * whole * inverse - rounded, rest_high = (1 - p) * whole * r + rounded;
     uint32_t begin = bins, end = bins;
+    float until = mass_before;
 #pragma unroll
-    for (int i = own - 1; i >= 0; i--) {
-      float until = mass_before;
-#pragma unroll
-      for (int l = 0; l <= i; l++) until += counts[l] * weight[l];
+    for (int i = 0; i < own; i++) {
+      until += counts[i] * weight[i];
       if (first + i >= last) until = whole;
       const float rest = max(whole - until, 0.f);
-      const bool not_reached = until * r < p * whole / r - rounded || rest / r - rounded > (1 - p) * whole * r + rounded;
-      const bool reached = until / r > p * whole * r + rounded || rest * r + rounded < (1 - p) * whole / r - rounded;
-      if (first + i <= last && !not_reached) begin = first + i;
-      if (first + i <= last && reached) end = first + i + 1;
+      const bool not_reached = until * r < low || rest * inverse - rounded > rest_high;
+      const bool reached = until * inverse > high || rest * r + rounded < rest_low;
+      if (first + i <= last && !not_reached) begin = min(begin, first + i);
+      if (first + i <= last && reached) end = min(end, first + i + 1);
     }
     begin = __reduce_min_sync(kWholeWarp, begin), end = __reduce_min_sync(kWholeWarp, end);
     if (threadIdx.x % 32 == 0) {
-      atomicMin(&bracket.begin, begin);
+      if (begin < bins) atomicMin(&bracket.begin, begin);
       atomicMin(&bracket.end, min(end, min(last, bins - 1) + 1));
     }
-    __syncthreads();
   } else if (threadIdx.x == 0) {
     bracket.begin = bracket.end = min(last, bins);
   }
-  if (!(p < 1)) __syncthreads();
+  __syncthreads();
   uint32_t candidates = 0, before_here = 0;
 #pragma unroll
   for (int i = 0; i < own; i++)
     if (bracket.is_candidate(first + i)) candidates += counts[i], before_here += before[i];
-  candidates = __reduce_add_sync(kWholeWarp, candidates), before_here = __reduce_add_sync(kWholeWarp, before_here);
-  if (threadIdx.x % 32 == 0 && candidates)
-    atomicAdd(&bracket.count, candidates), atomicAdd(&bracket.before, before_here);
+  if (candidates) atomicAdd(&bracket.count, candidates), atomicAdd(&bracket.before, before_here);
   __syncthreads();
   return bracket;
 }

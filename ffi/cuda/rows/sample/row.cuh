@@ -18,11 +18,12 @@ struct Weights {
         of_bins(-of_exp2 * (float(SampleCode::bins) / SampleCode::octaves)) {}
 
   __device__ float operator()(float x) const { return exp2_approximately((x - m) * of_exp2); }
-  // How far x is below m, in bins. It is `bins` or more where the weight counts as 0, as for -inf. The sum with 2^23
-  // rounds to a whole number, which the low bits of the result are.
-  __device__ uint32_t bin(float x) const {
-    return bits<uint32_t>(fmaf(x - m, of_bins, 0x1p23f)) - bits<uint32_t>(0x1p23f);
-  }
+  // How far x is below m, in bins, as a float to which 2^23 has been added, so that it is rounded to a whole number. It
+  // is `border(bins)` or more where the weight counts as 0, as for -inf.
+  __device__ float place(float x) const { return fmaf(x - m, of_bins, 0x1p23f); }
+  __device__ static float border(uint32_t bin) { return 0x1p23f + bin; }
+  __device__ uint32_t bin(float x) const { return bits<uint32_t>(place(x)) - bits<uint32_t>(0x1p23f); }
+  __device__ bool counts(float x) const { return place(x) < border(SampleCode::bins); }
   __device__ static Mass mass(float weight) {
     Mass sum = 0;
     Parts parts;
@@ -62,120 +63,116 @@ struct Keys {
   __device__ uint32_t index(Key key) const { return uint32_t(mask() - (key & mask())); }
 };
 
-// The part of a row that a block has: each of its warps has a range of packs, of which lanes take turns. The first
-// `held` of a thread stay in registers, and the others are read again from the cache whenever they are needed.
-template <class T, int held>
+// Element k of a pack, where k is not known when this is compiled: packs are in registers, which have no addresses.
+template <class T>
+__device__ float element(const Pack<T>& pack, int k) {
+  const int i = k * static_cast<int>(sizeof(T)) / 4;
+  const uint32_t word = i < 2 ? (i == 0 ? pack.words[0] : pack.words[1]) : (i == 2 ? pack.words[2] : pack.words[3]);
+  if constexpr (sizeof(T) == 4) return bits<float>(word);
+  else return widen(bits<T>(static_cast<uint16_t>(k % 2 == 0 ? word : word >> 16)));
+}
+
+// The part of a row that a block has: each of its warps has a range of packs, of which lanes take turns. Copies bring
+// them into shared memory, where each thread has slots of its own. If there are not enough slots for all of its packs,
+// they come again, mostly from the cache, each time that the thread goes over them.
+template <class T>
 struct RowPart {
-  static constexpr int size = Pack<T>::size;
+  static constexpr int size = Pack<T>::size, ring = SampleCode::ring;
   const T* const row;
   const Window<T> window;
-  const int of_warp;  // packs, a multiple of 32
-  const int first;    // the thread's first pack
-  Pack<T> packs[held > 0 ? held : 1];
+  const int steps;  // packs of a thread
+  const int first;  // the thread's first pack
+  const bool stays;  // whether each pack of a thread has a slot
+  Pack<T>* const own;
 
-  __device__ RowPart(const T* row, uint32_t n, unsigned block, unsigned blocks)
-      : row(row), window(row, n, true), of_warp(packs_of_warp(window.packs, blocks)),
-        first((block * SampleCode::warps + threadIdx.x / 32) * of_warp + threadIdx.x % 32) {
-#pragma unroll
-    for (int j = 0; j < held; j++)
-      if (j * 32 < of_warp && first + j * 32 < window.packs) packs[j] = window.fetch(row, first + j * 32);
-      else packs[j].fill(nothing());
-#pragma unroll
-    for (int j = 0; j < held; j++)
-      if (j * 32 < of_warp && first + j * 32 < window.packs) window.trim(packs[j], first + j * 32, nothing());
+  // `memory` has so many slots for each thread, at least `ring` of them.
+  __device__ RowPart(const T* row, uint32_t n, unsigned block, unsigned blocks, void* memory, int slots)
+      : row(row), window(row, n, true), steps(steps_of(window.packs, blocks)),
+        first((block * SampleCode::warps + threadIdx.x / 32) * of_warp() + threadIdx.x % 32),
+        stays(steps <= slots), own(static_cast<Pack<T>*>(memory) + threadIdx.x) {
+    if (stays) {
+#pragma unroll 1
+      for (int j = 0; j < steps; j++) start(j);
+    }
   }
-  __device__ static int packs_of_warp(int packs, unsigned blocks) {
-    const int warps = blocks * SampleCode::warps * 32;
-    return (packs + warps - 1) / warps * 32;
+  __host__ __device__ static int steps_of(int packs, unsigned blocks) {
+    const int in_turn = blocks * SampleCode::threads;
+    return (packs + in_turn - 1) / in_turn;
   }
+  __device__ int of_warp() const { return steps * 32; }
+  __device__ int warp_of(uint32_t index) const { return (index + window.head) / size / of_warp(); }
   __device__ static T nothing() { return narrow<T>(-float(__builtin_huge_val())); }
+
   // A pack, with -inf in place of what lies beyond the row's ends.
   __device__ Pack<T> fetch(int i) const {
     Pack<T> pack;
-    if (i < window.packs) {
-      pack = window.fetch(row, i);
-      window.trim(pack, i, nothing());
-    } else {
-      pack.fill(nothing());
-    }
-    return pack;
+    if (i < window.packs) pack = window.fetch(row, i);
+    return trimmed(pack, i);
   }
-  __device__ int warp_of(uint32_t index) const { return (index + window.head) / size / of_warp; }
 
   // Calls use(pack, index of its first element), which may be negative, for each of the thread's packs. All lanes of a
   // warp call it as often.
   template <class Use>
   __device__ void for_packs(Use use) const {
-#pragma unroll
-    for (int j = 0; j < held; j++) {
-      if (j * 32 >= of_warp) return;
-      use_pack(packs[j], j, use);
+    if (!stays) {
+#pragma unroll 1
+      for (int j = 0; j < ring - 1; j++) start(j);
     }
-    if constexpr (held == 0) {
-      // The next packs are on their way while these are used.
-      Pack<T> next[group];
-      fetch_group(next, 0);
-      for (int j = 0; j * 32 < of_warp; j += group) {
-        Pack<T> these[group];
-#pragma unroll
-        for (int i = 0; i < group; i++) these[i] = next[i];
-        fetch_group(next, j + group);
-#pragma unroll
-        for (int i = 0; i < group; i++) use_pack(trimmed(these[i], j + i), j + i, use);
+#pragma unroll 1
+    for (int j = 0; j < steps; j++) {
+      if (!stays) {
+        start(j + ring - 1);
+        asm volatile("cp.async.wait_group %0;" ::"n"(ring - 1) : "memory");
+      } else if (j == 0) {
+        asm volatile("cp.async.wait_group 0;" ::: "memory");
       }
-    } else {
-      for (int j = held; j * 32 < of_warp; j++) use_pack(fetch(first + j * 32), j, use);
+      const int i = first + j * 32;
+      use(trimmed(*slot(j), i), i * size - window.head);
     }
+    asm volatile("" ::: "memory");
   }
+  // The same for each element, in little code.
   template <class Use>
   __device__ void for_elements(Use use) const {
     for_packs([&](const Pack<T>& pack, int index) {
-#pragma unroll
-      for (int k = 0; k < size; k++) use(pack.get(k), uint32_t(index + k));
+#pragma unroll 1
+      for (int k = 0; k < size; k++) use(element(pack, k), uint32_t(index + k));
     });
   }
 
   // The order of the largest element; all ones if one is NaN.
   __device__ uint32_t top_order() const {
-    float top;
-    if constexpr (sizeof(T) == 2) {
-      Pack<T> largest;
-      largest.fill(nothing());
-      for_packs([&](const Pack<T>& pack, int) {
+    Pack<T> largest;
+    largest.fill(nothing());
+    for_packs([&](const Pack<T>& pack, int) {
 #pragma unroll
-        for (int k = 0; k < 4; k++)
+      for (int k = 0; k < 4; k++)
+        if constexpr (sizeof(T) == 2)
           largest.words[k] = bits<uint32_t>(__hmax2_nan(bits<Pair<T>>(largest.words[k]), bits<Pair<T>>(pack.words[k])));
-      });
-      top = largest.get(0);
+        else
+          largest.words[k] = bits<uint32_t>(larger(bits<float>(largest.words[k]), bits<float>(pack.words[k])));
+    });
+    float top = largest.get(0);
 #pragma unroll
-      for (int k = 1; k < size; k++) top = larger(top, largest.get(k));
-    } else {
-      top = nothing();
-      for_elements([&](float x, uint32_t) { top = larger(top, x); });
-    }
+    for (int k = 1; k < size; k++) top = larger(top, largest.get(k));
     return isnan(top) ? ~0u : order_of(top);
   }
 
  private:
-  static constexpr int group = 4;
-
-  __device__ void fetch_group(Pack<T> (&to)[group], int j) const {
-#pragma unroll
-    for (int i = 0; i < group; i++)
-      if ((j + i) * 32 < of_warp && first + (j + i) * 32 < window.packs) to[i] = window.fetch(row, first + (j + i) * 32);
-      else to[i].fill(nothing());
+  __device__ Pack<T>* slot(int j) const { return own + (stays ? j : j % ring) * SampleCode::threads; }
+  // Starts to copy a pack into its slot.
+  __device__ void start(int j) const {
+    const int i = first + j * 32;
+    if (j < steps && i < window.packs)
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(slot(j))),
+                   "l"(row + (i * size - window.head))
+                   : "memory");
+    asm volatile("cp.async.commit_group;" ::: "memory");
   }
-  __device__ Pack<T> trimmed(Pack<T> pack, int j) const {
-    if (first + j * 32 < window.packs) window.trim(pack, first + j * 32, nothing());
+  __device__ Pack<T> trimmed(Pack<T> pack, int i) const {
+    if (i < window.packs) window.trim(pack, i, nothing());
+    else pack.fill(nothing());
     return pack;
-  }
-  template <class Use>
-  __device__ void use_pack(Pack<T> pack, int j, Use use) const {
-    int index = (first + j * 32) * size - window.head;
-    // The compiler shall not know that other calls have the same elements: it would keep what it computes of each, for
-    // which there are no registers.
-    asm volatile("" : "+r"(pack.words[0]), "+r"(pack.words[1]), "+r"(pack.words[2]), "+r"(pack.words[3]), "+r"(index));
-    use(pack, index);
   }
   __device__ static float larger(float a, float b) {
     float y;

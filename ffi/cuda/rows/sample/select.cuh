@@ -19,32 +19,36 @@ struct Search {
   static constexpr int bits_of_bins = 9;
   static_assert(1 << bits_of_bins == SampleCode::threads);
 
-  // Narrows the bounds to one bin, given the mass in each thread's bin. All threads of the block call it.
+  // Narrows the bounds to one bin, given the mass in that of each thread, from the last bin on. All threads of the block
+  // call it.
   __device__ void narrow(Mass mass, SampleShared& shared) {
-    // Bins are scanned from the last on, so thread t takes the bin that is as far from the end as t is from the start.
     Mass all;
-    const Mass until = scan_of_block(mass, shared.warps, all);
-    const unsigned bin = SampleCode::threads - 1 - threadIdx.x;
+    const Mass until = scan_of_block(mass, shared.warps[0], all);
     if (until - mass < need && need <= until) {
-      shared.found_low = low + (Key(bin) << shift());
+      shared.found = low + (Key(own_bin()) << shift());
       shared.found_rest = need - (until - mass);
     }
     __syncthreads();
     const Key width = Key(1) << shift();
-    low = shared.found_low, need = shared.found_rest, high = low + (width - 1);
+    low = shared.found, need = shared.found_rest, high = low + (width - 1);
   }
+  __device__ static unsigned own_bin() { return SampleCode::threads - 1 - threadIdx.x; }
 };
 
-// The value of a lane and the lanes that hold another key, where few of a warp are left: the greatest key from which on
-// their masses reach `need`.
-__device__ inline Key end_among_few(Key key, Mass mass, Mass need) {
+// The end of a filter among a few keys, by one warp: the greatest from which on the masses reach `need`. Keys below
+// `from` do not count.
+template <class MassOf>
+__device__ Key end_among_few(const Key* keys, int count, Key from, Mass need, MassOf mass_of) {
+  const int lane = threadIdx.x % 32;
+  const Key key = lane < count ? keys[lane] : 0;
+  const Mass mass = lane < count && key >= from ? mass_of(key) : 0;
   Mass until = 0;
-  for (int lane = 0; lane < 32; lane++) {
-    const Key other = __shfl_sync(kWholeWarp, key, lane);
-    const Mass of_other = __shfl_sync(kWholeWarp, mass, lane);
-    if (other >= key) until += of_other;
+#pragma unroll 1
+  for (int i = 0; i < count; i++) {
+    const Mass of_other = __shfl_sync(kWholeWarp, mass, i);
+    if (keys[i] >= key) until += of_other;
   }
-  Key found = until >= need && mass ? key : 0;  // the greatest
+  Key found = mass > 0 && until >= need ? key : 0;
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) found = max(found, __shfl_xor_sync(kWholeWarp, found, step));
   return found;
@@ -57,12 +61,12 @@ __device__ Key end_among_candidates(int count, Key from, int key_bits, Mass need
                                     SampleShared& shared) {
   const int shift = max(key_bits - 32, 0);
   uint32_t low = ~0u, high = 0;
-  if (threadIdx.x == 0) shared.low = ~0u, shared.high = 0, shared.found_count = 0;
-  shared.sums[threadIdx.x] = 0;
+  if (threadIdx.x == 0) shared.low = ~0u, shared.high = 0;
+  shared.bins.clear(threadIdx.x);
+#pragma unroll 1
   for (int i = threadIdx.x; i < count; i += SampleCode::threads) {
     const Key key = shared.keys[i];
-    if (key < from) continue;
-    low = min(low, uint32_t(key >> shift)), high = max(high, uint32_t(key >> shift));
+    if (key >= from) low = min(low, uint32_t(key >> shift)), high = max(high, uint32_t(key >> shift));
   }
   low = __reduce_min_sync(kWholeWarp, low), high = __reduce_max_sync(kWholeWarp, high);
   __syncthreads();
@@ -70,16 +74,18 @@ __device__ Key end_among_candidates(int count, Key from, int key_bits, Mass need
   __syncthreads();
   Search search{max(Key(shared.low) << shift, from), (Key(shared.high) << shift) | ((Key(1) << shift) - 1), need};
   for (;;) {
+#pragma unroll 1
     for (int i = threadIdx.x; i < count; i += SampleCode::threads) {
       const Key key = shared.keys[i];
-      if (search.has(key)) atomicAdd(&shared.sums[search.bin(key)], mass_of(key));
+      if (search.has(key)) shared.bins.add(search.bin(key), mass_of(key));
     }
+    if (threadIdx.x == 0) shared.found_count = 0;
     __syncthreads();
     const bool exact = search.shift() == 0;
-    const Mass mass = shared.sums[SampleCode::threads - 1 - threadIdx.x];
-    search.narrow(mass, shared);
+    search.narrow(shared.bins[Search::own_bin()], shared);
     if (exact) return search.low;
-    shared.sums[threadIdx.x] = 0;
+    shared.bins.clear(threadIdx.x);
+#pragma unroll 1
     for (int i = threadIdx.x; i < count; i += SampleCode::threads) {
       const Key key = shared.keys[i];
       if (!search.has(key)) continue;
@@ -87,20 +93,22 @@ __device__ Key end_among_candidates(int count, Key from, int key_bits, Mass need
       if (place < SampleCode::few) shared.few[place] = key;
     }
     __syncthreads();
-    const uint32_t found = shared.found_count;
+    const int found = static_cast<int>(shared.found_count);
     if (found <= SampleCode::few) {
-      const Key key = threadIdx.x % 32 < found ? shared.few[threadIdx.x % 32] : 0;
-      const Key end = end_among_few(key, key ? mass_of(key) : 0, search.need);
+      if (threadIdx.x < 32) {
+        const Key end = end_among_few(shared.few, found, from, search.need, mass_of);
+        if (threadIdx.x == 0) shared.found = end;
+      }
       __syncthreads();
-      return end;
+      return shared.found;
     }
-    __syncthreads();
-    if (threadIdx.x == 0) shared.found_count = 0;
+    __syncthreads();  // before the count is 0 again
   }
 }
 
 // Adds to the bins of a warp's lanes. Where many lanes have the same bin, as equal elements do, one adds for all.
 __device__ inline void add_to_bins(Mass* sums, bool active, unsigned bin, Mass mass) {
+#pragma unroll 1
   for (int turn = 0; turn < 2; turn++) {
     const unsigned here = __ballot_sync(kWholeWarp, active);
     if (!here) return;
@@ -117,8 +125,8 @@ __device__ inline void add_to_bins(Mass* sums, bool active, unsigned bin, Mass m
 
 // The same among all elements of the row, where there are too many candidates. mass_of(x) is what an element adds. All
 // threads of the cluster call it.
-template <class T, int held, class MassOf>
-__device__ Key end_in_row(const RowPart<T, held>& part, const Weights& weights, const Keys<T>& keys, Key from,
+template <class T, class MassOf>
+__device__ Key end_in_row(const RowPart<T>& part, const Weights& weights, const Keys<T>& keys, Key from,
                           Mass need, MassOf mass_of, unsigned blocks, SampleShared& shared) {
   Search search{from, keys(weights.m, 0), need};
   for (;;) {
@@ -126,12 +134,12 @@ __device__ Key end_in_row(const RowPart<T, held>& part, const Weights& weights, 
     __syncthreads();
     part.for_elements([&](float x, uint32_t index) {
       const Key key = keys(x, index);
-      const bool counts = weights.bin(x) < SampleCode::bins && search.has(key);
+      const bool counts = weights.counts(x) && search.has(key);
       add_to_bins(shared.sums, counts, search.bin(key), counts ? mass_of(x) : 0);
     });
     synchronize_row();
     Mass mass = 0;
-    for (unsigned b = 0; b < blocks; b++) mass += *in_block_of_row(&shared.sums[SampleCode::threads - 1 - threadIdx.x], b);
+    for (unsigned b = 0; b < blocks; b++) mass += *in_block_of_row(&shared.sums[Search::own_bin()], b);
     const bool exact = search.shift() == 0;
     search.narrow(mass, shared);
     synchronize_row();
