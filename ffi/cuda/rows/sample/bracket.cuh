@@ -54,21 +54,25 @@ __device__ inline Bracket find_bracket(uint32_t k, float p, uint32_t n, unsigned
   uint32_t all;
   const float mass_before = scan_of_block(mass, shared.float_warps, whole) - mass;
   const uint32_t count_before = scan_of_block(count, shared.count_warps, all) - count;
+  // What follows is for the few threads in whose bins something ends. The others wait at the barriers, so that their
+  // warps take no time.
   if (k < all) {
-    float until = mass_before;
-    uint32_t number = count_before;
+    if (count_before < k && k <= count_before + count) {
+      float until = mass_before;
+      uint32_t number = count_before;
 #pragma unroll
-    for (int i = 0; i < own; i++) {
-      if (number < k && k <= number + counts[i]) {
-        bracket.last = first + i, bracket.before_last = number, bracket.in_last = counts[i];
-        bracket.mass = until + (k - number) * weight[i];
+      for (int i = 0; i < own; i++) {
+        if (number < k && k <= number + counts[i]) {
+          bracket.last = first + i, bracket.before_last = number, bracket.in_last = counts[i];
+          bracket.mass = until + (k - number) * weight[i];
+        }
+        number += counts[i], until += counts[i] * weight[i];
       }
-      number += counts[i], until += counts[i] * weight[i];
     }
     __syncthreads();
     whole = bracket.mass;
   }
-  const uint32_t last = bracket.last;
+  const uint32_t last = bracket.last, limit = min(last, bins - 1);  // the last bin that may matter
   if (p < 1) {
     // Every mass by counts is within a factor r of the true one, up to rounding: half a unit of mass for each element,
     // and that of the sums here, and of p times the mass.
@@ -76,32 +80,34 @@ __device__ inline Bracket find_bracket(uint32_t k, float p, uint32_t n, unsigned
     const float rounded = whole * 4e-6f + n * (1.f / (1ull << SampleCode::octaves));
     const float low = p * whole * inverse - rounded, high = p * whole * r + rounded;
     const float rest_low = (1 - p) * whole * inverse - rounded, rest_high = (1 - p) * whole * r + rounded;
-    uint32_t begin = bins, end = bins;
-    float until = mass_before;
-#pragma unroll
-    for (int i = 0; i < own; i++) {
-      until += counts[i] * weight[i];
-      if (first + i >= last) until = whole;
-      const float rest = max(whole - until, 0.f);
-      const bool not_reached = until * r < low || rest * inverse - rounded > rest_high;
-      const bool reached = until * inverse > high || rest * r + rounded < rest_low;
-      if (first + i <= last && !not_reached) begin = min(begin, first + i);
-      if (first + i <= last && reached) end = min(end, first + i + 1);
+    auto not_reached = [&](float until) {
+      return until * r < low || max(whole - until, 0.f) * inverse - rounded > rest_high;
+    };
+    auto reached = [&](float until) {
+      return until * inverse > high || max(whole - until, 0.f) * r + rounded < rest_low;
+    };
+    const bool has_last = first <= limit && limit < first + own;
+    if (first <= limit && !reached(mass_before - rounded) && (has_last || !not_reached(mass_before + mass))) {
+      float until = mass_before;
+      for (int i = 0; i < own && first + i <= limit; i++) {
+        until += counts[i] * weight[i];
+        if (first + i == last) until = whole;
+        if (!not_reached(until)) atomicMin(&bracket.begin, first + i);
+        if (reached(until) || first + i == limit) atomicMin(&bracket.end, first + i + 1);
+      }
     }
-    begin = __reduce_min_sync(kWholeWarp, begin), end = __reduce_min_sync(kWholeWarp, end);
-    if (threadIdx.x % 32 == 0) {
-      if (begin < bins) atomicMin(&bracket.begin, begin);
-      atomicMin(&bracket.end, min(end, min(last, bins - 1) + 1));
-    }
-  } else if (threadIdx.x == 0) {
-    bracket.begin = bracket.end = min(last, bins);
+    __syncthreads();
+  } else {
+    if (threadIdx.x == 0) bracket.begin = bracket.end = min(last, bins);
+    __syncthreads();
   }
-  __syncthreads();
-  uint32_t candidates = 0, before_here = 0;
+  if ((first < bracket.end && bracket.begin < first + own) || (first <= last && last < first + own)) {
+    uint32_t candidates = 0, before_here = 0;
 #pragma unroll
-  for (int i = 0; i < own; i++)
-    if (bracket.is_candidate(first + i)) candidates += counts[i], before_here += before[i];
-  if (candidates) atomicAdd(&bracket.count, candidates), atomicAdd(&bracket.before, before_here);
+    for (int i = 0; i < own; i++)
+      if (bracket.is_candidate(first + i)) candidates += counts[i], before_here += before[i];
+    atomicAdd(&bracket.count, candidates), atomicAdd(&bracket.before, before_here);
+  }
   __syncthreads();
   return bracket;
 }

@@ -76,35 +76,45 @@ __device__ inline Mass sum_of_table(const Mass* table, int of_lane) {
 template <class T>
 __device__ void draw(const Sampling<T>& call, int64_t index, const RowPart<T>& part, const Weights& weights,
                      const Keys<T>& keys, const Options& options, Key end, int of_lane, SampleShared& shared) {
-  const int lane = threadIdx.x % 32;
-  auto left_in = [&](int place) { return shared.left[place] + shared.candidates[place]; };
-  Mass mine = 0;
+  // One warp finds the range, as all warps together would take longer.
+  if (threadIdx.x < 32) {
+    const int lane = threadIdx.x;
+    auto left_in = [&](int place) { return shared.left[place] + shared.candidates[place]; };
+    Mass mine = 0;
 #pragma unroll 1
-  for (int i = 0; i < of_lane; i++) mine += left_in(i * 32 + lane);
-  const Mass until_mine = scan_of_warp(mine), all = __shfl_sync(kWholeWarp, until_mine, 31);
-  // The random numbers are multiples of 2^-23: together they are a whole number of 46 bits.
-  const Mass random = Mass(uint32_t(options.u.x * 0x1p23f)) << 23 | uint32_t(options.u.y * 0x1p23f);
-  const Mass target = __umul64hi(random << 18, all);
-  const int lane_with = __ffs(__ballot_sync(kWholeWarp, until_mine > target)) - 1;
-  const Mass before_lane = __shfl_sync(kWholeWarp, until_mine - mine, lane_with);
-  const Mass of_warp = lane < of_lane ? left_in(lane * 32 + lane_with) : 0;
-  const Mass until_warp = before_lane + scan_of_warp(of_warp);
-  const int warp_with = __ffs(__ballot_sync(kWholeWarp, until_warp > target)) - 1;
-  Mass before = __shfl_sync(kWholeWarp, until_warp - of_warp, warp_with);
-  const int warp = lane_with * of_lane + warp_with;
+    for (int i = 0; i < of_lane; i++) mine += left_in(i * 32 + lane);
+    const Mass until_mine = scan_of_warp(mine), all = __shfl_sync(kWholeWarp, until_mine, 31);
+    // The random numbers are multiples of 2^-23: together they are a whole number of 46 bits.
+    const Mass random = Mass(uint32_t(options.u.x * 0x1p23f)) << 23 | uint32_t(options.u.y * 0x1p23f);
+    const Mass target = __umul64hi(random << 18, all);
+    const int with = __ffs(__ballot_sync(kWholeWarp, until_mine > target)) - 1;
+    const Mass before_lane = __shfl_sync(kWholeWarp, until_mine - mine, with);
+    const Mass of_warp = lane < of_lane ? left_in(lane * 32 + with) : 0;
+    const Mass until_warp = before_lane + scan_of_warp(of_warp);
+    const int warp_with = __ffs(__ballot_sync(kWholeWarp, until_warp > target)) - 1;
+    if (lane == warp_with)
+      shared.range = {with * of_lane + lane, target, until_warp - of_warp, Weights::from_mass(all)};
+  }
+  __syncthreads();
+  const auto [warp, target, before_range, all] = shared.range;
+  Mass before = before_range;
 
+#pragma unroll 1
   for (int start = 0; start < part.of_warp(); start += SampleCode::threads) {
     const int offset = start + threadIdx.x, i = warp * part.of_warp() + offset;
-    const Pack<T> pack = part.fetch(offset < part.of_warp() ? i : part.window.packs);
     const int first = i * Pack<T>::size - part.window.head;
+    Pack<T> pack;
+    Mass mass = 0;
     auto mass_of = [&](int k) -> Mass {
       const float x = element(pack, k), weight = weights(x);
       const bool left = weights.counts(x) && !(weight < options.min_p) && keys(x, first + k) >= end;
       return left ? Weights::mass(weight) : 0;
     };
-    Mass mass = 0;
-#pragma unroll 1
-    for (int k = 0; k < Pack<T>::size; k++) mass += mass_of(k);
+    if (offset < part.of_warp()) {
+      pack = part.fetch(i);
+#pragma unroll
+      for (int k = 0; k < Pack<T>::size; k++) mass += mass_of(k);
+    }
     Mass tile;
     if (start > 0) __syncthreads();
     Mass until = before + scan_of_block(mass, shared.warps[2], tile);
@@ -117,7 +127,7 @@ __device__ void draw(const Sampling<T>& call, int64_t index, const RowPart<T>& p
         if (target < until) break;
       }
       call.token[index] = first + k;
-      call.probability[index] = expf((element(pack, k) - weights.m) * weights.scale) / Weights::from_mass(all);
+      call.probability[index] = expf((element(pack, k) - weights.m) * weights.scale) / all;
     }
     before += tile;
     if (target < before) return;

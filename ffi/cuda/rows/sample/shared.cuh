@@ -35,6 +35,13 @@ struct Masses {
   __device__ Mass operator[](int i) const { return (Mass(high[i]) << half) + low[i]; }
 };
 
+// The warp's range in which the token is, and at which mass; the mass before the range, and that of the whole row.
+struct Range {
+  int warp;
+  Mass target, before;
+  float all;
+};
+
 struct SampleShared {
   static constexpr int most_warps = SampleCode::most_blocks * SampleCode::warps;
   // The place of a warp of the cluster in the tables: each lane has as many warps that follow each other, and the lanes'
@@ -57,6 +64,7 @@ struct SampleShared {
   uint32_t top, low, high;  // orders
   Bracket bracket;
   uint32_t placed;  // candidates of the block that have a place
+  Range range;
   Key found;        // what one thread or warp has found for all
   Mass found_rest;
   uint32_t found_count;
