@@ -51,9 +51,9 @@ class Sampler:
 
 def may_take(x: jax.Array) -> bool:
     """Whether there may be a kernel for logits x on a GPU, and a mesh may partition it here."""
-    return (
-        x.dtype in _DTYPES and x.size > 0 and x.shape[-1] <= _LONGEST and can_partition() and bool(library.find("cuda"))
-    )
+    if x.dtype not in _DTYPES or x.shape[-1] > _LONGEST or not can_partition() or library.find("cuda") is None:
+        return False
+    return all(d > 0 for d in x.shape if isinstance(d, int))
 
 
 def draw(sampler: Sampler, *operands: jax.Array) -> tuple[jax.Array, ...]:
@@ -143,7 +143,7 @@ def _abstract_eval(*operands, sampler):
     del sampler
 
     def any_number(uniform, x, *options):
-        p = sum((v.astype(uniform.dtype) for v in (x[..., 0], *options)), uniform[..., 0])
+        p = sum((v.astype(uniform.dtype) for v in (jnp.max(x, axis=-1), *options)), uniform[..., 0])
         return p.astype(jnp.int32), p
 
     return jax.make_jaxpr(any_number)(*operands).out_avals
