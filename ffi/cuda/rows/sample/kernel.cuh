@@ -144,6 +144,8 @@ __device__ Totals add_up(const RowPart<T>& part, const Weights& weights, const K
   const float last = bracket.in_last > 0 ? Weights::border(bracket.last) : 0.f;
   const float limit = Weights::border(min(bracket.last, bins));
   part.for_packs([&](const Pack<T>& pack, int first) {
+    // Of what top-k leaves, most packs have nothing.
+    if (bracket.in_last > 0 && weights.place(pack.maximum()) > last) return;
     Weights::Parts left, above, total;
     uint32_t candidates = 0;
 #pragma unroll

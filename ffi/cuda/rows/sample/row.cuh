@@ -170,6 +170,7 @@ struct RowPart {
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
   __device__ Pack<T> trimmed(Pack<T> pack, int i) const {
+    if (window.inside(i)) return pack;
     if (i < window.packs) window.trim(pack, i, nothing());
     else pack.fill(nothing());
     return pack;
