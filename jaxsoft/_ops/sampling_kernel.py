@@ -94,7 +94,12 @@ def _partitioned(sampler: Sampler) -> Draw:
 
         by_row = sharding(*rows)
         local = functools.partial(_draw_from_parts, sampler, tokens) if tokens else functools.partial(_bind, sampler)
-        return mesh, on_one_device(local), (by_row, by_row), (sharding(*rows, ()), sharding(*rows, tokens), *[by_row] * 3)
+        return (
+            mesh,
+            on_one_device(local),
+            (by_row, by_row),
+            (sharding(*rows, ()), sharding(*rows, tokens), *[by_row] * 3),
+        )
 
     def rule(mesh, operand_types, result_types):
         del mesh, result_types
