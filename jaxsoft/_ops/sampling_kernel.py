@@ -87,13 +87,15 @@ def _partitioned(sampler: Sampler) -> Draw:
         del results
         x, mesh = operands[1], refined(mesh)
         *rows, tokens = axes_of(x, mesh)
-        tokens = if_even(tokens, x.shape[-1], mesh) if sampler.k is not None else ()
+        tokens = if_even(tokens, x.shape[-1], mesh) if sampler.k else ()
 
         def sharding(*axes: Axes):
             return NamedSharding(mesh, PartitionSpec(*(names or None for names in axes)))
 
         by_row = sharding(*rows)
-        local = functools.partial(_draw_from_parts, sampler, tokens) if tokens else functools.partial(_bind, sampler)
+        local = functools.partial(_bind, sampler)
+        if sampler.k and tokens:
+            local = functools.partial(_draw_from_parts, sampler, sampler.k, tokens)
         return (
             mesh,
             on_one_device(local),
@@ -106,17 +108,15 @@ def _partitioned(sampler: Sampler) -> Draw:
         rows = [f"r{i}" for i in range(len(operand_types[0].shape) - 1)]
         operands = ([*rows, "two"], [*rows, "n"], rows, rows, rows)
         named = " -> ".join(", ".join(map(" ".join, side)) for side in (operands, (rows, rows)))
-        return named, {"need_replication_factors": ("two",) if sampler.k is not None else ("two", "n")}
+        return named, {"need_replication_factors": ("two",) if sampler.k else ("two", "n")}
 
     function.def_partition(partition, sharding_rule=rule, decode_shardings=False)
     return function
 
 
-def _draw_from_parts(sampler: Sampler, axes: Axes, uniform, x, *options):
+def _draw_from_parts(sampler: Sampler, k: int, axes: Axes, uniform, x, *options):
     """Draws from the k largest of rows whose tokens lie over these axes of a mesh."""
-    largest = selected_over_shards(
-        Form(x.dtype, k=sampler.k), axes, lambda form: functools.partial(kernel, TOP_K, form, None)
-    )
+    largest = selected_over_shards(Form(x.dtype, k=k), axes, lambda form: functools.partial(kernel, TOP_K, form, None))
     values, indices, m, s = largest(x)
     undefined = ~(jnp.isfinite(m) & jnp.isfinite(s))
     # The draw goes by the order of the tokens, as in whole rows.

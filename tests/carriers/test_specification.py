@@ -1,4 +1,4 @@
-"""The table of operations that the C++ and CUDA libraries were built with is that of the records, and of the sampler."""
+"""The operations that the C++ and CUDA libraries were built with are those of the records, and the sampler."""
 
 import ctypes
 
