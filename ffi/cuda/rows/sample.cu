@@ -51,14 +51,20 @@ int choose_blocks(const Sampling<T>& call, const Device& device) {
 template <class T>
 cudaError_t launch(const Sampling<T>& call, int blocks, cudaStream_t stream) {
   constexpr int of_slot = SampleCode::threads * sizeof(Pack<T>);
-  const int steps = RowPart<T>::steps_of(static_cast<int>((int64_t(call.n) * sizeof(T) + 15) / 16 + 1), blocks);
-  const int slots = steps <= SampleCode::most_slots && blocks > 1 ? std::max(steps, SampleCode::ring) : SampleCode::ring;
   static Devices<> prepared;
-  if (auto e = prepared.once([] {
+  int most_slots = 0;  // for which the device has room
+  if (auto e = prepared.once(0, &most_slots, [](int* found) {
+        Device device;
+        int bytes = 0;
+        if (auto e = device.read()) return e;
+        if (auto e = cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device.ordinal)) return e;
+        *found = std::min((bytes - static_cast<int>(sizeof(SampleShared))) / of_slot, SampleCode::most_slots);
         return cudaFuncSetAttribute(sample_rows<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    static_cast<int>(sizeof(SampleShared)) + SampleCode::most_slots * of_slot);
+                                    static_cast<int>(sizeof(SampleShared)) + *found * of_slot);
       }))
     return e;
+  const int steps = RowPart<T>::steps_of(static_cast<int>((int64_t(call.n) * sizeof(T) + 15) / 16 + 1), blocks);
+  const int slots = steps <= most_slots ? std::max(steps, SampleCode::ring) : SampleCode::ring;
   cudaLaunchAttribute attribute = in_clusters_of(blocks);
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(call.rows * blocks));
