@@ -1,4 +1,4 @@
-"""This machine's speed of jaxsoft's losses and top-k, against optax, `jax.lax.top_k` and the plain composition.
+"""This machine's speed of jaxsoft's losses, top-k and sampling, against optax, `jax.lax.top_k` and plain compositions.
 
     python benchmarks/losses.py [--only GROUP ...] [--json FILE] [--commit HASH]
 
@@ -19,6 +19,8 @@ and for each implementation ("jaxsoft" is its own choice of a kernel)
   few            the same of few rows, or of short ones: microseconds of one call of many in one compiled function,
                  each of which needs the one before; the floor is here what a step of them takes without the call
                  ("nothing")
+  sample         a token a row, in a chain as those of few, random numbers included; "composed" is
+                 jax.random.categorical, after jax.lax.top_k of k elements, or of all where there is top_p alone
   linear         the loss of hidden @ weight with both gradients, and with that of a frozen weight's hidden states: the
                  floor is here the time of the matrix products that logits in memory take ("products", three and two;
                  without them the logits are computed twice, but for the mean), and the memory beyond the results is
@@ -46,6 +48,7 @@ from scipy.special import logsumexp, softmax
 from speed import git_commit, header
 
 import jaxsoft
+import jaxsoft.random
 
 CPU = jax.default_backend() == "cpu"
 UNSTABLE = "lax.top_k(is_stable=False)"
@@ -261,6 +264,58 @@ def _top_k(shape: tuple[int, int], dtype: str, k: int) -> Call:
     return Call(what, lambda: (logits(shape, dtype),), functions, size, check)
 
 
+def sample() -> Iterator[Call]:
+    """The next token, of flat logits and of peaked ones."""
+    rows, n = ((1, 8), 32000) if CPU else ((1, 32, 256), 128256)
+    for count, (k, p), deviation in itertools.product(rows, ((None, 0.9), (50, 0.9), (None, None)), (1, 6)):
+        yield _sample((count, n), k, p, deviation)
+
+
+def _sample(shape: tuple[int, int], k: int | None, p: float | None, deviation: float) -> Call:
+    def key_of(x):  # another one for each call of a chain
+        word = jax.lax.bitcast_convert_type(x[0, 0].astype(jnp.float32), jnp.uint32)
+        return jax.random.wrap_key_data(jnp.stack([word, jnp.uint32(0)]))
+
+    def composed(x):
+        if k is None and p is None:
+            token = jax.random.categorical(key_of(x), x.astype(jnp.float32))
+            return token, jnp.take_along_axis(jax.nn.softmax(x.astype(jnp.float32)), token[:, None], axis=-1)[:, 0]
+        z, index = jax.lax.top_k(x.astype(jnp.float32), k or x.shape[-1])
+        weights = jax.nn.softmax(z)
+        before = jnp.cumsum(weights, axis=-1) - weights
+        z = z if p is None else jnp.where(before < p, z, -jnp.inf)
+        place = jax.random.categorical(key_of(x), z)[:, None]
+        at = lambda v: jnp.take_along_axis(v, place, axis=-1)[:, 0]  # noqa: E731
+        return at(index), at(jax.nn.softmax(z))
+
+    def check(arguments, result):
+        """Whether the tokens of a few rows are among those that the filters leave, and their probabilities."""
+        x, token, probability = (np.asarray(v) for v in (*arguments, *result))
+        worst = 0.0
+        for row in np.unique([0, len(x) // 3, len(x) - 1]):
+            z = x[row].astype(np.float64)
+            order = np.argsort(-z, kind="stable")[: k or len(z)]
+            weights = softmax(z[order])
+            before = np.cumsum(weights) - weights
+            left = before < (1 if p is None else p + 1e-6)  # rounding may decide about a token at the border
+            place = np.flatnonzero(order == token[row])
+            if len(place) == 0 or not left[place[0]]:
+                return float("inf")
+            want = weights[place[0]] / weights[left].sum()
+            worst = max(worst, abs(float(probability[row]) - want) / (1e-4 * want))
+        return worst
+
+    def logits_of_case():
+        return ((logits(shape, "float32") * (deviation / 4)).astype(jnp.bfloat16),)
+
+    functions = {"composed": composed, "jaxsoft": lambda x: jaxsoft.random.sample(key_of(x), x, top_k=k, top_p=p)}
+    options = " ".join(f"{name}={v}" for name, v in (("top_k", k), ("top_p", p)) if v is not None)
+    what = f"sample {'x'.join(map(str, shape))} bfloat16 {options} deviation {deviation}"
+    return Call(
+        what, logits_of_case, functions, shape[0] * shape[1] * 2, check, chain=4 if CPU or shape[0] > 32 else 32
+    )
+
+
 def linear() -> Iterator[Call]:
     """From hidden states to the loss and its gradients: both of them, and that of the hidden states alone."""
     rows, depth, classes = (256, 256, 32000) if CPU else (4096, 4096, 128256)
@@ -316,7 +371,14 @@ def linear() -> Iterator[Call]:
     yield Call(f"{what} frozen", lambda: (h, w, y), functions, 0, check)
 
 
-GROUPS = {"cross_entropy": cross_entropy, "entropy": entropy, "top_k": top_k, "few": few, "linear": linear}
+GROUPS = {
+    "cross_entropy": cross_entropy,
+    "entropy": entropy,
+    "top_k": top_k,
+    "few": few,
+    "sample": sample,
+    "linear": linear,
+}
 # What is not checked: what is something else, rounds a gradient twice, or takes equal elements in any order.
 PLAIN = ("products", "products, logits twice", "loss alone", "two functions", UNSTABLE)
 

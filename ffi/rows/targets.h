@@ -1,5 +1,7 @@
 // The C symbols of a platform's library: a handler jaxsoft_NAME for each record of operations.h, the records as text,
 // and the version of the FFI. One file of each library includes this, and exports the handlers at its end.
+//
+// A library may have handlers beside these, for which that file defines JAXSOFT_OTHER_OPERATIONS before: their text.
 #pragma once
 
 #include <string>
@@ -13,8 +15,11 @@
 JAXSOFT_EXPORT int jaxsoft_ffi_api_major() { return XLA_FFI_API_MAJOR; }
 JAXSOFT_EXPORT int jaxsoft_ffi_api_minor() { return XLA_FFI_API_MINOR; }
 
+#ifndef JAXSOFT_OTHER_OPERATIONS
+#define JAXSOFT_OTHER_OPERATIONS ""
+#endif
 JAXSOFT_EXPORT const char* jaxsoft_operations() {
-  static const std::string text = jaxsoft::operations_as_text();
+  static const std::string text = jaxsoft::operations_as_text() + JAXSOFT_OTHER_OPERATIONS;
   return text.c_str();
 }
 

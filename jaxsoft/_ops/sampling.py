@@ -1,6 +1,6 @@
-"""How `jaxsoft.random.sample` draws.
+"""How `jaxsoft.random.sample` draws: by a kernel on a GPU, and composed of operations on rows elsewhere.
 
-A whole row is drawn from in one read: the first random number draws one of its chunks, with the weight that the chunk's
+`jaxsoft._ops.sampling_kernel` has the kernel. What is composed is the definition of what it does. There a whole row is drawn from in one read: the first random number draws one of its chunks, with the weight that the chunk's
 state (m, s) gives it, and the second a token of that chunk. The Gumbel-max method takes a random number for each token.
 top-k and top-p keep the first tokens in descending order, and mostly few, which one read for the largest of a row
 finds. Where top-p keeps more, the other tokens are masked and the whole row is drawn from. Nothing is sorted.
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from jaxsoft._core.batching import as_leading_dimension
+from jaxsoft._ops import sampling_kernel
 from jaxsoft._ops.top_k import top_k_softmax
 from jaxsoft._rows.forms import Form
 from jaxsoft._rows.formulas import positions
@@ -54,8 +55,30 @@ def draw_tokens(key, x, temperature, top_p, min_p, top_k, implementation):
 
     temperature, top_p and min_p are one number a row, and top_k a Python integer. None stands for what changes nothing.
     """
-    # The first random number of a row draws its chunk, and the second the token in it, or one of the first few.
     uniform = jax.random.uniform(key, (*x.shape[:-1], 2), accumulator(x.dtype))
+    options = (temperature, top_p, min_p)
+    composed = functools.partial(_draw_composed, top_k, implementation)
+    if implementation not in (None, "ffi") or not sampling_kernel.may_take(x):
+        return composed(uniform, x, *options)
+    sampler = sampling_kernel.Sampler(top_k, _draw_on_one_device)
+
+    def by_kernel(uniform, x, *options):
+        numbers = (jnp.ones_like(uniform[..., 0]), jnp.ones_like(uniform[..., 0]), jnp.zeros_like(uniform[..., 0]))
+        given = (off if v is None else v for v, off in zip(options, numbers, strict=True))
+        return sampling_kernel.draw(sampler, uniform, x, *given)
+
+    return jax.lax.platform_dependent(uniform, x, *options, cuda=by_kernel, default=composed)
+
+
+def _draw_on_one_device(top_k, *operands):
+    return _draw_composed(top_k, "xla", *operands)
+
+
+def _draw_composed(top_k, implementation, uniform, x, temperature, top_p, min_p):
+    """`draw_tokens` from random numbers, composed of operations on rows.
+
+    The first random number of a row draws its chunk, and the second the token in it, or one of the first few.
+    """
     scaled = temperature is not None
     temperature = temperature if scaled else jnp.ones_like(uniform[..., 0])
     # A temperature below 0 or of NaN makes everything NaN. The scale is finite, and so far above 0 that it is normal.

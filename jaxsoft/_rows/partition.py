@@ -83,7 +83,7 @@ def _result_dims(operation: Operation, x: list[str]) -> list[list[str]]:
 def _over_shards(operation: Operation, form: Form, axes: Axes, kernel: Callable[[Form], RowFunction]) -> RowFunction:
     """The operation on one device's part of rows that are sharded over mesh axes."""
     if operation.selects:
-        return _selected_over_shards(form, axes, kernel)
+        return selected_over_shards(form, axes, kernel)
     function = compose(operation, form, formula(operation, form, _reductions(axes)))
 
     def local(*operands):
@@ -98,7 +98,7 @@ def _over_shards(operation: Operation, form: Form, axes: Axes, kernel: Callable[
     return local
 
 
-def _selected_over_shards(form: Form, axes: Axes, kernel: Callable[[Form], RowFunction]) -> RowFunction:
+def selected_over_shards(form: Form, axes: Axes, kernel: Callable[[Form], RowFunction]) -> RowFunction:
     """The k largest elements of rows that are sharded over mesh axes."""
 
     def local(x):

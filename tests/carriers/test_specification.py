@@ -1,4 +1,4 @@
-"""The table of operations that the C++ and CUDA libraries were built with is that of the records."""
+"""The operations that the C++ and CUDA libraries were built with are those of the records, and the sampler."""
 
 import ctypes
 
@@ -45,4 +45,5 @@ def test_libraries_have_the_operations_of_the_records(platform):
     if path is None:
         pytest.skip(f"libjaxsoft_{platform} was not built")
     expected = [specification(operation) for operation in OPERATIONS if operation.has_kernels]
+    expected += ["sample(logits,uniform,temperature,top_p,min_p)->(token,probability) k"] * (platform == "cuda")
     assert sorted(library.specification(ctypes.CDLL(str(path)))) == sorted(expected)

@@ -1,6 +1,9 @@
 // The CUDA side of the FFI calls: a checked call becomes the arguments of a kernel, which is launched on XLA's stream.
 #include <type_traits>
 
+#include "sample.cuh"
+#define JAXSOFT_OTHER_OPERATIONS jaxsoft::cuda::kSampleText  // its handler is in sample.cu
+
 #include "../../rows/checks.h"
 #include "../../rows/targets.h"
 #include "rows.cuh"

@@ -1,0 +1,166 @@
+// Draws a token from each row of logits, after top-k, top-p and min-p, in one launch.
+//
+// A row lies over the blocks of a cluster, or in one block. What they need to know of it:
+//
+// 1. Its largest element m, which gives all weights exp((x - m) * scale).
+// 2. How many elements there are in each of 2048 bins of weights. This says in which bin the k-th largest is, and
+//    bounds the mass of all that is above each bin. So only elements of a few bins, the candidates, may be on either
+//    side of the ends of top-k and top-p.
+// 3. The mass of what is certainly above these ends, and of all, for each warp's range of elements; and the candidates,
+//    which go to the first block.
+// 4. There the ends are found among the candidates, exactly, and then the token: the warp's range in which it is by the
+//    table of masses, and its place in that range by reading it once more.
+//
+// Masses are whole numbers, in units of 2^-40 of the largest element's weight. So sums are the same in whatever order
+// they are taken, and a row gives the same token however many blocks it lies over.
+//
+// If there are more candidates than the first block has room for, as of a row of equal elements, the ends are found by
+// going over the row once for every 9 bits of the elements' order and index.
+//
+//   sample/tuning.cuh   the sizes in the code
+//   sample/block.cuh    what threads do together; sample/shared.cuh, what they share
+//   sample/row.cuh      a block's part of a row, weights, and keys that put elements in order
+//   sample/bracket.cuh  step 2; sample/select.cuh, the search of step 4
+//   sample/kernel.cuh   the kernel
+#include "sample.cuh"
+
+#include <algorithm>
+#include <string>
+
+#include "../../rows/buffers.h"
+#include "../attributes.cuh"
+#include "../devices.cuh"
+#include "sample/kernel.cuh"
+
+namespace jaxsoft::cuda {
+namespace {
+
+// How many blocks a row lies over, a power of two: as many as there is one of for each multiprocessor, which was the
+// fastest on an H200 (November 2026), but each thread should have a pack.
+template <class T>
+int choose_blocks(const Sampling<T>& call, const Device& device) {
+  const int64_t packs = (int64_t(call.n) * sizeof(T) + 15) / 16;
+  int blocks = 1;
+  while (device.major >= 9 && blocks < SampleCode::most_blocks && 2 * blocks * call.rows <= device.processors &&
+         packs >= 2 * blocks * SampleCode::threads)
+    blocks *= 2;
+  return blocks;
+}
+
+// Launches the kernel with clusters of so many blocks.
+template <class T>
+cudaError_t launch(const Sampling<T>& call, int blocks, cudaStream_t stream) {
+  constexpr int of_slot = SampleCode::threads * sizeof(Pack<T>);
+  static Devices<> prepared;
+  int most_slots = 0;  // for which the device has room
+  if (auto e = prepared.once(0, &most_slots, [](int* found) {
+        Device device;
+        int bytes = 0;
+        if (auto e = device.read()) return e;
+        if (auto e = cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device.ordinal)) return e;
+        *found = std::min((bytes - static_cast<int>(sizeof(SampleShared))) / of_slot, SampleCode::most_slots);
+        return cudaFuncSetAttribute(sample_rows<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    static_cast<int>(sizeof(SampleShared)) + *found * of_slot);
+      }))
+    return e;
+  const int steps = RowPart<T>::steps_of(static_cast<int>((int64_t(call.n) * sizeof(T) + 15) / 16 + 1), blocks);
+  const int slots = steps <= most_slots ? std::max(steps, SampleCode::ring) : SampleCode::ring;
+  cudaLaunchAttribute attribute = in_clusters_of(blocks);
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(call.rows * blocks));
+  config.blockDim = dim3(SampleCode::threads);
+  config.dynamicSmemBytes = sizeof(SampleShared) + slots * of_slot;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = blocks > 1;
+  return cudaLaunchKernelEx(&config, sample_rows<T>, call, slots);
+}
+
+}  // namespace
+
+template <class T>
+cudaError_t run_sample(const Sampling<T>& call, cudaStream_t stream) {
+  Device device;
+  if (auto e = device.read()) return e;
+  for (int blocks = choose_blocks(call, device);; blocks /= 2) {
+    const cudaError_t error = launch(call, blocks, stream);
+    if (error != cudaErrorInvalidClusterSize || blocks == 1) return error;
+    cudaGetLastError();  // else the next launch would be given this error
+  }
+}
+
+namespace {
+
+// What is wrong with the buffers of a call, or "".
+std::string check(const Buffer& logits, const Buffer& uniform, const Buffer* const (&options)[3], const Buffer& token,
+                  const Buffer& probability, int64_t k) {
+  if (!is_16_bit(logits.dtype) && logits.dtype != ffi::F32)
+    return "logits must be F16, BF16 or F32: got " + describe(logits);
+  const size_t rank = logits.dims.size();
+  if (rank == 0 || logits.dims[rank - 1] < 1 || logits.dims[rank - 1] > kLongestSampled)
+    return "logits must have rows of 1 to " + std::to_string(kLongestSampled) + " elements: got " + describe(logits);
+  auto fits = [&](const Buffer& buffer, ffi::DataType dtype, bool pair) {
+    bool same = buffer.dtype == dtype && buffer.dims.size() == rank - 1 + pair && (!pair || buffer.dims[rank - 1] == 2);
+    for (size_t i = 0; same && i + 1 < rank; i++) same = buffer.dims[i] == logits.dims[i];
+    return same;
+  };
+  if (!fits(uniform, ffi::F32, true))
+    return "uniform must be F32, two numbers a row of logits: got " + describe(uniform) + " beside " + describe(logits);
+  for (const Buffer* option : options)
+    if (!fits(*option, ffi::F32, false))
+      return "options must be F32, one number a row of logits: got " + describe(*option) + " beside " + describe(logits);
+  if (!fits(token, ffi::S32, false) || !fits(probability, ffi::F32, false))
+    return "the results must be S32 and F32, one number a row of logits: got " + describe(token) + " and " +
+           describe(probability) + " beside " + describe(logits);
+  if (k < 1) return "k must be at least 1: got " + std::to_string(k);
+  return "";
+}
+
+template <class T>
+cudaError_t run_typed(const Buffer& logits, const Buffer& uniform, const Buffer* const (&options)[3],
+                      const Buffer& token, const Buffer& probability, int64_t k, cudaStream_t stream) {
+  Sampling<T> call{};
+  call.logits = static_cast<const T*>(logits.data), call.uniform = static_cast<const float*>(uniform.data);
+  call.temperature = static_cast<const float*>(options[0]->data);
+  call.top_p = static_cast<const float*>(options[1]->data), call.min_p = static_cast<const float*>(options[2]->data);
+  call.token = static_cast<int32_t*>(token.data), call.probability = static_cast<float*>(probability.data);
+  call.n = static_cast<uint32_t>(logits.dims.back());
+  call.k = static_cast<uint32_t>(std::min<int64_t>(k, call.n));
+  call.rows = 1;
+  for (size_t i = 0; i + 1 < logits.dims.size(); i++) call.rows *= logits.dims[i];
+  if (call.rows == 0) return cudaSuccess;
+  if (call.rows > INT32_MAX) return cudaErrorInvalidValue;
+  return run_sample(call, stream);
+}
+
+ffi::Error handle(cudaStream_t stream, ffi::AnyBuffer logits, ffi::AnyBuffer uniform, ffi::AnyBuffer temperature,
+                  ffi::AnyBuffer top_p, ffi::AnyBuffer min_p, ffi::Result<ffi::AnyBuffer> token,
+                  ffi::Result<ffi::AnyBuffer> probability, int64_t k) {
+  const Buffer x(logits), u(uniform), t(temperature), p(top_p), m(min_p), to(*token), share(*probability);
+  const Buffer* const options[3] = {&t, &p, &m};
+  const std::string reason = check(x, u, options, to, share, k);
+  if (!reason.empty()) return refuse("sample: " + reason);
+  const cudaError_t error = x.dtype == ffi::F16    ? run_typed<__half>(x, u, options, to, share, k, stream)
+                            : x.dtype == ffi::BF16 ? run_typed<__nv_bfloat16>(x, u, options, to, share, k, stream)
+                                                   : run_typed<float>(x, u, options, to, share, k, stream);
+  if (error == cudaSuccess) return ffi::Error::Success();
+  cudaGetLastError();  // else the next call, which may be a good one, would be given this error
+  return ffi::Error::Internal(std::string("jaxsoft_sample: ") + cudaGetErrorString(error));
+}
+
+}  // namespace
+}  // namespace jaxsoft::cuda
+
+extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* jaxsoft_sample(XLA_FFI_CallFrame*);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxsoft_sample, jaxsoft::cuda::handle,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Attr<int64_t>("k"),
+                              {xla::ffi::Traits::kCmdBufferCompatible});

@@ -1,0 +1,35 @@
+// A token drawn from each row of logits: the interface of sample.cu.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace jaxsoft::cuda {
+
+// The operation in the list of those that a library has. It is no row operation as those of rows/operations.h are: there
+// are no kernels for a CPU.
+constexpr const char* kSampleText = "sample(logits,uniform,temperature,top_p,min_p)->(token,probability) k\n";
+
+// The operands and results of a call. The options are one number a row, and those that change nothing are 1, 1 and 0.
+template <class T>
+struct Sampling {
+  const T* logits;       // (rows, n)
+  const float* uniform;  // (rows, 2), from 0 to 1
+  const float* temperature;
+  const float* top_p;
+  const float* min_p;
+  int32_t* token;
+  float* probability;
+  int64_t rows;
+  uint32_t n;
+  uint32_t k;  // of top-k; n or more for all
+};
+
+// For f16, bf16 and f32, and rows of up to kLongestSampled elements.
+template <class T>
+cudaError_t run_sample(const Sampling<T>& call, cudaStream_t stream);
+
+constexpr int64_t kLongestSampled = int64_t(1) << 22;
+
+}  // namespace jaxsoft::cuda

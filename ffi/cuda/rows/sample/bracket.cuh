@@ -1,0 +1,115 @@
+// The first histogram: how many elements are in each bin of weights, and what follows for the ends of top-k and top-p.
+//
+// An element's bin says what it weighs up to a factor r. So the counts bound the mass from the largest element down to
+// each bin, and, what is sharper for top_p near 1, the mass from each bin down to the smallest element. The bins where
+// neither bound tells on which side of the end of top-p they are have the candidates. top-k ends in one bin.
+#pragma once
+
+#include "shared.cuh"
+
+namespace jaxsoft::cuda {
+
+// Counts the block's elements by bins. The counts must be 0.
+template <class T>
+__device__ void count_by_bins(const RowPart<T>& part, const Weights& weights, SampleShared& shared) {
+  part.for_packs([&](const Pack<T>& pack, int) {
+#pragma unroll
+    for (int k = 0; k < Pack<T>::size; k++) {
+      const uint32_t bin = weights.bin(pack.get(k));
+      if (bin < SampleCode::bins) atomicAdd(&shared.counts[bin], 1u);
+    }
+  });
+}
+
+// Finds the bracket from the counts of all blocks. All threads of the cluster call it, after a barrier of the cluster.
+__device__ inline Bracket find_bracket(uint32_t k, float p, uint32_t n, unsigned block, unsigned blocks,
+                                       SampleShared& shared) {
+  constexpr int own = SampleCode::bins / SampleCode::threads;  // bins of a thread
+  constexpr uint32_t bins = SampleCode::bins;
+  constexpr float octaves_of_bin = float(SampleCode::octaves) / bins;
+  static_assert(own == 4);
+  const uint32_t first = threadIdx.x * own;
+  uint32_t counts[own] = {}, before[own] = {};  // of all blocks, and of those before this one
+#pragma unroll 4
+  for (unsigned i = 0; i < blocks; i++) {
+    const unsigned b = block ^ i;  // the blocks, whose number is a power of two, read from different ones at a time
+    const uint4 some = *in_block_of_row(reinterpret_cast<const uint4*>(&shared.counts[first]), b);
+    const uint32_t each[own] = {some.x, some.y, some.z, some.w};
+#pragma unroll
+    for (int j = 0; j < own; j++) counts[j] += each[j], before[j] += b < block ? each[j] : 0;
+  }
+  float weight[own], mass = 0;
+  uint32_t count = 0;
+#pragma unroll
+  for (int i = 0; i < own; i++) {
+    weight[i] = exp2_approximately(-octaves_of_bin * (first + i));
+    mass += counts[i] * weight[i], count += counts[i];
+  }
+  Bracket& bracket = shared.bracket;
+  if (threadIdx.x == 0) {
+    bracket.begin = bracket.end = bins, bracket.last = Bracket::no_bin, bracket.before_last = bracket.in_last = 0;
+    bracket.count = bracket.before = 0;
+  }
+  float whole;
+  uint32_t all;
+  const float mass_before = scan_of_block(mass, shared.float_warps, whole) - mass;
+  const uint32_t count_before = scan_of_block(count, shared.count_warps, all) - count;
+  // What follows is for the few threads in whose bins something ends. The others wait at the barriers, so that their
+  // warps take no time.
+  if (k < all) {
+    if (count_before < k && k <= count_before + count) {
+      float until = mass_before;
+      uint32_t number = count_before;
+#pragma unroll
+      for (int i = 0; i < own; i++) {
+        if (number < k && k <= number + counts[i]) {
+          bracket.last = first + i, bracket.before_last = number, bracket.in_last = counts[i];
+          bracket.mass = until + (k - number) * weight[i];
+        }
+        number += counts[i], until += counts[i] * weight[i];
+      }
+    }
+    __syncthreads();
+    whole = bracket.mass;
+  }
+  const uint32_t last = bracket.last, limit = min(last, bins - 1);  // the last bin that may matter
+  if (p < 1) {
+    // Every mass by counts is within a factor r of the true one, up to rounding: half a unit of mass for each element,
+    // and that of the sums here, and of p times the mass.
+    const float r = exp2_approximately(0.51f * octaves_of_bin), inverse = exp2_approximately(-0.51f * octaves_of_bin);
+    const float rounded = whole * 4e-6f + n * (1.f / (1ull << SampleCode::octaves));
+    const float low = p * whole * inverse - rounded, high = p * whole * r + rounded;
+    const float rest_low = (1 - p) * whole * inverse - rounded, rest_high = (1 - p) * whole * r + rounded;
+    auto not_reached = [&](float until) {
+      return until * r < low || max(whole - until, 0.f) * inverse - rounded > rest_high;
+    };
+    auto reached = [&](float until) {
+      return until * inverse > high || max(whole - until, 0.f) * r + rounded < rest_low;
+    };
+    const bool has_last = first <= limit && limit < first + own;
+    if (first <= limit && !reached(mass_before - rounded) && (has_last || !not_reached(mass_before + mass))) {
+      float until = mass_before;
+      for (int i = 0; i < own && first + i <= limit; i++) {
+        until += counts[i] * weight[i];
+        if (first + i == last) until = whole;
+        if (!not_reached(until)) atomicMin(&bracket.begin, first + i);
+        if (reached(until) || first + i == limit) atomicMin(&bracket.end, first + i + 1);
+      }
+    }
+    __syncthreads();
+  } else {
+    if (threadIdx.x == 0) bracket.begin = bracket.end = min(last, bins);
+    __syncthreads();
+  }
+  if ((first < bracket.end && bracket.begin < first + own) || (first <= last && last < first + own)) {
+    uint32_t candidates = 0, before_here = 0;
+#pragma unroll
+    for (int i = 0; i < own; i++)
+      if (bracket.is_candidate(first + i)) candidates += counts[i], before_here += before[i];
+    atomicAdd(&bracket.count, candidates), atomicAdd(&bracket.before, before_here);
+  }
+  __syncthreads();
+  return bracket;
+}
+
+}  // namespace jaxsoft::cuda

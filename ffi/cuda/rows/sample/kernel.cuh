@@ -1,0 +1,315 @@
+// The kernel: a cluster of blocks, or one block, draws a token of a row.
+#pragma once
+
+#include "../sample.cuh"
+#include "bracket.cuh"
+#include "select.cuh"
+
+namespace jaxsoft::cuda {
+
+// The options of a row. Out of their range, top-p and min-p leave at least one token.
+struct Options {
+  float temperature, p, min_p;
+  uint32_t k;
+  float2 u;  // the random numbers
+
+  // Only starts to read.
+  template <class T>
+  __device__ Options(const Sampling<T>& call, int64_t row)
+      : temperature(call.temperature[row]), p(call.top_p[row]), min_p(call.min_p[row]), k(call.k),
+        u(reinterpret_cast<const float2*>(call.uniform)[row]) {}
+  __device__ void wait() {
+    p = p > 0 ? p : 0.f;
+    min_p = min(min_p, 1.f);
+    k = temperature == 0 ? 1 : k;
+  }
+  // 1 / temperature: finite, and so far above 0 that it is normal. Temperatures below 1e-25 are not told apart. NaN where
+  // the temperature has no meaning.
+  __device__ float scale() const {
+    return temperature == 0 ? 1.f : temperature > 0 ? min(max(1 / temperature, 0x1p-126f), 1e25f) : nanf("");
+  }
+};
+
+// The part p of a mass, rounded as products of f32 are; at least one unit.
+__device__ inline Mass part_of_mass(float p, Mass mass) {
+  return max(__float2ull_rn(p * __ull2float_rn(mass)), Mass(1));
+}
+
+// The order of the row's largest element, all ones for NaN, for all threads of the cluster.
+__device__ inline uint32_t top_of_row(uint32_t of_thread, unsigned blocks, SampleShared& shared) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const uint32_t of_warp = __reduce_max_sync(kWholeWarp, of_thread);
+  if (lane == 0) shared.warp_tops[warp] = of_warp;
+  __syncthreads();
+  if (warp == 0) {
+    const uint32_t of_block = __reduce_max_sync(kWholeWarp, lane < SampleCode::warps ? shared.warp_tops[lane] : 0);
+    if (lane == 0) shared.top = of_block;
+  }
+  synchronize_row();
+  return __reduce_max_sync(kWholeWarp, lane < blocks ? *in_block_of_row(&shared.top, lane) : 0);
+}
+
+// What a warp's lanes add up to is written to the first block's tables.
+struct Totals {
+  Mass left = 0, above = 0, total = 0;  // see SampleShared
+  __device__ void write(unsigned block, int of_lane, SampleShared& shared) {
+    left = sum_of_warp(left), above = sum_of_warp(above), total = sum_of_warp(total);
+    if (threadIdx.x % 32 != 0) return;
+    const int place = SampleShared::place_of_warp(block * SampleCode::warps + threadIdx.x / 32, of_lane);
+    *in_block_of_row(&shared.left[place], 0) = left;
+    *in_block_of_row(&shared.above[place], 0) = above;
+    *in_block_of_row(&shared.total[place], 0) = total;
+  }
+};
+
+// The sum of a table, for each warp.
+__device__ inline Mass sum_of_table(const Mass* table, int of_lane) {
+  Mass sum = 0;
+#pragma unroll 1
+  for (int i = 0; i < of_lane; i++) sum += table[i * 32 + threadIdx.x % 32];
+  return sum_of_warp(sum);
+}
+
+// Draws from the elements whose keys are `end` or more and whose weights are min_p or more, of which the first block's
+// tables have each warp's mass. This is the first element at which the mass up to it, in the order of indices, exceeds
+// the part u of all.
+template <class T>
+__device__ void draw(const Sampling<T>& call, int64_t index, const RowPart<T>& part, const Weights& weights,
+                     const Keys<T>& keys, const Options& options, Key end, int of_lane, SampleShared& shared) {
+  // One warp finds the range, as all warps together would take longer.
+  if (threadIdx.x < 32) {
+    const int lane = threadIdx.x;
+    auto left_in = [&](int place) { return shared.left[place] + shared.candidates[place]; };
+    Mass mine = 0;
+#pragma unroll 1
+    for (int i = 0; i < of_lane; i++) mine += left_in(i * 32 + lane);
+    const Mass until_mine = scan_of_warp(mine), all = __shfl_sync(kWholeWarp, until_mine, 31);
+    // The random numbers are multiples of 2^-23: together they are a whole number of 46 bits.
+    const Mass random = Mass(uint32_t(options.u.x * 0x1p23f)) << 23 | uint32_t(options.u.y * 0x1p23f);
+    const Mass target = __umul64hi(random << 18, all);
+    const int with = __ffs(__ballot_sync(kWholeWarp, until_mine > target)) - 1;
+    const Mass before_lane = __shfl_sync(kWholeWarp, until_mine - mine, with);
+    const Mass of_warp = lane < of_lane ? left_in(lane * 32 + with) : 0;
+    const Mass until_warp = before_lane + scan_of_warp(of_warp);
+    const int warp_with = __ffs(__ballot_sync(kWholeWarp, until_warp > target)) - 1;
+    if (lane == warp_with)
+      shared.range = {with * of_lane + lane, target, until_warp - of_warp, Weights::from_mass(all)};
+  }
+  __syncthreads();
+  const auto [warp, target, before_range, all] = shared.range;
+  Mass before = before_range;
+
+#pragma unroll 1
+  for (int start = 0; start < part.of_warp(); start += SampleCode::threads) {
+    const int offset = start + threadIdx.x, i = warp * part.of_warp() + offset;
+    const int first = i * Pack<T>::size - part.window.head;
+    Pack<T> pack;
+    Mass mass = 0;
+    auto mass_of = [&](int k) -> Mass {
+      const float x = element(pack, k), weight = weights(x);
+      const bool left = weights.counts(x) && !(weight < options.min_p) && keys(x, first + k) >= end;
+      return left ? Weights::mass(weight) : 0;
+    };
+    if (offset < part.of_warp()) {
+      pack = part.fetch(i);
+#pragma unroll
+      for (int k = 0; k < Pack<T>::size; k++) mass += mass_of(k);
+    }
+    Mass tile;
+    if (start > 0) __syncthreads();
+    Mass until = before + scan_of_block(mass, shared.warps[2], tile);
+    if (until - mass <= target && target < until) {
+      until -= mass;
+      int k = 0;
+#pragma unroll 1
+      for (; k < Pack<T>::size - 1; k++) {
+        until += mass_of(k);
+        if (target < until) break;
+      }
+      call.token[index] = first + k;
+      call.probability[index] = expf((element(pack, k) - weights.m) * weights.scale) / all;
+    }
+    before += tile;
+    if (target < before) return;
+  }
+}
+
+// What a thread's elements add to the totals. The keys of candidates are put into the block's memory.
+template <bool with_min_p, class T>
+__device__ Totals add_up(const RowPart<T>& part, const Weights& weights, const Keys<T>& keys,
+                         const Bracket& bracket, float min_p, SampleShared& shared) {
+  constexpr uint32_t bins = SampleCode::bins;
+  Totals totals;
+  const float begin = Weights::border(bracket.begin), end = Weights::border(bracket.end);
+  const float last = bracket.in_last > 0 ? Weights::border(bracket.last) : 0.f;
+  const float limit = Weights::border(min(bracket.last, bins));
+  part.for_packs([&](const Pack<T>& pack, int first) {
+    // Of what top-k leaves, most packs have nothing.
+    if (bracket.in_last > 0 && weights.place(pack.maximum()) > last) return;
+    Weights::Parts left, above, total;
+    uint32_t candidates = 0;
+#pragma unroll
+    for (int k = 0; k < Pack<T>::size; k++) {
+      const float x = pack.get(k), weight = weights(x), place = weights.place(x);
+      const bool is_above = place < begin, is_candidate = (!is_above && place < end) || place == last;
+      if (is_candidate) candidates |= 1u << k;
+      total.add(weight, place < limit && !is_candidate);
+      above.add(weight, is_above);
+      if (with_min_p) left.add(weight, is_above && !(weight < min_p));
+    }
+    left.move_to(totals.left), above.move_to(totals.above), total.move_to(totals.total);
+    while (candidates) {
+      const int k = __ffs(candidates) - 1;
+      candidates &= candidates - 1;
+      shared.keys[atomicAdd(&shared.placed, 1u)] = keys(element(pack, k), first + k);
+    }
+  });
+  if (!with_min_p) totals.left = totals.above;
+  return totals;
+}
+
+// The same where there are too many candidates to be put in order: the filters' end is found in the row itself. The
+// arguments are copies, as what is given by reference to a function that is not inlined must be in memory.
+struct TotalsUntil {
+  Totals totals;
+  Key end = 0;
+};
+template <class T>
+__device__ __noinline__ TotalsUntil add_up_all(const RowPart<T> part, const Weights weights, const Keys<T> keys,
+                                               const Bracket bracket, const Options options, unsigned blocks,
+                                               SampleShared& shared) {
+  TotalsUntil found;
+  Key& end = found.end;
+  auto mass = [&](float x) { return Weights::mass(weights(x)); };
+  // First the end of top-k, where each element counts 1, and then that of top-p.
+#pragma unroll 1
+  for (int by_mass = bracket.in_last > 0 ? 0 : 1; by_mass < (options.p < 1 ? 2 : 1); by_mass++) {
+    Mass need = options.k;
+    if (by_mass) {
+      Mass total = 0;
+      part.for_elements([&](float x, uint32_t i) {
+        if (weights.counts(x) && keys(x, i) >= end) total += mass(x);
+      });
+      total = sum_of_block(total, shared.warps[1]);
+      if (threadIdx.x == 0) shared.found_rest = total;
+      synchronize_row();
+      const int lane = threadIdx.x % 32;
+      total = sum_of_warp(lane < blocks ? *in_block_of_row(&shared.found_rest, lane) : Mass(0));
+      synchronize_row();
+      need = part_of_mass(options.p, total);
+    }
+    auto mass_of = [&](float x) { return by_mass ? mass(x) : Mass(1); };
+    end = end_in_row(part, weights, keys, end, need, mass_of, blocks, shared);
+  }
+  part.for_elements([&](float x, uint32_t i) {
+    if (weights.counts(x) && keys(x, i) >= end && !(weights(x) < options.min_p)) found.totals.left += mass(x);
+  });
+  return found;
+}
+
+// Finds the end of the filters among the candidates, and adds up the candidates that they leave. All threads of the
+// first block call it, or one warp where there are few candidates.
+template <bool one_warp, class T>
+__device__ Key end_of_filters(const RowPart<T>& part, const Weights& weights, const Keys<T>& keys,
+                              const Bracket& bracket, const Options& options, int of_lane, SampleShared& shared) {
+  const int step = one_warp ? 32 : SampleCode::threads, count = static_cast<int>(bracket.count);
+  const int key_bits = 32 - kFree<T> + keys.index_bits;
+  auto one = [](Key) { return Mass(1); };
+  auto mass = [&](Key key) { return Weights::mass(weights(keys.value(key))); };
+  auto find = [&](Key from, Mass need, auto mass_of) {
+    if constexpr (one_warp) return end_among_few(shared.keys, count, from, need, mass_of);
+    else return end_among_candidates(count, from, key_bits, need, mass_of, shared);
+  };
+  Key end = 0;
+  if (bracket.in_last > 0) {
+    const uint32_t above = count - bracket.in_last;  // candidates of bins before the last
+    end = find(end, options.k - bracket.before_last + above, one);
+  }
+  if (options.p < 1) {
+    Mass total = 0;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < count; i += step)
+      if (shared.keys[i] >= end) total += mass(shared.keys[i]);
+    total = one_warp ? sum_of_warp(total) : sum_of_block(total, shared.warps[1]);
+    const Mass enough = part_of_mass(options.p, sum_of_table(shared.total, of_lane) + total);
+    const Mass above = sum_of_table(shared.above, of_lane);
+    end = find(end, enough > above ? enough - above : 1, mass);
+  }
+#pragma unroll 1
+  for (int i = threadIdx.x; i < count; i += step) {
+    const Key key = shared.keys[i];
+    if (key >= end && !(weights(keys.value(key)) < options.min_p))
+      shared.candidates.add(SampleShared::place_of_warp(part.warp_of(keys.index(key)), of_lane), mass(key));
+  }
+  return end;
+}
+
+template <class T>
+__global__ void __launch_bounds__(SampleCode::threads, SampleCode::blocks)
+    sample_rows(const __grid_constant__ Sampling<T> call, int slots) {
+  extern __shared__ uint4 memory[];  // the slots, and after them what is shared
+  SampleShared& shared = *reinterpret_cast<SampleShared*>(memory + slots * SampleCode::threads);
+  const unsigned block = block_of_row(), blocks = blocks_of_row();
+  const int64_t index = blockIdx.x / blocks;
+  Options options(call, index);
+  const RowPart<T> part(call.logits + index * call.n, call.n, block, blocks, memory, slots);
+  for (int i = threadIdx.x; i < SampleCode::bins; i += SampleCode::threads) shared.counts[i] = 0;
+  const int of_lane = (blocks * SampleCode::warps + 31) / 32;  // warps of the cluster for each lane of one
+  if (threadIdx.x < SampleShared::most_warps) {
+    shared.candidates.clear(threadIdx.x);
+    shared.left[threadIdx.x] = shared.above[threadIdx.x] = shared.total[threadIdx.x] = 0;
+  }
+  options.wait();
+
+  const uint32_t top = top_of_row(part.top_order(), blocks, shared);
+  const Weights weights(of_order(top), options.scale());
+  if (top == ~0u || !isfinite(weights.m) || isnan(weights.scale)) {  // there is no distribution
+    if (block == 0 && threadIdx.x == 0) call.token[index] = 0, call.probability[index] = nanf("");
+    synchronize_row();  // others may still read this block's memory
+    return;
+  }
+  const Keys<T> keys(call.n);
+  Bracket bracket{SampleCode::bins, SampleCode::bins, Bracket::no_bin};
+  if (options.k < call.n || options.p < 1) {
+    count_by_bins(part, weights, shared);
+    synchronize_row();
+    bracket = find_bracket(options.k, options.p, call.n, block, blocks, shared);
+  }
+  const bool too_many = bracket.count > SampleCode::room;
+  Totals totals;
+  Key end = 0;
+  if (too_many) {
+    const auto found = add_up_all(part, weights, keys, bracket, options, blocks, shared);
+    totals = found.totals, end = found.end;
+  } else {
+    if (threadIdx.x == 0) shared.placed = 0;
+    __syncthreads();
+    totals = options.min_p > 0 ? add_up<true>(part, weights, keys, bracket, options.min_p, shared)
+                               : add_up<false>(part, weights, keys, bracket, options.min_p, shared);
+    if (block != 0) {  // the keys go to the first block together, as single stores to other blocks are slow
+      __syncthreads();
+      Key* const places = in_block_of_row(shared.keys, 0) + bracket.before;
+      for (int i = threadIdx.x; i < static_cast<int>(shared.placed); i += SampleCode::threads) places[i] = shared.keys[i];
+    }
+  }
+  totals.write(block, of_lane, shared);
+  synchronize_row();
+  if (block != 0) return;
+
+  if (bracket.count > 0 && !too_many) {
+    if (bracket.count > SampleCode::few) {
+      end = end_of_filters<false>(part, weights, keys, bracket, options, of_lane, shared);
+      __syncthreads();
+    } else {
+      if (threadIdx.x < 32) {
+        end = end_of_filters<true>(part, weights, keys, bracket, options, of_lane, shared);
+        if (threadIdx.x == 0) shared.found = end;
+      }
+      __syncthreads();
+      end = shared.found;
+    }
+  }
+  draw(call, index, part, weights, keys, options, end, of_lane, shared);
+}
+
+}  // namespace jaxsoft::cuda

@@ -1,0 +1,82 @@
+// What the threads of a block share.
+#pragma once
+
+#include "row.cuh"
+
+namespace jaxsoft::cuda {
+
+// Those elements of a row of which the first histogram does not tell whether the filters leave them.
+struct Bracket {
+  static constexpr uint32_t no_bin = ~0u;
+  uint32_t begin, end;   // the bins in which top-p ends; elements of bins before these are left by it
+  uint32_t last;         // the bin in which top-k ends; no_bin where it leaves all that count
+  uint32_t before_last;  // the number of elements in the bins before `last`
+  uint32_t in_last;      // the number of elements in that bin
+  float mass;            // about that of all that top-k leaves
+  uint32_t count;        // of candidates: elements of the bins [begin, end) and of the last bin
+  uint32_t before;       // candidates in blocks before this one
+
+  __device__ bool is_candidate(uint32_t bin) const { return (bin >= begin && bin < end) || bin == last; }
+};
+
+// Masses that many threads add to. They are added in two words, as shared memory has atomic additions of 32 bits. There
+// is room for as many masses as there are candidates.
+template <int size>
+struct Masses {
+  static constexpr int half = SampleCode::octaves / 2;
+  static_assert(Mass(SampleCode::room) << half <= ~0u);
+  uint32_t high[size], low[size];
+
+  __device__ void clear(int i) { high[i] = low[i] = 0; }
+  __device__ void add(int i, Mass mass) {
+    atomicAdd(&high[i], static_cast<uint32_t>(mass >> half));
+    atomicAdd(&low[i], static_cast<uint32_t>(mass) & ((1u << half) - 1));
+  }
+  __device__ Mass operator[](int i) const { return (Mass(high[i]) << half) + low[i]; }
+};
+
+// The warp's range in which the token is, and at which mass; the mass before the range, and that of the whole row.
+struct Range {
+  int warp;
+  Mass target, before;
+  float all;
+};
+
+struct SampleShared {
+  static constexpr int most_warps = SampleCode::most_blocks * SampleCode::warps;
+  // The place of a warp of the cluster in the tables: each lane has as many warps that follow each other, and the lanes'
+  // first ones lie side by side.
+  __device__ static int place_of_warp(int warp, int of_lane) { return warp % of_lane * 32 + warp / of_lane; }
+
+  union {
+    uint32_t counts[SampleCode::bins];  // of the block's elements
+    Masses<SampleCode::threads> bins;   // of candidates, when all blocks are done with the counts: one for each thread
+  };
+  // For sums and scans of the block. Those that follow each other without a barrier have places of their own.
+  Mass warps[4][SampleCode::warps];
+  float float_warps[SampleCode::warps];
+  uint32_t count_warps[SampleCode::warps];
+  // In the first block of a cluster, for each warp of the cluster: the mass of its elements that are certain to be left
+  // by all filters; by top-k and top-p; and by top-k alone, without candidates.
+  Mass left[most_warps], above[most_warps], total[most_warps];
+  Masses<most_warps> candidates;  // the mass of the candidates that are left
+  uint32_t warp_tops[SampleCode::warps];
+  uint32_t top, low, high;  // orders
+  Bracket bracket;
+  uint32_t placed;  // candidates of the block that have a place
+  Range range;
+  Key found;        // what one thread or warp has found for all
+  Mass found_rest;
+  uint32_t found_count;
+  Key few[SampleCode::few];
+  union {
+    Key keys[SampleCode::room];      // of the block's candidates; in the first block of a cluster then of all
+    Mass sums[SampleCode::threads];  // where there is no room for the candidates: a bin for each thread
+  };
+};
+// So much and the most slots have room twice in the shared memory of a multiprocessor of Hopper, and with the fewest
+// slots once in that of any GPU from Ampere on.
+static_assert(sizeof(SampleShared) + SampleCode::most_slots * SampleCode::threads * 16 <= 113 << 10);
+static_assert(sizeof(SampleShared) + SampleCode::ring * SampleCode::threads * 16 <= 99 << 10);
+
+}  // namespace jaxsoft::cuda

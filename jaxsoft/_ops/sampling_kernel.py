@@ -1,0 +1,167 @@
+"""The CUDA kernel that draws a token from each row of logits, as an operation that vmap and a mesh can split.
+
+It takes all filters at once (`ffi/cuda/rows/sample.cu`). There is none for other platforms, nor in other languages:
+`jaxsoft._ops.sampling` composes the same of operations on rows. Under vmap a mapped dimension is more rows. Rows that
+lie on several devices stay there. Of a row whose tokens do, the devices exchange the k largest, and the whole row where
+top-k leaves all.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.interpreters import mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxsoft._core import library
+from jaxsoft._core.batching import as_leading_dimension
+from jaxsoft._core.mesh import Axes, axes_of, can_partition, if_even, on_one_device, refined
+from jaxsoft._core.primitives import compiled, primitive
+from jaxsoft._rows.forms import Form
+from jaxsoft._rows.operations.top_k import TOP_K
+from jaxsoft._rows.partition import selected_over_shards
+from jaxsoft._rows.primitive import kernel
+
+type Draw = Callable[..., tuple[jax.Array, ...]]
+
+_NAME = "sample"
+# How many tokens a row may have: kLongestSampled in ffi/cuda/rows/sample.cuh.
+_LONGEST = 1 << 22
+_DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampler:
+    """What is drawn.
+
+    Attributes:
+      k: of top-k; None for all tokens.
+      composed: (k, uniform, logits, temperature, top_p, min_p) -> the same in plain JAX, for platforms without the
+        kernel.
+    """
+
+    k: int | None
+    composed: Draw
+
+
+def may_take(x: jax.Array) -> bool:
+    """Whether there may be a kernel for logits x on a GPU, and a mesh may partition it here."""
+    if x.dtype not in _DTYPES or x.shape[-1] > _LONGEST or not can_partition() or library.find("cuda") is None:
+        return False
+    return all(d > 0 for d in x.shape if isinstance(d, int))
+
+
+def draw(sampler: Sampler, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    """The tokens (...), in int32, and their probabilities.
+
+    The operands are random numbers from 0 to 1 (..., 2), logits (..., n), and temperature, top_p and min_p (...).
+    """
+    return _batched(sampler)(*operands)
+
+
+@functools.cache
+def _batched(sampler: Sampler) -> Draw:
+    """The operation with a rule for vmap."""
+    function = custom_vmap(_partitioned(sampler))
+
+    @function.def_vmap
+    def vmap(size, batched, *operands):
+        del size
+        dims = [0 if is_batched else None for is_batched in batched]
+        return function(*as_leading_dimension(operands, dims, len(operands))), (True, True)
+
+    return function
+
+
+@functools.cache
+def _partitioned(sampler: Sampler) -> Draw:
+    """The operation as a function that a mesh may partition."""
+    function = custom_partitioning(functools.partial(_bind, sampler))
+
+    def partition(mesh, operands, results):
+        del results
+        x, mesh = operands[1], refined(mesh)
+        *rows, tokens = axes_of(x, mesh)
+        tokens = if_even(tokens, x.shape[-1], mesh) if sampler.k else ()
+
+        def sharding(*axes: Axes):
+            return NamedSharding(mesh, PartitionSpec(*(names or None for names in axes)))
+
+        by_row = sharding(*rows)
+        local = functools.partial(_bind, sampler)
+        if sampler.k and tokens:
+            local = functools.partial(_draw_from_parts, sampler, sampler.k, tokens)
+        return (
+            mesh,
+            on_one_device(local),
+            (by_row, by_row),
+            (sharding(*rows, ()), sharding(*rows, tokens), *[by_row] * 3),
+        )
+
+    def rule(mesh, operand_types, result_types):
+        del mesh, result_types
+        rows = [f"r{i}" for i in range(len(operand_types[0].shape) - 1)]
+        operands = ([*rows, "two"], [*rows, "n"], rows, rows, rows)
+        named = " -> ".join(", ".join(map(" ".join, side)) for side in (operands, (rows, rows)))
+        return named, {"need_replication_factors": ("two",) if sampler.k else ("two", "n")}
+
+    function.def_partition(partition, sharding_rule=rule, decode_shardings=False)
+    return function
+
+
+def _draw_from_parts(sampler: Sampler, k: int, axes: Axes, uniform, x, *options):
+    """Draws from the k largest of rows whose tokens lie over these axes of a mesh."""
+    largest = selected_over_shards(Form(x.dtype, k=k), axes, lambda form: functools.partial(kernel, TOP_K, form, None))
+    values, indices, m, s = largest(x)
+    undefined = ~(jnp.isfinite(m) & jnp.isfinite(s))
+    # The draw goes by the order of the tokens, as in whole rows.
+    indices, values = jax.lax.sort((indices, values), num_keys=1)
+    values = jnp.where(undefined[..., None], jnp.nan, values)
+    token, probability = _bind(sampler, uniform, values, *options)
+    return jnp.take_along_axis(indices, token[..., None], axis=-1)[..., 0], probability
+
+
+def _bind(sampler: Sampler, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(_sample_p().bind(*operands, sampler=sampler))
+
+
+@functools.cache
+def _sample_p():
+    made = primitive("jaxsoft_sample", _impl, _abstract_eval)
+    mlir.register_lowering(made, functools.partial(_lower, "other"))
+    mlir.register_lowering(made, functools.partial(_lower, "cuda"), platform="cuda")
+    return made
+
+
+@functools.partial(compiled, static_argnames="sampler")
+def _impl(*operands, sampler):
+    return _sample_p().bind(*operands, sampler=sampler)
+
+
+def _abstract_eval(*operands, sampler):
+    """The types are those of numbers that depend on all operands, sharding and mesh axes included."""
+    del sampler
+
+    def any_number(uniform, x, *options):
+        p = sum((v.astype(uniform.dtype) for v in (jnp.max(x, axis=-1), *options)), uniform[..., 0])
+        return p.astype(jnp.int32), p
+
+    return jax.make_jaxpr(any_number)(*operands).out_avals
+
+
+def _lower(platform: str, ctx: mlir.LoweringRuleContext, *operands, sampler: Sampler):
+    has_kernel = platform == "cuda" and _NAME in library.operations(platform)
+    function = functools.partial(_call, sampler) if has_kernel else functools.partial(sampler.composed, sampler.k)
+    return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
+
+
+def _call(sampler: Sampler, uniform: jax.Array, x: jax.Array, *options: jax.Array) -> Sequence[jax.Array]:
+    rows, n = x.shape[:-1], x.shape[-1]
+    types = (jax.ShapeDtypeStruct(rows, jnp.int32), jax.ShapeDtypeStruct(rows, jnp.float32))
+    k = n if sampler.k is None else min(sampler.k, n)
+    return jax.ffi.ffi_call(f"jaxsoft_{_NAME}", types)(x, uniform, *options, k=np.int64(k))
