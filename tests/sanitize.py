@@ -65,6 +65,7 @@ from jaxsoft._rows.operations.logsumexp import LOGSUMEXP_VJP, STATE
 from jaxsoft._rows.operations.softmax import SOFTMAX, SOFTMAX_VJP
 from jaxsoft._rows.operations.top_k import TOP_K
 from jaxsoft._rows.primitive import row_operation
+from jaxsoft.random import sample
 
 ALL = tuple(Extra)
 WITHOUT_BIAS = tuple(extra for extra in Extra if extra is not Extra.BIAS)
@@ -152,6 +153,9 @@ def run(implementation: str, shape: Sequence[int], dtype: str, form: Form) -> No
         jax.block_until_ready(call(LABEL_ENTROPY_VJP, form.dtype, x, i, m, s, u, s, s, s, cap=cap))
     for k in {min(n, k) for k in (1, 5, 64, 256)} if implementation == "ffi" and not form.extras else ():
         jax.block_until_ready(row_operation(TOP_K, Form(np.dtype(dtype), k=k), implementation, x))
+    for options in ({}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.5, "min_p": 0.1}) if implementation == "ffi" else ():
+        # Also of rows whose elements are so much alike that they take the kernel's other way.
+        jax.block_until_ready([sample(jax.random.key(0), v, **options) for v in (x, 0 * x)])
 
 
 # Of attention: what a call has beside query, key and value; heads of keys and of values; lengths, which are whole tiles

@@ -1,9 +1,10 @@
 """How `jaxsoft.random.sample` draws: by a kernel on a GPU, and composed of operations on rows elsewhere.
 
-`jaxsoft._ops.sampling_kernel` has the kernel. What is composed is the definition of what it does. There a whole row is drawn from in one read: the first random number draws one of its chunks, with the weight that the chunk's
-state (m, s) gives it, and the second a token of that chunk. The Gumbel-max method takes a random number for each token.
-top-k and top-p keep the first tokens in descending order, and mostly few, which one read for the largest of a row
-finds. Where top-p keeps more, the other tokens are masked and the whole row is drawn from. Nothing is sorted.
+`jaxsoft._ops.sampling_kernel` has the kernel. What is composed is the definition of what it does. There a whole row is
+drawn from in one read: the first random number draws one of its chunks, with the weight that the chunk's state (m, s)
+gives it, and the second a token of that chunk. The Gumbel-max method takes a random number for each token. top-k and
+top-p keep the first tokens in descending order, and mostly few, which one read for the largest of a row finds. Where
+top-p keeps more, the other tokens are masked and the whole row is drawn from. Nothing is sorted.
 """
 
 import functools

@@ -8,6 +8,7 @@ top-k leaves all.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -33,6 +34,9 @@ _NAME = "sample"
 # How many tokens a row may have: kLongestSampled in ffi/cuda/rows/sample.cuh.
 _LONGEST = 1 << 22
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
+# More rows than this are left to plain JAX if they are shorter than that. However short a row is, a block of the kernel
+# takes some microseconds for it, and an H200 runs 264 blocks at once. These numbers are estimates, not measured.
+_MANY_ROWS, _SHORT_ROW = 4096, 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +57,9 @@ def may_take(x: jax.Array) -> bool:
     """Whether there may be a kernel for logits x on a GPU, and a mesh may partition it here."""
     if x.dtype not in _DTYPES or x.shape[-1] > _LONGEST or not can_partition() or library.find("cuda") is None:
         return False
-    return all(d > 0 for d in x.shape if isinstance(d, int))
+    known = [d for d in x.shape if isinstance(d, int)]
+    many = len(known) == x.ndim and math.prod(known[:-1]) > _MANY_ROWS
+    return 0 not in known and not (many and x.shape[-1] < _SHORT_ROW)
 
 
 def draw(sampler: Sampler, *operands: jax.Array) -> tuple[jax.Array, ...]:

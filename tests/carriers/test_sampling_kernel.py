@@ -67,7 +67,7 @@ def row(kind: str, n: int, dtype) -> np.ndarray:
 def check(x: np.ndarray, options: dict, count: int, seed: int = 0) -> None:
     """The first token at which the cumulative probability, in the order of indices, exceeds the random number.
 
-    Those are left out that are so near to a border that rounding decides.
+    Rounding may decide whether one token more is left, of those at the border of top_p.
     """
     rng = np.random.default_rng(seed)
     uniform = (rng.integers(0, 2**23, (count, 2)) / 2**23).astype(np.float32)
@@ -76,15 +76,15 @@ def check(x: np.ndarray, options: dict, count: int, seed: int = 0) -> None:
     rows = np.broadcast_to(x, (count, len(x)))
     token, p = map(np.asarray, kernel(given.get("top_k"), uniform, rows, *numbers))
     exact = {name: float(np.float32(v)) if name != "top_k" else v for name, v in given.items()}
+    if exact["top_p"] < 1:  # equal tokens may reach it exactly, and so they do where the product is rounded to f32
+        exact["top_p"] *= 1 - 2e-7
     true = distribution(wide(x), **exact)
     until = np.cumsum(true)
     u = uniform[:, 0].astype(np.float64) + uniform[:, 1] * 2.0**-23
-    expected = np.searchsorted(until, u, side="right")
-    unsure = np.abs(until[np.clip(expected, 0, len(x) - 1)] - u) < 1e-6
-    unsure |= np.abs(until[np.clip(expected - 1, 0, len(x) - 1)] - u) < 1e-6
     assert np.all(true[token] > 0), (options, token[true[token] == 0])
     np.testing.assert_allclose(p, true[token], rtol=1e-4)
-    np.testing.assert_array_equal(token[~unsure], expected[~unsure])
+    np.testing.assert_array_less(u, until[token] + 3e-5)
+    np.testing.assert_array_less(until[token] - true[token] - 3e-5, u)
 
 
 @on_gpu
@@ -158,6 +158,7 @@ def test_one_call_on_a_gpu(options):
         assert lowered.count("stablehlo.custom_call @jaxsoft") == 1
         assert "@jaxsoft_sample(" in lowered
     assert "@jaxsoft_sample(" not in text(x, implementation="xla")
+    assert "@jaxsoft_sample(" not in text(jnp.zeros((100_000, 11)))
     with jax.enable_x64(True):
         assert "@jaxsoft_sample(" not in text(x.astype(jnp.float64))
 
