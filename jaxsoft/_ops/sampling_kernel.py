@@ -123,7 +123,7 @@ def _partitioned(sampler: Sampler) -> Draw:
 def _draw_from_parts(sampler: Sampler, k: int, axes: Axes, uniform, x, *options):
     """Draws from the k largest of rows whose tokens lie over these axes of a mesh."""
     largest = selected_over_shards(Form(x.dtype, k=k), axes, lambda form: functools.partial(kernel, TOP_K, form, None))
-    values, indices, m, s = largest(x)
+    values, _, indices, m, s = largest(x)
     undefined = ~(jnp.isfinite(m) & jnp.isfinite(s))
     # The draw goes by the order of the tokens, as in whole rows.
     indices, values = jax.lax.sort((indices, values), num_keys=1)
