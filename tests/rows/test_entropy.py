@@ -87,6 +87,31 @@ def test_scores_further_apart_than_f32_reaches(implementation):
         assert not np.any(jax.hessian(f)(x))
 
 
+@each_dtype_in_turn
+@each_fast_implementation
+def test_masks_of_the_least_number(dtype, implementation):
+    """Scores are often masked by the least finite number instead of -inf, in parts of a row or in all of it."""
+    least = np.array(-1e307 if dtype == jnp.float64 else jnp.finfo(dtype).min).astype(dtype)
+    with precision(dtype), served(implementation):
+        for n in (3, 700, 1500, 3000, 4096):
+            x = np.full((4, n), least)
+            x[1, : n // 2] = rows(n, dtype)[0, : n // 2]
+            x[2, -min(n, 100) :] = 0
+            x[3, ::2] = -np.inf
+            check(x, implementation)
+
+
+@each_fast_implementation
+def test_large_cotangents(implementation):
+    """Where a score of -inf has no probability, it has no gradient, however large the cotangent is."""
+    x = np.random.default_rng(0).standard_normal((2, 3000)).astype(np.float32)
+    x[:, ::3] = -np.inf
+    with served(implementation):
+        (dx,) = jax.vjp(lambda x: jaxsoft.entropy(x, implementation=implementation), x)[1](jnp.full(2, 1e19))
+        assert not np.any(dx[:, ::3])
+        np.testing.assert_allclose(dx, 1e19 * exact(x)[1], rtol=1e-4, atol=1e13)
+
+
 @each_fast_implementation
 def test_masked_rows_and_offsets(implementation):
     """What does not count is like -inf, and a huge offset is like none."""

@@ -132,10 +132,12 @@ def test_lengths(dtype, part):
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_many_rows(dtype):
     """Rows that take a warp each, as there are enough for all warps of the GPU, of every kind beside each other."""
-    for n, k in ((1030, 7), (1100, 32), (4096, 32), (4097, 64), (9001, 128)):
+    lengths = ((1023, 7), (1030, 7), (1100, 32), (2041, 8), (2047, 16), (4096, 32), (4097, 64), (9001, 128))
+    for n, k in lengths:
         # A multiple of 8 rows, so that each copy of a row begins at the same place in a word of 16 bytes, as sums in f32
         # may depend on it.
-        x = np.tile(np.concatenate([special((12, n), dtype), rows(n, dtype)]), (8, 1))
+        kinds = rows(n, dtype)
+        x = np.tile(np.concatenate([special((12, n), dtype), kinds, -1 - np.abs(kinds)]), (8, 1))
         many = jnp.tile(x, (80, 1))
         results = top_k_softmax(many, k, implementation="ffi")
         assert_top_k(x, k, [v[-len(x) :] for v in results])

@@ -20,7 +20,8 @@ inline V product(V below, V term) {
 static double moved_products(double sum, State part, double m) {
   if (part.s == 0) return 0;
   const double below = part.m - m;
-  return ::exp(below) * (sum + below * part.s);
+  const double weight = ::exp(below);
+  return weight == 0 ? 0 : weight * (sum + below * part.s);  // where it is 0, the product may be infinite
 }
 
 // The state of a segment's scores, and that sum. A score of -inf adds nothing to it, and it has no value where the

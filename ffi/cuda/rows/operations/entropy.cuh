@@ -65,7 +65,7 @@ struct RunningProducts {
     if (!isfinite(m) || !isfinite(running.from)) return products;
     const A top = exponent(m, running.from), factor = A(kLogBase<A>) / power(top);
     Sum<A> moved = products;
-    moved.add(-top * running.sum.value());
+    moved.add(bounded(-top) * running.sum.value());
     return {moved.s * factor, moved.c * factor};
   }
 };
@@ -127,15 +127,16 @@ struct Entropy : Scores<T, false> {
   template <bool shifted, int count, class Form>
   static __device__ Terms sum_of_terms(A from, const Pack<T> (&a)[count], const Pack<T> (&b)[count], const Form& form,
                                        int left, int step) {
-    // A shifted exponent of an element that is as far below 0 as this can be multiplied by 0.
-    constexpr bool raises = shifted && sizeof(T) == 2 && !Form::extras;
+    // A shifted exponent of an element that is as far below 0 as -1e38 can be multiplied by 0. (In f16 there is no such
+    // number beside those that count.)
+    constexpr bool raises = shifted && std::is_same<T, __nv_bfloat16>::value && !Form::extras;
     A sums[count], products[count];
 #pragma unroll
     for (int k = 0; k < count; k++) {
       sums[k] = products[k] = 0;
       if (k * step >= left) continue;
       Pack<T> pack = a[k];
-      if constexpr (raises) pack.raise(narrow<T>(std::is_same<T, __half>::value ? A(-65504) : A(-1e38)));
+      if constexpr (raises) pack.raise(narrow<T>(A(-1e38)));
       A terms[Pack<T>::size];
 #pragma unroll
       for (int i = 0; i < Pack<T>::size; i++) {
@@ -182,7 +183,9 @@ struct EntropyVjp : Operation {
     return values;
   }
   static __device__ A value(const Values& row, A x, A) {
-    return row.p(x) * (row.lse_cotangent - row.cotangent * (below(x, row.p.ref) - row.mean));
+    const A p = row.p(x);
+    // Where p is 0, a product of the cotangent and the distance could be infinite.
+    return p * row.lse_cotangent - p * row.cotangent * (below(x, row.p.ref) - row.mean);
   }
   static __device__ bool may_be_quick(const Values&) { return false; }
   static __device__ A quick_value(const Values& row, A x) { return value(row, x, 0); }

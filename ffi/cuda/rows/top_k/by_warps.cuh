@@ -24,7 +24,7 @@ __device__ __noinline__ void find_by_warp(const Arguments<T>& args, int64_t inde
   __syncwarp();
 }
 
-// A row by each warp. `groups`: of a lane.
+// A row by each warp. `groups`: of a lane, at most: a row that begins late in its first pack has one more than others may.
 template <class T>
 __global__ void __launch_bounds__(32 * TopKCode::rows, TopKCode::row_blocks)
     top_k_by_warps(const __grid_constant__ Arguments<T> args, const __grid_constant__ Largest<T> to, int groups,
@@ -41,9 +41,10 @@ __global__ void __launch_bounds__(32 * TopKCode::rows, TopKCode::row_blocks)
   const Elements<T> row(args, index);
   const Tiles<T> tiles{row, 0, 1};
   const auto part = tiles.fold(maxima, 1);
-  const float bar = bar_of_warp<T>(maxima, groups, k);
+  const int own = tiles.groups(1);
+  const float bar = bar_of_warp<T>(maxima, own, k);
   int count = 0;
-  const bool fits = tiles.collect(bar, maxima, groups, 1, found, room, [&](Key key) {
+  const bool fits = tiles.collect(bar, maxima, own, 1, found, room, [&](Key key) {
     const unsigned all = __ballot_sync(kAllLanes, key > 0);
     const int place = count + __popc(all & ((1u << lane) - 1));
     if (key > 0 && place < room) keys[place] = key;
@@ -54,7 +55,7 @@ __global__ void __launch_bounds__(32 * TopKCode::rows, TopKCode::row_blocks)
   __syncwarp();
   const SoftmaxOfRow softmax(state.m, state.s());
   if (softmax.exists && (!fits || count > room))
-    find_by_warp(args, index, k, maxima, groups, bar, state.m, keys), count = k;
+    find_by_warp(args, index, k, maxima, own, bar, state.m, keys), count = k;
   count = min(count, room);
   if (count > max(enough_for(k), TopKCode::ranked_of_warp)) {
     const Key least = least_of_largest<T>(keys, count, k, kLeastOrder, row.n);
