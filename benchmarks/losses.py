@@ -272,7 +272,7 @@ def sample() -> Iterator[Call]:
 
 
 def _sample(shape: tuple[int, int], k: int | None, p: float | None, deviation: float) -> Call:
-    def key_of(x):  # another one for each call of a chain
+    def key_of(x):  # made of x, so that no call of a chain draws its random numbers before the last call has ended
         word = jax.lax.bitcast_convert_type(x[0, 0].astype(jnp.float32), jnp.uint32)
         return jax.random.wrap_key_data(jnp.stack([word, jnp.uint32(0)]))
 
@@ -309,11 +309,10 @@ def _sample(shape: tuple[int, int], k: int | None, p: float | None, deviation: f
         return ((logits(shape, "float32") * (deviation / 4)).astype(jnp.bfloat16),)
 
     functions = {"composed": composed, "jaxsoft": lambda x: jaxsoft.random.sample(key_of(x), x, top_k=k, top_p=p)}
-    options = " ".join(f"{name}={v}" for name, v in (("top_k", k), ("top_p", p)) if v is not None)
-    what = f"sample {'x'.join(map(str, shape))} bfloat16 {options} deviation {deviation}"
-    return Call(
-        what, logits_of_case, functions, shape[0] * shape[1] * 2, check, chain=4 if CPU or shape[0] > 32 else 32
-    )
+    options = [f"{name}={v}" for name, v in (("top_k", k), ("top_p", p)) if v is not None]
+    what = " ".join(["sample", "x".join(map(str, shape)), "bfloat16", *options, "deviation", str(deviation)])
+    chain = 4 if CPU or shape[0] > 32 else 32
+    return Call(what, logits_of_case, functions, shape[0] * shape[1] * 2, check, chain)
 
 
 def linear() -> Iterator[Call]:

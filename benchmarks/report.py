@@ -2,7 +2,8 @@
 
 Every number on that page comes through here when the site is built, so a new record changes the page and nothing has to
 be typed. What a number says is written beside its table: a fraction is the time of a copy that moves as many bytes over
-the time of the call, and a speed-up is the time of jax.nn (or optax, or `jax.lax.top_k`) over that of jaxsoft.
+the time of the call, and a speed-up is the time of jax.nn (or optax, or a composition of JAX's functions) over that
+of jaxsoft.
 """
 
 import datetime
@@ -235,19 +236,24 @@ def _compared(record: dict, names: Iterable[str], peer: str, cell: Callable[[dic
     return [cell(record, n) if n in seconds else NOTHING for n in names] + [number(faster)]
 
 
-def cross_entropy(name: str) -> str:
-    """Cross-entropy with integer labels beside optax: fractions of the speed of a copy of the bytes that must move."""
-    names = [n for n in ("optax", "jaxsoft", "ffi", "pallas", "xla") if _has(name, "cross_entropy", n)]
+def _losses_by_direction(name: str, of: str, names: Iterable[str], peer: str) -> str:
+    """Fractions of the speed of a copy of the bytes that must move, in a tab for the loss and one for its gradient."""
+    names = [n for n in names if _has(name, of, n)]
     contents = {}
     for direction in ("forward", "with gradient"):
         rows = []
-        for record in _losses(name, "cross_entropy"):
-            _, dimensions, dtype, *what = record["what"].split(" ")
+        for record in _losses(name, of):
+            _, dimensions, dtype, *what = record["what"].split()
             if " ".join(what) == direction:
-                cells = _compared(record, names, "optax", lambda r, n: number(r["floor"] / r["seconds"][n]))
+                cells = _compared(record, names, peer, lambda r, n: number(r["floor"] / r["seconds"][n]))
                 rows.append([dimensions.replace("x", TIMES), dtype, *cells])
-        contents[direction] = table(["logits", "dtype", *names, "speed-up over optax"], rows, left=2)
+        contents[direction] = table(["logits", "dtype", *names, f"speed-up over {peer}"], rows, left=2)
     return tabs(contents)
+
+
+def cross_entropy(name: str) -> str:
+    """Cross-entropy with integer labels beside optax: fractions of the speed of a copy of the bytes that must move."""
+    return _losses_by_direction(name, "cross_entropy", ("optax", "jaxsoft", "ffi", "pallas", "xla"), "optax")
 
 
 def cross_entropy_if_recorded(name: str) -> str:
@@ -255,6 +261,25 @@ def cross_entropy_if_recorded(name: str) -> str:
     if not exists(name):
         return ""
     return f"Cross-entropy with integer labels:\n\n{circumstances(name)}\n\n{cross_entropy(name)}"
+
+
+def entropy_if_recorded(name: str) -> str:
+    """The same of the loss with the entropy, beside the composition, two functions and the loss alone, if recorded."""
+    if not _recorded(name, "entropy"):
+        return ""
+    columns = ("optax, composed", "two functions", "loss alone", "jaxsoft", "ffi", "xla")
+    text = (
+        "With the entropy beside the loss (`return_entropy=True`), and with the gradient of both, as many bytes must "
+        "move as for the loss alone. *optax, composed* is optax's loss and the entropy from `jax.nn.log_softmax`; *two "
+        "functions* are jaxsoft's cross-entropy and `jaxsoft.entropy`, one after the other; *loss alone* is what "
+        "jaxsoft takes without the entropy:"
+    )
+    return f"{text}\n\n{_losses_by_direction(name, 'entropy', columns, 'optax, composed')}"
+
+
+def _recorded(name: str, of: str) -> bool:
+    """Whether there is a record of this name that has this group."""
+    return exists(name) and bool(_losses(name, of))
 
 
 def _has(name: str, of: str, implementation: str) -> bool:
@@ -279,16 +304,40 @@ def top_k(name: str) -> str:
 
 
 def top_k_few(name: str) -> str:
-    """The same of few rows: microseconds beyond what a step of the chain takes without the call."""
+    """The same of few rows, or of short ones: microseconds beyond what a step of the chain takes without the call."""
     rows = []
     for record in _losses(name, "few"):
         _, dimensions, dtype, k = record["what"].split(" ")
-        net = {n: seconds - record["floor"] for n, seconds in record["seconds"].items()}
-        faster = number(net["lax.top_k"] / net["jaxsoft"]) if net["jaxsoft"] > 0 else NOTHING
-        cells = [number(1e6 * net[n]) if n in net else NOTHING for n in TOP_K]
-        rows.append([dimensions.replace("x", TIMES), dtype, k.removeprefix("k="), *cells, faster])
+        rows.append([dimensions.replace("x", TIMES), dtype, k.removeprefix("k="), *_net(record, TOP_K, "lax.top_k")])
     heads = ["scores", "dtype", "k", "jax.lax.top_k, µs", "is_stable=False, µs", "jaxsoft, µs", "speed-up"]
     return table(heads, rows, left=2)
+
+
+def _net(record: dict, names: Iterable[str], peer: str) -> list[str]:
+    """Microseconds of each implementation beyond the floor of a chain, and jaxsoft's gain over its peer."""
+    net = {n: seconds - record["floor"] for n, seconds in record["seconds"].items()}
+    faster = number(net[peer] / net["jaxsoft"]) if peer in net and net["jaxsoft"] > 0 else NOTHING
+    return [number(1e6 * net[n]) if n in net else NOTHING for n in names] + [faster]
+
+
+def sample_if_recorded(name: str) -> str:
+    """A token of each row beside the composition of JAX's functions, with a heading, if recorded."""
+    if not _recorded(name, "sample"):
+        return ""
+    rows = []
+    for record in _losses(name, "sample"):
+        _, dimensions, dtype, *filters, _, deviation = record["what"].split()
+        beside = ", ".join(f"`{v}`" for v in filters) or "none"
+        times = _net(record, ("composed", "jaxsoft"), "composed")
+        rows.append([dimensions.replace("x", TIMES), dtype, beside, deviation, *times])
+    heads = ["logits", "dtype", "filters", "standard deviation", "composed, µs", "jaxsoft, µs", "speed-up"]
+    text = (
+        "`jaxsoft.random.sample`, microseconds a call, in such a chain, with the random numbers. *Composed* is "
+        "`jax.random.categorical` of the logits that the filters leave: after `jax.lax.top_k` of k logits, or of all "
+        "of them where there is `top_p` alone. Normal logits with a small standard deviation are flat, and a nucleus "
+        "of them has many tokens; with a large one they are peaked:"
+    )
+    return f"## Sampling\n\n{text}\n\n{table(heads, rows, left=3)}"
 
 
 def linear(name: str) -> str:

@@ -66,11 +66,11 @@ def sample(
       TypeError, ValueError: an argument is of the wrong kind, or out of range as far as that is known when the function
         is traced, or the named implementation cannot serve the call.
 
-    On a GPU one CUDA kernel does all of it, for f16, bf16 and f32 with up to 2^22 tokens, but of thousands of short
-    rows. It goes over a row three times, or twice without top_k and top_p, and finds what it has read in shared memory,
-    if rows are few, or else mostly in the cache. It does not draw tokens that are less than 2^-40 times as probable as
-    the most probable one. Where the tokens of a row are sharded, the devices exchange the k largest of top_k, and whole
-    rows without it.
+    On a GPU one CUDA kernel does all of it, for f16, bf16 and f32 with up to 2^22 tokens a row, unless there are more
+    than 4096 rows of fewer than 2048 tokens. It goes over a row three times, or twice without top_k and top_p, and
+    finds what it has read in shared memory, if there are few rows, or else mostly in the cache. It does not draw tokens
+    that are less than 2^-40 times as probable as the most probable one. Where the tokens of a row are sharded, the
+    devices exchange the k largest of top_k, and whole rows without it.
 
     Elsewhere, with top_k, or without top_p and min_p, the logits are read once; with min_p three times; with top_p
     once, and once more for another temperature than the Python number 1. If top_p keeps more than 256 tokens of some

@@ -1,1 +1,1 @@
-"""The family of linear heads: a linear layer, and what a loss needs to know of its scores, in chunks of classes."""
+"""The family of linear heads: what a loss needs to know of a linear layer's scores, in chunks of classes or rows."""

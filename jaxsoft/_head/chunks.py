@@ -91,7 +91,10 @@ _TILE = 256
 
 
 def default_row_chunk(rows: int, classes: int, itemsize: int) -> int:
-    """How many of the rows are taken at a time, where a score takes this number of bytes: all chunks much the same."""
+    """How many of the rows are taken at a time, where a score takes this number of bytes: all, or whole tiles.
+
+    As whole tiles, a chunk may have a tile more than the bounds above, and the first one what is left.
+    """
     most = max(_LEAST_ROWS, _CHUNK_BYTES // max(classes * itemsize, 1))
     if rows <= most:
         return max(rows, 1)

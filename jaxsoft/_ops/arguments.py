@@ -72,9 +72,7 @@ def check_extras(
         scale = _numbers("scale", broadcastable("scale", scale, x.shape, axes), x)
     if bias is not None:
         bias = _numbers("bias", broadcastable("bias", bias, x.shape), x)
-    if not isinstance(causal, bool | np.bool_):
-        raise TypeError(f"causal must be True or False; got {causal!r}")
-    if causal and (axes != (x.ndim - 1,) or x.ndim < 2):
+    if check_flag("causal", causal) and (axes != (x.ndim - 1,) or x.ndim < 2):
         raise ValueError(
             "causal needs one reduced axis, the last, and an array of at least 2 dimensions; "
             f"got axis={axes} for an array of shape {x.shape}"
@@ -82,18 +80,31 @@ def check_extras(
     return where, scale, bias
 
 
-def check_dtype(dtype: DTypeLike | None, x: jax.Array, name: str = "dtype") -> np.dtype:
-    """The argument of this name, the dtype of a result, after checking it: that of x unless another is given."""
-    if dtype is None:
-        return x.dtype
+def check_flag(name: str, value: bool) -> bool:
+    """The argument of this name as a Python bool, after checking that it is one, or one of NumPy's."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} must be True or False; got {value!r}")
+    return bool(value)
+
+
+def as_dtype(name: str, dtype: DTypeLike) -> np.dtype:
+    """The argument of this name, which may be None as well, as a dtype that kernels take, after checking it."""
     try:
         given = jax.dtypes.canonicalize_dtype(dtype)
     except (TypeError, ValueError):
         raise TypeError(f"{name} must be None or one of {_NAMES}; got {dtype!r}") from None
     if given not in _DTYPES:
         raise ValueError(f"{name} must be None or one of {_NAMES}; got {given.name}")
+    return given
+
+
+def check_dtype(dtype: DTypeLike | None, x: jax.Array) -> np.dtype:
+    """The dtype of a result, after checking it: that of x unless another is given."""
+    if dtype is None:
+        return x.dtype
+    given = as_dtype("dtype", dtype)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        raise ValueError(f"{name} must be None for complex scores, as {_NAMES} cannot hold them; got {given.name}")
+        raise ValueError(f"dtype must be None for complex scores, as {_NAMES} cannot hold them; got {given.name}")
     return given
 
 

@@ -16,7 +16,7 @@ from jaxsoft._attention.form import Extra, Form
 from jaxsoft._core.carriers import check_name
 from jaxsoft._core.mesh import sharded_like, varying_alike, whole_along, with_batch_of
 from jaxsoft._core.numbers import as_array
-from jaxsoft._ops.arguments import as_kernel_scores, broadcastable, check_dtype
+from jaxsoft._ops.arguments import as_kernel_scores, broadcastable, check_dtype, check_flag
 from jaxsoft.fold import AttentionState, accumulator
 
 type Window = int | tuple[int | None, int | None] | None
@@ -124,7 +124,7 @@ def dot_product_attention(
     check_name(implementation)
     given = _Arrays.of(query, key, value)
     kept = {
-        name: _flag(name, flag)
+        name: check_flag(name, flag)
         for name, flag in {
             "is_causal": is_causal,
             "return_residual": return_residual,
@@ -393,12 +393,6 @@ def _cap(cap: float | None, dtype: jnp.dtype) -> float | None:
     if not float(limits.tiny) <= number <= most:
         raise ValueError(f"logits_soft_cap must be positive and at most {most:.1e} in {dtype.name}; got {cap}")
     return number
-
-
-def _flag(name: str, value: bool) -> bool:
-    if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"{name} must be True or False; got {value!r}")
-    return bool(value)
 
 
 def _check_state(state: AttentionState, given: _Arrays) -> AttentionState:

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from jaxsoft import fold
 from jaxsoft._core.carriers import check_name
 from jaxsoft._core.numbers import as_array, as_mask
-from jaxsoft._ops.arguments import Axis, as_kernel_scores, broadcastable, merged, normalize_axis
+from jaxsoft._ops.arguments import Axis, as_kernel_scores, broadcastable, check_flag, merged, normalize_axis
 from jaxsoft._rows.derivative import differentiable
 from jaxsoft._rows.forms import Form, counted, scores, softcap
 from jaxsoft._rows.formulas import positions
@@ -189,6 +189,7 @@ def softmax_cross_entropy_with_integer_labels(
     """
     check_name(implementation)
     options = check_options(ignore_index, label_smoothing, z_loss, logit_softcap)
+    return_lse, return_entropy = check_flag("return_lse", return_lse), check_flag("return_entropy", return_entropy)
     x = as_kernel_scores("logits", logits)
     axes, given = _class_axes(axis, x.ndim), x.shape
     x = merged(x, axes, given)
@@ -196,7 +197,7 @@ def softmax_cross_entropy_with_integer_labels(
     x, index = check_labels(labels, x, x.shape[-1], options)
     rows = iter(index.shape)
     counts = _where_of(where, tuple(size if a in axes else next(rows) for a, size in enumerate(given)), axes)
-    loss, lse, entropy = _with_integer_labels(x, index, counts, weights, options, bool(return_entropy), implementation)
+    loss, lse, entropy = _with_integer_labels(x, index, counts, weights, options, return_entropy, implementation)
     return returned(loss, lse if return_lse else None, entropy)
 
 
@@ -338,12 +339,13 @@ def softmax_cross_entropy(
     """
     check_name(implementation)
     options = check_options(None, label_smoothing, z_loss, logit_softcap)
+    return_lse, return_entropy = check_flag("return_lse", return_lse), check_flag("return_entropy", return_entropy)
     x = as_kernel_scores("logits", logits)
     x, q, axes, shape = _side_by_side(x, labels, axis)
     counts = _where_of(where, shape, axes)
     x, q = (merged(jnp.broadcast_to(v, shape), axes, shape) for v in (x, q))
     weights = check_weights(class_weights, x.shape[-1], x.dtype)
-    loss, lse, entropy = _with_labels(x, q, counts, weights, options, bool(return_entropy), implementation)
+    loss, lse, entropy = _with_labels(x, q, counts, weights, options, return_entropy, implementation)
     return returned(loss, lse if return_lse else None, entropy)
 
 

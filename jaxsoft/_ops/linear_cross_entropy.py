@@ -16,7 +16,7 @@ from jaxsoft._head.head import Head, product_dtype
 from jaxsoft._head.loss import Objective
 from jaxsoft._head.operation import Kind
 from jaxsoft._head.reduction import weighted_sum
-from jaxsoft._ops.arguments import as_kernel_scores, broadcastable, check_dtype
+from jaxsoft._ops.arguments import as_dtype, as_kernel_scores, broadcastable, check_flag
 from jaxsoft._rows.losses import (
     LossOptions,
     check_labels,
@@ -142,11 +142,11 @@ def linear_softmax_cross_entropy(
       row_weights: u, real numbers of the shape of the losses, or of one that broadcasts to it; 1 if None. Without a
         reduction each loss is multiplied by its row's.
       scale: a, a finite Python number. By rows, a * hidden is rounded to the dtype of the products.
-      chunk_size: by rows, how many rows are taken at a time; None for 1024, or as many as have 2^28 bytes of logits if
-        these are more, in chunks of much the same size. A chunk of r rows takes 2 * r * classes bytes in bf16. With
-        more than d rows in all, each reads and writes the gradient of weight once. By classes, how many classes; None
-        for 2048, or as many as give 2^20 logits if these are more. For rows of d numbers, a chunk of c classes takes
-        6 * rows * c bytes in bf16, and 2 * d * c for its weights.
+      chunk_size: by rows, how many rows are taken at a time; None for about 1024, or about as many as have 2^28 bytes
+        of logits if these are more: all of them, or a multiple of 256. A chunk of r rows takes 2 * r * classes bytes in
+        bf16. With more than d rows in all, each reads and writes the gradient of weight once. By classes, how many
+        classes; None for 2048, or as many as give 2^20 logits if these are more. For rows of d numbers, a chunk of c
+        classes takes 6 * rows * c bytes in bf16, and 2 * d * c for its weights.
       recompute: by classes, compute the logits again in reverse mode: four matrix products, and no memory but for a
         chunk and the gradient of hidden in f32. False keeps the logits, rounded to the dtype of the products, and the
         gradients are those of the rounded ones, as they are with all logits in memory: three products, and
@@ -169,12 +169,12 @@ def linear_softmax_cross_entropy(
     not asked for: by rows, two products are enough where weight has none. Forward mode and derivatives of higher order
     work too, the latter with all logits in memory. By rows, loss and gradients are those of logits that are rounded to
     the dtype of the products, as they are in memory, and the gradients are what is kept from the forward pass to the
-    backward pass. Where a loop is differentiated as a whole, each of its steps would keep the gradient of
-    weight: leave the reduction out there, or let `jax.checkpoint` compute the step again. A call with f16 products is
-    computed by classes, as gradients before the cotangent could be too small for f16, and so is one that `jax.vmap`
-    maps before it is differentiated. Over a mesh, rows may be sharded as hidden has them and classes as weight has
-    them: the forward pass then costs all-reduces of a few numbers a row, and the gradients that are sums over devices
-    those of their size.
+    backward pass. Where a loop is differentiated as a whole, each of its steps would keep the gradient of weight: leave
+    the reduction out there, or let `jax.checkpoint` compute the step again. A call with f16 products is computed by
+    classes, as gradients before the cotangent could be too small for f16, and so are one that `jax.vmap` maps before it
+    is differentiated and one whose number of rows is symbolic. Over a mesh, rows may be sharded as hidden has them and
+    classes as weight has them: the forward pass then costs all-reduces of a few numbers a row, and the gradients that
+    are sums over devices those of their size.
 
     Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv:1805.02867), for the fold;
     Wijmans et al., "Cut your losses in large-vocabulary language models" (arXiv:2411.09009), and Hsu et al., "Liger
@@ -205,23 +205,22 @@ def linear_softmax_cross_entropy(
     largest = float(np.finfo(np.float32).max)
     scale = check_number("scale", scale, "finite in float32", -largest, largest)
     chunk_size = _check_chunk_size(chunk_size)
-    if not isinstance(recompute, bool | np.bool_):
-        raise TypeError(f"recompute must be True or False; got {recompute!r}")
+    recompute = check_flag("recompute", recompute)
+    return_lse, return_entropy = check_flag("return_lse", return_lse), check_flag("return_entropy", return_entropy)
+    sum_dtype = None if accumulator_dtype is None else as_dtype("accumulator_dtype", accumulator_dtype)
     plain = not return_lse and not return_entropy and dtype != jnp.float16
     by_rows = reduction is not None and plain and isinstance(index.size, int)
     head = Head(
         tuple(operands),
         summed=options.label_smoothing > 0,
-        entropy=bool(return_entropy),
+        entropy=return_entropy,
         scale=scale,
         cap=options.logit_softcap,
         precision=jax.config.jax_default_matmul_precision,
-        recompute=bool(recompute),
+        recompute=recompute,
         chunk_size=None if by_rows else chunk_size,
     )
-    objective = Objective(
-        head, options, weights is not None, chunk_size if by_rows else None, _check_accumulator(accumulator_dtype)
-    )
+    objective = Objective(head, options, weights is not None, chunk_size if by_rows else None, sum_dtype)
     loss, lse, entropy = _loss(tuple(operands.values()), index, factors, weights, objective, reduction, by_rows)
     return returned(loss, lse if return_lse else None, entropy)
 
@@ -267,11 +266,6 @@ def _check_row_weights(row_weights: ArrayLike | None, index: jax.Array, dtype: n
     if not (jnp.issubdtype(weights.dtype, jnp.floating) or jnp.issubdtype(weights.dtype, jnp.integer)):
         raise TypeError(f"row_weights must hold real numbers; got dtype {weights.dtype.name}")
     return sharded_like(jnp.broadcast_to(weights.astype(fold.accumulator(dtype)), index.shape), index)
-
-
-def _check_accumulator(dtype: DTypeLike | None) -> np.dtype | None:
-    """The dtype as one of NumPy's, or None."""
-    return None if dtype is None else check_dtype(dtype, jnp.zeros(0), "accumulator_dtype")
 
 
 @functools.partial(jax.jit, static_argnames=("objective", "reduction", "by_rows"))

@@ -1,8 +1,9 @@
 """How `jaxsoft.random.sample` draws: by a kernel on a GPU, and composed of operations on rows elsewhere.
 
-`jaxsoft._ops.sampling_kernel` has the kernel. What is composed is the definition of what it does. There a whole row is
-drawn from in one read: the first random number draws one of its chunks, with the weight that the chunk's state (m, s)
-gives it, and the second a token of that chunk. The Gumbel-max method takes a random number for each token. top-k and
+`jaxsoft._ops.sampling_kernel` has the kernel; this file has the composition, which draws other tokens for the same
+random numbers, from the same distribution. It draws from a whole row in one read: the first random number draws one of
+the row's chunks, with the weight that the chunk's state (m, s) gives it, and the second a token of that chunk, where
+the Gumbel-max method, as of `jax.random.categorical`, takes a random number for each token. top-k and
 top-p keep the first tokens in descending order, and mostly few, which one read for the largest of a row finds. Where
 top-p keeps more, the other tokens are masked and the whole row is drawn from. Nothing is sorted.
 """
@@ -72,6 +73,7 @@ def draw_tokens(key, x, temperature, top_p, min_p, top_k, implementation):
 
 
 def _draw_on_one_device(top_k, *operands):
+    """`_draw_composed` in plain JAX, for the platforms for which the sampling kernel is lowered and does not exist."""
     return _draw_composed(top_k, "xla", *operands)
 
 

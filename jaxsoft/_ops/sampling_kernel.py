@@ -1,9 +1,9 @@
 """The CUDA kernel that draws a token from each row of logits, as an operation that vmap and a mesh can split.
 
 It takes all filters at once (`ffi/cuda/rows/sample.cu`). There is none for other platforms, nor in other languages:
-`jaxsoft._ops.sampling` composes the same of operations on rows. Under vmap a mapped dimension is more rows. Rows that
-lie on several devices stay there. Of a row whose tokens do, the devices exchange the k largest, and the whole row where
-top-k leaves all.
+`jaxsoft._ops.sampling` draws from the same distribution by operations on rows. Under vmap a mapped dimension is more
+rows. Rows that lie on several devices stay there. Of a row whose tokens do, the devices exchange the k largest, and the
+whole row where top-k leaves all.
 """
 
 import dataclasses
@@ -34,8 +34,9 @@ _NAME = "sample"
 # How many tokens a row may have: kLongestSampled in ffi/cuda/rows/sample.cuh.
 _LONGEST = 1 << 22
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
-# More rows than this are left to plain JAX if they are shorter than that. However short a row is, a block of the kernel
-# takes some microseconds for it, and an H200 runs 264 blocks at once. These numbers are estimates, not measured.
+# More rows than this are left to operations on rows if they are shorter than that. However short a row is, a block of
+# the kernel takes some microseconds for it, and an H200 runs 264 blocks at once. These numbers are estimates, not
+# measured.
 _MANY_ROWS, _SHORT_ROW = 4096, 2048
 
 

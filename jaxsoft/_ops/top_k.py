@@ -9,7 +9,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxsoft._core.carriers import check_name
 from jaxsoft._core.numbers import as_axis
-from jaxsoft._ops.arguments import as_kernel_scores, check_dtype
+from jaxsoft._ops.arguments import as_kernel_scores, check_dtype, check_flag
 from jaxsoft._rows.derivative import differentiable
 from jaxsoft._rows.forms import Form
 from jaxsoft._rows.formulas import wide
@@ -73,8 +73,7 @@ def top_k_softmax(
         raise TypeError(f"k must be an integer that is known when the call is traced; got {k!r}") from None
     if not 1 <= k <= x.shape[axis]:
         raise ValueError(f"k must be from 1 to the length of the axis, {x.shape[axis]}; got {k}")
-    if not isinstance(renormalize, bool):
-        raise TypeError(f"renormalize must be True or False; got {renormalize!r}")
+    renormalize = check_flag("renormalize", renormalize)
     return _top_k_softmax(x, k, axis, renormalize, check_dtype(dtype, x), implementation)
 
 

@@ -96,7 +96,7 @@ def choose(
         return found
 
     def leads(name: str) -> bool:
-        if form.in_place and name != "ffi":  # no others write in place
+        if form.in_place and name != "ffi":  # no other implementation writes in place
             return False
         return KERNELS[name].leads(operation, form, platform, operands)
 

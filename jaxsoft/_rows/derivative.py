@@ -27,7 +27,7 @@ from jaxsoft.fold import accumulator
 def differentiable(function: Function, form: Form, implementation: str | None) -> Callable[..., tuple[jax.Array, ...]]:
     """A function of rows, of the operands of its operation and the form's extras.
 
-    What it returns has the accumulator's dtype, but for what has x's shape, is taken from x, or is the softmax of that.
+    What it returns has the accumulator's dtype, but for what has x's shape, for elements of x, and for their softmax.
     """
     forward = functools.partial(row_operation, function.forward, form, implementation)
 

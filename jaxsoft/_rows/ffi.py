@@ -47,8 +47,8 @@ def kernel(operation: Operation, form: Form, platform: str, operands: Operands) 
     if not _go_together(form.dtype, operands[0].dtype):
         return None
 
-    # A thread of the CUDA kernels that reduce nothing writes what it alone has read before. The CPU's take the last
-    # vector of a row from elements that they have written.
+    # In the CUDA kernels that reduce nothing, a thread writes only where it alone has read before. On a CPU the last
+    # vector of a row overlaps the one before it, so in place it would read elements that are already written.
     in_place = form.in_place and platform == "cuda" and operation.reduces is Reduction.NOTHING
     aliases = {0: 0} if in_place and form.dtype == operands[0].dtype else None
 

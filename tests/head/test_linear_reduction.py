@@ -16,6 +16,7 @@ from meshes import DEVICES, collectives, mesh_of
 from truth import wide
 
 from jaxsoft import linear_softmax_cross_entropy as linear
+from jaxsoft._head.chunks import default_row_chunk
 
 ROWS, WIDTH, CLASSES = 12, 8, 33
 RNG = np.random.default_rng(1)
@@ -178,6 +179,24 @@ def test_what_is_kept():
     assert shapes == {HIDDEN.shape, WEIGHT.shape, LABELS.shape}
 
 
+@pytest.mark.parametrize(
+    ("rows", "classes", "itemsize", "size"),
+    [
+        (0, 128_256, 2, 1),
+        (1046, 128_256, 2, 1046),  # in 2^28 bytes
+        (1047, 128_256, 2, 768),
+        (4096, 128_256, 2, 1024),
+        (4100, 128_256, 2, 1280),
+        (4096, 10**6, 4, 1024),  # more than these bytes
+        (60_000, 1000, 4, 60_000),
+        (70_000, 1000, 4, 35_072),
+        (5, 0, 2, 5),
+    ],
+)
+def test_default_chunks(rows, classes, itemsize, size):
+    assert default_row_chunk(rows, classes, itemsize) == size
+
+
 @pytest.mark.parametrize("width", [64, 512], ids=["more rows than width", "fewer"])
 def test_memory(width):
     """No array of all logits: chunks, and no more than the gradient of weight where they wait for it."""
@@ -213,6 +232,13 @@ def test_nothing_counts(reduction):
         assert all(not np.asarray(v).any() for v in jax.tree.leaves(jax.jit(f)(*operands)))
     loss, (dh, dw, _) = jax.jit(f)(HIDDEN, WEIGHT, np.zeros_like(ROW_WEIGHTS), LABELS)
     assert loss == 0 and not dh.any() and not dw.any()
+
+
+def test_a_mean_over_weights_that_cancel():
+    """Weights whose sum is 0, though none of them is, have the mean 0, and gradients of 0."""
+    weights = np.where(np.arange(ROWS).reshape(4, 3) % 2, 1, -1).astype(np.float32)
+    f = lambda h, w, u: linear(h, w, np.abs(LABELS) % CLASSES, row_weights=u, reduction="mean")  # noqa: E731
+    assert all(not np.asarray(v).any() for v in jax.tree.leaves(jax.jit(with_gradients(f, 3))(*ALL[:2], weights)))
 
 
 def test_rows_without_a_weight_or_a_class():
@@ -281,6 +307,7 @@ def test_gradients_of_a_map_are_summed_over_its_elements():
     """No gradient by the weights is computed for each element of a map that is differentiated."""
     f = jax.vmap(functools.partial(linear, reduction="mean", **IGNORED), (0, None, 0))
     text = jax.jit(jax.grad(lambda w: jnp.sum(f(HIDDEN, w, LABELS)))).lower(WEIGHT).as_text()
+    assert f"tensor<{WIDTH}x{CLASSES}xf32>" in text
     assert f"tensor<4x{WIDTH}x{CLASSES}xf32>" not in text
 
 
@@ -390,6 +417,9 @@ def test_shard_map(manual):
         ({"scale": np.nan}, ValueError, "scale must be finite in float32; got nan"),
         ({"scale": "1"}, TypeError, "scale must be a real number; got '1'"),
         ({"scale": jnp.ones(())}, TypeError, "scale must be a real number"),
+        ({"recompute": 1}, TypeError, "recompute must be True or False; got 1"),
+        ({"return_lse": 1}, TypeError, "return_lse must be True or False; got 1"),
+        ({"return_entropy": "no"}, TypeError, "return_entropy must be True or False; got 'no'"),
         ({"accumulator_dtype": "int32"}, ValueError, "accumulator_dtype must be None or one of float16, .*; got int32"),
         ({"accumulator_dtype": "a"}, TypeError, "accumulator_dtype must be None or one of float16, .*; got 'a'"),
     ],

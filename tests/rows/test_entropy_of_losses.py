@@ -295,6 +295,14 @@ def test_sharded(implementation, kind):
                 check_moved(spec, moved, most, rows_on_a_device(mesh, spec, x.shape))
 
 
+@pytest.mark.parametrize("name", ["return_lse", "return_entropy"])
+def test_bad_flags(name):
+    x = np.zeros((3, 4), np.float32)
+    for f, labels in ((cross_entropy, np.zeros(3, int)), (jaxsoft.softmax_cross_entropy, x)):
+        with pytest.raises(TypeError, match=f"{name} must be True or False; got 1"):
+            f(x, labels, **{name: 1})
+
+
 def test_results():
     """Their order and their number."""
     x, y = np.zeros((3, 4), np.float32), np.zeros(3, int)

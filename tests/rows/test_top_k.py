@@ -134,7 +134,7 @@ def test_many_rows(dtype):
     """Rows that take a warp each, as there are enough for all warps of the GPU, of every kind beside each other."""
     lengths = ((1023, 7), (1030, 7), (1100, 32), (2041, 8), (2047, 16), (4096, 32), (4097, 64), (9001, 128))
     for n, k in lengths:
-        # A multiple of 8 rows, so that each copy of a row begins at the same place in a word of 16 bytes, as sums in f32
+        # A multiple of 8 rows, so that each copy of a row begins at the same place in a word of 16 bytes: sums in f32
         # may depend on it.
         kinds = rows(n, dtype)
         x = np.tile(np.concatenate([special((12, n), dtype), kinds, -1 - np.abs(kinds)]), (8, 1))
@@ -316,6 +316,7 @@ def test_renormalize(implementation):
     assert same_bits(values, others[0]) and same_bits(indices, others[2])
     assert np.isnan(p[8:]).all()
     assert_trees_all_close(p[:8], expected(x)[:8], rtol=1e-6)
+    assert same_bits(p, top_k_softmax(x, 3, renormalize=np.True_, implementation=implementation)[1])
     assert f(x, jnp.bfloat16)[1].dtype == f(x.astype(jnp.bfloat16))[1].dtype == jnp.bfloat16
     x, g = x[1:3], g[1:3]  # no elements are equal
     dx = jax.grad(lambda x: jnp.sum(f(x)[1] * g))(x)
