@@ -82,7 +82,8 @@ class Total(Operation):
         }
         if late:
             start[Kind.WEIGHT] = jax.lax.empty((width, classes), dtype)
-        step = functools.partial(self._with_chunk, shards, given, late)
+        several = dataclasses.replace(self.objective, sum_dtype=self.objective.sum_dtype if size < rows else None)
+        step = functools.partial(dataclasses.replace(self, objective=several)._with_chunk, shards, given, late)
         results = over_rows(size, rows, step, tuple(start.values()))
         if late:  # when no chunk is in use any more
             results = jax.lax.optimization_barrier(results)

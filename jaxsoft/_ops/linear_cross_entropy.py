@@ -141,7 +141,7 @@ def linear_softmax_cross_entropy(
       reduction: "mean" or "sum", or None for one loss a row.
       row_weights: u, real numbers of the shape of the losses, or of one that broadcasts to it; 1 if None. Without a
         reduction each loss is multiplied by its row's.
-      scale: a, a finite Python number. By rows, a * hidden is rounded to the dtype of the products.
+      scale: a, a Python number that is finite in f32. By rows, a * hidden is rounded to the dtype of the products.
       chunk_size: by rows, how many rows are taken at a time; None for about 1024, or about as many as have 2^28 bytes
         of logits if these are more: all of them, or a multiple of 256. A chunk of r rows takes 2 * r * classes bytes in
         bf16. With more than d rows in all, each reads and writes the gradient of weight once. By classes, how many
@@ -153,7 +153,8 @@ def linear_softmax_cross_entropy(
         2 * rows * classes bytes in bf16.
       accumulator_dtype: by rows, with more than d of them, the dtype in which the gradient of weight is summed over the
         chunks, a float dtype; None for weight's own, in which each chunk rounds it once. Another takes memory for one
-        more gradient. Where there are no more than d rows in all, it is rounded once in any case.
+        more gradient. With no more than d rows in all, or with one chunk, it is rounded once in any case, if weight has
+        the dtype of the products.
 
     Returns:
       One loss a row, of the shape of the labels, or with a reduction one number, and beside it the logsumexp and the
@@ -171,8 +172,9 @@ def linear_softmax_cross_entropy(
     the dtype of the products, as they are in memory, and the gradients are what is kept from the forward pass to the
     backward pass. Where a loop is differentiated as a whole, each of its steps would keep the gradient of weight: leave
     the reduction out there, or let `jax.checkpoint` compute the step again. A call with f16 products is computed by
-    classes, as gradients before the cotangent could be too small for f16, and so are one that `jax.vmap` maps before it
-    is differentiated and one whose number of rows is symbolic. Over a mesh, rows may be sharded as hidden has them and
+    classes, as gradients before the cotangent could be too small for f16. So are one with a bias of a wider dtype than
+    the products, whose digits logits of the products' dtype would lose; one that `jax.vmap` maps before it is
+    differentiated; and one whose number of rows is symbolic. Over a mesh, rows may be sharded as hidden has them and
     classes as weight has them: the forward pass then costs all-reduces of a few numbers a row, and the gradients that
     are sums over devices those of their size.
 
@@ -192,7 +194,7 @@ def linear_softmax_cross_entropy(
     '0.7423'
     """
     options = check_options(ignore_index, label_smoothing, z_loss, logit_softcap)
-    if reduction not in (None, "mean", "sum"):
+    if reduction is not None and not (isinstance(reduction, str) and reduction in ("mean", "sum")):
         raise ValueError(f"reduction must be None, 'mean' or 'sum'; got {reduction!r}")
     operands = _layer(hidden, weight, bias)
     hidden, weight = operands[Kind.HIDDEN], operands[Kind.WEIGHT]
@@ -208,7 +210,8 @@ def linear_softmax_cross_entropy(
     recompute = check_flag("recompute", recompute)
     return_lse, return_entropy = check_flag("return_lse", return_lse), check_flag("return_entropy", return_entropy)
     sum_dtype = None if accumulator_dtype is None else as_dtype("accumulator_dtype", accumulator_dtype)
-    plain = not return_lse and not return_entropy and dtype != jnp.float16
+    bias_fits = bias is None or jnp.finfo(operands[Kind.BIAS].dtype).nmant <= jnp.finfo(dtype).nmant
+    plain = not return_lse and not return_entropy and dtype != jnp.float16 and bias_fits
     by_rows = reduction is not None and plain and isinstance(index.size, int)
     head = Head(
         tuple(operands),
@@ -276,6 +279,10 @@ def _loss(operands, index, factors, weights, objective, reduction, by_rows):
         factors = jnp.ones_like(index, dtype)
     factors = jnp.where(index == NO_ROW, 0, factors)
     if reduction == "mean":
+        # In units of about the largest, the sum is in range. The mean does not depend on them, nor do its derivatives.
+        info = jnp.finfo(dtype)
+        unit = jnp.clip(jnp.max(jnp.abs(factors), initial=0), 16 * info.tiny, info.max / 16)  # 1 / unit is normal
+        factors = factors / jax.lax.stop_gradient(unit)
         total = jnp.sum(factors)
         factors = jnp.where(total == 0, 0, factors / jnp.where(total == 0, 1, total))
     *operands, index, factors = varying_alike(*operands, index, factors)

@@ -141,8 +141,8 @@ def _indices(labels: ArrayLike, shape: tuple[int, ...], classes: int, options: O
         labels = jnp.broadcast_to(labels, jax.lax.broadcast_shapes(labels.shape, shape))
     except ValueError:
         raise ValueError(
-            f"labels must have the shape of the logits without the classes, {shape}, or one that broadcasts with it; "
-            f"got shape {labels.shape}"
+            f"labels must have the shape of the logits without the classes, {shape}, or one of as many dimensions that "
+            f"broadcasts with it; got shape {labels.shape}"
         ) from None
     if labels.dtype.itemsize < 4:  # the number of classes may be out of the range of the labels' dtype
         labels = labels.astype(jnp.int32)

@@ -427,3 +427,28 @@ def test_shard_map(manual):
 def test_bad_arguments(arguments, error, message):
     with pytest.raises(error, match=message):
         linear(HIDDEN, WEIGHT, LABELS, **arguments)
+
+
+def test_a_bias_of_a_wider_dtype():
+    """Its digits are not rounded to those of the products, whatever all logits have in common."""
+    operands = HIDDEN.astype(jnp.bfloat16), WEIGHT.astype(jnp.bfloat16), BIAS + np.float32(1000)
+    actual = with_gradients(total(reduction="mean", **IGNORED), 3)(*operands)
+    expected = in_float64(with_gradients(defined(reduction="mean", **IGNORED), 3), *operands)
+    assert_close(actual[0], expected[0], 1e-6)
+    assert_close(actual[1], expected[1], 2.0**-7)
+
+
+@pytest.mark.parametrize("unit", [1e-36, 1e37, 3e38])
+def test_a_mean_does_not_depend_on_the_unit_of_the_weights(unit):
+    """Their sum may be out of range."""
+    f = lambda weights: jax.value_and_grad(  # noqa: E731
+        lambda h: linear(h, WEIGHT, LABELS, row_weights=weights, reduction="mean", **IGNORED)
+    )(HIDDEN)
+    weights = ROW_WEIGHTS / ROW_WEIGHTS.max()
+    assert_close(f(weights * np.float32(unit)), f(weights), 1e-5)
+
+
+def test_one_chunk_adds_nothing_up():
+    """So another dtype for the sum does not matter."""
+    f = lambda **options: jax.grad(total(reduction="sum", **IGNORED, **options), 1)(HIDDEN, WEIGHT)  # noqa: E731
+    np.testing.assert_array_equal(f(accumulator_dtype=jnp.bfloat16, chunk_size=ROWS), f(chunk_size=ROWS))

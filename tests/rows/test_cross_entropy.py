@@ -555,6 +555,25 @@ def test_dense_edges():
     np.testing.assert_allclose(hessian, change, atol=1e-3)
 
 
+@each_implementation
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"return_entropy": True}], ids=str)
+def test_second_order_in_reverse(implementation, options):
+    """A label that is far above the others is no weight of its row, and an ignored row hides what it holds."""
+    x = np.float32([[100, 0, 1], [1, 2, 500], [np.nan, np.inf, 1], [0.5, -1, 2]])
+    v, labels = np.float32([[1, 2, 3]] * 4), np.array([0, -1, -1, 1])
+
+    def f(x):
+        found = cross_entropy(x, labels, ignore_index=-1, implementation=implementation, **options)
+        return sum(jnp.sum(v) for v in (found if isinstance(found, tuple) else (found,)))
+
+    with served(implementation):
+        twice = jax.grad(lambda x: jnp.vdot(jax.grad(f)(x), v))(x)
+        along = jax.grad(lambda x: jax.jvp(f, (x,), (v,))[1])(x)
+        for second in (twice, along):
+            assert not np.any(second[:3])
+            np.testing.assert_allclose(second[3], jax.jvp(jax.grad(f), (x,), (v,))[1][3], rtol=1e-5, atol=1e-6)
+
+
 @needs_devices
 @each_fast_implementation
 @each_axis_type

@@ -36,8 +36,14 @@ def _label_state(reductions, x, i):
     return m, s, jnp.where(none[..., 0], 0, reductions.take(x, i))
 
 
+def _others(x, i):
+    """The scores, with -inf in the label's place, and in all places of a row that is not to be read."""
+    none, label = label_places(x, i)
+    return jnp.where(none | label, -jnp.inf, x)
+
+
 def _label_state_vjp(reductions, x, i, m, s, g, h):
-    dx = probabilities(x, m, s) * g[..., None]
+    dx = probabilities(_others(x, i), m, s) * g[..., None]
     none, label = label_places(x, i)
     return (jnp.where(none, 0, jnp.where(label, h[..., None], dx)).astype(x.dtype),)
 
@@ -46,7 +52,7 @@ def _label_state_jvp(reductions, x, i, m, s, t):
     none, label = label_places(x, i)
     t = jnp.where(none, 0, wide(t))
     total = reductions.total
-    return total(jnp.where(label, 0, probabilities(x, m, s) * t)), total(jnp.where(label, t, 0))
+    return total(probabilities(_others(x, i), m, s) * t), total(jnp.where(label, t, 0))
 
 
 def _is_summed(x, i):
@@ -70,12 +76,6 @@ def _label_sums_vjp(reductions, x, i, m, s, g, h, v):
 def _label_sums_jvp(reductions, x, i, m, s, t):
     total = reductions.total(jnp.where(_is_summed(x, i), wide(t), 0))
     return *_label_state_jvp(reductions, x, i, m, s, t), total
-
-
-def _others(x, i):
-    """The scores, with -inf in the label's place, and in all places of a row that is not to be read."""
-    none, label = label_places(x, i)
-    return jnp.where(none | label, -jnp.inf, x)
 
 
 def _label_entropy(reductions, x, i):
