@@ -121,7 +121,7 @@ def test_import_is_quick():
     times, modules = zip(*runs, strict=True)
     assert modules[0] == "set()"
     jaxs, ours = (min(v) for v in zip(*(map(float, t.split()) for t in times), strict=True))
-    assert ours < 0.08 * jaxs
+    assert ours < 0.1 * jaxs
 
 
 @on_cpu
