@@ -12,27 +12,29 @@ from jaxsoft._head.operation import Kind
 
 
 class Chunk(NamedTuple):
-    """Neighbouring classes. Every array that is cut into chunks has the classes along its last dimension.
+    """Neighbouring classes or rows.
 
     Attributes:
-      begin: the index of the first class, traced or a Python integer.
-      size: how many classes there are.
+      begin: the index of the first one, traced or a Python integer.
+      size: how many there are.
+      axis: along which every array that is cut into such chunks has them: the last one for classes, the first for rows.
     """
 
     begin: jax.Array | int
     size: int
+    axis: int = -1
 
     def of(self, x: jax.Array) -> jax.Array:
         """The part of x that belongs to the chunk."""
-        last = x.ndim - 1
-        return x if self.size == x.shape[last] else jax.lax.dynamic_slice_in_dim(x, self.begin, self.size, last)
+        axis = self.axis % x.ndim
+        return x if self.size == x.shape[axis] else jax.lax.dynamic_slice_in_dim(x, self.begin, self.size, axis)
 
     def written(self, x: jax.Array, part: jax.Array) -> jax.Array:
         """x with the chunk's part of it overwritten, in x's dtype."""
-        return jax.lax.dynamic_update_slice_in_dim(x, part.astype(x.dtype), self.begin, x.ndim - 1)
+        return jax.lax.dynamic_update_slice_in_dim(x, part.astype(x.dtype), self.begin, self.axis % x.ndim)
 
     def layer(self, parameters: Parameters) -> Parameters:
-        """The parameters of the linear layer, for the classes of the chunk."""
+        """The parameters of the linear layer, for a chunk of classes."""
         of_classes = {kind: self.of(parameters[kind]) for kind in (Kind.WEIGHT, Kind.BIAS) if kind in parameters}
         return {Kind.HIDDEN: parameters[Kind.HIDDEN], **of_classes}
 
@@ -60,26 +62,6 @@ def over_chunks[T](size: int, classes: int, step: Callable[[T, Chunk], T], carry
     return step(carry, Chunk(whole * size, rest)) if rest else carry
 
 
-class RowChunk(NamedTuple):
-    """Neighbouring rows. Every array that is cut into such chunks has the rows along its first dimension.
-
-    Attributes:
-      begin: the index of the first row, traced or a Python integer.
-      size: how many rows there are.
-    """
-
-    begin: jax.Array | int
-    size: int
-
-    def of(self, x: jax.Array) -> jax.Array:
-        """The part of x that belongs to the chunk."""
-        return x if self.size == x.shape[0] else jax.lax.dynamic_slice_in_dim(x, self.begin, self.size, 0)
-
-    def written(self, x: jax.Array, part: jax.Array) -> jax.Array:
-        """x with the chunk's part of it overwritten, in x's dtype."""
-        return jax.lax.dynamic_update_slice_in_dim(x, part.astype(x.dtype), self.begin, 0)
-
-
 # A chunk of r rows that is added to the gradient of weight reads and writes it once, which takes 109 / r of the time of
 # its three products (bf16 on an H200): a tenth for this number of rows.
 _LEAST_ROWS = 1024
@@ -101,7 +83,7 @@ def default_row_chunk(rows: int, classes: int, itemsize: int) -> int:
     return math.ceil(math.ceil(rows / math.ceil(rows / most)) / _TILE) * _TILE
 
 
-def over_rows[T](size: int, rows: int, step: Callable[[T, RowChunk], T], carry: T) -> T:
+def over_rows[T](size: int, rows: int, step: Callable[[T, Chunk], T], carry: T) -> T:
     """Takes all chunks in turn, carry = step(carry, chunk), and returns the last carry.
 
     Args:
@@ -114,9 +96,9 @@ def over_rows[T](size: int, rows: int, step: Callable[[T, RowChunk], T], carry: 
     if not rows:
         return carry
     first = rows % size or size
-    carry = step(carry, RowChunk(0, first))
+    carry = step(carry, Chunk(0, first, axis=0))
     if rows == first:
         return carry
     # The barrier keeps XLA from computing the scores of two chunks before the first ones are done with.
     begins, carry = jax.lax.optimization_barrier((jnp.arange(first, rows, size, dtype=jnp.int32), carry))
-    return jax.lax.scan(lambda carry, begin: (step(carry, RowChunk(begin, size)), None), carry, begins)[0]
+    return jax.lax.scan(lambda carry, begin: (step(carry, Chunk(begin, size, axis=0)), None), carry, begins)[0]

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsoft import fold
-from jaxsoft._head.chunks import Chunk, RowChunk, default_row_chunk, over_chunks, over_rows
+from jaxsoft._head.chunks import Chunk, default_row_chunk, over_chunks, over_rows
 from jaxsoft._head.forward import folded
 from jaxsoft._head.head import product_dtype, rounded_scores, scaled, scores
 from jaxsoft._head.loss import Objective
@@ -114,7 +114,7 @@ class Total(Operation):
         return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=dtype)
 
     def _with_chunk(
-        self, shards: Shards, given: dict[Kind, jax.Array], late: bool, found: Sequence[Any], chunk: RowChunk
+        self, shards: Shards, given: dict[Kind, jax.Array], late: bool, found: Sequence[Any], chunk: Chunk
     ) -> tuple[jax.Array, ...]:
         """The results after one more chunk.
 
