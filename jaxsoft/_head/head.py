@@ -112,6 +112,20 @@ def product_dtype(hidden: jax.Array, weight: jax.Array) -> jnp.dtype:
     return jnp.promote_types(hidden.dtype, weight.dtype)
 
 
+def product(head: Head, a: jax.Array, b: jax.Array, over: tuple[int, int], dtype: jax.typing.DTypeLike) -> jax.Array:
+    """The product of two matrices, in this dtype.
+
+    Args:
+      head: whose precision it has.
+      a: a matrix.
+      b: a matrix.
+      over: the dimensions of a and b over which the products are summed.
+      dtype: of the result.
+    """
+    dims = tuple((d,) for d in over), ((), ())
+    return jax.lax.dot_general(a, b, dims, precision=head.precision, preferred_element_type=dtype)
+
+
 def scores(head: Head, parameters: Parameters) -> jax.Array:
     """scale * (hidden @ weight + bias) in the accumulator's dtype, before the cap."""
     hidden, weight, bias = parameters[Kind.HIDDEN], parameters[Kind.WEIGHT], parameters.get(Kind.BIAS)

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 
 from jaxsoft import fold
 from jaxsoft._head.chunks import Chunk, chunk_size, over_chunks
-from jaxsoft._head.head import Head, Parameters, capped, product_dtype, scaled, scores
+from jaxsoft._head.head import Head, Parameters, capped, product, product_dtype, scaled, scores
 from jaxsoft._head.operation import Kind, Operation, Shards
+from jaxsoft._head.waiting import may_wait, weight_from
 from jaxsoft._rows.forms import Form, capped_slope
 from jaxsoft._rows.formulas import labels_within
 from jaxsoft._rows.primitive import kernel
@@ -90,14 +91,26 @@ class Pullback(Operation):
         dtype, classes = product_dtype(*operands[:2]), operands[1].shape[1]
         parameters[Kind.HIDDEN] = parameters[Kind.HIDDEN].astype(dtype)
         state = *fold.from_lse(others), *(-h for h in entropy)  # the entropy is log(s) minus the sum over s, and s = 1
+        given = set(self.moving)
+        late = {Kind.HIDDEN, Kind.WEIGHT} <= given and may_wait(operands[1], label.size, dtype)
+        late = late and chunk_size(head, label.size) < classes
         rows = Known(label, labels_within(label, shards.first_class(classes)), state, tuple(cotangents), sums)
 
         def step(gradients: tuple[jax.Array, ...], chunk: Chunk) -> tuple[jax.Array, ...]:
             x = chunk.of(kept[0]) if kept else scores(head, chunk.layer(parameters))
-            return self._with_chunk(gradients, parameters, rows, x, chunk)
+            return self._with_chunk(gradients, parameters, rows, x, chunk, late)
 
         types = self.types(*operands)
-        gradients = over_chunks(chunk_size(head, label.size), classes, step, self._start(dtype, types))
+        gradients = over_chunks(chunk_size(head, label.size), classes, step, self._start(dtype, types, late))
+        if late:
+            found = dict(zip(self.moving, gradients, strict=True))
+            dx, hidden, weight = found[Kind.WEIGHT], parameters[Kind.HIDDEN], parameters[Kind.WEIGHT].astype(dtype)
+            once = dtype if types[0].dtype == dtype and not shards.classes else fold.accumulator(dtype)
+            found[Kind.HIDDEN] = product(head, dx[: label.size], weight, (1, 1), once)
+            # The barrier lets dx be overwritten only when it has been read, or XLA might copy it.
+            dx, found[Kind.HIDDEN] = jax.lax.optimization_barrier((dx, found[Kind.HIDDEN]))
+            found[Kind.WEIGHT] = weight_from(head, hidden, dx)
+            gradients = tuple(found.values())
 
         def of_all_devices(kind: Kind, gradient: jax.Array, dtype: jnp.dtype) -> jax.Array:
             axes = shards.classes if kind is Kind.HIDDEN else shards.rows
@@ -106,15 +119,15 @@ class Pullback(Operation):
         given = zip(self.moving, gradients, types, strict=True)
         return tuple(of_all_devices(kind, gradient, t.dtype) for kind, gradient, t in given)
 
-    def _start(self, dtype, types) -> tuple[jax.Array, ...]:
+    def _start(self, dtype, types, late) -> tuple[jax.Array, ...]:
         """The gradients before the first chunk: that of hidden is a sum, and the others are overwritten."""
         return tuple(
-            jnp.zeros(t.shape, fold.accumulator(dtype)) if kind is Kind.HIDDEN else jax.lax.empty(t.shape, t.dtype)
+            jnp.zeros(t.shape, fold.accumulator(dtype)) if kind is Kind.HIDDEN and not late else jax.lax.empty(t.shape, t.dtype)
             for kind, t in zip(self.moving, types, strict=True)
         )
 
     def _with_chunk(
-        self, given: tuple[jax.Array, ...], parameters: Parameters, rows: Known, x: jax.Array, chunk: Chunk
+        self, given: tuple[jax.Array, ...], parameters: Parameters, rows: Known, x: jax.Array, chunk: Chunk, late
     ) -> tuple[jax.Array, ...]:
         """The gradients after one more chunk, given those before it and the scores x of the chunk."""
         gradients = dict(zip(self.moving, given, strict=True))
@@ -122,14 +135,16 @@ class Pullback(Operation):
         dtype = product_dtype(hidden, weight)
         wide, dot = fold.accumulator(dtype), functools.partial(jax.lax.dot_general, precision=self.head.precision)
         weights = chunk.of(parameters[Kind.CLASS_WEIGHTS]) if self.head.weighted else None
-        dx = gradient_of_scores(self.head, dtype, rows, x, chunk, weights)
+        dx = gradient_of_scores(self.head, dtype, rows, x, chunk, weights, fused=late)
         if Kind.CLASS_WEIGHTS in gradients:
             by_weights = gradient_of_weights(self.head, rows, x)
             gradients[Kind.CLASS_WEIGHTS] = chunk.written(gradients[Kind.CLASS_WEIGHTS], by_weights)
-        if Kind.HIDDEN in gradients:
+        if late:
+            gradients[Kind.WEIGHT] = chunk.written(gradients[Kind.WEIGHT], dx)
+        if Kind.HIDDEN in gradients and not late:
             by_classes = chunk.of(weight).astype(dtype)
             gradients[Kind.HIDDEN] += dot(dx, by_classes, (((1,), (1,)), ((), ())), preferred_element_type=wide)
-        if Kind.WEIGHT in gradients:
+        if Kind.WEIGHT in gradients and not late:
             once = dtype if gradients[Kind.WEIGHT].dtype == dtype else wide  # so that it is rounded once
             dw = dot(hidden, dx, (((0,), (0,)), ((), ())), preferred_element_type=once)
             gradients[Kind.WEIGHT] = chunk.written(gradients[Kind.WEIGHT], dw)
@@ -145,6 +160,7 @@ def gradient_of_scores(
     x: jax.Array,
     chunk: Chunk,
     weights: jax.Array | None,
+    fused: bool = False,
 ) -> jax.Array:
     """The gradient by a chunk's hidden @ weight + bias, which may be written where the scores are.
 
@@ -157,9 +173,9 @@ def gradient_of_scores(
       weights: theirs, where the sums are weighted.
     """
     if not head.composed:
-        form = Form(dtype, cap=head.cap, in_place=x.dtype == dtype)
+        form = Form(dtype, cap=head.cap, in_place=x.dtype == dtype and not fused)
         operands = *rows.of_label(chunk, head.scale), *(scaled(head.scale, v) for v in rows.sums)
-        (dx,) = kernel(head.function.pullback, form, None, x, *operands)
+        (dx,) = kernel(head.function.pullback, form, "xla" if fused else None, x, *operands)
         return dx
     wide, of_total = fold.accumulator(dtype), rows.sums[0][:, None]
     z, summed = capped(head, x, rows.label)

@@ -20,20 +20,17 @@ import jax
 import jax.numpy as jnp
 
 from jaxsoft import fold
-from jaxsoft._head.chunks import Chunk, default_row_chunk, over_chunks, over_rows
+from jaxsoft._head.chunks import Chunk, default_row_chunk, over_rows
 from jaxsoft._head.forward import folded
-from jaxsoft._head.head import product_dtype, rounded_scores, scaled, scores
+from jaxsoft._head.head import product, product_dtype, rounded_scores, scaled, scores
 from jaxsoft._head.loss import Objective
 from jaxsoft._head.operation import Kind, Operation, Shards
 from jaxsoft._head.pullback import Known, gradient_of_scores, gradient_of_weights
+from jaxsoft._head.waiting import may_wait, weight_from
 from jaxsoft._rows.formulas import labels_within
 
 # The gradients that are sums over the rows; the others have a part for each row.
 _SUMMED = (Kind.TOTAL, Kind.WEIGHT, Kind.BIAS, Kind.CLASS_WEIGHTS)
-
-# At most how many classes are taken at a time where gradients of scores become that of weight. For 4096 rows of 4096
-# numbers these are 8 waves of tiles of 128 by 256 on 132 multiprocessors, which are busy for 97 % of them.
-_CLASSES = 8192
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,12 +72,14 @@ class Total(Operation):
         (width, classes), rows = given[Kind.WEIGHT].shape, given[Kind.LABEL].size
         dtype = product_dtype(*operands[:2])
         size = self.objective.chunk_size or default_row_chunk(rows, classes, dtype.itemsize)
-        late = Kind.WEIGHT in self.moving and given[Kind.WEIGHT].dtype == dtype and size < rows <= width
+        late = Kind.WEIGHT in self.moving and size < rows and may_wait(given[Kind.WEIGHT], rows, dtype)
+        if late and rows == width and self.objective.chunk_size is None:
+            size = rows  # the scores are computed where their gradients wait
         kinds = list(zip(self.results, types, strict=True))
         start: dict[Kind, Any] = {
             kind: None if kind in _SUMMED else jax.lax.empty(t.shape, t.dtype) for kind, t in kinds
         }
-        if late:
+        if late and size < rows:
             start[Kind.WEIGHT] = jax.lax.empty((width, classes), dtype)
         several = dataclasses.replace(self.objective, sum_dtype=self.objective.sum_dtype if size < rows else None)
         step = functools.partial(dataclasses.replace(self, objective=several)._with_chunk, shards, given, late)
@@ -89,7 +88,8 @@ class Total(Operation):
             results = jax.lax.optimization_barrier(results)
         found: dict[Kind, Any] = dict(zip(self.results, results, strict=True))
         if late:
-            found[Kind.WEIGHT] = self._of_weight(given, found[Kind.WEIGHT])
+            hidden = scaled(self.objective.head.scale, given[Kind.HIDDEN].astype(dtype))
+            found[Kind.WEIGHT] = weight_from(self.objective.head, hidden, found[Kind.WEIGHT])
 
         def of_all_devices(kind: Kind, v: jax.Array | None, t) -> jax.Array:
             if v is None:  # there are no rows
@@ -97,21 +97,6 @@ class Total(Operation):
             return (jax.lax.psum(v, shards.rows) if kind in _SUMMED and shards.rows else v).astype(t.dtype)
 
         return tuple(of_all_devices(kind, found[kind], t) for kind, t in kinds)
-
-    def _of_weight(self, given: dict[Kind, jax.Array], dx: jax.Array) -> jax.Array:
-        """The gradient of weight in place of the gradients of all scores, which are the first rows of dx."""
-        rows, head = given[Kind.LABEL].size, self.objective.head
-        hidden = scaled(head.scale, given[Kind.HIDDEN].astype(dx.dtype))
-
-        def step(dx: jax.Array, chunk: Chunk) -> jax.Array:
-            return chunk.written(dx, self._dot(hidden, chunk.of(dx)[:rows], 0, 0, dx.dtype))
-
-        return over_chunks(min(_CLASSES, max(2048, dx.shape[1] // 8)), dx.shape[1], step, dx)
-
-    def _dot(self, a: jax.Array, b: jax.Array, dim_of_a: int, dim_of_b: int, dtype) -> jax.Array:
-        """The product of two matrices over these dimensions, in this dtype."""
-        dims, precision = (((dim_of_a,), (dim_of_b,)), ((), ())), self.objective.head.precision
-        return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=dtype)
 
     def _with_chunk(
         self, shards: Shards, given: dict[Kind, jax.Array], late: bool, found: Sequence[Any], chunk: Chunk
@@ -164,16 +149,16 @@ class Total(Operation):
                 case Kind.BIAS:
                     part = scaled(head.scale, jnp.sum(dx(), axis=0, dtype=wide))
                 case Kind.WEIGHT if late:
-                    return chunk.written(before, dx())
+                    return dx() if before is None else chunk.written(before, dx())
                 case Kind.WEIGHT:
                     kept = objective.sum_dtype or given[Kind.WEIGHT].dtype
-                    part = self._dot(hidden, dx(), 0, 0, dtype if kept == dtype else wide)
+                    part = product(head, hidden, dx(), (0, 0), dtype if kept == dtype else wide)
                     # XLA makes one product of this, which reads what it is added to, and overwrites it.
                     return part.astype(kept) if before is None else (before + part).astype(kept)
                 case Kind.HIDDEN:
                     # Where nothing follows the product, it is rounded once.
                     once = dtype if head.scale == 1 and given[kind].dtype == dtype and not shards.classes else wide
-                    part = self._dot(dx(), weight, 1, 1, once)
+                    part = product(head, dx(), weight, (1, 1), once)
                     part = scaled(head.scale, jax.lax.psum(part, shards.classes) if shards.classes else part)
             if kind in _SUMMED:
                 return part if before is None else before + part
