@@ -122,7 +122,7 @@ def product(head: Head, a: jax.Array, b: jax.Array, over: tuple[int, int], dtype
       over: the dimensions of a and b over which the products are summed.
       dtype: of the result.
     """
-    dims = tuple((d,) for d in over), ((), ())
+    dims = ((over[0],), (over[1],)), ((), ())
     return jax.lax.dot_general(a, b, dims, precision=head.precision, preferred_element_type=dtype)
 
 

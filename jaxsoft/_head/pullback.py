@@ -5,15 +5,15 @@ written in its place, and the chunk's share of the gradient of the hidden states
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxsoft import fold
 from jaxsoft._head.chunks import Chunk, chunk_size, over_chunks
+from jaxsoft._head.forward import folded
 from jaxsoft._head.head import Head, Parameters, capped, product, product_dtype, scaled, scores
 from jaxsoft._head.operation import Kind, Operation, Shards
 from jaxsoft._head.waiting import may_wait, weight_from
@@ -88,69 +88,95 @@ class Pullback(Operation):
         entropy, kept = rest[: head.entropy], rest[head.entropy :]
         cotangents = operands[len(self.residuals) :]
         cotangents, sums = cotangents[: 2 + head.entropy], list(cotangents[2 + head.entropy :])
-        dtype, classes = product_dtype(*operands[:2]), operands[1].shape[1]
+        dtype, (width, classes) = product_dtype(*operands[:2]), operands[1].shape
         parameters[Kind.HIDDEN] = parameters[Kind.HIDDEN].astype(dtype)
-        state = *fold.from_lse(others), *(-h for h in entropy)  # the entropy is log(s) minus the sum over s, and s = 1
-        given = set(self.moving)
-        late = {Kind.HIDDEN, Kind.WEIGHT} <= given and may_wait(operands[1], label.size, dtype)
-        late = late and chunk_size(head, label.size) < classes
-        rows = Known(label, labels_within(label, shards.first_class(classes)), state, tuple(cotangents), sums)
+        here = labels_within(label, shards.first_class(classes))
+        if kept and dtype != fold.accumulator(dtype):
+            # The probabilities of rounded scores add up to 1 relative to the state of these.
+            found = folded(head, kept[0], label, here, parameters.get(Kind.CLASS_WEIGHTS) if head.weighted else None)
+            found = found.of_all_classes(shards, label)
+            state = *found.state, *([] if found.products is None else [found.products])
+        else:  # the entropy is log(s) minus the sum over s, and s = 1
+            state = *fold.from_lse(others), *(-h for h in entropy)
+        rows = Known(label, here, state, tuple(cotangents), sums)
+        size, types = chunk_size(head, label.size), dict(zip(self.moving, self.types(*operands), strict=True))
+        waits = {Kind.HIDDEN, Kind.WEIGHT} <= set(self.moving) and may_wait(operands[1], label.size, dtype)
+        waits = waits and label.size == width and size < classes
+        if waits and kept and not head.composed:
+            size = classes  # the gradients of scores wait where these are kept
 
-        def step(gradients: tuple[jax.Array, ...], chunk: Chunk) -> tuple[jax.Array, ...]:
+        def step(gradients: tuple[Any, ...], chunk: Chunk) -> tuple[Any, ...]:
             x = chunk.of(kept[0]) if kept else scores(head, chunk.layer(parameters))
-            return self._with_chunk(gradients, parameters, rows, x, chunk, late)
+            return self._with_chunk(gradients, parameters, rows, waits, x, chunk)
 
-        types = self.types(*operands)
-        gradients = over_chunks(chunk_size(head, label.size), classes, step, self._start(dtype, types, late))
-        if late:
-            found = dict(zip(self.moving, gradients, strict=True))
-            dx, hidden, weight = found[Kind.WEIGHT], parameters[Kind.HIDDEN], parameters[Kind.WEIGHT].astype(dtype)
-            once = dtype if types[0].dtype == dtype and not shards.classes else fold.accumulator(dtype)
-            found[Kind.HIDDEN] = product(head, dx[: label.size], weight, (1, 1), once)
-            # The barrier lets dx be overwritten only when it has been read, or XLA might copy it.
-            dx, found[Kind.HIDDEN] = jax.lax.optimization_barrier((dx, found[Kind.HIDDEN]))
-            found[Kind.WEIGHT] = weight_from(head, hidden, dx)
-            gradients = tuple(found.values())
+        gradients = over_chunks(size, classes, step, self._start(dtype, types, waits))
+        by_kind: dict[Kind, Any] = dict(zip(self.moving, gradients, strict=True))
+        if waits:
+            once = dtype if types[Kind.HIDDEN].dtype == dtype and not shards.classes else fold.accumulator(dtype)
+            dx, weight = by_kind[Kind.WEIGHT], parameters[Kind.WEIGHT]
+            # The barrier lets dx be overwritten only when it has been read.
+            dx, by_kind[Kind.HIDDEN] = jax.lax.optimization_barrier((dx, product(head, dx, weight, (1, 1), once)))
+            by_kind[Kind.WEIGHT] = weight_from(head, parameters[Kind.HIDDEN], dx)
 
         def of_all_devices(kind: Kind, gradient: jax.Array, dtype: jnp.dtype) -> jax.Array:
             axes = shards.classes if kind is Kind.HIDDEN else shards.rows
             return (jax.lax.psum(gradient, axes) if axes else gradient).astype(dtype)
 
-        given = zip(self.moving, gradients, types, strict=True)
-        return tuple(of_all_devices(kind, gradient, t.dtype) for kind, gradient, t in given)
+        return tuple(of_all_devices(kind, gradient, types[kind].dtype) for kind, gradient in by_kind.items())
 
-    def _start(self, dtype, types, late) -> tuple[jax.Array, ...]:
-        """The gradients before the first chunk: that of hidden is a sum, and the others are overwritten."""
-        return tuple(
-            jnp.zeros(t.shape, fold.accumulator(dtype)) if kind is Kind.HIDDEN and not late else jax.lax.empty(t.shape, t.dtype)
-            for kind, t in zip(self.moving, types, strict=True)
-        )
+    def _start(self, dtype: jnp.dtype, types: dict[Kind, Any], waits: bool) -> tuple[Any, ...]:
+        """The gradients before the first chunk: that of hidden is a sum, or waits, and the others are overwritten."""
+
+        def start(kind: Kind, t) -> jax.Array | None:
+            if kind is not Kind.HIDDEN:
+                return jax.lax.empty(t.shape, t.dtype)
+            return None if waits else jnp.zeros(t.shape, fold.accumulator(dtype))
+
+        return tuple(start(kind, t) for kind, t in types.items())
 
     def _with_chunk(
-        self, given: tuple[jax.Array, ...], parameters: Parameters, rows: Known, x: jax.Array, chunk: Chunk, late
-    ) -> tuple[jax.Array, ...]:
-        """The gradients after one more chunk, given those before it and the scores x of the chunk."""
-        gradients = dict(zip(self.moving, given, strict=True))
+        self,
+        given: Sequence[Any],
+        parameters: Parameters,
+        rows: Known,
+        waits: bool,
+        x: jax.Array,
+        chunk: Chunk,
+    ) -> tuple[Any, ...]:
+        """The gradients after one more chunk.
+
+        Args:
+          given: those before it.
+          parameters: of the head.
+          rows: what is known of them.
+          waits: whether the gradients of hidden and weight wait for all chunks; those of the scores are kept there.
+          x: the scores of the chunk.
+          chunk: which classes these are.
+        """
         hidden, weight = parameters[Kind.HIDDEN], parameters[Kind.WEIGHT]
         dtype = product_dtype(hidden, weight)
-        wide, dot = fold.accumulator(dtype), functools.partial(jax.lax.dot_general, precision=self.head.precision)
+        wide = fold.accumulator(dtype)
         weights = chunk.of(parameters[Kind.CLASS_WEIGHTS]) if self.head.weighted else None
-        dx = gradient_of_scores(self.head, dtype, rows, x, chunk, weights, fused=late)
-        if Kind.CLASS_WEIGHTS in gradients:
-            by_weights = gradient_of_weights(self.head, rows, x)
-            gradients[Kind.CLASS_WEIGHTS] = chunk.written(gradients[Kind.CLASS_WEIGHTS], by_weights)
-        if late:
-            gradients[Kind.WEIGHT] = chunk.written(gradients[Kind.WEIGHT], dx)
-        if Kind.HIDDEN in gradients and not late:
-            by_classes = chunk.of(weight).astype(dtype)
-            gradients[Kind.HIDDEN] += dot(dx, by_classes, (((1,), (1,)), ((), ())), preferred_element_type=wide)
-        if Kind.WEIGHT in gradients and not late:
-            once = dtype if gradients[Kind.WEIGHT].dtype == dtype else wide  # so that it is rounded once
-            dw = dot(hidden, dx, (((0,), (0,)), ((), ())), preferred_element_type=once)
-            gradients[Kind.WEIGHT] = chunk.written(gradients[Kind.WEIGHT], dw)
-        if Kind.BIAS in gradients:
-            gradients[Kind.BIAS] = chunk.written(gradients[Kind.BIAS], jnp.sum(dx, axis=0, dtype=wide))
-        return tuple(gradients.values())
+        in_place = waits and chunk.size == weight.shape[1]
+        dx = gradient_of_scores(self.head, dtype, rows, x, chunk, weights, fused=waits and not in_place)
+
+        def with_chunk(kind: Kind, before: Any) -> Any:
+            match kind:
+                case Kind.HIDDEN if waits:
+                    return before
+                case Kind.HIDDEN:
+                    return before + product(self.head, dx, chunk.of(weight).astype(dtype), (1, 1), wide)
+                case Kind.WEIGHT if waits:
+                    part = dx
+                case Kind.WEIGHT:
+                    part = product(self.head, hidden, dx, (0, 0), dtype if before.dtype == dtype else wide)
+                case Kind.BIAS:
+                    part = jnp.sum(dx, axis=0, dtype=wide)
+                case Kind.CLASS_WEIGHTS:
+                    part = gradient_of_weights(self.head, rows, x)
+            return chunk.written(before, part)
+
+        return tuple(map(with_chunk, self.moving, given))
 
 
 def gradient_of_scores(
@@ -171,6 +197,7 @@ def gradient_of_scores(
       x: the chunk's scores before the cap.
       chunk: which classes these are.
       weights: theirs, where the sums are weighted.
+      fused: whether XLA is to compute it where it is used, instead of a kernel.
     """
     if not head.composed:
         form = Form(dtype, cap=head.cap, in_place=x.dtype == dtype and not fused)

@@ -72,22 +72,22 @@ class Total(Operation):
         (width, classes), rows = given[Kind.WEIGHT].shape, given[Kind.LABEL].size
         dtype = product_dtype(*operands[:2])
         size = self.objective.chunk_size or default_row_chunk(rows, classes, dtype.itemsize)
-        late = Kind.WEIGHT in self.moving and size < rows and may_wait(given[Kind.WEIGHT], rows, dtype)
-        if late and rows == width and self.objective.chunk_size is None:
-            size = rows  # the scores are computed where their gradients wait
+        waits = Kind.WEIGHT in self.moving and size < rows and may_wait(given[Kind.WEIGHT], rows, dtype)
+        if waits and rows == width and self.objective.chunk_size is None and not self.objective.head.composed:
+            size = rows  # all scores are computed where their gradients wait
         kinds = list(zip(self.results, types, strict=True))
         start: dict[Kind, Any] = {
             kind: None if kind in _SUMMED else jax.lax.empty(t.shape, t.dtype) for kind, t in kinds
         }
-        if late and size < rows:
+        if waits and size < rows:
             start[Kind.WEIGHT] = jax.lax.empty((width, classes), dtype)
         several = dataclasses.replace(self.objective, sum_dtype=self.objective.sum_dtype if size < rows else None)
-        step = functools.partial(dataclasses.replace(self, objective=several)._with_chunk, shards, given, late)
+        step = functools.partial(dataclasses.replace(self, objective=several)._with_chunk, shards, given, waits)
         results = over_rows(size, rows, step, tuple(start.values()))
-        if late:  # when no chunk is in use any more
+        if waits:  # when no chunk is in use any more
             results = jax.lax.optimization_barrier(results)
         found: dict[Kind, Any] = dict(zip(self.results, results, strict=True))
-        if late:
+        if waits:
             hidden = scaled(self.objective.head.scale, given[Kind.HIDDEN].astype(dtype))
             found[Kind.WEIGHT] = weight_from(self.objective.head, hidden, found[Kind.WEIGHT])
 
@@ -99,14 +99,14 @@ class Total(Operation):
         return tuple(of_all_devices(kind, found[kind], t) for kind, t in kinds)
 
     def _with_chunk(
-        self, shards: Shards, given: dict[Kind, jax.Array], late: bool, found: Sequence[Any], chunk: Chunk
+        self, shards: Shards, given: dict[Kind, jax.Array], waits: bool, found: Sequence[Any], chunk: Chunk
     ) -> tuple[jax.Array, ...]:
         """The results after one more chunk.
 
         Args:
           shards: of the operands.
           given: the operands.
-          late: whether the gradient of weight waits for all chunks, and the gradients of the scores are kept there.
+          waits: whether the gradient of weight waits for all chunks, and the gradients of the scores are kept there.
           found: the results before the chunk; None for a sum before the first one.
           chunk: which rows these are.
         """
@@ -148,7 +148,7 @@ class Total(Operation):
                     part = gradient_of_weights(plain, known, x)
                 case Kind.BIAS:
                     part = scaled(head.scale, jnp.sum(dx(), axis=0, dtype=wide))
-                case Kind.WEIGHT if late:
+                case Kind.WEIGHT if waits:
                     return dx() if before is None else chunk.written(before, dx())
                 case Kind.WEIGHT:
                     kept = objective.sum_dtype or given[Kind.WEIGHT].dtype

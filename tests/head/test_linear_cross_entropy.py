@@ -85,10 +85,11 @@ def assert_close(actual, expected, tolerance):
         pytest.param({"ignore_index": -100, "logit_softcap": 1.0}, True, 32, True, marks=slow),
     ],
 )
-def test_options(options, class_weights, chunk_size, recompute):
+@pytest.mark.parametrize("width", [WIDTH, ROWS], ids=["fewer rows than width", "as many"])
+def test_options(options, class_weights, chunk_size, recompute, width):
     """Losses, logsumexps and all gradients, beside float64."""
     labels = LABELS if options["ignore_index"] == -100 else np.abs(LABELS) % CLASSES
-    operands = HIDDEN, WEIGHT, BIAS, CLASS_WEIGHTS
+    operands = HIDDEN[..., :width], WEIGHT[:width], BIAS, CLASS_WEIGHTS
     ours = functools.partial(linear, chunk_size=chunk_size, recompute=recompute)
     actual = jax.jit(with_gradients(ours, labels, class_weights, **options))(*operands)
     assert_close(actual, in_float64(with_gradients(stored, labels, class_weights, **options), *operands), 2e-6)
@@ -107,12 +108,14 @@ def test_options(options, class_weights, chunk_size, recompute):
     ],
     ids=lambda dtype: dtype.__name__,
 )
+@pytest.mark.parametrize("width", [WIDTH, ROWS], ids=["fewer rows than width", "as many"])
 @each_choice
-def test_dtypes(dtype, weight_dtype, recompute):
+def test_dtypes(dtype, weight_dtype, recompute, width):
     """Each gradient has its operand's dtype and is rounded once; with kept logits, these are rounded too."""
     mixed = as_usual() if dtype != weight_dtype else contextlib.nullcontext()
     with precision(dtype), mixed:
-        operands = HIDDEN.astype(dtype), WEIGHT.astype(weight_dtype), BIAS.astype(weight_dtype), None
+        hidden, weight = HIDDEN[..., :width], WEIGHT[:width]
+        operands = hidden.astype(dtype), weight.astype(weight_dtype), BIAS.astype(weight_dtype), None
         f = functools.partial(linear, chunk_size=9, recompute=recompute)
         (_, (loss, lse)), gradients = jax.jit(with_gradients(f, LABELS, False, ignore_index=-100))(*operands)
         product = jnp.promote_types(dtype, weight_dtype)
@@ -123,6 +126,33 @@ def test_dtypes(dtype, weight_dtype, recompute):
     assert_close((loss, lse), expected[0][1], exact)
     unit = exact + 2 * float(max(jnp.finfo(v.dtype).eps for v in operands[:3]))
     assert_close(gradients, expected[1], unit if recompute or product.itemsize > 2 else 8 * unit)
+
+
+@pytest.mark.parametrize("width", [64, 96], ids=["as many rows as width", "fewer"])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_kept_logits_are_as_exact_as_stored_ones(entropy, width):
+    """Their rounding moves the logsumexp, too: gradients follow the probabilities of the rounded logits."""
+    rows, classes = 64, 3000
+    h = RNG.standard_normal((rows, width)).astype(jnp.bfloat16)
+    w = (RNG.standard_normal((width, classes)) * 5 / width**0.5).astype(jnp.bfloat16)
+    y = RNG.integers(0, classes, rows)
+
+    def gradients(f, **options):
+        def total(h, w):
+            loss, *more = f(h, w, y, return_entropy=entropy, **options) if entropy else (f(h, w, y, **options),)
+            return jnp.sum(loss) + sum(jnp.sum(v) for v in more)
+
+        return jax.grad(total, (0, 1))
+
+    expected = in_float64(gradients(stored), h, w)
+
+    def errors(f, **options):
+        found = jax.jit(gradients(f, **options))(h, w)
+        return np.array([np.linalg.norm(wide(a) - e) / np.linalg.norm(e) for a, e in zip(found, expected, strict=True)])
+
+    of_stored = errors(stored)
+    assert (errors(linear, chunk_size=512, recompute=False) < 1.2 * of_stored).all()
+    assert (errors(linear, chunk_size=512) < of_stored).all()
 
 
 @pytest.mark.parametrize(
@@ -239,9 +269,10 @@ def test_what_is_kept(recompute):
     assert shapes == {HIDDEN.shape, WEIGHT.shape, LABELS.shape} | kept
 
 
-def test_memory():
+@pytest.mark.parametrize("width", [128, 512], ids=["more rows than width", "as many"])
+def test_memory(width):
     """Forward and backward take a small part of the memory of the logits."""
-    rows, width, classes = 512, 128, 2**17
+    rows, classes = 512, 2**19
     types = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((rows, width), (width, classes))]
     labels = jax.ShapeDtypeStruct((rows,), jnp.int32)
     f = jax.value_and_grad(lambda h, w, y: jnp.mean(linear(h, w, y)), (0, 1))

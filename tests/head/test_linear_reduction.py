@@ -16,6 +16,7 @@ from meshes import DEVICES, collectives, mesh_of
 from truth import wide
 
 from jaxsoft import linear_softmax_cross_entropy as linear
+from jaxsoft._head import chunks
 from jaxsoft._head.chunks import default_row_chunk
 
 ROWS, WIDTH, CLASSES = 12, 8, 33
@@ -89,6 +90,29 @@ def test_options(options, chunk_size, rows, reduction):
     actual = jax.jit(with_gradients(total(y, chunk_size=chunk_size, **given)))(*operands)
     assert_close(actual, in_float64(with_gradients(defined(y, **given)), *operands), 3e-6)
     assert not np.asarray(actual[1][0])[y == -100].any()
+
+
+@pytest.mark.parametrize("options", [IGNORED, {**SMOOTH, "scale": -0.4}], ids=["plain", "smoothed"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
+def test_as_many_rows_as_width(options, dtype, monkeypatch):
+    """All logits then have the shape of the gradient of weight, and one chunk of all rows is computed there."""
+    monkeypatch.setattr(chunks, "_LEAST_ROWS", 2)
+    monkeypatch.setattr(chunks, "_CHUNK_BYTES", 4)
+    h, y, u = (v.reshape(ROWS, -1)[:WIDTH] for v in (HIDDEN, LABELS, ROW_WEIGHTS))
+    operands = *(v.astype(dtype) for v in (h, WEIGHT, BIAS)), u[:, 0]
+    given = {**options, "reduction": "mean"}
+
+    def f(h, w, b, u):
+        return linear(h, w, y[:, 0], b, row_weights=u, **given)
+
+    def g(h, w, b, u):
+        return defined(y[:, 0], **given)(h, w, b, jnp.ones(CLASSES), u)
+
+    lowered = jax.jit(with_gradients(f, 4)).lower(*operands)
+    assert re.search(rf"dot_general.*tensor<{WIDTH}x{CLASSES}x", lowered.as_text())
+    assert f"tensor<2x{CLASSES}x" not in lowered.as_text()
+    tolerance = 3e-6 if dtype == jnp.float32 else 6 * float(jnp.finfo(dtype).eps)
+    assert_close(lowered.compile()(*operands), in_float64(with_gradients(g, 4), *operands), tolerance)
 
 
 @each_reduction
