@@ -7,8 +7,8 @@ states, and a third one is added to the gradient of weight. No score is computed
 writing the gradient of weight once a chunk.
 
 Where there are no more rows than hidden has numbers, the gradients of all scores fit into the memory of the gradient of
-weight. Then they are written there, and become the gradient of weight at the end, a chunk of the classes at a time:
-that takes no longer than to read and write this gradient once a chunk of rows, and rounds it once.
+weight. Then they wait there (see `waiting`), which takes no longer than to read and write this gradient once a chunk of
+rows. With as many rows as numbers, all scores are computed there, in one chunk.
 """
 
 import dataclasses

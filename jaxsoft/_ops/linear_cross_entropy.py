@@ -121,8 +121,8 @@ def linear_softmax_cross_entropy(
 
     There are two ways to compute it. *By rows*, which a reduction makes possible: its gradient is known up to one
     factor before there is a cotangent, so one pass over chunks of rows computes the loss and the gradients by three
-    matrix products, in the memory of a chunk's logits. *By classes*: four products, as the backward pass computes the
-    logits again, or three with all logits kept.
+    matrix products, in the memory of a chunk's logits, or in that of the gradient of weight. *By classes*: four
+    products, as the backward pass computes the logits again, or three with all logits kept.
 
     Args:
       hidden: h, of shape (..., d), in f16, bf16, f32 or f64.
@@ -144,13 +144,15 @@ def linear_softmax_cross_entropy(
       scale: a, a Python number that is finite in f32. By rows, a * hidden is rounded to the dtype of the products.
       chunk_size: by rows, how many rows are taken at a time; None for about 1024, or about as many as have 2^28 bytes
         of logits if these are more: all of them, or a multiple of 256. A chunk of r rows takes 2 * r * classes bytes in
-        bf16. With more than d rows in all, each reads and writes the gradient of weight once. By classes, how many
-        classes; None for 2048, or as many as give 2^20 logits if these are more. For rows of d numbers, a chunk of c
-        classes takes 6 * rows * c bytes in bf16, and 2 * d * c for its weights.
+        bf16. With more than d rows in all, each reads and writes the gradient of weight once. For d rows, None is all:
+        their logits are computed in the memory of the gradient of weight, if that is asked for and has the dtype of the
+        products. By classes, how many classes; None for 2048, or as many as give 2^20 logits if these are more. For
+        rows of d numbers, a chunk of c classes takes 6 * rows * c bytes in bf16, and 2 * d * c for its weights.
       recompute: by classes, compute the logits again in reverse mode: four matrix products, and no memory but for a
-        chunk and the gradient of hidden in f32. False keeps the logits, rounded to the dtype of the products, and the
-        gradients are those of the rounded ones, as they are with all logits in memory: three products, and
-        2 * rows * classes bytes in bf16.
+        chunk and the gradient of hidden in f32, which d rows do without. False keeps the logits, rounded to the dtype
+        of the products, and the gradients are those of the rounded ones, as they are with all logits in memory: three
+        products, and 2 * rows * classes bytes in bf16. Where loss and gradients are computed in one `jax.jit`, the
+        logits of d rows become the gradient of weight in place, and take no memory beside it.
       accumulator_dtype: by rows, with more than d of them, the dtype in which the gradient of weight is summed over the
         chunks, a float dtype; None for weight's own, in which each chunk rounds it once. Another takes memory for one
         more gradient. With no more than d rows in all, or with one chunk, it is rounded once in any case, if weight has

@@ -96,8 +96,8 @@ def test_options(options, chunk_size, rows, reduction):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 def test_as_many_rows_as_width(options, dtype, monkeypatch):
     """All logits then have the shape of the gradient of weight, and one chunk of all rows is computed there."""
-    monkeypatch.setattr(chunks, "_LEAST_ROWS", 2)
-    monkeypatch.setattr(chunks, "_CHUNK_BYTES", 4)
+    for name, value in {"_LEAST_ROWS": 2, "_CHUNK_BYTES": 4, "_TILE": 2}.items():
+        monkeypatch.setattr(chunks, name, value)
     h, y, u = (v.reshape(ROWS, -1)[:WIDTH] for v in (HIDDEN, LABELS, ROW_WEIGHTS))
     operands = *(v.astype(dtype) for v in (h, WEIGHT, BIAS)), u[:, 0]
     given = {**options, "reduction": "mean"}
