@@ -458,7 +458,7 @@ def test_a_bias_of_a_wider_dtype():
     operands = HIDDEN.astype(jnp.bfloat16), WEIGHT.astype(jnp.bfloat16), BIAS + np.float32(1000)
     actual = with_gradients(total(reduction="mean", **IGNORED), 3)(*operands)
     expected = in_float64(with_gradients(defined(reduction="mean", **IGNORED), 3), *operands)
-    assert_close(actual[0], expected[0], 1e-6)
+    assert_close(actual[0], expected[0], 1e-5)  # logits of 1000 in f32
     assert_close(actual[1], expected[1], 2.0**-7)
 
 
