@@ -284,7 +284,8 @@ def _loss(operands, index, factors, weights, objective, reduction, by_rows):
         # In units of about the largest, the sum is in range. The mean does not depend on them, nor do its derivatives.
         info = jnp.finfo(dtype)
         unit = jnp.clip(jnp.max(jnp.abs(factors), initial=0), 16 * info.tiny, info.max / 16)  # 1 / unit is normal
-        factors = factors / jax.lax.stop_gradient(unit)
+        # The barrier keeps XLA from dividing once, by the product of the unit and the sum, which may be infinite.
+        factors = jax.lax.optimization_barrier(factors / jax.lax.stop_gradient(unit))
         total = jnp.sum(factors)
         factors = jnp.where(total == 0, 0, factors / jnp.where(total == 0, 1, total))
     *operands, index, factors = varying_alike(*operands, index, factors)
