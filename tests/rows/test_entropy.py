@@ -61,7 +61,8 @@ def test_many_rows(dtype, shape):
     """The entropy, and the one beside a loss."""
     count, n = shape
     row = jnp.arange(count)
-    x = (1 + row % 5)[:, None] * jax.random.normal(jax.random.key(n), shape) + 100 * (row % 3)[:, None]
+    size, offset = (v.astype(jnp.float32)[:, None] for v in (1 + row % 5, 100 * (row % 3)))
+    x = size * jax.random.normal(jax.random.key(n), shape, jnp.float32) + offset
     x = x.astype(dtype).at[5, n - 1].set(-jnp.inf).at[7, 5:].set(jnp.finfo(dtype).min)
     labels = row * 7919 % n
     entropy = jaxsoft.entropy(x, implementation="ffi")
