@@ -26,7 +26,7 @@ MANY = [
     (40, 600_001),
 ]
 # So many that small blocks take the state of rows that larger ones would hold.
-MANY += [(2200, 32_000), (1200, 60_000), (1200, 30_001)]
+MANY += [(2200, 32_000), (1200, 60_000), (1200, 30_001), (500, 140_001)]
 FEW = [(1, 5000), (2, 16391), (64, 8192), (64, 32000), (1, 50257), (16, 131072), (3, 262147), (1, 524288), (2, 2**20)]
 FEW += [(5, 700_001), (3, 1_048_577), (4, 2_097_152)]
 # So many that the Pallas kernels do not cut them up as few, in each of their ways: by blocks and clusters that end with

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import IMPLEMENTATIONS, each_dtype_in_turn, each_fast_implementation, precision, rows, served, slow
+from common import IMPLEMENTATIONS, each_dtype_in_turn, each_fast_implementation, on_gpu, precision, rows, served, slow
 from truth import assert_within, wide
 
 import jaxsoft
@@ -51,6 +51,33 @@ def test_against_float64(dtype, implementation, lengths):
         for n in lengths:
             with served(implementation):
                 check(rows(n, dtype), implementation)
+
+
+# So many that a GPU's small blocks take a row each, of one warp and of more; and, in the end, too few for that.
+@on_gpu
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("shape", [(66_000, 1030), (9000, 8192), (2200, 32_000), (500, 140_001), (600, 120_000)])
+def test_many_rows(dtype, shape):
+    """The entropy, and the one beside a loss."""
+    count, n = shape
+    row = jnp.arange(count)
+    size, offset = (v.astype(jnp.float32)[:, None] for v in (1 + row % 5, 100 * (row % 3)))
+    x = size * jax.random.normal(jax.random.key(n), shape, jnp.float32) + offset
+    x = x.astype(dtype).at[5, n - 1].set(-jnp.inf).at[7, 5:].set(jnp.finfo(dtype).min)
+    labels = row * 7919 % n
+    entropy = jaxsoft.entropy(x, implementation="ffi")
+    loss, beside = jaxsoft.softmax_cross_entropy_with_integer_labels(
+        x, labels, return_entropy=True, implementation="ffi"
+    )
+
+    some = np.unique(np.r_[:12, count - 3 : count])
+    z = wide(x[some])
+    h, _ = exact(z)
+    at_label = np.take_along_axis(z, np.asarray(labels)[some, None], axis=-1)[:, 0]
+    true_loss = np.logaddexp.reduce(z, axis=-1) - at_label
+    assert_within(entropy[some], h, 2.0**-20 * (np.abs(h) + 0.2), f"entropy of {jnp.dtype(dtype).name} {shape}")
+    assert_within(beside[some], h, 2.0**-20 * (np.abs(h) + 0.2), f"entropy beside a loss of {jnp.dtype(dtype).name}")
+    assert_within(loss[some], true_loss, 2.0**-20 * (np.abs(true_loss) + 1), f"loss of {jnp.dtype(dtype).name} {shape}")
 
 
 @each_fast_implementation

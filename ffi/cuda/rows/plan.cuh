@@ -62,11 +62,12 @@ inline bool fit_spread(const Rule& rule, const CallFacts& call, Plan& plan) {
 inline bool fit_ring(const Rule& rule, const KernelFacts& kernel, const CallFacts& call, Plan& plan) {
   const int operands = static_cast<int>(kernel.operands);
   if (!call.vector || call.packs > int64_t(Ring::most_blocks) * Ring::held_packs(operands)) return false;
+  // Smaller parts leave more room for the next rows, but a cluster's blocks wait for each other: two hardly do, and
+  // sixteen do most.
+  auto least_part = [&] { return plan.blocks == 1 ? Ring::least_half : rule.least_part; };
+  if (rule.least_part)
+    while (plan.blocks < Ring::few_blocks && call.packs >= 2 * plan.blocks * least_part()) plan.blocks *= 2;
   while (plan.blocks < Ring::most_blocks && call.packs > plan.blocks * rule.most_part) plan.blocks *= 2;
-  // Parts may be smaller if they fill their slots.
-  if (kernel.element == 4 && operands == 1 && plan.blocks <= 4 &&
-      call.packs % (2 * plan.blocks * Ring::slot_packs(1)) == 0)
-    plan.blocks *= 2;
   return true;
 }
 
@@ -103,13 +104,19 @@ inline bool fit_split(const Rule& rule, const KernelFacts& kernel, const CallFac
   return true;
 }
 
-// A kernel counts the elements of a row in ints.
+// A kernel counts the elements of a row in ints. Rows that are only read come in small blocks. Long ones had better be
+// split if these blocks do not come out even.
 inline bool fit_tiled(const Rule& rule, const KernelFacts& kernel, const CallFacts& call, Plan& plan) {
-  plan.threads = rule.packs_a_thread ? Streamed::threads(call.rows, call.processors)
-                                     : Tiled::threads(kernel.kind != kElementwise);
+  if (call.n > 1 << 30) return false;
+  if (rule.packs_a_thread) {
+    plan.threads = kernel.kind == kSums ? Streamed::threads_of_sums(call.packs)
+                                        : Streamed::threads(call.rows, call.processors);
+    return call.packs <= Streamed::never_split || Streamed::even(call.rows, plan.threads, call.processors);
+  }
+  plan.threads = Tiled::threads(kernel.kind != kElementwise);
   const int64_t enough = Tiled::enough_threads * call.processors;
   while (kernel.kind == kSums && plan.threads > 32 && call.rows * plan.threads / 2 >= enough) plan.threads /= 2;
-  return call.n <= 1 << 30;
+  return true;
 }
 
 // Whether a strategy can serve the call as the rule says. If so, fills in the plan.

@@ -23,6 +23,33 @@
 
 namespace jaxsoft::cuda {
 
+// A block's part of a row, as its producer sees it.
+template <template <class> class Op, class T>
+struct BlockRow {
+  const T *a, *b;  // the part's first element in each operand
+  int packs;
+  __device__ BlockRow(const Arguments<T>& args, int64_t index, unsigned rank, unsigned blocks)
+      : a(args.a + index * args.n), b(Op<T>::operands > 1 ? args.b + index * args.n : nullptr) {
+    const Window<T> window(a, static_cast<int>(args.n), true);
+    const BlockPart part(Lines(window, a), rank, blocks);
+    const int first = part.begin * Pack<T>::size - window.head;
+    a += first, b += Op<T>::operands > 1 ? first : 0;
+    packs = part.end - part.begin;
+  }
+  // At most `count` packs, from pack `first` on.
+  __device__ Source<T, Op<T>::operands> source(int first, int count) const {
+    const int64_t element = int64_t(first) * Pack<T>::size;
+    return {a + element, b + element, static_cast<unsigned>(min(count, packs - first)) * 16};
+  }
+  // Asks the cache for packs [from, to), as far as they exist. Returns the first pack that it has not been asked for.
+  __device__ int ask_cache(int from, int to) const {
+    to = min(to, packs);
+    if (from >= to) return from;
+    source(from, to - from).ask_cache();
+    return to;
+  }
+};
+
 // The producer, one thread of each block: takes rows, and fills slots with the block's part of them.
 template <template <class> class Op, class T>
 __device__ void produce(const Arguments<T>& args, unsigned long long* counter, RingMemory<Op, T>& memory) {
@@ -45,6 +72,7 @@ __device__ void produce(const Arguments<T>& args, unsigned long long* counter, R
     if (counter) taken = take(counter);
   }
   unsigned slot = 0, round = 0;
+  int asked = 0;  // packs of the row that the cache has been asked for
   for (unsigned turn = 0;; turn++) {
     unsigned mail = turn % Ring::mails;
     memory.mailed[mail].sleep_until(turn / Ring::mails % 2);
@@ -56,20 +84,25 @@ __device__ void produce(const Arguments<T>& args, unsigned long long* counter, R
       post(turn + 1, counter ? static_cast<int64_t>(taken) + clusters : dealt);
       if (counter) taken = take(counter);
     }
-    const T *x = args.a + index * args.n, *b = Op<T>::operands > 1 ? args.b + index * args.n : nullptr;
-    const Window<T> window(x, static_cast<int>(args.n), true);
-    const BlockPart part(Lines(window, x), rank, blocks);
-    for (int chunk = part.begin; chunk < part.end; chunk += slot_packs) {
-      const int element = chunk * Pack<T>::size - window.head;
-      const unsigned bytes = min(slot_packs, part.end - chunk) * 16;
-      const Source<T, Op<T>::operands> source{x + element, b + element, bytes};
+    const BlockRow<Op, T> row(args, index, rank, blocks);
+    int asked_of_next = 0;  // the same of the next row
+    for (int chunk = 0; chunk < row.packs; chunk += slot_packs) {
       if (!memory.empty[slot].is_past(round % 2 ^ 1)) {
-        source.ask_cache();
+        // The cache is asked for what comes into this slot and the next ones, be it of the next row, if that is known.
+        const int reach = chunk + Ring::ahead * slot_packs;
+        asked = row.ask_cache(max(asked, chunk), reach);
+        mail = (turn + 1) % Ring::mails;
+        if (reach > row.packs && memory.mailed[mail].is_past((turn + 1) / Ring::mails % 2)) {
+          index = *static_cast<volatile int64_t*>(&memory.mail[mail]);
+          if (index >= 0)
+            asked_of_next = BlockRow<Op, T>(args, index, rank, blocks).ask_cache(asked_of_next, reach - row.packs);
+        }
         memory.empty[slot].sleep_until(round % 2 ^ 1);
       }
-      source.copy(memory.slots[slot], memory.full[slot]);
+      row.source(chunk, slot_packs).copy(memory.slots[slot], memory.full[slot]);
       if (++slot == RingMemory<Op, T>::count) slot = 0, round++;
     }
+    asked = asked_of_next;
   }
 }
 

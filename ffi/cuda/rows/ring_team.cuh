@@ -2,7 +2,7 @@
 // blocks of the cluster, and write.
 #pragma once
 
-#include <climits>
+#include <type_traits>
 
 #include "reduce.cuh"
 #include "ring_memory.cuh"
@@ -29,12 +29,13 @@ struct TeamRow {
 
   // The thread's packs k, k + 1, ... of a slot, which holds packs from `chunk` on. A full slot has code of its own,
   // without a check for each pack.
-  template <int count>
+  template <bool full, int count>
   __device__ __forceinline__ void load(unsigned slot, int chunk, int k, Pack<T> (&a)[count], Pack<T> (&b)[count],
                                        bool both) const {
     const auto& held = memory.slots[slot];
-    const int at = thread + k * Ring::consumers, to = chunk + slot_packs <= end ? INT_MAX : end;
-    row.load_held(held[0] + at, held[Op<T>::operands - 1] + at, chunk + at, Ring::consumers, to, both, a, b);
+    const int at = thread + k * Ring::consumers;
+    row.template load_held<full>(held[0] + at, held[Op<T>::operands - 1] + at, chunk + at, Ring::consumers, end, both,
+                                 a, b);
   }
 
   // Calls use(a, b) with all packs of the thread, as the slots become full. The packs stay in the slots.
@@ -43,13 +44,13 @@ struct TeamRow {
     constexpr bool both = Op<T>::reads_a_to_reduce || Form::extras;
     for (int chunk = begin; chunk < end; chunk += slot_packs) {
       memory.full[place.slot].sleep_until(place.round % 2);
-      auto reduce_slot = [&] {
+      auto reduce_slot = [&](auto full) {
         Pack<T> a[each], b[each];
-        load(place.slot, chunk, 0, a, b, both);
+        load<decltype(full)::value>(place.slot, chunk, 0, a, b, both);
         use(a, b);
       };
-      if (chunk + slot_packs <= end) reduce_slot();
-      else if (chunk + mine < end) reduce_slot();
+      if (chunk + slot_packs <= end) reduce_slot(std::true_type());
+      else if (chunk + mine < end) reduce_slot(std::false_type());
       place.advance(1);
     }
     ragged.receive(row);
@@ -58,16 +59,15 @@ struct TeamRow {
   }
 
   // Writes the packs of one slot from registers, to which they are read first, so that the slot can be filled again.
-  // Those before pack `to` exist.
-  template <bool quick>
-  __device__ __forceinline__ void write_slot(Pack<T>* out, unsigned slot, int chunk, int to,
+  template <bool quick, bool full>
+  __device__ __forceinline__ void write_slot(Pack<T>* out, unsigned slot, int chunk,
                                              const typename Op<T>::Values& values) const {
     Pack<T> a[each], b[each];
-    load(slot, chunk, 0, a, b, true);
+    load<full>(slot, chunk, 0, a, b, true);
     memory.empty[slot].arrive_as_warp();
 #pragma unroll
     for (int k = 0; k < each; k++)
-      if (chunk + thread + k * Ring::consumers < to)
+      if (full || chunk + int(thread) + k * Ring::consumers < end)
         out[chunk + thread + k * Ring::consumers] = row.template result_pack<quick>(values, a[k], b[k]);
   }
   // The same where results are not written as packs, or the mask is looked up again.
@@ -76,7 +76,7 @@ struct TeamRow {
 #pragma unroll 1
     for (int k = 0; k < each && chunk + mine + k * Ring::consumers < end; k++) {
       Pack<T> a[1], b[1];
-      load(slot, chunk, k, a, b, true);
+      load<false>(slot, chunk, k, a, b, true);
       const int pack = chunk + thread + k * Ring::consumers;
       if (pack < end) row.write(pack, values, a[0], b[0]);
     }
@@ -88,8 +88,8 @@ struct TeamRow {
     auto* out = reinterpret_cast<Pack<T>*>(static_cast<T*>(row.out) - row.window.head);
     for (int chunk = begin; chunk < end; chunk += slot_packs) {
       if (row.writes_packs(values) && chunk + slot_packs <= end)
-        write_slot<quick>(out, place.slot, chunk, INT_MAX, values);
-      else if (row.writes_packs(values)) write_slot<quick>(out, place.slot, chunk, end, values);
+        write_slot<quick, true>(out, place.slot, chunk, values);
+      else if (row.writes_packs(values)) write_slot<quick, false>(out, place.slot, chunk, values);
       else write_slot_by_elements(place.slot, chunk, values);
       place.advance(1);
     }

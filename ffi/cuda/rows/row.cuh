@@ -151,14 +151,14 @@ struct Row {
     else return Op<T>::fill();
   }
   // Loads packs first, first + step, ... from shared memory, where the first lies at held_a and held_b. All packs
-  // before `end` belong to the row entirely. Without `both`, a is left out.
-  template <int count>
+  // before `end` belong to the row entirely; with `all`, these are all. Without `both`, a is left out.
+  template <bool all = false, int count>
   __device__ void load_held(const Pack<T>* held_a, const Pack<T>* held_b, int first, int step, int end, bool both,
                             Pack<T> (&pa)[count], Pack<T> (&pb)[count]) const {
 #pragma unroll
     for (int k = 0; k < count; k++) {
       pa[k].fill(fill()), pb[k].fill(Op<T>::fill());
-      if (first + k * step >= end) continue;
+      if (!all && first + k * step >= end) continue;
       if (both) pa[k] = held_a[k * step];
       if (Op<T>::operands > 1) pb[k] = held_b[k * step];
     }
@@ -167,7 +167,7 @@ struct Row {
 #pragma unroll
       for (int k = 0; k < count; k++) {
         const int i = first + k * step;
-        if (i >= end) continue;
+        if (!all && i >= end) continue;
         if (form.scales_loaded()) pa[k].multiply_each(form.scale);
         if (!form.unmasked) form.mark(pa[k], pb[k], Op<T>::operands > 1, form.fetch_where(i, window), i, window);
       }

@@ -43,6 +43,19 @@ struct Streamed {
   static int threads(int64_t rows, int processors) {
     return rows * least_threads >= int64_t(2) * resident * processors ? least_threads : most_threads;
   }
+  // Sums beside a state take a block's threads long to combine, so a thread has at least 64 packs, if need be by a warp
+  // for each row.
+  static int threads_of_sums(int64_t packs) {
+    int threads = most_threads;
+    while (threads > 32 && packs < int64_t(64) * threads) threads /= 2;
+    return threads;
+  }
+  static constexpr int64_t never_split = 8192;  // packs: rows up to this length are not split
+  // Whether the blocks that run last nearly fill the GPU, as those before them do.
+  static bool even(int64_t rows, int threads, int processors) {
+    const int64_t at_once = int64_t(resident) / threads * processors, turns = (rows + at_once - 1) / at_once;
+    return 10 * rows >= 9 * turns * at_once;
+  }
 };
 
 // A row that is split over blocks in several launches (split.cuh).
@@ -83,7 +96,12 @@ struct Ring {
   static constexpr int mails = 32;           // more than the number of rows by which blocks of a cluster can be apart
   static constexpr int exchanges = 2 * teams;
   static constexpr int first_rows = 2;  // of a cluster: the cache is asked for them at the start
+  // While it waits for a free slot, the producer has asked the cache for what comes into so many slots. One of them
+  // was .5 to 1.5 % slower, three and four up to 1 and 3 % where parts are long.
+  static constexpr int ahead = 2;
   static constexpr int most_blocks = 16;     // of a cluster: the most that Hopper allows
+  static constexpr int few_blocks = 8;       // of a cluster, as long as a part is not too long for them
+  static constexpr int64_t least_half = 3584;  // packs of a part: two blocks that have as many each replace one
   static constexpr int few_rows = 8;         // for each cluster: up to this number, rows are dealt out in advance
   static constexpr int bytes = 208 * 1024;   // of all slots, out of the 227 KB of shared memory that a block can have
   // Packs of a slot: of each operand for each thread of a team, and of each operand.

@@ -158,11 +158,12 @@ constexpr Rule kRules[] = {
     use(Strategy::held, 5).of_bytes(2).for_kinds(kWriteAndReduce).for_forms(kPlain).up_to(5 * 32).unaligned_up_to(1280),
     use(Strategy::held, 5).of_bytes(4 | 8).for_kinds(kWriteAndReduce).for_forms(kPlain).reading(1)
         .up_to(5 * 32).unaligned_up_to(320),
-    // Many rows of more than 32 KB of which only the state is wanted. Small blocks that read a row in several steps are
-    // faster than those that hold it: for 8192 rows of 32000 bf16 with labels 1.00 to 1.03 of a copy's speed, not .78
-    // to .81.
+    // Many rows of which only numbers are wanted: small blocks that read a row in several steps are faster than those
+    // that hold it, if it is longer than 32 KB or has sums. For 8192 rows of 32000 bf16 with labels they have 1.00 to
+    // 1.03 of a copy's speed, not .78 to .81. For 2048 rows of 262144 bf16, with an entropy, they have 1.02, where rows
+    // that are split have .82.
     use(Strategy::held, 8).on(kHopper).of_bytes(2 | 4).for_kinds(kState).for_forms(kPlain).reading(1).up_to(2048),
-    use(Strategy::tiled, 8).on(kHopper).of_bytes(2 | 4).for_kinds(kState).for_forms(kPlain).reading(1).up_to(8192)
+    use(Strategy::tiled, 8).on(kHopper).of_bytes(2 | 4).for_kinds(kState | kSums).for_forms(kPlain).reading(1)
         .all_rows_from(1 << 23),
     // Rows in the registers of a block: up to 64 KB (two operands: 32 KB of each) on Hopper, which has rings for longer
     // ones, and else as far as a block's threads go.
@@ -196,10 +197,13 @@ constexpr Rule kRules[] = {
         .up_to(16384).aligned().all_rows_from((1 << 20) + 1).with_blocks(4).parts(3841, 4096),
     use(Strategy::clustered, 8).on(kHopper).of_bytes(4).for_kinds(kWriteAndReduce).for_forms(kPlain).reading(1)
         .up_to(12288).aligned().all_rows_from((1 << 20) + 1).with_blocks(4).parts(0, 3072),
-    // Others are in shared memory. A block of a cluster has at most half of what its shared memory holds, so that the
-    // next row is there when one is written. Extras take time for each row, so there a block has up to three quarters.
-    use(Strategy::ring).on(kHopper).of_bytes(2 | 4).for_kinds(kWriteAndReduce).for_forms(kPlain).reading(1)
-        .all_rows_from((1 << 20) + 1).parts(0, Ring::held_packs(1) / 2),
+    // Others are in shared memory, where the next row should be when one is written. A block of a cluster has a part of
+    // 48 to 128 KB (16 bits, whose arithmetic takes longer: of 64 to 128 KB). Of calls with two operands it has at most
+    // half of what its shared memory holds. Extras take time for each row, so there it has up to three quarters.
+    use(Strategy::ring).on(kHopper).of_bytes(2).for_kinds(kWriteAndReduce).for_forms(kPlain).reading(1)
+        .all_rows_from((1 << 20) + 1).parts(4096, 8192),
+    use(Strategy::ring).on(kHopper).of_bytes(4).for_kinds(kWriteAndReduce).for_forms(kPlain).reading(1)
+        .all_rows_from((1 << 20) + 1).parts(3072, 8192),
     use(Strategy::ring).on(kHopper).of_bytes(2 | 4).for_kinds(kWriteAndReduce).for_forms(kExtrasAlone).reading(1)
         .all_rows_from((1 << 20) + 1).parts(0, Ring::held_packs(1) * 3 / 4),
     use(Strategy::ring).on(kHopper).of_bytes(2 | 4).for_kinds(kWriteAndReduce).for_forms(kPlain | kExtrasAlone)
