@@ -86,6 +86,12 @@ __device__ inline uint32_t in_block(uint32_t address, unsigned block) {
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(block));
   return mapped;
 }
+template <class V>
+__device__ V* in_block(V* variable, unsigned block) {
+  V* mapped;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(mapped) : "l"(variable), "r"(block));
+  return mapped;
+}
 __device__ inline unsigned block_in_cluster() {
   unsigned rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -99,6 +105,8 @@ __device__ inline unsigned blocks_of_cluster() {
 // The arrival is relaxed: it does not make the block's stores to device memory visible to the other blocks, for which
 // it would have to wait.
 __device__ inline void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+// This arrival makes the block's stores to shared memory, also that of other blocks, visible to all that wait.
+__device__ inline void publish_to_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ inline void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 __device__ inline void synchronize_cluster() {
   arrive_at_cluster();

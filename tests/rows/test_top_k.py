@@ -186,8 +186,9 @@ def test_long_rows(implementation, n):
 @on_gpu
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_ways(dtype):
-    """Rows by the block and rows that are split, which begin anywhere, of any number."""
-    for shape in ((1, 300_007), (3, 128_256), (32, 128_256), (140, 40_001), (600, 9_999), (3000, 1000), (2, 2**22 + 1)):
+    """Rows by clusters of blocks, by the block, and rows that are split, which begin anywhere, of any number."""
+    clusters = (1, 300_007), (3, 128_256), (7, 16_403), (32, 128_256), (50, 8_200), (66, 128_255), (130, 20_001)
+    for shape in (*clusters, (140, 40_001), (600, 9_999), (3000, 1000), (2, 2**22 + 1), (1, 2**23)):
         x = np.asarray(jax.random.normal(jax.random.key(0), shape, jnp.float32).astype(dtype))
         for k in (1, 5, 64, 256):
             assert_top_k(x, k, top_k_softmax(x, k, implementation="ffi"))

@@ -7,8 +7,9 @@
 // many are equal or the largest are in a few groups, the least of the k largest keys is searched for exactly.
 //
 // Short rows stay in the registers of some lanes meanwhile. Of the others, only the groups that reach the bar are read
-// again, which is little. They have a warp each, if there are very many, or a block. Few rows are split over blocks,
-// whose k largest keys, in order, and states wait in the workspace for a second launch.
+// again, which is little. They have a warp each, if there are very many, or a block. Few rows have a cluster of blocks
+// each, which exchange maxima and keys. Where clusters cannot do it, rows are split over blocks, whose k largest keys,
+// in order, and states wait in the workspace for a second launch.
 //
 //   top_k/tuning.cuh     the sizes that decide, as data
 //   top_k/keys.cuh       keys; top_k/buffer.cuh, a block's buffer of them
@@ -16,18 +17,24 @@
 //   top_k/short.cuh      the kernel for short rows
 //   top_k/tiles.cuh      the one read of longer rows; top_k/exact.cuh, the exact search
 //   top_k/by_warps.cuh   the kernel for many rows; top_k/by_blocks.cuh, that for long ones, and the one that merges
+//   top_k/by_clusters.cuh  the kernel for few rows
 #include "top_k.cuh"
 
 #include <algorithm>
+#include <iterator>
 
 #include "../attributes.cuh"
 #include "../devices.cuh"
 #include "top_k/by_blocks.cuh"
+#include "top_k/by_clusters.cuh"
 #include "top_k/by_warps.cuh"
 #include "top_k/short.cuh"
 
 namespace jaxsoft::cuda {
 namespace {
+
+// Places in a part of a row are counted in ints, some way beyond its end.
+constexpr int64_t kMostOfPart = int64_t(1) << 30;
 
 // Splits rows into parts where there are fewer rows than blocks that run at once. `bytes` of workspace have room for
 // all parts' keys and states.
@@ -81,6 +88,78 @@ inline TopKSizes choose_sizes(int64_t packs, int warps, int k) {
           TopKCode::room_of_block(k)};
 }
 
+// Prepares the kernel, and finds how many clusters of a choice the device can hold at once. There are none where blocks
+// have less shared memory than the kernel may need.
+template <class T>
+cudaError_t find_clusters_at_once(int choice, int* found) {
+  static Devices<std::size(kClusterChoices)> known;
+  return known.once(choice, found, [&](int* found) {
+    const auto [blocks, warps, most] = kClusterChoices[choice];
+    const auto kernel = top_k_by_clusters<T>;
+    Device device;
+    int bytes = 0;
+    *found = 0;
+    if (auto e = device.read()) return e;
+    if (auto e = cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device.ordinal)) return e;
+    if (bytes < TopKClusters::most_memory + static_cast<int>(sizeof(OfCluster))) return cudaSuccess;
+    cudaLaunchAttribute attribute = in_clusters_of(blocks);
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(blocks), config.blockDim = dim3(32 * warps);
+    config.dynamicSmemBytes = TopKClusters::usual_memory;
+    config.attrs = &attribute, config.numAttrs = 1;
+    if (auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, TopKClusters::most_memory))
+      return e;
+    return find_clusters(kernel, config, found);
+  });
+}
+
+// The launch of a cluster for each row: the blocks of a cluster, the warps of a block, and the lanes that share a slot.
+// There is none if `blocks` is 0.
+struct ClusterPlan {
+  int blocks = 0, warps = 0, width = 0;
+};
+
+// Chooses a launch of clusters, if there are few rows. There must be slots enough to tell the k largest apart, and a
+// pack for each thread.
+template <class T>
+cudaError_t choose_clusters(const Arguments<T>& args, int64_t packs, int k, const Device& device, ClusterPlan* plan) {
+  if (device.major < 9) return cudaSuccess;
+  for (int choice = 0; choice < static_cast<int>(std::size(kClusterChoices)); choice++) {
+    const auto [blocks, warps, most] = kClusterChoices[choice];
+    const int64_t of_cluster = blocks * warps, threads = 32 * of_cluster;
+    if (args.rows * blocks > most * device.processors) continue;
+    if (packs < threads || packs > TopKClusters::most_packs * threads) continue;
+    int width = 32;
+    int64_t slots = of_cluster;
+    while (width > 1 && slots < TopKClusters::slots_for_each * k && 2 * slots <= TopKClusters::most_slots)
+      width /= 2, slots *= 2;
+    if (slots < 2 * k) continue;
+    int at_once = 0;
+    if (auto e = find_clusters_at_once<T>(choice, &at_once)) return e;
+    if (at_once == 0) continue;
+    *plan = {blocks, warps, width};
+    return cudaSuccess;
+  }
+  return cudaSuccess;
+}
+
+template <class T>
+cudaError_t launch_by_clusters(const Arguments<T>& args, const Largest<T>& to, int64_t packs, const ClusterPlan& plan,
+                               cudaStream_t stream) {
+  const Split split(packs, plan.blocks);
+  const TopKSizes sizes = choose_sizes(split.packs, plan.warps, to.k);
+  cudaLaunchAttribute attribute = in_clusters_of(plan.blocks);
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(args.rows * plan.blocks));
+  config.blockDim = dim3(32 * plan.warps);
+  config.dynamicSmemBytes = (sizes.room + 2 * plan.blocks * TopKClusters::room(to.k)) * sizeof(Key) +
+                            plan.warps * memory_of_groups(sizes.groups, TopKCode::most_found);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, top_k_by_clusters<T>, args, to, sizes, plan.width, split);
+}
+
 template <class T>
 cudaError_t launch_merge(const Arguments<T>& args, const Largest<T>& to, const Key* keys,
                          const typename StateOf<T>::Part* states, unsigned parts, bool overlaps, cudaStream_t stream) {
@@ -108,9 +187,12 @@ cudaError_t run_top_k(const Arguments<T>& args, const Largest<T>& to, void* work
   const int64_t of_row = packs_of_row(args);
   if (is_short<T>(of_row, to.k)) return launch_short(args, to, of_row, stream);
   if (is_for_warps(args, of_row, to.k, device, tuning)) return launch_by_warps(args, to, of_row, stream);
+  ClusterPlan clusters;
+  if (auto e = choose_clusters(args, of_row, to.k, device, &clusters)) return e;
+  if (clusters.blocks > 0) return launch_by_clusters(args, to, of_row, clusters, stream);
   const Split split = choose_split(args, of_row, to.k, device, tuning, bytes);
   const int64_t blocks = args.rows * split.parts;
-  if (blocks > INT32_MAX) return cudaErrorInvalidValue;
+  if (blocks > INT32_MAX || args.n / split.parts > kMostOfPart) return cudaErrorInvalidValue;
   const int64_t packs = std::min(of_row, split.packs);  // of a part
   const int warps = static_cast<int>(std::clamp<int64_t>(packs / TopKCode::warp_packs, 1, TopKCode::warps));
   const TopKSizes sizes = choose_sizes(packs, warps, to.k);

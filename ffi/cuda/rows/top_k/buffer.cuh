@@ -13,7 +13,7 @@ struct Gathered {
 };
 
 // A search for the k largest may end when it has found at most so many.
-__device__ inline int enough_for(int k) { return k + max(k / 4, TopKCode::least_spare); }
+__device__ inline int enough_for(int k) { return k + max(k / TopKCode::spare_part, TopKCode::least_spare); }
 
 // A place at the end of the buffer for each of the warp's threads that are here.
 __device__ inline int place_for_key(Gathered& gathered) {
@@ -51,10 +51,11 @@ __device__ inline int keep_from(Key least, const Key* keys, int count, Key* to) 
 // Calls use(rank, key) once for each key in the buffer. All threads call it, and see the buffer.
 template <class Use>
 __device__ void for_ranked(const Key* keys, int count, Use use) {
-  int lanes = 32;  // that share a key
-  while (lanes > 1 && lanes * count > static_cast<int>(blockDim.x)) lanes /= 2;
-  for (int first = threadIdx.x / 32 * 32 / lanes; first < count; first += blockDim.x / lanes) {
-    const int i = first + threadIdx.x % 32 / lanes, lane = threadIdx.x % lanes;
+  int shift = 5;  // 2^shift lanes share a key
+  while (shift > 0 && count << shift > static_cast<int>(blockDim.x)) shift--;
+  const int lanes = 1 << shift, lane = threadIdx.x & (lanes - 1);
+  for (int first = threadIdx.x / 32 * 32 >> shift; first < count; first += blockDim.x >> shift) {
+    const int i = first + (threadIdx.x % 32 >> shift);
     const Key key = i < count ? keys[i] : 0;
     int rank = 0;
     for (int j = lane; j < count; j += lanes) rank += keys[j] > key;

@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(32 * TopKCode::rows, TopKCode::row_blocks)
     const Key least = least_of_largest<T>(keys, count, k, kLeastOrder, row.n);
     count = keep_from(least, keys, count, keys);
   }
-  sort_largest<32>(keys, count, k, sorted);
+  sort_largest(keys, count, k, sorted);
   __syncwarp();
   StateOf<T>::finish(state, args, index, lane == 0);
   if (!softmax.exists) return write_first(args, to, index, softmax, 32);

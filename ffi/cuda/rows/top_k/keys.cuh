@@ -58,11 +58,10 @@ struct ShortKeys {
   }
 };
 
-// Puts the k greatest of `count` keys in order, by `lanes` neighbouring lanes, of which each counts the keys that are
-// greater than some of them.
-template <int lanes, class Key>
-__device__ void sort_largest(const Key* keys, int count, int k, Key* sorted) {
-  constexpr int each = lanes == 4 ? 4 : 2;
+// Puts the k greatest of `count` keys in order, by a warp, of which each lane counts the keys that are greater than two
+// of them at a time.
+inline __device__ void sort_largest(const Key* keys, int count, int k, Key* sorted) {
+  constexpr int lanes = 32, each = 2;
   for (int i = threadIdx.x % lanes; i < count; i += each * lanes) {
     Key own[each];
     int before[each];

@@ -35,34 +35,27 @@ __device__ void maxima_of_groups(const Pack<T> (&x)[packs], float (&maxima)[kGro
   }
 }
 
+// Ways to combine two numbers, and the numbers of a warp by one instruction.
+struct Greatest {
+  static __device__ uint32_t of_two(uint32_t a, uint32_t b) { return max(a, b); }
+  static __device__ uint32_t of_warp(uint32_t x) { return __reduce_max_sync(kAllLanes, x); }
+};
+struct Least {
+  static __device__ uint32_t of_two(uint32_t a, uint32_t b) { return min(a, b); }
+  static __device__ uint32_t of_warp(uint32_t x) { return __reduce_min_sync(kAllLanes, x); }
+};
+struct Total {
+  static __device__ uint32_t of_two(uint32_t a, uint32_t b) { return a + b; }
+  static __device__ uint32_t of_warp(uint32_t x) { return __reduce_add_sync(kAllLanes, x); }
+};
 // Combines over `lanes` neighbouring lanes.
-template <int lanes>
-__device__ uint32_t greatest_of_lanes(uint32_t x) {
+template <class Way, int lanes>
+__device__ uint32_t combine_lanes(uint32_t x) {
   if constexpr (lanes == 32) {
-    return __reduce_max_sync(kAllLanes, x);
+    return Way::of_warp(x);
   } else {
 #pragma unroll
-    for (int mask = lanes / 2; mask > 0; mask /= 2) x = max(x, __shfl_xor_sync(kAllLanes, x, mask));
-    return x;
-  }
-}
-template <int lanes>
-__device__ uint32_t least_of_lanes(uint32_t x) {
-  if constexpr (lanes == 32) {
-    return __reduce_min_sync(kAllLanes, x);
-  } else {
-#pragma unroll
-    for (int mask = lanes / 2; mask > 0; mask /= 2) x = min(x, __shfl_xor_sync(kAllLanes, x, mask));
-    return x;
-  }
-}
-template <int lanes>
-__device__ int total_of_lanes(int x) {
-  if constexpr (lanes == 32) {
-    return __reduce_add_sync(kAllLanes, x);
-  } else {
-#pragma unroll
-    for (int mask = lanes / 2; mask > 0; mask /= 2) x += __shfl_xor_sync(kAllLanes, x, mask);
+    for (int mask = lanes / 2; mask > 0; mask /= 2) x = Way::of_two(x, __shfl_xor_sync(kAllLanes, x, mask));
     return x;
   }
 }
@@ -79,10 +72,10 @@ __device__ float bar_by_bisection(const float (&maxima)[groups], int k) {
     orders[g] = order_of(maxima[g]) >> kFree<T>;
     if (orders[g] > nothing) low = min(low, orders[g]), high = max(high, orders[g]), found++;
   }
-  high = greatest_of_lanes<lanes>(high);
+  high = combine_lanes<Greatest, lanes>(high);
   if (k == 1) return of_order(high << kFree<T>);
   const int enough = enough_for(k);
-  low = least_of_lanes<lanes>(low), found = total_of_lanes<lanes>(found);
+  low = combine_lanes<Least, lanes>(low), found = combine_lanes<Total, lanes>(found);
   if (found < k) low = high = nothing;
   for (;;) {
     const bool searching = low < high && found > enough;
@@ -91,7 +84,7 @@ __device__ float bar_by_bisection(const float (&maxima)[groups], int k) {
     int from = 0;
 #pragma unroll
     for (int g = 0; g < groups; g++) from += orders[g] >= middle;
-    from = total_of_lanes<lanes>(from);
+    from = combine_lanes<Total, lanes>(from);
     if (!searching) continue;
     if (from >= k) low = middle, found = from;
     else high = middle - 1;
@@ -179,6 +172,21 @@ __device__ int pack_of_mark(unsigned bit) {
 template <class T>
 __device__ int place_of_mark(unsigned bit) {
   return sizeof(T) == 2 ? bit % 4 * 2 + bit / 16 : bit % 4;
+}
+
+// The marks of all elements before a place, which is counted from the window's first pack. The thread has the packs
+// `first`, `first` + `step`, and so on.
+template <class T, int packs>
+__device__ uint32_t marks_before(int place, int first, int step) {
+  uint32_t marks = 0;
+#pragma unroll
+  for (int j = 0; j < packs; j++) {
+    const int count = min(max(place - (first + j * step) * Pack<T>::size, 0), Pack<T>::size);
+    auto lowest = [](int number) { return (1u << number) - 1; };
+    if constexpr (sizeof(T) == 2) marks |= (lowest((count + 1) / 2) | lowest(count / 2) << 16) << 4 * j;
+    else marks |= lowest(count) << 4 * j;
+  }
+  return marks;
 }
 
 // The marks without those of what lies past the ends of the row. That is -inf, so this is only needed if the bar is.

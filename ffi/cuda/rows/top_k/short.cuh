@@ -25,6 +25,52 @@ __device__ float sum_of_held(const Pack<T> (&x)[packs], float m, const Plain& fo
   return isfinite(m) ? __fdividef(sum, exponential_term(m, from)) : sum;
 }
 
+// The elements of a lane's packs that reach the bar, a bit each, as `marks_from` gives them, but NaN may be among them,
+// as a row with NaN has no softmax. The marks of f32 are computed as numbers, since there are twice as many units for
+// sums and products as for comparisons.
+template <class T, int packs>
+__device__ uint32_t marks_of_held(float bar, const Pack<T> (&x)[packs]) {
+  if constexpr (sizeof(T) == 4) {
+    // The bar is scaled to 2^30 or more. An element lacks 64 of it then, at least, or nothing, which saturates to 1 or 0.
+    const uint32_t exponent = bits<uint32_t>(bar) >> 23 & 0xff;
+    if (exponent >= 30 && exponent < 255) {
+      const float scale = bits<float>((284 - exponent) << 23), scaled = bar * scale;
+      constexpr int of_part = 16;
+      uint32_t below = 0;
+#pragma unroll
+      for (int start = 0; start < 4 * packs; start += of_part) {
+        float number = 1;  // a leading bit, and the bits of the elements behind it
+        constexpr int count = 4 * packs < of_part ? 4 * packs : of_part;
+#pragma unroll
+        for (int j = start + count - 1; j >= start; j--)
+          number = fmaf(number, 2, __saturatef(fmaf(x[j / 4].get(j % 4), -scale, scaled)));
+        const uint32_t found = bits<uint32_t>(number) >> (23 - count) & ((1u << count) - 1);
+        below |= found << start;
+      }
+      return ~below & (4 * packs < 32 ? (1u << 4 * packs % 32) - 1 : ~0u);
+    }
+  }
+  return marks_from(bar, x);
+}
+
+// Of elements that are equal to the bar, `marks`, keeps the first ones: at least `needed`, and at most `most`. This is
+// for rows that are `wanted`, which have so many from `begin` to `end`, the ends of the row. Places are counted from
+// its first pack. All lanes of the warp call it.
+template <class T, int lanes, int packs>
+__device__ __noinline__ uint32_t first_of_equal(uint32_t marks, int needed, int most, bool wanted, int begin, int end) {
+  const int last = end;
+  int place = begin + needed;
+  for (;;) {
+    const uint32_t before = marks & marks_before<T, packs>(place, threadIdx.x % lanes, lanes);
+    const int count = combine_lanes<Total, lanes>(__popc(before));
+    if (wanted && count >= needed && count <= most) marks = before, wanted = false;
+    if (!__any_sync(kAllLanes, wanted)) return marks;
+    if (count < needed) begin = place;
+    else end = place;
+    place = end == last ? min(2 * place, (begin + end + 1) / 2) : begin + (end - begin) / 2;
+  }
+}
+
 // Finds the k largest of a row one after the other, each as the greatest key below the last one. This is for rows of
 // which more elements reach the bound than there is room for, as many are equal.
 template <int lanes, class T>
@@ -60,59 +106,149 @@ __device__ float find_bar(float (&maxima)[kGroupsOfThread], int k, float& m) {
   return bar_by_bisection<T, lanes>(maxima, k);
 }
 
+// Takes 1 from `number` if a is greater than b. This is the borrow of a subtraction, which takes an instruction less
+// than a comparison.
+__device__ inline void count_down_if_greater(int& number, uint32_t a, uint32_t b) {
+  asm("{\n"
+      ".reg .u32 difference;\n"
+      "sub.cc.u32 difference, %1, %2;\n"
+      "subc.u32 %0, %0, 0;\n"
+      "}"
+      : "+r"(number) : "r"(b), "r"(a));
+}
+__device__ inline void count_down_if_greater(int& number, unsigned long long a, unsigned long long b) {
+  auto low = [](unsigned long long x) { return static_cast<uint32_t>(x); };
+  asm("{\n"
+      ".reg .u32 difference;\n"
+      "sub.cc.u32 difference, %1, %3;\n"
+      "subc.cc.u32 difference, %2, %4;\n"
+      "subc.u32 %0, %0, 0;\n"
+      "}"
+      : "+r"(number) : "r"(low(b)), "r"(low(b >> 32)), "r"(low(a)), "r"(low(a >> 32)));
+}
+
+// Puts the k greatest of `count` keys in order, by `lanes` neighbouring lanes, of which each counts the keys that are
+// greater than some of them. Four keys are read at a time: up to the next multiple of four, keys of 0 follow.
+template <int lanes, class Key>
+__device__ void sort_found(const Key* keys, int count, int k, Key* sorted) {
+  constexpr int each = ShortRows::compared_at_once(lanes), read = ShortRows::keys_at_once;
+  struct alignas(16) Keys {
+    Key of[read];
+  };
+#pragma unroll 1
+  for (int i = threadIdx.x % lanes; i < count; i += each * lanes) {
+    Key own[each];
+    int before[each];  // the number of greater keys, negated
+#pragma unroll
+    for (int e = 0; e < each; e++) own[e] = i + e * lanes < count ? keys[i + e * lanes] : 0, before[e] = 0;
+#pragma unroll 1
+    for (int j = 0; j < count; j += read) {
+      const Keys other = *reinterpret_cast<const Keys*>(keys + j);
+#pragma unroll
+      for (int c = 0; c < read; c++)
+#pragma unroll
+        for (int e = 0; e < each; e++) count_down_if_greater(before[e], other.of[c], own[e]);
+    }
+#pragma unroll
+    for (int e = 0; e < each; e++)
+      if (own[e] > 0 && -before[e] < k) sorted[-before[e]] = own[e];
+  }
+}
+
 template <class T, int lanes, int packs, Layout layout>
-__global__ void __launch_bounds__(ShortRows::threads)
+__global__ void __launch_bounds__(ShortRows::threads(lanes), ShortRows::blocks(lanes, packs))
     top_k_of_short_rows(const __grid_constant__ Arguments<T> args, const __grid_constant__ Largest<T> to) {
   using Key = typename ShortKeys<T>::Key;
-  constexpr int rows = ShortRows::threads / lanes, size = Pack<T>::size, room = ShortRows::room(lanes);
-  __shared__ Key found[rows][room + 1];  // one more, so that the rows of a warp begin in different banks
+  constexpr int rows = ShortRows::threads(lanes) / lanes, size = Pack<T>::size, room = ShortRows::room(lanes);
+  constexpr int each = ShortRows::compared_at_once(lanes), read = ShortRows::keys_at_once;
+  // There is room for keys of 0 at the end, and with four lanes for some more, so that the rows of a warp begin in
+  // different banks.
+  __shared__ alignas(16) Key found[rows][room + read + (each - 1) * lanes + (lanes == 4 ? read : 0)];
+  __shared__ uint16_t marked[rows][room + 2];
   __shared__ Key sorted[rows][ShortRows::most_k(lanes) + 1];
   const int lane = threadIdx.x % lanes, at = threadIdx.x / lanes, k = to.k, n = static_cast<int>(args.n);
-  const int64_t turn = int64_t(blockIdx.x) * rows + at, index = min(turn, args.rows - 1);
-  const T* const row = args.a + index * args.n;
+  const int64_t turn = int64_t(blockIdx.x) * rows + at;
+  int64_t index = min(turn, args.rows - 1);
+  const T* row = args.a + index * args.n;
+  asm("" : "+l"(row), "+l"(index));  // keeps the compiler from computing them again and again
   const Window<T, layout> window(row, n, true);  // all rows begin at an element
   const T nothing = narrow<T>(-infinity<float>());
 
   Pack<T> x[packs];
+  if (layout == Layout::whole && window.packs == lanes * packs) {  // no lane has less, which takes fewer instructions
 #pragma unroll
-  for (int j = 0; j < packs; j++) {
-    x[j].fill(nothing);
-    if (lane + j * lanes < window.packs) x[j] = window.fetch(row, lane + j * lanes);
+    for (int j = 0; j < packs; j++) x[j] = window.fetch(row, lane + j * lanes);
+  } else {
+#pragma unroll
+    for (int j = 0; j < packs; j++) {
+      x[j].fill(nothing);
+      if (lane + j * lanes < window.packs) x[j] = window.fetch(row, lane + j * lanes);
+    }
+#pragma unroll
+    for (int j = 0; j < packs; j++)
+      if (lane + j * lanes < window.packs) window.trim(x[j], lane + j * lanes, nothing);
   }
-#pragma unroll
-  for (int j = 0; j < packs; j++)
-    if (lane + j * lanes < window.packs) window.trim(x[j], lane + j * lanes, nothing);
 
   float maxima[kGroupsOfThread], m;
   maxima_of_groups(x, maxima);
   const float bar = find_bar<T, lanes>(maxima, k, m);
-  uint32_t marks = marks_from(bar, x);
+  uint32_t marks = marks_of_held(bar, x);
   if (bar == -infinity<float>()) marks = marks_within<T>(marks, window, lane, lanes);
-  const int own = __popc(marks);
-  int until = own;
+  int own, until, count;  // the lane's elements found, those up to this lane, and all of the row
+  auto count_marks = [&] {
+    until = own = __popc(marks);
 #pragma unroll
-  for (int step = 1; step < lanes; step *= 2) {
-    const int before = __shfl_up_sync(kAllLanes, until, step, lanes);
-    if (lane >= step) until += before;
+    for (int step = 1; step < lanes; step *= 2) {
+      const int before = __shfl_up_sync(kAllLanes, until, step, lanes);
+      if (lane >= step) until += before;
+    }
+    count = __shfl_sync(kAllLanes, until, lanes - 1, lanes);
+  };
+  count_marks();
+  if (__any_sync(kAllLanes, count > room)) {  // mostly many are equal to the bar
+    const uint32_t above = marks_from(of_order(order_of(bar) + (1u << kFree<T>)), x), equal = marks & ~above;
+    const int needed = k - combine_lanes<Total, lanes>(__popc(above)), most = room - k + needed;
+    const bool divides = count > room && needed > 0;
+    const uint32_t first = first_of_equal<T, lanes, packs>(equal, needed, most, divides, window.head, window.head + n);
+    if (divides) marks = above | first;
+    count_marks();
   }
-  const int count = __shfl_sync(kAllLanes, until, lanes - 1, lanes);
   const bool crowded = count > room;
   if (!crowded)
-    for (int place = until - own; marks; marks &= marks - 1) {
-      const unsigned bit = __ffs(marks) - 1;
-      const int i = (lane + pack_of_mark<T>(bit) * lanes) * size + place_of_mark<T>(bit) - window.head;
-      found[at][place++] = ShortKeys<T>::of(row[i], i);
+    for (int place = until - own; marks; place++) {
+      const unsigned bit = 31 - __clz(marks);
+      marks ^= 1u << bit;
+      marked[at][place] = static_cast<uint16_t>(lane * 32 + bit);
     }
 
   const float s = sum_of_held<lanes>(x, m, Plain(args, index, 0, window));
   if (__any_sync(kAllLanes, crowded)) sort_by_turns<lanes>(row, n, k, crowded, sorted[at]);
   __syncwarp();
-  if (!crowded) sort_largest<lanes>(found[at], count, k, sorted[at]);
+  if (!crowded) {
+    // Only the places were kept, so that all elements found are read at the same time, from the nearest cache.
+#pragma unroll 1
+    for (int i = lane; i < count + read; i += each * lanes) {
+      int places[each];
+      T elements[each];
+#pragma unroll
+      for (int e = 0; e < each; e++) {
+        const unsigned mark = i + e * lanes < count ? marked[at][i + e * lanes] : 0, bit = mark % 32;
+        places[e] = (mark / 32 + pack_of_mark<T>(bit) * lanes) * size + place_of_mark<T>(bit) - window.head;
+        elements[e] = row[layout == Layout::whole ? places[e] : max(places[e], 0)];
+      }
+#pragma unroll
+      for (int e = 0; e < each; e++)
+        found[at][i + e * lanes] = i + e * lanes < count ? ShortKeys<T>::of(elements[e], places[e]) : 0;
+    }
+  }
+  __syncwarp();
+  if (!crowded) sort_found<lanes>(found[at], count, k, sorted[at]);
   __syncwarp();
   if (turn >= args.rows) return;
   if (lane == 0) args.m[index] = m, args.s[index] = s;
   const SoftmaxOfRow softmax(m, s);
   if (!softmax.exists) return write_first(args, to, index, softmax, lanes);
+#pragma unroll 1
   for (int j = lane; j < k; j += lanes) {
     const Key key = sorted[at][j];
     write_element(args, to, index * k + j, ShortKeys<T>::element(key, row), ShortKeys<T>::index(key), softmax);
@@ -135,11 +271,12 @@ template <class T>
 cudaError_t launch_short(const Arguments<T>& args, const Largest<T>& to, int64_t packs, cudaStream_t stream) {
   constexpr int most = ShortRows::most_packs(sizeof(T));
   auto launch = [&](auto lanes, auto each) {
-    const int64_t blocks = (args.rows * lanes + ShortRows::threads - 1) / ShortRows::threads;
+    constexpr int threads = ShortRows::threads(lanes);
+    const int64_t blocks = (args.rows * lanes + threads - 1) / threads;
     if (blocks > INT32_MAX) return cudaErrorInvalidValue;
     auto kernel = rows_are_whole(args) ? top_k_of_short_rows<T, lanes, each, Layout::whole>
                                        : top_k_of_short_rows<T, lanes, each, Layout::any>;
-    kernel<<<static_cast<unsigned>(blocks), ShortRows::threads, 0, stream>>>(args, to);
+    kernel<<<static_cast<unsigned>(blocks), threads, 0, stream>>>(args, to);
     return cudaGetLastError();
   };
   auto by_packs = [&](auto lanes) {
@@ -147,7 +284,8 @@ cudaError_t launch_short(const Arguments<T>& args, const Largest<T>& to, int64_t
     if (packs <= lanes * most / 2) return launch(lanes, std::integral_constant<int, most / 2>());
     return launch(lanes, std::integral_constant<int, most>());
   };
-  if (packs <= 4 * most && to.k <= ShortRows::most_k(4)) return by_packs(std::integral_constant<int, 4>());
+  if (packs <= 4 * ShortRows::most_of_four && to.k <= ShortRows::most_k(4))
+    return by_packs(std::integral_constant<int, 4>());
   if (packs <= 8 * most && to.k <= ShortRows::most_k(8)) return by_packs(std::integral_constant<int, 8>());
   if (packs <= 16 * most && to.k <= ShortRows::most_k(16)) return by_packs(std::integral_constant<int, 16>());
   return by_packs(std::integral_constant<int, 32>());

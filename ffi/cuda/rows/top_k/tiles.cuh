@@ -142,10 +142,10 @@ struct Tiles {
 };
 
 // A bar that at least k elements of a warp's reach, from the maxima of its groups. Those of several steps may be taken
-// together: eight of each lane are enough.
+// together, as a few of each lane are enough.
 template <class T>
 __device__ float bar_of_warp(const float* maxima, int groups, int k) {
-  constexpr int most = 8;
+  constexpr int most = TopKCode::most_compared;
   float taken[most];
 #pragma unroll
   for (int g = 0; g < most; g++) taken[g] = -infinity<float>();

@@ -11,9 +11,23 @@ namespace jaxsoft::cuda {
 // A row in the registers of lanes (short.cuh). They form four groups of elements each, of which there should be two for
 // each of the k largest at least, to tell those apart.
 struct ShortRows {
-  static constexpr int threads = 128;  // of a block
-  // Packs of a lane: 32 elements, of each of which a word has a bit.
+  // Of a block. Small blocks leave less to do at the end, when not all multiprocessors are busy: 65536 rows of 256 bf16
+  // took 17.9 us with 64 threads, 18.1 with 128 and 18.4 with 256. Rows in four lanes are soon done, and starting
+  // blocks takes time then: 32768 rows of 128 bf16 took 8.5, 8.7 and 8.4 us.
+  __host__ __device__ static constexpr int threads(int lanes) { return lanes == 4 ? 256 : 64; }
+  // Packs of a lane: 32 elements, of each of which a word has a bit. Four lanes have no more than four packs: 32768
+  // rows of 128 f32 took 10.2 us with four packs in each of eight lanes, and 11.2 us with eight packs in each of four.
   static constexpr int most_packs(int element_bytes) { return element_bytes == 2 ? 4 : 8; }
+  static constexpr int most_of_four = 4;
+  // Blocks that a multiprocessor should hold, as many as there are without spilling more than a few registers. With
+  // more, 65536 rows of 256 f32 took 3 % longer.
+  static constexpr int blocks(int lanes, int packs) {
+    return (packs == 8 ? 1152 : packs == 4 ? 1280 : 1536) / threads(lanes);
+  }
+  // Keys of a lane whose places are counted at the same time, so that all lanes together have 16 at least, since mostly
+  // hardly more than 8 are found; and keys that they are compared with at the same time.
+  __host__ __device__ static constexpr int compared_at_once(int lanes) { return lanes == 4 ? 4 : 2; }
+  static constexpr int keys_at_once = 4;
   __host__ __device__ static constexpr int most_k(int lanes) { return 2 * lanes; }
   // Keys of a row: mostly hardly more than k are found.
   __host__ __device__ static constexpr int room(int lanes) { return lanes < 32 ? 4 * lanes + 16 : 128; }
@@ -32,8 +46,11 @@ struct TopKCode {
   static constexpr int ranked_of_warp = 64;    // and by a warp
   static constexpr int most_groups = 32;       // of a lane: where it has more tiles, several are a group
   static constexpr int most_found = 128;       // groups of a warp of a block that reach the bar, or the search is another
-  static constexpr int least_spare = 4;        // a search for the k largest ends when it has found up to k / 4 more, or
-                                               // up to so many: it is not worth while to tell them apart
+  static constexpr int most_compared = 8;      // maxima of a lane that a warp finds its bar from
+  // A search for the k largest ends when it has found up to k / spare_part more, or up to least_spare more: it is not
+  // worth while to tell them apart.
+  static constexpr int spare_part = 4;
+  static constexpr int least_spare = 4;
   // Keys of a row that are found, by a warp and by a block.
   static constexpr int room_of_warp(int k) { return std::max(192, 3 * k); }
   static constexpr int room_of_block(int k) { return std::max(1536, 3 * k); }
@@ -41,11 +58,40 @@ struct TopKCode {
   static constexpr int least_merge_threads = 128;
 };
 
+// A row by a cluster of blocks (by_clusters.cuh).
+struct TopKClusters {
+  static constexpr int threads = 512;  // of a block, at most
+  static constexpr int blocks = 2;     // that a multiprocessor should hold
+  static constexpr int most_blocks = 8;  // of a cluster, which every GPU with clusters can run
+  static constexpr int most_warps = most_blocks * threads / 32;
+  static constexpr int most_slots = 512;    // two at least for each of the k largest
+  static constexpr int slots_for_each = 4;  // of the k largest, if there are not too many then
+  // Keys that a block sends to the first one: of a row in no order, k / blocks or so.
+  __host__ __device__ static constexpr int room(int k) { return k < 86 ? 128 : k + k / 2; }
+  static constexpr int most_packs = 64;  // of a thread: a longer row had better be split over more blocks
+  static constexpr int most_memory = 160 << 10;  // of a block,
+  static constexpr int usual_memory = 48 << 10;  // and for mostly no more than this
+};
+
 // The sizes of a launch of blocks that take a row, or a part of one, each.
 struct TopKSizes {
   int groups, tiles;  // the groups of a lane, and the tiles that are one
   int room;           // keys that are found
 };
+
+// A row may have a cluster of so many blocks of so many warps where the launch has at most `most` blocks for each
+// multiprocessor. The first of these choices that fits is taken. Rows of 128256 f32 took, for a k of 64, in us:
+//
+//     rows   8 x 16 warps   8 x 8   4 x 16   4 x 8   2 x 16   split, in two launches
+//        8            8.7     9.1     10.0    11.1     13.0                     12.3
+//       32           16.1    12.5     13.9    13.2     13.6                     17.3
+//       64           28.0    19.0     23.6    16.7     14.1                     17.7
+//      132                   37.9             34.0     26.3                     30.1
+struct ClusterChoice {
+  int blocks, warps;
+  float most;
+};
+constexpr ClusterChoice kClusterChoices[] = {{8, 16, 0.5}, {8, 8, 2.5}, {2, 16, 2}};
 
 // The sizes that a launch is chosen by, on the host: one row for each kind of GPU.
 struct TopKTuning {
