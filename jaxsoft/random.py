@@ -147,12 +147,14 @@ def _option(
     rows: tuple[int, ...],
     dtype: np.dtype,
 ) -> jax.Array | None:
-    """The option as one number a row, after checking it; None for the Python number `off`, which changes nothing.
+    """The option after checking it: a number for all rows, or one for each; None for what changes nothing.
+
+    A number stays one, as filling an array with it would take a launch of its own on a GPU.
 
     Args:
       name: of the option.
       value: as it is given.
-      off: the value that changes nothing.
+      off: the Python number that changes nothing.
       allowed: the values that it may have, in words.
       fits: tells which numbers of an array are such values.
       rows: the shape of the rows.
@@ -167,7 +169,8 @@ def _option(
     if isinstance(given, np.ndarray) and not np.all(fits(given)):
         raise ValueError(f"{name} must be {allowed}; got {value!r}")
     try:
-        return jnp.broadcast_to(jnp.asarray(given, dtype), rows)
+        number = jnp.asarray(given, dtype)
+        return number if number.ndim == 0 else jnp.broadcast_to(number, rows)
     except ValueError:
         raise ValueError(f"{name} must broadcast to the rows of the logits, {rows}; got shape {given.shape}") from None
 

@@ -20,7 +20,6 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsoft._core import library
-from jaxsoft._core.batching import as_leading_dimension
 from jaxsoft._core.mesh import Axes, axes_of, can_partition, if_even, on_one_device, refined
 from jaxsoft._core.primitives import compiled, primitive
 from jaxsoft._rows.forms import Form
@@ -66,7 +65,8 @@ def may_take(x: jax.Array) -> bool:
 def draw(sampler: Sampler, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """The tokens (...), in int32, and their probabilities.
 
-    The operands are random numbers from 0 to 1 (..., 2), logits (..., n), and temperature, top_p and min_p (...).
+    The operands are random numbers from 0 to 1 (..., 2), logits (..., n), and temperature, top_p and min_p, each of
+    which is one number a row (...) or one for all rows ().
     """
     return _batched(sampler)(*operands)
 
@@ -78,9 +78,16 @@ def _batched(sampler: Sampler) -> Draw:
 
     @function.def_vmap
     def vmap(size, batched, *operands):
-        del size
-        dims = [0 if is_batched else None for is_batched in batched]
-        return function(*as_leading_dimension(operands, dims, len(operands))), (True, True)
+        uniform, x, *options = zip(operands, batched, strict=True)
+        rows = operands[0].shape[int(batched[0]) : -1]
+
+        def mapped(v, is_batched, shape):
+            v = v if is_batched else v[None]
+            return jnp.broadcast_to(jnp.expand_dims(v, range(v.ndim, 1 + len(shape))), (size, *shape))
+
+        # A number for all rows remains one, unless it is another one for each mapped call.
+        given = (v if v.ndim == 0 else mapped(v, is_batched, rows) for v, is_batched in options)
+        return function(mapped(*uniform, (*rows, 2)), mapped(*x, (*rows, x[0].shape[-1])), *given), (True, True)
 
     return function
 
@@ -107,13 +114,13 @@ def _partitioned(sampler: Sampler) -> Draw:
             mesh,
             on_one_device(local),
             (by_row, by_row),
-            (sharding(*rows, ()), sharding(*rows, tokens), *[by_row] * 3),
+            (sharding(*rows, ()), sharding(*rows, tokens), *(by_row if v.ndim else sharding() for v in operands[2:])),
         )
 
     def rule(mesh, operand_types, result_types):
         del mesh, result_types
         rows = [f"r{i}" for i in range(len(operand_types[0].shape) - 1)]
-        operands = ([*rows, "two"], [*rows, "n"], rows, rows, rows)
+        operands = ([*rows, "two"], [*rows, "n"], *(rows[: len(v.shape)] for v in operand_types[2:]))
         named = " -> ".join(", ".join(map(" ".join, side)) for side in (operands, (rows, rows)))
         return named, {"need_replication_factors": ("two",) if sampler.k else ("two", "n")}
 

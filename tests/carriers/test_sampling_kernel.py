@@ -213,3 +213,48 @@ def test_vmap():
     np.testing.assert_allclose(p, expected[1], rtol=1e-6)
     one = jax.vmap(lambda u: kernel(None, u, x[0], *(v[0] for v in options)))(u)
     np.testing.assert_array_equal(one[0][0], kernel(None, u[0], x[0], *(v[0] for v in options))[0])
+
+
+def test_one_number_for_all_rows():
+    """It is as that number for each row; mapped, it is one for the rows of each mapped call."""
+    u, x, *_ = operands((4, 6, 64))
+    numbers = np.float32(0.8), np.float32(0.7), np.float32(0.01)
+    expected = kernel(None, u, x, *(np.full(x.shape[:-1], v) for v in numbers))
+    same = functools.partial(jax.tree.map, np.testing.assert_array_equal)
+    same(kernel(None, u, x, *numbers), expected)
+    same(jax.vmap(functools.partial(kernel, None), (0, 0, None, None, None))(u, x, *numbers), expected)
+    each = np.linspace(0.5, 1.5, 4, dtype=np.float32)
+    filled = np.broadcast_to(each[:, None], x.shape[:-1])
+    expected = kernel(None, u, x, filled, np.full(x.shape[:-1], numbers[1]), np.full(x.shape[:-1], numbers[2]))
+    same(jax.vmap(functools.partial(kernel, None), (0, 0, 0, None, None))(u, x, each, *numbers[1:]), expected)
+    by_row = np.broadcast_to(each[0], (6,))
+    expected = kernel(None, np.stack([u[0]] * 4), np.stack([x[0]] * 4), filled, filled[:, :1] + 0 * filled, 0 * filled)
+    one = jax.vmap(lambda t, p: kernel(None, u[0], x[0], t, p, 0 * by_row))(each, each)
+    same(one, expected)
+
+
+@needs_library
+def test_one_number_takes_no_launch():
+    """Beside the random numbers there is nothing that fills an array, whether the numbers are known or traced."""
+
+    def text(*options):
+        draw = jax.jit(lambda x, *numbers: sample(KEY, x, **dict(zip(("temperature", "top_p"), numbers, strict=False))))
+        return draw.trace(jnp.zeros((4, 300), jnp.bfloat16), *options).lower(lowering_platforms=("cuda",)).as_text()
+
+    for lowered in (text(), text(0.7), text(0.7, 0.9), text(jnp.float32(0.7), jnp.float32(0.9))):
+        call = next(line for line in lowered.splitlines() if "@jaxsoft_sample(" in line)
+        assert call.count("tensor<f32>") == 3
+
+
+def test_sharded_rows_with_one_number():
+    if DEVICES < 2:
+        pytest.skip("needs two devices")
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    u, x, *_ = operands((4, 64))
+    numbers = np.float32(0.8), np.float32(0.7), np.float32(0)
+    for k in (None, 5):
+        for spec in (jax.P("a"), jax.P(None, "a")):
+            sharded = jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
+            compiled = jitted(k).lower(u, sharded, *numbers).compile()
+            np.testing.assert_array_equal(compiled(u, sharded, *numbers)[0], kernel(k, u, x, *numbers)[0])
+            assert spec != jax.P("a") or not collectives(compiled)

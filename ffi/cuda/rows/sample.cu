@@ -35,19 +35,8 @@
 namespace jaxsoft::cuda {
 namespace {
 
-// How many blocks a row lies over, a power of two: as many as there is one of for each multiprocessor, which was the
-// fastest on an H200 (November 2026), but each thread should have a pack.
-template <class T>
-int choose_blocks(const Sampling<T>& call, const Device& device) {
-  const int64_t packs = (int64_t(call.n) * sizeof(T) + 15) / 16;
-  int blocks = 1;
-  while (device.major >= 9 && blocks < SampleCode::most_blocks && 2 * blocks * call.rows <= device.processors &&
-         packs >= 2 * blocks * SampleCode::threads)
-    blocks *= 2;
-  return blocks;
-}
-
-// Launches the kernel with clusters of so many blocks.
+// Launches the kernel with clusters of so many blocks. It is refused with cudaErrorInvalidClusterSize where the device has
+// no room for such a cluster.
 template <class T>
 cudaError_t launch(const Sampling<T>& call, int blocks, cudaStream_t stream) {
   constexpr int of_slot = SampleCode::threads * sizeof(Pack<T>);
@@ -63,16 +52,27 @@ cudaError_t launch(const Sampling<T>& call, int blocks, cudaStream_t stream) {
                                     static_cast<int>(sizeof(SampleShared)) + *found * of_slot);
       }))
     return e;
-  const int steps = RowPart<T>::steps_of(static_cast<int>((int64_t(call.n) * sizeof(T) + 15) / 16 + 1), blocks);
-  const int slots = steps <= most_slots ? std::max(steps, SampleCode::ring) : SampleCode::ring;
   cudaLaunchAttribute attribute = in_clusters_of(blocks);
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(call.rows * blocks));
+  config.gridDim = dim3(blocks);
   config.blockDim = dim3(SampleCode::threads);
-  config.dynamicSmemBytes = sizeof(SampleShared) + slots * of_slot;
+  config.dynamicSmemBytes = sizeof(SampleShared) + most_slots * of_slot;
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = blocks > 1;
+  if (blocks > 1) {
+    static Devices<SampleCode::most_blocks + 1> clusters_at_once;
+    int clusters = 0;
+    if (auto e = clusters_at_once.once(blocks, &clusters, [&](int* found) {
+          return find_clusters(sample_rows<T>, config, found);
+        }))
+      return e;
+    if (clusters == 0) return cudaErrorInvalidClusterSize;
+  }
+  const int steps = RowPart<T>::steps_of(static_cast<int>((int64_t(call.n) * sizeof(T) + 15) / 16 + 1), blocks);
+  const int slots = steps <= most_slots ? std::max(steps, SampleCode::ring) : SampleCode::ring;
+  config.gridDim = dim3(static_cast<unsigned>(call.rows * blocks));
+  config.dynamicSmemBytes = sizeof(SampleShared) + slots * of_slot;
   return cudaLaunchKernelEx(&config, sample_rows<T>, call, slots);
 }
 
@@ -82,10 +82,16 @@ template <class T>
 cudaError_t run_sample(const Sampling<T>& call, cudaStream_t stream) {
   Device device;
   if (auto e = device.read()) return e;
-  for (int blocks = choose_blocks(call, device);; blocks /= 2) {
+  // A row lies over as many blocks, a power of two, as there is a multiprocessor for each, but not so many that most
+  // threads have only one pack.
+  const int64_t packs = (int64_t(call.n) * sizeof(T) + 15) / 16;
+  int blocks = 1;
+  while (device.major >= 9 && blocks < SampleCode::most_blocks && 2 * blocks * call.rows <= device.processors &&
+         packs > 2 * blocks * SampleCode::threads * 3 / 4)
+    blocks *= 2;
+  for (;; blocks /= 2) {
     const cudaError_t error = launch(call, blocks, stream);
     if (error != cudaErrorInvalidClusterSize || blocks == 1) return error;
-    cudaGetLastError();  // else the next launch would be given this error
   }
 }
 
@@ -107,8 +113,8 @@ std::string check(const Buffer& logits, const Buffer& uniform, const Buffer* con
   if (!fits(uniform, ffi::F32, true))
     return "uniform must be F32, two numbers a row of logits: got " + describe(uniform) + " beside " + describe(logits);
   for (const Buffer* option : options)
-    if (!fits(*option, ffi::F32, false))
-      return "options must be F32, one number a row of logits: got " + describe(*option) + " beside " + describe(logits);
+    if (!fits(*option, ffi::F32, false) && !(option->dtype == ffi::F32 && option->dims.size() == 0))
+      return "options must be F32, one number a row of logits or one for all: got " + describe(*option) + " beside " + describe(logits);
   if (!fits(token, ffi::S32, false) || !fits(probability, ffi::F32, false))
     return "the results must be S32 and F32, one number a row of logits: got " + describe(token) + " and " +
            describe(probability) + " beside " + describe(logits);
@@ -121,8 +127,8 @@ cudaError_t run_typed(const Buffer& logits, const Buffer& uniform, const Buffer*
                       const Buffer& token, const Buffer& probability, int64_t k, cudaStream_t stream) {
   Sampling<T> call{};
   call.logits = static_cast<const T*>(logits.data), call.uniform = static_cast<const float*>(uniform.data);
-  call.temperature = static_cast<const float*>(options[0]->data);
-  call.top_p = static_cast<const float*>(options[1]->data), call.min_p = static_cast<const float*>(options[2]->data);
+  auto option = [](const Buffer& b) { return SampleOption{static_cast<const float*>(b.data), b.dims.size() > 0}; };
+  call.temperature = option(*options[0]), call.top_p = option(*options[1]), call.min_p = option(*options[2]);
   call.token = static_cast<int32_t*>(token.data), call.probability = static_cast<float*>(probability.data);
   call.n = static_cast<uint32_t>(logits.dims.back());
   call.k = static_cast<uint32_t>(std::min<int64_t>(k, call.n));

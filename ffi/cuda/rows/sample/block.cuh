@@ -31,6 +31,15 @@ __device__ inline void synchronize_row() {
   }
 }
 
+// The two ends of a barrier after which the blocks of a cluster may write to each other's shared memory: before it, a
+// block may not have begun.
+__device__ inline void start_row() {
+  if constexpr (kHopperCode) arrive_at_cluster();
+}
+__device__ inline void wait_for_start_of_row() {
+  if constexpr (kHopperCode) wait_for_cluster();
+}
+
 // The same variable in the shared memory of another block of the cluster.
 template <class V>
 __device__ V* in_block_of_row(V* variable, unsigned block) {

@@ -26,7 +26,7 @@ __device__ inline Bracket find_bracket(uint32_t k, float p, uint32_t n, unsigned
                                        SampleShared& shared) {
   constexpr int own = SampleCode::bins / SampleCode::threads;  // bins of a thread
   constexpr uint32_t bins = SampleCode::bins;
-  constexpr float octaves_of_bin = float(SampleCode::octaves) / bins;
+  constexpr float octaves_of_bin = SampleCode::octaves_of_bin;
   static_assert(own == 4);
   const uint32_t first = threadIdx.x * own;
   uint32_t counts[own] = {}, before[own] = {};  // of all blocks, and of those before this one
@@ -74,7 +74,7 @@ __device__ inline Bracket find_bracket(uint32_t k, float p, uint32_t n, unsigned
   }
   const uint32_t last = bracket.last, limit = min(last, bins - 1);  // the last bin that may matter
   if (p < 1) {
-    // Every mass by counts is within a factor r of the true one, up to rounding: half a unit of mass for each element,
+    // Every mass by counts is within a factor r of the true one, up to rounding: one unit of mass for each element,
     // and that of the sums here, and of p times the mass.
     const float r = exp2_approximately(0.51f * octaves_of_bin), inverse = exp2_approximately(-0.51f * octaves_of_bin);
     const float rounded = whole * 4e-6f + n * (1.f / (1ull << SampleCode::octaves));

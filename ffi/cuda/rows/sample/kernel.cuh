@@ -1,53 +1,11 @@
 // The kernel: a cluster of blocks, or one block, draws a token of a row.
 #pragma once
 
-#include "../sample.cuh"
 #include "bracket.cuh"
+#include "few.cuh"
 #include "select.cuh"
 
 namespace jaxsoft::cuda {
-
-// The options of a row. Out of their range, top-p and min-p leave at least one token.
-struct Options {
-  float temperature, p, min_p;
-  uint32_t k;
-  float2 u;  // the random numbers
-
-  // Only starts to read.
-  template <class T>
-  __device__ Options(const Sampling<T>& call, int64_t row)
-      : temperature(call.temperature[row]), p(call.top_p[row]), min_p(call.min_p[row]), k(call.k),
-        u(reinterpret_cast<const float2*>(call.uniform)[row]) {}
-  __device__ void wait() {
-    p = p > 0 ? p : 0.f;
-    min_p = min(min_p, 1.f);
-    k = temperature == 0 ? 1 : k;
-  }
-  // 1 / temperature: finite, and so far above 0 that it is normal. Temperatures below 1e-25 are not told apart. NaN where
-  // the temperature has no meaning.
-  __device__ float scale() const {
-    return temperature == 0 ? 1.f : temperature > 0 ? min(max(1 / temperature, 0x1p-126f), 1e25f) : nanf("");
-  }
-};
-
-// The part p of a mass, rounded as products of f32 are; at least one unit.
-__device__ inline Mass part_of_mass(float p, Mass mass) {
-  return max(__float2ull_rn(p * __ull2float_rn(mass)), Mass(1));
-}
-
-// The order of the row's largest element, all ones for NaN, for all threads of the cluster.
-__device__ inline uint32_t top_of_row(uint32_t of_thread, unsigned blocks, SampleShared& shared) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const uint32_t of_warp = __reduce_max_sync(kWholeWarp, of_thread);
-  if (lane == 0) shared.warp_tops[warp] = of_warp;
-  __syncthreads();
-  if (warp == 0) {
-    const uint32_t of_block = __reduce_max_sync(kWholeWarp, lane < SampleCode::warps ? shared.warp_tops[lane] : 0);
-    if (lane == 0) shared.top = of_block;
-  }
-  synchronize_row();
-  return __reduce_max_sync(kWholeWarp, lane < blocks ? *in_block_of_row(&shared.top, lane) : 0);
-}
 
 // What a warp's lanes add up to is written to the first block's tables.
 struct Totals {
@@ -84,16 +42,14 @@ __device__ void draw(const Sampling<T>& call, int64_t index, const RowPart<T>& p
 #pragma unroll 1
     for (int i = 0; i < of_lane; i++) mine += left_in(i * 32 + lane);
     const Mass until_mine = scan_of_warp(mine), all = __shfl_sync(kWholeWarp, until_mine, 31);
-    // The random numbers are multiples of 2^-23: together they are a whole number of 46 bits.
-    const Mass random = Mass(uint32_t(options.u.x * 0x1p23f)) << 23 | uint32_t(options.u.y * 0x1p23f);
-    const Mass target = __umul64hi(random << 18, all);
+    const Mass target = options.target(all);
     const int with = __ffs(__ballot_sync(kWholeWarp, until_mine > target)) - 1;
     const Mass before_lane = __shfl_sync(kWholeWarp, until_mine - mine, with);
     const Mass of_warp = lane < of_lane ? left_in(lane * 32 + with) : 0;
     const Mass until_warp = before_lane + scan_of_warp(of_warp);
     const int warp_with = __ffs(__ballot_sync(kWholeWarp, until_warp > target)) - 1;
     if (lane == warp_with)
-      shared.range = {with * of_lane + lane, target, until_warp - of_warp, Weights::from_mass(all)};
+      shared.range = {with * of_lane + lane, target, until_warp - of_warp, all};
   }
   __syncthreads();
   const auto [warp, target, before_range, all] = shared.range;
@@ -127,7 +83,7 @@ __device__ void draw(const Sampling<T>& call, int64_t index, const RowPart<T>& p
         if (target < until) break;
       }
       call.token[index] = first + k;
-      call.probability[index] = expf((element(pack, k) - weights.m) * weights.scale) / all;
+      call.probability[index] = weights.probability(element(pack, k), all);
     }
     before += tile;
     if (target < before) return;
@@ -253,22 +209,35 @@ __global__ void __launch_bounds__(SampleCode::threads, SampleCode::blocks)
   const int64_t index = blockIdx.x / blocks;
   Options options(call, index);
   const RowPart<T> part(call.logits + index * call.n, call.n, block, blocks, memory, slots);
+  if (blocks > 1) start_row();
   for (int i = threadIdx.x; i < SampleCode::bins; i += SampleCode::threads) shared.counts[i] = 0;
   const int of_lane = (blocks * SampleCode::warps + 31) / 32;  // warps of the cluster for each lane of one
   if (threadIdx.x < SampleShared::most_warps) {
     shared.candidates.clear(threadIdx.x);
     shared.left[threadIdx.x] = shared.above[threadIdx.x] = shared.total[threadIdx.x] = 0;
   }
+  if (threadIdx.x == 0) shared.placed = 0;
   options.wait();
 
-  const uint32_t top = top_of_row(part.top_order(), blocks, shared);
-  const Weights weights(of_order(top), options.scale());
+  const FewSought sought(options, call.n, blocks);
+  const float scale = options.scale();
+  const auto [top, bar, few] = find_top(part.top_order(), part, sought, options.p, scale, block, blocks, shared);
+  const Weights weights(of_order(top), scale);
   if (top == ~0u || !isfinite(weights.m) || isnan(weights.scale)) {  // there is no distribution
     if (block == 0 && threadIdx.x == 0) call.token[index] = 0, call.probability[index] = nanf("");
-    synchronize_row();  // others may still read this block's memory
     return;
   }
   const Keys<T> keys(call.n);
+  if (few) {
+    if (sought.all_count) gather_few<true>(part, weights, keys, of_order(bar), block, blocks, shared);
+    else gather_few<false>(part, weights, keys, of_order(bar), block, blocks, shared);
+    Mass total = 0;
+    if (few_suffice(sought.all_count, options.p, blocks, shared, total)) {
+      if (block == 0)
+        draw_from_few(call, index, weights, keys, options, sought.all_count, total, blocks, shared);
+      return;
+    }
+  }
   Bracket bracket{SampleCode::bins, SampleCode::bins, Bracket::no_bin};
   if (options.k < call.n || options.p < 1) {
     count_by_bins(part, weights, shared);

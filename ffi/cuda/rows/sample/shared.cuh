@@ -38,11 +38,31 @@ struct Masses {
 // The warp's range in which the token is, and at which mass; the mass before the range, and that of the whole row.
 struct Range {
   int warp;
-  Mass target, before;
-  float all;
+  Mass target, before, all;
+};
+
+// What a block knows of its part after the first read: the orders of its largest element and of the bar, and the mass of
+// its groups from the bar on, and of a sample of what is below the bar, in units of 2^-16 of its largest element's.
+struct alignas(16) Summary {
+  uint32_t top, bar, peak, rest;
+};
+
+// What a block has from the bar on, and the mass of all its elements.
+struct FewOfBlock {
+  uint32_t count;
+  Mass total, above;
+};
+
+// The elements from the bar on: what they weigh, and what they and the greater ones are together.
+struct Few {
+  Key keys[SampleCode::most_few];
+  Mass masses[SampleCode::most_few];
+  Mass until[SampleCode::most_few];
+  uint32_t ranks[SampleCode::most_few];
 };
 
 struct SampleShared {
+  static constexpr int of_block = SampleCode::room / SampleCode::most_blocks;  // keys that a block may send at first
   static constexpr int most_warps = SampleCode::most_blocks * SampleCode::warps;
   // The place of a warp of the cluster in the tables: each lane has as many warps that follow each other, and the lanes'
   // first ones lie side by side.
@@ -50,6 +70,7 @@ struct SampleShared {
 
   union {
     uint32_t counts[SampleCode::bins];  // of the block's elements
+    Few few_elements;
     Masses<SampleCode::threads> bins;   // of candidates, when all blocks are done with the counts: one for each thread
   };
   // For sums and scans of the block. Those that follow each other without a barrier have places of their own.
@@ -60,8 +81,11 @@ struct SampleShared {
   // by all filters; by top-k and top-p; and by top-k alone, without candidates.
   Mass left[most_warps], above[most_warps], total[most_warps];
   Masses<most_warps> candidates;  // the mass of the candidates that are left
-  uint32_t warp_tops[SampleCode::warps];
-  uint32_t top, low, high;  // orders
+  alignas(16) uint32_t groups[SampleCode::groups];  // the order of each one's largest element
+  Summary summary;                                  // of this block
+  Summary summaries[SampleCode::most_blocks];
+  FewOfBlock few_of_block[SampleCode::most_blocks];
+  uint32_t low, high;  // orders
   Bracket bracket;
   uint32_t placed;  // candidates of the block that have a place
   Range range;

@@ -1,0 +1,226 @@
+// The short way, for rows in which few elements may be left by the filters, as with a small k, or where a few elements
+// have most of the mass.
+//
+// A bar is found below which no element is left: each block finds how large its k / blocks largest groups of elements
+// are, a group being what a few threads have, and the lowest of these is the bar. At least k elements are at or above
+// it, and mostly not many more, unless equal or sorted elements lie together. They go to the first block, which puts
+// them in order by comparing each with each. If they are too many, or have less of the mass than top-p asks for, the
+// row goes the long way, on which it gives the same token.
+#pragma once
+
+#include "options.cuh"
+
+namespace jaxsoft::cuda {
+
+// What the bar must leave.
+struct FewSought {
+  uint32_t rank;   // of the bar among a block's groups; 0 if the row goes the long way
+  bool all_count;  // whether top-p is of the mass of all elements, rather than that of the k largest
+
+  __device__ FewSought(const Options& options, uint32_t n, unsigned blocks) {
+    all_count = options.k >= n && options.p < 1;
+    const uint32_t sought = all_count ? SampleCode::most_sought : options.k;
+    rank = sought <= min(SampleCode::most_sought, n) ? (sought + blocks - 1) / blocks : 0;
+    if (!all_count && options.k >= n) rank = 0;
+  }
+};
+
+// What a row's blocks find together in the first read.
+struct Top {
+  uint32_t top, bar;  // orders; all ones if an element is NaN
+  bool few;           // whether the elements from the bar on may be all that matter
+};
+
+// Finds these from the order of each thread's largest element. All threads of the cluster call it.
+template <class T>
+__device__ Top find_top(uint32_t of_thread, const RowPart<T>& part, const FewSought& sought, float p, float scale,
+                        unsigned block, unsigned blocks, SampleShared& shared) {
+  constexpr int groups = SampleCode::groups, of_group = SampleCode::threads / groups;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int step = 1; step < of_group; step *= 2)
+    of_thread = max(of_thread, __shfl_xor_sync(kWholeWarp, of_thread, step));
+  if (lane % of_group == 0) shared.groups[threadIdx.x / of_group] = of_thread;
+  if (threadIdx.x == 0) shared.summary = {};
+  __syncthreads();
+  if (threadIdx.x < groups) {
+    const uint32_t own = shared.groups[threadIdx.x];
+    uint32_t above = 0, equal = 0;
+    if (sought.rank > 0) {
+#pragma unroll 8
+      for (int i = 0; i < groups; i += 4) {
+        const uint4 some = *reinterpret_cast<const uint4*>(&shared.groups[i]);
+        above += (some.x > own) + (some.y > own) + (some.z > own) + (some.w > own);
+        equal += (some.x == own) + (some.y == own) + (some.z == own) + (some.w == own);
+      }
+      if (above < sought.rank && sought.rank <= above + equal) shared.summary.bar = own;
+    }
+    const uint32_t of_warp = __reduce_max_sync(kWholeWarp, own);
+    if (lane == 0) atomicMax(&shared.summary.top, of_warp);
+  }
+  __syncthreads();
+  constexpr float unit = 1 << 16;  // sums of whole numbers are the same on every run
+  if (sought.all_count) {
+    // How much of the mass is likely to be below the bar, by a sample.
+    const Summary found = shared.summary;
+    const float m = of_order(found.top), bar = of_order(found.bar);
+    if (isfinite(m)) {
+      const Weights weights(m, scale);
+      uint32_t peak = 0, rest = 0;
+      const Pack<T> pack = part.sample();
+#pragma unroll
+      for (int k = 0; k < Pack<T>::size; k++)
+        if (const float x = pack.get(k); x < bar) rest += __float2uint_rn(weights(x) * unit);
+      if (threadIdx.x < groups && shared.groups[threadIdx.x] >= found.bar)
+        peak = __float2uint_rn(weights(of_order(shared.groups[threadIdx.x])) * unit);
+      peak = __reduce_add_sync(kWholeWarp, peak), rest = __reduce_add_sync(kWholeWarp, rest);
+      if (lane == 0) atomicAdd(&shared.summary.peak, peak), atomicAdd(&shared.summary.rest, rest);
+    }
+    __syncthreads();
+  }
+  if (blocks > 1) wait_for_start_of_row();
+  if (threadIdx.x < blocks) *in_block_of_row(&shared.summaries[block], threadIdx.x) = shared.summary;
+  synchronize_row();
+
+  Summary of_block{0, ~0u, 0, 0};
+  if (lane < blocks) of_block = shared.summaries[lane];
+  Top found{__reduce_max_sync(kWholeWarp, of_block.top), __reduce_min_sync(kWholeWarp, of_block.bar), sought.rank > 0};
+  if (sought.all_count) {
+    const float m = of_order(found.top), own = of_order(of_block.top);
+    const float factor = isfinite(own) && isfinite(m) ? Weights(m, scale)(own) : 0.f;
+    const uint32_t peak = __reduce_add_sync(kWholeWarp, __float2uint_rn(of_block.peak * factor));
+    const uint32_t rest = __reduce_add_sync(kWholeWarp, __float2uint_rn(of_block.rest * factor));
+    found.few = peak * (1 - p) >= p * rest * part.steps;
+  }
+  return found;
+}
+
+// Gathers the elements from the bar on in the first block's memory, and tells all blocks what there is. `all_count`: the
+// mass of all elements is added up.
+template <bool all_count, class T>
+__device__ void gather_few(const RowPart<T>& part, const Weights& weights, const Keys<T>& keys, float bar,
+                           unsigned block, unsigned blocks, SampleShared& shared) {
+  Mass total = 0, above = 0;
+  Key* const places = in_block_of_row(&shared.keys[block * SampleShared::of_block], 0);
+  part.for_packs([&](const Pack<T>& pack, int first) {
+    if constexpr (all_count) {
+      Weights::Parts parts;
+#pragma unroll
+      for (int k = 0; k < Pack<T>::size; k++) parts.add(weights(pack.get(k)));
+      parts.move_to(total);
+    }
+    if (!(pack.maximum() >= bar)) return;
+#pragma unroll 1
+    for (int k = 0; k < Pack<T>::size; k++) {
+      const float x = element(pack, k);
+      if (!(x >= bar) || !weights.counts(x)) continue;
+      const uint32_t place = atomicAdd(&shared.placed, 1u);
+      if (place < SampleShared::of_block) places[place] = keys(x, first + k);
+      if (all_count) above += Weights::mass(weights(x));
+    }
+  });
+  if (all_count) {
+    total = sum_of_warp(total), above = sum_of_warp(above);
+    if (threadIdx.x % 32 == 0) shared.warps[0][threadIdx.x / 32] = total, shared.warps[1][threadIdx.x / 32] = above;
+  }
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    FewOfBlock few{};
+    few.count = shared.placed;
+    if (all_count) {
+      const int warp = threadIdx.x % SampleCode::warps;
+      const bool counts = threadIdx.x < SampleCode::warps;
+      few.total = sum_of_warp(counts ? shared.warps[0][warp] : 0);
+      few.above = sum_of_warp(counts ? shared.warps[1][warp] : 0);
+    }
+    if (threadIdx.x < blocks) *in_block_of_row(&shared.few_of_block[block], threadIdx.x) = few;
+  }
+  synchronize_row();
+}
+
+// Whether what has been gathered is all that matters, and not too much. The same for all blocks.
+__device__ inline bool few_suffice(bool all_count, float p, unsigned blocks, const SampleShared& shared, Mass& total) {
+  const int lane = threadIdx.x % 32;
+  FewOfBlock few{};
+  if (lane < blocks) few = shared.few_of_block[lane];
+  const uint32_t most = __reduce_max_sync(kWholeWarp, few.count), count = __reduce_add_sync(kWholeWarp, few.count);
+  if (count == 0 || most > SampleShared::of_block || count > SampleCode::most_few) return false;
+  if (!all_count) return true;
+  total = sum_of_warp(few.total);
+  return sum_of_warp(few.above) >= part_of_mass(p, total);
+}
+
+// Draws from what has been gathered. All threads of the first block call it. `total` is the mass of all elements, where
+// top-p is of that.
+template <class T>
+__device__ void draw_from_few(const Sampling<T>& call, int64_t index, const Weights& weights, const Keys<T>& keys,
+                              const Options& options, bool all_count, Mass total, unsigned blocks,
+                              SampleShared& shared) {
+  constexpr int share = 4;  // threads of an element
+  Few& few = shared.few_elements;
+  const int part = threadIdx.x % share;
+  uint32_t count = 0;
+  {
+    const int warp = threadIdx.x / 32;
+    uint32_t own = 0, first = 0;
+    for (int b = 0; b < static_cast<int>(blocks); b++) {
+      if (b == warp) first = count, own = shared.few_of_block[b].count;
+      count += shared.few_of_block[b].count;
+    }
+    for (uint32_t i = threadIdx.x % 32; i < own; i += 32) {
+      const Key key = shared.keys[warp * SampleShared::of_block + i];
+      few.keys[first + i] = key, few.masses[first + i] = Weights::mass(weights(keys.value(key)));
+    }
+  }
+  __syncthreads();
+  const uint32_t k = min(options.k, count);
+  const uint32_t rounds = (count * share + SampleCode::threads - 1) / SampleCode::threads * SampleCode::threads;
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x; i < rounds; i += SampleCode::threads) {
+    const uint32_t own = i / share;
+    const Key key = own < count ? few.keys[own] : ~Key(0);
+    Mass until = 0;
+    uint32_t rank = 0;
+#pragma unroll 4
+    for (uint32_t j = part; j < count; j += share)
+      if (few.keys[j] >= key) until += few.masses[j], rank++;
+#pragma unroll
+    for (int step = 1; step < share; step *= 2)
+      until += __shfl_xor_sync(kWholeWarp, until, step), rank += __shfl_xor_sync(kWholeWarp, rank, step);
+    if (part == 0 && own < count) {
+      few.until[own] = until, few.ranks[own] = rank;
+      if (rank == k) shared.found_rest = until;
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x < count) {
+    if (!all_count) total = shared.found_rest;
+    const Mass enough = options.p < 1 ? part_of_mass(options.p, total) : ~Mass(0), mass = few.masses[threadIdx.x];
+    const float weight = weights(keys.value(few.keys[threadIdx.x]));
+    const bool left = few.ranks[threadIdx.x] <= k && few.until[threadIdx.x] - mass < enough && !(weight < options.min_p);
+    few.masses[threadIdx.x] = left ? mass : 0;
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x; i < rounds; i += SampleCode::threads) {
+    const uint32_t own = i / share;
+    const uint32_t at = own < count ? keys.index(few.keys[own]) : 0;
+    Mass until = 0, all = 0;
+#pragma unroll 4
+    for (uint32_t j = part; j < count; j += share) {
+      const Mass mass = few.masses[j];
+      all += mass;
+      if (keys.index(few.keys[j]) <= at) until += mass;
+    }
+#pragma unroll
+    for (int step = 1; step < share; step *= 2)
+      until += __shfl_xor_sync(kWholeWarp, until, step), all += __shfl_xor_sync(kWholeWarp, all, step);
+    const Mass target = options.target(all);
+    if (part == 0 && own < count && until - few.masses[own] <= target && target < until) {
+      call.token[index] = static_cast<int32_t>(at);
+      call.probability[index] = weights.probability(keys.value(few.keys[own]), all);
+    }
+  }
+}
+
+}  // namespace jaxsoft::cuda
