@@ -21,14 +21,18 @@ __device__ inline unsigned blocks_of_row() {
   else return 1;
 }
 
-// A barrier for all threads of the cluster. What they have written to shared memory before is seen by all after it.
+// A barrier for all threads of the cluster, in two halves. What they have written to shared memory before they arrive is
+// seen by all who have waited.
+__device__ inline void arrive_at_row() {
+  if constexpr (kHopperCode) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ inline void wait_for_row() {
+  if constexpr (kHopperCode) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  else __syncthreads();
+}
 __device__ inline void synchronize_row() {
-  if constexpr (kHopperCode) {
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-  } else {
-    __syncthreads();
-  }
+  arrive_at_row();
+  wait_for_row();
 }
 
 // The two ends of a barrier after which the blocks of a cluster may write to each other's shared memory: before it, a

@@ -21,23 +21,32 @@ __device__ void count_by_bins(const RowPart<T>& part, const Weights& weights, Sa
   });
 }
 
-// Finds the bracket from the counts of all blocks. All threads of the cluster call it, after a barrier of the cluster.
-__device__ inline Bracket find_bracket(uint32_t k, float p, uint32_t n, unsigned block, unsigned blocks,
+// Adds up the counts of all blocks, for all blocks. Each block does so for a part of the bins. All threads of the cluster
+// call it.
+__device__ inline void add_counts_of_blocks(unsigned block, unsigned blocks, SampleShared& shared) {
+  synchronize_row();
+  const unsigned bins = SampleCode::bins / blocks;
+  for (unsigned i = threadIdx.x; i < bins; i += SampleCode::threads) {
+    const unsigned bin = block * bins + i;
+    uint32_t sum = 0;
+#pragma unroll 4
+    for (unsigned b = 0; b < blocks; b++) sum += *in_block_of_row(&shared.counts[bin], b);
+#pragma unroll 4
+    for (unsigned b = 0; b < blocks; b++) *in_block_of_row(&shared.all_counts[bin], b) = sum;
+  }
+  synchronize_row();
+}
+
+// Finds the bracket from the counts of the block and of all blocks. All threads of the cluster call it, after a barrier.
+__device__ inline Bracket find_bracket(uint32_t k, float p, uint32_t n, const uint32_t* all_counts,
                                        SampleShared& shared) {
   constexpr int own = SampleCode::bins / SampleCode::threads;  // bins of a thread
   constexpr uint32_t bins = SampleCode::bins;
   constexpr float octaves_of_bin = SampleCode::octaves_of_bin;
   static_assert(own == 4);
   const uint32_t first = threadIdx.x * own;
-  uint32_t counts[own] = {}, before[own] = {};  // of all blocks, and of those before this one
-#pragma unroll 4
-  for (unsigned i = 0; i < blocks; i++) {
-    const unsigned b = block ^ i;  // the blocks, whose number is a power of two, read from different ones at a time
-    const uint4 some = *in_block_of_row(reinterpret_cast<const uint4*>(&shared.counts[first]), b);
-    const uint32_t each[own] = {some.x, some.y, some.z, some.w};
-#pragma unroll
-    for (int j = 0; j < own; j++) counts[j] += each[j], before[j] += b < block ? each[j] : 0;
-  }
+  const uint4 quad = *reinterpret_cast<const uint4*>(&all_counts[first]);
+  const uint32_t counts[own] = {quad.x, quad.y, quad.z, quad.w};
   float weight[own], mass = 0;
   uint32_t count = 0;
 #pragma unroll
@@ -48,7 +57,7 @@ __device__ inline Bracket find_bracket(uint32_t k, float p, uint32_t n, unsigned
   Bracket& bracket = shared.bracket;
   if (threadIdx.x == 0) {
     bracket.begin = bracket.end = bins, bracket.last = Bracket::no_bin, bracket.before_last = bracket.in_last = 0;
-    bracket.count = bracket.before = 0;
+    bracket.count = bracket.own = 0;
   }
   float whole;
   uint32_t all;
@@ -102,11 +111,11 @@ __device__ inline Bracket find_bracket(uint32_t k, float p, uint32_t n, unsigned
     __syncthreads();
   }
   if ((first < bracket.end && bracket.begin < first + own) || (first <= last && last < first + own)) {
-    uint32_t candidates = 0, before_here = 0;
+    uint32_t candidates = 0, of_block = 0;
 #pragma unroll
     for (int i = 0; i < own; i++)
-      if (bracket.is_candidate(first + i)) candidates += counts[i], before_here += before[i];
-    atomicAdd(&bracket.count, candidates), atomicAdd(&bracket.before, before_here);
+      if (bracket.is_candidate(first + i)) candidates += counts[i], of_block += shared.counts[first + i];
+    atomicAdd(&bracket.count, candidates), atomicAdd(&bracket.own, of_block);
   }
   __syncthreads();
   return bracket;

@@ -1,11 +1,11 @@
 // The short way, for rows in which few elements may be left by the filters, as with a small k, or where a few elements
 // have most of the mass.
 //
-// A bar is found below which no element is left: each block finds how large its k / blocks largest groups of elements
-// are, a group being what a few threads have, and the lowest of these is the bar. At least k elements are at or above
-// it, and mostly not many more, unless equal or sorted elements lie together. They go to the first block, which puts
-// them in order by comparing each with each. If they are too many, or have less of the mass than top-p asks for, the
-// row goes the long way, on which it gives the same token.
+// A bar is found below which no element is left: each block finds how large some of the largest of its groups of elements
+// are, a group being what a few threads have, and so many blocks have all of these at or above the bar that they are k
+// together. At least k elements are then at or above it, and mostly not many more, unless equal or sorted elements lie
+// together. They go to the first block, which puts them in order by comparing each with each. If they are too many, or
+// have less of the mass than top-p asks for, the row goes the long way, on which it gives the same token.
 #pragma once
 
 #include "options.cuh"
@@ -14,14 +14,17 @@ namespace jaxsoft::cuda {
 
 // What the bar must leave.
 struct FewSought {
-  uint32_t rank;   // of the bar among a block's groups; 0 if the row goes the long way
-  bool all_count;  // whether top-p is of the mass of all elements, rather than that of the k largest
+  uint32_t rank = 0;   // of a block's bar among its groups; 0 if the row goes the long way
+  uint32_t place = 0;  // of the row's bar among those of its blocks
+  bool all_count;      // whether top-p is of the mass of all elements, rather than that of the k largest
 
   __device__ FewSought(const Options& options, uint32_t n, unsigned blocks) {
     all_count = options.k >= n && options.p < 1;
     const uint32_t sought = all_count ? SampleCode::most_sought : options.k;
-    rank = sought <= min(SampleCode::most_sought, n) ? (sought + blocks - 1) / blocks : 0;
-    if (!all_count && options.k >= n) rank = 0;
+    if (sought > min(SampleCode::most_sought, n) || (!all_count && options.k >= n)) return;
+    // Somewhat more than its share of each block lets the blocks with the lowest bars be passed over.
+    rank = blocks > 1 ? (sought * 5 / 4 + blocks - 1) / blocks : sought;
+    place = (sought + rank - 1) / rank;
   }
 };
 
@@ -35,28 +38,33 @@ struct Top {
 template <class T>
 __device__ Top find_top(uint32_t of_thread, const RowPart<T>& part, const FewSought& sought, float p, float scale,
                         unsigned block, unsigned blocks, SampleShared& shared) {
-  constexpr int groups = SampleCode::groups, of_group = SampleCode::threads / groups;
   const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int step = 1; step < of_group; step *= 2)
-    of_thread = max(of_thread, __shfl_xor_sync(kWholeWarp, of_thread, step));
-  if (lane % of_group == 0) shared.groups[threadIdx.x / of_group] = of_thread;
+  // Threads of a group, of which each compares the group's largest element with those of as many groups as it has part.
+  const int of_group = sought.rank > SampleCode::few_groups / 2 ? SampleCode::threads / SampleCode::groups
+                                                                : SampleCode::threads / SampleCode::few_groups;
+  const int groups = SampleCode::threads / of_group, part_of_groups = groups / of_group;
+  uint32_t own = of_thread;
+#pragma unroll 1
+  for (int step = 1; step < of_group; step *= 2) own = max(own, __shfl_xor_sync(kWholeWarp, own, step));
+  if (lane % of_group == 0) shared.groups[threadIdx.x / of_group] = own;
   if (threadIdx.x == 0) shared.summary = {};
   __syncthreads();
-  if (threadIdx.x < groups) {
-    const uint32_t own = shared.groups[threadIdx.x];
+  {
     uint32_t above = 0, equal = 0;
-    if (sought.rank > 0) {
-#pragma unroll 8
-      for (int i = 0; i < groups; i += 4) {
-        const uint4 some = *reinterpret_cast<const uint4*>(&shared.groups[i]);
-        above += (some.x > own) + (some.y > own) + (some.z > own) + (some.w > own);
-        equal += (some.x == own) + (some.y == own) + (some.z == own) + (some.w == own);
-      }
-      if (above < sought.rank && sought.rank <= above + equal) shared.summary.bar = own;
+    const uint2* others = reinterpret_cast<const uint2*>(&shared.groups[lane % of_group * part_of_groups]);
+#pragma unroll 4
+    for (int i = 0; i < part_of_groups / 2; i++) {
+      const uint2 some = others[i];
+      above += (some.x > own) + (some.y > own), equal += (some.x == own) + (some.y == own);
     }
-    const uint32_t of_warp = __reduce_max_sync(kWholeWarp, own);
-    if (lane == 0) atomicMax(&shared.summary.top, of_warp);
+    uint32_t both = above << 16 | equal;
+#pragma unroll 1
+    for (int step = 1; step < of_group; step *= 2) both += __shfl_xor_sync(kWholeWarp, both, step);
+    above = both >> 16, equal = both & 0xffff;
+    if (lane % of_group == 0) {
+      if (above == 0) atomicMax(&shared.summary.top, own);
+      if (above < sought.rank && sought.rank <= above + equal) atomicMax(&shared.summary.bar, own);
+    }
   }
   __syncthreads();
   constexpr float unit = 1 << 16;  // sums of whole numbers are the same on every run
@@ -71,8 +79,7 @@ __device__ Top find_top(uint32_t of_thread, const RowPart<T>& part, const FewSou
 #pragma unroll
       for (int k = 0; k < Pack<T>::size; k++)
         if (const float x = pack.get(k); x < bar) rest += __float2uint_rn(weights(x) * unit);
-      if (threadIdx.x < groups && shared.groups[threadIdx.x] >= found.bar)
-        peak = __float2uint_rn(weights(of_order(shared.groups[threadIdx.x])) * unit);
+      if (lane % of_group == 0 && own >= found.bar) peak = __float2uint_rn(weights(of_order(own)) * unit);
       peak = __reduce_add_sync(kWholeWarp, peak), rest = __reduce_add_sync(kWholeWarp, rest);
       if (lane == 0) atomicAdd(&shared.summary.peak, peak), atomicAdd(&shared.summary.rest, rest);
     }
@@ -82,9 +89,21 @@ __device__ Top find_top(uint32_t of_thread, const RowPart<T>& part, const FewSou
   if (threadIdx.x < blocks) *in_block_of_row(&shared.summaries[block], threadIdx.x) = shared.summary;
   synchronize_row();
 
-  Summary of_block{0, ~0u, 0, 0};
+  Summary of_block{};
   if (lane < blocks) of_block = shared.summaries[lane];
-  Top found{__reduce_max_sync(kWholeWarp, of_block.top), __reduce_min_sync(kWholeWarp, of_block.bar), sought.rank > 0};
+  Top found{__reduce_max_sync(kWholeWarp, of_block.top), of_block.bar, sought.rank > 0};
+  if (blocks > 1) {
+    uint32_t above = 0, equal = 0;
+#pragma unroll 4
+    for (unsigned b = 0; b < blocks; b++) {
+      const uint32_t other = __shfl_sync(kWholeWarp, of_block.bar, b);
+      above += other > of_block.bar, equal += other == of_block.bar;
+    }
+    const bool has = lane < blocks && above < sought.place && sought.place <= above + equal;
+    found.bar = __reduce_max_sync(kWholeWarp, has ? of_block.bar : 0);
+  } else {
+    found.bar = __shfl_sync(kWholeWarp, found.bar, 0);
+  }
   if (sought.all_count) {
     const float m = of_order(found.top), own = of_order(of_block.top);
     const float factor = isfinite(own) && isfinite(m) ? Weights(m, scale)(own) : 0.f;
@@ -101,7 +120,6 @@ template <bool all_count, class T>
 __device__ void gather_few(const RowPart<T>& part, const Weights& weights, const Keys<T>& keys, float bar,
                            unsigned block, unsigned blocks, SampleShared& shared) {
   Mass total = 0, above = 0;
-  Key* const places = in_block_of_row(&shared.keys[block * SampleShared::of_block], 0);
   part.for_packs([&](const Pack<T>& pack, int first) {
     if constexpr (all_count) {
       Weights::Parts parts;
@@ -115,7 +133,7 @@ __device__ void gather_few(const RowPart<T>& part, const Weights& weights, const
       const float x = element(pack, k);
       if (!(x >= bar) || !weights.counts(x)) continue;
       const uint32_t place = atomicAdd(&shared.placed, 1u);
-      if (place < SampleShared::of_block) places[place] = keys(x, first + k);
+      if (place < SampleShared::of_block) shared.keys[place] = keys(x, first + k);
       if (all_count) above += Weights::mass(weights(x));
     }
   });
@@ -124,6 +142,11 @@ __device__ void gather_few(const RowPart<T>& part, const Weights& weights, const
     if (threadIdx.x % 32 == 0) shared.warps[0][threadIdx.x / 32] = total, shared.warps[1][threadIdx.x / 32] = above;
   }
   __syncthreads();
+  if (block != 0) {  // the keys go to the first block together, as single stores to other blocks are slow
+    Key* const places = in_block_of_row(&shared.keys[block * SampleShared::of_block], 0);
+    const uint32_t count = min(shared.placed, SampleShared::of_block);
+    for (uint32_t i = threadIdx.x; i < count; i += SampleCode::threads) places[i] = shared.keys[i];
+  }
   if (threadIdx.x < 32) {
     FewOfBlock few{};
     few.count = shared.placed;
@@ -157,68 +180,69 @@ __device__ void draw_from_few(const Sampling<T>& call, int64_t index, const Weig
                               const Options& options, bool all_count, Mass total, unsigned blocks,
                               SampleShared& shared) {
   constexpr int share = 4;  // threads of an element
+  constexpr int rank_bits = 52;  // from this bit on, a sum of masses has a number of elements
+  constexpr Mass one = Mass(1) << rank_bits;
   Few& few = shared.few_elements;
-  const int part = threadIdx.x % share;
-  uint32_t count = 0;
-  {
-    const int warp = threadIdx.x / 32;
-    uint32_t own = 0, first = 0;
-    for (int b = 0; b < static_cast<int>(blocks); b++) {
-      if (b == warp) first = count, own = shared.few_of_block[b].count;
-      count += shared.few_of_block[b].count;
-    }
-    for (uint32_t i = threadIdx.x % 32; i < own; i += 32) {
-      const Key key = shared.keys[warp * SampleShared::of_block + i];
-      few.keys[first + i] = key, few.masses[first + i] = Weights::mass(weights(keys.value(key)));
-    }
+  const int part = threadIdx.x % share, warp = threadIdx.x / 32;
+  uint32_t count = 0, own_count = 0, first = 0;
+  for (int b = 0; b < static_cast<int>(blocks); b++) {
+    if (b == warp) first = count, own_count = shared.few_of_block[b].count;
+    count += shared.few_of_block[b].count;
   }
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x % 32; i < own_count; i += 32) {
+    const Key key = shared.keys[warp * SampleShared::of_block + i];
+    few.elements[first + i] = {key, one + Weights::mass(weights(keys.value(key)))};
+  }
+  if (threadIdx.x == 0) shared.found_count = 0;
   __syncthreads();
   const uint32_t k = min(options.k, count);
-  const uint32_t rounds = (count * share + SampleCode::threads - 1) / SampleCode::threads * SampleCode::threads;
 #pragma unroll 1
-  for (uint32_t i = threadIdx.x; i < rounds; i += SampleCode::threads) {
+  for (uint32_t i = threadIdx.x; i < (count * share + 31) / 32 * 32; i += SampleCode::threads) {
     const uint32_t own = i / share;
-    const Key key = own < count ? few.keys[own] : ~Key(0);
+    const Key key = own < count ? few.elements[own].x : ~Key(0);
     Mass until = 0;
-    uint32_t rank = 0;
 #pragma unroll 4
     for (uint32_t j = part; j < count; j += share)
-      if (few.keys[j] >= key) until += few.masses[j], rank++;
+      if (const ulonglong2 other = few.elements[j]; other.x >= key) until += other.y;
 #pragma unroll
-    for (int step = 1; step < share; step *= 2)
-      until += __shfl_xor_sync(kWholeWarp, until, step), rank += __shfl_xor_sync(kWholeWarp, rank, step);
+    for (int step = 1; step < share; step *= 2) until += __shfl_xor_sync(kWholeWarp, until, step);
     if (part == 0 && own < count) {
-      few.until[own] = until, few.ranks[own] = rank;
-      if (rank == k) shared.found_rest = until;
+      few.until[own] = until;
+      if (until >> rank_bits == k) shared.found_rest = until % one;
     }
   }
   __syncthreads();
+  // What is left, in any order.
   if (threadIdx.x < count) {
     if (!all_count) total = shared.found_rest;
-    const Mass enough = options.p < 1 ? part_of_mass(options.p, total) : ~Mass(0), mass = few.masses[threadIdx.x];
-    const float weight = weights(keys.value(few.keys[threadIdx.x]));
-    const bool left = few.ranks[threadIdx.x] <= k && few.until[threadIdx.x] - mass < enough && !(weight < options.min_p);
-    few.masses[threadIdx.x] = left ? mass : 0;
+    const Mass enough = options.p < 1 ? part_of_mass(options.p, total) : ~Mass(0);
+    const auto [key, counted] = few.elements[threadIdx.x];
+    const Mass until = few.until[threadIdx.x], mass = counted % one;
+    if (until >> rank_bits <= k && until % one - mass < enough && !(weights(keys.value(key)) < options.min_p))
+      few.left[atomicAdd(&shared.found_count, 1u)] = {key, mass};
   }
   __syncthreads();
+  count = shared.found_count;
 #pragma unroll 1
-  for (uint32_t i = threadIdx.x; i < rounds; i += SampleCode::threads) {
+  for (uint32_t i = threadIdx.x; i < (count * share + 31) / 32 * 32; i += SampleCode::threads) {
     const uint32_t own = i / share;
-    const uint32_t at = own < count ? keys.index(few.keys[own]) : 0;
+    const ulonglong2 element = few.left[min(own, count - 1)];
+    const uint32_t at = keys.index(element.x);
     Mass until = 0, all = 0;
 #pragma unroll 4
     for (uint32_t j = part; j < count; j += share) {
-      const Mass mass = few.masses[j];
-      all += mass;
-      if (keys.index(few.keys[j]) <= at) until += mass;
+      const ulonglong2 other = few.left[j];
+      all += other.y;
+      if (keys.index(other.x) <= at) until += other.y;
     }
 #pragma unroll
     for (int step = 1; step < share; step *= 2)
       until += __shfl_xor_sync(kWholeWarp, until, step), all += __shfl_xor_sync(kWholeWarp, all, step);
     const Mass target = options.target(all);
-    if (part == 0 && own < count && until - few.masses[own] <= target && target < until) {
+    if (part == 0 && own < count && until - element.y <= target && target < until) {
       call.token[index] = static_cast<int32_t>(at);
-      call.probability[index] = weights.probability(keys.value(few.keys[own]), all);
+      call.probability[index] = weights.probability(keys.value(element.x), all);
     }
   }
 }

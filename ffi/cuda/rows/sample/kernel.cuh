@@ -241,13 +241,18 @@ __global__ void __launch_bounds__(SampleCode::threads, SampleCode::blocks)
   Bracket bracket{SampleCode::bins, SampleCode::bins, Bracket::no_bin};
   if (options.k < call.n || options.p < 1) {
     count_by_bins(part, weights, shared);
-    synchronize_row();
-    bracket = find_bracket(options.k, options.p, call.n, block, blocks, shared);
+    if (blocks > 1) add_counts_of_blocks(block, blocks, shared);
+    else __syncthreads();
+    bracket = find_bracket(options.k, options.p, call.n, blocks > 1 ? shared.all_counts : shared.counts, shared);
   }
+  // Tells the other blocks how many candidates there are here.
+  if (threadIdx.x < blocks) *in_block_of_row(&shared.candidates_of_block[block], threadIdx.x) = bracket.own;
+  arrive_at_row();
   const bool too_many = bracket.count > SampleCode::room;
   Totals totals;
   Key end = 0;
   if (too_many) {
+    wait_for_row();
     const auto found = add_up_all(part, weights, keys, bracket, options, blocks, shared);
     totals = found.totals, end = found.end;
   } else {
@@ -255,9 +260,12 @@ __global__ void __launch_bounds__(SampleCode::threads, SampleCode::blocks)
     __syncthreads();
     totals = options.min_p > 0 ? add_up<true>(part, weights, keys, bracket, options.min_p, shared)
                                : add_up<false>(part, weights, keys, bracket, options.min_p, shared);
-    if (block != 0) {  // the keys go to the first block together, as single stores to other blocks are slow
+    wait_for_row();  // until the first block no longer needs what lies where the keys go
+    if (block != 0) {
       __syncthreads();
-      Key* const places = in_block_of_row(shared.keys, 0) + bracket.before;
+      uint32_t before = 0;
+      for (unsigned b = 0; b < block; b++) before += shared.candidates_of_block[b];
+      Key* const places = in_block_of_row(shared.keys, 0) + before;
       for (int i = threadIdx.x; i < static_cast<int>(shared.placed); i += SampleCode::threads) places[i] = shared.keys[i];
     }
   }

@@ -14,7 +14,7 @@ struct Bracket {
   uint32_t in_last;      // the number of elements in that bin
   float mass;            // about that of all that top-k leaves
   uint32_t count;        // of candidates: elements of the bins [begin, end) and of the last bin
-  uint32_t before;       // candidates in blocks before this one
+  uint32_t own;          // candidates of this block
 
   __device__ bool is_candidate(uint32_t bin) const { return (bin >= begin && bin < end) || bin == last; }
 };
@@ -53,12 +53,10 @@ struct FewOfBlock {
   Mass total, above;
 };
 
-// The elements from the bar on: what they weigh, and what they and the greater ones are together.
+// The elements from the bar on, each with its mass; what it and the greater ones are together; and those that are left.
 struct Few {
-  Key keys[SampleCode::most_few];
-  Mass masses[SampleCode::most_few];
+  ulonglong2 elements[SampleCode::most_few], left[SampleCode::most_few];
   Mass until[SampleCode::most_few];
-  uint32_t ranks[SampleCode::most_few];
 };
 
 struct SampleShared {
@@ -69,7 +67,7 @@ struct SampleShared {
   __device__ static int place_of_warp(int warp, int of_lane) { return warp % of_lane * 32 + warp / of_lane; }
 
   union {
-    uint32_t counts[SampleCode::bins];  // of the block's elements
+    alignas(16) uint32_t counts[SampleCode::bins];  // of the block's elements
     Few few_elements;
     Masses<SampleCode::threads> bins;   // of candidates, when all blocks are done with the counts: one for each thread
   };
@@ -85,6 +83,7 @@ struct SampleShared {
   Summary summary;                                  // of this block
   Summary summaries[SampleCode::most_blocks];
   FewOfBlock few_of_block[SampleCode::most_blocks];
+  uint32_t candidates_of_block[SampleCode::most_blocks];
   uint32_t low, high;  // orders
   Bracket bracket;
   uint32_t placed;  // candidates of the block that have a place
@@ -96,6 +95,7 @@ struct SampleShared {
   union {
     Key keys[SampleCode::room];      // of the block's candidates; in the first block of a cluster then of all
     Mass sums[SampleCode::threads];  // where there is no room for the candidates: a bin for each thread
+    alignas(16) uint32_t all_counts[SampleCode::bins];  // of the elements of all blocks, before there are keys
   };
 };
 // So much and the most slots have room twice in the shared memory of a multiprocessor of Hopper, and with the fewest
