@@ -60,9 +60,9 @@ __device__ inline Bracket find_bracket(uint32_t k, float p, uint32_t n, const ui
     bracket.count = bracket.own = 0;
   }
   float whole;
-  uint32_t all;
   const float mass_before = scan_of_block(mass, shared.float_warps, whole) - mass;
-  const uint32_t count_before = scan_of_block(count, shared.count_warps, all) - count;
+  uint32_t count_before = 0, all = 0;
+  if (k < n) count_before = scan_of_block(count, shared.count_warps, all) - count;
   // What follows is for the few threads in whose bins something ends. The others wait at the barriers, so that their
   // warps take no time.
   if (k < all) {

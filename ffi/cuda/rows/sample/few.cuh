@@ -114,6 +114,16 @@ __device__ Top find_top(uint32_t of_thread, const RowPart<T>& part, const FewSou
   return found;
 }
 
+template <class T>
+__device__ Mass mass_of_chosen(const Pack<T>& pack, uint32_t chosen, const Weights& weights) {
+  Weights::Parts parts;
+  Mass sum = 0;
+#pragma unroll 1
+  for (; chosen; chosen &= chosen - 1) parts.add(weights(element(pack, __ffs(chosen) - 1)));
+  parts.move_to(sum);
+  return sum;
+}
+
 // Gathers the elements from the bar on in the first block's memory, and tells all blocks what there is. `all_count`: the
 // mass of all elements is added up.
 template <bool all_count, class T>
@@ -128,14 +138,12 @@ __device__ void gather_few(const RowPart<T>& part, const Weights& weights, const
       parts.move_to(total);
     }
     if (!(pack.maximum() >= bar)) return;
-#pragma unroll 1
-    for (int k = 0; k < Pack<T>::size; k++) {
-      const float x = element(pack, k);
-      if (!(x >= bar) || !weights.counts(x)) continue;
-      const uint32_t place = atomicAdd(&shared.placed, 1u);
-      if (place < SampleShared::of_block) shared.keys[place] = keys(x, first + k);
-      if (all_count) above += Weights::mass(weights(x));
-    }
+    uint32_t chosen = 0;
+#pragma unroll
+    for (int k = 0; k < Pack<T>::size; k++)
+      if (const float x = pack.get(k); x >= bar && weights.counts(x)) chosen |= 1u << k;
+    if (all_count) above += mass_of_chosen(pack, chosen, weights);
+    put_keys(pack, chosen, first, keys, SampleShared::of_block, shared);
   });
   if (all_count) {
     total = sum_of_warp(total), above = sum_of_warp(above);

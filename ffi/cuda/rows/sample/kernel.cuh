@@ -23,7 +23,7 @@ struct Totals {
 // The sum of a table, for each warp.
 __device__ inline Mass sum_of_table(const Mass* table, int of_lane) {
   Mass sum = 0;
-#pragma unroll 1
+#pragma unroll 4
   for (int i = 0; i < of_lane; i++) sum += table[i * 32 + threadIdx.x % 32];
   return sum_of_warp(sum);
 }
@@ -39,7 +39,7 @@ __device__ void draw(const Sampling<T>& call, int64_t index, const RowPart<T>& p
     const int lane = threadIdx.x;
     auto left_in = [&](int place) { return shared.left[place] + shared.candidates[place]; };
     Mass mine = 0;
-#pragma unroll 1
+#pragma unroll 4
     for (int i = 0; i < of_lane; i++) mine += left_in(i * 32 + lane);
     const Mass until_mine = scan_of_warp(mine), all = __shfl_sync(kWholeWarp, until_mine, 31);
     const Mass target = options.target(all);
@@ -53,45 +53,35 @@ __device__ void draw(const Sampling<T>& call, int64_t index, const RowPart<T>& p
   }
   __syncthreads();
   const auto [warp, target, before_range, all] = shared.range;
-  Mass before = before_range;
-
+  // Each thread has some elements of the range that follow each other.
+  const int size = part.of_warp() * Pack<T>::size, each = (size + SampleCode::threads - 1) / SampleCode::threads;
+  const int first = warp * size - part.window.head + threadIdx.x * each;
+  const int last = min(first + each, min((warp + 1) * size - part.window.head, static_cast<int>(call.n)));
+  auto mass_of = [&](int i) -> Mass {
+    if (i < 0) return 0;
+    const float x = widen(part.row[i]), weight = weights(x);
+    return !(weight < options.min_p) && keys(x, i) >= end ? Weights::mass(weight) : 0;
+  };
+  Mass mass = 0, tile;
+#pragma unroll 4
+  for (int i = first; i < last; i++) mass += mass_of(i);
+  Mass until = before_range + scan_of_block(mass, shared.warps[2], tile);
+  if (until - mass <= target && target < until) {
+    until -= mass;
+    int i = first;
 #pragma unroll 1
-  for (int start = 0; start < part.of_warp(); start += SampleCode::threads) {
-    const int offset = start + threadIdx.x, i = warp * part.of_warp() + offset;
-    const int first = i * Pack<T>::size - part.window.head;
-    Pack<T> pack;
-    Mass mass = 0;
-    auto mass_of = [&](int k) -> Mass {
-      const float x = element(pack, k), weight = weights(x);
-      const bool left = weights.counts(x) && !(weight < options.min_p) && keys(x, first + k) >= end;
-      return left ? Weights::mass(weight) : 0;
-    };
-    if (offset < part.of_warp()) {
-      pack = part.fetch(i);
-#pragma unroll
-      for (int k = 0; k < Pack<T>::size; k++) mass += mass_of(k);
+    for (; i < last - 1; i++) {
+      until += mass_of(i);
+      if (target < until) break;
     }
-    Mass tile;
-    if (start > 0) __syncthreads();
-    Mass until = before + scan_of_block(mass, shared.warps[2], tile);
-    if (until - mass <= target && target < until) {
-      until -= mass;
-      int k = 0;
-#pragma unroll 1
-      for (; k < Pack<T>::size - 1; k++) {
-        until += mass_of(k);
-        if (target < until) break;
-      }
-      call.token[index] = first + k;
-      call.probability[index] = weights.probability(element(pack, k), all);
-    }
-    before += tile;
-    if (target < before) return;
+    call.token[index] = i;
+    call.probability[index] = weights.probability(widen(part.row[i]), all);
   }
 }
 
-// What a thread's elements add to the totals. The keys of candidates are put into the block's memory.
-template <bool with_min_p, class T>
+// What a thread's elements add to the totals. The keys of candidates are put into the block's memory. `general`: there may
+// be top-k and min-p.
+template <bool general, class T>
 __device__ Totals add_up(const RowPart<T>& part, const Weights& weights, const Keys<T>& keys,
                          const Bracket& bracket, float min_p, SampleShared& shared) {
   constexpr uint32_t bins = SampleCode::bins;
@@ -101,26 +91,22 @@ __device__ Totals add_up(const RowPart<T>& part, const Weights& weights, const K
   const float limit = Weights::border(min(bracket.last, bins));
   part.for_packs([&](const Pack<T>& pack, int first) {
     // Of what top-k leaves, most packs have nothing.
-    if (bracket.in_last > 0 && weights.place(pack.maximum()) > last) return;
+    if (general && bracket.in_last > 0 && weights.place(pack.maximum()) > last) return;
     Weights::Parts left, above, total;
     uint32_t candidates = 0;
 #pragma unroll
     for (int k = 0; k < Pack<T>::size; k++) {
       const float x = pack.get(k), weight = weights(x), place = weights.place(x);
-      const bool is_above = place < begin, is_candidate = (!is_above && place < end) || place == last;
-      if (is_candidate) candidates |= 1u << k;
-      total.add(weight, place < limit && !is_candidate);
+      const bool is_above = place < begin;
+      if ((!is_above && place < end) || (general && place == last)) candidates |= 1u << k;
+      total.add(weight, !general || place < limit);
       above.add(weight, is_above);
-      if (with_min_p) left.add(weight, is_above && !(weight < min_p));
+      if (general) left.add(weight, is_above && !(weight < min_p));
     }
     left.move_to(totals.left), above.move_to(totals.above), total.move_to(totals.total);
-    while (candidates) {
-      const int k = __ffs(candidates) - 1;
-      candidates &= candidates - 1;
-      shared.keys[atomicAdd(&shared.placed, 1u)] = keys(element(pack, k), first + k);
-    }
+    if (candidates) put_keys(pack, candidates, first, keys, SampleCode::room, shared);
   });
-  if (!with_min_p) totals.left = totals.above;
+  if (!general) totals.left = totals.above;
   return totals;
 }
 
@@ -169,27 +155,30 @@ template <bool one_warp, class T>
 __device__ Key end_of_filters(const RowPart<T>& part, const Weights& weights, const Keys<T>& keys,
                               const Bracket& bracket, const Options& options, int of_lane, SampleShared& shared) {
   const int step = one_warp ? 32 : SampleCode::threads, count = static_cast<int>(bracket.count);
-  const int key_bits = 32 - kFree<T> + keys.index_bits;
   auto one = [](Key) { return Mass(1); };
   auto mass = [&](Key key) { return Weights::mass(weights(keys.value(key))); };
-  auto find = [&](Key from, Mass need, auto mass_of) {
+  auto find = [&](Key from, uint32_t begin, uint32_t end, Mass need, auto mass_of) {
     if constexpr (one_warp) return end_among_few(shared.keys, count, from, need, mass_of);
-    else return end_among_candidates(count, from, key_bits, need, mass_of, shared);
+    else return end_among_candidates(count, from, weights, keys, begin, end, need, mass_of, shared);
   };
   Key end = 0;
   if (bracket.in_last > 0) {
     const uint32_t above = count - bracket.in_last;  // candidates of bins before the last
-    end = find(end, options.k - bracket.before_last + above, one);
+    end = find(end, min(bracket.begin, bracket.last), bracket.last + 1, options.k - bracket.before_last + above, one);
   }
   if (options.p < 1) {
     Mass total = 0;
+    if (bracket.in_last > 0) {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < count; i += step)
-      if (shared.keys[i] >= end) total += mass(shared.keys[i]);
-    total = one_warp ? sum_of_warp(total) : sum_of_block(total, shared.warps[1]);
+      for (int i = threadIdx.x; i < count; i += step) {
+        const Key key = shared.keys[i];
+        if (key >= end && weights.bin(keys.value(key)) == bracket.last) total += mass(key);
+      }
+      total = one_warp ? sum_of_warp(total) : sum_of_block(total, shared.warps[1]);
+    }
     const Mass enough = part_of_mass(options.p, sum_of_table(shared.total, of_lane) + total);
     const Mass above = sum_of_table(shared.above, of_lane);
-    end = find(end, enough > above ? enough - above : 1, mass);
+    end = find(end, bracket.begin, bracket.end, enough > above ? enough - above : 1, mass);
   }
 #pragma unroll 1
   for (int i = threadIdx.x; i < count; i += step) {
@@ -258,8 +247,9 @@ __global__ void __launch_bounds__(SampleCode::threads, SampleCode::blocks)
   } else {
     if (threadIdx.x == 0) shared.placed = 0;
     __syncthreads();
-    totals = options.min_p > 0 ? add_up<true>(part, weights, keys, bracket, options.min_p, shared)
-                               : add_up<false>(part, weights, keys, bracket, options.min_p, shared);
+    totals = options.min_p > 0 || bracket.in_last > 0
+                 ? add_up<true>(part, weights, keys, bracket, options.min_p, shared)
+                 : add_up<false>(part, weights, keys, bracket, options.min_p, shared);
     wait_for_row();  // until the first block no longer needs what lies where the keys go
     if (block != 0) {
       __syncthreads();

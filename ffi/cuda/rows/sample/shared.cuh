@@ -76,7 +76,8 @@ struct SampleShared {
   float float_warps[SampleCode::warps];
   uint32_t count_warps[SampleCode::warps];
   // In the first block of a cluster, for each warp of the cluster: the mass of its elements that are certain to be left
-  // by all filters; by top-k and top-p; and by top-k alone, without candidates.
+  // by all filters; by top-k and top-p; and by top-k alone. The first two are without candidates, and the last without
+  // those of the bin in which top-k ends.
   Mass left[most_warps], above[most_warps], total[most_warps];
   Masses<most_warps> candidates;  // the mass of the candidates that are left
   alignas(16) uint32_t groups[SampleCode::groups];  // the order of each one's largest element
@@ -84,7 +85,6 @@ struct SampleShared {
   Summary summaries[SampleCode::most_blocks];
   FewOfBlock few_of_block[SampleCode::most_blocks];
   uint32_t candidates_of_block[SampleCode::most_blocks];
-  uint32_t low, high;  // orders
   Bracket bracket;
   uint32_t placed;  // candidates of the block that have a place
   Range range;
@@ -98,6 +98,20 @@ struct SampleShared {
     alignas(16) uint32_t all_counts[SampleCode::bins];  // of the elements of all blocks, before there are keys
   };
 };
+
+// Puts the keys of the chosen elements of a pack, a bit for each, into the block's memory. They count even if there is
+// no room for them.
+template <class T>
+__device__ void put_keys(const Pack<T>& pack, uint32_t chosen, int first, const Keys<T>& keys, uint32_t room,
+                         SampleShared& shared) {
+  uint32_t place = atomicAdd(&shared.placed, static_cast<uint32_t>(__popc(chosen)));
+#pragma unroll 1
+  for (; chosen; chosen &= chosen - 1, place++) {
+    const int k = __ffs(chosen) - 1;
+    if (place < room) shared.keys[place] = keys(element(pack, k), first + k);
+  }
+}
+
 // So much and the most slots have room twice in the shared memory of a multiprocessor of Hopper, and with the fewest
 // slots once in that of any GPU from Ampere on.
 static_assert(sizeof(SampleShared) + SampleCode::most_slots * SampleCode::threads * 16 <= 113 << 10);
