@@ -29,8 +29,10 @@ __device__ inline void add_counts_of_blocks(unsigned block, unsigned blocks, Sam
   for (unsigned i = threadIdx.x; i < bins; i += SampleCode::threads) {
     const unsigned bin = block * bins + i;
     uint32_t sum = 0;
-#pragma unroll 4
-    for (unsigned b = 0; b < blocks; b++) sum += *in_block_of_row(&shared.counts[bin], b);
+    // All reads are in flight together.
+#pragma unroll
+    for (unsigned b = 0; b < SampleCode::most_blocks; b++)
+      if (b < blocks) sum += *in_block_of_row(&shared.counts[bin], b);
 #pragma unroll 4
     for (unsigned b = 0; b < blocks; b++) *in_block_of_row(&shared.all_counts[bin], b) = sum;
   }

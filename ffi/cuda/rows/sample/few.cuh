@@ -20,7 +20,7 @@ struct FewSought {
 
   __device__ FewSought(const Options& options, uint32_t n, unsigned blocks) {
     all_count = options.k >= n && options.p < 1;
-    const uint32_t sought = all_count ? SampleCode::most_sought : options.k;
+    const uint32_t sought = all_count ? SampleCode::sought_by_mass : options.k;
     if (sought > min(SampleCode::most_sought, n) || (!all_count && options.k >= n)) return;
     // Somewhat more than its share of each block lets the blocks with the lowest bars be passed over.
     rank = blocks > 1 ? (sought * 5 / 4 + blocks - 1) / blocks : sought;

@@ -63,7 +63,7 @@ __device__ void draw(const Sampling<T>& call, int64_t index, const RowPart<T>& p
     return !(weight < options.min_p) && keys(x, i) >= end ? Weights::mass(weight) : 0;
   };
   Mass mass = 0, tile;
-#pragma unroll 4
+#pragma unroll 8
   for (int i = first; i < last; i++) mass += mass_of(i);
   Mass until = before_range + scan_of_block(mass, shared.warps[2], tile);
   if (until - mass <= target && target < until) {
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(SampleCode::threads, SampleCode::blocks)
   extern __shared__ uint4 memory[];  // the slots, and after them what is shared
   SampleShared& shared = *reinterpret_cast<SampleShared*>(memory + slots * SampleCode::threads);
   const unsigned block = block_of_row(), blocks = blocks_of_row();
-  const int64_t index = blockIdx.x / blocks;
+  const int64_t index = blockIdx.x >> (__ffs(blocks) - 1);
   Options options(call, index);
   const RowPart<T> part(call.logits + index * call.n, call.n, block, blocks, memory, slots);
   if (blocks > 1) start_row();

@@ -64,7 +64,10 @@ struct SampleShared {
   static constexpr int most_warps = SampleCode::most_blocks * SampleCode::warps;
   // The place of a warp of the cluster in the tables: each lane has as many warps that follow each other, and the lanes'
   // first ones lie side by side.
-  __device__ static int place_of_warp(int warp, int of_lane) { return warp % of_lane * 32 + warp / of_lane; }
+  // of_lane is a power of two.
+  __device__ static int place_of_warp(int warp, int of_lane) {
+    return (warp & (of_lane - 1)) * 32 + (warp >> (__ffs(of_lane) - 1));
+  }
 
   union {
     alignas(16) uint32_t counts[SampleCode::bins];  // of the block's elements

@@ -17,7 +17,8 @@ struct SampleCode {
   static constexpr int few = 32;            // candidates that one warp puts in order
   static constexpr int groups = 128;        // of threads of a block, for the bar of the short way
   static constexpr int few_groups = 32;     // as many where the bar's rank is at most half of that
-  static constexpr uint32_t most_sought = 100;  // elements that the bar must leave
+  static constexpr uint32_t most_sought = 100;    // elements that the bar must leave
+  static constexpr uint32_t sought_by_mass = 64;  // as many where top-p is of the mass of all elements
   static constexpr int most_few = 256;      // elements that the short way puts in order
 };
 
