@@ -21,27 +21,34 @@ __device__ inline unsigned blocks_of_row() {
   else return 1;
 }
 
-// A barrier for all threads of the cluster, in two halves. What they have written to shared memory before they arrive is
-// seen by all who have waited.
-__device__ inline void arrive_at_row() {
-  if constexpr (kHopperCode) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-__device__ inline void wait_for_row() {
-  if constexpr (kHopperCode) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-  else __syncthreads();
-}
+// A barrier for all threads of the cluster. What they have written to shared memory before is seen by all after it.
 __device__ inline void synchronize_row() {
-  arrive_at_row();
-  wait_for_row();
+  if constexpr (kHopperCode) {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  } else {
+    __syncthreads();
+  }
 }
 
-// The two ends of a barrier after which the blocks of a cluster may write to each other's shared memory: before it, a
+// The first half of a barrier after which the blocks of a cluster may write to each other's shared memory: before it, a
 // block may not have begun.
 __device__ inline void start_row() {
   if constexpr (kHopperCode) arrive_at_cluster();
 }
 __device__ inline void wait_for_start_of_row() {
   if constexpr (kHopperCode) wait_for_cluster();
+}
+
+// Waits until the bytes that are sent to a barrier have come. That takes less time than a barrier of the cluster, which
+// waits for all that the threads have written anywhere.
+__device__ inline void wait_for_sent(const Barrier& arrived) {
+  if constexpr (kHopperCode) arrived.wait(0);
+}
+// Sends a value to the same variable in another block of a cluster of several.
+template <class V>
+__device__ void send_to_block(const V& value, V* variable, const Barrier& arrived, unsigned block) {
+  if constexpr (kHopperCode) send(value, variable, arrived, block);
 }
 
 // The same variable in the shared memory of another block of the cluster.

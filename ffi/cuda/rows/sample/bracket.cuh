@@ -21,22 +21,24 @@ __device__ void count_by_bins(const RowPart<T>& part, const Weights& weights, Sa
   });
 }
 
-// Adds up the counts of all blocks, for all blocks. Each block does so for a part of the bins. All threads of the cluster
-// call it.
+// Adds up the counts of all blocks, of which there are several, for all of them. Each block does so for a part of the
+// bins. All threads of the cluster call it, after a barrier of the block.
 __device__ inline void add_counts_of_blocks(unsigned block, unsigned blocks, SampleShared& shared) {
-  synchronize_row();
-  const unsigned bins = SampleCode::bins / blocks;
-  for (unsigned i = threadIdx.x; i < bins; i += SampleCode::threads) {
-    const unsigned bin = block * bins + i;
-    uint32_t sum = 0;
-    // All reads are in flight together.
-#pragma unroll
-    for (unsigned b = 0; b < SampleCode::most_blocks; b++)
-      if (b < blocks) sum += *in_block_of_row(&shared.counts[bin], b);
+  constexpr unsigned pairs = SampleCode::bins / 2;
+  const unsigned part = pairs / blocks;  // pairs of a block's bins
+  using Pair = unsigned long long;
+  auto pair = [](uint32_t* counts, unsigned i) { return &reinterpret_cast<Pair*>(counts)[i]; };
+  for (unsigned i = threadIdx.x; i < pairs; i += SampleCode::threads)
+    send_to_block(*pair(shared.counts, i), pair(shared.row.sent, block * part + i % part), shared.counts_sent, i / part);
+  wait_for_sent(shared.counts_sent);
+  // The sums fit in 32 bits, so that two can be added as one number.
+  const unsigned own = threadIdx.x % part;
+  Pair sum = 0;
 #pragma unroll 4
-    for (unsigned b = 0; b < blocks; b++) *in_block_of_row(&shared.all_counts[bin], b) = sum;
-  }
-  synchronize_row();
+  for (unsigned b = 0; b < blocks; b++) sum += *pair(shared.row.sent, b * part + own);
+  for (unsigned b = threadIdx.x / part; b < blocks; b += SampleCode::threads / part)
+    send_to_block(sum, pair(shared.row.all, block * part + own), shared.sums_sent, b);
+  wait_for_sent(shared.sums_sent);
 }
 
 // Finds the bracket from the counts of the block and of all blocks. All threads of the cluster call it, after a barrier.

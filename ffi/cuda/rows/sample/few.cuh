@@ -85,12 +85,15 @@ __device__ Top find_top(uint32_t of_thread, const RowPart<T>& part, const FewSou
     }
     __syncthreads();
   }
-  if (blocks > 1) wait_for_start_of_row();
-  if (threadIdx.x < blocks) *in_block_of_row(&shared.summaries[block], threadIdx.x) = shared.summary;
-  synchronize_row();
+  if (blocks > 1) {
+    wait_for_start_of_row();
+    if (threadIdx.x < blocks)
+      send_to_block(shared.summary, &shared.summaries[block], shared.summaries_sent, threadIdx.x);
+    wait_for_sent(shared.summaries_sent);
+  }
 
   Summary of_block{};
-  if (lane < blocks) of_block = shared.summaries[lane];
+  if (lane < blocks) of_block = blocks > 1 ? shared.summaries[lane] : shared.summary;
   Top found{__reduce_max_sync(kWholeWarp, of_block.top), of_block.bar, sought.rank > 0};
   if (blocks > 1) {
     uint32_t above = 0, equal = 0;

@@ -79,12 +79,13 @@ __device__ void draw(const Sampling<T>& call, int64_t index, const RowPart<T>& p
   }
 }
 
-// What a thread's elements add to the totals. The keys of candidates are put into the block's memory. `general`: there may
-// be top-k and min-p.
-template <bool general, class T>
+// What a thread's elements add to the totals. The keys of candidates are put into the block's memory.
+enum class Filters { none, top_p, any };
+template <Filters filters, class T>
 __device__ Totals add_up(const RowPart<T>& part, const Weights& weights, const Keys<T>& keys,
                          const Bracket& bracket, float min_p, SampleShared& shared) {
   constexpr uint32_t bins = SampleCode::bins;
+  constexpr bool general = filters == Filters::any, none = filters == Filters::none;
   Totals totals;
   const float begin = Weights::border(bracket.begin), end = Weights::border(bracket.end);
   const float last = bracket.in_last > 0 ? Weights::border(bracket.last) : 0.f;
@@ -96,7 +97,12 @@ __device__ Totals add_up(const RowPart<T>& part, const Weights& weights, const K
     uint32_t candidates = 0;
 #pragma unroll
     for (int k = 0; k < Pack<T>::size; k++) {
-      const float x = pack.get(k), weight = weights(x), place = weights.place(x);
+      const float x = pack.get(k), weight = weights(x);
+      if constexpr (none) {
+        total.add(weight);
+        continue;
+      }
+      const float place = weights.place(x);
       const bool is_above = place < begin;
       if ((!is_above && place < end) || (general && place == last)) candidates |= 1u << k;
       total.add(weight, !general || place < limit);
@@ -106,7 +112,7 @@ __device__ Totals add_up(const RowPart<T>& part, const Weights& weights, const K
     left.move_to(totals.left), above.move_to(totals.above), total.move_to(totals.total);
     if (candidates) put_keys(pack, candidates, first, keys, SampleCode::room, shared);
   });
-  if (!general) totals.left = totals.above;
+  if (!general) totals.left = none ? totals.total : totals.above;
   return totals;
 }
 
@@ -198,7 +204,7 @@ __global__ void __launch_bounds__(SampleCode::threads, SampleCode::blocks)
   const int64_t index = blockIdx.x >> (__ffs(blocks) - 1);
   Options options(call, index);
   const RowPart<T> part(call.logits + index * call.n, call.n, block, blocks, memory, slots);
-  if (blocks > 1) start_row();
+  if (blocks > 1) start_exchanges(blocks, shared);
   for (int i = threadIdx.x; i < SampleCode::bins; i += SampleCode::threads) shared.counts[i] = 0;
   const int of_lane = (blocks * SampleCode::warps + 31) / 32;  // warps of the cluster for each lane of one
   if (threadIdx.x < SampleShared::most_warps) {
@@ -230,27 +236,31 @@ __global__ void __launch_bounds__(SampleCode::threads, SampleCode::blocks)
   Bracket bracket{SampleCode::bins, SampleCode::bins, Bracket::no_bin};
   if (options.k < call.n || options.p < 1) {
     count_by_bins(part, weights, shared);
+    __syncthreads();
     if (blocks > 1) add_counts_of_blocks(block, blocks, shared);
-    else __syncthreads();
-    bracket = find_bracket(options.k, options.p, call.n, blocks > 1 ? shared.all_counts : shared.counts, shared);
+    bracket = find_bracket(options.k, options.p, call.n, blocks > 1 ? shared.row.all : shared.counts, shared);
   }
-  // Tells the other blocks how many candidates there are here.
-  if (threadIdx.x < blocks) *in_block_of_row(&shared.candidates_of_block[block], threadIdx.x) = bracket.own;
-  arrive_at_row();
+  // Tells the other blocks how many candidates there are here, and that this block no longer needs what lies where the
+  // first block gathers the keys.
+  if (blocks > 1 && threadIdx.x < blocks)
+    send_to_block(bracket.own, &shared.candidates_of_block[block], shared.candidates_sent, threadIdx.x);
   const bool too_many = bracket.count > SampleCode::room;
   Totals totals;
   Key end = 0;
   if (too_many) {
-    wait_for_row();
+    if (blocks > 1) wait_for_sent(shared.candidates_sent);
     const auto found = add_up_all(part, weights, keys, bracket, options, blocks, shared);
     totals = found.totals, end = found.end;
   } else {
     if (threadIdx.x == 0) shared.placed = 0;
     __syncthreads();
-    totals = options.min_p > 0 || bracket.in_last > 0
-                 ? add_up<true>(part, weights, keys, bracket, options.min_p, shared)
-                 : add_up<false>(part, weights, keys, bracket, options.min_p, shared);
-    wait_for_row();  // until the first block no longer needs what lies where the keys go
+    if (options.min_p > 0 || bracket.in_last > 0)
+      totals = add_up<Filters::any>(part, weights, keys, bracket, options.min_p, shared);
+    else if (options.p < 1)
+      totals = add_up<Filters::top_p>(part, weights, keys, bracket, options.min_p, shared);
+    else
+      totals = add_up<Filters::none>(part, weights, keys, bracket, options.min_p, shared);
+    if (blocks > 1) wait_for_sent(shared.candidates_sent);
     if (block != 0) {
       __syncthreads();
       uint32_t before = 0;

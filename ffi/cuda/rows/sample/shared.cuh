@@ -59,6 +59,13 @@ struct Few {
   Mass until[SampleCode::most_few];
 };
 
+// The counts of all blocks together, and those that the blocks send for this block's part of the bins, one block's after
+// another's.
+struct CountsOfRow {
+  alignas(16) uint32_t all[SampleCode::bins];
+  alignas(16) uint32_t sent[SampleCode::bins];
+};
+
 struct SampleShared {
   static constexpr int of_block = SampleCode::room / SampleCode::most_blocks;  // keys that a block may send at first
   static constexpr int most_warps = SampleCode::most_blocks * SampleCode::warps;
@@ -89,6 +96,7 @@ struct SampleShared {
   FewOfBlock few_of_block[SampleCode::most_blocks];
   uint32_t candidates_of_block[SampleCode::most_blocks];
   Bracket bracket;
+  Barrier summaries_sent, counts_sent, sums_sent, candidates_sent;  // each counts the bytes of one exchange
   uint32_t placed;  // candidates of the block that have a place
   Range range;
   Key found;        // what one thread or warp has found for all
@@ -98,9 +106,32 @@ struct SampleShared {
   union {
     Key keys[SampleCode::room];      // of the block's candidates; in the first block of a cluster then of all
     Mass sums[SampleCode::threads];  // where there is no room for the candidates: a bin for each thread
-    alignas(16) uint32_t all_counts[SampleCode::bins];  // of the elements of all blocks, before there are keys
+    CountsOfRow row;                 // before there are keys
   };
 };
+
+// Prepares the barriers of the exchanges between several blocks. All threads of the block call it, and the blocks may send
+// after wait_for_start_of_row().
+__device__ inline void start_exchanges(unsigned blocks, SampleShared& shared) {
+  if constexpr (kHopperCode) {
+    if (threadIdx.x < 32) {
+      if (threadIdx.x == 0) {
+        shared.summaries_sent.init(1), shared.counts_sent.init(1);
+        shared.sums_sent.init(1), shared.candidates_sent.init(1);
+        show_barriers();
+      }
+      __syncwarp();
+      if (threadIdx.x == 0) {
+        shared.summaries_sent.arrive_expecting(blocks * sizeof(Summary));
+        shared.counts_sent.arrive_expecting(sizeof shared.row.sent);
+        shared.sums_sent.arrive_expecting(sizeof shared.row.all);
+        shared.candidates_sent.arrive_expecting(blocks * sizeof(uint32_t));
+      }
+      __syncwarp();
+    }
+    start_row();
+  }
+}
 
 // Puts the keys of the chosen elements of a pack, a bit for each, into the block's memory. They count even if there is
 // no room for them.
