@@ -35,6 +35,8 @@ OPTIONS = [
     {"top_p": 0.99999},
     {"top_p": 1e-7},
     {"top_k": 70_000, "top_p": 0.5},
+    {"temperature": 0.5, "top_k": 100, "top_p": 0.95},  # the most that goes the short way, and one more
+    {"top_k": 101, "min_p": 0.001},
 ]
 
 
@@ -91,7 +93,7 @@ def check(x: np.ndarray, options: dict, count: int, seed: int = 0) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [1, 5, 255, 256, 257, 4097, 32_000, 50_257, 128_256, pytest.param(2**20, marks=slow)])
 def test_tokens(kind, n):
-    """Of a row, which lies over eight blocks, of some, over two, and of many, in a block each."""
+    """Of a row, which lies over up to 16 blocks, of some, over two, and of many, in a block each."""
     dtypes = (jnp.float32, jnp.bfloat16, jnp.float16)
     for i, options in enumerate(OPTIONS):
         count = (1, 33, 3, 70)[(i + n) % 4] if n < 200_000 else 3
@@ -101,8 +103,8 @@ def test_tokens(kind, n):
 @on_gpu
 @pytest.mark.parametrize("options", OPTIONS[:7], ids=str)
 def test_a_row_is_drawn_as_it_is_among_others(options):
-    """It lies over eight blocks, over two or in one; with other rows before it, it begins elsewhere in memory."""
-    for kind in ("flat", "equal", "rounded"):
+    """It lies over 16 blocks, over two or in one; with other rows before it, it begins elsewhere in memory."""
+    for kind in ("flat", "peaked", "equal", "rounded"):
         x = np.stack([row(kind, 50_257, jnp.bfloat16)] * 300)
         k = options.get("top_k")
         values = [options.get("temperature", 1), options.get("top_p", 1), options.get("min_p", 0)]
@@ -246,9 +248,8 @@ def test_one_number_takes_no_launch():
         assert call.count("tensor<f32>") == 3
 
 
+@needs_devices
 def test_sharded_rows_with_one_number():
-    if DEVICES < 2:
-        pytest.skip("needs two devices")
     mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
     u, x, *_ = operands((4, 64))
     numbers = np.float32(0.8), np.float32(0.7), np.float32(0)

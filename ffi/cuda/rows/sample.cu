@@ -1,18 +1,19 @@
 // Draws a token from each row of logits, after top-k, top-p and min-p, in one launch.
 //
-// A row lies over the blocks of a cluster, or in one block. What they need to know of it:
+// A row lies over the blocks of a cluster, or in one block. The first read finds its largest element m, which gives all
+// weights exp((x - m) * scale), and a bar for the short way: if few elements may be left by the filters, the second
+// read gathers these, and the token is drawn from them. Else the blocks need to know:
 //
-// 1. Its largest element m, which gives all weights exp((x - m) * scale).
-// 2. How many elements there are in each of 2048 bins of weights. This says in which bin the k-th largest is, and
+// 1. How many elements there are in each of 2048 bins of weights. This says in which bin the k-th largest is, and
 //    bounds the mass of all that is above each bin. So only elements of a few bins, the candidates, may be on either
 //    side of the ends of top-k and top-p.
-// 3. The mass of what is certainly above these ends, and of all, for each warp's range of elements; and the candidates,
+// 2. The mass of what is certainly above these ends, and of all, for each warp's range of elements; and the candidates,
 //    which go to the first block.
-// 4. There the ends are found among the candidates, exactly, and then the token: the warp's range in which it is by the
+// 3. There the ends are found among the candidates, exactly, and then the token: the warp's range in which it is by the
 //    table of masses, and its place in that range by reading it once more.
 //
 // Masses are whole numbers, in units of 2^-40 of the largest element's weight. So sums are the same in whatever order
-// they are taken, and a row gives the same token however many blocks it lies over.
+// they are taken, and a row gives the same token however many blocks it lies over, and whichever way it goes.
 //
 // If there are more candidates than the first block has room for, as of a row of equal elements, the ends are found by
 // going over the row once for every 9 bits of the elements' order and index.
@@ -20,7 +21,9 @@
 //   sample/tuning.cuh   the sizes in the code
 //   sample/block.cuh    what threads do together; sample/shared.cuh, what they share
 //   sample/row.cuh      a block's part of a row, weights, and keys that put elements in order
-//   sample/bracket.cuh  step 2; sample/select.cuh, the search of step 4
+//   sample/options.cuh  the options of a row
+//   sample/few.cuh      the first read's end, and the short way
+//   sample/bracket.cuh  step 1; sample/select.cuh, the search of step 3
 //   sample/kernel.cuh   the kernel
 #include "sample.cuh"
 
@@ -35,8 +38,8 @@
 namespace jaxsoft::cuda {
 namespace {
 
-// Launches the kernel with clusters of so many blocks. It is refused with cudaErrorInvalidClusterSize where the device has
-// no room for such a cluster.
+// Launches the kernel with clusters of so many blocks. It is refused with cudaErrorInvalidClusterSize where the device
+// has no room for such a cluster.
 template <class T>
 cudaError_t launch(const Sampling<T>& call, int blocks, cudaStream_t stream) {
   constexpr int of_slot = SampleCode::threads * sizeof(Pack<T>);
@@ -114,7 +117,8 @@ std::string check(const Buffer& logits, const Buffer& uniform, const Buffer* con
     return "uniform must be F32, two numbers a row of logits: got " + describe(uniform) + " beside " + describe(logits);
   for (const Buffer* option : options)
     if (!fits(*option, ffi::F32, false) && !(option->dtype == ffi::F32 && option->dims.size() == 0))
-      return "options must be F32, one number a row of logits or one for all: got " + describe(*option) + " beside " + describe(logits);
+      return "options must be F32, one number a row of logits or one for all: got " + describe(*option) + " beside " +
+             describe(logits);
   if (!fits(token, ffi::S32, false) || !fits(probability, ffi::F32, false))
     return "the results must be S32 and F32, one number a row of logits: got " + describe(token) + " and " +
            describe(probability) + " beside " + describe(logits);

@@ -28,8 +28,10 @@ __device__ inline void add_counts_of_blocks(unsigned block, unsigned blocks, Sam
   const unsigned part = pairs / blocks;  // pairs of a block's bins
   using Pair = unsigned long long;
   auto pair = [](uint32_t* counts, unsigned i) { return &reinterpret_cast<Pair*>(counts)[i]; };
-  for (unsigned i = threadIdx.x; i < pairs; i += SampleCode::threads)
-    send_to_block(*pair(shared.counts, i), pair(shared.row.sent, block * part + i % part), shared.counts_sent, i / part);
+  for (unsigned i = threadIdx.x; i < pairs; i += SampleCode::threads) {
+    const unsigned place = block * part + i % part, owner = i / part;
+    send_to_block(*pair(shared.counts, i), pair(shared.row.sent, place), shared.counts_sent, owner);
+  }
   wait_for_sent(shared.counts_sent);
   // The sums fit in 32 bits, so that two can be added as one number.
   const unsigned own = threadIdx.x % part;
@@ -41,7 +43,7 @@ __device__ inline void add_counts_of_blocks(unsigned block, unsigned blocks, Sam
   wait_for_sent(shared.sums_sent);
 }
 
-// Finds the bracket from the counts of the block and of all blocks. All threads of the cluster call it, after a barrier.
+// Finds the bracket from the counts of the block and of all blocks. All threads call it, after a barrier.
 __device__ inline Bracket find_bracket(uint32_t k, float p, uint32_t n, const uint32_t* all_counts,
                                        SampleShared& shared) {
   constexpr int own = SampleCode::bins / SampleCode::threads;  // bins of a thread

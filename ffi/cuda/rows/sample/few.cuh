@@ -1,9 +1,9 @@
 // The short way, for rows in which few elements may be left by the filters, as with a small k, or where a few elements
 // have most of the mass.
 //
-// A bar is found below which no element is left: each block finds how large some of the largest of its groups of elements
-// are, a group being what a few threads have, and so many blocks have all of these at or above the bar that they are k
-// together. At least k elements are then at or above it, and mostly not many more, unless equal or sorted elements lie
+// A bar is found below which no element is left: each block finds how large some of the largest of its groups of
+// elements are, a group being what a few threads have, and so many blocks have all of these at or above the bar that
+// they are k together. At least k elements are then at or above it, and mostly not many more, unless equal or sorted elements lie
 // together. They go to the first block, which puts them in order by comparing each with each. If they are too many, or
 // have less of the mass than top-p asks for, the row goes the long way, on which it gives the same token.
 #pragma once
@@ -127,8 +127,8 @@ __device__ Mass mass_of_chosen(const Pack<T>& pack, uint32_t chosen, const Weigh
   return sum;
 }
 
-// Gathers the elements from the bar on in the first block's memory, and tells all blocks what there is. `all_count`: the
-// mass of all elements is added up.
+// Gathers the elements from the bar on in the first block's memory, and tells all blocks what there is. `all_count`:
+// the mass of all elements is added up.
 template <bool all_count, class T>
 __device__ void gather_few(const RowPart<T>& part, const Weights& weights, const Keys<T>& keys, float bar,
                            unsigned block, unsigned blocks, SampleShared& shared) {

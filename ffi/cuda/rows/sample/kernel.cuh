@@ -66,16 +66,22 @@ __device__ void draw(const Sampling<T>& call, int64_t index, const RowPart<T>& p
 #pragma unroll 8
   for (int i = first; i < last; i++) mass += mass_of(i);
   Mass until = before_range + scan_of_block(mass, shared.warps[2], tile);
-  if (until - mass <= target && target < until) {
-    until -= mass;
-    int i = first;
+  // The lanes of its warp go over the elements of the thread that has the token.
+  const unsigned with = __ballot_sync(kWholeWarp, until - mass <= target && target < until);
+  if (!with) return;
+  const int lane = threadIdx.x % 32, source = __ffs(with) - 1;
+  Mass before = __shfl_sync(kWholeWarp, until - mass, source);
+  const int begin = __shfl_sync(kWholeWarp, first, source), stop = __shfl_sync(kWholeWarp, last, source);
 #pragma unroll 1
-    for (; i < last - 1; i++) {
-      until += mass_of(i);
-      if (target < until) break;
+  for (int start = begin; start < stop; start += 32) {
+    const int i = start + lane;
+    mass = i < stop ? mass_of(i) : 0;
+    until = before + scan_of_warp(mass);
+    if (until - mass <= target && target < until) {
+      call.token[index] = i;
+      call.probability[index] = weights.probability(widen(part.row[i]), all);
     }
-    call.token[index] = i;
-    call.probability[index] = weights.probability(widen(part.row[i]), all);
+    before = __shfl_sync(kWholeWarp, until, 31);
   }
 }
 
@@ -266,7 +272,7 @@ __global__ void __launch_bounds__(SampleCode::threads, SampleCode::blocks)
       uint32_t before = 0;
       for (unsigned b = 0; b < block; b++) before += shared.candidates_of_block[b];
       Key* const places = in_block_of_row(shared.keys, 0) + before;
-      for (int i = threadIdx.x; i < static_cast<int>(shared.placed); i += SampleCode::threads) places[i] = shared.keys[i];
+      for (uint32_t i = threadIdx.x; i < shared.placed; i += SampleCode::threads) places[i] = shared.keys[i];
     }
   }
   totals.write(block, of_lane, shared);

@@ -22,8 +22,8 @@ struct Options {
     min_p = min(min_p, 1.f);
     k = temperature == 0 ? 1 : k;
   }
-  // 1 / temperature: finite, and so far above 0 that it is normal. Temperatures below 1e-25 are not told apart. NaN where
-  // the temperature has no meaning.
+  // 1 / temperature: finite, and so far above 0 that it is normal. Temperatures below 1e-25 are not told apart. NaN
+  // where the temperature has no meaning.
   __device__ float scale() const {
     return temperature == 0 ? 1.f : temperature > 0 ? min(max(1 / temperature, 0x1p-126f), 1e25f) : nanf("");
   }

@@ -8,8 +8,8 @@
 
 namespace jaxsoft::cuda {
 
-// What the weights of a row, exp((x - m) * scale), are computed with. A mass is rounded down, so that it is 0 just where
-// the weight is below 2^-octaves. All elements that have a mass are in one of the bins.
+// What the weights of a row, exp((x - m) * scale), are computed with. A mass is rounded down, so that it is 0 just
+// where the weight is below 2^-octaves. All elements that have a mass are in one of the bins.
 struct Weights {
   float m, scale;
   float of_exp2, of_bins;  // the factors of x - m to the exponent of 2, and to the bin
@@ -43,7 +43,9 @@ struct Weights {
     __device__ void add(float weight, bool counts = true) {
       const float up = fmaf(weight, half, 0x1p23f), rest = fmaf(weight, half, 0x1p23f - up);
       const float down = __fmaf_rz(rest, half, 0x1.8p23f);
-      if (counts) high += bits<uint32_t>(up) - bits<uint32_t>(0x1p23f), low += bits<int32_t>(down) - bits<int32_t>(0x1.8p23f);
+      if (!counts) return;
+      high += bits<uint32_t>(up) - bits<uint32_t>(0x1p23f);
+      low += bits<int32_t>(down) - bits<int32_t>(0x1.8p23f);
     }
     __device__ void move_to(Mass& sum) {
       sum += (Mass(high) << SampleCode::octaves / 2) + static_cast<long long>(low);

@@ -41,8 +41,8 @@ struct Range {
   Mass target, before, all;
 };
 
-// What a block knows of its part after the first read: the orders of its largest element and of the bar, and the mass of
-// its groups from the bar on, and of a sample of what is below the bar, in units of 2^-16 of its largest element's.
+// What a block knows of its part after the first read: the orders of its largest element and of the bar, and the mass
+// of its groups from the bar on, and of a sample of what is below the bar, in units of 2^-16 of its largest element's.
 struct alignas(16) Summary {
   uint32_t top, bar, peak, rest;
 };
@@ -59,8 +59,8 @@ struct Few {
   Mass until[SampleCode::most_few];
 };
 
-// The counts of all blocks together, and those that the blocks send for this block's part of the bins, one block's after
-// another's.
+// The counts of all blocks together, and those that the blocks send for this block's part of the bins, one block's
+// after another's.
 struct CountsOfRow {
   alignas(16) uint32_t all[SampleCode::bins];
   alignas(16) uint32_t sent[SampleCode::bins];
@@ -110,8 +110,8 @@ struct SampleShared {
   };
 };
 
-// Prepares the barriers of the exchanges between several blocks. All threads of the block call it, and the blocks may send
-// after wait_for_start_of_row().
+// Prepares the barriers of the exchanges between several blocks. All threads of the block call it, and the blocks may
+// send after wait_for_start_of_row().
 __device__ inline void start_exchanges(unsigned blocks, SampleShared& shared) {
   if constexpr (kHopperCode) {
     if (threadIdx.x < 32) {
