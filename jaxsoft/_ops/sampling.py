@@ -61,7 +61,7 @@ def draw_tokens(key, x, temperature, top_p, min_p, top_k, implementation):
     uniform = jax.random.uniform(key, (*x.shape[:-1], 2), accumulator(x.dtype))
     options = (temperature, top_p, min_p)
     composed = functools.partial(_draw_composed, top_k, implementation)
-    if implementation not in (None, "ffi") or not sampling_kernel.may_take(x):
+    if implementation not in (None, "ffi") or not sampling_kernel.may_take(x, top_k is None and top_p is not None):
         return composed(uniform, x, *options)
     sampler = sampling_kernel.Sampler(top_k, _draw_on_one_device)
 
