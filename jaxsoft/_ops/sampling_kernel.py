@@ -34,11 +34,11 @@ _NAME = "sample"
 _LONGEST = 1 << 22
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 # More rows than this are left to operations on rows if they are at most so long. However short a row is, a block of the
-# kernel takes some microseconds for it, and an H200 runs 264 blocks at once. Operations on rows read a row once, but many
-# times where top-p is of all tokens. Measured on an H200 with 8192 and 65536 rows of 256, 1024 and 2048 bf16 (November
-# 2026): the kernel takes 1.4 to 3.5 times as long at 2048 tokens without top-p or with top-k 50; with top-p of all, 1.9
-# to 2.1 times at 256, but .5 to 1.3 times at 1024. Where between these it becomes faster, and from which number of rows
-# on, was not measured.
+# kernel takes some microseconds for it, and an H200 runs 264 blocks at once. Operations on rows read a row once, but
+# many times where top-p is of all tokens. Measured on an H200 with 8192 and 65536 rows of 256, 1024 and 2048 bf16
+# (November 2026): without top-p or with top-k 50 the kernel takes 1.4 to 3.5 times as long at 2048 tokens; with top-p
+# of all, 1.9 to 2.1 times at 256, but .5 to 1.3 times at 1024. Where between these it becomes faster, and from which
+# number of rows on, was not measured.
 _MANY_ROWS, _SHORT_ROW, _SHORT_ROW_WITH_TOP_P = 4096, 2048, 512
 
 
