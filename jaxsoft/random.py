@@ -67,10 +67,12 @@ def sample(
         is traced, or the named implementation cannot serve the call.
 
     On a GPU one CUDA kernel does all of it, for f16, bf16 and f32 with up to 2^22 tokens a row, unless there are more
-    than 4096 rows of fewer than 2048 tokens. It goes over a row three times, or twice without top_k and top_p, and
-    finds what it has read in shared memory, if there are few rows, or else mostly in the cache. It does not draw tokens
-    that are less than 2^-40 times as probable as the most probable one. Where the tokens of a row are sharded, the
-    devices exchange the k largest of top_k, and whole rows without it.
+    than 4096 rows of at most 2048 tokens, or of at most 512 with top_p and without top_k. It goes over a row twice
+    where it has to put at most about a hundred tokens in order, as with a small top_k or for a peaked distribution, or
+    without top_k and top_p, and else three times. What it has read it finds in shared memory, if there are few rows, or
+    else mostly in the cache. It does not draw tokens that are less than 2^-40 times as probable as the most probable
+    one. Options that are one number for all rows, Python's or a traced one, take no launch of their own. Where the
+    tokens of a row are sharded, the devices exchange the k largest of top_k, and whole rows without it.
 
     Elsewhere, with top_k, or without top_p and min_p, the logits are read once; with min_p three times; with top_p
     once, and once more for another temperature than the Python number 1. If top_p keeps more than 256 tokens of some
@@ -147,12 +149,14 @@ def _option(
     rows: tuple[int, ...],
     dtype: np.dtype,
 ) -> jax.Array | None:
-    """The option as one number a row, after checking it; None for the Python number `off`, which changes nothing.
+    """The option after checking it: a number for all rows, or one for each; None for what changes nothing.
+
+    A number stays one, as filling an array with it would take a launch of its own on a GPU.
 
     Args:
       name: of the option.
       value: as it is given.
-      off: the value that changes nothing.
+      off: the Python number that changes nothing.
       allowed: the values that it may have, in words.
       fits: tells which numbers of an array are such values.
       rows: the shape of the rows.
@@ -167,7 +171,8 @@ def _option(
     if isinstance(given, np.ndarray) and not np.all(fits(given)):
         raise ValueError(f"{name} must be {allowed}; got {value!r}")
     try:
-        return jnp.broadcast_to(jnp.asarray(given, dtype), rows)
+        number = jnp.asarray(given, dtype)
+        return number if number.ndim == 0 else jnp.broadcast_to(number, rows)
     except ValueError:
         raise ValueError(f"{name} must broadcast to the rows of the logits, {rows}; got shape {given.shape}") from None
 

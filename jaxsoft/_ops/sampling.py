@@ -55,18 +55,18 @@ class _Rows(NamedTuple):
 def draw_tokens(key, x, temperature, top_p, min_p, top_k, implementation):
     """A token of each row of logits x, and its probability. The options are those of `jaxsoft.random.sample`, checked.
 
-    temperature, top_p and min_p are one number a row, and top_k a Python integer. None stands for what changes nothing.
+    temperature, top_p and min_p are one number a row or one for all, and top_k a Python integer. None stands for what
+    changes nothing.
     """
     uniform = jax.random.uniform(key, (*x.shape[:-1], 2), accumulator(x.dtype))
     options = (temperature, top_p, min_p)
     composed = functools.partial(_draw_composed, top_k, implementation)
-    if implementation not in (None, "ffi") or not sampling_kernel.may_take(x):
+    if implementation not in (None, "ffi") or not sampling_kernel.may_take(x, top_k is None and top_p is not None):
         return composed(uniform, x, *options)
     sampler = sampling_kernel.Sampler(top_k, _draw_on_one_device)
 
     def by_kernel(uniform, x, *options):
-        numbers = (jnp.ones_like(uniform[..., 0]), jnp.ones_like(uniform[..., 0]), jnp.zeros_like(uniform[..., 0]))
-        given = (off if v is None else v for v, off in zip(options, numbers, strict=True))
+        given = (jnp.float32(off) if v is None else v for v, off in zip(options, (1, 1, 0), strict=True))
         return sampling_kernel.draw(sampler, uniform, x, *given)
 
     return jax.lax.platform_dependent(uniform, x, *options, cuda=by_kernel, default=composed)
@@ -82,7 +82,8 @@ def _draw_composed(top_k, implementation, uniform, x, temperature, top_p, min_p)
 
     The first random number of a row draws its chunk, and the second the token in it, or one of the first few.
     """
-    scaled = temperature is not None
+    scaled, by_row = temperature is not None, uniform.shape[:-1]
+    temperature, top_p, min_p = (v if v is None else jnp.broadcast_to(v, by_row) for v in (temperature, top_p, min_p))
     temperature = temperature if scaled else jnp.ones_like(uniform[..., 0])
     # A temperature below 0 or of NaN makes everything NaN. The scale is finite, and so far above 0 that it is normal.
     inverse = jnp.clip(1 / temperature, jnp.finfo(temperature.dtype).tiny, 1 / _COLDEST)

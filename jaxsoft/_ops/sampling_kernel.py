@@ -20,7 +20,6 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsoft._core import library
-from jaxsoft._core.batching import as_leading_dimension
 from jaxsoft._core.mesh import Axes, axes_of, can_partition, if_even, on_one_device, refined
 from jaxsoft._core.primitives import compiled, primitive
 from jaxsoft._rows.forms import Form
@@ -34,10 +33,13 @@ _NAME = "sample"
 # How many tokens a row may have: kLongestSampled in ffi/cuda/rows/sample.cuh.
 _LONGEST = 1 << 22
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
-# More rows than this are left to operations on rows if they are shorter than that. However short a row is, a block of
-# the kernel takes some microseconds for it, and an H200 runs 264 blocks at once. These numbers are estimates, not
-# measured.
-_MANY_ROWS, _SHORT_ROW = 4096, 2048
+# More rows than this are left to operations on rows if they are at most so long. However short a row is, a block of the
+# kernel takes some microseconds for it, and an H200 runs 264 blocks at once. Operations on rows read a row once, but
+# many times where top-p is of all tokens. Measured on an H200 with 8192 and 65536 rows of 256, 1024 and 2048 bf16
+# (November 2026): without top-p or with top-k 50 the kernel takes 1.4 to 3.5 times as long at 2048 tokens; with top-p
+# of all, 1.9 to 2.1 times at 256, but .5 to 1.3 times at 1024. Where between these it becomes faster, and from which
+# number of rows on, was not measured.
+_MANY_ROWS, _SHORT_ROW, _SHORT_ROW_WITH_TOP_P = 4096, 2048, 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,19 +56,25 @@ class Sampler:
     composed: Draw
 
 
-def may_take(x: jax.Array) -> bool:
-    """Whether there may be a kernel for logits x on a GPU, and a mesh may partition it here."""
+def may_take(x: jax.Array, top_p_of_all: bool) -> bool:
+    """Whether there may be a kernel for logits x on a GPU, and a mesh may partition it here.
+
+    Args:
+      x: the logits.
+      top_p_of_all: whether there is a top-p, and it is of all tokens, as without top-k.
+    """
     if x.dtype not in _DTYPES or x.shape[-1] > _LONGEST or not can_partition() or library.find("cuda") is None:
         return False
     known = [d for d in x.shape if isinstance(d, int)]
     many = len(known) == x.ndim and math.prod(known[:-1]) > _MANY_ROWS
-    return 0 not in known and not (many and x.shape[-1] < _SHORT_ROW)
+    return 0 not in known and not (many and x.shape[-1] <= (_SHORT_ROW_WITH_TOP_P if top_p_of_all else _SHORT_ROW))
 
 
 def draw(sampler: Sampler, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """The tokens (...), in int32, and their probabilities.
 
-    The operands are random numbers from 0 to 1 (..., 2), logits (..., n), and temperature, top_p and min_p (...).
+    The operands are random numbers from 0 to 1 (..., 2), logits (..., n), and temperature, top_p and min_p, each of
+    which is one number a row (...) or one for all rows ().
     """
     return _batched(sampler)(*operands)
 
@@ -78,9 +86,16 @@ def _batched(sampler: Sampler) -> Draw:
 
     @function.def_vmap
     def vmap(size, batched, *operands):
-        del size
-        dims = [0 if is_batched else None for is_batched in batched]
-        return function(*as_leading_dimension(operands, dims, len(operands))), (True, True)
+        uniform, x, *options = zip(operands, batched, strict=True)
+        rows = operands[0].shape[int(batched[0]) : -1]
+
+        def mapped(v, is_batched, shape):
+            v = v if is_batched else v[None]
+            return jnp.broadcast_to(jnp.expand_dims(v, range(v.ndim, 1 + len(shape))), (size, *shape))
+
+        # A number for all rows remains one, unless it is another one for each mapped call.
+        given = (v if v.ndim == 0 else mapped(v, is_batched, rows) for v, is_batched in options)
+        return function(mapped(*uniform, (*rows, 2)), mapped(*x, (*rows, x[0].shape[-1])), *given), (True, True)
 
     return function
 
@@ -107,13 +122,13 @@ def _partitioned(sampler: Sampler) -> Draw:
             mesh,
             on_one_device(local),
             (by_row, by_row),
-            (sharding(*rows, ()), sharding(*rows, tokens), *[by_row] * 3),
+            (sharding(*rows, ()), sharding(*rows, tokens), *(by_row if v.ndim else sharding() for v in operands[2:])),
         )
 
     def rule(mesh, operand_types, result_types):
         del mesh, result_types
         rows = [f"r{i}" for i in range(len(operand_types[0].shape) - 1)]
-        operands = ([*rows, "two"], [*rows, "n"], rows, rows, rows)
+        operands = ([*rows, "two"], [*rows, "n"], *(rows[: len(v.shape)] for v in operand_types[2:]))
         named = " -> ".join(", ".join(map(" ".join, side)) for side in (operands, (rows, rows)))
         return named, {"need_replication_factors": ("two",) if sampler.k else ("two", "n")}
 

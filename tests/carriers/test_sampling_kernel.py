@@ -35,6 +35,8 @@ OPTIONS = [
     {"top_p": 0.99999},
     {"top_p": 1e-7},
     {"top_k": 70_000, "top_p": 0.5},
+    {"temperature": 0.5, "top_k": 100, "top_p": 0.95},  # the most that goes the short way, and one more
+    {"top_k": 101, "min_p": 0.001},
 ]
 
 
@@ -91,7 +93,7 @@ def check(x: np.ndarray, options: dict, count: int, seed: int = 0) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [1, 5, 255, 256, 257, 4097, 32_000, 50_257, 128_256, pytest.param(2**20, marks=slow)])
 def test_tokens(kind, n):
-    """Of a row, which lies over eight blocks, of some, over two, and of many, in a block each."""
+    """Of a row, which lies over up to 16 blocks, of some, over two, and of many, in a block each."""
     dtypes = (jnp.float32, jnp.bfloat16, jnp.float16)
     for i, options in enumerate(OPTIONS):
         count = (1, 33, 3, 70)[(i + n) % 4] if n < 200_000 else 3
@@ -101,8 +103,8 @@ def test_tokens(kind, n):
 @on_gpu
 @pytest.mark.parametrize("options", OPTIONS[:7], ids=str)
 def test_a_row_is_drawn_as_it_is_among_others(options):
-    """It lies over eight blocks, over two or in one; with other rows before it, it begins elsewhere in memory."""
-    for kind in ("flat", "equal", "rounded"):
+    """It lies over 16 blocks, over two or in one; with other rows before it, it begins elsewhere in memory."""
+    for kind in ("flat", "peaked", "equal", "rounded"):
         x = np.stack([row(kind, 50_257, jnp.bfloat16)] * 300)
         k = options.get("top_k")
         values = [options.get("temperature", 1), options.get("top_p", 1), options.get("min_p", 0)]
@@ -213,3 +215,47 @@ def test_vmap():
     np.testing.assert_allclose(p, expected[1], rtol=1e-6)
     one = jax.vmap(lambda u: kernel(None, u, x[0], *(v[0] for v in options)))(u)
     np.testing.assert_array_equal(one[0][0], kernel(None, u[0], x[0], *(v[0] for v in options))[0])
+
+
+def test_one_number_for_all_rows():
+    """It is as that number for each row; mapped, it is one for the rows of each mapped call."""
+    u, x, *_ = operands((4, 6, 64))
+    numbers = np.float32(0.8), np.float32(0.7), np.float32(0.01)
+    expected = kernel(None, u, x, *(np.full(x.shape[:-1], v) for v in numbers))
+    same = functools.partial(jax.tree.map, np.testing.assert_array_equal)
+    same(kernel(None, u, x, *numbers), expected)
+    same(jax.vmap(functools.partial(kernel, None), (0, 0, None, None, None))(u, x, *numbers), expected)
+    each = np.linspace(0.5, 1.5, 4, dtype=np.float32)
+    filled = np.broadcast_to(each[:, None], x.shape[:-1])
+    expected = kernel(None, u, x, filled, np.full(x.shape[:-1], numbers[1]), np.full(x.shape[:-1], numbers[2]))
+    same(jax.vmap(functools.partial(kernel, None), (0, 0, 0, None, None))(u, x, each, *numbers[1:]), expected)
+    by_row = np.broadcast_to(each[0], (6,))
+    expected = kernel(None, np.stack([u[0]] * 4), np.stack([x[0]] * 4), filled, filled[:, :1] + 0 * filled, 0 * filled)
+    one = jax.vmap(lambda t, p: kernel(None, u[0], x[0], t, p, 0 * by_row))(each, each)
+    same(one, expected)
+
+
+@needs_library
+def test_one_number_takes_no_launch():
+    """Beside the random numbers there is nothing that fills an array, whether the numbers are known or traced."""
+
+    def text(*options):
+        draw = jax.jit(lambda x, *numbers: sample(KEY, x, **dict(zip(("temperature", "top_p"), numbers, strict=False))))
+        return draw.trace(jnp.zeros((4, 300), jnp.bfloat16), *options).lower(lowering_platforms=("cuda",)).as_text()
+
+    for lowered in (text(), text(0.7), text(0.7, 0.9), text(jnp.float32(0.7), jnp.float32(0.9))):
+        call = next(line for line in lowered.splitlines() if "@jaxsoft_sample(" in line)
+        assert call.count("tensor<f32>") == 3
+
+
+@needs_devices
+def test_sharded_rows_with_one_number():
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    u, x, *_ = operands((4, 64))
+    numbers = np.float32(0.8), np.float32(0.7), np.float32(0)
+    for k in (None, 5):
+        for spec in (jax.P("a"), jax.P(None, "a")):
+            sharded = jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
+            compiled = jitted(k).lower(u, sharded, *numbers).compile()
+            np.testing.assert_array_equal(compiled(u, sharded, *numbers)[0], kernel(k, u, x, *numbers)[0])
+            assert spec != jax.P("a") or not collectives(compiled)

@@ -1,18 +1,19 @@
 // Draws a token from each row of logits, after top-k, top-p and min-p, in one launch.
 //
-// A row lies over the blocks of a cluster, or in one block. What they need to know of it:
+// A row lies over the blocks of a cluster, or in one block. The first read finds its largest element m, which gives all
+// weights exp((x - m) * scale), and a bar for the short way: if few elements may be left by the filters, the second
+// read gathers these, and the token is drawn from them. Else the blocks need to know:
 //
-// 1. Its largest element m, which gives all weights exp((x - m) * scale).
-// 2. How many elements there are in each of 2048 bins of weights. This says in which bin the k-th largest is, and
+// 1. How many elements there are in each of 2048 bins of weights. This says in which bin the k-th largest is, and
 //    bounds the mass of all that is above each bin. So only elements of a few bins, the candidates, may be on either
 //    side of the ends of top-k and top-p.
-// 3. The mass of what is certainly above these ends, and of all, for each warp's range of elements; and the candidates,
+// 2. The mass of what is certainly above these ends, and of all, for each warp's range of elements; and the candidates,
 //    which go to the first block.
-// 4. There the ends are found among the candidates, exactly, and then the token: the warp's range in which it is by the
+// 3. There the ends are found among the candidates, exactly, and then the token: the warp's range in which it is by the
 //    table of masses, and its place in that range by reading it once more.
 //
 // Masses are whole numbers, in units of 2^-40 of the largest element's weight. So sums are the same in whatever order
-// they are taken, and a row gives the same token however many blocks it lies over.
+// they are taken, and a row gives the same token however many blocks it lies over, and whichever way it goes.
 //
 // If there are more candidates than the first block has room for, as of a row of equal elements, the ends are found by
 // going over the row once for every 9 bits of the elements' order and index.
@@ -20,7 +21,9 @@
 //   sample/tuning.cuh   the sizes in the code
 //   sample/block.cuh    what threads do together; sample/shared.cuh, what they share
 //   sample/row.cuh      a block's part of a row, weights, and keys that put elements in order
-//   sample/bracket.cuh  step 2; sample/select.cuh, the search of step 4
+//   sample/options.cuh  the options of a row
+//   sample/few.cuh      the first read's end, and the short way
+//   sample/bracket.cuh  step 1; sample/select.cuh, the search of step 3
 //   sample/kernel.cuh   the kernel
 #include "sample.cuh"
 
@@ -35,19 +38,8 @@
 namespace jaxsoft::cuda {
 namespace {
 
-// How many blocks a row lies over, a power of two: as many as there is one of for each multiprocessor, which was the
-// fastest on an H200 (November 2026), but each thread should have a pack.
-template <class T>
-int choose_blocks(const Sampling<T>& call, const Device& device) {
-  const int64_t packs = (int64_t(call.n) * sizeof(T) + 15) / 16;
-  int blocks = 1;
-  while (device.major >= 9 && blocks < SampleCode::most_blocks && 2 * blocks * call.rows <= device.processors &&
-         packs >= 2 * blocks * SampleCode::threads)
-    blocks *= 2;
-  return blocks;
-}
-
-// Launches the kernel with clusters of so many blocks.
+// Launches the kernel with clusters of so many blocks. It is refused with cudaErrorInvalidClusterSize where the device
+// has no room for such a cluster.
 template <class T>
 cudaError_t launch(const Sampling<T>& call, int blocks, cudaStream_t stream) {
   constexpr int of_slot = SampleCode::threads * sizeof(Pack<T>);
@@ -63,16 +55,27 @@ cudaError_t launch(const Sampling<T>& call, int blocks, cudaStream_t stream) {
                                     static_cast<int>(sizeof(SampleShared)) + *found * of_slot);
       }))
     return e;
-  const int steps = RowPart<T>::steps_of(static_cast<int>((int64_t(call.n) * sizeof(T) + 15) / 16 + 1), blocks);
-  const int slots = steps <= most_slots ? std::max(steps, SampleCode::ring) : SampleCode::ring;
   cudaLaunchAttribute attribute = in_clusters_of(blocks);
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(call.rows * blocks));
+  config.gridDim = dim3(blocks);
   config.blockDim = dim3(SampleCode::threads);
-  config.dynamicSmemBytes = sizeof(SampleShared) + slots * of_slot;
+  config.dynamicSmemBytes = sizeof(SampleShared) + most_slots * of_slot;
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = blocks > 1;
+  if (blocks > 1) {
+    static Devices<SampleCode::most_blocks + 1> clusters_at_once;
+    int clusters = 0;
+    if (auto e = clusters_at_once.once(blocks, &clusters, [&](int* found) {
+          return find_clusters(sample_rows<T>, config, found);
+        }))
+      return e;
+    if (clusters == 0) return cudaErrorInvalidClusterSize;
+  }
+  const int steps = RowPart<T>::steps_of(static_cast<int>((int64_t(call.n) * sizeof(T) + 15) / 16 + 1), blocks);
+  const int slots = steps <= most_slots ? std::max(steps, SampleCode::ring) : SampleCode::ring;
+  config.gridDim = dim3(static_cast<unsigned>(call.rows * blocks));
+  config.dynamicSmemBytes = sizeof(SampleShared) + slots * of_slot;
   return cudaLaunchKernelEx(&config, sample_rows<T>, call, slots);
 }
 
@@ -82,10 +85,16 @@ template <class T>
 cudaError_t run_sample(const Sampling<T>& call, cudaStream_t stream) {
   Device device;
   if (auto e = device.read()) return e;
-  for (int blocks = choose_blocks(call, device);; blocks /= 2) {
+  // A row lies over as many blocks, a power of two, as there is a multiprocessor for each, but not so many that most
+  // threads have only one pack.
+  const int64_t packs = (int64_t(call.n) * sizeof(T) + 15) / 16;
+  int blocks = 1;
+  while (device.major >= 9 && blocks < SampleCode::most_blocks && 2 * blocks * call.rows <= device.processors &&
+         packs > 2 * blocks * SampleCode::threads * 3 / 4)
+    blocks *= 2;
+  for (;; blocks /= 2) {
     const cudaError_t error = launch(call, blocks, stream);
     if (error != cudaErrorInvalidClusterSize || blocks == 1) return error;
-    cudaGetLastError();  // else the next launch would be given this error
   }
 }
 
@@ -107,8 +116,9 @@ std::string check(const Buffer& logits, const Buffer& uniform, const Buffer* con
   if (!fits(uniform, ffi::F32, true))
     return "uniform must be F32, two numbers a row of logits: got " + describe(uniform) + " beside " + describe(logits);
   for (const Buffer* option : options)
-    if (!fits(*option, ffi::F32, false))
-      return "options must be F32, one number a row of logits: got " + describe(*option) + " beside " + describe(logits);
+    if (!fits(*option, ffi::F32, false) && !(option->dtype == ffi::F32 && option->dims.size() == 0))
+      return "options must be F32, one number a row of logits or one for all: got " + describe(*option) + " beside " +
+             describe(logits);
   if (!fits(token, ffi::S32, false) || !fits(probability, ffi::F32, false))
     return "the results must be S32 and F32, one number a row of logits: got " + describe(token) + " and " +
            describe(probability) + " beside " + describe(logits);
@@ -121,8 +131,8 @@ cudaError_t run_typed(const Buffer& logits, const Buffer& uniform, const Buffer*
                       const Buffer& token, const Buffer& probability, int64_t k, cudaStream_t stream) {
   Sampling<T> call{};
   call.logits = static_cast<const T*>(logits.data), call.uniform = static_cast<const float*>(uniform.data);
-  call.temperature = static_cast<const float*>(options[0]->data);
-  call.top_p = static_cast<const float*>(options[1]->data), call.min_p = static_cast<const float*>(options[2]->data);
+  auto option = [](const Buffer& b) { return SampleOption{static_cast<const float*>(b.data), b.dims.size() > 0}; };
+  call.temperature = option(*options[0]), call.top_p = option(*options[1]), call.min_p = option(*options[2]);
   call.token = static_cast<int32_t*>(token.data), call.probability = static_cast<float*>(probability.data);
   call.n = static_cast<uint32_t>(logits.dims.back());
   call.k = static_cast<uint32_t>(std::min<int64_t>(k, call.n));

@@ -11,14 +11,20 @@ namespace jaxsoft::cuda {
 // are no kernels for a CPU.
 constexpr const char* kSampleText = "sample(logits,uniform,temperature,top_p,min_p)->(token,probability) k\n";
 
-// The operands and results of a call. The options are one number a row, and those that change nothing are 1, 1 and 0.
+// An option: one number a row, or one for all rows.
+struct SampleOption {
+  const float* numbers;
+  int step;  // from one row's number to the next one's: 1 or 0
+
+  __host__ __device__ float at(int64_t row) const { return numbers[row * step]; }
+};
+
+// The operands and results of a call. Options that change nothing are 1, 1 and 0.
 template <class T>
 struct Sampling {
   const T* logits;       // (rows, n)
   const float* uniform;  // (rows, 2), from 0 to 1
-  const float* temperature;
-  const float* top_p;
-  const float* min_p;
+  SampleOption temperature, top_p, min_p;
   int32_t* token;
   float* probability;
   int64_t rows;

@@ -31,6 +31,26 @@ __device__ inline void synchronize_row() {
   }
 }
 
+// The first half of a barrier after which the blocks of a cluster may write to each other's shared memory: before it, a
+// block may not have begun.
+__device__ inline void start_row() {
+  if constexpr (kHopperCode) arrive_at_cluster();
+}
+__device__ inline void wait_for_start_of_row() {
+  if constexpr (kHopperCode) wait_for_cluster();
+}
+
+// Waits until the bytes that are sent to a barrier have come. That takes less time than a barrier of the cluster, which
+// waits for all that the threads have written anywhere.
+__device__ inline void wait_for_sent(const Barrier& arrived) {
+  if constexpr (kHopperCode) arrived.wait(0);
+}
+// Sends a value to the same variable in another block of a cluster of several.
+template <class V>
+__device__ void send_to_block(const V& value, V* variable, const Barrier& arrived, unsigned block) {
+  if constexpr (kHopperCode) send(value, variable, arrived, block);
+}
+
 // The same variable in the shared memory of another block of the cluster.
 template <class V>
 __device__ V* in_block_of_row(V* variable, unsigned block) {

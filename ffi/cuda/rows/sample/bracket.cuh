@@ -21,23 +21,38 @@ __device__ void count_by_bins(const RowPart<T>& part, const Weights& weights, Sa
   });
 }
 
-// Finds the bracket from the counts of all blocks. All threads of the cluster call it, after a barrier of the cluster.
-__device__ inline Bracket find_bracket(uint32_t k, float p, uint32_t n, unsigned block, unsigned blocks,
+// Adds up the counts of all blocks, of which there are several, for all of them. Each block does so for a part of the
+// bins. All threads of the cluster call it, after a barrier of the block.
+__device__ inline void add_counts_of_blocks(unsigned block, unsigned blocks, SampleShared& shared) {
+  constexpr unsigned pairs = SampleCode::bins / 2;
+  const unsigned part = pairs / blocks;  // pairs of a block's bins
+  using Pair = unsigned long long;
+  auto pair = [](uint32_t* counts, unsigned i) { return &reinterpret_cast<Pair*>(counts)[i]; };
+  for (unsigned i = threadIdx.x; i < pairs; i += SampleCode::threads) {
+    const unsigned place = block * part + i % part, owner = i / part;
+    send_to_block(*pair(shared.counts, i), pair(shared.row.sent, place), shared.counts_sent, owner);
+  }
+  wait_for_sent(shared.counts_sent);
+  // The sums fit in 32 bits, so that two can be added as one number.
+  const unsigned own = threadIdx.x % part;
+  Pair sum = 0;
+#pragma unroll 4
+  for (unsigned b = 0; b < blocks; b++) sum += *pair(shared.row.sent, b * part + own);
+  for (unsigned b = threadIdx.x / part; b < blocks; b += SampleCode::threads / part)
+    send_to_block(sum, pair(shared.row.all, block * part + own), shared.sums_sent, b);
+  wait_for_sent(shared.sums_sent);
+}
+
+// Finds the bracket from the counts of the block and of all blocks. All threads call it, after a barrier.
+__device__ inline Bracket find_bracket(uint32_t k, float p, uint32_t n, const uint32_t* all_counts,
                                        SampleShared& shared) {
   constexpr int own = SampleCode::bins / SampleCode::threads;  // bins of a thread
   constexpr uint32_t bins = SampleCode::bins;
-  constexpr float octaves_of_bin = float(SampleCode::octaves) / bins;
+  constexpr float octaves_of_bin = SampleCode::octaves_of_bin;
   static_assert(own == 4);
   const uint32_t first = threadIdx.x * own;
-  uint32_t counts[own] = {}, before[own] = {};  // of all blocks, and of those before this one
-#pragma unroll 4
-  for (unsigned i = 0; i < blocks; i++) {
-    const unsigned b = block ^ i;  // the blocks, whose number is a power of two, read from different ones at a time
-    const uint4 some = *in_block_of_row(reinterpret_cast<const uint4*>(&shared.counts[first]), b);
-    const uint32_t each[own] = {some.x, some.y, some.z, some.w};
-#pragma unroll
-    for (int j = 0; j < own; j++) counts[j] += each[j], before[j] += b < block ? each[j] : 0;
-  }
+  const uint4 quad = *reinterpret_cast<const uint4*>(&all_counts[first]);
+  const uint32_t counts[own] = {quad.x, quad.y, quad.z, quad.w};
   float weight[own], mass = 0;
   uint32_t count = 0;
 #pragma unroll
@@ -48,12 +63,12 @@ __device__ inline Bracket find_bracket(uint32_t k, float p, uint32_t n, unsigned
   Bracket& bracket = shared.bracket;
   if (threadIdx.x == 0) {
     bracket.begin = bracket.end = bins, bracket.last = Bracket::no_bin, bracket.before_last = bracket.in_last = 0;
-    bracket.count = bracket.before = 0;
+    bracket.count = bracket.own = 0;
   }
   float whole;
-  uint32_t all;
   const float mass_before = scan_of_block(mass, shared.float_warps, whole) - mass;
-  const uint32_t count_before = scan_of_block(count, shared.count_warps, all) - count;
+  uint32_t count_before = 0, all = 0;
+  if (k < n) count_before = scan_of_block(count, shared.count_warps, all) - count;
   // What follows is for the few threads in whose bins something ends. The others wait at the barriers, so that their
   // warps take no time.
   if (k < all) {
@@ -74,7 +89,7 @@ __device__ inline Bracket find_bracket(uint32_t k, float p, uint32_t n, unsigned
   }
   const uint32_t last = bracket.last, limit = min(last, bins - 1);  // the last bin that may matter
   if (p < 1) {
-    // Every mass by counts is within a factor r of the true one, up to rounding: half a unit of mass for each element,
+    // Every mass by counts is within a factor r of the true one, up to rounding: one unit of mass for each element,
     // and that of the sums here, and of p times the mass.
     const float r = exp2_approximately(0.51f * octaves_of_bin), inverse = exp2_approximately(-0.51f * octaves_of_bin);
     const float rounded = whole * 4e-6f + n * (1.f / (1ull << SampleCode::octaves));
@@ -102,11 +117,11 @@ __device__ inline Bracket find_bracket(uint32_t k, float p, uint32_t n, unsigned
     __syncthreads();
   }
   if ((first < bracket.end && bracket.begin < first + own) || (first <= last && last < first + own)) {
-    uint32_t candidates = 0, before_here = 0;
+    uint32_t candidates = 0, of_block = 0;
 #pragma unroll
     for (int i = 0; i < own; i++)
-      if (bracket.is_candidate(first + i)) candidates += counts[i], before_here += before[i];
-    atomicAdd(&bracket.count, candidates), atomicAdd(&bracket.before, before_here);
+      if (bracket.is_candidate(first + i)) candidates += counts[i], of_block += shared.counts[first + i];
+    atomicAdd(&bracket.count, candidates), atomicAdd(&bracket.own, of_block);
   }
   __syncthreads();
   return bracket;

@@ -1,53 +1,11 @@
 // The kernel: a cluster of blocks, or one block, draws a token of a row.
 #pragma once
 
-#include "../sample.cuh"
 #include "bracket.cuh"
+#include "few.cuh"
 #include "select.cuh"
 
 namespace jaxsoft::cuda {
-
-// The options of a row. Out of their range, top-p and min-p leave at least one token.
-struct Options {
-  float temperature, p, min_p;
-  uint32_t k;
-  float2 u;  // the random numbers
-
-  // Only starts to read.
-  template <class T>
-  __device__ Options(const Sampling<T>& call, int64_t row)
-      : temperature(call.temperature[row]), p(call.top_p[row]), min_p(call.min_p[row]), k(call.k),
-        u(reinterpret_cast<const float2*>(call.uniform)[row]) {}
-  __device__ void wait() {
-    p = p > 0 ? p : 0.f;
-    min_p = min(min_p, 1.f);
-    k = temperature == 0 ? 1 : k;
-  }
-  // 1 / temperature: finite, and so far above 0 that it is normal. Temperatures below 1e-25 are not told apart. NaN where
-  // the temperature has no meaning.
-  __device__ float scale() const {
-    return temperature == 0 ? 1.f : temperature > 0 ? min(max(1 / temperature, 0x1p-126f), 1e25f) : nanf("");
-  }
-};
-
-// The part p of a mass, rounded as products of f32 are; at least one unit.
-__device__ inline Mass part_of_mass(float p, Mass mass) {
-  return max(__float2ull_rn(p * __ull2float_rn(mass)), Mass(1));
-}
-
-// The order of the row's largest element, all ones for NaN, for all threads of the cluster.
-__device__ inline uint32_t top_of_row(uint32_t of_thread, unsigned blocks, SampleShared& shared) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const uint32_t of_warp = __reduce_max_sync(kWholeWarp, of_thread);
-  if (lane == 0) shared.warp_tops[warp] = of_warp;
-  __syncthreads();
-  if (warp == 0) {
-    const uint32_t of_block = __reduce_max_sync(kWholeWarp, lane < SampleCode::warps ? shared.warp_tops[lane] : 0);
-    if (lane == 0) shared.top = of_block;
-  }
-  synchronize_row();
-  return __reduce_max_sync(kWholeWarp, lane < blocks ? *in_block_of_row(&shared.top, lane) : 0);
-}
 
 // What a warp's lanes add up to is written to the first block's tables.
 struct Totals {
@@ -65,7 +23,7 @@ struct Totals {
 // The sum of a table, for each warp.
 __device__ inline Mass sum_of_table(const Mass* table, int of_lane) {
   Mass sum = 0;
-#pragma unroll 1
+#pragma unroll 4
   for (int i = 0; i < of_lane; i++) sum += table[i * 32 + threadIdx.x % 32];
   return sum_of_warp(sum);
 }
@@ -81,90 +39,86 @@ __device__ void draw(const Sampling<T>& call, int64_t index, const RowPart<T>& p
     const int lane = threadIdx.x;
     auto left_in = [&](int place) { return shared.left[place] + shared.candidates[place]; };
     Mass mine = 0;
-#pragma unroll 1
+#pragma unroll 4
     for (int i = 0; i < of_lane; i++) mine += left_in(i * 32 + lane);
     const Mass until_mine = scan_of_warp(mine), all = __shfl_sync(kWholeWarp, until_mine, 31);
-    // The random numbers are multiples of 2^-23: together they are a whole number of 46 bits.
-    const Mass random = Mass(uint32_t(options.u.x * 0x1p23f)) << 23 | uint32_t(options.u.y * 0x1p23f);
-    const Mass target = __umul64hi(random << 18, all);
+    const Mass target = options.target(all);
     const int with = __ffs(__ballot_sync(kWholeWarp, until_mine > target)) - 1;
     const Mass before_lane = __shfl_sync(kWholeWarp, until_mine - mine, with);
     const Mass of_warp = lane < of_lane ? left_in(lane * 32 + with) : 0;
     const Mass until_warp = before_lane + scan_of_warp(of_warp);
     const int warp_with = __ffs(__ballot_sync(kWholeWarp, until_warp > target)) - 1;
     if (lane == warp_with)
-      shared.range = {with * of_lane + lane, target, until_warp - of_warp, Weights::from_mass(all)};
+      shared.range = {with * of_lane + lane, target, until_warp - of_warp, all};
   }
   __syncthreads();
   const auto [warp, target, before_range, all] = shared.range;
-  Mass before = before_range;
-
+  // Each thread has some elements of the range that follow each other.
+  const int size = part.of_warp() * Pack<T>::size, each = (size + SampleCode::threads - 1) / SampleCode::threads;
+  const int first = warp * size - part.window.head + threadIdx.x * each;
+  const int last = min(first + each, min((warp + 1) * size - part.window.head, static_cast<int>(call.n)));
+  auto mass_of = [&](int i) -> Mass {
+    if (i < 0) return 0;
+    const float x = widen(part.row[i]), weight = weights(x);
+    return !(weight < options.min_p) && keys(x, i) >= end ? Weights::mass(weight) : 0;
+  };
+  Mass mass = 0, tile;
+#pragma unroll 8
+  for (int i = first; i < last; i++) mass += mass_of(i);
+  Mass until = before_range + scan_of_block(mass, shared.warps[2], tile);
+  // The lanes of its warp go over the elements of the thread that has the token.
+  const unsigned with = __ballot_sync(kWholeWarp, until - mass <= target && target < until);
+  if (!with) return;
+  const int lane = threadIdx.x % 32, source = __ffs(with) - 1;
+  Mass before = __shfl_sync(kWholeWarp, until - mass, source);
+  const int begin = __shfl_sync(kWholeWarp, first, source), stop = __shfl_sync(kWholeWarp, last, source);
 #pragma unroll 1
-  for (int start = 0; start < part.of_warp(); start += SampleCode::threads) {
-    const int offset = start + threadIdx.x, i = warp * part.of_warp() + offset;
-    const int first = i * Pack<T>::size - part.window.head;
-    Pack<T> pack;
-    Mass mass = 0;
-    auto mass_of = [&](int k) -> Mass {
-      const float x = element(pack, k), weight = weights(x);
-      const bool left = weights.counts(x) && !(weight < options.min_p) && keys(x, first + k) >= end;
-      return left ? Weights::mass(weight) : 0;
-    };
-    if (offset < part.of_warp()) {
-      pack = part.fetch(i);
-#pragma unroll
-      for (int k = 0; k < Pack<T>::size; k++) mass += mass_of(k);
-    }
-    Mass tile;
-    if (start > 0) __syncthreads();
-    Mass until = before + scan_of_block(mass, shared.warps[2], tile);
+  for (int start = begin; start < stop; start += 32) {
+    const int i = start + lane;
+    mass = i < stop ? mass_of(i) : 0;
+    until = before + scan_of_warp(mass);
     if (until - mass <= target && target < until) {
-      until -= mass;
-      int k = 0;
-#pragma unroll 1
-      for (; k < Pack<T>::size - 1; k++) {
-        until += mass_of(k);
-        if (target < until) break;
-      }
-      call.token[index] = first + k;
-      call.probability[index] = expf((element(pack, k) - weights.m) * weights.scale) / all;
+      call.token[index] = i;
+      call.probability[index] = weights.probability(widen(part.row[i]), all);
     }
-    before += tile;
-    if (target < before) return;
+    before = __shfl_sync(kWholeWarp, until, 31);
   }
 }
 
 // What a thread's elements add to the totals. The keys of candidates are put into the block's memory.
-template <bool with_min_p, class T>
+enum class Filters { none, top_p, any };
+template <Filters filters, class T>
 __device__ Totals add_up(const RowPart<T>& part, const Weights& weights, const Keys<T>& keys,
                          const Bracket& bracket, float min_p, SampleShared& shared) {
   constexpr uint32_t bins = SampleCode::bins;
+  constexpr bool general = filters == Filters::any, none = filters == Filters::none;
   Totals totals;
   const float begin = Weights::border(bracket.begin), end = Weights::border(bracket.end);
   const float last = bracket.in_last > 0 ? Weights::border(bracket.last) : 0.f;
   const float limit = Weights::border(min(bracket.last, bins));
   part.for_packs([&](const Pack<T>& pack, int first) {
     // Of what top-k leaves, most packs have nothing.
-    if (bracket.in_last > 0 && weights.place(pack.maximum()) > last) return;
+    if (general && bracket.in_last > 0 && weights.place(pack.maximum()) > last) return;
     Weights::Parts left, above, total;
     uint32_t candidates = 0;
 #pragma unroll
     for (int k = 0; k < Pack<T>::size; k++) {
-      const float x = pack.get(k), weight = weights(x), place = weights.place(x);
-      const bool is_above = place < begin, is_candidate = (!is_above && place < end) || place == last;
-      if (is_candidate) candidates |= 1u << k;
-      total.add(weight, place < limit && !is_candidate);
+      const float x = pack.get(k), weight = weights(x);
+      if constexpr (none) {
+        total.add(weight);
+        continue;
+      }
+      const float place = weights.place(x);
+      const bool is_above = place < begin;
+      if ((!is_above && place < end) || (general && place == last)) candidates |= 1u << k;
+      total.add(weight, !general || place < limit);
       above.add(weight, is_above);
-      if (with_min_p) left.add(weight, is_above && !(weight < min_p));
+      if (general) left.add(weight, is_above && !(weight < min_p));
     }
     left.move_to(totals.left), above.move_to(totals.above), total.move_to(totals.total);
-    while (candidates) {
-      const int k = __ffs(candidates) - 1;
-      candidates &= candidates - 1;
-      shared.keys[atomicAdd(&shared.placed, 1u)] = keys(element(pack, k), first + k);
-    }
+    if (candidates) put_keys(pack, candidates, first, keys, SampleCode::room, shared);
   });
-  if (!with_min_p) totals.left = totals.above;
+  if (!general) totals.left = none ? totals.total : totals.above;
   return totals;
 }
 
@@ -213,27 +167,30 @@ template <bool one_warp, class T>
 __device__ Key end_of_filters(const RowPart<T>& part, const Weights& weights, const Keys<T>& keys,
                               const Bracket& bracket, const Options& options, int of_lane, SampleShared& shared) {
   const int step = one_warp ? 32 : SampleCode::threads, count = static_cast<int>(bracket.count);
-  const int key_bits = 32 - kFree<T> + keys.index_bits;
   auto one = [](Key) { return Mass(1); };
   auto mass = [&](Key key) { return Weights::mass(weights(keys.value(key))); };
-  auto find = [&](Key from, Mass need, auto mass_of) {
+  auto find = [&](Key from, uint32_t begin, uint32_t end, Mass need, auto mass_of) {
     if constexpr (one_warp) return end_among_few(shared.keys, count, from, need, mass_of);
-    else return end_among_candidates(count, from, key_bits, need, mass_of, shared);
+    else return end_among_candidates(count, from, weights, keys, begin, end, need, mass_of, shared);
   };
   Key end = 0;
   if (bracket.in_last > 0) {
     const uint32_t above = count - bracket.in_last;  // candidates of bins before the last
-    end = find(end, options.k - bracket.before_last + above, one);
+    end = find(end, min(bracket.begin, bracket.last), bracket.last + 1, options.k - bracket.before_last + above, one);
   }
   if (options.p < 1) {
     Mass total = 0;
+    if (bracket.in_last > 0) {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < count; i += step)
-      if (shared.keys[i] >= end) total += mass(shared.keys[i]);
-    total = one_warp ? sum_of_warp(total) : sum_of_block(total, shared.warps[1]);
+      for (int i = threadIdx.x; i < count; i += step) {
+        const Key key = shared.keys[i];
+        if (key >= end && weights.bin(keys.value(key)) == bracket.last) total += mass(key);
+      }
+      total = one_warp ? sum_of_warp(total) : sum_of_block(total, shared.warps[1]);
+    }
     const Mass enough = part_of_mass(options.p, sum_of_table(shared.total, of_lane) + total);
     const Mass above = sum_of_table(shared.above, of_lane);
-    end = find(end, enough > above ? enough - above : 1, mass);
+    end = find(end, bracket.begin, bracket.end, enough > above ? enough - above : 1, mass);
   }
 #pragma unroll 1
   for (int i = threadIdx.x; i < count; i += step) {
@@ -250,46 +207,72 @@ __global__ void __launch_bounds__(SampleCode::threads, SampleCode::blocks)
   extern __shared__ uint4 memory[];  // the slots, and after them what is shared
   SampleShared& shared = *reinterpret_cast<SampleShared*>(memory + slots * SampleCode::threads);
   const unsigned block = block_of_row(), blocks = blocks_of_row();
-  const int64_t index = blockIdx.x / blocks;
+  const int64_t index = blockIdx.x >> (__ffs(blocks) - 1);
   Options options(call, index);
   const RowPart<T> part(call.logits + index * call.n, call.n, block, blocks, memory, slots);
+  if (blocks > 1) start_exchanges(blocks, shared);
   for (int i = threadIdx.x; i < SampleCode::bins; i += SampleCode::threads) shared.counts[i] = 0;
   const int of_lane = (blocks * SampleCode::warps + 31) / 32;  // warps of the cluster for each lane of one
   if (threadIdx.x < SampleShared::most_warps) {
     shared.candidates.clear(threadIdx.x);
     shared.left[threadIdx.x] = shared.above[threadIdx.x] = shared.total[threadIdx.x] = 0;
   }
+  if (threadIdx.x == 0) shared.placed = 0;
   options.wait();
 
-  const uint32_t top = top_of_row(part.top_order(), blocks, shared);
-  const Weights weights(of_order(top), options.scale());
+  const FewSought sought(options, call.n, blocks);
+  const float scale = options.scale();
+  const auto [top, bar, few] = find_top(part.top_order(), part, sought, options.p, scale, block, blocks, shared);
+  const Weights weights(of_order(top), scale);
   if (top == ~0u || !isfinite(weights.m) || isnan(weights.scale)) {  // there is no distribution
     if (block == 0 && threadIdx.x == 0) call.token[index] = 0, call.probability[index] = nanf("");
-    synchronize_row();  // others may still read this block's memory
     return;
   }
   const Keys<T> keys(call.n);
+  if (few) {
+    if (sought.all_count) gather_few<true>(part, weights, keys, of_order(bar), block, blocks, shared);
+    else gather_few<false>(part, weights, keys, of_order(bar), block, blocks, shared);
+    Mass total = 0;
+    if (few_suffice(sought.all_count, options.p, blocks, shared, total)) {
+      if (block == 0)
+        draw_from_few(call, index, weights, keys, options, sought.all_count, total, blocks, shared);
+      return;
+    }
+  }
   Bracket bracket{SampleCode::bins, SampleCode::bins, Bracket::no_bin};
   if (options.k < call.n || options.p < 1) {
     count_by_bins(part, weights, shared);
-    synchronize_row();
-    bracket = find_bracket(options.k, options.p, call.n, block, blocks, shared);
+    __syncthreads();
+    if (blocks > 1) add_counts_of_blocks(block, blocks, shared);
+    bracket = find_bracket(options.k, options.p, call.n, blocks > 1 ? shared.row.all : shared.counts, shared);
   }
+  // Tells the other blocks how many candidates there are here, and that this block no longer needs what lies where the
+  // first block gathers the keys.
+  if (blocks > 1 && threadIdx.x < blocks)
+    send_to_block(bracket.own, &shared.candidates_of_block[block], shared.candidates_sent, threadIdx.x);
   const bool too_many = bracket.count > SampleCode::room;
   Totals totals;
   Key end = 0;
   if (too_many) {
+    if (blocks > 1) wait_for_sent(shared.candidates_sent);
     const auto found = add_up_all(part, weights, keys, bracket, options, blocks, shared);
     totals = found.totals, end = found.end;
   } else {
     if (threadIdx.x == 0) shared.placed = 0;
     __syncthreads();
-    totals = options.min_p > 0 ? add_up<true>(part, weights, keys, bracket, options.min_p, shared)
-                               : add_up<false>(part, weights, keys, bracket, options.min_p, shared);
-    if (block != 0) {  // the keys go to the first block together, as single stores to other blocks are slow
+    if (options.min_p > 0 || bracket.in_last > 0)
+      totals = add_up<Filters::any>(part, weights, keys, bracket, options.min_p, shared);
+    else if (options.p < 1)
+      totals = add_up<Filters::top_p>(part, weights, keys, bracket, options.min_p, shared);
+    else
+      totals = add_up<Filters::none>(part, weights, keys, bracket, options.min_p, shared);
+    if (blocks > 1) wait_for_sent(shared.candidates_sent);
+    if (block != 0) {
       __syncthreads();
-      Key* const places = in_block_of_row(shared.keys, 0) + bracket.before;
-      for (int i = threadIdx.x; i < static_cast<int>(shared.placed); i += SampleCode::threads) places[i] = shared.keys[i];
+      uint32_t before = 0;
+      for (unsigned b = 0; b < block; b++) before += shared.candidates_of_block[b];
+      Key* const places = in_block_of_row(shared.keys, 0) + before;
+      for (uint32_t i = threadIdx.x; i < shared.placed; i += SampleCode::threads) places[i] = shared.keys[i];
     }
   }
   totals.write(block, of_lane, shared);

@@ -1,4 +1,4 @@
-// A block's part of a row, most of it or all in registers, and what an element weighs.
+// A block's part of a row, in shared memory, and what an element weighs.
 #pragma once
 
 #include "../../exponential.cuh"
@@ -8,19 +8,22 @@
 
 namespace jaxsoft::cuda {
 
-// What the weights of a row, exp((x - m) * scale), are computed with.
+// What the weights of a row, exp((x - m) * scale), are computed with. A mass is rounded down, so that it is 0 just
+// where the weight is below 2^-octaves. All elements that have a mass are in one of the bins.
 struct Weights {
   float m, scale;
   float of_exp2, of_bins;  // the factors of x - m to the exponent of 2, and to the bin
 
   __device__ Weights(float m, float scale)
       : m(m), scale(scale), of_exp2(scale * float(kLog2E)),
-        of_bins(-of_exp2 * (float(SampleCode::bins) / SampleCode::octaves)) {}
+        of_bins(-of_exp2 * (1 / SampleCode::octaves_of_bin)) {}
 
   __device__ float operator()(float x) const { return exp2_approximately((x - m) * of_exp2); }
   // How far x is below m, in bins, as a float to which 2^23 has been added, so that it is rounded to a whole number. It
-  // is `border(bins)` or more where the weight counts as 0, as for -inf.
+  // is `border(bins)` or more only where the mass is 0, as for -inf.
   __device__ float place(float x) const { return fmaf(x - m, of_bins, 0x1p23f); }
+  // The x that is so many bins below m.
+  __device__ float at(float bins) const { return m + bins / of_bins; }
   __device__ static float border(uint32_t bin) { return 0x1p23f + bin; }
   __device__ uint32_t bin(float x) const { return bits<uint32_t>(place(x)) - bits<uint32_t>(0x1p23f); }
   __device__ bool counts(float x) const { return place(x) < border(SampleCode::bins); }
@@ -31,22 +34,28 @@ struct Weights {
     parts.move_to(sum);
     return sum;
   }
-  // A sum of a few masses in two words, as conversions to 64 bits are slow. Sums with 2^23 round to whole numbers.
+  // A sum of a few masses in two words, as conversions to 64 bits are slow. Sums with 2^23 round to whole numbers, the
+  // second one down.
   struct Parts {
     static constexpr float half = 1 << SampleCode::octaves / 2;
     uint32_t high = 0;
     int32_t low = 0;
     __device__ void add(float weight, bool counts = true) {
       const float up = fmaf(weight, half, 0x1p23f), rest = fmaf(weight, half, 0x1p23f - up);
-      const float down = fmaf(rest, half, 0x1.8p23f);
-      if (counts) high += bits<uint32_t>(up) - bits<uint32_t>(0x1p23f), low += bits<int32_t>(down) - bits<int32_t>(0x1.8p23f);
+      const float down = __fmaf_rz(rest, half, 0x1.8p23f);
+      if (!counts) return;
+      high += bits<uint32_t>(up) - bits<uint32_t>(0x1p23f);
+      low += bits<int32_t>(down) - bits<int32_t>(0x1.8p23f);
     }
     __device__ void move_to(Mass& sum) {
       sum += (Mass(high) << SampleCode::octaves / 2) + static_cast<long long>(low);
       high = 0, low = 0;
     }
   };
-  __device__ static float from_mass(Mass mass) { return float(mass) / float(1ull << SampleCode::octaves); }
+  // Of x, where all that is left has this mass.
+  __device__ float probability(float x, Mass all) const {
+    return expf((x - m) * scale) / (float(all) / float(1ull << SampleCode::octaves));
+  }
 };
 
 // Elements in order: a key is greater where the value is larger, or the same and the index lower. The bits of the order
@@ -139,6 +148,9 @@ struct RowPart {
       for (int k = 0; k < size; k++) use(element(pack, k), uint32_t(index + k));
     });
   }
+
+  // One of the packs that the thread has gone over.
+  __device__ Pack<T> sample() const { return trimmed(*slot(steps - 1), first + (steps - 1) * 32); }
 
   // The order of the largest element; all ones if one is NaN.
   __device__ uint32_t top_order() const {

@@ -43,36 +43,24 @@ __device__ Key end_among_few(const Key* keys, int count, Key from, Mass need, Ma
   const Key key = lane < count ? keys[lane] : 0;
   const Mass mass = lane < count && key >= from ? mass_of(key) : 0;
   Mass until = 0;
-#pragma unroll 1
+#pragma unroll 4
   for (int i = 0; i < count; i++) {
     const Mass of_other = __shfl_sync(kWholeWarp, mass, i);
     if (keys[i] >= key) until += of_other;
   }
-  Key found = mass > 0 && until >= need ? key : 0;
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) found = max(found, __shfl_xor_sync(kWholeWarp, found, step));
-  return found;
+  const unsigned has = __ballot_sync(kWholeWarp, mass > 0 && until >= need && until - mass < need);
+  return has ? __shfl_sync(kWholeWarp, key, __ffs(has) - 1) : 0;
 }
 
-// The end of a filter among the candidates, of which those from `from` on count. mass_of(key) is what a key adds. Their
-// mass must reach `need`. All threads of the block call it, after a barrier.
-template <class MassOf>
-__device__ Key end_among_candidates(int count, Key from, int key_bits, Mass need, MassOf mass_of,
-                                    SampleShared& shared) {
-  const int shift = max(key_bits - 32, 0);
-  uint32_t low = ~0u, high = 0;
-  if (threadIdx.x == 0) shared.low = ~0u, shared.high = 0;
+// The end of a filter among the candidates in some bins, of which those from `from` on count. mass_of(key) is what a
+// key adds. Their mass must reach `need`. All threads of the block call it, after a barrier.
+template <class T, class MassOf>
+__device__ Key end_among_candidates(int count, Key from, const Weights& weights, const Keys<T>& keys, uint32_t begin,
+                                    uint32_t end, Mass need, MassOf mass_of, SampleShared& shared) {
   shared.bins.clear(threadIdx.x);
-#pragma unroll 1
-  for (int i = threadIdx.x; i < count; i += SampleCode::threads) {
-    const Key key = shared.keys[i];
-    if (key >= from) low = min(low, uint32_t(key >> shift)), high = max(high, uint32_t(key >> shift));
-  }
-  low = __reduce_min_sync(kWholeWarp, low), high = __reduce_max_sync(kWholeWarp, high);
   __syncthreads();
-  if (threadIdx.x % 32 == 0) atomicMin(&shared.low, low), atomicMax(&shared.high, high);
-  __syncthreads();
-  Search search{max(Key(shared.low) << shift, from), (Key(shared.high) << shift) | ((Key(1) << shift) - 1), need};
+  // Bounds that are a bin away from where elements of these bins may be. Rounding moves no element beyond them.
+  Search search{max(keys(weights.at(end + 0.5f), keys.mask()), from), keys(weights.at(begin - 1.5f), 0), need};
   for (;;) {
 #pragma unroll 1
     for (int i = threadIdx.x; i < count; i += SampleCode::threads) {

@@ -14,7 +14,7 @@ struct Bracket {
   uint32_t in_last;      // the number of elements in that bin
   float mass;            // about that of all that top-k leaves
   uint32_t count;        // of candidates: elements of the bins [begin, end) and of the last bin
-  uint32_t before;       // candidates in blocks before this one
+  uint32_t own;          // candidates of this block
 
   __device__ bool is_candidate(uint32_t bin) const { return (bin >= begin && bin < end) || bin == last; }
 };
@@ -38,18 +38,47 @@ struct Masses {
 // The warp's range in which the token is, and at which mass; the mass before the range, and that of the whole row.
 struct Range {
   int warp;
-  Mass target, before;
-  float all;
+  Mass target, before, all;
+};
+
+// What a block knows of its part after the first read: the orders of its largest element and of the bar, and the mass
+// of its groups from the bar on, and of a sample of what is below the bar, in units of 2^-16 of its largest element's.
+struct alignas(16) Summary {
+  uint32_t top, bar, peak, rest;
+};
+
+// What a block has from the bar on, and the mass of all its elements.
+struct FewOfBlock {
+  uint32_t count;
+  Mass total, above;
+};
+
+// The elements from the bar on, each with its mass; what it and the greater ones are together; and those that are left.
+struct Few {
+  ulonglong2 elements[SampleCode::most_few], left[SampleCode::most_few];
+  Mass until[SampleCode::most_few];
+};
+
+// The counts of all blocks together, and those that the blocks send for this block's part of the bins, one block's
+// after another's.
+struct CountsOfRow {
+  alignas(16) uint32_t all[SampleCode::bins];
+  alignas(16) uint32_t sent[SampleCode::bins];
 };
 
 struct SampleShared {
+  static constexpr int of_block = SampleCode::room / SampleCode::most_blocks;  // keys that a block may send at first
   static constexpr int most_warps = SampleCode::most_blocks * SampleCode::warps;
   // The place of a warp of the cluster in the tables: each lane has as many warps that follow each other, and the lanes'
   // first ones lie side by side.
-  __device__ static int place_of_warp(int warp, int of_lane) { return warp % of_lane * 32 + warp / of_lane; }
+  // of_lane is a power of two.
+  __device__ static int place_of_warp(int warp, int of_lane) {
+    return (warp & (of_lane - 1)) * 32 + (warp >> (__ffs(of_lane) - 1));
+  }
 
   union {
-    uint32_t counts[SampleCode::bins];  // of the block's elements
+    alignas(16) uint32_t counts[SampleCode::bins];  // of the block's elements
+    Few few_elements;
     Masses<SampleCode::threads> bins;   // of candidates, when all blocks are done with the counts: one for each thread
   };
   // For sums and scans of the block. Those that follow each other without a barrier have places of their own.
@@ -57,12 +86,17 @@ struct SampleShared {
   float float_warps[SampleCode::warps];
   uint32_t count_warps[SampleCode::warps];
   // In the first block of a cluster, for each warp of the cluster: the mass of its elements that are certain to be left
-  // by all filters; by top-k and top-p; and by top-k alone, without candidates.
+  // by all filters; by top-k and top-p; and by top-k alone. The first two are without candidates, and the last without
+  // those of the bin in which top-k ends.
   Mass left[most_warps], above[most_warps], total[most_warps];
   Masses<most_warps> candidates;  // the mass of the candidates that are left
-  uint32_t warp_tops[SampleCode::warps];
-  uint32_t top, low, high;  // orders
+  alignas(16) uint32_t groups[SampleCode::groups];  // the order of each one's largest element
+  Summary summary;                                  // of this block
+  Summary summaries[SampleCode::most_blocks];
+  FewOfBlock few_of_block[SampleCode::most_blocks];
+  uint32_t candidates_of_block[SampleCode::most_blocks];
   Bracket bracket;
+  Barrier summaries_sent, counts_sent, sums_sent, candidates_sent;  // each counts the bytes of one exchange
   uint32_t placed;  // candidates of the block that have a place
   Range range;
   Key found;        // what one thread or warp has found for all
@@ -72,8 +106,46 @@ struct SampleShared {
   union {
     Key keys[SampleCode::room];      // of the block's candidates; in the first block of a cluster then of all
     Mass sums[SampleCode::threads];  // where there is no room for the candidates: a bin for each thread
+    CountsOfRow row;                 // before there are keys
   };
 };
+
+// Prepares the barriers of the exchanges between several blocks. All threads of the block call it, and the blocks may
+// send after wait_for_start_of_row().
+__device__ inline void start_exchanges(unsigned blocks, SampleShared& shared) {
+  if constexpr (kHopperCode) {
+    if (threadIdx.x < 32) {
+      if (threadIdx.x == 0) {
+        shared.summaries_sent.init(1), shared.counts_sent.init(1);
+        shared.sums_sent.init(1), shared.candidates_sent.init(1);
+        show_barriers();
+      }
+      __syncwarp();
+      if (threadIdx.x == 0) {
+        shared.summaries_sent.arrive_expecting(blocks * sizeof(Summary));
+        shared.counts_sent.arrive_expecting(sizeof shared.row.sent);
+        shared.sums_sent.arrive_expecting(sizeof shared.row.all);
+        shared.candidates_sent.arrive_expecting(blocks * sizeof(uint32_t));
+      }
+      __syncwarp();
+    }
+    start_row();
+  }
+}
+
+// Puts the keys of the chosen elements of a pack, a bit for each, into the block's memory. They count even if there is
+// no room for them.
+template <class T>
+__device__ void put_keys(const Pack<T>& pack, uint32_t chosen, int first, const Keys<T>& keys, uint32_t room,
+                         SampleShared& shared) {
+  uint32_t place = atomicAdd(&shared.placed, static_cast<uint32_t>(__popc(chosen)));
+#pragma unroll 1
+  for (; chosen; chosen &= chosen - 1, place++) {
+    const int k = __ffs(chosen) - 1;
+    if (place < room) shared.keys[place] = keys(element(pack, k), first + k);
+  }
+}
+
 // So much and the most slots have room twice in the shared memory of a multiprocessor of Hopper, and with the fewest
 // slots once in that of any GPU from Ampere on.
 static_assert(sizeof(SampleShared) + SampleCode::most_slots * SampleCode::threads * 16 <= 113 << 10);
