@@ -67,7 +67,7 @@ def sample(
         is traced, or the named implementation cannot serve the call.
 
     On a GPU one CUDA kernel does all of it, for f16, bf16 and f32 with up to 2^22 tokens a row, unless there are more
-    than 4096 rows of at most 2048 tokens, or of at most 512 with top_p and without top_k. It goes over a row twice
+    than 4096 rows of at most 16384 tokens, or of at most 512 with top_p and without top_k. It goes over a row twice
     where it has to put at most about a hundred tokens in order, as with a small top_k or for a peaked distribution, or
     without top_k and top_p, and else three times. What it has read it finds in shared memory, if there are few rows, or
     else mostly in the cache. It does not draw tokens that are less than 2^-40 times as probable as the most probable

@@ -35,11 +35,11 @@ _LONGEST = 1 << 22
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 # More rows than this are left to operations on rows if they are at most so long. However short a row is, a block of the
 # kernel takes some microseconds for it, and an H200 runs 264 blocks at once. Operations on rows read a row once, but
-# many times where top-p is of all tokens. Measured on an H200 with 8192 and 65536 rows of 256, 1024 and 2048 bf16
-# (November 2026): without top-p or with top-k 50 the kernel takes 1.4 to 3.5 times as long at 2048 tokens; with top-p
-# of all, 1.9 to 2.1 times at 256, but .5 to 1.3 times at 1024. Where between these it becomes faster, and from which
-# number of rows on, was not measured.
-_MANY_ROWS, _SHORT_ROW, _SHORT_ROW_WITH_TOP_P = 4096, 2048, 512
+# many times where top-p is of all tokens. Measured on an H200 with 8192 and 65536 rows of bf16 (November 2026): without
+# top-p, or with top-k 50, operations on rows take .1 to .7 of the kernel's time at 256 to 16384 tokens, the longest
+# that were measured. With top-p of all, they take .5 of it at 256 tokens, .8 to 2.1 times at 1024, and 1.1 to 9 times
+# at 2048 and more.
+_MANY_ROWS, _SHORT_ROW, _SHORT_ROW_WITH_TOP_P = 4096, 16384, 512
 
 
 @dataclasses.dataclass(frozen=True)
