@@ -334,20 +334,29 @@ def linear() -> Iterator[Call]:
         z_again = h[::-1] @ w if again else z  # reversed, or XLA would know it
         return z[0, 0], (z @ w.T, None if frozen else h.T @ z_again)
 
+    some, columns = np.arange(0, rows, rows // 16), np.unique([*np.asarray(y)[:16], *range(0, classes, classes // 16)])
+
+    @functools.cache
+    def expected():
+        """The loss, the gradients of some hidden states, and of some columns of the weight."""
+        hidden, weight, labels = np.asarray(h).astype(np.float32), np.asarray(w).astype(np.float32), np.asarray(y)
+        every = np.concatenate([logsumexp(hidden[i : i + 256] @ weight, axis=-1) for i in range(0, rows, 256)])
+        loss = np.mean(every - np.sum(hidden * weight[:, labels].T, axis=-1))
+        dz = softmax((hidden[some] @ weight).astype(np.float64), axis=-1)
+        dz[np.arange(len(some)), labels[some]] -= 1
+        dz_of_columns = np.exp(hidden @ weight[:, columns] - every[:, None]) - (columns == labels[:, None])
+        return loss, dz.astype(np.float32) @ weight.T / rows, hidden.T @ dz_of_columns / rows
+
     def check(arguments, result):
-        """The loss, the gradients of some hidden states, and of some columns of the weight, in the norm."""
-        h, w, y = (np.asarray(v).astype(np.float32 if v.ndim > 1 else np.int64) for v in arguments)
+        """The error of the loss, and those of gradients in the norm."""
+        del arguments
         loss, gradients = result
-        some, columns = np.arange(0, rows, rows // 16), np.unique([*y[:16], *range(0, classes, classes // 16)])
-        every = np.concatenate([logsumexp(h[i : i + 256] @ w, axis=-1) for i in range(0, rows, 256)])
-        loss_want = np.mean(every - np.sum(h * w[:, y].T, axis=-1))
-        dz = softmax((h[some] @ w).astype(np.float64), axis=-1)
-        dz[np.arange(len(some)), y[some]] -= 1
-        found = [(np.asarray(gradients[0])[some], dz.astype(np.float32) @ w.T / rows)]
-        if len(gradients) == 2:
-            dz = np.exp(h @ w[:, columns] - every[:, None]) - (columns == y[:, None])
-            found.append((np.asarray(gradients[1])[:, columns], h.T @ dz / rows))
-        errors = [np.linalg.norm(a.astype(np.float32) - want) / (2e-2 * np.linalg.norm(want)) for a, want in found]
+        loss_want, *want = expected()
+        found = [np.asarray(gradients[0])[some], *(np.asarray(v)[:, columns] for v in gradients[1:])]
+        errors = [
+            np.linalg.norm(a.astype(np.float32) - b) / (2e-2 * np.linalg.norm(b))
+            for a, b in zip(found, want, strict=False)
+        ]
         return float(max(abs(float(loss) - loss_want) / (1e-2 * loss_want), *errors))
 
     losses = {
