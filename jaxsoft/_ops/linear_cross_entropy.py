@@ -105,7 +105,7 @@ def linear_softmax_cross_entropy(
     recompute: bool = True,
     accumulator_dtype: DTypeLike | None = None,
 ) -> jax.Array | tuple[jax.Array, ...]:
-    r"""Cross-entropy of the logits scale * (hidden @ weight + bias), which are never in memory all at once.
+    r"""Cross-entropy of the logits scale * (hidden @ weight + bias), in the memory of a chunk or of a gradient.
 
     .. math::
       \ell = -\sum_c w_c q_c \log p_c + \zeta \log^2 \sum_c e^{z_c}, \quad p = \mathrm{softmax}(z),
