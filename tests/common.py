@@ -55,6 +55,7 @@ each_dtype_in_turn = pytest.mark.parametrize(
 )
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="checks the CPU's kernels")
+needs_library = pytest.mark.skipif(library.find("cuda") is None, reason="libjaxsoft_cuda was not built")
 on_gpu = pytest.mark.skipif(jax.default_backend() == "cpu", reason="checks the strategies of a GPU's kernels")
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import on_gpu, same_bits, slow
+from common import needs_library, on_gpu, same_bits, slow
 from meshes import DEVICES, collectives, each_axis_type, mesh_of, needs_devices
 from test_random import distribution
 from truth import wide
@@ -21,7 +21,6 @@ from jaxsoft._ops.sampling_kernel import Sampler
 from jaxsoft.random import sample
 
 KEY = jax.random.key(0)
-needs_library = pytest.mark.skipif(library.find("cuda") is None, reason="libjaxsoft_cuda was not built")
 KINDS = ("flat", "peaked", "equal", "rounded", "masked", "sorted", "one", "large", "narrow")
 OPTIONS = [
     {"top_p": 0.9},

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import as_usual, precision, slow
+from common import as_usual, needs_library, precision, slow
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import DEVICES, collectives, mesh_of
@@ -476,3 +476,15 @@ def test_one_chunk_adds_nothing_up():
     """So another dtype for the sum does not matter."""
     f = lambda **options: jax.grad(total(reduction="sum", **IGNORED, **options), 1)(HIDDEN, WEIGHT)  # noqa: E731
     np.testing.assert_array_equal(f(accumulator_dtype=jnp.bfloat16, chunk_size=ROWS), f(chunk_size=ROWS))
+
+
+@needs_library
+@each_reduction
+def test_gradients_of_scores_take_their_place_on_a_gpu(reduction):
+    """The kernel that makes gradients of scores writes them where the scores are."""
+    hidden, weight, labels = jnp.ones((64, 128), jnp.bfloat16), jnp.ones((128, 8192), jnp.bfloat16), jnp.zeros(64, int)
+    gradients = jax.jit(jax.grad(lambda h, w: linear(h, w, labels, reduction=reduction), (0, 1)))
+    lowered = gradients.trace(hidden, weight).lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in lowered.splitlines() if "@jaxsoft_label_state_vjp(" in line]
+    assert calls
+    assert all("output_operand_alias" in line for line in calls)
