@@ -352,6 +352,8 @@ def linear(name: str) -> str:
         "products": "the matrix products of stored logits alone",
         "products, logits twice": "four matrix products alone",
     }
+    if not _recorded(name, "linear"):
+        return "*The record has no times of these.*"
     parts = []
     for record in _losses(name, "linear"):
         rows = []

@@ -125,6 +125,18 @@ def test_symbolic_rows():
         assert_trees_all_close(program.call(*given), jax.jit(both)(*given), rtol=2e-4, atol=2e-5)
 
 
+def test_symbolic_width_of_a_linear_layer():
+    """How many numbers hidden states have, where the rows are known."""
+    (width,) = jax.export.symbolic_shape("d")
+    weight, labels = jax.ShapeDtypeStruct((width, 40), jnp.float32), np.arange(8, dtype=np.int32)
+    for options in ({}, {"recompute": False}, {"reduction": "mean", "chunk_size": 3}):
+        f = functools.partial(jaxsoft.linear_softmax_cross_entropy, labels=labels, **options)
+        both, program = exported(lambda x, w, f=f: f(x, w), jax.ShapeDtypeStruct((8, width), jnp.float32), weight)
+        for d in (8, 12):
+            given = [np.random.default_rng(d).standard_normal(s).astype(np.float32) for s in ((8, d), (d, 40))]
+            assert_trees_all_close(program.call(*given), jax.jit(both)(*given), rtol=2e-4, atol=2e-5)
+
+
 def test_states():
     """As results and as arguments of programs that are stored."""
     x = np.random.default_rng(0).standard_normal((4, 33)).astype(np.float32)

@@ -20,7 +20,8 @@ _CLASSES = 4096
 
 def may_wait(weight: jax.Array, rows: int, dtype: jnp.dtype) -> bool:
     """Whether gradients of all scores, which have this dtype, fit into the memory of the gradient of weight."""
-    return isinstance(rows, int) and weight.dtype == dtype and rows <= weight.shape[0]
+    known = isinstance(rows, int) and isinstance(weight.shape[0], int)  # else it cannot be told
+    return known and weight.dtype == dtype and rows <= weight.shape[0]
 
 
 def weight_from(head: Head, hidden: jax.Array, dx: jax.Array) -> jax.Array:
