@@ -24,8 +24,8 @@ __device__ inline unsigned blocks_of_row() {
 // A barrier for all threads of the cluster. What they have written to shared memory before is seen by all after it.
 __device__ inline void synchronize_row() {
   if constexpr (kHopperCode) {
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    publish_to_cluster();
+    wait_for_cluster();
   } else {
     __syncthreads();
   }
@@ -54,13 +54,8 @@ __device__ void send_to_block(const V& value, V* variable, const Barrier& arrive
 // The same variable in the shared memory of another block of the cluster.
 template <class V>
 __device__ V* in_block_of_row(V* variable, unsigned block) {
-  if constexpr (kHopperCode) {
-    V* mapped;
-    asm("mapa.u64 %0, %1, %2;" : "=l"(mapped) : "l"(variable), "r"(block));
-    return mapped;
-  } else {
-    return variable;
-  }
+  if constexpr (kHopperCode) return in_block(variable, block);
+  else return variable;
 }
 
 constexpr unsigned kWholeWarp = 0xffffffffu;
