@@ -16,7 +16,7 @@ from jaxsoft._head.chunks import Chunk, chunk_size, over_chunks, over_rows, row_
 from jaxsoft._head.head import Head, product_dtype, scores, sums_of
 from jaxsoft._head.operation import Kind, Operation, Shards
 from jaxsoft._rows.forms import Form
-from jaxsoft._rows.formulas import labels_within
+from jaxsoft._rows.formulas import labels_within, nan_where
 from jaxsoft._rows.operations.entropy import entropy_of, products_from
 from jaxsoft._rows.operations.labels import beside_label
 from jaxsoft._rows.primitive import kernel
@@ -59,7 +59,7 @@ class Folded(NamedTuple):
             state = combined(state, shards.classes)
             products = None if products is None else self.products_from(state.m)
             products, t, sums = jax.lax.psum((products, t, sums), shards.classes)
-        return Folded(state, products, jnp.where(label == -1, jnp.nan, t), sums)
+        return Folded(state, products, nan_where(label == -1, t), sums)
 
     def statistics(self) -> tuple[jax.Array, ...]:
         """The results of `head.formula`, of all classes."""

@@ -85,6 +85,17 @@ def linear_softmax_cross_entropy(
     return_entropy: Literal[True],
     **options: Unpack[_LinearOptions],
 ) -> tuple[jax.Array, jax.Array, jax.Array]: ...
+@overload
+def linear_softmax_cross_entropy(
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    labels: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    return_lse: bool = False,
+    return_entropy: bool = False,
+    **options: Unpack[_LinearOptions],
+) -> jax.Array | tuple[jax.Array, ...]: ...
 def linear_softmax_cross_entropy(
     hidden: ArrayLike,
     weight: ArrayLike,

@@ -449,7 +449,7 @@ def test_chunks_of_gpus(weight, monkeypatch):
     specs = P("a"), weight, P("a")
     args = [jax.device_put(v, NamedSharding(mesh, s)) for v, s in zip((h, w, y), specs, strict=True)]
     with jax.set_mesh(mesh):
-        assert_close(gradients(linear)(*args), gradients(stored)(h, w, y), 5e-6)
+        assert_close(gradients(linear)(*args), gradients(stored)(h, w, y), 2e-5)
 
 
 @needs_mesh
