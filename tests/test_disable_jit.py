@@ -43,3 +43,23 @@ def test_what_has_no_derivative():
     expected = results()
     with jax.disable_jit():
         assert_trees_all_close(results(), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("derivative", [lambda f: f, jax.grad], ids=["value", "gradient"])
+def test_nothing_but_a_result_is_nan(derivative):
+    """jax.debug_nans finds no NaN where the losses and entropies of finite scores, and ignored rows, have none."""
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32))
+    w, y, p = jnp.ones((5, 9), jnp.float32), jnp.array([0, 2, -100]), jnp.full((3, 5), 0.2, jnp.float32)
+    options = {"ignore_index": -100, "return_entropy": True}
+    functions = [
+        lambda x: jaxsoft.softmax_cross_entropy_with_integer_labels(x, y, **options),
+        lambda x: jaxsoft.linear_softmax_cross_entropy(x, w, y, **options),
+        lambda x: [jaxsoft.linear_softmax_cross_entropy(x, w, y, reduction="mean", ignore_index=-100)],
+        lambda x: jaxsoft.softmax_cross_entropy(x, p, return_entropy=True),
+        lambda x: [jaxsoft.entropy(x)],
+    ]
+    with jax.debug_nans(True), jax.disable_jit():
+        for function in functions:
+            derivative(lambda x, f=function: sum(map(jnp.sum, f(x))))(x)
+        with pytest.raises(FloatingPointError):
+            jaxsoft.softmax_cross_entropy_with_integer_labels(x, y - 1)

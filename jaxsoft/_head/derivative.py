@@ -24,23 +24,23 @@ from jaxsoft._head.pullback import Pullback
 
 
 @functools.cache
-def statistics(head: Head, keep: bool = False) -> Callable[..., tuple[jax.Array, ...]]:
+def statistics(head: Head, keep: bool = False, before_weight: bool = False) -> Callable[..., tuple[jax.Array, ...]]:
     """What a loss needs to know, as a differentiable function of the parameters and the label of each row.
 
     Its results are those of `head.formula`, and if `keep` the scores, which are for the pullback alone: they count as
-    constants.
+    constants. `before_weight` says that the gradient of weight will be computed.
     """
 
     @jax.custom_jvp
     def function(*operands):
-        return _Statistics(head, keep)(*operands)
+        return _Statistics(head, keep, before_weight)(*operands)
 
     @functools.partial(function.defjvp, symbolic_zeros=True)
     def function_jvp(primals, tangents):
-        results = statistics(head, not head.recompute)(*primals)
+        moving = {kind: tangent for kind, tangent in head.named(tangents).items() if moves(tangent)}
+        results = statistics(head, not head.recompute, Kind.WEIGHT in moving)(*primals)
         others, t, apart, *rest = results[: len(head.statistics)]
         kept = [] if head.recompute else [results[-1]]
-        moving = {kind: tangent for kind, tangent in head.named(tangents).items() if moves(tangent)}
         derivative = _Derivative(head, tuple(moving))
         residuals = derivative.pullback.of_statistics(results)
         d_others, d_t, *d_rest = derivative(*primals, *residuals, *kept, *moving.values())
@@ -58,21 +58,26 @@ class _Statistics(Whole):
 
     head: Head
     keep: bool
+    before_weight: bool
+
+    @property
+    def forward(self) -> Forward:
+        """The pass as an operation."""
+        return Forward(self.head, self.keep, self.before_weight)
 
     def apply(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """The pass."""
-        return head_operation(Forward(self.head, self.keep), *operands)
+        return head_operation(self.forward, *operands)
 
     def tangents(self, primals: Sequence[jax.Array], tangents: Sequence) -> Sequence:
         """Those of the formula. Scores that are kept count as constants."""
         found = jvp_along(functools.partial(formula, self.head), primals, tangents)[1]
-        types = Forward(self.head, self.keep).types(*map(jax.typeof, primals))
+        types = self.forward.types(*map(jax.typeof, primals))
         return *found, *(SymbolicZero(t.to_tangent_aval()) for t in types[len(found) :])
 
     def batch(self, operands: Sequence[jax.Array], dims: Sequence[int | None]) -> Sequence[jax.Array]:
         """Mapped rows are more rows."""
-        forward = Forward(self.head, self.keep)
-        return mapped(self, forward.operands, forward.results, operands, dims)
+        return mapped(self, self.forward.operands, self.forward.results, operands, dims)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,8 @@
-"""The forward pass over chunks of the classes: each chunk's scores are folded into a few numbers a row."""
+"""The forward pass: scores are folded into a few numbers a row, a chunk of the classes at a time.
+
+Where the gradient of weight will be computed, its memory is free until then, and has room for the scores of many rows.
+So a GPU takes chunks of the rows there, with all classes in each: products are larger, and no part of weight is copied.
+"""
 
 import dataclasses
 from typing import NamedTuple
@@ -8,11 +12,11 @@ import jax.numpy as jnp
 
 from jaxsoft import fold
 from jaxsoft._core.mesh import combined
-from jaxsoft._head.chunks import Chunk, chunk_size, over_chunks
+from jaxsoft._head.chunks import Chunk, chunk_size, over_chunks, over_rows, row_chunk_within
 from jaxsoft._head.head import Head, product_dtype, scores, sums_of
 from jaxsoft._head.operation import Kind, Operation, Shards
 from jaxsoft._rows.forms import Form
-from jaxsoft._rows.formulas import labels_within
+from jaxsoft._rows.formulas import labels_within, nan_where
 from jaxsoft._rows.operations.entropy import entropy_of, products_from
 from jaxsoft._rows.operations.labels import beside_label
 from jaxsoft._rows.primitive import kernel
@@ -55,7 +59,7 @@ class Folded(NamedTuple):
             state = combined(state, shards.classes)
             products = None if products is None else self.products_from(state.m)
             products, t, sums = jax.lax.psum((products, t, sums), shards.classes)
-        return Folded(state, products, jnp.where(label == -1, jnp.nan, t), sums)
+        return Folded(state, products, nan_where(label == -1, t), sums)
 
     def statistics(self) -> tuple[jax.Array, ...]:
         """The results of `head.formula`, of all classes."""
@@ -88,10 +92,12 @@ class Forward(Operation):
     Attributes:
       head: which layer.
       keep: whether the scores are kept.
+      before_weight: whether the gradient of weight will be computed.
     """
 
     head: Head
     keep: bool
+    before_weight: bool = False
 
     @property
     def operands(self) -> tuple[Kind, ...]:
@@ -126,12 +132,32 @@ class Forward(Operation):
         start = Folded(fold.identity(label.shape, wide), products, zero, [zero for _ in head.sums])
         kept = jax.lax.empty((label.size, classes), dtype) if self.keep else None
 
-        def step(carry: tuple[Folded, jax.Array | None], chunk: Chunk) -> tuple[Folded, jax.Array | None]:
+        def with_rows(found: Folded, chunk: Chunk) -> Folded:
+            x = scores(head, parameters | {Kind.HIDDEN: chunk.of(parameters[Kind.HIDDEN])})
+            part = folded(head, x, chunk.of(label), chunk.of(index), None)
+            return jax.tree.map(chunk.written, found, part)
+
+        def with_classes(carry: tuple[Folded, jax.Array | None], chunk: Chunk) -> tuple[Folded, jax.Array | None]:
             found, kept = carry
             x, here = scores(head, chunk.layer(parameters)), labels_within(index, chunk.begin)
             weights = chunk.of(parameters[Kind.CLASS_WEIGHTS]) if head.weighted else None
             found = found.joined(folded(head, x, label, here, weights))
             return found, None if kept is None else chunk.written(kept, x)
 
-        found, kept = over_chunks(chunk_size(head, label.size), classes, step, (start, kept))
+        def by_classes() -> tuple[Folded, jax.Array | None]:
+            return over_chunks(chunk_size(head, label.size), classes, with_classes, (start, kept))
+
+        rows = self._row_chunk(operands[1], label.size, dtype)
+        if rows is None:
+            found, kept = by_classes()
+        else:
+            found = jax.lax.platform_dependent(
+                cuda=lambda: over_rows(rows, label.size, with_rows, start), default=lambda: by_classes()[0]
+            )
         return *found.of_all_classes(shards, label).statistics(), *([] if kept is None else [kept])
+
+    def _row_chunk(self, weight: jax.Array, rows: int, dtype: jnp.dtype) -> int | None:
+        """How many rows are taken at a time, with all classes; None to take all rows, and chunks of the classes."""
+        if not self.before_weight or self.keep or self.head.composed or self.head.chunk_size is not None:
+            return None
+        return row_chunk_within(weight, rows, fold.accumulator(dtype).itemsize)

@@ -4,8 +4,8 @@ The scores are z = scale * (hidden @ weight + bias), capped if asked to, one for
 know a few numbers a row of them: with the label's score t, the logsumexp of the others, "others", and others - t,
 "apart"; and for label smoothing some sums. `formula` computes them from all scores at once, and is what forward mode
 and derivatives of higher order are made of. `forward` and `pullback` compute the same, and its transposed derivative,
-from chunks of the classes, without all scores in memory. `total` computes the sum of the losses with its gradients,
-from chunks of the rows.
+from chunks of the classes or rows, without all scores in memory. `total` computes the sum of the losses with its
+gradients, from chunks of the rows.
 """
 
 import dataclasses

@@ -3,10 +3,11 @@
 A chunk's scores become their gradients. Two products with these give the gradient of the chunk's weights, which is
 written in its place, and the chunk's share of the gradient of the hidden states, which is added up. Where there are as
 many rows as hidden has numbers, the gradients of the scores have the shape of that of weight, and wait there (see
-`waiting`): that of the hidden states is then one product, and needs no sum in the accumulator's dtype.
+`waiting`), but on a CPU: that of the hidden states is then one product, and needs no sum in the accumulator's dtype.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -85,12 +86,25 @@ class Pullback(Operation):
 
     def on_rows(self, shards: Shards, *operands: jax.Array) -> tuple[jax.Array, ...]:
         """The gradients on one device. Where they are sums over devices, all devices' are added up."""
+        (rows, width), classes = operands[0].shape, operands[1].shape[1]
+        waits = {Kind.HIDDEN, Kind.WEIGHT} <= set(self.moving)
+        waits = waits and may_wait(operands[1], rows, product_dtype(*operands[:2]))
+        waits = waits and rows == width and chunk_size(self.head, rows) < classes
+        gradients = functools.partial(self._gradients, shards)
+        if not waits or not self.head.recompute:
+            return gradients(waits, *operands)
+        # On a CPU it took 5 to 12 % longer to wait, for 256 rows of 256 numbers and 32000 classes.
+        at_once, waiting = functools.partial(gradients, False), functools.partial(gradients, True)
+        return jax.lax.platform_dependent(*operands, cpu=at_once, default=waiting)
+
+    def _gradients(self, shards: Shards, waits: bool, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        """`on_rows`. `waits` says whether the gradients of hidden and weight wait for those of all scores."""
         head, parameters = self.head, self.head.named(operands)
         label, others, *rest = operands[len(head.parameters) : len(self.residuals)]
         entropy, kept = rest[: head.entropy], rest[head.entropy :]
         cotangents = operands[len(self.residuals) :]
         cotangents, sums = cotangents[: 2 + head.entropy], list(cotangents[2 + head.entropy :])
-        dtype, (width, classes) = product_dtype(*operands[:2]), operands[1].shape
+        dtype, classes = product_dtype(*operands[:2]), operands[1].shape[1]
         parameters[Kind.HIDDEN] = parameters[Kind.HIDDEN].astype(dtype)
         here = labels_within(label, shards.first_class(classes))
         if kept and dtype != fold.accumulator(dtype):
@@ -102,8 +116,6 @@ class Pullback(Operation):
             state = *fold.from_lse(others), *(-h for h in entropy)
         rows = Known(label, here, state, tuple(cotangents), sums)
         size, types = chunk_size(head, label.size), dict(zip(self.moving, self.types(*operands), strict=True))
-        waits = {Kind.HIDDEN, Kind.WEIGHT} <= set(self.moving) and may_wait(operands[1], label.size, dtype)
-        waits = waits and label.size == width and size < classes
         if waits and kept and not head.composed:
             size = classes  # the gradients of scores wait where these are kept
 

@@ -8,7 +8,7 @@ writing the gradient of weight once a chunk.
 
 Where there are no more rows than hidden has numbers, the gradients of all scores fit into the memory of the gradient of
 weight. Then they wait there (see `waiting`), which takes no longer than to read and write this gradient once a chunk of
-rows. With as many rows as numbers, all scores are computed there, in one chunk.
+rows. With as many rows as numbers, or a few less, all scores are computed there, in one chunk.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from jaxsoft._head.head import product, product_dtype, rounded_scores, scaled, s
 from jaxsoft._head.loss import Objective
 from jaxsoft._head.operation import Kind, Operation, Shards
 from jaxsoft._head.pullback import Known, gradient_of_scores, gradient_of_weights
-from jaxsoft._head.waiting import may_wait, weight_from
+from jaxsoft._head.waiting import few_are_missing, filled, may_wait, weight_from
 from jaxsoft._rows.formulas import labels_within
 
 # The gradients that are sums over the rows; the others have a part for each row.
@@ -73,7 +73,10 @@ class Total(Operation):
         dtype = product_dtype(*operands[:2])
         size = self.objective.chunk_size or default_row_chunk(rows, classes, dtype.itemsize)
         waits = Kind.WEIGHT in self.moving and size < rows and may_wait(given[Kind.WEIGHT], rows, dtype)
-        if waits and rows == width and self.objective.chunk_size is None and not self.objective.head.composed:
+        whole = waits and self.objective.chunk_size is None and not self.objective.head.composed
+        if whole and few_are_missing(given[Kind.WEIGHT], rows):
+            return filled(functools.partial(self.on_rows, shards), self.operands, self.results, *operands)
+        if whole and rows == width:
             size = rows  # all scores are computed where their gradients wait
         kinds = list(zip(self.results, types, strict=True))
         start: dict[Kind, Any] = {

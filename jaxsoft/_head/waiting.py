@@ -3,25 +3,61 @@
 They fit there where there are no more rows than hidden has numbers. The gradient of weight takes their place, a chunk
 of the classes at a time: each is read once more, and overwritten. So it is no sum over chunks of the rows, and rounded
 once. Where there are as many rows as numbers, no chunk of rows is needed, and the gradient of hidden states is one
-product of all gradients of scores, and no sum over chunks of the classes.
+product of all gradients of scores, and no sum over chunks of the classes. A few rows less are filled up with rows that
+count for nothing, as in a batch of sequences without their last tokens.
 """
+
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from jaxsoft._head.chunks import Chunk, over_chunks
 from jaxsoft._head.head import Head, product
+from jaxsoft._head.operation import Kind
+from jaxsoft._rows.operation import NO_ROW
 
 # At most how many classes are taken at a time. For 4096 rows of 4096 numbers these are 4 waves of tiles of 128 by 256
 # on 132 multiprocessors, which are busy for 97 % of them. With 2048 classes the mean and its gradients took 2 % longer,
 # and with 8192 no less.
 _CLASSES = 4096
+# The part of the rows that may be missing: the products of these take at most 3 % of the time.
+_MISSING = 1 / 32
 
 
 def may_wait(weight: jax.Array, rows: int, dtype: jnp.dtype) -> bool:
     """Whether gradients of all scores, which have this dtype, fit into the memory of the gradient of weight."""
     known = isinstance(rows, int) and isinstance(weight.shape[0], int)  # else it cannot be told
     return known and weight.dtype == dtype and rows <= weight.shape[0]
+
+
+def few_are_missing(weight: jax.Array, rows: int) -> bool:
+    """Whether gradients of all scores that may wait have almost as many rows as the gradient of weight."""
+    return weight.shape[0] * (1 - _MISSING) <= rows < weight.shape[0]
+
+
+def filled(
+    function: Callable[..., Sequence[jax.Array]], kinds: Sequence[Kind], results: Sequence[Kind], *operands: jax.Array
+) -> tuple[jax.Array, ...]:
+    """What a function gives for the rows of its operands and as many more as hidden then has of numbers.
+
+    Args:
+      function: any that leaves out rows with the label NO_ROW.
+      kinds: those of its operands.
+      results: the kinds of its results.
+      operands: hidden, weight and others.
+    """
+    hidden, weight = operands[:2]
+    rows, more = len(hidden), weight.shape[0] - len(hidden)
+
+    def longer(kind: Kind, v: jax.Array) -> jax.Array:
+        if not kind.has_rows:
+            return v
+        value = jnp.asarray(NO_ROW if kind is Kind.LABEL else 0, v.dtype)
+        return jax.lax.pad(v, value, [(0, more, 0)] + [(0, 0, 0)] * (v.ndim - 1))
+
+    found = function(*(longer(kind, v) for kind, v in zip(kinds, operands, strict=True)))
+    return tuple(v[:rows] if kind.has_rows else v for kind, v in zip(results, found, strict=True))
 
 
 def weight_from(head: Head, hidden: jax.Array, dx: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 from jaxsoft import fold
 from jaxsoft._core.carriers import check_name
 from jaxsoft._core.numbers import as_array, as_mask
+from jaxsoft._core.primitives import compiled
 from jaxsoft._ops.arguments import Axis, as_kernel_scores, broadcastable, check_flag, merged, normalize_axis
 from jaxsoft._rows.derivative import differentiable
 from jaxsoft._rows.forms import Form, counted, scores, softcap
@@ -97,6 +98,17 @@ def softmax_cross_entropy_with_integer_labels(
     return_entropy: Literal[True],
     **options: Unpack[_IntegerOptions],
 ) -> tuple[jax.Array, jax.Array, jax.Array]: ...
+@overload
+def softmax_cross_entropy_with_integer_labels(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    return_lse: bool = False,
+    return_entropy: bool = False,
+    **options: Unpack[_IntegerOptions],
+) -> jax.Array | tuple[jax.Array, ...]: ...
 def softmax_cross_entropy_with_integer_labels(
     logits: ArrayLike,
     labels: ArrayLike,
@@ -289,6 +301,17 @@ def softmax_cross_entropy(
     return_entropy: Literal[True],
     **options: Unpack[_Options],
 ) -> tuple[jax.Array, jax.Array, jax.Array]: ...
+@overload
+def softmax_cross_entropy(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    return_lse: bool = False,
+    return_entropy: bool = False,
+    **options: Unpack[_Options],
+) -> jax.Array | tuple[jax.Array, ...]: ...
 def softmax_cross_entropy(
     logits: ArrayLike,
     labels: ArrayLike,
@@ -402,6 +425,13 @@ def _fused_state(form, implementation, entropy, x, *extras):
     formulas, which XLA fuses with the rest of the gradient. Of the operations that reduce a row to its state, only
     those with labels take a cap. So rows get the label -1, which is none of their elements.
     """
+    return _state_without_label(x, *extras, form=form, implementation=implementation, entropy=entropy)
+
+
+# Compiled, as jax.debug_nans would else stop at the score of that label under jax.disable_jit.
+@functools.partial(compiled, static_argnames=("form", "implementation", "entropy"))
+def _state_without_label(*operands, form, implementation, entropy):
+    x, *extras = operands
     no_label = jnp.full(x.shape[:-1], -1, jnp.int32)
     operation = LABEL_ENTROPY if entropy else LABEL_STATE
     m, s, _, *u = row_operation(operation, form, implementation, x, no_label, *extras)

@@ -85,6 +85,17 @@ def linear_softmax_cross_entropy(
     return_entropy: Literal[True],
     **options: Unpack[_LinearOptions],
 ) -> tuple[jax.Array, jax.Array, jax.Array]: ...
+@overload
+def linear_softmax_cross_entropy(
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    labels: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    return_lse: bool = False,
+    return_entropy: bool = False,
+    **options: Unpack[_LinearOptions],
+) -> jax.Array | tuple[jax.Array, ...]: ...
 def linear_softmax_cross_entropy(
     hidden: ArrayLike,
     weight: ArrayLike,
@@ -144,15 +155,17 @@ def linear_softmax_cross_entropy(
       scale: a, a Python number that is finite in f32. By rows, a * hidden is rounded to the dtype of the products.
       chunk_size: by rows, how many rows are taken at a time; None for about 1024, or about as many as have 2^28 bytes
         of logits if these are more: all of them, or a multiple of 256. A chunk of r rows takes 2 * r * classes bytes in
-        bf16. With more than d rows in all, each reads and writes the gradient of weight once. For d rows, None is all:
-        their logits are computed in the memory of the gradient of weight, if that is asked for and has the dtype of the
-        products. By classes, how many classes; None for 2048, or as many as give 2^20 logits if these are more. For
-        rows of d numbers, a chunk of c classes takes 6 * rows * c bytes in bf16, and 2 * d * c for its weights.
+        bf16. With more than d rows in all, each reads and writes the gradient of weight once. For d rows, or up to
+        d / 32 less, None is all: their logits are computed in the memory of the gradient of weight, if that is asked
+        for and has the dtype of the products. By classes, how many classes; None for 2048, or as many as give 2^20
+        logits if these are more. For rows of d numbers, a chunk of c classes takes 6 * rows * c bytes in bf16, and
+        2 * d * c for its weights. Where the gradient of weight is asked for, None lets the forward pass of a GPU take
+        chunks of rows, in half the memory which that gradient will have: no more, where one `jax.jit` computes both.
       recompute: by classes, compute the logits again in reverse mode: four matrix products, and no memory but for a
-        chunk and the gradient of hidden in f32, which d rows do without. False keeps the logits, rounded to the dtype
-        of the products, and the gradients are those of the rounded ones, as they are with all logits in memory: three
-        products, and 2 * rows * classes bytes in bf16. Where loss and gradients are computed in one `jax.jit`, the
-        logits of d rows become the gradient of weight in place, and take no memory beside it.
+        chunk and the gradient of hidden in f32, which d rows do without on a GPU. False keeps the logits, rounded to
+        the dtype of the products, and the gradients are those of the rounded ones, as they are with all logits in
+        memory: three products, and 2 * rows * classes bytes in bf16. Where loss and gradients are computed in one
+        `jax.jit`, the logits of d rows become the gradient of weight in place, and take no memory beside it.
       accumulator_dtype: by rows, with more than d of them, the dtype in which the gradient of weight is summed over the
         chunks, a float dtype; None for weight's own, in which each chunk rounds it once. Another takes memory for one
         more gradient. With no more than d rows in all, or with one chunk, it is rounded once in any case, if weight has

@@ -1,9 +1,12 @@
 """What the formulas of row operations share: probabilities, elements at an index, and the k largest elements."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from jaxsoft._core.mesh import automatically
+from jaxsoft._core.primitives import compiled
 from jaxsoft._rows.operation import NO_ROW
 from jaxsoft.fold import accumulator, weight
 
@@ -11,6 +14,15 @@ from jaxsoft.fold import accumulator, weight
 def wide(x: jax.Array) -> jax.Array:
     """x in the accumulator's dtype."""
     return x.astype(accumulator(x.dtype))
+
+
+@functools.partial(compiled, static_argnames=())
+def nan_where(condition: jax.Array, x: jax.Array) -> jax.Array:
+    """x, but NaN where a condition holds.
+
+    It is compiled, as jax.debug_nans would else stop at the constant under jax.disable_jit.
+    """
+    return jnp.where(condition, jnp.nan, x)
 
 
 def exp_above(x: jax.Array, m: jax.Array) -> jax.Array:
@@ -57,13 +69,13 @@ def take(x: jax.Array, i: jax.Array) -> jax.Array:
     if n == 0:
         return jnp.full(x.shape[:-1], jnp.nan, accumulator(x.dtype))
     found = jnp.take_along_axis(x, jnp.clip(i, 0, n - 1)[..., None], axis=-1)[..., 0]
-    return jnp.where((i >= 0) & (i < n), wide(found), jnp.nan)
+    return nan_where((i < 0) | (i >= n), wide(found))
 
 
 def pick(x: jax.Array, i: jax.Array) -> jax.Array:
     """`take` as a sum over the row, which XLA fuses with other sums, and partitions over a mesh."""
     found = jnp.sum(jnp.where(label_places(x, i)[1], wide(x), 0), axis=-1)
-    return jnp.where((i >= 0) & (i < x.shape[-1]), found, jnp.nan)
+    return nan_where((i < 0) | (i >= x.shape[-1]), found)
 
 
 def at(x: jax.Array, i: jax.Array) -> jax.Array:

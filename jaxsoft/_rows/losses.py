@@ -22,6 +22,7 @@ from jax.typing import ArrayLike
 from jaxsoft import fold
 from jaxsoft._core.mesh import sharded_like, sharding_over
 from jaxsoft._core.numbers import as_array
+from jaxsoft._rows.formulas import nan_where
 from jaxsoft._rows.operation import NO_ROW
 
 
@@ -218,7 +219,7 @@ def row_loss(
         loss = (1 - options.label_smoothing) * loss + options.label_smoothing * smooth
     if options.z_loss:
         loss = loss + options.z_loss * lse**2
-    loss = jnp.where(empty, 0, loss) + jnp.where(invalid, jnp.nan, 0).astype(loss.dtype)
+    loss = jnp.where(empty, 0, loss) + nan_where(invalid, jnp.zeros_like(loss))
     return loss, jnp.where(empty, -jnp.inf, lse)
 
 

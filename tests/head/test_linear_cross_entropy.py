@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 
 import chex
 import jax
@@ -16,6 +17,7 @@ from truth import wide
 
 import jaxsoft
 from jaxsoft import linear_softmax_cross_entropy as linear
+from jaxsoft._head import chunks
 
 ROWS, WIDTH, CLASSES = 6, 8, 33
 RNG = np.random.default_rng(0)
@@ -126,6 +128,66 @@ def test_dtypes(dtype, weight_dtype, recompute, width):
     assert_close((loss, lse), expected[0][1], exact)
     unit = exact + 2 * float(max(jnp.finfo(v.dtype).eps for v in operands[:3]))
     assert_close(gradients, expected[1], unit if recompute or product.itemsize > 2 else 8 * unit)
+
+
+def on_a_gpu(monkeypatch):
+    """Makes every device go through the chunks that a GPU takes, which are of two rows in the forward pass."""
+    for name in ("_LEAST_WITHIN", "_TILE"):
+        monkeypatch.setattr(chunks, name, 2)
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *v, default, cpu=None, cuda=None: (cuda or default)(*v))
+
+
+@pytest.mark.parametrize(
+    ("options", "rows"), [({}, 8), ({"label_smoothing": 0.1, "z_loss": 0.1, "logit_softcap": 5.0}, 8), ({}, 7), ({}, 2)]
+)
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=slow)], ids=["f32", "bf16"])
+def test_chunks_of_a_gpu(options, rows, entropy, dtype, monkeypatch):
+    """Scores in the memory of the gradient of weight: of rows in the forward pass, and gradients of all that wait."""
+    on_a_gpu(monkeypatch)
+    monkeypatch.setattr(chunks, "_OF_WEIGHT", 1 / dtype(0).dtype.itemsize)
+    h, w, b = (RNG.standard_normal(s).astype(dtype) for s in ((rows, 8), (8, 3200), (3200,)))
+    y = np.array([3199, -100, 0, 7, 1600, 2047, 2048, 5])[:rows]
+
+    def gradients(f):
+        def total(h, w, b):
+            loss, lse, *more = f(h, w, y, b, return_lse=True, return_entropy=entropy, ignore_index=-100, **options)
+            seen = jnp.where(y == -100, 0, lse)
+            return jnp.sum(jnp.sin(loss) + jnp.cos(seen) + sum(jnp.sin(v) for v in more)), (loss, *more)
+
+        return lambda *operands: jax.value_and_grad(total, (0, 1, 2), has_aux=True)(*operands)
+
+    lowered = jax.jit(gradients(linear)).lower(h, w, b)
+    by_rows = not (options and entropy)  # sums beside the entropy are composed
+    assert ("tensor<2x3200xf32>" in lowered.as_text()) == by_rows
+    actual, expected = lowered.compile()(h, w, b), in_float64(gradients(stored), h, w, b)
+    assert_close(actual[0][1], expected[0][1], 3e-6)
+    assert_close(actual[1], expected[1], 1e-5 if dtype == jnp.float32 else 6 * float(jnp.finfo(dtype).eps))
+
+
+def test_no_chunk_of_a_cpu_waits():
+    """There all scores would only be read and written more often."""
+    h, w = np.ones((64, 64), np.float32), np.ones((64, 2**15), np.float32)
+    f = jax.jit(jax.grad(lambda h, w: jnp.sum(linear(h, w, np.zeros(64, int))), (0, 1)))
+    traced = f.trace(h, w)
+    whole = re.compile(r"dot_general.*tensor<64x32768xf32>, tensor<64x32768xf32>")
+    assert whole.search(traced.lower(lowering_platforms=("cuda",)).as_text())
+    assert not whole.search(traced.lower(lowering_platforms=("cpu",)).as_text())
+
+
+@pytest.mark.parametrize("classes", [2048, 2050])
+@pytest.mark.parametrize("chunk_size", [None, 300])
+def test_rows_of_a_gpu_are_taken_where_that_costs_no_memory(classes, chunk_size):
+    """Not without a gradient of weight, nor where XLA would copy weight to align its rows, or classes are counted."""
+    h, w = np.ones((2048, 2048), jnp.bfloat16), np.ones((2048, classes), jnp.bfloat16)
+
+    def of_rows(f):
+        text = jax.jit(f).trace(h, w).lower(lowering_platforms=("cuda",)).as_text()
+        return bool(re.search(rf"dot_general.*-> tensor<512x{classes}xf32>", text))
+
+    f = lambda h, w: jnp.sum(linear(h, w, np.zeros(2048, int), chunk_size=chunk_size))  # noqa: E731
+    assert of_rows(jax.grad(f, (0, 1))) == of_rows(jax.grad(f, 1)) == (chunk_size is None and classes == 2048)
+    assert not of_rows(f) and not of_rows(jax.grad(f))
 
 
 @pytest.mark.parametrize("width", [64, 96], ids=["as many rows as width", "fewer"])
@@ -370,6 +432,24 @@ def test_mesh(rows, weight, kind, recompute):
     sizes = sorted(int(np.prod(shape)) for name, shape in moved if name == "all-reduce")
     assert len(moved) == len(sizes) + len(gathers), moved
     assert len(sizes) <= len(allowed) and sum(sizes) <= sum(allowed), (moved, allowed)
+
+
+@needs_mesh
+@pytest.mark.parametrize("weight", [P(), P(None, "b")], ids=["whole", "sharded"])
+def test_chunks_of_gpus(weight, monkeypatch):
+    """Each device takes as many rows as hidden has numbers, by the chunks of a GPU."""
+    on_a_gpu(monkeypatch)
+    mesh = mesh_of(AxisType.Auto)
+    h, w = H[:, :2].reshape(16, 8), np.tile(W, 80)
+    y = RNG.integers(0, w.shape[1], 16)
+
+    def gradients(f):
+        return jax.jit(jax.value_and_grad(lambda h, w, y: jnp.sum(jnp.sin(f(h, w, y))), (0, 1)))
+
+    specs = P("a"), weight, P("a")
+    args = [jax.device_put(v, NamedSharding(mesh, s)) for v, s in zip((h, w, y), specs, strict=True)]
+    with jax.set_mesh(mesh):
+        assert_close(gradients(linear)(*args), gradients(stored)(h, w, y), 2e-5)
 
 
 @needs_mesh

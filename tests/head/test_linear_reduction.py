@@ -16,7 +16,7 @@ from meshes import DEVICES, collectives, mesh_of
 from truth import wide
 
 from jaxsoft import linear_softmax_cross_entropy as linear
-from jaxsoft._head import chunks
+from jaxsoft._head import chunks, waiting
 from jaxsoft._head.chunks import default_row_chunk
 
 ROWS, WIDTH, CLASSES = 12, 8, 33
@@ -94,11 +94,13 @@ def test_options(options, chunk_size, rows, reduction):
 
 @pytest.mark.parametrize("options", [IGNORED, {**SMOOTH, "scale": -0.4}], ids=["plain", "smoothed"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
-def test_as_many_rows_as_width(options, dtype, monkeypatch):
-    """All logits then have the shape of the gradient of weight, and one chunk of all rows is computed there."""
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_as_many_rows_as_width(options, dtype, missing, monkeypatch):
+    """All logits then have the shape of the gradient of weight, and one chunk of all rows, or few more, is there."""
     for name, value in {"_LEAST_ROWS": 2, "_CHUNK_BYTES": 4, "_TILE": 2}.items():
         monkeypatch.setattr(chunks, name, value)
-    h, y, u = (v.reshape(ROWS, -1)[:WIDTH] for v in (HIDDEN, LABELS, ROW_WEIGHTS))
+    monkeypatch.setattr(waiting, "_MISSING", 1 / WIDTH)
+    h, y, u = (v.reshape(ROWS, -1)[: WIDTH - missing] for v in (HIDDEN, LABELS, ROW_WEIGHTS))
     operands = *(v.astype(dtype) for v in (h, WEIGHT, BIAS)), u[:, 0]
     given = {**options, "reduction": "mean"}
 
@@ -109,8 +111,10 @@ def test_as_many_rows_as_width(options, dtype, monkeypatch):
         return defined(y[:, 0], **given)(h, w, b, jnp.ones(CLASSES), u)
 
     lowered = jax.jit(with_gradients(f, 4)).lower(*operands)
-    assert re.search(rf"dot_general.*tensor<{WIDTH}x{CLASSES}x", lowered.as_text())
-    assert f"tensor<2x{CLASSES}x" not in lowered.as_text()
+    in_place = missing <= 1
+    scores = rf"contracting_dims = \[1\] x \[0\].*-> tensor<{WIDTH}x{CLASSES}x"
+    assert bool(re.search(scores, lowered.as_text())) == in_place
+    assert (f"tensor<2x{CLASSES}x" not in lowered.as_text()) == in_place
     tolerance = 3e-6 if dtype == jnp.float32 else 6 * float(jnp.finfo(dtype).eps)
     assert_close(lowered.compile()(*operands), in_float64(with_gradients(g, 4), *operands), tolerance)
 

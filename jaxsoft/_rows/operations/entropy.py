@@ -6,7 +6,7 @@ Both terms are at least 0, so nothing cancels. A score of -inf adds nothing to u
 import jax
 import jax.numpy as jnp
 
-from jaxsoft._rows.formulas import probabilities, wide
+from jaxsoft._rows.formulas import nan_where, probabilities, wide
 from jaxsoft._rows.operands import COTANGENT, INNER_PRODUCT, MAXIMUM, RESULT, SCORES, SUM, TANGENT
 from jaxsoft._rows.operation import Extra, Function, Kind, Operand, Operation, Reduction
 from jaxsoft.fold import State, reference, weight
@@ -41,7 +41,7 @@ def entropy_of(m: jax.Array, s: jax.Array, u: jax.Array) -> jax.Array:
     """H; 0 for a row without scores, and NaN where the softmax has no value."""
     empty = s == 0
     s = jnp.where(empty, 1, s)
-    return jnp.where(empty, 0, jnp.where(m == jnp.inf, jnp.nan, jnp.log(s) - u / s))
+    return jnp.where(empty, 0, nan_where(m == jnp.inf, jnp.log(s) - u / s))
 
 
 def _entropy(reductions, x):

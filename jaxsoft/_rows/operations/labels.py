@@ -14,7 +14,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxsoft._rows.formulas import label_places, probabilities, wide
+from jaxsoft._rows.formulas import label_places, nan_where, probabilities, wide
 from jaxsoft._rows.operands import COTANGENT, INNER_PRODUCT, MAXIMUM, RESULT, SCORES, SUM, TANGENT
 from jaxsoft._rows.operation import Extra, Function, Kind, Operand, Operation, Reduction
 from jaxsoft._rows.operations.entropy import PRODUCTS, entropy_of, products, slope
@@ -189,7 +189,7 @@ def beside_label(others: State, t: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     m, s = others
     infinite = (jnp.isinf(m) | jnp.isinf(t)) & ~jnp.isnan(s)  # m may have passed over a NaN, which is then in s alone
-    without_s = jnp.where((m == t) | (t == jnp.inf), jnp.nan, m - t)
+    without_s = nan_where((m == t) | (t == jnp.inf), m - t)
     apart = jnp.where(infinite, without_s, (m - t) + jnp.log(jnp.where(s == 0, 1, s)))
     return lse(others), apart
 
