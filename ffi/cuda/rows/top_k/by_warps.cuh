@@ -42,9 +42,13 @@ __global__ void __launch_bounds__(32 * TopKCode::rows, TopKCode::row_blocks)
   const Tiles<T> tiles{row, 0, 1};
   const auto part = tiles.fold(maxima, 1);
   const int own = tiles.groups(1);
-  const float bar = bar_of_warp<T>(maxima, own, k);
+  int reaching;
+  const float bar = bar_of_warp<T>(maxima, own, k, reaching);
+  uint32_t late = 0;
+  if (reaching > enough_for(k) && bar > -infinity<float>())
+    late = late_steps(sum_before(tiles.reaching(bar, maxima, own)), k);
   int count = 0;
-  const bool fits = tiles.collect(bar, maxima, own, 1, found, room, [&](Key key) {
+  const bool fits = tiles.collect(bar, late, maxima, own, 1, found, room, [&](Key key) {
     const unsigned all = __ballot_sync(kAllLanes, key > 0);
     const int place = count + __popc(all & ((1u << lane) - 1));
     if (key > 0 && place < room) keys[place] = key;
@@ -58,7 +62,7 @@ __global__ void __launch_bounds__(32 * TopKCode::rows, TopKCode::row_blocks)
     find_by_warp(args, index, k, maxima, own, bar, state.m, keys), count = k;
   count = min(count, room);
   if (count > max(enough_for(k), TopKCode::ranked_of_warp)) {
-    const Key least = least_of_largest<T>(keys, count, k, kLeastOrder, row.n);
+    const Key least = least_of_largest<T>(keys, count, k, order_of(bar), row.n);
     count = keep_from(least, keys, count, keys);
   }
   sort_largest(keys, count, k, sorted);

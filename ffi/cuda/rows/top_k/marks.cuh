@@ -60,20 +60,30 @@ __device__ uint32_t combine_lanes(uint32_t x) {
   }
 }
 
-// Finds, by bisection, a number that at least k of the groups' maxima reach, and few more. `lanes` neighbouring lanes
-// have the groups of a row. If fewer than k have elements above -inf, the bar is -inf. All lanes of the warp call it.
+// Finds, by bisection, a number that at least k of the groups' maxima reach, and few more unless some are equal.
+// `found` becomes the number of those that do. `lanes` neighbouring lanes have the groups of a row. If fewer than k have
+// elements above -inf, the bar is -inf. All lanes of the warp call it.
 template <class T, int lanes, int groups>
-__device__ float bar_by_bisection(const float (&maxima)[groups], int k) {
+__device__ float bar_by_bisection(const float (&maxima)[groups], int k, int& found) {
   constexpr uint32_t nothing = kLeastOrder >> kFree<T>;  // the order of -inf, as of groups without elements
   uint32_t orders[groups], low = ~0u, high = nothing;
-  int found = 0;
+  found = 0;
 #pragma unroll
   for (int g = 0; g < groups; g++) {
     orders[g] = order_of(maxima[g]) >> kFree<T>;
     if (orders[g] > nothing) low = min(low, orders[g]), high = max(high, orders[g]), found++;
   }
+  auto number_from = [&](uint32_t order) {
+    int number = 0;
+#pragma unroll
+    for (int g = 0; g < groups; g++) number += orders[g] >= order;
+    return static_cast<int>(combine_lanes<Total, lanes>(number));
+  };
   high = combine_lanes<Greatest, lanes>(high);
-  if (k == 1) return of_order(high << kFree<T>);
+  if (k == 1) {
+    found = number_from(high);
+    return of_order(high << kFree<T>);
+  }
   const int enough = enough_for(k);
   low = combine_lanes<Least, lanes>(low), found = combine_lanes<Total, lanes>(found);
   if (found < k) low = high = nothing;
@@ -81,10 +91,7 @@ __device__ float bar_by_bisection(const float (&maxima)[groups], int k) {
     const bool searching = low < high && found > enough;
     if (!__any_sync(kAllLanes, searching)) break;
     const uint32_t middle = low + (high - low + 1) / 2;
-    int from = 0;
-#pragma unroll
-    for (int g = 0; g < groups; g++) from += orders[g] >= middle;
-    from = combine_lanes<Total, lanes>(from);
+    const int from = number_from(middle);
     if (!searching) continue;
     if (from >= k) low = middle, found = from;
     else high = middle - 1;
@@ -142,6 +149,82 @@ __device__ float bar_by_merging(float (&list)[kGroupsOfThread], float& largest) 
 #pragma unroll
   for (int i = 1; i < k; i++) least = min(least, x[i]);
   return least;
+}
+
+// The same for elements of 16 bits, of which a word has two. Each column of a lane's packs forms eight groups so, of
+// which a lane gives its four largest maxima. A sorted list of four, s, is the words (s0, s2), (s1, s3).
+template <class T>
+struct WordsOfPairs {
+  static __device__ uint32_t larger(uint32_t a, uint32_t b) {  // NaN is no maximum
+    return bits<uint32_t>(__hmax2(bits<Pair<T>>(a), bits<Pair<T>>(b)));
+  }
+  static __device__ uint32_t smaller(uint32_t a, uint32_t b) {
+    return bits<uint32_t>(__hmin2(bits<Pair<T>>(a), bits<Pair<T>>(b)));
+  }
+  static __device__ uint32_t low(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x5410); }  // both lower halves
+  static __device__ uint32_t high(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x7632); }
+  static __device__ T lower(uint32_t a) { return bits<T>(static_cast<uint16_t>(a)); }
+  static __device__ uint32_t turned(uint32_t a) { return __byte_perm(a, a, 0x1032); }
+  static __device__ void order_two(uint32_t& a, uint32_t& b) {
+    const uint32_t top = larger(a, b);
+    b = smaller(a, b), a = top;
+  }
+  // Puts four numbers that rise and then fall, or fall and then rise, (c0, c1) and (c2, c3), in descending order.
+  static __device__ void order_four(uint32_t first, uint32_t last, uint32_t& even, uint32_t& odd) {
+    order_two(first, last);
+    even = low(first, last), odd = high(first, last);
+    order_two(even, odd);
+  }
+  // The same where they are the words (c0, c2) and (c1, c3).
+  static __device__ void order_four(uint32_t& even, uint32_t& odd) { order_four(low(even, odd), high(even, odd), even, odd); }
+};
+
+template <class T, int lanes, int k, int packs>
+__device__ float bar_of_pairs(const Pack<T> (&x)[packs], float& largest) {
+  using Words = WordsOfPairs<T>;
+  uint32_t column[4];
+#pragma unroll
+  for (int w = 0; w < 4; w++) {
+    column[w] = x[0].words[w];
+#pragma unroll
+    for (int j = 1; j < packs; j++) column[w] = Words::larger(column[w], x[j].words[w]);
+  }
+  Words::order_two(column[0], column[1]), Words::order_two(column[2], column[3]);
+  Words::order_two(column[0], column[2]), Words::order_two(column[1], column[3]);
+  Words::order_two(column[1], column[2]);
+  const uint32_t outer = Words::larger(column[0], Words::turned(column[3]));
+  const uint32_t inner = Words::larger(column[1], Words::turned(column[2]));
+  constexpr int words = k / 2;
+  uint32_t list[words];
+  Words::order_four(Words::low(outer, inner), __byte_perm(outer, inner, 0x3276), list[0], list[1]);
+  int mask = 1;
+  if constexpr (k == 8) {  // two lists of four become one of eight
+    const uint32_t even = Words::turned(__shfl_xor_sync(kAllLanes, list[1], mask));
+    const uint32_t odd = Words::turned(__shfl_xor_sync(kAllLanes, list[0], mask));
+    list[2] = Words::smaller(list[0], even), list[3] = Words::smaller(list[1], odd);
+    list[0] = Words::larger(list[0], even), list[1] = Words::larger(list[1], odd);
+    Words::order_four(list[0], list[1]), Words::order_four(list[2], list[3]);
+    mask = 2;
+  }
+#pragma unroll
+  for (; mask < lanes; mask *= 2) {
+    uint32_t other[words];
+#pragma unroll
+    for (int w = 0; w < words; w++) other[w] = __shfl_xor_sync(kAllLanes, list[w], mask);
+    if (mask == lanes / 2)
+      largest = max(widen(Words::lower(Words::larger(list[0], other[0]))), -infinity<float>());
+#pragma unroll
+    for (int w = 0; w < words; w++) list[w] = Words::larger(list[w], Words::turned(other[words - 1 - w]));
+    if (mask == lanes / 2) break;
+    if constexpr (k == 8) Words::order_two(list[0], list[2]), Words::order_two(list[1], list[3]);
+#pragma unroll
+    for (int w = 0; w < words; w += 2) Words::order_four(list[w], list[w + 1]);
+  }
+  uint32_t least = list[0];
+#pragma unroll
+  for (int w = 1; w < words; w++) least = Words::smaller(least, list[w]);
+  least = Words::smaller(least, Words::turned(least));
+  return max(widen(Words::lower(least)), -infinity<float>());
 }
 
 // The elements of a thread's packs that reach the bar, a bit each. NaN reaches none. A thread has at most 32 elements.

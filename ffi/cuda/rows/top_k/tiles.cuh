@@ -104,15 +104,28 @@ struct Tiles {
     return (tiles + together - 1) / together;
   }
 
+  // The number of groups that reach the bar of the step that has the lane's number.
+  __device__ int reaching(float bar, const float* maxima, int groups) const {
+    int own = 0;
+    for (int g = 0; g < groups; g++) {
+      const unsigned all = __ballot_sync(kAllLanes, maxima[g * 32 + lane()] >= bar);
+      if (lane() == g) own = __popc(all);
+    }
+    return own;
+  }
+
   // Reads the groups again that reach the bar, and calls use(key) for each element that does, by all lanes of the warp
-  // together, of which those without an element have the key 0. Ends when `use` returns false. `found` has room for
-  // `most` groups. Returns false, and calls nothing, if there are more.
+  // together, of which those without an element have the key 0. Ends when `use` returns false. `late` has a bit for each
+  // step: of groups in these only elements above the bar are wanted. `found` has room for `most` groups. Returns false,
+  // and calls nothing, if there are more.
   template <class Use>
-  __device__ bool collect(float bar, const float* maxima, int groups, int together, uint16_t* found, int most,
-                          Use use) const {
+  __device__ bool collect(float bar, uint32_t late, const float* maxima, int groups, int together, uint16_t* found,
+                          int most, Use use) const {
+    const float above = of_order(order_of(bar) + (1u << kFree<T>));
+    auto bar_of = [&](int g) { return late >> g & 1 ? above : bar; };
     int reach = 0;
     for (int g = 0; g < groups; g++) {
-      const bool reaches = maxima[g * 32 + lane()] >= bar;
+      const bool reaches = maxima[g * 32 + lane()] >= bar_of(g);
       const unsigned all = __ballot_sync(kAllLanes, reaches);
       const int place = reach + __popc(all & ((1u << lane()) - 1));
       if (reaches && place < most) found[place] = static_cast<uint16_t>(g * 32 + lane());
@@ -130,7 +143,7 @@ struct Tiles {
 #pragma unroll
       for (int j = 0; j < count; j++)
         if (first + j * 32 < from.window.packs) from.window.trim(packs[j], first + j * 32, nothing);
-      uint32_t marks = marks_from(bar, packs);
+      uint32_t marks = marks_from(bar_of(group / 32), packs);
       if (bar == -infinity<float>()) marks = marks_within<T>(marks, from.window, first, 32);
       while (__any_sync(kAllLanes, marks != 0)) {
         if (!use(marks ? key_at(place(__ffs(marks) - 1, first)) : 0)) return true;
@@ -141,10 +154,25 @@ struct Tiles {
   }
 };
 
-// A bar that at least k elements of a warp's reach, from the maxima of its groups. Those of several steps may be taken
-// together, as a few of each lane are enough.
+// Many elements may be equal to the bar, as in rows of few different values. Those of the lowest indices are wanted. So
+// where at least k groups before a step reach the bar, none that is equal to it is wanted from there on: these steps are
+// late. A lane has the number of groups before the step that has its number.
+__device__ inline uint32_t late_steps(int before, int k) { return __ballot_sync(kAllLanes, before >= k); }
+// The sum of what the lanes before have.
+__device__ inline int sum_before(int number) {
+  int until = number;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int before = __shfl_up_sync(kAllLanes, until, step);
+    if (threadIdx.x % 32 >= step) until += before;
+  }
+  return until - number;
+}
+
+// A bar that at least k elements of a warp's reach, from the maxima of its groups, and about how many of these reach it.
+// Those of several steps may be taken together, as a few of each lane are enough.
 template <class T>
-__device__ float bar_of_warp(const float* maxima, int groups, int k) {
+__device__ float bar_of_warp(const float* maxima, int groups, int k, int& found) {
   constexpr int most = TopKCode::most_compared;
   float taken[most];
 #pragma unroll
@@ -153,7 +181,8 @@ __device__ float bar_of_warp(const float* maxima, int groups, int k) {
 #pragma unroll
     for (int g = 0; g < most; g++)
       if (start + g < groups) taken[g] = max(taken[g], maxima[(start + g) * 32 + threadIdx.x % 32]);
-  return k <= 32 * most ? bar_by_bisection<T, 32>(taken, k) : -infinity<float>();
+  found = 0;
+  return k <= 32 * most ? bar_by_bisection<T, 32>(taken, k, found) : -infinity<float>();
 }
 
 }  // namespace jaxsoft::cuda
