@@ -3,8 +3,9 @@
 // The elements that a thread has, or those of one tile of them, form groups. About the k-th largest of the groups'
 // maxima is a bar: at least k elements reach it, and hardly more. What reaches it is put into shared memory, as keys
 // that are ordered by value and then by index. Which place a key gets there is up to chance, but which keys are the k
-// largest is not: the number of greater ones is a key's place in the result. Where too many elements reach the bar, as
-// many are equal or the largest are in a few groups, the least of the k largest keys is searched for exactly.
+// largest is not: the number of greater ones is a key's place in the result. Where many elements are equal to the bar,
+// only groups that come early are looked at for them. Where too many reach it even so, as the largest are in a few
+// groups, the least of the k largest keys is searched for exactly.
 //
 // Short rows stay in the registers of some lanes meanwhile. Of the others, only the groups that reach the bar are read
 // again, which is little. They have a warp each, if there are very many, or a block. Few rows have a cluster of blocks
@@ -13,7 +14,7 @@
 //
 //   top_k/tuning.cuh     the sizes that decide, as data
 //   top_k/keys.cuh       keys; top_k/buffer.cuh, a block's buffer of them
-//   top_k/marks.cuh      bars, and the elements that reach one; top_k/results.cuh, what is written
+//   top_k/bars.cuh       bars; top_k/marks.cuh, the elements that reach one; top_k/results.cuh, what is written
 //   top_k/short.cuh      the kernel for short rows
 //   top_k/tiles.cuh      the one read of longer rows; top_k/exact.cuh, the exact search
 //   top_k/by_warps.cuh   the kernel for many rows; top_k/by_blocks.cuh, that for long ones, and the one that merges

@@ -71,11 +71,11 @@ __device__ float bar_of_shares(const Tiles<T>& tiles, const float* maxima, int g
   return of_order(__reduce_min_sync(kAllLanes, tiles.lane() < tiles.warps ? together.slots[tiles.lane()] : ~0u));
 }
 
-// The late steps of a warp (tiles.cuh). All threads of the block call it. The steps of the warps are taken in turn, but
-// not their tiles if a group has several.
+// Leaves out the warp's late groups, as `Tiles::leave_out_late`. All threads of the block call it. A step of all warps
+// comes before the next one; the tiles of a step are in the order of the warps if each is a group.
 template <class T>
-__device__ uint32_t late_steps_of_block(const Tiles<T>& tiles, float bar, const float* maxima, int groups, int of_group,
-                                        int k, Together& together) {
+__device__ void leave_out_late(const Tiles<T>& tiles, float bar, int k, float* maxima, int groups, int of_group,
+                               Together& together) {
   together.reaching[tiles.warp][tiles.lane()] = static_cast<uint8_t>(tiles.reaching(bar, maxima, groups));
   __syncthreads();
   int of_step = 0, before = 0;  // of all warps, and of those before this one
@@ -83,7 +83,7 @@ __device__ uint32_t late_steps_of_block(const Tiles<T>& tiles, float bar, const 
     if (warp == tiles.warp && of_group == 1) before = of_step;
     of_step += together.reaching[warp][tiles.lane()];
   }
-  return late_steps(sum_before(of_step) + before, k);
+  tiles.leave_out_late(bar, sum_before(of_step) + before, k, maxima, groups);
 }
 
 // Puts a warp's keys that are not 0 at the end of the buffer, as far as there is room. Returns whether there was.
@@ -152,10 +152,9 @@ __global__ void __launch_bounds__(TopKCode::threads, TopKCode::blocks)
   int reaching = INT_MAX;
   const float bar = 2 * k <= static_cast<int>(blockDim.x) ? bar_of_block<T>(part.m, k, enough, together, reaching)
                                                           : bar_of_shares(tiles, maxima, groups, k, together);
-  uint32_t late = 0;
-  if (reaching > enough_for(k) && bar > -infinity<float>())
-    late = late_steps_of_block(tiles, bar, maxima, groups, sizes.tiles, k, together);
-  const bool fits = tiles.collect(bar, late, maxima, groups, sizes.tiles, found, TopKCode::most_found,
+  if (reaching > enough_for(k) && bar > -infinity<float>())  // many are equal
+    leave_out_late(tiles, bar, k, maxima, groups, sizes.tiles, together);
+  const bool fits = tiles.collect(bar, maxima, groups, sizes.tiles, found, TopKCode::most_found,
                                   [&](Key key) { return append(key, together.gathered, all, sizes.room); });
   if (!fits && lane == 0) atomicAdd(&together.gathered.count, sizes.room + 1);
   const State state = reduce_lanes<T>(lane < warps ? of_warps[lane] : State(), 32);

@@ -73,7 +73,7 @@ __device__ __noinline__ void gather_crowded(const Arguments<T>& args, int k, con
     bar = higher;
     if (threadIdx.x == 0) gathered.count = 0;
     __syncthreads();
-    const bool fits = tiles.collect(bar, 0, maxima, groups, of_group, found, TopKCode::most_found,
+    const bool fits = tiles.collect(bar, maxima, groups, of_group, found, TopKCode::most_found,
                                     [&](Key key) { return append(key, gathered, keys, room); });
     if (!fits && tiles.lane() == 0) atomicAdd(&gathered.count, room + 1);
     __syncthreads();
@@ -133,14 +133,13 @@ __global__ void __launch_bounds__(TopKClusters::threads, TopKClusters::blocks)
     const float bar = shared.bar, m = shared.m;
     Gathered& gathered = shared.together.gathered;
     const int groups = tiles.groups(sizes.tiles);
-    uint32_t late = 0;
-    if (shared.reaching > enough_for(k) && bar > -infinity<float>()) {
+    if (shared.reaching > enough_for(k) && bar > -infinity<float>()) {  // many are equal
       int before = 0;  // slots of the parts before, each of which has an element that reaches the bar
       for (int i = lane; i < static_cast<int>(rank) * warps * slots_of_warp; i += 32) before += shared.slots[i] >= bar;
       before = __reduce_add_sync(kAllLanes, before);
-      late = late_steps_of_block(tiles, bar, maxima, groups, sizes.tiles, k - before, shared.together);
+      leave_out_late(tiles, bar, k - before, maxima, groups, sizes.tiles, shared.together);
     }
-    const bool fits = tiles.collect(bar, late, maxima, groups, sizes.tiles, found, TopKCode::most_found,
+    const bool fits = tiles.collect(bar, maxima, groups, sizes.tiles, found, TopKCode::most_found,
                                     [&](Key key) { return append(key, gathered, all, of_block); });
     if (!fits && lane == 0) atomicAdd(&gathered.count, of_block + 1);
     if (warp == 0) reduce();

@@ -44,11 +44,10 @@ __global__ void __launch_bounds__(32 * TopKCode::rows, TopKCode::row_blocks)
   const int own = tiles.groups(1);
   int reaching;
   const float bar = bar_of_warp<T>(maxima, own, k, reaching);
-  uint32_t late = 0;
-  if (reaching > enough_for(k) && bar > -infinity<float>())
-    late = late_steps(sum_before(tiles.reaching(bar, maxima, own)), k);
+  if (reaching >= 2 * k && bar > -infinity<float>())  // with fewer that are equal this takes longer than it saves
+    tiles.leave_out_late(bar, sum_before(tiles.reaching(bar, maxima, own)), k, maxima, own);
   int count = 0;
-  const bool fits = tiles.collect(bar, late, maxima, own, 1, found, room, [&](Key key) {
+  const bool fits = tiles.collect(bar, maxima, own, 1, found, room, [&](Key key) {
     const unsigned all = __ballot_sync(kAllLanes, key > 0);
     const int place = count + __popc(all & ((1u << lane) - 1));
     if (key > 0 && place < room) keys[place] = key;

@@ -113,19 +113,24 @@ struct Tiles {
     }
     return own;
   }
+  // Leaves out the groups of late steps whose maximum is equal to the bar. If so many elements are equal to it that the
+  // k largest are some of them, those of the lowest indices are wanted: where k groups before a step reach the bar, none
+  // that is equal to it is wanted from there on. `before` is their number before the step that has the lane's number.
+  __device__ void leave_out_late(float bar, int before, int k, float* maxima, int groups) const {
+    const unsigned late = __ballot_sync(kAllLanes, before >= k);
+    for (int g = 0; g < groups; g++)
+      if (late >> g & 1 && maxima[g * 32 + lane()] == bar) maxima[g * 32 + lane()] = -infinity<float>();
+  }
 
   // Reads the groups again that reach the bar, and calls use(key) for each element that does, by all lanes of the warp
-  // together, of which those without an element have the key 0. Ends when `use` returns false. `late` has a bit for each
-  // step: of groups in these only elements above the bar are wanted. `found` has room for `most` groups. Returns false,
-  // and calls nothing, if there are more.
+  // together, of which those without an element have the key 0. Ends when `use` returns false. `found` has room for
+  // `most` groups. Returns false, and calls nothing, if there are more.
   template <class Use>
-  __device__ bool collect(float bar, uint32_t late, const float* maxima, int groups, int together, uint16_t* found,
-                          int most, Use use) const {
-    const float above = of_order(order_of(bar) + (1u << kFree<T>));
-    auto bar_of = [&](int g) { return late >> g & 1 ? above : bar; };
+  __device__ bool collect(float bar, const float* maxima, int groups, int together, uint16_t* found, int most,
+                          Use use) const {
     int reach = 0;
     for (int g = 0; g < groups; g++) {
-      const bool reaches = maxima[g * 32 + lane()] >= bar_of(g);
+      const bool reaches = maxima[g * 32 + lane()] >= bar;
       const unsigned all = __ballot_sync(kAllLanes, reaches);
       const int place = reach + __popc(all & ((1u << lane()) - 1));
       if (reaches && place < most) found[place] = static_cast<uint16_t>(g * 32 + lane());
@@ -143,7 +148,7 @@ struct Tiles {
 #pragma unroll
       for (int j = 0; j < count; j++)
         if (first + j * 32 < from.window.packs) from.window.trim(packs[j], first + j * 32, nothing);
-      uint32_t marks = marks_from(bar_of(group / 32), packs);
+      uint32_t marks = marks_from(bar, packs);
       if (bar == -infinity<float>()) marks = marks_within<T>(marks, from.window, first, 32);
       while (__any_sync(kAllLanes, marks != 0)) {
         if (!use(marks ? key_at(place(__ffs(marks) - 1, first)) : 0)) return true;
@@ -154,11 +159,7 @@ struct Tiles {
   }
 };
 
-// Many elements may be equal to the bar, as in rows of few different values. Those of the lowest indices are wanted. So
-// where at least k groups before a step reach the bar, none that is equal to it is wanted from there on: these steps are
-// late. A lane has the number of groups before the step that has its number.
-__device__ inline uint32_t late_steps(int before, int k) { return __ballot_sync(kAllLanes, before >= k); }
-// The sum of what the lanes before have.
+// The sum of what the lanes before this one have.
 __device__ inline int sum_before(int number) {
   int until = number;
 #pragma unroll
