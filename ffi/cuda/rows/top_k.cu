@@ -16,7 +16,8 @@
 //   top_k/keys.cuh       keys; top_k/buffer.cuh, a block's buffer of them
 //   top_k/bars.cuh       bars; top_k/marks.cuh, the elements that reach one; top_k/results.cuh, what is written
 //   top_k/short.cuh      the kernel for short rows
-//   top_k/tiles.cuh      the one read of longer rows; top_k/exact.cuh, the exact search
+//   top_k/tiles.cuh      the one read of longer rows; top_k/late.cuh, what is left out of those with few different
+//                        values; top_k/exact.cuh, the exact search
 //   top_k/by_warps.cuh   the kernel for many rows; top_k/by_blocks.cuh, that for long ones, and the one that merges
 //   top_k/by_clusters.cuh  the kernel for few rows
 #include "top_k.cuh"

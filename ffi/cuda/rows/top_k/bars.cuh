@@ -61,8 +61,8 @@ __device__ uint32_t combine_lanes(uint32_t x) {
 }
 
 // Finds, by bisection, a number that at least k of the groups' maxima reach, and few more unless some are equal.
-// `found` becomes the number of those that do. `lanes` neighbouring lanes have the groups of a row. If fewer than k have
-// elements above -inf, the bar is -inf. All lanes of the warp call it.
+// `found` becomes the number of those that do. `lanes` neighbouring lanes have the groups of a row. If fewer than k
+// have elements above -inf, the bar is -inf. All lanes of the warp call it.
 template <class T, int lanes, int groups>
 __device__ float bar_by_bisection(const float (&maxima)[groups], int k, int& found) {
   constexpr uint32_t nothing = kLeastOrder >> kFree<T>;  // the order of -inf, as of groups without elements
@@ -181,8 +181,8 @@ struct Pairs {
   }
 };
 
-// The same as `bar_by_merging` for elements of 16 bits, by half as many instructions for each of them. So every lane has
-// eight groups, the elements at the same place of their packs, of which it takes part with the four largest maxima.
+// The same as `bar_by_merging` for elements of 16 bits, by half as many instructions for each of them. So every lane
+// has eight groups, the elements at the same place of their packs, and takes part with the four largest maxima.
 template <class T, int lanes, int k, int packs>
 __device__ float bar_of_pairs(const Pack<T> (&x)[packs], float& largest) {
   using Words = Pairs<T>;

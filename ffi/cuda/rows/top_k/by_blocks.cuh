@@ -6,6 +6,7 @@
 #pragma once
 
 #include "exact.cuh"
+#include "late.cuh"
 #include "results.cuh"
 
 namespace jaxsoft::cuda {
@@ -69,21 +70,6 @@ __device__ float bar_of_shares(const Tiles<T>& tiles, const float* maxima, int g
   if (tiles.lane() == 0) together.slots[tiles.warp] = slot;
   __syncthreads();
   return of_order(__reduce_min_sync(kAllLanes, tiles.lane() < tiles.warps ? together.slots[tiles.lane()] : ~0u));
-}
-
-// Leaves out the warp's late groups, as `Tiles::leave_out_late`. All threads of the block call it. A step of all warps
-// comes before the next one; the tiles of a step are in the order of the warps if each is a group.
-template <class T>
-__device__ void leave_out_late(const Tiles<T>& tiles, float bar, int k, float* maxima, int groups, int of_group,
-                               Together& together) {
-  together.reaching[tiles.warp][tiles.lane()] = static_cast<uint8_t>(tiles.reaching(bar, maxima, groups));
-  __syncthreads();
-  int of_step = 0, before = 0;  // of all warps, and of those before this one
-  for (int warp = 0; warp < tiles.warps; warp++) {
-    if (warp == tiles.warp && of_group == 1) before = of_step;
-    of_step += together.reaching[warp][tiles.lane()];
-  }
-  tiles.leave_out_late(bar, sum_before(of_step) + before, k, maxima, groups);
 }
 
 // Puts a warp's keys that are not 0 at the end of the buffer, as far as there is room. Returns whether there was.
@@ -153,7 +139,8 @@ __global__ void __launch_bounds__(TopKCode::threads, TopKCode::blocks)
   const float bar = 2 * k <= static_cast<int>(blockDim.x) ? bar_of_block<T>(part.m, k, enough, together, reaching)
                                                           : bar_of_shares(tiles, maxima, groups, k, together);
   if (reaching > enough_for(k) && bar > -infinity<float>())  // many are equal
-    leave_out_late(tiles, bar, k, maxima, groups, sizes.tiles, together);
+    leave_out_late_of_block(bar, k, sizes.tiles * Tiles<T>::group_elements, sizes.room, sizes.tiles == 1, maxima,
+                            groups, together.reaching);
   const bool fits = tiles.collect(bar, maxima, groups, sizes.tiles, found, TopKCode::most_found,
                                   [&](Key key) { return append(key, together.gathered, all, sizes.room); });
   if (!fits && lane == 0) atomicAdd(&together.gathered.count, sizes.room + 1);

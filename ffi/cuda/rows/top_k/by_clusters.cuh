@@ -137,7 +137,8 @@ __global__ void __launch_bounds__(TopKClusters::threads, TopKClusters::blocks)
       int before = 0;  // slots of the parts before, each of which has an element that reaches the bar
       for (int i = lane; i < static_cast<int>(rank) * warps * slots_of_warp; i += 32) before += shared.slots[i] >= bar;
       before = __reduce_add_sync(kAllLanes, before);
-      leave_out_late(tiles, bar, k - before, maxima, groups, sizes.tiles, shared.together);
+      leave_out_late_of_block(bar, k - before, sizes.tiles * Tiles<T>::group_elements, of_block, sizes.tiles == 1,
+                              maxima, groups, shared.together.reaching);
     }
     const bool fits = tiles.collect(bar, maxima, groups, sizes.tiles, found, TopKCode::most_found,
                                     [&](Key key) { return append(key, gathered, all, of_block); });

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "exact.cuh"
+#include "late.cuh"
 #include "results.cuh"
 
 namespace jaxsoft::cuda {
@@ -45,7 +46,7 @@ __global__ void __launch_bounds__(32 * TopKCode::rows, TopKCode::row_blocks)
   int reaching;
   const float bar = bar_of_warp<T>(maxima, own, k, reaching);
   if (reaching >= 2 * k && bar > -infinity<float>())  // with fewer that are equal this takes longer than it saves
-    tiles.leave_out_late(bar, sum_before(tiles.reaching(bar, maxima, own)), k, maxima, own);
+    leave_out_late_of_warp(bar, k, Tiles<T>::group_elements, room, maxima, own);
   int count = 0;
   const bool fits = tiles.collect(bar, maxima, own, 1, found, room, [&](Key key) {
     const unsigned all = __ballot_sync(kAllLanes, key > 0);

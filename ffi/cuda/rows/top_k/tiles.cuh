@@ -98,28 +98,11 @@ struct Tiles {
     }
     return part;
   }
+  static constexpr int group_elements = count * size;  // of a group that is one tile's
   // The number of steps in `maxima`.
   __device__ int groups(int together) const {
     const int tiles = max(from.window.packs - warp * length + step() - 1, 0) / step();
     return (tiles + together - 1) / together;
-  }
-
-  // The number of groups that reach the bar of the step that has the lane's number.
-  __device__ int reaching(float bar, const float* maxima, int groups) const {
-    int own = 0;
-    for (int g = 0; g < groups; g++) {
-      const unsigned all = __ballot_sync(kAllLanes, maxima[g * 32 + lane()] >= bar);
-      if (lane() == g) own = __popc(all);
-    }
-    return own;
-  }
-  // Leaves out the groups of late steps whose maximum is equal to the bar. If so many elements are equal to it that the
-  // k largest are some of them, those of the lowest indices are wanted: where k groups before a step reach the bar, none
-  // that is equal to it is wanted from there on. `before` is their number before the step that has the lane's number.
-  __device__ void leave_out_late(float bar, int before, int k, float* maxima, int groups) const {
-    const unsigned late = __ballot_sync(kAllLanes, before >= k);
-    for (int g = 0; g < groups; g++)
-      if (late >> g & 1 && maxima[g * 32 + lane()] == bar) maxima[g * 32 + lane()] = -infinity<float>();
   }
 
   // Reads the groups again that reach the bar, and calls use(key) for each element that does, by all lanes of the warp
@@ -159,19 +142,8 @@ struct Tiles {
   }
 };
 
-// The sum of what the lanes before this one have.
-__device__ inline int sum_before(int number) {
-  int until = number;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int before = __shfl_up_sync(kAllLanes, until, step);
-    if (threadIdx.x % 32 >= step) until += before;
-  }
-  return until - number;
-}
-
-// A bar that at least k elements of a warp's reach, from the maxima of its groups, and about how many of these reach it.
-// Those of several steps may be taken together, as a few of each lane are enough.
+// A bar that at least k elements of a warp's reach, from the maxima of its groups. Those of several steps may be taken
+// together, as a few of each lane are enough. `found` becomes the number of maxima that reach it, of those taken so.
 template <class T>
 __device__ float bar_of_warp(const float* maxima, int groups, int k, int& found) {
   constexpr int most = TopKCode::most_compared;
