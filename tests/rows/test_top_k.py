@@ -195,6 +195,29 @@ def test_ways(dtype):
             assert_top_k(np.round(x), k, top_k_softmax(np.round(x), k, implementation="ffi"))
 
 
+@pytest.mark.skipif(jaxsoft.implementations()["ffi"] is not None, reason="no C++ kernels")
+@each_dtype_in_turn
+def test_few_values(dtype):
+    """Rows of few different values, of whose largest there are more than are wanted: those of the lowest indices are.
+    Their copies are everywhere, or only where a tile, a block or a cluster's block comes late, beside larger ones."""
+    rng = np.random.default_rng(0)
+    shapes = (40, 128), (9, 1000), (5, 4096), (5, 4097), (2, 20_001), (3, 40_009), (1, 131_072)
+    if jax.default_backend() == "gpu":  # rows by warps, by clusters of every kind, by the block, and split
+        shapes += (15_000, 1100), (15_000, 4096), (3, 128_256), (66, 16_403), (250, 40_001), (2, 2**21 + 5)
+    with precision(dtype):
+        for count, n in shapes:
+            x = rng.integers(0, 128, (max(5, min(count, 40)), n)).astype(np.float32) / 16 - 4
+            x[1::5] = rng.integers(0, 3, x[1::5].shape)
+            x[2::5, n // 2 :] += 1
+            x[3::5] = np.where(rng.random(x[3::5].shape) < 0.5, -0.0, 0.0)
+            x[4::5] = 1
+            x[4::5, n - n // 3 :: 7] = 2
+            x = np.roll(x, n % 5, axis=0)[:count].astype(dtype)  # not all kinds are there if rows are few
+            for k in (1, 5, 8, 32, 64, min(n, 256)):
+                many = jnp.asarray(np.resize(x, (count, n)))
+                assert_top_k(x, k, [v[: len(x)] for v in top_k_softmax(many, k, implementation="ffi")])
+
+
 @each_implementation
 def test_equal_probabilities_of_different_scores(implementation):
     """The larger score comes first, where top_k of the softmax cannot tell them apart."""

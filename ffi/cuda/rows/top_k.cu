@@ -3,8 +3,9 @@
 // The elements that a thread has, or those of one tile of them, form groups. About the k-th largest of the groups'
 // maxima is a bar: at least k elements reach it, and hardly more. What reaches it is put into shared memory, as keys
 // that are ordered by value and then by index. Which place a key gets there is up to chance, but which keys are the k
-// largest is not: the number of greater ones is a key's place in the result. Where too many elements reach the bar, as
-// many are equal or the largest are in a few groups, the least of the k largest keys is searched for exactly.
+// largest is not: the number of greater ones is a key's place in the result. Where many elements are equal to the bar,
+// only groups that come early are looked at for them. Where too many reach it even so, as the largest are in a few
+// groups, the least of the k largest keys is searched for exactly.
 //
 // Short rows stay in the registers of some lanes meanwhile. Of the others, only the groups that reach the bar are read
 // again, which is little. They have a warp each, if there are very many, or a block. Few rows have a cluster of blocks
@@ -13,9 +14,10 @@
 //
 //   top_k/tuning.cuh     the sizes that decide, as data
 //   top_k/keys.cuh       keys; top_k/buffer.cuh, a block's buffer of them
-//   top_k/marks.cuh      bars, and the elements that reach one; top_k/results.cuh, what is written
+//   top_k/bars.cuh       bars; top_k/marks.cuh, the elements that reach one; top_k/results.cuh, what is written
 //   top_k/short.cuh      the kernel for short rows
-//   top_k/tiles.cuh      the one read of longer rows; top_k/exact.cuh, the exact search
+//   top_k/tiles.cuh      the one read of longer rows; top_k/late.cuh, what is left out of those with few different
+//                        values; top_k/exact.cuh, the exact search
 //   top_k/by_warps.cuh   the kernel for many rows; top_k/by_blocks.cuh, that for long ones, and the one that merges
 //   top_k/by_clusters.cuh  the kernel for few rows
 #include "top_k.cuh"
@@ -88,56 +90,69 @@ inline TopKSizes choose_sizes(int64_t packs, int warps, int k) {
           TopKCode::room_of_block(k)};
 }
 
-// Prepares the kernel, and finds how many clusters of a choice the device can hold at once. There are none where blocks
-// have less shared memory than the kernel may need.
+// The launch of a cluster for each row. There is none if `blocks` is 0.
+struct ClusterPlan {
+  int blocks = 0, warps = 0;  // of a cluster, and of a block
+  int width = 0;              // lanes that share a slot
+  TopKSizes sizes{};
+  int bytes = 0;  // of a block's dynamic shared memory
+};
+
+inline cudaLaunchConfig_t launch_of(const ClusterPlan& plan, int bytes, cudaLaunchAttribute* attribute) {
+  *attribute = in_clusters_of(plan.blocks);
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(plan.blocks);
+  config.blockDim = dim3(32 * plan.warps);
+  config.dynamicSmemBytes = bytes;
+  config.attrs = attribute;
+  config.numAttrs = 1;
+  return config;
+}
+
+// Prepares the kernel, and finds how many clusters of choice number `choice` the device can hold at once, where blocks
+// take as much shared memory as the plan says or somewhat more.
 template <class T>
-cudaError_t find_clusters_at_once(int choice, int* found) {
-  static Devices<std::size(kClusterChoices)> known;
-  return known.once(choice, found, [&](int* found) {
-    const auto [blocks, warps, most] = kClusterChoices[choice];
-    const auto kernel = top_k_by_clusters<T>;
+cudaError_t find_clusters_at_once(int choice, const ClusterPlan& plan, int* found) {
+  static Devices<2 * std::size(kClusterChoices)> known;
+  const bool usual = plan.bytes <= TopKClusters::usual_memory;
+  return known.once(2 * choice + usual, found, [&](int* found) {
     Device device;
     int bytes = 0;
     *found = 0;
     if (auto e = device.read()) return e;
     if (auto e = cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device.ordinal)) return e;
-    if (bytes < TopKClusters::most_memory + static_cast<int>(sizeof(OfCluster))) return cudaSuccess;
-    cudaLaunchAttribute attribute = in_clusters_of(blocks);
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(blocks), config.blockDim = dim3(32 * warps);
-    config.dynamicSmemBytes = TopKClusters::usual_memory;
-    config.attrs = &attribute, config.numAttrs = 1;
-    if (auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, TopKClusters::most_memory))
-      return e;
-    return find_clusters(kernel, config, found);
+    bytes = std::min<int>(bytes - static_cast<int>(sizeof(OfCluster)), TopKClusters::most_memory);
+    const int needed = usual ? TopKClusters::usual_memory : TopKClusters::most_memory;
+    if (bytes < needed) return cudaSuccess;
+    const auto kernel = top_k_by_clusters<T>;
+    if (auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return e;
+    cudaLaunchAttribute attribute;
+    return find_clusters(kernel, launch_of(plan, needed, &attribute), found);
   });
 }
 
-// The launch of a cluster for each row: the blocks of a cluster, the warps of a block, and the lanes that share a slot.
-// There is none if `blocks` is 0.
-struct ClusterPlan {
-  int blocks = 0, warps = 0, width = 0;
-};
-
-// Chooses a launch of clusters, if there are few rows. There must be slots enough to tell the k largest apart, and a
-// pack for each thread.
+// Chooses a launch of clusters, if there are few rows. There must be slots enough to tell the k largest apart, a pack
+// for each thread, and room on the device, which a part of a GPU (MIG) may not have.
 template <class T>
-cudaError_t choose_clusters(const Arguments<T>& args, int64_t packs, int k, const Device& device, ClusterPlan* plan) {
+cudaError_t choose_clusters(const Arguments<T>& args, int64_t packs, int k, const Device& device, ClusterPlan* chosen) {
   if (device.major < 9) return cudaSuccess;
   for (int choice = 0; choice < static_cast<int>(std::size(kClusterChoices)); choice++) {
     const auto [blocks, warps, most] = kClusterChoices[choice];
     const int64_t of_cluster = blocks * warps, threads = 32 * of_cluster;
     if (args.rows * blocks > most * device.processors) continue;
     if (packs < threads || packs > TopKClusters::most_packs * threads) continue;
-    int width = 32;
+    ClusterPlan plan{blocks, warps, 32};
     int64_t slots = of_cluster;
-    while (width > 1 && slots < TopKClusters::slots_for_each * k && 2 * slots <= TopKClusters::most_slots)
-      width /= 2, slots *= 2;
+    while (plan.width > 1 && slots < TopKClusters::slots_for_each * k && 2 * slots <= TopKClusters::most_slots)
+      plan.width /= 2, slots *= 2;
     if (slots < 2 * k) continue;
+    plan.sizes = choose_sizes(Split(packs, blocks).packs, warps, k);
+    plan.bytes = static_cast<int>((plan.sizes.room + 2 * blocks * TopKClusters::room(k)) * sizeof(Key) +
+                                  warps * memory_of_groups(plan.sizes.groups, TopKCode::most_found));
     int at_once = 0;
-    if (auto e = find_clusters_at_once<T>(choice, &at_once)) return e;
+    if (auto e = find_clusters_at_once<T>(choice, plan, &at_once)) return e;
     if (at_once == 0) continue;
-    *plan = {blocks, warps, width};
+    *chosen = plan;
     return cudaSuccess;
   }
   return cudaSuccess;
@@ -146,18 +161,11 @@ cudaError_t choose_clusters(const Arguments<T>& args, int64_t packs, int k, cons
 template <class T>
 cudaError_t launch_by_clusters(const Arguments<T>& args, const Largest<T>& to, int64_t packs, const ClusterPlan& plan,
                                cudaStream_t stream) {
-  const Split split(packs, plan.blocks);
-  const TopKSizes sizes = choose_sizes(split.packs, plan.warps, to.k);
-  cudaLaunchAttribute attribute = in_clusters_of(plan.blocks);
-  cudaLaunchConfig_t config{};
+  cudaLaunchAttribute attribute;
+  cudaLaunchConfig_t config = launch_of(plan, plan.bytes, &attribute);
   config.gridDim = dim3(static_cast<unsigned>(args.rows * plan.blocks));
-  config.blockDim = dim3(32 * plan.warps);
-  config.dynamicSmemBytes = (sizes.room + 2 * plan.blocks * TopKClusters::room(to.k)) * sizeof(Key) +
-                            plan.warps * memory_of_groups(sizes.groups, TopKCode::most_found);
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, top_k_by_clusters<T>, args, to, sizes, plan.width, split);
+  return cudaLaunchKernelEx(&config, top_k_by_clusters<T>, args, to, plan.sizes, plan.width, Split(packs, plan.blocks));
 }
 
 template <class T>

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "exact.cuh"
+#include "late.cuh"
 #include "results.cuh"
 
 namespace jaxsoft::cuda {
@@ -40,17 +41,21 @@ struct Together {
   Gathered gathered;
   uint32_t low, high;  // orders: the bar is between them
   uint32_t slots[TopKCode::warps];
+  uint8_t reaching[TopKClusters::threads / 32][32];  // groups of a step of a warp that reach the bar
 };
 
-// A bar that at least k of the threads' maxima reach, and at most `enough` unless some are equal. `together.low` and
-// `high` are ~0 and 0. All threads of the block call it.
+// A bar that at least k of the threads' maxima reach, and at most `enough` unless some are equal. `found` becomes the
+// number of those that do. `together.low` and `high` are ~0 and 0. All threads of the block call it.
 template <class T>
-__device__ float bar_of_block(float top, int k, int enough, Together& together) {
+__device__ float bar_of_block(float top, int k, int enough, Together& together, int& found) {
   const uint32_t own = order_of(top), least = __reduce_min_sync(kAllLanes, own > kLeastOrder ? own : ~0u);
   const uint32_t high = __reduce_max_sync(kAllLanes, own);
   if (threadIdx.x % 32 == 0) atomicMin(&together.low, least), atomicMax(&together.high, high);
-  int found = __syncthreads_count(own > kLeastOrder);
-  if (k == 1 && found > 0) return of_order(together.high);
+  found = __syncthreads_count(own > kLeastOrder);
+  if (k == 1 && found > 0) {
+    found = __syncthreads_count(own >= together.high);
+    return of_order(together.high);
+  }
   if (found < k) return -infinity<float>();
   return of_order(greatest_order<T>(together.low, together.high, k, enough, found,
                                     [&](uint32_t order) { return __syncthreads_count(own >= order); }));
@@ -60,7 +65,8 @@ template <class T>
 __device__ float bar_of_shares(const Tiles<T>& tiles, const float* maxima, int groups, int k, Together& together) {
   const int full = min(tiles.warps, tiles.from.window.packs / Tiles<T>::length);
   uint32_t slot = full > 0 ? ~0u : kLeastOrder;
-  if (tiles.warp < full) slot = order_of(bar_of_warp<T>(maxima, groups, (k + full - 1) / full));
+  int found;
+  if (tiles.warp < full) slot = order_of(bar_of_warp<T>(maxima, groups, (k + full - 1) / full, found));
   if (tiles.lane() == 0) together.slots[tiles.warp] = slot;
   __syncthreads();
   return of_order(__reduce_min_sync(kAllLanes, tiles.lane() < tiles.warps ? together.slots[tiles.lane()] : ~0u));
@@ -129,8 +135,12 @@ __global__ void __launch_bounds__(TopKCode::threads, TopKCode::blocks)
   // A bar that a few more reach would let through too much of whole rows that ascend or descend, as few warps have their
   // largest elements.
   const int enough = split.parts == 1 ? k : enough_for(k);
-  const float bar = 2 * k <= static_cast<int>(blockDim.x) ? bar_of_block<T>(part.m, k, enough, together)
+  int reaching = INT_MAX;
+  const float bar = 2 * k <= static_cast<int>(blockDim.x) ? bar_of_block<T>(part.m, k, enough, together, reaching)
                                                           : bar_of_shares(tiles, maxima, groups, k, together);
+  if (reaching > enough_for(k) && bar > -infinity<float>())  // many are equal
+    leave_out_late_of_block(bar, k, sizes.tiles * Tiles<T>::group_elements, sizes.room, sizes.tiles == 1, maxima,
+                            groups, together.reaching);
   const bool fits = tiles.collect(bar, maxima, groups, sizes.tiles, found, TopKCode::most_found,
                                   [&](Key key) { return append(key, together.gathered, all, sizes.room); });
   if (!fits && lane == 0) atomicAdd(&together.gathered.count, sizes.room + 1);
@@ -141,7 +151,7 @@ __global__ void __launch_bounds__(TopKCode::threads, TopKCode::blocks)
     find_by_block(args, k, split, together.gathered, maxima, groups, sizes.tiles, bar, state.m, all, sizes.room);
     count = together.gathered.count;
   } else if (count > max(enough_for(k), TopKCode::ranked)) {
-    cut<T>(together.gathered, all, count, k, kLeastOrder, elements.n);
+    cut<T>(together.gathered, all, count, k, order_of(bar), elements.n);
     count = together.gathered.count;
   }
   if (split.parts == 1) return write_largest(args, to, elements.index, state, count, all);

@@ -15,6 +15,7 @@ struct OfCluster {
   int counts[TopKClusters::most_blocks];      // of the keys that the blocks have sent
   Together together;                          // what the kernel with a block for each row shares, but for its slots
   float bar, m;                               // of the row
+  int reaching;                               // slots that reach the bar
   float2 sum;                                 // of the row, in the first block
 };
 
@@ -29,8 +30,9 @@ __device__ void find_bar_of_slots(OfCluster& shared, int slots, int k) {
     m = max(m, taken[g]);
   }
   m = of_order(__reduce_max_sync(kAllLanes, order_of(m)));
-  const float bar = bar_by_bisection<T, 32>(taken, k);
-  if (threadIdx.x % 32 == 0) shared.m = m, shared.bar = bar;
+  int reaching;
+  const float bar = bar_by_bisection<T, 32>(taken, k, reaching);
+  if (threadIdx.x % 32 == 0) shared.m = m, shared.bar = bar, shared.reaching = reaching;
 }
 
 // Merges what the blocks have put into the first block's memory: their keys, without gaps, into `keys`, and the sums of
@@ -62,7 +64,9 @@ __device__ __noinline__ void gather_crowded(const Arguments<T>& args, int k, con
                                             const float* maxima, int groups, int of_group, uint16_t* found, float bar,
                                             float top, float m, Key* keys, int room) {
   Gathered& gathered = together.gathered;
-  const float higher = 2 * k <= static_cast<int>(blockDim.x) ? bar_of_block<T>(top, k, enough_for(k), together) : bar;
+  int reaching;
+  const float higher =
+      2 * k <= static_cast<int>(blockDim.x) ? bar_of_block<T>(top, k, enough_for(k), together, reaching) : bar;
   if (higher > bar) {
     const auto elements = elements_of_part(args, blockIdx.x, split);
     const Tiles<T> tiles{elements, static_cast<int>(threadIdx.x / 32), static_cast<int>(blockDim.x / 32)};
@@ -129,6 +133,13 @@ __global__ void __launch_bounds__(TopKClusters::threads, TopKClusters::blocks)
     const float bar = shared.bar, m = shared.m;
     Gathered& gathered = shared.together.gathered;
     const int groups = tiles.groups(sizes.tiles);
+    if (shared.reaching > enough_for(k) && bar > -infinity<float>()) {  // many are equal
+      int before = 0;  // slots of the parts before, each of which has an element that reaches the bar
+      for (int i = lane; i < static_cast<int>(rank) * warps * slots_of_warp; i += 32) before += shared.slots[i] >= bar;
+      before = __reduce_add_sync(kAllLanes, before);
+      leave_out_late_of_block(bar, k - before, sizes.tiles * Tiles<T>::group_elements, of_block, sizes.tiles == 1,
+                              maxima, groups, shared.together.reaching);
+    }
     const bool fits = tiles.collect(bar, maxima, groups, sizes.tiles, found, TopKCode::most_found,
                                     [&](Key key) { return append(key, gathered, all, of_block); });
     if (!fits && lane == 0) atomicAdd(&gathered.count, of_block + 1);
@@ -139,7 +150,7 @@ __global__ void __launch_bounds__(TopKClusters::threads, TopKClusters::blocks)
     if (gathered.count > of_block)
       gather_crowded(args, k, split, shared.together, maxima, groups, sizes.tiles, found, bar, part.m, m, all,
                      of_block);
-    if (gathered.count > room) cut<T>(gathered, all, gathered.count, k, kLeastOrder, elements.n);
+    if (gathered.count > room) cut<T>(gathered, all, gathered.count, k, order_of(bar), elements.n);
     Key* const to_first = in_block(sent + rank * room, 0);
     for (int i = threadIdx.x; i < gathered.count; i += blockDim.x) to_first[i] = all[i];
     if (threadIdx.x == 0) *in_block(&shared.counts[rank], 0) = gathered.count;
@@ -149,7 +160,7 @@ __global__ void __launch_bounds__(TopKClusters::threads, TopKClusters::blocks)
 
     int count = merge_blocks(shared, blocks, sent, room, merged);
     if (count > max(enough_for(k), TopKCode::ranked)) {
-      cut<T>(gathered, merged, count, k, kLeastOrder, args.n);
+      cut<T>(gathered, merged, count, k, order_of(bar), args.n);
       count = gathered.count;
     }
     const State<float, false> state{m, {shared.sum.x, shared.sum.y}};

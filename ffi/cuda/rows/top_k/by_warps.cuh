@@ -3,6 +3,7 @@
 #pragma once
 
 #include "exact.cuh"
+#include "late.cuh"
 #include "results.cuh"
 
 namespace jaxsoft::cuda {
@@ -42,7 +43,10 @@ __global__ void __launch_bounds__(32 * TopKCode::rows, TopKCode::row_blocks)
   const Tiles<T> tiles{row, 0, 1};
   const auto part = tiles.fold(maxima, 1);
   const int own = tiles.groups(1);
-  const float bar = bar_of_warp<T>(maxima, own, k);
+  int reaching;
+  const float bar = bar_of_warp<T>(maxima, own, k, reaching);
+  if (reaching >= 2 * k && bar > -infinity<float>())  // with fewer that are equal this takes longer than it saves
+    leave_out_late_of_warp(bar, k, Tiles<T>::group_elements, room, maxima, own);
   int count = 0;
   const bool fits = tiles.collect(bar, maxima, own, 1, found, room, [&](Key key) {
     const unsigned all = __ballot_sync(kAllLanes, key > 0);
@@ -58,7 +62,7 @@ __global__ void __launch_bounds__(32 * TopKCode::rows, TopKCode::row_blocks)
     find_by_warp(args, index, k, maxima, own, bar, state.m, keys), count = k;
   count = min(count, room);
   if (count > max(enough_for(k), TopKCode::ranked_of_warp)) {
-    const Key least = least_of_largest<T>(keys, count, k, kLeastOrder, row.n);
+    const Key least = least_of_largest<T>(keys, count, k, order_of(bar), row.n);
     count = keep_from(least, keys, count, keys);
   }
   sort_largest(keys, count, k, sorted);

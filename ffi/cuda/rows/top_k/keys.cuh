@@ -29,32 +29,31 @@ __device__ inline Key key_of(uint32_t order, uint32_t index) { return Key(order)
 __device__ inline uint32_t order_in(Key key) { return static_cast<uint32_t>(key >> 32); }
 __device__ inline uint32_t index_in(Key key) { return ~static_cast<uint32_t>(key); }
 
-// Keys of rows of at most 2^16 elements: those of 16-bit elements are words of 32 bits.
+// Keys of rows of at most 2^15 elements: those of 16-bit elements are words of 32 bits. The lowest bit is the element's
+// sign, as a zero's is not in its order.
 template <class T>
 struct ShortKeys {
   using Key = std::conditional_t<sizeof(T) == 2, uint32_t, jaxsoft::cuda::Key>;
   static __device__ Key of(T x, uint32_t index) {
     if constexpr (sizeof(T) == 2) {
-      const uint32_t word = bits<uint16_t>(x), order = word >> 15 ? 0x10000u - word : word ^ 0x8000u;
-      return order << 16 | (0xffffu - index);
+      const int word = bits<int16_t>(x);  // with the sign in all bits above
+      const uint32_t order = word < 0 ? -word : word + 0x8000;
+      return (order << 16) + (0xfffeu - 2 * index) - (word >> 15);
     } else {
-      return key_of(order_of(x), index);
+      return Key(order_of(x)) << 32 | (~index << 1 | bits<uint32_t>(x) >> 31);
     }
   }
   static __device__ uint32_t index(Key key) {
-    if constexpr (sizeof(T) == 2) return 0xffffu - (key & 0xffffu);
-    else return index_in(key);
+    if constexpr (sizeof(T) == 2) return (~key & 0xffffu) >> 1;
+    else return ~static_cast<uint32_t>(key) >> 1;
   }
-  // The element that has this key in a row. A zero's sign is not in its key.
-  static __device__ T element(Key key, const T* row) {
-    T x;
+  static __device__ T element(Key key) {
     if constexpr (sizeof(T) == 2) {
       const uint32_t order = key >> 16;
-      x = bits<T>(static_cast<uint16_t>(order >> 15 ? order ^ 0x8000u : 0x10000u - order));
+      return bits<T>(static_cast<uint16_t>(key & 1 ? 0x10000u - order : order ^ 0x8000u));
     } else {
-      x = of_order(order_in(key));
+      return bits<float>(key & 1 ? 0u - order_in(key) : order_in(key) ^ 0x80000000u);
     }
-    return widen(x) == 0 ? row[index(key)] : x;
   }
 };
 

@@ -95,15 +95,22 @@ __device__ __noinline__ void sort_by_turns(const T* row, int n, int k, bool want
 }
 
 // A lower bound of the k-th largest of the groups' maxima, which hardly more than k of them reach, and the maximum m.
-template <class T, int lanes>
-__device__ float find_bar(float (&maxima)[kGroupsOfThread], int k, float& m) {
-  if constexpr (lanes < 32) {
+template <class T, int lanes, int packs>
+__device__ float find_bar(const Pack<T> (&x)[packs], int k, float& m) {
+  if constexpr (lanes < 32 && sizeof(T) == 2) {
+    if (k <= 4) return bar_of_pairs<T, lanes, 4>(x, m);
+    if (k <= 8) return bar_of_pairs<T, lanes, 8>(x, m);
+  }
+  float maxima[kGroupsOfThread];
+  maxima_of_groups(x, maxima);
+  if constexpr (lanes < 32 && sizeof(T) == 4) {
     if (k <= 4) return bar_by_merging<lanes, 4>(maxima, m);
     if (k <= 8) return bar_by_merging<lanes, 8>(maxima, m);
   }
   m = max(max(maxima[0], maxima[1]), max(maxima[2], maxima[3]));
   m = reduce_maximum(m, lanes);
-  return bar_by_bisection<T, lanes>(maxima, k);
+  int found;
+  return bar_by_bisection<T, lanes>(maxima, k, found);
 }
 
 // Takes 1 from `number` if a is greater than b. This is the borrow of a subtraction, which takes an instruction less
@@ -130,13 +137,13 @@ __device__ inline void count_down_if_greater(int& number, unsigned long long a, 
 // Puts the k greatest of `count` keys in order, by `lanes` neighbouring lanes, of which each counts the keys that are
 // greater than some of them. Four keys are read at a time: up to the next multiple of four, keys of 0 follow.
 template <int lanes, class Key>
-__device__ void sort_found(const Key* keys, int count, int k, Key* sorted) {
+__device__ void sort_found(const Key* keys, int lane, int count, int k, Key* sorted) {
   constexpr int each = ShortRows::compared_at_once(lanes), read = ShortRows::keys_at_once;
   struct alignas(16) Keys {
     Key of[read];
   };
 #pragma unroll 1
-  for (int i = threadIdx.x % lanes; i < count; i += each * lanes) {
+  for (int i = lane; i < count; i += each * lanes) {
     Key own[each];
     int before[each];  // the number of greater keys, negated
 #pragma unroll
@@ -155,22 +162,40 @@ __device__ void sort_found(const Key* keys, int count, int k, Key* sorted) {
   }
 }
 
+// The shared memory of a row. It is an odd multiple of 16 bytes long, so that the rows of a warp begin in different
+// banks.
+template <class Key, int lanes>
+struct FoundInRow {
+  static constexpr int room = ShortRows::room(lanes);
+  static constexpr int zeros = ShortRows::keys_at_once + (ShortRows::compared_at_once(lanes) - 1) * lanes;
+  struct Content {
+    Key found[room + zeros];  // keys of 0 follow those found
+    Key sorted[ShortRows::most_k(lanes)];
+    uint16_t marked[room];
+  };
+  union alignas(16) {
+    Content content;
+    char units[((sizeof(Content) + 15) / 16 | 1) * 16];
+  };
+};
+
 template <class T, int lanes, int packs, Layout layout>
 __global__ void __launch_bounds__(ShortRows::threads(lanes), ShortRows::blocks(lanes, packs))
     top_k_of_short_rows(const __grid_constant__ Arguments<T> args, const __grid_constant__ Largest<T> to) {
   using Key = typename ShortKeys<T>::Key;
-  constexpr int rows = ShortRows::threads(lanes) / lanes, size = Pack<T>::size, room = ShortRows::room(lanes);
+  using Found = FoundInRow<Key, lanes>;
+  constexpr int rows = ShortRows::threads(lanes) / lanes, size = Pack<T>::size, room = Found::room;
   constexpr int each = ShortRows::compared_at_once(lanes), read = ShortRows::keys_at_once;
-  // There is room for keys of 0 at the end, and with four lanes for some more, so that the rows of a warp begin in
-  // different banks.
-  __shared__ alignas(16) Key found[rows][room + read + (each - 1) * lanes + (lanes == 4 ? read : 0)];
-  __shared__ uint16_t marked[rows][room + 2];
-  __shared__ Key sorted[rows][ShortRows::most_k(lanes) + 1];
-  const int lane = threadIdx.x % lanes, at = threadIdx.x / lanes, k = to.k, n = static_cast<int>(args.n);
-  const int64_t turn = int64_t(blockIdx.x) * rows + at;
-  int64_t index = min(turn, args.rows - 1);
-  const T* row = args.a + index * args.n;
-  asm("" : "+l"(row), "+l"(index));  // keeps the compiler from computing them again and again
+  __shared__ Found of_rows[rows];
+  const int k = to.k, n = static_cast<int>(args.n);
+  int lane = threadIdx.x % lanes;
+  int64_t index = int64_t(blockIdx.x) * rows + threadIdx.x / lanes;
+  const T* row = args.a + min(index, args.rows - 1) * args.n;
+  auto address = static_cast<uint32_t>(__cvta_generic_to_shared(&of_rows[threadIdx.x / lanes]));
+  // Keeps the compiler from computing them again and again.
+  asm("" : "+l"(row), "+l"(index), "+r"(lane), "+r"(address));
+  __builtin_assume(__isGlobal(row));
+  auto& [found, sorted, marked] = static_cast<Found*>(__cvta_shared_to_generic(address))->content;
   const Window<T, layout> window(row, n, true);  // all rows begin at an element
   const T nothing = narrow<T>(-infinity<float>());
 
@@ -189,9 +214,8 @@ __global__ void __launch_bounds__(ShortRows::threads(lanes), ShortRows::blocks(l
       if (lane + j * lanes < window.packs) window.trim(x[j], lane + j * lanes, nothing);
   }
 
-  float maxima[kGroupsOfThread], m;
-  maxima_of_groups(x, maxima);
-  const float bar = find_bar<T, lanes>(maxima, k, m);
+  float m;
+  const float bar = find_bar<T, lanes>(x, k, m);
   uint32_t marks = marks_of_held(bar, x);
   if (bar == -infinity<float>()) marks = marks_within<T>(marks, window, lane, lanes);
   int own, until, count;  // the lane's elements found, those up to this lane, and all of the row
@@ -218,40 +242,39 @@ __global__ void __launch_bounds__(ShortRows::threads(lanes), ShortRows::blocks(l
     for (int place = until - own; marks; place++) {
       const unsigned bit = 31 - __clz(marks);
       marks ^= 1u << bit;
-      marked[at][place] = static_cast<uint16_t>(lane * 32 + bit);
+      marked[place] = static_cast<uint16_t>(lane * 32 + bit);
     }
 
   const float s = sum_of_held<lanes>(x, m, Plain(args, index, 0, window));
-  if (__any_sync(kAllLanes, crowded)) sort_by_turns<lanes>(row, n, k, crowded, sorted[at]);
+  if (__any_sync(kAllLanes, crowded)) sort_by_turns<lanes>(row, n, k, crowded, sorted);
   __syncwarp();
   if (!crowded) {
     // Only the places were kept, so that all elements found are read at the same time, from the nearest cache.
 #pragma unroll 1
     for (int i = lane; i < count + read; i += each * lanes) {
       int places[each];
-      T elements[each];
+      Key keys[each];
 #pragma unroll
       for (int e = 0; e < each; e++) {
-        const unsigned mark = i + e * lanes < count ? marked[at][i + e * lanes] : 0, bit = mark % 32;
+        const unsigned mark = i + e * lanes < count ? marked[i + e * lanes] : 0, bit = mark % 32;
         places[e] = (mark / 32 + pack_of_mark<T>(bit) * lanes) * size + place_of_mark<T>(bit) - window.head;
-        elements[e] = row[layout == Layout::whole ? places[e] : max(places[e], 0)];
+        keys[e] = ShortKeys<T>::of(row[layout == Layout::whole ? places[e] : max(places[e], 0)], places[e]);
       }
 #pragma unroll
-      for (int e = 0; e < each; e++)
-        found[at][i + e * lanes] = i + e * lanes < count ? ShortKeys<T>::of(elements[e], places[e]) : 0;
+      for (int e = 0; e < each; e++) found[i + e * lanes] = i + e * lanes < count ? keys[e] : 0;
     }
   }
   __syncwarp();
-  if (!crowded) sort_found<lanes>(found[at], count, k, sorted[at]);
+  if (!crowded) sort_found<lanes>(found, lane, count, k, sorted);
   __syncwarp();
-  if (turn >= args.rows) return;
+  if (index >= args.rows) return;
   if (lane == 0) args.m[index] = m, args.s[index] = s;
   const SoftmaxOfRow softmax(m, s);
   if (!softmax.exists) return write_first(args, to, index, softmax, lanes);
 #pragma unroll 1
   for (int j = lane; j < k; j += lanes) {
-    const Key key = sorted[at][j];
-    write_element(args, to, index * k + j, ShortKeys<T>::element(key, row), ShortKeys<T>::index(key), softmax);
+    const Key key = sorted[j];
+    write_element(args, to, index * k + j, ShortKeys<T>::element(key), ShortKeys<T>::index(key), softmax);
   }
 }
 

@@ -98,6 +98,7 @@ struct Tiles {
     }
     return part;
   }
+  static constexpr int group_elements = count * size;  // of a group that is one tile's
   // The number of steps in `maxima`.
   __device__ int groups(int together) const {
     const int tiles = max(from.window.packs - warp * length + step() - 1, 0) / step();
@@ -142,9 +143,9 @@ struct Tiles {
 };
 
 // A bar that at least k elements of a warp's reach, from the maxima of its groups. Those of several steps may be taken
-// together, as a few of each lane are enough.
+// together, as a few of each lane are enough. `found` becomes the number of maxima that reach it, of those taken so.
 template <class T>
-__device__ float bar_of_warp(const float* maxima, int groups, int k) {
+__device__ float bar_of_warp(const float* maxima, int groups, int k, int& found) {
   constexpr int most = TopKCode::most_compared;
   float taken[most];
 #pragma unroll
@@ -153,7 +154,8 @@ __device__ float bar_of_warp(const float* maxima, int groups, int k) {
 #pragma unroll
     for (int g = 0; g < most; g++)
       if (start + g < groups) taken[g] = max(taken[g], maxima[(start + g) * 32 + threadIdx.x % 32]);
-  return k <= 32 * most ? bar_by_bisection<T, 32>(taken, k) : -infinity<float>();
+  found = 0;
+  return k <= 32 * most ? bar_by_bisection<T, 32>(taken, k, found) : -infinity<float>();
 }
 
 }  // namespace jaxsoft::cuda
