@@ -56,29 +56,30 @@ __device__ void produce(const Arguments<T>& args, unsigned long long* counter, R
   constexpr int slot_packs = RingMemory<Op, T>::slot_packs;
   const unsigned rank = block_in_cluster(), blocks = blocks_of_cluster();
   const int64_t clusters = gridDim.x / blocks;
-  // The first block of the cluster posts the next row to all blocks while their parts of this one are copied. The
-  // counter has been asked for it before, so that nobody waits for that.
+  // The first block of the cluster posts the next row to all blocks before this one is copied entirely. It has asked the
+  // counter for that row before, so that nobody waits for the counter.
   auto post = [&](unsigned turn, int64_t row) {
     row = row < args.rows ? row : -1;
     unsigned mail = turn % Ring::mails;
     for (unsigned block = 0; block < blocks; block++)
       deliver(row, &memory.mail[mail], memory.mailed[mail], block, blocks);
   };
-  // A row that is taken early waits while other clusters might have taken it, and so those that are fast end before
-  // those that are slow. If a part has many slots, all but the last of them are copied before the next row is posted.
+  // A row that is taken early waits while another cluster might have taken it, and so clusters that are fast end before
+  // those that are slow. If a part has enough slots, all but the last of them are filled before the next row is posted.
   const auto part_slots = static_cast<int>(args.n * sizeof(T) / 16 / blocks) / slot_packs;
   const bool late = counter && part_slots >= Ring::late_slots;
-  const int post_at = late ? (part_slots - Ring::slots_after_post) * slot_packs : 0, take_at = post_at - slot_packs;
+  const int post_at = late ? (part_slots - Ring::slots_after_post) * slot_packs : -1;
+  const int take_at = late ? post_at - slot_packs : counter ? 0 : -1;
   // Without a counter, rows are dealt out in advance.
   int64_t dealt = blockIdx.x / blocks;
-  unsigned long long taken = 0;
+  unsigned taken = 0;
   if (rank == 0) {
     post(0, dealt);
     if (counter && !late) taken = take(counter);
   }
   auto post_next = [&](unsigned turn) {
     dealt += clusters;
-    post(turn + 1, counter ? static_cast<int64_t>(taken) + clusters : dealt);
+    post(turn + 1, counter ? taken + clusters : dealt);
   };
   unsigned slot = 0, round = 0;
   int asked = 0;  // packs of the row that the cache has been asked for
@@ -88,17 +89,12 @@ __device__ void produce(const Arguments<T>& args, unsigned long long* counter, R
     int64_t index = *static_cast<volatile int64_t*>(&memory.mail[mail]);
     expect<int64_t>(memory.mailed[mail], 1, blocks);  // for its next use
     if (index < 0) return;
-    if (rank == 0 && !late) {
-      post_next(turn);
-      if (counter) taken = take(counter);
-    }
+    if (rank == 0 && !late) post_next(turn);
     const BlockRow<Op, T> row(args, index, rank, blocks);
     int asked_of_next = 0;  // the same of the next row
     for (int chunk = 0; chunk < row.packs; chunk += slot_packs) {
-      if (rank == 0 && late) {
-        if (chunk == take_at) taken = take(counter);
-        if (chunk == post_at) post_next(turn);
-      }
+      if (rank == 0 && chunk == post_at) post_next(turn);
+      if (rank == 0 && chunk == take_at) taken = take(counter);
       if (!memory.empty[slot].is_past(round % 2 ^ 1)) {
         // The cache is asked for what comes into this slot and the next ones, be it of the next row, if that is known.
         const int reach = chunk + Ring::ahead * slot_packs;
