@@ -6,10 +6,11 @@
 
 namespace jaxsoft::cuda {
 
-// Adds 1 to the counter and returns its value from before. The thread goes on until it uses the value.
-__device__ inline unsigned long long take(unsigned long long* counter) {
-  unsigned long long value;
-  asm volatile("atom.global.relaxed.gpu.add.u64 %0, [%1], 1;" : "=l"(value) : "l"(counter) : "memory");
+// Adds 1 to the counter and returns its value from before, modulo 2^31. The thread goes on until it uses the value. Of
+// an ordinary addition the compiler would make one for all threads of the warp that are there, and wait for it at once.
+__device__ inline unsigned take(unsigned long long* counter) {
+  unsigned value;
+  asm volatile("atom.global.relaxed.gpu.inc.u32 %0, [%1], 0x7fffffff;" : "=r"(value) : "l"(counter) : "memory");
   return value;
 }
 

@@ -75,9 +75,17 @@ __device__ inline void copy_to_shared(void* to, const void* from, unsigned bytes
                : "memory");
 }
 
-// Fetches bytes into the L2 cache, for a copy that comes later.
-__device__ inline void prefetch_to_cache(const void* from, unsigned bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+// Fetches bytes into the L2 cache, for a copy that comes later. With `keep` they stay there until it does: else the
+// results that a kernel writes meanwhile may push out what it has just asked for. The copy makes them ordinary again.
+__device__ inline void prefetch_to_cache(const void* from, unsigned bytes, bool keep = false) {
+  if (!keep) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+    return;
+  }
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(from), "r"(bytes), "l"(policy)
+               : "memory");
 }
 
 // The address of the same place in the shared memory of another block of the cluster.

@@ -81,10 +81,10 @@ struct Source {
   const T *a, *b;
   unsigned bytes;
   // Fetches the bytes into the L2 cache, while there is no slot for them yet.
-  __device__ void ask_cache() const {
+  __device__ void ask_cache(bool keep = false) const {
     if (!bytes) return;
-    prefetch_to_cache(a, bytes);
-    if constexpr (operands > 1) prefetch_to_cache(b, bytes);
+    prefetch_to_cache(a, bytes, keep);
+    if constexpr (operands > 1) prefetch_to_cache(b, bytes, keep);
   }
   template <class Slot>
   __device__ void copy(Slot& slot, Barrier& full) const {

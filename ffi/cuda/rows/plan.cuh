@@ -109,7 +109,7 @@ inline bool fit_split(const Rule& rule, const KernelFacts& kernel, const CallFac
 inline bool fit_tiled(const Rule& rule, const KernelFacts& kernel, const CallFacts& call, Plan& plan) {
   if (call.n > 1 << 30) return false;
   if (rule.packs_a_thread) {
-    plan.threads = kernel.kind == kSums ? Streamed::threads_of_sums(call.packs)
+    plan.threads = kernel.kind == kSums ? Streamed::threads_of_sums(call.rows, call.packs, call.processors)
                                         : Streamed::threads(call.rows, call.processors);
     return call.packs <= Streamed::never_split || Streamed::even(call.rows, plan.threads, call.processors);
   }

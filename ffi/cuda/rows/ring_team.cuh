@@ -44,13 +44,20 @@ struct TeamRow {
     constexpr bool both = Op<T>::reads_a_to_reduce || Form::extras;
     for (int chunk = begin; chunk < end; chunk += slot_packs) {
       memory.full[place.slot].sleep_until(place.round % 2);
-      auto reduce_slot = [&](auto full) {
-        Pack<T> a[each], b[each];
-        load<decltype(full)::value>(place.slot, chunk, 0, a, b, both);
+      auto reduce_packs = [&](auto full, auto number, int k) {
+        constexpr int count = decltype(number)::value;
+        Pack<T> a[count], b[count];
+        load<decltype(full)::value>(place.slot, chunk, k, a, b, both);
         use(a, b);
       };
-      if (chunk + slot_packs <= end) reduce_slot(std::true_type());
-      else if (chunk + mine < end) reduce_slot(std::false_type());
+      if (chunk + slot_packs <= end) {
+        reduce_packs(std::true_type(), std::integral_constant<int, each>(), 0);
+      } else {  // a slot that is half full takes half the time
+        constexpr int half = (each + 1) / 2;
+#pragma unroll 1
+        for (int k = 0; k < each && chunk + mine + k * Ring::consumers < end; k += half)
+          reduce_packs(std::false_type(), std::integral_constant<int, half>(), k);
+      }
       place.advance(1);
     }
     ragged.receive(row);

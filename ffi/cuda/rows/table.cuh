@@ -93,6 +93,7 @@ struct Rule {
   int64_t longest_unaligned = kNoLimit;  // the same where rows begin at any element
   int64_t most_rows = kNoLimit;          // rows, at most
   int64_t least_of_all = 0;              // packs of all rows together, at least
+  int64_t most_of_all = kNoLimit;        // the same, at most
   // How the strategy is used.
   int64_t least_part = 0, most_part = kNoLimit;  // packs of a row that a block has: clustered, ring, split
   int64_t blocks = 0;                    // of a cluster at most: clustered. Of each multiprocessor: split
@@ -114,6 +115,7 @@ struct Rule {
   constexpr bool aligned_only() const { return longest_unaligned == 0; }
   constexpr Rule rows_up_to(int64_t rows) const { Rule rule = *this; return rule.most_rows = rows, rule; }
   constexpr Rule all_rows_from(int64_t packs) const { Rule rule = *this; return rule.least_of_all = packs, rule; }
+  constexpr Rule all_rows_up_to(int64_t packs) const { Rule rule = *this; return rule.most_of_all = packs, rule; }
   constexpr Rule parts(int64_t least, int64_t most) const {
     Rule rule = *this;
     return rule.least_part = least, rule.most_part = most, rule;
@@ -127,7 +129,8 @@ struct Rule {
   }
   constexpr bool allows(const CallFacts& call) const {
     return (gpus & call.gpu) && call.packs <= (call.unaligned ? longest_unaligned : longest) &&
-           call.rows <= most_rows && call.rows * call.packs >= least_of_all;
+           call.rows <= most_rows && call.rows * call.packs >= least_of_all &&
+           call.rows * call.packs <= most_of_all;
   }
 };
 constexpr Rule use(Strategy strategy, int packs_a_thread = 0) { return {strategy, packs_a_thread}; }
@@ -186,15 +189,16 @@ constexpr Rule kRules[] = {
     // Long rows on chip, if they are more than 16 MB together; others are split.
     // First, aligned rows of the forward operations in the registers of clusters: up to 48 KB in each block, of which a
     // multiprocessor has three or more, or 60 to 64 KB in each, of which it has two. They reach .97 to .98 of a copy's
-    // speed where a ring reaches .92 to .96. In between, where too many registers are left over, a ring is as fast or
-    // faster; and so it is for longer rows, for which larger clusters wait too much. Where a multiprocessor has two
-    // blocks, it is also for log_softmax of 16 bits.
+    // speed, and do not take as long to begin and to end as a ring. Others are as fast or faster in a ring: in between,
+    // where too many registers are left over, longer rows, for which larger clusters wait too much, and rows in parts
+    // of 60 to 64 KB that are 512 MB or more together. Where a multiprocessor has two blocks, it is also for
+    // log_softmax of 16 bits.
     use(Strategy::clustered, 8).on(kHopper).of_bytes(2).for_kinds(kSoftmax).for_forms(kPlain).reading(1)
-        .up_to(8192).aligned().all_rows_from((1 << 20) + 1).with_blocks(2).parts(3841, 4096),
+        .up_to(8192).aligned().all_rows_from((1 << 20) + 1).all_rows_up_to(1 << 25).with_blocks(2).parts(3841, 4096),
     use(Strategy::clustered, 8).on(kHopper).of_bytes(2).for_kinds(kWriteAndReduce).for_forms(kPlain).reading(1)
         .up_to(6144).aligned().all_rows_from((1 << 20) + 1).with_blocks(2).parts(0, 3072),
     use(Strategy::clustered, 8).on(kHopper).of_bytes(4).for_kinds(kWriteAndReduce).for_forms(kPlain).reading(1)
-        .up_to(16384).aligned().all_rows_from((1 << 20) + 1).with_blocks(4).parts(3841, 4096),
+        .up_to(16384).aligned().all_rows_from((1 << 20) + 1).all_rows_up_to(1 << 25).with_blocks(4).parts(3841, 4096),
     use(Strategy::clustered, 8).on(kHopper).of_bytes(4).for_kinds(kWriteAndReduce).for_forms(kPlain).reading(1)
         .up_to(12288).aligned().all_rows_from((1 << 20) + 1).with_blocks(4).parts(0, 3072),
     // Others are in shared memory, where the next row should be when one is written. A block of a cluster has a part of
