@@ -76,7 +76,10 @@ cudaError_t launch(const Sampling<T>& call, int blocks, cudaStream_t stream) {
   const int slots = steps <= most_slots ? std::max(steps, SampleCode::ring) : SampleCode::ring;
   config.gridDim = dim3(static_cast<unsigned>(call.rows * blocks));
   config.dynamicSmemBytes = sizeof(SampleShared) + slots * of_slot;
-  return cudaLaunchKernelEx(&config, sample_rows<T>, call, slots);
+  Bars bars;
+  if (call.k < call.n) bars.of_k = {call.k, call.n, blocks};
+  bars.of_one = {1, call.n, blocks}, bars.of_mass = {SampleCode::sought_by_mass, call.n, blocks};
+  return cudaLaunchKernelEx(&config, sample_rows<T>, call, bars, slots);
 }
 
 }  // namespace

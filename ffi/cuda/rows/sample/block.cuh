@@ -70,11 +70,12 @@ __device__ inline Mass sum_of_warp(Mass value) {
   return low + (middle << bits) + (high << 2 * bits);
 }
 
-// The sum of the values of this lane and of those before it.
+// The sum of the values of this lane and of those before it. Only the first `lanes` need it.
 template <class V>
-__device__ V scan_of_warp(V value) {
+__device__ V scan_of_warp(V value, int lanes = 32) {
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
+    if (step >= lanes) break;
     const V before = __shfl_up_sync(kWholeWarp, value, step);
     if (threadIdx.x % 32 >= step) value += before;
   }

@@ -5,47 +5,102 @@
 // neither bound tells on which side of the end of top-p they are have the candidates. top-k ends in one bin.
 #pragma once
 
-#include "shared.cuh"
+#include "few.cuh"
 
 namespace jaxsoft::cuda {
 
-// Counts the block's elements by bins. The counts must be 0.
+// Counts elements, given their places. The counts must be 0. A place is a float that counts up by one bit for each bin,
+// so that an addition and a shift make the bin's address of it.
+struct Counter {
+  uint32_t base;  // where the count would be if the place were 0.0
+  __device__ explicit Counter(SampleShared& shared)
+      : base(shared_address(shared.counts) - bits<uint32_t>(Weights::border(0)) * 4) {}
+  __device__ void add(float place) const {
+    const uint32_t word = bits<uint32_t>(fminf(place, Weights::border(SampleCode::bins)));
+    asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(base + word * 4) : "memory");
+  }
+};
+
+// Counts the block's elements by bins.
 template <class T>
 __device__ void count_by_bins(const RowPart<T>& part, const Weights& weights, SampleShared& shared) {
-  part.for_packs([&](const Pack<T>& pack, int) {
+  const Counter counter(shared);
+  part.template for_packs<Way::back>([&](const Pack<T>& pack) {
 #pragma unroll
-    for (int k = 0; k < Pack<T>::size; k++) {
-      const uint32_t bin = weights.bin(pack.get(k));
-      if (bin < SampleCode::bins) atomicAdd(&shared.counts[bin], 1u);
-    }
+    for (int k = 0; k < Pack<T>::size; k++) counter.add(weights.place(pack.get(k)));
   });
 }
 
-// Adds up the counts of all blocks, of which there are several, for all of them. Each block does so for a part of the
-// bins. All threads of the cluster call it, after a barrier of the block.
-__device__ inline void add_counts_of_blocks(unsigned block, unsigned blocks, SampleShared& shared) {
+// What the masses of a thread's elements are together: of those from the bar on, and of all.
+struct Survey {
+  Mass above = 0, total = 0;
+};
+
+// The same, where top-p is of the mass of all elements. That is added up, too, and the elements from the bar on are
+// gathered: additions to the counts leave time for this.
+template <class T>
+__device__ Survey count_and_weigh(const RowPart<T>& part, const Weights& weights, const Keys<T>& keys, float bar,
+                                  const FewPlaces& places, SampleShared& shared) {
+  Survey found;
+  const Counter counter(shared);
+  part.template for_chosen<Way::back>(
+      [&](const Pack<T>& pack) {
+        Weights::Parts total;
+#pragma unroll
+        for (int k = 0; k < Pack<T>::size; k++) {
+          const float x = pack.get(k);
+          counter.add(weights.place(x));
+          total.add(weights(x));
+        }
+        total.move_to(found.total);
+        uint32_t chosen = 0;
+        if (!(pack.maximum() >= bar)) return chosen;
+#pragma unroll
+        for (int k = 0; k < Pack<T>::size; k++)
+          if (const float x = pack.get(k); x >= bar && weights.counts(x)) chosen |= 1u << k;
+        return chosen;
+      },
+      [&](uint32_t count) { return places.reserve(count, shared); },
+      [&](float x, uint32_t index, uint32_t place) {
+        found.above += Weights::mass(weights(x));
+        places.put(keys(x, index), place, shared);
+      });
+  return found;
+}
+
+// The counts of two bins, as one number: sums of counts fit in 32 bits.
+using PairOfCounts = unsigned long long;
+__device__ inline PairOfCounts* pair_of(uint32_t* counts, unsigned i) {
+  return &reinterpret_cast<PairOfCounts*>(counts)[i];
+}
+
+// Adds up the counts of all blocks, of which there are several, for all of them: each block does so for a part of the
+// bins, for which this sends it the counts. All threads of the cluster call it, after a barrier of the block.
+__device__ inline void send_counts(unsigned block, unsigned blocks, SampleShared& shared) {
   constexpr unsigned pairs = SampleCode::bins / 2;
   const unsigned part = pairs / blocks;  // pairs of a block's bins
-  using Pair = unsigned long long;
-  auto pair = [](uint32_t* counts, unsigned i) { return &reinterpret_cast<Pair*>(counts)[i]; };
   for (unsigned i = threadIdx.x; i < pairs; i += SampleCode::threads) {
     const unsigned place = block * part + i % part, owner = i / part;
-    send_to_block(*pair(shared.counts, i), pair(shared.row.sent, place), shared.counts_sent, owner);
+    send_to_block(*pair_of(shared.counts, i), pair_of(shared.row.sent, place), shared.counts_sent, owner);
   }
-  wait_for_sent(shared.counts_sent);
-  // The sums fit in 32 bits, so that two can be added as one number.
+}
+
+// Adds them up, and waits for the sums. The counts must have come.
+__device__ inline void add_counts_of_blocks(unsigned block, unsigned blocks, SampleShared& shared) {
+  const unsigned part = SampleCode::bins / 2 / blocks;
   const unsigned own = threadIdx.x % part;
-  Pair sum = 0;
+  PairOfCounts sum = 0;
 #pragma unroll 4
-  for (unsigned b = 0; b < blocks; b++) sum += *pair(shared.row.sent, b * part + own);
+  for (unsigned b = 0; b < blocks; b++) sum += *pair_of(shared.row.sent, b * part + own);
   for (unsigned b = threadIdx.x / part; b < blocks; b += SampleCode::threads / part)
-    send_to_block(sum, pair(shared.row.all, block * part + own), shared.sums_sent, b);
+    send_to_block(sum, pair_of(shared.row.all, block * part + own), shared.sums_sent, b);
   wait_for_sent(shared.sums_sent);
 }
 
-// Finds the bracket from the counts of the block and of all blocks. All threads call it, after a barrier.
-__device__ inline Bracket find_bracket(uint32_t k, float p, uint32_t n, const uint32_t* all_counts,
-                                       SampleShared& shared) {
+// Finds the bracket from the counts of the block and of all blocks. All threads call it, after a barrier. Where top-p is
+// of the mass of all elements, `total`, it must leave `enough` of it.
+__device__ inline Bracket find_bracket(uint32_t k, float p, uint32_t n, bool by_mass, Mass enough, Mass total,
+                                       const uint32_t* all_counts, SampleShared& shared) {
   constexpr int own = SampleCode::bins / SampleCode::threads;  // bins of a thread
   constexpr uint32_t bins = SampleCode::bins;
   constexpr float octaves_of_bin = SampleCode::octaves_of_bin;
@@ -92,9 +147,14 @@ __device__ inline Bracket find_bracket(uint32_t k, float p, uint32_t n, const ui
     // Every mass by counts is within a factor r of the true one, up to rounding: one unit of mass for each element,
     // and that of the sums here, and of p times the mass.
     const float r = exp2_approximately(0.51f * octaves_of_bin), inverse = exp2_approximately(-0.51f * octaves_of_bin);
-    const float rounded = whole * 4e-6f + n * (1.f / (1ull << SampleCode::octaves));
-    const float low = p * whole * inverse - rounded, high = p * whole * r + rounded;
-    const float rest_low = (1 - p) * whole * inverse - rounded, rest_high = (1 - p) * whole * r + rounded;
+    constexpr float unit = 1.f / (1ull << SampleCode::octaves);
+    const float rounded = whole * 4e-6f + n * unit;
+    // What top-p leaves, and the rest, are each in a range, or known.
+    float low = p * whole * inverse, high = p * whole * r;
+    float rest_low = (1 - p) * whole * inverse, rest_high = (1 - p) * whole * r;
+    if (by_mass)
+      low = high = __ull2float_rn(enough) * unit, rest_low = rest_high = __ull2float_rn(total - enough) * unit;
+    low -= rounded, high += rounded, rest_low -= rounded, rest_high += rounded;
     auto not_reached = [&](float until) {
       return until * r < low || max(whole - until, 0.f) * inverse - rounded > rest_high;
     };
@@ -104,11 +164,12 @@ __device__ inline Bracket find_bracket(uint32_t k, float p, uint32_t n, const ui
     const bool has_last = first <= limit && limit < first + own;
     if (first <= limit && !reached(mass_before - rounded) && (has_last || !not_reached(mass_before + mass))) {
       float until = mass_before;
-      for (int i = 0; i < own && first + i <= limit; i++) {
-        until += counts[i] * weight[i];
-        if (first + i == last) until = whole;
-        if (!not_reached(until)) atomicMin(&bracket.begin, first + i);
-        if (reached(until) || first + i == limit) atomicMin(&bracket.end, first + i + 1);
+#pragma unroll 1
+      for (uint32_t bin = first; bin < first + own && bin <= limit; bin++) {
+        until += all_counts[bin] * exp2_approximately(-octaves_of_bin * bin);
+        if (bin == last) until = whole;
+        if (!not_reached(until)) atomicMin(&bracket.begin, bin);
+        if (reached(until) || bin == limit) atomicMin(&bracket.end, bin + 1);
       }
     }
     __syncthreads();
