@@ -68,33 +68,32 @@ __device__ Survey count_and_weigh(const RowPart<T>& part, const Weights& weights
   return found;
 }
 
-// The counts of two bins, as one number: sums of counts fit in 32 bits.
-using PairOfCounts = unsigned long long;
-__device__ inline PairOfCounts* pair_of(uint32_t* counts, unsigned i) {
-  return &reinterpret_cast<PairOfCounts*>(counts)[i];
-}
+// Four counts at a time: what is sent takes time by the number of stores.
+__device__ inline uint4* quad_of(uint32_t* counts, unsigned i) { return &reinterpret_cast<uint4*>(counts)[i]; }
 
 // Adds up the counts of all blocks, of which there are several, for all of them: each block does so for a part of the
 // bins, for which this sends it the counts. All threads of the cluster call it, after a barrier of the block.
 __device__ inline void send_counts(unsigned block, unsigned blocks, SampleShared& shared) {
-  constexpr unsigned pairs = SampleCode::bins / 2;
-  const unsigned part = pairs / blocks;  // pairs of a block's bins
-  for (unsigned i = threadIdx.x; i < pairs; i += SampleCode::threads) {
-    const unsigned place = block * part + i % part, owner = i / part;
-    send_to_block(*pair_of(shared.counts, i), pair_of(shared.row.sent, place), shared.counts_sent, owner);
-  }
+  static_assert(SampleCode::bins == 4 * SampleCode::threads);
+  const unsigned part = SampleCode::threads / blocks, owner = threadIdx.x / part;  // quads of a block's bins
+  send_to_block(*quad_of(shared.counts, threadIdx.x), quad_of(shared.row.sent, block * part + threadIdx.x % part),
+                shared.counts_sent, owner);
 }
 
-// Adds them up, and waits for the sums. The counts must have come.
-__device__ inline void add_counts_of_blocks(unsigned block, unsigned blocks, SampleShared& shared) {
-  const unsigned part = SampleCode::bins / 2 / blocks;
-  const unsigned own = threadIdx.x % part;
-  PairOfCounts sum = 0;
+// Adds them up when they have come, and sends the sums.
+__device__ inline void send_sums(unsigned block, unsigned blocks, SampleShared& shared) {
+  const unsigned bins = SampleCode::bins / blocks, part = SampleCode::threads / blocks;
+  wait_for_sent(shared.counts_sent);
+  for (unsigned own = threadIdx.x; own < bins; own += SampleCode::threads) {
+    uint32_t sum = 0;
 #pragma unroll 4
-  for (unsigned b = 0; b < blocks; b++) sum += *pair_of(shared.row.sent, b * part + own);
-  for (unsigned b = threadIdx.x / part; b < blocks; b += SampleCode::threads / part)
-    send_to_block(sum, pair_of(shared.row.all, block * part + own), shared.sums_sent, b);
-  wait_for_sent(shared.sums_sent);
+    for (unsigned b = 0; b < blocks; b++) sum += shared.row.sent[b * bins + own];
+    shared.row.all[block * bins + own] = sum;
+  }
+  __syncthreads();
+  const unsigned place = block * part + threadIdx.x % part, other = threadIdx.x / part;
+  if (other != block)
+    send_to_block(*quad_of(shared.row.all, place), quad_of(shared.row.all, place), shared.sums_sent, other);
 }
 
 // Finds the bracket from the counts of the block and of all blocks. All threads call it, after a barrier. Where top-p is
@@ -115,9 +114,10 @@ __device__ inline Bracket find_bracket(uint32_t k, float p, uint32_t n, bool by_
     weight[i] = exp2_approximately(-octaves_of_bin * (first + i));
     mass += counts[i] * weight[i], count += counts[i];
   }
-  Bracket& bracket = shared.bracket;
+  Bracket& bracket = shared.bracket;  // in which the threads add up what they find
+  Bracket found;
   if (threadIdx.x == 0) {
-    bracket.begin = bracket.end = bins, bracket.last = Bracket::no_bin, bracket.before_last = bracket.in_last = 0;
+    bracket.begin = bracket.end = 0, bracket.last = Bracket::no_bin, bracket.before_last = bracket.in_last = 0;
     bracket.count = bracket.own = 0;
   }
   float whole;
@@ -154,38 +154,41 @@ __device__ inline Bracket find_bracket(uint32_t k, float p, uint32_t n, bool by_
     float rest_low = (1 - p) * whole * inverse, rest_high = (1 - p) * whole * r;
     if (by_mass)
       low = high = __ull2float_rn(enough) * unit, rest_low = rest_high = __ull2float_rn(total - enough) * unit;
-    low -= rounded, high += rounded, rest_low -= rounded, rest_high += rounded;
-    auto not_reached = [&](float until) {
-      return until * r < low || max(whole - until, 0.f) * inverse - rounded > rest_high;
-    };
-    auto reached = [&](float until) {
-      return until * inverse > high || max(whole - until, 0.f) * r + rounded < rest_low;
-    };
-    const bool has_last = first <= limit && limit < first + own;
-    if (first <= limit && !reached(mass_before - rounded) && (has_last || !not_reached(mass_before + mass))) {
-      float until = mass_before;
-#pragma unroll 1
-      for (uint32_t bin = first; bin < first + own && bin <= limit; bin++) {
-        until += all_counts[bin] * exp2_approximately(-octaves_of_bin * bin);
-        if (bin == last) until = whole;
-        if (!not_reached(until)) atomicMin(&bracket.begin, bin);
-        if (reached(until) || bin == limit) atomicMin(&bracket.end, bin + 1);
-      }
+    // Up to which mass by counts top-p has certainly not ended, and from which on it certainly has. `whole` is known by
+    // counts, too.
+    const float not_yet = max((low - rounded) * inverse, whole - (rest_high + 2 * rounded) * r);
+    const float ended = min((high + rounded) * r, whole - (rest_low - 2 * rounded) * inverse);
+    uint32_t bins_not_yet = 0, bins_not_ended = 0;
+    float until = mass_before;
+#pragma unroll
+    for (int i = 0; i < own; i++) {
+      until += counts[i] * weight[i];
+      const bool matters = first + i <= limit;
+      const float mass_until = first + i == last ? whole : until;
+      bins_not_yet += matters && mass_until < not_yet, bins_not_ended += matters && mass_until <= ended;
+    }
+    bins_not_yet = __reduce_add_sync(kWholeWarp, bins_not_yet);
+    bins_not_ended = __reduce_add_sync(kWholeWarp, bins_not_ended);
+    if (threadIdx.x % 32 == 0) {
+      if (bins_not_yet > 0) atomicAdd(&bracket.begin, bins_not_yet);
+      if (bins_not_ended > 0) atomicAdd(&bracket.end, bins_not_ended);
     }
     __syncthreads();
+    found.begin = bracket.begin, found.end = min(bracket.end, limit) + 1;
   } else {
-    if (threadIdx.x == 0) bracket.begin = bracket.end = min(last, bins);
-    __syncthreads();
+    found.begin = found.end = min(last, bins);
   }
-  if ((first < bracket.end && bracket.begin < first + own) || (first <= last && last < first + own)) {
+  found.last = last, found.before_last = bracket.before_last, found.in_last = bracket.in_last;
+  if ((first < found.end && found.begin < first + own) || (first <= last && last < first + own)) {
     uint32_t candidates = 0, of_block = 0;
 #pragma unroll
     for (int i = 0; i < own; i++)
-      if (bracket.is_candidate(first + i)) candidates += counts[i], of_block += shared.counts[first + i];
+      if (found.is_candidate(first + i)) candidates += counts[i], of_block += shared.counts[first + i];
     atomicAdd(&bracket.count, candidates), atomicAdd(&bracket.own, of_block);
   }
   __syncthreads();
-  return bracket;
+  found.count = bracket.count, found.own = bracket.own;
+  return found;
 }
 
 }  // namespace jaxsoft::cuda

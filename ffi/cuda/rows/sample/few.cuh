@@ -149,30 +149,37 @@ __device__ void gather_few(const RowPart<T>& part, const Weights& weights, const
       [&](float x, uint32_t index, uint32_t place) { places.put(keys(x, index), place, shared); });
 }
 
-// Tells all blocks what has been gathered, and waits for all of it. The masses are those of the thread's elements, and
-// the result that of a block for each lane. All threads of the cluster call it, and after_barrier() in it.
-template <class AfterBarrier>
-__device__ FewOfBlock share_few(Mass above, Mass total, bool by_mass, const FewPlaces& places, SampleShared& shared,
-                                AfterBarrier after_barrier) {
+// Tells all blocks what has been gathered. The masses are those of the thread's elements. All threads of the cluster call
+// it, and there is a barrier of the block in it.
+__device__ inline void send_few(Mass above, Mass total, bool by_mass, const FewPlaces& places, SampleShared& shared) {
   const int lane = threadIdx.x % 32;
   if (by_mass) {
     above = sum_of_warp(above), total = sum_of_warp(total);
     if (lane == 0) shared.warps[0][threadIdx.x / 32] = above, shared.warps[1][threadIdx.x / 32] = total;
   }
   __syncthreads();
-  after_barrier();
+  if (threadIdx.x >= 32) return;
   FewOfBlock few{shared.placed_few, 0, 0};
-  if (by_mass && (threadIdx.x < 32 || places.blocks == 1)) {
+  if (by_mass) {
     few.above = sum_of_warp(lane < SampleCode::warps ? shared.warps[0][lane] : 0);
     few.total = sum_of_warp(lane < SampleCode::warps ? shared.warps[1][lane] : 0);
   }
-  if (places.blocks == 1) return lane == 0 ? few : FewOfBlock{};
-  if (threadIdx.x < places.blocks)
+  if (places.blocks == 1) {
+    if (lane == 0) shared.few_of_block[0] = few;
+  } else if (threadIdx.x < places.blocks) {
     send_to_block(few, &shared.few_of_block[places.block], shared.few_sent, threadIdx.x);
-  wait_for_sent(shared.few_sent);
-  few = {};
+  }
+}
+
+// Waits for what all blocks have gathered. The result is that of a block for each lane. All threads of the cluster call
+// it.
+__device__ inline FewOfBlock wait_for_few(const FewPlaces& places, SampleShared& shared) {
+  const int lane = threadIdx.x % 32;
+  if (places.blocks == 1) __syncthreads();
+  else wait_for_sent(shared.few_sent);
+  FewOfBlock few{};
   if (lane < places.blocks) few = shared.few_of_block[lane];
-  if (places.block == 0) {
+  if (places.block == 0 && places.blocks > 1) {
     const auto count = static_cast<uint32_t>(few.count);
     const uint32_t sent = __reduce_add_sync(kWholeWarp, lane > 0 ? min(count, places.room) : 0);
     if (threadIdx.x == 0) shared.few_keys_sent.arrive_expecting(sent * sizeof(Key));

@@ -65,7 +65,22 @@ __device__ void draw(const Sampling<T>& call, int64_t index, const RowPart<T>& p
   const int first = warp * packs + min(static_cast<int>(threadIdx.x) * each, packs);
   const int last = min(first + each, (warp + 1) * packs);
   auto is_left = [&](float x, float weight, int i) { return !(weight < options.min_p) && keys(x, i) >= end; };
+  auto write = [&](int i, float x) {
+    call.token[index] = i;
+    call.probability[index] = weights.probability(x, all);
+  };
   Mass mass = 0, tile;
+  if (packs * size <= SampleCode::threads) {  // an element for each thread, which takes less time
+    const int i = warp * packs * size - part.window.head + static_cast<int>(threadIdx.x);
+    float x = 0;
+    if (threadIdx.x < packs * size && i >= 0 && i < part.window.n) {
+      x = widen(part.row[i]);
+      if (const float weight = weights(x); is_left(x, weight, i)) mass = Weights::mass(weight);
+    }
+    const Mass until = before_range + scan_of_block(mass, shared.warps[2], tile);
+    if (until - mass <= target && target < until) write(i, x);
+    return;
+  }
 #pragma unroll 1
   for (int p = first; p < last; p++) {
     const Pack<T> pack = part.fetch(p);
@@ -88,15 +103,13 @@ __device__ void draw(const Sampling<T>& call, int64_t index, const RowPart<T>& p
   for (int start = begin; start < stop; start += 32) {
     const int i = start + lane;
     mass = 0;
-    if (i >= 0 && i < min(stop, static_cast<int>(call.n))) {
-      const float x = widen(part.row[i]), weight = weights(x);
-      if (is_left(x, weight, i)) mass = Weights::mass(weight);
+    float x = 0;
+    if (i >= 0 && i < min(stop, part.window.n)) {
+      x = widen(part.row[i]);
+      if (const float weight = weights(x); is_left(x, weight, i)) mass = Weights::mass(weight);
     }
     until = before + scan_of_warp(mass, min(stop - start, 32));
-    if (until - mass <= target && target < until) {
-      call.token[index] = i;
-      call.probability[index] = weights.probability(widen(part.row[i]), all);
-    }
+    if (until - mass <= target && target < until) write(i, x);
     before = __shfl_sync(kWholeWarp, until, 31);
   }
 }
@@ -283,11 +296,13 @@ __global__ void __launch_bounds__(SampleCode::threads, SampleCode::blocks)
   Mass total = 0;  // of all elements, where top-p is of that, and what it leaves of that
   Mass enough = 0;
   if (by_mass || sought.rank > 0) {
-    const FewOfBlock few = share_few(survey.above, survey.total, by_mass, places, shared, [&] {
-      if (by_mass && blocks > 1) send_counts(block, blocks, shared);
-    });
+    // The counts are on their way meanwhile.
+    const bool shares_counts = by_mass && blocks > 1;
+    send_few(survey.above, survey.total, by_mass, places, shared);
+    if (shares_counts) send_counts(block, blocks, shared), send_sums(block, blocks, shared);
+    const FewOfBlock few = wait_for_few(places, shared);
     if (by_mass) total = sum_of_warp(few.total), enough = part_of_mass(options.p, total);
-    if (by_mass && blocks > 1) wait_for_sent(shared.counts_sent);
+    if (shares_counts) wait_for_sent(shared.sums_sent);
     if (few_suffice(few, by_mass, enough, places)) {
       if (block == 0)
         draw_from_few(call, index, weights, keys, options, few, by_mass, total, places, shared);
@@ -299,9 +314,11 @@ __global__ void __launch_bounds__(SampleCode::threads, SampleCode::blocks)
     if (!by_mass) {
       count_by_bins(part, weights, shared);
       __syncthreads();
-      if (blocks > 1) send_counts(block, blocks, shared), wait_for_sent(shared.counts_sent);
+      if (blocks > 1) {
+        send_counts(block, blocks, shared), send_sums(block, blocks, shared);
+        wait_for_sent(shared.sums_sent);
+      }
     }
-    if (blocks > 1) add_counts_of_blocks(block, blocks, shared);
     bracket = find_bracket(options.k, options.p, call.n, by_mass, enough, total,
                            blocks > 1 ? shared.row.all : shared.counts, shared);
     // Tells the other blocks how many candidates there are here, and that this block no longer needs what lies where the

@@ -117,7 +117,7 @@ __device__ inline void start_exchanges(unsigned blocks, SampleShared& shared) {
         shared.tops_sent.arrive_expecting(blocks * 2 * sizeof(uint32_t));
         shared.few_sent.arrive_expecting(blocks * sizeof(FewOfBlock));
         shared.counts_sent.arrive_expecting(sizeof shared.row.sent);
-        shared.sums_sent.arrive_expecting(sizeof shared.row.all);
+        shared.sums_sent.arrive_expecting(sizeof shared.row.all / blocks * (blocks - 1));
         shared.candidates_sent.arrive_expecting(blocks * sizeof(uint32_t));
       }
       __syncwarp();
