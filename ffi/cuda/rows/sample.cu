@@ -51,6 +51,10 @@ cudaError_t launch(const Sampling<T>& call, int blocks, cudaStream_t stream) {
         if (auto e = device.read()) return e;
         if (auto e = cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device.ordinal)) return e;
         *found = std::min((bytes - static_cast<int>(sizeof(SampleShared))) / of_slot, SampleCode::most_slots);
+        // Two blocks share a multiprocessor only if all of its memory that can be shared is.
+        if (auto e = cudaFuncSetAttribute(sample_rows<T>, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                          cudaSharedmemCarveoutMaxShared))
+          return e;
         return cudaFuncSetAttribute(sample_rows<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                     static_cast<int>(sizeof(SampleShared)) + *found * of_slot);
       }))

@@ -88,7 +88,8 @@ struct RowPart {
   const Window<T> window;
   const int steps;  // packs of a thread
   const int first;  // the thread's first pack
-  const bool stays;  // whether each pack of a thread has a slot
+  const bool stays;       // whether each pack of a thread has a slot
+  const bool all_inside;  // whether each pack of a thread belongs to the row entirely
   Pack<T>* const own;  // the thread's first slot
   Pack<T>* const end_of_slots;
 
@@ -96,7 +97,8 @@ struct RowPart {
   __device__ RowPart(const T* row, uint32_t n, unsigned block, unsigned blocks, void* memory, int slots)
       : row(row), window(row, n, true), steps(steps_of(window.packs, blocks)),
         first((block * SampleCode::warps + threadIdx.x / 32) * of_warp() + threadIdx.x % 32),
-        stays(steps <= slots), own(static_cast<Pack<T>*>(memory) + threadIdx.x),
+        stays(steps <= slots), all_inside(window.inside(first) && window.inside(first + (steps - 1) * 32)),
+        own(static_cast<Pack<T>*>(memory) + threadIdx.x),
         end_of_slots(own + max(slots, ring) * SampleCode::threads) {
     if (stays) {
 #pragma unroll 1
@@ -131,16 +133,18 @@ struct RowPart {
     }
     uint32_t chosen = 0;
     int of_batch = 0;  // packs of the batch that the thread has gone over
-    Pack<T>* place_of_pack = own;
+    const Pack<T>* here = own;
 #pragma unroll 1
     for (int t = 0; t < steps; t++) {
       if (!stays) {
         start(t + batch, pack_at<way>(t + batch));
         asm volatile("cp.async.wait_group %0;" ::"n"(batch) : "memory");
       }
-      chosen |= choose(trimmed(*place_of_pack, pack_at<way>(t))) << of_batch * size;
-      place_of_pack += SampleCode::threads;
-      if (place_of_pack == end_of_slots) place_of_pack = own;
+      Pack<T> pack = *here;
+      if (!all_inside) pack = trimmed(pack, pack_at<way>(t));
+      chosen |= choose(pack) << of_batch * size;
+      here += SampleCode::threads;
+      if (here == end_of_slots) here = own;
       if (++of_batch < batch && t + 1 < steps) continue;
       if (chosen) {
         auto place = reserve(static_cast<uint32_t>(__popc(chosen)));
