@@ -39,7 +39,8 @@ namespace jaxsoft::cuda {
 namespace {
 
 // Launches the kernel with clusters of so many blocks. It is refused with cudaErrorInvalidClusterSize where the device
-// has no room for such a cluster.
+// has no room for a cluster for each row at once, with a multiprocessor for each block: two blocks of different rows on
+// one would make these rows take nearly twice as long, and all of the call wait for them.
 template <class T>
 cudaError_t launch(const Sampling<T>& call, int blocks, cudaStream_t stream) {
   constexpr int of_slot = SampleCode::threads * sizeof(Pack<T>);
@@ -51,10 +52,6 @@ cudaError_t launch(const Sampling<T>& call, int blocks, cudaStream_t stream) {
         if (auto e = device.read()) return e;
         if (auto e = cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device.ordinal)) return e;
         *found = std::min((bytes - static_cast<int>(sizeof(SampleShared))) / of_slot, SampleCode::most_slots);
-        // Two blocks share a multiprocessor only if all of its memory that can be shared is.
-        if (auto e = cudaFuncSetAttribute(sample_rows<T>, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                          cudaSharedmemCarveoutMaxShared))
-          return e;
         return cudaFuncSetAttribute(sample_rows<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                     static_cast<int>(sizeof(SampleShared)) + *found * of_slot);
       }))
@@ -74,10 +71,11 @@ cudaError_t launch(const Sampling<T>& call, int blocks, cudaStream_t stream) {
           return find_clusters(sample_rows<T>, config, found);
         }))
       return e;
-    if (clusters == 0) return cudaErrorInvalidClusterSize;
+    if (clusters < call.rows) return cudaErrorInvalidClusterSize;
   }
   const int steps = RowPart<T>::steps_of(static_cast<int>((int64_t(call.n) * sizeof(T) + 15) / 16 + 1), blocks);
-  const int slots = steps <= most_slots ? std::max(steps, SampleCode::ring) : SampleCode::ring;
+  const int most = blocks > 1 ? most_slots : std::min(most_slots, SampleCode::shared_slots);
+  const int slots = steps <= most ? std::max(steps, SampleCode::ring) : SampleCode::ring;
   config.gridDim = dim3(static_cast<unsigned>(call.rows * blocks));
   config.dynamicSmemBytes = sizeof(SampleShared) + slots * of_slot;
   Bars bars;
@@ -92,17 +90,17 @@ template <class T>
 cudaError_t run_sample(const Sampling<T>& call, cudaStream_t stream) {
   Device device;
   if (auto e = device.read()) return e;
-  // A row lies over as many blocks, a power of two, as there is a multiprocessor for each, but not so many that most
-  // threads have only one pack.
+  // A row lies over as many blocks as there is a multiprocessor for each, but not so many that most threads have only
+  // one pack.
   const int64_t packs = (int64_t(call.n) * sizeof(T) + 15) / 16;
-  int blocks = 1;
-  while (device.major >= 9 && blocks < SampleCode::most_blocks && 2 * blocks * call.rows <= device.processors &&
-         packs > 2 * blocks * SampleCode::threads * 3 / 4)
-    blocks *= 2;
-  for (;; blocks /= 2) {
+  for (const int blocks : {16, 8, 4, 3, 2}) {
+    static_assert(SampleCode::most_blocks == 16);
+    if (device.major < 9 || blocks * call.rows > device.processors || packs <= blocks * SampleCode::threads * 3 / 4)
+      continue;
     const cudaError_t error = launch(call, blocks, stream);
-    if (error != cudaErrorInvalidClusterSize || blocks == 1) return error;
+    if (error != cudaErrorInvalidClusterSize) return error;
   }
+  return launch(call, 1, stream);
 }
 
 namespace {

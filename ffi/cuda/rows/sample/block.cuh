@@ -21,6 +21,11 @@ __device__ inline unsigned blocks_of_row() {
   else return 1;
 }
 
+// The whole part of a / b, for small numbers, for which an approximate quotient is near enough.
+__device__ inline unsigned small_quotient(unsigned a, unsigned b) {
+  return static_cast<unsigned>(__fdividef(a + 0.5f, static_cast<float>(b)));
+}
+
 // A barrier for all threads of the cluster. What they have written to shared memory before is seen by all after it.
 __device__ inline void synchronize_row() {
   if constexpr (kHopperCode) {

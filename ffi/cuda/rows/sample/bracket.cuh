@@ -75,25 +75,27 @@ __device__ inline uint4* quad_of(uint32_t* counts, unsigned i) { return &reinter
 // bins, for which this sends it the counts. All threads of the cluster call it, after a barrier of the block.
 __device__ inline void send_counts(unsigned block, unsigned blocks, SampleShared& shared) {
   static_assert(SampleCode::bins == 4 * SampleCode::threads);
-  const unsigned part = SampleCode::threads / blocks, owner = threadIdx.x / part;  // quads of a block's bins
-  send_to_block(*quad_of(shared.counts, threadIdx.x), quad_of(shared.row.sent, block * part + threadIdx.x % part),
-                shared.counts_sent, owner);
+  const unsigned part = CountsOfRow::quads_of_block(blocks), owner = small_quotient(threadIdx.x, part);
+  send_to_block(*quad_of(shared.counts, threadIdx.x),
+                quad_of(shared.row.sent, block * part + threadIdx.x - owner * part), shared.counts_sent, owner);
 }
 
 // Adds them up when they have come, and sends the sums.
 __device__ inline void send_sums(unsigned block, unsigned blocks, SampleShared& shared) {
-  const unsigned bins = SampleCode::bins / blocks, part = SampleCode::threads / blocks;
+  const unsigned part = CountsOfRow::quads_of_block(blocks), own = CountsOfRow::quads_of_block(block, blocks);
   wait_for_sent(shared.counts_sent);
-  for (unsigned own = threadIdx.x; own < bins; own += SampleCode::threads) {
+  for (unsigned i = threadIdx.x; i < 4 * own; i += SampleCode::threads) {
     uint32_t sum = 0;
 #pragma unroll 4
-    for (unsigned b = 0; b < blocks; b++) sum += shared.row.sent[b * bins + own];
-    shared.row.all[block * bins + own] = sum;
+    for (unsigned b = 0; b < blocks; b++) sum += shared.row.sent[4 * b * part + i];
+    shared.row.all[4 * block * part + i] = sum;
   }
   __syncthreads();
-  const unsigned place = block * part + threadIdx.x % part, other = threadIdx.x / part;
-  if (other != block)
-    send_to_block(*quad_of(shared.row.all, place), quad_of(shared.row.all, place), shared.sums_sent, other);
+  for (unsigned i = threadIdx.x; i < own * blocks; i += SampleCode::threads) {
+    const unsigned other = small_quotient(i, own), place = block * part + i - other * own;
+    if (other != block)
+      send_to_block(*quad_of(shared.row.all, place), quad_of(shared.row.all, place), shared.sums_sent, other);
+  }
 }
 
 // Finds the bracket from the counts of the block and of all blocks. All threads call it, after a barrier. Where top-p is

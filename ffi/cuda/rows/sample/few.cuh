@@ -118,7 +118,7 @@ struct FewPlaces {
   unsigned block, blocks;
 
   __device__ FewPlaces(unsigned block, unsigned blocks) : block(block), blocks(blocks) {
-    room = SampleCode::few_room >> (__ffs(static_cast<int>(blocks)) - 1);
+    room = small_quotient(SampleCode::few_room, blocks);
   }
   // The place of the first of so many elements among those of the block. They count even if there is no room for them.
   __device__ static uint32_t reserve(uint32_t count, SampleShared& shared) {

@@ -58,7 +58,9 @@ __device__ void draw(const Sampling<T>& call, int64_t index, const RowPart<T>& p
       shared.range = {with * of_lane + lane, target, until_warp - of_warp, all};
   }
   __syncthreads();
-  const auto [warp, target, before_range, all] = shared.range;
+  const Range range = shared.range;
+  const int warp = range.warp;
+  const Mass target = range.target;
   // Each thread has some packs of the range that follow each other.
   constexpr int size = Pack<T>::size;
   const int packs = part.of_warp(), each = (packs + SampleCode::threads - 1) / SampleCode::threads;
@@ -67,7 +69,7 @@ __device__ void draw(const Sampling<T>& call, int64_t index, const RowPart<T>& p
   auto is_left = [&](float x, float weight, int i) { return !(weight < options.min_p) && keys(x, i) >= end; };
   auto write = [&](int i, float x) {
     call.token[index] = i;
-    call.probability[index] = weights.probability(x, all);
+    call.probability[index] = weights.probability(x, range.all);
   };
   Mass mass = 0, tile;
   if (packs * size <= SampleCode::threads) {  // an element for each thread, which takes less time
@@ -77,7 +79,7 @@ __device__ void draw(const Sampling<T>& call, int64_t index, const RowPart<T>& p
       x = widen(part.row[i]);
       if (const float weight = weights(x); is_left(x, weight, i)) mass = Weights::mass(weight);
     }
-    const Mass until = before_range + scan_of_block(mass, shared.warps[2], tile);
+    const Mass until = range.before + scan_of_block(mass, shared.warps[2], tile);
     if (until - mass <= target && target < until) write(i, x);
     return;
   }
@@ -92,7 +94,7 @@ __device__ void draw(const Sampling<T>& call, int64_t index, const RowPart<T>& p
     }
     parts.move_to(mass);
   }
-  Mass until = before_range + scan_of_block(mass, shared.warps[2], tile);
+  Mass until = range.before + scan_of_block(mass, shared.warps[2], tile);
   // The lanes of its warp go over the elements of the thread that has the token.
   const unsigned with = __ballot_sync(kWholeWarp, until - mass <= target && target < until);
   if (!with) return;
@@ -260,15 +262,15 @@ __global__ void __launch_bounds__(SampleCode::threads, SampleCode::blocks)
   extern __shared__ uint4 memory[];  // the slots, and after them what is shared
   SampleShared& shared = *reinterpret_cast<SampleShared*>(memory + slots * SampleCode::threads);
   const unsigned block = block_of_row(), blocks = blocks_of_row();
-  const int64_t index = blockIdx.x >> (__ffs(blocks) - 1);
+  const int64_t index = blocks > 1 ? small_quotient(blockIdx.x, blocks) : blockIdx.x;
   Options options(call, index);
   const RowPart<T> part(call.logits + index * call.n, call.n, block, blocks, memory, slots);
-  if (blocks > 1) start_exchanges(blocks, shared);
+  if (blocks > 1) start_exchanges(block, blocks, shared);
   for (int i = threadIdx.x; i < SampleCode::bins; i += SampleCode::threads) shared.counts[i] = 0;
   const int of_lane = (blocks * SampleCode::warps + 31) / 32;  // warps of the cluster for each lane of one
   if (threadIdx.x < SampleShared::most_warps) shared.candidates.clear(threadIdx.x);
-  // Places for other blocks that there are not. In the others, what these send may lie already.
-  if (threadIdx.x >= SampleCode::warps * blocks && threadIdx.x < 32)
+  // Places of warps and blocks that there are not. In the others, what is sent may lie already.
+  if (threadIdx.x < 32 * of_lane && threadIdx.x % 32 * of_lane + threadIdx.x / 32 >= SampleCode::warps * blocks)
     shared.left[threadIdx.x] = shared.above[threadIdx.x] = shared.total[threadIdx.x] = 0;
   if (threadIdx.x >= blocks && threadIdx.x < SampleCode::most_blocks)
     shared.tops[threadIdx.x] = shared.bars[threadIdx.x] = 0;

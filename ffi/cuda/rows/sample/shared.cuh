@@ -56,8 +56,16 @@ struct Few {
 // The counts of all blocks together, and those that the blocks send for this block's part of the bins, one block's
 // after another's.
 struct CountsOfRow {
+  static constexpr unsigned quads = SampleCode::bins / 4;
+  // Four counts each: those of every block but the last, which has what is left, and of one block.
+  __device__ static unsigned quads_of_block(unsigned blocks) { return small_quotient(quads + blocks - 1, blocks); }
+  __device__ static unsigned quads_of_block(unsigned block, unsigned blocks) {
+    const unsigned part = quads_of_block(blocks);
+    return min(part, quads - block * part);
+  }
+
   alignas(16) uint32_t all[SampleCode::bins];
-  alignas(16) uint32_t sent[SampleCode::bins];
+  alignas(16) uint32_t sent[SampleCode::bins + 4 * SampleCode::most_blocks];
 };
 
 struct SampleShared {
@@ -107,7 +115,7 @@ struct SampleShared {
 
 // Prepares the barriers of the exchanges between several blocks. All threads of the block call it, and the blocks may
 // send after wait_for_start_of_row().
-__device__ inline void start_exchanges(unsigned blocks, SampleShared& shared) {
+__device__ inline void start_exchanges(unsigned block, unsigned blocks, SampleShared& shared) {
   if constexpr (kHopperCode) {
     if (threadIdx.x < 32) {
       if (threadIdx.x == 0) {
@@ -116,8 +124,9 @@ __device__ inline void start_exchanges(unsigned blocks, SampleShared& shared) {
         show_barriers();
         shared.tops_sent.arrive_expecting(blocks * 2 * sizeof(uint32_t));
         shared.few_sent.arrive_expecting(blocks * sizeof(FewOfBlock));
-        shared.counts_sent.arrive_expecting(sizeof shared.row.sent);
-        shared.sums_sent.arrive_expecting(sizeof shared.row.all / blocks * (blocks - 1));
+        const unsigned own = CountsOfRow::quads_of_block(block, blocks);
+        shared.counts_sent.arrive_expecting(own * blocks * sizeof(uint4));
+        shared.sums_sent.arrive_expecting((CountsOfRow::quads - own) * sizeof(uint4));
         shared.candidates_sent.arrive_expecting(blocks * sizeof(uint32_t));
       }
       __syncwarp();
@@ -126,9 +135,8 @@ __device__ inline void start_exchanges(unsigned blocks, SampleShared& shared) {
   }
 }
 
-// So much and the most slots have room twice in the shared memory of a multiprocessor of Hopper, and with the fewest
-// slots once in that of any GPU from Ampere on.
-static_assert(sizeof(SampleShared) + SampleCode::most_slots * SampleCode::threads * 16 <= 113 << 10);
+// So much and the fewest slots have room twice in the shared memory of a multiprocessor of Hopper, and once in that of
+// any GPU from Ampere on.
 static_assert(sizeof(SampleShared) + SampleCode::ring * SampleCode::threads * 16 <= 99 << 10);
 
 }  // namespace jaxsoft::cuda

@@ -8,7 +8,8 @@ struct SampleCode {
   static constexpr int warps = threads / 32;
   static constexpr int blocks = 2;          // that a multiprocessor should hold
   static constexpr int most_blocks = 16;    // of a cluster
-  static constexpr int most_slots = 8;      // packs of a thread that stay in shared memory
+  static constexpr int shared_slots = 8;    // packs of a thread that stay in shared memory, if two blocks share it
+  static constexpr int most_slots = 20;     // as many if a multiprocessor has one block
   static constexpr int batch = 3;           // packs of a thread in flight, where not all of them stay
   static constexpr int ring = 2 * batch;    // slots for these, and for those that it goes over
   static constexpr int octaves = 40;        // weights below 2^-octaves of the largest count as 0
