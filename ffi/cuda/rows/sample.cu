@@ -6,9 +6,10 @@
 //
 // 1. How many elements there are in each of 2048 bins of weights. This says in which bin the k-th largest is, and
 //    bounds the mass of all that is above each bin. So only elements of a few bins, the candidates, may be on either
-//    side of the ends of top-k and top-p.
-// 2. The mass of what is certainly above these ends, and of all, for each warp's range of elements; and the candidates,
-//    which go to the first block.
+//    side of the ends of top-k and top-p. Where top-p is of the mass of all elements, one read gathers, counts and adds
+//    up that mass.
+// 2. The mass of what is certainly above these ends, for each warp's range of elements; and the candidates, which go to
+//    the first block.
 // 3. There the ends are found among the candidates, exactly, and then the token: the warp's range in which it is by the
 //    table of masses, and its place in that range by reading it once more.
 //
@@ -39,8 +40,9 @@ namespace jaxsoft::cuda {
 namespace {
 
 // Launches the kernel with clusters of so many blocks. It is refused with cudaErrorInvalidClusterSize where the device
-// has no room for a cluster for each row at once, with a multiprocessor for each block: two blocks of different rows on
-// one would make these rows take nearly twice as long, and all of the call wait for them.
+// has no room for a cluster for each row at once, with a multiprocessor for each block: two blocks on one take half as
+// long again, and the whole call as long as its slowest row. (On an H200 there is room for 30 clusters of 4 blocks: 30
+// rows of 128256 flat bf16 logits take 21 us in them, with top-p of 0.9, and 32 rows 30 us; in clusters of 3, 24 us.)
 template <class T>
 cudaError_t launch(const Sampling<T>& call, int blocks, cudaStream_t stream) {
   constexpr int of_slot = SampleCode::threads * sizeof(Pack<T>);

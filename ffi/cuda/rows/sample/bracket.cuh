@@ -98,8 +98,8 @@ __device__ inline void send_sums(unsigned block, unsigned blocks, SampleShared& 
   }
 }
 
-// Finds the bracket from the counts of the block and of all blocks. All threads call it, after a barrier. Where top-p is
-// of the mass of all elements, `total`, it must leave `enough` of it.
+// Finds the bracket from the counts of the block and of all blocks. All threads call it, after a barrier. Where top-p
+// is of the mass of all elements, `total`, it must leave `enough` of it.
 __device__ inline Bracket find_bracket(uint32_t k, float p, uint32_t n, bool by_mass, Mass enough, Mass total,
                                        const uint32_t* all_counts, SampleShared& shared) {
   constexpr int own = SampleCode::bins / SampleCode::threads;  // bins of a thread

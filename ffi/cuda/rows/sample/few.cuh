@@ -8,6 +8,8 @@
 // too many, or have less of the mass than top-p asks for, the row goes the long way, on which it gives the same token.
 #pragma once
 
+#include <algorithm>
+
 #include "options.cuh"
 
 namespace jaxsoft::cuda {
@@ -109,7 +111,8 @@ __device__ inline Top find_top(uint32_t of_thread, const Bar& sought, unsigned b
                   shared.tops_sent, other);
   }
   wait_for_sent(shared.tops_sent);
-  return {__reduce_max_sync(kWholeWarp, shared.tops[other]), sought.rank > 0 ? nth_largest(shared.bars, sought.place) : 0};
+  return {__reduce_max_sync(kWholeWarp, shared.tops[other]),
+          sought.rank > 0 ? nth_largest(shared.bars, sought.place) : 0};
 }
 
 // Where the elements from the bar on go: each block has its share of the first block's memory.
@@ -149,8 +152,8 @@ __device__ void gather_few(const RowPart<T>& part, const Weights& weights, const
       [&](float x, uint32_t index, uint32_t place) { places.put(keys(x, index), place, shared); });
 }
 
-// Tells all blocks what has been gathered. The masses are those of the thread's elements. All threads of the cluster call
-// it, and there is a barrier of the block in it.
+// Tells all blocks what has been gathered. The masses are those of the thread's elements. All threads of the cluster
+// call it, and there is a barrier of the block in it.
 __device__ inline void send_few(Mass above, Mass total, bool by_mass, const FewPlaces& places, SampleShared& shared) {
   const int lane = threadIdx.x % 32;
   if (by_mass) {

@@ -116,8 +116,8 @@ __device__ void draw(const Sampling<T>& call, int64_t index, const RowPart<T>& p
   }
 }
 
-// What a thread's elements add to the totals. The keys of candidates are put into the block's memory. They count even if
-// there is no room for them.
+// What a thread's elements add to the totals. The keys of candidates are put into the block's memory. They count even
+// if there is no room for them.
 enum class Filters { min_p, top_p, any };
 template <Filters filters, class T>
 __device__ Totals add_up(const RowPart<T>& part, const Weights& weights, const Keys<T>& keys,
