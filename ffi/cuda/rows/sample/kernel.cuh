@@ -10,8 +10,7 @@ namespace jaxsoft::cuda {
 struct Totals {
   Mass left = 0, above = 0, total = 0;  // see SampleShared
 
-  // Whether what top-p leaves and what all filters leave are not the same, or the total is not known: else there is one
-  // table to write.
+  // How many tables are written. If not `general`, top-p leaves what all filters leave, and the total is known.
   __device__ static int tables(bool general) { return general ? 3 : 1; }
   __device__ void write(bool general, unsigned block, int of_lane, SampleShared& shared) {
     left = sum_of_warp(left);
@@ -117,7 +116,8 @@ __device__ void draw(const Sampling<T>& call, int64_t index, const RowPart<T>& p
 }
 
 // What a thread's elements add to the totals. The keys of candidates are put into the block's memory. They count even
-// if there is no room for them.
+// if there is no room for them. `min_p` is for rows of which top-k and top-p leave all, and `top_p` where there is no
+// other filter.
 enum class Filters { min_p, top_p, any };
 template <Filters filters, class T>
 __device__ Totals add_up(const RowPart<T>& part, const Weights& weights, const Keys<T>& keys,
