@@ -21,6 +21,11 @@ __device__ inline unsigned blocks_of_row() {
   else return 1;
 }
 
+// The whole part of a / b, for small numbers, for which an approximate quotient is near enough.
+__device__ inline unsigned small_quotient(unsigned a, unsigned b) {
+  return static_cast<unsigned>(__fdividef(a + 0.5f, static_cast<float>(b)));
+}
+
 // A barrier for all threads of the cluster. What they have written to shared memory before is seen by all after it.
 __device__ inline void synchronize_row() {
   if constexpr (kHopperCode) {
@@ -70,11 +75,12 @@ __device__ inline Mass sum_of_warp(Mass value) {
   return low + (middle << bits) + (high << 2 * bits);
 }
 
-// The sum of the values of this lane and of those before it.
+// The sum of the values of this lane and of those before it. Only the first `lanes` need it.
 template <class V>
-__device__ V scan_of_warp(V value) {
+__device__ V scan_of_warp(V value, int lanes = 32) {
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
+    if (step >= lanes) break;
     const V before = __shfl_up_sync(kWholeWarp, value, step);
     if (threadIdx.x % 32 >= step) value += before;
   }

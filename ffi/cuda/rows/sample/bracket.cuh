@@ -5,47 +5,103 @@
 // neither bound tells on which side of the end of top-p they are have the candidates. top-k ends in one bin.
 #pragma once
 
-#include "shared.cuh"
+#include "few.cuh"
 
 namespace jaxsoft::cuda {
 
-// Counts the block's elements by bins. The counts must be 0.
+// Counts elements, given their places. The counts must be 0. A place is a float that counts up by one bit for each bin,
+// so that an addition and a shift make the bin's address of it.
+struct Counter {
+  uint32_t base;  // where the count would be if the place were 0.0
+  __device__ explicit Counter(SampleShared& shared)
+      : base(shared_address(shared.counts) - bits<uint32_t>(Weights::border(0)) * 4) {}
+  __device__ void add(float place) const {
+    const uint32_t word = bits<uint32_t>(fminf(place, Weights::border(SampleCode::bins)));
+    asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(base + word * 4) : "memory");
+  }
+};
+
+// Counts the block's elements by bins.
 template <class T>
 __device__ void count_by_bins(const RowPart<T>& part, const Weights& weights, SampleShared& shared) {
-  part.for_packs([&](const Pack<T>& pack, int) {
+  const Counter counter(shared);
+  part.template for_packs<Way::back>([&](const Pack<T>& pack) {
 #pragma unroll
-    for (int k = 0; k < Pack<T>::size; k++) {
-      const uint32_t bin = weights.bin(pack.get(k));
-      if (bin < SampleCode::bins) atomicAdd(&shared.counts[bin], 1u);
-    }
+    for (int k = 0; k < Pack<T>::size; k++) counter.add(weights.place(pack.get(k)));
   });
 }
 
-// Adds up the counts of all blocks, of which there are several, for all of them. Each block does so for a part of the
-// bins. All threads of the cluster call it, after a barrier of the block.
-__device__ inline void add_counts_of_blocks(unsigned block, unsigned blocks, SampleShared& shared) {
-  constexpr unsigned pairs = SampleCode::bins / 2;
-  const unsigned part = pairs / blocks;  // pairs of a block's bins
-  using Pair = unsigned long long;
-  auto pair = [](uint32_t* counts, unsigned i) { return &reinterpret_cast<Pair*>(counts)[i]; };
-  for (unsigned i = threadIdx.x; i < pairs; i += SampleCode::threads) {
-    const unsigned place = block * part + i % part, owner = i / part;
-    send_to_block(*pair(shared.counts, i), pair(shared.row.sent, place), shared.counts_sent, owner);
-  }
-  wait_for_sent(shared.counts_sent);
-  // The sums fit in 32 bits, so that two can be added as one number.
-  const unsigned own = threadIdx.x % part;
-  Pair sum = 0;
-#pragma unroll 4
-  for (unsigned b = 0; b < blocks; b++) sum += *pair(shared.row.sent, b * part + own);
-  for (unsigned b = threadIdx.x / part; b < blocks; b += SampleCode::threads / part)
-    send_to_block(sum, pair(shared.row.all, block * part + own), shared.sums_sent, b);
-  wait_for_sent(shared.sums_sent);
+// What the masses of a thread's elements are together: of those from the bar on, and of all.
+struct Survey {
+  Mass above = 0, total = 0;
+};
+
+// The same, where top-p is of the mass of all elements. That is added up, too, and the elements from the bar on are
+// gathered: additions to the counts leave time for this.
+template <class T>
+__device__ Survey count_and_weigh(const RowPart<T>& part, const Weights& weights, const Keys<T>& keys, float bar,
+                                  const FewPlaces& places, SampleShared& shared) {
+  Survey found;
+  const Counter counter(shared);
+  part.template for_chosen<Way::back>(
+      [&](const Pack<T>& pack) {
+        Weights::Parts total;
+#pragma unroll
+        for (int k = 0; k < Pack<T>::size; k++) {
+          const float x = pack.get(k);
+          counter.add(weights.place(x));
+          total.add(weights(x));
+        }
+        total.move_to(found.total);
+        uint32_t chosen = 0;
+        if (!(pack.maximum() >= bar)) return chosen;
+#pragma unroll
+        for (int k = 0; k < Pack<T>::size; k++)
+          if (const float x = pack.get(k); x >= bar && weights.counts(x)) chosen |= 1u << k;
+        return chosen;
+      },
+      [&](uint32_t count) { return places.reserve(count, shared); },
+      [&](float x, uint32_t index, uint32_t place) {
+        found.above += Weights::mass(weights(x));
+        places.put(keys(x, index), place, shared);
+      });
+  return found;
 }
 
-// Finds the bracket from the counts of the block and of all blocks. All threads call it, after a barrier.
-__device__ inline Bracket find_bracket(uint32_t k, float p, uint32_t n, const uint32_t* all_counts,
-                                       SampleShared& shared) {
+// Four counts at a time: what is sent takes time by the number of stores.
+__device__ inline uint4* quad_of(uint32_t* counts, unsigned i) { return &reinterpret_cast<uint4*>(counts)[i]; }
+
+// Adds up the counts of all blocks, of which there are several, for all of them: each block does so for a part of the
+// bins, for which this sends it the counts. All threads of the cluster call it, after a barrier of the block.
+__device__ inline void send_counts(unsigned block, unsigned blocks, SampleShared& shared) {
+  static_assert(SampleCode::bins == 4 * SampleCode::threads);
+  const unsigned part = CountsOfRow::quads_of_block(blocks), owner = small_quotient(threadIdx.x, part);
+  send_to_block(*quad_of(shared.counts, threadIdx.x),
+                quad_of(shared.row.sent, block * part + threadIdx.x - owner * part), shared.counts_sent, owner);
+}
+
+// Adds them up when they have come, and sends the sums.
+__device__ inline void send_sums(unsigned block, unsigned blocks, SampleShared& shared) {
+  const unsigned part = CountsOfRow::quads_of_block(blocks), own = CountsOfRow::quads_of_block(block, blocks);
+  wait_for_sent(shared.counts_sent);
+  for (unsigned i = threadIdx.x; i < 4 * own; i += SampleCode::threads) {
+    uint32_t sum = 0;
+#pragma unroll 4
+    for (unsigned b = 0; b < blocks; b++) sum += shared.row.sent[4 * b * part + i];
+    shared.row.all[4 * block * part + i] = sum;
+  }
+  __syncthreads();
+  for (unsigned i = threadIdx.x; i < own * blocks; i += SampleCode::threads) {
+    const unsigned other = small_quotient(i, own), place = block * part + i - other * own;
+    if (other != block)
+      send_to_block(*quad_of(shared.row.all, place), quad_of(shared.row.all, place), shared.sums_sent, other);
+  }
+}
+
+// Finds the bracket from the counts of the block and of all blocks. All threads call it, after a barrier. Where top-p
+// is of the mass of all elements, `total`, it must leave `enough` of it.
+__device__ inline Bracket find_bracket(uint32_t k, float p, uint32_t n, bool by_mass, Mass enough, Mass total,
+                                       const uint32_t* all_counts, SampleShared& shared) {
   constexpr int own = SampleCode::bins / SampleCode::threads;  // bins of a thread
   constexpr uint32_t bins = SampleCode::bins;
   constexpr float octaves_of_bin = SampleCode::octaves_of_bin;
@@ -60,9 +116,10 @@ __device__ inline Bracket find_bracket(uint32_t k, float p, uint32_t n, const ui
     weight[i] = exp2_approximately(-octaves_of_bin * (first + i));
     mass += counts[i] * weight[i], count += counts[i];
   }
-  Bracket& bracket = shared.bracket;
+  Bracket& bracket = shared.bracket;  // in which the threads add up what they find
+  Bracket found;
   if (threadIdx.x == 0) {
-    bracket.begin = bracket.end = bins, bracket.last = Bracket::no_bin, bracket.before_last = bracket.in_last = 0;
+    bracket.begin = bracket.end = 0, bracket.last = Bracket::no_bin, bracket.before_last = bracket.in_last = 0;
     bracket.count = bracket.own = 0;
   }
   float whole;
@@ -92,39 +149,48 @@ __device__ inline Bracket find_bracket(uint32_t k, float p, uint32_t n, const ui
     // Every mass by counts is within a factor r of the true one, up to rounding: one unit of mass for each element,
     // and that of the sums here, and of p times the mass.
     const float r = exp2_approximately(0.51f * octaves_of_bin), inverse = exp2_approximately(-0.51f * octaves_of_bin);
-    const float rounded = whole * 4e-6f + n * (1.f / (1ull << SampleCode::octaves));
-    const float low = p * whole * inverse - rounded, high = p * whole * r + rounded;
-    const float rest_low = (1 - p) * whole * inverse - rounded, rest_high = (1 - p) * whole * r + rounded;
-    auto not_reached = [&](float until) {
-      return until * r < low || max(whole - until, 0.f) * inverse - rounded > rest_high;
-    };
-    auto reached = [&](float until) {
-      return until * inverse > high || max(whole - until, 0.f) * r + rounded < rest_low;
-    };
-    const bool has_last = first <= limit && limit < first + own;
-    if (first <= limit && !reached(mass_before - rounded) && (has_last || !not_reached(mass_before + mass))) {
-      float until = mass_before;
-      for (int i = 0; i < own && first + i <= limit; i++) {
-        until += counts[i] * weight[i];
-        if (first + i == last) until = whole;
-        if (!not_reached(until)) atomicMin(&bracket.begin, first + i);
-        if (reached(until) || first + i == limit) atomicMin(&bracket.end, first + i + 1);
-      }
+    constexpr float unit = 1.f / (1ull << SampleCode::octaves);
+    const float rounded = whole * 4e-6f + n * unit;
+    // What top-p leaves, and the rest, are each in a range, or known.
+    float low = p * whole * inverse, high = p * whole * r;
+    float rest_low = (1 - p) * whole * inverse, rest_high = (1 - p) * whole * r;
+    if (by_mass)
+      low = high = __ull2float_rn(enough) * unit, rest_low = rest_high = __ull2float_rn(total - enough) * unit;
+    // Up to which mass by counts top-p has certainly not ended, and from which on it certainly has. `whole` is known by
+    // counts, too.
+    const float not_yet = max((low - rounded) * inverse, whole - (rest_high + 2 * rounded) * r);
+    const float ended = min((high + rounded) * r, whole - (rest_low - 2 * rounded) * inverse);
+    uint32_t bins_not_yet = 0, bins_not_ended = 0;
+    float until = mass_before;
+#pragma unroll
+    for (int i = 0; i < own; i++) {
+      until += counts[i] * weight[i];
+      const bool matters = first + i <= limit;
+      const float mass_until = first + i == last ? whole : until;
+      bins_not_yet += matters && mass_until < not_yet, bins_not_ended += matters && mass_until <= ended;
+    }
+    bins_not_yet = __reduce_add_sync(kWholeWarp, bins_not_yet);
+    bins_not_ended = __reduce_add_sync(kWholeWarp, bins_not_ended);
+    if (threadIdx.x % 32 == 0) {
+      if (bins_not_yet > 0) atomicAdd(&bracket.begin, bins_not_yet);
+      if (bins_not_ended > 0) atomicAdd(&bracket.end, bins_not_ended);
     }
     __syncthreads();
+    found.begin = bracket.begin, found.end = min(bracket.end, limit) + 1;
   } else {
-    if (threadIdx.x == 0) bracket.begin = bracket.end = min(last, bins);
-    __syncthreads();
+    found.begin = found.end = min(last, bins);
   }
-  if ((first < bracket.end && bracket.begin < first + own) || (first <= last && last < first + own)) {
+  found.last = last, found.before_last = bracket.before_last, found.in_last = bracket.in_last;
+  if ((first < found.end && found.begin < first + own) || (first <= last && last < first + own)) {
     uint32_t candidates = 0, of_block = 0;
 #pragma unroll
     for (int i = 0; i < own; i++)
-      if (bracket.is_candidate(first + i)) candidates += counts[i], of_block += shared.counts[first + i];
+      if (found.is_candidate(first + i)) candidates += counts[i], of_block += shared.counts[first + i];
     atomicAdd(&bracket.count, candidates), atomicAdd(&bracket.own, of_block);
   }
   __syncthreads();
-  return bracket;
+  found.count = bracket.count, found.own = bracket.own;
+  return found;
 }
 
 }  // namespace jaxsoft::cuda

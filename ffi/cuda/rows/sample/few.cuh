@@ -3,206 +3,221 @@
 //
 // A bar is found below which no element is left: each block finds how large some of the largest of its groups of
 // elements are, a group being what a few threads have, and so many blocks have all of these at or above the bar that
-// they are k together. At least k elements are then at or above it, and mostly not many more, unless equal or sorted elements lie
-// together. They go to the first block, which puts them in order by comparing each with each. If they are too many, or
-// have less of the mass than top-p asks for, the row goes the long way, on which it gives the same token.
+// they are k together. At least k elements are then at or above it, and mostly not many more, unless equal or sorted
+// elements lie together. They go to the first block, which puts them in order by comparing each with each. If they are
+// too many, or have less of the mass than top-p asks for, the row goes the long way, on which it gives the same token.
 #pragma once
+
+#include <algorithm>
 
 #include "options.cuh"
 
 namespace jaxsoft::cuda {
 
-// What the bar must leave.
-struct FewSought {
+// What the bar must leave: so many elements at least.
+struct Bar {
   uint32_t rank = 0;   // of a block's bar among its groups; 0 if the row goes the long way
   uint32_t place = 0;  // of the row's bar among those of its blocks
-  bool all_count;      // whether top-p is of the mass of all elements, rather than that of the k largest
 
-  __device__ FewSought(const Options& options, uint32_t n, unsigned blocks) {
-    all_count = options.k >= n && options.p < 1;
-    const uint32_t sought = all_count ? SampleCode::sought_by_mass : options.k;
-    if (sought > min(SampleCode::most_sought, n) || (!all_count && options.k >= n)) return;
+  Bar() = default;
+  Bar(uint32_t sought, uint32_t n, int blocks) {
+    if (sought > std::min(SampleCode::most_sought, n)) return;
     // Somewhat more than its share of each block lets the blocks with the lowest bars be passed over.
     rank = blocks > 1 ? (sought * 5 / 4 + blocks - 1) / blocks : sought;
     place = (sought + rank - 1) / rank;
   }
 };
 
-// What a row's blocks find together in the first read.
-struct Top {
-  uint32_t top, bar;  // orders; all ones if an element is NaN
-  bool few;           // whether the elements from the bar on may be all that matter
+// The bars of the rows of a call.
+struct Bars {
+  Bar of_k;     // where top-k leaves k elements
+  Bar of_one;   // where it leaves one, as of a row whose temperature is 0
+  Bar of_mass;  // where top-p is of the mass of all elements
 };
 
-// Finds these from the order of each thread's largest element. All threads of the cluster call it.
-template <class T>
-__device__ Top find_top(uint32_t of_thread, const RowPart<T>& part, const FewSought& sought, float p, float scale,
-                        unsigned block, unsigned blocks, SampleShared& shared) {
-  const int lane = threadIdx.x % 32;
-  // Threads of a group, of which each compares the group's largest element with those of as many groups as it has part.
-  const int of_group = sought.rank > SampleCode::few_groups / 2 ? SampleCode::threads / SampleCode::groups
-                                                                : SampleCode::threads / SampleCode::few_groups;
-  const int groups = SampleCode::threads / of_group, part_of_groups = groups / of_group;
-  uint32_t own = of_thread;
-#pragma unroll 1
-  for (int step = 1; step < of_group; step *= 2) own = max(own, __shfl_xor_sync(kWholeWarp, own, step));
-  if (lane % of_group == 0) shared.groups[threadIdx.x / of_group] = own;
-  if (threadIdx.x == 0) shared.summary = {};
-  __syncthreads();
-  {
-    uint32_t above = 0, equal = 0;
-    const uint2* others = reinterpret_cast<const uint2*>(&shared.groups[lane % of_group * part_of_groups]);
-#pragma unroll 4
-    for (int i = 0; i < part_of_groups / 2; i++) {
-      const uint2 some = others[i];
-      above += (some.x > own) + (some.y > own), equal += (some.x == own) + (some.y == own);
-    }
-    uint32_t both = above << 16 | equal;
-#pragma unroll 1
-    for (int step = 1; step < of_group; step *= 2) both += __shfl_xor_sync(kWholeWarp, both, step);
-    above = both >> 16, equal = both & 0xffff;
-    if (lane % of_group == 0) {
-      if (above == 0) atomicMax(&shared.summary.top, own);
-      if (above < sought.rank && sought.rank <= above + equal) atomicMax(&shared.summary.bar, own);
-    }
-  }
-  __syncthreads();
-  constexpr float unit = 1 << 16;  // sums of whole numbers are the same on every run
-  if (sought.all_count) {
-    // How much of the mass is likely to be below the bar, by a sample.
-    const Summary found = shared.summary;
-    const float m = of_order(found.top), bar = of_order(found.bar);
-    if (isfinite(m)) {
-      const Weights weights(m, scale);
-      uint32_t peak = 0, rest = 0;
-      const Pack<T> pack = part.sample();
+// The n-th largest of 16 words, where words of the same value count one by one; by a warp.
+__device__ inline uint32_t nth_largest(const uint32_t (&words)[16], uint32_t nth) {
+  const uint32_t own = threadIdx.x % 16, value = words[own];
+  const uint32_t half = threadIdx.x % 32 / 16;  // of the words, with which the lane compares
+  uint32_t before = 0;
 #pragma unroll
-      for (int k = 0; k < Pack<T>::size; k++)
-        if (const float x = pack.get(k); x < bar) rest += __float2uint_rn(weights(x) * unit);
-      if (lane % of_group == 0 && own >= found.bar) peak = __float2uint_rn(weights(of_order(own)) * unit);
-      peak = __reduce_add_sync(kWholeWarp, peak), rest = __reduce_add_sync(kWholeWarp, rest);
-      if (lane == 0) atomicAdd(&shared.summary.peak, peak), atomicAdd(&shared.summary.rest, rest);
-    }
+  for (uint32_t i = 0; i < 2; i++) {
+    const uint32_t begin = half * 8 + i * 4;
+    const uint4 some = reinterpret_cast<const uint4*>(words)[half * 2 + i];
+    before += some.x > value || (some.x == value && begin < own);
+    before += some.y > value || (some.y == value && begin + 1 < own);
+    before += some.z > value || (some.z == value && begin + 2 < own);
+    before += some.w > value || (some.w == value && begin + 3 < own);
+  }
+  before += __shfl_xor_sync(kWholeWarp, before, 16);
+  return __shfl_sync(kWholeWarp, value, __ffs(__ballot_sync(kWholeWarp, before + 1 == nth)) - 1);
+}
+
+// What a row's blocks find together in the first read: the orders of the largest element, which is all ones if one is
+// NaN, and of the bar, which has a meaning if there is one.
+struct Top {
+  uint32_t top, bar;
+};
+
+// The same of a block, from the order of each thread's largest element. All threads of the block call it. The result is
+// for the first warp, or for all where the block is alone.
+__device__ inline Top top_of_block(uint32_t of_thread, uint32_t rank, bool alone, SampleShared& shared) {
+  const int lane = threadIdx.x % 32;
+  if (rank <= SampleCode::rank_by_warps) {
+    const uint32_t of_warp = __reduce_max_sync(kWholeWarp, of_thread);
+    if (lane == 0) shared.groups[threadIdx.x / 32] = of_warp;
     __syncthreads();
+    if (threadIdx.x >= 32 && !alone) return {};
+    static_assert(SampleCode::warps == 16);
+    const auto& of_warps = reinterpret_cast<const uint32_t(&)[SampleCode::warps]>(shared.groups);
+    return {__reduce_max_sync(kWholeWarp, of_warps[lane % SampleCode::warps]),
+            rank > 0 ? nth_largest(of_warps, rank) : 0};
   }
-  if (blocks > 1) {
-    wait_for_start_of_row();
-    if (threadIdx.x < blocks)
-      send_to_block(shared.summary, &shared.summaries[block], shared.summaries_sent, threadIdx.x);
-    wait_for_sent(shared.summaries_sent);
-  }
-
-  Summary of_block{};
-  if (lane < blocks) of_block = blocks > 1 ? shared.summaries[lane] : shared.summary;
-  Top found{__reduce_max_sync(kWholeWarp, of_block.top), of_block.bar, sought.rank > 0};
-  if (blocks > 1) {
-    uint32_t above = 0, equal = 0;
+  // Each thread of a group compares the group's largest element with those of as many groups as it has part.
+  constexpr int of_group = SampleCode::threads / SampleCode::groups, part = SampleCode::groups / of_group;
+  const int group = threadIdx.x / of_group, first = threadIdx.x % of_group * part;
+  uint32_t own = of_thread;
+#pragma unroll
+  for (int step = 1; step < of_group; step *= 2) own = max(own, __shfl_xor_sync(kWholeWarp, own, step));
+  if (threadIdx.x % of_group == 0) shared.groups[group] = own;
+  __syncthreads();
+  uint32_t before = 0;
 #pragma unroll 4
-    for (unsigned b = 0; b < blocks; b++) {
-      const uint32_t other = __shfl_sync(kWholeWarp, of_block.bar, b);
-      above += other > of_block.bar, equal += other == of_block.bar;
-    }
-    const bool has = lane < blocks && above < sought.place && sought.place <= above + equal;
-    found.bar = __reduce_max_sync(kWholeWarp, has ? of_block.bar : 0);
-  } else {
-    found.bar = __shfl_sync(kWholeWarp, found.bar, 0);
+  for (int i = 0; i < part; i += 2) {
+    const uint2 some = *reinterpret_cast<const uint2*>(&shared.groups[first + i]);
+    before += some.x > own || (some.x == own && first + i < group);
+    before += some.y > own || (some.y == own && first + i + 1 < group);
   }
-  if (sought.all_count) {
-    const float m = of_order(found.top), own = of_order(of_block.top);
-    const float factor = isfinite(own) && isfinite(m) ? Weights(m, scale)(own) : 0.f;
-    const uint32_t peak = __reduce_add_sync(kWholeWarp, __float2uint_rn(of_block.peak * factor));
-    const uint32_t rest = __reduce_add_sync(kWholeWarp, __float2uint_rn(of_block.rest * factor));
-    found.few = peak * (1 - p) >= p * rest * part.steps;
-  }
-  return found;
-}
-
-template <class T>
-__device__ Mass mass_of_chosen(const Pack<T>& pack, uint32_t chosen, const Weights& weights) {
-  Weights::Parts parts;
-  Mass sum = 0;
-#pragma unroll 1
-  for (; chosen; chosen &= chosen - 1) parts.add(weights(element(pack, __ffs(chosen) - 1)));
-  parts.move_to(sum);
-  return sum;
-}
-
-// Gathers the elements from the bar on in the first block's memory, and tells all blocks what there is. `all_count`:
-// the mass of all elements is added up.
-template <bool all_count, class T>
-__device__ void gather_few(const RowPart<T>& part, const Weights& weights, const Keys<T>& keys, float bar,
-                           unsigned block, unsigned blocks, SampleShared& shared) {
-  Mass total = 0, above = 0;
-  part.for_packs([&](const Pack<T>& pack, int first) {
-    if constexpr (all_count) {
-      Weights::Parts parts;
 #pragma unroll
-      for (int k = 0; k < Pack<T>::size; k++) parts.add(weights(pack.get(k)));
-      parts.move_to(total);
-    }
-    if (!(pack.maximum() >= bar)) return;
-    uint32_t chosen = 0;
-#pragma unroll
-    for (int k = 0; k < Pack<T>::size; k++)
-      if (const float x = pack.get(k); x >= bar && weights.counts(x)) chosen |= 1u << k;
-    if (all_count) above += mass_of_chosen(pack, chosen, weights);
-    put_keys(pack, chosen, first, keys, SampleShared::of_block, shared);
-  });
-  if (all_count) {
-    total = sum_of_warp(total), above = sum_of_warp(above);
-    if (threadIdx.x % 32 == 0) shared.warps[0][threadIdx.x / 32] = total, shared.warps[1][threadIdx.x / 32] = above;
+  for (int step = 1; step < of_group; step *= 2) before += __shfl_xor_sync(kWholeWarp, before, step);
+  if (threadIdx.x % of_group == 0) {
+    if (before == 0) shared.top = own;
+    if (before + 1 == rank) shared.bar = own;
   }
   __syncthreads();
-  if (block != 0) {  // the keys go to the first block together, as single stores to other blocks are slow
-    Key* const places = in_block_of_row(&shared.keys[block * SampleShared::of_block], 0);
-    const uint32_t count = min(shared.placed, SampleShared::of_block);
-    for (uint32_t i = threadIdx.x; i < count; i += SampleCode::threads) places[i] = shared.keys[i];
-  }
-  if (threadIdx.x < 32) {
-    FewOfBlock few{};
-    few.count = shared.placed;
-    if (all_count) {
-      const int warp = threadIdx.x % SampleCode::warps;
-      const bool counts = threadIdx.x < SampleCode::warps;
-      few.total = sum_of_warp(counts ? shared.warps[0][warp] : 0);
-      few.above = sum_of_warp(counts ? shared.warps[1][warp] : 0);
-    }
-    if (threadIdx.x < blocks) *in_block_of_row(&shared.few_of_block[block], threadIdx.x) = few;
-  }
-  synchronize_row();
+  return {shared.top, shared.bar};
 }
 
-// Whether what has been gathered is all that matters, and not too much. The same for all blocks.
-__device__ inline bool few_suffice(bool all_count, float p, unsigned blocks, const SampleShared& shared, Mass& total) {
+// Finds top and bar of the row. All threads of the cluster call it.
+__device__ inline Top find_top(uint32_t of_thread, const Bar& sought, unsigned block, unsigned blocks,
+                               SampleShared& shared) {
+  const Top of_block = top_of_block(of_thread, sought.rank, blocks == 1, shared);
+  if (blocks == 1) return of_block;
+  const unsigned lane = threadIdx.x % 32, other = lane % SampleCode::most_blocks;
+  wait_for_start_of_row();
+  if (threadIdx.x < 32 && other < blocks) {
+    const bool sends_top = lane < SampleCode::most_blocks;
+    send_to_block(sends_top ? of_block.top : of_block.bar, sends_top ? &shared.tops[block] : &shared.bars[block],
+                  shared.tops_sent, other);
+  }
+  wait_for_sent(shared.tops_sent);
+  return {__reduce_max_sync(kWholeWarp, shared.tops[other]),
+          sought.rank > 0 ? nth_largest(shared.bars, sought.place) : 0};
+}
+
+// Where the elements from the bar on go: each block has its share of the first block's memory.
+struct FewPlaces {
+  uint32_t room;  // elements of each block
+  unsigned block, blocks;
+
+  __device__ FewPlaces(unsigned block, unsigned blocks) : block(block), blocks(blocks) {
+    room = small_quotient(SampleCode::few_room, blocks);
+  }
+  // The place of the first of so many elements among those of the block. They count even if there is no room for them.
+  __device__ static uint32_t reserve(uint32_t count, SampleShared& shared) {
+    return atomicAdd(&shared.placed_few, count);
+  }
+  __device__ void put(Key key, uint32_t place, SampleShared& shared) const {
+    if (place >= room) return;
+    Key* const to = &shared.few_keys[block * room + place];
+    if (block == 0) *to = key;
+    else send_to_block(key, to, shared.few_keys_sent, 0);
+  }
+};
+
+// Gathers the elements from the bar on.
+template <class T>
+__device__ void gather_few(const RowPart<T>& part, const Weights& weights, const Keys<T>& keys, float bar,
+                           const FewPlaces& places, SampleShared& shared) {
+  part.template for_chosen<Way::back>(
+      [&](const Pack<T>& pack) {
+        uint32_t chosen = 0;
+        if (!(pack.maximum() >= bar)) return chosen;
+#pragma unroll
+        for (int k = 0; k < Pack<T>::size; k++)
+          if (const float x = pack.get(k); x >= bar && weights.counts(x)) chosen |= 1u << k;
+        return chosen;
+      },
+      [&](uint32_t count) { return places.reserve(count, shared); },
+      [&](float x, uint32_t index, uint32_t place) { places.put(keys(x, index), place, shared); });
+}
+
+// Tells all blocks what has been gathered. The masses are those of the thread's elements. All threads of the cluster
+// call it, and there is a barrier of the block in it.
+__device__ inline void send_few(Mass above, Mass total, bool by_mass, const FewPlaces& places, SampleShared& shared) {
   const int lane = threadIdx.x % 32;
-  FewOfBlock few{};
-  if (lane < blocks) few = shared.few_of_block[lane];
-  const uint32_t most = __reduce_max_sync(kWholeWarp, few.count), count = __reduce_add_sync(kWholeWarp, few.count);
-  if (count == 0 || most > SampleShared::of_block || count > SampleCode::most_few) return false;
-  if (!all_count) return true;
-  total = sum_of_warp(few.total);
-  return sum_of_warp(few.above) >= part_of_mass(p, total);
+  if (by_mass) {
+    above = sum_of_warp(above), total = sum_of_warp(total);
+    if (lane == 0) shared.warps[0][threadIdx.x / 32] = above, shared.warps[1][threadIdx.x / 32] = total;
+  }
+  __syncthreads();
+  if (threadIdx.x >= 32) return;
+  FewOfBlock few{shared.placed_few, 0, 0};
+  if (by_mass) {
+    few.above = sum_of_warp(lane < SampleCode::warps ? shared.warps[0][lane] : 0);
+    few.total = sum_of_warp(lane < SampleCode::warps ? shared.warps[1][lane] : 0);
+  }
+  if (places.blocks == 1) {
+    if (lane == 0) shared.few_of_block[0] = few;
+  } else if (threadIdx.x < places.blocks) {
+    send_to_block(few, &shared.few_of_block[places.block], shared.few_sent, threadIdx.x);
+  }
 }
 
-// Draws from what has been gathered. All threads of the first block call it. `total` is the mass of all elements, where
-// top-p is of that.
+// Waits for what all blocks have gathered. The result is that of a block for each lane. All threads of the cluster call
+// it.
+__device__ inline FewOfBlock wait_for_few(const FewPlaces& places, SampleShared& shared) {
+  const int lane = threadIdx.x % 32;
+  if (places.blocks == 1) __syncthreads();
+  else wait_for_sent(shared.few_sent);
+  FewOfBlock few{};
+  if (lane < places.blocks) few = shared.few_of_block[lane];
+  if (places.block == 0 && places.blocks > 1) {
+    const auto count = static_cast<uint32_t>(few.count);
+    const uint32_t sent = __reduce_add_sync(kWholeWarp, lane > 0 ? min(count, places.room) : 0);
+    if (threadIdx.x == 0) shared.few_keys_sent.arrive_expecting(sent * sizeof(Key));
+    wait_for_sent(shared.few_keys_sent);
+  }
+  return few;
+}
+
+// Whether what has been gathered is all that matters, and not too much. The same for all blocks. `enough` is what top-p
+// leaves of the mass of all elements, where it is of that.
+__device__ inline bool few_suffice(const FewOfBlock& of_block, bool by_mass, Mass enough, const FewPlaces& places) {
+  const auto own = static_cast<uint32_t>(of_block.count);
+  const uint32_t most = __reduce_max_sync(kWholeWarp, own), count = __reduce_add_sync(kWholeWarp, own);
+  if (count == 0 || most > places.room || count > SampleCode::most_few) return false;
+  return !by_mass || sum_of_warp(of_block.above) >= enough;
+}
+
+// Draws from what has been gathered. All threads of the first block call it.
 template <class T>
 __device__ void draw_from_few(const Sampling<T>& call, int64_t index, const Weights& weights, const Keys<T>& keys,
-                              const Options& options, bool all_count, Mass total, unsigned blocks,
-                              SampleShared& shared) {
+                              const Options& options, const FewOfBlock& of_block, bool by_mass, Mass total,
+                              const FewPlaces& places, SampleShared& shared) {
   constexpr int share = 4;  // threads of an element
   constexpr int rank_bits = 52;  // from this bit on, a sum of masses has a number of elements
   constexpr Mass one = Mass(1) << rank_bits;
   Few& few = shared.few_elements;
-  const int part = threadIdx.x % share, warp = threadIdx.x / 32;
-  uint32_t count = 0, own_count = 0, first = 0;
-  for (int b = 0; b < static_cast<int>(blocks); b++) {
-    if (b == warp) first = count, own_count = shared.few_of_block[b].count;
-    count += shared.few_of_block[b].count;
-  }
+  const int part = threadIdx.x % share, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  // A warp puts the elements of one block beside those of the others.
+  const auto from_block = static_cast<uint32_t>(of_block.count);
+  uint32_t count = __reduce_add_sync(kWholeWarp, from_block);
+  const uint32_t own_count = __shfl_sync(kWholeWarp, from_block, warp);
+  const uint32_t first = __reduce_add_sync(kWholeWarp, lane < warp ? from_block : 0);
 #pragma unroll 1
-  for (uint32_t i = threadIdx.x % 32; i < own_count; i += 32) {
-    const Key key = shared.keys[warp * SampleShared::of_block + i];
+  for (uint32_t i = lane; i < own_count; i += 32) {
+    const Key key = shared.few_keys[warp * places.room + i];
     few.elements[first + i] = {key, one + Weights::mass(weights(keys.value(key)))};
   }
   if (threadIdx.x == 0) shared.found_count = 0;
@@ -226,7 +241,7 @@ __device__ void draw_from_few(const Sampling<T>& call, int64_t index, const Weig
   __syncthreads();
   // What is left, in any order.
   if (threadIdx.x < count) {
-    if (!all_count) total = shared.found_rest;
+    if (!by_mass) total = shared.found_rest;
     const Mass enough = options.p < 1 ? part_of_mass(options.p, total) : ~Mass(0);
     const auto [key, counted] = few.elements[threadIdx.x];
     const Mass until = few.until[threadIdx.x], mass = counted % one;

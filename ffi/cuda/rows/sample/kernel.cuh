@@ -2,21 +2,26 @@
 #pragma once
 
 #include "bracket.cuh"
-#include "few.cuh"
 #include "select.cuh"
 
 namespace jaxsoft::cuda {
 
-// What a warp's lanes add up to is written to the first block's tables.
+// What a thread's elements add up to. The sums of the warp are written to the first block's tables.
 struct Totals {
   Mass left = 0, above = 0, total = 0;  // see SampleShared
-  __device__ void write(unsigned block, int of_lane, SampleShared& shared) {
-    left = sum_of_warp(left), above = sum_of_warp(above), total = sum_of_warp(total);
-    if (threadIdx.x % 32 != 0) return;
+
+  // How many tables are written. If not `general`, top-p leaves what all filters leave, and the total is known.
+  __device__ static int tables(bool general) { return general ? 3 : 1; }
+  __device__ void write(bool general, unsigned block, int of_lane, SampleShared& shared) {
+    left = sum_of_warp(left);
+    if (general) above = sum_of_warp(above), total = sum_of_warp(total);
+    const int lane = threadIdx.x % 32;
+    if (lane >= tables(general)) return;
     const int place = SampleShared::place_of_warp(block * SampleCode::warps + threadIdx.x / 32, of_lane);
-    *in_block_of_row(&shared.left[place], 0) = left;
-    *in_block_of_row(&shared.above[place], 0) = above;
-    *in_block_of_row(&shared.total[place], 0) = total;
+    Mass* const to = &(lane == 0 ? shared.left : lane == 1 ? shared.above : shared.total)[place];
+    const Mass value = lane == 0 ? left : lane == 1 ? above : total;
+    if (block == 0) *to = value;
+    else send_to_block(value, to, shared.totals_sent, 0);
   }
 };
 
@@ -46,79 +51,120 @@ __device__ void draw(const Sampling<T>& call, int64_t index, const RowPart<T>& p
     const int with = __ffs(__ballot_sync(kWholeWarp, until_mine > target)) - 1;
     const Mass before_lane = __shfl_sync(kWholeWarp, until_mine - mine, with);
     const Mass of_warp = lane < of_lane ? left_in(lane * 32 + with) : 0;
-    const Mass until_warp = before_lane + scan_of_warp(of_warp);
+    const Mass until_warp = before_lane + scan_of_warp(of_warp, of_lane);
     const int warp_with = __ffs(__ballot_sync(kWholeWarp, until_warp > target)) - 1;
     if (lane == warp_with)
       shared.range = {with * of_lane + lane, target, until_warp - of_warp, all};
   }
   __syncthreads();
-  const auto [warp, target, before_range, all] = shared.range;
-  // Each thread has some elements of the range that follow each other.
-  const int size = part.of_warp() * Pack<T>::size, each = (size + SampleCode::threads - 1) / SampleCode::threads;
-  const int first = warp * size - part.window.head + threadIdx.x * each;
-  const int last = min(first + each, min((warp + 1) * size - part.window.head, static_cast<int>(call.n)));
-  auto mass_of = [&](int i) -> Mass {
-    if (i < 0) return 0;
-    const float x = widen(part.row[i]), weight = weights(x);
-    return !(weight < options.min_p) && keys(x, i) >= end ? Weights::mass(weight) : 0;
+  const Range range = shared.range;
+  const int warp = range.warp;
+  const Mass target = range.target;
+  // Each thread has some packs of the range that follow each other.
+  constexpr int size = Pack<T>::size;
+  const int packs = part.of_warp(), each = (packs + SampleCode::threads - 1) / SampleCode::threads;
+  const int first = warp * packs + min(static_cast<int>(threadIdx.x) * each, packs);
+  const int last = min(first + each, (warp + 1) * packs);
+  auto is_left = [&](float x, float weight, int i) { return !(weight < options.min_p) && keys(x, i) >= end; };
+  auto write = [&](int i, float x) {
+    call.token[index] = i;
+    call.probability[index] = weights.probability(x, range.all);
   };
   Mass mass = 0, tile;
-#pragma unroll 8
-  for (int i = first; i < last; i++) mass += mass_of(i);
-  Mass until = before_range + scan_of_block(mass, shared.warps[2], tile);
+  if (packs * size <= SampleCode::threads) {  // an element for each thread, which takes less time
+    const int i = warp * packs * size - part.window.head + static_cast<int>(threadIdx.x);
+    float x = 0;
+    if (threadIdx.x < packs * size && i >= 0 && i < part.window.n) {
+      x = widen(part.row[i]);
+      if (const float weight = weights(x); is_left(x, weight, i)) mass = Weights::mass(weight);
+    }
+    const Mass until = range.before + scan_of_block(mass, shared.warps[2], tile);
+    if (until - mass <= target && target < until) write(i, x);
+    return;
+  }
+#pragma unroll 1
+  for (int p = first; p < last; p++) {
+    const Pack<T> pack = part.fetch(p);
+    Weights::Parts parts;
+#pragma unroll
+    for (int k = 0; k < size; k++) {
+      const float x = pack.get(k), weight = weights(x);
+      parts.add(is_left(x, weight, p * size - part.window.head + k) ? weight : 0.f);
+    }
+    parts.move_to(mass);
+  }
+  Mass until = range.before + scan_of_block(mass, shared.warps[2], tile);
   // The lanes of its warp go over the elements of the thread that has the token.
   const unsigned with = __ballot_sync(kWholeWarp, until - mass <= target && target < until);
   if (!with) return;
   const int lane = threadIdx.x % 32, source = __ffs(with) - 1;
   Mass before = __shfl_sync(kWholeWarp, until - mass, source);
-  const int begin = __shfl_sync(kWholeWarp, first, source), stop = __shfl_sync(kWholeWarp, last, source);
+  const int begin = __shfl_sync(kWholeWarp, first, source) * size - part.window.head, stop = begin + each * size;
 #pragma unroll 1
   for (int start = begin; start < stop; start += 32) {
     const int i = start + lane;
-    mass = i < stop ? mass_of(i) : 0;
-    until = before + scan_of_warp(mass);
-    if (until - mass <= target && target < until) {
-      call.token[index] = i;
-      call.probability[index] = weights.probability(widen(part.row[i]), all);
+    mass = 0;
+    float x = 0;
+    if (i >= 0 && i < min(stop, part.window.n)) {
+      x = widen(part.row[i]);
+      if (const float weight = weights(x); is_left(x, weight, i)) mass = Weights::mass(weight);
     }
+    until = before + scan_of_warp(mass, min(stop - start, 32));
+    if (until - mass <= target && target < until) write(i, x);
     before = __shfl_sync(kWholeWarp, until, 31);
   }
 }
 
-// What a thread's elements add to the totals. The keys of candidates are put into the block's memory.
-enum class Filters { none, top_p, any };
+// What a thread's elements add to the totals. The keys of candidates are put into the block's memory. They count even
+// if there is no room for them. `min_p` is for rows of which top-k and top-p leave all, and `top_p` where there is no
+// other filter.
+enum class Filters { min_p, top_p, any };
 template <Filters filters, class T>
 __device__ Totals add_up(const RowPart<T>& part, const Weights& weights, const Keys<T>& keys,
                          const Bracket& bracket, float min_p, SampleShared& shared) {
   constexpr uint32_t bins = SampleCode::bins;
-  constexpr bool general = filters == Filters::any, none = filters == Filters::none;
+  constexpr bool general = filters == Filters::any;
   Totals totals;
   const float begin = Weights::border(bracket.begin), end = Weights::border(bracket.end);
   const float last = bracket.in_last > 0 ? Weights::border(bracket.last) : 0.f;
   const float limit = Weights::border(min(bracket.last, bins));
-  part.for_packs([&](const Pack<T>& pack, int first) {
-    // Of what top-k leaves, most packs have nothing.
-    if (general && bracket.in_last > 0 && weights.place(pack.maximum()) > last) return;
-    Weights::Parts left, above, total;
+  auto add = [&](const Pack<T>& pack) {
     uint32_t candidates = 0;
+    // Of what top-k leaves, most packs have nothing.
+    if (general && bracket.in_last > 0 && weights.place(pack.maximum()) > last) return candidates;
+    Weights::Parts left, above, total;
 #pragma unroll
     for (int k = 0; k < Pack<T>::size; k++) {
       const float x = pack.get(k), weight = weights(x);
-      if constexpr (none) {
-        total.add(weight);
+      if constexpr (filters == Filters::min_p) {
+        left.add(weight < min_p ? 0.f : weight);
         continue;
       }
       const float place = weights.place(x);
       const bool is_above = place < begin;
       if ((!is_above && place < end) || (general && place == last)) candidates |= 1u << k;
-      total.add(weight, !general || place < limit);
-      above.add(weight, is_above);
-      if (general) left.add(weight, is_above && !(weight < min_p));
+      if constexpr (general) {
+        Weights::Parts one;
+        one.add(weight);
+        if (is_above && !(weight < min_p)) left.add(one);
+        if (is_above) above.add(one);
+        if (place < limit) total.add(one);
+      } else {
+        left.add(is_above ? weight : 0.f);
+      }
     }
-    left.move_to(totals.left), above.move_to(totals.above), total.move_to(totals.total);
-    if (candidates) put_keys(pack, candidates, first, keys, SampleCode::room, shared);
-  });
-  if (!general) totals.left = none ? totals.total : totals.above;
+    left.move_to(totals.left);
+    if constexpr (general) above.move_to(totals.above), total.move_to(totals.total);
+    return candidates;
+  };
+  if constexpr (filters == Filters::min_p)
+    part.template for_packs<Way::back>(add);
+  else
+    part.template for_chosen<Way::forward>(
+        add, [&](uint32_t count) { return atomicAdd(&shared.placed, count); },
+        [&](float x, uint32_t index, uint32_t place) {
+          if (place < SampleCode::room) shared.keys[place] = keys(x, index);
+        });
   return totals;
 }
 
@@ -165,7 +211,8 @@ __device__ __noinline__ TotalsUntil add_up_all(const RowPart<T> part, const Weig
 // first block call it, or one warp where there are few candidates.
 template <bool one_warp, class T>
 __device__ Key end_of_filters(const RowPart<T>& part, const Weights& weights, const Keys<T>& keys,
-                              const Bracket& bracket, const Options& options, int of_lane, SampleShared& shared) {
+                              const Bracket& bracket, const Options& options, Mass enough, bool general, int of_lane,
+                              SampleShared& shared) {
   const int step = one_warp ? 32 : SampleCode::threads, count = static_cast<int>(bracket.count);
   auto one = [](Key) { return Mass(1); };
   auto mass = [&](Key key) { return Weights::mass(weights(keys.value(key))); };
@@ -179,113 +226,149 @@ __device__ Key end_of_filters(const RowPart<T>& part, const Weights& weights, co
     end = find(end, min(bracket.begin, bracket.last), bracket.last + 1, options.k - bracket.before_last + above, one);
   }
   if (options.p < 1) {
-    Mass total = 0;
-    if (bracket.in_last > 0) {
+    if (enough == 0) {
+      Mass total = 0;
+      if (bracket.in_last > 0) {
 #pragma unroll 1
-      for (int i = threadIdx.x; i < count; i += step) {
-        const Key key = shared.keys[i];
-        if (key >= end && weights.bin(keys.value(key)) == bracket.last) total += mass(key);
+        for (int i = threadIdx.x; i < count; i += step) {
+          const Key key = shared.keys[i];
+          if (key >= end && weights.bin(keys.value(key)) == bracket.last) total += mass(key);
+        }
+        total = one_warp ? sum_of_warp(total) : sum_of_block(total, shared.warps[1]);
       }
-      total = one_warp ? sum_of_warp(total) : sum_of_block(total, shared.warps[1]);
+      enough = part_of_mass(options.p, sum_of_table(shared.total, of_lane) + total);
     }
-    const Mass enough = part_of_mass(options.p, sum_of_table(shared.total, of_lane) + total);
-    const Mass above = sum_of_table(shared.above, of_lane);
+    const Mass above = sum_of_table(general ? shared.above : shared.left, of_lane);
     end = find(end, bracket.begin, bracket.end, enough > above ? enough - above : 1, mass);
   }
-#pragma unroll 1
+  // The warp that has a pack is the pack's number over that of a warp's packs, of which there are 32 or more: the
+  // quotient by a reciprocal that is rounded up is exact, as there are fewer than 2^21 packs.
+  const uint32_t reciprocal = ~0u / part.steps + 1;
+#pragma unroll 2
   for (int i = threadIdx.x; i < count; i += step) {
     const Key key = shared.keys[i];
-    if (key >= end && !(weights(keys.value(key)) < options.min_p))
-      shared.candidates.add(SampleShared::place_of_warp(part.warp_of(keys.index(key)), of_lane), mass(key));
+    const float weight = weights(keys.value(key));
+    if (key < end || weight < options.min_p) continue;
+    const uint32_t turn = (keys.index(key) + part.window.head) / (Pack<T>::size * 32);
+    const uint32_t warp = part.steps == 1 ? turn : __umulhi(turn, reciprocal);
+    shared.candidates.add(SampleShared::place_of_warp(static_cast<int>(warp), of_lane), Weights::mass(weight));
   }
   return end;
 }
 
 template <class T>
 __global__ void __launch_bounds__(SampleCode::threads, SampleCode::blocks)
-    sample_rows(const __grid_constant__ Sampling<T> call, int slots) {
+    sample_rows(const __grid_constant__ Sampling<T> call, const Bars bars, int slots) {
   extern __shared__ uint4 memory[];  // the slots, and after them what is shared
   SampleShared& shared = *reinterpret_cast<SampleShared*>(memory + slots * SampleCode::threads);
   const unsigned block = block_of_row(), blocks = blocks_of_row();
-  const int64_t index = blockIdx.x >> (__ffs(blocks) - 1);
+  const int64_t index = blocks > 1 ? small_quotient(blockIdx.x, blocks) : blockIdx.x;
   Options options(call, index);
   const RowPart<T> part(call.logits + index * call.n, call.n, block, blocks, memory, slots);
-  if (blocks > 1) start_exchanges(blocks, shared);
+  if (blocks > 1) start_exchanges(block, blocks, shared);
   for (int i = threadIdx.x; i < SampleCode::bins; i += SampleCode::threads) shared.counts[i] = 0;
   const int of_lane = (blocks * SampleCode::warps + 31) / 32;  // warps of the cluster for each lane of one
-  if (threadIdx.x < SampleShared::most_warps) {
-    shared.candidates.clear(threadIdx.x);
+  if (threadIdx.x < SampleShared::most_warps) shared.candidates.clear(threadIdx.x);
+  // Places of warps and blocks that there are not. In the others, what is sent may lie already.
+  if (threadIdx.x < 32 * of_lane && threadIdx.x % 32 * of_lane + threadIdx.x / 32 >= SampleCode::warps * blocks)
     shared.left[threadIdx.x] = shared.above[threadIdx.x] = shared.total[threadIdx.x] = 0;
-  }
-  if (threadIdx.x == 0) shared.placed = 0;
+  if (threadIdx.x >= blocks && threadIdx.x < SampleCode::most_blocks)
+    shared.tops[threadIdx.x] = shared.bars[threadIdx.x] = 0;
+  if (threadIdx.x == 0) shared.placed_few = shared.placed = 0;
+  const uint32_t of_thread = part.top_order();
   options.wait();
 
-  const FewSought sought(options, call.n, blocks);
-  const float scale = options.scale();
-  const auto [top, bar, few] = find_top(part.top_order(), part, sought, options.p, scale, block, blocks, shared);
-  const Weights weights(of_order(top), scale);
+  const bool takes_k = options.k < call.n, by_mass = !takes_k && options.p < 1;  // whether top-p is of all mass
+  const Bar sought = by_mass ? bars.of_mass : !takes_k ? Bar{} : options.k == 1 ? bars.of_one : bars.of_k;
+  const auto [top, bar] = find_top(of_thread, sought, block, blocks, shared);
+  const Weights weights(of_order(top), options.scale());
   if (top == ~0u || !isfinite(weights.m) || isnan(weights.scale)) {  // there is no distribution
     if (block == 0 && threadIdx.x == 0) call.token[index] = 0, call.probability[index] = nanf("");
     return;
   }
   const Keys<T> keys(call.n);
-  if (few) {
-    if (sought.all_count) gather_few<true>(part, weights, keys, of_order(bar), block, blocks, shared);
-    else gather_few<false>(part, weights, keys, of_order(bar), block, blocks, shared);
-    Mass total = 0;
-    if (few_suffice(sought.all_count, options.p, blocks, shared, total)) {
+  const FewPlaces places(block, blocks);
+  Survey survey;
+  if (by_mass) {
+    const float lowest = sought.rank > 0 ? of_order(bar) : nanf("");  // without a bar, nothing is gathered
+    survey = count_and_weigh(part, weights, keys, lowest, places, shared);
+  } else if (sought.rank > 0) {
+    gather_few(part, weights, keys, of_order(bar), places, shared);
+  }
+  Mass total = 0;  // of all elements, where top-p is of that, and what it leaves of that
+  Mass enough = 0;
+  if (by_mass || sought.rank > 0) {
+    // The counts are on their way meanwhile.
+    const bool shares_counts = by_mass && blocks > 1;
+    send_few(survey.above, survey.total, by_mass, places, shared);
+    if (shares_counts) send_counts(block, blocks, shared), send_sums(block, blocks, shared);
+    const FewOfBlock few = wait_for_few(places, shared);
+    if (by_mass) total = sum_of_warp(few.total), enough = part_of_mass(options.p, total);
+    if (shares_counts) wait_for_sent(shared.sums_sent);
+    if (few_suffice(few, by_mass, enough, places)) {
       if (block == 0)
-        draw_from_few(call, index, weights, keys, options, sought.all_count, total, blocks, shared);
+        draw_from_few(call, index, weights, keys, options, few, by_mass, total, places, shared);
       return;
     }
   }
   Bracket bracket{SampleCode::bins, SampleCode::bins, Bracket::no_bin};
-  if (options.k < call.n || options.p < 1) {
-    count_by_bins(part, weights, shared);
-    __syncthreads();
-    if (blocks > 1) add_counts_of_blocks(block, blocks, shared);
-    bracket = find_bracket(options.k, options.p, call.n, blocks > 1 ? shared.row.all : shared.counts, shared);
+  if (takes_k || by_mass) {
+    if (!by_mass) {
+      count_by_bins(part, weights, shared);
+      __syncthreads();
+      if (blocks > 1) {
+        send_counts(block, blocks, shared), send_sums(block, blocks, shared);
+        wait_for_sent(shared.sums_sent);
+      }
+    }
+    bracket = find_bracket(options.k, options.p, call.n, by_mass, enough, total,
+                           blocks > 1 ? shared.row.all : shared.counts, shared);
+    // Tells the other blocks how many candidates there are here, and that this block no longer needs what lies where the
+    // first block gathers the keys.
+    if (blocks > 1 && threadIdx.x < blocks)
+      send_to_block(bracket.own, &shared.candidates_of_block[block], shared.candidates_sent, threadIdx.x);
   }
-  // Tells the other blocks how many candidates there are here, and that this block no longer needs what lies where the
-  // first block gathers the keys.
-  if (blocks > 1 && threadIdx.x < blocks)
-    send_to_block(bracket.own, &shared.candidates_of_block[block], shared.candidates_sent, threadIdx.x);
-  const bool too_many = bracket.count > SampleCode::room;
+  const bool too_many = bracket.count > SampleCode::room, general = takes_k || (by_mass && options.min_p > 0);
   Totals totals;
   Key end = 0;
   if (too_many) {
     if (blocks > 1) wait_for_sent(shared.candidates_sent);
     const auto found = add_up_all(part, weights, keys, bracket, options, blocks, shared);
     totals = found.totals, end = found.end;
+  } else if (general) {
+    totals = add_up<Filters::any>(part, weights, keys, bracket, options.min_p, shared);
+  } else if (by_mass) {
+    totals = add_up<Filters::top_p>(part, weights, keys, bracket, options.min_p, shared);
   } else {
-    if (threadIdx.x == 0) shared.placed = 0;
-    __syncthreads();
-    if (options.min_p > 0 || bracket.in_last > 0)
-      totals = add_up<Filters::any>(part, weights, keys, bracket, options.min_p, shared);
-    else if (options.p < 1)
-      totals = add_up<Filters::top_p>(part, weights, keys, bracket, options.min_p, shared);
-    else
-      totals = add_up<Filters::none>(part, weights, keys, bracket, options.min_p, shared);
-    if (blocks > 1) wait_for_sent(shared.candidates_sent);
-    if (block != 0) {
-      __syncthreads();
-      uint32_t before = 0;
-      for (unsigned b = 0; b < block; b++) before += shared.candidates_of_block[b];
-      Key* const places = in_block_of_row(shared.keys, 0) + before;
-      for (uint32_t i = threadIdx.x; i < shared.placed; i += SampleCode::threads) places[i] = shared.keys[i];
-    }
+    totals = add_up<Filters::min_p>(part, weights, keys, bracket, options.min_p, shared);
   }
-  totals.write(block, of_lane, shared);
-  synchronize_row();
-  if (block != 0) return;
+  totals.write(general, block, of_lane, shared);
+  const bool has_candidates = bracket.count > 0 && !too_many;
+  __syncthreads();
+  if (blocks > 1 && (takes_k || by_mass)) wait_for_sent(shared.candidates_sent);
+  if (block != 0) {  // its candidates go to the first block
+    const unsigned lane = threadIdx.x % 32;
+    if (!has_candidates) return;
+    const uint32_t before = __reduce_add_sync(kWholeWarp, lane < block ? shared.candidates_of_block[lane] : 0);
+    for (uint32_t i = threadIdx.x; i < shared.placed; i += SampleCode::threads)
+      send_to_block(shared.keys[i], &shared.keys[before + i], shared.totals_sent, 0);
+    return;
+  }
+  if (blocks > 1) {
+    const uint32_t masses = (blocks - 1) * SampleCode::warps * Totals::tables(general);
+    const uint32_t candidates = has_candidates ? bracket.count - bracket.own : 0;
+    if (threadIdx.x == 0)
+      shared.totals_sent.arrive_expecting(masses * sizeof(Mass) + candidates * sizeof(Key));
+    wait_for_sent(shared.totals_sent);
+  }
 
-  if (bracket.count > 0 && !too_many) {
+  if (has_candidates) {
     if (bracket.count > SampleCode::few) {
-      end = end_of_filters<false>(part, weights, keys, bracket, options, of_lane, shared);
+      end = end_of_filters<false>(part, weights, keys, bracket, options, enough, general, of_lane, shared);
       __syncthreads();
     } else {
       if (threadIdx.x < 32) {
-        end = end_of_filters<true>(part, weights, keys, bracket, options, of_lane, shared);
+        end = end_of_filters<true>(part, weights, keys, bracket, options, enough, general, of_lane, shared);
         if (threadIdx.x == 0) shared.found = end;
       }
       __syncthreads();

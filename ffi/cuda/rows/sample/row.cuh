@@ -34,22 +34,24 @@ struct Weights {
     parts.move_to(sum);
     return sum;
   }
-  // A sum of a few masses in two words, as conversions to 64 bits are slow. Sums with 2^23 round to whole numbers, the
-  // second one down.
+  // The sum of at most eight masses, as conversions to 64 bits are slow. Floats from 2^b up to 2^(b + 1) are multiples
+  // of 2^(b - 23). So the first sum takes the part of a weight that is a multiple of 2^-20, and the second one that of
+  // the rest that is a multiple of 2^-40: both are exact.
   struct Parts {
-    static constexpr float half = 1 << SampleCode::octaves / 2;
-    uint32_t high = 0;
-    int32_t low = 0;
-    __device__ void add(float weight, bool counts = true) {
-      const float up = fmaf(weight, half, 0x1p23f), rest = fmaf(weight, half, 0x1p23f - up);
-      const float down = __fmaf_rz(rest, half, 0x1.8p23f);
-      if (!counts) return;
-      high += bits<uint32_t>(up) - bits<uint32_t>(0x1p23f);
-      low += bits<int32_t>(down) - bits<int32_t>(0x1.8p23f);
+    static constexpr float no_high = 0x1p3f, no_low = 0x1p-17f;
+    static_assert(SampleCode::octaves == 40);
+    float high = no_high, low = no_low;
+    __device__ void add(float weight) {
+      const float sum = __fadd_rz(high, weight);
+      low = __fadd_rz(low, weight - (sum - high));
+      high = sum;
     }
+    // Adds what has been added to the other one alone.
+    __device__ void add(const Parts& other) { high += other.high - no_high, low += other.low - no_low; }
     __device__ void move_to(Mass& sum) {
-      sum += (Mass(high) << SampleCode::octaves / 2) + static_cast<long long>(low);
-      high = 0, low = 0;
+      sum += Mass(bits<uint32_t>(high) - bits<uint32_t>(no_high)) << SampleCode::octaves / 2;
+      sum += bits<uint32_t>(low) - bits<uint32_t>(no_low);
+      high = no_high, low = no_low;
     }
   };
   // Of x, where all that is left has this mass.
@@ -72,36 +74,35 @@ struct Keys {
   __device__ uint32_t index(Key key) const { return uint32_t(mask() - (key & mask())); }
 };
 
-// Element k of a pack, where k is not known when this is compiled: packs are in registers, which have no addresses.
-template <class T>
-__device__ float element(const Pack<T>& pack, int k) {
-  const int i = k * static_cast<int>(sizeof(T)) / 4;
-  const uint32_t word = i < 2 ? (i == 0 ? pack.words[0] : pack.words[1]) : (i == 2 ? pack.words[2] : pack.words[3]);
-  if constexpr (sizeof(T) == 4) return bits<float>(word);
-  else return widen(bits<T>(static_cast<uint16_t>(k % 2 == 0 ? word : word >> 16)));
-}
+// Which way a thread goes over its packs. If it goes back over those that do not stay, it finds the ones that it has
+// gone over last in the cache, even if the cache has no room for all.
+enum class Way { forward, back };
 
 // The part of a row that a block has: each of its warps has a range of packs, of which lanes take turns. Copies bring
 // them into shared memory, where each thread has slots of its own. If there are not enough slots for all of its packs,
 // they come again, mostly from the cache, each time that the thread goes over them.
 template <class T>
 struct RowPart {
-  static constexpr int size = Pack<T>::size, ring = SampleCode::ring;
+  static constexpr int size = Pack<T>::size, ring = SampleCode::ring, batch = SampleCode::batch;
   const T* const row;
   const Window<T> window;
   const int steps;  // packs of a thread
   const int first;  // the thread's first pack
-  const bool stays;  // whether each pack of a thread has a slot
-  Pack<T>* const own;
+  const bool stays;       // whether each pack of a thread has a slot
+  const bool all_inside;  // whether each pack of a thread belongs to the row entirely
+  Pack<T>* const own;  // the thread's first slot
+  Pack<T>* const end_of_slots;
 
   // `memory` has so many slots for each thread, at least `ring` of them.
   __device__ RowPart(const T* row, uint32_t n, unsigned block, unsigned blocks, void* memory, int slots)
       : row(row), window(row, n, true), steps(steps_of(window.packs, blocks)),
         first((block * SampleCode::warps + threadIdx.x / 32) * of_warp() + threadIdx.x % 32),
-        stays(steps <= slots), own(static_cast<Pack<T>*>(memory) + threadIdx.x) {
+        stays(steps <= slots), all_inside(window.inside(first) && window.inside(first + (steps - 1) * 32)),
+        own(static_cast<Pack<T>*>(memory) + threadIdx.x),
+        end_of_slots(own + max(slots, ring) * SampleCode::threads) {
     if (stays) {
 #pragma unroll 1
-      for (int j = 0; j < steps; j++) start(j);
+      for (int t = 0; t < steps; t++) start(t, pack_at<Way::forward>(t));
     }
   }
   __host__ __device__ static int steps_of(int packs, unsigned blocks) {
@@ -109,7 +110,6 @@ struct RowPart {
     return (packs + in_turn - 1) / in_turn;
   }
   __device__ int of_warp() const { return steps * 32; }
-  __device__ int warp_of(uint32_t index) const { return (index + window.head) / size / of_warp(); }
   __device__ static T nothing() { return narrow<T>(-float(__builtin_huge_val())); }
 
   // A pack, with -inf in place of what lies beyond the row's ends.
@@ -119,44 +119,66 @@ struct RowPart {
     return trimmed(pack, i);
   }
 
-  // Calls use(pack, index of its first element), which may be negative, for each of the thread's packs. All lanes of a
-  // warp call it as often.
-  template <class Use>
-  __device__ void for_packs(Use use) const {
-    if (!stays) {
+  // Calls choose(pack) for each of the thread's packs. It has a bit for each element that is chosen, and for these
+  // put(x, index, place) is called, where reserve(count) gives the place of the first of so many. All lanes of a warp
+  // call it as often. What is chosen is mostly little. So this is done for some packs together, and in little code.
+  template <Way way, class Choose, class Reserve, class Put>
+  __device__ void for_chosen(Choose choose, Reserve reserve, Put put) const {
+    static_assert(batch * size <= 32);
+    if (stays) {
+      asm volatile("cp.async.wait_group 0;" ::: "memory");
+    } else {
 #pragma unroll 1
-      for (int j = 0; j < ring - 1; j++) start(j);
+      for (int t = 0; t < batch; t++) start(t, pack_at<way>(t));
     }
+    uint32_t chosen = 0;
+    int of_batch = 0;  // packs of the batch that the thread has gone over
+    const Pack<T>* here = own;
 #pragma unroll 1
-    for (int j = 0; j < steps; j++) {
+    for (int t = 0; t < steps; t++) {
       if (!stays) {
-        start(j + ring - 1);
-        asm volatile("cp.async.wait_group %0;" ::"n"(ring - 1) : "memory");
-      } else if (j == 0) {
-        asm volatile("cp.async.wait_group 0;" ::: "memory");
+        start(t + batch, pack_at<way>(t + batch));
+        asm volatile("cp.async.wait_group %0;" ::"n"(batch) : "memory");
       }
-      const int i = first + j * 32;
-      use(trimmed(*slot(j), i), i * size - window.head);
+      Pack<T> pack = *here;
+      if (!all_inside) pack = trimmed(pack, pack_at<way>(t));
+      chosen |= choose(pack) << of_batch * size;
+      here += SampleCode::threads;
+      if (here == end_of_slots) here = own;
+      if (++of_batch < batch && t + 1 < steps) continue;
+      if (chosen) {
+        auto place = reserve(static_cast<uint32_t>(__popc(chosen)));
+#pragma unroll 1
+        for (; chosen; chosen &= chosen - 1, place++) {
+          const int bit = __ffs(chosen) - 1, pack = t + 1 - of_batch + bit / size, k = bit % size;
+          const T x = reinterpret_cast<const T*>(slot(pack))[k];
+          put(widen(x), uint32_t(pack_at<way>(pack) * size - window.head + k), place);
+        }
+      }
+      of_batch = 0;
     }
     asm volatile("" ::: "memory");
   }
-  // The same for each element, in little code.
+  // Calls use(pack) for each of the thread's packs.
+  template <Way way, class Use>
+  __device__ void for_packs(Use use) const {
+    for_chosen<way>([&](const Pack<T>& pack) { return use(pack), 0u; }, [](uint32_t) { return 0; },
+                    [](float, uint32_t, int) {});
+  }
+  // Calls use(x, index) for each element, in little code.
   template <class Use>
   __device__ void for_elements(Use use) const {
-    for_packs([&](const Pack<T>& pack, int index) {
-#pragma unroll 1
-      for (int k = 0; k < size; k++) use(element(pack, k), uint32_t(index + k));
-    });
+    for_chosen<Way::forward>([](const Pack<T>&) { return (1u << size) - 1; }, [](uint32_t) { return 0; },
+                             [&](float x, uint32_t index, int) {
+                               use(index < uint32_t(window.n) ? x : widen(nothing()), index);
+                             });
   }
-
-  // One of the packs that the thread has gone over.
-  __device__ Pack<T> sample() const { return trimmed(*slot(steps - 1), first + (steps - 1) * 32); }
 
   // The order of the largest element; all ones if one is NaN.
   __device__ uint32_t top_order() const {
     Pack<T> largest;
     largest.fill(nothing());
-    for_packs([&](const Pack<T>& pack, int) {
+    for_packs<Way::forward>([&](const Pack<T>& pack) {
 #pragma unroll
       for (int k = 0; k < 4; k++)
         if constexpr (sizeof(T) == 2)
@@ -171,12 +193,17 @@ struct RowPart {
   }
 
  private:
-  __device__ Pack<T>* slot(int j) const { return own + (stays ? j : j % ring) * SampleCode::threads; }
-  // Starts to copy a pack into its slot.
-  __device__ void start(int j) const {
-    const int i = first + j * 32;
-    if (j < steps && i < window.packs)
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(slot(j))),
+  // The pack that the thread comes to in this step.
+  template <Way way>
+  __device__ int pack_at(int t) const {
+    return first + (way == Way::forward || stays ? t : steps - 1 - t) * 32;
+  }
+  // The slot of the pack that a thread comes to in this step.
+  __device__ Pack<T>* slot(int t) const { return own + (stays ? t : t % ring) * SampleCode::threads; }
+  // Starts to copy pack i into the slot for this step.
+  __device__ void start(int t, int i) const {
+    if (t < steps && i < window.packs)
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(slot(t))),
                    "l"(row + (i * size - window.head))
                    : "memory");
     asm volatile("cp.async.commit_group;" ::: "memory");

@@ -62,7 +62,7 @@ __device__ Key end_among_candidates(int count, Key from, const Weights& weights,
   // Bounds that are a bin away from where elements of these bins may be. Rounding moves no element beyond them.
   Search search{max(keys(weights.at(end + 0.5f), keys.mask()), from), keys(weights.at(begin - 1.5f), 0), need};
   for (;;) {
-#pragma unroll 1
+#pragma unroll 2
     for (int i = threadIdx.x; i < count; i += SampleCode::threads) {
       const Key key = shared.keys[i];
       if (search.has(key)) shared.bins.add(search.bin(key), mass_of(key));

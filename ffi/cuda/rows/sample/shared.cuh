@@ -41,16 +41,10 @@ struct Range {
   Mass target, before, all;
 };
 
-// What a block knows of its part after the first read: the orders of its largest element and of the bar, and the mass
-// of its groups from the bar on, and of a sample of what is below the bar, in units of 2^-16 of its largest element's.
-struct alignas(16) Summary {
-  uint32_t top, bar, peak, rest;
-};
-
-// What a block has from the bar on, and the mass of all its elements.
+// The number and the mass of a block's elements from the bar on, and the mass of all its elements. The masses are not
+// added up where top-p is not of the mass of all elements.
 struct FewOfBlock {
-  uint32_t count;
-  Mass total, above;
+  Mass count, above, total;
 };
 
 // The elements from the bar on, each with its mass; what it and the greater ones are together; and those that are left.
@@ -62,22 +56,28 @@ struct Few {
 // The counts of all blocks together, and those that the blocks send for this block's part of the bins, one block's
 // after another's.
 struct CountsOfRow {
+  static constexpr unsigned quads = SampleCode::bins / 4;
+  // Four counts each: those of every block but the last, which has what is left, and of one block.
+  __device__ static unsigned quads_of_block(unsigned blocks) { return small_quotient(quads + blocks - 1, blocks); }
+  __device__ static unsigned quads_of_block(unsigned block, unsigned blocks) {
+    const unsigned part = quads_of_block(blocks);
+    return min(part, quads - block * part);
+  }
+
   alignas(16) uint32_t all[SampleCode::bins];
-  alignas(16) uint32_t sent[SampleCode::bins];
+  alignas(16) uint32_t sent[SampleCode::bins + 4 * SampleCode::most_blocks];
 };
 
 struct SampleShared {
-  static constexpr int of_block = SampleCode::room / SampleCode::most_blocks;  // keys that a block may send at first
   static constexpr int most_warps = SampleCode::most_blocks * SampleCode::warps;
   // The place of a warp of the cluster in the tables: each lane has as many warps that follow each other, and the lanes'
-  // first ones lie side by side.
-  // of_lane is a power of two.
+  // first ones lie side by side. of_lane is a power of two.
   __device__ static int place_of_warp(int warp, int of_lane) {
     return (warp & (of_lane - 1)) * 32 + (warp >> (__ffs(of_lane) - 1));
   }
 
   union {
-    alignas(16) uint32_t counts[SampleCode::bins];  // of the block's elements
+    alignas(16) uint32_t counts[SampleCode::bins + 1];  // of the block's elements; the last one of those without a bin
     Few few_elements;
     Masses<SampleCode::threads> bins;   // of candidates, when all blocks are done with the counts: one for each thread
   };
@@ -91,18 +91,21 @@ struct SampleShared {
   Mass left[most_warps], above[most_warps], total[most_warps];
   Masses<most_warps> candidates;  // the mass of the candidates that are left
   alignas(16) uint32_t groups[SampleCode::groups];  // the order of each one's largest element
-  Summary summary;                                  // of this block
-  Summary summaries[SampleCode::most_blocks];
+  uint32_t top, bar;                                // the orders of the block's largest element, and of its bar
+  alignas(16) uint32_t tops[SampleCode::most_blocks], bars[SampleCode::most_blocks];  // those of all blocks
   FewOfBlock few_of_block[SampleCode::most_blocks];
   uint32_t candidates_of_block[SampleCode::most_blocks];
   Bracket bracket;
-  Barrier summaries_sent, counts_sent, sums_sent, candidates_sent;  // each counts the bytes of one exchange
-  uint32_t placed;  // candidates of the block that have a place
+  // Each counts the bytes of one exchange. Those of the last two come to the first block alone, which learns only later
+  // how many they are.
+  Barrier tops_sent, few_sent, counts_sent, sums_sent, candidates_sent, few_keys_sent, totals_sent;
+  uint32_t placed_few, placed;  // elements from the bar on, and candidates, of the block that have a place
   Range range;
   Key found;        // what one thread or warp has found for all
   Mass found_rest;
   uint32_t found_count;
   Key few[SampleCode::few];
+  Key few_keys[SampleCode::few_room];  // of the elements from the bar on, in the first block, which has room for each
   union {
     Key keys[SampleCode::room];      // of the block's candidates; in the first block of a cluster then of all
     Mass sums[SampleCode::threads];  // where there is no room for the candidates: a bin for each thread
@@ -112,19 +115,18 @@ struct SampleShared {
 
 // Prepares the barriers of the exchanges between several blocks. All threads of the block call it, and the blocks may
 // send after wait_for_start_of_row().
-__device__ inline void start_exchanges(unsigned blocks, SampleShared& shared) {
+__device__ inline void start_exchanges(unsigned block, unsigned blocks, SampleShared& shared) {
   if constexpr (kHopperCode) {
     if (threadIdx.x < 32) {
       if (threadIdx.x == 0) {
-        shared.summaries_sent.init(1), shared.counts_sent.init(1);
-        shared.sums_sent.init(1), shared.candidates_sent.init(1);
+        shared.tops_sent.init(1), shared.few_sent.init(1), shared.counts_sent.init(1), shared.sums_sent.init(1);
+        shared.candidates_sent.init(1), shared.few_keys_sent.init(1), shared.totals_sent.init(1);
         show_barriers();
-      }
-      __syncwarp();
-      if (threadIdx.x == 0) {
-        shared.summaries_sent.arrive_expecting(blocks * sizeof(Summary));
-        shared.counts_sent.arrive_expecting(sizeof shared.row.sent);
-        shared.sums_sent.arrive_expecting(sizeof shared.row.all);
+        shared.tops_sent.arrive_expecting(blocks * 2 * sizeof(uint32_t));
+        shared.few_sent.arrive_expecting(blocks * sizeof(FewOfBlock));
+        const unsigned own = CountsOfRow::quads_of_block(block, blocks);
+        shared.counts_sent.arrive_expecting(own * blocks * sizeof(uint4));
+        shared.sums_sent.arrive_expecting((CountsOfRow::quads - own) * sizeof(uint4));
         shared.candidates_sent.arrive_expecting(blocks * sizeof(uint32_t));
       }
       __syncwarp();
@@ -133,22 +135,8 @@ __device__ inline void start_exchanges(unsigned blocks, SampleShared& shared) {
   }
 }
 
-// Puts the keys of the chosen elements of a pack, a bit for each, into the block's memory. They count even if there is
-// no room for them.
-template <class T>
-__device__ void put_keys(const Pack<T>& pack, uint32_t chosen, int first, const Keys<T>& keys, uint32_t room,
-                         SampleShared& shared) {
-  uint32_t place = atomicAdd(&shared.placed, static_cast<uint32_t>(__popc(chosen)));
-#pragma unroll 1
-  for (; chosen; chosen &= chosen - 1, place++) {
-    const int k = __ffs(chosen) - 1;
-    if (place < room) shared.keys[place] = keys(element(pack, k), first + k);
-  }
-}
-
-// So much and the most slots have room twice in the shared memory of a multiprocessor of Hopper, and with the fewest
-// slots once in that of any GPU from Ampere on.
-static_assert(sizeof(SampleShared) + SampleCode::most_slots * SampleCode::threads * 16 <= 113 << 10);
+// So much and the fewest slots have room twice in the shared memory of a multiprocessor of Hopper, and once in that of
+// any GPU from Ampere on.
 static_assert(sizeof(SampleShared) + SampleCode::ring * SampleCode::threads * 16 <= 99 << 10);
 
 }  // namespace jaxsoft::cuda
