@@ -121,8 +121,8 @@ __device__ inline void synchronize_cluster() {
   wait_for_cluster();
 }
 
-// Stores a value, in words of 4 or 8 bytes, to the place `to` in the shared memory of another block of the cluster. The
-// bytes count at that block's barrier `done`. The cluster must have at least two blocks.
+// Stores a value, in words of 4 or 8 bytes or as 16 bytes at once, to the place `to` in the shared memory of another
+// block of the cluster. The bytes count at that block's barrier `done`. The cluster must have at least two blocks.
 __device__ inline void send(const uint4& value, const void* to, const Barrier& done, unsigned block) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
                    in_block(shared_address(to), block)),

@@ -28,7 +28,7 @@ def statistics(head: Head, keep: bool = False, before_weight: bool = False) -> C
     """What a loss needs to know, as a differentiable function of the parameters and the label of each row.
 
     Its results are those of `head.formula`, and if `keep` the scores, which are for the pullback alone: they count as
-    constants. `before_weight` says that the gradient of weight will be computed.
+    constants. `before_weight` says that the gradient of weight may be computed next.
     """
 
     @jax.custom_jvp

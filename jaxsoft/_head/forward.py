@@ -92,7 +92,7 @@ class Forward(Operation):
     Attributes:
       head: which layer.
       keep: whether the scores are kept.
-      before_weight: whether the gradient of weight will be computed.
+      before_weight: whether the gradient of weight may be computed next.
     """
 
     head: Head
@@ -159,5 +159,7 @@ class Forward(Operation):
     def _row_chunk(self, weight: jax.Array, rows: int, dtype: jnp.dtype) -> int | None:
         """How many rows are taken at a time, with all classes; None to take all rows, and chunks of the classes."""
         if not self.before_weight or self.keep or self.head.composed or self.head.chunk_size is not None:
+            return None
+        if weight.dtype != dtype:  # each chunk would convert all of weight
             return None
         return row_chunk_within(weight, rows, fold.accumulator(dtype).itemsize)

@@ -1,8 +1,8 @@
 """What one pass over a linear head's scores computes: an operation, with the kinds of its operands and its results.
 
-There are three, each in a file of its own: the forward pass and the pullback over chunks of the classes, and the sum of
-the losses with its gradients over chunks of the rows. vmap and the mesh read in these records which operands have rows
-and which have classes.
+There are three, each in a file of its own: the forward pass and the pullback, mostly over chunks of the classes, and
+the sum of the losses with its gradients over chunks of the rows. vmap and the mesh read in these records which operands
+have rows and which have classes.
 """
 
 import abc

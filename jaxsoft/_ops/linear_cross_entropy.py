@@ -159,8 +159,9 @@ def linear_softmax_cross_entropy(
         d / 32 less, None is all: their logits are computed in the memory of the gradient of weight, if that is asked
         for and has the dtype of the products. By classes, how many classes; None for 2048, or as many as give 2^20
         logits if these are more. For rows of d numbers, a chunk of c classes takes 6 * rows * c bytes in bf16, and
-        2 * d * c for its weights. Where the gradient of weight is asked for, None lets the forward pass of a GPU take
-        chunks of rows, in half the memory which that gradient will have: no more, where one `jax.jit` computes both.
+        2 * d * c for its weights. Where the logits are computed again for the gradient of weight, None mostly lets the
+        forward pass of a GPU take chunks of rows, in half the memory which that gradient will have: no more, where one
+        `jax.jit` computes both.
       recompute: by classes, compute the logits again in reverse mode: four matrix products, and no memory but for a
         chunk and the gradient of hidden in f32, which d rows do without on a GPU. False keeps the logits, rounded to
         the dtype of the products, and the gradients are those of the rounded ones, as they are with all logits in

@@ -75,14 +75,20 @@ cudaError_t launch(const Sampling<T>& call, int blocks, cudaStream_t stream) {
       return e;
     if (clusters < call.rows) return cudaErrorInvalidClusterSize;
   }
-  const int steps = RowPart<T>::steps_of(static_cast<int>((int64_t(call.n) * sizeof(T) + 15) / 16 + 1), blocks);
+  const int64_t bytes = int64_t(call.n) * sizeof(T);
+  const auto packs = static_cast<int>(bytes / 16);
+  const bool aligned = (reinterpret_cast<uintptr_t>(call.logits) | bytes) % 16 == 0;
+  const int steps = RowPart<T>::steps_of(aligned ? packs : packs + 2, blocks);  // at most, beyond a row's ends too
+  // A block that has three quarters of what others have is as good as they.
+  const int of_block = steps * SampleCode::threads;
+  const int full = std::max((packs + of_block / 4) / of_block, 1);
   const int most = blocks > 1 ? most_slots : std::min(most_slots, SampleCode::shared_slots);
   const int slots = steps <= most ? std::max(steps, SampleCode::ring) : SampleCode::ring;
   config.gridDim = dim3(static_cast<unsigned>(call.rows * blocks));
   config.dynamicSmemBytes = sizeof(SampleShared) + slots * of_slot;
   Bars bars;
-  if (call.k < call.n) bars.of_k = {call.k, call.n, blocks};
-  bars.of_one = {1, call.n, blocks}, bars.of_mass = {SampleCode::sought_by_mass, call.n, blocks};
+  if (call.k < call.n) bars.of_k = {call.k, call.n, blocks, full};
+  bars.of_one = {1, call.n, blocks, full}, bars.of_mass = {SampleCode::sought_by_mass, call.n, blocks, full};
   return cudaLaunchKernelEx(&config, sample_rows<T>, call, bars, slots);
 }
 

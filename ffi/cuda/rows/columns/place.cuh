@@ -53,7 +53,7 @@ struct Tiling {
         step(down * args.inner),
         stays(Kind::reduces && Kind::writes && end - begin <= chunk_rows) {}
 
-  // Tiles are counted from 0. There are fewer than 2^32, as more do not fit into memory.
+  // Tiles are counted from 0. There are fewer than 2^31, as more do not fit into memory.
   __device__ unsigned first_tile() const { return blockIdx.x / tile.blocks; }
   __device__ int64_t first_access(unsigned index) const { return int64_t(index) << shift; }
   __device__ bool exists(unsigned index) const { return first_access(index) < accesses; }

@@ -54,7 +54,7 @@ __device__ Survey count_and_weigh(const RowPart<T>& part, const Weights& weights
         }
         total.move_to(found.total);
         uint32_t chosen = 0;
-        if (!(pack.maximum() >= bar)) return chosen;
+        if (!(pack.maximum() >= bar) || places.crowded(shared)) return chosen;
 #pragma unroll
         for (int k = 0; k < Pack<T>::size; k++)
           if (const float x = pack.get(k); x >= bar && weights.counts(x)) chosen |= 1u << k;

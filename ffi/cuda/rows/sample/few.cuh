@@ -20,10 +20,12 @@ struct Bar {
   uint32_t place = 0;  // of the row's bar among those of its blocks
 
   Bar() = default;
-  Bar(uint32_t sought, uint32_t n, int blocks) {
+  // The last ones of a row's blocks may have few elements or none, and a bar that is too low: `full` are the others.
+  Bar(uint32_t sought, uint32_t n, int blocks, int full) {
     if (sought > std::min(SampleCode::most_sought, n)) return;
     // Somewhat more than its share of each block lets the blocks with the lowest bars be passed over.
     rank = blocks > 1 ? (sought * 5 / 4 + blocks - 1) / blocks : sought;
+    rank = std::max(rank, (sought + full - 1) / full);
     place = (sought + rank - 1) / rank;
   }
 };
@@ -123,6 +125,10 @@ struct FewPlaces {
   __device__ FewPlaces(unsigned block, unsigned blocks) : block(block), blocks(blocks) {
     room = small_quotient(SampleCode::few_room, blocks);
   }
+  // Whether the block has found more than there is room for. Then the row goes the long way, and no more need be found.
+  __device__ bool crowded(SampleShared& shared) const {
+    return *static_cast<volatile uint32_t*>(&shared.placed_few) > room;
+  }
   // The place of the first of so many elements among those of the block. They count even if there is no room for them.
   __device__ static uint32_t reserve(uint32_t count, SampleShared& shared) {
     return atomicAdd(&shared.placed_few, count);
@@ -142,7 +148,7 @@ __device__ void gather_few(const RowPart<T>& part, const Weights& weights, const
   part.template for_chosen<Way::back>(
       [&](const Pack<T>& pack) {
         uint32_t chosen = 0;
-        if (!(pack.maximum() >= bar)) return chosen;
+        if (!(pack.maximum() >= bar) || places.crowded(shared)) return chosen;
 #pragma unroll
         for (int k = 0; k < Pack<T>::size; k++)
           if (const float x = pack.get(k); x >= bar && weights.counts(x)) chosen |= 1u << k;

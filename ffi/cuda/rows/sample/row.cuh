@@ -99,7 +99,7 @@ struct RowPart {
         first((block * SampleCode::warps + threadIdx.x / 32) * of_warp() + threadIdx.x % 32),
         stays(steps <= slots), all_inside(window.inside(first) && window.inside(first + (steps - 1) * 32)),
         own(static_cast<Pack<T>*>(memory) + threadIdx.x),
-        end_of_slots(own + max(slots, ring) * SampleCode::threads) {
+        end_of_slots(own + slots * SampleCode::threads) {
     if (stays) {
 #pragma unroll 1
       for (int t = 0; t < steps; t++) start(t, pack_at<Way::forward>(t));

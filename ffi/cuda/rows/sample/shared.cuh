@@ -71,7 +71,7 @@ struct CountsOfRow {
 struct SampleShared {
   static constexpr int most_warps = SampleCode::most_blocks * SampleCode::warps;
   // The place of a warp of the cluster in the tables: each lane has as many warps that follow each other, and the lanes'
-  // first ones lie side by side. of_lane is a power of two.
+  // first ones lie side by side. of_lane is a power of two, as it is for clusters of 1, 2, 3, 4, 8 and 16 blocks.
   __device__ static int place_of_warp(int warp, int of_lane) {
     return (warp & (of_lane - 1)) * 32 + (warp >> (__ffs(of_lane) - 1));
   }

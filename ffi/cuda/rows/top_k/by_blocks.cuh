@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(TopKCode::threads, TopKCode::blocks)
   int reaching = INT_MAX;
   const float bar = 2 * k <= static_cast<int>(blockDim.x) ? bar_of_block<T>(part.m, k, enough, together, reaching)
                                                           : bar_of_shares(tiles, maxima, groups, k, together);
-  if (reaching > enough_for(k) && bar > -infinity<float>())  // many are equal
+  if (reaching > enough_for(k) && bar > -infinity<float>())  // many are equal, or may be
     leave_out_late_of_block(bar, k, sizes.tiles * Tiles<T>::group_elements, sizes.room, sizes.tiles == 1, maxima,
                             groups, together.reaching);
   const bool fits = tiles.collect(bar, maxima, groups, sizes.tiles, found, TopKCode::most_found,
