@@ -92,7 +92,7 @@ def check(x: np.ndarray, options: dict, count: int, seed: int = 0) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [1, 5, 255, 256, 257, 4097, 32_000, 50_257, 128_256, pytest.param(2**20, marks=slow)])
 def test_tokens(kind, n):
-    """Of a row, which lies over up to 16 blocks, of some, over two, and of many, in a block each."""
+    """Of a row, which lies over up to 16 blocks, of some, over three, and of many, in a block each."""
     dtypes = (jnp.float32, jnp.bfloat16, jnp.float16)
     for i, options in enumerate(OPTIONS):
         count = (1, 33, 3, 70)[(i + n) % 4] if n < 200_000 else 3
@@ -102,7 +102,7 @@ def test_tokens(kind, n):
 @on_gpu
 @pytest.mark.parametrize("options", OPTIONS[:7], ids=str)
 def test_a_row_is_drawn_as_it_is_among_others(options):
-    """It lies over 16 blocks, over two or in one; with other rows before it, it begins elsewhere in memory."""
+    """It lies over 16 blocks, over three or in one; with other rows before it, it begins elsewhere in memory."""
     for kind in ("flat", "peaked", "equal", "rounded"):
         x = np.stack([row(kind, 50_257, jnp.bfloat16)] * 300)
         k = options.get("top_k")
