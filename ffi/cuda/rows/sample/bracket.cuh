@@ -53,12 +53,7 @@ __device__ Survey count_and_weigh(const RowPart<T>& part, const Weights& weights
           total.add(weights(x));
         }
         total.move_to(found.total);
-        uint32_t chosen = 0;
-        if (!(pack.maximum() >= bar) || places.crowded(shared)) return chosen;
-#pragma unroll
-        for (int k = 0; k < Pack<T>::size; k++)
-          if (const float x = pack.get(k); x >= bar && weights.counts(x)) chosen |= 1u << k;
-        return chosen;
+        return chosen_from(bar, pack, weights, places, shared);
       },
       [&](uint32_t count) { return places.reserve(count, shared); },
       [&](float x, uint32_t index, uint32_t place) {

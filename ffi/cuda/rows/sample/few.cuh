@@ -141,19 +141,24 @@ struct FewPlaces {
   }
 };
 
+// The elements of a pack from the bar on, a bit each. None are chosen where more than there is room for are found.
+template <class T>
+__device__ __forceinline__ uint32_t chosen_from(float bar, const Pack<T>& pack, const Weights& weights,
+                                                const FewPlaces& places, SampleShared& shared) {
+  uint32_t chosen = 0;
+  if (!(pack.maximum() >= bar) || places.crowded(shared)) return chosen;
+#pragma unroll
+  for (int k = 0; k < Pack<T>::size; k++)
+    if (const float x = pack.get(k); x >= bar && weights.counts(x)) chosen |= 1u << k;
+  return chosen;
+}
+
 // Gathers the elements from the bar on.
 template <class T>
 __device__ void gather_few(const RowPart<T>& part, const Weights& weights, const Keys<T>& keys, float bar,
                            const FewPlaces& places, SampleShared& shared) {
   part.template for_chosen<Way::back>(
-      [&](const Pack<T>& pack) {
-        uint32_t chosen = 0;
-        if (!(pack.maximum() >= bar) || places.crowded(shared)) return chosen;
-#pragma unroll
-        for (int k = 0; k < Pack<T>::size; k++)
-          if (const float x = pack.get(k); x >= bar && weights.counts(x)) chosen |= 1u << k;
-        return chosen;
-      },
+      [&](const Pack<T>& pack) { return chosen_from(bar, pack, weights, places, shared); },
       [&](uint32_t count) { return places.reserve(count, shared); },
       [&](float x, uint32_t index, uint32_t place) { places.put(keys(x, index), place, shared); });
 }

@@ -11,18 +11,48 @@ namespace jaxsoft::cuda {
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kGroupsOfThread = 4;  // groups that each thread's elements form, for a bound of the k-th largest
 
+// Words of two 16-bit elements each. A list of four in descending order, s, is the words (s0, s2) and (s1, s3), and one
+// of eight these of its first four, and then these of its last.
+template <class T>
+struct Pairs {
+  static __device__ uint32_t larger(uint32_t a, uint32_t b) {  // NaN is no maximum
+    return bits<uint32_t>(__hmax2(bits<Pair<T>>(a), bits<Pair<T>>(b)));
+  }
+  static __device__ uint32_t smaller(uint32_t a, uint32_t b) {
+    return bits<uint32_t>(__hmin2(bits<Pair<T>>(a), bits<Pair<T>>(b)));
+  }
+  static __device__ uint32_t low(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x5410); }  // both lower halves
+  static __device__ uint32_t high(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x7632); }
+  static __device__ T lower(uint32_t a) { return bits<T>(static_cast<uint16_t>(a)); }
+  static __device__ uint32_t turned(uint32_t a) { return __byte_perm(a, a, 0x1032); }
+  static __device__ void order_two(uint32_t& a, uint32_t& b) {
+    const uint32_t top = larger(a, b);
+    b = smaller(a, b), a = top;
+  }
+  // Puts four numbers that rise and then fall, or fall and then rise, (c0, c1) and (c2, c3), in descending order.
+  static __device__ void order_four(uint32_t first, uint32_t last, uint32_t& even, uint32_t& odd) {
+    order_two(first, last);
+    even = low(first, last), odd = high(first, last);
+    order_two(even, odd);
+  }
+  // The same where they are the words (c0, c2) and (c1, c3).
+  static __device__ void order_four(uint32_t& even, uint32_t& odd) {
+    order_four(low(even, odd), high(even, odd), even, odd);
+  }
+};
+
 // The maxima of the groups. Elements at the same place of their packs are in one group; of 16-bit elements, two
 // neighbouring words are, so that the maxima of their halves are taken together.
 template <class T, int packs>
 __device__ void maxima_of_groups(const Pack<T> (&x)[packs], float (&maxima)[kGroupsOfThread]) {
   if constexpr (sizeof(T) == 2) {
-    auto larger = [](uint32_t a, uint32_t b) { return bits<uint32_t>(__hmax2(bits<Pair<T>>(a), bits<Pair<T>>(b))); };
     Pack<T> top = x[0];
 #pragma unroll
     for (int j = 1; j < packs; j++)
 #pragma unroll
-      for (int w = 0; w < 4; w++) top.words[w] = larger(top.words[w], x[j].words[w]);
-    top.words[0] = larger(top.words[0], top.words[1]), top.words[1] = larger(top.words[2], top.words[3]);
+      for (int w = 0; w < 4; w++) top.words[w] = Pairs<T>::larger(top.words[w], x[j].words[w]);
+    top.words[0] = Pairs<T>::larger(top.words[0], top.words[1]);
+    top.words[1] = Pairs<T>::larger(top.words[2], top.words[3]);
 #pragma unroll
     for (int g = 0; g < kGroupsOfThread; g++) maxima[g] = max(top.get(g), -infinity<float>());  // NaN is no maximum
   } else {
@@ -58,6 +88,17 @@ __device__ uint32_t combine_lanes(uint32_t x) {
     for (int mask = lanes / 2; mask > 0; mask /= 2) x = Way::of_two(x, __shfl_xor_sync(kAllLanes, x, mask));
     return x;
   }
+}
+
+// The sum of a number over lane `lane` of `lanes` neighbouring ones, which is this one, and those before it.
+template <int lanes>
+__device__ int scan_lanes(int x, int lane) {
+#pragma unroll
+  for (int step = 1; step < lanes; step *= 2) {
+    const int before = __shfl_up_sync(kAllLanes, x, step, lanes);
+    if (lane >= step) x += before;
+  }
+  return x;
 }
 
 // Finds, by bisection, a number that at least k of the groups' maxima reach, and few more unless some are equal.
@@ -104,6 +145,13 @@ __device__ inline void order_two(float& a, float& b) {
   const float high = max(a, b);
   b = min(a, b), a = high;
 }
+// Puts four in descending order, of which `order_two` does so for two.
+template <auto order_two, class V>
+__device__ void order_list(V (&x)[4]) {
+  order_two(x[0], x[1]), order_two(x[2], x[3]);
+  order_two(x[0], x[2]), order_two(x[1], x[3]);
+  order_two(x[1], x[2]);
+}
 // Puts numbers that rise and then fall, or fall and then rise, in descending order.
 template <int count>
 __device__ void order_bitonic(float (&x)[count]) {
@@ -118,9 +166,7 @@ __device__ void order_bitonic(float (&x)[count]) {
 // lanes merge lists in descending order. All lanes of the warp call it.
 template <int lanes, int k>
 __device__ float bar_by_merging(float (&list)[kGroupsOfThread], float& largest) {
-  order_two(list[0], list[1]), order_two(list[2], list[3]);
-  order_two(list[0], list[2]), order_two(list[1], list[3]);
-  order_two(list[1], list[2]);
+  order_list<order_two>(list);
   float x[k];
   int mask = 1;
   if constexpr (k == 4) {
@@ -151,36 +197,6 @@ __device__ float bar_by_merging(float (&list)[kGroupsOfThread], float& largest) 
   return least;
 }
 
-// Words of two 16-bit elements each. A list of four in descending order, s, is the words (s0, s2) and (s1, s3), and one
-// of eight these of its first four, and then these of its last.
-template <class T>
-struct Pairs {
-  static __device__ uint32_t larger(uint32_t a, uint32_t b) {  // NaN is no maximum
-    return bits<uint32_t>(__hmax2(bits<Pair<T>>(a), bits<Pair<T>>(b)));
-  }
-  static __device__ uint32_t smaller(uint32_t a, uint32_t b) {
-    return bits<uint32_t>(__hmin2(bits<Pair<T>>(a), bits<Pair<T>>(b)));
-  }
-  static __device__ uint32_t low(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x5410); }  // both lower halves
-  static __device__ uint32_t high(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x7632); }
-  static __device__ T lower(uint32_t a) { return bits<T>(static_cast<uint16_t>(a)); }
-  static __device__ uint32_t turned(uint32_t a) { return __byte_perm(a, a, 0x1032); }
-  static __device__ void order_two(uint32_t& a, uint32_t& b) {
-    const uint32_t top = larger(a, b);
-    b = smaller(a, b), a = top;
-  }
-  // Puts four numbers that rise and then fall, or fall and then rise, (c0, c1) and (c2, c3), in descending order.
-  static __device__ void order_four(uint32_t first, uint32_t last, uint32_t& even, uint32_t& odd) {
-    order_two(first, last);
-    even = low(first, last), odd = high(first, last);
-    order_two(even, odd);
-  }
-  // The same where they are the words (c0, c2) and (c1, c3).
-  static __device__ void order_four(uint32_t& even, uint32_t& odd) {
-    order_four(low(even, odd), high(even, odd), even, odd);
-  }
-};
-
 // The same as `bar_by_merging` for elements of 16 bits, by half as many instructions for each of them. So every lane
 // has eight groups, the elements at the same place of their packs, and takes part with the four largest maxima.
 template <class T, int lanes, int k, int packs>
@@ -193,9 +209,7 @@ __device__ float bar_of_pairs(const Pack<T> (&x)[packs], float& largest) {
 #pragma unroll
     for (int j = 1; j < packs; j++) column[w] = Words::larger(column[w], x[j].words[w]);
   }
-  Words::order_two(column[0], column[1]), Words::order_two(column[2], column[3]);
-  Words::order_two(column[0], column[2]), Words::order_two(column[1], column[3]);
-  Words::order_two(column[1], column[2]);
+  order_list<Words::order_two>(column);
   const uint32_t outer = Words::larger(column[0], Words::turned(column[3]));
   const uint32_t inner = Words::larger(column[1], Words::turned(column[2]));
   constexpr int words = k / 2;

@@ -26,13 +26,7 @@ __device__ inline int reaching_of_step(float bar, const float* maxima, int group
 // of them come before the warp's own.
 __device__ inline void leave_out_late(float bar, int k, int of_step, int before, float* maxima, int groups) {
   const int lane = threadIdx.x % 32;
-  int until = of_step;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int earlier = __shfl_up_sync(kAllLanes, until, step);
-    if (lane >= step) until += earlier;
-  }
-  const unsigned late = __ballot_sync(kAllLanes, until - of_step + before >= k);
+  const unsigned late = __ballot_sync(kAllLanes, scan_lanes<32>(of_step, lane) - of_step + before >= k);
 #pragma unroll 4
   for (int g = 0; g < groups; g++)
     if (late >> g & 1 && maxima[g * 32 + lane] == bar) maxima[g * 32 + lane] = -infinity<float>();

@@ -220,12 +220,7 @@ __global__ void __launch_bounds__(ShortRows::threads(lanes), ShortRows::blocks(l
   if (bar == -infinity<float>()) marks = marks_within<T>(marks, window, lane, lanes);
   int own, until, count;  // the lane's elements found, those up to this lane, and all of the row
   auto count_marks = [&] {
-    until = own = __popc(marks);
-#pragma unroll
-    for (int step = 1; step < lanes; step *= 2) {
-      const int before = __shfl_up_sync(kAllLanes, until, step, lanes);
-      if (lane >= step) until += before;
-    }
+    own = __popc(marks), until = scan_lanes<lanes>(own, lane);
     count = __shfl_sync(kAllLanes, until, lanes - 1, lanes);
   };
   count_marks();
