@@ -25,7 +25,7 @@ def primitive(name: str, impl: Callable, abstract_eval: Callable) -> "Primitive"
     return made
 
 
-def compiled[**P, T](function: Callable[P, T], static_argnames: str | tuple[str, ...]) -> Callable[P, T]:
+def compiled[**P, T](function: Callable[P, T], static_argnames: str | tuple[str, ...] = ()) -> Callable[P, T]:
     """`function`, compiled even under `jax.disable_jit`, as JAX's own primitives are.
 
     What a primitive computes binds the primitive, or others, so without compilation it would call itself without end.

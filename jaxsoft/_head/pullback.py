@@ -87,9 +87,12 @@ class Pullback(Operation):
     def on_rows(self, shards: Shards, *operands: jax.Array) -> tuple[jax.Array, ...]:
         """The gradients on one device. Where they are sums over devices, all devices' are added up."""
         (rows, width), classes = operands[0].shape, operands[1].shape[1]
-        waits = {Kind.HIDDEN, Kind.WEIGHT} <= set(self.moving)
-        waits = waits and may_wait(operands[1], rows, product_dtype(*operands[:2]))
-        waits = waits and rows == width and chunk_size(self.head, rows) < classes
+        waits = (
+            {Kind.HIDDEN, Kind.WEIGHT} <= set(self.moving)
+            and may_wait(operands[1], rows, product_dtype(*operands[:2]))
+            and rows == width
+            and chunk_size(self.head, rows) < classes
+        )
         gradients = functools.partial(self._gradients, shards)
         if not waits or not self.head.recompute:
             return gradients(waits, *operands)

@@ -417,7 +417,9 @@ def _with_labels(x, q, counts, weights, options, entropy, implementation):
     return loss, lse, entropy_of(m, s, *u) if entropy else None
 
 
+# Compiled, as jax.debug_nans would else stop at the score of a label that is none, under jax.disable_jit.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+@functools.partial(compiled, static_argnames=("form", "implementation", "entropy"))
 def _fused_state(form, implementation, entropy, x, *extras):
     """The state (m, s) of rows, and for the entropy also its sum u.
 
@@ -425,13 +427,6 @@ def _fused_state(form, implementation, entropy, x, *extras):
     formulas, which XLA fuses with the rest of the gradient. Of the operations that reduce a row to its state, only
     those with labels take a cap. So rows get the label -1, which is none of their elements.
     """
-    return _state_without_label(x, *extras, form=form, implementation=implementation, entropy=entropy)
-
-
-# Compiled, as jax.debug_nans would else stop at the score of that label under jax.disable_jit.
-@functools.partial(compiled, static_argnames=("form", "implementation", "entropy"))
-def _state_without_label(*operands, form, implementation, entropy):
-    x, *extras = operands
     no_label = jnp.full(x.shape[:-1], -1, jnp.int32)
     operation = LABEL_ENTROPY if entropy else LABEL_STATE
     m, s, _, *u = row_operation(operation, form, implementation, x, no_label, *extras)

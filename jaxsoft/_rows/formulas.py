@@ -1,7 +1,5 @@
 """What the formulas of row operations share: probabilities, elements at an index, and the k largest elements."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -16,7 +14,7 @@ def wide(x: jax.Array) -> jax.Array:
     return x.astype(accumulator(x.dtype))
 
 
-@functools.partial(compiled, static_argnames=())
+@compiled
 def nan_where(condition: jax.Array, x: jax.Array) -> jax.Array:
     """x, but NaN where a condition holds.
 
