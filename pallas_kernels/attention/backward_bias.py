@@ -16,7 +16,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ..ring import Ring
 from ..rows.memory import store
+from ..tiles import tiled
 from . import backward_plan
 from .backward_call import (
     WGMMA,
@@ -29,10 +31,8 @@ from .backward_call import (
     to_whole,
 )
 from .backward_plan import ROWS, BiasPlan
-from .operands import tiled
 from .order import indices
 from .ranges import Shape, borders
-from .ring import Ring
 from .scores import Scores, prepare
 
 

@@ -16,9 +16,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxsoft._attention.form import Extra, Form
 
+from ..tiles import tiled
 from . import backward_plan
 from .backward_plan import ROWS
-from .operands import head_size, tiled
+from .operands import head_size
 from .ranges import Range
 from .scores import LOG2E, Scores, has_rest
 

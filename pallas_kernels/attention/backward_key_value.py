@@ -22,6 +22,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxsoft._attention.form import Extra
 
+from ..ring import Ring
+from ..tiles import tiled
 from . import backward_plan
 from .backward_call import (
     WGMMA,
@@ -40,10 +42,8 @@ from .backward_call import (
 )
 from .backward_plan import ROWS, KeyValuePlan
 from .extra_tiles import ExtraRings, ExtraTiles
-from .operands import tiled
 from .order import ordered
 from .ranges import Range, Shape, borders, query_tiles, segment_ranges, within
-from .ring import Ring
 from .scores import Scores, prepare
 
 

@@ -18,6 +18,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxsoft._attention.form import Extra
 
+from ..ring import Ring
+from ..tiles import tiled
 from . import backward_plan
 from .backward_call import (
     WGMMA,
@@ -36,10 +38,8 @@ from .backward_call import (
 )
 from .backward_plan import ROWS, QueryPlan
 from .extra_tiles import ExtraRings
-from .operands import tiled
 from .order import ordered
 from .ranges import Range, Shape, borders, key_tiles, segment_ranges, within
-from .ring import Ring
 from .scores import Scores, prepare
 
 

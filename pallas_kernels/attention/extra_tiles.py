@@ -18,8 +18,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxsoft._attention.form import Extra
 
-from .operands import tiled
-from .ring import Ring
+from ..ring import Ring
+from ..tiles import tiled
 from .scores import index_into, load_tile
 
 _MOST_SLOTS = 2
