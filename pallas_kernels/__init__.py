@@ -2,8 +2,9 @@
 
 `rows.held` takes rows that fit the registers of a block, `rows.tiled` longer ones, in shared memory, and `rows.split` a
 few of these, cut over many blocks. `rows.choice` says what they can serve, and which of them does, `rows.plan` how rows
-are cut up, and `rows.sizes` has the sizes for each kind of GPU. `attention` has the like for attention. To import
-Pallas takes half as long as to import JAX, so that waits until a kernel is asked for, and no GPU is touched before.
+are cut up, and `rows.sizes` has the sizes for each kind of GPU. `attention` has the like for attention, and `head` for
+the scores of a linear layer. To import Pallas takes half as long as to import JAX, so that waits until a kernel is
+asked for, and no GPU is touched before.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from jaxsoft._attention.operation import Pullback
 from jaxsoft._core import devices
 from jaxsoft._rows.forms import Form
 from jaxsoft._rows.operation import Operation, RowFunction
+from jaxsoft.fold import State
 
 
 def unavailable(platform: str) -> str | None:
@@ -88,3 +90,44 @@ def attention_kernels(
         return gradients(*given, lse, rest, delta, cotangent)
 
     return pullback
+
+
+def head_unsupported(hidden: jax.core.ShapedArray, weight: jax.core.ShapedArray) -> str | None:
+    """None, or why the kernels for the scores of a linear layer cannot take its operands."""
+    from .head import choice
+    from .rows import sizes
+
+    if 90 not in sizes.target().capabilities:
+        return "its kernels for linear layers are for Hopper (compute capability 9.0)"
+    return choice.unsupported(hidden, weight)
+
+
+def head_statistics(
+    hidden: jax.Array, weight: jax.Array, label: jax.Array, *, scale: float, cap: float | None, entropy: bool
+) -> tuple[State, jax.Array, jax.Array | None]:
+    """What a loss needs to know of the scores of a linear layer (see `head.statistics`)."""
+    from .head import products, statistics
+
+    with jax.enable_x64(False):  # the kernels count in 32 bits
+        return statistics.statistics(products.Scores(scale, cap), hidden, weight, label, entropy)
+
+
+def head_gradients(
+    hidden: jax.Array,
+    weight: jax.Array,
+    label: jax.Array,
+    state: State,
+    of_others: jax.Array,
+    of_label: jax.Array,
+    entropy: tuple[jax.Array, jax.Array] | None,
+    rows: int,
+    *,
+    scale: float,
+    cap: float | None,
+) -> jax.Array:
+    """The gradients of the scores of a linear layer by the products (see `head.gradients`)."""
+    from .head import gradients, products
+
+    scores = products.Scores(scale, cap)
+    with jax.enable_x64(False):
+        return gradients.gradients(scores, hidden, weight, label, state, of_others, of_label, entropy, rows)

@@ -1,6 +1,7 @@
 """The forward pass: scores are folded into a few numbers a row, a chunk of the classes at a time.
 
-Where the gradient of weight will be computed, its memory is free until then, and has room for the scores of many rows.
+On a GPU a kernel may keep the scores in registers instead (see `kernels`). For calls that it does not serve: where
+the gradient of weight will be computed, its memory is free until then, and has room for the scores of many rows.
 So a GPU takes chunks of the rows there, with all classes in each: products are larger, and no part of weight is copied.
 """
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxsoft import fold
 from jaxsoft._core.mesh import combined
+from jaxsoft._head import kernels
 from jaxsoft._head.chunks import Chunk, chunk_size, over_chunks, over_rows, row_chunk_within
 from jaxsoft._head.head import Head, product_dtype, scores, sums_of
 from jaxsoft._head.operation import Kind, Operation, Shards
@@ -147,13 +149,19 @@ class Forward(Operation):
         def by_classes() -> tuple[Folded, jax.Array | None]:
             return over_chunks(chunk_size(head, label.size), classes, with_classes, (start, kept))
 
+        def at_once() -> Folded:
+            state, t, products = kernels.statistics(head, parameters[Kind.HIDDEN], operands[1], index)
+            return Folded(state, products, t, [])
+
         rows = self._row_chunk(operands[1], label.size, dtype)
-        if rows is None:
-            found, kept = by_classes()
-        else:
+        if not self.keep and kernels.serve(head, jax.typeof(parameters[Kind.HIDDEN]), jax.typeof(operands[1])):
+            found = jax.lax.platform_dependent(cuda=at_once, default=lambda: by_classes()[0])
+        elif rows is not None:
             found = jax.lax.platform_dependent(
                 cuda=lambda: over_rows(rows, label.size, with_rows, start), default=lambda: by_classes()[0]
             )
+        else:
+            found, kept = by_classes()
         return *found.of_all_classes(shards, label).statistics(), *([] if kept is None else [kept])
 
     def _row_chunk(self, weight: jax.Array, rows: int, dtype: jnp.dtype) -> int | None:

@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxsoft import fold
+from jaxsoft._head import kernels
 from jaxsoft._head.chunks import Chunk, chunk_size, over_chunks
 from jaxsoft._head.forward import folded
 from jaxsoft._head.head import Head, Parameters, capped, product, product_dtype, scaled, scores
 from jaxsoft._head.operation import Kind, Operation, Shards
-from jaxsoft._head.waiting import may_wait, weight_from
+from jaxsoft._head.waiting import few_are_missing, may_wait, weight_from
 from jaxsoft._rows.forms import Form, capped_slope
 from jaxsoft._rows.formulas import labels_within
 from jaxsoft._rows.primitive import kernel
@@ -87,18 +88,31 @@ class Pullback(Operation):
     def on_rows(self, shards: Shards, *operands: jax.Array) -> tuple[jax.Array, ...]:
         """The gradients on one device. Where they are sums over devices, all devices' are added up."""
         (rows, width), classes = operands[0].shape, operands[1].shape[1]
-        waits = (
-            {Kind.HIDDEN, Kind.WEIGHT} <= set(self.moving)
-            and may_wait(operands[1], rows, product_dtype(*operands[:2]))
-            and rows == width
-            and chunk_size(self.head, rows) < classes
-        )
-        gradients = functools.partial(self._gradients, shards)
-        if not waits or not self.head.recompute:
-            return gradients(waits, *operands)
-        # On a CPU it took 5 to 12 % longer to wait, for 256 rows of 256 numbers and 32000 classes.
-        at_once, waiting = functools.partial(gradients, False), functools.partial(gradients, True)
-        return jax.lax.platform_dependent(*operands, cpu=at_once, default=waiting)
+        dtype, moving = product_dtype(*operands[:2]), set(self.moving)
+        may = {Kind.HIDDEN, Kind.WEIGHT} <= moving and may_wait(operands[1], rows, dtype)
+        waits = may and rows == width and chunk_size(self.head, rows) < classes
+        by_chunks = functools.partial(self._gradients, shards)
+        if waits and not self.head.recompute:
+            return by_chunks(True, *operands)
+        ways = {"default": functools.partial(by_chunks, waits)}
+        if may and (rows == width or few_are_missing(operands[1], rows)):
+            hidden = jax.core.ShapedArray(operands[0].shape, dtype)
+            if kernels.serve(self.head, hidden, jax.typeof(operands[1])):
+                ways["cuda"] = functools.partial(self._at_once, shards)
+        if waits:
+            # On a CPU it took 5 to 12 % longer to wait, for 256 rows of 256 numbers and 32000 classes.
+            ways["cpu"] = functools.partial(by_chunks, False)
+        return jax.lax.platform_dependent(*operands, **ways) if len(ways) > 1 else ways["default"](*operands)
+
+    def _at_once(self, shards: Shards, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        """`on_rows` by the kernel that makes gradients of all scores from hidden and weight, and by two products."""
+        hidden, weight, label, others, *rest = operands
+        entropy, cotangents = rest[: self.head.entropy], rest[self.head.entropy :]
+        here, wide = labels_within(label, shards.first_class(weight.shape[1])), hidden.astype(weight.dtype)
+        state = *fold.from_lse(others), *(-h for h in entropy)
+        dx = kernels.gradients(self.head, wide, weight, here, state, cotangents)
+        found = self._from_waiting(shards, {Kind.HIDDEN: wide, Kind.WEIGHT: weight}, dx, hidden.dtype)
+        return self._of_all_devices(shards, found, operands)
 
     def _gradients(self, shards: Shards, waits: bool, *operands: jax.Array) -> tuple[jax.Array, ...]:
         """`on_rows`. `waits` says whether the gradients of hidden and weight wait for those of all scores."""
@@ -129,17 +143,37 @@ class Pullback(Operation):
         gradients = over_chunks(size, classes, step, self._start(dtype, types, waits))
         by_kind: dict[Kind, Any] = dict(zip(self.moving, gradients, strict=True))
         if waits:
-            once = dtype if types[Kind.HIDDEN].dtype == dtype and not shards.classes else fold.accumulator(dtype)
-            dx, weight = by_kind[Kind.WEIGHT], parameters[Kind.WEIGHT]
-            # The barrier lets dx be overwritten only when it has been read.
-            dx, by_kind[Kind.HIDDEN] = jax.lax.optimization_barrier((dx, product(head, dx, weight, (1, 1), once)))
-            by_kind[Kind.WEIGHT] = weight_from(head, parameters[Kind.HIDDEN], dx)
+            by_kind |= self._from_waiting(shards, parameters, by_kind[Kind.WEIGHT], types[Kind.HIDDEN].dtype)
+        return self._of_all_devices(shards, by_kind, operands)
 
-        def of_all_devices(kind: Kind, gradient: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    def _from_waiting(
+        self, shards: Shards, parameters: Parameters, dx: jax.Array, hidden_dtype: jnp.dtype
+    ) -> dict[Kind, jax.Array]:
+        """The gradients of hidden and weight, given those of all scores in the memory of the latter.
+
+        Args:
+          shards: of the operands.
+          parameters: of the head; hidden in the dtype of the products.
+          dx: of the shape of weight; its first rows are the gradients of scores.
+          hidden_dtype: of the gradient of hidden, if it is the last thing to be computed of that.
+        """
+        hidden, weight = parameters[Kind.HIDDEN], parameters[Kind.WEIGHT]
+        once = hidden.dtype if hidden_dtype == hidden.dtype and not shards.classes else fold.accumulator(hidden.dtype)
+        # The barrier lets dx be overwritten only when it has been read.
+        dx, of_hidden = jax.lax.optimization_barrier((dx, product(self.head, dx, weight, (1, 1), once)))
+        return {Kind.HIDDEN: of_hidden[: len(hidden)], Kind.WEIGHT: weight_from(self.head, hidden, dx)}
+
+    def _of_all_devices(
+        self, shards: Shards, gradients: dict[Kind, jax.Array], operands: Sequence[jax.Array]
+    ) -> tuple[jax.Array, ...]:
+        """The gradients, in the order and dtypes of the results; sums over devices, where they are such."""
+
+        def of_all(kind: Kind, t: jax.core.ShapedArray) -> jax.Array:
             axes = shards.classes if kind is Kind.HIDDEN else shards.rows
-            return (jax.lax.psum(gradient, axes) if axes else gradient).astype(dtype)
+            gradient = gradients[kind]
+            return (jax.lax.psum(gradient, axes) if axes else gradient).astype(t.dtype)
 
-        return tuple(of_all_devices(kind, gradient, types[kind].dtype) for kind, gradient in by_kind.items())
+        return tuple(map(of_all, self.moving, self.types(*operands)))
 
     def _start(self, dtype: jnp.dtype, types: dict[Kind, Any], waits: bool) -> tuple[Any, ...]:
         """The gradients before the first chunk: that of hidden is a sum, or waits, and the others are overwritten."""

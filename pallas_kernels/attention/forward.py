@@ -24,6 +24,7 @@ from jaxsoft import fold
 from jaxsoft._attention.form import Extra, Form
 
 from ..rows import sizes
+from ..tiles import tiled
 from . import operands as tiles
 from .extra_tiles import ExtraRings
 from .forward_block import Block, Scratch
@@ -150,10 +151,10 @@ def _entry(
     output_bytes = 2 * plan.block_rows * value_head
     in_queries = value_head == query_head and rings.bytes + output_bytes > free_bytes
     scratch = Scratch(
-        queries=tiles.tiled((groups, plan.query_rows, query_head), dtype),
-        keys=tiles.tiled((slots, plan.key_tile, query_head), dtype),
-        values=tiles.tiled((slots, plan.key_tile, value_head), dtype),
-        output=None if in_queries else tiles.tiled((groups, plan.query_rows, value_head), dtype),
+        queries=tiled((groups, plan.query_rows, query_head), dtype),
+        keys=tiled((slots, plan.key_tile, query_head), dtype),
+        values=tiled((slots, plan.key_tile, value_head), dtype),
+        output=None if in_queries else tiled((groups, plan.query_rows, value_head), dtype),
         lse=plgpu.SMEM((groups, plan.query_rows), jnp.float32),
         queries_there=plgpu.Barrier(num_barriers=groups),
         keys_there=plgpu.Barrier(num_barriers=slots),

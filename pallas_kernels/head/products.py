@@ -1,0 +1,254 @@
+"""The loop that the kernels of a linear layer share: tiles of hidden @ weight, which stay in registers.
+
+A block computes a tile of rows and classes at a time, and stays until there are no more. Its last warp group brings the
+parts of hidden and weight to a ring in shared memory, while the others multiply what is there, each for 64 of the rows.
+When a tile is done, the kernel makes of it what is wanted. The copies for the next tile are then under way.
+
+Tiles of the same classes follow each other, for as many rows as a band has: so a part of weight is read from memory
+once, and of hidden what stays in the cache is read again.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ..ring import Ring
+from ..rows import sizes
+from ..tiles import ROWS, tiled
+
+# Interpreter parameters of Pallas, which tests set; None to compile.
+INTERPRET: Any = None
+
+LOG2E = math.log2(math.e)
+# exp of it is 0 in f32. What exp multiplies is taken at no less than that, as 0 * infinity is NaN.
+LEAST = -200.0
+WGMMA = plgpu.Layout.WGMMA
+_accumulator: Any = plgpu.ACC  # type: ignore[attr-defined]
+
+# Registers of a thread: those that compute need nearly all, those that copy few.
+_COMPUTE_REGISTERS, _COPY_REGISTERS = 232, 40
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How the work is cut up.
+
+    Attributes:
+      groups: warp groups that compute, in each block.
+      rows: rows of each of them, as many as wgmma takes.
+      classes: of a tile.
+      depth: how much of the width is in a slot of the ring.
+      slots: of the ring.
+      piece: classes of the part of a tile that is worked on at a time when the products are done.
+      band: how many tiles of rows are taken together.
+    """
+
+    groups: int = 2
+    rows: int = 64
+    classes: int = 256
+    depth: int = 64
+    slots: int = 4
+    piece: int = 64
+    band: int = 16
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a block's tile."""
+        return self.groups * self.rows
+
+    def whole_rows(self, rows: int) -> int:
+        """The rows of whole tiles."""
+        return -(-rows // self.block_rows) * self.block_rows
+
+
+# Shared memory has room for no more. On an H200, 4096 rows of 4096 numbers and 128256 classes in bf16, sustained, the
+# gradients of the scores took 6.6 ms where cuBLAS had 6.3 for the products alone, and the kernel without an epilogue
+# 6.7; bands of 8 or 32 tiles took 2 % longer, and three slots as long (JAX 0.11.2).
+PLAN = Plan()
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """How products become scores.
+
+    Attributes:
+      scale: the factor of the products.
+      cap: the scores become cap * tanh(x / cap); None leaves them as they are.
+    """
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def of(self, products: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """The scores, and how much they grow with the scaled products where there is a cap."""
+        x = products if self.scale == 1 else products * self.scale
+        if self.cap is None:
+            return x, None
+        # The hardware's approximate tanh errs by 5e-4 of the cap. This has no difference of large numbers but for small
+        # scores, which are off by 1e-7 of the cap.
+        e = jnp.exp2(jnp.abs(x) * (-2 * LOG2E / self.cap))
+        root = lax.rsqrt(1 + e)
+        half = root * root  # (1 + tanh) / 2 of the distance from 0
+        bent = self.cap * ((1 - e) * half)
+        return jnp.where(x < 0, -bent, bent), 4 * (e * half) * half
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """The part of a tile that a warp group has.
+
+    Attributes:
+      rows: its slice of the rows.
+      begin: the first class of the tile.
+      index: the number of the tile among those of the same rows.
+    """
+
+    rows: Any
+    begin: jax.Array
+    index: jax.Array
+
+
+def kernel(
+    name: str,
+    plan: Plan,
+    load: Callable[[Tile, Sequence[Any]], Any],
+    finish: Callable[[Tile, Any, jax.Array, Sequence[Any], Any], None],
+    hidden: jax.Array,
+    weight: jax.Array,
+    numbers: Sequence[jax.Array],
+    results: Any,
+    scratch: Any = (),
+) -> Any:
+    """Calls a kernel that computes all tiles.
+
+    Args:
+      name: the kernel's.
+      plan: how the work is cut up.
+      load: loads what is needed of the numbers, before the products of the tile, so that it arrives meanwhile.
+      finish: writes the results of a tile, given what is loaded, its products in f32, references to the results, and
+        to the scratch memory.
+      hidden: (rows, width).
+      weight: (width, classes).
+      numbers: of each row, for whole tiles.
+      results: the types of the results, a sequence.
+      scratch: the types of what else the kernel needs of shared memory.
+    """
+    dtype, (rows, width) = hidden.dtype, hidden.shape
+    hidden = jnp.pad(hidden, ((0, -rows % ROWS), (0, 0)))  # to what copies can cut up, see `tiles`
+    row_tiles, class_tiles = -(-rows // plan.block_rows), -(-weight.shape[1] // plan.classes)
+    tiles, steps = row_tiles * class_tiles, width // plan.depth
+    blocks = min(sizes.target().multiprocessors, tiles)
+
+    def place(number: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Which tile of rows and which of classes has this number."""
+        of_band = jnp.int32(min(plan.band, row_tiles) * class_tiles)
+        first = lax.div(number, of_band) * min(plan.band, row_tiles)
+        within = lax.rem(number, of_band)
+        size = jnp.minimum(row_tiles - first, min(plan.band, row_tiles))
+        return first + lax.rem(within, size), lax.div(within, size)
+
+    def body(hidden, weight, *refs):
+        numbers_in, outs = refs[: len(numbers)], refs[len(numbers) : len(numbers) + len(results)]
+        hidden_memory, weight_memory, bars, *more = refs[len(numbers) + len(results) :]
+        ring = Ring([hidden_memory, weight_memory], bars, plan.slots)
+        group, block = lax.axis_index("warp_group"), lax.axis_index("block")
+        count = lax.div(tiles - block + (blocks - 1), jnp.int32(blocks))
+
+        def copy() -> None:
+            plgpu.set_max_registers(_COPY_REGISTERS, action="decrease")
+
+            def tile(i, _):
+                row, column = place(block + i * blocks)
+                rows = pl.ds(row * plan.block_rows, plan.block_rows)
+                classes = pl.ds(column * plan.classes, plan.classes)
+
+                def step(k, _):
+                    depth = pl.ds(k * plan.depth, plan.depth)
+                    ring.fill(i * steps + k, [hidden.at[rows, depth], weight.at[depth, classes]])
+
+                lax.fori_loop(0, steps, step, None)
+
+            lax.fori_loop(0, count, tile, None)
+
+        def compute() -> None:
+            plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
+            ring.open()
+
+            def products(i, accumulator):
+                def step(k, _):
+                    left, right = ring.wait(i * steps + k)
+                    plgpu.wgmma(accumulator, left.at[pl.ds(group * plan.rows, plan.rows)], right)
+                    plgpu.wgmma_wait(1)
+                    pl.when(k > 0)(lambda: ring.free(i * steps + k - 1))
+
+                lax.fori_loop(0, steps, step, None)
+                plgpu.wgmma_wait(0)
+                ring.free(i * steps + steps - 1)
+                return accumulator[...]
+
+            def tile(i, _):
+                row, column = place(block + i * blocks)
+                rows = pl.ds(row * plan.block_rows + group * plan.rows, plan.rows)
+                here = Tile(rows, column * plan.classes, column)
+                loaded = load(here, numbers_in)
+                found = pl.run_scoped(functools.partial(products, i), _accumulator((plan.rows, plan.classes)))
+                finish(here, loaded, found, outs, more)
+
+            lax.fori_loop(0, count, tile, None)
+            plgpu.wait_smem_to_gmem(0)
+
+        pl.when(group == plan.groups)(copy)
+        pl.when(group < plan.groups)(compute)
+
+    call = plgpu.kernel(
+        body,
+        out_type=tuple(results),
+        scratch_types=(
+            tiled((plan.slots, plan.block_rows, plan.depth), dtype),
+            tiled((plan.slots, plan.depth, plan.classes), dtype),
+            Ring.barriers(2, plan.slots, plan.groups),
+            *scratch,
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=plan.groups + 1,
+        thread_name="warp_group",
+        kernel_name=f"jaxsoft_head_{name}",
+        interpret=INTERPRET,
+    )
+    return call(hidden, weight, *numbers)
+
+
+def pieces(plan: Plan, tile: jax.Array) -> list[jax.Array]:
+    """The parts of a tile that are worked on at a time: what is made of them needs fewer registers."""
+    return [tile[:, begin : begin + plan.piece] for begin in range(0, plan.classes, plan.piece)]
+
+
+def is_label(plan: Plan, tile: Tile, label: jax.Array, piece: int) -> jax.Array:
+    """Which elements of a piece of a tile are those of the labels of its rows."""
+    shape = plan.rows, plan.piece
+    return columns(plan) == lax.broadcast_in_dim(label - tile.begin - piece * plan.piece, shape, [0])
+
+
+def columns(plan: Plan) -> jax.Array:
+    """The number of each element of a piece in its row."""
+    return plgpu.broadcasted_iota(jnp.int32, (plan.rows, plan.piece), 1, layout=WGMMA)
+
+
+def of_rows(ref: Any, tile: Tile) -> jax.Array:
+    """Loads the numbers of a tile's rows."""
+    return plgpu.load(ref.at[tile.rows], layout=WGMMA.reduce(1), optimized=False)
+
+
+def to_whole(plan: Plan, numbers: jax.Array, fill: float) -> jax.Array:
+    """The numbers of all rows, and more for whole tiles."""
+    return jnp.pad(numbers, (0, -len(numbers) % plan.block_rows), constant_values=fill)

@@ -1,0 +1,211 @@
+"""The Pallas kernels for the scores of a linear layer: interpreted on a CPU, lowered for a GPU elsewhere, and on one.
+
+NPROC=8 in the environment lets the interpreter run on a machine of few cores (`common.interpreted` says why).
+"""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from common import interpreted, on_gpu, target
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxsoft.pallas_kernels.head import gradients, products, statistics
+from jaxsoft.pallas_kernels.rows import sizes
+
+from jaxsoft import fold
+from jaxsoft import linear_softmax_cross_entropy as linear
+from jaxsoft._head import kernels
+from jaxsoft._rows.operation import NO_ROW
+
+BF16, F16 = np.dtype(jnp.bfloat16), np.dtype(np.float16)
+HOPPER = "NVIDIA H100 80GB HBM3"
+
+
+def layer(rows, width, classes, dtype, seed=0):
+    """Hidden, weight and labels of a linear layer: some are none of the classes, and some rows have none."""
+    rng = np.random.default_rng([rows, width, classes, seed])
+    hidden = rng.standard_normal((rows, width)).astype(dtype)
+    weight = (3 * rng.standard_normal((width, classes)) / width**0.5).astype(dtype)
+    label = rng.integers(0, classes, rows).astype(np.int32)
+    label[1::7], label[2::5], label[3::11] = NO_ROW, classes + 3, -1
+    label[0], label[-1] = classes - 1, 0
+    return hidden, weight, label
+
+
+def exact(scores, hidden, weight, label):
+    """What `statistics` gives, the slope of the scores, and the scores but the label's, in float64."""
+    x = scores.scale * (hidden.astype(np.float64) @ weight.astype(np.float64))
+    bent = np.tanh(x / scores.cap) if scores.cap else 0 * x
+    z, slope = (scores.cap * bent, 1 - bent**2) if scores.cap else (x, 1 + 0 * x)
+    here = np.arange(z.shape[1]) == label[:, None]
+    others = np.where(here | (label == NO_ROW)[:, None], -np.inf, z)
+    m = others.max(axis=1)
+    e = np.exp(others - np.where(np.isfinite(m), m, 0)[:, None])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        u = np.where(e == 0, 0, e * (others - m[:, None])).sum(axis=1)
+    return m, e.sum(axis=1), np.where(here, z, 0).sum(axis=1) * (label != NO_ROW), u, slope, others, here
+
+
+CASES = pytest.mark.parametrize(
+    ("shape", "dtype", "scores", "entropy"),
+    [
+        ((136, 128, 320), BF16, products.Scores(), False),
+        ((130, 64, 576), F16, products.Scores(-0.5, 3.0), True),
+        ((3, 192, 64), BF16, products.Scores(2.0), True),
+    ],
+    ids=["plain", "cap and entropy", "few"],
+)
+
+
+@pytest.fixture
+def interpreter(monkeypatch):
+    """Interprets the kernels, in three blocks, so that a block has several tiles."""
+    monkeypatch.setattr(products, "INTERPRET", plgpu.InterpretGPUParams(detect_races=True))
+    few = dataclasses.replace(sizes.GPUS[0], multiprocessors=3)
+    monkeypatch.setattr(sizes, "target", lambda: few)
+
+
+@interpreted
+@CASES
+def test_statistics(interpreter, capfd, shape, dtype, scores, entropy):
+    check_statistics(shape, dtype, scores, entropy)
+    assert "RACE DETECTED" not in "".join(capfd.readouterr())
+
+
+@interpreted
+@CASES
+def test_gradients(interpreter, capfd, shape, dtype, scores, entropy):
+    check_gradients(shape, dtype, scores, entropy)
+    assert "RACE DETECTED" not in "".join(capfd.readouterr())
+
+
+SIZES = pytest.mark.parametrize("rows", [1, 7, 64, 127, 129, 1000], ids=str)
+each_layer = pytest.mark.parametrize(("width", "classes"), [(64, 64), (192, 256), (256, 4160), (4096, 32000)], ids=str)
+
+
+@on_gpu
+@SIZES
+@each_layer
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("cap", [None, 2.0], ids=str)
+@pytest.mark.parametrize("entropy", [False, True], ids=["state", "entropy"])
+def test_on_gpu(rows, width, classes, dtype, cap, entropy):
+    check_statistics((rows, width, classes), dtype, products.Scores(1.0, cap), entropy)
+    check_gradients((rows, width, classes), dtype, products.Scores(0.7, cap), entropy)
+
+
+def check_statistics(shape, dtype, scores, entropy):
+    hidden, weight, label = layer(*shape, dtype)
+    m, s, t, u, *_ = exact(scores, hidden, weight, label)
+    state, of_label, part = jax.jit(functools.partial(statistics.statistics, scores, entropy=entropy))(
+        hidden, weight, label
+    )
+    chex.assert_shape([*state, of_label], (shape[0],))
+    size = np.abs(m[np.isfinite(m)]).max() + 1
+    np.testing.assert_allclose(np.asarray(state.m, np.float64), m, atol=2e-6 * size)
+    # s is relative to the rounded maximum, and terms in the tail have the error of their scores.
+    finite = np.isfinite(m)
+    shifted = s * np.exp(np.subtract(m, np.asarray(state.m, np.float64), out=np.zeros_like(m), where=finite))
+    np.testing.assert_allclose(np.asarray(state.s, np.float64), shifted, rtol=1e-5)
+    np.testing.assert_allclose(np.asarray(of_label, np.float64), t, atol=2e-6 * size)
+    if entropy:
+        found = np.asarray(fold.lse(state) * 0 + part / np.where(state.s == 0, 1, state.s))
+        np.testing.assert_allclose(found[s > 0], (u / np.where(s == 0, 1, s))[s > 0], rtol=2e-5, atol=2e-6)
+
+
+def check_gradients(shape, dtype, scores, entropy):
+    hidden, weight, label = layer(*shape, dtype)
+    m, s, _, u, slope, others, here = exact(scores, hidden, weight, label)
+    rng = np.random.default_rng(0)
+    g, h, k = rng.uniform(0.5, 2, (3, len(m))) * 2.0 ** -(np.arange(len(m)) % 4)
+    rows = -(-len(m) // 8) * 8 + 8
+    numbers = [jnp.asarray(v, jnp.float32) for v in (m, s, g, h, u, k)]
+    f = functools.partial(gradients.gradients, scores, rows=rows)
+    state, of_entropy = fold.State(*numbers[:2]), tuple(numbers[4:]) if entropy else None
+    found = jax.jit(f)(hidden, weight, label, state, *numbers[2:4], of_entropy)
+    chex.assert_shape(found, (rows, shape[2]))
+    found = np.asarray(found, np.float64)[: shape[0]]
+    s = np.where(s == 0, 1, s)[:, None]
+    above = np.where(np.isfinite(others), others - np.where(np.isfinite(m), m, 0)[:, None], 0)
+    p = np.where(np.isfinite(others), np.exp(above) / s, 0)
+    expected = p * (g[:, None] - (k[:, None] * (above - u[:, None] / s) if entropy else 0))
+    expected = np.where(here & (label != NO_ROW)[:, None], h[:, None], expected) * slope * scores.scale
+    # Beside the rounding to 16 bits, a difference of nearly equal terms keeps the error of its terms.
+    terms = p * (np.abs(g)[:, None] + (np.abs(k[:, None] * above) + np.abs(k * u)[:, None] / s if entropy else 0))
+    unit, least = float(jnp.finfo(dtype).eps), float(jnp.finfo(dtype).smallest_subnormal)
+    assert (np.abs(found - expected) <= 0.51 * unit * np.abs(expected) + 2e-5 * terms + 0.51 * least).all()
+    assert not found[label == NO_ROW].any()
+
+
+@pytest.mark.parametrize("options", [{}, {"logit_softcap": 30.0, "scale": 0.5}, {"return_entropy": True}], ids=len)
+def test_no_scores_in_memory(options):
+    """A program for Hopper with losses of as many rows as numbers has one array of gradients, and none of scores."""
+    arrays = [jax.ShapeDtypeStruct(*v) for v in (((128, 128), BF16), ((128, 8192), BF16), ((128,), np.int32))]
+    f = jax.value_and_grad(
+        lambda h, w, y: sum(jax.tree.map(jnp.sum, jax.tree.leaves(linear(h, w, y, **options)))), (0, 1)
+    )
+    with target(HOPPER):
+        text = jax.jit(f).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert "jaxsoft_head_statistics" in text and "jaxsoft_head_gradients" in text
+    assert "xf32>" in text and "8192xf32" not in text
+    assert text.count("stablehlo.dot_general") <= 3  # gradients of hidden, and of weight by whole chunks and a rest
+
+
+@pytest.mark.parametrize(
+    ("change", "served"),
+    [
+        ({}, True),
+        ({"rows": 1000}, True),
+        ({"rows": 8}, False),
+        ({"width": 100}, False),
+        ({"classes": 50257}, False),
+        ({"dtype": np.dtype(np.float32)}, False),
+        ({"options": {"label_smoothing": 0.1}}, False),
+        ({"options": {"chunk_size": 1024}}, False),
+        ({"bias": True}, False),
+        ({"kind": "NVIDIA A100-SXM4-80GB"}, False),
+    ],
+    ids=str,
+)
+def test_which_calls_are_served(change, served):
+    given = {"rows": 128, "width": 128, "classes": 8192, "dtype": BF16, "options": {}, "bias": False, "kind": HOPPER}
+    given |= change
+    shapes = [(given["rows"], given["width"]), (given["width"], given["classes"])]
+    arrays = [jax.ShapeDtypeStruct(shape, given["dtype"]) for shape in shapes]
+    bias = jnp.zeros(given["classes"], given["dtype"]) if given["bias"] else None
+    f = lambda h, w: linear(h, w, jnp.zeros(given["rows"], int), bias, **given["options"])  # noqa: E731
+    with target(given["kind"]):
+        text = jax.jit(f).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("jaxsoft_head_statistics" in text) == served
+
+
+@on_gpu
+@pytest.mark.parametrize("rows", [128, 124, 126], ids=["as many", "a few less", "no whole tiles"])
+@pytest.mark.parametrize("options", [{}, {"logit_softcap": 5.0, "z_loss": 0.1}, {"return_entropy": True}], ids=len)
+def test_as_chunks(monkeypatch, rows, options):
+    """Losses and gradients are those of chunks of the classes."""
+    rng = np.random.default_rng(1)
+    h, w = (rng.standard_normal(shape).astype(BF16) for shape in ((rows, 128), (128, 8192)))
+    y = rng.integers(-1, 8192, rows)
+    h[5], y[5] = np.inf, -100
+    h[6] = np.nan
+
+    def f(h, w):
+        found = jax.tree.leaves(linear(h, w, y, ignore_index=-100, **options))
+        weights = np.where(np.arange(rows) == 6, 0, np.linspace(1, 2, rows)).astype(np.float32)
+        return sum(jnp.sum(jnp.where(weights > 0, weights * jnp.where(jnp.isfinite(v), v, 0), 0)) for v in found), found
+
+    def results():
+        (_, found), moved = jax.jit(jax.value_and_grad(f, (0, 1), has_aux=True))(h, w)
+        return [np.asarray(v, np.float64) for v in (*found, moved[0])]
+
+    ours = results()
+    monkeypatch.setattr(kernels, "serve", lambda *_: False)
+    jax.clear_caches()
+    for a, b in zip(ours, results(), strict=True):
+        size = np.abs(b[np.isfinite(b)]).max()
+        np.testing.assert_allclose(a, b, rtol=2.0**-7, atol=1e-4 * size)
