@@ -13,8 +13,9 @@ from jaxsoft import fold
 from jaxsoft._head.head import Head
 from jaxsoft._head.operation import Kind
 
-# With fewer rows most of a tile is empty, and chunks of the classes are faster.
-_LEAST_ROWS = 64
+# With fewer rows most of a tile is empty. On an H200, 16 rows of 4096 numbers and 128256 classes in bf16 took 340 us,
+# in chunks of the classes 273; 32 rows 320 and 810 (JAX 0.11.2).
+_LEAST_ROWS = 17
 
 
 def serve(head: Head, hidden: jax.core.ShapedArray, weight: jax.core.ShapedArray) -> bool:

@@ -55,7 +55,7 @@ CASES = pytest.mark.parametrize(
     [
         ((136, 128, 320), BF16, products.Scores(), False),
         ((130, 64, 576), F16, products.Scores(-0.5, 3.0), True),
-        ((3, 192, 64), BF16, products.Scores(2.0), True),
+        ((3, 192, 256), BF16, products.Scores(2.0), True),
     ],
     ids=["plain", "cap and entropy", "few"],
 )
@@ -83,19 +83,26 @@ def test_gradients(interpreter, capfd, shape, dtype, scores, entropy):
     assert "RACE DETECTED" not in "".join(capfd.readouterr())
 
 
-SIZES = pytest.mark.parametrize("rows", [1, 7, 64, 127, 129, 1000], ids=str)
-each_layer = pytest.mark.parametrize(("width", "classes"), [(64, 64), (192, 256), (256, 4160), (4096, 32000)], ids=str)
-
-
 @on_gpu
-@SIZES
-@each_layer
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, 128, 128),
+        (7, 192, 256),
+        (64, 256, 4160),
+        (127, 64, 320),
+        (129, 192, 4160),
+        (1000, 256, 8192),
+        (300, 4096, 32000),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("cap", [None, 2.0], ids=str)
 @pytest.mark.parametrize("entropy", [False, True], ids=["state", "entropy"])
-def test_on_gpu(rows, width, classes, dtype, cap, entropy):
-    check_statistics((rows, width, classes), dtype, products.Scores(1.0, cap), entropy)
-    check_gradients((rows, width, classes), dtype, products.Scores(0.7, cap), entropy)
+def test_on_gpu(shape, dtype, cap, entropy):
+    check_statistics(shape, dtype, products.Scores(1.0, cap), entropy)
+    check_gradients(shape, dtype, products.Scores(0.7, cap), entropy)
 
 
 def check_statistics(shape, dtype, scores, entropy):
@@ -105,16 +112,20 @@ def check_statistics(shape, dtype, scores, entropy):
         hidden, weight, label
     )
     chex.assert_shape([*state, of_label], (shape[0],))
-    size = np.abs(m[np.isfinite(m)]).max() + 1
-    np.testing.assert_allclose(np.asarray(state.m, np.float64), m, atol=2e-6 * size)
-    # s is relative to the rounded maximum, and terms in the tail have the error of their scores.
+    error = error_of_scores(m, shape[1])
+    np.testing.assert_allclose(np.asarray(state.m, np.float64), m, atol=error)
     finite = np.isfinite(m)
     shifted = s * np.exp(np.subtract(m, np.asarray(state.m, np.float64), out=np.zeros_like(m), where=finite))
-    np.testing.assert_allclose(np.asarray(state.s, np.float64), shifted, rtol=1e-5)
-    np.testing.assert_allclose(np.asarray(of_label, np.float64), t, atol=2e-6 * size)
+    np.testing.assert_allclose(np.asarray(state.s, np.float64), shifted, rtol=2 * error)
+    np.testing.assert_allclose(np.asarray(of_label, np.float64), t, atol=error)
     if entropy:
         found = np.asarray(fold.lse(state) * 0 + part / np.where(state.s == 0, 1, state.s))
-        np.testing.assert_allclose(found[s > 0], (u / np.where(s == 0, 1, s))[s > 0], rtol=2e-5, atol=2e-6)
+        np.testing.assert_allclose(found[s > 0], (u / np.where(s == 0, 1, s))[s > 0], atol=8 * error)
+
+
+def error_of_scores(m, width):
+    """A bound for scores of about this size: tensor cores cut off what they add, once every 16 products."""
+    return (2e-6 + width / 16 * 2.0**-24) * (1 + np.abs(m[np.isfinite(m)]).max())
 
 
 def check_gradients(shape, dtype, scores, entropy):
@@ -134,10 +145,13 @@ def check_gradients(shape, dtype, scores, entropy):
     p = np.where(np.isfinite(others), np.exp(above) / s, 0)
     expected = p * (g[:, None] - (k[:, None] * (above - u[:, None] / s) if entropy else 0))
     expected = np.where(here & (label != NO_ROW)[:, None], h[:, None], expected) * slope * scores.scale
-    # Beside the rounding to 16 bits, a difference of nearly equal terms keeps the error of its terms.
+    # Beside the rounding to 16 bits, each term has the error of its score, which a difference of equal ones keeps.
     terms = p * (np.abs(g)[:, None] + (np.abs(k[:, None] * above) + np.abs(k * u)[:, None] / s if entropy else 0))
     unit, least = float(jnp.finfo(dtype).eps), float(jnp.finfo(dtype).smallest_subnormal)
-    assert (np.abs(found - expected) <= 0.51 * unit * np.abs(expected) + 2e-5 * terms + 0.51 * least).all()
+    assert (
+        np.abs(found - expected)
+        <= 0.51 * unit * np.abs(expected) + 4 * error_of_scores(m, shape[1]) * terms + 0.51 * least
+    ).all()
     assert not found[label == NO_ROW].any()
 
 
@@ -160,9 +174,11 @@ def test_no_scores_in_memory(options):
     [
         ({}, True),
         ({"rows": 1000}, True),
-        ({"rows": 8}, False),
+        ({"rows": 16}, False),
         ({"width": 100}, False),
         ({"classes": 50257}, False),
+        ({"classes": 64}, False),
+        ({"width": 64}, False),
         ({"dtype": np.dtype(np.float32)}, False),
         ({"options": {"label_smoothing": 0.1}}, False),
         ({"options": {"chunk_size": 1024}}, False),
@@ -191,8 +207,7 @@ def test_as_chunks(monkeypatch, rows, options):
     rng = np.random.default_rng(1)
     h, w = (rng.standard_normal(shape).astype(BF16) for shape in ((rows, 128), (128, 8192)))
     y = rng.integers(-1, 8192, rows)
-    h[5], y[5] = np.inf, -100
-    h[6] = np.nan
+    y[5], h[6] = -100, np.nan
 
     def f(h, w):
         found = jax.tree.leaves(linear(h, w, y, ignore_index=-100, **options))
@@ -207,5 +222,6 @@ def test_as_chunks(monkeypatch, rows, options):
     monkeypatch.setattr(kernels, "serve", lambda *_: False)
     jax.clear_caches()
     for a, b in zip(ours, results(), strict=True):
-        size = np.abs(b[np.isfinite(b)]).max()
-        np.testing.assert_allclose(a, b, rtol=2.0**-7, atol=1e-4 * size)
+        finite = np.isfinite(b)
+        np.testing.assert_array_equal(a[~finite], b[~finite])
+        assert np.linalg.norm(a[finite] - b[finite]) <= 1e-3 * np.linalg.norm(b[finite])
