@@ -8,6 +8,7 @@ asked for, and no GPU is touched before.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
@@ -17,7 +18,6 @@ from jaxsoft._attention.operation import Pullback
 from jaxsoft._core import devices
 from jaxsoft._rows.forms import Form
 from jaxsoft._rows.operation import Operation, RowFunction
-from jaxsoft.fold import State
 
 
 def unavailable(platform: str) -> str | None:
@@ -103,31 +103,33 @@ def head_unsupported(hidden: jax.core.ShapedArray, weight: jax.core.ShapedArray)
 
 
 def head_statistics(
-    hidden: jax.Array, weight: jax.Array, label: jax.Array, *, scale: float, cap: float | None, entropy: bool
-) -> tuple[State, jax.Array, jax.Array | None]:
-    """What a loss needs to know of the scores of a linear layer (see `head.statistics`)."""
+    hidden: jax.Array, weight: jax.Array, bias: jax.Array | None, label: jax.Array, **scores: Any
+) -> Sequence[jax.Array]:
+    """What a loss needs to know of the scores of a linear layer (see `head.statistics`).
+
+    `scores` are the fields of `head.products.Scores`.
+    """
     from .head import products, statistics
 
     with jax.enable_x64(False):  # the kernels count in 32 bits
-        return statistics.statistics(products.Scores(scale, cap), hidden, weight, label, entropy)
+        return statistics.statistics(products.Scores(**scores), hidden, weight, bias, label)
 
 
 def head_gradients(
     hidden: jax.Array,
     weight: jax.Array,
+    bias: jax.Array | None,
     label: jax.Array,
-    state: State,
-    of_others: jax.Array,
-    of_label: jax.Array,
-    entropy: tuple[jax.Array, jax.Array] | None,
+    state: Sequence[jax.Array],
+    cotangents: Sequence[jax.Array],
     rows: int,
-    *,
-    scale: float,
-    cap: float | None,
+    begin: jax.Array | int,
+    classes: int,
+    **scores: Any,
 ) -> jax.Array:
-    """The gradients of the scores of a linear layer by the products (see `head.gradients`)."""
+    """The gradients of some scores of a linear layer by the products (see `head.gradients`)."""
     from .head import gradients, products
 
-    scores = products.Scores(scale, cap)
+    given = hidden, weight, bias, label, state, cotangents, rows, begin, classes
     with jax.enable_x64(False):
-        return gradients.gradients(scores, hidden, weight, label, state, of_others, of_label, entropy, rows)
+        return gradients.gradients(products.Scores(**scores), *given)

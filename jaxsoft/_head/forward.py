@@ -150,8 +150,9 @@ class Forward(Operation):
             return over_chunks(chunk_size(head, label.size), classes, with_classes, (start, kept))
 
         def at_once() -> Folded:
-            state, t, products = kernels.statistics(head, parameters[Kind.HIDDEN], operands[1], index)
-            return Folded(state, products, t, [])
+            m, s, t, *rest = kernels.statistics(head, parameters, index)
+            products = rest.pop(0) if head.entropy else None
+            return Folded(fold.State(m, s), products, t, rest)
 
         rows = self._row_chunk(operands[1], label.size, dtype)
         if not self.keep and kernels.serve(head, jax.typeof(parameters[Kind.HIDDEN]), jax.typeof(operands[1])):

@@ -1,21 +1,26 @@
 """Kernels that multiply hidden and weight and keep the scores in registers, and which calls they serve.
 
-The state of the scores, or their gradients, are made of each tile of the products before anything of it reaches memory.
-So there are no chunks, nothing is rounded but the gradients, and no time goes into reading and writing scores.
+What a loss needs to know of the scores, or their gradients, are made of each tile of the products before anything of it
+reaches memory. So nothing is rounded but the gradients, and no time goes into writing and reading scores.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
 import jaxsoft.pallas_kernels as pallas_kernels
 from jaxsoft import fold
-from jaxsoft._head.head import Head
+from jaxsoft._head.chunks import Chunk
+from jaxsoft._head.head import Head, Parameters
 from jaxsoft._head.operation import Kind
 
 # With fewer rows most of a tile is empty. On an H200, 16 rows of 4096 numbers and 128256 classes in bf16 took 340 us,
 # in chunks of the classes 273; 32 rows 320 and 810 (JAX 0.11.2).
 _LEAST_ROWS = 17
+# A chunk of classes has at least this many, and with few rows as many as give this many scores: its tiles, of 128 rows
+# and 256 classes each, keep 132 multiprocessors busy, mostly all of them.
+_LEAST_CLASSES, _LEAST_SCORES = 4096, 2**22
 
 
 def serve(head: Head, hidden: jax.core.ShapedArray, weight: jax.core.ShapedArray) -> bool:
@@ -26,47 +31,59 @@ def serve(head: Head, hidden: jax.core.ShapedArray, weight: jax.core.ShapedArray
       hidden: in the dtype of the products.
       weight: the layer's matrix.
     """
-    if head.summed or Kind.BIAS in head.parameters or head.chunk_size is not None:
+    if head.composed or head.chunk_size is not None or not head.recompute:
         return False
     if pallas_kernels.unavailable("cuda") or pallas_kernels.head_unsupported(hidden, weight):
         return False
     return hidden.shape[0] >= _LEAST_ROWS
 
 
-def statistics(
-    head: Head, hidden: jax.Array, weight: jax.Array, here: jax.Array
-) -> tuple[fold.State, jax.Array, jax.Array | None]:
-    """The state of the scores but the label's, the label's score or 0 if it is not here, and what the entropy needs.
+def chunk_size(rows: int) -> int:
+    """How many classes are taken at a time."""
+    return max(_LEAST_CLASSES, _LEAST_SCORES // max(rows, 128) // 256 * 256)
+
+
+def statistics(head: Head, parameters: Parameters, here: jax.Array) -> Sequence[jax.Array]:
+    """The state (m, s) of the scores but the label's, the label's score or 0, the sum for the entropy, and `head.sums`.
 
     Args:
       head: the layer.
-      hidden: in the dtype of the products.
-      weight: the layer's matrix.
+      parameters: its own; hidden in the dtype of the products.
       here: the index of each row's label among these classes.
     """
-    options = {"scale": head.scale, "cap": head.cap, "entropy": head.entropy}
-    return pallas_kernels.head_statistics(hidden, weight, here, **options)
+    hidden, weight = parameters[Kind.HIDDEN], parameters[Kind.WEIGHT]
+    return pallas_kernels.head_statistics(hidden, weight, _bias(parameters.get(Kind.BIAS)), here, **_scores(head))
 
 
 def gradients(
     head: Head,
-    hidden: jax.Array,
-    weight: jax.Array,
+    parameters: Parameters,
     here: jax.Array,
     state: Sequence[jax.Array],
     cotangents: Sequence[jax.Array],
+    chunk: Chunk,
+    rows: int,
 ) -> jax.Array:
-    """The gradients by hidden @ weight, of the shape of weight: its first rows have them, and what follows may be NaN.
+    """The gradients of a chunk of the classes by hidden @ weight + bias.
 
     Args:
       head: the layer.
-      hidden: in the dtype of the products, of no more rows than weight has.
-      weight: the layer's matrix.
-      here: the index of each row's label among these classes.
-      state: (m, s) of the scores but the label's, and where the entropy is wanted the sum for that.
-      cotangents: of the logsumexp of these scores, of the label's score, and of the entropy if that is wanted.
+      parameters: its own; hidden in the dtype of the products.
+      here: the index of each row's label among the classes of the chunk.
+      state: (m, s) of all scores but the label's, and where the entropy is wanted the sum for that.
+      cotangents: of the logsumexp of these scores, of the label's score, of the entropy, and of the sum of all scores.
+      chunk: which classes.
+      rows: how many rows the result has: those after the last of hidden may be NaN.
     """
-    (m, s, *products), (g, h, *k) = state, cotangents
-    entropy = (products[0], k[0]) if head.entropy else None
-    options = {"scale": head.scale, "cap": head.cap}
-    return pallas_kernels.head_gradients(hidden, weight, here, fold.State(m, s), g, h, entropy, len(weight), **options)
+    hidden, weight, bias = parameters[Kind.HIDDEN], parameters[Kind.WEIGHT], parameters.get(Kind.BIAS)
+    of_chunk = _bias(None if bias is None else chunk.of(bias))
+    place = rows, chunk.begin, chunk.size
+    return pallas_kernels.head_gradients(hidden, weight, of_chunk, here, state, cotangents, *place, **_scores(head))
+
+
+def _bias(bias: jax.Array | None) -> jax.Array | None:
+    return None if bias is None else bias.astype(fold.accumulator(bias.dtype))
+
+
+def _scores(head: Head) -> dict[str, Any]:
+    return {"scale": head.scale, "cap": head.cap, "entropy": head.entropy, "summed": head.summed}

@@ -88,34 +88,30 @@ class Pullback(Operation):
     def on_rows(self, shards: Shards, *operands: jax.Array) -> tuple[jax.Array, ...]:
         """The gradients on one device. Where they are sums over devices, all devices' are added up."""
         (rows, width), classes = operands[0].shape, operands[1].shape[1]
-        dtype, moving = product_dtype(*operands[:2]), set(self.moving)
-        may = {Kind.HIDDEN, Kind.WEIGHT} <= moving and may_wait(operands[1], rows, dtype)
+        dtype = product_dtype(*operands[:2])
+        may = {Kind.HIDDEN, Kind.WEIGHT} <= set(self.moving) and may_wait(operands[1], rows, dtype)
         waits = may and rows == width and chunk_size(self.head, rows) < classes
-        by_chunks = functools.partial(self._gradients, shards)
-        if waits and not self.head.recompute:
-            return by_chunks(True, *operands)
-        ways = {"default": functools.partial(by_chunks, waits)}
-        if may and (rows == width or few_are_missing(operands[1], rows)):
-            hidden = jax.core.ShapedArray(operands[0].shape, dtype)
-            if kernels.serve(self.head, hidden, jax.typeof(operands[1])):
-                ways["cuda"] = functools.partial(self._at_once, shards)
-        if waits:
+        gradients = functools.partial(self._gradients, shards)
+        ways = {"default": functools.partial(gradients, waits, False)}
+        if waits and self.head.recompute:
             # On a CPU it took 5 to 12 % longer to wait, for 256 rows of 256 numbers and 32000 classes.
-            ways["cpu"] = functools.partial(by_chunks, False)
+            ways["cpu"] = functools.partial(gradients, False, False)
+        if kernels.serve(self.head, jax.core.ShapedArray(operands[0].shape, dtype), jax.typeof(operands[1])):
+            whole = may and (rows == width or few_are_missing(operands[1], rows))
+            ways["cuda"] = functools.partial(gradients, whole, True)
         return jax.lax.platform_dependent(*operands, **ways) if len(ways) > 1 else ways["default"](*operands)
 
-    def _at_once(self, shards: Shards, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        """`on_rows` by the kernel that makes gradients of all scores from hidden and weight, and by two products."""
-        hidden, weight, label, others, *rest = operands
-        entropy, cotangents = rest[: self.head.entropy], rest[self.head.entropy :]
-        here, wide = labels_within(label, shards.first_class(weight.shape[1])), hidden.astype(weight.dtype)
-        state = *fold.from_lse(others), *(-h for h in entropy)
-        dx = kernels.gradients(self.head, wide, weight, here, state, cotangents)
-        found = self._from_waiting(shards, {Kind.HIDDEN: wide, Kind.WEIGHT: weight}, dx, hidden.dtype)
-        return self._of_all_devices(shards, found, operands)
+    def _gradients(
+        self, shards: Shards, waits: bool, in_registers: bool, *operands: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        """`on_rows`.
 
-    def _gradients(self, shards: Shards, waits: bool, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        """`on_rows`. `waits` says whether the gradients of hidden and weight wait for those of all scores."""
+        Args:
+          shards: of the operands.
+          waits: whether the gradients of hidden and weight wait for those of all scores.
+          in_registers: whether a kernel keeps the scores there.
+          operands: all of them.
+        """
         head, parameters = self.head, self.head.named(operands)
         label, others, *rest = operands[len(head.parameters) : len(self.residuals)]
         entropy, kept = rest[: head.entropy], rest[head.entropy :]
@@ -133,11 +129,15 @@ class Pullback(Operation):
             state = *fold.from_lse(others), *(-h for h in entropy)
         rows = Known(label, here, state, tuple(cotangents), sums)
         size, types = chunk_size(head, label.size), dict(zip(self.moving, self.types(*operands), strict=True))
-        if waits and kept and not head.composed:
-            size = classes  # the gradients of scores wait where these are kept
+        if waits and (in_registers or (kept and not head.composed)):
+            size = classes  # the gradients of scores wait where these are kept, or are made in one call
+        elif in_registers:
+            size = kernels.chunk_size(label.size)
 
         def step(gradients: tuple[Any, ...], chunk: Chunk) -> tuple[Any, ...]:
-            x = chunk.of(kept[0]) if kept else scores(head, chunk.layer(parameters))
+            x = None
+            if not in_registers:
+                x = chunk.of(kept[0]) if kept else scores(head, chunk.layer(parameters))
             return self._with_chunk(gradients, parameters, rows, waits, x, chunk)
 
         gradients = over_chunks(size, classes, step, self._start(dtype, types, waits))
@@ -191,7 +191,7 @@ class Pullback(Operation):
         parameters: Parameters,
         rows: Known,
         waits: bool,
-        x: jax.Array,
+        x: jax.Array | None,
         chunk: Chunk,
     ) -> tuple[Any, ...]:
         """The gradients after one more chunk.
@@ -201,15 +201,21 @@ class Pullback(Operation):
           parameters: of the head.
           rows: what is known of them.
           waits: whether the gradients of hidden and weight wait for all chunks; those of the scores are kept there.
-          x: the scores of the chunk.
+          x: the scores of the chunk; None if a kernel is to keep them in registers.
           chunk: which classes these are.
         """
         hidden, weight = parameters[Kind.HIDDEN], parameters[Kind.WEIGHT]
         dtype = product_dtype(hidden, weight)
         wide = fold.accumulator(dtype)
-        weights = chunk.of(parameters[Kind.CLASS_WEIGHTS]) if self.head.weighted else None
-        in_place = waits and chunk.size == weight.shape[1]
-        dx = gradient_of_scores(self.head, dtype, rows, x, chunk, weights, fused=waits and not in_place)
+        if x is None:
+            cotangents = *rows.cotangents, *rows.sums
+            count = len(weight) if waits else len(hidden)
+            here = labels_within(rows.local, chunk.begin)
+            dx = kernels.gradients(self.head, parameters, here, rows.state, cotangents, chunk, count)
+        else:
+            weights = chunk.of(parameters[Kind.CLASS_WEIGHTS]) if self.head.weighted else None
+            in_place = waits and chunk.size == weight.shape[1]
+            dx = gradient_of_scores(self.head, dtype, rows, x, chunk, weights, fused=waits and not in_place)
 
         def with_chunk(kind: Kind, before: Any) -> Any:
             match kind:
@@ -222,8 +228,9 @@ class Pullback(Operation):
                 case Kind.WEIGHT:
                     part = product(self.head, hidden, dx, (0, 0), dtype if before.dtype == dtype else wide)
                 case Kind.BIAS:
-                    part = jnp.sum(dx, axis=0, dtype=wide)
+                    part = jnp.sum(dx[: len(hidden)], axis=0, dtype=wide)
                 case Kind.CLASS_WEIGHTS:
+                    assert x is not None, "weighted sums are composed"
                     part = gradient_of_weights(self.head, rows, x)
             return chunk.written(before, part)
 

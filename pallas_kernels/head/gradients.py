@@ -1,8 +1,9 @@
 """The gradients of a linear layer's scores, from hidden and weight, without the scores in memory.
 
 Of a row whose other scores than the label's have the maximum m and the sum s, they are p * g with p = exp(z - m) / s,
-and h at the label; and with an entropy, of which k is the cotangent, p * (g - k * ((z - m) - u / s)). That is what
-`label_state_vjp` and `label_entropy_vjp` compute of scores (see `jaxsoft._rows.operations.labels`).
+and h at the label; with an entropy, of which k is the cotangent, p * (g - k * ((z - m) - u / s)); and with the sum of
+all scores, of which v is the cotangent, v more. That is what the pullbacks in `jaxsoft._rows.operations.labels` compute
+of scores.
 """
 
 import functools
@@ -15,81 +16,97 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxsoft import fold
 from jaxsoft._rows.operation import NO_ROW
+from jaxsoft.fold import reference
 
-from ..tiles import tiled
+from ..tiles import ROWS, tiled
 from . import products
 from .products import LEAST, LOG2E, PLAN, Scores, Tile
+
+_LEAST = 128  # of the dimensions of the result
 
 
 def gradients(
     scores: Scores,
     hidden: jax.Array,
     weight: jax.Array,
+    bias: jax.Array | None,
     label: jax.Array,
-    state: fold.State,
-    of_others: jax.Array,
-    of_label: jax.Array,
-    entropy: tuple[jax.Array, jax.Array] | None,
+    state: Sequence[jax.Array],
+    cotangents: Sequence[jax.Array],
     rows: int,
+    begin: jax.Array | int,
+    classes: int,
 ) -> jax.Array:
-    """The gradients by hidden @ weight, in the dtype of these.
+    """The gradients by hidden @ weight of some classes, in the dtype of these.
 
     Args:
       scores: how products become scores.
       hidden: (rows, width).
-      weight: (width, classes).
-      label: the index of each row's label, which may be none of these classes, or NO_ROW: then all is 0.
-      state: of the other scores.
-      of_others: g.
-      of_label: h.
-      entropy: u and k, where the entropy has a cotangent.
-      rows: how many rows the result has, a multiple of 8 and at least hidden's. What is in rows that hidden has not is
-        undefined.
+      weight: (width, all classes).
+      bias: of these classes, in f32; None for none.
+      label: the index of each row's label among these classes, or out of range, or NO_ROW: then all is 0.
+      state: m and s of the other scores, and u with an entropy.
+      cotangents: g and h, k with an entropy, and v with the sum.
+      rows: how many rows the result has, at least hidden's. What is in rows that hidden has not is undefined.
+      begin: the first class, a multiple of 64.
+      classes: how many there are.
     """
     plan, dtype = PLAN, hidden.dtype
-    m, s = state
-    scale = jnp.where(s == 0, 0, scores.scale / jnp.where(s == 0, 1, s))
-    factors = [of_others * scale]
-    if entropy is not None:
-        u, k = entropy
-        factors = [factors[0] + k * (u * scale) / jnp.where(s == 0, 1, s), -k * scale]
-    given = [(label, NO_ROW), (fold.reference(m), 0), (of_label * scores.scale, 0), *((v, 0) for v in factors)]
-    numbers = [products.to_whole(plan, v, fill) for v, fill in given]
-    result = jax.ShapeDtypeStruct((rows, weight.shape[1]), dtype)
+    (m, s, *u), (g, h, *more) = state, [v * scores.scale for v in cotangents]
+    some = jnp.where(s == 0, 1, s)
+    of_others = [g]
+    if scores.entropy:
+        k = more.pop(0)
+        of_others = [g + k * (u[0] / some), -k]
+    of_others = [jnp.where(s == 0, 0, v / some) for v in of_others]
+    numbers = [
+        products.to_whole(label, plan.block_rows, NO_ROW),
+        *(products.to_whole(v, plan.block_rows) for v in (reference(m), h, *of_others, *more)),
+    ]
+    arrays = numbers if bias is None else [*numbers, products.to_whole(bias, plan.classes)]
+
+    def load(tile: Tile, refs: Sequence[Any]) -> tuple[list[jax.Array], Any]:
+        return [products.of_rows(ref, tile) for ref in refs[: len(numbers)]], None if bias is None else refs[-1]
+
+    # Tiles reach past the end of an array, where copies write nothing. But a copy as large as a dimension, of 64 rows
+    # or columns, has no index along it to be past the end with, and would write to the beginning.
+    shape = max(-(-rows // ROWS) * ROWS, _LEAST), max(classes, _LEAST)
+    result = jax.ShapeDtypeStruct(shape, dtype)
     # While one piece of the gradients is copied to memory, the next one is computed.
     staging = tiled((plan.groups, 2, plan.rows, plan.piece), dtype)
     finish = functools.partial(_finish, scores)
-    (dx,) = products.kernel("gradients", plan, _load, finish, hidden, weight, numbers, [result], [staging])
-    return dx
-
-
-def _load(tile: Tile, numbers: Sequence[Any]) -> list[jax.Array]:
-    return [products.of_rows(ref, tile) for ref in numbers]
+    (dx,) = products.kernel(
+        "gradients", plan, load, finish, hidden, weight, arrays, [result], [staging], begin, classes
+    )
+    return dx[:rows, :classes]
 
 
 def _finish(
-    scores: Scores, tile: Tile, numbers: Sequence[jax.Array], found: jax.Array, results: Sequence[Any], memory: Any
+    scores: Scores,
+    tile: Tile,
+    loaded: tuple[Sequence[jax.Array], Any],
+    found: jax.Array,
+    results: Sequence[Any],
+    memory: Any,
 ) -> None:
     plan, (result,), (staging,) = PLAN, results, memory
+    (label, *numbers), bias = loaded
     group = lax.axis_index("warp_group")
-    label, m, of_label, *factors = numbers
-
-    def spread(v: jax.Array) -> jax.Array:
-        return lax.broadcast_in_dim(v, (plan.rows, plan.piece), [0])
 
     for i, piece in enumerate(products.pieces(plan, found)):
-        z, slope = scores.of(piece)
-        above = z - spread(m)
-        factor = spread(factors[0])
-        if len(factors) > 1:
-            factor += spread(factors[1]) * jnp.maximum(above, LEAST)
-        dx = jnp.exp2(above * LOG2E) * factor
-        dx = jnp.where(products.is_label(plan, tile, label, i), spread(of_label), dx)
+        m, of_label, *of_others = (lax.broadcast_in_dim(v, piece.shape, [0]) for v in numbers)
+        of_sum = of_others.pop() if scores.summed else None
+        z, slope = scores.of(piece, None if bias is None else products.bias_of(plan, bias, tile, i))
+        above, factor = z - m, of_others[0]
+        if scores.entropy:
+            factor += of_others[1] * jnp.maximum(above, LEAST)
+        dx = jnp.where(products.is_label(plan, tile, label, i), of_label, jnp.exp2(above * LOG2E) * factor)
+        if of_sum is not None:
+            dx += jnp.where(z != -jnp.inf, of_sum, 0)
         if slope is not None:
-            dx = dx * slope
-        dx = jnp.where(spread(label == NO_ROW), 0, dx)
+            dx *= slope
+        dx = jnp.where(lax.broadcast_in_dim(label == NO_ROW, piece.shape, [0]), 0, dx)
         stage = staging.at[group, i % 2]
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the copy of the last piece but one
         stage[...] = dx.astype(result.dtype)

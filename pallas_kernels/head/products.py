@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..ring import Ring
 from ..rows import sizes
-from ..tiles import ROWS, tiled
+from ..tiles import ROWS, WIDEST, tiled
 
 # Interpreter parameters of Pallas, which tests set; None to compile.
 INTERPRET: Any = None
@@ -64,10 +64,6 @@ class Plan:
         """Rows of a block's tile."""
         return self.groups * self.rows
 
-    def whole_rows(self, rows: int) -> int:
-        """The rows of whole tiles."""
-        return -(-rows // self.block_rows) * self.block_rows
-
 
 # Shared memory has room for no more. On an H200, 4096 rows of 4096 numbers and 128256 classes in bf16, sustained, the
 # gradients of the scores took 6.6 ms where cuBLAS had 6.3 for the products alone, and the kernel without an epilogue
@@ -77,19 +73,24 @@ PLAN = Plan()
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """How products become scores.
+    """How products become scores, and what is wanted of them.
 
     Attributes:
-      scale: the factor of the products.
+      scale: the factor of the products, and of a bias.
       cap: the scores become cap * tanh(x / cap); None leaves them as they are.
+      entropy: whether the entropy is wanted.
+      summed: whether the sum of all scores above -inf is wanted, and their number.
     """
 
     scale: float = 1.0
     cap: float | None = None
+    entropy: bool = False
+    summed: bool = False
 
-    def of(self, products: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    def of(self, products: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
         """The scores, and how much they grow with the scaled products where there is a cap."""
-        x = products if self.scale == 1 else products * self.scale
+        x = products if bias is None else products + bias
+        x = x if self.scale == 1 else x * self.scale
         if self.cap is None:
             return x, None
         # The hardware's approximate tanh errs by 5e-4 of the cap. This has no difference of large numbers but for small
@@ -123,27 +124,31 @@ def kernel(
     finish: Callable[[Tile, Any, jax.Array, Sequence[Any], Any], None],
     hidden: jax.Array,
     weight: jax.Array,
-    numbers: Sequence[jax.Array],
+    arrays: Sequence[jax.Array],
     results: Any,
     scratch: Any = (),
+    begin: jax.Array | int = 0,
+    classes: int | None = None,
 ) -> Any:
     """Calls a kernel that computes all tiles.
 
     Args:
       name: the kernel's.
       plan: how the work is cut up.
-      load: loads what is needed of the numbers, before the products of the tile, so that it arrives meanwhile.
+      load: loads what is needed of the arrays, before the products of the tile, so that it arrives meanwhile.
       finish: writes the results of a tile, given what is loaded, its products in f32, references to the results, and
         to the scratch memory.
       hidden: (rows, width).
       weight: (width, classes).
-      numbers: of each row, for whole tiles.
+      arrays: what else the kernel reads, of whole tiles.
       results: the types of the results, a sequence.
       scratch: the types of what else the kernel needs of shared memory.
+      begin: the first of weight's classes, a multiple of 64.
+      classes: how many there are.
     """
     dtype, (rows, width) = hidden.dtype, hidden.shape
     hidden = jnp.pad(hidden, ((0, -rows % ROWS), (0, 0)))  # to what copies can cut up, see `tiles`
-    row_tiles, class_tiles = -(-rows // plan.block_rows), -(-weight.shape[1] // plan.classes)
+    row_tiles, class_tiles = -(-rows // plan.block_rows), -(-(classes or weight.shape[1]) // plan.classes)
     tiles, steps = row_tiles * class_tiles, width // plan.depth
     blocks = min(sizes.target().multiprocessors, tiles)
 
@@ -155,9 +160,9 @@ def kernel(
         size = jnp.minimum(row_tiles - first, min(plan.band, row_tiles))
         return first + lax.rem(within, size), lax.div(within, size)
 
-    def body(hidden, weight, *refs):
-        numbers_in, outs = refs[: len(numbers)], refs[len(numbers) : len(numbers) + len(results)]
-        hidden_memory, weight_memory, bars, *more = refs[len(numbers) + len(results) :]
+    def body(hidden, weight, begin, *refs):
+        inputs, outs = refs[: len(arrays)], refs[len(arrays) : len(arrays) + len(results)]
+        hidden_memory, weight_memory, bars, *more = refs[len(arrays) + len(results) :]
         ring = Ring([hidden_memory, weight_memory], bars, plan.slots)
         group, block = lax.axis_index("warp_group"), lax.axis_index("block")
         count = lax.div(tiles - block + (blocks - 1), jnp.int32(blocks))
@@ -165,10 +170,12 @@ def kernel(
         def copy() -> None:
             plgpu.set_max_registers(_COPY_REGISTERS, action="decrease")
 
+            first = begin[0] * WIDEST
+
             def tile(i, _):
                 row, column = place(block + i * blocks)
                 rows = pl.ds(row * plan.block_rows, plan.block_rows)
-                classes = pl.ds(column * plan.classes, plan.classes)
+                classes = pl.ds(first + column * plan.classes, plan.classes)
 
                 def step(k, _):
                     depth = pl.ds(k * plan.depth, plan.depth)
@@ -198,7 +205,7 @@ def kernel(
                 row, column = place(block + i * blocks)
                 rows = pl.ds(row * plan.block_rows + group * plan.rows, plan.rows)
                 here = Tile(rows, column * plan.classes, column)
-                loaded = load(here, numbers_in)
+                loaded = load(here, inputs)
                 found = pl.run_scoped(functools.partial(products, i), _accumulator((plan.rows, plan.classes)))
                 finish(here, loaded, found, outs, more)
 
@@ -225,7 +232,7 @@ def kernel(
         kernel_name=f"jaxsoft_head_{name}",
         interpret=INTERPRET,
     )
-    return call(hidden, weight, *numbers)
+    return call(hidden, weight, jnp.asarray(begin, jnp.int32).reshape(1) // WIDEST, *arrays)
 
 
 def pieces(plan: Plan, tile: jax.Array) -> list[jax.Array]:
@@ -249,6 +256,14 @@ def of_rows(ref: Any, tile: Tile) -> jax.Array:
     return plgpu.load(ref.at[tile.rows], layout=WGMMA.reduce(1), optimized=False)
 
 
-def to_whole(plan: Plan, numbers: jax.Array, fill: float) -> jax.Array:
-    """The numbers of all rows, and more for whole tiles."""
-    return jnp.pad(numbers, (0, -len(numbers) % plan.block_rows), constant_values=fill)
+def bias_of(plan: Plan, ref: Any, tile: Tile, piece: int) -> jax.Array:
+    """The bias of a piece of a tile, for all of the piece."""
+    numbers = plgpu.load(
+        ref.at[pl.ds(tile.begin + piece * plan.piece, plan.piece)], layout=WGMMA.reduce(0), optimized=False
+    )
+    return lax.broadcast_in_dim(numbers, (plan.rows, plan.piece), [1])
+
+
+def to_whole(numbers: jax.Array, tile: int, fill: float = 0) -> jax.Array:
+    """The numbers of all rows or classes, and more for whole tiles."""
+    return jnp.pad(numbers, (0, -len(numbers) % tile), constant_values=fill)

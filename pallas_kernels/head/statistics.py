@@ -1,8 +1,8 @@
 """What a loss needs to know of a linear layer's scores, from hidden and weight, without the scores in memory.
 
 Each tile leaves for each of its rows the maximum of the scores but the label's, the sum of exp(z - m) of these, the
-label's score, which is 0 if it is not in the tile, and where the entropy is wanted the sum of exp(z - m) * (z - m). XLA
-combines them.
+label's score, which is 0 if it is not in the tile; where the entropy is wanted the sum of exp(z - m) * (z - m); and
+where the sum of all scores is wanted that, and their number. XLA combines them.
 """
 
 import functools
@@ -23,67 +23,83 @@ from .products import LEAST, LOG2E, PLAN, Scores, Tile
 
 
 def statistics(
-    scores: Scores, hidden: jax.Array, weight: jax.Array, label: jax.Array, entropy: bool
-) -> tuple[fold.State, jax.Array, jax.Array | None]:
-    """The state of the scores but the label's; the label's score, 0 if it is none of these classes'; and the products.
+    scores: Scores, hidden: jax.Array, weight: jax.Array, bias: jax.Array | None, label: jax.Array
+) -> list[jax.Array]:
+    """m and s of the scores but the label's, the label's, 0 if it is none of these classes', and what else is wanted.
 
-    The products are the sum for the entropy of the other scores' softmax, see `jaxsoft._rows.operations.entropy`.
+    That is u for the entropy, see `jaxsoft._rows.operations.entropy`; and the sum of the scores above -inf, and their
+    number.
 
     Args:
       scores: how products become scores.
       hidden: (rows, width).
       weight: (width, classes).
+      bias: of the classes, in f32; None for none.
       label: the index of each row's label, which may be none of these classes, or NO_ROW: then the row has no scores.
-      entropy: whether the products are wanted, else they are None.
     """
-    plan, rows = PLAN, len(hidden)
-    tiles = -(-weight.shape[1] // plan.classes)
-    result = jax.ShapeDtypeStruct((tiles, plan.whole_rows(rows)), jnp.float32)
-    finish = functools.partial(_finish, scores, weight.shape[1])
-    numbers, results = [products.to_whole(plan, label, NO_ROW)], [result] * (3 + entropy)
-    found = products.kernel("statistics", plan, _load, finish, hidden, weight, numbers, results)
-    none = label == NO_ROW
-    m, s, t, *u = (v[:, :rows] for v in found)
-    total = jnp.where(none, -jnp.inf, jnp.max(m, axis=0))
-    s_total = jnp.where(none, 0, jnp.sum(s * fold.weight(m, total[None]), axis=0))
-    part = None
-    if entropy:
-        part = jnp.where(none, 0, jnp.sum(products_from(total[None], fold.State(m, s), u[0]), axis=0))
-    return fold.State(total, s_total), jnp.where(none, 0, jnp.sum(t, axis=0)), part
+    plan, rows, classes = PLAN, len(hidden), weight.shape[1]
+    arrays = [products.to_whole(label, plan.block_rows, NO_ROW)]
+    if bias is not None:
+        arrays.append(products.to_whole(bias, plan.classes))
 
+    def load(tile: Tile, refs: Sequence[Any]) -> tuple[jax.Array, Any]:
+        return products.of_rows(refs[0], tile), None if bias is None else refs[1]
 
-def _load(tile: Tile, numbers: Sequence[Any]) -> jax.Array:
-    return products.of_rows(numbers[0], tile)
+    whole_rows = len(arrays[0])
+    result = jax.ShapeDtypeStruct((-(-classes // plan.classes), whole_rows), jnp.float32)
+    results = [result] * (3 + scores.entropy + 2 * scores.summed)
+    finish = functools.partial(_finish, scores, classes)
+    found = products.kernel("statistics", plan, load, finish, hidden, weight, arrays, results)
+    m, s, *others = (v[:, :rows] for v in found)
+    total, none = jnp.max(m, axis=0), label == NO_ROW
+    s_parts = s * fold.weight(m, total[None])
+    if scores.entropy:
+        others[1] = products_from(total[None], fold.State(m, s), others[1])
+    sums = (jnp.where(none, 0, jnp.sum(v, axis=0)) for v in (s_parts, *others))
+    return [jnp.where(none, -jnp.inf, total), *sums]
 
 
 def _finish(
     scores: Scores,
     classes: int,
     tile: Tile,
-    label: jax.Array,
+    loaded: tuple[jax.Array, Any],
     found: jax.Array,
     results: Sequence[Any],
     memory: Any,
 ) -> None:
     del memory
-    plan = PLAN
+    plan, (label, bias) = PLAN, loaded
+
+    def there(piece: int) -> jax.Array | None:
+        """Which columns of a piece are classes, and not past the last one; None for all."""
+        if classes % plan.classes == 0:
+            return None
+        return products.columns(plan) < classes - tile.begin - piece * plan.piece
 
     def of_others(z: jax.Array, piece: int) -> jax.Array:
-        counts = ~products.is_label(plan, tile, label, piece)
-        if classes % plan.classes:  # the last tile reaches past the end
-            counts &= products.columns(plan) < classes - tile.begin - piece * plan.piece
-        return jnp.where(counts, z, -jnp.inf)
+        counts, classes_there = ~products.is_label(plan, tile, label, piece), there(piece)
+        return jnp.where(counts if classes_there is None else counts & classes_there, z, -jnp.inf)
 
-    z = [scores.of(piece)[0] for piece in products.pieces(plan, found)]
+    def score(piece: jax.Array, i: int) -> jax.Array:
+        return scores.of(piece, None if bias is None else products.bias_of(plan, bias, tile, i))[0]
+
+    z = [score(piece, i) for i, piece in enumerate(products.pieces(plan, found))]
     m = functools.reduce(jnp.maximum, (jnp.max(of_others(x, i), axis=1) for i, x in enumerate(z)))
     reference = jnp.where(jnp.abs(m) < jnp.inf, m, 0.0)
-    s = t = u = jnp.zeros_like(m)
+    s = t = u = total = count = jnp.zeros_like(m)
     for i, x in enumerate(z):
         above = of_others(x, i) - lax.broadcast_in_dim(reference, x.shape, [0])
         e = jnp.exp2(above * LOG2E)
         s += jnp.sum(e, axis=1)
         t += jnp.sum(jnp.where(products.is_label(plan, tile, label, i), x, 0), axis=1)
-        if len(results) > 3:
+        if scores.entropy:
             u += jnp.sum(e * jnp.maximum(above, LEAST), axis=1)
-    for result, v in zip(results, (m, s, t, u), strict=False):
+        if scores.summed:
+            counts, classes_there = x != -jnp.inf, there(i)
+            counts = counts if classes_there is None else counts & classes_there
+            total += jnp.sum(jnp.where(counts, x, 0), axis=1)
+            count += jnp.sum(jnp.where(counts, 1.0, 0.0), axis=1)
+    wanted = [m, s, t, *[u] * scores.entropy, *[total, count] * scores.summed]
+    for result, v in zip(results, wanted, strict=True):
         store(result.at[tile.index, tile.rows], v)

@@ -16,7 +16,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxsoft.pallas_kernels.head import gradients, products, statistics
 from jaxsoft.pallas_kernels.rows import sizes
 
-from jaxsoft import fold
 from jaxsoft import linear_softmax_cross_entropy as linear
 from jaxsoft._head import kernels
 from jaxsoft._rows.operation import NO_ROW
@@ -36,28 +35,30 @@ def layer(rows, width, classes, dtype, seed=0):
     return hidden, weight, label
 
 
-def exact(scores, hidden, weight, label):
-    """What `statistics` gives, the slope of the scores, and the scores but the label's, in float64."""
-    x = scores.scale * (hidden.astype(np.float64) @ weight.astype(np.float64))
+def exact(scores, hidden, weight, bias, label):
+    """What `statistics` gives, the slope of the scores, those but the label's, and where that is, in float64."""
+    x = hidden.astype(np.float64) @ weight.astype(np.float64)
+    x = scores.scale * (x if bias is None else x + bias.astype(np.float64))
     bent = np.tanh(x / scores.cap) if scores.cap else 0 * x
     z, slope = (scores.cap * bent, 1 - bent**2) if scores.cap else (x, 1 + 0 * x)
-    here = np.arange(z.shape[1]) == label[:, None]
-    others = np.where(here | (label == NO_ROW)[:, None], -np.inf, z)
+    none = (label == NO_ROW)[:, None]
+    here = (np.arange(z.shape[1]) == label[:, None]) & ~none
+    others = np.where(here | none, -np.inf, z)
     m = others.max(axis=1)
     e = np.exp(others - np.where(np.isfinite(m), m, 0)[:, None])
     with np.errstate(divide="ignore", invalid="ignore"):
         u = np.where(e == 0, 0, e * (others - m[:, None])).sum(axis=1)
-    return m, e.sum(axis=1), np.where(here, z, 0).sum(axis=1) * (label != NO_ROW), u, slope, others, here
+    return m, e.sum(axis=1), np.where(here, z, 0).sum(axis=1), u, np.where(none, 0, z).sum(axis=1), slope, others, here
 
 
 CASES = pytest.mark.parametrize(
-    ("shape", "dtype", "scores", "entropy"),
+    ("shape", "dtype", "scores", "biased"),
     [
         ((136, 128, 320), BF16, products.Scores(), False),
-        ((130, 64, 576), F16, products.Scores(-0.5, 3.0), True),
-        ((3, 192, 256), BF16, products.Scores(2.0), True),
+        ((130, 64, 576), F16, products.Scores(-0.5, 3.0, entropy=True), True),
+        ((3, 192, 64), BF16, products.Scores(2.0, summed=True), True),
     ],
-    ids=["plain", "cap and entropy", "few"],
+    ids=["plain", "cap and entropy", "sums of few"],
 )
 
 
@@ -71,15 +72,15 @@ def interpreter(monkeypatch):
 
 @interpreted
 @CASES
-def test_statistics(interpreter, capfd, shape, dtype, scores, entropy):
-    check_statistics(shape, dtype, scores, entropy)
+def test_statistics(interpreter, capfd, shape, dtype, scores, biased):
+    check_statistics(shape, dtype, scores, biased)
     assert "RACE DETECTED" not in "".join(capfd.readouterr())
 
 
 @interpreted
 @CASES
-def test_gradients(interpreter, capfd, shape, dtype, scores, entropy):
-    check_gradients(shape, dtype, scores, entropy)
+def test_gradients(interpreter, capfd, shape, dtype, scores, biased):
+    check_gradients(shape, dtype, scores, biased)
     assert "RACE DETECTED" not in "".join(capfd.readouterr())
 
 
@@ -87,7 +88,7 @@ def test_gradients(interpreter, capfd, shape, dtype, scores, entropy):
 @pytest.mark.parametrize(
     "shape",
     [
-        (1, 128, 128),
+        (1, 64, 64),
         (7, 192, 256),
         (64, 256, 4160),
         (127, 64, 320),
@@ -99,28 +100,34 @@ def test_gradients(interpreter, capfd, shape, dtype, scores, entropy):
 )
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("cap", [None, 2.0], ids=str)
-@pytest.mark.parametrize("entropy", [False, True], ids=["state", "entropy"])
-def test_on_gpu(shape, dtype, cap, entropy):
-    check_statistics(shape, dtype, products.Scores(1.0, cap), entropy)
-    check_gradients(shape, dtype, products.Scores(0.7, cap), entropy)
+@pytest.mark.parametrize("wanted", [{}, {"entropy": True}, {"summed": True}], ids=["state", "entropy", "sums"])
+def test_on_gpu(shape, dtype, cap, wanted):
+    check_statistics(shape, dtype, products.Scores(1.0, cap, **wanted), bool(wanted))
+    check_gradients(shape, dtype, products.Scores(0.7, cap, **wanted), bool(wanted))
 
 
-def check_statistics(shape, dtype, scores, entropy):
+def bias_of(classes):
+    return np.random.default_rng(classes).standard_normal(classes).astype(np.float32)
+
+
+def check_statistics(shape, dtype, scores, biased):
     hidden, weight, label = layer(*shape, dtype)
-    m, s, t, u, *_ = exact(scores, hidden, weight, label)
-    state, of_label, part = jax.jit(functools.partial(statistics.statistics, scores, entropy=entropy))(
-        hidden, weight, label
-    )
-    chex.assert_shape([*state, of_label], (shape[0],))
+    bias = bias_of(shape[2]) if biased else None
+    m, s, t, u, total, *_ = exact(scores, hidden, weight, bias, label)
+    found = jax.jit(functools.partial(statistics.statistics, scores))(hidden, weight, bias, label)
+    chex.assert_shape(found, (shape[0],))
+    m_found, s_found, t_found, *others = (np.asarray(v, np.float64) for v in found)
     error = error_of_scores(m, shape[1])
-    np.testing.assert_allclose(np.asarray(state.m, np.float64), m, atol=error)
-    finite = np.isfinite(m)
-    shifted = s * np.exp(np.subtract(m, np.asarray(state.m, np.float64), out=np.zeros_like(m), where=finite))
-    np.testing.assert_allclose(np.asarray(state.s, np.float64), shifted, rtol=2 * error)
-    np.testing.assert_allclose(np.asarray(of_label, np.float64), t, atol=error)
-    if entropy:
-        found = np.asarray(fold.lse(state) * 0 + part / np.where(state.s == 0, 1, state.s))
-        np.testing.assert_allclose(found[s > 0], (u / np.where(s == 0, 1, s))[s > 0], atol=8 * error)
+    np.testing.assert_allclose(m_found, m, atol=error)
+    shifted = s * np.exp(np.subtract(m, m_found, out=np.zeros_like(m), where=np.isfinite(m)))
+    np.testing.assert_allclose(s_found, shifted, rtol=2 * error)
+    np.testing.assert_allclose(t_found, t, atol=error)
+    if scores.entropy:
+        some = s > 0
+        np.testing.assert_allclose((others.pop(0)[some] / s_found[some]), (u[some] / s[some]), atol=8 * error)
+    if scores.summed:
+        np.testing.assert_allclose(others[0], total, atol=error * shape[2] ** 0.5)
+        np.testing.assert_array_equal(others[1], np.where(label == NO_ROW, 0, shape[2]))
 
 
 def error_of_scores(m, width):
@@ -128,31 +135,44 @@ def error_of_scores(m, width):
     return (2e-6 + width / 16 * 2.0**-24) * (1 + np.abs(m[np.isfinite(m)]).max())
 
 
-def check_gradients(shape, dtype, scores, entropy):
+def check_gradients(shape, dtype, scores, biased):
+    """All gradients at once, and those of some classes."""
     hidden, weight, label = layer(*shape, dtype)
-    m, s, _, u, slope, others, here = exact(scores, hidden, weight, label)
+    bias = bias_of(shape[2]) if biased else None
+    m, s, _, u, _, slope, others, here = exact(scores, hidden, weight, bias, label)
     rng = np.random.default_rng(0)
-    g, h, k = rng.uniform(0.5, 2, (3, len(m))) * 2.0 ** -(np.arange(len(m)) % 4)
-    rows = -(-len(m) // 8) * 8 + 8
-    numbers = [jnp.asarray(v, jnp.float32) for v in (m, s, g, h, u, k)]
-    f = functools.partial(gradients.gradients, scores, rows=rows)
-    state, of_entropy = fold.State(*numbers[:2]), tuple(numbers[4:]) if entropy else None
-    found = jax.jit(f)(hidden, weight, label, state, *numbers[2:4], of_entropy)
-    chex.assert_shape(found, (rows, shape[2]))
-    found = np.asarray(found, np.float64)[: shape[0]]
+    g, h, k, v = rng.uniform(0.5, 2, (4, len(m))) * 2.0 ** -(np.arange(len(m)) % 4)
+    v *= 1e-3
+    state = [m, s, *[u] * scores.entropy]
+    cotangents = [g, h, *[k] * scores.entropy, *[v] * scores.summed]
+    state, cotangents = ([jnp.asarray(v, jnp.float32) for v in numbers] for numbers in (state, cotangents))
+
+    def found(rows, begin, classes):
+        part = None if bias is None else bias[begin : begin + classes]
+
+        @jax.jit
+        def f(hidden, weight, label, begin):
+            here = jnp.where(label == NO_ROW, label, label - begin)
+            return gradients.gradients(scores, hidden, weight, part, here, state, cotangents, rows, begin, classes)
+
+        dx = f(hidden, weight, label, begin)
+        chex.assert_shape(dx, (rows, classes))
+        return np.asarray(dx, np.float64)[: shape[0]]
+
     s = np.where(s == 0, 1, s)[:, None]
     above = np.where(np.isfinite(others), others - np.where(np.isfinite(m), m, 0)[:, None], 0)
     p = np.where(np.isfinite(others), np.exp(above) / s, 0)
-    expected = p * (g[:, None] - (k[:, None] * (above - u[:, None] / s) if entropy else 0))
-    expected = np.where(here & (label != NO_ROW)[:, None], h[:, None], expected) * slope * scores.scale
+    k, v = k * scores.entropy, np.where(label == NO_ROW, 0, v * scores.summed)
+    expected = np.where(here, h[:, None], p * (g[:, None] - k[:, None] * (above - u[:, None] / s))) + v[:, None]
+    expected *= slope * scores.scale
     # Beside the rounding to 16 bits, each term has the error of its score, which a difference of equal ones keeps.
-    terms = p * (np.abs(g)[:, None] + (np.abs(k[:, None] * above) + np.abs(k * u)[:, None] / s if entropy else 0))
+    terms = p * (g[:, None] + np.abs(k[:, None] * above) + np.abs(k * u)[:, None] / s) + v[:, None]
     unit, least = float(jnp.finfo(dtype).eps), float(jnp.finfo(dtype).smallest_subnormal)
-    assert (
-        np.abs(found - expected)
-        <= 0.51 * unit * np.abs(expected) + 4 * error_of_scores(m, shape[1]) * terms + 0.51 * least
-    ).all()
-    assert not found[label == NO_ROW].any()
+    bound = 0.51 * unit * np.abs(expected) + 4 * error_of_scores(m, shape[1]) * terms + 0.51 * least
+    for rows, begin, classes in ((shape[0] + 5, 0, shape[2]), (shape[0], shape[2] // 128 * 64, 64)):
+        dx, part = found(rows, begin, classes), slice(begin, begin + classes)
+        assert (np.abs(dx - expected[:, part]) <= bound[:, part]).all()
+        assert not dx[label == NO_ROW].any()
 
 
 @pytest.mark.parametrize("options", [{}, {"logit_softcap": 30.0, "scale": 0.5}, {"return_entropy": True}], ids=len)
@@ -177,12 +197,11 @@ def test_no_scores_in_memory(options):
         ({"rows": 16}, False),
         ({"width": 100}, False),
         ({"classes": 50257}, False),
-        ({"classes": 64}, False),
-        ({"width": 64}, False),
+        ({"options": {"label_smoothing": 0.1, "return_entropy": True}}, False),
         ({"dtype": np.dtype(np.float32)}, False),
-        ({"options": {"label_smoothing": 0.1}}, False),
+        ({"options": {"label_smoothing": 0.1}}, True),
         ({"options": {"chunk_size": 1024}}, False),
-        ({"bias": True}, False),
+        ({"bias": True}, True),
         ({"kind": "NVIDIA A100-SXM4-80GB"}, False),
     ],
     ids=str,
@@ -200,23 +219,34 @@ def test_which_calls_are_served(change, served):
 
 
 @on_gpu
-@pytest.mark.parametrize("rows", [128, 124, 126], ids=["as many", "a few less", "no whole tiles"])
-@pytest.mark.parametrize("options", [{}, {"logit_softcap": 5.0, "z_loss": 0.1}, {"return_entropy": True}], ids=len)
-def test_as_chunks(monkeypatch, rows, options):
+@pytest.mark.parametrize("rows", [128, 124, 126, 300, 33], ids=str)
+@pytest.mark.parametrize(
+    ("options", "moving"),
+    [
+        ({}, (0, 1)),
+        ({}, (0,)),
+        ({"logit_softcap": 5.0, "z_loss": 0.1, "scale": 0.5}, (0, 1, 2)),
+        ({"label_smoothing": 0.1}, (0, 1, 2)),
+        ({"return_entropy": True}, (1, 0)),
+    ],
+    ids=["plain", "frozen", "cap", "smooth", "entropy"],
+)
+def test_as_chunks(monkeypatch, rows, options, moving):
     """Losses and gradients are those of chunks of the classes."""
     rng = np.random.default_rng(1)
-    h, w = (rng.standard_normal(shape).astype(BF16) for shape in ((rows, 128), (128, 8192)))
-    y = rng.integers(-1, 8192, rows)
-    y[5], h[6] = -100, np.nan
+    h, w, b = (rng.standard_normal(shape).astype(BF16) for shape in ((rows, 128), (128, 16448), (16448,)))
+    y = rng.integers(0, 16448, rows)
+    y[4], y[5], h[6] = -1, -100, np.nan
 
-    def f(h, w):
-        found = jax.tree.leaves(linear(h, w, y, ignore_index=-100, **options))
-        weights = np.where(np.arange(rows) == 6, 0, np.linspace(1, 2, rows)).astype(np.float32)
-        return sum(jnp.sum(jnp.where(weights > 0, weights * jnp.where(jnp.isfinite(v), v, 0), 0)) for v in found), found
+    def f(h, w, b):
+        found = jax.tree.leaves(linear(h, w, y, b if 2 in moving else None, ignore_index=-100, **options))
+        weights = np.where(y < 0, 0, np.linspace(1, 2, rows)).astype(np.float32)
+        weights[6] = 0
+        return sum(jnp.sum(jnp.where(weights > 0, weights * v, 0)) for v in found), found
 
     def results():
-        (_, found), moved = jax.jit(jax.value_and_grad(f, (0, 1), has_aux=True))(h, w)
-        return [np.asarray(v, np.float64) for v in (*found, moved[0])]
+        (_, found), moved = jax.jit(jax.value_and_grad(f, moving, has_aux=True))(h, w, b)
+        return [np.asarray(v, np.float64) for v in (*found, *moved)]
 
     ours = results()
     monkeypatch.setattr(kernels, "serve", lambda *_: False)
@@ -224,4 +254,4 @@ def test_as_chunks(monkeypatch, rows, options):
     for a, b in zip(ours, results(), strict=True):
         finite = np.isfinite(b)
         np.testing.assert_array_equal(a[~finite], b[~finite])
-        assert np.linalg.norm(a[finite] - b[finite]) <= 1e-3 * np.linalg.norm(b[finite])
+        assert np.linalg.norm(a[finite] - b[finite]) <= 2e-3 * np.linalg.norm(b[finite])
