@@ -93,13 +93,16 @@ class Scores:
         x = x if self.scale == 1 else x * self.scale
         if self.cap is None:
             return x, None
-        # The hardware's approximate tanh errs by 5e-4 of the cap. This has no difference of large numbers but for small
-        # scores, which are off by 1e-7 of the cap.
-        e = jnp.exp2(jnp.abs(x) * (-2 * LOG2E / self.cap))
+        # The hardware's approximate tanh errs by 5e-4. Here tanh(y) = (1 - e) / (1 + e) for e = exp(-2 y), and a series
+        # where 1 - e would lose digits.
+        y = jnp.abs(x) * (1 / self.cap)
+        e = jnp.exp2(y * (-2 * LOG2E))
         root = lax.rsqrt(1 + e)
-        half = root * root  # (1 + tanh) / 2 of the distance from 0
+        half = root * root
         bent = self.cap * ((1 - e) * half)
-        return jnp.where(x < 0, -bent, bent), 4 * (e * half) * half
+        q = y * y
+        series = x * (1 + q * (-1 / 3 + q * (2 / 15 - q * (17 / 315))))
+        return jnp.where(y < 0.1, series, jnp.where(x < 0, -bent, bent)), 4 * (e * half) * half
 
 
 @dataclasses.dataclass(frozen=True)

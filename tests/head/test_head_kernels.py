@@ -57,8 +57,10 @@ CASES = pytest.mark.parametrize(
         ((136, 128, 320), BF16, products.Scores(), False),
         ((130, 64, 576), F16, products.Scores(-0.5, 3.0, entropy=True), True),
         ((3, 192, 64), BF16, products.Scores(2.0, summed=True), True),
+        ((9, 64, 320), BF16, products.Scores(1.0, 1e30), False),
+        ((9, 64, 320), BF16, products.Scores(1.0, 1e-30), False),
     ],
-    ids=["plain", "cap and entropy", "sums of few"],
+    ids=["plain", "cap and entropy", "sums of few", "large cap", "small cap"],
 )
 
 
@@ -99,7 +101,7 @@ def test_gradients(interpreter, capfd, shape, dtype, scores, biased):
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-@pytest.mark.parametrize("cap", [None, 2.0], ids=str)
+@pytest.mark.parametrize("cap", [None, 20.0], ids=str)
 @pytest.mark.parametrize("wanted", [{}, {"entropy": True}, {"summed": True}], ids=["state", "entropy", "sums"])
 def test_on_gpu(shape, dtype, cap, wanted):
     check_statistics(shape, dtype, products.Scores(1.0, cap, **wanted), bool(wanted))
