@@ -8,6 +8,8 @@
 //   fill()                        the element that changes no reduction
 //   finish(part, arguments, row, first) -> Values    the thread with `first` set writes the row's statistics
 //
+// With labels whose scores are results, `finish` can also be given the element at the label, where that is read earlier.
+//
 // If it reduces rows, it also has
 //
 //   Thread                        what one thread accumulates before it becomes a Part
