@@ -28,7 +28,7 @@ constexpr int kTiledBlocks = Tiled::blocks(sizeof(T), Op::reduces, Op::writes ||
 
 // Reduces a row, or a part of one, by the block's threads in x. Its packs are dealt out to them round-robin. But where
 // rows of one operand are only read, each warp takes runs of 32 * in_flight packs, and deals these out to its lanes.
-// States of 8192 rows of 50257 bf16, which begin anywhere, were 5 % faster by this, and no rows slower.
+// Entropies of 8192 rows of 50257 bf16, which begin anywhere, were 6 % faster by this, and those of aligned rows 1 %.
 template <int in_flight, template <class> class Op, class T, class Form>
 __device__ typename Op<T>::Part reduce_packs(const Row<Op, T, Form>& row) {
   constexpr bool in_runs = !Op<T>::writes && Op<T>::operands == 1 && !Form::extras;
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kPacks ? Streamed::most_threads : kTiledThread
         T at_label = narrow<T>(0);
         if (threadIdx.x == 0 && args.labels) at_label = label_element(args, index);
         part = reduce_packs<in_flight>(row);
-        Op<T>::finish(part, args, index, threadIdx.x == 0, at_label);
+        Op<T>::finish(part, args, index, threadIdx.x == 0, [&] { return at_label; });
       } else {
         if constexpr (Op<T>::reduces) part = reduce_packs<in_flight>(row);
         auto values = Op<T>::finish(part, args, index, threadIdx.x == 0);

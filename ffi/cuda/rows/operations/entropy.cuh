@@ -167,11 +167,12 @@ struct Entropy : Scores<T, false> {
     return {found.sum, found.products * A(kLogBase<A>)};
   }
   static __device__ Values finish(const Part& part, const Arguments<T>& to, int64_t row, bool first) {
-    return finish(part, to, row, first, first && to.label_score ? label_element(to, row) : narrow<T>(0));
+    return finish(part, to, row, first, [&] { return label_element(to, row); });
   }
-  static __device__ Values finish(const Part& part, const Arguments<T>& to, int64_t row, bool first, T at_label) {
+  template <class Element>
+  static __device__ Values finish(const Part& part, const Arguments<T>& to, int64_t row, bool first, Element at_label) {
     if (first) to.m[row] = part.state.m, to.s[row] = part.state.s(), to.beside[row] = part.products.value();
-    if (first && to.label_score) to.label_score[row] = label_score(to, at_label);
+    if (first && to.label_score) to.label_score[row] = label_score(to, at_label());
     return {};
   }
 };
