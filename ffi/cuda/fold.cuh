@@ -80,12 +80,17 @@ struct Running {
   A m = -infinity<A>(), from = -infinity<A>();
   Sum<A> sum;
   __device__ void raise(A top) {
+    if (falls_behind(top)) move(top);
+  }
+  // Takes in the maximum of more scores. Returns whether `from` is to move to it before their terms are added.
+  __device__ bool falls_behind(A top) {
     m = max(m, top);
-    if (top > from + 8 && m < infinity<A>()) {
-      A factor = isfinite(from) ? exponential_term(from, top) / exponential_term(from, from) : A(0);
-      sum.s *= factor, sum.c *= factor;
-      from = top;
-    }
+    return top > from + 8 && m < infinity<A>();
+  }
+  __device__ void move(A to) {
+    A factor = isfinite(from) ? exponential_term(from, to) / exponential_term(from, from) : A(0);
+    sum.s *= factor, sum.c *= factor;
+    from = to;
   }
   // The sum relative to the maximum m. It is divided by what a score that equals m has contributed, so that this score
   // counts as exactly 1.
@@ -140,16 +145,24 @@ __device__ State<A, true> reduce_lanes(const State<A, true>& part, int width) {
   return {m, reduce_lanes<T>(keeps ? part.sum : seen_from<T>(m, part), width)};
 }
 
-// Combines over the block's threads in x, and every thread gets the result. Up to 32 threads are lanes of one warp.
-template <class T, class Part>
+// Combines over the block's threads in x, and every thread gets the result. Up to 32 threads are lanes of one warp. The
+// compiler can write out the steps if it knows that the block has `whole_warps`.
+template <class T, bool whole_warps = false, class Part>
 __device__ auto reduce_threads(const Part& part) {
-  auto lanes = reduce_lanes<T>(part, min(blockDim.x, 32));
+  auto lanes = reduce_lanes<T>(part, whole_warps ? 32 : min(blockDim.x, 32));
   if (blockDim.x <= 32) return lanes;
   __shared__ decltype(lanes) warps[32];
   __syncthreads();  // all threads have read the previous result
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = lanes;
   __syncthreads();
-  return reduce_lanes<T>(threadIdx.x % 32 < blockDim.x / 32 ? warps[threadIdx.x % 32] : decltype(lanes){}, 32);
+  // All warps do this, even where only the first needs the result: entropies took a tenth longer where the others left.
+  int width = 32;
+  if constexpr (whole_warps) {  // every group of as many lanes as there are warps, or more, does the same
+    width = 2;
+    while (width < blockDim.x / 32) width *= 2;
+  }
+  const int warp = threadIdx.x & (width - 1);
+  return reduce_lanes<T>(warp < blockDim.x / 32 ? warps[warp] : decltype(lanes){}, width);
 }
 
 }  // namespace jaxsoft::cuda

@@ -139,6 +139,25 @@ struct alignas(16) Pack {
   }
 };
 
+// The maximum of the elements of several packs that are not NaN, or -inf if all are.
+template <class T, int count>
+__device__ Accumulator<T> maximum_of(const Pack<T> (&packs)[count]) {
+  Pack<T> top = packs[0];
+  if constexpr (sizeof(T) == 2) {
+#pragma unroll
+    for (int k = 1; k < count; k++)
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        top.words[i] = bits<uint32_t>(__hmax2(bits<Pair<T>>(top.words[i]), bits<Pair<T>>(packs[k].words[i])));
+    return top.maximum();
+  } else {
+    Accumulator<T> m = top.maximum();
+#pragma unroll
+    for (int k = 1; k < count; k++) m = max(m, packs[k].maximum());
+    return m;
+  }
+}
+
 // The smaller of two elements, or NaN if either is NaN.
 __device__ inline float smaller(float a, float b) {
   float y;

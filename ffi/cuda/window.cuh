@@ -78,8 +78,12 @@ struct Window {
       pack.words[2] = all.words[2], pack.words[3] = all.words[3];
       return;
     }
+    pack.keep(bytes_inside(i), fill);
+  }
+  // One byte for each element of pack i: 1 where it is in the row, else 0.
+  __device__ uint64_t bytes_inside(int i) const {
     int first = i * size - head;
-    pack.keep(range_bytes(-first, min(n - first, size)), fill);
+    return range_bytes(-first, min(n - first, size));
   }
   __device__ void store(T* row, int i, Pack<T> pack) const {
     int first = i * size - head;

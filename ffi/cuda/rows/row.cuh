@@ -127,23 +127,36 @@ struct Row {
         if (has_label(i)) pa[k].replace(label - i * Pack<T>::size, fill());
     }
   }
-  // Whether packs first, first + step, ... lie in the row entirely, so that `load_inside` may load them.
+  // Loads packs first, first + 32, ... of a row of one operand without extras, and leaves out what the reduction does.
+  // As the compiler knows the distances, and as nothing needs to be gathered, this takes fewer instructions.
   template <int count>
-  __device__ bool inside(int first, int step) const {
-    const int last = first + (count - 1) * step;
-    return window.vector && first >= window.whole_begin() && last < min(window.whole_end, counted);
-  }
-  // Loads such packs of a row without extras, which takes fewer instructions.
-  template <int count>
-  __device__ void load_inside(int first, int step, Pack<T> (&pa)[count]) const {
-    const T* const from = a + (first * Pack<T>::size - window.head);
+  __device__ void load_run(int first, Pack<T> (&pa)[count]) const {
+    const auto* const from = reinterpret_cast<const Pack<T>*>(a + (first * Pack<T>::size - window.head));
+    if (first + (count - 1) * 32 < window.packs) {
 #pragma unroll
-    for (int k = 0; k < count; k++) pa[k] = *reinterpret_cast<const Pack<T>*>(from + k * step * Pack<T>::size);
-    if constexpr (Op<T>::labelled && Op<T>::reduces) {
-      if (label < first * Pack<T>::size || label >= (first + (count - 1) * step + 1) * Pack<T>::size) return;
+      for (int k = 0; k < count; k++) pa[k] = from[k * 32];
+    } else {
 #pragma unroll
-      for (int k = 0; k < count; k++) pa[k].replace(label - (first + k * step) * Pack<T>::size, fill());
+      for (int k = 0; k < count; k++) {
+        pa[k].fill(fill());
+        if (first + k * 32 < window.packs) pa[k] = from[k * 32];
+      }
     }
+    // Leaves out those elements of pack i for which bytes(i) has a 0.
+    auto keep = [&](int i, auto bytes) {
+      int to = i - first;
+      if (to < 0 || to >= count * 32 || to % 32 != 0) return;
+      asm volatile("" : "+r"(i));  // keeps the compiler from computing the bytes earlier
+      const uint64_t kept = bytes(i);
+#pragma unroll
+      for (int k = 0; k < count; k++, to -= 32)
+        if (to == 0) pa[k].keep(kept, fill());
+    };
+    auto inside = [&](int i) { return window.bytes_inside(i); };
+    if (window.head > 0) keep(0, inside);
+    if (window.whole_end < window.packs) keep(window.whole_end, inside);
+    if constexpr (Op<T>::labelled && Op<T>::reduces)
+      keep(label / Pack<T>::size, [&](int i) { return kEveryByte - (uint64_t(1) << (label - i * Pack<T>::size) * 8); });
   }
   // The element that changes no reduction.
   __device__ T fill() const {

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "compiled.cuh"
+#include "operations/labels.cuh"
 #include "reduce.cuh"
 #include "row.cuh"
 
@@ -25,19 +26,22 @@ constexpr int kTiledThreads = Tiled::threads(Op::reduces);
 template <class Op, class T, class Form>
 constexpr int kTiledBlocks = Tiled::blocks(sizeof(T), Op::reduces, Op::writes || Op::sums, Form::extras, kMostThreads);
 
-// Reduces a row, or a part of one, by the block's threads in x, to which its packs are dealt out round-robin.
+// Reduces a row, or a part of one, by the block's threads in x. Its packs are dealt out to them round-robin. But where
+// rows of one operand are only read, each warp takes runs of 32 * in_flight packs, and deals these out to its lanes.
+// Entropies of 8192 rows of 50257 bf16, which begin anywhere, were 6 % faster by this, and those of aligned rows 1 %.
 template <int in_flight, template <class> class Op, class T, class Form>
 __device__ typename Op<T>::Part reduce_packs(const Row<Op, T, Form>& row) {
+  constexpr bool in_runs = !Op<T>::writes && Op<T>::operands == 1 && !Form::extras;
+  const int thread = threadIdx.x, first = in_runs ? thread / 32 * 32 * in_flight + thread % 32 : thread;
   auto visit = [&](auto use) {
-    for (int i = threadIdx.x; i < row.counted; i += in_flight * blockDim.x) {
+    for (int i = first; i < row.counted; i += in_flight * blockDim.x) {
       Pack<T> pa[in_flight], pb[in_flight];
-      if (Op<T>::sums && !Form::extras && row.template inside<in_flight>(i, blockDim.x))
-        row.load_inside(i, blockDim.x, pa);
+      if constexpr (in_runs) row.load_run(i, pa);
       else row.load(i, blockDim.x, row.counted, pa, pb, true);
       use(pa, pb);
     }
   };
-  return reduce_visited<Op<T>>(row.form, visit, [](const auto& part) { return reduce_threads<T>(part); });
+  return reduce_visited<Op<T>>(row.form, visit, [](const auto& part) { return reduce_threads<T, in_runs>(part); });
 }
 
 // Writes a row, or a part of one. `values()` is called when the first packs are in flight.
@@ -69,9 +73,17 @@ __global__ void __launch_bounds__(kPacks ? Streamed::most_threads : kTiledThread
     for (int64_t index = blockIdx.x; index < args.rows; index += gridDim.x) {
       Row<Op, T, Form> row(args, index);
       typename Op<T>::Part part;
-      if constexpr (Op<T>::reduces) part = reduce_packs<in_flight>(row);
-      auto values = Op<T>::finish(part, args, index, threadIdx.x == 0);
-      if constexpr (Op<T>::writes) write_packs(row, [&] { return values; });
+      if constexpr (Op<T>::labelled && !Op<T>::writes) {
+        // The label's element is asked for before the row is reduced, so that nothing waits for it in the end.
+        T at_label = narrow<T>(0);
+        if (threadIdx.x == 0 && args.labels) at_label = label_element(args, index);
+        part = reduce_packs<in_flight>(row);
+        Op<T>::finish(part, args, index, threadIdx.x == 0, [&] { return at_label; });
+      } else {
+        if constexpr (Op<T>::reduces) part = reduce_packs<in_flight>(row);
+        auto values = Op<T>::finish(part, args, index, threadIdx.x == 0);
+        if constexpr (Op<T>::writes) write_packs(row, [&] { return values; });
+      }
     }
   }
 }

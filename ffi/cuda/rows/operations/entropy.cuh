@@ -48,9 +48,9 @@ struct RunningProducts {
   Sum<A> products;
 
   __device__ void raise(A top) {
+    if (!running.falls_behind(top)) return;
     const Running<A> before = running;
-    running.raise(top);
-    if (running.from == before.from) return;
+    running.move(top);
     if (!isfinite(before.from)) {
       products = {};
       return;
@@ -85,15 +85,24 @@ __device__ StateAndProducts<A> combine(const StateAndProducts<A>& a, const State
   const State<A, false> state = combine<T>(a.state, b.state);
   return {state, combine<T>(products_from<T>(state.m, a), products_from<T>(state.m, b))};
 }
+// Adds both sums in the same steps, so that one need not wait for the other.
+template <class T, class A>
+__device__ StateAndProducts<A> add_lanes(A m, Sum<A> sum, Sum<A> products, int width) {
+  for (int mask = width / 2; mask > 0; mask /= 2) {
+    const Sum<A> others = shuffle(sum, mask), other_products = shuffle(products, mask);
+    sum = combine<T>(sum, others), products = combine<T>(products, other_products);
+  }
+  return {{m, sum}, products};
+}
 template <class T, class A>
 __device__ StateAndProducts<A> reduce_lanes(const StateAndProducts<A>& part, int width) {
-  const State<A, false> state = reduce_lanes<T>(part.state, width);
-  return {state, reduce_lanes<T>(products_from<T>(state.m, part), width)};
+  const A m = reduce_maximum(part.state.m, width);
+  return add_lanes<T>(m, seen_from<T>(m, part.state), products_from<T>(m, part), width);
 }
 template <class T, class A>
 __device__ StateAndProducts<A> reduce_lanes(const RunningProducts<A>& part, int width) {
-  const State<A, false> state = reduce_lanes<T>(part.running, width);
-  return {state, reduce_lanes<T>(part.seen_from(state.m), width)};
+  const A m = reduce_maximum(part.running.m, width);
+  return add_lanes<T>(m, part.running.seen_from(m), part.seen_from(m), width);
 }
 
 template <class T>
@@ -109,7 +118,8 @@ struct Entropy : Scores<T, false> {
   template <int count, class Form>
   static __device__ void accumulate(Thread& part, const Pack<T> (&a)[count], const Pack<T> (&b)[count],
                                     const Form& form) {
-    part.raise(Base::maximum(a, b, form));
+    if constexpr (Form::extras) part.raise(Base::maximum(a, b, form));
+    else part.raise(maximum_of(a));  // the same in fewer steps
     const A from = reference(part.running.from);
     auto add = [&](auto shifted) {
       const Terms found = sum_of_terms<decltype(shifted)::value>(from, a, b, form, count, 1);
@@ -157,8 +167,12 @@ struct Entropy : Scores<T, false> {
     return {found.sum, found.products * A(kLogBase<A>)};
   }
   static __device__ Values finish(const Part& part, const Arguments<T>& to, int64_t row, bool first) {
+    return finish(part, to, row, first, [&] { return label_element(to, row); });
+  }
+  template <class Element>
+  static __device__ Values finish(const Part& part, const Arguments<T>& to, int64_t row, bool first, Element at_label) {
     if (first) to.m[row] = part.state.m, to.s[row] = part.state.s(), to.beside[row] = part.products.value();
-    if (first && to.label_score) to.label_score[row] = label_score(to, row);
+    if (first && to.label_score) to.label_score[row] = label_score(to, at_label());
     return {};
   }
 };

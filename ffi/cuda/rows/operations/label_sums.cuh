@@ -89,8 +89,12 @@ struct LabelSums : Scores<T, false> {
   }
   // The label's own score is not among the reduced ones. Its distance from itself is 0, but it is counted.
   static __device__ Values finish(const Part& part, const Arguments<T>& to, int64_t row, bool first) {
+    return finish(part, to, row, first, [&] { return label_element(to, row); });
+  }
+  template <class Element>
+  static __device__ Values finish(const Part& part, const Arguments<T>& to, int64_t row, bool first, Element at_label) {
     if (!first) return {};
-    const A t = label_score(to, row);
+    const A t = label_score(to, at_label());
     to.m[row] = part.state.m, to.s[row] = part.state.s(), to.label_score[row] = t;
     const Sum<A> above = moved(part.above, part.count, reference(part.state.m), reference(t));
     to.beside[row] = above.value() + (t == infinity<A>() ? t : 0);

@@ -19,8 +19,12 @@ struct StateOf : Scores<T, false> {
   struct Values {};
 
   static __device__ Values finish(Part part, const Arguments<T>& to, int64_t row, bool first) {
+    return finish(part, to, row, first, [&] { return label_element(to, row); });
+  }
+  template <class Element>
+  static __device__ Values finish(Part part, const Arguments<T>& to, int64_t row, bool first, Element at_label) {
     if (first) to.m[row] = part.m, to.s[row] = part.s();
-    if (first && to.label_score) to.label_score[row] = label_score(to, row);
+    if (first && to.label_score) to.label_score[row] = label_score(to, at_label());
     return {};
   }
 };

@@ -8,6 +8,8 @@
 //   fill()                        the element that changes no reduction
 //   finish(part, arguments, row, first) -> Values    the thread with `first` set writes the row's statistics
 //
+// Where the label's score is a result, `finish` can also be given a function that returns the element at the label.
+//
 // If it reduces rows, it also has
 //
 //   Thread                        what one thread accumulates before it becomes a Part
