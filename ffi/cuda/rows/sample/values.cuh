@@ -45,6 +45,9 @@ struct ValueSlots {
 struct ValueCounts {
   static constexpr int sections = SampleCode::value_sections, tables = sections / 2, slots = 2 * SampleCode::values;
   static_assert(sizeof(uint32_t) * tables * slots == SampleCode::value_memory);
+  // They begin in the slots after those of the ring, and end in what follows the slots.
+  static_assert(SampleCode::value_slots * SampleCode::threads * 16 + sizeof(SampleShared::more_values) ==
+                SampleCode::value_memory);
   alignas(16) uint32_t words[tables][slots];
 
   __device__ static int table(int section) { return section % tables; }
@@ -120,6 +123,144 @@ __device__ inline int group_before(int place) {
   return place == 0 ? 0 : place == zero ? 1 : place == zero + 2 ? 2 : place == ValueCounts::slots ? 3 : -1;
 }
 
+// What the packs that have come first tell of a row: the order of their largest element, which is all ones if one is
+// NaN, and their largest magnitude.
+struct FirstPacks {
+  uint32_t top;
+  float largest;
+};
+template <class T>
+__device__ __forceinline__ FirstPacks look_at_first(const RowPart<T>& part, SampleShared& shared) {
+  constexpr int warps = SampleCode::warps;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  Pack<T> tops;
+  tops.fill(RowPart<T>::nothing());
+  uint32_t magnitudes = 0;
+  asm volatile("cp.async.wait_group 1;" ::: "memory");
+#pragma unroll 1
+  for (int t = 0; t < RowPart<T>::batch - 1; t++) {
+    const Pack<T> pack = part.trimmed(part.own[t * SampleCode::threads], part.first + t * 32);
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      tops.words[0] = bits<uint32_t>(__hmax2_nan(bits<Pair<T>>(tops.words[0]), bits<Pair<T>>(pack.words[k])));
+      magnitudes = __vmaxu2(magnitudes, pack.words[k] & 0x7fff7fff);
+    }
+  }
+  const float first_half = tops.get(0), second_half = tops.get(1);
+  const uint32_t order =
+      isnan(first_half) || isnan(second_half) ? ~0u : max(order_of(first_half), order_of(second_half));
+  const uint32_t of_warp = __reduce_max_sync(kWholeWarp, order);
+  const uint32_t magnitude = __reduce_max_sync(kWholeWarp, max(magnitudes & 0xffff, magnitudes >> 16));
+  if (lane == 0) shared.groups[warp] = of_warp, shared.groups[warps + warp] = magnitude;
+  __syncthreads();
+  return {__reduce_max_sync(kWholeWarp, shared.groups[lane % warps]),
+          bits<float>(__reduce_max_sync(kWholeWarp, shared.groups[warps + lane % warps]) << 16)};
+}
+
+// Finds where top-p ends, given the thread that has this place among its values, of which the first one's place is
+// `first`, and the mass before them. The lanes of its warp go over them.
+__device__ __forceinline__ void find_end(bool has_end, int first, Mass before_own, Mass enough, float min_p,
+                                         const Weights& weights, const ValueSlots& slots, const ValueCounts& counts,
+                                         ByValue& found) {
+  constexpr int own = ValueCounts::own, tables = ValueCounts::tables, sections = ValueCounts::sections;
+  const int lane = threadIdx.x % 32;
+  if (const unsigned with = __ballot_sync(kWholeWarp, has_end)) {
+    const int source = __ffs(with) - 1, place = __shfl_sync(kWholeWarp, first, source) + lane;
+    const Mass start = __shfl_sync(kWholeWarp, before_own, source);
+    Mass before_value = 0, of_one = 0;
+    uint32_t number = 0;
+    int slot = 0;
+    if (lane <= own && group_before(place) >= 0 && (lane < own || place == ValueCounts::slots))
+      before_value = found.sums[group_before(place)];
+    if (lane < own) {
+      slot = ValueSlots::in_order(place);
+#pragma unroll
+      for (int i = 0; i < tables; i++) number += (counts.words[i][slot] & 0xffff) + (counts.words[i][slot] >> 16);
+      of_one = Weights::mass(weights(slots.value(slot)));
+    }
+    const Mass both = before_value + of_one * number;
+    const Mass until = start + scan_of_warp(both), before = until - both;
+    if (lane <= own && before < enough && enough <= until) {
+      const bool in_list = enough <= before + before_value;
+      found.in_list = in_list ? group_before(place) : -1;
+      found.before = before;
+      found.end = slots.value(slot);
+      // Of the elements that equal it, those of the lowest indices are left.
+      auto left = in_list ? 0 : static_cast<uint32_t>((enough - before - before_value + of_one - 1) / of_one);
+      const bool counts_any = !(weights(found.end) < min_p);
+#pragma unroll 1
+      for (int s = 0; s < sections; s++) {
+        const uint32_t here = in_list ? 0 : counts.at(s, slot), left_here = min(here, left);
+        left -= left_here;
+        found.equal[s] = here, found.equal_left[s] = left_here;
+        found.equal_mass[s] = counts_any ? left_here * of_one : 0;
+      }
+    }
+  }
+}
+
+// Draws from the section that has the token. Each thread has some packs of it that follow each other. `last_in_list` is
+// the index of the last element that is left and equals the end, where that is in the list, or -1.
+template <class T>
+__device__ __forceinline__ void draw_in_section(const Sampling<T>& call, int64_t index, const RowPart<T>& part,
+                                                const Weights& weights, float min_p, float end, int last_in_list,
+                                                int of_section, SampleShared& shared) {
+  constexpr int size = Pack<T>::size;
+  ByValue& found = shared.by_value;
+  const Range range = shared.range;
+  const uint32_t equal = found.equal[range.warp], equal_left = found.equal_left[range.warp];
+  const bool parts_equal = 0 < equal_left && equal_left < equal;  // whether elements that equal the end differ here
+  // The index of the last element that is left and equals the end.
+  int last = last_in_list >= 0 ? last_in_list : equal > 0 && equal_left == equal ? INT32_MAX : -1;
+  auto is_left = [&](float x, float weight, int i) {
+    return (x > end || (x == end && i <= last)) && !(weight < min_p);
+  };
+  const int each = (of_section + SampleCode::threads - 1) / SampleCode::threads;
+  const int begin = range.warp * of_section + min(static_cast<int>(threadIdx.x) * each, of_section);
+  const int stop = min(begin + each, (range.warp + 1) * of_section);
+  constexpr int ahead = 4;  // packs on their way
+  static_assert(ahead <= SampleCode::value_ring + SampleCode::value_slots);
+  uint32_t equals = 0;
+  Mass mass = 0;
+#pragma unroll 1
+  for (int p = begin; p < stop; p += ahead) {
+    const int here = min(stop - p, ahead);
+#pragma unroll 1
+    for (int t = 0; t < here; t++) part.start_into(part.own + t * SampleCode::threads, p + t, true);
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+#pragma unroll 1
+    for (int t = 0; t < here; t++) {
+      const int i = p + t;
+      const Pack<T> pack = part.trimmed(part.own[t * SampleCode::threads], i);
+      Weights::Parts some;
+#pragma unroll
+      for (int k = 0; k < size; k++) {
+        const float x = pack.get(k), weight = weights(x);
+        some.add(is_left(x, weight, i * size - part.window.head + k) ? weight : 0.f);
+        equals += x == end;
+      }
+      some.move_to(mass);
+    }
+  }
+  if (parts_equal) {
+    uint32_t all;
+    const uint32_t until = scan_of_block(equals, shared.count_warps, all), before = until - equals;
+    if (before < equal_left && equal_left <= until) {
+      uint32_t number = before;
+#pragma unroll 1
+      for (int i = begin * size - part.window.head; number < equal_left; i++)
+        if (i >= 0 && widen(part.row[i]) == end && ++number == equal_left) found.last = i;
+    }
+    __syncthreads();
+    last = found.last;
+    const float weight = weights(end);
+    if (!(weight < min_p)) mass += (min(until, equal_left) - min(before, equal_left)) * Weights::mass(weight);
+  }
+  Mass all;
+  const Mass until_end = range.before + scan_of_block(mass, shared.warps[1], all);
+  draw_of_thread(call, index, part, weights, is_left, begin, each, until_end, mass, range);
+}
+
 // Draws from a row of which part.start_batch() has been called. Returns false if the row has to go another way. All
 // threads of the block call it. The arguments are copies, as what is given by reference to a function that is not
 // inlined must be in memory.
@@ -138,37 +279,15 @@ __device__ __noinline__ bool draw_by_value(const Sampling<T>& call, int64_t inde
   for (int i = threadIdx.x; i < sizeof(ValueCounts) / 16; i += SampleCode::threads)
     reinterpret_cast<uint4*>(&counts)[i] = {};
 
-  // What the first packs tell of the row.
-  Pack<T> tops;
-  tops.fill(RowPart<T>::nothing());
-  uint32_t magnitudes = 0;
-  asm volatile("cp.async.wait_group 1;" ::: "memory");
-#pragma unroll 1
-  for (int t = 0; t < batch - 1; t++) {
-    const Pack<T> pack = part.trimmed(part.own[t * SampleCode::threads], part.first + t * 32);
-#pragma unroll
-    for (int k = 0; k < 4; k++) {
-      tops.words[0] = bits<uint32_t>(__hmax2_nan(bits<Pair<T>>(tops.words[0]), bits<Pair<T>>(pack.words[k])));
-      magnitudes = __vmaxu2(magnitudes, pack.words[k] & 0x7fff7fff);
-    }
-  }
-  const float first_half = tops.get(0), second_half = tops.get(1);
-  const uint32_t order =
-      isnan(first_half) || isnan(second_half) ? ~0u : max(order_of(first_half), order_of(second_half));
-  const uint32_t of_warp = __reduce_max_sync(kWholeWarp, order);
-  const uint32_t magnitude = __reduce_max_sync(kWholeWarp, max(magnitudes & 0xffff, magnitudes >> 16));
-  if (lane == 0) shared.groups[warp] = of_warp, shared.groups[warps + warp] = magnitude;
-  __syncthreads();
-  const uint32_t top_order = __reduce_max_sync(kWholeWarp, shared.groups[lane % warps]);
-  const float top = of_order(top_order);  // so far
-  if (top_order == ~0u || !isfinite(top)) {
+  const FirstPacks first_packs = look_at_first(part, shared);
+  const float top = of_order(first_packs.top);
+  if (first_packs.top == ~0u || !isfinite(top)) {
     asm volatile("cp.async.wait_group 0;" ::: "memory");
     __syncthreads();
     return false;
   }
   const float scale = options.scale(), nothing = top - (SampleCode::octaves + 1) / float(kLog2E) / scale;
-  const float largest = bits<float>(__reduce_max_sync(kWholeWarp, shared.groups[warps + lane % warps]) << 16);
-  const ValueSlots slots(min(largest, max(fabsf(top), fabsf(nothing))));
+  const ValueSlots slots(min(first_packs.largest, max(fabsf(top), fabsf(nothing))));
 
   const uint32_t table = shared_address(counts.words[ValueCounts::table(warp / warps_of_section)]);
   const uint32_t one = ValueCounts::one(warp / warps_of_section);
@@ -238,40 +357,8 @@ __device__ __noinline__ bool draw_by_value(const Sampling<T>& call, int64_t inde
   const Mass until_own = scan_of_block(mass, shared.warps[0], total);
   const Mass enough = min(part_of_mass(options.p, total), total);
 
-  // Where top-p ends. The lanes of the warp that has the place go over the values of the thread.
-  if (const unsigned with = __ballot_sync(kWholeWarp, until_own - mass < enough && enough <= until_own)) {
-    const int source = __ffs(with) - 1, place = __shfl_sync(kWholeWarp, first, source) + lane;
-    const Mass start = __shfl_sync(kWholeWarp, until_own - mass, source);
-    Mass before_value = 0, of_one = 0;
-    uint32_t number = 0;
-    int slot = 0;
-    if (lane <= own && group_before(place) >= 0 && (lane < own || place == ValueCounts::slots))
-      before_value = found.sums[group_before(place)];
-    if (lane < own) {
-      slot = ValueSlots::in_order(place);
-#pragma unroll
-      for (int i = 0; i < tables; i++) number += (counts.words[i][slot] & 0xffff) + (counts.words[i][slot] >> 16);
-      of_one = Weights::mass(weights(slots.value(slot)));
-    }
-    const Mass both = before_value + of_one * number;
-    const Mass until = start + scan_of_warp(both), before = until - both;
-    if (lane <= own && before < enough && enough <= until) {
-      const bool in_list = enough <= before + before_value;
-      found.in_list = in_list ? group_before(place) : -1;
-      found.before = before;
-      found.end = slots.value(slot);
-      // Of the elements that equal it, those of the lowest indices are left.
-      auto left = in_list ? 0 : static_cast<uint32_t>((enough - before - before_value + of_one - 1) / of_one);
-      const bool counts_any = !(weights(found.end) < options.min_p);
-#pragma unroll 1
-      for (int s = 0; s < sections; s++) {
-        const uint32_t here = in_list ? 0 : counts.at(s, slot), left_here = min(here, left);
-        left -= left_here;
-        found.equal[s] = here, found.equal_left[s] = left_here;
-        found.equal_mass[s] = counts_any ? left_here * of_one : 0;
-      }
-    }
-  }
+  const bool has_end = until_own - mass < enough && enough <= until_own;
+  find_end(has_end, first, until_own - mass, enough, options.min_p, weights, slots, counts, found);
   __syncthreads();
   const bool ends_in_list = found.in_list >= 0;
   if (ends_in_list) {
@@ -290,10 +377,7 @@ __device__ __noinline__ bool draw_by_value(const Sampling<T>& call, int64_t inde
     __syncthreads();
   }
   const float end = found.end;
-  int last = ends_in_list ? found.last : -1;  // index of the last element that is left and equals the end
-  auto is_left = [&](float x, float weight, int i) {
-    return (x > end || (x == end && i <= last)) && !(weight < options.min_p);
-  };
+  const int last_in_list = ends_in_list ? found.last : -1;
 
   // The mass that is left of each section.
 #pragma unroll
@@ -313,7 +397,8 @@ __device__ __noinline__ bool draw_by_value(const Sampling<T>& call, int64_t inde
   }
   if (threadIdx.x < listed) {
     const auto i = static_cast<int>(keys.index(found.list[threadIdx.x].x));
-    if (is_left(listed_value, weights(listed_value), i))
+    const bool reaches = listed_value > end || (listed_value == end && i <= last_in_list);
+    if (reaches && !(weights(listed_value) < options.min_p))
       found.sums.add(ByValue::groups + (i + part.window.head) / size / of_section, of_list);
   }
   __syncthreads();
@@ -332,55 +417,7 @@ __device__ __noinline__ bool draw_by_value(const Sampling<T>& call, int64_t inde
   }
   __syncthreads();
 
-  // The token in its section, of which each thread has some packs that follow each other.
-  const Range range = shared.range;
-  const uint32_t equal = found.equal[range.warp], equal_left = found.equal_left[range.warp];
-  const bool parts_equal = 0 < equal_left && equal_left < equal;  // whether elements that equal the end differ here
-  if (equal > 0 && equal_left == equal) last = INT32_MAX;
-  const int each = (of_section + SampleCode::threads - 1) / SampleCode::threads;
-  const int begin = range.warp * of_section + min(static_cast<int>(threadIdx.x) * each, of_section);
-  const int stop = min(begin + each, (range.warp + 1) * of_section);
-  constexpr int ahead = 4;  // packs on their way
-  static_assert(ahead <= SampleCode::value_ring + SampleCode::value_slots);
-  uint32_t equals = 0;
-  mass = 0;
-#pragma unroll 1
-  for (int p = begin; p < stop; p += ahead) {
-    const int here = min(stop - p, ahead);
-#pragma unroll 1
-    for (int t = 0; t < here; t++) part.start_into(part.own + t * SampleCode::threads, p + t, true);
-    asm volatile("cp.async.wait_group 0;" ::: "memory");
-#pragma unroll 1
-    for (int t = 0; t < here; t++) {
-      const int i = p + t;
-      const Pack<T> pack = part.trimmed(part.own[t * SampleCode::threads], i);
-      Weights::Parts some;
-#pragma unroll
-      for (int k = 0; k < size; k++) {
-        const float x = pack.get(k), weight = weights(x);
-        some.add(is_left(x, weight, i * size - part.window.head + k) ? weight : 0.f);
-        equals += x == end;
-      }
-      some.move_to(mass);
-    }
-  }
-  if (parts_equal) {
-    uint32_t all;
-    const uint32_t until = scan_of_block(equals, shared.count_warps, all), before = until - equals;
-    if (before < equal_left && equal_left <= until) {
-      uint32_t number = before;
-#pragma unroll 1
-      for (int i = begin * size - part.window.head; number < equal_left; i++)
-        if (i >= 0 && widen(part.row[i]) == end && ++number == equal_left) found.last = i;
-    }
-    __syncthreads();
-    last = found.last;
-    const float weight = weights(end);
-    if (!(weight < options.min_p)) mass += (min(until, equal_left) - min(before, equal_left)) * Weights::mass(weight);
-  }
-  Mass all;
-  const Mass until_end = range.before + scan_of_block(mass, shared.warps[1], all);
-  draw_of_thread(call, index, part, weights, is_left, begin, each, until_end, mass, range);
+  draw_in_section(call, index, part, weights, options.min_p, end, last_in_list, of_section, shared);
   return true;
 }
 
