@@ -116,6 +116,46 @@ def test_a_row_is_drawn_as_it_is_among_others(options):
         assert all(np.all(np.asarray(v) == w) for result in results for v, w in zip(result, first, strict=True))
 
 
+def values(kind: str, n: int) -> np.ndarray:
+    """Rows with elements that are far from the others, where these are in each of the row's parts."""
+    rng = np.random.default_rng(n)
+    z = rng.standard_normal(n)
+    few = np.zeros(n, bool)
+    few[rng.choice(n, 200, replace=False)] = True
+    return {
+        "above": np.where(few, 40 + z, z),
+        "below": np.where(few, -1 + 0.1 * z, 0.01 * z),
+        "near zero": np.where(few, 1e-5 * z, -9 + z / 2),
+        "zeros": np.where(z > 0, z, np.where(np.arange(n) % 2 > 0, 0.0, -0.0)),
+        "all magnitudes": np.exp(20 * rng.standard_normal(n)) * np.sign(z) / 1e9,
+        "subnormal": 1e-39 * z,
+        "lowest": np.where(np.arange(n) % 3 > 0, -3.3e38, z),
+        "late": np.where(np.arange(n) == n - 3, 1.5, -np.inf),
+        "NaN": np.where(np.arange(n) == n // 2, np.nan, z),
+        "infinite": np.where(np.arange(n) == n // 3, np.inf, z),
+    }[kind].astype(jnp.bfloat16)
+
+
+@on_gpu
+@pytest.mark.parametrize("n", [32_777, 50_257, 128_256])
+@pytest.mark.parametrize(
+    "kind",
+    ["above", "below", "near zero", "zeros", "all magnitudes", "subnormal", "lowest", "late", "NaN", "infinite"],
+)
+def test_counting_values_draws_the_same(kind, n):
+    """Many rows of bfloat16 are read once, and the values counted. One row is cut over 16 blocks, which never do so."""
+    x = values(kind, n)
+    uniform = np.random.default_rng(0).random((140, 2), np.float32)
+    options = [(1, 0.9, 0), (1, 0.5, 0), (2, 0.3, 0.2), (1, 0.99999, 0), (1, 1e-7, 0), (1e-8, 0.84, 0)]
+    for temperature, top_p, min_p in options:
+        numbers = [np.full(140, v, np.float32) for v in (temperature, top_p, min_p)]
+        many = kernel(None, uniform, np.stack([x] * 140), *numbers)
+        for i in (0, 77):
+            one = kernel(None, uniform[i : i + 1], x[None], *(v[:1] for v in numbers))
+            for a, b in zip(many, one, strict=True):
+                np.testing.assert_array_equal(np.asarray(a)[i], np.asarray(b)[0])
+
+
 @on_gpu
 def test_the_same_bits():
     x = jax.random.normal(KEY, (40, 128_256), jnp.bfloat16)

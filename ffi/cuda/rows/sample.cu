@@ -16,6 +16,8 @@
 // Masses are whole numbers, in units of 2^-40 of the largest element's weight. So sums are the same in whatever order
 // they are taken, and a row gives the same token however many blocks it lies over, and whichever way it goes.
 //
+// Of bf16, many long rows of which top-k leaves all and top-p does not are read once, and their values are counted.
+//
 // If there are more candidates than the first block has room for, as of a row of equal elements, the ends are found by
 // going over the row once for every 9 bits of the elements' order and index.
 //
@@ -24,7 +26,8 @@
 //   sample/row.cuh      a block's part of a row, weights, and keys that put elements in order
 //   sample/options.cuh  the options of a row
 //   sample/few.cuh      the first read's end, and the short way
-//   sample/bracket.cuh  step 1; sample/select.cuh, the search of step 3
+//   sample/bracket.cuh  step 1; sample/select.cuh, the search of step 3; sample/draw.cuh, its end
+//   sample/values.cuh   the draw from one read of a row of bf16
 //   sample/kernel.cuh   the kernel
 #include "sample.cuh"
 
@@ -44,18 +47,19 @@ namespace {
 // long again, and the whole call as long as its slowest row. (On an H200 there is room for 30 clusters of 4 blocks: 30
 // rows of 128256 flat bf16 logits take 21 us in them, with top-p of 0.9, and 32 rows 30 us; in clusters of 3, 24 us.)
 template <class T>
-cudaError_t launch(const Sampling<T>& call, int blocks, cudaStream_t stream) {
+cudaError_t launch(const Sampling<T>& call, const Device& device, int blocks, cudaStream_t stream) {
   constexpr int of_slot = SampleCode::threads * sizeof(Pack<T>);
   static Devices<> prepared;
   int most_slots = 0;  // for which the device has room
-  if (auto e = prepared.once(0, &most_slots, [](int* found) {
-        Device device;
+  if (auto e = prepared.once(0, &most_slots, [&](int* found) {
         int bytes = 0;
-        if (auto e = device.read()) return e;
         if (auto e = cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device.ordinal)) return e;
         *found = std::min((bytes - static_cast<int>(sizeof(SampleShared))) / of_slot, SampleCode::most_slots);
-        return cudaFuncSetAttribute(sample_rows<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    static_cast<int>(sizeof(SampleShared)) + *found * of_slot);
+        const int most_bytes = static_cast<int>(sizeof(SampleShared)) + *found * of_slot;
+        if (auto e = cudaFuncSetAttribute(sample_rows<T, kCountsValues<T>>,
+                                          cudaFuncAttributeMaxDynamicSharedMemorySize, most_bytes))
+          return e;
+        return cudaFuncSetAttribute(sample_rows<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, most_bytes);
       }))
     return e;
   cudaLaunchAttribute attribute = in_clusters_of(blocks);
@@ -83,13 +87,20 @@ cudaError_t launch(const Sampling<T>& call, int blocks, cudaStream_t stream) {
   const int of_block = steps * SampleCode::threads;
   const int full = std::max((packs + of_block / 4) / of_block, 1);
   const int most = blocks > 1 ? most_slots : std::min(most_slots, SampleCode::shared_slots);
-  const int slots = steps <= most ? std::max(steps, SampleCode::ring) : SampleCode::ring;
+  // Before Hopper it was not tried.
+  const bool counts_values = kCountsValues<T> && device.major >= 9 && blocks == 1 && steps > most &&
+                             steps <= SampleCode::value_packs && call.k == call.n &&
+                             most_slots >= SampleCode::shared_slots;
+  const int slots = steps <= most    ? std::max(steps, SampleCode::ring)
+                    : counts_values ? SampleCode::shared_slots
+                                    : SampleCode::ring;
   config.gridDim = dim3(static_cast<unsigned>(call.rows * blocks));
   config.dynamicSmemBytes = sizeof(SampleShared) + slots * of_slot;
   Bars bars;
   if (call.k < call.n) bars.of_k = {call.k, call.n, blocks, full};
   bars.of_one = {1, call.n, blocks, full}, bars.of_mass = {SampleCode::sought_by_mass, call.n, blocks, full};
-  return cudaLaunchKernelEx(&config, sample_rows<T>, call, bars, slots);
+  const auto kernel = counts_values ? sample_rows<T, kCountsValues<T>> : sample_rows<T>;
+  return cudaLaunchKernelEx(&config, kernel, call, bars, slots);
 }
 
 }  // namespace
@@ -105,10 +116,10 @@ cudaError_t run_sample(const Sampling<T>& call, cudaStream_t stream) {
     static_assert(SampleCode::most_blocks == 16);
     if (device.major < 9 || blocks * call.rows > device.processors || packs <= blocks * SampleCode::threads * 3 / 4)
       continue;
-    const cudaError_t error = launch(call, blocks, stream);
+    const cudaError_t error = launch(call, device, blocks, stream);
     if (error != cudaErrorInvalidClusterSize) return error;
   }
-  return launch(call, 1, stream);
+  return launch(call, device, 1, stream);
 }
 
 namespace {

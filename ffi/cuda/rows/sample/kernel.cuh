@@ -1,8 +1,9 @@
 // The kernel: a cluster of blocks, or one block, draws a token of a row.
 #pragma once
 
-#include "bracket.cuh"
+#include "draw.cuh"
 #include "select.cuh"
+#include "values.cuh"
 
 namespace jaxsoft::cuda {
 
@@ -31,88 +32,6 @@ __device__ inline Mass sum_of_table(const Mass* table, int of_lane) {
 #pragma unroll 4
   for (int i = 0; i < of_lane; i++) sum += table[i * 32 + threadIdx.x % 32];
   return sum_of_warp(sum);
-}
-
-// Draws from the elements whose keys are `end` or more and whose weights are min_p or more, of which the first block's
-// tables have each warp's mass. This is the first element at which the mass up to it, in the order of indices, exceeds
-// the part u of all.
-template <class T>
-__device__ void draw(const Sampling<T>& call, int64_t index, const RowPart<T>& part, const Weights& weights,
-                     const Keys<T>& keys, const Options& options, Key end, int of_lane, SampleShared& shared) {
-  // One warp finds the range, as all warps together would take longer.
-  if (threadIdx.x < 32) {
-    const int lane = threadIdx.x;
-    auto left_in = [&](int place) { return shared.left[place] + shared.candidates[place]; };
-    Mass mine = 0;
-#pragma unroll 4
-    for (int i = 0; i < of_lane; i++) mine += left_in(i * 32 + lane);
-    const Mass until_mine = scan_of_warp(mine), all = __shfl_sync(kWholeWarp, until_mine, 31);
-    const Mass target = options.target(all);
-    const int with = __ffs(__ballot_sync(kWholeWarp, until_mine > target)) - 1;
-    const Mass before_lane = __shfl_sync(kWholeWarp, until_mine - mine, with);
-    const Mass of_warp = lane < of_lane ? left_in(lane * 32 + with) : 0;
-    const Mass until_warp = before_lane + scan_of_warp(of_warp, of_lane);
-    const int warp_with = __ffs(__ballot_sync(kWholeWarp, until_warp > target)) - 1;
-    if (lane == warp_with)
-      shared.range = {with * of_lane + lane, target, until_warp - of_warp, all};
-  }
-  __syncthreads();
-  const Range range = shared.range;
-  const int warp = range.warp;
-  const Mass target = range.target;
-  // Each thread has some packs of the range that follow each other.
-  constexpr int size = Pack<T>::size;
-  const int packs = part.of_warp(), each = (packs + SampleCode::threads - 1) / SampleCode::threads;
-  const int first = warp * packs + min(static_cast<int>(threadIdx.x) * each, packs);
-  const int last = min(first + each, (warp + 1) * packs);
-  auto is_left = [&](float x, float weight, int i) { return !(weight < options.min_p) && keys(x, i) >= end; };
-  auto write = [&](int i, float x) {
-    call.token[index] = i;
-    call.probability[index] = weights.probability(x, range.all);
-  };
-  Mass mass = 0, tile;
-  if (packs * size <= SampleCode::threads) {  // an element for each thread, which takes less time
-    const int i = warp * packs * size - part.window.head + static_cast<int>(threadIdx.x);
-    float x = 0;
-    if (threadIdx.x < packs * size && i >= 0 && i < part.window.n) {
-      x = widen(part.row[i]);
-      if (const float weight = weights(x); is_left(x, weight, i)) mass = Weights::mass(weight);
-    }
-    const Mass until = range.before + scan_of_block(mass, shared.warps[2], tile);
-    if (until - mass <= target && target < until) write(i, x);
-    return;
-  }
-#pragma unroll 1
-  for (int p = first; p < last; p++) {
-    const Pack<T> pack = part.fetch(p);
-    Weights::Parts parts;
-#pragma unroll
-    for (int k = 0; k < size; k++) {
-      const float x = pack.get(k), weight = weights(x);
-      parts.add(is_left(x, weight, p * size - part.window.head + k) ? weight : 0.f);
-    }
-    parts.move_to(mass);
-  }
-  Mass until = range.before + scan_of_block(mass, shared.warps[2], tile);
-  // The lanes of its warp go over the elements of the thread that has the token.
-  const unsigned with = __ballot_sync(kWholeWarp, until - mass <= target && target < until);
-  if (!with) return;
-  const int lane = threadIdx.x % 32, source = __ffs(with) - 1;
-  Mass before = __shfl_sync(kWholeWarp, until - mass, source);
-  const int begin = __shfl_sync(kWholeWarp, first, source) * size - part.window.head, stop = begin + each * size;
-#pragma unroll 1
-  for (int start = begin; start < stop; start += 32) {
-    const int i = start + lane;
-    mass = 0;
-    float x = 0;
-    if (i >= 0 && i < min(stop, part.window.n)) {
-      x = widen(part.row[i]);
-      if (const float weight = weights(x); is_left(x, weight, i)) mass = Weights::mass(weight);
-    }
-    until = before + scan_of_warp(mass, min(stop - start, 32));
-    if (until - mass <= target && target < until) write(i, x);
-    before = __shfl_sync(kWholeWarp, until, 31);
-  }
 }
 
 // What a thread's elements add to the totals. The keys of candidates are put into the block's memory. They count even
@@ -256,15 +175,23 @@ __device__ Key end_of_filters(const RowPart<T>& part, const Weights& weights, co
   return end;
 }
 
-template <class T>
+// `counts_values` is for rows that may be drawn from as in values.cuh. Each has one block, and its packs do not stay.
+// It is a kernel of its own, so that it takes no time from the other rows.
+template <class T, bool counts_values = false>
 __global__ void __launch_bounds__(SampleCode::threads, SampleCode::blocks)
     sample_rows(const __grid_constant__ Sampling<T> call, const Bars bars, int slots) {
   extern __shared__ uint4 memory[];  // the slots, and after them what is shared
   SampleShared& shared = *reinterpret_cast<SampleShared*>(memory + slots * SampleCode::threads);
-  const unsigned block = block_of_row(), blocks = blocks_of_row();
+  const unsigned block = block_of_row(), blocks = counts_values ? 1 : blocks_of_row();
   const int64_t index = blocks > 1 ? small_quotient(blockIdx.x, blocks) : blockIdx.x;
   Options options(call, index);
-  const RowPart<T> part(call.logits + index * call.n, call.n, block, blocks, memory, slots);
+  const RowPart<T> part(call.logits + index * call.n, call.n, block, blocks, memory,
+                        counts_values ? SampleCode::ring : slots);
+  bool started = counts_values;
+  if constexpr (counts_values) {
+    part.template start_batch<Way::forward>();
+    part.bring_batch();
+  }
   if (blocks > 1) start_exchanges(block, blocks, shared);
   for (int i = threadIdx.x; i < SampleCode::bins; i += SampleCode::threads) shared.counts[i] = 0;
   const int of_lane = (blocks * SampleCode::warps + 31) / 32;  // warps of the cluster for each lane of one
@@ -275,7 +202,15 @@ __global__ void __launch_bounds__(SampleCode::threads, SampleCode::blocks)
   if (threadIdx.x >= blocks && threadIdx.x < SampleCode::most_blocks)
     shared.tops[threadIdx.x] = shared.bars[threadIdx.x] = 0;
   if (threadIdx.x == 0) shared.placed_few = shared.placed = 0;
-  const uint32_t of_thread = part.top_order();
+  if constexpr (counts_values) {
+    options.wait();
+    if (options.p < 1 && options.temperature > 0) {
+      auto& counts = *reinterpret_cast<ValueCounts*>(memory + SampleCode::value_ring * SampleCode::threads);
+      if (draw_by_value(call, index, part, options, counts, shared)) return;
+      started = false;
+    }
+  }
+  const uint32_t of_thread = part.top_order(started);
   options.wait();
 
   const bool takes_k = options.k < call.n, by_mass = !takes_k && options.p < 1;  // whether top-p is of all mass

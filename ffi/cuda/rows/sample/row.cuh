@@ -113,6 +113,12 @@ struct RowPart {
   __device__ static T nothing() { return narrow<T>(-float(__builtin_huge_val())); }
 
   // A pack, with -inf in place of what lies beyond the row's ends.
+  __device__ Pack<T> trimmed(Pack<T> pack, int i) const {
+    if (window.inside(i)) return pack;
+    if (i < window.packs) window.trim(pack, i, nothing());
+    else pack.fill(nothing());
+    return pack;
+  }
   __device__ Pack<T> fetch(int i) const {
     Pack<T> pack;
     if (i < window.packs) pack = window.fetch(row, i);
@@ -122,14 +128,14 @@ struct RowPart {
   // Calls choose(pack) for each of the thread's packs. It has a bit for each element that is chosen, and for these
   // put(x, index, place) is called, where reserve(count) gives the place of the first of so many. All lanes of a warp
   // call it as often. What is chosen is mostly little. So this is done for some packs together, and in little code.
+  // `started` says that start_batch() has been called.
   template <Way way, class Choose, class Reserve, class Put>
-  __device__ void for_chosen(Choose choose, Reserve reserve, Put put) const {
+  __device__ void for_chosen(Choose choose, Reserve reserve, Put put, bool started = false) const {
     static_assert(batch * size <= 32);
     if (stays) {
       asm volatile("cp.async.wait_group 0;" ::: "memory");
-    } else {
-#pragma unroll 1
-      for (int t = 0; t < batch; t++) start(t, pack_at<way>(t));
+    } else if (!started) {
+      start_batch<way>();
     }
     uint32_t chosen = 0;
     int of_batch = 0;  // packs of the batch that the thread has gone over
@@ -161,9 +167,32 @@ struct RowPart {
   }
   // Calls use(pack) for each of the thread's packs.
   template <Way way, class Use>
-  __device__ void for_packs(Use use) const {
+  __device__ void for_packs(Use use, bool started = false) const {
     for_chosen<way>([&](const Pack<T>& pack) { return use(pack), 0u; }, [](uint32_t) { return 0; },
-                    [](float, uint32_t, int) {});
+                    [](float, uint32_t, int) {}, started);
+  }
+  // Starts to copy the first packs, where they do not stay.
+  template <Way way>
+  __device__ void start_batch() const {
+#pragma unroll 1
+    for (int t = 0; t < batch; t++) start(t, pack_at<way>(t));
+  }
+  // Brings the packs after these into the cache.
+  __device__ void bring_batch() const {
+    constexpr int of_line = 128 / sizeof(Pack<T>);
+    if (threadIdx.x % of_line > 0) return;
+#pragma unroll 1
+    for (int t = batch; t < 2 * batch; t++)
+      if (const int i = first + t * 32; t < steps && i < window.packs)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(row + (i * size - window.head)) : "memory");
+  }
+  // Starts to copy pack i into a slot, if it is wanted and there is one.
+  __device__ void start_into(Pack<T>* slot, int i, bool wanted) const {
+    if (wanted && i < window.packs)
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(slot)),
+                   "l"(row + (i * size - window.head))
+                   : "memory");
+    asm volatile("cp.async.commit_group;" ::: "memory");
   }
   // Calls use(x, index) for each element, in little code.
   template <class Use>
@@ -175,7 +204,7 @@ struct RowPart {
   }
 
   // The order of the largest element; all ones if one is NaN.
-  __device__ uint32_t top_order() const {
+  __device__ uint32_t top_order(bool started) const {
     Pack<T> largest;
     largest.fill(nothing());
     for_packs<Way::forward>([&](const Pack<T>& pack) {
@@ -185,7 +214,7 @@ struct RowPart {
           largest.words[k] = bits<uint32_t>(__hmax2_nan(bits<Pair<T>>(largest.words[k]), bits<Pair<T>>(pack.words[k])));
         else
           largest.words[k] = bits<uint32_t>(larger(bits<float>(largest.words[k]), bits<float>(pack.words[k])));
-    });
+    }, started);
     float top = largest.get(0);
 #pragma unroll
     for (int k = 1; k < size; k++) top = larger(top, largest.get(k));
@@ -201,19 +230,7 @@ struct RowPart {
   // The slot of the pack that a thread comes to in this step.
   __device__ Pack<T>* slot(int t) const { return own + (stays ? t : t % ring) * SampleCode::threads; }
   // Starts to copy pack i into the slot for this step.
-  __device__ void start(int t, int i) const {
-    if (t < steps && i < window.packs)
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(slot(t))),
-                   "l"(row + (i * size - window.head))
-                   : "memory");
-    asm volatile("cp.async.commit_group;" ::: "memory");
-  }
-  __device__ Pack<T> trimmed(Pack<T> pack, int i) const {
-    if (window.inside(i)) return pack;
-    if (i < window.packs) window.trim(pack, i, nothing());
-    else pack.fill(nothing());
-    return pack;
-  }
+  __device__ void start(int t, int i) const { start_into(slot(t), i, t < steps); }
   __device__ static float larger(float a, float b) {
     float y;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));

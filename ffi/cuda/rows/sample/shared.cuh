@@ -68,7 +68,32 @@ struct CountsOfRow {
   alignas(16) uint32_t sent[SampleCode::bins + 4 * SampleCode::most_blocks];
 };
 
+// Of a draw from one read of a row: see values.cuh.
+struct ByValue {
+  static constexpr uint32_t room = SampleCode::value_room;
+  ulonglong2 list[room];  // elements that are not counted: their keys, and their masses
+  uint32_t listed;        // as many
+  // The end of top-p: the value, the mass of what is greater, and the group of the list in which it is, or -1. In the
+  // list it is the element of the last index. Else the elements that equal it are counted in each section, and those of
+  // them that are left, which have this mass.
+  float end;
+  Mass before;
+  int in_list, last;
+  uint32_t equal[SampleCode::value_sections], equal_left[SampleCode::value_sections];
+  Mass equal_mass[SampleCode::value_sections];
+  static constexpr int groups = 4, sums_in_all = groups + SampleCode::value_sections;
+  Masses<sums_in_all> sums;  // of the groups of the list, and of those of its elements in each section that are left
+};
+
 struct SampleShared {
+  // The first of all, as it follows the slots: where values are counted, the counts are in both.
+  union {
+    Key keys[SampleCode::room];      // of the block's candidates; in the first block of a cluster then of all
+    Mass sums[SampleCode::threads];  // where there is no room for the candidates: a bin for each thread
+    CountsOfRow row;                 // before there are keys
+    uint32_t more_values[SampleCode::value_memory / 4 - SampleCode::value_slots * SampleCode::threads * 4];
+  };
+
   static constexpr int most_warps = SampleCode::most_blocks * SampleCode::warps;
   // The place of a warp of the cluster in the tables: each lane has as many warps that follow each other, and the lanes'
   // first ones lie side by side. of_lane is a power of two, as it is for clusters of 1, 2, 3, 4, 8 and 16 blocks.
@@ -105,11 +130,9 @@ struct SampleShared {
   Mass found_rest;
   uint32_t found_count;
   Key few[SampleCode::few];
-  Key few_keys[SampleCode::few_room];  // of the elements from the bar on, in the first block, which has room for each
   union {
-    Key keys[SampleCode::room];      // of the block's candidates; in the first block of a cluster then of all
-    Mass sums[SampleCode::threads];  // where there is no room for the candidates: a bin for each thread
-    CountsOfRow row;                 // before there are keys
+    Key few_keys[SampleCode::few_room];  // of the elements from the bar on, in the first block, which has room for each
+    ByValue by_value;
   };
 };
 

@@ -23,6 +23,14 @@ struct SampleCode {
   static constexpr uint32_t sought_by_mass = 64;  // as many where top-p is of the mass of all elements
   static constexpr int most_few = 256;      // elements that the short way puts in order
   static constexpr int few_room = 512;      // as many that the first block can hold, of all blocks
+  // Where the values of bf16 are counted, in one read of a row:
+  static constexpr int values = 2048;       // of each sign
+  static constexpr int value_sections = 8;  // of the row, each with counts of its own
+  static constexpr int value_memory = 2 * values * value_sections * 2;  // bytes, for counts of 16 bits
+  static constexpr int value_ring = batch;  // slots for packs in flight
+  static constexpr int value_slots = shared_slots - value_ring;  // those that counts are in
+  static constexpr int value_packs = 0xffff / (threads / value_sections * 8);  // of a thread, so that counts have room
+  static constexpr int value_room = 256;    // elements that are listed, as their values have no counts
 };
 
 }  // namespace jaxsoft::cuda
