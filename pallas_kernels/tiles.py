@@ -19,7 +19,7 @@ def swizzle(size: int) -> int:
 
 
 def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory for arrays whose rows have this many elements."""
+    """Shared memory of this shape, in tiles."""
     item_bytes = jnp.dtype(dtype).itemsize
     row_bytes = min(2 * swizzle(shape[-1]), item_bytes * shape[-1])
     width = row_bytes // item_bytes

@@ -60,7 +60,7 @@ on_gpu = pytest.mark.skipif(jax.default_backend() == "cpu", reason="checks the s
 
 
 def interpreted(test: Callable) -> Callable:
-    """Marks a test of attention's Pallas kernels in Pallas's interpreter on a CPU.
+    """Marks a test of Pallas kernels of several warp groups in Pallas's interpreter on a CPU.
 
     Every warp group is a thread of XLA's pool, which must have more of them than a block has warp groups. NPROC says
     how many it has, before JAX starts; otherwise there is one for each core.

@@ -155,7 +155,7 @@ class Forward(Operation):
             return Folded(fold.State(m, s), products, t, rest)
 
         rows = self._row_chunk(operands[1], label.size, dtype)
-        if not self.keep and kernels.serve(head, jax.typeof(parameters[Kind.HIDDEN]), jax.typeof(operands[1])):
+        if kernels.serve(head, jax.typeof(parameters[Kind.HIDDEN]), jax.typeof(operands[1])):
             found = jax.lax.platform_dependent(cuda=at_once, default=lambda: by_classes()[0])
         elif rows is not None:
             found = jax.lax.platform_dependent(

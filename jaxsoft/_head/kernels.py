@@ -18,9 +18,8 @@ from jaxsoft._head.operation import Kind
 # With fewer rows most of a tile is empty. On an H200, 16 rows of 4096 numbers and 128256 classes in bf16 took 340 us,
 # in chunks of the classes 273; 32 rows 320 and 810 (JAX 0.11.2).
 _LEAST_ROWS = 17
-# A chunk of classes has at least this many, and with few rows as many as give this many scores: its tiles, of 128 rows
-# and 256 classes each, keep 132 multiprocessors busy, mostly all of them.
-_LEAST_CLASSES, _LEAST_SCORES = 4096, 2**22
+# A chunk has at least this many tiles of classes, and the most that so many multiprocessors compute in as many turns.
+_TILE_ROWS, _TILE_CLASSES, _LEAST_TILES, _MULTIPROCESSORS = 128, 256, 16, 132
 
 
 def serve(head: Head, hidden: jax.core.ShapedArray, weight: jax.core.ShapedArray) -> bool:
@@ -39,8 +38,10 @@ def serve(head: Head, hidden: jax.core.ShapedArray, weight: jax.core.ShapedArray
 
 
 def chunk_size(rows: int) -> int:
-    """How many classes are taken at a time."""
-    return max(_LEAST_CLASSES, _LEAST_SCORES // max(rows, 128) // 256 * 256)
+    """How many classes are taken at a time: at least 4096."""
+    row_tiles = -(-rows // _TILE_ROWS)
+    turns = -(-row_tiles * _LEAST_TILES // _MULTIPROCESSORS)
+    return max(_LEAST_TILES, turns * _MULTIPROCESSORS // row_tiles) * _TILE_CLASSES
 
 
 def statistics(head: Head, parameters: Parameters, here: jax.Array) -> Sequence[jax.Array]:
@@ -52,7 +53,8 @@ def statistics(head: Head, parameters: Parameters, here: jax.Array) -> Sequence[
       here: the index of each row's label among these classes.
     """
     hidden, weight = parameters[Kind.HIDDEN], parameters[Kind.WEIGHT]
-    return pallas_kernels.head_statistics(hidden, weight, _bias(parameters.get(Kind.BIAS)), here, **_scores(head))
+    bias = _wide(parameters.get(Kind.BIAS), hidden)
+    return pallas_kernels.head_statistics(hidden, weight, bias, here, **_scores(head))
 
 
 def gradients(
@@ -76,13 +78,14 @@ def gradients(
       rows: how many rows the result has: those after the last of hidden may be NaN.
     """
     hidden, weight, bias = parameters[Kind.HIDDEN], parameters[Kind.WEIGHT], parameters.get(Kind.BIAS)
-    of_chunk = _bias(None if bias is None else chunk.of(bias))
+    of_chunk = _wide(None if bias is None else chunk.of(bias), hidden)
     place = rows, chunk.begin, chunk.size
     return pallas_kernels.head_gradients(hidden, weight, of_chunk, here, state, cotangents, *place, **_scores(head))
 
 
-def _bias(bias: jax.Array | None) -> jax.Array | None:
-    return None if bias is None else bias.astype(fold.accumulator(bias.dtype))
+def _wide(bias: jax.Array | None, hidden: jax.Array) -> jax.Array | None:
+    """The bias in the accumulator's dtype of the products, whatever its own is."""
+    return None if bias is None else bias.astype(fold.accumulator(hidden.dtype))
 
 
 def _scores(head: Head) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """The pullback over chunks of the classes, with the scores of a chunk computed again or kept from the forward pass.
 
-A chunk's scores become their gradients. Two products with these give the gradient of the chunk's weights, which is
-written in its place, and the chunk's share of the gradient of the hidden states, which is added up. Where there are as
-many rows as hidden has numbers, the gradients of the scores have the shape of that of weight, and wait there (see
-`waiting`), but on a CPU: that of the hidden states is then one product, and needs no sum in the accumulator's dtype.
+A chunk's scores become their gradients, which a kernel may make while the scores are in registers (see `kernels`). Two
+products with these give the gradient of the chunk's weights, which is written in its place, and the chunk's share of
+the gradient of the hidden states, which is added up. Where there are as many rows as hidden has numbers, or with a
+kernel a few less, the gradients of the scores fit into the memory of that of weight, and wait there (see `waiting`),
+but on a CPU: that of the hidden states is then one product, and needs no sum in the accumulator's dtype.
 """
 
 import dataclasses

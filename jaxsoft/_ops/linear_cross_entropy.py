@@ -136,9 +136,9 @@ def linear_softmax_cross_entropy(
     products, as the backward pass computes the logits again, or three with all logits kept.
 
     On a Hopper GPU, by classes and in 16 bits, Pallas kernels compute the logits tile by tile and leave nothing of them
-    in memory but their gradients. They serve at least 17 rows where d and the number of classes are multiples of 64,
-    without class_weights beside label_smoothing, label_smoothing beside return_entropy, chunk_size, and
-    recompute=False.
+    in memory but the logits' gradients. They serve at least 17 rows where d and the number of classes are multiples of
+    64, on each device of a mesh; and not class_weights beside label_smoothing, label_smoothing beside return_entropy,
+    chunk_size, or recompute=False.
 
     Args:
       hidden: h, of shape (..., d), in f16, bf16, f32 or f64.
@@ -167,8 +167,8 @@ def linear_softmax_cross_entropy(
         2 * d * c for its weights. Where the logits are computed again for the gradient of weight, None mostly lets the
         forward pass of a GPU take chunks of rows, in half the memory which that gradient will have: no more, where one
         `jax.jit` computes both. The kernels take no chunks forward, nor where gradients of logits fit into the memory
-        of the gradient of weight, of d rows or up to d / 32 less; else 4096 classes, or as many as give 2^22 logits if
-        these are more, and 2 * rows * c bytes.
+        of the gradient of weight, of d rows or up to d / 32 less; else 4096 classes or more, which take 2 * rows * c
+        bytes, and 2 * d * c for their weights.
       recompute: by classes, compute the logits again in reverse mode: four matrix products, and no memory but for a
         chunk and the gradient of hidden in f32, which d rows do without on a GPU. False keeps the logits, rounded to
         the dtype of the products, and the gradients are those of the rounded ones, as they are with all logits in

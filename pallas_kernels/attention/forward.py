@@ -25,9 +25,9 @@ from jaxsoft._attention.form import Extra, Form
 
 from ..rows import sizes
 from ..tiles import tiled
-from . import operands as tiles
 from .extra_tiles import ExtraRings
 from .forward_block import Block, Scratch
+from .operands import head_size, padded, padded_head, padded_length
 from .order import ordered
 from .plan import ForwardPlan, forward_plan
 from .ranges import Shape, segment_ranges
@@ -61,8 +61,8 @@ def forward(
     axes = {"batch": batch, "heads": heads, "queries": -(-length // plan.block_rows)}
     direct = form.dtype == jnp.float32
     whole = axes["queries"] * plan.block_rows
-    rows = whole if direct else tiles.padded_length(length)
-    columns = tiles.head_size(size) if direct else tiles.padded_head(size)
+    rows = whole if direct else padded_length(length)
+    columns = head_size(size) if direct else padded_head(size)
     # Copies along one dimension do not stop at its end: on an H100 they went on into the next head's numbers.
     numbers = jax.ShapeDtypeStruct((batch, heads, whole), jnp.float32)
     output = jax.ShapeDtypeStruct((batch, rows, heads, columns), form.dtype)
@@ -115,7 +115,7 @@ def forward(
             kernel_name="jaxsoft_attention",
             interpret=interpret,
         )
-        found = kernel(*(tiles.padded(array) for array in arrays[:3]), *refs)
+        found = kernel(*(padded(array) for array in arrays[:3]), *refs)
         given = dict(zip(results, found, strict=True))
         outputs = [given[name][:, :length, :, :size] for name in ("output", "output_rest") if name in given]
         lse = given["lse"][:, :, :length]
@@ -145,7 +145,7 @@ def _entry(
         schedule = numbers, begins
     named = dict(zip(names, extras, strict=False))
     dtype, groups, slots = query.dtype, plan.groups, plan.slots
-    query_head, value_head = tiles.head_size(query.shape[3]), tiles.head_size(value.shape[3])
+    query_head, value_head = head_size(query.shape[3]), head_size(value.shape[3])
     free_bytes = plan.free_bytes(query_head, value_head)
     rings = ExtraRings.fitting(named, (plan.query_rows, plan.key_tile), groups, free_bytes)
     output_bytes = 2 * plan.block_rows * value_head

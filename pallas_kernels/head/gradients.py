@@ -23,7 +23,7 @@ from ..tiles import ROWS, tiled
 from . import products
 from .products import LEAST, LOG2E, PLAN, Scores, Tile
 
-_LEAST = 128  # of the dimensions of the result
+_LEAST_SIZE = 128  # of the dimensions of the result
 
 
 def gradients(
@@ -71,7 +71,7 @@ def gradients(
 
     # Tiles reach past the end of an array, where copies write nothing. But a copy as large as a dimension, of 64 rows
     # or columns, has no index along it to be past the end with, and would write to the beginning.
-    shape = max(-(-rows // ROWS) * ROWS, _LEAST), max(classes, _LEAST)
+    shape = max(-(-rows // ROWS) * ROWS, _LEAST_SIZE), max(classes, _LEAST_SIZE)
     result = jax.ShapeDtypeStruct(shape, dtype)
     # While one piece of the gradients is copied to memory, the next one is computed.
     staging = tiled((plan.groups, 2, plan.rows, plan.piece), dtype)

@@ -5,6 +5,7 @@ NPROC=8 in the environment lets the interpreter run on a machine of few cores (`
 
 import dataclasses
 import functools
+import re
 
 import chex
 import jax
@@ -218,6 +219,34 @@ def test_which_calls_are_served(change, served):
     with target(given["kind"]):
         text = jax.jit(f).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert ("jaxsoft_head_statistics" in text) == served
+
+
+@pytest.mark.parametrize("rows", [128, 300], ids=["waiting", "chunks"])
+def test_several_platforms(rows):
+    """One program for a CPU and for Hopper has the kernels for the latter."""
+    shapes = [jax.ShapeDtypeStruct(*v) for v in (((rows, 128), BF16), ((128, 16448), BF16), ((rows,), np.int32))]
+    f = jax.jit(jax.grad(lambda h, w, y: jnp.sum(linear(h, w, y)), (0, 1)))
+    with target(HOPPER):
+        assert "jaxsoft_head_gradients" in f.trace(*shapes).lower(lowering_platforms=("cpu", "cuda")).as_text()
+
+
+@pytest.mark.filterwarnings("error")
+def test_wide_bias():
+    """A bias of f64 is one of f32 to the kernels."""
+    with jax.enable_x64(True), target(HOPPER):
+        shapes = [jax.ShapeDtypeStruct(*v) for v in (((64, 128), BF16), ((128, 512), BF16), ((512,), np.float64))]
+        f = jax.jit(jax.grad(lambda h, w, b: jnp.sum(linear(h, w, np.zeros(64, int), b)), (0, 1, 2)))
+        text = f.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert not re.search(r"custom_call @mosaic_gpu.*xf64", text) and "jaxsoft_head_gradients" in text
+
+
+@pytest.mark.parametrize("rows", [17, 128, 129, 700, 1100, 4096, 65536])
+def test_chunks_keep_a_gpu_busy(rows):
+    """Of the places that a chunk's tiles have on 132 multiprocessors, turn by turn, few are left."""
+    classes = kernels.chunk_size(rows)
+    tiles = -(-rows // products.PLAN.block_rows) * classes // products.PLAN.classes
+    assert classes % products.PLAN.classes == 0 and classes >= 4096
+    assert tiles >= 0.9 * 132 * -(-tiles // 132)
 
 
 @on_gpu
