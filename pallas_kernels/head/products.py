@@ -173,7 +173,6 @@ def kernel(
 
         def copy() -> None:
             plgpu.set_max_registers(_COPY_REGISTERS, action="decrease")
-
             first = begin[0] * WIDEST
 
             def tile(i, _):
