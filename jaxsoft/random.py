@@ -70,10 +70,11 @@ def sample(
     than 4096 rows of at most 16384 tokens, or of at most 512 with top_p and without top_k. It goes over a row twice
     where it has to put at most about a hundred tokens in order, as with a small top_k or for a peaked distribution, or
     without top_k and top_p, and else three times, or four if too many tokens are about as large as the last of a small
-    top_k. What it has read it finds in shared memory, if there are few rows, or else mostly in the cache. It does not
-    draw tokens that are less than 2^-40 times as probable as the most probable one. Options that are one number for all
-    rows, Python's or a traced one, take no launch of their own. Where the tokens of a row are sharded, the devices
-    exchange the k largest of top_k, and whole rows without it.
+    top_k. With top_p and without top_k, many long rows of bf16 are read once, and an eighth of them again. What it has
+    read it finds in shared memory, if there are few rows, or else mostly in the cache. It does not draw tokens that are
+    less than 2^-40 times as probable as the most probable one. Options that are one number for all rows, Python's or a
+    traced one, take no launch of their own. Where the tokens of a row are sharded, the devices exchange the k largest
+    of top_k, and whole rows without it.
 
     Elsewhere, with top_k, or without top_p and min_p, the logits are read once; with min_p three times; with top_p
     once, and once more for another temperature than the Python number 1. If top_p keeps more than 256 tokens of some

@@ -8,7 +8,6 @@ asked for, and no GPU is touched before.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 
@@ -100,36 +99,3 @@ def head_unsupported(hidden: jax.core.ShapedArray, weight: jax.core.ShapedArray)
     if 90 not in sizes.target().capabilities:
         return "its kernels for linear layers are for Hopper (compute capability 9.0)"
     return choice.unsupported(hidden, weight)
-
-
-def head_statistics(
-    hidden: jax.Array, weight: jax.Array, bias: jax.Array | None, label: jax.Array, **scores: Any
-) -> Sequence[jax.Array]:
-    """What a loss needs to know of the scores of a linear layer (see `head.statistics`).
-
-    `scores` are the fields of `head.products.Scores`.
-    """
-    from .head import products, statistics
-
-    with jax.enable_x64(False):  # the kernels count in 32 bits
-        return statistics.statistics(products.Scores(**scores), hidden, weight, bias, label)
-
-
-def head_gradients(
-    hidden: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array | None,
-    label: jax.Array,
-    state: Sequence[jax.Array],
-    cotangents: Sequence[jax.Array],
-    rows: int,
-    begin: jax.Array | int,
-    classes: int,
-    **scores: Any,
-) -> jax.Array:
-    """The gradients of some scores of a linear layer by the products (see `head.gradients`)."""
-    from .head import gradients, products
-
-    given = hidden, weight, bias, label, state, cotangents, rows, begin, classes
-    with jax.enable_x64(False):
-        return gradients.gradients(products.Scores(**scores), *given)

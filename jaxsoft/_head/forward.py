@@ -1,11 +1,12 @@
 """The forward pass: scores are folded into a few numbers a row, a chunk of the classes at a time.
 
-On a GPU a kernel may keep the scores in registers instead (see `kernels`). For calls that it does not serve: where
-the gradient of weight will be computed, its memory is free until then, and has room for the scores of many rows.
-So a GPU takes chunks of the rows there, with all classes in each: products are larger, and no part of weight is copied.
+On a GPU a kernel may keep the scores in registers instead (see `kernels`). For calls that it does not serve: where the
+gradient of weight will be computed, its memory is free until then, and has room for the scores of many rows. So a GPU
+takes chunks of the rows there, with all classes in each: products are larger, and no part of weight is copied.
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -149,18 +150,18 @@ class Forward(Operation):
         def by_classes() -> tuple[Folded, jax.Array | None]:
             return over_chunks(chunk_size(head, label.size), classes, with_classes, (start, kept))
 
-        def at_once() -> Folded:
+        def in_registers() -> Folded:
             m, s, t, *rest = kernels.statistics(head, parameters, index)
             products = rest.pop(0) if head.entropy else None
             return Folded(fold.State(m, s), products, t, rest)
 
-        rows = self._row_chunk(operands[1], label.size, dtype)
+        on_gpu = None
         if kernels.serve(head, jax.typeof(parameters[Kind.HIDDEN]), jax.typeof(operands[1])):
-            found = jax.lax.platform_dependent(cuda=at_once, default=lambda: by_classes()[0])
-        elif rows is not None:
-            found = jax.lax.platform_dependent(
-                cuda=lambda: over_rows(rows, label.size, with_rows, start), default=lambda: by_classes()[0]
-            )
+            on_gpu = in_registers
+        elif rows := self._row_chunk(operands[1], label.size, dtype):
+            on_gpu = functools.partial(over_rows, rows, label.size, with_rows, start)
+        if on_gpu:
+            found = jax.lax.platform_dependent(cuda=on_gpu, default=lambda: by_classes()[0])
         else:
             found, kept = by_classes()
         return *found.of_all_classes(shards, label).statistics(), *([] if kept is None else [kept])

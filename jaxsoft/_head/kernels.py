@@ -1,7 +1,8 @@
 """Kernels that multiply hidden and weight and keep the scores in registers, and which calls they serve.
 
 What a loss needs to know of the scores, or their gradients, are made of each tile of the products before anything of it
-reaches memory. So nothing is rounded but the gradients, and no time goes into writing and reading scores.
+reaches memory. So nothing is rounded but the gradients, and no time goes into writing and reading scores. Pallas is
+imported when a kernel is called.
 """
 
 from collections.abc import Sequence
@@ -18,8 +19,6 @@ from jaxsoft._head.operation import Kind
 # With fewer rows most of a tile is empty. On an H200, 16 rows of 4096 numbers and 128256 classes in bf16 took 340 us,
 # in chunks of the classes 273; 32 rows 320 and 810 (JAX 0.11.2).
 _LEAST_ROWS = 17
-# A chunk has at least this many tiles of classes, and the most that so many multiprocessors compute in as many turns.
-_TILE_ROWS, _TILE_CLASSES, _LEAST_TILES, _MULTIPROCESSORS = 128, 256, 16, 132
 
 
 def serve(head: Head, hidden: jax.core.ShapedArray, weight: jax.core.ShapedArray) -> bool:
@@ -38,10 +37,10 @@ def serve(head: Head, hidden: jax.core.ShapedArray, weight: jax.core.ShapedArray
 
 
 def chunk_size(rows: int) -> int:
-    """How many classes are taken at a time: at least 4096."""
-    row_tiles = -(-rows // _TILE_ROWS)
-    turns = -(-row_tiles * _LEAST_TILES // _MULTIPROCESSORS)
-    return max(_LEAST_TILES, turns * _MULTIPROCESSORS // row_tiles) * _TILE_CLASSES
+    """How many classes are taken at a time."""
+    from jaxsoft.pallas_kernels.head import products
+
+    return products.chunk_size(rows)
 
 
 def statistics(head: Head, parameters: Parameters, here: jax.Array) -> Sequence[jax.Array]:
@@ -52,9 +51,9 @@ def statistics(head: Head, parameters: Parameters, here: jax.Array) -> Sequence[
       parameters: its own; hidden in the dtype of the products.
       here: the index of each row's label among these classes.
     """
-    hidden, weight = parameters[Kind.HIDDEN], parameters[Kind.WEIGHT]
-    bias = _wide(parameters.get(Kind.BIAS), hidden)
-    return pallas_kernels.head_statistics(hidden, weight, bias, here, **_scores(head))
+    from jaxsoft.pallas_kernels.head import statistics
+
+    return statistics.statistics(_scores(head), *_layer(parameters), here)
 
 
 def gradients(
@@ -77,16 +76,21 @@ def gradients(
       chunk: which classes.
       rows: how many rows the result has: those after the last of hidden may be NaN.
     """
-    hidden, weight, bias = parameters[Kind.HIDDEN], parameters[Kind.WEIGHT], parameters.get(Kind.BIAS)
-    of_chunk = _wide(None if bias is None else chunk.of(bias), hidden)
+    from jaxsoft.pallas_kernels.head import gradients
+
+    of_chunk = {kind: chunk.of(v) if kind is Kind.BIAS else v for kind, v in parameters.items()}
     place = rows, chunk.begin, chunk.size
-    return pallas_kernels.head_gradients(hidden, weight, of_chunk, here, state, cotangents, *place, **_scores(head))
+    return gradients.gradients(_scores(head), *_layer(of_chunk), here, state, cotangents, *place)
 
 
-def _wide(bias: jax.Array | None, hidden: jax.Array) -> jax.Array | None:
-    """The bias in the accumulator's dtype of the products, whatever its own is."""
-    return None if bias is None else bias.astype(fold.accumulator(hidden.dtype))
+def _layer(parameters: Parameters) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Hidden, weight, and the bias in the accumulator's dtype of the products, whatever its own is."""
+    hidden, weight, bias = parameters[Kind.HIDDEN], parameters[Kind.WEIGHT], parameters.get(Kind.BIAS)
+    return hidden, weight, None if bias is None else bias.astype(fold.accumulator(hidden.dtype))
 
 
-def _scores(head: Head) -> dict[str, Any]:
-    return {"scale": head.scale, "cap": head.cap, "entropy": head.entropy, "summed": head.summed}
+def _scores(head: Head) -> Any:
+    """How products become scores, as the kernels take it."""
+    from jaxsoft.pallas_kernels.head.products import Scores
+
+    return Scores(head.scale, head.cap, head.entropy, head.summed)

@@ -144,37 +144,18 @@ class Pullback(Operation):
         gradients = over_chunks(size, classes, step, self._start(dtype, types, waits))
         by_kind: dict[Kind, Any] = dict(zip(self.moving, gradients, strict=True))
         if waits:
-            by_kind |= self._from_waiting(shards, parameters, by_kind[Kind.WEIGHT], types[Kind.HIDDEN].dtype)
-        return self._of_all_devices(shards, by_kind, operands)
+            once = dtype if types[Kind.HIDDEN].dtype == dtype and not shards.classes else fold.accumulator(dtype)
+            dx, hidden, weight = by_kind[Kind.WEIGHT], parameters[Kind.HIDDEN], parameters[Kind.WEIGHT]
+            # The barrier lets dx be overwritten only when it has been read.
+            dx, of_hidden = jax.lax.optimization_barrier((dx, product(head, dx, weight, (1, 1), once)))
+            by_kind[Kind.HIDDEN] = of_hidden[: len(hidden)]
+            by_kind[Kind.WEIGHT] = weight_from(head, hidden, dx)
 
-    def _from_waiting(
-        self, shards: Shards, parameters: Parameters, dx: jax.Array, hidden_dtype: jnp.dtype
-    ) -> dict[Kind, jax.Array]:
-        """The gradients of hidden and weight, given those of all scores in the memory of the latter.
-
-        Args:
-          shards: of the operands.
-          parameters: of the head; hidden in the dtype of the products.
-          dx: of the shape of weight; its first rows are the gradients of scores.
-          hidden_dtype: of the gradient of hidden, if it is the last thing to be computed of that.
-        """
-        hidden, weight = parameters[Kind.HIDDEN], parameters[Kind.WEIGHT]
-        once = hidden.dtype if hidden_dtype == hidden.dtype and not shards.classes else fold.accumulator(hidden.dtype)
-        # The barrier lets dx be overwritten only when it has been read.
-        dx, of_hidden = jax.lax.optimization_barrier((dx, product(self.head, dx, weight, (1, 1), once)))
-        return {Kind.HIDDEN: of_hidden[: len(hidden)], Kind.WEIGHT: weight_from(self.head, hidden, dx)}
-
-    def _of_all_devices(
-        self, shards: Shards, gradients: dict[Kind, jax.Array], operands: Sequence[jax.Array]
-    ) -> tuple[jax.Array, ...]:
-        """The gradients, in the order and dtypes of the results; sums over devices, where they are such."""
-
-        def of_all(kind: Kind, t: jax.core.ShapedArray) -> jax.Array:
+        def of_all_devices(kind: Kind, gradient: jax.Array, dtype: jnp.dtype) -> jax.Array:
             axes = shards.classes if kind is Kind.HIDDEN else shards.rows
-            gradient = gradients[kind]
-            return (jax.lax.psum(gradient, axes) if axes else gradient).astype(t.dtype)
+            return (jax.lax.psum(gradient, axes) if axes else gradient).astype(dtype)
 
-        return tuple(map(of_all, self.moving, self.types(*operands)))
+        return tuple(of_all_devices(kind, gradient, types[kind].dtype) for kind, gradient in by_kind.items())
 
     def _start(self, dtype: jnp.dtype, types: dict[Kind, Any], waits: bool) -> tuple[Any, ...]:
         """The gradients before the first chunk: that of hidden is a sum, or waits, and the others are overwritten."""

@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ..blocks import kernel_of_blocks, roles
 from ..ring import Ring
 from ..rows.memory import store
 from ..tiles import tiled
@@ -24,9 +25,7 @@ from .backward_call import (
     WGMMA,
     Call,
     extras_of,
-    kernel_of_blocks,
     probabilities,
-    roles,
     spread,
     to_whole,
 )
@@ -62,7 +61,7 @@ def bias_gradient(call: Call, bias: tuple[int, ...], plan: BiasPlan | None = Non
     query_rows, key_rows = (plan.columns, plan.block) if over_queries else (plan.block, plan.columns)
     kernel = kernel_of_blocks(
         functools.partial(_body, call, bias, plan, shape, axis, summed, axes, count),
-        "bias_gradient",
+        "attention_bias_gradient",
         plan.warp_groups,
         {"item": math.prod(axes.values())},  # which may be more than CUDA allows along any but the first axis
         interpret,

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxsoft._attention.form import Extra, Form
@@ -105,49 +104,6 @@ def to_whole(numbers: Sequence[jax.Array], block: int) -> list[jax.Array]:
     """The numbers of every query (B, N, T) padded to whole blocks, with queries for which nothing counts."""
     widths = (0, 0), (0, 0), (0, -numbers[0].shape[2] % block)
     return [jnp.pad(x, widths, constant_values=0.0 if i else jnp.inf) for i, x in enumerate(numbers)]
-
-
-def kernel_of_blocks(
-    body: Callable[..., None], name: str, warp_groups: int, grid: Mapping[str, int], interpret: Any, **types: Any
-) -> Callable[..., Any]:
-    """A kernel whose blocks have so many warp groups that compute, and one more.
-
-    Args:
-      body: what a block does, which calls `roles`.
-      name: the kernel's.
-      warp_groups: that compute.
-      grid: the sizes of its axes by name, the last of which changes first.
-      interpret: Pallas interpreter parameters.
-      types: out_type and scratch_types, as Pallas has them.
-    """
-    return plgpu.kernel(
-        body,
-        **types,
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-        grid=tuple(grid.values()),
-        grid_names=tuple(grid),
-        num_threads=warp_groups + 1,
-        thread_name="warp_group",
-        kernel_name=f"jaxsoft_attention_{name}",
-        interpret=interpret,
-    )
-
-
-def roles(warp_groups: int, compute: Callable[[], None], memory: Callable[[], None]) -> None:
-    """Has the warp groups of a block compute, and the last one fill the rings."""
-    registers, index = backward_plan.REGISTERS[warp_groups], lax.axis_index("warp_group")
-
-    @pl.when(index < warp_groups)
-    def _():
-        if registers:
-            plgpu.set_max_registers(registers.compute, action="increase")
-        compute()
-
-    @pl.when(index == warp_groups)
-    def _():
-        if registers:
-            plgpu.set_max_registers(registers.memory, action="decrease")
-        memory()
 
 
 def staging(warp_groups: int, columns: int, dtype: Any, interpret: Any) -> Any:

@@ -22,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxsoft._attention.form import Extra
 
+from ..blocks import kernel_of_blocks, roles
 from ..ring import Ring
 from ..tiles import tiled
 from . import backward_plan
@@ -30,10 +31,8 @@ from .backward_call import (
     Call,
     extras_of,
     for_tiles,
-    kernel_of_blocks,
     multiply,
     probabilities,
-    roles,
     select,
     spread,
     staging,
@@ -73,7 +72,7 @@ def key_value_gradients(call: Call, plan: KeyValuePlan | None = None, interpret:
         grid = ordered(call.form, axes, call.keys, arrays)
         return kernel_of_blocks(
             functools.partial(_body, call, plan, shape, rings),
-            "key_value_gradients",
+            "attention_key_value_gradients",
             plan.warp_groups,
             grid,
             interpret,

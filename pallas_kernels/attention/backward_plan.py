@@ -13,18 +13,6 @@ SHARED_BYTES = 227 * 1024 - 1024
 
 
 @dataclasses.dataclass(frozen=True)
-class Registers:
-    """Registers of a thread, which a block's warp groups share out: in all 504 or 512 a lane of warp groups."""
-
-    compute: int
-    memory: int
-
-
-# By the number of warp groups that compute; one more fills the rings.
-REGISTERS = {1: None, 2: Registers(compute=232, memory=40), 3: Registers(compute=160, memory=32)}
-
-
-@dataclasses.dataclass(frozen=True)
 class QueryPlan:
     """The kernel of the queries' gradient: each warp group has 64 queries, and all share tiles of keys.
 

@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxsoft._attention.form import Extra
 
+from ..blocks import kernel_of_blocks, roles
 from ..ring import Ring
 from ..tiles import tiled
 from . import backward_plan
@@ -26,10 +27,8 @@ from .backward_call import (
     Call,
     extras_of,
     for_tiles,
-    kernel_of_blocks,
     multiply,
     probabilities,
-    roles,
     select,
     spread,
     staging,
@@ -67,7 +66,7 @@ def query_gradient(call: Call, plan: QueryPlan | None = None, interpret: Any = N
         grid = ordered(call.form, axes, call.queries, arrays)
         return kernel_of_blocks(
             functools.partial(_body, call, cut, shape, blocks, segmented, rings),
-            "query_gradient",
+            "attention_query_gradient",
             plan.warp_groups,
             grid,
             interpret,

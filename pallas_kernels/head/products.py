@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ..blocks import REGISTERS, kernel_of_blocks
 from ..ring import Ring
 from ..rows import sizes
 from ..tiles import ROWS, WIDEST, tiled
@@ -32,9 +33,6 @@ LOG2E = math.log2(math.e)
 LEAST = -200.0
 WGMMA = plgpu.Layout.WGMMA
 _accumulator: Any = plgpu.ACC  # type: ignore[attr-defined]
-
-# Registers of a thread: those that compute need nearly all, those that copy few.
-_COMPUTE_REGISTERS, _COPY_REGISTERS = 232, 40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +68,18 @@ class Plan:
 # products took 6.67, which is the same within what a run differs from the next; bands of 8 or 32 tiles took 2 to 3 %
 # longer, and three slots as long (JAX 0.11.2).
 PLAN = Plan()
+# Where classes are taken in chunks, a chunk has at least this many tiles of them.
+_LEAST_TILES = 16
+
+
+def chunk_size(rows: int) -> int:
+    """How many classes are taken at a time: the most whose tiles keep the multiprocessors busy for no more turns.
+
+    These are at least 4096.
+    """
+    row_tiles, multiprocessors = -(-rows // PLAN.block_rows), sizes.target().multiprocessors
+    turns = -(-row_tiles * _LEAST_TILES // multiprocessors)
+    return max(_LEAST_TILES, turns * multiprocessors // row_tiles) * PLAN.classes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,6 +164,8 @@ def kernel(
     hidden = jnp.pad(hidden, ((0, -rows % ROWS), (0, 0)))  # to what copies can cut up, see `tiles`
     row_tiles, class_tiles = -(-rows // plan.block_rows), -(-(classes or weight.shape[1]) // plan.classes)
     tiles, steps = row_tiles * class_tiles, width // plan.depth
+    registers = REGISTERS[plan.groups]
+    assert registers, "blocks of one warp group that computes have no need to share them out"
     blocks = min(sizes.target().multiprocessors, tiles)
 
     def place(number: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -172,7 +184,7 @@ def kernel(
         count = lax.div(tiles - block + (blocks - 1), jnp.int32(blocks))
 
         def copy() -> None:
-            plgpu.set_max_registers(_COPY_REGISTERS, action="decrease")
+            plgpu.set_max_registers(registers.memory, action="decrease")
             first = begin[0] * WIDEST
 
             def tile(i, _):
@@ -189,7 +201,7 @@ def kernel(
             lax.fori_loop(0, count, tile, None)
 
         def compute() -> None:
-            plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
+            plgpu.set_max_registers(registers.compute, action="increase")
             ring.open()
 
             def products(i, accumulator):
@@ -218,8 +230,12 @@ def kernel(
         pl.when(group == plan.groups)(copy)
         pl.when(group < plan.groups)(compute)
 
-    call = plgpu.kernel(
+    call = kernel_of_blocks(
         body,
+        f"head_{name}",
+        plan.groups,
+        {"block": blocks},
+        INTERPRET,
         out_type=tuple(results),
         scratch_types=(
             tiled((plan.slots, plan.block_rows, plan.depth), dtype),
@@ -227,15 +243,9 @@ def kernel(
             Ring.barriers(2, plan.slots, plan.groups),
             *scratch,
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-        grid=(blocks,),
-        grid_names=("block",),
-        num_threads=plan.groups + 1,
-        thread_name="warp_group",
-        kernel_name=f"jaxsoft_head_{name}",
-        interpret=INTERPRET,
     )
-    return call(hidden, weight, jnp.asarray(begin, jnp.int32).reshape(1) // WIDEST, *arrays)
+    with jax.enable_x64(False):  # it counts in 32 bits
+        return call(hidden, weight, jnp.asarray(begin, jnp.int32).reshape(1) // WIDEST, *arrays)
 
 
 def pieces(plan: Plan, tile: jax.Array) -> list[jax.Array]:

@@ -17,6 +17,7 @@ from jaxsoft import fold
 from jaxsoft._rows.operation import NO_ROW
 from jaxsoft._rows.operations.entropy import products_from
 
+from ..rows.fold import reference
 from ..rows.memory import store
 from . import products
 from .products import LEAST, LOG2E, PLAN, Scores, Tile
@@ -45,8 +46,7 @@ def statistics(
     def load(tile: Tile, refs: Sequence[Any]) -> tuple[jax.Array, Any]:
         return products.of_rows(refs[0], tile), None if bias is None else refs[1]
 
-    whole_rows = len(arrays[0])
-    result = jax.ShapeDtypeStruct((-(-classes // plan.classes), whole_rows), jnp.float32)
+    result = jax.ShapeDtypeStruct((-(-classes // plan.classes), len(arrays[0])), jnp.float32)
     results = [result] * (3 + scores.entropy + 2 * scores.summed)
     finish = functools.partial(_finish, scores, classes)
     found = products.kernel("statistics", plan, load, finish, hidden, weight, arrays, results)
@@ -71,33 +71,31 @@ def _finish(
     del memory
     plan, (label, bias) = PLAN, loaded
 
-    def there(piece: int) -> jax.Array | None:
-        """Which columns of a piece are classes, and not past the last one; None for all."""
+    def of_classes(counts: jax.Array, piece: int) -> jax.Array:
+        """Which of the elements of a piece that count are classes, and not past the last one."""
         if classes % plan.classes == 0:
-            return None
-        return products.columns(plan) < classes - tile.begin - piece * plan.piece
+            return counts
+        return counts & (products.columns(plan) < classes - tile.begin - piece * plan.piece)
 
     def of_others(z: jax.Array, piece: int) -> jax.Array:
-        counts, classes_there = ~products.is_label(plan, tile, label, piece), there(piece)
-        return jnp.where(counts if classes_there is None else counts & classes_there, z, -jnp.inf)
+        return jnp.where(of_classes(~products.is_label(plan, tile, label, piece), piece), z, -jnp.inf)
 
     def score(piece: jax.Array, i: int) -> jax.Array:
         return scores.of(piece, None if bias is None else products.bias_of(plan, bias, tile, i))[0]
 
     z = [score(piece, i) for i, piece in enumerate(products.pieces(plan, found))]
     m = functools.reduce(jnp.maximum, (jnp.max(of_others(x, i), axis=1) for i, x in enumerate(z)))
-    reference = jnp.where(jnp.abs(m) < jnp.inf, m, 0.0)
+    shift = reference(m)
     s = t = u = total = count = jnp.zeros_like(m)
     for i, x in enumerate(z):
-        above = of_others(x, i) - lax.broadcast_in_dim(reference, x.shape, [0])
+        above = of_others(x, i) - lax.broadcast_in_dim(shift, x.shape, [0])
         e = jnp.exp2(above * LOG2E)
         s += jnp.sum(e, axis=1)
         t += jnp.sum(jnp.where(products.is_label(plan, tile, label, i), x, 0), axis=1)
         if scores.entropy:
             u += jnp.sum(e * jnp.maximum(above, LEAST), axis=1)
         if scores.summed:
-            counts, classes_there = x != -jnp.inf, there(i)
-            counts = counts if classes_there is None else counts & classes_there
+            counts = of_classes(x != -jnp.inf, i)
             total += jnp.sum(jnp.where(counts, x, 0), axis=1)
             count += jnp.sum(jnp.where(counts, 1.0, 0.0), axis=1)
     wanted = [m, s, t, *[u] * scores.entropy, *[total, count] * scores.summed]
