@@ -13,7 +13,6 @@ import jax.numpy as jnp
 
 import jaxsoft.pallas_kernels as pallas_kernels
 from jaxsoft._attention import cudnn, reference, xla
-from jaxsoft._attention.form import Form
 from jaxsoft._attention.operation import Forward, Operation, Pullback
 from jaxsoft._core.carriers import CARRIERS
 
@@ -26,11 +25,11 @@ class Kernels:
 
     Attributes:
       find: (operation, platform, operands) -> the function of such operands.
-      unsupported: (form, operands) -> None, or why it cannot serve calls of this form with such operands.
+      unsupported: (operation, operands) -> None, or why it cannot serve the operation with such operands.
     """
 
     find: Callable[[Operation, str, Operands], xla.Function]
-    unsupported: Callable[[Form, Operands], str | None] = lambda form, operands: None
+    unsupported: Callable[[Operation, Operands], str | None] = lambda operation, operands: None
 
 
 def _reference(operation: Operation, platform: str, operands: Operands) -> xla.Function:
@@ -132,7 +131,7 @@ def _refusal(implementation: str, operation: Operation, operands: Operands) -> s
     """None, or why an implementation cannot serve an operation with such operands."""
     if implementation not in KERNELS:
         return "it has no kernels for attention"
-    return KERNELS[implementation].unsupported(operation.form, operands)
+    return KERNELS[implementation].unsupported(operation, operands)
 
 
 def _is_empty(operands: Operands) -> bool:

@@ -15,14 +15,15 @@ from jaxsoft import fold
 from jaxsoft._attention import xla
 from jaxsoft._attention.blocks import Call
 from jaxsoft._attention.form import BASE, Form
+from jaxsoft._attention.operation import Operation
 from jaxsoft.fold import AttentionState
 
 _MOST = 2**28  # numbers in the states of all keys and queries: 1 GiB in f32
 
 
-def unsupported(form: Form, operands: Sequence[jax.core.ShapedArray]) -> str | None:
+def unsupported(operation: Operation, operands: Sequence[jax.core.ShapedArray]) -> str | None:
     """None, or why the scan cannot take these operands."""
-    del form
+    del operation
     query, key, value = operands[:BASE]
     sizes = (*query.shape[:3], *key.shape[1:2], *value.shape[3:])
     if not all(isinstance(size, int) for size in sizes):
