@@ -125,15 +125,24 @@ def _of_arrays(form: Form, operands: Operands) -> str | None:
     same = key.dtype == value.dtype and key.dtype in (query.dtype, *kept)
     if query.dtype not in _DTYPES or not same:
         also = ", or pages in float8_e4m3fn or float8_e5m2" if kept else ""
-        return f"its kernels for attention take queries, keys and values in float16 or in bfloat16{also}, not {' and '.join(names)}"
+        return (
+            f"its kernels for attention take queries, keys and values in float16 or in bfloat16{also}, not "
+            f"{' and '.join(names)}"
+        )
     if form.dtype not in (query.dtype, jnp.float32):
         return f"its kernels for attention return {query.dtype.name} or float32 here, not {form.dtype.name}"
     size, of_value = query.shape[3], value.shape[3]
     if size != of_value or size % _SIZES or size > _LARGEST_SIZE:
-        return f"its kernels for attention take head sizes that are equal, and multiples of {_SIZES} up to {_LARGEST_SIZE}; got {size} and {of_value}"
+        return (
+            f"its kernels for attention take head sizes that are equal, and multiples of {_SIZES} up to "
+            f"{_LARGEST_SIZE}; got {size} and {of_value}"
+        )
     page = key.shape[1]
     if kept and (page & (page - 1) or not _SMALLEST_PAGE <= page <= _LARGEST_PAGE):
-        return f"its kernels for attention take pages of a power of 2 of keys, from {_SMALLEST_PAGE} to {_LARGEST_PAGE}; got {page}"
+        return (
+            f"its kernels for attention take pages of a power of 2 of keys, from {_SMALLEST_PAGE} to {_LARGEST_PAGE}; "
+            f"got {page}"
+        )
     return None
 
 
