@@ -99,12 +99,13 @@ class Call {
     const std::string_view dims = is.dims;
     if (!fits(is.type, buffer.dtype) || buffer.dims.size() != dims.size()) return must(is, buffer);
     for (size_t i = 0; i < dims.size(); i++) {
-      int64_t& size = sizes_[dims[i] - 'A'];
-      if (size == kUnknown) size = buffer.dims[i];
+      const int64_t size = sizes_[dims[i] - 'A'];
       const bool once = buffer.dims[i] == 1 && std::string_view(is.once).find(dims[i]) != std::string_view::npos;
-      if (buffer.dims[i] != size && !once) return must(is, buffer);
-      if (size < 1) return std::string(is.text) + " must have elements: got " + describe(buffer);
+      if (buffer.dims[i] != size && size != kUnknown && !once) return must(is, buffer);
+      if (buffer.dims[i] < 1) return std::string(is.text) + " must have elements: got " + describe(buffer);
     }
+    for (size_t i = 0; i < dims.size(); i++)
+      if (int64_t& size = sizes_[dims[i] - 'A']; size == kUnknown) size = buffer.dims[i];
     const bool copied = is.type == Type::query || is.type == Type::wide_or_query || is.type == Type::page;
     if ((copied || is.type == Type::byte) && reinterpret_cast<uintptr_t>(buffer.data) % kAlignment)
       return std::string(is.text) + " must begin at a multiple of " + std::to_string(kAlignment) + " bytes";
