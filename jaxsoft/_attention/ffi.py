@@ -121,7 +121,7 @@ def _of_arrays(form: Form, operands: Operands) -> str | None:
     """None, or why the kernels cannot take query, key and value."""
     query, key, value = operands[:BASE]
     names = sorted({operand.dtype.name for operand in (query, key, value)})
-    kept = _PAGES if _is_paged(form) else ()
+    kept = _PAGES if form.paged else ()
     same = key.dtype == value.dtype and key.dtype in (query.dtype, *kept)
     if query.dtype not in _DTYPES or not same:
         also = ", or pages in float8_e4m3fn or float8_e5m2" if kept else ""
@@ -155,10 +155,6 @@ def _of_numbers(form: Form) -> str | None:
     return None
 
 
-def _is_paged(form: Form) -> bool:
-    return "page_table" in form.names
-
-
 def _rows(operands: Operands) -> int:
     """How many queries attend to the keys of a key head of a sequence."""
     query, key = operands[:2]
@@ -170,7 +166,7 @@ def _target(operation: Operation, operands: Operands) -> Target:
     form = operation.form
     if isinstance(operation, Pullback):
         return BACKWARD
-    if _is_paged(form):
+    if form.paged:
         return PAGED
     others = any(extra.value not in FORWARD.extras for extra in form.extras)
     return DECODE if _rows(operands) <= (_MOST if others else _FEW) else FORWARD
