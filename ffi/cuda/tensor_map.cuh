@@ -30,7 +30,9 @@ struct DenseArray {
   const void* data;
   CUtensorMapDataType type;
   int batch, rows, heads, size;
-  unsigned element_bytes() const { return type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : 2; }
+  unsigned element_bytes() const {
+    return type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : type == CU_TENSOR_MAP_DATA_TYPE_UINT8 ? 1 : 2;
+  }
 };
 
 // Describes an array by boxes of up to 256 rows.
