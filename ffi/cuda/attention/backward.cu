@@ -9,6 +9,7 @@
 #include "backward/around.cuh"
 #include "backward/copy.cuh"
 #include "backward/multiply.cuh"
+#include "backward/multiply_in_pairs.cuh"
 
 namespace jaxsoft::cuda {
 namespace {
@@ -24,26 +25,28 @@ __global__ void __launch_bounds__(BackwardCode::threads, 1)
     if (threadIdx.x == 0) {
       constexpr int warps = 4 * Barrier::warp_arrivals, all = warps * BackwardCode::groups;
       for (int i = 0; i < BackwardCode::mails; i++)
-        shared.ticket_full[i].init(1), shared.ticket_empty[i].init(all + BackwardCode::groups);
+        shared.ticket_full[i].init(1), shared.ticket_empty[i].init(all + 2 * BackwardCode::groups);
       shared.key_full.init(1), shared.key_empty.init(all);
       shared.value_full.init(1), shared.value_empty.init(all);
       for (int i = 0; i < Plan::query_slots; i++) shared.query_full[i].init(1), shared.query_empty[i].init(all);
       for (int i = 0; i < Plan::cotangent_slots; i++)
         shared.cotangent_full[i].init(1), shared.cotangent_empty[i].init(all);
       for (int i = 0; i < BackwardCode::groups; i++) shared.sum_full[i].init(warps), shared.sum_empty[i].init(1);
+      for (unsigned& reached : shared.reached) reached = 0;
       show_barriers();
     }
     __syncthreads();
     if (group == BackwardCode::groups) {
       give_registers<BackwardCode::copy_registers>();
       const int warp = threadIdx.x % kWarpGroup / 32;
-      if (threadIdx.x % 32 == 0) {
-        if (warp == 0) bring_tiles<T, size>(call, shared);
-        else if (warp <= BackwardCode::groups) add_sums<T, size>(call, shared, warp - 1);
-      }
+      const int lane = threadIdx.x % 32;
+      if (warp == 0 && lane == 0) bring_tiles<T, size>(call, shared);
+      if (warp > 0 && warp <= BackwardCode::groups && lane == 0) add_sums<T, size>(call, shared, warp - 1);
+      if (warp > BackwardCode::groups && lane < BackwardCode::groups) wait_for_turns<T, size>(call, shared, lane);
     } else {
       take_registers<BackwardCode::registers>();
-      multiply_tiles<T, size, kind>(call, shared, group);
+      if constexpr (BackwardShared<T, size>::paired) multiply_in_pairs<T, size, kind>(call, shared, group);
+      else multiply_tiles<T, size, kind>(call, shared, group);
     }
   }
 }
@@ -65,7 +68,7 @@ cudaError_t launch(const BackwardCall& call, const AttentionGradients& gradients
   prepare_numbers<size><<<dim3((call.query_tiles * BackwardPlan<size>::queries + 127) / 128, rows), 128, 0, stream>>>(
       call, gradients.lse, gradients.delta);
   kernel<<<std::min<unsigned>(pieces, device.processors), BackwardCode::threads, bytes, stream>>>(call);
-  round_sums<T, size><<<dim3(call.query_tiles, rows), 256, 0, stream>>>(call);
+  round_sums<T, size><<<call.batch * call.heads * call.query_tiles, 256, 0, stream>>>(call);
   return cudaGetLastError();
 }
 
@@ -107,6 +110,7 @@ template <class T>
 cudaError_t run_typed(BackwardCall& call, const AttentionCall& given, const AttentionGradients& gradients, cudaStream_t stream) {
   if (given.size <= 64) return run<T, 64>(call, given, gradients, stream);
   if (given.size <= 128) return run<T, 128>(call, given, gradients, stream);
+  if (given.size <= 256) return run<T, 256>(call, given, gradients, stream);
   return cudaErrorInvalidValue;
 }
 

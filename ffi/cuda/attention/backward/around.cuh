@@ -28,22 +28,24 @@ template <class T, int size>
 __global__ void __launch_bounds__(256) round_sums(const __grid_constant__ BackwardCall call) {
   using Plan = BackwardPlan<size>;
   using Shared = BackwardShared<T, size>;
-  constexpr int queries = Plan::queries, sum_queries = Shared::boxes > 1 ? queries : queries / BackwardCode::groups;
+  constexpr int queries = Plan::queries, sum_queries = Shared::sum_queries;
   constexpr int row = size + 8;  // padded, so that writes of a warp meet few banks twice
   __shared__ __align__(16) T tile[queries * row];
-  const int64_t place = int64_t(blockIdx.y) * gridDim.x + blockIdx.x;
+  const int64_t place = blockIdx.x;
   const int head = static_cast<int>(place / call.query_tiles), index = static_cast<int>(place % call.query_tiles);
-  if (head >= call.batch * call.heads) return;
-  const float* sums = call.sums + place * Shared::tile;
   const int group = threadIdx.x / kWarpGroup, thread = threadIdx.x % kWarpGroup;
-  const int column = row_of_thread() + (Shared::boxes > 1 ? group * 64 : 0);
-  const int query = column_of_thread() + (Shared::boxes > 1 ? 0 : group * sum_queries);
+  const float* sums = call.sums + place * Shared::tile + group * (Shared::parts * Shared::sum);
 #pragma unroll
-  for (int i = 0; i < sum_queries / 2; i += 4) {
-    const float4 four = *reinterpret_cast<const float4*>(sums + group * Shared::sum + i * kWarpGroup + thread * 4);
-    T* to = tile + (query + i * 2) * row + column;
-    to[0] = T(four.x * call.scale), to[row] = T(four.y * call.scale);
-    to[8] = T(four.z * call.scale), to[row + 8] = T(four.w * call.scale);
+  for (int part = 0; part < Shared::parts; part++) {
+    const int column = row_of_thread() + (Shared::boxes > 1 ? (group * Shared::parts + part) * 64 : 0);
+    const int query = column_of_thread() + (Shared::boxes > 1 ? 0 : group * sum_queries);
+#pragma unroll
+    for (int i = 0; i < sum_queries / 2; i += 4) {
+      const float4 four = *reinterpret_cast<const float4*>(sums + part * Shared::sum + i * kWarpGroup + thread * 4);
+      T* to = tile + (query + i * 2) * row + column;
+      to[0] = T(four.x * call.scale), to[row] = T(four.y * call.scale);
+      to[8] = T(four.z * call.scale), to[row + 8] = T(four.w * call.scale);
+    }
   }
   __syncthreads();
   const int batch = head / call.heads;

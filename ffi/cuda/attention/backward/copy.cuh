@@ -71,7 +71,8 @@ __device__ void bring_tiles(const BackwardCall& call, BackwardShared<T, size>& s
   }
 }
 
-// Whose turn it is to add to a tile, if the order matters: blocks of keys add from the last to the first.
+// Whose turn it is to add to a tile, if the order matters: blocks of keys add from the last to the first. A block's
+// number is set when it has added.
 struct Turn {
   unsigned* number;
   __device__ void wait(unsigned turn) const {
@@ -80,42 +81,79 @@ struct Turn {
     while (found != turn);
   }
   __device__ void set(unsigned turn) const {
-    asm volatile("fence.acq_rel.gpu;" ::: "memory");
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(number), "r"(turn) : "memory");
   }
 };
 
-template <class T, int size>
-__device__ void add_sums(const BackwardCall& call, BackwardShared<T, size>& shared, int group) {
-  constexpr int sum = BackwardShared<T, size>::sum;
+// Calls `visit(work)` for each of the block's pieces of work.
+template <class T, int size, class Visit>
+__device__ void for_pieces(const BackwardCall& call, BackwardShared<T, size>& shared, Visit visit) {
   const unsigned pieces = call.batch * call.key_heads * call.key_blocks;
-  SlotPlace<BackwardCode::mails> mail;
-  unsigned parity = 0;
-  for (;; mail.advance()) {
+  for (SlotPlace<BackwardCode::mails> mail;; mail.advance()) {
     shared.ticket_full[mail.slot].wait(mail.parity);
     const unsigned ticket = *static_cast<volatile unsigned*>(&shared.tickets[mail.slot]);
     shared.ticket_empty[mail.slot].arrive();
     if (ticket >= pieces) return;
-    const BackwardWork<size> work(call, ticket);
+    visit(BackwardWork<size>(call, ticket));
+  }
+}
+
+// Where the numbers of a tile are, of a head of queries of a piece of work, counted in those of one warp group.
+template <int size>
+__device__ int64_t place_of_sums(const BackwardCall& call, const BackwardWork<size>& work, int head, int tile,
+                                 int group) {
+  const int64_t heads = int64_t(work.batch) * call.heads + work.key_head * call.group + head;
+  return (heads * call.query_tiles + tile) * BackwardCode::groups + group;
+}
+
+// Waits for turns, ahead of the thread that adds: it takes a microsecond to see one.
+template <class T, int size>
+__device__ void wait_for_turns(const BackwardCall& call, BackwardShared<T, size>& shared, int group) {
+  unsigned reached = 0;
+  for_pieces(call, shared, [&](const BackwardWork<size>& work) {
     for (int i = 0; i < call.group; i++) {
-      const int64_t head = int64_t(work.batch) * call.heads + work.key_head * call.group + i;
       for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
-        const int64_t place = (head * call.query_tiles + tile) * BackwardCode::groups + group;
-        const Turn turn{call.turns + place};
-        if (call.deterministic && work.tiles_of_next.has(tile)) turn.wait(work.block + 1);
-        shared.sum_full[group].wait(parity);
-        add_floats(call.sums + place * sum, shared.sums[group], sum * sizeof(float));
-        commit_stores();
-        wait_for_reads_of_stores();
-        shared.sum_empty[group].arrive();
-        parity ^= 1;
+        if (call.deterministic && work.tiles_of_next.has(tile))
+          Turn{call.turns + place_of_sums(call, work, i, tile, group)}.wait(work.block + 1);
+        asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(shared_address(&shared.reached[group])), "r"(++reached)
+                     : "memory");
+      }
+    }
+  });
+}
+
+template <class T, int size>
+__device__ void add_sums(const BackwardCall& call, BackwardShared<T, size>& shared, int group) {
+  using Shared = BackwardShared<T, size>;
+  unsigned parity = 0, tiles = 0;
+  for_pieces(call, shared, [&](const BackwardWork<size>& work) {
+    for (int i = 0; i < call.group; i++) {
+      for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
+        const int64_t place = place_of_sums(call, work, i, tile, group);
+        tiles++;
+        if (call.deterministic) {
+          unsigned reached;
+          do asm volatile("ld.acquire.cta.shared.u32 %0, [%1];"
+                          : "=r"(reached) : "r"(shared_address(&shared.reached[group])) : "memory");
+          while (static_cast<int>(reached - tiles) < 0);
+        }
+        for (int part = 0; part < Shared::parts; part++) {
+          shared.sum_full[group].wait(parity);
+          add_floats(call.sums + (place * Shared::parts + part) * Shared::sum, shared.sums[group],
+                     Shared::sum * sizeof(float));
+          commit_stores();
+          wait_for_reads_of_stores();
+          shared.sum_empty[group].arrive();
+          parity ^= 1;
+        }
         if (call.deterministic) {
           wait_for_stores();
-          turn.set(work.block);
+          Turn{call.turns + place}.set(work.block);
         }
       }
     }
-  }
+  });
+  wait_for_stores();
 }
 
 }  // namespace jaxsoft::cuda

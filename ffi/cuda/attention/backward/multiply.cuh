@@ -14,6 +14,15 @@ __device__ inline void store_turned(uint32_t address, const uint32_t (&words)[4]
                : "memory");
 }
 
+// Stores numbers of each thread of a warp group, in an order of their own.
+template <int count>
+__device__ void store_of_thread(float* to, const float (&numbers)[count]) {
+#pragma unroll
+  for (int i = 0; i < count; i += 4)
+    *reinterpret_cast<float4*>(to + i * kWarpGroup + threadIdx.x % kWarpGroup * 4) =
+        make_float4(numbers[i], numbers[i + 1], numbers[i + 2], numbers[i + 3]);
+}
+
 // The words of four lanes side by side, turned: word i of lane j becomes word j of lane i.
 __device__ inline void turn_in_four(uint32_t (&words)[4]) {
   const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
@@ -59,9 +68,7 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size>
   using Plan = BackwardPlan<size>;
   using Shared = BackwardShared<T, size>;
   constexpr int queries = Plan::queries, count = queries / 2;  // numbers of a thread, of a tile of scores
-  // The gradient by queries is computed with columns of the head as rows, of which each group has 64. If these are all,
-  // each has a part of the queries.
-  constexpr int sum_queries = Shared::boxes > 1 ? queries : queries / BackwardCode::groups;
+  constexpr int sum_queries = Shared::sum_queries;
   static_assert(Shared::boxes <= BackwardCode::groups);
   constexpr int box_row = 128;
   const int thread = threadIdx.x % kWarpGroup, lane = threadIdx.x % 32;
@@ -115,27 +122,7 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size>
 
       wait_for_products<1>(scores);
       const float* numbers = shared.numbers[query.slot] + column_of_thread();
-      if constexpr (kind == BackwardKind::capped) {
-#pragma unroll
-        for (int i = 0; i < count; i++) {
-          const Capped capped(scores[i], call.cap, call.scale);
-          scores[i] = capped.score, growth[i] = capped.slope;
-        }
-      }
-      if constexpr (kind != BackwardKind::plain) {
-        if (work.masked(tile, first_key))
-          exclude(scores, first_key + row_of_thread() - (tile * queries + column_of_thread()),
-                  work.key_end - first_key - row_of_thread(), work.least, work.most);
-      }
-      const float unit = kind == BackwardKind::capped ? 1.f : call.scale2;
-#pragma unroll
-      for (int i = 0; i < count; i += 4) {
-        const float2 lse = *reinterpret_cast<const float2*>(numbers + i * 2);
-        scores[i] = exp2_approximately(fmaf(scores[i], unit, -lse.x));
-        scores[i + 1] = exp2_approximately(fmaf(scores[i + 1], unit, -lse.y));
-        scores[i + 2] = exp2_approximately(fmaf(scores[i + 2], unit, -lse.x));
-        scores[i + 3] = exp2_approximately(fmaf(scores[i + 3], unit, -lse.y));
-      }
+      weigh<size, kind>(scores, growth, numbers, call, work, tile, first_key);
       round_to<T>(weights, scores);
       const auto cotangents = summed_over_rows(shared.cotangent[cotangent.slot], queries);
       begin_products();
@@ -148,18 +135,7 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size>
     auto end_tile = [&](auto has_more) {
       constexpr bool more = decltype(has_more)::value;
       const float* numbers = shared.numbers[query.slot] + column_of_thread();
-#pragma unroll
-      for (int i = 0; i < count; i += 4) {
-        const float2 delta = *reinterpret_cast<const float2*>(numbers + queries + i * 2);
-        slopes[i] = scores[i] * (slopes[i] - delta.x);
-        slopes[i + 1] = scores[i + 1] * (slopes[i + 1] - delta.y);
-        slopes[i + 2] = scores[i + 2] * (slopes[i + 2] - delta.x);
-        slopes[i + 3] = scores[i + 3] * (slopes[i + 3] - delta.y);
-      }
-      if constexpr (kind == BackwardKind::capped) {
-#pragma unroll
-        for (int i = 0; i < count; i++) slopes[i] *= growth[i];
-      }
+      slope<kind>(slopes, scores, growth, numbers + queries);
       uint32_t rounded[count / 8][4];
       round_to<T>(rounded, slopes);
 #pragma unroll
@@ -199,10 +175,7 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size>
 
       shared.sum_empty[group].wait(sum_parity ^ 1);
       sum_parity ^= 1;
-#pragma unroll
-      for (int i = 0; i < sum_queries / 2; i += 4)
-        *reinterpret_cast<float4*>(shared.sums[group] + i * kWarpGroup + thread * 4) =
-            make_float4(sums[i], sums[i + 1], sums[i + 2], sums[i + 3]);
+      store_of_thread(shared.sums[group], sums);
       show_to_copies();
       shared.sum_full[group].arrive_as_warp();
 

@@ -35,12 +35,22 @@ struct BackwardPlan<128> {
   static constexpr bool slopes_in_registers = false;
 };
 
+template <>
+struct BackwardPlan<256> {
+  static constexpr int queries = 64, keys = 64, query_slots = 2, cotangent_slots = 1;
+};
+
 template <class T, int size>
 struct BackwardShared {
   using Plan = BackwardPlan<size>;
   static constexpr int boxes = size / 64;  // of 64 columns
   static constexpr int tile = Plan::queries * size, slope_tile = Plan::queries * Plan::keys;
-  static constexpr int sum = tile / BackwardCode::groups;
+  // The gradient by queries is computed with columns of the head as rows, 64 at a time. If there are fewer boxes than
+  // warp groups, each has a part of the queries, and if there are more, each has several parts, one after the other.
+  static constexpr int parts = boxes > BackwardCode::groups ? boxes / BackwardCode::groups : 1;
+  static constexpr int sum_queries = boxes > 1 ? Plan::queries : Plan::queries / BackwardCode::groups;
+  static constexpr int sum = 64 * sum_queries;
+  static constexpr bool paired = Plan::keys == 64;  // whether the warp groups share the keys
 
   // Boxes of tensor_map.cuh, of 64 columns.
   alignas(1024) T key[Plan::keys * size];
@@ -50,7 +60,9 @@ struct BackwardShared {
   alignas(1024) T slopes[2][slope_tile];  // of queries (rows) and keys, for the product with keys
   alignas(128) float sums[BackwardCode::groups][sum];  // to be added to the gradient by queries
   alignas(128) float numbers[Plan::query_slots][2 * Plan::queries];  // lse in base 2, then delta
+  float weights[paired ? slope_tile : 1];  // from one warp group to the other
   unsigned tickets[BackwardCode::mails];
+  unsigned reached[BackwardCode::groups];  // how many tiles it has been the block's turn to add to
 
   Barrier ticket_full[BackwardCode::mails], ticket_empty[BackwardCode::mails];
   Barrier key_full, key_empty, value_full, value_empty;

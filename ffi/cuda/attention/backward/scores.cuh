@@ -51,4 +51,50 @@ struct Capped {
   }
 };
 
+// Makes weights of the products of 64 keys and a tile of queries. `growth` is how scores grow with products, if they are
+// capped, and else has one unused element. `lse` begins with the thread's first column.
+template <int size, BackwardKind kind, int count, int growths>
+__device__ void weigh(float (&scores)[count], float (&growth)[growths], const float* lse, const BackwardCall& call,
+                      const BackwardWork<size>& work, int tile, int first_key) {
+  if constexpr (kind == BackwardKind::capped) {
+#pragma unroll
+    for (int i = 0; i < count; i++) {
+      const Capped capped(scores[i], call.cap, call.scale);
+      scores[i] = capped.score, growth[i] = capped.slope;
+    }
+  }
+  if constexpr (kind != BackwardKind::plain) {
+    if (work.masked(tile, first_key))
+      exclude(scores, first_key + row_of_thread() - (tile * (2 * count) + column_of_thread()),
+              work.key_end - first_key - row_of_thread(), work.least, work.most);
+  }
+  const float unit = kind == BackwardKind::capped ? 1.f : call.scale2;
+#pragma unroll
+  for (int i = 0; i < count; i += 4) {
+    const float2 of_queries = *reinterpret_cast<const float2*>(lse + i * 2);
+    scores[i] = exp2_approximately(fmaf(scores[i], unit, -of_queries.x));
+    scores[i + 1] = exp2_approximately(fmaf(scores[i + 1], unit, -of_queries.y));
+    scores[i + 2] = exp2_approximately(fmaf(scores[i + 2], unit, -of_queries.x));
+    scores[i + 3] = exp2_approximately(fmaf(scores[i + 3], unit, -of_queries.y));
+  }
+}
+
+// Makes slopes of the products of values and cotangents.
+template <BackwardKind kind, int count, int growths>
+__device__ void slope(float (&slopes)[count], const float (&weights)[count], const float (&growth)[growths],
+                      const float* delta) {
+#pragma unroll
+  for (int i = 0; i < count; i += 4) {
+    const float2 of_queries = *reinterpret_cast<const float2*>(delta + i * 2);
+    slopes[i] = weights[i] * (slopes[i] - of_queries.x);
+    slopes[i + 1] = weights[i + 1] * (slopes[i + 1] - of_queries.y);
+    slopes[i + 2] = weights[i + 2] * (slopes[i + 2] - of_queries.x);
+    slopes[i + 3] = weights[i + 3] * (slopes[i + 3] - of_queries.y);
+  }
+  if constexpr (kind == BackwardKind::capped) {
+#pragma unroll
+    for (int i = 0; i < count; i++) slopes[i] *= growth[i];
+  }
+}
+
 }  // namespace jaxsoft::cuda
