@@ -51,8 +51,12 @@ class _Gather(LinearMap):
     def _gathered(self, numbers: jax.Array, pages: jax.Array) -> jax.Array:
         if not self.pages:
             return jnp.zeros((*numbers.shape, *pages.shape[1:]), pages.dtype)
-        found = bits_of(pages).at[jnp.maximum(numbers, 0)].get(mode="promise_in_bounds")
-        return found if found.dtype == pages.dtype else jax.lax.bitcast_convert_type(found, pages.dtype)
+        places = jnp.maximum(numbers, 0)
+        if pages.dtype.itemsize > 1:
+            return pages.at[places].get(mode="promise_in_bounds")
+        # On a CPU, XLA would convert all pages of 8-bit floats first.
+        bits = jax.lax.bitcast_convert_type(pages, jnp.uint8)
+        return jax.lax.bitcast_convert_type(bits.at[places].get(mode="promise_in_bounds"), pages.dtype)
 
     def _sums(self, numbers: jax.Array, x: jax.Array) -> jax.Array:
         """Page by page: the first ones of each number, then the second ones, and so on."""
@@ -89,8 +93,3 @@ class _Gather(LinearMap):
         several = dataclasses.replace(self, pages=size * self.pages)
         (found,) = several(*(v.reshape(-1, *v.shape[2:]) for v in (joined, x)))
         return [found.reshape(size, -1, *found.shape[1:])]
-
-
-def bits_of(x: jax.Array) -> jax.Array:
-    """8-bit floats as integers, and others as they are: some of XLA's operations would convert all of them first."""
-    return jax.lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x
