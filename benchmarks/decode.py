@@ -30,7 +30,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))  # where the modules besi
 import jax
 import jax.numpy as jnp
 import timing
-from decode_cases import CALLS, CPU_GROUPS, DTYPE, GROUPS, PEERS, Case, chain, error, implementations, operands
+from decode_cases import CALLS, CPU_GROUPS, GROUPS, PEERS, Case, chain, error, implementations, operands, record
 from speed import git_commit, header, progress
 
 CPU = jax.default_backend() == "cpu"
@@ -67,16 +67,7 @@ def run(case: Case, repeats: int) -> dict:
     seconds = {name: time / CALLS for name, time in times.items() if isinstance(time, float) and name != "copy"}
     copy = times["copy"]
     assert isinstance(copy, float)
-    return {
-        "group": case.group,
-        "dtype": DTYPE,
-        "shape": [case.batch, case.queries, case.heads, case.size],
-        "key_heads": case.key_heads,
-        "keys": case.keys,
-        "ragged": case.ragged,
-        "page": case.page,
-        "pages_dtype": case.pages_dtype,
-        "bytes": case.bytes(),
+    return record(case) | {
         "floor": copy * case.bytes() / (2 * COPIED),
         "seconds": {name: seconds[name] for name in implementations(case) if name in seconds},
         "errors": errors,

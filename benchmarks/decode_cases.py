@@ -33,6 +33,7 @@ class Case:
       ragged: whether the sequences have different lengths, from all keys down to an eighth of them.
       page: how many keys a page has; 0 where keys and values lie in one piece.
       pages_dtype: of the pages.
+      rotates: whether there are several keys and values that take turns.
     """
 
     group: str
@@ -45,6 +46,7 @@ class Case:
     ragged: bool = False
     page: int = 0
     pages_dtype: str = DTYPE
+    rotates: bool = True
 
     def __str__(self) -> str:
         """The case in words."""
@@ -68,7 +70,7 @@ class Case:
 
     def copies(self) -> int:
         """How many keys and values take turns."""
-        return min(CALLS, math.ceil(ROTATION_BYTES / self.bytes()))
+        return min(CALLS, math.ceil(ROTATION_BYTES / self.bytes())) if self.rotates else 1
 
 
 def implementations(case: Case) -> list[str]:
@@ -229,6 +231,27 @@ def on_cpu(quick: bool) -> Iterator[Case]:
     shapes = SMALL[:1] if quick else SMALL
     yield from _cases(shapes, "cpu", size=64)
     yield from _cases(shapes, "cpu", size=64, page=64)
+
+
+def traffic() -> list[Case]:
+    """The cases of which the bytes are counted that they read."""
+    found = [*_cases(LARGE[:3], "one"), *_cases(LARGE[:1], "several", queries=16), *_cases(LARGE[:1], "paged", page=64)]
+    return [dataclasses.replace(case, rotates=False) for case in found]
+
+
+def record(case: Case) -> dict:
+    """What is written of every case."""
+    return {
+        "group": case.group,
+        "dtype": DTYPE,
+        "shape": [case.batch, case.queries, case.heads, case.size],
+        "key_heads": case.key_heads,
+        "keys": case.keys,
+        "ragged": case.ragged,
+        "page": case.page,
+        "pages_dtype": case.pages_dtype,
+        "bytes": case.bytes(),
+    }
 
 
 GROUPS = {"one": one, "several": several, "paged": paged, "ragged": ragged, "short": short, "heads": heads}

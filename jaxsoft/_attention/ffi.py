@@ -5,8 +5,7 @@ the gradients.
 """
 
 import dataclasses
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +23,8 @@ _SMALLEST_SCALE, _LARGEST_SCALE = 1e-30, 1e30
 _LARGEST_CAP = 1000
 _SMALLEST_PAGE, _LARGEST_PAGE = 16, 256
 _PAGES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+# So many queries of all heads are too many for its counters; those of a head count as a tile at least.
+_MOST_QUERIES, _TILE = 2**30, 128
 # Calls of up to so many queries of a key head go to the kernel for few queries, where both kernels serve them.
 _FEW = 64
 # The most queries of a key head that the kernel for few queries takes.
@@ -57,7 +58,12 @@ class Target:
 
 _SCALARS = ("query_lengths", "key_lengths", "offset", "sinks")
 _ALL = ("bias", "mask", "query_segments", "key_segments", *_SCALARS)
-FORWARD = Target("attention_forward", "its kernel for attention of many queries", _SCALARS, more=("output_rest",))
+FORWARD = Target(
+    "attention_forward",
+    "its kernel for attention of many queries",
+    ("query_segments", "key_segments", *_SCALARS),
+    more=("output_rest",),
+)
 DECODE = Target("attention_decode", "its kernel for attention of few queries", _ALL)
 PAGED = Target(
     "paged_attention",
@@ -137,6 +143,11 @@ def _of_arrays(form: Form, operands: Operands) -> str | None:
             f"its kernels for attention take head sizes that are equal, and multiples of {_SIZES} up to "
             f"{_LARGEST_SIZE}; got {size} and {of_value}"
         )
+    if key.dtype.itemsize == 1 and size % (2 * _SIZES):
+        return f"its kernels for attention take pages in 8 bits of head sizes that are multiples of 16; got {size}"
+    batch, queries, heads, _ = query.shape
+    if batch * heads * max(queries, _TILE) >= _MOST_QUERIES:
+        return f"its kernels for attention take fewer than 2^30 queries of all heads; got {query.shape}"
     page = key.shape[1]
     if kept and (page & (page - 1) or not _SMALLEST_PAGE <= page <= _LARGEST_PAGE):
         return (
@@ -184,7 +195,7 @@ def find(operation: Operation, operands: Operands) -> Function:
     extras = tuple(extra.value for extra in form.extras if extra.value in target.extras)
     asked = [(Extra.BIAS in form.extras, "rest"), (form.rounded, "output_rest")]
     more = [name for wanted, name in asked if wanted and name in target.more]
-    workspace = jax.ShapeDtypeStruct((max(1, _workspace(target, operands)),), jnp.uint8)
+    workspace = jax.ShapeDtypeStruct((_workspace(target, form, operands),), jnp.uint8)
     attributes = {
         "extras": ",".join(extras),
         "results": ",".join(more),
@@ -230,9 +241,54 @@ def _narrowed(bias: jax.Array) -> jax.Array:
     return bias.astype(jnp.float32) if bias.dtype == jnp.float64 else bias
 
 
-def _workspace(target: Target, operands: Operands) -> int:
-    """How many bytes a kernel needs beside its operands and results, as its launch function states it."""
+def _workspace(target: Target, form: Form, operands: Operands) -> int:
+    """How many bytes a kernel needs beside its operands and results. Its launch function states and checks the same."""
+    if target is FORWARD:
+        return _OF_FORWARD
+    return _of_gradients(operands) if target is BACKWARD else _of_few_queries(form, operands)
+
+
+_OF_FORWARD = 8  # a counter
+
+# The rows and columns of a tile of sums of the query's gradient, by the head size up to which an entry holds.
+_TILES = {64: (96, 64), 128: (64, 128), 256: (64, 256)}
+
+
+def _of_gradients(operands: Operands) -> int:
+    """Sums of the query's gradient in f32, and counters."""
+    batch, queries, heads, size = operands[0].shape
+    rows, columns = _TILES[_up_to(size, _TILES)]
+    tiles = batch * heads * _parts(queries, rows)
+    return tiles * (4 * rows * columns + 8 * rows + 8) + 64
+
+
+def _of_few_queries(form: Form, operands: Operands) -> int:
+    """The states of the parts of the keys, and counters of the parts that are done. The numbers are those of
+    ffi/cuda/attention/decode/plan.cuh.
+    """
     query, key, _ = operands[:BASE]
-    batch, queries, heads, size = query.shape
-    del target, key
-    return math.prod((batch, queries, heads, size))
+    size, keys = _up_to(query.shape[3], _TILES), form.keys(operands)
+    if form.left is not None and form.right is not None:
+        keys = min(keys, form.left + form.right + query.shape[1] + 32)
+    rows = min(16, _rows(operands))
+    items = query.shape[0] * key.shape[2] * _parts(_rows(operands), 16)
+    least = max(512, _multiple(_parts(keys * items, 32768), 128))
+    chunks = max(min(max(1, 132 // items), _parts(keys, 128)), min(256, _parts(keys, least)))
+    states = items * chunks if chunks > 1 else 0
+    counters = items * (_parts(chunks, 16) + 1) if states else 0
+    return _multiple(4 * counters + 16, 256) + _multiple(8 * states * rows, 256) + 4 * states * rows * size
+
+
+def _parts(number: int, size: int) -> int:
+    """How many parts of a size there are, the last of which may be smaller."""
+    return -(-number // size)
+
+
+def _multiple(number: int, of: int) -> int:
+    """The least multiple that is not smaller."""
+    return _parts(number, of) * of
+
+
+def _up_to(size: int, sizes: Iterable[int]) -> int:
+    """The least of some sizes that is not smaller."""
+    return min(each for each in sizes if size <= each)

@@ -183,6 +183,9 @@ class Call {
              std::to_string(kLargestSize) + ": got " + std::to_string(h) + " and " + std::to_string(d);
     if (operand(Name::page_table).data) {
       const int64_t page = sizes_['G' - 'A'];
+      if (h % (kAlignment / ffi::ByteWidth(operand(Name::key_pages).dtype)))
+        return "head sizes of pages in 8 bits must be multiples of " + std::to_string(kAlignment) + ": got " +
+               std::to_string(h);
       if (page < kSmallestPage || page > kLargestPage || (page & (page - 1)))
         return "pages must have a power of 2 of keys, " + std::to_string(kSmallestPage) + " to " +
                std::to_string(kLargestPage) + ": got " + std::to_string(page);

@@ -77,7 +77,9 @@ inline constexpr Set<Name> kOfDecode = {Name::bias,          Name::mask,        
 inline constexpr Set<Name> kOfPages = {Name::bias,          Name::mask,        Name::query_segments, Name::key_segments,
                                        Name::query_lengths, Name::key_lengths, Name::offset,         Name::sinks,
                                        Name::key_scale,     Name::value_scale};
-inline constexpr Set<Name> kOfMany = {Name::query_lengths, Name::key_lengths, Name::offset, Name::sinks};
+inline constexpr Set<Name> kOfMany = {Name::query_segments, Name::key_segments, Name::query_lengths,
+                                      Name::key_lengths,    Name::offset,       Name::sinks};
+inline constexpr Set<Name> kOfGradients = {Name::query_lengths, Name::key_lengths, Name::offset, Name::sinks};
 
 inline constexpr Target kForward = {"attention_forward",
                                     {Name::query, Name::key, Name::value},
@@ -99,7 +101,7 @@ inline constexpr Target kPaged = {"paged_attention",
                                   {Name::rest, Name::output_rest}};
 inline constexpr Target kBackward = {"attention_backward",
                                      {Name::query, Name::key, Name::value},
-                                     kOfMany,
+                                     kOfGradients,
                                      {Name::lse, Name::delta, Name::cotangent},
                                      {Name::query, Name::key, Name::value},
                                      {}};
