@@ -89,7 +89,8 @@ def noise(name: str) -> str:
         return ""
     return (
         "How exact these times are: with gradients, `jaxsoft` is the same program as `ffi` or `pallas`. Their times "
-        f"differ by {statistics.median(differences):.1%} in the median of all cases, and by {max(differences):.0%} at most."
+        f"differ by {statistics.median(differences):.1%} in the median of all cases, and by {max(differences):.0%} at "
+        "most."
     )
 
 

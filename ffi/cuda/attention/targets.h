@@ -1,8 +1,8 @@
 // The FFI targets of attention: a record for each, which says what its calls take and return.
 //
-// The shapes are written in letters: B batch, T queries, S keys, N heads of queries, K heads of keys, H and D head sizes,
-// and of a cache in pages P pages, G keys of a page, C pages of a sequence. What the arrays mean is said in attention.cuh
-// and in jaxsoft/_attention/form.py.
+// The shapes are written in letters: B batch, T queries, S keys, N heads of queries, K heads of keys, H and D head
+// sizes, and of a cache in pages P pages, G keys of a page, C pages of a sequence. What the arrays mean is said in
+// attention.cuh and in jaxsoft/_attention/form.py.
 #pragma once
 
 #include <string>
@@ -60,8 +60,8 @@ inline constexpr Record kRecords[kNames] = {
 
 constexpr const Record& record(Name name) { return kRecords[static_cast<int>(name)]; }
 
-// What a target takes and returns. `extras` and `more` are asked for by attributes of these names; the extras follow the
-// operands, and `after` follows these. A workspace is the last result of every call.
+// What a target takes and returns. The attribute `extras` names those that a call has, which follow the operands, and
+// the attribute `results` which of `more` it has; `after` follows the extras. A workspace is the last result of every call.
 struct Target {
   const char* text;
   List<Name> operands;
@@ -72,11 +72,13 @@ struct Target {
 
 namespace targets {
 
-inline constexpr Set<Name> kOfDecode = {Name::bias,          Name::mask,        Name::query_segments, Name::key_segments,
-                                        Name::query_lengths, Name::key_lengths, Name::offset,         Name::sinks};
-inline constexpr Set<Name> kOfPages = {Name::bias,          Name::mask,        Name::query_segments, Name::key_segments,
-                                       Name::query_lengths, Name::key_lengths, Name::offset,         Name::sinks,
-                                       Name::key_scale,     Name::value_scale};
+inline constexpr Set<Name> kOfDecode = {Name::bias,         Name::mask,          Name::query_segments,
+                                        Name::key_segments, Name::query_lengths, Name::key_lengths,
+                                        Name::offset,       Name::sinks};
+inline constexpr Set<Name> kOfPages = {Name::bias,         Name::mask,          Name::query_segments,
+                                       Name::key_segments, Name::query_lengths, Name::key_lengths,
+                                       Name::offset,       Name::sinks,         Name::key_scale,
+                                       Name::value_scale};
 inline constexpr Set<Name> kOfMany = {Name::query_segments, Name::key_segments, Name::query_lengths,
                                       Name::key_lengths,    Name::offset,       Name::sinks};
 inline constexpr Set<Name> kOfGradients = {Name::query_lengths, Name::key_lengths, Name::offset, Name::sinks};
