@@ -18,8 +18,9 @@ struct ForwardPlanOf {
   // Tiles lie in boxes of 64 columns, which fill the 128 bytes of the swizzle.
   static constexpr int boxes = size / 64;
   static_assert(size % 64 == 0 && key_tile % 16 == 0 && (!turns || groups == 2));
-  // All threads have the same share of the registers at first.
-  static constexpr int computing_registers = groups == 2 ? 240 : 160, copying_registers = 32;
+  // Of a thread. A block begins with the same number for all threads, which it was compiled with, and has no more later.
+  static constexpr int computing_registers = groups == 2 ? 240 : 160, copying_registers = groups == 2 ? 24 : 32;
+  static_assert(groups * computing_registers + copying_registers <= (groups + 1) * (65536 / threads / 8 * 8));
 };
 
 // What masks a call has: none but the end of keys; limits by position and lengths; and anything.
