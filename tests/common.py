@@ -15,7 +15,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 import jaxsoft
 from jaxsoft._attention.choice import KERNELS as OF_ATTENTION
-from jaxsoft._attention.choice import unavailable
+from jaxsoft._attention.choice import PAGED, unavailable
 from jaxsoft._core import library
 from jaxsoft._core.carriers import CARRIERS
 from jaxsoft._rows.choice import KERNELS as OF_ROWS
@@ -23,10 +23,11 @@ from jaxsoft._rows.choice import KERNELS as OF_ROWS
 OPS = ("softmax", "log_softmax", "logsumexp")
 # By name whatever can run on the default device: on a GPU the list is longer.
 AVAILABLE = tuple(name for name, reason in jaxsoft.implementations().items() if reason is None)
-# None, and those of row operations; and of attention.
+# None, and those of row operations; of attention; and of attention over pages.
 IMPLEMENTATIONS = (None, *(name for name in AVAILABLE if name in OF_ROWS))
 _PLATFORM = "cuda" if jax.default_backend() == "gpu" else "cpu"
 ATTENTION_IMPLEMENTATIONS = (None, *(name for name in OF_ATTENTION if unavailable(name, _PLATFORM) is None))
+PAGED_IMPLEMENTATIONS = tuple(name for name in ATTENTION_IMPLEMENTATIONS if name is None or name in PAGED)
 DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 
 each_op = pytest.mark.parametrize("op", OPS)

@@ -56,7 +56,7 @@ KERNELS = {
 
 
 # Those that serve calls of keys and values in pages.
-_PAGED = ("ffi", "xla", "reference")
+PAGED = ("ffi", "xla", "reference")
 
 
 def check_operands(operation: Operation, implementation: str | None, operands: Operands) -> None:
@@ -188,7 +188,7 @@ def _refusal(implementation: str, operation: Operation, operands: Operands) -> s
     """None, or why an implementation cannot serve an operation with such operands."""
     if implementation not in KERNELS:
         return "it has no kernels for attention"
-    if isinstance(operation, Paged) and implementation not in _PAGED:
+    if isinstance(operation, Paged) and implementation not in PAGED:
         return "it has no kernels for keys and values in pages"
     return KERNELS[implementation].unsupported(operation, operands)
 

@@ -57,7 +57,7 @@ def _over_gathered(form: Form, implementation: str | None, *operands: jax.Array)
         given = dict(zip(scales, scales_given, strict=True))
         found = []
         for x, extra in ((keys, Extra.KEY_SCALE), (values, Extra.VALUE_SCALE)):
-            x = gathered(x, table, there).astype(dtype)
+            x = gathered(x, table, there, dtype)
             found.append(x * given[extra][None, None, :, None] if extra in given else x)
         return *found, there[:, None, None, :]
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxsoft._attention.blocks import Call
 from jaxsoft._attention.form import Extra, Form
@@ -31,7 +32,7 @@ class PagedCall(Call):
         table, lengths = (self.extras[extra] for extra in (Extra.PAGE_TABLE, Extra.KEY_LENGTHS))
         table = jax.lax.dynamic_slice_in_dim(table, begin // page_size, size // page_size, 1)
         there = which_are_there(table, lengths - begin, *self.key.shape[:2])
-        found = (gathered(pages, table, there).astype(self.query.dtype) for pages in (self.key, self.value))
+        found = (gathered(pages, table, there, self.query.dtype) for pages in (self.key, self.value))
         key, value = (jnp.moveaxis(x, 2, 1) for x in found)
         return key, value, there
 
@@ -49,15 +50,16 @@ def which_are_there(table: jax.Array, lengths: jax.Array, pages: int, page_size:
     return real & (keys[None] < lengths[:, None])
 
 
-def gathered(pages: jax.Array, table: jax.Array, there: jax.Array) -> jax.Array:
-    """The numbers of some pages of each sequence (B, keys, heads, size); 0 for keys that are not there.
+def gathered(pages: jax.Array, table: jax.Array, there: jax.Array, dtype: np.dtype) -> jax.Array:
+    """The keys or values of some pages of each sequence (B, keys, heads, size), 0 for those that are not there.
 
     Args:
       pages: (P, page size, heads, size).
       table: (B, pages of a sequence).
-      there: which keys are (B, keys).
+      there: which are (B, keys).
+      dtype: of the result.
     """
+    shape = (*there.shape, *pages.shape[2:])
+    there = there.reshape(*table.shape, pages.shape[1])
     # Of entries that are not used, no page is read, and none gets a gradient.
-    used = there.reshape(*table.shape, pages.shape[1])[:, :, 0]
-    found = gather(pages, jnp.where(used, table, -1)).reshape(*there.shape, *pages.shape[2:])
-    return jnp.where(there[:, :, None, None], found, 0)
+    return gather(pages, jnp.where(there[:, :, 0], table, -1), there, dtype).reshape(shape)

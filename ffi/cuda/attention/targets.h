@@ -61,7 +61,8 @@ inline constexpr Record kRecords[kNames] = {
 constexpr const Record& record(Name name) { return kRecords[static_cast<int>(name)]; }
 
 // What a target takes and returns. The attribute `extras` names those that a call has, which follow the operands, and
-// the attribute `results` which of `more` it has; `after` follows the extras. A workspace is the last result of every call.
+// the attribute `results` which of `more` it has; `after` follows the extras. A workspace is the last result of every
+// call.
 struct Target {
   const char* text;
   List<Name> operands;
