@@ -148,7 +148,7 @@ def preference(operation: Operation, platform: str, operands: Operands) -> tuple
 def _ffi_leads(operation: Operation, operands: Operands) -> bool:
     """Whether the CUDA kernels are the fastest where they serve an operation."""
     form, query, key = operation.form, operands[0], operands[1]
-    if isinstance(operation, Forward) and ffi.is_for_few_queries(operation, operands):
+    if isinstance(operation, Forward) and ffi.leads(operation, operands):
         return True
     lengths = query.shape[1], key.shape[1], query.shape[3]
     if not all(isinstance(n, int) for n in lengths):

@@ -183,10 +183,10 @@ def _target(operation: Operation, operands: Operands) -> Target:
     return DECODE if _rows(operands) <= (_MOST if others else _FEW) else FORWARD
 
 
-def is_for_few_queries(operation: Operation, operands: Operands) -> bool:
-    """Whether a forward operation goes to the kernel for few queries, given operands whose shapes are known."""
+def leads(operation: Operation, operands: Operands) -> bool:
+    """Whether a forward operation has so few queries, or keys in pages, that a kernel here is the fastest."""
     known = all(isinstance(length, int) for operand in operands[:2] for length in operand.shape)
-    return known and _target(operation, operands) in (DECODE, PAGED)
+    return known and (operation.form.paged or _rows(operands) <= _FEW)
 
 
 def find(operation: Operation, operands: Operands) -> Function:
