@@ -2,9 +2,9 @@
 
     python tests/stress.py [CALLS] [attention]
 
-They are of the operations on rows, or of attention by its CUDA kernels. Every function holds enough operations to become
-a CUDA graph, which is then replayed, at other addresses too. Shapes are shared out to all GPUs. Not a test of pytest's:
-on a GPU it finds what one call at a time does not, and takes some minutes.
+They are of the operations on rows, or of attention by its CUDA kernels. Every function holds enough operations to
+become a CUDA graph, which is then replayed, at other addresses too. Shapes are shared out to all GPUs. Not a test of
+pytest's: on a GPU it finds what one call at a time does not, and takes some minutes.
 """
 
 import concurrent.futures
