@@ -217,6 +217,7 @@ def paged_attention(
 
 def write_pages(key_pages, value_pages, key, value, page_table, lengths, *, counts=None, offset=None, scales=(1, 1)):
     """The pages with the keys and values of tokens, put there one after the other. The integers are known."""
+    key_pages, value_pages, key, value = map(jnp.asarray, (key_pages, value_pages, key, value))
     (b, t), (number, size) = key.shape[:2], key_pages.shape[:2]
     for i in range(b):
         most = max(0, min(int(lengths[i]), page_table.shape[1] * size))

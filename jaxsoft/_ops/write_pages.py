@@ -143,7 +143,7 @@ def _rounded(x: jax.Array, scale: jax.Array | None, dtype: np.dtype) -> jax.Arra
     """Keys or values of new tokens as pages have them."""
     if scale is not None:
         wide = accumulator(x.dtype)
-        x = x.astype(wide) / scale.astype(wide)[:, None]
+        x = x.astype(wide) / scale.astype(wide)[None, None, :, None]
     if has_eight_bits(dtype):  # or what is too large would be no number
         largest = float(jnp.finfo(dtype).max)
         x = jnp.clip(x, -largest, largest)
