@@ -28,9 +28,11 @@ def check(options, sizes=DECODE, dtype=jnp.bfloat16, seed=0):
     output, lse, *_ = (wide(v) for v in jax.jit(call.ours)(*call.operands))
     with jax.enable_x64(True), as_usual():
         expected, expected_lse, *_ = (wide(v) for v in jax.jit(call.theirs)(*(wide(v) for v in call.operands)))
+    # A traced scale multiplies the queries, which are then rounded.
+    allowed = (2e-3 if dtype == jnp.float16 else 1e-2) * (8 if "scale" in options else 1)
     of_error, of_row = (np.linalg.norm(x, axis=-1) for x in (output - expected, expected))
-    assert (of_error <= (2e-3 if dtype == jnp.float16 else 1e-2) * of_row).all(), (of_error / of_row).max()
-    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-4)
+    assert (of_error <= allowed * of_row).all(), (of_error / of_row).max()
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=5e-2 if "scale" in options else 1e-4)
 
 
 @pytest.mark.parametrize("option", [None, *MOVING, *FIXED], ids=str)

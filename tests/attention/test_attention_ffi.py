@@ -147,7 +147,7 @@ def test_bad_extras(extra, shape, dtype, message):
         (FORWARD, THREE, ("output",), {}, r"number of results: got 2 instead of \(output, lse, workspace\)"),
         (FORWARD, (*THREE, "sinks"), ("output", "lse"), {}, "number of operands: got 4"),
         (FORWARD, THREE, ("output", "lse"), {"extras": "sinks"}, "number of operands: got 3 instead of .*sinks"),
-        (FORWARD, (*THREE, "mask"), ("output", "lse"), {"extras": "mask"}, "extras='mask' must be some of 'query_len"),
+        (FORWARD, (*THREE, "mask"), ("output", "lse"), {"extras": "mask"}, "extras='mask' must be some of 'query_seg"),
         (DECODE, THREE, ("output", "lse"), {"extras": "sinks,offset"}, "extras='sinks,offset' must be some of"),
         (DECODE, THREE, ("output", "lse"), {"extras": "offset,"}, "extras='offset,' must be some of"),
         (DECODE, THREE, ("output", "lse"), {"extras": "offset,offset"}, "extras='offset,offset' must be some of"),
