@@ -34,8 +34,8 @@ __device__ inline int of_batch(const OfBatch& numbers, int b, int otherwise) {
 
 // The numbers of a sequence that decide which of its keys count.
 struct Limits {
-  int64_t offset;
-  int queries, keys;
+  int offset = 0, queries = 0, keys = 0;
+  Limits() = default;
   __device__ Limits(const AttentionCall& call, int b)
       : offset(of_batch(call.offset, b, 0)),
         queries(max(0, min(call.queries, of_batch(call.query_lengths, b, call.queries)))),
@@ -45,8 +45,8 @@ struct Limits {
     last = min(last, queries - 1);
     if (last < first) return {0, 0};
     int64_t begin = 0, end = keys;
-    if (call.left >= 0) begin = max(begin, offset + first - call.left);
-    if (call.right >= 0) end = min(end, offset + last + call.right + 1);
+    if (call.left >= 0) begin = max(begin, int64_t(offset) + first - call.left);
+    if (call.right >= 0) end = min(end, int64_t(offset) + last + call.right + 1);
     if (end <= begin) return {0, 0};
     return {static_cast<int>(begin), static_cast<int>(end)};
   }
@@ -58,6 +58,7 @@ struct Unit {
   int chunk, chunks;             // which of the item's it is
   int begin, end;                // its keys: begin is a multiple of kChunkAlign
   int counted_begin;             // keys before this count for no query of the sequence
+  Limits limits;                 // of the sequence
   __device__ int item(const Arguments& args) const {
     return (batch * args.call.key_heads + head) * args.plan.row_groups + group;
   }

@@ -14,6 +14,7 @@ class Dealer {
   const Arguments& args_;
   int first_ = 0;       // the first of the 32 sequences, of which each lane has one
   int64_t before_ = 0;  // units of the sequences before
+  Limits limits_;
   Range range_{};
   int chunk_ = 1, chunks_ = 0;
   int64_t upto_ = 0;  // units of the sequences up to the lane's
@@ -22,8 +23,8 @@ class Dealer {
     const int lane = threadIdx.x % 32, b = first_ + lane;
     chunks_ = 0;
     if (b < args_.call.batch) {
-      const Limits limits(args_.call, b);
-      range_ = limits.of(args_.call, 0, args_.call.queries - 1);
+      limits_ = Limits(args_.call, b);
+      range_ = limits_.of(args_.call, 0, args_.call.queries - 1);
       const int keys = range_.end - range_.begin / kChunkAlign * kChunkAlign;
       chunk_ = range_.empty() ? kLeastChunk : args_.plan.chunk(keys);
       chunks_ = range_.empty() ? 1 : args_.plan.chunks(keys);
@@ -62,6 +63,9 @@ class Dealer {
     unit->begin = range.begin / kChunkAlign * kChunkAlign + unit->chunk * chunk;
     unit->end = min(unit->begin + chunk, range.end);
     unit->counted_begin = range.begin;
+    unit->limits.offset = __shfl_sync(~0u, limits_.offset, own);
+    unit->limits.queries = __shfl_sync(~0u, limits_.queries, own);
+    unit->limits.keys = __shfl_sync(~0u, limits_.keys, own);
     return true;
   }
 };

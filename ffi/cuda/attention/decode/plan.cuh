@@ -26,6 +26,7 @@ constexpr int kGroup = 16;          // chunks whose states are merged at once
 
 constexpr __host__ __device__ int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr __host__ __device__ int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
+constexpr __host__ __device__ int round_up_int(int a, int b) { return (a + b - 1) / b * b; }
 
 struct Plan {
   int row_tile = 16;   // rows of an item, at most
@@ -39,21 +40,20 @@ struct Plan {
 
   // Keys of each chunk of an item for which `keys` count, or a few more.
   __host__ __device__ int chunk(int keys) const {
-    const int64_t longest = int64_t(kLongChunk) * factor;
-    int64_t length;
-    if (keys <= wave * longest) {
-      length = round_up(divide_up(keys, wave), kChunkAlign);
-      if (length < kLeastChunk) length = kLeastChunk;
-    } else {
-      length = round_up(divide_up(int64_t(keys) * items, kUnits), kLeastChunk);
-      if (length > longest) length = longest;
-      if (length < least_chunk) length = least_chunk;
-      if (length * kMostChunks < keys) length = round_up(divide_up(keys, kMostChunks), kLeastChunk);
+    const int longest = kLongChunk * factor;
+    if (keys <= int64_t(wave) * longest) {
+      const int length = (keys + wave - 1) / wave;
+      return round_up_int(length < kLeastChunk ? kLeastChunk : length, kChunkAlign);
     }
-    return static_cast<int>(length);
+    const int64_t wanted = (int64_t(keys) * items + kUnits - 1) / kUnits;
+    int length = wanted > longest ? longest : round_up_int(static_cast<int>(wanted), kLeastChunk);
+    if (length < least_chunk) length = least_chunk;
+    const int for_most = round_up_int((keys + kMostChunks - 1) / kMostChunks, kLeastChunk);
+    return length < for_most ? for_most : length;
   }
   __host__ __device__ int chunks(int keys) const {
-    return keys > 0 ? static_cast<int>(divide_up(keys, chunk(keys))) : 1;
+    const int length = chunk(keys);
+    return keys > 0 ? (keys + length - 1) / length : 1;
   }
 };
 

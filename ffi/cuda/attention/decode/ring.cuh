@@ -41,7 +41,6 @@ struct RingMemory {
   __device__ void init(int warps, int all_warps) {
     for (int i = 0; i < count * depth; i++) (&full[0][0])[i].init(1), (&empty[0][0])[i].init(warps);
     for (int i = 0; i < units; i++) told[i].init(1), heard[i].init(all_warps);
-    show_barriers();
   }
 };
 
@@ -68,6 +67,7 @@ __device__ void produce(const Arguments& args, const CUtensorMap& keys, const CU
     Unit unit;
     const bool found = dealer.find(number, &unit);
     unsigned taken = 0;
+    if (found && args.dealt && number == blockIdx.x) wait_for_last_kernel();
     if (found && args.dealt && lane == 0) taken = take(reinterpret_cast<unsigned long long*>(args.counters));
     memory.heard[unit_place.slot].wait(unit_place.parity ^ 1);
     if (lane == 0) {
