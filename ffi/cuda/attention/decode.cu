@@ -33,7 +33,7 @@ struct Launch {
     if (call.heads % call.key_heads) return false;
     if (!args.paged) return true;
     const int size = args.pages.page_size;
-    return size >= kSmallestTile && size <= 256 && (size & (size - 1)) == 0;
+    return size >= kRun && size <= 256 && (size & (size - 1)) == 0;
   }
 
   template <class T, PageType type, int size>
@@ -101,7 +101,7 @@ struct Launch {
     }
   }
   cudaError_t run() {
-    args.plan = make_plan(args.call, 16);
+    args.plan = make_plan(args.call, 16, 1);
     args.item_rows = std::min(args.plan.row_tile, args.rows);
 #ifdef QUICK
     if (args.pages.type == PageType::e4m3 && padded == 128) return run_few<__half, PageType::e4m3, 128>();
@@ -124,9 +124,9 @@ struct Launch {
 
 cudaError_t run_attention_decode(const AttentionCall& call, const Pages* pages, const AttentionResults& results,
                                  cudaStream_t stream) {
-  Device device;
-  if (auto e = device.read()) return e;
-  if (device.major != 9) return cudaErrorNotSupported;
+  bool runs = false;
+  if (auto e = has_warp_groups(&runs)) return e;
+  if (!runs) return cudaErrorNotSupported;
   decode::Launch launch{};
   launch.stream = stream;
   launch.padded = decode::padded_size(call.size);

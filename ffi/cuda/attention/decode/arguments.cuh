@@ -15,7 +15,7 @@ struct Arguments {
   int page_shift = 0;   // log2 of the page size, if paged
   int heads_each = 1;   // query heads of a key head
   int rows = 1;         // packed queries of a key head of a sequence
-  int item_rows = 1;    // of an item: these, or plan.row_tile
+  int item_rows = 1;    // that a state has room for
   bool adjusted = false;  // whether scores have a cap, a bias, a mask or segments
   bool dealt = false;     // whether units after the first are dealt by a counter
   unsigned* counters = nullptr;
@@ -83,6 +83,11 @@ struct RowPlace {
 // Rows of the unit's item. The others up to plan.row_tile are only there to fill a tile.
 __device__ inline int rows_of(const Arguments& args, const Unit& unit) {
   return min(args.plan.row_tile, args.rows - unit.group * args.plan.row_tile);
+}
+// How many of these are of the sequence's queries. Nothing is computed for the others.
+__device__ inline int live_rows(const Arguments& args, const Unit& unit) {
+  const int live = unit.limits.queries * args.heads_each - unit.group * args.plan.row_tile;
+  return max(0, min(args.plan.row_tile, live));
 }
 
 }  // namespace jaxsoft::cuda::decode

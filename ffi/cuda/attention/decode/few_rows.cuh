@@ -12,9 +12,9 @@ namespace jaxsoft::cuda::decode {
 template <PageType type, int size>
 struct FewRows {
   static constexpr int bytes = size * (type == PageType::as_query ? 2 : 1);  // of a key
-  static constexpr int keys = size == 256 ? 16 : size == 128 ? KEYS128 : 32;  // of a tile
+  static constexpr int keys = size == 256 ? 16 : 32;                         // of a tile
   static constexpr int warps = size == 64 ? 8 : 4;
-  static constexpr int slots = RINGKB * 1024 / (2 * bytes * keys * warps);  // of a warp
+  static constexpr int slots = 128 * 1024 / (2 * bytes * keys * warps);  // of a warp: with more in flight all was slower
   static constexpr int mergers = 3, threads = (warps + 1 + mergers) * 32;
   static constexpr int buffers = warps / 2;
   using Team = Mergers<warps + 1, mergers>;
@@ -81,7 +81,7 @@ __device__ void load_queries(const Arguments& args, const Unit& unit, int row, u
                              float (&unit_of_row)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    const bool exists = row + 8 * half < rows_of(args, unit);
+    const bool exists = row + 8 * half < live_rows(args, unit);
     const auto* from = static_cast<const Query*>(args.call.query) + RowPlace(args, unit, exists ? row + 8 * half : 0).begin(args, unit);
 #pragma unroll
     for (int step = 0; step < steps; step++) {
@@ -121,23 +121,12 @@ __device__ void load_queries(const Arguments& args, const Unit& unit, int row, u
   }
 }
 
-// The next unit, as all warps but the producer's get it.
-template <class Ring>
-__device__ Unit next_unit(Ring& ring, Place<Ring::units>& place) {
-  ring.told[place.slot].wait(place.parity);
-  const Unit unit = ring.unit[place.slot];
-  ring.heard[place.slot].arrive_as_warp();
-  place.advance();
-  return unit;
-}
-
 // T is the type in which is multiplied.
 template <class T, PageType type, int size>
 __device__ void consume_few(const Arguments& args, typename FewRows<type, size>::Memory& memory) {
   using Shape = FewRows<type, size>;
   using Tile = typename Shape::Values;
   constexpr int steps = size / 16, columns = Shape::keys / 8;
-  constexpr bool early = size < 256 && EARLY;  // there are registers for the next queries
   const NamedBarrier consumers{2, Shape::warps * 32};
   auto& ring = memory.ring;
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, row = lane / 4;
@@ -181,10 +170,7 @@ __device__ void consume_few(const Arguments& args, typename FewRows<type, size>:
       ring.empty[warp][slot.slot].arrive_as_warp();
       slot.advance();
     }
-    const int count = rows_of(args, unit);
-    unit = next_unit(ring, unit_place);
-    if (early) load(unit);  // while the warps put their states together
-
+    const int count = live_rows(args, unit);
     memory.free.wait(free_parity);
     free_parity ^= 1;
 #pragma unroll
@@ -217,7 +203,8 @@ __device__ void consume_few(const Arguments& args, typename FewRows<type, size>:
       store(true);
       memory.ready.arrive_as_warp();
     }
-    if (!early) load(unit);
+    unit = next_unit(ring, unit_place);
+    load(unit);
   }
 }
 
@@ -232,11 +219,13 @@ __device__ void merge_few(const Arguments& args, typename Shape::Memory& memory)
     const Unit unit = next_unit(memory.ring, unit_place);
     if (unit.batch == kNoUnit) return;
     memory.ready.wait(parity);
-    for (int i = Team::thread(); i < rows_of(args, unit) * each; i += Team::threads) {
+    const int live = live_rows(args, unit), rows = unit.chunks == 1 ? rows_of(args, unit) : live;
+    for (int i = Team::thread(); i < rows * each; i += Team::threads) {
       const int row = i / each, element = i % each * 4;
       float4 output{};
 #pragma unroll
       for (int k = 0; k < Shape::buffers; k++) {
+        if (row >= live) break;  // nothing was written there
         const float4 part = *reinterpret_cast<const float4*>(&memory.outputs[k][row][place_in_row(row, element)]);
         output = {output.x + part.x, output.y + part.y, output.z + part.z, output.w + part.w};
       }
@@ -253,7 +242,7 @@ __device__ void merge_few(const Arguments& args, typename Shape::Memory& memory)
     memory.free.arrive_as_warp();
     if (unit.chunks == 1) continue;
     if (!cleared) wait_for_last_kernel(), cleared = true;
-    merge_if_last<size, Team>(args, unit, &memory.last);
+    merge_if_last<size, Team, kGroup>(args, unit, &memory.last);
   }
 }
 
@@ -261,7 +250,7 @@ template <class T, PageType type, int size>
 __global__ void __launch_bounds__(FewRows<type, size>::threads, 1)
     few_rows(const __grid_constant__ Arguments args, const __grid_constant__ CUtensorMap keys,
              const __grid_constant__ CUtensorMap values) {
-  if constexpr (kHopperCode) {
+  if constexpr (kWarpGroupCode) {  // the only code that is launched
     using Shape = FewRows<type, size>;
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& memory = *reinterpret_cast<typename Shape::Memory*>(bytes);

@@ -82,35 +82,43 @@ __device__ void store_state(const Arguments& args, const Unit& unit, int chunk, 
 }
 
 // Merges states of the unit's item, `count` of them, of which each is `step` further than the last, and writes the
-// results if these were all, or else the state in the place of the first.
-template <int size, class Team>
-__device__ void merge_states(const Arguments& args, const Unit& unit, int first, int count, int step, bool all) {
+// results if these were all, or else the state in the place of the first. A state may be in two parts of `part_rows`
+// rows, over different keys. `batch` parts are asked for at once.
+template <int size, class Team, int batch>
+__device__ void merge_states(const Arguments& args, const Unit& unit, int first, int count, int step, bool all,
+                             int parts = 1, int part_rows = 0) {
   constexpr int each = size / 4;
-  const int rows = rows_of(args, unit);
+  const int rows = all ? rows_of(args, unit) : live_rows(args, unit), live = live_rows(args, unit);
   for (int i = Team::thread(); i < rows * each; i += Team::threads) {
     const int row = i / each, element = i % each * 4;
     const int64_t from = unit.state(args, first) * args.item_rows + row, further = int64_t(step) * args.item_rows;
-    // All are asked for before the first is used.
-    float2 sums[kGroup];
-    float4 parts[kGroup];
-#pragma unroll
-    for (int k = 0; k < kGroup; k++) {
-      if (k >= count) break;
-      sums[k] = __ldcg(args.sums + from + k * further);
-      parts[k] = __ldcg(reinterpret_cast<const float4*>(args.outputs + (from + k * further) * size + element));
-    }
     float2 sum{-INFINITY, 0};
-#pragma unroll
-    for (int k = 0; k < kGroup; k++)
-      if (k < count) sum.x = fmaxf(sum.x, sums[k].x);
     float4 output{};
+    for (int begin = 0; begin < count * parts && row < live; begin += batch) {
+      float2 sums[batch];
+      float4 outputs[batch];
 #pragma unroll
-    for (int k = 0; k < kGroup; k++) {
-      if (k >= count) break;
-      const float factor = weight_of(sums[k].x, sum.x);
-      sum.y = fmaf(sums[k].y, factor, sum.y);
-      output.x = fmaf(parts[k].x, factor, output.x), output.y = fmaf(parts[k].y, factor, output.y);
-      output.z = fmaf(parts[k].z, factor, output.z), output.w = fmaf(parts[k].w, factor, output.w);
+      for (int k = 0; k < batch; k++) {
+        const int part = begin + k;
+        sums[k] = {-INFINITY, 0}, outputs[k] = {};
+        if (part >= count * parts) continue;
+        const int64_t place = parts == 1 ? from + part * further : from + part / 2 * further + part % 2 * part_rows;
+        sums[k] = __ldcg(args.sums + place);
+        outputs[k] = __ldcg(reinterpret_cast<const float4*>(args.outputs + place * size + element));
+      }
+      float m = sum.x;
+#pragma unroll
+      for (int k = 0; k < batch; k++) m = fmaxf(m, sums[k].x);
+      const float own = weight_of(sum.x, m);
+      sum = {m, sum.y * own};
+      output = {output.x * own, output.y * own, output.z * own, output.w * own};
+#pragma unroll
+      for (int k = 0; k < batch; k++) {
+        const float factor = weight_of(sums[k].x, m);
+        sum.y = fmaf(sums[k].y, factor, sum.y);
+        output.x = fmaf(outputs[k].x, factor, output.x), output.y = fmaf(outputs[k].y, factor, output.y);
+        output.z = fmaf(outputs[k].z, factor, output.z), output.w = fmaf(outputs[k].w, factor, output.w);
+      }
     }
     if (all) finish(args, unit, row, element, sum, output);
     else store_state<size>(args, unit, first, row, element, sum, output);
@@ -130,17 +138,17 @@ __device__ bool arrive_last(unsigned* counter, int count, int* shared) {
   return *shared;
 }
 
-// What follows when the state of a unit's chunk is stored, and the item has more than one.
-template <int size, class Team>
-__device__ void merge_if_last(const Arguments& args, const Unit& unit, int* shared) {
+// What follows when the state of a unit's chunk is stored. It may be in parts, as `merge_states` has them.
+template <int size, class Team, int batch>
+__device__ void merge_if_last(const Arguments& args, const Unit& unit, int* shared, int parts = 1, int part_rows = 0) {
   const int groups = (unit.chunks + kGroup - 1) / kGroup, group = unit.chunk / kGroup, first = group * kGroup;
   const int most_groups = (args.plan.most_chunks + kGroup - 1) / kGroup;
   unsigned* counters = args.counters + 4 + int64_t(unit.item(args)) * (most_groups + 1);
   const int count = min(kGroup, unit.chunks - first);
   if (!arrive_last<Team>(counters + 1 + group, count, shared)) return;
-  merge_states<size, Team>(args, unit, first, count, 1, groups == 1);
+  merge_states<size, Team, batch>(args, unit, first, count, 1, groups == 1, parts, part_rows);
   if (groups == 1 || !arrive_last<Team>(counters, groups, shared)) return;
-  merge_states<size, Team>(args, unit, 0, groups, kGroup, true);
+  merge_states<size, Team, batch>(args, unit, 0, groups, kGroup, true);
 }
 
 }  // namespace jaxsoft::cuda::decode

@@ -53,7 +53,7 @@ struct LaneRows {
     whole_begin = 0, whole_end = INT_MAX;
     for (int half = 0; half < 2; half++) {
       ranges[half] = {0, 0};
-      if (row + 8 * half >= rows_of(args, unit)) continue;
+      if (row + 8 * half >= live_rows(args, unit)) continue;
       const RowPlace place(args, unit, row + 8 * half);
       ranges[half] = unit.limits.of(args.call, place.query, place.query);
       if (ranges[half].empty()) continue;
