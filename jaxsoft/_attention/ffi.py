@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsoft._attention.form import BASE, Extra, Form
-from jaxsoft._attention.operation import Operation, Pullback
+from jaxsoft._attention.operation import Forward, Operation, Pullback
+from jaxsoft._attention.pages import contiguous, contiguous_form
 from jaxsoft._attention.xla import Function
 from jaxsoft._core import devices, library
 
@@ -108,6 +109,9 @@ def unsupported(operation: Operation, operands: Operands) -> str | None:
     form = operation.form
     if not all(isinstance(length, int) for operand in operands for length in operand.shape):
         return "its kernels for attention are called with shapes that are known"
+    if _is_gathered(operation, operands):
+        reason = unsupported(*_gathered(operation, operands))
+        return reason and f"{PAGED.what} takes up to {_MOST} queries of a key head, so pages are gathered, and {reason}"
     reason = _of_arrays(form, operands) or _of_numbers(form)
     if reason:
         return reason
@@ -116,8 +120,6 @@ def unsupported(operation: Operation, operands: Operands) -> str | None:
     if lacking:
         which = target.what if target is not FORWARD else f"{target.what}, more than {_MOST} of a key head,"
         return f"{which} takes no {' and no '.join(lacking)}"
-    if target is PAGED and _rows(operands) > _MOST:
-        return f"{target.what} takes up to {_MOST} queries of a key head; got {_rows(operands)}"
     if isinstance(operation, Pullback) and "bias" in operation.moving:
         return f"{target.what} gives none of a bias"
     return None
@@ -183,6 +185,22 @@ def _target(operation: Operation, operands: Operands) -> Target:
     return DECODE if _rows(operands) <= (_MOST if others else _FEW) else FORWARD
 
 
+def _is_gathered(operation: Operation, operands: Operands) -> bool:
+    """Whether a call of keys and values in pages has too many queries for the kernel that reads these.
+
+    The pages of each sequence are then gathered. Of so many queries, that is a small part of the work.
+    """
+    return operation.form.paged and _rows(operands) > _MOST
+
+
+def _gathered(operation: Operation, operands: Operands) -> tuple[Operation, Operands]:
+    """The operation over gathered pages, and the types of its operands."""
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+    found = jax.eval_shape(lambda *operands: contiguous(operation.form, operands), *types)
+    flat = Forward(contiguous_form(operation.form))
+    return flat, [jax.core.ShapedArray(x.shape, x.dtype) for x in found]
+
+
 def leads(operation: Operation, operands: Operands) -> bool:
     """Whether a forward operation has so few queries, or keys in pages, that a kernel here is the fastest."""
     known = all(isinstance(length, int) for operand in operands[:2] for length in operand.shape)
@@ -191,6 +209,9 @@ def leads(operation: Operation, operands: Operands) -> bool:
 
 def find(operation: Operation, operands: Operands) -> Function:
     """The function for an operation with such operands."""
+    if _is_gathered(operation, operands):
+        flat = find(*_gathered(operation, operands))
+        return lambda *operands: flat(*contiguous(operation.form, operands))
     form, target = operation.form, _target(operation, operands)
     extras = tuple(extra.value for extra in form.extras if extra.value in target.extras)
     asked = [(Extra.BIAS in form.extras, "rest"), (form.rounded, "output_rest")]

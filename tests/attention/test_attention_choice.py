@@ -224,14 +224,25 @@ def test_few_queries(queries, options, expected):
 
 @pytest.mark.usefixtures("cuda_kernels")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2], ids=lambda dtype: dtype.__name__)
-def test_pages(dtype):
-    def attend(query):
-        pages = jnp.zeros((9, 32, 2, 64), dtype)
-        table, lengths = np.zeros((2, 4), np.int32), np.array([100, 7], np.int32)
-        return jaxsoft.paged_attention(query, pages, pages, table, lengths, logits_soft_cap=3.0)
+@pytest.mark.parametrize("x64", [False, True])
+def test_pages(dtype, x64):
+    """Of many queries they are gathered for the kernel of keys and values in one piece."""
 
-    assert targets(attend, (2, 1, 8, 64)) == ["paged_attention"]
-    assert targets(attend, (2, 200, 8, 64)) == []
+    def attend(query, size=32, **options):
+        pages = jnp.zeros((9, size, 2, 64), dtype)
+        table, lengths = np.zeros((2, 4), np.int32), np.array([100, 7], np.int32)
+        return jaxsoft.paged_attention(query, pages, pages, table, lengths, logits_soft_cap=3.0, **options)
+
+    few, many = (2, 64, 8, 64), (2, 65, 8, 64)
+    with jax.enable_x64(x64):
+        assert targets(attend, few) == ["paged_attention"]
+        assert targets(attend, many) == ["attention_forward"]
+        odd = functools.partial(attend, size=33)
+        assert (targets(odd, few), targets(odd, many)) == ([], ["attention_forward"])
+        masked = functools.partial(attend, mask=np.ones((65, 128), bool))
+        assert targets(masked, many) == []
+        with pytest.raises(ValueError, match=r"up to 256 queries of a key head, so pages are gathered, and .* no mask"):
+            targets(functools.partial(masked, implementation="ffi"), many)
 
 
 @pytest.mark.usefixtures("cuda_kernels")

@@ -10,9 +10,7 @@ import paged_calls
 import pytest
 from cases import Case
 from common import PAGED_IMPLEMENTATIONS, as_usual, precision, same_bits, served, slow
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from paged_calls import FIXED, MOVING, OPTIONS, SMALL, Sizes, case, conflict, table_and_lengths
+from paged_calls import OPTIONS, SMALL, Sizes, case, table_and_lengths
 
 import jaxsoft
 
@@ -303,34 +301,6 @@ def test_maps_of_each_argument(which, implementation):
         for i in range(3):
             one = f(*(x[i] if j == which else x for j, x in enumerate(given)))
             np.testing.assert_allclose(found[i], one, rtol=1e-4, atol=1e-5)
-
-
-@st.composite
-def calls(draw):
-    """A call with any options that do not set one argument, of any small sizes, after up to two transformations."""
-    options = draw(st.lists(st.sampled_from([*MOVING, *FIXED]), unique=True, max_size=5))
-    k = draw(st.sampled_from([1, 2, 3]))
-    sizes = Sizes(
-        b=draw(st.sampled_from([1, 2, 4])),
-        t=draw(st.sampled_from([1, 2, 5])),
-        n=k * draw(st.sampled_from([1, 2, 3])),
-        k=k,
-        h=draw(st.sampled_from([1, 4, 8])),
-        d=draw(st.sampled_from([1, 5, 8])),
-        number=draw(st.sampled_from([1, 2, 5, 80])),
-        size=draw(st.sampled_from([1, 3, 16])),
-        pages=draw(st.sampled_from([1, 7, 50])),
-    )
-    return options, sizes, draw(st.integers(0, 2**16)), draw(st.sampled_from([[], ["grad"], ["jvp"], ["vmap", "grad"]]))
-
-
-@settings(max_examples=settings.default.max_examples // 2)
-@given(calls())
-def test_any_tables(call):
-    options, sizes, seed, names = call
-    if not conflict(options):
-        with precision(np.float64):
-            functools.reduce(Case.through, names, case(options, sizes, np.float64, seed=seed)).check()
 
 
 def test_the_definition_is_attention():
