@@ -25,24 +25,25 @@ __global__ void __launch_bounds__(BackwardCode::threads, 1)
     if (threadIdx.x == 0) {
       constexpr int warps = 4 * Barrier::warp_arrivals, all = warps * BackwardCode::groups;
       for (int i = 0; i < BackwardCode::mails; i++)
-        shared.ticket_full[i].init(1), shared.ticket_empty[i].init(all + 2 * BackwardCode::groups);
+        shared.ticket_full[i].init(1), shared.ticket_empty[i].init(all + BackwardCode::groups + call.deterministic);
       shared.key_full.init(1), shared.key_empty.init(all);
       shared.value_full.init(1), shared.value_empty.init(all);
       for (int i = 0; i < Plan::query_slots; i++) shared.query_full[i].init(1), shared.query_empty[i].init(all);
       for (int i = 0; i < Plan::cotangent_slots; i++)
         shared.cotangent_full[i].init(1), shared.cotangent_empty[i].init(all);
       for (int i = 0; i < BackwardCode::groups; i++) shared.sum_full[i].init(warps), shared.sum_empty[i].init(1);
-      for (unsigned& reached : shared.reached) reached = 0;
+      shared.turns = 0;
       show_barriers();
     }
     __syncthreads();
     if (group == BackwardCode::groups) {
       give_registers<BackwardCode::copy_registers>();
       const int warp = threadIdx.x % kWarpGroup / 32;
-      const int lane = threadIdx.x % 32;
-      if (warp == 0 && lane == 0) bring_tiles<T, size>(call, shared);
-      if (warp > 0 && warp <= BackwardCode::groups && lane == 0) add_sums<T, size>(call, shared, warp - 1);
-      if (warp > BackwardCode::groups && lane < BackwardCode::groups) wait_for_turns<T, size>(call, shared, lane);
+      if (threadIdx.x % 32 == 0) {
+        if (warp == 0) bring_tiles<T, size>(call, shared);
+        else if (warp <= BackwardCode::groups) add_sums<T, size>(call, shared, warp - 1);
+        else if (call.deterministic) wait_for_turns<T, size>(call, shared);
+      }
     } else {
       take_registers<BackwardCode::registers>();
       if constexpr (BackwardShared<T, size>::paired) multiply_in_pairs<T, size, kind>(call, shared, group);
@@ -84,14 +85,16 @@ cudaError_t prepare(BackwardCall& call, const AttentionCall& given, const Attent
   call.key_blocks = (given.keys + Plan::keys - 1) / Plan::keys;
   const int64_t tiles = int64_t(given.batch) * given.heads * call.query_tiles;
   auto* place = static_cast<unsigned char*>(given.workspace);
-  const int64_t sums = tiles * Plan::queries * size * 4, turns = tiles * BackwardCode::groups * 4;
-  const int64_t turns_and_counter = (turns + 16 + 15) / 16 * 16;
+  const int64_t sums = tiles * Plan::queries * size * 4, ends = int64_t(given.batch) * given.heads * call.key_blocks * sizeof(int2);
+  const int64_t ends_and_counter = (ends + 16 + 15) / 16 * 16;
   call.sums = reinterpret_cast<float*>(place);
   call.counter = reinterpret_cast<unsigned long long*>(place + sums);
-  call.turns = reinterpret_cast<unsigned*>(place + sums + 16);
-  call.numbers = reinterpret_cast<float*>(place + sums + turns_and_counter);
-  if (sums + turns_and_counter + tiles * Plan::queries * 8 > given.workspace_bytes) return cudaErrorInvalidValue;
-  return cudaMemsetAsync(place, 0, sums + turns_and_counter, stream);
+  call.ends = reinterpret_cast<int2*>(place + sums + 16);
+  call.numbers = reinterpret_cast<float*>(place + sums + ends_and_counter);
+  if (sums + ends_and_counter + tiles * Plan::queries * 8 > given.workspace_bytes) return cudaErrorInvalidValue;
+  // Where the order of additions matters, the first is a store.
+  const int64_t kept = gradients.deterministic ? sums : 0;
+  return cudaMemsetAsync(place + kept, 0, sums + ends_and_counter - kept, stream);
 }
 
 template <class T, int size>
@@ -126,10 +129,9 @@ cudaError_t run_attention_backward(const AttentionCall& given, const AttentionGr
   call.heads = given.heads, call.key_heads = given.key_heads, call.group = given.heads / given.key_heads;
   call.size = given.size;
   call.deterministic = gradients.deterministic;
-  call.descending = gradients.deterministic;
   call.scale = given.scale, call.scale2 = given.scale * float(kLog2E), call.cap = given.cap;
-  call.left = given.left == kNoLimit ? 1 << 30 : given.left;
-  call.right = given.right == kNoLimit ? 1 << 30 : given.right;
+  call.left = given.left == kNoLimit ? kFar : given.left;
+  call.right = given.right == kNoLimit ? kFar : given.right;
   call.query_lengths = given.query_lengths, call.key_lengths = given.key_lengths, call.offset = given.offset;
   call.query_gradient = gradients.query, call.key_gradient = gradients.key, call.value_gradient = gradients.value;
 #ifndef BWD_FEW

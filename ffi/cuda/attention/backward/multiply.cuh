@@ -101,22 +101,22 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size>
     int tile = work.tiles.begin;
     auto multiply_scores = [&] {
       shared.query_full[query.slot].wait(query.parity);
-      const auto right = summed_along_rows(shared.query[query.slot]);
+      const auto left = keys.anew(), right = summed_along_rows(shared.query[query.slot]).anew();
       begin_products();
 #pragma unroll
       for (int k = 0; k < size; k += 16)
-        multiply<T>(scores, keys + (k / 64 * (Plan::keys * box_row) + k % 64 * 2),
+        multiply<T>(scores, left + (k / 64 * (Plan::keys * box_row) + k % 64 * 2),
                     right + (k / 64 * (queries * box_row) + k % 64 * 2), k > 0);
       commit_products();
     };
     // What comes before the slopes of a tile are known. The products for the gradient by values stay in flight.
     auto begin_tile = [&] {
       shared.cotangent_full[cotangent.slot].wait(cotangent.parity);
-      const auto right = summed_along_rows(shared.cotangent[cotangent.slot]);
+      const auto left = values.anew(), right = summed_along_rows(shared.cotangent[cotangent.slot]).anew();
       begin_products();
 #pragma unroll
       for (int k = 0; k < size; k += 16)
-        multiply<T>(slopes, values + (k / 64 * (Plan::keys * box_row) + k % 64 * 2),
+        multiply<T>(slopes, left + (k / 64 * (Plan::keys * box_row) + k % 64 * 2),
                     right + (k / 64 * (queries * box_row) + k % 64 * 2), k > 0);
       commit_products();
 
@@ -124,7 +124,7 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size>
       const float* numbers = shared.numbers[query.slot] + column_of_thread();
       weigh<size, kind>(scores, growth, numbers, call, work, tile, first_key);
       round_to<T>(weights, scores);
-      const auto cotangents = summed_over_rows(shared.cotangent[cotangent.slot], queries);
+      const auto cotangents = summed_over_rows(shared.cotangent[cotangent.slot], queries).anew();
       begin_products();
 #pragma unroll
       for (int k = 0; k < queries; k += 16) multiply<T>(of_values, weights[k / 16], cotangents + k * box_row, true);
@@ -145,17 +145,18 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size>
       slopes_written.wait();
 
       float sums[sum_queries / 2];
-      const auto right = summed_along_rows(shared.slopes[slopes_slot]) +
-                         (Shared::boxes > 1 ? 0 : group * (sum_queries * box_row));
+      const auto left = keys_turned.anew();
+      const auto right = (summed_along_rows(shared.slopes[slopes_slot]) +
+                          (Shared::boxes > 1 ? 0 : group * (sum_queries * box_row))).anew();
       [[maybe_unused]] const auto own_slopes =
-          summed_over_rows(shared.slopes[slopes_slot], queries) + group * (queries * box_row);
+          (summed_over_rows(shared.slopes[slopes_slot], queries) + group * (queries * box_row)).anew();
       slopes_slot ^= 1;
       begin_products();
 #pragma unroll
       for (int k = 0; k < Plan::keys; k += 16)
-        multiply<T>(sums, keys_turned + k * box_row, right + (k / 64 * (queries * box_row) + k % 64 * 2), k > 0);
+        multiply<T>(sums, left + k * box_row, right + (k / 64 * (queries * box_row) + k % 64 * 2), k > 0);
       commit_products();
-      const auto queries_turned = summed_over_rows(shared.query[query.slot], queries);
+      const auto queries_turned = summed_over_rows(shared.query[query.slot], queries).anew();
 #pragma unroll
       for (int k = 0; k < queries; k += 16) {
         if constexpr (Plan::slopes_in_registers)

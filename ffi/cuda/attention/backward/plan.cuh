@@ -62,7 +62,7 @@ struct BackwardShared {
   alignas(128) float numbers[Plan::query_slots][2 * Plan::queries];  // lse in base 2, then delta
   float weights[paired ? slope_tile : 1];  // from one warp group to the other
   unsigned tickets[BackwardCode::mails];
-  unsigned reached[BackwardCode::groups];  // how many tiles it has been the block's turn to add to
+  unsigned turns;  // how many tiles it has been the block's turn to add to
 
   Barrier ticket_full[BackwardCode::mails], ticket_empty[BackwardCode::mails];
   Barrier key_full, key_empty, value_full, value_empty;
