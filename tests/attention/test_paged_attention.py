@@ -9,7 +9,7 @@ import numpy as np
 import paged_calls
 import pytest
 from cases import Case
-from common import PAGED_IMPLEMENTATIONS, as_usual, precision, same_bits, served, slow
+from common import PAGED_IMPLEMENTATIONS, as_usual, on_cpu, precision, same_bits, served, slow
 from paged_calls import OPTIONS, SMALL, Sizes, case, table_and_lengths
 
 import jaxsoft
@@ -251,6 +251,7 @@ def test_same_bits_of_gradients():
     assert all(same_bits(run(*call.operands), run(*call.operands)) for _ in range(3))
 
 
+@on_cpu
 def test_only_blocks_of_pages_are_gathered():
     """The memory of a program is neither that of the cache nor that of all keys, nor that of the scores of all."""
     x = jax.ShapeDtypeStruct
