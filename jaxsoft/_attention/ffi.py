@@ -289,12 +289,12 @@ def _of_gradients(operands: Operands) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """How the kernel for few queries takes those of a key head.
+    """How the kernels for few queries take those of a key head.
 
     Attributes:
       most: up to how many queries there are.
       tile: how many of them are computed together.
-      factor: how much longer a chunk of keys is than for 16 of them.
+      factor: how much longer a chunk of keys is at least than for 16 of them.
       room: how many have room in the state of a chunk.
     """
 
@@ -304,33 +304,25 @@ class _Rows:
     room: int
 
 
-# As ffi/cuda/attention/decode/plan.cuh has them, like the numbers below.
-_FEW_ROWS = _Rows(most=16, tile=16, factor=1, room=16)
-_MANY_ROWS = (_Rows(most=64, tile=64, factor=8, room=128), _Rows(most=math.inf, tile=128, factor=8, room=128))
+# As ffi/cuda/attention/decode has them, like the numbers below. Of pages in 8 bits it has the first alone.
+_ROWS = (_Rows(16, 16, 1, 16), _Rows(64, 64, 8, 128), _Rows(math.inf, 128, 8, 128))
 
 
 def _of_few_queries(form: Form, operands: Operands) -> int:
     """The states of the chunks of keys, and counters of those that are done."""
-    number = _rows(operands)
-    if number <= _FEW_ROWS.most or operands[1].dtype.itemsize == 1:
-        return _of_chunks(_FEW_ROWS, form, operands)
-    many = next(rows for rows in _MANY_ROWS if number <= rows.most)
-    return max(_of_chunks(rows, form, operands) for rows in (_FEW_ROWS, many))
-
-
-def _of_chunks(rows: _Rows, form: Form, operands: Operands) -> int:
     query, key, _ = operands[:BASE]
-    keys = form.keys(operands)
+    number, keys = _rows(operands), form.keys(operands)
+    rows = _ROWS[0] if key.dtype.itemsize == 1 else next(rows for rows in _ROWS if number <= rows.most)
     if form.left is not None and form.right is not None:
         keys = min(keys, form.left + form.right + query.shape[1] + 64)
-    items = query.shape[0] * key.shape[2] * _parts(_rows(operands), rows.tile)
+    items = query.shape[0] * key.shape[2] * _parts(number, rows.tile)
     wave = max(1, 132 // items)
     least = max(512 * rows.factor, _multiple(_parts(keys * items, 32768), 128))
     more = min(256, _parts(keys, least))
     chunks = more + 3 * wave if more > wave else min(wave, _parts(keys, 128))
     states = items * chunks if chunks > 1 or rows.factor > 1 else 0
     counters = items * (_parts(chunks, 16) + 1) if states else 0
-    room = min(rows.room, _rows(operands)) if rows is _FEW_ROWS else rows.room
+    room = min(rows.room, number) if rows.factor == 1 else rows.room
     numbers = _multiple(8 * states * room, 256) + 4 * states * room * _columns(query.shape[3])
     return _multiple(4 * counters + 16, 256) + numbers
 

@@ -1,5 +1,6 @@
 // Attention of few queries of each sequence over many keys: what a call must be, and the launch of its kernel.
 #include "decode/few_rows.cuh"
+#include "decode/many_rows.cuh"
 
 #include <algorithm>
 
@@ -38,10 +39,17 @@ struct Launch {
 
   template <class T, PageType type, int size>
   cudaError_t run_few() {
-    using Shape = FewRows<type, size>;
+    return start<FewRows<type, size>>(few_rows<T, type, size>);
+  }
+  template <class T, int size>
+  cudaError_t run_many() {
+    return start<ManyRows<size>>(many_rows<T, size>);
+  }
+
+  template <class Shape, class Kernel>
+  cudaError_t start(Kernel kernel) {
     constexpr size_t bytes = sizeof(typename Shape::Memory);
     static_assert(bytes <= 227 * 1024);
-    auto kernel = few_rows<T, type, size>;
     static Devices<> prepared;
     if (auto e = prepared.once([&] {
           return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
@@ -51,7 +59,7 @@ struct Launch {
     CUtensorMap keys, values;
     if (auto e = describe_cache(&keys, args.call.key, box_rows, Shape::Values::swizzle)) return e;
     if (auto e = describe_cache(&values, args.call.value, box_rows, Shape::Values::swizzle)) return e;
-    return start(kernel, Shape::threads, bytes, keys, values);
+    return launch(kernel, Shape::threads, bytes, keys, values);
   }
 
   cudaError_t describe_cache(CUtensorMap* map, const void* data, int box_rows, Swizzle swizzle) const {
@@ -64,7 +72,7 @@ struct Launch {
   }
 
   template <class Kernel>
-  cudaError_t start(Kernel kernel, int threads, size_t bytes, const CUtensorMap& keys, const CUtensorMap& values) {
+  cudaError_t launch(Kernel kernel, int threads, size_t bytes, const CUtensorMap& keys, const CUtensorMap& values) {
     const AttentionCall& call = args.call;
     Device device;
     if (auto e = device.read()) return e;
@@ -100,7 +108,27 @@ struct Launch {
       default: return run_few<T, type, 256>();
     }
   }
+  template <class T>
+  cudaError_t run_many_type() {
+    switch (padded) {
+      case 64: return run_many<T, 64>();
+      case 128: return run_many<T, 128>();
+      default: return run_many<T, 256>();
+    }
+  }
   cudaError_t run() {
+#ifdef QUICK
+    if (args.rows > 16 && padded != 128) return cudaErrorNotSupported;
+#endif
+    if (args.rows > 16 && args.pages.type == PageType::as_query) {
+      args.plan = make_plan(args.call, args.rows > kPartRows ? kParts * kPartRows : kPartRows, kParts * kPartRows / 16);
+      args.item_rows = kParts * kPartRows;
+#ifdef QUICK
+      return run_many<__nv_bfloat16, 128>();
+#else
+      return args.call.type == AttentionType::bf16 ? run_many_type<__nv_bfloat16>() : run_many_type<__half>();
+#endif
+    }
     args.plan = make_plan(args.call, 16, 1);
     args.item_rows = std::min(args.plan.row_tile, args.rows);
 #ifdef QUICK

@@ -20,7 +20,6 @@ __device__ void bring_tiles(const BackwardCall& call, BackwardShared<T, size>& s
   using Plan = BackwardPlan<size>;
   constexpr unsigned tile_bytes = sizeof(T) * Plan::queries * size, key_bytes = sizeof(T) * Plan::keys * size;
   constexpr unsigned number_bytes = sizeof shared.numbers[0];
-  const unsigned pieces = call.batch * call.key_heads * call.key_blocks;
   SlotPlace<BackwardCode::mails> mail;
   SlotPlace<Plan::query_slots> query;
   SlotPlace<Plan::cotangent_slots> cotangent;
@@ -30,7 +29,7 @@ __device__ void bring_tiles(const BackwardCall& call, BackwardShared<T, size>& s
     shared.ticket_empty[mail.slot].wait(mail.parity ^ 1);
     shared.tickets[mail.slot] = ticket;
     shared.ticket_full[mail.slot].arrive();
-    if (ticket >= pieces) return;
+    if (ticket >= call.pieces) return;
     const BackwardWork<size> work(call, ticket);
     if (work.tiles.length() == 0) continue;
     bool first = true;
@@ -71,29 +70,16 @@ __device__ void bring_tiles(const BackwardCall& call, BackwardShared<T, size>& s
   }
 }
 
-// Calls `visit(work)` for each of the block's pieces of work.
-template <class T, int size, class Visit>
-__device__ void for_pieces(const BackwardCall& call, BackwardShared<T, size>& shared, Visit visit) {
-  const unsigned pieces = call.batch * call.key_heads * call.key_blocks;
-  for (SlotPlace<BackwardCode::mails> mail;; mail.advance()) {
-    shared.ticket_full[mail.slot].wait(mail.parity);
-    const unsigned ticket = *static_cast<volatile unsigned*>(&shared.tickets[mail.slot]);
-    shared.ticket_empty[mail.slot].arrive();
-    if (ticket >= pieces) return;
-    visit(BackwardWork<size>(call, ticket));
-  }
-}
-
-// Whose turn it is to add to a tile, if the order matters. For each head of queries, blocks of keys add from the last to
-// the first, and tiles follow each other in all of them. So a block needs to know how far the next block of keys is,
-// whose piece of work was taken before: it runs already, or has ended. Each of the threads that add tells how far it is.
-// A microsecond passes until that is seen, so another thread waits for it, and runs ahead.
+// Whose turn it is to add to a tile, if the order matters. For each head of queries, blocks of keys add from the last
+// to the first, and tiles follow each other in all of them. So a block needs to know how far the next block of keys is,
+// whose piece of work was taken before: it runs already, or has ended. Each of the threads that add tells how far it
+// is. A microsecond passes until that is seen, so another thread waits for it, and runs ahead.
 template <class T, int size>
 __device__ void wait_for_turns(const BackwardCall& call, BackwardShared<T, size>& shared) {
   static_assert(BackwardCode::groups == 2);
   const uint32_t turns = shared_address(&shared.turns);
   unsigned tiles = 0;
-  for_pieces(call, shared, [&](const BackwardWork<size>& work) {
+  for_pieces<false>(call, shared, [&](const BackwardWork<size>& work) {
     for (int i = 0; i < call.group; i++) {
       const int2* next = call.ends + work.head(call, i) * call.key_blocks + work.block + 1;
       int end = 0;  // of the tiles that the next block has added to
@@ -116,7 +102,7 @@ __device__ void add_sums(const BackwardCall& call, BackwardShared<T, size>& shar
   using Shared = BackwardShared<T, size>;
   const uint32_t turns = shared_address(&shared.turns);
   unsigned parity = 0, tiles = 0;
-  for_pieces(call, shared, [&](const BackwardWork<size>& work) {
+  for_pieces<false>(call, shared, [&](const BackwardWork<size>& work) {
     for (int i = 0; i < call.group; i++) {
       const int64_t head = work.head(call, i);
       float* const sums = call.sums + head * call.query_tiles * Shared::tile + group * Shared::parts * Shared::sum;

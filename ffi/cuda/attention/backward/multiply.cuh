@@ -81,17 +81,10 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size>
   const uint32_t slopes_of_lane = shared_address(shared.slopes[0]) + group * (queries * box_row) +
                                   (lane / 16 * 8 + lane % 8) * box_row +
                                   ((thread / 32 * 32 + lane / 8 % 2 * 16) ^ (lane % 8 * 16));
-  const unsigned pieces = call.batch * call.key_heads * call.key_blocks;
-  SlotPlace<BackwardCode::mails> mail;
   SlotPlace<Plan::query_slots> query;
   SlotPlace<Plan::cotangent_slots> cotangent;
   unsigned key_parity = 0, sum_parity = 0, slopes_slot = 0;
-  for (;; mail.advance()) {
-    shared.ticket_full[mail.slot].wait(mail.parity);
-    const unsigned ticket = *static_cast<volatile unsigned*>(&shared.tickets[mail.slot]);
-    shared.ticket_empty[mail.slot].arrive_as_warp();
-    if (ticket >= pieces) return;
-    const BackwardWork<size> work(call, ticket);
+  for_pieces<true>(call, shared, [&](const BackwardWork<size>& work) {
     const int first_key = work.block * Plan::keys + group * 64;
     const int steps = work.tiles.length() * call.group;
     float of_keys[size / 2] = {}, of_values[size / 2] = {};  // the gradients
@@ -198,7 +191,7 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size>
     if (steps > 0) shared.key_empty.arrive_as_warp();
     write_gradient<T, size>(call.key_gradient, call, work.batch, work.key_head, first_key, of_keys, call.scale);
     write_gradient<T, size>(call.value_gradient, call, work.batch, work.key_head, first_key, of_values, 1.f);
-  }
+  });
 }
 
 }  // namespace jaxsoft::cuda

@@ -1,5 +1,5 @@
-// The warp groups that multiply, for heads whose gradients by 64 keys and by 64 values are too much for the registers of
-// one group. The first has the scores and the gradient by values, the second the slopes and that by keys. The first
+// The warp groups that multiply, for heads whose gradients by 64 keys and by 64 values are too much for the registers
+// of one group. The first has the scores and the gradient by values, the second the slopes and that by keys. The first
 // gives its weights to the second, the second its slopes to the first, and each has half of the gradient by queries.
 #pragma once
 
@@ -21,18 +21,6 @@ struct Pair {
   SlotPlace<Plan::cotangent_slots> cotangent;
   unsigned sum_parity = 0, slopes_slot = 0;
 
-  // Calls `visit(work)` for each of the block's pieces of work.
-  template <class Visit>
-  __device__ void for_pieces(Visit visit) {
-    const unsigned pieces = call.batch * call.key_heads * call.key_blocks;
-    for (SlotPlace<BackwardCode::mails> mail;; mail.advance()) {
-      shared.ticket_full[mail.slot].wait(mail.parity);
-      const unsigned ticket = *static_cast<volatile unsigned*>(&shared.tickets[mail.slot]);
-      shared.ticket_empty[mail.slot].arrive_as_warp();
-      if (ticket >= pieces) return;
-      visit(BackwardWork<size>(call, ticket));
-    }
-  }
   // Begins the products of keys or values, and of queries or cotangents.
   __device__ void multiply_tile(float (&products)[count], const T* left, const T* right) const {
     const auto rows = summed_along_rows(left).anew(), columns = summed_along_rows(right).anew();
@@ -79,7 +67,7 @@ __device__ void multiply_values(Pair<T, size>& pair, NamedBarrier weights_writte
   const BackwardCall& call = pair.call;
   auto& shared = pair.shared;
   unsigned key_parity = 0;
-  pair.for_pieces([&](const BackwardWork<size>& work) {
+  for_pieces<true>(call, shared, [&](const BackwardWork<size>& work) {
     const int first_key = work.block * Plan::keys, steps = work.tiles.length() * call.group;
     float gradient[size / 2] = {};
     float products[count];
@@ -163,7 +151,7 @@ __device__ void multiply_keys(Pair<T, size>& pair, NamedBarrier weights_written,
   const uint32_t slopes_of_lane = shared_address(shared.slopes[0]) + (lane / 16 * 8 + lane % 8) * Both::box_row +
                                   ((thread / 32 * 32 + lane / 8 % 2 * 16) ^ (lane % 8 * 16));
   unsigned key_parity = 0;
-  pair.for_pieces([&](const BackwardWork<size>& work) {
+  for_pieces<true>(call, shared, [&](const BackwardWork<size>& work) {
     const int first_key = work.block * Plan::keys, steps = work.tiles.length() * call.group;
     float gradient[size / 2] = {};
     float products[count];
@@ -190,7 +178,8 @@ __device__ void multiply_keys(Pair<T, size>& pair, NamedBarrier weights_written,
         weights[i] = four.x, weights[i + 1] = four.y, weights[i + 2] = four.z, weights[i + 3] = four.w;
       }
       shared.query_full[pair.query.slot].wait(pair.query.parity);  // before its numbers are read
-      slope<BackwardKind::plain>(products, weights, none, shared.numbers[pair.query.slot] + queries + column_of_thread());
+      const float* delta = shared.numbers[pair.query.slot] + queries + column_of_thread();
+      slope<BackwardKind::plain>(products, weights, none, delta);
       round_to<T>(rounded, products);
 #pragma unroll
       for (int i = 0; i < count / 8; i++)

@@ -1,5 +1,5 @@
-// From products of keys and queries to weights, and from those to slopes: what the backward kernel does with the numbers
-// of a tile. Rows of accumulators are keys here, and columns queries.
+// From products of keys and queries to weights, and from those to slopes: what the backward kernel does with the
+// numbers of a tile. Rows of accumulators are keys here, and columns queries.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -51,8 +51,8 @@ struct Capped {
   }
 };
 
-// Makes weights of the products of 64 keys and a tile of queries. `growth` is how scores grow with products, if they are
-// capped, and else has one unused element. `lse` begins with the thread's first column.
+// Makes weights of the products of 64 keys and a tile of queries. `growth` is how scores grow with products, if they
+// are capped, and else has one unused element. `lse` begins with the thread's first column.
 template <int size, BackwardKind kind, int count, int growths>
 __device__ void weigh(float (&scores)[count], float (&growth)[growths], const float* lse, const BackwardCall& call,
                       const BackwardWork<size>& work, int tile, int first_key) {

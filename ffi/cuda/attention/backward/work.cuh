@@ -23,6 +23,7 @@ struct BackwardCall {
   CUtensorMap query, key, value, cotangent;
   int batch, queries, keys, heads, key_heads, group, size;
   int key_blocks, query_tiles;
+  unsigned pieces;  // of work
   bool deterministic;
   float scale, scale2;  // scale2 is for exponents of 2
   float cap;
@@ -57,7 +58,8 @@ struct BackwardLimits {
     least = call.left == kFar ? -kFar : within(offset - call.left);
     most = call.right == kFar ? kFar : within(offset + call.right);
   }
-  // The queries to which keys [begin, end) matter, which are before key_end: from the first to one past the last, if any.
+  // The queries to which keys [begin, end) matter, which are before key_end: from the first to one past the last, if
+  // any.
   __device__ int first_query(int begin) const { return max(begin - most, 0); }
   __device__ int last_query(int end) const { return min(end - least, query_end); }
 
@@ -102,5 +104,18 @@ struct BackwardWork {
            key + 64 > limits.key_end;
   }
 };
+
+// Calls `visit(work)` for each of the block's pieces of work, of whole warps or of single threads.
+template <bool by_warps, class T, int size, class Visit>
+__device__ void for_pieces(const BackwardCall& call, BackwardShared<T, size>& shared, Visit visit) {
+  for (SlotPlace<BackwardCode::mails> mail;; mail.advance()) {
+    shared.ticket_full[mail.slot].wait(mail.parity);
+    const unsigned ticket = *static_cast<volatile unsigned*>(&shared.tickets[mail.slot]);
+    if constexpr (by_warps) shared.ticket_empty[mail.slot].arrive_as_warp();
+    else shared.ticket_empty[mail.slot].arrive();
+    if (ticket >= call.pieces) return;
+    visit(BackwardWork<size>(call, ticket));
+  }
+}
 
 }  // namespace jaxsoft::cuda

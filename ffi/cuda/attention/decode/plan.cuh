@@ -98,7 +98,7 @@ inline Plan make_plan(const AttentionCall& call, int row_tile, int factor) {
 struct Workspace {
   int64_t counters, sums, outputs, bytes;  // in bytes: how long the counters are, and where the others begin
   Workspace(const Plan& plan, int rows, int size) {
-    const int64_t states = plan.most_chunks > 1 ? int64_t(plan.items) * plan.most_chunks : 0;
+    const int64_t states = plan.most_chunks > 1 || plan.factor > 1 ? int64_t(plan.items) * plan.most_chunks : 0;
     const int64_t groups = divide_up(plan.most_chunks, kGroup) + 1;
     counters = round_up((states ? plan.items * groups : 0) * 4 + 16, 256);
     sums = counters;
