@@ -133,7 +133,7 @@ class _ShortestByFfi:
     same_bits: tuple[float, float] = (math.inf, math.inf)
 
 
-# By the head size up to which an entry holds, with as many queries as keys.
+# By the head size, of those that the kernels are compiled for, with as many queries as keys.
 _BY_FFI = {64: _ShortestByFfi(), 128: _ShortestByFfi(), 256: _ShortestByFfi()}
 
 
@@ -150,15 +150,15 @@ def _ffi_leads(operation: Operation, operands: Operands) -> bool:
     form, query, key = operation.form, operands[0], operands[1]
     if isinstance(operation, Forward) and ffi.leads(operation, operands):
         return True
-    lengths = query.shape[1], key.shape[1], query.shape[3]
-    if not all(isinstance(n, int) for n in lengths):
+    queries, keys, size = query.shape[1], key.shape[1], query.shape[3]
+    known = isinstance(queries, int) and isinstance(keys, int)
+    if not known or queries != keys or size not in _BY_FFI:
         return False
-    queries, keys, size = lengths
-    shortest = _BY_FFI[min((most for most in _BY_FFI if size <= most), default=max(_BY_FFI))]
+    shortest = _BY_FFI[size]
     of_rule = shortest.forward
     if isinstance(operation, Pullback):
         of_rule = shortest.same_bits if form.deterministic else shortest.gradients
-    return queries == keys and queries >= of_rule[form.right is not None]
+    return queries >= of_rule[form.right is not None]
 
 
 def _without_ffi(operation: Operation, operands: Operands) -> tuple[str, ...]:
