@@ -21,6 +21,8 @@ __global__ void clear(unsigned* counters, int count) {
   for (int i = threadIdx.x; i < count; i += blockDim.x) counters[i] = 0;
 }
 
+using Kernel = void(Arguments, CUtensorMap, CUtensorMap);
+
 struct Launch {
   Arguments args;
   cudaStream_t stream;
@@ -39,15 +41,16 @@ struct Launch {
 
   template <class T, PageType type, int size>
   cudaError_t run_few() {
-    return start<FewRows<type, size>>(few_rows<T, type, size>);
+    return start<FewRows<type, size>, few_rows<T, type, size>>();
   }
   template <class T, int size>
   cudaError_t run_many() {
-    return start<ManyRows<size>>(many_rows<T, size>);
+    if (args.rows <= kPartRows) return start<ManyRows<size>, many_rows<T, size, true>>();
+    return start<ManyRows<size>, many_rows<T, size, false>>();
   }
 
-  template <class Shape, class Kernel>
-  cudaError_t start(Kernel kernel) {
+  template <class Shape, Kernel* kernel>
+  cudaError_t start() {
     constexpr size_t bytes = sizeof(typename Shape::Memory);
     static_assert(bytes <= 227 * 1024);
     static Devices<> prepared;
@@ -71,8 +74,7 @@ struct Launch {
     return describe(map, {data, type, batch, rows, call.key_heads, call.size}, box_rows, swizzle);
   }
 
-  template <class Kernel>
-  cudaError_t launch(Kernel kernel, int threads, size_t bytes, const CUtensorMap& keys, const CUtensorMap& values) {
+  cudaError_t launch(Kernel* kernel, int threads, size_t bytes, const CUtensorMap& keys, const CUtensorMap& values) {
     const AttentionCall& call = args.call;
     Device device;
     if (auto e = device.read()) return e;
@@ -87,16 +89,18 @@ struct Launch {
     args.dealt = units > blocks;
     cudaLaunchAttribute attribute = overlapping();
     cudaLaunchConfig_t config{};
+    config.stream = stream;
+    if (args.dealt || args.plan.most_chunks > 1) {
+      config.gridDim = dim3(1);
+      config.blockDim = dim3(256);
+      if (auto e = cudaLaunchKernelEx(&config, clear<>, args.counters, static_cast<int>(workspace.counters / 4)))
+        return e;
+      config.attrs = &attribute;
+      config.numAttrs = 1;
+    }
     config.gridDim = dim3(blocks);
     config.blockDim = dim3(threads);
     config.dynamicSmemBytes = bytes;
-    config.stream = stream;
-    config.attrs = &attribute;
-    if (args.dealt || args.plan.most_chunks > 1) {
-      clear<><<<1, 256, 0, stream>>>(args.counters, static_cast<int>(workspace.counters / 4));
-      if (auto e = cudaGetLastError()) return e;
-      config.numAttrs = 1;
-    }
     return cudaLaunchKernelEx(&config, kernel, args, keys, values);
   }
 

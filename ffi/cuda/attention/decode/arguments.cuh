@@ -72,8 +72,8 @@ struct RowPlace {
   int query, head;
   __device__ RowPlace(const Arguments& args, const Unit& unit, int row) {
     const int packed = unit.group * args.plan.row_tile + row;
-    query = packed / args.heads_each;
-    head = unit.head * args.heads_each + packed % args.heads_each;
+    query = short_quotient(packed, args.heads_each);
+    head = unit.head * args.heads_each + packed - query * args.heads_each;
   }
   // Where the row begins in an array (B, T, N, H).
   __device__ int64_t begin(const Arguments& args, const Unit& unit) const {

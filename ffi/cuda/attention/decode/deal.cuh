@@ -13,13 +13,12 @@ namespace jaxsoft::cuda::decode {
 class Dealer {
   const Arguments& args_;
   int first_ = 0;       // the first of the 32 sequences, of which each lane has one
-  int64_t before_ = 0;  // units of the sequences before
+  int before_ = 0;      // units of the sequences before
   Limits limits_;
   Range range_{};
-  Chunks chunks_;
-  int count_ = 1;      // of chunks
+  int chunk_ = 1, chunks_ = 1;
   int groups_ = 0;     // row groups with keys
-  int64_t upto_ = 0;  // units of the sequences up to the lane's
+  int upto_ = 0;        // units of the sequences up to the lane's
 
   __device__ void look() {
     const int lane = threadIdx.x % 32, b = first_ + lane;
@@ -28,12 +27,12 @@ class Dealer {
       limits_ = Limits(args_.call, b);
       range_ = limits_.of(args_.call, 0, args_.call.queries - 1);
       const int keys = range_.end - range_.begin / kChunkAlign * kChunkAlign, tile = args_.plan.row_tile;
-      groups_ = range_.empty() ? 0 : (limits_.queries * args_.heads_each + tile - 1) / tile;
-      if (!range_.empty()) chunks_ = args_.plan.chunks(keys), count_ = chunks_.count(keys);
-      upto_ = int64_t(groups_ * count_ + args_.plan.row_groups - groups_) * args_.call.key_heads;
+      groups_ = range_.empty() ? 0 : short_quotient(limits_.queries * args_.heads_each + tile - 1, tile);
+      if (!range_.empty()) chunk_ = args_.plan.chunk(keys), chunks_ = short_quotient(keys + chunk_ - 1, chunk_);
+      upto_ = (groups_ * chunks_ + args_.plan.row_groups - groups_) * args_.call.key_heads;
     }
     for (int step = 1; step < 32; step *= 2) {
-      const int64_t other = __shfl_up_sync(~0u, upto_, step);
+      const int other = __shfl_up_sync(~0u, upto_, step);
       if (lane >= step) upto_ += other;
     }
   }
@@ -42,9 +41,9 @@ class Dealer {
   __device__ explicit Dealer(const Arguments& args) : args_(args) { look(); }
   // Finds unit `number`, which is not less than before. All lanes of a warp call this. Returns false if there are not
   // so many.
-  __device__ bool find(int64_t number, Unit* unit) {
+  __device__ bool find(int number, Unit* unit) {
     for (;;) {
-      const int64_t all = __shfl_sync(~0u, upto_, 31);
+      const int all = __shfl_sync(~0u, upto_, 31);
       if (number < before_ + all) break;
       before_ += all;
       first_ += 32;
@@ -53,24 +52,22 @@ class Dealer {
     }
     const int own = __ffs(__ballot_sync(~0u, number - before_ < upto_)) - 1;
     const Range range{__shfl_sync(~0u, range_.begin, own), __shfl_sync(~0u, range_.end, own)};
-    const Chunks chunks{__shfl_sync(~0u, chunks_.length, own), __shfl_sync(~0u, chunks_.longer, own),
-                        __shfl_sync(~0u, chunks_.rest, own)};
-    const int count = __shfl_sync(~0u, count_, own);
+    const int chunk = __shfl_sync(~0u, chunk_, own), chunks = __shfl_sync(~0u, chunks_, own);
     const int groups = __shfl_sync(~0u, groups_, own), heads = args_.call.key_heads;
-    const int64_t before = __shfl_up_sync(~0u, upto_, 1);
-    int within = static_cast<int>(number - before_ - (own > 0 ? __shfl_sync(~0u, before, own) : 0));
+    const int before = __shfl_up_sync(~0u, upto_, 1);
+    int within = number - before_ - (own > 0 ? __shfl_sync(~0u, before, own) : 0);
     unit->batch = first_ + own;
-    if (within < groups * count * heads) {
-      unit->chunk = within / (heads * groups);
-      unit->head = within / groups % heads;
-      unit->group = within % groups;
-      unit->chunks = count;
-      const int first = range.begin / kChunkAlign * kChunkAlign;
-      unit->begin = first + chunks.begin(unit->chunk);
-      unit->end = min(first + chunks.begin(unit->chunk + 1), range.end);
+    if (within < groups * chunks * heads) {
+      unit->chunk = short_quotient(within, heads * groups);
+      within -= unit->chunk * heads * groups;
+      unit->head = short_quotient(within, groups);
+      unit->group = within - unit->head * groups;
+      unit->chunks = chunks;
+      unit->begin = range.begin / kChunkAlign * kChunkAlign + unit->chunk * chunk;
+      unit->end = min(unit->begin + chunk, range.end);
       unit->counted_begin = range.begin;
     } else {
-      within -= groups * count * heads;
+      within -= groups * chunks * heads;
       unit->head = within % heads;
       unit->group = groups + within / heads;
       unit->chunk = 0, unit->chunks = 1;

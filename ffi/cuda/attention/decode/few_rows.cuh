@@ -153,13 +153,14 @@ __device__ void consume_few(const Arguments& args, typename FewRows<type, size>:
       auto& tile = ring.slots[warp][slot.slot];
       float z[columns][4];
       multiply_keys<T, Tile>(z, query, shared_address(tile.key));
-      fold_tile(args, unit, rows, row, key, ring.valid[warp][slot.slot], z, [&](const float(&factors)[2]) {
+      float factors[2];
+      if (fold_tile(args, unit, rows, row, key, ring.valid[warp][slot.slot], z, factors)) {
 #pragma unroll
         for (int i = 0; i < output.columns; i++) {
 #pragma unroll
           for (int j = 0; j < 4; j++) output.values[i][j] *= factors[j / 2];
         }
-      });
+      }
       // Keys that count for nobody have the weight 0, but may have any values.
       if (key < unit.counted_begin || key + Shape::keys > unit.end) {
         Tile::clear(tile.value, unit.counted_begin - key, unit.end - key);
@@ -255,11 +256,13 @@ __global__ void __launch_bounds__(FewRows<type, size>::threads, 1)
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& memory = *reinterpret_cast<typename Shape::Memory*>(bytes);
     const unsigned warp = threadIdx.x / 32;
-    if (threadIdx.x == 0) {
-      prefetch_map(keys), prefetch_map(values);
+    if (warp == Shape::warps) prefetch_map(keys), prefetch_map(values);
+    if (warp == 0) {
       memory.ring.init(Barrier::warp_arrivals, (Shape::warps + Shape::mergers) * Barrier::warp_arrivals);
-      memory.ready.init(Shape::buffers * Barrier::warp_arrivals);
-      memory.free.init(Shape::mergers * Barrier::warp_arrivals);
+      if (threadIdx.x == 0) {
+        memory.ready.init(Shape::buffers * Barrier::warp_arrivals);
+        memory.free.init(Shape::mergers * Barrier::warp_arrivals);
+      }
       show_barriers();
     }
     __syncthreads();

@@ -47,23 +47,29 @@ __device__ void load_part(const Arguments& args, const Unit& unit, int first, un
   }
 }
 
-template <class T, int size>
+// `shared` says that both warp groups have the same rows.
+template <class T, int size, bool shared>
 __device__ void consume_many(const Arguments& args, typename ManyRows<size>::Memory& memory) {
   using Shape = ManyRows<size>;
   using Tile = typename Shape::Values;
   using Queries = typename Shape::Queries;
-  constexpr int columns = Shape::keys / 8, steps = size / 16;
+  constexpr int columns = Shape::keys / 8, steps = size / 16, parts = shared ? kParts : 1;
   auto& ring = memory.ring;
   const int part = warp_group();
   const NamedBarrier group{2 + part, kWarpGroup};
   unsigned char* const queries = memory.queries[part];
+  const auto query = summed_along_rows(queries);
   Place<Shape::slots> slot;
   Place<Shape::Ring::units> unit_place;
+  auto release = [&] {
+    ring.empty[0][slot.slot].arrive_as_warp();
+    slot.advance();
+  };
+  auto wait_full = [&] { ring.full[0][slot.slot].wait(slot.parity); };
   for (;;) {
     const Unit unit = next_unit(ring, unit_place);
     if (unit.batch == kNoUnit) return;
     const int live = live_rows(args, unit);
-    const bool shared = live <= kPartRows;  // both parts have the same rows
     const int first = shared ? 0 : part * kPartRows, row = first + row_of_thread();
     load_part<Queries, size>(args, unit, first, queries);
     show_to_copies();
@@ -72,49 +78,92 @@ __device__ void consume_many(const Arguments& args, typename ManyRows<size>::Mem
     float output[size / 2];
 #pragma unroll
     for (int i = 0; i < size / 2; i++) output[i] = 0;
-    const auto query = summed_along_rows(queries);
-    int turn = 0;
-    for (int key = unit.begin; key < unit.end; key += Shape::keys, turn ^= 1) {
-      ring.full[0][slot.slot].wait(slot.parity);
+    float z[columns][4];
+    uint32_t weights[columns / 2][4];
+    float factors[2];
+    // The products of the queries and the keys in a slot, which run on.
+    auto multiply_keys = [&](int of_slot) {
+      auto& flat = reinterpret_cast<float(&)[columns * 4]>(z);
+      const auto keys = summed_along_rows(ring.slots[0][of_slot].key);
+      begin_products();
+#pragma unroll
+      for (int step = 0; step < steps; step++)
+        cuda::multiply<T>(flat, query + (step / 4 * kPartRows * 128 + step % 4 * 32),
+                          keys + (step / 4 * Shape::keys * 128 + step % 4 * 32), step > 0);
+      commit_products();
+    };
+    // The products of the weights and the values in the slot, which run on.
+    auto multiply_values = [&](int key) {
       auto& tile = ring.slots[0][slot.slot];
-      if (!shared || turn == part) {
-        float z[columns][4];
-        auto& flat = reinterpret_cast<float(&)[columns * 4]>(z);
-        const auto keys = summed_along_rows(tile.key);
-        begin_products();
-#pragma unroll
-        for (int step = 0; step < steps; step++)
-          cuda::multiply<T>(flat, query + (step / 4 * kPartRows * 128 + step % 4 * 32),
-                      keys + (step / 4 * Shape::keys * 128 + step % 4 * 32), step > 0);
-        commit_products();
-        wait_for_products<0>(flat);
-        fold_tile(args, unit, rows, row, key, ring.valid[0][slot.slot], z, [&](const float(&factors)[2]) {
-#pragma unroll
-          for (int i = 0; i < size / 2; i++) output[i] *= factors[i / 2 % 2];
-        });
-        // Keys that count for nobody have the weight 0, but may have any values.
-        if (key < unit.counted_begin || key + Shape::keys > unit.end) {
-          Tile::clear(tile.value, unit.counted_begin - key, unit.end - key);
-          show_to_copies();
-          group.wait();
-        }
-        uint32_t weights[columns / 2][4];
-#pragma unroll
-        for (int i = 0; i < columns; i++) {
-#pragma unroll
-          for (int half = 0; half < 2; half++)
-            weights[i / 2][i % 2 * 2 + half] =
-                bits<uint32_t>(narrow_pair(z[i][2 * half], z[i][2 * half + 1], T()));
-        }
-        const auto values = summed_over_rows(tile.value, Shape::keys);
-        begin_products();
-#pragma unroll
-        for (int i = 0; i < columns / 2; i++) cuda::multiply<T>(output, weights[i], values + i * 16 * 128, true);
-        commit_products();
-        wait_for_products<0>(output, weights);
+      // Keys that count for nobody have the weight 0, but may have any values.
+      if (key < unit.counted_begin || key + Shape::keys > unit.end) {
+        Tile::clear(tile.value, unit.counted_begin - key, unit.end - key);
+        show_to_copies();
+        group.wait();
       }
-      ring.empty[0][slot.slot].arrive_as_warp();
-      slot.advance();
+      const auto values = summed_over_rows(tile.value, Shape::keys);
+      begin_products();
+#pragma unroll
+      for (int i = 0; i < columns / 2; i++) cuda::multiply<T>(output, weights[i], values + i * 16 * 128, true);
+      commit_products();
+    };
+    auto round_weights = [&] {
+#pragma unroll
+      for (int i = 0; i < columns; i++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+          weights[i / 2][i % 2 * 2 + half] = bits<uint32_t>(narrow_pair(z[i][2 * half], z[i][2 * half + 1], T()));
+      }
+    };
+    auto rescale = [&] {
+#pragma unroll
+      for (int i = 0; i < size / 2; i++) output[i] *= factors[i / 2 % 2];
+    };
+    if constexpr (shared) {
+      int turn = 0;
+      for (int key = unit.begin; key < unit.end; key += Shape::keys, turn ^= 1) {
+        wait_full();
+        if (turn == part) {
+          multiply_keys(slot.slot);
+          wait_for_products<0>(z);
+          if (fold_tile(args, unit, rows, row, key, ring.valid[0][slot.slot], z, factors)) rescale();
+          round_weights();
+          multiply_values(key);
+          wait_for_products<0>(output, weights);
+        }
+        release();
+      }
+    } else if (first < live) {
+      // The next tile's scores are found while this tile's values are multiplied.
+      int key = unit.begin;
+      if (key < unit.end) {
+        wait_full();
+        multiply_keys(slot.slot);
+        wait_for_products<0>(z);
+        fold_tile(args, unit, rows, row, key, ring.valid[0][slot.slot], z, factors);
+        round_weights();
+      }
+      for (; key + Shape::keys < unit.end; key += Shape::keys) {
+        auto next = slot;
+        next.advance();
+        ring.full[0][next.slot].wait(next.parity);
+        multiply_keys(next.slot);
+        multiply_values(key);
+        wait_for_products<1>(z);
+        const bool grown =
+            fold_tile(args, unit, rows, row, key + Shape::keys, ring.valid[0][next.slot], z, factors);
+        wait_for_products<0>(output, weights);
+        release();
+        if (grown) rescale();
+        round_weights();
+      }
+      if (key < unit.end) {
+        multiply_values(key);
+        wait_for_products<0>(output, weights);
+        release();
+      }
+    } else {
+      for (int key = unit.begin; key < unit.end; key += Shape::keys) wait_full(), release();
     }
 
     // The part's state.
@@ -131,19 +180,17 @@ __device__ void consume_many(const Arguments& args, typename ManyRows<size>::Mem
         __stcg(reinterpret_cast<float2*>(args.outputs + place * size + 8 * i + column_of_thread()),
                float2{output[4 * i + 2 * half], output[4 * i + 2 * half + 1]});
     }
-    const int parts = shared ? kParts : 1;
     if (unit.chunks > 1) {
       wait_for_last_kernel();
-      merge_if_last<size, typename Shape::Team, Shape::batch>(args, unit, &memory.last, parts, kPartRows);
+      merge_if_last<size, typename Shape::Team, Shape::batch, parts, kPartRows>(args, unit, &memory.last);
     } else {
       Shape::Team::synchronize();
-      merge_states<size, typename Shape::Team, Shape::batch>(args, unit, 0, 1, 1, true, parts, kPartRows);
+      merge_states<size, typename Shape::Team, Shape::batch, parts, kPartRows>(args, unit, 0, 1, 1, true);
     }
-    group.wait();  // before the queries are overwritten
   }
 }
 
-template <class T, int size>
+template <class T, int size, bool shared>
 __global__ void __launch_bounds__(ManyRows<size>::threads, 1)
     many_rows(const __grid_constant__ Arguments args, const __grid_constant__ CUtensorMap keys,
               const __grid_constant__ CUtensorMap values) {
@@ -151,8 +198,8 @@ __global__ void __launch_bounds__(ManyRows<size>::threads, 1)
     using Shape = ManyRows<size>;
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& memory = *reinterpret_cast<typename Shape::Memory*>(bytes);
-    if (threadIdx.x == 0) {
-      prefetch_map(keys), prefetch_map(values);
+    if (threadIdx.x / 32 == kParts * 4) prefetch_map(keys), prefetch_map(values);
+    if (threadIdx.x < 32) {
       memory.ring.init(kParts * 4 * Barrier::warp_arrivals, kParts * 4 * Barrier::warp_arrivals);
       show_barriers();
     }
@@ -163,7 +210,7 @@ __global__ void __launch_bounds__(ManyRows<size>::threads, 1)
       if (threadIdx.x / 32 == kParts * 4) produce(args, keys, values, memory.ring);
     } else {
       take_registers<200>();
-      consume_many<T, size>(args, memory);
+      consume_many<T, size, shared>(args, memory);
     }
   }
 }

@@ -84,36 +84,41 @@ __device__ void store_state(const Arguments& args, const Unit& unit, int chunk, 
 // Merges states of the unit's item, `count` of them, of which each is `step` further than the last, and writes the
 // results if these were all, or else the state in the place of the first. A state may be in two parts of `part_rows`
 // rows, over different keys. `batch` parts are asked for at once.
-template <int size, class Team, int batch>
-__device__ void merge_states(const Arguments& args, const Unit& unit, int first, int count, int step, bool all,
-                             int parts = 1, int part_rows = 0) {
+template <int size, class Team, int batch, int parts = 1, int part_rows = 0>
+__device__ void merge_states(const Arguments& args, const Unit& unit, int first, int count, int step, bool all) {
   constexpr int each = size / 4;
   const int rows = all ? rows_of(args, unit) : live_rows(args, unit), live = live_rows(args, unit);
   for (int i = Team::thread(); i < rows * each; i += Team::threads) {
     const int row = i / each, element = i % each * 4;
     const int64_t from = unit.state(args, first) * args.item_rows + row, further = int64_t(step) * args.item_rows;
+    const int end = row < live ? count * parts : 0;
     float2 sum{-INFINITY, 0};
     float4 output{};
-    for (int begin = 0; begin < count * parts && row < live; begin += batch) {
+    for (int begin = 0; begin < end; begin += batch) {
       float2 sums[batch];
       float4 outputs[batch];
 #pragma unroll
       for (int k = 0; k < batch; k++) {
-        const int part = begin + k;
-        sums[k] = {-INFINITY, 0}, outputs[k] = {};
-        if (part >= count * parts) continue;
-        const int64_t place = parts == 1 ? from + part * further : from + part / 2 * further + part % 2 * part_rows;
+        if (begin + k >= end) break;
+        const int64_t place = from + (begin + k) / parts * further + (begin + k) % parts * part_rows;
         sums[k] = __ldcg(args.sums + place);
         outputs[k] = __ldcg(reinterpret_cast<const float4*>(args.outputs + place * size + element));
       }
       float m = sum.x;
 #pragma unroll
-      for (int k = 0; k < batch; k++) m = fmaxf(m, sums[k].x);
-      const float own = weight_of(sum.x, m);
-      sum = {m, sum.y * own};
-      output = {output.x * own, output.y * own, output.z * own, output.w * own};
+      for (int k = 0; k < batch; k++) {
+        if (begin + k >= end) break;
+        m = fmaxf(m, sums[k].x);
+      }
+      if (begin > 0) {
+        const float own = weight_of(sum.x, m);
+        sum.y *= own;
+        output = {output.x * own, output.y * own, output.z * own, output.w * own};
+      }
+      sum.x = m;
 #pragma unroll
       for (int k = 0; k < batch; k++) {
+        if (begin + k >= end) break;
         const float factor = weight_of(sums[k].x, m);
         sum.y = fmaf(sums[k].y, factor, sum.y);
         output.x = fmaf(outputs[k].x, factor, output.x), output.y = fmaf(outputs[k].y, factor, output.y);
@@ -139,14 +144,14 @@ __device__ bool arrive_last(unsigned* counter, int count, int* shared) {
 }
 
 // What follows when the state of a unit's chunk is stored. It may be in parts, as `merge_states` has them.
-template <int size, class Team, int batch>
-__device__ void merge_if_last(const Arguments& args, const Unit& unit, int* shared, int parts = 1, int part_rows = 0) {
+template <int size, class Team, int batch, int parts = 1, int part_rows = 0>
+__device__ void merge_if_last(const Arguments& args, const Unit& unit, int* shared) {
   const int groups = (unit.chunks + kGroup - 1) / kGroup, group = unit.chunk / kGroup, first = group * kGroup;
   const int most_groups = (args.plan.most_chunks + kGroup - 1) / kGroup;
   unsigned* counters = args.counters + 4 + int64_t(unit.item(args)) * (most_groups + 1);
   const int count = min(kGroup, unit.chunks - first);
   if (!arrive_last<Team>(counters + 1 + group, count, shared)) return;
-  merge_states<size, Team, batch>(args, unit, first, count, 1, groups == 1, parts, part_rows);
+  merge_states<size, Team, batch, parts, part_rows>(args, unit, first, count, 1, groups == 1);
   if (groups == 1 || !arrive_last<Team>(counters, groups, shared)) return;
   merge_states<size, Team, batch>(args, unit, 0, groups, kGroup, true);
 }

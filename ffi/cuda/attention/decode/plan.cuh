@@ -17,11 +17,14 @@ constexpr int kProcessors = 132;    // of an H100 and an H200
 constexpr int kRun = 16;            // keys that lie in one page, whatever its size
 constexpr int kChunkAlign = 64;     // keys: whole tiles of all kernels
 constexpr int kLeastChunk = 128;    // keys: less is not worth a merge
-constexpr int kUnits = 2112;        // wanted where there is enough to do: 16 for each multiprocessor
+#ifndef KUNITS
+#define KUNITS 2112
+#define KLONG 1024
+#endif
+constexpr int kUnits = KUNITS;        // wanted where there is enough to do: 16 for each multiprocessor
 constexpr int kShortChunk = 512;    // keys, for up to 16 rows: the states are then at most 3 % of keys and values
-constexpr int kLongChunk = 1024;    // keys: more would leave multiprocessors idle at the end
-constexpr int kMostChunks = 256;    // of an item, before the last are cut
-constexpr int kCuts = 4;            // of these
+constexpr int kLongChunk = KLONG;    // keys: more would leave multiprocessors idle at the end
+constexpr int kMostChunks = 256;    // of an item
 constexpr int kMostUnits = 32768;   // beyond which chunks become longer, so that their states take less memory
 constexpr int kGroup = 16;          // chunks whose states are merged at once
 
@@ -29,18 +32,18 @@ constexpr __host__ __device__ int64_t divide_up(int64_t a, int64_t b) { return (
 constexpr __host__ __device__ int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
 constexpr __host__ __device__ int round_up_int(int a, int b) { return (a + b - 1) / b * b; }
 
-// The chunks of an item: `longer` of `length` keys, and then all others of `rest` keys. The last ones are shorter where
-// each multiprocessor has several, so that all end at about the same time.
-struct Chunks {
-  int length = 1, longer = 0, rest = 1;
-  __host__ __device__ int begin(int chunk) const {
-    return chunk < longer ? chunk * length : longer * length + (chunk - longer) * rest;
-  }
-  __host__ __device__ int count(int keys) const {
-    const int left = keys - longer * length;
-    return longer + (left > 0 ? (left + rest - 1) / rest : 0);
-  }
-};
+// a / b, where the quotient is less than 2^20: a division of integers takes longer, and blocks begin with several.
+__host__ __device__ inline int short_quotient(int a, int b) {
+#ifdef __CUDA_ARCH__
+  int quotient = static_cast<int>(__fdividef(static_cast<float>(a), static_cast<float>(b)));
+  const int rest = a - quotient * b;
+  if (rest < 0) quotient--;
+  else if (rest >= b) quotient++;
+  return quotient;
+#else
+  return a / b;
+#endif
+}
 
 struct Plan {
   int row_tile = 16;   // rows of an item, at most
@@ -56,7 +59,7 @@ struct Plan {
   __host__ __device__ int chunk(int keys) const {
     const int longest = kLongChunk * factor;
     if (keys <= int64_t(wave) * longest) {
-      const int length = (keys + wave - 1) / wave;
+      const int length = short_quotient(keys + wave - 1, wave);
       return round_up_int(length < kLeastChunk ? kLeastChunk : length, kChunkAlign);
     }
     const int64_t wanted = (int64_t(keys) * items + kUnits - 1) / kUnits;
@@ -64,10 +67,6 @@ struct Plan {
     if (length < least_chunk) length = least_chunk;
     const int for_most = round_up_int((keys + kMostChunks - 1) / kMostChunks, kLeastChunk);
     return length < for_most ? for_most : length;
-  }
-  __host__ __device__ Chunks chunks(int keys) const {
-    const int length = chunk(keys), count = (keys + length - 1) / length;
-    return {length, count > wave ? count - wave : count, count > wave ? round_up_int(length / kCuts, kChunkAlign) : length};
   }
 };
 
@@ -90,7 +89,7 @@ inline Plan make_plan(const AttentionCall& call, int row_tile, int factor) {
   const int64_t in_wave = divide_up(keys, kLeastChunk), beyond = divide_up(keys, plan.least_chunk);
   plan.most_chunks = static_cast<int>(in_wave < plan.wave ? in_wave : plan.wave);
   const int64_t more = beyond < kMostChunks ? beyond : kMostChunks;
-  if (more > plan.wave) plan.most_chunks = static_cast<int>(more + (kCuts - 1) * plan.wave);
+  if (more > plan.most_chunks) plan.most_chunks = static_cast<int>(more);
   return plan;
 }
 

@@ -37,10 +37,12 @@ struct RingMemory {
   Unit unit[units];
   uint8_t valid[count][depth];  // bit i says whether run i of the tile's keys is in the cache
 
-  // One thread calls this. A slot is handed back by `warps` warps.
+  // All lanes of a warp call this. A slot is handed back by `warps` warps.
   __device__ void init(int warps, int all_warps) {
-    for (int i = 0; i < count * depth; i++) (&full[0][0])[i].init(1), (&empty[0][0])[i].init(warps);
-    for (int i = 0; i < units; i++) told[i].init(1), heard[i].init(all_warps);
+    const int lane = threadIdx.x % 32;
+    static_assert(count * depth <= 32 && units <= 32);
+    if (lane < count * depth) (&full[0][0])[lane].init(1), (&empty[0][0])[lane].init(warps);
+    if (lane < units) told[lane].init(1), heard[lane].init(all_warps);
   }
 };
 
@@ -73,7 +75,7 @@ __device__ void produce(const Arguments& args, const CUtensorMap& keys, const CU
   Dealer dealer(args);
   Place<Memory::units> unit_place;
   Place<Memory::depth> slot_of_lane;  // of the consumer with the number of the lane
-  for (int64_t number = blockIdx.x;;) {
+  for (int number = blockIdx.x;;) {
     Unit unit;
     const bool found = dealer.find(number, &unit);
     unsigned taken = 0;
@@ -123,7 +125,7 @@ __device__ void produce(const Arguments& args, const CUtensorMap& keys, const CU
       if (lane == consumer) slot_of_lane.advance();
       if (++consumer == Memory::count) consumer = 0;
     }
-    number = args.dealt ? int64_t(gridDim.x) + __shfl_sync(~0u, taken, 0) : number + gridDim.x;
+    number = args.dealt ? static_cast<int>(gridDim.x + __shfl_sync(~0u, taken, 0)) : number + gridDim.x;
   }
 }
 

@@ -64,11 +64,11 @@ struct LaneRows {
 };
 
 // Turns a tile's products into weights and folds them. `key` is the tile's first key, and bit i of `valid` says whether
-// its i-th run of 16 keys is in the cache. `rescale(factors)` multiplies the output so far by a factor for each of the
-// lane's rows.
-template <int columns, class Rescale>
-__device__ void fold_tile(const Arguments& args, const Unit& unit, LaneRows& rows, int row, int key, unsigned valid,
-                          float (&z)[columns][4], Rescale rescale) {
+// its i-th run of 16 keys is in the cache. Puts into `factors` by what the output so far must be multiplied, for each of
+// the lane's rows, and returns whether that is not 1 for all of the warp.
+template <int columns>
+__device__ bool fold_tile(const Arguments& args, const Unit& unit, LaneRows& rows, int row, int key, unsigned valid,
+                          float (&z)[columns][4], float (&factors)[2]) {
   constexpr int keys = columns * 8;
   constexpr unsigned all = (1u << (keys / 16)) - 1;
 #pragma unroll
@@ -92,7 +92,6 @@ __device__ void fold_tile(const Arguments& args, const Unit& unit, LaneRows& row
       }
     }
   }
-  float factors[2];
   bool grown = false;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
@@ -116,7 +115,7 @@ __device__ void fold_tile(const Arguments& args, const Unit& unit, LaneRows& row
     }
     rows.s[half] = fmaf(rows.s[half], factors[half], sum);
   }
-  if (__any_sync(~0u, grown)) rescale(factors);
+  return __any_sync(~0u, grown);
 }
 
 }  // namespace jaxsoft::cuda::decode
