@@ -73,8 +73,14 @@ cudaError_t launch(const BackwardCall& call, const AttentionGradients& gradients
   const unsigned heads = call.batch * call.heads, queries = call.query_tiles * BackwardPlan<size>::queries;
   prepare_numbers<size><<<dim3((queries + 127) / 128, std::min(heads, 65535u)), 128, 0, stream>>>(
       call, gradients.lse, gradients.delta);
+#ifndef BWD_LAG
+#define BWD_LAG 2.5
+#endif
+  BackwardCall ordered = call;
+  const int steps = call.query_tiles * call.group;
+  ordered.abreast = call.deterministic ? std::clamp(int(device.processors * BWD_LAG / steps + 1), 1, call.batch * call.key_heads) : 1;
   const auto blocks = std::min<unsigned>(call.pieces, device.processors);
-  kernel<<<blocks, BackwardCode::threads, bytes, stream>>>(call);
+  kernel<<<blocks, BackwardCode::threads, bytes, stream>>>(ordered);
   round_sums<T, size><<<heads * call.query_tiles, 256, 0, stream>>>(call);
   return cudaGetLastError();
 }

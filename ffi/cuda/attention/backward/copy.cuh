@@ -37,7 +37,8 @@ __device__ void bring_tiles(const BackwardCall& call, BackwardShared<T, size>& s
       const int head = work.key_head * call.group + i;
       const float* numbers =
           call.numbers + (int64_t(work.batch) * call.heads + head) * call.query_tiles * (2 * Plan::queries);
-      for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
+      for (int number = 0; number < work.tiles.length(); number++) {
+        const int tile = work.tile(number);
         if (first) {
           shared.key_empty.wait(key_parity ^ 1);
           shared.key_full.arrive_expecting(key_bytes);
@@ -83,7 +84,8 @@ __device__ void wait_for_turns(const BackwardCall& call, BackwardShared<T, size>
     for (int i = 0; i < call.group; i++) {
       const int2* next = call.ends + work.head(call, i) * call.key_blocks + work.block + 1;
       int end = 0;  // of the tiles that the next block has added to
-      for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
+      for (int number = 0; number < work.tiles.length(); number++) {
+        const int tile = work.tile(number);
         while (work.tiles_of_next.has(tile) && end <= tile) {
           int2 of_groups;
           asm volatile("ld.acquire.gpu.global.b64 %0, [%1];"
@@ -107,7 +109,8 @@ __device__ void add_sums(const BackwardCall& call, BackwardShared<T, size>& shar
       const int64_t head = work.head(call, i);
       float* const sums = call.sums + head * call.query_tiles * Shared::tile + group * Shared::parts * Shared::sum;
       int* const end = reinterpret_cast<int*>(call.ends + head * call.key_blocks + work.block) + group;
-      for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
+      for (int number = 0; number < work.tiles.length(); number++) {
+        const int tile = work.tile(number);
         tiles++;
         unsigned turn = tiles;
         if (call.deterministic) {
@@ -130,8 +133,13 @@ __device__ void add_sums(const BackwardCall& call, BackwardShared<T, size>& shar
           // The additions are complete then, in the L2 cache, where those of all blocks are made. So nothing is left
           // that this store must not overtake. A release, which waits for whatever else is on its way, took a tenth of
           // the time of the kernel.
-          wait_for_stores();
-          asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" ::"l"(end), "r"(tile + 1) : "memory");
+#ifndef BWD_EVERY
+#define BWD_EVERY 1
+#endif
+          if (number % BWD_EVERY == BWD_EVERY - 1 || number + 1 == work.tiles.length()) {
+            wait_for_stores();
+            asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(end), "r"(tile + 1) : "memory");
+          }
         }
       }
     }
