@@ -1,9 +1,10 @@
-"""The models of `examples`, for a moment: with jaxsoft as with jax.nn, and with a cache as without.
+"""The models of `examples`, for a moment: with jaxsoft as with jax.nn, with a cache as without, and served as alone.
 
 They run as a user's program does, under JAX's usual promotion of dtypes and in its default 32 bits.
 """
 
 import contextlib
+import dataclasses
 import pathlib
 import sys
 
@@ -15,6 +16,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
 
 language_model = pytest.importorskip("language_model")  # which needs flax, matplotlib, optax and tqdm
 generate = pytest.importorskip("generate")
+serve = pytest.importorskip("serve")
+
+import scheduler
 
 TEXT = np.random.default_rng(0).integers(0, 50, 1000, dtype=np.int32)
 
@@ -45,3 +49,84 @@ def test_cache():
     prompts = TEXT[:24].reshape(3, 8)
     cached = language_model.generate(run.model, prompts, jax.random.key(0), 9, generate.most_probable)
     np.testing.assert_array_equal(cached, generate.recompute(run.model, prompts, 9))
+
+
+# More requests than slots, prompts that share pages and do not end with one, chunks that are cut by the budget, and
+# fewer pages than the slots could use.
+SMALL = dataclasses.replace(
+    serve.SETTINGS["small"], shape=serve.Shape(50, 2, 16, 16, 4, 2, 8), slots=3, chunk=4, budget=7, page_size=4,
+    pages=12, requests=8, per_step=0.3, shared=9, prompts=(1, 10), lengths=(1, 9), steps=0,
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Misread(serve.Paged):
+    """A cache from which each sequence reads its first page twice, and not its second."""
+
+    def attend(self, q, k, v, cache, batch, chunk):
+        _, cache = super().attend(q, k, v, cache, batch, chunk)
+        wrong = batch._replace(table=batch.table.at[:, 1].set(batch.table[:, 0]))
+        return super().attend(q, k, v, cache, wrong, chunk)[0], cache
+
+
+def served(way):
+    """The run, and what the example finds wrong with it."""
+    requests = serve.requests_of(SMALL, TEXT)
+    model = serve.trained(SMALL, TEXT)
+    found = serve.serve(model, way, SMALL, requests)
+    return found, list(serve.mistakes(model, SMALL, requests, found))
+
+
+def test_served():
+    """What is served at once is what each request draws alone."""
+    found, wrong = served(serve.Paged(SMALL.pages, SMALL.page_size))
+    assert not wrong
+    assert found.scheduler.reused  # so pages were shared
+    _, wrong = served(serve.Contiguous(SMALL.slots, SMALL.longest))
+    assert not wrong
+
+
+def test_served_wrongly():
+    """The example's check finds the requests whose keys or values are wrong."""
+    _, wrong = served(Misread(SMALL.pages, SMALL.page_size))
+    assert len(wrong) >= SMALL.requests // 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_scheduler(seed):
+    """Every token of every request goes through the model once, in order, and finds those before it in its pages."""
+    rng = np.random.default_rng(seed)
+    slots, chunk, size = (int(n) for n in rng.integers(1, 5, 3))
+    requests = [
+        scheduler.Request(
+            number, int(rng.integers(10)), rng.integers(0, 2, rng.integers(1, 12)), int(rng.integers(1, 6)), 0.0
+        )
+        for number in range(12)
+    ]
+    of_sequence = -(-16 // size)
+    pool = scheduler.Pool(int(rng.integers(of_sequence, 3 * of_sequence)), size)
+    plans = scheduler.Scheduler(requests, slots, chunk, slots + int(rng.integers(6)), pool, of_sequence)
+    cache, drawn = {}, dict.fromkeys(range(12), 0)
+    for step in range(1000):
+        plans.admit(step)
+        if not plans.busy:
+            break
+        batch, drawing = plans.plan()
+        for slot in np.flatnonzero(batch.counts):
+            number = batch.numbers[slot]
+            text = [*requests[number].prompt, *[-1 - number] * drawn[number]]  # drawn tokens: those of this request
+            here = np.flatnonzero(batch.slots == slot)
+            assert len(here) == batch.counts[slot] <= chunk
+            assert here[-1] == batch.ends[slot]
+            np.testing.assert_array_equal(batch.places[here], np.arange(len(here)))
+            np.testing.assert_array_equal(batch.positions[here], batch.lengths[slot] - len(here) + np.arange(len(here)))
+            for token, position in zip(batch.tokens[here], batch.positions[here], strict=True):
+                assert token == max(text[position], -1)
+                cache[batch.table[slot, position // size], position % size] = text[: position + 1]
+            for position in range(batch.lengths[slot]):
+                assert cache[batch.table[slot, position // size], position % size] == text[: position + 1]
+            assert (slot in drawing) == (batch.lengths[slot] == len(text))
+        for number in drawing.values():
+            drawn[number] += 1
+    assert drawn == {request.number: request.length for request in requests}
+    assert len(pool.free) == pool.pages
