@@ -21,6 +21,7 @@ from jaxsoft._ops.entropy import entropy
 from jaxsoft._ops.linear_cross_entropy import linear_softmax_cross_entropy
 from jaxsoft._ops.log_softmax import log_softmax
 from jaxsoft._ops.logsumexp import logsumexp
+from jaxsoft._ops.paged_attention import paged_attention, write_pages
 from jaxsoft._ops.softmax import softmax
 from jaxsoft._ops.top_k import top_k_softmax
 
@@ -38,9 +39,11 @@ __all__ = [
     "linear_softmax_cross_entropy",
     "log_softmax",
     "logsumexp",
+    "paged_attention",
     "random",
     "softmax",
     "softmax_cross_entropy",
     "softmax_cross_entropy_with_integer_labels",
     "top_k_softmax",
+    "write_pages",
 ]

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxsoft._attention.operation import WHOLE
+from jaxsoft._attention.form import Extra
+from jaxsoft._attention.operation import PAGES, WHOLE
 from jaxsoft._core.mesh import whole_along
 
 type _Function = Callable[..., Sequence[jax.Array]]
@@ -54,3 +55,47 @@ def mapped(
 
     found = function(*map(joined, names, in_front, dims))
     return [apart(name, y) for name, y in zip(results, found, strict=True)]
+
+
+_SCALES = (Extra.KEY_SCALE.value, Extra.VALUE_SCALE.value)
+
+
+def paged_mapped(
+    function: _Function,
+    names: Sequence[str],
+    results: Sequence[str],
+    operands: Sequence[jax.Array],
+    dims: Sequence[int | None],
+) -> list[jax.Array]:
+    """As `mapped`, for attention over pages. Several caches are joined to one, in which each has its pages.
+
+    Of scales there is one for all sequences, so where these are mapped, it is called for one element after the other.
+    """
+    named = {name: x if d is None else jnp.moveaxis(x, d, 0) for name, x, d in zip(names, operands, dims, strict=True)}
+    are_mapped = {name for name, d in zip(names, dims, strict=True) if d is not None}
+    if are_mapped.intersection(_SCALES):
+
+        def one(of_element):
+            return tuple(function(*(named | of_element).values()))
+
+        return list(jax.lax.map(one, {name: named[name] for name in are_mapped}))
+    if are_mapped.intersection(PAGES):
+        size = next(named[name].shape[0] for name in are_mapped)
+        for name in PAGES:
+            x = named[name] if name in are_mapped else jnp.broadcast_to(named[name], (size, *named[name].shape))
+            x = whole_along(x, (0, 1))
+            number = x.shape[1]
+            named[name] = x.reshape(size * number, *x.shape[2:])
+        table = named["page_table"] if "page_table" in are_mapped else named["page_table"][None]
+        first = jnp.arange(size, dtype=table.dtype)[:, None, None] * number
+        # An entry that is out of range must not become one of another cache.
+        named["page_table"] = jnp.where((table >= 0) & (table < number), table + first, -1)
+        are_mapped.add("page_table")
+    common = {name: named.pop(name) for name in (*PAGES, *_SCALES) if name in named}
+
+    def of_sequences(*operands):
+        given = common | dict(zip(named, operands, strict=True))
+        return function(*(given[name] for name in names))
+
+    axes = [0 if name in are_mapped else None for name in named]
+    return mapped(of_sequences, tuple(named), results, tuple(named.values()), axes, ())

@@ -63,11 +63,24 @@ class Call:
         self.keys = keys_of_block(self.length, platform)
         # Whether weights and gradients of scores are multiplied as they are, and not rounded to 16 bits.
         self.wide = platform == "cpu"
-        self.query, self.key, self.value = (jnp.moveaxis(x, 2, 1) for x in (query, key, value))
+        self.query = jnp.moveaxis(query, 2, 1)
+        self.length_of_keys = form.keys(operands)
         # Rounded no more than the scores would be: a power of 2 is exact, but not where f16 has no exponent for it.
         exact = query.dtype == jnp.bfloat16 and math.frexp(form.scale)[0] in (-0.5, 0, 0.5)
         self.scaled = self.query * form.scale if exact or query.dtype == self.dtype else self.query
         self.extras = form.named(operands)
+        self._lay(key, value)
+
+    def _lay(self, key: jax.Array, value: jax.Array) -> None:
+        """Prepares keys and values."""
+        self.key, self.value = (jnp.moveaxis(x, 2, 1) for x in (key, value))
+
+    def keys_and_values(self, begin: jax.Array | int, size: int) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """So many keys (B, K, keys, H) and values (B, K, keys, D) from this one on, in the dtype of the query, and which
+        of them are there (B, keys); None for all.
+        """
+        key, value = (_part(x, begin, size, 2) for x in (self.key, self.value))
+        return key, value, None
 
     def product(self, spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
         """An einsum in the accumulator's dtype, of operands that have one dtype.
@@ -86,25 +99,32 @@ class Call:
         y = jnp.einsum(spec, a, b, preferred_element_type=self.dtype, precision=self.form.precision)
         return y.reshape(self.batch, self.heads, *y.shape[-2:]) if "n" in result else y
 
+    def of_heads(self, x: jax.Array) -> jax.Array:
+        """Numbers of the heads of keys (K,), for arrays (B, N, ..., ...) of the heads of queries."""
+        return jnp.repeat(x, self.heads // self.groups)[None, :, None, None]
+
     def _grouped(self, x: jax.Array) -> jax.Array:
         """An array (B, N, ...) as (B, K, G, ...)."""
         return x.reshape(self.batch, self.groups, self.heads // self.groups, *x.shape[2:])
 
     def block(self, begin: jax.Array | int, size: int) -> Block:
         """The scores of so many keys from this one on."""
-        key, value = (_part(x, begin, size, 2) for x in (self.key, self.value))
+        key, value, there = self.keys_and_values(begin, size)
         z, slope = self.product("bnth,bksh->bnts", self.scaled, key), None
         if self.scaled is self.query:
             # XLA may subtract from a product before it is rounded. Of large scores none would be near their maximum.
             z = jax.lax.optimization_barrier(z * self.form.scale)
+        if Extra.KEY_SCALE in self.extras:
+            z = z * self.of_heads(self.extras[Extra.KEY_SCALE])
         if self.form.cap is not None:
             bent = jnp.tanh(z / self.form.cap)
             z, slope = bent * self.form.cap, 1 - bent * bent
         if Extra.BIAS in self.extras:
             z = z + _part(self.extras[Extra.BIAS], begin, size, 3).astype(z.dtype)
         counted = self._counted(begin, size)
-        if counted is not None:
-            z = jnp.where(counted, z, -jnp.inf)
+        for condition in (counted, None if there is None else there[:, None, None, :]):
+            if condition is not None:
+                z = jnp.where(condition, z, -jnp.inf)
         return Block(key, value, z, slope)
 
     def _counted(self, begin: jax.Array | int, size: int) -> jax.Array | None:
@@ -152,7 +172,7 @@ class Call:
         Returns:
           What the last step gave, and the arrays of all keys.
         """
-        length = self.key.shape[2]
+        length = self.length_of_keys
         if not isinstance(length, int) or length <= self.keys:
             carry, parts = step(None, self.block(0, length))
             return carry, list(parts)

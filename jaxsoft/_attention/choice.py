@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import jaxsoft.pallas_kernels as pallas_kernels
 from jaxsoft._attention import cudnn, reference, xla
 from jaxsoft._attention.form import Form
-from jaxsoft._attention.operation import Forward, Operation, Pullback
+from jaxsoft._attention.operation import Forward, Operation, Paged, Pullback
 from jaxsoft._core.carriers import CARRIERS
 
 type Operands = Sequence[jax.core.ShapedArray]
@@ -49,6 +49,10 @@ KERNELS = {
     "xla": Kernels(lambda operation, platform, operands: operation.formula(platform)),
     "reference": Kernels(_reference, reference.unsupported),
 }
+
+
+# Those that serve calls of keys and values in pages.
+_PAGED = ("ffi", "xla", "reference")
 
 
 def check_operands(operation: Operation, implementation: str | None, operands: Operands) -> None:
@@ -114,6 +118,8 @@ def preference(operation: Operation, platform: str, operands: Operands) -> tuple
     """
     if platform != "cuda":
         return ("xla",)
+    if isinstance(operation, Paged):
+        return "ffi", "xla"
     form, query, value = operation.form, operands[0], operands[2]
     residual = isinstance(operation, Forward) and operation.residual
     if form.deterministic and (residual or isinstance(operation, Pullback)):
@@ -132,6 +138,8 @@ def _refusal(implementation: str, operation: Operation, operands: Operands) -> s
     """None, or why an implementation cannot serve an operation with such operands."""
     if implementation not in KERNELS:
         return "it has no kernels for attention"
+    if isinstance(operation, Paged) and implementation not in _PAGED:
+        return "it has no kernels for keys and values in pages"
     return KERNELS[implementation].unsupported(operation.form, operands)
 
 

@@ -17,12 +17,19 @@ cap. It counts where all of these hold, in which the query's position is p = off
 * mask.
 
 A query for which no key counts has the output 0 and the log-sum-exp -inf. A sink is one more score, whose value is 0.
+
+Where there is a page table, key and value are pages (P, page size, K, H) and (P, page size, K, D), in the dtype of
+query or in 8-bit floats. Key j of sequence b is number j % page size of page table[b, j // page size], and S is the
+number of pages of a sequence times the page size. There are key lengths, from 0 to S. Entries of the table for pages
+that begin at a sequence's length or after it are not used, whatever they hold; keys of other entries that are negative
+or not less than P do not count. What pages hold of keys that do not count for one of these reasons is not used either.
 """
 
 import dataclasses
 import enum
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 BASE = 3  # query, key and value
@@ -30,9 +37,10 @@ BASE = 3  # query, key and value
 
 class Extra(enum.Enum):
     """An operand that may follow query, key and value. Each of its dimensions may have length 1, but for T and S of
-    segments; it is then the same for all.
+    segments, and those of what belongs to pages; it is then the same for all.
     """
 
+    PAGE_TABLE = "page_table"  # (B, pages of a sequence), int32: where the pages of each sequence are
     BIAS = "bias"  # (B, N, T, S), a real dtype: is added to the scores
     MASK = "mask"  # (B, N, T, S), bool: scores where it is True count
     QUERY_SEGMENTS = "query_segments"  # (B, T), int32
@@ -41,6 +49,8 @@ class Extra(enum.Enum):
     KEY_LENGTHS = "key_lengths"  # (B,), int32
     OFFSET = "offset"  # (B,), int32: the position of the first query
     SINKS = "sinks"  # (B, N), in the accumulator's dtype
+    KEY_SCALE = "key_scale"  # (K,), in the accumulator's dtype: keys in pages are multiplied by it
+    VALUE_SCALE = "value_scale"  # (K,), likewise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +84,17 @@ class Form:
     def named[T](self, operands: Sequence[T]) -> dict[Extra, T]:
         """The extras among the operands of a call, by name."""
         return dict(zip(self.extras, operands[BASE:], strict=False))
+
+    @property
+    def paged(self) -> bool:
+        """Whether keys and values are in pages."""
+        return Extra.PAGE_TABLE in self.extras
+
+    def keys(self, operands: Sequence[jax.Array | jax.core.ShapedArray]) -> int:
+        """How many keys of a sequence there are at most."""
+        if not self.paged:
+            return operands[1].shape[1]
+        return operands[self.place(Extra.PAGE_TABLE.value)].shape[1] * operands[1].shape[1]
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -13,7 +13,8 @@ from jaxsoft._core.mesh import automatically
 from jaxsoft.fold import accumulator
 
 # The dimensions of each operand and result, by name: a letter each, as in `jaxsoft._attention.form`. The first one is
-# always the batch. "n" are the heads of queries, and "k" those of keys.
+# always the batch, but for what all sequences have in common: pages and their scales. "n" are the heads of queries, and
+# "k" those of keys.
 DIMENSIONS = {
     "query": "btnh",
     "key": "bskh",
@@ -26,6 +27,11 @@ DIMENSIONS = {
     "key_lengths": "b",
     "offset": "b",
     "sinks": "bn",
+    "key_pages": "pikh",
+    "value_pages": "pikd",
+    "page_table": "bl",
+    "key_scale": "k",
+    "value_scale": "k",
     "output": "btnd",
     "lse": "bnt",
     "rest": "bnt",
@@ -33,10 +39,12 @@ DIMENSIONS = {
     "delta": "bnt",
     "cotangent": "btnd",
 }
+# The operands that have the pages of all sequences.
+PAGES = ("key_pages", "value_pages")
 # What the forward operation returns, apart from the rest of an output that is rounded.
 RESULTS = ("output", "lse", "rest")
 # Operands that always have the whole batch. The others may have length 1 there.
-WHOLE = ("query", "key", "value", "output", "lse", "rest", "output_rest", "delta", "cotangent")
+WHOLE = ("query", "key", "value", "page_table", "output", "lse", "rest", "output_rest", "delta", "cotangent")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +123,17 @@ class Forward(Operation):
             return output.astype(self.form.dtype), rows, rows, *lost
 
         return jax.make_jaxpr(like)(*operands).out_avals
+
+
+@dataclasses.dataclass(frozen=True)
+class Paged(Forward):
+    """(query, pages of keys, pages of values, *extras) -> the output, the log-sum-exp and its rest."""
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """Query, the pages and the extras."""
+        query, *_ = names = self.form.names
+        return (query, *PAGES, *names[BASE:])
 
 
 @dataclasses.dataclass(frozen=True)

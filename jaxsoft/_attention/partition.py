@@ -20,7 +20,7 @@ from jaxsoft._attention.operation import DIMENSIONS, Operation
 from jaxsoft._attention.xla import Function
 from jaxsoft._core.mesh import Axes, axes_of, if_even, on_one_device, refined
 
-_WHOLE = ("t", "s", "h", "d")  # the dimensions that are not sharded
+_WHOLE = ("t", "s", "h", "d", "p", "i", "l")  # the dimensions that are not sharded
 
 
 class _Sizes(NamedTuple):

@@ -14,9 +14,9 @@ from typing import cast
 import jax
 from jax.interpreters import mlir
 
-from jaxsoft._attention.batching import mapped
+from jaxsoft._attention.batching import mapped, paged_mapped
 from jaxsoft._attention.choice import check_operands, choose
-from jaxsoft._attention.operation import Operation, Pullback
+from jaxsoft._attention.operation import Operation, Paged, Pullback
 from jaxsoft._attention.partition import partitioned
 from jaxsoft._core.carriers import is_opaque
 from jaxsoft._core.mesh import can_partition, on_one_device
@@ -61,6 +61,8 @@ class _Call(Whole):
     def batch(self, operands: Sequence[jax.Array], dims: Sequence[int | None]) -> Sequence[jax.Array]:
         """A mapped dimension joins the batch."""
         operation = self.operation
+        if isinstance(operation, Paged):
+            return paged_mapped(self, operation.operands, operation.results, operands, dims)
         moving = operation.moving if isinstance(operation, Pullback) else ()
         return mapped(self, operation.operands, operation.results, operands, dims, moving)
 

@@ -15,6 +15,7 @@ from jaxsoft import fold
 from jaxsoft._attention import xla
 from jaxsoft._attention.blocks import Call
 from jaxsoft._attention.form import BASE, Form
+from jaxsoft._attention.pages import PagedCall
 from jaxsoft.fold import AttentionState
 
 _MOST = 2**28  # numbers in the states of all keys and queries: 1 GiB in f32
@@ -22,9 +23,8 @@ _MOST = 2**28  # numbers in the states of all keys and queries: 1 GiB in f32
 
 def unsupported(form: Form, operands: Sequence[jax.core.ShapedArray]) -> str | None:
     """None, or why the scan cannot take these operands."""
-    del form
     query, key, value = operands[:BASE]
-    sizes = (*query.shape[:3], *key.shape[1:2], *value.shape[3:])
+    sizes = (*query.shape[:3], form.keys(operands), *value.shape[3:])
     if not all(isinstance(size, int) for size in sizes):
         return f"its scan needs shapes that are known; got {query.shape} and {key.shape}"
     if math.prod(sizes) > _MOST:
@@ -36,8 +36,8 @@ def forward(form: Form) -> xla.Function:
     """(query, key, value, *extras) -> the results of a call."""
 
     def function(*operands):
-        call = Call(form, operands)
-        keys = call.key.shape[2]
+        call = (PagedCall if form.paged else Call)(form, operands)
+        keys = call.length_of_keys
         block = call.block(0, keys)
         value = jnp.repeat(block.value.astype(call.dtype), call.heads // call.groups, axis=1)
         value = value[:, :, None]  # (B, N, 1, S, D)

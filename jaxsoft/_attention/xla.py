@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxsoft import fold
 from jaxsoft._attention.blocks import Block, Call
 from jaxsoft._attention.form import Extra, Form
+from jaxsoft._attention.pages import PagedCall
 from jaxsoft._attention.parts import Part, parts
 from jaxsoft.fold import AttentionState
 
@@ -34,6 +35,8 @@ def forward(form: Form, platform: str | None = None) -> Function:
         return results(call, st)
 
     def function(*operands):
+        if form.paged:
+            return of_part(PagedCall(form, operands, platform))
         found = [
             of_part(Call(part.form, part.operands(operands), platform)) for part in parts(form, operands, platform)
         ]
@@ -57,6 +60,8 @@ def _state_of(call: Call, block: Block) -> AttentionState:
 
 def results(call: Call, st: AttentionState) -> tuple[jax.Array, ...]:
     """The results of a call, given the state of all keys (B, N, T), with which the sinks are combined."""
+    if Extra.VALUE_SCALE in call.extras:
+        st = st._replace(o=st.o * call.of_heads(call.extras[Extra.VALUE_SCALE]))
     if Extra.SINKS in call.extras:
         sinks = call.extras[Extra.SINKS].astype(st.m.dtype)[..., None]
         m, s = fold.from_lse(jnp.broadcast_to(sinks, st.m.shape))

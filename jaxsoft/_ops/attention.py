@@ -1,28 +1,11 @@
 """dot_product_attention: the public function."""
 
-import functools
-import math
-import operator
-from typing import NamedTuple
-
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxsoft import fold
 from jaxsoft._attention.derivative import attention
-from jaxsoft._attention.form import Extra, Form
-from jaxsoft._core.carriers import check_name
-from jaxsoft._core.mesh import sharded_like, varying_alike, whole_along, with_batch_of
-from jaxsoft._core.numbers import as_array
-from jaxsoft._ops.arguments import as_kernel_scores, broadcastable, check_dtype, check_flag
-from jaxsoft.fold import AttentionState, accumulator
-
-type Window = int | tuple[int | None, int | None] | None
-
-# A window or an offset further than that reaches all keys: positions stay in 32 bits.
-_FURTHEST = 2**30
+from jaxsoft._ops.attention_arguments import Arrays, Window, attend, check_extras
+from jaxsoft.fold import AttentionState
 
 
 def dot_product_attention(
@@ -121,291 +104,23 @@ def dot_product_attention(
     >>> bool(jnp.allclose(y, dot_product_attention(query, key, value), atol=1e-5))
     True
     """
-    check_name(implementation)
-    given = _Arrays.of(query, key, value)
-    kept = {
-        name: check_flag(name, flag)
-        for name, flag in {
-            "is_causal": is_causal,
-            "return_residual": return_residual,
-            "return_state": return_state,
-            "deterministic": deterministic,
-        }.items()
-    }
-    left, right = _window(local_window_size)
-    query, scale = _scaled(given.query, scale)
-    result = check_dtype(dtype, query)
-    merges = state is not None or kept["return_state"]
-    extras = _extras(
-        given, bias, mask, query_seq_lengths, key_value_seq_lengths, sinks, query_segment_ids, key_value_segment_ids,
-        query_offset,
+    given = Arrays.of(query, key, value)
+    extras = check_extras(
+        given.query, given.key.shape[1], given.no_batch, bias, mask, query_seq_lengths, key_value_seq_lengths, sinks,
+        query_segment_ids, key_value_segment_ids, query_offset,
     )  # fmt: skip
-    wide = np.dtype(accumulator(query.dtype))
-    form = Form(
-        dtype=wide if merges else result,
+    return attend(
+        attention,
+        implementation,
+        given,
+        extras,
         scale=scale,
-        left=left,
-        right=0 if kept["is_causal"] else right,
-        cap=_cap(logits_soft_cap, wide),
-        extras=tuple(extras),
-        returns_lse=kept["return_residual"] or merges,
-        deterministic=kept["deterministic"],
-        precision=jax.config.jax_default_matmul_precision,
-        rounded=not merges and jnp.finfo(result).nmant < jnp.finfo(wide).nmant,
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        return_residual=return_residual,
+        logits_soft_cap=logits_soft_cap,
+        state=state,
+        return_state=return_state,
+        deterministic=deterministic,
+        dtype=dtype,
     )
-    before = None if state is None else _check_state(state, given)
-    output, lse, after = _attend(
-        form, implementation, result, kept["return_state"], (query, given.key, given.value, *extras.values()), before
-    )
-    wanted = (True, kept["return_residual"], kept["return_state"])
-    results = [v for v, asked in zip((output, lse, after), wanted, strict=True) if asked]
-    if given.no_batch:
-        results = jax.tree.map(lambda v: v[0], results)
-    return tuple(results) if len(results) > 1 else results[0]
-
-
-@functools.partial(jax.jit, static_argnames=("form", "implementation", "dtype", "return_state"))
-def _attend(form, implementation, dtype, return_state, operands, before):
-    operands = varying_alike(*operands)
-    output, lse, rest = attention(form, implementation)(*operands)
-    lse = jnp.moveaxis(lse, 1, 2)
-    if before is None and not return_state:
-        return output, lse, None
-    st, s = fold.of_output(output, lse), jnp.exp(jnp.moveaxis(rest, 1, 2))
-    st = AttentionState(st.m, st.s * s, st.o * s[..., None])
-    if before is not None:
-        st = fold.combine(before, st)
-    return fold.output(st, dtype), fold.lse(st), st
-
-
-class _Arrays(NamedTuple):
-    """Query, key and value with a batch, and whether they were given without one."""
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    no_batch: bool
-
-    @classmethod
-    def of(cls, query: ArrayLike, key: ArrayLike, value: ArrayLike) -> "_Arrays":
-        """The arguments, after checking that they fit each other."""
-        named = {"query": query, "key": key, "value": value}
-        arrays = {name: as_kernel_scores(name, x) for name, x in named.items()}
-        query, key, value = arrays.values()
-        ndim = query.ndim
-        letters = {"query": "BTNH", "key": "BSKH", "value": "BSKD"}
-        for name, x in arrays.items():
-            if x.ndim not in (3, 4) or x.ndim != ndim:
-                shape = ", ".join(letters[name])
-                raise ValueError(
-                    f"{name} must have the shape ({shape}), or ({shape[3:]}) if query, key and value are all without "
-                    f"a batch; got shape {x.shape} beside a query of shape {query.shape}"
-                )
-            if x.dtype != query.dtype:
-                raise TypeError(f"{name} must have the dtype of query, {query.dtype.name}; got {x.dtype.name}")
-        *batch, _, heads, size = query.shape
-        if (*key.shape[:-3], key.shape[-1]) != (*batch, size):
-            what = f"the batch and the head size of query, {batch[0]} and" if batch else "the head size of query,"
-            raise ValueError(f"key must have {what} {size}; got shape {key.shape}")
-        if value.shape[:-1] != key.shape[:-1]:
-            raise ValueError(f"value must have the shape {key.shape[:-1]} and a head size; got shape {value.shape}")
-        if heads != key.shape[-2] and (key.shape[-2] == 0 or heads % key.shape[-2]):
-            raise ValueError(
-                f"query must have a multiple of the number of heads of key, {key.shape[-2]}; got {heads} in shape "
-                f"{query.shape}"
-            )
-        query, key, value = (x[None] if ndim == 3 else x for x in (query, key, value))
-        # Over explicit axes of a mesh, only the batch and the heads may be sharded.
-        query, key, value = (with_batch_of(query, whole_along(x, (1, 3))) for x in (query, key, value))
-        return cls(query, key, value, ndim == 3)
-
-
-def _extras(
-    given: _Arrays,
-    bias: ArrayLike | None,
-    mask: ArrayLike | None,
-    query_lengths: ArrayLike | None,
-    key_lengths: ArrayLike | None,
-    sinks: ArrayLike | None,
-    query_segments: ArrayLike | None,
-    key_segments: ArrayLike | None,
-    offset: ArrayLike,
-) -> dict[Extra, jax.Array]:
-    """The operands of a call after query, key and value, in their order."""
-    query, key = given.query, given.key
-    batch, length, heads, _ = query.shape
-    shape = (batch, heads, length, key.shape[1])
-    extras: dict[Extra, jax.Array] = {}
-
-    def full(name: str, x: ArrayLike) -> jax.Array:
-        x = whole_along(broadcastable(name, x, shape), (2, 3))
-        return with_batch_of(query, x) if x.shape[0] == batch else x
-
-    def segments(name: str, x: ArrayLike, length: int) -> jax.Array:
-        return with_batch_of(query, _integers(name, x, (batch, length), given.no_batch))
-
-    if bias is not None:
-        extras[Extra.BIAS] = as_kernel_scores("bias", full("bias", bias))
-    if mask is not None:
-        extras[Extra.MASK] = full("mask", mask)
-        if extras[Extra.MASK].dtype != jnp.bool_:
-            raise TypeError(
-                f"mask must hold booleans; got dtype {extras[Extra.MASK].dtype.name}. What is added to scores is a bias"
-            )
-    if (query_segments is None) != (key_segments is None):
-        raise ValueError("query_segment_ids and key_value_segment_ids must be given together; got one of them")
-    if query_segments is not None and key_segments is not None:
-        extras[Extra.QUERY_SEGMENTS], extras[Extra.KEY_SEGMENTS] = _same_ids(
-            segments("query_segment_ids", query_segments, length),
-            segments("key_value_segment_ids", key_segments, key.shape[1]),
-        )
-    if query_lengths is not None:
-        extras[Extra.QUERY_LENGTHS] = _position(_integers("query_seq_lengths", query_lengths, (batch,), False))
-    if key_lengths is not None:
-        extras[Extra.KEY_LENGTHS] = _position(_integers("key_value_seq_lengths", key_lengths, (batch,), False))
-    if type(offset) is not int or offset != 0:
-        number = _of_integers("query_offset", offset)
-        number = number[None] if number.ndim == 0 else number
-        if number.shape != (batch,) and number.shape != (1,):
-            raise ValueError(f"query_offset must be a number or have the shape ({batch},); got shape {number.shape}")
-        extras[Extra.OFFSET] = _position(number)
-    if sinks is not None:
-        sinks = as_kernel_scores("sinks", sinks)
-        if sinks.shape != (heads,):
-            raise ValueError(f"sinks must have the shape ({heads},), one number a head; got shape {sinks.shape}")
-        extras[Extra.SINKS] = sinks.astype(accumulator(query.dtype))[None]
-    return extras
-
-
-def _integers(name: str, x: ArrayLike, shape: tuple[int, ...], no_batch: bool) -> jax.Array:
-    """Lengths or segments, after checking the dtype and the shape."""
-    x = _of_integers(name, x)
-    if no_batch and x.shape == shape[1:]:
-        x = x[None]
-    if x.shape != shape:
-        raise ValueError(f"{name} must have the shape {shape[1:] if no_batch else shape}; got shape {x.shape}")
-    return whole_along(x, range(1, x.ndim))
-
-
-def _of_integers(name: str, x: ArrayLike) -> jax.Array:
-    """An array of integers, after checking that it is one, and that JAX will not cut their digits."""
-    if isinstance(x, int | np.integer | np.ndarray) and np.issubdtype(np.asarray(x).dtype, np.integer):
-        given = np.asarray(x)
-        limits = jnp.iinfo(jax.dtypes.canonicalize_dtype(given.dtype))
-        for number in (given.min(initial=0), given.max(initial=0)):
-            if not limits.min <= number <= limits.max:
-                raise ValueError(
-                    f"{name} must hold integers from {limits.min} to {limits.max}, unless jax_enable_x64 is set; got "
-                    f"{number}"
-                )
-    x = as_array(name, x)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{name} must hold integers; got dtype {x.dtype.name}")
-    return x
-
-
-def _position(x: jax.Array) -> jax.Array:
-    """Lengths or offsets as int32. Those that are too far from 0 become the nearest ones that are not."""
-    limits = jnp.iinfo(x.dtype)
-    if limits.max > _FURTHEST:
-        x = jnp.clip(x, max(-_FURTHEST, limits.min), _FURTHEST)
-    return x.astype(jnp.int32)
-
-
-def _same_ids(query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Segments (B, T) and (B, S) as int32, two of which are equal where they are the same number."""
-    both = query, key
-    wide = jnp.int64 if any(ids.dtype.itemsize == 8 for ids in both) else jnp.int32
-    signed = [jnp.issubdtype(ids.dtype, jnp.signedinteger) for ids in both]
-    if signed[0] != signed[1]:  # which have their numbers from 0 to the largest signed one in common
-        query, key = (jnp.maximum(ids, -1) if s else _signed(ids, wide) for ids, s in zip(both, signed, strict=True))
-    query, key = query.astype(wide), key.astype(wide)
-    if wide == jnp.int32:
-        return query, key
-    ids = jnp.concatenate([query, key], axis=1)
-    places = jnp.cumsum(jnp.ones_like(ids, jnp.int32), axis=1)
-    ids, places = jax.lax.sort((ids, places), dimension=1, num_keys=1)
-    numbers = jnp.cumsum(jnp.diff(ids, axis=1, prepend=ids[:, :1]) != 0, axis=1, dtype=jnp.int32)
-    _, numbers = jax.lax.sort((places, numbers), dimension=1, num_keys=1)
-    return numbers[:, : query.shape[1]], numbers[:, query.shape[1] :]
-
-
-def _signed(ids: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Unsigned integers in a signed dtype, and -2 for those that it does not hold."""
-    largest = jnp.iinfo(dtype).max
-    held = ids.astype(dtype)
-    return jnp.where(ids > largest, -2, held) if jnp.iinfo(ids.dtype).max > largest else held
-
-
-def _scaled(query: jax.Array, scale: ArrayLike | None) -> tuple[jax.Array, float]:
-    """The query and the scale as a number. A traced scale is multiplied into the query."""
-    if scale is None:
-        size = query.shape[-1]
-        if not isinstance(size, int):
-            raise ValueError(f"scale must be given where the head size is not known; got None, and query {query.shape}")
-        return query, 1 / math.sqrt(size) if size else 1.0
-    number = as_array("scale", float(scale) if type(scale) is int else scale)
-    if number.shape != () or not jnp.issubdtype(number.dtype, jnp.number) or jnp.iscomplexobj(number):
-        raise TypeError(f"scale must be a real number; got dtype {number.dtype.name} and shape {number.shape}")
-    if isinstance(scale, int | float | np.generic | np.ndarray):  # while JAX traces, an array of these is traced too
-        return query, float(scale)
-    if not isinstance(number, jax.core.Tracer):
-        return query, float(number)
-    wide = accumulator(query.dtype)
-    return (query.astype(wide) * number.astype(wide)).astype(query.dtype), 1.0
-
-
-def _window(size: Window) -> tuple[int | None, int | None]:
-    """The limits to the left and to the right; None for none."""
-    several = isinstance(size, tuple | list) or (isinstance(size, np.ndarray) and size.ndim)
-    pair = tuple(size) if several else (size, size)  # type: ignore[arg-type]
-    if len(pair) != 2:
-        raise ValueError(f"local_window_size must be a number or a pair of numbers; got {size!r}")
-
-    def limit(number: object) -> int | None:
-        if number is None:
-            return None
-        try:
-            index = operator.index(None if isinstance(number, bool) else number)  # type: ignore[arg-type]
-        except TypeError:
-            raise TypeError(
-                f"local_window_size must hold integers that are known when the call is traced; got {size!r}"
-            ) from None
-        if index < 0:
-            raise ValueError(f"local_window_size must not be negative; got {size!r}")
-        return index if index < _FURTHEST else None
-
-    return limit(pair[0]), limit(pair[1])
-
-
-def _cap(cap: float | None, dtype: jnp.dtype) -> float | None:
-    """The cap, after checking that it is a number of the dtype in which it is computed with."""
-    if cap is None:
-        return None
-    if isinstance(cap, bool) or not isinstance(cap, int | float | np.integer | np.floating):
-        raise TypeError(f"logits_soft_cap must be a number or None; got {cap!r}")
-    limits = jnp.finfo(dtype)
-    most = float(limits.max) * 1e-8  # beyond, scores divided by it would be too small for the dtype
-    try:
-        number = float(cap)
-    except OverflowError:
-        number = math.inf
-    if not float(limits.tiny) <= number <= most:
-        raise ValueError(f"logits_soft_cap must be positive and at most {most:.1e} in {dtype.name}; got {cap}")
-    return number
-
-
-def _check_state(state: AttentionState, given: _Arrays) -> AttentionState:
-    """The state that a call goes on from, with a batch and in the accumulator's dtype."""
-    if not isinstance(state, AttentionState):
-        raise TypeError(f"state must be a jaxsoft.fold.AttentionState; got {type(state).__name__}")
-    dtype = accumulator(given.query.dtype)
-    rows = given.query.shape[1:3] if given.no_batch else given.query.shape[:3]
-    shapes = {"m": rows, "s": rows, "o": (*rows, given.value.shape[-1])}
-    parts = []
-    for name, shape in shapes.items():
-        part = as_kernel_scores(f"state.{name}", getattr(state, name))
-        if part.shape != shape:
-            raise ValueError(f"state.{name} must have the shape {shape}; got shape {part.shape}")
-        parts.append(sharded_like((part[None] if given.no_batch else part).astype(dtype), given.query))
-    return AttentionState(*parts)
