@@ -52,7 +52,7 @@ class Batch(NamedTuple):
     tokens: np.ndarray  # -1 for the one that the slot drew last, which the host may not know yet
     slots: np.ndarray  # of each token; the number of slots, which is none of them, where there is no token
     places: np.ndarray  # of each token among those of its slot
-    positions: np.ndarray  # of each token in its sequence; past every sequence, where there is no token
+    positions: np.ndarray  # of each token in its sequence
     counts: np.ndarray  # tokens of each slot
     lengths: np.ndarray  # of each slot's sequence, these tokens included
     ends: np.ndarray  # which token is the last of each slot
@@ -173,7 +173,7 @@ class Scheduler:
             temperatures=np.zeros(slots, np.float32),
             table=self.table.copy(),  # JAX may still read it when the next sequence comes
         )
-        batch.slots[:], batch.positions[:] = slots, self.table.shape[1] * self.pool.size
+        batch.slots[:] = slots
         begin = 0
         for slot, sequence in enumerate(self.slots):
             if sequence is None:

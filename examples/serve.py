@@ -73,8 +73,8 @@ SETTINGS = {
     # The shape of Llama 3.2 1B, with a readout of its own. The pages hold half of what the rows of the slots hold.
     "1b": Setting(
         Shape(vocabulary=128256, layers=16, width=2048, hidden=8192, heads=32, key_heads=8, size=64), "bfloat16",
-        steps=0, slots=64, chunk=32, budget=512, page_size=64, pages=2048,
-        requests=160, per_step=0.5, shared=512, prompts=(64, 3072), lengths=(64, 512), checked=4,
+        steps=0, slots=64, chunk=32, budget=512, page_size=64, pages=1152,
+        requests=96, per_step=1.5, shared=512, prompts=(64, 1536), lengths=(64, 256), checked=4,
     ),
 }  # fmt: skip
 
@@ -102,11 +102,10 @@ class Paged:
 
     def attend(self, q, k, v, cache, batch, chunk):
         """q, k, v (tokens, heads, size) of new tokens: the values that each takes, and the cache with k and v in it."""
-        cache = jaxsoft.write_pages(*cache, k[:, None], v[:, None], batch.table[batch.slots], batch.positions)
-        y = jaxsoft.paged_attention(
-            in_slots(q, batch, chunk), *cache, batch.table, batch.lengths, is_causal=True,
-            query_seq_lengths=batch.counts,
-        )  # fmt: skip
+        where = {"page_table": batch.table, "key_value_seq_lengths": batch.lengths, "query_seq_lengths": batch.counts}
+        q, k, v = (in_slots(x, batch, chunk) for x in (q, k, v))
+        cache = jaxsoft.write_pages(*cache, k, v, **where)
+        y = jaxsoft.paged_attention(q, *cache, **where, is_causal=True)
         return y[batch.slots, batch.places], cache
 
 
@@ -137,16 +136,15 @@ class Contiguous:
         return y[batch.slots, batch.places], cache
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "way", "chunk"), donate_argnames="cache")
-def serve_step(graph, weights, way, chunk, cache, last, batch):
+def serve_step(model, way, cache, last, batch, chunk):
     """One step of continuous batching.
 
-    cache: of each layer, keys and values; it is donated, so that it is written in place. last: the token that each slot
-    drew last. chunk: most tokens of a slot in this batch.
+    cache: of each layer, keys and values. last: the token that each slot drew last. chunk: most tokens of a slot in
+    this batch.
 
     Returns the cache, the tokens last drawn, and log p of those drawn now.
     """
-    model, cache = nnx.merge(graph, weights), list(cache)
+    cache = list(cache)
     tokens = jnp.where(batch.tokens < 0, last[batch.slots], batch.tokens)
 
     def attend(layer, q, k, v):
@@ -183,34 +181,55 @@ class Served(NamedTuple):
     seconds: float
 
 
-def serve(model, way, setting, requests):
-    """Serves the requests, with a cache that is Paged or Contiguous."""
-    graph, weights = nnx.split(model)
-    shape = *way.shape, setting.shape.key_heads, setting.shape.size
-    cache = [[jnp.zeros(shape, setting.dtype) for _ in range(2)] for _ in range(setting.shape.layers)]
-    last = jnp.zeros(setting.slots, jnp.int32)
-    pages_of_sequence = setting.longest // way.shape[1]
-    scheduler = Scheduler(requests, setting.slots, setting.chunk, setting.budget, Pool(*way.shape), pages_of_sequence)
-    drawn, start = [], time.perf_counter()
-    for step in itertools.count():
-        scheduler.admit(step)
-        if not scheduler.busy:
-            break
-        batch, drawing = scheduler.plan()
-        if not batch.counts.any():  # nobody is there yet
-            continue
-        chunk = setting.chunk if batch.counts.max() > 1 else 1
-        cache, last, log_p = serve_step(graph, weights, way, chunk, cache, last, batch)
-        drawn.append((drawing, last, log_p))  # not waited for: the host plans ahead, and needs no token for that
-    jax.block_until_ready(last)
-    seconds = time.perf_counter() - start
-    texts, logs = ({request.number: [] for request in requests} for _ in range(2))
-    for drawing, *arrays in drawn:
-        for found, array in zip((texts, logs), map(np.asarray, arrays), strict=True):
-            for slot, number in drawing.items():
-                found[number].append(array[slot])
-    texts, logs = ({number: np.array(values) for number, values in found.items()} for found in (texts, logs))
-    return Served(texts, logs, scheduler, len(drawn), seconds)
+class Server:
+    """A model with a cache, which is Paged or Contiguous."""
+
+    def __init__(self, model, way, setting):
+        """A jitted step, and an empty cache."""
+        graph, weights = nnx.split(model)
+        self.weights, tree = jax.tree.flatten(weights)  # a call takes a list sooner than what Flax keeps weights in
+        self.way, self.setting = way, setting
+        shape = *way.shape, setting.shape.key_heads, setting.shape.size
+        self.cache = [[jnp.zeros(shape, setting.dtype) for _ in range(2)] for _ in range(setting.shape.layers)]
+
+        # The cache is donated, so that it is written in place.
+        @functools.partial(jax.jit, static_argnames="chunk", donate_argnames="cache")
+        def step(weights, cache, last, batch, chunk):
+            return serve_step(nnx.merge(graph, jax.tree.unflatten(tree, weights)), way, cache, last, batch, chunk)
+
+        self.step = step
+
+    def serve(self, requests):
+        """Serves the requests. What an earlier run left in the cache is forgotten, and harms nothing."""
+        setting, (pages, page_size) = self.setting, self.way.shape
+        scheduler = Scheduler(
+            requests, setting.slots, setting.chunk, setting.budget, Pool(pages, page_size), setting.longest // page_size
+        )
+        last = jnp.zeros(setting.slots, jnp.int32)
+        texts, logs = ({request.number: [] for request in requests} for _ in range(2))
+
+        def read(drawing, *arrays):
+            for found, array in zip((texts, logs), map(np.asarray, arrays), strict=True):
+                for slot, number in drawing.items():
+                    found[number].append(array[slot])
+
+        before, steps, start = None, 0, time.perf_counter()
+        for now in itertools.count():
+            scheduler.admit(now)
+            if not scheduler.busy:
+                break
+            batch, drawing = scheduler.plan()
+            if not batch.counts.any():  # nobody is there yet
+                continue
+            chunk = setting.chunk if batch.counts.max() > 1 else 1
+            self.cache, last, log_p = self.step(self.weights, self.cache, last, batch, chunk)
+            if before:  # a step late: the next step needs no token on the host, so the device need not wait for it
+                read(*before)
+            before, steps = (drawing, last, log_p), steps + 1
+        read(*before)
+        seconds = time.perf_counter() - start
+        texts, logs = ({number: np.array(values) for number, values in found.items()} for found in (texts, logs))
+        return Served(texts, logs, scheduler, steps, seconds)
 
 
 @functools.partial(jax.jit, static_argnames="graph")
@@ -250,7 +269,7 @@ def requests_of(setting, text):
         size, length = (int(rng.integers(a, b, endpoint=True)) for a, b in (setting.prompts, setting.lengths))
         start = rng.integers(0, len(text) - size)
         prompt = np.concatenate([text[: setting.shared], text[start : start + size]])
-        requests.append(Request(number, int(arrival), prompt, length, temperature=0.8 * (number % 2)))
+        requests.append(Request(number, int(arrival), prompt, length, temperature=0.6 * (number % 2)))
     return requests
 
 
@@ -290,15 +309,16 @@ def main():
 
     wrong = []
     for name, way in ways.items():
-        serve(model, way, setting, requests[:1])  # compiles both shapes of a step
-        served = serve(model, way, setting, requests)
+        server = Server(model, way, setting)
+        server.serve(requests[:1])  # compiles both shapes of a step
+        served = server.serve(requests)
         size = (
             2 * setting.shape.layers * setting.shape.key_heads * setting.shape.size * jnp.dtype(setting.dtype).itemsize
         )
         print(
-            f"{name:14s} {drawn / served.seconds:6.0f} tokens per second; {served.steps} steps of "
-            f"{1e3 * served.seconds / served.steps:.2f} ms; a cache of {np.prod(way.shape)} tokens, "
-            f"{np.prod(way.shape) * size / 2**20:.1f} MiB, in which {served.scheduler.reused} tokens of prompts were found"
+            f"{name:14s} {drawn / served.seconds:6.0f} tokens per second, {served.steps} steps of "
+            f"{1e3 * served.seconds / served.steps:.2f} ms, a cache of {np.prod(way.shape)} tokens or "
+            f"{np.prod(way.shape) * size / 2**20:.1f} MiB, where {served.scheduler.reused} tokens of prompts were found"
         )
         wrong += [f"{name}: {mistake}" for mistake in mistakes(model, setting, requests[: setting.checked], served)]
 

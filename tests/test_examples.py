@@ -17,8 +17,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
 language_model = pytest.importorskip("language_model")  # which needs flax, matplotlib, optax and tqdm
 generate = pytest.importorskip("generate")
 serve = pytest.importorskip("serve")
-
-import scheduler
+scheduler = pytest.importorskip("scheduler")
 
 TEXT = np.random.default_rng(0).integers(0, 50, 1000, dtype=np.int32)
 
@@ -59,37 +58,29 @@ SMALL = dataclasses.replace(
 )  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class Misread(serve.Paged):
-    """A cache from which each sequence reads its first page twice, and not its second."""
+def test_served(monkeypatch):
+    """What is served at once is what each request draws alone, and the example's check finds where it is not."""
+    model, requests = serve.trained(SMALL, TEXT), serve.requests_of(SMALL, TEXT)
 
-    def attend(self, q, k, v, cache, batch, chunk):
-        _, cache = super().attend(q, k, v, cache, batch, chunk)
-        wrong = batch._replace(table=batch.table.at[:, 1].set(batch.table[:, 0]))
-        return super().attend(q, k, v, cache, wrong, chunk)[0], cache
+    def mistakes(server):
+        served = server.serve(requests)
+        return list(serve.mistakes(model, SMALL, requests, served)), served.scheduler.reused
 
+    assert mistakes(serve.Server(model, serve.Contiguous(SMALL.slots, SMALL.longest), SMALL)) == ([], 0)
+    paged = serve.Server(model, serve.Paged(SMALL.pages, SMALL.page_size), SMALL)
+    wrong, reused = mistakes(paged)
+    assert not wrong and reused  # some pages were shared
 
-def served(way):
-    """The run, and what the example finds wrong with it."""
-    requests = serve.requests_of(SMALL, TEXT)
-    model = serve.trained(SMALL, TEXT)
-    found = serve.serve(model, way, SMALL, requests)
-    return found, list(serve.mistakes(model, SMALL, requests, found))
+    batch_of = scheduler.Scheduler._batch
 
+    def all_in_one_page(*args):
+        batch = batch_of(*args)
+        return batch._replace(table=np.repeat(batch.table[:, :1], batch.table.shape[1], axis=1))
 
-def test_served():
-    """What is served at once is what each request draws alone."""
-    found, wrong = served(serve.Paged(SMALL.pages, SMALL.page_size))
-    assert not wrong
-    assert found.scheduler.reused  # so pages were shared
-    _, wrong = served(serve.Contiguous(SMALL.slots, SMALL.longest))
-    assert not wrong
-
-
-def test_served_wrongly():
-    """The example's check finds the requests whose keys or values are wrong."""
-    _, wrong = served(Misread(SMALL.pages, SMALL.page_size))
-    assert len(wrong) >= SMALL.requests // 2
+    monkeypatch.setattr(scheduler.Scheduler, "_batch", all_in_one_page)
+    assert len(mistakes(paged)[0]) >= SMALL.requests // 2
+    monkeypatch.undo()
+    assert mistakes(paged) == ([], reused)  # whatever is left in the pages
 
 
 @pytest.mark.parametrize("seed", range(20))
