@@ -21,9 +21,10 @@ from jaxsoft._ops.entropy import entropy
 from jaxsoft._ops.linear_cross_entropy import linear_softmax_cross_entropy
 from jaxsoft._ops.log_softmax import log_softmax
 from jaxsoft._ops.logsumexp import logsumexp
-from jaxsoft._ops.paged_attention import paged_attention, write_pages
+from jaxsoft._ops.paged_attention import paged_attention
 from jaxsoft._ops.softmax import softmax
 from jaxsoft._ops.top_k import top_k_softmax
+from jaxsoft._ops.write_pages import write_pages
 
 __version__ = _version("jaxsoft")
 

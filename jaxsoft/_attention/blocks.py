@@ -76,8 +76,8 @@ class Call:
         self.key, self.value = (jnp.moveaxis(x, 2, 1) for x in (key, value))
 
     def keys_and_values(self, begin: jax.Array | int, size: int) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """So many keys (B, K, keys, H) and values (B, K, keys, D) from this one on, in the dtype of the query, and which
-        of them are there (B, keys); None for all.
+        """So many keys (B, K, keys, H) and values (B, K, keys, D) from this one on, in the dtype of query, and which of
+        them are there (B, keys); None for all.
         """
         key, value = (_part(x, begin, size, 2) for x in (self.key, self.value))
         return key, value, None

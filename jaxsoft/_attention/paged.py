@@ -7,6 +7,7 @@ are those of attention. A page's gradient is the sum of those of all sequences t
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -28,10 +29,11 @@ def paged_attention(form: Form, implementation: str | None) -> Callable[..., tup
     """(query, pages of keys, pages of values, *extras) -> the output, the log-sum-exp and its rest, as a differentiable
     function.
     """
+    alone = Paged(dataclasses.replace(form, rounded=False))
 
     @jax.custom_jvp
     def function(*operands):
-        return attention_operation(Paged(form), implementation, *operands)
+        return attention_operation(alone, implementation, *operands)
 
     @functools.partial(function.defjvp, symbolic_zeros=True)
     def function_jvp(primals, tangents):
@@ -66,7 +68,7 @@ def _over_gathered(form: Form, implementation: str | None, *operands: jax.Array)
     return attention(form, implementation)(query.astype(dtype), key, value, *ordered.values())
 
 
-def _shardings(query: jax.Array, *pages: jax.Array) -> tuple[NamedSharding, ...]:
+def _shardings(query: jax.Array, *pages: jax.Array) -> tuple[Any, ...]:
     """Those of the keys and values, and of which of them are there (B, 1, 1, S), over explicit axes of a mesh."""
     types = [jax.typeof(x).sharding for x in (query, *pages)]
     mesh = next((t.mesh for t in types if not t.mesh.empty), types[0].mesh)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxsoft._attention.blocks import Call
 from jaxsoft._attention.form import Extra, Form
+from jaxsoft._attention.gather import gather
 
 
 class PagedCall(Call):
@@ -56,11 +57,7 @@ def gathered(pages: jax.Array, table: jax.Array, there: jax.Array) -> jax.Array:
       table: (B, pages of a sequence).
       there: which keys are (B, keys).
     """
-    of_page = pages.shape[1:]
-    shape = (*there.shape, *of_page[1:])
-    if not pages.shape[0]:
-        return jnp.zeros(shape, pages.dtype)
-    # No page is read that a sequence does not have, and none that its table does not name.
-    used = there.reshape(*table.shape, of_page[0])[:, :, 0]
-    found = pages.at[jnp.where(used, table, 0)].get(mode="promise_in_bounds")
-    return jnp.where(there[:, :, None, None], found.reshape(shape), 0)
+    # Of entries that are not used, no page is read, and none gets a gradient.
+    used = there.reshape(*table.shape, pages.shape[1])[:, :, 0]
+    found = gather(pages, jnp.where(used, table, -1)).reshape(*there.shape, *pages.shape[2:])
+    return jnp.where(there[:, :, None, None], found, 0)

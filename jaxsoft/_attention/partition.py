@@ -23,6 +23,9 @@ from jaxsoft._core.mesh import Axes, axes_of, if_even, on_one_device, refined
 _WHOLE = ("t", "s", "h", "d", "p", "i", "l")  # the dimensions that are not sharded
 
 
+_OF_KEY_HEADS = [name for name, dims in DIMENSIONS.items() if "k" in dims]
+
+
 class _Sizes(NamedTuple):
     """The lengths of the dimensions that may be sharded."""
 
@@ -132,12 +135,13 @@ def _local(operation: Operation, kernel: Function, sizes: _Sizes, sharing: dict[
 
     def local(*operands):
         named = dict(zip(operation.operands, operands, strict=True))
-        head, groups = 0, named["key"].shape[2]
+        head, groups = 0, named[operation.operands[1]].shape[2]
         if over:
             heads = named["query"].shape[2]
             head = jax.lax.axis_index(over).astype(jnp.int32) * heads // (sizes.n // sizes.k)
-            for name in ("key", "value"):
-                named[name] = jax.lax.dynamic_slice_in_dim(named[name], head, 1, axis=2)
+            for name in set(named) & {*_OF_KEY_HEADS}:
+                axis = DIMENSIONS[name].index("k")
+                named[name] = jax.lax.dynamic_slice_in_dim(named[name], head, 1, axis)
         results = dict(zip(operation.results, kernel(*named.values()), strict=True))
         for name, y in results.items():
             if name in ("key", "value") and over:

@@ -1,26 +1,15 @@
-"""paged_attention and write_pages: attention over a cache whose keys and values lie in pages."""
+"""paged_attention: the public function."""
 
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxsoft._attention.form import Extra
 from jaxsoft._attention.paged import paged_attention as attention_over_pages
-from jaxsoft._core.mesh import whole_along, with_batch_of
-from jaxsoft._core.numbers import as_array
+from jaxsoft._core.mesh import whole_along
 from jaxsoft._ops.arguments import as_kernel_scores
-from jaxsoft._ops.attention_arguments import (
-    Arrays,
-    Window,
-    as_position,
-    attend,
-    check_extras,
-    check_integers,
-    of_integers,
-)
+from jaxsoft._ops.attention_arguments import Arrays, Window, attend, check_extras
+from jaxsoft._ops.pages import check_lengths, check_pages, check_scale, check_table, first_position, has_eight_bits
 from jaxsoft.fold import AttentionState, accumulator
-
-_EIGHT_BITS = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 
 def paged_attention(
@@ -47,26 +36,89 @@ def paged_attention(
     return_state: bool = False,
     dtype: DTypeLike | None = None,
 ) -> jax.Array | tuple:
-    r"""Attention of a few queries of each sequence over a cache in pages."""
+    r"""Attention of a few queries of each sequence, or of a chunk, over a cache whose keys and values lie in pages.
+
+    .. math::
+      o_i = \sum_j \frac{e^{z_{ij}}}{\sum_k e^{z_{ik}}} v_j, \qquad z_{ij} = scale \cdot q_i^T k_j + bias_{ij}, \qquad
+      k_j = page_{table[b,\, j\, //\, size],\; j \bmod size}
+
+    The result is that of `jaxsoft.dot_product_attention` over the pages of each sequence, one after the other. The
+    letters of the shapes: B sequences, T queries of each, N heads of queries, K heads of keys, H and D head sizes, P
+    pages of the cache, and S the number of pages of a sequence times the page size. N is a multiple of K.
+
+    Args:
+      query: of shape (B, T, N, H), in f16, bf16, f32 or f64. Integers become f32.
+      key_pages: of shape (P, page size, K, H), in the dtype of query, or in float8_e4m3fn or float8_e5m2.
+      value_pages: of shape (P, page size, K, D), in the dtype of key_pages.
+      page_table: of shape (B, pages of a sequence), integers: which pages a sequence has, in the order of its keys.
+        Sequences may share pages.
+      key_value_seq_lengths: of shape (B,), integers: how many keys each sequence has, those of its queries included,
+        which `jaxsoft.write_pages` puts there. More than the table has room for are cut to that. Neither the entries of
+        the table for pages from there on are used, nor what pages hold of other keys: these may be anything. An entry
+        that is used and names no page, as it is negative or not less than P, has keys that do not count.
+      bias: an array broadcastable to (B, N, T, S), added to the scaled products.
+      mask: boolean, broadcastable to (B, N, T, S): scores where it is True count.
+      scale: of the products; None for 1 / sqrt(H). A traced one multiplies the queries, is rounded with them, and may
+        overflow with them in f16.
+      is_causal: count key j of query i only if j is not after the query's position, i + query_offset.
+      query_seq_lengths: of shape (B,), integers: queries from there on attend to nothing. For chunks of different
+        lengths, and with 0 for a sequence that has no queries in this call.
+      local_window_size: (left, right), or one number for both: only keys from `left` before to `right` after a query's
+        position count. None is no limit.
+      implementation: None for the fastest that serves the call, or one of "ffi", "xla" and "reference"; see
+        `jaxsoft.implementations`.
+      return_residual: also return the log-sum-exp of every query's scores.
+      logits_soft_cap: cap the scaled products before the bias is added, as cap * tanh(product / cap).
+      sinks: of shape (N,): one more score for each head, with the value 0, which takes weight from the keys.
+      query_offset: the position of the first query, a number or an array of shape (B,). None says that the queries are
+        the last tokens of their sequence: it is key_value_seq_lengths - T, or key_value_seq_lengths -
+        query_seq_lengths where these are given.
+      key_scale, value_scale: a number, or an array of shape (K,), by which keys and values are multiplied.
+      state: what came before: the state of other keys for the same queries, as `return_state` gives it. The result is
+        attention over both.
+      return_state: also return the state of all keys so far, to go on from.
+      dtype: of the output; None for that of query.
+
+    Returns:
+      The output, of shape (B, T, N, D). With `return_residual` or `return_state`, a tuple of the output, the
+      log-sum-exp (B, T, N) in f32 (f64), natural logarithm, and the `jaxsoft.fold.AttentionState`, as far as they are
+      asked for. A query for which no key counts gets 0 and a log-sum-exp of -inf.
+
+    Raises:
+      TypeError, ValueError: an argument does not fit the others, or the named implementation cannot serve the call.
+
+    Derivatives by query, pages, scales, bias, sinks, a traced scale and the state, of every order, in forward and
+    reverse mode. They are those of attention over the gathered keys and values, and not meant to be fast. The gradient
+    of a page is the sum over all sequences that have it. Over a mesh, batch and heads may be sharded and stay where
+    they are, with all pages of these heads on each device; see the guide for a cache of which each device has a part.
+
+    Sources: Kwon et al., "Efficient memory management for large language model serving with PagedAttention"
+    (arXiv:2309.06180), for pages; Dao et al., "Flash-Decoding for long-context inference" (2023), for keys in parts
+    that are merged; and those of `jaxsoft.dot_product_attention`.
+
+    >>> key_pages = jnp.array([[9.0, 9.0], [3.0, 9.0], [1.0, 2.0]])[:, :, None, None]
+    >>> query, table, lengths = jnp.zeros((1, 1, 1, 1)), jnp.array([[2, 1]]), jnp.array([3])
+    >>> paged_attention(query, key_pages, key_pages, table, lengths)[0, 0, 0]  # the mean of 1, 2 and 3
+    Array([2.], dtype=float32)
+    """
     query = as_kernel_scores("query", query)
     if query.ndim != 4:
         raise ValueError(f"query must have the shape (B, T, N, H); got shape {query.shape}")
-    pages = _pages(query, key_pages, value_pages)
     query = whole_along(query, (1, 3))
+    pages = check_pages(key_pages, value_pages)
+    _check_heads(query, pages[0])
     batch, length, *_ = query.shape
     _, page_size, groups, _ = pages[0].shape
-    table = _table(query, page_table)
+    table = check_table(query, page_table)
     keys = table.shape[1] * page_size
-    key_lengths = _lengths(key_value_seq_lengths, batch, keys)
-    if query_offset is None:
-        query_offset = _last(length, key_lengths, query_seq_lengths)
-    extras = check_extras(
-        query, keys, False, bias, mask, query_seq_lengths, key_lengths, sinks, None, None, query_offset
-    )  # fmt: skip
-    extras = {Extra.PAGE_TABLE: table} | extras
+    key_lengths = check_lengths(key_value_seq_lengths, batch, keys)
+    first = first_position(query_offset, query_seq_lengths, key_lengths, length)
+    extras = {Extra.PAGE_TABLE: table} | check_extras(
+        query, keys, False, bias, mask, query_seq_lengths, key_lengths, sinks, None, None, first
+    )
     for extra, number in ((Extra.KEY_SCALE, key_scale), (Extra.VALUE_SCALE, value_scale)):
         if number is not None:
-            extras[extra] = _scale(extra.value, number, groups).astype(accumulator(query.dtype))
+            extras[extra] = check_scale(extra.value, number, groups).astype(accumulator(query.dtype))
     return attend(
         attention_over_pages,
         implementation,
@@ -84,113 +136,18 @@ def paged_attention(
     )
 
 
-def _pages(query: jax.Array, key_pages: ArrayLike, value_pages: ArrayLike) -> tuple[jax.Array, jax.Array]:
-    """The pages of keys and values, after checking that they fit each other and the query."""
-    named = {name: as_array(name, x) for name, x in (("key_pages", key_pages), ("value_pages", value_pages))}
-    dtypes = (query.dtype, *_EIGHT_BITS)
-    for (name, x), letter in zip(named.items(), "HD", strict=True):
-        if x.ndim != 4:
-            raise ValueError(f"{name} must have the shape (P, page size, K, {letter}); got shape {x.shape}")
-        if x.dtype not in dtypes:
-            names = f"{query.dtype.name}, or be float8_e4m3fn or float8_e5m2"
-            raise TypeError(f"{name} must have the dtype of query, {names}; got {x.dtype.name}")
-    keys, values = named.values()
-    if keys.shape[3] != query.shape[3]:
-        raise ValueError(f"key_pages must have the head size of query, {query.shape[3]}; got shape {keys.shape}")
-    if keys.shape[1] == 0:
-        raise ValueError(f"key_pages must have room for one key in a page at least; got shape {keys.shape}")
-    if values.dtype != keys.dtype:
-        raise TypeError(f"value_pages must have the dtype of key_pages, {keys.dtype.name}; got {values.dtype.name}")
-    if values.shape[:3] != keys.shape[:3]:
-        raise ValueError(f"value_pages must have the shape {keys.shape[:3]} and a head size; got shape {values.shape}")
-    heads, groups = query.shape[2], keys.shape[2]
+def _check_heads(query: jax.Array, key_pages: jax.Array) -> None:
+    """Raises where query and pages do not fit each other."""
+    if key_pages.dtype != query.dtype and not has_eight_bits(key_pages.dtype):
+        raise TypeError(
+            f"key_pages must have the dtype of query, {query.dtype.name}, or be of float8_e4m3fn or float8_e5m2; got "
+            f"{key_pages.dtype.name}"
+        )
+    if key_pages.shape[3] != query.shape[3]:
+        raise ValueError(f"key_pages must have the head size of query, {query.shape[3]}; got shape {key_pages.shape}")
+    heads, groups = query.shape[2], key_pages.shape[2]
     if heads != groups and (groups == 0 or heads % groups):
         raise ValueError(
             f"query must have a multiple of the number of heads of key_pages, {groups}; got {heads} in shape "
             f"{query.shape}"
         )
-    # Over explicit axes of a mesh, only the heads may be sharded: each sequence may have any page.
-    return whole_along(keys, (0, 1, 3)), whole_along(values, (0, 1, 3))
-
-
-def _table(like: jax.Array, page_table: ArrayLike) -> jax.Array:
-    """The page table (B, pages of a sequence) as int32, for sequences that lie as those of another array do."""
-    table = of_integers("page_table", page_table)
-    if table.ndim != 2 or table.shape[0] != like.shape[0]:
-        raise ValueError(
-            f"page_table must have the shape ({like.shape[0]}, pages of a sequence); got shape {table.shape}"
-        )
-    # What is out of range stays so: a cache has fewer pages than the largest number of 32 bits.
-    limits, most = jnp.iinfo(table.dtype), jnp.iinfo(jnp.int32).max
-    if limits.max > most:
-        table = jnp.clip(table, max(limits.min, -1), most)
-    return with_batch_of(like, whole_along(table.astype(jnp.int32), (1,)))
-
-
-def _lengths(lengths: ArrayLike, batch: int, keys: int) -> jax.Array:
-    """The lengths of the sequences as int32, cut to what the table has room for."""
-    lengths = as_position(check_integers("key_value_seq_lengths", lengths, (batch,), False))
-    return jnp.clip(lengths, 0, keys)
-
-
-def _last(length: int, key_lengths: jax.Array, query_lengths: ArrayLike | None) -> jax.Array:
-    """The position of the first of so many queries, of which those that count are the last tokens of a sequence."""
-    if query_lengths is None:
-        return key_lengths - length
-    query_lengths = as_position(check_integers("query_seq_lengths", query_lengths, key_lengths.shape, False))
-    return key_lengths - jnp.clip(query_lengths, 0, length)
-
-
-def _scale(name: str, scale: ArrayLike, heads: int) -> jax.Array:
-    """A scale of keys or values as one number for each of so many heads of these."""
-    scale = as_kernel_scores(name, scale)
-    if scale.shape not in ((), (heads,)):
-        raise ValueError(f"{name} must be a number or have the shape ({heads},); got shape {scale.shape}")
-    return jnp.broadcast_to(scale, (heads,))
-
-
-def write_pages(
-    key_pages: ArrayLike,
-    value_pages: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    page_table: ArrayLike,
-    key_value_seq_lengths: ArrayLike,
-    *,
-    query_seq_lengths: ArrayLike | None = None,
-    query_offset: ArrayLike | None = None,
-    key_scale: ArrayLike | None = None,
-    value_scale: ArrayLike | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Writes the keys and values of new tokens into pages."""
-    key, value = as_kernel_scores("key", key), as_kernel_scores("value", value)
-    key_pages, value_pages = as_array("key_pages", key_pages), as_array("value_pages", value_pages)
-    batch, length, heads, _ = key.shape
-    pages, page_size = key_pages.shape[:2]
-    table = _table(key, page_table)
-    key_lengths = _lengths(key_value_seq_lengths, batch, table.shape[1] * page_size)
-    if query_offset is None:
-        query_offset = _last(length, key_lengths, query_seq_lengths)
-    first = as_position(of_integers("query_offset", query_offset))
-    first = jnp.broadcast_to(first, (batch,))
-    token = jnp.arange(length, dtype=jnp.int32)[None]
-    position = first[:, None] + token
-    written = (position >= 0) & (position < key_lengths[:, None])
-    if query_seq_lengths is not None:
-        counts = as_position(check_integers("query_seq_lengths", query_seq_lengths, (batch,), False))
-        written = written & (token < counts[:, None])
-    position = jnp.where(written, position, 0)
-    page = jnp.take_along_axis(table, position // page_size, 1, mode="clip")
-    page = jnp.where(written & (page >= 0) & (page < pages), page, pages)
-    slot = position % page_size
-
-    def put(pages, new, scale, name):
-        if scale is not None:
-            wide = accumulator(new.dtype)
-            new = new.astype(wide) / _scale(name, scale, heads).astype(wide)[None, None, :, None]
-        if pages.dtype in _EIGHT_BITS:
-            largest = float(jnp.finfo(pages.dtype).max)
-            new = jnp.clip(new, -largest, largest)
-        return pages.at[page, slot].set(new.astype(pages.dtype), mode="drop")
-
-    return put(key_pages, key, key_scale, "key_scale"), put(value_pages, value, value_scale, "value_scale")

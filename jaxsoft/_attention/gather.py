@@ -1,0 +1,96 @@
+"""The pages of sequences, gathered from a cache, and the transpose of that: the sums of what several sequences have.
+
+XLA adds numbers that belong to one place in an order of its own, which on a GPU is another on every run. Here those of
+a page are added in the order of the sequences, and rounded once.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxsoft._core.linear_map import LinearMap
+from jaxsoft._core.mesh import varying_alike, whole_along
+from jaxsoft.fold import accumulator
+
+
+def gather(pages: jax.Array, numbers: jax.Array) -> jax.Array:
+    """Pages (P, ...) by their numbers (B, n), as (B, n, ...). One of a negative number is any page, or 0.
+
+    It is linear in the pages, and has derivatives by them of every order.
+    """
+    return _Gather(pages.shape[0], pages.dtype)(numbers, pages)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gather(LinearMap):
+    """(numbers, pages) -> the pages of these numbers. Transposed: (numbers, cotangents of these) -> that of the pages.
+
+    Attributes:
+      pages: how many there are.
+      dtype: of the pages.
+      transposed: whether this is the transpose.
+    """
+
+    pages: int
+    dtype: np.dtype
+    transposed: bool = False
+
+    @property
+    def linear(self) -> range:
+        """The operand after the numbers."""
+        return range(1, 2)
+
+    def apply(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """The pages, or the sums."""
+        numbers, x = operands
+        return (self._sums(numbers, x) if self.transposed else self._gathered(numbers, x),)
+
+    def _gathered(self, numbers: jax.Array, pages: jax.Array) -> jax.Array:
+        if not self.pages:
+            return jnp.zeros((*numbers.shape, *pages.shape[1:]), pages.dtype)
+        found = bits_of(pages).at[jnp.maximum(numbers, 0)].get(mode="promise_in_bounds")
+        return found if found.dtype == pages.dtype else jax.lax.bitcast_convert_type(found, pages.dtype)
+
+    def _sums(self, numbers: jax.Array, x: jax.Array) -> jax.Array:
+        """Page by page: the first ones of each number, then the second ones, and so on."""
+        numbers, x = numbers.reshape(-1), x.reshape(-1, *x.shape[2:])
+        places = jnp.arange(numbers.size, dtype=jnp.int32)
+        numbers = jnp.where(numbers < 0, self.pages, numbers)
+        numbers, order = jax.lax.sort((numbers, places), num_keys=1)
+        begins = jnp.where(jnp.diff(numbers, prepend=jnp.int32(-1)) != 0, places, 0)
+        rank = jnp.where(numbers < self.pages, places - jax.lax.cummax(begins), -1)
+        x = x.at[order].get(mode="promise_in_bounds", unique_indices=True)
+
+        def add(carry):
+            i, total = carry
+            at = jnp.where(rank == i, numbers, self.pages + places)  # no two are the same, as is promised
+            return i + 1, total.at[at].add(x.astype(total.dtype), mode="drop", unique_indices=True)
+
+        total = jnp.zeros((self.pages, *x.shape[1:]), accumulator(x.dtype))
+        first, total, most, *_ = varying_alike(jnp.int32(0), total, jnp.max(rank, initial=-1), x)
+        return jax.lax.while_loop(lambda carry: carry[0] <= most, add, (first, total))[1].astype(self.dtype)
+
+    def transpose(self, dtype: np.dtype) -> "_Gather":
+        """The transpose, whose results have the dtype of the operands."""
+        return dataclasses.replace(self, dtype=dtype, transposed=not self.transposed)
+
+    def batch(self, operands: Sequence[jax.Array], dims: Sequence[int | None]) -> Sequence[jax.Array]:
+        """Several caches are joined to one, and sequences of several batches to one batch."""
+        size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+        numbers, x = (
+            jnp.broadcast_to(x, (size, *x.shape)) if d is None else whole_along(jnp.moveaxis(x, d, 0), (0, 1))
+            for x, d in zip(operands, dims, strict=True)
+        )
+        first = jnp.arange(size, dtype=numbers.dtype)[:, None, None] * self.pages
+        joined = jnp.where(numbers < 0, -1, numbers + first)
+        several = dataclasses.replace(self, pages=size * self.pages)
+        (found,) = several(*(v.reshape(-1, *v.shape[2:]) for v in (joined, x)))
+        return [found.reshape(size, -1, *found.shape[1:])]
+
+
+def bits_of(x: jax.Array) -> jax.Array:
+    """8-bit floats as integers, and others as they are: some of XLA's operations would convert all of them first."""
+    return jax.lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x
