@@ -67,7 +67,7 @@ class Pool:
 
     def __init__(self, pages, size):
         """pages: how many there are; size: tokens of each."""
-        self.pages, self.size, self.most_used = pages, size, 0
+        self.pages, self.size = pages, size
         self.free = dict.fromkeys(range(pages))  # in the order in which they are taken
         self.users = collections.Counter()
         self.page_of, self.prompt_of = {}, {}  # the tokens of a prompt up to the end of a page, and back
@@ -87,7 +87,6 @@ class Pool:
             self.free.pop(page, None)
         pages = shared + [self._fresh() for _ in range(needed - len(shared))]
         self.users.update(pages)
-        self.most_used = max(self.most_used, self.pages - len(self.free))
         return pages, len(shared) * self.size
 
     def _fresh(self):
