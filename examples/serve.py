@@ -73,8 +73,8 @@ SETTINGS = {
     # The shape of Llama 3.2 1B, with a readout of its own. The pages hold half of what the rows of the slots hold.
     "1b": Setting(
         Shape(vocabulary=128256, layers=16, width=2048, hidden=8192, heads=32, key_heads=8, size=64), "bfloat16",
-        steps=0, slots=64, chunk=32, budget=512, page_size=64, pages=1152,
-        requests=96, per_step=1.5, shared=512, prompts=(64, 1536), lengths=(64, 256), checked=4,
+        steps=0, slots=64, chunk=32, budget=512, page_size=64, pages=2176,
+        requests=96, per_step=1.0, shared=1024, prompts=(256, 3072), lengths=(64, 256), checked=4,
     ),
 }  # fmt: skip
 
