@@ -124,9 +124,9 @@ class Contiguous:
 
     def attend(self, q, k, v, cache, batch, chunk):
         """As that of Paged."""
-        cache = [
+        cache = tuple(
             old.at[batch.slots, batch.positions].set(new, mode="drop") for old, new in zip(cache, (k, v), strict=True)
-        ]
+        )
         if chunk == 1:
             which = {"key_value_seq_lengths": batch.lengths}
         else:
@@ -190,7 +190,7 @@ class Server:
         self.weights, tree = jax.tree.flatten(weights)  # a call takes a list sooner than what Flax keeps weights in
         self.way, self.setting = way, setting
         shape = *way.shape, setting.shape.key_heads, setting.shape.size
-        self.cache = [[jnp.zeros(shape, setting.dtype) for _ in range(2)] for _ in range(setting.shape.layers)]
+        self.cache = [tuple(jnp.zeros(shape, setting.dtype) for _ in range(2)) for _ in range(setting.shape.layers)]
 
         # The cache is donated, so that it is written in place.
         @functools.partial(jax.jit, static_argnames="chunk", donate_argnames="cache")
