@@ -78,7 +78,8 @@ SETTINGS = {
     ),
 }  # fmt: skip
 
-# By how much the logarithm of a token's probability may differ from the model's own.
+# By how much the logarithm of a token's probability may differ from the model's own. Of 8 layers in bfloat16 on an H100
+# it did so by up to 0.06, whichever kernel attended.
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.25}
 
 
@@ -275,7 +276,7 @@ def requests_of(setting, text):
 
 def trained(setting, text):
     """A model, after a moment of training."""
-    model = nnx.jit(lambda: Decoder(setting.shape, setting.dtype, nnx.Rngs(0)))()
+    model = Decoder(setting.shape, setting.dtype, nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adamw(4e-3), wrt=nnx.Param) if setting.steps else None
     rng = np.random.default_rng(0)
     for _ in range(setting.steps):
