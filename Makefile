@@ -80,6 +80,7 @@ bench: all
 	$(BIN)/python -P benchmarks/speed.py
 	mkdir -p out
 	$(BIN)/python -P benchmarks/attention.py --plot out/attention.svg
+	$(BIN)/python -P benchmarks/decode.py
 
 wheel: | $(BIN)/python
 	rm -rf build/release dist

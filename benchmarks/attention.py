@@ -19,7 +19,7 @@ For each implementation
   xla                  the peer: jax.nn's implementation="xla", which stores all scores
   jaxsoft              jaxsoft's own choice
   deterministic=False  the same without the promise of equal bits, which concerns the gradients
-  pallas               by name
+  ffi, pallas          by name
 
 A call that has not enough memory is noted as that. The most important cases come first, and the record is written after
 each, so that a run that is cut short keeps what it has.
@@ -60,17 +60,17 @@ PEERS = ("cudnn", "xla")
 def implementations(case: Case) -> list[str]:
     """What is compared."""
     if case.extra in ("cap", "sinks"):  # which jax.nn has not
-        return ["jaxsoft"] if CPU else ["jaxsoft", "pallas"]
+        return ["jaxsoft"] if CPU else ["jaxsoft", "ffi", "pallas"]
     if CPU:
         return ["xla", "jaxsoft"]
-    names = ["cudnn", "xla", "jaxsoft", "deterministic=False", "pallas"]
+    names = ["cudnn", "xla", "jaxsoft", "deterministic=False", "ffi", "ffi, deterministic=False", "pallas"]
     if not case.gradients or case.extra:  # where it makes no difference
-        names.remove("deterministic=False")
+        names = [name for name in names if "deterministic=False" not in name]
     # What stores all scores takes long where these are many, so one size of heads has to do.
     if case.group == "extras" or (case.length > 2048 and case.size != 128):
         names.remove("xla")
     if case.dtype == "float32":
-        names = [name for name in names if name not in ("cudnn", "pallas")]
+        names = [name for name in names if name in ("xla", "jaxsoft", "deterministic=False")]
     return names
 
 
@@ -80,8 +80,11 @@ def function(case: Case, name: str) -> Callable:
 
     def attend(query, key, value, extra):
         if name not in PEERS:
-            chosen = {"pallas": {"implementation": "pallas"}, "deterministic=False": {"deterministic": False}}
-            return jaxsoft.dot_product_attention(query, key, value, **extra, **static, **chosen.get(name, {}))
+            by_name = name.split(",")[0]
+            chosen: dict = {"implementation": by_name} if by_name in ("ffi", "pallas") else {}
+            if "deterministic=False" in name:
+                chosen["deterministic"] = False
+            return jaxsoft.dot_product_attention(query, key, value, **extra, **static, **chosen)
         extra = dict(extra)
         if case.extra == "segments":
             queries, keys = extra.pop("query_segment_ids"), extra.pop("key_value_segment_ids")

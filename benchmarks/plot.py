@@ -25,6 +25,8 @@ COLOURS = {
     "cudnn": ("#3d7a58", "#83c7a0"),
     "xla": ("#c8324b", "#f2798b"),
     "deterministic=False": ("#7b4fa3", "#bd9be0"),
+    "ffi": ("#0f7f86", "#62c5cb"),
+    "ffi, deterministic=False": ("#8a5a3c", "#d0a282"),
 }
 ROWS = ("jaxsoft", "jax.nn", "pallas", "triton")  # whose colours a picture of row operations has
 # A picture of its own follows the browser's preference; within a page of the site, its style sheet says the rest.
@@ -120,7 +122,7 @@ def _colours(names: Sequence[str], alone: bool) -> str:
 
 
 def _class(name: str) -> str:
-    return "line-" + name.replace(".", "-").replace("=", "-")
+    return "line-" + name.replace(", ", "-").replace(".", "-").replace("=", "-")
 
 
 def _legend(names: list[str], middle: float) -> list[str]:

@@ -213,7 +213,7 @@ def main() -> None:
             args.json.write_text(json.dumps(result, indent=1) + "\n")
 
     if args.traffic:
-        result = {"traffic": traffic.report()}  # before JAX takes this process's share of the GPU's memory
+        result = traffic.report()  # before JAX takes this process's share of the GPU's memory
         result = {"header": header(args.commit)} | result
         write(result)
     else:

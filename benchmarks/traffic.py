@@ -1,9 +1,9 @@
 """The bytes that the kernels read from a GPU's memory and write to it, counted by the GPU, beside what they must move.
 
-`report` runs this file twice: first to compile every case of cases.traffic() into a folder, which takes long under
-Nsight Compute, and then under Nsight Compute, to call every case once. A launch of tanh before each call and one after
-it mark the kernels of that case, as Nsight Compute lists kernels in the order of their launches. The kernels between
-two cases make the input.
+`report` runs this file twice: first to compile every case of cases.traffic() and decode_cases.traffic() into a folder,
+which takes long under Nsight Compute, and then under Nsight Compute, to call every case once. A launch of tanh before
+each call and one after it mark the kernels of that case, as Nsight Compute lists kernels in the order of their
+launches. The kernels between two cases make the input.
 
 Each kernel begins with an empty cache, and what it leaves in it at its end, up to the size of the cache, is not counted
 as written.
@@ -20,15 +20,18 @@ import sys
 import tempfile
 
 import cases
+import decode_cases
 import jax
 import jax.numpy as jnp
 import programs
 
+type AnyCase = cases.Case | decode_cases.Case
+
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum", "gpu__time_duration.sum")
 
 
-def report() -> list[dict]:
-    """Prints counted and measured bytes by case, and returns them."""
+def report() -> dict[str, list[dict]]:
+    """Prints counted and measured bytes by case, and returns them: "traffic" of softmax, and "decode_traffic"."""
     ncu = shutil.which("ncu")
     if ncu is None:
         sys.exit("--traffic needs Nsight Compute: there is no ncu on the PATH")
@@ -41,7 +44,7 @@ def report() -> list[dict]:
         subprocess.run([sys.executable, __file__, "compile"], env=os.environ | cache, check=True)
         status = subprocess.run([*profile, sys.executable, __file__, "launch"], env=os.environ | cache).returncode
         text = log.read_text() if log.exists() else ""
-    listed = cases.traffic()
+    listed = [*cases.traffic(), *decode_cases.traffic()]
     kernels = by_case(text)
     if len(kernels) != len(listed):
         last = "\n".join(text.splitlines()[-20:])
@@ -50,7 +53,9 @@ def report() -> list[dict]:
     titles = f"{'softmax':8s} {'by':8s} {'dtype':8s} {'n':>8s} {'rows':>8s} {'counted MB':>11s}"
     print(titles + f" {'read':>8s} {'written':>8s} {'measured / counted':>19s} {'us':>9s} kernels")
     found = []
-    for case, launched in zip(listed, kernels, strict=True):
+    for case, launched in zip(listed, kernels, strict=False):  # those of decode_cases.py follow
+        if isinstance(case, decode_cases.Case):
+            continue
         read, written, nanoseconds = (sum(kernel[metric] for kernel in launched) for metric in METRICS)
         ratio = (read + written) / case.bytes
         (name,) = case.implementations
@@ -65,6 +70,29 @@ def report() -> list[dict]:
                 "n": case.n,
                 "rows": case.rows,
                 "bytes": case.bytes,
+                "read": read,
+                "written": written,
+                "microseconds": nanoseconds / 1e3,
+                "kernels": [kernel["name"] for kernel in launched],
+            }
+        )
+    return {"traffic": found, "decode_traffic": _decode(listed, kernels)}
+
+
+def _decode(listed: list[AnyCase], kernels: list[list[dict]]) -> list[dict]:
+    """The same of decoding: what is read, beside the keys and values that count."""
+    print(f"\n{'decode':56s} {'keys and values, MB':>20s} {'read':>8s} {'written':>8s} {'read / them':>12s} {'us':>9s}")
+    found = []
+    for case, launched in zip(listed, kernels, strict=True):
+        if not isinstance(case, decode_cases.Case):
+            continue
+        read, written, nanoseconds = (sum(kernel[metric] for kernel in launched) for metric in METRICS)
+        size = case.bytes()
+        line = f"{case!s:56s} {size / 1e6:20.1f} {read / 1e6:8.1f} {written / 1e6:8.1f} {read / size:12.3f}"
+        print(f"{line} {nanoseconds / 1e3:9.1f}")
+        found.append(
+            decode_cases.record(case)
+            | {
                 "read": read,
                 "written": written,
                 "microseconds": nanoseconds / 1e3,
@@ -90,24 +118,32 @@ def by_case(text: str) -> list[list[dict]]:
     return groups[1:-1:2]  # between the first mark and the second, the third and the fourth ...
 
 
-def lowered(case: cases.Case) -> list[jax.stages.Lowered]:
+def lowered(case: AnyCase) -> list[jax.stages.Lowered]:
     """The program that makes its input, and its calls."""
+    if isinstance(case, decode_cases.Case):
+        types = jax.eval_shape(lambda: decode_cases.operands(case))
+        make = jax.jit(lambda: decode_cases.operands(case)).lower()
+        return [make, jax.jit(decode_cases.chain(case, "jaxsoft", 1)).lower(types)]
     return [*programs.lower_fill(case.dtype, case.shape), *programs.lower_calls(case, *case.implementations)]
 
 
 def compile_all() -> None:
     """Compiles every case, into JAX's persistent cache."""
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        list(pool.map(lambda program: program.compile(), itertools.chain.from_iterable(map(lowered, cases.traffic()))))
+        programs = itertools.chain.from_iterable(map(lowered, [*cases.traffic(), *decode_cases.traffic()]))
+        list(pool.map(lambda program: program.compile(), programs))
 
 
 def launch() -> None:
     """Calls every case once, between two marks."""
     mark, operand = jax.jit(jnp.tanh), jnp.ones(1024)
-    for case in cases.traffic():
+    for case in [*cases.traffic(), *decode_cases.traffic()]:
         fill, *functions = [program.compile() for program in lowered(case)]
-        arguments = (fill(programs.random(0, case.dtype)), {})
-        if case.direction == "backward":
+        if isinstance(case, decode_cases.Case):
+            arguments = (fill(),)
+        else:
+            arguments = (fill(programs.random(0, case.dtype)), {})
+        if not isinstance(case, decode_cases.Case) and case.direction == "backward":
             arguments = functions[0](*arguments), fill(programs.random(1, case.dtype))
         jax.block_until_ready((arguments, mark(operand)))
         jax.block_until_ready(functions[-1](*arguments))

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from jaxsoft._attention.form import Form as AttentionForm
 from jaxsoft._attention.operation import Operation as AttentionOperation
 from jaxsoft._attention.operation import Pullback
 from jaxsoft._core import devices
@@ -60,15 +59,15 @@ def kernel(
     return choice.kernel(operation, form, operands)
 
 
-def attention_unsupported(form: AttentionForm, operands: Sequence[jax.core.ShapedArray]) -> str | None:
-    """None, or why the kernels of attention cannot serve calls of this form with such operands."""
+def attention_unsupported(operation: AttentionOperation, operands: Sequence[jax.core.ShapedArray]) -> str | None:
+    """None, or why the kernels of attention cannot serve an operation with such operands."""
     from .attention import choice
     from .rows import sizes
 
     if 90 not in sizes.target().capabilities:
         return "its kernels for attention are for Hopper (compute capability 9.0)"
 
-    return choice.unsupported(form, operands)
+    return choice.unsupported(operation.form, operands)
 
 
 def attention_kernels(

@@ -13,9 +13,10 @@ import attention_calls
 import definitions
 import jax.numpy as jnp
 import numpy as np
+import paged_calls
 import pytest
 from cases import Case, Function
-from common import ATTENTION_IMPLEMENTATIONS, IMPLEMENTATIONS, slow
+from common import ATTENTION_IMPLEMENTATIONS, IMPLEMENTATIONS, PAGED_IMPLEMENTATIONS, slow
 
 import jaxsoft
 from jaxsoft import fold
@@ -101,6 +102,18 @@ def attention(implementation: str | None, options: Sequence[str] = ()) -> Pair:
     return case.ours, case.theirs
 
 
+def paged_attention(implementation: str | None, options: Sequence[str] = ()) -> Pair:
+    """Output and log-sum-exp, of query, pages and what the options add to them."""
+    case = paged_calls.case(options, implementation=implementation)
+    return case.ours, case.theirs
+
+
+def write_pages(**how) -> Pair:
+    """Pages, of pages and of keys and values that are written into them."""
+    case = paged_calls.writing(**how)
+    return case.ours, case.theirs
+
+
 def folded(cut: int) -> Pair:
     """The functions of the fold, which put together the rows of x that are cut in two, perhaps at an end."""
 
@@ -142,6 +155,14 @@ _ATTENTION = {
     "attention, state": ("state", "mask of keys", "offsets", "key lengths"),
 }
 
+_SCALED = {"scales": True, "holes": True}
+_PAGED = {
+    "paged attention": ("causal",),
+    "paged attention, bias, sinks": ("bias of a head", "sinks", "cap", "out of range", "shared"),
+    "paged attention, scales": ("key scale", "value scale", "query lengths", "lengths"),
+    "paged attention, state": ("state", "scale", "mask of keys", "offsets"),
+}
+
 _PLAIN = {name: ((_X,), lambda i, name=name: row_function(i, name)) for name in definitions.ROW_FUNCTIONS}
 _EXTRAS = {
     f"{name}, extras": ((_X, _SCALE, _BIAS), lambda i, name=name: row_function(i, name, ("scale", "bias"), where=_MASK))
@@ -174,6 +195,9 @@ CALLS: dict[str, tuple[Sequence[np.ndarray], Callable[[str | None], Pair]]] = {
     "linear, sum": (_REDUCED, lambda i: linear(_SOME, _EVERY, lse=False, chunk_size=1, **_IGNORED, **_CAPPED, **_SUM)),
     "top_k": ((_X,), lambda i: top_k(i, 3)),
     **{name: (attention_calls.case(o).operands, lambda i, o=o: attention(i, o)) for name, o in _ATTENTION.items()},
+    **{n: (paged_calls.case(o).operands, lambda i, o=o: paged_attention(i, o)) for n, o in _PAGED.items()},
+    "write": (paged_calls.writing().operands, lambda i: write_pages()),
+    "write, scales": (paged_calls.writing(**_SCALED).operands, lambda i: write_pages(**_SCALED)),
     "fold": ((_X,), lambda i: folded(2)),
     "fold, nothing before": ((_X,), lambda i: folded(0)),
 }
@@ -190,7 +214,9 @@ def choices(less: Callable[[str], bool]) -> list:
         names, others = IMPLEMENTATIONS, (None, "xla", "reference")
         if name.startswith("attention"):
             names, others = ATTENTION_IMPLEMENTATIONS, ("xla", "reference")
-        if name.startswith(("linear", "fold")):  # they have no such argument
+        if name.startswith("paged attention"):
+            names, others = PAGED_IMPLEMENTATIONS, ("xla", "reference")
+        if name.startswith(("linear", "fold", "write")):  # they have no such argument
             names, others = (None,), ()
         chosen += [pytest.param(name, i, marks=slow if less(name) or i in others else ()) for i in names]
     return chosen

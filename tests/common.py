@@ -15,6 +15,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 import jaxsoft
 from jaxsoft._attention.choice import KERNELS as OF_ATTENTION
+from jaxsoft._attention.choice import PAGED, unavailable
 from jaxsoft._core import library
 from jaxsoft._core.carriers import CARRIERS
 from jaxsoft._rows.choice import KERNELS as OF_ROWS
@@ -22,9 +23,11 @@ from jaxsoft._rows.choice import KERNELS as OF_ROWS
 OPS = ("softmax", "log_softmax", "logsumexp")
 # By name whatever can run on the default device: on a GPU the list is longer.
 AVAILABLE = tuple(name for name, reason in jaxsoft.implementations().items() if reason is None)
-# None, and those of row operations; and of attention.
+# None, and those of row operations; of attention; and of attention over pages.
 IMPLEMENTATIONS = (None, *(name for name in AVAILABLE if name in OF_ROWS))
-ATTENTION_IMPLEMENTATIONS = (None, *(name for name in AVAILABLE if name in OF_ATTENTION))
+_PLATFORM = "cuda" if jax.default_backend() == "gpu" else "cpu"
+ATTENTION_IMPLEMENTATIONS = (None, *(name for name in OF_ATTENTION if unavailable(name, _PLATFORM) is None))
+PAGED_IMPLEMENTATIONS = tuple(name for name in ATTENTION_IMPLEMENTATIONS if name is None or name in PAGED)
 DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 
 each_op = pytest.mark.parametrize("op", OPS)
@@ -94,12 +97,12 @@ def served(implementation: str | None) -> Iterator[None]:
     """Runs a block that a named kernel may refuse, for a dtype or a length that it does not take.
 
     A refusal ends the block, and must say why, and what else there is. The implementations that take everything may
-    not refuse.
+    not refuse; of "ffi" these are the operations on rows.
     """
     try:
         yield
     except ValueError as error:
-        if implementation in (None, "ffi", "xla", "reference"):
+        if implementation in (None, "xla", "reference") or (implementation == "ffi" and "attention" not in str(error)):
             raise
         what = rf"implementation='{implementation}' cannot serve this call: \S.+implementation=None always works.+'xla'"
         if not re.search(what, str(error), re.DOTALL):

@@ -180,3 +180,52 @@ def attention(
     lse = _lse(z, -1, counts)
     p = jnp.where(counts, jnp.exp(jnp.where(counts, z, 0) - jnp.where(jnp.isfinite(lse), lse, 0)), 0)
     return jnp.einsum("bnts,bntsd->btnd", p, values), jnp.moveaxis(lse[..., 0], 1, 2)
+
+
+def paged_attention(
+    query,
+    key_pages,
+    value_pages,
+    page_table,
+    key_value_seq_lengths,
+    *,
+    query_seq_lengths=None,
+    query_offset=None,
+    key_scale=None,
+    value_scale=None,
+    mask=None,
+    **options,
+):
+    """As `attention`, of the keys and values that are in the pages of each sequence, whatever else these hold."""
+    (b, t, n, _), (number, size) = query.shape, key_pages.shape[:2]
+    s = page_table.shape[1] * size
+    lengths = jnp.clip(key_value_seq_lengths, 0, s)
+    real = jnp.repeat((page_table >= 0) & (page_table < number), size, axis=1)
+    there = real & (jnp.arange(s) < lengths[:, None])
+
+    def held(pages, scale):
+        x = pages[jnp.where((page_table >= 0) & (page_table < number), page_table, 0)]
+        x = jnp.where(there[:, :, None, None], x.reshape(b, s, *x.shape[3:]), 0)
+        return x if scale is None else x * jnp.reshape(jnp.asarray(scale), (-1, 1))
+
+    if query_offset is None:
+        query_offset = lengths - (t if query_seq_lengths is None else jnp.clip(query_seq_lengths, 0, t))
+    counts = jnp.broadcast_to(True if mask is None else mask, (b, n, t, s)) & there[:, None, None]
+    options |= {"query_seq_lengths": query_seq_lengths, "query_offset": query_offset}
+    return attention(query, held(key_pages, key_scale), held(value_pages, value_scale), mask=counts, **options)
+
+
+def write_pages(key_pages, value_pages, key, value, page_table, lengths, *, counts=None, offset=None, scales=(1, 1)):
+    """The pages with the keys and values of tokens, put there one after the other. The integers are known."""
+    key_pages, value_pages, key, value = map(jnp.asarray, (key_pages, value_pages, key, value))
+    (b, t), (number, size) = key.shape[:2], key_pages.shape[:2]
+    for i in range(b):
+        most = max(0, min(int(lengths[i]), page_table.shape[1] * size))
+        new = t if counts is None else max(0, min(int(counts[i]), t))
+        first = most - new if offset is None else int(offset[i])
+        for j in range(new):
+            if 0 <= first + j < most and 0 <= (page := int(page_table[i, (first + j) // size])) < number:
+                place = page, (first + j) % size
+                key_pages = key_pages.at[place].set(key[i, j] / scales[0])
+                value_pages = value_pages.at[place].set(value[i, j] / scales[1])
+    return key_pages, value_pages

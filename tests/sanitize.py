@@ -3,11 +3,13 @@
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py
     compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py pallas
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py attention
+    compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py attention ffi
 
 and likewise synccheck and, with --check-api-memory-access no, as XLA copies workspaces that nobody has written,
 initcheck. The kernels are those of "ffi", unless "pallas" or "triton" is named, or "attention", for Pallas's kernels of
-attention, of which options can be named as well, such as `segments`. racecheck takes long, so a dtype and a shape can
-be named, and the kernels that it looks at by a part of their mangled names, here those of `ring`:
+attention, or with "ffi" beside it those in CUDA; of both, options can be named as well, such as `segments`. racecheck
+takes long, so a dtype and a shape can be named, and the kernels that it looks at by a part of their mangled names, here
+those of `ring`:
 
     compute-sanitizer --tool racecheck --kernel-name kns=4ringI python tests/sanitize.py bfloat16 130x70000
 
@@ -167,8 +169,30 @@ ATTENTION_HEADS = [(64, 64), (128, 128), (256, 256), (192, 128)]
 ATTENTION_SHAPES = [(200, 331, 4), (256, 256, 34)]
 
 
+# The same for the CUDA kernels: options that those for many queries take with gradients, and forward; and for few
+# queries, of sequences in one chunk and in several.
+CUDA_OPTIONS = [(), ("causal",), ("window", "sinks"), ("key lengths", "query lengths"), ("offsets", "cap")]
+CUDA_HEADS = [64, 128, 256]
+FEW_SHAPES = [(1, 4000, 8), (5, 77, 4), (16, 1000, 32)]
+
+
+def attention_in_cuda() -> Iterator[tuple[Case, bool]]:
+    """The calls, and whether with gradients."""
+    for i, (options, size, (t, s, n)) in enumerate(itertools.product(CUDA_OPTIONS, CUDA_HEADS, ATTENTION_SHAPES)):
+        dtype = (jnp.bfloat16, jnp.float16)[i % 2]
+        yield attention_calls.case(options, attention_calls.Sizes(2, t, s, n, 2, size, size), dtype, "ffi"), True
+    for i, (options, size, (t, s, n)) in enumerate(itertools.product(ATTENTION_OPTIONS, CUDA_HEADS, FEW_SHAPES)):
+        dtype = (jnp.bfloat16, jnp.float16)[i % 2]
+        yield attention_calls.case(options, attention_calls.Sizes(2, t, s, n, 2, size, size), dtype, "ffi"), False
+    for options in (("segments",), ("segments", "cap")):
+        yield (
+            attention_calls.case(options, attention_calls.Sizes(2, 200, 331, 4, 2, 64, 64), jnp.bfloat16, "ffi"),
+            False,
+        )
+
+
 def attention() -> Iterator[Case]:
-    """The calls."""
+    """The calls of Pallas's kernels."""
     for i, (options, (h, d), (t, s, n)) in enumerate(
         itertools.product(ATTENTION_OPTIONS, ATTENTION_HEADS, ATTENTION_SHAPES)
     ):
@@ -176,8 +200,11 @@ def attention() -> Iterator[Case]:
         yield attention_calls.case(options, attention_calls.Sizes(2, t, s, n, 2, h, d), dtype, "pallas")
 
 
-def run_attention(case: Case) -> None:
+def run_attention(case: Case, gradients: bool = True) -> None:
     """Forward, and the gradients by all that has one."""
+    if not gradients:
+        jax.block_until_ready(jax.jit(case.ours)(*case.operands))
+        return
     y, pullback = jax.vjp(jax.jit(case.ours), *case.operands)
     jax.block_until_ready(pullback(jax.tree.map(jnp.ones_like, y)))
 
@@ -190,9 +217,10 @@ def main() -> None:
         sys.exit("sanitize.py: JAX finds no GPU here")
     named = {*sys.argv[1:]}
     if "attention" in named:
-        calls = [call for call in attention() if all(word in call.what for word in named)]
-        for call in calls:
-            run_attention(call)
+        listed_calls = attention_in_cuda() if "ffi" in named else ((call, True) for call in attention())
+        calls = [(call, gradients) for call, gradients in listed_calls if all(word in call.what for word in named)]
+        for call, gradients in calls:
+            run_attention(call, gradients)
             print(call.what, "ok", flush=True)
         print(f"all of {len(calls)} calls ran on {device.device_kind}")
         sys.exit(0 if calls else "sanitize.py: no call of attention has these options")

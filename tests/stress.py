@@ -1,10 +1,10 @@
 """Ten thousand calls of mixed shapes from several threads, each of which must give the bits that it gave at first.
 
-    python tests/stress.py [CALLS]
+    python tests/stress.py [CALLS] [attention]
 
-Every function holds enough operations to become a CUDA graph, which is then replayed, at other addresses too. Shapes
-are shared out to all GPUs. Not a test of pytest's: on a GPU it finds what one call at a time does not, and takes some
-minutes.
+They are of the operations on rows, or of attention by its CUDA kernels. Every function holds enough operations to
+become a CUDA graph, which is then replayed, at other addresses too. Shapes are shared out to all GPUs. Not a test of
+pytest's: on a GPU it finds what one call at a time does not, and takes some minutes.
 """
 
 import concurrent.futures
@@ -42,22 +42,51 @@ def every_operation(x: jax.Array, g: jax.Array) -> list[jax.Array]:
     return [*results, lse, *pull(lse), jaxsoft.softmax(x, axis=0)]
 
 
+@jax.jit
+def attention(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array) -> list[jax.Array]:
+    """Attention of all queries with its gradients, and of the last one of each sequence over all keys, twice."""
+
+    def attend(*arrays, **options):
+        return jaxsoft.dot_product_attention(*arrays, implementation="ffi", **options)
+
+    y, pull = jax.vjp(lambda *v: attend(*v, key_value_seq_lengths=lengths), query, key, value)
+    z, pull_causal = jax.vjp(lambda *v: attend(*v, is_causal=True), query, key, value)
+    one = attend(query[:, -1:], key, value, key_value_seq_lengths=lengths, return_residual=True)
+    return [y, *pull(y), z, *pull_causal(z), *one, attend(one[0], key, value)]
+
+
+def rows(rng: np.random.Generator, i: int) -> tuple[jax.Array, ...]:
+    """Operands of `every_operation`."""
+    n = int(2 ** rng.uniform(1, 20)) + int(rng.integers(0, 2))
+    count = max(1, min(int(2 ** rng.uniform(0, 10)), 2**22 // n))
+    dtype = (jnp.float32, jnp.bfloat16, jnp.float16)[i % 3]
+    return tuple(jax.random.normal(jax.random.key(2 * i + k), (count, n), dtype) for k in range(2))
+
+
+def sequences(rng: np.random.Generator, i: int) -> tuple[jax.Array, ...]:
+    """Operands of `attention`."""
+    length = int(2 ** rng.uniform(1, 12)) + int(rng.integers(0, 2))
+    batch, size = max(1, min(int(2 ** rng.uniform(0, 4)), 2**12 // length)), (64, 128, 256)[i % 3]
+    dtype = (jnp.bfloat16, jnp.float16)[i % 2]
+    shapes = [(batch, length, heads, size) for heads in (8, 2, 2)]
+    keys = jax.random.split(jax.random.key(i), 3)
+    arrays = [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
+    return *arrays, jnp.asarray(rng.integers(0, length + 1, batch), jnp.int32)
+
+
 def main() -> None:
     """Runs the calls; ends with an error at the first bits that differ."""
-    calls = int(sys.argv[1]) if len(sys.argv) > 1 else 10_000
+    calls = next((int(word) for word in sys.argv[1:] if word.isdecimal()), 10_000)
+    function, operands = (attention, sequences) if "attention" in sys.argv[1:] else (every_operation, rows)
     rng = np.random.default_rng(0)
     devices, inputs = jax.devices(), []
     for i in range(FUNCTIONS):
-        n = int(2 ** rng.uniform(1, 20)) + int(rng.integers(0, 2))
-        rows = max(1, min(int(2 ** rng.uniform(0, 10)), 2**22 // n))
-        dtype = (jnp.float32, jnp.bfloat16, jnp.float16)[i % 3]
-        x, g = (jax.random.normal(jax.random.key(2 * i + k), (rows, n), dtype) for k in range(2))
-        inputs.append(jax.device_put((x, g), devices[i % len(devices)]))
-    first = [int(bits(every_operation(*v))) for v in inputs]
+        inputs.append(jax.device_put(operands(rng, i), devices[i % len(devices)]))
+    first = [int(bits(function(*v))) for v in inputs]
 
     def call(i: int) -> str | None:
-        x, g = inputs[i]
-        now = int(bits(every_operation(x, g)))
+        x = inputs[i][0]
+        now = int(bits(function(*inputs[i])))
         return None if now == first[i] else f"{x.dtype}{x.shape}: {now:08x}, not {first[i]:08x}"
 
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:

@@ -13,9 +13,10 @@ import calls
 import jax
 import jax.numpy as jnp
 import numpy as np
+import paged_calls
 import pytest
 from cases import TRANSFORMATIONS, Case
-from common import ATTENTION_IMPLEMENTATIONS, IMPLEMENTATIONS, served
+from common import ATTENTION_IMPLEMENTATIONS, IMPLEMENTATIONS, PAGED_IMPLEMENTATIONS, served
 from definitions import ROW_FUNCTIONS
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -190,6 +191,42 @@ def attention(draw, dtypes, implementation):
     )
 
 
+def paged_attention(draw, dtypes, implementation):
+    """Any options that do not set the same argument, of pages of any size."""
+    implementation = implementation if implementation in PAGED_IMPLEMENTATIONS else None
+    options = draw(st.lists(st.sampled_from(paged_calls.OPTIONS), unique=True, max_size=5))
+    assume(not paged_calls.conflict(options))
+    k = draw(st.sampled_from([1, 2, 3]))
+    sizes = paged_calls.Sizes(
+        b=draw(st.sampled_from([1, 2, 4])),
+        t=draw(st.sampled_from([1, 2, 5, 33])),
+        n=k * draw(st.sampled_from([1, 2, 3])),
+        k=k,
+        h=draw(st.sampled_from([1, 4, 8, 64])),
+        d=draw(st.sampled_from([1, 5, 8, 64])),
+        number=draw(st.sampled_from([1, 2, 5] if implementation == "reference" else [1, 2, 5, 80])),
+        size=draw(st.sampled_from([1, 3, 16])),
+        pages=draw(st.sampled_from([1, 7, 50])),
+    )
+    dtype = draw(st.sampled_from(dtypes))
+    return paged_calls.case(options, sizes, dtype, implementation, draw(st.integers(0, 2**16)))
+
+
+def write_pages(draw, dtypes, implementation):
+    """New tokens of sequences of any lengths, in pages of any size."""
+    del implementation
+    sizes = paged_calls.Sizes(
+        b=draw(st.sampled_from([1, 2, 4])),
+        t=draw(st.sampled_from([1, 2, 5])),
+        k=draw(st.sampled_from([1, 2])),
+        number=draw(st.sampled_from([1, 2, 5])),
+        size=draw(st.sampled_from([1, 3, 16])),
+        pages=draw(st.sampled_from([1, 7, 50])),
+    )
+    how = {name: draw(st.booleans()) for name in ("scales", "holes")}
+    return paged_calls.writing(sizes, draw(st.sampled_from(dtypes)), draw(st.integers(0, 2**16)), **how)
+
+
 def fold(draw, dtypes, implementation):
     """The functions of the fold, which put together a row that is cut in two."""
     del implementation
@@ -199,7 +236,17 @@ def fold(draw, dtypes, implementation):
     return Case(f"fold(cut={cut})", *calls.folded(cut), [x])
 
 
-KINDS = [row_operation, integer_cross_entropy, cross_entropy, linear_cross_entropy, top_k, attention, fold]
+KINDS = [
+    row_operation,
+    integer_cross_entropy,
+    cross_entropy,
+    linear_cross_entropy,
+    top_k,
+    attention,
+    paged_attention,
+    write_pages,
+    fold,
+]
 
 
 def eager(f):

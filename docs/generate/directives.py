@@ -2,6 +2,7 @@
 
 - `record`, with a function of benchmarks/report.py and its arguments: a table or a plot of a record of measurements,
 - `attention`, with a function of benchmarks/attention_report.py and its arguments: the same of a record of attention,
+- `decode`, with a function of benchmarks/decode_report.py and its arguments: the same of a record of decoding,
 - `figure`, with a name: a drawing of figures.py,
 - `excerpt`, with a file and a text: the part of the source that begins at that text,
 - `api`, with a module: the documentation of all its public names,
@@ -24,6 +25,7 @@ import public
 sys.path.insert(0, str(public.ROOT / "benchmarks"))
 
 import attention_report
+import decode_report
 import report
 
 _DIRECTIVE = re.compile(r"^(?P<indent> *)<!-- generate: (?P<call>.+?) -->$", re.MULTILINE)
@@ -40,6 +42,10 @@ def _record(page, function, *arguments):
 
 def _attention(page, function, *arguments):
     return getattr(attention_report, function)(*arguments)
+
+
+def _decode(page, function, *arguments):
+    return getattr(decode_report, function)(*arguments)
 
 
 def _figure(page, name):
@@ -66,6 +72,7 @@ def _include(page, path):
 GENERATORS = {
     "record": _record,
     "attention": _attention,
+    "decode": _decode,
     "figure": _figure,
     "excerpt": _excerpt,
     "api": _api,

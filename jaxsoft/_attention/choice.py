@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxsoft.pallas_kernels as pallas_kernels
-from jaxsoft._attention import cudnn, reference, xla
-from jaxsoft._attention.form import Form
+from jaxsoft._attention import cudnn, ffi, reference, xla
 from jaxsoft._attention.operation import Forward, Operation, Paged, Pullback
 from jaxsoft._core.carriers import CARRIERS
 
@@ -26,11 +25,13 @@ class Kernels:
 
     Attributes:
       find: (operation, platform, operands) -> the function of such operands.
-      unsupported: (form, operands) -> None, or why it cannot serve calls of this form with such operands.
+      unsupported: (operation, operands) -> None, or why it cannot serve the operation with such operands.
+      unavailable: (platform) -> None, or why it has none there, although it has kernels for other operations.
     """
 
     find: Callable[[Operation, str, Operands], xla.Function]
-    unsupported: Callable[[Form, Operands], str | None] = lambda form, operands: None
+    unsupported: Callable[[Operation, Operands], str | None] = lambda operation, operands: None
+    unavailable: Callable[[str], str | None] = lambda platform: None
 
 
 def _reference(operation: Operation, platform: str, operands: Operands) -> xla.Function:
@@ -41,6 +42,9 @@ def _reference(operation: Operation, platform: str, operands: Operands) -> xla.F
 
 
 KERNELS = {
+    "ffi": Kernels(
+        lambda operation, platform, operands: ffi.find(operation, operands), ffi.unsupported, ffi.unavailable
+    ),
     "pallas": Kernels(
         lambda operation, platform, operands: pallas_kernels.attention_kernels(operation, operands),
         pallas_kernels.attention_unsupported,
@@ -52,7 +56,7 @@ KERNELS = {
 
 
 # Those that serve calls of keys and values in pages.
-_PAGED = ("ffi", "xla", "reference")
+PAGED = ("ffi", "xla", "reference")
 
 
 def check_operands(operation: Operation, implementation: str | None, operands: Operands) -> None:
@@ -66,7 +70,7 @@ def choose(operation: Operation, implementation: str | None, platform: str, oper
     if _is_empty(operands):  # there is nothing to compute: no kernel needs to know about empty arrays
         return operation.formula(platform)
     if implementation is not None:
-        reason = _refusal(implementation, operation, operands) or CARRIERS[implementation].unavailable(platform)
+        reason = _refusal(implementation, operation, operands) or unavailable(implementation, platform)
         _raise_for(implementation, reason, operation, operands)
     name = implementation or _fastest(operation, platform, operands)
     if isinstance(operation, Forward) and operation.form.rounded:
@@ -76,10 +80,15 @@ def choose(operation: Operation, implementation: str | None, platform: str, oper
     return KERNELS[name].find(operation, platform, operands)
 
 
+def unavailable(implementation: str, platform: str) -> str | None:
+    """None, or why an implementation cannot be used for attention on a platform."""
+    return CARRIERS[implementation].unavailable(platform) or KERNELS[implementation].unavailable(platform)
+
+
 def _fastest(operation: Operation, platform: str, operands: Operands) -> str:
     """The first of those that are preferred which serves an operation."""
     for name in preference(operation, platform, operands):
-        if not (CARRIERS[name].unavailable(platform) or _refusal(name, operation, operands)):
+        if not (unavailable(name, platform) or _refusal(name, operation, operands)):
             return name
     raise AssertionError("xla serves everything")
 
@@ -109,17 +118,58 @@ _LONGEST = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class _ShortestByFfi:
+    """The lengths of sequences from which on the CUDA kernels are the fastest, without a causal rule and with one.
+
+    Attributes:
+      forward: alone.
+      gradients: in any order of additions.
+      same_bits: gradients with the same bits on every run.
+    """
+
+    forward: tuple[float, float] = (math.inf, math.inf)
+    gradients: tuple[float, float] = (math.inf, math.inf)
+    same_bits: tuple[float, float] = (math.inf, math.inf)
+
+
+# By the head size up to which an entry holds, with as many queries as keys.
+_BY_FFI = {64: _ShortestByFfi(), 128: _ShortestByFfi(), 256: _ShortestByFfi()}
+
+
 def preference(operation: Operation, platform: str, operands: Operands) -> tuple[str, ...]:
-    """What `implementation=None` tries, in this order. XLA serves everything, everywhere.
+    """What `implementation=None` tries, in this order. XLA serves everything, everywhere."""
+    if platform != "cuda":
+        return ("xla",)
+    *others, last = _without_ffi(operation, operands)
+    return ("ffi", *others, last) if _ffi_leads(operation, operands) else (*others, "ffi", last)
+
+
+def _ffi_leads(operation: Operation, operands: Operands) -> bool:
+    """Whether the CUDA kernels are the fastest where they serve an operation."""
+    form, query, key = operation.form, operands[0], operands[1]
+    if isinstance(operation, Forward) and ffi.leads(operation, operands):
+        return True
+    lengths = query.shape[1], key.shape[1], query.shape[3]
+    if not all(isinstance(n, int) for n in lengths):
+        return False
+    queries, keys, size = lengths
+    shortest = _BY_FFI[min((most for most in _BY_FFI if size <= most), default=max(_BY_FFI))]
+    of_rule = shortest.forward
+    if isinstance(operation, Pullback):
+        of_rule = shortest.same_bits if form.deterministic else shortest.gradients
+    return queries == keys and queries >= of_rule[form.right is not None]
+
+
+def _without_ffi(operation: Operation, operands: Operands) -> tuple[str, ...]:
+    """The order of the other implementations on a GPU.
 
     cuDNN's gradients have not the same bits on every run, so it computes them only where that is allowed, and only then
     its forward, which has no rest of the output, comes before them. Where the numbers of queries and keys differ, as
     when decoding, cuDNN comes first.
     """
-    if platform != "cuda":
-        return ("xla",)
     if isinstance(operation, Paged):
-        return "ffi", "xla"
+        return ("xla",)
     form, query, value = operation.form, operands[0], operands[2]
     residual = isinstance(operation, Forward) and operation.residual
     if form.deterministic and (residual or isinstance(operation, Pullback)):
@@ -138,9 +188,9 @@ def _refusal(implementation: str, operation: Operation, operands: Operands) -> s
     """None, or why an implementation cannot serve an operation with such operands."""
     if implementation not in KERNELS:
         return "it has no kernels for attention"
-    if isinstance(operation, Paged) and implementation not in _PAGED:
+    if isinstance(operation, Paged) and implementation not in PAGED:
         return "it has no kernels for keys and values in pages"
-    return KERNELS[implementation].unsupported(operation.form, operands)
+    return KERNELS[implementation].unsupported(operation, operands)
 
 
 def _is_empty(operands: Operands) -> bool:

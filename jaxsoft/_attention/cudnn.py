@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxsoft._attention.form import BASE, Form
+from jaxsoft._attention.form import BASE
 from jaxsoft._attention.operation import Forward, Operation, Pullback
 from jaxsoft._attention.xla import Function
 from jaxsoft._core import cudnn, devices
@@ -17,8 +17,9 @@ _DTYPES = (jnp.float16, jnp.bfloat16)
 _SIZES = 8  # its head sizes are multiples of this
 
 
-def unsupported(form: Form, operands: Sequence[jax.core.ShapedArray]) -> str | None:
-    """None, or why cuDNN cannot serve calls of this form with such operands."""
+def unsupported(operation: Operation, operands: Sequence[jax.core.ShapedArray]) -> str | None:
+    """None, or why cuDNN cannot serve an operation with such operands."""
+    form = operation.form
     query, key, value = operands[:BASE]
     size = query.shape[-1]
     if not all(isinstance(length, int) for operand in (query, key, value) for length in operand.shape):

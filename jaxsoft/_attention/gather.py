@@ -16,21 +16,25 @@ from jaxsoft._core.mesh import varying_alike, whole_along
 from jaxsoft.fold import accumulator
 
 
-def gather(pages: jax.Array, numbers: jax.Array) -> jax.Array:
-    """Pages (P, ...) by their numbers (B, n), as (B, n, ...). One of a negative number is any page, or 0.
+def gather(pages: jax.Array, numbers: jax.Array, there: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Pages (P, page size, ...) by their numbers (B, n), as (B, n, page size, ...), with derivatives of every order.
 
-    It is linear in the pages, and has derivatives by them of every order.
+    Args:
+      pages: of the cache.
+      numbers: of those that are gathered. One is negative if nothing of it is there.
+      there: what of the gathered pages is (B, n, page size). The rest is 0, whatever pages hold.
+      dtype: of the result. Gradients are summed in its accumulator, and then rounded to that of the pages.
     """
-    return _Gather(pages.shape[0], pages.dtype)(numbers, pages)[0]
+    return _Gather(pages.shape[0], dtype)(numbers, there, pages)[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Gather(LinearMap):
-    """(numbers, pages) -> the pages of these numbers. Transposed: (numbers, cotangents of these) -> that of the pages.
+    """(numbers, there, pages) -> the pages of these numbers; transposed, their cotangents -> that of the pages.
 
     Attributes:
       pages: how many there are.
-      dtype: of the pages.
+      dtype: of the result.
       transposed: whether this is the transpose.
     """
 
@@ -40,19 +44,22 @@ class _Gather(LinearMap):
 
     @property
     def linear(self) -> range:
-        """The operand after the numbers."""
-        return range(1, 2)
+        """The last operand."""
+        return range(2, 3)
 
     def apply(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """The pages, or the sums."""
-        numbers, x = operands
-        return (self._sums(numbers, x) if self.transposed else self._gathered(numbers, x),)
-
-    def _gathered(self, numbers: jax.Array, pages: jax.Array) -> jax.Array:
+        numbers, there, x = operands
+        there = there.reshape(*there.shape, *(1,) * (x.ndim - 2 - self.transposed))
+        if self.transposed:
+            return (self._sums(numbers, jnp.where(there, x, 0)),)
         if not self.pages:
-            return jnp.zeros((*numbers.shape, *pages.shape[1:]), pages.dtype)
-        found = bits_of(pages).at[jnp.maximum(numbers, 0)].get(mode="promise_in_bounds")
-        return found if found.dtype == pages.dtype else jax.lax.bitcast_convert_type(found, pages.dtype)
+            return (jnp.zeros((*there.shape[:3], *x.shape[2:]), self.dtype),)
+        # On a CPU, XLA would convert all pages of 8-bit floats first, but not those of 8-bit integers.
+        bits = jax.lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x
+        bits = jnp.where(there, bits.at[jnp.maximum(numbers, 0)].get(mode="promise_in_bounds"), 0)
+        found = jax.lax.bitcast_convert_type(bits, x.dtype) if x.dtype.itemsize == 1 else bits
+        return (found.astype(self.dtype),)
 
     def _sums(self, numbers: jax.Array, x: jax.Array) -> jax.Array:
         """Page by page: the first ones of each number, then the second ones, and so on."""
@@ -80,17 +87,12 @@ class _Gather(LinearMap):
     def batch(self, operands: Sequence[jax.Array], dims: Sequence[int | None]) -> Sequence[jax.Array]:
         """Several caches are joined to one, and sequences of several batches to one batch."""
         size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
-        numbers, x = (
+        numbers, there, x = (
             jnp.broadcast_to(x, (size, *x.shape)) if d is None else whole_along(jnp.moveaxis(x, d, 0), (0, 1))
             for x, d in zip(operands, dims, strict=True)
         )
         first = jnp.arange(size, dtype=numbers.dtype)[:, None, None] * self.pages
         joined = jnp.where(numbers < 0, -1, numbers + first)
         several = dataclasses.replace(self, pages=size * self.pages)
-        (found,) = several(*(v.reshape(-1, *v.shape[2:]) for v in (joined, x)))
+        (found,) = several(*(v.reshape(-1, *v.shape[2:]) for v in (joined, there, x)))
         return [found.reshape(size, -1, *found.shape[1:])]
-
-
-def bits_of(x: jax.Array) -> jax.Array:
-    """8-bit floats as integers, and others as they are: some of XLA's operations would convert all of them first."""
-    return jax.lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x

@@ -6,16 +6,16 @@ are those of attention. A page's gradient is the sum of those of all sequences t
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsoft._attention.derivative import attention
-from jaxsoft._attention.form import BASE, Extra, Form
+from jaxsoft._attention.form import Extra, Form
 from jaxsoft._attention.operation import Paged
-from jaxsoft._attention.pages import gathered, which_are_there
+from jaxsoft._attention.pages import contiguous, contiguous_form
 from jaxsoft._attention.primitive import attention_operation
 from jaxsoft._core.mesh import automatically
 from jaxsoft._core.tangents import jvp_along
@@ -45,33 +45,20 @@ def paged_attention(form: Form, implementation: str | None) -> Callable[..., tup
 
 def _over_gathered(form: Form, implementation: str | None, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """The results of a paged call, as one of keys and values that lie in one piece."""
-    query, *pages = operands[:BASE]
-    extras = form.named(operands)
-    table, lengths = extras.pop(Extra.PAGE_TABLE), extras[Extra.KEY_LENGTHS]
-    scales = {extra: extras.pop(extra) for extra in (Extra.KEY_SCALE, Extra.VALUE_SCALE) if extra in extras}
-    # Products with scales would be rounded in the dtype of query.
-    dtype = next((scale.dtype for scale in scales.values()), query.dtype)
+    flat = contiguous_form(form)
 
-    def gather(keys, values, table, lengths, *scales_given):
-        there = which_are_there(table, lengths, *keys.shape[:2])
-        given = dict(zip(scales, scales_given, strict=True))
-        found = []
-        for x, extra in ((keys, Extra.KEY_SCALE), (values, Extra.VALUE_SCALE)):
-            x = gathered(x, table, there).astype(dtype)
-            found.append(x * given[extra][None, None, :, None] if extra in given else x)
-        return *found, there[:, None, None, :]
+    def gather(*operands):
+        return contiguous(form, operands)
 
-    key, value, there = automatically(gather, _shardings(query, *pages), *pages, table, lengths, *scales.values())
-    extras[Extra.MASK] = extras[Extra.MASK] & there if Extra.MASK in extras else there
-    ordered = {extra: extras[extra] for extra in Extra if extra in extras}
-    form = dataclasses.replace(form, extras=tuple(ordered))
-    return attention(form, implementation)(query.astype(dtype), key, value, *ordered.values())
+    return attention(flat, implementation)(*automatically(gather, _shardings(form, flat, operands), *operands))
 
 
-def _shardings(query: jax.Array, *pages: jax.Array) -> tuple[Any, ...]:
-    """Those of the keys and values, and of which of them are there (B, 1, 1, S), over explicit axes of a mesh."""
-    types = [jax.typeof(x).sharding for x in (query, *pages)]
-    mesh = next((t.mesh for t in types if not t.mesh.empty), types[0].mesh)
-    batch = types[0].spec[0]
-    specs = [PartitionSpec(batch, None, t.spec[2]) for t in types[1:]]
-    return tuple(NamedSharding(mesh, spec) for spec in (*specs, PartitionSpec(batch)))
+def _shardings(form: Form, flat: Form, operands: Sequence[jax.Array]) -> tuple[Any, ...]:
+    """Those of the operands of the call that a paged one becomes, over explicit axes of a mesh."""
+    given = {name: jax.typeof(x).sharding for name, x in zip(form.names, operands, strict=True)}
+    mesh = next((t.mesh for t in given.values() if not t.mesh.empty), given["query"].mesh)
+    batch = given["query"].spec[0]
+    specs = {name: t.spec for name, t in given.items()}
+    specs |= {name: PartitionSpec(batch, None, given[name].spec[2]) for name in ("key", "value")}
+    specs |= {Extra.QUERY_SEGMENTS.value: PartitionSpec(), Extra.KEY_SEGMENTS.value: PartitionSpec(batch)}
+    return tuple(NamedSharding(mesh, specs[name]) for name in flat.names)

@@ -15,16 +15,17 @@ from jaxsoft import fold
 from jaxsoft._attention import xla
 from jaxsoft._attention.blocks import Call
 from jaxsoft._attention.form import BASE, Form
+from jaxsoft._attention.operation import Operation
 from jaxsoft._attention.pages import PagedCall
 from jaxsoft.fold import AttentionState
 
 _MOST = 2**28  # numbers in the states of all keys and queries: 1 GiB in f32
 
 
-def unsupported(form: Form, operands: Sequence[jax.core.ShapedArray]) -> str | None:
+def unsupported(operation: Operation, operands: Sequence[jax.core.ShapedArray]) -> str | None:
     """None, or why the scan cannot take these operands."""
     query, key, value = operands[:BASE]
-    sizes = (*query.shape[:3], form.keys(operands), *value.shape[3:])
+    sizes = (*query.shape[:3], operation.form.keys(operands), *value.shape[3:])
     if not all(isinstance(size, int) for size in sizes):
         return f"its scan needs shapes that are known; got {query.shape} and {key.shape}"
     if math.prod(sizes) > _MOST:

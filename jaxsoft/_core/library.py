@@ -1,8 +1,8 @@
 """The C++ and CUDA kernels as shared libraries: one a platform, found, checked and registered with the JAX FFI.
 
 The same target names are registered for both platforms, so the kernel that runs follows from where XLA runs the
-computation; `jaxsoft_sample` alone is CUDA's only. Nothing is registered from a library that the installed XLA would
-refuse: XLA answers such a registration by disabling the whole platform.
+computation; the sampler and attention are CUDA's only. Nothing is registered from a library that the installed XLA
+would refuse: XLA answers such a registration by disabling the whole platform.
 """
 
 import ctypes

@@ -56,8 +56,8 @@ def dot_product_attention(
       key_value_seq_lengths: of shape (B,), integers: keys from there on do not count.
       local_window_size: (left, right), or one number for both: only keys from `left` before to `right` after a query's
         position count. None is no limit.
-      implementation: None for the fastest that serves the call, or one of "pallas", "cudnn", "xla" and "reference"; see
-        `jaxsoft.implementations`.
+      implementation: None for the fastest that serves the call, or one of "ffi", "pallas", "cudnn", "xla" and
+        "reference"; see `jaxsoft.implementations`.
       return_residual: also return the log-sum-exp of every query's scores.
       logits_soft_cap: cap the scaled products before the bias is added, as cap * tanh(product / cap).
       sinks: of shape (N,): one more score for each head, with the value 0, which takes weight from the keys.

@@ -13,6 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from jaxsoft.pallas_kernels.attention import forward
 
 import jaxsoft
+from jaxsoft._attention import choice
 from jaxsoft._core import cudnn
 from jaxsoft._core.carriers import CARRIERS
 
@@ -21,6 +22,8 @@ CUDNN = r"__cudnn\$fmhaSoftmax(?:Backward)?"
 
 @pytest.fixture(autouse=True)
 def a_hopper_gpu(monkeypatch):
+    """Without the CUDA kernels, unless `cuda_kernels` is asked for as well."""
+    with_ffi(monkeypatch, lambda platform: "not here")
     for name in ("pallas", "cudnn"):
         monkeypatch.setitem(CARRIERS, name, dataclasses.replace(CARRIERS[name], unavailable=lambda platform: None))
     module = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
@@ -28,6 +31,16 @@ def a_hopper_gpu(monkeypatch):
     monkeypatch.setattr(module, "check_compute_capability", lambda capability: True)
     with target("NVIDIA H100 80GB HBM3"):
         yield
+
+
+def with_ffi(monkeypatch, unavailable):
+    monkeypatch.setitem(choice.KERNELS, "ffi", dataclasses.replace(choice.KERNELS["ffi"], unavailable=unavailable))
+
+
+@pytest.fixture
+def cuda_kernels(monkeypatch):
+    with_ffi(monkeypatch, lambda platform: None)
+    monkeypatch.setitem(CARRIERS, "ffi", dataclasses.replace(CARRIERS["ffi"], unavailable=lambda platform: None))
 
 
 def lowered(function, shape=(2, 256, 4, 64), dtype=jnp.bfloat16):
@@ -177,3 +190,123 @@ def test_what_cudnn_does_not_serve(options, dtype, expected):
     text = lowered(functools.partial(jaxsoft.dot_product_attention, **options), dtype=dtype)
     assert expected in text
     assert not calls(text)
+
+
+def targets(function, *shapes, dtype=jnp.bfloat16):
+    """The CUDA kernels that a function of arrays calls."""
+    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    text = jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    return re.findall(r"custom_call @jaxsoft_(\w*attention\w*)", text)
+
+
+CACHE = (2, 4096, 2, 64)
+
+
+@pytest.mark.usefixtures("cuda_kernels")
+@pytest.mark.parametrize(
+    ("queries", "options", "expected"),
+    [
+        (1, {}, ["attention_decode"]),
+        (16, {"key_value_seq_lengths": np.array([4096, 5])}, ["attention_decode"]),
+        (17, {}, []),
+        (17, {"mask": np.ones((17, 4096), bool)}, []),
+        (1, {"mask": np.ones((1, 4096), bool), "bias": np.ones((1, 8, 1, 4096), np.float32)}, ["attention_decode"]),
+        (1, {"logits_soft_cap": 2000.0}, []),
+        (1, {"scale": -1.0}, []),
+    ],
+    ids=str,
+)
+def test_few_queries(queries, options, expected):
+    """They go to the kernel that is made for them. The four query heads of each key head count together."""
+    attend = functools.partial(jaxsoft.dot_product_attention, **options)
+    assert targets(attend, (2, queries, 8, 64), CACHE, CACHE) == expected
+
+
+@pytest.mark.usefixtures("cuda_kernels")
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("x64", [False, True])
+def test_pages(dtype, x64):
+    """Of many queries they are gathered for the kernel of keys and values in one piece."""
+
+    def attend(query, size=32, **options):
+        pages = jnp.zeros((9, size, 2, 64), dtype)
+        table, lengths = np.zeros((2, 4), np.int32), np.array([100, 7], np.int32)
+        return jaxsoft.paged_attention(query, pages, pages, table, lengths, logits_soft_cap=3.0, **options)
+
+    few, many = (2, 64, 8, 64), (2, 65, 8, 64)
+    with jax.enable_x64(x64):
+        assert targets(attend, few) == ["paged_attention"]
+        assert targets(attend, many) == ["attention_forward"]
+        odd = functools.partial(attend, size=33)
+        assert (targets(odd, few), targets(odd, many)) == ([], ["attention_forward"])
+        masked = functools.partial(attend, mask=np.ones((65, 128), bool))
+        assert targets(masked, many) == []
+        with pytest.raises(ValueError, match=r"up to 256 queries of a key head, so pages are gathered, and .* no mask"):
+            targets(functools.partial(masked, implementation="ffi"), many)
+
+
+@pytest.mark.usefixtures("cuda_kernels")
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"local_window_size": (3, 4)}], ids=str)
+@pytest.mark.parametrize("x64", [False, True])
+def test_many_queries_by_cuda(options, x64):
+    """By name. The kernel for gradients gives all three of them."""
+    shape = 2, 256, 4, 64
+    attend = functools.partial(jaxsoft.dot_product_attention, implementation="ffi", **options)
+    with jax.enable_x64(x64):
+        assert targets(attend, *[shape] * 3) == ["attention_forward"]
+        assert targets(gradients(attend), *[shape] * 3) == ["attention_forward", "attention_backward"]
+        of_key = jax.grad(lambda q, k, v: jnp.sum(attend(q, k, v).astype(jnp.float32)), 1)
+        assert targets(of_key, *[shape] * 3) == ["attention_forward", "attention_backward"]
+
+
+@pytest.mark.usefixtures("cuda_kernels")
+@pytest.mark.parametrize(
+    ("shape", "dtype", "options", "reason"),
+    [
+        ((1, 64, 2, 64), jnp.float32, {}, "float16 or in bfloat16, not float32"),
+        ((1, 64, 2, 12), jnp.bfloat16, {}, "multiples of 8 up to 256; got 12 and 12"),
+        ((1, 64, 2, 264), jnp.bfloat16, {}, "multiples of 8 up to 256; got 264 and 264"),
+        (
+            (1, 512, 2, 64),
+            jnp.bfloat16,
+            {"mask": np.ones((512, 512), bool)},
+            "more than 256 of a key head, takes no mask",
+        ),
+        ((1, 64, 2, 64), jnp.bfloat16, {"logits_soft_cap": 1e4}, "a soft cap up to 1000; got 10000"),
+        ((1, 64, 2, 64), jnp.bfloat16, {"scale": 0.0}, "a scale from 1e-30"),
+        ((1, 64, 2, 64), jnp.bfloat16, {"dtype": jnp.float16}, "return bfloat16 or float32 here, not float16"),
+        ((2**12, 1, 2**11, 8), jnp.bfloat16, {}, "fewer than 2.30 queries of all heads"),
+    ],
+    ids=str,
+)
+def test_what_the_cuda_kernels_refuse(shape, dtype, options, reason):
+    attend = functools.partial(jaxsoft.dot_product_attention, implementation="ffi", **options)
+    with pytest.raises(ValueError, match=f"implementation='ffi' cannot serve this call: .*{reason}"):
+        lowered(attend, shape, dtype)
+
+
+@pytest.mark.usefixtures("cuda_kernels")
+def test_a_bias_of_few_queries_has_its_gradient_elsewhere():
+    """The forward pass is served, and by name the gradient says why it is not."""
+    bias = np.ones((1, 1, 1, 64), np.float32)
+    attend = functools.partial(jaxsoft.dot_product_attention, bias=bias, implementation="ffi")
+    assert targets(attend, *[(1, 4, 2, 64), (1, 64, 2, 64), (1, 64, 2, 64)]) == ["attention_decode"]
+    with pytest.raises(ValueError, match="its kernel for gradients of attention takes no bias"):
+        lowered(gradients(attend), (1, 64, 2, 64))
+    assert "mosaic_gpu" in lowered(
+        gradients(functools.partial(jaxsoft.dot_product_attention, bias=bias)), (1, 64, 2, 64)
+    )
+
+
+def test_the_kernels_for_attention_are_hopper_s(monkeypatch):
+    """Whatever GPU row operations run on."""
+    from jaxsoft._attention import ffi
+    from jaxsoft._core import library
+
+    assert "for NVIDIA GPUs" in ffi.unavailable("cpu")
+    monkeypatch.setattr(library, "operations", lambda platform: frozenset())
+    assert "need sm_90a" in ffi.unavailable("cuda")
+    monkeypatch.setattr(library, "operations", lambda platform: frozenset({"attention_forward"}))
+    assert ffi.unavailable("cuda") is None
+    with target("NVIDIA B200"):
+        assert "for Hopper" in ffi.unavailable("cuda")

@@ -10,29 +10,29 @@ import numpy as np
 import pytest
 from attention_calls import FIXED, MOVING, OPTIONS, SMALL, Sizes, case, conflict
 from cases import Case
-from common import as_usual, on_cpu, on_gpu, precision, same_bits, served, slow
+from common import ATTENTION_IMPLEMENTATIONS, as_usual, on_cpu, on_gpu, precision, same_bits, served, slow
 from definitions import attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxsoft
 from jaxsoft._attention import blocks
-from jaxsoft._attention.choice import KERNELS
 
-AVAILABLE = [name for name, reason in jaxsoft.implementations().items() if reason is None and name in KERNELS]
-IMPLEMENTATIONS = (None, *AVAILABLE)
 each_implementation = pytest.mark.parametrize(
     "implementation",
-    [pytest.param(name, marks=slow if name in ("xla", "reference") else (), id=str(name)) for name in IMPLEMENTATIONS],
+    [
+        pytest.param(name, marks=slow if name in ("xla", "reference") else (), id=str(name))
+        for name in ATTENTION_IMPLEMENTATIONS
+    ],
 )
 each_fast_implementation = pytest.mark.parametrize(
-    "implementation", [name for name in IMPLEMENTATIONS if name not in ("xla", "reference")], ids=str
+    "implementation", [name for name in ATTENTION_IMPLEMENTATIONS if name not in ("xla", "reference")], ids=str
 )
 
 
 def _dtype_of(implementation: str | None) -> type:
     """One that it takes."""
-    return jnp.bfloat16 if implementation in ("pallas", "cudnn") else np.float32
+    return jnp.bfloat16 if implementation in ("ffi", "pallas", "cudnn") else np.float32
 
 
 def both(call: Case) -> Case:
@@ -214,7 +214,7 @@ def test_nothing(empty, implementation):
         h=st.sampled_from([1, 4, 8]),
         d=st.sampled_from([1, 4, 8]),
     ),
-    implementation=st.sampled_from([name for name in IMPLEMENTATIONS if name != "reference"]),
+    implementation=st.sampled_from([name for name in ATTENTION_IMPLEMENTATIONS if name != "reference"]),
 )
 @settings(max_examples=5)
 def test_combinations(options, sizes, implementation):
@@ -237,7 +237,7 @@ def test_combinations(options, sizes, implementation):
         d=st.sampled_from([32, 64, 128, 256]),
     ),
     dtype=st.sampled_from([jnp.bfloat16, jnp.float16]),
-    implementation=st.sampled_from([name for name in IMPLEMENTATIONS if name != "reference"]),
+    implementation=st.sampled_from([name for name in ATTENTION_IMPLEMENTATIONS if name != "reference"]),
 )
 @settings(max_examples=12)
 @slow

@@ -2,7 +2,14 @@
 #include <type_traits>
 
 #include "sample.cuh"
-#define JAXSOFT_OTHER_OPERATIONS jaxsoft::cuda::kSampleText  // its handler is in sample.cu
+#ifdef JAXSOFT_ATTENTION  // the library is built for a GPU that has kernels of attention
+#include "../attention/targets.h"
+#define JAXSOFT_ATTENTION_TEXT jaxsoft::attention::targets_as_text()
+#else
+#define JAXSOFT_ATTENTION_TEXT ""
+#endif
+// Their handlers are in sample.cu and in ../attention/handlers.cu.
+#define JAXSOFT_OTHER_OPERATIONS jaxsoft::cuda::kSampleText + JAXSOFT_ATTENTION_TEXT
 
 #include "../../rows/checks.h"
 #include "../../rows/targets.h"

@@ -1,0 +1,61 @@
+// What comes before and after the backward kernel: numbers of queries in tiles, and the rounding of the sums that are
+// the gradient by queries.
+#pragma once
+
+#include "scores.cuh"
+#include "work.cuh"
+
+namespace jaxsoft::cuda {
+
+// A thread for each query, up to whole tiles. The log-sum-exp is infinite where nothing counts, so that weights are 0.
+template <int size>
+__global__ void prepare_numbers(const __grid_constant__ BackwardCall call, const float* lse, const float* delta) {
+  constexpr int queries = BackwardPlan<size>::queries;
+  const int query = blockIdx.x * blockDim.x + threadIdx.x, tile = query / queries;
+  if (tile >= call.query_tiles) return;
+  for (unsigned head = blockIdx.y; head < unsigned(call.batch * call.heads); head += gridDim.y) {
+    const int end = of_batch(call.query_lengths, head / call.heads, call.queries);
+    const int64_t from = int64_t(head) * call.queries + query;
+    const float of_query = query < end ? lse[from] : -INFINITY;
+    float* to = call.numbers + (int64_t(head) * call.query_tiles + tile) * (2 * queries) + query % queries;
+    to[0] = of_query == -INFINITY ? INFINITY : of_query * float(kLog2E);
+    to[queries] = of_query == -INFINITY ? 0 : delta[from];
+  }
+}
+
+// Rounds a tile of sums in the order of accumulators of (columns of the head, queries) to rows of the gradient.
+template <class T, int size>
+__global__ void __launch_bounds__(256) round_sums(const __grid_constant__ BackwardCall call) {
+  using Plan = BackwardPlan<size>;
+  using Shared = BackwardShared<T, size>;
+  constexpr int queries = Plan::queries, sum_queries = Shared::sum_queries;
+  constexpr int row = size + 8;  // padded, so that writes of a warp meet few banks twice
+  __shared__ __align__(16) T tile[queries * row];
+  const int64_t place = blockIdx.x;
+  const int head = static_cast<int>(place / call.query_tiles), index = static_cast<int>(place % call.query_tiles);
+  const int group = threadIdx.x / kWarpGroup, thread = threadIdx.x % kWarpGroup;
+  const float* sums = call.sums + place * Shared::tile + group * (Shared::parts * Shared::sum);
+#pragma unroll
+  for (int part = 0; part < Shared::parts; part++) {
+    const int column = row_of_thread() + (Shared::boxes > 1 ? (group * Shared::parts + part) * 64 : 0);
+    const int query = column_of_thread() + (Shared::boxes > 1 ? 0 : group * sum_queries);
+#pragma unroll
+    for (int i = 0; i < sum_queries / 2; i += 4) {
+      const float4 four = *reinterpret_cast<const float4*>(sums + part * Shared::sum + i * kWarpGroup + thread * 4);
+      T* to = tile + (query + i * 2) * row + column;
+      to[0] = T(four.x * call.scale), to[row] = T(four.y * call.scale);
+      to[8] = T(four.z * call.scale), to[row + 8] = T(four.w * call.scale);
+    }
+  }
+  __syncthreads();
+  const int batch = head / call.heads;
+  for (int i = threadIdx.x; i < queries * size / 8; i += blockDim.x) {
+    const int of_tile = i / (size / 8), first = i % (size / 8) * 8, at = index * queries + of_tile;
+    if (at >= call.queries || first >= call.size) continue;
+    T* to = static_cast<T*>(call.query_gradient) +
+            ((int64_t(batch) * call.queries + at) * call.heads + head % call.heads) * call.size + first;
+    *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(tile + of_tile * row + first);
+  }
+}
+
+}  // namespace jaxsoft::cuda

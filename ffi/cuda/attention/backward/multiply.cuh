@@ -1,0 +1,203 @@
+// The warp groups that multiply, of the backward kernel. Each has 64 keys of the block.
+#pragma once
+
+#include "plan.cuh"
+#include "scores.cuh"
+#include "work.cuh"
+
+namespace jaxsoft::cuda {
+
+// Stores a left operand for 16 columns so that its columns become rows: what the threads of a warp have of 16 x 16.
+__device__ inline void store_turned(uint32_t address, const uint32_t (&words)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]),
+               "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+
+// Stores numbers of each thread of a warp group, in an order of their own.
+template <int count>
+__device__ void store_of_thread(float* to, const float (&numbers)[count]) {
+#pragma unroll
+  for (int i = 0; i < count; i += 4)
+    *reinterpret_cast<float4*>(to + i * kWarpGroup + threadIdx.x % kWarpGroup * 4) =
+        make_float4(numbers[i], numbers[i + 1], numbers[i + 2], numbers[i + 3]);
+}
+
+// The words of four lanes side by side, turned: word i of lane j becomes word j of lane i.
+__device__ inline void turn_in_four(uint32_t (&words)[4]) {
+  const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? words[i] : words[i + 1], 1);
+    (odd ? words[i] : words[i + 1]) = got;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const uint32_t got = __shfl_xor_sync(0xffffffffu, high ? words[i] : words[i + 2], 2);
+    (high ? words[i] : words[i + 2]) = got;
+  }
+}
+
+// Writes a gradient by 64 keys or values, times a factor.
+template <class T, int size>
+__device__ void write_gradient(void* gradient, const BackwardCall& call, int batch, int head, int key,
+                               const float (&sums)[size / 2], float factor) {
+  T* const begin = static_cast<T*>(gradient) + (int64_t(batch) * call.keys * call.key_heads + head) * call.size;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int row = key + row_of_thread() + 8 * half;
+#pragma unroll
+    for (int column = 0; column < size; column += 32) {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float* two = sums + (column / 8 + i) * 4 + 2 * half;
+        words[i] = pair<T>(two[0] * factor, two[1] * factor);
+      }
+      turn_in_four(words);
+      const int first = column + threadIdx.x % 4 * 8;
+      if (row < call.keys && first < call.size)
+        *reinterpret_cast<uint4*>(begin + int64_t(row) * call.key_heads * call.size + first) =
+            make_uint4(words[0], words[1], words[2], words[3]);
+    }
+  }
+}
+
+template <class T, int size, BackwardKind kind>
+__device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size>& shared, int group) {
+  using Plan = BackwardPlan<size>;
+  using Shared = BackwardShared<T, size>;
+  constexpr int queries = Plan::queries, count = queries / 2;  // numbers of a thread, of a tile of scores
+  constexpr int sum_queries = Shared::sum_queries;
+  static_assert(Shared::boxes <= BackwardCode::groups);
+  constexpr int box_row = 128;
+  const int thread = threadIdx.x % kWarpGroup, lane = threadIdx.x % 32;
+  const NamedBarrier slopes_written{1, BackwardCode::groups * kWarpGroup};
+
+  const auto keys = summed_along_rows(shared.key) + group * (64 * box_row);
+  const auto values = summed_along_rows(shared.value) + group * (64 * box_row);
+  const auto keys_turned =
+      summed_over_rows(shared.key, Plan::keys) + (Shared::boxes > 1 ? group * Plan::keys * box_row : 0);
+  const uint32_t slopes_of_lane = shared_address(shared.slopes[0]) + group * (queries * box_row) +
+                                  (lane / 16 * 8 + lane % 8) * box_row +
+                                  ((thread / 32 * 32 + lane / 8 % 2 * 16) ^ (lane % 8 * 16));
+  const unsigned pieces = call.batch * call.key_heads * call.key_blocks;
+  SlotPlace<BackwardCode::mails> mail;
+  SlotPlace<Plan::query_slots> query;
+  SlotPlace<Plan::cotangent_slots> cotangent;
+  unsigned key_parity = 0, sum_parity = 0, slopes_slot = 0;
+  for (;; mail.advance()) {
+    shared.ticket_full[mail.slot].wait(mail.parity);
+    const unsigned ticket = *static_cast<volatile unsigned*>(&shared.tickets[mail.slot]);
+    shared.ticket_empty[mail.slot].arrive_as_warp();
+    if (ticket >= pieces) return;
+    const BackwardWork<size> work(call, ticket);
+    const int first_key = work.block * Plan::keys + group * 64;
+    const int steps = work.tiles.length() * call.group;
+    float of_keys[size / 2] = {}, of_values[size / 2] = {};  // the gradients
+    [[maybe_unused]] float growth[kind == BackwardKind::capped ? count : 1];
+    float scores[count], slopes[count];  // weights once they are known, and then slopes of scores
+    uint32_t weights[count / 8][4];
+    int tile = work.tiles.begin;
+    auto multiply_scores = [&] {
+      shared.query_full[query.slot].wait(query.parity);
+      const auto right = summed_along_rows(shared.query[query.slot]);
+      begin_products();
+#pragma unroll
+      for (int k = 0; k < size; k += 16)
+        multiply<T>(scores, keys + (k / 64 * (Plan::keys * box_row) + k % 64 * 2),
+                    right + (k / 64 * (queries * box_row) + k % 64 * 2), k > 0);
+      commit_products();
+    };
+    // What comes before the slopes of a tile are known. The products for the gradient by values stay in flight.
+    auto begin_tile = [&] {
+      shared.cotangent_full[cotangent.slot].wait(cotangent.parity);
+      const auto right = summed_along_rows(shared.cotangent[cotangent.slot]);
+      begin_products();
+#pragma unroll
+      for (int k = 0; k < size; k += 16)
+        multiply<T>(slopes, values + (k / 64 * (Plan::keys * box_row) + k % 64 * 2),
+                    right + (k / 64 * (queries * box_row) + k % 64 * 2), k > 0);
+      commit_products();
+
+      wait_for_products<1>(scores);
+      const float* numbers = shared.numbers[query.slot] + column_of_thread();
+      weigh<size, kind>(scores, growth, numbers, call, work, tile, first_key);
+      round_to<T>(weights, scores);
+      const auto cotangents = summed_over_rows(shared.cotangent[cotangent.slot], queries);
+      begin_products();
+#pragma unroll
+      for (int k = 0; k < queries; k += 16) multiply<T>(of_values, weights[k / 16], cotangents + k * box_row, true);
+      commit_products();
+      wait_for_products<1>(slopes);
+    };
+    // The rest. If there are `more` tiles, the next one is begun as well.
+    auto end_tile = [&](auto has_more) {
+      constexpr bool more = decltype(has_more)::value;
+      const float* numbers = shared.numbers[query.slot] + column_of_thread();
+      slope<kind>(slopes, scores, growth, numbers + queries);
+      uint32_t rounded[count / 8][4];
+      round_to<T>(rounded, slopes);
+#pragma unroll
+      for (int i = 0; i < count / 8; i++)
+        store_turned(slopes_of_lane + slopes_slot * (Shared::slope_tile * 2) + i * (16 * box_row), rounded[i]);
+      show_to_copies();
+      slopes_written.wait();
+
+      float sums[sum_queries / 2];
+      const auto right = summed_along_rows(shared.slopes[slopes_slot]) +
+                         (Shared::boxes > 1 ? 0 : group * (sum_queries * box_row));
+      [[maybe_unused]] const auto own_slopes =
+          summed_over_rows(shared.slopes[slopes_slot], queries) + group * (queries * box_row);
+      slopes_slot ^= 1;
+      begin_products();
+#pragma unroll
+      for (int k = 0; k < Plan::keys; k += 16)
+        multiply<T>(sums, keys_turned + k * box_row, right + (k / 64 * (queries * box_row) + k % 64 * 2), k > 0);
+      commit_products();
+      const auto queries_turned = summed_over_rows(shared.query[query.slot], queries);
+#pragma unroll
+      for (int k = 0; k < queries; k += 16) {
+        if constexpr (Plan::slopes_in_registers)
+          multiply<T>(of_keys, rounded[k / 16], queries_turned + k * box_row, true);
+        else
+          multiply<T>(of_keys, own_slopes + k * box_row, queries_turned + k * box_row, true);
+      }
+      commit_products();
+
+      wait_for_products<1>(sums, of_values, weights);
+      shared.cotangent_empty[cotangent.slot].arrive_as_warp();
+      cotangent.advance();
+      const unsigned query_slot = query.slot;
+      query.advance();
+      if constexpr (more) multiply_scores();
+      else shared.value_empty.arrive_as_warp();
+
+      shared.sum_empty[group].wait(sum_parity ^ 1);
+      sum_parity ^= 1;
+      store_of_thread(shared.sums[group], sums);
+      show_to_copies();
+      shared.sum_full[group].arrive_as_warp();
+
+      if constexpr (Plan::slopes_in_registers) wait_for_products<more ? 1 : 0>(of_keys, rounded);
+      else wait_for_products<more ? 1 : 0>(of_keys);
+      shared.query_empty[query_slot].arrive_as_warp();
+      if (++tile == work.tiles.end) tile = work.tiles.begin;
+      if constexpr (more) begin_tile();
+    };
+    if (steps > 0) {
+      shared.key_full.wait(key_parity);
+      multiply_scores();
+      shared.value_full.wait(key_parity);
+      key_parity ^= 1;
+      begin_tile();
+      for (int step = 1; step < steps; step++) end_tile(std::true_type());
+      end_tile(std::false_type());
+    }
+    if (steps > 0) shared.key_empty.arrive_as_warp();
+    write_gradient<T, size>(call.key_gradient, call, work.batch, work.key_head, first_key, of_keys, call.scale);
+    write_gradient<T, size>(call.value_gradient, call, work.batch, work.key_head, first_key, of_values, 1.f);
+  }
+}
+
+}  // namespace jaxsoft::cuda

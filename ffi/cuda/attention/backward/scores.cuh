@@ -1,0 +1,100 @@
+// From products of keys and queries to weights, and from those to slopes: what the backward kernel does with the numbers
+// of a tile. Rows of accumulators are keys here, and columns queries.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "../../exponential.cuh"
+#include "../../wgmma.cuh"
+#include "work.cuh"
+
+namespace jaxsoft::cuda {
+
+// Two numbers, rounded, of which `low` is the first in memory.
+template <class T>
+__device__ uint32_t pair(float low, float high) {
+  uint32_t word;
+  if constexpr (std::is_same_v<T, __half>)
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  else
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+}
+
+// Rounds an accumulator to left operands.
+template <class T, int count>
+__device__ void round_to(uint32_t (&words)[count / 8][4], const float (&numbers)[count]) {
+#pragma unroll
+  for (int i = 0; i < count / 2; i++) words[i / 4][i % 4] = pair<T>(numbers[2 * i], numbers[2 * i + 1]);
+}
+
+// Puts -inf where scores do not count. `row` is the thread's first row less its first column, key less query.
+template <int count>
+__device__ void exclude(float (&scores)[count], int difference, int rows_left, int least, int most) {
+#pragma unroll
+  for (int i = 0; i < count; i++) {
+    const int row = i / 2 % 2 * 8, column = i / 4 * 8 + i % 2;
+    const int here = difference + row - column;
+    if (here < least || here > most || row >= rows_left) scores[i] = -INFINITY;
+  }
+}
+
+// cap * tanh(scale * product / cap) in units of base 2, and how it grows with the scaled product.
+struct Capped {
+  float score, slope;
+  __device__ Capped(float product, float cap, float scale) {
+    const float root = rsqrtf(1 + exp2_approximately(product * (2 * float(kLog2E) * scale / cap)));
+    const float below = root * root;  // (1 - tanh) / 2
+    score = (cap - 2 * cap * below) * float(kLog2E);
+    slope = 4 * (below - below * below);
+  }
+};
+
+// Makes weights of the products of 64 keys and a tile of queries. `growth` is how scores grow with products, if they are
+// capped, and else has one unused element. `lse` begins with the thread's first column.
+template <int size, BackwardKind kind, int count, int growths>
+__device__ void weigh(float (&scores)[count], float (&growth)[growths], const float* lse, const BackwardCall& call,
+                      const BackwardWork<size>& work, int tile, int first_key) {
+  if constexpr (kind == BackwardKind::capped) {
+#pragma unroll
+    for (int i = 0; i < count; i++) {
+      const Capped capped(scores[i], call.cap, call.scale);
+      scores[i] = capped.score, growth[i] = capped.slope;
+    }
+  }
+  if constexpr (kind != BackwardKind::plain) {
+    if (work.masked(tile, first_key))
+      exclude(scores, first_key + row_of_thread() - (tile * (2 * count) + column_of_thread()),
+              work.key_end - first_key - row_of_thread(), work.least, work.most);
+  }
+  const float unit = kind == BackwardKind::capped ? 1.f : call.scale2;
+#pragma unroll
+  for (int i = 0; i < count; i += 4) {
+    const float2 of_queries = *reinterpret_cast<const float2*>(lse + i * 2);
+    scores[i] = exp2_approximately(fmaf(scores[i], unit, -of_queries.x));
+    scores[i + 1] = exp2_approximately(fmaf(scores[i + 1], unit, -of_queries.y));
+    scores[i + 2] = exp2_approximately(fmaf(scores[i + 2], unit, -of_queries.x));
+    scores[i + 3] = exp2_approximately(fmaf(scores[i + 3], unit, -of_queries.y));
+  }
+}
+
+// Makes slopes of the products of values and cotangents.
+template <BackwardKind kind, int count, int growths>
+__device__ void slope(float (&slopes)[count], const float (&weights)[count], const float (&growth)[growths],
+                      const float* delta) {
+#pragma unroll
+  for (int i = 0; i < count; i += 4) {
+    const float2 of_queries = *reinterpret_cast<const float2*>(delta + i * 2);
+    slopes[i] = weights[i] * (slopes[i] - of_queries.x);
+    slopes[i + 1] = weights[i + 1] * (slopes[i + 1] - of_queries.y);
+    slopes[i + 2] = weights[i + 2] * (slopes[i + 2] - of_queries.x);
+    slopes[i + 3] = weights[i + 3] * (slopes[i + 3] - of_queries.y);
+  }
+  if constexpr (kind == BackwardKind::capped) {
+#pragma unroll
+    for (int i = 0; i < count; i++) slopes[i] *= growth[i];
+  }
+}
+
+}  // namespace jaxsoft::cuda

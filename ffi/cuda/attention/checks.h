@@ -1,0 +1,231 @@
+// Checks an FFI call of attention by the record of its target, so that a bad call is an error and never reaches a
+// kernel. It knows dtypes, shapes and attributes, and nothing of CUDA.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "../../rows/buffers.h"
+#include "targets.h"
+
+namespace jaxsoft::attention {
+
+// The attributes of a call.
+struct Form {
+  std::string_view extras;   // names, with commas between them, in the order of kRecords
+  std::string_view results;  // likewise the results beside those that every call has
+  double scale, cap;         // cap is 0 for none
+  int64_t left, right;       // -1 for no limit
+  bool deterministic;        // of gradients
+};
+
+inline constexpr int64_t kFurthest = int64_t(1) << 30;  // limits: further than that there are none
+inline constexpr double kSmallestScale = 1e-30, kLargestScale = 1e30, kLargestCap = 1000;
+inline constexpr int64_t kLargestSize = 256, kSizes = 8;         // head sizes are multiples of the latter
+inline constexpr int64_t kSmallestPage = 16, kLargestPage = 256;  // keys of a page, a power of 2
+inline constexpr uintptr_t kAlignment = 16;                       // of bulk copies, in bytes
+
+// A call: its arrays by name, those that it lacks with null data, and the lengths of the dimensions by letter.
+class Call {
+ public:
+  // Reads and checks everything. Returns what is wrong, or "".
+  std::string read(const Target& target, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+                   const Form& form) {
+    std::vector<Name> given(target.operands.begin(), target.operands.end());
+    if (auto reason = add_names("extras", form.extras, target.extras, &given); !reason.empty()) return reason;
+    given.insert(given.end(), target.after.begin(), target.after.end());
+    std::vector<Name> wanted(target.results.begin(), target.results.end());
+    if (auto reason = add_names("results", form.results, target.more, &wanted); !reason.empty()) return reason;
+    wanted.push_back(Name::workspace);
+    if (auto reason = check_number("operands", args.size(), given); !reason.empty()) return reason;
+    if (auto reason = check_number("results", rets.size(), wanted); !reason.empty()) return reason;
+    for (size_t i = 0; i < given.size(); i++) {
+      const auto buffer = args.get<ffi::AnyBuffer>(i);
+      if (buffer.has_error()) return buffer.error().message();
+      if (auto reason = take(given[i], Buffer(*buffer), &operands_); !reason.empty()) return reason;
+    }
+    if (auto reason = check_sizes(); !reason.empty()) return reason;
+    for (size_t i = 0; i < wanted.size(); i++) {
+      const auto buffer = rets.get<ffi::AnyBuffer>(i);
+      if (buffer.has_error()) return buffer.error().message();
+      if (auto reason = take(wanted[i], Buffer(**buffer), &results_); !reason.empty()) return reason;
+    }
+    return check_form(form);
+  }
+
+  const Buffer& operand(Name name) const { return operands_.of[static_cast<int>(name)]; }
+  const Buffer& result(Name name) const { return results_.of[static_cast<int>(name)]; }
+  // The length of a dimension by its letter.
+  int size(char letter) const { return static_cast<int>(sizes_[letter - 'A']); }
+
+ private:
+  struct Buffers {
+    Buffer of[kNames];
+  };
+  static constexpr int64_t kUnknown = -1;
+
+  // Appends the names that an attribute lists, which must be some of those that are allowed, in their order.
+  static std::string add_names(const char* attribute, std::string_view listed, Set<Name> allowed,
+                               std::vector<Name>* names) {
+    std::string all;
+    std::string_view left = listed;
+    bool more = !left.empty();
+    for (const Record& each : kRecords) {
+      if (!allowed.has(each.name)) continue;
+      all += (all.empty() ? "" : ",") + std::string(each.text);
+      const size_t end = std::min(left.find(','), left.size());
+      if (!more || left.substr(0, end) != each.text) continue;
+      names->push_back(each.name);
+      more = end < left.size();
+      left.remove_prefix(std::min(end + 1, left.size()));
+    }
+    if (!more) return "";
+    return std::string(attribute) + "='" + std::string(listed) + "' must be some of '" + all + "', in this order";
+  }
+
+  static std::string check_number(const char* what, size_t number, const std::vector<Name>& names) {
+    if (number == names.size()) return "";
+    std::string all;
+    for (Name name : names) all += (all.empty() ? "" : ", ") + std::string(record(name).text);
+    return std::string("wrong number of ") + what + ": got " + std::to_string(number) + " instead of (" + all + ")";
+  }
+
+  // Checks an array and keeps it. The first array that has a dimension says how long that is.
+  std::string take(Name name, const Buffer& buffer, Buffers* buffers) {
+    const Record& is = record(name);
+    const std::string_view dims = is.dims;
+    if (!fits(is.type, buffer.dtype) || buffer.dims.size() != dims.size()) return must(is, buffer);
+    for (size_t i = 0; i < dims.size(); i++) {
+      const int64_t size = sizes_[dims[i] - 'A'];
+      const bool once = buffer.dims[i] == 1 && std::string_view(is.once).find(dims[i]) != std::string_view::npos;
+      if (buffer.dims[i] != size && size != kUnknown && !once) return must(is, buffer);
+      if (buffer.dims[i] < 1) return std::string(is.text) + " must have elements: got " + describe(buffer);
+    }
+    for (size_t i = 0; i < dims.size(); i++)
+      if (int64_t& size = sizes_[dims[i] - 'A']; size == kUnknown) size = buffer.dims[i];
+    const bool copied = is.type == Type::query || is.type == Type::wide_or_query || is.type == Type::page;
+    if ((copied || is.type == Type::byte) && reinterpret_cast<uintptr_t>(buffer.data) % kAlignment)
+      return std::string(is.text) + " must begin at a multiple of " + std::to_string(kAlignment) + " bytes";
+    if (name == Name::page_table) sizes_['S' - 'A'] = sizes_['C' - 'A'] * sizes_['G' - 'A'];
+    buffers->of[static_cast<int>(name)] = buffer;
+    return "";
+  }
+
+  bool fits(Type type, ffi::DataType dtype) const {
+    const auto query = operand(Name::query).dtype;
+    switch (type) {
+      case Type::query: return query == ffi::DataType::INVALID ? is_16_bit(dtype) : dtype == query;
+      case Type::wide_or_query: return dtype == query || dtype == ffi::F32;
+      case Type::page: {
+        const auto pages = operand(Name::key_pages).dtype;  // those of values have the dtype of those of keys
+        if (pages != ffi::DataType::INVALID) return dtype == pages;
+        return dtype == query || dtype == ffi::F8E4M3FN || dtype == ffi::F8E5M2;
+      }
+      case Type::score: return is_16_bit(dtype) || dtype == ffi::F32;
+      case Type::number: return dtype == ffi::F32;
+      case Type::integer: return dtype == ffi::S32;
+      case Type::flag: return dtype == ffi::PRED;
+      case Type::byte: return dtype == ffi::U8;
+    }
+    return false;
+  }
+
+  std::string dtypes(Type type) const {
+    const Buffer &query = operand(Name::query), &pages = operand(Name::key_pages);
+    auto text = [](ffi::DataType dtype) {
+      std::ostringstream text;
+      text << dtype;
+      return text.str();
+    };
+    switch (type) {
+      case Type::query: return query.data ? text(query.dtype) : "F16 or BF16";
+      case Type::wide_or_query: return text(query.dtype) + " or F32";
+      case Type::page: return pages.data ? text(pages.dtype) : text(query.dtype) + ", F8E4M3FN or F8E5M2";
+      case Type::score: return "F16, BF16 or F32";
+      case Type::number: return "F32";
+      case Type::integer: return "S32";
+      case Type::flag: return "PRED";
+      case Type::byte: return "U8";
+    }
+    return "";
+  }
+
+  // For example "bias must be F16, BF16 or F32 of shape (2 or 1,N or 1,8 or 1,9 or 1): got F32(3) beside query ..."
+  std::string must(const Record& is, const Buffer& buffer) const {
+    std::string shape;
+    for (const char letter : std::string_view(is.dims)) {
+      const int64_t size = sizes_[letter - 'A'];
+      shape += (shape.empty() ? "" : ",") + (size == kUnknown ? std::string(1, letter) : std::to_string(size));
+      if (std::string_view(is.once).find(letter) != std::string_view::npos) shape += " or 1";
+    }
+    std::string beside;
+    for (const Name name : {Name::query, Name::key, Name::key_pages})
+      if (operand(name).data) beside += std::string(", ") + record(name).text + " " + describe(operand(name));
+    if (!beside.empty()) beside = " beside " + beside.substr(2);
+    return std::string(is.text) + " must be " + dtypes(is.type) + " of shape (" + shape + "): got " + describe(buffer) +
+           beside;
+  }
+
+  // Checks the lengths of dimensions, which all operands have by now.
+  std::string check_sizes() {
+    const int64_t n = sizes_['N' - 'A'], k = sizes_['K' - 'A'], h = sizes_['H' - 'A'], d = sizes_['D' - 'A'];
+    for (const int64_t size : sizes_)
+      if (size > INT32_MAX) return "dimensions must be at most " + std::to_string(INT32_MAX) + ": got " +
+                                   std::to_string(size);
+    if (n % k)
+      return "the heads of query must be a multiple of those of keys: got " + std::to_string(n) + " and " +
+             std::to_string(k);
+    if (h != d || h % kSizes || h > kLargestSize)
+      return "head sizes must be equal, and multiples of " + std::to_string(kSizes) + " up to " +
+             std::to_string(kLargestSize) + ": got " + std::to_string(h) + " and " + std::to_string(d);
+    if (operand(Name::page_table).data) {
+      const int64_t page = sizes_['G' - 'A'];
+      if (h % (kAlignment / ffi::ByteWidth(operand(Name::key_pages).dtype)))
+        return "head sizes of pages in 8 bits must be multiples of " + std::to_string(kAlignment) + ": got " +
+               std::to_string(h);
+      if (page < kSmallestPage || page > kLargestPage || (page & (page - 1)))
+        return "pages must have a power of 2 of keys, " + std::to_string(kSmallestPage) + " to " +
+               std::to_string(kLargestPage) + ": got " + std::to_string(page);
+    }
+    if (!operand(Name::query_segments).data != !operand(Name::key_segments).data)
+      return "query_segments and key_segments must be given together";
+    return "";
+  }
+
+  std::string check_form(const Form& form) const {
+    auto got = [](double number) {
+      std::ostringstream text;
+      text << number;
+      return ": got " + text.str();
+    };
+    if (!(form.scale >= kSmallestScale && form.scale <= kLargestScale))
+      return "scale must be from 1e-30 to 1e30" + got(form.scale);
+    if (!(form.cap >= 0 && form.cap <= kLargestCap))
+      return "cap must be from 0 to " + std::to_string(int(kLargestCap)) + got(form.cap);
+    for (const int64_t limit : {form.left, form.right})
+      if (limit < -1 || limit > kFurthest)
+        return "left and right must be from -1 to " + std::to_string(kFurthest) + ": got " + std::to_string(limit);
+    if (result(Name::rest).data && !operand(Name::bias).data) return "there is a rest only beside a bias";
+    if (result(Name::output_rest).data && result(Name::output).dtype != operand(Name::query).dtype)
+      return "there is an output_rest only where output has the dtype of query: got " +
+             describe(result(Name::output));
+    return "";
+  }
+
+  Buffers operands_, results_;
+  int64_t sizes_[26] = {kUnknown, kUnknown, kUnknown, kUnknown, kUnknown, kUnknown, kUnknown, kUnknown, kUnknown,
+                        kUnknown, kUnknown, kUnknown, kUnknown, kUnknown, kUnknown, kUnknown, kUnknown, kUnknown,
+                        kUnknown, kUnknown, kUnknown, kUnknown, kUnknown, kUnknown, kUnknown, kUnknown};
+};
+
+}  // namespace jaxsoft::attention
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jaxsoft::attention::Form, xla::ffi::StructMember<std::string_view>("extras"),
+                                      xla::ffi::StructMember<std::string_view>("results"),
+                                      xla::ffi::StructMember<double>("scale"), xla::ffi::StructMember<double>("cap"),
+                                      xla::ffi::StructMember<int64_t>("left"),
+                                      xla::ffi::StructMember<int64_t>("right"),
+                                      xla::ffi::StructMember<bool>("deterministic"));

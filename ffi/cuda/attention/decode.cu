@@ -1,0 +1,123 @@
+// Attention of few queries of each sequence over many keys: what a call must be, and the launch of its kernel.
+#include "decode/few_rows.cuh"
+
+#include <algorithm>
+
+#include "../attributes.cuh"
+#include "../devices.cuh"
+
+namespace jaxsoft::cuda {
+namespace decode {
+
+// The head size for which the kernel is compiled, of those that are not smaller.
+inline int padded_size(int size) { return size <= 64 ? 64 : size <= 128 ? 128 : 256; }
+
+struct Launch {
+  Arguments args;
+  cudaStream_t stream;
+  int padded;
+
+  // Whether it is a call that the kernels take.
+  bool allowed() const {
+    const AttentionCall& call = args.call;
+    const bool narrow = args.paged && args.pages.type != PageType::as_query;
+    if (call.size != call.value_size || call.size < 8 || call.size > 256 || call.size % (narrow ? 16 : 8)) return false;
+    if (call.heads % call.key_heads) return false;
+    if (!args.paged) return true;
+    const int size = args.pages.page_size;
+    return size >= kSmallestTile && size <= 256 && (size & (size - 1)) == 0;
+  }
+
+  template <class T, PageType type, int size>
+  cudaError_t run_few() {
+    using Shape = FewRows<type, size>;
+    constexpr size_t bytes = sizeof(typename Shape::Memory);
+    static_assert(bytes <= 227 * 1024);
+    auto kernel = few_rows<T, type, size>;
+    static Devices<> prepared;
+    if (auto e = prepared.once([&] {
+          return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+        }))
+      return e;
+    const int box_rows = args.paged ? std::min(Shape::keys, args.pages.page_size) : Shape::keys;
+    CUtensorMap keys, values;
+    if (auto e = describe_cache(&keys, args.call.key, box_rows, Shape::Values::swizzle)) return e;
+    if (auto e = describe_cache(&values, args.call.value, box_rows, Shape::Values::swizzle)) return e;
+    return start(kernel, Shape::threads, bytes, keys, values);
+  }
+
+  cudaError_t describe_cache(CUtensorMap* map, const void* data, int box_rows, Swizzle swizzle) const {
+    const AttentionCall& call = args.call;
+    const auto type = args.paged && args.pages.type != PageType::as_query ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                      : call.type == AttentionType::bf16                  ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                                          : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    const int batch = args.paged ? args.pages.pages : call.batch, rows = args.paged ? args.pages.page_size : call.keys;
+    return describe(map, {data, type, batch, rows, call.key_heads, call.size}, box_rows, swizzle);
+  }
+
+  template <class Kernel>
+  cudaError_t start(Kernel kernel, int threads, size_t bytes, const CUtensorMap& keys, const CUtensorMap& values) {
+    const AttentionCall& call = args.call;
+    Device device;
+    if (auto e = device.read()) return e;
+    const Workspace workspace(args.plan, args.item_rows, padded);
+    if (call.workspace_bytes < workspace.bytes) return cudaErrorInvalidValue;
+    auto* at = static_cast<char*>(call.workspace);
+    args.counters = reinterpret_cast<unsigned*>(at);
+    args.sums = reinterpret_cast<float2*>(at + workspace.sums);
+    args.outputs = reinterpret_cast<float*>(at + workspace.outputs);
+    const int64_t units = int64_t(args.plan.items) * args.plan.most_chunks;
+    const int blocks = static_cast<int>(std::min<int64_t>(units, device.processors));
+    args.dealt = units > blocks;
+    if (args.dealt || args.plan.most_chunks > 1)
+      if (auto e = cudaMemsetAsync(args.counters, 0, workspace.counters, stream)) return e;
+    kernel<<<blocks, threads, bytes, stream>>>(args, keys, values);
+    return cudaGetLastError();
+  }
+
+  template <class T, PageType type>
+  cudaError_t run_type() {
+    switch (padded) {
+      case 64: return run_few<T, type, 64>();
+      case 128: return run_few<T, type, 128>();
+      default: return run_few<T, type, 256>();
+    }
+  }
+  cudaError_t run() {
+    args.plan = make_plan(args.call, 16);
+    args.item_rows = std::min(args.plan.row_tile, args.rows);
+    switch (args.pages.type) {
+      case PageType::e4m3: return run_type<__half, PageType::e4m3>();
+      case PageType::e5m2: return run_type<__half, PageType::e5m2>();
+      default: break;
+    }
+    if (args.call.type == AttentionType::bf16) return run_type<__nv_bfloat16, PageType::as_query>();
+    return run_type<__half, PageType::as_query>();
+  }
+};
+
+}  // namespace decode
+
+cudaError_t run_attention_decode(const AttentionCall& call, const Pages* pages, const AttentionResults& results,
+                                 cudaStream_t stream) {
+  Device device;
+  if (auto e = device.read()) return e;
+  if (device.major != 9) return cudaErrorNotSupported;
+  decode::Launch launch{};
+  launch.stream = stream;
+  launch.padded = decode::padded_size(call.size);
+  decode::Arguments& args = launch.args;
+  args.call = call, args.results = results;
+  args.paged = pages != nullptr;
+  if (pages) {
+    args.pages = *pages;
+    while (1 << args.page_shift < pages->page_size) args.page_shift++;
+  }
+  args.heads_each = call.heads / std::max(call.key_heads, 1);
+  args.rows = call.queries * args.heads_each;
+  args.adjusted = call.cap > 0 || call.bias.data || call.mask.data || call.query_segments;
+  if (!launch.allowed()) return cudaErrorInvalidValue;
+  return launch.run();
+}
+
+}  // namespace jaxsoft::cuda

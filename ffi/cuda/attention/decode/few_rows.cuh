@@ -1,0 +1,244 @@
+// Decode for up to 16 packed queries of a key head: memory decides how long it takes, and products are those of single
+// warps. Each consumer warp has all rows, and keeps a state of its own over the tiles that it gets; the states of a
+// block's warps are merged at the end of a unit. So warps wait for nobody but the copies.
+#pragma once
+
+#include "merge.cuh"
+#include "ring.cuh"
+
+namespace jaxsoft::cuda::decode {
+
+// What a block consists of. With few bytes for a key more warps have to convert and multiply.
+template <PageType type, int size>
+struct FewRows {
+  static constexpr int bytes = size * (type == PageType::as_query ? 2 : 1);  // of a key
+  static constexpr int keys = bytes == 512 ? 16 : 32;                        // of a tile
+  static constexpr int warps = bytes * keys > 4096 ? 4 : 8;
+  static constexpr int slots = bytes == 64 ? 6 : 3;  // of a warp: 192 KB in all
+  static constexpr int threads = (warps + 1) * 32, buffers = warps / 2;
+  using Values = Tile<type, size, keys>;
+  struct Memory {
+    RingMemory<Values, keys, warps, slots> ring;
+    alignas(16) float outputs[buffers][16][size];  // at `place_in_row`
+    float2 sums[warps][16];
+    int last;
+  };
+};
+
+// Where an element of a row of a block's output is, so that stores of fragments meet no bank twice.
+__device__ inline int place_in_row(int row, int element) { return element ^ row % 4 * 8; }
+
+// The product of a tile's keys and the queries.
+template <class T, class Tile, int steps, int columns>
+__device__ void multiply_keys(float (&z)[columns][4], const uint32_t (&query)[steps][4], uint32_t tile) {
+#pragma unroll
+  for (int i = 0; i < columns; i++) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) z[i][j] = 0;
+  }
+#pragma unroll
+  for (int step = 0; step < steps; step += Tile::steps_of_load) {
+#pragma unroll
+    for (int i = 0; i < columns; i++) {
+      uint32_t pairs[Tile::steps_of_load][2];
+      Tile::load_keys(pairs, tile, 8 * i, step);
+#pragma unroll
+      for (int k = 0; k < Tile::steps_of_load; k++) multiply(z[i], query[step + k], pairs[k][0], pairs[k][1], T());
+    }
+  }
+}
+
+// Adds the product of weights and a tile's values.
+template <class T, class Tile, int columns, class Out>
+__device__ void multiply_values(Out& output, const float (&weights)[columns][4], uint32_t tile) {
+#pragma unroll
+  for (int run = 0; run < columns / 2; run++) {
+    uint32_t left[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float(&of)[4] = weights[2 * run + i / 2];
+      left[i] = bits<uint32_t>(narrow_pair(of[i % 2 * 2], of[i % 2 * 2 + 1], T()));
+    }
+#pragma unroll
+    for (int i = 0; i < Out::columns; i += Tile::columns_of_load) {
+      uint32_t pairs[Tile::columns_of_load][2];
+      Tile::load_values(pairs, tile, 16 * run, i);
+#pragma unroll
+      for (int k = 0; k < Tile::columns_of_load; k++)
+        multiply(output.values[i + k], left, pairs[k][0], pairs[k][1], T());
+    }
+  }
+}
+
+// Loads a lane's part of the queries of the unit, from `row` on and 8 further down, as left operands. Returns by which
+// power of 2 each row was divided: in f16, numbers of bf16 might be too large.
+template <class T, class Query, class Tile, int steps>
+__device__ void load_queries(const Arguments& args, const Unit& unit, int row, uint32_t (&to)[steps][4],
+                             float (&unit_of_row)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const bool exists = row + 8 * half < rows_of(args, unit);
+    const auto* from = static_cast<const Query*>(args.call.query) + RowPlace(args, unit, exists ? row + 8 * half : 0).begin(args, unit);
+#pragma unroll
+    for (int step = 0; step < steps; step++) {
+#pragma unroll
+      for (int k = 0; k < 2; k++) {
+        const int element = Tile::element_of_query(step, k);
+        to[step][half + 2 * k] =
+            exists && element < args.call.size ? __ldg(reinterpret_cast<const uint32_t*>(from + element)) : 0;
+      }
+    }
+    unit_of_row[half] = 1;
+    if constexpr (!std::is_same_v<T, Query>) {
+      float most = 0;
+#pragma unroll
+      for (int step = 0; step < steps; step++) {
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+          const float2 pair = __bfloat1622float2(bits<__nv_bfloat162>(to[step][half + 2 * k]));
+          most = fmaxf(most, fmaxf(fabsf(pair.x), fabsf(pair.y)));
+        }
+      }
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+      const int exponent = most > 0 && most < INFINITY ? max(-126, ilogbf(most)) : 0;
+      unit_of_row[half] = scalbnf(1.f, exponent);
+      const float inverse = scalbnf(1.f, -exponent);
+#pragma unroll
+      for (int step = 0; step < steps; step++) {
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+          uint32_t& word = to[step][half + 2 * k];
+          const float2 pair = __bfloat1622float2(bits<__nv_bfloat162>(word));
+          word = bits<uint32_t>(__floats2half2_rn(pair.x * inverse, pair.y * inverse));
+        }
+      }
+    }
+  }
+}
+
+// T is the type in which is multiplied.
+template <class T, PageType type, int size>
+__device__ void consume_few(const Arguments& args, typename FewRows<type, size>::Memory& memory) {
+  using Shape = FewRows<type, size>;
+  using Tile = typename Shape::Values;
+  using Consumers = Team<Shape::warps * 32>;
+  constexpr int steps = size / 16, columns = Shape::keys / 8, each = size / 4;
+  auto& ring = memory.ring;
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, row = lane / 4;
+  Place<Shape::slots> slot;
+  Place<ring.units> unit_place;
+  for (;;) {
+    ring.told[unit_place.slot].wait(unit_place.parity);
+    const Unit unit = ring.unit[unit_place.slot];
+    ring.heard[unit_place.slot].arrive_as_warp();
+    unit_place.advance();
+    if (unit.batch == kNoUnit) return;
+
+    uint32_t query[steps][4];
+    float unit_of_row[2];
+    if (std::is_same_v<T, __nv_bfloat16> || args.call.type == AttentionType::f16)
+      load_queries<T, T, Tile>(args, unit, row, query, unit_of_row);
+    else
+      load_queries<T, __nv_bfloat16, Tile>(args, unit, row, query, unit_of_row);
+    LaneRows rows(args, unit, row, args.call.scale * (args.pages.key_scale ? args.pages.key_scale[unit.head] : 1.f));
+    for (int half = 0; half < 2; half++) rows.factor[half] *= unit_of_row[half];
+    Output<type, size> output{};
+    for (int key = unit.begin + warp * Shape::keys; key < unit.end; key += Shape::warps * Shape::keys) {
+      ring.full[warp][slot.slot].wait(slot.parity);
+      auto& tile = ring.slots[warp][slot.slot];
+      float z[columns][4];
+      multiply_keys<T, Tile>(z, query, shared_address(tile.key));
+      fold_tile(args, unit, rows, row, key, ring.valid[warp][slot.slot], z, [&](const float(&factors)[2]) {
+#pragma unroll
+        for (int i = 0; i < output.columns; i++) {
+#pragma unroll
+          for (int j = 0; j < 4; j++) output.values[i][j] *= factors[j / 2];
+        }
+      });
+      // Keys that count for nobody have the weight 0, but may have any values.
+      if (key < unit.counted_begin || key + Shape::keys > unit.end) {
+        Tile::clear(tile.value, unit.counted_begin - key, unit.end - key);
+        show_to_copies();
+        __syncwarp();
+      }
+      multiply_values<T, Tile>(output, z, shared_address(tile.value));
+      ring.empty[warp][slot.slot].arrive_as_warp();
+      slot.advance();
+    }
+
+    // The block's state.
+    float2 total[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      rows.s[half] += __shfl_xor_sync(~0u, rows.s[half], 1);
+      rows.s[half] += __shfl_xor_sync(~0u, rows.s[half], 2);
+      if (lane % 4 == 0) memory.sums[warp][row + 8 * half] = {rows.m[half], rows.s[half]};
+    }
+    Consumers::synchronize();
+    auto sums_of = [&](int of_row) {
+      float2 all = memory.sums[0][of_row];
+#pragma unroll
+      for (int i = 1; i < Shape::warps; i++) all.x = fmaxf(all.x, memory.sums[i][of_row].x);
+      all.y = 0;
+#pragma unroll
+      for (int i = 0; i < Shape::warps; i++)
+        all.y = fmaf(memory.sums[i][of_row].y, weight_of(memory.sums[i][of_row].x, all.x), all.y);
+      return all;
+    };
+    const int count = rows_of(args, unit);
+    float factors[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      total[half] = sums_of(row + 8 * half);
+      factors[half] = weight_of(rows.m[half], total[half].x);
+    }
+    auto& own = memory.outputs[warp % Shape::buffers];
+    auto store = [&](bool add) {
+      output.visit([&](int of_row, int element, float a, float b) {
+        if (of_row >= count) return;
+        const float factor = factors[of_row / 8];
+        auto* to = reinterpret_cast<float2*>(&own[of_row][place_in_row(of_row, element)]);
+        *to = add ? float2{fmaf(a, factor, to->x), fmaf(b, factor, to->y)} : float2{a * factor, b * factor};
+      });
+    };
+    if (warp >= Shape::buffers) store(false);
+    Consumers::synchronize();
+    if (warp < Shape::buffers) store(true);
+    Consumers::synchronize();
+    for (int i = threadIdx.x; i < count * each; i += Consumers::threads) {
+      const int of_row = i / each, element = i % each * 4;
+      float4 sum{};
+#pragma unroll
+      for (int k = 0; k < Shape::buffers; k++) {
+        const float4 part = *reinterpret_cast<const float4*>(&memory.outputs[k][of_row][place_in_row(of_row, element)]);
+        sum = {sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w};
+      }
+      const float2 sums = sums_of(of_row);
+      if (unit.chunks == 1) finish(args, unit, of_row, element, sums, sum);
+      else store_state<size>(args, unit, unit.chunk, of_row, element, sums, sum);
+    }
+    if (unit.chunks > 1)
+      merge_if_last<size, Consumers>(args, unit, reinterpret_cast<float2*>(memory.outputs), &memory.last);
+  }
+}
+
+template <class T, PageType type, int size>
+__global__ void __launch_bounds__(FewRows<type, size>::threads, 1)
+    few_rows(const __grid_constant__ Arguments args, const __grid_constant__ CUtensorMap keys,
+             const __grid_constant__ CUtensorMap values) {
+  if constexpr (kHopperCode) {
+    using Shape = FewRows<type, size>;
+    extern __shared__ __align__(1024) unsigned char bytes[];
+    auto& memory = *reinterpret_cast<typename Shape::Memory*>(bytes);
+    if (threadIdx.x == 0) {
+      prefetch_map(keys), prefetch_map(values);
+      memory.ring.init(Barrier::warp_arrivals, Shape::warps * Barrier::warp_arrivals);
+    }
+    __syncthreads();
+    if (threadIdx.x / 32 == Shape::warps) produce(args, keys, values, memory.ring);
+    else consume_few<T, type, size>(args, memory);
+  }
+}
+
+}  // namespace jaxsoft::cuda::decode

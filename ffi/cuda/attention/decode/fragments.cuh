@@ -1,0 +1,151 @@
+// Products of a warp on tensor cores (mma.sync), and how their operands come out of tiles in shared memory.
+//
+// A fragment is what a lane has of a tile. With g = lane / 4 and t = lane % 4, an accumulator of 16 x 8 is in rows g
+// and g + 8, and columns 2 t and 2 t + 1. Rows are packed queries; columns are keys in the first product, and elements
+// of values in the second.
+//
+// 8-bit elements are converted to f16, which holds them exactly. They come in pairs that are next to each other, so the
+// order in which they are multiplied differs: see `element_of_query` and `column_of_output`.
+#pragma once
+
+#include "../../tensor_map.cuh"
+#include "arguments.cuh"
+
+namespace jaxsoft::cuda::decode {
+
+__device__ inline void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, __nv_bfloat16) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ inline void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, __half) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Loads four matrices of 8 rows of 16 bytes. Lane l gives the address of row l % 8 of matrix l / 8, and gets of each the
+// 4 bytes at 4 t of row g; or if `turned`, 16 bits each at 2 g of rows 2 t and 2 t + 1.
+template <bool turned>
+__device__ void load_matrices(uint32_t (&to)[4], uint32_t address) {
+  if constexpr (turned)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(address)
+                 : "memory");
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// Two 8-bit floats in the lower half of a word, as f16.
+template <PageType type>
+__device__ uint32_t widen_pair(uint32_t pair) {
+  uint32_t wide;
+  const auto low = static_cast<uint16_t>(pair);
+  if constexpr (type == PageType::e4m3) asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(wide) : "h"(low));
+  else asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(wide) : "h"(low));
+  return wide;
+}
+
+// A tile of keys or of values in shared memory: boxes of `keys` rows, one for each 128 bytes of a key (64 if it has no
+// more), one after the other.
+template <PageType type, int size, int keys>
+struct Tile {
+  static constexpr bool wide = type == PageType::as_query;
+  static constexpr int key_bytes = size * (wide ? 2 : 1), box_bytes = key_bytes < 128 ? key_bytes : 128;
+  static constexpr Swizzle swizzle = box_bytes == 128 ? Swizzle::bytes128 : Swizzle::bytes64;
+  static constexpr int boxes = key_bytes / box_bytes, bytes = keys * key_bytes;
+  static constexpr int box_elements = size / boxes;
+  // How many products of 16 elements, or columns of 8, four matrices are enough for.
+  static constexpr int steps_of_load = wide ? 2 : 4, columns_of_load = wide ? 2 : 4;
+
+  // Of which box, and how far from its begin, is a unit of 16 bytes of a key.
+  __device__ static uint32_t place(int key, int unit) {
+    constexpr int units = box_bytes / 16;
+    return unit / units * keys * box_bytes + place_in_box<swizzle>(key, unit % units * 16);
+  }
+  // The right operands of the first product: of 8 keys from `key` on, and steps [step, step + steps_of_load) of 16
+  // elements.
+  __device__ static void load_keys(uint32_t (&pairs)[steps_of_load][2], uint32_t tile, int key, int step) {
+    const int lane = threadIdx.x % 32;
+    uint32_t words[4];
+    load_matrices<false>(words, tile + place(key + lane % 8, step * (wide ? 2 : 1) + lane / 8));
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      if constexpr (wide) pairs[i / 2][i % 2] = words[i];
+      else pairs[i][0] = widen_pair<type>(words[i]), pairs[i][1] = widen_pair<type>(words[i] >> 16);
+    }
+  }
+  // The element of the query that goes with pair `half` of a step in lane t: it and the next one.
+  __device__ static int element_of_query(int step, int half) {
+    const int t = threadIdx.x % 4;
+    return wide ? step * 16 + half * 8 + 2 * t : step * 16 + 4 * t + 2 * half;
+  }
+  // The right operands of the second product: of 16 keys from `key` on, and columns of 8 from `column` on.
+  __device__ static void load_values(uint32_t (&pairs)[columns_of_load][2], uint32_t tile, int key, int column) {
+    const int lane = threadIdx.x % 32;
+    uint32_t words[4];
+    // Matrices are the first 8 keys, the other 8 keys, and the same of the next 16 bytes.
+    const int unit = (wide ? column : column / 2) + lane / 16;
+    load_matrices<true>(words, tile + place(key + lane % 16, unit));
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const uint32_t word = words[2 * i + half];
+        if constexpr (wide) {
+          pairs[i][half] = word;
+        } else {  // even elements of both keys are one column, odd ones the other
+          pairs[2 * i][half] = widen_pair<type>(__byte_perm(word, 0, 0x4420));
+          pairs[2 * i + 1][half] = widen_pair<type>(__byte_perm(word, 0, 0x4431));
+        }
+      }
+    }
+  }
+  // Sets keys [0, before) and [from, keys) to 0. All lanes of a warp call this.
+  __device__ static void clear(unsigned char* tile, int before, int from) {
+    constexpr int units = key_bytes / 16;
+    for (int i = threadIdx.x % 32; i < keys * units; i += 32) {
+      const int key = i / units;
+      if (key < before || key >= from) *reinterpret_cast<uint4*>(tile + place(key, i % units)) = uint4{};
+    }
+  }
+};
+
+// The output of 16 rows in a warp's accumulators.
+template <PageType type, int size>
+struct Output {
+  static constexpr int columns = size / 8;
+  float values[columns][4];
+  // A lane has runs of elements that lie next to each other in two rows: of 2, or of 4 where elements were of 8 bits.
+  // Calls use(row, element, value...) for each.
+  template <class Use>
+  __device__ void visit(Use use) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    if constexpr (type == PageType::as_query) {
+#pragma unroll
+      for (int i = 0; i < columns; i++) {
+        use(g, 8 * i + 2 * t, values[i][0], values[i][1]);
+        use(g + 8, 8 * i + 2 * t, values[i][2], values[i][3]);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < columns; i += 2) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          use(g + 8 * half, 8 * i + 4 * t, values[i][2 * half], values[i + 1][2 * half]);
+          use(g + 8 * half, 8 * i + 4 * t + 2, values[i][2 * half + 1], values[i + 1][2 * half + 1]);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace jaxsoft::cuda::decode

@@ -1,0 +1,120 @@
+// The copies of keys and values into shared memory, and what passes between the producer of a block and its consumers.
+//
+// Each consumer (a warp, or some) has a few slots of its own, which the producer, one warp, fills with tiles of keys and
+// values by bulk copies: tiles of a unit go to the consumers in turn. Which consumer has a tile follows from the unit
+// alone, as bits depend on it. Units go to all consumers, through a ring of their own.
+//
+// Barriers: full[consumer][slot] is completed by the copies into a slot, and empty[consumer][slot] by the consumer;
+// told[i] by the producer when it has written a unit, and heard[i] by the consumers.
+#pragma once
+
+#include "../../counter.cuh"
+#include "deal.cuh"
+#include "fragments.cuh"
+
+namespace jaxsoft::cuda::decode {
+
+// A number that runs through the slots of a ring, and the parity of its round.
+template <int slots>
+struct Place {
+  int slot = 0;
+  unsigned parity = 0;
+  __device__ void advance() {
+    if (++slot == slots) slot = 0, parity ^= 1;
+  }
+};
+
+template <class Tile_, int tile_keys, int consumers, int slots_each>
+struct RingMemory {
+  using Tile = Tile_;
+  static constexpr int keys = tile_keys, count = consumers, depth = slots_each, units = 4;
+  static constexpr int runs = keys / kSmallestTile;  // of keys, of which each is in one page
+  struct alignas(1024) Slot {
+    unsigned char key[Tile::bytes], value[Tile::bytes];
+  };
+  Slot slots[count][depth];
+  Barrier full[count][depth], empty[count][depth], told[units], heard[units];
+  Unit unit[units];
+  uint8_t valid[count][depth];  // bit i says whether run i of the tile's keys is in the cache
+
+  // One thread calls this. A slot is handed back by `warps` warps.
+  __device__ void init(int warps, int all_warps) {
+    for (int i = 0; i < count * depth; i++) (&full[0][0])[i].init(1), (&empty[0][0])[i].init(warps);
+    for (int i = 0; i < units; i++) told[i].init(1), heard[i].init(all_warps);
+    show_barriers();
+  }
+};
+
+constexpr int kNoUnit = -1;  // as a unit's batch: there are no more
+
+// The producer: all lanes of one warp.
+template <class Memory>
+__device__ void produce(const Arguments& args, const CUtensorMap& keys, const CUtensorMap& values, Memory& memory) {
+  using Tile = typename Memory::Tile;
+  constexpr int runs = Memory::runs, tiles_looked_up = 32 / runs;
+  const int lane = threadIdx.x % 32;
+  // A box has the keys of one run, or of a whole tile, as pages allow. Each lane copies one box.
+  const int runs_of_box = args.paged ? min(runs, (1 << args.page_shift) / kSmallestTile) : runs;
+  const int box = lane % Tile::boxes, first_run = lane / Tile::boxes / 2 * runs_of_box;
+  const bool copies = first_run < runs, of_values = lane / Tile::boxes % 2;
+  const CUtensorMap& map = of_values ? values : keys;
+  const int place_in_slot = (of_values ? Tile::bytes : 0) + (box * Memory::keys + first_run * kSmallestTile) * Tile::box_bytes;
+  const int page_mask = args.paged ? (1 << args.page_shift) - 1 : -1;
+
+  Dealer dealer(args);
+  Place<Memory::units> unit_place;
+  Place<Memory::depth> slot_of_lane;  // of the consumer with the number of the lane
+  for (int64_t number = blockIdx.x;;) {
+    Unit unit;
+    const bool found = dealer.find(number, &unit);
+    unsigned taken = 0;
+    if (found && args.dealt && lane == 0) taken = take(reinterpret_cast<unsigned long long*>(args.counters));
+    memory.heard[unit_place.slot].wait(unit_place.parity ^ 1);
+    if (lane == 0) {
+      if (!found) unit.batch = kNoUnit;
+      memory.unit[unit_place.slot] = unit;
+      memory.told[unit_place.slot].arrive();
+    }
+    unit_place.advance();
+    if (!found) return;
+
+    auto look_up = [&](int tile) {  // the page of the run of keys from that tile on that has the number of the lane
+      const int key = unit.begin + tile * Memory::keys + lane * kSmallestTile;
+      if (key >= unit.end) return -1;
+      return args.pages.table[int64_t(unit.batch) * args.pages.pages_of_sequence + (key >> args.page_shift)];
+    };
+    int pages = 0, next_pages = args.paged ? look_up(0) : 0;
+    int consumer = 0;
+    for (int tile = 0, looked_up = 0, key = unit.begin; key < unit.end; tile++, key += Memory::keys) {
+      unsigned valid = ~0u;
+      int page = unit.batch;
+      if (args.paged) {
+        if (tile == looked_up) {
+          pages = next_pages, looked_up += tiles_looked_up;
+          next_pages = look_up(looked_up);
+        }
+        const int first = (tile + tiles_looked_up - looked_up) * runs;
+        valid = __ballot_sync(~0u, pages >= 0 && pages < args.pages.pages) >> first;
+        page = __shfl_sync(~0u, pages, first + first_run % runs);
+      }
+      const int slot = __shfl_sync(~0u, slot_of_lane.slot, consumer);
+      const unsigned parity = __shfl_sync(~0u, slot_of_lane.parity, consumer);
+      Barrier& full = memory.full[consumer][slot];
+      memory.empty[consumer][slot].wait(parity ^ 1);
+      if (lane == 0) {
+        memory.valid[consumer][slot] = static_cast<uint8_t>(valid);
+        full.arrive_expecting(2 * Tile::bytes);
+      }
+      __syncwarp();
+      // What lies past the end of a sequence, or in no page, becomes zeros.
+      if (copies)
+        copy_box(memory.slots[consumer][slot].key + place_in_slot, map,
+                 {box * Tile::box_elements, unit.head, (key + first_run * kSmallestTile) & page_mask, page}, full);
+      if (lane == consumer) slot_of_lane.advance();
+      if (++consumer == Memory::count) consumer = 0;
+    }
+    number = args.dealt ? int64_t(gridDim.x) + __shfl_sync(~0u, taken, 0) : number + gridDim.x;
+  }
+}
+
+}  // namespace jaxsoft::cuda::decode

@@ -1,0 +1,123 @@
+// From products of queries and keys to weights: which scores count, and the online fold of a tile's scores.
+//
+// Scores are natural, and it is 2^((z - m) log2(e)): beside a bias of any size, nothing of the difference is lost.
+#pragma once
+
+#include <cmath>
+
+#include "../../exponential.cuh"
+#include "arguments.cuh"
+
+namespace jaxsoft::cuda::decode {
+
+// What exp subtracts: the guard of the fold (jaxsoft/fold/states.py).
+__device__ inline float reference(float m) { return isfinite(m) ? m : 0.f; }
+__device__ inline float weight_of(float m, float total) {
+  return exp2_approximately((m - reference(total)) * float(kLog2E));
+}
+
+__device__ inline float score_of(const OfScores& array, int64_t index) {
+  switch (array.type) {
+    case ScoreType::f16: return widen(static_cast<const __half*>(array.data)[index]);
+    case ScoreType::bf16: return widen(static_cast<const __nv_bfloat16*>(array.data)[index]);
+    default: return static_cast<const float*>(array.data)[index];
+  }
+}
+__device__ inline int64_t place(const OfScores& array, int b, int head, int query, int key) {
+  return b * array.steps[0] + head * array.steps[1] + query * array.steps[2] + key * array.steps[3];
+}
+
+// A score of a key that lies within the limits: with a cap, a bias, a mask and segments.
+__device__ inline float adjust(const AttentionCall& call, const Unit& unit, const RowPlace& row, int key, float z) {
+  const int b = unit.batch;
+  if (call.cap > 0) z = call.cap * tanhf(z / call.cap);
+  if (call.bias.data) z += score_of(call.bias, place(call.bias, b, row.head, row.query, key));
+  if (call.mask.data &&
+      !static_cast<const uint8_t*>(call.mask.data)[place(call.mask, b, row.head, row.query, key)])
+    return -INFINITY;
+  if (call.query_segments && call.query_segments[b * call.segment_steps[0] + row.query] !=
+                                 call.key_segments[b * call.segment_steps[1] + key])
+    return -INFINITY;
+  return z;
+}
+
+// What a lane keeps of the two rows whose scores it has: row `half` is 8 * half further down.
+struct LaneRows {
+  Range ranges[2];  // the keys within each row's limits; none of a row that is only there to fill the tile
+  int whole_begin, whole_end;  // the keys within the limits of all rows of the warp that have any
+  float factor[2];  // products are multiplied by it
+  float m[2] = {-INFINITY, -INFINITY}, s[2] = {};  // the sum is over the lane's keys only
+
+  // `row` is the lane's first row.
+  __device__ LaneRows(const Arguments& args, const Unit& unit, int row, float scale) : factor{scale, scale} {
+    const Limits limits(args.call, unit.batch);
+    whole_begin = 0, whole_end = INT_MAX;
+    for (int half = 0; half < 2; half++) {
+      ranges[half] = {0, 0};
+      if (row + 8 * half >= rows_of(args, unit)) continue;
+      const RowPlace place(args, unit, row + 8 * half);
+      ranges[half] = limits.of(args.call, place.query, place.query);
+      if (ranges[half].empty()) continue;
+      whole_begin = max(whole_begin, ranges[half].begin), whole_end = min(whole_end, ranges[half].end);
+    }
+    whole_begin = __reduce_max_sync(~0u, whole_begin), whole_end = __reduce_min_sync(~0u, whole_end);
+  }
+};
+
+// Turns a tile's products into weights and folds them. `key` is the tile's first key, and bit i of `valid` says whether
+// its i-th run of 16 keys is in the cache. `rescale(factors)` multiplies the output so far by a factor for each of the
+// lane's rows.
+template <int columns, class Rescale>
+__device__ void fold_tile(const Arguments& args, const Unit& unit, LaneRows& rows, int row, int key, unsigned valid,
+                          float (&z)[columns][4], Rescale rescale) {
+  constexpr int keys = columns * 8;
+  constexpr unsigned all = (1u << (keys / 16)) - 1;
+#pragma unroll
+  for (int i = 0; i < columns; i++) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) z[i][j] *= rows.factor[j / 2];
+  }
+  const bool whole = key >= rows.whole_begin && key + keys <= rows.whole_end && (valid & all) == all;
+  if (!whole || args.adjusted) {
+    const int first = key + threadIdx.x % 4 * 2;
+    const RowPlace places[2] = {RowPlace(args, unit, row), RowPlace(args, unit, row + 8)};
+#pragma unroll
+    for (int i = 0; i < columns; i++) {
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const int of = first + 8 * i + j % 2;
+        const Range& range = rows.ranges[j / 2];
+        const bool counts = of >= range.begin && of < range.end && valid >> (i / 2) & 1;
+        if (!counts) z[i][j] = -INFINITY;
+        else if (args.adjusted) z[i][j] = adjust(args.call, unit, places[j / 2], of, z[i][j]);
+      }
+    }
+  }
+  float factors[2];
+  bool grown = false;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    float m = rows.m[half];
+#pragma unroll
+    for (int i = 0; i < columns; i++) m = fmaxf(m, fmaxf(z[i][2 * half], z[i][2 * half + 1]));
+    m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
+    m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
+    grown |= m > rows.m[half];
+    factors[half] = weight_of(rows.m[half], m);
+    rows.m[half] = m;
+    const float from = reference(m);
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < columns; i++) {
+#pragma unroll
+      for (int j = 2 * half; j < 2 * half + 2; j++) {
+        z[i][j] = exp2_approximately((z[i][j] - from) * float(kLog2E));
+        sum += z[i][j];
+      }
+    }
+    rows.s[half] = fmaf(rows.s[half], factors[half], sum);
+  }
+  if (__any_sync(~0u, grown)) rescale(factors);
+}
+
+}  // namespace jaxsoft::cuda::decode

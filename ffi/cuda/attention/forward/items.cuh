@@ -1,0 +1,98 @@
+// An item of the forward kernel: the queries of one head that a block computes at a time, and the keys that matter.
+#pragma once
+
+#include "../attention.cuh"
+#include "plan.cuh"
+
+namespace jaxsoft::cuda {
+
+// A call, as the kernel takes it.
+struct ForwardArguments {
+  CUtensorMap query, key, value;
+  AttentionCall call;
+  AttentionResults results;
+  int blocks_of_head;  // items of a head
+  int items;
+  // So many heads have their items together, those with the same queries one after the other. Their keys and values fit
+  // the cache.
+  int together;
+  float unit;   // scores in base 2 are products, or capped scores, times this
+  float slack;  // in those, the reference of exponentials may be so far below the maximum
+  unsigned long long* counter;  // null if items are dealt out in advance
+};
+
+// Keys [begin, end) of a block of queries, or of one query.
+struct KeyRange {
+  int begin, end;
+};
+
+// Cuts a range that may lie anywhere to the keys that there are.
+__device__ inline KeyRange within_keys(int64_t begin, int64_t end, int keys) {
+  const int64_t most = keys, from = min(max(begin, int64_t(0)), most);
+  return {static_cast<int>(from), static_cast<int>(min(max(end, from), most))};
+}
+
+// The limits of an element of the batch.
+template <ForwardKind kind>
+struct ForwardLimits {
+  int64_t left, right;  // far more than there are keys, where there is no limit
+  int64_t offset;
+  int queries, keys;  // how many count
+  __device__ ForwardLimits(const AttentionCall& call, int batch) {
+    constexpr int64_t far = int64_t(1) << 40;
+    left = right = far, offset = 0, queries = call.queries, keys = call.keys;
+    if constexpr (kind != ForwardKind::plain) {
+      auto number = [&](const OfBatch& of) { return of.data[batch * of.step]; };
+      if (call.left != kNoLimit) left = call.left;
+      if (call.right != kNoLimit) right = call.right;
+      if (call.offset.data) offset = number(call.offset);
+      if (call.query_lengths.data) queries = min(number(call.query_lengths), queries);
+      if (call.key_lengths.data) keys = max(min(number(call.key_lengths), keys), 0);
+    }
+  }
+  // The keys that count for a query.
+  __device__ KeyRange of_query(int query) const {
+    if constexpr (kind == ForwardKind::plain) return {0, keys};
+    if (query >= queries) return {0, 0};
+    const int64_t position = offset + query;
+    return within_keys(position - left, position + right + 1, keys);
+  }
+};
+
+struct ForwardItem {
+  int batch, head, key_head, query;  // its first query
+  __device__ ForwardItem(const ForwardArguments& args, int number, int queries_of_block) {
+    const AttentionCall& call = args.call;
+    const int together = number / (args.blocks_of_head * args.together), first = together * args.together;
+    const int heads = min(args.together, call.batch * call.heads - first);
+    number -= first * args.blocks_of_head;
+    // Under a causal rule the last queries have most keys. They come first, so that what comes last is short.
+    query = (args.blocks_of_head - 1 - number / heads) * queries_of_block;
+    head = first + number % heads;
+    batch = head / call.heads, head %= call.heads;
+    key_head = head / (call.heads / call.key_heads);
+  }
+};
+
+// The tiles of keys [begin, end) that matter to the queries of a block. Of [inner_begin, inner_end) all keys count for
+// each of the queries, as far as limits and lengths say.
+struct TileRange {
+  int begin, inner_begin, inner_end, end;
+  template <ForwardKind kind>
+  __device__ TileRange(const ForwardLimits<kind>& limits, int query, int queries_of_block, int queries, int tile) {
+    const int last = min(query + queries_of_block, queries) - 1;
+    if (query >= limits.queries) {
+      begin = inner_begin = inner_end = end = 0;
+      return;
+    }
+    // Both ends of the range of a query rise with the query.
+    const KeyRange of_first = limits.of_query(query), of_last = limits.of_query(min(last, limits.queries - 1));
+    begin = of_first.begin / tile, end = (of_last.end + tile - 1) / tile;
+    if (of_last.end <= of_first.begin) end = begin;
+    const bool all = last < limits.queries;
+    inner_begin = (of_last.begin + tile - 1) / tile, inner_end = all ? of_first.end / tile : 0;
+  }
+  __device__ bool masked(int tile) const { return tile < inner_begin || tile >= inner_end; }
+};
+
+}  // namespace jaxsoft::cuda

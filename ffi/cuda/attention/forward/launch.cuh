@@ -1,0 +1,76 @@
+// The launch of the forward kernel.
+#pragma once
+
+#include <algorithm>
+
+#include "../../devices.cuh"
+#include "kernel.cuh"
+
+namespace jaxsoft::cuda {
+
+// Heads have their items together while their keys and values have no more bytes than this: the cache keeps them.
+constexpr int64_t kBytesTogether = 24 << 20;
+
+template <class T, class Plan, ForwardKind kind>
+cudaError_t launch_forward(const AttentionCall& call, const AttentionResults& results, const Device& device,
+                           cudaStream_t stream) {
+  constexpr int bytes = sizeof(ForwardMemory<Plan>);
+  static_assert(bytes <= 227 * 1024);
+  const auto type = std::is_same<T, __half>::value ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  ForwardArguments args{};
+  args.call = call, args.results = results;
+  if (auto e = describe(&args.query, {call.query, type, call.batch, call.queries, call.heads, call.size},
+                        Plan::group_queries))
+    return e;
+  if (auto e = describe(&args.key, {call.key, type, call.batch, call.keys, call.key_heads, call.size}, Plan::key_tile))
+    return e;
+  if (auto e = describe(&args.value, {call.value, type, call.batch, call.keys, call.key_heads, call.value_size},
+                        Plan::key_tile))
+    return e;
+  const int64_t heads = int64_t(call.batch) * call.heads, blocks = (call.queries + Plan::queries - 1) / Plan::queries;
+  const int64_t items = heads * blocks;
+  if (items > 1 << 30) return cudaErrorInvalidValue;
+  args.blocks_of_head = static_cast<int>(blocks), args.items = static_cast<int>(items);
+  args.together = 1;
+  if (kind != ForwardKind::plain) {
+    const int64_t of_head = int64_t(call.keys) * (call.size + call.value_size) * sizeof(T);
+    const int64_t key_heads = std::max<int64_t>(kBytesTogether / of_head, 1);
+    args.together = static_cast<int>(std::min(key_heads * (call.heads / call.key_heads), heads));
+  }
+  args.unit = static_cast<float>(kLog2E) * (call.cap > 0 ? 1 : call.scale);
+  args.slack = 8 / args.unit;
+  const int most = std::min<int>(device.processors, args.items);
+  if (auto e = clear_counter(args.items > most, call.workspace, stream, &args.counter)) return e;
+  auto kernel = attention_forward<T, Plan, kind>;
+  static Devices<> ready;
+  if (auto e = ready.once([&] {
+        return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+      }))
+    return e;
+  kernel<<<most, Plan::threads, bytes, stream>>>(args);
+  return cudaGetLastError();
+}
+
+template <class T, int size>
+cudaError_t launch_forward_of_size(const AttentionCall& call, const AttentionResults& results, const Device& device,
+                                   cudaStream_t stream) {
+  constexpr auto plain = ForwardKind::plain, limited = ForwardKind::limited, general = ForwardKind::general;
+  if (call.cap > 0 || call.query_segments)
+    return launch_forward<T, ForwardPlan<size, general>, general>(call, results, device, stream);
+  // An offset alone excludes no key.
+  if (call.left != kNoLimit || call.right != kNoLimit || call.query_lengths.data || call.key_lengths.data)
+    return launch_forward<T, ForwardPlan<size, limited>, limited>(call, results, device, stream);
+  return launch_forward<T, ForwardPlan<size, plain>, plain>(call, results, device, stream);
+}
+
+template <class T>
+cudaError_t launch_forward_of_type(const AttentionCall& call, const AttentionResults& results, cudaStream_t stream) {
+  Device device;
+  if (auto e = device.read()) return e;
+  if (call.size <= 64) return launch_forward_of_size<T, 64>(call, results, device, stream);
+  if (call.size <= 128) return launch_forward_of_size<T, 128>(call, results, device, stream);
+  if (call.size <= 192) return launch_forward_of_size<T, 192>(call, results, device, stream);
+  return launch_forward_of_size<T, 256>(call, results, device, stream);
+}
+
+}  // namespace jaxsoft::cuda

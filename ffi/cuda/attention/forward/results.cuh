@@ -1,0 +1,78 @@
+// From registers to device memory: the results of a warp group's queries.
+#pragma once
+
+#include "scores.cuh"
+
+namespace jaxsoft::cuda {
+
+// Each of four neighbouring lanes has a word of four vectors, and gets all words of one: lane l the vector l.
+__device__ inline uint4 gather_words(uint32_t (&words)[4]) {
+#pragma unroll
+  for (int mask = 1; mask < 4; mask *= 2) {
+    const bool upper = threadIdx.x & mask;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      if (i & mask) continue;
+      // Words of vectors that belong to the other lane of the pair are sent to it.
+      const uint32_t received = __shfl_xor_sync(0xffffffffu, upper ? words[i] : words[i | mask], mask);
+      if (upper) words[i] = received;
+      else words[i | mask] = received;
+    }
+  }
+  return {words[0], words[1], words[2], words[3]};
+}
+
+// Writes a thread's part of a row (two columns of every 8) with 16-bit elements, of which `word(c)` is a pair.
+template <class T, int size, class Word>
+__device__ void write_row(T* row, bool there, int columns, Word word) {
+#pragma unroll
+  for (int begin = 0; begin < size; begin += 32) {
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) words[i] = word(begin / 8 + i);
+    const uint4 gathered = gather_words(words);
+    const int column = begin + threadIdx.x % 4 * 8;
+    if (there && column < columns) *reinterpret_cast<uint4*>(row + column) = gathered;
+  }
+}
+
+// Writes one of the two rows of a thread.
+template <int r, class T, class Plan, ForwardKind kind>
+__device__ void write_result(const ForwardArguments& args, const ForwardItem& item, int query,
+                             const ForwardScores<T, Plan, kind>& scores, const float (&output)[Plan::size / 2]) {
+  const AttentionCall& call = args.call;
+  const AttentionResults& results = args.results;
+  query += 8 * r;
+  const bool there = query < call.queries;
+  const auto result = scores.result(r);
+  const int64_t place = ((int64_t(item.batch) * call.queries + query) * call.heads + item.head) * call.value_size;
+  if (there && threadIdx.x % 4 == 0)
+    results.lse[(int64_t(item.batch) * call.heads + item.head) * call.queries + query] = result.lse;
+  // A query without keys has 0, whatever the values are.
+  auto value = [&](int i) { return result.inverse == 0 ? 0.f : output[i] * result.inverse; };
+  if (results.wide) {
+    float* row = static_cast<float*>(results.output) + place;
+#pragma unroll
+    for (int i = 2 * r; i < Plan::size / 2; i += 4) {
+      const int column = i / 4 * 8 + column_of_thread();
+      if (there && column < call.value_size) *reinterpret_cast<float2*>(row + column) = {value(i), value(i + 1)};
+    }
+    return;
+  }
+  write_row<T, Plan::size>(static_cast<T*>(results.output) + place, there, call.value_size, [&](int block) {
+    const int i = 4 * block + 2 * r;
+    return bits<uint32_t>(narrow_pair(value(i), value(i + 1), T()));
+  });
+  if (!results.output_rest) return;
+  write_row<T, Plan::size>(static_cast<T*>(results.output_rest) + place, there, call.value_size, [&](int block) {
+    // Beside an output that overflowed, or is not a number, there is none.
+    auto rest = [&](int i) {
+      const float lost = value(i) - widen(narrow<T>(value(i)));
+      return isfinite(lost) ? lost : 0.f;
+    };
+    const int i = 4 * block + 2 * r;
+    return bits<uint32_t>(narrow_pair(rest(i), rest(i + 1), T()));
+  });
+}
+
+}  // namespace jaxsoft::cuda

@@ -1,0 +1,143 @@
+// The FFI calls of attention: a checked call becomes the arguments of a kernel, which is launched on XLA's stream.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <string>
+
+#include "attention.cuh"
+#include "checks.h"
+
+namespace jaxsoft::cuda {
+namespace {
+
+using attention::Call;
+using attention::Name;
+
+ScoreType score_type(ffi::DataType dtype) {
+  return dtype == ffi::F16 ? ScoreType::f16 : dtype == ffi::BF16 ? ScoreType::bf16 : ScoreType::f32;
+}
+
+OfBatch of_batch(const Buffer& buffer) {
+  return buffer.data ? OfBatch{static_cast<const int32_t*>(buffer.data), buffer.dims[0] > 1} : OfBatch{};
+}
+
+// Sets the steps from one index of each dimension to the next: 0 for dimensions of length 1.
+void set_steps(const Buffer& buffer, int64_t* steps) {
+  int64_t step = 1;
+  for (size_t i = buffer.dims.size(); i-- > 0; step *= buffer.dims[i]) steps[i] = buffer.dims[i] > 1 ? step : 0;
+}
+
+OfScores of_scores(const Buffer& buffer) {
+  OfScores found;
+  if (!buffer.data) return found;
+  found.data = buffer.data;
+  found.type = score_type(buffer.dtype);
+  set_steps(buffer, found.steps);
+  return found;
+}
+
+const int32_t* segments(const Buffer& buffer, int64_t* step) {
+  if (buffer.data) *step = buffer.dims[0] > 1 ? buffer.dims[1] : 0;
+  return static_cast<const int32_t*>(buffer.data);
+}
+
+AttentionCall attention_call(const Call& given, const attention::Form& form) {
+  AttentionCall call;
+  const bool paged = given.operand(Name::page_table).data;
+  call.type = given.operand(Name::query).dtype == ffi::F16 ? AttentionType::f16 : AttentionType::bf16;
+  call.batch = given.size('B'), call.queries = given.size('T'), call.keys = given.size('S');
+  call.heads = given.size('N'), call.key_heads = given.size('K');
+  call.size = given.size('H'), call.value_size = given.size('D');
+  call.query = given.operand(Name::query).data;
+  call.key = given.operand(paged ? Name::key_pages : Name::key).data;
+  call.value = given.operand(paged ? Name::value_pages : Name::value).data;
+  call.scale = static_cast<float>(form.scale), call.cap = static_cast<float>(form.cap);
+  call.left = static_cast<int>(form.left), call.right = static_cast<int>(form.right);
+  call.query_lengths = of_batch(given.operand(Name::query_lengths));
+  call.key_lengths = of_batch(given.operand(Name::key_lengths));
+  call.offset = of_batch(given.operand(Name::offset));
+  call.query_segments = segments(given.operand(Name::query_segments), &call.segment_steps[0]);
+  call.key_segments = segments(given.operand(Name::key_segments), &call.segment_steps[1]);
+  call.bias = of_scores(given.operand(Name::bias));
+  call.mask = of_scores(given.operand(Name::mask));
+  if (const Buffer& sinks = given.operand(Name::sinks); sinks.data) {
+    call.sinks = static_cast<const float*>(sinks.data);
+    set_steps(sinks, call.sink_steps);
+  }
+  call.workspace = given.result(Name::workspace).data;
+  call.workspace_bytes = given.result(Name::workspace).bytes();
+  return call;
+}
+
+AttentionResults attention_results(const Call& given) {
+  AttentionResults results;
+  const Buffer& output = given.result(Name::output);
+  results.output = output.data;
+  results.wide = output.dtype == ffi::F32;
+  results.output_rest = given.result(Name::output_rest).data;
+  results.lse = static_cast<float*>(given.result(Name::lse).data);
+  results.rest = static_cast<float*>(given.result(Name::rest).data);
+  return results;
+}
+
+cudaError_t forward(const Call& given, const attention::Form& form, cudaStream_t stream) {
+  return run_attention_forward(attention_call(given, form), attention_results(given), stream);
+}
+
+cudaError_t decode(const Call& given, const attention::Form& form, cudaStream_t stream) {
+  return run_attention_decode(attention_call(given, form), nullptr, attention_results(given), stream);
+}
+
+cudaError_t paged(const Call& given, const attention::Form& form, cudaStream_t stream) {
+  Pages pages;
+  const auto dtype = given.operand(Name::key_pages).dtype;
+  if (dtype == ffi::F8E4M3FN) pages.type = PageType::e4m3;
+  if (dtype == ffi::F8E5M2) pages.type = PageType::e5m2;
+  pages.pages = given.size('P'), pages.page_size = given.size('G'), pages.pages_of_sequence = given.size('C');
+  pages.table = static_cast<const int32_t*>(given.operand(Name::page_table).data);
+  pages.key_scale = static_cast<const float*>(given.operand(Name::key_scale).data);
+  pages.value_scale = static_cast<const float*>(given.operand(Name::value_scale).data);
+  return run_attention_decode(attention_call(given, form), &pages, attention_results(given), stream);
+}
+
+cudaError_t backward(const Call& given, const attention::Form& form, cudaStream_t stream) {
+  AttentionGradients gradients;
+  gradients.lse = static_cast<const float*>(given.operand(Name::lse).data);
+  gradients.delta = static_cast<const float*>(given.operand(Name::delta).data);
+  gradients.cotangent = given.operand(Name::cotangent).data;
+  gradients.deterministic = form.deterministic;
+  gradients.query = given.result(Name::query).data;
+  gradients.key = given.result(Name::key).data;
+  gradients.value = given.result(Name::value).data;
+  return run_attention_backward(attention_call(given, form), gradients, stream);
+}
+
+template <const attention::Target& target, cudaError_t (*run)(const Call&, const attention::Form&, cudaStream_t)>
+ffi::Error handle(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets, attention::Form form) {
+  Call call;
+  const std::string reason = call.read(target, args, rets, form);
+  if (!reason.empty()) return refuse(std::string(target.text) + ": " + reason);
+  const cudaError_t error = run(call, form, stream);
+  if (error == cudaSuccess) return ffi::Error::Success();
+  cudaGetLastError();  // else the next call, which may be a good one, would be given this error
+  return ffi::Error::Internal(std::string("jaxsoft_") + target.text + ": " + cudaGetErrorString(error));
+}
+
+}  // namespace
+}  // namespace jaxsoft::cuda
+
+#define JAXSOFT_EXPORT_ATTENTION(name, target, run)                                                             \
+  extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* jaxsoft_##name(XLA_FFI_CallFrame*);          \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxsoft_##name,                                                                 \
+                                (jaxsoft::cuda::handle<jaxsoft::attention::targets::target, jaxsoft::cuda::run>), \
+                                xla::ffi::Ffi::Bind()                                                           \
+                                    .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()                              \
+                                    .RemainingArgs()                                                            \
+                                    .RemainingRets()                                                            \
+                                    .Attrs<jaxsoft::attention::Form>(),                                         \
+                                {xla::ffi::Traits::kCmdBufferCompatible});
+
+JAXSOFT_EXPORT_ATTENTION(attention_forward, kForward, forward)
+JAXSOFT_EXPORT_ATTENTION(attention_decode, kDecode, decode)
+JAXSOFT_EXPORT_ATTENTION(paged_attention, kPaged, paged)
+JAXSOFT_EXPORT_ATTENTION(attention_backward, kBackward, backward)

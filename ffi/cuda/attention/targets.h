@@ -1,0 +1,134 @@
+// The FFI targets of attention: a record for each, which says what its calls take and return.
+//
+// The shapes are written in letters: B batch, T queries, S keys, N heads of queries, K heads of keys, H and D head
+// sizes, and of a cache in pages P pages, G keys of a page, C pages of a sequence. What the arrays mean is said in
+// attention.cuh and in jaxsoft/_attention/form.py.
+#pragma once
+
+#include <string>
+
+#include "../../rows/lists.h"
+
+namespace jaxsoft::attention {
+
+// Operands and results. A gradient has the name of its operand.
+enum class Name {
+  query, key, value, key_pages, value_pages, page_table,
+  bias, mask, query_segments, key_segments, query_lengths, key_lengths, offset, sinks, key_scale, value_scale,
+  lse, delta, cotangent, output, rest, output_rest, workspace,
+};
+inline constexpr int kNames = static_cast<int>(Name::workspace) + 1;
+
+// The dtypes that an array may have. That of the query is F16 or BF16.
+enum class Type { query, wide_or_query, page, score, number, integer, flag, byte };
+
+// What an array is like. `once` has the letters of the dimensions that may have length 1 where others are longer.
+struct Record {
+  Name name;
+  const char* text;
+  Type type;
+  const char* dims;
+  const char* once = "";
+};
+
+// In the order of the names, which is also that of the operands of a call.
+inline constexpr Record kRecords[kNames] = {
+    {Name::query, "query", Type::query, "BTNH"},
+    {Name::key, "key", Type::query, "BSKH"},
+    {Name::value, "value", Type::query, "BSKD"},
+    {Name::key_pages, "key_pages", Type::page, "PGKH"},
+    {Name::value_pages, "value_pages", Type::page, "PGKD"},
+    {Name::page_table, "page_table", Type::integer, "BC"},
+    {Name::bias, "bias", Type::score, "BNTS", "BNTS"},
+    {Name::mask, "mask", Type::flag, "BNTS", "BNTS"},
+    {Name::query_segments, "query_segments", Type::integer, "BT", "B"},
+    {Name::key_segments, "key_segments", Type::integer, "BS", "B"},
+    {Name::query_lengths, "query_lengths", Type::integer, "B", "B"},
+    {Name::key_lengths, "key_lengths", Type::integer, "B", "B"},
+    {Name::offset, "offset", Type::integer, "B", "B"},
+    {Name::sinks, "sinks", Type::number, "BN", "BN"},
+    {Name::key_scale, "key_scale", Type::number, "K"},
+    {Name::value_scale, "value_scale", Type::number, "K"},
+    {Name::lse, "lse", Type::number, "BNT"},
+    {Name::delta, "delta", Type::number, "BNT"},
+    {Name::cotangent, "cotangent", Type::query, "BTND"},
+    {Name::output, "output", Type::wide_or_query, "BTND"},
+    {Name::rest, "rest", Type::number, "BNT"},
+    {Name::output_rest, "output_rest", Type::query, "BTND"},
+    {Name::workspace, "workspace", Type::byte, "W"},
+};
+
+constexpr const Record& record(Name name) { return kRecords[static_cast<int>(name)]; }
+
+// What a target takes and returns. The attribute `extras` names those that a call has, which follow the operands, and
+// the attribute `results` which of `more` it has; `after` follows the extras. A workspace is the last result of every
+// call.
+struct Target {
+  const char* text;
+  List<Name> operands;
+  Set<Name> extras;
+  List<Name> after, results;
+  Set<Name> more;
+};
+
+namespace targets {
+
+inline constexpr Set<Name> kOfDecode = {Name::bias,         Name::mask,          Name::query_segments,
+                                        Name::key_segments, Name::query_lengths, Name::key_lengths,
+                                        Name::offset,       Name::sinks};
+inline constexpr Set<Name> kOfPages = {Name::bias,         Name::mask,          Name::query_segments,
+                                       Name::key_segments, Name::query_lengths, Name::key_lengths,
+                                       Name::offset,       Name::sinks,         Name::key_scale,
+                                       Name::value_scale};
+inline constexpr Set<Name> kOfMany = {Name::query_segments, Name::key_segments, Name::query_lengths,
+                                      Name::key_lengths,    Name::offset,       Name::sinks};
+inline constexpr Set<Name> kOfGradients = {Name::query_lengths, Name::key_lengths, Name::offset, Name::sinks};
+
+inline constexpr Target kForward = {"attention_forward",
+                                    {Name::query, Name::key, Name::value},
+                                    kOfMany,
+                                    {},
+                                    {Name::output, Name::lse},
+                                    {Name::output_rest}};
+inline constexpr Target kDecode = {"attention_decode",
+                                   {Name::query, Name::key, Name::value},
+                                   kOfDecode,
+                                   {},
+                                   {Name::output, Name::lse},
+                                   {Name::rest, Name::output_rest}};
+inline constexpr Target kPaged = {"paged_attention",
+                                  {Name::query, Name::key_pages, Name::value_pages, Name::page_table},
+                                  kOfPages,
+                                  {},
+                                  {Name::output, Name::lse},
+                                  {Name::rest, Name::output_rest}};
+inline constexpr Target kBackward = {"attention_backward",
+                                     {Name::query, Name::key, Name::value},
+                                     kOfGradients,
+                                     {Name::lse, Name::delta, Name::cotangent},
+                                     {Name::query, Name::key, Name::value},
+                                     {}};
+
+}  // namespace targets
+
+// The records as text, a line each, for a test that compares them with Python's. An example:
+// attention_forward(query,key,value)->(output,lse) extras=query_lengths,offset,sinks results=output_rest
+inline std::string targets_as_text() {
+  auto listed = [](const List<Name>& names, std::string text) {
+    for (Name name : names) text += (text.empty() ? "" : ",") + std::string(record(name).text);
+    return text;
+  };
+  auto of_set = [](Set<Name> names) {
+    std::string text;
+    for (const Record& each : kRecords)
+      if (names.has(each.name)) text += (text.empty() ? "" : ",") + std::string(each.text);
+    return text;
+  };
+  std::string text;
+  for (const Target& each : {targets::kForward, targets::kBackward, targets::kDecode, targets::kPaged})
+    text += each.text + ("(" + listed(each.after, listed(each.operands, ""))) + ")->(" + listed(each.results, "") +
+            ") extras=" + of_set(each.extras) + " results=" + of_set(each.more) + "\n";
+  return text;
+}
+
+}  // namespace jaxsoft::attention

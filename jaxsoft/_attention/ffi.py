@@ -1,0 +1,315 @@
+"""`implementation="ffi"`: the CUDA kernels of ffi/cuda/attention, for Hopper GPUs, called through the JAX FFI.
+
+There is one for many queries and one for few, as when decoding, which also takes keys and values in pages, and one for
+the gradients.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxsoft._attention.form import BASE, Extra, Form
+from jaxsoft._attention.operation import Forward, Operation, Pullback
+from jaxsoft._attention.pages import contiguous, contiguous_form
+from jaxsoft._attention.xla import Function
+from jaxsoft._core import devices, library
+
+_DTYPES = (jnp.float16, jnp.bfloat16)
+# The limits of ffi/cuda/attention/checks.h: head sizes are multiples of _SIZES.
+_SIZES, _LARGEST_SIZE = 8, 256
+_SMALLEST_SCALE, _LARGEST_SCALE = 1e-30, 1e30
+_LARGEST_CAP = 1000
+_SMALLEST_PAGE, _LARGEST_PAGE = 16, 256
+_PAGES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+# So many queries of all heads are too many for its counters; those of a head count as a tile at least.
+_MOST_QUERIES, _TILE = 2**30, 128
+# Calls of up to so many queries of a key head go to the kernel for few queries, where both kernels serve them.
+_FEW = 64
+# The most queries of a key head that the kernel for few queries takes.
+_MOST = 256
+
+type Operands = Sequence[jax.core.ShapedArray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What a kernel takes, as ffi/cuda/attention/targets.h has it.
+
+    Attributes:
+      name: of the FFI target, after "jaxsoft_".
+      what: the kernel in words.
+      operands: that always are there.
+      extras: that may follow them.
+      after: operands that follow the extras.
+      results: that every call has, beside the workspace.
+      more: results that a call may ask for.
+    """
+
+    name: str
+    what: str
+    extras: tuple[str, ...]
+    operands: tuple[str, ...] = ("query", "key", "value")
+    after: tuple[str, ...] = ()
+    results: tuple[str, ...] = ("output", "lse")
+    more: tuple[str, ...] = ("rest", "output_rest")
+
+
+_SCALARS = ("query_lengths", "key_lengths", "offset", "sinks")
+_ALL = ("bias", "mask", "query_segments", "key_segments", *_SCALARS)
+FORWARD = Target(
+    "attention_forward",
+    "its kernel for attention of many queries",
+    ("query_segments", "key_segments", *_SCALARS),
+    more=("output_rest",),
+)
+DECODE = Target("attention_decode", "its kernel for attention of few queries", _ALL)
+PAGED = Target(
+    "paged_attention",
+    "its kernel for attention of pages",
+    (*_ALL, "key_scale", "value_scale"),
+    operands=("query", "key_pages", "value_pages", "page_table"),
+)
+BACKWARD = Target(
+    "attention_backward",
+    "its kernel for gradients of attention",
+    _SCALARS,
+    after=("lse", "delta", "cotangent"),
+    results=("query", "key", "value"),
+    more=(),
+)
+TARGETS = (FORWARD, BACKWARD, DECODE, PAGED)
+
+
+def unavailable(platform: str) -> str | None:
+    """None, or why there are no kernels for attention on a platform."""
+    if platform != "cuda":
+        return "its kernels for attention are for NVIDIA GPUs"
+    if FORWARD.name not in library.operations(platform):
+        return "the library was built without its kernels for attention, which need sm_90a"
+    if not _is_hopper():
+        return "its kernels for attention are for Hopper (compute capability 9.0)"
+    return None
+
+
+def _is_hopper() -> bool:
+    """Whether all GPUs that a computation may be lowered for are."""
+    from jaxsoft.pallas_kernels.rows import sizes
+
+    if kind := devices.elsewhere():
+        gpu = sizes.of_kind(kind)
+        return gpu is not None and 90 in gpu.capabilities
+    return set(devices.present().values()) == {90}
+
+
+def unsupported(operation: Operation, operands: Operands) -> str | None:
+    """None, or why the kernels cannot serve an operation with such operands."""
+    form = operation.form
+    if not all(isinstance(length, int) for operand in operands for length in operand.shape):
+        return "its kernels for attention are called with shapes that are known"
+    if _is_gathered(operation, operands):
+        reason = unsupported(*_gathered(operation, operands))
+        return reason and f"{PAGED.what} takes up to {_MOST} queries of a key head, so pages are gathered, and {reason}"
+    reason = _of_arrays(form, operands) or _of_numbers(form)
+    if reason:
+        return reason
+    target = _target(operation, operands)
+    lacking = [extra.value for extra in form.extras if extra.value not in (*target.operands, *target.extras)]
+    if lacking:
+        which = target.what if target is not FORWARD else f"{target.what}, more than {_MOST} of a key head,"
+        return f"{which} takes no {' and no '.join(lacking)}"
+    if isinstance(operation, Pullback) and "bias" in operation.moving:
+        return f"{target.what} gives none of a bias"
+    return None
+
+
+def _of_arrays(form: Form, operands: Operands) -> str | None:
+    """None, or why the kernels cannot take query, key and value."""
+    query, key, value = operands[:BASE]
+    names = sorted({operand.dtype.name for operand in (query, key, value)})
+    kept = _PAGES if form.paged else ()
+    same = key.dtype == value.dtype and key.dtype in (query.dtype, *kept)
+    if query.dtype not in _DTYPES or not same:
+        also = ", or pages in float8_e4m3fn or float8_e5m2" if kept else ""
+        return (
+            f"its kernels for attention take queries, keys and values in float16 or in bfloat16{also}, not "
+            f"{' and '.join(names)}"
+        )
+    if form.dtype not in (query.dtype, jnp.float32):
+        return f"its kernels for attention return {query.dtype.name} or float32 here, not {form.dtype.name}"
+    size, of_value = query.shape[3], value.shape[3]
+    if size != of_value or size % _SIZES or size > _LARGEST_SIZE:
+        return (
+            f"its kernels for attention take head sizes that are equal, and multiples of {_SIZES} up to "
+            f"{_LARGEST_SIZE}; got {size} and {of_value}"
+        )
+    if key.dtype.itemsize == 1 and size % (2 * _SIZES):
+        return f"its kernels for attention take pages in 8 bits of head sizes that are multiples of 16; got {size}"
+    batch, queries, heads, _ = query.shape
+    if batch * heads * max(queries, _TILE) >= _MOST_QUERIES:
+        return f"its kernels for attention take fewer than 2^30 queries of all heads; got {query.shape}"
+    page = key.shape[1]
+    if kept and (page & (page - 1) or not _SMALLEST_PAGE <= page <= _LARGEST_PAGE):
+        return (
+            f"its kernels for attention take pages of a power of 2 of keys, from {_SMALLEST_PAGE} to {_LARGEST_PAGE}; "
+            f"got {page}"
+        )
+    return None
+
+
+def _of_numbers(form: Form) -> str | None:
+    """None, or why the kernels cannot take the numbers of a form."""
+    if not _SMALLEST_SCALE <= form.scale <= _LARGEST_SCALE:
+        return f"its kernels for attention take a scale from {_SMALLEST_SCALE} to {_LARGEST_SCALE}; got {form.scale}"
+    if form.cap is not None and form.cap > _LARGEST_CAP:
+        return f"its kernels for attention take a soft cap up to {_LARGEST_CAP}; got {form.cap}"
+    return None
+
+
+def _rows(operands: Operands) -> int:
+    """How many queries attend to the keys of a key head of a sequence."""
+    query, key = operands[:2]
+    return query.shape[1] * (query.shape[2] // key.shape[2])
+
+
+def _target(operation: Operation, operands: Operands) -> Target:
+    """The kernel for an operation."""
+    form = operation.form
+    if isinstance(operation, Pullback):
+        return BACKWARD
+    if form.paged:
+        return PAGED
+    others = any(extra.value not in FORWARD.extras for extra in form.extras)
+    return DECODE if _rows(operands) <= (_MOST if others else _FEW) else FORWARD
+
+
+def _is_gathered(operation: Operation, operands: Operands) -> bool:
+    """Whether a call of keys and values in pages has too many queries for the kernel that reads these.
+
+    The pages of each sequence are then gathered. Of so many queries, that is a small part of the work.
+    """
+    return operation.form.paged and _rows(operands) > _MOST
+
+
+def _gathered(operation: Operation, operands: Operands) -> tuple[Operation, Operands]:
+    """The operation over gathered pages, and the types of its operands."""
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+    found = jax.eval_shape(lambda *operands: contiguous(operation.form, operands), *types)
+    flat = Forward(contiguous_form(operation.form))
+    return flat, [jax.core.ShapedArray(x.shape, x.dtype) for x in found]
+
+
+def leads(operation: Operation, operands: Operands) -> bool:
+    """Whether a forward operation has so few queries, or keys in pages, that a kernel here is the fastest."""
+    known = all(isinstance(length, int) for operand in operands[:2] for length in operand.shape)
+    return known and (operation.form.paged or _rows(operands) <= _FEW)
+
+
+def find(operation: Operation, operands: Operands) -> Function:
+    """The function for an operation with such operands."""
+    if _is_gathered(operation, operands):
+        flat = find(*_gathered(operation, operands))
+        return lambda *operands: flat(*contiguous(operation.form, operands))
+    form, target = operation.form, _target(operation, operands)
+    extras = tuple(extra.value for extra in form.extras if extra.value in target.extras)
+    asked = [(Extra.BIAS in form.extras, "rest"), (form.rounded, "output_rest")]
+    more = [name for wanted, name in asked if wanted and name in target.more]
+    workspace = jax.ShapeDtypeStruct((_workspace(target, form, operands),), jnp.uint8)
+    attributes = {
+        "extras": ",".join(extras),
+        "results": ",".join(more),
+        "scale": np.float64(form.scale),
+        "cap": np.float64(form.cap or 0),
+        "left": np.int64(-1 if form.left is None else form.left),
+        "right": np.int64(-1 if form.right is None else form.right),
+        "deterministic": np.bool_(form.deterministic),
+    }
+
+    def call(given: Sequence[jax.Array], types: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        names = (*target.results, *more)
+        run = jax.ffi.ffi_call(f"jaxsoft_{target.name}", [*(types[name] for name in names), workspace])
+        return dict(zip(names, run(*given, **attributes), strict=False))
+
+    def forward(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        query, _, value = operands[:BASE]
+        given = [_narrowed(x) if name == "bias" else x for name, x in zip(form.names, operands, strict=True)]
+        shape = (*query.shape[:3], value.shape[3])
+        numbers = jax.ShapeDtypeStruct((query.shape[0], query.shape[2], query.shape[1]), jnp.float32)
+        types = {
+            "output": jax.ShapeDtypeStruct(shape, form.dtype),
+            "lse": numbers,
+            "rest": numbers,
+            "output_rest": jax.ShapeDtypeStruct(shape, query.dtype),
+        }
+        found = call(given, types)
+        rest = found["rest"] if "rest" in found else jnp.zeros_like(found["lse"])
+        return found["output"], found["lse"], rest, *([found["output_rest"]] if form.rounded else [])
+
+    def pullback(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        assert isinstance(operation, Pullback)
+        *given, _, lse, _, delta, cotangent = operands  # delta has what is needed of the output
+        like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in zip(form.names, given, strict=True)}
+        found = call([*given, lse, delta, cotangent], like)
+        return tuple(found[name] for name in operation.moving)
+
+    return pullback if target is BACKWARD else forward
+
+
+def _narrowed(bias: jax.Array) -> jax.Array:
+    """A bias in a dtype that the kernels read."""
+    return bias.astype(jnp.float32) if bias.dtype == jnp.float64 else bias
+
+
+def _workspace(target: Target, form: Form, operands: Operands) -> int:
+    """How many bytes a kernel needs beside its operands and results. Its launch function states and checks the same."""
+    if target is FORWARD:
+        return _OF_FORWARD
+    return _of_gradients(operands) if target is BACKWARD else _of_few_queries(form, operands)
+
+
+_OF_FORWARD = 8  # a counter
+
+# The rows and columns of a tile of sums of the query's gradient, by the head size up to which an entry holds.
+_TILES = {64: (96, 64), 128: (64, 128), 256: (64, 256)}
+
+
+def _of_gradients(operands: Operands) -> int:
+    """Sums of the query's gradient in f32, and counters."""
+    batch, queries, heads, size = operands[0].shape
+    rows, columns = _TILES[_up_to(size, _TILES)]
+    tiles = batch * heads * _parts(queries, rows)
+    return tiles * (4 * rows * columns + 8 * rows + 8) + 64
+
+
+def _of_few_queries(form: Form, operands: Operands) -> int:
+    """The states of the parts of the keys, and counters of the parts that are done. The numbers are those of
+    ffi/cuda/attention/decode/plan.cuh.
+    """
+    query, key, _ = operands[:BASE]
+    size, keys = _up_to(query.shape[3], _TILES), form.keys(operands)
+    if form.left is not None and form.right is not None:
+        keys = min(keys, form.left + form.right + query.shape[1] + 32)
+    rows = min(16, _rows(operands))
+    items = query.shape[0] * key.shape[2] * _parts(_rows(operands), 16)
+    least = max(512, _multiple(_parts(keys * items, 32768), 128))
+    chunks = max(min(max(1, 132 // items), _parts(keys, 128)), min(256, _parts(keys, least)))
+    states = items * chunks if chunks > 1 else 0
+    counters = items * (_parts(chunks, 16) + 1) if states else 0
+    return _multiple(4 * counters + 16, 256) + _multiple(8 * states * rows, 256) + 4 * states * rows * size
+
+
+def _parts(number: int, size: int) -> int:
+    """How many parts of a size there are, the last of which may be smaller."""
+    return -(-number // size)
+
+
+def _multiple(number: int, of: int) -> int:
+    """The least multiple that is not smaller."""
+    return _parts(number, of) * of
+
+
+def _up_to(size: int, sizes: Iterable[int]) -> int:
+    """The least of some sizes that is not smaller."""
+    return min(each for each in sizes if size <= each)
