@@ -103,6 +103,12 @@ __device__ inline void add_floats(float* to, const void* from, unsigned bytes) {
                "r"(shared_address(from)), "r"(bytes)
                : "memory");
 }
+// Stores them.
+__device__ inline void store_floats(float* to, const void* from, unsigned bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
+               "r"(bytes)
+               : "memory");
+}
 __device__ inline void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Waits until all but the last `groups` groups of the calling thread have read shared memory.
 template <int groups = 0>

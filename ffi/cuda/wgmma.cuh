@@ -32,7 +32,17 @@ enum class Summed { along_rows, over_rows };
 template <Summed summed>
 struct Operand {
   uint64_t word;
-  __device__ Operand operator+(uint32_t bytes) const { return {word + (bytes >> 4)}; }
+  // The address is in the lower half, and does not overflow.
+  __device__ Operand operator+(uint32_t bytes) const {
+    return {word >> 32 << 32 | (static_cast<uint32_t>(word) + (bytes >> 4))};
+  }
+  // The same, but as if it were not known. Else the compiler finds out what is the same in each round of a loop, and
+  // keeps the addresses of all products of the loop in registers, which it does not have.
+  __device__ Operand anew() const {
+    auto low = static_cast<uint32_t>(word);
+    asm volatile("" : "+r"(low));
+    return {word >> 32 << 32 | low};
+  }
 };
 template <Swizzle swizzle>
 __device__ uint64_t operand_word(const void* box, uint32_t leading_bytes, uint32_t stride_bytes) {

@@ -5,7 +5,8 @@ the gradients.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -271,33 +272,64 @@ def _workspace(target: Target, form: Form, operands: Operands) -> int:
 
 _OF_FORWARD = 8  # a counter
 
-# The rows and columns of a tile of sums of the query's gradient, by the head size up to which an entry holds.
-_TILES = {64: (96, 64), 128: (64, 128), 256: (64, 256)}
+_COLUMNS = (64, 128, 256)  # the head sizes that kernels are compiled for; others are computed as the next larger one
+_LARGEST_TILE, _SMALLEST_TILE = 128, 64  # of queries, and of keys, in the kernel for gradients
 
 
 def _of_gradients(operands: Operands) -> int:
-    """Sums of the query's gradient in f32, and counters."""
-    batch, queries, heads, size = operands[0].shape
-    rows, columns = _TILES[_up_to(size, _TILES)]
-    tiles = batch * heads * _parts(queries, rows)
-    return tiles * (4 * rows * columns + 8 * rows + 8) + 64
+    """Sums of the query's gradient in f32, two numbers a query, and for each block of keys and head of queries, which
+    tiles it has; for tiles of any size that the kernel may have.
+    """
+    query, key, _ = operands[:BASE]
+    batch, queries, heads, size = query.shape
+    rows = batch * heads * (queries + _LARGEST_TILE - 1)
+    blocks = batch * heads * _parts(key.shape[1], _SMALLEST_TILE)
+    return rows * (4 * _columns(size) + 8) + 8 * blocks + 64
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """How the kernels for few queries take those of a key head.
+
+    Attributes:
+      most: up to how many queries there are.
+      tile: how many of them are computed together.
+      factor: how much longer a chunk of keys is at least than for 16 of them.
+      room: how many have room in the state of a chunk.
+    """
+
+    most: float
+    tile: int
+    factor: int
+    room: int
+
+
+# As ffi/cuda/attention/decode has them, like the numbers below. Of pages in 8 bits it has the first alone.
+_ROWS = (_Rows(16, 16, 1, 16), _Rows(64, 64, 8, 128), _Rows(math.inf, 128, 8, 128))
 
 
 def _of_few_queries(form: Form, operands: Operands) -> int:
-    """The states of the parts of the keys, and counters of the parts that are done. The numbers are those of
-    ffi/cuda/attention/decode/plan.cuh.
-    """
+    """The states of the chunks of keys, and counters of those that are done."""
     query, key, _ = operands[:BASE]
-    size, keys = _up_to(query.shape[3], _TILES), form.keys(operands)
+    number, keys = _rows(operands), form.keys(operands)
+    rows = _ROWS[0] if key.dtype.itemsize == 1 else next(rows for rows in _ROWS if number <= rows.most)
     if form.left is not None and form.right is not None:
-        keys = min(keys, form.left + form.right + query.shape[1] + 32)
-    rows = min(16, _rows(operands))
-    items = query.shape[0] * key.shape[2] * _parts(_rows(operands), 16)
-    least = max(512, _multiple(_parts(keys * items, 32768), 128))
-    chunks = max(min(max(1, 132 // items), _parts(keys, 128)), min(256, _parts(keys, least)))
-    states = items * chunks if chunks > 1 else 0
+        keys = min(keys, form.left + form.right + query.shape[1] + 64)
+    items = query.shape[0] * key.shape[2] * _parts(number, rows.tile)
+    wave = max(1, 132 // items)
+    least = max(512 * rows.factor, _multiple(_parts(keys * items, 32768), 128))
+    more = min(256, _parts(keys, least))
+    chunks = more + 3 * wave if more > wave else min(wave, _parts(keys, 128))
+    states = items * chunks if chunks > 1 or rows.factor > 1 else 0
     counters = items * (_parts(chunks, 16) + 1) if states else 0
-    return _multiple(4 * counters + 16, 256) + _multiple(8 * states * rows, 256) + 4 * states * rows * size
+    room = min(rows.room, number) if rows.factor == 1 else rows.room
+    numbers = _multiple(8 * states * room, 256) + 4 * states * room * _columns(query.shape[3])
+    return _multiple(4 * counters + 16, 256) + numbers
+
+
+def _columns(size: int) -> int:
+    """The head size that a kernel computes for this one."""
+    return min(each for each in _COLUMNS if size <= each)
 
 
 def _parts(number: int, size: int) -> int:
@@ -308,8 +340,3 @@ def _parts(number: int, size: int) -> int:
 def _multiple(number: int, of: int) -> int:
     """The least multiple that is not smaller."""
     return _parts(number, of) * of
-
-
-def _up_to(size: int, sizes: Iterable[int]) -> int:
-    """The least of some sizes that is not smaller."""
-    return min(each for each in sizes if size <= each)

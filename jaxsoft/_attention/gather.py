@@ -63,7 +63,7 @@ class _Gather(LinearMap):
 
     def _sums(self, numbers: jax.Array, x: jax.Array) -> jax.Array:
         """Page by page: the first ones of each number, then the second ones, and so on."""
-        numbers, x = numbers.reshape(-1), x.reshape(-1, *x.shape[2:])
+        numbers, x = numbers.reshape(-1), x.reshape(numbers.size, *x.shape[2:])
         places = jnp.arange(numbers.size, dtype=jnp.int32)
         numbers = jnp.where(numbers < 0, self.pages, numbers)
         numbers, order = jax.lax.sort((numbers, places), num_keys=1)
@@ -94,5 +94,6 @@ class _Gather(LinearMap):
         first = jnp.arange(size, dtype=numbers.dtype)[:, None, None] * self.pages
         joined = jnp.where(numbers < 0, -1, numbers + first)
         several = dataclasses.replace(self, pages=size * self.pages)
-        (found,) = several(*(v.reshape(-1, *v.shape[2:]) for v in (joined, there, x)))
-        return [found.reshape(size, -1, *found.shape[1:])]
+        (found,) = several(*(v.reshape(size * v.shape[1], *v.shape[2:]) for v in (joined, there, x)))
+        number = self.pages if self.transposed else joined.shape[1]
+        return [found.reshape(size, number, *found.shape[1:])]

@@ -105,12 +105,15 @@ def attend(
     query, factor = _scaled(given.query, scale)
     result = check_dtype(dtype, query)
     merges = state is not None or kept["return_state"]
+    right = 0 if kept["is_causal"] else right
+    if left is None and right is None:  # then nothing depends on positions
+        extras = {extra: x for extra, x in extras.items() if extra is not Extra.OFFSET}
     wide = np.dtype(accumulator(query.dtype))
     form = Form(
         dtype=wide if merges else result,
         scale=factor,
         left=left,
-        right=0 if kept["is_causal"] else right,
+        right=right,
         cap=_cap(logits_soft_cap, wide),
         extras=tuple(extras),
         returns_lse=kept["return_residual"] or merges,

@@ -108,6 +108,14 @@ def test_bad_sizes(size):
 
 
 @here
+def test_bad_sizes_of_pages_in_8_bits():
+    pages = {name: ((7, PAGE, K, 72), F8) for name in ("key_pages", "value_pages")}
+    changed = {"query": ((B, T, N, 72), BF16), "output*": ((B, T, N, 72), BF16)} | pages
+    with pytest.raises(jax.errors.JaxRuntimeError, match="pages in 8 bits must be multiples of 16: got 72"):
+        call(PAGED, *BASE[PAGED], changed)
+
+
+@here
 @pytest.mark.parametrize(
     ("extra", "shape", "dtype", "message"),
     [

@@ -435,11 +435,12 @@ def test_large_score(dtype, size):
     np.testing.assert_array_equal(np.asarray(jax.jit(jax.grad(total))(one)).astype(np.float64), 80)
 
 
+@pytest.mark.parametrize("bias", [("bias of a head",), ()], ids=["bias", "no bias"])
 @each_fast_implementation
-def test_same_bits(implementation):
+def test_same_bits(implementation, bias):
     """The output and the gradients, from run to run."""
     with served(implementation):
-        call = case(["bias of a head", "sinks", "causal"], Sizes(t=70, s=70, h=64, d=64), jnp.bfloat16, implementation)
+        call = case([*bias, "sinks", "causal"], Sizes(t=70, s=70, h=64, d=64), jnp.bfloat16, implementation)
         run = jax.jit(call.through("grad").ours)
         assert same_bits(run(*call.operands), run(*call.operands))
 

@@ -9,7 +9,7 @@ import numpy as np
 import paged_calls
 import pytest
 from cases import Case
-from common import PAGED_IMPLEMENTATIONS, as_usual, precision, same_bits, served, slow
+from common import PAGED_IMPLEMENTATIONS, as_usual, on_cpu, precision, same_bits, served, slow
 from paged_calls import OPTIONS, SMALL, Sizes, case, table_and_lengths
 
 import jaxsoft
@@ -207,9 +207,24 @@ def test_nothing(name):
     assert y.shape == (z.b, z.t, z.n, z.d) and not y.any() and (lse == -np.inf).all()
     gradients = jax.grad(lambda *v: attend(*v)[0].sum(), (0, 1, 2))(query, *pages)
     assert [v.shape for v in gradients] == [v.shape for v in (query, *pages)] and not any(v.any() for v in gradients)
+    mapped = jax.vmap(jax.grad(lambda *v: attend(*v)[0].sum(), (0, 1, 2)))(*(np.stack([v, v]) for v in (query, *pages)))
+    assert [v.shape[1:] for v in mapped] == [v.shape for v in gradients] and not any(v.any() for v in mapped)
     new = [np.ones((z.b, z.t, z.k, size), np.float32) for size in (z.h, z.d)]
     for before, after in zip(pages, jaxsoft.write_pages(*pages, *new, table, lengths), strict=True):
-        assert name == "size" or (before.shape == after.shape and np.array_equal(before, after))
+        assert before.shape == after.shape and np.array_equal(before, after)
+
+
+def test_without_a_rule_nothing_depends_on_positions():
+    """So none is computed where each sequence has one query, as when decoding."""
+    call = case((), SMALL, np.float32)
+    query, *pages = call.operands
+    table, lengths = table_and_lengths(np.random.default_rng(0), SMALL)
+    programs = [
+        jax.make_jaxpr(functools.partial(jaxsoft.paged_attention, **given))(query, *pages, table, lengths)
+        for given in ({}, {"local_window_size": 2})
+    ]
+    (none, some) = (str(program).count("offset") for program in programs)
+    assert none < some
 
 
 def test_no_row_depends_on_others():
@@ -236,6 +251,7 @@ def test_same_bits_of_gradients():
     assert all(same_bits(run(*call.operands), run(*call.operands)) for _ in range(3))
 
 
+@on_cpu
 def test_only_blocks_of_pages_are_gathered():
     """The memory of a program is neither that of the cache nor that of all keys, nor that of the scores of all."""
     x = jax.ShapeDtypeStruct

@@ -1,4 +1,7 @@
-"""The operations that the C++ and CUDA libraries were built with are those of the records, and the sampler."""
+"""The operations that the C++ and CUDA libraries were built with are those of the records, and the sampler.
+
+Those of attention, which the CUDA library may have as well, are looked at in `tests/attention/test_attention_ffi.py`.
+"""
 
 import ctypes
 
@@ -46,4 +49,5 @@ def test_libraries_have_the_operations_of_the_records(platform):
         pytest.skip(f"libjaxsoft_{platform} was not built")
     expected = [specification(operation) for operation in OPERATIONS if operation.has_kernels]
     expected += ["sample(logits,uniform,temperature,top_p,min_p)->(token,probability) k"] * (platform == "cuda")
-    assert sorted(library.specification(ctypes.CDLL(str(path)))) == sorted(expected)
+    lines = library.specification(ctypes.CDLL(str(path)))
+    assert sorted(line for line in lines if "attention" not in line) == sorted(expected)

@@ -1,5 +1,6 @@
 // Attention of few queries of each sequence over many keys: what a call must be, and the launch of its kernel.
 #include "decode/few_rows.cuh"
+#include "decode/many_rows.cuh"
 
 #include <algorithm>
 
@@ -11,6 +12,14 @@ namespace decode {
 
 // The head size for which the kernel is compiled, of those that are not smaller.
 inline int padded_size(int size) { return size <= 64 ? 64 : size <= 128 ? 128 : 256; }
+
+// Clears the counters. The kernel that follows runs at the same time, and waits for this before it uses them: so it
+// starts earlier than after a memset.
+template <int = 0>
+__global__ void clear(unsigned* counters, int count) {
+  let_next_kernel_start();
+  for (int i = threadIdx.x; i < count; i += blockDim.x) counters[i] = 0;
+}
 
 struct Launch {
   Arguments args;
@@ -25,15 +34,22 @@ struct Launch {
     if (call.heads % call.key_heads) return false;
     if (!args.paged) return true;
     const int size = args.pages.page_size;
-    return size >= kSmallestTile && size <= 256 && (size & (size - 1)) == 0;
+    return size >= kRun && size <= 256 && (size & (size - 1)) == 0;
   }
 
   template <class T, PageType type, int size>
   cudaError_t run_few() {
-    using Shape = FewRows<type, size>;
+    return start<FewRows<type, size>>(few_rows<T, type, size>);
+  }
+  template <class T, int size>
+  cudaError_t run_many() {
+    return start<ManyRows<size>>(many_rows<T, size>);
+  }
+
+  template <class Shape, class Kernel>
+  cudaError_t start(Kernel kernel) {
     constexpr size_t bytes = sizeof(typename Shape::Memory);
     static_assert(bytes <= 227 * 1024);
-    auto kernel = few_rows<T, type, size>;
     static Devices<> prepared;
     if (auto e = prepared.once([&] {
           return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
@@ -43,7 +59,7 @@ struct Launch {
     CUtensorMap keys, values;
     if (auto e = describe_cache(&keys, args.call.key, box_rows, Shape::Values::swizzle)) return e;
     if (auto e = describe_cache(&values, args.call.value, box_rows, Shape::Values::swizzle)) return e;
-    return start(kernel, Shape::threads, bytes, keys, values);
+    return launch(kernel, Shape::threads, bytes, keys, values);
   }
 
   cudaError_t describe_cache(CUtensorMap* map, const void* data, int box_rows, Swizzle swizzle) const {
@@ -56,7 +72,7 @@ struct Launch {
   }
 
   template <class Kernel>
-  cudaError_t start(Kernel kernel, int threads, size_t bytes, const CUtensorMap& keys, const CUtensorMap& values) {
+  cudaError_t launch(Kernel kernel, int threads, size_t bytes, const CUtensorMap& keys, const CUtensorMap& values) {
     const AttentionCall& call = args.call;
     Device device;
     if (auto e = device.read()) return e;
@@ -69,10 +85,19 @@ struct Launch {
     const int64_t units = int64_t(args.plan.items) * args.plan.most_chunks;
     const int blocks = static_cast<int>(std::min<int64_t>(units, device.processors));
     args.dealt = units > blocks;
-    if (args.dealt || args.plan.most_chunks > 1)
-      if (auto e = cudaMemsetAsync(args.counters, 0, workspace.counters, stream)) return e;
-    kernel<<<blocks, threads, bytes, stream>>>(args, keys, values);
-    return cudaGetLastError();
+    cudaLaunchAttribute attribute = overlapping();
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(blocks);
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = bytes;
+    config.stream = stream;
+    config.attrs = &attribute;
+    if (args.dealt || args.plan.most_chunks > 1) {
+      clear<><<<1, 256, 0, stream>>>(args.counters, static_cast<int>(workspace.counters / 4));
+      if (auto e = cudaGetLastError()) return e;
+      config.numAttrs = 1;
+    }
+    return cudaLaunchKernelEx(&config, kernel, args, keys, values);
   }
 
   template <class T, PageType type>
@@ -83,9 +108,35 @@ struct Launch {
       default: return run_few<T, type, 256>();
     }
   }
+  template <class T>
+  cudaError_t run_many_type() {
+    switch (padded) {
+      case 64: return run_many<T, 64>();
+      case 128: return run_many<T, 128>();
+      default: return run_many<T, 256>();
+    }
+  }
   cudaError_t run() {
-    args.plan = make_plan(args.call, 16);
+#ifdef QUICK
+    if (args.rows > 16 && padded != 128) return cudaErrorNotSupported;
+#endif
+    if (args.rows > 16 && args.pages.type == PageType::as_query) {
+      args.plan = make_plan(args.call, args.rows > kPartRows ? kParts * kPartRows : kPartRows, kParts * kPartRows / 16);
+      args.item_rows = kParts * kPartRows;
+#ifdef QUICK
+      return run_many<__nv_bfloat16, 128>();
+#else
+      return args.call.type == AttentionType::bf16 ? run_many_type<__nv_bfloat16>() : run_many_type<__half>();
+#endif
+    }
+    args.plan = make_plan(args.call, 16, 1);
     args.item_rows = std::min(args.plan.row_tile, args.rows);
+#ifdef QUICK
+    if (args.pages.type == PageType::e4m3 && padded == 128) return run_few<__half, PageType::e4m3, 128>();
+    if (args.call.type == AttentionType::bf16 && padded == 64) return run_few<__nv_bfloat16, PageType::as_query, 64>();
+    if (args.call.type == AttentionType::bf16 && padded == 128) return run_few<__nv_bfloat16, PageType::as_query, 128>();
+    return cudaErrorNotSupported;
+#else
     switch (args.pages.type) {
       case PageType::e4m3: return run_type<__half, PageType::e4m3>();
       case PageType::e5m2: return run_type<__half, PageType::e5m2>();
@@ -93,6 +144,7 @@ struct Launch {
     }
     if (args.call.type == AttentionType::bf16) return run_type<__nv_bfloat16, PageType::as_query>();
     return run_type<__half, PageType::as_query>();
+#endif
   }
 };
 
@@ -100,9 +152,9 @@ struct Launch {
 
 cudaError_t run_attention_decode(const AttentionCall& call, const Pages* pages, const AttentionResults& results,
                                  cudaStream_t stream) {
-  Device device;
-  if (auto e = device.read()) return e;
-  if (device.major != 9) return cudaErrorNotSupported;
+  bool runs = false;
+  if (auto e = has_warp_groups(&runs)) return e;
+  if (!runs) return cudaErrorNotSupported;
   decode::Launch launch{};
   launch.stream = stream;
   launch.padded = decode::padded_size(call.size);

@@ -33,6 +33,11 @@ __global__ void __launch_bounds__(256) round_sums(const __grid_constant__ Backwa
   __shared__ __align__(16) T tile[queries * row];
   const int64_t place = blockIdx.x;
   const int head = static_cast<int>(place / call.query_tiles), index = static_cast<int>(place % call.query_tiles);
+  const int batch = head / call.heads;
+  // To sums of tiles for which no key counts, nothing was added, and perhaps they are not even 0.
+  const BackwardLimits limits(call, batch);
+  const bool any = limits.key_end > 0 && max(index * queries, limits.first_query(0)) <
+                                             min(index * queries + queries, limits.last_query(limits.key_end));
   const int group = threadIdx.x / kWarpGroup, thread = threadIdx.x % kWarpGroup;
   const float* sums = call.sums + place * Shared::tile + group * (Shared::parts * Shared::sum);
 #pragma unroll
@@ -41,14 +46,14 @@ __global__ void __launch_bounds__(256) round_sums(const __grid_constant__ Backwa
     const int query = column_of_thread() + (Shared::boxes > 1 ? 0 : group * sum_queries);
 #pragma unroll
     for (int i = 0; i < sum_queries / 2; i += 4) {
-      const float4 four = *reinterpret_cast<const float4*>(sums + part * Shared::sum + i * kWarpGroup + thread * 4);
+      const float4 four =
+          any ? *reinterpret_cast<const float4*>(sums + part * Shared::sum + i * kWarpGroup + thread * 4) : float4{};
       T* to = tile + (query + i * 2) * row + column;
       to[0] = T(four.x * call.scale), to[row] = T(four.y * call.scale);
       to[8] = T(four.z * call.scale), to[row + 8] = T(four.w * call.scale);
     }
   }
   __syncthreads();
-  const int batch = head / call.heads;
   for (int i = threadIdx.x; i < queries * size / 8; i += blockDim.x) {
     const int of_tile = i / (size / 8), first = i % (size / 8) * 8, at = index * queries + of_tile;
     if (at >= call.queries || first >= call.size) continue;

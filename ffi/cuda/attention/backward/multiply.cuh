@@ -81,17 +81,10 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size>
   const uint32_t slopes_of_lane = shared_address(shared.slopes[0]) + group * (queries * box_row) +
                                   (lane / 16 * 8 + lane % 8) * box_row +
                                   ((thread / 32 * 32 + lane / 8 % 2 * 16) ^ (lane % 8 * 16));
-  const unsigned pieces = call.batch * call.key_heads * call.key_blocks;
-  SlotPlace<BackwardCode::mails> mail;
   SlotPlace<Plan::query_slots> query;
   SlotPlace<Plan::cotangent_slots> cotangent;
   unsigned key_parity = 0, sum_parity = 0, slopes_slot = 0;
-  for (;; mail.advance()) {
-    shared.ticket_full[mail.slot].wait(mail.parity);
-    const unsigned ticket = *static_cast<volatile unsigned*>(&shared.tickets[mail.slot]);
-    shared.ticket_empty[mail.slot].arrive_as_warp();
-    if (ticket >= pieces) return;
-    const BackwardWork<size> work(call, ticket);
+  for_pieces<true>(call, shared, [&](const BackwardWork<size>& work) {
     const int first_key = work.block * Plan::keys + group * 64;
     const int steps = work.tiles.length() * call.group;
     float of_keys[size / 2] = {}, of_values[size / 2] = {};  // the gradients
@@ -101,22 +94,22 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size>
     int tile = work.tiles.begin;
     auto multiply_scores = [&] {
       shared.query_full[query.slot].wait(query.parity);
-      const auto right = summed_along_rows(shared.query[query.slot]);
+      const auto left = keys.anew(), right = summed_along_rows(shared.query[query.slot]).anew();
       begin_products();
 #pragma unroll
       for (int k = 0; k < size; k += 16)
-        multiply<T>(scores, keys + (k / 64 * (Plan::keys * box_row) + k % 64 * 2),
+        multiply<T>(scores, left + (k / 64 * (Plan::keys * box_row) + k % 64 * 2),
                     right + (k / 64 * (queries * box_row) + k % 64 * 2), k > 0);
       commit_products();
     };
     // What comes before the slopes of a tile are known. The products for the gradient by values stay in flight.
     auto begin_tile = [&] {
       shared.cotangent_full[cotangent.slot].wait(cotangent.parity);
-      const auto right = summed_along_rows(shared.cotangent[cotangent.slot]);
+      const auto left = values.anew(), right = summed_along_rows(shared.cotangent[cotangent.slot]).anew();
       begin_products();
 #pragma unroll
       for (int k = 0; k < size; k += 16)
-        multiply<T>(slopes, values + (k / 64 * (Plan::keys * box_row) + k % 64 * 2),
+        multiply<T>(slopes, left + (k / 64 * (Plan::keys * box_row) + k % 64 * 2),
                     right + (k / 64 * (queries * box_row) + k % 64 * 2), k > 0);
       commit_products();
 
@@ -124,7 +117,7 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size>
       const float* numbers = shared.numbers[query.slot] + column_of_thread();
       weigh<size, kind>(scores, growth, numbers, call, work, tile, first_key);
       round_to<T>(weights, scores);
-      const auto cotangents = summed_over_rows(shared.cotangent[cotangent.slot], queries);
+      const auto cotangents = summed_over_rows(shared.cotangent[cotangent.slot], queries).anew();
       begin_products();
 #pragma unroll
       for (int k = 0; k < queries; k += 16) multiply<T>(of_values, weights[k / 16], cotangents + k * box_row, true);
@@ -145,17 +138,18 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size>
       slopes_written.wait();
 
       float sums[sum_queries / 2];
-      const auto right = summed_along_rows(shared.slopes[slopes_slot]) +
-                         (Shared::boxes > 1 ? 0 : group * (sum_queries * box_row));
+      const auto left = keys_turned.anew();
+      const auto right = (summed_along_rows(shared.slopes[slopes_slot]) +
+                          (Shared::boxes > 1 ? 0 : group * (sum_queries * box_row))).anew();
       [[maybe_unused]] const auto own_slopes =
-          summed_over_rows(shared.slopes[slopes_slot], queries) + group * (queries * box_row);
+          (summed_over_rows(shared.slopes[slopes_slot], queries) + group * (queries * box_row)).anew();
       slopes_slot ^= 1;
       begin_products();
 #pragma unroll
       for (int k = 0; k < Plan::keys; k += 16)
-        multiply<T>(sums, keys_turned + k * box_row, right + (k / 64 * (queries * box_row) + k % 64 * 2), k > 0);
+        multiply<T>(sums, left + k * box_row, right + (k / 64 * (queries * box_row) + k % 64 * 2), k > 0);
       commit_products();
-      const auto queries_turned = summed_over_rows(shared.query[query.slot], queries);
+      const auto queries_turned = summed_over_rows(shared.query[query.slot], queries).anew();
 #pragma unroll
       for (int k = 0; k < queries; k += 16) {
         if constexpr (Plan::slopes_in_registers)
@@ -197,7 +191,7 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size>
     if (steps > 0) shared.key_empty.arrive_as_warp();
     write_gradient<T, size>(call.key_gradient, call, work.batch, work.key_head, first_key, of_keys, call.scale);
     write_gradient<T, size>(call.value_gradient, call, work.batch, work.key_head, first_key, of_values, 1.f);
-  }
+  });
 }
 
 }  // namespace jaxsoft::cuda

@@ -12,13 +12,17 @@ namespace jaxsoft::cuda {
 
 // Numbers that all sizes of heads share.
 struct BackwardCode {
-  static constexpr int groups = 2;                             // warp groups that multiply
-  static constexpr int threads = (groups + 1) * kWarpGroup;    // and one that copies
-  static constexpr int registers = 240, copy_registers = 24;   // of a thread of either
-  static constexpr int mails = 2;                              // pieces of work that are known at a time
+  static constexpr int groups = 2;                            // warp groups that multiply
+  static constexpr int threads = (groups + 1) * kWarpGroup;   // and one that copies
+  static constexpr int registers = 240, copy_registers = 24;  // of a thread of either
+  static constexpr int mails = 2;                             // pieces of work that are known at a time
 };
 
-// Queries and keys of a tile of scores, and how many tiles of queries and of cotangents a block holds.
+// A tile of scores, and how many tiles of queries and of cotangents a block has room for. What bounds them is
+// registers: of each thread, a gradient by keys takes half the size of heads, scores, slopes and a part of the gradient
+// by queries half the queries of a tile each, and rounded weights and slopes a quarter. `slopes_in_registers` says
+// where the product with queries takes slopes from. Shared memory is read less if it is from registers, for which 128
+// leaves no room. Heads of 64 are bound by the reads of shared memory as well, so tiles are as long as registers allow.
 template <int size>
 struct BackwardPlan;
 template <>
@@ -28,13 +32,9 @@ struct BackwardPlan<64> {
 };
 template <>
 struct BackwardPlan<128> {
-#ifndef BWD_M
-#define BWD_M 64
-#endif
-  static constexpr int queries = BWD_M, keys = 128, query_slots = 2, cotangent_slots = 2;
+  static constexpr int queries = 64, keys = 128, query_slots = 2, cotangent_slots = 2;
   static constexpr bool slopes_in_registers = false;
 };
-
 template <>
 struct BackwardPlan<256> {
   static constexpr int queries = 64, keys = 64, query_slots = 2, cotangent_slots = 1;
@@ -43,12 +43,13 @@ struct BackwardPlan<256> {
 template <class T, int size>
 struct BackwardShared {
   using Plan = BackwardPlan<size>;
+  using Code = BackwardCode;
   static constexpr int boxes = size / 64;  // of 64 columns
   static constexpr int tile = Plan::queries * size, slope_tile = Plan::queries * Plan::keys;
   // The gradient by queries is computed with columns of the head as rows, 64 at a time. If there are fewer boxes than
   // warp groups, each has a part of the queries, and if there are more, each has several parts, one after the other.
-  static constexpr int parts = boxes > BackwardCode::groups ? boxes / BackwardCode::groups : 1;
-  static constexpr int sum_queries = boxes > 1 ? Plan::queries : Plan::queries / BackwardCode::groups;
+  static constexpr int parts = boxes > Code::groups ? boxes / Code::groups : 1;
+  static constexpr int sum_queries = boxes > 1 ? Plan::queries : Plan::queries / Code::groups;
   static constexpr int sum = 64 * sum_queries;
   static constexpr bool paired = Plan::keys == 64;  // whether the warp groups share the keys
 
@@ -58,17 +59,33 @@ struct BackwardShared {
   alignas(1024) T query[Plan::query_slots][tile];
   alignas(1024) T cotangent[Plan::cotangent_slots][tile];
   alignas(1024) T slopes[2][slope_tile];  // of queries (rows) and keys, for the product with keys
-  alignas(128) float sums[BackwardCode::groups][sum];  // to be added to the gradient by queries
+  alignas(128) float sums[Code::groups][sum];                        // to be added to the gradient by queries
   alignas(128) float numbers[Plan::query_slots][2 * Plan::queries];  // lse in base 2, then delta
-  float weights[paired ? slope_tile : 1];  // from one warp group to the other
-  unsigned tickets[BackwardCode::mails];
-  unsigned reached[BackwardCode::groups];  // how many tiles it has been the block's turn to add to
+  float weights[paired ? slope_tile : 1];                            // from one warp group to the other
+  unsigned tickets[Code::mails];                                     // pieces of work
+  unsigned turns;  // how many tiles it has been the block's turn to add to
 
-  Barrier ticket_full[BackwardCode::mails], ticket_empty[BackwardCode::mails];
+  Barrier ticket_full[Code::mails], ticket_empty[Code::mails];
   Barrier key_full, key_empty, value_full, value_empty;
   Barrier query_full[Plan::query_slots], query_empty[Plan::query_slots];
   Barrier cotangent_full[Plan::cotangent_slots], cotangent_empty[Plan::cotangent_slots];
-  Barrier sum_full[BackwardCode::groups], sum_empty[BackwardCode::groups];
+  Barrier sum_full[Code::groups], sum_empty[Code::groups];
+
+  __device__ void init(bool deterministic) {
+    constexpr unsigned warps = 4 * Barrier::warp_arrivals, all = warps * Code::groups;
+    auto init = [](auto& full, auto& empty, unsigned of_full, unsigned of_empty) {
+      for (auto& barrier : full) barrier.init(of_full);
+      for (auto& barrier : empty) barrier.init(of_empty);
+    };
+    // Threads that add sums, and one that waits for turns, read tickets as well.
+    init(ticket_full, ticket_empty, 1, all + Code::groups + deterministic);
+    key_full.init(1), key_empty.init(all), value_full.init(1), value_empty.init(all);
+    init(query_full, query_empty, 1, all);
+    init(cotangent_full, cotangent_empty, 1, all);
+    init(sum_full, sum_empty, warps, 1);
+    turns = 0;
+    show_barriers();
+  }
 };
 
 // A place in a ring of slots, and the parity of the phase in which its barrier says that it is full.

@@ -1,5 +1,5 @@
-// From products of keys and queries to weights, and from those to slopes: what the backward kernel does with the numbers
-// of a tile. Rows of accumulators are keys here, and columns queries.
+// From products of keys and queries to weights, and from those to slopes: what the backward kernel does with the
+// numbers of a tile. Rows of accumulators are keys here, and columns queries.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -51,8 +51,8 @@ struct Capped {
   }
 };
 
-// Makes weights of the products of 64 keys and a tile of queries. `growth` is how scores grow with products, if they are
-// capped, and else has one unused element. `lse` begins with the thread's first column.
+// Makes weights of the products of 64 keys and a tile of queries. `growth` is how scores grow with products, if they
+// are capped, and else has one unused element. `lse` begins with the thread's first column.
 template <int size, BackwardKind kind, int count, int growths>
 __device__ void weigh(float (&scores)[count], float (&growth)[growths], const float* lse, const BackwardCall& call,
                       const BackwardWork<size>& work, int tile, int first_key) {
@@ -66,7 +66,7 @@ __device__ void weigh(float (&scores)[count], float (&growth)[growths], const fl
   if constexpr (kind != BackwardKind::plain) {
     if (work.masked(tile, first_key))
       exclude(scores, first_key + row_of_thread() - (tile * (2 * count) + column_of_thread()),
-              work.key_end - first_key - row_of_thread(), work.least, work.most);
+              work.limits.key_end - first_key - row_of_thread(), work.limits.least, work.limits.most);
   }
   const float unit = kind == BackwardKind::capped ? 1.f : call.scale2;
 #pragma unroll

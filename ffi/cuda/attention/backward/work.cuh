@@ -15,19 +15,23 @@ namespace jaxsoft::cuda {
 // Which scores need a look.
 enum class BackwardKind { plain, limited, capped };
 
+// A difference of key and query that is greater than all there are.
+constexpr int kFar = 1 << 30;
+
 // A call as the kernels read it.
 struct BackwardCall {
   CUtensorMap query, key, value, cotangent;
   int batch, queries, keys, heads, key_heads, group, size;
   int key_blocks, query_tiles;
-  bool deterministic, descending;
+  unsigned pieces;  // of work
+  bool deterministic;
   float scale, scale2;  // scale2 is for exponents of 2
   float cap;
-  int left, right;  // 2^30 where there is no limit
+  int left, right;  // kFar where there is no limit
   OfBatch query_lengths, key_lengths, offset;
   float* sums;         // (B * N, tiles, queries of a tile * padded head size): the gradient by queries, unscaled
   float* numbers;      // (B * N, tiles, 2, queries of a tile): lse in base 2, then delta
-  unsigned* turns;     // (B * N, tiles, groups): how many blocks of keys have added to a tile
+  int2* ends;          // (B * N, blocks of keys), for both groups: the end of the tiles that a block has added to
   unsigned long long* counter;  // of tickets
   void *query_gradient, *key_gradient, *value_gradient;
 };
@@ -43,45 +47,75 @@ struct TileRange {
   __device__ bool has(int tile) const { return begin <= tile && tile < end; }
 };
 
+// Which scores of an entry of the batch count: those of queries before `query_end` and keys before `key_end`, where
+// least <= key - query <= most.
+struct BackwardLimits {
+  int query_end, key_end, least, most;
+  __device__ BackwardLimits(const BackwardCall& call, int batch)
+      : query_end(of_batch(call.query_lengths, batch, call.queries)),
+        key_end(of_batch(call.key_lengths, batch, call.keys)) {
+    const int64_t offset = call.offset.data ? call.offset.data[batch * call.offset.step] : 0;
+    least = call.left == kFar ? -kFar : within(offset - call.left);
+    most = call.right == kFar ? kFar : within(offset + call.right);
+  }
+  // The queries to which keys [begin, end) matter, which are before key_end: from the first to one past the last, if
+  // any.
+  __device__ int first_query(int begin) const { return max(begin - most, 0); }
+  __device__ int last_query(int end) const { return min(end - least, query_end); }
+
+  // Offsets may be any numbers. Differences that no query and key have are as good as others.
+  static __device__ int within(int64_t difference) {
+    return static_cast<int>(min(max(difference, -int64_t(kFar)), int64_t(kFar)));
+  }
+};
+
 // A piece of work.
 template <int size>
 struct BackwardWork {
   using Plan = BackwardPlan<size>;
   int batch, key_head, block;
-  int key_end;         // keys from there on do not count
-  int least, most;     // scores count where least <= key - query <= most
+  BackwardLimits limits;
   TileRange tiles, tiles_of_next;  // the latter those of the next block of keys
 
-  __device__ BackwardWork(const BackwardCall& call, unsigned ticket) {
-    block = ticket % call.key_blocks;
-    if (call.descending) block = call.key_blocks - 1 - block;
-    ticket /= call.key_blocks;
-    key_head = ticket % call.key_heads;
-    batch = ticket / call.key_heads;
-    key_end = of_batch(call.key_lengths, batch, call.keys);
-    const int query_end = of_batch(call.query_lengths, batch, call.queries);
-    const int offset = call.offset.data ? call.offset.data[batch * call.offset.step] : 0;
-    constexpr int far = 1 << 30;
-    // Offsets may be any numbers: differences that no pair of indices has are as good as infinite ones.
-    const long long first = static_cast<long long>(offset) - call.left, last = static_cast<long long>(offset) + call.right;
-    least = call.left == far ? -far : static_cast<int>(min(max(first, -static_cast<long long>(far)), static_cast<long long>(far)));
-    most = call.right == far ? far : static_cast<int>(min(max(last, -static_cast<long long>(far)), static_cast<long long>(far)));
-    tiles = range(block, query_end);
-    tiles_of_next = range(block + 1, query_end);
+  __device__ BackwardWork(const BackwardCall& call, unsigned ticket)
+      : batch(ticket / call.key_blocks / call.key_heads),
+        key_head(ticket / call.key_blocks % call.key_heads),
+        block(ticket % call.key_blocks),
+        limits(call, batch) {
+    if (call.deterministic) block = call.key_blocks - 1 - block;  // see copy.cuh
+    tiles = range(block);
+    tiles_of_next = range(block + 1);
   }
-  // The tiles of which some score counts.
-  __device__ TileRange range(int of_block, int query_end) const {
-    const int begin = of_block * Plan::keys, end = min(begin + Plan::keys, key_end);
-    if (begin >= end) return {0, 0};
-    const int first = max(begin - most, 0), last = min(end - least, query_end);  // key - query <= most, >= least
-    if (first >= last) return {0, 0};
+  // A head of queries, of all in the batch.
+  __device__ int64_t head(const BackwardCall& call, int of_group) const {
+    return int64_t(batch) * call.heads + key_head * call.group + of_group;
+  }
+  // The tiles of which some score counts. For each tile these are blocks that follow each other.
+  __device__ TileRange range(int of_block) const {
+    const int begin = of_block * Plan::keys, end = min(begin + Plan::keys, limits.key_end);
+    const int first = limits.first_query(begin), last = limits.last_query(end);
+    if (begin >= end || first >= last) return {0, 0};
     return {first / Plan::queries, (last + Plan::queries - 1) / Plan::queries};
   }
-  // Whether some score of the keys [key, key + 64) and this tile does not count.
+  // Whether some score of the keys [key, key + 64) and this tile does not count, but for those of queries past the end.
   __device__ bool masked(int tile, int key) const {
     const int query = tile * Plan::queries;
-    return key - (query + Plan::queries - 1) < least || key + 63 - query > most || key + 64 > key_end;
+    return key - (query + Plan::queries - 1) < limits.least || key + 63 - query > limits.most ||
+           key + 64 > limits.key_end;
   }
 };
+
+// Calls `visit(work)` for each of the block's pieces of work, of whole warps or of single threads.
+template <bool by_warps, class T, int size, class Visit>
+__device__ void for_pieces(const BackwardCall& call, BackwardShared<T, size>& shared, Visit visit) {
+  for (SlotPlace<BackwardCode::mails> mail;; mail.advance()) {
+    shared.ticket_full[mail.slot].wait(mail.parity);
+    const unsigned ticket = *static_cast<volatile unsigned*>(&shared.tickets[mail.slot]);
+    if constexpr (by_warps) shared.ticket_empty[mail.slot].arrive_as_warp();
+    else shared.ticket_empty[mail.slot].arrive();
+    if (ticket >= call.pieces) return;
+    visit(BackwardWork<size>(call, ticket));
+  }
+}
 
 }  // namespace jaxsoft::cuda

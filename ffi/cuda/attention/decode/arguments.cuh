@@ -15,7 +15,7 @@ struct Arguments {
   int page_shift = 0;   // log2 of the page size, if paged
   int heads_each = 1;   // query heads of a key head
   int rows = 1;         // packed queries of a key head of a sequence
-  int item_rows = 1;    // of an item: these, or plan.row_tile
+  int item_rows = 1;    // that a state has room for
   bool adjusted = false;  // whether scores have a cap, a bias, a mask or segments
   bool dealt = false;     // whether units after the first are dealt by a counter
   unsigned* counters = nullptr;
@@ -34,8 +34,8 @@ __device__ inline int of_batch(const OfBatch& numbers, int b, int otherwise) {
 
 // The numbers of a sequence that decide which of its keys count.
 struct Limits {
-  int64_t offset;
-  int queries, keys;
+  int offset = 0, queries = 0, keys = 0;
+  Limits() = default;
   __device__ Limits(const AttentionCall& call, int b)
       : offset(of_batch(call.offset, b, 0)),
         queries(max(0, min(call.queries, of_batch(call.query_lengths, b, call.queries)))),
@@ -45,8 +45,8 @@ struct Limits {
     last = min(last, queries - 1);
     if (last < first) return {0, 0};
     int64_t begin = 0, end = keys;
-    if (call.left >= 0) begin = max(begin, offset + first - call.left);
-    if (call.right >= 0) end = min(end, offset + last + call.right + 1);
+    if (call.left >= 0) begin = max(begin, int64_t(offset) + first - call.left);
+    if (call.right >= 0) end = min(end, int64_t(offset) + last + call.right + 1);
     if (end <= begin) return {0, 0};
     return {static_cast<int>(begin), static_cast<int>(end)};
   }
@@ -58,6 +58,7 @@ struct Unit {
   int chunk, chunks;             // which of the item's it is
   int begin, end;                // its keys: begin is a multiple of kChunkAlign
   int counted_begin;             // keys before this count for no query of the sequence
+  Limits limits;                 // of the sequence
   __device__ int item(const Arguments& args) const {
     return (batch * args.call.key_heads + head) * args.plan.row_groups + group;
   }
@@ -82,6 +83,11 @@ struct RowPlace {
 // Rows of the unit's item. The others up to plan.row_tile are only there to fill a tile.
 __device__ inline int rows_of(const Arguments& args, const Unit& unit) {
   return min(args.plan.row_tile, args.rows - unit.group * args.plan.row_tile);
+}
+// How many of these are of the sequence's queries. Nothing is computed for the others.
+__device__ inline int live_rows(const Arguments& args, const Unit& unit) {
+  const int live = unit.limits.queries * args.heads_each - unit.group * args.plan.row_tile;
+  return max(0, min(args.plan.row_tile, live));
 }
 
 }  // namespace jaxsoft::cuda::decode

@@ -1,9 +1,9 @@
 // Dealing: which unit of work a block takes next.
 //
 // Units are counted from the first sequence to the last, and within a sequence by chunk, then key head: so the heads of
-// the same keys, which lie side by side in memory, are read at about the same time. How many units there are depends on
-// the lengths of all sequences. A block takes numbers that grow, from a counter, and so its producer walks through the
-// sequences once, 32 at a time.
+// the same keys, which lie side by side in memory, are read at about the same time. Items without keys come last, with
+// one unit each. How many units there are depends on the lengths of all sequences. A block takes numbers that grow, from
+// a counter, and so its producer walks through the sequences once, 32 at a time.
 #pragma once
 
 #include "arguments.cuh"
@@ -14,21 +14,24 @@ class Dealer {
   const Arguments& args_;
   int first_ = 0;       // the first of the 32 sequences, of which each lane has one
   int64_t before_ = 0;  // units of the sequences before
+  Limits limits_;
   Range range_{};
-  int chunk_ = 1, chunks_ = 0;
+  Chunks chunks_;
+  int count_ = 1;      // of chunks
+  int groups_ = 0;     // row groups with keys
   int64_t upto_ = 0;  // units of the sequences up to the lane's
 
   __device__ void look() {
     const int lane = threadIdx.x % 32, b = first_ + lane;
-    chunks_ = 0;
+    upto_ = 0;
     if (b < args_.call.batch) {
-      const Limits limits(args_.call, b);
-      range_ = limits.of(args_.call, 0, args_.call.queries - 1);
-      const int keys = range_.end - range_.begin / kChunkAlign * kChunkAlign;
-      chunk_ = range_.empty() ? kLeastChunk : args_.plan.chunk(keys);
-      chunks_ = range_.empty() ? 1 : args_.plan.chunks(keys);
+      limits_ = Limits(args_.call, b);
+      range_ = limits_.of(args_.call, 0, args_.call.queries - 1);
+      const int keys = range_.end - range_.begin / kChunkAlign * kChunkAlign, tile = args_.plan.row_tile;
+      groups_ = range_.empty() ? 0 : (limits_.queries * args_.heads_each + tile - 1) / tile;
+      if (!range_.empty()) chunks_ = args_.plan.chunks(keys), count_ = chunks_.count(keys);
+      upto_ = int64_t(groups_ * count_ + args_.plan.row_groups - groups_) * args_.call.key_heads;
     }
-    upto_ = int64_t(chunks_) * args_.call.key_heads * args_.plan.row_groups;
     for (int step = 1; step < 32; step *= 2) {
       const int64_t other = __shfl_up_sync(~0u, upto_, step);
       if (lane >= step) upto_ += other;
@@ -49,19 +52,33 @@ class Dealer {
       look();
     }
     const int own = __ffs(__ballot_sync(~0u, number - before_ < upto_)) - 1;
-    const int64_t upto = __shfl_sync(~0u, upto_, own);
     const Range range{__shfl_sync(~0u, range_.begin, own), __shfl_sync(~0u, range_.end, own)};
-    const int chunk = __shfl_sync(~0u, chunk_, own), chunks = __shfl_sync(~0u, chunks_, own);
-    const int each = args_.call.key_heads * args_.plan.row_groups;
-    const int within = static_cast<int>(number - before_ - (upto - int64_t(chunks) * each));
+    const Chunks chunks{__shfl_sync(~0u, chunks_.length, own), __shfl_sync(~0u, chunks_.longer, own),
+                        __shfl_sync(~0u, chunks_.rest, own)};
+    const int count = __shfl_sync(~0u, count_, own);
+    const int groups = __shfl_sync(~0u, groups_, own), heads = args_.call.key_heads;
+    const int64_t before = __shfl_up_sync(~0u, upto_, 1);
+    int within = static_cast<int>(number - before_ - (own > 0 ? __shfl_sync(~0u, before, own) : 0));
     unit->batch = first_ + own;
-    unit->chunk = within / each;
-    unit->head = within % each / args_.plan.row_groups;
-    unit->group = within % args_.plan.row_groups;
-    unit->chunks = chunks;
-    unit->begin = range.begin / kChunkAlign * kChunkAlign + unit->chunk * chunk;
-    unit->end = min(unit->begin + chunk, range.end);
-    unit->counted_begin = range.begin;
+    if (within < groups * count * heads) {
+      unit->chunk = within / (heads * groups);
+      unit->head = within / groups % heads;
+      unit->group = within % groups;
+      unit->chunks = count;
+      const int first = range.begin / kChunkAlign * kChunkAlign;
+      unit->begin = first + chunks.begin(unit->chunk);
+      unit->end = min(first + chunks.begin(unit->chunk + 1), range.end);
+      unit->counted_begin = range.begin;
+    } else {
+      within -= groups * count * heads;
+      unit->head = within % heads;
+      unit->group = groups + within / heads;
+      unit->chunk = 0, unit->chunks = 1;
+      unit->begin = unit->end = unit->counted_begin = 0;
+    }
+    unit->limits.offset = __shfl_sync(~0u, limits_.offset, own);
+    unit->limits.queries = __shfl_sync(~0u, limits_.queries, own);
+    unit->limits.keys = __shfl_sync(~0u, limits_.keys, own);
     return true;
   }
 };

@@ -12,15 +12,19 @@ namespace jaxsoft::cuda::decode {
 template <PageType type, int size>
 struct FewRows {
   static constexpr int bytes = size * (type == PageType::as_query ? 2 : 1);  // of a key
-  static constexpr int keys = bytes == 512 ? 16 : 32;                        // of a tile
-  static constexpr int warps = bytes * keys > 4096 ? 4 : 8;
-  static constexpr int slots = bytes == 64 ? 6 : 3;  // of a warp: 192 KB in all
-  static constexpr int threads = (warps + 1) * 32, buffers = warps / 2;
+  static constexpr int keys = size == 256 ? 16 : 32;                         // of a tile
+  static constexpr int warps = size == 64 ? 8 : 4;
+  static constexpr int slots = 128 * 1024 / (2 * bytes * keys * warps);  // of a warp: with more in flight all was slower
+  static constexpr int mergers = 3, threads = (warps + 1 + mergers) * 32;
+  static constexpr int buffers = warps / 2;
+  using Team = Mergers<warps + 1, mergers>;
   using Values = Tile<type, size, keys>;
+  using Ring = RingMemory<Values, keys, warps, slots>;
   struct Memory {
-    RingMemory<Values, keys, warps, slots> ring;
+    Ring ring;
     alignas(16) float outputs[buffers][16][size];  // at `place_in_row`
     float2 sums[warps][16];
+    Barrier ready, free;  // for mergers to read the above, and for consumers to write it
     int last;
   };
 };
@@ -77,7 +81,7 @@ __device__ void load_queries(const Arguments& args, const Unit& unit, int row, u
                              float (&unit_of_row)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    const bool exists = row + 8 * half < rows_of(args, unit);
+    const bool exists = row + 8 * half < live_rows(args, unit);
     const auto* from = static_cast<const Query*>(args.call.query) + RowPlace(args, unit, exists ? row + 8 * half : 0).begin(args, unit);
 #pragma unroll
     for (int step = 0; step < steps; step++) {
@@ -122,25 +126,25 @@ template <class T, PageType type, int size>
 __device__ void consume_few(const Arguments& args, typename FewRows<type, size>::Memory& memory) {
   using Shape = FewRows<type, size>;
   using Tile = typename Shape::Values;
-  using Consumers = Team<Shape::warps * 32>;
-  constexpr int steps = size / 16, columns = Shape::keys / 8, each = size / 4;
+  constexpr int steps = size / 16, columns = Shape::keys / 8;
+  const NamedBarrier consumers{2, Shape::warps * 32};
   auto& ring = memory.ring;
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, row = lane / 4;
   Place<Shape::slots> slot;
   Place<ring.units> unit_place;
-  for (;;) {
-    ring.told[unit_place.slot].wait(unit_place.parity);
-    const Unit unit = ring.unit[unit_place.slot];
-    ring.heard[unit_place.slot].arrive_as_warp();
-    unit_place.advance();
+  unsigned free_parity = 1;
+  uint32_t query[steps][4];
+  float unit_of_row[2];
+  auto load = [&](const Unit& unit) {
     if (unit.batch == kNoUnit) return;
-
-    uint32_t query[steps][4];
-    float unit_of_row[2];
-    if (std::is_same_v<T, __nv_bfloat16> || args.call.type == AttentionType::f16)
+    if (type == PageType::as_query || args.call.type == AttentionType::f16)
       load_queries<T, T, Tile>(args, unit, row, query, unit_of_row);
-    else
+    else if constexpr (type != PageType::as_query)
       load_queries<T, __nv_bfloat16, Tile>(args, unit, row, query, unit_of_row);
+  };
+  Unit unit = next_unit(ring, unit_place);
+  load(unit);
+  while (unit.batch != kNoUnit) {
     LaneRows rows(args, unit, row, args.call.scale * (args.pages.key_scale ? args.pages.key_scale[unit.head] : 1.f));
     for (int half = 0; half < 2; half++) rows.factor[half] *= unit_of_row[half];
     Output<type, size> output{};
@@ -166,32 +170,23 @@ __device__ void consume_few(const Arguments& args, typename FewRows<type, size>:
       ring.empty[warp][slot.slot].arrive_as_warp();
       slot.advance();
     }
-
-    // The block's state.
-    float2 total[2];
+    const int count = live_rows(args, unit);
+    memory.free.wait(free_parity);
+    free_parity ^= 1;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       rows.s[half] += __shfl_xor_sync(~0u, rows.s[half], 1);
       rows.s[half] += __shfl_xor_sync(~0u, rows.s[half], 2);
       if (lane % 4 == 0) memory.sums[warp][row + 8 * half] = {rows.m[half], rows.s[half]};
     }
-    Consumers::synchronize();
-    auto sums_of = [&](int of_row) {
-      float2 all = memory.sums[0][of_row];
-#pragma unroll
-      for (int i = 1; i < Shape::warps; i++) all.x = fmaxf(all.x, memory.sums[i][of_row].x);
-      all.y = 0;
-#pragma unroll
-      for (int i = 0; i < Shape::warps; i++)
-        all.y = fmaf(memory.sums[i][of_row].y, weight_of(memory.sums[i][of_row].x, all.x), all.y);
-      return all;
-    };
-    const int count = rows_of(args, unit);
+    consumers.wait();
     float factors[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      total[half] = sums_of(row + 8 * half);
-      factors[half] = weight_of(rows.m[half], total[half].x);
+      float m = -INFINITY;
+#pragma unroll
+      for (int i = 0; i < Shape::warps; i++) m = fmaxf(m, memory.sums[i][row + 8 * half].x);
+      factors[half] = weight_of(rows.m[half], m);
     }
     auto& own = memory.outputs[warp % Shape::buffers];
     auto store = [&](bool add) {
@@ -203,23 +198,51 @@ __device__ void consume_few(const Arguments& args, typename FewRows<type, size>:
       });
     };
     if (warp >= Shape::buffers) store(false);
-    Consumers::synchronize();
-    if (warp < Shape::buffers) store(true);
-    Consumers::synchronize();
-    for (int i = threadIdx.x; i < count * each; i += Consumers::threads) {
-      const int of_row = i / each, element = i % each * 4;
-      float4 sum{};
+    consumers.wait();
+    if (warp < Shape::buffers) {
+      store(true);
+      memory.ready.arrive_as_warp();
+    }
+    unit = next_unit(ring, unit_place);
+    load(unit);
+  }
+}
+
+// Stores the states of units, or their results, and merges states. So the other warps do not wait for device memory.
+template <class Shape, int size>
+__device__ void merge_few(const Arguments& args, typename Shape::Memory& memory) {
+  using Team = typename Shape::Team;
+  constexpr int each = size / 4;
+  Place<Shape::Ring::units> unit_place;
+  bool cleared = false;
+  for (unsigned parity = 0;; parity ^= 1) {
+    const Unit unit = next_unit(memory.ring, unit_place);
+    if (unit.batch == kNoUnit) return;
+    memory.ready.wait(parity);
+    const int live = live_rows(args, unit), rows = unit.chunks == 1 ? rows_of(args, unit) : live;
+    for (int i = Team::thread(); i < rows * each; i += Team::threads) {
+      const int row = i / each, element = i % each * 4;
+      float4 output{};
 #pragma unroll
       for (int k = 0; k < Shape::buffers; k++) {
-        const float4 part = *reinterpret_cast<const float4*>(&memory.outputs[k][of_row][place_in_row(of_row, element)]);
-        sum = {sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w};
+        if (row >= live) break;  // nothing was written there
+        const float4 part = *reinterpret_cast<const float4*>(&memory.outputs[k][row][place_in_row(row, element)]);
+        output = {output.x + part.x, output.y + part.y, output.z + part.z, output.w + part.w};
       }
-      const float2 sums = sums_of(of_row);
-      if (unit.chunks == 1) finish(args, unit, of_row, element, sums, sum);
-      else store_state<size>(args, unit, unit.chunk, of_row, element, sums, sum);
+      float2 sums = memory.sums[0][row];
+#pragma unroll
+      for (int k = 1; k < Shape::warps; k++) sums.x = fmaxf(sums.x, memory.sums[k][row].x);
+      sums.y = 0;
+#pragma unroll
+      for (int k = 0; k < Shape::warps; k++)
+        sums.y = fmaf(memory.sums[k][row].y, weight_of(memory.sums[k][row].x, sums.x), sums.y);
+      if (unit.chunks == 1) finish(args, unit, row, element, sums, output);
+      else store_state<size>(args, unit, unit.chunk, row, element, sums, output);
     }
-    if (unit.chunks > 1)
-      merge_if_last<size, Consumers>(args, unit, reinterpret_cast<float2*>(memory.outputs), &memory.last);
+    memory.free.arrive_as_warp();
+    if (unit.chunks == 1) continue;
+    if (!cleared) wait_for_last_kernel(), cleared = true;
+    merge_if_last<size, Team, kGroup>(args, unit, &memory.last);
   }
 }
 
@@ -227,17 +250,22 @@ template <class T, PageType type, int size>
 __global__ void __launch_bounds__(FewRows<type, size>::threads, 1)
     few_rows(const __grid_constant__ Arguments args, const __grid_constant__ CUtensorMap keys,
              const __grid_constant__ CUtensorMap values) {
-  if constexpr (kHopperCode) {
+  if constexpr (kWarpGroupCode) {  // the only code that is launched
     using Shape = FewRows<type, size>;
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& memory = *reinterpret_cast<typename Shape::Memory*>(bytes);
+    const unsigned warp = threadIdx.x / 32;
     if (threadIdx.x == 0) {
       prefetch_map(keys), prefetch_map(values);
-      memory.ring.init(Barrier::warp_arrivals, Shape::warps * Barrier::warp_arrivals);
+      memory.ring.init(Barrier::warp_arrivals, (Shape::warps + Shape::mergers) * Barrier::warp_arrivals);
+      memory.ready.init(Shape::buffers * Barrier::warp_arrivals);
+      memory.free.init(Shape::mergers * Barrier::warp_arrivals);
+      show_barriers();
     }
     __syncthreads();
-    if (threadIdx.x / 32 == Shape::warps) produce(args, keys, values, memory.ring);
-    else consume_few<T, type, size>(args, memory);
+    if (warp < Shape::warps) consume_few<T, type, size>(args, memory);
+    else if (warp == Shape::warps) produce(args, keys, values, memory.ring);
+    else merge_few<Shape, size>(args, memory);
   }
 }
 

@@ -9,11 +9,12 @@
 
 namespace jaxsoft::cuda::decode {
 
-// The threads of a block that merge: its consumers.
-template <int count>
-struct Team {
-  static constexpr int threads = count;
-  __device__ static void synchronize() { NamedBarrier{1, count}.wait(); }
+// The warps of a block that store states and merge them, from `first_warp` on. They have a barrier of their own.
+template <int first_warp, int warps>
+struct Mergers {
+  static constexpr int threads = warps * 32;
+  __device__ static int thread() { return static_cast<int>(threadIdx.x) - first_warp * 32; }
+  __device__ static void synchronize() { NamedBarrier{1, threads}.wait(); }
 };
 
 // A maximum and a sum of exponentials relative to it.
@@ -48,7 +49,7 @@ __device__ inline void finish(const Arguments& args, const Unit& unit, int row, 
   const AttentionResults& results = args.results;
   const RowPlace place(args, unit, row);
   // Rows without keys have shared the products of others.
-  if (Limits(call, unit.batch).of(call, place.query, place.query).empty()) sums = {-INFINITY, 0}, output = {};
+  if (unit.limits.of(call, place.query, place.query).empty()) sums = {-INFINITY, 0}, output = {};
   if (call.sinks) {
     const float sink = call.sinks[unit.batch * call.sink_steps[0] + place.head * call.sink_steps[1]];
     const float m = fmaxf(sums.x, sink), factor = weight_of(sums.x, m);
@@ -81,61 +82,73 @@ __device__ void store_state(const Arguments& args, const Unit& unit, int chunk, 
 }
 
 // Merges states of the unit's item, `count` of them, of which each is `step` further than the last, and writes the
-// results if these were all, or else the state in the place of the first. `table` has room for kMostChunks / kGroup
-// sums of each row.
-template <int size, class Team>
+// results if these were all, or else the state in the place of the first. A state may be in two parts of `part_rows`
+// rows, over different keys. `batch` parts are asked for at once.
+template <int size, class Team, int batch>
 __device__ void merge_states(const Arguments& args, const Unit& unit, int first, int count, int step, bool all,
-                             float2* table) {
+                             int parts = 1, int part_rows = 0) {
   constexpr int each = size / 4;
-  const int rows = rows_of(args, unit), thread = threadIdx.x;
-  for (int i = thread; i < count * rows; i += Team::threads)
-    table[i] = __ldcg(args.sums + unit.state(args, first + i / rows * step) * args.item_rows + i % rows);
-  Team::synchronize();
-  for (int i = thread; i < rows * each; i += Team::threads) {
+  const int rows = all ? rows_of(args, unit) : live_rows(args, unit), live = live_rows(args, unit);
+  for (int i = Team::thread(); i < rows * each; i += Team::threads) {
     const int row = i / each, element = i % each * 4;
-    float2 sums = table[row];
-    for (int k = 1; k < count; k++) sums.x = fmaxf(sums.x, table[k * rows + row].x);
-    sums.y = 0;
+    const int64_t from = unit.state(args, first) * args.item_rows + row, further = int64_t(step) * args.item_rows;
+    float2 sum{-INFINITY, 0};
     float4 output{};
-#pragma unroll 8
-    for (int k = 0; k < count; k++) {
-      const float2 of = table[k * rows + row];
-      const float factor = weight_of(of.x, sums.x);
-      const float4 part = __ldcg(reinterpret_cast<const float4*>(
-          args.outputs + (unit.state(args, first + k * step) * args.item_rows + row) * size + element));
-      sums.y = fmaf(of.y, factor, sums.y);
-      output.x = fmaf(part.x, factor, output.x), output.y = fmaf(part.y, factor, output.y);
-      output.z = fmaf(part.z, factor, output.z), output.w = fmaf(part.w, factor, output.w);
+    for (int begin = 0; begin < count * parts && row < live; begin += batch) {
+      float2 sums[batch];
+      float4 outputs[batch];
+#pragma unroll
+      for (int k = 0; k < batch; k++) {
+        const int part = begin + k;
+        sums[k] = {-INFINITY, 0}, outputs[k] = {};
+        if (part >= count * parts) continue;
+        const int64_t place = parts == 1 ? from + part * further : from + part / 2 * further + part % 2 * part_rows;
+        sums[k] = __ldcg(args.sums + place);
+        outputs[k] = __ldcg(reinterpret_cast<const float4*>(args.outputs + place * size + element));
+      }
+      float m = sum.x;
+#pragma unroll
+      for (int k = 0; k < batch; k++) m = fmaxf(m, sums[k].x);
+      const float own = weight_of(sum.x, m);
+      sum = {m, sum.y * own};
+      output = {output.x * own, output.y * own, output.z * own, output.w * own};
+#pragma unroll
+      for (int k = 0; k < batch; k++) {
+        const float factor = weight_of(sums[k].x, m);
+        sum.y = fmaf(sums[k].y, factor, sum.y);
+        output.x = fmaf(outputs[k].x, factor, output.x), output.y = fmaf(outputs[k].y, factor, output.y);
+        output.z = fmaf(outputs[k].z, factor, output.z), output.w = fmaf(outputs[k].w, factor, output.w);
+      }
     }
-    if (all) finish(args, unit, row, element, sums, output);
-    else store_state<size>(args, unit, first, row, element, sums, output);
+    if (all) finish(args, unit, row, element, sum, output);
+    else store_state<size>(args, unit, first, row, element, sum, output);
   }
 }
 
 // Counts the block at a counter, when all its threads have stored. Whether it was the last of `count`.
 template <class Team>
 __device__ bool arrive_last(unsigned* counter, int count, int* shared) {
-  __threadfence();
   Team::synchronize();
-  if (threadIdx.x == 0) {
-    *shared = atomicAdd(counter, 1) + 1 == static_cast<unsigned>(count);
-    __threadfence();
+  if (Team::thread() == 0) {
+    unsigned before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    *shared = before + 1 == static_cast<unsigned>(count);
   }
   Team::synchronize();
   return *shared;
 }
 
-// What follows when the state of a unit's chunk is stored, and the item has more than one.
-template <int size, class Team>
-__device__ void merge_if_last(const Arguments& args, const Unit& unit, float2* table, int* shared) {
+// What follows when the state of a unit's chunk is stored. It may be in parts, as `merge_states` has them.
+template <int size, class Team, int batch>
+__device__ void merge_if_last(const Arguments& args, const Unit& unit, int* shared, int parts = 1, int part_rows = 0) {
   const int groups = (unit.chunks + kGroup - 1) / kGroup, group = unit.chunk / kGroup, first = group * kGroup;
   const int most_groups = (args.plan.most_chunks + kGroup - 1) / kGroup;
   unsigned* counters = args.counters + 4 + int64_t(unit.item(args)) * (most_groups + 1);
   const int count = min(kGroup, unit.chunks - first);
   if (!arrive_last<Team>(counters + 1 + group, count, shared)) return;
-  merge_states<size, Team>(args, unit, first, count, 1, groups == 1, table);
+  merge_states<size, Team, batch>(args, unit, first, count, 1, groups == 1, parts, part_rows);
   if (groups == 1 || !arrive_last<Team>(counters, groups, shared)) return;
-  merge_states<size, Team>(args, unit, 0, groups, kGroup, true, table);
+  merge_states<size, Team, batch>(args, unit, 0, groups, kGroup, true);
 }
 
 }  // namespace jaxsoft::cuda::decode

@@ -14,18 +14,33 @@
 namespace jaxsoft::cuda::decode {
 
 constexpr int kProcessors = 132;    // of an H100 and an H200
-constexpr int kSmallestTile = 16;   // keys: what chunks begin and end with is a multiple of twice as many
-constexpr int kChunkAlign = 32;     // keys
+constexpr int kRun = 16;            // keys that lie in one page, whatever its size
+constexpr int kChunkAlign = 64;     // keys: whole tiles of all kernels
 constexpr int kLeastChunk = 128;    // keys: less is not worth a merge
 constexpr int kUnits = 2112;        // wanted where there is enough to do: 16 for each multiprocessor
 constexpr int kShortChunk = 512;    // keys, for up to 16 rows: the states are then at most 3 % of keys and values
 constexpr int kLongChunk = 1024;    // keys: more would leave multiprocessors idle at the end
-constexpr int kMostChunks = 256;    // of an item
+constexpr int kMostChunks = 256;    // of an item, before the last are cut
+constexpr int kCuts = 4;            // of these
 constexpr int kMostUnits = 32768;   // beyond which chunks become longer, so that their states take less memory
 constexpr int kGroup = 16;          // chunks whose states are merged at once
 
 constexpr __host__ __device__ int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr __host__ __device__ int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
+constexpr __host__ __device__ int round_up_int(int a, int b) { return (a + b - 1) / b * b; }
+
+// The chunks of an item: `longer` of `length` keys, and then all others of `rest` keys. The last ones are shorter where
+// each multiprocessor has several, so that all end at about the same time.
+struct Chunks {
+  int length = 1, longer = 0, rest = 1;
+  __host__ __device__ int begin(int chunk) const {
+    return chunk < longer ? chunk * length : longer * length + (chunk - longer) * rest;
+  }
+  __host__ __device__ int count(int keys) const {
+    const int left = keys - longer * length;
+    return longer + (left > 0 ? (left + rest - 1) / rest : 0);
+  }
+};
 
 struct Plan {
   int row_tile = 16;   // rows of an item, at most
@@ -39,29 +54,28 @@ struct Plan {
 
   // Keys of each chunk of an item for which `keys` count, or a few more.
   __host__ __device__ int chunk(int keys) const {
-    const int64_t longest = int64_t(kLongChunk) * factor;
-    int64_t length;
-    if (keys <= wave * longest) {
-      length = round_up(divide_up(keys, wave), kChunkAlign);
-      if (length < kLeastChunk) length = kLeastChunk;
-    } else {
-      length = round_up(divide_up(int64_t(keys) * items, kUnits), kLeastChunk);
-      if (length > longest) length = longest;
-      if (length < least_chunk) length = least_chunk;
-      if (length * kMostChunks < keys) length = round_up(divide_up(keys, kMostChunks), kLeastChunk);
+    const int longest = kLongChunk * factor;
+    if (keys <= int64_t(wave) * longest) {
+      const int length = (keys + wave - 1) / wave;
+      return round_up_int(length < kLeastChunk ? kLeastChunk : length, kChunkAlign);
     }
-    return static_cast<int>(length);
+    const int64_t wanted = (int64_t(keys) * items + kUnits - 1) / kUnits;
+    int length = wanted > longest ? longest : round_up_int(static_cast<int>(wanted), kLeastChunk);
+    if (length < least_chunk) length = least_chunk;
+    const int for_most = round_up_int((keys + kMostChunks - 1) / kMostChunks, kLeastChunk);
+    return length < for_most ? for_most : length;
   }
-  __host__ __device__ int chunks(int keys) const {
-    return keys > 0 ? static_cast<int>(divide_up(keys, chunk(keys))) : 1;
+  __host__ __device__ Chunks chunks(int keys) const {
+    const int length = chunk(keys), count = (keys + length - 1) / length;
+    return {length, count > wave ? count - wave : count, count > wave ? round_up_int(length / kCuts, kChunkAlign) : length};
   }
 };
 
-inline Plan make_plan(const AttentionCall& call, int row_tile) {
+inline Plan make_plan(const AttentionCall& call, int row_tile, int factor) {
   Plan plan;
   const int rows = call.queries * (call.heads / call.key_heads);
   plan.row_tile = row_tile;
-  plan.factor = row_tile / 16;
+  plan.factor = factor;
   plan.row_groups = static_cast<int>(divide_up(rows, row_tile));
   plan.items = call.batch * call.key_heads * plan.row_groups;
   plan.wave = plan.items < kProcessors ? kProcessors / plan.items : 1;
@@ -76,7 +90,7 @@ inline Plan make_plan(const AttentionCall& call, int row_tile) {
   const int64_t in_wave = divide_up(keys, kLeastChunk), beyond = divide_up(keys, plan.least_chunk);
   plan.most_chunks = static_cast<int>(in_wave < plan.wave ? in_wave : plan.wave);
   const int64_t more = beyond < kMostChunks ? beyond : kMostChunks;
-  if (more > plan.most_chunks) plan.most_chunks = static_cast<int>(more);
+  if (more > plan.wave) plan.most_chunks = static_cast<int>(more + (kCuts - 1) * plan.wave);
   return plan;
 }
 
@@ -84,7 +98,7 @@ inline Plan make_plan(const AttentionCall& call, int row_tile) {
 struct Workspace {
   int64_t counters, sums, outputs, bytes;  // in bytes: how long the counters are, and where the others begin
   Workspace(const Plan& plan, int rows, int size) {
-    const int64_t states = plan.most_chunks > 1 ? int64_t(plan.items) * plan.most_chunks : 0;
+    const int64_t states = plan.most_chunks > 1 || plan.factor > 1 ? int64_t(plan.items) * plan.most_chunks : 0;
     const int64_t groups = divide_up(plan.most_chunks, kGroup) + 1;
     counters = round_up((states ? plan.items * groups : 0) * 4 + 16, 256);
     sums = counters;

@@ -28,7 +28,7 @@ template <class Tile_, int tile_keys, int consumers, int slots_each>
 struct RingMemory {
   using Tile = Tile_;
   static constexpr int keys = tile_keys, count = consumers, depth = slots_each, units = 4;
-  static constexpr int runs = keys / kSmallestTile;  // of keys, of which each is in one page
+  static constexpr int runs = keys / kRun;  // of keys, of which each is in one page
   struct alignas(1024) Slot {
     unsigned char key[Tile::bytes], value[Tile::bytes];
   };
@@ -41,11 +41,20 @@ struct RingMemory {
   __device__ void init(int warps, int all_warps) {
     for (int i = 0; i < count * depth; i++) (&full[0][0])[i].init(1), (&empty[0][0])[i].init(warps);
     for (int i = 0; i < units; i++) told[i].init(1), heard[i].init(all_warps);
-    show_barriers();
   }
 };
 
 constexpr int kNoUnit = -1;  // as a unit's batch: there are no more
+
+// The next unit, as all warps but the producer's get it.
+template <class Ring>
+__device__ Unit next_unit(Ring& ring, Place<Ring::units>& place) {
+  ring.told[place.slot].wait(place.parity);
+  const Unit unit = ring.unit[place.slot];
+  ring.heard[place.slot].arrive_as_warp();
+  place.advance();
+  return unit;
+}
 
 // The producer: all lanes of one warp.
 template <class Memory>
@@ -54,11 +63,11 @@ __device__ void produce(const Arguments& args, const CUtensorMap& keys, const CU
   constexpr int runs = Memory::runs, tiles_looked_up = 32 / runs;
   const int lane = threadIdx.x % 32;
   // A box has the keys of one run, or of a whole tile, as pages allow. Each lane copies one box.
-  const int runs_of_box = args.paged ? min(runs, (1 << args.page_shift) / kSmallestTile) : runs;
+  const int runs_of_box = args.paged ? min(runs, (1 << args.page_shift) / kRun) : runs;
   const int box = lane % Tile::boxes, first_run = lane / Tile::boxes / 2 * runs_of_box;
   const bool copies = first_run < runs, of_values = lane / Tile::boxes % 2;
   const CUtensorMap& map = of_values ? values : keys;
-  const int place_in_slot = (of_values ? Tile::bytes : 0) + (box * Memory::keys + first_run * kSmallestTile) * Tile::box_bytes;
+  const int place_in_slot = (of_values ? Tile::bytes : 0) + (box * Memory::keys + first_run * kRun) * Tile::box_bytes;
   const int page_mask = args.paged ? (1 << args.page_shift) - 1 : -1;
 
   Dealer dealer(args);
@@ -68,6 +77,7 @@ __device__ void produce(const Arguments& args, const CUtensorMap& keys, const CU
     Unit unit;
     const bool found = dealer.find(number, &unit);
     unsigned taken = 0;
+    if (found && args.dealt && number == blockIdx.x) wait_for_last_kernel();
     if (found && args.dealt && lane == 0) taken = take(reinterpret_cast<unsigned long long*>(args.counters));
     memory.heard[unit_place.slot].wait(unit_place.parity ^ 1);
     if (lane == 0) {
@@ -79,7 +89,7 @@ __device__ void produce(const Arguments& args, const CUtensorMap& keys, const CU
     if (!found) return;
 
     auto look_up = [&](int tile) {  // the page of the run of keys from that tile on that has the number of the lane
-      const int key = unit.begin + tile * Memory::keys + lane * kSmallestTile;
+      const int key = unit.begin + tile * Memory::keys + lane * kRun;
       if (key >= unit.end) return -1;
       return args.pages.table[int64_t(unit.batch) * args.pages.pages_of_sequence + (key >> args.page_shift)];
     };
@@ -109,7 +119,7 @@ __device__ void produce(const Arguments& args, const CUtensorMap& keys, const CU
       // What lies past the end of a sequence, or in no page, becomes zeros.
       if (copies)
         copy_box(memory.slots[consumer][slot].key + place_in_slot, map,
-                 {box * Tile::box_elements, unit.head, (key + first_run * kSmallestTile) & page_mask, page}, full);
+                 {box * Tile::box_elements, unit.head, (key + first_run * kRun) & page_mask, page}, full);
       if (lane == consumer) slot_of_lane.advance();
       if (++consumer == Memory::count) consumer = 0;
     }

@@ -28,7 +28,7 @@ __device__ inline int64_t place(const OfScores& array, int b, int head, int quer
 }
 
 // A score of a key that lies within the limits: with a cap, a bias, a mask and segments.
-__device__ inline float adjust(const AttentionCall& call, const Unit& unit, const RowPlace& row, int key, float z) {
+__device__ __noinline__ float adjust(const AttentionCall& call, const Unit& unit, const RowPlace& row, int key, float z) {
   const int b = unit.batch;
   if (call.cap > 0) z = call.cap * tanhf(z / call.cap);
   if (call.bias.data) z += score_of(call.bias, place(call.bias, b, row.head, row.query, key));
@@ -50,13 +50,12 @@ struct LaneRows {
 
   // `row` is the lane's first row.
   __device__ LaneRows(const Arguments& args, const Unit& unit, int row, float scale) : factor{scale, scale} {
-    const Limits limits(args.call, unit.batch);
     whole_begin = 0, whole_end = INT_MAX;
     for (int half = 0; half < 2; half++) {
       ranges[half] = {0, 0};
-      if (row + 8 * half >= rows_of(args, unit)) continue;
+      if (row + 8 * half >= live_rows(args, unit)) continue;
       const RowPlace place(args, unit, row + 8 * half);
-      ranges[half] = limits.of(args.call, place.query, place.query);
+      ranges[half] = unit.limits.of(args.call, place.query, place.query);
       if (ranges[half].empty()) continue;
       whole_begin = max(whole_begin, ranges[half].begin), whole_end = min(whole_end, ranges[half].end);
     }

@@ -1,0 +1,187 @@
+"""Many queries, and gradients, by the CUDA kernels, against the definition in float64.
+
+The kernels compute tiles of queries and keys, some dozens or hundreds of each, of which limits exclude some and cut
+others. So the lengths here are around the borders of tiles.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_calls import Sizes, case
+from common import ATTENTION_IMPLEMENTATIONS, as_usual, same_bits
+from truth import wide
+
+import jaxsoft
+
+pytestmark = pytest.mark.skipif("ffi" not in ATTENTION_IMPLEMENTATIONS, reason="no CUDA kernels for attention")
+SIZES = Sizes(b=2, t=200, s=331, n=4, k=2, h=64, d=64)
+# Errors of the norm, by the dtype: of weights that are rounded, and of results that are.
+ALLOWED = {jnp.bfloat16: 8e-3, jnp.float16: 1.5e-3}
+
+
+def check(options, sizes=SIZES, dtype=jnp.bfloat16):
+    """The output, the log-sum-exp and the gradients by query, key and value."""
+    call = case(options, sizes, dtype, "ffi")
+    base, rest = call.operands[:3], call.operands[3:]
+    cotangent = np.random.default_rng(1).standard_normal((sizes.b, sizes.t, sizes.n, sizes.d)).astype(dtype)
+
+    def results(attend, base, rest, cotangent):
+        (output, lse), pullback = jax.vjp(lambda *v: tuple(attend(*v, *rest))[:2], *base)
+        return output, lse, *pullback((cotangent.astype(output.dtype), jnp.full_like(lse, 0.5)))
+
+    run = jax.jit(functools.partial(results, call.ours))
+    actual = run(base, rest, cotangent)
+    with jax.enable_x64(True), as_usual():
+        given = jax.tree.map(wide, (base, rest, cotangent))
+        expected = jax.jit(functools.partial(results, call.theirs))(*given)
+    for name, a, e in zip(("output", "lse", "query", "key", "value"), actual, expected, strict=True):
+        a, e = wide(a), wide(e)
+        finite = np.isfinite(e)
+        assert (a[~finite] == e[~finite]).all(), name
+        a, e = np.where(finite, a, 0), np.where(finite, e, 0)
+        error, norm = np.linalg.norm(a - e), np.linalg.norm(e)
+        assert error <= (1e-5 if name == "lse" else ALLOWED[dtype]) * norm + 1e-6, (name, error / norm)
+    assert same_bits(run(base, rest, cotangent), actual)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("causal",),
+        ("window",),
+        ("wide window",),
+        ("window to the left", "cap"),
+        ("query lengths", "key lengths", "causal"),
+        ("offset",),
+        ("offsets",),
+        ("sinks", "key lengths"),
+        ("cap",),
+        ("state",),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=lambda dtype: dtype.__name__)
+def test_options(options, dtype):
+    check(options, dtype=dtype)
+
+
+@pytest.mark.parametrize("causal", [(), ("causal",)], ids=["all", "causal"])
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("t", "s"), [(65, 64), (80, 1), (127, 128), (128, 129), (129, 257), (191, 193), (385, 383), (70, 1000), (1000, 70)]
+)
+def test_lengths(t, s, size, causal):
+    check(causal, Sizes(b=1, t=t, s=s, n=2, k=2, h=size, d=size))
+
+
+@pytest.mark.parametrize("size", [8, 40, 72, 96, 136, 192, 200, 248])
+def test_head_sizes(size):
+    check(("causal",), Sizes(b=1, t=150, s=150, n=2, k=1, h=size, d=size))
+
+
+@pytest.mark.parametrize(("heads", "key_heads"), [(8, 8), (6, 3), (8, 1)])
+def test_groups(heads, key_heads):
+    check(("causal",), Sizes(b=2, t=180, s=180, n=heads, k=key_heads, h=64, d=64))
+
+
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_many_blocks(size):
+    """More of them than run at a time, some of which wait for their turn to add."""
+    check(("causal",), Sizes(b=3, t=900, s=900, n=16, k=4, h=size, d=size))
+
+
+@pytest.mark.parametrize("options", [("segments",), ("segments", "cap")], ids=str)
+def test_segments(options):
+    """Forward alone."""
+    call = case(options, SIZES, jnp.bfloat16, "ffi")
+    output, lse = (wide(v) for v in call.ours(*call.operands))
+    with jax.enable_x64(True), as_usual():
+        expected = [wide(v) for v in call.theirs(*(wide(v) for v in call.operands))]
+    assert np.linalg.norm(output - expected[0]) <= ALLOWED[jnp.bfloat16] * np.linalg.norm(expected[0])
+    np.testing.assert_allclose(lse, expected[1], rtol=1e-5, atol=1e-4)
+    with pytest.raises(ValueError, match="its kernel for gradients of attention takes no query_segments"):
+        jax.grad(lambda *v: jnp.sum(call.ours(*v)[0].astype(jnp.float32)))(*call.operands)
+
+
+def test_without_the_same_bits():
+    """The gradients are as near to the true ones."""
+    call = case(("causal",), Sizes(b=2, t=700, s=700, n=4, k=2, h=128, d=128), jnp.bfloat16)
+
+    def gradients(deterministic, *operands):
+        def total(*v):
+            y = jaxsoft.dot_product_attention(*v, is_causal=True, implementation="ffi", deterministic=deterministic)
+            return jnp.sum(jnp.sin(y.astype(jnp.float32)))
+
+        return jax.grad(total, (0, 1, 2))(*operands)
+
+    for a, b in zip(*(jax.jit(gradients, static_argnums=0)(d, *call.operands) for d in (True, False)), strict=True):
+        assert np.linalg.norm(wide(a) - wide(b)) <= 5e-3 * np.linalg.norm(wide(a))
+
+
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_same_bits_on_every_run(size):
+    """Whichever block is the first to add."""
+    call = case(("causal", "key lengths"), Sizes(b=4, t=600, s=800, n=16, k=4, h=size, d=size), jnp.bfloat16, "ffi")
+    run = jax.jit(jax.grad(lambda *v: jnp.sum(call.ours(*v)[0].astype(jnp.float32) ** 2), (0, 1, 2)))
+    first = run(*call.operands)
+    for _ in range(20):
+        assert same_bits(run(*call.operands), first)
+
+
+def test_a_sequence_does_not_depend_on_the_others():
+    rng = np.random.default_rng(0)
+    shapes = (3, 260, 4, 64), (3, 260, 2, 64), (3, 260, 2, 64)
+    arrays = [rng.standard_normal(shape).astype(jnp.bfloat16) for shape in shapes]
+
+    @jax.jit
+    def results(lengths, *arrays):
+        def attend(*v):
+            return jaxsoft.dot_product_attention(*v, key_value_seq_lengths=lengths, implementation="ffi")
+
+        y, pullback = jax.vjp(attend, *arrays)
+        return y, *pullback(y)
+
+    found = results(np.array([260, 3, 100], np.int32), *arrays)
+    changed = [np.concatenate([x[:1], 2 * x[1:]]) for x in arrays]
+    again = results(np.array([260, 200, 0], np.int32), *changed)
+    assert same_bits([v[:1] for v in again], [v[:1] for v in found])
+    assert all(np.isfinite(wide(v)).all() and not wide(v[2]).any() for v in again)
+
+
+@pytest.mark.parametrize("what", ["equal keys", "one large", "huge", "infinite value"])
+def test_special_values(what):
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.standard_normal((1, n, 2, 64)).astype(np.float32) for n in (150, 300, 300))
+    if what == "equal keys":
+        key[:] = key[:, :1]
+    elif what == "one large":
+        key[:, 222] = 30 * query[:, 7]
+    elif what == "huge":
+        query *= 1e4
+    else:
+        value[:, 100, 0, 3] = np.inf
+    narrow = [x.astype(jnp.bfloat16) for x in (query, key, value)]
+    found = jaxsoft.dot_product_attention(*narrow, is_causal=True, query_offset=150, implementation="ffi")
+    given = [x.astype(np.float32) for x in narrow]
+    expected = jaxsoft.dot_product_attention(*given, is_causal=True, query_offset=150, implementation="xla")
+    np.testing.assert_allclose(wide(found), wide(expected), rtol=2e-2, atol=2e-2)
+
+
+def test_vmap_and_jvp():
+    """vmap of the gradient; and forward mode, which is the formula's."""
+    call = case(("causal",), Sizes(b=2, t=70, s=70, n=4, k=2, h=64, d=64), jnp.bfloat16, "ffi")
+    gradient = jax.grad(lambda *v: jnp.sum(call.ours(*v)[0].astype(jnp.float32) ** 2), (0, 1, 2))
+    stacked = [np.stack([x, x[::-1]]) for x in call.operands]
+    mapped = jax.jit(jax.vmap(gradient))(*stacked)
+    for i in range(2):
+        for a, b in zip(mapped, gradient(*(x[i] for x in stacked)), strict=True):
+            np.testing.assert_allclose(wide(a[i]), wide(b), rtol=2e-2, atol=2e-2)
+    operands = [jnp.asarray(x) for x in call.operands]
+    tangents = jax.jit(lambda *v: jax.jvp(lambda *w: call.ours(*w)[0], v, v))(*operands)[1]
+    by_formula = case(("causal",), Sizes(b=2, t=70, s=70, n=4, k=2, h=64, d=64), jnp.bfloat16, "xla")
+    expected = jax.jit(lambda *v: jax.jvp(lambda *w: by_formula.ours(*w)[0], v, v))(*operands)[1]
+    assert np.linalg.norm(wide(tangents) - wide(expected)) <= 2e-2 * np.linalg.norm(wide(expected))
