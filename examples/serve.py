@@ -299,6 +299,7 @@ def main():
     jax.config.update("jax_default_matmul_precision", "float32")
 
     text, alphabet = read_text()
+    alphabet += ["?"] * (setting.shape.vocabulary - len(alphabet))  # which a model must first learn not to write
     model, requests = trained(setting, text), requests_of(setting, text)
     ways = {
         "jaxsoft, pages": Paged(setting.pages, setting.page_size),
