@@ -75,7 +75,7 @@ inline Plan make_plan(const AttentionCall& call, int row_tile) {
   // With so many units, at least 94 % of the multiprocessors have one at any time.
   auto idles = [&](int64_t units) { return units * 100 < 94 * kProcessors * divide_up(units, kProcessors); };
   while (idles(int64_t(plan.wave) * plan.items)) plan.wave++;
-  plan.longest = many ? (ragged ? 8192 : 32768) : ragged ? 2048 : LONGEST;
+  plan.longest = many ? (ragged ? 8192 : 32768) : ragged ? 2048 : 8192;
   int64_t keys = call.keys;
   if (call.left >= 0 && call.right >= 0) {
     const int64_t window = int64_t(call.left) + call.right + call.queries + kChunkAlign;
