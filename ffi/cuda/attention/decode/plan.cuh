@@ -72,8 +72,9 @@ inline Plan make_plan(const AttentionCall& call, int row_tile) {
   plan.row_tile = row_tile;
   plan.row_groups = static_cast<int>(divide_up(rows, row_tile));
   plan.items = call.batch * call.key_heads * plan.row_groups;
-  // With so many units, at least 94 % of the multiprocessors have one at any time.
-  auto idles = [&](int64_t units) { return units * 100 < 94 * kProcessors * divide_up(units, kProcessors); };
+  // With so many units, this percentage of the multiprocessors has one until the end.
+  const int busy = plan.items < kProcessors ? 94 : 85;
+  auto idles = [&](int64_t units) { return units * 100 < busy * kProcessors * divide_up(units, kProcessors); };
   while (idles(int64_t(plan.wave) * plan.items)) plan.wave++;
   plan.longest = many ? (ragged ? 8192 : 32768) : ragged ? 2048 : 8192;
   int64_t keys = call.keys;
