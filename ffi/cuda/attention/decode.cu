@@ -125,15 +125,15 @@ struct Launch {
     if (args.rows > 16 && padded != 128) return cudaErrorNotSupported;
 #endif
     if (args.rows > 16 && args.pages.type == PageType::as_query) {
-      args.plan = make_plan(args.call, args.rows > kPartRows ? kParts * kPartRows : kPartRows, kParts * kPartRows / 16);
-      args.item_rows = kParts * kPartRows;
+      args.plan = make_plan(args.call, args.rows > kPartRows ? kParts * kPartRows : kPartRows);
+      args.item_rows = args.plan.row_tile;
 #ifdef QUICK
       return run_many<__nv_bfloat16, 128>();
 #else
       return args.call.type == AttentionType::bf16 ? run_many_type<__nv_bfloat16>() : run_many_type<__half>();
 #endif
     }
-    args.plan = make_plan(args.call, 16, 1);
+    args.plan = make_plan(args.call, 16);
     args.item_rows = std::min(args.plan.row_tile, args.rows);
 #ifdef QUICK
     if (args.pages.type == PageType::e4m3 && padded == 128) return run_few<__half, PageType::e4m3, 128>();

@@ -29,9 +29,6 @@ struct FewRows {
   };
 };
 
-// Where an element of a row of a block's output is, so that stores of fragments meet no bank twice.
-__device__ inline int place_in_row(int row, int element) { return element ^ row % 4 * 8; }
-
 // The product of a tile's keys and the queries.
 template <class T, class Tile, int steps, int columns>
 __device__ void multiply_keys(float (&z)[columns][4], const uint32_t (&query)[steps][4], uint32_t tile) {
@@ -153,8 +150,11 @@ __device__ void consume_few(const Arguments& args, typename FewRows<type, size>:
       auto& tile = ring.slots[warp][slot.slot];
       float z[columns][4];
       multiply_keys<T, Tile>(z, query, shared_address(tile.key));
+      const unsigned valid = ring.valid[warp][slot.slot];
+      const bool plain = is_plain<Shape::keys>(args, rows, key, valid);
+      if (!plain) adjust_tile(args, unit, rows, row, key, valid, z);
       float factors[2];
-      if (fold_tile(args, unit, rows, row, key, ring.valid[warp][slot.slot], z, factors)) {
+      if (fold_tile(rows, plain, z, factors)) {
 #pragma unroll
         for (int i = 0; i < output.columns; i++) {
 #pragma unroll
@@ -255,6 +255,7 @@ __global__ void __launch_bounds__(FewRows<type, size>::threads, 1)
     using Shape = FewRows<type, size>;
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& memory = *reinterpret_cast<typename Shape::Memory*>(bytes);
+    fetch_arguments(args);
     const unsigned warp = threadIdx.x / 32;
     if (warp == Shape::warps) prefetch_map(keys), prefetch_map(values);
     if (warp == 0) {

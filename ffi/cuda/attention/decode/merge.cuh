@@ -17,6 +17,9 @@ struct Mergers {
   __device__ static void synchronize() { NamedBarrier{1, threads}.wait(); }
 };
 
+// Where an element of a row of an output in shared memory is, so that stores of fragments meet no bank twice.
+__device__ inline int place_in_row(int row, int element) { return element ^ row % 4 * 8; }
+
 // A maximum and a sum of exponentials relative to it.
 __device__ inline float2 combine(float2 a, float2 b) {
   const float m = fmaxf(a.x, b.x);
@@ -82,16 +85,16 @@ __device__ void store_state(const Arguments& args, const Unit& unit, int chunk, 
 }
 
 // Merges states of the unit's item, `count` of them, of which each is `step` further than the last, and writes the
-// results if these were all, or else the state in the place of the first. A state may be in two parts of `part_rows`
-// rows, over different keys. `batch` parts are asked for at once.
-template <int size, class Team, int batch, int parts = 1, int part_rows = 0>
+// results if these were all, or else the state in the place of the first. `batch` states are
+// asked for at once.
+template <int size, class Team, int batch>
 __device__ void merge_states(const Arguments& args, const Unit& unit, int first, int count, int step, bool all) {
   constexpr int each = size / 4;
   const int rows = all ? rows_of(args, unit) : live_rows(args, unit), live = live_rows(args, unit);
   for (int i = Team::thread(); i < rows * each; i += Team::threads) {
     const int row = i / each, element = i % each * 4;
     const int64_t from = unit.state(args, first) * args.item_rows + row, further = int64_t(step) * args.item_rows;
-    const int end = row < live ? count * parts : 0;
+    const int end = row < live ? count : 0;
     float2 sum{-INFINITY, 0};
     float4 output{};
     for (int begin = 0; begin < end; begin += batch) {
@@ -99,15 +102,17 @@ __device__ void merge_states(const Arguments& args, const Unit& unit, int first,
       float4 outputs[batch];
 #pragma unroll
       for (int k = 0; k < batch; k++) {
-        if (begin + k >= end) break;
-        const int64_t place = from + (begin + k) / parts * further + (begin + k) % parts * part_rows;
+        sums[k] = {-INFINITY, 0}, outputs[k] = {};
+        if (begin + k >= end && batch == kGroup) break;
+        if (begin + k >= end) continue;  // fewer branches, and so fewer registers
+        const int64_t place = from + (begin + k) * further;
         sums[k] = __ldcg(args.sums + place);
         outputs[k] = __ldcg(reinterpret_cast<const float4*>(args.outputs + place * size + element));
       }
       float m = sum.x;
 #pragma unroll
       for (int k = 0; k < batch; k++) {
-        if (begin + k >= end) break;
+        if (begin + k >= end && batch == kGroup) break;
         m = fmaxf(m, sums[k].x);
       }
       if (begin > 0) {
@@ -118,7 +123,7 @@ __device__ void merge_states(const Arguments& args, const Unit& unit, int first,
       sum.x = m;
 #pragma unroll
       for (int k = 0; k < batch; k++) {
-        if (begin + k >= end) break;
+        if (begin + k >= end && batch == kGroup) break;
         const float factor = weight_of(sums[k].x, m);
         sum.y = fmaf(sums[k].y, factor, sum.y);
         output.x = fmaf(outputs[k].x, factor, output.x), output.y = fmaf(outputs[k].y, factor, output.y);
@@ -143,15 +148,15 @@ __device__ bool arrive_last(unsigned* counter, int count, int* shared) {
   return *shared;
 }
 
-// What follows when the state of a unit's chunk is stored. It may be in parts, as `merge_states` has them.
-template <int size, class Team, int batch, int parts = 1, int part_rows = 0>
+// What follows when the state of a unit's chunk is stored.
+template <int size, class Team, int batch>
 __device__ void merge_if_last(const Arguments& args, const Unit& unit, int* shared) {
   const int groups = (unit.chunks + kGroup - 1) / kGroup, group = unit.chunk / kGroup, first = group * kGroup;
   const int most_groups = (args.plan.most_chunks + kGroup - 1) / kGroup;
   unsigned* counters = args.counters + 4 + int64_t(unit.item(args)) * (most_groups + 1);
   const int count = min(kGroup, unit.chunks - first);
   if (!arrive_last<Team>(counters + 1 + group, count, shared)) return;
-  merge_states<size, Team, batch, parts, part_rows>(args, unit, first, count, 1, groups == 1);
+  merge_states<size, Team, batch>(args, unit, first, count, 1, groups == 1);
   if (groups == 1 || !arrive_last<Team>(counters, groups, shared)) return;
   merge_states<size, Team, batch>(args, unit, 0, groups, kGroup, true);
 }
