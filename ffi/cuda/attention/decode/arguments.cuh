@@ -23,13 +23,6 @@ struct Arguments {
   float* outputs = nullptr;
 };
 
-// Reads the arguments at the begin of a kernel, a part by each warp. They are in constant memory, and come from there 64
-// bytes at a time, for which whoever is the first to read them waits.
-__device__ inline void fetch_arguments(const Arguments& args) {
-  const int* words = reinterpret_cast<const int*>(&args);
-  for (unsigned i = threadIdx.x / 32 * 16; i < sizeof args / 4; i += blockDim.x / 32 * 16) asm volatile("" ::"r"(words[i]));
-}
-
 struct Range {
   int begin, end;  // may be empty: then end <= begin
   __device__ bool empty() const { return end <= begin; }

@@ -17,7 +17,7 @@ struct FewRows {
   static constexpr int slots = 128 * 1024 / (2 * bytes * keys * warps);  // of a warp: with more in flight all was slower
   static constexpr int mergers = 3, threads = (warps + 1 + mergers) * 32;
   static constexpr int buffers = warps / 2;
-  using Team = Mergers<warps + 1, mergers>;
+  using Team = Mergers<warps + 1, mergers, size == 128 ? 2 : 1, size < 256>;
   using Values = Tile<type, size, keys>;
   using Ring = RingMemory<Values, keys, warps, slots>;
   struct Memory {
@@ -228,7 +228,7 @@ __device__ void merge_few(const Arguments& args, typename Shape::Memory& memory)
       for (int k = 0; k < Shape::buffers; k++) {
         if (row >= live) break;  // nothing was written there
         const float4 part = *reinterpret_cast<const float4*>(&memory.outputs[k][row][place_in_row(row, element)]);
-        output = {output.x + part.x, output.y + part.y, output.z + part.z, output.w + part.w};
+        output = added(output, part, 1);
       }
       float2 sums = memory.sums[0][row];
 #pragma unroll
@@ -243,7 +243,7 @@ __device__ void merge_few(const Arguments& args, typename Shape::Memory& memory)
     memory.free.arrive_as_warp();
     if (unit.chunks == 1) continue;
     if (!cleared) wait_for_last_kernel(), cleared = true;
-    merge_if_last<size, Team, kGroup>(args, unit, &memory.last);
+    merge_if_last<size, Team>(args, unit, &memory.last);
   }
 }
 
@@ -255,20 +255,21 @@ __global__ void __launch_bounds__(FewRows<type, size>::threads, 1)
     using Shape = FewRows<type, size>;
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& memory = *reinterpret_cast<typename Shape::Memory*>(bytes);
-    fetch_arguments(args);
     const unsigned warp = threadIdx.x / 32;
-    if (warp == Shape::warps) prefetch_map(keys), prefetch_map(values);
-    if (warp == 0) {
+    const NamedBarrier begun{0, Shape::threads};
+    if (warp == Shape::warps) {  // begins at once
+      prefetch_map(keys), prefetch_map(values);
       memory.ring.init(Barrier::warp_arrivals, (Shape::warps + Shape::mergers) * Barrier::warp_arrivals);
-      if (threadIdx.x == 0) {
-        memory.ready.init(Shape::buffers * Barrier::warp_arrivals);
-        memory.free.init(Shape::mergers * Barrier::warp_arrivals);
-      }
-      show_barriers();
+      begun.arrive();
+      produce(args, keys, values, memory.ring);
+      return;
     }
-    __syncthreads();
+    if (threadIdx.x == 0) {
+      memory.ready.init(Shape::buffers * Barrier::warp_arrivals);
+      memory.free.init(Shape::mergers * Barrier::warp_arrivals);
+    }
+    begun.wait();
     if (warp < Shape::warps) consume_few<T, type, size>(args, memory);
-    else if (warp == Shape::warps) produce(args, keys, values, memory.ring);
     else merge_few<Shape, size>(args, memory);
   }
 }

@@ -21,8 +21,7 @@ struct ManyRows {
   using Values = Tile<PageType::as_query, size, keys>;
   using Queries = Tile<PageType::as_query, size, kPartRows>;
   using Ring = RingMemory<Values, keys, 1, slots>;
-  using Team = Mergers<0, kParts * 4>;
-  static constexpr int batch = 8;  // states that are asked for at once
+  using Team = Mergers<0, kParts * 4, 1, false>;
   struct Memory {
     Ring ring;
     // The queries, and in the end half of each row's output in f32, at `place_in_row`.
@@ -216,8 +215,7 @@ __device__ void consume_many(const Arguments& args, typename ManyRows<size>::Mem
           const float m = fmaxf(sums.x, other.x), a = weight_of(sums.x, m), b = weight_of(other.x, m);
           const float4 more = load(1);
           sums = {m, fmaf(other.y, b, sums.y * a)};
-          all = {fmaf(more.x, b, all.x * a), fmaf(more.y, b, all.y * a), fmaf(more.z, b, all.z * a),
-                 fmaf(more.w, b, all.w * a)};
+          all = added(scaled(all, a), more, b);
         }
         const int begin = of_row * width + element;
         if (unit.chunks == 1) finish(args, unit, of, begin, sums, all);
@@ -226,7 +224,7 @@ __device__ void consume_many(const Arguments& args, typename ManyRows<size>::Mem
     }
     if (unit.chunks > 1) {
       wait_for_last_kernel();
-      merge_if_last<size, Team, Shape::batch>(args, unit, &memory.last);
+      merge_if_last<size, Team>(args, unit, &memory.last);
     }
     Team::synchronize();  // before the next queries come
   }
@@ -240,17 +238,19 @@ __global__ void __launch_bounds__(ManyRows<size>::threads, 1)
     using Shape = ManyRows<size>;
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& memory = *reinterpret_cast<typename Shape::Memory*>(bytes);
-    fetch_arguments(args);
-    if (threadIdx.x / 32 == kParts * 4) prefetch_map(keys), prefetch_map(values);
-    if (threadIdx.x < 32) {
+    const NamedBarrier begun{0, Shape::threads};
+    const bool producer = threadIdx.x / 32 == kParts * 4;
+    if (producer) {  // begins at once
+      prefetch_map(keys), prefetch_map(values);
       memory.ring.init(kParts * 4 * Barrier::warp_arrivals, kParts * 4 * Barrier::warp_arrivals);
-      show_barriers();
+      begun.arrive();
+    } else {
+      begun.wait();
     }
-    __syncthreads();
     // Registers for those that multiply: 504 for a thread of each group.
     if (warp_group() == kParts) {
       give_registers<104>();
-      if (threadIdx.x / 32 == kParts * 4) produce(args, keys, values, memory.ring);
+      if (producer) produce(args, keys, values, memory.ring);
     } else {
       take_registers<200>();
       consume_many<T, size, shared>(args, memory);

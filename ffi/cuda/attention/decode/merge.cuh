@@ -10,15 +10,26 @@
 namespace jaxsoft::cuda::decode {
 
 // The warps of a block that store states and merge them, from `first_warp` on. They have a barrier of their own.
-template <int first_warp, int warps>
+// `runs_of_thread` says how much a thread merges at once, and `stops` whether it skips what is not there: with that few
+// states are merged sooner, but many registers are needed.
+template <int first_warp, int warps, int runs_of_thread, bool stops>
 struct Mergers {
-  static constexpr int threads = warps * 32;
+  static constexpr int threads = warps * 32, runs = runs_of_thread;
+  static constexpr bool branches = stops;
   __device__ static int thread() { return static_cast<int>(threadIdx.x) - first_warp * 32; }
   __device__ static void synchronize() { NamedBarrier{1, threads}.wait(); }
 };
 
 // Where an element of a row of an output in shared memory is, so that stores of fragments meet no bank twice.
 __device__ inline int place_in_row(int row, int element) { return element ^ row % 4 * 8; }
+
+__device__ inline float4 scaled(float4 x, float factor) {
+  return {x.x * factor, x.y * factor, x.z * factor, x.w * factor};
+}
+// x + y * factor
+__device__ inline float4 added(float4 x, float4 y, float factor) {
+  return {fmaf(y.x, factor, x.x), fmaf(y.y, factor, x.y), fmaf(y.z, factor, x.z), fmaf(y.w, factor, x.w)};
+}
 
 // A maximum and a sum of exponentials relative to it.
 __device__ inline float2 combine(float2 a, float2 b) {
@@ -57,7 +68,7 @@ __device__ inline void finish(const Arguments& args, const Unit& unit, int row, 
     const float sink = call.sinks[unit.batch * call.sink_steps[0] + place.head * call.sink_steps[1]];
     const float m = fmaxf(sums.x, sink), factor = weight_of(sums.x, m);
     sums = combine(sums, {sink, sink == -INFINITY ? 0.f : 1.f});
-    output = {output.x * factor, output.y * factor, output.z * factor, output.w * factor};
+    output = scaled(output, factor);
   }
   if (element < call.size) {
     float scale = sums.y == 0 ? 0.f : 1 / sums.y;
@@ -85,53 +96,57 @@ __device__ void store_state(const Arguments& args, const Unit& unit, int chunk, 
 }
 
 // Merges states of the unit's item, `count` of them, of which each is `step` further than the last, and writes the
-// results if these were all, or else the state in the place of the first. `batch` states are
-// asked for at once.
-template <int size, class Team, int batch>
+// results if these were all, or else the state in the place of the first.
+template <int size, class Team>
 __device__ void merge_states(const Arguments& args, const Unit& unit, int first, int count, int step, bool all) {
-  constexpr int each = size / 4;
+  // A thread has so many runs of four elements of a row, and asks for those of kGroup states before it uses the first.
+  constexpr int runs = Team::runs, each = size / 4 / runs;
   const int rows = all ? rows_of(args, unit) : live_rows(args, unit), live = live_rows(args, unit);
   for (int i = Team::thread(); i < rows * each; i += Team::threads) {
-    const int row = i / each, element = i % each * 4;
+    const int row = i / each, element = i % each * 4 * runs;
     const int64_t from = unit.state(args, first) * args.item_rows + row, further = int64_t(step) * args.item_rows;
     const int end = row < live ? count : 0;
     float2 sum{-INFINITY, 0};
-    float4 output{};
-    for (int begin = 0; begin < end; begin += batch) {
-      float2 sums[batch];
-      float4 outputs[batch];
+    float4 output[runs] = {};
+    for (int begin = 0; begin < end; begin += kGroup) {
+      float2 sums[kGroup];
+      float4 outputs[kGroup][runs];
 #pragma unroll
-      for (int k = 0; k < batch; k++) {
-        sums[k] = {-INFINITY, 0}, outputs[k] = {};
-        if (begin + k >= end && batch == kGroup) break;
-        if (begin + k >= end) continue;  // fewer branches, and so fewer registers
+      for (int k = 0; k < kGroup; k++) {
+        if (Team::branches && begin + k >= end) break;
+        sums[k] = {-INFINITY, 0};
+        for (int run = 0; run < runs; run++) outputs[k][run] = {};
+        if (begin + k >= end) continue;
         const int64_t place = from + (begin + k) * further;
         sums[k] = __ldcg(args.sums + place);
-        outputs[k] = __ldcg(reinterpret_cast<const float4*>(args.outputs + place * size + element));
+#pragma unroll
+        for (int run = 0; run < runs; run++)
+          outputs[k][run] = __ldcg(reinterpret_cast<const float4*>(args.outputs + place * size + element + 4 * run));
       }
       float m = sum.x;
 #pragma unroll
-      for (int k = 0; k < batch; k++) {
-        if (begin + k >= end && batch == kGroup) break;
+      for (int k = 0; k < kGroup; k++) {
+        if (Team::branches && begin + k >= end) break;
         m = fmaxf(m, sums[k].x);
       }
-      if (begin > 0) {
-        const float own = weight_of(sum.x, m);
-        sum.y *= own;
-        output = {output.x * own, output.y * own, output.z * own, output.w * own};
-      }
-      sum.x = m;
+      const float own = weight_of(sum.x, m);
+      sum = {m, sum.y * own};
 #pragma unroll
-      for (int k = 0; k < batch; k++) {
-        if (begin + k >= end && batch == kGroup) break;
+      for (int run = 0; run < runs; run++) output[run] = scaled(output[run], own);
+#pragma unroll
+      for (int k = 0; k < kGroup; k++) {
+        if (Team::branches && begin + k >= end) break;
         const float factor = weight_of(sums[k].x, m);
         sum.y = fmaf(sums[k].y, factor, sum.y);
-        output.x = fmaf(outputs[k].x, factor, output.x), output.y = fmaf(outputs[k].y, factor, output.y);
-        output.z = fmaf(outputs[k].z, factor, output.z), output.w = fmaf(outputs[k].w, factor, output.w);
+#pragma unroll
+        for (int run = 0; run < runs; run++) output[run] = added(output[run], outputs[k][run], factor);
       }
     }
-    if (all) finish(args, unit, row, element, sum, output);
-    else store_state<size>(args, unit, first, row, element, sum, output);
+#pragma unroll
+    for (int run = 0; run < runs; run++) {
+      if (all) finish(args, unit, row, element + 4 * run, sum, output[run]);
+      else store_state<size>(args, unit, first, row, element + 4 * run, sum, output[run]);
+    }
   }
 }
 
@@ -149,16 +164,16 @@ __device__ bool arrive_last(unsigned* counter, int count, int* shared) {
 }
 
 // What follows when the state of a unit's chunk is stored.
-template <int size, class Team, int batch>
+template <int size, class Team>
 __device__ void merge_if_last(const Arguments& args, const Unit& unit, int* shared) {
   const int groups = (unit.chunks + kGroup - 1) / kGroup, group = unit.chunk / kGroup, first = group * kGroup;
   const int most_groups = (args.plan.most_chunks + kGroup - 1) / kGroup;
   unsigned* counters = args.counters + 4 + int64_t(unit.item(args)) * (most_groups + 1);
   const int count = min(kGroup, unit.chunks - first);
   if (!arrive_last<Team>(counters + 1 + group, count, shared)) return;
-  merge_states<size, Team, batch>(args, unit, first, count, 1, groups == 1);
+  merge_states<size, Team>(args, unit, first, count, 1, groups == 1);
   if (groups == 1 || !arrive_last<Team>(counters, groups, shared)) return;
-  merge_states<size, Team, batch>(args, unit, 0, groups, kGroup, true);
+  merge_states<size, Team>(args, unit, 0, groups, kGroup, true);
 }
 
 }  // namespace jaxsoft::cuda::decode

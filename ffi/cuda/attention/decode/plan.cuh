@@ -68,7 +68,7 @@ struct Plan {
 inline Plan make_plan(const AttentionCall& call, int row_tile) {
   Plan plan;
   const int rows = call.queries * (call.heads / call.key_heads);
-  const bool many = row_tile > 16, ragged = call.key_lengths.data;
+  const bool many = row_tile > 16, ragged = call.key_lengths.data && call.batch > 1;
   plan.row_tile = row_tile;
   plan.row_groups = static_cast<int>(divide_up(rows, row_tile));
   plan.items = call.batch * call.key_heads * plan.row_groups;
@@ -76,7 +76,7 @@ inline Plan make_plan(const AttentionCall& call, int row_tile) {
   const int busy = plan.items < kProcessors ? 94 : 85;
   auto idles = [&](int64_t units) { return units * 100 < busy * kProcessors * divide_up(units, kProcessors); };
   while (idles(int64_t(plan.wave) * plan.items)) plan.wave++;
-  plan.longest = many ? (ragged ? 8192 : 32768) : ragged ? 2048 : 8192;
+  plan.longest = (ragged ? 4096 : 8192) * (many ? 4 : 1);
   int64_t keys = call.keys;
   if (call.left >= 0 && call.right >= 0) {
     const int64_t window = int64_t(call.left) + call.right + call.queries + kChunkAlign;
