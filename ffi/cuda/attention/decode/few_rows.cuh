@@ -8,13 +8,16 @@
 
 namespace jaxsoft::cuda::decode {
 
-// What a block consists of. With few bytes for a key more warps have to convert and multiply.
+constexpr int kFewRows = 16;
+
+// What a block consists of. Small heads have more warps, as there is more to do for each byte.
 template <PageType type, int size>
 struct FewRows {
   static constexpr int bytes = size * (type == PageType::as_query ? 2 : 1);  // of a key
   static constexpr int keys = size == 256 ? 16 : 32;                         // of a tile
   static constexpr int warps = size == 64 ? 8 : 4;
-  static constexpr int slots = 128 * 1024 / (2 * bytes * keys * warps);  // of a warp: with more in flight all was slower
+  // Of a warp, of 128 KB in all. With 192 KB in flight all requests took longer, and calls were 2 % slower.
+  static constexpr int slots = 128 * 1024 / (2 * bytes * keys * warps);
   static constexpr int mergers = 3, threads = (warps + 1 + mergers) * 32;
   static constexpr int buffers = warps / 2;
   using Team = Mergers<warps + 1, mergers, size == 128 ? 2 : 1, size < 256>;
@@ -79,7 +82,8 @@ __device__ void load_queries(const Arguments& args, const Unit& unit, int row, u
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const bool exists = row + 8 * half < live_rows(args, unit);
-    const auto* from = static_cast<const Query*>(args.call.query) + RowPlace(args, unit, exists ? row + 8 * half : 0).begin(args, unit);
+    const RowPlace place(args, unit, exists ? row + 8 * half : 0);
+    const auto* from = static_cast<const Query*>(args.call.query) + place.begin(args, unit);
 #pragma unroll
     for (int step = 0; step < steps; step++) {
 #pragma unroll

@@ -13,6 +13,9 @@ namespace jaxsoft::cuda::decode {
 
 constexpr int kPartRows = 64, kParts = 2;
 
+// Rows of an item, at most, if a key head of a sequence has `rows`.
+inline int tile_of_many(int rows) { return rows <= kPartRows ? kPartRows : kParts * kPartRows; }
+
 template <int size>
 struct ManyRows {
   static constexpr int keys = size == 256 ? 32 : 64;  // of a tile

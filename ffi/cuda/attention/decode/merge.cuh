@@ -58,7 +58,8 @@ __device__ void store_results(const AttentionResults& results, int64_t index, co
 }
 
 // Writes four elements of a row's results, from `element` on, given the state of all its keys.
-__device__ inline void finish(const Arguments& args, const Unit& unit, int row, int element, float2 sums, float4 output) {
+__device__ inline void finish(const Arguments& args, const Unit& unit, int row, int element, float2 sums,
+                              float4 output) {
   const AttentionCall& call = args.call;
   const AttentionResults& results = args.results;
   const RowPlace place(args, unit, row);

@@ -90,7 +90,7 @@ inline Plan make_plan(const AttentionCall& call, int row_tile) {
   return plan;
 }
 
-// The workspace: counters, which must be 0 at first, then the maxima and sums of the chunks' states, then their outputs.
+// The workspace: counters, which must be 0 at first, then maxima and sums of the chunks' states, then their outputs.
 struct Workspace {
   int64_t counters, sums, outputs, bytes;  // in bytes: how long the counters are, and where the others begin
   Workspace(const Plan& plan, int rows, int size) {
