@@ -44,7 +44,6 @@ struct RingMemory {
     if (lane < count * depth) (&full[0][0])[lane].init(1), (&empty[0][0])[lane].init(warps);
     if (lane < units) told[lane].init(1), heard[lane].init(all_warps);
     show_barriers();
-    __syncwarp();
   }
 };
 
