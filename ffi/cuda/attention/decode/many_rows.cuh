@@ -13,6 +13,9 @@ namespace jaxsoft::cuda::decode {
 
 constexpr int kPartRows = 64, kParts = 2;
 
+// Rows of an item, at most, if a key head of a sequence has `rows`.
+inline int tile_of_many(int rows) { return rows <= kPartRows ? kPartRows : kParts * kPartRows; }
+
 template <int size>
 struct ManyRows {
   static constexpr int keys = size == 256 ? 32 : 64;  // of a tile
@@ -21,7 +24,7 @@ struct ManyRows {
   using Values = Tile<PageType::as_query, size, keys>;
   using Queries = Tile<PageType::as_query, size, kPartRows>;
   using Ring = RingMemory<Values, keys, 1, slots>;
-  using Team = Mergers<0, kParts * 4, 1, false>;
+  using Team = Mergers<0, kParts * 4, 1, 8, false>;
   struct Memory {
     Ring ring;
     // The queries, and in the end half of each row's output in f32, at `place_in_row`.
@@ -209,17 +212,15 @@ __device__ void consume_many(const Arguments& args, typename ManyRows<size>::Mem
           return *reinterpret_cast<const float4*>(&memory.parts[from].output[place][place_in_row(place, element)]);
         };
         float2 sums = memory.sums[of / kPartRows][place];
-        float4 all = load(of / kPartRows);
+        float4 all[1] = {load(of / kPartRows)};
         if constexpr (shared) {
           const float2 other = memory.sums[1][place];
           const float m = fmaxf(sums.x, other.x), a = weight_of(sums.x, m), b = weight_of(other.x, m);
           const float4 more = load(1);
           sums = {m, fmaf(other.y, b, sums.y * a)};
-          all = added(scaled(all, a), more, b);
+          all[0] = added(scaled(all[0], a), more, b);
         }
-        const int begin = of_row * width + element;
-        if (unit.chunks == 1) finish(args, unit, of, begin, sums, all);
-        else store_state<size>(args, unit, unit.chunk, of, begin, sums, all);
+        store_row<size>(args, unit, unit.chunks == 1, unit.chunk, of, of_row * width + element, sums, all);
       }
     }
     if (unit.chunks > 1) {
@@ -238,15 +239,10 @@ __global__ void __launch_bounds__(ManyRows<size>::threads, 1)
     using Shape = ManyRows<size>;
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& memory = *reinterpret_cast<typename Shape::Memory*>(bytes);
-    const NamedBarrier begun{0, Shape::threads};
     const bool producer = threadIdx.x / 32 == kParts * 4;
-    if (producer) {  // begins at once
-      prefetch_map(keys), prefetch_map(values);
-      memory.ring.init(kParts * 4 * Barrier::warp_arrivals, kParts * 4 * Barrier::warp_arrivals);
-      begun.arrive();
-    } else {
-      begun.wait();
-    }
+    if (producer) prefetch_map(keys), prefetch_map(values);
+    if (threadIdx.x < 32) memory.ring.init(kParts * 4 * Barrier::warp_arrivals, kParts * 4 * Barrier::warp_arrivals);
+    __syncthreads();
     // Registers for those that multiply: 504 for a thread of each group.
     if (warp_group() == kParts) {
       give_registers<104>();

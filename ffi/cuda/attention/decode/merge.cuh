@@ -9,13 +9,13 @@
 
 namespace jaxsoft::cuda::decode {
 
-// The warps of a block that store states and merge them, from `first_warp` on. They have a barrier of their own.
-// `runs_of_thread` says how much a thread merges at once, and `stops` whether it skips what is not there: with that few
-// states are merged sooner, but many registers are needed.
-template <int first_warp, int warps, int runs_of_thread, bool stops>
+// The warps of a block that store states and merge them, from `first_warp` on. They have a barrier of their own. A
+// thread merges so many runs of four elements, of so many states at once. If it `stops_early`, it does nothing for
+// states that are not there, which takes less time and more registers.
+template <int first_warp, int warps, int runs_of_thread, int states_at_once, bool stops_early>
 struct Mergers {
-  static constexpr int threads = warps * 32, runs = runs_of_thread;
-  static constexpr bool branches = stops;
+  static constexpr int threads = warps * 32, runs = runs_of_thread, batch = states_at_once;
+  static constexpr bool stops = stops_early;
   __device__ static int thread() { return static_cast<int>(threadIdx.x) - first_warp * 32; }
   __device__ static void synchronize() { NamedBarrier{1, threads}.wait(); }
 };
@@ -57,50 +57,73 @@ __device__ void store_results(const AttentionResults& results, int64_t index, co
   }
 }
 
-// Writes four elements of a row's results, from `element` on, given the state of all its keys.
-__device__ inline void finish(const Arguments& args, const Unit& unit, int row, int element, float2 sums, float4 output) {
-  const AttentionCall& call = args.call;
-  const AttentionResults& results = args.results;
-  const RowPlace place(args, unit, row);
-  // Rows without keys have shared the products of others.
-  if (unit.limits.of(call, place.query, place.query).empty()) sums = {-INFINITY, 0}, output = {};
-  if (call.sinks) {
-    const float sink = call.sinks[unit.batch * call.sink_steps[0] + place.head * call.sink_steps[1]];
-    const float m = fmaxf(sums.x, sink), factor = weight_of(sums.x, m);
-    sums = combine(sums, {sink, sink == -INFINITY ? 0.f : 1.f});
-    output = scaled(output, factor);
-  }
-  if (element < call.size) {
-    float scale = sums.y == 0 ? 0.f : 1 / sums.y;
-    if (args.pages.value_scale) scale *= args.pages.value_scale[unit.head];
-    const float values[4] = {output.x * scale, output.y * scale, output.z * scale, output.w * scale};
-    const int64_t index = place.begin(args, unit) + element;
-    if (call.type == AttentionType::bf16) store_results<__nv_bfloat16>(results, index, values);
-    else store_results<__half>(results, index, values);
-  }
-  if (element > 0 || !results.lse) return;
-  const int64_t index = (int64_t(unit.batch) * call.heads + place.head) * call.queries + place.query;
-  const float log_of_sum = sums.y == 0 ? 0.f : logf(sums.y);
-  const float lse = sums.y == 0 ? -INFINITY : sums.x + log_of_sum;
-  results.lse[index] = lse;
-  if (results.rest) results.rest[index] = reference(log_of_sum - (reference(lse) - reference(sums.x)));
-}
+// The results of a row, given the maximum and the sum of all its keys.
+class RowResults {
+  RowPlace place_;
+  float2 sums_;
+  float factor_;  // by which the output is multiplied
+  bool empty_;
 
-// Stores four elements of a row of a chunk's state.
-template <int size>
-__device__ void store_state(const Arguments& args, const Unit& unit, int chunk, int row, int element, float2 sums,
-                            float4 output) {
-  const int64_t index = unit.state(args, chunk) * args.item_rows + row;
-  if (element == 0) __stcg(args.sums + index, sums);
-  __stcg(reinterpret_cast<float4*>(args.outputs + index * size + element), output);
+ public:
+  __device__ RowResults(const Arguments& args, const Unit& unit, int row, float2 sums)
+      : place_(args, unit, row), sums_(sums), factor_(1) {
+    const AttentionCall& call = args.call;
+    // Rows without keys have shared the products of others.
+    empty_ = unit.limits.of(call, place_.query, place_.query).empty();
+    if (empty_) sums_ = {-INFINITY, 0};
+    if (call.sinks) {
+      const float sink = call.sinks[unit.batch * call.sink_steps[0] + place_.head * call.sink_steps[1]];
+      factor_ = weight_of(sums_.x, fmaxf(sums_.x, sink));
+      sums_ = combine(sums_, {sink, sink == -INFINITY ? 0.f : 1.f});
+    }
+    factor_ = sums_.y == 0 ? 0.f : factor_ / sums_.y;
+    if (args.pages.value_scale) factor_ *= args.pages.value_scale[unit.head];
+  }
+  // Writes four elements, from `element` on.
+  __device__ void store(const Arguments& args, const Unit& unit, int element, float4 output) const {
+    if (element >= args.call.size) return;
+    output = empty_ ? float4{} : scaled(output, factor_);
+    const float values[4] = {output.x, output.y, output.z, output.w};
+    const int64_t index = place_.begin(args, unit) + element;
+    if (args.call.type == AttentionType::bf16) store_results<__nv_bfloat16>(args.results, index, values);
+    else store_results<__half>(args.results, index, values);
+  }
+  __device__ void store_sums(const Arguments& args, const Unit& unit) const {
+    if (!args.results.lse) return;
+    const int64_t index = (int64_t(unit.batch) * args.call.heads + place_.head) * args.call.queries + place_.query;
+    const float log_of_sum = sums_.y == 0 ? 0.f : logf(sums_.y);
+    const float lse = sums_.y == 0 ? -INFINITY : sums_.x + log_of_sum;
+    args.results.lse[index] = lse;
+    if (args.results.rest)
+      args.results.rest[index] = reference(log_of_sum - (reference(lse) - reference(sums_.x)));
+  }
+};
+
+// Stores runs of four elements of a row, from `element` on: of the results if `all` keys are in them, else of the state
+// of a chunk.
+template <int size, int runs>
+__device__ void store_row(const Arguments& args, const Unit& unit, bool all, int chunk, int row, int element,
+                          float2 sums, const float4 (&output)[runs]) {
+  if (all) {
+    const RowResults results(args, unit, row, sums);
+#pragma unroll
+    for (int run = 0; run < runs; run++) results.store(args, unit, element + 4 * run, output[run]);
+    if (element == 0) results.store_sums(args, unit);
+  } else {
+    const int64_t index = unit.state(args, chunk) * args.item_rows + row;
+    if (element == 0) __stcg(args.sums + index, sums);
+#pragma unroll
+    for (int run = 0; run < runs; run++)
+      __stcg(reinterpret_cast<float4*>(args.outputs + index * size + element + 4 * run), output[run]);
+  }
 }
 
 // Merges states of the unit's item, `count` of them, of which each is `step` further than the last, and writes the
 // results if these were all, or else the state in the place of the first.
 template <int size, class Team>
 __device__ void merge_states(const Arguments& args, const Unit& unit, int first, int count, int step, bool all) {
-  // A thread has so many runs of four elements of a row, and asks for those of kGroup states before it uses the first.
-  constexpr int runs = Team::runs, each = size / 4 / runs;
+  // A thread has so many runs of four elements of a row, and asks for those of `batch` states before it uses the first.
+  constexpr int runs = Team::runs, batch = Team::batch, each = size / 4 / runs;
   const int rows = all ? rows_of(args, unit) : live_rows(args, unit), live = live_rows(args, unit);
   for (int i = Team::thread(); i < rows * each; i += Team::threads) {
     const int row = i / each, element = i % each * 4 * runs;
@@ -108,12 +131,12 @@ __device__ void merge_states(const Arguments& args, const Unit& unit, int first,
     const int end = row < live ? count : 0;
     float2 sum{-INFINITY, 0};
     float4 output[runs] = {};
-    for (int begin = 0; begin < end; begin += kGroup) {
-      float2 sums[kGroup];
-      float4 outputs[kGroup][runs];
+    for (int begin = 0; begin < end; begin += batch) {
+      float2 sums[batch];
+      float4 outputs[batch][runs];
 #pragma unroll
-      for (int k = 0; k < kGroup; k++) {
-        if (Team::branches && begin + k >= end) break;
+      for (int k = 0; k < batch; k++) {
+        if (Team::stops && begin + k >= end) break;
         sums[k] = {-INFINITY, 0};
         for (int run = 0; run < runs; run++) outputs[k][run] = {};
         if (begin + k >= end) continue;
@@ -125,8 +148,8 @@ __device__ void merge_states(const Arguments& args, const Unit& unit, int first,
       }
       float m = sum.x;
 #pragma unroll
-      for (int k = 0; k < kGroup; k++) {
-        if (Team::branches && begin + k >= end) break;
+      for (int k = 0; k < batch; k++) {
+        if (Team::stops && begin + k >= end) break;
         m = fmaxf(m, sums[k].x);
       }
       const float own = weight_of(sum.x, m);
@@ -134,19 +157,15 @@ __device__ void merge_states(const Arguments& args, const Unit& unit, int first,
 #pragma unroll
       for (int run = 0; run < runs; run++) output[run] = scaled(output[run], own);
 #pragma unroll
-      for (int k = 0; k < kGroup; k++) {
-        if (Team::branches && begin + k >= end) break;
+      for (int k = 0; k < batch; k++) {
+        if (Team::stops && begin + k >= end) break;
         const float factor = weight_of(sums[k].x, m);
         sum.y = fmaf(sums[k].y, factor, sum.y);
 #pragma unroll
         for (int run = 0; run < runs; run++) output[run] = added(output[run], outputs[k][run], factor);
       }
     }
-#pragma unroll
-    for (int run = 0; run < runs; run++) {
-      if (all) finish(args, unit, row, element + 4 * run, sum, output[run]);
-      else store_state<size>(args, unit, first, row, element + 4 * run, sum, output[run]);
-    }
+    store_row<size>(args, unit, all, first, row, element, sum, output);
   }
 }
 

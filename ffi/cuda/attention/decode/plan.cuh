@@ -20,7 +20,7 @@ constexpr int kChunkAlign = 64;    // keys: whole tiles of all kernels
 constexpr int kLeastChunk = 128;   // keys: less is not worth a merge
 constexpr int kUnits = 1056;       // wanted where there is enough to do: 8 for each multiprocessor
 constexpr int kMostChunks = 256;   // of an item
-constexpr int kMostUnits = 32768;  // beyond which chunks become longer, so that their states take less memory
+constexpr int kMostUnits = 32768;  // of 16 rows: beyond, chunks become longer, so that states take less memory
 constexpr int kGroup = 16;         // chunks whose states are merged at once
 
 constexpr __host__ __device__ int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -82,7 +82,7 @@ inline Plan make_plan(const AttentionCall& call, int row_tile) {
     const int64_t window = int64_t(call.left) + call.right + call.queries + kChunkAlign;
     if (window < keys) keys = window;
   }
-  const int64_t spread = round_up(divide_up(keys * plan.items, kMostUnits), kLeastChunk);
+  const int64_t spread = round_up(divide_up(keys * plan.items * (row_tile / 16), kMostUnits), kLeastChunk);
   plan.shortest = static_cast<int>(std::max<int64_t>(spread, many ? 4096 : 512));
   const int64_t in_wave = std::min<int64_t>(divide_up(keys, kLeastChunk), plan.wave);
   const int64_t beyond = std::min<int64_t>(divide_up(keys, plan.shortest), kMostChunks);
@@ -90,7 +90,7 @@ inline Plan make_plan(const AttentionCall& call, int row_tile) {
   return plan;
 }
 
-// The workspace: counters, which must be 0 at first, then the maxima and sums of the chunks' states, then their outputs.
+// The workspace: counters, which must be 0 at first, then maxima and sums of the chunks' states, then their outputs.
 struct Workspace {
   int64_t counters, sums, outputs, bytes;  // in bytes: how long the counters are, and where the others begin
   Workspace(const Plan& plan, int rows, int size) {

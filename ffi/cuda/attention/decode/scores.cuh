@@ -28,7 +28,9 @@ __device__ inline int64_t place(const OfScores& array, int b, int head, int quer
 }
 
 // A score of a key that lies within the limits: with a cap, a bias, a mask and segments.
-__device__ __noinline__ float adjust(const AttentionCall& call, const Unit& unit, const RowPlace& row, int key, float z) {
+// A function of its own, as it is long and rare.
+__device__ __noinline__ float adjust(const AttentionCall& call, const Unit& unit, const RowPlace& row, int key,
+                                     float z) {
   const int b = unit.batch;
   if (call.cap > 0) z = call.cap * tanhf(z / call.cap);
   if (call.bias.data) z += score_of(call.bias, place(call.bias, b, row.head, row.query, key));
@@ -63,8 +65,8 @@ struct LaneRows {
   }
 };
 
-// Whether all of a tile's scores count as they are. `key` is the tile's first key, and bit i of `valid` says whether its
-// i-th run of 16 keys is in the cache.
+// Whether all of a tile's scores count as they are. `key` is the tile's first key, and bit i of `valid` says whether
+// its i-th run of 16 keys is in the cache.
 template <int keys>
 __device__ bool is_plain(const Arguments& args, const LaneRows& rows, int key, unsigned valid) {
   constexpr unsigned all = (1u << (keys / kRun)) - 1;
