@@ -23,21 +23,28 @@ struct BackwardCode {
 // by queries half the queries of a tile each, and rounded weights and slopes a quarter. `slopes_in_registers` says
 // where the product with queries takes slopes from. Shared memory is read less if it is from registers, for which 128
 // leaves no room. Heads of 64 are bound by the reads of shared memory as well, so tiles are as long as registers allow.
+//
+// `told` is after how many tiles a block tells that it has added to them, if the order of additions matters. Each time
+// takes a microsecond, and a tile of 64 x 256 gives more numbers to add than others (H100: with 1 instead of 2, heads
+// of 64 and 128 were 3 to 13 % slower at 8K).
 template <int size>
 struct BackwardPlan;
 template <>
 struct BackwardPlan<64> {
   static constexpr int queries = 96, keys = 128, query_slots = 2, cotangent_slots = 2;
   static constexpr bool slopes_in_registers = true;
+  static constexpr int told = 2;
 };
 template <>
 struct BackwardPlan<128> {
   static constexpr int queries = 64, keys = 128, query_slots = 2, cotangent_slots = 2;
   static constexpr bool slopes_in_registers = false;
+  static constexpr int told = 2;
 };
 template <>
 struct BackwardPlan<256> {
   static constexpr int queries = 64, keys = 64, query_slots = 2, cotangent_slots = 1;
+  static constexpr int told = 1;
 };
 
 template <class T, int size>
