@@ -24,6 +24,7 @@
 #include "attention.cuh"
 
 #include <algorithm>
+#include <cmath>
 
 #include "../devices.cuh"
 #include "backward/around.cuh"
@@ -59,16 +60,16 @@ __global__ void __launch_bounds__(BackwardCode::threads, 1)
   }
 }
 
-// Of how many key heads pieces of work are taken in turn, where blocks of keys of a head wait for each other: about two
-// tiles later a block can follow the one before it without waiting, and pieces that are taken at the same time are
-// better of many heads. But what the blocks at work read and add to should stay in the cache. (H100, heads of 64, 2K:
-// 317 TFLOP/s with one head at a time, 430 so. Heads of 256, 8K: 318 with 3 heads in turn, 350 with one.) The bits of
-// the results do not depend on it.
-inline int heads_in_turn(const BackwardCall& call, int processors, int size) {
-  constexpr double apart = 2.5, cache = 40 << 20;
+// Of how many key heads pieces of work are taken in turn, where blocks of keys of a head wait for each other. Pieces
+// that are taken at the same time then belong to many heads, but not to more than the cache holds. (H100, TFLOP/s:
+// heads of 64, 2K, 335 with one head at a time, 430 with 15 in turn. Heads of 256, 8K, 350 with one, 385 with two, 372
+// with three.) The bits of the results do not depend on it.
+template <int size>
+int heads_in_turn(const BackwardCall& call, int processors) {
+  using Plan = BackwardPlan<size>;
   const double of_head = 8. * call.queries * call.group * size;  // bytes of queries, cotangents, and sums
-  const double by_waits = apart * processors / (call.query_tiles * call.group);
-  const double by_cache = cache / of_head - double(processors) / call.key_blocks;
+  const double by_waits = std::ceil(Plan::apart * processors / (call.query_tiles * call.group));
+  const double by_cache = Plan::cache * double(1 << 20) / of_head - double(processors) / call.key_blocks;
   return std::clamp(static_cast<int>(std::min(by_waits, by_cache)), 1, call.batch * call.key_heads);
 }
 
@@ -87,7 +88,7 @@ cudaError_t launch(const BackwardCall& call, const AttentionGradients& gradients
   prepare_numbers<size><<<dim3((queries + 127) / 128, std::min(heads, 65535u)), 128, 0, stream>>>(
       call, gradients.lse, gradients.delta);
   BackwardCall ordered = call;
-  ordered.heads_in_turn = call.deterministic ? heads_in_turn(call, device.processors, size) : 1;
+  ordered.heads_in_turn = call.deterministic ? heads_in_turn<size>(call, device.processors) : 1;
   const auto blocks = std::min<unsigned>(call.pieces, device.processors);
   kernel<<<blocks, BackwardCode::threads, bytes, stream>>>(ordered);
   round_sums<T, size><<<heads * call.query_tiles, 256, 0, stream>>>(call);
