@@ -4,7 +4,8 @@
 
 namespace jaxsoft::cuda {
 
-cudaError_t run_attention_forward_bf16(const AttentionCall& call, const AttentionResults& results, cudaStream_t stream) {
+cudaError_t run_attention_forward_bf16(const AttentionCall& call, const AttentionResults& results,
+                                        cudaStream_t stream) {
   return launch_forward_of_type<__nv_bfloat16>(call, results, stream);
 }
 

@@ -4,7 +4,8 @@
 
 namespace jaxsoft::cuda {
 
-cudaError_t run_attention_forward_f16(const AttentionCall& call, const AttentionResults& results, cudaStream_t stream) {
+cudaError_t run_attention_forward_f16(const AttentionCall& call, const AttentionResults& results,
+                                       cudaStream_t stream) {
   return launch_forward_of_type<__half>(call, results, stream);
 }
 

@@ -11,160 +11,195 @@
 
 namespace jaxsoft::cuda {
 
-// A place in a ring of slots, and the parity of the phase in which its barriers are.
-template <int slots>
+// The slot of the tile that is number `step` of all tiles of a block, and the parity of its barriers' phase.
+template <class Plan>
 struct RingSlot {
-  unsigned slot = 0, parity = 0;
-  __device__ void advance() {
-    if (++slot == slots) slot = 0, parity ^= 1;
-  }
+  unsigned slot, parity;
+  __device__ explicit RingSlot(unsigned step) : slot(step % Plan::slots), parity(step / Plan::slots % 2) {}
 };
 
 // The copying thread: takes items, and fills slots with their tiles.
 template <class Plan, ForwardKind kind>
 __device__ void copy_items(const ForwardArguments& args, ForwardMemory<Plan>& memory) {
   const AttentionCall& call = args.call;
-  RingSlot<Plan::slots> keys, values;
-  RingSlot<2> mail;
-  unsigned items_with_queries = 0;
+  unsigned step = 0, items_with_queries = 0;
   int number = blockIdx.x;
-  while (true) {
-    memory.items_read[mail.slot].wait(mail.parity ^ 1);
-    memory.items[mail.slot] = number;
-    memory.items_there[mail.slot].arrive();
-    mail.advance();
+  for (unsigned turn = 0;; turn++) {
+    memory.items_read[turn % 2].wait(turn / 2 % 2 ^ 1);
+    memory.items[turn % 2] = number;
+    memory.items_there[turn % 2].arrive();
     if (number >= args.items) return;
     const ForwardItem item(args, number, Plan::queries);
     const ForwardLimits<kind> limits(call, item.batch);
     const TileRange tiles(limits, item.query, Plan::queries, call.queries, Plan::key_tile);
-    auto copy = [&](const CUtensorMap& map, RingSlot<Plan::slots>& ring, typename ForwardMemory<Plan>::Keys* slots,
-                    Barrier* there, Barrier* read, int tile) {
-      read[ring.slot].wait(ring.parity ^ 1);
-      there[ring.slot].arrive_expecting(sizeof *slots);
+    auto copy = [&](const CUtensorMap& map, typename ForwardMemory<Plan>::Keys* slots, Barrier* there, Barrier* read,
+                    unsigned step, int tile) {
+      const RingSlot<Plan> at(step);
+      read[at.slot].wait(at.parity ^ 1);
+      there[at.slot].arrive_expecting(sizeof *slots);
       for (int box = 0; box < Plan::boxes; box++)
-        copy_box(slots[ring.slot][box], map, {box * 64, item.key_head, tile * Plan::key_tile, item.batch},
-                 there[ring.slot]);
-      ring.advance();
+        copy_box(slots[at.slot][box], map, {box * 64, item.key_head, tile * Plan::key_tile, item.batch},
+                 there[at.slot]);
     };
-    auto copy_keys = [&](int tile) {
-      copy(args.key, keys, memory.keys, memory.keys_there, memory.keys_read, tile);
+    auto copy_keys = [&](unsigned step, int tile) {
+      copy(args.key, memory.keys, memory.keys_there, memory.keys_read, step, tile);
     };
-    auto copy_values = [&](int tile) {
-      copy(args.value, values, memory.values, memory.values_there, memory.values_read, tile);
+    auto copy_values = [&](unsigned step, int tile) {
+      copy(args.value, memory.values, memory.values_there, memory.values_read, step, tile);
     };
     if (tiles.begin < tiles.end) {
-      copy_keys(tiles.end - 1);
-      memory.queries_read.wait(items_with_queries % 2 ^ 1);
-      memory.queries_there.arrive_expecting(sizeof memory.queries);
-      for (int group = 0; group < Plan::groups; group++)
+      copy_keys(step, tiles.end - 1);
+      for (int group = 0; group < Plan::groups; group++) {
+        memory.queries_read[group].wait(items_with_queries % 2 ^ 1);
+        memory.queries_there[group].arrive_expecting(sizeof memory.queries[group]);
         for (int box = 0; box < Plan::boxes; box++)
           copy_box(memory.queries[group][box], args.query,
-                   {box * 64, item.head, item.query + group * Plan::group_queries, item.batch}, memory.queries_there);
+                   {box * 64, item.head, item.query + group * Plan::group_queries, item.batch},
+                   memory.queries_there[group]);
+      }
       items_with_queries++;
-      for (int tile = tiles.end - 1; tile > tiles.begin; tile--) copy_keys(tile - 1), copy_values(tile);
+      for (int tile = tiles.end - 1; tile > tiles.begin; tile--, step++)
+        copy_keys(step + 1, tile - 1), copy_values(step, tile);
     }
     // The next item is taken late: multiprocessors are not equally fast.
     unsigned taken = 0;
     if (args.counter) taken = take(args.counter);
-    if (tiles.begin < tiles.end) copy_values(tiles.begin);
+    if (tiles.begin < tiles.end) copy_values(step++, tiles.begin);
     number = args.counter ? static_cast<int>(min(taken + gridDim.x, unsigned(args.items))) : number + gridDim.x;
   }
 }
 
+// What a computing warp group has of an item in registers, and the steps in which it takes in a tile.
+template <class T, class Plan, ForwardKind kind>
+struct ForwardTiles {
+  using Scores = ForwardScores<T, Plan, kind>;
+
+  ForwardMemory<Plan>& memory;
+  const int group;
+  Scores scores;
+  float output[Plan::size / 2] = {};
+  typename Scores::Tile tile;        // products, then scores, then weights
+  typename Scores::Weights weights;  // of the tile before, rounded
+  float factors[2];                  // by which the rows of the output are to be multiplied
+
+  // The compiler would put exponentials behind the next wait for products, with which they are to overlap, as nothing
+  // needs them before. If this wait has to know what is `never` so, it cannot.
+  __device__ void wait_for_keys(unsigned step, bool never = false) const {
+    const RingSlot<Plan> at(step);
+    memory.keys_there[at.slot].wait(at.parity ^ never);
+  }
+  __device__ void wait_for_values(unsigned step) const {
+    const RingSlot<Plan> at(step);
+    memory.values_there[at.slot].wait(at.parity);
+  }
+  __device__ void free_keys(unsigned step) const { memory.keys_read[RingSlot<Plan>(step).slot].arrive_as_warp(); }
+  __device__ void free_values(unsigned step) const { memory.values_read[RingSlot<Plan>(step).slot].arrive_as_warp(); }
+
+  __device__ void start_scores(unsigned step) {
+    const unsigned slot = RingSlot<Plan>(step).slot;
+    begin_products();
+#pragma unroll
+    for (int k = 0; k < Plan::size / 16; k++)
+      multiply<T>(tile, summed_along_rows(memory.queries[group][k / 4]) + k % 4 * 32,
+                  summed_along_rows(memory.keys[slot][k / 4]) + k % 4 * 32, k > 0);
+    commit_products();
+  }
+  __device__ void start_output(unsigned step) {
+    constexpr int bytes = 16 * ForwardMemory<Plan>::row_bytes;
+    wait_for_values(step);
+    const auto values = summed_over_rows(memory.values[RingSlot<Plan>(step).slot], Plan::key_tile);
+    begin_products();
+#pragma unroll
+    for (int k = 0; k < Plan::key_tile / 16; k++) multiply<T>(output, weights[k], values + k * bytes, true);
+    commit_products();
+  }
+  // From products to weights.
+  __device__ void weigh(int first_key, bool masked) {
+    if constexpr (kind == ForwardKind::general) scores.cap_and_segments(tile, first_key);
+    if (masked) scores.mask(tile, first_key);
+    scores.take(tile, factors);
+  }
+  __device__ void rescale_output() {
+    if (!__any_sync(0xffffffffu, factors[0] != 1 || factors[1] != 1)) return;
+#pragma unroll
+    for (int i = 0; i < Plan::size / 2; i++) output[i] *= factors[Scores::row(i)];
+  }
+
+  // Takes in a range of tiles, of which the last is number `step` of the block's. Calls `queries_read` when the queries
+  // are no longer needed.
+  template <class Read>
+  __device__ void take(const TileRange& range, unsigned step, const NamedBarrier& own_turn,
+                       const NamedBarrier& other_turn, Read queries_read) {
+    const int begin = range.begin, end = range.end;
+    auto weigh_tile = [&](int number) { weigh(number * Plan::key_tile, range.masked(number)); };
+    wait_for_keys(step);
+    start_scores(step);
+    wait_for_products<0>(tile);
+    free_keys(step);
+    weigh_tile(end - 1);
+    if (end - 1 > begin) wait_for_keys(step + 1);
+    Scores::round(tile, weights);
+    for (int number = end - 2; number >= begin; number--, step++) {
+      if constexpr (Plan::turns) own_turn.wait();
+      start_scores(step + 1);
+      start_output(step);
+      if constexpr (Plan::turns) other_turn.arrive();
+      wait_for_products<1>(tile);
+      free_keys(step + 1);
+      weigh_tile(number);
+      if (number > begin) wait_for_keys(step + 2, scores.rows[0].sum + scores.rows[1].sum < 0);
+      wait_for_products<0>(output, weights);
+      free_values(step);
+      rescale_output();
+      Scores::round(tile, weights);
+    }
+    queries_read();
+    start_output(step);
+    wait_for_products<0>(output, weights);
+    free_values(step);
+  }
+};
+
 // The warp groups that compute.
 template <class T, class Plan, ForwardKind kind>
 __device__ void compute_items(const ForwardArguments& args, ForwardMemory<Plan>& memory) {
-  using Scores = ForwardScores<T, Plan, kind>;
-  constexpr int steps = Plan::size / 16;
   const AttentionCall& call = args.call;
   const int group = warp_group() - 1;
-  RingSlot<Plan::slots> keys, values;
-  RingSlot<2> mail;
-  unsigned items_with_queries = 0;
-  // Two groups take turns: each waits at its own barrier, and lets the other go on.
-  const NamedBarrier own_turn{1 + group, 2 * kWarpGroup}, other_turn{2 - group, 2 * kWarpGroup};
-  if (Plan::turns && group == 1) other_turn.arrive();
+  unsigned step = 0, items_with_queries = 0;
+  // Each group waits at its own barrier for its turn, and then lets the next one go on.
+  const NamedBarrier own_turn{1 + group, 2 * kWarpGroup}, other_turn{1 + (group + 1) % Plan::groups, 2 * kWarpGroup};
+  if (Plan::turns && group == Plan::groups - 1) other_turn.arrive();
 
-  while (true) {
-    memory.items_there[mail.slot].wait(mail.parity);
-    const int number = *static_cast<volatile int*>(&memory.items[mail.slot]);
-    memory.items_read[mail.slot].arrive_as_warp();
-    mail.advance();
+  for (unsigned turn = 0;; turn++) {
+    memory.items_there[turn % 2].wait(turn / 2 % 2);
+    const int number = *static_cast<volatile int*>(&memory.items[turn % 2]);
+    memory.items_read[turn % 2].arrive_as_warp();
     if (number >= args.items) break;
     const ForwardItem item(args, number, Plan::queries);
     const ForwardLimits<kind> limits(call, item.batch);
     const TileRange tiles(limits, item.query, Plan::queries, call.queries, Plan::key_tile);
-    const int query = item.query + group * Plan::group_queries + row_of_thread();
-    Scores scores(args, item, limits, query);
-    float output[Plan::size / 2] = {};
-    if (tiles.begin < tiles.end) {
-      typename Scores::Tile tile_scores;
-      typename Scores::Weights weights;
-      float factors[2];
-      auto start_scores = [&] {
-        memory.keys_there[keys.slot].wait(keys.parity);
-        begin_products();
-#pragma unroll
-        for (int k = 0; k < steps; k++)
-          multiply<T>(tile_scores, summed_along_rows(memory.queries[group][k / 4]) + k % 4 * 32,
-                      summed_along_rows(memory.keys[keys.slot][k / 4]) + k % 4 * 32, k > 0);
-        commit_products();
-      };
-      auto start_outputs = [&] {
-        memory.values_there[values.slot].wait(values.parity);
-        begin_products();
-#pragma unroll
-        for (int k = 0; k < Plan::key_tile / 16; k++)
-          multiply<T>(output, weights[k],
-                      summed_over_rows(memory.values[values.slot], Plan::key_tile) +
-                          k * 16 * ForwardMemory<Plan>::row_bytes,
-                      true);
-        commit_products();
-      };
-      auto end_keys = [&] {
-        memory.keys_read[keys.slot].arrive_as_warp();
-        keys.advance();
-      };
-      auto end_values = [&] {
-        memory.values_read[values.slot].arrive_as_warp();
-        values.advance();
-      };
-      auto weigh = [&](int tile) {
-        if constexpr (kind == ForwardKind::general) scores.cap_and_segments(tile_scores, tile * Plan::key_tile);
-        if (tiles.masked(tile)) scores.mask(tile_scores, tile * Plan::key_tile);
-        scores.take(tile_scores, factors);
-      };
-
-      memory.queries_there.wait(items_with_queries % 2);
-      items_with_queries++;
-      start_scores();
-      wait_for_products<0>(tile_scores);
-      end_keys();
-      weigh(tiles.end - 1);
-      Scores::round(tile_scores, weights);
-      for (int tile = tiles.end - 2; tile >= tiles.begin; tile--) {
-        if constexpr (Plan::turns) own_turn.wait();
-        start_scores();
-        start_outputs();
-        if constexpr (Plan::turns) other_turn.arrive();
-        wait_for_products<1>(tile_scores);
-        end_keys();
-        weigh(tile);
-        wait_for_products<0>(output, weights);
-        end_values();
-        if (__any_sync(0xffffffffu, factors[0] != 1 || factors[1] != 1)) {
-#pragma unroll
-          for (int i = 0; i < Plan::size / 2; i++) output[i] *= factors[i / 2 % 2];
-        }
-        Scores::round(tile_scores, weights);
-      }
-      memory.queries_read.arrive_as_warp();
-      start_outputs();
-      wait_for_products<0>(output, weights);
-      end_values();
+    const int first_query = item.query + group * Plan::group_queries, query = first_query + row_of_thread();
+    TileRange own = tiles;
+    if constexpr (!Plan::turns) {
+      own = TileRange(limits, first_query, Plan::group_queries, call.queries, Plan::key_tile);
+      own.end = max(min(own.end, tiles.end), tiles.begin), own.begin = min(max(own.begin, tiles.begin), own.end);
     }
-    write_result<0>(args, item, query, scores, output);
-    write_result<1>(args, item, query, scores, output);
+    ForwardTiles<T, Plan, kind> held{memory, group, {args, item, limits, query}};
+    auto let_pass = [&](int count) {
+      for (const unsigned end = step + count; step < end; step++) {
+        held.wait_for_keys(step), held.free_keys(step);
+        held.wait_for_values(step), held.free_values(step);
+      }
+    };
+    auto queries_read = [&] { memory.queries_read[group].arrive_as_warp(); };
+    let_pass(tiles.end - own.end);  // they matter to other groups alone
+    if (tiles.begin < tiles.end) memory.queries_there[group].wait(items_with_queries++ % 2);
+    if (own.begin < own.end) held.take(own, step, own_turn, other_turn, queries_read);
+    else if (tiles.begin < tiles.end) queries_read();
+    step += own.end - own.begin;
+    let_pass(own.begin - tiles.begin);
+    write_result<0>(args, item, query, held.scores, held.output);
+    write_result<1>(args, item, query, held.scores, held.output);
   }
   if (Plan::turns && group == 0) own_turn.wait();  // as often as the other has arrived
 }
@@ -175,8 +210,9 @@ __global__ void __launch_bounds__(Plan::threads, 1) attention_forward(const __gr
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& memory = *reinterpret_cast<ForwardMemory<Plan>*>(bytes);
     if (threadIdx.x == 0) {
-      constexpr unsigned warps = Plan::groups * 4 * Barrier::warp_arrivals;
-      memory.queries_there.init(1), memory.queries_read.init(warps);
+      constexpr unsigned warps = 4 * Plan::groups * Barrier::warp_arrivals;
+      for (int group = 0; group < Plan::groups; group++)
+        memory.queries_there[group].init(1), memory.queries_read[group].init(4 * Barrier::warp_arrivals);
       for (int slot = 0; slot < Plan::slots; slot++) {
         memory.keys_there[slot].init(1), memory.keys_read[slot].init(warps);
         memory.values_there[slot].init(1), memory.values_read[slot].init(warps);

@@ -29,7 +29,8 @@ cudaError_t launch_forward(const AttentionCall& call, const AttentionResults& re
     return e;
   const int64_t heads = int64_t(call.batch) * call.heads, blocks = (call.queries + Plan::queries - 1) / Plan::queries;
   const int64_t items = heads * blocks;
-  if (items > 1 << 30) return cudaErrorInvalidValue;
+  // Sums of these and of tiles are 32 bits wide.
+  if (std::max<int64_t>({items, call.queries, call.keys}) > 1 << 30) return cudaErrorInvalidValue;
   args.blocks_of_head = static_cast<int>(blocks), args.items = static_cast<int>(items);
   args.together = 1;
   if (kind != ForwardKind::plain) {

@@ -73,11 +73,13 @@ struct ForwardScores {
   __device__ void mask(Tile& scores, int first_key) const {
     const int own = first_key + column_of_thread();
 #pragma unroll
-    for (int i = 0; i < count; i++) {
-      const KeyRange& range = keys[row(i)];
-      const bool counts = kind == ForwardKind::plain ? column(i) < range.end - own
-                                                     : column(i) >= range.begin - own && column(i) < range.end - own;
-      if (!counts) scores[i] = -infinity<float>();
+    for (int i = 0; i < count; i++)
+      if (column(i) >= keys[row(i)].end - own) scores[i] = -infinity<float>();
+    if constexpr (kind != ForwardKind::plain) {
+      if (args.call.left == kNoLimit) return;
+#pragma unroll
+      for (int i = 0; i < count; i++)
+        if (column(i) < keys[row(i)].begin - own) scores[i] = -infinity<float>();
     }
   }
 
