@@ -41,8 +41,8 @@ __device__ inline int of_batch(const OfBatch& numbers, int batch, int most) {
   return numbers.data ? min(max(numbers.data[batch * numbers.step], 0), most) : most;
 }
 
-// A range of tiles of queries.
-struct TileRange {
+// Some tiles of queries, one after the other.
+struct QueryTiles {
   int begin, end;
   __device__ int length() const { return end - begin; }
   __device__ bool has(int tile) const { return begin <= tile && tile < end; }
@@ -91,7 +91,7 @@ struct BackwardWork {
   using Plan = BackwardPlan<size>;
   int batch, key_head, block;
   BackwardLimits limits;
-  TileRange tiles, tiles_of_next;  // the latter those of the next block of keys
+  QueryTiles tiles, tiles_of_next;  // the latter those of the next block of keys
 
   __device__ BackwardWork(const BackwardCall& call, const BackwardPlace& place)
       : batch(place.key_head / call.key_heads),
@@ -105,7 +105,7 @@ struct BackwardWork {
     return int64_t(batch) * call.heads + key_head * call.group + of_group;
   }
   // The tiles of which some score counts. For each tile these are blocks that follow each other.
-  __device__ TileRange range(int of_block) const {
+  __device__ QueryTiles range(int of_block) const {
     const int begin = of_block * Plan::keys, end = min(begin + Plan::keys, limits.key_end);
     const int first = limits.first_query(begin), last = limits.last_query(end);
     if (begin >= end || first >= last) return {0, 0};
