@@ -323,7 +323,7 @@ def _of_few_queries(form: Form, operands: Operands) -> int:
     if form.left is not None and form.right is not None:
         keys = min(keys, form.left + form.right + query.shape[1] + 64)
     items = query.shape[0] * key.shape[2] * _parts(number, rows.tile)
-    shortest = max(rows.keys, _multiple(_parts(keys * items, 32768), 128))
+    shortest = max(rows.keys, _multiple(_parts(keys * items * rows.tile // 16, 32768), 128))
     chunks = max(min(_wave(items), _parts(keys, 128)), min(256, _parts(keys, shortest)))
     states = items * chunks if chunks > 1 else 0
     counters = items * (_parts(chunks, 16) + 1) if states else 0

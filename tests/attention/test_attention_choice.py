@@ -327,7 +327,7 @@ def test_the_kernels_for_attention_are_hopper_s(monkeypatch):
 @pytest.mark.parametrize(
     ("length", "size", "forward", "same_bits", "any_bits"),
     [
-        (2048, 64, True, True, True),
+        (4096, 64, True, True, True),
         (8192, 128, True, True, True),
         (4096, 256, True, False, True),
         (1024, 128, False, False, False),
