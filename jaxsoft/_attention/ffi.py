@@ -27,9 +27,12 @@ _SMALLEST_PAGE, _LARGEST_PAGE = 16, 256
 _PAGES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 # So many queries of all heads are too many for its counters; those of a head count as a tile at least.
 _MOST_QUERIES, _TILE = 2**30, 128
-# Calls of up to so many queries of a key head go to the kernel for few queries, where both kernels serve them.
-_FEW = 64
-# The most queries of a key head that the kernel for few queries takes.
+# Calls of up to so many queries of a key head, and so many keys for each query of a sequence, go to the kernel for few
+# queries, where both kernels serve them. On an H100 (November 2026, heads of 128, 32 of queries and 8 of keys), with 64
+# of them it takes .19 to .87 of the time of the other, and with 128 .27 to 1.15, for 2048 keys of 8 sequences to 131072
+# of one. With 256 it takes .55 of that for one sequence, and 1.4 times as long for 16.
+_FEW, _KEYS = 128, 16
+# The most queries of a key head that the kernel for few queries is given.
 _MOST = 256
 
 type Operands = Sequence[jax.core.ShapedArray]
@@ -183,7 +186,13 @@ def _target(operation: Operation, operands: Operands) -> Target:
     if form.paged:
         return PAGED
     others = any(extra.value not in FORWARD.extras for extra in form.extras)
-    return DECODE if _rows(operands) <= (_MOST if others else _FEW) else FORWARD
+    return DECODE if _are_few(operands) or (others and _rows(operands) <= _MOST) else FORWARD
+
+
+def _are_few(operands: Operands) -> bool:
+    """Whether there are so few queries that the kernel for these is faster."""
+    queries, keys = operands[0].shape[1], operands[1].shape[1]
+    return _rows(operands) <= _FEW and (queries == 1 or keys >= _KEYS * queries)
 
 
 def _is_gathered(operation: Operation, operands: Operands) -> bool:
@@ -205,7 +214,7 @@ def _gathered(operation: Operation, operands: Operands) -> tuple[Operation, Oper
 def leads(operation: Operation, operands: Operands) -> bool:
     """Whether a forward operation has so few queries, or keys in pages, that a kernel here is the fastest."""
     known = all(isinstance(length, int) for operand in operands[:2] for length in operand.shape)
-    return known and (operation.form.paged or _rows(operands) <= _FEW)
+    return known and (operation.form.paged or _are_few(operands))
 
 
 def find(operation: Operation, operands: Operands) -> Function:
@@ -294,18 +303,16 @@ class _Rows:
     Attributes:
       most: up to how many queries there are.
       tile: how many of them are computed together.
-      factor: how much longer a chunk of keys is at least than for 16 of them.
-      room: how many have room in the state of a chunk.
+      keys: how many a chunk has at least, where there are more chunks than multiprocessors.
     """
 
     most: float
     tile: int
-    factor: int
-    room: int
+    keys: int
 
 
 # As ffi/cuda/attention/decode has them, like the numbers below. Of pages in 8 bits it has the first alone.
-_ROWS = (_Rows(16, 16, 1, 16), _Rows(64, 64, 8, 128), _Rows(math.inf, 128, 8, 128))
+_ROWS = (_Rows(16, 16, 512), _Rows(64, 64, 4096), _Rows(math.inf, 128, 4096))
 
 
 def _of_few_queries(form: Form, operands: Operands) -> int:
@@ -316,15 +323,21 @@ def _of_few_queries(form: Form, operands: Operands) -> int:
     if form.left is not None and form.right is not None:
         keys = min(keys, form.left + form.right + query.shape[1] + 64)
     items = query.shape[0] * key.shape[2] * _parts(number, rows.tile)
-    wave = max(1, 132 // items)
-    least = max(512 * rows.factor, _multiple(_parts(keys * items, 32768), 128))
-    more = min(256, _parts(keys, least))
-    chunks = more + 3 * wave if more > wave else min(wave, _parts(keys, 128))
-    states = items * chunks if chunks > 1 or rows.factor > 1 else 0
+    shortest = max(rows.keys, _multiple(_parts(keys * items * rows.tile // 16, 32768), 128))
+    chunks = max(min(_wave(items), _parts(keys, 128)), min(256, _parts(keys, shortest)))
+    states = items * chunks if chunks > 1 else 0
     counters = items * (_parts(chunks, 16) + 1) if states else 0
-    room = min(rows.room, number) if rows.factor == 1 else rows.room
+    room = min(number, rows.tile) if rows is _ROWS[0] else rows.tile
     numbers = _multiple(8 * states * room, 256) + 4 * states * room * _columns(query.shape[3])
     return _multiple(4 * counters + 16, 256) + numbers
+
+
+def _wave(items: int) -> int:
+    """How many chunks each of so many items has, so that multiprocessors are busy for most of the time."""
+    busy, wave = 94 if items < 132 else 85, 1
+    while wave * items * 100 < busy * 132 * _parts(wave * items, 132):
+        wave += 1
+    return wave
 
 
 def _columns(size: int) -> int:

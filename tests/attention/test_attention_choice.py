@@ -208,8 +208,9 @@ CACHE = (2, 4096, 2, 64)
     [
         (1, {}, ["attention_decode"]),
         (16, {"key_value_seq_lengths": np.array([4096, 5])}, ["attention_decode"]),
-        (17, {}, []),
-        (17, {"mask": np.ones((17, 4096), bool)}, []),
+        (32, {}, ["attention_decode"]),
+        (33, {}, []),
+        (33, {"mask": np.ones((33, 4096), bool)}, []),
         (1, {"mask": np.ones((1, 4096), bool), "bias": np.ones((1, 8, 1, 4096), np.float32)}, ["attention_decode"]),
         (1, {"logits_soft_cap": 2000.0}, []),
         (1, {"scale": -1.0}, []),
@@ -220,6 +221,15 @@ def test_few_queries(queries, options, expected):
     """They go to the kernel that is made for them. The four query heads of each key head count together."""
     attend = functools.partial(jaxsoft.dot_product_attention, **options)
     assert targets(attend, (2, queries, 8, 64), CACHE, CACHE) == expected
+
+
+@pytest.mark.usefixtures("cuda_kernels")
+@pytest.mark.parametrize(("queries", "keys", "few"), [(1, 1, True), (4, 64, True), (4, 63, False), (64, 64, False)])
+def test_short_sequences(queries, keys, few):
+    """As many keys as queries are no cache."""
+    attend = functools.partial(jaxsoft.dot_product_attention, implementation="ffi")
+    expected = ["attention_decode" if few else "attention_forward"]
+    assert targets(attend, (2, queries, 2, 64), (2, keys, 2, 64), (2, keys, 2, 64)) == expected
 
 
 @pytest.mark.usefixtures("cuda_kernels")
@@ -310,3 +320,26 @@ def test_the_kernels_for_attention_are_hopper_s(monkeypatch):
     assert ffi.unavailable("cuda") is None
     with target("NVIDIA B200"):
         assert "for Hopper" in ffi.unavailable("cuda")
+
+
+@pytest.mark.usefixtures("cuda_kernels")
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    ("length", "size", "forward", "same_bits", "any_bits"),
+    [
+        (4096, 64, True, True, True),
+        (8192, 128, True, True, True),
+        (4096, 256, True, False, True),
+        (1024, 128, False, False, False),
+        (4096, 96, False, False, False),
+    ],
+)
+def test_the_fastest_with_the_cuda_kernels(length, size, forward, same_bits, any_bits, is_causal):
+    """Forward and backward are chosen apart."""
+    shapes = [(1, length, 2, size)] * 3
+    attend = functools.partial(jaxsoft.dot_product_attention, is_causal=is_causal)
+    assert ("attention_forward" in targets(attend, *shapes)) == forward
+    found = targets(gradients(attend), *shapes)
+    assert ("attention_forward" in found, "attention_backward" in found) == (forward, same_bits)
+    found = targets(gradients(functools.partial(attend, deterministic=False)), *shapes)
+    assert ("attention_forward" in found, "attention_backward" in found) == (forward, any_bits)

@@ -45,7 +45,7 @@ struct Launch {
   }
   template <class T, int size>
   cudaError_t run_many() {
-    if (args.rows <= kPartRows) return start<ManyRows<size>, many_rows<T, size, true>>();
+    if (args.plan.row_tile == kPartRows) return start<ManyRows<size>, many_rows<T, size, true>>();
     return start<ManyRows<size>, many_rows<T, size, false>>();
   }
 
@@ -121,34 +121,17 @@ struct Launch {
     }
   }
   cudaError_t run() {
-#ifdef QUICK
-    if (args.rows > 16 && padded != 128) return cudaErrorNotSupported;
-#endif
-    if (args.rows > 16 && args.pages.type == PageType::as_query) {
-      args.plan = make_plan(args.call, args.rows > kPartRows ? kParts * kPartRows : kPartRows, kParts * kPartRows / 16);
-      args.item_rows = kParts * kPartRows;
-#ifdef QUICK
-      return run_many<__nv_bfloat16, 128>();
-#else
-      return args.call.type == AttentionType::bf16 ? run_many_type<__nv_bfloat16>() : run_many_type<__half>();
-#endif
-    }
-    args.plan = make_plan(args.call, 16, 1);
-    args.item_rows = std::min(args.plan.row_tile, args.rows);
-#ifdef QUICK
-    if (args.pages.type == PageType::e4m3 && padded == 128) return run_few<__half, PageType::e4m3, 128>();
-    if (args.call.type == AttentionType::bf16 && padded == 64) return run_few<__nv_bfloat16, PageType::as_query, 64>();
-    if (args.call.type == AttentionType::bf16 && padded == 128) return run_few<__nv_bfloat16, PageType::as_query, 128>();
-    return cudaErrorNotSupported;
-#else
+    // Elements of 8 bits are widened on the way to registers, from where products of warp groups do not take keys.
+    const bool many = args.rows > kFewRows && args.pages.type == PageType::as_query;
+    args.plan = make_plan(args.call, many ? tile_of_many(args.rows) : kFewRows);
+    args.item_rows = many ? args.plan.row_tile : std::min(kFewRows, args.rows);
+    const bool bf16 = args.call.type == AttentionType::bf16;
+    if (many) return bf16 ? run_many_type<__nv_bfloat16>() : run_many_type<__half>();
     switch (args.pages.type) {
       case PageType::e4m3: return run_type<__half, PageType::e4m3>();
       case PageType::e5m2: return run_type<__half, PageType::e5m2>();
-      default: break;
+      default: return bf16 ? run_type<__nv_bfloat16, PageType::as_query>() : run_type<__half, PageType::as_query>();
     }
-    if (args.call.type == AttentionType::bf16) return run_type<__nv_bfloat16, PageType::as_query>();
-    return run_type<__half, PageType::as_query>();
-#endif
   }
 };
 

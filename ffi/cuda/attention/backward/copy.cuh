@@ -30,15 +30,14 @@ __device__ void bring_tiles(const BackwardCall& call, BackwardShared<T, size>& s
     shared.tickets[mail.slot] = ticket;
     shared.ticket_full[mail.slot].arrive();
     if (ticket >= call.pieces) return;
-    const BackwardWork<size> work(call, ticket);
+    const BackwardWork<size> work(call, {call, ticket});
     if (work.tiles.length() == 0) continue;
     bool first = true;
     for (int i = 0; i < call.group; i++) {
       const int head = work.key_head * call.group + i;
       const float* numbers =
           call.numbers + (int64_t(work.batch) * call.heads + head) * call.query_tiles * (2 * Plan::queries);
-      for (int number = 0; number < work.tiles.length(); number++) {
-        const int tile = work.tile(number);
+      for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
         if (first) {
           shared.key_empty.wait(key_parity ^ 1);
           shared.key_full.arrive_expecting(key_bytes);
@@ -84,8 +83,7 @@ __device__ void wait_for_turns(const BackwardCall& call, BackwardShared<T, size>
     for (int i = 0; i < call.group; i++) {
       const int2* next = call.ends + work.head(call, i) * call.key_blocks + work.block + 1;
       int end = 0;  // of the tiles that the next block has added to
-      for (int number = 0; number < work.tiles.length(); number++) {
-        const int tile = work.tile(number);
+      for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
         while (work.tiles_of_next.has(tile) && end <= tile) {
           int2 of_groups;
           asm volatile("ld.acquire.gpu.global.b64 %0, [%1];"
@@ -101,6 +99,7 @@ __device__ void wait_for_turns(const BackwardCall& call, BackwardShared<T, size>
 // Adds what a warp group has of the gradient by queries to the sums.
 template <class T, int size>
 __device__ void add_sums(const BackwardCall& call, BackwardShared<T, size>& shared, int group) {
+  using Plan = BackwardPlan<size>;
   using Shared = BackwardShared<T, size>;
   const uint32_t turns = shared_address(&shared.turns);
   unsigned parity = 0, tiles = 0;
@@ -109,8 +108,7 @@ __device__ void add_sums(const BackwardCall& call, BackwardShared<T, size>& shar
       const int64_t head = work.head(call, i);
       float* const sums = call.sums + head * call.query_tiles * Shared::tile + group * Shared::parts * Shared::sum;
       int* const end = reinterpret_cast<int*>(call.ends + head * call.key_blocks + work.block) + group;
-      for (int number = 0; number < work.tiles.length(); number++) {
-        const int tile = work.tile(number);
+      for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
         tiles++;
         unsigned turn = tiles;
         if (call.deterministic) {
@@ -130,13 +128,8 @@ __device__ void add_sums(const BackwardCall& call, BackwardShared<T, size>& shar
           parity ^= 1;
         }
         if (call.deterministic) {
-          // The additions are complete then, in the L2 cache, where those of all blocks are made. So nothing is left
-          // that this store must not overtake. A release, which waits for whatever else is on its way, took a tenth of
-          // the time of the kernel.
-#ifndef BWD_EVERY
-#define BWD_EVERY 1
-#endif
-          if (number % BWD_EVERY == BWD_EVERY - 1 || number + 1 == work.tiles.length()) {
+          // The release is needed: with a relaxed store, some runs had other bits, although the additions are complete.
+          if ((tile - work.tiles.begin) % Plan::told == Plan::told - 1 || tile + 1 == work.tiles.end) {
             wait_for_stores();
             asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(end), "r"(tile + 1) : "memory");
           }

@@ -91,7 +91,7 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size>
     [[maybe_unused]] float growth[kind == BackwardKind::capped ? count : 1];
     float scores[count], slopes[count];  // weights once they are known, and then slopes of scores
     uint32_t weights[count / 8][4];
-    int number = 0, tile = work.tile(0);
+    int tile = work.tiles.begin;
     auto multiply_scores = [&] {
       shared.query_full[query.slot].wait(query.parity);
       const auto left = keys.anew(), right = summed_along_rows(shared.query[query.slot]).anew();
@@ -176,8 +176,7 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size>
       if constexpr (Plan::slopes_in_registers) wait_for_products<more ? 1 : 0>(of_keys, rounded);
       else wait_for_products<more ? 1 : 0>(of_keys);
       shared.query_empty[query_slot].arrive_as_warp();
-      if (++number == work.tiles.length()) number = 0;
-      tile = work.tile(number);
+      if (++tile == work.tiles.end) tile = work.tiles.begin;
       if constexpr (more) begin_tile();
     };
     if (steps > 0) {

@@ -72,7 +72,7 @@ __device__ void multiply_values(Pair<T, size>& pair, NamedBarrier weights_writte
     float gradient[size / 2] = {};
     float products[count];
     uint32_t rounded[count / 8][4];
-    int number = 0, tile = work.tile(0);
+    int tile = work.tiles.begin;
     // Makes weights of the products for scores, which are complete.
     auto finish_weights = [&] {
       float growth[kind == BackwardKind::capped ? count : 1];
@@ -80,8 +80,7 @@ __device__ void multiply_values(Pair<T, size>& pair, NamedBarrier weights_writte
                         first_key);
       shared.query_empty[pair.query.slot].arrive_as_warp();
       pair.query.advance();
-      if (++number == work.tiles.length()) number = 0;
-      tile = work.tile(number);
+      if (++tile == work.tiles.end) tile = work.tiles.begin;
       round_to<T>(rounded, products);
       if constexpr (kind == BackwardKind::capped) {
 #pragma unroll

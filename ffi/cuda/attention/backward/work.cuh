@@ -24,7 +24,7 @@ struct BackwardCall {
   int batch, queries, keys, heads, key_heads, group, size;
   int key_blocks, query_tiles;
   unsigned pieces;  // of work
-  int abreast;
+  int heads_in_turn;  // of how many key heads pieces are taken in turn
   bool deterministic;
   float scale, scale2;  // scale2 is for exponents of 2
   float cap;
@@ -41,8 +41,8 @@ __device__ inline int of_batch(const OfBatch& numbers, int batch, int most) {
   return numbers.data ? min(max(numbers.data[batch * numbers.step], 0), most) : most;
 }
 
-// A range of tiles of queries.
-struct TileRange {
+// Some tiles of queries, one after the other.
+struct QueryTiles {
   int begin, end;
   __device__ int length() const { return end - begin; }
   __device__ bool has(int tile) const { return begin <= tile && tile < end; }
@@ -71,13 +71,14 @@ struct BackwardLimits {
 };
 
 // Which block of keys, and of which key head of all in the batch, a piece of work is. Pieces that are taken one after
-// the other belong to `abreast` heads in turn.
+// the other belong to some heads in turn.
 struct BackwardPlace {
   int key_head, block;
   __device__ BackwardPlace(const BackwardCall& call, unsigned ticket) {
-    const unsigned heads = call.batch * call.key_heads, of_band = call.abreast * call.key_blocks;
-    const unsigned first = ticket / of_band * call.abreast, count = min(unsigned(call.abreast), heads - first);
-    ticket %= of_band;
+    const unsigned heads = call.batch * call.key_heads, of_heads = call.heads_in_turn * call.key_blocks;
+    const unsigned first = ticket / of_heads * call.heads_in_turn;
+    const unsigned count = min(static_cast<unsigned>(call.heads_in_turn), heads - first);
+    ticket %= of_heads;
     key_head = first + ticket % count;
     block = ticket / count;
     if (call.deterministic) block = call.key_blocks - 1 - block;  // see copy.cuh
@@ -90,33 +91,21 @@ struct BackwardWork {
   using Plan = BackwardPlan<size>;
   int batch, key_head, block;
   BackwardLimits limits;
-  TileRange tiles, tiles_of_next;  // the latter those of the next block of keys
+  QueryTiles tiles, tiles_of_next;  // the latter those of the next block of keys
 
-  __device__ BackwardWork(const BackwardCall& call, unsigned ticket)
-      : BackwardWork(call, BackwardPlace(call, ticket)) {}
   __device__ BackwardWork(const BackwardCall& call, const BackwardPlace& place)
       : batch(place.key_head / call.key_heads),
         key_head(place.key_head % call.key_heads),
         block(place.block),
         limits(call, batch),
         tiles(range(block)),
-        tiles_of_next(range(block + 1)) {
-#if BWD_ROT
-    if (!call.deterministic && tiles.length()) first = block * tiles.length() / call.key_blocks;
-#endif
-  }
-  int first = 0;
-  // The tiles, each by its number.
-  __device__ int tile(int number) const {
-    number += first;
-    return tiles.begin + (number < tiles.length() ? number : number - tiles.length());
-  }
+        tiles_of_next(range(block + 1)) {}
   // A head of queries, of all in the batch.
   __device__ int64_t head(const BackwardCall& call, int of_group) const {
     return int64_t(batch) * call.heads + key_head * call.group + of_group;
   }
   // The tiles of which some score counts. For each tile these are blocks that follow each other.
-  __device__ TileRange range(int of_block) const {
+  __device__ QueryTiles range(int of_block) const {
     const int begin = of_block * Plan::keys, end = min(begin + Plan::keys, limits.key_end);
     const int first = limits.first_query(begin), last = limits.last_query(end);
     if (begin >= end || first >= last) return {0, 0};
@@ -139,7 +128,7 @@ __device__ void for_pieces(const BackwardCall& call, BackwardShared<T, size>& sh
     if constexpr (by_warps) shared.ticket_empty[mail.slot].arrive_as_warp();
     else shared.ticket_empty[mail.slot].arrive();
     if (ticket >= call.pieces) return;
-    visit(BackwardWork<size>(call, ticket));
+    visit(BackwardWork<size>(call, {call, ticket}));
   }
 }
 

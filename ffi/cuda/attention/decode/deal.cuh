@@ -2,8 +2,8 @@
 //
 // Units are counted from the first sequence to the last, and within a sequence by chunk, then key head: so the heads of
 // the same keys, which lie side by side in memory, are read at about the same time. Items without keys come last, with
-// one unit each. How many units there are depends on the lengths of all sequences. A block takes numbers that grow, from
-// a counter, and so its producer walks through the sequences once, 32 at a time.
+// one unit each. How many units there are depends on the lengths of all sequences. A block takes numbers that grow,
+// from a counter, and so its producer walks through the sequences once, 32 at a time.
 #pragma once
 
 #include "arguments.cuh"
@@ -12,13 +12,13 @@ namespace jaxsoft::cuda::decode {
 
 class Dealer {
   const Arguments& args_;
-  int first_ = 0;       // the first of the 32 sequences, of which each lane has one
-  int before_ = 0;      // units of the sequences before
+  int first_ = 0;   // the first of the 32 sequences, of which each lane has one
+  int before_ = 0;  // units of the sequences before
   Limits limits_;
   Range range_{};
   int chunk_ = 1, chunks_ = 1;
-  int groups_ = 0;     // row groups with keys
-  int upto_ = 0;        // units of the sequences up to the lane's
+  int groups_ = 0;  // row groups with keys
+  int upto_ = 0;    // units of the sequences up to the lane's
 
   __device__ void look() {
     const int lane = threadIdx.x % 32, b = first_ + lane;

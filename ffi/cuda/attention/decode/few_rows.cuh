@@ -8,16 +8,19 @@
 
 namespace jaxsoft::cuda::decode {
 
-// What a block consists of. With few bytes for a key more warps have to convert and multiply.
+constexpr int kFewRows = 16;
+
+// What a block consists of. Small heads have more warps, as there is more to do for each byte.
 template <PageType type, int size>
 struct FewRows {
   static constexpr int bytes = size * (type == PageType::as_query ? 2 : 1);  // of a key
   static constexpr int keys = size == 256 ? 16 : 32;                         // of a tile
   static constexpr int warps = size == 64 ? 8 : 4;
-  static constexpr int slots = 128 * 1024 / (2 * bytes * keys * warps);  // of a warp: with more in flight all was slower
+  // Of a warp, of 128 KB in all. With 192 KB in flight all requests took longer, and calls were 2 % slower.
+  static constexpr int slots = 128 * 1024 / (2 * bytes * keys * warps);
   static constexpr int mergers = 3, threads = (warps + 1 + mergers) * 32;
   static constexpr int buffers = warps / 2;
-  using Team = Mergers<warps + 1, mergers>;
+  using Team = Mergers<warps + 1, mergers, size == 128 ? 2 : 1, kGroup, size < 256>;
   using Values = Tile<type, size, keys>;
   using Ring = RingMemory<Values, keys, warps, slots>;
   struct Memory {
@@ -28,9 +31,6 @@ struct FewRows {
     int last;
   };
 };
-
-// Where an element of a row of a block's output is, so that stores of fragments meet no bank twice.
-__device__ inline int place_in_row(int row, int element) { return element ^ row % 4 * 8; }
 
 // The product of a tile's keys and the queries.
 template <class T, class Tile, int steps, int columns>
@@ -82,7 +82,8 @@ __device__ void load_queries(const Arguments& args, const Unit& unit, int row, u
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const bool exists = row + 8 * half < live_rows(args, unit);
-    const auto* from = static_cast<const Query*>(args.call.query) + RowPlace(args, unit, exists ? row + 8 * half : 0).begin(args, unit);
+    const RowPlace place(args, unit, exists ? row + 8 * half : 0);
+    const auto* from = static_cast<const Query*>(args.call.query) + place.begin(args, unit);
 #pragma unroll
     for (int step = 0; step < steps; step++) {
 #pragma unroll
@@ -153,8 +154,11 @@ __device__ void consume_few(const Arguments& args, typename FewRows<type, size>:
       auto& tile = ring.slots[warp][slot.slot];
       float z[columns][4];
       multiply_keys<T, Tile>(z, query, shared_address(tile.key));
+      const unsigned valid = ring.valid[warp][slot.slot];
+      const bool plain = is_plain<Shape::keys>(args, rows, key, valid);
+      if (!plain) adjust_tile(args, unit, rows, row, key, valid, z);
       float factors[2];
-      if (fold_tile(args, unit, rows, row, key, ring.valid[warp][slot.slot], z, factors)) {
+      if (fold_tile(rows, plain, z, factors)) {
 #pragma unroll
         for (int i = 0; i < output.columns; i++) {
 #pragma unroll
@@ -213,7 +217,7 @@ __device__ void consume_few(const Arguments& args, typename FewRows<type, size>:
 template <class Shape, int size>
 __device__ void merge_few(const Arguments& args, typename Shape::Memory& memory) {
   using Team = typename Shape::Team;
-  constexpr int each = size / 4;
+  constexpr int each = size / 4 / Team::runs;
   Place<Shape::Ring::units> unit_place;
   bool cleared = false;
   for (unsigned parity = 0;; parity ^= 1) {
@@ -222,13 +226,16 @@ __device__ void merge_few(const Arguments& args, typename Shape::Memory& memory)
     memory.ready.wait(parity);
     const int live = live_rows(args, unit), rows = unit.chunks == 1 ? rows_of(args, unit) : live;
     for (int i = Team::thread(); i < rows * each; i += Team::threads) {
-      const int row = i / each, element = i % each * 4;
-      float4 output{};
+      const int row = i / each, element = i % each * 4 * Team::runs;
+      float4 output[Team::runs] = {};
 #pragma unroll
       for (int k = 0; k < Shape::buffers; k++) {
         if (row >= live) break;  // nothing was written there
-        const float4 part = *reinterpret_cast<const float4*>(&memory.outputs[k][row][place_in_row(row, element)]);
-        output = {output.x + part.x, output.y + part.y, output.z + part.z, output.w + part.w};
+#pragma unroll
+        for (int run = 0; run < Team::runs; run++) {
+          const float* part = &memory.outputs[k][row][place_in_row(row, element + 4 * run)];
+          output[run] = added(output[run], *reinterpret_cast<const float4*>(part), 1);
+        }
       }
       float2 sums = memory.sums[0][row];
 #pragma unroll
@@ -237,13 +244,12 @@ __device__ void merge_few(const Arguments& args, typename Shape::Memory& memory)
 #pragma unroll
       for (int k = 0; k < Shape::warps; k++)
         sums.y = fmaf(memory.sums[k][row].y, weight_of(memory.sums[k][row].x, sums.x), sums.y);
-      if (unit.chunks == 1) finish(args, unit, row, element, sums, output);
-      else store_state<size>(args, unit, unit.chunk, row, element, sums, output);
+      store_row<size>(args, unit, unit.chunks == 1, unit.chunk, row, element, sums, output);
     }
     memory.free.arrive_as_warp();
     if (unit.chunks == 1) continue;
     if (!cleared) wait_for_last_kernel(), cleared = true;
-    merge_if_last<size, Team, kGroup>(args, unit, &memory.last);
+    merge_if_last<size, Team>(args, unit, &memory.last);
   }
 }
 
@@ -263,7 +269,6 @@ __global__ void __launch_bounds__(FewRows<type, size>::threads, 1)
         memory.ready.init(Shape::buffers * Barrier::warp_arrivals);
         memory.free.init(Shape::mergers * Barrier::warp_arrivals);
       }
-      show_barriers();
     }
     __syncthreads();
     if (warp < Shape::warps) consume_few<T, type, size>(args, memory);

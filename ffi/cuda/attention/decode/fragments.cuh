@@ -28,8 +28,8 @@ __device__ inline void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Loads four matrices of 8 rows of 16 bytes. Lane l gives the address of row l % 8 of matrix l / 8, and gets of each the
-// 4 bytes at 4 t of row g; or if `turned`, 16 bits each at 2 g of rows 2 t and 2 t + 1.
+// Loads four matrices of 8 rows of 16 bytes. Lane l gives the address of row l % 8 of matrix l / 8, and gets of each
+// the 4 bytes at 4 t of row g; or if `turned`, 16 bits each at 2 g of rows 2 t and 2 t + 1.
 template <bool turned>
 __device__ void load_matrices(uint32_t (&to)[4], uint32_t address) {
   if constexpr (turned)

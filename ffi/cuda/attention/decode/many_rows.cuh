@@ -2,8 +2,7 @@
 // head: products are those of warp groups, of which a block has two. Up to 64 rows both have all rows and take tiles in
 // turn; of more, each has its own 64 rows and takes every tile.
 //
-// States go from registers to the workspace, in two parts of 64 rows, and the warp groups themselves merge them: there
-// is so much to compute for each key that memory has time.
+// The warp groups themselves merge the states.
 #pragma once
 
 #include "../../wgmma.cuh"
@@ -14,6 +13,9 @@ namespace jaxsoft::cuda::decode {
 
 constexpr int kPartRows = 64, kParts = 2;
 
+// Rows of an item, at most, if a key head of a sequence has `rows`.
+inline int tile_of_many(int rows) { return rows <= kPartRows ? kPartRows : kParts * kPartRows; }
+
 template <int size>
 struct ManyRows {
   static constexpr int keys = size == 256 ? 32 : 64;  // of a tile
@@ -22,11 +24,15 @@ struct ManyRows {
   using Values = Tile<PageType::as_query, size, keys>;
   using Queries = Tile<PageType::as_query, size, kPartRows>;
   using Ring = RingMemory<Values, keys, 1, slots>;
-  using Team = Mergers<0, kParts * 4>;
-  static constexpr int batch = 8;  // states that are asked for at once
+  using Team = Mergers<0, kParts * 4, 1, 8, false>;
   struct Memory {
     Ring ring;
-    alignas(1024) unsigned char queries[kParts][Queries::bytes];
+    // The queries, and in the end half of each row's output in f32, at `place_in_row`.
+    union alignas(1024) Part {
+      unsigned char queries[Queries::bytes];
+      float output[kPartRows][size / 2];
+    } parts[kParts];
+    float2 sums[kParts][kPartRows];
     int last;
   };
 };
@@ -53,11 +59,11 @@ __device__ void consume_many(const Arguments& args, typename ManyRows<size>::Mem
   using Shape = ManyRows<size>;
   using Tile = typename Shape::Values;
   using Queries = typename Shape::Queries;
-  constexpr int columns = Shape::keys / 8, steps = size / 16, parts = shared ? kParts : 1;
+  constexpr int columns = Shape::keys / 8, steps = size / 16;
   auto& ring = memory.ring;
   const int part = warp_group();
   const NamedBarrier group{2 + part, kWarpGroup};
-  unsigned char* const queries = memory.queries[part];
+  unsigned char* const queries = memory.parts[part].queries;
   const auto query = summed_along_rows(queries);
   Place<Shape::slots> slot;
   Place<Shape::Ring::units> unit_place;
@@ -115,6 +121,15 @@ __device__ void consume_many(const Arguments& args, typename ManyRows<size>::Mem
           weights[i / 2][i % 2 * 2 + half] = bits<uint32_t>(narrow_pair(z[i][2 * half], z[i][2 * half + 1], T()));
       }
     };
+    auto fold = [&](int key, int of_slot) {
+      const unsigned valid = ring.valid[0][of_slot];
+      const bool plain = is_plain<Shape::keys>(args, rows, key, valid);
+      if (!plain) {
+        wait_for_products<0>(output, weights);  // what is called here needs registers
+        adjust_tile(args, unit, rows, row, key, valid, z);
+      }
+      return fold_tile(rows, plain, z, factors);
+    };
     auto rescale = [&] {
 #pragma unroll
       for (int i = 0; i < size / 2; i++) output[i] *= factors[i / 2 % 2];
@@ -126,7 +141,7 @@ __device__ void consume_many(const Arguments& args, typename ManyRows<size>::Mem
         if (turn == part) {
           multiply_keys(slot.slot);
           wait_for_products<0>(z);
-          if (fold_tile(args, unit, rows, row, key, ring.valid[0][slot.slot], z, factors)) rescale();
+          if (fold(key, slot.slot)) rescale();
           round_weights();
           multiply_values(key);
           wait_for_products<0>(output, weights);
@@ -140,7 +155,7 @@ __device__ void consume_many(const Arguments& args, typename ManyRows<size>::Mem
         wait_full();
         multiply_keys(slot.slot);
         wait_for_products<0>(z);
-        fold_tile(args, unit, rows, row, key, ring.valid[0][slot.slot], z, factors);
+        fold(key, slot.slot);
         round_weights();
       }
       for (; key + Shape::keys < unit.end; key += Shape::keys) {
@@ -150,8 +165,7 @@ __device__ void consume_many(const Arguments& args, typename ManyRows<size>::Mem
         multiply_keys(next.slot);
         multiply_values(key);
         wait_for_products<1>(z);
-        const bool grown =
-            fold_tile(args, unit, rows, row, key + Shape::keys, ring.valid[0][next.slot], z, factors);
+        const bool grown = fold(key + Shape::keys, next.slot);
         wait_for_products<0>(output, weights);
         release();
         if (grown) rescale();
@@ -166,27 +180,54 @@ __device__ void consume_many(const Arguments& args, typename ManyRows<size>::Mem
       for (int key = unit.begin; key < unit.end; key += Shape::keys) wait_full(), release();
     }
 
-    // The part's state.
-    const int64_t state = unit.state(args, unit.chunk) * args.item_rows + part * kPartRows;
+    // The block's state, a half of each row after the other, in the place of the queries.
+    using Team = typename Shape::Team;
+    const int rows_here = shared ? kPartRows : kParts * kPartRows;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       rows.s[half] += __shfl_xor_sync(~0u, rows.s[half], 1);
       rows.s[half] += __shfl_xor_sync(~0u, rows.s[half], 2);
-      if (row + 8 * half >= live) continue;
-      const int64_t place = state + row_of_thread() + 8 * half;
-      if (threadIdx.x % 4 == 0) __stcg(args.sums + place, float2{rows.m[half], rows.s[half]});
+      if (threadIdx.x % 4 == 0)
+        memory.sums[part][row_of_thread() + 8 * half] = {rows.m[half], rows.s[half]};
+    }
 #pragma unroll
-      for (int i = 0; i < size / 8; i++)
-        __stcg(reinterpret_cast<float2*>(args.outputs + place * size + 8 * i + column_of_thread()),
-               float2{output[4 * i + 2 * half], output[4 * i + 2 * half + 1]});
+    for (int of_row = 0; of_row < 2; of_row++) {
+      constexpr int width = size / 2, each = width / 4;
+      Team::synchronize();
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int to = row_of_thread() + 8 * half;
+#pragma unroll
+        for (int i = 0; i < width / 8; i++) {
+          const int from = 4 * (of_row * width / 8 + i) + 2 * half;
+          *reinterpret_cast<float2*>(&memory.parts[part].output[to][place_in_row(to, 8 * i + column_of_thread())]) = {
+              output[from], output[from + 1]};
+        }
+      }
+      Team::synchronize();
+      const int count = min(rows_here, unit.chunks == 1 ? rows_of(args, unit) : live);
+      for (int i = Team::thread(); i < count * each; i += Team::threads) {
+        const int of = i / each, element = i % each * 4, place = of % kPartRows;
+        const auto load = [&](int from) {
+          return *reinterpret_cast<const float4*>(&memory.parts[from].output[place][place_in_row(place, element)]);
+        };
+        float2 sums = memory.sums[of / kPartRows][place];
+        float4 all[1] = {load(of / kPartRows)};
+        if constexpr (shared) {
+          const float2 other = memory.sums[1][place];
+          const float m = fmaxf(sums.x, other.x), a = weight_of(sums.x, m), b = weight_of(other.x, m);
+          const float4 more = load(1);
+          sums = {m, fmaf(other.y, b, sums.y * a)};
+          all[0] = added(scaled(all[0], a), more, b);
+        }
+        store_row<size>(args, unit, unit.chunks == 1, unit.chunk, of, of_row * width + element, sums, all);
+      }
     }
     if (unit.chunks > 1) {
       wait_for_last_kernel();
-      merge_if_last<size, typename Shape::Team, Shape::batch, parts, kPartRows>(args, unit, &memory.last);
-    } else {
-      Shape::Team::synchronize();
-      merge_states<size, typename Shape::Team, Shape::batch, parts, kPartRows>(args, unit, 0, 1, 1, true);
+      merge_if_last<size, Team>(args, unit, &memory.last);
     }
+    Team::synchronize();  // before the next queries come
   }
 }
 
@@ -198,16 +239,14 @@ __global__ void __launch_bounds__(ManyRows<size>::threads, 1)
     using Shape = ManyRows<size>;
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& memory = *reinterpret_cast<typename Shape::Memory*>(bytes);
-    if (threadIdx.x / 32 == kParts * 4) prefetch_map(keys), prefetch_map(values);
-    if (threadIdx.x < 32) {
-      memory.ring.init(kParts * 4 * Barrier::warp_arrivals, kParts * 4 * Barrier::warp_arrivals);
-      show_barriers();
-    }
+    const bool producer = threadIdx.x / 32 == kParts * 4;
+    if (producer) prefetch_map(keys), prefetch_map(values);
+    if (threadIdx.x < 32) memory.ring.init(kParts * 4 * Barrier::warp_arrivals, kParts * 4 * Barrier::warp_arrivals);
     __syncthreads();
     // Registers for those that multiply: 504 for a thread of each group.
     if (warp_group() == kParts) {
       give_registers<104>();
-      if (threadIdx.x / 32 == kParts * 4) produce(args, keys, values, memory.ring);
+      if (producer) produce(args, keys, values, memory.ring);
     } else {
       take_registers<200>();
       consume_many<T, size, shared>(args, memory);

@@ -9,13 +9,27 @@
 
 namespace jaxsoft::cuda::decode {
 
-// The warps of a block that store states and merge them, from `first_warp` on. They have a barrier of their own.
-template <int first_warp, int warps>
+// The warps of a block that store states and merge them, from `first_warp` on. They have a barrier of their own. A
+// thread merges so many runs of four elements, of so many states at once. If it `stops_early`, it does nothing for
+// states that are not there, which takes less time and more registers.
+template <int first_warp, int warps, int runs_of_thread, int states_at_once, bool stops_early>
 struct Mergers {
-  static constexpr int threads = warps * 32;
+  static constexpr int threads = warps * 32, runs = runs_of_thread, batch = states_at_once;
+  static constexpr bool stops = stops_early;
   __device__ static int thread() { return static_cast<int>(threadIdx.x) - first_warp * 32; }
   __device__ static void synchronize() { NamedBarrier{1, threads}.wait(); }
 };
+
+// Where an element of a row of an output in shared memory is, so that stores of fragments meet no bank twice.
+__device__ inline int place_in_row(int row, int element) { return element ^ row % 4 * 8; }
+
+__device__ inline float4 scaled(float4 x, float factor) {
+  return {x.x * factor, x.y * factor, x.z * factor, x.w * factor};
+}
+// x + y * factor
+__device__ inline float4 added(float4 x, float4 y, float factor) {
+  return {fmaf(y.x, factor, x.x), fmaf(y.y, factor, x.y), fmaf(y.z, factor, x.z), fmaf(y.w, factor, x.w)};
+}
 
 // A maximum and a sum of exponentials relative to it.
 __device__ inline float2 combine(float2 a, float2 b) {
@@ -43,90 +57,115 @@ __device__ void store_results(const AttentionResults& results, int64_t index, co
   }
 }
 
-// Writes four elements of a row's results, from `element` on, given the state of all its keys.
-__device__ inline void finish(const Arguments& args, const Unit& unit, int row, int element, float2 sums, float4 output) {
-  const AttentionCall& call = args.call;
-  const AttentionResults& results = args.results;
-  const RowPlace place(args, unit, row);
-  // Rows without keys have shared the products of others.
-  if (unit.limits.of(call, place.query, place.query).empty()) sums = {-INFINITY, 0}, output = {};
-  if (call.sinks) {
-    const float sink = call.sinks[unit.batch * call.sink_steps[0] + place.head * call.sink_steps[1]];
-    const float m = fmaxf(sums.x, sink), factor = weight_of(sums.x, m);
-    sums = combine(sums, {sink, sink == -INFINITY ? 0.f : 1.f});
-    output = {output.x * factor, output.y * factor, output.z * factor, output.w * factor};
-  }
-  if (element < call.size) {
-    float scale = sums.y == 0 ? 0.f : 1 / sums.y;
-    if (args.pages.value_scale) scale *= args.pages.value_scale[unit.head];
-    const float values[4] = {output.x * scale, output.y * scale, output.z * scale, output.w * scale};
-    const int64_t index = place.begin(args, unit) + element;
-    if (call.type == AttentionType::bf16) store_results<__nv_bfloat16>(results, index, values);
-    else store_results<__half>(results, index, values);
-  }
-  if (element > 0 || !results.lse) return;
-  const int64_t index = (int64_t(unit.batch) * call.heads + place.head) * call.queries + place.query;
-  const float log_of_sum = sums.y == 0 ? 0.f : logf(sums.y);
-  const float lse = sums.y == 0 ? -INFINITY : sums.x + log_of_sum;
-  results.lse[index] = lse;
-  if (results.rest) results.rest[index] = reference(log_of_sum - (reference(lse) - reference(sums.x)));
-}
+// The results of a row, given the maximum and the sum of all its keys.
+class RowResults {
+  RowPlace place_;
+  float2 sums_;
+  float factor_;  // by which the output is multiplied
+  bool empty_;
 
-// Stores four elements of a row of a chunk's state.
-template <int size>
-__device__ void store_state(const Arguments& args, const Unit& unit, int chunk, int row, int element, float2 sums,
-                            float4 output) {
-  const int64_t index = unit.state(args, chunk) * args.item_rows + row;
-  if (element == 0) __stcg(args.sums + index, sums);
-  __stcg(reinterpret_cast<float4*>(args.outputs + index * size + element), output);
+ public:
+  __device__ RowResults(const Arguments& args, const Unit& unit, int row, float2 sums)
+      : place_(args, unit, row), sums_(sums), factor_(1) {
+    const AttentionCall& call = args.call;
+    // Rows without keys have shared the products of others.
+    empty_ = unit.limits.of(call, place_.query, place_.query).empty();
+    if (empty_) sums_ = {-INFINITY, 0};
+    if (call.sinks) {
+      const float sink = call.sinks[unit.batch * call.sink_steps[0] + place_.head * call.sink_steps[1]];
+      factor_ = weight_of(sums_.x, fmaxf(sums_.x, sink));
+      sums_ = combine(sums_, {sink, sink == -INFINITY ? 0.f : 1.f});
+    }
+    factor_ = sums_.y == 0 ? 0.f : factor_ / sums_.y;
+    if (args.pages.value_scale) factor_ *= args.pages.value_scale[unit.head];
+  }
+  // Writes four elements, from `element` on.
+  __device__ void store(const Arguments& args, const Unit& unit, int element, float4 output) const {
+    if (element >= args.call.size) return;
+    output = empty_ ? float4{} : scaled(output, factor_);
+    const float values[4] = {output.x, output.y, output.z, output.w};
+    const int64_t index = place_.begin(args, unit) + element;
+    if (args.call.type == AttentionType::bf16) store_results<__nv_bfloat16>(args.results, index, values);
+    else store_results<__half>(args.results, index, values);
+  }
+  __device__ void store_sums(const Arguments& args, const Unit& unit) const {
+    if (!args.results.lse) return;
+    const int64_t index = (int64_t(unit.batch) * args.call.heads + place_.head) * args.call.queries + place_.query;
+    const float log_of_sum = sums_.y == 0 ? 0.f : logf(sums_.y);
+    const float lse = sums_.y == 0 ? -INFINITY : sums_.x + log_of_sum;
+    args.results.lse[index] = lse;
+    if (args.results.rest)
+      args.results.rest[index] = reference(log_of_sum - (reference(lse) - reference(sums_.x)));
+  }
+};
+
+// Stores runs of four elements of a row, from `element` on: of the results if `all` keys are in them, else of the state
+// of a chunk.
+template <int size, int runs>
+__device__ void store_row(const Arguments& args, const Unit& unit, bool all, int chunk, int row, int element,
+                          float2 sums, const float4 (&output)[runs]) {
+  if (all) {
+    const RowResults results(args, unit, row, sums);
+#pragma unroll
+    for (int run = 0; run < runs; run++) results.store(args, unit, element + 4 * run, output[run]);
+    if (element == 0) results.store_sums(args, unit);
+  } else {
+    const int64_t index = unit.state(args, chunk) * args.item_rows + row;
+    if (element == 0) __stcg(args.sums + index, sums);
+#pragma unroll
+    for (int run = 0; run < runs; run++)
+      __stcg(reinterpret_cast<float4*>(args.outputs + index * size + element + 4 * run), output[run]);
+  }
 }
 
 // Merges states of the unit's item, `count` of them, of which each is `step` further than the last, and writes the
-// results if these were all, or else the state in the place of the first. A state may be in two parts of `part_rows`
-// rows, over different keys. `batch` parts are asked for at once.
-template <int size, class Team, int batch, int parts = 1, int part_rows = 0>
+// results if these were all, or else the state in the place of the first.
+template <int size, class Team>
 __device__ void merge_states(const Arguments& args, const Unit& unit, int first, int count, int step, bool all) {
-  constexpr int each = size / 4;
+  // A thread has so many runs of four elements of a row, and asks for those of `batch` states before it uses the first.
+  constexpr int runs = Team::runs, batch = Team::batch, each = size / 4 / runs;
   const int rows = all ? rows_of(args, unit) : live_rows(args, unit), live = live_rows(args, unit);
   for (int i = Team::thread(); i < rows * each; i += Team::threads) {
-    const int row = i / each, element = i % each * 4;
+    const int row = i / each, element = i % each * 4 * runs;
     const int64_t from = unit.state(args, first) * args.item_rows + row, further = int64_t(step) * args.item_rows;
-    const int end = row < live ? count * parts : 0;
+    const int end = row < live ? count : 0;
     float2 sum{-INFINITY, 0};
-    float4 output{};
+    float4 output[runs] = {};
     for (int begin = 0; begin < end; begin += batch) {
       float2 sums[batch];
-      float4 outputs[batch];
+      float4 outputs[batch][runs];
 #pragma unroll
       for (int k = 0; k < batch; k++) {
-        if (begin + k >= end) break;
-        const int64_t place = from + (begin + k) / parts * further + (begin + k) % parts * part_rows;
+        if (Team::stops && begin + k >= end) break;
+        sums[k] = {-INFINITY, 0};
+        for (int run = 0; run < runs; run++) outputs[k][run] = {};
+        if (begin + k >= end) continue;
+        const int64_t place = from + (begin + k) * further;
         sums[k] = __ldcg(args.sums + place);
-        outputs[k] = __ldcg(reinterpret_cast<const float4*>(args.outputs + place * size + element));
+#pragma unroll
+        for (int run = 0; run < runs; run++)
+          outputs[k][run] = __ldcg(reinterpret_cast<const float4*>(args.outputs + place * size + element + 4 * run));
       }
       float m = sum.x;
 #pragma unroll
       for (int k = 0; k < batch; k++) {
-        if (begin + k >= end) break;
+        if (Team::stops && begin + k >= end) break;
         m = fmaxf(m, sums[k].x);
       }
-      if (begin > 0) {
-        const float own = weight_of(sum.x, m);
-        sum.y *= own;
-        output = {output.x * own, output.y * own, output.z * own, output.w * own};
-      }
-      sum.x = m;
+      const float own = weight_of(sum.x, m);
+      sum = {m, sum.y * own};
+#pragma unroll
+      for (int run = 0; run < runs; run++) output[run] = scaled(output[run], own);
 #pragma unroll
       for (int k = 0; k < batch; k++) {
-        if (begin + k >= end) break;
+        if (Team::stops && begin + k >= end) break;
         const float factor = weight_of(sums[k].x, m);
         sum.y = fmaf(sums[k].y, factor, sum.y);
-        output.x = fmaf(outputs[k].x, factor, output.x), output.y = fmaf(outputs[k].y, factor, output.y);
-        output.z = fmaf(outputs[k].z, factor, output.z), output.w = fmaf(outputs[k].w, factor, output.w);
+#pragma unroll
+        for (int run = 0; run < runs; run++) output[run] = added(output[run], outputs[k][run], factor);
       }
     }
-    if (all) finish(args, unit, row, element, sum, output);
-    else store_state<size>(args, unit, first, row, element, sum, output);
+    store_row<size>(args, unit, all, first, row, element, sum, output);
   }
 }
 
@@ -143,17 +182,17 @@ __device__ bool arrive_last(unsigned* counter, int count, int* shared) {
   return *shared;
 }
 
-// What follows when the state of a unit's chunk is stored. It may be in parts, as `merge_states` has them.
-template <int size, class Team, int batch, int parts = 1, int part_rows = 0>
+// What follows when the state of a unit's chunk is stored.
+template <int size, class Team>
 __device__ void merge_if_last(const Arguments& args, const Unit& unit, int* shared) {
   const int groups = (unit.chunks + kGroup - 1) / kGroup, group = unit.chunk / kGroup, first = group * kGroup;
   const int most_groups = (args.plan.most_chunks + kGroup - 1) / kGroup;
   unsigned* counters = args.counters + 4 + int64_t(unit.item(args)) * (most_groups + 1);
   const int count = min(kGroup, unit.chunks - first);
   if (!arrive_last<Team>(counters + 1 + group, count, shared)) return;
-  merge_states<size, Team, batch, parts, part_rows>(args, unit, first, count, 1, groups == 1);
+  merge_states<size, Team>(args, unit, first, count, 1, groups == 1);
   if (groups == 1 || !arrive_last<Team>(counters, groups, shared)) return;
-  merge_states<size, Team, batch>(args, unit, 0, groups, kGroup, true);
+  merge_states<size, Team>(args, unit, 0, groups, kGroup, true);
 }
 
 }  // namespace jaxsoft::cuda::decode

@@ -1,11 +1,11 @@
 // The copies of keys and values into shared memory, and what passes between the producer of a block and its consumers.
 //
-// Each consumer (a warp, or some) has a few slots of its own, which the producer, one warp, fills with tiles of keys and
-// values by bulk copies: tiles of a unit go to the consumers in turn. Which consumer has a tile follows from the unit
-// alone, as bits depend on it. Units go to all consumers, through a ring of their own.
+// Each consumer (a warp, or some) has a few slots of its own, which the producer, one warp, fills with tiles of keys
+// and values by bulk copies: tiles of a unit go to the consumers in turn. Which consumer has a tile follows from the
+// unit alone, as bits depend on it. Units go to all warps, through a ring of their own.
 //
 // Barriers: full[consumer][slot] is completed by the copies into a slot, and empty[consumer][slot] by the consumer;
-// told[i] by the producer when it has written a unit, and heard[i] by the consumers.
+// told[i] by the producer when it has written a unit, and heard[i] by all that read it.
 #pragma once
 
 #include "../../counter.cuh"
@@ -43,6 +43,7 @@ struct RingMemory {
     static_assert(count * depth <= 32 && units <= 32);
     if (lane < count * depth) (&full[0][0])[lane].init(1), (&empty[0][0])[lane].init(warps);
     if (lane < units) told[lane].init(1), heard[lane].init(all_warps);
+    show_barriers();
   }
 };
 
@@ -69,7 +70,8 @@ __device__ void produce(const Arguments& args, const CUtensorMap& keys, const CU
   const int box = lane % Tile::boxes, first_run = lane / Tile::boxes / 2 * runs_of_box;
   const bool copies = first_run < runs, of_values = lane / Tile::boxes % 2;
   const CUtensorMap& map = of_values ? values : keys;
-  const int place_in_slot = (of_values ? Tile::bytes : 0) + (box * Memory::keys + first_run * kRun) * Tile::box_bytes;
+  const int place_in_slot =
+      (of_values ? Tile::bytes : 0) + (box * Memory::keys + first_run * kRun) * Tile::box_bytes;
   const int page_mask = args.paged ? (1 << args.page_shift) - 1 : -1;
 
   Dealer dealer(args);

@@ -28,7 +28,9 @@ __device__ inline int64_t place(const OfScores& array, int b, int head, int quer
 }
 
 // A score of a key that lies within the limits: with a cap, a bias, a mask and segments.
-__device__ __noinline__ float adjust(const AttentionCall& call, const Unit& unit, const RowPlace& row, int key, float z) {
+// A function of its own, as it is long and rare.
+__device__ __noinline__ float adjust(const AttentionCall& call, const Unit& unit, const RowPlace& row, int key,
+                                     float z) {
   const int b = unit.batch;
   if (call.cap > 0) z = call.cap * tanhf(z / call.cap);
   if (call.bias.data) z += score_of(call.bias, place(call.bias, b, row.head, row.query, key));
@@ -63,41 +65,48 @@ struct LaneRows {
   }
 };
 
-// Turns a tile's products into weights and folds them. `key` is the tile's first key, and bit i of `valid` says whether
-// its i-th run of 16 keys is in the cache. Puts into `factors` by what the output so far must be multiplied, for each of
-// the lane's rows, and returns whether that is not 1 for all of the warp.
+// Whether all of a tile's scores count as they are. `key` is the tile's first key, and bit i of `valid` says whether
+// its i-th run of 16 keys is in the cache.
+template <int keys>
+__device__ bool is_plain(const Arguments& args, const LaneRows& rows, int key, unsigned valid) {
+  constexpr unsigned all = (1u << (keys / kRun)) - 1;
+  return key >= rows.whole_begin && key + keys <= rows.whole_end && (valid & all) == all && !args.adjusted;
+}
+
+// Turns a tile's products into scores, where it is not plain.
 template <int columns>
-__device__ bool fold_tile(const Arguments& args, const Unit& unit, LaneRows& rows, int row, int key, unsigned valid,
-                          float (&z)[columns][4], float (&factors)[2]) {
-  constexpr int keys = columns * 8;
-  constexpr unsigned all = (1u << (keys / 16)) - 1;
+__device__ void adjust_tile(const Arguments& args, const Unit& unit, const LaneRows& rows, int row, int key,
+                            unsigned valid, float (&z)[columns][4]) {
+  const int first = key + threadIdx.x % 4 * 2;
+  const RowPlace places[2] = {RowPlace(args, unit, row), RowPlace(args, unit, row + 8)};
 #pragma unroll
   for (int i = 0; i < columns; i++) {
 #pragma unroll
-    for (int j = 0; j < 4; j++) z[i][j] *= rows.factor[j / 2];
-  }
-  const bool whole = key >= rows.whole_begin && key + keys <= rows.whole_end && (valid & all) == all;
-  if (!whole || args.adjusted) {
-    const int first = key + threadIdx.x % 4 * 2;
-    const RowPlace places[2] = {RowPlace(args, unit, row), RowPlace(args, unit, row + 8)};
-#pragma unroll
-    for (int i = 0; i < columns; i++) {
-#pragma unroll
-      for (int j = 0; j < 4; j++) {
-        const int of = first + 8 * i + j % 2;
-        const Range& range = rows.ranges[j / 2];
-        const bool counts = of >= range.begin && of < range.end && valid >> (i / 2) & 1;
-        if (!counts) z[i][j] = -INFINITY;
-        else if (args.adjusted) z[i][j] = adjust(args.call, unit, places[j / 2], of, z[i][j]);
-      }
+    for (int j = 0; j < 4; j++) {
+      const int of = first + 8 * i + j % 2;
+      const Range& range = rows.ranges[j / 2];
+      const bool counts = of >= range.begin && of < range.end && valid >> (i / 2) & 1;
+      z[i][j] *= rows.factor[j / 2];
+      if (!counts) z[i][j] = -INFINITY;
+      else if (args.adjusted) z[i][j] = adjust(args.call, unit, places[j / 2], of, z[i][j]);
     }
   }
+}
+
+// Turns a plain tile's products into scores, and scores into weights, and folds them. Puts into `factors` by what the
+// output so far must be multiplied, for each of the lane's rows, and returns whether that is not 1 for all of the warp.
+template <int columns>
+__device__ bool fold_tile(LaneRows& rows, bool plain, float (&z)[columns][4], float (&factors)[2]) {
   bool grown = false;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
+    const float unit = plain ? rows.factor[half] : 1.f;
     float m = rows.m[half];
 #pragma unroll
-    for (int i = 0; i < columns; i++) m = fmaxf(m, fmaxf(z[i][2 * half], z[i][2 * half + 1]));
+    for (int i = 0; i < columns; i++) {
+#pragma unroll
+      for (int j = 2 * half; j < 2 * half + 2; j++) z[i][j] *= unit, m = fmaxf(m, z[i][j]);
+    }
     m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
     m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
     grown |= m > rows.m[half];

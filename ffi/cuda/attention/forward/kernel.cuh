@@ -69,11 +69,100 @@ __device__ void copy_items(const ForwardArguments& args, ForwardMemory<Plan>& me
   }
 }
 
+// What a computing warp group has of an item in registers, and the steps in which it takes in a tile.
+template <class T, class Plan, ForwardKind kind>
+struct ForwardTiles {
+  using Scores = ForwardScores<T, Plan, kind>;
+
+  ForwardMemory<Plan>& memory;
+  const int group;
+  Scores scores;
+  float output[Plan::size / 2] = {};
+  typename Scores::Tile tile;        // products, then scores, then weights
+  typename Scores::Weights weights;  // of the tile before, rounded
+  float factors[2];                  // by which the rows of the output are to be multiplied
+
+  // The compiler would put exponentials behind the next wait for products, with which they are to overlap, as nothing
+  // needs them before. If this wait has to know what is `never` so, it cannot.
+  __device__ void wait_for_keys(unsigned step, bool never = false) const {
+    const RingSlot<Plan> at(step);
+    memory.keys_there[at.slot].wait(at.parity ^ never);
+  }
+  __device__ void wait_for_values(unsigned step) const {
+    const RingSlot<Plan> at(step);
+    memory.values_there[at.slot].wait(at.parity);
+  }
+  __device__ void free_keys(unsigned step) const { memory.keys_read[RingSlot<Plan>(step).slot].arrive_as_warp(); }
+  __device__ void free_values(unsigned step) const { memory.values_read[RingSlot<Plan>(step).slot].arrive_as_warp(); }
+
+  __device__ void start_scores(unsigned step) {
+    const unsigned slot = RingSlot<Plan>(step).slot;
+    begin_products();
+#pragma unroll
+    for (int k = 0; k < Plan::size / 16; k++)
+      multiply<T>(tile, summed_along_rows(memory.queries[group][k / 4]) + k % 4 * 32,
+                  summed_along_rows(memory.keys[slot][k / 4]) + k % 4 * 32, k > 0);
+    commit_products();
+  }
+  __device__ void start_output(unsigned step) {
+    constexpr int bytes = 16 * ForwardMemory<Plan>::row_bytes;
+    wait_for_values(step);
+    const auto values = summed_over_rows(memory.values[RingSlot<Plan>(step).slot], Plan::key_tile);
+    begin_products();
+#pragma unroll
+    for (int k = 0; k < Plan::key_tile / 16; k++) multiply<T>(output, weights[k], values + k * bytes, true);
+    commit_products();
+  }
+  // From products to weights.
+  __device__ void weigh(int first_key, bool masked) {
+    if constexpr (kind == ForwardKind::general) scores.cap_and_segments(tile, first_key);
+    if (masked) scores.mask(tile, first_key);
+    scores.take(tile, factors);
+  }
+  __device__ void rescale_output() {
+    if (!__any_sync(0xffffffffu, factors[0] != 1 || factors[1] != 1)) return;
+#pragma unroll
+    for (int i = 0; i < Plan::size / 2; i++) output[i] *= factors[Scores::row(i)];
+  }
+
+  // Takes in a range of tiles, of which the last is number `step` of the block's. Calls `queries_read` when the queries
+  // are no longer needed.
+  template <class Read>
+  __device__ void take(const TileRange& range, unsigned step, const NamedBarrier& own_turn,
+                       const NamedBarrier& other_turn, Read queries_read) {
+    const int begin = range.begin, end = range.end;
+    auto weigh_tile = [&](int number) { weigh(number * Plan::key_tile, range.masked(number)); };
+    wait_for_keys(step);
+    start_scores(step);
+    wait_for_products<0>(tile);
+    free_keys(step);
+    weigh_tile(end - 1);
+    if (end - 1 > begin) wait_for_keys(step + 1);
+    Scores::round(tile, weights);
+    for (int number = end - 2; number >= begin; number--, step++) {
+      if constexpr (Plan::turns) own_turn.wait();
+      start_scores(step + 1);
+      start_output(step);
+      if constexpr (Plan::turns) other_turn.arrive();
+      wait_for_products<1>(tile);
+      free_keys(step + 1);
+      weigh_tile(number);
+      if (number > begin) wait_for_keys(step + 2, scores.rows[0].sum + scores.rows[1].sum < 0);
+      wait_for_products<0>(output, weights);
+      free_values(step);
+      rescale_output();
+      Scores::round(tile, weights);
+    }
+    queries_read();
+    start_output(step);
+    wait_for_products<0>(output, weights);
+    free_values(step);
+  }
+};
+
 // The warp groups that compute.
 template <class T, class Plan, ForwardKind kind>
 __device__ void compute_items(const ForwardArguments& args, ForwardMemory<Plan>& memory) {
-  using Scores = ForwardScores<T, Plan, kind>;
-  constexpr int steps = Plan::size / 16;
   const AttentionCall& call = args.call;
   const int group = warp_group() - 1;
   unsigned step = 0, items_with_queries = 0;
@@ -90,99 +179,27 @@ __device__ void compute_items(const ForwardArguments& args, ForwardMemory<Plan>&
     const ForwardLimits<kind> limits(call, item.batch);
     const TileRange tiles(limits, item.query, Plan::queries, call.queries, Plan::key_tile);
     const int first_query = item.query + group * Plan::group_queries, query = first_query + row_of_thread();
-    const TileRange own = Plan::turns ? tiles
-                                      : TileRange(limits, first_query, Plan::group_queries, call.queries, Plan::key_tile);
-    const int end = Plan::turns ? tiles.end : max(min(own.end, tiles.end), tiles.begin);
-    const int begin = Plan::turns ? tiles.begin : min(max(own.begin, tiles.begin), end);
-    Scores scores(args, item, limits, query);
-    float output[Plan::size / 2] = {};
-    auto end_keys = [&](unsigned step) { memory.keys_read[RingSlot<Plan>(step).slot].arrive_as_warp(); };
-    auto end_values = [&](unsigned step) { memory.values_read[RingSlot<Plan>(step).slot].arrive_as_warp(); };
+    TileRange own = tiles;
+    if constexpr (!Plan::turns) {
+      own = TileRange(limits, first_query, Plan::group_queries, call.queries, Plan::key_tile);
+      own.end = max(min(own.end, tiles.end), tiles.begin), own.begin = min(max(own.begin, tiles.begin), own.end);
+    }
+    ForwardTiles<T, Plan, kind> held{memory, group, {args, item, limits, query}};
     auto let_pass = [&](int count) {
-      for (int i = 0; i < count; i++, step++) {
-        const RingSlot<Plan> at(step);
-        memory.keys_there[at.slot].wait(at.parity);
-        end_keys(step);
-        memory.values_there[at.slot].wait(at.parity);
-        end_values(step);
+      for (const unsigned end = step + count; step < end; step++) {
+        held.wait_for_keys(step), held.free_keys(step);
+        held.wait_for_values(step), held.free_values(step);
       }
     };
-    let_pass(tiles.end - end);  // they matter to other groups alone
+    auto queries_read = [&] { memory.queries_read[group].arrive_as_warp(); };
+    let_pass(tiles.end - own.end);  // they matter to other groups alone
     if (tiles.begin < tiles.end) memory.queries_there[group].wait(items_with_queries++ % 2);
-    if (begin < end) {
-      typename Scores::Tile tile_scores;
-      typename Scores::Weights weights;
-      float factors[2];
-      // The compiler would put the exponentials behind the next wait for products, with which they are to overlap, as
-      // nothing needs them before. So this wait needs their sums, which are `never` negative.
-      auto wait_for_keys = [&](unsigned step, bool never = false) {
-        const RingSlot<Plan> at(step);
-        memory.keys_there[at.slot].wait(at.parity ^ never);
-      };
-      auto start_scores = [&](unsigned step) {
-        const RingSlot<Plan> at(step);
-        begin_products();
-#pragma unroll
-        for (int k = 0; k < steps; k++)
-          multiply<T>(tile_scores, summed_along_rows(memory.queries[group][k / 4]) + k % 4 * 32,
-                      summed_along_rows(memory.keys[at.slot][k / 4]) + k % 4 * 32, k > 0);
-        commit_products();
-      };
-      auto start_outputs = [&](unsigned step) {
-        const RingSlot<Plan> at(step);
-        memory.values_there[at.slot].wait(at.parity);
-        begin_products();
-#pragma unroll
-        for (int k = 0; k < Plan::key_tile / 16; k++)
-          multiply<T>(output, weights[k],
-                      summed_over_rows(memory.values[at.slot], Plan::key_tile) +
-                          k * 16 * ForwardMemory<Plan>::row_bytes,
-                      true);
-        commit_products();
-      };
-      auto weigh = [&](int tile) {
-        if constexpr (kind == ForwardKind::general) scores.cap_and_segments(tile_scores, tile * Plan::key_tile);
-        if (own.masked(tile)) scores.mask(tile_scores, tile * Plan::key_tile);
-        scores.take(tile_scores, factors);
-      };
-      auto rescale = [&] {
-        if (__any_sync(0xffffffffu, factors[0] != 1 || factors[1] != 1)) {
-#pragma unroll
-          for (int i = 0; i < Plan::size / 2; i++) output[i] *= factors[i / 2 % 2];
-        }
-      };
-
-      wait_for_keys(step);
-      start_scores(step);
-      wait_for_products<0>(tile_scores);
-      end_keys(step);
-      weigh(end - 1);
-      if (end - 1 > begin) wait_for_keys(step + 1);
-      Scores::round(tile_scores, weights);
-      for (int tile = end - 2; tile >= begin; tile--, step++) {
-        if constexpr (Plan::turns) own_turn.wait();
-        start_scores(step + 1);
-        start_outputs(step);
-        if constexpr (Plan::turns) other_turn.arrive();
-        wait_for_products<1>(tile_scores);
-        end_keys(step + 1);
-        weigh(tile);
-        if (tile > begin) wait_for_keys(step + 2, scores.rows[0].sum + scores.rows[1].sum < 0);
-        wait_for_products<0>(output, weights);
-        end_values(step);
-        rescale();
-        Scores::round(tile_scores, weights);
-      }
-      memory.queries_read[group].arrive_as_warp();
-      start_outputs(step);
-      wait_for_products<0>(output, weights);
-      end_values(step++);
-    } else if (tiles.begin < tiles.end) {
-      memory.queries_read[group].arrive_as_warp();
-    }
-    let_pass(begin - tiles.begin);
-    write_result<0>(args, item, query, scores, output);
-    write_result<1>(args, item, query, scores, output);
+    if (own.begin < own.end) held.take(own, step, own_turn, other_turn, queries_read);
+    else if (tiles.begin < tiles.end) queries_read();
+    step += own.end - own.begin;
+    let_pass(own.begin - tiles.begin);
+    write_result<0>(args, item, query, held.scores, held.output);
+    write_result<1>(args, item, query, held.scores, held.output);
   }
   if (Plan::turns && group == 0) own_turn.wait();  // as often as the other has arrived
 }
