@@ -54,7 +54,7 @@ struct ForwardScores {
         // A sink is one more score, whose value is 0.
         const float sink = call.sinks[item.batch * call.sink_steps[0] + item.head * call.sink_steps[1]];
         rows[r].from = sink * (static_cast<float>(kLog2E) / args.unit);
-        rows[r].sum = threadIdx.x % 4 == 0 && sink != -infinity<float>() ? 1 : 0;
+        rows[r].sum = threadIdx.x % 4 != 0 ? 0 : isfinite(sink) ? 1 : exp2_approximately(sink);
       }
       if constexpr (kind == ForwardKind::general) {
         if (call.query_segments && query + 8 * r < call.queries)
@@ -120,9 +120,8 @@ struct ForwardScores {
       }
       references[r] = reference_of(state) * args.unit;
     }
-    if (__any_sync(0xffffffffu, fmaxf(fabsf(references[0]), fabsf(references[1])) >= kLargeReference)) {
+    if (__any_sync(0xffffffffu, fmaxf(fabsf(references[0]), fabsf(references[1])) >= kLargeReference))
       subtract_references(scores, references);
-    }
 #pragma unroll
     for (int i = 0; i < count; i++) {
       scores[i] = exp2_approximately(fmaf(scores[i], args.unit, -references[row(i)]));
