@@ -81,6 +81,7 @@ struct AttentionGradients {
   void* key = nullptr;
   void* value = nullptr;
 };
+// On Hopper only, without a bias, a mask and segments. What it needs of the workspace is said in backward.cu.
 cudaError_t run_attention_backward(const AttentionCall& call, const AttentionGradients& gradients,
                                    cudaStream_t stream);
 

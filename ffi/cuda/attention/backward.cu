@@ -9,9 +9,9 @@
 //
 // If the same operands must give the same bits, blocks of keys add to each tile in a fixed order, from the last to the
 // first. They take their work from a counter in this order, so a block waits only for work that has been taken before
-// it, and the last of all never waits: there is no deadlock, however many blocks run at once. Under a causal rule each
-// block begins with another tile, and none waits long. Without limits the first tile is the same for all, and blocks
-// run one behind the other; as they are persistent, that costs time only once.
+// it: there is no deadlock, however many blocks run at once. Under a causal rule each block begins with another tile,
+// and none waits long. Without limits blocks of a head run one behind the other, so the blocks that begin at the same
+// time belong to different heads, as far as the cache allows.
 //
 // A block has two warp groups that multiply (multiply.cuh, and multiply_in_pairs.cuh for heads of more than 128), and
 // one whose threads bring tiles and add sums (copy.cuh).

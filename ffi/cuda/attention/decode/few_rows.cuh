@@ -204,10 +204,8 @@ __device__ void consume_few(const Arguments& args, typename FewRows<type, size>:
     };
     if (warp >= Shape::buffers) store(false);
     consumers.wait();
-    if (warp < Shape::buffers) {
-      store(true);
-      memory.ready.arrive_as_warp();
-    }
+    if (warp < Shape::buffers) store(true);
+    memory.ready.arrive_as_warp();
     unit = next_unit(ring, unit_place);
     load(unit);
   }
@@ -266,7 +264,7 @@ __global__ void __launch_bounds__(FewRows<type, size>::threads, 1)
     if (warp == 0) {
       memory.ring.init(Barrier::warp_arrivals, (Shape::warps + Shape::mergers) * Barrier::warp_arrivals);
       if (threadIdx.x == 0) {
-        memory.ready.init(Shape::buffers * Barrier::warp_arrivals);
+        memory.ready.init(Shape::warps * Barrier::warp_arrivals);
         memory.free.init(Shape::mergers * Barrier::warp_arrivals);
       }
     }
