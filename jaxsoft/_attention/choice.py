@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 import jaxsoft.pallas_kernels as pallas_kernels
 from jaxsoft._attention import cudnn, ffi, reference, xla
+from jaxsoft._attention.form import Extra
 from jaxsoft._attention.operation import Forward, Operation, Paged, Pullback
 from jaxsoft._core.carriers import CARRIERS
 
@@ -161,6 +162,8 @@ def _ffi_leads(operation: Operation, operands: Operands) -> bool:
     queries, keys, size = query.shape[1], key.shape[1], query.shape[3]
     known = isinstance(queries, int) and isinstance(keys, int)
     if not known or queries != keys or size not in _BY_FFI:
+        return False
+    if Extra.QUERY_SEGMENTS in form.extras:  # by which Pallas skips tiles
         return False
     shortest = _BY_FFI[size]
     of_rule = shortest.forward
