@@ -359,7 +359,7 @@ def test_beside_jax(options, shift, dtype, implementation):
     if implementation == "cudnn":
         pytest.skip("cuDNN's gradients have the rounded output alone")
     if implementation == "ffi" and "bias" in options:
-        pytest.skip("the CUDA kernels have no gradients beside a bias")
+        pytest.skip("the CUDA kernel for gradients takes no bias")
     call = case(options, Sizes(t=64, s=64, n=2, k=2, h=32, d=32), dtype, implementation)
     query, key, *others = call.operands
     key[:, 0] = 1
