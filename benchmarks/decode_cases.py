@@ -134,10 +134,11 @@ def chain(case: Case, name: str, calls: int = CALLS) -> Callable[..., jax.Array]
     attend = function(case, name)
 
     def run(arrays):
-        query = arrays["query"]
+        query, table = arrays["query"], arrays.get("table")
         for i in range(calls):
             j = i % case.copies()
-            query = attend(query, arrays["keys"][j], arrays["values"][j], arrays["lengths"], arrays.get("table"))
+            query, table = jax.lax.optimization_barrier((query, table))  # else pages would be gathered once for all
+            query = attend(query, arrays["keys"][j], arrays["values"][j], arrays["lengths"], table)
         return query
 
     return run

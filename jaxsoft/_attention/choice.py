@@ -134,13 +134,14 @@ class _ShortestByFfi:
     same_bits: tuple[float, float]
 
 
-# By the head size, with as many queries as keys, in bfloat16. On an H100 (November 2026), at 2048 and 8192, without a
-# causal rule and with one, they are 1.04 to 1.22 times as fast as cuDNN forward, and with gradients in any order 1.04
-# to 1.27 times. With the same bits on every run they are .95 to 1.16 times as fast as cuDNN for heads of 64 and 128,
-# where Pallas has .92 to 1.06 by the record of an H200; for heads of 256 they have .89 to 1.08, and Pallas .98 to 1.09.
-# Forward, Pallas has up to 1.12, which is more for heads of 64 with a causal rule at 2048.
+# By the head size, with as many queries as keys, in bfloat16. On an H200 (November 2026), at 2048, 8192 and 32768,
+# without a causal rule and with one, they are .99 to 1.20 times as fast as cuDNN forward where Pallas is .95 to 1.12
+# times, which is more for heads of 64 at 2048. With gradients in any order they are 1.00 to 1.13 times as fast, and
+# with the same bits on every run .98 to 1.21 times, for heads of 64 and 128, where Pallas is .90 to 1.06 times. For
+# heads of 256, on an H100, they are 1.15 to 1.27 times as fast in any order, and .89 to 1.08 times with the same bits,
+# where Pallas is .98 to 1.09 times on an H200.
 _BY_FFI = {
-    64: _ShortestByFfi((2048, 4096), (2048, 2048), (2048, 2048)),
+    64: _ShortestByFfi((4096, 4096), (2048, 2048), (2048, 2048)),
     128: _ShortestByFfi((2048, 2048), (2048, 2048), (2048, 2048)),
     256: _ShortestByFfi((2048, 2048), (2048, 2048), (_ALL, _ALL)),
 }
