@@ -63,6 +63,15 @@ struct Barrier {
   }
 };
 
+// A place in a ring of slots, and the parity of the phase in which its barrier says that it is full.
+template <int slots>
+struct SlotPlace {
+  unsigned slot = 0, parity = 0;
+  __device__ void advance() {
+    if (++slot == slots) slot = 0, parity ^= 1;
+  }
+};
+
 // Makes the barriers that the calling thread has initialised visible to the cluster and to bulk copies.
 __device__ inline void show_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 

@@ -99,13 +99,4 @@ struct BackwardShared {
   }
 };
 
-// A place in a ring of slots, and the parity of the phase in which its barrier says that it is full.
-template <int slots>
-struct SlotPlace {
-  unsigned slot = 0, parity = 0;
-  __device__ void advance() {
-    if (++slot == slots) slot = 0, parity ^= 1;
-  }
-};
-
 }  // namespace jaxsoft::cuda

@@ -131,8 +131,8 @@ __device__ void consume_few(const Arguments& args, typename FewRows<type, size>:
   const NamedBarrier consumers{2, Shape::warps * 32};
   auto& ring = memory.ring;
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, row = lane / 4;
-  Place<Shape::slots> slot;
-  Place<ring.units> unit_place;
+  SlotPlace<Shape::slots> slot;
+  SlotPlace<ring.units> unit_place;
   unsigned free_parity = 1;
   uint32_t query[steps][4];
   float unit_of_row[2];
@@ -216,7 +216,7 @@ template <class Shape, int size>
 __device__ void merge_few(const Arguments& args, typename Shape::Memory& memory) {
   using Team = typename Shape::Team;
   constexpr int each = size / 4 / Team::runs;
-  Place<Shape::Ring::units> unit_place;
+  SlotPlace<Shape::Ring::units> unit_place;
   bool cleared = false;
   for (unsigned parity = 0;; parity ^= 1) {
     const Unit unit = next_unit(memory.ring, unit_place);

@@ -65,8 +65,8 @@ __device__ void consume_many(const Arguments& args, typename ManyRows<size>::Mem
   const NamedBarrier group{2 + part, kWarpGroup};
   unsigned char* const queries = memory.parts[part].queries;
   const auto query = summed_along_rows(queries);
-  Place<Shape::slots> slot;
-  Place<Shape::Ring::units> unit_place;
+  SlotPlace<Shape::slots> slot;
+  SlotPlace<Shape::Ring::units> unit_place;
   auto release = [&] {
     ring.empty[0][slot.slot].arrive_as_warp();
     slot.advance();

@@ -14,16 +14,6 @@
 
 namespace jaxsoft::cuda::decode {
 
-// A number that runs through the slots of a ring, and the parity of its round.
-template <int slots>
-struct Place {
-  int slot = 0;
-  unsigned parity = 0;
-  __device__ void advance() {
-    if (++slot == slots) slot = 0, parity ^= 1;
-  }
-};
-
 template <class Tile_, int tile_keys, int consumers, int slots_each>
 struct RingMemory {
   using Tile = Tile_;
@@ -51,7 +41,7 @@ constexpr int kNoUnit = -1;  // as a unit's batch: there are no more
 
 // The next unit, as all warps but the producer's get it.
 template <class Ring>
-__device__ Unit next_unit(Ring& ring, Place<Ring::units>& place) {
+__device__ Unit next_unit(Ring& ring, SlotPlace<Ring::units>& place) {
   ring.told[place.slot].wait(place.parity);
   const Unit unit = ring.unit[place.slot];
   ring.heard[place.slot].arrive_as_warp();
@@ -75,8 +65,8 @@ __device__ void produce(const Arguments& args, const CUtensorMap& keys, const CU
   const int page_mask = args.paged ? (1 << args.page_shift) - 1 : -1;
 
   Dealer dealer(args);
-  Place<Memory::units> unit_place;
-  Place<Memory::depth> slot_of_lane;  // of the consumer with the number of the lane
+  SlotPlace<Memory::units> unit_place;
+  SlotPlace<Memory::depth> slot_of_lane;  // of the consumer with the number of the lane
   for (int number = blockIdx.x;;) {
     Unit unit;
     const bool found = dealer.find(number, &unit);

@@ -6,12 +6,11 @@
 #include <cmath>
 
 #include "../../exponential.cuh"
+#include "../../fold.cuh"
 #include "arguments.cuh"
 
 namespace jaxsoft::cuda::decode {
 
-// What exp subtracts: the guard of the fold (jaxsoft/fold/states.py).
-__device__ inline float reference(float m) { return isfinite(m) ? m : 0.f; }
 __device__ inline float weight_of(float m, float total) {
   return exp2_approximately((m - reference(total)) * float(kLog2E));
 }
