@@ -1,6 +1,7 @@
 """Calls of attention with every option, beside their definition in float64."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -92,20 +93,11 @@ def case(
     z = sizes
     shapes = (z.b, z.t, z.n, z.h), (z.b, z.s, z.k, z.h), (z.b, z.s, z.k, z.d)
     base = [rng.standard_normal(shape).astype(dtype) for shape in shapes]
-    moving, fixed = {}, {}
-    for option in options:
-        if option in MOVING:
-            moving |= MOVING[option](rng, z)
-        else:
-            fixed |= FIXED[option](rng, z)
+    moving, fixed = arguments_of(options, rng, z)
     wide = np.float64 if dtype == np.float64 else np.float32
     extra = [v.astype(dtype if name == "bias" else wide) for name, v in moving.items()]
 
-    def arguments(values):
-        named = dict(zip(moving, values, strict=True))
-        if "o" in named:
-            named["state"] = AttentionState(*(named.pop(name) for name in ("m", "s", "o")))
-        return named
+    arguments = functools.partial(named_arguments, moving)
 
     def ours(query, key, value, *values):
         given = arguments(values)
@@ -119,8 +111,26 @@ def case(
     return Case(f"attention({', '.join(options)}), {sizes}, {implementation}", ours, theirs, [*base, *extra])
 
 
-def conflict(options: Sequence[str]) -> bool:
+def arguments_of(options: Sequence[str], rng, sizes, tables: Sequence[dict] = (MOVING, FIXED)) -> tuple[dict, dict]:
+    """The arguments that options set, those that have derivatives and the others."""
+    found: tuple[dict, dict] = {}, {}
+    for option in options:
+        for arguments, table in zip(found, tables, strict=True):
+            if option in table:
+                arguments |= table[option](rng, sizes)
+    return found
+
+
+def named_arguments(names: Iterable[str], values: Sequence) -> dict:
+    """Values by the names of arguments, of which three are parts of a state."""
+    named = dict(zip(names, values, strict=True))
+    if "o" in named:
+        named["state"] = AttentionState(*(named.pop(name) for name in ("m", "s", "o")))
+    return named
+
+
+def conflict(options: Sequence[str], sizes=SMALL, tables: Sequence[dict] = (MOVING, FIXED)) -> bool:
     """Whether two options set the same argument."""
     rng = np.random.default_rng(0)
-    names = [name for option in options for name in (MOVING | FIXED)[option](rng, SMALL)]
+    names = [name for option in options for found in arguments_of([option], rng, sizes, tables) for name in found]
     return len(set(names)) < len(names)

@@ -4,6 +4,7 @@ Pages hold NaN wherever no sequence has a key: in pages that nobody has, and in 
 table past the lengths are out of range or pages of others, and so may others be.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,7 +14,6 @@ import numpy as np
 from cases import Case
 
 import jaxsoft
-from jaxsoft.fold import AttentionState
 
 
 class Sizes(NamedTuple):
@@ -93,12 +93,7 @@ def case(
     """A call with these options, of which no two set one argument, as a function of its floating-point operands."""
     rng = np.random.default_rng(seed)
     z = sizes
-    moving, fixed = {}, {}
-    for option in options:
-        if option in MOVING:
-            moving |= MOVING[option](rng, z)
-        else:
-            fixed |= FIXED[option](rng, z)
+    moving, fixed = attention_calls.arguments_of(options, rng, z, (MOVING, FIXED))
     how = {name: fixed.pop(name) for name in ("shared", "holes", "lengths") if name in fixed}
     table, lengths = table_and_lengths(rng, z, **how)
     shapes = (z.pages, z.size, z.k, z.h), (z.pages, z.size, z.k, z.d)
@@ -107,11 +102,7 @@ def case(
     wide = np.float64 if dtype == np.float64 else np.float32
     extra = [v.astype(dtype if name == "bias" else wide) for name, v in moving.items()]
 
-    def arguments(values):
-        named = dict(zip(moving, values, strict=True))
-        if "o" in named:
-            named["state"] = AttentionState(*(named.pop(name) for name in ("m", "s", "o")))
-        return named
+    arguments = functools.partial(attention_calls.named_arguments, moving)
 
     def ours(query, key_pages, value_pages, *values):
         given = arguments(values) | fixed | {"implementation": implementation, "return_residual": True}
@@ -127,9 +118,7 @@ def case(
 
 def conflict(options: Sequence[str]) -> bool:
     """Whether two options set the same argument."""
-    rng = np.random.default_rng(0)
-    names = [name for option in options for name in (MOVING | FIXED)[option](rng, SMALL)]
-    return len(set(names)) < len(names)
+    return attention_calls.conflict(options, SMALL, (MOVING, FIXED))
 
 
 def writing(sizes: Sizes = SMALL, dtype=np.float64, seed: int = 0, scales: bool = False, **how) -> Case:
