@@ -81,6 +81,17 @@ __device__ inline void copy_box(void* to, const CUtensorMap& map, const BoxPlace
       : "memory");
 }
 
+// The same to this place in all those blocks of the cluster whose bits are set in `blocks`. In each of them the bytes
+// count at the barrier in the place of `done`.
+__device__ inline void copy_box_to_blocks(void* to, const CUtensorMap& map, const BoxPlace& from, const Barrier& done,
+                                          uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(shared_address(to)),
+      "l"(&map), "r"(from.column), "r"(from.head), "r"(from.row), "r"(from.batch), "r"(done.address()), "h"(blocks)
+      : "memory");
+}
+
 // What threads have written to shared memory, after this and a barrier is seen by copies from there and by products.
 __device__ inline void show_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -29,6 +29,7 @@
 #include "../devices.cuh"
 #include "backward/around.cuh"
 #include "backward/copy.cuh"
+#include "backward/copy_in_pairs.cuh"
 #include "backward/multiply.cuh"
 #include "backward/multiply_in_pairs.cuh"
 
@@ -54,9 +55,43 @@ __global__ void __launch_bounds__(BackwardCode::threads, 1)
       }
     } else {
       take_registers<BackwardCode::registers>();
-      if constexpr (BackwardShared<T, size>::paired) multiply_in_pairs<T, size, kind>(call, shared, group);
-      else multiply_tiles<T, size, kind>(call, shared, group);
+      multiply_tiles<T, size, kind>(call, shared, group);
     }
+  }
+}
+
+// The same for heads of more than 128, by pairs of blocks.
+template <class T, BackwardKind kind>
+__global__ void __cluster_dims__(2) __launch_bounds__(BackwardPair<T>::threads, 1)
+    attention_backward_in_pairs(const __grid_constant__ BackwardCall call) {
+  if constexpr (kWarpGroupCode) {
+    using Pair = BackwardPair<T>;
+    extern __shared__ __align__(1024) unsigned char bytes[];
+    auto& shared = *reinterpret_cast<Pair*>(bytes);
+    if (threadIdx.x == 0) shared.init(call.deterministic);
+    __syncthreads();
+    synchronize_cluster();  // nobody may reach barriers of a block that has not begun
+    const unsigned rank = block_in_cluster();
+    const int group = warp_group();
+    if (group == Pair::groups) {
+      give_registers<Pair::copy_registers>();
+      const int warp = threadIdx.x % kWarpGroup / 32;
+      if (threadIdx.x % 32 == 0) {
+        if (warp == 0) bring_tiles(call, shared, rank);
+        else if (warp == 1) add_sums(call, shared, rank);
+        else if (warp == 2) send_slopes(call, shared, rank);
+        else if (call.deterministic) wait_for_turns(call, shared, rank);
+      }
+      __syncwarp();
+    } else if (group == 0) {
+      take_registers<Pair::score_registers>();
+      multiply_scores<T, kind>(call, shared, rank);
+    } else {
+      take_registers<Pair::gradient_registers>();
+      if (group == 1) multiply_values(call, shared, rank);
+      else multiply_keys(call, shared, rank);
+    }
+    synchronize_cluster();  // nor of one that has ended
   }
 }
 
@@ -75,22 +110,30 @@ int heads_in_turn(const BackwardCall& call, int processors) {
 
 template <class T, int size, BackwardKind kind>
 cudaError_t launch(const BackwardCall& call, const AttentionGradients& gradients, cudaStream_t stream) {
-  auto kernel = attention_backward<T, size, kind>;
-  constexpr int bytes = sizeof(BackwardShared<T, size>);
-  static_assert(bytes <= 227 * 1024);
+  using Plan = BackwardPlan<size>;
+  void (*kernel)(BackwardCall);
+  int bytes, threads;
+  if constexpr (Plan::blocks == 2) {
+    static_assert(sizeof(BackwardPair<T>) <= 227 * 1024);
+    kernel = attention_backward_in_pairs<T, kind>, bytes = sizeof(BackwardPair<T>), threads = BackwardPair<T>::threads;
+  } else {
+    using Shared = BackwardShared<T, size>;
+    static_assert(sizeof(Shared) <= 227 * 1024);
+    kernel = attention_backward<T, size, kind>, bytes = sizeof(Shared), threads = BackwardCode::threads;
+  }
   static Devices<> prepared;
   if (auto e = prepared.once(
           [&] { return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes); }))
     return e;
   Device device;
   if (auto e = device.read()) return e;
-  const unsigned heads = call.batch * call.heads, queries = call.query_tiles * BackwardPlan<size>::queries;
+  const unsigned heads = call.batch * call.heads, queries = call.query_tiles * Plan::queries;
   prepare_numbers<size><<<dim3((queries + 127) / 128, std::min(heads, 65535u)), 128, 0, stream>>>(
       call, gradients.lse, gradients.delta);
   BackwardCall ordered = call;
-  ordered.heads_in_turn = call.deterministic ? heads_in_turn<size>(call, device.processors) : 1;
-  const auto blocks = std::min<unsigned>(call.pieces, device.processors);
-  kernel<<<blocks, BackwardCode::threads, bytes, stream>>>(ordered);
+  ordered.heads_in_turn = call.deterministic ? heads_in_turn<size>(call, device.processors / Plan::blocks) : 1;
+  const auto at_once = std::min<unsigned>(call.pieces, device.processors / Plan::blocks);
+  kernel<<<at_once * Plan::blocks, threads, bytes, stream>>>(ordered);
   round_sums<T, size><<<heads * call.query_tiles, 256, 0, stream>>>(call);
   return cudaGetLastError();
 }
@@ -113,7 +156,7 @@ cudaError_t prepare(BackwardCall& call, const AttentionCall& given, const Attent
     return describe(map, {data, type, given.batch, given.queries, given.heads, given.size}, Plan::queries);
   };
   auto of_keys = [&](CUtensorMap* map, const void* data) {
-    return describe(map, {data, type, given.batch, given.keys, given.key_heads, given.size}, Plan::keys);
+    return describe(map, {data, type, given.batch, given.keys, given.key_heads, given.size}, Plan::keys / Plan::blocks);
   };
   if (auto e = of_queries(&call.query, given.query)) return e;
   if (auto e = of_queries(&call.cotangent, gradients.cotangent)) return e;

@@ -32,21 +32,21 @@ template <int size>
 struct BackwardPlan;
 template <>
 struct BackwardPlan<64> {
-  static constexpr int queries = 96, keys = 128, query_slots = 2, cotangent_slots = 2;
+  static constexpr int queries = 96, keys = 128, blocks = 1, query_slots = 2, cotangent_slots = 2;
   static constexpr bool slopes_in_registers = true;
   static constexpr int told = 2, cache = 40;
   static constexpr double apart = 2.5;
 };
 template <>
 struct BackwardPlan<128> {
-  static constexpr int queries = 64, keys = 128, query_slots = 2, cotangent_slots = 2;
+  static constexpr int queries = 64, keys = 128, blocks = 1, query_slots = 2, cotangent_slots = 2;
   static constexpr bool slopes_in_registers = false;
   static constexpr int told = 2, cache = 40;
   static constexpr double apart = 2.5;
 };
 template <>
 struct BackwardPlan<256> {
-  static constexpr int queries = 64, keys = 64, query_slots = 2, cotangent_slots = 1;
+  static constexpr int queries = 64, keys = 128, blocks = 2, query_slots = 2, cotangent_slots = 1;
   static constexpr int told = 1, cache = 49;
   static constexpr double apart = 1.25;
 };
@@ -62,7 +62,6 @@ struct BackwardShared {
   static constexpr int parts = boxes > Code::groups ? boxes / Code::groups : 1;
   static constexpr int sum_queries = boxes > 1 ? Plan::queries : Plan::queries / Code::groups;
   static constexpr int sum = 64 * sum_queries;
-  static constexpr bool paired = Plan::keys == 64;  // whether the warp groups share the keys
 
   // Boxes of tensor_map.cuh, of 64 columns.
   alignas(1024) T key[Plan::keys * size];
@@ -72,7 +71,6 @@ struct BackwardShared {
   alignas(1024) T slopes[2][slope_tile];  // of queries (rows) and keys, for the product with keys
   alignas(128) float sums[Code::groups][sum];                        // to be added to the gradient by queries
   alignas(128) float numbers[Plan::query_slots][2 * Plan::queries];  // lse in base 2, then delta
-  float weights[paired ? slope_tile : 1];                            // from one warp group to the other
   unsigned tickets[Code::mails];                                     // pieces of work
   unsigned turns;  // how many tiles it has been the block's turn to add to
 
