@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(BackwardCode::threads, 1)
 
 // The same for heads of more than 128, by pairs of blocks.
 template <class T, BackwardKind kind>
-__global__ void __cluster_dims__(2) __launch_bounds__(BackwardPair<T>::threads, 1)
+__global__ void __launch_bounds__(BackwardPair<T>::threads, 1)
     attention_backward_in_pairs(const __grid_constant__ BackwardCall call) {
   if constexpr (kWarpGroupCode) {
     using Pair = BackwardPair<T>;
@@ -133,7 +133,13 @@ cudaError_t launch(const BackwardCall& call, const AttentionGradients& gradients
   BackwardCall ordered = call;
   ordered.heads_in_turn = call.deterministic ? heads_in_turn<size>(call, device.processors / Plan::blocks) : 1;
   const auto at_once = std::min<unsigned>(call.pieces, device.processors / Plan::blocks);
-  kernel<<<at_once * Plan::blocks, threads, bytes, stream>>>(ordered);
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = Plan::blocks, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = at_once * Plan::blocks, config.blockDim = threads, config.dynamicSmemBytes = bytes;
+  config.stream = stream, config.attrs = &cluster, config.numAttrs = Plan::blocks > 1;
+  if (auto e = cudaLaunchKernelEx(&config, kernel, ordered)) return e;
   round_sums<T, size><<<heads * call.query_tiles, 256, 0, stream>>>(call);
   return cudaGetLastError();
 }
