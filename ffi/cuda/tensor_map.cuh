@@ -81,15 +81,11 @@ __device__ inline void copy_box(void* to, const CUtensorMap& map, const BoxPlace
       : "memory");
 }
 
-// The same to this place in all those blocks of the cluster whose bits are set in `blocks`. In each of them the bytes
-// count at the barrier in the place of `done`.
-__device__ inline void copy_box_to_blocks(void* to, const CUtensorMap& map, const BoxPlace& from, const Barrier& done,
-                                          uint16_t blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-      " [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(shared_address(to)),
-      "l"(&map), "r"(from.column), "r"(from.head), "r"(from.row), "r"(from.batch), "r"(done.address()), "h"(blocks)
-      : "memory");
+// Fetches a box into the L2 cache, for a copy that comes later.
+__device__ inline void prefetch_box(const CUtensorMap& map, const BoxPlace& from) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(from.column),
+               "r"(from.head), "r"(from.row), "r"(from.batch)
+               : "memory");
 }
 
 // What threads have written to shared memory, after this and a barrier is seen by copies from there and by products.

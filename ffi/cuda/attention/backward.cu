@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(BackwardPair<T>::threads, 1)
     using Pair = BackwardPair<T>;
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& shared = *reinterpret_cast<Pair*>(bytes);
-    if (threadIdx.x == 0) shared.init(call.deterministic);
+    if (threadIdx.x == 0) shared.init();
     __syncthreads();
     synchronize_cluster();  // nobody may reach barriers of a block that has not begun
     const unsigned rank = block_in_cluster();
@@ -78,9 +78,8 @@ __global__ void __launch_bounds__(BackwardPair<T>::threads, 1)
       const int warp = threadIdx.x % kWarpGroup / 32;
       if (threadIdx.x % 32 == 0) {
         if (warp == 0) bring_tiles(call, shared, rank);
-        else if (warp == 1) add_sums(call, shared, rank);
-        else if (warp == 2) send_slopes(call, shared, rank);
-        else if (call.deterministic) wait_for_turns(call, shared, rank);
+        else if (warp == 1) send_slopes(call, shared, rank);
+        else add_part(call, shared, rank, warp - 2);
       }
       __syncwarp();
     } else if (group == 0) {
@@ -178,7 +177,7 @@ cudaError_t prepare(BackwardCall& call, const AttentionCall& given, const Attent
   auto* place = static_cast<unsigned char*>(given.workspace);
   auto take = [&](int64_t bytes) { return place += bytes, place - bytes; };
   const int64_t sums = tiles * Plan::queries * size * sizeof(float);
-  const int64_t ends = (heads * call.key_blocks * sizeof(int2) + 15) / 16 * 16;
+  const int64_t ends = (heads * call.key_blocks * Plan::blocks * sizeof(int2) + 15) / 16 * 16;
   const int64_t numbers = tiles * Plan::queries * 2 * sizeof(float);
   if (given.workspace_bytes < sums + 16 + ends + numbers) return cudaErrorInvalidValue;
   call.sums = reinterpret_cast<float*>(take(sums));

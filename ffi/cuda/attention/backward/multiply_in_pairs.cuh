@@ -21,6 +21,7 @@ __device__ void multiply_scores(const BackwardCall& call, BackwardPair<T>& share
       (lane / 16 * 8 + lane % 8) * box_row + ((thread / 32 * 32 + lane / 8 % 2 * 16) ^ (lane % 8 * 16));
   SlotPlace<Plan::query_slots> query;
   SlotPlace<Plan::cotangent_slots> cotangent;
+  SlotPlace<Pair::slope_slots> last_slopes{Pair::slope_slots - 1, 1}, next_slopes;
   unsigned key_parity = 0, parity = 0, sum_parity = 0;
   // Stores numbers of 64 keys and a tile of queries.
   auto store = [&](T* to, const uint32_t (&rounded)[count / 8][4], Barrier& full) {
@@ -39,10 +40,10 @@ __device__ void multiply_scores(const BackwardCall& call, BackwardPair<T>& share
                   k > 0);
     commit_products();
   };
-  // Begins products of slopes and keys, for one part of the block's columns.
+  // Begins products of the last slopes and keys, for one part of the block's columns.
   auto multiply_slopes = [&](float (&sums)[count], int part) {
     const auto own = own_keys_turned.anew() + part * box_bytes, other = other_keys_turned.anew() + part * box_bytes;
-    const auto own_slopes = summed_along_rows(shared.slopes).anew();
+    const auto own_slopes = summed_along_rows(shared.slopes[last_slopes.slot]).anew();
     const auto other_slopes = summed_along_rows(shared.other_slopes).anew();
     begin_products();
 #pragma unroll
@@ -51,6 +52,10 @@ __device__ void multiply_scores(const BackwardCall& call, BackwardPair<T>& share
     for (int k = 0; k < Pair::keys; k += 16) multiply<T>(sums, other + k * box_row, other_slopes + k * 2, true);
     commit_products();
   };
+  auto wait_for_slopes = [&] {
+    shared.slopes_full[last_slopes.slot].wait(last_slopes.parity);
+    shared.other_slopes_full.wait(parity ^ 1);
+  };
   auto hand_over = [&](const float (&sums)[count]) {
     shared.sum_empty.wait(sum_parity ^ 1);
     sum_parity ^= 1;
@@ -58,97 +63,103 @@ __device__ void multiply_scores(const BackwardCall& call, BackwardPair<T>& share
     show_to_copies();
     shared.sum_full.arrive_as_warp();
   };
-  auto wait_for_slopes = [&](unsigned of) {
-    shared.slopes_full.wait(of);
-    shared.other_slopes_full.wait(of);
+  auto end_slopes = [&](const float (&sums)[count]) {
+    shared.other_slopes_empty.arrive_as_warp_in(other_block(rank));
+    hand_over(sums);
   };
   for_pieces<true>(call, shared, [&](const BackwardWork<size>& work) {
     const int first_key = work.block * Plan::keys + rank * Pair::keys, steps = work.tiles.length() * call.group;
     if (steps == 0) return;
     shared.key_full.wait(key_parity);
+    float scores[count], slopes[count], sums[count];
     int tile = work.tiles.begin;
-    // Makes slopes of a tile. Meanwhile those of the last tile, if there is one, are multiplied with keys.
-    auto step = [&](auto has_last) {
-      constexpr bool last = decltype(has_last)::value;
-      float scores[count], slopes[count], sums[count];
+    // Makes slopes of a tile. Meanwhile those of tiles before it are multiplied with keys: the second part of the tile
+    // before the last, and the first part of the last, if there are so many `before`.
+    auto step = [&](auto tiles_before) {
+      constexpr int before = decltype(tiles_before)::value;
+      constexpr bool last = before > 0;
       [[maybe_unused]] float growth[kind == BackwardKind::capped ? count : 1];
       uint32_t rounded[count / 8][4];
+      if constexpr (before > 1) multiply_slopes(sums, 1);
       shared.query_full[query.slot].wait(query.parity);
       multiply_tile(scores, shared.key, shared.query[query.slot]);
-      if constexpr (last) {
-        wait_for_slopes(parity ^ 1);
-        multiply_slopes(sums, 0);
-      }
       shared.cotangent_full[cotangent.slot].wait(cotangent.parity);
       if constexpr (!last) shared.value_full.wait(key_parity);
       multiply_tile(slopes, shared.value, shared.cotangent[cotangent.slot]);
-
-      wait_for_products<last ? 2 : 1>(scores);
+      if constexpr (before > 1) {
+        wait_for_products<2>(sums);
+        end_slopes(sums);
+      }
+      wait_for_products<1>(scores);
       const float* numbers = shared.numbers[query.slot] + column_of_thread();
       weigh<size, kind>(scores, growth, numbers, call, work, tile, first_key);
       round_to<T>(rounded, scores);
-      shared.weights_empty.wait(parity ^ 1);
-      store(shared.weights, rounded, shared.weights_full);
+      shared.weights_empty[0].wait(parity ^ 1);
+      store(shared.weights[0], rounded, shared.weights_full[0]);
       if constexpr (last) {
-        wait_for_products<1>(sums);
-        hand_over(sums);
-        multiply_slopes(sums, 1);
+        last_slopes.advance();
+        wait_for_slopes();
+        multiply_slopes(sums, 0);
       }
       wait_for_products<last ? 1 : 0>(slopes);
-      free_in_both(shared.cotangent_empty[cotangent.slot]);
+      shared.cotangent_empty[cotangent.slot].arrive_as_warp();
       cotangent.advance();
       slope<kind>(slopes, scores, growth, numbers + queries);
-      free_in_both(shared.query_empty[query.slot]);
+      shared.query_empty[query.slot].arrive_as_warp();
       query.advance();
       round_to<T>(rounded, slopes);
+      shared.slopes_empty[next_slopes.slot].wait(next_slopes.parity ^ 1);
+      store(shared.slopes[next_slopes.slot], rounded, shared.slopes_full[next_slopes.slot]);
+      next_slopes.advance();
       if constexpr (last) {
         wait_for_products<0>(sums);
-        shared.slopes_empty.arrive_as_warp_in(other_block(rank));
+        hand_over(sums);
       }
-      shared.slopes_empty.wait(parity ^ 1);
-      store(shared.slopes, rounded, shared.slopes_full);
-      if constexpr (last) hand_over(sums);
       parity ^= 1;
       if (++tile == work.tiles.end) tile = work.tiles.begin;
     };
-    step(std::false_type());
-    for (int i = 1; i < steps; i++) step(std::true_type());
+    step(std::integral_constant<int, 0>());
+    if (steps > 1) step(std::integral_constant<int, 1>());
+    for (int i = 2; i < steps; i++) step(std::integral_constant<int, 2>());
     shared.value_empty.arrive_as_warp();
     key_parity ^= 1;
-    wait_for_slopes(parity ^ 1);
-    float sums[count];
+    if (steps > 1) {
+      multiply_slopes(sums, 1);
+      wait_for_products<0>(sums);
+      end_slopes(sums);
+    }
+    last_slopes.advance();
+    wait_for_slopes();
     multiply_slopes(sums, 0);
     wait_for_products<0>(sums);
     hand_over(sums);
     multiply_slopes(sums, 1);
     wait_for_products<0>(sums);
-    shared.slopes_empty.arrive_as_warp_in(other_block(rank));
     shared.key_empty.arrive_as_warp();
-    hand_over(sums);
+    end_slopes(sums);
   });
 }
 
 // A gradient by the block's keys, in halves of the columns: products of all columns would need more registers than the
-// compiler plans with. Adds the products of a tile of queries and keys, and of tiles in a ring of slots.
-template <class T, int slots>
+// compiler plans with. Adds the products of tiles of queries and keys, and of queries or cotangents, each in slots.
+template <class T, int left_slots, int right_slots>
 struct PairGradient {
   using Pair = BackwardPair<T>;
-  const T* left;
-  Barrier &left_full, &left_empty;
-  const T (&right)[slots][Pair::queries * Pair::size];
-  Barrier (&right_full)[slots], (&right_empty)[slots];
-  SlotPlace<slots> place = {};
-  unsigned parity = 0;
+  const T (&left)[left_slots][Pair::queries * Pair::keys];
+  Barrier (&left_full)[left_slots], (&left_empty)[left_slots];
+  const T (&right)[right_slots][Pair::queries * Pair::size];
+  Barrier (&right_full)[right_slots], (&right_empty)[right_slots];
+  SlotPlace<left_slots> of_left = {};
+  SlotPlace<right_slots> of_right = {};
 
   __device__ void sum(const BackwardCall& call, const BackwardWork<Pair::size>& work, unsigned rank, void* gradient,
                       float factor) {
     float sums[2][Pair::half / 2] = {};
     for (int i = work.tiles.length() * call.group; i > 0; i--) {
-      right_full[place.slot].wait(place.parity);
-      left_full.wait(parity);
-      parity ^= 1;
-      const auto rows = summed_over_rows(left, Pair::queries).anew();
-      const auto columns = summed_over_rows(right[place.slot], Pair::queries).anew();
+      right_full[of_right.slot].wait(of_right.parity);
+      left_full[of_left.slot].wait(of_left.parity);
+      const auto rows = summed_over_rows(left[of_left.slot], Pair::queries).anew();
+      const auto columns = summed_over_rows(right[of_right.slot], Pair::queries).anew();
       begin_products();
 #pragma unroll
       for (int k = 0; k < Pair::queries; k += 16) {
@@ -159,9 +170,10 @@ struct PairGradient {
       }
       commit_products();
       wait_for_products<0>(sums);
-      left_empty.arrive_as_warp();
-      free_in_both(right_empty[place.slot]);
-      place.advance();
+      left_empty[of_left.slot].arrive_as_warp();
+      of_left.advance();
+      right_empty[of_right.slot].arrive_as_warp();
+      of_right.advance();
     }
     const int first_key = work.block * Pair::Plan::keys + rank * Pair::keys;
 #pragma unroll
@@ -174,7 +186,7 @@ struct PairGradient {
 template <class T>
 __device__ void multiply_values(const BackwardCall& call, BackwardPair<T>& shared, unsigned rank) {
   using Pair = BackwardPair<T>;
-  PairGradient<T, Pair::Plan::cotangent_slots> gradient{shared.weights,   shared.weights_full,   shared.weights_empty,
+  PairGradient<T, 1, Pair::Plan::cotangent_slots> gradient{shared.weights,   shared.weights_full,   shared.weights_empty,
                                                         shared.cotangent, shared.cotangent_full, shared.cotangent_empty};
   for_pieces<true>(call, shared, [&](const BackwardWork<Pair::size>& work) {
     gradient.sum(call, work, rank, call.value_gradient, 1.f);
@@ -184,7 +196,7 @@ __device__ void multiply_values(const BackwardCall& call, BackwardPair<T>& share
 template <class T>
 __device__ void multiply_keys(const BackwardCall& call, BackwardPair<T>& shared, unsigned rank) {
   using Pair = BackwardPair<T>;
-  PairGradient<T, Pair::Plan::query_slots> gradient{shared.slopes, shared.slopes_full, shared.slopes_empty,
+  PairGradient<T, Pair::slope_slots, Pair::Plan::query_slots> gradient{shared.slopes, shared.slopes_full, shared.slopes_empty,
                                                     shared.query,  shared.query_full,  shared.query_empty};
   for_pieces<true>(call, shared, [&](const BackwardWork<Pair::size>& work) {
     gradient.sum(call, work, rank, call.key_gradient, call.scale);

@@ -4,7 +4,7 @@
 // piece of work is of 128 keys, which two blocks of a cluster share. Each block has the scores, weights and slopes of
 // its 64 keys, and the gradients by them. It sends its slopes to the other block, and adds to the gradient by queries
 // for one half of the columns of the head, over all 128 keys: half as many additions as each block by itself would
-// have. Tiles of queries and cotangents are the same for both, and each block brings one half of them to both.
+// have.
 //
 // A block has three warp groups that multiply (multiply_in_pairs.cuh) and one that copies (copy_in_pairs.cuh).
 #pragma once
@@ -28,6 +28,7 @@ struct BackwardPair {
   // Of a thread of the warp group for scores, of those that hold a gradient, and of the one that copies.
   static constexpr int score_registers = 168, gradient_registers = 160, copy_registers = 24;
   static constexpr int mails = 2;  // pieces of work that are known at a time
+  static constexpr int slope_slots = 2;
   static constexpr int parts = 2;  // of 64 columns, of the block's part of the gradient by queries
   static constexpr int box_row = 128, box_bytes = 64 * box_row;
 
@@ -38,47 +39,40 @@ struct BackwardPair {
   alignas(1024) T query[Plan::query_slots][queries * size];
   alignas(1024) T cotangent[Plan::cotangent_slots][queries * size];
   // Of queries (rows) and keys.
-  alignas(1024) T weights[queries * keys];
-  alignas(1024) T slopes[queries * keys];
+  alignas(1024) T weights[1][queries * keys];
+  alignas(1024) T slopes[slope_slots][queries * keys];
   alignas(1024) T other_slopes[queries * keys];                // the other block's
   alignas(128) float sums[queries * 64];                       // to be added to the gradient by queries
   alignas(128) float numbers[Plan::query_slots][2 * queries];  // lse in base 2, then delta
   unsigned tickets[mails];                                     // pieces of work
-  unsigned turns;  // how many tiles it has been the block's turn to add to
 
   Barrier ticket_full[mails], ticket_empty[mails];  // the latter only of the first block, for both
   Barrier key_full, key_empty, value_full, value_empty;
   Barrier query_full[Plan::query_slots], query_empty[Plan::query_slots];
   Barrier cotangent_full[Plan::cotangent_slots], cotangent_empty[Plan::cotangent_slots];
-  Barrier weights_full, weights_empty, slopes_full, slopes_empty, other_slopes_full;
+  Barrier weights_full[1], weights_empty[1], slopes_full[slope_slots], slopes_empty[slope_slots];
+  Barrier other_slopes_full, other_slopes_empty;  // the latter is about the slopes that the other block has got
   Barrier sum_full, sum_empty;
 
-  __device__ void init(bool deterministic) {
+  __device__ void init() {
     constexpr unsigned warps = 4 * Barrier::warp_arrivals;
     for (auto& barrier : ticket_full) barrier.init(1);
-    // Warps that multiply, threads that add sums, send slopes, and perhaps wait for turns, and the one that brings tiles
-    // to the second block.
-    for (auto& barrier : ticket_empty) barrier.init(2 * (groups * warps + 2 + deterministic) + 1);
+    // Warps that multiply, threads that add parts and send slopes, and the one that brings tiles to the second block.
+    for (auto& barrier : ticket_empty) barrier.init(2 * (groups * warps + parts + 1) + 1);
     key_full.init(1), key_empty.init(warps), value_full.init(1), value_empty.init(warps);
     for (auto& barrier : query_full) barrier.init(1);
     for (auto& barrier : cotangent_full) barrier.init(1);
-    // Two warp groups of each block read them.
-    for (auto& barrier : query_empty) barrier.init(2 * 2 * warps);
-    for (auto& barrier : cotangent_empty) barrier.init(2 * 2 * warps);
-    weights_full.init(warps), weights_empty.init(warps);
-    // A warp group of the block reads slopes, and one of the other block what was sent there.
-    slopes_full.init(warps), slopes_empty.init(2 * warps), other_slopes_full.init(1);
+    // Two warp groups read them.
+    for (auto& barrier : query_empty) barrier.init(2 * warps);
+    for (auto& barrier : cotangent_empty) barrier.init(2 * warps);
+    weights_full[0].init(warps), weights_empty[0].init(warps);
+    for (auto& barrier : slopes_full) barrier.init(warps);
+    for (auto& barrier : slopes_empty) barrier.init(warps + 1);  // the last is for the copy to the other block
+    other_slopes_full.init(1), other_slopes_empty.init(warps);
     sum_full.init(warps), sum_empty.init(1);
-    turns = 0;
     show_barriers();
   }
 };
-
-// Says that the calling warp has read a slot that both blocks fill together.
-__device__ inline void free_in_both(Barrier& empty) {
-  __syncwarp();
-  if (threadIdx.x % 32 < Barrier::warp_arrivals) empty.arrive_in(0), empty.arrive_in(1);
-}
 
 // Calls `visit(work)` for each of the pair's pieces of work, of whole warps or of single threads.
 template <bool by_warps, class T, class Visit>
