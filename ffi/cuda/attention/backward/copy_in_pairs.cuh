@@ -115,6 +115,7 @@ __device__ void add_part(const BackwardCall& call, BackwardPair<T>& shared, unsi
   using Pair = BackwardPair<T>;
   constexpr int sum = Pair::queries * 64, parts = Pair::parts * Pair::Plan::blocks;
   const int of_all = rank * Pair::parts + part;
+  unsigned parity = 0;
   for_pieces<false>(call, shared, [&](const BackwardWork<Pair::size>& work) {
     for (int i = 0; i < call.group; i++) {
       const int64_t head = work.head(call, i);
@@ -125,7 +126,8 @@ __device__ void add_part(const BackwardCall& call, BackwardPair<T>& shared, unsi
         const bool ordered = call.deterministic && work.tiles_of_next.has(tile);
         while (ordered && end_of_next <= tile)
           asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(end_of_next) : "l"(end + parts) : "memory");
-        shared.sum_full.wait(part);
+        shared.sum_full[part].wait(parity);
+        parity ^= 1;
         float* const to = sums + int64_t(tile) * (parts * sum);
         // Where the order matters, the first block stores, and there need not be zeros before.
         if (call.deterministic && !ordered) store_floats(to, shared.sums, sizeof shared.sums);

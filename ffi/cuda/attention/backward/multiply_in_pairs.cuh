@@ -56,16 +56,16 @@ __device__ void multiply_scores(const BackwardCall& call, BackwardPair<T>& share
     shared.slopes_full[last_slopes.slot].wait(last_slopes.parity);
     shared.other_slopes_full.wait(parity ^ 1);
   };
-  auto hand_over = [&](const float (&sums)[count]) {
+  auto hand_over = [&](const float (&sums)[count], int part) {
     shared.sum_empty.wait(sum_parity ^ 1);
     sum_parity ^= 1;
     store_of_thread(shared.sums, sums);
     show_to_copies();
-    shared.sum_full.arrive_as_warp();
+    shared.sum_full[part].arrive_as_warp();
   };
   auto end_slopes = [&](const float (&sums)[count]) {
     shared.other_slopes_empty.arrive_as_warp_in(other_block(rank));
-    hand_over(sums);
+    hand_over(sums, 1);
   };
   for_pieces<true>(call, shared, [&](const BackwardWork<size>& work) {
     const int first_key = work.block * Plan::keys + rank * Pair::keys, steps = work.tiles.length() * call.group;
@@ -113,7 +113,7 @@ __device__ void multiply_scores(const BackwardCall& call, BackwardPair<T>& share
       next_slopes.advance();
       if constexpr (last) {
         wait_for_products<0>(sums);
-        hand_over(sums);
+        hand_over(sums, 0);
       }
       parity ^= 1;
       if (++tile == work.tiles.end) tile = work.tiles.begin;
@@ -132,7 +132,7 @@ __device__ void multiply_scores(const BackwardCall& call, BackwardPair<T>& share
     wait_for_slopes();
     multiply_slopes(sums, 0);
     wait_for_products<0>(sums);
-    hand_over(sums);
+    hand_over(sums, 0);
     multiply_slopes(sums, 1);
     wait_for_products<0>(sums);
     shared.key_empty.arrive_as_warp();

@@ -52,7 +52,7 @@ struct BackwardPair {
   Barrier cotangent_full[Plan::cotangent_slots], cotangent_empty[Plan::cotangent_slots];
   Barrier weights_full[1], weights_empty[1], slopes_full[slope_slots], slopes_empty[slope_slots];
   Barrier other_slopes_full, other_slopes_empty;  // the latter is about the slopes that the other block has got
-  Barrier sum_full, sum_empty;
+  Barrier sum_full[parts], sum_empty;
 
   __device__ void init() {
     constexpr unsigned warps = 4 * Barrier::warp_arrivals;
@@ -69,7 +69,8 @@ struct BackwardPair {
     for (auto& barrier : slopes_full) barrier.init(warps);
     for (auto& barrier : slopes_empty) barrier.init(warps + 1);  // the last is for the copy to the other block
     other_slopes_full.init(1), other_slopes_empty.init(warps);
-    sum_full.init(warps), sum_empty.init(1);
+    for (auto& barrier : sum_full) barrier.init(warps);
+    sum_empty.init(1);
     show_barriers();
   }
 };
