@@ -26,6 +26,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "../attributes.cuh"
 #include "../devices.cuh"
 #include "backward/around.cuh"
 #include "backward/copy.cuh"
@@ -38,6 +39,7 @@ namespace {
 template <class T, int size, BackwardKind kind>
 __global__ void __launch_bounds__(BackwardCode::threads, 1)
     attention_backward(const __grid_constant__ BackwardCall call) {
+  let_next_kernel_start();
   if constexpr (kWarpGroupCode) {
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& shared = *reinterpret_cast<BackwardShared<T, size>*>(bytes);
@@ -90,9 +92,14 @@ cudaError_t launch(const BackwardCall& call, const AttentionGradients& gradients
   BackwardCall ordered = call;
   ordered.heads_in_turn = call.deterministic ? heads_in_turn<size>(call, device.processors) : 1;
   const auto blocks = std::min<unsigned>(call.pieces, device.processors);
-  kernel<<<blocks, BackwardCode::threads, bytes, stream>>>(ordered);
-  round_sums<T, size><<<heads * call.query_tiles, 256, 0, stream>>>(call);
-  return cudaGetLastError();
+  if (auto e = cudaGetLastError()) return e;
+  cudaLaunchAttribute attribute = overlapping();
+  cudaLaunchConfig_t config{};
+  config.stream = stream, config.attrs = &attribute, config.numAttrs = 1;
+  config.gridDim = blocks, config.blockDim = BackwardCode::threads, config.dynamicSmemBytes = bytes;
+  if (auto e = cudaLaunchKernelEx(&config, kernel, ordered)) return e;
+  config.gridDim = heads * call.query_tiles, config.blockDim = 256, config.dynamicSmemBytes = 0;
+  return cudaLaunchKernelEx(&config, round_sums<T, size>, call);
 }
 
 // Describes the arrays of a call, divides its workspace, and clears what must be 0 in it. The workspace has
@@ -100,6 +107,7 @@ cudaError_t launch(const BackwardCall& call, const AttentionGradients& gradients
 //   the sums, B * N * tiles of queries * queries of a tile * padded head size of 4 bytes;
 //   the counter of pieces of work, 16 bytes;
 //   how far blocks of keys are, B * N * blocks of keys of 8 bytes, rounded up to a multiple of 16;
+//   how many of them are done, B * K of 4 bytes, rounded up to a multiple of 16;
 //   lse and delta, B * N * tiles of queries * queries of a tile of 8 bytes.
 //
 // Tiles have 96, 64 and 64 queries, blocks 128, 128 and 64 keys, and heads are padded to 64, 128 and 256 (plan.cuh).
@@ -130,15 +138,17 @@ cudaError_t prepare(BackwardCall& call, const AttentionCall& given, const Attent
   auto take = [&](int64_t bytes) { return place += bytes, place - bytes; };
   const int64_t sums = tiles * Plan::queries * size * sizeof(float);
   const int64_t ends = (heads * call.key_blocks * sizeof(int2) + 15) / 16 * 16;
+  const int64_t added = (int64_t(given.batch) * given.key_heads * sizeof(unsigned) + 15) / 16 * 16;
   const int64_t numbers = tiles * Plan::queries * 2 * sizeof(float);
-  if (given.workspace_bytes < sums + 16 + ends + numbers) return cudaErrorInvalidValue;
+  if (given.workspace_bytes < sums + 16 + ends + added + numbers) return cudaErrorInvalidValue;
   call.sums = reinterpret_cast<float*>(take(sums));
   call.counter = reinterpret_cast<unsigned long long*>(take(16));
   call.ends = reinterpret_cast<int2*>(take(ends));
+  call.added = reinterpret_cast<unsigned*>(take(added));
   call.numbers = reinterpret_cast<float*>(take(numbers));
   // Where the order of additions matters, the first is a store.
   const int64_t kept = gradients.deterministic ? sums : 0;
-  return cudaMemsetAsync(static_cast<unsigned char*>(given.workspace) + kept, 0, sums + 16 + ends - kept, stream);
+  return cudaMemsetAsync(static_cast<unsigned char*>(given.workspace) + kept, 0, sums + 16 + ends + added - kept, stream);
 }
 
 template <class T, int size>

@@ -2,14 +2,15 @@
 // the gradient by queries.
 #pragma once
 
+#include "copy.cuh"
 #include "scores.cuh"
-#include "work.cuh"
 
 namespace jaxsoft::cuda {
 
 // A thread for each query, up to whole tiles. The log-sum-exp is infinite where nothing counts, so that weights are 0.
 template <int size>
 __global__ void prepare_numbers(const __grid_constant__ BackwardCall call, const float* lse, const float* delta) {
+  let_next_kernel_start();
   constexpr int queries = BackwardPlan<size>::queries;
   const int query = blockIdx.x * blockDim.x + threadIdx.x, tile = query / queries;
   if (tile >= call.query_tiles) return;
@@ -23,7 +24,9 @@ __global__ void prepare_numbers(const __grid_constant__ BackwardCall call, const
   }
 }
 
-// Rounds a tile of sums in the order of accumulators of (columns of the head, queries) to rows of the gradient.
+// Rounds a tile of sums in the order of accumulators of (columns of the head, queries) to rows of the gradient. It may
+// start before the kernel that adds them ends, as most heads are complete by then: so multiprocessors have work while
+// others are at their last block of keys.
 template <class T, int size>
 __global__ void __launch_bounds__(256) round_sums(const __grid_constant__ BackwardCall call) {
   using Plan = BackwardPlan<size>;
@@ -34,6 +37,7 @@ __global__ void __launch_bounds__(256) round_sums(const __grid_constant__ Backwa
   const int64_t place = blockIdx.x;
   const int head = static_cast<int>(place / call.query_tiles), index = static_cast<int>(place % call.query_tiles);
   const int batch = head / call.heads;
+  wait_for_sums(call, batch, head % call.heads / call.group);
   // To sums of tiles for which no key counts, nothing was added, and perhaps they are not even 0.
   const AttentionLimits limits(call, batch);
   const bool any = limits.keys > 0 && max(index * queries, limits.first_query(0)) <
@@ -61,6 +65,7 @@ __global__ void __launch_bounds__(256) round_sums(const __grid_constant__ Backwa
             ((int64_t(batch) * call.queries + at) * call.heads + head % call.heads) * call.size + first;
     *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(tile + of_tile * row + first);
   }
+  if (blockIdx.x == gridDim.x - 1) wait_for_last_kernel();  // what comes next also reads that kernel's results
 }
 
 }  // namespace jaxsoft::cuda

@@ -24,6 +24,7 @@ __device__ void bring_tiles(const BackwardCall& call, BackwardShared<T, size>& s
   SlotPlace<Plan::query_slots> query;
   SlotPlace<Plan::cotangent_slots> cotangent;
   unsigned key_parity = 0;
+  wait_for_last_kernel();  // which writes the numbers of queries
   for (;; mail.advance()) {
     const unsigned ticket = take(call.counter);
     shared.ticket_empty[mail.slot].wait(mail.parity ^ 1);
@@ -136,8 +137,25 @@ __device__ void add_sums(const BackwardCall& call, BackwardShared<T, size>& shar
         }
       }
     }
+    wait_for_stores();
+    unsigned* const added = call.added + work.batch * call.key_heads + work.key_head;
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(added) : "memory");
   });
-  wait_for_stores();
+}
+
+// Waits until all blocks of keys of a key head have added what they have. All threads of a block call it.
+__device__ inline void wait_for_sums(const BackwardCall& call, int batch, int key_head) {
+  if (threadIdx.x == 0) {
+    const unsigned* const added = call.added + batch * call.key_heads + key_head;
+    const unsigned all = BackwardCode::groups * call.key_blocks;
+    unsigned count = 0;
+    while (true) {
+      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(added) : "memory");
+      if (count == all) break;
+      __nanosleep(500);
+    }
+  }
+  __syncthreads();
 }
 
 }  // namespace jaxsoft::cuda

@@ -31,6 +31,7 @@ struct BackwardCall {
   float* numbers;      // (B * N, tiles, 2, queries of a tile): lse in base 2, then delta
   int2* ends;          // (B * N, blocks of keys), for both groups: the end of the tiles that a block has added to
   unsigned long long* counter;  // of tickets
+  unsigned* added;     // (B * K), for both groups: how many blocks of keys have added all that they have
   void *query_gradient, *key_gradient, *value_gradient;
 };
 
