@@ -302,14 +302,14 @@ _LARGEST_TILE, _SMALLEST_TILE = 128, 64  # of queries, and of keys, in the kerne
 
 
 def _of_gradients(operands: Operands) -> int:
-    """Sums of the query's gradient in f32, two numbers a query, and for each block of keys and head of queries, which
-    tiles it has; for tiles of any size that the kernel may have.
+    """Sums of the query's gradient in f32, two numbers a query, for each block of keys and head of queries, which tiles it
+    has, and two counters a key head; for tiles of any size that the kernel may have.
     """
     query, key, _ = operands[:BASE]
     batch, queries, heads, size = query.shape
     rows = batch * heads * (queries + _LARGEST_TILE - 1)
     blocks = batch * heads * _parts(key.shape[1], _SMALLEST_TILE)
-    return rows * (4 * _columns(size) + 8) + 8 * blocks + 64
+    return rows * (4 * _columns(size) + 8) + 8 * blocks + 8 * batch * key.shape[2] + 512
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,10 +49,12 @@ __global__ void __launch_bounds__(BackwardCode::threads, 1)
     if (group == BackwardCode::groups) {
       give_registers<BackwardCode::copy_registers>();
       const int warp = threadIdx.x % kWarpGroup / 32;
-      if (threadIdx.x % 32 == 0) {
+      if (warp > BackwardCode::groups && !call.deterministic) {
+        clear_sums<T, size>(call, shared);
+      } else if (threadIdx.x % 32 == 0) {
         if (warp == 0) bring_tiles<T, size>(call, shared);
         else if (warp <= BackwardCode::groups) add_sums<T, size>(call, shared, warp - 1);
-        else if (call.deterministic) wait_for_turns<T, size>(call, shared);
+        else wait_for_turns<T, size>(call, shared);
       }
     } else {
       take_registers<BackwardCode::registers>();
@@ -67,11 +69,11 @@ __global__ void __launch_bounds__(BackwardCode::threads, 1)
 // heads of 64, 2K, 335 with one head at a time, 430 with 15 in turn. Heads of 256, 8K, 350 with one, 385 with two, 372
 // with three.) The bits of the results do not depend on it.
 template <int size>
-int heads_in_turn(const BackwardCall& call, int processors) {
+int heads_in_turn(const BackwardCall& call) {
   using Plan = BackwardPlan<size>;
   const double of_head = 8. * call.queries * call.group * size;  // bytes of queries, cotangents, and sums
-  const double by_waits = std::ceil(Plan::apart * processors / (call.query_tiles * call.group));
-  const double by_cache = Plan::cache * double(1 << 20) / of_head - double(processors) / call.key_blocks;
+  const double by_waits = std::ceil(Plan::apart * call.processors / (call.query_tiles * call.group));
+  const double by_cache = Plan::cache * double(1 << 20) / of_head - double(call.processors) / call.key_blocks;
   return std::clamp(static_cast<int>(std::min(by_waits, by_cache)), 1, call.batch * call.key_heads);
 }
 
@@ -84,14 +86,12 @@ cudaError_t launch(const BackwardCall& call, const AttentionGradients& gradients
   if (auto e = prepared.once(
           [&] { return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes); }))
     return e;
-  Device device;
-  if (auto e = device.read()) return e;
   const unsigned heads = call.batch * call.heads, queries = call.query_tiles * BackwardPlan<size>::queries;
   prepare_numbers<size><<<dim3((queries + 127) / 128, std::min(heads, 65535u)), 128, 0, stream>>>(
       call, gradients.lse, gradients.delta);
   BackwardCall ordered = call;
-  ordered.heads_in_turn = call.deterministic ? heads_in_turn<size>(call, device.processors) : 1;
-  const auto blocks = std::min<unsigned>(call.pieces, device.processors);
+  ordered.heads_in_turn = call.deterministic ? heads_in_turn<size>(call) : 1;
+  const auto blocks = std::min<unsigned>(call.pieces, call.processors);
   if (auto e = cudaGetLastError()) return e;
   cudaLaunchAttribute attribute = overlapping();
   cudaLaunchConfig_t config{};
@@ -104,10 +104,11 @@ cudaError_t launch(const BackwardCall& call, const AttentionGradients& gradients
 
 // Describes the arrays of a call, divides its workspace, and clears what must be 0 in it. The workspace has
 //
-//   the sums, B * N * tiles of queries * queries of a tile * padded head size of 4 bytes;
 //   the counter of pieces of work, 16 bytes;
-//   how far blocks of keys are, B * N * blocks of keys of 8 bytes, rounded up to a multiple of 16;
-//   how many of them are done, B * K of 4 bytes, rounded up to a multiple of 16;
+//   how many blocks of keys are done, and how many parts of sums are cleared, B * K of 4 bytes each;
+//   how far blocks of keys are, B * N * blocks of keys of 8 bytes;
+//   after the next multiple of 256 bytes the sums, B * N * tiles of queries * queries of a tile * padded head size of 4
+//   bytes;
 //   lse and delta, B * N * tiles of queries * queries of a tile of 8 bytes.
 //
 // Tiles have 96, 64 and 64 queries, blocks 128, 128 and 64 keys, and heads are padded to 64, 128 and 256 (plan.cuh).
@@ -134,21 +135,31 @@ cudaError_t prepare(BackwardCall& call, const AttentionCall& given, const Attent
   if (tiles > INT32_MAX || pieces > INT32_MAX - 1024) return cudaErrorInvalidValue;
   call.pieces = static_cast<unsigned>(pieces);
 
+  Device device;
+  if (auto e = device.read()) return e;
+  call.processors = device.processors;
+
   auto* place = static_cast<unsigned char*>(given.workspace);
   auto take = [&](int64_t bytes) { return place += bytes, place - bytes; };
+  const int64_t key_heads = int64_t(given.batch) * given.key_heads;
+  const int64_t ends = heads * call.key_blocks * sizeof(int2);
+  const int64_t counts = (16 + 2 * key_heads * sizeof(unsigned) + ends + 255) / 256 * 256;
   const int64_t sums = tiles * Plan::queries * size * sizeof(float);
-  const int64_t ends = (heads * call.key_blocks * sizeof(int2) + 15) / 16 * 16;
-  const int64_t added = (int64_t(given.batch) * given.key_heads * sizeof(unsigned) + 15) / 16 * 16;
   const int64_t numbers = tiles * Plan::queries * 2 * sizeof(float);
-  if (given.workspace_bytes < sums + 16 + ends + added + numbers) return cudaErrorInvalidValue;
-  call.sums = reinterpret_cast<float*>(take(sums));
+  if (given.workspace_bytes < counts + sums + numbers) return cudaErrorInvalidValue;
   call.counter = reinterpret_cast<unsigned long long*>(take(16));
+  call.added = reinterpret_cast<unsigned*>(take(key_heads * sizeof(unsigned)));
+  call.cleared = reinterpret_cast<unsigned*>(take(key_heads * sizeof(unsigned)));
   call.ends = reinterpret_cast<int2*>(take(ends));
-  call.added = reinterpret_cast<unsigned*>(take(added));
+  place = static_cast<unsigned char*>(given.workspace) + counts;
+  call.sums = reinterpret_cast<float*>(take(sums));
   call.numbers = reinterpret_cast<float*>(take(numbers));
-  // Where the order of additions matters, the first is a store.
-  const int64_t kept = gradients.deterministic ? sums : 0;
-  return cudaMemsetAsync(static_cast<unsigned char*>(given.workspace) + kept, 0, sums + 16 + ends + added - kept, stream);
+  // Where the order of additions matters, the first is a store. Else the kernel clears most sums itself: those of a key
+  // head while another is at work, whose blocks of keys have been taken earlier than all that run at the same time.
+  const int64_t ahead = std::min<int64_t>(call.processors / call.key_blocks + 2, key_heads);
+  call.cleared_ahead = static_cast<int>(ahead);
+  const int64_t now = call.deterministic ? 0 : sums / key_heads * ahead;
+  return cudaMemsetAsync(given.workspace, 0, counts + now, stream);
 }
 
 template <class T, int size>

@@ -97,6 +97,34 @@ __device__ void wait_for_turns(const BackwardCall& call, BackwardShared<T, size>
   });
 }
 
+// Clears sums, if the order of additions does not matter. With each piece of work, a part of those of a key head whose
+// turn comes later, so that they are still in the cache then. It takes a warp, and no time.
+template <class T, int size>
+__device__ void clear_sums(const BackwardCall& call, BackwardShared<T, size>& shared) {
+  const int64_t of_head = int64_t(call.group) * call.query_tiles * BackwardShared<T, size>::tile / 4;
+  const int64_t part = (of_head + call.key_blocks - 1) / call.key_blocks;
+  for_pieces<true>(call, shared, [&](const BackwardWork<size>& work) {
+    const int head = work.batch * call.key_heads + work.key_head + call.cleared_ahead;
+    if (head >= call.batch * call.key_heads) return;
+    auto* const sums = reinterpret_cast<float4*>(call.sums) + head * of_head;
+    const int64_t end = min((work.block + 1) * part, of_head);
+    for (int64_t i = work.block * part + threadIdx.x % 32; i < end; i += 32) sums[i] = float4{};
+    __syncwarp();
+    if (threadIdx.x % 32 == 0)
+      asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(call.cleared + head) : "memory");
+  });
+}
+
+// Waits until a counter has come to a number.
+__device__ inline void wait_for_count(const unsigned* counter, unsigned number) {
+  for (;;) {
+    unsigned count;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
+    if (count == number) return;
+    __nanosleep(200);
+  }
+}
+
 // Adds what a warp group has of the gradient by queries to the sums.
 template <class T, int size>
 __device__ void add_sums(const BackwardCall& call, BackwardShared<T, size>& shared, int group) {
@@ -105,6 +133,11 @@ __device__ void add_sums(const BackwardCall& call, BackwardShared<T, size>& shar
   const uint32_t turns = shared_address(&shared.turns);
   unsigned parity = 0, tiles = 0;
   for_pieces<false>(call, shared, [&](const BackwardWork<size>& work) {
+    const int key_head = work.batch * call.key_heads + work.key_head;
+    if (!call.deterministic && key_head >= call.cleared_ahead) {
+      wait_for_count(call.cleared + key_head, call.key_blocks);
+      asm volatile("fence.proxy.async.global;" ::: "memory");  // other threads have stored zeros, and copies add to them
+    }
     for (int i = 0; i < call.group; i++) {
       const int64_t head = work.head(call, i);
       float* const sums = call.sums + head * call.query_tiles * Shared::tile + group * Shared::parts * Shared::sum;
@@ -138,23 +171,14 @@ __device__ void add_sums(const BackwardCall& call, BackwardShared<T, size>& shar
       }
     }
     wait_for_stores();
-    unsigned* const added = call.added + work.batch * call.key_heads + work.key_head;
-    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(added) : "memory");
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(call.added + key_head) : "memory");
   });
 }
 
 // Waits until all blocks of keys of a key head have added what they have. All threads of a block call it.
 __device__ inline void wait_for_sums(const BackwardCall& call, int batch, int key_head) {
-  if (threadIdx.x == 0) {
-    const unsigned* const added = call.added + batch * call.key_heads + key_head;
-    const unsigned all = BackwardCode::groups * call.key_blocks;
-    unsigned count = 0;
-    while (true) {
-      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(added) : "memory");
-      if (count == all) break;
-      __nanosleep(500);
-    }
-  }
+  if (threadIdx.x == 0)
+    wait_for_count(call.added + batch * call.key_heads + key_head, BackwardCode::groups * call.key_blocks);
   __syncthreads();
 }
 

@@ -76,8 +76,8 @@ __device__ void multiply_values(Pair<T, size>& pair, NamedBarrier weights_writte
     // Makes weights of the products for scores, which are complete.
     auto finish_weights = [&] {
       float growth[kind == BackwardKind::capped ? count : 1];
-      weigh<size, kind>(products, growth, shared.numbers[pair.query.slot] + column_of_thread(), call, work, tile,
-                        first_key);
+      limit_scores<size, kind>(products, growth, call, work, tile, first_key);
+      weigh<kind>(products, shared.numbers[pair.query.slot] + column_of_thread(), call);
       shared.query_empty[pair.query.slot].arrive_as_warp();
       pair.query.advance();
       if (++tile == work.tiles.end) tile = work.tiles.begin;

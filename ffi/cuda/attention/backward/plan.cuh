@@ -80,6 +80,7 @@ struct BackwardShared {
   Barrier key_full, key_empty, value_full, value_empty;
   Barrier query_full[Plan::query_slots], query_empty[Plan::query_slots];
   Barrier cotangent_full[Plan::cotangent_slots], cotangent_empty[Plan::cotangent_slots];
+  Barrier slopes_full[2];
   Barrier sum_full[Code::groups], sum_empty[Code::groups];
 
   __device__ void init(bool deterministic) {
@@ -88,11 +89,12 @@ struct BackwardShared {
       for (auto& barrier : full) barrier.init(of_full);
       for (auto& barrier : empty) barrier.init(of_empty);
     };
-    // Threads that add sums, and one that waits for turns, read tickets as well.
-    init(ticket_full, ticket_empty, 1, all + Code::groups + deterministic);
+    // Threads that add sums, and one that waits for turns or a warp that clears sums, read tickets as well.
+    init(ticket_full, ticket_empty, 1, all + Code::groups + (deterministic ? 1 : Barrier::warp_arrivals));
     key_full.init(1), key_empty.init(all), value_full.init(1), value_empty.init(all);
     init(query_full, query_empty, 1, all);
     init(cotangent_full, cotangent_empty, 1, all);
+    for (auto& barrier : slopes_full) barrier.init(all);
     init(sum_full, sum_empty, warps, 1);
     turns = 0;
     show_barriers();

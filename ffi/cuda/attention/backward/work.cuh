@@ -21,6 +21,7 @@ struct BackwardCall {
   int batch, queries, keys, heads, key_heads, group, size;
   int key_blocks, query_tiles;
   unsigned pieces;  // of work
+  int processors;  // multiprocessors of the device
   int heads_in_turn;  // of how many key heads pieces are taken in turn
   bool deterministic;
   float scale, scale2;  // scale2 is for exponents of 2
@@ -32,6 +33,8 @@ struct BackwardCall {
   int2* ends;          // (B * N, blocks of keys), for both groups: the end of the tiles that a block has added to
   unsigned long long* counter;  // of tickets
   unsigned* added;     // (B * K), for both groups: how many blocks of keys have added all that they have
+  unsigned* cleared;   // (B * K): how many parts of the sums have been cleared, of as many as there are blocks of keys
+  int cleared_ahead;   // how many key heads lie between a block of keys and the sums that it clears, in any order
   void *query_gradient, *key_gradient, *value_gradient;
 };
 
