@@ -237,7 +237,7 @@ def find(operation: Operation, operands: Operands) -> Function:
         "cap": np.float64(form.cap or 0),
         "left": np.int64(-1 if form.left is None else form.left),
         "right": np.int64(-1 if form.right is None else form.right),
-        "deterministic": np.bool_(form.deterministic or _in_order(operands)),
+        "deterministic": np.bool_(form.deterministic),
     }
 
     def call(given: Sequence[jax.Array], types: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
@@ -268,19 +268,6 @@ def find(operation: Operation, operands: Operands) -> Function:
         return tuple(found[name] for name in operation.moving)
 
     return pullback if target is BACKWARD else forward
-
-
-# The most queries up to which gradients are as fast with additions in a fixed order as in any, by the head size that a
-# kernel is compiled for. On an H200 (bfloat16, 2048 and 8192 queries, without a causal rule and with one, forward and
-# backward, TFLOP/s in order and in any): 435 and 410, 351 and 349, 469 and 464, 429 and 433 at 64; 502 and 486, 459 and
-# 421, 538 and 548, 510 and 509 at 128. At 256, on an H100, any order is up to a quarter faster.
-_MOST_IN_ORDER = {64: 2**30, 128: 4096, 256: 0}
-
-
-def _in_order(operands: Operands) -> bool:
-    """Whether gradients that may be added in any order are added in a fixed one, which is then as fast."""
-    query = operands[0]
-    return query.shape[1] <= _MOST_IN_ORDER[_columns(query.shape[3])]
 
 
 def _narrowed(bias: jax.Array) -> jax.Array:

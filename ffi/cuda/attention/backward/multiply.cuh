@@ -83,7 +83,7 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size>
                                   ((thread / 32 * 32 + lane / 8 % 2 * 16) ^ (lane % 8 * 16));
   SlotPlace<Plan::query_slots> query;
   SlotPlace<Plan::cotangent_slots> cotangent;
-  SlotPlace<2> slopes_place;
+  SlotPlace<2> slopes_at;
   unsigned key_parity = 0, sum_parity = 0;
   for_pieces<true>(call, shared, [&](const BackwardWork<size>& work) {
     const int first_key = work.block * Plan::keys + group * 64;
@@ -93,55 +93,65 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size>
     float scores[count];  // and then weights
     uint32_t weights[count / 8][4], rounded[count / 8][4];  // left operands: weights, and slopes
     int tile = work.tiles.begin;
-    auto multiply_scores = [&] {
-      shared.query_full[query.slot].wait(query.parity);
-      const auto left = keys.anew(), right = summed_along_rows(shared.query[query.slot]).anew();
+    // Begins the products of 64 keys or values, and a tile of queries or cotangents.
+    auto multiply_tile = [&](float (&products)[count], Operand<Summed::along_rows> rows, const T* columns) {
+      const auto left = rows.anew(), right = summed_along_rows(columns).anew();
       begin_products();
 #pragma unroll
       for (int k = 0; k < size; k += 16)
-        multiply<T>(scores, left + (k / 64 * (Plan::keys * box_row) + k % 64 * 2),
+        multiply<T>(products, left + (k / 64 * (Plan::keys * box_row) + k % 64 * 2),
                     right + (k / 64 * (queries * box_row) + k % 64 * 2), k > 0);
       commit_products();
     };
-    // From the scores of a tile, which are complete, to slopes.
+    auto multiply_scores = [&] {
+      shared.query_full[query.slot].wait(query.parity);
+      multiply_tile(scores, keys, shared.query[query.slot]);
+    };
+    // From the scores of a tile, which are complete, to its slopes.
     auto begin_tile = [&] {
       limit_scores<size, kind>(scores, growth, call, work, tile, first_key);
       if (++tile == work.tiles.end) tile = work.tiles.begin;
       shared.cotangent_full[cotangent.slot].wait(cotangent.parity);
+      // A warp that issues a product stands still while the tensor cores are busy. So exponentials run beside products
+      // only if they stand between their instructions. The compiler moves them there, if no wait and no branch is in
+      // its way.
       float slopes[count];
-      {
-        const auto left = values.anew(), right = summed_along_rows(shared.cotangent[cotangent.slot]).anew();
-        begin_products();
-#pragma unroll
-        for (int k = 0; k < size; k += 16)
-          multiply<T>(slopes, left + (k / 64 * (Plan::keys * box_row) + k % 64 * 2),
-                      right + (k / 64 * (queries * box_row) + k % 64 * 2), k > 0);
-        commit_products();
-      }
+      multiply_tile(slopes, values, shared.cotangent[cotangent.slot]);
       const float* numbers = shared.numbers[query.slot] + column_of_thread();
       weigh<kind>(scores, numbers, call);
       round_to<T>(weights, scores);
+
+      // The same holds for slopes and the last products for the gradient by values. When the others have been issued,
+      // those that slopes need are complete.
+      constexpr int last = queries * 3 / 64 * 16;
       const auto cotangents = summed_over_rows(shared.cotangent[cotangent.slot], queries).anew();
-      begin_products();
+      auto add_values = [&](int begin, int end) {
+        begin_products();
 #pragma unroll
-      for (int k = 0; k < queries; k += 16) multiply<T>(of_values, weights[k / 16], cotangents + k * box_row, true);
-      commit_products();
+        for (int k = begin; k < end; k += 16)
+          multiply<T>(of_values, weights[k / 16], cotangents + k * box_row, true);
+        commit_products();
+      };
+      add_values(0, last);
       wait_for_products<1>(slopes);
+      add_values(last, queries);
       slope<kind>(slopes, scores, growth, numbers + queries);
       round_to<T>(rounded, slopes);
 #pragma unroll
       for (int i = 0; i < count / 8; i++)
-        store_turned(slopes_of_lane + slopes_place.slot * (Shared::slope_tile * 2) + i * (16 * box_row), rounded[i]);
+        store_turned(slopes_of_lane + slopes_at.slot * (Shared::slope_tile * 2) + i * (16 * box_row), rounded[i]);
       show_to_copies();
-      shared.slopes_full[slopes_place.slot].arrive_as_warp();
+      shared.slopes_full[slopes_at.slot].arrive_as_warp();
     };
-    // The products of slopes. If there are `more` tiles, the scores of the next one are multiplied as well.
+    // The products of slopes. If there are `more` tiles, the scores of the next one are multiplied as well. That and the
+    // gradient by keys need nothing of the other group, so the groups need not go in step: while one is at its
+    // exponentials, the other can multiply.
     auto end_tile = [&](auto has_more) {
       constexpr bool more = decltype(has_more)::value;
       if constexpr (!Plan::slopes_in_registers) own_slopes_written.wait();
       const auto queries_turned = summed_over_rows(shared.query[query.slot], queries).anew();
       [[maybe_unused]] const auto own_slopes =
-          (summed_over_rows(shared.slopes[slopes_place.slot], queries) + group * (queries * box_row)).anew();
+          (summed_over_rows(shared.slopes[slopes_at.slot], queries) + group * (queries * box_row)).anew();
       begin_products();
 #pragma unroll
       for (int k = 0; k < queries; k += 16) {
@@ -155,12 +165,12 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size>
       query.advance();
       if constexpr (more) multiply_scores();
 
-      shared.slopes_full[slopes_place.slot].wait(slopes_place.parity);
+      shared.slopes_full[slopes_at.slot].wait(slopes_at.parity);
       float sums[sum_queries / 2];
       const auto left = keys_turned.anew();
-      const auto right = (summed_along_rows(shared.slopes[slopes_place.slot]) +
+      const auto right = (summed_along_rows(shared.slopes[slopes_at.slot]) +
                           (Shared::boxes > 1 ? 0 : group * (sum_queries * box_row))).anew();
-      slopes_place.advance();
+      slopes_at.advance();
       begin_products();
 #pragma unroll
       for (int k = 0; k < Plan::keys; k += 16)

@@ -80,7 +80,7 @@ struct BackwardShared {
   Barrier key_full, key_empty, value_full, value_empty;
   Barrier query_full[Plan::query_slots], query_empty[Plan::query_slots];
   Barrier cotangent_full[Plan::cotangent_slots], cotangent_empty[Plan::cotangent_slots];
-  Barrier slopes_full[2];
+  Barrier slopes_full[2];  // of both groups
   Barrier sum_full[Code::groups], sum_empty[Code::groups];
 
   __device__ void init(bool deterministic) {
