@@ -289,8 +289,8 @@ _LARGEST_TILE, _SMALLEST_TILE = 128, 64  # of queries, and of keys, in the kerne
 
 
 def _of_gradients(operands: Operands) -> int:
-    """Sums of the query's gradient in f32, two numbers a query, for each block of keys and head of queries, which tiles it
-    has, and two counters a key head; for tiles of any size that the kernel may have.
+    """Sums of the query's gradient in f32, two numbers a query, for each block of keys and head of queries, which tiles
+    it has, and two counters a key head; for tiles of any size that the kernel may have.
     """
     query, key, _ = operands[:BASE]
     batch, queries, heads, size = query.shape

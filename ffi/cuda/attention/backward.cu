@@ -5,7 +5,7 @@
 // work is a block of keys of one key head. It goes over the tiles of queries that attend to them, of all heads of
 // queries of the key head, one head after the other. So the gradients by keys and values stay in registers, and the
 // groups of heads are summed in a fixed order. The gradient by queries is a sum over blocks of keys, in f32 in the
-// workspace, which bulk copies from shared memory add to. A last kernel rounds it.
+// workspace, which bulk copies from shared memory add to. A last kernel rounds it, and begins when most heads are done.
 //
 // If the same operands must give the same bits, blocks of keys add to each tile in a fixed order, from the last to the
 // first. They take their work from a counter in this order, so a block waits only for work that has been taken before

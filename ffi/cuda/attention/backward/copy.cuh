@@ -136,7 +136,7 @@ __device__ void add_sums(const BackwardCall& call, BackwardShared<T, size>& shar
     const int key_head = work.batch * call.key_heads + work.key_head;
     if (!call.deterministic && key_head >= call.cleared_ahead) {
       wait_for_count(call.cleared + key_head, call.key_blocks);
-      asm volatile("fence.proxy.async.global;" ::: "memory");  // other threads have stored zeros, and copies add to them
+      asm volatile("fence.proxy.async.global;" ::: "memory");  // threads have stored zeros, and copies add to them
     }
     for (int i = 0; i < call.group; i++) {
       const int64_t head = work.head(call, i);

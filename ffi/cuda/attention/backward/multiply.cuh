@@ -143,8 +143,8 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size>
       show_to_copies();
       shared.slopes_full[slopes_at.slot].arrive_as_warp();
     };
-    // The products of slopes. If there are `more` tiles, the scores of the next one are multiplied as well. That and the
-    // gradient by keys need nothing of the other group, so the groups need not go in step: while one is at its
+    // The products of slopes. If there are `more` tiles, the scores of the next one are multiplied as well. These and
+    // the gradient by keys need nothing of the other group, so the groups need not go in step: while one is at its
     // exponentials, the other can multiply.
     auto end_tile = [&](auto has_more) {
       constexpr bool more = decltype(has_more)::value;
