@@ -3,10 +3,8 @@
 // waits for the turn to add, if the order matters (see copy.cuh).
 #pragma once
 
-#include "../../counter.cuh"
-#include "../../tensor_map.cuh"
+#include "copy.cuh"
 #include "pair.cuh"
-#include "work.cuh"
 
 namespace jaxsoft::cuda {
 
@@ -21,6 +19,7 @@ __device__ void bring_tiles(const BackwardCall& call, BackwardPair<T>& shared, u
   SlotPlace<Plan::query_slots> query;
   SlotPlace<Plan::cotangent_slots> cotangent;
   unsigned key_parity = 0;
+  wait_for_last_kernel();  // which writes the numbers of queries
   for (;; mail.advance()) {
     // The first block takes tickets, and sends them to the second.
     unsigned ticket;
@@ -107,42 +106,73 @@ __device__ void send_slopes(const BackwardCall& call, BackwardPair<T>& shared, u
   });
 }
 
-// Adds one part of the gradient by queries to the sums. If the order matters, a thread waits for its turn, as in
-// copy.cuh, but only for the part with the same columns, and without another thread that looks ahead: it has the time
-// of two parts for each of its own.
+// The sums of one part of the block's columns: of the first tile of a head, and then one for each tile.
 template <class T>
-__device__ void add_part(const BackwardCall& call, BackwardPair<T>& shared, unsigned rank, int part) {
+__device__ float* sums_of_part(const BackwardCall& call, const BackwardWork<BackwardPair<T>::size>& work, int of_group,
+                               unsigned rank, int part) {
   using Pair = BackwardPair<T>;
-  constexpr int sum = Pair::queries * 64, parts = Pair::parts * Pair::Plan::blocks;
-  const int of_all = rank * Pair::parts + part;
+  return call.sums + work.head(call, of_group) * call.query_tiles * Pair::sum_tile +
+         (rank * Pair::parts + part) * Pair::sum;
+}
+
+// Adds the block's part of the gradient by queries to the sums, in any order.
+template <class T>
+__device__ void add_sums(const BackwardCall& call, BackwardPair<T>& shared, unsigned rank) {
+  using Pair = BackwardPair<T>;
+  unsigned parity = 0;
+  for_pieces<false>(call, shared, [&](const BackwardWork<Pair::size>& work) {
+    wait_for_zeros<Pair::size>(call, work);
+    for (int i = 0; i < call.group; i++) {
+      for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
+#pragma unroll
+        for (int part = 0; part < Pair::parts; part++) {
+          shared.sum_full[part].wait(parity);
+          add_floats(sums_of_part<T>(call, work, i, rank, part) + int64_t(tile) * Pair::sum_tile, shared.sums,
+                     sizeof shared.sums);
+          commit_stores();
+          wait_for_reads_of_stores();
+          shared.sum_empty.arrive();
+        }
+        parity ^= 1;
+      }
+    }
+    wait_for_stores();
+    count_as_added(call, work, Pair::parts);
+  });
+}
+
+// Adds one part of it, in a fixed order. A thread waits for its turn as in copy.cuh, but only for what has the same
+// columns, and without another thread that looks ahead: it has the time of two parts for each of its own.
+template <class T>
+__device__ void add_part_in_order(const BackwardCall& call, BackwardPair<T>& shared, unsigned rank, int part) {
+  using Pair = BackwardPair<T>;
+  constexpr int parts = Pair::parts * Pair::Plan::blocks;
   unsigned parity = 0;
   for_pieces<false>(call, shared, [&](const BackwardWork<Pair::size>& work) {
     for (int i = 0; i < call.group; i++) {
-      const int64_t head = work.head(call, i);
-      float* const sums = call.sums + head * call.query_tiles * (parts * sum) + of_all * sum;
-      int* const end = reinterpret_cast<int*>(call.ends) + (head * call.key_blocks + work.block) * parts + of_all;
+      float* const sums = sums_of_part<T>(call, work, i, rank, part);
+      int* const end = reinterpret_cast<int*>(call.ends) + (work.head(call, i) * call.key_blocks + work.block) * parts +
+                       rank * Pair::parts + part;
       int end_of_next = 0;  // of the tiles that the next block of keys has added to
       for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
-        const bool ordered = call.deterministic && work.tiles_of_next.has(tile);
-        while (ordered && end_of_next <= tile)
+        const bool first = !work.tiles_of_next.has(tile);
+        while (!first && end_of_next <= tile)
           asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(end_of_next) : "l"(end + parts) : "memory");
         shared.sum_full[part].wait(parity);
         parity ^= 1;
-        float* const to = sums + int64_t(tile) * (parts * sum);
-        // Where the order matters, the first block stores, and there need not be zeros before.
-        if (call.deterministic && !ordered) store_floats(to, shared.sums, sizeof shared.sums);
+        float* const to = sums + int64_t(tile) * Pair::sum_tile;
+        // There need not be zeros before.
+        if (first) store_floats(to, shared.sums, sizeof shared.sums);
         else add_floats(to, shared.sums, sizeof shared.sums);
         commit_stores();
         wait_for_reads_of_stores();
         shared.sum_empty.arrive();
-        if (call.deterministic) {
-          wait_for_stores();
-          asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(end), "r"(tile + 1) : "memory");
-        }
+        wait_for_stores();
+        asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(end), "r"(tile + 1) : "memory");
       }
     }
+    count_as_added(call, work, 1);
   });
-  wait_for_stores();
 }
 
 }  // namespace jaxsoft::cuda

@@ -40,103 +40,104 @@ __device__ void multiply_scores(const BackwardCall& call, BackwardPair<T>& share
                   k > 0);
     commit_products();
   };
-  // Begins products of the last slopes and keys, for one part of the block's columns.
-  auto multiply_slopes = [&](float (&sums)[count], int part) {
-    const auto own = own_keys_turned.anew() + part * box_bytes, other = other_keys_turned.anew() + part * box_bytes;
-    const auto own_slopes = summed_along_rows(shared.slopes[last_slopes.slot]).anew();
-    const auto other_slopes = summed_along_rows(shared.other_slopes).anew();
+  // Begin products of the last slopes and keys: with the block's own keys, to which those with the other block's keys are
+  // added. Their rows are queries, and their columns the block's part of the head.
+  auto multiply_own_slopes = [&](float (&sums)[2 * count]) {
+    const auto of_keys = own_keys_turned.anew();
+    const auto of_slopes = summed_along_rows(shared.slopes[last_slopes.slot]).anew();
     begin_products();
 #pragma unroll
-    for (int k = 0; k < Pair::keys; k += 16) multiply<T>(sums, own + k * box_row, own_slopes + k * 2, k > 0);
-#pragma unroll
-    for (int k = 0; k < Pair::keys; k += 16) multiply<T>(sums, other + k * box_row, other_slopes + k * 2, true);
+    for (int k = 0; k < Pair::keys; k += 16) multiply<T>(sums, of_slopes + k * 2, of_keys + k * box_row, k > 0);
     commit_products();
   };
-  auto wait_for_slopes = [&] {
-    shared.slopes_full[last_slopes.slot].wait(last_slopes.parity);
-    shared.other_slopes_full.wait(parity ^ 1);
+  auto multiply_other_slopes = [&](float (&sums)[2 * count]) {
+    const auto of_keys = other_keys_turned.anew();
+    const auto of_slopes = summed_along_rows(shared.other_slopes).anew();
+    begin_products();
+#pragma unroll
+    for (int k = 0; k < Pair::keys; k += 16) multiply<T>(sums, of_slopes + k * 2, of_keys + k * box_row, true);
+    commit_products();
   };
-  auto hand_over = [&](const float (&sums)[count], int part) {
+  // Hands the first or the second 64 columns over to be added.
+  auto hand_over = [&](const float (&sums)[2 * count], int part) {
     shared.sum_empty.wait(sum_parity ^ 1);
     sum_parity ^= 1;
-    store_of_thread(shared.sums, sums);
+    store_of_thread(shared.sums, reinterpret_cast<const float(&)[count]>(sums[part * count]));
     show_to_copies();
     shared.sum_full[part].arrive_as_warp();
-  };
-  auto end_slopes = [&](const float (&sums)[count]) {
-    shared.other_slopes_empty.arrive_as_warp_in(other_block(rank));
-    hand_over(sums, 1);
   };
   for_pieces<true>(call, shared, [&](const BackwardWork<size>& work) {
     const int first_key = work.block * Plan::keys + rank * Pair::keys, steps = work.tiles.length() * call.group;
     if (steps == 0) return;
     shared.key_full.wait(key_parity);
-    float scores[count], slopes[count], sums[count];
+    float scores[count], slopes[count], sums[2 * count];
     int tile = work.tiles.begin;
-    // Makes slopes of a tile. Meanwhile those of tiles before it are multiplied with keys: the second part of the tile
-    // before the last, and the first part of the last, if there are so many `before`.
-    auto step = [&](auto tiles_before) {
-      constexpr int before = decltype(tiles_before)::value;
-      constexpr bool last = before > 0;
+    // Makes slopes of a tile. Meanwhile those of the last tile, if there is one, are multiplied with keys. What comes of
+    // it is handed over in two parts. The second one is due after the next products have begun, if there is `more` than
+    // one tile before.
+    auto step = [&](auto has_last, bool more) {
+      constexpr bool last = decltype(has_last)::value;
       [[maybe_unused]] float growth[kind == BackwardKind::capped ? count : 1];
       uint32_t rounded[count / 8][4];
-      if constexpr (before > 1) multiply_slopes(sums, 1);
       shared.query_full[query.slot].wait(query.parity);
       multiply_tile(scores, shared.key, shared.query[query.slot]);
       shared.cotangent_full[cotangent.slot].wait(cotangent.parity);
       if constexpr (!last) shared.value_full.wait(key_parity);
       multiply_tile(slopes, shared.value, shared.cotangent[cotangent.slot]);
-      if constexpr (before > 1) {
-        wait_for_products<2>(sums);
-        end_slopes(sums);
-      }
+      if (last && more) hand_over(sums, 1);
       wait_for_products<1>(scores);
       const float* numbers = shared.numbers[query.slot] + column_of_thread();
-      weigh<size, kind>(scores, growth, numbers, call, work, tile, first_key);
+      if constexpr (last) {
+        last_slopes.advance();
+        shared.slopes_full[last_slopes.slot].wait(last_slopes.parity);
+      }
+      limit_scores<size, kind>(scores, growth, call, work, tile, first_key);
+      if (++tile == work.tiles.end) tile = work.tiles.begin;
+      // Exponentials run beside these products, and slopes beside those below, as they stand between their instructions
+      // (see multiply.cuh).
+      if constexpr (last) multiply_own_slopes(sums);
+      weigh<kind>(scores, numbers, call);
       round_to<T>(rounded, scores);
       shared.weights_empty[0].wait(parity ^ 1);
       store(shared.weights[0], rounded, shared.weights_full[0]);
+      shared.slopes_empty[next_slopes.slot].wait(next_slopes.parity ^ 1);
       if constexpr (last) {
-        last_slopes.advance();
-        wait_for_slopes();
-        multiply_slopes(sums, 0);
+        shared.other_slopes_full.wait(parity ^ 1);
+        wait_for_products<1>(slopes);
+        multiply_other_slopes(sums);
+      } else {
+        wait_for_products<0>(slopes);
       }
-      wait_for_products<last ? 1 : 0>(slopes);
+      slope<kind>(slopes, scores, growth, numbers + queries);
+      round_to<T>(rounded, slopes);
+      store(shared.slopes[next_slopes.slot], rounded, shared.slopes_full[next_slopes.slot]);
       shared.cotangent_empty[cotangent.slot].arrive_as_warp();
       cotangent.advance();
-      slope<kind>(slopes, scores, growth, numbers + queries);
       shared.query_empty[query.slot].arrive_as_warp();
       query.advance();
-      round_to<T>(rounded, slopes);
-      shared.slopes_empty[next_slopes.slot].wait(next_slopes.parity ^ 1);
-      store(shared.slopes[next_slopes.slot], rounded, shared.slopes_full[next_slopes.slot]);
       next_slopes.advance();
       if constexpr (last) {
         wait_for_products<0>(sums);
+        shared.other_slopes_empty.arrive_as_warp_in(other_block(rank));
         hand_over(sums, 0);
       }
       parity ^= 1;
-      if (++tile == work.tiles.end) tile = work.tiles.begin;
     };
-    step(std::integral_constant<int, 0>());
-    if (steps > 1) step(std::integral_constant<int, 1>());
-    for (int i = 2; i < steps; i++) step(std::integral_constant<int, 2>());
+    step(std::false_type(), false);
+    for (int i = 1; i < steps; i++) step(std::true_type(), i > 1);
     shared.value_empty.arrive_as_warp();
     key_parity ^= 1;
-    if (steps > 1) {
-      multiply_slopes(sums, 1);
-      wait_for_products<0>(sums);
-      end_slopes(sums);
-    }
+    if (steps > 1) hand_over(sums, 1);
     last_slopes.advance();
-    wait_for_slopes();
-    multiply_slopes(sums, 0);
+    shared.slopes_full[last_slopes.slot].wait(last_slopes.parity);
+    shared.other_slopes_full.wait(parity ^ 1);
+    multiply_own_slopes(sums);
+    multiply_other_slopes(sums);
     wait_for_products<0>(sums);
-    hand_over(sums, 0);
-    multiply_slopes(sums, 1);
-    wait_for_products<0>(sums);
+    shared.other_slopes_empty.arrive_as_warp_in(other_block(rank));
     shared.key_empty.arrive_as_warp();
-    end_slopes(sums);
+    hand_over(sums, 0);
+    hand_over(sums, 1);
   });
 }
 

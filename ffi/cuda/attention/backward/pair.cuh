@@ -30,6 +30,7 @@ struct BackwardPair {
   static constexpr int mails = 2;  // pieces of work that are known at a time
   static constexpr int slope_slots = 2;
   static constexpr int parts = 2;  // of 64 columns, of the block's part of the gradient by queries
+  static constexpr int sum = queries * 64, sum_tile = queries * size;
   static constexpr int box_row = 128, box_bytes = 64 * box_row;
 
   // Boxes of tensor_map.cuh, of 64 columns.
@@ -42,7 +43,7 @@ struct BackwardPair {
   alignas(1024) T weights[1][queries * keys];
   alignas(1024) T slopes[slope_slots][queries * keys];
   alignas(1024) T other_slopes[queries * keys];                // the other block's
-  alignas(128) float sums[queries * 64];                       // to be added to the gradient by queries
+  alignas(128) float sums[sum];                                // to be added to the gradient by queries
   alignas(128) float numbers[Plan::query_slots][2 * queries];  // lse in base 2, then delta
   unsigned tickets[mails];                                     // pieces of work
 
@@ -54,11 +55,13 @@ struct BackwardPair {
   Barrier other_slopes_full, other_slopes_empty;  // the latter is about the slopes that the other block has got
   Barrier sum_full[parts], sum_empty;
 
-  __device__ void init() {
+  __device__ void init(bool deterministic) {
     constexpr unsigned warps = 4 * Barrier::warp_arrivals;
     for (auto& barrier : ticket_full) barrier.init(1);
-    // Warps that multiply, threads that add parts and send slopes, and the one that brings tiles to the second block.
-    for (auto& barrier : ticket_empty) barrier.init(2 * (groups * warps + parts + 1) + 1);
+    // Warps that multiply, threads that send slopes and add sums, perhaps a warp that clears sums, and the one that
+    // brings tiles to the second block.
+    const unsigned others = 1 + (deterministic ? parts : 1 + Barrier::warp_arrivals);
+    for (auto& barrier : ticket_empty) barrier.init(2 * (groups * warps + others) + 1);
     key_full.init(1), key_empty.init(warps), value_full.init(1), value_empty.init(warps);
     for (auto& barrier : query_full) barrier.init(1);
     for (auto& barrier : cotangent_full) barrier.init(1);
