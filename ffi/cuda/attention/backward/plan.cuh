@@ -29,23 +29,24 @@ struct BackwardCode {
 //
 // If the order of additions matters, a block tells after each `told` tiles that it has added to them, which takes a
 // microsecond, and blocks of keys of one head should begin `apart` tiles one after the other. What blocks read and add
-// to should stay in the cache, of which there are `cache` MiB. The last three are by measurement (H100: with 1 instead
-// of 2, heads of 64 and 128 were 3 to 13 % slower at 8K). A pair of blocks tells of each tile (copy_in_pairs.cuh).
+// to should stay in the cache, of which there are `cache` MiB. The last three are by measurement. (H200, heads of 128,
+// 8K, without a causal rule and with one, TFLOP/s: 584 and 551; if 1 tile is told, 565 and 518; with 2.5 apart in 40 MiB,
+// which are two heads in turn and not four, 507 and 542.) A pair of blocks tells of each tile (copy_in_pairs.cuh).
 template <int size>
 struct BackwardPlan;
 template <>
 struct BackwardPlan<64> {
   static constexpr int queries = 96, keys = 128, blocks = 1, added_parts = 2, query_slots = 2, cotangent_slots = 2;
   static constexpr bool slopes_in_registers = true;
-  static constexpr int told = 2, cache = 40;
-  static constexpr double apart = 2.5;
+  static constexpr int told = 2, cache = 49;
+  static constexpr double apart = 4;
 };
 template <>
 struct BackwardPlan<128> {
   static constexpr int queries = 64, keys = 128, blocks = 1, added_parts = 2, query_slots = 2, cotangent_slots = 2;
   static constexpr bool slopes_in_registers = false;
-  static constexpr int told = 2, cache = 40;
-  static constexpr double apart = 2.5;
+  static constexpr int told = 2, cache = 49;
+  static constexpr double apart = 4;
 };
 template <>
 struct BackwardPlan<256> {
