@@ -24,9 +24,10 @@ __global__ void prepare_numbers(const __grid_constant__ BackwardCall call, const
   }
 }
 
-// Rounds a tile of sums in the order of accumulators of (columns of the head, queries), or of (queries, columns of the
-// head) where blocks work in pairs, to rows of the gradient. It may start before the kernel that adds them ends, as most
-// heads are complete by then: so multiprocessors have work while others are at their last block of keys.
+// Rounds a tile of sums to rows of the gradient. They are in the order of accumulators of (columns of the head,
+// queries), or where blocks work in pairs, of (queries, columns of the head). It may start before the kernel that adds
+// them ends, as most heads are complete by then: so multiprocessors have work while others are at their last block of
+// keys.
 template <class T, int size>
 __global__ void __launch_bounds__(256) round_sums(const __grid_constant__ BackwardCall call) {
   using Plan = BackwardPlan<size>;

@@ -139,9 +139,8 @@ __device__ void wait_for_zeros(const BackwardCall& call, const BackwardWork<size
 // Says of a piece of work that `parts` of its additions are complete, of BackwardPlan::added_parts.
 template <int size>
 __device__ void count_as_added(const BackwardCall& call, const BackwardWork<size>& work, unsigned parts) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(call.added + work.batch * call.key_heads + work.key_head),
-               "r"(parts)
-               : "memory");
+  unsigned* const added = call.added + work.batch * call.key_heads + work.key_head;
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(added), "r"(parts) : "memory");
 }
 
 // Adds what a warp group has of the gradient by queries to the sums.

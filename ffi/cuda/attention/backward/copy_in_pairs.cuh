@@ -1,6 +1,6 @@
-// The warp group that copies, of each block of a pair (pair.cuh). One thread brings tiles to shared memory, one adds the
-// block's part of the gradient by queries to the sums in device memory, one sends slopes to the other block, and one
-// waits for the turn to add, if the order matters (see copy.cuh).
+// The warp group that copies, of each block of a pair (pair.cuh). One thread brings tiles to shared memory, and one
+// sends slopes to the other block. The block's part of the gradient by queries is added to the sums in device memory by
+// one thread for each of two parts, if the order matters. Else one thread adds both, and a warp clears sums (copy.cuh).
 #pragma once
 
 #include "copy.cuh"
@@ -48,7 +48,7 @@ __device__ void bring_tiles(const BackwardCall& call, BackwardPair<T>& shared, u
     bool first = true;
     for (int i = 0; i < call.group; i++) {
       const int head = work.key_head * call.group + i;
-      const float* numbers = call.numbers + (int64_t(work.batch) * call.heads + head) * call.query_tiles * (2 * queries);
+      const float* numbers = call.numbers + work.head(call, i) * call.query_tiles * (2 * queries);
       for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
         shared.query_empty[query.slot].wait(query.parity ^ 1);
         Barrier& full = shared.query_full[query.slot];
@@ -84,6 +84,7 @@ __device__ void bring_tiles(const BackwardCall& call, BackwardPair<T>& shared, u
   }
 }
 
+// Sends the slopes of each tile to the other block as soon as it has room for them.
 template <class T>
 __device__ void send_slopes(const BackwardCall& call, BackwardPair<T>& shared, unsigned rank) {
   SlotPlace<BackwardPair<T>::slope_slots> slopes;
@@ -95,7 +96,7 @@ __device__ void send_slopes(const BackwardCall& call, BackwardPair<T>& shared, u
       // The other block no longer needs the slopes that it got before. So they have been read here as well.
       shared.other_slopes_empty.wait(parity ^ 1);
       if (last_empty) last_empty->arrive();
-      // Nor does this block need what it got before, else it would not have the next slopes.
+      // What this block got before has arrived, else it would not have the next slopes.
       shared.other_slopes_full.arrive_expecting(sizeof shared.other_slopes);
       copy_to_block(shared.other_slopes, shared.slopes[slopes.slot], sizeof shared.other_slopes,
                     shared.other_slopes_full, other_block(rank));

@@ -40,8 +40,8 @@ __device__ void multiply_scores(const BackwardCall& call, BackwardPair<T>& share
                   k > 0);
     commit_products();
   };
-  // Begin products of the last slopes and keys: with the block's own keys, to which those with the other block's keys are
-  // added. Their rows are queries, and their columns the block's part of the head.
+  // Begin products of the last slopes and keys: with the block's own keys, to which those with the other block's keys
+  // are added. Their rows are queries, and their columns the block's part of the head.
   auto multiply_own_slopes = [&](float (&sums)[2 * count]) {
     const auto of_keys = own_keys_turned.anew();
     const auto of_slopes = summed_along_rows(shared.slopes[last_slopes.slot]).anew();
@@ -72,9 +72,9 @@ __device__ void multiply_scores(const BackwardCall& call, BackwardPair<T>& share
     shared.key_full.wait(key_parity);
     float scores[count], slopes[count], sums[2 * count];
     int tile = work.tiles.begin;
-    // Makes slopes of a tile. Meanwhile those of the last tile, if there is one, are multiplied with keys. What comes of
-    // it is handed over in two parts. The second one is due after the next products have begun, if there is `more` than
-    // one tile before.
+    // Makes slopes of a tile. Meanwhile those of the last tile, if there is one, are multiplied with keys. What comes
+    // of it is handed over in two parts. The second one is due after the next products have begun, if there is `more`
+    // than one tile before.
     auto step = [&](auto has_last, bool more) {
       constexpr bool last = decltype(has_last)::value;
       [[maybe_unused]] float growth[kind == BackwardKind::capped ? count : 1];
@@ -187,8 +187,9 @@ struct PairGradient {
 template <class T>
 __device__ void multiply_values(const BackwardCall& call, BackwardPair<T>& shared, unsigned rank) {
   using Pair = BackwardPair<T>;
-  PairGradient<T, 1, Pair::Plan::cotangent_slots> gradient{shared.weights,   shared.weights_full,   shared.weights_empty,
-                                                        shared.cotangent, shared.cotangent_full, shared.cotangent_empty};
+  PairGradient<T, 1, Pair::Plan::cotangent_slots> gradient{
+      shared.weights,   shared.weights_full,   shared.weights_empty,
+      shared.cotangent, shared.cotangent_full, shared.cotangent_empty};
   for_pieces<true>(call, shared, [&](const BackwardWork<Pair::size>& work) {
     gradient.sum(call, work, rank, call.value_gradient, 1.f);
   });
@@ -197,8 +198,8 @@ __device__ void multiply_values(const BackwardCall& call, BackwardPair<T>& share
 template <class T>
 __device__ void multiply_keys(const BackwardCall& call, BackwardPair<T>& shared, unsigned rank) {
   using Pair = BackwardPair<T>;
-  PairGradient<T, Pair::slope_slots, Pair::Plan::query_slots> gradient{shared.slopes, shared.slopes_full, shared.slopes_empty,
-                                                    shared.query,  shared.query_full,  shared.query_empty};
+  PairGradient<T, Pair::slope_slots, Pair::Plan::query_slots> gradient{
+      shared.slopes, shared.slopes_full, shared.slopes_empty, shared.query, shared.query_full, shared.query_empty};
   for_pieces<true>(call, shared, [&](const BackwardWork<Pair::size>& work) {
     gradient.sum(call, work, rank, call.key_gradient, call.scale);
   });

@@ -24,14 +24,14 @@ struct BackwardCode {
 // where the product with queries takes slopes from. Shared memory is read less if it is from registers, for which 128
 // leaves no room. Heads of 64 are bound by the reads of shared memory as well, so tiles are as long as registers allow.
 //
-// `keys` are those of a piece of work, and as many `blocks` of threads share it (see pair.cuh for two of them). They add
-// to the gradient by queries in `added_parts`.
+// `keys` are those of a piece of work, and so many `blocks` share it (pair.cuh is about two). What they add to the
+// gradient by queries has `added_parts`.
 //
 // If the order of additions matters, a block tells after each `told` tiles that it has added to them, which takes a
 // microsecond, and blocks of keys of one head should begin `apart` tiles one after the other. What blocks read and add
 // to should stay in the cache, of which there are `cache` MiB. The last three are by measurement. (H200, heads of 128,
-// 8K, without a causal rule and with one, TFLOP/s: 584 and 551; if 1 tile is told, 565 and 518; with 2.5 apart in 40 MiB,
-// which are two heads in turn and not four, 507 and 542.) A pair of blocks tells of each tile (copy_in_pairs.cuh).
+// 8K, without a causal rule and with one, TFLOP/s: 584 and 551; if 1 tile is told, 565 and 518; with 2.5 apart in 40
+// MiB, which are two heads in turn and not four, 507 and 542.) A pair of blocks tells of each tile (copy_in_pairs.cuh).
 template <int size>
 struct BackwardPlan;
 template <>
