@@ -52,7 +52,7 @@ template <>
 struct BackwardPlan<256> {
   static constexpr int queries = 64, keys = 128, blocks = 2, added_parts = 4, query_slots = 2, cotangent_slots = 1;
   static constexpr int cache = 49;
-  static constexpr double apart = 2.4;
+  static constexpr double apart = 1.9;
 };
 
 template <class T, int size>
