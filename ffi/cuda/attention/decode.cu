@@ -13,15 +13,16 @@ namespace decode {
 // The head size for which the kernel is compiled, of those that are not smaller.
 inline int padded_size(int size) { return size <= 64 ? 64 : size <= 128 ? 128 : 256; }
 
-// Clears the counters. The kernel that follows runs at the same time, and waits for this before it uses them: so it
-// starts earlier than after a memset.
+// Clears the counter. The kernel that follows runs at the same time, and waits for this before it uses it: so it starts
+// earlier than after a memset.
 template <int = 0>
-__global__ void clear(unsigned* counters, int count) {
+__global__ void clear(unsigned* counter) {
   let_next_kernel_start();
-  for (int i = threadIdx.x; i < count; i += blockDim.x) counters[i] = 0;
+  *counter = 0;
 }
 
 using Kernel = void(Arguments, CUtensorMap, CUtensorMap);
+using MergeKernel = void(Arguments);
 
 struct Launch {
   Arguments args;
@@ -41,15 +42,15 @@ struct Launch {
 
   template <class T, PageType type, int size>
   cudaError_t run_few() {
-    return start<FewRows<type, size>, few_rows<T, type, size>>();
+    return start<FewRows<type, size>, few_rows<T, type, size>, merge<size>>();
   }
   template <class T, int size>
   cudaError_t run_many() {
-    if (args.plan.row_tile == kPartRows) return start<ManyRows<size>, many_rows<T, size, true>>();
-    return start<ManyRows<size>, many_rows<T, size, false>>();
+    if (args.plan.row_tile == kPartRows) return start<ManyRows<size>, many_rows<T, size, true>, merge<size>>();
+    return start<ManyRows<size>, many_rows<T, size, false>, merge<size>>();
   }
 
-  template <class Shape, Kernel* kernel>
+  template <class Shape, Kernel* kernel, MergeKernel* merge_kernel>
   cudaError_t start() {
     constexpr size_t bytes = sizeof(typename Shape::Memory);
     static_assert(bytes <= 227 * 1024);
@@ -62,7 +63,20 @@ struct Launch {
     CUtensorMap keys, values;
     if (auto e = describe_cache(&keys, args.call.key, box_rows, Shape::Values::swizzle)) return e;
     if (auto e = describe_cache(&values, args.call.value, box_rows, Shape::Values::swizzle)) return e;
-    return launch(kernel, Shape::threads, bytes, keys, values);
+    if (auto e = place_workspace()) return e;
+    Device device;
+    if (auto e = device.read()) return e;
+    const int64_t units = int64_t(args.plan.items) * args.plan.most_chunks;
+    const int blocks = static_cast<int>(std::min<int64_t>(units, device.processors));
+    args.dealt = units > blocks;
+    if (args.dealt) {
+      if (auto e = launch(clear<>, dim3(1), 1, 0, false, args.counter)) return e;
+    }
+    if (auto e = launch(kernel, dim3(blocks), Shape::threads, bytes, args.dealt, args, keys, values)) return e;
+    if (args.plan.most_chunks == 1) return cudaSuccess;
+    const int64_t rows = std::max<int64_t>(1, std::min<int64_t>(args.item_rows, kMergeBlocks / args.plan.items));
+    return launch(merge_kernel, dim3(args.plan.items, static_cast<unsigned>(rows)), kMergeParts * padded / 4, 0, true,
+                  args);
   }
 
   cudaError_t describe_cache(CUtensorMap* map, const void* data, int box_rows, Swizzle swizzle) const {
@@ -74,34 +88,30 @@ struct Launch {
     return describe(map, {data, type, batch, rows, call.key_heads, call.size}, box_rows, swizzle);
   }
 
-  cudaError_t launch(Kernel* kernel, int threads, size_t bytes, const CUtensorMap& keys, const CUtensorMap& values) {
+  cudaError_t place_workspace() {
     const AttentionCall& call = args.call;
-    Device device;
-    if (auto e = device.read()) return e;
     const Workspace workspace(args.plan, args.item_rows, padded);
     if (call.workspace_bytes < workspace.bytes) return cudaErrorInvalidValue;
     auto* at = static_cast<char*>(call.workspace);
-    args.counters = reinterpret_cast<unsigned*>(at);
+    args.counter = reinterpret_cast<unsigned*>(at);
     args.sums = reinterpret_cast<float2*>(at + workspace.sums);
     args.outputs = reinterpret_cast<float*>(at + workspace.outputs);
-    const int64_t units = int64_t(args.plan.items) * args.plan.most_chunks;
-    const int blocks = static_cast<int>(std::min<int64_t>(units, device.processors));
-    args.dealt = units > blocks;
+    return cudaSuccess;
+  }
+
+  // Launches a kernel, that may overlap the one before.
+  template <class... Given>
+  cudaError_t launch(void (*kernel)(Given...), dim3 blocks, int threads, size_t bytes, bool overlaps,
+                     const Given&... given) {
     cudaLaunchAttribute attribute = overlapping();
     cudaLaunchConfig_t config{};
     config.stream = stream;
-    if (args.dealt || args.plan.most_chunks > 1) {
-      config.gridDim = dim3(1);
-      config.blockDim = dim3(256);
-      if (auto e = cudaLaunchKernelEx(&config, clear<>, args.counters, static_cast<int>(workspace.counters / 4)))
-        return e;
-      config.attrs = &attribute;
-      config.numAttrs = 1;
-    }
-    config.gridDim = dim3(blocks);
+    config.gridDim = blocks;
     config.blockDim = dim3(threads);
     config.dynamicSmemBytes = bytes;
-    return cudaLaunchKernelEx(&config, kernel, args, keys, values);
+    config.attrs = &attribute;
+    config.numAttrs = overlaps;
+    return cudaLaunchKernelEx(&config, kernel, given...);
   }
 
   template <class T, PageType type>

@@ -18,7 +18,7 @@ struct Arguments {
   int item_rows = 1;    // that a state has room for
   bool adjusted = false;  // whether scores have a cap, a bias, a mask or segments
   bool dealt = false;     // whether units after the first are dealt by a counter
-  unsigned* counters = nullptr;
+  unsigned* counter = nullptr;  // of units
   float2* sums = nullptr;  // maximum and sum of each row of each state
   float* outputs = nullptr;
 };
@@ -50,6 +50,21 @@ struct Limits {
     if (end <= begin) return {0, 0};
     return {static_cast<int>(begin), static_cast<int>(end)};
   }
+};
+
+// How the keys of a sequence are cut into chunks.
+struct Cut {
+  Range range{};                // the keys that count for any query
+  int groups = 0;               // row groups with keys
+  int chunk = 1, chunks = 1;    // keys of a chunk, and how many there are
+  Cut() = default;
+  __device__ Cut(const Arguments& args, const Limits& limits) : range(limits.of(args.call, 0, args.call.queries - 1)) {
+    if (range.empty()) return;
+    const int keys = range.end - first(), tile = args.plan.row_tile;
+    groups = short_quotient(limits.queries * args.heads_each + tile - 1, tile);
+    chunk = args.plan.chunk(keys), chunks = short_quotient(keys + chunk - 1, chunk);
+  }
+  __device__ int first() const { return range.begin / kChunkAlign * kChunkAlign; }  // where the first chunk begins
 };
 
 // A unit of work, as the producer of a block tells it to the others.

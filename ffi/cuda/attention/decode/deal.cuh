@@ -15,9 +15,7 @@ class Dealer {
   int first_ = 0;   // the first of the 32 sequences, of which each lane has one
   int before_ = 0;  // units of the sequences before
   Limits limits_;
-  Range range_{};
-  int chunk_ = 1, chunks_ = 1;
-  int groups_ = 0;  // row groups with keys
+  Cut cut_;
   int upto_ = 0;    // units of the sequences up to the lane's
 
   __device__ void look() {
@@ -25,11 +23,8 @@ class Dealer {
     upto_ = 0;
     if (b < args_.call.batch) {
       limits_ = Limits(args_.call, b);
-      range_ = limits_.of(args_.call, 0, args_.call.queries - 1);
-      const int keys = range_.end - range_.begin / kChunkAlign * kChunkAlign, tile = args_.plan.row_tile;
-      groups_ = range_.empty() ? 0 : short_quotient(limits_.queries * args_.heads_each + tile - 1, tile);
-      if (!range_.empty()) chunk_ = args_.plan.chunk(keys), chunks_ = short_quotient(keys + chunk_ - 1, chunk_);
-      upto_ = (groups_ * chunks_ + args_.plan.row_groups - groups_) * args_.call.key_heads;
+      cut_ = Cut(args_, limits_);
+      upto_ = (cut_.groups * cut_.chunks + args_.plan.row_groups - cut_.groups) * args_.call.key_heads;
     }
     for (int step = 1; step < 32; step *= 2) {
       const int other = __shfl_up_sync(~0u, upto_, step);
@@ -51,9 +46,9 @@ class Dealer {
       look();
     }
     const int own = __ffs(__ballot_sync(~0u, number - before_ < upto_)) - 1;
-    const Range range{__shfl_sync(~0u, range_.begin, own), __shfl_sync(~0u, range_.end, own)};
-    const int chunk = __shfl_sync(~0u, chunk_, own), chunks = __shfl_sync(~0u, chunks_, own);
-    const int groups = __shfl_sync(~0u, groups_, own), heads = args_.call.key_heads;
+    const Range range{__shfl_sync(~0u, cut_.range.begin, own), __shfl_sync(~0u, cut_.range.end, own)};
+    const int chunk = __shfl_sync(~0u, cut_.chunk, own), chunks = __shfl_sync(~0u, cut_.chunks, own);
+    const int groups = __shfl_sync(~0u, cut_.groups, own), heads = args_.call.key_heads;
     const int before = __shfl_up_sync(~0u, upto_, 1);
     int within = number - before_ - (own > 0 ? __shfl_sync(~0u, before, own) : 0);
     unit->batch = first_ + own;

@@ -18,17 +18,16 @@ struct FewRows {
   static constexpr int warps = size == 64 ? 8 : 4;
   // Of a warp, of 128 KB in all. With 192 KB in flight all requests took longer, and calls were 2 % slower.
   static constexpr int slots = 128 * 1024 / (2 * bytes * keys * warps);
-  static constexpr int mergers = 3, threads = (warps + 1 + mergers) * 32;
+  static constexpr int storers = 3, threads = (warps + 1 + storers) * 32;
   static constexpr int buffers = warps / 2;
-  using Team = Mergers<warps + 1, mergers, size == 128 ? 2 : 1, kGroup, size < 256>;
+  using Team = Storers<warps + 1, storers>;
   using Values = Tile<type, size, keys>;
   using Ring = RingMemory<Values, keys, warps, slots>;
   struct Memory {
     Ring ring;
     alignas(16) float outputs[buffers][16][size];  // at `place_in_row`
     float2 sums[warps][16];
-    Barrier ready, free;  // for mergers to read the above, and for consumers to write it
-    int last;
+    Barrier ready, free;  // for storers to read the above, and for consumers to write it
   };
 };
 
@@ -211,26 +210,25 @@ __device__ void consume_few(const Arguments& args, typename FewRows<type, size>:
   }
 }
 
-// Stores the states of units, or their results, and merges states. So the other warps do not wait for device memory.
+// Stores the states of units, or their results. So the other warps do not wait for device memory.
 template <class Shape, int size>
-__device__ void merge_few(const Arguments& args, typename Shape::Memory& memory) {
+__device__ void store_few(const Arguments& args, typename Shape::Memory& memory) {
   using Team = typename Shape::Team;
-  constexpr int each = size / 4 / Team::runs;
+  constexpr int runs = size == 128 ? 2 : 1, each = size / 4 / runs;  // of four elements
   SlotPlace<Shape::Ring::units> unit_place;
-  bool cleared = false;
   for (unsigned parity = 0;; parity ^= 1) {
     const Unit unit = next_unit(memory.ring, unit_place);
     if (unit.batch == kNoUnit) return;
     memory.ready.wait(parity);
     const int live = live_rows(args, unit), rows = unit.chunks == 1 ? rows_of(args, unit) : live;
     for (int i = Team::thread(); i < rows * each; i += Team::threads) {
-      const int row = i / each, element = i % each * 4 * Team::runs;
-      float4 output[Team::runs] = {};
+      const int row = i / each, element = i % each * 4 * runs;
+      float4 output[runs] = {};
 #pragma unroll
       for (int k = 0; k < Shape::buffers; k++) {
         if (row >= live) break;  // nothing was written there
 #pragma unroll
-        for (int run = 0; run < Team::runs; run++) {
+        for (int run = 0; run < runs; run++) {
           const float* part = &memory.outputs[k][row][place_in_row(row, element + 4 * run)];
           output[run] = added(output[run], *reinterpret_cast<const float4*>(part), 1);
         }
@@ -245,9 +243,6 @@ __device__ void merge_few(const Arguments& args, typename Shape::Memory& memory)
       store_row<size>(args, unit, unit.chunks == 1, unit.chunk, row, element, sums, output);
     }
     memory.free.arrive_as_warp();
-    if (unit.chunks == 1) continue;
-    if (!cleared) wait_for_last_kernel(), cleared = true;
-    merge_if_last<size, Team>(args, unit, &memory.last);
   }
 }
 
@@ -260,18 +255,19 @@ __global__ void __launch_bounds__(FewRows<type, size>::threads, 1)
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& memory = *reinterpret_cast<typename Shape::Memory*>(bytes);
     const unsigned warp = threadIdx.x / 32;
+    let_next_kernel_start();
     if (warp == Shape::warps) prefetch_map(keys), prefetch_map(values);
     if (warp == 0) {
-      memory.ring.init(Barrier::warp_arrivals, (Shape::warps + Shape::mergers) * Barrier::warp_arrivals);
+      memory.ring.init(Barrier::warp_arrivals, (Shape::warps + Shape::storers) * Barrier::warp_arrivals);
       if (threadIdx.x == 0) {
         memory.ready.init(Shape::warps * Barrier::warp_arrivals);
-        memory.free.init(Shape::mergers * Barrier::warp_arrivals);
+        memory.free.init(Shape::storers * Barrier::warp_arrivals);
       }
     }
     __syncthreads();
     if (warp < Shape::warps) consume_few<T, type, size>(args, memory);
     else if (warp == Shape::warps) produce(args, keys, values, memory.ring);
-    else merge_few<Shape, size>(args, memory);
+    else store_few<Shape, size>(args, memory);
   }
 }
 

@@ -2,7 +2,7 @@
 // head: products are those of warp groups, of which a block has two. Up to 64 rows both have all rows and take tiles in
 // turn; of more, each has its own 64 rows and takes every tile.
 //
-// The warp groups themselves merge the states.
+// The warp groups themselves store the states.
 #pragma once
 
 #include "../../wgmma.cuh"
@@ -24,7 +24,7 @@ struct ManyRows {
   using Values = Tile<PageType::as_query, size, keys>;
   using Queries = Tile<PageType::as_query, size, kPartRows>;
   using Ring = RingMemory<Values, keys, 1, slots>;
-  using Team = Mergers<0, kParts * 4, 1, 8, false>;
+  using Team = Storers<0, kParts * 4>;
   struct Memory {
     Ring ring;
     // The queries, and in the end half of each row's output in f32, at `place_in_row`.
@@ -33,7 +33,6 @@ struct ManyRows {
       float output[kPartRows][size / 2];
     } parts[kParts];
     float2 sums[kParts][kPartRows];
-    int last;
   };
 };
 
@@ -223,10 +222,6 @@ __device__ void consume_many(const Arguments& args, typename ManyRows<size>::Mem
         store_row<size>(args, unit, unit.chunks == 1, unit.chunk, of, of_row * width + element, sums, all);
       }
     }
-    if (unit.chunks > 1) {
-      wait_for_last_kernel();
-      merge_if_last<size, Team>(args, unit, &memory.last);
-    }
     Team::synchronize();  // before the next queries come
   }
 }
@@ -240,6 +235,7 @@ __global__ void __launch_bounds__(ManyRows<size>::threads, 1)
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& memory = *reinterpret_cast<typename Shape::Memory*>(bytes);
     const bool producer = threadIdx.x / 32 == kParts * 4;
+    let_next_kernel_start();
     if (producer) prefetch_map(keys), prefetch_map(values);
     if (threadIdx.x < 32) memory.ring.init(kParts * 4 * Barrier::warp_arrivals, kParts * 4 * Barrier::warp_arrivals);
     __syncthreads();

@@ -21,7 +21,6 @@ constexpr int kLeastChunk = 128;   // keys: less is not worth a merge
 constexpr int kUnits = 1056;       // wanted where there is enough to do: 8 for each multiprocessor
 constexpr int kMostChunks = 256;   // of an item
 constexpr int kMostUnits = 32768;  // of 16 rows: beyond, chunks become longer, so that states take less memory
-constexpr int kGroup = 16;         // chunks whose states are merged at once
 
 constexpr __host__ __device__ int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr __host__ __device__ int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
@@ -90,14 +89,12 @@ inline Plan make_plan(const AttentionCall& call, int row_tile) {
   return plan;
 }
 
-// The workspace: counters, which must be 0 at first, then maxima and sums of the chunks' states, then their outputs.
+// The workspace: the counter of units, then maxima and sums of the chunks' states, then their outputs.
 struct Workspace {
-  int64_t counters, sums, outputs, bytes;  // in bytes: how long the counters are, and where the others begin
+  static constexpr int64_t sums = 256;
+  int64_t outputs, bytes;  // where the outputs begin, and how long all is
   Workspace(const Plan& plan, int rows, int size) {
     const int64_t states = plan.most_chunks > 1 ? int64_t(plan.items) * plan.most_chunks : 0;
-    const int64_t groups = divide_up(plan.most_chunks, kGroup) + 1;
-    counters = round_up((states ? plan.items * groups : 0) * 4 + 16, 256);
-    sums = counters;
     outputs = sums + round_up(states * rows * 8, 256);
     bytes = outputs + states * rows * size * 4;
   }

@@ -72,7 +72,7 @@ __device__ void produce(const Arguments& args, const CUtensorMap& keys, const CU
     const bool found = dealer.find(number, &unit);
     unsigned taken = 0;
     if (found && args.dealt && number == blockIdx.x) wait_for_last_kernel();
-    if (found && args.dealt && lane == 0) taken = take(reinterpret_cast<unsigned long long*>(args.counters));
+    if (found && args.dealt && lane == 0) taken = take(reinterpret_cast<unsigned long long*>(args.counter));
     memory.heard[unit_place.slot].wait(unit_place.parity ^ 1);
     if (lane == 0) {
       if (!found) unit.batch = kNoUnit;
