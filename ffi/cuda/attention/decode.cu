@@ -134,6 +134,8 @@ struct Launch {
     // Elements of 8 bits are widened on the way to registers, from where products of warp groups do not take keys.
     const bool many = args.rows > kFewRows && args.pages.type == PageType::as_query;
     args.plan = make_plan(args.call, many ? tile_of_many(args.rows) : kFewRows);
+    args.uniform = !args.call.key_lengths.data && !args.call.query_lengths.data && !args.call.offset.data;
+    if (args.uniform) args.cut = Cut(args.call, args.plan, Limits(args.call, 0));
     args.item_rows = many ? args.plan.row_tile : std::min(kFewRows, args.rows);
     const bool bf16 = args.call.type == AttentionType::bf16;
     if (many) return bf16 ? run_many_type<__nv_bfloat16>() : run_many_type<__half>();
@@ -162,8 +164,7 @@ cudaError_t run_attention_decode(const AttentionCall& call, const Pages* pages, 
     args.pages = *pages;
     while (1 << args.page_shift < pages->page_size) args.page_shift++;
   }
-  args.heads_each = call.heads / std::max(call.key_heads, 1);
-  args.rows = call.queries * args.heads_each;
+  args.rows = call.queries * (call.heads / std::max(call.key_heads, 1));
   args.adjusted = call.cap > 0 || call.bias.data || call.mask.data || call.query_segments;
   if (!launch.allowed()) return cudaErrorInvalidValue;
   return launch.run();

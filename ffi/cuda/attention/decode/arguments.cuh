@@ -6,42 +6,25 @@
 
 namespace jaxsoft::cuda::decode {
 
-struct Arguments {
-  AttentionCall call;
-  Pages pages;  // of a contiguous cache: as many as there are sequences, each as long as a sequence
-  AttentionResults results;
-  Plan plan;
-  bool paged = false;
-  int page_shift = 0;   // log2 of the page size, if paged
-  int heads_each = 1;   // query heads of a key head
-  int rows = 1;         // packed queries of a key head of a sequence
-  int item_rows = 1;    // that a state has room for
-  bool adjusted = false;  // whether scores have a cap, a bias, a mask or segments
-  bool dealt = false;     // whether units after the first are dealt by a counter
-  unsigned* counter = nullptr;  // of units
-  float2* sums = nullptr;  // maximum and sum of each row of each state
-  float* outputs = nullptr;
-};
-
 struct Range {
   int begin, end;  // may be empty: then end <= begin
-  __device__ bool empty() const { return end <= begin; }
+  __host__ __device__ bool empty() const { return end <= begin; }
 };
 
-__device__ inline int of_batch(const OfBatch& numbers, int b, int otherwise) {
-  return numbers.data ? __ldg(numbers.data + int64_t(b) * numbers.step) : otherwise;
+__host__ __device__ inline int of_batch(const OfBatch& numbers, int b, int otherwise) {
+  return numbers.data ? numbers.data[int64_t(b) * numbers.step] : otherwise;
 }
 
 // The numbers of a sequence that decide which of its keys count.
 struct Limits {
   int offset = 0, queries = 0, keys = 0;
   Limits() = default;
-  __device__ Limits(const AttentionCall& call, int b)
+  __host__ __device__ Limits(const AttentionCall& call, int b)
       : offset(of_batch(call.offset, b, 0)),
         queries(max(0, min(call.queries, of_batch(call.query_lengths, b, call.queries)))),
         keys(max(0, min(call.keys, of_batch(call.key_lengths, b, call.keys)))) {}
   // The keys within the limits of any of the queries [first, last].
-  __device__ Range of(const AttentionCall& call, int first, int last) const {
+  __host__ __device__ Range of(const AttentionCall& call, int first, int last) const {
     last = min(last, queries - 1);
     if (last < first) return {0, 0};
     int64_t begin = 0, end = keys;
@@ -54,18 +37,45 @@ struct Limits {
 
 // How the keys of a sequence are cut into chunks.
 struct Cut {
-  Range range{};                // the keys that count for any query
-  int groups = 0;               // row groups with keys
-  int chunk = 1, chunks = 1;    // keys of a chunk, and how many there are
+  Range range{0, 0};          // the keys that count for any query
+  int groups = 0;             // row groups with keys
+  int chunk = 1, chunks = 1;  // keys of a chunk, and how many there are
   Cut() = default;
-  __device__ Cut(const Arguments& args, const Limits& limits) : range(limits.of(args.call, 0, args.call.queries - 1)) {
+  __host__ __device__ Cut(const AttentionCall& call, const Plan& plan, const Limits& limits)
+      : range(limits.of(call, 0, call.queries - 1)) {
     if (range.empty()) return;
-    const int keys = range.end - first(), tile = args.plan.row_tile;
-    groups = short_quotient(limits.queries * args.heads_each + tile - 1, tile);
-    chunk = args.plan.chunk(keys), chunks = short_quotient(keys + chunk - 1, chunk);
+    const int keys = range.end - first();
+    groups = short_quotient(limits.queries * plan.heads_each + plan.row_tile - 1, plan.row_tile);
+    chunk = plan.chunk(keys), chunks = short_quotient(keys + chunk - 1, chunk);
   }
-  __device__ int first() const { return range.begin / kChunkAlign * kChunkAlign; }  // where the first chunk begins
+  __host__ __device__ int first() const { return range.begin / kChunkAlign * kChunkAlign; }  // of the first chunk
+  // Units of a sequence. Items without keys have one each.
+  __host__ __device__ int units(const AttentionCall& call, const Plan& plan) const {
+    return (groups * chunks + plan.row_groups - groups) * call.key_heads;
+  }
 };
+
+struct Arguments {
+  AttentionCall call;
+  Pages pages;  // of a contiguous cache: as many as there are sequences, each as long as a sequence
+  AttentionResults results;
+  Plan plan;
+  bool uniform = false;  // whether sequences have neither lengths nor offsets: then `cut` is of all of them
+  Cut cut;
+  bool paged = false;
+  int page_shift = 0;   // log2 of the page size, if paged
+  int rows = 1;         // packed queries of a key head of a sequence
+  int item_rows = 1;    // that a state has room for
+  bool adjusted = false;  // whether scores have a cap, a bias, a mask or segments
+  bool dealt = false;     // whether units after the first are dealt by a counter
+  unsigned* counter = nullptr;  // of units
+  float2* sums = nullptr;  // maximum and sum of each row of each state
+  float* outputs = nullptr;
+};
+
+__device__ inline Cut cut_of(const Arguments& args, const Limits& limits) {
+  return args.uniform ? args.cut : Cut(args.call, args.plan, limits);
+}
 
 // A unit of work, as the producer of a block tells it to the others.
 struct Unit {
@@ -87,8 +97,8 @@ struct RowPlace {
   int query, head;
   __device__ RowPlace(const Arguments& args, const Unit& unit, int row) {
     const int packed = unit.group * args.plan.row_tile + row;
-    query = short_quotient(packed, args.heads_each);
-    head = unit.head * args.heads_each + packed - query * args.heads_each;
+    query = short_quotient(packed, args.plan.heads_each);
+    head = unit.head * args.plan.heads_each + packed - query * args.plan.heads_each;
   }
   // Where the row begins in an array (B, T, N, H).
   __device__ int64_t begin(const Arguments& args, const Unit& unit) const {
@@ -101,7 +111,7 @@ __device__ inline int rows_of(const Arguments& args, const Unit& unit) {
 }
 // How many of these are of the sequence's queries. Nothing is computed for the others.
 __device__ inline int live_rows(const Arguments& args, const Unit& unit) {
-  const int live = unit.limits.queries * args.heads_each - unit.group * args.plan.row_tile;
+  const int live = unit.limits.queries * args.plan.heads_each - unit.group * args.plan.row_tile;
   return max(0, min(args.plan.row_tile, live));
 }
 

@@ -23,20 +23,51 @@ class Dealer {
     upto_ = 0;
     if (b < args_.call.batch) {
       limits_ = Limits(args_.call, b);
-      cut_ = Cut(args_, limits_);
-      upto_ = (cut_.groups * cut_.chunks + args_.plan.row_groups - cut_.groups) * args_.call.key_heads;
+      cut_ = Cut(args_.call, args_.plan, limits_);
+      upto_ = cut_.units(args_.call, args_.plan);
     }
     for (int step = 1; step < 32; step *= 2) {
       const int other = __shfl_up_sync(~0u, upto_, step);
       if (lane >= step) upto_ += other;
     }
   }
+  // A unit of a sequence, of which it is unit `within`.
+  __device__ static Unit of_sequence(const Arguments& args, int batch, int within, const Cut& cut) {
+    Unit unit{};
+    unit.batch = batch;
+    const int heads = args.call.key_heads, with_keys = cut.groups * cut.chunks * heads;
+    if (within < with_keys) {
+      unit.chunk = short_quotient(within, heads * cut.groups);
+      within -= unit.chunk * heads * cut.groups;
+      unit.head = short_quotient(within, cut.groups);
+      unit.group = within - unit.head * cut.groups;
+      unit.chunks = cut.chunks;
+      unit.begin = cut.first() + unit.chunk * cut.chunk;
+      unit.end = min(unit.begin + cut.chunk, cut.range.end);
+      unit.counted_begin = cut.range.begin;
+    } else {
+      within -= with_keys;
+      unit.head = within % heads;
+      unit.group = cut.groups + within / heads;
+      unit.chunks = 1;
+    }
+    return unit;
+  }
 
  public:
-  __device__ explicit Dealer(const Arguments& args) : args_(args) { look(); }
+  __device__ explicit Dealer(const Arguments& args) : args_(args) {
+    if (!args.uniform) look();
+  }
   // Finds unit `number`, which is not less than before. All lanes of a warp call this. Returns false if there are not
   // so many.
   __device__ bool find(int number, Unit* unit) {
+    if (args_.uniform) {
+      const int each = args_.cut.units(args_.call, args_.plan), batch = number / each;
+      if (batch >= args_.call.batch) return false;
+      *unit = of_sequence(args_, batch, number - batch * each, args_.cut);
+      unit->limits = Limits(args_.call, batch);
+      return true;
+    }
     for (;;) {
       const int all = __shfl_sync(~0u, upto_, 31);
       if (number < before_ + all) break;
@@ -46,28 +77,13 @@ class Dealer {
       look();
     }
     const int own = __ffs(__ballot_sync(~0u, number - before_ < upto_)) - 1;
-    const Range range{__shfl_sync(~0u, cut_.range.begin, own), __shfl_sync(~0u, cut_.range.end, own)};
-    const int chunk = __shfl_sync(~0u, cut_.chunk, own), chunks = __shfl_sync(~0u, cut_.chunks, own);
-    const int groups = __shfl_sync(~0u, cut_.groups, own), heads = args_.call.key_heads;
     const int before = __shfl_up_sync(~0u, upto_, 1);
-    int within = number - before_ - (own > 0 ? __shfl_sync(~0u, before, own) : 0);
-    unit->batch = first_ + own;
-    if (within < groups * chunks * heads) {
-      unit->chunk = short_quotient(within, heads * groups);
-      within -= unit->chunk * heads * groups;
-      unit->head = short_quotient(within, groups);
-      unit->group = within - unit->head * groups;
-      unit->chunks = chunks;
-      unit->begin = range.begin / kChunkAlign * kChunkAlign + unit->chunk * chunk;
-      unit->end = min(unit->begin + chunk, range.end);
-      unit->counted_begin = range.begin;
-    } else {
-      within -= groups * chunks * heads;
-      unit->head = within % heads;
-      unit->group = groups + within / heads;
-      unit->chunk = 0, unit->chunks = 1;
-      unit->begin = unit->end = unit->counted_begin = 0;
-    }
+    const int within = number - before_ - (own > 0 ? __shfl_sync(~0u, before, own) : 0);
+    Cut cut;
+    cut.range = {__shfl_sync(~0u, cut_.range.begin, own), __shfl_sync(~0u, cut_.range.end, own)};
+    cut.groups = __shfl_sync(~0u, cut_.groups, own);
+    cut.chunk = __shfl_sync(~0u, cut_.chunk, own), cut.chunks = __shfl_sync(~0u, cut_.chunks, own);
+    *unit = of_sequence(args_, first_ + own, within, cut);
     unit->limits.offset = __shfl_sync(~0u, limits_.offset, own);
     unit->limits.queries = __shfl_sync(~0u, limits_.queries, own);
     unit->limits.keys = __shfl_sync(~0u, limits_.keys, own);

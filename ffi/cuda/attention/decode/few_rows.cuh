@@ -1,6 +1,6 @@
 // Decode for up to 16 packed queries of a key head: memory decides how long it takes, and products are those of single
 // warps. Each consumer warp has all rows, and keeps a state of its own over the tiles that it gets; the states of a
-// block's warps are merged at the end of a unit. So warps wait for nobody but the copies.
+// block's warps are merged at the end of a unit. So until then warps wait for nobody but the copies.
 #pragma once
 
 #include "merge.cuh"
@@ -18,16 +18,14 @@ struct FewRows {
   static constexpr int warps = size == 64 ? 8 : 4;
   // Of a warp, of 128 KB in all. With 192 KB in flight all requests took longer, and calls were 2 % slower.
   static constexpr int slots = 128 * 1024 / (2 * bytes * keys * warps);
-  static constexpr int storers = 3, threads = (warps + 1 + storers) * 32;
-  static constexpr int buffers = warps / 2;
-  using Team = Storers<warps + 1, storers>;
+  static constexpr int threads = (warps + 1) * 32;
   using Values = Tile<type, size, keys>;
   using Ring = RingMemory<Values, keys, warps, slots>;
   struct Memory {
     Ring ring;
-    alignas(16) float outputs[buffers][16][size];  // at `place_in_row`
+    // The warps' states, whose elements are at `place_in_row`.
+    alignas(16) float outputs[warps][16][size];
     float2 sums[warps][16];
-    Barrier ready, free;  // for storers to read the above, and for consumers to write it
   };
 };
 
@@ -121,6 +119,29 @@ __device__ void load_queries(const Arguments& args, const Unit& unit, int row, u
   }
 }
 
+// Merges the states of a block's warps and stores that of the chunk, or the results if the item has no other.
+template <class Shape, int size>
+__device__ void store_few(const Arguments& args, const Unit& unit, const typename Shape::Memory& memory) {
+  constexpr int each = size / 4;  // runs of four elements
+  const int live = live_rows(args, unit), rows = unit.chunks == 1 ? rows_of(args, unit) : live;
+  for (int i = threadIdx.x; i < rows * each; i += Shape::warps * 32) {
+    const int row = i / each, element = i % each * 4;
+    float2 sum{-INFINITY, 0};
+    float4 output{};
+    if (row < live) {
+      float2 sums[Shape::warps];
+      float4 outputs[Shape::warps];
+#pragma unroll
+      for (int k = 0; k < Shape::warps; k++) {
+        sums[k] = memory.sums[k][row];
+        outputs[k] = *reinterpret_cast<const float4*>(&memory.outputs[k][row][place_in_row(row, element)]);
+      }
+      append(sum, output, sums, outputs);
+    }
+    store_row<size>(args, unit, unit.chunks == 1, unit.chunk, row, element, sum, {output});
+  }
+}
+
 // T is the type in which is multiplied.
 template <class T, PageType type, int size>
 __device__ void consume_few(const Arguments& args, typename FewRows<type, size>::Memory& memory) {
@@ -132,7 +153,6 @@ __device__ void consume_few(const Arguments& args, typename FewRows<type, size>:
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, row = lane / 4;
   SlotPlace<Shape::slots> slot;
   SlotPlace<ring.units> unit_place;
-  unsigned free_parity = 1;
   uint32_t query[steps][4];
   float unit_of_row[2];
   auto load = [&](const Unit& unit) {
@@ -174,75 +194,22 @@ __device__ void consume_few(const Arguments& args, typename FewRows<type, size>:
       ring.empty[warp][slot.slot].arrive_as_warp();
       slot.advance();
     }
-    const int count = live_rows(args, unit);
-    memory.free.wait(free_parity);
-    free_parity ^= 1;
+    consumers.wait();  // the states of the unit before have been read
+    const int live = live_rows(args, unit);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       rows.s[half] += __shfl_xor_sync(~0u, rows.s[half], 1);
       rows.s[half] += __shfl_xor_sync(~0u, rows.s[half], 2);
       if (lane % 4 == 0) memory.sums[warp][row + 8 * half] = {rows.m[half], rows.s[half]};
     }
+    output.visit([&](int of_row, int element, float a, float b) {
+      if (of_row < live)
+        *reinterpret_cast<float2*>(&memory.outputs[warp][of_row][place_in_row(of_row, element)]) = {a, b};
+    });
     consumers.wait();
-    float factors[2];
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      float m = -INFINITY;
-#pragma unroll
-      for (int i = 0; i < Shape::warps; i++) m = fmaxf(m, memory.sums[i][row + 8 * half].x);
-      factors[half] = weight_of(rows.m[half], m);
-    }
-    auto& own = memory.outputs[warp % Shape::buffers];
-    auto store = [&](bool add) {
-      output.visit([&](int of_row, int element, float a, float b) {
-        if (of_row >= count) return;
-        const float factor = factors[of_row / 8];
-        auto* to = reinterpret_cast<float2*>(&own[of_row][place_in_row(of_row, element)]);
-        *to = add ? float2{fmaf(a, factor, to->x), fmaf(b, factor, to->y)} : float2{a * factor, b * factor};
-      });
-    };
-    if (warp >= Shape::buffers) store(false);
-    consumers.wait();
-    if (warp < Shape::buffers) store(true);
-    memory.ready.arrive_as_warp();
+    store_few<Shape, size>(args, unit, memory);
     unit = next_unit(ring, unit_place);
     load(unit);
-  }
-}
-
-// Stores the states of units, or their results. So the other warps do not wait for device memory.
-template <class Shape, int size>
-__device__ void store_few(const Arguments& args, typename Shape::Memory& memory) {
-  using Team = typename Shape::Team;
-  constexpr int runs = size == 128 ? 2 : 1, each = size / 4 / runs;  // of four elements
-  SlotPlace<Shape::Ring::units> unit_place;
-  for (unsigned parity = 0;; parity ^= 1) {
-    const Unit unit = next_unit(memory.ring, unit_place);
-    if (unit.batch == kNoUnit) return;
-    memory.ready.wait(parity);
-    const int live = live_rows(args, unit), rows = unit.chunks == 1 ? rows_of(args, unit) : live;
-    for (int i = Team::thread(); i < rows * each; i += Team::threads) {
-      const int row = i / each, element = i % each * 4 * runs;
-      float4 output[runs] = {};
-#pragma unroll
-      for (int k = 0; k < Shape::buffers; k++) {
-        if (row >= live) break;  // nothing was written there
-#pragma unroll
-        for (int run = 0; run < runs; run++) {
-          const float* part = &memory.outputs[k][row][place_in_row(row, element + 4 * run)];
-          output[run] = added(output[run], *reinterpret_cast<const float4*>(part), 1);
-        }
-      }
-      float2 sums = memory.sums[0][row];
-#pragma unroll
-      for (int k = 1; k < Shape::warps; k++) sums.x = fmaxf(sums.x, memory.sums[k][row].x);
-      sums.y = 0;
-#pragma unroll
-      for (int k = 0; k < Shape::warps; k++)
-        sums.y = fmaf(memory.sums[k][row].y, weight_of(memory.sums[k][row].x, sums.x), sums.y);
-      store_row<size>(args, unit, unit.chunks == 1, unit.chunk, row, element, sums, output);
-    }
-    memory.free.arrive_as_warp();
   }
 }
 
@@ -257,17 +224,10 @@ __global__ void __launch_bounds__(FewRows<type, size>::threads, 1)
     const unsigned warp = threadIdx.x / 32;
     let_next_kernel_start();
     if (warp == Shape::warps) prefetch_map(keys), prefetch_map(values);
-    if (warp == 0) {
-      memory.ring.init(Barrier::warp_arrivals, (Shape::warps + Shape::storers) * Barrier::warp_arrivals);
-      if (threadIdx.x == 0) {
-        memory.ready.init(Shape::warps * Barrier::warp_arrivals);
-        memory.free.init(Shape::storers * Barrier::warp_arrivals);
-      }
-    }
+    memory.ring.init(warp, Barrier::warp_arrivals, Shape::warps * Barrier::warp_arrivals);
     __syncthreads();
     if (warp < Shape::warps) consume_few<T, type, size>(args, memory);
-    else if (warp == Shape::warps) produce(args, keys, values, memory.ring);
-    else store_few<Shape, size>(args, memory);
+    else produce(args, keys, values, memory.ring);
   }
 }
 

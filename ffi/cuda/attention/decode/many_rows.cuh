@@ -237,7 +237,8 @@ __global__ void __launch_bounds__(ManyRows<size>::threads, 1)
     const bool producer = threadIdx.x / 32 == kParts * 4;
     let_next_kernel_start();
     if (producer) prefetch_map(keys), prefetch_map(values);
-    if (threadIdx.x < 32) memory.ring.init(kParts * 4 * Barrier::warp_arrivals, kParts * 4 * Barrier::warp_arrivals);
+    constexpr int arrivals = kParts * 4 * Barrier::warp_arrivals;
+    memory.ring.init(threadIdx.x / 32, arrivals, arrivals);
     __syncthreads();
     // Registers for those that multiply: 504 for a thread of each group.
     if (warp_group() == kParts) {

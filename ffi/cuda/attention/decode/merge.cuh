@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kMergeParts * size / 4) merge(const __grid_con
   unit.group = blockIdx.x - head * args.plan.row_groups;
   unit.batch = head / args.call.key_heads, unit.head = head - unit.batch * args.call.key_heads;
   unit.limits = Limits(args.call, unit.batch);
-  const Cut cut(args, unit.limits);
+  const Cut cut = cut_of(args, unit.limits);
   const int rows = rows_of(args, unit), live = live_rows(args, unit);
   wait_for_last_kernel();
   if (unit.group >= cut.groups || cut.chunks == 1) return;

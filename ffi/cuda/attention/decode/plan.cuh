@@ -41,6 +41,7 @@ __host__ __device__ inline int short_quotient(int a, int b) {
 
 struct Plan {
   int row_tile = 16;    // rows of an item, at most
+  int heads_each = 1;   // query heads of a key head
   int row_groups = 1;   // items of a key head of a sequence
   int items = 1;
   int wave = 1;         // chunks of an item with which the multiprocessors have about the same number of units
@@ -66,7 +67,8 @@ struct Plan {
 // Where sequences have lengths, chunks are shorter, as one long sequence must not keep the others waiting.
 inline Plan make_plan(const AttentionCall& call, int row_tile) {
   Plan plan;
-  const int rows = call.queries * (call.heads / call.key_heads);
+  plan.heads_each = call.heads / call.key_heads;
+  const int rows = call.queries * plan.heads_each;
   const bool many = row_tile > 16, ragged = call.key_lengths.data && call.batch > 1;
   plan.row_tile = row_tile;
   plan.row_groups = static_cast<int>(divide_up(rows, row_tile));

@@ -27,12 +27,14 @@ struct RingMemory {
   Unit unit[units];
   uint8_t valid[count][depth];  // bit i says whether run i of the tile's keys is in the cache
 
-  // All lanes of a warp call this. A slot is handed back by `warps` warps.
-  __device__ void init(int warps, int all_warps) {
-    const int lane = threadIdx.x % 32;
-    static_assert(count * depth <= 32 && units <= 32);
-    if (lane < count * depth) (&full[0][0])[lane].init(1), (&empty[0][0])[lane].init(warps);
-    if (lane < units) told[lane].init(1), heard[lane].init(all_warps);
+  // All warps call this, with their numbers: each of the first ones initialises the barriers of a consumer's slots, and
+  // the next one those of units. A slot is handed back by `warps` warps.
+  __device__ void init(int warp, int warps, int all_warps) {
+    if (threadIdx.x % 32 > 0 || warp > count) return;
+    if (warp < count)
+      for (int i = 0; i < depth; i++) full[warp][i].init(1), empty[warp][i].init(warps);
+    else
+      for (int i = 0; i < units; i++) told[i].init(1), heard[i].init(all_warps);
     show_barriers();
   }
 };
