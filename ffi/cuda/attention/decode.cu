@@ -134,8 +134,9 @@ struct Launch {
     // Elements of 8 bits are widened on the way to registers, from where products of warp groups do not take keys.
     const bool many = args.rows > kFewRows && args.pages.type == PageType::as_query;
     args.plan = make_plan(args.call, many ? tile_of_many(args.rows) : kFewRows);
-    args.uniform = !args.call.key_lengths.data && !args.call.query_lengths.data && !args.call.offset.data;
-    if (args.uniform) args.cut = Cut(args.call, args.plan, Limits(args.call, 0));
+    const AttentionCall& call = args.call;
+    args.uniform = !call.key_lengths.data && !call.query_lengths.data && call.left == kNoLimit && call.right == kNoLimit;
+    if (args.uniform) args.cut = Cut(args.plan, call.queries, {0, call.keys});
     args.item_rows = many ? args.plan.row_tile : std::min(kFewRows, args.rows);
     const bool bf16 = args.call.type == AttentionType::bf16;
     if (many) return bf16 ? run_many_type<__nv_bfloat16>() : run_many_type<__half>();

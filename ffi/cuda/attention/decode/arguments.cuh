@@ -1,51 +1,23 @@
-// What the kernels of decode are given, and which keys count for a sequence and for a query.
+// What the kernels of decode are given, units of their work, and rows of those.
 #pragma once
 
 #include "../../elements.cuh"
+#include "../limits.cuh"
 #include "plan.cuh"
 
 namespace jaxsoft::cuda::decode {
 
-struct Range {
-  int begin, end;  // may be empty: then end <= begin
-  __host__ __device__ bool empty() const { return end <= begin; }
-};
-
-__host__ __device__ inline int of_batch(const OfBatch& numbers, int b, int otherwise) {
-  return numbers.data ? numbers.data[int64_t(b) * numbers.step] : otherwise;
-}
-
-// The numbers of a sequence that decide which of its keys count.
-struct Limits {
-  int offset = 0, queries = 0, keys = 0;
-  Limits() = default;
-  __host__ __device__ Limits(const AttentionCall& call, int b)
-      : offset(of_batch(call.offset, b, 0)),
-        queries(max(0, min(call.queries, of_batch(call.query_lengths, b, call.queries)))),
-        keys(max(0, min(call.keys, of_batch(call.key_lengths, b, call.keys)))) {}
-  // The keys within the limits of any of the queries [first, last].
-  __host__ __device__ Range of(const AttentionCall& call, int first, int last) const {
-    last = min(last, queries - 1);
-    if (last < first) return {0, 0};
-    int64_t begin = 0, end = keys;
-    if (call.left >= 0) begin = max(begin, int64_t(offset) + first - call.left);
-    if (call.right >= 0) end = min(end, int64_t(offset) + last + call.right + 1);
-    if (end <= begin) return {0, 0};
-    return {static_cast<int>(begin), static_cast<int>(end)};
-  }
-};
-
 // How the keys of a sequence are cut into chunks.
 struct Cut {
-  Range range{0, 0};          // the keys that count for any query
+  KeyRange range{0, 0};       // the keys that count for any query
   int groups = 0;             // row groups with keys
   int chunk = 1, chunks = 1;  // keys of a chunk, and how many there are
   Cut() = default;
-  __host__ __device__ Cut(const AttentionCall& call, const Plan& plan, const Limits& limits)
-      : range(limits.of(call, 0, call.queries - 1)) {
-    if (range.empty()) return;
+  // `queries` of the sequence count, and keys [range.begin, range.end).
+  __host__ __device__ Cut(const Plan& plan, int queries, KeyRange range) : range(range) {
+    if (range.end <= range.begin) return;
     const int keys = range.end - first();
-    groups = short_quotient(limits.queries * plan.heads_each + plan.row_tile - 1, plan.row_tile);
+    groups = short_quotient(queries * plan.heads_each + plan.row_tile - 1, plan.row_tile);
     chunk = plan.chunk(keys), chunks = short_quotient(keys + chunk - 1, chunk);
   }
   __host__ __device__ int first() const { return range.begin / kChunkAlign * kChunkAlign; }  // of the first chunk
@@ -60,7 +32,7 @@ struct Arguments {
   Pages pages;  // of a contiguous cache: as many as there are sequences, each as long as a sequence
   AttentionResults results;
   Plan plan;
-  bool uniform = false;  // whether sequences have neither lengths nor offsets: then `cut` is of all of them
+  bool uniform = false;  // whether all keys of all sequences count: then `cut` is of each of them
   Cut cut;
   bool paged = false;
   int page_shift = 0;   // log2 of the page size, if paged
@@ -73,8 +45,10 @@ struct Arguments {
   float* outputs = nullptr;
 };
 
-__device__ inline Cut cut_of(const Arguments& args, const Limits& limits) {
-  return args.uniform ? args.cut : Cut(args.call, args.plan, limits);
+// How the keys of a sequence with these limits are cut.
+__device__ inline Cut cut_of(const Arguments& args, const AttentionLimits& limits) {
+  if (args.uniform) return args.cut;
+  return Cut(args.plan, limits.queries, limits.of_queries(0, args.call.queries - 1));
 }
 
 // A unit of work, as the producer of a block tells it to the others.
@@ -83,7 +57,7 @@ struct Unit {
   int chunk, chunks;             // which of the item's it is
   int begin, end;                // its keys: begin is a multiple of kChunkAlign
   int counted_begin;             // keys before this count for no query of the sequence
-  Limits limits;                 // of the sequence
+  AttentionLimits limits;        // of the sequence
   __device__ int item(const Arguments& args) const {
     return (batch * args.call.key_heads + head) * args.plan.row_groups + group;
   }

@@ -14,7 +14,7 @@ class Dealer {
   const Arguments& args_;
   int first_ = 0;   // the first of the 32 sequences, of which each lane has one
   int before_ = 0;  // units of the sequences before
-  Limits limits_;
+  AttentionLimits limits_;
   Cut cut_;
   int upto_ = 0;    // units of the sequences up to the lane's
 
@@ -22,8 +22,8 @@ class Dealer {
     const int lane = threadIdx.x % 32, b = first_ + lane;
     upto_ = 0;
     if (b < args_.call.batch) {
-      limits_ = Limits(args_.call, b);
-      cut_ = Cut(args_.call, args_.plan, limits_);
+      limits_ = AttentionLimits(args_.call, b);
+      cut_ = cut_of(args_, limits_);
       upto_ = cut_.units(args_.call, args_.plan);
     }
     for (int step = 1; step < 32; step *= 2) {
@@ -65,7 +65,7 @@ class Dealer {
       const int each = args_.cut.units(args_.call, args_.plan), batch = number / each;
       if (batch >= args_.call.batch) return false;
       *unit = of_sequence(args_, batch, number - batch * each, args_.cut);
-      unit->limits = Limits(args_.call, batch);
+      unit->limits = AttentionLimits(args_.call, batch);
       return true;
     }
     for (;;) {
@@ -84,9 +84,12 @@ class Dealer {
     cut.groups = __shfl_sync(~0u, cut_.groups, own);
     cut.chunk = __shfl_sync(~0u, cut_.chunk, own), cut.chunks = __shfl_sync(~0u, cut_.chunks, own);
     *unit = of_sequence(args_, first_ + own, within, cut);
-    unit->limits.offset = __shfl_sync(~0u, limits_.offset, own);
     unit->limits.queries = __shfl_sync(~0u, limits_.queries, own);
     unit->limits.keys = __shfl_sync(~0u, limits_.keys, own);
+    unit->limits.least = __shfl_sync(~0u, limits_.least, own);
+    unit->limits.most = __shfl_sync(~0u, limits_.most, own);
+    unit->limits.least = __shfl_sync(~0u, limits_.least, own);
+    unit->limits.most = __shfl_sync(~0u, limits_.most, own);
     return true;
   }
 };

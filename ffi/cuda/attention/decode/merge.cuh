@@ -84,7 +84,7 @@ class RowResults {
       : place_(args, unit, row), sums_(sums), factor_(1) {
     const AttentionCall& call = args.call;
     // Rows without keys have shared the products of others.
-    empty_ = unit.limits.of(call, place_.query, place_.query).empty();
+    empty_ = unit.limits.of_query(place_.query).empty();
     if (empty_) sums_ = {-INFINITY, 0};
     if (call.sinks) {
       const float sink = call.sinks[unit.batch * call.sink_steps[0] + place_.head * call.sink_steps[1]];
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kMergeParts * size / 4) merge(const __grid_con
   const int head = blockIdx.x / args.plan.row_groups;
   unit.group = blockIdx.x - head * args.plan.row_groups;
   unit.batch = head / args.call.key_heads, unit.head = head - unit.batch * args.call.key_heads;
-  unit.limits = Limits(args.call, unit.batch);
+  unit.limits = AttentionLimits(args.call, unit.batch);
   const Cut cut = cut_of(args, unit.limits);
   const int rows = rows_of(args, unit), live = live_rows(args, unit);
   wait_for_last_kernel();

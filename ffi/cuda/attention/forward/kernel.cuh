@@ -30,7 +30,7 @@ __device__ void copy_items(const ForwardArguments& args, ForwardMemory<Plan>& me
     memory.items_there[turn % 2].arrive();
     if (number >= args.items) return;
     const ForwardItem item(args, number, Plan::queries);
-    const ForwardLimits<kind> limits(call, item.batch);
+    const AttentionLimits limits = limits_of<kind>(call, item.batch);
     const TileRange tiles(limits, item.query, Plan::queries, call.queries, Plan::key_tile);
     auto copy = [&](const CUtensorMap& map, typename ForwardMemory<Plan>::Keys* slots, Barrier* there, Barrier* read,
                     unsigned step, int tile) {
@@ -176,7 +176,7 @@ __device__ void compute_items(const ForwardArguments& args, ForwardMemory<Plan>&
     memory.items_read[turn % 2].arrive_as_warp();
     if (number >= args.items) break;
     const ForwardItem item(args, number, Plan::queries);
-    const ForwardLimits<kind> limits(call, item.batch);
+    const AttentionLimits limits = limits_of<kind>(call, item.batch);
     const TileRange tiles(limits, item.query, Plan::queries, call.queries, Plan::key_tile);
     const int first_query = item.query + group * Plan::group_queries, query = first_query + row_of_thread();
     TileRange own = tiles;
