@@ -332,7 +332,7 @@ _ROWS = (_Rows(16, 16, 512), _Rows(64, 64, 4096), _Rows(math.inf, 128, 4096))
 
 
 def _of_few_queries(form: Form, operands: Operands) -> int:
-    """The states of the chunks of keys, and counters of those that are done."""
+    """The states of the chunks of keys, and a counter of those that are dealt."""
     query, key, _ = operands[:BASE]
     number, keys = _rows(operands), form.keys(operands)
     rows = _ROWS[0] if key.dtype.itemsize == 1 else next(rows for rows in _ROWS if number <= rows.most)
@@ -342,10 +342,8 @@ def _of_few_queries(form: Form, operands: Operands) -> int:
     shortest = max(rows.keys, _multiple(_parts(keys * items * rows.tile // 16, 32768), 128))
     chunks = max(min(_wave(items), _parts(keys, 128)), min(256, _parts(keys, shortest)))
     states = items * chunks if chunks > 1 else 0
-    counters = items * (_parts(chunks, 16) + 1) if states else 0
     room = min(number, rows.tile) if rows is _ROWS[0] else rows.tile
-    numbers = _multiple(8 * states * room, 256) + 4 * states * room * _columns(query.shape[3])
-    return _multiple(4 * counters + 16, 256) + numbers
+    return 256 + _multiple(8 * states * room, 256) + 4 * states * room * _columns(query.shape[3])
 
 
 def _wave(items: int) -> int:
