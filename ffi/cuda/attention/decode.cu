@@ -22,7 +22,7 @@ __global__ void clear(unsigned* counter) {
 }
 
 using Kernel = void(Arguments, CUtensorMap, CUtensorMap);
-using MergeKernel = void(Arguments);
+using MergeKernel = void(Arguments, int);
 
 struct Launch {
   Arguments args;
@@ -74,9 +74,11 @@ struct Launch {
     }
     if (auto e = launch(kernel, dim3(blocks), Shape::threads, bytes, args.dealt, args, keys, values)) return e;
     if (args.plan.most_chunks == 1) return cudaSuccess;
-    const int64_t rows = std::max<int64_t>(1, std::min<int64_t>(args.item_rows, kMergeBlocks / args.plan.items));
-    return launch(merge_kernel, dim3(args.plan.items, static_cast<unsigned>(rows)), kMergeParts * padded / 4, 0, true,
-                  args);
+    const int teams = teams_of_row(args.plan);
+    const int64_t rounds = divide_up(args.item_rows, kMergeTeams / teams);
+    const int64_t at_once = std::max<int64_t>(1, std::min<int64_t>(rounds, kMergeBlocks / args.plan.items));
+    const dim3 merge_blocks(args.plan.items, static_cast<unsigned>(at_once));
+    return launch(merge_kernel, merge_blocks, kMergeTeams * padded / 4, 0, true, args, teams);
   }
 
   cudaError_t describe_cache(CUtensorMap* map, const void* data, int box_rows, Swizzle swizzle) const {
@@ -136,7 +138,10 @@ struct Launch {
     args.plan = make_plan(args.call, many ? tile_of_many(args.rows) : kFewRows);
     const AttentionCall& call = args.call;
     args.uniform = !call.key_lengths.data && !call.query_lengths.data && call.left == kNoLimit && call.right == kNoLimit;
-    if (args.uniform) args.cut = Cut(args.plan, call.queries, {0, call.keys});
+    if (args.uniform) {
+      args.cut = Cut(args.plan, call.queries, {0, call.keys});
+      args.plan.most_chunks = args.cut.chunks;
+    }
     args.item_rows = many ? args.plan.row_tile : std::min(kFewRows, args.rows);
     const bool bf16 = args.call.type == AttentionType::bf16;
     if (many) return bf16 ? run_many_type<__nv_bfloat16>() : run_many_type<__half>();

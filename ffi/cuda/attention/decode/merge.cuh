@@ -133,17 +133,22 @@ __device__ void store_row(const Arguments& args, const Unit& unit, bool all, int
   }
 }
 
-constexpr int kMergeParts = 8;  // threads that share an element of a row: each has every eighth chunk
-constexpr int kMergeBlocks = 8 * kProcessors;  // wanted, where there are as many rows
+constexpr int kMergeTeams = 8;      // of a block: each has as many threads as a row has runs of four elements
+constexpr int kMergeBlocks = 4096;  // at most, where there are fewer items: they take several rows each, then
 
-// Merges the states of an item, blockIdx.x, for every gridDim.y-th of its rows, and writes the results. What is of one
-// chunk only has its results already.
+// Teams that share a row. Each merges every so manieth chunk.
+inline int teams_of_row(const Plan& plan) { return plan.most_chunks > 4 ? 8 : plan.most_chunks > 2 ? 4 : 2; }
+
+// Merges the states of an item, blockIdx.x, for its rows in turn, and writes the results. What is of one chunk only has
+// its results already.
 template <int size>
-__global__ void __launch_bounds__(kMergeParts * size / 4) merge(const __grid_constant__ Arguments args) {
-  constexpr int each = size / 4, batch = 8;  // a thread asks for so many states before it uses the first
-  __shared__ float4 outputs[kMergeParts][each];
-  __shared__ float2 all_sums[kMergeParts];
-  const int part = threadIdx.x / each, element = threadIdx.x % each * 4;
+__global__ void __launch_bounds__(kMergeTeams * size / 4)
+    merge(const __grid_constant__ Arguments args, const int teams) {
+  constexpr int each = size / 4, batch = 4;  // a thread asks for so many states before it uses the first
+  __shared__ float4 outputs[kMergeTeams][each];
+  __shared__ float2 all_sums[kMergeTeams];
+  const int own = threadIdx.x / each, team = own % teams, element = threadIdx.x % each * 4;
+  const int rows_at_once = kMergeTeams / teams;
   Unit unit{};
   const int head = blockIdx.x / args.plan.row_groups;
   unit.group = blockIdx.x - head * args.plan.row_groups;
@@ -153,34 +158,34 @@ __global__ void __launch_bounds__(kMergeParts * size / 4) merge(const __grid_con
   const int rows = rows_of(args, unit), live = live_rows(args, unit);
   wait_for_last_kernel();
   if (unit.group >= cut.groups || cut.chunks == 1) return;
-  for (int row = blockIdx.y; row < rows; row += gridDim.y) {
+  for (int begin = blockIdx.y * rows_at_once; begin < rows; begin += gridDim.y * rows_at_once) {
+    const int row = begin + own / teams, end = row < live ? cut.chunks : 0;
     const int64_t first = unit.state(args, 0) * args.item_rows + row;
-    const int end = row < live ? cut.chunks : 0;
     float2 sum{-INFINITY, 0};
     float4 output{};
-    for (int begin = part; begin < end; begin += batch * kMergeParts) {
+    for (int chunk = team; chunk < end; chunk += batch * teams) {
       float2 sums[batch];
       float4 of_chunk[batch];
 #pragma unroll
       for (int k = 0; k < batch; k++) {
-        const int chunk = begin + k * kMergeParts;
-        const int64_t place = first + int64_t(chunk) * args.item_rows;
-        sums[k] = chunk < end ? __ldcg(args.sums + place) : float2{-INFINITY, 0};
-        of_chunk[k] = chunk < end ? __ldcg(reinterpret_cast<const float4*>(args.outputs + place * size + element))
-                                  : float4{};
+        sums[k] = {-INFINITY, 0}, of_chunk[k] = {};
+        if (chunk + k * teams >= end) continue;
+        const int64_t place = first + int64_t(chunk + k * teams) * args.item_rows;
+        sums[k] = __ldcg(args.sums + place);
+        of_chunk[k] = __ldcg(reinterpret_cast<const float4*>(args.outputs + place * size + element));
       }
       append(sum, output, sums, of_chunk);
     }
-    __syncthreads();  // the row before is done
-    outputs[part][element / 4] = output;
-    if (element == 0) all_sums[part] = sum;
+    __syncthreads();  // the rows before are done
+    outputs[own][element / 4] = output;
+    if (element == 0) all_sums[own] = sum;
     __syncthreads();
-    if (part > 0) continue;
-    float2 sums[kMergeParts - 1];
-    float4 of_part[kMergeParts - 1];
-#pragma unroll
-    for (int k = 1; k < kMergeParts; k++) sums[k - 1] = all_sums[k], of_part[k - 1] = outputs[k][element / 4];
-    append(sum, output, sums, of_part);
+    if (team > 0 || row >= rows) continue;
+    for (int other = own + 1; other < own + teams; other++) {
+      const float2 sums[1] = {all_sums[other]};
+      const float4 of_team[1] = {outputs[other][element / 4]};
+      append(sum, output, sums, of_team);
+    }
     store_row<size>(args, unit, true, 0, row, element, sum, {output});
   }
 }
