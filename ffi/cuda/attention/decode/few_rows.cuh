@@ -1,6 +1,6 @@
 // Decode for up to 16 packed queries of a key head: memory decides how long it takes, and products are those of single
 // warps. Each consumer warp has all rows, and keeps a state of its own over the tiles that it gets; the states of a
-// block's warps are merged at the end of a unit. So until then warps wait for nobody but the copies.
+// block's warps are merged at the end of a unit by other warps, which store the result. So warps wait for nobody but the copies.
 #pragma once
 
 #include "merge.cuh"
@@ -18,14 +18,16 @@ struct FewRows {
   static constexpr int warps = size == 64 ? 8 : 4;
   // Of a warp, of 128 KB in all. With 192 KB in flight all requests took longer, and calls were 2 % slower.
   static constexpr int slots = 128 * 1024 / (2 * bytes * keys * warps);
-  static constexpr int threads = (warps + 1) * 32;
+  static constexpr int storers = 3, threads = (warps + 1 + storers) * 32;
+  using Team = Threads<warps + 1, storers>;
   using Values = Tile<type, size, keys>;
-  using Ring = RingMemory<Values, keys, warps, slots>;
+  using Ring = RingMemory<Values, keys, warps, slots, kFewRows>;
   struct Memory {
     Ring ring;
     // The warps' states, whose elements are at `place_in_row`.
     alignas(16) float outputs[warps][16][size];
     float2 sums[warps][16];
+    Barrier ready, free;  // for storers to read the states, and for consumers to write them
   };
 };
 
@@ -71,60 +73,12 @@ __device__ void multiply_values(Out& output, const float (&weights)[columns][4],
   }
 }
 
-// Loads a lane's part of the queries of the unit, from `row` on and 8 further down, as left operands. Returns by which
-// power of 2 each row was divided: in f16, numbers of bf16 might be too large.
-template <class T, class Query, class Tile, int steps>
-__device__ void load_queries(const Arguments& args, const Unit& unit, int row, uint32_t (&to)[steps][4],
-                             float (&unit_of_row)[2]) {
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const bool exists = row + 8 * half < live_rows(args, unit);
-    const RowPlace place(args, unit, exists ? row + 8 * half : 0);
-    const auto* from = static_cast<const Query*>(args.call.query) + place.begin(args, unit);
-#pragma unroll
-    for (int step = 0; step < steps; step++) {
-#pragma unroll
-      for (int k = 0; k < 2; k++) {
-        const int element = Tile::element_of_query(step, k);
-        to[step][half + 2 * k] =
-            exists && element < args.call.size ? __ldg(reinterpret_cast<const uint32_t*>(from + element)) : 0;
-      }
-    }
-    unit_of_row[half] = 1;
-    if constexpr (!std::is_same_v<T, Query>) {
-      float most = 0;
-#pragma unroll
-      for (int step = 0; step < steps; step++) {
-#pragma unroll
-        for (int k = 0; k < 2; k++) {
-          const float2 pair = __bfloat1622float2(bits<__nv_bfloat162>(to[step][half + 2 * k]));
-          most = fmaxf(most, fmaxf(fabsf(pair.x), fabsf(pair.y)));
-        }
-      }
-      most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-      most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-      const int exponent = most > 0 && most < INFINITY ? max(-126, ilogbf(most)) : 0;
-      unit_of_row[half] = scalbnf(1.f, exponent);
-      const float inverse = scalbnf(1.f, -exponent);
-#pragma unroll
-      for (int step = 0; step < steps; step++) {
-#pragma unroll
-        for (int k = 0; k < 2; k++) {
-          uint32_t& word = to[step][half + 2 * k];
-          const float2 pair = __bfloat1622float2(bits<__nv_bfloat162>(word));
-          word = bits<uint32_t>(__floats2half2_rn(pair.x * inverse, pair.y * inverse));
-        }
-      }
-    }
-  }
-}
-
 // Merges the states of a block's warps and stores that of the chunk, or the results if the item has no other.
 template <class Shape, int size>
-__device__ void store_few(const Arguments& args, const Unit& unit, const typename Shape::Memory& memory) {
+__device__ void store_unit(const Arguments& args, const Unit& unit, const typename Shape::Memory& memory) {
   constexpr int each = size / 4;  // runs of four elements
   const int live = live_rows(args, unit), rows = unit.chunks == 1 ? rows_of(args, unit) : live;
-  for (int i = threadIdx.x; i < rows * each; i += Shape::warps * 32) {
+  for (int i = Shape::Team::thread(); i < rows * each; i += Shape::Team::threads) {
     const int row = i / each, element = i % each * 4;
     float2 sum{-INFINITY, 0};
     float4 output{};
@@ -142,29 +96,45 @@ __device__ void store_few(const Arguments& args, const Unit& unit, const typenam
   }
 }
 
+// What the storers do: so the warps that multiply need not wait for each other.
+template <class Shape, int size>
+__device__ void store_few(const Arguments& args, typename Shape::Memory& memory) {
+  SlotPlace<Shape::Ring::units> unit_place;
+  for (unsigned parity = 0;; parity ^= 1) {
+    const Unit unit = next_unit(memory.ring, unit_place);
+    if (unit.batch == kNoUnit) return;
+    memory.ready.wait(parity);
+    store_unit<Shape, size>(args, unit, memory);
+    memory.free.arrive_as_warp();
+  }
+}
+
 // T is the type in which is multiplied.
 template <class T, PageType type, int size>
 __device__ void consume_few(const Arguments& args, typename FewRows<type, size>::Memory& memory) {
   using Shape = FewRows<type, size>;
   using Tile = typename Shape::Values;
   constexpr int steps = size / 16, columns = Shape::keys / 8;
-  const NamedBarrier consumers{2, Shape::warps * 32};
   auto& ring = memory.ring;
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, row = lane / 4;
   SlotPlace<Shape::slots> slot;
   SlotPlace<ring.units> unit_place;
+  unsigned free_parity = 1;
   uint32_t query[steps][4];
   float unit_of_row[2];
-  auto load = [&](const Unit& unit) {
+  auto load = [&](const Unit& unit, int slot_of_unit) {
     if (unit.batch == kNoUnit) return;
+    auto pair_of = [&](int of_row, int element) {
+      return *reinterpret_cast<const uint32_t*>(&ring.queries[slot_of_unit][of_row][element]);
+    };
     if (type == PageType::as_query || args.call.type == AttentionType::f16)
-      load_queries<T, T, Tile>(args, unit, row, query, unit_of_row);
+      load_queries<T, T, Tile>(args, unit, row, pair_of, query, unit_of_row);
     else if constexpr (type != PageType::as_query)
-      load_queries<T, __nv_bfloat16, Tile>(args, unit, row, query, unit_of_row);
+      load_queries<T, __nv_bfloat16, Tile>(args, unit, row, pair_of, query, unit_of_row);
   };
-  Unit unit = next_unit(ring, unit_place);
-  load(unit);
-  while (unit.batch != kNoUnit) {
+  for (;;) {
+    const Unit unit = next_unit(ring, unit_place, load);
+    if (unit.batch == kNoUnit) return;
     LaneRows rows(args, unit, row, args.call.scale * (args.pages.key_scale ? args.pages.key_scale[unit.head] : 1.f));
     for (int half = 0; half < 2; half++) rows.factor[half] *= unit_of_row[half];
     Output<type, size> output{};
@@ -194,7 +164,8 @@ __device__ void consume_few(const Arguments& args, typename FewRows<type, size>:
       ring.empty[warp][slot.slot].arrive_as_warp();
       slot.advance();
     }
-    consumers.wait();  // the states of the unit before have been read
+    memory.free.wait(free_parity);
+    free_parity ^= 1;
     const int live = live_rows(args, unit);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -206,10 +177,7 @@ __device__ void consume_few(const Arguments& args, typename FewRows<type, size>:
       if (of_row < live)
         *reinterpret_cast<float2*>(&memory.outputs[warp][of_row][place_in_row(of_row, element)]) = {a, b};
     });
-    consumers.wait();
-    store_few<Shape, size>(args, unit, memory);
-    unit = next_unit(ring, unit_place);
-    load(unit);
+    memory.ready.arrive_as_warp();
   }
 }
 
@@ -224,10 +192,16 @@ __global__ void __launch_bounds__(FewRows<type, size>::threads, 1)
     const unsigned warp = threadIdx.x / 32;
     let_next_kernel_start();
     if (warp == Shape::warps) prefetch_map(keys), prefetch_map(values);
-    memory.ring.init(warp, Barrier::warp_arrivals, Shape::warps * Barrier::warp_arrivals);
+    memory.ring.init(warp, Barrier::warp_arrivals, (Shape::warps + Shape::storers) * Barrier::warp_arrivals);
+    if (threadIdx.x == Shape::Team::first) {
+      memory.ready.init(Shape::warps * Barrier::warp_arrivals);
+      memory.free.init(Shape::storers * Barrier::warp_arrivals);
+      show_barriers();
+    }
     __syncthreads();
     if (warp < Shape::warps) consume_few<T, type, size>(args, memory);
-    else produce(args, keys, values, memory.ring);
+    else if (warp == Shape::warps) produce(args, keys, values, memory.ring);
+    else store_few<Shape, size>(args, memory);
   }
 }
 

@@ -61,6 +61,7 @@ struct Tile {
   static constexpr bool wide = type == PageType::as_query;
   static constexpr int key_bytes = size * (wide ? 2 : 1), box_bytes = key_bytes < 128 ? key_bytes : 128;
   static constexpr Swizzle swizzle = box_bytes == 128 ? Swizzle::bytes128 : Swizzle::bytes64;
+  static constexpr int elements = size;
   static constexpr int boxes = key_bytes / box_bytes, bytes = keys * key_bytes;
   static constexpr int box_elements = size / boxes;
   // How many products of 16 elements, or columns of 8, four matrices are enough for.
@@ -147,5 +148,50 @@ struct Output {
     }
   }
 };
+
+// Loads a lane's part of the queries of the unit, from `row` on and 8 further down, as left operands: `pair_of` gives
+// two elements of a row. Returns by which power of 2 each row was divided: in f16, numbers of bf16 might be too large.
+template <class T, class Query, class Tile, int steps, class GetPair>
+__device__ void load_queries(const Arguments& args, const Unit& unit, int row, GetPair pair_of, uint32_t (&to)[steps][4],
+                             float (&unit_of_row)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const bool exists = row + 8 * half < live_rows(args, unit);
+#pragma unroll
+    for (int step = 0; step < steps; step++) {
+#pragma unroll
+      for (int k = 0; k < 2; k++) {
+        const int element = Tile::element_of_query(step, k);
+        to[step][half + 2 * k] = exists && element < args.call.size ? pair_of(row + 8 * half, element) : 0;
+      }
+    }
+    unit_of_row[half] = 1;
+    if constexpr (!std::is_same_v<T, Query>) {
+      float most = 0;
+#pragma unroll
+      for (int step = 0; step < steps; step++) {
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+          const float2 pair = __bfloat1622float2(bits<__nv_bfloat162>(to[step][half + 2 * k]));
+          most = fmaxf(most, fmaxf(fabsf(pair.x), fabsf(pair.y)));
+        }
+      }
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+      const int exponent = most > 0 && most < INFINITY ? max(-126, ilogbf(most)) : 0;
+      unit_of_row[half] = scalbnf(1.f, exponent);
+      const float inverse = scalbnf(1.f, -exponent);
+#pragma unroll
+      for (int step = 0; step < steps; step++) {
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+          uint32_t& word = to[step][half + 2 * k];
+          const float2 pair = __bfloat1622float2(bits<__nv_bfloat162>(word));
+          word = bits<uint32_t>(__floats2half2_rn(pair.x * inverse, pair.y * inverse));
+        }
+      }
+    }
+  }
+}
 
 }  // namespace jaxsoft::cuda::decode

@@ -24,7 +24,7 @@ struct ManyRows {
   using Values = Tile<PageType::as_query, size, keys>;
   using Queries = Tile<PageType::as_query, size, kPartRows>;
   using Ring = RingMemory<Values, keys, 1, slots>;
-  using Team = Storers<0, kParts * 4>;
+  using Team = Threads<0, kParts * 4>;
   struct Memory {
     Ring ring;
     // The queries, and in the end half of each row's output in f32, at `place_in_row`.
@@ -62,8 +62,9 @@ __device__ void consume_many(const Arguments& args, typename ManyRows<size>::Mem
   auto& ring = memory.ring;
   const int part = warp_group();
   const NamedBarrier group{2 + part, kWarpGroup};
-  unsigned char* const queries = memory.parts[part].queries;
-  const auto query = summed_along_rows(queries);
+  // The queries are left operands from registers, where these are enough, as shared memory is busy enough with keys.
+  constexpr bool from_registers = size <= 128;
+  uint32_t query[from_registers ? steps : 1][4];
   SlotPlace<Shape::slots> slot;
   SlotPlace<Shape::Ring::units> unit_place;
   auto release = [&] {
@@ -76,9 +77,18 @@ __device__ void consume_many(const Arguments& args, typename ManyRows<size>::Mem
     if (unit.batch == kNoUnit) return;
     const int live = live_rows(args, unit);
     const int first = shared ? 0 : part * kPartRows, row = first + row_of_thread();
-    load_part<Queries, size>(args, unit, first, queries);
-    show_to_copies();
-    group.wait();
+    if constexpr (from_registers) {
+      float unit_of_row[2];
+      auto pair_of = [&](int of_row, int element) {
+        const int64_t begin = RowPlace(args, unit, of_row).begin(args, unit);
+        return __ldg(reinterpret_cast<const uint32_t*>(static_cast<const T*>(args.call.query) + begin + element));
+      };
+      load_queries<T, T, Tile>(args, unit, row, pair_of, query, unit_of_row);
+    } else {
+      load_part<Queries, size>(args, unit, first, memory.parts[part].queries);
+      show_to_copies();
+      group.wait();
+    }
     LaneRows rows(args, unit, row, args.call.scale * (args.pages.key_scale ? args.pages.key_scale[unit.head] : 1.f));
     float output[size / 2];
 #pragma unroll
@@ -92,9 +102,15 @@ __device__ void consume_many(const Arguments& args, typename ManyRows<size>::Mem
       const auto keys = summed_along_rows(ring.slots[0][of_slot].key);
       begin_products();
 #pragma unroll
-      for (int step = 0; step < steps; step++)
-        cuda::multiply<T>(flat, query + (step / 4 * kPartRows * 128 + step % 4 * 32),
-                          keys + (step / 4 * Shape::keys * 128 + step % 4 * 32), step > 0);
+      for (int step = 0; step < steps; step++) {
+        const auto key = keys + (step / 4 * Shape::keys * 128 + step % 4 * 32);
+        if constexpr (from_registers) {
+          cuda::multiply<T>(flat, query[step], key, step > 0);
+        } else {
+          const auto queries = summed_along_rows(memory.parts[part].queries);
+          cuda::multiply<T>(flat, queries + (step / 4 * kPartRows * 128 + step % 4 * 32), key, step > 0);
+        }
+      }
       commit_products();
     };
     // The products of the weights and the values in the slot, which run on.
@@ -181,6 +197,7 @@ __device__ void consume_many(const Arguments& args, typename ManyRows<size>::Mem
 
     // The block's state, a half of each row after the other, in the place of the queries.
     using Team = typename Shape::Team;
+    const NamedBarrier all{1, Team::threads};
     const int rows_here = shared ? kPartRows : kParts * kPartRows;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -192,7 +209,7 @@ __device__ void consume_many(const Arguments& args, typename ManyRows<size>::Mem
 #pragma unroll
     for (int of_row = 0; of_row < 2; of_row++) {
       constexpr int width = size / 2, each = width / 4;
-      Team::synchronize();
+      all.wait();
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const int to = row_of_thread() + 8 * half;
@@ -203,7 +220,7 @@ __device__ void consume_many(const Arguments& args, typename ManyRows<size>::Mem
               output[from], output[from + 1]};
         }
       }
-      Team::synchronize();
+      all.wait();
       const int count = min(rows_here, unit.chunks == 1 ? rows_of(args, unit) : live);
       for (int i = Team::thread(); i < count * each; i += Team::threads) {
         const int of = i / each, element = i % each * 4, place = of % kPartRows;
@@ -222,7 +239,7 @@ __device__ void consume_many(const Arguments& args, typename ManyRows<size>::Mem
         store_row<size>(args, unit, unit.chunks == 1, unit.chunk, of, of_row * width + element, sums, all);
       }
     }
-    Team::synchronize();  // before the next queries come
+    all.wait();  // before the next queries come
   }
 }
 

@@ -10,12 +10,11 @@
 
 namespace jaxsoft::cuda::decode {
 
-// The warps of a block that store states, from `first_warp` on. They have a barrier of their own.
+// Some warps of a block, from `first_warp` on.
 template <int first_warp, int warps>
-struct Storers {
-  static constexpr int threads = warps * 32;
-  __device__ static int thread() { return static_cast<int>(threadIdx.x) - first_warp * 32; }
-  __device__ static void synchronize() { NamedBarrier{1, threads}.wait(); }
+struct Threads {
+  static constexpr int first = first_warp * 32, threads = warps * 32;
+  __device__ static int thread() { return static_cast<int>(threadIdx.x) - first; }
 };
 
 // Where an element of a row of an output in shared memory is, so that stores of fragments meet no bank twice.

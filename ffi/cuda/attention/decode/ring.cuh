@@ -14,7 +14,8 @@
 
 namespace jaxsoft::cuda::decode {
 
-template <class Tile_, int tile_keys, int consumers, int slots_each>
+// If it has `rows`, it has room for the queries of so many, which then come with the units.
+template <class Tile_, int tile_keys, int consumers, int slots_each, int rows = 0>
 struct RingMemory {
   using Tile = Tile_;
   static constexpr int keys = tile_keys, count = consumers, depth = slots_each, units = 4;
@@ -25,6 +26,9 @@ struct RingMemory {
   Slot slots[count][depth];
   Barrier full[count][depth], empty[count][depth], told[units], heard[units];
   Unit unit[units];
+  // 16 bytes more than a row has let reads of a column meet no bank twice.
+  static constexpr int query_rows = rows, query_step = Tile::elements + 8;
+  alignas(16) uint16_t queries[units][rows > 0 ? rows : 1][query_step];
   uint8_t valid[count][depth];  // bit i says whether run i of the tile's keys is in the cache
 
   // All warps call this, with their numbers: each of the first ones initialises the barriers of a consumer's slots, and
@@ -41,14 +45,20 @@ struct RingMemory {
 
 constexpr int kNoUnit = -1;  // as a unit's batch: there are no more
 
-// The next unit, as all warps but the producer's get it.
-template <class Ring>
-__device__ Unit next_unit(Ring& ring, SlotPlace<Ring::units>& place) {
+// The next unit, as all warps but the producer's get it. They may `read` of its place in the ring before it is handed
+// back.
+template <class Ring, class Read>
+__device__ Unit next_unit(Ring& ring, SlotPlace<Ring::units>& place, Read read) {
   ring.told[place.slot].wait(place.parity);
   const Unit unit = ring.unit[place.slot];
+  read(unit, place.slot);
   ring.heard[place.slot].arrive_as_warp();
   place.advance();
   return unit;
+}
+template <class Ring>
+__device__ Unit next_unit(Ring& ring, SlotPlace<Ring::units>& place) {
+  return next_unit(ring, place, [](const Unit&, int) {});
 }
 
 // The producer: all lanes of one warp.
@@ -76,11 +86,19 @@ __device__ void produce(const Arguments& args, const CUtensorMap& keys, const CU
     if (found && args.dealt && number == blockIdx.x) wait_for_last_kernel();
     if (found && args.dealt && lane == 0) taken = take(reinterpret_cast<unsigned long long*>(args.counter));
     memory.heard[unit_place.slot].wait(unit_place.parity ^ 1);
+    Barrier& told = memory.told[unit_place.slot];
+    const int rows = found ? min(Memory::query_rows, live_rows(args, unit)) : 0;
+    const unsigned row_bytes = args.call.size * 2;
     if (lane == 0) {
       if (!found) unit.batch = kNoUnit;
       memory.unit[unit_place.slot] = unit;
-      memory.told[unit_place.slot].arrive();
+      told.arrive_expecting(rows * row_bytes);
     }
+    __syncwarp();
+    if (lane < rows)
+      copy_to_shared(memory.queries[unit_place.slot][lane],
+                     static_cast<const uint16_t*>(args.call.query) + RowPlace(args, unit, lane).begin(args, unit),
+                     row_bytes, told);
     unit_place.advance();
     if (!found) return;
 
