@@ -77,7 +77,8 @@ inline Plan make_plan(const AttentionCall& call, int row_tile) {
   const int busy = plan.items < kProcessors ? 94 : 85;
   auto idles = [&](int64_t units) { return units * 100 < busy * kProcessors * divide_up(units, kProcessors); };
   while (idles(int64_t(plan.wave) * plan.items)) plan.wave++;
-  plan.longest = (ragged ? 4096 : 8192) * (many ? 4 : 1);
+  const bool crowded = plan.items >= 2 * kProcessors;  // then one long sequence is but a small part of the work
+  plan.longest = many ? (ragged ? 16384 : 32768) : !ragged ? 8192 : crowded ? 4096 : 1024;
   int64_t keys = call.keys;
   if (call.left >= 0 && call.right >= 0) {
     const int64_t window = int64_t(call.left) + call.right + call.queries + kChunkAlign;
@@ -86,7 +87,8 @@ inline Plan make_plan(const AttentionCall& call, int row_tile) {
   const int64_t spread = round_up(divide_up(keys * plan.items * (row_tile / 16), kMostUnits), kLeastChunk);
   plan.shortest = static_cast<int>(std::max<int64_t>(spread, many ? 4096 : 512));
   const int64_t in_wave = std::min<int64_t>(divide_up(keys, kLeastChunk), plan.wave);
-  const int64_t beyond = std::min<int64_t>(divide_up(keys, plan.shortest), kMostChunks);
+  const bool exceeds = keys > int64_t(plan.wave) * plan.longest;
+  const int64_t beyond = exceeds ? std::min<int64_t>(divide_up(keys, plan.shortest), kMostChunks) : 1;
   plan.most_chunks = static_cast<int>(std::max(in_wave, beyond));
   return plan;
 }
