@@ -191,16 +191,22 @@ __global__ void __launch_bounds__(FewRows<type, size>::threads, 1)
     auto& memory = *reinterpret_cast<typename Shape::Memory*>(bytes);
     const unsigned warp = threadIdx.x / 32;
     let_next_kernel_start();
-    if (warp == Shape::warps) prefetch_map(keys), prefetch_map(values);
-    memory.ring.init(warp, Barrier::warp_arrivals, (Shape::warps + Shape::storers) * Barrier::warp_arrivals);
-    if (threadIdx.x == Shape::Team::first) {
-      memory.ready.init(Shape::warps * Barrier::warp_arrivals);
-      memory.free.init(Shape::storers * Barrier::warp_arrivals);
-      show_barriers();
+    if (warp == Shape::warps) {
+      prefetch_map(keys), prefetch_map(values);
+      produce(args, keys, values, memory.ring);
+      return;
+    }
+    if (threadIdx.x % 32 == 0) {
+      constexpr int one = Barrier::warp_arrivals;
+      if (warp < Shape::warps) memory.ring.init_slots(warp, one);
+      if (threadIdx.x == Shape::Team::first) memory.ring.init_units((Shape::warps + Shape::storers) * one);
+      if (threadIdx.x == Shape::Team::first + 32) {
+        memory.ready.init(Shape::warps * one), memory.free.init(Shape::storers * one);
+        show_barriers();
+      }
     }
     __syncthreads();
     if (warp < Shape::warps) consume_few<T, type, size>(args, memory);
-    else if (warp == Shape::warps) produce(args, keys, values, memory.ring);
     else store_few<Shape, size>(args, memory);
   }
 }

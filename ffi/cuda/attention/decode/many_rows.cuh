@@ -253,16 +253,17 @@ __global__ void __launch_bounds__(ManyRows<size>::threads, 1)
     auto& memory = *reinterpret_cast<typename Shape::Memory*>(bytes);
     const bool producer = threadIdx.x / 32 == kParts * 4;
     let_next_kernel_start();
-    if (producer) prefetch_map(keys), prefetch_map(values);
-    constexpr int arrivals = kParts * 4 * Barrier::warp_arrivals;
-    memory.ring.init(threadIdx.x / 32, arrivals, arrivals);
-    __syncthreads();
     // Registers for those that multiply: 504 for a thread of each group.
     if (warp_group() == kParts) {
       give_registers<104>();
-      if (producer) produce(args, keys, values, memory.ring);
+      if (producer) prefetch_map(keys), prefetch_map(values), produce(args, keys, values, memory.ring);
+      else __syncthreads();
     } else {
       take_registers<200>();
+      constexpr int arrivals = kParts * 4 * Barrier::warp_arrivals;
+      if (threadIdx.x == 0) memory.ring.init_slots(0, arrivals);
+      if (threadIdx.x == 32) memory.ring.init_units(arrivals);
+      __syncthreads();
       consume_many<T, size, shared>(args, memory);
     }
   }

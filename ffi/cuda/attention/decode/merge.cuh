@@ -132,22 +132,28 @@ __device__ void store_row(const Arguments& args, const Unit& unit, bool all, int
   }
 }
 
-constexpr int kMergeTeams = 8;      // of a block: each has as many threads as a row has runs of four elements
+constexpr int kMergeThreads = 512;
 constexpr int kMergeBlocks = 4096;  // at most, where there are fewer items: they take several rows each, then
+// Threads of a block are teams, each of as many as a row has runs of four elements.
+constexpr __host__ __device__ int teams_of_block(int size) { return kMergeThreads * 4 / size; }
 
 // Teams that share a row. Each merges every so manieth chunk.
-inline int teams_of_row(const Plan& plan) { return plan.most_chunks > 4 ? 8 : plan.most_chunks > 2 ? 4 : 2; }
+inline int teams_of_row(const Plan& plan, int size) {
+  int teams = 1;
+  while (teams < teams_of_block(size) && 2 * teams < plan.most_chunks) teams *= 2;
+  return teams;
+}
 
 // Merges the states of an item, blockIdx.x, for its rows in turn, and writes the results. What is of one chunk only has
 // its results already.
 template <int size>
-__global__ void __launch_bounds__(kMergeTeams * size / 4)
+__global__ void __launch_bounds__(kMergeThreads)
     merge(const __grid_constant__ Arguments args, const int teams) {
-  constexpr int each = size / 4, batch = 4;  // a thread asks for so many states before it uses the first
-  __shared__ float4 outputs[kMergeTeams][each];
-  __shared__ float2 all_sums[kMergeTeams];
+  constexpr int each = size / 4, batch = 8;  // a thread asks for so many states before it uses the first
+  __shared__ float4 outputs[teams_of_block(size)][each];
+  __shared__ float2 all_sums[teams_of_block(size)];
   const int own = threadIdx.x / each, team = own % teams, element = threadIdx.x % each * 4;
-  const int rows_at_once = kMergeTeams / teams;
+  const int rows_at_once = teams_of_block(size) / teams;
   Unit unit{};
   const int head = blockIdx.x / args.plan.row_groups;
   unit.group = blockIdx.x - head * args.plan.row_groups;
@@ -180,9 +186,16 @@ __global__ void __launch_bounds__(kMergeTeams * size / 4)
     if (element == 0) all_sums[own] = sum;
     __syncthreads();
     if (team > 0 || row >= rows) continue;
-    for (int other = own + 1; other < own + teams; other++) {
-      const float2 sums[1] = {all_sums[other]};
-      const float4 of_team[1] = {outputs[other][element / 4]};
+    for (int first_other = 1; first_other < teams; first_other += batch) {
+      float2 sums[batch];
+      float4 of_team[batch];
+#pragma unroll
+      for (int k = 0; k < batch; k++) {
+        sums[k] = {-INFINITY, 0}, of_team[k] = {};
+        if (first_other + k >= teams) continue;
+        sums[k] = all_sums[own + first_other + k];
+        of_team[k] = outputs[own + first_other + k][element / 4];
+      }
       append(sum, output, sums, of_team);
     }
     store_row<size>(args, unit, true, 0, row, element, sum, {output});

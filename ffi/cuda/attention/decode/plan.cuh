@@ -88,7 +88,11 @@ inline Plan make_plan(const AttentionCall& call, int row_tile) {
   plan.shortest = static_cast<int>(std::max<int64_t>(spread, many ? 4096 : 512));
   const int64_t in_wave = std::min<int64_t>(divide_up(keys, kLeastChunk), plan.wave);
   const bool exceeds = keys > int64_t(plan.wave) * plan.longest;
-  const int64_t beyond = exceeds ? std::min<int64_t>(divide_up(keys, plan.shortest), kMostChunks) : 1;
+  int64_t beyond = 1;
+  if (exceeds) {
+    beyond = std::max(divide_up(kUnits, plan.items), divide_up(keys, plan.longest));
+    beyond = std::min(std::min<int64_t>(beyond, kMostChunks), divide_up(keys, plan.shortest));
+  }
   plan.most_chunks = static_cast<int>(std::max(in_wave, beyond));
   return plan;
 }

@@ -31,14 +31,14 @@ struct RingMemory {
   alignas(16) uint16_t queries[units][rows > 0 ? rows : 1][query_step];
   uint8_t valid[count][depth];  // bit i says whether run i of the tile's keys is in the cache
 
-  // All warps call this, with their numbers: each of the first ones initialises the barriers of a consumer's slots, and
-  // the next one those of units. A slot is handed back by `warps` warps.
-  __device__ void init(int warp, int warps, int all_warps) {
-    if (threadIdx.x % 32 > 0 || warp > count) return;
-    if (warp < count)
-      for (int i = 0; i < depth; i++) full[warp][i].init(1), empty[warp][i].init(warps);
-    else
-      for (int i = 0; i < units; i++) told[i].init(1), heard[i].init(all_warps);
+  // The first lanes of some warps call these, for the barriers of a consumer's slots, which `warps` warps hand back, and
+  // for those of units.
+  __device__ void init_slots(int consumer, int warps) {
+    for (int i = 0; i < depth; i++) full[consumer][i].init(1), empty[consumer][i].init(warps);
+    show_barriers();
+  }
+  __device__ void init_units(int warps) {
+    for (int i = 0; i < units; i++) told[i].init(1), heard[i].init(warps);
     show_barriers();
   }
 };
@@ -61,7 +61,8 @@ __device__ Unit next_unit(Ring& ring, SlotPlace<Ring::units>& place) {
   return next_unit(ring, place, [](const Unit&, int) {});
 }
 
-// The producer: all lanes of one warp.
+// The producer: all lanes of one warp. The block's barriers are needed only when it has found its first unit, and so it
+// waits for them here.
 template <class Memory>
 __device__ void produce(const Arguments& args, const CUtensorMap& keys, const CUtensorMap& values, Memory& memory) {
   using Tile = typename Memory::Tile;
@@ -83,7 +84,10 @@ __device__ void produce(const Arguments& args, const CUtensorMap& keys, const CU
     Unit unit;
     const bool found = dealer.find(number, &unit);
     unsigned taken = 0;
-    if (found && args.dealt && number == blockIdx.x) wait_for_last_kernel();
+    if (number == blockIdx.x) {
+      __syncthreads();
+      if (args.dealt) wait_for_last_kernel();
+    }
     if (found && args.dealt && lane == 0) taken = take(reinterpret_cast<unsigned long long*>(args.counter));
     memory.heard[unit_place.slot].wait(unit_place.parity ^ 1);
     Barrier& told = memory.told[unit_place.slot];
