@@ -147,7 +147,7 @@ inline int teams_of_row(const Plan& plan, int size) {
 // Merges the states of an item, blockIdx.x, for its rows in turn, and writes the results. What is of one chunk only has
 // its results already.
 template <int size>
-__global__ void __launch_bounds__(kMergeThreads)
+__global__ void __launch_bounds__(kMergeThreads, 2)
     merge(const __grid_constant__ Arguments args, const int teams) {
   constexpr int each = size / 4, batch = 8;  // a thread asks for so many states before it uses the first
   __shared__ float4 outputs[teams_of_block(size)][each];
