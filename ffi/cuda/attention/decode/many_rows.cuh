@@ -61,7 +61,8 @@ __device__ void consume_many(const Arguments& args, typename ManyRows<size>::Mem
   constexpr int columns = Shape::keys / 8, steps = size / 16;
   auto& ring = memory.ring;
   const int part = warp_group();
-  const NamedBarrier group{2 + part, kWarpGroup};
+  using Team = typename Shape::Team;
+  const NamedBarrier group{2 + part, kWarpGroup}, all{1, Team::threads};
   // The queries are left operands from registers, where these are enough, as shared memory is busy enough with keys.
   constexpr bool from_registers = size <= 128;
   uint32_t query[from_registers ? steps : 1][4];
@@ -118,9 +119,12 @@ __device__ void consume_many(const Arguments& args, typename ManyRows<size>::Mem
       auto& tile = ring.slots[0][slot.slot];
       // Keys that count for nobody have the weight 0, but may have any values.
       if (key < unit.counted_begin || key + Shape::keys > unit.end) {
-        Tile::clear(tile.value, unit.counted_begin - key, unit.end - key);
-        show_to_copies();
-        group.wait();
+        // One warp does it for all that multiply them.
+        if (threadIdx.x % (shared ? kWarpGroup : Team::threads) < 32) {
+          Tile::clear(tile.value, unit.counted_begin - key, unit.end - key);
+          show_to_copies();
+        }
+        (shared || live <= kPartRows ? group : all).wait();
       }
       const auto values = summed_over_rows(tile.value, Shape::keys);
       begin_products();
@@ -196,8 +200,6 @@ __device__ void consume_many(const Arguments& args, typename ManyRows<size>::Mem
     }
 
     // The block's state, a half of each row after the other, in the place of the queries.
-    using Team = typename Shape::Team;
-    const NamedBarrier all{1, Team::threads};
     const int rows_here = shared ? kPartRows : kParts * kPartRows;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
