@@ -68,7 +68,8 @@ struct Launch {
     if (auto e = device.read()) return e;
     const int64_t units = int64_t(args.plan.items) * args.plan.most_chunks;
     const int blocks = static_cast<int>(std::min<int64_t>(units, device.processors));
-    args.dealt = units > blocks;
+    // Short units of one length are dealt out in advance: a counter would have to be cleared first.
+    args.dealt = units > blocks && !(args.uniform && units * args.cut.chunk <= int64_t(blocks) * kShortKeys);
     if (args.dealt) {
       if (auto e = launch(clear<>, dim3(1), 1, 0, false, args.counter)) return e;
     }
