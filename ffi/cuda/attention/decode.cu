@@ -138,7 +138,8 @@ struct Launch {
     const bool many = args.rows > kFewRows && args.pages.type == PageType::as_query;
     args.plan = make_plan(args.call, many ? tile_of_many(args.rows) : kFewRows);
     const AttentionCall& call = args.call;
-    args.uniform = !call.key_lengths.data && !call.query_lengths.data && call.left == kNoLimit && call.right == kNoLimit;
+    const bool limited = call.left != kNoLimit || call.right != kNoLimit;
+    args.uniform = !limited && !call.key_lengths.data && !call.query_lengths.data;
     if (args.uniform) {
       args.cut = Cut(args.plan, call.queries, {0, call.keys});
       args.plan.most_chunks = args.cut.chunks;

@@ -1,6 +1,6 @@
 // Decode for up to 16 packed queries of a key head: memory decides how long it takes, and products are those of single
-// warps. Each consumer warp has all rows, and keeps a state of its own over the tiles that it gets; the states of a
-// block's warps are merged at the end of a unit by other warps, which store the result. So warps wait for nobody but the copies.
+// warps. Each consumer warp has all rows, and keeps a state of its own over the tiles that it gets. Other warps merge
+// these states at the end of a unit and store the result. So the warps that multiply wait for nobody but the copies.
 #pragma once
 
 #include "merge.cuh"

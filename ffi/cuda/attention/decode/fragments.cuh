@@ -152,8 +152,8 @@ struct Output {
 // Loads a lane's part of the queries of the unit, from `row` on and 8 further down, as left operands: `pair_of` gives
 // two elements of a row. Returns by which power of 2 each row was divided: in f16, numbers of bf16 might be too large.
 template <class T, class Query, class Tile, int steps, class GetPair>
-__device__ void load_queries(const Arguments& args, const Unit& unit, int row, GetPair pair_of, uint32_t (&to)[steps][4],
-                             float (&unit_of_row)[2]) {
+__device__ void load_queries(const Arguments& args, const Unit& unit, int row, GetPair pair_of,
+                             uint32_t (&to)[steps][4], float (&unit_of_row)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const bool exists = row + 8 * half < live_rows(args, unit);

@@ -31,8 +31,8 @@ struct RingMemory {
   alignas(16) uint16_t queries[units][rows > 0 ? rows : 1][query_step];
   uint8_t valid[count][depth];  // bit i says whether run i of the tile's keys is in the cache
 
-  // The first lanes of some warps call these, for the barriers of a consumer's slots, which `warps` warps hand back, and
-  // for those of units.
+  // A lane calls these, for the barriers of a consumer's slots, which `warps` warps hand back, and for those of units,
+  // of which all warps but the producer's hear.
   __device__ void init_slots(int consumer, int warps) {
     for (int i = 0; i < depth; i++) full[consumer][i].init(1), empty[consumer][i].init(warps);
     show_barriers();
