@@ -337,7 +337,7 @@ _ROWS = (
     _Rows(64, 64, 4096, 32768, (16384, 16384)),
     _Rows(math.inf, 128, 4096, 32768, (16384, 16384)),
 )
-_CROWDED, _UNITS, _MOST_CHUNKS = 264, 1056, 256
+_CROWDED, _UNITS, _MOST_CHUNKS = 264, 528, 256
 
 
 def _of_few_queries(form: Form, operands: Operands) -> int:

@@ -75,11 +75,11 @@ struct Launch {
     }
     if (auto e = launch(kernel, dim3(blocks), Shape::threads, bytes, args.dealt, args, keys, values)) return e;
     if (args.plan.most_chunks == 1) return cudaSuccess;
-    const int teams = teams_of_row(args.plan, padded);
-    const int64_t rounds = divide_up(args.item_rows, teams_of_block(padded) / teams);
+    const MergeShape shape(args.plan, padded);
+    const int64_t rounds = divide_up(args.item_rows, shape.rows(padded));
     const int64_t at_once = std::max<int64_t>(1, std::min<int64_t>(rounds, kMergeBlocks / args.plan.items));
     const dim3 merge_blocks(args.plan.items, static_cast<unsigned>(at_once));
-    return launch(merge_kernel, merge_blocks, kMergeThreads, 0, true, args, teams);
+    return launch(merge_kernel, merge_blocks, shape.threads, 0, true, args, shape.teams_of_row);
   }
 
   cudaError_t describe_cache(CUtensorMap* map, const void* data, int box_rows, Swizzle swizzle) const {

@@ -44,14 +44,17 @@ __device__ void load_matrices(uint32_t (&to)[4], uint32_t address) {
                  : "memory");
 }
 
-// Two 8-bit floats in the lower half of a word, as f16.
-template <PageType type>
-__device__ uint32_t widen_pair(uint32_t pair) {
-  uint32_t wide;
-  const auto low = static_cast<uint16_t>(pair);
-  if constexpr (type == PageType::e4m3) asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(wide) : "h"(low));
-  else asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(wide) : "h"(low));
-  return wide;
+// Two of a word's 8-bit floats, as f16. A number of e5m2 is the upper half of the f16.
+template <PageType type, int low, int high>
+__device__ uint32_t widen_bytes(uint32_t word) {
+  if constexpr (type == PageType::e5m2) {
+    return __byte_perm(word, 0, 0x0404 | low << 4 | high << 12);
+  } else {
+    uint32_t wide;
+    const uint32_t pair = low == 0 && high == 1 ? word : __byte_perm(word, 0, 0x4400 | low | high << 4);
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(wide) : "h"(static_cast<uint16_t>(pair)));
+    return wide;
+  }
 }
 
 // A tile of keys or of values in shared memory: boxes of `keys` rows, one for each 128 bytes of a key (64 if it has no
@@ -81,7 +84,7 @@ struct Tile {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       if constexpr (wide) pairs[i / 2][i % 2] = words[i];
-      else pairs[i][0] = widen_pair<type>(words[i]), pairs[i][1] = widen_pair<type>(words[i] >> 16);
+      else pairs[i][0] = widen_bytes<type, 0, 1>(words[i]), pairs[i][1] = widen_bytes<type, 2, 3>(words[i]);
     }
   }
   // The element of the query that goes with pair `half` of a step in lane t: it and the next one.
@@ -104,8 +107,8 @@ struct Tile {
         if constexpr (wide) {
           pairs[i][half] = word;
         } else {  // even elements of both keys are one column, odd ones the other
-          pairs[2 * i][half] = widen_pair<type>(__byte_perm(word, 0, 0x4420));
-          pairs[2 * i + 1][half] = widen_pair<type>(__byte_perm(word, 0, 0x4431));
+          pairs[2 * i][half] = widen_bytes<type, 0, 2>(word);
+          pairs[2 * i + 1][half] = widen_bytes<type, 1, 3>(word);
         }
       }
     }

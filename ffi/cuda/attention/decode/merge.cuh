@@ -132,28 +132,32 @@ __device__ void store_row(const Arguments& args, const Unit& unit, bool all, int
   }
 }
 
-constexpr int kMergeThreads = 512;
+constexpr int kMergeThreads = 512;  // of a block, at most
 constexpr int kMergeBlocks = 4096;  // at most, where there are fewer items: they take several rows each, then
-// Threads of a block are teams, each of as many as a row has runs of four elements.
-constexpr __host__ __device__ int teams_of_block(int size) { return kMergeThreads * 4 / size; }
 
-// Teams that share a row. Each merges every so manieth chunk.
-inline int teams_of_row(const Plan& plan, int size) {
-  int teams = 1;
-  while (teams < teams_of_block(size) && 2 * teams < plan.most_chunks) teams *= 2;
-  return teams;
-}
+// How a block merges: its threads are teams, each of as many as a row has runs of four elements. Teams that share a row
+// merge every so manieth chunk of it.
+struct MergeShape {
+  int teams_of_row, threads;
+  int rows(int size) const { return threads / (size / 4 * teams_of_row); }  // of a block, at a time
+  MergeShape(const Plan& plan, int size) {
+    const int chunks = plan.most_chunks, most = kMergeThreads / (size / 4);
+    teams_of_row = std::min(most, chunks > 64 ? 16 : chunks > 4 ? 8 : chunks > 2 ? 4 : 2);
+    threads = std::max(256, teams_of_row * size / 4);
+  }
+};
 
 // Merges the states of an item, blockIdx.x, for its rows in turn, and writes the results. What is of one chunk only has
 // its results already.
 template <int size>
 __global__ void __launch_bounds__(kMergeThreads, 2)
     merge(const __grid_constant__ Arguments args, const int teams) {
-  constexpr int each = size / 4, batch = 8;  // a thread asks for so many states before it uses the first
-  __shared__ float4 outputs[teams_of_block(size)][each];
-  __shared__ float2 all_sums[teams_of_block(size)];
+  constexpr int each = size / 4, most_teams = kMergeThreads / each;
+  constexpr int batch = 4;  // a thread asks for so many states before it uses the first
+  __shared__ float4 outputs[most_teams][each];
+  __shared__ float2 all_sums[most_teams];
   const int own = threadIdx.x / each, team = own % teams, element = threadIdx.x % each * 4;
-  const int rows_at_once = teams_of_block(size) / teams;
+  const int rows_at_once = blockDim.x / (each * teams);
   Unit unit{};
   const int head = blockIdx.x / args.plan.row_groups;
   unit.group = blockIdx.x - head * args.plan.row_groups;
