@@ -92,7 +92,7 @@ __device__ void store_unit(const Arguments& args, const Unit& unit, const typena
       }
       append(sum, output, sums, outputs);
     }
-    store_row<size>(args, unit, unit.chunks == 1, unit.chunk, row, element, sum, {output});
+    store_row<size>(args, unit, unit.chunks == 1, unit.chunk, row, element, sum, output);
   }
 }
 

@@ -230,15 +230,15 @@ __device__ void consume_many(const Arguments& args, typename ManyRows<size>::Mem
           return *reinterpret_cast<const float4*>(&memory.parts[from].output[place][place_in_row(place, element)]);
         };
         float2 sums = memory.sums[of / kPartRows][place];
-        float4 all[1] = {load(of / kPartRows)};
+        float4 sum = load(of / kPartRows);
         if constexpr (shared) {
           const float2 other = memory.sums[1][place];
           const float m = fmaxf(sums.x, other.x), a = weight_of(sums.x, m), b = weight_of(other.x, m);
           const float4 more = load(1);
           sums = {m, fmaf(other.y, b, sums.y * a)};
-          all[0] = added(scaled(all[0], a), more, b);
+          sum = added(scaled(sum, a), more, b);
         }
-        store_row<size>(args, unit, unit.chunks == 1, unit.chunk, of, of_row * width + element, sums, all);
+        store_row<size>(args, unit, unit.chunks == 1, unit.chunk, of, of_row * width + element, sums, sum);
       }
     }
     all.wait();  // before the next queries come

@@ -113,22 +113,19 @@ class RowResults {
   }
 };
 
-// Stores runs of four elements of a row, from `element` on: of the results if `all` keys are in them, else of the state
-// of a chunk.
-template <int size, int runs>
+// Stores four elements of a row, from `element` on: of the results if `all` keys are in them, else of the state of a
+// chunk.
+template <int size>
 __device__ void store_row(const Arguments& args, const Unit& unit, bool all, int chunk, int row, int element,
-                          float2 sums, const float4 (&output)[runs]) {
+                          float2 sums, float4 output) {
   if (all) {
     const RowResults results(args, unit, row, sums);
-#pragma unroll
-    for (int run = 0; run < runs; run++) results.store(args, unit, element + 4 * run, output[run]);
+    results.store(args, unit, element, output);
     if (element == 0) results.store_sums(args, unit);
   } else {
     const int64_t index = unit.state(args, chunk) * args.item_rows + row;
     if (element == 0) __stcg(args.sums + index, sums);
-#pragma unroll
-    for (int run = 0; run < runs; run++)
-      __stcg(reinterpret_cast<float4*>(args.outputs + index * size + element + 4 * run), output[run]);
+    __stcg(reinterpret_cast<float4*>(args.outputs + index * size + element), output);
   }
 }
 
@@ -202,7 +199,7 @@ __global__ void __launch_bounds__(kMergeThreads, 2)
       }
       append(sum, output, sums, of_team);
     }
-    store_row<size>(args, unit, true, 0, row, element, sum, {output});
+    store_row<size>(args, unit, true, 0, row, element, sum, output);
   }
 }
 
