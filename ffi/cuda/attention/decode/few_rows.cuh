@@ -14,7 +14,8 @@ constexpr int kFewRows = 16;
 template <PageType type, int size>
 struct FewRows {
   static constexpr int bytes = size * (type == PageType::as_query ? 2 : 1);  // of a key
-  static constexpr int keys = size == 256 ? 16 : 32;                         // of a tile
+  // Of a tile. What a warp does once a tile is no longer hidden behind the copies where keys have 8 bits.
+  static constexpr int keys = (size == 256 ? 16 : 32) * (type == PageType::as_query ? 1 : 2);
   static constexpr int warps = size == 64 ? 8 : 4;
   // Of a warp, of 128 KB in all. With 192 KB in flight all requests took longer, and calls were 2 % slower.
   static constexpr int slots = 128 * 1024 / (2 * bytes * keys * warps);
