@@ -237,7 +237,7 @@ def find(operation: Operation, operands: Operands) -> Function:
         "cap": np.float64(form.cap or 0),
         "left": np.int64(-1 if form.left is None else form.left),
         "right": np.int64(-1 if form.right is None else form.right),
-        "deterministic": np.bool_(form.deterministic or _in_order(operands)),
+        "deterministic": np.bool_(form.deterministic),
     }
 
     def call(given: Sequence[jax.Array], types: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
@@ -270,19 +270,6 @@ def find(operation: Operation, operands: Operands) -> Function:
     return pullback if target is BACKWARD else forward
 
 
-# The most queries up to which gradients are as fast with additions in a fixed order as in any, by the head size that a
-# kernel is compiled for. On an H200 (bfloat16, 2048 and 8192 queries, without a causal rule and with one, forward and
-# backward, TFLOP/s in order and in any): 435 and 410, 351 and 349, 469 and 464, 429 and 433 at 64; 502 and 486, 459 and
-# 421, 538 and 548, 510 and 509 at 128. At 256, on an H100, any order is up to a quarter faster.
-_MOST_IN_ORDER = {64: 2**30, 128: 4096, 256: 0}
-
-
-def _in_order(operands: Operands) -> bool:
-    """Whether gradients that may be added in any order are added in a fixed one, which is then as fast."""
-    query = operands[0]
-    return query.shape[1] <= _MOST_IN_ORDER[_columns(query.shape[3])]
-
-
 def _narrowed(bias: jax.Array) -> jax.Array:
     """A bias in a dtype that the kernels read."""
     return bias.astype(jnp.float32) if bias.dtype == jnp.float64 else bias
@@ -302,14 +289,14 @@ _LARGEST_TILE, _SMALLEST_TILE = 128, 64  # of queries, and of keys, in the kerne
 
 
 def _of_gradients(operands: Operands) -> int:
-    """Sums of the query's gradient in f32, two numbers a query, and for each block of keys and head of queries, which
-    tiles it has; for tiles of any size that the kernel may have.
+    """Sums of the query's gradient in f32, two numbers a query, for each block of keys and head of queries, which tiles
+    it has, and two counters a key head; for tiles of any size that the kernel may have.
     """
     query, key, _ = operands[:BASE]
     batch, queries, heads, size = query.shape
     rows = batch * heads * (queries + _LARGEST_TILE - 1)
     blocks = batch * heads * _parts(key.shape[1], _SMALLEST_TILE)
-    return rows * (4 * _columns(size) + 8) + 8 * blocks + 64
+    return rows * (4 * _columns(size) + 8) + 8 * blocks + 8 * batch * key.shape[2] + 512
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,16 +38,16 @@ __device__ inline void turn_in_four(uint32_t (&words)[4]) {
   }
 }
 
-// Writes a gradient by 64 keys or values, times a factor.
-template <class T, int size>
+// Writes a gradient by 64 keys or values, times a factor: `columns` of them, from the column `from`.
+template <class T, int columns>
 __device__ void write_gradient(void* gradient, const BackwardCall& call, int batch, int head, int key,
-                               const float (&sums)[size / 2], float factor) {
+                               const float (&sums)[columns / 2], float factor, int from = 0) {
   T* const begin = static_cast<T*>(gradient) + (int64_t(batch) * call.keys * call.key_heads + head) * call.size;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int row = key + row_of_thread() + 8 * half;
 #pragma unroll
-    for (int column = 0; column < size; column += 32) {
+    for (int column = 0; column < columns; column += 32) {
       uint32_t words[4];
 #pragma unroll
       for (int i = 0; i < 4; i++) {
@@ -55,7 +55,7 @@ __device__ void write_gradient(void* gradient, const BackwardCall& call, int bat
         words[i] = pair<T>(two[0] * factor, two[1] * factor);
       }
       turn_in_four(words);
-      const int first = column + threadIdx.x % 4 * 8;
+      const int first = from + column + threadIdx.x % 4 * 8;
       if (row < call.keys && first < call.size)
         *reinterpret_cast<uint4*>(begin + int64_t(row) * call.key_heads * call.size + first) =
             make_uint4(words[0], words[1], words[2], words[3]);
@@ -72,7 +72,7 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size>
   static_assert(Shared::boxes <= BackwardCode::groups);
   constexpr int box_row = 128;
   const int thread = threadIdx.x % kWarpGroup, lane = threadIdx.x % 32;
-  const NamedBarrier slopes_written{1, BackwardCode::groups * kWarpGroup};
+  [[maybe_unused]] const NamedBarrier own_slopes_written{1 + group, kWarpGroup};
 
   const auto keys = summed_along_rows(shared.key) + group * (64 * box_row);
   const auto values = summed_along_rows(shared.value) + group * (64 * box_row);
@@ -83,73 +83,76 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size>
                                   ((thread / 32 * 32 + lane / 8 % 2 * 16) ^ (lane % 8 * 16));
   SlotPlace<Plan::query_slots> query;
   SlotPlace<Plan::cotangent_slots> cotangent;
-  unsigned key_parity = 0, sum_parity = 0, slopes_slot = 0;
+  SlotPlace<2> slopes_at;
+  unsigned key_parity = 0, sum_parity = 0;
   for_pieces<true>(call, shared, [&](const BackwardWork<size>& work) {
     const int first_key = work.block * Plan::keys + group * 64;
     const int steps = work.tiles.length() * call.group;
     float of_keys[size / 2] = {}, of_values[size / 2] = {};  // the gradients
     [[maybe_unused]] float growth[kind == BackwardKind::capped ? count : 1];
-    float scores[count], slopes[count];  // weights once they are known, and then slopes of scores
-    uint32_t weights[count / 8][4];
+    float scores[count];  // and then weights
+    uint32_t weights[count / 8][4], rounded[count / 8][4];  // left operands: weights, and slopes
     int tile = work.tiles.begin;
+    // Begins the products of 64 keys or values, and a tile of queries or cotangents.
+    auto multiply_tile = [&](float (&products)[count], Operand<Summed::along_rows> rows, const T* columns) {
+      const auto left = rows.anew(), right = summed_along_rows(columns).anew();
+      begin_products();
+#pragma unroll
+      for (int k = 0; k < size; k += 16)
+        multiply<T>(products, left + (k / 64 * (Plan::keys * box_row) + k % 64 * 2),
+                    right + (k / 64 * (queries * box_row) + k % 64 * 2), k > 0);
+      commit_products();
+    };
     auto multiply_scores = [&] {
       shared.query_full[query.slot].wait(query.parity);
-      const auto left = keys.anew(), right = summed_along_rows(shared.query[query.slot]).anew();
-      begin_products();
-#pragma unroll
-      for (int k = 0; k < size; k += 16)
-        multiply<T>(scores, left + (k / 64 * (Plan::keys * box_row) + k % 64 * 2),
-                    right + (k / 64 * (queries * box_row) + k % 64 * 2), k > 0);
-      commit_products();
+      multiply_tile(scores, keys, shared.query[query.slot]);
     };
-    // What comes before the slopes of a tile are known. The products for the gradient by values stay in flight.
+    // From the scores of a tile, which are complete, to its slopes.
     auto begin_tile = [&] {
+      limit_scores<size, kind>(scores, growth, call, work, tile, first_key);
+      if (++tile == work.tiles.end) tile = work.tiles.begin;
       shared.cotangent_full[cotangent.slot].wait(cotangent.parity);
-      const auto left = values.anew(), right = summed_along_rows(shared.cotangent[cotangent.slot]).anew();
-      begin_products();
-#pragma unroll
-      for (int k = 0; k < size; k += 16)
-        multiply<T>(slopes, left + (k / 64 * (Plan::keys * box_row) + k % 64 * 2),
-                    right + (k / 64 * (queries * box_row) + k % 64 * 2), k > 0);
-      commit_products();
-
-      wait_for_products<1>(scores);
+      // A warp that issues a product stands still while the tensor cores are busy. So exponentials run beside products
+      // only if they stand between their instructions. The compiler moves them there, if no wait and no branch is in
+      // its way.
+      float slopes[count];
+      multiply_tile(slopes, values, shared.cotangent[cotangent.slot]);
       const float* numbers = shared.numbers[query.slot] + column_of_thread();
-      weigh<size, kind>(scores, growth, numbers, call, work, tile, first_key);
+      weigh<kind>(scores, numbers, call);
       round_to<T>(weights, scores);
+
+      // The same holds for slopes and the last products for the gradient by values. When the others have been issued,
+      // those that slopes need are complete.
+      constexpr int last = queries * 3 / 64 * 16;
       const auto cotangents = summed_over_rows(shared.cotangent[cotangent.slot], queries).anew();
-      begin_products();
+      auto add_values = [&](int begin, int end) {
+        begin_products();
 #pragma unroll
-      for (int k = 0; k < queries; k += 16) multiply<T>(of_values, weights[k / 16], cotangents + k * box_row, true);
-      commit_products();
+        for (int k = begin; k < end; k += 16)
+          multiply<T>(of_values, weights[k / 16], cotangents + k * box_row, true);
+        commit_products();
+      };
+      add_values(0, last);
       wait_for_products<1>(slopes);
-    };
-    // The rest. If there are `more` tiles, the next one is begun as well.
-    auto end_tile = [&](auto has_more) {
-      constexpr bool more = decltype(has_more)::value;
-      const float* numbers = shared.numbers[query.slot] + column_of_thread();
+      add_values(last, queries);
       slope<kind>(slopes, scores, growth, numbers + queries);
-      uint32_t rounded[count / 8][4];
       round_to<T>(rounded, slopes);
 #pragma unroll
       for (int i = 0; i < count / 8; i++)
-        store_turned(slopes_of_lane + slopes_slot * (Shared::slope_tile * 2) + i * (16 * box_row), rounded[i]);
+        store_turned(slopes_of_lane + slopes_at.slot * (Shared::slope_tile * 2) + i * (16 * box_row), rounded[i]);
       show_to_copies();
-      slopes_written.wait();
-
-      float sums[sum_queries / 2];
-      const auto left = keys_turned.anew();
-      const auto right = (summed_along_rows(shared.slopes[slopes_slot]) +
-                          (Shared::boxes > 1 ? 0 : group * (sum_queries * box_row))).anew();
-      [[maybe_unused]] const auto own_slopes =
-          (summed_over_rows(shared.slopes[slopes_slot], queries) + group * (queries * box_row)).anew();
-      slopes_slot ^= 1;
-      begin_products();
-#pragma unroll
-      for (int k = 0; k < Plan::keys; k += 16)
-        multiply<T>(sums, left + k * box_row, right + (k / 64 * (queries * box_row) + k % 64 * 2), k > 0);
-      commit_products();
+      shared.slopes_full[slopes_at.slot].arrive_as_warp();
+    };
+    // The products of slopes. If there are `more` tiles, the scores of the next one are multiplied as well. These and
+    // the gradient by keys need nothing of the other group, so the groups need not go in step: while one is at its
+    // exponentials, the other can multiply.
+    auto end_tile = [&](auto has_more) {
+      constexpr bool more = decltype(has_more)::value;
+      if constexpr (!Plan::slopes_in_registers) own_slopes_written.wait();
       const auto queries_turned = summed_over_rows(shared.query[query.slot], queries).anew();
+      [[maybe_unused]] const auto own_slopes =
+          (summed_over_rows(shared.slopes[slopes_at.slot], queries) + group * (queries * box_row)).anew();
+      begin_products();
 #pragma unroll
       for (int k = 0; k < queries; k += 16) {
         if constexpr (Plan::slopes_in_registers)
@@ -158,37 +161,49 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size>
           multiply<T>(of_keys, own_slopes + k * box_row, queries_turned + k * box_row, true);
       }
       commit_products();
-
-      wait_for_products<1>(sums, of_values, weights);
-      shared.cotangent_empty[cotangent.slot].arrive_as_warp();
-      cotangent.advance();
       const unsigned query_slot = query.slot;
       query.advance();
       if constexpr (more) multiply_scores();
-      else shared.value_empty.arrive_as_warp();
+
+      shared.slopes_full[slopes_at.slot].wait(slopes_at.parity);
+      float sums[sum_queries / 2];
+      const auto left = keys_turned.anew();
+      const auto right = (summed_along_rows(shared.slopes[slopes_at.slot]) +
+                          (Shared::boxes > 1 ? 0 : group * (sum_queries * box_row))).anew();
+      slopes_at.advance();
+      begin_products();
+#pragma unroll
+      for (int k = 0; k < Plan::keys; k += 16)
+        multiply<T>(sums, left + k * box_row, right + (k / 64 * (queries * box_row) + k % 64 * 2), k > 0);
+      commit_products();
+
+      if constexpr (Plan::slopes_in_registers) wait_for_products<0>(sums, of_values, weights, of_keys, rounded, scores);
+      else wait_for_products<0>(sums, of_values, weights, of_keys, scores);
+      shared.cotangent_empty[cotangent.slot].arrive_as_warp();
+      cotangent.advance();
+      shared.query_empty[query_slot].arrive_as_warp();
+      if constexpr (!more) shared.value_empty.arrive_as_warp();
 
       shared.sum_empty[group].wait(sum_parity ^ 1);
       sum_parity ^= 1;
       store_of_thread(shared.sums[group], sums);
       show_to_copies();
       shared.sum_full[group].arrive_as_warp();
-
-      if constexpr (Plan::slopes_in_registers) wait_for_products<more ? 1 : 0>(of_keys, rounded);
-      else wait_for_products<more ? 1 : 0>(of_keys);
-      shared.query_empty[query_slot].arrive_as_warp();
-      if (++tile == work.tiles.end) tile = work.tiles.begin;
-      if constexpr (more) begin_tile();
     };
     if (steps > 0) {
       shared.key_full.wait(key_parity);
       multiply_scores();
       shared.value_full.wait(key_parity);
       key_parity ^= 1;
+      wait_for_products<0>(scores);
       begin_tile();
-      for (int step = 1; step < steps; step++) end_tile(std::true_type());
+      for (int step = 1; step < steps; step++) {
+        end_tile(std::true_type());
+        begin_tile();
+      }
       end_tile(std::false_type());
+      shared.key_empty.arrive_as_warp();
     }
-    if (steps > 0) shared.key_empty.arrive_as_warp();
     write_gradient<T, size>(call.key_gradient, call, work.batch, work.key_head, first_key, of_keys, call.scale);
     write_gradient<T, size>(call.value_gradient, call, work.batch, work.key_head, first_key, of_values, 1.f);
   });

@@ -24,31 +24,35 @@ struct BackwardCode {
 // where the product with queries takes slopes from. Shared memory is read less if it is from registers, for which 128
 // leaves no room. Heads of 64 are bound by the reads of shared memory as well, so tiles are as long as registers allow.
 //
+// `keys` are those of a piece of work, and so many `blocks` share it (pair.cuh is about two). What they add to the
+// gradient by queries has `added_parts`.
+//
 // If the order of additions matters, a block tells after each `told` tiles that it has added to them, which takes a
 // microsecond, and blocks of keys of one head should begin `apart` tiles one after the other. What blocks read and add
-// to should stay in the cache, of which there are `cache` MiB. The last three are by measurement (H100: with 1 instead
-// of 2, heads of 64 and 128 were 3 to 13 % slower at 8K; heads of 256 have more to add in each tile).
+// to should stay in the cache, of which there are `cache` MiB. The last three are by measurement. (H200, heads of 128,
+// 8K, without a causal rule and with one, TFLOP/s: 584 and 551; if 1 tile is told, 565 and 518; with 2.5 apart in 40
+// MiB, which are two heads in turn and not four, 507 and 542.) A pair of blocks tells of each tile (copy_in_pairs.cuh).
 template <int size>
 struct BackwardPlan;
 template <>
 struct BackwardPlan<64> {
-  static constexpr int queries = 96, keys = 128, query_slots = 2, cotangent_slots = 2;
+  static constexpr int queries = 96, keys = 128, blocks = 1, added_parts = 2, query_slots = 2, cotangent_slots = 2;
   static constexpr bool slopes_in_registers = true;
-  static constexpr int told = 2, cache = 40;
-  static constexpr double apart = 2.5;
+  static constexpr int told = 2, cache = 49;
+  static constexpr double apart = 4;
 };
 template <>
 struct BackwardPlan<128> {
-  static constexpr int queries = 64, keys = 128, query_slots = 2, cotangent_slots = 2;
+  static constexpr int queries = 64, keys = 128, blocks = 1, added_parts = 2, query_slots = 2, cotangent_slots = 2;
   static constexpr bool slopes_in_registers = false;
-  static constexpr int told = 2, cache = 40;
-  static constexpr double apart = 2.5;
+  static constexpr int told = 2, cache = 49;
+  static constexpr double apart = 4;
 };
 template <>
 struct BackwardPlan<256> {
-  static constexpr int queries = 64, keys = 64, query_slots = 2, cotangent_slots = 1;
-  static constexpr int told = 1, cache = 49;
-  static constexpr double apart = 1.25;
+  static constexpr int queries = 64, keys = 128, blocks = 2, added_parts = 4, query_slots = 2, cotangent_slots = 1;
+  static constexpr int cache = 49;
+  static constexpr double apart = 2.4;
 };
 
 template <class T, int size>
@@ -62,7 +66,6 @@ struct BackwardShared {
   static constexpr int parts = boxes > Code::groups ? boxes / Code::groups : 1;
   static constexpr int sum_queries = boxes > 1 ? Plan::queries : Plan::queries / Code::groups;
   static constexpr int sum = 64 * sum_queries;
-  static constexpr bool paired = Plan::keys == 64;  // whether the warp groups share the keys
 
   // Boxes of tensor_map.cuh, of 64 columns.
   alignas(1024) T key[Plan::keys * size];
@@ -72,7 +75,6 @@ struct BackwardShared {
   alignas(1024) T slopes[2][slope_tile];  // of queries (rows) and keys, for the product with keys
   alignas(128) float sums[Code::groups][sum];                        // to be added to the gradient by queries
   alignas(128) float numbers[Plan::query_slots][2 * Plan::queries];  // lse in base 2, then delta
-  float weights[paired ? slope_tile : 1];                            // from one warp group to the other
   unsigned tickets[Code::mails];                                     // pieces of work
   unsigned turns;  // how many tiles it has been the block's turn to add to
 
@@ -80,6 +82,7 @@ struct BackwardShared {
   Barrier key_full, key_empty, value_full, value_empty;
   Barrier query_full[Plan::query_slots], query_empty[Plan::query_slots];
   Barrier cotangent_full[Plan::cotangent_slots], cotangent_empty[Plan::cotangent_slots];
+  Barrier slopes_full[2];  // of both groups
   Barrier sum_full[Code::groups], sum_empty[Code::groups];
 
   __device__ void init(bool deterministic) {
@@ -88,11 +91,12 @@ struct BackwardShared {
       for (auto& barrier : full) barrier.init(of_full);
       for (auto& barrier : empty) barrier.init(of_empty);
     };
-    // Threads that add sums, and one that waits for turns, read tickets as well.
-    init(ticket_full, ticket_empty, 1, all + Code::groups + deterministic);
+    // Threads that add sums, and one that waits for turns or a warp that clears sums, read tickets as well.
+    init(ticket_full, ticket_empty, 1, all + Code::groups + (deterministic ? 1 : Barrier::warp_arrivals));
     key_full.init(1), key_empty.init(all), value_full.init(1), value_empty.init(all);
     init(query_full, query_empty, 1, all);
     init(cotangent_full, cotangent_empty, 1, all);
+    for (auto& barrier : slopes_full) barrier.init(all);
     init(sum_full, sum_empty, warps, 1);
     turns = 0;
     show_barriers();

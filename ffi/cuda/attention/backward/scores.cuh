@@ -51,11 +51,11 @@ struct Capped {
   }
 };
 
-// Makes weights of the products of 64 keys and a tile of queries. `growth` is how scores grow with products, if they
-// are capped, and else has one unused element. `lse` begins with the thread's first column.
+// Caps the products of 64 keys and a tile of queries, and excludes those of scores that do not count. `growth` is how
+// scores grow with products, if they are capped, and else has one unused element.
 template <int size, BackwardKind kind, int count, int growths>
-__device__ void weigh(float (&scores)[count], float (&growth)[growths], const float* lse, const BackwardCall& call,
-                      const BackwardWork<size>& work, int tile, int first_key) {
+__device__ void limit_scores(float (&scores)[count], float (&growth)[growths], const BackwardCall& call,
+                             const BackwardWork<size>& work, int tile, int first_key) {
   if constexpr (kind == BackwardKind::capped) {
 #pragma unroll
     for (int i = 0; i < count; i++) {
@@ -68,6 +68,11 @@ __device__ void weigh(float (&scores)[count], float (&growth)[growths], const fl
       exclude(scores, first_key + row_of_thread() - (tile * (2 * count) + column_of_thread()),
               work.limits.keys - first_key - row_of_thread(), work.limits.least, work.limits.most);
   }
+}
+
+// Makes weights of scores. `lse` begins with the thread's first column.
+template <BackwardKind kind, int count>
+__device__ void weigh(float (&scores)[count], const float* lse, const BackwardCall& call) {
   const float unit = kind == BackwardKind::capped ? 1.f : call.scale2;
 #pragma unroll
   for (int i = 0; i < count; i += 4) {
