@@ -87,6 +87,7 @@ def case(
     dtype=np.float64,
     implementation: str | None = None,
     seed: int = 0,
+    deterministic: bool = True,
 ) -> Case:
     """A call with these options, of which no two set one argument, as a function of its floating-point operands."""
     rng = np.random.default_rng(seed)
@@ -100,10 +101,8 @@ def case(
     arguments = functools.partial(named_arguments, moving)
 
     def ours(query, key, value, *values):
-        given = arguments(values)
-        return jaxsoft.dot_product_attention(
-            query, key, value, **given, **fixed, implementation=implementation, return_residual=True
-        )
+        given = arguments(values) | fixed | {"implementation": implementation, "deterministic": deterministic}
+        return jaxsoft.dot_product_attention(query, key, value, **given, return_residual=True)
 
     def theirs(query, key, value, *values):
         return attention(query, key, value, **arguments(values), **fixed)

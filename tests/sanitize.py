@@ -49,6 +49,7 @@ import attention_calls
 import jax
 import jax.numpy as jnp
 import numpy as np
+import paged_calls
 from cases import Case
 
 from jaxsoft._rows.forms import Form
@@ -169,26 +170,37 @@ ATTENTION_HEADS = [(64, 64), (128, 128), (256, 256), (192, 128)]
 ATTENTION_SHAPES = [(200, 331, 4), (256, 256, 34)]
 
 
-# The same for the CUDA kernels: options that those for many queries take with gradients, and forward; and for few
-# queries, of sequences in one chunk and in several.
+# The same for the CUDA kernels: options that those for many queries take with gradients, and forward; queries, keys and
+# heads of queries and of keys, of which the last make blocks go on from item to item; and for few queries, of sequences
+# in one chunk and in several.
 CUDA_OPTIONS = [(), ("causal",), ("window", "sinks"), ("key lengths", "query lengths"), ("offsets", "cap")]
 CUDA_HEADS = [64, 128, 256]
+CUDA_SHAPES = [(200, 331, 4, 2), (130, 150, 34, 34)]
 FEW_SHAPES = [(1, 4000, 8), (5, 77, 4), (16, 1000, 32)]
+# And for keys in pages: queries, heads of queries, pages of a sequence and keys of a page.
+PAGED_OPTIONS = [(), ("shared", "out of range", "query lengths", "causal"), ("lengths", "bias", "mask of keys", "cap")]
+PAGED_OPTIONS += [("window", "sinks", "key scale", "value scale")]
+PAGED_SHAPES = [(1, 8, 60, 64), (16, 32, 20, 16)]
 
 
 def attention_in_cuda() -> Iterator[tuple[Case, bool]]:
     """The calls, and whether with gradients."""
-    for i, (options, size, (t, s, n)) in enumerate(itertools.product(CUDA_OPTIONS, CUDA_HEADS, ATTENTION_SHAPES)):
-        dtype = (jnp.bfloat16, jnp.float16)[i % 2]
-        yield attention_calls.case(options, attention_calls.Sizes(2, t, s, n, 2, size, size), dtype, "ffi"), True
-    for i, (options, size, (t, s, n)) in enumerate(itertools.product(ATTENTION_OPTIONS, CUDA_HEADS, FEW_SHAPES)):
-        dtype = (jnp.bfloat16, jnp.float16)[i % 2]
-        yield attention_calls.case(options, attention_calls.Sizes(2, t, s, n, 2, size, size), dtype, "ffi"), False
+    dtypes = itertools.cycle((jnp.bfloat16, jnp.float16))
+    for options, size, (t, s, n, k) in itertools.product(CUDA_OPTIONS, CUDA_HEADS, CUDA_SHAPES):
+        sizes, dtype = attention_calls.Sizes(2, t, s, n, k, size, size), next(dtypes)
+        # Smaller heads add so few sums in a fixed order, whether asked to or not.
+        for deterministic in (True, False) if size == max(CUDA_HEADS) else (True,):
+            yield attention_calls.case(options, sizes, dtype, "ffi", deterministic=deterministic), True
+    for options, size, (t, s, n) in itertools.product(ATTENTION_OPTIONS, CUDA_HEADS, FEW_SHAPES):
+        sizes = attention_calls.Sizes(2, t, s, n, 2, size, size)
+        yield attention_calls.case(options, sizes, next(dtypes), "ffi"), False
     for options in (("segments",), ("segments", "cap")):
-        yield (
-            attention_calls.case(options, attention_calls.Sizes(2, 200, 331, 4, 2, 64, 64), jnp.bfloat16, "ffi"),
-            False,
-        )
+        sizes = attention_calls.Sizes(2, 200, 331, 4, 2, 64, 64)
+        yield attention_calls.case(options, sizes, jnp.bfloat16, "ffi"), False
+    for options, size, (t, n, number, of_page) in itertools.product(PAGED_OPTIONS, CUDA_HEADS, PAGED_SHAPES):
+        sizes = paged_calls.Sizes(3, t, n, 2, size, size, number, of_page, 3 * number + 2)
+        for of_pages in (None, jnp.float8_e4m3fn, jnp.float8_e5m2):
+            yield paged_calls.case(options, sizes, next(dtypes), "ffi", of_pages=of_pages), False
 
 
 def attention() -> Iterator[Case]:
