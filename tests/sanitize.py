@@ -41,6 +41,7 @@ waits for; without the tool, and under memcheck, such a kernel runs. So no shape
 Not a test of pytest's: it needs a GPU, and the tool around it.
 """
 
+import concurrent.futures
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
@@ -89,6 +90,7 @@ COLUMNS = [(2, 8, 1), (3, 33, 3), (3, 50, 130), (2, 1001, 64), (1, 70001, 5), (2
 # So many tiles that they are dealt out one by one: over clusters, of 8 blocks at most, and to single blocks.
 TILES = [((400, 2048, 64), "float32"), ((500, 2048, 64), "bfloat16"), ((210, 8, 4104), "float32")]
 CAPS = (None, 5.0)  # of the operations with labels
+THREADS = 8  # that run calls of attention
 # Of the others, by (rows, n): held by lanes of a warp, side by side, by warps, with rows left over; tiled in a block,
 # in clusters that end with their row, or stay, with rows that fit them or do not; few rows, over clusters and split.
 OTHERS = [(70, 24), (300, 50), (9, 1000), (70, 1001), (70, 4096), (700, 16384), (300, 50240), (300, 65544)]
@@ -212,13 +214,15 @@ def attention() -> Iterator[Case]:
         yield attention_calls.case(options, attention_calls.Sizes(2, t, s, n, 2, h, d), dtype, "pallas")
 
 
-def run_attention(case: Case, gradients: bool = True) -> None:
-    """Forward, and the gradients by all that has one."""
-    if not gradients:
-        jax.block_until_ready(jax.jit(case.ours)(*case.operands))
-        return
-    y, pullback = jax.vjp(jax.jit(case.ours), *case.operands)
-    jax.block_until_ready(pullback(jax.tree.map(jnp.ones_like, y)))
+def run_attention(call: Case, gradients: bool) -> str:
+    """Forward, and the gradients by all that has one. Returns which call it was."""
+
+    def with_gradients(*operands):
+        results, pullback = jax.vjp(call.ours, *operands)
+        return results, pullback(jax.tree.map(jnp.ones_like, results))
+
+    jax.block_until_ready(jax.jit(with_gradients if gradients else call.ours)(*call.operands))
+    return call.what
 
 
 def main() -> None:
@@ -231,9 +235,9 @@ def main() -> None:
     if "attention" in named:
         listed_calls = attention_in_cuda() if "ffi" in named else ((call, True) for call in attention())
         calls = [(call, gradients) for call, gradients in listed_calls if all(word in call.what for word in named)]
-        for call, gradients in calls:
-            run_attention(call, gradients)
-            print(call.what, "ok", flush=True)
+        with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:  # most of the time goes into compiling
+            for what in pool.map(lambda call: run_attention(*call), calls):
+                print(what, "ok", flush=True)
         print(f"all of {len(calls)} calls ran on {device.device_kind}")
         sys.exit(0 if calls else "sanitize.py: no call of attention has these options")
     implementation = next(iter(named & {"pallas", "triton"}), "ffi")

@@ -175,6 +175,16 @@ def test_state():
     np.testing.assert_allclose(fold.lse(state), fold.lse(whole[1]), atol=1e-5)
 
 
+def test_scores_that_are_all_very_low():
+    """The log-sum-exp in f32 does not tell one key from hundreds there, and its rest does: parts have their weights."""
+    query, key = np.ones((2, 3, 4, 64), jnp.bfloat16), np.zeros((2, 700, 2, 64), jnp.bfloat16)
+    value = np.broadcast_to(np.arange(700)[:, None, None] < 300, key.shape).astype(jnp.bfloat16)
+    bias = np.full((1, 1, 1, 1), -1e9, np.float32)
+    _, state = attend(query, key[:, :300], value[:, :300], bias=bias, return_state=True)
+    y = attend(query, key[:, 300:], value[:, 300:], bias=bias, state=state, dtype=jnp.float32)
+    np.testing.assert_allclose(y, 3 / 7, rtol=1e-4)
+
+
 def test_vmap():
     """Over queries, keys and lengths; also where only the queries are mapped."""
     call = case([], DECODE, jnp.bfloat16)
