@@ -4,12 +4,13 @@
     compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py pallas
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py attention
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py attention ffi
+    compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py attention ffi paged
 
 and likewise synccheck and, with --check-api-memory-access no, as XLA copies workspaces that nobody has written,
 initcheck. The kernels are those of "ffi", unless "pallas" or "triton" is named, or "attention", for Pallas's kernels of
-attention, or with "ffi" beside it those in CUDA; of both, options can be named as well, such as `segments`. racecheck
-takes long, so a dtype and a shape can be named, and the kernels that it looks at by a part of their mangled names, here
-those of `ring`:
+attention, or with "ffi" beside it those in CUDA; of both, options can be named as well, such as `segments`, or `paged`,
+for keys and values in pages. racecheck takes long, so a dtype and a shape can be named, and the kernels that it looks
+at by a part of their mangled names, here those of `ring`:
 
     compute-sanitizer --tool racecheck --kernel-name kns=4ringI python tests/sanitize.py bfloat16 130x70000
 
@@ -33,6 +34,11 @@ Then one is left, in `dealt`: `post_states` reads a chunk's states before other 
 when a slot has been given back by a writer that has waited for the row's values, which come after `post_states` has
 posted what it read, but by way of device memory, where racecheck does not look. initcheck finds that the last 16 bytes
 of an array are read as a whole where the array ends within them.
+
+Of attention by "ffi", racecheck (2025.3) takes no notice of named barriers that several warp groups share: it reports
+hazards in `many_rows` of decode, and none where a barrier in shared memory has the place of each named one. In the
+gradients it reports the number by which one thread tells another whose turn it is, which is released and acquired.
+synccheck does not come to an end in `many_rows`.
 
 synccheck (2025.3) itself ends with an illegal access, of which it reports nothing, where many clusters of more than 8
 blocks run, if there is nothing in the kernel but a barrier in each block's shared memory that the block arrives at and
