@@ -11,7 +11,8 @@ struct ForwardArguments {
   CUtensorMap query, key, value;
   AttentionCall call;
   AttentionResults results;
-  int blocks_of_head;  // items of a head
+  int cluster;         // blocks that have neighbouring items, and copy keys and values for one another
+  int blocks_of_head;  // items of a head, or of a cluster
   int items;
   // So many heads have their items together, those with the same queries one after the other. Their keys and values fit
   // the cache.

@@ -18,18 +18,49 @@ struct RingSlot {
   __device__ explicit RingSlot(unsigned step) : slot(step % Plan::slots), parity(step / Plan::slots % 2) {}
 };
 
+// The block's place in its cluster. Where the plan has none, the compiler knows it.
+template <class Plan>
+struct ClusterPlace {
+  int blocks = 1, block = 0;
+  __device__ ClusterPlace() {
+    if constexpr (Plan::cluster > 1) blocks = blocks_of_cluster(), block = block_in_cluster();
+  }
+  // All lanes of a warp call this after their reads of what other blocks write too.
+  __device__ void arrive_as_warp(Barrier& barrier) const {
+    if constexpr (Plan::cluster == 1) {
+      barrier.arrive_as_warp();
+    } else {
+      __syncwarp();
+      for (int to = 0; to < blocks; to++)
+        if (threadIdx.x % 32 < Barrier::warp_arrivals) arrive_at(barrier, to);
+    }
+  }
+};
+
 // The copying thread: takes items, and fills slots with their tiles.
 template <class Plan, ForwardKind kind>
 __device__ void copy_items(const ForwardArguments& args, ForwardMemory<Plan>& memory) {
   const AttentionCall& call = args.call;
+  const ClusterPlace<Plan> place;
+  const int clusters = gridDim.x / place.blocks;
   unsigned step = 0, items_with_queries = 0;
-  int number = blockIdx.x;
+  int number = blockIdx.x / place.blocks;
   for (unsigned turn = 0;; turn++) {
-    memory.items_read[turn % 2].wait(turn / 2 % 2 ^ 1);
-    memory.items[turn % 2] = number;
-    memory.items_there[turn % 2].arrive();
+    Barrier &there = memory.items_there[turn % 2], &read = memory.items_read[turn % 2];
+    int& told = memory.items[turn % 2];
+    if (place.block == 0) {
+      read.wait(turn / 2 % 2 ^ 1);
+      told = number;
+      there.arrive();
+      for (int to = 1; to < place.blocks; to++) send(number, &told, there, to);
+    } else {
+      there.arrive_expecting(sizeof told);
+      there.wait(turn / 2 % 2);
+      number = *static_cast<volatile int*>(&told);
+      arrive_at(read, 0);
+    }
     if (number >= args.items) return;
-    const ForwardItem item(args, number, Plan::queries);
+    const ForwardItem item(args, number, Plan::queries * place.blocks);
     const ForwardLimits<kind> limits(call, item.batch);
     const TileRange tiles(limits, item.query, Plan::queries, call.queries, Plan::key_tile);
     auto copy = [&](const CUtensorMap& map, typename ForwardMemory<Plan>::Keys* slots, Barrier* there, Barrier* read,
@@ -37,9 +68,11 @@ __device__ void copy_items(const ForwardArguments& args, ForwardMemory<Plan>& me
       const RingSlot<Plan> at(step);
       read[at.slot].wait(at.parity ^ 1);
       there[at.slot].arrive_expecting(sizeof *slots);
-      for (int box = 0; box < Plan::boxes; box++)
-        copy_box(slots[at.slot][box], map, {box * 64, item.key_head, tile * Plan::key_tile, item.batch},
-                 there[at.slot]);
+      for (int box = place.block; box < Plan::boxes; box += place.blocks) {
+        const BoxPlace from{box * 64, item.key_head, tile * Plan::key_tile, item.batch};
+        if constexpr (Plan::cluster == 1) copy_box(slots[at.slot][box], map, from, there[at.slot]);
+        else copy_box(slots[at.slot][box], map, from, there[at.slot], (1 << place.blocks) - 1);
+      }
     };
     auto copy_keys = [&](unsigned step, int tile) {
       copy(args.key, memory.keys, memory.keys_there, memory.keys_read, step, tile);
@@ -54,7 +87,8 @@ __device__ void copy_items(const ForwardArguments& args, ForwardMemory<Plan>& me
         memory.queries_there[group].arrive_expecting(sizeof memory.queries[group]);
         for (int box = 0; box < Plan::boxes; box++)
           copy_box(memory.queries[group][box], args.query,
-                   {box * 64, item.head, item.query + group * Plan::group_queries, item.batch},
+                   {box * 64, item.head, item.query + (place.block * Plan::groups + group) * Plan::group_queries,
+                    item.batch},
                    memory.queries_there[group]);
       }
       items_with_queries++;
@@ -63,9 +97,9 @@ __device__ void copy_items(const ForwardArguments& args, ForwardMemory<Plan>& me
     }
     // The next item is taken late: multiprocessors are not equally fast.
     unsigned taken = 0;
-    if (args.counter) taken = take(args.counter);
+    if (args.counter && place.block == 0) taken = take(args.counter);
     if (tiles.begin < tiles.end) copy_values(step++, tiles.begin);
-    number = args.counter ? static_cast<int>(min(taken + gridDim.x, unsigned(args.items))) : number + gridDim.x;
+    number = args.counter ? static_cast<int>(min(taken + clusters, unsigned(args.items))) : number + clusters;
   }
 }
 
@@ -79,6 +113,7 @@ struct ForwardTiles {
 
   ForwardMemory<Plan>& memory;
   const int group;
+  const ClusterPlace<Plan> place;
   // Each group waits at its own barrier for its turn, and then lets the other one go on.
   const NamedBarrier own_turn, other_turn;
   float output[Plan::size / 2] = {};
@@ -96,8 +131,10 @@ struct ForwardTiles {
     const RingSlot<Plan> at(step);
     memory.values_there[at.slot].wait(at.parity);
   }
-  __device__ void free_keys(unsigned step) const { memory.keys_read[RingSlot<Plan>(step).slot].arrive_as_warp(); }
-  __device__ void free_values(unsigned step) const { memory.values_read[RingSlot<Plan>(step).slot].arrive_as_warp(); }
+  __device__ void free_keys(unsigned step) const { place.arrive_as_warp(memory.keys_read[RingSlot<Plan>(step).slot]); }
+  __device__ void free_values(unsigned step) const {
+    place.arrive_as_warp(memory.values_read[RingSlot<Plan>(step).slot]);
+  }
   __device__ void free_queries() const { memory.queries_read[group].arrive_as_warp(); }
 
   __device__ void start_scores(unsigned step) {
@@ -184,7 +221,7 @@ __device__ void compute_items(const ForwardArguments& args, ForwardMemory<Plan>&
   using Scores = ForwardScores<T, Plan, kind>;
   const AttentionCall& call = args.call;
   const int group = warp_group() - 1;
-  ForwardTiles<T, Plan, kind> held{memory, group, {1 + group, 2 * kWarpGroup},
+  ForwardTiles<T, Plan, kind> held{memory, group, {}, {1 + group, 2 * kWarpGroup},
                                    {1 + (group + 1) % Plan::groups, 2 * kWarpGroup}};
   if (Plan::turns && group == Plan::groups - 1) held.other_turn.arrive();
 
@@ -208,12 +245,14 @@ __device__ void compute_items(const ForwardArguments& args, ForwardMemory<Plan>&
   for (unsigned turn = 0;; turn++) {
     memory.items_there[turn % 2].wait(turn / 2 % 2);
     const int number = *static_cast<volatile int*>(&memory.items[turn % 2]);
-    memory.items_read[turn % 2].arrive_as_warp();
+    if constexpr (Plan::cluster == 1) memory.items_read[turn % 2].arrive_as_warp();
+    else if (__syncwarp(); threadIdx.x % 32 < Barrier::warp_arrivals) arrive_at(memory.items_read[turn % 2], 0);
     if (number >= args.items) break;
-    const ForwardItem item(args, number, Plan::queries);
+    const ForwardItem item(args, number, Plan::queries * held.place.blocks);
     const ForwardLimits<kind> limits(call, item.batch);
     const TileRange tiles(limits, item.query, Plan::queries, call.queries, Plan::key_tile);
-    const int first_query = item.query + group * Plan::group_queries, query = first_query + row_of_thread();
+    const int first_query = item.query + (held.place.block * Plan::groups + group) * Plan::group_queries;
+    const int query = first_query + row_of_thread();
     TileRange own = tiles;
     if constexpr (!Plan::turns) {
       own = TileRange(limits, first_query, Plan::group_queries, call.queries, Plan::key_tile);
@@ -250,18 +289,20 @@ __global__ void __launch_bounds__(Plan::threads, 1) attention_forward(const __gr
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& memory = *reinterpret_cast<ForwardMemory<Plan>*>(bytes);
     if (threadIdx.x == 0) {
-      constexpr unsigned warps = 4 * Plan::groups * Barrier::warp_arrivals;
+      const int blocks = ClusterPlace<Plan>().blocks;
+      const unsigned warps = 4 * Plan::groups * Barrier::warp_arrivals * blocks;
       for (int group = 0; group < Plan::groups; group++)
         memory.queries_there[group].init(1), memory.queries_read[group].init(4 * Barrier::warp_arrivals);
       for (int slot = 0; slot < Plan::slots; slot++) {
         memory.keys_there[slot].init(1), memory.keys_read[slot].init(warps);
         memory.values_there[slot].init(1), memory.values_read[slot].init(warps);
       }
-      for (int i = 0; i < 2; i++) memory.items_there[i].init(1), memory.items_read[i].init(warps);
+      for (int i = 0; i < 2; i++) memory.items_there[i].init(1), memory.items_read[i].init(warps + blocks - 1);
       show_barriers();
       prefetch_map(args.query), prefetch_map(args.key), prefetch_map(args.value);
     }
-    __syncthreads();
+    if constexpr (Plan::cluster == 1) __syncthreads();
+    else synchronize_cluster();
     if (warp_group() == 0) {
       give_registers<Plan::copying_registers>();
       if (threadIdx.x == 0) copy_items<Plan, kind>(args, memory);
@@ -269,6 +310,8 @@ __global__ void __launch_bounds__(Plan::threads, 1) attention_forward(const __gr
       take_registers<Plan::computing_registers>();
       compute_items<T, Plan, kind>(args, memory);
     }
+    // Others may still arrive at this block's barriers.
+    if constexpr (Plan::cluster > 1) __syncwarp(), synchronize_cluster();
   }
 }
 
