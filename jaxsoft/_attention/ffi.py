@@ -27,6 +27,7 @@ _SMALLEST_PAGE, _LARGEST_PAGE = 16, 256
 _PAGES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 # So many queries of all heads are too many for its counters; those of a head count as a tile at least.
 _MOST_QUERIES, _TILE = 2**30, 128
+_MOST_KEYS = 2**30
 # Calls of up to so many queries of a key head, and so many keys for each query of a sequence, go to the kernel for few
 # queries, where both kernels serve them. On an H100 (November 2026, heads of 128, 32 of queries and 8 of keys), with 64
 # of them it takes .19 to .87 of the time of the other, and with 128 .27 to 1.15, for 2048 keys of 8 sequences to 131072
@@ -154,6 +155,8 @@ def _of_arrays(form: Form, operands: Operands) -> str | None:
     batch, queries, heads, _ = query.shape
     if batch * heads * max(queries, _TILE) >= _MOST_QUERIES:
         return f"its kernels for attention take fewer than 2^30 queries of all heads; got {query.shape}"
+    if form.keys(operands) >= _MOST_KEYS:
+        return f"its kernels for attention take fewer than 2^30 keys of a sequence; got {form.keys(operands)}"
     page = key.shape[1]
     if kept and (page & (page - 1) or not _SMALLEST_PAGE <= page <= _LARGEST_PAGE):
         return (

@@ -296,6 +296,15 @@ def test_what_the_cuda_kernels_refuse(shape, dtype, options, reason):
 
 
 @pytest.mark.usefixtures("cuda_kernels")
+def test_so_many_keys_go_elsewhere():
+    attend = functools.partial(jaxsoft.dot_product_attention, implementation="ffi")
+    query, cache = (1, 1, 1, 8), (1, 2**30 - 1, 1, 8)
+    assert targets(attend, query, cache, cache) == ["attention_decode"]
+    with pytest.raises(ValueError, match=r"fewer than 2\^30 keys of a sequence; got 1073741824"):
+        targets(attend, query, *[(1, 2**30, 1, 8)] * 2)
+
+
+@pytest.mark.usefixtures("cuda_kernels")
 def test_a_bias_of_few_queries_has_its_gradient_elsewhere():
     """The forward pass is served, and by name the gradient says why it is not."""
     bias = np.ones((1, 1, 1, 64), np.float32)

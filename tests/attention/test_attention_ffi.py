@@ -77,6 +77,7 @@ def test_the_library_has_the_targets():
         (PAGED, {"value_pages": ((8, PAGE, K, H), BF16)}, r"value_pages must be BF16 of shape \(7,16,2,D\)"),
         (PAGED, {"page_table": ((1, 3), I32)}, r"page_table must be S32 of shape \(2,C\): got S32\(1,3\)"),
         (PAGED, {"page_table": ((B, 3), jnp.uint32)}, r"page_table must be S32"),
+        (PAGED, {"page_table": ((B, 2**30 // PAGE), I32)}, "queries and keys .* fewer than 1073741824: got 10737"),
         (BACKWARD, {"lse": ((B, T, N), F32)}, r"lse must be F32 of shape \(2,4,3\)"),
         (BACKWARD, {"delta": ((B, N, T), BF16)}, r"delta must be F32 of shape \(2,4,3\)"),
         (BACKWARD, {"cotangent": ((B, T, N, H), F32)}, r"cotangent must be BF16 of shape \(2,3,4,64\)"),

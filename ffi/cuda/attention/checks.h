@@ -22,7 +22,8 @@ struct Form {
   bool deterministic;        // of gradients
 };
 
-inline constexpr int64_t kFurthest = int64_t(1) << 30;  // limits: further than that there are none
+// A sequence has fewer queries and keys than that, so no limit needs to be further away.
+inline constexpr int64_t kFurthest = int64_t(1) << 30;
 inline constexpr double kSmallestScale = 1e-30, kLargestScale = 1e30, kLargestCap = 1000;
 inline constexpr int64_t kLargestSize = 256, kSizes = 8;         // head sizes are multiples of the latter
 inline constexpr int64_t kSmallestPage = 16, kLargestPage = 256;  // keys of a page, a power of 2
@@ -175,6 +176,10 @@ class Call {
     for (const int64_t size : sizes_)
       if (size > INT32_MAX) return "dimensions must be at most " + std::to_string(INT32_MAX) + ": got " +
                                    std::to_string(size);
+    for (const char letter : {'T', 'S'})
+      if (const int64_t size = sizes_[letter - 'A']; size >= kFurthest)
+        return "queries and keys of a sequence must be fewer than " + std::to_string(kFurthest) + ": got " +
+               std::to_string(size);
     if (n % k)
       return "the heads of query must be a multiple of those of keys: got " + std::to_string(n) + " and " +
              std::to_string(k);

@@ -14,7 +14,7 @@ __global__ void prepare_numbers(const __grid_constant__ BackwardCall call, const
   const int query = blockIdx.x * blockDim.x + threadIdx.x, tile = query / queries;
   if (tile >= call.query_tiles) return;
   for (unsigned head = blockIdx.y; head < unsigned(call.batch * call.heads); head += gridDim.y) {
-    const int end = of_batch(call.query_lengths, head / call.heads, call.queries);
+    const int end = count_of(call.query_lengths, head / call.heads, call.queries);
     const int64_t from = int64_t(head) * call.queries + query;
     const float of_query = query < end ? lse[from] : -INFINITY;
     float* to = call.numbers + (int64_t(head) * call.query_tiles + tile) * (2 * queries) + query % queries;
@@ -35,9 +35,9 @@ __global__ void __launch_bounds__(256) round_sums(const __grid_constant__ Backwa
   const int head = static_cast<int>(place / call.query_tiles), index = static_cast<int>(place % call.query_tiles);
   const int batch = head / call.heads;
   // To sums of tiles for which no key counts, nothing was added, and perhaps they are not even 0.
-  const BackwardLimits limits(call, batch);
-  const bool any = limits.key_end > 0 && max(index * queries, limits.first_query(0)) <
-                                             min(index * queries + queries, limits.last_query(limits.key_end));
+  const AttentionLimits limits(call, batch);
+  const bool any = limits.keys > 0 && max(index * queries, limits.first_query(0)) <
+                                             min(index * queries + queries, limits.last_query(limits.keys));
   const int group = threadIdx.x / kWarpGroup, thread = threadIdx.x % kWarpGroup;
   const float* sums = call.sums + place * Shared::tile + group * (Shared::parts * Shared::sum);
 #pragma unroll

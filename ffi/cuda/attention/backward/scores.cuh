@@ -66,7 +66,7 @@ __device__ void weigh(float (&scores)[count], float (&growth)[growths], const fl
   if constexpr (kind != BackwardKind::plain) {
     if (work.masked(tile, first_key))
       exclude(scores, first_key + row_of_thread() - (tile * (2 * count) + column_of_thread()),
-              work.limits.key_end - first_key - row_of_thread(), work.limits.least, work.limits.most);
+              work.limits.keys - first_key - row_of_thread(), work.limits.least, work.limits.most);
   }
   const float unit = kind == BackwardKind::capped ? 1.f : call.scale2;
 #pragma unroll

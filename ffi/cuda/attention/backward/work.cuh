@@ -7,16 +7,13 @@
 
 #include <cstdint>
 
-#include "../attention.cuh"
+#include "../limits.cuh"
 #include "plan.cuh"
 
 namespace jaxsoft::cuda {
 
 // Which scores need a look.
 enum class BackwardKind { plain, limited, capped };
-
-// A difference of key and query that is greater than all there are.
-constexpr int kFar = 1 << 30;
 
 // A call as the kernels read it.
 struct BackwardCall {
@@ -28,7 +25,7 @@ struct BackwardCall {
   bool deterministic;
   float scale, scale2;  // scale2 is for exponents of 2
   float cap;
-  int left, right;  // kFar where there is no limit
+  int left, right;
   OfBatch query_lengths, key_lengths, offset;
   float* sums;         // (B * N, tiles, queries of a tile * padded head size): the gradient by queries, unscaled
   float* numbers;      // (B * N, tiles, 2, queries of a tile): lse in base 2, then delta
@@ -37,37 +34,11 @@ struct BackwardCall {
   void *query_gradient, *key_gradient, *value_gradient;
 };
 
-__device__ inline int of_batch(const OfBatch& numbers, int batch, int most) {
-  return numbers.data ? min(max(numbers.data[batch * numbers.step], 0), most) : most;
-}
-
 // Some tiles of queries, one after the other.
 struct QueryTiles {
   int begin, end;
   __device__ int length() const { return end - begin; }
   __device__ bool has(int tile) const { return begin <= tile && tile < end; }
-};
-
-// Which scores of an entry of the batch count: those of queries before `query_end` and keys before `key_end`, where
-// least <= key - query <= most.
-struct BackwardLimits {
-  int query_end, key_end, least, most;
-  __device__ BackwardLimits(const BackwardCall& call, int batch)
-      : query_end(of_batch(call.query_lengths, batch, call.queries)),
-        key_end(of_batch(call.key_lengths, batch, call.keys)) {
-    const int64_t offset = call.offset.data ? call.offset.data[batch * call.offset.step] : 0;
-    least = call.left == kFar ? -kFar : within(offset - call.left);
-    most = call.right == kFar ? kFar : within(offset + call.right);
-  }
-  // The queries to which keys [begin, end) matter, which are before key_end: from the first to one past the last, if
-  // any.
-  __device__ int first_query(int begin) const { return max(begin - most, 0); }
-  __device__ int last_query(int end) const { return min(end - least, query_end); }
-
-  // Offsets may be any numbers. Differences that no query and key have are as good as others.
-  static __device__ int within(int64_t difference) {
-    return static_cast<int>(min(max(difference, -int64_t(kFar)), int64_t(kFar)));
-  }
 };
 
 // Which block of keys, and of which key head of all in the batch, a piece of work is. Pieces that are taken one after
@@ -90,7 +61,7 @@ template <int size>
 struct BackwardWork {
   using Plan = BackwardPlan<size>;
   int batch, key_head, block;
-  BackwardLimits limits;
+  AttentionLimits limits;
   QueryTiles tiles, tiles_of_next;  // the latter those of the next block of keys
 
   __device__ BackwardWork(const BackwardCall& call, const BackwardPlace& place)
@@ -106,7 +77,7 @@ struct BackwardWork {
   }
   // The tiles of which some score counts. For each tile these are blocks that follow each other.
   __device__ QueryTiles range(int of_block) const {
-    const int begin = of_block * Plan::keys, end = min(begin + Plan::keys, limits.key_end);
+    const int begin = of_block * Plan::keys, end = min(begin + Plan::keys, limits.keys);
     const int first = limits.first_query(begin), last = limits.last_query(end);
     if (begin >= end || first >= last) return {0, 0};
     return {first / Plan::queries, (last + Plan::queries - 1) / Plan::queries};
@@ -115,7 +86,7 @@ struct BackwardWork {
   __device__ bool masked(int tile, int key) const {
     const int query = tile * Plan::queries;
     return key - (query + Plan::queries - 1) < limits.least || key + 63 - query > limits.most ||
-           key + 64 > limits.key_end;
+           key + 64 > limits.keys;
   }
 };
 

@@ -1,7 +1,8 @@
-// What the kernels of decode are given, and which keys count for a sequence and for a query.
+// What the kernels of decode are given, units of their work, and rows of those.
 #pragma once
 
 #include "../../elements.cuh"
+#include "../limits.cuh"
 #include "plan.cuh"
 
 namespace jaxsoft::cuda::decode {
@@ -23,42 +24,13 @@ struct Arguments {
   float* outputs = nullptr;
 };
 
-struct Range {
-  int begin, end;  // may be empty: then end <= begin
-  __device__ bool empty() const { return end <= begin; }
-};
-
-__device__ inline int of_batch(const OfBatch& numbers, int b, int otherwise) {
-  return numbers.data ? __ldg(numbers.data + int64_t(b) * numbers.step) : otherwise;
-}
-
-// The numbers of a sequence that decide which of its keys count.
-struct Limits {
-  int offset = 0, queries = 0, keys = 0;
-  Limits() = default;
-  __device__ Limits(const AttentionCall& call, int b)
-      : offset(of_batch(call.offset, b, 0)),
-        queries(max(0, min(call.queries, of_batch(call.query_lengths, b, call.queries)))),
-        keys(max(0, min(call.keys, of_batch(call.key_lengths, b, call.keys)))) {}
-  // The keys within the limits of any of the queries [first, last].
-  __device__ Range of(const AttentionCall& call, int first, int last) const {
-    last = min(last, queries - 1);
-    if (last < first) return {0, 0};
-    int64_t begin = 0, end = keys;
-    if (call.left >= 0) begin = max(begin, int64_t(offset) + first - call.left);
-    if (call.right >= 0) end = min(end, int64_t(offset) + last + call.right + 1);
-    if (end <= begin) return {0, 0};
-    return {static_cast<int>(begin), static_cast<int>(end)};
-  }
-};
-
 // A unit of work, as the producer of a block tells it to the others.
 struct Unit {
   int batch, head, group;        // whose item it is
   int chunk, chunks;             // which of the item's it is
   int begin, end;                // its keys: begin is a multiple of kChunkAlign
   int counted_begin;             // keys before this count for no query of the sequence
-  Limits limits;                 // of the sequence
+  AttentionLimits limits;        // of the sequence
   __device__ int item(const Arguments& args) const {
     return (batch * args.call.key_heads + head) * args.plan.row_groups + group;
   }

@@ -14,8 +14,8 @@ class Dealer {
   const Arguments& args_;
   int first_ = 0;   // the first of the 32 sequences, of which each lane has one
   int before_ = 0;  // units of the sequences before
-  Limits limits_;
-  Range range_{};
+  AttentionLimits limits_;
+  KeyRange range_{};
   int chunk_ = 1, chunks_ = 1;
   int groups_ = 0;  // row groups with keys
   int upto_ = 0;    // units of the sequences up to the lane's
@@ -24,8 +24,8 @@ class Dealer {
     const int lane = threadIdx.x % 32, b = first_ + lane;
     upto_ = 0;
     if (b < args_.call.batch) {
-      limits_ = Limits(args_.call, b);
-      range_ = limits_.of(args_.call, 0, args_.call.queries - 1);
+      limits_ = AttentionLimits(args_.call, b);
+      range_ = limits_.of_queries(0, args_.call.queries - 1);
       const int keys = range_.end - range_.begin / kChunkAlign * kChunkAlign, tile = args_.plan.row_tile;
       groups_ = range_.empty() ? 0 : short_quotient(limits_.queries * args_.heads_each + tile - 1, tile);
       if (!range_.empty()) chunk_ = args_.plan.chunk(keys), chunks_ = short_quotient(keys + chunk_ - 1, chunk_);
@@ -51,7 +51,7 @@ class Dealer {
       look();
     }
     const int own = __ffs(__ballot_sync(~0u, number - before_ < upto_)) - 1;
-    const Range range{__shfl_sync(~0u, range_.begin, own), __shfl_sync(~0u, range_.end, own)};
+    const KeyRange range{__shfl_sync(~0u, range_.begin, own), __shfl_sync(~0u, range_.end, own)};
     const int chunk = __shfl_sync(~0u, chunk_, own), chunks = __shfl_sync(~0u, chunks_, own);
     const int groups = __shfl_sync(~0u, groups_, own), heads = args_.call.key_heads;
     const int before = __shfl_up_sync(~0u, upto_, 1);
@@ -73,9 +73,10 @@ class Dealer {
       unit->chunk = 0, unit->chunks = 1;
       unit->begin = unit->end = unit->counted_begin = 0;
     }
-    unit->limits.offset = __shfl_sync(~0u, limits_.offset, own);
     unit->limits.queries = __shfl_sync(~0u, limits_.queries, own);
     unit->limits.keys = __shfl_sync(~0u, limits_.keys, own);
+    unit->limits.least = __shfl_sync(~0u, limits_.least, own);
+    unit->limits.most = __shfl_sync(~0u, limits_.most, own);
     return true;
   }
 };

@@ -69,7 +69,7 @@ class RowResults {
       : place_(args, unit, row), sums_(sums), factor_(1) {
     const AttentionCall& call = args.call;
     // Rows without keys have shared the products of others.
-    empty_ = unit.limits.of(call, place_.query, place_.query).empty();
+    empty_ = unit.limits.of_query(place_.query).empty();
     if (empty_) sums_ = {-INFINITY, 0};
     if (call.sinks) {
       const float sink = call.sinks[unit.batch * call.sink_steps[0] + place_.head * call.sink_steps[1]];

@@ -1,7 +1,7 @@
 // An item of the forward kernel: the queries of one head that a block computes at a time, and the keys that matter.
 #pragma once
 
-#include "../attention.cuh"
+#include "../limits.cuh"
 #include "plan.cuh"
 
 namespace jaxsoft::cuda {
@@ -22,43 +22,12 @@ struct ForwardArguments {
   unsigned long long* counter;  // null if items are dealt out in advance
 };
 
-// Keys [begin, end) of a block of queries, or of one query.
-struct KeyRange {
-  int begin, end;
-};
-
-// Cuts a range that may lie anywhere to the keys that there are.
-__device__ inline KeyRange within_keys(int64_t begin, int64_t end, int keys) {
-  const int64_t most = keys, from = min(max(begin, int64_t(0)), most);
-  return {static_cast<int>(from), static_cast<int>(min(max(end, from), most))};
-}
-
-// The limits of an element of the batch.
+// The limits of an element of the batch. In a plain call all keys count for each query.
 template <ForwardKind kind>
-struct ForwardLimits {
-  int64_t left, right;  // far more than there are keys, where there is no limit
-  int64_t offset;
-  int queries, keys;  // how many count
-  __device__ ForwardLimits(const AttentionCall& call, int batch) {
-    constexpr int64_t far = int64_t(1) << 40;
-    left = right = far, offset = 0, queries = call.queries, keys = call.keys;
-    if constexpr (kind != ForwardKind::plain) {
-      auto number = [&](const OfBatch& of) { return of.data[batch * of.step]; };
-      if (call.left != kNoLimit) left = call.left;
-      if (call.right != kNoLimit) right = call.right;
-      if (call.offset.data) offset = number(call.offset);
-      if (call.query_lengths.data) queries = min(number(call.query_lengths), queries);
-      if (call.key_lengths.data) keys = max(min(number(call.key_lengths), keys), 0);
-    }
-  }
-  // The keys that count for a query.
-  __device__ KeyRange of_query(int query) const {
-    if constexpr (kind == ForwardKind::plain) return {0, keys};
-    if (query >= queries) return {0, 0};
-    const int64_t position = offset + query;
-    return within_keys(position - left, position + right + 1, keys);
-  }
-};
+__device__ AttentionLimits limits_of(const AttentionCall& call, int batch) {
+  if constexpr (kind == ForwardKind::plain) return AttentionLimits(call.queries, call.keys);
+  else return AttentionLimits(call, batch);
+}
 
 struct ForwardItem {
   int batch, head, key_head, query;  // its first query
@@ -79,8 +48,7 @@ struct ForwardItem {
 // each of the queries, as far as limits and lengths say.
 struct TileRange {
   int begin, inner_begin, inner_end, end;
-  template <ForwardKind kind>
-  __device__ TileRange(const ForwardLimits<kind>& limits, int query, int queries_of_block, int queries, int tile) {
+  __device__ TileRange(const AttentionLimits& limits, int query, int queries_of_block, int queries, int tile) {
     const int last = min(query + queries_of_block, queries) - 1;
     if (query >= limits.queries) {
       begin = inner_begin = inner_end = end = 0;

@@ -61,7 +61,7 @@ __device__ void copy_items(const ForwardArguments& args, ForwardMemory<Plan>& me
     }
     if (number >= args.items) return;
     const ForwardItem item(args, number, Plan::queries * place.blocks);
-    const ForwardLimits<kind> limits(call, item.batch);
+    const AttentionLimits limits = limits_of<kind>(call, item.batch);
     const TileRange tiles(limits, item.query, Plan::queries, call.queries, Plan::key_tile);
     auto copy = [&](const CUtensorMap& map, typename ForwardMemory<Plan>::Keys* slots, Barrier* there, Barrier* read,
                     unsigned step, int tile) {
@@ -249,7 +249,7 @@ __device__ void compute_items(const ForwardArguments& args, ForwardMemory<Plan>&
     else if (__syncwarp(); threadIdx.x % 32 < Barrier::warp_arrivals) arrive_at(memory.items_read[turn % 2], 0);
     if (number >= args.items) break;
     const ForwardItem item(args, number, Plan::queries * held.place.blocks);
-    const ForwardLimits<kind> limits(call, item.batch);
+    const AttentionLimits limits = limits_of<kind>(call, item.batch);
     const TileRange tiles(limits, item.query, Plan::queries, call.queries, Plan::key_tile);
     const int first_query = item.query + (held.place.block * Plan::groups + group) * Plan::group_queries;
     const int query = first_query + row_of_thread();
