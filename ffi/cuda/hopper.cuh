@@ -160,12 +160,6 @@ __device__ void send(const V& value, const void* to, const Barrier& done, unsign
   }
 }
 
-// Arrives at a barrier of another block of the cluster, or of the own one.
-__device__ inline void arrive_at(const Barrier& barrier, unsigned block) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(in_block(barrier.address(), block))
-               : "memory");
-}
-
 // The two ends of a launch that overlaps the launch before it: the earlier kernel allows the later one to start, and
 // the later one waits until the earlier one has ended. Both do nothing before Hopper.
 __device__ inline void let_next_kernel_start() {

@@ -81,17 +81,6 @@ __device__ inline void copy_box(void* to, const CUtensorMap& map, const BoxPlace
       : "memory");
 }
 
-// The same, to the same place in each block of the cluster whose bit is in `blocks`. The bytes count at the same barrier
-// of each of them.
-__device__ inline void copy_box(void* to, const CUtensorMap& map, const BoxPlace& from, const Barrier& done,
-                                uint16_t blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-      " [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(shared_address(to)),
-      "l"(&map), "r"(from.column), "r"(from.head), "r"(from.row), "r"(from.batch), "r"(done.address()), "h"(blocks)
-      : "memory");
-}
-
 // What threads have written to shared memory, after this and a barrier is seen by copies from there and by products.
 __device__ inline void show_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

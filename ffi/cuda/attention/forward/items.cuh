@@ -11,8 +11,7 @@ struct ForwardArguments {
   CUtensorMap query, key, value;
   AttentionCall call;
   AttentionResults results;
-  int cluster;         // blocks that have neighbouring items, and copy keys and values for one another
-  int blocks_of_head;  // items of a head, or of a cluster
+  int blocks_of_head;  // items of a head
   int items;
   // So many heads have their items together, those with the same queries one after the other. Their keys and values fit
   // the cache.

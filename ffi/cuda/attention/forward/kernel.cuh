@@ -18,49 +18,18 @@ struct RingSlot {
   __device__ explicit RingSlot(unsigned step) : slot(step % Plan::slots), parity(step / Plan::slots % 2) {}
 };
 
-// The block's place in its cluster. Where the plan has none, the compiler knows it.
-template <class Plan>
-struct ClusterPlace {
-  int blocks = 1, block = 0;
-  __device__ ClusterPlace() {
-    if constexpr (Plan::cluster > 1) blocks = blocks_of_cluster(), block = block_in_cluster();
-  }
-  // All lanes of a warp call this after their reads of what other blocks write too.
-  __device__ void arrive_as_warp(Barrier& barrier) const {
-    if constexpr (Plan::cluster == 1) {
-      barrier.arrive_as_warp();
-    } else {
-      __syncwarp();
-      for (int to = 0; to < blocks; to++)
-        if (threadIdx.x % 32 < Barrier::warp_arrivals) arrive_at(barrier, to);
-    }
-  }
-};
-
 // The copying thread: takes items, and fills slots with their tiles.
 template <class Plan, ForwardKind kind>
 __device__ void copy_items(const ForwardArguments& args, ForwardMemory<Plan>& memory) {
   const AttentionCall& call = args.call;
-  const ClusterPlace<Plan> place;
-  const int clusters = gridDim.x / place.blocks;
   unsigned step = 0, items_with_queries = 0;
-  int number = blockIdx.x / place.blocks;
+  int number = blockIdx.x;
   for (unsigned turn = 0;; turn++) {
-    Barrier &there = memory.items_there[turn % 2], &read = memory.items_read[turn % 2];
-    int& told = memory.items[turn % 2];
-    if (place.block == 0) {
-      read.wait(turn / 2 % 2 ^ 1);
-      told = number;
-      there.arrive();
-      for (int to = 1; to < place.blocks; to++) send(number, &told, there, to);
-    } else {
-      there.arrive_expecting(sizeof told);
-      there.wait(turn / 2 % 2);
-      number = *static_cast<volatile int*>(&told);
-      arrive_at(read, 0);
-    }
+    memory.items_read[turn % 2].wait(turn / 2 % 2 ^ 1);
+    memory.items[turn % 2] = number;
+    memory.items_there[turn % 2].arrive();
     if (number >= args.items) return;
-    const ForwardItem item(args, number, Plan::queries * place.blocks);
+    const ForwardItem item(args, number, Plan::queries);
     const AttentionLimits limits = limits_of<kind>(call, item.batch);
     const TileRange tiles(limits, item.query, Plan::queries, call.queries, Plan::key_tile);
     auto copy = [&](const CUtensorMap& map, typename ForwardMemory<Plan>::Keys* slots, Barrier* there, Barrier* read,
@@ -68,11 +37,9 @@ __device__ void copy_items(const ForwardArguments& args, ForwardMemory<Plan>& me
       const RingSlot<Plan> at(step);
       read[at.slot].wait(at.parity ^ 1);
       there[at.slot].arrive_expecting(sizeof *slots);
-      for (int box = place.block; box < Plan::boxes; box += place.blocks) {
-        const BoxPlace from{box * 64, item.key_head, tile * Plan::key_tile, item.batch};
-        if constexpr (Plan::cluster == 1) copy_box(slots[at.slot][box], map, from, there[at.slot]);
-        else copy_box(slots[at.slot][box], map, from, there[at.slot], (1 << place.blocks) - 1);
-      }
+      for (int box = 0; box < Plan::boxes; box++)
+        copy_box(slots[at.slot][box], map, {box * 64, item.key_head, tile * Plan::key_tile, item.batch},
+                 there[at.slot]);
     };
     auto copy_keys = [&](unsigned step, int tile) {
       copy(args.key, memory.keys, memory.keys_there, memory.keys_read, step, tile);
@@ -87,8 +54,7 @@ __device__ void copy_items(const ForwardArguments& args, ForwardMemory<Plan>& me
         memory.queries_there[group].arrive_expecting(sizeof memory.queries[group]);
         for (int box = 0; box < Plan::boxes; box++)
           copy_box(memory.queries[group][box], args.query,
-                   {box * 64, item.head, item.query + (place.block * Plan::groups + group) * Plan::group_queries,
-                    item.batch},
+                   {box * 64, item.head, item.query + group * Plan::group_queries, item.batch},
                    memory.queries_there[group]);
       }
       items_with_queries++;
@@ -97,23 +63,22 @@ __device__ void copy_items(const ForwardArguments& args, ForwardMemory<Plan>& me
     }
     // The next item is taken late: multiprocessors are not equally fast.
     unsigned taken = 0;
-    if (args.counter && place.block == 0) taken = take(args.counter);
+    if (args.counter) taken = take(args.counter);
     if (tiles.begin < tiles.end) copy_values(step++, tiles.begin);
-    number = args.counter ? static_cast<int>(min(taken + clusters, unsigned(args.items))) : number + clusters;
+    number = args.counter ? static_cast<int>(min(taken + gridDim.x, unsigned(args.items))) : number + gridDim.x;
   }
 }
 
 // What a computing warp group has in registers, and the steps in which it takes in a tile.
 //
-// The product of an item's last weights with their values is started with the first product of the next item, as within
-// an item: so there is always one to run while exponentials are computed.
+// Where the plan says `joined`, for calls without limits, the product of an item's last weights with their values is started with the first
+// product of the next item, as it is within an item: it runs while exponentials are computed.
 template <class T, class Plan, ForwardKind kind>
 struct ForwardTiles {
   using Scores = ForwardScores<T, Plan, kind>;
 
   ForwardMemory<Plan>& memory;
   const int group;
-  const ClusterPlace<Plan> place;
   // Each group waits at its own barrier for its turn, and then lets the other one go on.
   const NamedBarrier own_turn, other_turn;
   float output[Plan::size / 2] = {};
@@ -131,10 +96,9 @@ struct ForwardTiles {
     const RingSlot<Plan> at(step);
     memory.values_there[at.slot].wait(at.parity);
   }
-  __device__ void free_keys(unsigned step) const { place.arrive_as_warp(memory.keys_read[RingSlot<Plan>(step).slot]); }
-  __device__ void free_values(unsigned step) const {
-    place.arrive_as_warp(memory.values_read[RingSlot<Plan>(step).slot]);
-  }
+  __device__ void free_keys(unsigned step) const { memory.keys_read[RingSlot<Plan>(step).slot].arrive_as_warp(); }
+  __device__ void free_values(unsigned step) const { memory.values_read[RingSlot<Plan>(step).slot].arrive_as_warp(); }
+  __device__ void wait_for_queries(unsigned item) const { memory.queries_there[group].wait(item % 2); }
   __device__ void free_queries() const { memory.queries_read[group].arrive_as_warp(); }
 
   __device__ void start_scores(unsigned step) {
@@ -172,6 +136,10 @@ struct ForwardTiles {
     if (range.masked(number)) scores.mask(tile, first_key);
     scores.take(tile, factors);
   }
+  __device__ void clear_output() {
+#pragma unroll
+    for (float& x : output) x = 0;
+  }
   __device__ void rescale_output() {
     if (!__any_sync(0xffffffffu, factors[0] != 1 || factors[1] != 1)) return;
 #pragma unroll
@@ -179,21 +147,26 @@ struct ForwardTiles {
   }
 
   // Takes in a range of tiles, of which the last is number `step` of the block's, but for the values of the first one.
-  // Before its own output it has that of the item before, whose last product, of the tile `before`, is not yet started,
-  // if there is one. Calls `write` when it is complete.
+  // If a product is `pending`, that of the last weights of the item before, calls `write` when its output is complete.
   template <class Write>
-  __device__ void take(Scores& scores, const TileRange& range, unsigned step, unsigned before, bool pending,
-                       Write write) {
+  __device__ void take(Scores& scores, const TileRange& range, unsigned step, bool pending, Write write) {
     const int begin = range.begin, end = range.end;
     wait_for_keys(step);
-    start_products(step, before, pending);
+    if constexpr (Plan::joined) {
+      start_products(step, step - 1, pending);
+    } else {
+      start_scores(step);
+      wait_for_products<0>(tile);
+      free_keys(step);
+    }
     if (end - 1 == begin) free_queries();
     weigh(scores, range, end - 1);
     if (end - 1 > begin) wait_for_keys(step + 1, scores.rows[0].sum + scores.rows[1].sum < 0);
-    wait_for_products<0>(output, weights);
-    if (pending) free_values(before), write();
-#pragma unroll
-    for (int i = 0; i < Plan::size / 2; i++) output[i] = 0;
+    if constexpr (Plan::joined) {
+      wait_for_products<0>(output, weights);
+      if (pending) free_values(step - 1), write();
+      clear_output();
+    }
     Scores::round(tile, weights);
     for (int number = end - 2; number >= begin; number--, step++) {
       start_products(step + 1, step);
@@ -221,65 +194,59 @@ __device__ void compute_items(const ForwardArguments& args, ForwardMemory<Plan>&
   using Scores = ForwardScores<T, Plan, kind>;
   const AttentionCall& call = args.call;
   const int group = warp_group() - 1;
-  ForwardTiles<T, Plan, kind> held{memory, group, {}, {1 + group, 2 * kWarpGroup},
+  ForwardTiles<T, Plan, kind> held{memory, group, {1 + group, 2 * kWarpGroup},
                                    {1 + (group + 1) % Plan::groups, 2 * kWarpGroup}};
   if (Plan::turns && group == Plan::groups - 1) held.other_turn.arrive();
 
   unsigned step = 0, items_with_queries = 0;
-  RowsResult ended;      // of the item whose last product is not yet started
-  unsigned before = 0;   // the tile of that product
-  bool pending = false;  // whether there is one
-  auto write = [&] { write_results<T, Plan>(args, ended, held.output); };
-  auto finish = [&] {
-    if (!pending) return;
-    held.finish(before), write();
-    pending = false;
-  };
   auto let_pass = [&](int count) {
     for (const unsigned end = step + count; step < end; step++) {
       held.wait_for_keys(step), held.free_keys(step);
       held.wait_for_values(step), held.free_values(step);
     }
   };
+  RowsResult ended;      // of the item whose last product is not yet started
+  bool pending = false;  // whether there is one
+  auto write = [&] { write_results<T, Plan>(args, ended, held.output); };
+  auto finish_pending = [&] {
+    if (pending) held.finish(step - 1), write();
+    pending = false;
+  };
 
   for (unsigned turn = 0;; turn++) {
     memory.items_there[turn % 2].wait(turn / 2 % 2);
     const int number = *static_cast<volatile int*>(&memory.items[turn % 2]);
-    if constexpr (Plan::cluster == 1) memory.items_read[turn % 2].arrive_as_warp();
-    else if (__syncwarp(); threadIdx.x % 32 < Barrier::warp_arrivals) arrive_at(memory.items_read[turn % 2], 0);
+    memory.items_read[turn % 2].arrive_as_warp();
     if (number >= args.items) break;
-    const ForwardItem item(args, number, Plan::queries * held.place.blocks);
+    const ForwardItem item(args, number, Plan::queries);
     const AttentionLimits limits = limits_of<kind>(call, item.batch);
     const TileRange tiles(limits, item.query, Plan::queries, call.queries, Plan::key_tile);
-    const int first_query = item.query + (held.place.block * Plan::groups + group) * Plan::group_queries;
-    const int query = first_query + row_of_thread();
+    const int first_query = item.query + group * Plan::group_queries, query = first_query + row_of_thread();
     TileRange own = tiles;
     if constexpr (!Plan::turns) {
       own = TileRange(limits, first_query, Plan::group_queries, call.queries, Plan::key_tile);
       own.end = max(min(own.end, tiles.end), tiles.begin), own.begin = min(max(own.begin, tiles.begin), own.end);
-      // Tiles that matter to other groups alone. While values are held, only few more can come.
-      const int others = tiles.end - own.end;
-      if (others >= Plan::slots) finish();
-      let_pass(others);
     }
-    if (tiles.begin < tiles.end) memory.queries_there[group].wait(items_with_queries++ % 2);
+    const bool some = own.begin < own.end;
+    if (Plan::joined && !some) finish_pending();  // else it would hold its values
+    let_pass(tiles.end - own.end);                // they matter to other groups alone
+    if (tiles.begin < tiles.end) held.wait_for_queries(items_with_queries++);
     Scores scores(args, item, limits, query);
-    if (own.begin < own.end) {
-      held.take(scores, own, step, before, pending, write);
-      step += own.end - own.begin;
-      before = step - 1, pending = true;
-      ended = {args, item, query, scores};
+    if constexpr (!Plan::joined) held.clear_output();
+    if (some) held.take(scores, own, step, pending, write);
+    else if (tiles.begin < tiles.end) held.free_queries();
+    step += own.end - own.begin;
+    if constexpr (Plan::joined) {
+      pending = some;  // a group without keys has no queries, either
+      ended = {item, query, scores};
     } else {
-      finish();
-      if (tiles.begin < tiles.end) held.free_queries();
-      ended = {args, item, query, scores};
-#pragma unroll
-      for (float& x : held.output) x = 0;
+      if (some) held.finish(step - 1);
+      let_pass(own.begin - tiles.begin);
+      ended = {item, query, scores};
       write();
     }
-    if (!Plan::turns && own.begin > tiles.begin) finish(), let_pass(own.begin - tiles.begin);
   }
-  finish();
+  finish_pending();
   if (Plan::turns && group == 0) held.own_turn.wait();  // as often as the other has arrived
 }
 
@@ -289,20 +256,18 @@ __global__ void __launch_bounds__(Plan::threads, 1) attention_forward(const __gr
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& memory = *reinterpret_cast<ForwardMemory<Plan>*>(bytes);
     if (threadIdx.x == 0) {
-      const int blocks = ClusterPlace<Plan>().blocks;
-      const unsigned warps = 4 * Plan::groups * Barrier::warp_arrivals * blocks;
+      constexpr unsigned warps = 4 * Plan::groups * Barrier::warp_arrivals;
       for (int group = 0; group < Plan::groups; group++)
         memory.queries_there[group].init(1), memory.queries_read[group].init(4 * Barrier::warp_arrivals);
       for (int slot = 0; slot < Plan::slots; slot++) {
         memory.keys_there[slot].init(1), memory.keys_read[slot].init(warps);
         memory.values_there[slot].init(1), memory.values_read[slot].init(warps);
       }
-      for (int i = 0; i < 2; i++) memory.items_there[i].init(1), memory.items_read[i].init(warps + blocks - 1);
+      for (int i = 0; i < 2; i++) memory.items_there[i].init(1), memory.items_read[i].init(warps);
       show_barriers();
       prefetch_map(args.query), prefetch_map(args.key), prefetch_map(args.value);
     }
-    if constexpr (Plan::cluster == 1) __syncthreads();
-    else synchronize_cluster();
+    __syncthreads();
     if (warp_group() == 0) {
       give_registers<Plan::copying_registers>();
       if (threadIdx.x == 0) copy_items<Plan, kind>(args, memory);
@@ -310,8 +275,6 @@ __global__ void __launch_bounds__(Plan::threads, 1) attention_forward(const __gr
       take_registers<Plan::computing_registers>();
       compute_items<T, Plan, kind>(args, memory);
     }
-    // Others may still arrive at this block's barriers.
-    if constexpr (Plan::cluster > 1) __syncwarp(), synchronize_cluster();
   }
 }
 

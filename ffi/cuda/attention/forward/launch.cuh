@@ -27,7 +27,7 @@ cudaError_t launch_forward(const AttentionCall& call, const AttentionResults& re
   if (auto e = describe(&args.value, {call.value, type, call.batch, call.keys, call.key_heads, call.value_size},
                         Plan::key_tile))
     return e;
-  const int64_t heads = int64_t(call.batch) * call.heads, blocks = (call.queries + Plan::queries * Plan::cluster - 1) / (Plan::queries * Plan::cluster);
+  const int64_t heads = int64_t(call.batch) * call.heads, blocks = (call.queries + Plan::queries - 1) / Plan::queries;
   const int64_t items = heads * blocks;
   // Sums of these and of tiles are 32 bits wide.
   if (std::max<int64_t>({items, call.queries, call.keys}) > 1 << 30) return cudaErrorInvalidValue;
@@ -40,7 +40,7 @@ cudaError_t launch_forward(const AttentionCall& call, const AttentionResults& re
   }
   args.unit = static_cast<float>(kLog2E) * (call.cap > 0 ? 1 : call.scale);
   args.slack = 8 / args.unit;
-  const int most = std::min<int>(device.processors / Plan::cluster, args.items);
+  const int most = std::min<int>(device.processors, args.items);
   if (auto e = clear_counter(args.items > most, call.workspace, stream, &args.counter)) return e;
   auto kernel = attention_forward<T, Plan, kind>;
   static Devices<> ready;
@@ -48,14 +48,8 @@ cudaError_t launch_forward(const AttentionCall& call, const AttentionResults& re
         return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
       }))
     return e;
-  cudaLaunchConfig_t config{};
-  config.gridDim = most * Plan::cluster, config.blockDim = Plan::threads, config.dynamicSmemBytes = bytes;
-  config.stream = stream;
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = Plan::cluster, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  config.attrs = &attribute, config.numAttrs = Plan::cluster > 1;
-  return cudaLaunchKernelEx(&config, kernel, args);
+  kernel<<<most, Plan::threads, bytes, stream>>>(args);
+  return cudaGetLastError();
 }
 
 template <class T, int size>

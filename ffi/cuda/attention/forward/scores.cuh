@@ -30,17 +30,6 @@ __device__ inline float reciprocal(float x) {
   return y;
 }
 
-__device__ inline float power_by_products(float x) {
-  asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(-126.f));
-  constexpr float magic = 12582912 + 127;
-  const float t = x + magic, f = x - (t - magic);
-  float p = fmaf(f, 0x1.3a02ccp-7f, 0x1.c9fc46p-5f);
-  p = fmaf(f, p, 0x1.ec0378p-3f);
-  p = fmaf(f, p, 0x1.62e12cp-1f);
-  p = fmaf(f, p, 1.f);
-  return p * __uint_as_float(__float_as_uint(t) << 23);
-}
-
 template <class T, class Plan, ForwardKind kind>
 struct ForwardScores {
   static constexpr int tile = Plan::key_tile, count = tile / 2;  // numbers of a thread
@@ -134,7 +123,7 @@ struct ForwardScores {
       subtract_references(scores, references);
 #pragma unroll
     for (int i = 0; i < count; i++) {
-      scores[i] = (POLY && (i % (POLY + !POLY) == 1 || i % (POLY + !POLY) == 7) ? power_by_products(fmaf(scores[i], args.unit, -references[row(i)])) : exp2_approximately(fmaf(scores[i], args.unit, -references[row(i)])));
+      scores[i] = exp2_approximately(fmaf(scores[i], args.unit, -references[row(i)]));
       sums[row(i)] += scores[i];
     }
 #pragma unroll
