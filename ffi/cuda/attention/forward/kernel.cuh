@@ -149,11 +149,11 @@ struct ForwardTiles {
   // Takes in a range of tiles, of which the last is number `step` of the block's, but for the values of the first one.
   // If a product is `pending`, that of the last weights of the item before, calls `write` when its output is complete.
   template <class Write>
-  __device__ void take(Scores& scores, const TileRange& range, unsigned step, bool pending, Write write) {
+  __device__ void take(Scores& scores, const TileRange& range, unsigned step, unsigned before, bool pending, Write write) {
     const int begin = range.begin, end = range.end;
     wait_for_keys(step);
     if constexpr (Plan::joined) {
-      start_products(step, step - 1, pending);
+      start_products(step, before, pending);
     } else {
       start_scores(step);
       wait_for_products<0>(tile);
@@ -161,10 +161,10 @@ struct ForwardTiles {
     }
     if (end - 1 == begin) free_queries();
     weigh(scores, range, end - 1);
-    if (end - 1 > begin) wait_for_keys(step + 1, scores.rows[0].sum + scores.rows[1].sum < 0);
+    if (end - 1 > begin) wait_for_keys(step + 1, Plan::joined && scores.rows[0].sum + scores.rows[1].sum < 0);
     if constexpr (Plan::joined) {
       wait_for_products<0>(output, weights);
-      if (pending) free_values(step - 1), write();
+      if (pending) free_values(before), write();
       clear_output();
     }
     Scores::round(tile, weights);
@@ -206,10 +206,12 @@ __device__ void compute_items(const ForwardArguments& args, ForwardMemory<Plan>&
     }
   };
   RowsResult ended;      // of the item whose last product is not yet started
+  unsigned before = 0;   // the tile of that product
   bool pending = false;  // whether there is one
   auto write = [&] { write_results<T, Plan>(args, ended, held.output); };
   auto finish_pending = [&] {
-    if (pending) held.finish(step - 1), write();
+    if (!pending) return;
+    held.finish(before), write();
     pending = false;
   };
 
@@ -226,23 +228,25 @@ __device__ void compute_items(const ForwardArguments& args, ForwardMemory<Plan>&
     if constexpr (!Plan::turns) {
       own = TileRange(limits, first_query, Plan::group_queries, call.queries, Plan::key_tile);
       own.end = max(min(own.end, tiles.end), tiles.begin), own.begin = min(max(own.begin, tiles.begin), own.end);
+      const int others = tiles.end - own.end;  // tiles that matter to other groups alone
+      if (Plan::joined && others > 0) finish_pending();  // else its values would not be free
+      let_pass(others);
     }
-    const bool some = own.begin < own.end;
-    if (Plan::joined && !some) finish_pending();  // else it would hold its values
-    let_pass(tiles.end - own.end);                // they matter to other groups alone
     if (tiles.begin < tiles.end) held.wait_for_queries(items_with_queries++);
     Scores scores(args, item, limits, query);
     if constexpr (!Plan::joined) held.clear_output();
-    if (some) held.take(scores, own, step, pending, write);
-    else if (tiles.begin < tiles.end) held.free_queries();
-    step += own.end - own.begin;
-    if constexpr (Plan::joined) {
-      pending = some;  // a group without keys has no queries, either
+    if (own.begin < own.end) {
+      held.take(scores, own, step, before, pending, write);
+      step += own.end - own.begin;
+      before = step - 1;
+      if constexpr (Plan::joined) pending = true, ended = {item, query, scores};
+      else held.finish(step - 1);
+    } else if (tiles.begin < tiles.end) {
+      held.free_queries();
+    }
+    if constexpr (!Plan::joined) {
       ended = {item, query, scores};
-    } else {
-      if (some) held.finish(step - 1);
-      let_pass(own.begin - tiles.begin);
-      ended = {item, query, scores};
+      if constexpr (!Plan::turns) let_pass(own.begin - tiles.begin);
       write();
     }
   }
