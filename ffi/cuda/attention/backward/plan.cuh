@@ -23,25 +23,28 @@ struct BackwardCode {
 // by queries half the queries of a tile each, and rounded weights and slopes a quarter. `slopes_in_registers` says
 // where the product with queries takes slopes from. Shared memory is read less if it is from registers, for which 128
 // leaves no room. Heads of 64 are bound by the reads of shared memory as well, so tiles are as long as registers allow.
+// With `sums_later`, the gradient by queries is taken of the tile before, so that warp groups wait less for each other.
+// (H200, 8K, without a causal rule and with one, TFLOP/s: 539 and 482 in place of 500 and 457 with heads of 64, but 561
+// and 537 in place of 596 and 571 with heads of 128.)
 //
 // If the order of additions matters, a block tells after each `told` tiles that it has added to them, which takes a
 // microsecond, and blocks of keys of one head should begin `apart` tiles one after the other. What blocks read and add
 // to should stay in the cache, of which there are `cache` MiB. The last three are by measurement. (H200, heads of 128,
-// 8K, without a causal rule and with one, TFLOP/s: 584 and 551; if 1 tile is told, 565 and 518; with 2.5 apart in 40 MiB,
-// which are two heads in turn and not four, 507 and 542. Heads of 256 have more to add in each tile.)
+// 8K, without a causal rule and with one, TFLOP/s: 584 and 551; if 1 tile is told, 565 and 518; with 2.5 apart in
+// 40 MiB, which are two heads in turn and not four, 507 and 542. Heads of 256 have more to add in each tile.)
 template <int size>
 struct BackwardPlan;
 template <>
 struct BackwardPlan<64> {
   static constexpr int queries = 96, keys = 128, query_slots = 2, cotangent_slots = 2;
-  static constexpr bool slopes_in_registers = true;
+  static constexpr bool slopes_in_registers = true, sums_later = true;
   static constexpr int told = 2, cache = 49;
   static constexpr double apart = 4;
 };
 template <>
 struct BackwardPlan<128> {
   static constexpr int queries = 64, keys = 128, query_slots = 2, cotangent_slots = 2;
-  static constexpr bool slopes_in_registers = false;
+  static constexpr bool slopes_in_registers = false, sums_later = false;
   static constexpr int told = 2, cache = 49;
   static constexpr double apart = 4;
 };
@@ -81,7 +84,7 @@ struct BackwardShared {
   Barrier key_full, key_empty, value_full, value_empty;
   Barrier query_full[Plan::query_slots], query_empty[Plan::query_slots];
   Barrier cotangent_full[Plan::cotangent_slots], cotangent_empty[Plan::cotangent_slots];
-  Barrier slopes_full[2];  // of both groups
+  Barrier slopes_full[2], slopes_empty[2];  // of both groups
   Barrier sum_full[Code::groups], sum_empty[Code::groups];
 
   __device__ void init(bool deterministic) {
@@ -95,7 +98,7 @@ struct BackwardShared {
     key_full.init(1), key_empty.init(all), value_full.init(1), value_empty.init(all);
     init(query_full, query_empty, 1, all);
     init(cotangent_full, cotangent_empty, 1, all);
-    for (auto& barrier : slopes_full) barrier.init(all);
+    init(slopes_full, slopes_empty, all, all);
     init(sum_full, sum_empty, warps, 1);
     turns = 0;
     show_barriers();
