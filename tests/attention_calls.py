@@ -4,9 +4,12 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import jax
 import numpy as np
 from cases import Case
+from common import as_usual
 from definitions import attention
+from truth import wide
 
 import jaxsoft
 from jaxsoft.fold import AttentionState
@@ -87,6 +90,7 @@ def case(
     dtype=np.float64,
     implementation: str | None = None,
     seed: int = 0,
+    deterministic: bool = True,
 ) -> Case:
     """A call with these options, of which no two set one argument, as a function of its floating-point operands."""
     rng = np.random.default_rng(seed)
@@ -100,15 +104,29 @@ def case(
     arguments = functools.partial(named_arguments, moving)
 
     def ours(query, key, value, *values):
-        given = arguments(values)
-        return jaxsoft.dot_product_attention(
-            query, key, value, **given, **fixed, implementation=implementation, return_residual=True
-        )
+        given = arguments(values) | fixed | {"implementation": implementation, "deterministic": deterministic}
+        return jaxsoft.dot_product_attention(query, key, value, **given, return_residual=True)
 
     def theirs(query, key, value, *values):
         return attention(query, key, value, **arguments(values), **fixed)
 
     return Case(f"attention({', '.join(options)}), {sizes}, {implementation}", ours, theirs, [*base, *extra])
+
+
+def check_rows(call: Case, allowed: float, of_lse: float = 1e-4) -> None:
+    """Compares the output and the log-sum-exp of a call with float64, each query's output relative to its norm.
+
+    Args:
+      call: as `case` makes it.
+      allowed: by how much an output may be off.
+      of_lse: by how much a log-sum-exp may be.
+    """
+    output, lse, *_ = (wide(v) for v in jax.jit(call.ours)(*call.operands))
+    with jax.enable_x64(True), as_usual():
+        expected, expected_lse, *_ = (wide(v) for v in jax.jit(call.theirs)(*(wide(v) for v in call.operands)))
+    of_error, of_row = (np.linalg.norm(x, axis=-1) for x in (output - expected, expected))
+    assert (of_error <= allowed * of_row).all(), (call.what, (of_error / of_row).max())
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=of_lse)
 
 
 def arguments_of(options: Sequence[str], rng, sizes, tables: Sequence[dict] = (MOVING, FIXED)) -> tuple[dict, dict]:

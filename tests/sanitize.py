@@ -4,12 +4,13 @@
     compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py pallas
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py attention
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py attention ffi
+    compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py attention ffi paged
 
 and likewise synccheck and, with --check-api-memory-access no, as XLA copies workspaces that nobody has written,
 initcheck. The kernels are those of "ffi", unless "pallas" or "triton" is named, or "attention", for Pallas's kernels of
-attention, or with "ffi" beside it those in CUDA; of both, options can be named as well, such as `segments`. racecheck
-takes long, so a dtype and a shape can be named, and the kernels that it looks at by a part of their mangled names, here
-those of `ring`:
+attention, or with "ffi" beside it those in CUDA; of both, options can be named as well, such as `segments`, or `paged`,
+for keys and values in pages. racecheck takes long, so a dtype and a shape can be named, and the kernels that it looks
+at by a part of their mangled names, here those of `ring`:
 
     compute-sanitizer --tool racecheck --kernel-name kns=4ringI python tests/sanitize.py bfloat16 130x70000
 
@@ -34,6 +35,11 @@ when a slot has been given back by a writer that has waited for the row's values
 posted what it read, but by way of device memory, where racecheck does not look. initcheck finds that the last 16 bytes
 of an array are read as a whole where the array ends within them.
 
+Of attention by "ffi", racecheck (2025.3) takes no notice of named barriers that several warp groups share: it reports
+hazards in `many_rows` of decode, and none where a barrier in shared memory has the place of each named one. In the
+gradients it reports the number by which one thread tells another whose turn it is, which is released and acquired.
+synccheck does not come to an end in `many_rows`.
+
 synccheck (2025.3) itself ends with an illegal access, of which it reports nothing, where many clusters of more than 8
 blocks run, if there is nothing in the kernel but a barrier in each block's shared memory that the block arrives at and
 waits for; without the tool, and under memcheck, such a kernel runs. So no shape here has many such clusters.
@@ -41,6 +47,7 @@ waits for; without the tool, and under memcheck, such a kernel runs. So no shape
 Not a test of pytest's: it needs a GPU, and the tool around it.
 """
 
+import concurrent.futures
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
@@ -49,6 +56,7 @@ import attention_calls
 import jax
 import jax.numpy as jnp
 import numpy as np
+import paged_calls
 from cases import Case
 
 from jaxsoft._rows.forms import Form
@@ -88,6 +96,7 @@ COLUMNS = [(2, 8, 1), (3, 33, 3), (3, 50, 130), (2, 1001, 64), (1, 70001, 5), (2
 # So many tiles that they are dealt out one by one: over clusters, of 8 blocks at most, and to single blocks.
 TILES = [((400, 2048, 64), "float32"), ((500, 2048, 64), "bfloat16"), ((210, 8, 4104), "float32")]
 CAPS = (None, 5.0)  # of the operations with labels
+THREADS = 8  # that run calls of attention
 # Of the others, by (rows, n): held by lanes of a warp, side by side, by warps, with rows left over; tiled in a block,
 # in clusters that end with their row, or stay, with rows that fit them or do not; few rows, over clusters and split.
 OTHERS = [(70, 24), (300, 50), (9, 1000), (70, 1001), (70, 4096), (700, 16384), (300, 50240), (300, 65544)]
@@ -169,26 +178,36 @@ ATTENTION_HEADS = [(64, 64), (128, 128), (256, 256), (192, 128)]
 ATTENTION_SHAPES = [(200, 331, 4), (256, 256, 34)]
 
 
-# The same for the CUDA kernels: options that those for many queries take with gradients, and forward; and for few
-# queries, of sequences in one chunk and in several.
+# The same for the CUDA kernels: options that those for many queries take with gradients, and forward; queries, keys and
+# heads of queries and of keys, of which the last make blocks go on from item to item; and for few queries, of sequences
+# in one chunk and in several.
 CUDA_OPTIONS = [(), ("causal",), ("window", "sinks"), ("key lengths", "query lengths"), ("offsets", "cap")]
 CUDA_HEADS = [64, 128, 256]
+CUDA_SHAPES = [(200, 331, 4, 2), (130, 150, 34, 34)]
 FEW_SHAPES = [(1, 4000, 8), (5, 77, 4), (16, 1000, 32)]
+# And for keys in pages: queries, heads of queries, pages of a sequence and keys of a page.
+PAGED_OPTIONS = [(), ("shared", "out of range", "query lengths", "causal"), ("lengths", "bias", "mask of keys", "cap")]
+PAGED_OPTIONS += [("window", "sinks", "key scale", "value scale")]
+PAGED_SHAPES = [(1, 8, 60, 64), (16, 32, 20, 16)]
 
 
 def attention_in_cuda() -> Iterator[tuple[Case, bool]]:
     """The calls, and whether with gradients."""
-    for i, (options, size, (t, s, n)) in enumerate(itertools.product(CUDA_OPTIONS, CUDA_HEADS, ATTENTION_SHAPES)):
-        dtype = (jnp.bfloat16, jnp.float16)[i % 2]
-        yield attention_calls.case(options, attention_calls.Sizes(2, t, s, n, 2, size, size), dtype, "ffi"), True
-    for i, (options, size, (t, s, n)) in enumerate(itertools.product(ATTENTION_OPTIONS, CUDA_HEADS, FEW_SHAPES)):
-        dtype = (jnp.bfloat16, jnp.float16)[i % 2]
-        yield attention_calls.case(options, attention_calls.Sizes(2, t, s, n, 2, size, size), dtype, "ffi"), False
+    dtypes = itertools.cycle((jnp.bfloat16, jnp.float16))
+    for options, size, (t, s, n, k) in itertools.product(CUDA_OPTIONS, CUDA_HEADS, CUDA_SHAPES):
+        sizes, dtype = attention_calls.Sizes(2, t, s, n, k, size, size), next(dtypes)
+        for deterministic in (True, False):
+            yield attention_calls.case(options, sizes, dtype, "ffi", deterministic=deterministic), True
+    for options, size, (t, s, n) in itertools.product(ATTENTION_OPTIONS, CUDA_HEADS, FEW_SHAPES):
+        sizes = attention_calls.Sizes(2, t, s, n, 2, size, size)
+        yield attention_calls.case(options, sizes, next(dtypes), "ffi"), False
     for options in (("segments",), ("segments", "cap")):
-        yield (
-            attention_calls.case(options, attention_calls.Sizes(2, 200, 331, 4, 2, 64, 64), jnp.bfloat16, "ffi"),
-            False,
-        )
+        sizes = attention_calls.Sizes(2, 200, 331, 4, 2, 64, 64)
+        yield attention_calls.case(options, sizes, jnp.bfloat16, "ffi"), False
+    for options, size, (t, n, number, of_page) in itertools.product(PAGED_OPTIONS, CUDA_HEADS, PAGED_SHAPES):
+        sizes = paged_calls.Sizes(3, t, n, 2, size, size, number, of_page, 3 * number + 2)
+        for of_pages in (None, jnp.float8_e4m3fn, jnp.float8_e5m2):
+            yield paged_calls.case(options, sizes, next(dtypes), "ffi", of_pages=of_pages), False
 
 
 def attention() -> Iterator[Case]:
@@ -200,13 +219,15 @@ def attention() -> Iterator[Case]:
         yield attention_calls.case(options, attention_calls.Sizes(2, t, s, n, 2, h, d), dtype, "pallas")
 
 
-def run_attention(case: Case, gradients: bool = True) -> None:
-    """Forward, and the gradients by all that has one."""
-    if not gradients:
-        jax.block_until_ready(jax.jit(case.ours)(*case.operands))
-        return
-    y, pullback = jax.vjp(jax.jit(case.ours), *case.operands)
-    jax.block_until_ready(pullback(jax.tree.map(jnp.ones_like, y)))
+def run_attention(call: Case, gradients: bool) -> str:
+    """Forward, and the gradients by all that has one. Returns which call it was."""
+
+    def with_gradients(*operands):
+        results, pullback = jax.vjp(call.ours, *operands)
+        return results, pullback(jax.tree.map(jnp.ones_like, results))
+
+    jax.block_until_ready(jax.jit(with_gradients if gradients else call.ours)(*call.operands))
+    return call.what
 
 
 def main() -> None:
@@ -219,9 +240,9 @@ def main() -> None:
     if "attention" in named:
         listed_calls = attention_in_cuda() if "ffi" in named else ((call, True) for call in attention())
         calls = [(call, gradients) for call, gradients in listed_calls if all(word in call.what for word in named)]
-        for call, gradients in calls:
-            run_attention(call, gradients)
-            print(call.what, "ok", flush=True)
+        with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:  # most of the time goes into compiling
+            for what in pool.map(lambda call: run_attention(*call), calls):
+                print(what, "ok", flush=True)
         print(f"all of {len(calls)} calls ran on {device.device_kind}")
         sys.exit(0 if calls else "sanitize.py: no call of attention has these options")
     implementation = next(iter(named & {"pallas", "triton"}), "ffi")

@@ -2,9 +2,9 @@
 
     python tests/stress.py [CALLS] [attention]
 
-They are of the operations on rows, or of attention by its CUDA kernels. Every function holds enough operations to
-become a CUDA graph, which is then replayed, at other addresses too. Shapes are shared out to all GPUs. Not a test of
-pytest's: on a GPU it finds what one call at a time does not, and takes some minutes.
+They are of the operations on rows, or of attention by its CUDA kernels, also over pages. Every function holds enough
+operations to become a CUDA graph, which is then replayed, at other addresses too. Shapes are shared out to all GPUs.
+Not a test of pytest's: on a GPU it finds what one call at a time does not, and takes some minutes.
 """
 
 import concurrent.futures
@@ -18,6 +18,8 @@ import jaxsoft
 
 THREADS = 8
 FUNCTIONS = 60
+LAST = 20  # queries of a sequence that come last
+PAGE = 16  # keys of a page
 
 
 @jax.jit
@@ -44,7 +46,7 @@ def every_operation(x: jax.Array, g: jax.Array) -> list[jax.Array]:
 
 @jax.jit
 def attention(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array) -> list[jax.Array]:
-    """Attention of all queries with its gradients, and of the last one of each sequence over all keys, twice."""
+    """Attention of all queries with its gradients, and of the last ones of each sequence, also over pages."""
 
     def attend(*arrays, **options):
         return jaxsoft.dot_product_attention(*arrays, implementation="ffi", **options)
@@ -52,7 +54,28 @@ def attention(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.A
     y, pull = jax.vjp(lambda *v: attend(*v, key_value_seq_lengths=lengths), query, key, value)
     z, pull_causal = jax.vjp(lambda *v: attend(*v, is_causal=True), query, key, value)
     one = attend(query[:, -1:], key, value, key_value_seq_lengths=lengths, return_residual=True)
-    return [y, *pull(y), z, *pull_causal(z), *one, attend(one[0], key, value)]
+    several = attend(query[:, -LAST:], key, value, key_value_seq_lengths=lengths)
+    results = [y, *pull(y), z, *pull_causal(z), *one, attend(one[0], key, value), several]
+    for dtype in (query.dtype, jnp.float8_e4m3fn):
+        results += over_pages(query, key, value, lengths, dtype)
+    return results
+
+
+def over_pages(
+    query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array, dtype: jnp.dtype
+) -> list[jax.Array]:
+    """Attention of one query and of several over pages of a dtype, which are written first, some of them twice."""
+    batch, length = key.shape[:2]
+    number = -(-length // PAGE)
+    pages = [jnp.zeros((batch * number, PAGE, *x.shape[2:]), dtype) for x in (key, value)]
+    table = jnp.arange(batch * number, dtype=jnp.int32)[::-1].reshape(batch, number)
+    everywhere = jnp.full(batch, length, jnp.int32)
+    pages = jaxsoft.write_pages(*pages, key, value, table, everywhere)
+    pages = jaxsoft.write_pages(*pages, value[:, :LAST], key[:, :LAST], table, lengths)
+    return [
+        jaxsoft.paged_attention(queries, *pages, table, lengths, is_causal=True, implementation="ffi")
+        for queries in (query[:, -1:], query[:, -LAST:])
+    ]
 
 
 def rows(rng: np.random.Generator, i: int) -> tuple[jax.Array, ...]:

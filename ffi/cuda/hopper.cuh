@@ -40,6 +40,19 @@ struct Barrier {
     __syncwarp();
     if (threadIdx.x % 32 < warp_arrivals) arrive();
   }
+  // The same at the barrier in this place in the shared memory of a block of the cluster.
+  __device__ void arrive_in(unsigned block) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 mapped;\n"
+        "mapa.shared::cluster.u32 mapped, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [mapped];\n"
+        "}\n" ::"r"(address()), "r"(block) : "memory");
+  }
+  __device__ void arrive_as_warp_in(unsigned block) {
+    __syncwarp();
+    if (threadIdx.x % 32 < warp_arrivals) arrive_in(block);
+  }
   __device__ void arrive_expecting(unsigned bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");
   }
@@ -158,6 +171,16 @@ __device__ void send(const V& value, const void* to, const Barrier& done, unsign
                      : "memory");
     }
   }
+}
+
+// Starts a bulk copy of the block's shared memory to the place `to` in that of another block of the cluster. The bytes
+// count at that block's barrier `done`.
+__device__ inline void copy_to_block(const void* to, const void* from, unsigned bytes, const Barrier& done,
+                                     unsigned block) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   in_block(shared_address(to), block)),
+               "r"(shared_address(from)), "r"(bytes), "r"(in_block(done.address(), block))
+               : "memory");
 }
 
 // The two ends of a launch that overlaps the launch before it: the earlier kernel allows the later one to start, and

@@ -81,6 +81,13 @@ __device__ inline void copy_box(void* to, const CUtensorMap& map, const BoxPlace
       : "memory");
 }
 
+// Fetches a box into the L2 cache, for a copy that comes later.
+__device__ inline void prefetch_box(const CUtensorMap& map, const BoxPlace& from) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(from.column),
+               "r"(from.head), "r"(from.row), "r"(from.batch)
+               : "memory");
+}
+
 // What threads have written to shared memory, after this and a barrier is seen by copies from there and by products.
 __device__ inline void show_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -306,33 +306,45 @@ class _Rows:
     Attributes:
       most: up to how many queries there are.
       tile: how many of them are computed together.
-      keys: how many a chunk has at least, where there are more chunks than multiprocessors.
+      least: how many keys a chunk has at least, where there are more chunks than multiprocessors.
+      longest: how many it has at most.
+      ragged: the same, where sequences have lengths; and where these are `_CROWDED` or more.
     """
 
     most: float
     tile: int
-    keys: int
+    least: int
+    longest: int
+    ragged: tuple[int, int]
 
 
-# As ffi/cuda/attention/decode has them, like the numbers below. Of pages in 8 bits it has the first alone.
-_ROWS = (_Rows(16, 16, 512), _Rows(64, 64, 4096), _Rows(math.inf, 128, 4096))
+# As ffi/cuda/attention/decode/plan.cuh has them, like the numbers below. Of pages in 8 bits it has the first alone.
+_ROWS = (
+    _Rows(16, 16, 512, 8192, (1024, 4096)),
+    _Rows(64, 64, 4096, 32768, (16384, 16384)),
+    _Rows(math.inf, 128, 4096, 32768, (16384, 16384)),
+)
+_CROWDED, _UNITS, _MOST_CHUNKS = 264, 528, 256
 
 
 def _of_few_queries(form: Form, operands: Operands) -> int:
-    """The states of the chunks of keys, and counters of those that are done."""
+    """The states of the chunks of keys, and a counter of those that are dealt."""
     query, key, _ = operands[:BASE]
     number, keys = _rows(operands), form.keys(operands)
     rows = _ROWS[0] if key.dtype.itemsize == 1 else next(rows for rows in _ROWS if number <= rows.most)
     if form.left is not None and form.right is not None:
         keys = min(keys, form.left + form.right + query.shape[1] + 64)
     items = query.shape[0] * key.shape[2] * _parts(number, rows.tile)
-    shortest = max(rows.keys, _multiple(_parts(keys * items * rows.tile // 16, 32768), 128))
-    chunks = max(min(_wave(items), _parts(keys, 128)), min(256, _parts(keys, shortest)))
+    longest = rows.longest
+    if Extra.KEY_LENGTHS in form.extras and query.shape[0] > 1:
+        longest = rows.ragged[items >= _CROWDED]
+    chunks = min(_wave(items), _parts(keys, 128))
+    if keys > _wave(items) * longest:
+        least = max(rows.least, _multiple(_parts(keys * items * rows.tile // 16, 32768), 128))
+        chunks = max(chunks, min(max(_parts(_UNITS, items), _parts(keys, longest)), _MOST_CHUNKS, _parts(keys, least)))
     states = items * chunks if chunks > 1 else 0
-    counters = items * (_parts(chunks, 16) + 1) if states else 0
     room = min(number, rows.tile) if rows is _ROWS[0] else rows.tile
-    numbers = _multiple(8 * states * room, 256) + 4 * states * room * _columns(query.shape[3])
-    return _multiple(4 * counters + 16, 256) + numbers
+    return 256 + _multiple(8 * states * room, 256) + 4 * states * room * _columns(query.shape[3])
 
 
 def _wave(items: int) -> int:

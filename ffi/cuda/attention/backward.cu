@@ -13,10 +13,12 @@
 // and none waits long. Without limits blocks of a head run one behind the other, so the blocks that begin at the same
 // time belong to different heads, as far as the cache allows.
 //
-// A block has two warp groups that multiply (multiply.cuh, and multiply_in_pairs.cuh for heads of more than 128), and
-// one whose threads bring tiles and add sums (copy.cuh).
+// A block has two warp groups that multiply (multiply.cuh), and one whose threads bring tiles and add sums (copy.cuh).
+// Of heads of more than 128, two blocks of a cluster share a piece of work (pair.cuh says why), and have three warp
+// groups that multiply (multiply_in_pairs.cuh) and one that copies (copy_in_pairs.cuh).
 //
 //   backward/plan.cuh    sizes of tiles, and shared memory
+//   backward/pair.cuh    shared memory of pairs of blocks
 //   backward/work.cuh    the call as kernels read it, and pieces of work
 //   backward/copy.cuh    the warp group that copies
 //   backward/scores.cuh  weights and slopes
@@ -30,6 +32,7 @@
 #include "../devices.cuh"
 #include "backward/around.cuh"
 #include "backward/copy.cuh"
+#include "backward/copy_in_pairs.cuh"
 #include "backward/multiply.cuh"
 #include "backward/multiply_in_pairs.cuh"
 
@@ -50,7 +53,7 @@ __global__ void __launch_bounds__(BackwardCode::threads, 1)
       give_registers<BackwardCode::copy_registers>();
       const int warp = threadIdx.x % kWarpGroup / 32;
       if (warp > BackwardCode::groups && !call.deterministic) {
-        clear_sums<T, size>(call, shared);
+        clear_sums<size>(call, shared);
       } else if (threadIdx.x % 32 == 0) {
         if (warp == 0) bring_tiles<T, size>(call, shared);
         else if (warp <= BackwardCode::groups) add_sums<T, size>(call, shared, warp - 1);
@@ -58,47 +61,96 @@ __global__ void __launch_bounds__(BackwardCode::threads, 1)
       }
     } else {
       take_registers<BackwardCode::registers>();
-      if constexpr (BackwardShared<T, size>::paired) multiply_in_pairs<T, size, kind>(call, shared, group);
-      else multiply_tiles<T, size, kind>(call, shared, group);
+      multiply_tiles<T, size, kind>(call, shared, group);
     }
   }
 }
 
+// The same for heads of more than 128, by pairs of blocks.
+template <class T, BackwardKind kind>
+__global__ void __launch_bounds__(BackwardPair<T>::threads, 1)
+    attention_backward_in_pairs(const __grid_constant__ BackwardCall call) {
+  let_next_kernel_start();
+  if constexpr (kWarpGroupCode) {
+    using Pair = BackwardPair<T>;
+    extern __shared__ __align__(1024) unsigned char bytes[];
+    auto& shared = *reinterpret_cast<Pair*>(bytes);
+    if (threadIdx.x == 0) shared.init(call.deterministic);
+    __syncthreads();
+    synchronize_cluster();  // nobody may reach barriers of a block that has not begun
+    const unsigned rank = block_in_cluster();
+    const int group = warp_group();
+    if (group == Pair::groups) {
+      give_registers<Pair::copy_registers>();
+      const int warp = threadIdx.x % kWarpGroup / 32;
+      if (warp == 3 && !call.deterministic) {
+        clear_sums<Pair::size>(call, shared, rank);
+      } else if (threadIdx.x % 32 == 0) {
+        if (warp == 0) bring_tiles(call, shared, rank);
+        else if (warp == 1) send_slopes(call, shared, rank);
+        else if (call.deterministic) add_part_in_order(call, shared, rank, warp - 2);
+        else add_sums(call, shared, rank);
+      }
+      __syncwarp();
+    } else if (group == 0) {
+      take_registers<Pair::score_registers>();
+      multiply_scores<T, kind>(call, shared, rank);
+    } else {
+      take_registers<Pair::gradient_registers>();
+      if (group == 1) multiply_values(call, shared, rank);
+      else multiply_keys(call, shared, rank);
+    }
+    synchronize_cluster();  // nor of one that has ended
+  }
+}
+
 // Of how many key heads pieces of work are taken in turn, where blocks of keys of a head wait for each other. Pieces
-// that are taken at the same time then belong to many heads, but not to more than the cache holds. (H100, TFLOP/s:
-// heads of 64, 2K, 335 with one head at a time, 430 with 15 in turn. Heads of 256, 8K, 350 with one, 385 with two, 372
-// with three.) The bits of the results do not depend on it.
+// that are taken at the same time then belong to many heads, but not to more than the cache holds. (TFLOP/s: heads of
+// 64, 2K, on an H100, 335 with one head at a time, 430 with 15 in turn. Heads of 256, on an H200, 2K, 428 with one, 490
+// with four, 500 with six; causal 8K, 497 with one, 498 with two, 477 with four, 435 with six.) The bits of the results
+// do not depend on it.
 template <int size>
 int heads_in_turn(const BackwardCall& call) {
   using Plan = BackwardPlan<size>;
   const double of_head = 8. * call.queries * call.group * size;  // bytes of queries, cotangents, and sums
-  const double by_waits = std::ceil(Plan::apart * call.processors / (call.query_tiles * call.group));
-  const double by_cache = Plan::cache * double(1 << 20) / of_head - double(call.processors) / call.key_blocks;
+  const double at_once = call.processors / Plan::blocks;  // pieces of work
+  const double by_waits = std::ceil(Plan::apart * at_once / (call.query_tiles * call.group));
+  const double by_cache = Plan::cache * double(1 << 20) / of_head - at_once / call.key_blocks;
   return std::clamp(static_cast<int>(std::min(by_waits, by_cache)), 1, call.batch * call.key_heads);
 }
 
 template <class T, int size, BackwardKind kind>
 cudaError_t launch(const BackwardCall& call, const AttentionGradients& gradients, cudaStream_t stream) {
-  auto kernel = attention_backward<T, size, kind>;
-  constexpr int bytes = sizeof(BackwardShared<T, size>);
-  static_assert(bytes <= 227 * 1024);
+  using Plan = BackwardPlan<size>;
+  void (*kernel)(BackwardCall);
+  int bytes, threads;
+  if constexpr (Plan::blocks == 2) {
+    static_assert(sizeof(BackwardPair<T>) <= 227 * 1024);
+    kernel = attention_backward_in_pairs<T, kind>, bytes = sizeof(BackwardPair<T>), threads = BackwardPair<T>::threads;
+  } else {
+    using Shared = BackwardShared<T, size>;
+    static_assert(sizeof(Shared) <= 227 * 1024);
+    kernel = attention_backward<T, size, kind>, bytes = sizeof(Shared), threads = BackwardCode::threads;
+  }
   static Devices<> prepared;
   if (auto e = prepared.once(
           [&] { return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes); }))
     return e;
-  const unsigned heads = call.batch * call.heads, queries = call.query_tiles * BackwardPlan<size>::queries;
+  const unsigned heads = call.batch * call.heads, queries = call.query_tiles * Plan::queries;
   prepare_numbers<size><<<dim3((queries + 127) / 128, std::min(heads, 65535u)), 128, 0, stream>>>(
       call, gradients.lse, gradients.delta);
   BackwardCall ordered = call;
   ordered.heads_in_turn = call.deterministic ? heads_in_turn<size>(call) : 1;
-  const auto blocks = std::min<unsigned>(call.pieces, call.processors);
+  const auto at_once = std::min<unsigned>(call.pieces, call.processors / Plan::blocks);
   if (auto e = cudaGetLastError()) return e;
-  cudaLaunchAttribute attribute = overlapping();
+  cudaLaunchAttribute attributes[2] = {overlapping()};
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = Plan::blocks, attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config{};
-  config.stream = stream, config.attrs = &attribute, config.numAttrs = 1;
-  config.gridDim = blocks, config.blockDim = BackwardCode::threads, config.dynamicSmemBytes = bytes;
+  config.stream = stream, config.attrs = attributes, config.numAttrs = Plan::blocks > 1 ? 2 : 1;
+  config.gridDim = at_once * Plan::blocks, config.blockDim = threads, config.dynamicSmemBytes = bytes;
   if (auto e = cudaLaunchKernelEx(&config, kernel, ordered)) return e;
-  config.gridDim = heads * call.query_tiles, config.blockDim = 256, config.dynamicSmemBytes = 0;
+  config.numAttrs = 1, config.gridDim = heads * call.query_tiles, config.blockDim = 256, config.dynamicSmemBytes = 0;
   return cudaLaunchKernelEx(&config, round_sums<T, size>, call);
 }
 
@@ -106,12 +158,12 @@ cudaError_t launch(const BackwardCall& call, const AttentionGradients& gradients
 //
 //   the counter of pieces of work, 16 bytes;
 //   how many blocks of keys are done, and how many parts of sums are cleared, B * K of 4 bytes each;
-//   how far blocks of keys are, B * N * blocks of keys of 8 bytes;
+//   how far blocks of keys are, B * N * blocks of keys of 8 bytes, or 16 for heads of more than 128;
 //   after the next multiple of 256 bytes the sums, B * N * tiles of queries * queries of a tile * padded head size of 4
 //   bytes;
 //   lse and delta, B * N * tiles of queries * queries of a tile of 8 bytes.
 //
-// Tiles have 96, 64 and 64 queries, blocks 128, 128 and 64 keys, and heads are padded to 64, 128 and 256 (plan.cuh).
+// Tiles have 96, 64 and 64 queries, blocks of keys have 128, and heads are padded to 64, 128 and 256 (plan.cuh).
 template <int size>
 cudaError_t prepare(BackwardCall& call, const AttentionCall& given, const AttentionGradients& gradients,
                     cudaStream_t stream) {
@@ -122,7 +174,7 @@ cudaError_t prepare(BackwardCall& call, const AttentionCall& given, const Attent
     return describe(map, {data, type, given.batch, given.queries, given.heads, given.size}, Plan::queries);
   };
   auto of_keys = [&](CUtensorMap* map, const void* data) {
-    return describe(map, {data, type, given.batch, given.keys, given.key_heads, given.size}, Plan::keys);
+    return describe(map, {data, type, given.batch, given.keys, given.key_heads, given.size}, Plan::keys / Plan::blocks);
   };
   if (auto e = of_queries(&call.query, given.query)) return e;
   if (auto e = of_queries(&call.cotangent, gradients.cotangent)) return e;
@@ -142,7 +194,7 @@ cudaError_t prepare(BackwardCall& call, const AttentionCall& given, const Attent
   auto* place = static_cast<unsigned char*>(given.workspace);
   auto take = [&](int64_t bytes) { return place += bytes, place - bytes; };
   const int64_t key_heads = int64_t(given.batch) * given.key_heads;
-  const int64_t ends = heads * call.key_blocks * sizeof(int2);
+  const int64_t ends = heads * call.key_blocks * Plan::blocks * sizeof(int2);
   const int64_t counts = (16 + 2 * key_heads * sizeof(unsigned) + ends + 255) / 256 * 256;
   const int64_t sums = tiles * Plan::queries * size * sizeof(float);
   const int64_t numbers = tiles * Plan::queries * 2 * sizeof(float);
@@ -156,7 +208,7 @@ cudaError_t prepare(BackwardCall& call, const AttentionCall& given, const Attent
   call.numbers = reinterpret_cast<float*>(take(numbers));
   // Where the order of additions matters, the first is a store. Else the kernel clears most sums itself: those of a key
   // head while another is at work, whose blocks of keys have been taken earlier than all that run at the same time.
-  const int64_t ahead = std::min<int64_t>(call.processors / call.key_blocks + 2, key_heads);
+  const int64_t ahead = std::min<int64_t>(call.processors / Plan::blocks / call.key_blocks + 2, key_heads);
   call.cleared_ahead = static_cast<int>(ahead);
   const int64_t now = call.deterministic ? 0 : sums / key_heads * ahead;
   return cudaMemsetAsync(given.workspace, 0, counts + now, stream);

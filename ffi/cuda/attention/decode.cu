@@ -13,15 +13,16 @@ namespace decode {
 // The head size for which the kernel is compiled, of those that are not smaller.
 inline int padded_size(int size) { return size <= 64 ? 64 : size <= 128 ? 128 : 256; }
 
-// Clears the counters. The kernel that follows runs at the same time, and waits for this before it uses them: so it
-// starts earlier than after a memset.
+// Clears the counter. The kernel that follows runs at the same time, and waits for this before it uses it: so it starts
+// earlier than after a memset.
 template <int = 0>
-__global__ void clear(unsigned* counters, int count) {
+__global__ void clear(unsigned* counter) {
   let_next_kernel_start();
-  for (int i = threadIdx.x; i < count; i += blockDim.x) counters[i] = 0;
+  *counter = 0;
 }
 
 using Kernel = void(Arguments, CUtensorMap, CUtensorMap);
+using MergeKernel = void(Arguments, int);
 
 struct Launch {
   Arguments args;
@@ -41,15 +42,15 @@ struct Launch {
 
   template <class T, PageType type, int size>
   cudaError_t run_few() {
-    return start<FewRows<type, size>, few_rows<T, type, size>>();
+    return start<FewRows<type, size>, few_rows<T, type, size>, merge<size>>();
   }
   template <class T, int size>
   cudaError_t run_many() {
-    if (args.plan.row_tile == kPartRows) return start<ManyRows<size>, many_rows<T, size, true>>();
-    return start<ManyRows<size>, many_rows<T, size, false>>();
+    if (args.plan.row_tile == kPartRows) return start<ManyRows<size>, many_rows<T, size, true>, merge<size>>();
+    return start<ManyRows<size>, many_rows<T, size, false>, merge<size>>();
   }
 
-  template <class Shape, Kernel* kernel>
+  template <class Shape, Kernel* kernel, MergeKernel* merge_kernel>
   cudaError_t start() {
     constexpr size_t bytes = sizeof(typename Shape::Memory);
     static_assert(bytes <= 227 * 1024);
@@ -62,7 +63,23 @@ struct Launch {
     CUtensorMap keys, values;
     if (auto e = describe_cache(&keys, args.call.key, box_rows, Shape::Values::swizzle)) return e;
     if (auto e = describe_cache(&values, args.call.value, box_rows, Shape::Values::swizzle)) return e;
-    return launch(kernel, Shape::threads, bytes, keys, values);
+    if (auto e = place_workspace()) return e;
+    Device device;
+    if (auto e = device.read()) return e;
+    const int64_t units = int64_t(args.plan.items) * args.plan.most_chunks;
+    const int blocks = static_cast<int>(std::min<int64_t>(units, device.processors));
+    // Short units of one length are dealt out in advance: a counter would have to be cleared first.
+    args.dealt = units > blocks && !(args.uniform && units * args.cut.chunk <= int64_t(blocks) * kShortKeys);
+    if (args.dealt) {
+      if (auto e = launch(clear<>, dim3(1), 1, 0, false, args.counter)) return e;
+    }
+    if (auto e = launch(kernel, dim3(blocks), Shape::threads, bytes, args.dealt, args, keys, values)) return e;
+    if (args.plan.most_chunks == 1) return cudaSuccess;
+    const MergeShape shape(args.plan, padded);
+    const int64_t rounds = divide_up(args.item_rows, shape.rows(padded));
+    const int64_t at_once = std::max<int64_t>(1, std::min<int64_t>(rounds, kMergeBlocks / args.plan.items));
+    const dim3 merge_blocks(args.plan.items, static_cast<unsigned>(at_once));
+    return launch(merge_kernel, merge_blocks, shape.threads, 0, true, args, shape.teams_of_row);
   }
 
   cudaError_t describe_cache(CUtensorMap* map, const void* data, int box_rows, Swizzle swizzle) const {
@@ -74,34 +91,30 @@ struct Launch {
     return describe(map, {data, type, batch, rows, call.key_heads, call.size}, box_rows, swizzle);
   }
 
-  cudaError_t launch(Kernel* kernel, int threads, size_t bytes, const CUtensorMap& keys, const CUtensorMap& values) {
+  cudaError_t place_workspace() {
     const AttentionCall& call = args.call;
-    Device device;
-    if (auto e = device.read()) return e;
     const Workspace workspace(args.plan, args.item_rows, padded);
     if (call.workspace_bytes < workspace.bytes) return cudaErrorInvalidValue;
     auto* at = static_cast<char*>(call.workspace);
-    args.counters = reinterpret_cast<unsigned*>(at);
+    args.counter = reinterpret_cast<unsigned*>(at);
     args.sums = reinterpret_cast<float2*>(at + workspace.sums);
     args.outputs = reinterpret_cast<float*>(at + workspace.outputs);
-    const int64_t units = int64_t(args.plan.items) * args.plan.most_chunks;
-    const int blocks = static_cast<int>(std::min<int64_t>(units, device.processors));
-    args.dealt = units > blocks;
+    return cudaSuccess;
+  }
+
+  // Launches a kernel, that may overlap the one before.
+  template <class... Given>
+  cudaError_t launch(void (*kernel)(Given...), dim3 blocks, int threads, size_t bytes, bool overlaps,
+                     const Given&... given) {
     cudaLaunchAttribute attribute = overlapping();
     cudaLaunchConfig_t config{};
     config.stream = stream;
-    if (args.dealt || args.plan.most_chunks > 1) {
-      config.gridDim = dim3(1);
-      config.blockDim = dim3(256);
-      if (auto e = cudaLaunchKernelEx(&config, clear<>, args.counters, static_cast<int>(workspace.counters / 4)))
-        return e;
-      config.attrs = &attribute;
-      config.numAttrs = 1;
-    }
-    config.gridDim = dim3(blocks);
+    config.gridDim = blocks;
     config.blockDim = dim3(threads);
     config.dynamicSmemBytes = bytes;
-    return cudaLaunchKernelEx(&config, kernel, args, keys, values);
+    config.attrs = &attribute;
+    config.numAttrs = overlaps;
+    return cudaLaunchKernelEx(&config, kernel, given...);
   }
 
   template <class T, PageType type>
@@ -124,6 +137,13 @@ struct Launch {
     // Elements of 8 bits are widened on the way to registers, from where products of warp groups do not take keys.
     const bool many = args.rows > kFewRows && args.pages.type == PageType::as_query;
     args.plan = make_plan(args.call, many ? tile_of_many(args.rows) : kFewRows);
+    const AttentionCall& call = args.call;
+    const bool limited = call.left != kNoLimit || call.right != kNoLimit;
+    args.uniform = !limited && !call.key_lengths.data && !call.query_lengths.data;
+    if (args.uniform) {
+      args.cut = Cut(args.plan, call.queries, {0, call.keys});
+      args.plan.most_chunks = args.cut.chunks;
+    }
     args.item_rows = many ? args.plan.row_tile : std::min(kFewRows, args.rows);
     const bool bf16 = args.call.type == AttentionType::bf16;
     if (many) return bf16 ? run_many_type<__nv_bfloat16>() : run_many_type<__half>();
@@ -152,8 +172,7 @@ cudaError_t run_attention_decode(const AttentionCall& call, const Pages* pages, 
     args.pages = *pages;
     while (1 << args.page_shift < pages->page_size) args.page_shift++;
   }
-  args.heads_each = call.heads / std::max(call.key_heads, 1);
-  args.rows = call.queries * args.heads_each;
+  args.rows = call.queries * (call.heads / std::max(call.key_heads, 1));
   args.adjusted = call.cap > 0 || call.bias.data || call.mask.data || call.query_segments;
   if (!launch.allowed()) return cudaErrorInvalidValue;
   return launch.run();

@@ -24,9 +24,10 @@ __global__ void prepare_numbers(const __grid_constant__ BackwardCall call, const
   }
 }
 
-// Rounds a tile of sums in the order of accumulators of (columns of the head, queries) to rows of the gradient. It may
-// start before the kernel that adds them ends, as most heads are complete by then: so multiprocessors have work while
-// others are at their last block of keys.
+// Rounds a tile of sums to rows of the gradient. They are in the order of accumulators of (columns of the head,
+// queries), or where blocks work in pairs, of (queries, columns of the head). It may start before the kernel that adds
+// them ends, as most heads are complete by then: so multiprocessors have work while others are at their last block of
+// keys.
 template <class T, int size>
 __global__ void __launch_bounds__(256) round_sums(const __grid_constant__ BackwardCall call) {
   using Plan = BackwardPlan<size>;
@@ -37,7 +38,7 @@ __global__ void __launch_bounds__(256) round_sums(const __grid_constant__ Backwa
   const int64_t place = blockIdx.x;
   const int head = static_cast<int>(place / call.query_tiles), index = static_cast<int>(place % call.query_tiles);
   const int batch = head / call.heads;
-  wait_for_sums(call, batch, head % call.heads / call.group);
+  wait_for_sums<size>(call, batch, head % call.heads / call.group);
   // To sums of tiles for which no key counts, nothing was added, and perhaps they are not even 0.
   const AttentionLimits limits(call, batch);
   const bool any = limits.keys > 0 && max(index * queries, limits.first_query(0)) <
@@ -46,15 +47,17 @@ __global__ void __launch_bounds__(256) round_sums(const __grid_constant__ Backwa
   const float* sums = call.sums + place * Shared::tile + group * (Shared::parts * Shared::sum);
 #pragma unroll
   for (int part = 0; part < Shared::parts; part++) {
-    const int column = row_of_thread() + (Shared::boxes > 1 ? (group * Shared::parts + part) * 64 : 0);
-    const int query = column_of_thread() + (Shared::boxes > 1 ? 0 : group * sum_queries);
+    constexpr bool by_queries = Plan::blocks > 1;
+    constexpr int along = by_queries ? 1 : row, across = by_queries ? row : 1;  // steps of columns and of rows
+    T* const begin = tile + row_of_thread() * across + column_of_thread() * along +
+                     (Shared::boxes > 1 ? (group * Shared::parts + part) * 64 : group * sum_queries * row);
 #pragma unroll
     for (int i = 0; i < sum_queries / 2; i += 4) {
       const float4 four =
           any ? *reinterpret_cast<const float4*>(sums + part * Shared::sum + i * kWarpGroup + thread * 4) : float4{};
-      T* to = tile + (query + i * 2) * row + column;
-      to[0] = T(four.x * call.scale), to[row] = T(four.y * call.scale);
-      to[8] = T(four.z * call.scale), to[row + 8] = T(four.w * call.scale);
+      T* const to = begin + i * 2 * along;
+      to[0] = T(four.x * call.scale), to[along] = T(four.y * call.scale);
+      to[8 * across] = T(four.z * call.scale), to[along + 8 * across] = T(four.w * call.scale);
     }
   }
   __syncthreads();

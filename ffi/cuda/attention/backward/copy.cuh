@@ -99,16 +99,18 @@ __device__ void wait_for_turns(const BackwardCall& call, BackwardShared<T, size>
 
 // Clears sums, if the order of additions does not matter. With each piece of work, a part of those of a key head whose
 // turn comes later, so that they are still in the cache then. It takes a warp, and no time.
-template <class T, int size>
-__device__ void clear_sums(const BackwardCall& call, BackwardShared<T, size>& shared) {
-  const int64_t of_head = int64_t(call.group) * call.query_tiles * BackwardShared<T, size>::tile / 4;
-  const int64_t part = (of_head + call.key_blocks - 1) / call.key_blocks;
+template <int size, class Shared>
+__device__ void clear_sums(const BackwardCall& call, Shared& shared, unsigned rank = 0) {
+  using Plan = BackwardPlan<size>;
+  const int64_t of_head = int64_t(call.group) * call.query_tiles * (Plan::queries * size) / 4;
+  const int parts = call.key_blocks * Plan::blocks;
+  const int64_t part = (of_head + parts - 1) / parts;
   for_pieces<true>(call, shared, [&](const BackwardWork<size>& work) {
     const int head = work.batch * call.key_heads + work.key_head + call.cleared_ahead;
     if (head >= call.batch * call.key_heads) return;
     auto* const sums = reinterpret_cast<float4*>(call.sums) + head * of_head;
-    const int64_t end = min((work.block + 1) * part, of_head);
-    for (int64_t i = work.block * part + threadIdx.x % 32; i < end; i += 32) sums[i] = float4{};
+    const int64_t begin = (int64_t(work.block) * Plan::blocks + rank) * part, end = min(begin + part, of_head);
+    for (int64_t i = begin + threadIdx.x % 32; i < end; i += 32) sums[i] = float4{};
     __syncwarp();
     if (threadIdx.x % 32 == 0)
       asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(call.cleared + head) : "memory");
@@ -125,6 +127,22 @@ __device__ inline void wait_for_count(const unsigned* counter, unsigned number) 
   }
 }
 
+// Waits until the sums of a piece of work have been cleared, so that any order of additions will do.
+template <int size>
+__device__ void wait_for_zeros(const BackwardCall& call, const BackwardWork<size>& work) {
+  const int key_head = work.batch * call.key_heads + work.key_head;
+  if (key_head < call.cleared_ahead) return;
+  wait_for_count(call.cleared + key_head, call.key_blocks * BackwardPlan<size>::blocks);
+  asm volatile("fence.proxy.async.global;" ::: "memory");  // threads have stored zeros, and copies add to them
+}
+
+// Says of a piece of work that `parts` of its additions are complete, of BackwardPlan::added_parts.
+template <int size>
+__device__ void count_as_added(const BackwardCall& call, const BackwardWork<size>& work, unsigned parts) {
+  unsigned* const added = call.added + work.batch * call.key_heads + work.key_head;
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(added), "r"(parts) : "memory");
+}
+
 // Adds what a warp group has of the gradient by queries to the sums.
 template <class T, int size>
 __device__ void add_sums(const BackwardCall& call, BackwardShared<T, size>& shared, int group) {
@@ -133,11 +151,7 @@ __device__ void add_sums(const BackwardCall& call, BackwardShared<T, size>& shar
   const uint32_t turns = shared_address(&shared.turns);
   unsigned parity = 0, tiles = 0;
   for_pieces<false>(call, shared, [&](const BackwardWork<size>& work) {
-    const int key_head = work.batch * call.key_heads + work.key_head;
-    if (!call.deterministic && key_head >= call.cleared_ahead) {
-      wait_for_count(call.cleared + key_head, call.key_blocks);
-      asm volatile("fence.proxy.async.global;" ::: "memory");  // threads have stored zeros, and copies add to them
-    }
+    if (!call.deterministic) wait_for_zeros(call, work);
     for (int i = 0; i < call.group; i++) {
       const int64_t head = work.head(call, i);
       float* const sums = call.sums + head * call.query_tiles * Shared::tile + group * Shared::parts * Shared::sum;
@@ -171,14 +185,15 @@ __device__ void add_sums(const BackwardCall& call, BackwardShared<T, size>& shar
       }
     }
     wait_for_stores();
-    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(call.added + key_head) : "memory");
+    count_as_added(call, work, 1);
   });
 }
 
 // Waits until all blocks of keys of a key head have added what they have. All threads of a block call it.
-__device__ inline void wait_for_sums(const BackwardCall& call, int batch, int key_head) {
+template <int size>
+__device__ void wait_for_sums(const BackwardCall& call, int batch, int key_head) {
   if (threadIdx.x == 0)
-    wait_for_count(call.added + batch * call.key_heads + key_head, BackwardCode::groups * call.key_blocks);
+    wait_for_count(call.added + batch * call.key_heads + key_head, BackwardPlan<size>::added_parts * call.key_blocks);
   __syncthreads();
 }
 

@@ -38,16 +38,16 @@ __device__ inline void turn_in_four(uint32_t (&words)[4]) {
   }
 }
 
-// Writes a gradient by 64 keys or values, times a factor.
-template <class T, int size>
+// Writes a gradient by 64 keys or values, times a factor: `columns` of them, from the column `from`.
+template <class T, int columns>
 __device__ void write_gradient(void* gradient, const BackwardCall& call, int batch, int head, int key,
-                               const float (&sums)[size / 2], float factor) {
+                               const float (&sums)[columns / 2], float factor, int from = 0) {
   T* const begin = static_cast<T*>(gradient) + (int64_t(batch) * call.keys * call.key_heads + head) * call.size;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int row = key + row_of_thread() + 8 * half;
 #pragma unroll
-    for (int column = 0; column < size; column += 32) {
+    for (int column = 0; column < columns; column += 32) {
       uint32_t words[4];
 #pragma unroll
       for (int i = 0; i < 4; i++) {
@@ -55,7 +55,7 @@ __device__ void write_gradient(void* gradient, const BackwardCall& call, int bat
         words[i] = pair<T>(two[0] * factor, two[1] * factor);
       }
       turn_in_four(words);
-      const int first = column + threadIdx.x % 4 * 8;
+      const int first = from + column + threadIdx.x % 4 * 8;
       if (row < call.keys && first < call.size)
         *reinterpret_cast<uint4*>(begin + int64_t(row) * call.key_heads * call.size + first) =
             make_uint4(words[0], words[1], words[2], words[3]);

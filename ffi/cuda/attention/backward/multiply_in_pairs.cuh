@@ -1,229 +1,208 @@
-// The warp groups that multiply, for heads whose gradients by 64 keys and by 64 values are too much for the registers
-// of one group. The first has the scores and the gradient by values, the second the slopes and that by keys. The first
-// gives its weights to the second, the second its slopes to the first, and each has half of the gradient by queries.
+// The warp groups that multiply, of each block of a pair (pair.cuh). The first has scores and slopes, and multiplies
+// slopes and keys. The second and the third have the gradients by values and by keys, to which they add the products of
+// weights and cotangents, and of slopes and queries, as the first makes them.
 #pragma once
 
 #include "multiply.cuh"
+#include "pair.cuh"
 
 namespace jaxsoft::cuda {
 
-// What both groups know.
-template <class T, int size>
-struct Pair {
-  using Plan = BackwardPlan<size>;
-  using Shared = BackwardShared<T, size>;
-  static constexpr int queries = Plan::queries, count = queries / 2;  // numbers of a thread, of a tile of scores
-  static constexpr int box_row = 128, both = BackwardCode::groups * kWarpGroup;
-  const BackwardCall& call;
-  Shared& shared;
-  int group;
+template <class T, BackwardKind kind>
+__device__ void multiply_scores(const BackwardCall& call, BackwardPair<T>& shared, unsigned rank) {
+  using Pair = BackwardPair<T>;
+  using Plan = typename Pair::Plan;
+  constexpr int size = Pair::size, queries = Pair::queries, count = queries / 2;  // numbers of a thread, of a tile
+  constexpr int box_row = Pair::box_row, box_bytes = Pair::box_bytes;
+  const int thread = threadIdx.x % kWarpGroup, lane = threadIdx.x % 32;
+  const auto own_keys_turned = summed_over_rows(shared.key, Pair::keys) + rank * (Pair::parts * box_bytes);
+  const auto other_keys_turned = summed_over_rows(shared.other_key, Pair::keys);
+  const uint32_t of_lane =
+      (lane / 16 * 8 + lane % 8) * box_row + ((thread / 32 * 32 + lane / 8 % 2 * 16) ^ (lane % 8 * 16));
   SlotPlace<Plan::query_slots> query;
   SlotPlace<Plan::cotangent_slots> cotangent;
-  unsigned sum_parity = 0, slopes_slot = 0;
-
-  // Begins the products of keys or values, and of queries or cotangents.
-  __device__ void multiply_tile(float (&products)[count], const T* left, const T* right) const {
+  SlotPlace<Pair::slope_slots> last_slopes{Pair::slope_slots - 1, 1}, next_slopes;
+  unsigned key_parity = 0, parity = 0, sum_parity = 0;
+  // Stores numbers of 64 keys and a tile of queries.
+  auto store = [&](T* to, const uint32_t (&rounded)[count / 8][4], Barrier& full) {
+#pragma unroll
+    for (int i = 0; i < count / 8; i++) store_turned(shared_address(to) + of_lane + i * (16 * box_row), rounded[i]);
+    show_to_copies();
+    full.arrive_as_warp();
+  };
+  // Begins products of keys or values, and of a tile of queries or cotangents.
+  auto multiply_tile = [&](float (&products)[count], const T* left, const T* right) {
     const auto rows = summed_along_rows(left).anew(), columns = summed_along_rows(right).anew();
     begin_products();
 #pragma unroll
     for (int k = 0; k < size; k += 16)
-      multiply<T>(products, rows + (k / 64 * (Plan::keys * box_row) + k % 64 * 2),
-                  columns + (k / 64 * (queries * box_row) + k % 64 * 2), k > 0);
+      multiply<T>(products, rows + (k / 64 * box_bytes + k % 64 * 2), columns + (k / 64 * box_bytes + k % 64 * 2),
+                  k > 0);
     commit_products();
-  }
-  // Begins to add the products of what is in registers, and cotangents or queries.
-  __device__ void add_products(float (&sums)[size / 2], const uint32_t (&left)[count / 8][4], const T* right) const {
-    const auto columns = summed_over_rows(right, queries).anew();
+  };
+  // Begin products of the last slopes and keys: with the block's own keys, to which those with the other block's keys
+  // are added. Their rows are queries, and their columns the block's part of the head.
+  auto multiply_own_slopes = [&](float (&sums)[2 * count]) {
+    const auto of_keys = own_keys_turned.anew();
+    const auto of_slopes = summed_along_rows(shared.slopes[last_slopes.slot]).anew();
     begin_products();
 #pragma unroll
-    for (int k = 0; k < queries; k += 16) multiply<T>(sums, left[k / 16], columns + k * box_row, true);
+    for (int k = 0; k < Pair::keys; k += 16) multiply<T>(sums, of_slopes + k * 2, of_keys + k * box_row, k > 0);
     commit_products();
-  }
-  // Begins the products of slopes and keys, for part of the group's columns.
-  __device__ void multiply_slopes(float (&sums)[count], int part) const {
-    const auto keys =
-        (summed_over_rows(shared.key, Plan::keys) + (group * Shared::parts + part) * (Plan::keys * box_row)).anew();
-    const auto columns = summed_along_rows(shared.slopes[slopes_slot]).anew();
+  };
+  auto multiply_other_slopes = [&](float (&sums)[2 * count]) {
+    const auto of_keys = other_keys_turned.anew();
+    const auto of_slopes = summed_along_rows(shared.other_slopes).anew();
     begin_products();
 #pragma unroll
-    for (int k = 0; k < Plan::keys; k += 16) multiply<T>(sums, keys + k * box_row, columns + k * 2, k > 0);
+    for (int k = 0; k < Pair::keys; k += 16) multiply<T>(sums, of_slopes + k * 2, of_keys + k * box_row, true);
     commit_products();
-  }
-  __device__ void hand_over(const float (&sums)[count]) {
-    shared.sum_empty[group].wait(sum_parity ^ 1);
+  };
+  // Hands the first or the second 64 columns over to be added.
+  auto hand_over = [&](const float (&sums)[2 * count], int part) {
+    shared.sum_empty.wait(sum_parity ^ 1);
     sum_parity ^= 1;
-    store_of_thread(shared.sums[group], sums);
+    store_of_thread(shared.sums, reinterpret_cast<const float(&)[count]>(sums[part * count]));
     show_to_copies();
-    shared.sum_full[group].arrive_as_warp();
+    shared.sum_full[part].arrive_as_warp();
+  };
+  for_pieces<true>(call, shared, [&](const BackwardWork<size>& work) {
+    const int first_key = work.block * Plan::keys + rank * Pair::keys, steps = work.tiles.length() * call.group;
+    if (steps == 0) return;
+    shared.key_full.wait(key_parity);
+    float scores[count], slopes[count], sums[2 * count];
+    int tile = work.tiles.begin;
+    // Makes slopes of a tile. Meanwhile those of the last tile, if there is one, are multiplied with keys. What comes
+    // of it is handed over in two parts. The second one is due after the next products have begun, if there is `more`
+    // than one tile before.
+    auto step = [&](auto has_last, bool more) {
+      constexpr bool last = decltype(has_last)::value;
+      [[maybe_unused]] float growth[kind == BackwardKind::capped ? count : 1];
+      uint32_t rounded[count / 8][4];
+      shared.query_full[query.slot].wait(query.parity);
+      multiply_tile(scores, shared.key, shared.query[query.slot]);
+      shared.cotangent_full[cotangent.slot].wait(cotangent.parity);
+      if constexpr (!last) shared.value_full.wait(key_parity);
+      multiply_tile(slopes, shared.value, shared.cotangent[cotangent.slot]);
+      if (last && more) hand_over(sums, 1);
+      wait_for_products<1>(scores);
+      const float* numbers = shared.numbers[query.slot] + column_of_thread();
+      if constexpr (last) {
+        last_slopes.advance();
+        shared.slopes_full[last_slopes.slot].wait(last_slopes.parity);
+      }
+      limit_scores<size, kind>(scores, growth, call, work, tile, first_key);
+      if (++tile == work.tiles.end) tile = work.tiles.begin;
+      // Exponentials run beside these products, and slopes beside those below, as they stand between their instructions
+      // (see multiply.cuh).
+      if constexpr (last) multiply_own_slopes(sums);
+      weigh<kind>(scores, numbers, call);
+      round_to<T>(rounded, scores);
+      shared.weights_empty[0].wait(parity ^ 1);
+      store(shared.weights[0], rounded, shared.weights_full[0]);
+      shared.slopes_empty[next_slopes.slot].wait(next_slopes.parity ^ 1);
+      if constexpr (last) {
+        shared.other_slopes_full.wait(parity ^ 1);
+        wait_for_products<1>(slopes);
+        multiply_other_slopes(sums);
+      } else {
+        wait_for_products<0>(slopes);
+      }
+      slope<kind>(slopes, scores, growth, numbers + queries);
+      round_to<T>(rounded, slopes);
+      store(shared.slopes[next_slopes.slot], rounded, shared.slopes_full[next_slopes.slot]);
+      shared.cotangent_empty[cotangent.slot].arrive_as_warp();
+      cotangent.advance();
+      shared.query_empty[query.slot].arrive_as_warp();
+      query.advance();
+      next_slopes.advance();
+      if constexpr (last) {
+        wait_for_products<0>(sums);
+        shared.other_slopes_empty.arrive_as_warp_in(other_block(rank));
+        hand_over(sums, 0);
+      }
+      parity ^= 1;
+    };
+    step(std::false_type(), false);
+    for (int i = 1; i < steps; i++) step(std::true_type(), i > 1);
+    shared.value_empty.arrive_as_warp();
+    key_parity ^= 1;
+    if (steps > 1) hand_over(sums, 1);
+    last_slopes.advance();
+    shared.slopes_full[last_slopes.slot].wait(last_slopes.parity);
+    shared.other_slopes_full.wait(parity ^ 1);
+    multiply_own_slopes(sums);
+    multiply_other_slopes(sums);
+    wait_for_products<0>(sums);
+    shared.other_slopes_empty.arrive_as_warp_in(other_block(rank));
+    shared.key_empty.arrive_as_warp();
+    hand_over(sums, 0);
+    hand_over(sums, 1);
+  });
+}
+
+// A gradient by the block's keys, in halves of the columns: products of all columns would need more registers than the
+// compiler plans with. Adds the products of tiles of queries and keys, and of queries or cotangents, each in slots.
+template <class T, int left_slots, int right_slots>
+struct PairGradient {
+  using Pair = BackwardPair<T>;
+  const T (&left)[left_slots][Pair::queries * Pair::keys];
+  Barrier (&left_full)[left_slots], (&left_empty)[left_slots];
+  const T (&right)[right_slots][Pair::queries * Pair::size];
+  Barrier (&right_full)[right_slots], (&right_empty)[right_slots];
+  SlotPlace<left_slots> of_left = {};
+  SlotPlace<right_slots> of_right = {};
+
+  __device__ void sum(const BackwardCall& call, const BackwardWork<Pair::size>& work, unsigned rank, void* gradient,
+                      float factor) {
+    float sums[2][Pair::half / 2] = {};
+    for (int i = work.tiles.length() * call.group; i > 0; i--) {
+      right_full[of_right.slot].wait(of_right.parity);
+      left_full[of_left.slot].wait(of_left.parity);
+      const auto rows = summed_over_rows(left[of_left.slot], Pair::queries).anew();
+      const auto columns = summed_over_rows(right[of_right.slot], Pair::queries).anew();
+      begin_products();
+#pragma unroll
+      for (int k = 0; k < Pair::queries; k += 16) {
+#pragma unroll
+        for (int of = 0; of < 2; of++)
+          multiply<T>(sums[of], rows + k * Pair::box_row,
+                      columns + (k * Pair::box_row + of * (Pair::half / 64 * Pair::box_bytes)), true);
+      }
+      commit_products();
+      wait_for_products<0>(sums);
+      left_empty[of_left.slot].arrive_as_warp();
+      of_left.advance();
+      right_empty[of_right.slot].arrive_as_warp();
+      of_right.advance();
+    }
+    const int first_key = work.block * Pair::Plan::keys + rank * Pair::keys;
+#pragma unroll
+    for (int of = 0; of < 2; of++)
+      write_gradient<T, Pair::half>(gradient, call, work.batch, work.key_head, first_key, sums[of], factor,
+                                    of * Pair::half);
   }
 };
 
-// The first warp group. `weights_written` and `slopes_written` are barriers of both groups.
-template <class T, int size, BackwardKind kind>
-__device__ void multiply_values(Pair<T, size>& pair, NamedBarrier weights_written, NamedBarrier slopes_written) {
-  using Both = Pair<T, size>;
-  using Plan = BackwardPlan<size>;
-  constexpr int count = Both::count;
-  const BackwardCall& call = pair.call;
-  auto& shared = pair.shared;
-  unsigned key_parity = 0;
-  for_pieces<true>(call, shared, [&](const BackwardWork<size>& work) {
-    const int first_key = work.block * Plan::keys, steps = work.tiles.length() * call.group;
-    float gradient[size / 2] = {};
-    float products[count];
-    uint32_t rounded[count / 8][4];
-    int tile = work.tiles.begin;
-    // Makes weights of the products for scores, which are complete.
-    auto finish_weights = [&] {
-      float growth[kind == BackwardKind::capped ? count : 1];
-      limit_scores<size, kind>(products, growth, call, work, tile, first_key);
-      weigh<kind>(products, shared.numbers[pair.query.slot] + column_of_thread(), call);
-      shared.query_empty[pair.query.slot].arrive_as_warp();
-      pair.query.advance();
-      if (++tile == work.tiles.end) tile = work.tiles.begin;
-      round_to<T>(rounded, products);
-      if constexpr (kind == BackwardKind::capped) {
-#pragma unroll
-        for (int i = 0; i < count; i++) products[i] *= growth[i];
-      }
-    };
-    auto give_weights = [&] {
-      store_of_thread(shared.weights, products);
-      weights_written.arrive();
-    };
-    auto multiply_scores = [&] {
-      shared.query_full[pair.query.slot].wait(pair.query.parity);
-      pair.multiply_tile(products, shared.key, shared.query[pair.query.slot]);
-    };
-    // Begins with the weights of a tile, and makes those of the next, if there are more.
-    auto step = [&](auto has_more) {
-      constexpr bool more = decltype(has_more)::value;
-      shared.cotangent_full[pair.cotangent.slot].wait(pair.cotangent.parity);
-      hold(products);
-      pair.add_products(gradient, rounded, shared.cotangent[pair.cotangent.slot]);
-      if constexpr (more) multiply_scores();
-      wait_for_products<more ? 1 : 0>(gradient, rounded);
-      shared.cotangent_empty[pair.cotangent.slot].arrive_as_warp();
-      pair.cotangent.advance();
-      if constexpr (more) {
-        wait_for_products<0>(products);
-        finish_weights();
-      }
-      slopes_written.wait();
-      if constexpr (more) give_weights();
-#pragma unroll
-      for (int part = 0; part < Both::Shared::parts; part++) {
-        float sums[count];
-        pair.multiply_slopes(sums, part);
-        wait_for_products<0>(sums);
-        pair.hand_over(sums);
-      }
-      pair.slopes_slot ^= 1;
-    };
-    if (steps > 0) {
-      shared.key_full.wait(key_parity);
-      multiply_scores();
-      wait_for_products<0>(products);
-      finish_weights();
-      give_weights();
-      for (int i = 1; i < steps; i++) step(std::true_type());
-      step(std::false_type());
-    }
-    if (steps > 0) {
-      shared.value_empty.arrive_as_warp();
-      shared.key_empty.arrive_as_warp();
-      key_parity ^= 1;
-    }
-    write_gradient<T, size>(call.value_gradient, call, work.batch, work.key_head, first_key, gradient, 1.f);
+template <class T>
+__device__ void multiply_values(const BackwardCall& call, BackwardPair<T>& shared, unsigned rank) {
+  using Pair = BackwardPair<T>;
+  PairGradient<T, 1, Pair::Plan::cotangent_slots> gradient{
+      shared.weights,   shared.weights_full,   shared.weights_empty,
+      shared.cotangent, shared.cotangent_full, shared.cotangent_empty};
+  for_pieces<true>(call, shared, [&](const BackwardWork<Pair::size>& work) {
+    gradient.sum(call, work, rank, call.value_gradient, 1.f);
   });
 }
 
-// The second one.
-template <class T, int size>
-__device__ void multiply_keys(Pair<T, size>& pair, NamedBarrier weights_written, NamedBarrier slopes_written) {
-  using Both = Pair<T, size>;
-  using Plan = BackwardPlan<size>;
-  constexpr int queries = Plan::queries, count = Both::count;
-  const NamedBarrier own_slopes_written{3, kWarpGroup};
-  const BackwardCall& call = pair.call;
-  auto& shared = pair.shared;
-  const int thread = threadIdx.x % kWarpGroup, lane = threadIdx.x % 32;
-  const uint32_t slopes_of_lane = shared_address(shared.slopes[0]) + (lane / 16 * 8 + lane % 8) * Both::box_row +
-                                  ((thread / 32 * 32 + lane / 8 % 2 * 16) ^ (lane % 8 * 16));
-  unsigned key_parity = 0;
-  for_pieces<true>(call, shared, [&](const BackwardWork<size>& work) {
-    const int first_key = work.block * Plan::keys, steps = work.tiles.length() * call.group;
-    float gradient[size / 2] = {};
-    float products[count];
-    uint32_t rounded[count / 8][4];
-    auto finish_products = [&] {
-      wait_for_products<0>(products);
-      shared.cotangent_empty[pair.cotangent.slot].arrive_as_warp();
-      pair.cotangent.advance();
-    };
-    if (steps > 0) {
-      shared.key_full.wait(key_parity);  // before products with keys
-      shared.value_full.wait(key_parity);
-      shared.cotangent_full[pair.cotangent.slot].wait(pair.cotangent.parity);
-      pair.multiply_tile(products, shared.value, shared.cotangent[pair.cotangent.slot]);
-      finish_products();
-    }
-    auto step = [&](auto has_more) {
-      constexpr bool more = decltype(has_more)::value;
-      float weights[count], none[1];
-      weights_written.wait();
-#pragma unroll
-      for (int i = 0; i < count; i += 4) {
-        const float4 four = *reinterpret_cast<const float4*>(shared.weights + i * kWarpGroup + thread * 4);
-        weights[i] = four.x, weights[i + 1] = four.y, weights[i + 2] = four.z, weights[i + 3] = four.w;
-      }
-      shared.query_full[pair.query.slot].wait(pair.query.parity);  // before its numbers are read
-      const float* delta = shared.numbers[pair.query.slot] + queries + column_of_thread();
-      slope<BackwardKind::plain>(products, weights, none, delta);
-      round_to<T>(rounded, products);
-#pragma unroll
-      for (int i = 0; i < count / 8; i++)
-        store_turned(slopes_of_lane + pair.slopes_slot * (Both::Shared::slope_tile * 2) + i * (16 * Both::box_row),
-                     rounded[i]);
-      show_to_copies();
-      slopes_written.arrive();
-      own_slopes_written.wait();
-      float sums[count];
-      pair.multiply_slopes(sums, 0);
-      pair.add_products(gradient, rounded, shared.query[pair.query.slot]);
-      wait_for_products<1>(sums);
-      pair.hand_over(sums);
-      pair.multiply_slopes(sums, 1);
-      if constexpr (more) {
-        shared.cotangent_full[pair.cotangent.slot].wait(pair.cotangent.parity);
-        pair.multiply_tile(products, shared.value, shared.cotangent[pair.cotangent.slot]);
-      }
-      wait_for_products<more ? 1 : 0>(sums, gradient, rounded);
-      shared.query_empty[pair.query.slot].arrive_as_warp();
-      pair.query.advance();
-      pair.hand_over(sums);
-      pair.slopes_slot ^= 1;
-      if constexpr (more) finish_products();
-    };
-    for (int i = 1; i < steps; i++) step(std::true_type());
-    if (steps > 0) step(std::false_type());
-    if (steps > 0) {
-      shared.value_empty.arrive_as_warp();
-      shared.key_empty.arrive_as_warp();
-      key_parity ^= 1;
-    }
-    write_gradient<T, size>(call.key_gradient, call, work.batch, work.key_head, first_key, gradient, call.scale);
+template <class T>
+__device__ void multiply_keys(const BackwardCall& call, BackwardPair<T>& shared, unsigned rank) {
+  using Pair = BackwardPair<T>;
+  PairGradient<T, Pair::slope_slots, Pair::Plan::query_slots> gradient{
+      shared.slopes, shared.slopes_full, shared.slopes_empty, shared.query, shared.query_full, shared.query_empty};
+  for_pieces<true>(call, shared, [&](const BackwardWork<Pair::size>& work) {
+    gradient.sum(call, work, rank, call.key_gradient, call.scale);
   });
-}
-
-template <class T, int size, BackwardKind kind>
-__device__ void multiply_in_pairs(const BackwardCall& call, BackwardShared<T, size>& shared, int group) {
-  using Both = Pair<T, size>;
-  static_assert(Both::Shared::parts == 2 && Both::Shared::sum_queries == Both::queries);
-  Both pair{call, shared, group};
-  const NamedBarrier slopes_written{1, Both::both}, weights_written{2, Both::both};
-  if (group == 0) multiply_values<T, size, kind>(pair, weights_written, slopes_written);
-  else multiply_keys(pair, weights_written, slopes_written);
 }
 
 }  // namespace jaxsoft::cuda

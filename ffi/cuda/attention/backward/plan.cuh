@@ -27,32 +27,35 @@ struct BackwardCode {
 // (H200, 8K, without a causal rule and with one, TFLOP/s: 539 and 482 in place of 500 and 457 with heads of 64, but 561
 // and 537 in place of 596 and 571 with heads of 128.)
 //
+// `keys` are those of a piece of work, and so many `blocks` share it (pair.cuh is about two). What they add to the
+// gradient by queries has `added_parts`.
+//
 // If the order of additions matters, a block tells after each `told` tiles that it has added to them, which takes a
 // microsecond, and blocks of keys of one head should begin `apart` tiles one after the other. What blocks read and add
 // to should stay in the cache, of which there are `cache` MiB. The last three are by measurement. (H200, heads of 128,
-// 8K, without a causal rule and with one, TFLOP/s: 584 and 551; if 1 tile is told, 565 and 518; with 2.5 apart in
-// 40 MiB, which are two heads in turn and not four, 507 and 542. Heads of 256 have more to add in each tile.)
+// 8K, without a causal rule and with one, TFLOP/s: 584 and 551; if 1 tile is told, 565 and 518; with 2.5 apart in 40
+// MiB, which are two heads in turn and not four, 507 and 542.) A pair of blocks tells of each tile (copy_in_pairs.cuh).
 template <int size>
 struct BackwardPlan;
 template <>
 struct BackwardPlan<64> {
-  static constexpr int queries = 96, keys = 128, query_slots = 2, cotangent_slots = 2;
+  static constexpr int queries = 96, keys = 128, blocks = 1, added_parts = 2, query_slots = 2, cotangent_slots = 2;
   static constexpr bool slopes_in_registers = true, sums_later = true;
   static constexpr int told = 2, cache = 49;
   static constexpr double apart = 4;
 };
 template <>
 struct BackwardPlan<128> {
-  static constexpr int queries = 64, keys = 128, query_slots = 2, cotangent_slots = 2;
+  static constexpr int queries = 64, keys = 128, blocks = 1, added_parts = 2, query_slots = 2, cotangent_slots = 2;
   static constexpr bool slopes_in_registers = false, sums_later = false;
   static constexpr int told = 2, cache = 49;
   static constexpr double apart = 4;
 };
 template <>
 struct BackwardPlan<256> {
-  static constexpr int queries = 64, keys = 64, query_slots = 2, cotangent_slots = 1;
-  static constexpr int told = 1, cache = 49;
-  static constexpr double apart = 1.25;
+  static constexpr int queries = 64, keys = 128, blocks = 2, added_parts = 4, query_slots = 2, cotangent_slots = 1;
+  static constexpr int cache = 49;
+  static constexpr double apart = 2.4;
 };
 
 template <class T, int size>
@@ -66,7 +69,6 @@ struct BackwardShared {
   static constexpr int parts = boxes > Code::groups ? boxes / Code::groups : 1;
   static constexpr int sum_queries = boxes > 1 ? Plan::queries : Plan::queries / Code::groups;
   static constexpr int sum = 64 * sum_queries;
-  static constexpr bool paired = Plan::keys == 64;  // whether the warp groups share the keys
 
   // Boxes of tensor_map.cuh, of 64 columns.
   alignas(1024) T key[Plan::keys * size];
@@ -76,7 +78,6 @@ struct BackwardShared {
   alignas(1024) T slopes[2][slope_tile];  // of queries (rows) and keys, for the product with keys
   alignas(128) float sums[Code::groups][sum];                        // to be added to the gradient by queries
   alignas(128) float numbers[Plan::query_slots][2 * Plan::queries];  // lse in base 2, then delta
-  float weights[paired ? slope_tile : 1];                            // from one warp group to the other
   unsigned tickets[Code::mails];                                     // pieces of work
   unsigned turns;  // how many tiles it has been the block's turn to add to
 

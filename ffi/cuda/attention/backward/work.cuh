@@ -30,9 +30,11 @@ struct BackwardCall {
   OfBatch query_lengths, key_lengths, offset;
   float* sums;         // (B * N, tiles, queries of a tile * padded head size): the gradient by queries, unscaled
   float* numbers;      // (B * N, tiles, 2, queries of a tile): lse in base 2, then delta
-  int2* ends;          // (B * N, blocks of keys), for both groups: the end of the tiles that a block has added to
+  // (B * N, blocks of keys, blocks of threads that share them), for both parts that each adds: the end of the tiles to
+  // which it has been added.
+  int2* ends;
   unsigned long long* counter;  // of tickets
-  unsigned* added;     // (B * K), for both groups: how many blocks of keys have added all that they have
+  unsigned* added;     // (B * K): of how many parts of blocks of keys all has been added
   unsigned* cleared;   // (B * K): how many parts of the sums have been cleared, of as many as there are blocks of keys
   int cleared_ahead;   // how many key heads lie between a block of keys and the sums that it clears, in any order
   void *query_gradient, *key_gradient, *value_gradient;

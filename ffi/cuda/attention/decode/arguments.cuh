@@ -7,22 +7,49 @@
 
 namespace jaxsoft::cuda::decode {
 
+// How the keys of a sequence are cut into chunks.
+struct Cut {
+  KeyRange range{0, 0};       // the keys that count for any query
+  int groups = 0;             // row groups with keys
+  int chunk = 1, chunks = 1;  // keys of a chunk, and how many there are
+  Cut() = default;
+  // `queries` of the sequence count, and keys [range.begin, range.end).
+  __host__ __device__ Cut(const Plan& plan, int queries, KeyRange range) : range(range) {
+    if (range.end <= range.begin) return;
+    const int keys = range.end - first();
+    groups = short_quotient(queries * plan.heads_each + plan.row_tile - 1, plan.row_tile);
+    chunk = plan.chunk(keys), chunks = short_quotient(keys + chunk - 1, chunk);
+  }
+  __host__ __device__ int first() const { return range.begin / kChunkAlign * kChunkAlign; }  // of the first chunk
+  // Units of a sequence. Items without keys have one each.
+  __host__ __device__ int units(const AttentionCall& call, const Plan& plan) const {
+    return (groups * chunks + plan.row_groups - groups) * call.key_heads;
+  }
+};
+
 struct Arguments {
   AttentionCall call;
   Pages pages;  // of a contiguous cache: as many as there are sequences, each as long as a sequence
   AttentionResults results;
   Plan plan;
+  bool uniform = false;  // whether all keys of all sequences count: then `cut` is of each of them
+  Cut cut;
   bool paged = false;
   int page_shift = 0;   // log2 of the page size, if paged
-  int heads_each = 1;   // query heads of a key head
   int rows = 1;         // packed queries of a key head of a sequence
   int item_rows = 1;    // that a state has room for
   bool adjusted = false;  // whether scores have a cap, a bias, a mask or segments
   bool dealt = false;     // whether units after the first are dealt by a counter
-  unsigned* counters = nullptr;
+  unsigned* counter = nullptr;  // of units
   float2* sums = nullptr;  // maximum and sum of each row of each state
   float* outputs = nullptr;
 };
+
+// How the keys of a sequence with these limits are cut.
+__device__ inline Cut cut_of(const Arguments& args, const AttentionLimits& limits) {
+  if (args.uniform) return args.cut;
+  return Cut(args.plan, limits.queries, limits.of_queries(0, args.call.queries - 1));
+}
 
 // A unit of work, as the producer of a block tells it to the others.
 struct Unit {
@@ -44,8 +71,8 @@ struct RowPlace {
   int query, head;
   __device__ RowPlace(const Arguments& args, const Unit& unit, int row) {
     const int packed = unit.group * args.plan.row_tile + row;
-    query = short_quotient(packed, args.heads_each);
-    head = unit.head * args.heads_each + packed - query * args.heads_each;
+    query = short_quotient(packed, args.plan.heads_each);
+    head = unit.head * args.plan.heads_each + packed - query * args.plan.heads_each;
   }
   // Where the row begins in an array (B, T, N, H).
   __device__ int64_t begin(const Arguments& args, const Unit& unit) const {
@@ -58,7 +85,7 @@ __device__ inline int rows_of(const Arguments& args, const Unit& unit) {
 }
 // How many of these are of the sequence's queries. Nothing is computed for the others.
 __device__ inline int live_rows(const Arguments& args, const Unit& unit) {
-  const int live = unit.limits.queries * args.heads_each - unit.group * args.plan.row_tile;
+  const int live = unit.limits.queries * args.plan.heads_each - unit.group * args.plan.row_tile;
   return max(0, min(args.plan.row_tile, live));
 }
 

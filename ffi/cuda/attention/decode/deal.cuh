@@ -15,9 +15,7 @@ class Dealer {
   int first_ = 0;   // the first of the 32 sequences, of which each lane has one
   int before_ = 0;  // units of the sequences before
   AttentionLimits limits_;
-  KeyRange range_{};
-  int chunk_ = 1, chunks_ = 1;
-  int groups_ = 0;  // row groups with keys
+  Cut cut_;
   int upto_ = 0;    // units of the sequences up to the lane's
 
   __device__ void look() {
@@ -25,23 +23,51 @@ class Dealer {
     upto_ = 0;
     if (b < args_.call.batch) {
       limits_ = AttentionLimits(args_.call, b);
-      range_ = limits_.of_queries(0, args_.call.queries - 1);
-      const int keys = range_.end - range_.begin / kChunkAlign * kChunkAlign, tile = args_.plan.row_tile;
-      groups_ = range_.empty() ? 0 : short_quotient(limits_.queries * args_.heads_each + tile - 1, tile);
-      if (!range_.empty()) chunk_ = args_.plan.chunk(keys), chunks_ = short_quotient(keys + chunk_ - 1, chunk_);
-      upto_ = (groups_ * chunks_ + args_.plan.row_groups - groups_) * args_.call.key_heads;
+      cut_ = cut_of(args_, limits_);
+      upto_ = cut_.units(args_.call, args_.plan);
     }
     for (int step = 1; step < 32; step *= 2) {
       const int other = __shfl_up_sync(~0u, upto_, step);
       if (lane >= step) upto_ += other;
     }
   }
+  // A unit of a sequence, of which it is unit `within`.
+  __device__ static Unit of_sequence(const Arguments& args, int batch, int within, const Cut& cut) {
+    Unit unit{};
+    unit.batch = batch;
+    const int heads = args.call.key_heads, with_keys = cut.groups * cut.chunks * heads;
+    if (within < with_keys) {
+      unit.chunk = short_quotient(within, heads * cut.groups);
+      within -= unit.chunk * heads * cut.groups;
+      unit.head = short_quotient(within, cut.groups);
+      unit.group = within - unit.head * cut.groups;
+      unit.chunks = cut.chunks;
+      unit.begin = cut.first() + unit.chunk * cut.chunk;
+      unit.end = min(unit.begin + cut.chunk, cut.range.end);
+      unit.counted_begin = cut.range.begin;
+    } else {
+      within -= with_keys;
+      unit.head = within % heads;
+      unit.group = cut.groups + within / heads;
+      unit.chunks = 1;
+    }
+    return unit;
+  }
 
  public:
-  __device__ explicit Dealer(const Arguments& args) : args_(args) { look(); }
+  __device__ explicit Dealer(const Arguments& args) : args_(args) {
+    if (!args.uniform) look();
+  }
   // Finds unit `number`, which is not less than before. All lanes of a warp call this. Returns false if there are not
   // so many.
   __device__ bool find(int number, Unit* unit) {
+    if (args_.uniform) {
+      const int each = args_.cut.units(args_.call, args_.plan), batch = number / each;
+      if (batch >= args_.call.batch) return false;
+      *unit = of_sequence(args_, batch, number - batch * each, args_.cut);
+      unit->limits = AttentionLimits(args_.call, batch);
+      return true;
+    }
     for (;;) {
       const int all = __shfl_sync(~0u, upto_, 31);
       if (number < before_ + all) break;
@@ -51,30 +77,17 @@ class Dealer {
       look();
     }
     const int own = __ffs(__ballot_sync(~0u, number - before_ < upto_)) - 1;
-    const KeyRange range{__shfl_sync(~0u, range_.begin, own), __shfl_sync(~0u, range_.end, own)};
-    const int chunk = __shfl_sync(~0u, chunk_, own), chunks = __shfl_sync(~0u, chunks_, own);
-    const int groups = __shfl_sync(~0u, groups_, own), heads = args_.call.key_heads;
     const int before = __shfl_up_sync(~0u, upto_, 1);
-    int within = number - before_ - (own > 0 ? __shfl_sync(~0u, before, own) : 0);
-    unit->batch = first_ + own;
-    if (within < groups * chunks * heads) {
-      unit->chunk = short_quotient(within, heads * groups);
-      within -= unit->chunk * heads * groups;
-      unit->head = short_quotient(within, groups);
-      unit->group = within - unit->head * groups;
-      unit->chunks = chunks;
-      unit->begin = range.begin / kChunkAlign * kChunkAlign + unit->chunk * chunk;
-      unit->end = min(unit->begin + chunk, range.end);
-      unit->counted_begin = range.begin;
-    } else {
-      within -= groups * chunks * heads;
-      unit->head = within % heads;
-      unit->group = groups + within / heads;
-      unit->chunk = 0, unit->chunks = 1;
-      unit->begin = unit->end = unit->counted_begin = 0;
-    }
+    const int within = number - before_ - (own > 0 ? __shfl_sync(~0u, before, own) : 0);
+    Cut cut;
+    cut.range = {__shfl_sync(~0u, cut_.range.begin, own), __shfl_sync(~0u, cut_.range.end, own)};
+    cut.groups = __shfl_sync(~0u, cut_.groups, own);
+    cut.chunk = __shfl_sync(~0u, cut_.chunk, own), cut.chunks = __shfl_sync(~0u, cut_.chunks, own);
+    *unit = of_sequence(args_, first_ + own, within, cut);
     unit->limits.queries = __shfl_sync(~0u, limits_.queries, own);
     unit->limits.keys = __shfl_sync(~0u, limits_.keys, own);
+    unit->limits.least = __shfl_sync(~0u, limits_.least, own);
+    unit->limits.most = __shfl_sync(~0u, limits_.most, own);
     unit->limits.least = __shfl_sync(~0u, limits_.least, own);
     unit->limits.most = __shfl_sync(~0u, limits_.most, own);
     return true;

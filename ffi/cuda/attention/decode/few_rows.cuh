@@ -1,6 +1,6 @@
 // Decode for up to 16 packed queries of a key head: memory decides how long it takes, and products are those of single
-// warps. Each consumer warp has all rows, and keeps a state of its own over the tiles that it gets; the states of a
-// block's warps are merged at the end of a unit. So warps wait for nobody but the copies.
+// warps. Each consumer warp has all rows, and keeps a state of its own over the tiles that it gets. Other warps merge
+// these states at the end of a unit and store the result. So the warps that multiply wait for nobody but the copies.
 #pragma once
 
 #include "merge.cuh"
@@ -14,21 +14,21 @@ constexpr int kFewRows = 16;
 template <PageType type, int size>
 struct FewRows {
   static constexpr int bytes = size * (type == PageType::as_query ? 2 : 1);  // of a key
-  static constexpr int keys = size == 256 ? 16 : 32;                         // of a tile
+  // Of a tile. What a warp does once a tile is no longer hidden behind the copies where keys have 8 bits.
+  static constexpr int keys = (size == 256 ? 16 : 32) * (type == PageType::as_query ? 1 : 2);
   static constexpr int warps = size == 64 ? 8 : 4;
   // Of a warp, of 128 KB in all. With 192 KB in flight all requests took longer, and calls were 2 % slower.
   static constexpr int slots = 128 * 1024 / (2 * bytes * keys * warps);
-  static constexpr int mergers = 3, threads = (warps + 1 + mergers) * 32;
-  static constexpr int buffers = warps / 2;
-  using Team = Mergers<warps + 1, mergers, size == 128 ? 2 : 1, kGroup, size < 256>;
+  static constexpr int storers = 3, threads = (warps + 1 + storers) * 32;
+  using Team = Threads<warps + 1, storers>;
   using Values = Tile<type, size, keys>;
-  using Ring = RingMemory<Values, keys, warps, slots>;
+  using Ring = RingMemory<Values, keys, warps, slots, kFewRows>;
   struct Memory {
     Ring ring;
-    alignas(16) float outputs[buffers][16][size];  // at `place_in_row`
+    // The warps' states, whose elements are at `place_in_row`.
+    alignas(16) float outputs[warps][16][size];
     float2 sums[warps][16];
-    Barrier ready, free;  // for mergers to read the above, and for consumers to write it
-    int last;
+    Barrier ready, free;  // for storers to read the states, and for consumers to write them
   };
 };
 
@@ -74,51 +74,39 @@ __device__ void multiply_values(Out& output, const float (&weights)[columns][4],
   }
 }
 
-// Loads a lane's part of the queries of the unit, from `row` on and 8 further down, as left operands. Returns by which
-// power of 2 each row was divided: in f16, numbers of bf16 might be too large.
-template <class T, class Query, class Tile, int steps>
-__device__ void load_queries(const Arguments& args, const Unit& unit, int row, uint32_t (&to)[steps][4],
-                             float (&unit_of_row)[2]) {
+// Merges the states of a block's warps and stores that of the chunk, or the results if the item has no other.
+template <class Shape, int size>
+__device__ void store_unit(const Arguments& args, const Unit& unit, const typename Shape::Memory& memory) {
+  constexpr int each = size / 4;  // runs of four elements
+  const int live = live_rows(args, unit), rows = unit.chunks == 1 ? rows_of(args, unit) : live;
+  for (int i = Shape::Team::thread(); i < rows * each; i += Shape::Team::threads) {
+    const int row = i / each, element = i % each * 4;
+    float2 sum{-INFINITY, 0};
+    float4 output{};
+    if (row < live) {
+      float2 sums[Shape::warps];
+      float4 outputs[Shape::warps];
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const bool exists = row + 8 * half < live_rows(args, unit);
-    const RowPlace place(args, unit, exists ? row + 8 * half : 0);
-    const auto* from = static_cast<const Query*>(args.call.query) + place.begin(args, unit);
-#pragma unroll
-    for (int step = 0; step < steps; step++) {
-#pragma unroll
-      for (int k = 0; k < 2; k++) {
-        const int element = Tile::element_of_query(step, k);
-        to[step][half + 2 * k] =
-            exists && element < args.call.size ? __ldg(reinterpret_cast<const uint32_t*>(from + element)) : 0;
+      for (int k = 0; k < Shape::warps; k++) {
+        sums[k] = memory.sums[k][row];
+        outputs[k] = *reinterpret_cast<const float4*>(&memory.outputs[k][row][place_in_row(row, element)]);
       }
+      append(sum, output, sums, outputs);
     }
-    unit_of_row[half] = 1;
-    if constexpr (!std::is_same_v<T, Query>) {
-      float most = 0;
-#pragma unroll
-      for (int step = 0; step < steps; step++) {
-#pragma unroll
-        for (int k = 0; k < 2; k++) {
-          const float2 pair = __bfloat1622float2(bits<__nv_bfloat162>(to[step][half + 2 * k]));
-          most = fmaxf(most, fmaxf(fabsf(pair.x), fabsf(pair.y)));
-        }
-      }
-      most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-      most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-      const int exponent = most > 0 && most < INFINITY ? max(-126, ilogbf(most)) : 0;
-      unit_of_row[half] = scalbnf(1.f, exponent);
-      const float inverse = scalbnf(1.f, -exponent);
-#pragma unroll
-      for (int step = 0; step < steps; step++) {
-#pragma unroll
-        for (int k = 0; k < 2; k++) {
-          uint32_t& word = to[step][half + 2 * k];
-          const float2 pair = __bfloat1622float2(bits<__nv_bfloat162>(word));
-          word = bits<uint32_t>(__floats2half2_rn(pair.x * inverse, pair.y * inverse));
-        }
-      }
-    }
+    store_row<size>(args, unit, unit.chunks == 1, unit.chunk, row, element, sum, output);
+  }
+}
+
+// What the storers do: so the warps that multiply need not wait for each other.
+template <class Shape, int size>
+__device__ void store_few(const Arguments& args, typename Shape::Memory& memory) {
+  SlotPlace<Shape::Ring::units> unit_place;
+  for (unsigned parity = 0;; parity ^= 1) {
+    const Unit unit = next_unit(memory.ring, unit_place);
+    if (unit.batch == kNoUnit) return;
+    memory.ready.wait(parity);
+    store_unit<Shape, size>(args, unit, memory);
+    memory.free.arrive_as_warp();
   }
 }
 
@@ -128,7 +116,6 @@ __device__ void consume_few(const Arguments& args, typename FewRows<type, size>:
   using Shape = FewRows<type, size>;
   using Tile = typename Shape::Values;
   constexpr int steps = size / 16, columns = Shape::keys / 8;
-  const NamedBarrier consumers{2, Shape::warps * 32};
   auto& ring = memory.ring;
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, row = lane / 4;
   SlotPlace<Shape::slots> slot;
@@ -136,16 +123,19 @@ __device__ void consume_few(const Arguments& args, typename FewRows<type, size>:
   unsigned free_parity = 1;
   uint32_t query[steps][4];
   float unit_of_row[2];
-  auto load = [&](const Unit& unit) {
+  auto load = [&](const Unit& unit, int slot_of_unit) {
     if (unit.batch == kNoUnit) return;
+    auto pair_of = [&](int of_row, int element) {
+      return *reinterpret_cast<const uint32_t*>(&ring.queries[slot_of_unit][of_row][element]);
+    };
     if (type == PageType::as_query || args.call.type == AttentionType::f16)
-      load_queries<T, T, Tile>(args, unit, row, query, unit_of_row);
+      load_queries<T, T, Tile>(args, unit, row, pair_of, query, unit_of_row);
     else if constexpr (type != PageType::as_query)
-      load_queries<T, __nv_bfloat16, Tile>(args, unit, row, query, unit_of_row);
+      load_queries<T, __nv_bfloat16, Tile>(args, unit, row, pair_of, query, unit_of_row);
   };
-  Unit unit = next_unit(ring, unit_place);
-  load(unit);
-  while (unit.batch != kNoUnit) {
+  for (;;) {
+    const Unit unit = next_unit(ring, unit_place, load);
+    if (unit.batch == kNoUnit) return;
     LaneRows rows(args, unit, row, args.call.scale * (args.pages.key_scale ? args.pages.key_scale[unit.head] : 1.f));
     for (int half = 0; half < 2; half++) rows.factor[half] *= unit_of_row[half];
     Output<type, size> output{};
@@ -175,79 +165,20 @@ __device__ void consume_few(const Arguments& args, typename FewRows<type, size>:
       ring.empty[warp][slot.slot].arrive_as_warp();
       slot.advance();
     }
-    const int count = live_rows(args, unit);
     memory.free.wait(free_parity);
     free_parity ^= 1;
+    const int live = live_rows(args, unit);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       rows.s[half] += __shfl_xor_sync(~0u, rows.s[half], 1);
       rows.s[half] += __shfl_xor_sync(~0u, rows.s[half], 2);
       if (lane % 4 == 0) memory.sums[warp][row + 8 * half] = {rows.m[half], rows.s[half]};
     }
-    consumers.wait();
-    float factors[2];
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      float m = -INFINITY;
-#pragma unroll
-      for (int i = 0; i < Shape::warps; i++) m = fmaxf(m, memory.sums[i][row + 8 * half].x);
-      factors[half] = weight_of(rows.m[half], m);
-    }
-    auto& own = memory.outputs[warp % Shape::buffers];
-    auto store = [&](bool add) {
-      output.visit([&](int of_row, int element, float a, float b) {
-        if (of_row >= count) return;
-        const float factor = factors[of_row / 8];
-        auto* to = reinterpret_cast<float2*>(&own[of_row][place_in_row(of_row, element)]);
-        *to = add ? float2{fmaf(a, factor, to->x), fmaf(b, factor, to->y)} : float2{a * factor, b * factor};
-      });
-    };
-    if (warp >= Shape::buffers) store(false);
-    consumers.wait();
-    if (warp < Shape::buffers) store(true);
+    output.visit([&](int of_row, int element, float a, float b) {
+      if (of_row < live)
+        *reinterpret_cast<float2*>(&memory.outputs[warp][of_row][place_in_row(of_row, element)]) = {a, b};
+    });
     memory.ready.arrive_as_warp();
-    unit = next_unit(ring, unit_place);
-    load(unit);
-  }
-}
-
-// Stores the states of units, or their results, and merges states. So the other warps do not wait for device memory.
-template <class Shape, int size>
-__device__ void merge_few(const Arguments& args, typename Shape::Memory& memory) {
-  using Team = typename Shape::Team;
-  constexpr int each = size / 4 / Team::runs;
-  SlotPlace<Shape::Ring::units> unit_place;
-  bool cleared = false;
-  for (unsigned parity = 0;; parity ^= 1) {
-    const Unit unit = next_unit(memory.ring, unit_place);
-    if (unit.batch == kNoUnit) return;
-    memory.ready.wait(parity);
-    const int live = live_rows(args, unit), rows = unit.chunks == 1 ? rows_of(args, unit) : live;
-    for (int i = Team::thread(); i < rows * each; i += Team::threads) {
-      const int row = i / each, element = i % each * 4 * Team::runs;
-      float4 output[Team::runs] = {};
-#pragma unroll
-      for (int k = 0; k < Shape::buffers; k++) {
-        if (row >= live) break;  // nothing was written there
-#pragma unroll
-        for (int run = 0; run < Team::runs; run++) {
-          const float* part = &memory.outputs[k][row][place_in_row(row, element + 4 * run)];
-          output[run] = added(output[run], *reinterpret_cast<const float4*>(part), 1);
-        }
-      }
-      float2 sums = memory.sums[0][row];
-#pragma unroll
-      for (int k = 1; k < Shape::warps; k++) sums.x = fmaxf(sums.x, memory.sums[k][row].x);
-      sums.y = 0;
-#pragma unroll
-      for (int k = 0; k < Shape::warps; k++)
-        sums.y = fmaf(memory.sums[k][row].y, weight_of(memory.sums[k][row].x, sums.x), sums.y);
-      store_row<size>(args, unit, unit.chunks == 1, unit.chunk, row, element, sums, output);
-    }
-    memory.free.arrive_as_warp();
-    if (unit.chunks == 1) continue;
-    if (!cleared) wait_for_last_kernel(), cleared = true;
-    merge_if_last<size, Team>(args, unit, &memory.last);
   }
 }
 
@@ -260,18 +191,24 @@ __global__ void __launch_bounds__(FewRows<type, size>::threads, 1)
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& memory = *reinterpret_cast<typename Shape::Memory*>(bytes);
     const unsigned warp = threadIdx.x / 32;
-    if (warp == Shape::warps) prefetch_map(keys), prefetch_map(values);
-    if (warp == 0) {
-      memory.ring.init(Barrier::warp_arrivals, (Shape::warps + Shape::mergers) * Barrier::warp_arrivals);
-      if (threadIdx.x == 0) {
-        memory.ready.init(Shape::warps * Barrier::warp_arrivals);
-        memory.free.init(Shape::mergers * Barrier::warp_arrivals);
+    let_next_kernel_start();
+    if (warp == Shape::warps) {
+      prefetch_map(keys), prefetch_map(values);
+      produce(args, keys, values, memory.ring);
+      return;
+    }
+    if (threadIdx.x % 32 == 0) {
+      constexpr int one = Barrier::warp_arrivals;
+      if (warp < Shape::warps) memory.ring.init_slots(warp, one);
+      if (threadIdx.x == Shape::Team::first) memory.ring.init_units((Shape::warps + Shape::storers) * one);
+      if (threadIdx.x == Shape::Team::first + 32) {
+        memory.ready.init(Shape::warps * one), memory.free.init(Shape::storers * one);
+        show_barriers();
       }
     }
     __syncthreads();
     if (warp < Shape::warps) consume_few<T, type, size>(args, memory);
-    else if (warp == Shape::warps) produce(args, keys, values, memory.ring);
-    else merge_few<Shape, size>(args, memory);
+    else store_few<Shape, size>(args, memory);
   }
 }
 

@@ -44,14 +44,17 @@ __device__ void load_matrices(uint32_t (&to)[4], uint32_t address) {
                  : "memory");
 }
 
-// Two 8-bit floats in the lower half of a word, as f16.
-template <PageType type>
-__device__ uint32_t widen_pair(uint32_t pair) {
-  uint32_t wide;
-  const auto low = static_cast<uint16_t>(pair);
-  if constexpr (type == PageType::e4m3) asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(wide) : "h"(low));
-  else asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(wide) : "h"(low));
-  return wide;
+// Two of a word's 8-bit floats, as f16. A number of e5m2 is the upper half of the f16.
+template <PageType type, int low, int high>
+__device__ uint32_t widen_bytes(uint32_t word) {
+  if constexpr (type == PageType::e5m2) {
+    return __byte_perm(word, 0, 0x0404 | low << 4 | high << 12);
+  } else {
+    uint32_t wide;
+    const uint32_t pair = low == 0 && high == 1 ? word : __byte_perm(word, 0, 0x4400 | low | high << 4);
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(wide) : "h"(static_cast<uint16_t>(pair)));
+    return wide;
+  }
 }
 
 // A tile of keys or of values in shared memory: boxes of `keys` rows, one for each 128 bytes of a key (64 if it has no
@@ -61,6 +64,7 @@ struct Tile {
   static constexpr bool wide = type == PageType::as_query;
   static constexpr int key_bytes = size * (wide ? 2 : 1), box_bytes = key_bytes < 128 ? key_bytes : 128;
   static constexpr Swizzle swizzle = box_bytes == 128 ? Swizzle::bytes128 : Swizzle::bytes64;
+  static constexpr int elements = size;
   static constexpr int boxes = key_bytes / box_bytes, bytes = keys * key_bytes;
   static constexpr int box_elements = size / boxes;
   // How many products of 16 elements, or columns of 8, four matrices are enough for.
@@ -80,7 +84,7 @@ struct Tile {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       if constexpr (wide) pairs[i / 2][i % 2] = words[i];
-      else pairs[i][0] = widen_pair<type>(words[i]), pairs[i][1] = widen_pair<type>(words[i] >> 16);
+      else pairs[i][0] = widen_bytes<type, 0, 1>(words[i]), pairs[i][1] = widen_bytes<type, 2, 3>(words[i]);
     }
   }
   // The element of the query that goes with pair `half` of a step in lane t: it and the next one.
@@ -103,8 +107,8 @@ struct Tile {
         if constexpr (wide) {
           pairs[i][half] = word;
         } else {  // even elements of both keys are one column, odd ones the other
-          pairs[2 * i][half] = widen_pair<type>(__byte_perm(word, 0, 0x4420));
-          pairs[2 * i + 1][half] = widen_pair<type>(__byte_perm(word, 0, 0x4431));
+          pairs[2 * i][half] = widen_bytes<type, 0, 2>(word);
+          pairs[2 * i + 1][half] = widen_bytes<type, 1, 3>(word);
         }
       }
     }
@@ -147,5 +151,50 @@ struct Output {
     }
   }
 };
+
+// Loads a lane's part of the queries of the unit, from `row` on and 8 further down, as left operands: `pair_of` gives
+// two elements of a row. Returns by which power of 2 each row was divided: in f16, numbers of bf16 might be too large.
+template <class T, class Query, class Tile, int steps, class GetPair>
+__device__ void load_queries(const Arguments& args, const Unit& unit, int row, GetPair pair_of,
+                             uint32_t (&to)[steps][4], float (&unit_of_row)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const bool exists = row + 8 * half < live_rows(args, unit);
+#pragma unroll
+    for (int step = 0; step < steps; step++) {
+#pragma unroll
+      for (int k = 0; k < 2; k++) {
+        const int element = Tile::element_of_query(step, k);
+        to[step][half + 2 * k] = exists && element < args.call.size ? pair_of(row + 8 * half, element) : 0;
+      }
+    }
+    unit_of_row[half] = 1;
+    if constexpr (!std::is_same_v<T, Query>) {
+      float most = 0;
+#pragma unroll
+      for (int step = 0; step < steps; step++) {
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+          const float2 pair = __bfloat1622float2(bits<__nv_bfloat162>(to[step][half + 2 * k]));
+          most = fmaxf(most, fmaxf(fabsf(pair.x), fabsf(pair.y)));
+        }
+      }
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+      const int exponent = most > 0 && most < INFINITY ? max(-126, ilogbf(most)) : 0;
+      unit_of_row[half] = scalbnf(1.f, exponent);
+      const float inverse = scalbnf(1.f, -exponent);
+#pragma unroll
+      for (int step = 0; step < steps; step++) {
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+          uint32_t& word = to[step][half + 2 * k];
+          const float2 pair = __bfloat1622float2(bits<__nv_bfloat162>(word));
+          word = bits<uint32_t>(__floats2half2_rn(pair.x * inverse, pair.y * inverse));
+        }
+      }
+    }
+  }
+}
 
 }  // namespace jaxsoft::cuda::decode

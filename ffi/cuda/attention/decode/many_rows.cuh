@@ -2,7 +2,7 @@
 // head: products are those of warp groups, of which a block has two. Up to 64 rows both have all rows and take tiles in
 // turn; of more, each has its own 64 rows and takes every tile.
 //
-// The warp groups themselves merge the states.
+// The warp groups themselves store the states.
 #pragma once
 
 #include "../../wgmma.cuh"
@@ -24,7 +24,7 @@ struct ManyRows {
   using Values = Tile<PageType::as_query, size, keys>;
   using Queries = Tile<PageType::as_query, size, kPartRows>;
   using Ring = RingMemory<Values, keys, 1, slots>;
-  using Team = Mergers<0, kParts * 4, 1, 8, false>;
+  using Team = Threads<0, kParts * 4>;
   struct Memory {
     Ring ring;
     // The queries, and in the end half of each row's output in f32, at `place_in_row`.
@@ -33,7 +33,6 @@ struct ManyRows {
       float output[kPartRows][size / 2];
     } parts[kParts];
     float2 sums[kParts][kPartRows];
-    int last;
   };
 };
 
@@ -62,9 +61,11 @@ __device__ void consume_many(const Arguments& args, typename ManyRows<size>::Mem
   constexpr int columns = Shape::keys / 8, steps = size / 16;
   auto& ring = memory.ring;
   const int part = warp_group();
-  const NamedBarrier group{2 + part, kWarpGroup};
-  unsigned char* const queries = memory.parts[part].queries;
-  const auto query = summed_along_rows(queries);
+  using Team = typename Shape::Team;
+  const NamedBarrier group{2 + part, kWarpGroup}, all{1, Team::threads};
+  // The queries are left operands from registers, where these are enough, as shared memory is busy enough with keys.
+  constexpr bool from_registers = size <= 128;
+  uint32_t query[from_registers ? steps : 1][4];
   SlotPlace<Shape::slots> slot;
   SlotPlace<Shape::Ring::units> unit_place;
   auto release = [&] {
@@ -77,9 +78,18 @@ __device__ void consume_many(const Arguments& args, typename ManyRows<size>::Mem
     if (unit.batch == kNoUnit) return;
     const int live = live_rows(args, unit);
     const int first = shared ? 0 : part * kPartRows, row = first + row_of_thread();
-    load_part<Queries, size>(args, unit, first, queries);
-    show_to_copies();
-    group.wait();
+    if constexpr (from_registers) {
+      float unit_of_row[2];
+      auto pair_of = [&](int of_row, int element) {
+        const int64_t begin = RowPlace(args, unit, of_row).begin(args, unit);
+        return __ldg(reinterpret_cast<const uint32_t*>(static_cast<const T*>(args.call.query) + begin + element));
+      };
+      load_queries<T, T, Tile>(args, unit, row, pair_of, query, unit_of_row);
+    } else {
+      load_part<Queries, size>(args, unit, first, memory.parts[part].queries);
+      show_to_copies();
+      group.wait();
+    }
     LaneRows rows(args, unit, row, args.call.scale * (args.pages.key_scale ? args.pages.key_scale[unit.head] : 1.f));
     float output[size / 2];
 #pragma unroll
@@ -93,9 +103,15 @@ __device__ void consume_many(const Arguments& args, typename ManyRows<size>::Mem
       const auto keys = summed_along_rows(ring.slots[0][of_slot].key);
       begin_products();
 #pragma unroll
-      for (int step = 0; step < steps; step++)
-        cuda::multiply<T>(flat, query + (step / 4 * kPartRows * 128 + step % 4 * 32),
-                          keys + (step / 4 * Shape::keys * 128 + step % 4 * 32), step > 0);
+      for (int step = 0; step < steps; step++) {
+        const auto key = keys + (step / 4 * Shape::keys * 128 + step % 4 * 32);
+        if constexpr (from_registers) {
+          cuda::multiply<T>(flat, query[step], key, step > 0);
+        } else {
+          const auto queries = summed_along_rows(memory.parts[part].queries);
+          cuda::multiply<T>(flat, queries + (step / 4 * kPartRows * 128 + step % 4 * 32), key, step > 0);
+        }
+      }
       commit_products();
     };
     // The products of the weights and the values in the slot, which run on.
@@ -103,9 +119,12 @@ __device__ void consume_many(const Arguments& args, typename ManyRows<size>::Mem
       auto& tile = ring.slots[0][slot.slot];
       // Keys that count for nobody have the weight 0, but may have any values.
       if (key < unit.counted_begin || key + Shape::keys > unit.end) {
-        Tile::clear(tile.value, unit.counted_begin - key, unit.end - key);
-        show_to_copies();
-        group.wait();
+        // One warp does it for all that multiply them.
+        if (threadIdx.x % (shared ? kWarpGroup : Team::threads) < 32) {
+          Tile::clear(tile.value, unit.counted_begin - key, unit.end - key);
+          show_to_copies();
+        }
+        (shared || live <= kPartRows ? group : all).wait();
       }
       const auto values = summed_over_rows(tile.value, Shape::keys);
       begin_products();
@@ -181,7 +200,6 @@ __device__ void consume_many(const Arguments& args, typename ManyRows<size>::Mem
     }
 
     // The block's state, a half of each row after the other, in the place of the queries.
-    using Team = typename Shape::Team;
     const int rows_here = shared ? kPartRows : kParts * kPartRows;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -193,7 +211,7 @@ __device__ void consume_many(const Arguments& args, typename ManyRows<size>::Mem
 #pragma unroll
     for (int of_row = 0; of_row < 2; of_row++) {
       constexpr int width = size / 2, each = width / 4;
-      Team::synchronize();
+      all.wait();
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const int to = row_of_thread() + 8 * half;
@@ -204,7 +222,7 @@ __device__ void consume_many(const Arguments& args, typename ManyRows<size>::Mem
               output[from], output[from + 1]};
         }
       }
-      Team::synchronize();
+      all.wait();
       const int count = min(rows_here, unit.chunks == 1 ? rows_of(args, unit) : live);
       for (int i = Team::thread(); i < count * each; i += Team::threads) {
         const int of = i / each, element = i % each * 4, place = of % kPartRows;
@@ -212,22 +230,18 @@ __device__ void consume_many(const Arguments& args, typename ManyRows<size>::Mem
           return *reinterpret_cast<const float4*>(&memory.parts[from].output[place][place_in_row(place, element)]);
         };
         float2 sums = memory.sums[of / kPartRows][place];
-        float4 all[1] = {load(of / kPartRows)};
+        float4 sum = load(of / kPartRows);
         if constexpr (shared) {
           const float2 other = memory.sums[1][place];
           const float m = fmaxf(sums.x, other.x), a = weight_of(sums.x, m), b = weight_of(other.x, m);
           const float4 more = load(1);
           sums = {m, fmaf(other.y, b, sums.y * a)};
-          all[0] = added(scaled(all[0], a), more, b);
+          sum = added(scaled(sum, a), more, b);
         }
-        store_row<size>(args, unit, unit.chunks == 1, unit.chunk, of, of_row * width + element, sums, all);
+        store_row<size>(args, unit, unit.chunks == 1, unit.chunk, of, of_row * width + element, sums, sum);
       }
     }
-    if (unit.chunks > 1) {
-      wait_for_last_kernel();
-      merge_if_last<size, Team>(args, unit, &memory.last);
-    }
-    Team::synchronize();  // before the next queries come
+    all.wait();  // before the next queries come
   }
 }
 
@@ -240,15 +254,18 @@ __global__ void __launch_bounds__(ManyRows<size>::threads, 1)
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& memory = *reinterpret_cast<typename Shape::Memory*>(bytes);
     const bool producer = threadIdx.x / 32 == kParts * 4;
-    if (producer) prefetch_map(keys), prefetch_map(values);
-    if (threadIdx.x < 32) memory.ring.init(kParts * 4 * Barrier::warp_arrivals, kParts * 4 * Barrier::warp_arrivals);
-    __syncthreads();
+    let_next_kernel_start();
     // Registers for those that multiply: 504 for a thread of each group.
     if (warp_group() == kParts) {
       give_registers<104>();
-      if (producer) produce(args, keys, values, memory.ring);
+      if (producer) prefetch_map(keys), prefetch_map(values), produce(args, keys, values, memory.ring);
+      else __syncthreads();
     } else {
       take_registers<200>();
+      constexpr int arrivals = kParts * 4 * Barrier::warp_arrivals;
+      if (threadIdx.x == 0) memory.ring.init_slots(0, arrivals);
+      if (threadIdx.x == 32) memory.ring.init_units(arrivals);
+      __syncthreads();
       consume_many<T, size, shared>(args, memory);
     }
   }

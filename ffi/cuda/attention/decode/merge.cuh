@@ -1,23 +1,20 @@
-// From the states of chunks to results: the last block to finish a chunk of an item merges the states of all.
+// From the states of chunks to results: a kernel of its own merges the states of an item's chunks.
 //
-// That is done in two steps where an item has many chunks: kGroup neighbouring chunks first, and then these groups, so
-// that no block has much to do in the end. States are merged in the order of their keys, whoever does it.
+// All multiprocessors take part in it, where a block that finished an item's last chunk would have to read all of its
+// states by itself. It is launched beside the kernel that computes the states, and so waits on free multiprocessors.
 #pragma once
 
+#include "../../hopper.cuh"
 #include "../../warp_groups.cuh"
 #include "scores.cuh"
 
 namespace jaxsoft::cuda::decode {
 
-// The warps of a block that store states and merge them, from `first_warp` on. They have a barrier of their own. A
-// thread merges so many runs of four elements, of so many states at once. If it `stops_early`, it does nothing for
-// states that are not there, which takes less time and more registers.
-template <int first_warp, int warps, int runs_of_thread, int states_at_once, bool stops_early>
-struct Mergers {
-  static constexpr int threads = warps * 32, runs = runs_of_thread, batch = states_at_once;
-  static constexpr bool stops = stops_early;
-  __device__ static int thread() { return static_cast<int>(threadIdx.x) - first_warp * 32; }
-  __device__ static void synchronize() { NamedBarrier{1, threads}.wait(); }
+// Some warps of a block, from `first_warp` on.
+template <int first_warp, int warps>
+struct Threads {
+  static constexpr int first = first_warp * 32, threads = warps * 32;
+  __device__ static int thread() { return static_cast<int>(threadIdx.x) - first; }
 };
 
 // Where an element of a row of an output in shared memory is, so that stores of fragments meet no bank twice.
@@ -35,6 +32,23 @@ __device__ inline float4 added(float4 x, float4 y, float factor) {
 __device__ inline float2 combine(float2 a, float2 b) {
   const float m = fmaxf(a.x, b.x);
   return {m, fmaf(a.y, weight_of(a.x, m), b.y * weight_of(b.x, m))};
+}
+
+// Adds other states to one: the sums of a row, and four elements of its output.
+template <int count>
+__device__ void append(float2& sums, float4& output, const float2 (&others)[count], const float4 (&of_others)[count]) {
+  float m = sums.x;
+#pragma unroll
+  for (int i = 0; i < count; i++) m = fmaxf(m, others[i].x);
+  const float own = weight_of(sums.x, m);
+  sums = {m, sums.y * own};
+  output = scaled(output, own);
+#pragma unroll
+  for (int i = 0; i < count; i++) {
+    const float factor = weight_of(others[i].x, m);
+    sums.y = fmaf(others[i].y, factor, sums.y);
+    output = added(output, of_others[i], factor);
+  }
 }
 
 template <class T>
@@ -99,100 +113,94 @@ class RowResults {
   }
 };
 
-// Stores runs of four elements of a row, from `element` on: of the results if `all` keys are in them, else of the state
-// of a chunk.
-template <int size, int runs>
+// Stores four elements of a row, from `element` on: of the results if `all` keys are in them, else of the state of a
+// chunk.
+template <int size>
 __device__ void store_row(const Arguments& args, const Unit& unit, bool all, int chunk, int row, int element,
-                          float2 sums, const float4 (&output)[runs]) {
+                          float2 sums, float4 output) {
   if (all) {
     const RowResults results(args, unit, row, sums);
-#pragma unroll
-    for (int run = 0; run < runs; run++) results.store(args, unit, element + 4 * run, output[run]);
+    results.store(args, unit, element, output);
     if (element == 0) results.store_sums(args, unit);
   } else {
     const int64_t index = unit.state(args, chunk) * args.item_rows + row;
     if (element == 0) __stcg(args.sums + index, sums);
-#pragma unroll
-    for (int run = 0; run < runs; run++)
-      __stcg(reinterpret_cast<float4*>(args.outputs + index * size + element + 4 * run), output[run]);
+    __stcg(reinterpret_cast<float4*>(args.outputs + index * size + element), output);
   }
 }
 
-// Merges states of the unit's item, `count` of them, of which each is `step` further than the last, and writes the
-// results if these were all, or else the state in the place of the first.
-template <int size, class Team>
-__device__ void merge_states(const Arguments& args, const Unit& unit, int first, int count, int step, bool all) {
-  // A thread has so many runs of four elements of a row, and asks for those of `batch` states before it uses the first.
-  constexpr int runs = Team::runs, batch = Team::batch, each = size / 4 / runs;
-  const int rows = all ? rows_of(args, unit) : live_rows(args, unit), live = live_rows(args, unit);
-  for (int i = Team::thread(); i < rows * each; i += Team::threads) {
-    const int row = i / each, element = i % each * 4 * runs;
-    const int64_t from = unit.state(args, first) * args.item_rows + row, further = int64_t(step) * args.item_rows;
-    const int end = row < live ? count : 0;
+constexpr int kMergeThreads = 512;  // of a block, at most
+constexpr int kMergeBlocks = 4096;  // at most, where there are fewer items: they take several rows each, then
+
+// How a block merges: its threads are teams, each of as many as a row has runs of four elements. Teams that share a row
+// merge every so manieth chunk of it.
+struct MergeShape {
+  int teams_of_row, threads;
+  int rows(int size) const { return threads / (size / 4 * teams_of_row); }  // of a block, at a time
+  MergeShape(const Plan& plan, int size) {
+    const int chunks = plan.most_chunks, most = kMergeThreads / (size / 4);
+    teams_of_row = std::min(most, chunks > 64 ? 16 : chunks > 4 ? 8 : chunks > 2 ? 4 : 2);
+    threads = std::max(256, teams_of_row * size / 4);
+  }
+};
+
+// Merges the states of an item, blockIdx.x, for its rows in turn, and writes the results. What is of one chunk only has
+// its results already.
+template <int size>
+__global__ void __launch_bounds__(kMergeThreads, 2)
+    merge(const __grid_constant__ Arguments args, const int teams) {
+  constexpr int each = size / 4, most_teams = kMergeThreads / each;
+  constexpr int batch = 4;  // a thread asks for so many states before it uses the first
+  __shared__ float4 outputs[most_teams][each];
+  __shared__ float2 all_sums[most_teams];
+  const int own = threadIdx.x / each, team = own % teams, element = threadIdx.x % each * 4;
+  const int rows_at_once = blockDim.x / (each * teams);
+  Unit unit{};
+  const int head = blockIdx.x / args.plan.row_groups;
+  unit.group = blockIdx.x - head * args.plan.row_groups;
+  unit.batch = head / args.call.key_heads, unit.head = head - unit.batch * args.call.key_heads;
+  unit.limits = AttentionLimits(args.call, unit.batch);
+  const Cut cut = cut_of(args, unit.limits);
+  const int rows = rows_of(args, unit), live = live_rows(args, unit);
+  wait_for_last_kernel();
+  if (unit.group >= cut.groups || cut.chunks == 1) return;
+  for (int begin = blockIdx.y * rows_at_once; begin < rows; begin += gridDim.y * rows_at_once) {
+    const int row = begin + own / teams, end = row < live ? cut.chunks : 0;
+    const int64_t first = unit.state(args, 0) * args.item_rows + row;
     float2 sum{-INFINITY, 0};
-    float4 output[runs] = {};
-    for (int begin = 0; begin < end; begin += batch) {
+    float4 output{};
+    for (int chunk = team; chunk < end; chunk += batch * teams) {
       float2 sums[batch];
-      float4 outputs[batch][runs];
+      float4 of_chunk[batch];
 #pragma unroll
       for (int k = 0; k < batch; k++) {
-        if (Team::stops && begin + k >= end) break;
-        sums[k] = {-INFINITY, 0};
-        for (int run = 0; run < runs; run++) outputs[k][run] = {};
-        if (begin + k >= end) continue;
-        const int64_t place = from + (begin + k) * further;
+        sums[k] = {-INFINITY, 0}, of_chunk[k] = {};
+        if (chunk + k * teams >= end) continue;
+        const int64_t place = first + int64_t(chunk + k * teams) * args.item_rows;
         sums[k] = __ldcg(args.sums + place);
-#pragma unroll
-        for (int run = 0; run < runs; run++)
-          outputs[k][run] = __ldcg(reinterpret_cast<const float4*>(args.outputs + place * size + element + 4 * run));
+        of_chunk[k] = __ldcg(reinterpret_cast<const float4*>(args.outputs + place * size + element));
       }
-      float m = sum.x;
-#pragma unroll
-      for (int k = 0; k < batch; k++) {
-        if (Team::stops && begin + k >= end) break;
-        m = fmaxf(m, sums[k].x);
-      }
-      const float own = weight_of(sum.x, m);
-      sum = {m, sum.y * own};
-#pragma unroll
-      for (int run = 0; run < runs; run++) output[run] = scaled(output[run], own);
-#pragma unroll
-      for (int k = 0; k < batch; k++) {
-        if (Team::stops && begin + k >= end) break;
-        const float factor = weight_of(sums[k].x, m);
-        sum.y = fmaf(sums[k].y, factor, sum.y);
-#pragma unroll
-        for (int run = 0; run < runs; run++) output[run] = added(output[run], outputs[k][run], factor);
-      }
+      append(sum, output, sums, of_chunk);
     }
-    store_row<size>(args, unit, all, first, row, element, sum, output);
+    __syncthreads();  // the rows before are done
+    outputs[own][element / 4] = output;
+    if (element == 0) all_sums[own] = sum;
+    __syncthreads();
+    if (team > 0 || row >= rows) continue;
+    for (int first_other = 1; first_other < teams; first_other += batch) {
+      float2 sums[batch];
+      float4 of_team[batch];
+#pragma unroll
+      for (int k = 0; k < batch; k++) {
+        sums[k] = {-INFINITY, 0}, of_team[k] = {};
+        if (first_other + k >= teams) continue;
+        sums[k] = all_sums[own + first_other + k];
+        of_team[k] = outputs[own + first_other + k][element / 4];
+      }
+      append(sum, output, sums, of_team);
+    }
+    store_row<size>(args, unit, true, 0, row, element, sum, output);
   }
-}
-
-// Counts the block at a counter, when all its threads have stored. Whether it was the last of `count`.
-template <class Team>
-__device__ bool arrive_last(unsigned* counter, int count, int* shared) {
-  Team::synchronize();
-  if (Team::thread() == 0) {
-    unsigned before;
-    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-    *shared = before + 1 == static_cast<unsigned>(count);
-  }
-  Team::synchronize();
-  return *shared;
-}
-
-// What follows when the state of a unit's chunk is stored.
-template <int size, class Team>
-__device__ void merge_if_last(const Arguments& args, const Unit& unit, int* shared) {
-  const int groups = (unit.chunks + kGroup - 1) / kGroup, group = unit.chunk / kGroup, first = group * kGroup;
-  const int most_groups = (args.plan.most_chunks + kGroup - 1) / kGroup;
-  unsigned* counters = args.counters + 4 + int64_t(unit.item(args)) * (most_groups + 1);
-  const int count = min(kGroup, unit.chunks - first);
-  if (!arrive_last<Team>(counters + 1 + group, count, shared)) return;
-  merge_states<size, Team>(args, unit, first, count, 1, groups == 1);
-  if (groups == 1 || !arrive_last<Team>(counters, groups, shared)) return;
-  merge_states<size, Team>(args, unit, 0, groups, kGroup, true);
 }
 
 }  // namespace jaxsoft::cuda::decode

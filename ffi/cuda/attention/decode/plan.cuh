@@ -18,10 +18,10 @@ constexpr int kProcessors = 132;   // of an H100 and an H200
 constexpr int kRun = 16;           // keys that lie in one page, whatever its size
 constexpr int kChunkAlign = 64;    // keys: whole tiles of all kernels
 constexpr int kLeastChunk = 128;   // keys: less is not worth a merge
-constexpr int kUnits = 1056;       // wanted where there is enough to do: 8 for each multiprocessor
+constexpr int kUnits = 528;        // wanted where there is enough to do: 4 for each multiprocessor
 constexpr int kMostChunks = 256;   // of an item
+constexpr int kShortKeys = 2048;   // of a block's units: up to here it does not pay to deal them as blocks finish
 constexpr int kMostUnits = 32768;  // of 16 rows: beyond, chunks become longer, so that states take less memory
-constexpr int kGroup = 16;         // chunks whose states are merged at once
 
 constexpr __host__ __device__ int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr __host__ __device__ int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
@@ -42,6 +42,7 @@ __host__ __device__ inline int short_quotient(int a, int b) {
 
 struct Plan {
   int row_tile = 16;    // rows of an item, at most
+  int heads_each = 1;   // query heads of a key head
   int row_groups = 1;   // items of a key head of a sequence
   int items = 1;
   int wave = 1;         // chunks of an item with which the multiprocessors have about the same number of units
@@ -67,7 +68,8 @@ struct Plan {
 // Where sequences have lengths, chunks are shorter, as one long sequence must not keep the others waiting.
 inline Plan make_plan(const AttentionCall& call, int row_tile) {
   Plan plan;
-  const int rows = call.queries * (call.heads / call.key_heads);
+  plan.heads_each = call.heads / call.key_heads;
+  const int rows = call.queries * plan.heads_each;
   const bool many = row_tile > 16, ragged = call.key_lengths.data && call.batch > 1;
   plan.row_tile = row_tile;
   plan.row_groups = static_cast<int>(divide_up(rows, row_tile));
@@ -76,7 +78,8 @@ inline Plan make_plan(const AttentionCall& call, int row_tile) {
   const int busy = plan.items < kProcessors ? 94 : 85;
   auto idles = [&](int64_t units) { return units * 100 < busy * kProcessors * divide_up(units, kProcessors); };
   while (idles(int64_t(plan.wave) * plan.items)) plan.wave++;
-  plan.longest = (ragged ? 4096 : 8192) * (many ? 4 : 1);
+  const bool crowded = plan.items >= 2 * kProcessors;  // then one long sequence is but a small part of the work
+  plan.longest = many ? (ragged ? 16384 : 32768) : !ragged ? 8192 : crowded ? 4096 : 1024;
   int64_t keys = call.keys;
   if (call.left >= 0 && call.right >= 0) {
     const int64_t window = int64_t(call.left) + call.right + call.queries + kChunkAlign;
@@ -85,19 +88,22 @@ inline Plan make_plan(const AttentionCall& call, int row_tile) {
   const int64_t spread = round_up(divide_up(keys * plan.items * (row_tile / 16), kMostUnits), kLeastChunk);
   plan.shortest = static_cast<int>(std::max<int64_t>(spread, many ? 4096 : 512));
   const int64_t in_wave = std::min<int64_t>(divide_up(keys, kLeastChunk), plan.wave);
-  const int64_t beyond = std::min<int64_t>(divide_up(keys, plan.shortest), kMostChunks);
+  const bool exceeds = keys > int64_t(plan.wave) * plan.longest;
+  int64_t beyond = 1;
+  if (exceeds) {
+    beyond = std::max(divide_up(kUnits, plan.items), divide_up(keys, plan.longest));
+    beyond = std::min(std::min<int64_t>(beyond, kMostChunks), divide_up(keys, plan.shortest));
+  }
   plan.most_chunks = static_cast<int>(std::max(in_wave, beyond));
   return plan;
 }
 
-// The workspace: counters, which must be 0 at first, then maxima and sums of the chunks' states, then their outputs.
+// The workspace: the counter of units, then maxima and sums of the chunks' states, then their outputs.
 struct Workspace {
-  int64_t counters, sums, outputs, bytes;  // in bytes: how long the counters are, and where the others begin
+  static constexpr int64_t sums = 256;
+  int64_t outputs, bytes;  // where the outputs begin, and how long all is
   Workspace(const Plan& plan, int rows, int size) {
     const int64_t states = plan.most_chunks > 1 ? int64_t(plan.items) * plan.most_chunks : 0;
-    const int64_t groups = divide_up(plan.most_chunks, kGroup) + 1;
-    counters = round_up((states ? plan.items * groups : 0) * 4 + 16, 256);
-    sums = counters;
     outputs = sums + round_up(states * rows * 8, 256);
     bytes = outputs + states * rows * size * 4;
   }

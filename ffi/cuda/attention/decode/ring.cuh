@@ -14,7 +14,8 @@
 
 namespace jaxsoft::cuda::decode {
 
-template <class Tile_, int tile_keys, int consumers, int slots_each>
+// If it has `rows`, it has room for the queries of so many, which then come with the units.
+template <class Tile_, int tile_keys, int consumers, int slots_each, int rows = 0>
 struct RingMemory {
   using Tile = Tile_;
   static constexpr int keys = tile_keys, count = consumers, depth = slots_each, units = 4;
@@ -25,31 +26,43 @@ struct RingMemory {
   Slot slots[count][depth];
   Barrier full[count][depth], empty[count][depth], told[units], heard[units];
   Unit unit[units];
+  // 16 bytes more than a row has let reads of a column meet no bank twice.
+  static constexpr int query_rows = rows, query_step = Tile::elements + 8;
+  alignas(16) uint16_t queries[units][rows > 0 ? rows : 1][query_step];
   uint8_t valid[count][depth];  // bit i says whether run i of the tile's keys is in the cache
 
-  // All lanes of a warp call this. A slot is handed back by `warps` warps.
-  __device__ void init(int warps, int all_warps) {
-    const int lane = threadIdx.x % 32;
-    static_assert(count * depth <= 32 && units <= 32);
-    if (lane < count * depth) (&full[0][0])[lane].init(1), (&empty[0][0])[lane].init(warps);
-    if (lane < units) told[lane].init(1), heard[lane].init(all_warps);
+  // A lane calls these, for the barriers of a consumer's slots, which `warps` warps hand back, and for those of units,
+  // of which all warps but the producer's hear.
+  __device__ void init_slots(int consumer, int warps) {
+    for (int i = 0; i < depth; i++) full[consumer][i].init(1), empty[consumer][i].init(warps);
+    show_barriers();
+  }
+  __device__ void init_units(int warps) {
+    for (int i = 0; i < units; i++) told[i].init(1), heard[i].init(warps);
     show_barriers();
   }
 };
 
 constexpr int kNoUnit = -1;  // as a unit's batch: there are no more
 
-// The next unit, as all warps but the producer's get it.
-template <class Ring>
-__device__ Unit next_unit(Ring& ring, SlotPlace<Ring::units>& place) {
+// The next unit, as all warps but the producer's get it. They may `read` of its place in the ring before it is handed
+// back.
+template <class Ring, class Read>
+__device__ Unit next_unit(Ring& ring, SlotPlace<Ring::units>& place, Read read) {
   ring.told[place.slot].wait(place.parity);
   const Unit unit = ring.unit[place.slot];
+  read(unit, place.slot);
   ring.heard[place.slot].arrive_as_warp();
   place.advance();
   return unit;
 }
+template <class Ring>
+__device__ Unit next_unit(Ring& ring, SlotPlace<Ring::units>& place) {
+  return next_unit(ring, place, [](const Unit&, int) {});
+}
 
-// The producer: all lanes of one warp.
+// The producer: all lanes of one warp. The block's barriers are needed only when it has found its first unit, and so it
+// waits for them here.
 template <class Memory>
 __device__ void produce(const Arguments& args, const CUtensorMap& keys, const CUtensorMap& values, Memory& memory) {
   using Tile = typename Memory::Tile;
@@ -71,14 +84,25 @@ __device__ void produce(const Arguments& args, const CUtensorMap& keys, const CU
     Unit unit;
     const bool found = dealer.find(number, &unit);
     unsigned taken = 0;
-    if (found && args.dealt && number == blockIdx.x) wait_for_last_kernel();
-    if (found && args.dealt && lane == 0) taken = take(reinterpret_cast<unsigned long long*>(args.counters));
+    if (number == blockIdx.x) {
+      __syncthreads();
+      if (args.dealt) wait_for_last_kernel();
+    }
+    if (found && args.dealt && lane == 0) taken = take(reinterpret_cast<unsigned long long*>(args.counter));
     memory.heard[unit_place.slot].wait(unit_place.parity ^ 1);
+    Barrier& told = memory.told[unit_place.slot];
+    const int rows = found ? min(Memory::query_rows, live_rows(args, unit)) : 0;
+    const unsigned row_bytes = args.call.size * 2;
     if (lane == 0) {
       if (!found) unit.batch = kNoUnit;
       memory.unit[unit_place.slot] = unit;
-      memory.told[unit_place.slot].arrive();
+      told.arrive_expecting(rows * row_bytes);
     }
+    __syncwarp();
+    if (lane < rows)
+      copy_to_shared(memory.queries[unit_place.slot][lane],
+                     static_cast<const uint16_t*>(args.call.query) + RowPlace(args, unit, lane).begin(args, unit),
+                     row_bytes, told);
     unit_place.advance();
     if (!found) return;
 

@@ -1,6 +1,6 @@
 // From products of queries and keys to weights: which scores count, and the online fold of a tile's scores.
 //
-// Scores are natural, and it is 2^((z - m) log2(e)): beside a bias of any size, nothing of the difference is lost.
+// Scores are natural, and weights 2^((z - m) log2(e)).
 #pragma once
 
 #include <cmath>
@@ -60,6 +60,7 @@ struct LaneRows {
       if (ranges[half].empty()) continue;
       whole_begin = max(whole_begin, ranges[half].begin), whole_end = min(whole_end, ranges[half].end);
     }
+    if (!(scale > 0)) whole_end = 0;  // the fold of plain tiles takes products' maximum for that of scores
     whole_begin = __reduce_max_sync(~0u, whole_begin), whole_end = __reduce_min_sync(~0u, whole_end);
   }
 };
@@ -100,24 +101,31 @@ __device__ bool fold_tile(LaneRows& rows, bool plain, float (&z)[columns][4], fl
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const float unit = plain ? rows.factor[half] : 1.f;
-    float m = rows.m[half];
+    float most = -INFINITY;
 #pragma unroll
-    for (int i = 0; i < columns; i++) {
-#pragma unroll
-      for (int j = 2 * half; j < 2 * half + 2; j++) z[i][j] *= unit, m = fmaxf(m, z[i][j]);
-    }
+    for (int i = 0; i < columns; i++) most = fmaxf(most, fmaxf(z[i][2 * half], z[i][2 * half + 1]));
+    float m = fmaxf(rows.m[half], most * unit);
     m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
     m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
     grown |= m > rows.m[half];
     factors[half] = weight_of(rows.m[half], m);
     rows.m[half] = m;
     const float from = reference(m);
+    // Of a plain tile exponents are one operation. Others subtract first, as a bias may be of any size.
+    const float slope = plain ? unit * float(kLog2E) : 1.f, shift = plain ? -from * float(kLog2E) : 0.f;
+    if (!plain) {
+#pragma unroll
+      for (int i = 0; i < columns; i++) {
+#pragma unroll
+        for (int j = 2 * half; j < 2 * half + 2; j++) z[i][j] = (z[i][j] - from) * float(kLog2E);
+      }
+    }
     float sum = 0;
 #pragma unroll
     for (int i = 0; i < columns; i++) {
 #pragma unroll
       for (int j = 2 * half; j < 2 * half + 2; j++) {
-        z[i][j] = exp2_approximately((z[i][j] - from) * float(kLog2E));
+        z[i][j] = exp2_approximately(fmaf(z[i][j], slope, shift));
         sum += z[i][j];
       }
     }

@@ -69,18 +69,22 @@ __device__ void copy_items(const ForwardArguments& args, ForwardMemory<Plan>& me
   }
 }
 
-// What a computing warp group has of an item in registers, and the steps in which it takes in a tile.
+// What a computing warp group has in registers, and the steps in which it takes in a tile.
+//
+// Where the plan says `joined`, for calls without limits, the product of an item's last weights with their values is started with the first
+// product of the next item, as it is within an item: it runs while exponentials are computed.
 template <class T, class Plan, ForwardKind kind>
 struct ForwardTiles {
   using Scores = ForwardScores<T, Plan, kind>;
 
   ForwardMemory<Plan>& memory;
   const int group;
-  Scores scores;
+  // Each group waits at its own barrier for its turn, and then lets the other one go on.
+  const NamedBarrier own_turn, other_turn;
   float output[Plan::size / 2] = {};
-  typename Scores::Tile tile;        // products, then scores, then weights
-  typename Scores::Weights weights;  // of the tile before, rounded
-  float factors[2];                  // by which the rows of the output are to be multiplied
+  typename Scores::Tile tile;             // products, then scores, then weights
+  typename Scores::Weights weights = {};  // of the tile before, rounded
+  float factors[2];                       // by which the rows of the output are to be multiplied
 
   // The compiler would put exponentials behind the next wait for products, with which they are to overlap, as nothing
   // needs them before. If this wait has to know what is `never` so, it cannot.
@@ -94,6 +98,8 @@ struct ForwardTiles {
   }
   __device__ void free_keys(unsigned step) const { memory.keys_read[RingSlot<Plan>(step).slot].arrive_as_warp(); }
   __device__ void free_values(unsigned step) const { memory.values_read[RingSlot<Plan>(step).slot].arrive_as_warp(); }
+  __device__ void wait_for_queries(unsigned item) const { memory.queries_there[group].wait(item % 2); }
+  __device__ void free_queries() const { memory.queries_read[group].arrive_as_warp(); }
 
   __device__ void start_scores(unsigned step) {
     const unsigned slot = RingSlot<Plan>(step).slot;
@@ -106,18 +112,33 @@ struct ForwardTiles {
   }
   __device__ void start_output(unsigned step) {
     constexpr int bytes = 16 * ForwardMemory<Plan>::row_bytes;
-    wait_for_values(step);
     const auto values = summed_over_rows(memory.values[RingSlot<Plan>(step).slot], Plan::key_tile);
     begin_products();
 #pragma unroll
     for (int k = 0; k < Plan::key_tile / 16; k++) multiply<T>(output, weights[k], values + k * bytes, true);
     commit_products();
   }
+  // Starts the products of a tile of keys, and those of the weights of the tile before with its values, if they are
+  // `real`: else what becomes of the output is not used.
+  __device__ void start_products(unsigned step, unsigned before, bool real = true) {
+    if constexpr (Plan::turns) own_turn.wait();
+    start_scores(step);
+    if (real) wait_for_values(before);
+    start_output(before);
+    if constexpr (Plan::turns) other_turn.arrive();
+    wait_for_products<1>(tile);
+    free_keys(step);
+  }
   // From products to weights.
-  __device__ void weigh(int first_key, bool masked) {
+  __device__ void weigh(Scores& scores, const TileRange& range, int number) {
+    const int first_key = number * Plan::key_tile;
     if constexpr (kind == ForwardKind::general) scores.cap_and_segments(tile, first_key);
-    if (masked) scores.mask(tile, first_key);
+    if (range.masked(number)) scores.mask(tile, first_key);
     scores.take(tile, factors);
+  }
+  __device__ void clear_output() {
+#pragma unroll
+    for (float& x : output) x = 0;
   }
   __device__ void rescale_output() {
     if (!__any_sync(0xffffffffu, factors[0] != 1 || factors[1] != 1)) return;
@@ -125,35 +146,42 @@ struct ForwardTiles {
     for (int i = 0; i < Plan::size / 2; i++) output[i] *= factors[Scores::row(i)];
   }
 
-  // Takes in a range of tiles, of which the last is number `step` of the block's. Calls `queries_read` when the queries
-  // are no longer needed.
-  template <class Read>
-  __device__ void take(const TileRange& range, unsigned step, const NamedBarrier& own_turn,
-                       const NamedBarrier& other_turn, Read queries_read) {
+  // Takes in a range of tiles, of which the last is number `step` of the block's, but for the values of the first one.
+  // If a product is `pending`, that of the last weights of the item before, calls `write` when its output is complete.
+  template <class Write>
+  __device__ void take(Scores& scores, const TileRange& range, unsigned step, unsigned before, bool pending, Write write) {
     const int begin = range.begin, end = range.end;
-    auto weigh_tile = [&](int number) { weigh(number * Plan::key_tile, range.masked(number)); };
     wait_for_keys(step);
-    start_scores(step);
-    wait_for_products<0>(tile);
-    free_keys(step);
-    weigh_tile(end - 1);
-    if (end - 1 > begin) wait_for_keys(step + 1);
+    if constexpr (Plan::joined) {
+      start_products(step, before, pending);
+    } else {
+      start_scores(step);
+      wait_for_products<0>(tile);
+      free_keys(step);
+    }
+    if (end - 1 == begin) free_queries();
+    weigh(scores, range, end - 1);
+    if (end - 1 > begin) wait_for_keys(step + 1, Plan::joined && scores.rows[0].sum + scores.rows[1].sum < 0);
+    if constexpr (Plan::joined) {
+      wait_for_products<0>(output, weights);
+      if (pending) free_values(before), write();
+      clear_output();
+    }
     Scores::round(tile, weights);
     for (int number = end - 2; number >= begin; number--, step++) {
-      if constexpr (Plan::turns) own_turn.wait();
-      start_scores(step + 1);
-      start_output(step);
-      if constexpr (Plan::turns) other_turn.arrive();
-      wait_for_products<1>(tile);
-      free_keys(step + 1);
-      weigh_tile(number);
+      start_products(step + 1, step);
+      if (number == begin) free_queries();
+      weigh(scores, range, number);
       if (number > begin) wait_for_keys(step + 2, scores.rows[0].sum + scores.rows[1].sum < 0);
       wait_for_products<0>(output, weights);
       free_values(step);
       rescale_output();
       Scores::round(tile, weights);
     }
-    queries_read();
+  }
+  // The product that `take` has left.
+  __device__ void finish(unsigned step) {
+    wait_for_values(step);
     start_output(step);
     wait_for_products<0>(output, weights);
     free_values(step);
@@ -163,12 +191,29 @@ struct ForwardTiles {
 // The warp groups that compute.
 template <class T, class Plan, ForwardKind kind>
 __device__ void compute_items(const ForwardArguments& args, ForwardMemory<Plan>& memory) {
+  using Scores = ForwardScores<T, Plan, kind>;
   const AttentionCall& call = args.call;
   const int group = warp_group() - 1;
+  ForwardTiles<T, Plan, kind> held{memory, group, {1 + group, 2 * kWarpGroup},
+                                   {1 + (group + 1) % Plan::groups, 2 * kWarpGroup}};
+  if (Plan::turns && group == Plan::groups - 1) held.other_turn.arrive();
+
   unsigned step = 0, items_with_queries = 0;
-  // Each group waits at its own barrier for its turn, and then lets the next one go on.
-  const NamedBarrier own_turn{1 + group, 2 * kWarpGroup}, other_turn{1 + (group + 1) % Plan::groups, 2 * kWarpGroup};
-  if (Plan::turns && group == Plan::groups - 1) other_turn.arrive();
+  auto let_pass = [&](int count) {
+    for (const unsigned end = step + count; step < end; step++) {
+      held.wait_for_keys(step), held.free_keys(step);
+      held.wait_for_values(step), held.free_values(step);
+    }
+  };
+  RowsResult ended;      // of the item whose last product is not yet started
+  unsigned before = 0;   // the tile of that product
+  bool pending = false;  // whether there is one
+  auto write = [&] { write_results<T, Plan>(args, ended, held.output); };
+  auto finish_pending = [&] {
+    if (!pending) return;
+    held.finish(before), write();
+    pending = false;
+  };
 
   for (unsigned turn = 0;; turn++) {
     memory.items_there[turn % 2].wait(turn / 2 % 2);
@@ -183,25 +228,30 @@ __device__ void compute_items(const ForwardArguments& args, ForwardMemory<Plan>&
     if constexpr (!Plan::turns) {
       own = TileRange(limits, first_query, Plan::group_queries, call.queries, Plan::key_tile);
       own.end = max(min(own.end, tiles.end), tiles.begin), own.begin = min(max(own.begin, tiles.begin), own.end);
+      const int others = tiles.end - own.end;  // tiles that matter to other groups alone
+      if (Plan::joined && others > 0) finish_pending();  // else its values would not be free
+      let_pass(others);
     }
-    ForwardTiles<T, Plan, kind> held{memory, group, {args, item, limits, query}};
-    auto let_pass = [&](int count) {
-      for (const unsigned end = step + count; step < end; step++) {
-        held.wait_for_keys(step), held.free_keys(step);
-        held.wait_for_values(step), held.free_values(step);
-      }
-    };
-    auto queries_read = [&] { memory.queries_read[group].arrive_as_warp(); };
-    let_pass(tiles.end - own.end);  // they matter to other groups alone
-    if (tiles.begin < tiles.end) memory.queries_there[group].wait(items_with_queries++ % 2);
-    if (own.begin < own.end) held.take(own, step, own_turn, other_turn, queries_read);
-    else if (tiles.begin < tiles.end) queries_read();
-    step += own.end - own.begin;
-    let_pass(own.begin - tiles.begin);
-    write_result<0>(args, item, query, held.scores, held.output);
-    write_result<1>(args, item, query, held.scores, held.output);
+    if (tiles.begin < tiles.end) held.wait_for_queries(items_with_queries++);
+    Scores scores(args, item, limits, query);
+    if constexpr (!Plan::joined) held.clear_output();
+    if (own.begin < own.end) {
+      held.take(scores, own, step, before, pending, write);
+      step += own.end - own.begin;
+      before = step - 1;
+      if constexpr (Plan::joined) pending = true, ended = {item, query, scores};
+      else held.finish(step - 1);
+    } else if (tiles.begin < tiles.end) {
+      held.free_queries();
+    }
+    if constexpr (!Plan::joined) {
+      ended = {item, query, scores};
+      if constexpr (!Plan::turns) let_pass(own.begin - tiles.begin);
+      write();
+    }
   }
-  if (Plan::turns && group == 0) own_turn.wait();  // as often as the other has arrived
+  finish_pending();
+  if (Plan::turns && group == 0) held.own_turn.wait();  // as often as the other has arrived
 }
 
 template <class T, class Plan, ForwardKind kind>

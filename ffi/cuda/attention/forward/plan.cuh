@@ -9,11 +9,13 @@ namespace jaxsoft::cuda {
 
 // How a block works: `groups` warp groups compute, each with 64 queries of one head, and another one copies tiles of
 // `key_tile` keys, and of their values, of which `slots` each are in shared memory. Groups start products in turns, or
-// they are free, and let tiles pass that matter to others alone.
-template <int head_size, int computing_groups, int keys_of_tile, int tiles_in_ring, bool in_turns>
+// they are free, and let tiles pass that matter to others alone. The last product of an item may be `joined` with the
+// first of the next one.
+template <int head_size, int computing_groups, int keys_of_tile, int tiles_in_ring, bool in_turns,
+          bool joined_items = false>
 struct ForwardPlanOf {
   static constexpr int size = head_size, groups = computing_groups, key_tile = keys_of_tile, slots = tiles_in_ring;
-  static constexpr bool turns = in_turns;
+  static constexpr bool turns = in_turns, joined = joined_items;
   static constexpr int group_queries = 64, queries = groups * group_queries, threads = (groups + 1) * kWarpGroup;
   // Tiles lie in boxes of 64 columns, which fill the 128 bytes of the swizzle.
   static constexpr int boxes = size / 64;
@@ -37,9 +39,10 @@ enum class ForwardKind { plain, limited, general };
 template <int size, ForwardKind kind>
 struct ForwardPlan;
 template <ForwardKind kind>
-struct ForwardPlan<64, kind> : ForwardPlanOf<64, 3, 128, 4, false> {};
+struct ForwardPlan<64, kind> : ForwardPlanOf<64, 3, 128, 4, false, kind == ForwardKind::plain> {};
 template <ForwardKind kind>
-struct ForwardPlan<128, kind> : ForwardPlanOf<128, 2, kind == ForwardKind::plain ? 176 : 128, 2, true> {};
+struct ForwardPlan<128, kind>
+    : ForwardPlanOf<128, 2, kind == ForwardKind::plain ? 176 : 128, 2, true, kind == ForwardKind::plain> {};
 template <ForwardKind kind>
 struct ForwardPlan<192, kind> : ForwardPlanOf<192, 2, 96, 2, true> {};
 template <ForwardKind kind>

@@ -36,20 +36,38 @@ __device__ void write_row(T* row, bool there, int columns, Word word) {
   }
 }
 
+// What the two rows of a thread end with, but for the output, and where they are to be written. It is kept in few
+// registers.
+struct RowsResult {
+  float inverse[2], lse[2];  // of the sums of weights; and natural
+  int batch, head;
+  int query;  // the first of the two
+  RowsResult() = default;
+  template <class Scores>
+  __device__ RowsResult(const ForwardItem& item, int query, const Scores& scores)
+      : batch(item.batch), head(item.head), query(query) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const auto result = scores.result(r);
+      inverse[r] = result.inverse, lse[r] = result.lse;
+    }
+  }
+};
+
 // Writes one of the two rows of a thread.
-template <int r, class T, class Plan, ForwardKind kind>
-__device__ void write_result(const ForwardArguments& args, const ForwardItem& item, int query,
-                             const ForwardScores<T, Plan, kind>& scores, const float (&output)[Plan::size / 2]) {
+template <int r, class T, class Plan>
+__device__ void write_row_result(const ForwardArguments& args, const RowsResult& rows,
+                                 const float (&output)[Plan::size / 2]) {
   const AttentionCall& call = args.call;
   const AttentionResults& results = args.results;
-  query += 8 * r;
+  const int query = rows.query + 8 * r;
   const bool there = query < call.queries;
-  const auto result = scores.result(r);
-  const int64_t place = ((int64_t(item.batch) * call.queries + query) * call.heads + item.head) * call.value_size;
+  const float inverse = rows.inverse[r];
+  const int64_t place = ((int64_t(rows.batch) * call.queries + query) * call.heads + rows.head) * call.value_size;
   if (there && threadIdx.x % 4 == 0)
-    results.lse[(int64_t(item.batch) * call.heads + item.head) * call.queries + query] = result.lse;
+    results.lse[(int64_t(rows.batch) * call.heads + rows.head) * call.queries + query] = rows.lse[r];
   // A query without keys has 0, whatever the values are.
-  auto value = [&](int i) { return result.inverse == 0 ? 0.f : output[i] * result.inverse; };
+  auto value = [&](int i) { return inverse == 0 ? 0.f : output[i] * inverse; };
   if (results.wide) {
     float* row = static_cast<float*>(results.output) + place;
 #pragma unroll
@@ -73,6 +91,12 @@ __device__ void write_result(const ForwardArguments& args, const ForwardItem& it
     const int i = 4 * block + 2 * r;
     return bits<uint32_t>(narrow_pair(rest(i), rest(i + 1), T()));
   });
+}
+template <class T, class Plan>
+__device__ void write_results(const ForwardArguments& args, const RowsResult& rows,
+                              const float (&output)[Plan::size / 2]) {
+  write_row_result<0, T, Plan>(args, rows, output);
+  write_row_result<1, T, Plan>(args, rows, output);
 }
 
 }  // namespace jaxsoft::cuda

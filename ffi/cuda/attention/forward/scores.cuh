@@ -48,7 +48,7 @@ struct ForwardScores {
     const AttentionCall& call = args.call;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      keys[r] = limits.of_query(query + 8 * r);
+      keys[r] = kind == ForwardKind::plain ? KeyRange{0, limits.keys} : limits.of_query(query + 8 * r);
       if (call.sinks) {
         // A sink is one more score, whose value is 0.
         const float sink = call.sinks[item.batch * call.sink_steps[0] + item.head * call.sink_steps[1]];

@@ -1,0 +1,179 @@
+// The warp group that copies, of each block of a pair (pair.cuh). One thread brings tiles to shared memory, and one
+// sends slopes to the other block. The block's part of the gradient by queries is added to the sums in device memory by
+// one thread for each of two parts, if the order matters. Else one thread adds both, and a warp clears sums (copy.cuh).
+#pragma once
+
+#include "copy.cuh"
+#include "pair.cuh"
+
+namespace jaxsoft::cuda {
+
+template <class T>
+__device__ void bring_tiles(const BackwardCall& call, BackwardPair<T>& shared, unsigned rank) {
+  using Pair = BackwardPair<T>;
+  using Plan = typename Pair::Plan;
+  constexpr int size = Pair::size, half = Pair::half, queries = Pair::queries, keys = Pair::keys;
+  constexpr unsigned tile_bytes = sizeof(T) * queries * size, key_bytes = sizeof(T) * keys * size;
+  constexpr unsigned number_bytes = sizeof shared.numbers[0];
+  SlotPlace<Pair::mails> mail;
+  SlotPlace<Plan::query_slots> query;
+  SlotPlace<Plan::cotangent_slots> cotangent;
+  unsigned key_parity = 0;
+  wait_for_last_kernel();  // which writes the numbers of queries
+  for (;; mail.advance()) {
+    // The first block takes tickets, and sends them to the second.
+    unsigned ticket;
+    Barrier& mailed = shared.ticket_full[mail.slot];
+    if (rank == 0) {
+      ticket = take(call.counter);
+      shared.ticket_empty[mail.slot].wait(mail.parity ^ 1);
+      shared.tickets[mail.slot] = ticket;
+      mailed.arrive();
+      send(ticket, &shared.tickets[mail.slot], mailed, 1);
+    } else {
+      mailed.arrive_expecting(sizeof ticket);
+      mailed.wait(mail.parity);
+      ticket = *static_cast<volatile unsigned*>(&shared.tickets[mail.slot]);
+      shared.ticket_empty[mail.slot].arrive_in(0);
+    }
+    if (ticket >= call.pieces) return;
+    const BackwardWork<size> work(call, {call, ticket});
+    if (work.tiles.length() == 0) continue;
+    const int own = work.block * Plan::keys + rank * keys, other = work.block * Plan::keys + other_block(rank) * keys;
+#pragma unroll
+    for (int column = 0; column < size; column += 64) {
+      prefetch_box(call.key, {column, work.key_head, own, work.batch});
+      prefetch_box(call.value, {column, work.key_head, own, work.batch});
+    }
+    bool first = true;
+    for (int i = 0; i < call.group; i++) {
+      const int head = work.key_head * call.group + i;
+      const float* numbers = call.numbers + work.head(call, i) * call.query_tiles * (2 * queries);
+      for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
+        shared.query_empty[query.slot].wait(query.parity ^ 1);
+        Barrier& full = shared.query_full[query.slot];
+        full.arrive_expecting(tile_bytes + number_bytes);
+        copy_tile<size, queries>(shared.query[query.slot], call.query, head, tile * queries, work.batch, full);
+        copy_to_shared(shared.numbers[query.slot], numbers + int64_t(tile) * (2 * queries), number_bytes, full);
+        query.advance();
+        if (first) {
+          shared.value_empty.wait(key_parity ^ 1);
+          shared.value_full.arrive_expecting(key_bytes);
+          copy_tile<size, keys>(shared.value, call.value, work.key_head, own, work.batch, shared.value_full);
+        }
+        shared.cotangent_empty[cotangent.slot].wait(cotangent.parity ^ 1);
+        Barrier& cotangent_full = shared.cotangent_full[cotangent.slot];
+        cotangent_full.arrive_expecting(tile_bytes);
+        copy_tile<size, queries>(shared.cotangent[cotangent.slot], call.cotangent, head, tile * queries, work.batch,
+                                 cotangent_full);
+        cotangent.advance();
+        // Keys come last, as what takes the longest is to multiply the last slopes with the keys before.
+        if (first) {
+          first = false;
+          shared.key_empty.wait(key_parity ^ 1);
+          shared.key_full.arrive_expecting(key_bytes + key_bytes / 2);
+          copy_tile<size, keys>(shared.key, call.key, work.key_head, own, work.batch, shared.key_full);
+#pragma unroll
+          for (int column = 0; column < half; column += 64)
+            copy_box(shared.other_key + column * keys, call.key,
+                     {static_cast<int>(rank * half + column), work.key_head, other, work.batch}, shared.key_full);
+          key_parity ^= 1;
+        }
+      }
+    }
+  }
+}
+
+// Sends the slopes of each tile to the other block as soon as it has room for them.
+template <class T>
+__device__ void send_slopes(const BackwardCall& call, BackwardPair<T>& shared, unsigned rank) {
+  SlotPlace<BackwardPair<T>::slope_slots> slopes;
+  unsigned parity = 0;
+  Barrier* last_empty = nullptr;
+  for_pieces<false>(call, shared, [&](const BackwardWork<BackwardPair<T>::size>& work) {
+    for (int step = work.tiles.length() * call.group; step > 0; step--) {
+      shared.slopes_full[slopes.slot].wait(slopes.parity);
+      // The other block no longer needs the slopes that it got before. So they have been read here as well.
+      shared.other_slopes_empty.wait(parity ^ 1);
+      if (last_empty) last_empty->arrive();
+      // What this block got before has arrived, else it would not have the next slopes.
+      shared.other_slopes_full.arrive_expecting(sizeof shared.other_slopes);
+      copy_to_block(shared.other_slopes, shared.slopes[slopes.slot], sizeof shared.other_slopes,
+                    shared.other_slopes_full, other_block(rank));
+      last_empty = &shared.slopes_empty[slopes.slot];
+      slopes.advance();
+      parity ^= 1;
+    }
+  });
+}
+
+// The sums of one part of the block's columns: of the first tile of a head, and then one for each tile.
+template <class T>
+__device__ float* sums_of_part(const BackwardCall& call, const BackwardWork<BackwardPair<T>::size>& work, int of_group,
+                               unsigned rank, int part) {
+  using Pair = BackwardPair<T>;
+  return call.sums + work.head(call, of_group) * call.query_tiles * Pair::sum_tile +
+         (rank * Pair::parts + part) * Pair::sum;
+}
+
+// Adds the block's part of the gradient by queries to the sums, in any order.
+template <class T>
+__device__ void add_sums(const BackwardCall& call, BackwardPair<T>& shared, unsigned rank) {
+  using Pair = BackwardPair<T>;
+  unsigned parity = 0;
+  for_pieces<false>(call, shared, [&](const BackwardWork<Pair::size>& work) {
+    wait_for_zeros<Pair::size>(call, work);
+    for (int i = 0; i < call.group; i++) {
+      for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
+#pragma unroll
+        for (int part = 0; part < Pair::parts; part++) {
+          shared.sum_full[part].wait(parity);
+          add_floats(sums_of_part<T>(call, work, i, rank, part) + int64_t(tile) * Pair::sum_tile, shared.sums,
+                     sizeof shared.sums);
+          commit_stores();
+          wait_for_reads_of_stores();
+          shared.sum_empty.arrive();
+        }
+        parity ^= 1;
+      }
+    }
+    wait_for_stores();
+    count_as_added(call, work, Pair::parts);
+  });
+}
+
+// Adds one part of it, in a fixed order. A thread waits for its turn as in copy.cuh, but only for what has the same
+// columns, and without another thread that looks ahead: it has the time of two parts for each of its own.
+template <class T>
+__device__ void add_part_in_order(const BackwardCall& call, BackwardPair<T>& shared, unsigned rank, int part) {
+  using Pair = BackwardPair<T>;
+  constexpr int parts = Pair::parts * Pair::Plan::blocks;
+  unsigned parity = 0;
+  for_pieces<false>(call, shared, [&](const BackwardWork<Pair::size>& work) {
+    for (int i = 0; i < call.group; i++) {
+      float* const sums = sums_of_part<T>(call, work, i, rank, part);
+      int* const end = reinterpret_cast<int*>(call.ends) + (work.head(call, i) * call.key_blocks + work.block) * parts +
+                       rank * Pair::parts + part;
+      int end_of_next = 0;  // of the tiles that the next block of keys has added to
+      for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
+        const bool first = !work.tiles_of_next.has(tile);
+        while (!first && end_of_next <= tile)
+          asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(end_of_next) : "l"(end + parts) : "memory");
+        shared.sum_full[part].wait(parity);
+        parity ^= 1;
+        float* const to = sums + int64_t(tile) * Pair::sum_tile;
+        // There need not be zeros before.
+        if (first) store_floats(to, shared.sums, sizeof shared.sums);
+        else add_floats(to, shared.sums, sizeof shared.sums);
+        commit_stores();
+        wait_for_reads_of_stores();
+        shared.sum_empty.arrive();
+        wait_for_stores();
+        asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(end), "r"(tile + 1) : "memory");
+      }
+    }
+    count_as_added(call, work, 1);
+  });
+}
+
+}  // namespace jaxsoft::cuda
