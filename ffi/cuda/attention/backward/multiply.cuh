@@ -69,7 +69,7 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size>
   using Shared = BackwardShared<T, size>;
   constexpr int queries = Plan::queries, count = queries / 2;  // numbers of a thread, of a tile of scores
   constexpr int sum_queries = Shared::sum_queries;
-  static_assert(Shared::boxes <= BackwardCode::groups);
+  static_assert(Shared::boxes <= BackwardCode::groups && (Plan::slopes_in_registers || !Plan::sums_later));
   constexpr int box_row = 128;
   const int thread = threadIdx.x % kWarpGroup, lane = threadIdx.x % 32;
   [[maybe_unused]] const NamedBarrier own_slopes_written{1 + group, kWarpGroup};
@@ -83,7 +83,7 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size>
                                   ((thread / 32 * 32 + lane / 8 % 2 * 16) ^ (lane % 8 * 16));
   SlotPlace<Plan::query_slots> query;
   SlotPlace<Plan::cotangent_slots> cotangent;
-  SlotPlace<2> slopes_at;
+  SlotPlace<2> slopes_at, sums_at;  // where slopes are stored next, and multiplied with keys
   unsigned key_parity = 0, sum_parity = 0;
   for_pieces<true>(call, shared, [&](const BackwardWork<size>& work) {
     const int first_key = work.block * Plan::keys + group * 64;
@@ -137,21 +137,48 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size>
       add_values(last, queries);
       slope<kind>(slopes, scores, growth, numbers + queries);
       round_to<T>(rounded, slopes);
+      if constexpr (Plan::sums_later) shared.slopes_empty[slopes_at.slot].wait(slopes_at.parity ^ 1);
 #pragma unroll
       for (int i = 0; i < count / 8; i++)
         store_turned(slopes_of_lane + slopes_at.slot * (Shared::slope_tile * 2) + i * (16 * box_row), rounded[i]);
       show_to_copies();
       shared.slopes_full[slopes_at.slot].arrive_as_warp();
     };
-    // The products of slopes. If there are `more` tiles, the scores of the next one are multiplied as well. These and
-    // the gradient by keys need nothing of the other group, so the groups need not go in step: while one is at its
-    // exponentials, the other can multiply.
-    auto end_tile = [&](auto has_more) {
-      constexpr bool more = decltype(has_more)::value;
+    // Begins the products of keys, and the slopes that both groups have stored.
+    auto multiply_slopes = [&](float (&sums)[sum_queries / 2]) {
+      shared.slopes_full[sums_at.slot].wait(sums_at.parity);
+      const auto left = keys_turned.anew();
+      const auto right = (summed_along_rows(shared.slopes[sums_at.slot]) +
+                          (Shared::boxes > 1 ? 0 : group * (sum_queries * box_row))).anew();
+      begin_products();
+#pragma unroll
+      for (int k = 0; k < Plan::keys; k += 16)
+        multiply<T>(sums, left + k * box_row, right + (k / 64 * (queries * box_row) + k % 64 * 2), k > 0);
+      commit_products();
+    };
+    auto hand_over = [&](const float (&sums)[sum_queries / 2]) {
+      if constexpr (Plan::sums_later) shared.slopes_empty[sums_at.slot].arrive_as_warp();
+      sums_at.advance();
+      shared.sum_empty[group].wait(sum_parity ^ 1);
+      sum_parity ^= 1;
+      store_of_thread(shared.sums[group], sums);
+      show_to_copies();
+      shared.sum_full[group].arrive_as_warp();
+    };
+    // The products of slopes. Those for the gradient by queries need the slopes of the other group as well. So they
+    // come last, or those of the tile before are taken, if there is one. Thus the groups need not go in step, and while
+    // one is at its exponentials, the other can multiply. If there are `more` tiles, the scores of the next one are
+    // multiplied too.
+    auto end_tile = [&](auto has_more, auto has_before) {
+      constexpr bool more = decltype(has_more)::value, before = decltype(has_before)::value;
+      constexpr bool later = Plan::sums_later;
+      float sums[sum_queries / 2];
+      if constexpr (later && before) multiply_slopes(sums);
       if constexpr (!Plan::slopes_in_registers) own_slopes_written.wait();
       const auto queries_turned = summed_over_rows(shared.query[query.slot], queries).anew();
       [[maybe_unused]] const auto own_slopes =
           (summed_over_rows(shared.slopes[slopes_at.slot], queries) + group * (queries * box_row)).anew();
+      slopes_at.advance();
       begin_products();
 #pragma unroll
       for (int k = 0; k < queries; k += 16) {
@@ -164,31 +191,16 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size>
       const unsigned query_slot = query.slot;
       query.advance();
       if constexpr (more) multiply_scores();
+      if constexpr (!later) multiply_slopes(sums);
 
-      shared.slopes_full[slopes_at.slot].wait(slopes_at.parity);
-      float sums[sum_queries / 2];
-      const auto left = keys_turned.anew();
-      const auto right = (summed_along_rows(shared.slopes[slopes_at.slot]) +
-                          (Shared::boxes > 1 ? 0 : group * (sum_queries * box_row))).anew();
-      slopes_at.advance();
-      begin_products();
-#pragma unroll
-      for (int k = 0; k < Plan::keys; k += 16)
-        multiply<T>(sums, left + k * box_row, right + (k / 64 * (queries * box_row) + k % 64 * 2), k > 0);
-      commit_products();
-
-      if constexpr (Plan::slopes_in_registers) wait_for_products<0>(sums, of_values, weights, of_keys, rounded, scores);
+      if constexpr (later) wait_for_products<more>(sums, of_values, weights, of_keys, rounded);
       else wait_for_products<0>(sums, of_values, weights, of_keys, scores);
       shared.cotangent_empty[cotangent.slot].arrive_as_warp();
       cotangent.advance();
       shared.query_empty[query_slot].arrive_as_warp();
       if constexpr (!more) shared.value_empty.arrive_as_warp();
-
-      shared.sum_empty[group].wait(sum_parity ^ 1);
-      sum_parity ^= 1;
-      store_of_thread(shared.sums[group], sums);
-      show_to_copies();
-      shared.sum_full[group].arrive_as_warp();
+      if constexpr (!later || before) hand_over(sums);
+      if constexpr (later && more) wait_for_products<0>(scores);
     };
     if (steps > 0) {
       shared.key_full.wait(key_parity);
@@ -197,11 +209,29 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size>
       key_parity ^= 1;
       wait_for_products<0>(scores);
       begin_tile();
-      for (int step = 1; step < steps; step++) {
-        end_tile(std::true_type());
-        begin_tile();
+      if constexpr (!Plan::sums_later) {
+        for (int step = 1; step < steps; step++) {
+          end_tile(std::true_type(), std::true_type());
+          begin_tile();
+        }
+        end_tile(std::false_type(), std::true_type());
+      } else {
+        if (steps == 1) {
+          end_tile(std::false_type(), std::false_type());
+        } else {
+          end_tile(std::true_type(), std::false_type());
+          begin_tile();
+          for (int step = 2; step < steps; step++) {
+            end_tile(std::true_type(), std::true_type());
+            begin_tile();
+          }
+          end_tile(std::false_type(), std::true_type());
+        }
+        float sums[sum_queries / 2];
+        multiply_slopes(sums);
+        wait_for_products<0>(sums);
+        hand_over(sums);
       }
-      end_tile(std::false_type());
       shared.key_empty.arrive_as_warp();
     }
     write_gradient<T, size>(call.key_gradient, call, work.batch, work.key_head, first_key, of_keys, call.scale);
