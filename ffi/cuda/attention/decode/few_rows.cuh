@@ -191,10 +191,11 @@ __global__ void __launch_bounds__(FewRows<type, size>::threads, 1)
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& memory = *reinterpret_cast<typename Shape::Memory*>(bytes);
     const unsigned warp = threadIdx.x / 32;
+    const NamedBarrier made{1, Shape::threads};
     let_next_kernel_start();
     if (warp == Shape::warps) {
       prefetch_map(keys), prefetch_map(values);
-      produce(args, keys, values, memory.ring);
+      produce(args, keys, values, memory.ring, made);
       return;
     }
     if (threadIdx.x % 32 == 0) {
@@ -206,7 +207,7 @@ __global__ void __launch_bounds__(FewRows<type, size>::threads, 1)
         show_barriers();
       }
     }
-    __syncthreads();
+    made.wait();
     if (warp < Shape::warps) consume_few<T, type, size>(args, memory);
     else store_few<Shape, size>(args, memory);
   }

@@ -254,18 +254,19 @@ __global__ void __launch_bounds__(ManyRows<size>::threads, 1)
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& memory = *reinterpret_cast<typename Shape::Memory*>(bytes);
     const bool producer = threadIdx.x / 32 == kParts * 4;
+    const NamedBarrier made{4, Shape::threads};
     let_next_kernel_start();
     // Registers for those that multiply: 504 for a thread of each group.
     if (warp_group() == kParts) {
       give_registers<104>();
-      if (producer) prefetch_map(keys), prefetch_map(values), produce(args, keys, values, memory.ring);
-      else __syncthreads();
+      if (producer) prefetch_map(keys), prefetch_map(values), produce(args, keys, values, memory.ring, made);
+      else made.wait();
     } else {
       take_registers<200>();
       constexpr int arrivals = kParts * 4 * Barrier::warp_arrivals;
       if (threadIdx.x == 0) memory.ring.init_slots(0, arrivals);
       if (threadIdx.x == 32) memory.ring.init_units(arrivals);
-      __syncthreads();
+      made.wait();
       consume_many<T, size, shared>(args, memory);
     }
   }

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "../../counter.cuh"
+#include "../../warp_groups.cuh"
 #include "deal.cuh"
 #include "fragments.cuh"
 
@@ -62,9 +63,10 @@ __device__ Unit next_unit(Ring& ring, SlotPlace<Ring::units>& place) {
 }
 
 // The producer: all lanes of one warp. The block's barriers are needed only when it has found its first unit, and so it
-// waits for them here.
+// waits here until they are `made`: __syncthreads would have to be at one place for all warps.
 template <class Memory>
-__device__ void produce(const Arguments& args, const CUtensorMap& keys, const CUtensorMap& values, Memory& memory) {
+__device__ void produce(const Arguments& args, const CUtensorMap& keys, const CUtensorMap& values, Memory& memory,
+                        const NamedBarrier& made) {
   using Tile = typename Memory::Tile;
   constexpr int runs = Memory::runs, tiles_looked_up = 32 / runs;
   const int lane = threadIdx.x % 32;
@@ -85,7 +87,7 @@ __device__ void produce(const Arguments& args, const CUtensorMap& keys, const CU
     const bool found = dealer.find(number, &unit);
     unsigned taken = 0;
     if (number == blockIdx.x) {
-      __syncthreads();
+      made.wait();
       if (args.dealt) wait_for_last_kernel();
     }
     if (found && args.dealt && lane == 0) taken = take(reinterpret_cast<unsigned long long*>(args.counter));
