@@ -339,7 +339,9 @@ def test_the_kernels_for_attention_are_hopper_s(monkeypatch):
         (4096, 64, True, True, True),
         (8192, 128, True, True, True),
         (4096, 256, True, False, True),
-        (1024, 128, False, False, False),
+        (1024, 128, True, False, False),
+        (1024, 256, True, False, False),
+        (512, 128, False, False, False),
         (4096, 96, False, False, False),
     ],
 )
