@@ -71,8 +71,8 @@ __device__ void copy_items(const ForwardArguments& args, ForwardMemory<Plan>& me
 
 // What a computing warp group has in registers, and the steps in which it takes in a tile.
 //
-// Where the plan says `joined`, for calls without limits, the product of an item's last weights with their values is started with the first
-// product of the next item, as it is within an item: it runs while exponentials are computed.
+// Where the plan says `joined`, for calls without limits, the product of an item's last weights with their values is
+// started with the first product of the next item, as it is within an item: it runs while exponentials are computed.
 template <class T, class Plan, ForwardKind kind>
 struct ForwardTiles {
   using Scores = ForwardScores<T, Plan, kind>;
@@ -147,9 +147,11 @@ struct ForwardTiles {
   }
 
   // Takes in a range of tiles, of which the last is number `step` of the block's, but for the values of the first one.
-  // If a product is `pending`, that of the last weights of the item before, calls `write` when its output is complete.
+  // If a product is `pending`, that of the weights of the tile `before`, the last of another item, calls `write` when
+  // that item's output is complete.
   template <class Write>
-  __device__ void take(Scores& scores, const TileRange& range, unsigned step, unsigned before, bool pending, Write write) {
+  __device__ void take(Scores& scores, const TileRange& range, unsigned step, unsigned before, bool pending,
+                       Write write) {
     const int begin = range.begin, end = range.end;
     wait_for_keys(step);
     if constexpr (Plan::joined) {

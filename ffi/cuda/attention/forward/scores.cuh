@@ -43,7 +43,8 @@ struct ForwardScores {
   const int32_t* key_segments = nullptr;
 
   // `query` is the thread's first query.
-  __device__ ForwardScores(const ForwardArguments& args, const ForwardItem& item, const AttentionLimits& limits, int query)
+  __device__ ForwardScores(const ForwardArguments& args, const ForwardItem& item, const AttentionLimits& limits,
+                           int query)
       : args(args) {
     const AttentionCall& call = args.call;
 #pragma unroll
