@@ -35,10 +35,11 @@ when a slot has been given back by a writer that has waited for the row's values
 posted what it read, but by way of device memory, where racecheck does not look. initcheck finds that the last 16 bytes
 of an array are read as a whole where the array ends within them.
 
-Of attention by "ffi", racecheck (2025.3) takes no notice of named barriers that several warp groups share: it reports
-hazards in `many_rows` of decode, and none where a barrier in shared memory has the place of each named one. In the
+Of attention by "ffi", racecheck (2025.3) takes no notice of named barriers that several warp groups share: it reported
+hazards in `many_rows` of decode, and none once a barrier in shared memory had the place of the named one. In the
 gradients it reports the number by which one thread tells another whose turn it is, which is released and acquired.
-synccheck does not come to an end in `many_rows`.
+synccheck stops in decode, at a barrier of all warps of a block to which they come at different places of the code: for
+PTX that is one barrier, and for the tool divergence.
 
 synccheck (2025.3) itself ends with an illegal access, of which it reports nothing, where many clusters of more than 8
 blocks run, if there is nothing in the kernel but a barrier in each block's shared memory that the block arrives at and
