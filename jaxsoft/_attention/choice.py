@@ -135,13 +135,11 @@ class _ShortestByFfi:
 
     Attributes:
       forward: alone.
-      gradients: in any order of additions.
-      same_bits: gradients with the same bits on every run.
+      gradients: with the same bits on every run or not.
     """
 
     forward: tuple[float, float]
     gradients: tuple[float, float]
-    same_bits: tuple[float, float]
 
 
 # By the head size, with as many queries as keys, in bfloat16. On an H200 (November 2026), at 2048, 8192 and 32768,
@@ -154,9 +152,9 @@ class _ShortestByFfi:
 # 1.03 and 1.02, at 512 .99 and 1.01; heads of 256 at 1024 1.18 and 1.00 (1.20 and 1.03 on an H100), at 512 1.13 and
 # .93; the second number is that under a causal rule.
 _BY_FFI = {
-    64: _ShortestByFfi((4096, 4096), (2048, 2048), (2048, 2048)),
-    128: _ShortestByFfi((1024, 1024), (2048, 2048), (2048, 2048)),
-    256: _ShortestByFfi((512, 1024), (2048, 2048), (_ALL, _ALL)),
+    64: _ShortestByFfi((4096, 4096), (512, 512)),
+    128: _ShortestByFfi((1024, 1024), (512, 512)),
+    256: _ShortestByFfi((512, 1024), (512, 512)),
 }
 
 
@@ -180,9 +178,7 @@ def _ffi_leads(operation: Operation, operands: Operands) -> bool:
     if Extra.QUERY_SEGMENTS in form.extras:  # by which Pallas skips tiles
         return False
     shortest = _BY_FFI[size]
-    of_rule = shortest.forward
-    if isinstance(operation, Pullback):
-        of_rule = shortest.same_bits if form.deterministic else shortest.gradients
+    of_rule = shortest.gradients if isinstance(operation, Pullback) else shortest.forward
     return queries >= of_rule[form.right is not None]
 
 
