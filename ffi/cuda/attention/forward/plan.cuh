@@ -39,8 +39,8 @@ enum class ForwardKind { plain, limited, general };
 //
 // No faster were clusters of two blocks that copy tiles for one another, a second slot for queries, exponentials by
 // polynomials beside those of the hardware, two tiles of scores in flight, and products for the output that are started
-// between the exponentials of the next tile, or between its comparisons. Items that are joined were 1 to 2 % faster at
-// 128 without limits, and 1 to 3 % slower under a causal rule and at 256.
+// between the exponentials of the next tile, or between its comparisons. Items that are joined were 1 to 3 % faster at
+// 64 and up to 1 % at 128 without limits, and up to 3 % slower under a causal rule and at 256.
 template <int size, ForwardKind kind>
 struct ForwardPlan;
 template <ForwardKind kind>

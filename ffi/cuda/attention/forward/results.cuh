@@ -36,16 +36,19 @@ __device__ void write_row(T* row, bool there, int columns, Word word) {
   }
 }
 
-// What the two rows of a thread end with, but for the output, and where they are to be written. It is kept in few
-// registers.
+// What the two rows of a thread end with, but for the output, and where they are to be written.
 struct RowsResult {
   float inverse[2], lse[2];  // of the sums of weights; and natural
-  int batch, head;
-  int query;  // the first of the two
+  int query;                 // the first of the two
+  int64_t place;             // of element (batch, its first query, head)
+  int64_t lse_place;
   RowsResult() = default;
   template <class Scores>
-  __device__ RowsResult(const ForwardItem& item, int query, const Scores& scores)
-      : batch(item.batch), head(item.head), query(query) {
+  __device__ RowsResult(const ForwardArguments& args, const ForwardItem& item, int query, const Scores& scores)
+      : query(query) {
+    const AttentionCall& call = args.call;
+    place = ((int64_t(item.batch) * call.queries + query) * call.heads + item.head) * call.value_size;
+    lse_place = (int64_t(item.batch) * call.heads + item.head) * call.queries + query;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const auto result = scores.result(r);
@@ -60,12 +63,10 @@ __device__ void write_row_result(const ForwardArguments& args, const RowsResult&
                                  const float (&output)[Plan::size / 2]) {
   const AttentionCall& call = args.call;
   const AttentionResults& results = args.results;
-  const int query = rows.query + 8 * r;
-  const bool there = query < call.queries;
+  const bool there = rows.query + 8 * r < call.queries;
+  const int64_t place = rows.place + 8 * r * int64_t(call.heads) * call.value_size;
   const float inverse = rows.inverse[r];
-  const int64_t place = ((int64_t(rows.batch) * call.queries + query) * call.heads + rows.head) * call.value_size;
-  if (there && threadIdx.x % 4 == 0)
-    results.lse[(int64_t(rows.batch) * call.heads + rows.head) * call.queries + query] = rows.lse[r];
+  if (there && threadIdx.x % 4 == 0) results.lse[rows.lse_place + 8 * r] = rows.lse[r];
   // A query without keys has 0, whatever the values are.
   auto value = [&](int i) { return inverse == 0 ? 0.f : output[i] * inverse; };
   if (results.wide) {
