@@ -53,11 +53,10 @@ def section(name: str) -> str:
 
 def traffic(name: str) -> str:
     """Bytes that were read over those of the keys and values that count, as the GPU counted them, where recorded."""
-    records = load(name).get("decode_traffic", []) if exists(name) else []
-    if not records:
+    if not exists(name):
         return "*This has not been recorded yet.*"
     rows = []
-    for record in records:
+    for record in load(name)["traffic"]:
         read, written = (number(record[side] / record["bytes"]) for side in ("read", "written"))
         rows.append([*_what(record), number(record["bytes"] / 1e6), read, written])
     return table(["batch", "heads", "keys", "", "keys and values, MB", "read", "written"], rows, left=4)

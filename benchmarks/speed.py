@@ -1,7 +1,7 @@
 """This machine's speed of jaxsoft against `jax.nn`, and against a copy.
 
     python benchmarks/speed.py [--quick] [--only GROUP ...] [--json FILE] [--plot FILE] [--commit HASH]
-    python benchmarks/speed.py --traffic [--json FILE]
+    python benchmarks/speed.py --traffic softmax|decode [--json FILE]
 
 A line is one case of benchmarks/cases.py: a function, forward or backward, of one array. "backward" is the pullback
 alone, from what the forward pass kept and a cotangent to the gradient of x. Every result is first checked on a few rows
@@ -202,7 +202,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=GROUPS, metavar="GROUP", help=f"of {', '.join(GROUPS)}")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write the measurements there")
     parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="also draw them there, as SVG")
-    parser.add_argument("--traffic", action="store_true", help="count the memory traffic instead, with ncu")
+    parser.add_argument("--traffic", choices=traffic.CASES, help="count the memory traffic of that instead, with ncu")
     parser.add_argument(
         "--commit", default=git_commit(), metavar="HASH", help="what the file names, if not git's answer"
     )
@@ -213,8 +213,8 @@ def main() -> None:
             args.json.write_text(json.dumps(result, indent=1) + "\n")
 
     if args.traffic:
-        result = traffic.report()  # before JAX takes this process's share of the GPU's memory
-        result = {"header": header(args.commit)} | result
+        counted = traffic.report(args.traffic)  # before JAX takes this process's share of the GPU's memory
+        result = {"header": header(args.commit), "traffic": counted}
         write(result)
     else:
         found = header(args.commit)

@@ -1,9 +1,9 @@
 """The bytes that the kernels read from a GPU's memory and write to it, counted by the GPU, beside what they must move.
 
-`report` runs this file twice: first to compile every case of cases.traffic() and decode_cases.traffic() into a folder,
-which takes long under Nsight Compute, and then under Nsight Compute, to call every case once. A launch of tanh before
-each call and one after it mark the kernels of that case, as Nsight Compute lists kernels in the order of their
-launches. The kernels between two cases make the input.
+`report` runs this file twice: first to compile every case of CASES[which] into a folder, which takes long under Nsight
+Compute, and then under Nsight Compute, to call every case once. A launch of tanh before each call and one after it mark
+the kernels of that case, as Nsight Compute lists kernels in the order of their launches. The kernels between two cases
+make the input.
 
 Each kernel begins with an empty cache, and what it leaves in it at its end, up to the size of the cache, is not counted
 as written.
@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 
 import cases
 import decode_cases
@@ -27,11 +28,12 @@ import programs
 
 type AnyCase = cases.Case | decode_cases.Case
 
+CASES = {"softmax": cases.traffic, "decode": decode_cases.traffic}
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum", "gpu__time_duration.sum")
 
 
-def report() -> dict[str, list[dict]]:
-    """Prints counted and measured bytes by case, and returns them: "traffic" of softmax, and "decode_traffic"."""
+def report(which: str) -> list[dict]:
+    """Prints counted and measured bytes by case, of `which` of CASES, and returns them."""
     ncu = shutil.which("ncu")
     if ncu is None:
         sys.exit("--traffic needs Nsight Compute: there is no ncu on the PATH")
@@ -41,21 +43,25 @@ def report() -> dict[str, list[dict]]:
         profile += ["--print-units", "base", "--kernel-name-base", "demangled", "--log-file", str(log)]
         profile += ["--target-processes", "application-only"]  # not the assemblers that it starts
         cache = {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-        subprocess.run([sys.executable, __file__, "compile"], env=os.environ | cache, check=True)
-        status = subprocess.run([*profile, sys.executable, __file__, "launch"], env=os.environ | cache).returncode
+        call, environment = [sys.executable, __file__, which], os.environ | cache
+        subprocess.run([*call, "compile"], env=environment, check=True)
+        status = subprocess.run([*profile, *call, "launch"], env=environment).returncode
         text = log.read_text() if log.exists() else ""
-    listed = [*cases.traffic(), *decode_cases.traffic()]
+    listed = [*CASES[which]()]
     kernels = by_case(text)
     if len(kernels) != len(listed):
         last = "\n".join(text.splitlines()[-20:])
         sys.exit(f"ncu ended with status {status} and told {len(kernels)} of {len(listed)} cases apart:\n{last}")
 
+    return _decode(listed, kernels) if which == "decode" else _softmax(listed, kernels)
+
+
+def _softmax(listed: list[cases.Case], kernels: list[list[dict]]) -> list[dict]:
+    """Of softmax: what is read and written, beside what must be."""
     titles = f"{'softmax':8s} {'by':8s} {'dtype':8s} {'n':>8s} {'rows':>8s} {'counted MB':>11s}"
     print(titles + f" {'read':>8s} {'written':>8s} {'measured / counted':>19s} {'us':>9s} kernels")
     found = []
-    for case, launched in zip(listed, kernels, strict=False):  # those of decode_cases.py follow
-        if isinstance(case, decode_cases.Case):
-            continue
+    for case, launched in zip(listed, kernels, strict=True):
         read, written, nanoseconds = (sum(kernel[metric] for kernel in launched) for metric in METRICS)
         ratio = (read + written) / case.bytes
         (name,) = case.implementations
@@ -76,16 +82,14 @@ def report() -> dict[str, list[dict]]:
                 "kernels": [kernel["name"] for kernel in launched],
             }
         )
-    return {"traffic": found, "decode_traffic": _decode(listed, kernels)}
+    return found
 
 
-def _decode(listed: list[AnyCase], kernels: list[list[dict]]) -> list[dict]:
-    """The same of decoding: what is read, beside the keys and values that count."""
-    print(f"\n{'decode':56s} {'keys and values, MB':>20s} {'read':>8s} {'written':>8s} {'read / them':>12s} {'us':>9s}")
+def _decode(listed: list[decode_cases.Case], kernels: list[list[dict]]) -> list[dict]:
+    """Of decoding: what is read, beside the keys and values that count."""
+    print(f"{'decode':56s} {'keys and values, MB':>20s} {'read':>8s} {'written':>8s} {'read / them':>12s} {'us':>9s}")
     found = []
     for case, launched in zip(listed, kernels, strict=True):
-        if not isinstance(case, decode_cases.Case):
-            continue
         read, written, nanoseconds = (sum(kernel[metric] for kernel in launched) for metric in METRICS)
         size = case.bytes()
         line = f"{case!s:56s} {size / 1e6:20.1f} {read / 1e6:8.1f} {written / 1e6:8.1f} {read / size:12.3f}"
@@ -127,17 +131,17 @@ def lowered(case: AnyCase) -> list[jax.stages.Lowered]:
     return [*programs.lower_fill(case.dtype, case.shape), *programs.lower_calls(case, *case.implementations)]
 
 
-def compile_all() -> None:
+def compile_all(listed: Iterable[AnyCase]) -> None:
     """Compiles every case, into JAX's persistent cache."""
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        programs = itertools.chain.from_iterable(map(lowered, [*cases.traffic(), *decode_cases.traffic()]))
+        programs = itertools.chain.from_iterable(map(lowered, listed))
         list(pool.map(lambda program: program.compile(), programs))
 
 
-def launch() -> None:
+def launch(listed: Iterable[AnyCase]) -> None:
     """Calls every case once, between two marks."""
     mark, operand = jax.jit(jnp.tanh), jnp.ones(1024)
-    for case in [*cases.traffic(), *decode_cases.traffic()]:
+    for case in listed:
         fill, *functions = [program.compile() for program in lowered(case)]
         if isinstance(case, decode_cases.Case):
             arguments = (fill(),)
@@ -154,4 +158,4 @@ def launch() -> None:
 if __name__ == "__main__":
     if jax.default_backend() != "gpu":
         sys.exit("--traffic needs a GPU")
-    {"compile": compile_all, "launch": launch}[sys.argv[1]]()
+    {"compile": compile_all, "launch": launch}[sys.argv[2]](CASES[sys.argv[1]]())

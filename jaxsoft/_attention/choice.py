@@ -142,17 +142,11 @@ class _ShortestByFfi:
     gradients: tuple[float, float]
 
 
-# By the head size, with as many queries as keys, in bfloat16. On an H200 (November 2026), at 2048, 8192 and 32768,
-# without a causal rule and with one, they are .99 to 1.20 times as fast as cuDNN forward where Pallas is .95 to 1.12
-# times, which is more for heads of 64 at 2048. With gradients in any order they are 1.00 to 1.13 times as fast, and
-# with the same bits on every run .98 to 1.21 times, for heads of 64 and 128, where Pallas is .90 to 1.06 times. For
-# heads of 256, on an H100, they are 1.15 to 1.27 times as fast in any order, and .89 to 1.08 times with the same bits,
-# where Pallas is .98 to 1.09 times on an H200. In shorter sequences, 32K tokens in all, forward on an H200, their speed
-# over that of the faster of the two is: heads of 64 at 2048 1.00 and .95, at 1024 1.01 and .94; heads of 128 at 1024
-# 1.03 and 1.02, at 512 .99 and 1.01; heads of 256 at 1024 1.18 and 1.00 (1.20 and 1.03 on an H100), at 512 1.13 and
-# .93; the second number is that under a causal rule.
+# By the head size, with as many queries as keys. By the same record as _LONGEST: where these say so, the CUDA kernels
+# are 1.00 to 1.29 times as fast as cuDNN forward, and 1.09 to 1.47 times with gradients, and nowhere 1 % behind Pallas.
+# Heads of 96, which they compute as 128, are about as fast with either.
 _BY_FFI = {
-    64: _ShortestByFfi((4096, 4096), (512, 512)),
+    64: _ShortestByFfi((2048, 4096), (512, 512)),
     128: _ShortestByFfi((1024, 1024), (512, 512)),
     256: _ShortestByFfi((512, 1024), (512, 512)),
 }
