@@ -69,6 +69,22 @@ __device__ Operand<Summed::over_rows> summed_over_rows(const void* box, int box_
 __device__ inline int row_of_thread() { return threadIdx.x % kWarpGroup / 32 * 16 + threadIdx.x % 32 / 4; }
 __device__ inline int column_of_thread() { return threadIdx.x % 4 * 2; }
 
+// The words of four lanes side by side, turned: word i of lane j becomes word j of lane i. So the four that
+// share a row of an accumulator get each a run of its columns.
+__device__ inline void turn_in_four(uint32_t (&words)[4]) {
+  const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? words[i] : words[i + 1], 1);
+    (odd ? words[i] : words[i + 1]) = got;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const uint32_t got = __shfl_xor_sync(0xffffffffu, high ? words[i] : words[i + 2], 2);
+    (high ? words[i] : words[i + 2]) = got;
+  }
+}
+
 __device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 

@@ -86,9 +86,7 @@ __device__ void wait_for_turns(const BackwardCall& call, BackwardShared<T, size>
       int end = 0;  // of the tiles that the next block has added to
       for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
         while (work.tiles_of_next.has(tile) && end <= tile) {
-          int2 of_groups;
-          asm volatile("ld.acquire.gpu.global.b64 %0, [%1];"
-                       : "=l"(reinterpret_cast<uint64_t&>(of_groups)) : "l"(next) : "memory");
+          const int2 of_groups = load_acquired(next);
           end = min(of_groups.x, of_groups.y);
         }
         asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(turns), "r"(++tiles) : "memory");
@@ -112,19 +110,13 @@ __device__ void clear_sums(const BackwardCall& call, Shared& shared, unsigned ra
     const int64_t begin = (int64_t(work.block) * Plan::blocks + rank) * part, end = min(begin + part, of_head);
     for (int64_t i = begin + threadIdx.x % 32; i < end; i += 32) sums[i] = float4{};
     __syncwarp();
-    if (threadIdx.x % 32 == 0)
-      asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(call.cleared + head) : "memory");
+    if (threadIdx.x % 32 == 0) add_released(call.cleared + head, 1);
   });
 }
 
 // Waits until a counter has come to a number.
 __device__ inline void wait_for_count(const unsigned* counter, unsigned number) {
-  for (;;) {
-    unsigned count;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
-    if (count == number) return;
-    __nanosleep(200);
-  }
+  while (load_acquired(counter) != number) __nanosleep(200);
 }
 
 // Waits until the sums of a piece of work have been cleared, so that any order of additions will do.
@@ -139,8 +131,7 @@ __device__ void wait_for_zeros(const BackwardCall& call, const BackwardWork<size
 // Says of a piece of work that `parts` of its additions are complete, of BackwardPlan::added_parts.
 template <int size>
 __device__ void count_as_added(const BackwardCall& call, const BackwardWork<size>& work, unsigned parts) {
-  unsigned* const added = call.added + work.batch * call.key_heads + work.key_head;
-  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(added), "r"(parts) : "memory");
+  add_released(call.added + work.batch * call.key_heads + work.key_head, parts);
 }
 
 // Adds what a warp group has of the gradient by queries to the sums.
@@ -154,7 +145,7 @@ __device__ void add_sums(const BackwardCall& call, BackwardShared<T, size>& shar
     if (!call.deterministic) wait_for_zeros(call, work);
     for (int i = 0; i < call.group; i++) {
       const int64_t head = work.head(call, i);
-      float* const sums = call.sums + head * call.query_tiles * Shared::tile + group * Shared::parts * Shared::sum;
+      float* const sums = call.sums + head * call.query_tiles * Shared::tile + group * Shared::sum;
       int* const end = reinterpret_cast<int*>(call.ends + head * call.key_blocks + work.block) + group;
       for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
         tiles++;
@@ -163,23 +154,21 @@ __device__ void add_sums(const BackwardCall& call, BackwardShared<T, size>& shar
           do asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(turn) : "r"(turns) : "memory");
           while (static_cast<int>(turn - tiles) < 0);
         }
-        for (int part = 0; part < Shared::parts; part++) {
-          shared.sum_full[group].wait(parity);
-          float* const to = sums + int64_t(tile) * Shared::tile + part * Shared::sum;
-          constexpr unsigned bytes = Shared::sum * sizeof(float);
-          // Where the order matters, the first block stores, and there need not be zeros before.
-          if (call.deterministic && !work.tiles_of_next.has(tile)) store_floats(to, shared.sums[group], bytes);
-          else add_floats(to, shared.sums[group], bytes);
-          commit_stores();
-          wait_for_reads_of_stores();
-          shared.sum_empty[group].arrive();
-          parity ^= 1;
-        }
+        shared.sum_full[group].wait(parity);
+        float* const to = sums + int64_t(tile) * Shared::tile;
+        constexpr unsigned bytes = Shared::sum * sizeof(float);
+        // Where the order matters, the first block stores, and there need not be zeros before.
+        if (call.deterministic && !work.tiles_of_next.has(tile)) store_floats(to, shared.sums[group], bytes);
+        else add_floats(to, shared.sums[group], bytes);
+        commit_stores();
+        wait_for_reads_of_stores();
+        shared.sum_empty[group].arrive();
+        parity ^= 1;
         if (call.deterministic) {
           // The release is needed: with a relaxed store, some runs had other bits, although the additions are complete.
           if ((tile - work.tiles.begin) % Plan::told == Plan::told - 1 || tile + 1 == work.tiles.end) {
             wait_for_stores();
-            asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(end), "r"(tile + 1) : "memory");
+            store_released(end, tile + 1);
           }
         }
       }

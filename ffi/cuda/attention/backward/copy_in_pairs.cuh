@@ -157,8 +157,7 @@ __device__ void add_part_in_order(const BackwardCall& call, BackwardPair<T>& sha
       int end_of_next = 0;  // of the tiles that the next block of keys has added to
       for (int tile = work.tiles.begin; tile < work.tiles.end; tile++) {
         const bool first = !work.tiles_of_next.has(tile);
-        while (!first && end_of_next <= tile)
-          asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(end_of_next) : "l"(end + parts) : "memory");
+        while (!first && end_of_next <= tile) end_of_next = load_acquired(end + parts);
         shared.sum_full[part].wait(parity);
         parity ^= 1;
         float* const to = sums + int64_t(tile) * Pair::sum_tile;
@@ -169,7 +168,7 @@ __device__ void add_part_in_order(const BackwardCall& call, BackwardPair<T>& sha
         wait_for_reads_of_stores();
         shared.sum_empty.arrive();
         wait_for_stores();
-        asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(end), "r"(tile + 1) : "memory");
+        store_released(end, tile + 1);
       }
     }
     count_as_added(call, work, 1);

@@ -23,21 +23,6 @@ __device__ void store_of_thread(float* to, const float (&numbers)[count]) {
         make_float4(numbers[i], numbers[i + 1], numbers[i + 2], numbers[i + 3]);
 }
 
-// The words of four lanes side by side, turned: word i of lane j becomes word j of lane i.
-__device__ inline void turn_in_four(uint32_t (&words)[4]) {
-  const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
-#pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    const uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? words[i] : words[i + 1], 1);
-    (odd ? words[i] : words[i + 1]) = got;
-  }
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const uint32_t got = __shfl_xor_sync(0xffffffffu, high ? words[i] : words[i + 2], 2);
-    (high ? words[i] : words[i + 2]) = got;
-  }
-}
-
 // Writes a gradient by 64 keys or values, times a factor: `columns` of them, from the column `from`.
 template <class T, int columns>
 __device__ void write_gradient(void* gradient, const BackwardCall& call, int batch, int head, int key,

@@ -132,8 +132,8 @@ __device__ void store_row(const Arguments& args, const Unit& unit, bool all, int
 constexpr int kMergeThreads = 512;  // of a block, at most
 constexpr int kMergeBlocks = 4096;  // at most, where there are fewer items: they take several rows each, then
 
-// How a block merges: its threads are teams, each of as many as a row has runs of four elements. Teams that share a row
-// merge every so manieth chunk of it.
+// How a block merges: its threads are teams, each of as many as a row has runs of four elements. The teams that share a
+// row take its chunks in turn.
 struct MergeShape {
   int teams_of_row, threads;
   int rows(int size) const { return threads / (size / 4 * teams_of_row); }  // of a block, at a time

@@ -5,23 +5,6 @@
 
 namespace jaxsoft::cuda {
 
-// Each of four neighbouring lanes has a word of four vectors, and gets all words of one: lane l the vector l.
-__device__ inline uint4 gather_words(uint32_t (&words)[4]) {
-#pragma unroll
-  for (int mask = 1; mask < 4; mask *= 2) {
-    const bool upper = threadIdx.x & mask;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      if (i & mask) continue;
-      // Words of vectors that belong to the other lane of the pair are sent to it.
-      const uint32_t received = __shfl_xor_sync(0xffffffffu, upper ? words[i] : words[i | mask], mask);
-      if (upper) words[i] = received;
-      else words[i | mask] = received;
-    }
-  }
-  return {words[0], words[1], words[2], words[3]};
-}
-
 // Writes a thread's part of a row (two columns of every 8) with 16-bit elements, of which `word(c)` is a pair.
 template <class T, int size, class Word>
 __device__ void write_row(T* row, bool there, int columns, Word word) {
@@ -30,9 +13,10 @@ __device__ void write_row(T* row, bool there, int columns, Word word) {
     uint32_t words[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) words[i] = word(begin / 8 + i);
-    const uint4 gathered = gather_words(words);
+    turn_in_four(words);
     const int column = begin + threadIdx.x % 4 * 8;
-    if (there && column < columns) *reinterpret_cast<uint4*>(row + column) = gathered;
+    if (there && column < columns)
+      *reinterpret_cast<uint4*>(row + column) = make_uint4(words[0], words[1], words[2], words[3]);
   }
 }
 
