@@ -12,7 +12,6 @@ from jax.typing import ArrayLike
 from jaxsoft._core.carriers import check_name
 from jaxsoft._core.mesh import whole_along
 from jaxsoft._core.numbers import as_array, as_float
-from jaxsoft._ops.sampling import draw_tokens
 from jaxsoft.fold import accumulator
 
 __all__ = ["sample"]
@@ -106,6 +105,8 @@ def sample(
     )
     # Over explicit axes JAX neither cuts nor reduces what is sharded. The k largest are found where they lie.
     x = whole_along(x, [x.ndim - 1]) if k is None else x
+    from jaxsoft._ops.sampling import draw_tokens  # only now, so that an import of jaxsoft is quick
+
     return draw_tokens(key, *jax.lax.stop_gradient((x, *options)), k, implementation)
 
 
