@@ -8,14 +8,16 @@ asked for, and no GPU is touched before.
 """
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import jax
 
-from jaxsoft._attention.operation import Operation as AttentionOperation
-from jaxsoft._attention.operation import Pullback
 from jaxsoft._core import devices
 from jaxsoft._rows.forms import Form
 from jaxsoft._rows.operation import Operation, RowFunction
+
+if TYPE_CHECKING:
+    from jaxsoft._attention.operation import Operation as AttentionOperation
 
 
 def unavailable(platform: str) -> str | None:
@@ -59,7 +61,7 @@ def kernel(
     return choice.kernel(operation, form, operands)
 
 
-def attention_unsupported(operation: AttentionOperation, operands: Sequence[jax.core.ShapedArray]) -> str | None:
+def attention_unsupported(operation: "AttentionOperation", operands: Sequence[jax.core.ShapedArray]) -> str | None:
     """None, or why the kernels of attention cannot serve an operation with such operands."""
     from .attention import choice
     from .rows import sizes
@@ -71,9 +73,11 @@ def attention_unsupported(operation: AttentionOperation, operands: Sequence[jax.
 
 
 def attention_kernels(
-    operation: AttentionOperation, operands: Sequence[jax.core.ShapedArray]
+    operation: "AttentionOperation", operands: Sequence[jax.core.ShapedArray]
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """The kernels for an operation of attention."""
+    from jaxsoft._attention.operation import Pullback
+
     from .attention import backward, forward
 
     form = operation.form

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import itertools
 import pathlib
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -45,7 +46,9 @@ def docstring(path: pathlib.Path, name: str) -> str | None:
     if path == PACKAGE / "__init__.py" and f"jaxsoft.{name}" in modules():
         return ast.get_docstring(_tree(modules()[f"jaxsoft.{name}"]))
     found = None
-    for node in _tree(path).body:
+    # What is imported late is also imported under an `if`, for type checkers.
+    nodes = (node.body if isinstance(node, ast.If) else [node] for node in _tree(path).body)
+    for node in itertools.chain.from_iterable(nodes):
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
             found = ast.get_docstring(node)  # of overloads the last one, which is the function
         if isinstance(node, ast.ImportFrom) and node.module:

@@ -11,8 +11,11 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxsoft import fold
 from jaxsoft._core.mesh import sharded_like, varying_alike
+from jaxsoft._head.derivative import statistics
 from jaxsoft._head.head import Head, product_dtype
+from jaxsoft._head.loss import Objective
 from jaxsoft._head.operation import Kind
+from jaxsoft._head.reduction import weighted_sum
 from jaxsoft._ops.arguments import as_dtype, as_kernel_scores, broadcastable, check_flag
 from jaxsoft._rows.losses import (
     LossOptions,
@@ -213,8 +216,6 @@ def linear_softmax_cross_entropy(
     >>> f"{value:.4f}"
     '0.7423'
     """
-    from jaxsoft._head.loss import Objective  # only now, so that an import of jaxsoft is quick
-
     options = check_options(ignore_index, label_smoothing, z_loss, logit_softcap)
     if reduction is not None and not (isinstance(reduction, str) and reduction in ("mean", "sum")):
         raise ValueError(f"reduction must be None, 'mean' or 'sum'; got {reduction!r}")
@@ -296,10 +297,6 @@ def _check_row_weights(row_weights: ArrayLike | None, index: jax.Array, dtype: n
 @functools.partial(jax.jit, static_argnames=("objective", "reduction", "by_rows"))
 def _loss(operands, index, factors, weights, objective, reduction, by_rows):
     """The loss, and by classes the logsumexp of each row, and the entropy if it is wanted."""
-    # Only now, so that an import of jaxsoft is quick.
-    from jaxsoft._head.derivative import statistics
-    from jaxsoft._head.reduction import weighted_sum
-
     dtype = fold.accumulator(product_dtype(*operands[:2]))
     if factors is None:
         factors = jnp.ones_like(index, dtype)
