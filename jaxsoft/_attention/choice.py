@@ -7,13 +7,12 @@ A choice depends on the platform that the computation is lowered for, so it is m
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 
 import jaxsoft.pallas_kernels as pallas_kernels
-from jaxsoft._attention import cudnn, reference, xla
+from jaxsoft._attention import cudnn, ffi, reference, xla
 from jaxsoft._attention.form import Extra
 from jaxsoft._attention.operation import Forward, Operation, Paged, Pullback
 from jaxsoft._core.carriers import CARRIERS
@@ -43,18 +42,9 @@ def _reference(operation: Operation, platform: str, operands: Operands) -> xla.F
     return reference.forward(operation.form)
 
 
-def _ffi() -> ModuleType:
-    """The module of the CUDA kernels, which an import of jaxsoft alone does not wait for."""
-    from jaxsoft._attention import ffi
-
-    return ffi
-
-
 KERNELS = {
     "ffi": Kernels(
-        lambda operation, platform, operands: _ffi().find(operation, operands),
-        lambda operation, operands: _ffi().unsupported(operation, operands),
-        lambda platform: _ffi().unavailable(platform),
+        lambda operation, platform, operands: ffi.find(operation, operands), ffi.unsupported, ffi.unavailable
     ),
     "pallas": Kernels(
         lambda operation, platform, operands: pallas_kernels.attention_kernels(operation, operands),
@@ -163,7 +153,7 @@ def preference(operation: Operation, platform: str, operands: Operands) -> tuple
 def _ffi_leads(operation: Operation, operands: Operands) -> bool:
     """Whether the CUDA kernels are the fastest where they serve an operation."""
     form, query, key = operation.form, operands[0], operands[1]
-    if isinstance(operation, Forward) and _ffi().leads(operation, operands):
+    if isinstance(operation, Forward) and ffi.leads(operation, operands):
         return True
     queries, keys, size = query.shape[1], key.shape[1], query.shape[3]
     known = isinstance(queries, int) and isinstance(keys, int)
