@@ -37,7 +37,7 @@ __device__ void write_gradient(void* gradient, const BackwardCall& call, int bat
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const float* two = sums + (column / 8 + i) * 4 + 2 * half;
-        words[i] = pair<T>(two[0] * factor, two[1] * factor);
+        words[i] = bits<uint32_t>(narrow_pair(two[0] * factor, two[1] * factor, T()));
       }
       turn_in_four(words);
       const int first = from + column + threadIdx.x % 4 * 8;

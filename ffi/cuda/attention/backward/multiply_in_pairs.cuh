@@ -42,21 +42,19 @@ __device__ void multiply_scores(const BackwardCall& call, BackwardPair<T>& share
   };
   // Begin products of the last slopes and keys: with the block's own keys, to which those with the other block's keys
   // are added. Their rows are queries, and their columns the block's part of the head.
-  auto multiply_own_slopes = [&](float (&sums)[2 * count]) {
-    const auto of_keys = own_keys_turned.anew();
-    const auto of_slopes = summed_along_rows(shared.slopes[last_slopes.slot]).anew();
+  auto multiply_slopes = [&](float (&sums)[2 * count], const T* slopes, Operand<Summed::over_rows> keys, bool add) {
+    const auto of_keys = keys.anew();
+    const auto of_slopes = summed_along_rows(slopes).anew();
     begin_products();
 #pragma unroll
-    for (int k = 0; k < Pair::keys; k += 16) multiply<T>(sums, of_slopes + k * 2, of_keys + k * box_row, k > 0);
+    for (int k = 0; k < Pair::keys; k += 16) multiply<T>(sums, of_slopes + k * 2, of_keys + k * box_row, add || k > 0);
     commit_products();
   };
+  auto multiply_own_slopes = [&](float (&sums)[2 * count]) {
+    multiply_slopes(sums, shared.slopes[last_slopes.slot], own_keys_turned, false);
+  };
   auto multiply_other_slopes = [&](float (&sums)[2 * count]) {
-    const auto of_keys = other_keys_turned.anew();
-    const auto of_slopes = summed_along_rows(shared.other_slopes).anew();
-    begin_products();
-#pragma unroll
-    for (int k = 0; k < Pair::keys; k += 16) multiply<T>(sums, of_slopes + k * 2, of_keys + k * box_row, true);
-    commit_products();
+    multiply_slopes(sums, shared.other_slopes, other_keys_turned, true);
   };
   // Hands the first or the second 64 columns over to be added.
   auto hand_over = [&](const float (&sums)[2 * count], int part) {

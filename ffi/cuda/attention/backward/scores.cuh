@@ -2,31 +2,19 @@
 // numbers of a tile. Rows of accumulators are keys here, and columns queries.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
+#include "../../elements.cuh"
 #include "../../exponential.cuh"
 #include "../../wgmma.cuh"
 #include "work.cuh"
 
 namespace jaxsoft::cuda {
 
-// Two numbers, rounded, of which `low` is the first in memory.
-template <class T>
-__device__ uint32_t pair(float low, float high) {
-  uint32_t word;
-  if constexpr (std::is_same_v<T, __half>)
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-  else
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-  return word;
-}
-
 // Rounds an accumulator to left operands.
 template <class T, int count>
 __device__ void round_to(uint32_t (&words)[count / 8][4], const float (&numbers)[count]) {
 #pragma unroll
-  for (int i = 0; i < count / 2; i++) words[i / 4][i % 4] = pair<T>(numbers[2 * i], numbers[2 * i + 1]);
+  for (int i = 0; i < count / 2; i++)
+    words[i / 4][i % 4] = bits<uint32_t>(narrow_pair(numbers[2 * i], numbers[2 * i + 1], T()));
 }
 
 // Puts -inf where scores do not count. `row` is the thread's first row less its first column, key less query.

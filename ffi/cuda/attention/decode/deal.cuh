@@ -88,8 +88,6 @@ class Dealer {
     unit->limits.keys = __shfl_sync(~0u, limits_.keys, own);
     unit->limits.least = __shfl_sync(~0u, limits_.least, own);
     unit->limits.most = __shfl_sync(~0u, limits_.most, own);
-    unit->limits.least = __shfl_sync(~0u, limits_.least, own);
-    unit->limits.most = __shfl_sync(~0u, limits_.most, own);
     return true;
   }
 };

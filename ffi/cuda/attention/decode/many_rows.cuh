@@ -232,11 +232,7 @@ __device__ void consume_many(const Arguments& args, typename ManyRows<size>::Mem
         float2 sums = memory.sums[of / kPartRows][place];
         float4 sum = load(of / kPartRows);
         if constexpr (shared) {
-          const float2 other = memory.sums[1][place];
-          const float m = fmaxf(sums.x, other.x), a = weight_of(sums.x, m), b = weight_of(other.x, m);
-          const float4 more = load(1);
-          sums = {m, fmaf(other.y, b, sums.y * a)};
-          sum = added(scaled(sum, a), more, b);
+          append(sums, sum, {memory.sums[1][place]}, {load(1)});
         }
         store_row<size>(args, unit, unit.chunks == 1, unit.chunk, of, of_row * width + element, sums, sum);
       }
