@@ -309,6 +309,26 @@ def test_special_scores(implementation):
         np.testing.assert_allclose(*(v[~wrong].astype(np.float32) for v in (y, np.asarray(plain))), bound, bound)
 
 
+@pytest.mark.parametrize("t", [3, 130])
+@each_implementation
+def test_special_sinks(t, implementation):
+    """A sink of NaN or +inf makes all queries of its head NaN, as such a score would; one of -inf is none."""
+    with served(implementation):
+        call = case([], Sizes(t=t, s=70, h=32, d=32), _dtype_of(implementation), implementation)
+        sinks = np.array([np.nan, np.inf, -np.inf, 1e30], np.float32)
+        y, lse = (
+            np.asarray(v).astype(np.float32)
+            for v in jaxsoft.dot_product_attention(
+                *call.operands, sinks=sinks, implementation=implementation, return_residual=True
+            )
+        )
+        assert np.isnan(y[:, :, :2]).all() and np.isnan(lse[..., 0]).all()
+        assert not y[:, :, 3].any()
+        np.testing.assert_allclose(lse[..., 3], sinks[3], 1e-6)
+        plain = jaxsoft.dot_product_attention(*call.operands, implementation=implementation)
+        np.testing.assert_array_equal(y[:, :, 2], np.asarray(plain)[:, :, 2].astype(np.float32))
+
+
 @pytest.mark.parametrize("offset", [-1e4, 1e7, -1e9, float(np.finfo(np.float32).min)], ids=str)
 @pytest.mark.parametrize("dtype", [np.float32, jnp.float16, jnp.bfloat16], ids=lambda dtype: dtype.__name__)
 @each_implementation

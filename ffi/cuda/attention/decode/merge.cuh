@@ -90,7 +90,8 @@ class RowResults {
       factor_ = weight_of(sums_.x, fmaxf(sums_.x, sink));
       sums_ = combine(sums_, {sink, sink == -INFINITY ? 0.f : 1.f});
     }
-    factor_ = sums_.y == 0 ? 0.f : factor_ / sums_.y;
+    // A score or a sink of +inf makes the sum infinite, and the output NaN.
+    factor_ = sums_.y == 0 ? 0.f : sums_.y == INFINITY ? NAN : factor_ / sums_.y;
     if (args.pages.value_scale) factor_ *= args.pages.value_scale[unit.head];
   }
   // Writes four elements, from `element` on.

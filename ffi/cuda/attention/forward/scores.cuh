@@ -151,7 +151,9 @@ struct ForwardScores {
     // is nearly all there is.
     const float weight = weight_of(state, state.largest), lost = weight - widen(narrow<T>(weight));
     constexpr auto ln2 = static_cast<float>(1 / kLog2E);
-    return {1 / (sum - lost), (reference_of(state) * args.unit + __log2f(sum)) * ln2};
+    // A score or a sink of +inf makes the sum infinite, and the output NaN.
+    const float inverse = sum == infinity<float>() ? NAN : 1 / (sum - lost);
+    return {inverse, (reference_of(state) * args.unit + __log2f(sum)) * ln2};
   }
 
  private:
