@@ -284,7 +284,6 @@ class Block:
         if Extra.SINKS in self.scores.refs:
             ref = self.scores.refs[Extra.SINKS]
             m = ref[tuple(index if n > 1 else 0 for index, n in zip((item.batch, item.head), ref.shape, strict=True))]
-            m = m.astype(jnp.float32) if self.scores.natural else m.astype(jnp.float32) * LOG2E
             s = jnp.where(m == -jnp.inf, 0.0, 1.0)
         largest, m, s = (
             plgpu.layout_cast(lax.broadcast_in_dim(v, (rows,), []), layout.reduce(1))

@@ -42,7 +42,7 @@ def has_rest(form: Form) -> bool:
 
 
 def prepare(form: Form, extras: Mapping[Extra, jax.Array], shape: Shape) -> dict[Extra, jax.Array]:
-    """The extras as kernels read them: masks as bytes, and what has tiles in whole ones.
+    """The extras as kernels read them: masks as bytes, sinks like maxima, and what has tiles in whole ones.
 
     To be called outside of the kernel. A bias in whole tiles is not copied.
     """
@@ -56,6 +56,9 @@ def prepare(form: Form, extras: Mapping[Extra, jax.Array], shape: Shape) -> dict
                 array = array.astype(jnp.float32)
             array = _whole_tiles(array, 2, shape.query_tile)
             result[name] = _whole_tiles(array, 3, shape.key_tile)
+    if Extra.SINKS in extras:
+        # In base 2 already here: in a kernel the product would not be rounded before a maximum is subtracted from it.
+        result[Extra.SINKS] = extras[Extra.SINKS].astype(jnp.float32) * (1.0 if has_rest(form) else LOG2E)
     for name, tile in ((Extra.QUERY_SEGMENTS, shape.query_tile), (Extra.KEY_SEGMENTS, shape.key_tile)):
         if name in extras:
             segments = extras[name]
