@@ -55,6 +55,7 @@ struct ForwardScores {
         const float sink = call.sinks[item.batch * call.sink_steps[0] + item.head * call.sink_steps[1]];
         rows[r].from = sink * (static_cast<float>(kLog2E) / args.unit);
         rows[r].sum = threadIdx.x % 4 != 0 ? 0 : isfinite(sink) ? 1 : exp2_approximately(sink);
+        if (sink == infinity<float>()) rows[r].largest = sink;  // so that the result is NaN
       }
       if constexpr (kind == ForwardKind::general) {
         if (call.query_segments && query + 8 * r < call.queries)
@@ -151,9 +152,7 @@ struct ForwardScores {
     // is nearly all there is.
     const float weight = weight_of(state, state.largest), lost = weight - widen(narrow<T>(weight));
     constexpr auto ln2 = static_cast<float>(1 / kLog2E);
-    // A score or a sink of +inf makes the sum infinite, and the output NaN.
-    const float inverse = sum == infinity<float>() ? NAN : 1 / (sum - lost);
-    return {inverse, (reference_of(state) * args.unit + __log2f(sum)) * ln2};
+    return {1 / (sum - lost), (reference_of(state) * args.unit + __log2f(sum)) * ln2};
   }
 
  private:
