@@ -9,7 +9,7 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
-from cases import Case
+from row_cases import Case
 
 _F32 = 2.0**-23
 _MOST_ELEMENTS = 2**21  # that are checked; at least one row is

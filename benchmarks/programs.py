@@ -12,9 +12,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from cases import Case
 from check import some_rows
 from jax.stages import Compiled, Lowered
+from row_cases import Case
 
 import jaxsoft
 

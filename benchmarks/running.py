@@ -10,9 +10,9 @@ import jax
 import numpy as np
 import programs
 import timing
-from cases import Case
 from check import Reference, rows_of
 from programs import Programs
+from row_cases import Case
 
 numbers = functools.cache(programs.random)
 

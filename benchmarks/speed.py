@@ -3,12 +3,12 @@
     python benchmarks/speed.py [--quick] [--only GROUP ...] [--json FILE] [--plot FILE] [--commit HASH]
     python benchmarks/speed.py --traffic softmax|decode [--json FILE]
 
-A line is one case of benchmarks/cases.py: a function, forward or backward, of one array. "backward" is the pullback
+A line is one case of benchmarks/row_cases.py: a function, forward or backward, of one array. "backward" is the pullback
 alone, from what the forward pass kept and a cotangent to the gradient of x. Every result is first checked on a few rows
 against float64, and a wrong one of jaxsoft's ends the run. The times are medians; the implementations and the copy take
 turns in each repeat.
 
-  MB      the bytes that the case must at least move, counted as benchmarks/cases.py says
+  MB      the bytes that the case must at least move, counted as benchmarks/row_cases.py says
   copy    milliseconds that a copy takes which moves as many (it reads half of them and writes half)
 and for each implementation ("jaxsoft" is its own choice of a kernel)
   ms      milliseconds a call
@@ -45,8 +45,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))  # where the modules besi
 import jax
 import plot
 import traffic
-from cases import CPU, CPU_QUICK, GPU, GPU_QUICK, GROUPS, Case
 from programs import Programs
+from row_cases import CPU, CPU_QUICK, GPU, GPU_QUICK, GROUPS, Case
 from running import Measured, run
 
 import jaxsoft

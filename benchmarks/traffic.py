@@ -20,15 +20,15 @@ import sys
 import tempfile
 from collections.abc import Iterable
 
-import cases
 import decode_cases
 import jax
 import jax.numpy as jnp
 import programs
+import row_cases
 
-type AnyCase = cases.Case | decode_cases.Case
+type AnyCase = row_cases.Case | decode_cases.Case
 
-CASES = {"softmax": cases.traffic, "decode": decode_cases.traffic}
+CASES = {"softmax": row_cases.traffic, "decode": decode_cases.traffic}
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum", "gpu__time_duration.sum")
 
 
@@ -56,7 +56,7 @@ def report(which: str) -> list[dict]:
     return _decode(listed, kernels) if which == "decode" else _softmax(listed, kernels)
 
 
-def _softmax(listed: list[cases.Case], kernels: list[list[dict]]) -> list[dict]:
+def _softmax(listed: list[row_cases.Case], kernels: list[list[dict]]) -> list[dict]:
     """Of softmax: what is read and written, beside what must be."""
     titles = f"{'softmax':8s} {'by':8s} {'dtype':8s} {'n':>8s} {'rows':>8s} {'counted MB':>11s}"
     print(titles + f" {'read':>8s} {'written':>8s} {'measured / counted':>19s} {'us':>9s} kernels")
