@@ -29,6 +29,7 @@ copy, for on Linux they ask for large pages. "warm" is a copy by one core into m
 """
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
@@ -52,6 +53,8 @@ from running import Measured, run
 import jaxsoft
 
 BATCH = 32  # cases that are compiled together
+# The packages of what is compared. The last two, cuDNN, come with JAX for CUDA 12 or 13.
+COMPARED = ("jax", "jaxlib", "jaxsoft", "jax-triton", "optax", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 
 
 def shape_of(case: Case) -> str:
@@ -151,13 +154,22 @@ def git_commit() -> str | None:
     return commit + ("-dirty" if changes.strip() else "")
 
 
+def package_versions() -> dict[str, str]:
+    """Those of what is compared, by package, as far as it is installed."""
+    found = {}
+    for package in COMPARED:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
 def header(commit: str | None) -> dict:
     """The circumstances, which hold for every record."""
     kind, cpu = jax.devices()[0].device_kind, jax.default_backend() == "cpu"
     return {
         "device": f"{kind} {platform.machine()}" if cpu else kind,
         "cores": os.cpu_count(),
-        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "jaxsoft")},
+        "versions": package_versions(),
         "commit": commit,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
