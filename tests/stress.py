@@ -7,8 +7,9 @@ operations to become a CUDA graph, which is then replayed, at other addresses to
 Not a test of pytest's: on a GPU it finds what one call at a time does not, and takes some minutes.
 """
 
-import concurrent.futures
 import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -97,23 +98,37 @@ def sequences(rng: np.random.Generator, i: int) -> tuple[jax.Array, ...]:
     return *arrays, jnp.asarray(rng.integers(0, length + 1, batch), jnp.int32)
 
 
+def watched[T](results: Iterable[T], what: str, number: int) -> Iterator[T]:
+    """The results, with how many there are so far written to stderr at each tenth of them."""
+    for i, result in enumerate(results, 1):
+        if i * 10 // number > (i - 1) * 10 // number:
+            print(f"{i} of {number} {what}", file=sys.stderr, flush=True)
+        yield result
+
+
 def main() -> None:
-    """Runs the calls; ends with an error at the first bits that differ."""
+    """Runs the calls; ends with an error if bits differ."""
     calls = next((int(word) for word in sys.argv[1:] if word.isdecimal()), 10_000)
     function, operands = (attention, sequences) if "attention" in sys.argv[1:] else (every_operation, rows)
     rng = np.random.default_rng(0)
     devices, inputs = jax.devices(), []
     for i in range(FUNCTIONS):
         inputs.append(jax.device_put(operands(rng, i), devices[i % len(devices)]))
-    first = [int(bits(function(*v))) for v in inputs]
+
+    def checksum(i: int) -> int:
+        return int(bits(function(*inputs[i])))
+
+    with ThreadPoolExecutor() as pool:  # programs compile in parallel
+        first = list(watched(pool.map(checksum, range(FUNCTIONS)), "programs compiled", FUNCTIONS))
 
     def call(i: int) -> str | None:
         x = inputs[i][0]
-        now = int(bits(function(*inputs[i])))
+        now = checksum(i)
         return None if now == first[i] else f"{x.dtype}{x.shape}: {now:08x}, not {first[i]:08x}"
 
-    with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        wrong = [w for w in pool.map(call, rng.integers(0, FUNCTIONS, calls)) if w]
+    with ThreadPoolExecutor(THREADS) as pool:
+        done = pool.map(call, rng.integers(0, FUNCTIONS, calls))
+        wrong = [w for w in watched(done, "calls", calls) if w]
     if wrong:
         sys.exit(f"{len(wrong)} of {calls} calls gave other bits than before: " + "; ".join(sorted(set(wrong))[:10]))
     print(f"{calls} calls of {FUNCTIONS} shapes, {THREADS} threads, {len(devices)} devices: the same bits each time")
