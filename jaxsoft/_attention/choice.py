@@ -133,9 +133,9 @@ class _ShortestByFfi:
 
 
 # By the head size, with as many queries as keys. By the same record as _LONGEST: where these say so, the CUDA kernels
-# are 1.01 to 1.27 times as fast as cuDNN forward, and 1.08 to 1.47 times with gradients. They are nowhere behind Pallas
-# but at 1024 keys of heads of 256 under a causal rule, by up to 4 %, where runs differ by as much. Heads of 96, which
-# they compute as 128, are 5 to 9 % slower by them forward.
+# are 1.00 to 1.26 times as fast as cuDNN forward, and 1.09 to 1.47 times with gradients. They are nowhere behind Pallas
+# but at 1024 keys under a causal rule, by up to 2 %, where runs differ by as much. Heads of 96, which they compute as
+# 128, are 4 to 11 % slower by them forward.
 _NEVER = math.inf
 _BY_FFI = {
     64: _ShortestByFfi((2048, 4096), (512, 512)),
