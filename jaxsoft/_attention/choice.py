@@ -106,7 +106,7 @@ def _without_output_rest(name: str, operation: Forward, platform: str, operands:
     return with_zeros
 
 
-_ALL = math.inf
+_ALL = _NEVER = math.inf  # as the last length, and as the first
 # The lengths of sequences up to which Pallas is at least as fast as cuDNN, by the larger head size up to which an entry
 # holds: forward without a causal rule and with one, and the gradients likewise where they need not have the same bits
 # on every run. By measurement on Hopper, with as many queries as keys (`benchmarks/results/h200_attention.json`, from
@@ -136,7 +136,6 @@ class _ShortestByFfi:
 # are 1.00 to 1.26 times as fast as cuDNN forward, and 1.09 to 1.47 times with gradients. They are nowhere behind Pallas
 # but at 1024 keys under a causal rule, by up to 2 %, where runs differ by as much. Heads of 96, which they compute as
 # 128, are 4 to 11 % slower by them forward.
-_NEVER = math.inf
 _BY_FFI = {
     64: _ShortestByFfi((2048, 4096), (512, 512)),
     96: _ShortestByFfi((_NEVER, _NEVER), (512, 1024)),
