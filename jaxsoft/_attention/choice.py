@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxsoft.pallas_kernels as pallas_kernels
-from jaxsoft._attention import cudnn, ffi, reference, xla
+from jaxsoft._attention import around, cudnn, ffi, reference, xla
 from jaxsoft._attention.form import Extra
 from jaxsoft._attention.operation import Forward, Operation, Paged, Pullback
 from jaxsoft._core.carriers import CARRIERS
@@ -28,11 +28,13 @@ class Kernels:
       find: (operation, platform, operands) -> the function of such operands.
       unsupported: (operation, operands) -> None, or why it cannot serve the operation with such operands.
       unavailable: (platform) -> None, or why it has none there, although it has kernels for other operations.
+      continues: (operation, operands) -> whether its kernel goes on from other blocks of keys by itself (see `around`).
     """
 
     find: Callable[[Operation, str, Operands], xla.Function]
     unsupported: Callable[[Operation, Operands], str | None] = lambda operation, operands: None
     unavailable: Callable[[str], str | None] = lambda platform: None
+    continues: Callable[[Operation, Operands], bool] = lambda operation, operands: False
 
 
 def _reference(operation: Operation, platform: str, operands: Operands) -> xla.Function:
@@ -51,8 +53,12 @@ KERNELS = {
         pallas_kernels.attention_unsupported,
     ),
     "cudnn": Kernels(lambda operation, platform, operands: cudnn.find(operation), cudnn.unsupported),
-    "xla": Kernels(lambda operation, platform, operands: operation.formula(platform)),
-    "reference": Kernels(_reference, reference.unsupported),
+    "xla": Kernels(
+        lambda operation, platform, operands: operation.formula(platform), continues=lambda operation, operands: True
+    ),
+    "reference": Kernels(
+        _reference, reference.unsupported, continues=lambda operation, operands: isinstance(operation, Forward)
+    ),
 }
 
 
@@ -74,7 +80,10 @@ def choose(operation: Operation, implementation: str | None, platform: str, oper
         reason = _refusal(implementation, operation, operands) or unavailable(implementation, platform)
         _raise_for(implementation, reason, operation, operands)
     name = implementation or _fastest(operation, platform, operands)
-    if isinstance(operation, Forward) and operation.form.rounded:
+    if _is_continued_around(name, operation, operands):
+        within, given = _alone(operation, operands)
+        return around.continued(operation, KERNELS[name].find(within, platform, given))
+    if isinstance(operation, Forward) and operation.form.rounded and not operation.form.has_state:
         gradients_by = implementation or _fastest(Pullback(operation.form, ()), platform, operands)
         if "cudnn" in (name, gradients_by):
             return _without_output_rest(name, operation, platform, operands)
@@ -197,7 +206,20 @@ def _refusal(implementation: str, operation: Operation, operands: Operands) -> s
         return "it has no kernels for attention"
     if isinstance(operation, Paged) and implementation not in PAGED:
         return "it has no kernels for keys and values in pages"
+    if _is_continued_around(implementation, operation, operands):
+        operation, operands = _alone(operation, operands)
     return KERNELS[implementation].unsupported(operation, operands)
+
+
+def _is_continued_around(implementation: str, operation: Operation, operands: Operands) -> bool:
+    """Whether an operation goes on from other blocks of keys, and a kernel does not."""
+    return around.continues(operation) and not KERNELS[implementation].continues(operation, operands)
+
+
+def _alone(operation: Operation, operands: Operands) -> tuple[Operation, Operands]:
+    """The operation of a block of keys alone, and its operands."""
+    found = around.alone(operation, operands[0].dtype)
+    return found, operands[: len(found.operands)]
 
 
 def _is_empty(operands: Operands) -> bool:

@@ -39,6 +39,7 @@ def attention(form: Form, implementation: str | None, residual: bool = False) ->
 
     @functools.partial(function.defjvp, symbolic_zeros=True)
     def function_jvp(primals, tangents):
+        assert not form.has_state, "what folds blocks of keys is differentiated as a whole, not by the state of one"
         results = attention(form, implementation, residual=True)(*primals)
         moved = {name: t for name, t in zip(form.names, tangents, strict=True) if moves(t)}
         tangents_out = _Derivative(form, implementation, tuple(moved))(*primals, *results, *moved.values())

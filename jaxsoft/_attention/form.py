@@ -18,6 +18,10 @@ cap. It counts where all of these hold, in which the query's position is p = off
 
 A query for which no key counts has the output 0 and the log-sum-exp -inf. A sink is one more score, whose value is 0.
 
+A state is what attention over other keys gave, its output and log-sum-exp, and the results are then over these keys as
+well: so keys may come block by block. Where its log-sum-exp is -inf, there were none, whatever its output is. A state
+has no gradient: what folds blocks is differentiated as a whole.
+
 Where there is a page table, key and value are pages (P, page size, K, H) and (P, page size, K, D), in the dtype of
 query or in 8-bit floats. Key j of sequence b is number j % page size of page table[b, j // page size], and S is the
 number of pages of a sequence times the page size. There are key lengths, from 0 to S. Entries of the table for pages
@@ -37,7 +41,7 @@ BASE = 3  # query, key and value
 
 class Extra(enum.Enum):
     """An operand that may follow query, key and value. Each of its dimensions may have length 1, but for T and S of
-    segments, and those of what belongs to pages; it is then the same for all.
+    segments, and those of what belongs to pages and of a state; it is then the same for all.
     """
 
     PAGE_TABLE = "page_table"  # (B, pages of a sequence), int32: where the pages of each sequence are
@@ -51,6 +55,11 @@ class Extra(enum.Enum):
     SINKS = "sinks"  # (B, N), in the accumulator's dtype
     KEY_SCALE = "key_scale"  # (K,), in the accumulator's dtype: keys in pages are multiplied by it
     VALUE_SCALE = "value_scale"  # (K,), likewise
+    STATE_OUTPUT = "state_output"  # (B, T, N, D), in the accumulator's dtype; there are both or neither, without pages
+    STATE_LSE = "state_lse"  # (B, N, T), in the accumulator's dtype
+
+
+STATE = (Extra.STATE_OUTPUT, Extra.STATE_LSE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +93,11 @@ class Form:
     def named[T](self, operands: Sequence[T]) -> dict[Extra, T]:
         """The extras among the operands of a call, by name."""
         return dict(zip(self.extras, operands[BASE:], strict=False))
+
+    @property
+    def has_state(self) -> bool:
+        """Whether other keys came before."""
+        return Extra.STATE_LSE in self.extras
 
     @property
     def paged(self) -> bool:

@@ -32,19 +32,28 @@ DIMENSIONS = {
     "page_table": "bl",
     "key_scale": "k",
     "value_scale": "k",
+    "state_output": "btnd",
+    "state_lse": "bnt",
     "output": "btnd",
     "lse": "bnt",
     "rest": "bnt",
     "output_rest": "btnd",
     "delta": "bnt",
     "cotangent": "btnd",
+    "query_sum": "btnh",
+    "key_sum": "bskh",
+    "value_sum": "bskd",
 }
 # The operands that have the pages of all sequences.
 PAGES = ("key_pages", "value_pages")
 # What the forward operation returns, apart from the rest of an output that is rounded.
 RESULTS = ("output", "lse", "rest")
 # Operands that always have the whole batch. The others may have length 1 there.
-WHOLE = ("query", "key", "value", "page_table", "output", "lse", "rest", "output_rest", "delta", "cotangent")
+WHOLE = (
+    *("query", "key", "value", "page_table", "state_output", "state_lse"),
+    *("output", "lse", "rest", "output_rest", "delta", "cotangent"),
+    *("query_sum", "key_sum", "value_sum"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,21 +147,31 @@ class Paged(Forward):
 
 @dataclasses.dataclass(frozen=True)
 class Pullback(Operation):
-    """(query, key, value, *extras, output, lse, rest, delta, cotangent) -> the gradients of some operands.
+    """(query, key, value, *extras, output, lse, rest, delta, cotangent, *sums) -> the gradients of some operands.
 
     The cotangent is that of the output, in the dtype of query, and delta is the sum of its products with the output as
     it was before it was rounded, less the cotangent of the log-sum-exp.
 
     Attributes:
       moving: the operands whose gradients are asked for, some of query, key, value and bias, in this order.
+      wide: whether they are in the accumulator's dtype, and not in those of the operands.
+      sums: those of query, key and value, in this order, whose gradients are added to others, which follow the
+        cotangent. They are then wide.
     """
 
     moving: tuple[str, ...]
+    wide: bool = False
+    sums: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        """Checks what is asked for."""
+        assert self.wide or not self.sums, "gradients that are added to others are wide"
+        assert {*self.sums} <= {*self.moving} - {"bias"}, "sums are of gradients that are asked for"
 
     @property
     def operands(self) -> tuple[str, ...]:
-        """The operands of the call, and what is known of the results."""
-        return (*self.form.names, *RESULTS, "delta", "cotangent")
+        """The operands of the call, what is known of the results, and what gradients are added to."""
+        return (*self.form.names, *RESULTS, "delta", "cotangent", *(f"{name}_sum" for name in self.sums))
 
     @property
     def results(self) -> tuple[str, ...]:
@@ -161,8 +180,10 @@ class Pullback(Operation):
 
     def _plain(self, platform: str | None) -> xla.Function:
         """As the operation, in plain JAX."""
-        return xla.pullback(self.form, self.moving, platform)
+        plain = xla.pullback(self.form, self.moving, platform, self.wide)
+        return xla.with_sums(self.moving, self.sums, plain) if self.sums else plain
 
     def types(self, *operands):
-        """The types of the gradients, which are those of the operands."""
-        return [operands[self.form.place(name)] for name in self.moving]
+        """The types of the gradients, which are those of the operands, but for the dtype of wide ones."""
+        found = [operands[self.form.place(name)] for name in self.moving]
+        return [t.update(dtype=accumulator(operands[0].dtype)) for t in found] if self.wide else found

@@ -142,6 +142,9 @@ def _local(operation: Operation, kernel: Function, sizes: _Sizes, sharing: dict[
             for name in set(named) & {*_OF_KEY_HEADS}:
                 axis = DIMENSIONS[name].index("k")
                 named[name] = jax.lax.dynamic_slice_in_dim(named[name], head, 1, axis)
+            first = jax.lax.axis_index(over).astype(jnp.int32) * heads % (sizes.n // sizes.k) == 0
+            for name in set(named) & {"key_sum", "value_sum"}:  # one of those that share them adds to them
+                named[name] = jnp.where(first, named[name], 0)
         results = dict(zip(operation.results, kernel(*named.values()), strict=True))
         for name, y in results.items():
             if name in ("key", "value") and over:

@@ -56,6 +56,10 @@ class Part:
                 x = x - self.queries.start
             elif extra is Extra.KEY_LENGTHS:
                 x = x - self.keys.start
+            elif extra is Extra.STATE_OUTPUT:
+                x = self.of_queries(x, 1)
+            elif extra is Extra.STATE_LSE:
+                x = self.of_queries(x, 2)
             found.append(x)
         return found
 

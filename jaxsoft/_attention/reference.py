@@ -58,7 +58,7 @@ def pullback(form: Form, moving: Sequence[str]) -> xla.Function:
     """The gradients by the operands that move, as `jaxsoft._attention.xla.pullback` has them."""
 
     def function(*operands):
-        *given, _, _, _, delta, cotangent = operands
+        *given, _, lse, rest, delta, cotangent = operands
         places = [form.place(name) for name in moving]
 
         def along(*moved):
@@ -67,9 +67,12 @@ def pullback(form: Form, moving: Sequence[str]) -> xla.Function:
                 varied[place] = value
             return forward(dataclasses.replace(form, dtype=delta.dtype, rounded=False))(*varied)
 
-        (y, _, rest), transpose = jax.vjp(along, *(given[place] for place in places))
-        cotangent = cotangent.astype(y.dtype)
-        d_lse = jnp.moveaxis(jnp.sum(y * cotangent, axis=-1), 1, 2) - delta
-        return transpose((cotangent, d_lse, jnp.zeros_like(rest)))
+        (y, own_lse, own_rest), transpose = jax.vjp(along, *(given[place] for place in places))
+        # What of all weights are those of these keys: 1, unless the log-sum-exp is that of other keys as well.
+        same = (own_lse == lse) & ~jnp.isfinite(lse)
+        share = jnp.where(same, 1, jnp.exp((own_lse - lse) + (own_rest - rest)))
+        cotangent = fold.scaled(cotangent.astype(y.dtype), jnp.moveaxis(share, 1, 2))
+        d_lse = jnp.moveaxis(jnp.sum(y * cotangent, axis=-1), 1, 2) - jnp.where(share == 0, 0, share * delta)
+        return transpose((cotangent, d_lse, jnp.zeros_like(own_rest)))
 
     return function

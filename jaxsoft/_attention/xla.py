@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxsoft import fold
 from jaxsoft._attention.blocks import Block, Call
@@ -59,32 +60,63 @@ def _state_of(call: Call, block: Block) -> AttentionState:
 
 
 def results(call: Call, st: AttentionState) -> tuple[jax.Array, ...]:
-    """The results of a call, given the state of all keys (B, N, T), with which the sinks are combined."""
+    """The results of a call, given the state of all keys (B, N, T). Sinks and what came before are combined with it."""
     if Extra.VALUE_SCALE in call.extras:
         st = st._replace(o=st.o * call.of_heads(call.extras[Extra.VALUE_SCALE]))
     if Extra.SINKS in call.extras:
         sinks = call.extras[Extra.SINKS].astype(st.m.dtype)[..., None]
         m, s = fold.from_lse(jnp.broadcast_to(sinks, st.m.shape))
         st = fold.combine(st, AttentionState(m, s, jnp.zeros_like(st.o)))
+    if call.form.has_state:
+        st = fold.combine(before(call.extras[Extra.STATE_OUTPUT], call.extras[Extra.STATE_LSE]), st)
+    return of_state(call.form, call.query.dtype, st)
+
+
+def before(output: jax.Array, lse: jax.Array) -> AttentionState:
+    """The state (B, N, T) of the keys of an output (B, T, N, D) and a log-sum-exp."""
+    return fold.of_output(jnp.moveaxis(output, 2, 1), lse)
+
+
+def of_state(form: Form, dtype: np.dtype, st: AttentionState) -> tuple[jax.Array, ...]:
+    """The results of a call whose queries have a dtype, given the state (B, N, T) of all that counts."""
     lse = fold.lse(st)
     rest = jnp.log(jnp.where(st.s == 0, 1, st.s)) - (fold.reference(lse) - fold.reference(st.m))
     output = jnp.moveaxis(fold.output(st), 1, 2)
-    found = output.astype(call.form.dtype), lse, jax.lax.stop_gradient(fold.reference(rest))
-    if not call.form.rounded:
+    found = output.astype(form.dtype), lse, jax.lax.stop_gradient(fold.reference(rest))
+    if not form.rounded:
         return found
     # XLA may take a number that was rounded and widened for the number itself, and then there would be no rest.
     rounded = jax.lax.optimization_barrier(found[0]).astype(output.dtype)
     # Beside an output that overflowed, or that is not a number, there is none.
     output_rest = fold.reference(output - rounded)
-    return *found, jax.lax.stop_gradient(output_rest.astype(call.query.dtype))
+    return *found, jax.lax.stop_gradient(output_rest.astype(dtype))
 
 
-def pullback(form: Form, moving: Sequence[str], platform: str | None = None) -> Function:
+def with_sums(moving: Sequence[str], sums: Sequence[str], pullback: Function) -> Function:
+    """A pullback whose gradients by these operands are added to others, which follow its operands, in their dtype.
+
+    Args:
+      moving: the operands by which it has gradients.
+      sums: some of them.
+      pullback: the function. It may round its gradients.
+    """
+
+    def function(*operands):
+        given, others = operands[: len(operands) - len(sums)], operands[len(operands) - len(sums) :]
+        found = dict(zip(moving, pullback(*given), strict=True))
+        for name, other in zip(sums, others, strict=True):
+            found[name] = other + found[name].astype(other.dtype)
+        return tuple(found.values())
+
+    return function
+
+
+def pullback(form: Form, moving: Sequence[str], platform: str | None = None, wide: bool = False) -> Function:
     """The gradients by the operands that move: some of query, key, value and bias.
 
-    (query, key, value, *extras, output, lse, rest, delta, cotangent) -> gradients like the operands. The cotangent is
-    that of the output, in the dtype of query, and delta the sum of its products with the output, less the cotangent of
-    lse.
+    (query, key, value, *extras, output, lse, rest, delta, cotangent) -> gradients like the operands, or if they are
+    wide, in the accumulator's dtype. The cotangent is that of the output, in the dtype of query, and delta the sum of
+    its products with the output, less the cotangent of lse.
     """
 
     def of_part(
@@ -131,7 +163,7 @@ def pullback(form: Form, moving: Sequence[str], platform: str | None = None) -> 
             numbers = [part.of_queries(v, 2) for v in (lse[..., None], rest[..., None], delta[..., None], cotangent)]
             found.append((part, of_part(Call(part.form, part.operands(base), platform), *numbers)))
         totals = {name: _total([(part, by[name]) for part, by in found], name, given[name]) for name in moving}
-        return tuple(totals[name].astype(given[name].dtype) for name in moving)
+        return tuple(totals[name] if wide else totals[name].astype(given[name].dtype) for name in moving)
 
     return function
 

@@ -28,6 +28,7 @@ from jaxsoft.fold.states import (
 )
 from jaxsoft.fold.states import accumulator as accumulator
 from jaxsoft.fold.states import reference as reference
+from jaxsoft.fold.states import scaled as scaled
 
 __all__ = [
     "AttentionState",
