@@ -29,6 +29,7 @@ if _TYPE_CHECKING:
     from jaxsoft._ops.attention import dot_product_attention
     from jaxsoft._ops.linear_cross_entropy import linear_softmax_cross_entropy
     from jaxsoft._ops.paged_attention import paged_attention
+    from jaxsoft._ops.ring_attention import ring_attention, ring_order
     from jaxsoft._ops.write_pages import write_pages
 
 __version__ = _version("jaxsoft")
@@ -38,6 +39,8 @@ _LATE = {
     "dot_product_attention": "jaxsoft._ops.attention",
     "linear_softmax_cross_entropy": "jaxsoft._ops.linear_cross_entropy",
     "paged_attention": "jaxsoft._ops.paged_attention",
+    "ring_attention": "jaxsoft._ops.ring_attention",
+    "ring_order": "jaxsoft._ops.ring_attention",
     "write_pages": "jaxsoft._ops.write_pages",
 }
 
@@ -67,6 +70,8 @@ __all__ = [
     "logsumexp",
     "paged_attention",
     "random",
+    "ring_attention",
+    "ring_order",
     "softmax",
     "softmax_cross_entropy",
     "softmax_cross_entropy_with_integer_labels",

@@ -140,6 +140,8 @@ class Call:
             conditions.append(keys + form.left >= position)
         if form.right is not None:
             conditions.append(keys - form.right <= position)
+        if Extra.QUERY_BEGINS in extras:
+            conditions.append(rows >= extras[Extra.QUERY_BEGINS][:, None, None])
         if Extra.QUERY_LENGTHS in extras:
             conditions.append(rows < extras[Extra.QUERY_LENGTHS][:, None, None])
         if Extra.KEY_LENGTHS in extras:

@@ -12,7 +12,7 @@ The score of a query i and a key j is z = cap * tanh(scale * <q_i, k_j> / cap) +
 cap. It counts where all of these hold, in which the query's position is p = offset + i and the key's is j:
 
 * p - left <= j <= p + right, as far as the form has these limits;
-* i < query_lengths and j < key_lengths;
+* query_begins <= i < query_lengths and j < key_lengths;
 * query_segments[i] == key_segments[j];
 * mask.
 
@@ -49,6 +49,7 @@ class Extra(enum.Enum):
     MASK = "mask"  # (B, N, T, S), bool: scores where it is True count
     QUERY_SEGMENTS = "query_segments"  # (B, T), int32
     KEY_SEGMENTS = "key_segments"  # (B, S), int32
+    QUERY_BEGINS = "query_begins"  # (B,), int32
     QUERY_LENGTHS = "query_lengths"  # (B,), int32
     KEY_LENGTHS = "key_lengths"  # (B,), int32
     OFFSET = "offset"  # (B,), int32: the position of the first query
@@ -60,6 +61,23 @@ class Extra(enum.Enum):
 
 
 STATE = (Extra.STATE_OUTPUT, Extra.STATE_LSE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """How a sequence of queries, keys and values lies over the devices of a mesh (see `layouts`).
+
+    Attributes:
+      devices: how many there are. Each has a part of the same length.
+      layout: which of the tokens each device has.
+      method: how devices get at the keys of others: "ring", "all_gather" or "all_to_all".
+      axis: the axis of the mesh, within code for one device; None where the operands are those of all devices.
+    """
+
+    devices: int
+    layout: str
+    method: str
+    axis: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +95,7 @@ class Form:
       deterministic: whether the gradients must have the same bits on every run.
       precision: of the products of f32 and f64 operands, as `jax.default_matmul_precision` has it; None for XLA's own.
       rounded: whether the output's dtype has fewer digits than the accumulator's, and for gradients it has a rest.
+      shards: how the sequence lies over devices; None for one that is whole on each.
     """
 
     dtype: np.dtype
@@ -89,6 +108,12 @@ class Form:
     deterministic: bool = True
     precision: str | None = None
     rounded: bool = False
+    shards: Shards | None = None
+
+    @property
+    def whole(self) -> "Form":
+        """The form of the same call for a sequence that is whole and in order."""
+        return dataclasses.replace(self, shards=None)
 
     def named[T](self, operands: Sequence[T]) -> dict[Extra, T]:
         """The extras among the operands of a call, by name."""

@@ -2,14 +2,16 @@
 
 import abc
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 
-from jaxsoft._attention import xla
+from jaxsoft._attention import all_gather, ring, xla
+from jaxsoft._attention.all_to_all import over_heads
 from jaxsoft._attention.form import BASE, Form
-from jaxsoft._core.mesh import automatically
+from jaxsoft._attention.layouts import in_order
+from jaxsoft._core.mesh import Axes, automatically
 from jaxsoft.fold import accumulator
 
 # The dimensions of each operand and result, by name: a letter each, as in `jaxsoft._attention.form`. The first one is
@@ -23,6 +25,7 @@ DIMENSIONS = {
     "mask": "bnts",
     "query_segments": "bt",
     "key_segments": "bs",
+    "query_begins": "b",
     "query_lengths": "b",
     "key_lengths": "b",
     "offset": "b",
@@ -78,13 +81,49 @@ class Operation(abc.ABC):
 
     def formula(self, platform: str | None = None) -> xla.Function:
         """The operation in plain JAX, for a platform if it is known."""
-        function = self._plain(platform)
+        shards = self.form.shards
+        if shards is not None and shards.axis is not None:
+            return self.on_shards((shards.axis,), lambda operation, *v: operation.formula(platform)(*v))
+        function = self.alone(self.whole._plain(platform))
 
         def call(*operands):
             shardings = tuple(t.sharding for t in self.types(*map(jax.typeof, operands)))
             return automatically(function, shardings, *operands)
 
         return call
+
+    @property
+    def whole(self) -> "Operation":
+        """The same operation for a sequence that is whole and in order."""
+        return dataclasses.replace(self, form=self.form.whole)
+
+    def alone(self, function: xla.Function) -> xla.Function:
+        """The operation on one device that has all of a sequence in its layout, given that for one in order."""
+        return function if self.form.shards is None else in_order(self.form.shards, *self._dimensions, function)
+
+    def on_shards(
+        self, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], at_once: bool = True
+    ) -> xla.Function:
+        """The operation on one device that has a part of a sequence.
+
+        Args:
+          axes: the axes of the mesh over which it is sharded.
+          run: (operation, *operands) -> the results of one on one device.
+          at_once: whether that may say from which query on queries count.
+        """
+        assert self.form.shards is not None
+        if self.form.shards.method == "all_to_all":
+            return over_heads(self.form.shards, axes, *self._dimensions, lambda *v: run(self.whole, *v))
+        return self._by_blocks(axes, run, at_once)
+
+    @property
+    def _dimensions(self) -> tuple[list[str], list[str]]:
+        """The dimensions of the operands and of the results."""
+        return [DIMENSIONS[name] for name in self.operands], [DIMENSIONS[name] for name in self.results]
+
+    @abc.abstractmethod
+    def _by_blocks(self, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], at_once: bool) -> xla.Function:
+        """`on_shards`, where each device attends to the keys of others with its own queries."""
 
     @abc.abstractmethod
     def _plain(self, platform: str | None) -> xla.Function:
@@ -118,6 +157,16 @@ class Forward(Operation):
     def _plain(self, platform: str | None) -> xla.Function:
         """As the operation, in plain JAX."""
         return xla.forward(self.form, platform)
+
+    def _by_blocks(self, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], at_once: bool) -> xla.Function:
+        """As the operation."""
+
+        def of_form(form: Form, *operands: jax.Array) -> tuple[jax.Array, ...]:
+            return run(dataclasses.replace(self, form=form, residual=True), *operands)
+
+        if self.form.shards.method == "ring":  # type: ignore[union-attr]
+            return ring.forward(self.form, axes, of_form, at_once)
+        return all_gather.forward(self.form, axes, of_form)
 
     def types(self, *operands):
         """The types of the results, sharded as query is, over explicit axes of a mesh."""
@@ -182,6 +231,16 @@ class Pullback(Operation):
         """As the operation, in plain JAX."""
         plain = xla.pullback(self.form, self.moving, platform, self.wide)
         return xla.with_sums(self.moving, self.sums, plain) if self.sums else plain
+
+    def _by_blocks(self, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], at_once: bool) -> xla.Function:
+        """As the operation."""
+
+        def of_form(form: Form, sums: tuple[str, ...], *operands: jax.Array) -> tuple[jax.Array, ...]:
+            return run(dataclasses.replace(self, form=form, wide=True, sums=sums), *operands)
+
+        if self.form.shards.method == "ring":  # type: ignore[union-attr]
+            return ring.pullback(self.form, self.moving, axes, of_form, at_once)
+        return all_gather.pullback(self.form, self.moving, axes, of_form)
 
     def types(self, *operands):
         """The types of the gradients, which are those of the operands, but for the dtype of wide ones."""

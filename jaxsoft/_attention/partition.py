@@ -1,14 +1,15 @@
-"""Attention over a mesh: batch and heads stay on their devices, and all else is whole on each.
+"""Attention over a mesh: batch and heads stay on their devices, sequences too if asked to, and all else is whole on each.
 
 XLA's partitioner cannot see into a custom call, and would gather its operands on every device. `partitioned` tells it
 how the operation splits: each device takes its batch and its heads of queries, with the heads of keys that these attend
 to. Where heads of keys are fewer than devices, several devices have the same ones, and each takes the one it needs.
-Gradients of what several devices share are summed over these.
+Gradients of what several devices share are summed over these. Where the operation says that sequences lie over devices,
+each has its part of them (see `jaxsoft._attention.ring`).
 """
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ from jaxsoft._attention.xla import Function
 from jaxsoft._core.mesh import Axes, axes_of, if_even, on_one_device, refined
 
 _WHOLE = ("t", "s", "h", "d", "p", "i", "l")  # the dimensions that are not sharded
+_OF_SHARDS = _WHOLE[2:]  # likewise, where sequences lie over devices
 
 
 _OF_KEY_HEADS = [name for name, dims in DIMENSIONS.items() if "k" in dims]
@@ -41,9 +43,12 @@ class _Sizes(NamedTuple):
 
 
 @functools.cache
-def partitioned(operation: Operation, kernel: Function) -> Function:
-    """The operation as a function that a mesh may partition, given the one for one device."""
+def partitioned(operation: Operation, kernel: Function, on_shards: Callable[[Axes], Function]) -> Function:
+    """The operation as a function that a mesh may partition, given the one for one device that has whole sequences, and
+    for axes of a mesh the one that has parts of them.
+    """
     function = custom_partitioning(kernel)
+    shards = operation.form.shards
 
     def partition(mesh, operands, results):
         mesh, sizes = refined(mesh), _Sizes.of(operands)
@@ -56,7 +61,10 @@ def partitioned(operation: Operation, kernel: Function) -> Function:
         sharing = {"k": axes["n"][len(axes["k"]) :]}
         bias = dict(zip(operation.operands, operands, strict=True)).get("bias")
         sharing["bias"] = _sharing(bias, axes, sizes)
-        local = _local(operation, kernel, sizes, sharing)
+        if shards is not None and math.prod(mesh.shape[axis] for axis in of_query[1]) == shards.devices:
+            axes["t"] = axes["s"] = of_query[1]
+        of_device = on_shards(axes["t"]) if "t" in axes else kernel
+        local = _local(operation, of_device, sizes, sharing)
 
         def shardings(names, arrays):
             pairs = zip(names, arrays, strict=True)
@@ -87,8 +95,9 @@ def _rule(operation: Operation, operand_types: Sequence, result_types: Sequence)
     where that of others is longer has a name of its own.
     """
     sizes = _Sizes.of(operand_types)
+    whole_dims = _WHOLE if operation.form.shards is None else _OF_SHARDS
     two = 1 < sizes.k < sizes.n
-    factors = {"n": "(k g)" if two else "k" if sizes.n == sizes.k else "n"}
+    factors = {"n": "(k g)" if two else "k" if sizes.n == sizes.k else "n", "s": "t"}
     whole: dict[str, None] = {}  # in the order of their first use, as XLA wants them
 
     def side(names, types):
@@ -97,9 +106,9 @@ def _rule(operation: Operation, operand_types: Sequence, result_types: Sequence)
             dims = []
             for d, letter in zip(_sharded(name, t.shape, sizes), DIMENSIONS[name], strict=True):
                 own = f"{name.replace('_', '')}{letter}"
-                if d in _WHOLE:
+                if d in whole_dims:
                     whole[own] = None
-                dims.append(own if d in _WHOLE or not d else factors.get(d, d))
+                dims.append(own if d in whole_dims or not d else factors.get(d, d))
             arrays.append(" ".join(dims))
         return ", ".join(arrays)
 

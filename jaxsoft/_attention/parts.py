@@ -52,7 +52,7 @@ class Part:
                 x = self.of_queries(x, 1)
             elif extra is Extra.KEY_SEGMENTS:
                 x = self.of_keys(x, 1)
-            elif extra is Extra.QUERY_LENGTHS:
+            elif extra in (Extra.QUERY_BEGINS, Extra.QUERY_LENGTHS):
                 x = x - self.queries.start
             elif extra is Extra.KEY_LENGTHS:
                 x = x - self.keys.start

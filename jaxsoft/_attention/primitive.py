@@ -19,7 +19,7 @@ from jaxsoft._attention.choice import check_operands, choose
 from jaxsoft._attention.operation import Operation, Paged, Pullback
 from jaxsoft._attention.partition import partitioned
 from jaxsoft._core.carriers import is_opaque
-from jaxsoft._core.mesh import can_partition, on_one_device
+from jaxsoft._core.mesh import Axes, can_partition, on_one_device
 from jaxsoft._core.primitives import compiled, primitive
 from jaxsoft._core.tangents import jvp_along
 from jaxsoft._core.whole import Whole
@@ -38,7 +38,8 @@ def attention_operation(
     check_operands(operation, implementation, [jax.typeof(x) for x in operands])
     if implementation is None and not can_partition():
         implementation = "xla"
-    return _Call(operation, implementation, is_opaque(implementation) and can_partition())(*operands)
+    splits = is_opaque(implementation) or operation.form.shards is not None
+    return _Call(operation, implementation, splits and can_partition())(*operands)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +52,12 @@ class _Call(Whole):
 
     def apply(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """The operation."""
+        on_shards = _on_shards(self.operation, self.implementation)
+        shards = self.operation.form.shards
+        if shards is not None and shards.axis is not None:
+            return on_shards((shards.axis,))(*operands)
         kernel = _kernel(self.operation, self.implementation)
-        return (partitioned(self.operation, kernel) if self.partition else kernel)(*operands)
+        return (partitioned(self.operation, kernel, on_shards) if self.partition else kernel)(*operands)
 
     def tangents(self, primals: Sequence[jax.Array], tangents: Sequence) -> Sequence:
         """Those of the formula."""
@@ -71,6 +76,17 @@ class _Call(Whole):
 def _kernel(operation: Operation, implementation: str | None) -> Callable[..., tuple[jax.Array, ...]]:
     """The operation on one device, the same function for each call."""
     return functools.partial(_bind, operation, implementation)
+
+
+@functools.cache
+def _on_shards(operation: Operation, implementation: str | None) -> Callable[[Axes], Callable[..., tuple]]:
+    """The operation on one device that has a part of each sequence, for the axes of a mesh; likewise the same."""
+
+    def run(operation: Operation, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        check_operands(operation, implementation, [jax.typeof(x) for x in operands])
+        return _bind(operation, implementation, *operands)
+
+    return lambda axes: operation.on_shards(axes, run, at_once=implementation not in ("pallas", "cudnn"))
 
 
 def _bind(operation: Operation, implementation: str | None, *operands: jax.Array) -> tuple[jax.Array, ...]:
@@ -100,5 +116,5 @@ def _lower(platform: str, ctx: mlir.LoweringRuleContext, *operands, operation, i
     """Lowers the kernel for operands whose types no longer name the axes of a mesh."""
     operands_in = cast(Sequence[jax.core.ShapedArray], ctx.avals_in)
     avals = [jax.core.ShapedArray(v.shape, v.dtype) for v in operands_in]
-    kernel = on_one_device(choose(operation, implementation, platform, avals))
+    kernel = on_one_device(operation.alone(choose(operation.whole, implementation, platform, avals)))
     return mlir.lower_fun(kernel, multiple_results=True)(ctx.replace(avals_in=avals), *operands)

@@ -133,6 +133,12 @@ def varying_alike(*values: jax.Array) -> list[jax.Array]:
     return [jax.lax.pcast(v, more, to="varying") for v, more in zip(values, missing, strict=True)]
 
 
+def varying_over(axis: str, *values: jax.Array) -> list[jax.Array]:
+    """The values, made to vary over a manual axis of the mesh."""
+    own = [jax.typeof(v).manual_axis_type.varying for v in values]
+    return [v if axis in over else jax.lax.pcast(v, axis, to="varying") for v, over in zip(values, own, strict=True)]
+
+
 def combined(st: State, axes: Axes) -> State:
     """The state of all scores that lie over mesh axes, given each device's."""
     m = jax.lax.pmax(st.m, axes)

@@ -12,9 +12,9 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxsoft import fold
-from jaxsoft._attention.form import Extra, Form
+from jaxsoft._attention.form import Extra, Form, Shards
 from jaxsoft._core.carriers import check_name
-from jaxsoft._core.mesh import sharded_like, varying_alike, whole_along, with_batch_of
+from jaxsoft._core.mesh import sharded_like, varying_alike, varying_over, whole_along, with_batch_of
 from jaxsoft._core.numbers import as_array
 from jaxsoft._ops.arguments import as_kernel_scores, broadcastable, check_dtype, check_flag
 from jaxsoft.fold import AttentionState, accumulator
@@ -34,8 +34,12 @@ class Arrays(NamedTuple):
     no_batch: bool
 
     @classmethod
-    def of(cls, query: ArrayLike, key: ArrayLike, value: ArrayLike) -> "Arrays":
-        """The arguments, after checking that they fit each other."""
+    def of(cls, query: ArrayLike, key: ArrayLike, value: ArrayLike, sequence_whole: bool = True) -> "Arrays":
+        """The arguments, after checking that they fit each other.
+
+        Over explicit axes of a mesh, only the batch and the heads may be sharded, and unless it must be whole on each
+        device, the sequence.
+        """
         named = {"query": query, "key": key, "value": value}
         arrays = {name: as_kernel_scores(name, x) for name, x in named.items()}
         query, key, value = arrays.values()
@@ -62,8 +66,8 @@ class Arrays(NamedTuple):
                 f"{query.shape}"
             )
         query, key, value = (x[None] if ndim == 3 else x for x in (query, key, value))
-        # Over explicit axes of a mesh, only the batch and the heads may be sharded.
-        query, key, value = (with_batch_of(query, whole_along(x, (1, 3))) for x in (query, key, value))
+        whole = (1, 3) if sequence_whole else (3,)
+        query, key, value = (with_batch_of(query, whole_along(x, whole)) for x in (query, key, value))
         return cls(query, key, value, ndim == 3)
 
 
@@ -82,6 +86,7 @@ def attend(
     return_state: bool,
     deterministic: bool,
     dtype: DTypeLike | None,
+    shards: Shards | None = None,
 ) -> jax.Array | tuple:
     """The results of a public function, whose arguments these are.
 
@@ -92,6 +97,7 @@ def attend(
       extras: what follows them.
       scale, is_causal, local_window_size, return_residual, logits_soft_cap, state, return_state, deterministic, dtype:
         as `jaxsoft.dot_product_attention` has them.
+      shards: how sequences lie over the devices of a mesh; None for sequences that are whole.
     """
     check_name(implementation)
     flags = {
@@ -120,6 +126,7 @@ def attend(
         deterministic=kept["deterministic"],
         precision=jax.config.jax_default_matmul_precision,
         rounded=not merges and jnp.finfo(result).nmant < jnp.finfo(wide).nmant,
+        shards=shards,
     )
     before = None if state is None else _check_state(state, given)
     operands = query, given.key, given.value, *extras.values()
@@ -157,8 +164,14 @@ def check_extras(
     query_segments: ArrayLike | None,
     key_segments: ArrayLike | None,
     offset: ArrayLike,
+    sequence_whole: bool = True,
+    axis_name: str | None = None,
 ) -> dict[Extra, jax.Array]:
-    """The operands of a call after query, key and value, in their order, for so many keys of each sequence."""
+    """The operands of a call after query, key and value, in their order, for so many keys of each sequence.
+
+    Segments are made whole along the sequence on each device, if that must be. In code for one device, they may be those
+    of its part of a sequence that is sharded over this axis of the mesh.
+    """
     batch, length, heads, _ = query.shape
     shape = (batch, heads, length, keys)
     extras: dict[Extra, jax.Array] = {}
@@ -168,7 +181,7 @@ def check_extras(
         return with_batch_of(query, x) if x.shape[0] == batch else x
 
     def segments(name: str, x: ArrayLike, length: int) -> jax.Array:
-        return with_batch_of(query, check_integers(name, x, (batch, length), no_batch))
+        return with_batch_of(query, check_integers(name, x, (batch, length), no_batch, sequence_whole))
 
     if bias is not None:
         extras[Extra.BIAS] = as_kernel_scores("bias", full("bias", bias))
@@ -184,6 +197,7 @@ def check_extras(
         extras[Extra.QUERY_SEGMENTS], extras[Extra.KEY_SEGMENTS] = _same_ids(
             segments("query_segment_ids", query_segments, length),
             segments("key_value_segment_ids", key_segments, keys),
+            axis_name,
         )
     if query_lengths is not None:
         extras[Extra.QUERY_LENGTHS] = as_position(check_integers("query_seq_lengths", query_lengths, (batch,), False))
@@ -203,14 +217,16 @@ def check_extras(
     return extras
 
 
-def check_integers(name: str, x: ArrayLike, shape: tuple[int, ...], no_batch: bool) -> jax.Array:
+def check_integers(
+    name: str, x: ArrayLike, shape: tuple[int, ...], no_batch: bool, sequence_whole: bool = True
+) -> jax.Array:
     """Lengths or segments, after checking the dtype and the shape."""
     x = of_integers(name, x)
     if no_batch and x.shape == shape[1:]:
         x = x[None]
     if x.shape != shape:
         raise ValueError(f"{name} must have the shape {shape[1:] if no_batch else shape}; got shape {x.shape}")
-    return whole_along(x, range(1, x.ndim))
+    return whole_along(x, range(1, x.ndim)) if sequence_whole else x
 
 
 def of_integers(name: str, x: ArrayLike) -> jax.Array:
@@ -238,8 +254,10 @@ def as_position(x: jax.Array) -> jax.Array:
     return x.astype(jnp.int32)
 
 
-def _same_ids(query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Segments (B, T) and (B, S) as int32, two of which are equal where they are the same number."""
+def _same_ids(query: jax.Array, key: jax.Array, axis_name: str | None) -> tuple[jax.Array, jax.Array]:
+    """Segments (B, T) and (B, S) as int32, two of which are equal where they are the same number, on all devices along
+    an axis of the mesh, if there is one.
+    """
     both = query, key
     wide = jnp.int64 if any(ids.dtype.itemsize == 8 for ids in both) else jnp.int32
     signed = [jnp.issubdtype(ids.dtype, jnp.signedinteger) for ids in both]
@@ -248,11 +266,16 @@ def _same_ids(query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
     query, key = query.astype(wide), key.astype(wide)
     if wide == jnp.int32:
         return query, key
-    ids = jnp.concatenate([query, key], axis=1)
+    ids = own = jnp.concatenate([query, key], axis=1)
+    if axis_name is not None:
+        ids = jax.lax.all_gather(*varying_over(axis_name, ids), axis_name, axis=1, tiled=True)
     places = jnp.cumsum(jnp.ones_like(ids, jnp.int32), axis=1)
     ids, places = jax.lax.sort((ids, places), dimension=1, num_keys=1)
     numbers = jnp.cumsum(jnp.diff(ids, axis=1, prepend=ids[:, :1]) != 0, axis=1, dtype=jnp.int32)
     _, numbers = jax.lax.sort((places, numbers), dimension=1, num_keys=1)
+    if axis_name is not None:
+        begin = jax.lax.axis_index(axis_name) * own.shape[1]
+        numbers = jax.lax.dynamic_slice_in_dim(numbers, begin, own.shape[1], axis=1)
     return numbers[:, : query.shape[1]], numbers[:, query.shape[1] :]
 
 

@@ -45,6 +45,7 @@ struct AttentionCall {
   float scale = 1;
   float cap = 0;                           // 0 for none
   int left = kNoLimit, right = kNoLimit;   // right is 0 under a causal rule
+  OfBatch query_begins;                    // queries before that do not count
   OfBatch query_lengths, key_lengths;      // queries and keys from there on do not count
   OfBatch offset;                          // the position of the first query
   const int32_t* query_segments = nullptr; // (B, T) or (1, T): segment_steps[0] from one row to the next

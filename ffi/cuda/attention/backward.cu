@@ -250,7 +250,8 @@ cudaError_t run_attention_backward(const AttentionCall& given, const AttentionGr
   call.deterministic = gradients.deterministic;
   call.scale = given.scale, call.scale2 = given.scale * float(kLog2E), call.cap = given.cap;
   call.left = given.left, call.right = given.right;
-  call.query_lengths = given.query_lengths, call.key_lengths = given.key_lengths, call.offset = given.offset;
+  call.query_begins = given.query_begins, call.query_lengths = given.query_lengths;
+  call.key_lengths = given.key_lengths, call.offset = given.offset;
   call.query_gradient = gradients.query, call.key_gradient = gradients.key, call.value_gradient = gradients.value;
   return given.type == AttentionType::f16 ? run_typed<__half>(call, given, gradients, stream)
                                           : run_typed<__nv_bfloat16>(call, given, gradients, stream);

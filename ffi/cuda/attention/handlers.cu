@@ -53,6 +53,7 @@ AttentionCall attention_call(const Call& given, const attention::Form& form) {
   call.value = given.operand(paged ? Name::value_pages : Name::value).data;
   call.scale = static_cast<float>(form.scale), call.cap = static_cast<float>(form.cap);
   call.left = static_cast<int>(form.left), call.right = static_cast<int>(form.right);
+  call.query_begins = of_batch(given.operand(Name::query_begins));
   call.query_lengths = of_batch(given.operand(Name::query_lengths));
   call.key_lengths = of_batch(given.operand(Name::key_lengths));
   call.offset = of_batch(given.operand(Name::offset));

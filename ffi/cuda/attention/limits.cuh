@@ -14,15 +14,18 @@ struct KeyRange {
   __device__ bool empty() const { return end <= begin; }
 };
 
-// The number of an element of the batch, between 0 and `most`. Without numbers it is `most`.
+// The number of an element of the batch, between 0 and `most`. Without numbers it is `otherwise`.
+__device__ inline int count_of(const OfBatch& counts, int batch, int most, int otherwise) {
+  return counts.data ? min(max(__ldg(counts.data + int64_t(batch) * counts.step), 0), most) : otherwise;
+}
 __device__ inline int count_of(const OfBatch& counts, int batch, int most) {
-  return counts.data ? min(max(__ldg(counts.data + int64_t(batch) * counts.step), 0), most) : most;
+  return count_of(counts, batch, most, most);
 }
 
-// The limits of an element of the batch: queries before `queries` and keys before `keys` count, where
+// The limits of an element of the batch: queries in [begin, queries) and keys before `keys` count, where
 // least <= key - query <= most.
 struct AttentionLimits {
-  int queries = 0, keys = 0;
+  int begin = 0, queries = 0, keys = 0;
   int least = -kFar, most = kFar;
 
   AttentionLimits() = default;
@@ -30,7 +33,8 @@ struct AttentionLimits {
   // `Call` is AttentionCall, or another that has its members for lengths, limits and the offset.
   template <class Call>
   __device__ AttentionLimits(const Call& call, int batch)
-      : queries(count_of(call.query_lengths, batch, call.queries)),
+      : begin(count_of(call.query_begins, batch, call.queries, 0)),
+        queries(count_of(call.query_lengths, batch, call.queries)),
         keys(count_of(call.key_lengths, batch, call.keys)) {
     const int64_t offset = call.offset.data ? __ldg(call.offset.data + int64_t(batch) * call.offset.step) : 0;
     if (call.left != kNoLimit) least = within(offset - call.left);
@@ -39,16 +43,16 @@ struct AttentionLimits {
 
   // The keys that count for any of the queries [first, last]. Both ends rise with the queries.
   __device__ KeyRange of_queries(int first, int last) const {
-    last = min(last, queries - 1);
+    first = max(first, begin), last = min(last, queries - 1);
     if (last < first) return {0, 0};
-    const int begin = min(max(first + least, 0), keys);
-    return {begin, min(max(last + most + 1, begin), keys)};
+    const int first_key = min(max(first + least, 0), keys);
+    return {first_key, min(max(last + most + 1, first_key), keys)};
   }
   __device__ KeyRange of_query(int query) const { return of_queries(query, query); }
 
-  // The queries for which any of the keys [begin, end) counts, which are before `keys`: from the first to one past the
-  // last, if any.
-  __device__ int first_query(int begin) const { return max(begin - most, 0); }
+  // The queries for which any of the keys [first_key, end) counts, which are before `keys`: from the first to one past
+  // the last, if any.
+  __device__ int first_query(int first_key) const { return max(first_key - most, begin); }
   __device__ int last_query(int end) const { return min(end - least, queries); }
 
  private:

@@ -14,8 +14,8 @@ namespace jaxsoft::attention {
 // Operands and results. A gradient has the name of its operand.
 enum class Name {
   query, key, value, key_pages, value_pages, page_table,
-  bias, mask, query_segments, key_segments, query_lengths, key_lengths, offset, sinks, key_scale, value_scale,
-  lse, delta, cotangent, output, rest, output_rest, workspace,
+  bias, mask, query_segments, key_segments, query_begins, query_lengths, key_lengths, offset, sinks,
+  key_scale, value_scale, lse, delta, cotangent, output, rest, output_rest, workspace,
 };
 inline constexpr int kNames = static_cast<int>(Name::workspace) + 1;
 
@@ -43,6 +43,7 @@ inline constexpr Record kRecords[kNames] = {
     {Name::mask, "mask", Type::flag, "BNTS", "BNTS"},
     {Name::query_segments, "query_segments", Type::integer, "BT", "B"},
     {Name::key_segments, "key_segments", Type::integer, "BS", "B"},
+    {Name::query_begins, "query_begins", Type::integer, "B", "B"},
     {Name::query_lengths, "query_lengths", Type::integer, "B", "B"},
     {Name::key_lengths, "key_lengths", Type::integer, "B", "B"},
     {Name::offset, "offset", Type::integer, "B", "B"},
@@ -80,9 +81,10 @@ inline constexpr Set<Name> kOfPages = {Name::bias,         Name::mask,          
                                        Name::key_segments, Name::query_lengths, Name::key_lengths,
                                        Name::offset,       Name::sinks,         Name::key_scale,
                                        Name::value_scale};
-inline constexpr Set<Name> kOfMany = {Name::query_segments, Name::key_segments, Name::query_lengths,
+inline constexpr Set<Name> kOfMany = {Name::query_segments, Name::key_segments, Name::query_begins, Name::query_lengths,
                                       Name::key_lengths,    Name::offset,       Name::sinks};
-inline constexpr Set<Name> kOfGradients = {Name::query_lengths, Name::key_lengths, Name::offset, Name::sinks};
+inline constexpr Set<Name> kOfGradients = {Name::query_begins, Name::query_lengths, Name::key_lengths, Name::offset,
+                                           Name::sinks};
 
 inline constexpr Target kForward = {"attention_forward",
                                     {Name::query, Name::key, Name::value},

@@ -49,15 +49,16 @@ struct TileRange {
   int begin, inner_begin, inner_end, end;
   __device__ TileRange(const AttentionLimits& limits, int query, int queries_of_block, int queries, int tile) {
     const int last = min(query + queries_of_block, queries) - 1;
-    if (query >= limits.queries) {
+    if (query >= limits.queries || last < limits.begin) {
       begin = inner_begin = inner_end = end = 0;
       return;
     }
     // Both ends of the range of a query rise with the query.
-    const KeyRange of_first = limits.of_query(query), of_last = limits.of_query(min(last, limits.queries - 1));
+    const int first = max(query, limits.begin);
+    const KeyRange of_first = limits.of_query(first), of_last = limits.of_query(min(last, limits.queries - 1));
     begin = of_first.begin / tile, end = (of_last.end + tile - 1) / tile;
     if (of_last.end <= of_first.begin) end = begin;
-    const bool all = last < limits.queries;
+    const bool all = last < limits.queries && first == query;
     inner_begin = (of_last.begin + tile - 1) / tile, inner_end = all ? of_first.end / tile : 0;
   }
   __device__ bool masked(int tile) const { return tile < inner_begin || tile >= inner_end; }

@@ -59,7 +59,8 @@ cudaError_t launch_forward_of_size(const AttentionCall& call, const AttentionRes
   if (call.cap > 0 || call.query_segments)
     return launch_forward<T, ForwardPlan<size, general>, general>(call, results, device, stream);
   // An offset alone excludes no key.
-  if (call.left != kNoLimit || call.right != kNoLimit || call.query_lengths.data || call.key_lengths.data)
+  if (call.left != kNoLimit || call.right != kNoLimit || call.query_begins.data || call.query_lengths.data ||
+      call.key_lengths.data)
     return launch_forward<T, ForwardPlan<size, limited>, limited>(call, results, device, stream);
   return launch_forward<T, ForwardPlan<size, plain>, plain>(call, results, device, stream);
 }

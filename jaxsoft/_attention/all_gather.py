@@ -1,0 +1,119 @@
+"""Attention over a sequence on several devices, each of which gets the keys and values of all.
+
+One exchange and one kernel, where a ring has one of each for every device: faster where devices are few or have few
+tokens each. The keys and values of the whole sequence are in the memory of each device, and backward, in f32, the
+gradients by them.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxsoft._attention.form import BASE, Extra, Form
+from jaxsoft._attention.layouts import Function, order
+from jaxsoft._core.mesh import Axes
+
+_KEYS = ("key", "value")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gathered:
+    """What one device has of a call, and the keys and values of all devices."""
+
+    form: Form
+    axes: Axes
+    named: dict[str, jax.Array]
+    chunks: int
+
+    @classmethod
+    def of(cls, form: Form, axes: Axes, operands: Sequence[jax.Array]) -> "_Gathered":
+        """Of the operands of the device's part of the sequence."""
+        assert form.shards is not None
+        named = dict(zip(form.names, operands, strict=False))
+        limited = form.left is not None or form.right is not None
+        found = cls(form, axes, named, 2 if limited and form.shards.layout == "zigzag" else 1)
+        for name in (*_KEYS, Extra.KEY_SEGMENTS.value):
+            if name in named:
+                named[name] = found._placed(jax.lax.all_gather(named[name], axes, axis=1, tiled=True), inverse=True)
+        return found
+
+    def _placed(self, x: jax.Array, inverse: bool) -> jax.Array:
+        """The keys of all devices in the order of the sequence, or the other way. Without limits any order does."""
+        if self.chunks == 1:
+            return x
+        assert self.form.shards is not None
+        chunks = order(2 * self.form.shards.devices, self.form.shards.devices, "zigzag")
+        y = x.reshape(x.shape[0], len(chunks), -1, *x.shape[2:])
+        return jnp.take(y, np.argsort(chunks) if inverse else chunks, axis=1).reshape(x.shape)
+
+    def returned(self, gradient: jax.Array) -> jax.Array:
+        """The device's part of a gradient by all keys, of which each device has one."""
+        gradient = self._placed(gradient, inverse=False)
+        return jax.lax.psum_scatter(gradient, self.axes, scatter_dimension=1, tiled=True)
+
+    def chunk(self, x: jax.Array, axis: int, index: int) -> jax.Array:
+        """One of the chunks of neighbouring tokens along this axis."""
+        size = x.shape[axis] // self.chunks
+        return jax.lax.slice_in_dim(x, index * size, (index + 1) * size, axis=axis)
+
+    def joined(self, chunks: Sequence[jax.Array], axis: int) -> jax.Array:
+        """All tokens of the device."""
+        return chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks, axis)
+
+    def call(self, index: int) -> tuple[Form, list[jax.Array]]:
+        """The form of a call for the queries of one chunk, and its operands."""
+        form, named = self.form.whole, self.named
+        assert self.form.shards is not None
+        extras = {extra: named[extra.value] for extra in form.extras}
+        if Extra.QUERY_SEGMENTS in extras:
+            extras[Extra.QUERY_SEGMENTS] = self.chunk(extras[Extra.QUERY_SEGMENTS], 1, index)
+        query = self.chunk(named["query"], 1, index)
+        if form.left is not None or form.right is not None:
+            rank = jax.lax.axis_index(self.axes).astype(jnp.int32)
+            place = rank if index == 0 else 2 * self.form.shards.devices - 1 - rank
+            extras[Extra.OFFSET] = (place * query.shape[1])[None]
+        names = [extra for extra in Extra if extra in extras]
+        operands = [query, named["key"], named["value"], *(extras[extra] for extra in names)]
+        return dataclasses.replace(form, extras=tuple(names)), operands
+
+
+def forward(form: Form, axes: Axes, run: Callable[..., tuple[jax.Array, ...]]) -> Function:
+    """Attention on one device; see `jaxsoft._attention.ring.forward`."""
+
+    def function(*operands):
+        gathered = _Gathered.of(form, axes, operands)
+        found = []
+        for index in range(gathered.chunks):
+            of_chunk, given = gathered.call(index)
+            found.append(run(of_chunk, *given))
+        pairs = zip(zip(*found, strict=True), (1, 2, 2, 1), strict=False)
+        return tuple(gathered.joined(chunks, axis) for chunks, axis in pairs)
+
+    return function
+
+
+def pullback(form: Form, moving: Sequence[str], axes: Axes, run: Callable[..., tuple[jax.Array, ...]]) -> Function:
+    """The gradients on one device; see `jaxsoft._attention.ring.pullback`."""
+    of_keys = [name for name in _KEYS if name in moving]
+
+    def function(*operands):
+        *given, output, lse, rest, delta, cotangent = operands
+        gathered = _Gathered.of(form, axes, given)
+        of_query, sums = [], {}
+        for index in range(gathered.chunks):
+            of_chunk, base = gathered.call(index)
+            pairs = (output, 1), (lse, 2), (rest, 2), (delta, 2), (cotangent, 1)
+            results = (gathered.chunk(x, axis, index) for x, axis in pairs)
+            found = dict(zip(moving, run(of_chunk, tuple(sums), *base, *results, *sums.values()), strict=True))
+            of_query += [found["query"]] if "query" in moving else []
+            sums = {name: found[name] for name in of_keys}
+        sums = {name: gathered.returned(x) for name, x in sums.items()}
+        if "query" in moving:
+            sums["query"] = gathered.joined(of_query, 1)
+        dtypes = {name: x.dtype for name, x in zip(form.names, given, strict=True)}
+        return tuple(sums[name].astype(dtypes[name]) for name in moving)
+
+    return function

@@ -1,0 +1,173 @@
+"""Which tokens of a sequence each device has, and how a sequence gets into such an order and back.
+
+Under a causal rule the last tokens attend to the most keys. Of a sequence that is cut into as many parts as there are
+devices ("contiguous"), the last device would do most of the work. The other layouts give each device as much: every
+so-many-th token ("striped"), or one part from the front and one from the back of twice as many ("zigzag").
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxsoft._attention.form import Shards
+
+LAYOUTS = ("contiguous", "striped", "zigzag")
+
+type Function = Callable[..., tuple[jax.Array, ...]]
+
+
+def order(length: int, devices: int, layout: str) -> np.ndarray:
+    """The number in the sequence of each token of a layout, the first device's tokens first."""
+    tokens = np.arange(length, dtype=np.int32)
+    match layout:
+        case "striped":
+            return tokens.reshape(-1, devices).T.reshape(-1)
+        case "zigzag":
+            chunks = tokens.reshape(2 * devices, -1)
+            return np.stack([chunks[:devices], chunks[: devices - 1 : -1]], axis=1).reshape(-1)
+        case _:
+            return tokens
+
+
+def in_order(shards: Shards, operands: Sequence[str], results: Sequence[str], function: Function) -> Function:
+    """A function of sequences in their order as one of sequences in a layout.
+
+    Args:
+      shards: which layout.
+      operands, results: the dimensions of each, by letters (see `jaxsoft._attention.operation`).
+      function: what is computed.
+    """
+    if shards.layout == "contiguous":
+        return function
+
+    def taken(x: jax.Array, dims: str, inverse: bool) -> jax.Array:
+        for axis, letter in enumerate(dims):
+            if letter in "ts":
+                places = order(x.shape[axis], shards.devices, shards.layout)
+                x = jnp.take(x, np.argsort(places) if inverse else places, axis=axis)
+        return x
+
+    def call(*given: jax.Array) -> tuple[jax.Array, ...]:
+        found = function(*(taken(x, dims, inverse=True) for x, dims in zip(given, operands, strict=True)))
+        return tuple(taken(y, dims, inverse=False) for y, dims in zip(found, results, strict=True))
+
+    return call
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Some queries of a device and some keys of a block, with what limits by position are between them.
+
+    Attributes:
+      queries, keys: which chunk of the queries and of the block's keys these are, of as many as the layout has.
+      left, right: how many keys before and after its own position a query attends to; None for all.
+      offset: the position of the first query, where that of the first key is 0.
+      query_begins, key_lengths: queries before the one, and keys from the other on do not count; None for all.
+    """
+
+    queries: int = 0
+    keys: int = 0
+    left: int | None = None
+    right: int | None = None
+    offset: jax.Array | int = 0
+    query_begins: jax.Array | None = None
+    key_lengths: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """The work of a device with the block of keys of the device so many places before it.
+
+    Attributes:
+      shift: how many places before.
+      pieces: what is computed.
+    """
+
+    shift: int
+    pieces: tuple[Piece, ...]
+
+
+def steps(
+    shards: Shards, left: int | None, right: int | None, length: int, rank: jax.Array, at_once: bool
+) -> tuple[int, list[Step]]:
+    """Into how many chunks the tokens of a device are cut, and the steps in which it attends to all keys that count.
+
+    The first step is with its own keys. Steps in which no device has a key that counts are left out.
+
+    Args:
+      shards: which layout.
+      left, right: the limits of the call.
+      length: how many tokens a device has.
+      rank: which device this is.
+      at_once: whether a piece may say which queries and keys count.
+    """
+    devices, layout = shards.devices, shards.layout
+    limited = left is not None or right is not None
+    causal = right == 0 and left is None
+    if layout == "zigzag" and limited and not (causal and at_once):
+        return 2, _of_zigzag(devices, left, right, length // 2, rank)
+    found = []
+    for shift in range(devices):
+        wraps = rank < shift  # then the keys are those of a later device
+        if not limited:
+            piece = Piece()
+        elif shift == 0 and layout != "striped":
+            piece = Piece(left=left, right=right)
+        elif layout == "contiguous":
+            if not _reaches(left, (shift - 1) * length + 1) and not _reaches(right, (devices - shift - 1) * length + 1):
+                continue
+            piece = Piece(left=left, right=right, offset=_either(wraps, (shift - devices) * length, shift * length))
+        elif layout == "zigzag":
+            # The first chunk of an earlier device is before both chunks, and the second after both. Both chunks of a
+            # later device are between these two.
+            chunk = length // 2
+            piece = Piece(query_begins=_either(wraps, chunk, 0), key_lengths=_either(wraps, length, chunk))
+        else:
+            # Key b of the block has the position b * devices + rank - shift, and `devices` more if the block wraps.
+            before = None if left is None else (left - shift) // devices
+            after = None if right is None else (right + shift) // devices
+            ahead = 0 if before is None or before >= 0 else -before
+            if after is not None and after < ahead:
+                continue
+            before = before if before is None else before + ahead
+            after = after if after is None else after - ahead
+            offset = _either(wraps, ahead - 1, ahead) if shift else ahead
+            piece = Piece(left=before, right=after, offset=offset)
+        found.append(Step(shift, (piece,)))
+    return 1, found
+
+
+def _of_zigzag(devices: int, left: int | None, right: int | None, chunk: int, rank: jax.Array) -> list[Step]:
+    """The steps of a zigzag layout, a piece for each two chunks of which the second may be in reach of the first."""
+    found = []
+    for shift in range(devices):
+        other = (rank - shift) % devices
+        mine, theirs = (rank, 2 * devices - 1 - rank), (other, 2 * devices - 1 - other)
+        pieces = []
+        for queries in range(2):
+            for keys in range(2):
+                if queries < keys and right == 0:
+                    continue
+                if shift == 0 and queries == keys:
+                    offset: jax.Array | int = 0
+                else:
+                    offset = _numbers((mine[queries] - theirs[keys]) * chunk)
+                pieces.append(Piece(queries, keys, left, right, offset))
+        found.append(Step(shift, tuple(pieces)))
+    return found
+
+
+def _reaches(limit: int | None, distance: int) -> bool:
+    return limit is None or limit >= distance
+
+
+def _either(condition: jax.Array, yes: int, no: int) -> jax.Array:
+    return _numbers(jnp.where(condition, yes, no))
+
+
+def _numbers(x: jax.Array) -> jax.Array:
+    """A number as an operand of attention has it, the same for all sequences."""
+    return x.astype(jnp.int32)[None]
