@@ -46,7 +46,10 @@ def _reference(operation: Operation, platform: str, operands: Operands) -> xla.F
 
 KERNELS = {
     "ffi": Kernels(
-        lambda operation, platform, operands: ffi.find(operation, operands), ffi.unsupported, ffi.unavailable
+        lambda operation, platform, operands: ffi.find(operation, operands),
+        ffi.unsupported,
+        ffi.unavailable,
+        ffi.continues,
     ),
     "pallas": Kernels(
         lambda operation, platform, operands: pallas_kernels.attention_kernels(operation, operands),

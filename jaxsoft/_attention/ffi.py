@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsoft._attention.form import BASE, Extra, Form
+from jaxsoft._attention.form import BASE, STATE, Extra, Form
 from jaxsoft._attention.operation import Forward, Operation, Pullback
 from jaxsoft._attention.pages import contiguous, contiguous_form
 from jaxsoft._attention.xla import Function
@@ -67,7 +67,7 @@ _ALL = ("bias", "mask", "query_segments", "key_segments", *_SCALARS)
 FORWARD = Target(
     "attention_forward",
     "its kernel for attention of many queries",
-    ("query_segments", "key_segments", *_SCALARS),
+    ("query_segments", "key_segments", *_SCALARS, *(extra.value for extra in STATE)),
     more=("output_rest",),
 )
 DECODE = Target("attention_decode", "its kernel for attention of few queries", _ALL)
@@ -80,7 +80,7 @@ PAGED = Target(
 BACKWARD = Target(
     "attention_backward",
     "its kernel for gradients of attention",
-    _SCALARS,
+    (*_SCALARS, "query_sum", "key_sum", "value_sum"),
     after=("lse", "delta", "cotangent"),
     results=("query", "key", "value"),
     more=(),
@@ -112,7 +112,7 @@ def _is_hopper() -> bool:
 def unsupported(operation: Operation, operands: Operands) -> str | None:
     """None, or why the kernels cannot serve an operation with such operands."""
     form = operation.form
-    if not all(isinstance(length, int) for operand in operands for length in operand.shape):
+    if not _are_known(operands):
         return "its kernels for attention are called with shapes that are known"
     if _is_gathered(operation, operands):
         reason = unsupported(*_gathered(operation, operands))
@@ -128,6 +128,11 @@ def unsupported(operation: Operation, operands: Operands) -> str | None:
     if isinstance(operation, Pullback) and "bias" in operation.moving:
         return f"{target.what} gives none of a bias"
     return None
+
+
+def _are_known(operands: Operands) -> bool:
+    """Whether the shapes are known when a call is compiled."""
+    return all(isinstance(length, int) for operand in operands for length in operand.shape)
 
 
 def _of_arrays(form: Form, operands: Operands) -> str | None:
@@ -214,10 +219,14 @@ def _gathered(operation: Operation, operands: Operands) -> tuple[Operation, Oper
     return flat, [jax.core.ShapedArray(x.shape, x.dtype) for x in found]
 
 
+def continues(operation: Operation, operands: Operands) -> bool:
+    """Whether a kernel takes what came before, where it serves an operation."""
+    return not _are_known(operands) or _target(operation, operands) in (FORWARD, BACKWARD)
+
+
 def leads(operation: Operation, operands: Operands) -> bool:
     """Whether a forward operation has so few queries, or keys in pages, that a kernel here is the fastest."""
-    known = all(isinstance(length, int) for operand in operands[:2] for length in operand.shape)
-    return known and (operation.form.paged or _are_few(operands))
+    return _are_known(operands[:2]) and (operation.form.paged or _are_few(operands))
 
 
 def find(operation: Operation, operands: Operands) -> Function:
@@ -226,7 +235,8 @@ def find(operation: Operation, operands: Operands) -> Function:
         flat = find(*_gathered(operation, operands))
         return lambda *operands: flat(*contiguous(operation.form, operands))
     form, target = operation.form, _target(operation, operands)
-    extras = tuple(extra.value for extra in form.extras if extra.value in target.extras)
+    added_to = tuple(f"{name}_sum" for name in operation.sums) if isinstance(operation, Pullback) else ()
+    extras = (*(extra.value for extra in form.extras if extra.value in target.extras), *added_to)
     asked = [(Extra.BIAS in form.extras, "rest"), (form.rounded, "output_rest")]
     more = [name for wanted, name in asked if wanted and name in target.more]
     workspace = jax.ShapeDtypeStruct((_workspace(target, form, operands),), jnp.uint8)
@@ -240,9 +250,17 @@ def find(operation: Operation, operands: Operands) -> Function:
         "deterministic": np.bool_(form.deterministic),
     }
 
-    def call(given: Sequence[jax.Array], types: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    def call(
+        given: Sequence[jax.Array], types: dict[str, jax.ShapeDtypeStruct], replaced: dict[str, str]
+    ) -> dict[str, jax.Array]:
+        """The results by name. Some of them are `replaced`: extras of these names whose memory they take."""
         names = (*target.results, *more)
-        run = jax.ffi.ffi_call(f"jaxsoft_{target.name}", [*(types[name] for name in names), workspace])
+        places = {name: len(target.operands) + i for i, name in enumerate(extras)}
+        run = jax.ffi.ffi_call(
+            f"jaxsoft_{target.name}",
+            [*(types[name] for name in names), workspace],
+            input_output_aliases={places[extra]: names.index(name) for name, extra in replaced.items()},
+        )
         return dict(zip(names, run(*given, **attributes), strict=False))
 
     def forward(*operands: jax.Array) -> tuple[jax.Array, ...]:
@@ -256,15 +274,24 @@ def find(operation: Operation, operands: Operands) -> Function:
             "rest": numbers,
             "output_rest": jax.ShapeDtypeStruct(shape, query.dtype),
         }
-        found = call(given, types)
+        replaced = {"lse": Extra.STATE_LSE.value} if form.has_state else {}
+        if form.has_state and form.dtype == jnp.float32:
+            replaced["output"] = Extra.STATE_OUTPUT.value
+        found = call(given, types, replaced)
         rest = found["rest"] if "rest" in found else jnp.zeros_like(found["lse"])
         return found["output"], found["lse"], rest, *([found["output_rest"]] if form.rounded else [])
 
     def pullback(*operands: jax.Array) -> tuple[jax.Array, ...]:
         assert isinstance(operation, Pullback)
-        *given, _, lse, _, delta, cotangent = operands  # delta has what is needed of the output
-        like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in zip(form.names, given, strict=True)}
-        found = call([*given, lse, delta, cotangent], like)
+        count = len(form.names)
+        given, others = operands[:count], operands[count:]
+        _, lse, _, delta, cotangent, *sums = others  # delta has what is needed of the output
+        like = {
+            name: jax.ShapeDtypeStruct(x.shape, jnp.float32 if operation.wide else x.dtype)
+            for name, x in zip(form.names, given, strict=True)
+        }
+        replaced = {name: f"{name}_sum" for name in operation.sums}
+        found = call([*given, *sums, lse, delta, cotangent], like, replaced)
         return tuple(found[name] for name in operation.moving)
 
     return pullback if target is BACKWARD else forward

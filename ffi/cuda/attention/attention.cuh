@@ -69,18 +69,31 @@ struct AttentionResults {
   float* rest = nullptr;        // (B, N, T): what lse lost when it was rounded; null where there is no bias
 };
 
-// Forward, for many queries. On Hopper only, without a bias and without a mask.
-cudaError_t run_attention_forward(const AttentionCall& call, const AttentionResults& results, cudaStream_t stream);
+// What attention over other keys gave, with which the results are combined; or null. It may be where the results are to
+// be: output where the results' is in f32, and lse.
+struct AttentionBefore {
+  const float* output = nullptr;  // (B, T, N, D)
+  const float* lse = nullptr;     // (B, N, T): where it is -inf, output is not read
+};
 
-// The gradients by query, key and value, in their dtypes and shapes.
+// Forward, for many queries. On Hopper only, without a bias and without a mask.
+cudaError_t run_attention_forward(const AttentionCall& call, const AttentionBefore& before,
+                                  const AttentionResults& results, cudaStream_t stream);
+
+// The gradients by query, key and value, in their shapes.
 struct AttentionGradients {
   const float* lse = nullptr;       // (B, N, T)
   const float* delta = nullptr;     // (B, N, T): <output, cotangent>, less the cotangent of lse
   const void* cotangent = nullptr;  // (B, T, N, D), in the dtype of queries
   bool deterministic = true;        // whether the same operands must give the same bits
+  bool wide = false;                // whether they are in f32, and not in the dtype of queries
   void* query = nullptr;
   void* key = nullptr;
   void* value = nullptr;
+  // What those in f32 are added to, where it is not null. It may be where they are to be.
+  const float* query_sum = nullptr;
+  const float* key_sum = nullptr;
+  const float* value_sum = nullptr;
 };
 // On Hopper only, without a bias, a mask and segments. What it needs of the workspace is said in backward.cu.
 cudaError_t run_attention_backward(const AttentionCall& call, const AttentionGradients& gradients,

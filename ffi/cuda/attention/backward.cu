@@ -6,6 +6,8 @@
 // queries of the key head, one head after the other. So the gradients by keys and values stay in registers, and the
 // groups of heads are summed in a fixed order. The gradient by queries is a sum over blocks of keys, in f32 in the
 // workspace, which bulk copies from shared memory add to. A last kernel rounds it, and begins when most heads are done.
+// Gradients in f32 may be added to others, which are where the results are to be. The kernels for these are of their
+// own, as their code is.
 //
 // If the same operands must give the same bits, blocks of keys add to each tile in a fixed order, from the last to the
 // first. They take their work from a counter in this order, so a block waits only for work that has been taken before
@@ -39,7 +41,7 @@
 namespace jaxsoft::cuda {
 namespace {
 
-template <class T, int size, BackwardKind kind>
+template <class T, int size, BackwardKind kind, bool wide>
 __global__ void __launch_bounds__(BackwardCode::threads, 1)
     attention_backward(const __grid_constant__ BackwardCall call) {
   let_next_kernel_start();
@@ -61,13 +63,13 @@ __global__ void __launch_bounds__(BackwardCode::threads, 1)
       }
     } else {
       take_registers<BackwardCode::registers>();
-      multiply_tiles<T, size, kind>(call, shared, group);
+      multiply_tiles<T, size, kind, wide>(call, shared, group);
     }
   }
 }
 
 // The same for heads of more than 128, by pairs of blocks.
-template <class T, BackwardKind kind>
+template <class T, BackwardKind kind, bool wide>
 __global__ void __launch_bounds__(BackwardPair<T>::threads, 1)
     attention_backward_in_pairs(const __grid_constant__ BackwardCall call) {
   let_next_kernel_start();
@@ -97,8 +99,8 @@ __global__ void __launch_bounds__(BackwardPair<T>::threads, 1)
       multiply_scores<T, kind>(call, shared, rank);
     } else {
       take_registers<Pair::gradient_registers>();
-      if (group == 1) multiply_values(call, shared, rank);
-      else multiply_keys(call, shared, rank);
+      if (group == 1) multiply_values<wide>(call, shared, rank);
+      else multiply_keys<wide>(call, shared, rank);
     }
     synchronize_cluster();  // nor of one that has ended
   }
@@ -119,18 +121,19 @@ int heads_in_turn(const BackwardCall& call) {
   return std::clamp(static_cast<int>(std::min(by_waits, by_cache)), 1, call.batch * call.key_heads);
 }
 
-template <class T, int size, BackwardKind kind>
-cudaError_t launch(const BackwardCall& call, const AttentionGradients& gradients, cudaStream_t stream) {
+template <class T, int size, BackwardKind kind, bool wide>
+cudaError_t launch_typed(const BackwardCall& call, const AttentionGradients& gradients, cudaStream_t stream) {
   using Plan = BackwardPlan<size>;
   void (*kernel)(BackwardCall);
   int bytes, threads;
   if constexpr (Plan::blocks == 2) {
     static_assert(sizeof(BackwardPair<T>) <= 227 * 1024);
-    kernel = attention_backward_in_pairs<T, kind>, bytes = sizeof(BackwardPair<T>), threads = BackwardPair<T>::threads;
+    kernel = attention_backward_in_pairs<T, kind, wide>;
+    bytes = sizeof(BackwardPair<T>), threads = BackwardPair<T>::threads;
   } else {
     using Shared = BackwardShared<T, size>;
     static_assert(sizeof(Shared) <= 227 * 1024);
-    kernel = attention_backward<T, size, kind>, bytes = sizeof(Shared), threads = BackwardCode::threads;
+    kernel = attention_backward<T, size, kind, wide>, bytes = sizeof(Shared), threads = BackwardCode::threads;
   }
   static Devices<> prepared;
   if (auto e = prepared.once(
@@ -151,7 +154,20 @@ cudaError_t launch(const BackwardCall& call, const AttentionGradients& gradients
   config.gridDim = at_once * Plan::blocks, config.blockDim = threads, config.dynamicSmemBytes = bytes;
   if (auto e = cudaLaunchKernelEx(&config, kernel, ordered)) return e;
   config.numAttrs = 1, config.gridDim = heads * call.query_tiles, config.blockDim = 256, config.dynamicSmemBytes = 0;
-  return cudaLaunchKernelEx(&config, round_sums<T, size>, call);
+  return cudaLaunchKernelEx(&config, wide ? store_sums<T, size> : round_sums<T, size>, call);
+}
+
+template <class T, int size, BackwardKind kind>
+cudaError_t launch(const BackwardCall& call, const AttentionGradients& gradients, cudaStream_t stream) {
+  if (gradients.wide) return launch_typed<T, size, kind, true>(call, gradients, stream);
+  return launch_typed<T, size, kind, false>(call, gradients, stream);
+}
+
+// Puts what a gradient is added to, if anything, where the gradient is to be.
+cudaError_t put(void* gradient, const float* sum, int64_t count, cudaStream_t stream, bool* adds) {
+  *adds = sum;
+  if (!sum || sum == gradient) return cudaSuccess;
+  return cudaMemcpyAsync(gradient, sum, count * sizeof(float), cudaMemcpyDeviceToDevice, stream);
 }
 
 // Describes the arrays of a call, divides its workspace, and clears what must be 0 in it. The workspace has
@@ -253,6 +269,13 @@ cudaError_t run_attention_backward(const AttentionCall& given, const AttentionGr
   call.query_begins = given.query_begins, call.query_lengths = given.query_lengths;
   call.key_lengths = given.key_lengths, call.offset = given.offset;
   call.query_gradient = gradients.query, call.key_gradient = gradients.key, call.value_gradient = gradients.value;
+  if (!gradients.wide && (gradients.query_sum || gradients.key_sum || gradients.value_sum))
+    return cudaErrorInvalidValue;
+  const int64_t size = given.size, of_query = int64_t(given.batch) * given.queries * given.heads * size;
+  const int64_t of_key = int64_t(given.batch) * given.keys * given.key_heads * size;
+  if (auto e = put(gradients.query, gradients.query_sum, of_query, stream, &call.adds_query)) return e;
+  if (auto e = put(gradients.key, gradients.key_sum, of_key, stream, &call.adds_key)) return e;
+  if (auto e = put(gradients.value, gradients.value_sum, of_key, stream, &call.adds_value)) return e;
   return given.type == AttentionType::f16 ? run_typed<__half>(call, given, gradients, stream)
                                           : run_typed<__nv_bfloat16>(call, given, gradients, stream);
 }

@@ -96,7 +96,8 @@ class Call {
 
   // Checks an array and keeps it. The first array that has a dimension says how long that is.
   std::string take(Name name, const Buffer& buffer, Buffers* buffers) {
-    const Record& is = record(name);
+    Record is = record(name);
+    if (buffers == &results_ && operand(name).data) is.type = Type::wide_or_query;  // a gradient
     const std::string_view dims = is.dims;
     if (!fits(is.type, buffer.dtype) || buffer.dims.size() != dims.size()) return must(is, buffer);
     for (size_t i = 0; i < dims.size(); i++) {
@@ -107,7 +108,8 @@ class Call {
     }
     for (size_t i = 0; i < dims.size(); i++)
       if (int64_t& size = sizes_[dims[i] - 'A']; size == kUnknown) size = buffer.dims[i];
-    const bool copied = is.type == Type::query || is.type == Type::wide_or_query || is.type == Type::page;
+    const bool copied = is.type == Type::query || is.type == Type::wide_or_query || is.type == Type::page ||
+                        (is.type == Type::number && dims.size() == 4);
     if ((copied || is.type == Type::byte) && reinterpret_cast<uintptr_t>(buffer.data) % kAlignment)
       return std::string(is.text) + " must begin at a multiple of " + std::to_string(kAlignment) + " bytes";
     if (name == Name::page_table) sizes_['S' - 'A'] = sizes_['C' - 'A'] * sizes_['G' - 'A'];
@@ -197,6 +199,8 @@ class Call {
     }
     if (!operand(Name::query_segments).data != !operand(Name::key_segments).data)
       return "query_segments and key_segments must be given together";
+    if (!operand(Name::state_output).data != !operand(Name::state_lse).data)
+      return "state_output and state_lse must be given together";
     return "";
   }
 
@@ -217,6 +221,18 @@ class Call {
     if (result(Name::output_rest).data && result(Name::output).dtype != operand(Name::query).dtype)
       return "there is an output_rest only where output has the dtype of query: got " +
              describe(result(Name::output));
+    return check_gradients();
+  }
+
+  std::string check_gradients() const {
+    const auto dtype = result(Name::query).dtype;
+    for (const Name name : {Name::key, Name::value})
+      if (result(name).dtype != dtype)
+        return "gradients must have one dtype: got " + describe(result(Name::query)) + " and " + describe(result(name));
+    for (const Name name : {Name::query_sum, Name::key_sum, Name::value_sum})
+      if (operand(name).data && dtype != ffi::F32)
+        return std::string("there is a ") + record(name).text + " only where gradients are in F32: got " +
+               describe(result(Name::query));
     return "";
   }
 

@@ -82,7 +82,10 @@ AttentionResults attention_results(const Call& given) {
 }
 
 cudaError_t forward(const Call& given, const attention::Form& form, cudaStream_t stream) {
-  return run_attention_forward(attention_call(given, form), attention_results(given), stream);
+  AttentionBefore before;
+  before.output = static_cast<const float*>(given.operand(Name::state_output).data);
+  before.lse = static_cast<const float*>(given.operand(Name::state_lse).data);
+  return run_attention_forward(attention_call(given, form), before, attention_results(given), stream);
 }
 
 cudaError_t decode(const Call& given, const attention::Form& form, cudaStream_t stream) {
@@ -110,6 +113,10 @@ cudaError_t backward(const Call& given, const attention::Form& form, cudaStream_
   gradients.query = given.result(Name::query).data;
   gradients.key = given.result(Name::key).data;
   gradients.value = given.result(Name::value).data;
+  gradients.wide = given.result(Name::query).dtype == ffi::F32;
+  gradients.query_sum = static_cast<const float*>(given.operand(Name::query_sum).data);
+  gradients.key_sum = static_cast<const float*>(given.operand(Name::key_sum).data);
+  gradients.value_sum = static_cast<const float*>(given.operand(Name::value_sum).data);
   return run_attention_backward(attention_call(given, form), gradients, stream);
 }
 

@@ -15,14 +15,15 @@ namespace jaxsoft::attention {
 enum class Name {
   query, key, value, key_pages, value_pages, page_table,
   bias, mask, query_segments, key_segments, query_begins, query_lengths, key_lengths, offset, sinks,
-  key_scale, value_scale, lse, delta, cotangent, output, rest, output_rest, workspace,
+  key_scale, value_scale, state_output, state_lse, query_sum, key_sum, value_sum,
+  lse, delta, cotangent, output, rest, output_rest, workspace,
 };
 inline constexpr int kNames = static_cast<int>(Name::workspace) + 1;
 
 // The dtypes that an array may have. That of the query is F16 or BF16.
 enum class Type { query, wide_or_query, page, score, number, integer, flag, byte };
 
-// What an array is like. `once` has the letters of the dimensions that may have length 1 where others are longer.
+// What an array is like. A gradient has the type wide_or_query. `once` has the letters of the dimensions that may have length 1 where others are longer.
 struct Record {
   Name name;
   const char* text;
@@ -50,6 +51,11 @@ inline constexpr Record kRecords[kNames] = {
     {Name::sinks, "sinks", Type::number, "BN", "BN"},
     {Name::key_scale, "key_scale", Type::number, "K"},
     {Name::value_scale, "value_scale", Type::number, "K"},
+    {Name::state_output, "state_output", Type::number, "BTND"},
+    {Name::state_lse, "state_lse", Type::number, "BNT"},
+    {Name::query_sum, "query_sum", Type::number, "BTNH"},
+    {Name::key_sum, "key_sum", Type::number, "BSKH"},
+    {Name::value_sum, "value_sum", Type::number, "BSKD"},
     {Name::lse, "lse", Type::number, "BNT"},
     {Name::delta, "delta", Type::number, "BNT"},
     {Name::cotangent, "cotangent", Type::query, "BTND"},
@@ -82,9 +88,10 @@ inline constexpr Set<Name> kOfPages = {Name::bias,         Name::mask,          
                                        Name::offset,       Name::sinks,         Name::key_scale,
                                        Name::value_scale};
 inline constexpr Set<Name> kOfMany = {Name::query_segments, Name::key_segments, Name::query_begins, Name::query_lengths,
-                                      Name::key_lengths,    Name::offset,       Name::sinks};
+                                      Name::key_lengths,    Name::offset,       Name::sinks,        Name::state_output,
+                                      Name::state_lse};
 inline constexpr Set<Name> kOfGradients = {Name::query_begins, Name::query_lengths, Name::key_lengths, Name::offset,
-                                           Name::sinks};
+                                           Name::sinks,        Name::query_sum,     Name::key_sum,     Name::value_sum};
 
 inline constexpr Target kForward = {"attention_forward",
                                     {Name::query, Name::key, Name::value},

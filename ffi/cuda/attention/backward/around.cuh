@@ -1,5 +1,5 @@
 // What comes before and after the backward kernel: numbers of queries in tiles, and the rounding of the sums that are
-// the gradient by queries.
+// the gradient by queries, or what becomes of them in f32.
 #pragma once
 
 #include "copy.cuh"
@@ -69,6 +69,55 @@ __global__ void __launch_bounds__(256) round_sums(const __grid_constant__ Backwa
     T* to = static_cast<T*>(call.query_gradient) +
             ((int64_t(batch) * call.queries + at) * call.heads + head % call.heads) * call.size + first;
     *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(tile + of_tile * row + first);
+  }
+  if (blockIdx.x == gridDim.x - 1) wait_for_last_kernel();  // what comes next also reads that kernel's results
+}
+
+// The same for a gradient in f32, which may be added to what is there. Its tile lies in shared memory part by part.
+template <class T, int size>
+__global__ void __launch_bounds__(256) store_sums(const __grid_constant__ BackwardCall call) {
+  using Plan = BackwardPlan<size>;
+  using Shared = BackwardShared<T, size>;
+  constexpr int queries = Plan::queries, sum_queries = Shared::sum_queries, parts = Shared::parts;
+  constexpr int columns = size / parts, row = columns + 4;
+  __shared__ __align__(16) float tile[queries * row];
+  const int64_t place = blockIdx.x;
+  const int head = static_cast<int>(place / call.query_tiles), index = static_cast<int>(place % call.query_tiles);
+  const int batch = head / call.heads;
+  wait_for_sums<size>(call, batch, head % call.heads / call.group);
+  const AttentionLimits limits(call, batch);
+  const bool any = limits.keys > 0 && max(index * queries, limits.first_query(0)) <
+                                             min(index * queries + queries, limits.last_query(limits.keys));
+  const int group = threadIdx.x / kWarpGroup, thread = threadIdx.x % kWarpGroup;
+  const float* sums = call.sums + place * Shared::tile + group * (parts * Shared::sum);
+#pragma unroll
+  for (int part = 0; part < parts; part++) {
+    if (!any && call.adds_query) break;
+    constexpr bool by_queries = Plan::blocks > 1;
+    constexpr int along = by_queries ? 1 : row, across = by_queries ? row : 1;  // steps of columns and of rows
+    float* const begin = tile + row_of_thread() * across + column_of_thread() * along +
+                         (Shared::boxes > 1 ? group * 64 : group * sum_queries * row);
+    if (part > 0) __syncthreads();
+#pragma unroll
+    for (int i = 0; i < sum_queries / 2; i += 4) {
+      const float4 four =
+          any ? *reinterpret_cast<const float4*>(sums + part * Shared::sum + i * kWarpGroup + thread * 4) : float4{};
+      float* const to = begin + i * 2 * along;
+      to[0] = four.x * call.scale, to[along] = four.y * call.scale;
+      to[8 * across] = four.z * call.scale, to[along + 8 * across] = four.w * call.scale;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < queries * columns / 4; i += blockDim.x) {
+      const int of_tile = i / (columns / 4), column = i % (columns / 4) * 4, at = index * queries + of_tile;
+      const int first = (column / 64 * parts + part) * 64 + column % 64;
+      if (at >= call.queries || first >= call.size) continue;
+      auto* to = reinterpret_cast<float4*>(
+          static_cast<float*>(call.query_gradient) +
+          ((int64_t(batch) * call.queries + at) * call.heads + head % call.heads) * call.size + first);
+      const float4 own = *reinterpret_cast<const float4*>(tile + of_tile * row + column);
+      const float4 before = call.adds_query ? *to : float4{};
+      *to = make_float4(before.x + own.x, before.y + own.y, before.z + own.z, before.w + own.w);
+    }
   }
   if (blockIdx.x == gridDim.x - 1) wait_for_last_kernel();  // what comes next also reads that kernel's results
 }

@@ -23,6 +23,13 @@ __device__ void store_of_thread(float* to, const float (&numbers)[count]) {
         make_float4(numbers[i], numbers[i + 1], numbers[i + 2], numbers[i + 3]);
 }
 
+// Adds to four numbers in device memory, which begin at a multiple of 16 bytes.
+__device__ inline void add_four(float* to, const float (&four)[4]) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(four[0]), "f"(four[1]),
+               "f"(four[2]), "f"(four[3])
+               : "memory");
+}
+
 // Writes a gradient by 64 keys or values, times a factor: `columns` of them, from the column `from`.
 template <class T, int columns>
 __device__ void write_gradient(void* gradient, const BackwardCall& call, int batch, int head, int key,
@@ -48,7 +55,38 @@ __device__ void write_gradient(void* gradient, const BackwardCall& call, int bat
   }
 }
 
-template <class T, int size, BackwardKind kind>
+// The same in f32. If it `adds`, what is there becomes the sum of both. Each number is added to once, so the bits do not
+// depend on what comes first.
+template <int columns>
+__device__ void write_wide_gradient(void* gradient, bool adds, const BackwardCall& call, int batch, int head, int key,
+                                    const float (&sums)[columns / 2], float factor, int from = 0) {
+  float* const begin = static_cast<float*>(gradient) + (int64_t(batch) * call.keys * call.key_heads + head) * call.size;
+  const bool odd = threadIdx.x & 1;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int row = key + row_of_thread() + 8 * half;
+#pragma unroll
+    for (int column = 0; column < columns; column += 16) {
+      // Two threads side by side have a pair of columns each of both blocks of 8. The first gets those of the first
+      // block, and the other those of the second.
+      float own[2], got[2];
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const float low = sums[column / 2 + 2 * half + i] * factor, high = sums[column / 2 + 4 + 2 * half + i] * factor;
+        own[i] = odd ? high : low;
+        got[i] = __shfl_xor_sync(0xffffffffu, odd ? low : high, 1);
+      }
+      const int first = from + column + (odd ? 8 : 0) + threadIdx.x % 4 / 2 * 4;
+      if (row >= call.keys || first >= call.size) continue;
+      const float four[4] = {odd ? got[0] : own[0], odd ? got[1] : own[1], odd ? own[0] : got[0], odd ? own[1] : got[1]};
+      float* const to = begin + int64_t(row) * call.key_heads * call.size + first;
+      if (adds) add_four(to, four);
+      else *reinterpret_cast<float4*>(to) = make_float4(four[0], four[1], four[2], four[3]);
+    }
+  }
+}
+
+template <class T, int size, BackwardKind kind, bool wide>
 __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size>& shared, int group) {
   using Plan = BackwardPlan<size>;
   using Shared = BackwardShared<T, size>;
@@ -219,8 +257,17 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size>
       }
       shared.key_empty.arrive_as_warp();
     }
-    write_gradient<T, size>(call.key_gradient, call, work.batch, work.key_head, first_key, of_keys, call.scale);
-    write_gradient<T, size>(call.value_gradient, call, work.batch, work.key_head, first_key, of_values, 1.f);
+    if constexpr (wide) {
+      if (steps > 0 || !call.adds_key)
+        write_wide_gradient<size>(call.key_gradient, call.adds_key, call, work.batch, work.key_head, first_key, of_keys,
+                                  call.scale);
+      if (steps > 0 || !call.adds_value)
+        write_wide_gradient<size>(call.value_gradient, call.adds_value, call, work.batch, work.key_head, first_key,
+                                  of_values, 1.f);
+    } else {
+      write_gradient<T, size>(call.key_gradient, call, work.batch, work.key_head, first_key, of_keys, call.scale);
+      write_gradient<T, size>(call.value_gradient, call, work.batch, work.key_head, first_key, of_values, 1.f);
+    }
   });
 }
 

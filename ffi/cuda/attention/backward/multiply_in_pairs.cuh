@@ -151,8 +151,11 @@ struct PairGradient {
   SlotPlace<left_slots> of_left = {};
   SlotPlace<right_slots> of_right = {};
 
+  // In f32 if it is `wide`, where it is added to what is there if it `adds`.
+  template <bool wide>
   __device__ void sum(const BackwardCall& call, const BackwardWork<Pair::size>& work, unsigned rank, void* gradient,
-                      float factor) {
+                      float factor, bool adds) {
+    if (wide && adds && work.tiles.length() == 0) return;
     float sums[2][Pair::half / 2] = {};
     for (int i = work.tiles.length() * call.group; i > 0; i--) {
       right_full[of_right.slot].wait(of_right.parity);
@@ -176,30 +179,35 @@ struct PairGradient {
     }
     const int first_key = work.block * Pair::Plan::keys + rank * Pair::keys;
 #pragma unroll
-    for (int of = 0; of < 2; of++)
-      write_gradient<T, Pair::half>(gradient, call, work.batch, work.key_head, first_key, sums[of], factor,
-                                    of * Pair::half);
+    for (int of = 0; of < 2; of++) {
+      if constexpr (wide)
+        write_wide_gradient<Pair::half>(gradient, adds, call, work.batch, work.key_head, first_key, sums[of], factor,
+                                        of * Pair::half);
+      else
+        write_gradient<T, Pair::half>(gradient, call, work.batch, work.key_head, first_key, sums[of], factor,
+                                      of * Pair::half);
+    }
   }
 };
 
-template <class T>
+template <bool wide, class T>
 __device__ void multiply_values(const BackwardCall& call, BackwardPair<T>& shared, unsigned rank) {
   using Pair = BackwardPair<T>;
   PairGradient<T, 1, Pair::Plan::cotangent_slots> gradient{
       shared.weights,   shared.weights_full,   shared.weights_empty,
       shared.cotangent, shared.cotangent_full, shared.cotangent_empty};
   for_pieces<true>(call, shared, [&](const BackwardWork<Pair::size>& work) {
-    gradient.sum(call, work, rank, call.value_gradient, 1.f);
+    gradient.template sum<wide>(call, work, rank, call.value_gradient, 1.f, call.adds_value);
   });
 }
 
-template <class T>
+template <bool wide, class T>
 __device__ void multiply_keys(const BackwardCall& call, BackwardPair<T>& shared, unsigned rank) {
   using Pair = BackwardPair<T>;
   PairGradient<T, Pair::slope_slots, Pair::Plan::query_slots> gradient{
       shared.slopes, shared.slopes_full, shared.slopes_empty, shared.query, shared.query_full, shared.query_empty};
   for_pieces<true>(call, shared, [&](const BackwardWork<Pair::size>& work) {
-    gradient.sum(call, work, rank, call.key_gradient, call.scale);
+    gradient.template sum<wide>(call, work, rank, call.key_gradient, call.scale, call.adds_key);
   });
 }
 

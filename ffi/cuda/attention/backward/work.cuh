@@ -38,6 +38,7 @@ struct BackwardCall {
   unsigned* cleared;   // (B * K): how many parts of the sums have been cleared, of as many as there are blocks of keys
   int cleared_ahead;   // how many key heads lie between a block of keys and the sums that it clears, in any order
   void *query_gradient, *key_gradient, *value_gradient;
+  bool adds_query, adds_key, adds_value;  // whether those in f32 are added to what is there
 };
 
 // Some tiles of queries, one after the other.

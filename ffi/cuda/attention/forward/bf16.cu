@@ -4,9 +4,9 @@
 
 namespace jaxsoft::cuda {
 
-cudaError_t run_attention_forward_bf16(const AttentionCall& call, const AttentionResults& results,
-                                        cudaStream_t stream) {
-  return launch_forward_of_type<__nv_bfloat16>(call, results, stream);
+cudaError_t run_attention_forward_bf16(const AttentionCall& call, const AttentionBefore& before,
+                                       const AttentionResults& results, cudaStream_t stream) {
+  return launch_forward_of_type<__nv_bfloat16>(call, before, results, stream);
 }
 
 }  // namespace jaxsoft::cuda

@@ -4,9 +4,9 @@
 
 namespace jaxsoft::cuda {
 
-cudaError_t run_attention_forward_f16(const AttentionCall& call, const AttentionResults& results,
-                                       cudaStream_t stream) {
-  return launch_forward_of_type<__half>(call, results, stream);
+cudaError_t run_attention_forward_f16(const AttentionCall& call, const AttentionBefore& before,
+                                      const AttentionResults& results, cudaStream_t stream) {
+  return launch_forward_of_type<__half>(call, before, results, stream);
 }
 
 }  // namespace jaxsoft::cuda

@@ -202,7 +202,10 @@ __device__ void compute_items(const ForwardArguments& args, ForwardMemory<Plan>&
   RowsResult ended;      // of the item whose last product is not yet started
   unsigned before = 0;   // the tile of that product
   bool pending = false;  // whether there is one
-  auto write = [&] { write_results<T, Plan>(args, ended, held.output); };
+  auto write = [&] {
+    if constexpr (Plan::continues) write_continued_results<T, Plan>(args, ended, held.output);
+    else write_results<T, Plan>(args, ended, held.output);
+  };
   auto finish = [&] {
     if (!pending) return;
     held.finish(before), write();
@@ -236,6 +239,7 @@ __device__ void compute_items(const ForwardArguments& args, ForwardMemory<Plan>&
     if (tiles.begin < tiles.end) memory.queries_there[group].wait(items_with_queries++ % 2);
     Scores scores(args, item, limits, query);
     if (own.begin < own.end) {
+      if constexpr (Plan::continues) prefetch_before(args, item, first_query);
       held.take(scores, own, step, before, pending, write);
       step += own.end - own.begin;
       before = step - 1, pending = true;

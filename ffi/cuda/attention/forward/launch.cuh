@@ -12,13 +12,13 @@ namespace jaxsoft::cuda {
 constexpr int64_t kBytesTogether = 24 << 20;
 
 template <class T, class Plan, ForwardKind kind>
-cudaError_t launch_forward(const AttentionCall& call, const AttentionResults& results, const Device& device,
-                           cudaStream_t stream) {
+cudaError_t launch_forward_by_plan(const AttentionCall& call, const AttentionBefore& before,
+                                   const AttentionResults& results, const Device& device, cudaStream_t stream) {
   constexpr int bytes = sizeof(ForwardMemory<Plan>);
   static_assert(bytes <= 227 * 1024);
   const auto type = std::is_same<T, __half>::value ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   ForwardArguments args{};
-  args.call = call, args.results = results;
+  args.call = call, args.results = results, args.before = before;
   if (auto e = describe(&args.query, {call.query, type, call.batch, call.queries, call.heads, call.size},
                         Plan::group_queries))
     return e;
@@ -52,27 +52,35 @@ cudaError_t launch_forward(const AttentionCall& call, const AttentionResults& re
   return cudaGetLastError();
 }
 
+template <class T, int size, ForwardKind kind>
+cudaError_t launch_forward(const AttentionCall& call, const AttentionBefore& before, const AttentionResults& results,
+                           const Device& device, cudaStream_t stream) {
+  using Plan = ForwardPlan<size, kind>;
+  if (before.lse) return launch_forward_by_plan<T, ContinuedPlan<Plan>, kind>(call, before, results, device, stream);
+  return launch_forward_by_plan<T, Plan, kind>(call, before, results, device, stream);
+}
+
 template <class T, int size>
-cudaError_t launch_forward_of_size(const AttentionCall& call, const AttentionResults& results, const Device& device,
-                                   cudaStream_t stream) {
-  constexpr auto plain = ForwardKind::plain, limited = ForwardKind::limited, general = ForwardKind::general;
+cudaError_t launch_forward_of_size(const AttentionCall& call, const AttentionBefore& before,
+                                   const AttentionResults& results, const Device& device, cudaStream_t stream) {
   if (call.cap > 0 || call.query_segments)
-    return launch_forward<T, ForwardPlan<size, general>, general>(call, results, device, stream);
+    return launch_forward<T, size, ForwardKind::general>(call, before, results, device, stream);
   // An offset alone excludes no key.
   if (call.left != kNoLimit || call.right != kNoLimit || call.query_begins.data || call.query_lengths.data ||
       call.key_lengths.data)
-    return launch_forward<T, ForwardPlan<size, limited>, limited>(call, results, device, stream);
-  return launch_forward<T, ForwardPlan<size, plain>, plain>(call, results, device, stream);
+    return launch_forward<T, size, ForwardKind::limited>(call, before, results, device, stream);
+  return launch_forward<T, size, ForwardKind::plain>(call, before, results, device, stream);
 }
 
 template <class T>
-cudaError_t launch_forward_of_type(const AttentionCall& call, const AttentionResults& results, cudaStream_t stream) {
+cudaError_t launch_forward_of_type(const AttentionCall& call, const AttentionBefore& before,
+                                   const AttentionResults& results, cudaStream_t stream) {
   Device device;
   if (auto e = device.read()) return e;
-  if (call.size <= 64) return launch_forward_of_size<T, 64>(call, results, device, stream);
-  if (call.size <= 128) return launch_forward_of_size<T, 128>(call, results, device, stream);
-  if (call.size <= 192) return launch_forward_of_size<T, 192>(call, results, device, stream);
-  return launch_forward_of_size<T, 256>(call, results, device, stream);
+  if (call.size <= 64) return launch_forward_of_size<T, 64>(call, before, results, device, stream);
+  if (call.size <= 128) return launch_forward_of_size<T, 128>(call, before, results, device, stream);
+  if (call.size <= 192) return launch_forward_of_size<T, 192>(call, before, results, device, stream);
+  return launch_forward_of_size<T, 256>(call, before, results, device, stream);
 }
 
 }  // namespace jaxsoft::cuda

@@ -15,7 +15,7 @@ template <int head_size, int computing_groups, int keys_of_tile, int tiles_in_ri
           bool joined_items = false>
 struct ForwardPlanOf {
   static constexpr int size = head_size, groups = computing_groups, key_tile = keys_of_tile, slots = tiles_in_ring;
-  static constexpr bool turns = in_turns, joined = joined_items;
+  static constexpr bool turns = in_turns, joined = joined_items, continues = false;
   static constexpr int group_queries = 64, queries = groups * group_queries, threads = (groups + 1) * kWarpGroup;
   // Tiles lie in boxes of 64 columns, which fill the 128 bytes of the swizzle.
   static constexpr int boxes = size / 64;
@@ -52,6 +52,13 @@ template <ForwardKind kind>
 struct ForwardPlan<192, kind> : ForwardPlanOf<192, 2, 96, 2, true> {};
 template <ForwardKind kind>
 struct ForwardPlan<256, kind> : ForwardPlanOf<256, 2, 80, 2, true> {};
+
+// The same for a call that continues from what other keys gave. There are not the registers to read that while there are
+// weights of the next item.
+template <class Plan>
+struct ContinuedPlan : Plan {
+  static constexpr bool continues = true, joined = false;
+};
 
 template <class Plan>
 struct ForwardMemory {

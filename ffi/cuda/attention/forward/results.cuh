@@ -41,18 +41,12 @@ struct RowsResult {
   }
 };
 
-// Writes one of the two rows of a thread.
-template <int r, class T, class Plan>
-__device__ void write_row_result(const ForwardArguments& args, const RowsResult& rows,
-                                 const float (&output)[Plan::size / 2]) {
+// Writes the output of one of the two rows of a thread, from its place on. `value(i)` is what becomes of number i of the
+// accumulator.
+template <int r, class T, class Plan, class Value>
+__device__ void write_output(const ForwardArguments& args, int64_t place, bool there, Value value) {
   const AttentionCall& call = args.call;
   const AttentionResults& results = args.results;
-  const bool there = rows.query + 8 * r < call.queries;
-  const int64_t place = rows.place + 8 * r * int64_t(call.heads) * call.value_size;
-  const float inverse = rows.inverse[r];
-  if (there && threadIdx.x % 4 == 0) results.lse[rows.lse_place + 8 * r] = rows.lse[r];
-  // A query without keys has 0, whatever the values are.
-  auto value = [&](int i) { return inverse == 0 ? 0.f : output[i] * inverse; };
   if (results.wide) {
     float* row = static_cast<float*>(results.output) + place;
 #pragma unroll
@@ -77,11 +71,108 @@ __device__ void write_row_result(const ForwardArguments& args, const RowsResult&
     return bits<uint32_t>(narrow_pair(rest(i), rest(i + 1), T()));
   });
 }
+
+template <int r, class T, class Plan>
+__device__ void write_row_result(const ForwardArguments& args, const RowsResult& rows,
+                                 const float (&output)[Plan::size / 2]) {
+  const AttentionCall& call = args.call;
+  const bool there = rows.query + 8 * r < call.queries;
+  const int64_t place = rows.place + 8 * r * int64_t(call.heads) * call.value_size;
+  const float inverse = rows.inverse[r];
+  if (there && threadIdx.x % 4 == 0) args.results.lse[rows.lse_place + 8 * r] = rows.lse[r];
+  // A query without keys has 0, whatever the values are.
+  write_output<r, T, Plan>(args, place, there, [&](int i) { return inverse == 0 ? 0.f : output[i] * inverse; });
+}
 template <class T, class Plan>
 __device__ void write_results(const ForwardArguments& args, const RowsResult& rows,
                               const float (&output)[Plan::size / 2]) {
   write_row_result<0, T, Plan>(args, rows, output);
   write_row_result<1, T, Plan>(args, rows, output);
+}
+
+// The shares of these keys and of those before in the weights of a row, and the log-sum-exp of all of them.
+struct Shares {
+  float own = 0, before = 0, lse = -infinity<float>();
+  __device__ Shares(float own_lse, float lse_before) {
+    // A NaN is not the maximum, but it is in the exponentials.
+    const float from = reference(fmaxf(own_lse, lse_before));
+    const float of_own = expf(own_lse - from), of_before = expf(lse_before - from), sum = of_own + of_before;
+    if (sum == 0) return;
+    own = of_own / sum, before = of_before / sum, lse = from + logf(sum);
+  }
+};
+
+// Brings to the cache what other keys gave for the rows of a warp, which are read when all keys of these have been seen.
+__device__ inline void prefetch_before(const ForwardArguments& args, const ForwardItem& item, int first_query) {
+  const AttentionCall& call = args.call;
+  constexpr int line = 128 / sizeof(float);
+  const int lines = (call.value_size + line - 1) / line, first = first_query + threadIdx.x % kWarpGroup / 32 * 16;
+  for (int i = threadIdx.x % 32; i < 16 * lines; i += 32) {
+    const int query = first + i / lines;
+    if (query >= call.queries) continue;
+    const float* from = args.before.output +
+                        ((int64_t(item.batch) * call.queries + query) * call.heads + item.head) * call.value_size +
+                        i % lines * line;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
+  }
+  __syncwarp();
+}
+
+// The row number r of a thread, of these keys and those before, whose output a thread reads where it writes. Where that
+// is the same place, a row to which nothing is added stays as it is.
+template <int r, class T, class Plan>
+struct ContinuedRow {
+  int64_t place;
+  float own, before;  // factors of what the accumulator has, and of the output before
+  bool written;
+  float2 values[Plan::size / 8];  // two columns of every 8
+
+  // Issues the reads of the output before. All threads of the row have read `lse_before`.
+  __device__ ContinuedRow(const ForwardArguments& args, const RowsResult& rows, float lse_before) {
+    const AttentionCall& call = args.call;
+    const Shares shares(rows.lse[r], lse_before);
+    const bool there = rows.query + 8 * r < call.queries;
+    if (there && threadIdx.x % 4 == 0) args.results.lse[rows.lse_place + 8 * r] = shares.lse;
+    place = rows.place + 8 * r * int64_t(call.heads) * call.value_size;
+    own = shares.own * rows.inverse[r], before = shares.before;
+    written = there && !(own == 0 && before == 1 && args.results.output == args.before.output);
+#pragma unroll
+    for (int i = 0; i < Plan::size / 8; i++) {
+      const int column = i * 8 + column_of_thread();
+      const bool read = written && before != 0 && column < call.value_size;
+      values[i] = read ? *reinterpret_cast<const float2*>(args.before.output + place + column) : float2{};
+    }
+  }
+
+  __device__ void write(const ForwardArguments& args, const float (&output)[Plan::size / 2]) {
+    // What has no share has no part in it, whatever the values are.
+    auto combine = [&](float& value, float accumulated) {
+      value = fmaf(value, before, own == 0 ? 0.f : accumulated * own);
+    };
+#pragma unroll
+    for (int i = 0; i < Plan::size / 8; i++) {
+      combine(values[i].x, output[4 * i + 2 * r]);
+      combine(values[i].y, output[4 * i + 2 * r + 1]);
+    }
+    write_output<r, T, Plan>(args, place, written, [&](int i) { return i % 2 ? values[i / 4].y : values[i / 4].x; });
+  }
+};
+
+template <class T, class Plan>
+__device__ void write_continued_results(const ForwardArguments& args, const RowsResult& rows,
+                                        const float (&output)[Plan::size / 2]) {
+  float lse_before[2];
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const bool there = rows.query + 8 * r < args.call.queries;
+    lse_before[r] = there ? args.before.lse[rows.lse_place + 8 * r] : -infinity<float>();
+  }
+  __syncwarp();  // results may be written to where threads of the same row read
+  ContinuedRow<0, T, Plan> first(args, rows, lse_before[0]);
+  if constexpr (Plan::size > 128) first.write(args, output);  // there are no registers for both rows
+  ContinuedRow<1, T, Plan> second(args, rows, lse_before[1]);
+  if constexpr (Plan::size <= 128) first.write(args, output);
+  second.write(args, output);
 }
 
 }  // namespace jaxsoft::cuda

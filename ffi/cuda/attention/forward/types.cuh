@@ -6,7 +6,9 @@
 
 namespace jaxsoft::cuda {
 
-cudaError_t run_attention_forward_f16(const AttentionCall& call, const AttentionResults& results, cudaStream_t stream);
-cudaError_t run_attention_forward_bf16(const AttentionCall& call, const AttentionResults& results, cudaStream_t stream);
+cudaError_t run_attention_forward_f16(const AttentionCall& call, const AttentionBefore& before,
+                                      const AttentionResults& results, cudaStream_t stream);
+cudaError_t run_attention_forward_bf16(const AttentionCall& call, const AttentionBefore& before,
+                                       const AttentionResults& results, cudaStream_t stream);
 
 }  // namespace jaxsoft::cuda
