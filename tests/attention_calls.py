@@ -1,7 +1,7 @@
 """Calls of attention with every option, beside their definition in float64."""
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -91,8 +91,12 @@ def case(
     implementation: str | None = None,
     seed: int = 0,
     deterministic: bool = True,
+    function: Callable = jaxsoft.dot_product_attention,
 ) -> Case:
-    """A call with these options, of which no two set one argument, as a function of its floating-point operands."""
+    """A call with these options, of which no two set one argument, as a function of its floating-point operands.
+
+    `function` is called as `jaxsoft.dot_product_attention` is.
+    """
     rng = np.random.default_rng(seed)
     z = sizes
     shapes = (z.b, z.t, z.n, z.h), (z.b, z.s, z.k, z.h), (z.b, z.s, z.k, z.d)
@@ -105,7 +109,7 @@ def case(
 
     def ours(query, key, value, *values):
         given = arguments(values) | fixed | {"implementation": implementation, "deterministic": deterministic}
-        return jaxsoft.dot_product_attention(query, key, value, **given, return_residual=True)
+        return function(query, key, value, **given, return_residual=True)
 
     def theirs(query, key, value, *values):
         return attention(query, key, value, **arguments(values), **fixed)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsoft._attention.form import BASE, Extra, Form
+from jaxsoft._attention.form import Extra, Form
 from jaxsoft._attention.layouts import Function, order
 from jaxsoft._core.mesh import Axes
 

@@ -67,7 +67,7 @@ _ALL = ("bias", "mask", "query_segments", "key_segments", *_SCALARS)
 FORWARD = Target(
     "attention_forward",
     "its kernel for attention of many queries",
-    ("query_segments", "key_segments", *_SCALARS, *(extra.value for extra in STATE)),
+    ("query_segments", "key_segments", "query_begins", *_SCALARS, *(extra.value for extra in STATE)),
     more=("output_rest",),
 )
 DECODE = Target("attention_decode", "its kernel for attention of few queries", _ALL)
@@ -80,7 +80,7 @@ PAGED = Target(
 BACKWARD = Target(
     "attention_backward",
     "its kernel for gradients of attention",
-    (*_SCALARS, "query_sum", "key_sum", "value_sum"),
+    ("query_begins", *_SCALARS, "query_sum", "key_sum", "value_sum"),
     after=("lse", "delta", "cotangent"),
     results=("query", "key", "value"),
     more=(),
@@ -193,6 +193,8 @@ def _target(operation: Operation, operands: Operands) -> Target:
         return BACKWARD
     if form.paged:
         return PAGED
+    if Extra.QUERY_BEGINS in form.extras:
+        return FORWARD
     others = any(extra.value not in FORWARD.extras for extra in form.extras)
     return DECODE if _are_few(operands) or (others and _rows(operands) <= _MOST) else FORWARD
 

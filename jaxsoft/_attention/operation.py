@@ -101,9 +101,7 @@ class Operation(abc.ABC):
         """The operation on one device that has all of a sequence in its layout, given that for one in order."""
         return function if self.form.shards is None else in_order(self.form.shards, *self._dimensions, function)
 
-    def on_shards(
-        self, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], at_once: bool = True
-    ) -> xla.Function:
+    def on_shards(self, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], at_once: bool = True) -> xla.Function:
         """The operation on one device that has a part of a sequence.
 
         Args:

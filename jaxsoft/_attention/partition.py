@@ -1,4 +1,4 @@
-"""Attention over a mesh: batch and heads stay on their devices, sequences too if asked to, and all else is whole on each.
+"""Attention over a mesh: batch and heads stay on their devices, and sequences if asked to; all else is whole on each.
 
 XLA's partitioner cannot see into a custom call, and would gather its operands on every device. `partitioned` tells it
 how the operation splits: each device takes its batch and its heads of queries, with the heads of keys that these attend

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxsoft._attention.form import BASE, Extra, Form
+from jaxsoft._attention.form import Extra, Form
 from jaxsoft._attention.layouts import Piece, Step, steps
 from jaxsoft._core.mesh import Axes
 from jaxsoft.fold import accumulator
@@ -108,9 +108,7 @@ class _Local:
         if piece.key_lengths is not None:
             extras[Extra.KEY_LENGTHS] = piece.key_lengths
         names = [extra for extra in Extra if extra in extras]
-        form = dataclasses.replace(
-            self.form.whole, left=piece.left, right=piece.right, extras=tuple(names), **of_form
-        )
+        form = dataclasses.replace(self.form.whole, left=piece.left, right=piece.right, extras=tuple(names), **of_form)
         return form, [*base, *(extras[extra] for extra in names)]
 
 

@@ -169,8 +169,8 @@ def check_extras(
 ) -> dict[Extra, jax.Array]:
     """The operands of a call after query, key and value, in their order, for so many keys of each sequence.
 
-    Segments are made whole along the sequence on each device, if that must be. In code for one device, they may be those
-    of its part of a sequence that is sharded over this axis of the mesh.
+    Segments are made whole along the sequence on each device, if that must be. In code for one device, they may be
+    those of its part of a sequence that is sharded over this axis of the mesh.
     """
     batch, length, heads, _ = query.shape
     shape = (batch, heads, length, keys)

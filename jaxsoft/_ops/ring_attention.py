@@ -57,9 +57,9 @@ def ring_attention(
       key: of shape (B, T, K, H) or (T, K, H).
       value: of shape (B, T, K, D) or (T, K, D).
       axis_name: the axis of the mesh over which sequences are sharded.
-      layout: which tokens each device has. "contiguous": the sequence is cut into P parts. "zigzag": into 2 P parts, and
-        a device has one from the front and the one as far from the back. "striped": every P-th token. Under a causal
-        rule the last two give each device as much work, and a device's part of "contiguous" is up to twice that.
+      layout: which tokens each device has. "contiguous": the sequence is cut into P parts. "zigzag": into 2 P parts,
+        and a device has one from the front and the one as far from the back. "striped": every P-th token. Under a
+        causal rule the last two give each device as much work, and a device's part of "contiguous" is up to twice that.
         `jaxsoft.ring_order` has the order of tokens.
       method: how devices get at the keys of others. "ring": block by block, while they compute. "all_gather": all of
         them at once, for few tokens a device; not with "striped" if there are limits by position. "all_to_all": devices
@@ -79,9 +79,9 @@ def ring_attention(
       dtype: of the output; None for that of query.
 
     Returns:
-      The output, of query's shape with D in place of H, and with `return_residual` also the log-sum-exp (B, T, N) in f32
-      (f64). Both are sharded and laid out as query. The state of blocks is carried in f32 (f64), so the output differs
-      from that on one device by no more than the order of sums.
+      The output, of query's shape with D in place of H, and with `return_residual` also the log-sum-exp (B, T, N) in
+      f32 (f64). Both are sharded and laid out as query. The state of blocks is carried in f32 (f64), so the output
+      differs from that on one device by no more than the order of sums.
 
     Raises:
       TypeError, ValueError: an argument does not fit the others, the sequence cannot be cut evenly, there is no such
@@ -205,6 +205,6 @@ def _check_length(name: str, length: int, devices: int, layout: str) -> None:
     parts = 2 * devices if layout == "zigzag" else devices
     if length % parts:
         raise ValueError(
-            f"{name} must have a multiple of {parts} tokens for layout={layout!r} over {devices} devices; got {length}. "
-            f"A shorter sequence can be filled up, with segment ids of its own for what fills it"
+            f"{name} must have a multiple of {parts} tokens for layout={layout!r} over {devices} devices; got "
+            f"{length}. A shorter sequence can be filled up, with segment ids of its own for what fills it"
         )

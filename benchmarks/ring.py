@@ -1,0 +1,328 @@
+"""The speed of attention over sequences that lie on several devices of this machine, against that of one device.
+
+    python benchmarks/ring.py [--quick] [--only GROUP ...] [--having TEXT] [--json FILE] [--commit HASH]
+
+All devices are one axis of a mesh, along which sequences are sharded, under jit; on a CPU there are eight virtual ones
+and short sequences, which shows that everything runs. A line is one call under a causal rule, in bfloat16 with heads of
+128, forward or with the gradients by query, key and value. Every result of jaxsoft's is first compared with that of one
+device for the whole sequence, and a wrong one ends the run. The times are medians, and whatever is compared takes turns
+in each repeat, in an order drawn anew.
+
+  share    milliseconds of one device for the whole sequence, over the number of devices: jaxsoft's own
+           `dot_product_attention`, which benchmarks/attention.py compares with cuDNN
+and for each of the others
+  ms       milliseconds a call
+  share    the fraction of that speed: the share over this time
+
+  ring, all_gather, all_to_all   the methods of `jaxsoft.ring_attention`, in the zigzag layout
+  contiguous, striped            the ring in another layout
+  jax.nn                         the peer, which XLA partitions: implementation="cudnn" (on a CPU "xla")
+
+The group "longest" says how long a sequence may be: the largest power of 2 of tokens a device whose gradients are
+computed in the memory that there is, from the sizes that the compiled program states, run once.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))  # where the modules beside this one are, under python -P too
+
+import jax
+import jax.numpy as jnp
+import timing
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.stages import Compiled
+from speed import git_commit, header, progress
+
+import jaxsoft
+
+jax.config.update("jax_num_cpu_devices", 8)
+CPU = jax.default_backend() == "cpu"
+AXIS = "sequence"
+SIZE = 32 if CPU else 128
+REPEATS = 3 if CPU else 7
+SAMPLE_SECONDS = 0.03  # the calls that follow one another in a sample take about as long, at this rate
+RATE = 1e10 if CPU else 4e14
+ALLOWED = 1.5e-2  # the norm of the difference over that of the result: bfloat16 has 8 bits
+METHODS = ("ring", "all_gather", "all_to_all")
+LAYOUTS = ("contiguous", "striped")
+PEER = "jax.nn"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call.
+
+    Attributes:
+      heads, key_heads: of queries and of keys.
+      tokens: of a device.
+      gradients: whether these are computed too.
+      names: what is compared.
+    """
+
+    heads: int
+    key_heads: int
+    tokens: int
+    gradients: bool
+    names: tuple[str, ...] = ("ring", PEER)
+
+    def __str__(self) -> str:
+        """The case in words."""
+        what = "with gradients" if self.gradients else "forward"
+        return f"{self.heads}/{self.key_heads} heads, {self.tokens} tokens a device, {what}"
+
+    def length(self) -> int:
+        """Of the whole sequence."""
+        return self.tokens * jax.device_count()
+
+    def operations(self) -> float:
+        """Of one device's share."""
+        products = 7 if self.gradients else 2
+        return products * self.heads * SIZE * float(self.length()) ** 2 / jax.device_count()
+
+
+def mesh() -> jax.sharding.Mesh:
+    """All devices along one axis."""
+    return jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def attention(name: str) -> Callable:
+    """Attention of query, key and value by one of the names that cases have."""
+    if name == "one device":
+        return lambda *qkv: jaxsoft.dot_product_attention(*qkv, is_causal=True)
+    if name == PEER:
+        implementation = "xla" if CPU else "cudnn"
+        return lambda *qkv: jax.nn.dot_product_attention(*qkv, is_causal=True, implementation=implementation)
+    layout = name if name in LAYOUTS else "zigzag"
+    method = name if name in METHODS else "ring"
+    return lambda *qkv: jaxsoft.ring_attention(*qkv, axis_name=AXIS, layout=layout, method=method, is_causal=True)
+
+
+def function(name: str, gradients: bool) -> Callable:
+    """The call as a function of query, key, value and the output's cotangent."""
+    f = attention(name)
+
+    def call(query, key, value, cotangent):
+        if not gradients:
+            return (f(query, key, value),)
+        y, pull = jax.vjp(f, query, key, value)
+        return (y, *pull(cotangent))
+
+    return call
+
+
+def operands(case: Case, name: str) -> tuple:
+    """Query, key, value and cotangent in the layout and the place that a call has them in."""
+    one = name == "one device"
+    device = jax.devices()[0] if one else NamedSharding(mesh(), P(None, AXIS))
+    places = jaxsoft.ring_order(case.length(), jax.device_count(), layout_of(name))
+
+    def fill(order):
+        heads = (case.heads, case.key_heads, case.key_heads, case.heads)
+        keys = jax.random.split(jax.random.key(0), 4)
+        arrays = [
+            jax.vmap(lambda token, key=key, n=n: jax.random.normal(jax.random.fold_in(key, token), (n, SIZE)))(order)
+            for key, n in zip(keys, heads, strict=True)
+        ]
+        return tuple(x[None].astype(jnp.bfloat16) for x in arrays)
+
+    return jax.jit(fill, out_shardings=device)(places)
+
+
+def layout_of(name: str) -> str:
+    """The layout in which a call has its tokens."""
+    if name in METHODS:
+        return "zigzag"
+    return name if name in LAYOUTS else "contiguous"
+
+
+def run(case: Case, pool: ThreadPoolExecutor) -> dict:
+    """Checks, then times. A wrong result of jaxsoft's ends the process."""
+    names = ["one device", *case.names]
+    progress(f"compiling {case}")
+    given = {layout_of(name): operands(case, name) for name in case.names}
+    given["one device"] = operands(case, "one device")
+
+    def of(name: str) -> tuple:
+        return given["one device" if name == "one device" else layout_of(name)]
+
+    def build(name: str) -> Compiled | str:
+        try:
+            with jax.set_mesh(mesh()):
+                return jax.jit(function(name, case.gradients)).lower(*of(name)).compile()
+        except Exception as problem:  # a peer that does not serve the call, or has not the memory
+            return reason(problem)
+
+    programs = dict(zip(names, pool.map(build, names), strict=True))
+    failed = {name: program for name, program in programs.items() if isinstance(program, str)}
+    calls: dict[str, timing.Call] = {}
+    errors: dict[str, float] = {}
+    expected = None
+    for name, program in programs.items():
+        if isinstance(program, str):
+            continue
+        try:
+            found = program(*of(name))
+        except Exception as problem:
+            failed[name] = reason(problem)
+            continue
+        if name == "one device":
+            expected = found
+        elif expected is not None:
+            errors[name] = difference(found, expected, layout_of(name)) / ALLOWED
+            if name != PEER and not errors[name] <= 1:  # NaN is an error too
+                sys.exit(f"{name}, {case}: wrong, {errors[name]:.3g} times the allowed error")
+        calls[name] = program, [of(name)]
+    progress(f"timing {case}")
+    number = max(1, round(SAMPLE_SECONDS * RATE / case.operations()))
+    times = timing.measure(calls, 0, REPEATS, number=number)
+    progress("")
+    failed |= {name: reason(time) for name, time in times.items() if isinstance(time, Exception)}
+    return {
+        "group": "speed",
+        "heads": [case.heads, case.key_heads],
+        "tokens": case.tokens,
+        "gradients": case.gradients,
+        "seconds": {name: time for name, time in times.items() if isinstance(time, float)},
+        "errors": errors,
+        "failed": failed,
+    }
+
+
+def difference(found: Sequence[jax.Array], expected: Sequence[jax.Array], layout: str) -> float:
+    """The largest of the norms of the differences, each over that of the result."""
+    places = jaxsoft.ring_order(found[0].shape[1], jax.device_count(), layout)
+
+    @jax.jit
+    def norms(x, y):
+        x, y = (v.astype(jnp.float32) for v in (x, y))
+        return jnp.linalg.norm(x - y) / jnp.linalg.norm(y)
+
+    ordered = [jax.device_put(y[:, places], x.sharding) for x, y in zip(found, expected, strict=True)]
+    return max(float(norms(x, y)) for x, y in zip(found, ordered, strict=True))
+
+
+def longest(case: Case, name: str) -> dict:
+    """How long a sequence may be, and how long it takes."""
+    tokens, memory, found = case.tokens, device_memory(), None
+    while True:
+        longer = dataclasses.replace(case, tokens=tokens)
+        sharding = NamedSharding(mesh(), P(None, AXIS))
+        types = [
+            jax.ShapeDtypeStruct((1, longer.length(), heads, SIZE), jnp.bfloat16, sharding=sharding)
+            for heads in (case.heads, case.key_heads, case.key_heads, case.heads)
+        ]
+        progress(f"compiling {name}, {longer}")
+        with jax.set_mesh(mesh()):
+            program = jax.jit(function(name, True)).lower(*types).compile()
+        sizes = program.memory_analysis()
+        needed = sizes.argument_size_in_bytes + sizes.output_size_in_bytes + sizes.temp_size_in_bytes
+        if needed > 0.9 * memory:
+            break
+        found, tokens = (longer, program, needed), 2 * tokens
+        if tokens > 2**22:
+            break
+    if found is None:
+        return {"group": "longest", "name": name, "tokens": 0}
+    longer, program, needed = found
+    progress(f"running {name}, {longer}")
+    given = jax.block_until_ready(operands(longer, "ring" if name != PEER else PEER))
+    start = time.perf_counter()
+    jax.block_until_ready(program(*given))
+    return {
+        "group": "longest",
+        "name": name,
+        "heads": [case.heads, case.key_heads],
+        "tokens": longer.tokens,
+        "bytes": needed,
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def device_memory() -> int:
+    """Of one device, in bytes."""
+    stats = jax.devices()[0].memory_stats()
+    return stats["bytes_limit"] if stats else 2**28
+
+
+def reason(problem: Exception) -> str:
+    """The first line of an error. What XLA says where memory lacks is long."""
+    first = (str(problem).strip().splitlines() or [""])[0]
+    return "out of memory" if "RESOURCE_EXHAUSTED" in first else f"{type(problem).__name__}: {first[:300]}"
+
+
+def line(case: Case, found: dict) -> str:
+    """One line of the table."""
+    seconds = dict(found["seconds"])
+    share = seconds.pop("one device", float("nan")) / jax.device_count()
+    text = f"{case!s:50s} {share * 1e3:9.3f}"
+    for name, time_ in seconds.items():
+        text += f" | {name} {time_ * 1e3:9.3f} {share / time_:5.3f}"
+    for name, why in found["failed"].items():
+        text += f" | {name}: {why[:60]}"
+    return text
+
+
+def cases(group: str, quick: bool) -> list[Case]:
+    """The cases of a group."""
+    if CPU:
+        return [Case(8, 8, 32, gradients, (*METHODS, *LAYOUTS, PEER)) for gradients in (False, True)]
+    if group == "speed":
+        lengths = (8192, 16384) if quick else (8192, 16384, 65536)
+        return [
+            Case(*heads, tokens, gradients)
+            for heads in ((16, 16), (32, 8))
+            for tokens in lengths
+            for gradients in (False, True)
+        ]
+    lengths = (1024, 8192) if quick else (512, 1024, 2048, 4096, 8192, 16384)
+    names = (*METHODS, *LAYOUTS, PEER)
+    heads = ((32, 8),) if quick else ((16, 16), (32, 8))
+    return [Case(*h, tokens, gradients, names) for h in heads for tokens in lengths for gradients in (False, True)]
+
+
+def main() -> None:
+    """Measures what is asked for."""
+    groups = ("speed", "methods", "longest")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer cases")
+    parser.add_argument("--only", nargs="+", choices=groups, metavar="GROUP", help=f"of {', '.join(groups)}")
+    parser.add_argument("--having", metavar="TEXT", help='only cases with this in them, as in "forward"')
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write the measurements there")
+    parser.add_argument("--commit", default=git_commit(), metavar="HASH", help="what the file names")
+    args = parser.parse_args()
+    if jax.device_count() < 2:
+        sys.exit("needs two devices or more")
+    result: dict = {"header": header(args.commit) | {"devices": jax.device_count()}, "records": []}
+    print(jax.device_count(), "x", result["header"]["device"], result["header"]["versions"], flush=True)
+
+    def note(found: dict, text: str) -> None:
+        print(text, flush=True)
+        result["records"].append(found)
+        if args.json:
+            args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+    pool = ThreadPoolExecutor(8)
+    for group in args.only or groups:
+        print(f"\n{group}: a device's share in ms; what, ms, fraction of the share's speed", flush=True)
+        if group == "longest":
+            first = Case(8, 8, 64 if CPU else 2**17, True)
+            for name in ("ring", PEER):
+                found = longest(first, name)
+                note(found, f"{name}: {found}")
+            continue
+        for case in cases(group, args.quick):
+            if args.having is None or args.having in str(case):
+                found = run(case, pool)
+                note(found | {"group": group}, line(case, found))
+
+
+if __name__ == "__main__":
+    main()
