@@ -1,0 +1,191 @@
+"""One of several processes that compute together, over a mesh of the devices of all of them, by `jax.distributed`.
+
+    for i in 0 1; do python tests/distributed_program.py --processes 2 --process $i & done; wait
+
+runs on a CPU, of which each process makes two devices, and with `--platform cuda` on GPUs, of which each process takes
+the one that has its number. Rows, parts of rows, classes, heads and keys lie over the devices of a process and over the
+processes, under `jax.jit` with Auto and with Explicit axes, and in `jax.shard_map`. Each process compares the parts of
+the results that it holds with the definitions in float64, which it computes alone. What one process can find is tested
+elsewhere, so this has few of the ways in which arrays may lie. test_distributed.py runs it.
+"""
+
+import argparse
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import definitions
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxsoft
+from jaxsoft import fold
+
+ROWS, CLASSES, WIDTH, IGNORED = 16, 64, 8, -100
+RNG = np.random.default_rng(0)
+X = 3 * RNG.standard_normal((ROWS, CLASSES), np.float32)
+LABELS = RNG.integers(0, CLASSES, ROWS, np.int32)
+LABELS[3] = IGNORED
+HIDDEN, WEIGHT = RNG.standard_normal((ROWS, WIDTH), np.float32), RNG.standard_normal((WIDTH, CLASSES), np.float32)
+QUERY = RNG.standard_normal((8, 24, 16, 8), np.float32)
+KEY, VALUE = RNG.standard_normal((2, 8, 32, 4, 8), np.float32)
+
+SMOOTH = {"ignore_index": IGNORED, "label_smoothing": 0.1, "z_loss": 0.01}
+MEAN = {"ignore_index": IGNORED, "reduction": "mean"}
+LAST = {"is_causal": True, "query_offset": KEY.shape[1] - QUERY.shape[1]}
+
+
+class Call(NamedTuple):
+    """A function, its definition, and what both are called with: arrays that gradients are taken by, and labels."""
+
+    ours: Callable
+    theirs: Callable
+    arrays: Sequence[np.ndarray]
+    labels: Sequence[np.ndarray] = ()
+
+
+CALLS = {
+    "rows": Call(
+        lambda x: [getattr(jaxsoft, name)(x, -1) for name in definitions.ROW_FUNCTIONS],
+        lambda x: [f(x) for f in definitions.ROW_FUNCTIONS.values()],
+        [X],
+    ),
+    "integer labels": Call(
+        lambda x, labels: jaxsoft.softmax_cross_entropy_with_integer_labels(x, labels, **SMOOTH),
+        lambda x, labels: definitions.integer_cross_entropy(x, None, labels, **SMOOTH)[0],
+        [X],
+        [LABELS],
+    ),
+    "top-k": Call(  # the gradient tells the indices
+        lambda x: jaxsoft.top_k_softmax(x, 5)[:2],
+        lambda x: definitions.top_k_softmax(x, 5),
+        [X],
+    ),
+    "linear": Call(
+        lambda h, w, labels: jaxsoft.linear_softmax_cross_entropy(h, w, labels, **MEAN),
+        lambda h, w, labels: definitions.linear_cross_entropy(h, w, None, None, None, labels, **MEAN)[0],
+        [HIDDEN, WEIGHT],
+        [LABELS],
+    ),
+    "attention": Call(
+        lambda *qkv: jaxsoft.dot_product_attention(*qkv, **LAST),
+        lambda *qkv: definitions.attention(*qkv, **LAST)[0],
+        [QUERY, KEY, VALUE],
+    ),
+}
+
+# The axes of the mesh: the processes, and the devices of each.
+ACROSS, WITHIN = AXES = ("process", "device")
+# How arrays and labels of each call lie over them.
+OF_ROWS = [P(WITHIN, ACROSS), P(None, AXES)]
+OF_HEADS = [P(ACROSS, None, WITHIN, None), P(WITHIN, None, ACROSS, None)]
+PLACES = {
+    "rows": [[spec] for spec in OF_ROWS],
+    "integer labels": [[spec, P(spec[0])] for spec in OF_ROWS],
+    "top-k": [[spec] for spec in OF_ROWS],
+    "linear": [[P(spec[0], None), P(None, spec[1]), P(spec[0])] for spec in OF_ROWS],
+    "attention": [[spec] * 3 for spec in OF_HEADS],
+}
+
+
+def mean_over_devices(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
+    """The mean of the losses of all rows, given a device's."""
+    count = jnp.sum(labels != IGNORED).astype(hidden.dtype)
+    mean = jaxsoft.linear_softmax_cross_entropy(hidden, weight, labels, **MEAN)
+    return jax.lax.psum(mean * count, AXES) / jax.lax.psum(count, AXES)
+
+
+def keys_over_processes(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """Attention to the keys of all processes, by their states."""
+    before = jax.lax.axis_index(ACROSS) * key.shape[1]
+    options = {**LAST, "query_offset": LAST["query_offset"] - before}
+    _, st = jaxsoft.dot_product_attention(query, key, value, **options, return_state=True)
+    m = jax.lax.pmax(jax.lax.stop_gradient(st.m), ACROSS)
+    weight = fold.weight(st.m, m)
+    s, o = jax.lax.psum((st.s * weight, st.o * weight[..., None]), ACROSS)
+    return fold.output(fold.AttentionState(m, s, o))
+
+
+# What each device computes of its own parts: the call that this amounts to, and how operands and results lie.
+_BY_ROW, _BY_HEAD = P(AXES), P(None, None, WITHIN, None)
+MAPPED = [
+    ("rows", CALLS["rows"].ours, [_BY_ROW], _BY_ROW),
+    ("integer labels", CALLS["integer labels"].ours, [_BY_ROW, _BY_ROW], _BY_ROW),
+    ("top-k", CALLS["top-k"].ours, [_BY_ROW], _BY_ROW),
+    ("linear", mean_over_devices, [_BY_ROW, P(), _BY_ROW], P()),
+    ("attention", CALLS["attention"].ours, OF_HEADS[:1] * 3, OF_HEADS[0]),
+    ("attention", keys_over_processes, [_BY_HEAD, *[P(None, ACROSS, WITHIN, None)] * 2], _BY_HEAD),
+]
+
+
+def with_gradients(f: Callable, count: int) -> Callable:
+    """The gradients of a scalar of f's results by its first operands, and the results."""
+
+    def total(*operands):
+        results = f(*operands)
+        return sum(jnp.sum(jnp.sin(y) + jnp.sin(2 * y) / 2) for y in jax.tree.leaves(results)), results
+
+    return jax.grad(total, tuple(range(count)), has_aux=True)
+
+
+@functools.cache
+def expected(name: str) -> list[np.ndarray]:
+    """What a call should give, in float64, on a device of this process."""
+    call = CALLS[name]
+    with jax.enable_x64(True):
+        results = jax.jit(with_gradients(call.theirs, len(call.arrays)))(
+            *(v.astype(np.float64) for v in call.arrays), *call.labels
+        )
+    return [np.asarray(v) for v in jax.tree.leaves(results)]
+
+
+def check(name: str, ours: Callable, specs: Sequence[P], mesh: Mesh, how: str) -> None:
+    """Compares the parts of a call's results and gradients that are on devices of this process."""
+    call, start = CALLS[name], time.perf_counter()
+    operands = [
+        jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda part, x=x: x[part])
+        for x, spec in zip((*call.arrays, *call.labels), specs, strict=True)
+    ]
+    with jax.set_mesh(mesh):
+        results = jax.jit(with_gradients(ours, len(call.arrays)))(*operands)
+    for a, e in zip(jax.tree.leaves(results), expected(name), strict=True):
+        assert a.shape == e.shape
+        for shard in a.addressable_shards:
+            error = np.abs(np.asarray(shard.data, np.float64) - e[shard.index]).max() / np.abs(e).max()
+            assert error < 1e-5, f"{name}, {how}, {specs}: the relative error is {error}"
+    print(f"{name}, {how}, {specs}: {time.perf_counter() - start:.2f} s", flush=True)
+
+
+def main() -> None:
+    """Ends with an error if something is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, default=2, help="how many there are (default: %(default)s)")
+    parser.add_argument("--process", type=int, required=True, help="the number of this one, from 0")
+    parser.add_argument("--address", default="localhost:12355", help="of process 0 (default: %(default)s)")
+    parser.add_argument("--platform", choices=("cpu", "cuda"), default="cpu", help="(default: %(default)s)")
+    args = parser.parse_args()
+
+    jax.config.update("jax_platforms", args.platform)
+    jax.config.update("jax_num_cpu_devices", 2)
+    jax.config.update("jax_default_matmul_precision", "float32")
+    devices = [args.process] if args.platform == "cuda" else None
+    jax.distributed.initialize(args.address, args.processes, args.process, local_device_ids=devices)
+
+    shape = (jax.process_count(), jax.local_device_count())
+    auto, explicit = (jax.make_mesh(shape, AXES, axis_types=(kind, kind)) for kind in (AxisType.Auto, AxisType.Explicit))
+    for name, places in PLACES.items():
+        for specs in places:
+            check(name, CALLS[name].ours, specs, auto, "Auto axes")
+        check(name, CALLS[name].ours, places[0], explicit, "Explicit axes")
+    for name, f, specs, result in MAPPED:
+        mapped = jax.shard_map(f, mesh=auto, in_specs=tuple(specs), out_specs=result)
+        check(name, mapped, specs, auto, "in shard_map")
+    print(f"process {args.process} of {args.processes}, with {shape[1]} of {jax.device_count()} devices: all is right")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Several processes that compute together, by `jax.distributed`: each is told which one it is, and checks its part.
+
+On a CPU each process has two virtual devices, and gloo is what they communicate through; where there are two GPUs, each
+process takes one.
+"""
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PLATFORM = "cuda" if jax.default_backend() == "gpu" and len(jax.devices()) > 1 else "cpu"
+SECONDS = 300
+
+
+def free_port() -> int:
+    """One on which nothing listens now."""
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return s.getsockname()[1]
+
+
+def run_in_two_processes(folder: pathlib.Path, program: str, *arguments: str) -> list[str]:
+    """What each of two processes prints that run a program of this repository. All of them end where one fails."""
+    address = f"localhost:{free_port()}"
+    command = [sys.executable, str(ROOT / program), "--processes=2", f"--address={address}", *arguments]
+    # Those of this process, but for the number of virtual devices.
+    flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
+    environment = {**os.environ, "XLA_FLAGS": " ".join(flags)}
+    outputs = [folder / f"process_{i}" for i in range(2)]
+    processes = []
+    try:
+        for i, output in enumerate(outputs):
+            with output.open("w") as file:
+                processes.append(
+                    subprocess.Popen(
+                        [*command, f"--process={i}"], env=environment, stdout=file, stderr=subprocess.STDOUT
+                    )
+                )
+        end = time.monotonic() + SECONDS
+        while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
+            if time.monotonic() > end:
+                break
+            time.sleep(0.1)
+    finally:
+        failed = [p.poll() for p in processes]  # None: of one that waits for ever
+        for p in processes:
+            p.kill()
+            p.wait()
+    texts = [output.read_text() for output in outputs]
+    assert failed == [0, 0], "\n".join(f"process {i} ({failed[i]}):\n{text}" for i, text in enumerate(texts))
+    return texts
+
+
+def test_every_part(tmp_path):
+    """Functions of rows, losses, top-k and attention over devices of two processes."""
+    for text in run_in_two_processes(tmp_path, "tests/distributed_program.py", f"--platform={PLATFORM}"):
+        assert "all is right" in text
