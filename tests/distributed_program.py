@@ -2,11 +2,11 @@
 
     for i in 0 1; do python tests/distributed_program.py --processes 2 --process $i & done; wait
 
-runs on a CPU, of which each process makes two devices, and with `--platform cuda` on GPUs, of which each process takes
-the one that has its number. Rows, parts of rows, classes, heads and keys lie over the devices of a process and over the
-processes, under `jax.jit` with Auto and with Explicit axes, and in `jax.shard_map`. Each process compares the parts of
-the results that it holds with the definitions in float64, which it computes alone. What one process can find is tested
-elsewhere, so this has few of the ways in which arrays may lie. test_distributed.py runs it.
+takes a GPU for each process, the one that has its number, or makes two devices of the CPU in each, as it does wherever
+the environment has JAX_PLATFORMS=cpu. Rows, parts of rows, classes, heads and keys lie over the devices of a process
+and over the processes, under `jax.jit` with Auto and with Explicit axes, and in `jax.shard_map`. Each process compares
+the parts of the results that it holds with the definitions in float64, which it computes alone. What one process can
+find is tested elsewhere, so this has few of the ways in which arrays may lie. test_distributed.py runs it.
 """
 
 import argparse
@@ -33,6 +33,8 @@ LABELS[3] = IGNORED
 HIDDEN, WEIGHT = RNG.standard_normal((ROWS, WIDTH), np.float32), RNG.standard_normal((WIDTH, CLASSES), np.float32)
 QUERY = RNG.standard_normal((8, 24, 16, 8), np.float32)
 KEY, VALUE = RNG.standard_normal((2, 8, 32, 4, 8), np.float32)
+
+TOLERANCE = 2e-5  # relative to the largest number of an array
 
 SMOOTH = {"ignore_index": IGNORED, "label_smoothing": 0.1, "z_loss": 0.01}
 MEAN = {"ignore_index": IGNORED, "reduction": "mean"}
@@ -152,12 +154,15 @@ def check(name: str, ours: Callable, specs: Sequence[P], mesh: Mesh, how: str) -
     ]
     with jax.set_mesh(mesh):
         results = jax.jit(with_gradients(ours, len(call.arrays)))(*operands)
+    errors = []
     for a, e in zip(jax.tree.leaves(results), expected(name), strict=True):
-        assert a.shape == e.shape
-        for shard in a.addressable_shards:
-            error = np.abs(np.asarray(shard.data, np.float64) - e[shard.index]).max() / np.abs(e).max()
-            assert error < 1e-5, f"{name}, {how}, {specs}: the relative error is {error}"
-    print(f"{name}, {how}, {specs}: {time.perf_counter() - start:.2f} s", flush=True)
+        assert a.shape == e.shape, (a.shape, e.shape)
+        errors += [
+            np.abs(np.asarray(s.data, np.float64) - e[s.index]).max() / np.abs(e).max() for s in a.addressable_shards
+        ]
+    error = np.max(errors)
+    print(f"{time.perf_counter() - start:5.2f} s, errors up to {error:.0e}: {name}, {how}, {specs}", flush=True)
+    assert error < TOLERANCE
 
 
 def main() -> None:
@@ -166,17 +171,16 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2, help="how many there are (default: %(default)s)")
     parser.add_argument("--process", type=int, required=True, help="the number of this one, from 0")
     parser.add_argument("--address", default="localhost:12355", help="of process 0 (default: %(default)s)")
-    parser.add_argument("--platform", choices=("cpu", "cuda"), default="cpu", help="(default: %(default)s)")
     args = parser.parse_args()
 
-    jax.config.update("jax_platforms", args.platform)
     jax.config.update("jax_num_cpu_devices", 2)
     jax.config.update("jax_default_matmul_precision", "float32")
-    devices = [args.process] if args.platform == "cuda" else None
-    jax.distributed.initialize(args.address, args.processes, args.process, local_device_ids=devices)
+    jax.distributed.initialize(args.address, args.processes, args.process, local_device_ids=[args.process])
 
     shape = (jax.process_count(), jax.local_device_count())
-    auto, explicit = (jax.make_mesh(shape, AXES, axis_types=(kind, kind)) for kind in (AxisType.Auto, AxisType.Explicit))
+    auto, explicit = (
+        jax.make_mesh(shape, AXES, axis_types=(kind, kind)) for kind in (AxisType.Auto, AxisType.Explicit)
+    )
     for name, places in PLACES.items():
         for specs in places:
             check(name, CALLS[name].ours, specs, auto, "Auto axes")

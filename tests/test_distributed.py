@@ -1,7 +1,6 @@
 """Several processes that compute together, by `jax.distributed`: each is told which one it is, and checks its part.
 
-On a CPU each process has two virtual devices, and gloo is what they communicate through; where there are two GPUs, each
-process takes one.
+On a CPU they communicate through gloo, and each process has virtual devices; where there are two GPUs, each takes one.
 """
 
 import os
@@ -15,7 +14,7 @@ import jax
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-PLATFORM = "cuda" if jax.default_backend() == "gpu" and len(jax.devices()) > 1 else "cpu"
+GPUS = jax.default_backend() == "gpu" and len(jax.devices()) > 1
 SECONDS = 300
 
 
@@ -32,7 +31,7 @@ def run_in_two_processes(folder: pathlib.Path, program: str, *arguments: str) ->
     command = [sys.executable, str(ROOT / program), "--processes=2", f"--address={address}", *arguments]
     # Those of this process, but for the number of virtual devices.
     flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
-    environment = {**os.environ, "XLA_FLAGS": " ".join(flags)}
+    environment = {**os.environ, "XLA_FLAGS": " ".join(flags)} | ({} if GPUS else {"JAX_PLATFORMS": "cpu"})
     outputs = [folder / f"process_{i}" for i in range(2)]
     processes = []
     try:
@@ -60,5 +59,14 @@ def run_in_two_processes(folder: pathlib.Path, program: str, *arguments: str) ->
 
 def test_every_part(tmp_path):
     """Functions of rows, losses, top-k and attention over devices of two processes."""
-    for text in run_in_two_processes(tmp_path, "tests/distributed_program.py", f"--platform={PLATFORM}"):
+    for text in run_in_two_processes(tmp_path, "tests/distributed_program.py"):
         assert "all is right" in text
+
+
+def test_a_model(tmp_path):
+    """The example that trains over a mesh, with sequences over the processes."""
+    for name in ("flax", "matplotlib", "optax", "tqdm"):
+        pytest.importorskip(name)
+    options = [f"--mesh=sequence={2 if GPUS else 4}", "--steps=3", "--batch=2", "--context=64"]
+    for text in run_in_two_processes(tmp_path, "examples/mesh.py", *options):
+        assert "in 2 processes" in text

@@ -1,16 +1,20 @@
-"""The models of `examples`, for a moment: with jaxsoft as with jax.nn, with a cache as without, and served as alone.
+"""The models of `examples`, for a moment: with jaxsoft as with jax.nn, over a mesh as on one device, with a cache as
+without, and served as alone.
 
 They run as a user's program does, under JAX's usual promotion of dtypes and in its default 32 bits.
 """
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import sys
 
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from meshes import DEVICES
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
 
@@ -18,6 +22,7 @@ language_model = pytest.importorskip("language_model")  # which needs flax, matp
 generate = pytest.importorskip("generate")
 serve = pytest.importorskip("serve")
 scheduler = pytest.importorskip("scheduler")
+mesh = pytest.importorskip("mesh")
 
 TEXT = np.random.default_rng(0).integers(0, 50, 1000, dtype=np.int32)
 
@@ -40,6 +45,27 @@ def test_losses(dtype):
     language_model.train(runs, TEXT, 3, batch=2, context=24)
     ours, theirs = (run.losses for run in runs.values())
     np.testing.assert_allclose(ours, theirs, rtol=language_model.TOLERANCES[dtype][0])
+
+
+def losses_over(devices):
+    """The losses of a few steps over a mesh, or where that is None on one device, and the model after these."""
+    run = mesh.Run(devices, mesh.Shape(vocabulary=52, layers=1, width=16, hidden=24, heads=4, key_heads=2, size=8))
+    mesh.train({"run": run}, TEXT, 3, batch=4, context=24)
+    return run.losses, run.model
+
+
+losses_on_one_device = functools.cache(lambda: losses_over(None)[0])
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2)], ids=str)
+def test_over_a_mesh(sizes):
+    """The loss of each step is that of one device, and the weights stay where they lie."""
+    if np.prod(sizes) > DEVICES:
+        pytest.skip("too few devices")
+    losses, model = losses_over(jax.make_mesh(sizes, mesh.AXES, axis_types=(AxisType.Auto,) * 3))
+    np.testing.assert_allclose(losses, losses_on_one_device(), rtol=1e-6)
+    assert model.readout.kernel[...].addressable_shards[0].data.shape == (16, 52 // sizes[1])
+    assert model.blocks[0].up.kernel[...].sharding.is_fully_replicated
 
 
 def test_cache():
