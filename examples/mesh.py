@@ -87,12 +87,15 @@ def batch_of(mesh, windows):
     return Batch(*(placed(mesh, spec, x) for spec, x in zip(SPECS, batch, strict=True)))
 
 
-@nnx.jit(static_argnames="mesh")
-def train_step(model, optimizer, batch, mesh):
-    """One step of AdamW. Returns the loss before the step: of all rows, of whatever device."""
+@nnx.jit(static_argnames=("mesh", "dtype"))
+def train_step(model, optimizer, batch, mesh, dtype):
+    """One step of AdamW, with attention in a dtype. Returns the loss before the step, of the tokens of all devices."""
+
+    def attention(layer, *qkv):
+        return attend(mesh, *(x.astype(dtype) for x in qkv)).astype("float32")
 
     def loss_of(model):
-        features = model.features(batch.tokens, batch.positions, lambda layer, *qkv: attend(mesh, *qkv))
+        features = model.features(batch.tokens, batch.positions, attention)
         weight = model.readout.kernel[...]
         return jaxsoft.linear_softmax_cross_entropy(features, weight, batch.labels, reduction="mean")
 
@@ -106,7 +109,7 @@ class Run:
 
     def __init__(self, mesh, shape=SHAPE, dtype="float32"):
         """Every copy starts from the same weights. What the optimizer keeps of a weight lies where the weight does."""
-        self.mesh, self.model = mesh, Decoder(shape, dtype, nnx.Rngs(0))
+        self.mesh, self.dtype, self.model = mesh, dtype, Decoder(shape, "float32", nnx.Rngs(0))
         self.optimizer = nnx.Optimizer(self.model, optax.adamw(LEARNING_RATE, b2=0.98), wrt=nnx.Param)
         for module in (self.model, self.optimizer):
             state = nnx.state(module)
@@ -117,7 +120,7 @@ class Run:
         """Trains on one batch."""
         start = time.perf_counter()
         with contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
-            loss = train_step(self.model, self.optimizer, batch_of(self.mesh, windows), self.mesh)
+            loss = train_step(self.model, self.optimizer, batch_of(self.mesh, windows), self.mesh, self.dtype)
         self.losses.append(float(loss))
         self.seconds.append(time.perf_counter() - start)
 
@@ -148,7 +151,7 @@ def main():
     parser.add_argument("--steps", type=int, default=30, help="training steps (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=8, help="windows of text in a step (default: %(default)s)")
     parser.add_argument("--context", type=int, default=128, help="characters of a window (default: %(default)s)")
-    parser.add_argument("--dtype", choices=TOLERANCES, default="float32", help="of weights (default: %(default)s)")
+    parser.add_argument("--dtype", choices=TOLERANCES, default="float32", help="of attention (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=1, help="how many there are (default: %(default)s)")
     parser.add_argument("--process", type=int, default=0, help="the number of this one (default: %(default)s)")
     parser.add_argument("--address", default="localhost:12356", help="of process 0 (default: %(default)s)")
