@@ -75,7 +75,7 @@ def placed(mesh, spec, x):
 
 
 def spec_of(path):
-    """How a weight lies over the mesh: each class of the embedding and of the head on one device, the others on all."""
+    """How a weight lies over the mesh: the classes of the embedding and of the head in parts, all else whole."""
     name = jax.tree_util.keystr(path)
     return P("vocabulary", None) if "tokens" in name else P(None, "vocabulary") if "readout" in name else P()
 
