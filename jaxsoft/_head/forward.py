@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxsoft import fold
-from jaxsoft._core.mesh import combined
+from jaxsoft._core.mesh import Axes
 from jaxsoft._head import kernels
 from jaxsoft._head.chunks import Chunk, chunk_size, over_chunks, over_rows, row_chunk_within
+from jaxsoft._head.exchange import are_few, gathered, summed
 from jaxsoft._head.head import Head, product_dtype, scores, sums_of
 from jaxsoft._head.operation import Kind, Operation, Shards
 from jaxsoft._rows.forms import Form
@@ -57,12 +58,19 @@ class Folded(NamedTuple):
 
     def of_all_classes(self, shards: Shards, label: jax.Array) -> "Folded":
         """What is known of all devices' classes, given that of this one's. A label out of range has the score NaN."""
-        state, products, t, sums = self
-        if shards.classes:
-            state = combined(state, shards.classes)
-            products = None if products is None else self.products_from(state.m)
-            products, t, sums = jax.lax.psum((products, t, sums), shards.classes)
-        return Folded(state, products, nan_where(label == -1, t), sums)
+        found = self._over(shards.classes) if shards.classes else self
+        return found._replace(t=nan_where(label == -1, found.t))
+
+    def _over(self, axes: Axes) -> "Folded":
+        """What is known of the classes of all devices along axes of a mesh."""
+        if are_few(axes):
+            numbers, tree = jax.tree.flatten(self)
+            return functools.reduce(Folded.joined, map(tree.unflatten, gathered(numbers, axes)))
+        m = jax.lax.pmax(self.state.m, axes)
+        products = None if self.products is None else self.products_from(m)
+        numbers, tree = jax.tree.flatten((self.state.s * fold.weight(self.state.m, m), products, self.t, self.sums))
+        s, products, t, sums = tree.unflatten(summed(numbers, axes))
+        return Folded(fold.State(m, s), products, t, sums)
 
     def statistics(self) -> tuple[jax.Array, ...]:
         """The results of `head.formula`, of all classes."""

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from jaxsoft import fold
 from jaxsoft._head.chunks import Chunk, default_row_chunk, over_rows
+from jaxsoft._head.exchange import summed_during
 from jaxsoft._head.forward import folded
 from jaxsoft._head.head import product, product_dtype, rounded_scores, scaled, scores
 from jaxsoft._head.loss import Objective
@@ -84,6 +85,9 @@ class Total(Operation):
         }
         if waits and size < rows:
             start[Kind.WEIGHT] = jax.lax.empty((width, classes), dtype)
+        summed_later = waits and bool(shards.classes) and Kind.HIDDEN in self.moving
+        if summed_later:
+            start[Kind.HIDDEN] = jax.lax.empty((rows, width), fold.accumulator(dtype))
         several = dataclasses.replace(self.objective, sum_dtype=self.objective.sum_dtype if size < rows else None)
         step = functools.partial(dataclasses.replace(self, objective=several)._with_chunk, shards, given, waits)
         results = over_rows(size, rows, step, tuple(start.values()))
@@ -91,8 +95,14 @@ class Total(Operation):
             results = jax.lax.optimization_barrier(results)
         found: dict[Kind, Any] = dict(zip(self.results, results, strict=True))
         if waits:
-            hidden = scaled(self.objective.head.scale, given[Kind.HIDDEN].astype(dtype))
-            found[Kind.WEIGHT] = weight_from(self.objective.head, hidden, found[Kind.WEIGHT])
+            head = self.objective.head
+            hidden = scaled(head.scale, given[Kind.HIDDEN].astype(dtype))
+            of_weight = functools.partial(weight_from, head, hidden, found[Kind.WEIGHT])
+            if summed_later:
+                of_hidden, found[Kind.WEIGHT] = summed_during(found[Kind.HIDDEN], shards.classes, of_weight)
+                found[Kind.HIDDEN] = scaled(head.scale, of_hidden)
+            else:
+                found[Kind.WEIGHT] = of_weight()
 
         def of_all_devices(kind: Kind, v: jax.Array | None, t) -> jax.Array:
             if v is None:  # there are no rows
@@ -135,11 +145,36 @@ class Total(Operation):
         known = Known(label, here, row.state, (of_others + of_apart, of_t - of_apart), of_sums[:-1])
         every = Chunk(0, classes)
 
+        before = dict(zip(self.results, found, strict=True))
+
         @functools.cache
         def dx() -> jax.Array:
             return gradient_of_scores(plain, dtype, known, x, every, class_weights)
 
-        def with_chunk(kind: Kind, before: Any) -> jax.Array:
+        def of_hidden() -> jax.Array:
+            # Where nothing follows the product, it is rounded once.
+            once = dtype if head.scale == 1 and given[Kind.HIDDEN].dtype == dtype and not shards.classes else wide
+            return product(head, dx(), weight, (1, 1), once)
+
+        def of_weight(dx: jax.Array) -> jax.Array:
+            added = before[Kind.WEIGHT]
+            if waits:
+                return dx if added is None else chunk.written(added, dx)
+            kept = objective.sum_dtype or given[Kind.WEIGHT].dtype
+            part = product(head, hidden, dx, (0, 0), dtype if kept == dtype else wide)
+            # XLA makes one product of this, which reads what it is added to, and overwrites it.
+            return part.astype(kept) if added is None else (added + part).astype(kept)
+
+        @functools.cache
+        def products() -> tuple[jax.Array, jax.Array]:
+            """The chunk's part of the gradient of hidden, and that of weight with this chunk."""
+            if waits or not shards.classes:
+                return of_hidden(), of_weight(dx())
+            # The part is computed first, and summed over devices while the other product is computed.
+            after, part = jax.lax.optimization_barrier((dx(), of_hidden()))
+            return summed_during(part, shards.classes, functools.partial(of_weight, after))
+
+        def with_chunk(kind: Kind) -> jax.Array:
             match kind:
                 case Kind.TOTAL:
                     part = jnp.sum(factor * loss)
@@ -151,20 +186,16 @@ class Total(Operation):
                     part = gradient_of_weights(plain, known, x)
                 case Kind.BIAS:
                     part = scaled(head.scale, jnp.sum(dx(), axis=0, dtype=wide))
-                case Kind.WEIGHT if waits:
-                    return dx() if before is None else chunk.written(before, dx())
                 case Kind.WEIGHT:
-                    kept = objective.sum_dtype or given[Kind.WEIGHT].dtype
-                    part = product(head, hidden, dx(), (0, 0), dtype if kept == dtype else wide)
-                    # XLA makes one product of this, which reads what it is added to, and overwrites it.
-                    return part.astype(kept) if before is None else (before + part).astype(kept)
+                    return products()[1] if Kind.HIDDEN in before else of_weight(dx())
+                case Kind.HIDDEN if Kind.WEIGHT in before:
+                    part = products()[0]
                 case Kind.HIDDEN:
-                    # Where nothing follows the product, it is rounded once.
-                    once = dtype if head.scale == 1 and given[kind].dtype == dtype and not shards.classes else wide
-                    part = product(head, dx(), weight, (1, 1), once)
-                    part = scaled(head.scale, jax.lax.psum(part, shards.classes) if shards.classes else part)
+                    part = jax.lax.psum(of_hidden(), shards.classes) if shards.classes else of_hidden()
+            if kind is Kind.HIDDEN and not (waits and shards.classes):
+                part = scaled(head.scale, part)
             if kind in _SUMMED:
-                return part if before is None else before + part
-            return chunk.written(before, part)
+                return part if before[kind] is None else before[kind] + part
+            return chunk.written(before[kind], part)
 
-        return tuple(map(with_chunk, self.results, found))
+        return tuple(map(with_chunk, self.results))
