@@ -44,7 +44,9 @@ def chunk_size(head: Head, rows: int) -> int:
     return head.chunk_size or (max(2048, 2**20 // max(rows, 1)) if isinstance(rows, int) else 2048)
 
 
-def over_chunks[T](size: int, classes: int, step: Callable[[T, Chunk], T], carry: T) -> T:
+def over_chunks[T](
+    size: int, classes: int, step: Callable[[T, Chunk], T], carry: T, first: int = 0, unroll: int = 1
+) -> T:
     """Takes all chunks in turn, carry = step(carry, chunk), and returns the last carry.
 
     Args:
@@ -52,14 +54,18 @@ def over_chunks[T](size: int, classes: int, step: Callable[[T, Chunk], T], carry
       classes: how many classes there are.
       step: what is done with a chunk, which is traced once, and once more for a shorter last chunk.
       carry: an array, or a tree of them.
+      first: the class that the first chunk begins with.
     """
-    whole, rest = divmod(classes, size)
+    whole, rest = divmod(classes - first, size)
+    last = first + whole * size
     if whole == 1:
-        carry = step(carry, Chunk(0, size))
+        carry = step(carry, Chunk(first, size))
     elif whole:
-        begins = jnp.arange(0, whole * size, size, dtype=jnp.int32)
-        carry = jax.lax.scan(lambda carry, begin: (step(carry, Chunk(begin, size)), None), carry, begins)[0]
-    return step(carry, Chunk(whole * size, rest)) if rest else carry
+        begins = jnp.arange(first, last, size, dtype=jnp.int32)
+        carry = jax.lax.scan(
+            lambda carry, begin: (step(carry, Chunk(begin, size)), None), carry, begins, unroll=unroll
+        )[0]
+    return step(carry, Chunk(last, rest)) if rest else carry
 
 
 # A chunk of r rows that is added to the gradient of weight reads and writes it once, which takes 109 / r of the time of

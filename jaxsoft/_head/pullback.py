@@ -149,7 +149,10 @@ class Pullback(Operation):
             dx, hidden, weight = by_kind[Kind.WEIGHT], parameters[Kind.HIDDEN], parameters[Kind.WEIGHT]
             # The barrier lets dx be overwritten only when it has been read.
             dx, of_hidden = jax.lax.optimization_barrier((dx, product(head, dx, weight, (1, 1), once)))
-            of_hidden, of_weight = of_hidden[: len(hidden)], functools.partial(weight_from, head, hidden, dx)
+            of_hidden, of_weight = (
+                of_hidden[: len(hidden)],
+                functools.partial(weight_from, head, hidden, dx, shards.rows),
+            )
             if shards.classes:
                 of_hidden, by_kind[Kind.WEIGHT] = summed_during(of_hidden, shards.classes, of_weight)
             else:
@@ -157,9 +160,9 @@ class Pullback(Operation):
             by_kind[Kind.HIDDEN] = of_hidden
 
         def of_all_devices(kind: Kind, gradient: jax.Array, dtype: jnp.dtype) -> jax.Array:
-            hidden_axes = () if waits else shards.classes
-            axes = hidden_axes if kind is Kind.HIDDEN else shards.rows
-            return (jax.lax.psum(gradient, axes) if axes else gradient).astype(dtype)
+            axes = shards.classes if kind is Kind.HIDDEN else shards.rows
+            is_part = axes and not (waits and kind in (Kind.HIDDEN, Kind.WEIGHT))
+            return (jax.lax.psum(gradient, axes) if is_part else gradient).astype(dtype)
 
         return tuple(of_all_devices(kind, gradient, types[kind].dtype) for kind, gradient in by_kind.items())
 

@@ -97,7 +97,7 @@ class Total(Operation):
         if waits:
             head = self.objective.head
             hidden = scaled(head.scale, given[Kind.HIDDEN].astype(dtype))
-            of_weight = functools.partial(weight_from, head, hidden, found[Kind.WEIGHT])
+            of_weight = functools.partial(weight_from, head, hidden, found[Kind.WEIGHT], shards.rows)
             if summed_later:
                 of_hidden, found[Kind.WEIGHT] = summed_during(found[Kind.HIDDEN], shards.classes, of_weight)
                 found[Kind.HIDDEN] = scaled(head.scale, of_hidden)
@@ -107,7 +107,8 @@ class Total(Operation):
         def of_all_devices(kind: Kind, v: jax.Array | None, t) -> jax.Array:
             if v is None:  # there are no rows
                 return jnp.zeros(t.shape, t.dtype)
-            return (jax.lax.psum(v, shards.rows) if kind in _SUMMED and shards.rows else v).astype(t.dtype)
+            is_part = kind in _SUMMED and shards.rows and not (waits and kind is Kind.WEIGHT)
+            return (jax.lax.psum(v, shards.rows) if is_part else v).astype(t.dtype)
 
         return tuple(of_all_devices(kind, found[kind], t) for kind, t in kinds)
 

@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
+from jaxsoft._core.mesh import Axes
 from jaxsoft._head.chunks import Chunk, over_chunks
+from jaxsoft._head.exchange import summed_during
 from jaxsoft._head.head import Head, product
 from jaxsoft._head.operation import Kind
 from jaxsoft._rows.operation import NO_ROW
@@ -60,16 +62,29 @@ def filled(
     return tuple(v[:rows] if kind.has_rows else v for kind, v in zip(results, found, strict=True))
 
 
-def weight_from(head: Head, hidden: jax.Array, dx: jax.Array) -> jax.Array:
+def weight_from(head: Head, hidden: jax.Array, dx: jax.Array, axes: Axes = ()) -> jax.Array:
     """The gradient of weight, in the place of the gradients of scores.
 
     Args:
       head: the layer.
       hidden: the hidden states, in the dtype of the products.
       dx: of the shape of weight; its first rows are the gradients of scores. Nothing else may use it, or XLA copies it.
+      axes: those of a mesh over whose devices the gradient is summed: that of a chunk while the next one is computed.
     """
+    classes = dx.shape[1]
+    size = min(_CLASSES, max(2048, classes // 8))
 
-    def step(dx: jax.Array, chunk: Chunk) -> jax.Array:
-        return chunk.written(dx, product(head, hidden, chunk.of(dx)[: len(hidden)], (0, 0), dx.dtype))
+    def of(dx: jax.Array, chunk: Chunk) -> jax.Array:
+        return product(head, hidden, chunk.of(dx)[: len(hidden)], (0, 0), dx.dtype)
 
-    return over_chunks(min(_CLASSES, max(2048, dx.shape[1] // 8)), dx.shape[1], step, dx)
+    if not axes:
+        return over_chunks(size, classes, lambda dx, chunk: chunk.written(dx, of(dx, chunk)), dx)
+
+    def step(carry: tuple[jax.Array, jax.Array], chunk: Chunk) -> tuple[jax.Array, jax.Array]:
+        dx, part = carry
+        total, following = summed_during(part, axes, lambda: of(dx, chunk))
+        return Chunk(chunk.begin - size, size).written(dx, total), following
+
+    first = min(size, classes)
+    dx, part = over_chunks(size, classes, step, (dx, of(dx, Chunk(0, first))), first, unroll=2)
+    return Chunk(classes - part.shape[1], part.shape[1]).written(dx, jax.lax.psum(part, axes))

@@ -424,18 +424,19 @@ def test_mesh(rows, weight, kind, recompute):
     with jax.set_mesh(mesh):
         compiled = jax.jit(of_mesh(linear, chunk_size=6, recompute=recompute)).lower(*args).compile()
     assert_close(compiled(*args), jax.jit(of_mesh(stored))(H, W, B, Y), 5e-6)
-    per_row = NamedSharding(mesh, rows).shard_shape(Y.shape)
+    per_row = int(np.prod(NamedSharding(mesh, rows).shard_shape(Y.shape)))
     local = NamedSharding(mesh, weight).shard_shape(W.shape)
-    whole = W.shape[0], local[1]
+    whole, devices = (W.shape[0], local[1]), W.shape[1] // local[1]
     allowed = [
-        *[int(np.prod(per_row))] * 5 * bool(classes[0] if classes else None),  # m and s, the label's score, two sums
-        *([int(np.prod(per_row)) * 8] if classes and classes[0] else []),  # of hidden's gradient
+        *[per_row * 8] * (devices > 1),  # of hidden's gradient
         *([int(np.prod(whole)), whole[1], 1] if rows else []),  # of the weights', the bias', and the total
         *([1] if len(rows) > 1 else []),
     ]
     moved = collectives(compiled)
     gathers = [shape for name, shape in moved if name == "all-gather"]
-    assert gathers == ([W.shape] if local[0] != W.shape[0] else []), moved  # weights that are sharded along hidden
+    expected = [W.shape] if local[0] != W.shape[0] else []  # weights that are sharded along hidden
+    expected += [(devices, 5, per_row)] * (devices > 1)  # m and s, the label's score, two sums
+    assert gathers == expected, moved
     sizes = sorted(int(np.prod(shape)) for name, shape in moved if name == "all-reduce")
     assert len(moved) == len(sizes) + len(gathers), moved
     assert len(sizes) <= len(allowed) and sum(sizes) <= sum(allowed), (moved, allowed)
