@@ -65,11 +65,12 @@ class Folded(NamedTuple):
         """What is known of the classes of all devices along axes of a mesh."""
         if are_few(axes):
             numbers, tree = jax.tree.flatten(self)
-            return functools.reduce(Folded.joined, map(tree.unflatten, gathered(numbers, axes)))
+            parts = (jax.tree.unflatten(tree, part) for part in gathered(numbers, axes))
+            return functools.reduce(Folded.joined, parts)
         m = jax.lax.pmax(self.state.m, axes)
         products = None if self.products is None else self.products_from(m)
         numbers, tree = jax.tree.flatten((self.state.s * fold.weight(self.state.m, m), products, self.t, self.sums))
-        s, products, t, sums = tree.unflatten(summed(numbers, axes))
+        s, products, t, sums = jax.tree.unflatten(tree, summed(numbers, axes))
         return Folded(fold.State(m, s), products, t, sums)
 
     def statistics(self) -> tuple[jax.Array, ...]:

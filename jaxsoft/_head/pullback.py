@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jaxsoft import fold
 from jaxsoft._head import kernels
 from jaxsoft._head.chunks import Chunk, chunk_size, over_chunks
-from jaxsoft._head.exchange import summed_during
 from jaxsoft._head.forward import folded
 from jaxsoft._head.head import Head, Parameters, capped, product, product_dtype, scaled, scores
 from jaxsoft._head.operation import Kind, Operation, Shards
@@ -149,15 +148,8 @@ class Pullback(Operation):
             dx, hidden, weight = by_kind[Kind.WEIGHT], parameters[Kind.HIDDEN], parameters[Kind.WEIGHT]
             # The barrier lets dx be overwritten only when it has been read.
             dx, of_hidden = jax.lax.optimization_barrier((dx, product(head, dx, weight, (1, 1), once)))
-            of_hidden, of_weight = (
-                of_hidden[: len(hidden)],
-                functools.partial(weight_from, head, hidden, dx, shards.rows),
-            )
-            if shards.classes:
-                of_hidden, by_kind[Kind.WEIGHT] = summed_during(of_hidden, shards.classes, of_weight)
-            else:
-                by_kind[Kind.WEIGHT] = of_weight()
-            by_kind[Kind.HIDDEN] = of_hidden
+            of_weight, of_hidden = weight_from(head, shards, hidden, dx, of_hidden[: len(hidden)])
+            by_kind |= {Kind.HIDDEN: of_hidden, Kind.WEIGHT: of_weight}
 
         def of_all_devices(kind: Kind, gradient: jax.Array, dtype: jnp.dtype) -> jax.Array:
             axes = shards.classes if kind is Kind.HIDDEN else shards.rows

@@ -85,8 +85,8 @@ class Total(Operation):
         }
         if waits and size < rows:
             start[Kind.WEIGHT] = jax.lax.empty((width, classes), dtype)
-        summed_later = waits and bool(shards.classes) and Kind.HIDDEN in self.moving
-        if summed_later:
+        summed_later = waits and bool(shards.classes)
+        if summed_later and Kind.HIDDEN in start:
             start[Kind.HIDDEN] = jax.lax.empty((rows, width), fold.accumulator(dtype))
         several = dataclasses.replace(self.objective, sum_dtype=self.objective.sum_dtype if size < rows else None)
         step = functools.partial(dataclasses.replace(self, objective=several)._with_chunk, shards, given, waits)
@@ -97,12 +97,10 @@ class Total(Operation):
         if waits:
             head = self.objective.head
             hidden = scaled(head.scale, given[Kind.HIDDEN].astype(dtype))
-            of_weight = functools.partial(weight_from, head, hidden, found[Kind.WEIGHT], shards.rows)
-            if summed_later:
-                of_hidden, found[Kind.WEIGHT] = summed_during(found[Kind.HIDDEN], shards.classes, of_weight)
+            of_weight, of_hidden = weight_from(head, shards, hidden, found[Kind.WEIGHT], found.get(Kind.HIDDEN))
+            found[Kind.WEIGHT] = of_weight
+            if summed_later and of_hidden is not None:
                 found[Kind.HIDDEN] = scaled(head.scale, of_hidden)
-            else:
-                found[Kind.WEIGHT] = of_weight()
 
         def of_all_devices(kind: Kind, v: jax.Array | None, t) -> jax.Array:
             if v is None:  # there are no rows

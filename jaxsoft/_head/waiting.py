@@ -5,6 +5,9 @@ of the classes at a time: each is read once more, and overwritten. So it is no s
 once. Where there are as many rows as numbers, no chunk of rows is needed, and the gradient of hidden states is one
 product of all gradients of scores, and no sum over chunks of the classes. A few rows less are filled up with rows that
 count for nothing, as in a batch of sequences without their last tokens.
+
+Over a mesh, the gradient of hidden is summed over the devices that have other classes while that of weight is computed,
+and a chunk of the gradient of weight over those that have other rows while the next one is.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,11 +15,10 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxsoft._core.mesh import Axes
 from jaxsoft._head.chunks import Chunk, over_chunks
 from jaxsoft._head.exchange import summed_during
 from jaxsoft._head.head import Head, product
-from jaxsoft._head.operation import Kind
+from jaxsoft._head.operation import Kind, Shards
 from jaxsoft._rows.operation import NO_ROW
 
 # At most how many classes are taken at a time. For 4096 rows of 4096 numbers these are 4 waves of tiles of 128 by 256
@@ -62,14 +64,17 @@ def filled(
     return tuple(v[:rows] if kind.has_rows else v for kind, v in zip(results, found, strict=True))
 
 
-def weight_from(head: Head, hidden: jax.Array, dx: jax.Array, axes: Axes = ()) -> jax.Array:
-    """The gradient of weight, in the place of the gradients of scores.
+def weight_from(
+    head: Head, shards: Shards, hidden: jax.Array, dx: jax.Array, of_hidden: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """The gradient of weight, in the place of the gradients of scores, and that of hidden; summed over devices.
 
     Args:
       head: the layer.
+      shards: of the operands.
       hidden: the hidden states, in the dtype of the products.
       dx: of the shape of weight; its first rows are the gradients of scores. Nothing else may use it, or XLA copies it.
-      axes: those of a mesh over whose devices the gradient is summed: that of a chunk while the next one is computed.
+      of_hidden: the gradient of hidden by this device's classes; None if it is not wanted.
     """
     classes = dx.shape[1]
     size = min(_CLASSES, max(2048, classes // 8))
@@ -77,14 +82,26 @@ def weight_from(head: Head, hidden: jax.Array, dx: jax.Array, axes: Axes = ()) -
     def of(dx: jax.Array, chunk: Chunk) -> jax.Array:
         return product(head, hidden, chunk.of(dx)[: len(hidden)], (0, 0), dx.dtype)
 
-    if not axes:
-        return over_chunks(size, classes, lambda dx, chunk: chunk.written(dx, of(dx, chunk)), dx)
+    def beside_hidden(work: Callable[[], jax.Array]) -> tuple[jax.Array | None, jax.Array]:
+        if of_hidden is None or not shards.classes:
+            return of_hidden, work()
+        return summed_during(of_hidden, shards.classes, work)
+
+    if not shards.rows:
+        total, dx = beside_hidden(
+            lambda: over_chunks(size, classes, lambda dx, chunk: chunk.written(dx, of(dx, chunk)), dx)
+        )
+        return dx, total
 
     def step(carry: tuple[jax.Array, jax.Array], chunk: Chunk) -> tuple[jax.Array, jax.Array]:
+        """Sums a chunk over devices while the next one is computed."""
         dx, part = carry
-        total, following = summed_during(part, axes, lambda: of(dx, chunk))
+        total, following = summed_during(part, shards.rows, lambda: of(dx, chunk))
         return Chunk(chunk.begin - size, size).written(dx, total), following
 
     first = min(size, classes)
-    dx, part = over_chunks(size, classes, step, (dx, of(dx, Chunk(0, first))), first, unroll=2)
-    return Chunk(classes - part.shape[1], part.shape[1]).written(dx, jax.lax.psum(part, axes))
+    total, part = beside_hidden(lambda: of(dx, Chunk(0, first)))
+    # With two chunks a step, XLA need not copy the one that the next step begins with.
+    dx, part = over_chunks(size, classes, step, (dx, part), first, unroll=2)
+    last = Chunk(classes - part.shape[1], part.shape[1])
+    return last.written(dx, jax.lax.psum(part, shards.rows)), total
