@@ -198,8 +198,8 @@ def linear_softmax_cross_entropy(
     classes, as gradients before the cotangent could be too small for f16. So are one with a bias of a wider dtype than
     the products, whose digits logits of the products' dtype would lose; one that `jax.vmap` maps before it is
     differentiated; and one whose number of rows is symbolic. Over a mesh, rows may be sharded as hidden has them and
-    classes as weight has them: the forward pass then costs all-reduces of a few numbers a row, and the gradients that
-    are sums over devices those of their size.
+    classes as weight has them: the devices then exchange a few numbers a row, once, and the gradients that are sums
+    over devices cost all-reduces of their size, that of hidden in the accumulator's dtype.
 
     Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv:1805.02867), for the fold;
     Wijmans et al., "Cut your losses in large-vocabulary language models" (arXiv:2411.09009), and Hsu et al., "Liger
