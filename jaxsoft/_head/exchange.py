@@ -5,11 +5,13 @@ in one. The gradients of hidden states are large, and travel while something els
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxsoft._core.mesh import Axes
+from jaxsoft._head.chunks import Chunk
 
 # Among more devices the numbers are summed on the way, which takes one exchange more, but does not grow with them.
 _MOST_GATHERED = 16
@@ -36,3 +38,34 @@ def summed_during[T](part: jax.Array, axes: Axes, work: Callable[[], T]) -> tupl
     total, result = jax.lax.psum(part, axes), work()
     # Else XLA may want to round the sum before, and wait for it.
     return jax.lax.optimization_barrier((total, result))
+
+
+class InParts(NamedTuple):
+    """An array in chunks of the classes, each of which is summed over devices while the next one is computed.
+
+    Attributes:
+      array: with the sums of all chunks but the last one.
+      part: this device's part of the last chunk; None before the first one.
+    """
+
+    array: jax.Array
+    part: jax.Array | None = None
+
+    def followed(self, axes: Axes, chunk: Chunk, work: Callable[[], jax.Array]) -> "InParts":
+        """With one more chunk, whose part `work` computes."""
+        if self.part is None:
+            return InParts(self.array, work())
+        total, part = summed_during(self.part, axes, work)
+        return InParts(self._before(chunk.begin).written(self.array, total), part)
+
+    def whole(self, axes: Axes) -> jax.Array:
+        """The array, when there are no more chunks."""
+        if self.part is None:
+            return self.array
+        return self._before(self.array.shape[-1]).written(self.array, jax.lax.psum(self.part, axes))
+
+    def _before(self, end: jax.Array | int) -> Chunk:
+        """The last chunk, given where it ends."""
+        assert self.part is not None
+        size = self.part.shape[-1]
+        return Chunk(end - size, size)

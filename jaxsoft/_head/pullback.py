@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxsoft import fold
 from jaxsoft._head import kernels
 from jaxsoft._head.chunks import Chunk, chunk_size, over_chunks
+from jaxsoft._head.exchange import InParts
 from jaxsoft._head.forward import folded
 from jaxsoft._head.head import Head, Parameters, capped, product, product_dtype, scaled, scores
 from jaxsoft._head.operation import Kind, Operation, Shards
@@ -139,9 +140,13 @@ class Pullback(Operation):
             x = None
             if not in_registers:
                 x = chunk.of(kept[0]) if kept else scores(head, chunk.layer(parameters))
-            return self._with_chunk(gradients, parameters, rows, waits, x, chunk)
+            return self._with_chunk(shards, gradients, parameters, rows, waits, x, chunk)
 
-        gradients = over_chunks(size, classes, step, self._start(dtype, types, waits))
+        gradients, first = self._start(shards, dtype, types, waits), 0
+        if any(isinstance(v, InParts) for v in gradients):
+            first = min(size, classes)
+            gradients = step(gradients, Chunk(0, first))
+        gradients = over_chunks(size, classes, step, gradients, first)
         by_kind: dict[Kind, Any] = dict(zip(self.moving, gradients, strict=True))
         if waits:
             once = dtype if types[Kind.HIDDEN].dtype == dtype and not shards.classes else fold.accumulator(dtype)
@@ -151,17 +156,21 @@ class Pullback(Operation):
             of_weight, of_hidden = weight_from(head, shards, hidden, dx, of_hidden[: len(hidden)])
             by_kind |= {Kind.HIDDEN: of_hidden, Kind.WEIGHT: of_weight}
 
-        def of_all_devices(kind: Kind, gradient: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        def of_all_devices(kind: Kind, gradient: Any, dtype: jnp.dtype) -> jax.Array:
             axes = shards.classes if kind is Kind.HIDDEN else shards.rows
+            if isinstance(gradient, InParts):
+                return gradient.whole(axes)
             is_part = axes and not (waits and kind in (Kind.HIDDEN, Kind.WEIGHT))
             return (jax.lax.psum(gradient, axes) if is_part else gradient).astype(dtype)
 
         return tuple(of_all_devices(kind, gradient, types[kind].dtype) for kind, gradient in by_kind.items())
 
-    def _start(self, dtype: jnp.dtype, types: dict[Kind, Any], waits: bool) -> tuple[Any, ...]:
+    def _start(self, shards: Shards, dtype: jnp.dtype, types: dict[Kind, Any], waits: bool) -> tuple[Any, ...]:
         """The gradients before the first chunk: that of hidden is a sum, or waits, and the others are overwritten."""
 
-        def start(kind: Kind, t) -> jax.Array | None:
+        def start(kind: Kind, t) -> Any:
+            if kind is Kind.WEIGHT and shards.rows and not waits:
+                return InParts(jax.lax.empty(t.shape, t.dtype))
             if kind is not Kind.HIDDEN:
                 return jax.lax.empty(t.shape, t.dtype)
             return None if waits else jnp.zeros(t.shape, fold.accumulator(dtype))
@@ -170,6 +179,7 @@ class Pullback(Operation):
 
     def _with_chunk(
         self,
+        shards: Shards,
         given: Sequence[Any],
         parameters: Parameters,
         rows: Known,
@@ -180,6 +190,7 @@ class Pullback(Operation):
         """The gradients after one more chunk.
 
         Args:
+          shards: of the operands.
           given: those before it.
           parameters: of the head.
           rows: what is known of them.
@@ -200,6 +211,9 @@ class Pullback(Operation):
             in_place = waits and chunk.size == weight.shape[1]
             dx = gradient_of_scores(self.head, dtype, rows, x, chunk, weights, fused=waits and not in_place)
 
+        def of_weight(kept: jnp.dtype) -> jax.Array:
+            return product(self.head, hidden, dx, (0, 0), dtype if kept == dtype else wide)
+
         def with_chunk(kind: Kind, before: Any) -> Any:
             match kind:
                 case Kind.HIDDEN if waits:
@@ -208,8 +222,10 @@ class Pullback(Operation):
                     return before + product(self.head, dx, chunk.of(weight).astype(dtype), (1, 1), wide)
                 case Kind.WEIGHT if waits:
                     part = dx
+                case Kind.WEIGHT if isinstance(before, InParts):
+                    return before.followed(shards.rows, chunk, lambda: of_weight(before.array.dtype))
                 case Kind.WEIGHT:
-                    part = product(self.head, hidden, dx, (0, 0), dtype if before.dtype == dtype else wide)
+                    part = of_weight(before.dtype)
                 case Kind.BIAS:
                     part = jnp.sum(dx[: len(hidden)], axis=0, dtype=wide)
                 case Kind.CLASS_WEIGHTS:

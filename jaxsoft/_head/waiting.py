@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsoft._head.chunks import Chunk, over_chunks
-from jaxsoft._head.exchange import summed_during
+from jaxsoft._head.exchange import InParts, summed_during
 from jaxsoft._head.head import Head, product
 from jaxsoft._head.operation import Kind, Shards
 from jaxsoft._rows.operation import NO_ROW
@@ -93,15 +93,11 @@ def weight_from(
         )
         return dx, total
 
-    def step(carry: tuple[jax.Array, jax.Array], chunk: Chunk) -> tuple[jax.Array, jax.Array]:
-        """Sums a chunk over devices while the next one is computed."""
-        dx, part = carry
-        total, following = summed_during(part, shards.rows, lambda: of(dx, chunk))
-        return Chunk(chunk.begin - size, size).written(dx, total), following
+    def step(parts: InParts, chunk: Chunk) -> InParts:
+        return parts.followed(shards.rows, chunk, lambda: of(parts.array, chunk))
 
     first = min(size, classes)
     total, part = beside_hidden(lambda: of(dx, Chunk(0, first)))
     # With two chunks a step, XLA need not copy the one that the next step begins with.
-    dx, part = over_chunks(size, classes, step, (dx, part), first, unroll=2)
-    last = Chunk(classes - part.shape[1], part.shape[1])
-    return last.written(dx, jax.lax.psum(part, shards.rows)), total
+    parts = over_chunks(size, classes, step, InParts(dx, part), first, unroll=2)
+    return parts.whole(shards.rows), total

@@ -164,7 +164,9 @@ def test_devices_without_a_finite_score(most, patched):
         assert_close(jax.jit(f)(*args), f(H, W, bias), 1e-6)
 
 
-@pytest.mark.parametrize("size", [3, pytest.param(10, marks=slow), pytest.param(5, marks=slow), pytest.param(4096, marks=slow)])
+@pytest.mark.parametrize(
+    "size", [3, pytest.param(10, marks=slow), pytest.param(5, marks=slow), pytest.param(4096, marks=slow)]
+)
 @pytest.mark.parametrize("reduction", ["mean", None])
 @pytest.mark.parametrize("classes", [P(None, "b"), P()], ids=["sharded", "whole"])
 def test_the_gradient_of_weight_is_summed_in_chunks(size, reduction, classes, patched):

@@ -439,7 +439,10 @@ def test_mesh(rows, weight, kind, recompute):
     assert gathers == expected, moved
     sizes = sorted(int(np.prod(shape)) for name, shape in moved if name == "all-reduce")
     assert len(moved) == len(sizes) + len(gathers), moved
-    assert len(sizes) <= len(allowed) and sum(sizes) <= sum(allowed), (moved, allowed)
+    in_chunks = (
+        2 if rows else 0
+    )  # more of the weights', which are summed in up to three chunks: of the loop, and after it
+    assert len(sizes) <= len(allowed) + in_chunks and sum(sizes) <= sum(allowed), (moved, allowed)
 
 
 @needs_mesh
