@@ -143,7 +143,7 @@ class Pullback(Operation):
             return self._with_chunk(shards, gradients, parameters, rows, waits, x, chunk)
 
         gradients, first = self._start(shards, dtype, types, waits), 0
-        if any(isinstance(v, InParts) for v in gradients):
+        if classes and any(isinstance(v, InParts) for v in gradients):
             first = min(size, classes)
             gradients = step(gradients, Chunk(0, first))
         gradients = over_chunks(size, classes, step, gradients, first)

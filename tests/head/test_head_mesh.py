@@ -132,9 +132,10 @@ def by_classes(h, w, b, c, u, y, f=linear, **options):
     return jnp.sum(u * (jnp.sin(loss) + jnp.where(y == -100, 0, jnp.sin(lse)) + entropy))
 
 
-@pytest.mark.parametrize("rows_too", [pytest.param(False, marks=slow), True], ids=["classes", "rows and classes"])
-@pytest.mark.parametrize("f", [by_rows, pytest.param(by_classes, marks=slow)])
-@pytest.mark.parametrize("most", [16, pytest.param(1, marks=slow)], ids=["gathered", "summed"])
+@slow  # the tests of each way have much of this over a mesh
+@pytest.mark.parametrize("rows_too", [False, True], ids=["classes", "rows and classes"])
+@pytest.mark.parametrize("f", [by_rows, by_classes])
+@pytest.mark.parametrize("most", [16, 1], ids=["gathered", "summed"])
 def test_options(rows_too, f, most, patched):
     """All options at once, in chunks, and all gradients."""
     patched.setattr(exchange, "_MOST_GATHERED", most)
