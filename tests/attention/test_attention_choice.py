@@ -14,6 +14,9 @@ from jaxsoft.pallas_kernels.attention import forward
 
 import jaxsoft
 from jaxsoft._attention import choice
+from jaxsoft._attention.form import STATE, Extra, Form
+from jaxsoft._attention.operation import Forward, Pullback
+from jaxsoft._attention.primitive import attention_operation
 from jaxsoft._core import cudnn
 from jaxsoft._core.carriers import CARRIERS
 
@@ -352,3 +355,55 @@ def test_the_fastest_with_the_cuda_kernels(length, size, forward, backward, dete
     assert ("attention_forward" in targets(attend, *shapes)) == forward
     found = targets(gradients(attend), *shapes)
     assert ("attention_forward" in found, "attention_backward" in found) == (forward, backward)
+
+
+def of_blocks(implementation, queries, keys, dtype, size=128):
+    """The custom calls of a block of keys that goes on from others, and of its gradients, which are added to others;
+    each with the places of the results that take the memory of operands.
+    """
+    like = jax.ShapeDtypeStruct
+    query, key = (like((1, n, heads, size), jnp.bfloat16) for n, heads in ((queries, 8), (keys, 2)))
+    output, lse, count = like(query.shape, np.float32), like((1, 8, queries), np.float32), like((1,), np.int32)
+    extras = (Extra.QUERY_LENGTHS, Extra.KEY_LENGTHS, Extra.OFFSET)
+    forward = Forward(Form(np.dtype(dtype), 0.1, right=0, extras=(*extras, *STATE), rounded=dtype != np.float32))
+    names = "query", "key", "value"
+    pullback = Pullback(Form(np.dtype(jnp.bfloat16), 0.1, right=0, extras=extras), names, True, ("query", "value"))
+    found = []
+    for operation, operands in (
+        (forward, (query, key, key, count, count, count, output, lse)),
+        (
+            pullback,
+            (query, key, key, count, count, count, query, lse, lse, lse, query, output, like(key.shape, np.float32)),
+        ),
+    ):
+        run = functools.partial(attention_operation, operation, implementation)
+        text = jax.jit(run).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+        aliased = re.findall(r"output_operand_alias<output_tuple_indices = \[(\d)\]", text)
+        found.append(
+            (re.findall(r"custom_call @(?:jaxsoft_)?(attention_\w+|mosaic_gpu)", text), list(map(int, aliased)))
+        )
+    return found
+
+
+@pytest.mark.usefixtures("cuda_kernels")
+@pytest.mark.parametrize(
+    ("implementation", "queries", "keys", "dtype", "forward", "backward"),
+    [
+        (None, 1024, 1024, np.float32, (["attention_forward"], [0, 1]), (["attention_backward"], [0, 2])),
+        (None, 1024, 1024, jnp.bfloat16, (["attention_forward"], [1]), (["attention_backward"], [0, 2])),
+        # A kernel that knows nothing of other blocks has the rest around it.
+        (None, 256, 256, jnp.bfloat16, (["mosaic_gpu"], []), (["mosaic_gpu"] * 2, [])),
+        ("ffi", 2, 4096, np.float32, (["attention_decode"], []), (["attention_backward"], [0, 2])),
+        ("pallas", 1024, 1024, np.float32, (["mosaic_gpu"], []), (["mosaic_gpu"] * 2, [])),
+        ("xla", 1024, 1024, np.float32, ([], []), ([], [])),
+    ],
+)
+def test_blocks_of_keys(implementation, queries, keys, dtype, forward, backward):
+    assert of_blocks(implementation, queries, keys, dtype) == [forward, backward]
+
+
+def test_a_state_where_no_kernel_serves():
+    """cuDNN has no output in f32, and without other kernels XLA serves all."""
+    assert of_blocks(None, 1024, 1024, np.float32, size=20) == [([], []), ([], [])]
+    with pytest.raises(ValueError, match=r"'cudnn' cannot serve this call: .*float32 of bfloat16"):
+        of_blocks("cudnn", 1024, 1024, np.float32)

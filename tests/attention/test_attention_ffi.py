@@ -178,6 +178,57 @@ def test_bad_calls(target, operands, results, attributes, message):
         call(target, operands, results, **attributes)
 
 
+STATE = ("state_output", "state_lse")
+
+
+@here
+@pytest.mark.parametrize(
+    ("extra", "shape", "dtype", "message"),
+    [
+        ("state_output", (B, T, N, H), BF16, r"state_output must be F32 of shape \(2,3,4,64\): got BF16"),
+        ("state_output", (1, T, N, H), F32, r"state_output must be F32 of shape \(2,3,4,64\): got F32\(1,3"),
+        ("state_output", (B, T, N, 32), F32, "state_output must be F32"),
+        ("state_lse", (B, T, N), F32, r"state_lse must be F32 of shape \(2,4,3\)"),
+        ("state_lse", (B, 1, T), F32, "state_lse must be F32"),
+    ],
+)
+def test_bad_states(extra, shape, dtype, message):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"jaxsoft: {FORWARD}: {message}"):
+        call(FORWARD, (*THREE, *STATE), BASE[FORWARD][1], {extra: (shape, dtype)}, extras=",".join(STATE))
+
+
+@here
+@pytest.mark.parametrize("extra", STATE)
+def test_half_a_state(extra):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="state_output and state_lse must be given together"):
+        call(FORWARD, (*THREE, extra), BASE[FORWARD][1], extras=extra)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="must be some of"):
+        call(DECODE, (*THREE, *STATE), BASE[DECODE][1], extras=",".join(STATE))
+
+
+WIDE = {f"{name}*": ((B, T, N, H) if name == "query" else (B, S, K, H), F32) for name in THREE}
+
+
+@here
+@pytest.mark.parametrize(
+    ("extra", "changed", "message"),
+    [
+        ("", {"query*": WIDE["query*"]}, r"gradients must have one dtype: got F32\(2,3,4,64\) and BF16\(2,40,2,64\)"),
+        ("", {"value*": WIDE["value*"]}, "gradients must have one dtype: got BF16.* and F32"),
+        ("", WIDE | {"key*": ((B, S, K, H), F16)}, "key must be BF16 or F32 of shape"),
+        ("query_sum", {}, "there is a query_sum only where gradients are in F32: got BF16"),
+        ("query_sum", WIDE | {"query_sum": ((B, T, N, H), BF16)}, "query_sum must be F32 of shape"),
+        ("key_sum", WIDE | {"key_sum": ((B, S, N, H), F32)}, r"key_sum must be F32 of shape \(2,40,2,64\)"),
+        ("value_sum", WIDE | {"value_sum": ((1, S, K, H), F32)}, r"value_sum must be F32 of shape \(2,40,2,64\)"),
+        ("value_sum,key_sum", WIDE, "extras='value_sum,key_sum' must be some of"),
+    ],
+)
+def test_bad_sums(extra, changed, message):
+    operands = (*THREE, *filter(None, extra.split(",")), "lse", "delta", "cotangent")
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"jaxsoft: {BACKWARD}: {message}"):
+        call(BACKWARD, operands, THREE, changed, extras=extra)
+
+
 @here
 @pytest.mark.parametrize("target", BASE)
 def test_a_workspace_that_is_too_small(target):

@@ -1,0 +1,126 @@
+"""Attention whose keys come block by block, as ring attention calls its operations, beside one call over all keys."""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from common import as_usual
+from truth import wide
+
+from jaxsoft._attention.form import STATE, Extra, Form
+from jaxsoft._attention.operation import Forward, Pullback
+from jaxsoft._attention.primitive import attention_operation
+from jaxsoft.fold import accumulator
+
+THREE = ("query", "key", "value")
+# What each sequence has, of as many queries and keys: in the order of `Extra`.
+OPTIONS = {
+    "lengths": lambda b, t, s: {
+        Extra.QUERY_LENGTHS: np.resize(np.array([t, t // 2], np.int32), b),
+        Extra.KEY_LENGTHS: np.resize(np.array([s // 2 + 3, s], np.int32), b),
+    },
+    "offset": lambda b, t, s: {Extra.OFFSET: np.resize(np.array([s - t, 2], np.int32), b)},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """A call whose keys come in blocks.
+
+    Attributes:
+      form: of the whole call, but for its extras.
+      arrays: query, key, value and the cotangent.
+      extras: of the whole call.
+      borders: where the blocks of keys begin and end.
+    """
+
+    form: Form
+    arrays: tuple[np.ndarray, ...]
+    extras: dict[Extra, np.ndarray]
+    borders: tuple[int, ...]
+
+    @classmethod
+    def make(
+        cls, sizes: Sequence[int], dtype, options: Sequence[str] = (), borders: Sequence[int] = (), **of_form
+    ) -> "Blocks":
+        """One of sizes (B, T, S, N, K, D), random arrays, and these options."""
+        b, t, s, n, k, d = sizes
+        rng = np.random.default_rng(0)
+        shapes = (b, t, n, d), (b, s, k, d), (b, s, k, d), (b, t, n, d)
+        arrays = tuple(rng.standard_normal(shape).astype(dtype) for shape in shapes)
+        given: dict[Extra, np.ndarray] = {}
+        for option in options:
+            given |= OPTIONS[option](b, t, s)
+        extras = {extra: given[extra] for extra in Extra if extra in given}
+        return cls(Form(np.dtype(dtype), d**-0.5, **of_form), arrays, extras, (0, *borders, s))
+
+    @property
+    def wide(self) -> np.dtype:
+        """The dtype in which blocks are folded."""
+        return np.dtype(accumulator(self.arrays[0].dtype))
+
+    def blocks(self):
+        """Of each block: where its keys are, and the extras of its own call."""
+        for begin, end in itertools.pairwise(self.borders):
+            shifted = (Extra.OFFSET, Extra.KEY_LENGTHS)
+            yield (
+                slice(begin, end),
+                {extra: jnp.asarray(x) - (begin if extra in shifted else 0) for extra, x in self.extras.items()},
+            )
+
+    def forward(self, implementation: str | None, dtype=None) -> tuple[jax.Array, ...]:
+        """The results of the last block, and of the blocks before it in it, in a dtype if it is not the folds' own."""
+        query, key, value, _ = self.arrays
+        b, t, n, _ = query.shape
+        output, lse = jnp.zeros((b, t, n, value.shape[3]), self.wide), jnp.full((b, n, t), -jnp.inf, self.wide)
+        found: tuple[jax.Array, ...] = ()
+        for keys, extras in self.blocks():
+            last = dtype if keys.stop == self.borders[-1] and dtype else self.wide
+            form = dataclasses.replace(
+                self.form, extras=(*extras, *STATE), dtype=np.dtype(last), rounded=last != self.wide
+            )
+            given = query, key[:, keys], value[:, keys], *extras.values(), output, lse
+            found = attention_operation(Forward(form), implementation, *map(jnp.asarray, given))
+            output, lse = found[:2]
+        return found
+
+    def gradients(self, implementation: str | None, lse, rest, delta) -> tuple[jax.Array, ...]:
+        """The gradients by query, which is added up, and by the keys and values of all blocks."""
+        query, key, value, cotangent = map(jnp.asarray, self.arrays)
+        output = jnp.zeros_like(cotangent)  # of which delta has what is needed
+        of_query, others = jnp.ones(query.shape, self.wide), []
+        for keys, extras in self.blocks():
+            form = dataclasses.replace(self.form, extras=tuple(extras))
+            given = query, key[:, keys], value[:, keys], *extras.values(), output, lse, rest, delta, cotangent
+            zeros = jnp.full(key[:, keys].shape, 2, self.wide)
+            of_query, of_key, of_value = attention_operation(
+                Pullback(form, THREE, True, ("query", "key")), implementation, *given, of_query, zeros
+            )
+            others.append((of_key - 2, of_value))
+        return of_query - 1, *(jnp.concatenate(parts, axis=1) for parts in zip(*others, strict=True))
+
+    def expected(self) -> tuple[tuple[np.ndarray, ...], np.ndarray, tuple[np.ndarray, ...]]:
+        """One call over all keys in float64, on a CPU: its results, delta, and the gradients."""
+        with jax.enable_x64(True), as_usual(), jax.default_device(jax.devices("cpu")[0]):
+            form = dataclasses.replace(self.form, extras=tuple(self.extras), dtype=np.dtype(np.float64), rounded=False)
+            query, key, value, cotangent = map(wide, self.arrays)
+            given = query, key, value, *self.extras.values()
+            results = jax.jit(lambda *v: attention_operation(Forward(form), "xla", *v))(*given)
+            delta = np.moveaxis(np.sum(wide(results[0]) * cotangent, axis=-1), 2, 1)
+            of_all = Pullback(form, THREE)
+            found = jax.jit(lambda *v: attention_operation(of_all, "xla", *v))(*given, *results, delta, cotangent)
+            return tuple(map(wide, results)), delta, tuple(map(wide, found))
+
+
+def errors(found: Sequence, expected: Sequence) -> list[float]:
+    """The errors of arrays relative to the norm of what they should be; infinite numbers must be the same."""
+    of_each = []
+    for a, e in zip(map(wide, found), map(wide, expected), strict=True):
+        finite = np.isfinite(e)
+        np.testing.assert_array_equal(a[~finite], e[~finite])
+        a, e = np.where(finite, a, 0), np.where(finite, e, 0)
+        of_each.append(float(np.linalg.norm(a - e) / (np.linalg.norm(e) or 1)))
+    return of_each
