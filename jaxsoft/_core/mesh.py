@@ -1,9 +1,11 @@
 """What operations of any family need over a mesh: whether and how to partition, and states combined over its axes."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -141,5 +143,37 @@ def varying_over(axis: str, *values: jax.Array) -> list[jax.Array]:
 
 def combined(st: State, axes: Axes) -> State:
     """The state of all scores that lie over mesh axes, given each device's."""
-    m = jax.lax.pmax(st.m, axes)
-    return State(m, jax.lax.psum(st.s * weight(st.m, m), axes))
+    (m,), (s,) = exchanged(axes, st, lambda m, s: [m], lambda all_m, m, s: [s * weight(m, *all_m)])
+    return State(m, s)
+
+
+# An all-gather takes one latency, 20 to 25 us between H200s, and all-reduces of a maximum and of sums relative to it
+# take two, but a device receives less by them where there are many devices. In one latency it receives some 4 MiB.
+_FEW_DEVICES = 16
+_GATHERED_BYTES = 2**22
+
+
+def exchanged(
+    axes: Axes,
+    numbers: Sequence[jax.Array],
+    of_maxima: Callable[..., Sequence[jax.Array]],
+    of_sums: Callable[..., Sequence[jax.Array]],
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Maxima and sums over mesh axes, with the same bits on every device: by one exchange where numbers are few.
+
+    A maximum may pass over a NaN.
+
+    Args:
+      axes: of the mesh.
+      numbers: what this device has, arrays of one shape and one dtype.
+      of_maxima: (*numbers) -> what of a device's numbers the maxima are taken of.
+      of_sums: (maxima, *numbers) -> likewise the sums, which may be relative to the maxima.
+    """
+    devices, stacked = jax.lax.axis_size(axes), jnp.stack(numbers)
+    if devices > _FEW_DEVICES or devices * stacked.nbytes > _GATHERED_BYTES:
+        maxima = [*jax.lax.pmax(jnp.stack(of_maxima(*numbers)), axes)]
+        return maxima, [*jax.lax.psum(jnp.stack(of_sums(maxima, *numbers)), axes)]
+    parts = [[*part] for part in jax.lax.all_gather(stacked, axes)]  # one after the other, for XLA to make one loop
+    maxima = [functools.reduce(jnp.maximum, values) for values in zip(*(of_maxima(*p) for p in parts), strict=True)]
+    sums = zip(*(of_sums(maxima, *p) for p in parts), strict=True)
+    return maxima, [functools.reduce(jnp.add, values) for values in sums]

@@ -23,9 +23,8 @@ from jaxsoft._core import library
 from jaxsoft._core.mesh import Axes, axes_of, can_partition, if_even, on_one_device, refined
 from jaxsoft._core.primitives import compiled, primitive
 from jaxsoft._rows.forms import Form
-from jaxsoft._rows.operations.top_k import TOP_K
-from jaxsoft._rows.partition import selected_over_shards
-from jaxsoft._rows.primitive import kernel
+from jaxsoft._rows.primitive import kernels_by
+from jaxsoft._rows.shards import selected_over_shards
 
 type Draw = Callable[..., tuple[jax.Array, ...]]
 
@@ -138,7 +137,7 @@ def _partitioned(sampler: Sampler) -> Draw:
 
 def _draw_from_parts(sampler: Sampler, k: int, axes: Axes, uniform, x, *options):
     """Draws from the k largest of rows whose tokens lie over these axes of a mesh."""
-    largest = selected_over_shards(Form(x.dtype, k=k), axes, lambda form: functools.partial(kernel, TOP_K, form, None))
+    largest = selected_over_shards(Form(x.dtype, k=k), axes, kernels_by(None))
     values, _, indices, m, s = largest(x)
     undefined = ~(jnp.isfinite(m) & jnp.isfinite(s))
     # The draw goes by the order of the tokens, as in whole rows.

@@ -79,6 +79,13 @@ def check_operands(operation: Operation, form: Form, implementation: str | None,
         _raise_for(implementation, _refusal(implementation, operands), operands)
 
 
+def takes(operation: Operation, form: Form, implementation: str | None, operands: Operands) -> bool:
+    """Whether a named implementation can take such operands on some platform, as the default choice always can."""
+    if implementation is None or not operands[0].size:
+        return True
+    return _refusal(implementation, _plain_operands(operation, form, operands)) is None
+
+
 def choose(
     operation: Operation, form: Form, implementation: str | None, platform: str, operands: Operands
 ) -> RowFunction:

@@ -22,7 +22,7 @@ from jaxsoft._core.primitives import compiled, primitive
 from jaxsoft._core.tangents import jvp_along, zero_tangent
 from jaxsoft._core.whole import Whole
 from jaxsoft._rows import xla
-from jaxsoft._rows.choice import check_operands, choose
+from jaxsoft._rows.choice import check_operands, choose, takes
 from jaxsoft._rows.forms import Form, compose
 from jaxsoft._rows.operation import Operation, RowFunction
 from jaxsoft._rows.partition import partitioned
@@ -56,8 +56,9 @@ class _Call(Whole):
 
     def apply(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """The operation."""
-        in_form = _in_form(self.operation, self.implementation)
-        return (partitioned(self.operation, self.form, in_form) if self.partition else in_form(self.form))(*operands)
+        kernels = kernels_by(self.implementation)
+        of = partitioned(self.operation, self.form, kernels) if self.partition else kernels(self.operation, self.form)
+        return of(*operands)
 
     def tangents(self, primals: Sequence[jax.Array], tangents: Sequence) -> Sequence:
         """Those of the formula. Integers have none."""
@@ -76,9 +77,17 @@ def _formula(operation: Operation, form: Form) -> RowFunction:
 
 
 @functools.cache
-def _in_form(operation: Operation, implementation: str | None) -> Callable[[Form], RowFunction]:
-    """The operation within code for one device in each form, the same function for each call."""
-    return lambda form: functools.partial(kernel, operation, form, implementation)
+def kernels_by(implementation: str | None) -> Callable[[Operation, Form], RowFunction]:
+    """The operations within code for one device, the same function for each call.
+
+    They are of whole rows, or of parts. XLA serves a part that a named implementation does not take.
+    """
+
+    def function(operation: Operation, form: Form, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        taken = takes(operation, form, implementation, [jax.typeof(x) for x in operands])
+        return kernel(operation, form, implementation if taken else "xla", *operands)
+
+    return lambda operation, form: functools.partial(function, operation, form)
 
 
 def kernel(operation: Operation, form: Form, implementation: str | None, *operands: jax.Array) -> tuple[jax.Array, ...]:

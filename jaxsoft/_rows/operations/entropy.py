@@ -33,8 +33,9 @@ def products_from(m: jax.Array, part: State, u: jax.Array) -> jax.Array:
       part: the state of the part.
       u: of the part, relative to its own maximum.
     """
-    distance = jnp.where(part.s == 0, 0, reference(part.m) - reference(m))
-    return weight(part.m, m) * (u + distance * part.s)
+    factor = weight(part.m, m)
+    distance = jnp.where((part.s == 0) | (factor == 0), 0, reference(part.m) - reference(m))
+    return factor * (u + distance * part.s)
 
 
 def entropy_of(m: jax.Array, s: jax.Array, u: jax.Array) -> jax.Array:

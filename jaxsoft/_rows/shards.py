@@ -1,0 +1,204 @@
+"""Row operations on one device's part of rows whose reduced axis is sharded over a mesh.
+
+A kernel reduces the part, the devices exchange a few numbers a row once, and a kernel or a loop of XLA's writes the
+part of the result from what they make together. What needs no more of a row than that runs on the part as it is.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxsoft._core.mesh import Axes, combined, exchanged
+from jaxsoft._rows import formulas
+from jaxsoft._rows.forms import Extras, Form, compose, counted, formula, scores, split
+from jaxsoft._rows.operation import NO_ROW, Extra, Kind, Operation, Reduction, Reductions, RowFunction
+from jaxsoft._rows.operations.entropy import ENTROPY, products_from
+from jaxsoft._rows.operations.labels import LABEL_ENTROPY, LABEL_STATE, LABEL_SUMS
+from jaxsoft._rows.operations.logsumexp import LOGSUMEXP_VJP, STATE
+from jaxsoft._rows.operations.softmax import SOFTMAX
+from jaxsoft._rows.operations.top_k import TOP_K
+from jaxsoft.fold import State, accumulator, combine, reference, weight
+
+type Kernels = Callable[[Operation, Form], RowFunction]  # any operation's kernel in any form, for one device
+
+# Of the first elements of a part without the label, the first finite score stands in for it: see `_stand_in`.
+_SEARCHED = 128
+
+
+def on_shards(operation: Operation, form: Form, axes: Axes, kernels: Kernels) -> RowFunction:
+    """The operation on one device's part of rows that are sharded over mesh axes."""
+
+    def local(*operands):
+        base, extras = split(operation, form, operands)
+        x = base[0]
+        n = x.shape[-1 - form.trailing]
+        begin = jax.lax.axis_index(axes).astype(jnp.int32) * n
+        if Extra.LIMIT in extras:
+            extras[Extra.LIMIT] = jnp.clip(extras[Extra.LIMIT] - begin, 0, n)
+        pairs = zip(operation.kinds, base, strict=True)
+        within = [formulas.labels_within(v, begin) if kind is Kind.LABEL else v for kind, v in pairs]
+        given = *within, *extras.values()
+        if operation is TOP_K:
+            return selected_over_shards(form, axes, kernels)(*given)
+        if operation is ENTROPY:
+            return _entropy(axes, kernels(operation, form)(*given))
+        if operation in (LABEL_STATE, LABEL_SUMS, LABEL_ENTROPY):
+            return _labelled(operation, form, axes, kernels, base[1], within, extras)
+        if operation.reduces is Reduction.STATE:
+            return _from_state(operation, form, axes, kernels, given)
+        if operation.reduces is Reduction.NOTHING:
+            return kernels(operation, form)(*given)
+        return _formula(operation, form, axes)(*given)
+
+    return local
+
+
+def _from_state(
+    operation: Operation, form: Form, axes: Axes, kernels: Kernels, given: Sequence[jax.Array]
+) -> tuple[jax.Array, ...]:
+    """An operation that needs the state of the scores, the whole row's, to write its results."""
+    before = dataclasses.replace(form, dtype=given[0].dtype, in_place=False)
+    st = combined(State(*kernels(STATE, before)(*given)), axes)
+    if operation is STATE:
+        return tuple(st)
+    if operation is SOFTMAX and Extra.SCALE not in form.extras:  # the pullback would multiply by the scale
+        x, *extras = given
+        one = jnp.where(jnp.isfinite(st.m), jnp.ones_like(st.m), jnp.nan)  # a row without a maximum has no softmax
+        return kernels(LOGSUMEXP_VJP, form)(x, *st, one, *extras)
+    return _formula(operation, form, axes, st)(*given)
+
+
+def _entropy(axes: Axes, results: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """The results of a row, given those of its parts."""
+
+    def of_sums(maxima, m, s, u):
+        return s * weight(m, *maxima), products_from(maxima[0], State(m, s), u)
+
+    maxima, sums = exchanged(axes, results, lambda m, s, u: [m], of_sums)
+    return *maxima, *sums
+
+
+def _labelled(
+    operation: Operation,
+    form: Form,
+    axes: Axes,
+    kernels: Kernels,
+    label: jax.Array,
+    within: Sequence[jax.Array],
+    extras: Extras,
+) -> tuple[jax.Array, ...]:
+    """What a loss needs to know of rows with a label, which lies in one of their parts.
+
+    Args:
+      operation: which.
+      form: of the operation.
+      axes: over which rows are sharded.
+      kernels: of the part.
+      label: of each row.
+      within: the scores, and the label as an index into the part.
+      extras: of the form.
+    """
+    x, i = within
+    n = x.shape[-1 - form.trailing]
+    here, none = (i >= 0) & (i < n), label == NO_ROW
+    near = jnp.where(here | none, i, _stand_in(form, x, extras)) if operation is LABEL_SUMS else i
+    m, s, t, *sums = kernels(operation, form)(x, near, *extras.values())
+    st = State(m, s)
+    if operation is LABEL_SUMS:  # what stood in for the label is one of the other scores
+        stands = ~here & (near >= 0)
+        st = combine(st, State(jnp.where(stands, t, -jnp.inf), stands.astype(s.dtype)))
+        sums.append(reference(t))
+
+    def of_maxima(m, s, t, *sums):
+        return m, t
+
+    def of_sums(maxima, m, s, t, *sums):
+        all_m, all_t = maxima
+        found = [s * weight(m, all_m), jnp.where(jnp.isnan(t), t, 0)]
+        if operation is LABEL_ENTROPY:
+            found.append(products_from(all_m, State(m, s), *sums))
+        if operation is LABEL_SUMS:
+            distances, count, relative_to = sums
+            found += [distances + count * (relative_to - reference(all_t)), count]
+        return found
+
+    numbers = *st, jnp.where(here, t, -jnp.inf), *sums
+    (m, t), (s, nan, *sums) = exchanged(axes, numbers, of_maxima, of_sums)
+    outside = (label < 0) | (label >= n * jax.lax.axis_size(axes))
+    return m, s, jnp.where(none, 0, formulas.nan_where(outside, t + nan)), *sums
+
+
+def _stand_in(form: Form, x: jax.Array, extras: Extras) -> jax.Array:
+    """An element of each row that can stand in for the label where this is in another part, or -1.
+
+    Distances from the label's score are summed where it is not known yet. Those from 0 would lose their digits where
+    all scores are large, and those from any finite score of the part do not: it counts, and is at distance 0. One is
+    sought among the first elements alone, so a part that begins with many that do not count may go without.
+    """
+    axis = x.ndim - 1 - form.trailing
+    some = min(_SEARCHED, x.shape[axis])
+    first = jnp.moveaxis(jax.lax.slice_in_dim(x, 0, some, axis=axis), axis, -1)
+    beside = {name: v[..., :some] if name.whole_rows else v for name, v in extras.items()}
+    z = scores(form, first, beside, accumulator(x.dtype), counted(form, first, beside))
+    place = jnp.min(jnp.where(jnp.isfinite(z), formulas.positions(z), some), axis=-1, initial=some)
+    return jnp.where(place < some, place, -1)
+
+
+def selected_over_shards(form: Form, axes: Axes, kernels: Kernels) -> RowFunction:
+    """The k largest elements of rows that are sharded over mesh axes: those of all that each device finds in its part.
+
+    Every device gathers them, in the order of the parts, so that of equal ones the first has the lowest index.
+    """
+
+    def local(x):
+        rows, k = x.shape[:-1], min(form.k, x.shape[-1])
+        values, _, i, m, s = kernels(TOP_K, dataclasses.replace(form, k=k))(x)
+        begin = jax.lax.axis_index(axes).astype(jnp.int32) * x.shape[-1]
+        # The first elements are those of a row whose softmax has no value, which is known after all parts.
+        sent = values, x[..., :k], begin + i, m[..., None], s[..., None]
+        words = [_words(v) for v in sent]
+        ends = np.cumsum([v.shape[-1] for v in words])[:-1]
+        gathered = jnp.split(jax.lax.all_gather(jnp.concatenate(words, axis=-1), axes), ends, axis=-1)
+        values, first, i, m, s = (_from_words(v, of.dtype) for v, of in zip(gathered, sent, strict=True))
+        m, s = functools.reduce(combine, map(State, m[..., 0], s[..., 0]))
+        values, first, i = (jnp.moveaxis(v, 0, -2).reshape(*rows, -1) for v in (values, first, i))
+        best, _, place, _, _ = kernels(TOP_K, Form(x.dtype, k=form.k))(values)
+        ordered = formulas.has_softmax(m, s)[..., None]
+        best = jnp.where(ordered, best, first[..., : form.k])
+        i = jnp.where(ordered, formulas.at(i, place), formulas.positions(best))
+        return best, formulas.defined_probabilities(best, m, s).astype(form.dtype), i, m, s
+
+    return local
+
+
+def _words(x: jax.Array) -> jax.Array:
+    """The bits of each row of elements as 32-bit words, two of a 64-bit element."""
+    if x.dtype.itemsize == 2:
+        return jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
+    return jax.lax.bitcast_convert_type(x, jnp.uint32).reshape(*x.shape[:-1], -1)
+
+
+def _from_words(words: jax.Array, dtype: np.dtype) -> jax.Array:
+    """The elements of this dtype that have these bits."""
+    if dtype.itemsize == 2:
+        words = words.astype(jnp.uint16)
+    if dtype.itemsize == 8:
+        words = words.reshape(*words.shape[:-1], -1, 2)
+    return jax.lax.bitcast_convert_type(words, dtype)
+
+
+def _formula(operation: Operation, form: Form, axes: Axes, st: State | None = None) -> RowFunction:
+    """The operation in plain JAX, given the state of the whole rows if it takes one."""
+
+    def state(x):
+        assert st is not None
+        return st
+
+    def total(x):
+        return jax.lax.psum(jnp.sum(x, axis=-1, dtype=accumulator(x.dtype)), axes)
+
+    return compose(operation, form, formula(operation, form, Reductions(state, total, formulas.take)))
