@@ -261,7 +261,7 @@ def test_second_order_where_the_label_is_far_above(implementation):
 @each_fast_implementation
 @each_axis_type
 def test_sharded(implementation, kind):
-    """Sharded rows cost nothing, and sharded classes all-reduces of a few numbers a row, forward and backward."""
+    """Sharded rows cost nothing, and sharded classes one exchange of a few numbers a row, forward and backward."""
     mesh = mesh_of(kind)
     x = (3 * np.random.default_rng(6).standard_normal((8, 16, 256))).astype(np.float32)
     labels = np.random.default_rng(7).integers(0, 256, (8, 16), np.int32)
@@ -292,7 +292,8 @@ def test_sharded(implementation, kind):
             assert_within(dx, dx_want, 1e-5 * sizes + 1e-35, f"gradient over {spec}")
             most = 6 if len(spec) == 3 else 0
             for moved in map(collectives, (forward, backward)):
-                check_moved(spec, moved, most, rows_on_a_device(mesh, spec, x.shape))
+                exchanges = None if implementation == "xla" else int(len(spec) == 3)
+                check_moved(spec, moved, most, rows_on_a_device(mesh, spec, x.shape), exchanges)
 
 
 @pytest.mark.parametrize("name", ["return_lse", "return_entropy"])
