@@ -5,14 +5,13 @@ part of the result from what they make together. What needs no more of a row tha
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsoft._core.mesh import Axes, combined, exchanged
+from jaxsoft._core.mesh import OF_STATE, Axes, combined, exchanged, folded
 from jaxsoft._rows import formulas
 from jaxsoft._rows.forms import Extras, Form, compose, counted, formula, scores, split
 from jaxsoft._rows.operation import NO_ROW, Extra, Kind, Operation, Reduction, Reductions, RowFunction
@@ -164,7 +163,7 @@ def selected_over_shards(form: Form, axes: Axes, kernels: Kernels) -> RowFunctio
         ends = np.cumsum([v.shape[-1] for v in words])[:-1]
         gathered = jnp.split(jax.lax.all_gather(jnp.concatenate(words, axis=-1), axes), ends, axis=-1)
         values, first, i, m, s = (_from_words(v, of.dtype) for v, of in zip(gathered, sent, strict=True))
-        m, s = functools.reduce(combine, map(State, m[..., 0], s[..., 0]))
+        (m,), (s,) = folded([m[..., 0], s[..., 0]], *OF_STATE)
         values, first, i = (jnp.moveaxis(v, 0, -2).reshape(*rows, -1) for v in (values, first, i))
         best, _, place, _, _ = kernels(TOP_K, Form(x.dtype, k=form.k))(values)
         ordered = formulas.has_softmax(m, s)[..., None]
