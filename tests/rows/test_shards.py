@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import precision, same_bits, slow
+from common import operand, precision, same_bits, slow, target
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import DEVICES, collectives, kernels, mesh_of, needs_devices
@@ -17,14 +17,16 @@ from row_operations import LIMIT, SCALE, WHERE, assert_exact, exact, operands_of
 
 import jaxsoft
 from jaxsoft._core import mesh as exchange
+from jaxsoft._rows.choice import takes
 from jaxsoft._rows.forms import Form
 from jaxsoft._rows.operation import NO_ROW, Kind
 from jaxsoft._rows.operations import OPERATIONS
 from jaxsoft._rows.operations.entropy import entropy_of_rows
 from jaxsoft._rows.operations.labels import LABEL_SUMS, label_entropy_of_rows, label_state_of_rows, label_sums_of_rows
 from jaxsoft._rows.operations.log_softmax import log_softmax_of_rows
-from jaxsoft._rows.operations.logsumexp import logsumexp_of_rows
+from jaxsoft._rows.operations.logsumexp import STATE, logsumexp_of_rows
 from jaxsoft._rows.operations.softmax import SOFTMAX, softmax_of_rows
+from jaxsoft._rows.operations.top_k import TOP_K
 from jaxsoft._rows.primitive import row_operation
 
 pytestmark = needs_devices
@@ -184,3 +186,30 @@ def test_scale_of_softmax():
     operands = [x, scale[:, 0]]
     sharded = over(("b",))(SOFTMAX, form, operands)
     assert_exact(SOFTMAX, form, operands, compiled_for(SOFTMAX, form, sharded)(*sharded))
+
+
+@pytest.mark.parametrize("k", [3, 13])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, pytest.param(jnp.float64, marks=slow)])
+def test_largest(k, dtype):
+    """The bits of the k largest, of parts that have fewer too: of equal ones, and where parts are -inf or undefined."""
+    x = np.random.default_rng(5).integers(-3, 4, (12, 64)).astype(np.float32)
+    x[1, :40], x[2], x[3, 50], x[4, 20], x[5, 9:], x[6, ::2], x[7] = -np.inf, -np.inf, np.nan, np.inf, -np.inf, -0.0, 0
+    x = x.astype(dtype)
+    with precision(dtype):
+        form = Form(np.dtype(dtype), k=k)
+        alone = compiled_for(TOP_K, form, [x])(x)
+        sharded = over(("a", "b"))(TOP_K, form, [x])
+        program = compiled_for(TOP_K, form, sharded)
+        values, p, i, *_ = program(*sharded)
+    assert same_bits([values, i], [alone[0], alone[2]])
+    p, expected = (np.asarray(v).astype(np.float64) for v in (p, alone[1]))
+    np.testing.assert_allclose(p, expected, rtol=1e-2 if x.itemsize == 2 else 1e-6)
+    assert [name for name, _ in collectives(program)] == ["all-gather"]
+
+
+def test_parts_that_an_implementation_does_not_take():
+    """A named one serves rows whose parts it does not take: XLA does. These parts are no multiple of 16 bytes."""
+    n = 2 * 200_002
+    with target("NVIDIA H100 80GB HBM3"):
+        assert takes(STATE, Form(np.dtype(np.float32)), "pallas", [operand((4, n), np.float32)])
+        assert not takes(STATE, Form(np.dtype(np.float32)), "pallas", [operand((4, n // 4), np.float32)])
