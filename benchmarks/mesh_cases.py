@@ -237,8 +237,20 @@ def operands(case: Case, name: str) -> tuple[list[jax.Array], jax.Array, jax.Arr
 
 def _normal(sharding: jax.sharding.Sharding, shape: tuple[int, ...], dtype: str, seed: int) -> jax.Array:
     """Random numbers of standard deviation 4, made where they lie."""
-    make = jax.jit(lambda key: (4 * jax.random.normal(key, shape, jnp.float32)).astype(dtype), out_shardings=sharding)
-    return make(jax.random.key(seed))
+    return _filler(sharding, shape, dtype)(jax.random.key(seed))
+
+
+@functools.cache
+def _filler(sharding: jax.sharding.Sharding, shape: tuple[int, ...], dtype: str) -> Callable[[jax.Array], jax.Array]:
+    def fill(key):
+        return (4 * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+
+    return jax.jit(fill, out_shardings=sharding)
+
+
+@jax.jit
+def _some(v: jax.Array, rows: np.ndarray) -> jax.Array:
+    return v[rows]
 
 
 def chain(function: Callable) -> Callable:
@@ -259,13 +271,8 @@ def error(case: Case, given: Sequence, results: Sequence[jax.Array]) -> float:
     """The largest error of the first call in some rows against float64, in units of what is allowed."""
     xs, labels, weights, g = given
     rows = np.unique([0, case.rows // 3, case.rows - 1])
-
-    @jax.jit
-    def some(v):
-        return v[rows]
-
-    x, i, w, *found = (np.asarray(some(v)) for v in (xs[0], labels, weights, *results))
-    cotangents = np.asarray(some(g)).astype(np.float64) if "pullback" in case.what else np.zeros((1, 1))
+    x, i, w, *found = (np.asarray(_some(v, rows)) for v in (xs[0], labels, weights, *results))
+    cotangents = np.asarray(_some(g, rows)).astype(np.float64) if "pullback" in case.what else np.zeros((1, 1))
     expected = FUNCTIONS[case.what].expected(x.astype(np.float64), i, w.astype(np.float64), cotangents)
     errors = []
     for actual, (value, size) in zip(found, expected, strict=True):
