@@ -66,7 +66,7 @@ def _from_state(
         return tuple(st)
     if operation is SOFTMAX and Extra.SCALE not in form.extras:  # the pullback would multiply by the scale
         x, *extras = given
-        one = jnp.where(jnp.isfinite(st.m), jnp.ones_like(st.m), jnp.nan)  # a row without a maximum has no softmax
+        one = formulas.nan_where(~jnp.isfinite(st.m), jnp.ones_like(st.m))  # a row without a maximum has no softmax
         return kernels(LOGSUMEXP_VJP, form)(x, *st, one, *extras)
     return _formula(operation, form, axes, st)(*given)
 

@@ -9,23 +9,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import operand, precision, same_bits, slow, target
+from common import AVAILABLE, operand, precision, same_bits, slow, target
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import DEVICES, collectives, kernels, mesh_of, needs_devices
+from meshes import collectives, kernels, mesh_of, needs_devices
 from row_operations import LIMIT, SCALE, WHERE, assert_exact, exact, operands_of
 
 import jaxsoft
 from jaxsoft._core import mesh as exchange
 from jaxsoft._rows.choice import takes
 from jaxsoft._rows.forms import Form
-from jaxsoft._rows.operation import NO_ROW, Kind
+from jaxsoft._rows.operation import NO_ROW
 from jaxsoft._rows.operations import OPERATIONS
 from jaxsoft._rows.operations.entropy import entropy_of_rows
 from jaxsoft._rows.operations.labels import LABEL_SUMS, label_entropy_of_rows, label_state_of_rows, label_sums_of_rows
-from jaxsoft._rows.operations.log_softmax import log_softmax_of_rows
+from jaxsoft._rows.operations.log_softmax import LOG_SOFTMAX_VJP, log_softmax_of_rows
 from jaxsoft._rows.operations.logsumexp import STATE, logsumexp_of_rows
-from jaxsoft._rows.operations.softmax import SOFTMAX, softmax_of_rows
+from jaxsoft._rows.operations.softmax import SOFTMAX, SOFTMAX_VJP, softmax_of_rows
 from jaxsoft._rows.operations.top_k import TOP_K
 from jaxsoft._rows.primitive import row_operation
 
@@ -66,9 +66,9 @@ def test_operations(operation, dtype):
         shape = (5, 64, 3) if form.trailing else (3, 5, 64)
         operands = operands_of(operation, form, shape, dtype)
         sharded = over(("a", "b"))(operation, form, operands)
-        program = compiled_for(operation, form, sharded, "ffi")
+        program = compiled_for(operation, form, sharded, "ffi" if "ffi" in AVAILABLE else None)
         assert_exact(operation, form, operands, program(*sharded))
-        if not operation.linear or Kind.COTANGENT not in operation.kinds:
+        if "ffi" in AVAILABLE and operation not in (SOFTMAX_VJP, LOG_SOFTMAX_VJP):  # which are loops of XLA's
             assert kernels(program), (operation, form)
         assert len(collectives(program)) <= 1, (operation, form)
 
@@ -114,9 +114,9 @@ def test_distances_from_the_label(offset, many, monkeypatch):
     """Sums of distances keep their digits where all scores are large, and the label is in another part of the row."""
     if many:
         monkeypatch.setattr(exchange, "_FEW_DEVICES", 1)
-    x = (np.random.default_rng(2).integers(-8, 9, (DEVICES, 256)) + offset).astype(np.float32)
+    x = (np.random.default_rng(2).integers(-8, 9, (8, 256)) + offset).astype(np.float32)
     x[1, :40:3], x[2, 128:] = -np.inf, -np.inf
-    label = np.arange(DEVICES, dtype=np.int32) * (256 // DEVICES) + 1
+    label = np.arange(8, dtype=np.int32) * 32 + 1  # in all parts
     form = Form(np.dtype(np.float32))
     expected = exact(LABEL_SUMS, form, x, label)
     sharded = over(("a", "b"))(LABEL_SUMS, form, [x, label])
@@ -198,7 +198,7 @@ def test_largest(k, dtype):
     with precision(dtype):
         form = Form(np.dtype(dtype), k=k)
         alone = compiled_for(TOP_K, form, [x])(x)
-        sharded = over(("a", "b"))(TOP_K, form, [x])
+        sharded = over(("b", "a"))(TOP_K, form, [x])
         program = compiled_for(TOP_K, form, sharded)
         values, p, i, *_ = program(*sharded)
     assert same_bits([values, i], [alone[0], alone[2]])
