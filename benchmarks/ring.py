@@ -23,6 +23,7 @@ computed in the memory that there is, from the sizes that the compiled program s
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -36,7 +37,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))  # where the modules besi
 import jax
 import jax.numpy as jnp
 import timing
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 from speed import git_commit, header, progress
@@ -121,7 +122,7 @@ def function(name: str, gradients: bool) -> Callable:
 def operands(case: Case, name: str) -> tuple:
     """Query, key, value and cotangent in the layout and the place that a call has them in."""
     one = name == "one device"
-    device = jax.devices()[0] if one else NamedSharding(mesh(), P(None, AXIS))
+    place = SingleDeviceSharding(jax.devices()[0]) if one else NamedSharding(mesh(), P(None, AXIS))
     places = jaxsoft.ring_order(case.length(), jax.device_count(), layout_of(name))
 
     def fill(order):
@@ -133,7 +134,7 @@ def operands(case: Case, name: str) -> tuple:
         ]
         return tuple(x[None].astype(jnp.bfloat16) for x in arrays)
 
-    return jax.jit(fill, out_shardings=device)(places)
+    return jax.jit(fill, out_shardings=place)(places)
 
 
 def layout_of(name: str) -> str:
@@ -155,7 +156,7 @@ def run(case: Case, pool: ThreadPoolExecutor) -> dict:
 
     def build(name: str) -> Compiled | str:
         try:
-            with jax.set_mesh(mesh()):
+            with contextlib.nullcontext() if name == "one device" else jax.set_mesh(mesh()):
                 return jax.jit(function(name, case.gradients)).lower(*of(name)).compile()
         except Exception as problem:  # a peer that does not serve the call, or has not the memory
             return reason(problem)
@@ -249,7 +250,7 @@ def longest(case: Case, name: str) -> dict:
 def device_memory() -> int:
     """Of one device, in bytes."""
     stats = jax.devices()[0].memory_stats()
-    return stats["bytes_limit"] if stats else 2**28
+    return stats["bytes_limit"] if stats else 2**25
 
 
 def reason(problem: Exception) -> str:
