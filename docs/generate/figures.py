@@ -207,9 +207,9 @@ def derivative() -> Drawing:
 
 
 def mesh() -> Drawing:
-    """A row over shards: two all-reduces of one number a row."""
+    """A row over shards: one exchange of a few numbers a row."""
     d = Drawing(
-        720, 250, "Each device reduces its part of the rows; a maximum and a sum of one number a row combine them"
+        720, 250, "Each device reduces its part of the rows; one exchange of a few numbers a row combines them"
     )
     for i in range(4):
         y = 20 + i * 54
@@ -217,7 +217,7 @@ def mesh() -> Drawing:
         d.arrow((170, y + 20), (216, y + 20)).box(220, y, 100, 40, f"(m{i}, s{i})", kind="state")
         d.arrow((320, y + 20), (376, 122)).arrow((500, 122), (556, y + 20))
         d.box(560, y, 140, 40, f"device {i}", "its part of the result", kind="data", small=True)
-    d.box(380, 86, 120, 74, "all-reduce:", "maximum, then sum", "of one number a row", kind="step", small=True)
+    d.box(380, 86, 120, 74, "all-gather of", "all states; each", "device folds them", kind="step", small=True)
     return d
 
 

@@ -169,7 +169,7 @@ def softmax_cross_entropy_with_integer_labels(
     Derivatives by the logits and the class weights, of every order, in forward and reverse mode. The gradient at the
     label is that of log(1 + exp(d)), with d the logsumexp of all other classes minus the label's logit, so it has all
     its digits where the label is nearly certain. Reverse mode keeps the logits and a few numbers a row. An axis of
-    classes that is sharded over a mesh costs all-reduces of a few numbers a row (vocabulary-parallel cross-entropy:
+    classes that is sharded over a mesh costs one exchange of a few numbers a row (vocabulary-parallel cross-entropy:
     Shoeybi et al., "Megatron-LM", arXiv:1909.08053).
 
     The entropy is that of `jaxsoft.entropy`,

@@ -54,7 +54,7 @@ def entropy(
       TypeError, ValueError: an argument does not fit the others, or the named implementation cannot serve the call.
 
     Derivatives by x, scale and bias, of every order, in forward and reverse mode, for every implementation. Reverse
-    mode keeps x and three numbers a row. An axis that is sharded over a mesh costs all-reduces of three numbers a row.
+    mode keeps x and three numbers a row. An axis that is sharded over a mesh costs one exchange of three numbers a row.
 
     Source: Williams and Peng, "Function optimization using connectionist reinforcement learning algorithms" (1991), for
     the bonus that policy gradients give to it; the sum joins the fold of Milakov and Gimelshein (arXiv:1805.02867).
