@@ -208,9 +208,7 @@ def derivative() -> Drawing:
 
 def mesh() -> Drawing:
     """A row over shards: one exchange of a few numbers a row."""
-    d = Drawing(
-        720, 250, "Each device reduces its part of the rows; one exchange of a few numbers a row combines them"
-    )
+    d = Drawing(720, 250, "Each device reduces its part of the rows; one exchange of a few numbers a row combines them")
     for i in range(4):
         y = 20 + i * 54
         d.box(20, y, 150, 40, f"device {i}", "its part of the rows", kind="data", small=True)
