@@ -1,8 +1,9 @@
 """Attention whose keys come block by block, as ring attention calls its operations, beside one call over all keys."""
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -62,45 +63,54 @@ class Blocks:
         """The dtype in which blocks are folded."""
         return np.dtype(accumulator(self.arrays[0].dtype))
 
-    def blocks(self):
-        """Of each block: where its keys are, and the extras of its own call."""
+    def _blocks(self, values):
+        """Of each block: where its keys are, and the extras of its own call, given those of the whole one."""
+        shifted = Extra.OFFSET, Extra.KEY_LENGTHS
         for begin, end in itertools.pairwise(self.borders):
-            shifted = (Extra.OFFSET, Extra.KEY_LENGTHS)
-            yield (
-                slice(begin, end),
-                {extra: jnp.asarray(x) - (begin if extra in shifted else 0) for extra, x in self.extras.items()},
-            )
+            named = zip(self.extras, values, strict=True)
+            yield slice(begin, end), {extra: x - (begin if extra in shifted else 0) for extra, x in named}
 
-    def forward(self, implementation: str | None, dtype=None) -> tuple[jax.Array, ...]:
-        """The results of the last block, and of the blocks before it in it, in a dtype if it is not the folds' own."""
-        query, key, value, _ = self.arrays
-        b, t, n, _ = query.shape
-        output, lse = jnp.zeros((b, t, n, value.shape[3]), self.wide), jnp.full((b, n, t), -jnp.inf, self.wide)
-        found: tuple[jax.Array, ...] = ()
-        for keys, extras in self.blocks():
-            last = dtype if keys.stop == self.borders[-1] and dtype else self.wide
-            form = dataclasses.replace(
-                self.form, extras=(*extras, *STATE), dtype=np.dtype(last), rounded=last != self.wide
-            )
-            given = query, key[:, keys], value[:, keys], *extras.values(), output, lse
-            found = attention_operation(Forward(form), implementation, *map(jnp.asarray, given))
-            output, lse = found[:2]
-        return found
+    def forward(self, implementation: str | None, dtype=None) -> Callable[[], tuple[jax.Array, ...]]:
+        """A function for the results of the last block, and of those before it in it, in a dtype if it is not that of
+        the state.
+        """
 
-    def gradients(self, implementation: str | None, lse, rest, delta) -> tuple[jax.Array, ...]:
-        """The gradients by query, which is added up, and by the keys and values of all blocks."""
-        query, key, value, cotangent = map(jnp.asarray, self.arrays)
-        output = jnp.zeros_like(cotangent)  # of which delta has what is needed
-        of_query, others = jnp.ones(query.shape, self.wide), []
-        for keys, extras in self.blocks():
-            form = dataclasses.replace(self.form, extras=tuple(extras))
-            given = query, key[:, keys], value[:, keys], *extras.values(), output, lse, rest, delta, cotangent
-            zeros = jnp.full(key[:, keys].shape, 2, self.wide)
-            of_query, of_key, of_value = attention_operation(
-                Pullback(form, THREE, True, ("query", "key")), implementation, *given, of_query, zeros
-            )
-            others.append((of_key - 2, of_value))
-        return of_query - 1, *(jnp.concatenate(parts, axis=1) for parts in zip(*others, strict=True))
+        def results(query, key, value, _, *values):
+            b, t, n, _ = query.shape
+            output, lse = jnp.zeros((b, t, n, value.shape[3]), self.wide), jnp.full((b, n, t), -jnp.inf, self.wide)
+            found: tuple[jax.Array, ...] = ()
+            for keys, extras in self._blocks(values):
+                last = dtype if keys.stop == self.borders[-1] and dtype else self.wide
+                form = dataclasses.replace(
+                    self.form, extras=(*extras, *STATE), dtype=np.dtype(last), rounded=last != self.wide
+                )
+                given = query, key[:, keys], value[:, keys], *extras.values(), output, lse
+                found = attention_operation(Forward(form), implementation, *given)
+                output, lse = found[:2]
+            return found
+
+        return functools.partial(jax.jit(results), *self.arrays, *self.extras.values())
+
+    def gradients(self, implementation: str | None) -> Callable[..., tuple[jax.Array, ...]]:
+        """A function of the log-sum-exp, its rest and delta for the gradients by query, which is added up, and by the
+        keys and values of all blocks.
+        """
+
+        def of_blocks(query, key, value, cotangent, *values_and_known):
+            *values, lse, rest, delta = values_and_known
+            output = jnp.zeros_like(cotangent)  # of which delta has what is needed
+            of_query, others = jnp.ones(query.shape, self.wide), []
+            for keys, extras in self._blocks(values):
+                form = dataclasses.replace(self.form, extras=tuple(extras))
+                given = query, key[:, keys], value[:, keys], *extras.values(), output, lse, rest, delta, cotangent
+                twos = jnp.full(key[:, keys].shape, 2, self.wide)
+                of_query, of_key, of_value = attention_operation(
+                    Pullback(form, THREE, True, ("query", "key")), implementation, *given, of_query, twos
+                )
+                others.append((of_key - 2, of_value))
+            return of_query - 1, *(jnp.concatenate(parts, axis=1) for parts in zip(*others, strict=True))
+
+        return functools.partial(jax.jit(of_blocks), *self.arrays, *self.extras.values())
 
     def expected(self) -> tuple[tuple[np.ndarray, ...], np.ndarray, tuple[np.ndarray, ...]]:
         """One call over all keys in float64, on a CPU: its results, delta, and the gradients."""

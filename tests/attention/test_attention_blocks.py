@@ -55,11 +55,11 @@ def test_blocks_give_what_one_call_gives(implementation, options, of_form):
     call = Blocks.make(SIZES, dtype, options, BORDERS, **of_form)
     with served(implementation):
         results, delta, gradients = call.expected()
-        found = jax.jit(lambda: call.forward(implementation))()
+        found = call.forward(implementation)()
         assert {x.dtype for x in found} == {np.dtype(np.float32)}
         assert max(errors(found[:2], results[:2])) <= allowed(dtype)
         arrays = [jnp.asarray(x, np.float32) for x in (*results[1:], delta)]
-        found = jax.jit(lambda *v: call.gradients(implementation, *v))(*arrays)
+        found = call.gradients(implementation)(*arrays)
         assert {x.dtype for x in found} == {np.dtype(np.float32)}
         assert max(errors(found, gradients)) <= 2 * allowed(dtype)
 
@@ -70,8 +70,8 @@ def test_in_float64(implementation):
     with jax.enable_x64(True):
         call = Blocks.make(SIZES, np.float64, ("offset", "lengths"), BORDERS, right=0)
         results, delta, gradients = call.expected()
-        assert max(errors(call.forward(implementation)[:2], results[:2])) <= 1e-14
-        found = call.gradients(implementation, *map(jnp.asarray, (*results[1:], delta)))
+        assert max(errors(call.forward(implementation)()[:2], results[:2])) <= 1e-14
+        found = call.gradients(implementation)(*map(jnp.asarray, (*results[1:], delta)))
         assert max(errors(found, gradients)) <= 1e-14
 
 
@@ -94,8 +94,8 @@ def test_a_rounded_output_has_its_rest(implementation):
     """What blocks lose is lost once, where the last one is rounded."""
     call = Blocks.make((2, 70, 130, 4, 2, 64), jnp.bfloat16, ("lengths",), (60,))
     with served(implementation):
-        output, lse, *_ = call.forward(implementation)
-        rounded, same_lse, _, rest = call.forward(implementation, jnp.bfloat16)
+        output, lse, *_ = call.forward(implementation)()
+        rounded, same_lse, _, rest = call.forward(implementation, jnp.bfloat16)()
         assert rounded.dtype == rest.dtype == jnp.bfloat16
         np.testing.assert_array_equal(lse, same_lse)
         # Each may be computed by another kernel.
@@ -228,6 +228,6 @@ def test_the_state_is_that_of_the_fold():
     ]
     (a, lse_a), (b, lse_b) = parts
     output, lse = fold.update_output(a, lse_a, b, lse_b)
-    found = call.forward(None)
+    found = call.forward(None)()
     np.testing.assert_allclose(found[0], output, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(found[1], jnp.moveaxis(lse, 1, 2), rtol=1e-5, atol=1e-6)
