@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_in_blocks import THREE, Blocks, errors
-from common import ATTENTION_IMPLEMENTATIONS, on_cpu, served
+from common import ATTENTION_IMPLEMENTATIONS, on_cpu, served, slow
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of, needs_devices
@@ -25,7 +25,10 @@ from jaxsoft._attention.primitive import attention_operation
 
 SIZES = 2, 6, 19, 4, 2, 8
 BORDERS = 7, 14
-each_implementation = pytest.mark.parametrize("implementation", ATTENTION_IMPLEMENTATIONS, ids=str)
+each_implementation = pytest.mark.parametrize(
+    "implementation",
+    [pytest.param(name, marks=slow if name == "reference" else (), id=str(name)) for name in ATTENTION_IMPLEMENTATIONS],
+)
 each_option = pytest.mark.parametrize(
     ("options", "of_form"),
     [
@@ -65,7 +68,7 @@ def test_blocks_give_what_one_call_gives(implementation, options, of_form):
 
 
 @on_cpu
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("implementation", ["xla", pytest.param("reference", marks=slow)])
 def test_in_float64(implementation):
     with jax.enable_x64(True):
         call = Blocks.make(SIZES, np.float64, ("offset", "lengths"), BORDERS, right=0)
