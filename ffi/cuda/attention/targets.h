@@ -23,7 +23,8 @@ inline constexpr int kNames = static_cast<int>(Name::workspace) + 1;
 // The dtypes that an array may have. That of the query is F16 or BF16.
 enum class Type { query, wide_or_query, page, score, number, integer, flag, byte };
 
-// What an array is like. A gradient has the type wide_or_query. `once` has the letters of the dimensions that may have length 1 where others are longer.
+// What an array is like; a gradient may also be in F32. `once` has the letters of the dimensions that may have length 1
+// where others are longer.
 struct Record {
   Name name;
   const char* text;

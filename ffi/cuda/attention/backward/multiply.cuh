@@ -55,8 +55,8 @@ __device__ void write_gradient(void* gradient, const BackwardCall& call, int bat
   }
 }
 
-// The same in f32. If it `adds`, what is there becomes the sum of both. Each number is added to once, so the bits do not
-// depend on what comes first.
+// The same in f32. If it `adds`, what is there becomes the sum of both. Each number is added to once, so no bits depend
+// on what comes first.
 template <int columns>
 __device__ void write_wide_gradient(void* gradient, bool adds, const BackwardCall& call, int batch, int head, int key,
                                     const float (&sums)[columns / 2], float factor, int from = 0) {
@@ -78,7 +78,8 @@ __device__ void write_wide_gradient(void* gradient, bool adds, const BackwardCal
       }
       const int first = from + column + (odd ? 8 : 0) + threadIdx.x % 4 / 2 * 4;
       if (row >= call.keys || first >= call.size) continue;
-      const float four[4] = {odd ? got[0] : own[0], odd ? got[1] : own[1], odd ? own[0] : got[0], odd ? own[1] : got[1]};
+      const float four[4] = {odd ? got[0] : own[0], odd ? got[1] : own[1],  //
+                             odd ? own[0] : got[0], odd ? own[1] : got[1]};
       float* const to = begin + int64_t(row) * call.key_heads * call.size + first;
       if (adds) add_four(to, four);
       else *reinterpret_cast<float4*>(to) = make_float4(four[0], four[1], four[2], four[3]);

@@ -53,8 +53,8 @@ struct ForwardPlan<192, kind> : ForwardPlanOf<192, 2, 96, 2, true> {};
 template <ForwardKind kind>
 struct ForwardPlan<256, kind> : ForwardPlanOf<256, 2, 80, 2, true> {};
 
-// The same for a call that continues from what other keys gave. There are not the registers to read that while there are
-// weights of the next item.
+// The same for a call that continues from what other keys gave. There are not the registers to read that beside weights
+// of the next item.
 template <class Plan>
 struct ContinuedPlan : Plan {
   static constexpr bool continues = true, joined = false;

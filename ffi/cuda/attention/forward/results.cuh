@@ -41,8 +41,8 @@ struct RowsResult {
   }
 };
 
-// Writes the output of one of the two rows of a thread, from its place on. `value(i)` is what becomes of number i of the
-// accumulator.
+// Writes the output of one of the two rows of a thread, from its place on. `value(i)` is what number i of the accumulator
+// becomes.
 template <int r, class T, class Plan, class Value>
 __device__ void write_output(const ForwardArguments& args, int64_t place, bool there, Value value) {
   const AttentionCall& call = args.call;
@@ -102,7 +102,7 @@ struct Shares {
   }
 };
 
-// Brings to the cache what other keys gave for the rows of a warp, which are read when all keys of these have been seen.
+// Brings to the cache what other keys gave for the rows of a warp. It is read when these keys have all been seen.
 __device__ inline void prefetch_before(const ForwardArguments& args, const ForwardItem& item, int first_query) {
   const AttentionCall& call = args.call;
   constexpr int line = 128 / sizeof(float);
