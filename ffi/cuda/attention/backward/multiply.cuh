@@ -78,7 +78,7 @@ __device__ void write_wide_gradient(void* gradient, bool adds, const BackwardCal
       }
       const int first = from + column + (odd ? 8 : 0) + threadIdx.x % 4 / 2 * 4;
       if (row >= call.keys || first >= call.size) continue;
-      const float four[4] = {odd ? got[0] : own[0], odd ? got[1] : own[1],  //
+      const float four[4] = {odd ? got[0] : own[0], odd ? got[1] : own[1],
                              odd ? own[0] : got[0], odd ? own[1] : got[1]};
       float* const to = begin + int64_t(row) * call.key_heads * call.size + first;
       if (adds) add_four(to, four);

@@ -41,8 +41,8 @@ struct RowsResult {
   }
 };
 
-// Writes the output of one of the two rows of a thread, from its place on. `value(i)` is what number i of the accumulator
-// becomes.
+// Writes the output of one of the two rows of a thread, from its place on. `value(i)` is what becomes of number i of an
+// accumulator.
 template <int r, class T, class Plan, class Value>
 __device__ void write_output(const ForwardArguments& args, int64_t place, bool there, Value value) {
   const AttentionCall& call = args.call;
