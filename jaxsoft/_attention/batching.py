@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsoft._attention.form import Extra
-from jaxsoft._attention.operation import PAGES, WHOLE
+from jaxsoft._attention.operation import DIMENSIONS, PAGES, WHOLE
 from jaxsoft._core.mesh import whole_along
 
 type _Function = Callable[..., Sequence[jax.Array]]
@@ -31,7 +31,10 @@ def mapped(
       moving: operands of which there are gradients or tangents.
     """
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
-    in_front = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
+    in_front = [
+        _batch_first(name, x if d is None else jnp.moveaxis(x, d, 0), 0 if d is None else 1)
+        for name, x, d in zip(names, operands, dims, strict=True)
+    ]
     batches = {name: x.shape[0 if d is None else 1] for name, x, d in zip(names, in_front, dims, strict=True)}
     batch = batches["query"]
     # Over explicit axes of a mesh, the one of the two dimensions that is sharded comes first.
@@ -41,20 +44,32 @@ def mapped(
 
     def joined(name: str, x: jax.Array, d: int | None) -> jax.Array:
         if d is None and x.shape[0] == 1 and name not in WHOLE and name not in moving:
-            return x
+            return jnp.moveaxis(x, 0, _batch_axis(name))
         x = x if d is not None else x[None]
         x = whole_along(jnp.broadcast_to(x, (size, batch, *x.shape[2:])), (0 if inside else 1,))
         x = jnp.moveaxis(x, 0, 1) if inside else x
-        return x.reshape(size * batch, *x.shape[2:])
+        return jnp.moveaxis(x.reshape(size * batch, *x.shape[2:]), 0, _batch_axis(name))
 
     def apart(name: str, y: jax.Array) -> jax.Array:
+        y = jnp.moveaxis(y, _batch_axis(name), 0)
         y = y.reshape(*((batch, size) if inside else (size, batch)), *y.shape[1:])
         y = jnp.moveaxis(y, 1, 0) if inside else y
+        y = jnp.moveaxis(y, 1, 1 + _batch_axis(name))
         once = batches.get(name, batch) == 1 and batch != 1  # then the gradient is a sum over the batch
         return jnp.sum(y, axis=1, keepdims=True) if once else y
 
     found = function(*map(joined, names, in_front, dims))
     return [apart(name, y) for name, y in zip(results, found, strict=True)]
+
+
+def _batch_axis(name: str) -> int:
+    """The dimension of an array of this name that is the batch."""
+    return max(DIMENSIONS[name].find("b"), 0)
+
+
+def _batch_first(name: str, x: jax.Array, axis: int) -> jax.Array:
+    """An array with its batch at this dimension, where its own dimensions begin."""
+    return jnp.moveaxis(x, axis + _batch_axis(name), axis)
 
 
 _SCALES = (Extra.KEY_SCALE.value, Extra.VALUE_SCALE.value)

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 import jaxsoft.pallas_kernels as pallas_kernels
-from jaxsoft._attention import around, cudnn, ffi, reference, xla
-from jaxsoft._attention.form import Extra
+from jaxsoft._attention import around, cudnn, ffi, reference, stacked, xla
+from jaxsoft._attention.form import BASE, Extra
 from jaxsoft._attention.operation import Forward, Operation, Paged, Pullback
 from jaxsoft._core.carriers import CARRIERS
 
@@ -83,6 +83,11 @@ def choose(operation: Operation, implementation: str | None, platform: str, oper
         reason = _refusal(implementation, operation, operands) or unavailable(implementation, platform)
         _raise_for(implementation, reason, operation, operands)
     name = implementation or _fastest(operation, platform, operands)
+    if operation.form.stacked and name != "ffi":
+        batch = operands[0].shape[0]
+        halves = [x.update(shape=(batch, *x.shape[1:])) for x in operands[1:BASE]]
+        function = choose(operation.apart, name, platform, [operands[0], *halves, *operands[BASE:]])
+        return stacked.served(operation.gradients, function)
     if _is_continued_around(name, operation, operands):
         within, given = _alone(operation, operands)
         return around.continued(operation, KERNELS[name].find(within, platform, given))

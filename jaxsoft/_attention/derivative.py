@@ -31,7 +31,7 @@ def attention(form: Form, implementation: str | None, residual: bool = False) ->
     Derivatives use the log-sum-exp and the output's rest, so they take the results with these as a residual. The rests
     are constants.
     """
-    forward = Forward(form) if residual else Forward(dataclasses.replace(form, rounded=False), form.returns_lse)
+    forward = Forward(form) if residual else Forward(form.of_values, form.returns_lse)
 
     @jax.custom_jvp
     def function(*operands):
@@ -102,7 +102,8 @@ class _Derivative(LinearMap):
         """
         *operands, d_output, d_lse = operands
         given = operands[: len(self.form.names)]
-        output, lse, rest, *output_rest = operands[len(given) :]
+        output, lse, rest, *more = operands[len(given) :]
+        output_rest, block = more[: self.form.rounded], more[self.form.rounded :]
         wide = lse.dtype
         # Where nothing counts, cotangents may be infinite, as those of lse**2 or of the output's norm.
         empty = jnp.isneginf(lse)
@@ -115,7 +116,7 @@ class _Derivative(LinearMap):
         of_kernel = tuple(name for name in self.moving if name != Extra.SINKS.value)
         found = {}
         if of_kernel:
-            results = run(Pullback(self.form, of_kernel), *given, output, lse, rest, delta, d_output)
+            results = run(Pullback(self.form, of_kernel), *given, output, lse, rest, delta, d_output, *block)
             found = dict(zip(of_kernel, results, strict=True))
         if Extra.SINKS.value in self.moving:
             found[Extra.SINKS.value] = _of_sinks(given[self.form.place(Extra.SINKS.value)], lse, rest, delta)

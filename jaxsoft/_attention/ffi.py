@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxsoft._attention import stacked
 from jaxsoft._attention.form import BASE, STATE, Extra, Form
 from jaxsoft._attention.operation import Forward, Operation, Pullback
 from jaxsoft._attention.pages import contiguous, contiguous_form
@@ -70,6 +71,7 @@ FORWARD = Target(
     ("query_segments", "key_segments", "query_begins", *_SCALARS, *(extra.value for extra in STATE)),
     more=("output_rest",),
 )
+FORWARD_OF_BLOCK = dataclasses.replace(FORWARD, name="attention_forward_of_block", operands=("query", "block"))
 DECODE = Target("attention_decode", "its kernel for attention of few queries", _ALL)
 PAGED = Target(
     "paged_attention",
@@ -85,7 +87,11 @@ BACKWARD = Target(
     results=("query", "key", "value"),
     more=(),
 )
-TARGETS = (FORWARD, BACKWARD, DECODE, PAGED)
+BACKWARD_OF_BLOCK = dataclasses.replace(
+    BACKWARD, name="attention_backward_of_block", operands=("query", "block"), results=("query", "block")
+)
+_FORWARD, _BACKWARD = (FORWARD, FORWARD_OF_BLOCK), (BACKWARD, BACKWARD_OF_BLOCK)
+TARGETS = (*_FORWARD, *_BACKWARD, DECODE, PAGED)
 
 
 def unavailable(platform: str) -> str | None:
@@ -123,7 +129,7 @@ def unsupported(operation: Operation, operands: Operands) -> str | None:
     target = _target(operation, operands)
     lacking = [extra.value for extra in form.extras if extra.value not in (*target.operands, *target.extras)]
     if lacking:
-        which = target.what if target is not FORWARD else f"{target.what}, more than {_MOST} of a key head,"
+        which = target.what if target not in _FORWARD else f"{target.what}, more than {_MOST} of a key head,"
         return f"{which} takes no {' and no '.join(lacking)}"
     if isinstance(operation, Pullback) and "bias" in operation.moving:
         return f"{target.what} gives none of a bias"
@@ -190,7 +196,9 @@ def _target(operation: Operation, operands: Operands) -> Target:
     """The kernel for an operation."""
     form = operation.form
     if isinstance(operation, Pullback):
-        return BACKWARD
+        return _BACKWARD[form.stacked]
+    if form.stacked:
+        return FORWARD_OF_BLOCK
     if form.paged:
         return PAGED
     if Extra.QUERY_BEGINS in form.extras:
@@ -223,7 +231,7 @@ def _gathered(operation: Operation, operands: Operands) -> tuple[Operation, Oper
 
 def continues(operation: Operation, operands: Operands) -> bool:
     """Whether a kernel takes what came before, where it serves an operation."""
-    return not _are_known(operands) or _target(operation, operands) in (FORWARD, BACKWARD)
+    return not _are_known(operands) or _target(operation, operands) in (*_FORWARD, *_BACKWARD)
 
 
 def leads(operation: Operation, operands: Operands) -> bool:
@@ -268,6 +276,7 @@ def find(operation: Operation, operands: Operands) -> Function:
     def forward(*operands: jax.Array) -> tuple[jax.Array, ...]:
         query, _, value = operands[:BASE]
         given = [_narrowed(x) if name == "bias" else x for name, x in zip(form.names, operands, strict=True)]
+        given = _as_block(given) if form.stacked else given
         shape = (*query.shape[:3], value.shape[3])
         numbers = jax.ShapeDtypeStruct((query.shape[0], query.shape[2], query.shape[1]), jnp.float32)
         types = {
@@ -288,15 +297,25 @@ def find(operation: Operation, operands: Operands) -> Function:
         count = len(form.names)
         given, others = operands[:count], operands[count:]
         _, lse, _, delta, cotangent, *sums = others  # delta has what is needed of the output
+        given = _as_block(given) if form.stacked else given
+        names = (*target.operands, *form.names[BASE:])
         like = {
             name: jax.ShapeDtypeStruct(x.shape, jnp.float32 if operation.wide else x.dtype)
-            for name, x in zip(form.names, given, strict=True)
+            for name, x in zip(names, given, strict=True)
         }
         replaced = {name: f"{name}_sum" for name in operation.sums}
         found = call([*given, *sums, lse, delta, cotangent], like, replaced)
+        if form.stacked:
+            return *([found["query"]] if "query" in operation.moving else []), stacked.flat(found["block"])
         return tuple(found[name] for name in operation.moving)
 
-    return pullback if target is BACKWARD else forward
+    return pullback if target in _BACKWARD else forward
+
+
+def _as_block(operands: Sequence[jax.Array]) -> list[jax.Array]:
+    """Operands of a call whose keys and values are stacked, as the kernels take them."""
+    query, key, _, *others = operands
+    return [query, key.reshape(2, -1, *key.shape[1:]), *others]
 
 
 def _narrowed(bias: jax.Array) -> jax.Array:
@@ -306,9 +325,9 @@ def _narrowed(bias: jax.Array) -> jax.Array:
 
 def _workspace(target: Target, form: Form, operands: Operands) -> int:
     """How many bytes a kernel needs beside its operands and results. Its launch function states and checks the same."""
-    if target is FORWARD:
+    if target in _FORWARD:
         return _OF_FORWARD
-    return _of_gradients(operands) if target is BACKWARD else _of_few_queries(form, operands)
+    return _of_gradients(operands) if target in _BACKWARD else _of_few_queries(form, operands)
 
 
 _OF_FORWARD = 8  # a counter

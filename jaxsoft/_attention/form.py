@@ -72,12 +72,14 @@ class Shards:
       layout: which of the tokens each device has.
       method: how devices get at the keys of others: "ring", "all_gather" or "all_to_all".
       axis: the axis of the mesh, within code for one device; None where the operands are those of all devices.
+      keeps_block: whether the results have the last block of keys and values that arrived, for gradients.
     """
 
     devices: int
     layout: str
     method: str
     axis: str | None = None
+    keeps_block: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +98,8 @@ class Form:
       precision: of the products of f32 and f64 operands, as `jax.default_matmul_precision` has it; None for XLA's own.
       rounded: whether the output's dtype has fewer digits than the accumulator's, and for gradients it has a rest.
       shards: how the sequence lies over devices; None for one that is whole on each.
+      stacked: key and value are one array (2 B, S, K, H), given twice, with the keys first. So are the gradients by
+        them, given once.
     """
 
     dtype: np.dtype
@@ -109,6 +113,13 @@ class Form:
     precision: str | None = None
     rounded: bool = False
     shards: Shards | None = None
+    stacked: bool = False
+
+    @property
+    def of_values(self) -> "Form":
+        """The form without the results that are for gradients alone."""
+        shards = self.shards and dataclasses.replace(self.shards, keeps_block=False)
+        return dataclasses.replace(self, rounded=False, shards=shards)
 
     @property
     def whole(self) -> "Form":

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxsoft._attention import all_gather, ring, xla
+from jaxsoft._attention import all_gather, ring, stacked, xla
 from jaxsoft._attention.all_to_all import over_heads
 from jaxsoft._attention.form import BASE, Form
 from jaxsoft._attention.layouts import in_order
@@ -41,6 +41,7 @@ DIMENSIONS = {
     "lse": "bnt",
     "rest": "bnt",
     "output_rest": "btnd",
+    "block": "ebskx",
     "delta": "bnt",
     "cotangent": "btnd",
     "query_sum": "btnh",
@@ -54,7 +55,7 @@ RESULTS = ("output", "lse", "rest")
 # Operands that always have the whole batch. The others may have length 1 there.
 WHOLE = (
     *("query", "key", "value", "page_table", "state_output", "state_lse"),
-    *("output", "lse", "rest", "output_rest", "delta", "cotangent"),
+    *("output", "lse", "rest", "output_rest", "block", "delta", "cotangent"),
     *("query_sum", "key_sum", "value_sum"),
 )
 
@@ -83,7 +84,11 @@ class Operation(abc.ABC):
         """The operation in plain JAX, for a platform if it is known."""
         shards = self.form.shards
         if shards is not None and shards.axis is not None:
-            return self.on_shards((shards.axis,), lambda operation, *v: operation.formula(platform)(*v))
+            # To derivatives the block is a constant, and not what it was made of.
+            run = lambda operation, *v: operation.formula(platform)(*v)  # noqa: E731
+            return self.on_shards((shards.axis,), run, fresh=True)
+        if self.form.stacked:
+            return stacked.served(self.gradients, self.apart.formula(platform))
         function = self.alone(self.whole._plain(platform))
 
         def call(*operands):
@@ -97,27 +102,51 @@ class Operation(abc.ABC):
         """The same operation for a sequence that is whole and in order."""
         return dataclasses.replace(self, form=self.form.whole)
 
+    @property
+    def apart(self) -> "Operation":
+        """The same operation for keys and values that are not stacked."""
+        return dataclasses.replace(self, form=dataclasses.replace(self.form, stacked=False))
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """The operands by which the operation gives gradients."""
+        return ()
+
     def alone(self, function: xla.Function) -> xla.Function:
         """The operation on one device that has all of a sequence in its layout, given that for one in order."""
-        return function if self.form.shards is None else in_order(self.form.shards, *self._dimensions, function)
+        if self.form.shards is None:
+            return function
+        return self._with_block(in_order(self.form.shards, *self._dimensions, function))
 
-    def on_shards(self, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], at_once: bool = True) -> xla.Function:
+    def on_shards(
+        self, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], at_once: bool = True, fresh: bool = False
+    ) -> xla.Function:
         """The operation on one device that has a part of a sequence.
 
         Args:
           axes: the axes of the mesh over which it is sharded.
           run: (operation, *operands) -> the results of one on one device.
           at_once: whether that may say from which query on queries count.
+          fresh: whether no block is kept from the forward pass for the gradients.
         """
         assert self.form.shards is not None
+        if fresh:
+            without = dataclasses.replace(self, form=_without_block(self.form))
+            return self._with_block(without.on_shards(axes, run, at_once))
         if self.form.shards.method == "all_to_all":
             return over_heads(self.form.shards, axes, *self._dimensions, lambda *v: run(self.whole, *v))
         return self._by_blocks(axes, run, at_once)
 
+    @abc.abstractmethod
+    def _with_block(self, function: xla.Function) -> xla.Function:
+        """The operation with the block that is kept for gradients, if one is, given that without."""
+
     @property
     def _dimensions(self) -> tuple[list[str], list[str]]:
-        """The dimensions of the operands and of the results."""
-        return [DIMENSIONS[name] for name in self.operands], [DIMENSIONS[name] for name in self.results]
+        """The dimensions of the operands and of the results, without the block."""
+        both = ([name for name in names if name != "block"] for names in (self.operands, self.results))
+        operands, results = ([DIMENSIONS[name] for name in names] for names in both)
+        return operands, results
 
     @abc.abstractmethod
     def _by_blocks(self, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], at_once: bool) -> xla.Function:
@@ -132,9 +161,19 @@ class Operation(abc.ABC):
         """The types of the results, given those of the operands."""
 
 
+def _without_block(form: Form) -> Form:
+    return dataclasses.replace(form, shards=form.shards and dataclasses.replace(form.shards, keeps_block=False))
+
+
+def _block(form: Form) -> tuple[str, ...]:
+    """The name of the block of keys and values that is kept for gradients, if one is."""
+    return ("block",) if form.shards is not None and form.shards.keeps_block else ()
+
+
 @dataclasses.dataclass(frozen=True)
 class Forward(Operation):
-    """(query, key, value, *extras) -> the output, the log-sum-exp and its rest, and if it is rounded the output's rest.
+    """(query, key, value, *extras) -> the output, the log-sum-exp and its rest, and if it is rounded the output's rest;
+    and if the form says so the block of keys and values (2, B, S, K, H or D) that arrived last.
 
     Attributes:
       residual: whether the log-sum-exp is used, which is NaN if an implementation is faster without it.
@@ -150,7 +189,8 @@ class Forward(Operation):
     @property
     def results(self) -> tuple[str, ...]:
         """The output (B, T, N, D), the log-sum-exp (B, N, T) and its rest, and the output's rest, if it has one."""
-        return (*RESULTS, "output_rest") if self.form.rounded else RESULTS
+        rounded = ("output_rest",) if self.form.rounded else ()
+        return *RESULTS, *rounded, *_block(self.form)
 
     def _plain(self, platform: str | None) -> xla.Function:
         """As the operation, in plain JAX."""
@@ -166,6 +206,12 @@ class Forward(Operation):
             return ring.forward(self.form, axes, of_form, at_once)
         return all_gather.forward(self.form, axes, of_form)
 
+    def _with_block(self, function: xla.Function) -> xla.Function:
+        """As the operation. Of one device it is its own."""
+        if not _block(self.form):
+            return function
+        return lambda *operands: (*function(*operands), stacked.packed(*operands[1:BASE]))
+
     def types(self, *operands):
         """The types of the results, sharded as query is, over explicit axes of a mesh."""
 
@@ -175,8 +221,10 @@ class Forward(Operation):
             rows = rows + sum(jnp.sum(v.astype(rows.dtype)) for v in operands)  # varies wherever an operand does
             output = jnp.broadcast_to(rows[..., None], (*rows.shape, value.shape[-1]))
             rows = jnp.moveaxis(rows, 1, 2)
-            lost = [output.astype(query.dtype)] if self.form.rounded else []
-            return output.astype(self.form.dtype), rows, rows, *lost
+            more = [output.astype(query.dtype)] if self.form.rounded else []
+            if _block(self.form):
+                more.append(stacked.packed(*operands[1:BASE]))
+            return output.astype(self.form.dtype), rows, rows, *more
 
         return jax.make_jaxpr(like)(*operands).out_avals
 
@@ -218,11 +266,17 @@ class Pullback(Operation):
     @property
     def operands(self) -> tuple[str, ...]:
         """The operands of the call, what is known of the results, and what gradients are added to."""
-        return (*self.form.names, *RESULTS, "delta", "cotangent", *(f"{name}_sum" for name in self.sums))
+        sums = (f"{name}_sum" for name in self.sums)
+        return (*self.form.names, *RESULTS, "delta", "cotangent", *_block(self.form), *sums)
 
     @property
     def results(self) -> tuple[str, ...]:
         """The gradients."""
+        return self.moving
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """All results."""
         return self.moving
 
     def _plain(self, platform: str | None) -> xla.Function:
@@ -240,7 +294,12 @@ class Pullback(Operation):
             return ring.pullback(self.form, self.moving, axes, of_form, at_once)
         return all_gather.pullback(self.form, self.moving, axes, of_form)
 
+    def _with_block(self, function: xla.Function) -> xla.Function:
+        """As the operation. The block comes last, and is not needed."""
+        return (lambda *operands: function(*operands[:-1])) if _block(self.form) else function
+
     def types(self, *operands):
         """The types of the gradients, which are those of the operands, but for the dtype of wide ones."""
-        found = [operands[self.form.place(name)] for name in self.moving]
+        moving = [name for name in self.moving if name != "value" or not self.form.stacked]
+        found = [operands[self.form.place(name)] for name in moving]
         return [t.update(dtype=accumulator(operands[0].dtype)) for t in found] if self.wide else found

@@ -17,11 +17,13 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxsoft._attention import stacked
+from jaxsoft._attention.form import BASE
 from jaxsoft._attention.operation import DIMENSIONS, Operation
 from jaxsoft._attention.xla import Function
 from jaxsoft._core.mesh import Axes, axes_of, if_even, on_one_device, refined
 
-_WHOLE = ("t", "s", "h", "d", "p", "i", "l")  # the dimensions that are not sharded
+_WHOLE = ("t", "s", "h", "d", "p", "i", "l", "e", "x")  # the dimensions that are not sharded
 _OF_SHARDS = _WHOLE[2:]  # likewise, where sequences lie over devices
 
 
@@ -43,7 +45,7 @@ class _Sizes(NamedTuple):
 
 
 @functools.cache
-def partitioned(operation: Operation, kernel: Function, on_shards: Callable[[Axes], Function]) -> Function:
+def partitioned(operation: Operation, kernel: Function, on_shards: Callable[..., Function]) -> Function:
     """The operation as a function that a mesh may partition, given the one for one device that has whole sequences, and
     for axes of a mesh the one that has parts of them.
     """
@@ -63,7 +65,8 @@ def partitioned(operation: Operation, kernel: Function, on_shards: Callable[[Axe
         sharing["bias"] = _sharing(bias, axes, sizes)
         if shards is not None and math.prod(mesh.shape[axis] for axis in of_query[1]) == shards.devices:
             axes["t"] = axes["s"] = of_query[1]
-        of_device = on_shards(axes["t"]) if "t" in axes else kernel
+        # Where devices share heads of keys, none has the block of all heads that it would keep.
+        of_device = on_shards(axes["t"], fresh=bool(sharing["k"])) if "t" in axes else kernel
         local = _local(operation, of_device, sizes, sharing)
 
         def shardings(names, arrays):
@@ -159,6 +162,8 @@ def _local(operation: Operation, kernel: Function, sizes: _Sizes, sharing: dict[
             if name in ("key", "value") and over:
                 whole = jnp.zeros((*y.shape[:2], groups, *y.shape[3:]), y.dtype)
                 results[name] = jax.lax.psum(jax.lax.dynamic_update_slice_in_dim(whole, y, head, axis=2), over)
+            elif name == "block" and over:
+                results[name] = stacked.packed(*operands[1:BASE])
             elif name == "bias" and sharing["bias"]:
                 results[name] = jax.lax.psum(y, sharing["bias"])
         return tuple(results.values())

@@ -79,14 +79,19 @@ def _kernel(operation: Operation, implementation: str | None) -> Callable[..., t
 
 
 @functools.cache
-def _on_shards(operation: Operation, implementation: str | None) -> Callable[[Axes], Callable[..., tuple]]:
+def _on_shards(operation: Operation, implementation: str | None) -> Callable[..., Callable[..., tuple]]:
     """The operation on one device that has a part of each sequence, for the axes of a mesh; likewise the same."""
 
     def run(operation: Operation, *operands: jax.Array) -> tuple[jax.Array, ...]:
         check_operands(operation, implementation, [jax.typeof(x) for x in operands])
         return _bind(operation, implementation, *operands)
 
-    return lambda axes: operation.on_shards(axes, run, at_once=implementation not in ("pallas", "cudnn"))
+    at_once = implementation not in ("pallas", "cudnn")
+
+    def on_shards(axes: Axes, fresh: bool = False) -> Callable[..., tuple[jax.Array, ...]]:
+        return operation.on_shards(axes, run, at_once, fresh)
+
+    return on_shards
 
 
 def _bind(operation: Operation, implementation: str | None, *operands: jax.Array) -> tuple[jax.Array, ...]:
@@ -112,9 +117,21 @@ def _abstract_eval(*operands, operation, implementation):
     return operation.types(*operands)
 
 
+def _chosen(operation, implementation, platform, operands):
+    """The function for an operation, which may have whole sequences in a layout."""
+    if operation.form.shards is None:
+        return choose(operation, implementation, platform, operands)
+
+    def function(*given):
+        plain = [jax.core.ShapedArray(v.shape, v.dtype) for v in given]
+        return choose(operation.whole, implementation, platform, plain)(*given)
+
+    return operation.alone(function)
+
+
 def _lower(platform: str, ctx: mlir.LoweringRuleContext, *operands, operation, implementation):
     """Lowers the kernel for operands whose types no longer name the axes of a mesh."""
     operands_in = cast(Sequence[jax.core.ShapedArray], ctx.avals_in)
     avals = [jax.core.ShapedArray(v.shape, v.dtype) for v in operands_in]
-    kernel = on_one_device(operation.alone(choose(operation.whole, implementation, platform, avals)))
+    kernel = on_one_device(_chosen(operation, implementation, platform, avals))
     return mlir.lower_fun(kernel, multiple_results=True)(ctx.replace(avals_in=avals), *operands)

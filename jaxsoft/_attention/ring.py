@@ -1,37 +1,37 @@
 """Ring attention: keys and values go from device to device, and each attends to the block that it has.
 
 The state of the queries is carried from block to block within the kernel, in f32. A block is sent on before it is
-attended to, so that it travels while the device computes. Backward, keys and values go the same way again, and the
-gradients by them follow one step behind: each device adds its part, in f32, while the next block is computed. No array
-is longer than a device's part of the sequence, so a device's memory does not grow with their number.
+attended to, so that it travels while the device computes. The block that arrives last is kept, and backward all begins
+with it and goes the other way round: so a device's own block comes last, and with it arrive the gradients by it, to
+which the other devices have added their parts, in f32. No array is longer than a device's part of the sequence, so a
+device's memory does not grow with their number.
 
 Liu, Zaharia and Abbeel, "Ring attention with blockwise transformers for near-infinite context" (arXiv:2310.01889);
 Brandon et al., "Striped attention" (arXiv:2311.09431). The loop over the steps is unrolled: XLA overlaps what it sees.
+By default it lets one message be under way at a time, so keys and values are one array (see `stacked`).
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxsoft._attention import stacked
 from jaxsoft._attention.form import Extra, Form
-from jaxsoft._attention.layouts import Piece, Step, steps
+from jaxsoft._attention.layouts import Function, Piece, Step, steps
 from jaxsoft._core.mesh import Axes
 from jaxsoft.fold import accumulator
 
-type Function = Callable[..., tuple[jax.Array, ...]]
-# The operands that travel, with the names of their gradients.
 _KEYS = ("key", "value")
-# A device's work with its own keys is done in two halves: the last queries first, and the others when all else is done,
-# while the gradients by its keys come back. Under a causal rule this share of the queries has half of the work.
-_CAUSAL_SHARE = 0.7
-_TILE = 128  # the part is a multiple of this
+_SEGMENTS = Extra.KEY_SEGMENTS.value
 
 
 @dataclasses.dataclass(frozen=True)
 class _Local:
-    """What one device has of a call: the operands by name, and which of the devices it is."""
+    """What one device has of a call: the operands by name, and the steps in which it attends to all keys."""
 
     form: Form
     axes: Axes
@@ -52,26 +52,16 @@ class _Local:
 
     @property
     def own(self) -> dict[str, jax.Array]:
-        """The device's own block: what goes from device to device."""
-        return {name: self.named[name] for name in (*_KEYS, Extra.KEY_SEGMENTS.value) if name in self.named}
+        """The device's own block, as it is sent."""
+        block = {"block": stacked.packed(self.named["key"], self.named["value"])}
+        return block | ({_SEGMENTS: self.named[_SEGMENTS]} if _SEGMENTS in self.named else {})
 
-    def halves(self) -> tuple[dict[Extra, jax.Array], dict[Extra, jax.Array]]:
-        """Two halves of the work with the own block, by the extras that say which queries these are."""
-        length = self.named["query"].shape[1]
-        share = _CAUSAL_SHARE if self.form.right is not None else 0.5
-        border = jnp.full((1,), round(length * share / _TILE) * _TILE, jnp.int32)
-        return {Extra.QUERY_BEGINS: border}, {Extra.QUERY_LENGTHS: border}
-
-    def send(self, x: jax.Array, places: int) -> jax.Array:
-        """What the device so many places before has of x."""
-        devices = self.form.shards.devices  # type: ignore[union-attr]
-        if places % devices == 0:
-            return x
-        return jax.lax.ppermute(x, self.axes, [(i, (i + places) % devices) for i in range(devices)])
-
-    def arriving(self, block: dict[str, jax.Array], places: int) -> dict[str, jax.Array]:
-        """The block of the device that is so many places before the one whose block this is."""
-        return {name: self.send(x, places) for name, x in block.items()}
+    def sent[T](self, x: T, places: int) -> T:
+        """What the device so many places before, or after, has of arrays."""
+        assert self.form.shards is not None
+        devices = self.form.shards.devices
+        to = [(i, (i + places) % devices) for i in range(devices)]
+        return jax.tree.map(lambda v: jax.lax.ppermute(v, self.axes, to), x)
 
     def chunk(self, x: jax.Array, axis: int, index: int) -> jax.Array:
         """One of the chunks into which a sequence along this axis is cut."""
@@ -82,23 +72,40 @@ class _Local:
         """The sequence of these chunks."""
         return chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks, axis)
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The head sizes of keys and of values."""
+        return self.named["key"].shape[-1], self.named["value"].shape[-1]
+
     def call(
-        self, piece: Piece, block: dict[str, jax.Array], more: dict[Extra, jax.Array], **of_form
+        self,
+        piece: Piece,
+        block: dict[str, jax.Array] | None,
+        more: dict[Extra, jax.Array],
+        stack: bool = True,
+        **of_form: Any,
     ) -> tuple[Form, list[jax.Array]]:
         """The form of a piece of work, and query, key, value and extras.
 
         Args:
           piece: which queries and keys.
-          block: the operands of the block of keys.
+          block: that of the keys; None for the device's own.
           more: other extras.
+          stack: whether keys and values of a block may be one array.
           of_form: what else is special about the form.
         """
-        base = [self.chunk(self.named["query"], 1, piece.queries)]
-        base += [self.chunk(block[name], 1, piece.keys) for name in _KEYS]
-        extras: dict[Extra, jax.Array] = dict(more)
+        sizes = self.sizes
+        is_stacked = stack and block is not None and self.chunks == 1 and sizes[0] == sizes[1]
+        if block is None:
+            keys: Sequence[jax.Array] = [self.named[name] for name in _KEYS]
+        else:
+            keys = [stacked.flat(block["block"])] * 2 if is_stacked else stacked.unpacked(block["block"], sizes)
+        base = [self.chunk(self.named["query"], 1, piece.queries), *(self.chunk(x, 1, piece.keys) for x in keys)]
+        extras = dict(more)
         if Extra.QUERY_SEGMENTS in self.form.extras:
+            of_keys = self.named[_SEGMENTS] if block is None else block[_SEGMENTS]
             extras[Extra.QUERY_SEGMENTS] = self.chunk(self.named["query_segments"], 1, piece.queries)
-            extras[Extra.KEY_SEGMENTS] = self.chunk(block["key_segments"], 1, piece.keys)
+            extras[Extra.KEY_SEGMENTS] = self.chunk(of_keys, 1, piece.keys)
         if not isinstance(piece.offset, int):
             extras[Extra.OFFSET] = piece.offset
         elif piece.offset:
@@ -107,9 +114,9 @@ class _Local:
             extras[Extra.QUERY_BEGINS] = piece.query_begins
         if piece.key_lengths is not None:
             extras[Extra.KEY_LENGTHS] = piece.key_lengths
-        names = [extra for extra in Extra if extra in extras]
-        form = dataclasses.replace(self.form.whole, left=piece.left, right=piece.right, extras=tuple(names), **of_form)
-        return form, [*base, *(extras[extra] for extra in names)]
+        names = tuple(extra for extra in Extra if extra in extras)
+        of_form |= {"left": piece.left, "right": piece.right, "extras": names, "stacked": is_stacked}
+        return dataclasses.replace(self.form.whole, **of_form), [*base, *(extras[extra] for extra in names)]
 
 
 def forward(form: Form, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], at_once: bool) -> Function:
@@ -127,9 +134,10 @@ def forward(form: Form, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], a
         wide = jnp.dtype(accumulator(operands[0].dtype))
         last = {piece.queries: (step.shift, i) for step in local.steps for i, piece in enumerate(step.pieces)}
         found: dict[int, Sequence[jax.Array]] = {}
-        block = local.own
-        for step, following in zip(local.steps, [*local.steps[1:], None], strict=True):
-            arriving = local.arriving(block, following.shift - step.shift) if following else {}
+        block, arriving = None, local.own
+        for step, following in itertools.zip_longest(local.steps, local.steps[1:]):
+            if following:
+                arriving = local.sent(arriving, following.shift - step.shift)
             for i, piece in enumerate(step.pieces):
                 more: dict[Extra, jax.Array] = {}
                 if piece.queries in found:
@@ -139,9 +147,12 @@ def forward(form: Form, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], a
                 of_form = {} if last[piece.queries] == (step.shift, i) else {"dtype": wide, "rounded": False}
                 of_piece, given = local.call(piece, block, more, returns_lse=True, **of_form)
                 found[piece.queries] = run(of_piece, *given)
-            block, found = _when_done(arriving, found)
+            if following:
+                arriving, found = _when_done(arriving, found)
+                block = arriving
         by_result = zip(*(found[i] for i in range(local.chunks)), strict=True)
-        return tuple(local.joined(chunks, axis) for chunks, axis in zip(by_result, (1, 2, 2, 1), strict=False))
+        results = [local.joined(chunks, axis) for chunks, axis in zip(by_result, (1, 2, 2, 1), strict=False)]
+        return *results, *([arriving["block"]] if form.shards.keeps_block else [])
 
     return function
 
@@ -158,57 +169,69 @@ def pullback(
       run: (form, sums, *operands) -> the gradients of a call on one device in the accumulator's dtype, of which those
         named by `sums` are added to the last operands.
     """
+    of_keys = [name for name in _KEYS if name in moving]
 
     def function(*operands):
-        *given, output, lse, rest, delta, cotangent = operands
-        local = _Local.of(form, axes, given, at_once)
+        count = len(form.names)
+        output, lse, rest, delta, cotangent, *kept = operands[count:]
+        local = _Local.of(form, axes, operands[:count], at_once)
         of_queries = (output, 1), (lse, 2), (rest, 2), (delta, 2), (cotangent, 1)
         of_query: dict[int, jax.Array] = {}  # the gradient by each chunk of queries, so far
 
-        def gradients(
-            step: Step, block: dict[str, jax.Array], before: dict[str, jax.Array], more: dict[Extra, jax.Array]
-        ) -> dict[str, jax.Array]:
-            """The gradients by the block's keys and values, added to those `before`."""
-            of_keys = [{name: local.chunk(x, 1, keys) for name, x in before.items()} for keys in range(local.chunks)]
+        def gradients(step: Step, block: dict[str, jax.Array] | None) -> list[jax.Array]:
+            """The gradients by the keys and values of a block, in one array if both are wanted."""
+            of_chunks: list[dict[str, jax.Array]] = [{} for _ in range(local.chunks)]
+            whole = None
             for piece in step.pieces:
-                sums = dict(of_keys[piece.keys])
+                sums = dict(of_chunks[piece.keys])
                 if piece.queries in of_query:
                     sums["query"] = of_query[piece.queries]
                 names = tuple(name for name in moving if name in sums)
-                of_piece, given = local.call(piece, block, more)
+                of_piece, given = local.call(piece, block, {}, stack=len(of_keys) == 2)
                 results = (local.chunk(x, axis, piece.queries) for x, axis in of_queries)
                 found = run(of_piece, names, *given, *results, *(sums[name] for name in names))
-                of_keys[piece.keys] = dict(zip(moving, found, strict=True))
                 if "query" in moving:
-                    of_query[piece.queries] = of_keys[piece.keys].pop("query")
-            return {name: local.joined([chunk[name] for chunk in of_keys], 1) for name in _KEYS if name in moving}
+                    of_query[piece.queries], *found = found
+                if of_piece.stacked:
+                    (whole,) = found
+                else:
+                    of_chunks[piece.keys] = dict(zip(of_keys, found, strict=True))
+            if whole is not None:
+                return [whole.reshape(2, -1, *whole.shape[1:])]
+            apart = [local.joined([chunk[name] for chunk in of_chunks], 1) for name in of_keys]
+            return [stacked.packed(*apart)] if len(apart) == 2 and block is not None else apart
 
         own, *others = local.steps
-        early, late = local.halves() if others and at_once and local.chunks == 1 else ({}, None)
-        arriving = local.arriving(local.own, others[0].shift) if others else {}
-        found = gradients(own, local.own, {}, early)
-        block, found = _when_done(arriving, found)
-        sums: dict[str, jax.Array] = {}
-        for step, following in zip(others, [*others[1:], None], strict=True):
-            arriving = local.arriving(block, following.shift - step.shift) if following else {}
-            of_block = gradients(step, block, {}, {})
-            block, of_block = _when_done(arriving, of_block)
+        others.reverse()
+        block: dict[str, jax.Array] = {}
+        if others:  # the block that arrived last, unless there is only the way to send it again
+            block = local.own | dict(zip(["block"], kept, strict=False))
+            block = {
+                name: x if kept and name == "block" else local.sent(x, others[0].shift) for name, x in block.items()
+            }
+        sums: list[jax.Array] = []
+        for step, following in itertools.zip_longest(others, others[1:]):
+            places = (following or own).shift - step.shift
+            arriving = local.sent(block, places) if following else {}
+            found = gradients(step, block)
+            block, found = _when_done(arriving, found)
             # What the devices before have added arrives while this one computes its part.
-            sums = {name: sums[name] + x if sums else x for name, x in of_block.items()}
-            sums = local.arriving(sums, (following.shift if following else form.shards.devices) - step.shift)
-        if late is not None:
-            found = gradients(own, local.own, found, late)
+            sums = [x + y for x, y in zip(sums, found, strict=True)] if sums else found
+            sums = local.sent(sums, places)
+        found = gradients(own, None)
         if sums:
-            found = {name: x + sums[name] for name, x in found.items()}
+            arrived = stacked.unpacked(sums[0], local.sizes) if len(of_keys) == 2 else sums
+            found = [x + y for x, y in zip(arrived, found, strict=True)]
+        named = dict(zip(of_keys, found, strict=True))
         if "query" in moving:
-            found["query"] = local.joined([of_query[i] for i in range(local.chunks)], 1)
-        return tuple(found[name].astype(local.named[name].dtype) for name in moving)
+            named["query"] = local.joined([of_query[i] for i in range(local.chunks)], 1)
+        return tuple(named[name].astype(local.named[name].dtype) for name in moving)
 
     return function
 
 
 def _when_done[T](arriving: dict[str, jax.Array], found: T) -> tuple[dict[str, jax.Array], T]:
-    """A block that is on its way, to be sent on only when the work is done that it arrives beside.
+    """A block that is on its way, to be sent on only when the work is done beside which it arrives.
 
     So a device has two blocks at most. XLA would send all of them on as soon as they arrive.
     """

@@ -192,7 +192,8 @@ def _shards(given: Arrays, axis_name: str, layout: str, method: str | None) -> S
                     f"method='all_to_all' takes multiples of {devices} heads, the size of axis {axis_name!r}; got "
                     f"{x.shape[2]} of {name}"
                 )
-    return Shards(devices, layout, method, axis_name if inside else None)
+    keeps = method == "ring" and devices > 1
+    return Shards(devices, layout, method, axis_name if inside else None, keeps)
 
 
 def _check_layout(layout: str) -> None:

@@ -112,6 +112,10 @@ class Call {
                         (is.type == Type::number && dims.size() == 4);
     if ((copied || is.type == Type::byte) && reinterpret_cast<uintptr_t>(buffer.data) % kAlignment)
       return std::string(is.text) + " must begin at a multiple of " + std::to_string(kAlignment) + " bytes";
+    if (name == Name::block) {
+      if (buffer.dims[0] != 2) return must(is, buffer);
+      sizes_['D' - 'A'] = sizes_['H' - 'A'];
+    }
     if (name == Name::page_table) sizes_['S' - 'A'] = sizes_['C' - 'A'] * sizes_['G' - 'A'];
     buffers->of[static_cast<int>(name)] = buffer;
     return "";
@@ -165,7 +169,7 @@ class Call {
       if (std::string_view(is.once).find(letter) != std::string_view::npos) shape += " or 1";
     }
     std::string beside;
-    for (const Name name : {Name::query, Name::key, Name::key_pages})
+    for (const Name name : {Name::query, Name::key, Name::block, Name::key_pages})
       if (operand(name).data) beside += std::string(", ") + record(name).text + " " + describe(operand(name));
     if (!beside.empty()) beside = " beside " + beside.substr(2);
     return std::string(is.text) + " must be " + dtypes(is.type) + " of shape (" + shape + "): got " + describe(buffer) +
@@ -226,8 +230,8 @@ class Call {
 
   std::string check_gradients() const {
     const auto dtype = result(Name::query).dtype;
-    for (const Name name : {Name::key, Name::value})
-      if (result(name).dtype != dtype)
+    for (const Name name : {Name::key, Name::value, Name::block})
+      if (result(name).data && result(name).dtype != dtype)
         return "gradients must have one dtype: got " + describe(result(Name::query)) + " and " + describe(result(name));
     for (const Name name : {Name::query_sum, Name::key_sum, Name::value_sum})
       if (operand(name).data && dtype != ffi::F32)

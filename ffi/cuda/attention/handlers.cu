@@ -41,6 +41,9 @@ const int32_t* segments(const Buffer& buffer, int64_t* step) {
   return static_cast<const int32_t*>(buffer.data);
 }
 
+// The part of an array that has the values of a block, or gradients by them.
+void* second_half(const Buffer& block) { return static_cast<char*>(block.data) + block.bytes() / 2; }
+
 AttentionCall attention_call(const Call& given, const attention::Form& form) {
   AttentionCall call;
   const bool paged = given.operand(Name::page_table).data;
@@ -51,6 +54,8 @@ AttentionCall attention_call(const Call& given, const attention::Form& form) {
   call.query = given.operand(Name::query).data;
   call.key = given.operand(paged ? Name::key_pages : Name::key).data;
   call.value = given.operand(paged ? Name::value_pages : Name::value).data;
+  if (const Buffer& block = given.operand(Name::block); block.data)
+    call.key = block.data, call.value = second_half(block);
   call.scale = static_cast<float>(form.scale), call.cap = static_cast<float>(form.cap);
   call.left = static_cast<int>(form.left), call.right = static_cast<int>(form.right);
   call.query_begins = of_batch(given.operand(Name::query_begins));
@@ -113,6 +118,8 @@ cudaError_t backward(const Call& given, const attention::Form& form, cudaStream_
   gradients.query = given.result(Name::query).data;
   gradients.key = given.result(Name::key).data;
   gradients.value = given.result(Name::value).data;
+  if (const Buffer& block = given.result(Name::block); block.data)
+    gradients.key = block.data, gradients.value = second_half(block);
   gradients.wide = given.result(Name::query).dtype == ffi::F32;
   gradients.query_sum = static_cast<const float*>(given.operand(Name::query_sum).data);
   gradients.key_sum = static_cast<const float*>(given.operand(Name::key_sum).data);
@@ -146,6 +153,8 @@ ffi::Error handle(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRe
                                 {xla::ffi::Traits::kCmdBufferCompatible});
 
 JAXSOFT_EXPORT_ATTENTION(attention_forward, kForward, forward)
+JAXSOFT_EXPORT_ATTENTION(attention_forward_of_block, kForwardOfBlock, forward)
 JAXSOFT_EXPORT_ATTENTION(attention_decode, kDecode, decode)
 JAXSOFT_EXPORT_ATTENTION(paged_attention, kPaged, paged)
 JAXSOFT_EXPORT_ATTENTION(attention_backward, kBackward, backward)
+JAXSOFT_EXPORT_ATTENTION(attention_backward_of_block, kBackwardOfBlock, backward)

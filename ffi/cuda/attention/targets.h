@@ -1,8 +1,8 @@
 // The FFI targets of attention: a record for each, which says what its calls take and return.
 //
 // The shapes are written in letters: B batch, T queries, S keys, N heads of queries, K heads of keys, H and D head
-// sizes, and of a cache in pages P pages, G keys of a page, C pages of a sequence. What the arrays mean is said in
-// attention.cuh and in jaxsoft/_attention/form.py.
+// sizes, of a block E keys or values, which are 2, and of a cache in pages P pages, G keys of a page, C pages of a
+// sequence. What the arrays mean is said in attention.cuh and in jaxsoft/_attention/form.py.
 #pragma once
 
 #include <string>
@@ -13,7 +13,7 @@ namespace jaxsoft::attention {
 
 // Operands and results. A gradient has the name of its operand.
 enum class Name {
-  query, key, value, key_pages, value_pages, page_table,
+  query, key, value, block, key_pages, value_pages, page_table,
   bias, mask, query_segments, key_segments, query_begins, query_lengths, key_lengths, offset, sinks,
   key_scale, value_scale, state_output, state_lse, query_sum, key_sum, value_sum,
   lse, delta, cotangent, output, rest, output_rest, workspace,
@@ -38,6 +38,7 @@ inline constexpr Record kRecords[kNames] = {
     {Name::query, "query", Type::query, "BTNH"},
     {Name::key, "key", Type::query, "BSKH"},
     {Name::value, "value", Type::query, "BSKD"},
+    {Name::block, "block", Type::query, "EBSKH"},
     {Name::key_pages, "key_pages", Type::page, "PGKH"},
     {Name::value_pages, "value_pages", Type::page, "PGKD"},
     {Name::page_table, "page_table", Type::integer, "BC"},
@@ -100,6 +101,13 @@ inline constexpr Target kForward = {"attention_forward",
                                     {},
                                     {Name::output, Name::lse},
                                     {Name::output_rest}};
+// The same where keys and values are one array, in which E is 2, the keys first.
+inline constexpr Target kForwardOfBlock = {"attention_forward_of_block",
+                                           {Name::query, Name::block},
+                                           kOfMany,
+                                           {},
+                                           {Name::output, Name::lse},
+                                           {Name::output_rest}};
 inline constexpr Target kDecode = {"attention_decode",
                                    {Name::query, Name::key, Name::value},
                                    kOfDecode,
@@ -118,6 +126,12 @@ inline constexpr Target kBackward = {"attention_backward",
                                      {Name::lse, Name::delta, Name::cotangent},
                                      {Name::query, Name::key, Name::value},
                                      {}};
+inline constexpr Target kBackwardOfBlock = {"attention_backward_of_block",
+                                            {Name::query, Name::block},
+                                            kOfGradients,
+                                            {Name::lse, Name::delta, Name::cotangent},
+                                            {Name::query, Name::block},
+                                            {}};
 
 }  // namespace targets
 
@@ -135,7 +149,8 @@ inline std::string targets_as_text() {
     return text;
   };
   std::string text;
-  for (const Target& each : {targets::kForward, targets::kBackward, targets::kDecode, targets::kPaged})
+  for (const Target& each : {targets::kForward, targets::kForwardOfBlock, targets::kBackward, targets::kBackwardOfBlock,
+                             targets::kDecode, targets::kPaged})
     text += each.text + ("(" + listed(each.after, listed(each.operands, ""))) + ")->(" + listed(each.results, "") +
             ") extras=" + of_set(each.extras) + " results=" + of_set(each.more) + "\n";
   return text;

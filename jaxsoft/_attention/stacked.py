@@ -1,0 +1,46 @@
+"""A block of keys and values as one array, as it goes from device to device: one message instead of two.
+
+Kernels that take such an array as it is find keys and values in it by themselves. For others it is cut into two.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+type _Function = Callable[..., tuple[jax.Array, ...]]
+
+
+def packed(key: jax.Array, value: jax.Array) -> jax.Array:
+    """Keys (B, S, K, H) and values (B, S, K, D), or gradients by them, as one array (2, B, S, K, H or D)."""
+    size = max(key.shape[-1], value.shape[-1])
+    return jnp.stack([jnp.pad(x, ((0, 0),) * 3 + ((0, size - x.shape[-1]),)) for x in (key, value)])
+
+
+def unpacked(block: jax.Array, sizes: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
+    """Keys and values of such an array, of these head sizes."""
+    return block[0, ..., : sizes[0]], block[1, ..., : sizes[1]]
+
+
+def flat(block: jax.Array) -> jax.Array:
+    """A block (2, B, S, K, H) as keys and values of a form that says `stacked`: (2 B, S, K, H)."""
+    return block.reshape(-1, *block.shape[2:])
+
+
+def served(moving: Sequence[str], function: _Function) -> _Function:
+    """A function of keys and values that are stacked, given the one of keys and values apart.
+
+    Args:
+      moving: the operands by which it gives gradients, both key and value among them; none for a forward operation.
+      function: of query, key, value and others.
+    """
+
+    def call(query: jax.Array, key: jax.Array, value: jax.Array, *others: jax.Array) -> tuple[jax.Array, ...]:
+        batch = key.shape[0] // 2
+        found = function(query, key[:batch], value[batch:], *others)
+        if not moving:
+            return found
+        *before, of_key, of_value = found
+        return *before, jnp.concatenate([of_key, of_value])
+
+    return call
