@@ -223,7 +223,7 @@ class Forward(Operation):
             rows = jnp.moveaxis(rows, 1, 2)
             more = [output.astype(query.dtype)] if self.form.rounded else []
             if _block(self.form):
-                more.append(stacked.packed(*operands[1:BASE]))
+                more.append(stacked.packed_type(*operands[1:BASE]))
             return output.astype(self.form.dtype), rows, rows, *more
 
         return jax.make_jaxpr(like)(*operands).out_avals
