@@ -6,7 +6,8 @@ All devices are one axis of a mesh, along which sequences are sharded, under jit
 and short sequences, which shows that everything runs. A line is one call under a causal rule, in bfloat16 with heads of
 128, forward or with the gradients by query, key and value. Every result of jaxsoft's is first compared with that of one
 device for the whole sequence, and a wrong one ends the run. The times are medians, and whatever is compared takes turns
-in each repeat, in an order drawn anew.
+in each repeat, in an order drawn anew. Short calls follow one another inside a compiled function, as the layers of a
+model do, so that launching them on several devices takes no time.
 
   share    milliseconds of one device for the whole sequence, over the number of devices: jaxsoft's own
            `dot_product_attention`, which benchmarks/attention.py compares with cuDNN
@@ -16,7 +17,8 @@ and for each of the others
 
   ring, all_gather, all_to_all   the methods of `jaxsoft.ring_attention`, in the zigzag layout
   contiguous, striped            the ring in another layout
-  jax.nn                         the peer, which XLA partitions: implementation="cudnn" (on a CPU "xla")
+  jax.nn                         the peer, which XLA partitions: implementation="xla", since "cudnn" refuses sequences
+                                 that are sharded
 
 The group "longest" says how long a sequence may be: the largest power of 2 of tokens a device whose gradients are
 computed in the memory that there is, from the sizes that the compiled program states, run once.
@@ -49,7 +51,8 @@ CPU = jax.default_backend() == "cpu"
 AXIS = "sequence"
 SIZE = 32 if CPU else 128
 REPEATS = 3 if CPU else 7
-SAMPLE_SECONDS = 0.03  # the calls that follow one another in a sample take about as long, at this rate
+# The calls of a program, and the programs that follow one another in a sample, take about as long, at this rate.
+PROGRAM_SECONDS, SAMPLE_SECONDS = 0.01, 0.05
 RATE = 1e10 if CPU else 4e14
 ALLOWED = 1.5e-2  # the norm of the difference over that of the result: bfloat16 has 8 bits
 METHODS = ("ring", "all_gather", "all_to_all")
@@ -83,6 +86,10 @@ class Case:
         """Of the whole sequence."""
         return self.tokens * jax.device_count()
 
+    def calls(self) -> int:
+        """How many calls a program has."""
+        return max(1, min(8, round(PROGRAM_SECONDS * RATE / self.operations())))
+
     def operations(self) -> float:
         """Of one device's share."""
         products = 7 if self.gradients else 2
@@ -99,15 +106,14 @@ def attention(name: str) -> Callable:
     if name == "one device":
         return lambda *qkv: jaxsoft.dot_product_attention(*qkv, is_causal=True)
     if name == PEER:
-        implementation = "xla" if CPU else "cudnn"
-        return lambda *qkv: jax.nn.dot_product_attention(*qkv, is_causal=True, implementation=implementation)
+        return lambda *qkv: jax.nn.dot_product_attention(*qkv, is_causal=True, implementation="xla")
     layout = name if name in LAYOUTS else "zigzag"
     method = name if name in METHODS else "ring"
     return lambda *qkv: jaxsoft.ring_attention(*qkv, axis_name=AXIS, layout=layout, method=method, is_causal=True)
 
 
-def function(name: str, gradients: bool) -> Callable:
-    """The call as a function of query, key, value and the output's cotangent."""
+def function(name: str, gradients: bool, calls: int = 1) -> Callable:
+    """So many calls, one after the other, as a function of query, key, value and the output's cotangent."""
     f = attention(name)
 
     def call(query, key, value, cotangent):
@@ -116,7 +122,14 @@ def function(name: str, gradients: bool) -> Callable:
         y, pull = jax.vjp(f, query, key, value)
         return (y, *pull(cotangent))
 
-    return call
+    def several(*given):
+        found = call(*given)
+        for _ in range(1, calls):
+            given, found = jax.lax.optimization_barrier((given, found))
+            found = call(*given)
+        return found
+
+    return several
 
 
 def operands(case: Case, name: str) -> tuple:
@@ -157,7 +170,7 @@ def run(case: Case, pool: ThreadPoolExecutor) -> dict:
     def build(name: str) -> Compiled | str:
         try:
             with contextlib.nullcontext() if name == "one device" else jax.set_mesh(mesh()):
-                return jax.jit(function(name, case.gradients)).lower(*of(name)).compile()
+                return jax.jit(function(name, case.gradients, case.calls())).lower(*of(name)).compile()
         except Exception as problem:  # a peer that does not serve the call, or has not the memory
             return reason(problem)
 
@@ -182,7 +195,7 @@ def run(case: Case, pool: ThreadPoolExecutor) -> dict:
                 sys.exit(f"{name}, {case}: wrong, {errors[name]:.3g} times the allowed error")
         calls[name] = program, [of(name)]
     progress(f"timing {case}")
-    number = max(1, round(SAMPLE_SECONDS * RATE / case.operations()))
+    number = max(1, round(SAMPLE_SECONDS * RATE / (case.operations() * case.calls())))
     times = timing.measure(calls, 0, REPEATS, number=number)
     progress("")
     failed |= {name: reason(time) for name, time in times.items() if isinstance(time, Exception)}
@@ -191,7 +204,7 @@ def run(case: Case, pool: ThreadPoolExecutor) -> dict:
         "heads": [case.heads, case.key_heads],
         "tokens": case.tokens,
         "gradients": case.gradients,
-        "seconds": {name: time for name, time in times.items() if isinstance(time, float)},
+        "seconds": {name: time / case.calls() for name, time in times.items() if isinstance(time, float)},
         "errors": errors,
         "failed": failed,
     }
