@@ -327,7 +327,7 @@ def main() -> None:
     for group in args.only or groups:
         print(f"\n{group}: a device's share in ms; what, ms, fraction of the share's speed", flush=True)
         if group == "longest":
-            first = Case(8, 8, 64 if CPU else 2**17, True)
+            first = Case(8, 8, 64, True) if CPU else Case(64, 8, 1024, True)
             for name in ("ring", PEER):
                 found = longest(first, name)
                 note(found, f"{name}: {found}")

@@ -20,8 +20,10 @@ BASE = {
     "attention_decode": (THREE, ("output", "lse")),
     "paged_attention": (("query", "key_pages", "value_pages", "page_table"), ("output", "lse")),
     "attention_backward": ((*THREE, "lse", "delta", "cotangent"), THREE),
+    "attention_forward_of_block": (("query", "block"), ("output", "lse")),
+    "attention_backward_of_block": (("query", "block", "lse", "delta", "cotangent"), ("query", "block")),
 }
-FORWARD, DECODE, PAGED, BACKWARD = BASE
+FORWARD, DECODE, PAGED, BACKWARD, OF_BLOCK, BACKWARD_OF_BLOCK = BASE
 F16, F8 = jnp.float16, jnp.float8_e4m3fn
 
 
@@ -52,6 +54,11 @@ def test_the_library_has_the_targets():
         (FORWARD, {"key": ((B, S, K, 32), BF16)}, r"key must be BF16 of shape \(2,S,K,64\)"),
         (FORWARD, {"key": ((B, S, 0, H), BF16)}, r"key must have elements: got BF16\(2,40,0,64\)"),
         (DECODE, {"query": ((B, 0, N, H), BF16)}, r"query must have elements"),
+        (OF_BLOCK, {"block": ((3, B, S, K, H), BF16)}, r"block must be BF16 of shape \(.*\): got BF16\(3,2,40,2,64\)"),
+        (OF_BLOCK, {"block": ((2, B, S, K, 32), BF16)}, r"block must be BF16 of shape \(E,2,S,K,64\)"),
+        (OF_BLOCK, {"output*": ((B, T, N, 32), BF16)}, r"output must be BF16 or F32 of shape \(2,3,4,64\)"),
+        (BACKWARD_OF_BLOCK, {"block*": ((2, B, S, K, H), F32)}, "gradients must have one dtype"),
+        (BACKWARD_OF_BLOCK, {"block*": ((1, B, S, K, H), BF16)}, r"block must be BF16 or F32 of shape \(2,2,40,2,64\)"),
         (
             FORWARD,
             {"value": ((B, S + 1, K, H), BF16)},
