@@ -45,7 +45,9 @@ class _Local:
         assert form.shards is not None
         named = dict(zip(form.names, operands, strict=False))
         rank = jax.lax.axis_index(axes).astype(jnp.int32)
-        at_once = at_once and Extra.QUERY_SEGMENTS not in form.extras
+        # Segments and head sizes that differ are for kernels that do not say which queries count.
+        alike = named["key"].shape[-1] == named["value"].shape[-1]
+        at_once = at_once and alike and Extra.QUERY_SEGMENTS not in form.extras
         length = named["query"].shape[1]
         chunks, found = steps(form.shards, form.left, form.right, length, rank, at_once)
         return cls(form, axes, named, chunks, found)

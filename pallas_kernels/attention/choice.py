@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxsoft._attention.form import Form
+from jaxsoft._attention.form import Extra, Form
 
 from .plan import forward_plan
 
@@ -36,6 +36,8 @@ def unsupported(form: Form, operands: Sequence[jax.core.ShapedArray]) -> str | N
         )
     if form.cap is not None and form.cap > _LARGEST_CAP:
         return f"its soft cap is off by 2e-7 of itself, so it may be at most {_LARGEST_CAP}; got {form.cap}"
+    if Extra.QUERY_BEGINS in form.extras:
+        return f"its kernels take no {Extra.QUERY_BEGINS.value}"
     if not all(query.shape + key.shape + value.shape):
         return "it has no kernel for arrays without elements"
     return None
