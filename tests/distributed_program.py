@@ -3,10 +3,11 @@
     for i in 0 1; do python tests/distributed_program.py --processes 2 --process $i & done; wait
 
 takes a GPU for each process, the one that has its number, or makes two devices of the CPU in each, as it does wherever
-the environment has JAX_PLATFORMS=cpu. Rows, parts of rows, classes, heads and keys lie over the devices of a process
-and over the processes, under `jax.jit` with Auto and with Explicit axes, and in `jax.shard_map`. Each process compares
-the parts of the results that it holds with the definitions in float64, which it computes alone. What one process can
-find is tested elsewhere, so this has few of the ways in which arrays may lie. test_distributed.py runs it.
+the environment has JAX_PLATFORMS=cpu. Rows, parts of rows, classes, heads, keys and whole
+sequences lie over the devices of a process and over the processes, under `jax.jit` with Auto and with Explicit axes,
+and in `jax.shard_map`. Each process compares the parts of the results that it holds with the definitions in float64,
+which it computes alone. What one process can find is tested elsewhere, so this has few of the ways in which arrays may
+lie. test_distributed.py runs it.
 """
 
 import argparse
@@ -33,12 +34,16 @@ LABELS[3] = IGNORED
 HIDDEN, WEIGHT = RNG.standard_normal((ROWS, WIDTH), np.float32), RNG.standard_normal((WIDTH, CLASSES), np.float32)
 QUERY = RNG.standard_normal((8, 24, 16, 8), np.float32)
 KEY, VALUE = RNG.standard_normal((2, 8, 32, 4, 8), np.float32)
+QUERIES = RNG.standard_normal((8, 32, 16, 8), np.float32)  # as many as there are keys
 
 TOLERANCE = 2e-5  # relative to the largest number of an array
 
 SMOOTH = {"ignore_index": IGNORED, "label_smoothing": 0.1, "z_loss": 0.01}
 MEAN = {"ignore_index": IGNORED, "reduction": "mean"}
 LAST = {"is_causal": True, "query_offset": KEY.shape[1] - QUERY.shape[1]}
+
+# The axes of the mesh: the processes, and the devices of each.
+ACROSS, WITHIN = AXES = ("process", "device")
 
 
 class Call(NamedTuple):
@@ -48,6 +53,18 @@ class Call(NamedTuple):
     theirs: Callable
     arrays: Sequence[np.ndarray]
     labels: Sequence[np.ndarray] = ()
+
+
+def ring(method: str) -> Callable:
+    """Causal attention of sequences that lie over the processes, in the zigzag layout."""
+    return functools.partial(jaxsoft.ring_attention, axis_name=ACROSS, layout="zigzag", method=method, is_causal=True)
+
+
+def laid_out(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """The definition of what `ring` gives."""
+    order = jaxsoft.ring_order(query.shape[1], jax.process_count(), "zigzag")
+    in_order = (x[:, np.argsort(order)] for x in (query, key, value))
+    return definitions.attention(*in_order, is_causal=True)[0][:, order]
 
 
 CALLS = {
@@ -78,19 +95,20 @@ CALLS = {
         lambda *qkv: definitions.attention(*qkv, **LAST)[0],
         [QUERY, KEY, VALUE],
     ),
+    "ring attention": Call(ring("ring"), laid_out, [QUERIES, KEY, VALUE]),
 }
 
-# The axes of the mesh: the processes, and the devices of each.
-ACROSS, WITHIN = AXES = ("process", "device")
 # How arrays and labels of each call lie over them.
 OF_ROWS = [P(WITHIN, ACROSS), P(None, AXES)]
 OF_HEADS = [P(ACROSS, None, WITHIN, None), P(WITHIN, None, ACROSS, None)]
+OF_TOKENS = [P(None, ACROSS, WITHIN, None), P(WITHIN, ACROSS, None, None)]
 PLACES = {
     "rows": [[spec] for spec in OF_ROWS],
     "integer labels": [[spec, P(spec[0])] for spec in OF_ROWS],
     "top-k": [[spec] for spec in OF_ROWS],
     "linear": [[P(spec[0], None), P(None, spec[1]), P(spec[0])] for spec in OF_ROWS],
     "attention": [[spec] * 3 for spec in OF_HEADS],
+    "ring attention": [[spec] * 3 for spec in OF_TOKENS],
 }
 
 
@@ -120,7 +138,11 @@ MAPPED = [
     ("top-k", CALLS["top-k"].ours, [_BY_ROW], _BY_ROW),
     ("linear", mean_over_devices, [_BY_ROW, P(), _BY_ROW], P()),
     ("attention", CALLS["attention"].ours, OF_HEADS[:1] * 3, OF_HEADS[0]),
-    ("attention", keys_over_processes, [_BY_HEAD, *[P(None, ACROSS, WITHIN, None)] * 2], _BY_HEAD),
+    ("attention", keys_over_processes, [_BY_HEAD, *OF_TOKENS[:1] * 2], _BY_HEAD),
+    *(
+        ("ring attention", ring(method), OF_TOKENS[1:] * 3, OF_TOKENS[1])
+        for method in ("ring", "all_gather", "all_to_all")
+    ),
 ]
 
 

@@ -58,13 +58,13 @@ def run_in_two_processes(folder: pathlib.Path, program: str, *arguments: str) ->
 
 
 def test_every_part(tmp_path):
-    """Functions of rows, losses, top-k and attention over devices of two processes."""
+    """Functions of rows, losses, top-k, attention and ring attention over devices of two processes."""
     for text in run_in_two_processes(tmp_path, "tests/distributed_program.py"):
         assert "all is right" in text
 
 
 def test_a_model(tmp_path):
-    """The example that trains over a mesh, with sequences over the processes."""
+    """The example that trains over a mesh, with sequences over the processes, so that a ring goes through both."""
     for name in ("flax", "matplotlib", "optax", "tqdm"):
         pytest.importorskip(name)
     options = [f"--mesh=sequence={2 if GPUS else 4}", "--steps=3", "--batch=2", "--context=64"]

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType
-from meshes import DEVICES
+from meshes import DEVICES, collectives
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
 
@@ -47,25 +47,36 @@ def test_losses(dtype):
     np.testing.assert_allclose(ours, theirs, rtol=language_model.TOLERANCES[dtype][0])
 
 
-def losses_over(devices):
-    """The losses of a few steps over a mesh, or where that is None on one device, and the model after these."""
+def run_over(devices):
+    """A few steps over a mesh, or where that is None on one device."""
     run = mesh.Run(devices, mesh.Shape(vocabulary=52, layers=1, width=16, hidden=24, heads=4, key_heads=2, size=8))
     mesh.train({"run": run}, TEXT, 3, batch=4, context=24)
-    return run.losses, run.model
+    return run
 
 
-losses_on_one_device = functools.cache(lambda: losses_over(None)[0])
+losses_on_one_device = functools.cache(lambda: run_over(None).losses)
 
 
-@pytest.mark.parametrize("sizes", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 4), (2, 2, 2)], ids=str)
 def test_over_a_mesh(sizes):
-    """The loss of each step is that of one device, and the weights stay where they lie."""
+    """The loss of each step is that of one device, weights stay where they lie, and keys go from device to device."""
     if np.prod(sizes) > DEVICES:
         pytest.skip("too few devices")
-    losses, model = losses_over(jax.make_mesh(sizes, mesh.AXES, axis_types=(AxisType.Auto,) * 3))
-    np.testing.assert_allclose(losses, losses_on_one_device(), rtol=1e-6)
-    assert model.readout.kernel[...].addressable_shards[0].data.shape == (16, 52 // sizes[1])
-    assert model.blocks[0].up.kernel[...].sharding.is_fully_replicated
+    devices = jax.make_mesh(sizes, mesh.AXES, axis_types=(AxisType.Auto,) * 3)
+    run = run_over(devices)
+    np.testing.assert_allclose(run.losses, losses_on_one_device(), rtol=1e-6)
+    assert run.model.readout.kernel[...].addressable_shards[0].data.shape == (16, 52 // sizes[1])
+    assert run.model.blocks[0].up.kernel[...].sharding.is_fully_replicated
+
+    with jax.set_mesh(devices):
+        batch = mesh.batch_of(devices, TEXT[: 4 * 25].reshape(4, 25))
+        program = mesh.train_step.lower(run.model, run.optimizer, batch, devices, "float32").compile()
+    moved = [(name, int(np.prod(shape))) for name, shape in collectives(program.compiled)]
+    keys = 4 * 24 * 2 * 8 // (sizes[0] * sizes[2])  # of a device, in numbers
+    # Keys and values go to all others forward and backward, and the gradients by them come back. None are gathered.
+    sent = sum(numbers for name, numbers in moved if name == "collective-permute")
+    assert sent == 6 * keys * (sizes[2] - 1)
+    assert all(numbers < keys for name, numbers in moved if name in ("all-gather", "all-to-all"))
 
 
 def test_cache():
