@@ -11,12 +11,16 @@ from collections.abc import Callable, Sequence
 
 import attention_calls
 import definitions
+import jax
 import jax.numpy as jnp
 import numpy as np
 import paged_calls
 import pytest
 from cases import Case, Function
 from common import ATTENTION_IMPLEMENTATIONS, IMPLEMENTATIONS, PAGED_IMPLEMENTATIONS, slow
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from meshes import MESH, mesh_of
 
 import jaxsoft
 from jaxsoft import fold
@@ -102,6 +106,29 @@ def attention(implementation: str | None, options: Sequence[str] = ()) -> Pair:
     return case.ours, case.theirs
 
 
+def ring_attention(implementation: str | None, options: Sequence[str] = ()) -> Pair:
+    """What `attention` is, of tokens that are brought into the zigzag layout and back, in shard_map over the mesh."""
+    devices, mesh = MESH[0], mesh_of(AxisType.Auto)
+    how = {"axis_name": "a", "layout": "zigzag", "method": "ring"}
+
+    def over_devices(query, key, value, **given):
+        order = jaxsoft.ring_order(query.shape[1], devices, "zigzag")
+        tokens = {"query": query, "key": key, "value": value}
+        tokens |= {name: given.pop(name) for name in list(given) if "segment" in name}
+        others = {name: given.pop(name) for name in ("sinks", "scale") if name in given}
+        mapped = jax.shard_map(
+            lambda tokens, others: jaxsoft.ring_attention(**tokens, **others, **given, **how),
+            mesh=mesh,
+            in_specs=(P(None, "a"), P()),
+            out_specs=P(None, "a"),
+        )
+        results = mapped({name: x[:, order] for name, x in tokens.items()}, others)
+        return tuple(y[:, np.argsort(order)] for y in results)
+
+    case = attention_calls.case(options, _OF_RING, implementation=implementation, function=over_devices)
+    return case.ours, case.theirs
+
+
 def paged_attention(implementation: str | None, options: Sequence[str] = ()) -> Pair:
     """Output and log-sum-exp, of query, pages and what the options add to them."""
     case = paged_calls.case(options, implementation=implementation)
@@ -155,6 +182,12 @@ _ATTENTION = {
     "attention, state": ("state", "mask of keys", "offsets", "key lengths"),
 }
 
+_OF_RING = attention_calls.SMALL._replace(t=4 * MESH[0], s=4 * MESH[0])
+_RING = {
+    "ring attention": ("causal", "sinks"),
+    "ring attention, segments": ("segments", "cap", "scale", "window"),
+}
+
 _SCALED = {"scales": True, "holes": True}
 _PAGED = {
     "paged attention": ("causal",),
@@ -195,6 +228,7 @@ CALLS: dict[str, tuple[Sequence[np.ndarray], Callable[[str | None], Pair]]] = {
     "linear, sum": (_REDUCED, lambda i: linear(_SOME, _EVERY, lse=False, chunk_size=1, **_IGNORED, **_CAPPED, **_SUM)),
     "top_k": ((_X,), lambda i: top_k(i, 3)),
     **{name: (attention_calls.case(o).operands, lambda i, o=o: attention(i, o)) for name, o in _ATTENTION.items()},
+    **{n: (attention_calls.case(o, _OF_RING).operands, lambda i, o=o: ring_attention(i, o)) for n, o in _RING.items()},
     **{n: (paged_calls.case(o).operands, lambda i, o=o: paged_attention(i, o)) for n, o in _PAGED.items()},
     "write": (paged_calls.writing().operands, lambda i: write_pages()),
     "write, scales": (paged_calls.writing(**_SCALED).operands, lambda i: write_pages(**_SCALED)),
@@ -212,7 +246,7 @@ def choices(less: Callable[[str], bool]) -> list:
     chosen = []
     for name in CALLS:
         names, others = IMPLEMENTATIONS, (None, "xla", "reference")
-        if name.startswith("attention"):
+        if name.startswith(("attention", "ring attention")):
             names, others = ATTENTION_IMPLEMENTATIONS, ("xla", "reference")
         if name.startswith("paged attention"):
             names, others = PAGED_IMPLEMENTATIONS, ("xla", "reference")

@@ -9,7 +9,7 @@ from calls import case_of, choices
 from cases import Case
 from common import OPS, each_dtype_in_turn, precision, served
 
-KNOWN = (*OPS, "integer", "dense", "linear", "top_k", "attention", "paged attention", "write", "fold")
+KNOWN = (*OPS, "integer", "dense", "linear", "top_k", "attention", "ring attention", "paged attention", "write", "fold")
 CHOICES = choices(lambda name: name.split(",")[0] in KNOWN)
 
 
