@@ -106,13 +106,13 @@ def attention(implementation: str | None, options: Sequence[str] = ()) -> Pair:
     return case.ours, case.theirs
 
 
-def ring_attention(implementation: str | None, options: Sequence[str] = ()) -> Pair:
-    """What `attention` is, of tokens that are brought into the zigzag layout and back, in shard_map over the mesh."""
+def in_layout(layout: str, method: str) -> Callable:
+    """`jaxsoft.ring_attention` of tokens that are brought into the layout and back, in shard_map over the mesh."""
     devices, mesh = MESH[0], mesh_of(AxisType.Auto)
-    how = {"axis_name": "a", "layout": "zigzag", "method": "ring"}
+    how = {"axis_name": "a", "layout": layout, "method": method}
 
     def over_devices(query, key, value, **given):
-        order = jaxsoft.ring_order(query.shape[1], devices, "zigzag")
+        order = jaxsoft.ring_order(query.shape[1], devices, layout)
         tokens = {"query": query, "key": key, "value": value}
         tokens |= {name: given.pop(name) for name in list(given) if "segment" in name}
         others = {name: given.pop(name) for name in ("sinks", "scale") if name in given}
@@ -125,7 +125,13 @@ def ring_attention(implementation: str | None, options: Sequence[str] = ()) -> P
         results = mapped({name: x[:, order] for name, x in tokens.items()}, others)
         return tuple(y[:, np.argsort(order)] for y in results)
 
-    case = attention_calls.case(options, _OF_RING, implementation=implementation, function=over_devices)
+    return over_devices
+
+
+def ring_attention(implementation: str | None, options: Sequence[str] = ()) -> Pair:
+    """What `attention` is, over devices."""
+    ring = in_layout("zigzag", "ring")
+    case = attention_calls.case(options, _OF_RING, implementation=implementation, function=ring)
     return case.ours, case.theirs
 
 

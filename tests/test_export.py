@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 from chex import assert_trees_all_close
 from common import OPS, each_op, loss, ours, slow, theirs
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import needs_devices
 from truth import assert_values
 
 import jaxsoft
@@ -158,6 +161,27 @@ def test_states_of_attention():
     state = there_and_back(begin, q, k[:, :2], v[:, :2]).call(q, k[:, :2], v[:, :2])
     y = there_and_back(go_on, q, k[:, 2:], v[:, 2:], state).call(q, k[:, 2:], v[:, 2:], state)
     assert_trees_all_close(y, jaxsoft.dot_product_attention(q, k, v), rtol=1e-5, atol=1e-6)
+
+
+@needs_devices
+def test_ring_attention():
+    """For as many devices, inside `jax.shard_map`: value and gradient."""
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    tokens = P(None, "a")
+
+    def f(q):
+        how = {"layout": "zigzag", "method": "ring", "implementation": "xla"}
+        return jaxsoft.ring_attention(q, q, q, axis_name="a", is_causal=True, **how)
+
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=tokens, out_specs=tokens)
+    both = jax.jit(lambda q: (mapped(q), jax.grad(loss(mapped))(q)))
+    x = np.random.default_rng(0).standard_normal((2, 8, 4, 8)).astype(np.float32)
+    x = jax.device_put(x, NamedSharding(mesh, tokens))
+    exported = jax.export.deserialize(jax.export.export(both)(x).serialize())
+    assert exported.nr_devices == 2
+    y, gradient = jax.jit(exported.call)(x)
+    assert y.sharding.is_equivalent_to(x.sharding, x.ndim)
+    assert_trees_all_close((y, gradient), both(x), rtol=1e-5, atol=1e-6)
 
 
 def test_symbolic_shapes_of_attention():

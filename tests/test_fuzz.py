@@ -6,6 +6,7 @@ default a few are drawn, the same in every run; `pytest tests/test_fuzz.py --hyp
 others.
 """
 
+import dataclasses
 import functools
 
 import attention_calls
@@ -16,15 +17,16 @@ import numpy as np
 import paged_calls
 import pytest
 from cases import TRANSFORMATIONS, Case
-from common import ATTENTION_IMPLEMENTATIONS, IMPLEMENTATIONS, PAGED_IMPLEMENTATIONS, served
+from common import ATTENTION_IMPLEMENTATIONS, IMPLEMENTATIONS, PAGED_IMPLEMENTATIONS, served, slow
 from definitions import ROW_FUNCTIONS
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import DEVICES, mesh_of
+from meshes import DEVICES, MESH, mesh_of
 from truth import wide
 
+OF_RING = ("causal", "window", "wide window", "window to the left", "sinks", "scale", "cap", "segments")
 LENGTHS = [1, 2, 3, 5, 8, 17, 33, 64, 130, 300]
 
 
@@ -191,6 +193,30 @@ def attention(draw, dtypes, implementation):
     )
 
 
+def ring_attention(draw, dtypes, implementation):
+    """Any options, layout and method, of as many tokens as each layout can cut."""
+    implementation = implementation if implementation in ATTENTION_IMPLEMENTATIONS else None
+    layout = draw(st.sampled_from(["contiguous", "striped", "zigzag"]))
+    method = draw(st.sampled_from(["ring", "ring", "all_gather", "all_to_all"]))
+    options = draw(st.lists(st.sampled_from(OF_RING), unique=True, max_size=4))
+    limited = any(name == "causal" or "window" in name for name in options)
+    assume(not attention_calls.conflict(options) and not (method == "all_gather" and layout == "striped" and limited))
+    tokens = 2 * MESH[0] * draw(st.sampled_from([1, 2, 5, 40]))
+    k = MESH[0] * draw(st.sampled_from([1, 2])) if method == "all_to_all" else draw(st.sampled_from([1, 2, 3]))
+    sizes = attention_calls.Sizes(
+        b=draw(st.sampled_from([1, 2])),
+        t=tokens,
+        s=tokens,
+        n=k * draw(st.sampled_from([1, 2])),
+        k=k,
+        h=draw(st.sampled_from([1, 8, 64])),
+        d=draw(st.sampled_from([1, 5, 64])),
+    )
+    dtype, seed = draw(st.sampled_from(dtypes)), draw(st.integers(0, 2**16))
+    case = attention_calls.case(options, sizes, dtype, implementation, seed, function=calls.in_layout(layout, method))
+    return dataclasses.replace(case, what=f"{case.what}, {layout}, {method}")
+
+
 def paged_attention(draw, dtypes, implementation):
     """Any options that do not set the same argument, of pages of any size."""
     implementation = implementation if implementation in PAGED_IMPLEMENTATIONS else None
@@ -243,6 +269,7 @@ KINDS = [
     linear_cross_entropy,
     top_k,
     attention,
+    pytest.param(ring_attention, marks=slow),  # XLA compiles its steps slowly
     paged_attention,
     write_pages,
     fold,
