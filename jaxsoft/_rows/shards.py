@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsoft._core.mesh import OF_STATE, Axes, combined, exchanged, folded
+from jaxsoft._core.mesh import Axes, combined, exchanged
 from jaxsoft._rows import formulas
 from jaxsoft._rows.forms import Extras, Form, compose, counted, formula, scores, split
 from jaxsoft._rows.operation import NO_ROW, Extra, Kind, Operation, Reduction, Reductions, RowFunction
@@ -154,40 +154,59 @@ def selected_over_shards(form: Form, axes: Axes, kernels: Kernels) -> RowFunctio
     """
 
     def local(x):
-        rows, k = x.shape[:-1], min(form.k, x.shape[-1])
+        n = x.shape[-1]
+        k = min(form.k, n)
         values, _, i, m, s = kernels(TOP_K, dataclasses.replace(form, k=k))(x)
-        begin = jax.lax.axis_index(axes).astype(jnp.int32) * x.shape[-1]
+        s = formulas.nan_where(m == jnp.inf, s)  # so that the sum alone tells which parts have no softmax
         # The first elements are those of a row whose softmax has no value, which is known after all parts.
-        sent = values, x[..., :k], begin + i, m[..., None], s[..., None]
-        words = [_words(v) for v in sent]
+        words = (
+            _words(values, x[..., :k]),
+            jax.lax.bitcast_convert_type(i, jnp.uint32),
+            _words(m[..., None], s[..., None]),
+        )
         ends = np.cumsum([v.shape[-1] for v in words])[:-1]
-        gathered = jnp.split(jax.lax.all_gather(jnp.concatenate(words, axis=-1), axes), ends, axis=-1)
-        values, first, i, m, s = (_from_words(v, of.dtype) for v, of in zip(gathered, sent, strict=True))
-        (m,), (s,) = folded([m[..., 0], s[..., 0]], *OF_STATE)
-        values, first, i = (jnp.moveaxis(v, 0, -2).reshape(*rows, -1) for v in (values, first, i))
-        best, _, place, _, _ = kernels(TOP_K, Form(x.dtype, k=form.k))(values)
-        ordered = formulas.has_softmax(m, s)[..., None]
-        best = jnp.where(ordered, best, first[..., : form.k])
+        chosen, i, state = jnp.split(jax.lax.all_gather(jnp.concatenate(words, axis=-1), axes), ends, axis=-1)
+        # The index within the row. So no device needs its own place, which would be a launch more.
+        i = jax.lax.bitcast_convert_type(i, jnp.int32) + n * jax.lax.broadcasted_iota(jnp.int32, i.shape, 0)
+        values, first, i = (_joined(v) for v in (*_from_words(chosen, x.dtype), i))
+        best, _, place, of_best, _ = kernels(TOP_K, Form(x.dtype, k=form.k))(values)
+        # XLA makes one loop of what follows, as all of it has a number for each element: one for each row would have its
+        # own. The maximum is that of the row if this has a softmax.
+        m = jnp.broadcast_to(of_best[..., None], best.shape)
+        maxima, sums = (jnp.broadcast_to(v, (len(v), *best.shape)) for v in _from_words(state, s.dtype))
+        s = jnp.sum(sums * weight(maxima, m[None]), axis=0)
+        ordered = formulas.has_softmax(m, s)
+        p = formulas.nan_where(~ordered, weight(formulas.wide(best), m) / s)
+        values = jnp.where(ordered, best, first[..., : form.k])
         i = jnp.where(ordered, formulas.at(i, place), formulas.positions(best))
-        return best, formulas.defined_probabilities(best, m, s).astype(form.dtype), i, m, s
+        return values, p.astype(form.dtype), i, of_best, s[..., 0]
 
     return local
 
 
-def _words(x: jax.Array) -> jax.Array:
-    """The bits of each row of elements as 32-bit words, two of a 64-bit element."""
-    if x.dtype.itemsize == 2:
-        return jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
-    return jax.lax.bitcast_convert_type(x, jnp.uint32).reshape(*x.shape[:-1], -1)
+def _joined(v: jax.Array) -> jax.Array:
+    """The elements of all parts of each row, given a first dimension of parts."""
+    return jnp.moveaxis(v, 0, -2).reshape(*v.shape[1:-1], -1)
 
 
-def _from_words(words: jax.Array, dtype: np.dtype) -> jax.Array:
-    """The elements of this dtype that have these bits."""
+def _words(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The bits of two rows of elements as one row of 32-bit words; 16-bit elements of both share one."""
+    if a.dtype.itemsize == 2:
+        a, b = (jax.lax.bitcast_convert_type(v, jnp.uint16).astype(jnp.uint32) for v in (a, b))
+        return a | b << 16
+    words = (jax.lax.bitcast_convert_type(v, jnp.uint32).reshape(*v.shape[:-1], -1) for v in (a, b))
+    return jnp.concatenate([*words], axis=-1)
+
+
+def _from_words(words: jax.Array, dtype: np.dtype) -> list[jax.Array]:
+    """The two rows of elements of this dtype that have these bits."""
     if dtype.itemsize == 2:
-        words = words.astype(jnp.uint16)
+        rows = [words.astype(jnp.uint16), (words >> 16).astype(jnp.uint16)]
+    else:
+        rows = jnp.split(words, 2, axis=-1)
     if dtype.itemsize == 8:
-        words = words.reshape(*words.shape[:-1], -1, 2)
-    return jax.lax.bitcast_convert_type(words, dtype)
+        rows = [v.reshape(*v.shape[:-1], -1, 2) for v in rows]
+    return [jax.lax.bitcast_convert_type(v, dtype) for v in rows]
 
 
 def _formula(operation: Operation, form: Form, axes: Axes, st: State | None = None) -> RowFunction:

@@ -200,10 +200,14 @@ def test_largest(k, dtype):
         alone = compiled_for(TOP_K, form, [x])(x)
         sharded = over(("b", "a"))(TOP_K, form, [x])
         program = compiled_for(TOP_K, form, sharded)
-        values, p, i, *_ = program(*sharded)
+        values, p, i, m, s = program(*sharded)
     assert same_bits([values, i], [alone[0], alone[2]])
     p, expected = (np.asarray(v).astype(np.float64) for v in (p, alone[1]))
     np.testing.assert_allclose(p, expected, rtol=1e-2 if x.itemsize == 2 else 1e-6)
+    ordered = ~np.isnan(expected[:, 0])
+    assert (ordered.sum(), ordered[[2, 3, 4]].any()) == (9, False)
+    np.testing.assert_array_equal(m[ordered], alone[3][ordered])
+    np.testing.assert_allclose(s[ordered], alone[4][ordered], rtol=1e-6)
     assert [name for name, _ in collectives(program)] == ["all-gather"]
 
 
