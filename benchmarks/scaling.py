@@ -1,0 +1,122 @@
+"""What each device sends and how much memory it takes as a mesh grows, read from programs that are compiled and not run.
+
+    python benchmarks/scaling.py [--quick] [--only GROUP ...] [--having TEXT] [--json FILE] [--commit HASH]
+
+The record of the repository is benchmarks/results/scaling.json, and takes some minutes on any machine:
+
+    python benchmarks/scaling.py --json benchmarks/results/scaling.json
+
+8, 16, 32 and 64 virtual CPU devices are one axis of a mesh. A line is one call of benchmarks/scaling_cases.py, forward
+or with its gradients, of arrays of 16 bits. XLA's text of the compiled program says which collective operations it has
+(benchmarks/collectives.py), and the run FAILS, with exit status 1, where a device does not send exactly what the
+formulas of benchmarks/scaling_cases.py say. The dtype is float16: as an array of bfloat16 has as many bytes, and XLA
+sends it as float32 on a CPU, and on a GPU as it is.
+
+  sent       MB (1e6 bytes) that a device sends, and receives, by the kind of operation
+  expected   MB by the formula, where they differ
+  operands   MB of a device's parts of what the call is given
+  results    MB of its parts of the results
+  temporary  MB that it needs beside these, at its peak, as XLA assigns its memory. Within attention that is the memory
+             of the formula in blocks of keys, which is what a CPU runs; the kernels for a GPU keep the scores of a
+             block in registers and need less
+
+The group "long" is a million tokens over 8 devices.
+"""
+
+import argparse
+import json
+import math
+import pathlib
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))  # where the modules beside this one are, under python -P too
+
+import collectives
+import jax
+import scaling_cases
+from scaling_cases import Case
+from speed import git_commit, header, progress
+
+DEVICES = (8, 16, 32, 64)
+GROUPS = ("rows", "head", "attention", "sequence", "long")
+
+
+def measure(case: Case) -> dict:
+    """What a compiled program says."""
+    progress(f"compiling {case}")
+    start = time.perf_counter()
+    program = case.lowered().compile()
+    memory = program.memory_analysis()
+    return {
+        "group": case.group,
+        "what": case.what,
+        "where": case.where,
+        "sizes": case.sizes,
+        "gradients": case.gradients,
+        "devices": case.devices,
+        "sent": collectives.read(program.as_text(), case.devices),
+        "expected": {kind: value for kind, value in case.expected.items() if value},
+        "operands": memory.argument_size_in_bytes,
+        "results": memory.output_size_in_bytes,
+        "temporary": memory.temp_size_in_bytes,
+        "compiling": round(time.perf_counter() - start, 1),
+    }
+
+
+def agrees(found: dict) -> bool:
+    """Whether a device sends what the formula says."""
+    kinds = found["sent"].keys() | found["expected"].keys()
+    pairs = [(found["sent"].get(kind, 0), found["expected"].get(kind, 0)) for kind in kinds]
+    return all(math.isclose(sent, expected, rel_tol=1e-9) for sent, expected in pairs)
+
+
+def line(case: Case, found: dict) -> str:
+    """One line of the table."""
+    sent = ", ".join(f"{kind} {value / 1e6:.6g}" for kind, value in found["sent"].items()) or "nothing"
+    if not agrees(found):
+        expected = ", ".join(f"{kind} {value / 1e6:.6g}" for kind, value in found["expected"].items()) or "nothing"
+        sent += f" | EXPECTED {expected}"
+    memory = " ".join(f"{found[kind] / 1e6:9.1f}" for kind in ("operands", "results", "temporary"))
+    return f"{case!s:108s} {memory} | {sent}"
+
+
+def wanted(only: Sequence[str], quick: bool, having: str | None) -> list[Case]:
+    """The cases, the smallest meshes first."""
+    found = [case for n in (DEVICES[:1] if quick else DEVICES) for case in scaling_cases.cases(n, quick)]
+    found = [case for case in found if case.group in only]
+    if "long" in only and not quick:
+        found += scaling_cases.long()
+    return [case for case in found if having is None or having in str(case)]
+
+
+def main() -> None:
+    """Compiles what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="8 devices alone, and fewer cases")
+    parser.add_argument("--only", nargs="+", choices=GROUPS, metavar="GROUP", help=f"of {', '.join(GROUPS)}")
+    parser.add_argument("--having", metavar="TEXT", help='only cases with this in them, as in "forward"')
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write what is found there")
+    parser.add_argument("--commit", default=git_commit(), metavar="HASH", help="what the file names")
+    args = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", DEVICES[0] if args.quick else DEVICES[-1])
+    result: dict = {"header": header(args.commit), "records": []}
+    print(f"jax {jax.__version__}; MB of operands, of results and of temporaries; what a device sends, MB", flush=True)
+    some = wanted(args.only or GROUPS, args.quick, args.having)
+    with ThreadPoolExecutor() as pool:
+        for case, found in zip(some, pool.map(measure, some), strict=True):
+            progress("")
+            print(line(case, found), flush=True)
+            result["records"].append(found)
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    wrong = [record for record in result["records"] if not agrees(record)]
+    if wrong:
+        sys.exit(f"{len(wrong)} of {len(some)} calls do not send what the formulas say")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,347 @@
+"""What benchmarks/scaling.py compiles, and the formulas of what devices send each other there.
+
+Every formula of this file is of the bytes that one device sends, by the kind of operation, with n devices. The numbers
+of an array are of 16 bits, in which 2 bytes stand for bfloat16 too (see benchmarks/scaling.py), and those of a row and
+the sums of gradients are of 32 bits.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from collectives import sent
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxsoft
+
+AXIS = "devices"
+ELEMENT, WIDE = 2, 4  # bytes of an array's numbers, and of a row's and of sums
+DTYPE = jnp.float16
+
+type Sent = dict[str, float]  # bytes by the kind of operation
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """An array of a call.
+
+    Attributes:
+      shape: of the whole array.
+      spec: how it is sharded, over one axis.
+      dtype: of its numbers.
+    """
+
+    shape: tuple[int, ...]
+    spec: P = P()
+    dtype: jax.typing.DTypeLike = DTYPE
+
+    def on(self, mesh: Mesh) -> jax.ShapeDtypeStruct:
+        """The array over a mesh, as a type: nothing here is computed."""
+        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=NamedSharding(mesh, self.spec))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call over some devices.
+
+    Attributes:
+      group: "rows", "head", "attention" or "sequence".
+      what: the function.
+      where: what is sharded, or the method and the layout.
+      gradients: whether these are computed too.
+      devices: how many.
+      function: of the operands.
+      operands: of the function.
+      moving: which of them gradients are taken by.
+      cotangent: of the result; None if gradients are not computed.
+      expected: what a device sends.
+      per_device: what is fixed for a device or for all of them, in words.
+    """
+
+    group: str
+    what: str
+    where: str
+    gradients: bool
+    devices: int
+    function: Callable = dataclasses.field(repr=False)
+    operands: tuple[Operand, ...] = dataclasses.field(repr=False)
+    moving: tuple[int, ...] = dataclasses.field(repr=False)
+    cotangent: Operand | None = dataclasses.field(repr=False)
+    expected: Sent = dataclasses.field(repr=False)
+    sizes: str = ""
+
+    def __str__(self) -> str:
+        """The case in words."""
+        what = "with gradients" if self.gradients else "forward"
+        return f"{self.what}, {self.where}, {self.sizes}, {what}, {self.devices} devices"
+
+    def mesh(self) -> Mesh:
+        """The first devices along one axis."""
+        devices = jax.devices("cpu")[: self.devices]
+        return jax.make_mesh((self.devices,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices)
+
+    def lowered(self) -> jax.stages.Lowered:
+        """The call as a program for these devices, not compiled yet."""
+        mesh = self.mesh()
+        with jax.set_mesh(mesh):
+            given = [operand.on(mesh) for operand in self.operands]
+            if self.cotangent is None:
+                return jax.jit(self.function).lower(*given)
+            return jax.jit(self._with_gradients).lower(self.cotangent.on(mesh), *given)
+
+    def _with_gradients(self, cotangent, *operands):
+        def of_moving(*moving):
+            all_ = list(operands)
+            for place, x in zip(self.moving, moving, strict=True):
+                all_[place] = x
+            return self.function(*all_)
+
+        y, pull = jax.vjp(of_moving, *(operands[place] for place in self.moving))
+        return y, *pull(cotangent)
+
+
+# Functions of rows. A device sends nothing where rows are sharded.
+ROWS, CLASSES, K = 1024, 16384, 64
+# The devices tell each other a few numbers a row. Few of them, or few numbers, go by one all-gather, and else maxima and
+# sums by all-reduces (jaxsoft/_core/mesh.py).
+FEW_DEVICES, FEW_BYTES = 16, 2**22
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+    """How many numbers of each row devices tell each other.
+
+    Attributes:
+      gathered: by an all-gather, forward.
+      reduced: by all-reduces, forward.
+      backward: by an all-reduce, for gradients.
+    """
+
+    gathered: int
+    reduced: int
+    backward: int = 0
+
+    def sent(self, rows: int, devices: int, gradients: bool) -> Sent:
+        """What a device sends."""
+        of_each = rows * WIDE
+        found = {"all-gather": 0.0, "all-reduce": 0.0}
+        if devices <= FEW_DEVICES and devices * self.gathered * of_each <= FEW_BYTES:
+            found["all-gather"] = sent("all-gather", devices * self.gathered * of_each, devices)
+        else:
+            found["all-reduce"] = sent("all-reduce", self.reduced * of_each, devices)
+        found["all-reduce"] += sent("all-reduce", gradients * self.backward * of_each, devices)
+        return found
+
+
+# The state (m, s) of a row, and for a loss the label's score beside it.
+NUMBERS = {
+    "softmax": Numbers(2, 2, 1),
+    "log_softmax": Numbers(2, 2, 1),
+    "logsumexp": Numbers(2, 2),
+    "cross_entropy": Numbers(3, 4),
+}
+
+
+def _rows(devices: int) -> list[Case]:
+    """Functions of logits (ROWS, CLASSES)."""
+    found = []
+    for spec, where in ((P(AXIS, None), "rows sharded"), (P(None, AXIS), "classes sharded")):
+        x = Operand((ROWS, CLASSES), spec)
+        labels, of_row = (Operand((ROWS,), P(spec[0]), dtype) for dtype in (jnp.int32, jnp.float32))
+        functions: dict[str, tuple[Callable, tuple[Operand, ...], Operand]] = {
+            "softmax": (jaxsoft.softmax, (x,), x),
+            "log_softmax": (jaxsoft.log_softmax, (x,), x),
+            "logsumexp": (_logsumexp, (x,), dataclasses.replace(of_row, dtype=DTYPE)),
+            "cross_entropy": (jaxsoft.softmax_cross_entropy_with_integer_labels, (x, labels), of_row),
+        }
+        sizes = f"{ROWS} x {CLASSES}"
+        for what, (f, operands, cotangent) in functions.items():
+            for gradients in (False, True):
+                expected = NUMBERS[what].sent(ROWS, devices, gradients) if spec[1] else {}
+                given = cotangent if gradients else None
+                found.append(Case("rows", what, where, gradients, devices, f, operands, (0,), given, expected, sizes))
+        # The k largest of each part and their places, each a word, and the state; and in the place of the k largest
+        # the first k elements, for a row that has no softmax.
+        words = {"all-gather": sent("all-gather", devices * ROWS * (3 * K + 2) * WIDE, devices)} if spec[1] else {}
+        found.append(
+            Case("rows", "top_k_softmax", where, False, devices, _top_k, (x,), (), None, words, f"{sizes}, k = {K}")
+        )
+    return found
+
+
+def _logsumexp(x):
+    return jaxsoft.logsumexp(x, axis=-1)
+
+
+def _top_k(x):
+    return jaxsoft.top_k_softmax(x, K)
+
+
+# The loss of a linear layer.
+DEPTH = 512
+SCALARS = 3  # of a mean: the sum, the weights' sum, and that of what counts
+
+
+def _head(devices: int) -> list[Case]:
+    found = []
+    for rows_sharded in (True, False):
+        rows, classes = (AXIS, None) if rows_sharded else (None, AXIS)
+        operands = (
+            Operand((ROWS, DEPTH), P(rows, None)),
+            Operand((DEPTH, CLASSES), P(None, classes)),
+            Operand((ROWS,), P(rows), jnp.int32),
+        )
+        for mean in (False, True):
+            for gradients in (False, True):
+                cotangent = None
+                if gradients:
+                    cotangent = Operand((), dtype=jnp.float32) if mean else Operand((ROWS,), P(rows), jnp.float32)
+                where = "rows sharded" if rows_sharded else "classes sharded"
+                expected = _of_head(devices, rows_sharded, mean, gradients)
+                what, f = ("linear, mean", _mean) if mean else ("linear", jaxsoft.linear_softmax_cross_entropy)
+                sizes = f"{ROWS} x {DEPTH} x {CLASSES}"
+                found.append(
+                    Case("head", what, where, gradients, devices, f, operands, (0, 1), cotangent, expected, sizes)
+                )
+    return found
+
+
+def _mean(hidden, weight, labels):
+    return jaxsoft.linear_softmax_cross_entropy(hidden, weight, labels, reduction="mean")
+
+
+def _of_head(devices: int, rows_sharded: bool, mean: bool, gradients: bool) -> Sent:
+    """What the loss of a linear layer sends.
+
+    Where rows are sharded, the gradient of the weight is summed in its own dtype. Where classes are, that of the hidden
+    states is summed in f32, and the devices tell each other (m, s) and the label's score.
+    """
+    if rows_sharded:
+        of_weight = gradients * DEPTH * CLASSES * ELEMENT
+        return {"all-reduce": sent("all-reduce", of_weight + mean * SCALARS * WIDE, devices)}
+    found = Numbers(3, 3).sent(ROWS, devices, False)
+    found["all-reduce"] += sent("all-reduce", gradients * ROWS * DEPTH * WIDE, devices)
+    return found
+
+
+# Attention whose batch or heads are sharded, which sends nothing.
+LENGTH, SIZE = 1024, 128
+
+
+def _attention(devices: int) -> list[Case]:
+    found = []
+    for where, spec in (("batch sharded", P(AXIS)), ("heads sharded", P(None, None, AXIS))):
+        shape = (devices, LENGTH, 4, SIZE) if spec[0] else (1, LENGTH, devices, SIZE)
+        x = Operand(shape, P(*spec))
+        for gradients in (False, True):
+            cotangent = x if gradients else None
+            sizes = f"{LENGTH} tokens, heads of {SIZE}"
+            found.append(
+                Case(
+                    "attention", "dot_product_attention", where, gradients, devices, _causal, (x, x, x), (0, 1, 2),
+                    cotangent, {}, sizes,
+                )
+            )  # fmt: skip
+    return found
+
+
+def _causal(query, key, value):
+    return jaxsoft.dot_product_attention(query, key, value, is_causal=True)
+
+
+# Attention over a sequence that lies on all devices.
+SENT_AGAIN = 1  # backward, keys and values go from device to device as often as forward, and so many times less: 0 or 1
+METHODS = ("ring", "all_gather", "all_to_all")
+
+
+def of_sequence(method: str, devices: int, tokens: int, heads: int, key_heads: int, size: int, backward: bool) -> Sent:
+    """What attention over a sequence sends, forward or for its gradients alone.
+
+    Args:
+      method: of `jaxsoft.ring_attention`.
+      devices: how many.
+      tokens: of each device.
+      heads, key_heads: of queries and of keys.
+      size: of a head.
+      backward: whether it is the gradients.
+    """
+    both = 2 * tokens * key_heads * size  # the numbers of a device's keys and values
+    of_query = tokens * heads * size
+    if method == "ring":
+        times = devices - 1
+        if not backward:
+            return {"collective-permute": times * both * ELEMENT}
+        again = max(times - 1 + SENT_AGAIN, 0)
+        return {"collective-permute": again * both * ELEMENT + times * both * WIDE}
+    if method == "all_gather":
+        found = {"all-gather": sent("all-gather", devices * both * ELEMENT, devices)}
+        return found | ({"reduce-scatter": sent("reduce-scatter", both * WIDE, devices)} if backward else {})
+    if not backward:  # query, key and value there, the output back
+        return {"all-to-all": sent("all-to-all", (2 * of_query + both) * ELEMENT, devices)}
+    # Query, key, value, output and cotangent there, with three numbers of each query; three gradients back.
+    arrays, numbers = 4 * of_query + 2 * both, 3 * tokens * heads
+    return {"all-to-all": sent("all-to-all", arrays * ELEMENT + numbers * WIDE, devices)}
+
+
+KEPT = 2  # numbers of a query that are kept for its gradients: the log-sum-exp, and what rounding took
+
+
+def _of_call(method: str, devices: int, tokens: int, heads: int, key_heads: int, size: int, gradients: bool) -> Sent:
+    """What a call sends, forward or with its gradients."""
+    found = of_sequence(method, devices, tokens, heads, key_heads, size, False)
+    if gradients:
+        for kind, value in of_sequence(method, devices, tokens, heads, key_heads, size, True).items():
+            found[kind] = found.get(kind, 0) + value
+        if method == "all_to_all":
+            found["all-to-all"] += sent("all-to-all", KEPT * tokens * heads * WIDE, devices)
+    return found
+
+
+def sequence(
+    method: str, layout: str, devices: int, tokens: int, heads: int, key_heads: int, gradients: bool, size: int = SIZE
+) -> Case:
+    """A call of `jaxsoft.ring_attention` under a causal rule."""
+    query, key = (Operand((1, tokens * devices, n, size), P(None, AXIS)) for n in (heads, key_heads))
+
+    def call(query, key, value):
+        return jaxsoft.ring_attention(
+            query, key, value, axis_name=AXIS, layout=layout, method=method, is_causal=True
+        )  # fmt: skip
+
+    expected = _of_call(method, devices, tokens, heads, key_heads, size, gradients)
+    sizes = f"{tokens} tokens a device, heads {heads}/{key_heads} of {size}"
+    return Case(
+        "sequence", method, layout, gradients, devices, call, (query, key, key), (0, 1, 2),
+        query if gradients else None, expected, sizes,
+    )  # fmt: skip
+
+
+TOKENS = 1024  # of a device
+LONG_TOKENS = 2**17  # of each of 8 devices: a million
+LAYOUTS = ("contiguous", "striped", "zigzag")
+
+
+def _sequence(devices: int, quick: bool) -> list[Case]:
+    """All methods with as many heads as 64 devices can exchange, and the ring in each layout with fewer heads of keys."""
+    found = []
+    for gradients in (False, True):
+        found += [sequence(method, "zigzag", devices, TOKENS, 64, 64, gradients) for method in METHODS]
+        for layout in ("zigzag",) if quick else LAYOUTS:
+            found.append(sequence("ring", layout, devices, TOKENS, 32, 8, gradients))
+    return found
+
+
+def long() -> list[Case]:
+    """A million tokens over 8 devices."""
+    return [
+        sequence("ring", "zigzag", 8, LONG_TOKENS, *heads, gradients)
+        for heads in ((16, 16), (32, 8))
+        for gradients in (False, True)
+    ]
+
+
+def cases(devices: int, quick: bool) -> Sequence[Case]:
+    """What is compiled for so many devices."""
+    return [*_rows(devices), *_head(devices), *_attention(devices), *_sequence(devices, quick)]
