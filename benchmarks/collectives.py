@@ -53,7 +53,8 @@ def read(text: str, devices: int) -> dict[str, float]:
                 raise ValueError(f"an asynchronous operation: {line.strip()[:200]}")
             if (size := _group(line, devices)) != devices:
                 raise ValueError(f"among {size} of {devices} devices: {line.strip()[:200]}")
-            total[match["kind"]] += sent(match["kind"], _bytes(match["result"]), devices)
+            value = sent(match["kind"], _bytes(match["result"]), devices)
+            total[match["kind"]] += value
     return {kind: value for kind, value in total.items() if value}
 
 

@@ -1,16 +1,16 @@
-"""What each device sends and how much memory it takes as a mesh grows, read from programs that are compiled and not run.
+"""What each device sends and how much memory it takes as a mesh grows, from programs that are compiled and not run.
 
     python benchmarks/scaling.py [--quick] [--only GROUP ...] [--having TEXT] [--json FILE] [--commit HASH]
 
-The record of the repository is benchmarks/results/scaling.json, and takes some minutes on any machine:
+The record of the repository is benchmarks/results/scaling.json, and takes some ten minutes of a processor:
 
     python benchmarks/scaling.py --json benchmarks/results/scaling.json
 
 8, 16, 32 and 64 virtual CPU devices are one axis of a mesh. A line is one call of benchmarks/scaling_cases.py, forward
 or with its gradients, of arrays of 16 bits. XLA's text of the compiled program says which collective operations it has
 (benchmarks/collectives.py), and the run FAILS, with exit status 1, where a device does not send exactly what the
-formulas of benchmarks/scaling_cases.py say. The dtype is float16: as an array of bfloat16 has as many bytes, and XLA
-sends it as float32 on a CPU, and on a GPU as it is.
+formulas of benchmarks/scaling_cases.py and benchmarks/transfers.py say. The dtype is float16, which has as many bytes
+as bfloat16: on a CPU XLA sends the latter as float32.
 
   sent       MB (1e6 bytes) that a device sends, and receives, by the kind of operation
   expected   MB by the formula, where they differ
@@ -28,7 +28,6 @@ import json
 import math
 import pathlib
 import sys
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -47,7 +46,6 @@ GROUPS = ("rows", "head", "attention", "sequence", "long")
 def measure(case: Case) -> dict:
     """What a compiled program says."""
     progress(f"compiling {case}")
-    start = time.perf_counter()
     program = case.lowered().compile()
     memory = program.memory_analysis()
     return {
@@ -62,7 +60,6 @@ def measure(case: Case) -> dict:
         "operands": memory.argument_size_in_bytes,
         "results": memory.output_size_in_bytes,
         "temporary": memory.temp_size_in_bytes,
-        "compiling": round(time.perf_counter() - start, 1),
     }
 
 
@@ -85,7 +82,7 @@ def line(case: Case, found: dict) -> str:
 
 def wanted(only: Sequence[str], quick: bool, having: str | None) -> list[Case]:
     """The cases, the smallest meshes first."""
-    found = [case for n in (DEVICES[:1] if quick else DEVICES) for case in scaling_cases.cases(n, quick)]
+    found = scaling_cases.quick() if quick else [case for n in DEVICES for case in scaling_cases.cases(n)]
     found = [case for case in found if case.group in only]
     if "long" in only and not quick:
         found += scaling_cases.long()
@@ -95,7 +92,7 @@ def wanted(only: Sequence[str], quick: bool, having: str | None) -> list[Case]:
 def main() -> None:
     """Compiles what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="8 devices alone, and fewer cases")
+    parser.add_argument("--quick", action="store_true", help="8 devices alone, and gradients alone")
     parser.add_argument("--only", nargs="+", choices=GROUPS, metavar="GROUP", help=f"of {', '.join(GROUPS)}")
     parser.add_argument("--having", metavar="TEXT", help='only cases with this in them, as in "forward"')
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write what is found there")
@@ -111,8 +108,8 @@ def main() -> None:
             progress("")
             print(line(case, found), flush=True)
             result["records"].append(found)
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+            if args.json:
+                args.json.write_text(json.dumps(result, indent=1) + "\n")
     wrong = [record for record in result["records"] if not agrees(record)]
     if wrong:
         sys.exit(f"{len(wrong)} of {len(some)} calls do not send what the formulas say")

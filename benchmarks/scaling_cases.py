@@ -1,26 +1,23 @@
 """What benchmarks/scaling.py compiles, and the formulas of what devices send each other there.
 
-Every formula of this file is of the bytes that one device sends, by the kind of operation, with n devices. The numbers
-of an array are of 16 bits, in which 2 bytes stand for bfloat16 too (see benchmarks/scaling.py), and those of a row and
-the sums of gradients are of 32 bits.
+The formulas are of the bytes that one device sends, by the kind of operation. Those of attention over a sequence are in
+benchmarks/transfers.py. The numbers of an array have 16 bits, and those of a row and the sums of gradients have 32.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from collectives import sent
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from transfers import ELEMENT, METHODS, WIDE, Call, Sent
 
 import jaxsoft
 
 AXIS = "devices"
-ELEMENT, WIDE = 2, 4  # bytes of an array's numbers, and of a row's and of sums
 DTYPE = jnp.float16
-
-type Sent = dict[str, float]  # bytes by the kind of operation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,17 +26,17 @@ class Operand:
 
     Attributes:
       shape: of the whole array.
-      spec: how it is sharded, over one axis.
+      spec: how it is sharded, over one axis; None for not at all.
       dtype: of its numbers.
     """
 
     shape: tuple[int, ...]
-    spec: P = P()
+    spec: P | None = None
     dtype: jax.typing.DTypeLike = DTYPE
 
     def on(self, mesh: Mesh) -> jax.ShapeDtypeStruct:
         """The array over a mesh, as a type: nothing here is computed."""
-        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=NamedSharding(mesh, self.spec))
+        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=NamedSharding(mesh, self.spec or P()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +54,7 @@ class Case:
       moving: which of them gradients are taken by.
       cotangent: of the result; None if gradients are not computed.
       expected: what a device sends.
-      per_device: what is fixed for a device or for all of them, in words.
+      sizes: of the operands, in words.
     """
 
     group: str
@@ -104,8 +101,8 @@ class Case:
 
 # Functions of rows. A device sends nothing where rows are sharded.
 ROWS, CLASSES, K = 1024, 16384, 64
-# The devices tell each other a few numbers a row. Few of them, or few numbers, go by one all-gather, and else maxima and
-# sums by all-reduces (jaxsoft/_core/mesh.py).
+# The devices tell each other a few numbers a row. Few devices do so by one all-gather, if the numbers are few, and else
+# by all-reduces of maxima and of sums (jaxsoft/_core/mesh.py).
 FEW_DEVICES, FEW_BYTES = 16, 2**22
 
 
@@ -227,7 +224,7 @@ def _of_head(devices: int, rows_sharded: bool, mean: bool, gradients: bool) -> S
 
 
 # Attention whose batch or heads are sharded, which sends nothing.
-LENGTH, SIZE = 1024, 128
+LENGTH, SIZE = 256, 128
 
 
 def _attention(devices: int) -> list[Case]:
@@ -251,54 +248,6 @@ def _causal(query, key, value):
     return jaxsoft.dot_product_attention(query, key, value, is_causal=True)
 
 
-# Attention over a sequence that lies on all devices.
-SENT_AGAIN = 1  # backward, keys and values go from device to device as often as forward, and so many times less: 0 or 1
-METHODS = ("ring", "all_gather", "all_to_all")
-
-
-def of_sequence(method: str, devices: int, tokens: int, heads: int, key_heads: int, size: int, backward: bool) -> Sent:
-    """What attention over a sequence sends, forward or for its gradients alone.
-
-    Args:
-      method: of `jaxsoft.ring_attention`.
-      devices: how many.
-      tokens: of each device.
-      heads, key_heads: of queries and of keys.
-      size: of a head.
-      backward: whether it is the gradients.
-    """
-    both = 2 * tokens * key_heads * size  # the numbers of a device's keys and values
-    of_query = tokens * heads * size
-    if method == "ring":
-        times = devices - 1
-        if not backward:
-            return {"collective-permute": times * both * ELEMENT}
-        again = max(times - 1 + SENT_AGAIN, 0)
-        return {"collective-permute": again * both * ELEMENT + times * both * WIDE}
-    if method == "all_gather":
-        found = {"all-gather": sent("all-gather", devices * both * ELEMENT, devices)}
-        return found | ({"reduce-scatter": sent("reduce-scatter", both * WIDE, devices)} if backward else {})
-    if not backward:  # query, key and value there, the output back
-        return {"all-to-all": sent("all-to-all", (2 * of_query + both) * ELEMENT, devices)}
-    # Query, key, value, output and cotangent there, with three numbers of each query; three gradients back.
-    arrays, numbers = 4 * of_query + 2 * both, 3 * tokens * heads
-    return {"all-to-all": sent("all-to-all", arrays * ELEMENT + numbers * WIDE, devices)}
-
-
-KEPT = 2  # numbers of a query that are kept for its gradients: the log-sum-exp, and what rounding took
-
-
-def _of_call(method: str, devices: int, tokens: int, heads: int, key_heads: int, size: int, gradients: bool) -> Sent:
-    """What a call sends, forward or with its gradients."""
-    found = of_sequence(method, devices, tokens, heads, key_heads, size, False)
-    if gradients:
-        for kind, value in of_sequence(method, devices, tokens, heads, key_heads, size, True).items():
-            found[kind] = found.get(kind, 0) + value
-        if method == "all_to_all":
-            found["all-to-all"] += sent("all-to-all", KEPT * tokens * heads * WIDE, devices)
-    return found
-
-
 def sequence(
     method: str, layout: str, devices: int, tokens: int, heads: int, key_heads: int, gradients: bool, size: int = SIZE
 ) -> Case:
@@ -306,11 +255,9 @@ def sequence(
     query, key = (Operand((1, tokens * devices, n, size), P(None, AXIS)) for n in (heads, key_heads))
 
     def call(query, key, value):
-        return jaxsoft.ring_attention(
-            query, key, value, axis_name=AXIS, layout=layout, method=method, is_causal=True
-        )  # fmt: skip
+        return jaxsoft.ring_attention(query, key, value, axis_name=AXIS, layout=layout, method=method, is_causal=True)
 
-    expected = _of_call(method, devices, tokens, heads, key_heads, size, gradients)
+    expected = Call(devices, tokens, heads, key_heads, size).sent(method, gradients)
     sizes = f"{tokens} tokens a device, heads {heads}/{key_heads} of {size}"
     return Case(
         "sequence", method, layout, gradients, devices, call, (query, key, key), (0, 1, 2),
@@ -318,30 +265,42 @@ def sequence(
     )  # fmt: skip
 
 
-TOKENS = 1024  # of a device
+TOKENS = 256  # of a device: what is sent grows in proportion, and compiling takes the longer the more they are
 LONG_TOKENS = 2**17  # of each of 8 devices: a million
-LAYOUTS = ("contiguous", "striped", "zigzag")
+MANY_HEADS = 64, 64  # which 64 devices can exchange
+FEWER_KEYS = 32, 8
+LAYOUTS = ("contiguous", "striped")  # beside "zigzag", over few devices: a layout does not change what is sent
 
 
-def _sequence(devices: int, quick: bool) -> list[Case]:
-    """All methods with as many heads as 64 devices can exchange, and the ring in each layout with fewer heads of keys."""
+def _sequence(devices: int) -> list[Case]:
+    """All methods, and the ring with fewer heads of keys, in other layouts too."""
     found = []
     for gradients in (False, True):
-        found += [sequence(method, "zigzag", devices, TOKENS, 64, 64, gradients) for method in METHODS]
-        for layout in ("zigzag",) if quick else LAYOUTS:
-            found.append(sequence("ring", layout, devices, TOKENS, 32, 8, gradients))
+        found += [sequence(method, "zigzag", devices, TOKENS, *MANY_HEADS, gradients) for method in METHODS]
+        for layout in ("zigzag", *LAYOUTS) if devices <= FEW_DEVICES else ("zigzag",):
+            found.append(sequence("ring", layout, devices, TOKENS, *FEWER_KEYS, gradients))
     return found
 
 
 def long() -> list[Case]:
-    """A million tokens over 8 devices."""
+    """A million tokens over 8 devices, as a group of its own."""
+    return [dataclasses.replace(case, group="long") for case in _long()]
+
+
+def _long() -> list[Case]:
     return [
         sequence("ring", "zigzag", 8, LONG_TOKENS, *heads, gradients)
-        for heads in ((16, 16), (32, 8))
+        for heads in ((16, 16), FEWER_KEYS)
         for gradients in (False, True)
     ]
 
 
-def cases(devices: int, quick: bool) -> Sequence[Case]:
+def cases(devices: int) -> list[Case]:
     """What is compiled for so many devices."""
-    return [*_rows(devices), *_head(devices), *_attention(devices), *_sequence(devices, quick)]
+    return [*_rows(devices), *_head(devices), *_attention(devices), *_sequence(devices)]
+
+
+def quick() -> list[Case]:
+    """What takes a few seconds to compile, over 8 devices: the gradients, which the results come with."""
+    few = [case for case in (*_rows(8), *_head(8), *_attention(8)) if case.gradients or not case.moving]
+    return few + [sequence(method, "zigzag", 8, TOKENS, *FEWER_KEYS, True) for method in METHODS]
