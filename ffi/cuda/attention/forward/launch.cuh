@@ -40,8 +40,8 @@ cudaError_t launch_forward_by_plan(const AttentionCall& call, const AttentionBef
   }
   args.unit = static_cast<float>(kLog2E) * (call.cap > 0 ? 1 : call.scale);
   args.slack = 8 / args.unit;
-  // Where blocks of keys come from other devices, messages are sent meanwhile, by kernels that need multiprocessors. They
-  // get none from blocks that stay until all is done: on an H200 a message waited for the end of the kernel.
+  // Where blocks of keys come from other devices, messages are sent meanwhile, by kernels that need multiprocessors.
+  // They get none from blocks that stay until all is done: on an H200 a message waited for the end of the kernel.
   const bool in_turn = before.lse || results.wide;
   const int most = in_turn ? args.items : std::min<int>(device.processors, args.items);
   if (auto e = clear_counter(args.items > most, call.workspace, stream, &args.counter)) return e;
