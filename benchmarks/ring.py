@@ -32,7 +32,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))  # where the modules beside this one are, under python -P too
 
@@ -57,6 +57,7 @@ RATE = 1e10 if CPU else 4e14
 ALLOWED = 1.5e-2  # the norm of the difference over that of the result: bfloat16 has 8 bits
 METHODS = ("ring", "all_gather", "all_to_all")
 LAYOUTS = ("contiguous", "striped")
+MOST_TOKENS = 2**12 if CPU else 2**20
 PEER = "jax.nn"
 
 
@@ -75,7 +76,7 @@ class Case:
     key_heads: int
     tokens: int
     gradients: bool
-    names: tuple[str, ...] = ("ring", PEER)
+    names: tuple[str, ...] = ("ring",)
 
     def __str__(self) -> str:
         """The case in words."""
@@ -123,31 +124,47 @@ def function(name: str, gradients: bool, calls: int = 1) -> Callable:
         return (y, *pull(cotangent))
 
     def several(*given):
-        found = call(*given)
+        number = jnp.zeros((), given[0].dtype)  # by which a call waits for the one before
         for _ in range(1, calls):
-            given, found = jax.lax.optimization_barrier((given, found))
-            found = call(*given)
-        return found
+            found = jax.lax.optimization_barrier(call(*given))
+            number = number + sum(x[0, 0, 0, 0] for x in found)
+            given, number = jax.lax.optimization_barrier((given, number))
+        return (*call(*given), number)
 
     return several
 
 
-def operands(case: Case, name: str) -> tuple:
-    """Query, key, value and cotangent in the layout and the place that a call has them in."""
+def types(case: Case, name: str) -> list[jax.ShapeDtypeStruct]:
+    """The types of query, key, value and cotangent, and where a call has them."""
     one = name == "one device"
     place = SingleDeviceSharding(jax.devices()[0]) if one else NamedSharding(mesh(), P(None, AXIS))
+    heads = (case.heads, case.key_heads, case.key_heads, case.heads)
+    shapes = ((1, case.length(), number, SIZE) for number in heads)
+    return [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place) for shape in shapes]
+
+
+def build(case: Case, name: str, calls: int) -> Compiled | str:
+    """The compiled calls, or why there are none."""
+    try:
+        with contextlib.nullcontext() if name == "one device" else jax.set_mesh(mesh()):
+            return jax.jit(function(name, case.gradients, calls)).lower(*types(case, name)).compile()
+    except Exception as problem:  # a peer that has not the memory
+        return reason(problem)
+
+
+def operands(case: Case, name: str) -> tuple:
+    """Query, key, value and cotangent in the layout and the place that a call has them in."""
+    wanted = types(case, name)
     places = jaxsoft.ring_order(case.length(), jax.device_count(), layout_of(name))
 
     def fill(order):
-        heads = (case.heads, case.key_heads, case.key_heads, case.heads)
-        keys = jax.random.split(jax.random.key(0), 4)
-        arrays = [
-            jax.vmap(lambda token, key=key, n=n: jax.random.normal(jax.random.fold_in(key, token), (n, SIZE)))(order)
-            for key, n in zip(keys, heads, strict=True)
-        ]
-        return tuple(x[None].astype(jnp.bfloat16) for x in arrays)
+        keys = jax.random.split(jax.random.key(0), len(wanted))
+        rows = [jax.random.normal(key, (case.length(), 1, 1)) for key in keys]
+        columns = [jax.random.normal(key, t.shape[2:]) for key, t in zip(keys, wanted, strict=True)]
+        waves = [jnp.sin(100 * (row[order] + 1) * (column + 2)) for row, column in zip(rows, columns, strict=True)]
+        return tuple(1.4 * x[None].astype(jnp.bfloat16) for x in waves)
 
-    return jax.jit(fill, out_shardings=place)(places)
+    return jax.jit(fill, out_shardings=tuple(t.sharding for t in wanted))(places)
 
 
 def layout_of(name: str) -> str:
@@ -157,25 +174,17 @@ def layout_of(name: str) -> str:
     return name if name in LAYOUTS else "contiguous"
 
 
-def run(case: Case, pool: ThreadPoolExecutor) -> dict:
+def run(case: Case, building: dict[str, Future]) -> dict:
     """Checks, then times. A wrong result of jaxsoft's ends the process."""
-    names = ["one device", *case.names]
     progress(f"compiling {case}")
+    programs = {name: future.result() for name, future in building.items()}
+    failed = {name: program for name, program in programs.items() if isinstance(program, str)}
     given = {layout_of(name): operands(case, name) for name in case.names}
     given["one device"] = operands(case, "one device")
 
     def of(name: str) -> tuple:
         return given["one device" if name == "one device" else layout_of(name)]
 
-    def build(name: str) -> Compiled | str:
-        try:
-            with contextlib.nullcontext() if name == "one device" else jax.set_mesh(mesh()):
-                return jax.jit(function(name, case.gradients, case.calls())).lower(*of(name)).compile()
-        except Exception as problem:  # a peer that does not serve the call, or has not the memory
-            return reason(problem)
-
-    programs = dict(zip(names, pool.map(build, names), strict=True))
-    failed = {name: program for name, program in programs.items() if isinstance(program, str)}
     calls: dict[str, timing.Call] = {}
     errors: dict[str, float] = {}
     expected = None
@@ -183,7 +192,7 @@ def run(case: Case, pool: ThreadPoolExecutor) -> dict:
         if isinstance(program, str):
             continue
         try:
-            found = program(*of(name))
+            found = program(*of(name))[:-1]
         except Exception as problem:
             failed[name] = reason(problem)
             continue
@@ -226,23 +235,17 @@ def difference(found: Sequence[jax.Array], expected: Sequence[jax.Array], layout
 def longest(case: Case, name: str) -> dict:
     """How long a sequence may be, and how long it takes."""
     tokens, memory, found = case.tokens, device_memory(), None
-    while True:
+    while tokens <= MOST_TOKENS:
         longer = dataclasses.replace(case, tokens=tokens)
-        sharding = NamedSharding(mesh(), P(None, AXIS))
-        types = [
-            jax.ShapeDtypeStruct((1, longer.length(), heads, SIZE), jnp.bfloat16, sharding=sharding)
-            for heads in (case.heads, case.key_heads, case.key_heads, case.heads)
-        ]
         progress(f"compiling {name}, {longer}")
-        with jax.set_mesh(mesh()):
-            program = jax.jit(function(name, True)).lower(*types).compile()
+        program = build(longer, name, 1)
+        if isinstance(program, str):
+            break
         sizes = program.memory_analysis()
         needed = sizes.argument_size_in_bytes + sizes.output_size_in_bytes + sizes.temp_size_in_bytes
         if needed > 0.9 * memory:
             break
         found, tokens = (longer, program, needed), 2 * tokens
-        if tokens > 2**22:
-            break
     if found is None:
         return {"group": "longest", "name": name, "tokens": 0}
     longer, program, needed = found
@@ -290,16 +293,13 @@ def cases(group: str, quick: bool) -> list[Case]:
         return [Case(8, 8, 32, gradients, (*METHODS, *LAYOUTS, PEER)) for gradients in (False, True)]
     if group == "speed":
         lengths = (8192, 16384) if quick else (8192, 16384, 65536)
-        return [
-            Case(*heads, tokens, gradients)
-            for heads in ((16, 16), (32, 8))
-            for tokens in lengths
-            for gradients in (False, True)
-        ]
-    lengths = (1024, 8192) if quick else (512, 1024, 2048, 4096, 8192, 16384)
-    names = (*METHODS, *LAYOUTS, PEER)
-    heads = ((32, 8),) if quick else ((16, 16), (32, 8))
-    return [Case(*h, tokens, gradients, names) for h in heads for tokens in lengths for gradients in (False, True)]
+        both = ((16, 16), (32, 8))
+        return [Case(*heads, tokens, gradients) for heads in both for tokens in lengths for gradients in (False, True)]
+    lengths = (1024, 8192) if quick else (1024, 2048, 4096, 8192)
+    names = (*METHODS, *LAYOUTS)
+    # The peer stores all scores, and takes long to compile.
+    peers = {tokens: (PEER,) if tokens == 2048 else () for tokens in lengths}
+    return [Case(32, 8, tokens, grad, (*names, *peers[tokens])) for tokens in lengths for grad in (False, True)]
 
 
 def main() -> None:
@@ -323,7 +323,7 @@ def main() -> None:
         if args.json:
             args.json.write_text(json.dumps(result, indent=1) + "\n")
 
-    pool = ThreadPoolExecutor(8)
+    pool = ThreadPoolExecutor(16)
     for group in args.only or groups:
         print(f"\n{group}: a device's share in ms; what, ms, fraction of the share's speed", flush=True)
         if group == "longest":
@@ -332,10 +332,14 @@ def main() -> None:
                 found = longest(first, name)
                 note(found, f"{name}: {found}")
             continue
-        for case in cases(group, args.quick):
-            if args.having is None or args.having in str(case):
-                found = run(case, pool)
-                note(found | {"group": group}, line(case, found))
+        wanted = [case for case in cases(group, args.quick) if args.having is None or args.having in str(case)]
+        building = [
+            {name: pool.submit(build, case, name, case.calls()) for name in ("one device", *case.names)}
+            for case in wanted
+        ]
+        for case, programs in zip(wanted, building, strict=True):
+            found = run(case, programs)
+            note(found | {"group": group}, line(case, found))
 
 
 if __name__ == "__main__":
