@@ -170,8 +170,8 @@ def selected_over_shards(form: Form, axes: Axes, kernels: Kernels) -> RowFunctio
         i = jax.lax.bitcast_convert_type(i, jnp.int32) + n * jax.lax.broadcasted_iota(jnp.int32, i.shape, 0)
         values, first, i = (_joined(v) for v in (*_from_words(chosen, x.dtype), i))
         best, _, place, of_best, _ = kernels(TOP_K, Form(x.dtype, k=form.k))(values)
-        # XLA makes one loop of what follows, as all of it has a number for each element: one for each row would have its
-        # own. The maximum is that of the row if this has a softmax.
+        # XLA makes one loop of what follows, as all of it has a number for each element: what has one for each row
+        # would have a loop of its own. The maximum is that of the row if this has a softmax.
         m = jnp.broadcast_to(of_best[..., None], best.shape)
         maxima, sums = (jnp.broadcast_to(v, (len(v), *best.shape)) for v in _from_words(state, s.dtype))
         s = jnp.sum(sums * weight(maxima, m[None]), axis=0)
