@@ -142,19 +142,12 @@ def varying_over(axis: str, *values: jax.Array) -> list[jax.Array]:
 
 def combined(st: State, axes: Axes) -> State:
     """The state of all scores that lie over mesh axes, given each device's."""
-    (m,), (s,) = exchanged(axes, st, *OF_STATE)
+
+    def of_sums(maxima, m, s):
+        return [s * weight(m, *maxima)]
+
+    (m,), (s,) = exchanged(axes, st, lambda m, s: [m], of_sums)
     return State(m, s)
-
-
-def _maxima(m: jax.Array, s: jax.Array) -> list[jax.Array]:
-    return [m]
-
-
-def _sums(maxima: Sequence[jax.Array], m: jax.Array, s: jax.Array) -> list[jax.Array]:
-    return [s * weight(m, *maxima)]
-
-
-OF_STATE = _maxima, _sums  # what `exchanged` and `folded` take for the m and s of a state
 
 
 # An all-gather takes one latency, 20 to 25 us between H200s, and all-reduces of a maximum and of sums relative to it
@@ -185,15 +178,6 @@ def exchanged(
         return maxima, [*jax.lax.psum(jnp.stack(of_sums(maxima, *numbers)), axes)]
     gathered = jax.lax.all_gather(stacked, axes)
     parts = [jax.lax.index_in_dim(gathered, i, axis=1, keepdims=False) for i in range(len(numbers))]
-    return folded(parts, of_maxima, of_sums)
-
-
-def folded(
-    numbers: Sequence[jax.Array],
-    of_maxima: Callable[..., Sequence[jax.Array]],
-    of_sums: Callable[..., Sequence[jax.Array]],
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    """What `exchanged` gives, of arrays whose first dimension is the devices."""
-    maxima = [jnp.max(v, axis=0, keepdims=True) for v in of_maxima(*numbers)]
-    sums = [jnp.sum(v, axis=0) for v in of_sums(maxima, *numbers)]
+    maxima = [jnp.max(v, axis=0, keepdims=True) for v in of_maxima(*parts)]
+    sums = [jnp.sum(v, axis=0) for v in of_sums(maxima, *parts)]
     return [v[0] for v in maxima], sums

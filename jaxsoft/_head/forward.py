@@ -7,16 +7,16 @@ takes chunks of the rows there, with all classes in each: products are larger, a
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxsoft import fold
-from jaxsoft._core.mesh import Axes
+from jaxsoft._core.mesh import Axes, exchanged
 from jaxsoft._head import kernels
 from jaxsoft._head.chunks import Chunk, chunk_size, over_chunks, over_rows, row_chunk_within
-from jaxsoft._head.exchange import are_few, gathered, summed
 from jaxsoft._head.head import Head, product_dtype, scores, sums_of
 from jaxsoft._head.operation import Kind, Operation, Shards
 from jaxsoft._rows.forms import Form
@@ -63,15 +63,19 @@ class Folded(NamedTuple):
 
     def _over(self, axes: Axes) -> "Folded":
         """What is known of the classes of all devices along axes of a mesh."""
-        if are_few(axes):
-            numbers, tree = jax.tree.flatten(self)
-            parts = (jax.tree.unflatten(tree, part) for part in gathered(numbers, axes))
-            return functools.reduce(Folded.joined, parts)
-        m = jax.lax.pmax(self.state.m, axes)
-        products = None if self.products is None else self.products_from(m)
-        numbers, tree = jax.tree.flatten((self.state.s * fold.weight(self.state.m, m), products, self.t, self.sums))
-        s, products, t, sums = jax.tree.unflatten(tree, summed(numbers, axes))
-        return Folded(fold.State(m, s), products, t, sums)
+        numbers, tree = jax.tree.flatten(self)
+
+        def of_maxima(m: jax.Array, *others: jax.Array) -> list[jax.Array]:
+            return [m]
+
+        def of_sums(maxima: Sequence[jax.Array], *numbers: jax.Array) -> list[jax.Array]:
+            part = jax.tree.unflatten(tree, numbers)
+            s = part.state.s * fold.weight(part.state.m, *maxima)
+            products = None if part.products is None else part.products_from(*maxima)
+            return jax.tree.leaves((s, products, part.t, part.sums))
+
+        (m,), sums = exchanged(axes, numbers, of_maxima, of_sums)
+        return jax.tree.unflatten(tree, [m, *sums])
 
     def statistics(self) -> tuple[jax.Array, ...]:
         """The results of `head.formula`, of all classes."""

@@ -13,7 +13,8 @@ from meshes import DEVICES, collectives, mesh_of, needs_devices
 from test_linear_cross_entropy import assert_close, on_a_gpu, stored
 
 from jaxsoft import linear_softmax_cross_entropy as linear
-from jaxsoft._head import exchange, partition, primitive, waiting
+from jaxsoft._core import mesh as exchange
+from jaxsoft._head import partition, primitive, waiting
 
 pytestmark = needs_devices
 on_a_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="XLA combines collectives on a GPU")
@@ -112,10 +113,10 @@ def test_what_moves_of_rows_and_classes():
 @on_a_cpu
 def test_what_moves_between_many_devices(patched):
     """Two messages, which are no larger where there are more devices."""
-    patched.setattr(exchange, "_MOST_GATHERED", 7)
+    patched.setattr(exchange, "_FEW_DEVICES", 7)
     args = placed(classes_over(8), (H, P()), (W, P(None, "b")), (Y, P()))
     f = functools.partial(total, return_entropy=False, ignore_index=-100, z_loss=0.5)
-    assert moved(f, *args) == [(REDUCE, (2, ROWS)), (REDUCE, (ROWS,))]
+    assert moved(f, *args) == [(REDUCE, (1, ROWS)), (REDUCE, (2, ROWS))]
 
 
 def by_rows(h, w, b, c, u, y, f=linear, **options):
@@ -138,7 +139,7 @@ def by_classes(h, w, b, c, u, y, f=linear, **options):
 @pytest.mark.parametrize("most", [16, 1], ids=["gathered", "summed"])
 def test_options(rows_too, f, most, patched):
     """All options at once, in chunks, and all gradients."""
-    patched.setattr(exchange, "_MOST_GATHERED", most)
+    patched.setattr(exchange, "_FEW_DEVICES", most)
     mesh = mesh_of(AxisType.Auto) if rows_too else classes_over(min(DEVICES, 8))
     rows, classes = P("a") if rows_too else P(), P("b")
     given = [(H, rows), (W, P(None, "b")), (B, classes), (C, classes), (U, rows), (Y, rows)]
@@ -151,7 +152,7 @@ def test_options(rows_too, f, most, patched):
 @pytest.mark.parametrize("most", [16, 1], ids=["gathered", "summed"])
 def test_devices_without_a_finite_score(most, patched):
     """All classes of a device may be masked, or all of some rows, or the only score above -inf may be the label's."""
-    patched.setattr(exchange, "_MOST_GATHERED", most)
+    patched.setattr(exchange, "_FEW_DEVICES", most)
     half = np.where(np.arange(CLASSES) < CLASSES // 2, -np.inf, B).astype(np.float32)
     alone = np.where(np.arange(CLASSES) == 70, B, -np.inf).astype(np.float32)
     infinite = np.where(np.arange(CLASSES) == 5, np.inf, B).astype(np.float32)
