@@ -1,7 +1,8 @@
 """Calls of attention with every option, beside their definition in float64."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -92,16 +93,18 @@ def case(
     seed: int = 0,
     deterministic: bool = True,
     function: Callable = jaxsoft.dot_product_attention,
+    more: Mapping[str, object] = types.MappingProxyType({}),
 ) -> Case:
     """A call with these options, of which no two set one argument, as a function of its floating-point operands.
 
-    `function` is called as `jaxsoft.dot_product_attention` is.
+    `function` is called as `jaxsoft.dot_product_attention` is. `more` are further arguments without derivatives.
     """
     rng = np.random.default_rng(seed)
     z = sizes
     shapes = (z.b, z.t, z.n, z.h), (z.b, z.s, z.k, z.h), (z.b, z.s, z.k, z.d)
     base = [rng.standard_normal(shape).astype(dtype) for shape in shapes]
     moving, fixed = arguments_of(options, rng, z)
+    fixed |= more
     wide = np.float64 if dtype == np.float64 else np.float32
     extra = [v.astype(dtype if name == "bias" else wide) for name, v in moving.items()]
 
@@ -114,7 +117,7 @@ def case(
     def theirs(query, key, value, *values):
         return attention(query, key, value, **arguments(values), **fixed)
 
-    return Case(f"attention({', '.join(options)}), {sizes}, {implementation}", ours, theirs, [*base, *extra])
+    return Case(f"attention({', '.join(options)}, {dict(more)}), {sizes}, {implementation}", ours, theirs, [*base, *extra])
 
 
 def check_rows(call: Case, options: Sequence[str], dtype) -> None:

@@ -1,83 +1,315 @@
-"""Attention over sequences that lie on several devices, against its definition for the whole sequence in float64."""
+"""Attention over sequences that lie over several devices, against its definition for the whole sequence in float64.
 
-import functools
+Most programs compute in float64, where a formula that is wrong shows, and each makes many comparisons.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_calls import Sizes, case
-from cases import Case
-from common import ATTENTION_IMPLEMENTATIONS, on_gpu, same_bits, served, slow
-from jax.sharding import AxisType, NamedSharding
+from attention_calls import case
+from common import as_usual, on_gpu, precision, same_bits, slow
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from meshes import DEVICES, collectives, each_axis_type, needs_devices
+from meshes import DEVICES, needs_devices
+from ring_calls import LAYOUTS, Ring, check, compiled, mesh_of, ring_case, sizes_of
+from truth import wide
 
 import jaxsoft
 
 pytestmark = needs_devices
-LAYOUTS = ("contiguous", "striped", "zigzag")
-METHODS = ("ring", "all_gather", "all_to_all")
-# Limits by position decide what each layout does in its steps.
-LIMITS = ((), ("causal",), ("window",), ("causal", "window to the left"))
-OTHERS = ("sinks", "cap", "segments", "scale")
+Auto, Explicit = AxisType.Auto, AxisType.Explicit
+CAUSAL = {"is_causal": True}
+# Between devices of 4 tokens: within a device's part, as long as it, as long as several, none, and on either side.
+WINDOWS = ((0, 0), (2, 1), (1, 5), (4, 0), (3, None), (None, 2), (0, None), (9, 9), (13, 0), (20, 3))
+LIMITS = ({}, CAUSAL, *({"local_window_size": w} for w in WINDOWS), {"local_window_size": (5, None), **CAUSAL})
+FEW = ({}, CAUSAL, {"local_window_size": (5, 0)}, {"local_window_size": (2, 1)})
+OPTIONS = ("sinks", "scale", "segments", "cap")
 MOST = min(DEVICES, 8)
-each_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
-def mesh_of(kind=AxisType.Auto, **axes):
-    """A mesh of some of the devices."""
-    shape = tuple(axes.values())
-    devices = jax.devices()[: int(np.prod(shape))]
-    return jax.make_mesh(shape, tuple(axes), axis_types=(kind,) * len(axes), devices=devices)
+def devices_of(*numbers):
+    """Skips a test on fewer devices."""
+    if int(np.prod(numbers)) > DEVICES:
+        pytest.skip(f"needs {int(np.prod(numbers))} devices")
 
 
-def in_layout(devices, layout, method="ring", specs=None):
-    """`ring_attention` of tokens in their order, which are brought into the layout and back.
-
-    With the specs of (B, T, N, D) and of the others' first two dimensions it is called inside shard_map.
-    """
-
-    def function(query, key, value, **given):
-        order = jaxsoft.ring_order(query.shape[1], devices, layout)
-        tokens = [query, key, value, *(given.pop(name) for name in list(given) if "segment" in name)]
-        names = ("query", "key", "value", "query_segment_ids", "key_value_segment_ids")
-        moving = {name: given.pop(name) for name in ("sinks", "scale") if name in given}
-
-        def call(tokens, moving):
-            named = dict(zip(names, tokens, strict=False))
-            return jaxsoft.ring_attention(**named, **moving, **given, axis_name="s", layout=layout, method=method)
-
-        if specs is not None:
-            of_tokens = [specs if x.ndim == 4 else P(*specs[:2]) for x in tokens]
-            of_results = specs, P(*specs[:3])
-            call = jax.shard_map(call, in_specs=(of_tokens, P()), out_specs=of_results)
-        laid = [x[:, order] for x in tokens]
-        return tuple(y[:, np.argsort(order)] for y in call(laid, moving))
-
-    return function
-
-
-def sizes_of(tokens, **others):
-    return Sizes(**{"b": 2, "t": tokens, "s": tokens, "n": 8, "k": 2, "h": 8, "d": 8} | others)
-
-
-def checked(call, names=("grad",), mesh=None):
-    """Values and derivatives in one compiled program."""
-    with jax.set_mesh(mesh):
-        Case.together(call.what, [call, *(functools.reduce(Case.through, name, call) for name in names)]).check()
-
-
-@each_layout
-@pytest.mark.parametrize("limits", LIMITS, ids="+".join)
 @pytest.mark.parametrize(
-    ("devices", "inside"),
-    [(2, True), pytest.param(MOST, False, marks=()), pytest.param(2, False, marks=slow), pytest.param(4, True, marks=slow)],
+    ("layout", "devices", "tokens", "kind", "inside", "limits"),
+    [
+        ("contiguous", 4, 4, Auto, True, FEW),
+        ("striped", 4, 3, Explicit, False, FEW),
+        ("zigzag", 2, 6, Auto, False, FEW),
+        ("zigzag", 4, 4, Explicit, True, FEW[1:3]),
+        *(
+            pytest.param(layout, devices, tokens, kind, inside, LIMITS, marks=slow)
+            for devices, tokens, kind, inside in [
+                (2, 4, Explicit, True),
+                (4, 4, Auto, False),
+                (4, 4, Auto, True),
+                (8, 2, Explicit, False),
+            ]
+            for layout in LAYOUTS
+        ),
+    ],
+    ids=lambda v: f"{len(v)} limits" if isinstance(v, tuple) else getattr(v, "name", str(v)),
 )
-def test_ring(layout, limits, devices, inside):
-    """Values and gradients, inside shard_map and under jit."""
-    if devices > DEVICES:
-        pytest.skip("needs more devices")
-    function = in_layout(devices, layout, specs=P(None, "s") if inside else None)
-    call = case((*limits, "sinks"), sizes_of(6 * devices), np.float32, function=function)
-    checked(call, [["grad"]], mesh_of(s=devices))
+def test_ring(layout, devices, tokens, kind, inside, limits):
+    """Values and gradients by all operands that have them."""
+    devices_of(devices)
+    ring = Ring(layout, manual=("s",) if inside else ())
+    with precision(np.float64), jax.set_mesh(mesh_of(kind, s=devices)):
+        check([ring_case(ring, sizes_of(devices * tokens, k=2), OPTIONS, np.float64, more) for more in limits])
+
+
+@pytest.mark.parametrize(
+    ("method", "layout", "devices", "kind", "inside", "limits"),
+    [
+        ("all_gather", "contiguous", 4, Explicit, False, FEW[1:3]),
+        ("all_gather", "zigzag", 2, Auto, True, FEW),
+        ("all_gather", "striped", 4, Auto, False, [{}]),
+        ("all_to_all", "contiguous", 2, Auto, False, FEW[:2]),
+        ("all_to_all", "striped", 2, Auto, True, FEW[1:3]),
+        ("all_to_all", "zigzag", 4, Explicit, True, FEW[1:3]),
+        *(
+            pytest.param(method, layout, devices, kind, inside, LIMITS, marks=slow)
+            for method in ("all_gather", "all_to_all")
+            for layout in LAYOUTS
+            if (method, layout) != ("all_gather", "striped")
+            for devices, kind, inside in [(2, Explicit, True), (4, Auto, False), (4, Auto, True), (8, Explicit, False)]
+        ),
+    ],
+    ids=lambda v: f"{len(v)} limits" if isinstance(v, tuple | list) else getattr(v, "name", str(v)),
+)
+def test_other_methods(method, layout, devices, kind, inside, limits):
+    devices_of(devices)
+    ring = Ring(layout, method, manual=("s",) if inside else ())
+    with precision(np.float64), jax.set_mesh(mesh_of(kind, s=devices)):
+        check([ring_case(ring, sizes_of(devices * 4, k=8), OPTIONS, np.float64, more) for more in limits])
+
+
+@pytest.mark.parametrize(
+    ("devices", "tokens", "layout", "others", "check_vma"),
+    [
+        (MOST, 1, "contiguous", {"n": 4, "k": 1}, False),
+        (MOST, 1, "striped", {"n": 2, "k": 2, "d": 3}, True),
+        (MOST, 2, "zigzag", {"n": 2, "k": 2, "b": 1, "h": 3, "d": 5}, False),
+        *(
+            pytest.param(devices, tokens, layout, others, check_vma, marks=slow)
+            for devices in (2, 4, 8)
+            for layout, tokens in [("contiguous", 1), ("striped", 1), ("zigzag", 2), ("contiguous", 7), ("zigzag", 6)]
+            for others in ({"k": 1, "d": 4}, {"n": 3, "k": 3, "h": 5, "d": 1})
+            for check_vma in (True, False)
+        ),
+    ],
+    ids=str,
+)
+def test_sizes(devices, tokens, layout, others, check_vma):
+    """One token on each device, odd numbers of them, groups of heads, and values of another size."""
+    devices_of(devices)
+    ring = Ring(layout, manual=("s",), check_vma=check_vma)
+    sizes = sizes_of(devices * tokens, **others)
+    with precision(np.float64), jax.set_mesh(mesh_of(s=devices)):
+        check([ring_case(ring, sizes, ("sinks",), np.float64, more) for more in ({}, {"local_window_size": (3, 0)})])
+
+
+BY_HEADS = P("data", "s", "heads")
+
+
+@pytest.mark.parametrize(
+    ("axes", "manual", "kind", "spec", "method", "k"),
+    [
+        ({"data": 2, "s": 4}, (), Auto, P("data", "s", None), "ring", 2),
+        ({"s": 2, "heads": 2}, (), Explicit, P(None, "s", "heads"), "ring", 1),
+        ({"data": 2, "heads": 2, "s": 2}, ("data", "heads", "s"), Auto, BY_HEADS, "ring", 2),
+        ({"s": 2, "other": 2}, (), Auto, P(None, "s", None), "ring", 2),
+        ({"data": 2, "s": 2}, ("s",), Auto, P("data", "s", None), "ring", 2),
+        *(
+            pytest.param(axes, manual, kind, P(*(a if a in axes else None for a in BY_HEADS)), method, k, marks=slow)
+            for axes in ({"s": 4, "data": 2}, {"heads": 4, "s": 2}, {"s": 2, "heads": 4}, {"heads": 2, "s": 2, "data": 2})
+            for manual, k in (((), 1), ((), 2), (tuple(axes), 4))
+            for kind in (Auto, Explicit)
+            for method in ("ring", "all_gather", "all_to_all")
+            if method != "all_to_all" or k == 4 and axes.get("heads", 1) * axes["s"] <= 4
+        ),
+    ],
+    ids=str,
+)
+def test_meshes(axes, manual, kind, spec, method, k):
+    """Batch and heads over other axes, before or after, one that nothing is sharded over, and axes that XLA has."""
+    devices_of(*axes.values())
+    of_keys = spec if k % axes.get("heads", 1) == 0 else P(*spec[:2], None)
+    cases = []
+    for layout in LAYOUTS[::2]:
+        ring = Ring(layout, method, spec, of_keys, manual)
+        cases.append(ring_case(ring, sizes_of(8 * axes["s"], b=2, k=k), ("sinks", "segments"), np.float32, CAUSAL))
+    with jax.set_mesh(mesh_of(kind, **axes)):
+        check(cases)
+
+
+def test_not_compiled():
+    """Operation by operation, as a call outside jit."""
+    with precision(np.float64), jax.set_mesh(mesh_of(s=2)):
+        for layout, inside in (("zigzag", ()), ("striped", ("s",))):
+            call = ring_case(Ring(layout, manual=inside), sizes_of(8, b=1), ("sinks",), np.float64, CAUSAL)
+            check([call], run=lambda f: lambda *v: f(*(jax.device_put(x, P()) for x in v)))
+
+
+@pytest.mark.parametrize("method", [None, *(pytest.param(m, marks=slow) for m in ("ring", "all_gather", "all_to_all"))])
+def test_segments(method):
+    """64-bit numbers that differ in their upper half, numbers that no key has, and padding."""
+    rng = np.random.default_rng(0)
+    ids = np.sort(rng.integers(0, 4, (2, 24)), axis=1) << 33
+    without = ids.copy()
+    without[0, 5:9], without[1] = -7, 1
+    limits = (
+        {"query_segment_ids": ids, "key_value_segment_ids": ids},
+        {"query_segment_ids": without, "key_value_segment_ids": ids, **CAUSAL},
+        {"query_segment_ids": ids.astype(np.int32) + 3, "key_value_segment_ids": (ids >> 33).astype(np.int32) + 3},
+    )
+    with precision(np.float64), jax.set_mesh(mesh_of(s=2)):
+        for inside in ((), ("s",)):
+            ring = Ring("zigzag", method, manual=inside)
+            check([ring_case(ring, sizes_of(24), (), np.float64, more) for more in limits])
+
+
+def each_sequence(f):
+    """One sequence after the other, which has no dimension for the batch."""
+
+    def call(**named):
+        axes = ({name: None if name in ("sinks", "scale") else 0 for name in named},)
+        return jax.vmap(lambda one: f(**one), axes)(named)
+
+    return call
+
+
+def each_query(f):
+    """Several queries for the same keys and values, of which the first is wanted."""
+
+    def call(query, **named):
+        return [y[0] for y in jax.vmap(lambda q: f(query=q, **named))(jnp.stack([query, query[..., ::-1]]))]
+
+    return lambda **named: tuple(call(**named))
+
+
+ORDERS = [("jvp",), ("grad", "grad"), ("grad", "jvp"), ("jvp", "grad"), ("checkpoint", "grad")]
+
+
+@pytest.mark.parametrize(
+    ("layout", "method", "inside"),
+    [
+        ("zigzag", "ring", True),
+        ("contiguous", "all_to_all", False),
+        *(
+            pytest.param(layout, method, inside, marks=slow)
+            for layout in LAYOUTS
+            for method in ("ring", "all_gather", "all_to_all")
+            for inside in (True, False)
+            if (layout, method) != ("striped", "all_gather")
+        ),
+    ],
+)
+def test_transformations(layout, method, inside):
+    """Forward mode, second derivatives and recomputation."""
+    ring = Ring(layout, method, manual=("s",) if inside else ())
+    sizes = sizes_of(8, b=1, n=2, k=2, h=3, d=3)
+    with precision(np.float64), jax.set_mesh(mesh_of(s=2)):
+        check([ring_case(ring, sizes, ("sinks", "scale"), np.float64, CAUSAL)], ORDERS)
+
+
+@pytest.mark.parametrize(
+    ("layout", "method", "around"),
+    [
+        ("zigzag", "ring", None),
+        ("striped", "ring", each_sequence),
+        ("contiguous", "all_gather", each_query),
+        *(
+            pytest.param(layout, method, around, marks=slow)
+            for layout in LAYOUTS
+            for method in ("ring", "all_gather", "all_to_all")
+            for around in (None, each_sequence, each_query)
+            if (layout, method) != ("striped", "all_gather")
+        ),
+    ],
+    ids=lambda v: getattr(v, "__name__", str(v)),
+)
+def test_vmap(layout, method, around):
+    """Of everything and of the query alone, around shard_map and jit and inside."""
+    sizes, options = sizes_of(8, b=2, n=2, k=2, h=3, d=3), ("sinks", "segments")
+    with precision(np.float64), jax.set_mesh(mesh_of(s=2)):
+        if around is not None:
+            ring = Ring(layout, method, manual=("s",), around=around)
+            check([ring_case(ring, sizes, options if around is each_sequence else (), np.float64, CAUSAL)])
+            return
+        for name in ("vmap", "vmap of the first operand"):
+            calls = [
+                ring_case(Ring(layout, method, manual=inside), sizes, options, np.float64, CAUSAL)
+                for inside in ((), ("s",))
+            ]
+            check(calls, [(name,), ("grad", name), (name, "grad")])
+
+
+@pytest.mark.parametrize("what", [np.nan, np.inf, -np.inf], ids=str)
+@pytest.mark.parametrize("layout", ["zigzag", pytest.param("contiguous", marks=slow), pytest.param("striped", marks=slow)])
+def test_not_finite(layout, what):
+    """One number of a key that is not finite is in the rows and in the gradients that it is in on one device."""
+    sizes = sizes_of(4 * min(DEVICES, 4), b=1, n=2, k=2)
+    for more in ({}, CAUSAL):
+        one = case((), sizes, np.float32, more=more)
+        one.operands[1][0, sizes.t // 2, 0, 1] = what
+
+        def both(f, operands=one.operands):
+            results, pull = jax.vjp(f, *operands)
+            return results, pull(tuple(jnp.ones_like(y) for y in results))
+
+        expected = jax.jit(lambda f=one.ours, both=both: both(f))()
+        with jax.set_mesh(mesh_of(s=min(DEVICES, 4))):
+            found = compiled(lambda *v, both=both, more=more: both(ring_case(Ring(layout), sizes, more=more).ours, v))(
+                *one.operands
+            )
+        for a, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_16_bits(layout):
+    """The state is carried in f32, so that errors are no larger than those of one device; and dtype says the output's."""
+    devices = min(DEVICES, 8)
+    sizes = sizes_of(8 * devices, n=4)
+    ring = ring_case(Ring(layout), sizes, ("sinks",), jnp.bfloat16, CAUSAL)
+    one = case(("sinks",), sizes, jnp.bfloat16, more=CAUSAL)
+
+    def both(f):
+        return lambda *v: (f(*v), jax.grad(lambda *v: jnp.sum(f(*v)[0].astype(wide_of(f)) ** 2), (0, 1, 2, 3))(*v))
+
+    def wide_of(f):
+        return jnp.float64 if f is one.theirs else jnp.float32
+
+    with jax.set_mesh(mesh_of(s=devices)):
+        found = compiled(both(ring.ours))(*ring.operands)
+    alone = jax.jit(both(one.ours))(*one.operands)
+    with jax.enable_x64(True), as_usual():
+        expected = jax.jit(both(one.theirs))(*(wide(v) for v in one.operands))
+    for a, b, e in zip(*map(jax.tree.leaves, (found, alone, expected)), strict=True):
+        ours, theirs = (np.linalg.norm(wide(x) - wide(e)) / np.linalg.norm(wide(e)) for x in (a, b))
+        assert a.dtype == b.dtype
+        assert ours <= 1.05 * theirs + 1e-6, (ours, theirs)
+
+
+def test_dtype_and_bits():
+    """The output's dtype, the one output without a residual, and the same bits of several runs."""
+    query, key, value = (jnp.asarray(v) for v in case((), sizes_of(16), jnp.bfloat16).operands)
+    with jax.set_mesh(mesh_of(s=2)):
+        laid = [jax.device_put(x, P(None, "s")) for x in (query, key, value)]
+
+        def both(*laid):
+            y, pull = jax.vjp(lambda *v: jaxsoft.ring_attention(*v, axis_name="s", dtype=jnp.float32), *laid)
+            return y, pull(y)
+
+        program = jax.jit(both)
+        found = [program(*laid) for _ in range(3)]
+    assert found[0][0].dtype == jnp.float32 and found[0][1][0].dtype == jnp.bfloat16
+    assert found[0][0].sharding.spec[1] == "s" and found[0][1][1].sharding.spec[1] == "s"
+    expected = jaxsoft.dot_product_attention(query, key, value, dtype=jnp.float32)
+    np.testing.assert_allclose(found[0][0], expected, rtol=1e-4, atol=1e-5)
+    assert same_bits(found[0], found[1]) and same_bits(found[0], found[2])
