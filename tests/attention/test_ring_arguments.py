@@ -94,8 +94,8 @@ CALLS = [
     ({"sinks": np.ones(3, np.float32)}, ValueError, r"sinks must have the shape \(4,\), one number a head; got"),
     ({"query_segment_ids": IDS}, ValueError, "query_segment_ids and key_value_segment_ids must be given together"),
     ({**SEGMENTS, "key_value_segment_ids": IDS[:, :4]}, ValueError, r"key_value_segment_ids must have the shape \(2, 8"),
-    ({"is_causal": 1}, TypeError, "is_causal"),
-    ({"dtype": np.int32}, TypeError, "dtype"),
+    ({"is_causal": 1}, TypeError, "is_causal must be "),
+    ({"dtype": np.int32}, ValueError, "dtype must be None or one of float16, bfloat16, float32 and float64; got int32"),
 ]
 
 
