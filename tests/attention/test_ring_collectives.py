@@ -1,0 +1,144 @@
+"""What devices send each other for attention over sequences that they share, and how much memory each takes.
+
+With the right values a program may still gather all of the queries on every device, so it is read for what it sends.
+"""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from common import on_cpu, slow
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from meshes import DEVICES, collectives, needs_devices
+from ring_calls import LAYOUTS, mesh_of
+
+import jaxsoft
+
+pytestmark = needs_devices
+MOST = min(DEVICES, 4)
+TOKENS = 6  # of a device
+BATCH, HEADS, KEY_HEADS, SIZE = 2, 16, 8, 4
+QUERY, KEY = (BATCH, TOKENS, HEADS, SIZE), (BATCH, TOKENS, KEY_HEADS, SIZE)
+EACH_KEYS = (BATCH, MOST * TOKENS, KEY_HEADS, SIZE)
+SEGMENTS, ALL_SEGMENTS = (BATCH, TOKENS), (BATCH, MOST * TOKENS)
+BLOCK = (2, *KEY)  # keys and values in one array
+
+
+def permutes(steps, derivative):
+    """How many blocks a ring of so many steps sends, and how many segments.
+
+    Backward the block that arrived last is there already, and gradients by the others' blocks go along.
+    """
+    blocks = steps - 1 + (derivative and steps > 1) * (steps - 2 + steps - 1)
+    return {("collective-permute", BLOCK): blocks, ("collective-permute", SEGMENTS): (1 + derivative) * (steps - 1)}
+
+
+def gathers(derivative):
+    found = {("all-gather", EACH_KEYS): 2 * (1 + derivative), ("all-gather", ALL_SEGMENTS): 1 + derivative}
+    return found | ({("reduce-scatter", KEY): 2} if derivative else {})
+
+
+def sent(method, layout, derivative, segments, inside=False, kind=AxisType.Auto, **limits):
+    """The collective operations of a program by how often they are in it."""
+    x = np.zeros((BATCH, MOST * TOKENS, HEADS, SIZE), np.float32)
+    ids = np.zeros(x.shape[:2], np.int32)
+    spec = P(None, "s")
+
+    def attend(query, key, value, *ids):
+        given = dict(zip(("query_segment_ids", "key_value_segment_ids"), ids * 2, strict=True)) if ids else {}
+        return jaxsoft.ring_attention(
+            query, key, value, axis_name="s", layout=layout, method=method, **given, **limits
+        )
+
+    if inside:
+        attend = jax.shard_map(attend, in_specs=spec, out_specs=spec)
+
+    def pulled(*operands):
+        y, pull = jax.vjp(lambda *v: attend(*v, *operands[3:]), *operands[:3])
+        return y, pull(y)
+
+    with jax.set_mesh(mesh_of(kind, s=MOST)):
+        operands = [x, x[:, :, :KEY_HEADS], x[:, :, :KEY_HEADS], *([ids] if segments else [])]
+        operands = [jax.device_put(v, spec) for v in operands]
+        return collections.Counter(collectives(jax.jit(pulled if derivative else attend).lower(*operands).compile()))
+
+
+each_derivative = pytest.mark.parametrize("derivative", [False, True], ids=["value", "gradients"])
+each_call = pytest.mark.parametrize(
+    ("inside", "kind"),
+    [
+        (False, AxisType.Auto),
+        (True, AxisType.Explicit),
+        pytest.param(True, AxisType.Auto, marks=slow),
+        pytest.param(False, AxisType.Explicit, marks=slow),
+    ],
+)
+
+
+@each_derivative
+@each_call
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ring(layout, derivative, inside, kind):
+    """One permute a step, and one of segments."""
+    found = sent("ring", layout, derivative, True, inside, kind, is_causal=True)
+    assert found == permutes(MOST, derivative)
+
+
+@each_derivative
+@pytest.mark.parametrize(
+    ("left", "steps"), [(0, 1), (1, 2), (TOKENS, 2), (TOKENS + 1, 3), (99, MOST)], ids=lambda v: str(v)
+)
+def test_windows(left, steps, derivative):
+    """A ring of parts of the sequence has as many steps as the window reaches."""
+    found = sent("ring", "contiguous", derivative, True, local_window_size=(left, 0))
+    assert found == +collections.Counter(permutes(min(steps, MOST), derivative))
+
+
+@each_derivative
+@each_call
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_all_gather(layout, derivative, inside, kind):
+    """Keys, values and segments to all, and each device's part of the gradients' sums."""
+    assert sent("all_gather", layout, derivative, True, inside, kind, is_causal=True) == gathers(derivative)
+
+
+@each_derivative
+@each_call
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_to_all(layout, derivative, inside, kind):
+    """Heads for tokens; only segments are gathered."""
+    found = sent("all_to_all", layout, derivative, True, inside, kind, is_causal=True)
+    assert {what for what, _ in found} == {"all-to-all", "all-gather"}
+    assert {shape for what, shape in found if what == "all-gather"} == {ALL_SEGMENTS}
+    without = sent("all_to_all", layout, derivative, False, inside, kind, is_causal=True)
+    assert {what for what, _ in without} == {"all-to-all"}
+    # Each device's part of an array is one result for each device.
+    numbers = sum(count * int(np.prod(shape)) for (_, shape), count in without.items())
+    of_tokens = 2 * int(np.prod(QUERY)) + 2 * int(np.prod(KEY))  # query, output, key and value
+    rows = int(np.prod(QUERY[:3]))
+    assert numbers <= (of_tokens + 2 * rows if not derivative else 3 * of_tokens + 6 * rows)
+
+
+@on_cpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_memory(layout):
+    """With as many tokens a device, a device's memory does not grow with their number."""
+    taken = {}
+    for devices in (2, 4, 8):
+        if devices > DEVICES:
+            continue
+
+        def gradients(query, key, value):
+            y, pull = jax.vjp(
+                lambda *v: jaxsoft.ring_attention(*v, axis_name="s", layout=layout, method="ring", is_causal=True),
+                query, key, value,
+            )  # fmt: skip
+            return pull(y)
+
+        with jax.set_mesh(mesh_of(s=devices)):
+            x = jax.device_put(jnp.zeros((1, 512 * devices, 2, 32)), P(None, "s"))
+            taken[devices] = jax.jit(gradients).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
+    assert max(taken.values()) <= 1.1 * taken[2], taken
