@@ -117,7 +117,9 @@ def case(
     def theirs(query, key, value, *values):
         return attention(query, key, value, **arguments(values), **fixed)
 
-    return Case(f"attention({', '.join(options)}, {dict(more)}), {sizes}, {implementation}", ours, theirs, [*base, *extra])
+    return Case(
+        f"attention({', '.join(options)}, {dict(more)}), {sizes}, {implementation}", ours, theirs, [*base, *extra]
+    )
 
 
 def check_rows(call: Case, options: Sequence[str], dtype) -> None:

@@ -45,7 +45,7 @@ hypothesis.settings.load_profile("jaxsoft")
 # Files whose cases are not products of dtypes, operations, implementations and shapes: each is another thing, or they
 # are picked already, as what is not slow.
 EACH = ("test_arguments", "test_doctest", "test_documents", "test_every_function", "test_examples", "test_fuzz")
-EACH += ("test_disable_jit", "test_higher_orders")
+EACH += ("test_disable_jit", "test_higher_orders", "test_ring_arguments", "test_ring_attention")
 
 
 def pytest_collection_modifyitems(config, items):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from attention_calls import Sizes, case
-from cases import Case
+from cases import Case, nonlinear
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -18,6 +18,7 @@ LAYOUTS = ("contiguous", "striped", "zigzag")
 METHODS = ("ring", "all_gather", "all_to_all")
 _TOKENS = ("query", "key", "value", "query_segment_ids", "key_value_segment_ids")
 _MOVING = ("sinks", "scale")
+_ALONG = P(None, "s", None)
 
 
 def mesh_of(kind: AxisType = AxisType.Auto, **axes: int) -> Mesh:
@@ -48,8 +49,8 @@ class Ring:
 
     layout: str = "contiguous"
     method: str | None = "ring"
-    spec: P = P(None, "s", None)
-    of_keys: P = P(None, "s", None)
+    spec: P = _ALONG
+    of_keys: P = _ALONG
     manual: Sequence[str] = ()
     check_vma: bool = True
     around: Callable[[Callable], Callable] = lambda f: f
@@ -109,17 +110,35 @@ def compiled(f: Callable) -> Callable:
 
 
 def ring_case(
-    ring: Ring, sizes: Sizes, options: Sequence[str] = (), dtype=np.float32, more: Mapping[str, object] | None = None, **of_case
+    ring: Ring,
+    sizes: Sizes,
+    options: Sequence[str] = (),
+    dtype=np.float32,
+    more: Mapping[str, object] | None = None,
+    **of_case,
 ) -> Case:
     """A call with these options, as a function of its floating-point operands."""
     found = case(options, sizes, dtype, function=ring, more=more or {}, **of_case)
     return dataclasses.replace(found, what=f"{ring}, {found.what}")
 
 
-def check(cases: Sequence[Case], names: Sequence[Sequence[str]] = ((), ("grad",)), run: Callable = compiled) -> None:
-    """Compares cases of the same operands, each after several transformations, in one program.
+def with_results(f: Callable) -> Callable:
+    """The gradients of f by all operands, and f's results as they are computed on the way."""
+
+    def total(*operands):
+        found = f(*operands)
+        return nonlinear(lambda: found)(), found
+
+    return lambda *operands: jax.grad(total, tuple(range(len(operands))), has_aux=True)(*operands)
+
+
+def check(cases: Sequence[Case], names: Sequence[Sequence[str]] | None = None, run: Callable = compiled) -> None:
+    """Compares cases of the same operands in one program: results and gradients, or what is left by transformations.
 
     Transformations that change the operands belong into a call of their own.
     """
-    all_of_them = [functools.reduce(Case.through, each, one) for one in cases for each in names]
-    Case.together("\n".join(one.what for one in all_of_them), all_of_them).check(run)
+    if names is None:
+        found = [dataclasses.replace(x, ours=with_results(x.ours), theirs=with_results(x.theirs)) for x in cases]
+    else:
+        found = [functools.reduce(Case.through, each, one) for one in cases for each in names]
+    Case.together("\n".join(one.what for one in found), found).check(run)

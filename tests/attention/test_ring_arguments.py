@@ -68,7 +68,11 @@ def test_bad_orders(arguments, message):
 IDS = np.zeros((2, 8), np.int32)
 SEGMENTS = {"query_segment_ids": IDS, "key_value_segment_ids": IDS}
 CALLS = [
-    ({"axis_name": "t"}, ValueError, r"axis_name must be an axis of the mesh .*; got 't', and the mesh has \('s', 'o'\)"),
+    (
+        {"axis_name": "t"},
+        ValueError,
+        r"axis_name must be an axis of the mesh .*; got 't', and the mesh has \('s', 'o'\)",
+    ),
     ({"layout": "spiral"}, ValueError, "layout must be one of 'contiguous', 'striped', 'zigzag'; got 'spiral'"),
     ({"method": "tree"}, ValueError, "method must be None or one of 'ring', 'all_gather', 'all_to_all'; got 'tree'"),
     ({"key": X[:, :4], "value": X[:, :4]}, ValueError, "key must have as many tokens as query, 8, .*; got 4"),
@@ -93,7 +97,11 @@ CALLS = [
     ({"logits_soft_cap": 0}, ValueError, "logits_soft_cap must be positive"),
     ({"sinks": np.ones(3, np.float32)}, ValueError, r"sinks must have the shape \(4,\), one number a head; got"),
     ({"query_segment_ids": IDS}, ValueError, "query_segment_ids and key_value_segment_ids must be given together"),
-    ({**SEGMENTS, "key_value_segment_ids": IDS[:, :4]}, ValueError, r"key_value_segment_ids must have the shape \(2, 8"),
+    (
+        {**SEGMENTS, "key_value_segment_ids": IDS[:, :4]},
+        ValueError,
+        r"key_value_segment_ids must have the shape \(2, 8",
+    ),
     ({"is_causal": 1}, TypeError, "is_causal must be "),
     ({"dtype": np.int32}, ValueError, "dtype must be None or one of float16, bfloat16, float32 and float64; got int32"),
 ]
@@ -119,7 +127,11 @@ def test_bad_calls(options, error, message, inside):
 @pytest.mark.parametrize(
     ("length", "layout", "message"),
     [
-        (7, "contiguous", "query must have a multiple of 2 tokens for layout='contiguous' over 2 devices; got 7. A shorter"),
+        (
+            7,
+            "contiguous",
+            "query must have a multiple of 2 tokens for layout='contiguous' over 2 devices; got 7. A shorter",
+        ),
         (7, "striped", "query must have a multiple of 2 tokens for layout='striped' over 2 devices; got 7. A shorter"),
         (6, "zigzag", "query must have a multiple of 4 tokens for layout='zigzag' over 2 devices; got 6. A shorter"),
     ],
@@ -142,7 +154,7 @@ def test_lengths(length, layout, message):
 
 
 def test_no_mesh():
-    with pytest.raises(ValueError, match="axis_name must be .*; got 's', and there is no mesh"):
+    with pytest.raises(ValueError, match=r"axis_name must be .*; got 's', and there is no mesh"):
         ring_attention(X, X, X, axis_name="s")
 
 

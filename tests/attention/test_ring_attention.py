@@ -3,12 +3,14 @@
 Most programs compute in float64, where a formula that is wrong shows, and each makes many comparisons.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_calls import case
-from common import as_usual, on_gpu, precision, same_bits, slow
+from common import ATTENTION_IMPLEMENTATIONS, as_usual, on_gpu, precision, same_bits, served, slow
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from meshes import DEVICES, needs_devices
@@ -25,6 +27,7 @@ WINDOWS = ((0, 0), (2, 1), (1, 5), (4, 0), (3, None), (None, 2), (0, None), (9, 
 LIMITS = ({}, CAUSAL, *({"local_window_size": w} for w in WINDOWS), {"local_window_size": (5, None), **CAUSAL})
 FEW = ({}, CAUSAL, {"local_window_size": (5, 0)}, {"local_window_size": (2, 1)})
 OPTIONS = ("sinks", "scale", "segments", "cap")
+KERNELS = ("ffi", "pallas")
 MOST = min(DEVICES, 8)
 
 
@@ -37,10 +40,10 @@ def devices_of(*numbers):
 @pytest.mark.parametrize(
     ("layout", "devices", "tokens", "kind", "inside", "limits"),
     [
-        ("contiguous", 4, 4, Auto, True, FEW),
-        ("striped", 4, 3, Explicit, False, FEW),
-        ("zigzag", 2, 6, Auto, False, FEW),
-        ("zigzag", 4, 4, Explicit, True, FEW[1:3]),
+        ("contiguous", 4, 4, Auto, True, FEW[1:]),
+        ("striped", 4, 3, Explicit, False, FEW[1:]),
+        ("zigzag", 2, 6, Auto, False, FEW[1:]),
+        ("zigzag", 4, 4, Explicit, True, FEW[:1]),
         *(
             pytest.param(layout, devices, tokens, kind, inside, LIMITS, marks=slow)
             for devices, tokens, kind, inside in [
@@ -65,12 +68,11 @@ def test_ring(layout, devices, tokens, kind, inside, limits):
 @pytest.mark.parametrize(
     ("method", "layout", "devices", "kind", "inside", "limits"),
     [
-        ("all_gather", "contiguous", 4, Explicit, False, FEW[1:3]),
-        ("all_gather", "zigzag", 2, Auto, True, FEW),
-        ("all_gather", "striped", 4, Auto, False, [{}]),
-        ("all_to_all", "contiguous", 2, Auto, False, FEW[:2]),
+        ("all_gather", "contiguous", 4, Explicit, False, FEW[2:3]),
+        ("all_gather", "zigzag", 2, Auto, True, FEW[1:3]),
+        ("all_gather", "striped", 4, Auto, False, FEW[:1]),
         ("all_to_all", "striped", 2, Auto, True, FEW[1:3]),
-        ("all_to_all", "zigzag", 4, Explicit, True, FEW[1:3]),
+        ("all_to_all", "zigzag", 4, Explicit, False, FEW[1:2]),
         *(
             pytest.param(method, layout, devices, kind, inside, LIMITS, marks=slow)
             for method in ("all_gather", "all_to_all")
@@ -110,7 +112,9 @@ def test_sizes(devices, tokens, layout, others, check_vma):
     ring = Ring(layout, manual=("s",), check_vma=check_vma)
     sizes = sizes_of(devices * tokens, **others)
     with precision(np.float64), jax.set_mesh(mesh_of(s=devices)):
-        check([ring_case(ring, sizes, ("sinks",), np.float64, more) for more in ({}, {"local_window_size": (3, 0)})])
+        cases = [ring_case(ring, sizes, ("sinks",), np.float64, more) for more in ({}, {"local_window_size": (3, 0)})]
+        check(cases[1:], [(), ("grad",)])
+        check(cases[:1], [()])
 
 
 BY_HEADS = P("data", "s", "heads")
@@ -126,11 +130,16 @@ BY_HEADS = P("data", "s", "heads")
         ({"data": 2, "s": 2}, ("s",), Auto, P("data", "s", None), "ring", 2),
         *(
             pytest.param(axes, manual, kind, P(*(a if a in axes else None for a in BY_HEADS)), method, k, marks=slow)
-            for axes in ({"s": 4, "data": 2}, {"heads": 4, "s": 2}, {"s": 2, "heads": 4}, {"heads": 2, "s": 2, "data": 2})
+            for axes in (
+                {"s": 4, "data": 2},
+                {"heads": 4, "s": 2},
+                {"s": 2, "heads": 4},
+                {"heads": 2, "s": 2, "data": 2},
+            )
             for manual, k in (((), 1), ((), 2), (tuple(axes), 4))
             for kind in (Auto, Explicit)
             for method in ("ring", "all_gather", "all_to_all")
-            if method != "all_to_all" or k == 4 and axes.get("heads", 1) * axes["s"] <= 4
+            if method != "all_to_all" or (k == 4 and axes.get("heads", 1) * axes["s"] <= 4)
         ),
     ],
     ids=str,
@@ -241,16 +250,16 @@ def test_vmap(layout, method, around):
             ring = Ring(layout, method, manual=("s",), around=around)
             check([ring_case(ring, sizes, options if around is each_sequence else (), np.float64, CAUSAL)])
             return
-        for name in ("vmap", "vmap of the first operand"):
-            calls = [
-                ring_case(Ring(layout, method, manual=inside), sizes, options, np.float64, CAUSAL)
-                for inside in ((), ("s",))
-            ]
-            check(calls, [(name,), ("grad", name), (name, "grad")])
+        call = ring_case(Ring(layout, method), sizes, options, np.float64, CAUSAL)
+        check([call], [("grad", "vmap")])
+        check([call], [("vmap of the first operand", "grad")])
+        check([ring_case(Ring(layout, method, manual=("s",)), sizes, options, np.float64, CAUSAL)], [("vmap", "grad")])
 
 
-@pytest.mark.parametrize("what", [np.nan, np.inf, -np.inf], ids=str)
-@pytest.mark.parametrize("layout", ["zigzag", pytest.param("contiguous", marks=slow), pytest.param("striped", marks=slow)])
+@pytest.mark.parametrize("what", [np.nan, pytest.param(np.inf, marks=slow), -np.inf], ids=str)
+@pytest.mark.parametrize(
+    "layout", ["zigzag", pytest.param("contiguous", marks=slow), pytest.param("striped", marks=slow)]
+)
 def test_not_finite(layout, what):
     """One number of a key that is not finite is in the rows and in the gradients that it is in on one device."""
     sizes = sizes_of(4 * min(DEVICES, 4), b=1, n=2, k=2)
@@ -271,9 +280,9 @@ def test_not_finite(layout, what):
             np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["zigzag", *(pytest.param(name, marks=slow) for name in LAYOUTS[:2])])
 def test_16_bits(layout):
-    """The state is carried in f32, so that errors are no larger than those of one device; and dtype says the output's."""
+    """The state is carried in f32, so that errors are no larger than those of one device."""
     devices = min(DEVICES, 8)
     sizes = sizes_of(8 * devices, n=4)
     ring = ring_case(Ring(layout), sizes, ("sinks",), jnp.bfloat16, CAUSAL)
@@ -313,3 +322,43 @@ def test_dtype_and_bits():
     expected = jaxsoft.dot_product_attention(query, key, value, dtype=jnp.float32)
     np.testing.assert_allclose(found[0][0], expected, rtol=1e-4, atol=1e-5)
     assert same_bits(found[0], found[1]) and same_bits(found[0], found[2])
+
+
+@on_gpu
+@pytest.mark.parametrize("size", [64, 96, 128, 256])
+@pytest.mark.parametrize("implementation", [name for name in ATTENTION_IMPLEMENTATIONS if name in (None, *KERNELS)])
+@pytest.mark.parametrize(
+    ("layout", "method"),
+    [
+        *((layout, "ring") for layout in LAYOUTS),
+        *(pytest.param("zigzag", method, marks=slow) for method in ("all_gather", "all_to_all")),
+    ],
+)
+def test_kernels(layout, method, implementation, size):
+    """In bf16, of lengths that are no multiples of all tiles, against float64 on the CPU; the same bits twice."""
+    for more in ({}, CAUSAL):
+        sizes = sizes_of(2 * 640, n=4, k=2, h=size, d=size)
+        ring = ring_case(Ring(layout, method), sizes, (), jnp.bfloat16, more, implementation=implementation)
+        rng = np.random.default_rng(1)
+        weights = (
+            rng.standard_normal((sizes.b, sizes.t, sizes.n, size)),
+            rng.standard_normal((sizes.b, sizes.t, sizes.n)),
+        )
+
+        def both(f, *operands, weights=weights):
+            results, pull = jax.vjp(f, *operands)
+            return results, pull(tuple(jnp.asarray(w, y.dtype) for w, y in zip(weights, results, strict=True)))
+
+        with jax.default_device(jax.devices("cpu")[0]), jax.enable_x64(True), as_usual():
+            expected = jax.jit(functools.partial(both, ring.theirs))(*(wide(v) for v in ring.operands))
+        with jax.set_mesh(mesh_of(s=2)), served(implementation):
+            program = compiled(functools.partial(both, ring.ours))
+            found, again = program(*ring.operands), program(*ring.operands)
+            assert same_bits(found, again)
+            (output, lse), gradients = jax.tree.map(wide, found)
+            (of_rows, of_lse), of_gradients = jax.tree.map(wide, expected)
+            error, norm = (np.linalg.norm(x, axis=-1) for x in (output - of_rows, of_rows))
+            assert (error <= 1e-2 * norm).all(), (more, (error / norm).max())
+            np.testing.assert_allclose(lse, of_lse, rtol=1e-5, atol=1e-4)
+            for name, a, e in zip(("query", "key", "value"), gradients, of_gradients, strict=True):
+                assert np.linalg.norm(a - e) <= 1e-2 * np.linalg.norm(e), (more, name)

@@ -49,9 +49,7 @@ def sent(method, layout, derivative, segments, inside=False, kind=AxisType.Auto,
 
     def attend(query, key, value, *ids):
         given = dict(zip(("query_segment_ids", "key_value_segment_ids"), ids * 2, strict=True)) if ids else {}
-        return jaxsoft.ring_attention(
-            query, key, value, axis_name="s", layout=layout, method=method, **given, **limits
-        )
+        return jaxsoft.ring_attention(query, key, value, axis_name="s", layout=layout, method=method, **given, **limits)
 
     if inside:
         attend = jax.shard_map(attend, in_specs=spec, out_specs=spec)
@@ -123,22 +121,25 @@ def test_all_to_all(layout, derivative, inside, kind):
 
 
 @on_cpu
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.skipif(DEVICES < 8, reason="compares two, four and eight devices")
+@pytest.mark.parametrize("layout", ["zigzag", *(pytest.param(name, marks=slow) for name in LAYOUTS[:2])])
 def test_memory(layout):
-    """With as many tokens a device, a device's memory does not grow with their number."""
+    """With as many tokens a device, a device's memory does not grow with the number of devices.
+
+    Two need less than more do, which send on what has arrived. A device has no more keys than plain XLA takes at once:
+    it would set up the sums of a loop over them for all steps at the start.
+    """
+
+    def gradients(query, key, value):
+        def attend(*v):
+            return jaxsoft.ring_attention(*v, axis_name="s", layout=layout, method="ring", is_causal=True)
+
+        y, pull = jax.vjp(attend, query, key, value)
+        return pull(y)
+
     taken = {}
     for devices in (2, 4, 8):
-        if devices > DEVICES:
-            continue
-
-        def gradients(query, key, value):
-            y, pull = jax.vjp(
-                lambda *v: jaxsoft.ring_attention(*v, axis_name="s", layout=layout, method="ring", is_causal=True),
-                query, key, value,
-            )  # fmt: skip
-            return pull(y)
-
         with jax.set_mesh(mesh_of(s=devices)):
-            x = jax.device_put(jnp.zeros((1, 512 * devices, 2, 32)), P(None, "s"))
+            x = jax.device_put(jnp.zeros((1, 128 * devices, 2, 32)), P(None, "s"))
             taken[devices] = jax.jit(gradients).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
-    assert max(taken.values()) <= 1.1 * taken[2], taken
+    assert taken[8] <= 1.05 * taken[4] and taken[4] <= 1.15 * taken[2], taken
