@@ -27,6 +27,9 @@ COLOURS = {
     "deterministic=False": ("#7b4fa3", "#bd9be0"),
     "ffi": ("#0f7f86", "#62c5cb"),
     "ffi, deterministic=False": ("#8a5a3c", "#d0a282"),
+    "ring": ("#1b6ca8", "#6bb5ee"),
+    "all_gather": ("#c8324b", "#f2798b"),
+    "all_to_all": ("#3d7a58", "#83c7a0"),
 }
 ROWS = ("jaxsoft", "jax.nn", "pallas", "triton")  # whose colours a picture of row operations has
 # A picture of its own follows the browser's preference; within a page of the site, its style sheet says the rest.

@@ -47,7 +47,8 @@ def measure(case: Case) -> dict:
     """What a compiled program says."""
     progress(f"compiling {case}")
     program = case.lowered().compile()
-    memory = program.memory_analysis()
+    text, memory = program.as_text(), program.memory_analysis()
+    assert text is not None and memory is not None  # which XLA has of any program for a CPU
     return {
         "group": case.group,
         "what": case.what,
@@ -55,7 +56,7 @@ def measure(case: Case) -> dict:
         "sizes": case.sizes,
         "gradients": case.gradients,
         "devices": case.devices,
-        "sent": collectives.read(program.as_text(), case.devices),
+        "sent": collectives.read(text, case.devices),
         "expected": {kind: value for kind, value in case.expected.items() if value},
         "operands": memory.argument_size_in_bytes,
         "results": memory.output_size_in_bytes,
