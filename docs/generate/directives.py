@@ -3,6 +3,8 @@
 - `record`, with a function of benchmarks/report.py and its arguments: a table or a plot of a record of measurements,
 - `attention`, with a function of benchmarks/attention_report.py and its arguments: the same of a record of attention,
 - `decode`, with a function of benchmarks/decode_report.py and its arguments: the same of a record of decoding,
+- `mesh`, with a function of benchmarks/mesh_report.py and its arguments: the same of records over several devices,
+- `scaling`, with a function of benchmarks/scaling_report.py and its arguments: the same of what many devices send,
 - `figure`, with a name: a drawing of figures.py,
 - `excerpt`, with a file and a text: the part of the source that begins at that text,
 - `api`, with a module: the documentation of all its public names,
@@ -26,7 +28,9 @@ sys.path.insert(0, str(public.ROOT / "benchmarks"))
 
 import attention_report
 import decode_report
+import mesh_report
 import report
+import scaling_report
 
 _DIRECTIVE = re.compile(r"^(?P<indent> *)<!-- generate: (?P<call>.+?) -->$", re.MULTILINE)
 _FOLDERS = "jaxsoft|pallas_kernels|triton_kernels|ffi|tests|benchmarks|examples|docs"
@@ -46,6 +50,14 @@ def _attention(page, function, *arguments):
 
 def _decode(page, function, *arguments):
     return getattr(decode_report, function)(*arguments)
+
+
+def _mesh(page, function, *arguments):
+    return getattr(mesh_report, function)(*arguments)
+
+
+def _scaling(page, function, *arguments):
+    return getattr(scaling_report, function)(*arguments)
 
 
 def _figure(page, name):
@@ -73,6 +85,8 @@ GENERATORS = {
     "record": _record,
     "attention": _attention,
     "decode": _decode,
+    "mesh": _mesh,
+    "scaling": _scaling,
     "figure": _figure,
     "excerpt": _excerpt,
     "api": _api,
