@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 
 import plot
-from report import NOTHING, exists, load, number, table, tabs
+from report import NOTHING, TIMES, exists, load, number, table, tabs
 from transfers import LINKS, METHODS, Call, Rates, hidden_from, share
 
 HEADS = ((16, 16), (32, 8))
@@ -35,7 +35,7 @@ def _by_devices(name: str, value: Callable[[dict], str], *groups: str) -> tuple[
         if record["group"] in groups:
             what = TITLES.get(record["what"], f"`{record['what']}`")
             direction = "with gradients" if record["gradients"] else "forward"
-            call = (what, record["where"], record["sizes"].replace(" x ", " × "), direction)
+            call = (what, record["where"], record["sizes"].replace(" x ", TIMES), direction)
             found.setdefault(call, {})[record["devices"]] = value(record)
     devices = sorted({n for by_devices in found.values() for n in by_devices})
     return devices, [[*call, *(values.get(n, NOTHING) for n in devices)] for call, values in found.items()]
@@ -44,7 +44,9 @@ def _by_devices(name: str, value: Callable[[dict], str], *groups: str) -> tuple[
 def _sent(record: dict) -> str:
     """The MB that a device sends, or 0; a sum of the scalars of a mean is no MB."""
     total = sum(record["sent"].values())
-    return "0" if not total else f"{total:.0f} bytes" if total < 1000 else number(total / 1e6)
+    if 0 < total < 1000:
+        return f"{total:.0f} bytes"
+    return number(total / 1e6) if total >= 1e6 else f"{total / 1e6:.3f}" if total else "0"
 
 
 def _memory(record: dict) -> str:
@@ -69,6 +71,23 @@ def memory(name: str, *groups: str) -> str:
         return NOT_RECORDED
     devices, rows = _by_devices(name, _memory, *groups)
     return table(["", "", "", "", *(f"{n} devices, MB" for n in devices)], rows, left=4)
+
+
+def growth(name: str) -> str:
+    """How the memory of a ring with gradients grows with the devices, in words."""
+    if not exists(name):
+        return NOT_RECORDED
+    records = [
+        r for r in load(name)["records"] if (r["group"], r["what"], r["where"]) == ("sequence", "ring", "zigzag")
+    ]
+    found = []
+    for gradients in (False, True):
+        some = [r for r in records if r["gradients"] == gradients and r["sizes"] == records[0]["sizes"]]
+        few, many = (f(some, key=lambda record: record["devices"]) for f in (min, max))
+        of_each = (_bytes_of_memory(many) - _bytes_of_memory(few)) / (many["devices"] - few["devices"])
+        grows = f"by {number(of_each / 1e6)} MB for each device more" if of_each > 1e5 else "not at all"
+        found.append(f"{'with gradients' if gradients else 'forward'} {grows}")
+    return f"The memory of a ring with {records[0]['sizes']} grows {', and '.join(found)}."
 
 
 def longest(name: str) -> str:
