@@ -180,3 +180,23 @@ def shares(name: str, link: str, devices: str) -> str:
             heading = ["tokens of a device", *(f"`{m}`" for m in METHODS), "fastest"]
             contents[title] = table(heading, rows, left=0)
     return tabs(contents)
+
+
+def against(name: str, attention: str) -> str:
+    """The fraction of its time in which a device computes, as ring.py measured it and by the model over NVLink."""
+    if not exists(name):
+        return NOT_RECORDED
+    result, found, rows = load(name), rates(attention), []
+    devices = result["header"]["devices"]
+    for record in result["records"]:
+        if record["group"] == "methods" and "one device" in record["seconds"]:
+            seconds = record["seconds"]
+            call = Call(devices, record["tokens"], *record["heads"])
+            cells = []
+            for method in METHODS:
+                measured = seconds["one device"] / devices / seconds[method] if method in seconds else None
+                cells += [number(measured), number(share(call, method, found, LINKS["NVLink"], record["gradients"]))]
+            what = "with gradients" if record["gradients"] else "forward"
+            rows.append([f"{call.heads} / {call.key_heads}", what, plot.length(call.tokens), *cells])
+    heads = [cell for method in METHODS for cell in (f"`{method}`", "model")]
+    return table(["heads", "", "tokens of a device", *heads], rows, left=2)
