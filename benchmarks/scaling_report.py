@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import plot
 from report import NOTHING, TIMES, exists, load, number, table, tabs
-from transfers import LINKS, METHODS, Call, Rates, hidden_from, share
+from transfers import KEPT_BLOCKS, LINKS, METHODS, Call, Rates, hidden_from, share
 
 HEADS = ((16, 16), (32, 8))
 NOT_RECORDED = "*This has not been recorded yet.*"
@@ -88,6 +88,16 @@ def growth(name: str) -> str:
         grows = f"by {number(of_each / 1e6)} MB for each device more" if of_each > 1e5 else "not at all"
         found.append(f"{'with gradients' if gradients else 'forward'} {grows}")
     return f"The memory of a ring with {records[0]['sizes']} grows {', and '.join(found)}."
+
+
+def kept_blocks() -> str:
+    """What a ring does not send again for its gradients, in words."""
+    if not KEPT_BLOCKS:
+        return ""
+    return (
+        "A ring sends 4 T K D bytes less than that: it begins the gradients with the block of keys and values that arrived "
+        "last forward, and sends them the other way round."
+    )
 
 
 def longest(name: str) -> str:
