@@ -95,8 +95,8 @@ def kept_blocks() -> str:
     if not KEPT_BLOCKS:
         return ""
     return (
-        "A ring sends 4 T K D bytes less than that: it begins the gradients with the block of keys and values that arrived "
-        "last forward, and sends them the other way round."
+        "A ring sends 4 T K D bytes less than that: for the gradients it begins with the block of keys and values that "
+        "arrived last, and sends them the other way round."
     )
 
 

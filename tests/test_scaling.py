@@ -43,6 +43,15 @@ def test_quick():
     assert all(line.endswith("| nothing") for line in lines if "rows sharded" in line and "linear" not in line)
 
 
+def test_what_disagrees():
+    import scaling
+
+    found = {"sent": {"all-reduce": 8.0}, "expected": {"all-reduce": 8.0}}
+    assert scaling.agrees(found)
+    assert not scaling.agrees(found | {"expected": {"all-reduce": 7.0}})
+    assert not scaling.agrees(found | {"expected": {}}) and not scaling.agrees(found | {"sent": {}})
+
+
 def test_what_a_program_sends():
     found = collectives.read(PROGRAM, 4)
     assert found == {
