@@ -102,7 +102,8 @@ def pullback(form: Form, moving: Sequence[str], axes: Axes, run: Callable[..., t
     def function(*operands):
         *given, output, lse, rest, delta, cotangent = operands
         gathered = _Gathered.of(form, axes, given)
-        of_query, sums = [], {}
+        of_query: list[jax.Array] = []
+        sums: dict[str, jax.Array] = {}
         for index in range(gathered.chunks):
             of_chunk, base = gathered.call(index)
             pairs = (output, 1), (lse, 2), (rest, 2), (delta, 2), (cotangent, 1)

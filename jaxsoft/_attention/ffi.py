@@ -295,7 +295,7 @@ def find(operation: Operation, operands: Operands) -> Function:
     def pullback(*operands: jax.Array) -> tuple[jax.Array, ...]:
         assert isinstance(operation, Pullback)
         count = len(form.names)
-        given, others = operands[:count], operands[count:]
+        given, others = list(operands[:count]), operands[count:]
         _, lse, _, delta, cotangent, *sums = others  # delta has what is needed of the output
         given = _as_block(given) if form.stacked else given
         names = (*target.operands, *form.names[BASE:])

@@ -131,6 +131,9 @@ def forward(form: Form, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], a
       at_once: whether such a call may say from which query on queries count.
     """
 
+    assert form.shards is not None
+    keeps_block = form.shards.keeps_block
+
     def function(*operands):
         local = _Local.of(form, axes, operands, at_once)
         wide = jnp.dtype(accumulator(operands[0].dtype))
@@ -146,7 +149,8 @@ def forward(form: Form, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], a
                     more = dict(zip((Extra.STATE_OUTPUT, Extra.STATE_LSE), found[piece.queries], strict=False))
                 elif Extra.SINKS in form.extras:
                     more = {Extra.SINKS: local.named["sinks"]}
-                of_form = {} if last[piece.queries] == (step.shift, i) else {"dtype": wide, "rounded": False}
+                goes_on = last[piece.queries] != (step.shift, i)
+                of_form: dict[str, Any] = {"dtype": wide, "rounded": False} if goes_on else {}
                 of_piece, given = local.call(piece, block, more, returns_lse=True, **of_form)
                 found[piece.queries] = run(of_piece, *given)
             if following:
@@ -154,7 +158,7 @@ def forward(form: Form, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], a
                 block = arriving
         by_result = zip(*(found[i] for i in range(local.chunks)), strict=True)
         results = [local.joined(chunks, axis) for chunks, axis in zip(by_result, (1, 2, 2, 1), strict=False)]
-        return *results, *([arriving["block"]] if form.shards.keeps_block else [])
+        return *results, *([arriving["block"]] if keeps_block else [])
 
     return function
 
@@ -191,7 +195,7 @@ def pullback(
                 names = tuple(name for name in moving if name in sums)
                 of_piece, given = local.call(piece, block, {}, stack=len(of_keys) == 2)
                 results = (local.chunk(x, axis, piece.queries) for x, axis in of_queries)
-                found = run(of_piece, names, *given, *results, *(sums[name] for name in names))
+                found = [*run(of_piece, names, *given, *results, *(sums[name] for name in names))]
                 if "query" in moving:
                     of_query[piece.queries], *found = found
                 if of_piece.stacked:

@@ -268,7 +268,8 @@ def _same_ids(query: jax.Array, key: jax.Array, axis_name: str | None) -> tuple[
         return query, key
     ids = own = jnp.concatenate([query, key], axis=1)
     if axis_name is not None:
-        ids = jax.lax.all_gather(*varying_over(axis_name, ids), axis_name, axis=1, tiled=True)
+        (ids,) = varying_over(axis_name, ids)
+        ids = jax.lax.all_gather(ids, axis_name, axis=1, tiled=True)
     places = jnp.cumsum(jnp.ones_like(ids, jnp.int32), axis=1)
     ids, places = jax.lax.sort((ids, places), dimension=1, num_keys=1)
     numbers = jnp.cumsum(jnp.diff(ids, axis=1, prepend=ids[:, :1]) != 0, axis=1, dtype=jnp.int32)
