@@ -6,9 +6,13 @@ from collections.abc import Callable
 
 import plot
 from report import NOTHING, TIMES, exists, load, number, table, tabs
-from transfers import KEPT_BLOCKS, LINKS, METHODS, Call, Rates, hidden_from, share
+from transfers import KEPT_BLOCKS, LINKS, METHODS, MIB, Call, Rates, hidden_from, share
 
 HEADS = ((16, 16), (32, 8))
+SAID_OF_LINKS = {
+    "NVLink": "over NVLink, as it was measured between two H200s, one way",
+    "InfiniBand": "over InfiniBand, as it is **assumed and was not measured**, with 400 Gbit/s for each GPU",
+}
 NOT_RECORDED = "*This has not been recorded yet.*"
 TITLES = {
     "linear": "`linear_softmax_cross_entropy`",
@@ -160,6 +164,16 @@ def measured_rates(name: str) -> str:
     """The two rates in words."""
     found = rates(name)
     return f"{found.forward / 1e12:.0f} TFLOP/s forward and {found.backward / 1e12:.0f} backward"
+
+
+def links() -> str:
+    """What the model takes a message to cost, as a list."""
+    lines = []
+    for name, said in SAID_OF_LINKS.items():
+        link = LINKS[name]
+        rates_ = ", ".join(f"{rate / 1e9:.0f} GB/s at {size / MIB:.0f} MiB" for size, rate in link.rates)
+        lines.append(f"- {said}: {link.latency * 1e6:.1f} µs for the smallest one, and {rates_}.")
+    return "\n".join(lines)
 
 
 def hides(name: str) -> str:
