@@ -126,8 +126,9 @@ def test_all_to_all(layout, derivative, inside, kind):
 def test_memory(layout):
     """With as many tokens a device, a device's memory does not grow with the number of devices.
 
-    Two need less than more do, which send on what has arrived. A device has no more keys than plain XLA takes at once:
-    it would set up the sums of a loop over them for all steps at the start.
+    XLA finds places for arrays more or less well. Were the blocks of all steps there at once, eight devices would take
+    four times as much as two. A device has no more keys than plain XLA takes at once: it would set up the sums of a
+    loop over them for all steps at the start.
     """
 
     def gradients(query, key, value):
@@ -142,4 +143,4 @@ def test_memory(layout):
         with jax.set_mesh(mesh_of(s=devices)):
             x = jax.device_put(jnp.zeros((1, 128 * devices, 2, 32)), P(None, "s"))
             taken[devices] = jax.jit(gradients).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
-    assert taken[8] <= 1.05 * taken[4] and taken[4] <= 1.15 * taken[2], taken
+    assert max(taken.values()) <= 1.2 * min(taken.values()), taken
