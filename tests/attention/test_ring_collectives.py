@@ -99,8 +99,13 @@ def test_windows(left, steps, derivative):
 @each_call
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_all_gather(layout, derivative, inside, kind):
-    """Keys, values and segments to all, and each device's part of the gradients' sums."""
-    assert sent("all_gather", layout, derivative, True, inside, kind, is_causal=True) == gathers(derivative)
+    """Keys, values and segments to all, and each device's part of the gradients' sums.
+
+    Inside shard_map XLA may find that backward they are the same ones, and keep them.
+    """
+    found = sent("all_gather", layout, derivative, True, inside, kind, is_causal=True)
+    kept = gathers(False) | {what: count for what, count in gathers(derivative).items() if what[0] == "reduce-scatter"}
+    assert found == gathers(derivative) or (inside and found == kept)
 
 
 @each_derivative
