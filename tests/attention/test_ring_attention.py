@@ -42,8 +42,8 @@ def devices_of(*numbers):
     [
         ("contiguous", 4, 4, Auto, True, FEW[2:]),
         ("striped", 4, 3, Explicit, False, FEW[1:3]),
-        ("zigzag", 2, 6, Auto, False, FEW[1::2]),
-        ("zigzag", 4, 4, Explicit, True, FEW[:1]),
+        ("zigzag", 2, 6, Auto, False, FEW[3:]),
+        ("zigzag", 4, 4, Explicit, True, FEW[1:2]),
         *(
             pytest.param(layout, devices, tokens, kind, inside, LIMITS, marks=slow)
             for devices, tokens, kind, inside in [
@@ -69,7 +69,7 @@ def test_ring(layout, devices, tokens, kind, inside, limits):
     ("method", "layout", "devices", "kind", "inside", "limits"),
     [
         ("all_gather", "zigzag", 2, Auto, True, FEW[1:3]),
-        ("all_gather", "striped", 4, Auto, False, FEW[:1]),
+        pytest.param("all_gather", "striped", 4, Auto, False, FEW[:1], marks=slow),
         ("all_to_all", "striped", 2, Auto, True, FEW[2:3]),
         ("all_to_all", "zigzag", 4, Explicit, False, FEW[1:2]),
         *(
@@ -93,7 +93,7 @@ def test_other_methods(method, layout, devices, kind, inside, limits):
     ("devices", "tokens", "layout", "others", "check_vma"),
     [
         (MOST, 1, "contiguous", {"n": 4, "k": 1}, False),
-        (2, 7, "striped", {"n": 2, "k": 2, "d": 3}, True),
+        pytest.param(2, 7, "striped", {"n": 2, "k": 2, "d": 3}, True, marks=slow),
         (4, 2, "zigzag", {"n": 2, "k": 2, "b": 1, "h": 3, "d": 5}, False),
         *(
             pytest.param(devices, tokens, layout, others, check_vma, marks=slow)

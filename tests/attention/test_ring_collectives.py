@@ -132,8 +132,8 @@ def test_memory(layout):
     """With as many tokens a device, a device's memory does not grow with the number of devices.
 
     XLA finds places for arrays more or less well. Were the blocks of all steps there at once, eight devices would take
-    four times as much as two. A device has no more keys than plain XLA takes at once: it would set up the sums of a
-    loop over them for all steps at the start.
+    nearly four times as much as two. A device has no more keys than plain XLA takes at once: it would set up the sums
+    of a loop over them for all steps at the start.
     """
 
     def gradients(query, key, value):
