@@ -31,6 +31,7 @@ import json
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))  # where the modules beside this one are, under python -P too
 
@@ -39,6 +40,7 @@ import jax.numpy as jnp
 import timing
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.stages import Compiled
 from mesh_cases import AXIS, GROUPS, PEERS, Case, Linear, chain, error, implementations, linear, mesh, operands
 from speed import git_commit, header, progress
 
@@ -54,20 +56,24 @@ def run(case: Case) -> dict:
     errors: dict[str, float] = {}
     failed: dict[str, str] = {}
     calls: dict[str, timing.Call] = {}
+    functions = implementations(case)
+    shared = {name: "" if name in (*PEERS, "jaxsoft") else name for name in functions}
     given: dict[str, tuple] = {}  # by the name of the first that has operands that lie so
-    for name, function in implementations(case).items():
-        progress(f"compiling {name}, {case}")
+    for name in functions:
+        if shared[name] not in given:
+            given[shared[name]] = operands(case, name)
+    progress(f"compiling {case}")
+    for name, program in _compiled({name: (chain(f), given[shared[name]]) for name, f in functions.items()}).items():
+        arguments = given[shared[name]]
         try:
-            shared = "" if name in (*PEERS, "jaxsoft") else name
-            if shared not in given:
-                given[shared] = operands(case, name)
-            program = jax.jit(chain(function)).lower(*given[shared]).compile()
-            errors[name] = error(case, given[shared], program(*given[shared])[0])
+            if isinstance(program, Exception):
+                raise program
+            errors[name] = error(case, arguments, program(*arguments)[0])
         except Exception as problem:  # a peer that does not serve the call, or has not the memory
             failed[name] = _reason(problem)
             continue
         _check(name, case, errors[name])
-        calls[name] = program, [given[shared]]
+        calls[name] = program, [arguments]
     calls["copy"] = _copy()
     progress(f"timing {case}")
     times = timing.measure(calls, case.bytes() * case.calls(), REPEATS, number=SAMPLE)
@@ -95,10 +101,11 @@ def run_linear(case: Linear) -> dict:
     failed: dict[str, str] = {}
     calls: dict[str, timing.Call] = {}
     given = case.operands()
-    for name, function in case.implementations().items():
-        progress(f"compiling {name}, {case}")
+    progress(f"compiling {case}")
+    for name, program in _compiled({name: (f, given) for name, f in case.implementations().items()}).items():
         try:
-            program = jax.jit(function).lower(*given).compile()
+            if isinstance(program, Exception):
+                raise program
             if name != "products":
                 errors[name] = case.error(given, program(*given))
         except Exception as problem:  # no memory for the logits
@@ -119,6 +126,19 @@ def run_linear(case: Linear) -> dict:
         "errors": errors,
         "failed": failed | {name: _reason(time) for name, time in times.items() if isinstance(time, Exception)},
     }
+
+
+def _compiled(functions: dict[str, tuple[Callable, tuple]]) -> dict[str, Compiled | Exception]:
+    """The programs of functions for these arguments, or why there are none. They are compiled at the same time."""
+
+    def program(function: Callable, arguments: tuple) -> Compiled | Exception:
+        try:
+            return jax.jit(function).lower(*arguments).compile()
+        except Exception as problem:
+            return problem
+
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(functions, pool.map(lambda name: program(*functions[name]), functions), strict=True))
 
 
 @functools.cache

@@ -17,7 +17,7 @@ ELEMENT, WIDE = 2, 4  # bytes of an array's numbers, and of a row's and of sums
 METHODS = ("ring", "all_gather", "all_to_all")
 # Backward, keys and values go from device to device as often as forward, less so many times: 1 if that begins with the
 # block that arrived last, and 0 if not.
-KEPT_BLOCKS = 0
+KEPT_BLOCKS = 1
 KEPT_NUMBERS = 2  # of a query, for its gradients: the log-sum-exp, and what rounding took from the output
 
 

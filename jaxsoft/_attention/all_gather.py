@@ -100,6 +100,8 @@ def pullback(form: Form, moving: Sequence[str], axes: Axes, run: Callable[..., t
     of_keys = [name for name in _KEYS if name in moving]
 
     def function(*operands):
+        # Else XLA may keep the keys of all devices from the forward pass until here.
+        operands = jax.lax.optimization_barrier(operands)
         *given, output, lse, rest, delta, cotangent = operands
         gathered = _Gathered.of(form, axes, given)
         of_query: list[jax.Array] = []
