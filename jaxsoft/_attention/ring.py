@@ -220,7 +220,7 @@ def pullback(
             places = (following or own).shift - step.shift
             arriving = local.sent(block, places) if following else {}
             found = gradients(step, block)
-            # The gradient by queries as well, so that XLA does not keep the parts of all blocks to add them up at the end.
+            # The gradient by queries as well, or XLA may keep the parts of all blocks to add them up at the end.
             block, (found, done) = _when_done(arriving, (found, dict(of_query)))
             of_query.update(done)
             # What the devices before have added arrives while this one computes its part.
