@@ -64,7 +64,7 @@ def ring(name: str) -> str:
         return NOT_RECORDED
     result = load(name)
     devices = result["header"]["devices"]
-    titles = {"speed": "the ring and jax.nn", "methods": "methods and layouts"}
+    titles = {"speed": "the ring", "methods": "methods and layouts"}
     found = {}
     for group, title in titles.items():
         records = [record for record in result["records"] if record["group"] == group]

@@ -58,6 +58,9 @@ ALLOWED = 1.5e-2  # the norm of the difference over that of the result: bfloat16
 METHODS = ("ring", "all_gather", "all_to_all")
 LAYOUTS = ("contiguous", "striped")
 MOST_TOKENS = 2**12 if CPU else 2**20
+MOST_CALLS = 4  # of a program
+# Of a device's memory, for a program: its arrays cannot lie as closely as its sizes say.
+SHARE_OF_MEMORY = 0.75
 PEER = "jax.nn"
 
 
@@ -89,7 +92,7 @@ class Case:
 
     def calls(self) -> int:
         """How many calls a program has."""
-        return max(1, min(8, round(PROGRAM_SECONDS * RATE / self.operations())))
+        return max(1, min(MOST_CALLS, round(PROGRAM_SECONDS * RATE / self.operations())))
 
     def operations(self) -> float:
         """Of one device's share."""
@@ -117,6 +120,7 @@ def function(name: str, gradients: bool, calls: int = 1) -> Callable:
     """So many calls, one after the other, as a function of query, key, value and the output's cotangent."""
     f = attention(name)
 
+    @jax.jit  # which is traced once
     def call(query, key, value, cotangent):
         if not gradients:
             return (f(query, key, value),)
@@ -243,7 +247,7 @@ def longest(case: Case, name: str) -> dict:
             break
         sizes = program.memory_analysis()
         needed = sizes.argument_size_in_bytes + sizes.output_size_in_bytes + sizes.temp_size_in_bytes
-        if needed > 0.9 * memory:
+        if needed > SHARE_OF_MEMORY * memory:
             break
         found, tokens = (longer, program, needed), 2 * tokens
     if found is None:
