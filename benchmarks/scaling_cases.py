@@ -159,11 +159,12 @@ def _rows(devices: int) -> list[Case]:
                 expected = NUMBERS[what].sent(ROWS, devices, gradients) if spec[1] else {}
                 given = cotangent if gradients else None
                 found.append(Case("rows", what, where, gradients, devices, f, operands, (0,), given, expected, sizes))
-        # The k largest of each part and their places, each a word, and the state; and in the place of the k largest
-        # the first k elements, for a row that has no softmax.
-        words = {"all-gather": sent("all-gather", devices * ROWS * (3 * K + 2) * WIDE, devices)} if spec[1] else {}
+        # The k largest of each part and, for a row that has no softmax, its first k elements, two in a word, as they
+        # have 16 bits; the places of the former; and the state.
+        words = devices * ROWS * (2 * K + 2) * WIDE
+        gathered = {"all-gather": sent("all-gather", words, devices)} if spec[1] else {}
         found.append(
-            Case("rows", "top_k_softmax", where, False, devices, _top_k, (x,), (), None, words, f"{sizes}, k = {K}")
+            Case("rows", "top_k_softmax", where, False, devices, _top_k, (x,), (), None, gathered, f"{sizes}, k = {K}")
         )
     return found
 
