@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsoft._attention.form import Extra, Form
-from jaxsoft._attention.layouts import Function, order
+from jaxsoft._attention.layouts import Function, chunk, joined, order
 from jaxsoft._core.mesh import Axes
 
 _KEYS = ("key", "value")
@@ -54,23 +54,14 @@ class _Gathered:
         gradient = self._placed(gradient, inverse=False)
         return jax.lax.psum_scatter(gradient, self.axes, scatter_dimension=1, tiled=True)
 
-    def chunk(self, x: jax.Array, axis: int, index: int) -> jax.Array:
-        """One of the chunks of neighbouring tokens along this axis."""
-        size = x.shape[axis] // self.chunks
-        return jax.lax.slice_in_dim(x, index * size, (index + 1) * size, axis=axis)
-
-    def joined(self, chunks: Sequence[jax.Array], axis: int) -> jax.Array:
-        """All tokens of the device."""
-        return chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks, axis)
-
     def call(self, index: int) -> tuple[Form, list[jax.Array]]:
         """The form of a call for the queries of one chunk, and its operands."""
         form, named = self.form.whole, self.named
         assert self.form.shards is not None
         extras = {extra: named[extra.value] for extra in form.extras}
         if Extra.QUERY_SEGMENTS in extras:
-            extras[Extra.QUERY_SEGMENTS] = self.chunk(extras[Extra.QUERY_SEGMENTS], 1, index)
-        query = self.chunk(named["query"], 1, index)
+            extras[Extra.QUERY_SEGMENTS] = chunk(extras[Extra.QUERY_SEGMENTS], 1, index, self.chunks)
+        query = chunk(named["query"], 1, index, self.chunks)
         if form.left is not None or form.right is not None:
             rank = jax.lax.axis_index(self.axes).astype(jnp.int32)
             place = rank if index == 0 else 2 * self.form.shards.devices - 1 - rank
@@ -90,7 +81,7 @@ def forward(form: Form, axes: Axes, run: Callable[..., tuple[jax.Array, ...]]) -
             of_chunk, given = gathered.call(index)
             found.append(run(of_chunk, *given))
         pairs = zip(zip(*found, strict=True), (1, 2, 2, 1), strict=False)
-        return tuple(gathered.joined(chunks, axis) for chunks, axis in pairs)
+        return tuple(joined(chunks, axis) for chunks, axis in pairs)
 
     return function
 
@@ -109,13 +100,13 @@ def pullback(form: Form, moving: Sequence[str], axes: Axes, run: Callable[..., t
         for index in range(gathered.chunks):
             of_chunk, base = gathered.call(index)
             pairs = (output, 1), (lse, 2), (rest, 2), (delta, 2), (cotangent, 1)
-            results = (gathered.chunk(x, axis, index) for x, axis in pairs)
+            results = (chunk(x, axis, index, gathered.chunks) for x, axis in pairs)
             found = dict(zip(moving, run(of_chunk, tuple(sums), *base, *results, *sums.values()), strict=True))
             of_query += [found["query"]] if "query" in moving else []
             sums = {name: found[name] for name in of_keys}
         sums = {name: gathered.returned(x) for name, x in sums.items()}
         if "query" in moving:
-            sums["query"] = gathered.joined(of_query, 1)
+            sums["query"] = joined(of_query, 1)
         dtypes = {name: x.dtype for name, x in zip(form.names, given, strict=True)}
         return tuple(sums[name].astype(dtypes[name]) for name in moving)
 

@@ -32,6 +32,17 @@ def order(length: int, devices: int, layout: str) -> np.ndarray:
             return tokens
 
 
+def chunk(x: jax.Array, axis: int, index: int, chunks: int) -> jax.Array:
+    """One of so many chunks into which a device's tokens, which lie along this axis, are cut."""
+    size = x.shape[axis] // chunks
+    return jax.lax.slice_in_dim(x, index * size, (index + 1) * size, axis=axis)
+
+
+def joined(chunks: Sequence[jax.Array], axis: int) -> jax.Array:
+    """All tokens of a device."""
+    return chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks, axis)
+
+
 def in_order(shards: Shards, operands: Sequence[str], results: Sequence[str], function: Function) -> Function:
     """A function of sequences in their order as one of sequences in a layout.
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from jaxsoft._attention import stacked
 from jaxsoft._attention.form import Extra, Form
-from jaxsoft._attention.layouts import Function, Piece, Step, steps
+from jaxsoft._attention.layouts import Function, Piece, Step, chunk, joined, steps
 from jaxsoft._core.mesh import Axes
 from jaxsoft.fold import accumulator
 
@@ -65,15 +65,6 @@ class _Local:
         to = [(i, (i + places) % devices) for i in range(devices)]
         return jax.tree.map(lambda v: jax.lax.ppermute(v, self.axes, to), x)
 
-    def chunk(self, x: jax.Array, axis: int, index: int) -> jax.Array:
-        """One of the chunks into which a sequence along this axis is cut."""
-        size = x.shape[axis] // self.chunks
-        return jax.lax.slice_in_dim(x, index * size, (index + 1) * size, axis=axis)
-
-    def joined(self, chunks: Sequence[jax.Array], axis: int) -> jax.Array:
-        """The sequence of these chunks."""
-        return chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks, axis)
-
     @property
     def sizes(self) -> tuple[int, int]:
         """The head sizes of keys and of values."""
@@ -102,12 +93,13 @@ class _Local:
             keys: Sequence[jax.Array] = [self.named[name] for name in _KEYS]
         else:
             keys = [stacked.flat(block["block"])] * 2 if is_stacked else stacked.unpacked(block["block"], sizes)
-        base = [self.chunk(self.named["query"], 1, piece.queries), *(self.chunk(x, 1, piece.keys) for x in keys)]
+        base = [chunk(self.named["query"], 1, piece.queries, self.chunks)]
+        base += [chunk(x, 1, piece.keys, self.chunks) for x in keys]
         extras = dict(more)
         if Extra.QUERY_SEGMENTS in self.form.extras:
             of_keys = self.named[_SEGMENTS] if block is None else block[_SEGMENTS]
-            extras[Extra.QUERY_SEGMENTS] = self.chunk(self.named["query_segments"], 1, piece.queries)
-            extras[Extra.KEY_SEGMENTS] = self.chunk(of_keys, 1, piece.keys)
+            extras[Extra.QUERY_SEGMENTS] = chunk(self.named["query_segments"], 1, piece.queries, self.chunks)
+            extras[Extra.KEY_SEGMENTS] = chunk(of_keys, 1, piece.keys, self.chunks)
         if not isinstance(piece.offset, int):
             extras[Extra.OFFSET] = piece.offset
         elif piece.offset:
@@ -157,7 +149,7 @@ def forward(form: Form, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], a
                 arriving, found = _when_done(arriving, found)
                 block = arriving
         by_result = zip(*(found[i] for i in range(local.chunks)), strict=True)
-        results = [local.joined(chunks, axis) for chunks, axis in zip(by_result, (1, 2, 2, 1), strict=False)]
+        results = [joined(chunks, axis) for chunks, axis in zip(by_result, (1, 2, 2, 1), strict=False)]
         return *results, *([arriving["block"]] if keeps_block else [])
 
     return function
@@ -194,7 +186,7 @@ def pullback(
                     sums["query"] = of_query[piece.queries]
                 names = tuple(name for name in moving if name in sums)
                 of_piece, given = local.call(piece, block, {}, stack=len(of_keys) == 2)
-                results = (local.chunk(x, axis, piece.queries) for x, axis in of_queries)
+                results = (chunk(x, axis, piece.queries, local.chunks) for x, axis in of_queries)
                 found = [*run(of_piece, names, *given, *results, *(sums[name] for name in names))]
                 if "query" in moving:
                     of_query[piece.queries], *found = found
@@ -204,7 +196,7 @@ def pullback(
                     of_chunks[piece.keys] = dict(zip(of_keys, found, strict=True))
             if whole is not None:
                 return [whole.reshape(2, -1, *whole.shape[1:])]
-            apart = [local.joined([chunk[name] for chunk in of_chunks], 1) for name in of_keys]
+            apart = [joined([part[name] for part in of_chunks], 1) for name in of_keys]
             return [stacked.packed(*apart)] if len(apart) == 2 and block is not None else apart
 
         own, *others = local.steps
@@ -232,7 +224,7 @@ def pullback(
             found = [x + y for x, y in zip(arrived, found, strict=True)]
         named = dict(zip(of_keys, found, strict=True))
         if "query" in moving:
-            named["query"] = local.joined([of_query[i] for i in range(local.chunks)], 1)
+            named["query"] = joined([of_query[i] for i in range(local.chunks)], 1)
         return tuple(named[name].astype(local.named[name].dtype) for name in moving)
 
     return function
