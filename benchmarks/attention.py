@@ -25,7 +25,6 @@ A call that has not enough memory is noted as that. The most important cases com
 each, so that a run that is cut short keeps what it has.
 """
 
-import argparse
 import itertools
 import json
 import os
@@ -42,7 +41,7 @@ import plot
 import timing
 from attention_cases import CPU_GROUPS, GROUPS, Case, operands, options, scores
 from jax.stages import Compiled
-from speed import git_commit, header, progress
+from speed import header, parser_of_cases, progress, reason
 
 import jaxsoft
 
@@ -179,14 +178,14 @@ def run(case: Case, programs: Programs, repeats: int) -> dict:
             _raise_without_memory(memory[name])
             errors[name] = check(case, arrays, program(arrays))
         except Exception as error:
-            failed[name] = _reason(error)
+            failed[name] = reason(error)
             continue
         if name not in PEERS and not errors[name] <= 1:  # NaN is an error too
             sys.exit(f"{name}, {case} {case.direction}: wrong, {errors[name]:.3g} times the allowed error")
         calls[name] = program, [(arrays,)]
     number = max(1 if CPU else 2, min(20, round(SAMPLE_SECONDS * RATE / case.flops())))
     times = timing.measure(calls, sum(x.nbytes for x in arrays.values()), repeats, number)
-    failed |= {name: _reason(time) for name, time in times.items() if isinstance(time, Exception)}
+    failed |= {name: reason(time) for name, time in times.items() if isinstance(time, Exception)}
     return {
         "group": case.group,
         "what": case.what,
@@ -208,14 +207,6 @@ def _raise_without_memory(needed: int) -> None:
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
     if limit and needed > limit:
         raise MemoryError(f"out of memory: it takes {needed / 2**30:.0f} GiB beside its operands")
-
-
-def _reason(error: Exception) -> str:
-    """The first line of an error. What XLA says where memory lacks is long."""
-    first = (str(error).strip().splitlines() or [""])[0]
-    if "RESOURCE_EXHAUSTED" in first:
-        return "out of memory"
-    return first[:300] if isinstance(error, MemoryError) else f"{type(error).__name__}: {first[:300]}"
 
 
 def line(found: dict, plain: dict | None) -> str:
@@ -256,17 +247,10 @@ def measure(cases: Sequence[Case], repeats: int, keep: Callable[[dict], None]) -
 def main() -> None:
     """Measures what is asked for."""
     groups = CPU_GROUPS if CPU else GROUPS
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer and, on a CPU, smaller cases")
-    parser.add_argument("--only", nargs="+", choices=groups, metavar="GROUP", help=f"of {', '.join(groups)}")
-    parser.add_argument(
-        "--having",
-        metavar="TEXT",
-        help='only cases with this in them, as in "causal with gradients", "sinks" or "x128 "',
+    parser = parser_of_cases(
+        __doc__, groups, '"causal with gradients", "sinks" or "x128 "', "fewer and, on a CPU, smaller cases"
     )
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write the measurements there")
     parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="also draw them there, as SVG")
-    parser.add_argument("--commit", default=git_commit(), metavar="HASH", help="what the file names")
     args = parser.parse_args()
     result: dict = {"header": header(args.commit), "records": []}
     print(result["header"]["device"], result["header"]["versions"], flush=True)

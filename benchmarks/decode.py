@@ -19,7 +19,6 @@ and for each implementation
   pallas   by name
 """
 
-import argparse
 import json
 import pathlib
 import sys
@@ -31,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import timing
 from decode_cases import CALLS, CPU_GROUPS, GROUPS, PEERS, Case, chain, error, implementations, operands, record
-from speed import git_commit, header, progress
+from speed import header, parser_of_cases, progress, reason
 
 CPU = jax.default_backend() == "cpu"
 REPEATS = 5 if CPU else 9
@@ -55,7 +54,7 @@ def run(case: Case, repeats: int) -> dict:
             errors[name] = error(case, arrays, jax.jit(chain(case, name, 1))(arrays)) / ALLOWED
             program = jax.jit(chain(case, name)).lower(arrays).compile()
         except Exception as problem:  # an implementation that does not serve the call, or has not the memory
-            failed[name] = _reason(problem)
+            failed[name] = reason(problem)
             continue
         if name not in PEERS and not errors[name] <= 1:  # NaN is an error too
             sys.exit(f"{name}, {case}: wrong, {errors[name]:.3g} times the allowed error")
@@ -65,7 +64,7 @@ def run(case: Case, repeats: int) -> dict:
     progress(f"timing {case}")
     times = timing.measure(calls, case.bytes() * CALLS, repeats, number=4)
     progress("")
-    failed |= {name: _reason(time) for name, time in times.items() if isinstance(time, Exception)}
+    failed |= {name: reason(time) for name, time in times.items() if isinstance(time, Exception)}
     seconds = {name: time / CALLS for name, time in times.items() if isinstance(time, float) and name != "copy"}
     copy = times["copy"]
     assert isinstance(copy, float)
@@ -75,12 +74,6 @@ def run(case: Case, repeats: int) -> dict:
         "errors": errors,
         "failed": failed,
     }
-
-
-def _reason(problem: Exception) -> str:
-    """The first line of an error. What XLA says where memory lacks is long."""
-    first = (str(problem).strip().splitlines() or [""])[0]
-    return "out of memory" if "RESOURCE_EXHAUSTED" in first else f"{type(problem).__name__}: {first[:300]}"
 
 
 def line(case: Case, found: dict) -> str:
@@ -106,13 +99,7 @@ def measure(cases: Sequence[Case], result: dict, path: pathlib.Path | None) -> N
 def main() -> None:
     """Measures what is asked for."""
     groups = CPU_GROUPS if CPU else GROUPS
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer cases")
-    parser.add_argument("--only", nargs="+", choices=groups, metavar="GROUP", help=f"of {', '.join(groups)}")
-    parser.add_argument("--having", metavar="TEXT", help='only cases with this in them, as in "pages of 64"')
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write the measurements there")
-    parser.add_argument("--commit", default=git_commit(), metavar="HASH", help="what the file names")
-    args = parser.parse_args()
+    args = parser_of_cases(__doc__, groups, '"pages of 64"').parse_args()
     result: dict = {"header": header(args.commit), "records": []}
     print(result["header"]["device"], result["header"]["versions"], flush=True)
     for group in args.only or groups:

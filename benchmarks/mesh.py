@@ -25,7 +25,6 @@ In the group "linear" the loss is that of hidden @ weight, with the gradients of
 and the floor is the time of the three matrix products alone ("products"), with the sum over devices that one needs.
 """
 
-import argparse
 import functools
 import json
 import pathlib
@@ -42,7 +41,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 from mesh_cases import AXIS, GROUPS, PEERS, Case, Linear, chain, error, implementations, linear, mesh, operands
-from speed import git_commit, header, progress
+from speed import header, parser_of_cases, progress, reason
 
 jax.config.update("jax_num_cpu_devices", 8)
 CPU = jax.default_backend() == "cpu"
@@ -70,7 +69,7 @@ def run(case: Case) -> dict:
                 raise program
             errors[name] = error(case, arguments, program(*arguments)[0])
         except Exception as problem:  # a peer that does not serve the call, or has not the memory
-            failed[name] = _reason(problem)
+            failed[name] = reason(problem)
             continue
         _check(name, case, errors[name])
         calls[name] = program, [arguments]
@@ -91,7 +90,7 @@ def run(case: Case) -> dict:
         "floor": copy * case.bytes() / (2 * COPIED),
         "seconds": {name: time / case.calls() for name, time in seconds.items()},
         "errors": errors,
-        "failed": failed | {name: _reason(time) for name, time in times.items() if isinstance(time, Exception)},
+        "failed": failed | {name: reason(time) for name, time in times.items() if isinstance(time, Exception)},
     }
 
 
@@ -109,7 +108,7 @@ def run_linear(case: Linear) -> dict:
             if name != "products":
                 errors[name] = case.error(given, program(*given))
         except Exception as problem:  # no memory for the logits
-            failed[name] = _reason(problem)
+            failed[name] = reason(problem)
             continue
         _check(name, case, errors.get(name, 0.0))
         calls[name] = program, [given]
@@ -124,7 +123,7 @@ def run_linear(case: Linear) -> dict:
         "floor": times["products"],
         "seconds": {name: time for name, time in times.items() if isinstance(time, float)},
         "errors": errors,
-        "failed": failed | {name: _reason(time) for name, time in times.items() if isinstance(time, Exception)},
+        "failed": failed | {name: reason(time) for name, time in times.items() if isinstance(time, Exception)},
     }
 
 
@@ -155,12 +154,6 @@ def _check(name: str, case: Case | Linear, found: float) -> None:
         sys.exit(f"{name}, {case}: wrong, {found:.3g} times the allowed error")
 
 
-def _reason(problem: Exception) -> str:
-    """The first line of an error. What XLA says where memory lacks is long."""
-    first = (str(problem).strip().splitlines() or [""])[0]
-    return "out of memory" if "RESOURCE_EXHAUSTED" in first else f"{type(problem).__name__}: {first[:300]}"
-
-
 def line(case: Case | Linear, found: dict) -> str:
     """One line of the table."""
     text = f"{case!s:56s} {found['floor'] * 1e6:9.1f}"
@@ -188,13 +181,7 @@ def measure[C: (Case, Linear)](
 def main() -> None:
     """Measures what is asked for."""
     groups = [*GROUPS, "linear"]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer cases")
-    parser.add_argument("--only", nargs="+", choices=groups, metavar="GROUP", help=f"of {', '.join(groups)}")
-    parser.add_argument("--having", metavar="TEXT", help='only cases with this in them, as in "float32"')
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write the measurements there")
-    parser.add_argument("--commit", default=git_commit(), metavar="HASH", help="what the file names")
-    args = parser.parse_args()
+    args = parser_of_cases(__doc__, groups, '"float32"').parse_args()
     if jax.device_count() < 2:
         sys.exit("needs two devices or more")
     result: dict = {"header": header(args.commit) | {"devices": jax.device_count()}, "records": []}

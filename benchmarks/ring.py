@@ -24,7 +24,6 @@ The group "longest" says how long a sequence may be: the largest power of 2 of t
 computed in the memory that there is, from the sizes that the compiled program states, run once.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -42,7 +41,7 @@ import timing
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
-from speed import git_commit, header, progress
+from speed import header, parser_of_cases, progress, reason
 
 import jaxsoft
 
@@ -273,12 +272,6 @@ def device_memory() -> int:
     return stats["bytes_limit"] if stats else 2**25
 
 
-def reason(problem: Exception) -> str:
-    """The first line of an error. What XLA says where memory lacks is long."""
-    first = (str(problem).strip().splitlines() or [""])[0]
-    return "out of memory" if "RESOURCE_EXHAUSTED" in first else f"{type(problem).__name__}: {first[:300]}"
-
-
 def line(case: Case, found: dict) -> str:
     """One line of the table."""
     seconds = dict(found["seconds"])
@@ -309,13 +302,7 @@ def cases(group: str, quick: bool) -> list[Case]:
 def main() -> None:
     """Measures what is asked for."""
     groups = ("speed", "methods", "longest")
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer cases")
-    parser.add_argument("--only", nargs="+", choices=groups, metavar="GROUP", help=f"of {', '.join(groups)}")
-    parser.add_argument("--having", metavar="TEXT", help='only cases with this in them, as in "forward"')
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write the measurements there")
-    parser.add_argument("--commit", default=git_commit(), metavar="HASH", help="what the file names")
-    args = parser.parse_args()
+    args = parser_of_cases(__doc__, groups, '"forward"').parse_args()
     if jax.device_count() < 2:
         sys.exit("needs two devices or more")
     result: dict = {"header": header(args.commit) | {"devices": jax.device_count()}, "records": []}

@@ -23,7 +23,6 @@ as bfloat16: on a CPU XLA sends the latter as float32.
 The group "long" is a million tokens over 8 devices.
 """
 
-import argparse
 import json
 import math
 import pathlib
@@ -37,7 +36,7 @@ import collectives
 import jax
 import scaling_cases
 from scaling_cases import Case
-from speed import git_commit, header, progress
+from speed import header, parser_of_cases, progress
 
 DEVICES = (8, 16, 32, 64)
 GROUPS = ("rows", "head", "attention", "sequence", "long")
@@ -92,13 +91,7 @@ def wanted(only: Sequence[str], quick: bool, having: str | None) -> list[Case]:
 
 def main() -> None:
     """Compiles what is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="8 devices alone, and gradients alone")
-    parser.add_argument("--only", nargs="+", choices=GROUPS, metavar="GROUP", help=f"of {', '.join(GROUPS)}")
-    parser.add_argument("--having", metavar="TEXT", help='only cases with this in them, as in "forward"')
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write what is found there")
-    parser.add_argument("--commit", default=git_commit(), metavar="HASH", help="what the file names")
-    args = parser.parse_args()
+    args = parser_of_cases(__doc__, GROUPS, '"forward"', "8 devices alone, and gradients alone").parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES[0] if args.quick else DEVICES[-1])
     result: dict = {"header": header(args.commit), "records": []}

@@ -40,6 +40,7 @@ import pathlib
 import platform
 import subprocess
 import sys
+from collections.abc import Iterable
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))  # where the modules beside this one are, under python -P too
 
@@ -173,6 +174,34 @@ def header(commit: str | None) -> dict:
         "commit": commit,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
+
+
+def parser_of_cases(
+    doc: str | None, groups: Iterable[str], having: str, quick: str = "fewer cases"
+) -> argparse.ArgumentParser:
+    """The arguments of a benchmark whose cases are in groups.
+
+    Args:
+      doc: what the benchmark says of itself.
+      groups: their names.
+      having: what a case may have in it, as an example or several, in quotes.
+      quick: what it does to be quick.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--only", nargs="+", choices=groups, metavar="GROUP", help=f"of {', '.join(groups)}")
+    parser.add_argument("--having", metavar="TEXT", help=f"only cases with this in them, as in {having}")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write what is found there")
+    parser.add_argument("--commit", default=git_commit(), metavar="HASH", help="what the file names")
+    return parser
+
+
+def reason(problem: Exception) -> str:
+    """Why there is no time, in one line. What XLA says where memory lacks is long."""
+    first = (str(problem).strip().splitlines() or [""])[0]
+    if "RESOURCE_EXHAUSTED" in first:
+        return "out of memory"
+    return first[:300] if isinstance(problem, MemoryError) else f"{type(problem).__name__}: {first[:300]}"
 
 
 def progress(text: str) -> None:
