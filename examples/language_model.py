@@ -18,6 +18,7 @@ import functools
 import pathlib
 import sys
 import time
+from collections.abc import Sequence
 from pydoc_data.topics import topics
 
 import jax
@@ -212,6 +213,21 @@ def draw(runs, path):
     fig.savefig(path, dpi=120)
 
 
+def differences(losses: Sequence[float], expected: Sequence[float]) -> tuple[float, float]:
+    """The largest relative difference in the first steps, and in all of them."""
+    difference = np.abs(np.array(losses) - expected) / expected
+    return difference[:EARLY_STEPS].max(), difference.max()
+
+
+def exit_status(early: float, all_steps: float, dtype: str) -> int:
+    """0 if rounding explains such differences, else 1, which is said."""
+    early_tolerance, tolerance = TOLERANCES[dtype]
+    if early <= early_tolerance and all_steps <= tolerance:  # not where a loss is NaN
+        return 0
+    print(f"FAILED: rounding explains {early_tolerance:.0e} and {tolerance:.0e}", file=sys.stderr)
+    return 1
+
+
 def main():
     """Trains, shows and compares. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -242,18 +258,12 @@ def main():
     drawn = generate(runs["jaxsoft"].model, tokens[None, : args.context], jax.random.key(0), 400, sample)[0]
     print(f"\nThe model's own text:\n{'-' * 80}\n{''.join(alphabet[t] for t in drawn)}\n{'-' * 80}")
 
-    ours, theirs = (np.array(run.losses) for run in runs.values())
-    difference = np.abs(ours - theirs) / theirs
-    early, all_steps = difference[:EARLY_STEPS].max(), difference.max()
+    early, all_steps = differences(*(run.losses for run in runs.values()))
     for name, run in runs.items():
         print(f"{name:8s} {np.median(run.seconds):.4f} s per step, last loss {run.losses[-1]:.4f}")
     print(f"largest relative difference: {early:.1e} in the first {EARLY_STEPS} steps, {all_steps:.1e} in all steps")
     print(f"loss curves: {args.out}")
-    early_tolerance, tolerance = TOLERANCES[args.dtype]
-    if not (early <= early_tolerance and all_steps <= tolerance):  # also where a loss is NaN
-        print(f"FAILED: rounding explains {early_tolerance:.0e} and {tolerance:.0e}", file=sys.stderr)
-        return 1
-    return 0
+    return exit_status(early, all_steps, args.dtype)
 
 
 if __name__ == "__main__":
