@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsoft._attention.form import Extra, Form
-from jaxsoft._attention.layouts import Function, chunk, joined, order
+from jaxsoft._attention.layouts import AXES_OF_COTANGENTS, AXES_OF_RESULTS, Function, chunk, joined, order
 from jaxsoft._core.mesh import Axes
 
 _KEYS = ("key", "value")
@@ -80,7 +80,7 @@ def forward(form: Form, axes: Axes, run: Callable[..., tuple[jax.Array, ...]]) -
         for index in range(gathered.chunks):
             of_chunk, given = gathered.call(index)
             found.append(run(of_chunk, *given))
-        pairs = zip(zip(*found, strict=True), (1, 2, 2, 1), strict=False)
+        pairs = zip(zip(*found, strict=True), AXES_OF_RESULTS, strict=False)
         return tuple(joined(chunks, axis) for chunks, axis in pairs)
 
     return function
@@ -93,13 +93,13 @@ def pullback(form: Form, moving: Sequence[str], axes: Axes, run: Callable[..., t
     def function(*operands):
         # Else XLA may keep the keys of all devices from the forward pass until here.
         operands = jax.lax.optimization_barrier(operands)
-        *given, output, lse, rest, delta, cotangent = operands
+        given, known = operands[: len(form.names)], operands[len(form.names) :]
         gathered = _Gathered.of(form, axes, given)
         of_query: list[jax.Array] = []
         sums: dict[str, jax.Array] = {}
         for index in range(gathered.chunks):
             of_chunk, base = gathered.call(index)
-            pairs = (output, 1), (lse, 2), (rest, 2), (delta, 2), (cotangent, 1)
+            pairs = zip(known, AXES_OF_COTANGENTS, strict=True)
             results = (chunk(x, axis, index, gathered.chunks) for x, axis in pairs)
             found = dict(zip(moving, run(of_chunk, tuple(sums), *base, *results, *sums.values()), strict=True))
             of_query += [found["query"]] if "query" in moving else []

@@ -16,6 +16,11 @@ from jaxsoft._attention.form import Shards
 
 LAYOUTS = ("contiguous", "striped", "zigzag")
 
+# The dimension of the queries in the output, the log-sum-exp, its rest and the output's rest; and in what the gradients
+# are made of beside the operands of a call: output, lse, rest, delta and cotangent.
+AXES_OF_RESULTS = (1, 2, 2, 1)
+AXES_OF_COTANGENTS = (1, 2, 2, 2, 1)
+
 type Function = Callable[..., tuple[jax.Array, ...]]
 
 
@@ -134,8 +139,8 @@ def steps(
         elif layout == "zigzag":
             # The first chunk of an earlier device is before both chunks, and the second after both. Both chunks of a
             # later device are between these two.
-            chunk = length // 2
-            piece = Piece(query_begins=_either(wraps, chunk, 0), key_lengths=_either(wraps, length, chunk))
+            half = length // 2
+            piece = Piece(query_begins=_either(wraps, half, 0), key_lengths=_either(wraps, length, half))
         else:
             # Key b of the block has the position b * devices + rank - shift, and `devices` more if the block wraps.
             before = None if left is None else (left - shift) // devices
@@ -151,7 +156,7 @@ def steps(
     return 1, found
 
 
-def _of_zigzag(devices: int, left: int | None, right: int | None, chunk: int, rank: jax.Array) -> list[Step]:
+def _of_zigzag(devices: int, left: int | None, right: int | None, half: int, rank: jax.Array) -> list[Step]:
     """The steps of a zigzag layout, a piece for each two chunks of which the second may be in reach of the first."""
     found = []
     for shift in range(devices):
@@ -165,7 +170,7 @@ def _of_zigzag(devices: int, left: int | None, right: int | None, chunk: int, ra
                 if shift == 0 and queries == keys:
                     offset: jax.Array | int = 0
                 else:
-                    offset = _numbers((mine[queries] - theirs[keys]) * chunk)
+                    offset = _numbers((mine[queries] - theirs[keys]) * half)
                 pieces.append(Piece(queries, keys, left, right, offset))
         found.append(Step(shift, tuple(pieces)))
     return found

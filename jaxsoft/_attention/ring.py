@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from jaxsoft._attention import stacked
 from jaxsoft._attention.form import Extra, Form
-from jaxsoft._attention.layouts import Function, Piece, Step, chunk, joined, steps
+from jaxsoft._attention.layouts import AXES_OF_COTANGENTS, AXES_OF_RESULTS, Function, Piece, Step, chunk, joined, steps
 from jaxsoft._core.mesh import Axes
 from jaxsoft.fold import accumulator
 
@@ -149,7 +149,7 @@ def forward(form: Form, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], a
                 arriving, found = _when_done(arriving, found)
                 block = arriving
         by_result = zip(*(found[i] for i in range(local.chunks)), strict=True)
-        results = [joined(chunks, axis) for chunks, axis in zip(by_result, (1, 2, 2, 1), strict=False)]
+        results = [joined(chunks, axis) for chunks, axis in zip(by_result, AXES_OF_RESULTS, strict=False)]
         return *results, *([arriving["block"]] if keeps_block else [])
 
     return function
@@ -171,9 +171,9 @@ def pullback(
 
     def function(*operands):
         count = len(form.names)
-        output, lse, rest, delta, cotangent, *kept = operands[count:]
+        known, kept = operands[count : count + len(AXES_OF_COTANGENTS)], operands[count + len(AXES_OF_COTANGENTS) :]
         local = _Local.of(form, axes, operands[:count], at_once)
-        of_queries = (output, 1), (lse, 2), (rest, 2), (delta, 2), (cotangent, 1)
+        of_queries = [*zip(known, AXES_OF_COTANGENTS, strict=True)]
         of_query: dict[int, jax.Array] = {}  # the gradient by each chunk of queries, so far
 
         def gradients(step: Step, block: dict[str, jax.Array] | None) -> list[jax.Array]:

@@ -14,6 +14,7 @@ import numpy as np
 from jaxsoft import fold
 from jaxsoft._attention.blocks import Block, Call
 from jaxsoft._attention.form import Extra, Form
+from jaxsoft._attention.layouts import AXES_OF_RESULTS
 from jaxsoft._attention.pages import PagedCall
 from jaxsoft._attention.parts import Part, parts
 from jaxsoft.fold import AttentionState
@@ -43,8 +44,8 @@ def forward(form: Form, platform: str | None = None) -> Function:
         ]
         if len(found) == 1:
             return found[0]
-        axes = 1, 2, 2, 1
-        return tuple(jnp.concatenate(v, axis) for v, axis in zip(zip(*found, strict=True), axes, strict=False))
+        pairs = zip(zip(*found, strict=True), AXES_OF_RESULTS, strict=False)
+        return tuple(jnp.concatenate(v, axis) for v, axis in pairs)
 
     return function
 

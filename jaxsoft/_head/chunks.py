@@ -55,6 +55,7 @@ def over_chunks[T](
       step: what is done with a chunk, which is traced once, and once more for a shorter last chunk.
       carry: an array, or a tree of them.
       first: the class that the first chunk begins with.
+      unroll: how many chunks a round of the loop takes.
     """
     whole, rest = divmod(classes - first, size)
     last = first + whole * size
