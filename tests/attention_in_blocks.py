@@ -23,6 +23,10 @@ OPTIONS = {
         Extra.QUERY_LENGTHS: np.resize(np.array([t, t // 2], np.int32), b),
         Extra.KEY_LENGTHS: np.resize(np.array([s // 2 + 3, s], np.int32), b),
     },
+    "begins": lambda b, t, s: {
+        Extra.QUERY_BEGINS: np.resize(np.array([t // 3, 0, t], np.int32), b),
+        Extra.KEY_LENGTHS: np.resize(np.array([s, s // 2, 1], np.int32), b),
+    },
     "offset": lambda b, t, s: {Extra.OFFSET: np.resize(np.array([s - t, 2], np.int32), b)},
 }
 

@@ -86,7 +86,7 @@ class Operation(abc.ABC):
         if shards is not None and shards.axis is not None:
             # To derivatives the block is a constant, and not what it was made of.
             run = lambda operation, *v: operation.formula(platform)(*v)  # noqa: E731
-            return self.on_shards((shards.axis,), run, fresh=True)
+            return self.on_shards((shards.axis,), run, "xla", fresh=True)
         if self.form.stacked:
             return stacked.served(self.gradients, self.apart.formula(platform))
         function = self.alone(self.whole._plain(platform))
@@ -119,23 +119,23 @@ class Operation(abc.ABC):
         return self._with_block(in_order(self.form.shards, *self._dimensions, function))
 
     def on_shards(
-        self, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], at_once: bool = True, fresh: bool = False
+        self, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], implementation: str | None, fresh: bool = False
     ) -> xla.Function:
         """The operation on one device that has a part of a sequence.
 
         Args:
           axes: the axes of the mesh over which it is sharded.
           run: (operation, *operands) -> the results of one on one device.
-          at_once: whether that may say from which query on queries count.
+          implementation: of these, if it was named.
           fresh: whether no block is kept from the forward pass for the gradients.
         """
         assert self.form.shards is not None
         if fresh:
             without = dataclasses.replace(self, form=_without_block(self.form))
-            return self._with_block(without.on_shards(axes, run, at_once))
+            return self._with_block(without.on_shards(axes, run, implementation))
         if self.form.shards.method == "all_to_all":
             return over_heads(self.form.shards, axes, *self._dimensions, lambda *v: run(self.whole, *v))
-        return self._by_blocks(axes, run, at_once)
+        return self._by_blocks(axes, run, implementation)
 
     @abc.abstractmethod
     def _with_block(self, function: xla.Function) -> xla.Function:
@@ -149,7 +149,9 @@ class Operation(abc.ABC):
         return operands, results
 
     @abc.abstractmethod
-    def _by_blocks(self, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], at_once: bool) -> xla.Function:
+    def _by_blocks(
+        self, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], implementation: str | None
+    ) -> xla.Function:
         """`on_shards`, where each device attends to the keys of others with its own queries."""
 
     @abc.abstractmethod
@@ -196,14 +198,16 @@ class Forward(Operation):
         """As the operation, in plain JAX."""
         return xla.forward(self.form, platform)
 
-    def _by_blocks(self, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], at_once: bool) -> xla.Function:
+    def _by_blocks(
+        self, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], implementation: str | None
+    ) -> xla.Function:
         """As the operation."""
 
         def of_form(form: Form, *operands: jax.Array) -> tuple[jax.Array, ...]:
             return run(dataclasses.replace(self, form=form, residual=True), *operands)
 
         if self.form.shards.method == "ring":  # type: ignore[union-attr]
-            return ring.forward(self.form, axes, of_form, at_once)
+            return ring.forward(self.form, axes, of_form, implementation)
         return all_gather.forward(self.form, axes, of_form)
 
     def _with_block(self, function: xla.Function) -> xla.Function:
@@ -284,14 +288,16 @@ class Pullback(Operation):
         plain = xla.pullback(self.form, self.moving, platform, self.wide)
         return xla.with_sums(self.moving, self.sums, plain) if self.sums else plain
 
-    def _by_blocks(self, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], at_once: bool) -> xla.Function:
+    def _by_blocks(
+        self, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], implementation: str | None
+    ) -> xla.Function:
         """As the operation."""
 
         def of_form(form: Form, sums: tuple[str, ...], *operands: jax.Array) -> tuple[jax.Array, ...]:
             return run(dataclasses.replace(self, form=form, wide=True, sums=sums), *operands)
 
         if self.form.shards.method == "ring":  # type: ignore[union-attr]
-            return ring.pullback(self.form, self.moving, axes, of_form, at_once)
+            return ring.pullback(self.form, self.moving, axes, of_form, implementation)
         return all_gather.pullback(self.form, self.moving, axes, of_form)
 
     def _with_block(self, function: xla.Function) -> xla.Function:

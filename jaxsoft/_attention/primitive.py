@@ -86,10 +86,8 @@ def _on_shards(operation: Operation, implementation: str | None) -> Callable[...
         check_operands(operation, implementation, [jax.typeof(x) for x in operands])
         return _bind(operation, implementation, *operands)
 
-    at_once = implementation not in ("pallas", "cudnn")
-
     def on_shards(axes: Axes, fresh: bool = False) -> Callable[..., tuple[jax.Array, ...]]:
-        return operation.on_shards(axes, run, at_once, fresh)
+        return operation.on_shards(axes, run, implementation, fresh)
 
     return on_shards
 

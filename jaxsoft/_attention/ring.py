@@ -27,6 +27,8 @@ from jaxsoft.fold import accumulator
 
 _KEYS = ("key", "value")
 _SEGMENTS = Extra.KEY_SEGMENTS.value
+_WHOLE = ("pallas", "cudnn")  # whose kernels cannot be told from which query on queries count
+_OF_BLOCKS = (None, "ffi")  # whose kernels take keys and values as one array; others would cut it into two
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,19 +40,20 @@ class _Local:
     named: dict[str, jax.Array]
     chunks: int
     steps: Sequence[Step]
+    takes_blocks: bool
 
     @classmethod
-    def of(cls, form: Form, axes: Axes, operands: Sequence[jax.Array], at_once: bool) -> "_Local":
+    def of(cls, form: Form, axes: Axes, operands: Sequence[jax.Array], implementation: str | None) -> "_Local":
         """Of the operands of the part of the sequence that the device has."""
         assert form.shards is not None
         named = dict(zip(form.names, operands, strict=False))
         rank = jax.lax.axis_index(axes).astype(jnp.int32)
         # Segments and head sizes that differ are for kernels that do not say which queries count.
         alike = named["key"].shape[-1] == named["value"].shape[-1]
-        at_once = at_once and alike and Extra.QUERY_SEGMENTS not in form.extras
+        at_once = implementation not in _WHOLE and alike and Extra.QUERY_SEGMENTS not in form.extras
         length = named["query"].shape[1]
         chunks, found = steps(form.shards, form.left, form.right, length, rank, at_once)
-        return cls(form, axes, named, chunks, found)
+        return cls(form, axes, named, chunks, found, chunks == 1 and alike and implementation in _OF_BLOCKS)
 
     @property
     def own(self) -> dict[str, jax.Array]:
@@ -87,12 +90,11 @@ class _Local:
           stack: whether keys and values of a block may be one array.
           of_form: what else is special about the form.
         """
-        sizes = self.sizes
-        is_stacked = stack and block is not None and self.chunks == 1 and sizes[0] == sizes[1]
+        is_stacked = stack and block is not None and self.takes_blocks
         if block is None:
             keys: Sequence[jax.Array] = [self.named[name] for name in _KEYS]
         else:
-            keys = [stacked.flat(block["block"])] * 2 if is_stacked else stacked.unpacked(block["block"], sizes)
+            keys = [stacked.flat(block["block"])] * 2 if is_stacked else stacked.unpacked(block["block"], self.sizes)
         base = [chunk(self.named["query"], 1, piece.queries, self.chunks)]
         base += [chunk(x, 1, piece.keys, self.chunks) for x in keys]
         extras = dict(more)
@@ -113,21 +115,23 @@ class _Local:
         return dataclasses.replace(self.form.whole, **of_form), [*base, *(extras[extra] for extra in names)]
 
 
-def forward(form: Form, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], at_once: bool) -> Function:
+def forward(
+    form: Form, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], implementation: str | None
+) -> Function:
     """Attention on one device, of the operands of its part of the sequence.
 
     Args:
       form: of the call.
       axes: the axes of the mesh over which the sequence is sharded.
       run: (form, *operands) -> the results of a call on one device.
-      at_once: whether such a call may say from which query on queries count.
+      implementation: of such a call, if it was named.
     """
 
     assert form.shards is not None
     keeps_block = form.shards.keeps_block
 
     def function(*operands):
-        local = _Local.of(form, axes, operands, at_once)
+        local = _Local.of(form, axes, operands, implementation)
         wide = jnp.dtype(accumulator(operands[0].dtype))
         last = {piece.queries: (step.shift, i) for step in local.steps for i, piece in enumerate(step.pieces)}
         found: dict[int, Sequence[jax.Array]] = {}
@@ -156,14 +160,18 @@ def forward(form: Form, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], a
 
 
 def pullback(
-    form: Form, moving: Sequence[str], axes: Axes, run: Callable[..., tuple[jax.Array, ...]], at_once: bool
+    form: Form,
+    moving: Sequence[str],
+    axes: Axes,
+    run: Callable[..., tuple[jax.Array, ...]],
+    implementation: str | None,
 ) -> Function:
     """The gradients on one device, of the operands of its part of the sequence.
 
     Args:
       form: of the call.
       moving: the operands whose gradients are wanted: some of query, key and value.
-      axes, at_once: as `forward` has them.
+      axes, implementation: as `forward` has them.
       run: (form, sums, *operands) -> the gradients of a call on one device in the accumulator's dtype, of which those
         named by `sums` are added to the last operands.
     """
@@ -172,7 +180,7 @@ def pullback(
     def function(*operands):
         count = len(form.names)
         known, kept = operands[count : count + len(AXES_OF_COTANGENTS)], operands[count + len(AXES_OF_COTANGENTS) :]
-        local = _Local.of(form, axes, operands[:count], at_once)
+        local = _Local.of(form, axes, operands[:count], implementation)
         of_queries = [*zip(known, AXES_OF_COTANGENTS, strict=True)]
         of_query: dict[int, jax.Array] = {}  # the gradient by each chunk of queries, so far
 

@@ -56,6 +56,12 @@ def test_options(options, of_form, size):
     check(Blocks.make((2, 640, 640, 8, 2, size), jnp.bfloat16, options, (256, 512), **of_form), jnp.bfloat16)
 
 
+@pytest.mark.parametrize("size", [64, 96, 128, 192, 256])
+def test_first_queries(size):
+    """From which query on queries count, as in a zigzag ring; with more work than multiprocessors take at once."""
+    check(Blocks.make((3, 700, 300, 16, 4, size), jnp.bfloat16, ("begins",), (128,)), jnp.bfloat16)
+
+
 @pytest.mark.parametrize("size", [64, 128, 256])
 @pytest.mark.parametrize(("t", "s", "borders"), [(193, 301, (1, 150)), (65, 200, (64, 129)), (1, 300, (100, 200))])
 def test_lengths(t, s, borders, size):

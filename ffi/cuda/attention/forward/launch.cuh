@@ -40,9 +40,10 @@ cudaError_t launch_forward_by_plan(const AttentionCall& call, const AttentionBef
   }
   args.unit = static_cast<float>(kLog2E) * (call.cap > 0 ? 1 : call.scale);
   args.slack = 8 / args.unit;
-  // Where blocks of keys come from other devices, messages are sent meanwhile, by kernels that need multiprocessors.
-  // They get none from blocks that stay until all is done: on an H200 a message waited for the end of the kernel.
-  const bool in_turn = before.lse || results.wide;
+  // Results in f32 are those of some of the keys: others come from other devices meanwhile, by kernels that need
+  // multiprocessors. They get none from blocks that stay until all is done: on an H200 a message waited for the end of
+  // the kernel. With the last keys nothing has to arrive any more.
+  const bool in_turn = results.wide;
   const int most = in_turn ? args.items : std::min<int>(device.processors, args.items);
   if (auto e = clear_counter(args.items > most, call.workspace, stream, &args.counter)) return e;
   auto kernel = attention_forward<T, Plan, kind>;
