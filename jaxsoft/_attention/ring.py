@@ -115,9 +115,7 @@ class _Local:
         return dataclasses.replace(self.form.whole, **of_form), [*base, *(extras[extra] for extra in names)]
 
 
-def forward(
-    form: Form, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], implementation: str | None
-) -> Function:
+def forward(form: Form, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], implementation: str | None) -> Function:
     """Attention on one device, of the operands of its part of the sequence.
 
     Args:
