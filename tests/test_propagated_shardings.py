@@ -1,6 +1,7 @@
-"""Shardings that come about inside a program: parts of a dimension that are not equal, and axes that are cut in two.
+"""Shardings that come about inside a program: parts of a dimension that are not equal, axes that are cut in two, and
+those of arrays that lie nowhere before.
 
-No user can give an array such a sharding. XLA does, where a sharded dimension is sliced or reshaped under `jit`.
+No user can give an array one of the first two. XLA does, where a sharded dimension is sliced or reshaped under `jit`.
 """
 
 import calls
@@ -71,3 +72,18 @@ def test_cut_axes(name, implementation):
         compiled = jax.jit(lambda x: jax.numpy.sum(reshaped(ours)(x)[0])).lower(sharded).compile()
         if implementation != "xla":
             assert max(np.prod(size) for _, size in collectives(compiled)) < 2 * DEVICES
+
+
+@pytest.mark.parametrize("name", definitions.ROW_FUNCTIONS)
+@each_fast_implementation
+def test_constraints(name, implementation):
+    """Of an operand of the host, a constraint inside the program says how it lies. Rows stay on their devices."""
+    x = np.random.default_rng(0).standard_normal((DEVICES, 16)).astype(np.float32)
+    ours, theirs = calls.row_function(implementation, name)
+
+    def laid(f):
+        return lambda x: f(jax.lax.with_sharding_constraint(x, P("a")))
+
+    with jax.set_mesh(mesh()), served(implementation):
+        Case(name, laid(ours), theirs, [x]).check(jax.jit)
+        assert not [*collectives(jax.jit(laid(ours)).lower(x).compile())]

@@ -53,7 +53,7 @@ def partitioned(operation: Operation, kernel: Function, on_shards: Callable[...,
     shards = operation.form.shards
 
     def partition(mesh, operands, results):
-        mesh, sizes = refined(mesh), _Sizes.of(operands)
+        mesh, sizes = refined(mesh, operands[0]), _Sizes.of(operands)
         of_query = axes_of(operands[0], mesh)
         axes = {"b": if_even(of_query[0], sizes.b, mesh), "n": if_even(of_query[2], sizes.n, mesh)}
         devices = math.prod(mesh.shape[axis] for axis in axes["n"])

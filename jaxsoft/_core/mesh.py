@@ -40,12 +40,16 @@ def automatically[T](function: Callable[..., T], shardings: T, *operands: jax.Ar
     return jax.sharding.auto_axes(function, axes=explicit, out_sharding=shardings)(*operands)
 
 
-def refined(mesh: Mesh) -> Mesh:
-    """The mesh with an axis for each prime factor of the size of each of its axes.
+def refined(mesh: Mesh, x: jax.ShapeDtypeStruct) -> Mesh:
+    """The mesh of an operand x, with an axis for each prime factor of the size of each of its axes.
 
     XLA may cut one axis of a mesh into two: where a sharded dimension is reshaped to two, each is sharded over a part
-    of the axis. Over the refined mesh, that is a sharding as any other.
+    of the axis. Over the refined mesh, that is a sharding as any other. Of a program none of whose operands lies over a
+    mesh, JAX gives an empty one, though there may be constraints inside: then the devices of x's sharding are an axis.
     """
+    if mesh.empty and x.sharding is not None:
+        devices = [*x.sharding.devices_indices_map((len(x.sharding.device_set),) * len(x.shape))]
+        mesh = Mesh(np.array(devices), ("devices",))
     factors = [(f"{name}_{i}", factor) for name, size in mesh.shape.items() for i, factor in enumerate(_primes(size))]
     names, sizes = zip(*factors, strict=True) if factors else ((), ())
     return Mesh(mesh.devices.reshape(sizes), names)

@@ -29,7 +29,7 @@ def partitioned(
     def partition(mesh, operands, results):
         del results
         hidden, weight = operands[:2]
-        rows, mesh = _row_names(hidden), refined(mesh)
+        rows, mesh = _row_names(hidden), refined(mesh, hidden)
 
         def even_axes(x: jax.ShapeDtypeStruct) -> list[Axes]:
             return [if_even(axes, size, mesh) for axes, size in zip(axes_of(x, mesh), x.shape, strict=True)]

@@ -1,5 +1,7 @@
 """ring_attention and ring_order: attention over sequences that lie over several devices."""
 
+import functools
+
 import jax
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
@@ -51,8 +53,9 @@ def ring_attention(
     It is called in one of two ways, which compute the same:
 
     * inside `jax.shard_map` with the axis among the manual ones, with a device's part of each array;
-    * else, as under `jax.jit`, with whole arrays, where `jax.set_mesh` has set the mesh. Each device then works on the
-      part that it has, if the arrays are sharded along T over the axis. Batch and heads may be sharded over other axes.
+    * else, as under `jax.jit`, with whole arrays, where `jax.set_mesh` has set the mesh. Each device then works on its
+      part of the sequence. Arrays that are not sharded along T over the axis become so, but over explicit axes stay as
+      they are. Batch and heads may be sharded over other axes.
 
     Args:
       query: of shape (B, T, N, H) or (T, N, H), in f16, bf16, f32 or f64; the three arrays have one dtype.
@@ -123,7 +126,9 @@ def ring_attention(
         given.query, length, given.no_batch, None, None, None, None, sinks, query_segment_ids, key_value_segment_ids, 0,
         sequence_whole=False, axis_name=shards.axis,
     )  # fmt: skip
-    if shards.axis is not None:
+    if shards.axis is None:
+        given = given._replace(**_laid(axis_name, {"query": given.query, "key": given.key, "value": given.value}))
+    else:
         query, *others = varying_over(axis_name, given.query, given.key, given.value, *extras.values())
         given = given._replace(query=query, key=others[0], value=others[1])
         extras = dict(zip(extras, others[2:], strict=True))
@@ -197,6 +202,16 @@ def _shards(given: Arrays, axis_name: str, layout: str, method: str | None) -> S
                 )
     keeps = method == "ring" and devices > 1
     return Shards(devices, layout, method, axis_name if inside else None, keeps)
+
+
+@functools.partial(jax.jit, static_argnames="axis_name")
+def _laid(axis_name: str, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The arrays, of which each device has its part of the sequence. Over explicit axes they lie as their types say."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if axis_name not in mesh.auto_axes:
+        return arrays
+    some = jax.P.UNCONSTRAINED
+    return jax.lax.with_sharding_constraint(arrays, jax.P(some, axis_name, some, some))
 
 
 def _check_layout(layout: str) -> None:

@@ -106,7 +106,7 @@ def _partitioned(sampler: Sampler) -> Draw:
 
     def partition(mesh, operands, results):
         del results
-        x, mesh = operands[1], refined(mesh)
+        x, mesh = operands[1], refined(mesh, operands[1])
         *rows, tokens = axes_of(x, mesh)
         tokens = if_even(tokens, x.shape[-1], mesh) if sampler.k else ()
 

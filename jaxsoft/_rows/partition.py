@@ -25,7 +25,7 @@ def partitioned(operation: Operation, form: Form, kernels: Kernels) -> RowFuncti
 
     def partition(mesh, operands, results):
         del results
-        x, mesh = operands[0], refined(mesh)
+        x, mesh = operands[0], refined(mesh, operands[0])
         dims = _dims(operation, form, [v.shape for v in operands])
         axes = dict(zip(dims[0], axes_of(x, mesh), strict=True))
         axes["n"] = if_even(axes["n"], x.shape[dims[0].index("n")], mesh)

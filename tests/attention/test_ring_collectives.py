@@ -41,8 +41,8 @@ def gathers(derivative):
     return found | ({("reduce-scatter", KEY): 2} if derivative else {})
 
 
-def sent(method, layout, derivative, segments, inside=False, kind=AxisType.Auto, **limits):
-    """The collective operations of a program by how often they are in it."""
+def sent(method, layout, derivative, segments, inside=False, kind=AxisType.Auto, laid=True, **limits):
+    """The collective operations of a program by how often they are in it. Its operands may not be `laid` out before."""
     x = np.zeros((BATCH, MOST * TOKENS, HEADS, SIZE), np.float32)
     ids = np.zeros(x.shape[:2], np.int32)
     spec = P(None, "s")
@@ -60,7 +60,7 @@ def sent(method, layout, derivative, segments, inside=False, kind=AxisType.Auto,
 
     with jax.set_mesh(mesh_of(kind, s=MOST)):
         operands = [x, x[:, :, :KEY_HEADS], x[:, :, :KEY_HEADS], *([ids] if segments else [])]
-        operands = [jax.device_put(v, spec) for v in operands]
+        operands = [jax.device_put(v, spec) if laid else v for v in operands]
         return collections.Counter(collectives(jax.jit(pulled if derivative else attend).lower(*operands).compile()))
 
 
@@ -83,6 +83,34 @@ def test_ring(layout, derivative, inside, kind):
     """One permute a step, and one of segments."""
     found = sent("ring", layout, derivative, True, inside, kind, is_causal=True)
     assert found == permutes(MOST, derivative)
+
+
+@each_derivative
+def test_operands_of_the_host(derivative):
+    """Arrays that lie nowhere before are sharded along the sequence, as those are that lie so."""
+    assert sent("ring", "zigzag", derivative, False, laid=False, is_causal=True) == +collections.Counter(
+        {what: count for what, count in permutes(MOST, derivative).items() if what[1] == BLOCK}
+    )
+
+
+@each_derivative
+@pytest.mark.skipif(DEVICES < 8, reason="needs three axes")
+def test_axes_that_are_not_manual(derivative):
+    """Inside shard_map over the sequence alone, batch and heads stay sharded over other axes: a ring sends blocks."""
+    x = np.zeros((BATCH, 2 * TOKENS, HEADS, SIZE), np.float32)
+
+    def attend(*operands):
+        return jaxsoft.ring_attention(*operands, axis_name="s", layout="zigzag", method="ring", is_causal=True)
+
+    def pulled(*operands):
+        y, pull = jax.vjp(along, *operands)
+        return y, pull(y)
+
+    along = jax.shard_map(attend, in_specs=P(None, "s"), out_specs=P(None, "s"), axis_names={"s"})
+    with jax.set_mesh(mesh_of(b=2, s=2, n=2)):
+        operands = [jax.device_put(v, P("b", "s", "n")) for v in (x, x[:, :, :KEY_HEADS], x[:, :, :KEY_HEADS])]
+        program = jax.jit(pulled if derivative else along).lower(*operands).compile()
+    assert {what for what, _ in collectives(program)} == {"collective-permute"}
 
 
 @each_derivative
