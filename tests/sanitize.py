@@ -5,12 +5,13 @@
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py attention
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py attention ffi
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py attention ffi paged
+    compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py attention ffi blocks
 
 and likewise synccheck and, with --check-api-memory-access no, as XLA copies workspaces that nobody has written,
 initcheck. The kernels are those of "ffi", unless "pallas" or "triton" is named, or "attention", for Pallas's kernels of
 attention, or with "ffi" beside it those in CUDA; of both, options can be named as well, such as `segments`, or `paged`,
-for keys and values in pages. racecheck takes long, so a dtype and a shape can be named, and the kernels that it looks
-at by a part of their mangled names, here those of `ring`:
+for keys and values in pages, or `blocks`, for keys that come block by block. racecheck takes long, so a dtype and a
+shape can be named, and the kernels that it looks at by a part of their mangled names, here those of `ring`:
 
     compute-sanitizer --tool racecheck --kernel-name kns=4ringI python tests/sanitize.py bfloat16 130x70000
 
@@ -51,13 +52,14 @@ Not a test of pytest's: it needs a GPU, and the tool around it.
 import concurrent.futures
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import attention_calls
 import jax
 import jax.numpy as jnp
 import numpy as np
 import paged_calls
+from attention_in_blocks import Blocks
 from cases import Case
 
 from jaxsoft._rows.forms import Form
@@ -190,6 +192,8 @@ FEW_SHAPES = [(1, 4000, 8), (5, 77, 4), (16, 1000, 32)]
 PAGED_OPTIONS = [(), ("shared", "out of range", "query lengths", "causal"), ("lengths", "bias", "mask of keys", "cap")]
 PAGED_OPTIONS += [("window", "sinks", "key scale", "value scale")]
 PAGED_SHAPES = [(1, 8, 60, 64), (16, 32, 20, 16)]
+# And for keys in blocks.
+BLOCK_OPTIONS = [(), ("begins",), ("lengths", "offset")]
 
 
 def attention_in_cuda() -> Iterator[tuple[Case, bool]]:
@@ -211,6 +215,20 @@ def attention_in_cuda() -> Iterator[tuple[Case, bool]]:
             yield paged_calls.case(options, sizes, next(dtypes), "ffi", of_pages=of_pages), False
 
 
+def attention_in_blocks() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Calls whose keys come block by block: with a state, and with sums to which gradients are added."""
+    dtypes = itertools.cycle((jnp.bfloat16, jnp.float16))
+    for options, size, heads in itertools.product(BLOCK_OPTIONS, CUDA_HEADS, (4, 34)):
+        call = Blocks.make((3, 200, 331, heads, 2, size), next(dtypes), options, (128, 256))
+        number = np.zeros((3, heads, 200), np.float32)
+
+        def both(call=call, number=number):
+            last = call.forward("ffi", call.form.dtype)(), call.forward("ffi")()
+            return last, call.gradients("ffi")(number, number, number)
+
+        yield f"attention ffi blocks {' '.join(options)} {size} {heads}", both
+
+
 def attention() -> Iterator[Case]:
     """The calls of Pallas's kernels."""
     for i, (options, (h, d), (t, s, n)) in enumerate(
@@ -220,15 +238,21 @@ def attention() -> Iterator[Case]:
         yield attention_calls.case(options, attention_calls.Sizes(2, t, s, n, 2, h, d), dtype, "pallas")
 
 
-def run_attention(call: Case, gradients: bool) -> str:
-    """Forward, and the gradients by all that has one. Returns which call it was."""
+def attended(call: Case, gradients: bool) -> tuple[str, Callable[[], object]]:
+    """Which call it is, and a function that runs it: forward, and the gradients by all that has one."""
 
     def with_gradients(*operands):
         results, pullback = jax.vjp(call.ours, *operands)
         return results, pullback(jax.tree.map(jnp.ones_like, results))
 
-    jax.block_until_ready(jax.jit(with_gradients if gradients else call.ours)(*call.operands))
-    return call.what
+    return call.what, lambda: jax.jit(with_gradients if gradients else call.ours)(*call.operands)
+
+
+def run_call(call: tuple[str, Callable[[], object]]) -> str:
+    """Returns which call it was."""
+    what, run = call
+    jax.block_until_ready(run())
+    return what
 
 
 def main() -> None:
@@ -239,10 +263,13 @@ def main() -> None:
         sys.exit("sanitize.py: JAX finds no GPU here")
     named = {*sys.argv[1:]}
     if "attention" in named:
-        listed_calls = attention_in_cuda() if "ffi" in named else ((call, True) for call in attention())
-        calls = [(call, gradients) for call, gradients in listed_calls if all(word in call.what for word in named)]
+        if "ffi" in named:
+            found = itertools.chain(itertools.starmap(attended, attention_in_cuda()), attention_in_blocks())
+        else:
+            found = (attended(call, True) for call in attention())
+        calls = [(what, run) for what, run in found if all(word in what for word in named)]
         with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:  # most of the time goes into compiling
-            for what in pool.map(lambda call: run_attention(*call), calls):
+            for what in pool.map(run_call, calls):
                 print(what, "ok", flush=True)
         print(f"all of {len(calls)} calls ran on {device.device_kind}")
         sys.exit(0 if calls else "sanitize.py: no call of attention has these options")
