@@ -87,16 +87,17 @@ def ring(name: str) -> str:
 
 def _longest(result: dict) -> str:
     """How long a sequence may be whose gradients fit the memory."""
-    cells = []
-    for record in result["records"]:
-        if record["group"] == "longest" and record["tokens"]:
-            heads = f"{record['heads'][0]} / {record['heads'][1]}"
-            tokens = plot.length(record["tokens"])
-            cells.append([record["name"], heads, tokens, number(record["bytes"] / 1e9), number(record["seconds"])])
-    if not cells:
+    records = [record for record in result["records"] if record["group"] == "longest" and record["tokens"]]
+    if not records:
         return ""
-    heads = ["", "heads", "tokens a device", "memory of a device, GB", "seconds"]
-    text = (
-        "The longest sequence, of a power of 2 of tokens a device, whose gradients fit the memory; its time is that of"
+    cells = []
+    for record in records:
+        heads = f"{record['heads'][0]} / {record['heads'][1]}"
+        tokens, sizes = plot.length(record["tokens"]), number(record["bytes"] / 1e9)
+        cells.append([record["name"], heads, tokens, sizes, number(record["seconds"])])
+    names = ["", "heads", "tokens a device", "arrays on a device, GB", "seconds"]
+    return (
+        f"The longest sequence, of a power of 2 of tokens a device, whose gradients fit three quarters of the "
+        f"{number(records[0]['memory'] / 1e9)} GB that JAX has on each; its time is that of one call:\n\n"
+        f"{table(names, cells, left=2)}"
     )
-    return f"{text} one call:\n\n{table(heads, cells, left=2)}"

@@ -30,14 +30,15 @@ def exists(name: str) -> bool:
 
 
 def circumstances(name: str) -> str:
-    """Device, versions, commit and date of a record, in one sentence."""
+    """Device, versions, flags, commit and date of a record, in one sentence."""
     header = load(name)["header"]
     versions = ", ".join(f"{package} {version}" for package, version in header["versions"].items())
     date = datetime.datetime.fromisoformat(header["date"])
     commit = header["commit"] or "unknown"
     cores = f" ({header['cores']} CPU cores)" if header.get("cores") else ""
+    flags = f" and `XLA_FLAGS={header['flags']}`" if header.get("flags") else ""
     return (
-        f"*Measured on {header['device']}{cores} with {versions}, at commit `{commit[:12]}`, on {date.day} "
+        f"*Measured on {header['device']}{cores} with {versions}{flags}, at commit `{commit[:12]}`, on {date.day} "
         f"{date:%B %Y}. Record: `benchmarks/results/{name}.json`.*"
     )
 

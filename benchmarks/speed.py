@@ -171,6 +171,7 @@ def header(commit: str | None) -> dict:
         "device": f"{kind} {platform.machine()}" if cpu else kind,
         "cores": os.cpu_count(),
         "versions": package_versions(),
+        "flags": os.environ.get("XLA_FLAGS", ""),
         "commit": commit,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }

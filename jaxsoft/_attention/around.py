@@ -7,7 +7,6 @@ So ring attention, which calls an operation for each block of keys that arrives,
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 
 from jaxsoft import fold
 from jaxsoft._attention import xla
@@ -49,9 +48,7 @@ def _folded(operation: Operation, forward: xla.Function) -> xla.Function:
     def function(*operands: jax.Array) -> tuple[jax.Array, ...]:
         *given, state_output, state_lse = operands
         output, lse, rest = forward(*given)
-        st = xla.before(output, lse)
-        lost = jnp.exp(rest)
-        st = st._replace(s=st.s * lost, o=st.o * lost[..., None])
+        st = xla.with_rest(xla.before(output, lse), rest)
         return xla.of_state(operation.form, given[0].dtype, fold.combine(xla.before(state_output, state_lse), st))
 
     return function

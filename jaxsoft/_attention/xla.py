@@ -78,6 +78,12 @@ def before(output: jax.Array, lse: jax.Array) -> AttentionState:
     return fold.of_output(jnp.moveaxis(output, 2, 1), lse)
 
 
+def with_rest(st: AttentionState, rest: jax.Array) -> AttentionState:
+    """A state made of results, with what their log-sum-exp lost when it was rounded."""
+    lost = jnp.exp(rest)
+    return st._replace(s=st.s * lost, o=st.o * lost[..., None])
+
+
 def of_state(form: Form, dtype: np.dtype, st: AttentionState) -> tuple[jax.Array, ...]:
     """The results of a call whose queries have a dtype, given the state (B, N, T) of all that counts."""
     lse = fold.lse(st)

@@ -12,6 +12,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxsoft import fold
+from jaxsoft._attention import xla
 from jaxsoft._attention.form import Extra, Form, Shards
 from jaxsoft._core.carriers import check_name
 from jaxsoft._core.mesh import sharded_like, varying_alike, varying_over, whole_along, with_batch_of
@@ -145,8 +146,7 @@ def _attend(attention, form, implementation, dtype, return_state, operands, befo
     lse = jnp.moveaxis(lse, 1, 2)
     if before is None and not return_state:
         return output, lse, None
-    st, s = fold.of_output(output, lse), jnp.exp(jnp.moveaxis(rest, 1, 2))
-    st = AttentionState(st.m, st.s * s, st.o * s[..., None])
+    st = xla.with_rest(fold.of_output(output, lse), jnp.moveaxis(rest, 1, 2))
     if before is not None:
         st = fold.combine(before, st)
     return fold.output(st, dtype), fold.lse(st), st
