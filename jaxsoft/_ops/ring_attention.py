@@ -13,8 +13,9 @@ from jaxsoft._core.mesh import varying_over
 from jaxsoft._ops.attention_arguments import Arrays, Window, attend, check_extras
 
 _METHODS = ("ring", "all_gather", "all_to_all")
-# Devices with fewer tokens than this exchange all keys at once. With 1024 of them, 32 heads and 8 of keys, two H200s
-# took 110 us by a ring and 119 by a gather, forward (`benchmarks/results/h200x2_ring.json`). Each further device is one
+# Devices with fewer tokens than this exchange all keys at once. Of two H200s, with 32 heads and 8 of keys, a ring and a
+# gather took 107 and 105 us forward and 469 and 417 with gradients where each had 1024 tokens, 193 and 216, 923 and 915
+# with 2048, and from 4096 on the ring was faster (`benchmarks/results/h200x2_ring.json`). Each further device is one
 # more step of a ring, whose kernels and messages are then as short as their latencies.
 _LEAST_TOKENS = 2048
 
