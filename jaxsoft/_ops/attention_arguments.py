@@ -108,7 +108,7 @@ def attend(
         "deterministic": deterministic,
     }
     kept = {name: check_flag(name, flag) for name, flag in flags.items()}
-    left, right = _window(local_window_size)
+    left, right = window_limits(local_window_size)
     query, factor = _scaled(given.query, scale)
     result = check_dtype(dtype, query)
     merges = state is not None or kept["return_state"]
@@ -305,7 +305,7 @@ def _scaled(query: jax.Array, scale: ArrayLike | None) -> tuple[jax.Array, float
     return (query.astype(wide) * number.astype(wide)).astype(query.dtype), 1.0
 
 
-def _window(size: Window) -> tuple[int | None, int | None]:
+def window_limits(size: Window) -> tuple[int | None, int | None]:
     """The limits to the left and to the right; None for none."""
     several = isinstance(size, tuple | list) or (isinstance(size, np.ndarray) and size.ndim)
     pair = tuple(size) if several else (size, size)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from jaxsoft._attention.derivative import attention
 from jaxsoft._attention.form import Shards
 from jaxsoft._attention.layouts import LAYOUTS, order
 from jaxsoft._core.mesh import varying_over
-from jaxsoft._ops.attention_arguments import Arrays, Window, attend, check_extras
+from jaxsoft._ops.attention_arguments import Arrays, Window, attend, check_extras, window_limits
 
 _METHODS = ("ring", "all_gather", "all_to_all")
 # Devices with fewer tokens than this exchange all keys at once. Of two H200s, with 32 heads and 8 of keys, a ring and a
@@ -120,7 +120,7 @@ def ring_attention(
             f"key must have as many tokens as query, {length}, since they are sharded alike; got {length_of_keys}"
         )
     shards = _shards(given, axis_name, layout, method)
-    limited = is_causal or local_window_size is not None
+    limited = is_causal or window_limits(local_window_size) != (None, None)
     if shards.method == "all_gather" and shards.layout == "striped" and limited:
         raise ValueError("method='all_gather' takes layout='contiguous' or 'zigzag' beside limits; got 'striped'")
     extras = check_extras(

@@ -124,6 +124,20 @@ def test_bad_calls(options, error, message, inside):
 
 
 @needs_devices
+@pytest.mark.parametrize("window", [None, (None, None), (2**40, None)])
+def test_windows_without_limits(window):
+    """They exclude no key, so gathered keys may be in any order."""
+    with jax.set_mesh(mesh_of(s=2)):
+        y = ring_attention(
+            X, X, X, axis_name="s", layout="striped", method="all_gather", local_window_size=window, is_causal=False
+        )
+    order = ring_order(X.shape[1], 2, "striped")
+    x = X[:, np.argsort(order)]
+    expected = jax.nn.dot_product_attention(x, x, x)
+    np.testing.assert_allclose(y, expected[:, order], rtol=1e-5, atol=1e-6)
+
+
+@needs_devices
 @pytest.mark.parametrize(
     ("length", "layout", "message"),
     [
