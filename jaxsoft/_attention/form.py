@@ -71,14 +71,16 @@ class Shards:
       devices: how many there are. Each has a part of the same length.
       layout: which of the tokens each device has.
       method: how devices get at the keys of others: "ring", "all_gather" or "all_to_all".
-      axis: the axis of the mesh, within code for one device; None where the operands are those of all devices.
+      axis: the axis of the mesh.
+      inside: whether this is code for one device, which has its part of the operands.
       keeps_block: whether the results have the last block of keys and values that arrived, for gradients.
     """
 
     devices: int
     layout: str
     method: str
-    axis: str | None = None
+    axis: str
+    inside: bool
     keeps_block: bool = False
 
 

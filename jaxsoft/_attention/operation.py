@@ -83,7 +83,7 @@ class Operation(abc.ABC):
     def formula(self, platform: str | None = None) -> xla.Function:
         """The operation in plain JAX, for a platform if it is known."""
         shards = self.form.shards
-        if shards is not None and shards.axis is not None:
+        if shards is not None and shards.inside:
             # To derivatives the block is a constant, and not what it was made of.
             run = lambda operation, *v: operation.formula(platform)(*v)  # noqa: E731
             return self.on_shards((shards.axis,), run, "xla", fresh=True)

@@ -54,7 +54,7 @@ class _Call(Whole):
         """The operation."""
         on_shards = _on_shards(self.operation, self.implementation)
         shards = self.operation.form.shards
-        if shards is not None and shards.axis is not None:
+        if shards is not None and shards.inside:
             return on_shards((shards.axis,))(*operands)
         kernel = _kernel(self.operation, self.implementation)
         return (partitioned(self.operation, kernel, on_shards) if self.partition else kernel)(*operands)

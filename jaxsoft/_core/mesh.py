@@ -93,6 +93,14 @@ def if_even(axes: Axes, size: int, mesh: Mesh) -> Axes:
     return axes if size % math.prod(mesh.shape[axis] for axis in axes) == 0 else ()
 
 
+def with_axis(x: jax.Array, dim: int, axis: str) -> jax.Array:
+    """x, sharded along a dimension over an axis of the mesh. Over an explicit one it lies as its type says."""
+    if axis not in jax.sharding.get_abstract_mesh().auto_axes:
+        return x
+    spec = [axis if i == dim else PartitionSpec.UNCONSTRAINED for i in range(x.ndim)]
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+
+
 def sharded_like(v: jax.Array, x: jax.Array) -> jax.Array:
     """v, whose dimensions are those of x or the leading ones of these, sharded as they are over explicit mesh axes."""
     return _resharded(v, jax.typeof(x).sharding.spec[: v.ndim], x)

@@ -13,9 +13,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxsoft import fold
 from jaxsoft._attention import xla
-from jaxsoft._attention.form import Extra, Form, Shards
+from jaxsoft._attention.form import BASE, Extra, Form, Shards
 from jaxsoft._core.carriers import check_name
-from jaxsoft._core.mesh import sharded_like, varying_alike, varying_over, whole_along, with_batch_of
+from jaxsoft._core.mesh import sharded_like, varying_alike, varying_over, whole_along, with_axis, with_batch_of
 from jaxsoft._core.numbers import as_array
 from jaxsoft._ops.arguments import as_kernel_scores, broadcastable, check_dtype, check_flag
 from jaxsoft.fold import AttentionState, accumulator
@@ -141,6 +141,8 @@ def attend(
 
 @functools.partial(jax.jit, static_argnames=("attention", "form", "implementation", "dtype", "return_state"))
 def _attend(attention, form, implementation, dtype, return_state, operands, before):
+    if form.shards is not None and not form.shards.inside:
+        operands = [*(with_axis(x, 1, form.shards.axis) for x in operands[:BASE]), *operands[BASE:]]
     operands = varying_alike(*operands)
     output, lse, rest = attention(form, implementation)(*operands)
     lse = jnp.moveaxis(lse, 1, 2)

@@ -1,7 +1,5 @@
 """ring_attention and ring_order: attention over sequences that lie over several devices."""
 
-import functools
-
 import jax
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
@@ -125,11 +123,9 @@ def ring_attention(
         raise ValueError("method='all_gather' takes layout='contiguous' or 'zigzag' beside limits; got 'striped'")
     extras = check_extras(
         given.query, length, given.no_batch, None, None, None, None, sinks, query_segment_ids, key_value_segment_ids, 0,
-        sequence_whole=False, axis_name=shards.axis,
+        sequence_whole=False, axis_name=axis_name if shards.inside else None,
     )  # fmt: skip
-    if shards.axis is None:
-        given = given._replace(**_laid(axis_name, {"query": given.query, "key": given.key, "value": given.value}))
-    else:
+    if shards.inside:
         query, *others = varying_over(axis_name, given.query, given.key, given.value, *extras.values())
         given = given._replace(query=query, key=others[0], value=others[1])
         extras = dict(zip(extras, others[2:], strict=True))
@@ -202,17 +198,7 @@ def _shards(given: Arrays, axis_name: str, layout: str, method: str | None) -> S
                     f"{x.shape[2]} of {name}"
                 )
     keeps = method == "ring" and devices > 1
-    return Shards(devices, layout, method, axis_name if inside else None, keeps)
-
-
-@functools.partial(jax.jit, static_argnames="axis_name")
-def _laid(axis_name: str, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The arrays, of which each device has its part of the sequence. Over explicit axes they lie as their types say."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if axis_name not in mesh.auto_axes:
-        return arrays
-    some = jax.P.UNCONSTRAINED
-    return jax.lax.with_sharding_constraint(arrays, jax.P(some, axis_name, some, some))
+    return Shards(devices, layout, method, axis_name, inside, keeps)
 
 
 def _check_layout(layout: str) -> None:
