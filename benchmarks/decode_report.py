@@ -1,6 +1,6 @@
 """The tables of decoding on the performance page, in Markdown, from the records that decode.py and traffic.py wrote."""
 
-from report import NOTHING, TIMES, circumstances, exists, load, number, table, tabs
+from report import NOTHING, TIMES, by_title, circumstances, exists, load, number, table, tabs
 
 ORDER = ("cudnn", "xla", "jaxsoft", "pallas")
 TITLES = {
@@ -27,11 +27,8 @@ def _what(record: dict) -> list[str]:
 
 def by_group(name: str) -> str:
     """The time of a call and the fraction of the speed of reading, in a tab a group."""
-    groups: dict[str, list[dict]] = {}
-    for record in load(name)["records"]:
-        groups.setdefault(TITLES[record["group"]], []).append(record)
     contents = {}
-    for title, records in groups.items():
+    for title, records in by_title(name, TITLES).items():
         names = [n for n in ORDER if any(n in r["seconds"] for r in records)]
         rows = []
         for record in records:

@@ -1,7 +1,7 @@
 """The tables of speed over several devices, in Markdown, from the records that mesh.py and ring.py wrote."""
 
 import plot
-from report import NOTHING, circumstances, exists, load, number, shape, table, tabs
+from report import NOTHING, by_title, circumstances, exists, load, number, shape, table, tabs
 
 NOT_RECORDED = "*This has not been recorded yet.*"
 TITLES = {
@@ -23,11 +23,8 @@ def rows(name: str) -> str:
     """Functions of rows whose classes are sharded: the time of a call, and its fraction of the floor's speed."""
     if not exists(name):
         return NOT_RECORDED
-    contents: dict[str, list[dict]] = {}
-    for record in load(name)["records"]:
-        contents.setdefault(TITLES[record["group"]], []).append(record)
     found = {}
-    for title, records in contents.items():
+    for title, records in by_title(name, TITLES).items():
         names = [n for n in ROWS if any(n in record["seconds"] for record in records)]
         peer = next((n for n in names if n in PEERS), None)
         cells = []

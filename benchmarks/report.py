@@ -81,6 +81,14 @@ def named(cases: dict[tuple, dict[str, dict]]) -> list[str]:
     return [name for name in ORDER if any(name in case for case in cases.values())]
 
 
+def by_title(name: str, titles: dict[str, str]) -> dict[str, list[dict]]:
+    """The records of a file, by the titles of their groups."""
+    found: dict[str, list[dict]] = {}
+    for record in load(name)["records"]:
+        found.setdefault(titles[record["group"]], []).append(record)
+    return found
+
+
 def shape(dimensions: Iterable[int]) -> str:
     """A shape as a reader writes it."""
     return TIMES.join(map(str, dimensions))

@@ -2,7 +2,7 @@
 
     python benchmarks/scaling.py [--quick] [--only GROUP ...] [--having TEXT] [--json FILE] [--commit HASH]
 
-The record of the repository is benchmarks/results/scaling.json, and takes some ten minutes of a processor:
+The record of the repository is benchmarks/results/scaling.json, and takes some three minutes of a processor:
 
     python benchmarks/scaling.py --json benchmarks/results/scaling.json
 

@@ -5,7 +5,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 DEVICES = len(jax.devices())
 needs_devices = pytest.mark.skipif(DEVICES < 2, reason="needs two devices, or eight, which a CPU can pretend to have")
@@ -14,8 +14,12 @@ MESH = (2, 4) if DEVICES >= 8 else (2, 2) if DEVICES >= 4 else (1, min(DEVICES, 
 each_axis_type = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
 
 
-def mesh_of(kind):
-    return jax.make_mesh(MESH, ("a", "b"), axis_types=(kind, kind))
+def mesh_of(kind: AxisType = AxisType.Auto, **axes: int) -> Mesh:
+    """A mesh of some of the devices, whose axes have these sizes; without any, "a" and "b" have those of `MESH`."""
+    axes = axes or dict(zip("ab", MESH, strict=True))
+    names, shape = zip(*axes.items(), strict=True)
+    devices = jax.devices()[: int(np.prod(shape))]
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(axes), devices=devices)
 
 
 def collectives(compiled) -> list[tuple[str, tuple[int, ...]]]:

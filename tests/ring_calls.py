@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from attention_calls import Sizes, case
 from cases import Case, nonlinear
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxsoft
@@ -19,14 +19,6 @@ METHODS = ("ring", "all_gather", "all_to_all")
 _TOKENS = ("query", "key", "value", "query_segment_ids", "key_value_segment_ids")
 _MOVING = ("sinks", "scale")
 _ALONG = P(None, "s", None)
-
-
-def mesh_of(kind: AxisType = AxisType.Auto, **axes: int) -> Mesh:
-    """A mesh of some of the devices, whose axes have these sizes."""
-    shape = tuple(axes.values())
-    return jax.make_mesh(
-        shape, tuple(axes), axis_types=(kind,) * len(axes), devices=jax.devices()[: int(np.prod(shape))]
-    )
 
 
 def sizes_of(tokens: int, **others: int) -> Sizes:
@@ -105,7 +97,7 @@ def placed(x, spec: P):
 
 
 def compiled(f: Callable) -> Callable:
-    """f under jit, of arrays that are on the mesh: XLA does not see how those inside f lie if none of these is."""
+    """f under jit, of arrays that are on the mesh, as those of a model are."""
     return lambda *operands: jax.jit(f)(*(jax.device_put(x, P()) for x in operands))
 
 

@@ -215,7 +215,7 @@ def attention_in_cuda() -> Iterator[tuple[Case, bool]]:
             yield paged_calls.case(options, sizes, next(dtypes), "ffi", of_pages=of_pages), False
 
 
-def attention_in_blocks() -> Iterator[tuple[str, Callable[[], object]]]:
+def blocks_in_cuda() -> Iterator[tuple[str, Callable[[], object]]]:
     """Calls whose keys come block by block: with a state, and with sums to which gradients are added."""
     dtypes = itertools.cycle((jnp.bfloat16, jnp.float16))
     for options, size, heads in itertools.product(BLOCK_OPTIONS, CUDA_HEADS, (4, 34)):
@@ -264,7 +264,7 @@ def main() -> None:
     named = {*sys.argv[1:]}
     if "attention" in named:
         if "ffi" in named:
-            found = itertools.chain(itertools.starmap(attended, attention_in_cuda()), attention_in_blocks())
+            found = itertools.chain(itertools.starmap(attended, attention_in_cuda()), blocks_in_cuda())
         else:
             found = (attended(call, True) for call in attention())
         calls = [(what, run) for what, run in found if all(word in what for word in named)]

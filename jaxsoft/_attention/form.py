@@ -120,8 +120,12 @@ class Form:
     @property
     def of_values(self) -> "Form":
         """The form without the results that are for gradients alone."""
-        shards = self.shards and dataclasses.replace(self.shards, keeps_block=False)
-        return dataclasses.replace(self, rounded=False, shards=shards)
+        return dataclasses.replace(self.without_block, rounded=False)
+
+    @property
+    def without_block(self) -> "Form":
+        """The form without the block of keys and values that is kept."""
+        return dataclasses.replace(self, shards=self.shards and dataclasses.replace(self.shards, keeps_block=False))
 
     @property
     def whole(self) -> "Form":

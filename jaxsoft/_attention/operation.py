@@ -131,7 +131,7 @@ class Operation(abc.ABC):
         """
         assert self.form.shards is not None
         if fresh:
-            without = dataclasses.replace(self, form=_without_block(self.form))
+            without = dataclasses.replace(self, form=self.form.without_block)
             return self._with_block(without.on_shards(axes, run, implementation))
         if self.form.shards.method == "all_to_all":
             return over_heads(self.form.shards, axes, *self._dimensions, lambda *v: run(self.whole, *v))
@@ -161,10 +161,6 @@ class Operation(abc.ABC):
     @abc.abstractmethod
     def types(self, *operands: jax.core.ShapedArray) -> Sequence[jax.core.ShapedArray]:
         """The types of the results, given those of the operands."""
-
-
-def _without_block(form: Form) -> Form:
-    return dataclasses.replace(form, shards=form.shards and dataclasses.replace(form.shards, keeps_block=False))
 
 
 def _block(form: Form) -> tuple[str, ...]:

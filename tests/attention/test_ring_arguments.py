@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from common import on_cpu
 from jax.sharding import PartitionSpec as P
-from meshes import needs_devices
-from ring_calls import LAYOUTS, mesh_of
+from meshes import mesh_of, needs_devices
+from ring_calls import LAYOUTS
 
 from jaxsoft import ring_attention, ring_order
 

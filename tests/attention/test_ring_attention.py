@@ -13,8 +13,8 @@ from attention_calls import case
 from common import ATTENTION_IMPLEMENTATIONS, as_usual, on_gpu, precision, same_bits, served, slow
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from meshes import DEVICES, needs_devices
-from ring_calls import LAYOUTS, Ring, check, compiled, mesh_of, ring_case, sizes_of
+from meshes import DEVICES, mesh_of, needs_devices
+from ring_calls import LAYOUTS, Ring, check, compiled, ring_case, sizes_of
 from truth import wide
 
 import jaxsoft

@@ -12,8 +12,8 @@ import pytest
 from common import on_cpu, slow
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from meshes import DEVICES, collectives, needs_devices
-from ring_calls import LAYOUTS, mesh_of
+from meshes import DEVICES, collectives, mesh_of, needs_devices
+from ring_calls import LAYOUTS
 
 import jaxsoft
 
