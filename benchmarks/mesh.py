@@ -6,7 +6,8 @@ All devices are one axis of a mesh, along which the classes of logits are sharde
 and small arrays, which shows that everything runs. A line is one call of benchmarks/mesh_cases.py. Every result is
 first checked, of functions of logits against float64 in some rows, and a wrong one of jaxsoft's ends the run. The times
 are medians, and whatever is compared takes turns in each repeat, in an order drawn anew. Several calls of different
-logits follow one another inside a compiled function, so that launching them takes no time.
+logits follow one another inside a compiled function, and many of those in a sample, so that launching them takes no
+time.
 
   floor    microseconds in which each device copies as many bytes as it must move (it reads half of them and writes
            half): logits are read once for a number a row, and for its gradient read again and written; softmax and
@@ -46,7 +47,9 @@ from speed import header, parser_of_cases, progress, reason
 jax.config.update("jax_num_cpu_devices", 8)
 CPU = jax.default_backend() == "cpu"
 REPEATS = 3 if CPU else 9
-SAMPLE = 4  # programs that follow one another in a sample
+# Programs that follow one another in a sample. The GPUs wait for the first: of 4 programs, top-k came out a fifth slower
+# than of 64.
+SAMPLE = 4 if CPU else 32
 COPIED = 2**20 if CPU else 2**31  # bytes of the array on each device whose copy says what the floor is
 
 
