@@ -47,8 +47,8 @@ from speed import header, parser_of_cases, progress, reason
 jax.config.update("jax_num_cpu_devices", 8)
 CPU = jax.default_backend() == "cpu"
 REPEATS = 3 if CPU else 9
-# Programs that follow one another in a sample. The GPUs wait for the first: of 4 programs, top-k came out a fifth slower
-# than of 64.
+# Programs that follow one another in a sample. The GPUs wait for the first: with 4 programs, top-k came out a fifth
+# slower than with 64.
 SAMPLE = 4 if CPU else 32
 COPIED = 2**20 if CPU else 2**31  # bytes of the array on each device whose copy says what the floor is
 
