@@ -79,22 +79,19 @@ def ring(name: str) -> str:
         heading = ["heads", "", "tokens a device", "share, ms", *(f"{n}, ms" for n in names)]
         if records:
             found[title] = table([*heading, *(f"share / {n}" for n in names)], cells, left=2)
-    return f"{circumstances(name)}\n\n{tabs(found)}\n\n{_longest(result)}"
+    return f"{circumstances(name)}\n\n{tabs(found)}"
 
 
-def _longest(result: dict) -> str:
+def longest(name: str) -> str:
     """How long a sequence may be whose gradients fit the memory."""
-    records = [record for record in result["records"] if record["group"] == "longest" and record["tokens"]]
-    if not records:
-        return ""
+    if not exists(name):
+        return NOT_RECORDED
+    records = [record for record in load(name)["records"] if record["group"] == "longest" and record["tokens"]]
     cells = []
     for record in records:
         heads = f"{record['heads'][0]} / {record['heads'][1]}"
         tokens, sizes = plot.length(record["tokens"]), number(record["bytes"] / 1e9)
         cells.append([record["name"], heads, tokens, sizes, number(record["seconds"])])
     names = ["", "heads", "tokens a device", "arrays on a device, GB", "seconds"]
-    return (
-        f"The longest sequence, of a power of 2 of tokens a device, whose gradients fit three quarters of the "
-        f"{number(records[0]['memory'] / 1e9)} GB that JAX has on each; its time is that of one call:\n\n"
-        f"{table(names, cells, left=2)}"
-    )
+    memory = number(records[0]["memory"] / 1e9)
+    return f"{circumstances(name)} JAX has {memory} GB on each device.\n\n{table(names, cells, left=2)}"
