@@ -84,9 +84,10 @@ def ring(name: str) -> str:
 
 def longest(name: str) -> str:
     """How long a sequence may be whose gradients fit the memory."""
-    if not exists(name):
+    found = load(name)["records"] if exists(name) else []
+    records = [record for record in found if record["group"] == "longest" and record["tokens"]]
+    if not records:
         return NOT_RECORDED
-    records = [record for record in load(name)["records"] if record["group"] == "longest" and record["tokens"]]
     cells = []
     for record in records:
         heads = f"{record['heads'][0]} / {record['heads'][1]}"
