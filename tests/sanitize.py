@@ -65,6 +65,7 @@ import paged_calls
 from attention_in_blocks import Blocks
 from cases import Case
 
+from jaxsoft._rows import ffi
 from jaxsoft._rows.forms import Form
 from jaxsoft._rows.operation import NO_ROW, Extra
 from jaxsoft._rows.operations.entropy import ENTROPY, ENTROPY_VJP
@@ -169,7 +170,11 @@ def run(implementation: str, shape: Sequence[int], dtype: str, form: Form) -> No
         m, s, _, u = call(LABEL_ENTROPY, dtype, x, i, cap=cap)
         jax.block_until_ready(call(LABEL_ENTROPY_VJP, form.dtype, x, i, m, s, u, s, s, s, cap=cap))
     for k in {min(n, k) for k in (1, 5, 64, 256)} if implementation == "ffi" and not form.extras else ():
-        jax.block_until_ready(row_operation(TOP_K, Form(np.dtype(dtype), k=k), implementation, x))
+        of = Form(np.dtype(dtype), k=k)
+        jax.block_until_ready(row_operation(TOP_K, of, implementation, x))
+        if message := ffi.top_k_message(x, k):
+            merged = ffi.top_k_of_messages(x, of, 3)
+            jax.block_until_ready(merged(jnp.stack([message(v) for v in (x, x[::-1], jnp.nan * x)])))
     for options in ({}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.5, "min_p": 0.1}) if implementation == "ffi" else ():
         # Also of rows whose elements are so much alike that they take the kernel's other way.
         jax.block_until_ready([sample(jax.random.key(0), v, **options) for v in (x, 0 * x)])

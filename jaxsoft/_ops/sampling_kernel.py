@@ -23,8 +23,8 @@ from jaxsoft._core import library
 from jaxsoft._core.mesh import Axes, axes_of, can_partition, if_even, on_one_device, refined
 from jaxsoft._core.primitives import compiled, primitive
 from jaxsoft._rows.forms import Form
-from jaxsoft._rows.primitive import kernels_by
-from jaxsoft._rows.shards import selected_over_shards
+from jaxsoft._rows.messages import selected_over_shards
+from jaxsoft._rows.primitive import OneDevice
 
 type Draw = Callable[..., tuple[jax.Array, ...]]
 
@@ -137,7 +137,7 @@ def _partitioned(sampler: Sampler) -> Draw:
 
 def _draw_from_parts(sampler: Sampler, k: int, axes: Axes, uniform, x, *options):
     """Draws from the k largest of rows whose tokens lie over these axes of a mesh."""
-    largest = selected_over_shards(Form(x.dtype, k=k), axes, kernels_by(None))
+    largest = selected_over_shards(Form(x.dtype, k=k), axes, OneDevice(None))
     values, _, indices, m, s = largest(x)
     undefined = ~(jnp.isfinite(m) & jnp.isfinite(s))
     # The draw goes by the order of the tokens, as in whole rows.

@@ -1,6 +1,7 @@
 """`implementation="ffi"`: the C++ and CUDA kernels for rows of ffi/, called through the JAX FFI."""
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 from jaxsoft._core import library
 from jaxsoft._rows.forms import Form, Operands, groups, is_plain, row_dtypes, split
 from jaxsoft._rows.operation import Extra, Kind, Operation, Reduction, RowFunction
+from jaxsoft._rows.operations.top_k import TOP_K
 from jaxsoft.fold import accumulator
 
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
@@ -16,6 +18,8 @@ _F32 = np.dtype(jnp.float32)
 # The limits of the kernels: of k, and of the groups of leading dimensions along which extras are broadcast differently.
 _MOST_K = 256
 _MOST_GROUPS = 4
+# The elements of a row that a device may get from all others together: kMostReceived in ffi/cuda/rows/messages.cuh.
+_MOST_RECEIVED = 2048
 
 # The workspace, in bytes. On a GPU it holds the states of the parts of a long row, or a counter from which blocks take
 # their next work. Rows of at least _LONG_ROW bytes may be too long for a cluster of blocks: then it holds the states of
@@ -87,6 +91,37 @@ def workspace(x: jax.Array, k: int = 0, trailing: int = 0) -> jax.ShapeDtypeStru
     else:
         size = _WORKSPACE
     return jax.ShapeDtypeStruct((size,), jnp.uint8)
+
+
+def top_k_message(x: jax.Array, k: int) -> Callable[[jax.Array], jax.Array] | None:
+    """The CUDA kernel for what a device tells others of the k largest elements of x, its part of rows; or None."""
+    if not _has_messages(x, k):
+        return None
+    # On words of 32 bits: two of three arrays of k elements have x's dtype, and the state is of two numbers.
+    words = math.prod(x.shape[:-1]) * (k * (2 * x.dtype.itemsize // 4 + 1) + 2)
+    types = jax.ShapeDtypeStruct((words,), jnp.uint32), workspace(x, k)
+    call = jax.ffi.ffi_call("jaxsoft_top_k_message", types)
+    return lambda x: call(x, k=np.int64(k))[0]
+
+
+def top_k_of_messages(x: jax.Array, form: Form, parts: int) -> Callable[[jax.Array], tuple[jax.Array, ...]] | None:
+    """The CUDA kernel that makes the results of top_k of the messages of so many devices; or None.
+
+    Args:
+      x: the part of one device.
+      form: of the results.
+      parts: how many devices there are.
+    """
+    n = x.shape[-1]
+    if not _has_messages(x, form.k) or parts * min(form.k, n) > _MOST_RECEIVED or not _go_together(form.dtype, x.dtype):
+        return None
+    call = jax.ffi.ffi_call("jaxsoft_top_k_of_messages", _result_types(TOP_K, form, x))
+    return lambda messages: tuple(call(messages, part=np.int64(n)))
+
+
+def _has_messages(x: jax.Array, k: int) -> bool:
+    known = library.find("cuda") is not None and "top_k_message" in library.operations("cuda")
+    return known and x.size > 0 and x.dtype in (jnp.float16, jnp.bfloat16, jnp.float32) and k <= _MOST_K
 
 
 def _go_together(result: np.dtype, dtype: np.dtype) -> bool:

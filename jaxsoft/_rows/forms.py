@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +50,19 @@ class Form:
 
     def __post_init__(self):
         assert self.cap is None or not {Extra.SCALE, Extra.BIAS} & {*self.extras}, "the cap's slope is taken at x"
+
+
+class Kernels(Protocol):
+    """Every operation in any form, within code for one device."""
+
+    @property
+    def implementation(self) -> str | None:
+        """The name of the one that they are of, or None where the fastest is chosen for each."""
+        ...
+
+    def __call__(self, operation: Operation, form: Form) -> RowFunction:
+        """The operation in this form."""
+        ...
 
 
 def formula(operation: Operation, form: Form, reductions: Reductions) -> RowFunction:

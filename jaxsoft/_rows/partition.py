@@ -12,9 +12,9 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsoft._core.mesh import axes_of, if_even, on_one_device, refined
-from jaxsoft._rows.forms import Form
+from jaxsoft._rows.forms import Form, Kernels
 from jaxsoft._rows.operation import Kind, Operation, RowFunction
-from jaxsoft._rows.shards import Kernels, on_shards
+from jaxsoft._rows.shards import on_shards
 
 
 @functools.cache

@@ -8,7 +8,7 @@ and higher orders ask for, is that of its formula.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import jax
@@ -56,7 +56,7 @@ class _Call(Whole):
 
     def apply(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """The operation."""
-        kernels = kernels_by(self.implementation)
+        kernels = OneDevice(self.implementation)
         of = partitioned(self.operation, self.form, kernels) if self.partition else kernels(self.operation, self.form)
         return of(*operands)
 
@@ -76,18 +76,20 @@ def _formula(operation: Operation, form: Form) -> RowFunction:
     return compose(operation, form, xla.formula(operation, form))
 
 
-@functools.cache
-def kernels_by(implementation: str | None) -> Callable[[Operation, Form], RowFunction]:
-    """The operations within code for one device, the same function for each call.
+@dataclasses.dataclass(frozen=True)
+class OneDevice:
+    """The `Kernels` of whole rows, or of parts. XLA serves a part that a named implementation does not take."""
 
-    They are of whole rows, or of parts. XLA serves a part that a named implementation does not take.
-    """
+    implementation: str | None
 
-    def function(operation: Operation, form: Form, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        taken = takes(operation, form, implementation, [jax.typeof(x) for x in operands])
-        return kernel(operation, form, implementation if taken else "xla", *operands)
+    def __call__(self, operation: Operation, form: Form) -> RowFunction:
+        """The operation in this form."""
 
-    return lambda operation, form: functools.partial(function, operation, form)
+        def function(*operands: jax.Array) -> tuple[jax.Array, ...]:
+            taken = takes(operation, form, self.implementation, [jax.typeof(x) for x in operands])
+            return kernel(operation, form, self.implementation if taken else "xla", *operands)
+
+        return function
 
 
 def kernel(operation: Operation, form: Form, implementation: str | None, *operands: jax.Array) -> tuple[jax.Array, ...]:

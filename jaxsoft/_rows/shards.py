@@ -5,15 +5,15 @@ part of the result from what they make together. What needs no more of a row tha
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxsoft._core.mesh import Axes, combined, exchanged
 from jaxsoft._rows import formulas
-from jaxsoft._rows.forms import Extras, Form, compose, counted, formula, scores, split
+from jaxsoft._rows.forms import Extras, Form, Kernels, compose, counted, formula, scores, split
+from jaxsoft._rows.messages import selected_over_shards
 from jaxsoft._rows.operation import NO_ROW, Extra, Kind, Operation, Reduction, Reductions, RowFunction
 from jaxsoft._rows.operations.entropy import ENTROPY, products_from
 from jaxsoft._rows.operations.labels import LABEL_ENTROPY, LABEL_STATE, LABEL_SUMS
@@ -21,8 +21,6 @@ from jaxsoft._rows.operations.logsumexp import LOGSUMEXP_VJP, STATE
 from jaxsoft._rows.operations.softmax import SOFTMAX
 from jaxsoft._rows.operations.top_k import TOP_K
 from jaxsoft.fold import State, accumulator, combine, reference, weight
-
-type Kernels = Callable[[Operation, Form], RowFunction]  # any operation's kernel in any form, for one device
 
 # Of the first elements of a part without the label, the first finite score stands in for it: see `_stand_in`.
 _SEARCHED = 128
@@ -145,68 +143,6 @@ def _stand_in(form: Form, x: jax.Array, extras: Extras) -> jax.Array:
     z = scores(form, first, beside, accumulator(x.dtype), counted(form, first, beside))
     place = jnp.min(jnp.where(jnp.isfinite(z), formulas.positions(z), some), axis=-1, initial=some)
     return jnp.where(place < some, place, -1)
-
-
-def selected_over_shards(form: Form, axes: Axes, kernels: Kernels) -> RowFunction:
-    """The k largest elements of rows that are sharded over mesh axes: those of all that each device finds in its part.
-
-    Every device gathers them, in the order of the parts, so that of equal ones the first has the lowest index.
-    """
-
-    def local(x):
-        n = x.shape[-1]
-        k = min(form.k, n)
-        values, _, i, m, s = kernels(TOP_K, dataclasses.replace(form, k=k))(x)
-        s = formulas.nan_where(m == jnp.inf, s)  # so that the sum alone tells which parts have no softmax
-        # The first elements are those of a row whose softmax has no value, which is known after all parts.
-        words = (
-            _words(values, x[..., :k]),
-            jax.lax.bitcast_convert_type(i, jnp.uint32),
-            _words(m[..., None], s[..., None]),
-        )
-        ends = np.cumsum([v.shape[-1] for v in words])[:-1]
-        chosen, i, state = jnp.split(jax.lax.all_gather(jnp.concatenate(words, axis=-1), axes), ends, axis=-1)
-        # The index within the row. So no device needs its own place, which would be a launch more.
-        i = jax.lax.bitcast_convert_type(i, jnp.int32) + n * jax.lax.broadcasted_iota(jnp.int32, i.shape, 0)
-        values, first, i = (_joined(v) for v in (*_from_words(chosen, x.dtype), i))
-        best, _, place, of_best, _ = kernels(TOP_K, Form(x.dtype, k=form.k))(values)
-        # XLA makes one loop of what follows, as all of it has a number for each element: what has one for each row
-        # would have a loop of its own. The maximum is that of the row if this has a softmax.
-        m = jnp.broadcast_to(of_best[..., None], best.shape)
-        maxima, sums = (jnp.broadcast_to(v, (len(v), *best.shape)) for v in _from_words(state, s.dtype))
-        s = jnp.sum(sums * weight(maxima, m[None]), axis=0)
-        ordered = formulas.has_softmax(m, s)
-        p = formulas.nan_where(~ordered, weight(formulas.wide(best), m) / s)
-        values = jnp.where(ordered, best, first[..., : form.k])
-        i = jnp.where(ordered, formulas.at(i, place), formulas.positions(best))
-        return values, p.astype(form.dtype), i, of_best, s[..., 0]
-
-    return local
-
-
-def _joined(v: jax.Array) -> jax.Array:
-    """The elements of all parts of each row, given a first dimension of parts."""
-    return jnp.moveaxis(v, 0, -2).reshape(*v.shape[1:-1], -1)
-
-
-def _words(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The bits of two rows of elements as one row of 32-bit words; 16-bit elements of both share one."""
-    if a.dtype.itemsize == 2:
-        a, b = (jax.lax.bitcast_convert_type(v, jnp.uint16).astype(jnp.uint32) for v in (a, b))
-        return a | b << 16
-    words = (jax.lax.bitcast_convert_type(v, jnp.uint32).reshape(*v.shape[:-1], -1) for v in (a, b))
-    return jnp.concatenate([*words], axis=-1)
-
-
-def _from_words(words: jax.Array, dtype: np.dtype) -> list[jax.Array]:
-    """The two rows of elements of this dtype that have these bits."""
-    if dtype.itemsize == 2:
-        rows = [words.astype(jnp.uint16), (words >> 16).astype(jnp.uint16)]
-    else:
-        rows = jnp.split(words, 2, axis=-1)
-    if dtype.itemsize == 8:
-        rows = [v.reshape(*v.shape[:-1], -1, 2) for v in rows]
-    return [jax.lax.bitcast_convert_type(v, dtype) for v in rows]
 
 
 def _formula(operation: Operation, form: Form, axes: Axes, st: State | None = None) -> RowFunction:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from common import needs_library, on_gpu, same_bits, slow
-from meshes import DEVICES, collectives, each_axis_type, mesh_of, needs_devices
+from meshes import DEVICES, MESH, collectives, each_axis_type, mesh_of, needs_devices, rows_on_a_device
 from test_random import distribution
 from truth import wide
 
@@ -232,11 +232,12 @@ def test_sharded(k, kind):
             token, p = compiled(u, sharded, *options)
             np.testing.assert_array_equal(token, expected[0])
             np.testing.assert_allclose(p, expected[1], rtol=1e-6)
-            gathered = max([shape[-1] for name, shape in collectives(compiled) if name == "all-gather"], default=0)
+            gathered = max([np.prod(shape) for name, shape in collectives(compiled) if name == "all-gather"], default=0)
             if len(spec) == 1:
                 assert not collectives(compiled)
             elif DEVICES >= 4:
-                assert 0 < gathered < 64 if k else gathered == 64
+                numbers = MESH[1] * (3 * k + 2) if k else 64
+                assert gathered == rows_on_a_device(mesh, spec, x.shape) * numbers
     masked = x.copy()
     masked[0, 0, 3] = np.nan
     with jax.set_mesh(mesh):

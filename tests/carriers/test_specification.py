@@ -1,4 +1,4 @@
-"""The operations that the C++ and CUDA libraries were built with are those of the records, and the sampler.
+"""The operations that the C++ and CUDA libraries were built with are those of the records, and a few more of CUDA's.
 
 Those of attention, which the CUDA library may have as well, are looked at in `tests/attention/test_attention_ffi.py`.
 """
@@ -42,12 +42,19 @@ def specification(operation: Operation) -> str:
     )
 
 
+OTHERS = [
+    "sample(logits,uniform,temperature,top_p,min_p)->(token,probability) k",
+    "top_k_message(scores)->(message) k",
+    "top_k_of_messages(messages)->(values,chosen_probabilities,indices,maximum,sum) part",
+]
+
+
 @pytest.mark.parametrize("platform", library.PLATFORMS)
 def test_libraries_have_the_operations_of_the_records(platform):
     path = library.find(platform)
     if path is None:
         pytest.skip(f"libjaxsoft_{platform} was not built")
     expected = [specification(operation) for operation in OPERATIONS if operation.has_kernels]
-    expected += ["sample(logits,uniform,temperature,top_p,min_p)->(token,probability) k"] * (platform == "cuda")
+    expected += OTHERS * (platform == "cuda")
     lines = library.specification(ctypes.CDLL(str(path)))
     assert sorted(line for line in lines if "attention" not in line) == sorted(expected)

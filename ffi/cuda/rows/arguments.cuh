@@ -13,6 +13,11 @@ namespace jaxsoft::cuda {
 // The element type of a result of whole rows: `same` is that of the operands.
 enum class ResultType { same, f32, f16, bf16 };
 
+inline ResultType result_type(ffi::DataType operand, ffi::DataType result) {
+  if (result == operand) return ResultType::same;
+  return result == ffi::F32 ? ResultType::f32 : result == ffi::F16 ? ResultType::f16 : ResultType::bf16;
+}
+
 // The extras in the order of `Arguments::strides`.
 enum { kScale, kLimit, kWhere, kBias, kExtras };
 

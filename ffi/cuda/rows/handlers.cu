@@ -1,6 +1,7 @@
 // The CUDA side of the FFI calls: a checked call becomes the arguments of a kernel, which is launched on XLA's stream.
 #include <type_traits>
 
+#include "messages.cuh"
 #include "sample.cuh"
 #ifdef JAXSOFT_ATTENTION  // the library is built for a GPU that has kernels of attention
 #include "../attention/targets.h"
@@ -8,8 +9,8 @@
 #else
 #define JAXSOFT_ATTENTION_TEXT ""
 #endif
-// Their handlers are in sample.cu and in ../attention/handlers.cu.
-#define JAXSOFT_OTHER_OPERATIONS jaxsoft::cuda::kSampleText + JAXSOFT_ATTENTION_TEXT
+// Their handlers are in messages.cu, in sample.cu and in ../attention/handlers.cu.
+#define JAXSOFT_OTHER_OPERATIONS jaxsoft::cuda::kMessagesText + jaxsoft::cuda::kSampleText + JAXSOFT_ATTENTION_TEXT
 
 #include "../../rows/checks.h"
 #include "../../rows/targets.h"
@@ -48,9 +49,7 @@ Arguments<T> arguments(const Call& call) {
   args.cap = static_cast<A>(call.cap);
   args.set_extras(call.extras);
   args.masked = call.masked;
-  const auto type = buffers.result.dtype;
-  if (type != ffi::DataType::INVALID && type != buffers.first.dtype)
-    args.result = type == ffi::F32 ? ResultType::f32 : type == ffi::F16 ? ResultType::f16 : ResultType::bf16;
+  if (buffers.result.data) args.result = result_type(buffers.first.dtype, buffers.result.dtype);
   args.vector = aligned_together(args);
   return args;
 }

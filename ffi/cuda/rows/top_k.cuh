@@ -5,12 +5,13 @@
 
 namespace jaxsoft::cuda {
 
-// The results of top_k beside args.m and args.s, (rows, k) all. Their probabilities go to args.out.
+// The results of top_k beside args.m and args.s, (rows, k) all. Their probabilities go to args.out, unless it is null.
 template <class T>
 struct Largest {
   T* values;
   int32_t* indices;
   int k;
+  T* first = nullptr;  // if this is not null, the first k elements of each row
 };
 
 // For f16, bf16 and f32. `workspace` has room for `bytes`.

@@ -30,6 +30,7 @@ __device__ void write_element(const Arguments<T>& args, const Largest<T>& to, in
                               const SoftmaxOfRow& softmax) {
   to.values[at] = value;
   to.indices[at] = static_cast<int32_t>(index);
+  if (!args.out) return;
   const float p = softmax(widen(value));
   // No switch, which would be a jump by a table: that takes longer than the comparisons.
   if (args.result == ResultType::same) static_cast<T*>(args.out)[at] = narrow<T>(p);
@@ -38,12 +39,18 @@ __device__ void write_element(const Arguments<T>& args, const Largest<T>& to, in
   else static_cast<__nv_bfloat16*>(args.out)[at] = narrow<__nv_bfloat16>(p);
 }
 
-// Writes the results of a row without a softmax, its first k elements, by `threads` threads.
+// Writes what is wanted of a row's first k elements, by `threads` threads: a row without a softmax gives these. Returns
+// whether it is such a row.
 template <class T>
-__device__ void write_first(const Arguments<T>& args, const Largest<T>& to, int64_t index, const SoftmaxOfRow& softmax,
+__device__ bool write_first(const Arguments<T>& args, const Largest<T>& to, int64_t index, const SoftmaxOfRow& softmax,
                             int threads) {
-  for (int j = threadIdx.x % threads; j < to.k; j += threads)
-    write_element(args, to, index * to.k + j, args.a[index * args.n + j], j, softmax);
+  if (softmax.exists && !to.first) return false;
+  for (int j = threadIdx.x % threads; j < to.k; j += threads) {
+    const T value = args.a[index * args.n + j];
+    if (to.first) to.first[index * to.k + j] = value;
+    if (!softmax.exists) write_element(args, to, index * to.k + j, value, j, softmax);
+  }
+  return !softmax.exists;
 }
 
 }  // namespace jaxsoft::cuda

@@ -265,7 +265,7 @@ __global__ void __launch_bounds__(ShortRows::threads(lanes), ShortRows::blocks(l
   if (index >= args.rows) return;
   if (lane == 0) args.m[index] = m, args.s[index] = s;
   const SoftmaxOfRow softmax(m, s);
-  if (!softmax.exists) return write_first(args, to, index, softmax, lanes);
+  if (write_first(args, to, index, softmax, lanes)) return;
 #pragma unroll 1
   for (int j = lane; j < k; j += lanes) {
     const Key key = sorted[j];

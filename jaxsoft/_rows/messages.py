@@ -1,0 +1,90 @@
+"""The k largest elements of rows that are sharded over mesh axes: one message from each device.
+
+Each device finds those of its part and tells them all others, with what else they need to know of it, and every device
+makes the result of all messages. CUDA has a kernel for either step (`ffi/cuda/rows/messages.cu`). Elsewhere they are
+operations on rows.
+
+A message is a row of 32-bit words with the bits of these arrays, one after the other: the k largest elements of the
+part of each row and the first k, the indices of the largest within the part, and the maximum and the sum of the part's
+state. The first elements are those of a row whose softmax has no value, which is known after all parts.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxsoft._core.mesh import Axes
+from jaxsoft._rows import ffi, formulas
+from jaxsoft._rows.forms import Form, Kernels
+from jaxsoft._rows.operation import RowFunction
+from jaxsoft._rows.operations.top_k import TOP_K
+from jaxsoft.fold import accumulator, weight
+
+
+def selected_over_shards(form: Form, axes: Axes, kernels: Kernels) -> RowFunction:
+    """The k largest elements of rows of which each device along mesh axes has a part. Of equal ones, the first is."""
+
+    def local(x):
+        told = dataclasses.replace(form, k=min(form.k, x.shape[-1]))
+        message = functools.partial(_message, told, kernels)
+        merged = functools.partial(_merged, form, kernels, x)
+        if kernels.implementation in (None, "ffi"):
+            message = _on_cuda(ffi.top_k_message(x, told.k), message)
+            merged = _on_cuda(ffi.top_k_of_messages(x, form, jax.lax.axis_size(axes)), merged)
+        return merged(jax.lax.all_gather(message(x), axes))
+
+    return local
+
+
+def _on_cuda(kernel, composed):
+    """A function that is a kernel on CUDA, if there is one."""
+    return functools.partial(jax.lax.platform_dependent, cuda=kernel, default=composed) if kernel else composed
+
+
+def _message(form: Form, kernels: Kernels, x: jax.Array) -> jax.Array:
+    """What the device tells of its part x."""
+    values, _, i, m, s = kernels(TOP_K, form)(x)
+    first = x[..., : form.k]
+    return jnp.concatenate([*map(_words, (jnp.stack([values, first]), i, jnp.stack([m, s])))])
+
+
+def _merged(form: Form, kernels: Kernels, x: jax.Array, messages: jax.Array) -> tuple[jax.Array, ...]:
+    """The results that the messages of all devices make together."""
+    *rows, n = x.shape
+    k = min(form.k, n)
+    types = [((2, *rows, k), x.dtype), ((*rows, k), np.dtype(np.int32)), ((2, *rows), accumulator(x.dtype))]
+    elements, i, states = _arrays(messages, types)
+    i += n * jax.lax.broadcasted_iota(jnp.int32, i.shape, 0)
+    values, first, i = (_joined(v) for v in (elements[:, 0], elements[:, 1], i))
+    maxima, sums = states[:, 0], states[:, 1]
+    best, _, place, *_ = kernels(TOP_K, Form(x.dtype, k=form.k))(values)
+    m = jnp.max(maxima, axis=0)
+    s = jnp.sum(sums * weight(maxima, m[None]), axis=0)
+    ordered = formulas.has_softmax(m, s)[..., None]
+    p = formulas.defined_probabilities(best, m, s)
+    values = jnp.where(ordered, best, first[..., : form.k])
+    i = jnp.where(ordered, formulas.at(i, place), formulas.positions(best))
+    return values, p.astype(form.dtype), i, m, s
+
+
+def _joined(v: jax.Array) -> jax.Array:
+    """The elements of all parts of each row, given a first dimension of parts."""
+    return jnp.moveaxis(v, 0, -2).reshape(*v.shape[1:-1], -1)
+
+
+def _words(v: jax.Array) -> jax.Array:
+    """The bits of an array, of an even number of elements if these have 16 bits, as one row of words."""
+    v = v.reshape(-1, 2) if v.dtype.itemsize == 2 else v
+    return jax.lax.bitcast_convert_type(v, jnp.uint32).reshape(-1)
+
+
+def _arrays(messages: jax.Array, types: Sequence[tuple[tuple[int, ...], np.dtype]]):
+    """The arrays of these shapes and dtypes that each message holds, with a first dimension of messages."""
+    sizes = [int(np.prod(shape)) * dtype.itemsize // 4 for shape, dtype in types]
+    for words, (shape, dtype) in zip(jnp.split(messages, np.cumsum(sizes)[:-1], axis=1), types, strict=True):
+        words = words.reshape(len(words), -1, 2) if dtype.itemsize == 8 else words
+        yield jax.lax.bitcast_convert_type(words, dtype).reshape(-1, *shape)
