@@ -18,8 +18,9 @@ _F32 = np.dtype(jnp.float32)
 # The limits of the kernels: of k, and of the groups of leading dimensions along which extras are broadcast differently.
 _MOST_K = 256
 _MOST_GROUPS = 4
-# The elements of a row that a device may get from all others together: kMostReceived in ffi/cuda/rows/messages.cuh.
-_MOST_RECEIVED = 2048
+# kShortPart and kMostReceived in ffi/cuda/rows/messages.cuh: a part of a row that a device tells of has more elements,
+# and so many a device may get from all others together.
+_SHORT_PART, _MOST_RECEIVED = 1024, 2048
 
 # The workspace, in bytes. On a GPU it holds the states of the parts of a long row, or a counter from which blocks take
 # their next work. Rows of at least _LONG_ROW bytes may be too long for a cluster of blocks: then it holds the states of
@@ -95,7 +96,7 @@ def workspace(x: jax.Array, k: int = 0, trailing: int = 0) -> jax.ShapeDtypeStru
 
 def top_k_message(x: jax.Array, k: int) -> Callable[[jax.Array], jax.Array] | None:
     """The CUDA kernel for what a device tells others of the k largest elements of x, its part of rows; or None."""
-    if not _has_messages(x, k):
+    if not _has_messages(x, k) or x.shape[-1] <= _SHORT_PART:
         return None
     # On words of 32 bits: two of three arrays of k elements have x's dtype, and the state is of two numbers.
     words = math.prod(x.shape[:-1]) * (k * (2 * x.dtype.itemsize // 4 + 1) + 2)

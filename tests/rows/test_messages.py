@@ -6,6 +6,7 @@ Here one device tells it all of each part in turn, by the kernels of CUDA or by 
 
 import contextlib
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,8 @@ from jaxsoft._rows.primitive import OneDevice
 by_kernels_too = pytest.mark.parametrize("by", [pytest.param("kernels", marks=on_gpu), "rows"])
 # Elements of a row in each part, parts, and k: fewer than k in a part; one part; and around the threads of a row.
 CASES = [(1, 2, 1), (3, 5, 4), (5, 8, 33), (64, 1, 64), (33, 3, 33), (257, 2, 64), (100, 5, 7), (2000, 2, 256)]
-MORE = [(64, 32, 64), (1, 300, 256), (9, 17, 16), (17, 8, 16), (128, 2, 65), (5001, 8, 256), (70_001, 4, 100)]
+MORE = [(64, 32, 64), (1, 300, 256), (9, 17, 16), (17, 8, 16), (128, 2, 65), (1025, 3, 1), (5001, 8, 256)]
+MORE += [(70_001, 4, 100)]
 
 
 def of_message(x, k):
@@ -35,7 +37,8 @@ def of_message(x, k):
 def tell(by: str, part: jax.Array, k: int) -> jax.Array:
     """The message of a part, of which k elements are wanted."""
     k = min(k, part.shape[-1])
-    return ffi.top_k_message(part, k)(part) if by == "kernels" else of_message(part, k)
+    kernel = ffi.top_k_message(part, k) if by == "kernels" else None  # there is none for short parts
+    return kernel(part) if kernel else of_message(part, k)
 
 
 def merge(by: str, part: jax.Array, form: Form, told: jax.Array) -> tuple[jax.Array, ...]:
@@ -90,46 +93,52 @@ def test_one_layout(dtype):
     """The kernel's message has the bits of the other one, but for the last ones of sums."""
     if dtype == jnp.float64:
         return
-    for n, k in ((7, 3), (300, 33), (5000, 64), (131_072, 256)):
+    for n, k in ((1025, 3), (1030, 33), (5000, 64), (131_072, 256)):
         x = jnp.asarray(special((12, n), dtype)[:8])
         told, expected = tell("kernels", x, k), tell("rows", x, k)
         assert told.shape == expected.shape
         assert same_bits(told[:-8], expected[:-8])
 
 
+def called(traced, platform: str) -> set[str]:
+    """Which of the library's kernels a program calls on a platform."""
+    return set(re.findall(r"custom_call @jaxsoft_(\w+)\(", traced.lower(lowering_platforms=(platform,)).as_text()))
+
+
 @needs_library
 @needs_devices
 @pytest.mark.parametrize(
-    ("dtype", "k", "of_p", "implementation", "kernels"),
+    ("n", "dtype", "k", "of_p", "implementation", "kernels"),
     [
-        (jnp.bfloat16, 64, jnp.bfloat16, None, 2),
-        (jnp.float32, 256, jnp.float16, "ffi", 2),
-        (jnp.float16, 8, jnp.bfloat16, None, 1),  # there is no kernel that writes such probabilities
-        (jnp.float32, 257, jnp.float32, None, 0),
-        (jnp.float32, 64, jnp.float32, "xla", 0),
-        (jnp.float64, 64, jnp.float64, None, 0),
+        (4000, jnp.bfloat16, 64, jnp.bfloat16, None, {"top_k_message", "top_k_of_messages"}),
+        (4000, jnp.float32, 256, jnp.float16, "ffi", {"top_k_message", "top_k_of_messages"}),
+        (2048, jnp.float32, 64, jnp.float32, None, {"top_k", "top_k_of_messages"}),  # none tells of short parts,
+        (4000, jnp.float16, 8, jnp.bfloat16, None, {"top_k", "top_k_message"}),  # and none writes such probabilities
+        (4000, jnp.float32, 257, jnp.float32, None, {"state"}),
+        (4000, jnp.float32, 64, jnp.float32, "xla", set()),
+        (4000, jnp.float64, 64, jnp.float64, None, set()),
     ],
 )
-def test_kernels_on_a_gpu(dtype, k, of_p, implementation, kernels):
+def test_kernels_on_a_gpu(n, dtype, k, of_p, implementation, kernels):
     """A launch each makes the message and the results; on other platforms there is none of them."""
     with precision(dtype):
-        mesh, x = mesh_of(a=2), jax.ShapeDtypeStruct((4, 2000), dtype)
+        mesh, x = mesh_of(a=2), jax.ShapeDtypeStruct((4, n), dtype)
         local = messages.selected_over_shards(Form(np.dtype(of_p), k=k), ("a",), OneDevice(implementation))
         f = jax.shard_map(local, mesh=mesh, in_specs=P(None, "a"), out_specs=P(), check_vma=False)
         traced = jax.jit(f).trace(x)
-        for platform, expected in (("cuda", kernels), ("cpu", 0)):
-            text = traced.lower(lowering_platforms=(platform,)).as_text()
-            assert sum(f"@jaxsoft_{name}(" in text for name in ("top_k_message", "top_k_of_messages")) == expected
+        assert called(traced, "cuda") == kernels
+        assert not called(traced, "cpu") & {"top_k_message", "top_k_of_messages"}
 
 
 @needs_library
 def test_what_a_device_may_get():
     """Of more messages than the kernel takes, operations on rows make the results, and the message is the same."""
-    part, form = jax.ShapeDtypeStruct((3, 500), jnp.float32), Form(np.dtype(np.float32), k=64)
+    part, form = jax.ShapeDtypeStruct((3, 5000), jnp.float32), Form(np.dtype(np.float32), k=64)
     assert ffi.top_k_of_messages(part, form, 32) is not None
     assert ffi.top_k_of_messages(part, form, 33) is None
     assert ffi.top_k_of_messages(part, dataclasses.replace(form, k=1), 33) is not None
-    assert ffi.top_k_message(jax.ShapeDtypeStruct((0, 500), jnp.float32), 64) is None
+    assert ffi.top_k_message(part, 64) is not None
+    assert ffi.top_k_message(jax.ShapeDtypeStruct((0, 5000), jnp.float32), 64) is None
 
 
 WORKSPACE = jax.ShapeDtypeStruct((1 << 20,), jnp.uint8)
@@ -139,12 +148,13 @@ WORKSPACE = jax.ShapeDtypeStruct((1 << 20,), jnp.uint8)
 @pytest.mark.parametrize(
     ("shape", "dtype", "k", "words", "message"),
     [
-        ((3, 8), jnp.float64, 2, 24, "scores must be F16, BF16 or F32, of a dimension or more: got F64"),
-        ((3, 8), jnp.int32, 2, 24, "scores must be F16, BF16 or F32"),
-        ((3, 8), jnp.float32, 9, 87, "k must be from 1 to 256, and no more than a row has elements"),
-        ((3, 8), jnp.float32, 0, 6, "k must be from 1 to 256"),
-        ((3, 8), jnp.float32, 2, 23, r"message must be U32\(24\): got U32\(23\)"),
-        ((3, 8), jnp.bfloat16, 2, 24, r"message must be U32\(18\)"),
+        ((3, 2000), jnp.float64, 2, 24, "scores must be F16, BF16 or F32, of a dimension or more: got F64"),
+        ((3, 2000), jnp.int32, 2, 24, "scores must be F16, BF16 or F32"),
+        ((3, 1024), jnp.float32, 2, 24, "scores must have rows of 1025 to 2147483647 elements"),
+        ((3, 2000), jnp.float32, 257, 2319, "k must be from 1 to 256: got 257"),
+        ((3, 2000), jnp.float32, 0, 6, "k must be from 1 to 256: got 0"),
+        ((3, 2000), jnp.float32, 2, 23, r"message must be U32\(24\): got U32\(23\)"),
+        ((3, 2000), jnp.bfloat16, 2, 24, r"message must be U32\(18\)"),
     ],
 )
 def test_bad_calls_that_tell(shape, dtype, k, words, message):

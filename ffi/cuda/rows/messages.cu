@@ -43,8 +43,8 @@ struct Messages {
   }
 };
 
-// A row by the threads of the same y. `width` lanes of a warp combine the states of the parts, and `step` is the largest
-// power of two that is at most k.
+// A row by the threads of the same y. `width` lanes of a warp combine the states of the parts, and `step` is the
+// largest power of two that is at most k.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     merge_messages(const __grid_constant__ Arguments<T> args, const __grid_constant__ Largest<T> to,
@@ -173,10 +173,10 @@ ffi::Error answer(const char* name, cudaError_t error) {
 std::string check_make(const Buffer& scores, int64_t k, const Buffer& message) {
   if (!has_kernel(scores.dtype) || scores.dims.size() == 0)
     return "scores must be F16, BF16 or F32, of a dimension or more: got " + describe(scores);
-  const int64_t n = scores.dims.back();
-  if (k < 1 || k > std::min(n, kMostK) || n > INT32_MAX)
-    return "k must be from 1 to " + std::to_string(kMostK) + ", and no more than a row has elements, of which there "
-           "may be " + std::to_string(INT32_MAX) + ": got " + std::to_string(k) + " beside " + describe(scores);
+  if (scores.dims.back() <= kShortPart || scores.dims.back() > INT32_MAX)
+    return "scores must have rows of " + std::to_string(kShortPart + 1) + " to " + std::to_string(INT32_MAX) +
+           " elements: got " + describe(scores);
+  if (k < 1 || k > kMostK) return "k must be from 1 to " + std::to_string(kMostK) + ": got " + std::to_string(k);
   const int64_t words = words_of(scores.dtype, rows_of(scores.dims), k);
   if (message.dtype != ffi::U32 || message.dims.size() != 1 || message.dims[0] != words)
     return "message must be U32(" + std::to_string(words) + "): got " + describe(message);

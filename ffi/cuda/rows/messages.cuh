@@ -14,6 +14,8 @@ constexpr const char* kMessagesText =
     "top_k_message(scores)->(message) k\n"
     "top_k_of_messages(messages)->(values,chosen_probabilities,indices,maximum,sum) part\n";
 
+// A part of a row that a device tells of has more elements than this: kernels for short rows write no message.
+constexpr int64_t kShortPart = 1024;
 // The elements of a row that a device may get from all others together.
 constexpr int64_t kMostReceived = 2048;
 

@@ -193,8 +193,10 @@ cudaError_t run_top_k(const Arguments<T>& args, const Largest<T>& to, void* work
   if (auto e = device.read()) return e;
   const TopKTuning& tuning = top_k_tuning(device.major);
   const int64_t of_row = packs_of_row(args);
-  if (is_short<T>(of_row, to.k)) return launch_short(args, to, of_row, stream);
-  if (is_for_warps(args, of_row, to.k, device, tuning)) return launch_by_warps(args, to, of_row, stream);
+  if (!to.first) {  // which these kernels do not write
+    if (is_short<T>(of_row, to.k)) return launch_short(args, to, of_row, stream);
+    if (is_for_warps(args, of_row, to.k, device, tuning)) return launch_by_warps(args, to, of_row, stream);
+  }
   ClusterPlan clusters;
   if (auto e = choose_clusters(args, of_row, to.k, device, &clusters)) return e;
   if (clusters.blocks > 0) return launch_by_clusters(args, to, of_row, clusters, stream);

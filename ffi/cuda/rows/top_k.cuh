@@ -11,7 +11,7 @@ struct Largest {
   T* values;
   int32_t* indices;
   int k;
-  T* first = nullptr;  // if this is not null, the first k elements of each row
+  T* first = nullptr;  // if this is not null, the first k elements of each row, which are long ones
 };
 
 // For f16, bf16 and f32. `workspace` has room for `bytes`.

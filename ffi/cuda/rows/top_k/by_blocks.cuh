@@ -18,7 +18,8 @@ __device__ void write_largest(const Arguments<T>& args, const Largest<T>& to, in
   const T* row = args.a + index * args.n;
   StateOf<T>::finish(state, args, index, threadIdx.x == 0);
   const SoftmaxOfRow softmax(state.m, state.s());
-  if (write_first(args, to, index, softmax, blockDim.x)) return;
+  copy_first(args, to, index, blockDim.x);
+  if (!softmax.exists) return write_first(args, to, index, softmax, blockDim.x);
   for_ranked(keys, count, [&](int rank, Key key) {
     if (rank < to.k) write_element(args, to, index * to.k + rank, element_of(key, row), index_in(key), softmax);
   });

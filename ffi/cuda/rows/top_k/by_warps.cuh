@@ -68,9 +68,9 @@ __global__ void __launch_bounds__(32 * TopKCode::rows, TopKCode::row_blocks)
   sort_largest(keys, count, k, sorted);
   __syncwarp();
   StateOf<T>::finish(state, args, index, lane == 0);
-  if (write_first(args, to, index, softmax, 32)) return;
+  if (!softmax.exists) return write_first<true>(args, to, index, softmax, 32);
   for (int j = lane; j < k; j += 32)
-    write_element(args, to, index * k + j, element_of(sorted[j], row.a), index_in(sorted[j]), softmax);
+    write_element<true>(args, to, index * k + j, element_of(sorted[j], row.a), index_in(sorted[j]), softmax);
 }
 
 }  // namespace jaxsoft::cuda

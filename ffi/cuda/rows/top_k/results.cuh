@@ -24,13 +24,15 @@ __device__ T element_of(Key key, const T* row) {
   return value == 0 ? row[index_in(key)] : narrow<T>(value);
 }
 
-// Writes one element: `at` counts elements of the results.
-template <class T>
+// Writes one element: `at` counts elements of the results. Without args.out there is no place for its probability.
+// Where it is known that there is (`has_out`), kernels for short rows and for many rows do without an instruction that
+// others do not notice.
+template <bool has_out = false, class T>
 __device__ void write_element(const Arguments<T>& args, const Largest<T>& to, int64_t at, T value, uint32_t index,
                               const SoftmaxOfRow& softmax) {
   to.values[at] = value;
   to.indices[at] = static_cast<int32_t>(index);
-  if (!args.out) return;
+  if (!has_out && !args.out) return;
   const float p = softmax(widen(value));
   // No switch, which would be a jump by a table: that takes longer than the comparisons.
   if (args.result == ResultType::same) static_cast<T*>(args.out)[at] = narrow<T>(p);
@@ -39,18 +41,19 @@ __device__ void write_element(const Arguments<T>& args, const Largest<T>& to, in
   else static_cast<__nv_bfloat16*>(args.out)[at] = narrow<__nv_bfloat16>(p);
 }
 
-// Writes what is wanted of a row's first k elements, by `threads` threads: a row without a softmax gives these. Returns
-// whether it is such a row.
-template <class T>
-__device__ bool write_first(const Arguments<T>& args, const Largest<T>& to, int64_t index, const SoftmaxOfRow& softmax,
+// Writes the results of a row without a softmax, its first k elements, by `threads` threads.
+template <bool has_out = false, class T>
+__device__ void write_first(const Arguments<T>& args, const Largest<T>& to, int64_t index, const SoftmaxOfRow& softmax,
                             int threads) {
-  if (softmax.exists && !to.first) return false;
-  for (int j = threadIdx.x % threads; j < to.k; j += threads) {
-    const T value = args.a[index * args.n + j];
-    if (to.first) to.first[index * to.k + j] = value;
-    if (!softmax.exists) write_element(args, to, index * to.k + j, value, j, softmax);
-  }
-  return !softmax.exists;
+  for (int j = threadIdx.x % threads; j < to.k; j += threads)
+    write_element<has_out>(args, to, index * to.k + j, args.a[index * args.n + j], j, softmax);
+}
+
+// Copies the row's first k elements, if they are wanted.
+template <class T>
+__device__ void copy_first(const Arguments<T>& args, const Largest<T>& to, int64_t index, int threads) {
+  if (!to.first) return;
+  for (int j = threadIdx.x % threads; j < to.k; j += threads) to.first[index * to.k + j] = args.a[index * args.n + j];
 }
 
 }  // namespace jaxsoft::cuda

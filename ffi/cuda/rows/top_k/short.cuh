@@ -265,11 +265,11 @@ __global__ void __launch_bounds__(ShortRows::threads(lanes), ShortRows::blocks(l
   if (index >= args.rows) return;
   if (lane == 0) args.m[index] = m, args.s[index] = s;
   const SoftmaxOfRow softmax(m, s);
-  if (write_first(args, to, index, softmax, lanes)) return;
+  if (!softmax.exists) return write_first<true>(args, to, index, softmax, lanes);
 #pragma unroll 1
   for (int j = lane; j < k; j += lanes) {
     const Key key = sorted[j];
-    write_element(args, to, index * k + j, ShortKeys<T>::element(key), ShortKeys<T>::index(key), softmax);
+    write_element<true>(args, to, index * k + j, ShortKeys<T>::element(key), ShortKeys<T>::index(key), softmax);
   }
 }
 
