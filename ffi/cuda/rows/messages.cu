@@ -184,7 +184,7 @@ std::string check_make(const Buffer& scores, int64_t k, const Buffer& message) {
 }
 
 ffi::Error make(cudaStream_t stream, ffi::AnyBuffer scores, ffi::Result<ffi::AnyBuffer> message,
-                        ffi::Result<ffi::AnyBuffer> workspace, int64_t k) {
+                ffi::Result<ffi::AnyBuffer> workspace, int64_t k) {
   const Buffer x(scores), to(*message), space(*workspace);
   const std::string reason = check_make(x, k, to);
   if (!reason.empty()) return refuse("top_k_message: " + reason);
