@@ -35,6 +35,13 @@ inline ffi::DataType state_dtype(ffi::DataType dtype) { return dtype == ffi::F64
 
 inline bool is_16_bit(ffi::DataType dtype) { return dtype == ffi::F16 || dtype == ffi::BF16; }
 
+// How many rows of the last dimension there are.
+inline int64_t rows_of(Dimensions dims) {
+  int64_t rows = 1;
+  for (size_t i = 0; i + 1 < dims.size(); i++) rows *= dims[i];
+  return rows;
+}
+
 // Whether the kernels write a result of one dtype from operands of the other.
 inline bool go_together(ffi::DataType operand, ffi::DataType result) {
   return operand == result || (operand == ffi::F32 && is_16_bit(result)) || (is_16_bit(operand) && result == ffi::F32);

@@ -396,8 +396,9 @@ def test_parts_shorter_than_k(implementation):
     """Each device then has all of its part among the k largest."""
     mesh = mesh_of(jax.sharding.AxisType.Auto)
     x = special((12, 16), np.float32)
-    if implementation == "xla":  # whose partitioner keeps the signs of zeros and of NaN as little
-        x = x[:8] + 0
+    if implementation == "xla":  # whose partitioner keeps the signs of zeros and of NaN as little, on GPUs of no zero
+        x = x[:8] if jax.default_backend() == "cpu" else x[:8] + 0
+        x[7] = 0
     with jax.set_mesh(mesh), served(implementation):
         sharded = jax.device_put(x, NamedSharding(mesh, P(None, ("a", "b"))))
         for k in (1, 3, 16):

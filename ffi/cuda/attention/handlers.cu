@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <string>
 
+#include "../handlers.cuh"
 #include "attention.cuh"
 #include "checks.h"
 
@@ -132,10 +133,7 @@ ffi::Error handle(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRe
   Call call;
   const std::string reason = call.read(target, args, rets, form);
   if (!reason.empty()) return refuse(std::string(target.text) + ": " + reason);
-  const cudaError_t error = run(call, form, stream);
-  if (error == cudaSuccess) return ffi::Error::Success();
-  cudaGetLastError();  // else the next call, which may be a good one, would be given this error
-  return ffi::Error::Internal(std::string("jaxsoft_") + target.text + ": " + cudaGetErrorString(error));
+  return answer(target.text, run(call, form, stream));
 }
 
 }  // namespace

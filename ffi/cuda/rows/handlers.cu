@@ -14,6 +14,7 @@
 
 #include "../../rows/checks.h"
 #include "../../rows/targets.h"
+#include "../handlers.cuh"
 #include "rows.cuh"
 #include "top_k.cuh"
 
@@ -102,10 +103,7 @@ ffi::Error handle(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRe
   if (shape.n == 0)
     return refuse(std::string(operation(name).text) + " has no kernel for rows without elements: got " +
                   describe(call->buffers.first));
-  const cudaError_t error = run_any(name, *call, stream);
-  if (error == cudaSuccess) return ffi::Error::Success();
-  cudaGetLastError();  // else the next call, which may be a good one, would be given this error
-  return ffi::Error::Internal(std::string("jaxsoft_") + operation(name).text + ": " + cudaGetErrorString(error));
+  return answer(operation(name).text, run_any(name, *call, stream));
 }
 
 }  // namespace

@@ -15,6 +15,7 @@
 #include "../attributes.cuh"
 #include "../devices.cuh"
 #include "../divider.cuh"
+#include "../handlers.cuh"
 #include "../hopper.cuh"
 #include "operations/logsumexp.cuh"
 #include "top_k/results.cuh"
@@ -145,29 +146,11 @@ cudaError_t run_merge(const Arguments<T>& args, const Largest<T>& to, const Mess
   return cudaLaunchKernelEx(&config, merge_messages<T>, args, to, from, width, step);
 }
 
-int64_t rows_of(Dimensions dims) {
-  int64_t rows = 1;
-  for (size_t i = 0; i + 1 < dims.size(); i++) rows *= dims[i];
-  return rows;
-}
-
-// Calls use(T()) with the element type T of a dtype, which is one of F16, BF16 and F32.
-template <class Use>
-auto with_type(ffi::DataType dtype, Use use) {
-  return dtype == ffi::F16 ? use(__half()) : dtype == ffi::BF16 ? use(__nv_bfloat16()) : use(float());
-}
-
 int64_t words_of(ffi::DataType dtype, int64_t rows, int64_t k) {
   return with_type(dtype, [&](auto zero) { return Message<decltype(zero)>::words(rows, k); });
 }
 
 bool has_kernel(ffi::DataType dtype) { return is_16_bit(dtype) || dtype == ffi::F32; }
-
-ffi::Error answer(const char* name, cudaError_t error) {
-  if (error == cudaSuccess) return ffi::Error::Success();
-  cudaGetLastError();  // else the next call, which may be a good one, would be given this error
-  return ffi::Error::Internal(std::string(name) + ": " + cudaGetErrorString(error));
-}
 
 // What is wrong with a call that makes a message, or "".
 std::string check_make(const Buffer& scores, int64_t k, const Buffer& message) {
@@ -189,7 +172,7 @@ ffi::Error make(cudaStream_t stream, ffi::AnyBuffer scores, ffi::Result<ffi::Any
   const std::string reason = check_make(x, k, to);
   if (!reason.empty()) return refuse("top_k_message: " + reason);
   if (to.dims[0] == 0) return ffi::Error::Success();  // there is no row
-  return answer("jaxsoft_top_k_message", with_type(x.dtype, [&](auto zero) {
+  return answer("top_k_message", with_type(x.dtype, [&](auto zero) {
     using T = decltype(zero);
     Arguments<T> args;
     args.rows = rows_of(x.dims), args.n = x.dims.back(), args.a = static_cast<const T*>(x.data);
@@ -236,7 +219,7 @@ ffi::Error merge(cudaStream_t stream, ffi::AnyBuffer messages, ffi::Result<ffi::
   const std::string reason = check_merge(got, v, p, i, m, s, part);
   if (!reason.empty()) return refuse("top_k_of_messages: " + reason);
   if (got.dims[1] == 0) return ffi::Error::Success();  // there is no row
-  return answer("jaxsoft_top_k_of_messages", with_type(v.dtype, [&](auto zero) {
+  return answer("top_k_of_messages", with_type(v.dtype, [&](auto zero) {
     using T = decltype(zero);
     const int64_t k = v.dims.back();
     Arguments<T> args;

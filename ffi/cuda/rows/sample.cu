@@ -37,6 +37,7 @@
 #include "../../rows/buffers.h"
 #include "../attributes.cuh"
 #include "../devices.cuh"
+#include "../handlers.cuh"
 #include "sample/kernel.cuh"
 
 namespace jaxsoft::cuda {
@@ -160,8 +161,7 @@ cudaError_t run_typed(const Buffer& logits, const Buffer& uniform, const Buffer*
   call.token = static_cast<int32_t*>(token.data), call.probability = static_cast<float*>(probability.data);
   call.n = static_cast<uint32_t>(logits.dims.back());
   call.k = static_cast<uint32_t>(std::min<int64_t>(k, call.n));
-  call.rows = 1;
-  for (size_t i = 0; i + 1 < logits.dims.size(); i++) call.rows *= logits.dims[i];
+  call.rows = rows_of(logits.dims);
   if (call.rows == 0) return cudaSuccess;
   if (call.rows > INT32_MAX) return cudaErrorInvalidValue;
   return run_sample(call, stream);
@@ -174,12 +174,9 @@ ffi::Error handle(cudaStream_t stream, ffi::AnyBuffer logits, ffi::AnyBuffer uni
   const Buffer* const options[3] = {&t, &p, &m};
   const std::string reason = check(x, u, options, to, share, k);
   if (!reason.empty()) return refuse("sample: " + reason);
-  const cudaError_t error = x.dtype == ffi::F16    ? run_typed<__half>(x, u, options, to, share, k, stream)
-                            : x.dtype == ffi::BF16 ? run_typed<__nv_bfloat16>(x, u, options, to, share, k, stream)
-                                                   : run_typed<float>(x, u, options, to, share, k, stream);
-  if (error == cudaSuccess) return ffi::Error::Success();
-  cudaGetLastError();  // else the next call, which may be a good one, would be given this error
-  return ffi::Error::Internal(std::string("jaxsoft_sample: ") + cudaGetErrorString(error));
+  return answer("sample", with_type(x.dtype, [&](auto zero) {
+    return run_typed<decltype(zero)>(x, u, options, to, share, k, stream);
+  }));
 }
 
 }  // namespace
