@@ -185,6 +185,9 @@ __device__ inline void copy_to_block(const void* to, const void* from, unsigned 
 
 // The two ends of a launch that overlaps the launch before it: the earlier kernel allows the later one to start, and
 // the later one waits until the earlier one has ended. Both do nothing before Hopper.
+//
+// Only a kernel that is followed by one of the same call may allow it. XLA's own kernels overlap the ones before them,
+// too, and begin with a wait, but the compiler puts their loads of operands, which it takes for constant, before that.
 __device__ inline void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

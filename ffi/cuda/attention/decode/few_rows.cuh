@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(FewRows<type, size>::threads, 1)
     auto& memory = *reinterpret_cast<typename Shape::Memory*>(bytes);
     const unsigned warp = threadIdx.x / 32;
     const NamedBarrier made{1, Shape::threads};
-    let_next_kernel_start();
+    if (args.plan.most_chunks > 1) let_next_kernel_start();  // the one that merges
     if (warp == Shape::warps) {
       prefetch_map(keys), prefetch_map(values);
       produce(args, keys, values, memory.ring, made);

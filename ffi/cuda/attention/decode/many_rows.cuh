@@ -251,7 +251,7 @@ __global__ void __launch_bounds__(ManyRows<size>::threads, 1)
     auto& memory = *reinterpret_cast<typename Shape::Memory*>(bytes);
     const bool producer = threadIdx.x / 32 == kParts * 4;
     const NamedBarrier made{4, Shape::threads};
-    let_next_kernel_start();
+    if (args.plan.most_chunks > 1) let_next_kernel_start();  // the one that merges
     // Registers for those that multiply: 504 for a thread of each group.
     if (warp_group() == kParts) {
       give_registers<104>();
