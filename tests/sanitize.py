@@ -6,11 +6,13 @@
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py attention ffi
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py attention ffi paged
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py attention ffi blocks
+    compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py linear
 
 and likewise synccheck and, with --check-api-memory-access no, as XLA copies workspaces that nobody has written,
 initcheck. The kernels are those of "ffi", unless "pallas" or "triton" is named, or "attention", for Pallas's kernels of
 attention, or with "ffi" beside it those in CUDA; of both, options can be named as well, such as `segments`, or `paged`,
-for keys and values in pages, or `blocks`, for keys that come block by block. racecheck takes long, so a dtype and a
+for keys and values in pages, or `blocks`, for keys that come block by block; or "linear", for the kernel in CUDA of the
+linear layer. racecheck takes long, so a dtype and a
 shape can be named, and the kernels that it looks at by a part of their mangled names, here those of `ring`:
 
     compute-sanitizer --tool racecheck --kernel-name kns=4ringI python tests/sanitize.py bfloat16 130x70000
@@ -65,6 +67,7 @@ import paged_calls
 from attention_in_blocks import Blocks
 from cases import Case
 
+from jaxsoft._head.ffi import product_in_place
 from jaxsoft._rows import ffi
 from jaxsoft._rows.forms import Form
 from jaxsoft._rows.operation import NO_ROW, Extra
@@ -256,6 +259,17 @@ def attended(call: Case, gradients: bool) -> tuple[str, Callable[[], object]]:
     return call.what, lambda: jax.jit(with_gradients if gradients else call.ours)(*call.operands)
 
 
+def products() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Calls of the product in place: of more and fewer steps than shared memory holds, whole and not."""
+    for (rows, width, classes), dtype in itertools.product(
+        [(65, 256, 264), (320, 512, 2056), (1000, 1024, 33_000)], (jnp.float16, jnp.bfloat16)
+    ):
+        hidden, dx = jnp.ones((rows, width), dtype), jnp.ones((width, classes), dtype)
+        call = product_in_place(hidden, dx)
+        assert call is not None, "the library has no such kernel for this GPU"
+        yield f"linear {rows}x{width}x{classes} {dtype.__name__}", lambda c=call, h=hidden, x=dx: c(h, x)
+
+
 def run_call(call: tuple[str, Callable[[], object]]) -> str:
     """Returns which call it was."""
     what, run = call
@@ -281,6 +295,10 @@ def main() -> None:
                 print(what, "ok", flush=True)
         print(f"all of {len(calls)} calls ran on {device.device_kind}")
         sys.exit(0 if calls else "sanitize.py: no call of attention has these options")
+    if "linear" in named:
+        for call in products():
+            print(run_call(call), "ok", flush=True)
+        return
     implementation = next(iter(named & {"pallas", "triton"}), "ffi")
     listed = forms() if implementation == "ffi" else other_forms()
     cases = [case for case in listed if named <= {implementation, case[1], "x".join(map(str, case[0]))}]

@@ -100,19 +100,9 @@ def unavailable(platform: str) -> str | None:
         return "its kernels for attention are for NVIDIA GPUs"
     if FORWARD.name not in library.operations(platform):
         return "the library was built without its kernels for attention, which need sm_90a"
-    if not _is_hopper():
+    if not devices.are_hopper():
         return "its kernels for attention are for Hopper (compute capability 9.0)"
     return None
-
-
-def _is_hopper() -> bool:
-    """Whether all GPUs that a computation may be lowered for are."""
-    from jaxsoft.pallas_kernels.rows import sizes
-
-    if kind := devices.elsewhere():
-        gpu = sizes.of_kind(kind)
-        return gpu is not None and 90 in gpu.capabilities
-    return set(devices.present().values()) == {90}
 
 
 def unsupported(operation: Operation, operands: Operands) -> str | None:

@@ -25,6 +25,16 @@ def elsewhere() -> str | None:
     return device.device_kind
 
 
+def are_hopper() -> bool:
+    """Whether all GPUs that a computation may be lowered for are of Hopper's generation (compute capability 9.0)."""
+    from jaxsoft.pallas_kernels.rows import sizes
+
+    if kind := elsewhere():
+        gpu = sizes.of_kind(kind)
+        return gpu is not None and 90 in gpu.capabilities
+    return set(present().values()) == {90}
+
+
 def _number(version: str) -> int:
     major, minor = str(version).split(".")
     return 10 * int(major) + int(minor)

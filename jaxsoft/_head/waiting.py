@@ -1,20 +1,23 @@
 """Gradients of scores that wait in the memory of the gradient of weight until all are there, and then become it.
 
-They fit there where there are no more rows than hidden has numbers. The gradient of weight takes their place, a chunk
-of the classes at a time: each is read once more, and overwritten. So it is no sum over chunks of the rows, and rounded
-once. Where there are as many rows as numbers, no chunk of rows is needed, and the gradient of hidden states is one
-product of all gradients of scores, and no sum over chunks of the classes. A few rows less are filled up with rows that
-count for nothing, as in a batch of sequences without their last tokens.
+They fit there where there are no more rows than hidden has numbers. The gradient of weight takes their place: by a CUDA
+kernel where it serves (see `ffi`), else a chunk of the classes at a time, which is read once more, and overwritten. So
+it is no sum over chunks of the rows, and rounded once. Where there are as many rows as numbers, no chunk of rows is
+needed, and the gradient of hidden states is one product of all gradients of scores, and no sum over chunks of the
+classes. A few rows less are filled up with rows that count for nothing, as in a batch of sequences without their last
+tokens.
 
 Over a mesh, the gradient of hidden is summed over the devices that have other classes while that of weight is computed,
 and a chunk of the gradient of weight over those that have other rows while the next one is.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 
+from jaxsoft._head import ffi
 from jaxsoft._head.chunks import Chunk, over_chunks
 from jaxsoft._head.exchange import InParts, summed_during
 from jaxsoft._head.head import Head, product
@@ -78,9 +81,7 @@ def weight_from(
     """
     classes = dx.shape[1]
     size = min(_CLASSES, max(2048, classes // 8))
-
-    def of(dx: jax.Array, chunk: Chunk) -> jax.Array:
-        return product(head, hidden, chunk.of(dx)[: len(hidden)], (0, 0), dx.dtype)
+    of = functools.partial(_of_chunk, head, hidden)
 
     def beside_hidden(work: Callable[[], jax.Array]) -> tuple[jax.Array | None, jax.Array]:
         if of_hidden is None or not shards.classes:
@@ -88,9 +89,7 @@ def weight_from(
         return summed_during(of_hidden, shards.classes, work)
 
     if not shards.rows:
-        total, dx = beside_hidden(
-            lambda: over_chunks(size, classes, lambda dx, chunk: chunk.written(dx, of(dx, chunk)), dx)
-        )
+        total, dx = beside_hidden(lambda: _in_place(head, size, hidden, dx))
         return dx, total
 
     def step(parts: InParts, chunk: Chunk) -> InParts:
@@ -101,3 +100,22 @@ def weight_from(
     # With two chunks a step, XLA need not copy the one that the next step begins with.
     parts = over_chunks(size, classes, step, InParts(dx, part), first, unroll=2)
     return parts.whole(shards.rows), total
+
+
+def _in_place(head: Head, size: int, hidden: jax.Array, dx: jax.Array) -> jax.Array:
+    """The gradient of weight on one device, in the place of dx: by a kernel, or in chunks of so many classes."""
+
+    def in_chunks(hidden: jax.Array, dx: jax.Array) -> jax.Array:
+        def step(dx: jax.Array, chunk: Chunk) -> jax.Array:
+            return chunk.written(dx, _of_chunk(head, hidden, dx, chunk))
+
+        return over_chunks(size, dx.shape[1], step, dx)
+
+    if kernel := ffi.product_in_place(hidden, dx):
+        return jax.lax.platform_dependent(hidden, dx, cuda=kernel, default=in_chunks)
+    return in_chunks(hidden, dx)
+
+
+def _of_chunk(head: Head, hidden: jax.Array, dx: jax.Array, chunk: Chunk) -> jax.Array:
+    """The gradient of a chunk of weight."""
+    return product(head, hidden, chunk.of(dx)[: len(hidden)], (0, 0), dx.dtype)

@@ -3,14 +3,15 @@
 
 #include "messages.cuh"
 #include "sample.cuh"
-#ifdef JAXSOFT_ATTENTION  // the library is built for a GPU that has kernels of attention
+#ifdef JAXSOFT_HOPPER  // the library is built for a GPU that has kernels of attention, and the product in place
 #include "../attention/targets.h"
-#define JAXSOFT_ATTENTION_TEXT jaxsoft::attention::targets_as_text()
+#include "../head/product_in_place.cuh"
+#define JAXSOFT_HOPPER_TEXT jaxsoft::cuda::kProductText + jaxsoft::attention::targets_as_text()
 #else
-#define JAXSOFT_ATTENTION_TEXT ""
+#define JAXSOFT_HOPPER_TEXT ""
 #endif
-// Their handlers are in messages.cu, in sample.cu and in ../attention/handlers.cu.
-#define JAXSOFT_OTHER_OPERATIONS jaxsoft::cuda::kMessagesText + jaxsoft::cuda::kSampleText + JAXSOFT_ATTENTION_TEXT
+// Their handlers are in messages.cu, in sample.cu, in ../head/product_in_place.cu and in ../attention/handlers.cu.
+#define JAXSOFT_OTHER_OPERATIONS jaxsoft::cuda::kMessagesText + jaxsoft::cuda::kSampleText + JAXSOFT_HOPPER_TEXT
 
 #include "../../rows/checks.h"
 #include "../../rows/targets.h"
