@@ -81,6 +81,16 @@ __device__ inline void copy_box(void* to, const CUtensorMap& map, const BoxPlace
       : "memory");
 }
 
+// The same, to the same place of both blocks of a cluster, whose bytes count at the barrier of each.
+__device__ inline void copy_box_to_both(void* to, const CUtensorMap& map, const BoxPlace& from, const Barrier& done) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(shared_address(to)),
+      "l"(&map), "r"(from.column), "r"(from.head), "r"(from.row), "r"(from.batch), "r"(done.address()),
+      "h"(static_cast<uint16_t>(3))
+      : "memory");
+}
+
 // Fetches a box into the L2 cache, for a copy that comes later.
 __device__ inline void prefetch_box(const CUtensorMap& map, const BoxPlace& from) {
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(from.column),

@@ -23,7 +23,6 @@
 #include "../wgmma.cuh"
 
 namespace jaxsoft::cuda {
-namespace {
 
 struct ProductCode {
   static constexpr int rows = 128, columns = 256, depth = 64;  // of a block's tile, and what is summed in a step
@@ -54,31 +53,21 @@ struct ProductCall {
   unsigned* next;     // the next panel, for all groups
   unsigned* arrived;  // of each group: how many times its blocks have read a panel
   int* taken;         // of each group, panels + 1 in the order of its turns, and 1 more; 0 is none yet
-};
 
-// Starts a copy to the same place of both blocks of the cluster, whose bytes count at the barrier of each.
-__device__ inline void copy_box_to_both(void* to, const CUtensorMap& map, const BoxPlace& from, const Barrier& done) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-      " [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(shared_address(to)),
-      "l"(&map), "r"(from.column), "r"(from.head), "r"(from.row), "r"(from.batch), "r"(done.address()),
-      "h"(static_cast<uint16_t>(3))
-      : "memory");
-}
-
-// The panel of a group's turn: none of them if there is none any more. One thread of the group takes it.
-__device__ inline int panel_of_turn(const ProductCall& call, int group, int turn, bool takes) {
-  if (!call.next) return turn;
-  int* const place = call.taken + int64_t(group) * (call.panels + 1) + turn;
-  if (takes) {
-    const int panel = static_cast<int>(atomicAdd(call.next, 1u));
-    store_released(place, panel + 1);
-    return panel;
+  // The panel of a group's turn: none of them if there is none any more. One thread of the group takes it.
+  __device__ int panel_of_turn(int group, int turn, bool takes) const {
+    if (!next) return turn;
+    int* const place = taken + int64_t(group) * (panels + 1) + turn;
+    if (takes) {
+      const int panel = static_cast<int>(atomicAdd(next, 1u));
+      store_released(place, panel + 1);
+      return panel;
+    }
+    int found;
+    while ((found = load_acquired(place)) == 0) continue;
+    return found - 1;
   }
-  int found;
-  while ((found = load_acquired(place)) == 0) continue;
-  return found - 1;
-}
+};
 
 template <class T>
 __device__ void copy_panels(const ProductCall& call, ProductShared<T>& shared, int group, int tile) {
@@ -87,7 +76,7 @@ __device__ void copy_panels(const ProductCall& call, ProductShared<T>& shared, i
   const int first_box = static_cast<int>(block_in_cluster()) * own_boxes;
   SlotPlace<Code::slots> place;
   for (int turn = 0;; turn++) {
-    const int panel = panel_of_turn(call, group, turn, tile == 0);
+    const int panel = call.panel_of_turn(group, turn, tile == 0);
     if (panel >= call.panels) break;
     for (int step = 0; step < call.steps; step++, place.advance()) {
       const int row = step * Code::depth;
@@ -140,7 +129,7 @@ __device__ void multiply_panels(const ProductCall& call, ProductShared<T>& share
     for (unsigned block = 0; block < Code::blocks; block++) shared.empty[slot].arrive_as_warp_in(block);
   };
   for (int turn = 0;; turn++) {
-    const int panel = panel_of_turn(call, group, turn, false);
+    const int panel = call.panel_of_turn(group, turn, false);
     if (panel >= call.panels) break;
     int last = 0;
     for (int step = 0; step < call.steps; step++, place.advance()) {
@@ -198,6 +187,8 @@ __global__ void __launch_bounds__(ProductCode::threads, 1)
     }
   }
 }
+
+namespace {
 
 // The workspace has the counters of all groups and what they have taken, or a panel.
 int64_t counted_words(int64_t groups, int64_t panels) { return 1 + groups * (panels + 2); }
