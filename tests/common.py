@@ -18,6 +18,7 @@ from jaxsoft._attention.choice import KERNELS as OF_ATTENTION
 from jaxsoft._attention.choice import PAGED, unavailable
 from jaxsoft._core import library
 from jaxsoft._core.carriers import CARRIERS
+from jaxsoft._head import partition, primitive
 from jaxsoft._rows.choice import KERNELS as OF_ROWS
 
 OPS = ("softmax", "log_softmax", "logsumexp")
@@ -112,6 +113,12 @@ def served(implementation: str | None) -> Iterator[None]:
 def precision(dtype) -> contextlib.AbstractContextManager:
     """JAX's 64-bit mode for float64, its default mode for the others."""
     return jax.enable_x64(jnp.dtype(dtype) == jnp.float64)
+
+
+def forget_heads() -> None:
+    """Lets the linear layer's code for one device be made again: JAX keeps that for each function."""
+    for function in (partition.local, partition.partitioned, primitive._batched):
+        function.cache_clear()
 
 
 def target(kind: str) -> contextlib.AbstractContextManager:

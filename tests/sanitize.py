@@ -12,8 +12,8 @@ and likewise synccheck and, with --check-api-memory-access no, as XLA copies wor
 initcheck. The kernels are those of "ffi", unless "pallas" or "triton" is named, or "attention", for Pallas's kernels of
 attention, or with "ffi" beside it those in CUDA; of both, options can be named as well, such as `segments`, or `paged`,
 for keys and values in pages, or `blocks`, for keys that come block by block; or "linear", for the kernel in CUDA of the
-linear layer. racecheck takes long, so a dtype and a
-shape can be named, and the kernels that it looks at by a part of their mangled names, here those of `ring`:
+linear layer. racecheck takes long, so a dtype and a shape can be named, and the kernels that it looks at by a part of
+their mangled names, here those of `ring`:
 
     compute-sanitizer --tool racecheck --kernel-name kns=4ringI python tests/sanitize.py bfloat16 130x70000
 
@@ -55,6 +55,7 @@ Not a test of pytest's: it needs a GPU, and the tool around it.
 """
 
 import concurrent.futures
+import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -260,14 +261,12 @@ def attended(call: Case, gradients: bool) -> tuple[str, Callable[[], object]]:
 
 
 def products() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Calls of the product in place: of more and fewer steps than shared memory holds, whole and not."""
+    """Calls of the product in place: of more and fewer steps than shared memory holds, and of copied panels."""
     for (rows, width, classes), dtype in itertools.product(
-        [(65, 256, 264), (320, 512, 2056), (1000, 1024, 33_000)], (jnp.float16, jnp.bfloat16)
+        [(65, 256, 264), (320, 512, 2056), (1000, 1024, 33_000), (65, 17_408, 264)], (jnp.float16, jnp.bfloat16)
     ):
-        hidden, dx = jnp.ones((rows, width), dtype), jnp.ones((width, classes), dtype)
-        call = product_in_place(hidden, dx)
-        assert call is not None, "the library has no such kernel for this GPU"
-        yield f"linear {rows}x{width}x{classes} {dtype.__name__}", lambda c=call, h=hidden, x=dx: c(h, x)
+        given = jnp.ones((rows, width), dtype), jnp.ones((width, classes), dtype)
+        yield f"linear {rows}x{width}x{classes} {dtype.__name__}", functools.partial(product_in_place, *given)
 
 
 def run_call(call: tuple[str, Callable[[], object]]) -> str:

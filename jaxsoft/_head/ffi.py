@@ -4,8 +4,6 @@ No product of XLA's can write where it reads. The kernel's blocks read all of so
 It sums in f32, as products of 16 bits are summed at every precision that JAX has.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 
@@ -23,37 +21,30 @@ _ROWS, _COLUMNS, _GROUPS = 128, 256, 128
 _MULTIPROCESSORS, _BUSY = 132, 0.84
 
 
-def product_in_place(hidden: jax.Array, dx: jax.Array) -> Callable[..., jax.Array] | None:
-    """The kernel for hidden^T times the first rows of dx, in the place of dx; None where it does not serve.
+def serves(hidden: jax.Array, dx: jax.Array) -> bool:
+    """Whether the kernel takes such arrays on the GPU that is lowered for, and XLA takes no less time.
 
     Args:
       hidden: the hidden states, (rows, width).
-      dx: (width, classes), of which the first rows are read.
+      dx: the first rows are the gradients of scores, (width, classes).
     """
-    known = all(isinstance(length, int) for length in (*hidden.shape, *dx.shape))
-    if not known or not _serves(hidden, dx) or _OPERATION not in _operations():
-        return None
-    (rows, width), panels = hidden.shape, -(-dx.shape[1] // _COLUMNS)
-    of_group = width // _ROWS
-    if _MULTIPROCESSORS // of_group * of_group < _BUSY * _MULTIPROCESSORS:
-        return None
-    # It holds the counters of all groups, or where no group fits on the device, columns of dx.
-    workspace = max(4 * (1 + _GROUPS * (panels + 2)), rows * _COLUMNS * dx.dtype.itemsize)
-    types = jax.ShapeDtypeStruct(dx.shape, dx.dtype), jax.ShapeDtypeStruct((workspace,), jnp.uint8)
-    call = jax.ffi.ffi_call(f"jaxsoft_{_OPERATION}", types, input_output_aliases={1: 0})
-    return lambda hidden, dx: call(hidden, dx)[0]
-
-
-def _operations() -> frozenset[str]:
-    """Those of the CUDA library, if it is built and the GPU is one that it has kernels for."""
-    if library.find("cuda") is None or not devices.are_hopper():
-        return frozenset()
-    return library.operations("cuda")
-
-
-def _serves(hidden: jax.Array, dx: jax.Array) -> bool:
-    """Whether the kernel takes such arrays."""
+    if not all(isinstance(length, int) for length in (*hidden.shape, *dx.shape)):
+        return False
     (rows, width), classes = hidden.shape, dx.shape[1]
     if dx.dtype not in (jnp.float16, jnp.bfloat16) or hidden.dtype != dx.dtype:
         return False
-    return 0 < rows <= width and width % _WIDTH == 0 and classes > 0 and classes % _CLASSES == 0
+    if not 0 < rows <= width or width % _WIDTH or classes == 0 or classes % _CLASSES:
+        return False
+    of_group = width // _ROWS
+    if _MULTIPROCESSORS // of_group * of_group < _BUSY * _MULTIPROCESSORS or library.find("cuda") is None:
+        return False
+    return devices.are_hopper() and _OPERATION in library.operations("cuda")
+
+
+def product_in_place(hidden: jax.Array, dx: jax.Array) -> jax.Array:
+    """hidden^T times the first rows of dx, in the place of dx, by the kernel."""
+    panels = -(-dx.shape[1] // _COLUMNS)
+    # It holds the counters of all groups, or where no group fits on the device, columns of dx.
+    workspace = max(4 * (1 + _GROUPS * (panels + 2)), hidden.shape[0] * _COLUMNS * dx.dtype.itemsize)
+    types = jax.ShapeDtypeStruct(dx.shape, dx.dtype), jax.ShapeDtypeStruct((workspace,), jnp.uint8)
+    return jax.ffi.ffi_call(f"jaxsoft_{_OPERATION}", types, input_output_aliases={1: 0})(hidden, dx)[0]

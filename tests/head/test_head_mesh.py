@@ -14,7 +14,7 @@ from test_linear_cross_entropy import assert_close, on_a_gpu, stored
 
 from jaxsoft import linear_softmax_cross_entropy as linear
 from jaxsoft._core import mesh as exchange
-from jaxsoft._head import partition, primitive, waiting
+from jaxsoft._head import waiting
 
 pytestmark = needs_devices
 on_a_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="XLA combines collectives on a GPU")
@@ -49,17 +49,6 @@ def total(h, w, y, **options):
 
 
 GATHER, REDUCE = "all-gather", "all-reduce"
-
-
-@pytest.fixture
-def patched(monkeypatch):
-    """Patches what code for one device is made from: JAX keeps that for each function, so these are made again."""
-    made = partition.local, partition.partitioned, primitive._batched
-    for function in made:
-        function.cache_clear()
-    yield monkeypatch
-    for function in made:
-        function.cache_clear()
 
 
 @on_a_cpu

@@ -6,14 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import needs_library, on_gpu, same_bits, slow, target
+from common import forget_heads, same_bits, slow, target
+from test_head_kernels import HOPPER
 
 from jaxsoft import linear_softmax_cross_entropy as linear
-from jaxsoft._core import devices
-from jaxsoft._head import ffi, partition, primitive
+from jaxsoft._core import devices, library
+from jaxsoft._head import ffi
 
-HOPPER = "NVIDIA H100 80GB HBM3"
-on_hopper = pytest.mark.skipif(set(devices.present().values()) != {90}, reason="checks a kernel for Hopper")
+needs_kernel = pytest.mark.skipif(
+    "product_in_place" not in library.operations("cuda"), reason="the kernel for Hopper was not built"
+)
+on_hopper = pytest.mark.skipif(needs_kernel.args[0] or not devices.are_hopper(), reason="checks a kernel for Hopper")
 each_dtype = pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=lambda dtype: dtype.__name__)
 # Rows, width and classes: around the 64 rows of a step, the 256 columns of a panel, and 4 steps in shared memory; more
 # panels than groups; the most blocks of a group, and more than fit on a GPU.
@@ -33,25 +36,17 @@ def arrays(rows, width, classes, dtype):
     return hidden.astype(dtype), jnp.concatenate([dx.astype(dtype), rest])
 
 
-def in_place(hidden, dx):
-    """A call of the kernel, whatever the layer would choose."""
-    panels = -(-dx.shape[-1] // 256)
-    workspace = max(4 * (1 + 128 * (panels + 2)), hidden.shape[0] * 512)
-    types = jax.ShapeDtypeStruct(dx.shape, dx.dtype), jax.ShapeDtypeStruct((workspace,), jnp.uint8)
-    return jax.ffi.ffi_call("jaxsoft_product_in_place", types, input_output_aliases={1: 0})(hidden, dx)[0]
-
-
 @on_hopper
 @each_dtype
 @sizes
 def test_values(size, dtype):
     """The product, rounded once, but for the error of sums in f32, which matrix units round down; always its bits."""
     hidden, dx = arrays(*size, dtype)
-    actual = jax.jit(in_place)(hidden, dx)
+    actual = jax.jit(ffi.product_in_place)(hidden, dx)
     exact = np.asarray(hidden, np.float64).T @ np.asarray(dx[: len(hidden)], np.float64)
     half_place = 1.01 * float(jnp.finfo(dtype).eps) / 2
     np.testing.assert_allclose(np.asarray(actual, np.float64), exact, rtol=half_place, atol=1e-8 * len(hidden) ** 1.5)
-    assert all(same_bits(jax.jit(in_place)(hidden, dx), actual) for _ in range(3))
+    assert all(same_bits(jax.jit(ffi.product_in_place)(hidden, dx), actual) for _ in range(3))
 
 
 @on_hopper
@@ -62,7 +57,7 @@ def test_next_to_other_work(dtype):
 
     @jax.jit
     def often(hidden, dx):
-        step = lambda i, dx: in_place(hidden / 16, dx)  # noqa: E731
+        step = lambda i, dx: ffi.product_in_place(hidden / 16, dx)  # noqa: E731
         return jax.lax.fori_loop(0, 20, step, dx)
 
     assert np.isfinite(np.asarray(often(hidden, dx), np.float32)).all()
@@ -73,21 +68,20 @@ def test_next_to_other_work(dtype):
 @each_dtype
 @pytest.mark.parametrize("rows", [2048, 2000, 1500])
 @pytest.mark.parametrize("reduction", ["mean", None])
-def test_in_the_layer(rows, reduction, dtype, monkeypatch):
+def test_in_the_layer(rows, reduction, dtype, patched):
     """The gradients of the layer with the kernel are those with chunks, but for the rounding of weight's."""
     width, classes, label = 2048, 120_000, jnp.arange(rows) % 1000
     h = jax.random.normal(jax.random.key(0), (rows, width), jnp.float32).astype(dtype)
     w = (jax.random.normal(jax.random.key(1), (width, classes), jnp.float32) / 16).astype(dtype)
 
     def gradients():
-        for made in (partition.local, partition.partitioned, primitive._batched):
-            made.cache_clear()
+        forget_heads()
         f = lambda h, w: jnp.sum(linear(h, w, label, reduction=reduction))  # noqa: E731
         lowered = jax.jit(jax.grad(f, (0, 1))).lower(h, w)
         return "jaxsoft_product_in_place" in lowered.as_text(), lowered.compile()(h, w)
 
     with_kernel, (of_h, of_w) = gradients()
-    monkeypatch.setattr(ffi, "product_in_place", lambda hidden, dx: None)
+    patched.setattr(ffi, "serves", lambda hidden, dx: False)
     without, (expected_h, expected_w) = gradients()
     # Without a reduction, and in f16, which is reduced later, only a few rows may be missing.
     assert (with_kernel, without) == (rows != 1500 or (reduction == "mean" and dtype == jnp.bfloat16), False)
@@ -97,7 +91,7 @@ def test_in_the_layer(rows, reduction, dtype, monkeypatch):
         np.testing.assert_allclose(np.asarray(actual, np.float32), np.asarray(expected, np.float32), **places)
 
 
-@needs_library
+@needs_kernel
 @pytest.mark.parametrize(
     ("change", "served"),
     [
@@ -121,10 +115,10 @@ def test_which_calls_are_served(change, served):
         for shape in ((given["rows"], given["width"]), (given["width"], given["classes"]))
     )
     with target(given["kind"]):
-        assert (ffi.product_in_place(hidden, dx) is not None) == served
+        assert ffi.serves(hidden, dx) == served
 
 
-@needs_library
+@needs_kernel
 @pytest.mark.parametrize("reduction", ["mean", None])
 def test_programs(reduction):
     """For Hopper the layer's program has one product for weight's gradient, in place; for a CPU it has chunks."""
@@ -139,7 +133,6 @@ def test_programs(reduction):
     assert "output_operand_alias" in texts[0]
 
 
-@on_gpu
 @on_hopper
 @pytest.mark.parametrize(
     ("change", "message"),

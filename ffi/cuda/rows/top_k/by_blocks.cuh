@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(TopKCode::threads, TopKCode::blocks)
   extern __shared__ Key all[];
   __shared__ Together together;
   __shared__ State of_warps[TopKCode::warps];
-  if (split.parts > 1) let_next_kernel_start();
+  if (split.parts > 1) let_next_kernel_start();  // the one that merges
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, k = to.k;
   const auto elements = elements_of_part(args, blockIdx.x, split);
   const Tiles<T> tiles{elements, warp, warps};
