@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsoft._attention.form import BASE, Extra, Form
+from jaxsoft._core.rounding import rounded
 from jaxsoft.fold import accumulator
 
 # A block has at least so many keys, by platform. By measurement on a CPU, where its scores are to stay in the cache; on
@@ -115,10 +116,10 @@ class Call:
             # XLA may subtract from a product before it is rounded. Of large scores none would be near their maximum.
             z = jax.lax.optimization_barrier(z * self.form.scale)
         if Extra.KEY_SCALE in self.extras:
-            z = z * self.of_heads(self.extras[Extra.KEY_SCALE])
+            z = rounded(z * self.of_heads(self.extras[Extra.KEY_SCALE]))
         if self.form.cap is not None:
             bent = jnp.tanh(z / self.form.cap)
-            z, slope = bent * self.form.cap, 1 - bent * bent
+            z, slope = rounded(bent * self.form.cap), 1 - bent * bent
         if Extra.BIAS in self.extras:
             z = z + _part(self.extras[Extra.BIAS], begin, size, 3).astype(z.dtype)
         counted = self._counted(begin, size)

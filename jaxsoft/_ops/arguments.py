@@ -11,6 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxsoft._core.mesh import sharded_like, whole_along
 from jaxsoft._core.numbers import as_array, as_float, as_mask, check_axis
+from jaxsoft._core.rounding import rounded
 from jaxsoft._rows.operation import Extra
 from jaxsoft.fold import accumulator
 
@@ -136,7 +137,7 @@ def plain_scores(
     if scale is not None or bias is not None:
         x = x.astype(accumulator(x.dtype))
     if scale is not None:
-        x = x * scale
+        x = rounded(x * scale)
     if bias is not None:
         x = x + bias.astype(x.dtype)
     if causal:

@@ -12,6 +12,7 @@ from jaxsoft import fold
 from jaxsoft._core.carriers import check_name
 from jaxsoft._core.numbers import as_array, as_mask
 from jaxsoft._core.primitives import compiled
+from jaxsoft._core.rounding import stored
 from jaxsoft._ops.arguments import Axis, as_kernel_scores, broadcastable, check_flag, merged, normalize_axis
 from jaxsoft._rows.derivative import differentiable
 from jaxsoft._rows.forms import Form, counted, scores, softcap
@@ -393,7 +394,7 @@ def _side_by_side(
 
 @functools.partial(jax.jit, static_argnames=("options", "entropy", "implementation"))
 def _with_labels(x, q, counts, weights, options, entropy, implementation):
-    wide = fold.accumulator(x.dtype)
+    wide, (x,) = fold.accumulator(x.dtype), stored(x)
     extras = {}
     if counts is not None:
         extras[Extra.WHERE] = jnp.broadcast_to(counts, (*counts.shape[:-1], x.shape[-1]))

@@ -10,6 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxsoft import fold
 from jaxsoft._core.carriers import check_name
 from jaxsoft._core.numbers import as_float, as_numbers
+from jaxsoft._core.rounding import stored
 from jaxsoft._ops.arguments import (
     Axis,
     check_dtype,
@@ -151,6 +152,7 @@ def _with_factors(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
 @functools.partial(jax.jit, static_argnames=("axes", "causal", "dtype", "implementation"))
 def _logsumexp(a, b, axes, where, scale, bias, causal, dtype, implementation):
     if b is not None:
+        (a,) = stored(a)
         z, counts = plain_scores(a, where, scale, bias, causal)
         return _weighted(z if counts is None else jnp.where(counts, z, -jnp.inf), b, axes, dtype)
     rows, extras, trailing = to_rows(a, axes, where, scale, bias, causal)

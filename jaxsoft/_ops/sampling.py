@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from jaxsoft._core.batching import as_leading_dimension
+from jaxsoft._core.rounding import stored
 from jaxsoft._ops import sampling_kernel
 from jaxsoft._ops.top_k import top_k_softmax
 from jaxsoft._rows.forms import Form
@@ -58,6 +59,7 @@ def draw_tokens(key, x, temperature, top_p, min_p, top_k, implementation):
     temperature, top_p and min_p are one number a row or one for all, and top_k a Python integer. None stands for what
     changes nothing.
     """
+    (x,) = stored(x)
     uniform = jax.random.uniform(key, (*x.shape[:-1], 2), accumulator(x.dtype))
     options = (temperature, top_p, min_p)
     composed = functools.partial(_draw_composed, top_k, implementation)

@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxsoft._core.batching import as_leading_dimension
 from jaxsoft._core.linear_map import LinearMap
+from jaxsoft._core.rounding import stored
 from jaxsoft._core.tangents import jvp_along, moves
 from jaxsoft._rows import xla
 from jaxsoft._rows.forms import Form, compose, counted, row_dtypes, scores, split
@@ -54,7 +55,7 @@ def differentiable(function: Function, form: Form, implementation: str | None) -
         )
         return values, function.tangents(results, derivative(*residuals, t, *extras.values()))
 
-    return call
+    return lambda *operands: call(*stored(*operands))
 
 
 def _scores_along(form: Form, primals: Sequence[jax.Array], tangents: Sequence) -> tuple[jax.Array, jax.Array]:

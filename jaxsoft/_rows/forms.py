@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxsoft._core.rounding import rounded
 from jaxsoft._rows.formulas import positions
 from jaxsoft._rows.operation import Extra, Kind, Operation, Reductions, RowFunction
 from jaxsoft.fold import accumulator
@@ -115,6 +116,7 @@ def compose(operation: Operation, form: Form, plain: RowFunction) -> RowFunction
 def scores(form: Form, x: jax.Array, extras: Extras, dtype: np.dtype, counts: jax.Array | None) -> jax.Array:
     """z = x * scale + bias in this dtype, capped, along the last axis; -inf where an element does not count."""
     z = _scaled(counts, x.astype(dtype), extras)
+    z = rounded(z) if Extra.SCALE in extras else z
     if Extra.BIAS in extras:
         z = z + extras[Extra.BIAS].astype(dtype)
     z = softcap(z, form.cap)
@@ -123,7 +125,7 @@ def scores(form: Form, x: jax.Array, extras: Extras, dtype: np.dtype, counts: ja
 
 def softcap(x: jax.Array, cap: float | None) -> jax.Array:
     """cap * tanh(x / cap); x without a cap."""
-    return x if cap is None else cap * jnp.tanh(x / cap)
+    return x if cap is None else rounded(cap * jnp.tanh(x / cap))
 
 
 def capped_slope(form: Form, x: jax.Array, v: jax.Array) -> jax.Array:

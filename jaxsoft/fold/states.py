@@ -9,6 +9,7 @@ from jax import export
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxsoft._core.numbers import as_axis, as_float, as_mask
+from jaxsoft._core.rounding import rounded, stored
 
 
 class State(NamedTuple):
@@ -208,11 +209,15 @@ def from_lse(value: ArrayLike) -> State:
 
 
 def wide(name: str, x: ArrayLike) -> jax.Array:
-    """The argument of this name in the accumulator's dtype, after checking that it holds real numbers."""
+    """The argument of this name in the accumulator's dtype, after checking that it holds real numbers.
+
+    It may be a product, of which a maximum is taken and then subtracted: both read it as it is rounded.
+    """
     x = as_float(name, x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise TypeError(f"{name} must hold real numbers; got dtype {x.dtype.name}")
-    return x.astype(accumulator(x.dtype))
+    dtype = accumulator(x.dtype)
+    return rounded(x) if x.dtype == dtype else stored(x)[0].astype(dtype)
 
 
 def mask_of(where: ArrayLike, name: str, shape: tuple[int, ...]) -> jax.Array:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxsoft._core.rounding import rounded
 from jaxsoft._rows.forms import groups
 from jaxsoft._rows.operation import Extra, Kind, Operation
 
@@ -131,7 +132,7 @@ class Rules(abc.ABC):
         counts = self._counts(place, chunks) if self.extras.partial else None
         first, *others = chunks
         if first is not None and self.operation.kinds[0] is Kind.SCORES:
-            first = first if self.scale is None else first * self.scale
+            first = first if self.scale is None else rounded(first * self.scale)
             first = first + self.chunk(Extra.BIAS, place) if Extra.BIAS in self.extras.names else first
             first = _select(counts, first, -jnp.inf)
         return Prepared([first, *(_select(counts, g, 0.0) for g in others)], counts)

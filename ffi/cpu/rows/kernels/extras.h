@@ -28,7 +28,8 @@ struct Reader {
     if constexpr (!extras) return a(i, left, (S)-infinity);
     V scaled = a(i, left, 0) * (S)at.scale;
     if (at.cap > 0) return soft_cap(scaled, (S)at.cap);
-    return at.bias ? scaled + load<T>((const T*)at.bias + i, left, 0) : rounded(scaled);
+    scaled = rounded(scaled);
+    return at.bias ? scaled + load<T>((const T*)at.bias + i, left, 0) : scaled;
   }
 
   // The score, or -inf where the element does not count.
