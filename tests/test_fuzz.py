@@ -53,6 +53,33 @@ def with_minus_inf(draw, x):
     return x
 
 
+# No powers of two, products with which are exact.
+SCALES = [0.7, -0.3, 1.3]
+
+
+def with_rows_of_one_large_number(draw, x, axes=(-1,)):
+    """x with such rows along some axes, as where a whole row is padding; None if none is drawn.
+
+    Their derivatives do not depend on how a product with a scale is rounded, so long as all that is computed of the
+    product reads the same number.
+    """
+    if not draw(st.sampled_from([True, False, False])):
+        return None
+    kept = tuple(1 if a in [axis % x.ndim for axis in axes] else d for a, d in enumerate(x.shape))
+    chosen = np.random.default_rng(draw(st.integers(0, 99))).random(kept) < 0.6
+    large = draw(st.sampled_from([-1e9, 1e9, -3e8, -1e6]))
+    large = np.clip(large, -3e4, 3e4) if x.dtype == np.float16 else large
+    return np.where(chosen, large, x).astype(x.dtype)
+
+
+def of_product(draw, pair):
+    """The functions of their first operand, or of its product with a number, which the same program computes."""
+    scale = draw(st.sampled_from([None, *SCALES]))
+    if scale is None:
+        return pair
+    return tuple(lambda x, *v, f=f: f(x * jnp.asarray(scale, x.dtype), *v) for f in pair)
+
+
 def shapes(draw, least=0, n=None):
     leading = draw(st.lists(st.sampled_from([1, 2, 3, 3, 4]), min_size=least, max_size=2))
     return *leading, n or draw(st.sampled_from(LENGTHS))
@@ -68,18 +95,23 @@ def row_operation(draw, dtypes, implementation):
         fixed["causal"] = True
     if draw(st.booleans()):
         fixed["where"] = mask(draw, part_of(draw, shape))
-    if draw(st.booleans()):
+    x = array(draw, shape, dtypes)
+    large = with_rows_of_one_large_number(draw, x, axes)
+    if large is not None:
+        x = large
+        if draw(st.booleans()):
+            fixed["scale"] = draw(st.sampled_from(SCALES))
+    elif draw(st.booleans()):
         one = tuple(1 if a in axes else d for a, d in enumerate(shape))
         moving["scale"] = array(draw, part_of(draw, one), dtypes) / 4
-    if draw(st.booleans()):
+    if large is None and draw(st.booleans()):
         moving["bias"] = array(draw, part_of(draw, shape), dtypes)
-    x = array(draw, shape, dtypes)
-    if not fixed and not moving and axes == (ndim - 1,):
+    if not fixed and not moving and large is None and axes == (ndim - 1,):
         x = with_minus_inf(draw, x)
 
-    what = f"{op}(axis={axis}, {fixed}, {list(moving)})"
+    what = f"{op}(axis={axis}, {fixed}, {list(moving)}, large={large is not None})"
     pair = calls.row_function(implementation, op, tuple(moving), axis, **fixed)
-    return Case(what, *pair, [x, *moving.values()])
+    return Case(what, *(pair if large is None else of_product(draw, pair)), [x, *moving.values()])
 
 
 def loss_options(draw, labels=None):
@@ -126,8 +158,11 @@ def integer_cross_entropy(draw, dtypes, implementation):
     if draw(st.booleans()):
         operands.append(np.abs(array(draw, shape[-1:], dtypes)) / 4)
 
-    what = f"integer cross-entropy({labels.dtype}, {where}, {options})"
-    return Case(what, *calls.integer(implementation, labels, **where, **options), operands)
+    pair = calls.integer(implementation, labels, **where, **options)
+    if (large := with_rows_of_one_large_number(draw, operands[0])) is not None:
+        operands[0], pair = np.where(np.isinf(large), 0, large).astype(large.dtype), of_product(draw, pair)
+    what = f"integer cross-entropy({labels.dtype}, {where}, {options}, large={large is not None})"
+    return Case(what, *pair, operands)
 
 
 def cross_entropy(draw, dtypes, implementation):
@@ -138,8 +173,11 @@ def cross_entropy(draw, dtypes, implementation):
     if draw(st.booleans()):
         operands.append(np.abs(array(draw, shape[-1:], dtypes)) / 4)
 
-    what = f"cross-entropy({where}, {options}, labels {operands[1].shape})"
-    return Case(what, *calls.dense(implementation, **where, **options), operands)
+    pair = calls.dense(implementation, **where, **options)
+    if (large := with_rows_of_one_large_number(draw, operands[0])) is not None:
+        operands[0], pair = large, of_product(draw, pair)
+    what = f"cross-entropy({where}, {options}, labels {operands[1].shape}, large={large is not None})"
+    return Case(what, *pair, operands)
 
 
 def linear_cross_entropy(draw, dtypes, implementation):
@@ -308,6 +346,7 @@ def over_a_mesh(draw, implementation):
     """A call on x of shape (8, 8, 64), or of its last dimensions; what comes beside x is made of x, shard by shard."""
     shape = (8, 8, 64)[draw(st.integers(0, 2)) :]
     x = array(draw, shape, [jnp.float32, jnp.bfloat16])
+    x = x if (large := with_rows_of_one_large_number(draw, x)) is None else large
 
     def tops(x):
         """An integer a row, the same in every dtype."""
@@ -331,7 +370,7 @@ def over_a_mesh(draw, implementation):
             labels = (numbers(x) % 5).astype(x.dtype) / 8
             pair = calls.dense(implementation, where=where, **options)
             return tuple(lambda x, f=f: f(x, labels) for f in pair)
-        return calls.row_function(implementation, name, where=where, scale=0.5 if scaled else None)
+        return calls.row_function(implementation, name, where=where, scale=0.7 if scaled else None)
 
     what = f"{name}({options}, {masked}, {scaled})"
     return Case(what, lambda x: functions(x)[0](x), lambda x: functions(x)[1](x), [x])
