@@ -216,6 +216,7 @@ def softmax_cross_entropy_with_integer_labels(
 
 @functools.partial(jax.jit, static_argnames=("options", "entropy", "implementation"))
 def _with_integer_labels(x, index, counts, weights, options, entropy, implementation):
+    (x,) = stored(x)  # the sums of smoothing may be taken beside the operation
     extras, label_counts = _extras(x, index, counts)
     smoothed = options.label_smoothing > 0
     summed = smoothed and weights is None and not entropy  # no operation has weighted sums, nor sums and the entropy
