@@ -1,6 +1,7 @@
 """`logsumexp`, the public function, and its factors `b`, for which there are no kernels."""
 
 import functools
+import math
 from typing import Literal, overload
 
 import jax
@@ -80,7 +81,8 @@ def logsumexp(
     Args:
       a: scores of any shape. f16, bf16, f32 and f64 have kernels, which compute in f32 (f64 for f64) and round once.
       axis: the axis or axes that are reduced; None for all.
-      b: factors of the exponentials, broadcastable with a; 1 if None. Only "xla" has them.
+      b: factors of the exponentials, broadcastable with a; 1 if None. Only "xla" has them. A factor of 0
+        leaves its element out, even one of inf or NaN.
       keepdims: keep the reduced axes, with length 1.
       return_sign: return the logarithm of the sum's absolute value, and its sign.
       where: boolean, broadcastable to a. Elements where it is False do not count.
@@ -100,7 +102,9 @@ def logsumexp(
       TypeError, ValueError: an argument does not fit the others, or the named implementation cannot serve the call.
 
     Derivatives by a, b, scale and bias, of every order, in forward and reverse mode, for every implementation. Unlike
-    JAX's, the gradient of a row that is all -inf is 0, not NaN.
+    JAX's, the gradient of a row that is all -inf is 0, not NaN, and so are those by a and b where the sum is 0. At a
+    factor of 0 the derivative by it is that of the formula, where JAX has 0: it is inf if it is out of range, and 0 if
+    the element is NaN.
 
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv:1805.02867).
 
@@ -154,7 +158,7 @@ def _logsumexp(a, b, axes, where, scale, bias, causal, dtype, implementation):
     if b is not None:
         (a,) = stored(a)
         z, counts = plain_scores(a, where, scale, bias, causal)
-        return _weighted(z if counts is None else jnp.where(counts, z, -jnp.inf), b, axes, dtype)
+        return _weighted(z, counts, b, axes, dtype)
     rows, extras, trailing = to_rows(a, axes, where, scale, bias, causal)
     form = Form(a.dtype, tuple(extras), trailing)
     (out,) = differentiable(logsumexp_of_rows, form, implementation)(rows, *extras.values())
@@ -162,12 +166,21 @@ def _logsumexp(a, b, axes, where, scale, bias, causal, dtype, implementation):
     return out, jnp.where(jnp.isnan(out), out, jnp.where(out == -jnp.inf, 0, 1).astype(dtype))
 
 
-def _weighted(a, b, axes, dtype):
+def _weighted(a, counts, b, axes, dtype):
     """The logarithm of |sum b exp(a)| and the sign of the sum, in plain JAX."""
     a, b = a.astype(fold.accumulator(a.dtype)), b.astype(fold.accumulator(a.dtype))
-    a = jnp.where(b == 0, -jnp.inf, a)
-    ref = fold.reference(jax.lax.stop_gradient(jnp.max(a, axis=axes, initial=-jnp.inf, keepdims=True)))
-    total = jnp.sum(jnp.exp(a - ref) * b, axis=axes)
+    if counts is not None:
+        a, b = jnp.where(counts, a, -jnp.inf), jnp.where(counts, b, 0)
+    left_out = b == 0
+    m = jnp.max(jnp.where(left_out, -jnp.inf, a), axis=axes, initial=-jnp.inf, keepdims=True)
+    ref = fold.reference(jax.lax.stop_gradient(m))
+    # The maximum is without the elements whose factor is 0, so theirs may be far above it. The derivative by the factor
+    # is their exponential all the same. It is taken as a square, each factor of which is finite: 0 times it is 0.
+    most = 1.9 * math.log(jnp.finfo(a.dtype).max)
+    above = a - ref
+    above = jnp.where(left_out, jnp.minimum(jnp.where(jnp.isnan(above), -jnp.inf, above), most) / 2, above)
+    powers = jnp.exp(above)
+    total = jnp.sum(b * powers * jnp.where(left_out, powers, 1), axis=axes)
     empty = total == 0
-    out = jnp.where(empty, -jnp.inf, jnp.log(jnp.abs(jnp.where(empty, 1, total))) + ref.reshape(total.shape))
-    return out.astype(dtype), jnp.sign(total).astype(dtype)
+    result = jnp.where(empty, -jnp.inf, jnp.log(jnp.abs(jnp.where(empty, 1, total))) + ref.reshape(total.shape))
+    return result.astype(dtype), jnp.sign(total).astype(dtype)

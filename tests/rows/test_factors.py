@@ -1,0 +1,77 @@
+"""The factors b of logsumexp, and their derivatives, where a factor is 0 too."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from common import each_dtype, precision
+from truth import wide
+
+import jaxsoft
+
+A = np.array([[0.5, -1, 2, 0], [1, 3, -2, -np.inf], [0, 6, 1, 2]], np.float32)
+B = np.array([[2, 0, -0.5, 3], [0, 0, 1, 0], [1, 0, 2, 0]], np.float32)
+
+
+def derivatives(f, a, b):
+    """Values; first derivatives in both modes; the second ones."""
+    both = (0, 1)
+    return f(a, b), jax.jacrev(f, both)(a, b), jax.jacfwd(f, both)(a, b), jax.jacfwd(jax.jacrev(f, both), both)(a, b)
+
+
+def defined(a, b):
+    """By its definition, for sums that float64 holds."""
+    total = jnp.sum(b * jnp.exp(a), -1)
+    return jnp.log(jnp.abs(total)), jnp.sign(total)
+
+
+@each_dtype
+def test_derivatives(dtype):
+    """By a and b, of both orders, in both modes; where b is 0, too."""
+    with jax.enable_x64(True):
+        expected = derivatives(defined, wide(A.astype(dtype)), wide(B.astype(dtype)))
+    with precision(dtype):
+        f = jax.jit(lambda a, b: jaxsoft.logsumexp(a, -1, b, return_sign=True))
+        actual = derivatives(f, A.astype(dtype), B.astype(dtype))
+        mapped = derivatives(jax.vmap(f), A.astype(dtype), B.astype(dtype))
+    tolerance = {2: 2e-2, 4: 5e-6, 8: 1e-12}[np.dtype(dtype).itemsize]
+    for found in (actual, mapped):
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(wide(x), y, rtol=tolerance, atol=1e-3 * tolerance)
+
+
+@pytest.mark.parametrize("hidden", [120.0, 300.0, np.inf, -np.inf, np.nan])
+def test_what_a_factor_of_0_leaves_out(hidden):
+    """It does not count, whatever it is. The derivative by its factor is its exponential, which may be out of range."""
+    a, b = np.array([[0, hidden, 1], [1, 2, 0]], np.float32), np.array([2, 0, 5], np.float32)
+    total = 2 + 5 * np.e
+    found, expected = jaxsoft.logsumexp(a[0], b=b), jax.nn.logsumexp(a[0], b=b)
+    np.testing.assert_allclose([found, expected], np.log(total), rtol=1e-6)
+    by_factor = 0 if np.isnan(hidden) or hidden == -np.inf else np.inf
+    for jacobian in (jax.jacrev, jax.jacfwd):
+        da, db = jacobian(lambda a, b: jaxsoft.logsumexp(a, -1, b), (0, 1))(a, b)
+        np.testing.assert_allclose(da[0, 0], [2 / total, 0, 5 * np.e / total], rtol=1e-6)
+        np.testing.assert_allclose(db[0], [1 / total, by_factor, np.e / total], rtol=1e-6)
+        assert not np.any(da[0, 1]) and np.isfinite(da[1]).all() and np.isfinite(db[1]).all()
+
+
+def test_where_the_sum_is_0():
+    """Factors that are 0, and what counts is -inf: -inf, and no gradient."""
+    for a, b in (([1, 2], [0, 0]), ([-np.inf, 3], [1, 0]), ([-np.inf, -np.inf], [1, 2])):
+        a, b = np.array(a, np.float32), np.array(b, np.float32)
+        assert jaxsoft.logsumexp(a, b=b) == -np.inf
+        for v in jax.grad(lambda a, b: jaxsoft.logsumexp(a, b=b), (0, 1))(a, b):
+            assert not np.any(v)
+
+
+@pytest.mark.parametrize("hidden", [np.nan, np.inf])
+def test_hidden_factors(hidden):
+    """What `where` masks does not count, whatever its factor is."""
+    a, b = np.array([1, 2, 3], np.float32), np.array([1, hidden, 2], np.float32)
+    where = np.array([True, False, True])
+    f = lambda a, b: jaxsoft.logsumexp(a, b=b, where=where)  # noqa: E731
+    np.testing.assert_allclose(f(a, b), np.log(np.e + 2 * np.exp(3)), rtol=1e-6)
+    for found, known in zip(
+        jax.grad(f, (0, 1))(a, b), jax.grad(jaxsoft.logsumexp, (0, 2))(a[::2], None, b[::2]), strict=True
+    ):
+        np.testing.assert_allclose(found, [known[0], 0, known[1]], rtol=1e-6)
