@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxsoft._core.rounding import rounded
 from jaxsoft._rows.formulas import positions
-from jaxsoft._rows.operation import Extra, Kind, Operation, Reductions, RowFunction
+from jaxsoft._rows.operation import NO_ROW, Extra, Kind, Operation, Reductions, RowFunction
 from jaxsoft.fold import accumulator
 
 type Operands = Sequence[jax.Array | jax.core.ShapedArray]
@@ -85,6 +85,11 @@ def compose(operation: Operation, form: Form, plain: RowFunction) -> RowFunction
         if counts is not None and operation.has_label:  # the label counts in any case
             label = base[operation.kinds.index(Kind.LABEL)]
             counts = counts | (positions(base[0]) == label[..., None])
+        if (
+            form.cap is not None
+        ):  # the derivative of tanh at a NaN that does not count, or is not to be read, would stay
+            read = base[operation.kinds.index(Kind.LABEL)][..., None] != NO_ROW
+            base[0] = jnp.where(read if counts is None else read & counts, base[0], 0)
         prepared = []
         for kind, v in zip(operation.kinds, base, strict=True):
             if kind is Kind.SCORES:
@@ -119,7 +124,8 @@ def scores(form: Form, x: jax.Array, extras: Extras, dtype: np.dtype, counts: ja
     z = rounded(z) if Extra.SCALE in extras else z
     if Extra.BIAS in extras:
         z = z + extras[Extra.BIAS].astype(dtype)
-    z = softcap(z, form.cap)
+    if form.cap is not None:
+        z = softcap(_select(counts, z, 0), form.cap)
     return _select(counts, z, -jnp.inf)
 
 
