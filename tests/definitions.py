@@ -90,9 +90,10 @@ def _capped(x, cap):
 
 def integer_cross_entropy(x, weights, labels, *, where=None, ignore_index=None, label_smoothing=0.0, z_loss=0.0,
                           logit_softcap=None):  # fmt: skip
-    """Losses, logsumexps and entropies for labels that are in range, or ignored.
+    """Losses, logsumexps and entropies.
 
-    A label that does not count keeps its logit.
+    A label that does not count keeps its logit. One that is out of range, and not ignored, is NaN where anything
+    counts, with the gradient of the logsumexp.
     """
     n = x.shape[-1]
     z, w = _capped(x, logit_softcap), jnp.ones(n, x.dtype) if weights is None else weights
@@ -100,7 +101,11 @@ def integer_cross_entropy(x, weights, labels, *, where=None, ignore_index=None, 
     rows = jnp.ones(labels.shape, bool) if ignore_index is None else labels != ignore_index
     at = jnp.clip(labels, 0, n - 1)
     score = jnp.take_along_axis(z, at[..., None], -1)[..., 0]
-    return _loss(z, None, w, counts, rows, lambda lse: w[at] * (lse - score), label_smoothing, z_loss)
+
+    def nll(lse):
+        return jnp.where(labels == at, w[at] * (lse - score), lse + jnp.nan)
+
+    return _loss(z, None, w, counts, rows, nll, label_smoothing, z_loss)
 
 
 def cross_entropy(x, q, weights, *, where=None, label_smoothing=0.0, z_loss=0.0, logit_softcap=None):
@@ -112,11 +117,15 @@ def cross_entropy(x, q, weights, *, where=None, label_smoothing=0.0, z_loss=0.0,
 
 def linear_cross_entropy(hidden, weight, bias, class_weights, row_weights, labels, *, reduction=None, scale=1.0,
                          **options):  # fmt: skip
-    """`integer_cross_entropy` of scale * (hidden @ weight + bias), its losses weighted by row, and perhaps reduced."""
+    """`integer_cross_entropy` of scale * (hidden @ weight + bias), its losses weighted by row, and perhaps reduced.
+
+    A loss that is not finite does not count in a row with weight 0.
+    """
     logits = hidden @ weight if bias is None else hidden @ weight + bias
     loss, lse, h = integer_cross_entropy(scale * logits, class_weights, labels, **options)
     u = jnp.ones(loss.shape, loss.dtype) if row_weights is None else jnp.broadcast_to(row_weights, loss.shape)
     u = u if options.get("ignore_index") is None else jnp.where(labels == options["ignore_index"], 0, u)
+    loss = jnp.where((u == 0) & ~jnp.isfinite(loss), 0, loss)
     if reduction is None:
         return u * loss, lse, h
     mass = 1 if reduction == "sum" else jnp.sum(u)

@@ -146,11 +146,20 @@ def labels_of(draw, rows, n):
     return rng.integers(0, min(n, np.iinfo(dtype).max), rows).astype(dtype)
 
 
+def out_of_range(draw, labels, rows, n):
+    """Puts labels that are none of n classes into some rows, if their dtype has any."""
+    info = np.iinfo(labels.dtype)
+    if others := [v for v in (-1, info.min, n, info.max) if info.min <= v <= info.max and not 0 <= v < n]:
+        labels[rows] = draw(st.sampled_from(others))
+
+
 def integer_cross_entropy(draw, dtypes, implementation):
-    """With a mask, class weights, and the logsumexp as a second result."""
+    """With a mask, class weights, and the logsumexp as a second result; any label where nothing counts."""
     shape = shapes(draw)
     labels = labels_of(draw, shape[:-1], shape[-1])
     options, where = loss_options(draw, labels), where_of(draw, shape)
+    if where and draw(st.booleans()):
+        out_of_range(draw, labels, ~where["counts"].any(axis=-1).reshape(labels.shape), shape[-1])
     operands = [with_minus_inf(draw, array(draw, shape, dtypes))]
     at = np.clip(labels.astype(np.int64), 0, shape[-1] - 1)[..., None]
     if not np.isfinite(np.take_along_axis(wide(operands[0]), at, -1)).all():
@@ -181,7 +190,7 @@ def cross_entropy(draw, dtypes, implementation):
 
 
 def linear_cross_entropy(draw, dtypes, implementation):
-    """With chunks of any size; operands of one dtype, as strict promotion asks for."""
+    """With chunks of any size; operands of one dtype, as strict promotion asks for; any label beside a weight of 0."""
     del implementation
     dtype, classes = draw(st.sampled_from(dtypes)), draw(st.sampled_from([1, 2, 7, 33, 64]))
     *rows, width = shapes(draw, n=draw(st.sampled_from([1, 3, 8])))
@@ -194,8 +203,11 @@ def linear_cross_entropy(draw, dtypes, implementation):
     given |= {"reduction": draw(st.sampled_from([None, "mean", "sum"])), "scale": draw(st.sampled_from([1.0, -0.7]))}
     given["lse"] = draw(st.booleans())
     if draw(st.booleans()):
+        u = (0.25 + np.abs(array(draw, part_of(draw, rows), [dtype])) % 2).astype(dtype)
+        u = np.where(mask(draw, u.shape), u, 0).astype(dtype) if draw(st.booleans()) else u
         names.append("row_weights")
-        operands.append((0.25 + np.abs(array(draw, part_of(draw, rows), [dtype])) % 2).astype(dtype))
+        operands.append(u)
+        out_of_range(draw, labels, np.broadcast_to(u == 0, labels.shape), classes)
 
     what = f"linear cross-entropy({labels.dtype}, {names}, {given}, {options})"
     return Case(what, *calls.linear(labels, names, **given, **options), operands)

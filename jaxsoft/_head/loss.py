@@ -14,6 +14,16 @@ from jaxsoft._head.operation import Kind
 from jaxsoft._rows.losses import Options, Sums, row_entropy, row_loss
 
 
+def losses_that_count(factors: jax.Array, loss: jax.Array) -> jax.Array:
+    """The losses of rows, but 0 for an infinite or undefined one whose factor is 0: 0 times it would be NaN."""
+    return jnp.where((factors == 0) & ~jnp.isfinite(loss), 0, loss)
+
+
+def weighted(factors: jax.Array, loss: jax.Array) -> jax.Array:
+    """The losses of rows times their factors: 0 for a factor of 0, whatever the label of its row is."""
+    return factors * losses_that_count(factors, loss)
+
+
 @dataclasses.dataclass(frozen=True)
 class Objective:
     """The sum of the rows' losses, each with a factor.
@@ -72,4 +82,4 @@ class Objective:
         parameters = [given[kind] for kind in self.head.parameters]
         label = given[Kind.LABEL]
         loss, *_ = self.losses(label, function(*parameters, label), given.get(Kind.LABEL_WEIGHTS))
-        return jnp.sum(given[Kind.ROW_WEIGHTS] * loss)
+        return jnp.sum(weighted(given[Kind.ROW_WEIGHTS], loss))

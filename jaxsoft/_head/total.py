@@ -24,7 +24,7 @@ from jaxsoft._head.chunks import Chunk, default_row_chunk, over_rows
 from jaxsoft._head.exchange import summed_during
 from jaxsoft._head.forward import folded
 from jaxsoft._head.head import product, product_dtype, rounded_scores, scaled, scores
-from jaxsoft._head.loss import Objective
+from jaxsoft._head.loss import Objective, losses_that_count, weighted
 from jaxsoft._head.operation import Kind, Operation, Shards
 from jaxsoft._head.pullback import Known, gradient_of_scores, gradient_of_weights
 from jaxsoft._head.waiting import few_are_missing, filled, may_wait, weight_from
@@ -176,9 +176,9 @@ class Total(Operation):
         def with_chunk(kind: Kind) -> jax.Array:
             match kind:
                 case Kind.TOTAL:
-                    part = jnp.sum(factor * loss)
+                    part = jnp.sum(weighted(factor, loss))
                 case Kind.ROW_WEIGHTS:
-                    part = loss
+                    part = losses_that_count(factor, loss)
                 case Kind.LABEL_WEIGHTS:
                     part = of_label_weights
                 case Kind.CLASS_WEIGHTS:

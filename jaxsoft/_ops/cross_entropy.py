@@ -24,14 +24,13 @@ from jaxsoft._rows.losses import (
     check_labels,
     check_options,
     check_weights,
-    is_summed,
     returned,
     row_entropy,
     row_loss,
     weight_at,
     weighted_sums,
 )
-from jaxsoft._rows.operation import Extra
+from jaxsoft._rows.operation import NO_ROW, Extra
 from jaxsoft._rows.operations.entropy import below, entropy_of
 from jaxsoft._rows.operations.labels import (
     LABEL_ENTROPY,
@@ -156,10 +155,10 @@ def softmax_cross_entropy_with_integer_labels(
 
     Returns:
       One loss a row, of the shape of the labels, in f32 for logits of 16 bits and else in their dtype; no mean is
-      taken. A label that is out of range, as every negative one is, has the loss NaN, and nothing is read out of
-      bounds. Its gradient is finite, that of the logsumexp, so that it is 0 where the loss is masked afterwards. A row
-      of which nothing counts, or of nothing but -inf, has loss 0. A label whose logit is -inf has loss inf, and finite
-      gradients.
+      taken. A row of which nothing counts, or of nothing but -inf, has loss 0, whatever its label. Else a label that
+      is out of range, as every negative one is, has the loss NaN, and nothing is read out of bounds. Its gradient is
+      finite, that of the logsumexp, so that it is 0 where the loss is masked afterwards. A label whose logit is -inf
+      has loss inf, and finite gradients.
 
       With return_lse, also the logsumexps, and with return_entropy the entropies, in a tuple (loss, lse, entropy)
       without what is not asked for.
@@ -228,8 +227,9 @@ def _with_integer_labels(x, index, counts, weights, options, entropy, implementa
         total, count = of_row
         sums = _without_uncounted_label(total, count, index, t, label_counts)
     elif smoothed:
-        z, ref = _scores(x, options), jax.lax.stop_gradient(fold.reference(t))
-        adds = is_summed(z, index) if counts is None else is_summed(z, index) & counts
+        read = (index != NO_ROW)[..., None] if counts is None else (index != NO_ROW)[..., None] & counts
+        z, ref = _scores(x, options, read), jax.lax.stop_gradient(fold.reference(t))
+        adds = read & (z != -jnp.inf)
         sums = weighted_sums(z, adds, jnp.ones(x.shape[-1], z.dtype) if weights is None else weights, ref)
     weight = None if weights is None else weight_at(weights, index)
     loss, lse = row_loss(options, index, others, t, apart, sums, label_counts, weight)
@@ -402,8 +402,8 @@ def _with_labels(x, q, counts, weights, options, entropy, implementation):
     form = Form(x.dtype, tuple(extras), cap=options.logit_softcap)
     m, s, *u = _fused_state(form, implementation, entropy, x, *extras.values())
     empty = s == 0
-    z, q = _scores(x, options), q.astype(wide)
-    shown = True if counts is None else counts
+    z, shown = _scores(x, options, counts), True if counts is None else counts
+    q = jnp.where(shown & ~empty[..., None], q.astype(wide), 0)  # NaN times 0 would go on to gradients
     finite = shown & (z > -jnp.inf)
     if options.label_smoothing:
         k = jnp.maximum(jnp.sum(finite, axis=-1, keepdims=True, dtype=wide), 1)
@@ -447,9 +447,13 @@ def _fused_state_jvp(form, implementation, entropy, primals, tangents):
     return (m, *sums), (jnp.zeros_like(m), *(jnp.sum(v, axis=-1) for v in moves[: len(sums)]))
 
 
-def _scores(x: jax.Array, options: Options) -> jax.Array:
-    """The capped logits, in the accumulator's dtype."""
-    return softcap(x.astype(fold.accumulator(x.dtype)), options.logit_softcap)
+def _scores(x: jax.Array, options: Options, counts: jax.Array | None) -> jax.Array:
+    """The capped logits, in the accumulator's dtype; any finite numbers where they do not count.
+
+    Of a NaN that does not count, the derivative of the cap would be NaN, and 0 times it as well.
+    """
+    x = x.astype(fold.accumulator(x.dtype))
+    return softcap(x if counts is None else jnp.where(counts, x, 0), options.logit_softcap)
 
 
 def _class_axes(axis: Axis, ndim: int) -> tuple[int, ...]:

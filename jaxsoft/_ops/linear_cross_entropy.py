@@ -13,7 +13,7 @@ from jaxsoft import fold
 from jaxsoft._core.mesh import sharded_like, varying_alike
 from jaxsoft._head.derivative import statistics
 from jaxsoft._head.head import Head, product_dtype
-from jaxsoft._head.loss import Objective
+from jaxsoft._head.loss import Objective, weighted
 from jaxsoft._head.operation import Kind
 from jaxsoft._head.reduction import weighted_sum
 from jaxsoft._ops.arguments import as_dtype, as_kernel_scores, broadcastable, check_flag
@@ -156,7 +156,8 @@ def linear_softmax_cross_entropy(
         `softmax_cross_entropy_with_integer_labels` does. With a reduction, this takes the way by classes.
       reduction: "mean" or "sum", or None for one loss a row.
       row_weights: u, real numbers of the shape of the losses, or of one that broadcasts to it; 1 if None. Without a
-        reduction each loss is multiplied by its row's.
+        reduction each loss is multiplied by its row's. A row with weight 0 adds 0, even where its own loss is inf or
+        NaN, as for a label out of range, and then the derivative by its weight is 0. Its hidden must still be finite.
       scale: a, a Python number that is finite in f32. By rows, a * hidden is rounded to the dtype of the products.
       chunk_size: by rows, how many rows are taken at a time; None for about 1024, or about as many as have 2^28 bytes
         of logits if these are more: all of them, or a multiple of 256. A chunk of r rows takes 2 * r * classes bytes in
@@ -314,5 +315,5 @@ def _loss(operands, index, factors, weights, objective, reduction, by_rows):
     if by_rows:
         return weighted_sum(objective, *operands, index, factors, *of_label), None, None
     loss, lse, entropy = objective.losses(index, statistics(objective.head)(*operands, index), *(of_label or (None,)))
-    loss = factors * loss
+    loss = weighted(factors, loss)
     return loss if reduction is None else jnp.sum(loss), lse, entropy

@@ -219,7 +219,7 @@ def row_loss(
         loss = (1 - options.label_smoothing) * loss + options.label_smoothing * smooth
     if options.z_loss:
         loss = loss + options.z_loss * lse**2
-    loss = jnp.where(empty, 0, loss) + nan_where(invalid, jnp.zeros_like(loss))
+    loss = jnp.where(empty, 0, loss) + nan_where(invalid & ~empty, jnp.zeros_like(loss))
     return loss, jnp.where(empty, -jnp.inf, lse)
 
 

@@ -292,6 +292,35 @@ def test_special_values():
     assert_close(jax.jit(f)(*ALL[:2]), in_float64(g, *ALL[:2]), 3e-6)
 
 
+@pytest.mark.parametrize("options", [{}, {"return_lse": True}, SMOOTH], ids=["rows", "classes", "smoothed"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", None])
+def test_weights_of_0(reduction, options):
+    """A row whose weight is 0 adds 0 whatever its label is, in all derivatives of both orders, too."""
+    bias = np.where(np.arange(CLASSES) == 3, -np.inf, BIAS).astype(np.float32)
+    y, u = np.where(LABELS == 3, 1, LABELS), ROW_WEIGHTS.copy()
+    zeros = ([0, 1, 2, 3], [0, 1, 1, 2])
+    y[zeros], u[zeros] = [-1, CLASSES, 3, 2], 0  # two labels out of range, one whose loss is infinite, and another
+    safe = np.where((y < 0) & (y != -100) | (y == CLASSES) | (y == 3), 1, y)
+    options = {**IGNORED, **options, "reduction": reduction, "chunk_size": 5}
+
+    def every(h, w, u, y):
+        def f(*v):
+            found = linear(*v[:2], y, bias, row_weights=v[2], **options)
+            return jnp.sum(jnp.sin(found[0] if "return_lse" in options else found))
+
+        def along(*v):
+            return sum(jnp.sum(jnp.sin(g)) for g in jax.grad(f, (0, 1))(*v))
+
+        return f(h, w, u), jax.grad(f, (0, 1, 2))(h, w, u), jax.grad(along, (0, 1))(h, w, u)
+
+    found, known = (jax.jit(every)(HIDDEN, WEIGHT, u, labels) for labels in (y, safe))
+    (*same, by_weight), (*expected, by_weight_expected) = found[1], known[1]
+    assert_close((found[0], same, found[2]), (known[0], expected, known[2]), 2e-6)
+    of_safe = y == safe
+    assert_close(by_weight[of_safe], by_weight_expected[of_safe], 2e-6)
+    assert np.isfinite(by_weight).all()
+
+
 def test_the_sum_of_chunks_in_f32():
     """Chunks that are added up in bf16 round the gradient of weight once each, and in f32 once in all."""
     h, w = (RNG.standard_normal(s).astype(jnp.bfloat16) for s in ((256, WIDTH), (WIDTH, CLASSES)))

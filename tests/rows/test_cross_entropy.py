@@ -269,7 +269,9 @@ def test_caps(implementation, dtype, cap):
 @each_implementation
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 0.1}], ids=["plain", "smooth"])
 def test_labels_out_of_range_that_are_masked(implementation, options):
-    """Their losses are NaN, and masked afterwards they leave nothing in any gradient; not masked, the logsumexp's."""
+    """Their losses are NaN, but of nothing but -inf. Masked afterwards they leave nothing in any gradient; not masked,
+    the logsumexp's.
+    """
     x = np.array([[0, 1, 2, 3], [4, 3, 2, 1], [-np.inf] * 4, [1, 0, -np.inf, 2]], np.float32)
     labels = np.array([1, 4, -1, -100], np.int32)
     weights = jnp.asarray(WEIGHTS[:4] if options else np.ones(4, np.float32))
@@ -280,7 +282,7 @@ def test_labels_out_of_range_that_are_masked(implementation, options):
     def masked(x, w):
         return jnp.sum(jnp.sin(jnp.where(np.arange(4) < 1, f(x, w), 0)))
 
-    assert np.isnan(f(x, weights)).tolist() == [False, True, True, True]
+    assert np.isnan(f(x, weights)).tolist() == [False, True, False, True]
     for gradients in (jax.grad(masked, (0, 1)), jax.jit(jax.grad(masked, (0, 1)))):
         dx, dw = gradients(x, weights)
         alone, dw_alone = jax.grad(lambda x, w: jnp.sin(f(x, w)[0]), (0, 1))(x, weights)
@@ -290,6 +292,71 @@ def test_labels_out_of_range_that_are_masked(implementation, options):
     if not options:
         dx = jax.vjp(f, x, weights)[1](jnp.ones(4, jnp.float32))[0]
         np.testing.assert_allclose(dx[1], jax.nn.softmax(x[1]), rtol=1e-6)
+
+
+_EVERY_OPTION = {"label_smoothing": 0.1, "z_loss": 0.1, "return_entropy": True}
+
+
+@each_implementation
+@pytest.mark.parametrize("options", [{}, _EVERY_OPTION, {**_EVERY_OPTION, "logit_softcap": 3.0}], ids=len)
+@pytest.mark.parametrize("which", ["rows", "classes", "-inf", "ignored"])
+@pytest.mark.parametrize("labels", ["integers", "probabilities"])
+def test_rows_that_do_not_count(implementation, options, which, labels):
+    """Whatever their labels and logits are, they have loss 0, and leave nothing in any derivative of either order."""
+    if (which == "ignored" and labels == "probabilities") or (which == "-inf" and "logit_softcap" in options):
+        pytest.skip("does not exist")
+    nan, inf = np.nan, np.inf
+    count = np.array([True, False, False, True, False])
+    x, w = X[:5, :4].copy(), WEIGHTS[:4]
+    x[1] -= 1000
+    y = np.array([1, -1, 4, 2, 2**30])
+    where = {"rows": count, "classes": count[:, None] & (np.arange(4) != [[0], [0], [0], [1], [0]])}.get(which)
+    given = {"where": where}
+    x[~count] = -inf if which == "-inf" else [[nan], [inf], [-inf]]
+    if which == "classes":
+        x[0, 0], x[3, 1] = nan, inf
+    if which == "ignored":
+        y, given = np.where(count, y, -7), {"ignore_index": -7}
+    q = jax.nn.one_hot(y, 4) * 0.7 + 0.1
+    q = np.where(count[:, None] if where is None else np.broadcast_to(where.reshape(5, -1), (5, 4)), q, nan)
+    q[1] = inf
+
+    def every(x, q, w, y, where):
+        def f(x, q, w):
+            more = given | {"where": where} if "where" in given else given
+            function, target = (cross_entropy, y) if labels == "integers" else (jaxsoft.softmax_cross_entropy, q)
+            weights = w if options else None
+            found = function(x, target, **more, **options, class_weights=weights, implementation=implementation)
+            return found if options else (found,)
+
+        def first(x, q, w):
+            return jax.grad(lambda *v: sum(jnp.sum(jnp.sin(u)) for u in f(*v)), (0, 1, 2))(x, q, w)
+
+        second = jax.grad(lambda *v: sum(jnp.sum(jnp.sin(u)) for u in first(*v)), (0, 1, 2))(x, q, w)
+        return f(x, q, w), first(x, q, w), second
+
+    found = jax.jit(every)(x, q, w, y, where)
+    known = jax.jit(every)(x[count], q[count], w, y[count], None if where is None else where[count])
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(known), strict=True):
+        if a.shape == w.shape and b.shape == w.shape:  # the class weights'
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+        else:
+            np.testing.assert_allclose(a[count], b, rtol=1e-4, atol=1e-6)
+            assert not np.any(a[~count])
+
+
+@needs_devices
+@pytest.mark.parametrize("spec", [P("a"), P(None, "b"), P("a", "b")], ids=str)
+def test_rows_that_do_not_count_over_a_mesh(spec):
+    """Labels out of range have loss 0 in rows of which nothing counts, or of nothing but -inf, and else NaN."""
+    mesh, x = mesh_of(), np.zeros((8, 64), np.float32)
+    x[4:6] = -np.inf
+    labels, where = np.array([1, -1, 64, -1, -1, 64, 63, -1]), np.arange(8) < [[8], [0], [0], [9], [8], [8], [8], [0]]
+    where = jnp.asarray(np.repeat(where, 8, axis=1))
+    x = jax.device_put(x, NamedSharding(mesh, spec))
+    f = lambda x: cross_entropy(x, labels, where=where)  # noqa: E731
+    np.testing.assert_allclose(jax.jit(f)(x), [np.log(64), 0, 0, np.nan, 0, 0, np.log(64), 0], rtol=1e-6)
+    assert np.isfinite(jax.jit(jax.grad(lambda x: jnp.sum(f(x))))(x)).all()
 
 
 @pytest.mark.parametrize("shapes", [((5, 7), (1,)), ((1, 7), (5,)), ((2, 1, 7), (1, 3)), ((2, 3, 7), (2, 1))], ids=str)
