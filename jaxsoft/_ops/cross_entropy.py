@@ -411,7 +411,9 @@ def _with_labels(x, q, counts, weights, options, entropy, implementation):
     if weights is not None:
         q = q * jax.lax.broadcast_to_rank(weights, q.ndim)
     adds = shown & ~empty[..., None] & ((z != -jnp.inf) | (q != 0))
-    nll = (m[..., None] - z) + jnp.log(jnp.where(empty, 1, s))[..., None]  # -log(p); an offset of the row cancels first
+    # -log(p), where an offset of the row cancels first. What does not add is replaced before: -inf - -inf is NaN.
+    above = jnp.where(empty, 0, m)[..., None] - jnp.where(adds, z, 0)
+    nll = above + jnp.log(jnp.where(empty, 1, s))[..., None]
     loss = jnp.sum(jnp.where(adds, q * jnp.where(adds, nll, 0), 0), axis=-1)
     lse = fold.lse(fold.State(m, s))
     if options.z_loss:

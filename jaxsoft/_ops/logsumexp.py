@@ -23,6 +23,7 @@ from jaxsoft._ops.arguments import (
 )
 from jaxsoft._rows.derivative import differentiable
 from jaxsoft._rows.forms import Form
+from jaxsoft._rows.formulas import nan_where
 from jaxsoft._rows.operations.logsumexp import logsumexp_of_rows
 
 _jax_logsumexp = jax.nn.logsumexp  # looked up at import, as a user may later put jaxsoft's function in its place
@@ -139,7 +140,7 @@ def logsumexp(
         out, sign = jnp.expand_dims(out, axes), jnp.expand_dims(sign, axes)
     if return_sign:
         return out, sign
-    return out if b is None else jnp.where(sign < 0, jnp.nan, out)
+    return out if b is None else nan_where(sign < 0, out)
 
 
 def _with_factors(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -88,7 +88,7 @@ def _draw_composed(top_k, implementation, uniform, x, temperature, top_p, min_p)
     temperature, top_p, min_p = (v if v is None else jnp.broadcast_to(v, by_row) for v in (temperature, top_p, min_p))
     temperature = temperature if scaled else jnp.ones_like(uniform[..., 0])
     # A temperature below 0 or of NaN makes everything NaN. The scale is finite, and so far above 0 that it is normal.
-    inverse = jnp.clip(1 / temperature, jnp.finfo(temperature.dtype).tiny, 1 / _COLDEST)
+    inverse = jnp.maximum(1 / jnp.maximum(temperature, _COLDEST), jnp.finfo(temperature.dtype).tiny)
     scale = jnp.where(temperature > 0, inverse, jnp.where(temperature == 0, 1, jnp.nan))
     rows = _Rows(uniform, x, scale, temperature == 0)
     if top_k is not None:

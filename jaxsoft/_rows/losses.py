@@ -292,5 +292,6 @@ def _logaddexp(others: jax.Array, t: jax.Array, apart: jax.Array) -> jax.Array:
 def _mean_nll(nll: jax.Array, lse: jax.Array, t: jax.Array, sums: Sums) -> jax.Array:
     """The mean of -w log(p) over the summed classes, given the label's -log(p), the logsumexp and the label's score."""
     ref = jax.lax.stop_gradient(fold.reference(t))
-    above = jnp.where(jnp.isfinite(t), nll + (t - ref), lse - ref)  # lse - ref
+    finite = jnp.isfinite(t)
+    above = jnp.where(finite, nll, lse) + (jnp.where(finite, t, 0) - ref)  # lse - ref
     return (sums.mass * above - sums.total) / jnp.maximum(sums.number, 1)

@@ -185,12 +185,14 @@ LABEL_ENTROPY_JVP = Operation(  # x, i, m, s, u, t -> those of label_state_jvp; 
 def beside_label(others: State, t: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The logsumexp of the scores but the label's, given their state, and that minus the label's score t.
 
-    The difference is taken before anything is rounded to the size of the logsumexp.
+    The difference is taken before anything is rounded to the size of the logsumexp. Of a row of nothing but -inf it is
+    any number.
     """
     m, s = others
-    infinite = (jnp.isinf(m) | jnp.isinf(t)) & ~jnp.isnan(s)  # m may have passed over a NaN, which is then in s alone
-    without_s = nan_where((m == t) | (t == jnp.inf), m - t)
-    apart = jnp.where(infinite, without_s, (m - t) + jnp.log(jnp.where(s == 0, 1, s)))
+    # What has no difference is replaced before it is taken, as checks for NaN see every step.
+    none = jnp.isnan(t) | (jnp.isinf(t) & (m == t))
+    distance = jnp.where(none, 0, m) - jnp.where(none, 0, t)
+    apart = nan_where(jnp.isnan(t) | (t == jnp.inf), distance + jnp.log(jnp.where(s == 0, 1, s)))
     return lse(others), apart
 
 
