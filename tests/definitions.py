@@ -208,7 +208,7 @@ def paged_attention(
     """As `attention`, of the keys and values that are in the pages of each sequence, whatever else these hold."""
     (b, t, n, _), (number, size) = query.shape, key_pages.shape[:2]
     s = page_table.shape[1] * size
-    lengths = jnp.clip(key_value_seq_lengths, 0, s)
+    lengths = jnp.maximum(key_value_seq_lengths, 0)  # the table may have no room for them
     real = jnp.repeat((page_table >= 0) & (page_table < number), size, axis=1)
     there = real & (jnp.arange(s) < lengths[:, None])
 
@@ -229,9 +229,10 @@ def write_pages(key_pages, value_pages, key, value, page_table, lengths, *, coun
     key_pages, value_pages, key, value = map(jnp.asarray, (key_pages, value_pages, key, value))
     (b, t), (number, size) = key.shape[:2], key_pages.shape[:2]
     for i in range(b):
-        most = max(0, min(int(lengths[i]), page_table.shape[1] * size))
+        length = max(0, int(lengths[i]))
+        most = min(length, page_table.shape[1] * size)
         new = t if counts is None else max(0, min(int(counts[i]), t))
-        first = most - new if offset is None else int(offset[i])
+        first = length - new if offset is None else int(offset[i])
         for j in range(new):
             if 0 <= first + j < most and 0 <= (page := int(page_table[i, (first + j) // size])) < number:
                 place = page, (first + j) % size

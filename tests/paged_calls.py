@@ -1,7 +1,7 @@
 """Calls of attention over pages, and of writing into pages, beside their definitions in float64.
 
 Pages hold NaN wherever no sequence has a key: in pages that nobody has, and in slots past the lengths. Entries of the
-table past the lengths are out of range or pages of others, and so may others be.
+table past the lengths are out of range or pages of others, and so may others be. Lengths may be past the table.
 """
 
 import functools
@@ -45,12 +45,15 @@ MOVING = {name: v for name, v in attention_calls.MOVING.items() if name != "bias
 FIXED = {name: v for name, v in attention_calls.FIXED.items() if name not in ("key lengths", "segments")} | {
     "shared": lambda rng, z: {"shared": True},
     "out of range": lambda rng, z: {"holes": True},
-    "lengths": lambda rng, z: {"lengths": np.resize([0, z.s, 1, z.s + 5, -1], z.b)},
+    "past the table": lambda rng, z: {"past": True},
+    "lengths": lambda rng, z: {"lengths": np.resize([z.s + 1, 0, z.s, 1, -1, 2**31 - 1], z.b)},
 }
 OPTIONS = (*MOVING, *FIXED)
 
 
-def table_and_lengths(rng, z: Sizes, shared=False, holes=False, lengths=None) -> tuple[np.ndarray, np.ndarray]:
+def table_and_lengths(
+    rng, z: Sizes, shared=False, holes=False, past=False, lengths=None
+) -> tuple[np.ndarray, np.ndarray]:
     """A page table and lengths.
 
     Args:
@@ -58,13 +61,15 @@ def table_and_lengths(rng, z: Sizes, shared=False, holes=False, lengths=None) ->
       z: the sizes.
       shared: whether sequences have pages in common; else there are as many as they need.
       holes: whether some entries that are used are out of range.
+      past: whether the table may have no room for the last tokens of a sequence.
       lengths: of the sequences, if they are not drawn.
     """
     table = rng.integers(0, z.pages, (z.b, z.number))
     if not shared:
         table = rng.permutation(max(z.pages, table.size))[: table.size].reshape(table.shape)
         table = np.where(table < z.pages, table, -1)
-    lengths = rng.integers(1, z.s + 1, z.b) if lengths is None else lengths
+    most = z.s + z.t + 2 if past else z.s
+    lengths = rng.integers(1, most + 1, z.b) if lengths is None else lengths
     if holes:
         table = np.where(rng.random(table.shape) < 0.4, rng.choice([-1, -7, z.pages, 2**31 - 1], table.shape), table)
     unused = np.arange(z.number) * z.size >= lengths[:, None]
@@ -94,7 +99,7 @@ def case(
     rng = np.random.default_rng(seed)
     z = sizes
     moving, fixed = attention_calls.arguments_of(options, rng, z, (MOVING, FIXED))
-    how = {name: fixed.pop(name) for name in ("shared", "holes", "lengths") if name in fixed}
+    how = {name: fixed.pop(name) for name in ("shared", "holes", "past", "lengths") if name in fixed}
     table, lengths = table_and_lengths(rng, z, **how)
     shapes = (z.pages, z.size, z.k, z.h), (z.pages, z.size, z.k, z.d)
     pages = [stale(rng.standard_normal(shape), table, lengths).astype(of_pages or dtype) for shape in shapes]

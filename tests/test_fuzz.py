@@ -299,7 +299,7 @@ def write_pages(draw, dtypes, implementation):
         size=draw(st.sampled_from([1, 3, 16])),
         pages=draw(st.sampled_from([1, 7, 50])),
     )
-    how = {name: draw(st.booleans()) for name in ("scales", "holes")}
+    how = {name: draw(st.booleans()) for name in ("scales", "holes", "past")}
     return paged_calls.writing(sizes, draw(st.sampled_from(dtypes)), draw(st.integers(0, 2**16)), **how)
 
 

@@ -1,6 +1,7 @@
 """paged_attention: the public function."""
 
 import jax
+import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxsoft._attention.form import Extra
@@ -53,9 +54,10 @@ def paged_attention(
       page_table: of shape (B, pages of a sequence), integers: which pages a sequence has, in the order of its keys.
         Sequences may share pages.
       key_value_seq_lengths: of shape (B,), integers: how many keys each sequence has, those of its queries included,
-        which `jaxsoft.write_pages` puts there. More than the table has room for are cut to that. Neither the entries of
-        the table for pages from there on are used, nor what pages hold of other keys: these may be anything. An entry
-        that is used and names no page, as it is negative or not less than P, has keys that do not count.
+        which `jaxsoft.write_pages` puts there. Neither the entries of the table for pages from there on are used, nor
+        what pages hold of other keys: these may be anything. An entry that is used and names no page, as it is negative
+        or not less than P, has keys that do not count, and so have the keys that the table has no room for: more
+        columns of such entries change nothing. A length below 0 is 0.
       bias: an array broadcastable to (B, N, T, S), added to the scaled products.
       mask: boolean, broadcastable to (B, N, T, S): scores where it is True count.
       scale: of the products; None for 1 / sqrt(H). A traced one multiplies the queries, is rounded with them, and may
@@ -111,10 +113,10 @@ def paged_attention(
     _, page_size, groups, _ = pages[0].shape
     table = check_table(query, page_table)
     keys = table.shape[1] * page_size
-    key_lengths = check_lengths(key_value_seq_lengths, batch, keys)
+    key_lengths = check_lengths(key_value_seq_lengths, batch)
     first = first_position(query_offset, query_seq_lengths, key_lengths, length)
     extras = {Extra.PAGE_TABLE: table} | check_extras(
-        query, keys, False, bias, mask, query_seq_lengths, key_lengths, sinks, None, None, first
+        query, keys, False, bias, mask, query_seq_lengths, jnp.minimum(key_lengths, keys), sinks, None, None, first
     )
     for extra, number in ((Extra.KEY_SCALE, key_scale), (Extra.VALUE_SCALE, value_scale)):
         if number is not None:

@@ -54,9 +54,9 @@ def check_table(like: jax.Array, page_table: ArrayLike) -> jax.Array:
     return with_batch_of(like, whole_along(table.astype(jnp.int32), (1,)))
 
 
-def check_lengths(lengths: ArrayLike, batch: int, keys: int) -> jax.Array:
-    """The lengths of the sequences as int32, cut to what the table has room for."""
-    return jnp.clip(as_position(check_integers("key_value_seq_lengths", lengths, (batch,), False)), 0, keys)
+def check_lengths(lengths: ArrayLike, batch: int) -> jax.Array:
+    """The lengths of the sequences as int32, from 0 on. The table may have no room for them."""
+    return jnp.maximum(as_position(check_integers("key_value_seq_lengths", lengths, (batch,), False)), 0)
 
 
 def first_position(

@@ -40,7 +40,8 @@ def write_pages(
         these are 8-bit floats, what is too large becomes the largest number that they have.
       value: of shape (B, T, K, D), likewise.
       page_table: of shape (B, pages of a sequence), integers: which pages a sequence has, in the order of its tokens.
-      key_value_seq_lengths: of shape (B,), integers: how many tokens each sequence has, the new ones included.
+      key_value_seq_lengths: of shape (B,), integers: how many tokens each sequence has, the new ones included. It may
+        be more than the table has room for, and less than 0 is 0.
       query_seq_lengths: of shape (B,), integers: how many of the T tokens of each sequence are new; None for all. The
         others come after them, and are not written.
       query_offset: the position of the first new token, a number or an array of shape (B,). None says that the new ones
@@ -75,8 +76,8 @@ def write_pages(
     new = _new(pages, key, value)
     batch, length, heads, _ = new[0].shape
     table = check_table(new[0], page_table)
-    key_lengths = check_lengths(key_value_seq_lengths, batch, table.shape[1] * pages[0].shape[1])
-    places = {"table": table, "lengths": key_lengths}
+    key_lengths = check_lengths(key_value_seq_lengths, batch)
+    places = {"table": table, "lengths": jnp.minimum(key_lengths, table.shape[1] * pages[0].shape[1])}
     places["first"] = first_position(query_offset, query_seq_lengths, key_lengths, length)
     if query_seq_lengths is not None:
         places["count"] = as_position(check_integers("query_seq_lengths", query_seq_lengths, (batch,), False))
@@ -123,7 +124,7 @@ def _places(pages, page_size, length, table, lengths, first, count=None):
       pages, page_size: of the cache.
       length: how many tokens of each sequence there are, of which the first `count` (B,) are new; None for all.
       table: of the pages (B, pages of a sequence).
-      lengths: of the sequences (B,).
+      lengths: of the sequences (B,), as far as the table has room for them.
       first: the position of the first token (B,) or (1,).
     """
     token = jnp.arange(length, dtype=jnp.int32)[None]

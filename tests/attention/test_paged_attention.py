@@ -37,6 +37,43 @@ def test_every_option(option, implementation):
         both(case([option] if option else [], SMALL, np.float64, implementation)).check()
 
 
+@pytest.mark.parametrize("more", [("window to the left",), ("query lengths",), ("state", "out of range")], ids=str)
+@pytest.mark.parametrize("which", ["past the table", "lengths"])
+def test_lengths_past_the_table(which, more):
+    """The queries are the last tokens of the sequences, whether or not the table has their keys."""
+    with precision(np.float64):
+        both(case(["causal", which, *more], SMALL._replace(b=6, pages=30), np.float64)).check()
+
+
+@each_implementation
+def test_more_columns_of_no_pages(implementation):
+    """They change nothing, in the output and in gradients: with lengths past the table, and as far as 32 bits go."""
+    with served(implementation):
+        z = Sizes(b=6, h=64, d=64, size=16, number=2, pages=12)
+        rng = np.random.default_rng(0)
+        lengths = np.array([z.s + 1, z.s + z.t + 4, 2**31 - 1, -(2**31), -1, 5], np.int32)
+        table, _ = table_and_lengths(rng, z, lengths=lengths)
+        wider = np.concatenate([table, np.full((z.b, 3), -1, np.int32)], axis=1)
+        dtype = jnp.bfloat16 if implementation == "ffi" else np.float32
+        query, *pages = case([], z, np.float32).operands
+        query, *pages = (np.nan_to_num(x).astype(dtype) for x in (query, *pages))
+        for options in ({"is_causal": True}, {"local_window_size": (2, 0)}, {"local_window_size": (4, 1)}):
+            for counts in (None, np.array([1, 2, 3, 1, 2, 0], np.int32)):
+
+                def attend(*operands, table, options=options, counts=counts):
+                    given = options | {"query_seq_lengths": counts, "implementation": implementation}
+                    y, lse = jaxsoft.paged_attention(*operands, table, lengths, return_residual=True, **given)
+                    y = y.astype(np.float32)
+                    return jnp.sum(jnp.sin(y)), (y, lse)
+
+                found, expected = (
+                    jax.value_and_grad(functools.partial(attend, table=t), (0, 1, 2), has_aux=True)(query, *pages)
+                    for t in (table, wider)
+                )
+                bound = 2e-2 if dtype == jnp.bfloat16 else 1e-5
+                chex.assert_trees_all_close(found, expected, rtol=bound, atol=bound)
+
+
 def test_reference():
     """The definition by a scan, which XLA compiles slowly."""
     with precision(np.float64):

@@ -48,6 +48,24 @@ def test_places(size, t):
     whole, longer = table_and_lengths(np.random.default_rng(size), z, lengths=lengths + z.s + 3)  # no page twice
     check(arrays(z), whole, longer, offset=3)
     check(arrays(z), whole, longer, counts=np.array([2] * 6), offset=np.array([0]))
+    check(arrays(z), whole, longer)
+    check(arrays(z), whole, lengths + z.s + 1, counts=np.array([t, t - 1, 1, 0, t + 7, 1]))
+
+
+def test_more_columns_of_no_pages():
+    """They change nothing: of tokens past the table none is written, and those before them are where they belong."""
+    z = Sizes(b=7, t=5, number=2, pages=20)
+    lengths = np.array([z.s + 1, z.s + 4, z.s + 7, 2**31 - 1, -(2**31), -1, 3], np.int32)
+    table, _ = table_and_lengths(np.random.default_rng(0), z, lengths=lengths)
+    wider = np.concatenate([table, np.full((z.b, 3), -1, np.int32)], axis=1)
+    for counts in (None, np.array([5, 4, 5, 3, 2, 1, 0])):
+        for offset in (None, 4, 2**31 - 1):
+            given_ = {"query_seq_lengths": counts, "query_offset": offset}
+            found, expected = (jaxsoft.write_pages(*arrays(z), t, lengths, **given_) for t in (table, wider))
+            assert same_bits(found, expected)
+    pages, new = jnp.zeros((2, 2, 1, 1)), jnp.array([7.0, 8.0, 9.0])[None, :, None, None]
+    found, _ = jaxsoft.write_pages(pages, pages, new, new, np.array([[0, 1]]), np.array([6]))
+    np.testing.assert_array_equal(found.ravel(), [0, 0, 0, 7])
 
 
 @st.composite
@@ -61,7 +79,7 @@ def calls(draw):
         pages=draw(st.integers(1, 30)),
     )
     rng = np.random.default_rng(draw(st.integers(0, 2**16)))
-    table, lengths = table_and_lengths(rng, z, holes=draw(st.booleans()))
+    table, lengths = table_and_lengths(rng, z, holes=draw(st.booleans()), past=draw(st.booleans()))
     counts = rng.integers(-1, z.t + 2, z.b) if draw(st.booleans()) else None
     offset = rng.integers(-2, z.s + 1, z.b) if draw(st.booleans()) else None
     return arrays(z, seed=int(lengths[0])), table, lengths, counts, offset
@@ -199,5 +217,5 @@ def test_maps_of_each_argument(which):
 def test_gradients():
     """Of what is written the gradient goes to the new ones, and else to the pages."""
     with jax.enable_x64(True):
-        for how in ({}, {"scales": True, "holes": True}):
+        for how in ({}, {"scales": True, "holes": True}, {"past": True}):
             writing(**how).through("grad").check()
