@@ -133,6 +133,49 @@ def test_other_numbers_of_queries(queries, keys, size):
     assert len(found(gradients(functools.partial(jaxsoft.dot_product_attention, deterministic=False)))) == 2
 
 
+def text_of(function, queries, keys, size=128):
+    """A function of query, key and value, as it is lowered."""
+    query, key = (jax.ShapeDtypeStruct((1, n, 2, size), jnp.bfloat16) for n in (queries, keys))
+    return jax.jit(function).trace(query, key, key).lower(lowering_platforms=("cuda",)).as_text()
+
+
+HALVES = [(64, 64), (8256, 8256), (64, 4096), (4096, 192)]
+
+
+@pytest.mark.parametrize(("queries", "keys"), HALVES)
+def test_where_cudnn_s_gradients_may_be_nan(queries, keys):
+    """By default others give them, and the output, so that its rest is there for them. cuDNN says why it does not."""
+    attend = functools.partial(jaxsoft.dot_product_attention, deterministic=False)
+    by_name = functools.partial(attend, implementation="cudnn")
+    assert len(calls(text_of(by_name, queries, keys))) == 1
+    text = text_of(gradients(attend), queries, keys)
+    assert not calls(text)
+    (forward, *_) = re.findall(r"custom_call @mosaic_gpu.* -> (.*)", text)
+    assert forward.count("x128xbf16") == 2
+    for derivative in (gradients(by_name), lambda q, k, v: jax.jvp(by_name, (q, k, v), (q, k, v))):
+        with pytest.raises(ValueError, match=rf"64 more than .* 128; got {queries} and {keys}\. .*'pallas', 'xla'"):
+            text_of(derivative, queries, keys)
+
+
+@pytest.mark.parametrize("length", [4032, 4095, 4128])
+def test_where_cudnn_s_gradients_are_right(length):
+    """Other numbers of queries and keys."""
+    attend = functools.partial(jaxsoft.dot_product_attention, deterministic=False)
+    found = calls(text_of(gradients(attend), length, length))
+    assert ("Backward" in str(found)) == (length % 128 != 64)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_gradients_of_so_many_queries_on_other_gpus(is_causal):
+    """They have cuDNN's kernels and XLA's alone, with whatever bits are asked for."""
+    attend = functools.partial(jaxsoft.dot_product_attention, is_causal=is_causal, deterministic=False)
+    with target("NVIDIA B200"):
+        for length, expected in ((192, 0), (256, 2)):
+            text = text_of(gradients(attend), length, length)
+            assert (len(calls(text)), "mosaic_gpu" in text) == (expected, False)
+        assert len(calls(text_of(attend, 192, 192))) == 1
+
+
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"local_window_size": (3, 4)}], ids=str)
 def test_with_x64(options):
     """Kernels count in 32 bits, whatever JAX does."""
