@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 import jax
-from jax.interpreters import mlir
+from jax.interpreters import ad, mlir
 
 from jaxsoft._attention.batching import mapped, paged_mapped
 from jaxsoft._attention.choice import check_operands, choose
-from jaxsoft._attention.operation import Operation, Paged, Pullback
+from jaxsoft._attention.form import BASE
+from jaxsoft._attention.operation import Forward, Operation, Paged, Pullback
 from jaxsoft._attention.partition import partitioned
 from jaxsoft._core.carriers import is_opaque
 from jaxsoft._core.mesh import Axes, can_partition, on_one_device
@@ -62,6 +63,25 @@ class _Call(Whole):
     def tangents(self, primals: Sequence[jax.Array], tangents: Sequence) -> Sequence:
         """Those of the formula."""
         return jvp_along(self.operation.formula(), primals, tangents)[1]
+
+    def cotangents(self, of_results: Sequence, operands: Sequence) -> Sequence:
+        """The output is linear in value, and nothing else depends on it: so it is the gradient by value, at 0."""
+        from jaxsoft._attention.derivative import attention  # which calls this file
+        from jaxsoft._attention.paged import paged_attention
+
+        names, place = self.operation.operands, BASE - 1
+        unknown = [name for name, v in zip(names, operands, strict=True) if ad.is_undefined_primal(v)]
+        if unknown != [names[place]] or not isinstance(self.operation, Forward):
+            raise NotImplementedError(f"attention is linear in value alone, and has no transpose by {unknown}")
+        value = ad.Zero(operands[place].aval)
+        found = value
+        if not isinstance(of_results[0], ad.Zero):
+            of_form = paged_attention if isinstance(self.operation, Paged) else attention
+            function = of_form(self.operation.form, self.implementation)
+            given = operands[:place], operands[BASE:]
+            pullback = jax.vjp(lambda v: function(*given[0], v, *given[1])[0], ad.instantiate_zeros(value))[1]
+            (found,) = pullback(of_results[0])
+        return [found if i == place else None for i in range(len(operands))]
 
     def batch(self, operands: Sequence[jax.Array], dims: Sequence[int | None]) -> Sequence[jax.Array]:
         """A mapped dimension joins the batch."""

@@ -44,6 +44,19 @@ class LinearMap(Whole):
             terms.append(self(*varied))
         return [sum(parts[1:], parts[0]) for parts in zip(*terms, strict=True)]
 
+    def cotangents(self, of_results: Sequence, operands: Sequence) -> Sequence:
+        """Those of the linear operands, by the transpose."""
+        linear = self.linear
+        unknown = [i for i, v in enumerate(operands) if ad.is_undefined_primal(v)]
+        assert all(i in linear for i in unknown)  # where only some of them are unknown, the others are 0
+        types = [operands[i].aval if i in unknown else jax.typeof(operands[i]) for i in linear]
+        results: Sequence = [ad.Zero(t) for t in types]
+        if not all(isinstance(g, ad.Zero) for g in of_results):
+            given = map(ad.instantiate_zeros, of_results)
+            transposed = self.transpose(types[0].dtype)
+            results = transposed(*operands[: linear.start], *given, *operands[linear.stop :])
+        return [results[linear.index(i)] if i in unknown else None for i in range(len(operands))]
+
     @staticmethod
     def _primitive():
         return _linear_p()
@@ -51,20 +64,4 @@ class LinearMap(Whole):
 
 @functools.cache
 def _linear_p():
-    made = whole_primitive("jaxsoft_linear_map")
-    ad.primitive_transposes[made] = _transpose
-    return made
-
-
-def _transpose(cotangents, *operands, function, call):
-    del call
-    linear = function.linear
-    unknown = [i for i, v in enumerate(operands) if ad.is_undefined_primal(v)]
-    assert all(i in linear for i in unknown)  # where only some of them are unknown, the others are 0
-    types = [operands[i].aval if i in unknown else jax.typeof(operands[i]) for i in linear]
-    results = [ad.Zero(t) for t in types]
-    if not all(isinstance(g, ad.Zero) for g in cotangents):
-        given = map(ad.instantiate_zeros, cotangents)
-        transposed = function.transpose(types[0].dtype)
-        results = transposed(*operands[: linear.start], *given, *operands[linear.stop :])
-    return [results[linear.index(i)] if i in unknown else None for i in range(len(operands))]
+    return whole_primitive("jaxsoft_linear_map")

@@ -45,6 +45,16 @@ class Whole(abc.ABC):
     def batch(self, operands: Sequence[jax.Array], dims: Sequence[int | None]) -> Sequence[jax.Array]:
         """The results for operands that are mapped along some dimensions, mapped along the first."""
 
+    def cotangents(self, of_results: Sequence, operands: Sequence) -> Sequence:
+        """The cotangents of the operands in which the function is linear, where JAX transposes it by these alone.
+
+        Args:
+          of_results: those of the results.
+          operands: of which those are `ad.UndefinedPrimal`. The cotangents of others are None.
+        """
+        del of_results, operands
+        raise NotImplementedError(f"{self} is not linear in its operands, so it has no transpose")
+
     @staticmethod
     def _primitive() -> "Primitive":
         return _operation_p()
@@ -59,6 +69,7 @@ def whole_primitive(name: str) -> "Primitive":
     """A primitive of which functions of one kind are parameters."""
     made = primitive(name, _impl, _abstract_eval)
     ad.primitive_jvps[made] = _jvp
+    ad.primitive_transposes[made] = _transpose
     batching.primitive_batchers[made] = _batch
     mlir.register_lowering(made, _lower)
     return made
@@ -83,6 +94,11 @@ def _jvp(primals, tangents, *, function, call):
     del call
     results, found = function.along(primals, tangents)
     return results, [ad.Zero(t.aval) if isinstance(t, SymbolicZero) else t for t in found]
+
+
+def _transpose(cotangents, *operands, function, call):
+    del call
+    return function.cotangents(cotangents, operands)
 
 
 def _batch(operands: Sequence[jax.Array], dims: Sequence[int | None], *, function, call):

@@ -85,7 +85,8 @@ def dot_product_attention(
     Derivatives by query, key, value, bias, sinks, a traced scale and the state, of the output, the log-sum-exp and the
     state, of every order, in forward and reverse mode, for every implementation. Reverse mode keeps the inputs, the
     output, with what its rounding to 16 bits took from it, and the log-sum-exp. Over a mesh, batch and heads may be
-    sharded and stay where they are; other dimensions are gathered.
+    sharded and stay where they are; other dimensions are gathered. The output is linear in value, and
+    `jax.linear_transpose` has its transpose, unless it takes or returns a state.
 
     Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv:1805.02867); Dao et al.,
     "FlashAttention" (arXiv:2205.14135); Shah et al., "FlashAttention-3" (arXiv:2407.08608), for the order of work on

@@ -12,6 +12,7 @@ from cases import Case
 from common import precision, slow
 
 import jaxsoft
+from jaxsoft import fold
 
 OPTIONS = {
     "plain": [],
@@ -111,3 +112,98 @@ def test_donation_and_shapes():
     assert jax.eval_shape(f, query, key, value).shape == query.shape
     expected = f(query, key, value)
     chex.assert_trees_all_equal(jax.jit(f, donate_argnums=0)(query, key, value), expected)
+
+
+QUERY, KEY = (np.random.default_rng(i).standard_normal((2, 8, n, 8)).astype(np.float32) for i, n in ((0, 8), (1, 8)))
+LINEAR = {
+    "plain": ({}, {}),
+    "causal": ({"is_causal": True}, {}),
+    "mask": ({"mask": np.tri(8, k=-1, dtype=bool)}, {"key_value_seq_lengths": np.array([8, 3])}),
+    "sinks": ({"sinks": np.ones(8, np.float32), "dtype": np.float16}, {}),
+    "residual": ({"return_residual": True}, {}),
+    "reference": ({"implementation": "reference"}, {}),
+    "without key for some": ({"key_value_seq_lengths": np.array([0, 5])}, {}),
+}
+
+
+def attend(value, **options):
+    return jaxsoft.dot_product_attention(QUERY, KEY, value, **options)
+
+
+def attend_causally(value):
+    return attend(value, is_causal=True)
+
+
+def by_pages(pages):
+    table, lengths = np.array([[0, 2], [1, 2]]), np.array([16, 11])
+    keys = np.random.default_rng(2).standard_normal(pages.shape).astype(np.float32)
+    return jaxsoft.paged_attention(QUERY, keys, pages, table, lengths, value_scale=0.5, is_causal=True)
+
+
+def check_transpose(function, operand):
+    """The transpose is the gradient of a sum, as that of a linear map does not depend on the point."""
+    types = jax.eval_shape(function, operand)
+    rng = np.random.default_rng(3)
+    cotangents = jax.tree.map(lambda t: rng.standard_normal(t.shape).astype(t.dtype), types)
+    (expected,) = jax.vjp(function, operand)[1](cotangents)
+    transposed = jax.linear_transpose(function, operand)
+    for run in (transposed, jax.jit(transposed)):
+        chex.assert_trees_all_close(run(cotangents)[0], expected, rtol=1e-5, atol=1e-6)
+    return transposed, cotangents
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_transpose_by_value(name):
+    """Attention is linear in value, so JAX transposes it as it does jax.nn's: `jax.linear_transpose`."""
+    options, more = LINEAR[name]
+    function = functools.partial(attend, **options, **more)
+    transposed, cotangents = check_transpose(function, KEY)
+    check_transpose(jax.jit(function), KEY)
+    check_transpose(jax.vmap(function), np.stack([KEY, 2 * KEY]))
+    with jax.disable_jit():
+        check_transpose(function, KEY)
+    if "implementation" not in options and set(options) <= {"is_causal"}:
+        (theirs,) = jax.linear_transpose(lambda v: jax.nn.dot_product_attention(QUERY, KEY, v, **options), KEY)(
+            cotangents
+        )
+        np.testing.assert_allclose(transposed(cotangents)[0], theirs, rtol=1e-4, atol=1e-5)
+    for derivative in (jax.grad, lambda f: lambda ct: jax.jvp(f, (ct,), (ct,))):
+        f = derivative(lambda ct: sum(jnp.sum(v.astype(np.float32) ** 2) for v in jax.tree.leaves(transposed(ct))))
+        chex.assert_tree_all_finite(f(cotangents))
+
+
+def test_transposes_of_others():
+    """Of pages, of writing into these, and of states."""
+    pages = np.random.default_rng(4).standard_normal((3, 8, 8, 8)).astype(np.float32)
+    check_transpose(by_pages, pages)
+    table, lengths = np.array([[0, 2], [1, -1]]), np.array([10, 7])
+    check_transpose(lambda new: jaxsoft.write_pages(pages, 0 * pages, new, new, table, lengths)[1], KEY)
+    check_transpose(lambda new: jaxsoft.write_pages(pages, new, KEY, 0 * KEY, table, lengths)[1], pages)
+    scores = np.random.default_rng(5).standard_normal((4, 6)).astype(np.float32)
+    check_transpose(lambda v: fold.output(fold.attention_state(scores, v)), np.ones((6, 3), np.float32))
+
+
+@pytest.mark.parametrize("method", ["ring", "all_gather", "all_to_all"])
+def test_transpose_over_a_mesh(method):
+    """Of `ring_attention`, outside and inside of `jax.shard_map`, and of attention whose batch is sharded."""
+    mesh = jax.make_mesh((2,), ("s",))
+    over = functools.partial(jaxsoft.ring_attention, axis_name="s", method=method, is_causal=True)
+    spec = jax.P(None, "s")
+    query, key = (jax.device_put(x, jax.NamedSharding(mesh, spec)) for x in (QUERY, KEY))
+    with jax.set_mesh(mesh):
+        inside = jax.shard_map(over, in_specs=spec, out_specs=spec)
+        expected = jax.vjp(attend_causally, KEY)[1](QUERY)[0]
+        for function in (over, inside):
+            transposed = jax.linear_transpose(jax.jit(lambda v, f=function: f(query, key, v)), key)
+            np.testing.assert_allclose(jax.jit(transposed)(query)[0], expected, rtol=1e-4, atol=1e-5)
+    query, key = (jax.device_put(x, jax.NamedSharding(mesh, jax.P("s"))) for x in (QUERY, KEY))
+    by_batch = jax.linear_transpose(lambda v: jaxsoft.dot_product_attention(query, key, v, is_causal=True), key)
+    np.testing.assert_allclose(jax.jit(by_batch)(query)[0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_not_linear():
+    """It has no transpose, and an error says so."""
+    with pytest.raises(NotImplementedError, match=r"linear in value alone, and has no transpose by \['query'\]"):
+        jax.linear_transpose(lambda q: jaxsoft.dot_product_attention(q, KEY, KEY), QUERY)(QUERY)
+    with pytest.raises(NotImplementedError, match="is not linear in its operands"):
+        jax.linear_transpose(jaxsoft.softmax, QUERY)(QUERY)
