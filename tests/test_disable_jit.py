@@ -63,3 +63,62 @@ def test_nothing_but_a_result_is_nan(derivative):
             derivative(lambda x, f=function: sum(map(jnp.sum, f(x))))(x)
         with pytest.raises(FloatingPointError):
             jaxsoft.softmax_cross_entropy_with_integer_labels(x, y - 1)
+
+
+NOTHING = {
+    "lengths": {"key_value_seq_lengths": np.array([0, 3])},
+    "query lengths": {"query_seq_lengths": np.array([0, 2])},
+    "mask": {"mask": np.zeros((1, 1, 3, 1), bool)},
+}
+
+
+def nothing_of_attention():
+    """Calls in which no key counts for some queries, whose output is 0."""
+    x = np.ones((2, 3, 4, 8), np.float32)
+    table, lengths = np.array([[0, 1], [1, 0]]), np.array([0, 3])
+    empty = jaxsoft.fold.attention_identity((2, 3, 4), 8)
+    masked = {"mask": np.zeros((1, 1, 3, 1), bool)}
+    calls = {
+        "no keys": lambda: jaxsoft.dot_product_attention(x, x[:, :0], x[:, :0]),
+        "a state of nothing": lambda: jaxsoft.dot_product_attention(x, x, x, state=empty, **masked),
+        "pages": lambda: jaxsoft.paged_attention(x, x, x, table, lengths),
+    }
+    return calls | {
+        name: lambda o=options: jaxsoft.dot_product_attention(x, x, x, **o) for name, options in NOTHING.items()
+    }
+
+
+def nothing_of_losses():
+    """Losses of rows that do not count, or that are ignored: 0."""
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32))
+    w, y, p = jnp.ones((5, 9), jnp.float32), jnp.array([0, 2, -100]), jnp.full((3, 5), 0.2, jnp.float32)
+    rows = jnp.array([True, True, False])
+    integer = jaxsoft.softmax_cross_entropy_with_integer_labels
+    return {
+        "integer": lambda: integer(x, y, ignore_index=-100, label_smoothing=0.1, z_loss=0.1),
+        "integer with rows": lambda: integer(x, abs(y) % 5, where=rows, return_entropy=True),
+        "dense": lambda: jaxsoft.softmax_cross_entropy(x, p, where=rows, return_entropy=True),
+        "linear": lambda: jaxsoft.linear_softmax_cross_entropy(x, w, y, ignore_index=-100, return_entropy=True),
+    }
+
+
+QUIET = nothing_of_attention() | nothing_of_losses()
+
+
+@pytest.mark.parametrize("name", QUIET)
+def test_what_is_not_asked_for_is_no_result(name):
+    """jax.debug_infs does not stop at the log-sum-exp of nothing where it is not returned."""
+    with jax.debug_infs(True):
+        assert all(np.isfinite(v).all() for v in jax.tree.leaves(QUIET[name]()))
+
+
+def test_a_result_that_is_infinite():
+    """It is found."""
+    x = np.ones((2, 3, 4, 8), np.float32)
+    asked = ({"return_residual": True}, {"return_state": True})
+    with jax.debug_infs(True):
+        for options in asked:
+            with pytest.raises(FloatingPointError):
+                jaxsoft.dot_product_attention(x, x[:, :0], x[:, :0], **options)
+        with pytest.raises(FloatingPointError):
+            jaxsoft.softmax_cross_entropy(x, x, where=np.zeros((2, 3, 4), bool), return_lse=True)

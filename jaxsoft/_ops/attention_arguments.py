@@ -131,27 +131,31 @@ def attend(
     )
     before = None if state is None else _check_state(state, given)
     operands = query, given.key, given.value, *extras.values()
-    output, lse, after = _attend(attention, form, implementation, result, kept["return_state"], operands, before)
-    wanted = (True, kept["return_residual"], kept["return_state"])
-    results = [v for v, asked in zip((output, lse, after), wanted, strict=True) if asked]
+    asked = kept["return_residual"], kept["return_state"]
+    results = _attend(attention, form, implementation, result, asked, operands, before)
     if given.no_batch:
         results = jax.tree.map(lambda v: v[0], results)
-    return tuple(results) if len(results) > 1 else results[0]
+    return results if len(results) > 1 else results[0]
 
 
-@functools.partial(jax.jit, static_argnames=("attention", "form", "implementation", "dtype", "return_state"))
-def _attend(attention, form, implementation, dtype, return_state, operands, before):
+@functools.partial(jax.jit, static_argnames=("attention", "form", "implementation", "dtype", "asked"))
+def _attend(attention, form, implementation, dtype, asked, operands, before):
+    """The output, and then the log-sum-exp and the state, where they are asked for. What is not is no result: where no
+    key counts it is infinite, at which `jax_debug_infs` would stop.
+    """
     if form.shards is not None and not form.shards.inside:
         operands = [*(with_axis(x, 1, form.shards.axis) for x in operands[:BASE]), *operands[BASE:]]
     operands = varying_alike(*operands)
     output, lse, rest = attention(form, implementation)(*operands)
     lse = jnp.moveaxis(lse, 1, 2)
+    return_residual, return_state = asked
     if before is None and not return_state:
-        return output, lse, None
+        return (output, lse) if return_residual else (output,)
     st = xla.with_rest(fold.of_output(output, lse), jnp.moveaxis(rest, 1, 2))
     if before is not None:
         st = fold.combine(before, st)
-    return fold.output(st, dtype), fold.lse(st), st
+    more = [(return_residual, lambda: fold.lse(st)), (return_state, lambda: st)]
+    return fold.output(st, dtype), *(found() for wanted, found in more if wanted)
 
 
 def check_extras(

@@ -209,12 +209,15 @@ def softmax_cross_entropy_with_integer_labels(
     x, index = check_labels(labels, x, x.shape[-1], options)
     rows = iter(index.shape)
     counts = _where_of(where, tuple(size if a in axes else next(rows) for a, size in enumerate(given)), axes)
-    loss, lse, entropy = _with_integer_labels(x, index, counts, weights, options, return_entropy, implementation)
-    return returned(loss, lse if return_lse else None, entropy)
+    asked = return_lse, return_entropy
+    return returned(*_with_integer_labels(x, index, counts, weights, options, asked, implementation))
 
 
-@functools.partial(jax.jit, static_argnames=("options", "entropy", "implementation"))
-def _with_integer_labels(x, index, counts, weights, options, entropy, implementation):
+# What is not asked for is no result: in a row of which nothing counts the logsumexp is infinite, at which
+# jax_debug_infs would stop.
+@functools.partial(jax.jit, static_argnames=("options", "asked", "implementation"))
+def _with_integer_labels(x, index, counts, weights, options, asked, implementation):
+    return_lse, entropy = asked
     (x,) = stored(x)  # the sums of smoothing may be taken beside the operation
     extras, label_counts = _extras(x, index, counts)
     smoothed = options.label_smoothing > 0
@@ -233,7 +236,8 @@ def _with_integer_labels(x, index, counts, weights, options, entropy, implementa
         sums = weighted_sums(z, adds, jnp.ones(x.shape[-1], z.dtype) if weights is None else weights, ref)
     weight = None if weights is None else weight_at(weights, index)
     loss, lse = row_loss(options, index, others, t, apart, sums, label_counts, weight)
-    return loss, lse, row_entropy(index, t, apart, of_row[0], label_counts) if entropy else None
+    of_entropy = row_entropy(index, t, apart, of_row[0], label_counts) if entropy else None
+    return loss, lse if return_lse else None, of_entropy
 
 
 def _extras(
@@ -370,8 +374,8 @@ def softmax_cross_entropy(
     counts = _where_of(where, shape, axes)
     x, q = (merged(jnp.broadcast_to(v, shape), axes, shape) for v in (x, q))
     weights = check_weights(class_weights, x.shape[-1], x.dtype)
-    loss, lse, entropy = _with_labels(x, q, counts, weights, options, return_entropy, implementation)
-    return returned(loss, lse if return_lse else None, entropy)
+    asked = return_lse, return_entropy
+    return returned(*_with_labels(x, q, counts, weights, options, asked, implementation))
 
 
 def _side_by_side(
@@ -393,8 +397,9 @@ def _side_by_side(
     return x, q, axes, tuple(x.shape[a] if a in axes else size for a, size in enumerate(shape))
 
 
-@functools.partial(jax.jit, static_argnames=("options", "entropy", "implementation"))
-def _with_labels(x, q, counts, weights, options, entropy, implementation):
+@functools.partial(jax.jit, static_argnames=("options", "asked", "implementation"))
+def _with_labels(x, q, counts, weights, options, asked, implementation):
+    return_lse, entropy = asked
     wide, (x,) = fold.accumulator(x.dtype), stored(x)
     extras = {}
     if counts is not None:
@@ -418,7 +423,7 @@ def _with_labels(x, q, counts, weights, options, entropy, implementation):
     lse = fold.lse(fold.State(m, s))
     if options.z_loss:
         loss = loss + options.z_loss * jnp.where(empty, 0, lse) ** 2
-    return loss, lse, entropy_of(m, s, *u) if entropy else None
+    return loss, lse if return_lse else None, entropy_of(m, s, *u) if entropy else None
 
 
 # Compiled, as jax.debug_nans would else stop at the score of a label that is none, under jax.disable_jit.

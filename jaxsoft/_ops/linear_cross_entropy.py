@@ -248,8 +248,9 @@ def linear_softmax_cross_entropy(
         chunk_size=None if by_rows else chunk_size,
     )
     objective = Objective(head, options, weights is not None, chunk_size if by_rows else None, sum_dtype)
-    loss, lse, entropy = _loss(tuple(operands.values()), index, factors, weights, objective, reduction, by_rows)
-    return returned(loss, lse if return_lse else None, entropy)
+    return returned(
+        *_loss(tuple(operands.values()), index, factors, weights, objective, reduction, return_lse, by_rows)
+    )
 
 
 def _layer(hidden: ArrayLike, weight: ArrayLike, bias: ArrayLike | None) -> dict[Kind, jax.Array]:
@@ -295,9 +296,9 @@ def _check_row_weights(row_weights: ArrayLike | None, index: jax.Array, dtype: n
     return sharded_like(jnp.broadcast_to(weights.astype(fold.accumulator(dtype)), index.shape), index)
 
 
-@functools.partial(jax.jit, static_argnames=("objective", "reduction", "by_rows"))
-def _loss(operands, index, factors, weights, objective, reduction, by_rows):
-    """The loss, and by classes the logsumexp of each row, and the entropy if it is wanted."""
+@functools.partial(jax.jit, static_argnames=("objective", "reduction", "return_lse", "by_rows"))
+def _loss(operands, index, factors, weights, objective, reduction, return_lse, by_rows):
+    """The loss, and by classes the logsumexp of each row and the entropy, if they are wanted."""
     dtype = fold.accumulator(product_dtype(*operands[:2]))
     if factors is None:
         factors = jnp.ones_like(index, dtype)
@@ -316,4 +317,4 @@ def _loss(operands, index, factors, weights, objective, reduction, by_rows):
         return weighted_sum(objective, *operands, index, factors, *of_label), None, None
     loss, lse, entropy = objective.losses(index, statistics(objective.head)(*operands, index), *(of_label or (None,)))
     loss = weighted(factors, loss)
-    return loss if reduction is None else jnp.sum(loss), lse, entropy
+    return loss if reduction is None else jnp.sum(loss), lse if return_lse else None, entropy
