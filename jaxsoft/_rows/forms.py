@@ -85,9 +85,7 @@ def compose(operation: Operation, form: Form, plain: RowFunction) -> RowFunction
         if counts is not None and operation.has_label:  # the label counts in any case
             label = base[operation.kinds.index(Kind.LABEL)]
             counts = counts | (positions(base[0]) == label[..., None])
-        if (
-            form.cap is not None
-        ):  # the derivative of tanh at a NaN that does not count, or is not to be read, would stay
+        if form.cap is not None:  # the derivative of tanh at NaN would stay, where that does not count or is not read
             read = base[operation.kinds.index(Kind.LABEL)][..., None] != NO_ROW
             base[0] = jnp.where(read if counts is None else read & counts, base[0], 0)
         prepared = []
