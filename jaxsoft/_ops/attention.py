@@ -4,7 +4,7 @@ import jax
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxsoft._attention.derivative import attention
-from jaxsoft._ops.attention_arguments import Arrays, Window, attend, check_extras
+from jaxsoft._ops.attention_arguments import Arrays, Window, attend, check_dropout, check_extras
 from jaxsoft.fold import AttentionState
 
 
@@ -29,7 +29,8 @@ def dot_product_attention(
     query_offset: ArrayLike = 0,
     state: AttentionState | None = None,
     return_state: bool = False,
-    deterministic: bool = True,
+    deterministic: bool | None = None,
+    dropout_rate: float = 0.0,
     dtype: DTypeLike | None = None,
 ) -> jax.Array | tuple:
     r"""Scaled dot-product attention, a drop-in for `jax.nn.dot_product_attention`, as one fold over the keys.
@@ -68,8 +69,11 @@ def dot_product_attention(
       state: what came before: the state of other keys for the same queries, as `return_state` gives it. The result is
         attention over both.
       return_state: also return the state of all keys so far, to go on from.
-      deterministic: whether gradients must have the same bits on every run. False allows kernels that are faster, and
-        less exact in 16 bits where one key has nearly all the weight of a query.
+      deterministic: whether gradients must have the same bits on every run; None for True. False allows kernels that
+        are faster, and less exact in 16 bits where one key has nearly all the weight of a query.
+      dropout_rate: 0, as there is no dropout: the weights are not in memory. Flax's layers pass it, so that theirs is
+        not lost without a word. Another rate is an error, unless `deterministic=True` is given beside it, by which Flax
+        says that dropout does not act, as in evaluation.
       dtype: of the output; None for that of query.
 
     Returns:
@@ -105,6 +109,7 @@ def dot_product_attention(
     >>> bool(jnp.allclose(y, dot_product_attention(query, key, value), atol=1e-5))
     True
     """
+    deterministic = check_dropout(dropout_rate, deterministic)
     given = Arrays.of(query, key, value)
     extras = check_extras(
         given.query, given.key.shape[1], given.no_batch, bias, mask, query_seq_lengths, key_value_seq_lengths, sinks,

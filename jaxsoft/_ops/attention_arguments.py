@@ -49,9 +49,10 @@ class Arrays(NamedTuple):
         for name, x in arrays.items():
             if x.ndim not in (3, 4) or x.ndim != ndim:
                 shape = ", ".join(letters[name])
+                beside = "" if name == "query" else f" beside a query of shape {query.shape}"
                 raise ValueError(
                     f"{name} must have the shape ({shape}), or ({shape[3:]}) if query, key and value are all without "
-                    f"a batch; got shape {x.shape} beside a query of shape {query.shape}"
+                    f"a batch; got shape {x.shape}{beside}"
                 )
             if x.dtype != query.dtype:
                 raise TypeError(f"{name} must have the dtype of query, {query.dtype.name}; got {x.dtype.name}")
@@ -156,6 +157,23 @@ def _attend(attention, form, implementation, dtype, asked, operands, before):
         st = fold.combine(before, st)
     more = [(return_residual, lambda: fold.lse(st)), (return_state, lambda: st)]
     return fold.output(st, dtype), *(found() for wanted, found in more if wanted)
+
+
+def check_dropout(rate: float, deterministic: bool | None) -> bool:
+    """Whether gradients must have the same bits on every run, which is so if it is not said, after checking that no
+    dropout would act.
+
+    Flax's layers pass both arguments, and in Flax `deterministic` says that dropout does not act, as in evaluation.
+    """
+    known = isinstance(rate, int | float | np.integer | np.floating) and not isinstance(rate, bool)
+    if not known:
+        raise TypeError(f"dropout_rate must be a number that is known when the call is traced; got {rate!r}")
+    if rate != 0 and (deterministic is None or not deterministic):
+        raise ValueError(
+            "dropout_rate must be 0, unless deterministic=True says that no dropout acts, as weights are not in memory "
+            f"and cannot be dropped; got {rate} beside deterministic={deterministic}"
+        )
+    return True if deterministic is None else deterministic
 
 
 def check_extras(

@@ -8,7 +8,7 @@ from jaxsoft._attention.derivative import attention
 from jaxsoft._attention.form import Shards
 from jaxsoft._attention.layouts import LAYOUTS, order
 from jaxsoft._core.mesh import varying_over
-from jaxsoft._ops.attention_arguments import Arrays, Window, attend, check_extras, window_limits
+from jaxsoft._ops.attention_arguments import Arrays, Window, attend, check_dropout, check_extras, window_limits
 
 _METHODS = ("ring", "all_gather", "all_to_all")
 # Devices with fewer tokens than this exchange all keys at once. Of two H200s, with 32 heads and 8 of keys, a ring and a
@@ -35,7 +35,8 @@ def ring_attention(
     sinks: ArrayLike | None = None,
     query_segment_ids: ArrayLike | None = None,
     key_value_segment_ids: ArrayLike | None = None,
-    deterministic: bool = True,
+    deterministic: bool | None = None,
+    dropout_rate: float = 0.0,
     dtype: DTypeLike | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""`jaxsoft.dot_product_attention` over sequences that are sharded along an axis of a mesh.
@@ -79,7 +80,7 @@ def ring_attention(
       sinks: of shape (N,): one more score for each head, with the value 0.
       query_segment_ids, key_value_segment_ids: of shape (B, T), integers, sharded and laid out as query: packed
         sequences. A key counts only for queries with the same number. They also say which tokens are padding.
-      deterministic: whether gradients must have the same bits on every run.
+      deterministic, dropout_rate: as `jaxsoft.dot_product_attention` has them.
       dtype: of the output; None for that of query.
 
     Returns:
@@ -111,6 +112,7 @@ def ring_attention(
     >>> bool(jnp.allclose(y, z[:, order], atol=1e-5))
     True
     """
+    deterministic = check_dropout(dropout_rate, deterministic)
     given = Arrays.of(query, key, value, sequence_whole=False)
     length, length_of_keys = given.query.shape[1], given.key.shape[1]
     if length != length_of_keys:

@@ -30,6 +30,7 @@ SHAPES = r"\(2, 4, 3, 5\)"
         ((Q.astype(np.complex64), K, V), TypeError, "query must hold float16, .* or float64; got dtype complex64"),
         ((Q, K, V.astype(jnp.float8_e4m3fn)), TypeError, "value must hold float16, .*; got dtype float8_e4m3fn"),
         ((Q[0, 0], K, V), ValueError, r"query must have the shape \(B, T, N, H\), or \(T, N, H\) .*got shape \(4, 8\)"),
+        ((Q[None], K[None], V[None]), ValueError, r"query must have the shape .*; got shape \(1, 2, 3, 4, 8\)(\n|$)"),
         ((Q, K[0], V), ValueError, r"key must have the shape \(B, S, K, H\), or \(S, K, H\) .*got shape \(5, 2, 8\)"),
         ((Q, K, V[0]), ValueError, r"value must have the shape \(B, S, K, D\), or \(S, K, D\) .*got shape \(5, 2, 6\)"),
         ((Q, K.astype(np.float16), V), TypeError, "key must have the dtype of query, float32; got float16"),
@@ -64,6 +65,14 @@ def test_bad_operands(operands, error, message):
         ({"return_residual": None}, TypeError, "return_residual must be True or False; got None"),
         ({"return_state": "yes"}, TypeError, "return_state must be True or False; got 'yes'"),
         ({"deterministic": 0}, TypeError, "deterministic must be True or False; got 0"),
+        ({"dropout_rate": 0.5}, ValueError, "dropout_rate must be 0, .*; got 0.5 beside deterministic=None"),
+        (
+            {"dropout_rate": np.float32(0.5), "deterministic": False},
+            ValueError,
+            "dropout_rate must be 0, unless deterministic=True .*; got 0.5 beside deterministic=False",
+        ),
+        ({"dropout_rate": None, "deterministic": True}, TypeError, "dropout_rate must be a number .*; got None"),
+        ({"dropout_rate": np.ones(2)}, TypeError, r"dropout_rate must be a number that is known .*; got array"),
         ({"query_seq_lengths": np.ones(3, int)}, ValueError, r"query_seq_lengths must have .*\(2,\); got shape \(3,\)"),
         ({"query_seq_lengths": np.ones(2)}, TypeError, "query_seq_lengths must hold integers; got dtype float32"),
         ({"key_value_seq_lengths": 3}, ValueError, r"key_value_seq_lengths must .* \(2,\); got shape \(\)"),
@@ -205,6 +214,15 @@ def test_numbers_of_any_kind():
     assert attention(Q.tolist(), K, V.tolist()).shape == (2, 3, 4, 6)
     for dtype in (np.float16, jnp.bfloat16, np.float32):
         assert attention(Q, K, V, dtype=dtype).dtype == dtype
+
+
+def test_dropout_that_does_not_act():
+    """As Flax passes it: in evaluation, and where there is none."""
+    expected = attention(Q, K, V)
+    for rate, deterministic in ((0, None), (0.0, False), (np.int32(0), True), (0.5, True), (np.float64(1), np.True_)):
+        assert same_bits(attention(Q, K, V, dropout_rate=rate, deterministic=deterministic), expected)
+    with pytest.raises(ValueError, match="dropout_rate must be 0"):
+        jaxsoft.ring_attention(Q, Q, Q, axis_name="x", dropout_rate=0.1)
 
 
 def test_signature():
