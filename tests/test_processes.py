@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from common import each_implementation, on_cpu, served
 from jax.experimental import serialize_executable
+from meshes import needs_devices
 
 import jaxsoft
 
@@ -107,6 +108,56 @@ def test_a_compiled_program(implementation, tmp_path):
     with served(implementation):
         compiled = jax.jit(every_kernel(implementation)).lower(X).compile()
         check(EXECUTABLE, pickle.dumps(serialize_executable.serialize(compiled)), tmp_path, implementation)
+
+
+# The caps make programs that differ in nothing but what Python does when a call is split.
+OVER_A_MESH = """
+import sys, jax, jax.numpy as jnp, numpy as np
+import jaxsoft
+from jax.sharding import NamedSharding, PartitionSpec as P
+events = []
+jax.monitoring.register_event_listener(lambda name, **_: events.append(name.rpartition("/")[2]))
+mesh = jax.make_mesh((len(jax.devices()),), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+place = lambda x, *spec: jax.device_put(np.asarray(x, np.float32), NamedSharding(mesh, P(*spec)))
+x, labels = np.linspace(-50, 50, 16 * 64).reshape(16, 64), np.arange(16)
+query = np.sin(x).reshape(8, 16, 1, 8)
+results = {}
+for cap in (5.0, 30.0):
+    def loss(x):
+        return jaxsoft.softmax_cross_entropy_with_integer_labels(x, labels, logit_softcap=cap)
+    results[f"loss {cap}"] = jax.jit(loss)(place(x, None, "d"))
+    def linear(x):
+        return jaxsoft.linear_softmax_cross_entropy(x, place(np.eye(64), None, "d"), labels, logit_softcap=cap)
+    results[f"linear {cap}"] = jax.jit(linear)(place(x))
+    def attention(q):
+        return jaxsoft.dot_product_attention(q, q, q, logits_soft_cap=cap, implementation="reference")
+    results[f"attention {cap}"] = jax.jit(attention)(place(query, "d"))
+np.savez(sys.argv[1], misses=events.count("cache_misses"), hits=events.count("cache_hits"), **results)
+"""
+
+
+@on_cpu
+@needs_devices
+def test_programs_over_a_mesh_are_found_again(tmp_path):
+    """The persistent cache of compiled programs, where its keys leave Python's pointers out: none is another's."""
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_REMOVE_CUSTOM_PARTITIONING_PTR_FROM_CACHE_KEY": "1",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    for name in ("first.npz", "second.npz"):
+        run(OVER_A_MESH, str(tmp_path / name), **cache)
+    first, second = (dict(np.load(tmp_path / name)) for name in ("first.npz", "second.npz"))
+    assert second.pop("misses") == 0 < first.pop("misses") and first.pop("hits") < second.pop("hits")
+    x = np.linspace(-50, 50, 16 * 64, dtype=np.float32).reshape(16, 64)
+    for cap in (5.0, 30.0):
+        want = jaxsoft.softmax_cross_entropy_with_integer_labels(x, np.arange(16), logit_softcap=cap)
+        for results in (first, second):
+            np.testing.assert_allclose(results[f"loss {cap}"], want, rtol=1e-5)
+            np.testing.assert_allclose(results[f"linear {cap}"], want, rtol=1e-5)
+    for name in first:
+        np.testing.assert_array_equal(first[name], second[name])
 
 
 def test_import_is_quick():

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsoft._attention import stacked
@@ -22,6 +21,7 @@ from jaxsoft._attention.form import BASE
 from jaxsoft._attention.operation import DIMENSIONS, Operation
 from jaxsoft._attention.xla import Function
 from jaxsoft._core.mesh import Axes, axes_of, if_even, on_one_device, refined
+from jaxsoft._core.partitioning import partitionable
 
 _WHOLE = ("t", "s", "h", "d", "p", "i", "l", "e", "x")  # the dimensions that are not sharded
 _OF_SHARDS = _WHOLE[2:]  # likewise, where sequences lie over devices
@@ -49,7 +49,6 @@ def partitioned(operation: Operation, kernel: Function, on_shards: Callable[...,
     """The operation as a function that a mesh may partition, given the one for one device that has whole sequences, and
     for axes of a mesh the one that has parts of them.
     """
-    function = custom_partitioning(kernel)
     shards = operation.form.shards
 
     def partition(mesh, operands, results):
@@ -81,8 +80,7 @@ def partitioned(operation: Operation, kernel: Function, on_shards: Callable[...,
         del mesh
         return _rule(operation, operand_types, result_types)
 
-    function.def_partition(partition, sharding_rule=rule, decode_shardings=False)
-    return function
+    return partitionable(kernel, partition, rule, operation, kernel)
 
 
 def _sharded(name: str, shape: Sequence[int], sizes: _Sizes) -> list[str]:

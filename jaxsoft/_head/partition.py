@@ -10,10 +10,10 @@ import math
 from collections.abc import Callable, Iterable
 
 import jax
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsoft._core.mesh import Axes, axes_of, if_even, on_one_device, refined
+from jaxsoft._core.partitioning import partitionable
 from jaxsoft._head.operation import Dimension, Kind, Operation, Shards
 
 _WIDTH, _CLASSES = "width", "classes"
@@ -24,7 +24,6 @@ def partitioned(
     operation: Operation, call: Callable[..., tuple[jax.Array, ...]]
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """The operation as a function that a mesh may partition, given call(operation, *operands) for one device."""
-    function = custom_partitioning(functools.partial(call, operation))
 
     def partition(mesh, operands, results):
         del results
@@ -53,8 +52,7 @@ def partitioned(
         named = " -> ".join(", ".join(" ".join(_names(kind, rows)) for kind in side) for side in sides)
         return named, {"need_replication_factors": (_WIDTH,)}
 
-    function.def_partition(partition, sharding_rule=rule, decode_shardings=False)
-    return function
+    return partitionable(functools.partial(call, operation), partition, rule, operation)
 
 
 def _row_names(hidden: jax.ShapeDtypeStruct) -> list[str]:

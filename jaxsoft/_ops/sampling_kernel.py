@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsoft._core import library
 from jaxsoft._core.mesh import Axes, axes_of, can_partition, if_even, on_one_device, refined
+from jaxsoft._core.partitioning import partitionable
 from jaxsoft._core.primitives import compiled, primitive
 from jaxsoft._rows.forms import Form
 from jaxsoft._rows.messages import selected_over_shards
@@ -102,7 +102,6 @@ def _batched(sampler: Sampler) -> Draw:
 @functools.cache
 def _partitioned(sampler: Sampler) -> Draw:
     """The operation as a function that a mesh may partition."""
-    function = custom_partitioning(functools.partial(_bind, sampler))
 
     def partition(mesh, operands, results):
         del results
@@ -131,8 +130,7 @@ def _partitioned(sampler: Sampler) -> Draw:
         named = " -> ".join(", ".join(map(" ".join, side)) for side in (operands, (rows, rows)))
         return named, {"need_replication_factors": ("two",) if sampler.k else ("two", "n")}
 
-    function.def_partition(partition, sharding_rule=rule, decode_shardings=False)
-    return function
+    return partitionable(functools.partial(_bind, sampler), partition, rule, sampler)
 
 
 def _draw_from_parts(sampler: Sampler, k: int, axes: Axes, uniform, x, *options):

@@ -8,10 +8,10 @@ the reduced axis is sharded, each has a part of every row: see `shards`.
 import functools
 from collections.abc import Sequence
 
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsoft._core.mesh import axes_of, if_even, on_one_device, refined
+from jaxsoft._core.partitioning import partitionable
 from jaxsoft._rows.forms import Form, Kernels
 from jaxsoft._rows.operation import Kind, Operation, RowFunction
 from jaxsoft._rows.shards import on_shards
@@ -21,7 +21,6 @@ from jaxsoft._rows.shards import on_shards
 def partitioned(operation: Operation, form: Form, kernels: Kernels) -> RowFunction:
     """The operation in this form as a function that a mesh may partition."""
     kernel = kernels(operation, form)
-    function = custom_partitioning(kernel)
 
     def partition(mesh, operands, results):
         del results
@@ -46,8 +45,7 @@ def partitioned(operation: Operation, form: Form, kernels: Kernels) -> RowFuncti
         dims = _dims(operation, form, [t.shape for t in operand_types])
         return " -> ".join(", ".join(map(" ".join, side)) for side in (dims, _result_dims(operation, dims[0])))
 
-    function.def_partition(partition, sharding_rule=rule, decode_shardings=False)
-    return function
+    return partitionable(kernel, partition, rule, operation, form, kernels)
 
 
 def _dims(operation: Operation, form: Form, shapes: Sequence[Sequence[int]]) -> list[list[str]]:
