@@ -139,7 +139,7 @@ def text_of(function, queries, keys, size=128):
     return jax.jit(function).trace(query, key, key).lower(lowering_platforms=("cuda",)).as_text()
 
 
-HALVES = [(64, 64), (8256, 8256), (64, 4096), (4096, 192)]
+HALVES = [(64, 64), (8256, 8256), (4096, 192)]
 
 
 @pytest.mark.parametrize(("queries", "keys"), HALVES)
@@ -153,20 +153,21 @@ def test_where_cudnn_s_gradients_may_be_nan(queries, keys):
     (forward, *_) = re.findall(r"custom_call @mosaic_gpu.* -> (.*)", text)
     assert forward.count("x128xbf16") == 2
     for derivative in (gradients(by_name), lambda q, k, v: jax.jvp(by_name, (q, k, v), (q, k, v))):
-        with pytest.raises(ValueError, match=rf"64 more than .* 128; got {queries} and {keys}\. .*'pallas', 'xla'"):
+        with pytest.raises(ValueError, match=rf"64 keys more than .* 128; got {keys} keys\. .*'pallas', 'xla'"):
             text_of(derivative, queries, keys)
 
 
 @pytest.mark.parametrize("length", [4032, 4095, 4128])
 def test_where_cudnn_s_gradients_are_right(length):
-    """Other numbers of queries and keys."""
+    """Other numbers of keys, and any of queries."""
     attend = functools.partial(jaxsoft.dot_product_attention, deterministic=False)
     found = calls(text_of(gradients(attend), length, length))
     assert ("Backward" in str(found)) == (length % 128 != 64)
+    assert "Backward" in str(calls(text_of(gradients(attend), 4032, 4096)))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_gradients_of_so_many_queries_on_other_gpus(is_causal):
+def test_gradients_for_so_many_keys_on_other_gpus(is_causal):
     """They have cuDNN's kernels and XLA's alone, with whatever bits are asked for."""
     attend = functools.partial(jaxsoft.dot_product_attention, is_causal=is_causal, deterministic=False)
     with target("NVIDIA B200"):
