@@ -40,18 +40,15 @@ MOVING = {
     "bias of -inf": lambda rng, z: {"bias": np.where(rng.random((z.b, z.n, z.t, z.s)) < 0.4, -np.inf, 0.5)},
     "sinks": lambda rng, z: {"sinks": rng.standard_normal(z.n)},
     "scale": lambda rng, z: {"scale": np.array(0.7)},
-    "state": lambda rng, z: dict(
-        zip(
-            ("m", "s", "o"),
-            (
-                rng.standard_normal((z.b, z.t, z.n)),
-                rng.random((z.b, z.t, z.n)) + 1,
-                rng.standard_normal((z.b, z.t, z.n, z.d)),
-            ),
-            strict=True,
-        )
-    ),
+    "state": lambda rng, z: _state(rng, z, 0),
 }
+
+
+def _state(rng, z, most):
+    """The parts of a state whose maxima are about this number."""
+    rows = z.b, z.t, z.n
+    m, s, o = rng.standard_normal(rows), rng.random(rows) + 1, rng.standard_normal((*rows, z.d))
+    return {"m": m + most, "s": s, "o": o}
 
 
 def _lengths(rng, most, batch):
@@ -83,6 +80,10 @@ FIXED = {
     "offsets": lambda rng, z: {"query_offset": np.arange(z.b, dtype=np.int32) * 4, "local_window_size": (4, 0)},
 }
 OPTIONS = (*MOVING, *FIXED)
+# What is no option of every call: keys whose weight is some 1e-10.
+MOVING["state of nearly all weight"] = lambda rng, z: _state(rng, z, 22)
+# By which `magnified` multiplies the values.
+_MAGNIFIED = 2.0**23
 
 
 def case(
@@ -120,6 +121,22 @@ def case(
     return Case(
         f"attention({', '.join(options)}, {dict(more)}), {sizes}, {implementation}", ours, theirs, [*base, *extra]
     )
+
+
+def magnified(call: Case) -> Case:
+    """A call as a function of small numbers in f32 that become the values when they are multiplied: their gradients
+    are as much larger than those of the values.
+    """
+
+    def of_small(function):
+        return lambda query, key, small, *v: function(query, key, (small * _MAGNIFIED).astype(of_values(small)), *v)
+
+    def of_values(small):
+        return small.dtype if small.dtype == np.float64 else call.operands[2].dtype
+
+    query, key, value, *others = call.operands
+    small = value.astype(np.float32) / np.float32(_MAGNIFIED)
+    return Case(f"magnified {call.what}", of_small(call.ours), of_small(call.theirs), [query, key, small, *others])
 
 
 def check_rows(call: Case, options: Sequence[str], dtype) -> None:

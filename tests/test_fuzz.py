@@ -243,6 +243,27 @@ def attention(draw, dtypes, implementation):
     )
 
 
+def attention_of_little_weight(draw, dtypes, implementation):
+    """Keys beside others that have nearly all the weight: of many queries their small shares add up."""
+    implementation = implementation if implementation in ATTENTION_IMPLEMENTATIONS else None
+    given = ("bias", "one bias", "sinks", "scale", "causal", "wide window", "segments", "mask of keys", "cap")
+    options = draw(st.lists(st.sampled_from(given), unique=True, max_size=3))
+    assume(not attention_calls.conflict(options))
+    k = draw(st.sampled_from([1, 2]))
+    sizes = attention_calls.Sizes(
+        b=draw(st.sampled_from([1, 3])),
+        t=draw(st.sampled_from([130, 200])),
+        s=draw(st.sampled_from([1, 5, 33])),
+        n=k * draw(st.sampled_from([1, 3])),
+        k=k,
+        h=draw(st.sampled_from([1, 8])),
+        d=draw(st.sampled_from([1, 5])),
+    )
+    dtype, seed = draw(st.sampled_from(dtypes)), draw(st.integers(0, 2**16))
+    options.append("state of nearly all weight")
+    return attention_calls.magnified(attention_calls.case(options, sizes, dtype, implementation, seed))
+
+
 def ring_attention(draw, dtypes, implementation):
     """Any options, layout and method, of as many tokens as each layout can cut."""
     implementation = implementation if implementation in ATTENTION_IMPLEMENTATIONS else None
@@ -352,6 +373,18 @@ def test_two_transformations(kind, data):
         case = kind(draw, dtypes, implementation)
         with served(implementation):
             functools.reduce(Case.through, names, case).check(run)
+
+
+@settings(max_examples=settings.default.max_examples // 5)
+@given(data=st.data())
+def test_gradients_of_little_weight(data):
+    """One derivative: the cotangents of gradients that are magnified would be out of the range of f16."""
+    draw = data.draw
+    names = [draw(st.sampled_from(["jit", "vmap", "checkpoint", "vmap of the first operand", "map"])), "grad"]
+    implementation = draw(st.sampled_from(IMPLEMENTATIONS))
+    case = attention_of_little_weight(draw, [jnp.float16, jnp.float16, jnp.bfloat16], implementation)
+    with served(implementation):
+        functools.reduce(Case.through, names, case).check(draw(st.sampled_from([jax.jit, eager])))
 
 
 def over_a_mesh(draw, implementation):

@@ -1,16 +1,19 @@
 """What is done in plain JAX around a kernel that does not do it itself: the state of other keys is combined with the
-results of a call, and gradients become wide and are added to others.
+results of a call, gradients become wide and are added to others, and a cotangent that f16 may not hold is brought into
+its range.
 
 So ring attention, which calls an operation for each block of keys that arrives, is served by every implementation.
 """
 
 import dataclasses
+import math
 
 import jax
+import jax.numpy as jnp
 
 from jaxsoft import fold
 from jaxsoft._attention import xla
-from jaxsoft._attention.form import STATE
+from jaxsoft._attention.form import BASE, STATE
 from jaxsoft._attention.operation import Operation, Pullback
 from jaxsoft.fold import accumulator
 
@@ -52,3 +55,73 @@ def _folded(operation: Operation, forward: xla.Function) -> xla.Function:
         return xla.of_state(operation.form, given[0].dtype, fold.combine(xla.before(state_output, state_lse), st))
 
     return function
+
+
+_EXPONENTS = (-120, 120)  # powers of 2 that are normal numbers of f32, and so are the inverse ones
+_LEAST_SHARE, _FURTHEST_DELTA = 2.0**-12, 2.0**-10
+
+
+def narrowed(operation: Pullback, pullback: xla.Function) -> xla.Function:
+    """The function of a pullback whose cotangent is in the accumulator's dtype, given one with wide gradients and no
+    sums, which takes the cotangent in the dtype of query.
+
+    Gradients are linear in cotangent and delta, and in the weights. So those of each query are divided by a power of 2
+    of their size, and the query's weights multiplied by it, which their log-sum-exp does. Relative to the largest of
+    the queries that share keys, no weight is then above 1: that is the unit of the gradients. A query whose cotangent
+    is small beside others has small weights, and its share of the gradients of keys and values the digits that f16 has
+    for these.
+    """
+
+    def wide(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        *given, output, lse, rest, delta, cotangent = operands
+        query, key = given[: BASE - 1]
+        of_queries, of_group, of_unit = _exponents(operation, key.shape[2], delta, cotangent)
+        small = cotangent * _power(-jnp.moveaxis(of_queries, 1, 2))[..., None]
+        # The barrier, as XLA may take a number that was rounded and widened for the number itself.
+        rounded = jax.lax.optimization_barrier(small.astype(query.dtype))
+        lost = jnp.sum(output.astype(small.dtype) * (rounded.astype(small.dtype) - small), axis=-1)
+        delta = delta * _power(-of_queries) + jnp.moveaxis(lost, 2, 1)
+        shift = (of_group - of_queries).astype(lse.dtype) * math.log(2)
+        shifted = lse + shift
+        rest = rest + fold.reference(shift - (shifted - fold.reference(lse)))
+        found = dict(zip(operation.moving, pullback(*given, output, shifted, rest, delta, rounded), strict=True))
+        units = {"query": of_group[:, None, :, :], "bias": of_unit[:1, :1, None, None]}
+        return tuple(x * _power(units.get(name, of_unit[:, None, :, None])) for name, x in found.items())
+
+    def function(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        found = xla.with_sums(operation.moving, operation.sums, wide)(*operands)
+        if operation.wide:
+            return found
+        places = (operation.form.place(name) for name in operation.moving)
+        return tuple(x.astype(operands[place].dtype) for place, x in zip(places, found, strict=True))
+
+    return function
+
+
+def _exponents(
+    operation: Pullback, groups: int, delta: jax.Array, cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The exponents of the sizes of the queries' cotangents (B, N, T); of the units of their gradients (B, N, 1); and
+    of these by heads of keys (B, K). A bias may be shared by batch and heads: with its gradient, there is one unit.
+
+    A unit is no less than 2^-12 of the sum of the sizes, so that no sum over many queries is out of range.
+    """
+    of_output = jnp.moveaxis(jnp.max(jnp.abs(cotangent), axis=-1, initial=0), 2, 1)
+    size = jnp.maximum(of_output, jnp.abs(delta) * _FURTHEST_DELTA)
+    size = jnp.where(jnp.isfinite(size), size, 0)
+    batch, heads, _ = size.shape
+    by_group = size.reshape((1, 1, -1) if "bias" in operation.moving else (batch, groups, -1))
+    unit = jnp.maximum(jnp.max(by_group, axis=-1), jnp.sum(by_group * _LEAST_SHARE, axis=-1))
+    of_unit = jnp.broadcast_to(_exponent(unit), (batch, groups))
+    of_group = jnp.repeat(of_unit, heads // groups, axis=1)[..., None]
+    return jnp.where(size == 0, of_group, _exponent(size)), of_group, of_unit
+
+
+def _exponent(x: jax.Array) -> jax.Array:
+    """The exponents of powers of 2 that are above finite numbers, of at most twice their size."""
+    return jnp.clip(jnp.frexp(x)[1], *_EXPONENTS)
+
+
+def _power(exponent: jax.Array) -> jax.Array:
+    """Powers of 2 in f32, the accumulator's dtype of f16."""
+    return jnp.ldexp(jnp.ones_like(exponent, jnp.float32), exponent)

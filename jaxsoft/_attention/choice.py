@@ -29,12 +29,14 @@ class Kernels:
       unsupported: (operation, operands) -> None, or why it cannot serve the operation with such operands.
       unavailable: (platform) -> None, or why it has none there, although it has kernels for other operations.
       continues: (operation, operands) -> whether its kernel goes on from other blocks of keys by itself (see `around`).
+      any_cotangent: whether its gradients take a cotangent in the accumulator's dtype beside narrower queries.
     """
 
     find: Callable[[Operation, str, Operands], xla.Function]
     unsupported: Callable[[Operation, Operands], str | None] = lambda operation, operands: None
     unavailable: Callable[[str], str | None] = lambda platform: None
     continues: Callable[[Operation, Operands], bool] = lambda operation, operands: False
+    any_cotangent: bool = False
 
 
 def _reference(operation: Operation, platform: str, operands: Operands) -> xla.Function:
@@ -57,10 +59,15 @@ KERNELS = {
     ),
     "cudnn": Kernels(lambda operation, platform, operands: cudnn.find(operation), cudnn.unsupported),
     "xla": Kernels(
-        lambda operation, platform, operands: operation.formula(platform), continues=lambda operation, operands: True
+        lambda operation, platform, operands: operation.formula(platform),
+        continues=lambda operation, operands: True,
+        any_cotangent=True,
     ),
     "reference": Kernels(
-        _reference, reference.unsupported, continues=lambda operation, operands: isinstance(operation, Forward)
+        _reference,
+        reference.unsupported,
+        continues=lambda operation, operands: isinstance(operation, Forward),
+        any_cotangent=True,
     ),
 }
 
@@ -83,11 +90,15 @@ def choose(operation: Operation, implementation: str | None, platform: str, oper
         reason = _refusal(implementation, operation, operands) or unavailable(implementation, platform)
         _raise_for(implementation, reason, operation, operands)
     name = implementation or _fastest(operation, platform, operands)
-    if operation.form.stacked and name != "ffi":
+    narrows = isinstance(operation, Pullback) and _is_wide(operation, operands) and not KERNELS[name].any_cotangent
+    if operation.form.stacked and (name != "ffi" or narrows):
         batch = operands[0].shape[0]
         halves = [x.update(shape=(batch, *x.shape[1:])) for x in operands[1:BASE]]
         function = choose(operation.apart, name, platform, [operands[0], *halves, *operands[BASE:]])
         return stacked.served(operation.gradients, function)
+    if isinstance(operation, Pullback) and narrows:
+        narrow, narrower = _narrow(operation, operands)
+        return around.narrowed(operation, choose(narrow, name, platform, narrower))
     if _is_continued_around(name, operation, operands):
         within, given = _alone(operation, operands)
         return around.continued(operation, KERNELS[name].find(within, platform, given))
@@ -222,6 +233,19 @@ def _refusal(implementation: str, operation: Operation, operands: Operands) -> s
 def _is_continued_around(implementation: str, operation: Operation, operands: Operands) -> bool:
     """Whether an operation goes on from other blocks of keys, and a kernel does not."""
     return around.continues(operation) and not KERNELS[implementation].continues(operation, operands)
+
+
+def _is_wide(operation: Pullback, operands: Operands) -> bool:
+    """Whether the cotangent is in another dtype than the queries, as it may be out of their range."""
+    return operands[operation.operands.index("cotangent")].dtype != operands[0].dtype
+
+
+def _narrow(operation: Pullback, operands: Operands) -> tuple[Pullback, Operands]:
+    """The pullback with wide gradients and no sums, and its operands with a cotangent in the dtype of the queries."""
+    found = dataclasses.replace(operation, wide=True, sums=())
+    dtypes = {"cotangent": operands[0].dtype}
+    named = zip(found.operands, operands, strict=False)
+    return found, [x.update(dtype=dtypes.get(name, x.dtype)) for name, x in named]
 
 
 def _alone(operation: Operation, operands: Operands) -> tuple[Operation, Operands]:

@@ -98,7 +98,8 @@ class _Derivative(LinearMap):
 
         The sum over the output's cotangent is of the rounded numbers that the pullback gets, times the output as it was
         before it was rounded. Were it of others, the gradients of a row would not add up to 0. The cotangent of the
-        log-sum-exp joins it at no cost.
+        log-sum-exp joins it at no cost. A cotangent of a wider range than the query's dtype has is not rounded here:
+        that of a part of the keys is as small as the weight of the part, and f16 ends at 6e-8.
         """
         *operands, d_output, d_lse = operands
         given = operands[: len(self.form.names)]
@@ -109,7 +110,9 @@ class _Derivative(LinearMap):
         empty = jnp.isneginf(lse)
         if _may_be_empty(self.form, *given[:2]):
             d_output = jnp.where(jnp.moveaxis(empty, 1, 2)[..., None], 0, d_output)
-        d_output = jax.lax.optimization_barrier(d_output.astype(given[0].dtype))
+        narrow = given[0].dtype
+        fits = jnp.finfo(d_output.dtype).nexp <= jnp.finfo(narrow).nexp
+        d_output = jax.lax.optimization_barrier(d_output.astype(narrow if fits else wide))
         exact = sum((x.astype(wide) for x in output_rest), output.astype(wide))
         delta = jnp.moveaxis(jnp.sum(exact * d_output.astype(wide), axis=-1), 2, 1) - d_lse
         delta = jnp.where(empty, 0, delta)

@@ -244,8 +244,9 @@ class Paged(Forward):
 class Pullback(Operation):
     """(query, key, value, *extras, output, lse, rest, delta, cotangent, *sums) -> the gradients of some operands.
 
-    The cotangent is that of the output, in the dtype of query, and delta is the sum of its products with the output as
-    it was before it was rounded, less the cotangent of the log-sum-exp.
+    The cotangent is that of the output, in the dtype of query, or in the accumulator's where it may be out of the
+    query's range, and delta is the sum of its products with the output as it was before it was rounded, less the
+    cotangent of the log-sum-exp.
 
     Attributes:
       moving: the operands whose gradients are asked for, some of query, key, value and bias, in this order.

@@ -122,8 +122,8 @@ def pullback(form: Form, moving: Sequence[str], platform: str | None = None, wid
     """The gradients by the operands that move: some of query, key, value and bias.
 
     (query, key, value, *extras, output, lse, rest, delta, cotangent) -> gradients like the operands, or if they are
-    wide, in the accumulator's dtype. The cotangent is that of the output, in the dtype of query, and delta the sum of
-    its products with the output, less the cotangent of lse.
+    wide, in the accumulator's dtype. The cotangent is that of the output, in the dtype of query or in the
+    accumulator's, and delta the sum of its products with the output, less the cotangent of lse.
     """
 
     def of_part(
