@@ -208,9 +208,27 @@ def linear_cross_entropy(draw, dtypes, implementation):
         names.append("row_weights")
         operands.append(u)
         out_of_range(draw, labels, np.broadcast_to(u == 0, labels.shape), classes)
+    if "bias" in names and draw(st.booleans()):
+        with_offset(draw, operands, given, options)
 
     what = f"linear cross-entropy({labels.dtype}, {names}, {given}, {options})"
     return Case(what, *calls.linear(labels, names, **given, **options), operands)
+
+
+def with_offset(draw, operands, given, options):
+    """Adds a number to all logits of a linear layer, which are then multiples of what f32 tells apart beside it.
+
+    What would round such logits is left out, and a term beside which no other one shows.
+    """
+    offset = draw(st.sampled_from([1e5, -1e6, 1e9, -1e9]))
+    unit = float(np.spacing(np.float32(2 * abs(offset))))
+    rng, (hidden, weight, bias, *_) = np.random.default_rng(draw(st.integers(0, 99))), operands
+    operands[0] = rng.integers(0, 2, hidden.shape).astype(hidden.dtype)
+    operands[1] = (unit * rng.integers(-1, 2, weight.shape)).astype(weight.dtype)
+    wide = np.float64 if bias.dtype == np.float64 else np.float32
+    operands[2] = (unit * (np.round(offset / unit) + rng.integers(0, 2, bias.shape))).astype(wide)
+    given |= {"scale": draw(st.sampled_from([1.0, -0.5])), "recompute": given["recompute"] or hidden.dtype.itemsize < 4}
+    options |= {"z_loss": 0.0, "logit_softcap": None}
 
 
 def top_k(draw, dtypes, implementation):

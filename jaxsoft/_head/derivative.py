@@ -24,30 +24,26 @@ from jaxsoft._head.pullback import Pullback
 
 
 @functools.cache
-def statistics(head: Head, keep: bool = False, before_weight: bool = False) -> Callable[..., tuple[jax.Array, ...]]:
+def statistics(head: Head, residual: bool = False, before_weight: bool = False) -> Callable[..., tuple[jax.Array, ...]]:
     """What a loss needs to know, as a differentiable function of the parameters and the label of each row.
 
-    Its results are those of `head.formula`, and if `keep` the scores, which are for the pullback alone: they count as
-    constants. `before_weight` says that the gradient of weight may be computed next.
+    Its results are those of `head.formula`, and if `residual` what is for the pullback alone: that counts as constant.
+    `before_weight` says that the gradient of weight may be computed next.
     """
 
     @jax.custom_jvp
     def function(*operands):
-        return _Statistics(head, keep, before_weight)(*operands)
+        return _Statistics(head, residual, before_weight)(*operands)
 
     @functools.partial(function.defjvp, symbolic_zeros=True)
     def function_jvp(primals, tangents):
         moving = {kind: tangent for kind, tangent in head.named(tangents).items() if moves(tangent)}
-        results = statistics(head, not head.recompute, Kind.WEIGHT in moving)(*primals)
-        others, t, apart, *rest = results[: len(head.statistics)]
-        kept = [] if head.recompute else [results[-1]]
-        derivative = _Derivative(head, tuple(moving))
-        residuals = derivative.pullback.of_statistics(results)
-        d_others, d_t, *d_rest = derivative(*primals, *residuals, *kept, *moving.values())
-        if keep:
-            rest += kept
-        constant = map(jnp.zeros_like, rest[len(d_rest) :])
-        return (others, t, apart, *rest), (d_others, d_t, d_others - d_t, *d_rest, *constant)
+        results = statistics(head, True, Kind.WEIGHT in moving)(*primals)
+        residuals = results[len(head.statistics) :]
+        d_others, d_t, *d_rest = _Derivative(head, tuple(moving))(*primals, *residuals, *moving.values())
+        results = results if residual else results[: len(head.statistics)]
+        constant = map(jnp.zeros_like, results[3 + len(d_rest) :])
+        return results, (d_others, d_t, d_others - d_t, *d_rest, *constant)
 
     return function
 
@@ -57,20 +53,20 @@ class _Statistics(Whole):
     """The pass over chunks, for what takes its derivative without the rule of `statistics` (see `Whole`)."""
 
     head: Head
-    keep: bool
+    residual: bool
     before_weight: bool
 
     @property
     def forward(self) -> Forward:
         """The pass as an operation."""
-        return Forward(self.head, self.keep, self.before_weight)
+        return Forward(self.head, self.residual, self.before_weight)
 
     def apply(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """The pass."""
         return head_operation(self.forward, *operands)
 
     def tangents(self, primals: Sequence[jax.Array], tangents: Sequence) -> Sequence:
-        """Those of the formula. Scores that are kept count as constants."""
+        """Those of the formula. What is for the pullback counts as constant."""
         found = jvp_along(functools.partial(formula, self.head), primals, tangents)[1]
         types = self.forward.types(*map(jax.typeof, primals))
         return *found, *(SymbolicZero(t.to_tangent_aval()) for t in types[len(found) :])

@@ -17,10 +17,11 @@ from jaxsoft import fold
 from jaxsoft._core.mesh import Axes, exchanged
 from jaxsoft._head import kernels
 from jaxsoft._head.chunks import Chunk, chunk_size, over_chunks, over_rows, row_chunk_within
-from jaxsoft._head.head import Head, product_dtype, scores, sums_of
+from jaxsoft._head.head import Head, composed_sums, product_dtype, scores
 from jaxsoft._head.operation import Kind, Operation, Shards
 from jaxsoft._rows.forms import Form
 from jaxsoft._rows.formulas import labels_within, nan_where
+from jaxsoft._rows.operation import NO_ROW
 from jaxsoft._rows.operations.entropy import entropy_of, products_from
 from jaxsoft._rows.operations.labels import beside_label
 from jaxsoft._rows.primitive import kernel
@@ -34,13 +35,15 @@ class Folded(NamedTuple):
       products: the sum for the entropy of these scores' softmax, where that is wanted, else None; see
         `jaxsoft._rows.operations.entropy`.
       t: the label's score, 0 if it is none of these classes'.
-      sums: those of `head.formula`.
+      sums: those of `head.formula`, but of distances from another number.
+      ref: that number, of which reference(ref) is meant; None without sums.
     """
 
     state: fold.State
     products: jax.Array | None
     t: jax.Array
     sums: list[jax.Array]
+    ref: jax.Array | None
 
     def joined(self, other: "Folded") -> "Folded":
         """What is known after these classes and others."""
@@ -48,13 +51,23 @@ class Folded(NamedTuple):
         products = None
         if self.products is not None:
             products = self.products_from(state.m) + other.products_from(state.m)
-        sums = [a + b for a, b in zip(self.sums, other.sums, strict=True)]
-        return Folded(state, products, self.t + other.t, sums)
+        ref = self.ref
+        if ref is not None and other.ref is not None:
+            ref = jnp.where(self.sums[-1] == 0, other.ref, ref)
+        sums = [a + b for a, b in zip(self.sums_from(ref), other.sums_from(ref), strict=True)]
+        return Folded(state, products, self.t + other.t, sums, ref)
 
     def products_from(self, m: jax.Array) -> jax.Array:
         """The products relative to the maximum of more classes."""
         assert self.products is not None
         return products_from(m, self.state, self.products)
+
+    def sums_from(self, ref: jax.Array | None) -> list[jax.Array]:
+        """The sums of distances from another number of each row."""
+        if self.ref is None or ref is None:
+            return self.sums
+        total, mass, *more = self.sums
+        return [total + mass * (fold.reference(self.ref) - fold.reference(ref)), mass, *more]
 
     def of_all_classes(self, shards: Shards, label: jax.Array) -> "Folded":
         """What is known of all devices' classes, given that of this one's. A label out of range has the score NaN."""
@@ -63,25 +76,32 @@ class Folded(NamedTuple):
 
     def _over(self, axes: Axes) -> "Folded":
         """What is known of the classes of all devices along axes of a mesh."""
-        numbers, tree = jax.tree.flatten(self)
+        numbers, tree = jax.tree.flatten(self._replace(sums=self.sums_from(self.state.m), ref=None))
 
         def of_maxima(m: jax.Array, *others: jax.Array) -> list[jax.Array]:
             return [m]
 
         def of_sums(maxima: Sequence[jax.Array], *numbers: jax.Array) -> list[jax.Array]:
             part = jax.tree.unflatten(tree, numbers)
+            if self.ref is not None:
+                part = part._replace(ref=part.state.m)
             s = part.state.s * fold.weight(part.state.m, *maxima)
             products = None if part.products is None else part.products_from(*maxima)
-            return jax.tree.leaves((s, products, part.t, part.sums))
+            return jax.tree.leaves((s, products, part.t, part.sums_from(*maxima)))
 
         (m,), sums = exchanged(axes, numbers, of_maxima, of_sums)
-        return jax.tree.unflatten(tree, [m, *sums])
+        return jax.tree.unflatten(tree, [m, *sums])._replace(ref=None if self.ref is None else m)
 
     def statistics(self) -> tuple[jax.Array, ...]:
         """The results of `head.formula`, of all classes."""
         others, apart = beside_label(self.state, self.t)
         entropy = () if self.products is None else (entropy_of(*self.state, self.products),)
-        return others, self.t, apart, *entropy, *self.sums
+        return others, self.t, apart, *entropy, *self.sums_from(self.t)
+
+    def residuals(self, head: Head) -> tuple[jax.Array, ...]:
+        """Those of the head, of all classes."""
+        of_label = (self.t,) if head.weighted else ()
+        return *of_label, *self.state, *(() if self.products is None else (self.products,))
 
 
 def folded(head: Head, x: jax.Array, label: jax.Array, here: jax.Array, weights: jax.Array | None) -> Folded:
@@ -94,26 +114,42 @@ def folded(head: Head, x: jax.Array, label: jax.Array, here: jax.Array, weights:
       here: the index of each row's label among these classes.
       weights: of these classes, where the sums are weighted.
     """
-    m, s, t, *rest = kernel(head.function.forward, Form(fold.accumulator(x.dtype), cap=head.cap), None, x, here)
-    products = rest.pop() if head.entropy else None
     found = (here >= 0) & (here < x.shape[-1])
-    sums = sums_of(head, x, label, t, rest, weights)
-    return Folded(fold.State(m, s), products, jnp.where(found, t, 0), sums)
+    of_sums = head.summed and not head.composed and x.shape[-1] > 0
+    # The sums are of distances from the label's score. Where that is elsewhere, the first class stands in for it.
+    stands_in = ~found & (here != NO_ROW)
+    index = jnp.where(stands_in, 0, here) if of_sums else here
+    m, s, t, *rest = kernel(head.function.forward, Form(fold.accumulator(x.dtype), cap=head.cap), None, x, index)
+    state = fold.State(m, s)
+    if of_sums:
+        whole = fold.combine(state, fold.from_lse(t))
+        state = fold.State(*(jnp.where(stands_in, a, b) for a, b in zip(whole, state, strict=True)))
+    products = rest.pop() if head.entropy else None
+    ref = t if head.summed else None
+    if head.composed:
+        ref = jnp.where(found, t, m)
+        rest = composed_sums(head, x, label, fold.reference(ref), weights)
+    return Folded(state, products, jnp.where(found, t, 0), rest, ref)
 
 
 @dataclasses.dataclass(frozen=True)
 class Forward(Operation):
-    """The results of `head.formula`, and the scores if they are kept.
+    """The results of `head.formula`, and what the pullback needs if it may be called.
 
     Attributes:
       head: which layer.
-      keep: whether the scores are kept.
+      residual: whether `head.residuals` are results as well, and the scores if they are to be kept.
       before_weight: whether the gradient of weight may be computed next.
     """
 
     head: Head
-    keep: bool
+    residual: bool
     before_weight: bool = False
+
+    @property
+    def keep(self) -> bool:
+        """Whether the scores are kept."""
+        return self.residual and not self.head.recompute
 
     @property
     def operands(self) -> tuple[Kind, ...]:
@@ -122,8 +158,9 @@ class Forward(Operation):
 
     @property
     def results(self) -> tuple[Kind, ...]:
-        """The statistics, and the scores if they are kept."""
-        return *self.head.statistics, *(Kind.SCORES,) * self.keep
+        """The statistics, the residuals, and the scores if they are kept."""
+        residuals = self.head.residuals if self.residual else ()
+        return *self.head.statistics, *residuals, *(Kind.SCORES,) * self.keep
 
     def types(self, *operands):
         """The types of the results. They vary over the mesh axes of shard_map as what is computed of the scores."""
@@ -145,7 +182,9 @@ class Forward(Operation):
         index = labels_within(label, shards.first_class(classes))
         zero = jnp.zeros(label.shape, wide)
         products = zero if head.entropy else None
-        start = Folded(fold.identity(label.shape, wide), products, zero, [zero for _ in head.sums])
+        start = Folded(
+            fold.identity(label.shape, wide), products, zero, [zero for _ in head.sums], zero if head.summed else None
+        )
         kept = jax.lax.empty((label.size, classes), dtype) if self.keep else None
 
         def with_rows(found: Folded, chunk: Chunk) -> Folded:
@@ -166,7 +205,7 @@ class Forward(Operation):
         def in_registers() -> Folded:
             m, s, t, *rest = kernels.statistics(head, parameters, index)
             products = rest.pop(0) if head.entropy else None
-            return Folded(fold.State(m, s), products, t, rest)
+            return Folded(fold.State(m, s), products, t, rest, m if head.summed else None)
 
         on_gpu = None
         if kernels.serve(head, jax.typeof(parameters[Kind.HIDDEN]), jax.typeof(operands[1])):
@@ -177,7 +216,9 @@ class Forward(Operation):
             found = jax.lax.platform_dependent(cuda=on_gpu, default=lambda: by_classes()[0])
         else:
             found, kept = by_classes()
-        return *found.of_all_classes(shards, label).statistics(), *([] if kept is None else [kept])
+        found = found.of_all_classes(shards, label)
+        residuals = found.residuals(head) if self.residual else ()
+        return *found.statistics(), *residuals, *([] if kept is None else [kept])
 
     def _row_chunk(self, weight: jax.Array, rows: int, dtype: jnp.dtype) -> int | None:
         """How many rows are taken at a time, with all classes; None to take all rows, and chunks of the classes."""

@@ -61,12 +61,14 @@ class Head:
 
     @property
     def composed(self) -> bool:
-        """Whether `sums_of` computes the sums: no function of rows has weighted ones, nor sums and the entropy."""
+        """Whether plain JAX computes the sums: no function of rows has weighted ones, nor sums and the entropy."""
         return self.summed and (self.weighted or self.entropy)
 
     @property
     def sums(self) -> tuple[Kind, ...]:
-        """The kinds of the sums: of the scores; of the weights, if weighted; and the number of the summed scores."""
+        """The kinds of the sums: of the scores' distances from a number of their row; of the weights, if weighted; and
+        the number of the summed scores.
+        """
         return (Kind.STATISTIC,) * (2 * self.summed + self.weighted)
 
     @property
@@ -78,6 +80,14 @@ class Head:
     def cotangents(self) -> tuple[Kind, ...]:
         """The statistics that have a derivative of their own: all but apart and the last sum."""
         return *(Kind.STATISTIC,) * (2 + self.entropy), *self.sums[:-1]
+
+    @property
+    def residuals(self) -> tuple[Kind, ...]:
+        """The kinds of what the pullback needs to know of the rows: the label's score where the sums are weighted; of
+        the other scores the state (m, s), which tells the sum s from 1 beside an m of any size, as their logsumexp does
+        not; and where the entropy is wanted the sum for that.
+        """
+        return (Kind.STATISTIC,) * (self.weighted + 2 + self.entropy)
 
     @property
     def function(self) -> Function:
@@ -95,16 +105,18 @@ def formula(head: Head, *operands: jax.Array) -> tuple[jax.Array, ...]:
       operands: the parameters, and the label of each row.
 
     Returns:
-      In the accumulator's dtype: others, the label's score, apart; the entropy of the softmax of the scores but the
-      label's, if the entropy is wanted; and if summed, over the scores z above -inf, sum(z) and their number, or
-      weighted sum(w z), sum(w) and their number.
+      In the accumulator's dtype: others, the label's score t, apart; the entropy of the softmax of the scores but the
+      label's, if the entropy is wanted; and if summed, over the scores z above -inf, sum(z - r) and their number, or
+      weighted sum(w (z - r)), sum(w) and their number, with the constant r = reference(t).
     """
     *given, label = operands
     parameters = head.named(given)
     x = scores(head, parameters)
     found = differentiable(head.function, Form(x.dtype, cap=head.cap), None)(x, label)
-    of_state, sums = found[: 3 + head.entropy], found[3 + head.entropy :]
-    return *of_state, *sums_of(head, x, label, found[1], sums, parameters.get(Kind.CLASS_WEIGHTS))
+    if not head.composed:
+        return found
+    ref = jax.lax.stop_gradient(fold.reference(found[1]))
+    return *found, *composed_sums(head, x, label, ref, parameters.get(Kind.CLASS_WEIGHTS))
 
 
 def product_dtype(hidden: jax.Array, weight: jax.Array) -> jnp.dtype:
@@ -165,8 +177,8 @@ def capped(head: Head, x: jax.Array, label: jax.Array) -> tuple[jax.Array, jax.A
     return z, is_summed(z, label)
 
 
-def sums_of(
-    head: Head, x: jax.Array, label: jax.Array, t: jax.Array, sums: Sequence[jax.Array], weights: jax.Array | None
+def composed_sums(
+    head: Head, x: jax.Array, label: jax.Array, ref: jax.Array, weights: jax.Array | None
 ) -> list[jax.Array]:
     """The sums of some classes' scores.
 
@@ -174,17 +186,10 @@ def sums_of(
       head: which layer.
       x: the scores before the cap.
       label: of each row.
-      t: the label's score in each row, as the function of rows has it.
-      sums: the sums that the function of rows has, of the scores' distances from t.
+      ref: a number of each row, from which the distances of the scores are summed.
       weights: of the classes, where the sums are weighted.
     """
-    if head.composed:
-        z, summed = capped(head, x, label)
-        total, mass, count = weighted_sums(
-            z, summed, jnp.ones(z.shape[-1], z.dtype) if weights is None else weights, jnp.zeros_like(t)
-        )
-        return [total, mass, count] if head.weighted else [total, count]
-    if not sums:
-        return []
-    total, count = sums
-    return [total + count * jax.lax.stop_gradient(fold.reference(t)), count]
+    z, summed = capped(head, x, label)
+    weights = jnp.ones(z.shape[-1], z.dtype) if weights is None else weights
+    total, mass, count = weighted_sums(z, summed, weights, ref)
+    return [total, mass, count] if head.weighted else [total, count]

@@ -44,7 +44,8 @@ def chunk_size(rows: int) -> int:
 
 
 def statistics(head: Head, parameters: Parameters, here: jax.Array) -> Sequence[jax.Array]:
-    """The state (m, s) of the scores but the label's, the label's score or 0, the sum for the entropy, and `head.sums`.
+    """The state (m, s) of the scores but the label's, the label's score or 0, the sum for the entropy, and `head.sums`
+    of distances from reference(m).
 
     Args:
       head: the layer.

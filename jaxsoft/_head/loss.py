@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsoft import fold
 from jaxsoft._head.derivative import statistics
 from jaxsoft._head.head import Head, formula
 from jaxsoft._head.operation import Kind
@@ -60,14 +59,14 @@ class Objective:
           weights: those of the labels.
         """
         (others, t, apart, *of_others), sums = found[: 3 + self.head.entropy], found[3 + self.head.entropy :]
-        loss, lse = row_loss(self.options, label, others, t, apart, self._sums(t, sums), weight=weights)
+        loss, lse = row_loss(self.options, label, others, t, apart, self._sums(sums), weight=weights)
         return loss, lse, row_entropy(label, t, apart, *of_others) if self.head.entropy else None
 
-    def _sums(self, t: jax.Array, sums: Sequence[jax.Array]) -> Sums | None:
+    def _sums(self, sums: Sequence[jax.Array]) -> Sums | None:
         if not sums:
             return None
         total, mass, count = sums if self.head.weighted else (*sums, sums[1])
-        return Sums(total - mass * jax.lax.stop_gradient(fold.reference(t)), mass, count)
+        return Sums(total, mass, count)
 
     def by_classes(self, *operands: jax.Array) -> jax.Array:
         """The sum by chunks of the classes, which has all its derivatives in chunks, too."""

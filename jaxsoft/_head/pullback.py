@@ -34,6 +34,7 @@ class Known(NamedTuple):
     Attributes:
       label: of each row, among all classes.
       local: the index of the label among the classes of this device.
+      t: the label's score, where the sums are weighted, else None.
       state: of the scores but the label's, (m, s); and where the entropy is wanted the sum for that of their softmax.
       cotangents: of others, of the label's score, and where it is wanted of the entropy.
       sums: the cotangents of the sums but the number of scores.
@@ -41,6 +42,7 @@ class Known(NamedTuple):
 
     label: jax.Array
     local: jax.Array
+    t: jax.Array | None
     state: tuple[jax.Array, ...]
     cotangents: tuple[jax.Array, ...]
     sums: list[jax.Array]
@@ -65,13 +67,9 @@ class Pullback(Operation):
 
     @property
     def residuals(self) -> tuple[Kind, ...]:
-        """The operands but the cotangents: the parameters, the labels, some statistics, and the scores if kept."""
+        """The operands but the cotangents: the parameters, the labels, those of the head, and the scores if kept."""
         kept = () if self.head.recompute else (Kind.SCORES,)
-        return (*self.head.parameters, Kind.LABEL, *(Kind.STATISTIC,) * (1 + self.head.entropy), *kept)
-
-    def of_statistics(self, statistics: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        """Those of the statistics that are residuals: others, and the entropy of the scores but the label's."""
-        return statistics[0], *statistics[3 : 3 + self.head.entropy]
+        return (*self.head.parameters, Kind.LABEL, *self.head.residuals, *kept)
 
     @property
     def operands(self) -> tuple[Kind, ...]:
@@ -115,8 +113,9 @@ class Pullback(Operation):
           operands: all of them.
         """
         head, parameters = self.head, self.head.named(operands)
-        label, others, *rest = operands[len(head.parameters) : len(self.residuals)]
-        entropy, kept = rest[: head.entropy], rest[head.entropy :]
+        label, *rest = operands[len(head.parameters) : len(self.residuals)]
+        t = rest.pop(0) if head.weighted else None
+        state, kept = rest[: 2 + head.entropy], rest[2 + head.entropy :]
         cotangents = operands[len(self.residuals) :]
         cotangents, sums = cotangents[: 2 + head.entropy], list(cotangents[2 + head.entropy :])
         dtype, classes = product_dtype(*operands[:2]), operands[1].shape[1]
@@ -126,10 +125,8 @@ class Pullback(Operation):
             # The probabilities of rounded scores add up to 1 relative to the state of these.
             found = folded(head, kept[0], label, here, parameters.get(Kind.CLASS_WEIGHTS) if head.weighted else None)
             found = found.of_all_classes(shards, label)
-            state = *found.state, *([] if found.products is None else [found.products])
-        else:  # the entropy is log(s) minus the sum over s, and s = 1
-            state = *fold.from_lse(others), *(-h for h in entropy)
-        rows = Known(label, here, state, tuple(cotangents), sums)
+            state = [*found.state, *([] if found.products is None else [found.products])]
+        rows = Known(label, here, t, tuple(state), tuple(cotangents), sums)
         size, types = chunk_size(head, label.size), dict(zip(self.moving, self.types(*operands), strict=True))
         if waits and (in_registers or (kept and not head.composed)):
             size = classes  # the gradients of scores wait where these are kept, or are made in one call
@@ -272,5 +269,7 @@ def gradient_of_scores(
 def gradient_of_weights(head: Head, rows: Known, x: jax.Array) -> jax.Array:
     """The gradient by the class weights of a chunk, given its scores x before the cap, where the sums are weighted."""
     of_total, of_mass = (g[:, None] for g in rows.sums)
+    assert rows.t is not None
     z, summed = capped(head, x, rows.label)
-    return jnp.sum(jnp.where(summed, of_total * jnp.where(summed, z, 0) + of_mass, 0), axis=0)
+    distance = jnp.where(summed, z, 0) - fold.reference(rows.t)[:, None]
+    return jnp.sum(jnp.where(summed, of_total * distance + of_mass, 0), axis=0)

@@ -141,7 +141,7 @@ class Total(Operation):
         label_weights = chunk.of(given[Kind.LABEL_WEIGHTS]) if objective.weighted else None
         loss, pull = jax.vjp(losses, row.statistics(), label_weights)
         (of_others, of_t, of_apart, *of_sums), of_label_weights = pull(factor)
-        known = Known(label, here, row.state, (of_others + of_apart, of_t - of_apart), of_sums[:-1])
+        known = Known(label, here, row.t, row.state, (of_others + of_apart, of_t - of_apart), of_sums[:-1])
         every = Chunk(0, classes)
 
         before = dict(zip(self.results, found, strict=True))

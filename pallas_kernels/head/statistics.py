@@ -2,7 +2,7 @@
 
 Each tile leaves for each of its rows the maximum of the scores but the label's, the sum of exp(z - m) of these, the
 label's score, which is 0 if it is not in the tile; where the entropy is wanted the sum of exp(z - m) * (z - m); and
-where the sum of all scores is wanted that, and their number. XLA combines them.
+where the sum of all scores is wanted that of their distances from m, and their number. XLA combines them.
 """
 
 import functools
@@ -28,8 +28,8 @@ def statistics(
 ) -> list[jax.Array]:
     """m and s of the scores but the label's, the label's, 0 if it is none of these classes', and what else is wanted.
 
-    That is u for the entropy, see `jaxsoft._rows.operations.entropy`; and the sum of the scores above -inf, and their
-    number.
+    That is u for the entropy, see `jaxsoft._rows.operations.entropy`; and of the scores above -inf the sum of their
+    distances from reference(m), and their number.
 
     Args:
       scores: how products become scores.
@@ -55,6 +55,8 @@ def statistics(
     s_parts = s * fold.weight(m, total[None])
     if scores.entropy:
         others[1] = products_from(total[None], fold.State(m, s), others[1])
+    if scores.summed:
+        others[-2] += others[-1] * (fold.reference(m) - fold.reference(total)[None])
     sums = (jnp.where(none, 0, jnp.sum(v, axis=0)) for v in (s_parts, *others))
     return [jnp.where(none, -jnp.inf, total), *sums]
 
@@ -96,7 +98,7 @@ def _finish(
             u += jnp.sum(e * jnp.maximum(above, LEAST), axis=1)
         if scores.summed:
             counts = of_classes(x != -jnp.inf, i)
-            total += jnp.sum(jnp.where(counts, x, 0), axis=1)
+            total += jnp.sum(jnp.where(counts, x - lax.broadcast_in_dim(shift, x.shape, [0]), 0), axis=1)
             count += jnp.sum(jnp.where(counts, 1.0, 0.0), axis=1)
     wanted = [m, s, t, *[u] * scores.entropy, *[total, count] * scores.summed]
     for result, v in zip(results, wanted, strict=True):

@@ -49,7 +49,8 @@ def exact(scores, hidden, weight, bias, label):
     e = np.exp(others - np.where(np.isfinite(m), m, 0)[:, None])
     with np.errstate(divide="ignore", invalid="ignore"):
         u = np.where(e == 0, 0, e * (others - m[:, None])).sum(axis=1)
-    return m, e.sum(axis=1), np.where(here, z, 0).sum(axis=1), u, np.where(none, 0, z).sum(axis=1), slope, others, here
+    distances = np.where(none, 0, z - np.where(np.isfinite(m), m, 0)[:, None]).sum(axis=1)
+    return m, e.sum(axis=1), np.where(here, z, 0).sum(axis=1), u, distances, slope, others, here
 
 
 CASES = pytest.mark.parametrize(
