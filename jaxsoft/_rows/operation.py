@@ -89,9 +89,9 @@ class Reductions(NamedTuple):
     take: Callable[[jax.Array, jax.Array], jax.Array]
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class Operation:
-    """A row operation.
+    """A row operation. Two are equal if they are the same record, so that JAX finds a compiled call of one fast.
 
     Attributes:
       name: of the operation; the FFI's target is "jaxsoft_" + name.
@@ -168,9 +168,11 @@ class Operation:
         return Kind.VALUES in self.result_kinds
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Function:
     """A function of rows that JAX can differentiate: an operation, and the operations that are its derivative.
+
+    Two are equal if they are the same record.
 
     Attributes:
       forward: what computes it.

@@ -85,6 +85,7 @@ def terms(operation: Operation, chunks: Sequence[jax.Array]) -> jax.Array:
     return functools.reduce(operator.mul, [chunks[i] for i in folded(operation)])
 
 
+@functools.cache
 def reduction_of(operation: Operation) -> Operation:
     """The operation that gives the total of another's fold, and nothing else."""
     if operation.reduces is Reduction.STATE:
