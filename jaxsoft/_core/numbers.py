@@ -1,16 +1,26 @@
 """Arguments as arrays: of numbers, of floating-point numbers as JAX makes them of others, and of booleans; one axis."""
 
+import functools
 import operator
 import reprlib
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
+
+
+@functools.cache  # a call of a small array takes no longer than some ten of these questions to JAX
+def holds(dtype: np.dtype, *kinds: type) -> bool:
+    """Whether a dtype is of one of these kinds, as NumPy's hierarchy has them."""
+    return any(jnp.issubdtype(dtype, kind) for kind in kinds)
 
 
 def as_array(name: str, x: ArrayLike) -> jax.Array:
     """The argument of this name as an array. Where JAX cannot make one of it, the error has the name."""
+    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):  # jnp.asarray takes 10 us to find that out
+        return x
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError, OverflowError) as error:
@@ -21,7 +31,7 @@ def as_array(name: str, x: ArrayLike) -> jax.Array:
 def as_numbers(name: str, x: ArrayLike) -> jax.Array:
     """The argument of this name as an array, after checking that it holds numbers or booleans."""
     x = as_array(name, x)
-    if not (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == jnp.bool_):
+    if not holds(x.dtype, np.number, np.bool_):
         raise TypeError(f"{name} must hold numbers; got dtype {x.dtype.name}")
     return x
 
@@ -32,7 +42,7 @@ def as_float(name: str, x: ArrayLike) -> jax.Array:
     Integers and booleans become what JAX makes of them: f32, and f64 for 64-bit integers where x64 is enabled.
     """
     x = as_numbers(name, x)
-    if jnp.issubdtype(x.dtype, jnp.inexact):
+    if holds(x.dtype, np.inexact):
         return x
     return x.astype(jnp.float64 if x.dtype.itemsize == 8 else jnp.float32)
 

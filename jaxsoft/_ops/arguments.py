@@ -10,15 +10,16 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxsoft._core.mesh import sharded_like, whole_along
-from jaxsoft._core.numbers import as_array, as_float, as_mask, check_axis
+from jaxsoft._core.numbers import as_array, as_float, as_mask, check_axis, holds
 from jaxsoft._core.rounding import rounded
 from jaxsoft._rows.operation import Extra
 from jaxsoft.fold import accumulator
 
 type Axis = int | Sequence[int] | None
 
-_DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
+_DTYPES = frozenset(map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)))
 _NAMES = "float16, bfloat16, float32 and float64"
+_FLAG = bool | np.bool_
 
 
 def as_kernel_scores(name: str, x: ArrayLike) -> jax.Array:
@@ -46,6 +47,8 @@ def is_left_to_jax(x: jax.Array, implementation: str | None) -> bool:
 
 def normalize_axis(axis: Axis, ndim: int) -> tuple[int, ...]:
     """`axis` as a tuple of distinct numbers from 0 to ndim - 1."""
+    if isinstance(axis, int) and -ndim <= axis < ndim:  # as most are, so no time is spent on these
+        return (axis % ndim,)
     given = tuple(range(ndim)) if axis is None else tuple(axis) if isinstance(axis, Sequence) else (axis,)
     try:
         numbers = [operator.index(a) for a in given]
@@ -83,7 +86,7 @@ def check_extras(
 
 def check_flag(name: str, value: bool) -> bool:
     """The argument of this name as a Python bool, after checking that it is one, or one of NumPy's."""
-    if not isinstance(value, bool | np.bool_):
+    if not isinstance(value, _FLAG):
         raise TypeError(f"{name} must be True or False; got {value!r}")
     return bool(value)
 
@@ -104,7 +107,7 @@ def check_dtype(dtype: DTypeLike | None, x: jax.Array) -> np.dtype:
     if dtype is None:
         return x.dtype
     given = as_dtype("dtype", dtype)
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+    if holds(x.dtype, np.complexfloating):
         raise ValueError(f"dtype must be None for complex scores, as {_NAMES} cannot hold them; got {given.name}")
     return given
 
@@ -123,9 +126,9 @@ def broadcastable(
 
 def _numbers(name: str, value: jax.Array, x: jax.Array) -> jax.Array:
     """The scale or bias for scores x: a bias of x's dtype keeps it, and all else gets the accumulator's."""
-    if not jnp.issubdtype(value.dtype, jnp.number):
+    if not holds(value.dtype, np.number):
         raise TypeError(f"{name} must hold numbers; got dtype {value.dtype.name}")
-    if jnp.issubdtype(value.dtype, jnp.complexfloating) and not jnp.issubdtype(x.dtype, jnp.complexfloating):
+    if holds(value.dtype, np.complexfloating) and not holds(x.dtype, np.complexfloating):
         raise TypeError(f"{name} must hold real numbers beside real scores; got dtype {value.dtype.name}")
     return value if name == "bias" and value.dtype == x.dtype else value.astype(accumulator(x.dtype))
 

@@ -4,11 +4,11 @@ import functools
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxsoft._core.carriers import check_name
-from jaxsoft._core.numbers import as_array, as_float
+from jaxsoft._core.numbers import as_array, as_float, holds
 from jaxsoft._ops.arguments import (
     Axis,
     check_dtype,
@@ -45,9 +45,8 @@ def normalize(
       x, axis, where, scale, bias, causal, dtype, implementation: as of the public functions.
     """
     check_name(implementation)
-    given = as_array("x", x)
-    x = as_float("x", given)
-    if where is not None and not jnp.issubdtype(given.dtype, jnp.inexact):
+    given, x = x, as_float("x", x)
+    if where is not None and not holds(as_array("x", given).dtype, np.inexact):
         x = x.astype(float)  # jax.nn puts -inf in the place of masked elements, which makes this of integers
     axes, out_dtype = normalize_axis(axis, x.ndim), check_dtype(dtype, x)
     extras = check_extras(x, axes, where, scale, bias, causal)
