@@ -6,11 +6,12 @@ from typing import Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from jaxsoft import fold
 from jaxsoft._core.carriers import check_name
-from jaxsoft._core.numbers import as_array, as_mask
+from jaxsoft._core.numbers import as_array, as_mask, holds
 from jaxsoft._core.primitives import compiled
 from jaxsoft._core.rounding import stored
 from jaxsoft._ops.arguments import Axis, as_kernel_scores, broadcastable, check_flag, merged, normalize_axis
@@ -29,6 +30,7 @@ from jaxsoft._rows.losses import (
     row_loss,
     weight_at,
     weighted_sums,
+    with_labels,
 )
 from jaxsoft._rows.operation import NO_ROW, Extra
 from jaxsoft._rows.operations.entropy import below, entropy_of
@@ -203,21 +205,20 @@ def softmax_cross_entropy_with_integer_labels(
     options = check_options(ignore_index, label_smoothing, z_loss, logit_softcap)
     return_lse, return_entropy = check_flag("return_lse", return_lse), check_flag("return_entropy", return_entropy)
     x = as_kernel_scores("logits", logits)
-    axes, given = _class_axes(axis, x.ndim), x.shape
-    x = merged(x, axes, given)
-    weights = check_weights(class_weights, x.shape[-1], x.dtype)
-    x, index = check_labels(labels, x, x.shape[-1], options)
-    rows = iter(index.shape)
-    counts = _where_of(where, tuple(size if a in axes else next(rows) for a, size in enumerate(given)), axes)
+    axes = _class_axes(axis, x.ndim)
+    weights = check_weights(class_weights, _classes(x.shape, axes), x.dtype)
+    labels = check_labels(labels, tuple(size for a, size in enumerate(x.shape) if a not in axes))
+    counts = None if where is None else _where_of(where, _shape_with_rows(x.shape, labels.shape, axes), axes)
     asked = return_lse, return_entropy
-    return returned(*_with_integer_labels(x, index, counts, weights, options, asked, implementation))
+    return returned(*_with_integer_labels(x, labels, counts, weights, axes, options, asked, implementation))
 
 
 # What is not asked for is no result: in a row of which nothing counts the logsumexp is infinite, at which
 # jax_debug_infs would stop.
-@functools.partial(jax.jit, static_argnames=("options", "asked", "implementation"))
-def _with_integer_labels(x, index, counts, weights, options, asked, implementation):
+@functools.partial(jax.jit, static_argnames=("axes", "options", "asked", "implementation"))
+def _with_integer_labels(x, labels, counts, weights, axes, options, asked, implementation):
     return_lse, entropy = asked
+    x, index = with_labels(labels, merged(x, axes, x.shape), _classes(x.shape, axes), options)
     (x,) = stored(x)  # the sums of smoothing may be taken beside the operation
     extras, label_counts = _extras(x, index, counts)
     smoothed = options.label_smoothing > 0
@@ -369,37 +370,43 @@ def softmax_cross_entropy(
     check_name(implementation)
     options = check_options(None, label_smoothing, z_loss, logit_softcap)
     return_lse, return_entropy = check_flag("return_lse", return_lse), check_flag("return_entropy", return_entropy)
-    x = as_kernel_scores("logits", logits)
-    x, q, axes, shape = _side_by_side(x, labels, axis)
-    counts = _where_of(where, shape, axes)
-    x, q = (merged(jnp.broadcast_to(v, shape), axes, shape) for v in (x, q))
-    weights = check_weights(class_weights, x.shape[-1], x.dtype)
-    asked = return_lse, return_entropy
-    return returned(*_with_labels(x, q, counts, weights, options, asked, implementation))
-
-
-def _side_by_side(
-    x: jax.Array, labels: ArrayLike, axis: Axis
-) -> tuple[jax.Array, jax.Array, tuple[int, ...], tuple[int, ...]]:
-    """Logits x and labels with as many dimensions, the axes of the classes, and the shape that both broadcast to."""
-    q = as_array("labels", labels)
-    if not (jnp.issubdtype(q.dtype, jnp.floating) or jnp.issubdtype(q.dtype, jnp.integer) or q.dtype == jnp.bool_):
+    x, q = as_kernel_scores("logits", logits), as_array("labels", labels)
+    if not holds(q.dtype, np.floating, np.integer, np.bool_):
         raise TypeError(f"labels must hold real numbers; got dtype {q.dtype.name}")
+    axes = _class_axes(axis, x.ndim)
     try:
-        shape = jax.lax.broadcast_shapes(x.shape, q.shape)
+        shape = _shape_with_labels(x.shape, q.shape, axes)
     except ValueError:
         raise ValueError(f"labels must broadcast with the logits, of shape {x.shape}; got shape {q.shape}") from None
-    axes = tuple(a - x.ndim + len(shape) for a in _class_axes(axis, x.ndim))
+    weights = check_weights(class_weights, _classes(x.shape, axes), x.dtype)
+    counts = _where_of(where, shape, tuple(a - x.ndim + len(shape) for a in axes))
+    asked = return_lse, return_entropy
+    return returned(*_with_labels(x, q, counts, weights, axes, options, asked, implementation))
+
+
+def _shape_with_labels(shape: tuple[int, ...], labels: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
+    """What logits and labels of these shapes broadcast to, with as many classes as the logits have along some axes."""
+    both = jax.lax.broadcast_shapes(shape, labels)
+    before = len(both) - len(shape)
+    return tuple(shape[a - before] if a - before in axes else size for a, size in enumerate(both))
+
+
+def _side_by_side(x: jax.Array, q: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """Rows of logits x, of which some axes are the classes, and the label of each, of as many rows as both have."""
+    shape = _shape_with_labels(x.shape, q.shape, axes)
+    axes = tuple(a - x.ndim + len(shape) for a in axes)
     x, q = (jax.lax.broadcast_to_rank(v, len(shape)) for v in (x, q))
     # Where the logits have one class and the labels several, all of these are labels of that class, and are added up.
     several = tuple(a for a in axes if x.shape[a] == 1 and q.shape[a] != 1)
     q = jnp.sum(q.astype(fold.accumulator(x.dtype)), axis=several, keepdims=True) if several else q
-    return x, q, axes, tuple(x.shape[a] if a in axes else size for a, size in enumerate(shape))
+    x, q = (merged(jnp.broadcast_to(v, shape), axes, shape) for v in (x, q))
+    return x, q
 
 
-@functools.partial(jax.jit, static_argnames=("options", "asked", "implementation"))
-def _with_labels(x, q, counts, weights, options, asked, implementation):
+@functools.partial(jax.jit, static_argnames=("axes", "options", "asked", "implementation"))
+def _with_labels(x, q, counts, weights, axes, options, asked, implementation):
     return_lse, entropy = asked
+    x, q = _side_by_side(x, q, axes)
     wide, (x,) = fold.accumulator(x.dtype), stored(x)
     extras = {}
     if counts is not None:
@@ -481,6 +488,12 @@ def _where_of(where: ArrayLike | None, shape: tuple[int, ...], axes: tuple[int, 
         counts = jnp.expand_dims(counts, axes)
     counts = merged(broadcastable("where", counts, shape, beside="logits"), axes, shape)
     return counts if counts.shape[-1] == 1 else jnp.broadcast_to(counts, (*counts.shape[:-1], _classes(shape, axes)))
+
+
+def _shape_with_rows(shape: tuple[int, ...], rows: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of logits and of the labels of rows together: with the classes of the logits, and the rows of both."""
+    beside = iter(rows)
+    return jax.lax.broadcast_shapes(shape, tuple(1 if a in axes else next(beside) for a in range(len(shape))))
 
 
 def _classes(shape: tuple[int, ...], axes: tuple[int, ...]) -> int:

@@ -25,6 +25,7 @@ from jaxsoft._rows.losses import (
     check_weights,
     returned,
     weight_at,
+    with_labels,
 )
 from jaxsoft._rows.operation import NO_ROW
 
@@ -226,7 +227,8 @@ def linear_softmax_cross_entropy(
     weights = check_weights(class_weights, classes, dtype)
     if weights is not None and options.label_smoothing:
         operands[Kind.CLASS_WEIGHTS] = weights
-    operands[Kind.HIDDEN], index = check_labels(labels, hidden, classes, options)
+    labels = check_labels(labels, hidden.shape[:-1])
+    operands[Kind.HIDDEN], index = with_labels(labels, hidden, classes, options)
     factors = _check_row_weights(row_weights, index, dtype)
     largest = float(np.finfo(np.float32).max)
     scale = check_number("scale", scale, "finite in float32", -largest, largest)

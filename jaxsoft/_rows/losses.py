@@ -9,7 +9,6 @@ operations of `jaxsoft._rows.operations.labels` read whole rows, and give a few 
 these numbers, which JAX differentiates, and so is the entropy of p.
 """
 
-import dataclasses
 import numbers
 import operator
 from typing import Any, NamedTuple, TypedDict
@@ -21,13 +20,12 @@ from jax.typing import ArrayLike
 
 from jaxsoft import fold
 from jaxsoft._core.mesh import sharded_like, sharding_over
-from jaxsoft._core.numbers import as_array
+from jaxsoft._core.numbers import as_array, holds
 from jaxsoft._rows.formulas import nan_where
 from jaxsoft._rows.operation import NO_ROW
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """The options of a loss that are numbers.
 
     Attributes:
@@ -70,18 +68,21 @@ def check_options(
         except TypeError:
             raise TypeError(f"ignore_index must be an integer or None; got {ignore_index!r}") from None
     label_smoothing = check_number("label_smoothing", label_smoothing, "between 0 and 1", 0, 1)
-    z_loss = check_number("z_loss", z_loss, "at least 0, and finite in float32", 0, float(np.finfo(np.float32).max))
+    z_loss = check_number("z_loss", z_loss, "at least 0, and finite in float32", 0, _LARGEST)
     if logit_softcap is not None:  # within these bounds x / cap is a number of float32 for every x that matters
         logit_softcap = check_number("logit_softcap", logit_softcap, "from 1e-30 to 1e30, or None", 1e-30, 1e30)
     return Options(ignore_index, label_smoothing, z_loss, logit_softcap)
 
 
+_LARGEST = float(np.finfo(np.float32).max)
+_REAL = numbers.Real | np.integer | np.floating
+
+
 def check_number(name: str, value: Any, allowed: str, least: float, most: float) -> float:
     """The argument of this name, after checking that it is a real number from least to most, in words `allowed`."""
-    is_real = isinstance(value, numbers.Real | np.integer | np.floating) and not isinstance(value, bool)
-    if not is_real:
+    if not isinstance(value, _REAL) or isinstance(value, bool):
         raise TypeError(f"{name} must be a real number; got {value!r}")
-    exact = value.item() if isinstance(value, np.generic) else value  # NumPy would round the bounds to its dtype
+    exact: Any = value.item() if isinstance(value, np.generic) else value  # NumPy would round the bounds to its dtype
     if not least <= exact <= most:
         raise ValueError(f"{name} must be {allowed}; got {value!r}")
     return float(value)
@@ -94,7 +95,7 @@ def check_weights(class_weights: ArrayLike | None, classes: int, dtype: np.dtype
     weights = as_array("class_weights", class_weights)
     if weights.shape != (classes,):
         raise ValueError(f"class_weights must have one number for each of the {classes} classes; got {weights.shape}")
-    if not (jnp.issubdtype(weights.dtype, jnp.floating) or jnp.issubdtype(weights.dtype, jnp.integer)):
+    if not holds(weights.dtype, np.floating, np.integer):
         raise TypeError(f"class_weights must hold real numbers; got dtype {weights.dtype.name}")
     return weights.astype(fold.accumulator(dtype))
 
@@ -113,11 +114,28 @@ def weight_at(weights: jax.Array, index: jax.Array) -> jax.Array:
     return weights.at[index].get(out_sharding=sharding_over(wanted, index, weights))
 
 
-def check_labels(labels: ArrayLike, x: jax.Array, classes: int, options: Options) -> tuple[jax.Array, jax.Array]:
-    """The rows x, and their labels as the row operations take them, after checking these.
+def check_labels(labels: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
+    """The labels as an array, after checking that they fit rows of this shape."""
+    labels = as_array("labels", labels)
+    if not holds(labels.dtype, np.integer):
+        raise TypeError(f"labels must hold integers; got dtype {labels.dtype.name}")
+    try:
+        if labels.ndim != len(shape):
+            raise ValueError
+        jax.lax.broadcast_shapes(labels.shape, shape)
+    except ValueError:
+        raise ValueError(
+            f"labels must have the shape of the logits without the classes, {shape}, or one of as many dimensions that "
+            f"broadcasts with it; got shape {labels.shape}"
+        ) from None
+    return labels
+
+
+def with_labels(labels: jax.Array, x: jax.Array, classes: int, options: Options) -> tuple[jax.Array, jax.Array]:
+    """The rows x, and their labels as the row operations take them.
 
     Args:
-      labels: as they are given.
+      labels: as `check_labels` has them.
       x: (..., n), the rows.
       classes: how many there are.
       options: those of the call.
@@ -131,20 +149,9 @@ def check_labels(labels: ArrayLike, x: jax.Array, classes: int, options: Options
     return x, sharded_like(index, x)
 
 
-def _indices(labels: ArrayLike, shape: tuple[int, ...], classes: int, options: Options) -> jax.Array:
-    """The labels, checked, of as many rows as they and rows of this shape broadcast to. See `check_labels`."""
-    labels = as_array("labels", labels)
-    if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise TypeError(f"labels must hold integers; got dtype {labels.dtype.name}")
-    try:
-        if labels.ndim != len(shape):
-            raise ValueError
-        labels = jnp.broadcast_to(labels, jax.lax.broadcast_shapes(labels.shape, shape))
-    except ValueError:
-        raise ValueError(
-            f"labels must have the shape of the logits without the classes, {shape}, or one of as many dimensions that "
-            f"broadcasts with it; got shape {labels.shape}"
-        ) from None
+def _indices(labels: jax.Array, shape: tuple[int, ...], classes: int, options: Options) -> jax.Array:
+    """The labels of as many rows as they and rows of this shape broadcast to. See `with_labels`."""
+    labels = jnp.broadcast_to(labels, jax.lax.broadcast_shapes(labels.shape, shape))
     if labels.dtype.itemsize < 4:  # the number of classes may be out of the range of the labels' dtype
         labels = labels.astype(jnp.int32)
     index = jnp.where((labels >= 0) & (labels < classes), labels, -1).astype(jnp.int32)
@@ -195,7 +202,7 @@ def row_loss(
 
     Args:
       options: those of the call.
-      label: of each row, as `check_labels` has it.
+      label: of each row, as `with_labels` has it.
       others, t, apart: the first results of `label_state_of_rows`: the logsumexp of the scores but the label's, the
         label's score, and the former minus the latter.
       sums: those of label smoothing, if there is any, with r = reference(t).
