@@ -176,6 +176,26 @@ def test_import_is_quick():
 
 
 @on_cpu
+def test_nothing_is_compiled_twice():
+    """Neither what calls jaxsoft first, nor what was compiled before: JAX's caches stay as they are."""
+    code = (
+        "import jax, jaxsoft\n"
+        "x, q = jax.numpy.ones((2, 3)), jax.numpy.ones((1, 4, 1, 8))\n"
+        "traced = []\n"
+        "before = jax.jit(lambda x: traced.append('before') or x + 1)\n"
+        "def losses(x):\n"
+        "    traced.append('losses')\n"
+        "    labels = jax.numpy.zeros(2, int)\n"
+        "    y = jaxsoft.softmax(x).sum() + jaxsoft.linear_softmax_cross_entropy(x, x.T, labels).sum()\n"
+        "    return y + jaxsoft.dot_product_attention(q * y, q, q).sum()\n"
+        "grad = jax.jit(jax.grad(losses))\n"
+        "for _ in range(2): before(x), grad(x)\n"
+        "print(traced)"
+    )
+    assert run(code).split() == ["['before',", "'losses']"]
+
+
+@on_cpu
 def test_disable_jit_in_the_environment():
     """As debuggers set it."""
     code = (

@@ -11,14 +11,10 @@ if TYPE_CHECKING:
 
 
 def primitive(name: str, impl: Callable, abstract_eval: Callable) -> "Primitive":
-    """A primitive of several results.
-
-    Callers make it when they first bind it, and not when they are imported: `jax.extend` is imported here, which would
-    make the import of jaxsoft slow.
-    """
-    from jax.extend.core import Primitive
-
-    made = Primitive(name)
+    """A primitive of several results."""
+    # Not by jax.extend, which imports Pallas: that is slow, and adds to what JAX's caches compare, so that all programs
+    # that were compiled before are compiled once more, and so is the one that is being traced.
+    made = type(jax.lax.add_p)(name)
     made.multiple_results = True
     made.def_impl(impl)
     made.def_abstract_eval(abstract_eval)

@@ -108,7 +108,6 @@ def _batch(operands: Sequence[jax.Array], dims: Sequence[int | None], *, functio
 
 
 def _lower(ctx: mlir.LoweringRuleContext, *operands, function, call):
-    from jax.extend.core import jaxpr_as_fun
-
     del function
-    return mlir.lower_fun(jaxpr_as_fun(call), multiple_results=True)(ctx, *operands)
+    computed = functools.partial(jax.core.eval_jaxpr, call.jaxpr, call.consts)
+    return mlir.lower_fun(computed, multiple_results=True)(ctx, *operands)
