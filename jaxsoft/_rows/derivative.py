@@ -20,7 +20,7 @@ from jaxsoft._core.tangents import jvp_along, moves
 from jaxsoft._rows import xla
 from jaxsoft._rows.forms import Form, compose, counted, row_dtypes, scores, split
 from jaxsoft._rows.operation import Extra, Function, Kind
-from jaxsoft._rows.primitive import row_operation
+from jaxsoft._rows.primitive import kernel, row_operation
 from jaxsoft.fold import accumulator
 
 
@@ -89,8 +89,8 @@ class _Derivative(LinearMap):
     def apply(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """A formula forward, and a kernel for the transpose."""
         if not self.transposed:
-            tangent = self.function.tangent
-            return compose(tangent, self.form, xla.formula(tangent, self.form))(*operands)
+            # The formula as one operation, so that reverse mode, which has no use for it, need not trace it.
+            return kernel(self.function.tangent, self.form, "xla", *operands)
         pullback = self.function.pullback
         if pullback.made_of:
             plain = dataclasses.replace(self.form, k=0)
@@ -100,6 +100,12 @@ class _Derivative(LinearMap):
             kinds = zip(pullback.kinds, operands[:base], strict=True)
             operands = [*(v.astype(dtype) if kind.whole_rows else v for kind, v in kinds), *operands[base:]]
         return row_operation(pullback, self.form, self.implementation, *operands)
+
+    def formula(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """What `apply` computes, by operations that have derivatives."""
+        if self.transposed:
+            return self.apply(operands)
+        return compose(self.function.tangent, self.form, xla.formula(self.function.tangent, self.form))(*operands)
 
     def transpose(self, dtype: np.dtype) -> "_Derivative":
         """The transpose, whose result has this dtype."""

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsoft._core import library
-from jaxsoft._rows.forms import Form, Operands, groups, is_plain, row_dtypes, split
-from jaxsoft._rows.operation import Extra, Kind, Operation, Reduction, RowFunction
+from jaxsoft._rows.forms import Form, Operands, groups, is_plain, result_types, row_dtypes, split
+from jaxsoft._rows.operation import Extra, Operation, Reduction, RowFunction
 from jaxsoft._rows.operations.top_k import TOP_K
-from jaxsoft.fold import accumulator
 
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 _F32 = np.dtype(jnp.float32)
@@ -58,25 +57,12 @@ def kernel(operation: Operation, form: Form, platform: str, operands: Operands) 
     aliases = {0: 0} if in_place and form.dtype == operands[0].dtype else None
 
     def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        types = _result_types(operation, form, operands[0])
+        types = result_types(operation, form, operands[0])
         beside = [] if operation.reduces is Reduction.NOTHING else [workspace(operands[0], form.k, form.trailing)]
         target = jax.ffi.ffi_call(f"jaxsoft_{operation.name}", (*types, *beside), input_output_aliases=aliases)
         return tuple(target(*operands, **attributes(form))[: len(types)])
 
     return call
-
-
-def _result_types(operation: Operation, form: Form, x: jax.Array) -> list[jax.ShapeDtypeStruct]:
-    axis = x.ndim - 1 - form.trailing
-    rows = (*x.shape[:axis], *x.shape[axis + 1 :])
-    types = {
-        Kind.ROW: jax.ShapeDtypeStruct(x.shape, form.dtype),
-        Kind.STATISTIC: jax.ShapeDtypeStruct(rows, accumulator(x.dtype)),
-        Kind.VALUES: jax.ShapeDtypeStruct((*rows, form.k), x.dtype),
-        Kind.CHOSEN_PROBABILITIES: jax.ShapeDtypeStruct((*rows, form.k), form.dtype),
-        Kind.INDICES: jax.ShapeDtypeStruct((*rows, form.k), jnp.int32),
-    }
-    return [types[kind] for kind in operation.result_kinds]
 
 
 def workspace(x: jax.Array, k: int = 0, trailing: int = 0) -> jax.ShapeDtypeStruct:
@@ -116,7 +102,7 @@ def top_k_of_messages(x: jax.Array, form: Form, parts: int) -> Callable[[jax.Arr
     n = x.shape[-1]
     if not _has_messages(x, form.k) or parts * min(form.k, n) > _MOST_RECEIVED or not _go_together(form.dtype, x.dtype):
         return None
-    call = jax.ffi.ffi_call("jaxsoft_top_k_of_messages", _result_types(TOP_K, form, x))
+    call = jax.ffi.ffi_call("jaxsoft_top_k_of_messages", result_types(TOP_K, form, x))
     return lambda messages: tuple(call(messages, part=np.int64(n)))
 
 

@@ -72,6 +72,20 @@ def formula(operation: Operation, form: Form, reductions: Reductions) -> RowFunc
     return functools.partial(operation.formula, reductions, **chosen)
 
 
+def result_types(operation: Operation, form: Form, x: jax.Array | jax.core.ShapedArray) -> list[jax.ShapeDtypeStruct]:
+    """The shapes and dtypes of the results, given the first operand."""
+    axis = x.ndim - 1 - form.trailing
+    rows = (*x.shape[:axis], *x.shape[axis + 1 :])
+    types = {
+        Kind.ROW: (x.shape, form.dtype),
+        Kind.STATISTIC: (rows, accumulator(x.dtype)),
+        Kind.VALUES: ((*rows, form.k), accumulator(x.dtype) if operation.is_tangent else x.dtype),
+        Kind.CHOSEN_PROBABILITIES: ((*rows, form.k), form.dtype),
+        Kind.INDICES: ((*rows, form.k), jnp.int32),
+    }
+    return [jax.ShapeDtypeStruct(*types[kind]) for kind in operation.result_kinds]
+
+
 def compose(operation: Operation, form: Form, plain: RowFunction) -> RowFunction:
     """The operation in this form, from a kernel that has the plain form."""
 

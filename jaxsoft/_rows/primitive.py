@@ -23,7 +23,7 @@ from jaxsoft._core.tangents import jvp_along, zero_tangent
 from jaxsoft._core.whole import Whole
 from jaxsoft._rows import xla
 from jaxsoft._rows.choice import check_operands, choose, takes
-from jaxsoft._rows.forms import Form, compose
+from jaxsoft._rows.forms import Form, compose, result_types
 from jaxsoft._rows.operation import Operation, RowFunction
 from jaxsoft._rows.partition import partitioned
 
@@ -112,8 +112,11 @@ def _impl(*operands, **params):
 
 
 def _abstract_eval(*operands, operation, form, implementation):
-    """The types of the results are those of the formula, sharding and mesh axes included."""
+    """The types of the results are those of the formula, which over a mesh gives them their shardings."""
     del implementation
+    if jax.sharding.get_abstract_mesh().empty and all(v.sharding.mesh.empty for v in operands):
+        types = result_types(operation, form, operands[0])
+        return [jax.core.ShapedArray(t.shape, t.dtype) for t in types]
     return jax.make_jaxpr(_formula(operation, form))(*operands).out_avals
 
 

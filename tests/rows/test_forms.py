@@ -14,12 +14,16 @@ from common import DTYPES, each_dtype_in_turn, each_fast_implementation, precisi
 from row_operations import ALL_EXTRAS, BIAS, LIMIT, SCALE, WHERE, assert_exact, operands_of
 from truth import wide
 
-from jaxsoft._rows.forms import Form, groups
+from jaxsoft._rows import xla
+from jaxsoft._rows.forms import Form, compose, groups, result_types
+from jaxsoft._rows.operation import Kind
+from jaxsoft._rows.operations import OPERATIONS
 from jaxsoft._rows.operations.entropy import ENTROPY, ENTROPY_VJP
 from jaxsoft._rows.operations.log_softmax import LOG_SOFTMAX, LOG_SOFTMAX_VJP
 from jaxsoft._rows.operations.logsumexp import LOGSUMEXP_VJP, STATE
 from jaxsoft._rows.operations.softmax import SOFTMAX, SOFTMAX_VJP
 from jaxsoft._rows.primitive import row_operation
+from jaxsoft.fold import accumulator
 
 EACH_AND_ALL = ((SCALE,), (LIMIT,), (WHERE,), (BIAS,), ALL_EXTRAS)
 EXTRAS = {
@@ -119,3 +123,31 @@ def test_more_groups_than_kernels_know(implementation):
     with served(implementation):
         operands = operands_of(SOFTMAX, form, shape, np.float32, (0, 2, 4))
         check(SOFTMAX, form, implementation, operands)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=str)
+def test_result_types(operation):
+    """What is said of the results without a look at the formula is what the formula gives."""
+    k = 3 if operation.selects or Kind.INDICES in operation.kinds else 0
+    for dtype, out in itertools.product((jnp.bfloat16, jnp.float32), repeat=2):
+        forms = [Form(jnp.dtype(out), k=k)]
+        if not k:
+            forms += [Form(jnp.dtype(out), trailing=1), *(Form(jnp.dtype(out), extras) for extras in EACH_AND_ALL)]
+        for form in forms:
+            shape = (2, 5, 7)
+            rows = shape[:2] if not form.trailing else (2, 7)
+            extras = {SCALE: (rows, jnp.float32), LIMIT: (rows, jnp.int32), WHERE: (shape, bool), BIAS: (shape, dtype)}
+            types = {
+                Kind.SCORES: (shape, dtype),
+                Kind.PROBABILITIES: (shape, out),
+                Kind.TANGENT: (shape, dtype),
+                Kind.COTANGENT: (shape, out),
+                Kind.STATISTIC: (rows, accumulator(dtype)),
+                Kind.LABEL: (rows, jnp.int32),
+                Kind.VALUES: ((*rows, k), accumulator(dtype)),
+                Kind.INDICES: ((*rows, k), jnp.int32),
+            }
+            given = (*(types[kind] for kind in operation.kinds), *(extras[extra] for extra in form.extras))
+            operands = [jax.ShapeDtypeStruct(*v) for v in given]
+            found = result_types(operation, form, operands[0])
+            assert found == [*jax.eval_shape(compose(operation, form, xla.formula(operation, form)), *operands)]
