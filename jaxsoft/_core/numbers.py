@@ -49,7 +49,8 @@ def as_float(name: str, x: ArrayLike) -> jax.Array:
 
 def as_mask(name: str, x: ArrayLike) -> jax.Array:
     """The argument of this name as an array of booleans: True where a number is not 0."""
-    return as_numbers(name, x).astype(bool)
+    x = as_numbers(name, x)
+    return x if x.dtype == np.bool_ else x.astype(bool)
 
 
 def as_axis(axis: int, ndim: int) -> int:

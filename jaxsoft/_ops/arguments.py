@@ -121,7 +121,7 @@ def broadcastable(
     if len(whole) != len(shape) or any(d != 1 and (a in ones or d != shape[a]) for a, d in enumerate(whole)):
         along = f", with length 1 along the reduced axes {ones}" if ones else ""
         raise ValueError(f"{name} must broadcast to the shape of the {beside}, {shape}{along}; got shape {value.shape}")
-    return value.reshape(whole)
+    return value if value.ndim == len(whole) else value.reshape(whole)
 
 
 def _numbers(name: str, value: jax.Array, x: jax.Array) -> jax.Array:

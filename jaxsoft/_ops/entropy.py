@@ -73,13 +73,13 @@ def entropy(
     axes = normalize_axis(axis, x.ndim)
     extras = check_extras(x, axes, where, scale, bias, causal)
     dtype = None if dtype is None else check_dtype(dtype, x)
-    out = _entropy(x, axes, *extras, causal, dtype, implementation)
-    return jnp.expand_dims(out, axes) if keepdims else out
+    return _entropy(x, axes, *extras, causal, bool(keepdims), dtype, implementation)
 
 
-@functools.partial(jax.jit, static_argnames=("axes", "causal", "dtype", "implementation"))
-def _entropy(x, axes, where, scale, bias, causal, dtype, implementation):
+@functools.partial(jax.jit, static_argnames=("axes", "causal", "keepdims", "dtype", "implementation"))
+def _entropy(x, axes, where, scale, bias, causal, keepdims, dtype, implementation):
     rows, extras, trailing = to_rows(x, axes, where, scale, bias, causal)
     form = Form(x.dtype, tuple(extras), trailing)
     (out,) = differentiable(entropy_of_rows, form, implementation)(rows, *extras.values())
-    return out if dtype is None else out.astype(dtype)
+    out = out if dtype is None else out.astype(dtype)
+    return jnp.expand_dims(out, axes) if keepdims else out

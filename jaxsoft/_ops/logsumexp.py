@@ -135,12 +135,7 @@ def logsumexp(
             f"implementation={implementation!r} cannot serve this call: it has no factors b. "
             "implementation=None and 'xla' have them"
         )
-    out, sign = _logsumexp(a, b, axes, *extras, causal, out_dtype, implementation)
-    if keepdims:
-        out, sign = jnp.expand_dims(out, axes), jnp.expand_dims(sign, axes)
-    if return_sign:
-        return out, sign
-    return out if b is None else nan_where(sign < 0, out)
+    return _logsumexp(a, b, axes, *extras, causal, bool(keepdims), bool(return_sign), out_dtype, implementation)
 
 
 def _with_factors(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -154,12 +149,22 @@ def _with_factors(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.broadcast_to(a, shape), jax.lax.broadcast_to_rank(b, len(shape))
 
 
-@functools.partial(jax.jit, static_argnames=("axes", "causal", "dtype", "implementation"))
-def _logsumexp(a, b, axes, where, scale, bias, causal, dtype, implementation):
-    if b is not None:
+@functools.partial(jax.jit, static_argnames=("axes", "causal", "keepdims", "return_sign", "dtype", "implementation"))
+def _logsumexp(a, b, axes, where, scale, bias, causal, keepdims, return_sign, dtype, implementation):
+    if b is None:
+        out, sign = _of_rows(a, axes, where, scale, bias, causal, dtype, implementation)
+    else:
         (a,) = stored(a)
         z, counts = plain_scores(a, where, scale, bias, causal)
-        return _weighted(z, counts, b, axes, dtype)
+        out, sign = _weighted(z, counts, b, axes, dtype)
+        out = out if return_sign else nan_where(sign < 0, out)
+    if keepdims:
+        out, sign = jnp.expand_dims(out, axes), jnp.expand_dims(sign, axes)
+    return (out, sign) if return_sign else out
+
+
+def _of_rows(a, axes, where, scale, bias, causal, dtype, implementation):
+    """The logarithms of sums without factors, and their signs."""
     rows, extras, trailing = to_rows(a, axes, where, scale, bias, causal)
     form = Form(a.dtype, tuple(extras), trailing)
     (out,) = differentiable(logsumexp_of_rows, form, implementation)(rows, *extras.values())
