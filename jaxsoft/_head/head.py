@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsoft import fold
+from jaxsoft._core.rounding import rounded
 from jaxsoft._head.operation import Kind
 from jaxsoft._rows.derivative import differentiable
 from jaxsoft._rows.forms import Form, softcap
@@ -144,7 +145,7 @@ def scores(head: Head, parameters: Parameters) -> jax.Array:
     dtype = product_dtype(hidden, weight)
     wide = fold.accumulator(dtype)
     x = jnp.dot(hidden.astype(dtype), weight.astype(dtype), precision=head.precision, preferred_element_type=wide)
-    x = scaled(head.scale, x)
+    x = x if head.scale == 1 else rounded(scaled(head.scale, x))
     return x if bias is None else x + jax.lax.broadcast_to_rank(scaled(head.scale, bias.astype(wide)), x.ndim)
 
 

@@ -20,6 +20,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxsoft._core.rounding import rounded
+
 from ..blocks import REGISTERS, kernel_of_blocks
 from ..ring import Ring
 from ..rows import sizes
@@ -101,7 +103,7 @@ class Scores:
     def of(self, products: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
         """The scores, and how much they grow with the scaled products where there is a cap."""
         x = products if bias is None else products + bias
-        x = x if self.scale == 1 else x * self.scale
+        x = x if self.scale == 1 else rounded(x * self.scale)
         if self.cap is None:
             return x, None
         # The hardware's approximate tanh errs by 5e-4. Here tanh(y) = (1 - e) / (1 + e) for e = exp(-2 y), and a series
