@@ -217,7 +217,7 @@ def wide(name: str, x: ArrayLike) -> jax.Array:
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise TypeError(f"{name} must hold real numbers; got dtype {x.dtype.name}")
     dtype = accumulator(x.dtype)
-    return rounded(x) if x.dtype == dtype else stored(x)[0].astype(dtype)
+    return rounded(x.astype(dtype)) if x.dtype == dtype else stored(x)[0].astype(dtype)
 
 
 def mask_of(where: ArrayLike, name: str, shape: tuple[int, ...]) -> jax.Array:

@@ -60,7 +60,7 @@ def test_a_large_cotangent(size):
     call = lambda q, k: jnp.sum(jaxsoft.dot_product_attention(q, k, value, dtype=jnp.float32) * cotangent)  # noqa: E731
     found = jax.jit(jax.grad(call, (0, 1)))(query, key)
     expected = gradients(lambda q, k: definition(q, k, wide(value))[0], cotangent, (query, key))
-    assert_rows_close(found, expected, 2e-3)
+    assert_rows_close(found, expected, 1e-2)  # kernels round gradients of scores to f16, and here these are small
 
 
 @needs_devices

@@ -10,6 +10,7 @@ import pytest
 from attention_calls import SMALL, Sizes, case
 from cases import Case
 from common import precision, slow
+from meshes import needs_devices
 
 import jaxsoft
 from jaxsoft import fold
@@ -183,6 +184,7 @@ def test_transposes_of_others():
     check_transpose(lambda v: fold.output(fold.attention_state(scores, v)), np.ones((6, 3), np.float32))
 
 
+@needs_devices
 @pytest.mark.parametrize("method", ["ring", "all_gather", "all_to_all"])
 def test_transpose_over_a_mesh(method):
     """Of `ring_attention`, outside and inside of `jax.shard_map`, and of attention whose batch is sharded."""

@@ -130,7 +130,7 @@ def check_statistics(shape, dtype, scores, biased):
         some = s > 0
         np.testing.assert_allclose((others.pop(0)[some] / s_found[some]), (u[some] / s[some]), atol=8 * error)
     if scores.summed:
-        np.testing.assert_allclose(others[0], total, atol=error * shape[2] ** 0.5)
+        np.testing.assert_allclose(others[0], total, rtol=1e-6, atol=error * shape[2] ** 0.5)
         np.testing.assert_array_equal(others[1], np.where(label == NO_ROW, 0, shape[2]))
 
 
