@@ -130,7 +130,8 @@ def check_statistics(shape, dtype, scores, biased):
         some = s > 0
         np.testing.assert_allclose((others.pop(0)[some] / s_found[some]), (u[some] / s[some]), atol=8 * error)
     if scores.summed:
-        np.testing.assert_allclose(others[0], total, rtol=1e-6, atol=error * shape[2] ** 0.5)
+        apart = np.subtract(m, m_found, out=np.zeros_like(m), where=np.isfinite(m))  # the distances are from m_found
+        np.testing.assert_allclose(others[0], total + shape[2] * apart, rtol=1e-6, atol=error * shape[2] ** 0.5)
         np.testing.assert_array_equal(others[1], np.where(label == NO_ROW, 0, shape[2]))
 
 
