@@ -11,6 +11,7 @@ idle: a ratio of the quickest samples says most, and that of medians what a busy
 """
 
 import argparse
+import itertools
 import pathlib
 import statistics
 import sys
@@ -80,7 +81,7 @@ def compiling(loss: Callable[..., jax.Array], many: int, integers: bool) -> list
     times.append(time.perf_counter())
     lowered.compile()
     times.append(time.perf_counter())
-    return [*(b - a for a, b in zip(times[:-1], times[1:], strict=True)), times[-1] - times[0]]
+    return [*(b - a for a, b in itertools.pairwise(times)), times[-1] - times[0]]
 
 
 def main() -> None:

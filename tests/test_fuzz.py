@@ -230,11 +230,12 @@ def with_offset(draw, operands, given, options):
     offset = draw(st.sampled_from([1e5, -1e6, 1e7, 1e9, -1e9]))
     unit = float(np.spacing(np.float32(2 * abs(offset))))
     rng, (hidden, weight, bias, *_) = np.random.default_rng(draw(st.integers(0, 99))), operands
-    operands[0] = rng.integers(0, 2, hidden.shape).astype(hidden.dtype)
-    operands[1] = (unit * rng.integers(-1, 2, weight.shape)).astype(weight.dtype)
-    wide = np.float64 if bias.dtype == np.float64 else np.float32
+    wide = np.float64 if hidden.dtype == np.float64 else np.float32
+    operands[:] = [v.astype(wide) for v in operands]
+    operands[0] = rng.integers(0, 2, hidden.shape).astype(wide)
+    operands[1] = (unit * rng.integers(-1, 2, weight.shape)).astype(wide)
     operands[2] = (unit * (np.round(offset / unit) + rng.integers(0, 2, bias.shape))).astype(wide)
-    given |= {"scale": draw(st.sampled_from([1.0, -0.5])), "recompute": given["recompute"] or hidden.dtype.itemsize < 4}
+    given |= {"scale": draw(st.sampled_from([1.0, -0.5])), "reduction": draw(st.sampled_from([None, None, "mean"]))}
     options |= {"z_loss": 0.0, "logit_softcap": None}
 
 
