@@ -409,9 +409,12 @@ def test_two_transformations(kind, data):
 @settings(max_examples=settings.default.max_examples // 5)
 @given(data=st.data())
 def test_gradients_of_little_weight(data):
-    """One derivative: the cotangents of gradients that are magnified would be out of the range of f16."""
+    """One derivative: the cotangents of gradients that are magnified would be out of the range of f16.
+
+    Values are mapped with their queries, as sums of gradients that were rounded to f16 are of these sizes again.
+    """
     draw = data.draw
-    names = [draw(st.sampled_from(["jit", "vmap", "checkpoint", "vmap of the first operand", "map"])), "grad"]
+    names = [draw(st.sampled_from(["jit", "vmap", "checkpoint", "map"])), "grad"]
     implementation = draw(st.sampled_from(IMPLEMENTATIONS))
     case = attention_of_little_weight(draw, [jnp.float16, jnp.float16, jnp.bfloat16], implementation)
     with served(implementation):
