@@ -10,6 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxsoft import fold
 from jaxsoft._core.carriers import check_name
+from jaxsoft._core.mesh import sharded_like
 from jaxsoft._core.numbers import as_float, as_numbers
 from jaxsoft._core.rounding import stored
 from jaxsoft._ops.arguments import (
@@ -104,8 +105,8 @@ def logsumexp(
 
     Derivatives by a, b, scale and bias, of every order, in forward and reverse mode, for every implementation. Unlike
     JAX's, the gradient of a row that is all -inf is 0, not NaN, and so are those by a and b where the sum is 0. At a
-    factor of 0 the derivative by it is that of the formula, where JAX has 0: it is inf if it is out of range, and 0 if
-    the element is NaN.
+    factor of 0 the derivative by it is that of the formula, where JAX has 0: it is about the largest number of the
+    dtype, and finite, if it is out of range, and 0 if the element is NaN.
 
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv:1805.02867).
 
@@ -174,19 +175,22 @@ def _of_rows(a, axes, where, scale, bias, causal, dtype, implementation):
 
 def _weighted(a, counts, b, axes, dtype):
     """The logarithm of |sum b exp(a)| and the sign of the sum, in plain JAX."""
-    a, b = a.astype(fold.accumulator(a.dtype)), b.astype(fold.accumulator(a.dtype))
+    a, b = (v.astype(fold.accumulator(a.dtype)) for v in (a, b))
+    b = sharded_like(jnp.broadcast_to(b, a.shape), a)
     if counts is not None:
+        counts = sharded_like(jnp.broadcast_to(counts, a.shape), a)
         a, b = jnp.where(counts, a, -jnp.inf), jnp.where(counts, b, 0)
     left_out = b == 0
-    m = jnp.max(jnp.where(left_out, -jnp.inf, a), axis=axes, initial=-jnp.inf, keepdims=True)
-    ref = fold.reference(jax.lax.stop_gradient(m))
+    shown = jnp.where(left_out, -jnp.inf, a)
+    ref = fold.reference(jax.lax.stop_gradient(jnp.max(shown, axis=axes, initial=-jnp.inf, keepdims=True)))
     # The maximum is without the elements whose factor is 0, so theirs may be far above it. The derivative by the factor
-    # is their exponential all the same. It is taken as a square, each factor of which is finite: 0 times it is 0.
-    most = 1.9 * math.log(jnp.finfo(a.dtype).max)
-    above = a - ref
-    above = jnp.where(left_out, jnp.minimum(jnp.where(jnp.isnan(above), -jnp.inf, above), most) / 2, above)
-    powers = jnp.exp(above)
-    total = jnp.sum(b * powers * jnp.where(left_out, powers, 1), axis=axes)
+    # is their exponential over the sum all the same, but finite: a factor that is 0 times a number may be what left the
+    # element out, and the number's derivative is 0 times this one.
+    others = jnp.abs(jax.lax.stop_gradient(jnp.sum(b * jnp.exp(shown - ref), axis=axes, keepdims=True)))
+    small = jnp.log(jnp.where((others > 0) & (others < 1), others, 1))
+    most = 0.99 * math.log(jnp.finfo(a.dtype).max) + small
+    hidden = jnp.minimum(jnp.where(left_out & ~jnp.isnan(a), a, -jnp.inf) - ref, most)
+    total = jnp.sum(b * jnp.exp(jnp.where(left_out, hidden, shown - ref)), axis=axes)
     empty = total == 0
     result = jnp.where(empty, -jnp.inf, jnp.log(jnp.abs(jnp.where(empty, 1, total))) + ref.reshape(total.shape))
     return result.astype(dtype), jnp.sign(total).astype(dtype)

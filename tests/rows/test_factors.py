@@ -5,6 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from common import each_dtype, precision
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import mesh_of, needs_devices
 from truth import wide
 
 import jaxsoft
@@ -47,12 +50,53 @@ def test_what_a_factor_of_0_leaves_out(hidden):
     total = 2 + 5 * np.e
     found, expected = jaxsoft.logsumexp(a[0], b=b), jax.nn.logsumexp(a[0], b=b)
     np.testing.assert_allclose([found, expected], np.log(total), rtol=1e-6)
-    by_factor = 0 if np.isnan(hidden) or hidden == -np.inf else np.inf
     for jacobian in (jax.jacrev, jax.jacfwd):
         da, db = jacobian(lambda a, b: jaxsoft.logsumexp(a, -1, b), (0, 1))(a, b)
         np.testing.assert_allclose(da[0, 0], [2 / total, 0, 5 * np.e / total], rtol=1e-6)
-        np.testing.assert_allclose(db[0], [1 / total, by_factor, np.e / total], rtol=1e-6)
+        np.testing.assert_allclose(db[0, ::2], [1 / total, np.e / total], rtol=1e-6)
+        assert db[0, 1] == 0 if np.isnan(hidden) or hidden == -np.inf else 1e30 < db[0, 1] < np.inf
         assert not np.any(da[0, 1]) and np.isfinite(da[1]).all() and np.isfinite(db[1]).all()
+
+
+@pytest.mark.parametrize("hidden", [95.0, 200.0, 1e4, np.inf, np.nan])
+@pytest.mark.parametrize("scale", [1.0, 1e-30])
+def test_factors_that_are_masked_by_a_product(hidden, scale):
+    """What leaves out an element by a factor times 0 has the gradient 0, as the derivative by the factor is finite."""
+    a, mask = np.array([hidden, 1, 2], np.float32), np.array([0, 1, 1], np.float32)
+    share = np.exp([1, 2]) / np.exp([1, 2]).sum()
+    of_factors = lambda w: jaxsoft.logsumexp(a, b=w * mask)  # noqa: E731
+    w = np.full(3, scale, np.float32)
+    for derivative in (jax.grad, jax.jacfwd):
+        np.testing.assert_allclose(derivative(of_factors)(w) * w, [0, *share], rtol=1e-5)
+        np.testing.assert_allclose(derivative(lambda s: of_factors(s * w))(jnp.float32(1)), 1, rtol=1e-5)
+    assert np.isfinite(np.asarray(jax.hessian(of_factors)(np.ones(3, np.float32)))).all()
+
+
+@needs_devices
+@pytest.mark.parametrize("spec", [P("a"), P(None, "b"), P("a", "b"), P()], ids=str)
+def test_factors_that_lie_otherwise_over_a_mesh(spec):
+    """Over explicit axes, factors and a mask that are sharded in another way than the scores, or not at all."""
+    x, b = np.random.default_rng(0).standard_normal((2, 8, 16)).astype(np.float32)
+    b[0, 0], where, mesh = 0, x > -1, mesh_of(AxisType.Explicit)
+    put = lambda v, *dims: jax.device_put(v, NamedSharding(mesh, P(*dims)))  # noqa: E731
+
+    def both(a, b, **options):
+        def total(a, b):
+            return jnp.sum(jaxsoft.logsumexp(a, 1, b, return_sign=True, **options)[0])
+
+        return jax.value_and_grad(total, (0, 1))(a, b)
+
+    for mask in (None, where):
+        known = both(x, b, where=mask)
+        with jax.set_mesh(mesh):
+            for beside in (put(b), put(b, None, "b"), b):
+                shown = None if mask is None else put(mask)
+                for found in (
+                    both(put(x, *spec), beside, where=shown),
+                    jax.jit(both)(put(x, *spec), beside, where=shown),
+                ):
+                    for v, w in zip(jax.tree.leaves(found), jax.tree.leaves(known), strict=True):
+                        np.testing.assert_allclose(v, w, rtol=1e-4, atol=1e-5)
 
 
 def test_where_the_sum_is_0():
