@@ -231,7 +231,7 @@ def _with_integer_labels(x, labels, counts, weights, axes, options, asked, imple
         total, count = of_row
         sums = _without_uncounted_label(total, count, index, t, label_counts)
     elif smoothed:
-        read = (index != NO_ROW)[..., None] if counts is None else (index != NO_ROW)[..., None] & counts
+        read = (index != NO_ROW)[..., None] & (True if counts is None else counts)
         z, ref = _scores(x, options, read), jax.lax.stop_gradient(fold.reference(t))
         adds = read & (z != -jnp.inf)
         sums = weighted_sums(z, adds, jnp.ones(x.shape[-1], z.dtype) if weights is None else weights, ref)

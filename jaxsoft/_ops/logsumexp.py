@@ -180,17 +180,34 @@ def _weighted(a, counts, b, axes, dtype):
     if counts is not None:
         counts = sharded_like(jnp.broadcast_to(counts, a.shape), a)
         a, b = jnp.where(counts, a, -jnp.inf), jnp.where(counts, b, 0)
-    left_out = b == 0
-    shown = jnp.where(left_out, -jnp.inf, a)
-    ref = fold.reference(jax.lax.stop_gradient(jnp.max(shown, axis=axes, initial=-jnp.inf, keepdims=True)))
-    # The maximum is without the elements whose factor is 0, so theirs may be far above it. The derivative by the factor
-    # is their exponential over the sum all the same, but finite: a factor that is 0 times a number may be what left the
-    # element out, and the number's derivative is 0 times this one.
-    others = jnp.abs(jax.lax.stop_gradient(jnp.sum(b * jnp.exp(shown - ref), axis=axes, keepdims=True)))
-    small = jnp.log(jnp.where((others > 0) & (others < 1), others, 1))
-    most = 0.99 * math.log(jnp.finfo(a.dtype).max) + small
-    hidden = jnp.minimum(jnp.where(left_out & ~jnp.isnan(a), a, -jnp.inf) - ref, most)
-    total = jnp.sum(b * jnp.exp(jnp.where(left_out, hidden, shown - ref)), axis=axes)
+    m = jnp.max(jnp.where(b == 0, -jnp.inf, a), axis=axes, initial=-jnp.inf, keepdims=True)
+    ref = fold.reference(jax.lax.stop_gradient(m))
+    total = _sum(axes, ref, a, b)
     empty = total == 0
-    result = jnp.where(empty, -jnp.inf, jnp.log(jnp.abs(jnp.where(empty, 1, total))) + ref.reshape(total.shape))
-    return result.astype(dtype), jnp.sign(total).astype(dtype)
+    out = jnp.where(empty, -jnp.inf, jnp.log(jnp.abs(jnp.where(empty, 1, total))) + ref.reshape(total.shape))
+    return out.astype(dtype), jnp.sign(total).astype(dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _sum(axes, ref, a, b):
+    """The sum of b exp(a - ref). A factor of 0 leaves its element out; to derivatives ref is a constant."""
+    return jnp.sum(b * jnp.exp(jnp.where(b == 0, -jnp.inf, a) - ref), axis=axes)
+
+
+@_sum.defjvp
+def _sum_jvp(axes, primals, tangents):
+    """The derivative by a factor of 0 is its exponential, which may be far above those that ref is the maximum of.
+
+    But it is finite, and so is it over the sum: a factor that is 0 times a number may be what left the element out, and
+    then the number's derivative is 0 times this one.
+    """
+    ref, a, b = primals
+    total = _sum(axes, *primals)
+    size = jnp.expand_dims(jnp.abs(jax.lax.stop_gradient(total)), axes)
+    most = 0.99 * math.log(jnp.finfo(total.dtype).max) + jnp.log(jnp.where((size > 0) & (size < 1), size, 1))
+
+    def with_hidden(a, b):
+        above = jnp.where((b == 0) & jnp.isnan(a), -jnp.inf, a) - ref
+        return jnp.sum(b * jnp.exp(jnp.where(b == 0, jnp.minimum(above, most), above)), axis=axes)
+
+    return total, jax.jvp(with_hidden, (a, b), tangents[1:])[1]
