@@ -9,7 +9,9 @@ import ctypes
 import functools
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -38,7 +40,7 @@ def _register(platform: str) -> tuple[frozenset[str], str | None]:
     if path is None:
         return frozenset(), _why_missing(platform)
     try:
-        library = ctypes.CDLL(str(path))
+        library = _loaded(platform)
         names = [line.split("(")[0] for line in specification(library)]
         handlers = {f"jaxsoft_{name}": getattr(library, f"jaxsoft_{name}") for name in names}
         built, ours = (library.jaxsoft_ffi_api_major(), library.jaxsoft_ffi_api_minor()), xla_api()
@@ -58,6 +60,28 @@ def _why_missing(platform: str) -> str:
     if platform not in PLATFORMS:
         return f"there are no C++ kernels for the platform {platform!r}"
     return f"libjaxsoft_{platform} was not built; {_BUILD_HINT[platform]}"
+
+
+def number(platform: str, function: str, *arguments: int | str) -> int:
+    """What a function of a platform's library answers, whose name there is "jaxsoft_" + function: a number."""
+    return _exported(platform, function, ctypes.c_int64, arguments)
+
+
+def text(platform: str, function: str, *arguments: int | str) -> str:
+    """The same, a text."""
+    return _exported(platform, function, ctypes.c_char_p, arguments).decode()
+
+
+def _exported(platform: str, function: str, result: Any, arguments: Sequence[int | str]) -> Any:
+    call = _loaded(platform)[f"jaxsoft_{function}"]  # an index gives another object each time, whose types may be set
+    call.restype = result
+    call.argtypes = [ctypes.c_char_p if isinstance(v, str) else ctypes.c_int64 for v in arguments]
+    return call(*(v.encode() if isinstance(v, str) else v for v in arguments))
+
+
+@functools.cache
+def _loaded(platform: str) -> ctypes.CDLL:
+    return ctypes.CDLL(str(find(platform)))
 
 
 def specification(library: ctypes.CDLL) -> list[str]:
