@@ -59,7 +59,7 @@ def function(case: Case, implementation: str) -> Callable[[jax.Array, dict[str, 
     """The forward function, of x and the operands."""
 
     def of_jaxsoft(x, extra):
-        static: dict[str, Any] = {"causal": True} if case.causal else {}
+        static: dict[str, Any] = {"is_causal": True} if case.causal else {}
         if isinstance(case.scale, float):
             static["scale"] = case.scale
         if implementation != "jaxsoft":

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 
 
-def _scores(x, axis, where, scale, bias, causal):
+def _scores(x, axis, where, scale, bias, is_causal):
     """z = x * scale + bias, and which of it counts."""
     z = x if scale is None else x * scale
     z = z if bias is None else z + bias
     counts = jnp.ones(x.shape, bool) if where is None else jnp.broadcast_to(where, x.shape)
-    if causal:
+    if is_causal:
         counts = counts & jnp.tri(*x.shape[-2:], dtype=bool)
     return z, counts
 
@@ -27,34 +27,34 @@ def _lse(z, axis, counts):
     return jnp.where(s == 0, -jnp.inf, m + jnp.log(jnp.where(s == 0, 1, s)))
 
 
-def log_softmax(x, axis=-1, where=None, scale=None, bias=None, causal=False):
+def log_softmax(x, axis=-1, where=None, scale=None, bias=None, is_causal=False):
     """-inf where an element does not count."""
-    z, counts = _scores(x, axis, where, scale, bias, causal)
+    z, counts = _scores(x, axis, where, scale, bias, is_causal)
     lse = _lse(z, axis, counts)
     return jnp.where(counts, jnp.where(counts, z, 0) - jnp.where(jnp.isfinite(lse), lse, 0), -jnp.inf)
 
 
-def softmax(x, axis=-1, where=None, scale=None, bias=None, causal=False):
+def softmax(x, axis=-1, where=None, scale=None, bias=None, is_causal=False):
     """0 where an element does not count."""
-    return jnp.exp(log_softmax(x, axis, where, scale, bias, causal))
+    return jnp.exp(log_softmax(x, axis, where, scale, bias, is_causal))
 
 
-def logsumexp(x, axis=-1, where=None, scale=None, bias=None, causal=False):
+def logsumexp(x, axis=-1, where=None, scale=None, bias=None, is_causal=False):
     """-inf where nothing counts."""
-    z, counts = _scores(x, axis, where, scale, bias, causal)
+    z, counts = _scores(x, axis, where, scale, bias, is_causal)
     return jnp.squeeze(_lse(z, axis, counts), axis)
 
 
-def entropy(x, axis=-1, where=None, scale=None, bias=None, causal=False):
+def entropy(x, axis=-1, where=None, scale=None, bias=None, is_causal=False):
     """0 where nothing counts."""
-    z, counts = _scores(x, axis, where, scale, bias, causal)
+    z, counts = _scores(x, axis, where, scale, bias, is_causal)
     counts = counts & (z > -jnp.inf)
     lse = _lse(z, axis, counts)
     log_p = jnp.where(counts, jnp.where(counts, z, 0) - jnp.where(jnp.isfinite(lse), lse, 0), 0)
     return -jnp.sum(jnp.where(counts, jnp.exp(log_p) * log_p, 0), axis)
 
 
-# Functions (x, axis, where, scale, bias, causal), by jaxsoft's names. Every test that goes through calls.py has them.
+# Functions (x, axis, where, scale, bias, is_causal), by their names in jaxsoft. Every test through calls.py has them.
 ROW_FUNCTIONS = {f.__name__: f for f in (softmax, log_softmax, logsumexp, entropy)}
 
 
@@ -89,14 +89,14 @@ def _capped(x, cap):
 
 
 def integer_cross_entropy(x, weights, labels, *, where=None, ignore_index=None, label_smoothing=0.0, z_loss=0.0,
-                          logit_softcap=None):  # fmt: skip
+                          logits_soft_cap=None):  # fmt: skip
     """Losses, logsumexps and entropies.
 
     A label that does not count keeps its logit. One that is out of range, and not ignored, is NaN where anything
     counts, with the gradient of the logsumexp.
     """
     n = x.shape[-1]
-    z, w = _capped(x, logit_softcap), jnp.ones(n, x.dtype) if weights is None else weights
+    z, w = _capped(x, logits_soft_cap), jnp.ones(n, x.dtype) if weights is None else weights
     counts = jnp.ones(x.shape, bool) if where is None else jnp.broadcast_to(where, x.shape)
     rows = jnp.ones(labels.shape, bool) if ignore_index is None else labels != ignore_index
     at = jnp.clip(labels, 0, n - 1)
@@ -108,9 +108,9 @@ def integer_cross_entropy(x, weights, labels, *, where=None, ignore_index=None, 
     return _loss(z, None, w, counts, rows, nll, label_smoothing, z_loss)
 
 
-def cross_entropy(x, q, weights, *, where=None, label_smoothing=0.0, z_loss=0.0, logit_softcap=None):
+def cross_entropy(x, q, weights, *, where=None, label_smoothing=0.0, z_loss=0.0, logits_soft_cap=None):
     """Losses, logsumexps and entropies for labels that are probabilities, or any other numbers."""
-    z, w = _capped(x, logit_softcap), jnp.ones(x.shape[-1], x.dtype) if weights is None else weights
+    z, w = _capped(x, logits_soft_cap), jnp.ones(x.shape[-1], x.dtype) if weights is None else weights
     counts = jnp.ones(x.shape, bool) if where is None else jnp.broadcast_to(where, x.shape)
     return _loss(z, q, w, counts, jnp.ones(x.shape[:-1], bool), None, label_smoothing, z_loss)
 

@@ -27,7 +27,7 @@ def test_signature(op):
     expected = inspect.signature(getattr(jax.nn, op)).parameters
     same, more = list(actual.items())[: len(expected)], list(actual.items())[len(expected) :]
     assert [(n, p.kind, p.default) for n, p in same] == [(n, p.kind, p.default) for n, p in expected.items()]
-    ours = [("scale", None), ("bias", None), ("causal", False), ("dtype", None), ("implementation", None)]
+    ours = [("scale", None), ("bias", None), ("is_causal", False), ("dtype", None), ("implementation", None)]
     assert [(n, p.default) for n, p in more] == ours
     assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for _, p in more)
 
@@ -172,3 +172,25 @@ def test_names():
     assert all(hasattr(jaxsoft, name) for name in jaxsoft.__all__)
     assert jaxsoft.__all__ == sorted(jaxsoft.__all__)
     assert jaxsoft.__version__.count(".") >= 2
+
+
+@pytest.mark.parametrize(
+    ("op", "old", "new"),
+    [(op, "causal", "is_causal") for op in ("softmax", "log_softmax", "logsumexp", "entropy")]
+    + [
+        (op, "logit_softcap", "logits_soft_cap")
+        for op in (
+            "softmax_cross_entropy",
+            "softmax_cross_entropy_with_integer_labels",
+            "linear_softmax_cross_entropy",
+        )
+    ],
+)
+def test_renamed(op, old, new):
+    function = getattr(jaxsoft, op)
+    required = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+    assert "old" not in inspect.signature(function).parameters
+    with pytest.raises(TypeError, match=rf"{op}\(\) got an unexpected .* '{old}'; '{new}' is what '{old}' was"):
+        function(*[jnp.zeros((2, 2))] * len(required), **{old: True})
+    with pytest.raises(TypeError, match=rf"{op}\(\) got an unexpected keyword argument 'no_such'$"):
+        function(*[jnp.zeros((2, 2))] * len(required), no_such=1)

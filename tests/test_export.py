@@ -63,7 +63,7 @@ def exported(f, *types):
     return both, jax.export.deserialize(checked.serialize())
 
 
-SMOOTH = {"label_smoothing": 0.1, "z_loss": 0.01, "logit_softcap": 9.0}
+SMOOTH = {"label_smoothing": 0.1, "z_loss": 0.01, "logits_soft_cap": 9.0}
 AXES = [(0, 2), None, *(pytest.param(axis, marks=slow) for axis in (-1, 0, (1, 2)))]
 
 
@@ -113,7 +113,7 @@ def test_symbolic_rows():
     def f(x, weight, labels):
         tokens = jax.random.key(0)
         return (
-            jaxsoft.softmax(x, causal=True),
+            jaxsoft.softmax(x, is_causal=True),
             jaxsoft.top_k_softmax(x, 3)[:2],
             jaxsoft.linear_softmax_cross_entropy(x, weight, labels, label_smoothing=0.1),
             jaxsoft.linear_softmax_cross_entropy(x, weight, labels, reduction="mean"),

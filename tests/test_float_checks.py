@@ -37,7 +37,7 @@ CALLS = {
     "integer, rows": lambda x, **how: integer(x, LABELS, where=ROWS, **WEIGHTED, **how),
     "integer, classes": lambda x, **how: integer(x, np.array([0, 4, 3]), where=CLASSES, **WEIGHTED, **how),
     "integer, ignored": lambda x, **how: integer(x, np.array([2, -1, -1]), ignore_index=-1, **SMOOTHED, **how),
-    "integer, capped": lambda x, **how: integer(x, np.array([0, -1, 3]), where=ROWS, logit_softcap=5.0, **how),
+    "integer, capped": lambda x, **how: integer(x, np.array([0, -1, 3]), where=ROWS, logits_soft_cap=5.0, **how),
     "dense": lambda x, **how: dense(x, PROBABILITIES, **how),
     "dense, weighted": lambda x, **how: dense(x, PROBABILITIES, **WEIGHTED, **how),
     "dense, classes": lambda x, **how: dense(x, np.where(CLASSES, PROBABILITIES, 0), where=CLASSES, **WEIGHTED, **how),

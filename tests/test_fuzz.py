@@ -96,7 +96,7 @@ def row_operation(draw, dtypes, implementation):
     axis = draw(st.one_of(st.integers(-ndim, ndim - 1), st.lists(st.integers(0, ndim - 1), unique=True).map(tuple)))
     axes = tuple(a % ndim for a in (axis if isinstance(axis, tuple) else (axis,)))
     if axes == (ndim - 1,) and ndim > 1 and draw(st.booleans()):
-        fixed["causal"] = True
+        fixed["is_causal"] = True
     if draw(st.booleans()):
         fixed["where"] = mask(draw, part_of(draw, shape))
     x = array(draw, shape, dtypes)
@@ -123,7 +123,7 @@ def loss_options(draw, labels=None):
     options = {
         "label_smoothing": draw(st.sampled_from([0.0, 0.0, 0.1, 1.0])),
         "z_loss": draw(st.sampled_from([0.0, 0.0, 1e-3])),
-        "logit_softcap": draw(st.sampled_from([None, None, 5.0])),
+        "logits_soft_cap": draw(st.sampled_from([None, None, 5.0])),
         "entropy": draw(st.booleans()),
     }
     if labels is not None:
@@ -236,7 +236,7 @@ def with_offset(draw, operands, given, options):
     operands[1] = (unit * rng.integers(-1, 2, weight.shape)).astype(wide)
     operands[2] = (unit * (np.round(offset / unit) + rng.integers(0, 2, bias.shape))).astype(wide)
     given |= {"scale": draw(st.sampled_from([1.0, -0.5])), "reduction": draw(st.sampled_from([None, None, "mean"]))}
-    options |= {"z_loss": 0.0, "logit_softcap": None}
+    options |= {"z_loss": 0.0, "logits_soft_cap": None}
 
 
 def top_k(draw, dtypes, implementation):

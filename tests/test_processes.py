@@ -124,10 +124,10 @@ query = np.sin(x).reshape(8, 16, 1, 8)
 results = {}
 for cap in (5.0, 30.0):
     def loss(x):
-        return jaxsoft.softmax_cross_entropy_with_integer_labels(x, labels, logit_softcap=cap)
+        return jaxsoft.softmax_cross_entropy_with_integer_labels(x, labels, logits_soft_cap=cap)
     results[f"loss {cap}"] = jax.jit(loss)(place(x, None, "d"))
     def linear(x):
-        return jaxsoft.linear_softmax_cross_entropy(x, place(np.eye(64), None, "d"), labels, logit_softcap=cap)
+        return jaxsoft.linear_softmax_cross_entropy(x, place(np.eye(64), None, "d"), labels, logits_soft_cap=cap)
     results[f"linear {cap}"] = jax.jit(linear)(place(x))
     def attention(q):
         return jaxsoft.dot_product_attention(q, q, q, logits_soft_cap=cap, implementation="reference")
@@ -152,7 +152,7 @@ def test_programs_over_a_mesh_are_found_again(tmp_path):
     assert second.pop("misses") == 0 < first.pop("misses") and first.pop("hits") < second.pop("hits")
     x = np.linspace(-50, 50, 16 * 64, dtype=np.float32).reshape(16, 64)
     for cap in (5.0, 30.0):
-        want = jaxsoft.softmax_cross_entropy_with_integer_labels(x, np.arange(16), logit_softcap=cap)
+        want = jaxsoft.softmax_cross_entropy_with_integer_labels(x, np.arange(16), logits_soft_cap=cap)
         for results in (first, second):
             np.testing.assert_allclose(results[f"loss {cap}"], want, rtol=1e-5)
             np.testing.assert_allclose(results[f"linear {cap}"], want, rtol=1e-5)

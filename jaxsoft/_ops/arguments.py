@@ -1,8 +1,9 @@
 """What the public functions do with their arguments: they check them, and make operands of row operations of them."""
 
+import inspect
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,21 @@ type Axis = int | Sequence[int] | None
 _DTYPES = frozenset(map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)))
 _NAMES = "float16, bfloat16, float32 and float64"
 _FLAG = bool | np.bool_
+
+
+def without_old_names[F: Callable](function: F) -> F:
+    """The function, whose signature does not tell of `**old`, which takes what `refuse_old_names` refuses."""
+    signature = inspect.signature(function)
+    kept = [parameter for parameter in signature.parameters.values() if parameter.name != "old"]
+    function.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+    return function
+
+
+def refuse_old_names(function: Callable, old: Mapping[str, object], **renamed: str) -> None:
+    """Raises for arguments that the function does not take: for those that were renamed with the new name."""
+    for name in old:
+        new = f"; {renamed[name]!r} is what {name!r} was" if name in renamed else ""
+        raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{new}")
 
 
 def as_kernel_scores(name: str, x: ArrayLike) -> jax.Array:
@@ -67,18 +83,18 @@ def check_extras(
     where: ArrayLike | None,
     scale: ArrayLike | None,
     bias: ArrayLike | None,
-    causal: bool,
+    is_causal: bool,
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
-    """`where`, `scale` and `bias` as arrays, after checking that they and `causal` fit the scores and the axes."""
+    """`where`, `scale` and `bias` as arrays, after checking that they and `is_causal` fit the scores and the axes."""
     if where is not None:
         where = as_mask("where", broadcastable("where", where, x.shape))
     if scale is not None:
         scale = _numbers("scale", broadcastable("scale", scale, x.shape, axes), x)
     if bias is not None:
         bias = _numbers("bias", broadcastable("bias", bias, x.shape), x)
-    if check_flag("causal", causal) and (axes != (x.ndim - 1,) or x.ndim < 2):
+    if check_flag("is_causal", is_causal) and (axes != (x.ndim - 1,) or x.ndim < 2):
         raise ValueError(
-            "causal needs one reduced axis, the last, and an array of at least 2 dimensions; "
+            "is_causal needs one reduced axis, the last, and an array of at least 2 dimensions; "
             f"got axis={axes} for an array of shape {x.shape}"
         )
     return where, scale, bias
@@ -134,7 +150,7 @@ def _numbers(name: str, value: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def plain_scores(
-    x: jax.Array, where: jax.Array | None, scale: jax.Array | None, bias: jax.Array | None, causal: bool
+    x: jax.Array, where: jax.Array | None, scale: jax.Array | None, bias: jax.Array | None, is_causal: bool
 ) -> tuple[jax.Array, jax.Array | None]:
     """x * scale + bias, and which of it counts, in plain JAX, for computations that have no kernels."""
     if scale is not None or bias is not None:
@@ -143,7 +159,7 @@ def plain_scores(
         x = rounded(x * scale)
     if bias is not None:
         x = x + bias.astype(x.dtype)
-    if causal:
+    if is_causal:
         below = jax.lax.broadcast_to_rank(jnp.tri(x.shape[-2], x.shape[-1], dtype=bool), x.ndim)
         where = below if where is None else where & below
     return x, where
@@ -155,20 +171,20 @@ def to_rows(
     where: jax.Array | None,
     scale: jax.Array | None,
     bias: jax.Array | None,
-    causal: bool,
+    is_causal: bool,
 ) -> tuple[jax.Array, dict[Extra, jax.Array], int]:
     """The operands of a row operation: x, its extras in their order, and the number of trailing dimensions.
 
     A single axis stays where it is if there are no extras. Otherwise the axes become one, which is the last.
     """
-    if where is None and scale is None and bias is None and not causal and len(axes) == 1:
+    if where is None and scale is None and bias is None and not is_causal and len(axes) == 1:
         return x, {}, x.ndim - 1 - axes[0]
     rows = merged(x, axes, x.shape)
     n = rows.shape[-1]
     extras: dict[Extra, jax.Array] = {}
     if scale is not None:
         extras[Extra.SCALE] = merged(scale, axes, x.shape)[..., 0]
-    if causal:
+    if is_causal:
         extras[Extra.LIMIT] = jax.lax.broadcast_to_rank(jnp.arange(1, x.shape[-2] + 1, dtype=jnp.int32), x.ndim - 1)
     if where is not None:
         where = merged(where, axes, x.shape)

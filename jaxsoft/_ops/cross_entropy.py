@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Literal, Unpack, overload
+from typing import Literal, Never, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,16 @@ from jaxsoft._core.carriers import check_name
 from jaxsoft._core.numbers import as_array, as_mask, holds
 from jaxsoft._core.primitives import compiled
 from jaxsoft._core.rounding import stored
-from jaxsoft._ops.arguments import Axis, as_kernel_scores, broadcastable, check_flag, merged, normalize_axis
+from jaxsoft._ops.arguments import (
+    Axis,
+    as_kernel_scores,
+    broadcastable,
+    check_flag,
+    merged,
+    normalize_axis,
+    refuse_old_names,
+    without_old_names,
+)
 from jaxsoft._rows.derivative import differentiable
 from jaxsoft._rows.forms import Form, counted, scores, softcap
 from jaxsoft._rows.formulas import positions
@@ -111,6 +120,7 @@ def softmax_cross_entropy_with_integer_labels(
     return_entropy: bool = False,
     **options: Unpack[_IntegerOptions],
 ) -> jax.Array | tuple[jax.Array, ...]: ...
+@without_old_names
 def softmax_cross_entropy_with_integer_labels(
     logits: ArrayLike,
     labels: ArrayLike,
@@ -120,11 +130,12 @@ def softmax_cross_entropy_with_integer_labels(
     ignore_index: int | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    logit_softcap: float | None = None,
+    logits_soft_cap: float | None = None,
     class_weights: ArrayLike | None = None,
     return_lse: bool = False,
     return_entropy: bool = False,
     implementation: str | None = None,
+    **old: Never,
 ) -> jax.Array | tuple[jax.Array, ...]:
     r"""Cross-entropy of softmax, a drop-in for optax's function of this name that reads the logits once.
 
@@ -146,7 +157,7 @@ def softmax_cross_entropy_with_integer_labels(
       ignore_index: rows with this label have loss 0 and gradient 0, and are not read.
       label_smoothing: epsilon, from 0 to 1.
       z_loss: zeta, the factor of the logsumexp's square (Chowdhery et al., "PaLM", arXiv:2204.02311).
-      logit_softcap: z = cap * tanh(logits / cap) (Gemma 2, arXiv:2408.00118), where -inf becomes -cap. The cap
+      logits_soft_cap: z = cap * tanh(logits / cap) (Gemma 2, arXiv:2408.00118), where -inf becomes -cap. The cap
         is a number from 1e-30 to 1e30.
       class_weights: w, one number a class; 1 if None.
       return_lse: return the logsumexp of z beside the losses. It is -inf in a row of which nothing counts, or that is
@@ -201,8 +212,10 @@ def softmax_cross_entropy_with_integer_labels(
     Array([[-0.12,  0.05,  0.07],
            [-0.11,  0.24, -0.13]], dtype=float32)
     """
+    if old:
+        refuse_old_names(softmax_cross_entropy_with_integer_labels, old, logit_softcap="logits_soft_cap")
     check_name(implementation)
-    options = check_options(ignore_index, label_smoothing, z_loss, logit_softcap)
+    options = check_options(ignore_index, label_smoothing, z_loss, logits_soft_cap)
     return_lse, return_entropy = check_flag("return_lse", return_lse), check_flag("return_entropy", return_entropy)
     x = as_kernel_scores("logits", logits)
     axes = _class_axes(axis, x.ndim)
@@ -223,7 +236,7 @@ def _with_integer_labels(x, labels, counts, weights, axes, options, asked, imple
     extras, label_counts = _extras(x, index, counts)
     smoothed = options.label_smoothing > 0
     summed = smoothed and weights is None and not entropy  # no operation has weighted sums, nor sums and the entropy
-    form = Form(x.dtype, tuple(extras), cap=options.logit_softcap)
+    form = Form(x.dtype, tuple(extras), cap=options.logits_soft_cap)
     function = label_entropy_of_rows if entropy else label_sums_of_rows if summed else label_state_of_rows
     others, t, apart, *of_row = differentiable(function, form, implementation)(x, index, *extras.values())
     sums = None
@@ -319,6 +332,7 @@ def softmax_cross_entropy(
     return_entropy: bool = False,
     **options: Unpack[_Options],
 ) -> jax.Array | tuple[jax.Array, ...]: ...
+@without_old_names
 def softmax_cross_entropy(
     logits: ArrayLike,
     labels: ArrayLike,
@@ -327,11 +341,12 @@ def softmax_cross_entropy(
     *,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    logit_softcap: float | None = None,
+    logits_soft_cap: float | None = None,
     class_weights: ArrayLike | None = None,
     return_lse: bool = False,
     return_entropy: bool = False,
     implementation: str | None = None,
+    **old: Never,
 ) -> jax.Array | tuple[jax.Array, ...]:
     r"""Cross-entropy of softmax and a distribution over the classes, a drop-in for optax's function of this name.
 
@@ -348,7 +363,7 @@ def softmax_cross_entropy(
       axis: the axis or axes of the classes; None for all.
       where: boolean: classes that count, broadcastable to the logits; or, without the axes of the classes, rows that
         count.
-      label_smoothing, z_loss, logit_softcap, class_weights, return_lse, return_entropy, implementation: as of
+      label_smoothing, z_loss, logits_soft_cap, class_weights, return_lse, return_entropy, implementation: as of
         `softmax_cross_entropy_with_integer_labels`.
 
     Returns:
@@ -367,8 +382,10 @@ def softmax_cross_entropy(
     >>> softmax_cross_entropy(logits, labels).round(2)
     Array([0.28, 2.95], dtype=float32)
     """
+    if old:
+        refuse_old_names(softmax_cross_entropy, old, logit_softcap="logits_soft_cap")
     check_name(implementation)
-    options = check_options(None, label_smoothing, z_loss, logit_softcap)
+    options = check_options(None, label_smoothing, z_loss, logits_soft_cap)
     return_lse, return_entropy = check_flag("return_lse", return_lse), check_flag("return_entropy", return_entropy)
     x, q = as_kernel_scores("logits", logits), as_array("labels", labels)
     if not holds(q.dtype, np.floating, np.integer, np.bool_):
@@ -411,7 +428,7 @@ def _with_labels(x, q, counts, weights, axes, options, asked, implementation):
     extras = {}
     if counts is not None:
         extras[Extra.WHERE] = jnp.broadcast_to(counts, (*counts.shape[:-1], x.shape[-1]))
-    form = Form(x.dtype, tuple(extras), cap=options.logit_softcap)
+    form = Form(x.dtype, tuple(extras), cap=options.logits_soft_cap)
     m, s, *u = _fused_state(form, implementation, entropy, x, *extras.values())
     empty = s == 0
     z, shown = _scores(x, options, counts), True if counts is None else counts
@@ -467,7 +484,7 @@ def _scores(x: jax.Array, options: Options, counts: jax.Array | None) -> jax.Arr
     Of a NaN that does not count, the derivative of the cap would be NaN, and 0 times it as well.
     """
     x = x.astype(fold.accumulator(x.dtype))
-    return softcap(x if counts is None else jnp.where(counts, x, 0), options.logit_softcap)
+    return softcap(x if counts is None else jnp.where(counts, x, 0), options.logits_soft_cap)
 
 
 def _class_axes(axis: Axis, ndim: int) -> tuple[int, ...]:

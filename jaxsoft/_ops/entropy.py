@@ -1,18 +1,29 @@
 """entropy: the public function."""
 
 import functools
+from typing import Never
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxsoft._core.carriers import check_name
-from jaxsoft._ops.arguments import Axis, as_kernel_scores, check_dtype, check_extras, normalize_axis, to_rows
+from jaxsoft._ops.arguments import (
+    Axis,
+    as_kernel_scores,
+    check_dtype,
+    check_extras,
+    normalize_axis,
+    refuse_old_names,
+    to_rows,
+    without_old_names,
+)
 from jaxsoft._rows.derivative import differentiable
 from jaxsoft._rows.forms import Form
 from jaxsoft._rows.operations.entropy import entropy_of_rows
 
 
+@without_old_names
 def entropy(
     x: ArrayLike,
     axis: Axis = -1,
@@ -20,10 +31,11 @@ def entropy(
     *,
     scale: ArrayLike | None = None,
     bias: ArrayLike | None = None,
-    causal: bool = False,
+    is_causal: bool = False,
     keepdims: bool = False,
     dtype: DTypeLike | None = None,
     implementation: str | None = None,
+    **old: Never,
 ) -> jax.Array:
     r"""The entropy of the softmax of scores, in nats, in one read of the scores.
 
@@ -37,8 +49,8 @@ def entropy(
       where: boolean, broadcastable to x. Elements where it is False have the probability 0.
       scale: a number, or an array broadcastable to x with length 1 along the reduced axes: a temperature is 1 / scale.
       bias: an array broadcastable to x. It needs no memory of x's size, nor does where.
-      causal: count element j of row i only if j <= i, where i is the index along the axis before the last, and the last
-        axis is reduced.
+      is_causal: count element j of row i only if j <= i, where i is the index along the axis before the last, and the
+        last axis is reduced.
       keepdims: keep the reduced axes, with length 1.
       dtype: of the result: f16, bf16, f32 or f64; None for f32, and f64 for f64.
       implementation: None for the fastest that serves the call, or one of "ffi", "pallas", "triton", "xla" and
@@ -68,17 +80,19 @@ def entropy(
     >>> f"{entropy(logits, where=allowed):.3f}"
     '0.906'
     """
+    if old:
+        refuse_old_names(entropy, old, causal="is_causal")
     check_name(implementation)
     x = as_kernel_scores("x", x)
     axes = normalize_axis(axis, x.ndim)
-    extras = check_extras(x, axes, where, scale, bias, causal)
+    extras = check_extras(x, axes, where, scale, bias, is_causal)
     dtype = None if dtype is None else check_dtype(dtype, x)
-    return _entropy(x, axes, *extras, causal, bool(keepdims), dtype, implementation)
+    return _entropy(x, axes, *extras, is_causal, bool(keepdims), dtype, implementation)
 
 
-@functools.partial(jax.jit, static_argnames=("axes", "causal", "keepdims", "dtype", "implementation"))
-def _entropy(x, axes, where, scale, bias, causal, keepdims, dtype, implementation):
-    rows, extras, trailing = to_rows(x, axes, where, scale, bias, causal)
+@functools.partial(jax.jit, static_argnames=("axes", "is_causal", "keepdims", "dtype", "implementation"))
+def _entropy(x, axes, where, scale, bias, is_causal, keepdims, dtype, implementation):
+    rows, extras, trailing = to_rows(x, axes, where, scale, bias, is_causal)
     form = Form(x.dtype, tuple(extras), trailing)
     (out,) = differentiable(entropy_of_rows, form, implementation)(rows, *extras.values())
     out = out if dtype is None else out.astype(dtype)

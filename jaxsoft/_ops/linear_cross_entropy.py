@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from typing import Literal, Unpack, overload
+from typing import Literal, Never, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,14 @@ from jaxsoft._head.head import Head, product_dtype
 from jaxsoft._head.loss import Objective, weighted
 from jaxsoft._head.operation import Kind
 from jaxsoft._head.reduction import weighted_sum
-from jaxsoft._ops.arguments import as_dtype, as_kernel_scores, broadcastable, check_flag
+from jaxsoft._ops.arguments import (
+    as_dtype,
+    as_kernel_scores,
+    broadcastable,
+    check_flag,
+    refuse_old_names,
+    without_old_names,
+)
 from jaxsoft._rows.losses import (
     LossOptions,
     check_labels,
@@ -97,6 +104,7 @@ def linear_softmax_cross_entropy(
     return_entropy: bool = False,
     **options: Unpack[_LinearOptions],
 ) -> jax.Array | tuple[jax.Array, ...]: ...
+@without_old_names
 def linear_softmax_cross_entropy(
     hidden: ArrayLike,
     weight: ArrayLike,
@@ -106,7 +114,7 @@ def linear_softmax_cross_entropy(
     ignore_index: int | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    logit_softcap: float | None = None,
+    logits_soft_cap: float | None = None,
     class_weights: ArrayLike | None = None,
     return_lse: bool = False,
     return_entropy: bool = False,
@@ -116,6 +124,7 @@ def linear_softmax_cross_entropy(
     chunk_size: int | None = None,
     recompute: bool = True,
     accumulator_dtype: DTypeLike | None = None,
+    **old: Never,
 ) -> jax.Array | tuple[jax.Array, ...]:
     r"""Cross-entropy of the logits scale * (hidden @ weight + bias), in the memory of a chunk or of a gradient.
 
@@ -150,7 +159,7 @@ def linear_softmax_cross_entropy(
       ignore_index: rows with this label have loss 0 and gradient 0. Their hidden must still be finite.
       label_smoothing: epsilon, from 0 to 1.
       z_loss: zeta, the factor of the logsumexp's square.
-      logit_softcap: z = cap * tanh(a (h W + b) / cap), with a cap from 1e-30 to 1e30.
+      logits_soft_cap: z = cap * tanh(a (h W + b) / cap), with a cap from 1e-30 to 1e30.
       class_weights: w, one number a class; 1 if None.
       return_lse: return the logsumexp of z beside the losses. With a reduction, this takes the way by classes.
       return_entropy: return the entropy of p as well, in nats, after the losses and what return_lse adds; as
@@ -218,7 +227,9 @@ def linear_softmax_cross_entropy(
     >>> f"{value:.4f}"
     '0.7423'
     """
-    options = check_options(ignore_index, label_smoothing, z_loss, logit_softcap)
+    if old:
+        refuse_old_names(linear_softmax_cross_entropy, old, logit_softcap="logits_soft_cap")
+    options = check_options(ignore_index, label_smoothing, z_loss, logits_soft_cap)
     if reduction is not None and not (isinstance(reduction, str) and reduction in ("mean", "sum")):
         raise ValueError(f"reduction must be None, 'mean' or 'sum'; got {reduction!r}")
     operands = _layer(hidden, weight, bias)
@@ -244,7 +255,7 @@ def linear_softmax_cross_entropy(
         summed=options.label_smoothing > 0,
         entropy=return_entropy,
         scale=scale,
-        cap=options.logit_softcap,
+        cap=options.logits_soft_cap,
         precision=jax.config.jax_default_matmul_precision,
         recompute=recompute,
         chunk_size=None if by_rows else chunk_size,

@@ -1,15 +1,18 @@
 """log_softmax: the public function."""
 
+from typing import Never
+
 import jax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxsoft._ops.arguments import Axis
+from jaxsoft._ops.arguments import Axis, refuse_old_names, without_old_names
 from jaxsoft._ops.normalize import normalize
 from jaxsoft._rows.operations.log_softmax import log_softmax_of_rows
 
 _of_jax = jax.nn.log_softmax  # looked up at import, as a user may later put jaxsoft's function in its place
 
 
+@without_old_names
 def log_softmax(
     x: ArrayLike,
     axis: Axis = -1,
@@ -17,9 +20,10 @@ def log_softmax(
     *,
     scale: ArrayLike | None = None,
     bias: ArrayLike | None = None,
-    causal: bool = False,
+    is_causal: bool = False,
     dtype: DTypeLike | None = None,
     implementation: str | None = None,
+    **old: Never,
 ) -> jax.Array:
     r"""The logarithm of softmax, a drop-in for `jax.nn.log_softmax`, of scores that may be scaled, biased and masked.
 
@@ -34,8 +38,8 @@ def log_softmax(
       where: boolean, broadcastable to x. Elements where it is False get -inf and do not count.
       scale: a number, or an array broadcastable to x with length 1 along the reduced axes: a temperature is 1 / scale.
       bias: an array broadcastable to x. It needs no memory of x's size, nor does where.
-      causal: count element j of row i only if j <= i, where i is the index along the axis before the last, and the last
-        axis is reduced.
+      is_causal: count element j of row i only if j <= i, where i is the index along the axis before the last, and the
+        last axis is reduced.
       dtype: of the result: f16, bf16, f32 or f64; None for x's.
       implementation: None for the fastest that serves the call, or one of "ffi", "pallas", "triton", "xla" and
         "reference"; see `jaxsoft.implementations`.
@@ -62,6 +66,8 @@ def log_softmax(
     >>> log_softmax(logits, where=jnp.array([True, True, False]), scale=1 / 2)[2]
     Array(-inf, dtype=float32)
     """
+    if old:
+        refuse_old_names(log_softmax, old, causal="is_causal")
     return normalize(
         log_softmax_of_rows,
         _of_jax,
@@ -70,7 +76,7 @@ def log_softmax(
         where,
         scale=scale,
         bias=bias,
-        causal=causal,
+        is_causal=is_causal,
         dtype=dtype,
         implementation=implementation,
     )

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Literal, overload
+from typing import Literal, Never, overload
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,9 @@ from jaxsoft._ops.arguments import (
     is_left_to_jax,
     normalize_axis,
     plain_scores,
+    refuse_old_names,
     to_rows,
+    without_old_names,
 )
 from jaxsoft._rows.derivative import differentiable
 from jaxsoft._rows.forms import Form
@@ -41,7 +43,7 @@ def logsumexp(
     *,
     scale: ArrayLike | None = None,
     bias: ArrayLike | None = None,
-    causal: bool = False,
+    is_causal: bool = False,
     dtype: DTypeLike | None = None,
     implementation: str | None = None,
 ) -> jax.Array: ...
@@ -56,10 +58,11 @@ def logsumexp(
     where: ArrayLike | None = None,
     scale: ArrayLike | None = None,
     bias: ArrayLike | None = None,
-    causal: bool = False,
+    is_causal: bool = False,
     dtype: DTypeLike | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
+@without_old_names
 def logsumexp(
     a: ArrayLike,
     axis: Axis = None,
@@ -70,9 +73,10 @@ def logsumexp(
     *,
     scale: ArrayLike | None = None,
     bias: ArrayLike | None = None,
-    causal: bool = False,
+    is_causal: bool = False,
     dtype: DTypeLike | None = None,
     implementation: str | None = None,
+    **old: Never,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""The logarithm of a sum of exponentials, a drop-in for `jax.nn.logsumexp` and `jax.scipy.special.logsumexp`.
 
@@ -90,8 +94,8 @@ def logsumexp(
       where: boolean, broadcastable to a. Elements where it is False do not count.
       scale: a number, or an array broadcastable to a with length 1 along the reduced axes: a temperature is 1 / scale.
       bias: an array broadcastable to a. Neither it nor where takes memory of a's size.
-      causal: count element j of row i only if j <= i, where i is the index along the axis before the last, and the last
-        axis is reduced.
+      is_causal: count element j of row i only if j <= i, where i is the index along the axis before the last, and the
+        last axis is reduced.
       dtype: of the result: f16, bf16, f32 or f64; None for that of a.
       implementation: None for the fastest that serves the call, or one of "ffi", "pallas", "triton", "xla" and
         "reference"; see `jaxsoft.implementations`.
@@ -118,15 +122,17 @@ def logsumexp(
     >>> logsumexp(jnp.full(1000, 10.0, jnp.bfloat16), dtype=jnp.float32).round(3)
     Array(16.908, dtype=float32)
     """
+    if old:
+        refuse_old_names(logsumexp, old, causal="is_causal")
     check_name(implementation)
     a = as_numbers("a", a)
     if where is not None and a.dtype == jnp.bool_:
         a = a.astype(int)  # jax.nn puts 0 in the place of masked elements, which makes integers of booleans
     a, b = (as_float("a", a), None) if b is None else _with_factors(a, as_numbers("b", b))
     axes, out_dtype = normalize_axis(axis, a.ndim), check_dtype(dtype, a)
-    extras = check_extras(a, axes, where, scale, bias, causal)
+    extras = check_extras(a, axes, where, scale, bias, is_causal)
     if is_left_to_jax(a, implementation):
-        z, counts = plain_scores(a, *extras, causal)
+        z, counts = plain_scores(a, *extras, is_causal)
         result = _jax_logsumexp(z, axes, b, keepdims, return_sign, counts)
         if jnp.issubdtype(out_dtype, jnp.complexfloating):
             return result  # the logarithm of an absolute value is real, and keeps its dtype
@@ -136,7 +142,7 @@ def logsumexp(
             f"implementation={implementation!r} cannot serve this call: it has no factors b. "
             "implementation=None and 'xla' have them"
         )
-    return _logsumexp(a, b, axes, *extras, causal, bool(keepdims), bool(return_sign), out_dtype, implementation)
+    return _logsumexp(a, b, axes, *extras, is_causal, bool(keepdims), bool(return_sign), out_dtype, implementation)
 
 
 def _with_factors(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -150,13 +156,13 @@ def _with_factors(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.broadcast_to(a, shape), jax.lax.broadcast_to_rank(b, len(shape))
 
 
-@functools.partial(jax.jit, static_argnames=("axes", "causal", "keepdims", "return_sign", "dtype", "implementation"))
-def _logsumexp(a, b, axes, where, scale, bias, causal, keepdims, return_sign, dtype, implementation):
+@functools.partial(jax.jit, static_argnames=("axes", "is_causal", "keepdims", "return_sign", "dtype", "implementation"))
+def _logsumexp(a, b, axes, where, scale, bias, is_causal, keepdims, return_sign, dtype, implementation):
     if b is None:
-        out, sign = _of_rows(a, axes, where, scale, bias, causal, dtype, implementation)
+        out, sign = _of_rows(a, axes, where, scale, bias, is_causal, dtype, implementation)
     else:
         (a,) = stored(a)
-        z, counts = plain_scores(a, where, scale, bias, causal)
+        z, counts = plain_scores(a, where, scale, bias, is_causal)
         out, sign = _weighted(z, counts, b, axes, dtype)
         out = out if return_sign else nan_where(sign < 0, out)
     if keepdims:
@@ -164,9 +170,9 @@ def _logsumexp(a, b, axes, where, scale, bias, causal, keepdims, return_sign, dt
     return (out, sign) if return_sign else out
 
 
-def _of_rows(a, axes, where, scale, bias, causal, dtype, implementation):
+def _of_rows(a, axes, where, scale, bias, is_causal, dtype, implementation):
     """The logarithms of sums without factors, and their signs."""
-    rows, extras, trailing = to_rows(a, axes, where, scale, bias, causal)
+    rows, extras, trailing = to_rows(a, axes, where, scale, bias, is_causal)
     form = Form(a.dtype, tuple(extras), trailing)
     (out,) = differentiable(logsumexp_of_rows, form, implementation)(rows, *extras.values())
     out = out.astype(dtype)

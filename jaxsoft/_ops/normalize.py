@@ -33,7 +33,7 @@ def normalize(
     *,
     scale: ArrayLike | None,
     bias: ArrayLike | None,
-    causal: bool,
+    is_causal: bool,
     dtype: DTypeLike | None,
     implementation: str | None,
 ) -> jax.Array:
@@ -42,22 +42,22 @@ def normalize(
     Args:
       function: softmax or log_softmax of rows.
       of_jax: jax.nn's function, which serves the dtypes that have no kernels.
-      x, axis, where, scale, bias, causal, dtype, implementation: as of the public functions.
+      x, axis, where, scale, bias, is_causal, dtype, implementation: as of the public functions.
     """
     check_name(implementation)
     given, x = x, as_float("x", x)
     if where is not None and not holds(as_array("x", given).dtype, np.inexact):
         x = x.astype(float)  # jax.nn puts -inf in the place of masked elements, which makes this of integers
     axes, out_dtype = normalize_axis(axis, x.ndim), check_dtype(dtype, x)
-    extras = check_extras(x, axes, where, scale, bias, causal)
+    extras = check_extras(x, axes, where, scale, bias, is_causal)
     if is_left_to_jax(x, implementation):
-        z, counts = plain_scores(x, *extras, causal)
+        z, counts = plain_scores(x, *extras, is_causal)
         return of_jax(z, axes, counts).astype(out_dtype)
-    return _normalize(function, x, axes, *extras, causal, out_dtype, implementation)
+    return _normalize(function, x, axes, *extras, is_causal, out_dtype, implementation)
 
 
-@functools.partial(jax.jit, static_argnames=("function", "axes", "causal", "dtype", "implementation"))
-def _normalize(function, x, axes, where, scale, bias, causal, dtype, implementation):
-    rows, extras, trailing = to_rows(x, axes, where, scale, bias, causal)
+@functools.partial(jax.jit, static_argnames=("function", "axes", "is_causal", "dtype", "implementation"))
+def _normalize(function, x, axes, where, scale, bias, is_causal, dtype, implementation):
+    rows, extras, trailing = to_rows(x, axes, where, scale, bias, is_causal)
     (y,) = differentiable(function, Form(dtype, tuple(extras), trailing), implementation)(rows, *extras.values())
     return from_rows(y, x, axes, trailing)

@@ -32,13 +32,13 @@ class Options(NamedTuple):
       ignore_index: rows with this label have loss 0 and gradient 0.
       label_smoothing: the share of the target that all classes get alike.
       z_loss: the factor of logsumexp(z)^2.
-      logit_softcap: the scores are cap * tanh(logits / cap).
+      logits_soft_cap: the scores are cap * tanh(logits / cap).
     """
 
     ignore_index: int | None = None
     label_smoothing: float = 0.0
     z_loss: float = 0.0
-    logit_softcap: float | None = None
+    logits_soft_cap: float | None = None
 
 
 class LossOptions(TypedDict, total=False):
@@ -46,7 +46,7 @@ class LossOptions(TypedDict, total=False):
 
     label_smoothing: float
     z_loss: float
-    logit_softcap: float | None
+    logits_soft_cap: float | None
     class_weights: ArrayLike | None
 
 
@@ -57,7 +57,7 @@ def returned(loss: jax.Array, lse: jax.Array | None, entropy: jax.Array | None) 
 
 
 def check_options(
-    ignore_index: int | None, label_smoothing: float, z_loss: float, logit_softcap: float | None
+    ignore_index: int | None, label_smoothing: float, z_loss: float, logits_soft_cap: float | None
 ) -> Options:
     """The options as a record, after checking each."""
     if ignore_index is not None:
@@ -69,9 +69,9 @@ def check_options(
             raise TypeError(f"ignore_index must be an integer or None; got {ignore_index!r}") from None
     label_smoothing = check_number("label_smoothing", label_smoothing, "between 0 and 1", 0, 1)
     z_loss = check_number("z_loss", z_loss, "at least 0, and finite in float32", 0, _LARGEST)
-    if logit_softcap is not None:  # within these bounds x / cap is a number of float32 for every x that matters
-        logit_softcap = check_number("logit_softcap", logit_softcap, "from 1e-30 to 1e30, or None", 1e-30, 1e30)
-    return Options(ignore_index, label_smoothing, z_loss, logit_softcap)
+    if logits_soft_cap is not None:  # within these bounds x / cap is a number of float32 for every x that matters
+        logits_soft_cap = check_number("logits_soft_cap", logits_soft_cap, "from 1e-30 to 1e30, or None", 1e-30, 1e30)
+    return Options(ignore_index, label_smoothing, z_loss, logits_soft_cap)
 
 
 _LARGEST = float(np.finfo(np.float32).max)

@@ -449,8 +449,8 @@ def test_choice_of_cross_entropy(monkeypatch):
 
     assert lowered(600, 32000) == lowered(600, 1000, "pallas") == {"mosaic_gpu"}
     assert lowered(8, 32000) == lowered(600, 1000) == lowered(600, 50257) == {"jaxsoft_label"}
-    assert lowered(600, 32000, logit_softcap=5.0) == lowered(600, 32000, label_smoothing=0.1) == {"jaxsoft_label"}
-    for options in ({"logit_softcap": 5.0}, {"label_smoothing": 0.1}, {"where": jnp.ones((600, 1), bool)}):
+    assert lowered(600, 32000, logits_soft_cap=5.0) == lowered(600, 32000, label_smoothing=0.1) == {"jaxsoft_label"}
+    for options in ({"logits_soft_cap": 5.0}, {"label_smoothing": 0.1}, {"where": jnp.ones((600, 1), bool)}):
         assert lowered(600, 32000, "pallas", **options) == {"mosaic_gpu"}
 
 

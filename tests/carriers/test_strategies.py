@@ -88,7 +88,7 @@ OFFSETS = np.float32([0, 50, -12, -20, -25, -40, -70, -85, -105, 55, 61, 80, 90,
 
 @on_gpu
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("extras", ["", "scale, where", "bias", "causal"])
+@pytest.mark.parametrize("extras", ["", "scale, where", "bias", "is_causal"])
 def test_offsets(dtype, extras):
     """Rows side by side whose scores are of every size: each result to its last place, subnormal ones too."""
     for rows, n in HELD:
@@ -103,7 +103,7 @@ def test_offsets(dtype, extras):
         given = {
             "scale, where": {"scale": -0.75, "where": jnp.arange(n) % 7 != 3},
             "bias": {"bias": jnp.sin(jnp.arange(n)).astype(dtype)},
-            "causal": {"causal": True},
+            "is_causal": {"is_causal": True},
         }.get(extras, {})
         (y, true_y), (dx, true_dx) = beside_float64("softmax", x, jnp.cos(x), np.arange(rows), **given)
         eps, least = float(jnp.finfo(dtype).eps), float(jnp.finfo(dtype).smallest_subnormal)

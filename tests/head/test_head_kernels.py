@@ -180,7 +180,7 @@ def check_gradients(shape, dtype, scores, biased):
         assert not dx[label == NO_ROW].any()
 
 
-@pytest.mark.parametrize("options", [{}, {"logit_softcap": 30.0, "scale": 0.5}, {"return_entropy": True}], ids=len)
+@pytest.mark.parametrize("options", [{}, {"logits_soft_cap": 30.0, "scale": 0.5}, {"return_entropy": True}], ids=len)
 def test_no_scores_in_memory(options):
     """A program for Hopper with losses of as many rows as numbers has one array of gradients, and none of scores."""
     arrays = [jax.ShapeDtypeStruct(*v) for v in (((128, 128), BF16), ((128, 8192), BF16), ((128,), np.int32))]
@@ -258,7 +258,7 @@ def test_chunks_keep_a_gpu_busy(rows):
     [
         ({}, (0, 1)),
         ({}, (0,)),
-        ({"logit_softcap": 5.0, "z_loss": 0.1, "scale": 0.5}, (0, 1, 2)),
+        ({"logits_soft_cap": 5.0, "z_loss": 0.1, "scale": 0.5}, (0, 1, 2)),
         ({"label_smoothing": 0.1}, (0, 1, 2)),
         ({"return_entropy": True}, (1, 0)),
     ],

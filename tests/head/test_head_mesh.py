@@ -27,7 +27,7 @@ B, U = RNG.standard_normal(CLASSES).astype(np.float32), RNG.uniform(0.2, 2, ROWS
 C = RNG.uniform(0.2, 2, CLASSES).astype(np.float32)
 Y = RNG.integers(0, CLASSES, ROWS).astype(np.int32)
 Y[1], Y[2], Y[3] = -100, 0, CLASSES - 1
-EVERY = {"ignore_index": -100, "label_smoothing": 0.1, "z_loss": 0.01, "logit_softcap": 5.0}
+EVERY = {"ignore_index": -100, "label_smoothing": 0.1, "z_loss": 0.01, "logits_soft_cap": 5.0}
 
 
 def classes_over(devices):

@@ -27,7 +27,7 @@ BIAS = RNG.standard_normal(CLASSES).astype(np.float32)
 LABELS = np.array([[0, CLASSES - 1, 7], [3, -100, 20]], np.int32)
 CLASS_WEIGHTS = RNG.uniform(0.2, 2, CLASSES).astype(np.float32)
 FACTORS = np.arange(1.0, ROWS + 1, dtype=np.float32).reshape(LABELS.shape)
-SMOOTH = {"ignore_index": -100, "label_smoothing": 0.1, "z_loss": 0.01, "logit_softcap": 5.0}
+SMOOTH = {"ignore_index": -100, "label_smoothing": 0.1, "z_loss": 0.01, "logits_soft_cap": 5.0}
 
 each_choice = pytest.mark.parametrize("recompute", [True, False], ids=["recompute", "keep"])
 each_choice_in_turn = pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def assert_close(actual, expected, tolerance):
         pytest.param(SMOOTH, False, 11, False, marks=slow),
         pytest.param({"ignore_index": 3, "z_loss": 0.1}, True, 1, False, marks=slow),
         pytest.param({"ignore_index": -100, "label_smoothing": 1.0}, True, None, True, marks=slow),
-        pytest.param({"ignore_index": -100, "logit_softcap": 1.0}, True, 32, True, marks=slow),
+        pytest.param({"ignore_index": -100, "logits_soft_cap": 1.0}, True, 32, True, marks=slow),
     ],
 )
 @pytest.mark.parametrize("width", [WIDTH, ROWS], ids=["fewer rows than width", "as many"])
@@ -138,7 +138,8 @@ def on_a_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "rows"), [({}, 8), ({"label_smoothing": 0.1, "z_loss": 0.1, "logit_softcap": 5.0}, 8), ({}, 7), ({}, 2)]
+    ("options", "rows"),
+    [({}, 8), ({"label_smoothing": 0.1, "z_loss": 0.1, "logits_soft_cap": 5.0}, 8), ({}, 7), ({}, 2)],
 )
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=slow)], ids=["f32", "bf16"])
@@ -465,7 +466,7 @@ def test_chunks_of_gpus(weight, monkeypatch):
 
 @needs_mesh
 @pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=slow)])
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "logit_softcap": 3.0}], ids=["plain", "smoothed"])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "logits_soft_cap": 3.0}], ids=["plain", "smoothed"])
 def test_entropy_of_sharded_classes(kind, options):
     """The entropy of chunks that lie on several devices, and its gradients."""
 

@@ -31,7 +31,7 @@ LABELS[0, 1], LABELS[3, 0], LABELS[2, 2] = -100, 0, CLASSES - 1
 NAMES = ("bias", "class_weights", "row_weights")
 ALL = (HIDDEN, WEIGHT, BIAS, CLASS_WEIGHTS, ROW_WEIGHTS)
 IGNORED = {"ignore_index": -100}
-SMOOTH = {**IGNORED, "label_smoothing": 0.1, "z_loss": 0.01, "logit_softcap": 5.0}
+SMOOTH = {**IGNORED, "label_smoothing": 0.1, "z_loss": 0.01, "logits_soft_cap": 5.0}
 
 each_reduction = pytest.mark.parametrize("reduction", ["mean", "sum"])
 
@@ -77,7 +77,7 @@ def with_gradients(f, count=5):
         pytest.param({**IGNORED, "label_smoothing": 1.0, "scale": 3}, 1, marks=slow),
         pytest.param({**SMOOTH, "scale": -0.4}, None, marks=slow),
         pytest.param({**IGNORED, "z_loss": 0.1, "scale": 1e-3}, 12, marks=slow),
-        pytest.param({**IGNORED, "logit_softcap": 1.0}, 100, marks=slow),
+        pytest.param({**IGNORED, "logits_soft_cap": 1.0}, 100, marks=slow),
     ],
 )
 @pytest.mark.parametrize("rows", [4, 2], ids=["more rows than width", "fewer"])

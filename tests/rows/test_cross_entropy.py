@@ -33,19 +33,19 @@ OPTIONS = {
     "ignore_index": st.sampled_from([None, -100, 3]),
     "label_smoothing": st.sampled_from([0.0, 0.1, 1.0]),
     "z_loss": st.sampled_from([0.0, 0.01]),
-    "logit_softcap": st.sampled_from([None, 5.0]),
+    "logits_soft_cap": st.sampled_from([None, 5.0]),
     "class_weights": st.sampled_from([None, WEIGHTS]),
     "where": st.sampled_from(list(WHERES)),
 }
 
 
-def truth(x, labels, *, where=None, ignore_index=None, label_smoothing=0.0, z_loss=0.0, logit_softcap=None,
+def truth(x, labels, *, where=None, ignore_index=None, label_smoothing=0.0, z_loss=0.0, logits_soft_cap=None,
           class_weights=None):  # fmt: skip
     """Losses, logsumexps, and the gradients of the losses, in float64 by their formulas; labels in range or ignored."""
     x, (count, n) = wide(x), x.shape
     w = np.ones(n) if class_weights is None else wide(class_weights)
-    cap = np.inf if logit_softcap is None else logit_softcap
-    z, slope = (x, 1) if logit_softcap is None else (cap * np.tanh(x / cap), np.cosh(x / cap) ** -2)
+    cap = np.inf if logits_soft_cap is None else logits_soft_cap
+    z, slope = (x, 1) if logits_soft_cap is None else (cap * np.tanh(x / cap), np.cosh(x / cap) ** -2)
     counts = np.ones(x.shape, bool) if where is None else np.broadcast_to(where, x.shape)
     rows = counts.any(axis=-1) & (labels != ignore_index)
     counts = counts & (z > -np.inf) & rows[:, None]
@@ -72,7 +72,7 @@ def truth(x, labels, *, where=None, ignore_index=None, label_smoothing=0.0, z_lo
 
 def plain(x, labels, options):
     """The sum of the losses in plain JAX, to differentiate: smoothing, z-loss and cap of rows that count."""
-    z = options["logit_softcap"] * jnp.tanh(x / options["logit_softcap"])
+    z = options["logits_soft_cap"] * jnp.tanh(x / options["logits_soft_cap"])
     lse = jax.nn.logsumexp(z, axis=-1)
     log_p = z - lse[..., None]
     q = jax.nn.one_hot(labels, x.shape[-1], dtype=x.dtype) * (1 - options["label_smoothing"])
@@ -256,8 +256,8 @@ def test_caps(implementation, dtype, cap):
     x[2, 3:7] = 0
     with precision(dtype), served(implementation):
         x, labels = x.astype(dtype), np.array([0, 499, 3, 77], np.int32)
-        f = lambda x: cross_entropy(x, labels, logit_softcap=cap, implementation=implementation)  # noqa: E731
-        want, _, dx_want = truth(x, labels, logit_softcap=cap)
+        f = lambda x: cross_entropy(x, labels, logits_soft_cap=cap, implementation=implementation)  # noqa: E731
+        want, _, dx_want = truth(x, labels, logits_soft_cap=cap)
         dx_want *= np.arange(1, 5)[:, None]
         assert_close(jax.jit(lambda x: value_and_pullback(f, x))(x), (want, dx_want), dtype, scale=np.abs(dx_want))
         x[0, 1], x[1, 1], x[2, 1], x[3, 77] = np.inf, -np.inf, np.nan, np.inf
@@ -298,12 +298,12 @@ _EVERY_OPTION = {"label_smoothing": 0.1, "z_loss": 0.1, "return_entropy": True}
 
 
 @each_implementation
-@pytest.mark.parametrize("options", [{}, _EVERY_OPTION, {**_EVERY_OPTION, "logit_softcap": 3.0}], ids=len)
+@pytest.mark.parametrize("options", [{}, _EVERY_OPTION, {**_EVERY_OPTION, "logits_soft_cap": 3.0}], ids=len)
 @pytest.mark.parametrize("which", ["rows", "classes", "-inf", "ignored"])
 @pytest.mark.parametrize("labels", ["integers", "probabilities"])
 def test_rows_that_do_not_count(implementation, options, which, labels):
     """Whatever their labels and logits are, they have loss 0, and leave nothing in any derivative of either order."""
-    if (which == "ignored" and labels == "probabilities") or (which == "-inf" and "logit_softcap" in options):
+    if (which == "ignored" and labels == "probabilities") or (which == "-inf" and "logits_soft_cap" in options):
         pytest.skip("does not exist")
     nan, inf = np.nan, np.inf
     count = np.array([True, False, False, True, False])
@@ -415,7 +415,7 @@ def test_optax(axis):
 def test_derivatives(implementation):
     """Forward mode, vmap with one of each argument mapped, and maps of gradients; test_higher_orders has the others."""
     x, labels = wide(X[:, :6])[[0, 1, 3]], np.array([0, 5, 3], np.int32)
-    options = dict(label_smoothing=0.1, z_loss=0.01, logit_softcap=4.0)
+    options = dict(label_smoothing=0.1, z_loss=0.01, logits_soft_cap=4.0)
     with jax.enable_x64(True):
         f = lambda x: cross_entropy(x, labels, **options, implementation=implementation).sum()  # noqa: E731
         f0 = lambda x: plain(x, labels, options)  # noqa: E731
@@ -462,11 +462,11 @@ def test_weights_and_options_are_differentiable_in_training():
         (dict(z_loss=-1), ValueError, "z_loss must be at least 0, and finite in float32; got -1"),
         (dict(z_loss=1e39), ValueError, r"z_loss must be at least 0, and finite in float32; got 1e\+39"),
         (dict(z_loss=10**400), ValueError, "z_loss must be at least 0, and finite in float32; got 10000"),
-        (dict(logit_softcap=0), ValueError, "logit_softcap must be from 1e-30 to 1e30, or None; got 0"),
-        (dict(logit_softcap=1e39), ValueError, r"logit_softcap must be from 1e-30 to 1e30, or None; got 1e\+39"),
-        (dict(logit_softcap=1e301), ValueError, "logit_softcap must be from 1e-30 to 1e30"),
-        (dict(logit_softcap=10**400), ValueError, "logit_softcap must be from 1e-30 to 1e30, or None; got 10000"),
-        (dict(logit_softcap=np.inf), ValueError, "logit_softcap must be from 1e-30 to 1e30, or None; got inf"),
+        (dict(logits_soft_cap=0), ValueError, "logits_soft_cap must be from 1e-30 to 1e30, or None; got 0"),
+        (dict(logits_soft_cap=1e39), ValueError, r"logits_soft_cap must be from 1e-30 to 1e30, or None; got 1e\+39"),
+        (dict(logits_soft_cap=1e301), ValueError, "logits_soft_cap must be from 1e-30 to 1e30"),
+        (dict(logits_soft_cap=10**400), ValueError, "logits_soft_cap must be from 1e-30 to 1e30, or None; got 10000"),
+        (dict(logits_soft_cap=np.inf), ValueError, "logits_soft_cap must be from 1e-30 to 1e30, or None; got inf"),
         (dict(class_weights=np.ones(6)), ValueError, r"class_weights must have one number .* 7 classes; got \(6,\)"),
         (dict(class_weights=np.ones(7, bool)), TypeError, "class_weights must hold real numbers"),
         (dict(implementation="cuda"), ValueError, "implementation must be None or one of"),
@@ -484,12 +484,12 @@ def test_bad_arguments(arguments, error, message):
 def test_options_of_every_kind_of_number():
     """What counts as an integer, and as a real number."""
     labels = np.array([0, 1, 2, 3, -1, 4])
-    want = cross_entropy(X, labels, ignore_index=3, label_smoothing=0.5, z_loss=1.0, logit_softcap=2.0)
+    want = cross_entropy(X, labels, ignore_index=3, label_smoothing=0.5, z_loss=1.0, logits_soft_cap=2.0)
     for integer, half, one, two in (
         (np.int8(3), np.float32(0.5), 1, np.int64(2)),
         (np.array(3), fractions.Fraction(1, 2), np.uint8(1), np.float16(2)),
     ):
-        options = dict(ignore_index=integer, label_smoothing=half, z_loss=one, logit_softcap=two)
+        options = dict(ignore_index=integer, label_smoothing=half, z_loss=one, logits_soft_cap=two)
         chex.assert_trees_all_equal(cross_entropy(X, labels, **options), want)
 
 
@@ -551,7 +551,7 @@ def test_dense_labels(implementation, smoothing, z_loss, cap, weighted, where):
     x = np.where(np.isinf(X), -np.inf, X - 1000 * (np.arange(6) == 1)[:, None]).astype(np.float32)
     q = jax.nn.softmax(np.where(np.isinf(x), -np.inf, RNG.standard_normal(x.shape) * 3), axis=-1)
     where, w = WHERES[where], WEIGHTS if weighted else np.ones(CLASSES)
-    options = dict(label_smoothing=smoothing, z_loss=z_loss, logit_softcap=cap)
+    options = dict(label_smoothing=smoothing, z_loss=z_loss, logits_soft_cap=cap)
 
     def f(x, q):
         return jaxsoft.softmax_cross_entropy(
@@ -651,7 +651,7 @@ def test_sharded(implementation, kind):
     x = (3 * np.random.default_rng(6).standard_normal((8, 16, 256))).astype(np.float32)
     labels = np.random.default_rng(7).integers(0, 256, (8, 16), np.int32)
     labels[0, :3] = -100, 0, 255
-    options = dict(ignore_index=-100, label_smoothing=0.1, z_loss=0.01, logit_softcap=20.0)
+    options = dict(ignore_index=-100, label_smoothing=0.1, z_loss=0.01, logits_soft_cap=20.0)
 
     def f(x, labels, **options):
         return cross_entropy(x, labels, **options, implementation=implementation)

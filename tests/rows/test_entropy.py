@@ -164,7 +164,7 @@ def test_axes_and_arguments(implementation):
             np.testing.assert_allclose(h, expected, rtol=1e-5)
             kept = jaxsoft.entropy(x, axis, scale=0.5, keepdims=True, implementation=implementation)
             assert kept.shape == tuple(1 if a in axes else d for a, d in enumerate(x.shape))
-        causal = jaxsoft.entropy(jnp.zeros((4, 4)), causal=True, implementation=implementation)
+        causal = jaxsoft.entropy(jnp.zeros((4, 4)), is_causal=True, implementation=implementation)
         np.testing.assert_allclose(causal, np.log([1, 2, 3, 4]), rtol=1e-6, atol=1e-7)
         assert jaxsoft.entropy(x, dtype=jnp.bfloat16, implementation=implementation).dtype == jnp.bfloat16
 

@@ -74,7 +74,7 @@ def check(x, labels, implementation, counts=None, cap=None):
             labels,
             where=counts,
             ignore_index=IGNORED,
-            logit_softcap=cap,
+            logits_soft_cap=cap,
             return_lse=True,
             return_entropy=True,
             implementation=implementation,

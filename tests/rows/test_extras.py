@@ -45,7 +45,7 @@ def case(shape, dtype, extras, seed=0):
             np.linspace(-1.5, 2, q).reshape(q, 1).astype(np.float64 if dtype == np.float64 else np.float32)
         )
     if "l" in extras:
-        options["causal"] = True
+        options["is_causal"] = True
     if "w" in extras:
         options["where"] = rng.random((*leading, 1, n)) < 0.7
     if "b" in extras:
@@ -159,7 +159,7 @@ def test_lengths(op, implementation, dtype):
     for n in (2, 3, 31, 127, 1023, 1025, 4097, 65537, 131075):
         x, options = case((3, n), dtype, "slwb")
         options["where"] = options["where"] | (np.arange(n) == 0)
-        options.pop("causal") if n > 1000 else None
+        options.pop("is_causal") if n > 1000 else None
         with served(implementation):
             assert_result(op, x, jax.jit(ours(op, implementation, **options))(x), truth_of(x, **options)[1])
 
@@ -248,7 +248,7 @@ def test_causal(op, implementation):
 
     with jax.enable_x64(True), served(implementation):
         mine, jaxs = (
-            (lambda w: ours(op, implementation, where=w, causal=True)),
+            (lambda w: ours(op, implementation, where=w, is_causal=True)),
             (lambda w: by_jax(op, -1, None, None, True, w)),
         )
         actual, expected = jax.jit(lambda: (results(mine), results(jaxs)))()
@@ -320,10 +320,10 @@ def test_vmap_over_any_operands(op, implementation):
             return found
 
         def mine(x, s, b, w):
-            return ours(op, implementation)(x, scale=s, bias=b, where=w, causal=True)
+            return ours(op, implementation)(x, scale=s, bias=b, where=w, is_causal=True)
 
         def jaxs(x, s, b, w):
-            return by_jax(op, where=w, causal=True)(x, s, b)
+            return by_jax(op, where=w, is_causal=True)(x, s, b)
 
         actual, expected = jax.jit(lambda: (results(mine), results(jaxs)))()
         assert_trees_all_close(actual, expected, rtol=1e-9, atol=1e-11)
@@ -349,7 +349,7 @@ def test_nothing_is_made_larger(op):
 
     def f(x):
         where, bias = np.ones((1, 9), bool), np.zeros((5, 9), np.float32)
-        return ours(op, scale=np.float32(2), where=where, bias=bias, causal=True)(x)
+        return ours(op, scale=np.float32(2), where=where, bias=bias, is_causal=True)(x)
 
     extras = [(1, 1), (1, 5), (1, 1, 9), (1, 5, 9)]
     x = np.ones((4, 5, 9), np.float32)
@@ -490,7 +490,7 @@ def test_scores_are_not_rounded(dtype):
 def test_empty_arrays(op, implementation):
     for shape in ((3, 0), (0, 3), (2, 0, 4)):
         x = np.zeros(shape, np.float32)
-        options = {"where": np.ones(shape[-1], bool), "bias": np.zeros((1, shape[-1]), np.float32), "causal": True}
+        options = {"where": np.ones(shape[-1], bool), "bias": np.zeros((1, shape[-1]), np.float32), "is_causal": True}
         y, dx = both(lambda x, s, b, o=options: ours(op, implementation, **o)(x, scale=2.0), x, None, None)
         assert y.shape == (shape[:-1] if op == "logsumexp" else shape) and dx[0].shape == shape
         assert op != "logsumexp" or (y == -np.inf).all()
@@ -556,13 +556,17 @@ X = np.ones((2, 3), np.float32)
             TypeError,
             r"bias must hold real numbers beside real scores; got dtype complex64",
         ),
-        ({"causal": 1}, TypeError, r"causal must be True or False; got 1"),
+        ({"is_causal": 1}, TypeError, r"is_causal must be True or False; got 1"),
         (
-            {"causal": True, "axis": 0},
+            {"is_causal": True, "axis": 0},
             ValueError,
-            r"causal needs one reduced axis, the last.*got axis=\(0,\) .*\(2, 3\)",
+            r"is_causal needs one reduced axis, the last.*got axis=\(0,\) .*\(2, 3\)",
         ),
-        ({"causal": True, "axis": None}, ValueError, r"causal needs one reduced axis, the last.*got axis=\(0, 1\)"),
+        (
+            {"is_causal": True, "axis": None},
+            ValueError,
+            r"is_causal needs one reduced axis, the last.*got axis=\(0, 1\)",
+        ),
         (
             {"dtype": jnp.int32},
             ValueError,
@@ -579,11 +583,11 @@ def test_bad_arguments(op, options, error, message):
 
 @each_op
 def test_bad_arguments_beside_others(op):
-    with pytest.raises(ValueError, match=r"causal needs .* at least 2 dimensions; .* shape \(3,\)"):
-        ours(op, causal=True)(X[0])
+    with pytest.raises(ValueError, match=r"is_causal needs .* at least 2 dimensions; .* shape \(3,\)"):
+        ours(op, is_causal=True)(X[0])
     with pytest.raises(ValueError, match="dtype must be None for complex scores"):
         ours(op, dtype=jnp.float32)(X + 1j)
-    for options in ({"scale": 2.0}, {"bias": X}, {"causal": True}, {"dtype": jnp.float16}):
+    for options in ({"scale": 2.0}, {"bias": X}, {"is_causal": True}, {"dtype": jnp.float16}):
         with pytest.raises(ValueError, match="implementation='ffi' cannot serve this call"):
             ours(op, "ffi", **options)(X.astype(jnp.float8_e4m3fn))
     with pytest.raises(TypeError):
@@ -599,7 +603,7 @@ def test_dtypes_without_kernels(op):
     actual = ours(op, scale=0.5, bias=bias, where=np.arange(4) < 3)(z)
     assert_trees_all_close(actual, theirs(op, where=np.arange(4) < 3)(z * 0.5 + bias), rtol=1e-6)
     x = z.real.astype(jnp.float8_e4m3fn)
-    actual = ours(op, scale=0.5, bias=bias, causal=True, dtype=jnp.float32)(x)
+    actual = ours(op, scale=0.5, bias=bias, is_causal=True, dtype=jnp.float32)(x)
     expected = theirs(op, where=np.tri(3, 4, dtype=bool))(x.astype(np.float32) * 0.5 + bias)
     assert actual.dtype == jnp.float32
     assert_trees_all_close(actual, expected, rtol=1e-6)
@@ -614,7 +618,7 @@ def test_factors():
         where = rng.random((4, 5)) < 0.8
         where[:, 0] = True
         actual = jaxsoft.logsumexp(
-            a, -1, b, return_sign=True, where=where, scale=0.5, bias=bias, causal=True, dtype=jnp.float32
+            a, -1, b, return_sign=True, where=where, scale=0.5, bias=bias, is_causal=True, dtype=jnp.float32
         )
         counts = where & np.tri(4, 5, dtype=bool)
         expected = jax.nn.logsumexp(a * 0.5 + bias, -1, b, return_sign=True, where=counts)

@@ -129,7 +129,7 @@ def test_extras(op, implementation, kind):
         return jnp.where(COUNTS.any(axis=-1) if op == "logsumexp" else COUNTS, y, 0)
 
     def f(x, scale, bias, where):
-        return finite(ours(op, implementation)(x, scale=scale, bias=bias, where=where, causal=True))
+        return finite(ours(op, implementation)(x, scale=scale, bias=bias, where=where, is_causal=True))
 
     def f0(x, scale, bias, where):
         some = COUNTS.any(axis=-1, keepdims=True)
