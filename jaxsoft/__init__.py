@@ -14,10 +14,11 @@ if _find_spec("jaxsoft.pallas_kernels") is None:
         "or in another folder"
     )
 
+from jaxsoft import _registered as _registered
 from jaxsoft import fold as fold
 from jaxsoft import random as random
 from jaxsoft._core import library as _library
-from jaxsoft._core.carriers import implementations
+from jaxsoft._core.implementations import implementations
 from jaxsoft._ops.cross_entropy import softmax_cross_entropy, softmax_cross_entropy_with_integer_labels
 from jaxsoft._ops.entropy import entropy
 from jaxsoft._ops.log_softmax import log_softmax

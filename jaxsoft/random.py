@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jaxsoft._core.carriers import check_name
+from jaxsoft._core.implementations import Implementation, as_names
 from jaxsoft._core.mesh import whole_along
 from jaxsoft._core.numbers import as_array, as_float
 from jaxsoft.fold import accumulator
@@ -25,7 +25,7 @@ def sample(
     top_k: int | None = None,
     top_p: ArrayLike | None = None,
     min_p: ArrayLike | None = None,
-    implementation: str | None = None,
+    implementation: Implementation = None,
 ) -> tuple[jax.Array, jax.Array]:
     r"""Draws one token a row from softmax(logits / temperature), or from those of its tokens that the filters leave.
 
@@ -93,7 +93,7 @@ def sample(
     >>> sample(jax.random.key(0), logits, **options)
     (Array([0, 3], dtype=int32), Array([1., 1.], dtype=float32))
     """
-    check_name(implementation)
+    implementation = as_names(implementation)
     _check_key(key)
     x = _check_logits(logits)
     k = _check_top_k(top_k, x.shape[-1])

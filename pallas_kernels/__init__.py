@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import jax
 
 from jaxsoft._core import devices
-from jaxsoft._rows.forms import Form
-from jaxsoft._rows.operation import Operation, RowFunction
+from jaxsoft._core.operation import Function
+from jaxsoft._rows.forms import RowForm, RowKernels
+from jaxsoft._rows.spec import RowSpec
 
 if TYPE_CHECKING:
     from jaxsoft._attention.operation import Operation as AttentionOperation
@@ -43,7 +44,7 @@ def unsupported(operands: Sequence[jax.core.ShapedArray]) -> str | None:
     return choice.unsupported(operands)
 
 
-def leads(operation: Operation, form: Form, platform: str, operands: Sequence[jax.core.ShapedArray]) -> bool:
+def leads(operation: RowSpec, form: RowForm, platform: str, operands: Sequence[jax.core.ShapedArray]) -> bool:
     """Whether these kernels are faster than all others."""
     del platform
     from .rows import choice
@@ -52,8 +53,8 @@ def leads(operation: Operation, form: Form, platform: str, operands: Sequence[ja
 
 
 def kernel(
-    operation: Operation, form: Form, platform: str, operands: Sequence[jax.core.ShapedArray]
-) -> RowFunction | None:
+    operation: RowSpec, form: RowForm, platform: str, operands: Sequence[jax.core.ShapedArray]
+) -> Function | None:
     """The kernel for an operation in this form, or None where it has to be composed."""
     del platform
     from .rows import choice
@@ -102,3 +103,6 @@ def head_unsupported(hidden: jax.core.ShapedArray, weight: jax.core.ShapedArray)
     if 90 not in sizes.target().capabilities:
         return "its kernels for linear layers are for Hopper (compute capability 9.0)"
     return choice.unsupported(hidden, weight)
+
+
+ROWS = RowKernels(kernel, unsupported, leads=leads)

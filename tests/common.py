@@ -16,16 +16,14 @@ from jax.sharding import AbstractDevice, AbstractMesh
 import jaxsoft
 from jaxsoft._attention.choice import KERNELS as OF_ATTENTION
 from jaxsoft._attention.choice import PAGED, unavailable
-from jaxsoft._core import library
-from jaxsoft._core.carriers import CARRIERS
-from jaxsoft._head import partition, primitive
-from jaxsoft._rows.choice import KERNELS as OF_ROWS
+from jaxsoft._core import library, operation
+from jaxsoft._core.implementations import REGISTERED, with_kernels_of
 
 OPS = ("softmax", "log_softmax", "logsumexp")
 # By name whatever can run on the default device: on a GPU the list is longer.
 AVAILABLE = tuple(name for name, reason in jaxsoft.implementations().items() if reason is None)
 # None, and those of row operations; of attention; and of attention over pages.
-IMPLEMENTATIONS = (None, *(name for name in AVAILABLE if name in OF_ROWS))
+IMPLEMENTATIONS = (None, *(name for name in AVAILABLE if name in with_kernels_of("rows")))
 _PLATFORM = "cuda" if jax.default_backend() == "gpu" else "cpu"
 ATTENTION_IMPLEMENTATIONS = (None, *(name for name in OF_ATTENTION if unavailable(name, _PLATFORM) is None))
 PAGED_IMPLEMENTATIONS = tuple(name for name in ATTENTION_IMPLEMENTATIONS if name is None or name in PAGED)
@@ -117,8 +115,8 @@ def precision(dtype) -> contextlib.AbstractContextManager:
 
 def forget_heads() -> None:
     """Lets the linear layer's code for one device be made again: JAX keeps that for each function."""
-    for function in (partition.local, partition.partitioned, primitive._batched):
-        function.cache_clear()
+    operation._partitioned.cache_clear()
+    jax.clear_caches()
 
 
 def target(kind: str) -> contextlib.AbstractContextManager:
@@ -129,8 +127,8 @@ def target(kind: str) -> contextlib.AbstractContextManager:
 
 def pretend(monkeypatch, reason: str | None) -> None:
     """Lets "ffi" be there for CUDA, or not be there, for the choice of a kernel that is not run."""
-    carrier = dataclasses.replace(CARRIERS["ffi"], unavailable=lambda platform: reason)
-    monkeypatch.setitem(CARRIERS, "ffi", carrier)
+    without = dataclasses.replace(REGISTERED["ffi"], unavailable=lambda platform: reason)
+    monkeypatch.setitem(REGISTERED, "ffi", without)
     names = frozenset() if reason else library.operations("cpu")
     monkeypatch.setattr(library, "operations", lambda platform: names)
 

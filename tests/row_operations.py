@@ -6,14 +6,14 @@ import numpy as np
 from truth import wide
 
 from jaxsoft._rows import xla
-from jaxsoft._rows.forms import Form, compose
-from jaxsoft._rows.operation import NO_ROW, Extra, Kind
+from jaxsoft._rows.forms import RowForm, compose
 from jaxsoft._rows.operations.labels import LABEL_STATE
 from jaxsoft._rows.operations.logsumexp import STATE
 from jaxsoft._rows.operations.softmax import SOFTMAX, SOFTMAX_VJP
+from jaxsoft._rows.spec import NO_ROW, RowExtra, RowKind
 
-SCALE, LIMIT, WHERE, BIAS = Extra
-ALL_EXTRAS = tuple(Extra)
+SCALE, LIMIT, WHERE, BIAS = RowExtra
+ALL_EXTRAS = tuple(RowExtra)
 
 
 def operands_of(operation, form, shape, dtype, ones=()):
@@ -34,7 +34,7 @@ def operands_of(operation, form, shape, dtype, ones=()):
     g = rng.standard_normal(shape).astype(dtype)
     if operation is SOFTMAX_VJP:
         limit = {LIMIT: extras[LIMIT]} if LIMIT in extras else {}
-        (y,) = exact(SOFTMAX, Form(np.dtype(np.float64), tuple(limit), form.trailing), x, *limit.values())
+        (y,) = exact(SOFTMAX, RowForm(np.dtype(np.float64), tuple(limit), form.trailing), x, *limit.values())
         y = np.where(rng.random(shape) < 0.1 * form.masked, 0, y)
         return [y.astype(dtype), np.where(y == 0, np.inf, g).astype(dtype) if form.masked else g, *extras.values()]
     base = [x]
@@ -43,13 +43,13 @@ def operands_of(operation, form, shape, dtype, ones=()):
         label.flat[1::5] = NO_ROW
         np.moveaxis(x, -1 - form.trailing, -1)[label == NO_ROW] = np.nan
         base.append(label)
-    if statistics := operation.kinds.count(Kind.STATISTIC):
+    if statistics := operation.kinds.count(RowKind.STATISTIC):
         of = LABEL_STATE if operation.has_label else STATE
         with np.errstate(over="ignore"):
-            m, s = exact(of, Form(np.dtype(np.float64), form.extras, form.trailing), *base, *extras.values())[:2]
+            m, s = exact(of, RowForm(np.dtype(np.float64), form.extras, form.trailing), *base, *extras.values())[:2]
         numbers = [rng.standard_normal(m.shape).astype(state) for _ in range(statistics - 2)]
         base += [m.astype(state), s.astype(state), *numbers]
-    if Kind.COTANGENT in operation.kinds:
+    if RowKind.COTANGENT in operation.kinds:
         base.append(g)
     return [*base, *extras.values()]
 
@@ -57,7 +57,7 @@ def operands_of(operation, form, shape, dtype, ones=()):
 def exact(operation, form, *operands):
     """The definition, in float64."""
     with jax.enable_x64(True):
-        form = Form(np.dtype(np.float64), form.extras, form.trailing, form.masked)
+        form = RowForm(np.dtype(np.float64), form.extras, form.trailing, form.masked)
         wide_operands = [v if v.dtype in (bool, np.int32) else wide(v) for v in operands]
         return [np.asarray(v) for v in jax.jit(compose(operation, form, xla.formula(operation, form)))(*wide_operands)]
 

@@ -70,8 +70,8 @@ from cases import Case
 
 from jaxsoft._head.ffi import product_in_place
 from jaxsoft._rows import ffi
-from jaxsoft._rows.forms import Form
-from jaxsoft._rows.operation import NO_ROW, Extra
+from jaxsoft._rows.forms import RowForm
+from jaxsoft._rows.operation import RowOperation
 from jaxsoft._rows.operations.entropy import ENTROPY, ENTROPY_VJP
 from jaxsoft._rows.operations.labels import (
     LABEL_ENTROPY,
@@ -85,11 +85,11 @@ from jaxsoft._rows.operations.log_softmax import LOG_SOFTMAX, LOG_SOFTMAX_VJP
 from jaxsoft._rows.operations.logsumexp import LOGSUMEXP_VJP, STATE
 from jaxsoft._rows.operations.softmax import SOFTMAX, SOFTMAX_VJP
 from jaxsoft._rows.operations.top_k import TOP_K
-from jaxsoft._rows.primitive import row_operation
+from jaxsoft._rows.spec import NO_ROW, RowExtra
 from jaxsoft.random import sample
 
-ALL = tuple(Extra)
-WITHOUT_BIAS = tuple(extra for extra in Extra if extra is not Extra.BIAS)
+ALL = tuple(RowExtra)
+WITHOUT_BIAS = tuple(extra for extra in RowExtra if extra is not RowExtra.BIAS)
 
 # (rows, n) by strategy: lanes of a warp, a block with 4, 5 and 8 packs a thread, clusters of few rows, split; n odd and
 # even.
@@ -114,26 +114,26 @@ OTHERS = [(70, 24), (300, 50), (9, 1000), (70, 1001), (70, 4096), (700, 16384), 
 OTHERS += [(70, 131072), (33, 524288), (9, 2**20), (2, 32000), (1, 65544), (2, 2**20), (1, 3_000_008)]
 
 
-def forms() -> Iterator[tuple[tuple[int, ...], str, Form]]:
+def forms() -> Iterator[tuple[tuple[int, ...], str, RowForm]]:
     """The shape and dtype of x, and the form."""
     for shape, dtype, extras in itertools.product([(3, 8), *SHAPES], DTYPES, EXTRAS):
-        yield shape, dtype, Form(np.dtype(dtype), extras)
+        yield shape, dtype, RowForm(np.dtype(dtype), extras)
     for (shape, dtype), extras in itertools.product(LONG, ((), WITHOUT_BIAS, ALL)):  # rings take no bias
-        yield shape, dtype, Form(np.dtype(dtype), extras)
+        yield shape, dtype, RowForm(np.dtype(dtype), extras)
     for shape, (dtype, result), extras in itertools.product(SHAPES, PAIRS, ((), ALL)):
-        yield shape, dtype, Form(np.dtype(result), extras)
+        yield shape, dtype, RowForm(np.dtype(result), extras)
     for shape, dtype in [*itertools.product(COLUMNS, DTYPES), *TILES]:
-        yield shape, dtype, Form(np.dtype(dtype), (), 1)
+        yield shape, dtype, RowForm(np.dtype(dtype), (), 1)
 
 
-def other_forms() -> Iterator[tuple[tuple[int, ...], str, Form]]:
+def other_forms() -> Iterator[tuple[tuple[int, ...], str, RowForm]]:
     """Likewise for those of the others, which have fewer forms."""
     for shape, dtype in itertools.product(OTHERS, DTYPES[:3]):
-        yield shape, dtype, Form(np.dtype(dtype))
-        yield shape, dtype, Form(np.dtype(dtype), ALL)
+        yield shape, dtype, RowForm(np.dtype(dtype))
+        yield shape, dtype, RowForm(np.dtype(dtype), ALL)
 
 
-def run(implementation: str, shape: Sequence[int], dtype: str, form: Form) -> None:
+def run(implementation: str, shape: Sequence[int], dtype: str, form: RowForm) -> None:
     """Every operation in a form that has those extras, or as many of them as the operation has."""
     axis = len(shape) - 1 - form.trailing
     rows, n, size = (*shape[:axis], *shape[axis + 1 :]), shape[axis], int(np.prod(shape))
@@ -141,23 +141,23 @@ def run(implementation: str, shape: Sequence[int], dtype: str, form: Form) -> No
     g = jnp.cos(x)
     first = jax.lax.broadcasted_iota(jnp.int32, shape, axis) < 8
     extras = {
-        Extra.SCALE: jnp.full((1,) * len(rows), 0.5, jnp.promote_types(dtype, jnp.float32)),
-        Extra.LIMIT: jnp.arange(1, np.prod(rows) + 1, dtype=jnp.int32).reshape(rows) * n // 2,
-        Extra.WHERE: jnp.arange(n).reshape(*(1,) * len(rows), n) % 3 > 0,
-        Extra.BIAS: jnp.sin(x),
+        RowExtra.SCALE: jnp.full((1,) * len(rows), 0.5, jnp.promote_types(dtype, jnp.float32)),
+        RowExtra.LIMIT: jnp.arange(1, np.prod(rows) + 1, dtype=jnp.int32).reshape(rows) * n // 2,
+        RowExtra.WHERE: jnp.arange(n).reshape(*(1,) * len(rows), n) % 3 > 0,
+        RowExtra.BIAS: jnp.sin(x),
     }
 
     def call(operation, dtype, *operands, masked=False, cap=None):
         kept = tuple(extra for extra in form.extras if extra in operation.extras)
-        of = Form(np.dtype(dtype), kept, form.trailing, masked, cap)
-        return row_operation(operation, of, implementation, *operands, *(extras[name] for name in kept))
+        of = RowForm(np.dtype(dtype), kept, form.trailing, masked, cap)
+        return RowOperation(operation, of, implementation)(*operands, *(extras[name] for name in kept))
 
     # Scores so far above the row's first ones that f32 has no sum of their exponentials.
     call(SOFTMAX, form.dtype, jnp.where(first, 0, x + 1000))
     (y,) = call(SOFTMAX, form.dtype, x)
     _, m, s = call(LOG_SOFTMAX, form.dtype, x)
     call(STATE, dtype, x)
-    call(SOFTMAX_VJP, dtype, y, g.astype(y.dtype), masked=bool({*form.extras} & {Extra.LIMIT, Extra.WHERE}))
+    call(SOFTMAX_VJP, dtype, y, g.astype(y.dtype), masked=bool({*form.extras} & {RowExtra.LIMIT, RowExtra.WHERE}))
     call(LOG_SOFTMAX_VJP, form.dtype, x, m, s, g)
     jax.block_until_ready(call(LOGSUMEXP_VJP, form.dtype, x, m, s, s))
     if form.trailing:
@@ -174,8 +174,8 @@ def run(implementation: str, shape: Sequence[int], dtype: str, form: Form) -> No
         m, s, _, u = call(LABEL_ENTROPY, dtype, x, i, cap=cap)
         jax.block_until_ready(call(LABEL_ENTROPY_VJP, form.dtype, x, i, m, s, u, s, s, s, cap=cap))
     for k in {min(n, k) for k in (1, 5, 64, 256)} if implementation == "ffi" and not form.extras else ():
-        of = Form(np.dtype(dtype), k=k)
-        jax.block_until_ready(row_operation(TOP_K, of, implementation, x))
+        of = RowForm(np.dtype(dtype), k=k)
+        jax.block_until_ready(RowOperation(TOP_K, of, implementation)(x))
         if message := ffi.top_k_message(x, k):
             merged = ffi.top_k_of_messages(x, of, 3)
             jax.block_until_ready(merged(jnp.stack([message(v) for v in (x, x[::-1], jnp.nan * x)])))

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxsoft._rows.forms import Form, Operands, is_plain
-from jaxsoft._rows.operation import Operation, RowFunction
+from jaxsoft._core.operation import Function
+from jaxsoft._rows.forms import Operands, RowForm, RowKernels, is_plain
 from jaxsoft._rows.operations.log_softmax import LOG_SOFTMAX, LOG_SOFTMAX_VJP
 from jaxsoft._rows.operations.logsumexp import LOGSUMEXP_VJP, STATE
 from jaxsoft._rows.operations.softmax import SOFTMAX, SOFTMAX_VJP
+from jaxsoft._rows.spec import RowSpec
 
 from . import devices
 
@@ -80,7 +81,7 @@ def unsupported(operands: Sequence[jax.core.ShapedArray]) -> str | None:
 KERNELS = frozenset((SOFTMAX, SOFTMAX_VJP, LOG_SOFTMAX, LOG_SOFTMAX_VJP, STATE, LOGSUMEXP_VJP))
 
 
-def kernel(operation: Operation, form: Form, platform: str, operands: Operands) -> RowFunction | None:
+def kernel(operation: RowSpec, form: RowForm, platform: str, operands: Operands) -> Function | None:
     """The kernel for an operation in this form, or None where it has to be composed."""
     del platform
     if operation not in KERNELS or not is_plain(operation, form, operands):
@@ -92,3 +93,6 @@ def kernel(operation: Operation, form: Form, platform: str, operands: Operands) 
         return launch.call(operation, devices.capability(), *operands)
 
     return call
+
+
+ROWS = RowKernels(kernel, unsupported)

@@ -15,7 +15,7 @@ import jaxsoft.pallas_kernels as pallas_kernels
 from jaxsoft._attention import around, cudnn, ffi, reference, stacked, xla
 from jaxsoft._attention.form import BASE, Extra
 from jaxsoft._attention.operation import Forward, Operation, Paged, Pullback
-from jaxsoft._core.carriers import CARRIERS
+from jaxsoft._core.implementations import REGISTERED, Choice, Names, accepted, refuse
 
 type Operands = Sequence[jax.core.ShapedArray]
 
@@ -76,34 +76,60 @@ KERNELS = {
 PAGED = ("ffi", "xla", "reference")
 
 
-def check_operands(operation: Operation, implementation: str | None, operands: Operands) -> None:
-    """Raises where a named implementation cannot take such operands on any platform."""
-    if implementation is not None and not _is_empty(operands):
-        _raise_for(implementation, _refusal(implementation, operation, operands), operation, operands)
+def check_operands(operation: Operation, names: Names, operands: Operands) -> None:
+    """Raises where no implementation that is accepted can take such operands on any platform."""
+    if names is not None and not _is_empty(operands):
+        reasons = {name: _refusal(name, operation, operands) for name in accepted(names, ())}
+        if all(reasons.values()):
+            raise refuse(names, {name: reason or "" for name, reason in reasons.items()}, _able(operation, operands))
 
 
-def choose(operation: Operation, implementation: str | None, platform: str, operands: Operands) -> xla.Function:
-    """The function for an operation on a platform. Raises where a named implementation cannot serve."""
+def choose(operation: Operation, names: Names, platform: str, operands: Operands) -> Choice:
+    """The function for an operation on a platform. Raises where no implementation that is accepted can serve."""
     if _is_empty(operands):  # there is nothing to compute: no kernel needs to know about empty arrays
-        return operation.formula(platform)
-    if implementation is not None:
-        reason = _refusal(implementation, operation, operands) or unavailable(implementation, platform)
-        _raise_for(implementation, reason, operation, operands)
-    name = implementation or _fastest(operation, platform, operands)
+        return Choice(operation.name, "xla", operation.formula(platform))
+    name, reasons = _first(operation, names, platform, operands)
+    function = _function(operation, name, names, platform, operands)
+    return Choice(operation.name, name, function, reasons=reasons)
+
+
+def _first(operation: Operation, names: Names, platform: str, operands: Operands) -> tuple[str, dict[str, str]]:
+    """The first of those that are accepted which serves an operation, and why those before it do not."""
+    reasons: dict[str, str] = {}
+    for name in accepted(names, preference(operation, platform, operands)):
+        reason = _refusal(name, operation, operands) or unavailable(name, platform)
+        if reason is None:
+            return name, reasons
+        reasons[name] = reason
+    raise refuse(names, reasons, _able(operation, operands))
+
+
+def _function(operation: Operation, name: str, names: Names, platform: str, operands: Operands) -> xla.Function:
+    """The function of an implementation that serves an operation.
+
+    Args:
+      operation: which.
+      name: of the implementation.
+      names: of those that are accepted.
+      platform: that is lowered for.
+      operands: their types.
+    """
     narrows = isinstance(operation, Pullback) and _is_wide(operation, operands) and not KERNELS[name].any_cotangent
     if operation.form.stacked and (name != "ffi" or narrows):
         batch = operands[0].shape[0]
         halves = [x.update(shape=(batch, *x.shape[1:])) for x in operands[1:BASE]]
-        function = choose(operation.apart, name, platform, [operands[0], *halves, *operands[BASE:]])
-        return stacked.served(operation.gradients, function)
+        types = [operands[0], *halves, *operands[BASE:]]
+        return stacked.served(operation.gradients, choose(operation.apart, name, platform, types).function)
     if isinstance(operation, Pullback) and narrows:
         narrow, narrower = _narrow(operation, operands)
-        return around.narrowed(operation, choose(narrow, name, platform, narrower))
+        return around.narrowed(operation, choose(narrow, name, platform, narrower).function)
     if _is_continued_around(name, operation, operands):
         within, given = _alone(operation, operands)
         return around.continued(operation, KERNELS[name].find(within, platform, given))
     if isinstance(operation, Forward) and operation.form.rounded and not operation.form.has_state:
-        gradients_by = implementation or _fastest(Pullback(operation.form, ()), platform, operands)
+        gradients_by = name
+        if not isinstance(names, str):
+            gradients_by, _ = _first(Pullback(operation.form, ()), names, platform, operands)
         if "cudnn" in (name, gradients_by):
             return _without_output_rest(name, operation, platform, operands)
     return KERNELS[name].find(operation, platform, operands)
@@ -111,15 +137,7 @@ def choose(operation: Operation, implementation: str | None, platform: str, oper
 
 def unavailable(implementation: str, platform: str) -> str | None:
     """None, or why an implementation cannot be used for attention on a platform."""
-    return CARRIERS[implementation].unavailable(platform) or KERNELS[implementation].unavailable(platform)
-
-
-def _fastest(operation: Operation, platform: str, operands: Operands) -> str:
-    """The first of those that are preferred which serves an operation."""
-    for name in preference(operation, platform, operands):
-        if not (unavailable(name, platform) or _refusal(name, operation, operands)):
-            return name
-    raise AssertionError("xla serves everything")
+    return REGISTERED[implementation].unavailable(platform) or KERNELS[implementation].unavailable(platform)
 
 
 def _without_output_rest(name: str, operation: Forward, platform: str, operands: Operands) -> xla.Function:
@@ -258,11 +276,5 @@ def _is_empty(operands: Operands) -> bool:
     return any(size == 0 for v in operands for size in v.shape)
 
 
-def _raise_for(implementation: str, reason: str | None, operation: Operation, operands: Operands) -> None:
-    if reason is None:
-        return
-    others = ", ".join(repr(name) for name in KERNELS if not _refusal(name, operation, operands))
-    raise ValueError(
-        f"implementation={implementation!r} cannot serve this call: {reason}. implementation=None always works; by "
-        f"name, these take such operands where they are available: {others}"
-    )
+def _able(operation: Operation, operands: Operands) -> list[str]:
+    return [name for name in KERNELS if not _refusal(name, operation, operands)]

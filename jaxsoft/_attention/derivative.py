@@ -17,15 +17,16 @@ from jaxsoft._attention.batching import mapped
 from jaxsoft._attention.form import Extra, Form
 from jaxsoft._attention.operation import Forward, Pullback
 from jaxsoft._attention.primitive import attention_operation
+from jaxsoft._core.implementations import Names
 from jaxsoft._core.linear_map import LinearMap
 from jaxsoft._core.mesh import automatically
-from jaxsoft._core.tangents import moves
+from jaxsoft._core.operation import moves
 
 _MOVING = ("output", "lse")  # the results that have derivatives
 
 
 @functools.cache
-def attention(form: Form, implementation: str | None, residual: bool = False) -> Callable[..., tuple[jax.Array, ...]]:
+def attention(form: Form, implementation: Names, residual: bool = False) -> Callable[..., tuple[jax.Array, ...]]:
     """(query, key, value, *extras) -> the output, the log-sum-exp and its rest, as a differentiable function.
 
     Derivatives use the log-sum-exp and the output's rest, so they take the results with these as a residual. The rests
@@ -58,7 +59,7 @@ class _Derivative(LinearMap):
     """
 
     form: Form
-    implementation: str | None
+    implementation: Names
     moving: tuple[str, ...]
     transposed: bool = False
 
@@ -125,9 +126,9 @@ class _Derivative(LinearMap):
             found[Extra.SINKS.value] = _of_sinks(given[self.form.place(Extra.SINKS.value)], lse, rest, delta)
         return tuple(found[name] for name in self.moving)
 
-    def transpose(self, dtype: np.dtype) -> "_Derivative":
+    def transpose(self, dtypes: Sequence[np.dtype], wanted: Sequence[int]) -> "_Derivative":
         """The transpose, whose results have the dtypes of the operands."""
-        del dtype
+        del dtypes, wanted
         return dataclasses.replace(self, transposed=not self.transposed)
 
     def batch(self, operands: Sequence[jax.Array], dims: Sequence[int | None]) -> Sequence[jax.Array]:

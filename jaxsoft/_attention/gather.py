@@ -80,9 +80,10 @@ class _Gather(LinearMap):
         first, total, most, *_ = varying_alike(jnp.int32(0), total, jnp.max(rank, initial=-1), x)
         return jax.lax.while_loop(lambda carry: carry[0] <= most, add, (first, total))[1].astype(self.dtype)
 
-    def transpose(self, dtype: np.dtype) -> "_Gather":
+    def transpose(self, dtypes: Sequence[np.dtype], wanted: Sequence[int]) -> "_Gather":
         """The transpose, whose results have the dtype of the operands."""
-        return dataclasses.replace(self, dtype=dtype, transposed=not self.transposed)
+        del wanted
+        return dataclasses.replace(self, dtype=dtypes[0], transposed=not self.transposed)
 
     def batch(self, operands: Sequence[jax.Array], dims: Sequence[int | None]) -> Sequence[jax.Array]:
         """Several caches are joined to one, and sequences of several batches to one batch."""

@@ -11,6 +11,7 @@ from jaxsoft._attention import all_gather, ring, stacked, xla
 from jaxsoft._attention.all_to_all import over_heads
 from jaxsoft._attention.form import BASE, Form
 from jaxsoft._attention.layouts import in_order
+from jaxsoft._core.implementations import Names
 from jaxsoft._core.mesh import Axes, automatically
 from jaxsoft.fold import accumulator
 
@@ -71,6 +72,13 @@ class Operation(abc.ABC):
     form: Form
 
     @property
+    def name(self) -> str:
+        """What is computed."""
+        if isinstance(self, Pullback):
+            return "attention_gradients"
+        return "paged_attention" if isinstance(self, Paged) else "attention"
+
+    @property
     @abc.abstractmethod
     def operands(self) -> tuple[str, ...]:
         """The names of the operands."""
@@ -119,7 +127,7 @@ class Operation(abc.ABC):
         return self._with_block(in_order(self.form.shards, *self._dimensions, function))
 
     def on_shards(
-        self, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], implementation: str | None, fresh: bool = False
+        self, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], implementation: Names, fresh: bool = False
     ) -> xla.Function:
         """The operation on one device that has a part of a sequence.
 
@@ -149,9 +157,7 @@ class Operation(abc.ABC):
         return operands, results
 
     @abc.abstractmethod
-    def _by_blocks(
-        self, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], implementation: str | None
-    ) -> xla.Function:
+    def _by_blocks(self, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], implementation: Names) -> xla.Function:
         """`on_shards`, where each device attends to the keys of others with its own queries."""
 
     @abc.abstractmethod
@@ -194,9 +200,7 @@ class Forward(Operation):
         """As the operation, in plain JAX."""
         return xla.forward(self.form, platform)
 
-    def _by_blocks(
-        self, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], implementation: str | None
-    ) -> xla.Function:
+    def _by_blocks(self, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], implementation: Names) -> xla.Function:
         """As the operation."""
 
         def of_form(form: Form, *operands: jax.Array) -> tuple[jax.Array, ...]:
@@ -285,9 +289,7 @@ class Pullback(Operation):
         plain = xla.pullback(self.form, self.moving, platform, self.wide)
         return xla.with_sums(self.moving, self.sums, plain) if self.sums else plain
 
-    def _by_blocks(
-        self, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], implementation: str | None
-    ) -> xla.Function:
+    def _by_blocks(self, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], implementation: Names) -> xla.Function:
         """As the operation."""
 
         def of_form(form: Form, sums: tuple[str, ...], *operands: jax.Array) -> tuple[jax.Array, ...]:

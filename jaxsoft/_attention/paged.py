@@ -17,15 +17,16 @@ from jaxsoft._attention.form import Extra, Form
 from jaxsoft._attention.operation import Paged
 from jaxsoft._attention.pages import contiguous, contiguous_form
 from jaxsoft._attention.primitive import attention_operation
+from jaxsoft._core.implementations import Names
 from jaxsoft._core.mesh import automatically
-from jaxsoft._core.tangents import jvp_along
+from jaxsoft._core.operation import jvp_along
 
 # What computes derivatives, by the implementation that was named. None for others, which have pages alone.
 _OF_GATHERED = {"xla": "xla", "reference": "reference"}
 
 
 @functools.cache
-def paged_attention(form: Form, implementation: str | None) -> Callable[..., tuple[jax.Array, ...]]:
+def paged_attention(form: Form, implementation: Names) -> Callable[..., tuple[jax.Array, ...]]:
     """(query, pages of keys, pages of values, *extras) -> the output, the log-sum-exp and its rest, as a differentiable
     function.
     """
@@ -37,13 +38,15 @@ def paged_attention(form: Form, implementation: str | None) -> Callable[..., tup
 
     @functools.partial(function.defjvp, symbolic_zeros=True)
     def function_jvp(primals, tangents):
-        attend = functools.partial(_over_gathered, form, _OF_GATHERED.get(implementation or ""))
+        attend = functools.partial(
+            _over_gathered, form, _OF_GATHERED.get(implementation if isinstance(implementation, str) else "")
+        )
         return jvp_along(attend, primals, tangents)
 
     return function
 
 
-def _over_gathered(form: Form, implementation: str | None, *operands: jax.Array) -> tuple[jax.Array, ...]:
+def _over_gathered(form: Form, implementation: Names, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """The results of a paged call, as one of keys and values that lie in one piece."""
     flat = contiguous_form(form)
 

@@ -1,13 +1,12 @@
 """Attention over a mesh: batch and heads stay on their devices, and sequences if asked to; all else is whole on each.
 
-XLA's partitioner cannot see into a custom call, and would gather its operands on every device. `partitioned` tells it
-how the operation splits: each device takes its batch and its heads of queries, with the heads of keys that these attend
+XLA's partitioner cannot see into a custom call, and would gather its operands on every device. `partition` tells it how
+the operation splits: each device takes its batch and its heads of queries, with the heads of keys that these attend
 to. Where heads of keys are fewer than devices, several devices have the same ones, and each takes the one it needs.
 Gradients of what several devices share are summed over these. Where the operation says that sequences lie over devices,
 each has its part of them (see `jaxsoft._attention.ring`).
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -19,9 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxsoft._attention import stacked
 from jaxsoft._attention.form import BASE
 from jaxsoft._attention.operation import DIMENSIONS, Operation
-from jaxsoft._attention.xla import Function
-from jaxsoft._core.mesh import Axes, axes_of, if_even, on_one_device, refined
-from jaxsoft._core.partitioning import partitionable
+from jaxsoft._core.mesh import Axes, axes_of, if_even, refined
+from jaxsoft._core.operation import Function
 
 _WHOLE = ("t", "s", "h", "d", "p", "i", "l", "e", "x")  # the dimensions that are not sharded
 _OF_SHARDS = _WHOLE[2:]  # likewise, where sequences lie over devices
@@ -44,43 +42,33 @@ class _Sizes(NamedTuple):
         return cls(query.shape[0], query.shape[2], key.shape[2])
 
 
-@functools.cache
-def partitioned(operation: Operation, kernel: Function, on_shards: Callable[..., Function]) -> Function:
-    """The operation as a function that a mesh may partition, given the one for one device that has whole sequences, and
-    for axes of a mesh the one that has parts of them.
+def partition(operation: Operation, kernel: Function, on_shards: Callable[..., Function], mesh, operands, results):
+    """How an operation splits, given the function for one device that has whole sequences, and for axes of a mesh the
+    one that has parts of them. See `jaxsoft._core.operation.Served.partition`.
     """
     shards = operation.form.shards
+    mesh, sizes = refined(mesh, operands[0]), _Sizes.of(operands)
+    of_query = axes_of(operands[0], mesh)
+    axes = {"b": if_even(of_query[0], sizes.b, mesh), "n": if_even(of_query[2], sizes.n, mesh)}
+    devices = math.prod(mesh.shape[axis] for axis in axes["n"])
+    if sizes.k % devices and devices % sizes.k:
+        axes["n"], devices = (), 1
+    axes["k"] = _beginning(axes["n"], sizes.k, mesh)
+    sharing = {"k": axes["n"][len(axes["k"]) :]}
+    bias = dict(zip(operation.operands, operands, strict=True)).get("bias")
+    sharing["bias"] = _sharing(bias, axes, sizes)
+    if shards is not None and math.prod(mesh.shape[axis] for axis in of_query[1]) == shards.devices:
+        axes["t"] = axes["s"] = of_query[1]
+    # Where devices share heads of keys, none has the block of all heads that it would keep.
+    of_device = on_shards(axes["t"], fresh=bool(sharing["k"])) if "t" in axes else kernel
+    local = _local(operation, of_device, sizes, sharing)
 
-    def partition(mesh, operands, results):
-        mesh, sizes = refined(mesh, operands[0]), _Sizes.of(operands)
-        of_query = axes_of(operands[0], mesh)
-        axes = {"b": if_even(of_query[0], sizes.b, mesh), "n": if_even(of_query[2], sizes.n, mesh)}
-        devices = math.prod(mesh.shape[axis] for axis in axes["n"])
-        if sizes.k % devices and devices % sizes.k:
-            axes["n"], devices = (), 1
-        axes["k"] = _beginning(axes["n"], sizes.k, mesh)
-        sharing = {"k": axes["n"][len(axes["k"]) :]}
-        bias = dict(zip(operation.operands, operands, strict=True)).get("bias")
-        sharing["bias"] = _sharing(bias, axes, sizes)
-        if shards is not None and math.prod(mesh.shape[axis] for axis in of_query[1]) == shards.devices:
-            axes["t"] = axes["s"] = of_query[1]
-        # Where devices share heads of keys, none has the block of all heads that it would keep.
-        of_device = on_shards(axes["t"], fresh=bool(sharing["k"])) if "t" in axes else kernel
-        local = _local(operation, of_device, sizes, sharing)
+    def shardings(names, arrays):
+        pairs = zip(names, arrays, strict=True)
+        specs = [PartitionSpec(*(axes.get(d) or None for d in _sharded(name, v.shape, sizes))) for name, v in pairs]
+        return tuple(NamedSharding(mesh, spec) for spec in specs)
 
-        def shardings(names, arrays):
-            pairs = zip(names, arrays, strict=True)
-            specs = [PartitionSpec(*(axes.get(d) or None for d in _sharded(name, v.shape, sizes))) for name, v in pairs]
-            return tuple(NamedSharding(mesh, spec) for spec in specs)
-
-        given, found = shardings(operation.operands, operands), shardings(operation.results, results)
-        return mesh, on_one_device(local), found, given
-
-    def rule(mesh, operand_types, result_types):
-        del mesh
-        return _rule(operation, operand_types, result_types)
-
-    return partitionable(kernel, partition, rule, operation, kernel)
+    return mesh, local, shardings(operation.results, results), shardings(operation.operands, operands)
 
 
 def _sharded(name: str, shape: Sequence[int], sizes: _Sizes) -> list[str]:
@@ -89,7 +77,7 @@ def _sharded(name: str, shape: Sequence[int], sizes: _Sizes) -> list[str]:
     return [d if lengths.get(d, size) == size else "" for d, size in zip(DIMENSIONS[name], shape, strict=True)]
 
 
-def _rule(operation: Operation, operand_types: Sequence, result_types: Sequence) -> tuple[str, dict]:
+def rule(operation: Operation, operand_types: Sequence, result_types: Sequence) -> tuple[str, dict]:
     """The sharding rule: which dimensions of which arrays are sharded alike.
 
     The heads of queries are two factors, the heads of keys and the heads of queries of each. A dimension of length 1

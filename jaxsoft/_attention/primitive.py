@@ -1,68 +1,83 @@
-"""`attention_operation`: every kernel for attention behind one function.
+"""Attention as JAX sees it: which kernel serves an operation, and how it splits over a mesh.
 
-This file is the layers between a kernel and the derivatives, from the outside in: to JAX a call is one operation, whose
-rule for vmap joins the batch, `partition` keeps shards of batch and heads where they are, and a primitive waits until
-it is lowered, when the platform is known, to pick the implementation. The derivative of an operation, which only
-forward mode and higher orders ask for, is that of its formula.
+vmap joins the batch, and batch and heads that lie over a mesh stay where they are (see `partition`).
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
-from typing import cast
+from collections.abc import Sequence
 
 import jax
-from jax.interpreters import ad, mlir
+from jax.interpreters import ad
 
+from jaxsoft._attention import partition
 from jaxsoft._attention.batching import mapped, paged_mapped
 from jaxsoft._attention.choice import check_operands, choose
 from jaxsoft._attention.form import BASE
 from jaxsoft._attention.operation import Forward, Operation, Paged, Pullback
-from jaxsoft._attention.partition import partitioned
-from jaxsoft._core.carriers import is_opaque
-from jaxsoft._core.mesh import Axes, can_partition, on_one_device
-from jaxsoft._core.primitives import compiled, primitive
-from jaxsoft._core.tangents import jvp_along
-from jaxsoft._core.whole import Whole
-
-
-def attention_operation(
-    operation: Operation, implementation: str | None, *operands: jax.Array
-) -> tuple[jax.Array, ...]:
-    """Calls an operation. Raises at once where the named implementation cannot take such operands.
-
-    Args:
-      operation: which.
-      implementation: None, or the name of one.
-      operands: those of the operation.
-    """
-    check_operands(operation, implementation, [jax.typeof(x) for x in operands])
-    if implementation is None and not can_partition():
-        implementation = "xla"
-    splits = is_opaque(implementation) or operation.form.shards is not None
-    return _Call(operation, implementation, splits and can_partition())(*operands)
+from jaxsoft._core.implementations import Choice, Names
+from jaxsoft._core.mesh import Axes, can_partition
+from jaxsoft._core.operation import Function, Served, Types
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call(Whole):
-    """An operation by an implementation, which a mesh may partition or not."""
+class Attention(Served):
+    """An operation of attention by some implementation."""
 
     operation: Operation
-    implementation: str | None
-    partition: bool
+    implementation: Names = None
+
+    @property
+    def name(self) -> str:
+        """What is computed."""
+        return self.operation.name
+
+    @property
+    def splits(self) -> bool:
+        """Whether it has to say how it splits, or has a part of a sequence, which is no kernel's alone."""
+        shards = self.operation.form.shards
+        return super().splits or (shards is not None and (shards.inside or can_partition()))
+
+    def check(self, operands: Types) -> None:
+        """Raises where no implementation that is accepted can take such operands on any platform."""
+        check_operands(self.operation, self.implementation, operands)
+
+    def types(self, *operands):
+        """Those of the operation."""
+        return self.operation.types(*operands)
+
+    def formula(self) -> Function:
+        """That of the operation."""
+        return self.operation.formula()
+
+    def choose(self, platform: str, operands: Types) -> Choice:
+        """The kernel, for operands that may have whole sequences in a layout."""
+        choice = choose(self.operation.whole, self.implementation, platform, operands)
+        return dataclasses.replace(choice, function=self.operation.alone(choice.function))
 
     def apply(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        """The operation."""
-        on_shards = _on_shards(self.operation, self.implementation)
+        """The operation. Within code for one device, a part of a sequence is computed with those of the others."""
         shards = self.operation.form.shards
         if shards is not None and shards.inside:
-            return on_shards((shards.axis,))(*operands)
-        kernel = _kernel(self.operation, self.implementation)
-        return (partitioned(self.operation, kernel, on_shards) if self.partition else kernel)(*operands)
+            return self.on_shards((shards.axis,))(*operands)
+        return super().apply(operands)
 
-    def tangents(self, primals: Sequence[jax.Array], tangents: Sequence) -> Sequence:
-        """Those of the formula."""
-        return jvp_along(self.operation.formula(), primals, tangents)[1]
+    def on_shards(self, axes: Axes, fresh: bool = False) -> Function:
+        """The function of a device that has a part of each sequence, over these axes of a mesh."""
+
+        def run(operation: Operation, *operands: jax.Array) -> tuple[jax.Array, ...]:
+            of_part = Attention(operation, self.implementation)
+            of_part.check([jax.typeof(x) for x in operands])
+            return of_part.on_device(*operands)
+
+        return self.operation.on_shards(axes, run, self.implementation, fresh)
+
+    def partition(self, mesh, operands, results):
+        """Batch and heads stay on their devices, and sequences if asked to."""
+        return partition.partition(self.operation, self.on_device, self.on_shards, mesh, operands, results)
+
+    def rule(self, operands: Sequence, results: Sequence) -> tuple[str, dict]:
+        """Batch and heads are sharded alike."""
+        return partition.rule(self.operation, operands, results)
 
     def cotangents(self, of_results: Sequence, operands: Sequence) -> Sequence:
         """The output is linear in value, and nothing else depends on it: so it is the gradient by value, at 0."""
@@ -92,64 +107,6 @@ class _Call(Whole):
         return mapped(self, operation.operands, operation.results, operands, dims, moving)
 
 
-@functools.cache
-def _kernel(operation: Operation, implementation: str | None) -> Callable[..., tuple[jax.Array, ...]]:
-    """The operation on one device, the same function for each call."""
-    return functools.partial(_bind, operation, implementation)
-
-
-@functools.cache
-def _on_shards(operation: Operation, implementation: str | None) -> Callable[..., Callable[..., tuple]]:
-    """The operation on one device that has a part of each sequence, for the axes of a mesh; likewise the same."""
-
-    def run(operation: Operation, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        check_operands(operation, implementation, [jax.typeof(x) for x in operands])
-        return _bind(operation, implementation, *operands)
-
-    def on_shards(axes: Axes, fresh: bool = False) -> Callable[..., tuple[jax.Array, ...]]:
-        return operation.on_shards(axes, run, implementation, fresh)
-
-    return on_shards
-
-
-def _bind(operation: Operation, implementation: str | None, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    return tuple(_attention_p().bind(*operands, operation=operation, implementation=implementation))
-
-
-@functools.cache
-def _attention_p():
-    made = primitive("jaxsoft_attention", _impl, _abstract_eval)
-    mlir.register_lowering(made, functools.partial(_lower, "other"))
-    for platform in ("cpu", "cuda"):
-        mlir.register_lowering(made, functools.partial(_lower, platform), platform=platform)
-    return made
-
-
-@functools.partial(compiled, static_argnames=("operation", "implementation"))
-def _impl(*operands, **params):
-    return _attention_p().bind(*operands, **params)
-
-
-def _abstract_eval(*operands, operation, implementation):
-    del implementation
-    return operation.types(*operands)
-
-
-def _chosen(operation, implementation, platform, operands):
-    """The function for an operation, which may have whole sequences in a layout."""
-    if operation.form.shards is None:
-        return choose(operation, implementation, platform, operands)
-
-    def function(*given):
-        plain = [jax.core.ShapedArray(v.shape, v.dtype) for v in given]
-        return choose(operation.whole, implementation, platform, plain)(*given)
-
-    return operation.alone(function)
-
-
-def _lower(platform: str, ctx: mlir.LoweringRuleContext, *operands, operation, implementation):
-    """Lowers the kernel for operands whose types no longer name the axes of a mesh."""
-    operands_in = cast(Sequence[jax.core.ShapedArray], ctx.avals_in)
-    avals = [jax.core.ShapedArray(v.shape, v.dtype) for v in operands_in]
-    kernel = on_one_device(_chosen(operation, implementation, platform, avals))
-    return mlir.lower_fun(kernel, multiple_results=True)(ctx.replace(avals_in=avals), *operands)
+def attention_operation(operation: Operation, implementation: Names, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    """The results of an operation by an implementation."""
+    return Attention(operation, implementation)(*operands)

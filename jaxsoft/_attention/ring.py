@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jaxsoft._attention import stacked
 from jaxsoft._attention.form import Extra, Form
 from jaxsoft._attention.layouts import AXES_OF_COTANGENTS, AXES_OF_RESULTS, Function, Piece, Step, chunk, joined, steps
+from jaxsoft._core.implementations import Names
 from jaxsoft._core.mesh import Axes
 from jaxsoft.fold import accumulator
 
@@ -43,7 +44,7 @@ class _Local:
     takes_blocks: bool
 
     @classmethod
-    def of(cls, form: Form, axes: Axes, operands: Sequence[jax.Array], implementation: str | None) -> "_Local":
+    def of(cls, form: Form, axes: Axes, operands: Sequence[jax.Array], implementation: Names) -> "_Local":
         """Of the operands of the part of the sequence that the device has."""
         assert form.shards is not None
         named = dict(zip(form.names, operands, strict=False))
@@ -115,7 +116,7 @@ class _Local:
         return dataclasses.replace(self.form.whole, **of_form), [*base, *(extras[extra] for extra in names)]
 
 
-def forward(form: Form, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], implementation: str | None) -> Function:
+def forward(form: Form, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], implementation: Names) -> Function:
     """Attention on one device, of the operands of its part of the sequence.
 
     Args:
@@ -162,7 +163,7 @@ def pullback(
     moving: Sequence[str],
     axes: Axes,
     run: Callable[..., tuple[jax.Array, ...]],
-    implementation: str | None,
+    implementation: Names,
 ) -> Function:
     """The gradients on one device, of the operands of its part of the sequence.
 

@@ -1,4 +1,4 @@
-"""Linear maps as a primitive: the derivative of a function at a point, in forward mode and transposed for reverse mode.
+"""Linear maps as operations: the derivative of a function at a point, in forward mode and transposed for reverse mode.
 
 A `jax.custom_vjp` would refuse forward mode. Here the derivative of a function is one operation that is linear in some
 of its operands. Forward mode evaluates it, and reverse mode transposes it to another operation of the same kind, which
@@ -6,18 +6,16 @@ may be a kernel. Both can be differentiated again, by their formula.
 """
 
 import abc
-import functools
 from collections.abc import Sequence
 
 import jax
 import numpy as np
 from jax.interpreters import ad
 
-from jaxsoft._core.tangents import jvp_along, moves, zero_tangent
-from jaxsoft._core.whole import Whole, whole_primitive
+from jaxsoft._core.operation import Operation, jvp_along, moves, zero_tangent
 
 
-class LinearMap(Whole):
+class LinearMap(Operation):
     """A map that is linear in some of its operands, which are neighbours. Hashable."""
 
     @property
@@ -30,8 +28,13 @@ class LinearMap(Whole):
         return self.apply(operands)
 
     @abc.abstractmethod
-    def transpose(self, dtype: np.dtype) -> "LinearMap":
-        """The transpose, for linear operands of this dtype."""
+    def transpose(self, dtypes: Sequence[np.dtype], wanted: Sequence[int]) -> "LinearMap":
+        """The transpose.
+
+        Args:
+          dtypes: of the linear operands.
+          wanted: of which of them, counted from the first linear one, there are to be results. There may be of all.
+        """
 
     def tangents(self, primals: Sequence[jax.Array], tangents: Sequence) -> Sequence:
         """By the linear operands the map itself, and by the others that of the formula."""
@@ -49,19 +52,17 @@ class LinearMap(Whole):
         linear = self.linear
         unknown = [i for i, v in enumerate(operands) if ad.is_undefined_primal(v)]
         assert all(i in linear for i in unknown)  # where only some of them are unknown, the others are 0
+        found: list = [None] * len(operands)
+        if all(isinstance(g, ad.Zero) for g in of_results):
+            for i in unknown:
+                found[i] = ad.Zero(operands[i].aval)
+            return found
+        given = map(ad.instantiate_zeros, of_results)
         types = [operands[i].aval if i in unknown else jax.typeof(operands[i]) for i in linear]
-        results: Sequence = [ad.Zero(t) for t in types]
-        if not all(isinstance(g, ad.Zero) for g in of_results):
-            given = map(ad.instantiate_zeros, of_results)
-            transposed = self.transpose(types[0].dtype)
-            results = transposed(*operands[: linear.start], *given, *operands[linear.stop :])
-        return [results[linear.index(i)] if i in unknown else None for i in range(len(operands))]
-
-    @staticmethod
-    def _primitive():
-        return _linear_p()
-
-
-@functools.cache
-def _linear_p():
-    return whole_primitive("jaxsoft_linear_map")
+        wanted = [i - linear.start for i in unknown]
+        transposed = self.transpose([t.dtype for t in types], wanted)
+        results: Sequence[jax.Array] = transposed(*operands[: linear.start], *given, *operands[linear.stop :])
+        results = results if len(results) == len(unknown) else [results[i] for i in wanted]
+        for i, v in zip(unknown, results, strict=True):
+            found[i] = v
+        return found

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsoft._head.head import Head, Parameters
-from jaxsoft._head.operation import Kind
+from jaxsoft._head.operation import HeadArray
 
 
 class Chunk(NamedTuple):
@@ -35,8 +35,10 @@ class Chunk(NamedTuple):
 
     def layer(self, parameters: Parameters) -> Parameters:
         """The parameters of the linear layer, for a chunk of classes."""
-        of_classes = {kind: self.of(parameters[kind]) for kind in (Kind.WEIGHT, Kind.BIAS) if kind in parameters}
-        return {Kind.HIDDEN: parameters[Kind.HIDDEN], **of_classes}
+        of_classes = {
+            kind: self.of(parameters[kind]) for kind in (HeadArray.WEIGHT, HeadArray.BIAS) if kind in parameters
+        }
+        return {HeadArray.HIDDEN: parameters[HeadArray.HIDDEN], **of_classes}
 
 
 def chunk_size(head: Head, rows: int) -> int:

@@ -11,16 +11,13 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
 
 from jaxsoft._core.linear_map import LinearMap
-from jaxsoft._core.tangents import jvp_along, moves
-from jaxsoft._core.whole import Whole
-from jaxsoft._head.forward import Forward
+from jaxsoft._core.operation import moves
+from jaxsoft._head.forward import HeadForward
 from jaxsoft._head.head import Head, formula
-from jaxsoft._head.operation import Kind
-from jaxsoft._head.primitive import head_operation, mapped
-from jaxsoft._head.pullback import Pullback
+from jaxsoft._head.operation import HeadArray, mapped
+from jaxsoft._head.pullback import HeadPullback
 
 
 @functools.cache
@@ -33,14 +30,14 @@ def statistics(head: Head, residual: bool = False, before_weight: bool = False) 
 
     @jax.custom_jvp
     def function(*operands):
-        return _Statistics(head, residual, before_weight)(*operands)
+        return HeadForward(head, residual, before_weight)(*operands)
 
     @functools.partial(function.defjvp, symbolic_zeros=True)
     def function_jvp(primals, tangents):
         moving = {kind: tangent for kind, tangent in head.named(tangents).items() if moves(tangent)}
-        results = statistics(head, True, Kind.WEIGHT in moving)(*primals)
+        results = statistics(head, True, HeadArray.WEIGHT in moving)(*primals)
         residuals = results[len(head.statistics) :]
-        d_others, d_t, *d_rest = _Derivative(head, tuple(moving))(*primals, *residuals, *moving.values())
+        d_others, d_t, *d_rest = HeadDerivative(head, tuple(moving))(*primals, *residuals, *moving.values())
         results = results if residual else results[: len(head.statistics)]
         constant = map(jnp.zeros_like, results[3 + len(d_rest) :])
         return results, (d_others, d_t, d_others - d_t, *d_rest, *constant)
@@ -49,49 +46,21 @@ def statistics(head: Head, residual: bool = False, before_weight: bool = False) 
 
 
 @dataclasses.dataclass(frozen=True)
-class _Statistics(Whole):
-    """The pass over chunks, for what takes its derivative without the rule of `statistics` (see `Whole`)."""
-
-    head: Head
-    residual: bool
-    before_weight: bool
-
-    @property
-    def forward(self) -> Forward:
-        """The pass as an operation."""
-        return Forward(self.head, self.residual, self.before_weight)
-
-    def apply(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        """The pass."""
-        return head_operation(self.forward, *operands)
-
-    def tangents(self, primals: Sequence[jax.Array], tangents: Sequence) -> Sequence:
-        """Those of the formula. What is for the pullback counts as constant."""
-        found = jvp_along(functools.partial(formula, self.head), primals, tangents)[1]
-        types = self.forward.types(*map(jax.typeof, primals))
-        return *found, *(SymbolicZero(t.to_tangent_aval()) for t in types[len(found) :])
-
-    def batch(self, operands: Sequence[jax.Array], dims: Sequence[int | None]) -> Sequence[jax.Array]:
-        """Mapped rows are more rows."""
-        return mapped(self, self.forward.operands, self.forward.results, operands, dims)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Derivative(LinearMap):
+class HeadDerivative(LinearMap):
     """The derivative of `statistics` along some of the parameters, or its transpose.
 
-    Its operands are the residuals of `Pullback`, and then the tangents of the parameters that move, or transposed the
-    cotangents of the statistics that have a derivative of their own.
+    Its operands are the residuals of `HeadPullback`, and then the tangents of the parameters that move, or transposed
+    the cotangents of the statistics that have a derivative of their own.
     """
 
     head: Head
-    moving: tuple[Kind, ...]
+    moving: tuple[HeadArray, ...]
     transposed: bool = False
 
     @property
-    def pullback(self) -> Pullback:
+    def pullback(self) -> HeadPullback:
         """The transpose as an operation over chunks."""
-        return Pullback(self.head, self.moving)
+        return HeadPullback(self.head, self.moving)
 
     @property
     def linear(self) -> range:
@@ -101,7 +70,7 @@ class _Derivative(LinearMap):
 
     def apply(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """The formula forward, and chunks for the transpose."""
-        return head_operation(self.pullback, *operands) if self.transposed else self.formula(operands)
+        return self.pullback(*operands) if self.transposed else self.formula(operands)
 
     def formula(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """The map by way of all scores."""
@@ -118,9 +87,9 @@ class _Derivative(LinearMap):
             return jax.vjp(along, *primals)[1](linear)
         return jax.jvp(along, primals, linear)[1]
 
-    def transpose(self, dtype: np.dtype) -> "_Derivative":
+    def transpose(self, dtypes: Sequence[np.dtype], wanted: Sequence[int]) -> "HeadDerivative":
         """The transpose, whose results have the dtypes of the parameters."""
-        del dtype
+        del dtypes, wanted
         return dataclasses.replace(self, transposed=not self.transposed)
 
     def batch(self, operands: Sequence[jax.Array], dims: Sequence[int | None]) -> Sequence[jax.Array]:

@@ -12,19 +12,21 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from jaxsoft import fold
 from jaxsoft._core.mesh import Axes, exchanged
+from jaxsoft._core.operation import Function
 from jaxsoft._head import kernels
 from jaxsoft._head.chunks import Chunk, chunk_size, over_chunks, over_rows, row_chunk_within
-from jaxsoft._head.head import Head, composed_sums, product_dtype, scores
-from jaxsoft._head.operation import Kind, Operation, Shards
-from jaxsoft._rows.forms import Form
+from jaxsoft._head.head import Head, composed_sums, formula, product_dtype, scores
+from jaxsoft._head.operation import HeadArray, HeadOperation, Shards
+from jaxsoft._rows.forms import RowForm
 from jaxsoft._rows.formulas import labels_within, nan_where
-from jaxsoft._rows.operation import NO_ROW
+from jaxsoft._rows.operation import RowOperation
 from jaxsoft._rows.operations.entropy import entropy_of, products_from
 from jaxsoft._rows.operations.labels import beside_label
-from jaxsoft._rows.primitive import kernel
+from jaxsoft._rows.spec import NO_ROW
 
 
 class Folded(NamedTuple):
@@ -119,7 +121,7 @@ def folded(head: Head, x: jax.Array, label: jax.Array, here: jax.Array, weights:
     # The sums are of distances from the label's score. Where that is elsewhere, the first class stands in for it.
     stands_in = ~found & (here != NO_ROW)
     index = jnp.where(stands_in, 0, here) if of_sums else here
-    m, s, t, *rest = kernel(head.function.forward, Form(fold.accumulator(x.dtype), cap=head.cap), None, x, index)
+    m, s, t, *rest = _reduced(head, x, index)
     state = fold.State(m, s)
     if of_sums:
         whole = fold.combine(state, fold.from_lse(t))
@@ -132,8 +134,14 @@ def folded(head: Head, x: jax.Array, label: jax.Array, here: jax.Array, weights:
     return Folded(state, products, jnp.where(found, t, 0), rest, ref)
 
 
+def _reduced(head: Head, x: jax.Array, index: jax.Array) -> tuple[jax.Array, ...]:
+    """What the function of rows that reduces the scores finds."""
+    form = RowForm(fold.accumulator(x.dtype), cap=head.cap)
+    return RowOperation(head.function.forward, form).on_device(x, index)
+
+
 @dataclasses.dataclass(frozen=True)
-class Forward(Operation):
+class HeadForward(HeadOperation):
     """The results of `head.formula`, and what the pullback needs if it may be called.
 
     Attributes:
@@ -146,21 +154,33 @@ class Forward(Operation):
     residual: bool
     before_weight: bool = False
 
+    name = "linear_statistics"
+
     @property
     def keep(self) -> bool:
         """Whether the scores are kept."""
         return self.residual and not self.head.recompute
 
     @property
-    def operands(self) -> tuple[Kind, ...]:
+    def operands(self) -> tuple[HeadArray, ...]:
         """The parameters and the labels."""
-        return (*self.head.parameters, Kind.LABEL)
+        return (*self.head.parameters, HeadArray.LABEL)
 
     @property
-    def results(self) -> tuple[Kind, ...]:
+    def results(self) -> tuple[HeadArray, ...]:
         """The statistics, the residuals, and the scores if they are kept."""
         residuals = self.head.residuals if self.residual else ()
-        return *self.head.statistics, *residuals, *(Kind.SCORES,) * self.keep
+        return *self.head.statistics, *residuals, *(HeadArray.SCORES,) * self.keep
+
+    def formula(self) -> Function:
+        """By way of all scores, without what is for the pullback."""
+        return functools.partial(formula, self.head)
+
+    def tangents(self, primals: Sequence[jax.Array], tangents: Sequence) -> Sequence:
+        """Those of the formula. What is for the pullback counts as constant."""
+        found = super().tangents(primals, tangents)
+        types = self.types(*map(jax.typeof, primals))
+        return *found, *(SymbolicZero(t.to_tangent_aval()) for t in types[len(found) :])
 
     def types(self, *operands):
         """The types of the results. They vary over the mesh axes of shard_map as what is computed of the scores."""
@@ -169,7 +189,7 @@ class Forward(Operation):
             x = scores(self.head, self.head.named(operands))
             statistic = jnp.max(x, axis=-1, initial=-jnp.inf)
             kept = x.astype(product_dtype(*operands[:2]))
-            return [kept if kind is Kind.SCORES else statistic for kind in self.results]
+            return [kept if kind is HeadArray.SCORES else statistic for kind in self.results]
 
         return jax.make_jaxpr(like)(*operands).out_avals
 
@@ -178,7 +198,7 @@ class Forward(Operation):
         head, parameters, label = self.head, self.head.named(operands), operands[-1]
         dtype = product_dtype(*operands[:2])
         wide, classes = fold.accumulator(dtype), operands[1].shape[1]
-        parameters[Kind.HIDDEN] = parameters[Kind.HIDDEN].astype(dtype)
+        parameters[HeadArray.HIDDEN] = parameters[HeadArray.HIDDEN].astype(dtype)
         index = labels_within(label, shards.first_class(classes))
         zero = jnp.zeros(label.shape, wide)
         products = zero if head.entropy else None
@@ -188,14 +208,14 @@ class Forward(Operation):
         kept = jax.lax.empty((label.size, classes), dtype) if self.keep else None
 
         def with_rows(found: Folded, chunk: Chunk) -> Folded:
-            x = scores(head, parameters | {Kind.HIDDEN: chunk.of(parameters[Kind.HIDDEN])})
+            x = scores(head, parameters | {HeadArray.HIDDEN: chunk.of(parameters[HeadArray.HIDDEN])})
             part = folded(head, x, chunk.of(label), chunk.of(index), None)
             return jax.tree.map(chunk.written, found, part)
 
         def with_classes(carry: tuple[Folded, jax.Array | None], chunk: Chunk) -> tuple[Folded, jax.Array | None]:
             found, kept = carry
             x, here = scores(head, chunk.layer(parameters)), labels_within(index, chunk.begin)
-            weights = chunk.of(parameters[Kind.CLASS_WEIGHTS]) if head.weighted else None
+            weights = chunk.of(parameters[HeadArray.CLASS_WEIGHTS]) if head.weighted else None
             found = found.joined(folded(head, x, label, here, weights))
             return found, None if kept is None else chunk.written(kept, x)
 
@@ -208,7 +228,7 @@ class Forward(Operation):
             return Folded(fold.State(m, s), products, t, rest, m if head.summed else None)
 
         on_gpu = None
-        if kernels.serve(head, jax.typeof(parameters[Kind.HIDDEN]), jax.typeof(operands[1])):
+        if kernels.serve(head, jax.typeof(parameters[HeadArray.HIDDEN]), jax.typeof(operands[1])):
             on_gpu = in_registers
         elif rows := self._row_chunk(operands[1], label.size, dtype):
             on_gpu = functools.partial(over_rows, rows, label.size, with_rows, start)

@@ -16,14 +16,14 @@ import jax.numpy as jnp
 
 from jaxsoft import fold
 from jaxsoft._core.rounding import rounded
-from jaxsoft._head.operation import Kind
+from jaxsoft._head.operation import HeadArray
 from jaxsoft._rows.derivative import differentiable
-from jaxsoft._rows.forms import Form, softcap
+from jaxsoft._rows.forms import RowForm, softcap
 from jaxsoft._rows.losses import is_summed, weighted_sums
-from jaxsoft._rows.operation import Function
 from jaxsoft._rows.operations.labels import label_entropy_of_rows, label_state_of_rows, label_sums_of_rows
+from jaxsoft._rows.spec import RowFunction
 
-type Parameters = Mapping[Kind, jax.Array]
+type Parameters = Mapping[HeadArray, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Head:
       chunk_size: how many classes are taken at a time; None for the default of `chunks`.
     """
 
-    parameters: tuple[Kind, ...]
+    parameters: tuple[HeadArray, ...]
     summed: bool = False
     entropy: bool = False
     scale: float = 1.0
@@ -51,14 +51,14 @@ class Head:
     recompute: bool = True
     chunk_size: int | None = None
 
-    def named[T](self, operands: Sequence[T]) -> dict[Kind, T]:
+    def named[T](self, operands: Sequence[T]) -> dict[HeadArray, T]:
         """The parameters, which are the first operands of every operation, by kind."""
         return dict(zip(self.parameters, operands, strict=False))
 
     @property
     def weighted(self) -> bool:
         """Whether the sums are weighted."""
-        return self.summed and Kind.CLASS_WEIGHTS in self.parameters
+        return self.summed and HeadArray.CLASS_WEIGHTS in self.parameters
 
     @property
     def composed(self) -> bool:
@@ -66,32 +66,32 @@ class Head:
         return self.summed and (self.weighted or self.entropy)
 
     @property
-    def sums(self) -> tuple[Kind, ...]:
+    def sums(self) -> tuple[HeadArray, ...]:
         """The kinds of the sums: of the scores' distances from a number of their row; of the weights, if weighted; and
         the number of the summed scores.
         """
-        return (Kind.STATISTIC,) * (2 * self.summed + self.weighted)
+        return (HeadArray.STATISTIC,) * (2 * self.summed + self.weighted)
 
     @property
-    def statistics(self) -> tuple[Kind, ...]:
+    def statistics(self) -> tuple[HeadArray, ...]:
         """The kinds of what `formula` gives."""
-        return *(Kind.STATISTIC,) * (3 + self.entropy), *self.sums
+        return *(HeadArray.STATISTIC,) * (3 + self.entropy), *self.sums
 
     @property
-    def cotangents(self) -> tuple[Kind, ...]:
+    def cotangents(self) -> tuple[HeadArray, ...]:
         """The statistics that have a derivative of their own: all but apart and the last sum."""
-        return *(Kind.STATISTIC,) * (2 + self.entropy), *self.sums[:-1]
+        return *(HeadArray.STATISTIC,) * (2 + self.entropy), *self.sums[:-1]
 
     @property
-    def residuals(self) -> tuple[Kind, ...]:
+    def residuals(self) -> tuple[HeadArray, ...]:
         """The kinds of what the pullback needs to know of the rows: the label's score where the sums are weighted; of
         the other scores the state (m, s), which tells the sum s from 1 beside an m of any size, as their logsumexp does
         not; and where the entropy is wanted the sum for that.
         """
-        return (Kind.STATISTIC,) * (self.weighted + 2 + self.entropy)
+        return (HeadArray.STATISTIC,) * (self.weighted + 2 + self.entropy)
 
     @property
-    def function(self) -> Function:
+    def function(self) -> RowFunction:
         """The function of rows that reduces the scores."""
         if self.entropy:
             return label_entropy_of_rows
@@ -113,11 +113,11 @@ def formula(head: Head, *operands: jax.Array) -> tuple[jax.Array, ...]:
     *given, label = operands
     parameters = head.named(given)
     x = scores(head, parameters)
-    found = differentiable(head.function, Form(x.dtype, cap=head.cap), None)(x, label)
+    found = differentiable(head.function, RowForm(x.dtype, cap=head.cap), None)(x, label)
     if not head.composed:
         return found
     ref = jax.lax.stop_gradient(fold.reference(found[1]))
-    return *found, *composed_sums(head, x, label, ref, parameters.get(Kind.CLASS_WEIGHTS))
+    return *found, *composed_sums(head, x, label, ref, parameters.get(HeadArray.CLASS_WEIGHTS))
 
 
 def product_dtype(hidden: jax.Array, weight: jax.Array) -> jnp.dtype:
@@ -141,7 +141,7 @@ def product(head: Head, a: jax.Array, b: jax.Array, over: tuple[int, int], dtype
 
 def scores(head: Head, parameters: Parameters) -> jax.Array:
     """scale * (hidden @ weight + bias) in the accumulator's dtype, before the cap."""
-    hidden, weight, bias = parameters[Kind.HIDDEN], parameters[Kind.WEIGHT], parameters.get(Kind.BIAS)
+    hidden, weight, bias = parameters[HeadArray.HIDDEN], parameters[HeadArray.WEIGHT], parameters.get(HeadArray.BIAS)
     dtype = product_dtype(hidden, weight)
     wide = fold.accumulator(dtype)
     x = jnp.dot(hidden.astype(dtype), weight.astype(dtype), precision=head.precision, preferred_element_type=wide)
@@ -151,7 +151,7 @@ def scores(head: Head, parameters: Parameters) -> jax.Array:
 
 def rounded_scores(head: Head, parameters: Parameters) -> jax.Array:
     """`scores` in the dtype of the products, as they are in memory; the scale, too, is part of hidden and bias."""
-    hidden, weight, bias = parameters[Kind.HIDDEN], parameters[Kind.WEIGHT], parameters.get(Kind.BIAS)
+    hidden, weight, bias = parameters[HeadArray.HIDDEN], parameters[HeadArray.WEIGHT], parameters.get(HeadArray.BIAS)
     dtype = product_dtype(hidden, weight)
     hidden = scaled(head.scale, hidden.astype(dtype))
     x = jnp.dot(hidden, weight.astype(dtype), precision=head.precision, preferred_element_type=dtype)

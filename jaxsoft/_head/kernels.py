@@ -14,7 +14,7 @@ import jaxsoft.pallas_kernels as pallas_kernels
 from jaxsoft import fold
 from jaxsoft._head.chunks import Chunk
 from jaxsoft._head.head import Head, Parameters
-from jaxsoft._head.operation import Kind
+from jaxsoft._head.operation import HeadArray
 
 # With fewer rows most of a tile is empty. On an H200, 16 rows of 4096 numbers and 128256 classes in bf16 took 340 us,
 # in chunks of the classes 273; 32 rows 320 and 810 (JAX 0.11.2).
@@ -79,14 +79,14 @@ def gradients(
     """
     from jaxsoft.pallas_kernels.head import gradients
 
-    of_chunk = {kind: chunk.of(v) if kind is Kind.BIAS else v for kind, v in parameters.items()}
+    of_chunk = {kind: chunk.of(v) if kind is HeadArray.BIAS else v for kind, v in parameters.items()}
     place = rows, chunk.begin, chunk.size
     return gradients.gradients(_scores(head), *_layer(of_chunk), here, state, cotangents, *place)
 
 
 def _layer(parameters: Parameters) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Hidden, weight, and the bias in the accumulator's dtype of the products, whatever its own is."""
-    hidden, weight, bias = parameters[Kind.HIDDEN], parameters[Kind.WEIGHT], parameters.get(Kind.BIAS)
+    hidden, weight, bias = parameters[HeadArray.HIDDEN], parameters[HeadArray.WEIGHT], parameters.get(HeadArray.BIAS)
     return hidden, weight, None if bias is None else bias.astype(fold.accumulator(hidden.dtype))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxsoft._head.derivative import statistics
 from jaxsoft._head.head import Head, formula
-from jaxsoft._head.operation import Kind
+from jaxsoft._head.operation import HeadArray
 from jaxsoft._rows.losses import Options, Sums, row_entropy, row_loss
 
 
@@ -42,11 +42,16 @@ class Objective:
     sum_dtype: np.dtype | None = None
 
     @property
-    def operands(self) -> tuple[Kind, ...]:
+    def operands(self) -> tuple[HeadArray, ...]:
         """The kinds of the operands: the head's parameters, the labels, the factors, the weights of the labels."""
-        return (*self.head.parameters, Kind.LABEL, Kind.ROW_WEIGHTS, *(Kind.LABEL_WEIGHTS,) * self.weighted)
+        return (
+            *self.head.parameters,
+            HeadArray.LABEL,
+            HeadArray.ROW_WEIGHTS,
+            *(HeadArray.LABEL_WEIGHTS,) * self.weighted,
+        )
 
-    def named[T](self, operands: Sequence[T]) -> dict[Kind, T]:
+    def named[T](self, operands: Sequence[T]) -> dict[HeadArray, T]:
         """The first operands of every operation by kind."""
         return dict(zip(self.operands, operands, strict=False))
 
@@ -79,6 +84,6 @@ class Objective:
     def _total(self, function, operands: Sequence[jax.Array]) -> jax.Array:
         given = self.named(operands)
         parameters = [given[kind] for kind in self.head.parameters]
-        label = given[Kind.LABEL]
-        loss, *_ = self.losses(label, function(*parameters, label), given.get(Kind.LABEL_WEIGHTS))
-        return jnp.sum(weighted(given[Kind.ROW_WEIGHTS], loss))
+        label = given[HeadArray.LABEL]
+        loss, *_ = self.losses(label, function(*parameters, label), given.get(HeadArray.LABEL_WEIGHTS))
+        return jnp.sum(weighted(given[HeadArray.ROW_WEIGHTS], loss))

@@ -7,11 +7,17 @@ have rows and which have classes.
 
 import abc
 import enum
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxsoft._core.implementations import Choice, Names
+from jaxsoft._core.mesh import Axes, axes_of, if_even, refined
+from jaxsoft._core.operation import Function, Served, Types, as_leading_dimension
 
 
 class Dimension(enum.Enum):
@@ -22,7 +28,7 @@ class Dimension(enum.Enum):
     CLASSES = enum.auto()  # always the last dimension
 
 
-class Kind(enum.Enum):
+class HeadArray(enum.Enum):
     """What an operand or a result is, which decides its dimensions."""
 
     HIDDEN = enum.auto()  # the hidden states
@@ -48,16 +54,16 @@ class Kind(enum.Enum):
 
 
 _DIMENSIONS = {
-    Kind.HIDDEN: (Dimension.ROWS, Dimension.WIDTH),
-    Kind.WEIGHT: (Dimension.WIDTH, Dimension.CLASSES),
-    Kind.BIAS: (Dimension.CLASSES,),
-    Kind.CLASS_WEIGHTS: (Dimension.CLASSES,),
-    Kind.STATISTIC: (Dimension.ROWS,),
-    Kind.ROW_WEIGHTS: (Dimension.ROWS,),
-    Kind.LABEL_WEIGHTS: (Dimension.ROWS,),
-    Kind.TOTAL: (),
-    Kind.LABEL: (Dimension.ROWS,),
-    Kind.SCORES: (Dimension.ROWS, Dimension.CLASSES),
+    HeadArray.HIDDEN: (Dimension.ROWS, Dimension.WIDTH),
+    HeadArray.WEIGHT: (Dimension.WIDTH, Dimension.CLASSES),
+    HeadArray.BIAS: (Dimension.CLASSES,),
+    HeadArray.CLASS_WEIGHTS: (Dimension.CLASSES,),
+    HeadArray.STATISTIC: (Dimension.ROWS,),
+    HeadArray.ROW_WEIGHTS: (Dimension.ROWS,),
+    HeadArray.LABEL_WEIGHTS: (Dimension.ROWS,),
+    HeadArray.TOTAL: (),
+    HeadArray.LABEL: (Dimension.ROWS,),
+    HeadArray.SCORES: (Dimension.ROWS, Dimension.CLASSES),
 }
 
 
@@ -72,23 +78,133 @@ class Shards(NamedTuple):
         return jax.lax.axis_index(self.classes).astype(jnp.int32) * classes if self.classes else 0
 
 
-class Operation(abc.ABC):
-    """What one pass over the scores computes. Hashable. The first two operands are hidden and weight."""
+class HeadOperation(Served):
+    """What one pass over the scores computes. The first two operands are hidden and weight."""
+
+    implementation = None
+
+    def by(self, implementation: Names) -> Self:
+        """Itself: what serves it is made of operations that have implementations."""
+        del implementation
+        return self
 
     @property
     @abc.abstractmethod
-    def operands(self) -> tuple[Kind, ...]:
+    def operands(self) -> tuple[HeadArray, ...]:
         """The kinds of the operands."""
 
     @property
     @abc.abstractmethod
-    def results(self) -> tuple[Kind, ...]:
+    def results(self) -> tuple[HeadArray, ...]:
         """The kinds of the results."""
-
-    @abc.abstractmethod
-    def types(self, *operands: jax.core.ShapedArray) -> Sequence[jax.core.ShapedArray]:
-        """The types of the results, given those of the operands."""
 
     @abc.abstractmethod
     def on_rows(self, shards: Shards, *operands: jax.Array) -> tuple[jax.Array, ...]:
         """The results on one device, which has these shards of the operands. The rows are one dimension."""
+
+    def choose(self, platform: str, operands: Types) -> Choice:
+        """A loop over chunks."""
+        del platform, operands
+        return Choice(self.name, "xla", self.local())
+
+    def local(self, shards: Shards = Shards()) -> Function:
+        """The function of a device that has these shards of the operands."""
+
+        def function(*operands):
+            leading = operands[0].shape[:-1]
+
+            def flat(kind: HeadArray, v: jax.Array) -> jax.Array:
+                return v.reshape(math.prod(leading), *v.shape[len(leading) :]) if kind.has_rows else v
+
+            def shaped(kind: HeadArray, v: jax.Array) -> jax.Array:
+                return v.reshape(*leading, *v.shape[1:]) if kind.has_rows else v
+
+            given = zip(self.operands, operands, strict=True)
+            results = self.on_rows(shards, *(flat(kind, v) for kind, v in given))
+            return tuple(shaped(kind, v) for kind, v in zip(self.results, results, strict=True))
+
+        return function
+
+    def batch(self, operands: Sequence[jax.Array], dims: Sequence[int | None]) -> Sequence[jax.Array]:
+        """Mapped rows are more rows."""
+        return mapped(self, self.operands, self.results, operands, dims)
+
+    def partition(self, mesh, operands, results):
+        """Rows lie as hidden has them, classes as weight has them, and neither moves.
+
+        Each device takes its classes for its rows in chunks. Where classes are sharded, the devices' numbers a row are
+        combined, and the gradient of hidden is summed over them (see `exchange`); where rows are sharded, the gradients
+        of the other parameters are.
+        """
+        del results
+        hidden, weight = operands[:2]
+        rows, mesh = _row_names(hidden), refined(mesh, hidden)
+
+        def even_axes(x: jax.ShapeDtypeStruct) -> list[Axes]:
+            return [if_even(axes, size, mesh) for axes, size in zip(axes_of(x, mesh), x.shape, strict=True)]
+
+        axes = dict(zip(rows, even_axes(hidden), strict=False))
+        taken = {axis for row_axes in axes.values() for axis in row_axes}
+        of_classes = tuple(axis for axis in axes_of(weight, mesh)[1] if axis not in taken)
+        axes[_CLASSES] = if_even(of_classes, weight.shape[1], mesh)
+        shards = Shards(tuple(axis for axis in mesh.axis_names if axis in taken), axes[_CLASSES])
+
+        def shardings(kinds: Iterable[HeadArray]):
+            specs = (PartitionSpec(*(axes.get(name) or None for name in _names(kind, rows))) for kind in kinds)
+            return tuple(NamedSharding(mesh, spec) for spec in specs)
+
+        return mesh, self.local(shards), shardings(self.results), shardings(self.operands)
+
+    def rule(self, operands: Sequence, results: Sequence) -> tuple[str, dict]:
+        """Rows are sharded alike, and so are classes."""
+        del results
+        rows = _row_names(operands[0])
+        sides = (self.operands, self.results)
+        named = " -> ".join(", ".join(" ".join(_names(kind, rows)) for kind in side) for side in sides)
+        return named, {"need_replication_factors": (_WIDTH,)}
+
+
+_WIDTH, _CLASSES = "width", "classes"
+
+
+def _row_names(hidden: jax.ShapeDtypeStruct) -> list[str]:
+    """A name for each dimension of the rows of hidden."""
+    return [f"rows{i}" for i in range(len(hidden.shape) - 1)]
+
+
+def _names(kind: HeadArray, rows: list[str]) -> list[str]:
+    """The names of the dimensions of such an array, which are sharded alike where they are the same."""
+    names = {Dimension.ROWS: rows, Dimension.WIDTH: [_WIDTH], Dimension.CLASSES: [_CLASSES]}
+    return [name for dimension in kind.dimensions for name in names[dimension]]
+
+
+def mapped(
+    function: Callable[..., Sequence[jax.Array]],
+    kinds: Sequence[HeadArray],
+    results: Sequence[HeadArray],
+    operands: Sequence[jax.Array],
+    dims: Sequence[int | None],
+) -> Sequence[jax.Array]:
+    """The results of a function for mapped operands, mapped along their first dimension.
+
+    Where rows alone are mapped, the mapped dimension is one more dimension of the rows. Else the elements are taken one
+    after the other.
+
+    Args:
+      function: any that is computed for each row by itself, but for results without rows.
+      kinds: those of its operands.
+      results: the kinds of its results.
+      operands: what it is called with.
+      dims: along which dimension each of the operands is mapped; None for one that is not.
+    """
+    given = list(zip(kinds, operands, dims, strict=True))
+    if all(kind.has_rows for kind in results) and all(d is None or kind.has_rows for kind, _, d in given):
+        by_row = [(v, d) for kind, v, d in given if kind.has_rows]
+        more = iter(as_leading_dimension([v for v, _ in by_row], [d for _, d in by_row], len(by_row)))
+        return function(*(next(more) if kind.has_rows else v for kind, v, _ in given))
+    in_front = [None if d is None else jnp.moveaxis(v, d, 0) for _, v, d in given]
+
+    def one(values):
+        return function(*(whole if v is None else v for v, whole in zip(values, operands, strict=True)))
+
+    return jax.lax.map(one, in_front)

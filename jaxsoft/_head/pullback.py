@@ -16,16 +16,17 @@ import jax
 import jax.numpy as jnp
 
 from jaxsoft import fold
+from jaxsoft._core.operation import Function
 from jaxsoft._head import kernels
 from jaxsoft._head.chunks import Chunk, chunk_size, over_chunks
 from jaxsoft._head.exchange import InParts
 from jaxsoft._head.forward import folded
 from jaxsoft._head.head import Head, Parameters, capped, product, product_dtype, scaled, scores
-from jaxsoft._head.operation import Kind, Operation, Shards
+from jaxsoft._head.operation import HeadArray, HeadOperation, Shards
 from jaxsoft._head.waiting import few_are_missing, may_wait, weight_from
-from jaxsoft._rows.forms import Form, capped_slope
+from jaxsoft._rows.forms import RowForm, capped_slope
 from jaxsoft._rows.formulas import labels_within
-from jaxsoft._rows.primitive import kernel
+from jaxsoft._rows.operation import RowOperation
 
 
 class Known(NamedTuple):
@@ -54,7 +55,7 @@ class Known(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Pullback(Operation):
+class HeadPullback(HeadOperation):
     """The transpose of the derivative of `head.formula` along some of the parameters.
 
     Attributes:
@@ -63,21 +64,26 @@ class Pullback(Operation):
     """
 
     head: Head
-    moving: tuple[Kind, ...]
+    moving: tuple[HeadArray, ...]
+    name = "linear_gradients"
+
+    def formula(self) -> Function:
+        """There is none: what is differentiated again is the derivative (see `derivative`), and not its transpose."""
+        raise NotImplementedError
 
     @property
-    def residuals(self) -> tuple[Kind, ...]:
+    def residuals(self) -> tuple[HeadArray, ...]:
         """The operands but the cotangents: the parameters, the labels, those of the head, and the scores if kept."""
-        kept = () if self.head.recompute else (Kind.SCORES,)
-        return (*self.head.parameters, Kind.LABEL, *self.head.residuals, *kept)
+        kept = () if self.head.recompute else (HeadArray.SCORES,)
+        return (*self.head.parameters, HeadArray.LABEL, *self.head.residuals, *kept)
 
     @property
-    def operands(self) -> tuple[Kind, ...]:
+    def operands(self) -> tuple[HeadArray, ...]:
         """The residuals and the cotangents."""
         return self.residuals + self.head.cotangents
 
     @property
-    def results(self) -> tuple[Kind, ...]:
+    def results(self) -> tuple[HeadArray, ...]:
         """The gradients."""
         return self.moving
 
@@ -89,7 +95,7 @@ class Pullback(Operation):
         """The gradients on one device. Where they are sums over devices, all devices' are added up."""
         (rows, width), classes = operands[0].shape, operands[1].shape[1]
         dtype = product_dtype(*operands[:2])
-        may = {Kind.HIDDEN, Kind.WEIGHT} <= set(self.moving) and may_wait(operands[1], rows, dtype)
+        may = {HeadArray.HIDDEN, HeadArray.WEIGHT} <= set(self.moving) and may_wait(operands[1], rows, dtype)
         waits = may and rows == width and chunk_size(self.head, rows) < classes
         gradients = functools.partial(self._gradients, shards)
         ways = {"default": functools.partial(gradients, waits, False)}
@@ -119,11 +125,13 @@ class Pullback(Operation):
         cotangents = operands[len(self.residuals) :]
         cotangents, sums = cotangents[: 2 + head.entropy], list(cotangents[2 + head.entropy :])
         dtype, classes = product_dtype(*operands[:2]), operands[1].shape[1]
-        parameters[Kind.HIDDEN] = parameters[Kind.HIDDEN].astype(dtype)
+        parameters[HeadArray.HIDDEN] = parameters[HeadArray.HIDDEN].astype(dtype)
         here = labels_within(label, shards.first_class(classes))
         if kept and dtype != fold.accumulator(dtype):
             # The probabilities of rounded scores add up to 1 relative to the state of these.
-            found = folded(head, kept[0], label, here, parameters.get(Kind.CLASS_WEIGHTS) if head.weighted else None)
+            found = folded(
+                head, kept[0], label, here, parameters.get(HeadArray.CLASS_WEIGHTS) if head.weighted else None
+            )
             found = found.of_all_classes(shards, label)
             state = [*found.state, *([] if found.products is None else [found.products])]
         rows = Known(label, here, t, tuple(state), tuple(cotangents), sums)
@@ -144,31 +152,31 @@ class Pullback(Operation):
             first = min(size, classes)
             gradients = step(gradients, Chunk(0, first))
         gradients = over_chunks(size, classes, step, gradients, first)
-        by_kind: dict[Kind, Any] = dict(zip(self.moving, gradients, strict=True))
+        by_kind: dict[HeadArray, Any] = dict(zip(self.moving, gradients, strict=True))
         if waits:
-            once = dtype if types[Kind.HIDDEN].dtype == dtype and not shards.classes else fold.accumulator(dtype)
-            dx, hidden, weight = by_kind[Kind.WEIGHT], parameters[Kind.HIDDEN], parameters[Kind.WEIGHT]
+            once = dtype if types[HeadArray.HIDDEN].dtype == dtype and not shards.classes else fold.accumulator(dtype)
+            dx, hidden, weight = by_kind[HeadArray.WEIGHT], parameters[HeadArray.HIDDEN], parameters[HeadArray.WEIGHT]
             # The barrier lets dx be overwritten only when it has been read.
             dx, of_hidden = jax.lax.optimization_barrier((dx, product(head, dx, weight, (1, 1), once)))
             of_weight, of_hidden = weight_from(head, shards, hidden, dx, of_hidden[: len(hidden)])
-            by_kind |= {Kind.HIDDEN: of_hidden, Kind.WEIGHT: of_weight}
+            by_kind |= {HeadArray.HIDDEN: of_hidden, HeadArray.WEIGHT: of_weight}
 
-        def of_all_devices(kind: Kind, gradient: Any, dtype: jnp.dtype) -> jax.Array:
-            axes = shards.classes if kind is Kind.HIDDEN else shards.rows
+        def of_all_devices(kind: HeadArray, gradient: Any, dtype: jnp.dtype) -> jax.Array:
+            axes = shards.classes if kind is HeadArray.HIDDEN else shards.rows
             if isinstance(gradient, InParts):
                 return gradient.whole(axes)
-            is_part = axes and not (waits and kind in (Kind.HIDDEN, Kind.WEIGHT))
+            is_part = axes and not (waits and kind in (HeadArray.HIDDEN, HeadArray.WEIGHT))
             return (jax.lax.psum(gradient, axes) if is_part else gradient).astype(dtype)
 
         return tuple(of_all_devices(kind, gradient, types[kind].dtype) for kind, gradient in by_kind.items())
 
-    def _start(self, shards: Shards, dtype: jnp.dtype, types: dict[Kind, Any], waits: bool) -> tuple[Any, ...]:
+    def _start(self, shards: Shards, dtype: jnp.dtype, types: dict[HeadArray, Any], waits: bool) -> tuple[Any, ...]:
         """The gradients before the first chunk: that of hidden is a sum, or waits, and the others are overwritten."""
 
-        def start(kind: Kind, t) -> Any:
-            if kind is Kind.WEIGHT and shards.rows and not waits:
+        def start(kind: HeadArray, t) -> Any:
+            if kind is HeadArray.WEIGHT and shards.rows and not waits:
                 return InParts(jax.lax.empty(t.shape, t.dtype))
-            if kind is not Kind.HIDDEN:
+            if kind is not HeadArray.HIDDEN:
                 return jax.lax.empty(t.shape, t.dtype)
             return None if waits else jnp.zeros(t.shape, fold.accumulator(dtype))
 
@@ -195,7 +203,7 @@ class Pullback(Operation):
           x: the scores of the chunk; None if a kernel is to keep them in registers.
           chunk: which classes these are.
         """
-        hidden, weight = parameters[Kind.HIDDEN], parameters[Kind.WEIGHT]
+        hidden, weight = parameters[HeadArray.HIDDEN], parameters[HeadArray.WEIGHT]
         dtype = product_dtype(hidden, weight)
         wide = fold.accumulator(dtype)
         if x is None:
@@ -204,28 +212,28 @@ class Pullback(Operation):
             here = labels_within(rows.local, chunk.begin)
             dx = kernels.gradients(self.head, parameters, here, rows.state, cotangents, chunk, count)
         else:
-            weights = chunk.of(parameters[Kind.CLASS_WEIGHTS]) if self.head.weighted else None
+            weights = chunk.of(parameters[HeadArray.CLASS_WEIGHTS]) if self.head.weighted else None
             in_place = waits and chunk.size == weight.shape[1]
             dx = gradient_of_scores(self.head, dtype, rows, x, chunk, weights, fused=waits and not in_place)
 
         def of_weight(kept: jnp.dtype) -> jax.Array:
             return product(self.head, hidden, dx, (0, 0), dtype if kept == dtype else wide)
 
-        def with_chunk(kind: Kind, before: Any) -> Any:
+        def with_chunk(kind: HeadArray, before: Any) -> Any:
             match kind:
-                case Kind.HIDDEN if waits:
+                case HeadArray.HIDDEN if waits:
                     return before
-                case Kind.HIDDEN:
+                case HeadArray.HIDDEN:
                     return before + product(self.head, dx, chunk.of(weight).astype(dtype), (1, 1), wide)
-                case Kind.WEIGHT if waits:
+                case HeadArray.WEIGHT if waits:
                     part = dx
-                case Kind.WEIGHT if isinstance(before, InParts):
+                case HeadArray.WEIGHT if isinstance(before, InParts):
                     return before.followed(shards.rows, chunk, lambda: of_weight(before.array.dtype))
-                case Kind.WEIGHT:
+                case HeadArray.WEIGHT:
                     part = of_weight(before.dtype)
-                case Kind.BIAS:
+                case HeadArray.BIAS:
                     part = jnp.sum(dx[: len(hidden)], axis=0, dtype=wide)
-                case Kind.CLASS_WEIGHTS:
+                case HeadArray.CLASS_WEIGHTS:
                     assert x is not None, "weighted sums are composed"
                     part = gradient_of_weights(self.head, rows, x)
             return chunk.written(before, part)
@@ -254,16 +262,16 @@ def gradient_of_scores(
       fused: whether XLA is to compute it where it is used, instead of a kernel.
     """
     if not head.composed:
-        form = Form(dtype, cap=head.cap, in_place=x.dtype == dtype and not fused)
+        form = RowForm(dtype, cap=head.cap, in_place=x.dtype == dtype and not fused)
         operands = *rows.of_label(chunk, head.scale), *(scaled(head.scale, v) for v in rows.sums)
-        (dx,) = kernel(head.function.pullback, form, "xla" if fused else None, x, *operands)
+        (dx,) = RowOperation(head.function.pullback, form, "xla" if fused else None).on_device(x, *operands)
         return dx
     wide, of_total = fold.accumulator(dtype), rows.sums[0][:, None]
     z, summed = capped(head, x, rows.label)
     # A kernel would need the scores in f32, and in memory.
-    (dz,) = kernel(head.function.pullback, Form(wide), "xla", z, *rows.of_label(chunk))
+    (dz,) = RowOperation(head.function.pullback, RowForm(wide), "xla").on_device(z, *rows.of_label(chunk))
     dz = dz + jnp.where(summed, of_total if weights is None else of_total * weights[None], 0)
-    return scaled(head.scale, capped_slope(Form(wide, cap=head.cap), x, dz)).astype(dtype)
+    return scaled(head.scale, capped_slope(RowForm(wide, cap=head.cap), x, dz)).astype(dtype)
 
 
 def gradient_of_weights(head: Head, rows: Known, x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The weighted sum of the rows' losses, as JAX differentiates it: both modes, every order.
+"""The derivative of the weighted sum of the rows' losses (see `total`): both modes, every order.
 
 Where something is differentiated, the pass over chunks of rows computes the gradients as well, and the derivative is a
 linear map that has them: forward mode takes inner products of the tangents with them, and its transpose multiplies
@@ -15,63 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsoft._core.linear_map import LinearMap
-from jaxsoft._core.tangents import moves, zero_tangent
-from jaxsoft._core.whole import Whole
 from jaxsoft._head.head import product_dtype
 from jaxsoft._head.loss import Objective
-from jaxsoft._head.operation import Kind
-from jaxsoft._head.primitive import head_operation, mapped
-from jaxsoft._head.total import Total
+from jaxsoft._head.operation import HeadArray, mapped
 from jaxsoft.fold import accumulator
 
 
-def weighted_sum(objective: Objective, *operands: jax.Array) -> jax.Array:
-    """The sum, a differentiable function of the operands of the objective."""
-    (total,) = _WeightedSum(objective)(*operands)
-    return total
-
-
 @dataclasses.dataclass(frozen=True)
-class _WeightedSum(Whole):
-    """The sum, and its gradients by some of the operands, which count as constants."""
-
-    objective: Objective
-    kept: tuple[Kind, ...] = ()
-
-    @property
-    def operation(self) -> Total:
-        """The pass over chunks."""
-        return Total(self.objective, self.kept)
-
-    def apply(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        """The pass."""
-        return head_operation(self.operation, *operands)
-
-    def along(self, primals: Sequence[jax.Array], tangents: Sequence) -> tuple[Sequence, Sequence]:
-        """The results, with all gradients that the derivative needs from the same pass, and their tangents."""
-        given = dict(zip(self.objective.operands, tangents, strict=True))
-        moving = tuple(kind for kind, t in given.items() if moves(t))
-        both = tuple(kind for kind in given if kind in moving or kind in self.kept)
-        total, *gradients = _WeightedSum(self.objective, both)(*primals)
-        found = dict(zip(both, gradients, strict=True))
-        derivative = _Gradient(self.objective, moving)
-        (t,) = derivative(*primals, *(found[kind] for kind in moving), *(given[kind] for kind in moving))
-        kept = [found[kind] for kind in self.kept]
-        return (total, *kept), (t, *map(zero_tangent, kept))
-
-    def tangents(self, primals: Sequence[jax.Array], tangents: Sequence) -> Sequence:
-        """Those of the results."""
-        return self.along(primals, tangents)[1]
-
-    def batch(self, operands: Sequence[jax.Array], dims: Sequence[int | None]) -> Sequence[jax.Array]:
-        """By chunks of the classes; where gradients are to be kept, the elements are taken one after the other."""
-        if not self.kept:
-            return (jax.vmap(self.objective.by_classes, tuple(dims))(*operands),)
-        return mapped(self, self.operation.operands, self.operation.results, operands, dims)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Gradient(LinearMap):
+class SumDerivative(LinearMap):
     """The derivative of the sum along some of the operands, or its transpose.
 
     Its operands are those of the objective, the gradients, and then the tangents of the operands that move, or
@@ -79,18 +30,18 @@ class _Gradient(LinearMap):
     """
 
     objective: Objective
-    moving: tuple[Kind, ...]
+    moving: tuple[HeadArray, ...]
     transposed: bool = False
 
     @property
-    def residuals(self) -> tuple[Kind, ...]:
+    def residuals(self) -> tuple[HeadArray, ...]:
         """The kinds of the operands before the linear ones."""
         return self.objective.operands + self.moving
 
     @property
-    def sides(self) -> tuple[tuple[Kind, ...], tuple[Kind, ...]]:
+    def sides(self) -> tuple[tuple[HeadArray, ...], tuple[HeadArray, ...]]:
         """The kinds of the linear operands, and those of the results."""
-        return ((Kind.TOTAL,), self.moving) if self.transposed else (self.moving, (Kind.TOTAL,))
+        return ((HeadArray.TOTAL,), self.moving) if self.transposed else (self.moving, (HeadArray.TOTAL,))
 
     @property
     def linear(self) -> range:
@@ -120,9 +71,9 @@ class _Gradient(LinearMap):
             return jax.vjp(along, *primals)[1](*linear)
         return (jax.jvp(along, primals, linear)[1],)
 
-    def transpose(self, dtype: np.dtype) -> "_Gradient":
+    def transpose(self, dtypes: Sequence[np.dtype], wanted: Sequence[int]) -> "SumDerivative":
         """The transpose, whose results have the dtypes of the operands."""
-        del dtype
+        del dtypes, wanted
         return dataclasses.replace(self, transposed=not self.transposed)
 
     def batch(self, operands: Sequence[jax.Array], dims: Sequence[int | None]) -> Sequence[jax.Array]:

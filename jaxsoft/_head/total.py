@@ -20,22 +20,24 @@ import jax
 import jax.numpy as jnp
 
 from jaxsoft import fold
+from jaxsoft._core.operation import Function, moves, zero_tangent
 from jaxsoft._head.chunks import Chunk, default_row_chunk, over_rows
 from jaxsoft._head.exchange import summed_during
 from jaxsoft._head.forward import folded
 from jaxsoft._head.head import product, product_dtype, rounded_scores, scaled, scores
 from jaxsoft._head.loss import Objective, losses_that_count, weighted
-from jaxsoft._head.operation import Kind, Operation, Shards
+from jaxsoft._head.operation import HeadArray, HeadOperation, Shards
 from jaxsoft._head.pullback import Known, gradient_of_scores, gradient_of_weights
+from jaxsoft._head.reduction import SumDerivative
 from jaxsoft._head.waiting import few_are_missing, filled, may_wait, weight_from
 from jaxsoft._rows.formulas import labels_within
 
 # The gradients that are sums over the rows; the others have a part for each row.
-_SUMMED = (Kind.TOTAL, Kind.WEIGHT, Kind.BIAS, Kind.CLASS_WEIGHTS)
+_SUMMED = (HeadArray.TOTAL, HeadArray.WEIGHT, HeadArray.BIAS, HeadArray.CLASS_WEIGHTS)
 
 
 @dataclasses.dataclass(frozen=True)
-class Total(Operation):
+class Total(HeadOperation):
     """The sum, and its gradients by some of the operands.
 
     Attributes:
@@ -44,17 +46,47 @@ class Total(Operation):
     """
 
     objective: Objective
-    moving: tuple[Kind, ...] = ()
+    moving: tuple[HeadArray, ...] = ()
+    name = "linear_loss"
+
+    def formula(self) -> Function:
+        """The sum by way of all scores."""
+        return lambda *operands: (self.objective.formula(*operands),)
+
+    def along(self, primals: Sequence[jax.Array], tangents: Sequence) -> tuple[Sequence, Sequence]:
+        """The results, with all gradients that the derivative needs from the same pass, and their tangents.
+
+        The gradients among the results count as constants.
+        """
+        given = dict(zip(self.operands, tangents, strict=True))
+        moving = tuple(kind for kind, t in given.items() if moves(t))
+        both = tuple(kind for kind in given if kind in moving or kind in self.moving)
+        total, *gradients = Total(self.objective, both)(*primals)
+        found = dict(zip(both, gradients, strict=True))
+        derivative = SumDerivative(self.objective, moving)
+        (t,) = derivative(*primals, *(found[kind] for kind in moving), *(given[kind] for kind in moving))
+        kept = [found[kind] for kind in self.moving]
+        return (total, *kept), (t, *map(zero_tangent, kept))
+
+    def tangents(self, primals: Sequence[jax.Array], tangents: Sequence) -> Sequence:
+        """Those of the results."""
+        return self.along(primals, tangents)[1]
+
+    def batch(self, operands: Sequence[jax.Array], dims: Sequence[int | None]) -> Sequence[jax.Array]:
+        """By chunks of the classes; where there are gradients, the elements are taken one after the other."""
+        if not self.moving:
+            return (jax.vmap(self.objective.by_classes, tuple(dims))(*operands),)
+        return super().batch(operands, dims)
 
     @property
-    def operands(self) -> tuple[Kind, ...]:
+    def operands(self) -> tuple[HeadArray, ...]:
         """Those of the objective."""
         return self.objective.operands
 
     @property
-    def results(self) -> tuple[Kind, ...]:
+    def results(self) -> tuple[HeadArray, ...]:
         """The sum and the gradients."""
-        return (Kind.TOTAL, *self.moving)
+        return (HeadArray.TOTAL, *self.moving)
 
     def types(self, *operands):
         """The types of the results. That of the sum varies over the mesh axes of shard_map as what it is made of."""
@@ -70,48 +102,50 @@ class Total(Operation):
     def on_rows(self, shards: Shards, *operands: jax.Array) -> tuple[jax.Array, ...]:
         """The results on one device. Where they are sums over devices, all devices' are added up."""
         given, types = self.objective.named(operands), self.types(*operands)
-        (width, classes), rows = given[Kind.WEIGHT].shape, given[Kind.LABEL].size
+        (width, classes), rows = given[HeadArray.WEIGHT].shape, given[HeadArray.LABEL].size
         dtype = product_dtype(*operands[:2])
         size = self.objective.chunk_size or default_row_chunk(rows, classes, dtype.itemsize)
-        waits = Kind.WEIGHT in self.moving and size < rows and may_wait(given[Kind.WEIGHT], rows, dtype)
+        waits = HeadArray.WEIGHT in self.moving and size < rows and may_wait(given[HeadArray.WEIGHT], rows, dtype)
         whole = waits and self.objective.chunk_size is None and not self.objective.head.composed
-        if whole and few_are_missing(given[Kind.WEIGHT], rows):
+        if whole and few_are_missing(given[HeadArray.WEIGHT], rows):
             return filled(functools.partial(self.on_rows, shards), self.operands, self.results, *operands)
         if whole and rows == width:
             size = rows  # all scores are computed where their gradients wait
         kinds = list(zip(self.results, types, strict=True))
-        start: dict[Kind, Any] = {
+        start: dict[HeadArray, Any] = {
             kind: None if kind in _SUMMED else jax.lax.empty(t.shape, t.dtype) for kind, t in kinds
         }
         if waits and size < rows:
-            start[Kind.WEIGHT] = jax.lax.empty((width, classes), dtype)
+            start[HeadArray.WEIGHT] = jax.lax.empty((width, classes), dtype)
         summed_later = waits and bool(shards.classes)
-        if summed_later and Kind.HIDDEN in start:
-            start[Kind.HIDDEN] = jax.lax.empty((rows, width), fold.accumulator(dtype))
+        if summed_later and HeadArray.HIDDEN in start:
+            start[HeadArray.HIDDEN] = jax.lax.empty((rows, width), fold.accumulator(dtype))
         several = dataclasses.replace(self.objective, sum_dtype=self.objective.sum_dtype if size < rows else None)
         step = functools.partial(dataclasses.replace(self, objective=several)._with_chunk, shards, given, waits)
         results = over_rows(size, rows, step, tuple(start.values()))
         if waits:  # when no chunk is in use any more
             results = jax.lax.optimization_barrier(results)
-        found: dict[Kind, Any] = dict(zip(self.results, results, strict=True))
+        found: dict[HeadArray, Any] = dict(zip(self.results, results, strict=True))
         if waits:
             head = self.objective.head
-            hidden = scaled(head.scale, given[Kind.HIDDEN].astype(dtype))
-            of_weight, of_hidden = weight_from(head, shards, hidden, found[Kind.WEIGHT], found.get(Kind.HIDDEN))
-            found[Kind.WEIGHT] = of_weight
+            hidden = scaled(head.scale, given[HeadArray.HIDDEN].astype(dtype))
+            of_weight, of_hidden = weight_from(
+                head, shards, hidden, found[HeadArray.WEIGHT], found.get(HeadArray.HIDDEN)
+            )
+            found[HeadArray.WEIGHT] = of_weight
             if summed_later and of_hidden is not None:
-                found[Kind.HIDDEN] = scaled(head.scale, of_hidden)
+                found[HeadArray.HIDDEN] = scaled(head.scale, of_hidden)
 
-        def of_all_devices(kind: Kind, v: jax.Array | None, t) -> jax.Array:
+        def of_all_devices(kind: HeadArray, v: jax.Array | None, t) -> jax.Array:
             if v is None:  # there are no rows
                 return jnp.zeros(t.shape, t.dtype)
-            is_part = kind in _SUMMED and shards.rows and not (waits and kind is Kind.WEIGHT)
+            is_part = kind in _SUMMED and shards.rows and not (waits and kind is HeadArray.WEIGHT)
             return (jax.lax.psum(v, shards.rows) if is_part else v).astype(t.dtype)
 
         return tuple(of_all_devices(kind, found[kind], t) for kind, t in kinds)
 
     def _with_chunk(
-        self, shards: Shards, given: dict[Kind, jax.Array], waits: bool, found: Sequence[Any], chunk: Chunk
+        self, shards: Shards, given: dict[HeadArray, jax.Array], waits: bool, found: Sequence[Any], chunk: Chunk
     ) -> tuple[jax.Array, ...]:
         """The results after one more chunk.
 
@@ -123,22 +157,22 @@ class Total(Operation):
           chunk: which rows these are.
         """
         objective, head = self.objective, self.objective.head
-        dtype = product_dtype(given[Kind.HIDDEN], given[Kind.WEIGHT])
-        wide, classes = fold.accumulator(dtype), given[Kind.WEIGHT].shape[1]
-        hidden, weight = chunk.of(given[Kind.HIDDEN]).astype(dtype), given[Kind.WEIGHT].astype(dtype)
-        x = rounded_scores(head, given | {Kind.HIDDEN: hidden})
+        dtype = product_dtype(given[HeadArray.HIDDEN], given[HeadArray.WEIGHT])
+        wide, classes = fold.accumulator(dtype), given[HeadArray.WEIGHT].shape[1]
+        hidden, weight = chunk.of(given[HeadArray.HIDDEN]).astype(dtype), given[HeadArray.WEIGHT].astype(dtype)
+        x = rounded_scores(head, given | {HeadArray.HIDDEN: hidden})
         hidden = scaled(head.scale, hidden)
         plain = dataclasses.replace(head, scale=1.0)  # the scale is part of hidden and bias
 
-        label, factor = chunk.of(given[Kind.LABEL]), chunk.of(given[Kind.ROW_WEIGHTS])
+        label, factor = chunk.of(given[HeadArray.LABEL]), chunk.of(given[HeadArray.ROW_WEIGHTS])
         here = labels_within(label, shards.first_class(classes))
-        class_weights = given[Kind.CLASS_WEIGHTS] if head.weighted else None
+        class_weights = given[HeadArray.CLASS_WEIGHTS] if head.weighted else None
         row = folded(plain, x, label, here, class_weights).of_all_classes(shards, label)
 
         def losses(statistics, weights):
             return objective.losses(label, statistics, weights)[0]
 
-        label_weights = chunk.of(given[Kind.LABEL_WEIGHTS]) if objective.weighted else None
+        label_weights = chunk.of(given[HeadArray.LABEL_WEIGHTS]) if objective.weighted else None
         loss, pull = jax.vjp(losses, row.statistics(), label_weights)
         (of_others, of_t, of_apart, *of_sums), of_label_weights = pull(factor)
         known = Known(label, here, row.t, row.state, (of_others + of_apart, of_t - of_apart), of_sums[:-1])
@@ -152,14 +186,14 @@ class Total(Operation):
 
         def of_hidden() -> jax.Array:
             # Where nothing follows the product, it is rounded once.
-            once = dtype if head.scale == 1 and given[Kind.HIDDEN].dtype == dtype and not shards.classes else wide
+            once = dtype if head.scale == 1 and given[HeadArray.HIDDEN].dtype == dtype and not shards.classes else wide
             return product(head, dx(), weight, (1, 1), once)
 
         def of_weight(dx: jax.Array) -> jax.Array:
-            added = before[Kind.WEIGHT]
+            added = before[HeadArray.WEIGHT]
             if waits:
                 return dx if added is None else chunk.written(added, dx)
-            kept = objective.sum_dtype or given[Kind.WEIGHT].dtype
+            kept = objective.sum_dtype or given[HeadArray.WEIGHT].dtype
             part = product(head, hidden, dx, (0, 0), dtype if kept == dtype else wide)
             # XLA makes one product of this, which reads what it is added to, and overwrites it.
             return part.astype(kept) if added is None else (added + part).astype(kept)
@@ -173,25 +207,25 @@ class Total(Operation):
             after, part = jax.lax.optimization_barrier((dx(), of_hidden()))
             return summed_during(part, shards.classes, functools.partial(of_weight, after))
 
-        def with_chunk(kind: Kind) -> jax.Array:
+        def with_chunk(kind: HeadArray) -> jax.Array:
             match kind:
-                case Kind.TOTAL:
+                case HeadArray.TOTAL:
                     part = jnp.sum(weighted(factor, loss))
-                case Kind.ROW_WEIGHTS:
+                case HeadArray.ROW_WEIGHTS:
                     part = losses_that_count(factor, loss)
-                case Kind.LABEL_WEIGHTS:
+                case HeadArray.LABEL_WEIGHTS:
                     part = of_label_weights
-                case Kind.CLASS_WEIGHTS:
+                case HeadArray.CLASS_WEIGHTS:
                     part = gradient_of_weights(plain, known, x)
-                case Kind.BIAS:
+                case HeadArray.BIAS:
                     part = scaled(head.scale, jnp.sum(dx(), axis=0, dtype=wide))
-                case Kind.WEIGHT:
-                    return products()[1] if Kind.HIDDEN in before else of_weight(dx())
-                case Kind.HIDDEN if Kind.WEIGHT in before:
+                case HeadArray.WEIGHT:
+                    return products()[1] if HeadArray.HIDDEN in before else of_weight(dx())
+                case HeadArray.HIDDEN if HeadArray.WEIGHT in before:
                     part = products()[0]
-                case Kind.HIDDEN:
+                case HeadArray.HIDDEN:
                     part = jax.lax.psum(of_hidden(), shards.classes) if shards.classes else of_hidden()
-            if kind is Kind.HIDDEN and not (waits and shards.classes):
+            if kind is HeadArray.HIDDEN and not (waits and shards.classes):
                 part = scaled(head.scale, part)
             if kind in _SUMMED:
                 return part if before[kind] is None else before[kind] + part

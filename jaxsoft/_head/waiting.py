@@ -21,8 +21,8 @@ from jaxsoft._head import ffi
 from jaxsoft._head.chunks import Chunk, over_chunks
 from jaxsoft._head.exchange import InParts, summed_during
 from jaxsoft._head.head import Head, product
-from jaxsoft._head.operation import Kind, Shards
-from jaxsoft._rows.operation import NO_ROW
+from jaxsoft._head.operation import HeadArray, Shards
+from jaxsoft._rows.spec import NO_ROW
 
 # At most how many classes are taken at a time. For 4096 rows of 4096 numbers these are 4 waves of tiles of 128 by 256
 # on 132 multiprocessors, which are busy for 97 % of them. With 2048 classes the mean and its gradients took 2 % longer,
@@ -44,7 +44,10 @@ def few_are_missing(weight: jax.Array, rows: int) -> bool:
 
 
 def filled(
-    function: Callable[..., Sequence[jax.Array]], kinds: Sequence[Kind], results: Sequence[Kind], *operands: jax.Array
+    function: Callable[..., Sequence[jax.Array]],
+    kinds: Sequence[HeadArray],
+    results: Sequence[HeadArray],
+    *operands: jax.Array,
 ) -> tuple[jax.Array, ...]:
     """What a function gives for the rows of its operands and as many more as hidden then has of numbers.
 
@@ -57,10 +60,10 @@ def filled(
     hidden, weight = operands[:2]
     rows, more = len(hidden), weight.shape[0] - len(hidden)
 
-    def longer(kind: Kind, v: jax.Array) -> jax.Array:
+    def longer(kind: HeadArray, v: jax.Array) -> jax.Array:
         if not kind.has_rows:
             return v
-        value = jnp.asarray(NO_ROW if kind is Kind.LABEL else 0, v.dtype)
+        value = jnp.asarray(NO_ROW if kind is HeadArray.LABEL else 0, v.dtype)
         return jax.lax.pad(v, value, [(0, more, 0)] + [(0, 0, 0)] * (v.ndim - 1))
 
     found = function(*(longer(kind, v) for kind, v in zip(kinds, operands, strict=True)))

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
+from jaxsoft._core.implementations import Names, accepts
 from jaxsoft._core.mesh import sharded_like, whole_along
 from jaxsoft._core.numbers import as_array, as_float, as_mask, check_axis, holds
 from jaxsoft._core.rounding import rounded
-from jaxsoft._rows.operation import Extra
+from jaxsoft._rows.spec import RowExtra
 from jaxsoft.fold import accumulator
 
 type Axis = int | Sequence[int] | None
@@ -46,14 +47,14 @@ def as_kernel_scores(name: str, x: ArrayLike) -> jax.Array:
     return x
 
 
-def is_left_to_jax(x: jax.Array, implementation: str | None) -> bool:
+def is_left_to_jax(x: jax.Array, implementation: Names) -> bool:
     """Whether x has a dtype in which only jax.nn computes: complex or of 8 bits.
 
     Raises an error if it has, and another implementation than "xla" was named.
     """
     if x.dtype in _DTYPES:
         return False
-    if implementation not in (None, "xla"):
+    if not accepts(implementation, "xla"):
         raise ValueError(
             f"implementation={implementation!r} cannot serve this call: it computes in {_NAMES}, not {x.dtype.name}. "
             "implementation=None and 'xla' leave it to jax.nn"
@@ -172,7 +173,7 @@ def to_rows(
     scale: jax.Array | None,
     bias: jax.Array | None,
     is_causal: bool,
-) -> tuple[jax.Array, dict[Extra, jax.Array], int]:
+) -> tuple[jax.Array, dict[RowExtra, jax.Array], int]:
     """The operands of a row operation: x, its extras in their order, and the number of trailing dimensions.
 
     A single axis stays where it is if there are no extras. Otherwise the axes become one, which is the last.
@@ -181,20 +182,20 @@ def to_rows(
         return x, {}, x.ndim - 1 - axes[0]
     rows = merged(x, axes, x.shape)
     n = rows.shape[-1]
-    extras: dict[Extra, jax.Array] = {}
+    extras: dict[RowExtra, jax.Array] = {}
     if scale is not None:
-        extras[Extra.SCALE] = merged(scale, axes, x.shape)[..., 0]
+        extras[RowExtra.SCALE] = merged(scale, axes, x.shape)[..., 0]
     if is_causal:
-        extras[Extra.LIMIT] = jax.lax.broadcast_to_rank(jnp.arange(1, x.shape[-2] + 1, dtype=jnp.int32), x.ndim - 1)
+        extras[RowExtra.LIMIT] = jax.lax.broadcast_to_rank(jnp.arange(1, x.shape[-2] + 1, dtype=jnp.int32), x.ndim - 1)
     if where is not None:
         where = merged(where, axes, x.shape)
         if where.shape[-1] == 1:  # whole rows count or do not
-            extras[Extra.LIMIT] = jnp.where(where[..., 0], extras.get(Extra.LIMIT, jnp.int32(n)), 0)
+            extras[RowExtra.LIMIT] = jnp.where(where[..., 0], extras.get(RowExtra.LIMIT, jnp.int32(n)), 0)
         else:
-            extras[Extra.WHERE] = where
+            extras[RowExtra.WHERE] = where
     if bias is not None:
         bias = merged(bias, axes, x.shape)
-        extras[Extra.BIAS] = jnp.broadcast_to(bias, (*bias.shape[:-1], n))
+        extras[RowExtra.BIAS] = jnp.broadcast_to(bias, (*bias.shape[:-1], n))
     return rows, extras, 0
 
 

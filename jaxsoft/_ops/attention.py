@@ -4,6 +4,7 @@ import jax
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxsoft._attention.derivative import attention
+from jaxsoft._core.implementations import Implementation
 from jaxsoft._ops.attention_arguments import Arrays, Window, attend, check_dropout, check_extras
 from jaxsoft.fold import AttentionState
 
@@ -20,7 +21,7 @@ def dot_product_attention(
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: Window = None,
-    implementation: str | None = None,
+    implementation: Implementation = None,
     return_residual: bool = False,
     logits_soft_cap: float | None = None,
     sinks: ArrayLike | None = None,

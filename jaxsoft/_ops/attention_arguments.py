@@ -14,7 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxsoft import fold
 from jaxsoft._attention import xla
 from jaxsoft._attention.form import BASE, Extra, Form, Shards
-from jaxsoft._core.carriers import check_name
+from jaxsoft._core.implementations import Implementation, as_names
 from jaxsoft._core.mesh import sharded_like, varying_alike, varying_over, whole_along, with_axis, with_batch_of
 from jaxsoft._core.numbers import as_array
 from jaxsoft._ops.arguments import as_kernel_scores, broadcastable, check_dtype, check_flag
@@ -75,7 +75,7 @@ class Arrays(NamedTuple):
 
 def attend(
     attention: Callable[[Form, str | None], Callable[..., tuple[jax.Array, ...]]],
-    implementation: str | None,
+    implementation: Implementation,
     given: Arrays,
     extras: dict[Extra, jax.Array],
     *,
@@ -101,7 +101,7 @@ def attend(
         as `jaxsoft.dot_product_attention` has them.
       shards: how sequences lie over the devices of a mesh; None for sequences that are whole.
     """
-    check_name(implementation)
+    names = as_names(implementation)
     flags = {
         "is_causal": is_causal,
         "return_residual": return_residual,
@@ -133,7 +133,7 @@ def attend(
     before = None if state is None else _check_state(state, given)
     operands = query, given.key, given.value, *extras.values()
     asked = kept["return_residual"], kept["return_state"]
-    results = _attend(attention, form, implementation, result, asked, operands, before)
+    results = _attend(attention, form, names, result, asked, operands, before)
     if given.no_batch:
         results = jax.tree.map(lambda v: v[0], results)
     return results if len(results) > 1 else results[0]

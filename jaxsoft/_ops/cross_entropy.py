@@ -10,9 +10,9 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jaxsoft import fold
-from jaxsoft._core.carriers import check_name
+from jaxsoft._core.implementations import Implementation, as_names
 from jaxsoft._core.numbers import as_array, as_mask, holds
-from jaxsoft._core.primitives import compiled
+from jaxsoft._core.operation import compiled
 from jaxsoft._core.rounding import stored
 from jaxsoft._ops.arguments import (
     Axis,
@@ -25,7 +25,7 @@ from jaxsoft._ops.arguments import (
     without_old_names,
 )
 from jaxsoft._rows.derivative import differentiable
-from jaxsoft._rows.forms import Form, counted, scores, softcap
+from jaxsoft._rows.forms import RowForm, counted, scores, softcap
 from jaxsoft._rows.formulas import positions
 from jaxsoft._rows.losses import (
     LossOptions,
@@ -41,7 +41,7 @@ from jaxsoft._rows.losses import (
     weighted_sums,
     with_labels,
 )
-from jaxsoft._rows.operation import NO_ROW, Extra
+from jaxsoft._rows.operation import RowOperation
 from jaxsoft._rows.operations.entropy import below, entropy_of
 from jaxsoft._rows.operations.labels import (
     LABEL_ENTROPY,
@@ -50,13 +50,13 @@ from jaxsoft._rows.operations.labels import (
     label_state_of_rows,
     label_sums_of_rows,
 )
-from jaxsoft._rows.primitive import row_operation
+from jaxsoft._rows.spec import NO_ROW, RowExtra
 
 
 class _Options(LossOptions, total=False):
     """The arguments of the overloads of `softmax_cross_entropy`."""
 
-    implementation: str | None
+    implementation: Implementation
 
 
 class _IntegerOptions(_Options, total=False):
@@ -134,7 +134,7 @@ def softmax_cross_entropy_with_integer_labels(
     class_weights: ArrayLike | None = None,
     return_lse: bool = False,
     return_entropy: bool = False,
-    implementation: str | None = None,
+    implementation: Implementation = None,
     **old: Never,
 ) -> jax.Array | tuple[jax.Array, ...]:
     r"""Cross-entropy of softmax, a drop-in for optax's function of this name that reads the logits once.
@@ -214,7 +214,7 @@ def softmax_cross_entropy_with_integer_labels(
     """
     if old:
         refuse_old_names(softmax_cross_entropy_with_integer_labels, old, logit_softcap="logits_soft_cap")
-    check_name(implementation)
+    implementation = as_names(implementation)
     options = check_options(ignore_index, label_smoothing, z_loss, logits_soft_cap)
     return_lse, return_entropy = check_flag("return_lse", return_lse), check_flag("return_entropy", return_entropy)
     x = as_kernel_scores("logits", logits)
@@ -236,7 +236,7 @@ def _with_integer_labels(x, labels, counts, weights, axes, options, asked, imple
     extras, label_counts = _extras(x, index, counts)
     smoothed = options.label_smoothing > 0
     summed = smoothed and weights is None and not entropy  # no operation has weighted sums, nor sums and the entropy
-    form = Form(x.dtype, tuple(extras), cap=options.logits_soft_cap)
+    form = RowForm(x.dtype, tuple(extras), cap=options.logits_soft_cap)
     function = label_entropy_of_rows if entropy else label_sums_of_rows if summed else label_state_of_rows
     others, t, apart, *of_row = differentiable(function, form, implementation)(x, index, *extras.values())
     sums = None
@@ -256,14 +256,14 @@ def _with_integer_labels(x, labels, counts, weights, axes, options, asked, imple
 
 def _extras(
     x: jax.Array, index: jax.Array, counts: jax.Array | None
-) -> tuple[dict[Extra, jax.Array], jax.Array | bool]:
+) -> tuple[dict[RowExtra, jax.Array], jax.Array | bool]:
     """The extras of the row operation, and whether the class of each row's label counts, given which classes do."""
     if counts is None:
         return {}, True
     if counts.shape[-1] == 1:  # whole rows count or do not
         label_counts = jnp.broadcast_to(counts[..., 0], x.shape[:-1])
-        return {Extra.LIMIT: jnp.where(label_counts, jnp.int32(x.shape[-1]), 0)}, label_counts
-    return {Extra.WHERE: counts}, jnp.any(counts & (positions(x) == index[..., None]), axis=-1)
+        return {RowExtra.LIMIT: jnp.where(label_counts, jnp.int32(x.shape[-1]), 0)}, label_counts
+    return {RowExtra.WHERE: counts}, jnp.any(counts & (positions(x) == index[..., None]), axis=-1)
 
 
 def _without_uncounted_label(
@@ -345,7 +345,7 @@ def softmax_cross_entropy(
     class_weights: ArrayLike | None = None,
     return_lse: bool = False,
     return_entropy: bool = False,
-    implementation: str | None = None,
+    implementation: Implementation = None,
     **old: Never,
 ) -> jax.Array | tuple[jax.Array, ...]:
     r"""Cross-entropy of softmax and a distribution over the classes, a drop-in for optax's function of this name.
@@ -384,7 +384,7 @@ def softmax_cross_entropy(
     """
     if old:
         refuse_old_names(softmax_cross_entropy, old, logit_softcap="logits_soft_cap")
-    check_name(implementation)
+    implementation = as_names(implementation)
     options = check_options(None, label_smoothing, z_loss, logits_soft_cap)
     return_lse, return_entropy = check_flag("return_lse", return_lse), check_flag("return_entropy", return_entropy)
     x, q = as_kernel_scores("logits", logits), as_array("labels", labels)
@@ -427,8 +427,8 @@ def _with_labels(x, q, counts, weights, axes, options, asked, implementation):
     wide, (x,) = fold.accumulator(x.dtype), stored(x)
     extras = {}
     if counts is not None:
-        extras[Extra.WHERE] = jnp.broadcast_to(counts, (*counts.shape[:-1], x.shape[-1]))
-    form = Form(x.dtype, tuple(extras), cap=options.logits_soft_cap)
+        extras[RowExtra.WHERE] = jnp.broadcast_to(counts, (*counts.shape[:-1], x.shape[-1]))
+    form = RowForm(x.dtype, tuple(extras), cap=options.logits_soft_cap)
     m, s, *u = _fused_state(form, implementation, entropy, x, *extras.values())
     empty = s == 0
     z, shown = _scores(x, options, counts), True if counts is None else counts
@@ -462,7 +462,7 @@ def _fused_state(form, implementation, entropy, x, *extras):
     """
     no_label = jnp.full(x.shape[:-1], -1, jnp.int32)
     operation = LABEL_ENTROPY if entropy else LABEL_STATE
-    m, s, _, *u = row_operation(operation, form, implementation, x, no_label, *extras)
+    m, s, _, *u = RowOperation(operation, form, implementation)(x, no_label, *extras)
     return m, s, *u
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxsoft._core.carriers import check_name
+from jaxsoft._core.implementations import Implementation, as_names
 from jaxsoft._ops.arguments import (
     Axis,
     as_kernel_scores,
@@ -19,7 +19,7 @@ from jaxsoft._ops.arguments import (
     without_old_names,
 )
 from jaxsoft._rows.derivative import differentiable
-from jaxsoft._rows.forms import Form
+from jaxsoft._rows.forms import RowForm
 from jaxsoft._rows.operations.entropy import entropy_of_rows
 
 
@@ -34,7 +34,7 @@ def entropy(
     is_causal: bool = False,
     keepdims: bool = False,
     dtype: DTypeLike | None = None,
-    implementation: str | None = None,
+    implementation: Implementation = None,
     **old: Never,
 ) -> jax.Array:
     r"""The entropy of the softmax of scores, in nats, in one read of the scores.
@@ -82,7 +82,7 @@ def entropy(
     """
     if old:
         refuse_old_names(entropy, old, causal="is_causal")
-    check_name(implementation)
+    implementation = as_names(implementation)
     x = as_kernel_scores("x", x)
     axes = normalize_axis(axis, x.ndim)
     extras = check_extras(x, axes, where, scale, bias, is_causal)
@@ -93,7 +93,7 @@ def entropy(
 @functools.partial(jax.jit, static_argnames=("axes", "is_causal", "keepdims", "dtype", "implementation"))
 def _entropy(x, axes, where, scale, bias, is_causal, keepdims, dtype, implementation):
     rows, extras, trailing = to_rows(x, axes, where, scale, bias, is_causal)
-    form = Form(x.dtype, tuple(extras), trailing)
+    form = RowForm(x.dtype, tuple(extras), trailing)
     (out,) = differentiable(entropy_of_rows, form, implementation)(rows, *extras.values())
     out = out if dtype is None else out.astype(dtype)
     return jnp.expand_dims(out, axes) if keepdims else out

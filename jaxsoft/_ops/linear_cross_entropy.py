@@ -14,8 +14,8 @@ from jaxsoft._core.mesh import sharded_like, varying_alike
 from jaxsoft._head.derivative import statistics
 from jaxsoft._head.head import Head, product_dtype
 from jaxsoft._head.loss import Objective, weighted
-from jaxsoft._head.operation import Kind
-from jaxsoft._head.reduction import weighted_sum
+from jaxsoft._head.operation import HeadArray
+from jaxsoft._head.total import Total
 from jaxsoft._ops.arguments import (
     as_dtype,
     as_kernel_scores,
@@ -34,7 +34,7 @@ from jaxsoft._rows.losses import (
     weight_at,
     with_labels,
 )
-from jaxsoft._rows.operation import NO_ROW
+from jaxsoft._rows.spec import NO_ROW
 
 
 class _LinearOptions(LossOptions, total=False):
@@ -233,13 +233,13 @@ def linear_softmax_cross_entropy(
     if reduction is not None and not (isinstance(reduction, str) and reduction in ("mean", "sum")):
         raise ValueError(f"reduction must be None, 'mean' or 'sum'; got {reduction!r}")
     operands = _layer(hidden, weight, bias)
-    hidden, weight = operands[Kind.HIDDEN], operands[Kind.WEIGHT]
+    hidden, weight = operands[HeadArray.HIDDEN], operands[HeadArray.WEIGHT]
     classes, dtype = weight.shape[1], product_dtype(hidden, weight)
     weights = check_weights(class_weights, classes, dtype)
     if weights is not None and options.label_smoothing:
-        operands[Kind.CLASS_WEIGHTS] = weights
+        operands[HeadArray.CLASS_WEIGHTS] = weights
     labels = check_labels(labels, hidden.shape[:-1])
-    operands[Kind.HIDDEN], index = with_labels(labels, hidden, classes, options)
+    operands[HeadArray.HIDDEN], index = with_labels(labels, hidden, classes, options)
     factors = _check_row_weights(row_weights, index, dtype)
     largest = float(np.finfo(np.float32).max)
     scale = check_number("scale", scale, "finite in float32", -largest, largest)
@@ -247,7 +247,7 @@ def linear_softmax_cross_entropy(
     recompute = check_flag("recompute", recompute)
     return_lse, return_entropy = check_flag("return_lse", return_lse), check_flag("return_entropy", return_entropy)
     sum_dtype = None if accumulator_dtype is None else as_dtype("accumulator_dtype", accumulator_dtype)
-    bias_fits = bias is None or jnp.finfo(operands[Kind.BIAS].dtype).nmant <= jnp.finfo(dtype).nmant
+    bias_fits = bias is None or jnp.finfo(operands[HeadArray.BIAS].dtype).nmant <= jnp.finfo(dtype).nmant
     plain = not return_lse and not return_entropy and dtype != jnp.float16 and bias_fits
     by_rows = reduction is not None and plain and isinstance(index.size, int)
     head = Head(
@@ -266,7 +266,7 @@ def linear_softmax_cross_entropy(
     )
 
 
-def _layer(hidden: ArrayLike, weight: ArrayLike, bias: ArrayLike | None) -> dict[Kind, jax.Array]:
+def _layer(hidden: ArrayLike, weight: ArrayLike, bias: ArrayLike | None) -> dict[HeadArray, jax.Array]:
     """The operands of a linear layer, each checked, by kind."""
     hidden, weight = as_kernel_scores("hidden", hidden), as_kernel_scores("weight", weight)
     if hidden.ndim < 1:
@@ -279,11 +279,11 @@ def _layer(hidden: ArrayLike, weight: ArrayLike, bias: ArrayLike | None) -> dict
             f"weight must have a known number of classes, as they are taken in chunks; got shape {weight.shape}"
         )
     if bias is None:
-        return {Kind.HIDDEN: hidden, Kind.WEIGHT: weight}
+        return {HeadArray.HIDDEN: hidden, HeadArray.WEIGHT: weight}
     bias = as_kernel_scores("bias", bias)
     if bias.shape != (classes,):
         raise ValueError(f"bias must have the shape ({classes},), one number a class; got shape {bias.shape}")
-    return {Kind.HIDDEN: hidden, Kind.WEIGHT: weight, Kind.BIAS: bias}
+    return {HeadArray.HIDDEN: hidden, HeadArray.WEIGHT: weight, HeadArray.BIAS: bias}
 
 
 def _check_chunk_size(chunk_size: int | None) -> int | None:
@@ -327,7 +327,7 @@ def _loss(operands, index, factors, weights, objective, reduction, return_lse, b
     *operands, index, factors = varying_alike(*operands, index, factors)
     of_label = () if weights is None else varying_alike(weight_at(weights, index), index)[:1]
     if by_rows:
-        return weighted_sum(objective, *operands, index, factors, *of_label), None, None
+        return Total(objective)(*operands, index, factors, *of_label)[0], None, None
     loss, lse, entropy = objective.losses(index, statistics(objective.head)(*operands, index), *(of_label or (None,)))
     loss = weighted(factors, loss)
     return loss if reduction is None else jnp.sum(loss), lse if return_lse else None, entropy

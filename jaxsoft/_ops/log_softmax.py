@@ -5,6 +5,7 @@ from typing import Never
 import jax
 from jax.typing import ArrayLike, DTypeLike
 
+from jaxsoft._core.implementations import Implementation
 from jaxsoft._ops.arguments import Axis, refuse_old_names, without_old_names
 from jaxsoft._ops.normalize import normalize
 from jaxsoft._rows.operations.log_softmax import log_softmax_of_rows
@@ -22,7 +23,7 @@ def log_softmax(
     bias: ArrayLike | None = None,
     is_causal: bool = False,
     dtype: DTypeLike | None = None,
-    implementation: str | None = None,
+    implementation: Implementation = None,
     **old: Never,
 ) -> jax.Array:
     r"""The logarithm of softmax, a drop-in for `jax.nn.log_softmax`, of scores that may be scaled, biased and masked.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxsoft import fold
-from jaxsoft._core.carriers import check_name
+from jaxsoft._core.implementations import Implementation, as_names
 from jaxsoft._core.mesh import sharded_like
 from jaxsoft._core.numbers import as_float, as_numbers
 from jaxsoft._core.rounding import stored
@@ -25,7 +25,7 @@ from jaxsoft._ops.arguments import (
     without_old_names,
 )
 from jaxsoft._rows.derivative import differentiable
-from jaxsoft._rows.forms import Form
+from jaxsoft._rows.forms import RowForm
 from jaxsoft._rows.formulas import nan_where
 from jaxsoft._rows.operations.logsumexp import logsumexp_of_rows
 
@@ -45,7 +45,7 @@ def logsumexp(
     bias: ArrayLike | None = None,
     is_causal: bool = False,
     dtype: DTypeLike | None = None,
-    implementation: str | None = None,
+    implementation: Implementation = None,
 ) -> jax.Array: ...
 @overload
 def logsumexp(
@@ -60,7 +60,7 @@ def logsumexp(
     bias: ArrayLike | None = None,
     is_causal: bool = False,
     dtype: DTypeLike | None = None,
-    implementation: str | None = None,
+    implementation: Implementation = None,
 ) -> tuple[jax.Array, jax.Array]: ...
 @without_old_names
 def logsumexp(
@@ -75,7 +75,7 @@ def logsumexp(
     bias: ArrayLike | None = None,
     is_causal: bool = False,
     dtype: DTypeLike | None = None,
-    implementation: str | None = None,
+    implementation: Implementation = None,
     **old: Never,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""The logarithm of a sum of exponentials, a drop-in for `jax.nn.logsumexp` and `jax.scipy.special.logsumexp`.
@@ -124,7 +124,7 @@ def logsumexp(
     """
     if old:
         refuse_old_names(logsumexp, old, causal="is_causal")
-    check_name(implementation)
+    implementation = as_names(implementation)
     a = as_numbers("a", a)
     if where is not None and a.dtype == jnp.bool_:
         a = a.astype(int)  # jax.nn puts 0 in the place of masked elements, which makes integers of booleans
@@ -173,7 +173,7 @@ def _logsumexp(a, b, axes, where, scale, bias, is_causal, keepdims, return_sign,
 def _of_rows(a, axes, where, scale, bias, is_causal, dtype, implementation):
     """The logarithms of sums without factors, and their signs."""
     rows, extras, trailing = to_rows(a, axes, where, scale, bias, is_causal)
-    form = Form(a.dtype, tuple(extras), trailing)
+    form = RowForm(a.dtype, tuple(extras), trailing)
     (out,) = differentiable(logsumexp_of_rows, form, implementation)(rows, *extras.values())
     out = out.astype(dtype)
     return out, jnp.where(jnp.isnan(out), out, jnp.where(out == -jnp.inf, 0, 1).astype(dtype))

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxsoft._core.carriers import check_name
+from jaxsoft._core.implementations import Implementation, as_names
 from jaxsoft._core.numbers import as_array, as_float, holds
 from jaxsoft._ops.arguments import (
     Axis,
@@ -20,12 +20,12 @@ from jaxsoft._ops.arguments import (
     to_rows,
 )
 from jaxsoft._rows.derivative import differentiable
-from jaxsoft._rows.forms import Form
-from jaxsoft._rows.operation import Function
+from jaxsoft._rows.forms import RowForm
+from jaxsoft._rows.spec import RowFunction
 
 
 def normalize(
-    function: Function,
+    function: RowFunction,
     of_jax: Callable[..., jax.Array],
     x: ArrayLike,
     axis: Axis,
@@ -35,7 +35,7 @@ def normalize(
     bias: ArrayLike | None,
     is_causal: bool,
     dtype: DTypeLike | None,
-    implementation: str | None,
+    implementation: Implementation,
 ) -> jax.Array:
     """The function, of arguments as a user gives them.
 
@@ -44,7 +44,7 @@ def normalize(
       of_jax: jax.nn's function, which serves the dtypes that have no kernels.
       x, axis, where, scale, bias, is_causal, dtype, implementation: as of the public functions.
     """
-    check_name(implementation)
+    implementation = as_names(implementation)
     given, x = x, as_float("x", x)
     if where is not None and not holds(as_array("x", given).dtype, np.inexact):
         x = x.astype(float)  # jax.nn puts -inf in the place of masked elements, which makes this of integers
@@ -59,5 +59,5 @@ def normalize(
 @functools.partial(jax.jit, static_argnames=("function", "axes", "is_causal", "dtype", "implementation"))
 def _normalize(function, x, axes, where, scale, bias, is_causal, dtype, implementation):
     rows, extras, trailing = to_rows(x, axes, where, scale, bias, is_causal)
-    (y,) = differentiable(function, Form(dtype, tuple(extras), trailing), implementation)(rows, *extras.values())
+    (y,) = differentiable(function, RowForm(dtype, tuple(extras), trailing), implementation)(rows, *extras.values())
     return from_rows(y, x, axes, trailing)

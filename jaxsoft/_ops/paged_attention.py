@@ -6,6 +6,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxsoft._attention.form import Extra
 from jaxsoft._attention.paged import paged_attention as attention_over_pages
+from jaxsoft._core.implementations import Implementation
 from jaxsoft._core.mesh import whole_along
 from jaxsoft._ops.arguments import as_kernel_scores
 from jaxsoft._ops.attention_arguments import Arrays, Window, attend, check_extras
@@ -26,7 +27,7 @@ def paged_attention(
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     local_window_size: Window = None,
-    implementation: str | None = None,
+    implementation: Implementation = None,
     return_residual: bool = False,
     logits_soft_cap: float | None = None,
     sinks: ArrayLike | None = None,

@@ -7,6 +7,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxsoft._attention.derivative import attention
 from jaxsoft._attention.form import Shards
 from jaxsoft._attention.layouts import LAYOUTS, order
+from jaxsoft._core.implementations import Implementation
 from jaxsoft._core.mesh import varying_over
 from jaxsoft._ops.attention_arguments import Arrays, Window, attend, check_dropout, check_extras, window_limits
 
@@ -29,7 +30,7 @@ def ring_attention(
     scale: ArrayLike | None = None,
     is_causal: bool = False,
     local_window_size: Window = None,
-    implementation: str | None = None,
+    implementation: Implementation = None,
     return_residual: bool = False,
     logits_soft_cap: float | None = None,
     sinks: ArrayLike | None = None,

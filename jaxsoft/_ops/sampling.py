@@ -8,23 +8,23 @@ top-p keep the first tokens in descending order, and mostly few, which one read 
 top-p keeps more, the other tokens are masked and the whole row is drawn from. Nothing is sorted.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
 
-from jaxsoft._core.batching import as_leading_dimension
+from jaxsoft._core.implementations import Names, accepts
+from jaxsoft._core.operation import Operation, as_leading_dimension, zero_tangent
 from jaxsoft._core.rounding import stored
 from jaxsoft._ops import sampling_kernel
 from jaxsoft._ops.top_k import top_k_softmax
-from jaxsoft._rows.forms import Form
+from jaxsoft._rows.forms import RowForm
 from jaxsoft._rows.formulas import positions
-from jaxsoft._rows.operation import Extra
+from jaxsoft._rows.operation import RowOperation
 from jaxsoft._rows.operations.logsumexp import STATE
-from jaxsoft._rows.primitive import row_operation
+from jaxsoft._rows.spec import RowExtra
 from jaxsoft.fold import accumulator, weight
 
 # How many of the largest logits top_p looks at first: the most that the kernels find in one read.
@@ -63,13 +63,14 @@ def draw_tokens(key, x, temperature, top_p, min_p, top_k, implementation):
     uniform = jax.random.uniform(key, (*x.shape[:-1], 2), accumulator(x.dtype))
     options = (temperature, top_p, min_p)
     composed = functools.partial(_draw_composed, top_k, implementation)
-    if implementation not in (None, "ffi") or not sampling_kernel.may_take(x, top_k is None and top_p is not None):
+    of_all = top_k is None and top_p is not None
+    if not accepts(implementation, "ffi") or not sampling_kernel.may_take(x, of_all):
         return composed(uniform, x, *options)
-    sampler = sampling_kernel.Sampler(top_k, _draw_on_one_device)
+    sampling = sampling_kernel.Sampling(top_k, _draw_on_one_device)
 
     def by_kernel(uniform, x, *options):
         given = (jnp.float32(off) if v is None else v for v, off in zip(options, (1, 1, 0), strict=True))
-        return sampling_kernel.draw(sampler, uniform, x, *given)
+        return sampling(uniform, x, *given)
 
     return jax.lax.platform_dependent(uniform, x, *options, cuda=by_kernel, default=composed)
 
@@ -96,7 +97,7 @@ def _draw_composed(top_k, implementation, uniform, x, temperature, top_p, min_p)
     if top_p is None:
         return _from_row(rows, min_p, scaled, implementation)
     min_p = jnp.zeros_like(top_p) if min_p is None else min_p
-    return _from_nucleus(scaled, implementation)(*rows, top_p, min_p)
+    return _FromNucleus(scaled, implementation)(*rows, top_p, min_p)
 
 
 def _from_row(rows, min_p, scaled, implementation):
@@ -152,29 +153,33 @@ def _from_first(rows, top_p, min_p, k, total, implementation):
     return _take(indices, index), _share(weights, index), ~(weights[..., -1] > 0)
 
 
-@functools.cache
-def _from_nucleus(scaled: bool, implementation: str | None) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """A function that draws a token of the fewest that reach top_p, and returns it and its probability.
+@dataclasses.dataclass(frozen=True)
+class _FromNucleus(Operation):
+    """A token of the fewest that reach top_p, and its probability.
 
-    Its operands are the fields of `_Rows`, top_p and min_p. Under vmap the mapped rows are more rows of the one batch:
-    of a condition that is mapped, both branches would run for every row.
+    The operands are the fields of `_Rows`, top_p and min_p. A mapped dimension is more rows of the one batch: of a
+    condition that is mapped, both branches would run for every row.
     """
 
-    @custom_vmap
-    def draw(*operands):
-        rows, top_p, min_p = _Rows(*operands[:-2]), *operands[-2:]
+    scaled: bool
+    implementation: Names
+
+    def apply(self, operands):
+        """Draws from the largest, and where these are too few for a row, from all."""
+        *rows_, top_p, min_p = operands
+        rows = _Rows(*rows_)
         x, scale = rows.logits, rows.scale
 
         def total(largest):
-            return _states(x[..., None, :], scale, implementation)[1][..., 0] if scaled else 1 / largest
+            return _states(x[..., None, :], scale, self.implementation)[1][..., 0] if self.scaled else 1 / largest
 
         def nucleus():
             left = _most_probable(x, scale, top_p)
             of_nucleus = rows._replace(logits=jnp.where(left, x, -jnp.inf))
-            return _from_row(of_nucleus, min_p, scaled, implementation)
+            return _from_row(of_nucleus, min_p, self.scaled, self.implementation)
 
         k = min(x.shape[-1], _FIRST)
-        token, probability, complete = _from_first(rows, top_p, min_p, k, total, implementation)
+        token, probability, complete = _from_first(rows, top_p, min_p, k, total, self.implementation)
         if x.shape[-1] <= _FIRST:
             return token, probability
         # A row's draw may not depend on whether another one needs more.
@@ -184,13 +189,19 @@ def _from_nucleus(scaled: bool, implementation: str | None) -> Callable[..., tup
             lambda: jax.tree.map(functools.partial(jnp.where, complete), (token, probability), nucleus()),
         )
 
-    @draw.def_vmap
-    def vmap(size, batched, *operands):
-        del size
-        dims = [0 if is_batched else None for is_batched in batched]
-        return draw(*as_leading_dimension(operands, dims, len(operands))), (True, True)
+    def along(self, primals, tangents):
+        """What is drawn counts as constant."""
+        del tangents
+        results = self(*primals)
+        return results, tuple(map(zero_tangent, results))
 
-    return draw
+    def tangents(self, primals, tangents):
+        """Those of `along`."""
+        return self.along(primals, tangents)[1]
+
+    def batch(self, operands, dims):
+        """More rows."""
+        return self(*as_leading_dimension(operands, dims, len(operands)))
 
 
 def _most_probable(x, scale, top_p):
@@ -226,11 +237,11 @@ def _states(chunks, scale, implementation):
     """
     if scale is None:
         return _state(chunks, {}, implementation)
-    m, s = _state(chunks, {Extra.SCALE: scale[..., None]}, implementation)
+    m, s = _state(chunks, {RowExtra.SCALE: scale[..., None]}, implementation)
     far = (jnp.abs(jnp.max(m, axis=-1)) > jnp.finfo(m.dtype).max / 100)[..., None]
     again = {
-        Extra.SCALE: jnp.full_like(scale, 1 / 4)[..., None],
-        Extra.LIMIT: jnp.where(far, jnp.int32(chunks.shape[-1]), 0),
+        RowExtra.SCALE: jnp.full_like(scale, 1 / 4)[..., None],
+        RowExtra.LIMIT: jnp.where(far, jnp.int32(chunks.shape[-1]), 0),
     }
     near = _state(chunks, again, implementation)
     return jnp.where(far, near[0], m), jnp.where(far, near[1], s)
@@ -238,7 +249,7 @@ def _states(chunks, scale, implementation):
 
 def _state(x, extras, implementation):
     """The state (m, s) of x along the last axis, with these extras."""
-    return row_operation(STATE, Form(x.dtype, tuple(extras)), implementation, x, *extras.values())
+    return RowOperation(STATE, RowForm(x.dtype, tuple(extras)), implementation)(x, *extras.values())
 
 
 def _draw(u, weights):

@@ -9,24 +9,21 @@ whole row where top-k leaves all.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_batching import custom_vmap
-from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsoft._core import library
-from jaxsoft._core.mesh import Axes, axes_of, can_partition, if_even, on_one_device, refined
-from jaxsoft._core.partitioning import partitionable
-from jaxsoft._core.primitives import compiled, primitive
-from jaxsoft._rows.forms import Form
-from jaxsoft._rows.messages import selected_over_shards
-from jaxsoft._rows.primitive import OneDevice
-
-type Draw = Callable[..., tuple[jax.Array, ...]]
+from jaxsoft._core.implementations import Choice, Names
+from jaxsoft._core.mesh import Axes, axes_of, can_partition, if_even, refined
+from jaxsoft._core.operation import Function, Served, Types
+from jaxsoft._rows.exchange import selected_over_shards
+from jaxsoft._rows.forms import RowForm
+from jaxsoft._rows.operation import RowOperation
+from jaxsoft._rows.operations.top_k import TOP_K
 
 _NAME = "sample"
 # How many tokens a row may have: kLongestSampled in ffi/cuda/rows/sample.cuh.
@@ -39,20 +36,6 @@ _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 # that were measured. With top-p of all, they take .5 of it at 256 tokens, .8 to 2.1 times at 1024, and 1.1 to 9 times
 # at 2048 and more.
 _MANY_ROWS, _SHORT_ROW, _SHORT_ROW_WITH_TOP_P = 4096, 16384, 512
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampler:
-    """What is drawn.
-
-    Attributes:
-      k: of top-k; None for all tokens.
-      composed: (k, uniform, logits, temperature, top_p, min_p) -> the same in plain JAX, for platforms without the
-        kernel.
-    """
-
-    k: int | None
-    composed: Draw
 
 
 def may_take(x: jax.Array, top_p_of_all: bool) -> bool:
@@ -69,118 +52,96 @@ def may_take(x: jax.Array, top_p_of_all: bool) -> bool:
     return 0 not in known and not (many and x.shape[-1] <= (_SHORT_ROW_WITH_TOP_P if top_p_of_all else _SHORT_ROW))
 
 
-def draw(sampler: Sampler, *operands: jax.Array) -> tuple[jax.Array, ...]:
+@dataclasses.dataclass(frozen=True)
+class Sampling(Served):
     """The tokens (...), in int32, and their probabilities.
 
     The operands are random numbers from 0 to 1 (..., 2), logits (..., n), and temperature, top_p and min_p, each of
     which is one number a row (...) or one for all rows ().
+
+    Attributes:
+      k: of top-k; None for all tokens.
+      composed: (k, uniform, logits, temperature, top_p, min_p) -> the same in plain JAX, for platforms without the
+        kernel.
     """
-    return _batched(sampler)(*operands)
 
+    k: int | None
+    composed: Function
+    implementation: Names = None
+    keeps_shardings = True
+    name = "sample"
 
-@functools.cache
-def _batched(sampler: Sampler) -> Draw:
-    """The operation with a rule for vmap."""
-    function = custom_vmap(_partitioned(sampler))
+    def formula(self) -> Function:
+        """By operations on rows."""
+        return functools.partial(self.composed, self.k)
 
-    @function.def_vmap
-    def vmap(size, batched, *operands):
-        uniform, x, *options = zip(operands, batched, strict=True)
-        rows = operands[0].shape[int(batched[0]) : -1]
+    def types(self, *operands):
+        """The types are those of numbers that depend on all operands, sharding and mesh axes included."""
 
-        def mapped(v, is_batched, shape):
-            v = v if is_batched else v[None]
+        def any_number(uniform, x, *options):
+            p = sum((v.astype(uniform.dtype) for v in (jnp.max(x, axis=-1), *options)), uniform[..., 0])
+            return p.astype(jnp.int32), p
+
+        return jax.make_jaxpr(any_number)(*operands).out_avals
+
+    def choose(self, platform: str, operands: Types) -> Choice:
+        """The kernel on a GPU whose library has it."""
+        if platform == "cuda" and _NAME in library.operations(platform):
+            return Choice(self.name, "ffi", self._by_kernel)
+        reason = library.unavailable("cuda") if platform == "cuda" else "its kernel that samples is CUDA's"
+        return Choice(self.name, "xla", self.formula(), reasons={"ffi": reason or "it has no kernel that samples"})
+
+    def _by_kernel(self, uniform: jax.Array, x: jax.Array, *options: jax.Array) -> tuple[jax.Array, ...]:
+        rows, n = x.shape[:-1], x.shape[-1]
+        types = (jax.ShapeDtypeStruct(rows, jnp.int32), jax.ShapeDtypeStruct(rows, jnp.float32))
+        k = n if self.k is None else min(self.k, n)
+        return tuple(jax.ffi.ffi_call(f"jaxsoft_{_NAME}", types)(x, uniform, *options, k=np.int64(k)))
+
+    def batch(self, operands: Sequence[jax.Array], dims: Sequence[int | None]) -> Sequence[jax.Array]:
+        """A mapped dimension is more rows. A number for all rows remains one, unless it is mapped."""
+        uniform, x, *_ = operands
+        rows = tuple(d for i, d in enumerate(uniform.shape) if i != dims[0])[:-1]
+        size = next(v.shape[d] for v, d in zip(operands, dims, strict=True) if d is not None)
+
+        def mapped(v, d, shape):
+            v = v[None] if d is None else jnp.moveaxis(v, d, 0)
             return jnp.broadcast_to(jnp.expand_dims(v, range(v.ndim, 1 + len(shape))), (size, *shape))
 
-        # A number for all rows remains one, unless it is another one for each mapped call.
-        given = (v if v.ndim == 0 else mapped(v, is_batched, rows) for v, is_batched in options)
-        return function(mapped(*uniform, (*rows, 2)), mapped(*x, (*rows, x[0].shape[-1])), *given), (True, True)
+        shapes = (*rows, 2), (*rows, x.shape[-1] if dims[1] != x.ndim - 1 else x.shape[-2])
+        pairs = list(zip(operands, dims, strict=True))
+        wide = [mapped(*pair, shape) for pair, shape in zip(pairs, shapes, strict=False)]
+        return self(*wide, *(v if v.ndim == 0 else mapped(v, d, rows) for v, d in pairs[2:]))
 
-    return function
-
-
-@functools.cache
-def _partitioned(sampler: Sampler) -> Draw:
-    """The operation as a function that a mesh may partition."""
-
-    def partition(mesh, operands, results):
+    def partition(self, mesh, operands, results):
+        """Rows stay on their devices. Of those whose tokens lie on several, the devices exchange the k largest."""
         del results
         x, mesh = operands[1], refined(mesh, operands[1])
         *rows, tokens = axes_of(x, mesh)
-        tokens = if_even(tokens, x.shape[-1], mesh) if sampler.k else ()
+        tokens = if_even(tokens, x.shape[-1], mesh) if self.k else ()
 
         def sharding(*axes: Axes):
             return NamedSharding(mesh, PartitionSpec(*(names or None for names in axes)))
 
         by_row = sharding(*rows)
-        local = functools.partial(_bind, sampler)
-        if sampler.k and tokens:
-            local = functools.partial(_draw_from_parts, sampler, sampler.k, tokens)
-        return (
-            mesh,
-            on_one_device(local),
-            (by_row, by_row),
-            (sharding(*rows, ()), sharding(*rows, tokens), *(by_row if v.ndim else sharding() for v in operands[2:])),
-        )
+        local = functools.partial(self._from_parts, self.k, tokens) if self.k and tokens else self.on_device
+        of_operands = (sharding(*rows, ()), sharding(*rows, tokens))
+        return mesh, local, (by_row, by_row), (*of_operands, *(by_row if v.ndim else sharding() for v in operands[2:]))
 
-    def rule(mesh, operand_types, result_types):
-        del mesh, result_types
-        rows = [f"r{i}" for i in range(len(operand_types[0].shape) - 1)]
-        operands = ([*rows, "two"], [*rows, "n"], *(rows[: len(v.shape)] for v in operand_types[2:]))
-        named = " -> ".join(", ".join(map(" ".join, side)) for side in (operands, (rows, rows)))
-        return named, {"need_replication_factors": ("two",) if sampler.k else ("two", "n")}
+    def rule(self, operands: Sequence, results: Sequence) -> tuple[str, dict]:
+        """Rows are sharded alike."""
+        del results
+        rows = [f"r{i}" for i in range(len(operands[0].shape) - 1)]
+        dims = ([*rows, "two"], [*rows, "n"], *(rows[: len(v.shape)] for v in operands[2:]))
+        named = " -> ".join(", ".join(map(" ".join, side)) for side in (dims, (rows, rows)))
+        return named, {"need_replication_factors": ("two",) if self.k else ("two", "n")}
 
-    return partitionable(functools.partial(_bind, sampler), partition, rule, sampler)
-
-
-def _draw_from_parts(sampler: Sampler, k: int, axes: Axes, uniform, x, *options):
-    """Draws from the k largest of rows whose tokens lie over these axes of a mesh."""
-    largest = selected_over_shards(Form(x.dtype, k=k), axes, OneDevice(None))
-    values, _, indices, m, s = largest(x)
-    undefined = ~(jnp.isfinite(m) & jnp.isfinite(s))
-    # The draw goes by the order of the tokens, as in whole rows.
-    indices, values = jax.lax.sort((indices, values), num_keys=1)
-    values = jnp.where(undefined[..., None], jnp.nan, values)
-    token, probability = _bind(sampler, uniform, values, *options)
-    return jnp.take_along_axis(indices, token[..., None], axis=-1)[..., 0], probability
-
-
-def _bind(sampler: Sampler, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    return tuple(_sample_p().bind(*operands, sampler=sampler))
-
-
-@functools.cache
-def _sample_p():
-    made = primitive("jaxsoft_sample", _impl, _abstract_eval)
-    mlir.register_lowering(made, functools.partial(_lower, "other"))
-    mlir.register_lowering(made, functools.partial(_lower, "cuda"), platform="cuda")
-    return made
-
-
-@functools.partial(compiled, static_argnames="sampler")
-def _impl(*operands, sampler):
-    return _sample_p().bind(*operands, sampler=sampler)
-
-
-def _abstract_eval(*operands, sampler):
-    """The types are those of numbers that depend on all operands, sharding and mesh axes included."""
-    del sampler
-
-    def any_number(uniform, x, *options):
-        p = sum((v.astype(uniform.dtype) for v in (jnp.max(x, axis=-1), *options)), uniform[..., 0])
-        return p.astype(jnp.int32), p
-
-    return jax.make_jaxpr(any_number)(*operands).out_avals
-
-
-def _lower(platform: str, ctx: mlir.LoweringRuleContext, *operands, sampler: Sampler):
-    has_kernel = platform == "cuda" and _NAME in library.operations(platform)
-    function = functools.partial(_call, sampler) if has_kernel else functools.partial(sampler.composed, sampler.k)
-    return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
-
-
-def _call(sampler: Sampler, uniform: jax.Array, x: jax.Array, *options: jax.Array) -> Sequence[jax.Array]:
-    rows, n = x.shape[:-1], x.shape[-1]
-    types = (jax.ShapeDtypeStruct(rows, jnp.int32), jax.ShapeDtypeStruct(rows, jnp.float32))
-    k = n if sampler.k is None else min(sampler.k, n)
-    return jax.ffi.ffi_call(f"jaxsoft_{_NAME}", types)(x, uniform, *options, k=np.int64(k))
+    def _from_parts(self, k: int, axes: Axes, uniform, x, *options):
+        """Draws from the k largest of rows whose tokens lie over these axes of a mesh."""
+        form = RowForm(x.dtype, k=k)
+        values, _, indices, m, s = selected_over_shards(form, axes, RowOperation(TOP_K, form).within, by_ffi=True)(x)
+        undefined = ~(jnp.isfinite(m) & jnp.isfinite(s))
+        # The draw goes by the order of the tokens, as in whole rows.
+        indices, values = jax.lax.sort((indices, values), num_keys=1)
+        values = jnp.where(undefined[..., None], jnp.nan, values)
+        token, probability = self.on_device(uniform, values, *options)
+        return jnp.take_along_axis(indices, token[..., None], axis=-1)[..., 0], probability

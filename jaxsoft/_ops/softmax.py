@@ -5,6 +5,7 @@ from typing import Never
 import jax
 from jax.typing import ArrayLike, DTypeLike
 
+from jaxsoft._core.implementations import Implementation
 from jaxsoft._ops.arguments import Axis, refuse_old_names, without_old_names
 from jaxsoft._ops.normalize import normalize
 from jaxsoft._rows.operations.softmax import softmax_of_rows
@@ -22,7 +23,7 @@ def softmax(
     bias: ArrayLike | None = None,
     is_causal: bool = False,
     dtype: DTypeLike | None = None,
-    implementation: str | None = None,
+    implementation: Implementation = None,
     **old: Never,
 ) -> jax.Array:
     r"""Softmax, a drop-in for `jax.nn.softmax`, of scores that may be scaled, biased and masked on the way.

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxsoft._core.carriers import check_name
+from jaxsoft._core.implementations import Implementation, as_names
 from jaxsoft._core.numbers import as_axis
 from jaxsoft._ops.arguments import as_kernel_scores, check_dtype, check_flag
 from jaxsoft._rows.derivative import differentiable
-from jaxsoft._rows.forms import Form
+from jaxsoft._rows.forms import RowForm
 from jaxsoft._rows.formulas import wide
 from jaxsoft._rows.operations.top_k import top_k_of_rows
 from jaxsoft.fold import accumulator
@@ -24,7 +24,7 @@ def top_k_softmax(
     *,
     renormalize: bool = False,
     dtype: DTypeLike | None = None,
-    implementation: str | None = None,
+    implementation: Implementation = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     r"""The k largest scores along an axis, their softmax and their indices, in one read of the scores.
 
@@ -64,7 +64,7 @@ def top_k_softmax(
     >>> probabilities.round(3), indices
     (Array([0.5 , 0.25], dtype=float32), Array([1, 3], dtype=int32))
     """
-    check_name(implementation)
+    implementation = as_names(implementation)
     x = as_kernel_scores("x", x)
     axis = as_axis(axis, x.ndim)
     try:
@@ -80,7 +80,7 @@ def top_k_softmax(
 @functools.partial(jax.jit, static_argnames=("k", "axis", "renormalize", "dtype", "implementation"))
 def _top_k_softmax(x, k, axis, renormalize, dtype, implementation):
     rows = jnp.moveaxis(x, axis, -1)
-    values, p, indices = differentiable(top_k_of_rows, Form(dtype, k=k), implementation)(rows)
+    values, p, indices = differentiable(top_k_of_rows, RowForm(dtype, k=k), implementation)(rows)
     if renormalize:
         undefined = jnp.where(jnp.isnan(p[..., :1]), jnp.nan, 1).astype(accumulator(x.dtype))
         p = (jax.nn.softmax(wide(values), axis=-1) * undefined).astype(dtype)

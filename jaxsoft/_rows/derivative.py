@@ -11,106 +11,144 @@ import functools
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jaxsoft._core.batching import as_leading_dimension
+from jaxsoft._core.implementations import Names
 from jaxsoft._core.linear_map import LinearMap
+from jaxsoft._core.operation import as_leading_dimension, jvp_along, moves
 from jaxsoft._core.rounding import stored
-from jaxsoft._core.tangents import jvp_along, moves
-from jaxsoft._rows import xla
-from jaxsoft._rows.forms import Form, compose, counted, row_dtypes, scores, split
-from jaxsoft._rows.operation import Extra, Function, Kind
-from jaxsoft._rows.primitive import kernel, row_operation
+from jaxsoft._rows import plain
+from jaxsoft._rows.forms import RowForm, compose, counted, row_dtypes, scores, split
+from jaxsoft._rows.operation import RowOperation
+from jaxsoft._rows.spec import RowExtra, RowFunction, RowKind, RowSpec
 from jaxsoft.fold import accumulator
 
 
 @functools.cache
-def differentiable(function: Function, form: Form, implementation: str | None) -> Callable[..., tuple[jax.Array, ...]]:
+def differentiable(function: RowFunction, form: RowForm, implementation: Names) -> Callable[..., tuple[jax.Array, ...]]:
     """A function of rows, of the operands of its operation and the form's extras.
 
     What it returns has the accumulator's dtype, but for what has x's shape, for elements of x, and for their softmax.
     """
-    forward = functools.partial(row_operation, function.forward, form, implementation)
+    forward = RowOperation(function.forward, form, implementation)
+    inputs = function.forward.inputs
 
     @jax.custom_jvp
     def call(*operands):
-        return function.values(operands, forward(*operands))
+        given = stored(*operands)
+        return function.values(given, forward(*given))
 
     @functools.partial(call.defjvp, symbolic_zeros=True)
     def call_jvp(primals, tangents):
+        primals = stored(*primals)
         results = forward(*primals)
         base, extras = split(function.forward, form, primals)
+        of_inputs: Sequence = [tangents[i] for i in inputs]
+        of_extras = tangents[len(base) :]
+        others = [t for i, t in enumerate(tangents[: len(base)]) if i not in inputs]
+        assert not any(map(moves, others)), "a function of rows has derivatives by its scores and extras alone"
         values, residuals = function.values(base, results), function.residuals(base, results)
-        t = tangents[0]
-        if any(map(moves, tangents[len(base) :])):
-            z, t = _scores_along(form, primals, tangents)
-            residuals = function.residuals((z, *base[1:]), results)
-            extras = {name: v for name, v in extras.items() if name not in (Extra.SCALE, Extra.BIAS)}
+        if any(map(moves, of_extras)):
+            z, of_inputs = _scores_along(function, form, primals, tangents)
+            varied = dict(zip(inputs, z, strict=True))
+            residuals = function.residuals([varied.get(i, v) for i, v in enumerate(base)], results)
+            extras = {name: v for name, v in extras.items() if name.decides}
         masked = False
-        if function.tangent.kinds[0] is Kind.PROBABILITIES:  # they are 0 where an element does not count
-            masked = Extra.LIMIT in extras or Extra.WHERE in extras
-            extras = {name: v for name, v in extras.items() if name in (Extra.SCALE, Extra.LIMIT)}
-        derivative = _Derivative(
-            function, dataclasses.replace(form, extras=tuple(extras), masked=masked), implementation
-        )
-        return values, function.tangents(results, derivative(*residuals, t, *extras.values()))
+        if function.tangent.kinds[0] is RowKind.PROBABILITIES:  # they are 0 where an element does not count
+            masked = any(name.decides for name in extras)
+            extras = {name: v for name, v in extras.items() if name in (RowExtra.SCALE, RowExtra.LIMIT)}
+        along = dataclasses.replace(form, extras=tuple(extras), masked=masked)
+        differentiated = tuple(i for i, t in enumerate(of_inputs) if moves(t))
+        derivative = _RowDerivative(function, along, implementation, differentiated)
+        found = derivative(*residuals, *(of_inputs[i] for i in differentiated), *extras.values())
+        return values, function.tangents(results, found)
 
-    return lambda *operands: call(*stored(*operands))
+    return call
 
 
-def _scores_along(form: Form, primals: Sequence[jax.Array], tangents: Sequence) -> tuple[jax.Array, jax.Array]:
-    """The scores z and their tangent, given x and the extras and theirs."""
+def _scores_along(
+    function: RowFunction, form: RowForm, primals: Sequence[jax.Array], tangents: Sequence
+) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+    """The scores of the inputs and their tangents, given all operands and theirs."""
+    inputs, base = function.forward.inputs, len(function.forward.operands)
+    places = [*inputs, *range(base, len(primals))]
 
     @functools.partial(jax.checkpoint, prevent_cse=False)  # keeps the operands, not masks of x's size
-    def z(x, *extras):
-        named = dict(zip(form.extras, extras, strict=True))
-        return scores(form, x, named, accumulator(x.dtype), counted(form, x, named))
+    def z(*operands):
+        given, named = operands[: len(inputs)], dict(zip(form.extras, operands[len(inputs) :], strict=True))
+        counts = counted(form, given[0], named)
+        return [scores(form, x, named, accumulator(x.dtype), counts, i) for i, x in enumerate(given)]
 
-    return jvp_along(z, primals, tangents)
+    return jvp_along(z, [primals[i] for i in places], [tangents[i] for i in places])
 
 
 @dataclasses.dataclass(frozen=True)
-class _Derivative(LinearMap):
-    """The derivative of a function of rows, or its transpose.
+class _RowDerivative(LinearMap):
+    """The derivative of a function of rows along some of its inputs, or its transpose.
 
     Its operands are those of the function's tangent, or of its pullback, and the extras.
     """
 
-    function: Function
-    form: Form
-    implementation: str | None
+    function: RowFunction
+    form: RowForm
+    implementation: Names
+    inputs: tuple[int, ...]
     transposed: bool = False
 
     @property
     def linear(self) -> range:
         """The last operands but the extras."""
-        return (self.function.pullback if self.transposed else self.function.tangent).linear
+        begin = self.function.tangent.linear.start
+        return range(begin, begin + len(self.function.pullback.linear if self.transposed else self.inputs))
 
     def apply(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """A formula forward, and a kernel for the transpose."""
         if not self.transposed:
             # The formula as one operation, so that reverse mode, which has no use for it, need not trace it.
-            return kernel(self.function.tangent, self.form, "xla", *operands)
-        pullback = self.function.pullback
+            return RowOperation(self.function.tangent, self.form, "xla").on_device(*self._along_all(operands))
+        pullback = self._pullback
         if pullback.made_of:
             plain = dataclasses.replace(self.form, k=0)
-            return pullback.made_of(lambda other, *v: row_operation(other, plain, self.implementation, *v), *operands)
+            return pullback.made_of(lambda other, *v: RowOperation(other, plain, self.implementation)(*v), *operands)
         if len(row_dtypes(pullback, operands)) > 1:  # as of log_softmax with another dtype: kernels take one dtype
             dtype, base = accumulator(operands[0].dtype), len(pullback.operands)
             kinds = zip(pullback.kinds, operands[:base], strict=True)
             operands = [*(v.astype(dtype) if kind.whole_rows else v for kind, v in kinds), *operands[base:]]
-        return row_operation(pullback, self.form, self.implementation, *operands)
+        return self._of_inputs(RowOperation(pullback, self.form, self.implementation)(*operands))
 
     def formula(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """What `apply` computes, by operations that have derivatives."""
         if self.transposed:
             return self.apply(operands)
-        return compose(self.function.tangent, self.form, xla.formula(self.function.tangent, self.form))(*operands)
+        tangent = self.function.tangent
+        return compose(tangent, self.form, plain.formula(tangent, self.form))(*self._along_all(operands))
 
-    def transpose(self, dtype: np.dtype) -> "_Derivative":
-        """The transpose, whose result has this dtype."""
-        form = dataclasses.replace(self.form, dtype=dtype)
-        return dataclasses.replace(self, form=form, transposed=not self.transposed)
+    @property
+    def _pullback(self) -> RowSpec:
+        """The pullback that has no more results than are wanted, if there is one."""
+        (alone, *others) = self.inputs
+        return self.function.pullback if others else self.function.pullback_of.get(alone, self.function.pullback)
+
+    def _of_inputs(self, results: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return results if len(results) == len(self.inputs) else tuple(results[i] for i in self.inputs)
+
+    def _along_all(self, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        """The operands with tangents of all inputs: 0 for those along which there is no derivative."""
+        count, linear = len(self.function.forward.inputs), self.linear
+        if len(self.inputs) == count:
+            return operands
+        given = dict(zip(self.inputs, operands[linear.start : linear.stop], strict=True))
+        of_all = (given[i] if i in given else jnp.zeros_like(operands[i]) for i in range(count))
+        return [*operands[: linear.start], *of_all, *operands[linear.stop :]]
+
+    def transpose(self, dtypes: Sequence[np.dtype], wanted: Sequence[int]) -> "_RowDerivative":
+        """The transpose, whose results have these dtypes."""
+        if self.transposed:
+            return dataclasses.replace(self, form=dataclasses.replace(self.form, dtype=dtypes[0]), transposed=False)
+        by_input = dict(zip(self.inputs, dtypes, strict=True))
+        form = dataclasses.replace(self.form, dtype=by_input.get(0, dtypes[0]), other_dtype=by_input.get(1))
+        return dataclasses.replace(self, form=form, inputs=tuple(self.inputs[i] for i in wanted), transposed=True)
 
     def batch(self, operands: Sequence[jax.Array], dims: Sequence[int | None]) -> Sequence[jax.Array]:
         """A mapped dimension is more rows."""

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsoft._core import library
-from jaxsoft._rows.forms import Form, Operands, groups, is_plain, result_types, row_dtypes, split
-from jaxsoft._rows.operation import Extra, Operation, Reduction, RowFunction
+from jaxsoft._core.operation import Function
+from jaxsoft._rows.forms import Operands, RowForm, RowKernels, groups, is_plain, result_types, row_dtypes, split
 from jaxsoft._rows.operations.top_k import TOP_K
+from jaxsoft._rows.spec import Reduction, RowExtra, RowSpec
 
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 _F32 = np.dtype(jnp.float32)
@@ -40,7 +41,7 @@ def unsupported(operands: Operands) -> str | None:
     return None
 
 
-def kernel(operation: Operation, form: Form, platform: str, operands: Operands) -> RowFunction | None:
+def kernel(operation: RowSpec, form: RowForm, platform: str, operands: Operands) -> Function | None:
     """The kernel for an operation in this form, or None where the kernels have to be composed."""
     if operation.name not in library.operations(platform):
         return None
@@ -91,7 +92,7 @@ def top_k_message(x: jax.Array, k: int) -> Callable[[jax.Array], jax.Array] | No
     return lambda x: call(x, k=np.int64(k))[0]
 
 
-def top_k_of_messages(x: jax.Array, form: Form, parts: int) -> Callable[[jax.Array], tuple[jax.Array, ...]] | None:
+def top_k_of_messages(x: jax.Array, form: RowForm, parts: int) -> Callable[[jax.Array], tuple[jax.Array, ...]] | None:
     """The CUDA kernel that makes the results of top_k of the messages of so many devices; or None.
 
     Args:
@@ -116,7 +117,7 @@ def _go_together(result: np.dtype, dtype: np.dtype) -> bool:
     return result == dtype or {result, dtype} in ({_F32, np.dtype(t)} for t in (jnp.float16, jnp.bfloat16))
 
 
-def _takes(operation: Operation, form: Form, operands: Operands) -> bool:
+def _takes(operation: RowSpec, form: RowForm, operands: Operands) -> bool:
     """Whether the kernels take a form that is not plain."""
     dtype = operands[0].dtype
     _, extras = split(operation, form, operands)
@@ -128,12 +129,12 @@ def _takes(operation: Operation, form: Form, operands: Operands) -> bool:
         return False
     if not {*extras} <= {*operation.extras}:
         return False
-    if Extra.BIAS in extras and extras[Extra.BIAS].dtype != dtype:
+    if RowExtra.BIAS in extras and extras[RowExtra.BIAS].dtype != dtype:
         return False
     return len(groups(operands[0].shape[:-1], [v.shape for v in extras.values()])) <= _MOST_GROUPS
 
 
-def attributes(form: Form) -> dict[str, object]:
+def attributes(form: RowForm) -> dict[str, object]:
     """The attributes of a call."""
     return {
         "extras": "".join(extra.value for extra in form.extras),
@@ -141,3 +142,6 @@ def attributes(form: Form) -> dict[str, object]:
         "masked": np.bool_(form.masked),
         "cap": np.float64(form.cap or 0),
     }
+
+
+KERNELS = RowKernels(kernel, unsupported, composed=True)

@@ -10,30 +10,31 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxsoft._core.operation import Function, Types
 from jaxsoft._core.rounding import rounded
 from jaxsoft._rows.formulas import positions
-from jaxsoft._rows.operation import NO_ROW, Extra, Kind, Operation, Reductions, RowFunction
+from jaxsoft._rows.spec import NO_ROW, SCALES, Reductions, RowExtra, RowKind, RowSpec
 from jaxsoft.fold import accumulator
 
 type Operands = Sequence[jax.Array | jax.core.ShapedArray]
-type Extras = dict[Extra, jax.Array]
+type Extras = dict[RowExtra, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class RowForm:
     """The form of a row operation.
 
     Attributes:
       dtype: of the results of x's shape, and of the probabilities of selected elements. The arithmetic is done in the
         accumulator's dtype of x.
-      extras: which operands follow those of the operation, in the order of `Extra`.
+      other_dtype: of the results of x's shape that belong to the second input; None where there are none.
+      extras: which operands follow those of the operation, in the order of `RowExtra`.
       trailing: how many dimensions of x follow the reduced one; 0 beside extras.
       masked: elements whose first operand, a softmax, is 0 do not count.
       cap: scores become cap * tanh(x / cap); None leaves them as they are. There is none beside scale or bias.
@@ -42,51 +43,66 @@ class Form:
     """
 
     dtype: np.dtype
-    extras: tuple[Extra, ...] = ()
+    extras: tuple[RowExtra, ...] = ()
     trailing: int = 0
     masked: bool = False
     cap: float | None = None
     k: int = 0
     in_place: bool = False
+    other_dtype: np.dtype | None = None
+
+    def dtype_of(self, input: int) -> np.dtype:
+        """That of the results that belong to an input."""
+        return self.other_dtype if input and self.other_dtype is not None else self.dtype
 
     def __post_init__(self):
-        assert self.cap is None or not {Extra.SCALE, Extra.BIAS} & {*self.extras}, "the cap's slope is taken at x"
+        assert self.cap is None or not {RowExtra.SCALE, RowExtra.BIAS} & {*self.extras}, "the cap's slope is taken at x"
 
 
-class Kernels(Protocol):
-    """Every operation in any form, within code for one device."""
+@dataclasses.dataclass(frozen=True)
+class RowKernels:
+    """The kernels for rows that an implementation has.
 
-    @property
-    def implementation(self) -> str | None:
-        """The name of the one that they are of, or None where the fastest is chosen for each."""
-        ...
+    Attributes:
+      kernel: (operation, form, platform, operands) -> the kernel that takes the form as it is, or None. There is one
+        for the plain form of every operation, but for those that can be made of the state (`RowSpec.from_state`).
+      unsupported: (operands) -> None, or why it cannot take operands of these shapes and dtypes.
+      composed: whether the default choice takes it for forms that have to be composed, too. Before its plain kernel XLA
+        then writes the scores anew, which only the fastest kernel makes up for.
+      leads: (operation, form, platform, operands) -> whether the default choice tries it before all others.
+      describe: (operation, form, platform, operands) -> the kernel's name and how it cuts up its work, in words.
+    """
 
-    def __call__(self, operation: Operation, form: Form) -> RowFunction:
-        """The operation in this form."""
-        ...
+    kernel: Callable[[RowSpec, RowForm, str, Types], Function | None]
+    unsupported: Callable[[Types], str | None] = lambda operands: None
+    composed: bool = False
+    leads: Callable[[RowSpec, RowForm, str, Types], bool] = lambda operation, form, platform, operands: False
+    describe: Callable[[RowSpec, RowForm, str, Types], str] = lambda operation, form, platform, operands: ""
 
 
-def formula(operation: Operation, form: Form, reductions: Reductions) -> RowFunction:
+def formula(operation: RowSpec, form: RowForm, reductions: Reductions) -> Function:
     """The operation in its plain form, in plain JAX, with one way to reduce a row."""
     chosen = {"k": form.k, "dtype": form.dtype} if form.k else {}
     return functools.partial(operation.formula, reductions, **chosen)
 
 
-def result_types(operation: Operation, form: Form, x: jax.Array | jax.core.ShapedArray) -> list[jax.ShapeDtypeStruct]:
+def result_types(operation: RowSpec, form: RowForm, x: jax.Array | jax.core.ShapedArray) -> list[jax.ShapeDtypeStruct]:
     """The shapes and dtypes of the results, given the first operand."""
     axis = x.ndim - 1 - form.trailing
     rows = (*x.shape[:axis], *x.shape[axis + 1 :])
     types = {
-        Kind.ROW: (x.shape, form.dtype),
-        Kind.STATISTIC: (rows, accumulator(x.dtype)),
-        Kind.VALUES: ((*rows, form.k), accumulator(x.dtype) if operation.is_tangent else x.dtype),
-        Kind.CHOSEN_PROBABILITIES: ((*rows, form.k), form.dtype),
-        Kind.INDICES: ((*rows, form.k), jnp.int32),
+        RowKind.STATISTIC: (rows, accumulator(x.dtype)),
+        RowKind.VALUES: ((*rows, form.k), accumulator(x.dtype) if operation.is_tangent else x.dtype),
+        RowKind.CHOSEN_PROBABILITIES: ((*rows, form.k), form.dtype),
+        RowKind.INDICES: ((*rows, form.k), jnp.int32),
     }
-    return [jax.ShapeDtypeStruct(*types[kind]) for kind in operation.result_kinds]
+    return [
+        jax.ShapeDtypeStruct(*types.get(result.kind, (x.shape, form.dtype_of(result.input))))
+        for result in operation.results
+    ]
 
 
-def compose(operation: Operation, form: Form, plain: RowFunction) -> RowFunction:
+def compose(operation: RowSpec, form: RowForm, plain: Function) -> Function:
     """The operation in this form, from a kernel that has the plain form."""
 
     def function(*operands):
@@ -97,45 +113,49 @@ def compose(operation: Operation, form: Form, plain: RowFunction) -> RowFunction
         ]
         counts = counted(form, base[0], extras)
         if counts is not None and operation.has_label:  # the label counts in any case
-            label = base[operation.kinds.index(Kind.LABEL)]
+            label = base[operation.kinds.index(RowKind.LABEL)]
             counts = counts | (positions(base[0]) == label[..., None])
         if form.cap is not None:  # the derivative of tanh at NaN would stay, where that does not count or is not read
-            read = base[operation.kinds.index(Kind.LABEL)][..., None] != NO_ROW
+            read = base[operation.kinds.index(RowKind.LABEL)][..., None] != NO_ROW
             base[0] = jnp.where(read if counts is None else read & counts, base[0], 0)
         prepared = []
-        for kind, v in zip(operation.kinds, base, strict=True):
-            if kind is Kind.SCORES:
-                v = scores(form, v, extras, dtype, counts)
-            elif kind is Kind.TANGENT:
-                v = _select(counts, capped_slope(form, base[0], _scaled(counts, v.astype(dtype), extras)), 0)
-            elif kind is Kind.COTANGENT:
+        for (_, kind, _, input), v in zip(operation.operands, base, strict=True):
+            if kind is RowKind.SCORES:
+                v = scores(form, v, extras, dtype, counts, input)
+            elif kind is RowKind.TANGENT:
+                v = _select(counts, capped_slope(form, base[0], _scaled(counts, v.astype(dtype), extras, input)), 0)
+            elif kind is RowKind.COTANGENT:
                 v = _select(counts, v.astype(dtype), 0)
-            elif kind is Kind.PROBABILITIES:
+            elif kind is RowKind.PROBABILITIES:
                 v = v.astype(dtype)
             prepared.append(v)
 
-        def finished(kind, v):
-            if kind is Kind.CHOSEN_PROBABILITIES:
+        def finished(result, v):
+            if result.kind is RowKind.CHOSEN_PROBABILITIES:
                 return v.astype(form.dtype)
-            if kind is not Kind.ROW:
+            if result.kind is not RowKind.ROW:
                 return v
             if operation.is_pullback:
-                v = _scaled(counts, capped_slope(form, base[0], v), extras)
+                v = _scaled(counts, capped_slope(form, base[0], v), extras, result.input)
             v = _select(counts, v, operation.uncounted)
-            return jnp.moveaxis(v.astype(form.dtype), -1, axis)
+            return jnp.moveaxis(v.astype(form.dtype_of(result.input)), -1, axis)
 
-        results = zip(operation.result_kinds, plain(*prepared), strict=True)
-        return tuple(finished(kind, v) for kind, v in results)
+        return tuple(map(finished, operation.results, plain(*prepared)))
 
     return function
 
 
-def scores(form: Form, x: jax.Array, extras: Extras, dtype: np.dtype, counts: jax.Array | None) -> jax.Array:
-    """z = x * scale + bias in this dtype, capped, along the last axis; -inf where an element does not count."""
-    z = _scaled(counts, x.astype(dtype), extras)
-    z = rounded(z) if Extra.SCALE in extras else z
-    if Extra.BIAS in extras:
-        z = z + extras[Extra.BIAS].astype(dtype)
+def scores(
+    form: RowForm, x: jax.Array, extras: Extras, dtype: np.dtype, counts: jax.Array | None, input: int = 0
+) -> jax.Array:
+    """z = x * scale + bias in this dtype, capped, along the last axis; -inf where an element does not count.
+
+    There is a bias and a cap for the first input alone.
+    """
+    z = _scaled(counts, x.astype(dtype), extras, input)
+    z = rounded(z) if SCALES[input] in extras else z
+    if RowExtra.BIAS in extras and not input:
+        z = z + extras[RowExtra.BIAS].astype(dtype)
     if form.cap is not None:
         z = softcap(_select(counts, z, 0), form.cap)
     return _select(counts, z, -jnp.inf)
@@ -146,7 +166,7 @@ def softcap(x: jax.Array, cap: float | None) -> jax.Array:
     return x if cap is None else rounded(cap * jnp.tanh(x / cap))
 
 
-def capped_slope(form: Form, x: jax.Array, v: jax.Array) -> jax.Array:
+def capped_slope(form: RowForm, x: jax.Array, v: jax.Array) -> jax.Array:
     """v times the derivative of the capped scores by x, 1 - tanh(x / cap)^2, written without a difference."""
     if form.cap is None:
         return v
@@ -154,7 +174,7 @@ def capped_slope(form: Form, x: jax.Array, v: jax.Array) -> jax.Array:
     return v * (4 * e / (1 + e) ** 2)
 
 
-def split[T](operation: Operation, form: Form, operands: Sequence[T]) -> tuple[tuple[T, ...], dict[Extra, T]]:
+def split[T](operation: RowSpec, form: RowForm, operands: Sequence[T]) -> tuple[tuple[T, ...], dict[RowExtra, T]]:
     """The operands of the operation itself, and the extras by name."""
     k = len(operation.operands)
     return tuple(operands[:k]), dict(zip(form.extras, operands[k:], strict=True))
@@ -175,45 +195,45 @@ def groups(leading: Sequence[int], shapes: Sequence[Sequence[int]]) -> list[tupl
     return [(broadcast, math.prod(size for _, size in dims)) for broadcast, dims in neighbours]
 
 
-def is_plain(operation: Operation, form: Form, operands: Operands) -> bool:
+def is_plain(operation: RowSpec, form: RowForm, operands: Operands) -> bool:
     """Whether nothing has to be done to the scores, and all operands and results of their shape have one dtype."""
     if operation.selects:
-        return form == Form(form.dtype, k=form.k)
-    plain = Form(operands[0].dtype, in_place=form.in_place)
+        return form == RowForm(form.dtype, k=form.k)
+    plain = RowForm(operands[0].dtype, in_place=form.in_place, other_dtype=form.other_dtype)
     return form == plain and _has_one_dtype(operation, form, operands)
 
 
-def working_dtype(operation: Operation, form: Form, operands: Operands) -> np.dtype:
+def working_dtype(operation: RowSpec, form: RowForm, operands: Operands) -> np.dtype:
     """The dtype in which `compose` calls the plain kernel: x's, if nothing is computed or converted before."""
-    computed = Extra.SCALE in form.extras or Extra.BIAS in form.extras or form.cap is not None
+    computed = not {*form.extras}.isdisjoint((*SCALES, RowExtra.BIAS)) or form.cap is not None
     computed = computed or not (operation.selects or _has_one_dtype(operation, form, operands))
     return accumulator(operands[0].dtype) if computed else operands[0].dtype
 
 
-def row_dtypes(operation: Operation, operands: Operands) -> set[np.dtype]:
+def row_dtypes(operation: RowSpec, operands: Operands) -> set[np.dtype]:
     """The dtypes of the operands of x's shape, extras aside."""
     return {v.dtype for kind, v in zip(operation.kinds, operands, strict=False) if kind.whole_rows}
 
 
-def _has_one_dtype(operation: Operation, form: Form, operands: Operands) -> bool:
-    return {form.dtype} == row_dtypes(operation, operands)
+def _has_one_dtype(operation: RowSpec, form: RowForm, operands: Operands) -> bool:
+    return {form.dtype, form.dtype_of(1)} == row_dtypes(operation, operands)
 
 
-def counted(form: Form, first: jax.Array, extras: Extras) -> jax.Array | None:
+def counted(form: RowForm, first: jax.Array, extras: Extras) -> jax.Array | None:
     """Which elements of rows count, given the operation's first operand; None for all."""
-    conditions = [extras[Extra.WHERE]] if Extra.WHERE in extras else []
-    if Extra.LIMIT in extras:
-        conditions.append(positions(first) < extras[Extra.LIMIT][..., None])
+    conditions = [extras[RowExtra.WHERE]] if RowExtra.WHERE in extras else []
+    if RowExtra.LIMIT in extras:
+        conditions.append(positions(first) < extras[RowExtra.LIMIT][..., None])
     if form.masked:
         conditions.append(first != 0)
     return functools.reduce(jnp.logical_and, conditions) if conditions else None
 
 
-def _scaled(counts: jax.Array | None, v: jax.Array, extras: Extras) -> jax.Array:
+def _scaled(counts: jax.Array | None, v: jax.Array, extras: Extras, input: int) -> jax.Array:
     """v * scale, where elements that do not count are 0: NaN in one would make the derivative by the scale NaN."""
-    if Extra.SCALE not in extras:
+    if SCALES[input] not in extras:
         return v
-    return _select(counts, v, 0) * extras[Extra.SCALE].astype(v.dtype)[..., None]
+    return _select(counts, v, 0) * extras[SCALES[input]].astype(v.dtype)[..., None]
 
 
 def _select(counts: jax.Array | None, v: jax.Array, other: float) -> jax.Array:

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxsoft._core.mesh import automatically
-from jaxsoft._core.primitives import compiled
-from jaxsoft._rows.operation import NO_ROW
+from jaxsoft._core.operation import compiled
+from jaxsoft._rows.spec import NO_ROW
 from jaxsoft.fold import accumulator, weight
 
 

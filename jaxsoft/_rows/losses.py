@@ -22,7 +22,7 @@ from jaxsoft import fold
 from jaxsoft._core.mesh import sharded_like, sharding_over
 from jaxsoft._core.numbers import as_array, holds
 from jaxsoft._rows.formulas import nan_where
-from jaxsoft._rows.operation import NO_ROW
+from jaxsoft._rows.spec import NO_ROW
 
 
 class Options(NamedTuple):

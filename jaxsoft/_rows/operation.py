@@ -1,192 +1,208 @@
-"""What a row operation is: a record of its operands, its results, its formula, and what kernels need to know of it.
+"""Row operations as JAX sees them: which kernel serves each, and how it splits over a mesh.
 
-An operation takes scores x of shape (..., n) and reduces them along their last axis to a few numbers a row, or writes
-an array of x's shape. The records themselves are in `operations`, one file for each function that they belong to. All
-else in this folder reads them: the choice of a kernel, the derivatives, vmap, the mesh and the FFI.
+Every implementation offers an operation in the forms that it takes as they are, and else in the plain form, from which
+the others are composed. Where only leading dimensions are sharded over a mesh, each device runs the kernel on its rows.
+Where the reduced axis is sharded, each has a part of every row: see `shards`.
 """
 
 import dataclasses
-import enum
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import itertools
+from collections.abc import Sequence
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxsoft.fold import State
+from jaxsoft._core.implementations import (
+    ALWAYS,
+    PREFERENCE,
+    REGISTERED,
+    Choice,
+    Names,
+    accepted,
+    accepts,
+    kernels_of,
+    refuse,
+    with_kernels_of,
+)
+from jaxsoft._core.mesh import axes_of, if_even, refined
+from jaxsoft._core.operation import Function, Served, Types, as_leading_dimension
+from jaxsoft._rows import forms, plain
+from jaxsoft._rows.forms import RowForm, RowKernels, compose, result_types, working_dtype
+from jaxsoft._rows.formulas import take
+from jaxsoft._rows.operations.logsumexp import STATE
+from jaxsoft._rows.shards import on_shards
+from jaxsoft._rows.spec import Reductions, RowKind, RowSpec
+from jaxsoft.fold import State, accumulator
 
-type RowFunction = Callable[..., tuple[jax.Array, ...]]  # an operation as a function of its operands
-
-# The label of a row that is not to be read, and of which nothing counts. Any other label that is out of range makes
-# the label's score NaN.
-NO_ROW = -(2**31)
-
-
-class Kind(enum.Enum):
-    """What an operand or a result is, which decides its shape and its dtype."""
-
-    SCORES = enum.auto()  # (..., n): what the form scales, biases and masks
-    PROBABILITIES = enum.auto()  # (..., n): a softmax
-    TANGENT = enum.auto()  # (..., n): a tangent of the scores
-    COTANGENT = enum.auto()  # (..., n): a cotangent of a result of this shape
-    ROW = enum.auto()  # (..., n): a result
-    STATISTIC = enum.auto()  # (...): one number a row, in the accumulator's dtype
-    LABEL = enum.auto()  # (...): one int32 a row, the index of the label, or NO_ROW
-    VALUES = enum.auto()  # (..., k): some elements of a row
-    INDICES = enum.auto()  # (..., k): int32, where they are
-    CHOSEN_PROBABILITIES = enum.auto()  # (..., k): their softmax, a result in the form's dtype
-
-    @property
-    def whole_rows(self) -> bool:
-        """Whether the array has the shape of the scores."""
-        return self in (Kind.SCORES, Kind.PROBABILITIES, Kind.TANGENT, Kind.COTANGENT, Kind.ROW)
+_COMPOSED = "it takes this call only if XLA writes the scores anew for it"
 
 
-class Extra(enum.Enum):
-    """An operand that may follow those of an operation, by its letter in the attribute of an FFI call.
+@dataclasses.dataclass(frozen=True)
+class RowOperation(Served):
+    """An operation in some form by some implementation.
 
-    Extras have x's leading dimensions, or length 1 where they are the same for all rows. Their order is this one.
+    Its operands are those of the spec, and then the extras of the form. Leading dimensions are rows.
     """
 
-    SCALE = "s"  # (...), in the accumulator's dtype: the scores are multiplied by it
-    LIMIT = "l"  # (...), int32: elements before it count
-    WHERE = "w"  # (..., n), bool: elements where it is True count
-    BIAS = "b"  # (..., n): is added to the scores
+    spec: RowSpec
+    form: RowForm
+    implementation: Names = None
+    keeps_shardings = True
 
     @property
-    def whole_rows(self) -> bool:
-        """Whether the array has an element for each score."""
-        return self in (Extra.WHERE, Extra.BIAS)
+    def name(self) -> str:
+        """That of the spec."""
+        return self.spec.name
+
+    def types(self, *operands):
+        """The types of the results are those of the formula, which over a mesh gives them their shardings."""
+        if jax.sharding.get_abstract_mesh().empty and all(v.sharding.mesh.empty for v in operands):
+            types = result_types(self.spec, self.form, operands[0])
+            return [jax.core.ShapedArray(t.shape, t.dtype) for t in types]
+        return jax.make_jaxpr(self.formula())(*operands).out_avals
+
+    def formula(self) -> Function:
+        """The operation in plain JAX."""
+        return compose(self.spec, self.form, plain.formula(self.spec, self.form))
+
+    def batch(self, operands: Sequence[jax.Array], dims: Sequence[int | None]) -> Sequence[jax.Array]:
+        """The mapped dimension comes first, and is more rows."""
+        return self(*as_leading_dimension(operands, dims, len(self.spec.operands)))
+
+    def check(self, operands: Types) -> None:
+        """Raises where no implementation that is accepted can take such operands on any platform."""
+        if not self._is_taken(operands):
+            operands = self._plain_operands(operands)
+            reasons = {name: _refusal(name, operands) or "" for name in accepted(self.implementation, ())}
+            raise refuse(self.implementation, reasons, _able(operands))
+
+    def _is_taken(self, operands: Types) -> bool:
+        """Whether one of those that are accepted takes such operands on some platform, as XLA always does."""
+        if self.implementation is None or not operands[0].size:
+            return True
+        operands = self._plain_operands(operands)
+        return any(_refusal(name, operands) is None for name in accepted(self.implementation, ()))
+
+    def choose(self, platform: str, operands: Types) -> Choice:
+        """The kernel on a platform. Raises where no implementation that is accepted can serve."""
+        spec, form = self.spec, self.form
+        if operands[0].size == 0:  # there is nothing to compute: no kernel needs to know about empty rows
+            return Choice(self.name, "xla", self.formula())
+        plain_operands = self._plain_operands(operands)
+
+        def leads(name: str) -> bool:
+            if form.in_place and name != "ffi":  # no other implementation writes in place
+                return False
+            if REGISTERED[name].unavailable(platform):
+                return False
+            return kernels_of("rows", name).leads(spec, form, platform, operands)
+
+        preferred = sorted(PREFERENCE.get(platform, ALWAYS), key=lambda name: not leads(name))
+        reasons: dict[str, str] = {}
+        for name in accepted(self.implementation, preferred):
+            reason = REGISTERED[name].unavailable(platform) or _refusal(name, plain_operands)
+            if reason is None:
+                kernels = kernels_of("rows", name)
+                # A form that is composed costs time, so the default choice goes on to the next implementation.
+                if function := self._kernel(kernels, platform, operands, plain_operands):
+                    return Choice(self.name, name, function, kernels.describe(spec, form, platform, operands), reasons)
+                reason = _COMPOSED
+            reasons[name] = reason
+        assert self.implementation is not None, "xla serves everything"
+        raise refuse(self.implementation, reasons, _able(plain_operands))
+
+    def _kernel(self, kernels: RowKernels, platform: str, operands: Types, plain: Types) -> Function | None:
+        """An implementation's kernel that takes the form as it is, or else the form composed from its plain kernel."""
+        spec, form = self.spec, self.form
+        if native := kernels.kernel(spec, form, platform, operands):
+            return native
+        if self.implementation is None and not kernels.composed:
+            return None
+        dtype = accumulator(plain[0].dtype) if spec.selects else plain[0].dtype  # probabilities are rounded once
+        if whole := kernels.kernel(spec, RowForm(dtype, k=form.k), platform, plain):
+            return compose(spec, form, whole)
+        if self.implementation is None or not spec.from_state:
+            return None
+        # An operation that an implementation does not know, from its kernel for the state of the scores.
+        state = kernels.kernel(STATE, RowForm(plain[0].dtype), platform, plain[:1])
+        if state is None:
+            return None
+        reductions = Reductions(lambda x: State(*state(x)), lambda x: jax.numpy.sum(x, axis=-1), take)
+        return compose(spec, form, forms.formula(spec, form, reductions))
+
+    def _plain_operands(self, operands: Types) -> list[jax.core.ShapedArray]:
+        """The operands of a kernel for the plain form, those before the second one of x's shape.
+
+        The others do not decide whether an implementation can take the operands.
+        """
+        x = operands[0]
+        axis = x.ndim - 1 - self.form.trailing
+        shape = (*x.shape[:axis], *x.shape[axis + 1 :], x.shape[axis])
+        scores = jax.core.ShapedArray(shape, working_dtype(self.spec, self.form, operands))
+        others = zip(self.spec.kinds[1:], operands[1:], strict=False)
+        return [scores, *(v for _, v in itertools.takewhile(lambda pair: not pair[0].whole_rows, others))]
+
+    def within(self, spec: RowSpec, form: RowForm, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        """Any operation by the same implementation, within code for one device. XLA serves a part of rows that it does
+        not take.
+        """
+        operation = RowOperation(spec, form, self.implementation)
+        taken = operation._is_taken([jax.typeof(x) for x in operands])
+        return (operation if taken else dataclasses.replace(operation, implementation="xla")).on_device(*operands)
+
+    def partition(self, mesh, operands, results):
+        """Rows stay on their devices, and so do parts of rows."""
+        del results
+        x, mesh = operands[0], refined(mesh, operands[0])
+        dims = self._dims([v.shape for v in operands])
+        axes = dict(zip(dims[0], axes_of(x, mesh), strict=True))
+        axes["n"] = if_even(axes["n"], x.shape[dims[0].index("n")], mesh)
+
+        def sharding(dims):
+            return NamedSharding(mesh, PartitionSpec(*(axes.get(dim) or None for dim in dims)))
+
+        def of_rows(*operands: jax.Array) -> tuple[jax.Array, ...]:
+            return self.within(self.spec, self.form, *operands)
+
+        local: Function = of_rows
+        if axes["n"]:
+            local = on_shards(self.spec, self.form, axes["n"], self.within, accepts(self.implementation, "ffi"))
+        return mesh, local, tuple(map(sharding, self._result_dims(dims[0]))), tuple(map(sharding, dims))
+
+    def rule(self, operands: Sequence, results: Sequence) -> str:
+        """The dimensions that are x's are sharded alike."""
+        del results
+        dims = self._dims([t.shape for t in operands])
+        return " -> ".join(", ".join(map(" ".join, side)) for side in (dims, self._result_dims(dims[0])))
+
+    def _dims(self, shapes: Sequence[Sequence[int]]) -> list[list[str]]:
+        """A name for each dimension of each operand.
+
+        The dimensions that are x's have its names, so that they are sharded alike. One of length 1 where x's is longer
+        has a name of its own, and is whole on every device.
+        """
+        ndim = len(shapes[0])
+        x = [f"r{i}" for i in range(ndim)]
+        x[ndim - 1 - self.form.trailing] = "n"
+        rows = [dim for dim in x if dim != "n"]
+        dims = [x if kind.whole_rows else rows for kind in self.spec.kinds]
+        length = dict(zip(x, shapes[0], strict=True))
+        for extra, shape in zip(self.form.extras, shapes[len(dims) :], strict=True):
+            like = zip(x if extra.whole_rows else rows, shape, strict=True)
+            dims.append([dim if length[dim] == size else f"{extra.value}{dim}" for dim, size in like])
+        return dims
+
+    def _result_dims(self, x: list[str]) -> list[list[str]]:
+        rows = [dim for dim in x if dim != "n"]
+        chosen = [*rows, "k"]
+        return [{RowKind.ROW: x, RowKind.STATISTIC: rows}.get(kind, chosen) for kind in self.spec.result_kinds]
 
 
-class Reduction(enum.Enum):
-    """What an operation computes of a whole row before it writes anything."""
-
-    STATE = enum.auto()  # (m, s) of the scores
-    PRODUCT = enum.auto()  # the sum of the first operand times the cotangent
-    SUM = enum.auto()  # the sum of the cotangent
-    NOTHING = enum.auto()
+def _refusal(name: str, operands: Types) -> str | None:
+    """None, or why an implementation cannot take such operands."""
+    kernels = kernels_of("rows", name)
+    return kernels.unsupported(operands) if kernels else "it has no kernels for rows"
 
 
-class Operand(NamedTuple):
-    """An operand or a result: its name, its kind, and whether the operation is linear in it."""
-
-    name: str
-    kind: Kind
-    linear: bool = False
-
-
-class Reductions(NamedTuple):
-    """The ways to reduce a row that formulas are written with.
-
-    Attributes:
-      state: of x, the state of the last axis in the accumulator's dtype.
-      total: of x, the sum over the last axis.
-      take: of x and an index a row, the elements there in the accumulator's dtype; NaN for an index out of range.
-    """
-
-    state: Callable[[jax.Array], State]
-    total: Callable[[jax.Array], jax.Array]
-    take: Callable[[jax.Array, jax.Array], jax.Array]
-
-
-@dataclasses.dataclass(frozen=True, repr=False, eq=False)
-class Operation:
-    """A row operation. Two are equal if they are the same record, so that JAX finds a compiled call of one fast.
-
-    Attributes:
-      name: of the operation; the FFI's target is "jaxsoft_" + name.
-      operands: in the order of every kernel. The first has the shape (..., n).
-      results: likewise.
-      formula: (reductions, *operands) -> results in plain JAX, for the plain form; for an operation with results of
-        kind VALUES also (k=, dtype=), how many elements, and the dtype of their probabilities.
-      reduces: what has to be known of a row before the results can be written.
-      extras: those that kernels may take as they are.
-      may_be_masked: whether elements whose first operand is 0 may be declared not to count.
-      may_be_capped: whether the scores may be capped.
-      any_axis: whether kernels may reduce an axis that other dimensions follow.
-      uncounted: the result of an element that does not count.
-      from_state: whether a kernel for the state of the scores is all that the formula needs to be fast.
-      made_of: for an operation without kernels of its own: (call, *operands) -> results by means of another's, where
-        call(operation, *operands) calls that.
-    """
-
-    name: str
-    operands: tuple[Operand, ...]
-    results: tuple[Operand, ...]
-    formula: Callable[..., tuple[jax.Array, ...]]
-    reduces: Reduction = Reduction.NOTHING
-    extras: tuple[Extra, ...] = ()
-    may_be_masked: bool = False
-    may_be_capped: bool = False
-    any_axis: bool = True
-    uncounted: float = 0.0
-    from_state: bool = False
-    made_of: Callable[..., tuple[jax.Array, ...]] | None = None
-
-    def __repr__(self) -> str:
-        return self.name
-
-    @property
-    def kinds(self) -> tuple[Kind, ...]:
-        """The kinds of the operands."""
-        return tuple(operand.kind for operand in self.operands)
-
-    @property
-    def result_kinds(self) -> tuple[Kind, ...]:
-        """The kinds of the results."""
-        return tuple(result.kind for result in self.results)
-
-    @property
-    def linear(self) -> range:
-        """The indices of the operands in which the operation is linear: the last ones."""
-        first = next((i for i, operand in enumerate(self.operands) if operand.linear), len(self.operands))
-        return range(first, len(self.operands))
-
-    @property
-    def is_tangent(self) -> bool:
-        """Whether the operation maps tangents of the scores forward. No implementation has kernels for that."""
-        return Kind.TANGENT in self.kinds
-
-    @property
-    def is_pullback(self) -> bool:
-        """Whether the operation maps cotangents of results back to the scores."""
-        return len(self.linear) > 0 and not self.is_tangent
-
-    @property
-    def has_kernels(self) -> bool:
-        """Whether implementations have kernels for the operation by this name."""
-        return not self.is_tangent and self.made_of is None
-
-    @property
-    def has_label(self) -> bool:
-        """Whether each row has a label. It counts, whatever the extras say."""
-        return Kind.LABEL in self.kinds
-
-    @property
-    def selects(self) -> bool:
-        """Whether the operation selects k elements of a row."""
-        return Kind.VALUES in self.result_kinds
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Function:
-    """A function of rows that JAX can differentiate: an operation, and the operations that are its derivative.
-
-    Two are equal if they are the same record.
-
-    Attributes:
-      forward: what computes it.
-      tangent: the derivative at a point as a map of a tangent of the scores; linear in its last operand.
-      pullback: its transpose, with the same operands before the linear ones.
-      values: (operands of forward, its results) -> what the function returns.
-      residuals: (operands of forward, its results) -> the operands of the derivative that are not linear.
-      tangents: (results of forward, results of tangent) -> the tangents of the values, which mostly are the results
-        themselves.
-    """
-
-    forward: Operation
-    tangent: Operation
-    pullback: Operation
-    values: Callable[[Sequence[jax.Array], Sequence[jax.Array]], tuple[jax.Array, ...]]
-    residuals: Callable[[Sequence[jax.Array], Sequence[jax.Array]], tuple[jax.Array, ...]]
-    tangents: Callable[[Sequence[jax.Array], Sequence[jax.Array]], tuple] = lambda results, tangents: tuple(tangents)
+def _able(operands: Types) -> list[str]:
+    return [name for name in with_kernels_of("rows") if not _refusal(name, operands)]

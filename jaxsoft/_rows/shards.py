@@ -11,61 +11,70 @@ import jax
 import jax.numpy as jnp
 
 from jaxsoft._core.mesh import Axes, combined, exchanged
+from jaxsoft._core.operation import Function
 from jaxsoft._rows import formulas
-from jaxsoft._rows.forms import Extras, Form, Kernels, compose, counted, formula, scores, split
-from jaxsoft._rows.messages import selected_over_shards
-from jaxsoft._rows.operation import NO_ROW, Extra, Kind, Operation, Reduction, Reductions, RowFunction
+from jaxsoft._rows.exchange import selected_over_shards
+from jaxsoft._rows.forms import Extras, RowForm, compose, counted, formula, scores, split
 from jaxsoft._rows.operations.entropy import ENTROPY, products_from
 from jaxsoft._rows.operations.labels import LABEL_ENTROPY, LABEL_STATE, LABEL_SUMS
 from jaxsoft._rows.operations.logsumexp import LOGSUMEXP_VJP, STATE
 from jaxsoft._rows.operations.softmax import SOFTMAX
 from jaxsoft._rows.operations.top_k import TOP_K
+from jaxsoft._rows.spec import NO_ROW, Reduction, Reductions, RowExtra, RowKind, RowSpec
 from jaxsoft.fold import State, accumulator, combine, reference, weight
 
 # Of the first elements of a part without the label, the first finite score stands in for it: see `_stand_in`.
 _SEARCHED = 128
 
 
-def on_shards(operation: Operation, form: Form, axes: Axes, kernels: Kernels) -> RowFunction:
-    """The operation on one device's part of rows that are sharded over mesh axes."""
+def on_shards(operation: RowSpec, form: RowForm, axes: Axes, run: Function, by_ffi: bool) -> Function:
+    """The operation on one device's part of rows that are sharded over mesh axes.
+
+    Args:
+      operation: which.
+      form: of the operation.
+      axes: over which rows are sharded.
+      run: (operation, form, *operands) -> the results of any operation within code for one device.
+      by_ffi: whether C++ and CUDA kernels may serve.
+    """
 
     def local(*operands):
         base, extras = split(operation, form, operands)
         x = base[0]
         n = x.shape[-1 - form.trailing]
         begin = jax.lax.axis_index(axes).astype(jnp.int32) * n
-        if Extra.LIMIT in extras:
-            extras[Extra.LIMIT] = jnp.clip(extras[Extra.LIMIT] - begin, 0, n)
+        if RowExtra.LIMIT in extras:
+            extras[RowExtra.LIMIT] = jnp.clip(extras[RowExtra.LIMIT] - begin, 0, n)
         pairs = zip(operation.kinds, base, strict=True)
-        within = [formulas.labels_within(v, begin) if kind is Kind.LABEL else v for kind, v in pairs]
+        within = [formulas.labels_within(v, begin) if kind is RowKind.LABEL else v for kind, v in pairs]
         given = *within, *extras.values()
         if operation is TOP_K:
-            return selected_over_shards(form, axes, kernels)(*given)
+            return selected_over_shards(form, axes, run, by_ffi)(*given)
         if operation is ENTROPY:
-            return _entropy(axes, kernels(operation, form)(*given))
+            return _entropy(axes, run(operation, form, *given))
         if operation in (LABEL_STATE, LABEL_SUMS, LABEL_ENTROPY):
-            return _labelled(operation, form, axes, kernels, base[1], within, extras)
+            return _labelled(operation, form, axes, run, base[1], within, extras)
         if operation.reduces is Reduction.STATE:
-            return _from_state(operation, form, axes, kernels, given)
+            return _from_state(operation, form, axes, run, given)
         if operation.reduces is Reduction.NOTHING:
-            return kernels(operation, form)(*given)
+            return run(operation, form, *given)
         return _formula(operation, form, axes)(*given)
 
     return local
 
 
 def _from_state(
-    operation: Operation, form: Form, axes: Axes, kernels: Kernels, given: Sequence[jax.Array]
+    operation: RowSpec, form: RowForm, axes: Axes, run: Function, given: Sequence[jax.Array]
 ) -> tuple[jax.Array, ...]:
     """An operation that needs the state of the scores, the whole row's, to write its results."""
     before = dataclasses.replace(form, dtype=given[0].dtype, in_place=False)
-    st = combined(State(*kernels(STATE, before)(*given)), axes)
+    st = combined(State(*run(STATE, before, *given)), axes)
     if operation is STATE:
         return tuple(st)
-    if operation is SOFTMAX and Extra.SCALE not in form.extras:  # the pullback would multiply by the scale
+    if operation is SOFTMAX and RowExtra.SCALE not in form.extras:  # the pullback would multiply by the scale
         x, *extras = given
         one = formulas.nan_where(~jnp.isfinite(st.m), jnp.ones_like(st.m))  # a row without a maximum has no softmax
-        return kernels(LOGSUMEXP_VJP, form)(x, *st, one, *extras)
+        return run(LOGSUMEXP_VJP, form, x, *st, one, *extras)
     return _formula(operation, form, axes, st)(*given)
 
 
@@ -80,10 +89,10 @@ def _entropy(axes: Axes, results: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
 
 
 def _labelled(
-    operation: Operation,
-    form: Form,
+    operation: RowSpec,
+    form: RowForm,
     axes: Axes,
-    kernels: Kernels,
+    run: Function,
     label: jax.Array,
     within: Sequence[jax.Array],
     extras: Extras,
@@ -94,7 +103,7 @@ def _labelled(
       operation: which.
       form: of the operation.
       axes: over which rows are sharded.
-      kernels: of the part.
+      run: as `on_shards` has it.
       label: of each row.
       within: the scores, and the label as an index into the part.
       extras: of the form.
@@ -103,7 +112,7 @@ def _labelled(
     n = x.shape[-1 - form.trailing]
     here, none = (i >= 0) & (i < n), label == NO_ROW
     near = jnp.where(here | none, i, _stand_in(form, x, extras)) if operation is LABEL_SUMS else i
-    m, s, t, *sums = kernels(operation, form)(x, near, *extras.values())
+    m, s, t, *sums = run(operation, form, x, near, *extras.values())
     st = State(m, s)
     if operation is LABEL_SUMS:  # what stood in for the label is one of the other scores
         stands = ~here & (near >= 0)
@@ -129,7 +138,7 @@ def _labelled(
     return m, s, jnp.where(none, 0, formulas.nan_where(outside, t + nan)), *sums
 
 
-def _stand_in(form: Form, x: jax.Array, extras: Extras) -> jax.Array:
+def _stand_in(form: RowForm, x: jax.Array, extras: Extras) -> jax.Array:
     """An element of each row that can stand in for the label where this is in another part, or -1.
 
     Distances from the label's score are summed where it is not known yet. Those from 0 would lose their digits where
@@ -145,7 +154,7 @@ def _stand_in(form: Form, x: jax.Array, extras: Extras) -> jax.Array:
     return jnp.where(place < some, place, -1)
 
 
-def _formula(operation: Operation, form: Form, axes: Axes, st: State | None = None) -> RowFunction:
+def _formula(operation: RowSpec, form: RowForm, axes: Axes, st: State | None = None) -> Function:
     """The operation in plain JAX, given the state of the whole rows if it takes one."""
 
     def state(x):

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxsoft._rows.operation import NO_ROW
+from jaxsoft._rows.spec import NO_ROW
 from jaxsoft.fold import reference
 
 from ..tiles import ROWS, tiled

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxsoft import fold
-from jaxsoft._rows.operation import NO_ROW
 from jaxsoft._rows.operations.entropy import products_from
+from jaxsoft._rows.spec import NO_ROW
 
 from ..rows.fold import reference
 from ..rows.memory import store

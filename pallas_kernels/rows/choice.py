@@ -8,19 +8,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsoft._rows.forms import Form, is_plain
+from jaxsoft._core.operation import Function
+from jaxsoft._rows.forms import RowForm, is_plain
 from jaxsoft._rows.formulas import take
-from jaxsoft._rows.operation import NO_ROW, Extra, Operation, RowFunction
 from jaxsoft._rows.operations.labels import LABEL_STATE, LABEL_STATE_VJP
 from jaxsoft._rows.operations.logsumexp import LOGSUMEXP_VJP, STATE
 from jaxsoft._rows.operations.softmax import SOFTMAX
+from jaxsoft._rows.spec import NO_ROW, RowExtra, RowSpec
 
 from . import held, operations, plan, sizes, split, tiled
 from .extras import Extras, LabelExtra, Name
 
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 # What the operations with labels are to the kernels: others, with extras before those of the form.
-_LABELLED: dict[Operation, tuple[Operation, tuple[Name, ...]]] = {
+_LABELLED: dict[RowSpec, tuple[RowSpec, tuple[Name, ...]]] = {
     LABEL_STATE: (STATE, (LabelExtra.LABEL,)),
     LABEL_STATE_VJP: (LOGSUMEXP_VJP, (LabelExtra.LABEL, LabelExtra.RESULT)),
 }
@@ -41,7 +42,7 @@ def unsupported(operands: Sequence[jax.core.ShapedArray]) -> str | None:
     return f"long rows must be a multiple of 16 bytes, the alignment of bulk copies; got n={n} of {dtype.name}"
 
 
-def leads(operation: Operation, form: Form, operands: Sequence[jax.core.ShapedArray]) -> bool:
+def leads(operation: RowSpec, form: RowForm, operands: Sequence[jax.core.ShapedArray]) -> bool:
     """Whether these kernels are faster than all others, as the sizes of the GPU say."""
     x = operands[0]
     if operation not in (SOFTMAX, *_LABELLED) or x.dtype not in _DTYPES or not _known(operands):
@@ -59,9 +60,9 @@ def _known(operands: Sequence[jax.core.ShapedArray]) -> bool:
     return all(isinstance(size, int) for v in operands for size in v.shape)
 
 
-def kernel(operation: Operation, form: Form, operands: Sequence[jax.core.ShapedArray]) -> RowFunction | None:
+def kernel(operation: RowSpec, form: RowForm, operands: Sequence[jax.core.ShapedArray]) -> Function | None:
     """The kernel for an operation in this form, or None where it has to be composed."""
-    if form.cap is not None or (operation in _LABELLED and {*form.extras} - {Extra.LIMIT, Extra.WHERE}):
+    if form.cap is not None or (operation in _LABELLED and {*form.extras} - {RowExtra.LIMIT, RowExtra.WHERE}):
         return None
     alike, names, given = unlabelled(operation, form, operands)
     if alike not in operations.KERNELS or form.trailing or not _known(operands):
@@ -91,8 +92,8 @@ def kernel(operation: Operation, form: Form, operands: Sequence[jax.core.ShapedA
 
 
 def unlabelled[T](
-    operation: Operation, form: Form, operands: Sequence[T]
-) -> tuple[Operation, tuple[Name, ...], Sequence[T]]:
+    operation: RowSpec, form: RowForm, operands: Sequence[T]
+) -> tuple[RowSpec, tuple[Name, ...], Sequence[T]]:
     """The operation, its extras and its operands as the kernels take them: without labels, but for extras."""
     if operation not in _LABELLED:
         return operation, form.extras, operands
@@ -108,12 +109,12 @@ def label_score(x: jax.Array, label: jax.Array) -> jax.Array:
 
 
 def _row_kernel(
-    operation: Operation, rows: int, n: int, dtypes: Sequence[np.dtype], result: np.dtype, extras: Extras
-) -> RowFunction | None:
+    operation: RowSpec, rows: int, n: int, dtypes: Sequence[np.dtype], result: np.dtype, extras: Extras
+) -> Function | None:
     """The kernel that is fit for rows of these lengths and dtypes: `held`, `split` or `tiled`, or None."""
     gpu, itemsize = sizes.target(), max(dtype.itemsize for dtype in (*dtypes, result))
     together = extras.together
-    if Extra.LIMIT in extras.names and n >= plan.THREADS * plan.VECTOR_BYTES // itemsize:
+    if RowExtra.LIMIT in extras.names and n >= plan.THREADS * plan.VECTOR_BYTES // itemsize:
         together = 1  # where a block has one row, what is beyond its limit is not read
     if in_registers := plan.held(gpu.held, rows, n, itemsize, together):
         fits = functools.partial(held.row_kernel, operation, n=n, dtype=result, plan=in_registers, extras=extras)
@@ -128,7 +129,7 @@ def _row_kernel(
     return None
 
 
-def _in_vectors(kernel: RowFunction, vector: int) -> RowFunction:
+def _in_vectors(kernel: Function, vector: int) -> Function:
     """Makes a kernel that takes rows as vectors take them as they are."""
 
     def function(*operands):
@@ -138,7 +139,7 @@ def _in_vectors(kernel: RowFunction, vector: int) -> RowFunction:
     return function
 
 
-def _padded(rows: int, least: int, kernel: Callable[..., RowFunction]) -> RowFunction:
+def _padded(rows: int, least: int, kernel: Callable[..., Function]) -> Function:
     """The kernel for this number of rows, which are padded if a block takes more."""
     if rows >= least:
         return kernel(rows=rows)

@@ -18,7 +18,7 @@ from jax import lax
 
 from jaxsoft._core.rounding import rounded
 from jaxsoft._rows.forms import groups
-from jaxsoft._rows.operation import Extra, Kind, Operation
+from jaxsoft._rows.spec import RowExtra, RowKind, RowSpec
 
 
 class LabelExtra(enum.Enum):
@@ -28,7 +28,7 @@ class LabelExtra(enum.Enum):
     RESULT = enum.auto()  # one number a row: the result at the label
 
 
-type Name = Extra | LabelExtra
+type Name = RowExtra | LabelExtra
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Extras:
     @property
     def partial(self) -> bool:
         """Whether some elements of a row may not count."""
-        return self.masked or Extra.LIMIT in self.names or Extra.WHERE in self.names
+        return self.masked or RowExtra.LIMIT in self.names or RowExtra.WHERE in self.names
 
     @property
     def together(self) -> int:
@@ -86,7 +86,7 @@ class Extras:
         Otherwise, where a bias or a mask belongs to rows that are far apart, little of it would be left in the L2 when
         the next of these rows needs it.
         """
-        large = next((name for name in (Extra.BIAS, Extra.WHERE) if name in self.names), None)
+        large = next((name for name in (RowExtra.BIAS, RowExtra.WHERE) if name in self.names), None)
         if large is None or len(self.sizes) < 2:
             return block * rows
         counts = *self.sizes[:-1], self.sizes[-1] // rows
@@ -113,14 +113,14 @@ class Rules(abc.ABC):
       limit: likewise, the limit.
     """
 
-    operation: Operation
+    operation: RowSpec
     extras: Extras
     refs: dict[Name, Any]
     scale: jax.Array | None
     limit: jax.Array | None
 
     @abc.abstractmethod
-    def chunk(self, name: Extra, place: Any) -> jax.Array:
+    def chunk(self, name: RowExtra, place: Any) -> jax.Array:
         """An extra that has an element for each of x, at a chunk's place."""
 
     @abc.abstractmethod
@@ -131,9 +131,9 @@ class Rules(abc.ABC):
         """Applies the extras to chunks of the row operands, or None for those that are not needed here."""
         counts = self._counts(place, chunks) if self.extras.partial else None
         first, *others = chunks
-        if first is not None and self.operation.kinds[0] is Kind.SCORES:
+        if first is not None and self.operation.kinds[0] is RowKind.SCORES:
             first = first if self.scale is None else rounded(first * self.scale)
-            first = first + self.chunk(Extra.BIAS, place) if Extra.BIAS in self.extras.names else first
+            first = first + self.chunk(RowExtra.BIAS, place) if RowExtra.BIAS in self.extras.names else first
             first = _select(counts, first, -jnp.inf)
         return Prepared([first, *(_select(counts, g, 0.0) for g in others)], counts)
 
@@ -145,7 +145,7 @@ class Rules(abc.ABC):
 
     def _counts(self, place: Any, chunks: Sequence[Any]) -> jax.Array:
         """Which elements of a chunk count."""
-        conditions = [self.chunk(Extra.WHERE, place) != 0] if Extra.WHERE in self.extras.names else []
+        conditions = [self.chunk(RowExtra.WHERE, place) != 0] if RowExtra.WHERE in self.extras.names else []
         if self.limit is not None:
             conditions.append(self.columns(place) < self.limit)
         if self.extras.masked:

@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxsoft._rows.operation import NO_ROW, Extra, Operation
+from jaxsoft._rows.spec import NO_ROW, RowExtra, RowSpec
 
 from . import fold, operations
 from .extras import Extras, LabelExtra, Name, Prepared, Rules
@@ -36,7 +36,7 @@ _MOST_CHUNKS_IN_QUARTERS = 8
 
 
 def row_kernel(
-    operation: Operation,
+    operation: RowSpec,
     rows: int,
     n: int,
     dtype: Any,
@@ -88,7 +88,7 @@ def layout(plan: HeldPlan) -> Any:
     return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=warp_dims, lane_dims=lane_dims, vector_dim=-1)
 
 
-def _body(operation: Operation, plan: HeldPlan, extras: Extras, *refs):
+def _body(operation: RowSpec, plan: HeldPlan, extras: Extras, *refs):
     kernel = _Kernel(operation, plan, extras, References.of(operation, refs))
     block = lax.axis_index("block")
     kernel.take_rows(extras.first_row(block, plan.rows))
@@ -104,7 +104,7 @@ def _body(operation: Operation, plan: HeldPlan, extras: Extras, *refs):
 class _Kernel:
     """The kernel, before it is known which rows the block takes."""
 
-    operation: Operation
+    operation: RowSpec
     plan: HeldPlan
     extras: Extras
     refs: References
@@ -132,7 +132,7 @@ class _Kernel:
         rules = _HeldRules.of(self, first)
         limit = rules.limit
         several = 1 < len(self.starts) <= _MOST_CHUNKS_IN_QUARTERS
-        if limit is None or limit.shape or not several or {*self.extras.names} & {Extra.WHERE, Extra.BIAS}:
+        if limit is None or limit.shape or not several or {*self.extras.names} & {RowExtra.WHERE, RowExtra.BIAS}:
             return self.take_chunks(first, rules, len(self.starts))
         # Chunks that do not count cost no arithmetic either.
         counted = sum((start < limit).astype(jnp.int32) for start in self.starts)
@@ -234,7 +234,7 @@ class _HeldRules(Rules):
                 return refs[name][index]
             return kernel.spread(plgpu.load(refs[name].at[pl.ds(index, rows)], optimized=False))
 
-        scale, limit = number(Extra.SCALE), number(Extra.LIMIT)
+        scale, limit = number(RowExtra.SCALE), number(RowExtra.LIMIT)
         label, result = number(LabelExtra.LABEL), number(LabelExtra.RESULT)
         if label is not None and result is not None:
             result = jnp.where(label == NO_ROW, 0.0, result)
@@ -247,7 +247,7 @@ class _HeldRules(Rules):
             begin = jnp.where(start < self.limit, start, 0)
         return pl.ds(begin, self.kernel.plan.width)
 
-    def chunk(self, name: Extra, place: int) -> jax.Array:
+    def chunk(self, name: RowExtra, place: int) -> jax.Array:
         plan = self.kernel.plan
         index, same = self.extras.place(name, self.first)
         if same:

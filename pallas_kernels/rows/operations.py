@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxsoft._rows.operands import SUM
-from jaxsoft._rows.operation import Kind, Operation, Reduction
 from jaxsoft._rows.operations.log_softmax import LOG_SOFTMAX, LOG_SOFTMAX_VJP
 from jaxsoft._rows.operations.logsumexp import LOGSUMEXP_VJP, STATE
 from jaxsoft._rows.operations.softmax import SOFTMAX, SOFTMAX_VJP
+from jaxsoft._rows.spec import SUM, Reduction, RowKind, RowSpec
 
 from . import fold
 from .fold import Fold, State, reference
@@ -40,7 +39,7 @@ class Signature(NamedTuple):
     number_results: int
 
     @staticmethod
-    def of(operation: Operation) -> "Signature":
+    def of(operation: RowSpec) -> "Signature":
         """The signature of an operation."""
         rows = sum(kind.whole_rows for kind in operation.kinds)
         row_results = sum(kind.whole_rows for kind in operation.result_kinds)
@@ -57,7 +56,7 @@ class References(NamedTuple):
     number_results: Sequence[Any]
 
     @staticmethod
-    def of(operation: Operation, refs: Sequence[Any]) -> "References":
+    def of(operation: RowSpec, refs: Sequence[Any]) -> "References":
         """Sorts references to operands, extras and results, which come in this order."""
         sizes = list(Signature.of(operation))
         sizes.insert(2, len(refs) - sum(sizes))
@@ -65,28 +64,30 @@ class References(NamedTuple):
         return References(*(tuple(itertools.islice(rest, size)) for size in sizes))
 
 
-def fold_of(operation: Operation) -> Fold | None:
+def fold_of(operation: RowSpec) -> Fold | None:
     """How an operation reduces a row, if it does."""
     if operation.reduces is Reduction.NOTHING:
         return None
     return fold.SCORES if operation.reduces is Reduction.STATE else fold.SUM
 
 
-def folded(operation: Operation) -> tuple[int, ...]:
+def folded(operation: RowSpec) -> tuple[int, ...]:
     """The indices, among the row operands, of those that an operation's fold needs."""
     if operation.reduces is Reduction.NOTHING:
         return ()
     kinds = [kind for kind in operation.kinds if kind.whole_rows]
-    return tuple(i for i, kind in enumerate(kinds) if operation.reduces is not Reduction.SUM or kind is Kind.COTANGENT)
+    return tuple(
+        i for i, kind in enumerate(kinds) if operation.reduces is not Reduction.SUM or kind is RowKind.COTANGENT
+    )
 
 
-def terms(operation: Operation, chunks: Sequence[jax.Array]) -> jax.Array:
+def terms(operation: RowSpec, chunks: Sequence[jax.Array]) -> jax.Array:
     """What an operation folds, given a chunk of each of its row operands."""
     return functools.reduce(operator.mul, [chunks[i] for i in folded(operation)])
 
 
 @functools.cache
-def reduction_of(operation: Operation) -> Operation:
+def reduction_of(operation: RowSpec) -> RowSpec:
     """The operation that gives the total of another's fold, and nothing else."""
     if operation.reduces is Reduction.STATE:
         return STATE
@@ -98,7 +99,7 @@ type Spread = Callable[[jax.Array], jax.Array]
 type Finished = Callable[..., jax.Array]
 
 
-def finish(operation: Operation, total: State, numbers: State, spread: Spread) -> Finished:
+def finish(operation: RowSpec, total: State, numbers: State, spread: Spread) -> Finished:
     """The function that makes the result of a chunk from a chunk of each row operand.
 
     Args:
@@ -150,7 +151,7 @@ def _inverse(s: jax.Array) -> jax.Array:
     return jnp.where(s == 0, 0.0, 1 / s)
 
 
-_FINISH: dict[Operation, Callable[[State, State, Spread], Finished]] = {
+_FINISH: dict[RowSpec, Callable[[State, State, Spread], Finished]] = {
     SOFTMAX: _softmax,
     SOFTMAX_VJP: _softmax_vjp,
     LOG_SOFTMAX: _log_softmax,

@@ -6,7 +6,7 @@ where its kernel cannot take the rows, or is not meant for them.
 
 import dataclasses
 
-from jaxsoft._rows.operation import Operation
+from jaxsoft._rows.spec import RowSpec
 
 from . import operations
 from .operations import Signature
@@ -84,7 +84,7 @@ class SplitPlan:
     part: HeldPlan
 
 
-def split(gpu: Gpu, operation: Operation, rows: int, n: int, itemsize: int) -> SplitPlan | None:
+def split(gpu: Gpu, operation: RowSpec, rows: int, n: int, itemsize: int) -> SplitPlan | None:
     """Plans for a few long rows, each cut over many blocks."""
     least_bytes = _for_number(gpu.split.row_bytes, rows)
     least_parts = _for_number(gpu.split.parts, rows)
@@ -153,7 +153,7 @@ class TiledPlan:
         return self.share <= self.ring
 
 
-def _work_of(operation: Operation) -> Work:
+def _work_of(operation: RowSpec) -> Work:
     """The work that an operation is to the tiled kernel."""
     signature, folded = Signature.of(operation), operations.folded(operation)
     if not signature.row_results:
@@ -165,7 +165,7 @@ def _work_of(operation: Operation) -> Work:
     return Work.BACKWARD if len(folded) == signature.rows else Work.BACKWARD_FOLDING_ONE
 
 
-def tiled(gpu: Gpu, operation: Operation, rows: int, n: int, itemsize: int) -> TiledPlan | None:
+def tiled(gpu: Gpu, operation: RowSpec, rows: int, n: int, itemsize: int) -> TiledPlan | None:
     """Plans for rows that come to shared memory in tiles; None if copies cannot be aligned, or rows are short."""
     cutter = _Cutter(gpu, _work_of(operation), Signature.of(operation).rows, rows, n, itemsize)
     if n % cutter.vector or n < 2 * cutter.chunk:

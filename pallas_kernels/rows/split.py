@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxsoft._rows.operation import Operation
+from jaxsoft._rows.spec import RowSpec
 
 from . import held, operations
 from .memory import load, load_in_every_warp, store
@@ -22,7 +22,7 @@ from .operations import References, Signature
 from .plan import SplitPlan
 
 
-def row_kernel(operation: Operation, rows: int, n: int, dtype: Any, plan: SplitPlan, interpret: Any = None):
+def row_kernel(operation: RowSpec, rows: int, n: int, dtype: Any, plan: SplitPlan, interpret: Any = None):
     """The two kernels of an operation that has a reduction.
 
     Args:
@@ -57,7 +57,7 @@ def row_kernel(operation: Operation, rows: int, n: int, dtype: Any, plan: SplitP
     return kernel
 
 
-def _finish_body(operation: Operation, plan: SplitPlan, *all_refs):
+def _finish_body(operation: RowSpec, plan: SplitPlan, *all_refs):
     refs = References.of(operation, all_refs)  # the states of parts take the place of extras
     reduction = operations.fold_of(operation)
     assert reduction

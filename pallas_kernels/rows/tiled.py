@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxsoft._rows.operation import Operation
+from jaxsoft._rows.spec import RowSpec
 
 from . import fold, long_row, operations
 from .cluster import Mailbox
@@ -40,7 +40,7 @@ from .warpgroup import WarpGroup, if_read
 
 
 def row_kernel(
-    operation: Operation,
+    operation: RowSpec,
     rows: int,
     n: int,
     dtypes: tuple[Any, Any],
@@ -95,14 +95,14 @@ def row_kernel(
     )
 
 
-def _ring_sizes(operation: Operation, plan: TiledPlan) -> list[int]:
+def _ring_sizes(operation: RowSpec, plan: TiledPlan) -> list[int]:
     """Slots of a warp group's ring for each array."""
     folded = operations.folded(operation)
     arrays = range(Signature.of(operation).rows)
     return [plan.ring if i in folded else plan.result_ring or plan.ring for i in arrays]
 
 
-def _body(operation: Operation, plan: TiledPlan, extras: Extras, *refs):
+def _body(operation: RowSpec, plan: TiledPlan, extras: Extras, *refs):
     group = _warpgroup(operation, plan, extras, refs)
     if group.mailbox:
         group.mailbox.open()
@@ -112,7 +112,7 @@ def _body(operation: Operation, plan: TiledPlan, extras: Extras, *refs):
     lax.fori_loop(0, group.rows.count, functools.partial(_take_row, group), [_filled(group, some) for some in rings])
 
 
-def _warpgroup(operation: Operation, plan: TiledPlan, extras: Extras, refs: Sequence[Any]) -> WarpGroup:
+def _warpgroup(operation: RowSpec, plan: TiledPlan, extras: Extras, refs: Sequence[Any]) -> WarpGroup:
     """The warp group that runs this kernel."""
     *in_global, slots, loaded, states, posted, mailbox = refs
     sorted_refs = References.of(operation, in_global)

@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxsoft._rows.operation import NO_ROW, Extra, Operation
+from jaxsoft._rows.spec import NO_ROW, RowExtra, RowSpec
 
 from . import operations
 from .cluster import Mailbox
@@ -45,7 +45,7 @@ class WarpGroup:
       mailbox: the mailbox for the states of all blocks of a cluster; None for a block alone.
     """
 
-    operation: Operation
+    operation: RowSpec
     plan: TiledPlan
     extras: Extras
     refs: References
@@ -93,7 +93,7 @@ class WarpGroup:
     def rules(self, k: jax.Array | int) -> "_TiledRules":
         """What the extras do to a row."""
         scale, limit = (
-            self.number(name, k) if name in self.extras.names else None for name in (Extra.SCALE, Extra.LIMIT)
+            self.number(name, k) if name in self.extras.names else None for name in (RowExtra.SCALE, RowExtra.LIMIT)
         )
         refs = dict(zip(self.extras.names, self.refs.extras, strict=True))
         return _TiledRules(self.operation, self.extras, refs, scale, limit, self, k)
@@ -113,8 +113,8 @@ class WarpGroup:
 
         def copy():
             begin = self.share.start(tile)
-            if Extra.LIMIT in self.extras.names:
-                begin = jnp.where(begin * self.plan.vector < self.number(Extra.LIMIT, k), begin, 0)
+            if RowExtra.LIMIT in self.extras.names:
+                begin = jnp.where(begin * self.plan.vector < self.number(RowExtra.LIMIT, k), begin, 0)
             vectors = pl.ds(begin, self.share.vectors)
             for ring in rings:
                 ring.fill(slot, self.rows[k], vectors)
@@ -241,7 +241,7 @@ class _TiledRules(Rules):
     group: WarpGroup
     k: jax.Array | int
 
-    def chunk(self, name: Extra, place: jax.Array) -> jax.Array:
+    def chunk(self, name: RowExtra, place: jax.Array) -> jax.Array:
         if self.limit is not None:
             place = jnp.where(place * self.group.plan.vector < self.limit, place, 0)
         row, _ = self.extras.place(name, self.group.rows[self.k])

@@ -29,15 +29,15 @@ from truth import assert_within, wide
 import jaxsoft
 from jaxsoft import fold, pallas_kernels
 from jaxsoft._rows import xla
-from jaxsoft._rows.choice import choose
-from jaxsoft._rows.forms import Form
-from jaxsoft._rows.operation import NO_ROW, Kind
+from jaxsoft._rows.forms import RowForm
+from jaxsoft._rows.operation import RowOperation
 from jaxsoft._rows.operations import OPERATIONS
 from jaxsoft._rows.operations.entropy import ENTROPY_VJP
 from jaxsoft._rows.operations.labels import LABEL_STATE, LABEL_STATE_VJP
 from jaxsoft._rows.operations.log_softmax import LOG_SOFTMAX, LOG_SOFTMAX_VJP
 from jaxsoft._rows.operations.logsumexp import LOGSUMEXP_VJP, STATE
 from jaxsoft._rows.operations.softmax import SOFTMAX, SOFTMAX_VJP
+from jaxsoft._rows.spec import NO_ROW, RowKind
 
 # By dtype: shapes, and small plans with which few and short rows do what many and long ones do.
 CASES = {
@@ -113,7 +113,7 @@ def no_races(capfd):
 def interpreted(operation, plan, *operands, extras=(), masked=False):
     """The results of a kernel."""
     x, params = operands[0], plgpu.InterpretGPUParams(detect_races=True)
-    alike, names, given = choice.unlabelled(operation, Form(x.dtype, extras), [jnp.asarray(v) for v in operands])
+    alike, names, given = choice.unlabelled(operation, RowForm(x.dtype, extras), [jnp.asarray(v) for v in operands])
     k, (*leading, n) = len(alike.operands), x.shape
     beside = Extras.of(names, masked, leading, [v.shape for v in given[k:]])
     flat = [v.reshape(-1, n) if v.ndim == x.ndim else v.reshape(-1) for v in given]
@@ -148,7 +148,7 @@ FORMS = [
 
 def formula(operation):
     """The operation in plain JAX."""
-    return xla.formula(operation, Form(np.dtype(np.float32)))
+    return xla.formula(operation, RowForm(np.dtype(np.float32)))
 
 
 def taken_by(operation):
@@ -169,7 +169,7 @@ def test_forms(operation, dtype):
     for extras, shape, ones in FORMS[dtype == jnp.bfloat16 :: 3] if labelled else FORMS:
         extras = tuple(name for name in extras if name in taken_by(operation))
         result = np.dtype(jnp.float32 if extras == (SCALE,) else dtype)
-        form = Form(result, extras, 0, operation is SOFTMAX_VJP)
+        form = RowForm(result, extras, 0, operation is SOFTMAX_VJP)
         operands = operands_of_form(operation, form, shape, dtype, ones)
         with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
             kernel = pallas_kernels.kernel(operation, form, "cuda", operands)
@@ -186,7 +186,7 @@ def test_forms_of_long_rows(operation):
         if operation is LOG_SOFTMAX_VJP and plan.fits:
             plan = dataclasses.replace(plan, result_ring=2)
         extras = tuple(name for name in extras if name in taken_by(operation))
-        form = Form(np.dtype(jnp.float32), extras, 0, operation is SOFTMAX_VJP)
+        form = RowForm(np.dtype(jnp.float32), extras, 0, operation is SOFTMAX_VJP)
         operands = operands_of_form(operation, form, shape, jnp.float32, ones)
         results = interpreted(operation, plan, *operands, extras=extras, masked=form.masked)
         assert_exact(operation, form, operands, results)
@@ -223,14 +223,14 @@ def operands_of(operation, x):
         label = (np.resize(np.array([n - 1, NO_ROW, 0, n // 2, n - 2, -1, 511, 512, n], np.int32), count),)
     if operation.is_pullback:
         m, s = (np.asarray(v) for v in formula(LABEL_STATE if label else STATE)(x, *label)[:2])
-        numbers = rng.standard_normal((operation.kinds.count(Kind.STATISTIC) - 2, count)).astype(np.float32)
+        numbers = rng.standard_normal((operation.kinds.count(RowKind.STATISTIC) - 2, count)).astype(np.float32)
         return x, *label, m, s, *([g] if operation is LOG_SOFTMAX_VJP else numbers)
     return x, *label
 
 
 def plain(operation, implementation, platform, *operands):
     """What is chosen for the plain form of an operation."""
-    return choose(operation, Form(operands[0].dtype), implementation, platform, operands)
+    return RowOperation(operation, RowForm(operands[0].dtype), implementation).choose(platform, operands).function
 
 
 @pytest.mark.parametrize("gpu", sizes.GPUS, ids=lambda gpu: gpu.name)
@@ -316,8 +316,8 @@ def test_special_values(operation, n, plan):
     operands = operands_of(operation, x)
     results = interpreted(operation, plan, *operands)
     expected = list(formula(operation)(*map(jnp.asarray, operands)))
-    if Kind.STATISTIC in operation.result_kinds:  # XLA's maximum does not always see a NaN; the sum does
-        m = operation.result_kinds.index(Kind.STATISTIC)
+    if RowKind.STATISTIC in operation.result_kinds:  # XLA's maximum does not always see a NaN; the sum does
+        m = operation.result_kinds.index(RowKind.STATISTIC)
         expected[m] = jnp.where(jnp.isnan(expected[m + 1]), jnp.nan, expected[m])
     chex.assert_trees_all_close(results, expected, rtol=2e-5, atol=1e-5 if operation.is_pullback else 1e-37)
 
@@ -348,7 +348,7 @@ def test_lowers_for_hopper(operation, dtype):
     with target("NVIDIA H100 80GB HBM3"):
         for shape in WAYS[1::3] if operation.has_label else WAYS:
             full, number = operand(shape, dtype), operand(shape[:-1], jnp.float32)
-            kinds = {Kind.STATISTIC: number, Kind.LABEL: operand(shape[:-1], jnp.int32)}
+            kinds = {RowKind.STATISTIC: number, RowKind.LABEL: operand(shape[:-1], jnp.int32)}
             operands = [kinds.get(kind, full) for kind in operation.kinds]
             kernel = plain(operation, "pallas", "cuda", *operands)
             lowered = jax.jit(kernel).trace(*operands).lower(lowering_platforms=("cuda",))
@@ -413,7 +413,7 @@ def test_choice_of_few_long_rows(monkeypatch):
 
     def lowered(operation, shape, dtype):
         x = [operand(shape, dtype) for _ in operation.operands]
-        kernel = choose(operation, Form(np.dtype(dtype)), None, "cuda", x)
+        kernel = RowOperation(operation, RowForm(np.dtype(dtype)), None).choose("cuda", x).function
         text = jax.jit(kernel).trace(*x).lower(lowering_platforms=("cuda",)).as_text()
         return "mosaic_gpu" if "mosaic_gpu" in text else "ffi" if "jaxsoft_" in text else "xla"
 
@@ -470,7 +470,7 @@ def test_choice_without_the_cuda_library(monkeypatch):
     x = operand((8, 2048), jnp.float32)
 
     def lowered(trailing):
-        kernel = choose(SOFTMAX, Form(x.dtype, (), trailing), None, "cuda", [x])
+        kernel = RowOperation(SOFTMAX, RowForm(x.dtype, (), trailing), None).choose("cuda", [x]).function
         return jax.jit(kernel).trace(x).lower(lowering_platforms=("cuda",)).as_text()
 
     with target("NVIDIA H200"):

@@ -8,29 +8,29 @@ import ctypes
 import pytest
 
 from jaxsoft._core import library
-from jaxsoft._rows.operation import Extra, Kind, Operation, Reduction
 from jaxsoft._rows.operations import OPERATIONS
+from jaxsoft._rows.spec import Reduction, RowExtra, RowKind, RowSpec
 
 KINDS = {
-    Kind.SCORES: "row",
-    Kind.PROBABILITIES: "row",
-    Kind.COTANGENT: "row",
-    Kind.ROW: "row",
-    Kind.STATISTIC: "number",
-    Kind.LABEL: "label",
-    Kind.VALUES: "chosen",
-    Kind.INDICES: "index",
-    Kind.CHOSEN_PROBABILITIES: "chosen_result",
+    RowKind.SCORES: "row",
+    RowKind.PROBABILITIES: "row",
+    RowKind.COTANGENT: "row",
+    RowKind.ROW: "row",
+    RowKind.STATISTIC: "number",
+    RowKind.LABEL: "label",
+    RowKind.VALUES: "chosen",
+    RowKind.INDICES: "index",
+    RowKind.CHOSEN_PROBABILITIES: "chosen_result",
 }
 
 
-def specification(operation: Operation) -> str:
+def specification(operation: RowSpec) -> str:
     """The line that a library has for an operation."""
     operands, results = (
         ",".join(f"{operand.name}:{KINDS[operand.kind]}" for operand in side)
         for side in (operation.operands, operation.results)
     )
-    extras = ",".join(extra.name.lower() for extra in Extra if extra in operation.extras)
+    extras = ",".join(extra.name.lower() for extra in RowExtra if extra in operation.extras)
     flags = {
         "masked": operation.may_be_masked,
         "cap": operation.may_be_capped,

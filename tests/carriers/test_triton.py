@@ -26,13 +26,12 @@ from truth import Truth, assert_last_place, assert_within, wide
 
 import jaxsoft
 from jaxsoft import triton_kernels
-from jaxsoft._rows.choice import choose
-from jaxsoft._rows.forms import Form
-from jaxsoft._rows.operation import Kind
+from jaxsoft._rows.forms import RowForm
+from jaxsoft._rows.operation import RowOperation
 from jaxsoft._rows.operations import OPERATIONS as RECORDS
 from jaxsoft._rows.operations.logsumexp import STATE
 from jaxsoft._rows.operations.softmax import SOFTMAX
-from jaxsoft._rows.primitive import row_operation
+from jaxsoft._rows.spec import RowKind
 
 OPERATIONS = {operation.name: operation for operation in RECORDS if operation in triton_kernels.KERNELS}
 EPS = 2.0**-23
@@ -126,7 +125,7 @@ def compiled(monkeypatch, tmp_path):
 
 def vectors(operation: str, cut: Plan) -> tuple[int, int]:
     """How many 16-byte loads and stores a thread's part of a tile takes, each pass over it counted."""
-    operands, results = row_operands(operation), OPERATIONS[operation].result_kinds.count(Kind.ROW)
+    operands, results = row_operands(operation), OPERATIONS[operation].result_kinds.count(RowKind.ROW)
     each = cut.units * cut.packs * max(1, cut.rows * cut.lanes // (32 * cut.warps))
     second = cut.tiles > 1 and operation not in ("state", "logsumexp_vjp")
     first = operands if operation != "log_softmax_vjp" else 1  # only g is summed
@@ -152,7 +151,7 @@ def test_compiles(compiled, operation, dtype, capability):
         )
         assert (ptx.count(wide_load), ptx.count(wide_store)) == vectors(operation, cut), (n, cut)
         # Rows that fit a warp need no shared memory, but to put statistics in order.
-        if cut.lanes <= 32 and Kind.STATISTIC not in OPERATIONS[operation].result_kinds:
+        if cut.lanes <= 32 and RowKind.STATISTIC not in OPERATIONS[operation].result_kinds:
             assert "bar.sync" not in ptx
 
 
@@ -200,14 +199,15 @@ def operands_for(operation: str, n: int, dtype) -> list[np.ndarray]:
 def formula(operation: str, *operands) -> tuple[jax.Array, ...]:
     given = [jnp.asarray(v) for v in operands]
     types = [operand(v.shape, v.dtype) for v in given]
-    return choose(OPERATIONS[operation], Form(given[0].dtype), "xla", "cpu", types)(*given)
+    return RowOperation(OPERATIONS[operation], RowForm(given[0].dtype), "xla").choose("cpu", types).function(*given)
 
 
 def interpreted(operation: str, calls: list[tuple[Plan, list[np.ndarray]]], folder: pathlib.Path):
     """What the interpreter makes of an operation, in a process of its own."""
     kinds = OPERATIONS[operation].result_kinds
     types = [
-        {Kind.ROW: (x.shape, x.dtype), Kind.STATISTIC: (x.shape[:1], np.dtype(np.float32))} for _, (x, *_) in calls
+        {RowKind.ROW: (x.shape, x.dtype), RowKind.STATISTIC: (x.shape[:1], np.dtype(np.float32))}
+        for _, (x, *_) in calls
     ]
     with open(folder / "calls", "wb") as file:
         given = zip(calls, types, strict=True)
@@ -263,7 +263,7 @@ def test_lowers(operation, kind):
             full, one = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[:-1], jnp.float32)
             sides = OPERATIONS[operation].kinds, OPERATIONS[operation].result_kinds
             given, results = ([full if kind.whole_rows else one for kind in kinds] for kinds in sides)
-            called = functools.partial(row_operation, OPERATIONS[operation], Form(jnp.dtype(dtype)), "triton")
+            called = RowOperation(OPERATIONS[operation], RowForm(jnp.dtype(dtype)), "triton")
             lowered = jax.jit(lambda *v, f=called: f(*v)).trace(*given).lower(lowering_platforms=("cuda",))
             assert len(re.findall("custom_call @triton_kernel_call", lowered.as_text())) == 1
             chex.assert_trees_all_equal_shapes_and_dtypes(lowered.out_info, tuple(results))
@@ -295,7 +295,9 @@ def test_unavailable():
         with target(kind):
             assert f"needs Ampere (compute capability 8.0) or newer; {kind} is older" in reason("cuda")
             with pytest.raises(ValueError, match="implementation='triton' cannot serve this call: it needs Ampere"):
-                choose(SOFTMAX, Form(np.dtype(np.float32)), "triton", "cuda", [operand((2, 1024), jnp.float32)])
+                RowOperation(SOFTMAX, RowForm(np.dtype(np.float32)), "triton").choose(
+                    "cuda", [operand((2, 1024), jnp.float32)]
+                )
 
 
 @pytest.mark.parametrize("module, package", [("jax_triton", "jax-triton"), ("triton", "triton")])
@@ -304,7 +306,7 @@ def test_without_the_packages(monkeypatch, module, package):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == module else found(name) or "found")
     message = rf"{package} is not installed; pip install 'jaxsoft\[triton\]'"
     with pytest.raises(ValueError, match=message), target("NVIDIA A100-SXM4-80GB"):
-        choose(SOFTMAX, Form(np.dtype(np.float32)), "triton", "cuda", [operand((2, 1024), jnp.float32)])
+        RowOperation(SOFTMAX, RowForm(np.dtype(np.float32)), "triton").choose("cuda", [operand((2, 1024), jnp.float32)])
 
 
 def test_without_the_gpu_support_of_jax(monkeypatch):
@@ -351,7 +353,9 @@ def test_several_compute_capabilities(monkeypatch):
     ):
         monkeypatch.setattr(devices, "targets", lambda found=found: found)
         with pytest.raises(ValueError, match=reason):
-            choose(STATE, Form(np.dtype(np.float32)), "triton", "cuda", [operand((2, 1024), jnp.float32)])
+            RowOperation(STATE, RowForm(np.dtype(np.float32)), "triton").choose(
+                "cuda", [operand((2, 1024), jnp.float32)]
+            )
 
 
 @pytest.mark.parametrize(

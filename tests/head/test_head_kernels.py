@@ -19,7 +19,7 @@ from jaxsoft.pallas_kernels.rows import sizes
 
 from jaxsoft import linear_softmax_cross_entropy as linear
 from jaxsoft._head import kernels
-from jaxsoft._rows.operation import NO_ROW
+from jaxsoft._rows.spec import NO_ROW
 
 BF16, F16 = np.dtype(jnp.bfloat16), np.dtype(np.float16)
 HOPPER = "NVIDIA H100 80GB HBM3"

@@ -15,14 +15,14 @@ from row_operations import ALL_EXTRAS, BIAS, LIMIT, SCALE, WHERE, assert_exact, 
 from truth import wide
 
 from jaxsoft._rows import xla
-from jaxsoft._rows.forms import Form, compose, groups, result_types
-from jaxsoft._rows.operation import Kind
+from jaxsoft._rows.forms import RowForm, compose, groups, result_types
+from jaxsoft._rows.operation import RowOperation
 from jaxsoft._rows.operations import OPERATIONS
 from jaxsoft._rows.operations.entropy import ENTROPY, ENTROPY_VJP
 from jaxsoft._rows.operations.log_softmax import LOG_SOFTMAX, LOG_SOFTMAX_VJP
 from jaxsoft._rows.operations.logsumexp import LOGSUMEXP_VJP, STATE
 from jaxsoft._rows.operations.softmax import SOFTMAX, SOFTMAX_VJP
-from jaxsoft._rows.primitive import row_operation
+from jaxsoft._rows.spec import RowKind
 from jaxsoft.fold import accumulator
 
 EACH_AND_ALL = ((SCALE,), (LIMIT,), (WHERE,), (BIAS,), ALL_EXTRAS)
@@ -40,7 +40,7 @@ each_operation = pytest.mark.parametrize("operation", EXTRAS, ids=str)
 
 
 def check(operation, form, implementation, operands):
-    results = jax.jit(lambda *v: row_operation(operation, form, implementation, *v))(*operands)
+    results = jax.jit(lambda *v: RowOperation(operation, form, implementation)(*v))(*operands)
     assert_exact(operation, form, operands, results)
 
 
@@ -62,7 +62,7 @@ def test_extras(operation, dtype, implementation):
             ),
             strict=False,
         ):
-            form = Form(np.dtype(dtype), extras, masked=operation is SOFTMAX_VJP and LIMIT in extras)
+            form = RowForm(np.dtype(dtype), extras, masked=operation is SOFTMAX_VJP and LIMIT in extras)
             with served(implementation):
                 check(operation, form, implementation, operands_of(operation, form, shape, dtype, ones))
 
@@ -74,7 +74,7 @@ def test_dtypes(operation, implementation):
     pairs = [(a, b) for a, b in itertools.product(DTYPES[:3], DTYPES[:3]) if a != b]
     for given, result in pairs if operation not in (STATE, ENTROPY) else ():
         for extras in ((), EXTRAS[operation][-1]):
-            form = Form(np.dtype(result), extras)
+            form = RowForm(np.dtype(result), extras)
             with served(implementation):
                 check(operation, form, implementation, operands_of(operation, form, (3, 300), given))
 
@@ -86,7 +86,7 @@ def test_trailing(operation, implementation, dtype):
     """Axes before the last, beside results of x's dtype and of another."""
     for shape, trailing in (((2, 33, 5), 1), ((3, 2, 64, 1, 17), 2), ((7, 3), 1), ((1000, 130), 1)):
         for result in (dtype, jnp.float32):
-            form = Form(np.dtype(result), (), trailing)
+            form = RowForm(np.dtype(result), (), trailing)
             with served(implementation):
                 check(operation, form, implementation, operands_of(operation, form, shape, dtype))
 
@@ -97,11 +97,11 @@ def test_masked(implementation, dtype):
     """Where y is 0, nothing counts: not even an infinite cotangent, nor NaN in the row's sum."""
     for n in (5, 300, 4097):
         with served(implementation):
-            form = Form(np.dtype(dtype), (SCALE,), masked=True)
+            form = RowForm(np.dtype(dtype), (SCALE,), masked=True)
             check(SOFTMAX_VJP, form, implementation, operands_of(SOFTMAX_VJP, form, (3, n), dtype))
             y, g, scale = operands_of(SOFTMAX_VJP, form, (3, n), dtype)
             y[0], y[1, : n // 2] = 0, np.nan
-            (dx,) = row_operation(SOFTMAX_VJP, form, implementation, y, g, scale)
+            (dx,) = RowOperation(SOFTMAX_VJP, form, implementation)(y, g, scale)
             np.testing.assert_array_equal(wide(dx)[y == 0], 0)
             assert np.isnan(wide(dx)[1][y[1] != 0]).all()
 
@@ -119,7 +119,7 @@ def test_groups():
 def test_more_groups_than_kernels_know(implementation):
     """Broadcast along every second dimension."""
     shape = (2, 3, 2, 3, 2, 3, 8)
-    form = Form(np.dtype(np.float32), ALL_EXTRAS)
+    form = RowForm(np.dtype(np.float32), ALL_EXTRAS)
     with served(implementation):
         operands = operands_of(SOFTMAX, form, shape, np.float32, (0, 2, 4))
         check(SOFTMAX, form, implementation, operands)
@@ -128,24 +128,27 @@ def test_more_groups_than_kernels_know(implementation):
 @pytest.mark.parametrize("operation", OPERATIONS, ids=str)
 def test_result_types(operation):
     """What is said of the results without a look at the formula is what the formula gives."""
-    k = 3 if operation.selects or Kind.INDICES in operation.kinds else 0
+    k = 3 if operation.selects or RowKind.INDICES in operation.kinds else 0
     for dtype, out in itertools.product((jnp.bfloat16, jnp.float32), repeat=2):
-        forms = [Form(jnp.dtype(out), k=k)]
+        forms = [RowForm(jnp.dtype(out), k=k)]
         if not k:
-            forms += [Form(jnp.dtype(out), trailing=1), *(Form(jnp.dtype(out), extras) for extras in EACH_AND_ALL)]
+            forms += [
+                RowForm(jnp.dtype(out), trailing=1),
+                *(RowForm(jnp.dtype(out), extras) for extras in EACH_AND_ALL),
+            ]
         for form in forms:
             shape = (2, 5, 7)
             rows = shape[:2] if not form.trailing else (2, 7)
             extras = {SCALE: (rows, jnp.float32), LIMIT: (rows, jnp.int32), WHERE: (shape, bool), BIAS: (shape, dtype)}
             types = {
-                Kind.SCORES: (shape, dtype),
-                Kind.PROBABILITIES: (shape, out),
-                Kind.TANGENT: (shape, dtype),
-                Kind.COTANGENT: (shape, out),
-                Kind.STATISTIC: (rows, accumulator(dtype)),
-                Kind.LABEL: (rows, jnp.int32),
-                Kind.VALUES: ((*rows, k), accumulator(dtype)),
-                Kind.INDICES: ((*rows, k), jnp.int32),
+                RowKind.SCORES: (shape, dtype),
+                RowKind.PROBABILITIES: (shape, out),
+                RowKind.TANGENT: (shape, dtype),
+                RowKind.COTANGENT: (shape, out),
+                RowKind.STATISTIC: (rows, accumulator(dtype)),
+                RowKind.LABEL: (rows, jnp.int32),
+                RowKind.VALUES: ((*rows, k), accumulator(dtype)),
+                RowKind.INDICES: ((*rows, k), jnp.int32),
             }
             given = (*(types[kind] for kind in operation.kinds), *(extras[extra] for extra in form.extras))
             operands = [jax.ShapeDtypeStruct(*v) for v in given]

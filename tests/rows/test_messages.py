@@ -19,9 +19,11 @@ from test_top_k import assert_top_k, special
 from truth import Truth
 
 from jaxsoft._core import library
-from jaxsoft._rows import ffi, messages
-from jaxsoft._rows.forms import Form
-from jaxsoft._rows.primitive import OneDevice
+from jaxsoft._rows import exchange as messages
+from jaxsoft._rows import ffi
+from jaxsoft._rows.forms import RowForm
+from jaxsoft._rows.operation import RowOperation
+from jaxsoft._rows.operations.top_k import TOP_K
 
 by_kernels_too = pytest.mark.parametrize("by", [pytest.param("kernels", marks=on_gpu), "rows"])
 # Elements of a row in each part, parts, and k: fewer than k in a part; one part; and around the threads of a row.
@@ -30,8 +32,13 @@ MORE = [(64, 32, 64), (1, 300, 256), (9, 17, 16), (17, 8, 16), (128, 2, 65), (10
 MORE += [(70_001, 4, 100)]
 
 
+def run(implementation=None):
+    """Any operation on rows, within code for one device."""
+    return RowOperation(TOP_K, RowForm(np.dtype(np.float32)), implementation).within
+
+
 def of_message(x, k):
-    return messages._message(Form(x.dtype, k=k), OneDevice(None), x)
+    return messages._message(RowForm(x.dtype, k=k), run(), x)
 
 
 def tell(by: str, part: jax.Array, k: int) -> jax.Array:
@@ -41,11 +48,11 @@ def tell(by: str, part: jax.Array, k: int) -> jax.Array:
     return kernel(part) if kernel else of_message(part, k)
 
 
-def merge(by: str, part: jax.Array, form: Form, told: jax.Array) -> tuple[jax.Array, ...]:
+def merge(by: str, part: jax.Array, form: RowForm, told: jax.Array) -> tuple[jax.Array, ...]:
     """The results of the messages of all parts, which are like this one."""
     if by == "kernels":
         return ffi.top_k_of_messages(part, form, len(told))(told)
-    return messages._merged(form, OneDevice(None), part, told)
+    return messages._merged(form, run(), part, told)
 
 
 @by_kernels_too
@@ -59,7 +66,7 @@ def test_values(by, dtype, cases):
     with precision(dtype):
         for i, (n, parts, k) in enumerate(cases):
             wanted = results_of.get(dtype, (dtype, jnp.float32))
-            form = Form(np.dtype(wanted[i % len(wanted)]), k=k)
+            form = RowForm(np.dtype(wanted[i % len(wanted)]), k=k)
             x = np.concatenate([special((12, n * parts), dtype), rows(n * parts, dtype)[:5]])
 
             def f(x, form=form, parts=parts):
@@ -82,7 +89,7 @@ def test_leading_dimensions(by):
     """Those of x are those of the results."""
     x = rows(40, np.float32, count=6).reshape(2, 3, 40)
     told = jnp.stack([tell(by, jnp.asarray(part), 5) for part in np.split(x, 2, axis=-1)])
-    *results, m, s = merge(by, x[..., :20], Form(x.dtype, k=5), told)
+    *results, m, s = merge(by, x[..., :20], RowForm(x.dtype, k=5), told)
     assert m.shape == s.shape == (2, 3)
     assert_top_k(x, 5, results)
 
@@ -123,7 +130,9 @@ def test_kernels_on_a_gpu(n, dtype, k, of_p, implementation, kernels):
     """A launch each makes the message and the results; on other platforms there is none of them."""
     with precision(dtype):
         mesh, x = mesh_of(a=2), jax.ShapeDtypeStruct((4, n), dtype)
-        local = messages.selected_over_shards(Form(np.dtype(of_p), k=k), ("a",), OneDevice(implementation))
+        local = messages.selected_over_shards(
+            RowForm(np.dtype(of_p), k=k), ("a",), run(implementation), implementation in (None, "ffi")
+        )
         f = jax.shard_map(local, mesh=mesh, in_specs=P(None, "a"), out_specs=P(), check_vma=False)
         traced = jax.jit(f).trace(x)
         assert called(traced, "cuda") == kernels
@@ -133,7 +142,7 @@ def test_kernels_on_a_gpu(n, dtype, k, of_p, implementation, kernels):
 @needs_library
 def test_what_a_device_may_get():
     """Of more messages than the kernel takes, operations on rows make the results, and the message is the same."""
-    part, form = jax.ShapeDtypeStruct((3, 5000), jnp.float32), Form(np.dtype(np.float32), k=64)
+    part, form = jax.ShapeDtypeStruct((3, 5000), jnp.float32), RowForm(np.dtype(np.float32), k=64)
     assert ffi.top_k_of_messages(part, form, 32) is not None
     assert ffi.top_k_of_messages(part, form, 33) is None
     assert ffi.top_k_of_messages(part, dataclasses.replace(form, k=1), 33) is not None

@@ -3,8 +3,6 @@
 What moves between devices is tested in `test_sharding`.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,9 +15,8 @@ from row_operations import LIMIT, SCALE, WHERE, assert_exact, exact, operands_of
 
 import jaxsoft
 from jaxsoft._core import mesh as exchange
-from jaxsoft._rows.choice import takes
-from jaxsoft._rows.forms import Form
-from jaxsoft._rows.operation import NO_ROW
+from jaxsoft._rows.forms import RowForm
+from jaxsoft._rows.operation import RowOperation
 from jaxsoft._rows.operations import OPERATIONS
 from jaxsoft._rows.operations.entropy import entropy_of_rows
 from jaxsoft._rows.operations.labels import LABEL_SUMS, label_entropy_of_rows, label_state_of_rows, label_sums_of_rows
@@ -27,7 +24,7 @@ from jaxsoft._rows.operations.log_softmax import LOG_SOFTMAX_VJP, log_softmax_of
 from jaxsoft._rows.operations.logsumexp import STATE, logsumexp_of_rows
 from jaxsoft._rows.operations.softmax import SOFTMAX, SOFTMAX_VJP, softmax_of_rows
 from jaxsoft._rows.operations.top_k import TOP_K
-from jaxsoft._rows.primitive import row_operation
+from jaxsoft._rows.spec import NO_ROW
 
 pytestmark = needs_devices
 SERVED = [operation for operation in OPERATIONS if operation.has_kernels and not operation.selects]
@@ -52,16 +49,16 @@ def over(axes):
 
 
 def compiled_for(operation, form, operands, implementation=None):
-    return jax.jit(functools.partial(row_operation, operation, form, implementation)).lower(*operands).compile()
+    return jax.jit(RowOperation(operation, form, implementation)).lower(*operands).compile()
 
 
 @pytest.mark.parametrize("operation", SERVED, ids=repr)
 @pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=slow)])
 def test_operations(operation, dtype):
     """Values of every operation, plain, with all extras that its kernels take, and along another axis, by a kernel."""
-    forms = [Form(np.dtype(dtype)), Form(np.dtype(dtype), operation.extras)]
+    forms = [RowForm(np.dtype(dtype)), RowForm(np.dtype(dtype), operation.extras)]
     if operation.any_axis:
-        forms.append(Form(np.dtype(dtype), trailing=1))
+        forms.append(RowForm(np.dtype(dtype), trailing=1))
     for form in forms if operation.extras else forms[:1]:
         shape = (5, 64, 3) if form.trailing else (3, 5, 64)
         operands = operands_of(operation, form, shape, dtype)
@@ -91,7 +88,7 @@ def special_rows(operation) -> list[np.ndarray]:
 @pytest.mark.parametrize("extras", [(), (WHERE,), (LIMIT,)], ids=["all", "where", "limit"])
 def test_special_rows(operation, extras):
     """Rows of which parts are empty, infinite or undefined, with what does not count, as on one device."""
-    form = Form(np.dtype(np.float32), extras)
+    form = RowForm(np.dtype(np.float32), extras)
     operands = special_rows(operation)
     rng = np.random.default_rng(1)
     where = rng.random((16, 64)) < 0.5
@@ -117,7 +114,7 @@ def test_distances_from_the_label(offset, many, monkeypatch):
     x = (np.random.default_rng(2).integers(-8, 9, (8, 256)) + offset).astype(np.float32)
     x[1, :40:3], x[2, 128:] = -np.inf, -np.inf
     label = np.arange(8, dtype=np.int32) * 32 + 1  # in all parts
-    form = Form(np.dtype(np.float32))
+    form = RowForm(np.dtype(np.float32))
     expected = exact(LABEL_SUMS, form, x, label)
     sharded = over(("a", "b"))(LABEL_SUMS, form, [x, label])
     program = compiled_for(LABEL_SUMS, form, sharded)
@@ -129,7 +126,7 @@ def test_distances_from_the_label(offset, many, monkeypatch):
 @pytest.mark.parametrize("operation", FORWARD, ids=repr)
 def test_many_devices(operation, monkeypatch):
     """All-reduces of maxima and sums, as many devices make them, give what an all-gather gives."""
-    form = Form(np.dtype(np.float32))
+    form = RowForm(np.dtype(np.float32))
     sharded = over(("a", "b"))(operation, form, special_rows(operation))
     gathered = compiled_for(operation, form, sharded)
     monkeypatch.setattr(exchange, "_GATHERED_BYTES", 0)
@@ -182,7 +179,7 @@ def test_second_derivatives(kind, dtype):
 def test_scale_of_softmax():
     """A scale of 0 or of any sign, which softmax must not take from its pullback."""
     x, scale = np.random.default_rng(4).standard_normal((3, 64)).astype(np.float32), np.float32([[0], [-2], [3]])
-    form = Form(np.dtype(np.float32), (SCALE,))
+    form = RowForm(np.dtype(np.float32), (SCALE,))
     operands = [x, scale[:, 0]]
     sharded = over(("b",))(SOFTMAX, form, operands)
     assert_exact(SOFTMAX, form, operands, compiled_for(SOFTMAX, form, sharded)(*sharded))
@@ -196,7 +193,7 @@ def test_largest(k, dtype):
     x[1, :40], x[2], x[3, 50], x[4, 20], x[5, 9:], x[6, ::2], x[7] = -np.inf, -np.inf, np.nan, np.inf, -np.inf, -0.0, 0
     x = x.astype(dtype)
     with precision(dtype):
-        form = Form(np.dtype(dtype), k=k)
+        form = RowForm(np.dtype(dtype), k=k)
         alone = compiled_for(TOP_K, form, [x])(x)
         sharded = over(("b", "a"))(TOP_K, form, [x])
         program = compiled_for(TOP_K, form, sharded)
@@ -215,5 +212,7 @@ def test_parts_that_an_implementation_does_not_take():
     """A named one serves rows whose parts it does not take: XLA does. These parts are no multiple of 16 bytes."""
     n = 2 * 200_002
     with target("NVIDIA H100 80GB HBM3"):
-        assert takes(STATE, Form(np.dtype(np.float32)), "pallas", [operand((4, n), np.float32)])
-        assert not takes(STATE, Form(np.dtype(np.float32)), "pallas", [operand((4, n // 4), np.float32)])
+        assert RowOperation(STATE, RowForm(np.dtype(np.float32)), "pallas")._is_taken([operand((4, n), np.float32)])
+        assert not RowOperation(STATE, RowForm(np.dtype(np.float32)), "pallas")._is_taken(
+            [operand((4, n // 4), np.float32)]
+        )

@@ -33,8 +33,8 @@ from truth import EPS, Truth, assert_last_place, assert_within, wide
 
 import jaxsoft
 from jaxsoft._rows import ffi, xla
-from jaxsoft._rows.choice import choose
-from jaxsoft._rows.forms import Form
+from jaxsoft._rows.forms import RowForm
+from jaxsoft._rows.operation import RowOperation
 from jaxsoft._rows.operations.top_k import TOP_K
 
 top_k_softmax = jaxsoft.top_k_softmax
@@ -435,7 +435,7 @@ def test_choice(monkeypatch):
 
     def chosen(implementation, platform, k, dtype):
         x = operand((4, 1000), dtype)
-        return choose(TOP_K, Form(x.dtype, k=k), implementation, platform, [x])
+        return RowOperation(TOP_K, RowForm(x.dtype, k=k), implementation).choose(platform, [x]).function
 
     for k, dtype, platform, is_kernel in (
         (256, jnp.float32, "cpu", True),
@@ -446,7 +446,7 @@ def test_choice(monkeypatch):
         (5, jnp.float64, "cuda", False),
     ):
         x = operand((4, 1000), dtype)
-        assert bool(ffi.kernel(TOP_K, Form(x.dtype, k=k), platform, [x])) == is_kernel
+        assert bool(ffi.kernel(TOP_K, RowForm(x.dtype, k=k), platform, [x])) == is_kernel
     assert chosen(None, "other", 5, jnp.float32).args == (xla.REDUCTIONS,)
     assert chosen(None, "cpu", 300, jnp.float32).args == (xla.REDUCTIONS,)
 

@@ -6,7 +6,7 @@ import math
 import jax
 import jax_triton
 
-from jaxsoft._rows.operation import Kind, Operation
+from jaxsoft._rows.spec import RowKind, RowSpec
 from jaxsoft.fold import accumulator
 
 from . import kernels
@@ -18,7 +18,7 @@ _RESULTS = next(
 )
 
 
-def call(operation: Operation, capability: int, *operands: jax.Array, cut: Plan | None = None) -> tuple[jax.Array, ...]:
+def call(operation: RowSpec, capability: int, *operands: jax.Array, cut: Plan | None = None) -> tuple[jax.Array, ...]:
     """Runs an operation in its plain form.
 
     Args:
@@ -35,7 +35,7 @@ def call(operation: Operation, capability: int, *operands: jax.Array, cut: Plan 
         cut = plan(rows, n, x.dtype.itemsize, tuning(arrays, x.dtype.itemsize))
     full = jax.ShapeDtypeStruct((rows, n), x.dtype)
     statistic = jax.ShapeDtypeStruct((rows,), accumulator(x.dtype))
-    results = tuple({Kind.ROW: full, Kind.STATISTIC: statistic}[kind] for kind in operation.result_kinds)
+    results = tuple({RowKind.ROW: full, RowKind.STATISTIC: statistic}[kind] for kind in operation.result_kinds)
     returned = jax_triton.triton_call(
         rows,
         *(v.reshape(full.shape if v.ndim == x.ndim else statistic.shape) for v in operands),

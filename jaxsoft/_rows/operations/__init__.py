@@ -1,6 +1,5 @@
 """The records of all row operations, one file for each function that they belong to."""
 
-from jaxsoft._rows.operation import Operation
 from jaxsoft._rows.operations.entropy import ENTROPY, ENTROPY_JVP, ENTROPY_VJP
 from jaxsoft._rows.operations.labels import (
     LABEL_ENTROPY,
@@ -17,8 +16,9 @@ from jaxsoft._rows.operations.log_softmax import LOG_SOFTMAX, LOG_SOFTMAX_JVP, L
 from jaxsoft._rows.operations.logsumexp import LOGSUMEXP_JVP, LOGSUMEXP_VJP, STATE
 from jaxsoft._rows.operations.softmax import SOFTMAX, SOFTMAX_JVP, SOFTMAX_VJP
 from jaxsoft._rows.operations.top_k import TOP_K, TOP_K_JVP, TOP_K_VJP
+from jaxsoft._rows.spec import RowSpec
 
-OPERATIONS: tuple[Operation, ...] = (
+OPERATIONS: tuple[RowSpec, ...] = (
     SOFTMAX,
     SOFTMAX_VJP,
     SOFTMAX_JVP,

@@ -7,11 +7,24 @@ import jax
 import jax.numpy as jnp
 
 from jaxsoft._rows.formulas import nan_where, probabilities, wide
-from jaxsoft._rows.operands import COTANGENT, INNER_PRODUCT, MAXIMUM, RESULT, SCORES, SUM, TANGENT
-from jaxsoft._rows.operation import Extra, Function, Kind, Operand, Operation, Reduction
+from jaxsoft._rows.spec import (
+    COTANGENT,
+    INNER_PRODUCT,
+    MAXIMUM,
+    RESULT,
+    SCORES,
+    SUM,
+    TANGENT,
+    Reduction,
+    RowExtra,
+    RowFunction,
+    RowKind,
+    RowOperand,
+    RowSpec,
+)
 from jaxsoft.fold import State, reference, weight
 
-PRODUCTS = Operand("products", Kind.STATISTIC)  # u
+PRODUCTS = RowOperand("products", RowKind.STATISTIC)  # u
 
 
 def below(x: jax.Array, m: jax.Array) -> jax.Array:
@@ -65,26 +78,26 @@ def _jvp(reductions, x, m, s, u, t):
     return (reductions.total(slope(x, m, s, u) * wide(t)),)
 
 
-ENTROPY = Operation(  # x -> m, s, u
+ENTROPY = RowSpec(  # x -> m, s, u
     "entropy",
     operands=(SCORES,),
     results=(MAXIMUM, SUM, PRODUCTS),
     formula=_entropy,
     reduces=Reduction.STATE,
-    extras=(Extra.SCALE, Extra.LIMIT, Extra.WHERE),
+    extras=(RowExtra.SCALE, RowExtra.LIMIT, RowExtra.WHERE),
     any_axis=False,
     from_state=True,
 )
-ENTROPY_VJP = Operation(  # x, m, s, u, g -> scale * g * -p * ((z - m) - u / s), with p = exp(z - m) / s
+ENTROPY_VJP = RowSpec(  # x, m, s, u, g -> scale * g * -p * ((z - m) - u / s), with p = exp(z - m) / s
     "entropy_vjp",
     operands=(SCORES, MAXIMUM, SUM, PRODUCTS, COTANGENT),
     results=(RESULT,),
     formula=_vjp,
-    extras=(Extra.SCALE, Extra.LIMIT, Extra.WHERE, Extra.BIAS),
+    extras=(RowExtra.SCALE, RowExtra.LIMIT, RowExtra.WHERE, RowExtra.BIAS),
     any_axis=False,
     from_state=True,
 )
-ENTROPY_JVP = Operation(  # x, m, s, u, t -> <-p * ((z - m) - u / s), scale * t>
+ENTROPY_JVP = RowSpec(  # x, m, s, u, t -> <-p * ((z - m) - u / s), scale * t>
     "entropy_jvp",
     operands=(SCORES, MAXIMUM, SUM, PRODUCTS, TANGENT),
     results=(INNER_PRODUCT,),
@@ -97,7 +110,7 @@ def _values(operands, results):
     return (entropy_of(*results),)
 
 
-entropy_of_rows = Function(
+entropy_of_rows = RowFunction(
     ENTROPY,
     tangent=ENTROPY_JVP,
     pullback=ENTROPY_VJP,

@@ -5,7 +5,7 @@ distance from the label's score, and their number. `label_entropy` has the sum f
 in `jaxsoft._rows.operations.entropy`. The label's score is kept apart from the state of the others, so that the loss
 and its gradient keep all their digits where the label is nearly certain.
 
-Beside the letters of `jaxsoft._rows.operands`, t is the label's score in a forward pass, h the cotangent of that score,
+Beside the letters of `jaxsoft._rows.spec`, t is the label's score in a forward pass, h the cotangent of that score,
 v the cotangent of the sum of distances, and k the cotangent of the entropy of the other scores.
 """
 
@@ -15,19 +15,32 @@ import jax
 import jax.numpy as jnp
 
 from jaxsoft._rows.formulas import label_places, nan_where, probabilities, wide
-from jaxsoft._rows.operands import COTANGENT, INNER_PRODUCT, MAXIMUM, RESULT, SCORES, SUM, TANGENT
-from jaxsoft._rows.operation import Extra, Function, Kind, Operand, Operation, Reduction
 from jaxsoft._rows.operations.entropy import PRODUCTS, entropy_of, products, slope
+from jaxsoft._rows.spec import (
+    COTANGENT,
+    INNER_PRODUCT,
+    MAXIMUM,
+    RESULT,
+    SCORES,
+    SUM,
+    TANGENT,
+    Reduction,
+    RowExtra,
+    RowFunction,
+    RowKind,
+    RowOperand,
+    RowSpec,
+)
 from jaxsoft.fold import State, lse, reference
 
-LABEL = Operand("label", Kind.LABEL)
-LABEL_SCORE = Operand("label_score", Kind.STATISTIC)
-DISTANCES = Operand("distances", Kind.STATISTIC)
-COUNT = Operand("count", Kind.STATISTIC)
-LABEL_COTANGENT = Operand("label_cotangent", Kind.STATISTIC, linear=True)
-DISTANCE_COTANGENT = Operand("distance_cotangent", Kind.STATISTIC, linear=True)
-OTHERS_ENTROPY = Operand("others_entropy", Kind.STATISTIC)
-ENTROPY_COTANGENT = Operand("entropy_cotangent", Kind.STATISTIC, linear=True)
+LABEL = RowOperand("label", RowKind.LABEL)
+LABEL_SCORE = RowOperand("label_score", RowKind.STATISTIC)
+DISTANCES = RowOperand("distances", RowKind.STATISTIC)
+COUNT = RowOperand("count", RowKind.STATISTIC)
+LABEL_COTANGENT = RowOperand("label_cotangent", RowKind.STATISTIC, linear=True)
+DISTANCE_COTANGENT = RowOperand("distance_cotangent", RowKind.STATISTIC, linear=True)
+OTHERS_ENTROPY = RowOperand("others_entropy", RowKind.STATISTIC)
+ENTROPY_COTANGENT = RowOperand("entropy_cotangent", RowKind.STATISTIC, linear=True)
 
 
 def _label_state(reductions, x, i):
@@ -94,9 +107,9 @@ def _label_entropy_jvp(reductions, x, i, m, s, u, t):
     return *_label_state_jvp(reductions, x, i, m, s, t), reductions.total(slope(_others(x, i), m, s, u) * along)
 
 
-_EXTRAS = (Extra.LIMIT, Extra.WHERE)
+_EXTRAS = (RowExtra.LIMIT, RowExtra.WHERE)
 
-LABEL_STATE = Operation(  # x, i -> m, s of the scores but the label's; t, the label's
+LABEL_STATE = RowSpec(  # x, i -> m, s of the scores but the label's; t, the label's
     "label_state",
     operands=(SCORES, LABEL),
     results=(MAXIMUM, SUM, LABEL_SCORE),
@@ -107,7 +120,7 @@ LABEL_STATE = Operation(  # x, i -> m, s of the scores but the label's; t, the l
     any_axis=False,
     from_state=True,
 )
-LABEL_STATE_VJP = Operation(  # x, i, m, s, g, h -> p * g, and h at the label
+LABEL_STATE_VJP = RowSpec(  # x, i, m, s, g, h -> p * g, and h at the label
     "label_state_vjp",
     operands=(SCORES, LABEL, MAXIMUM, SUM, COTANGENT, LABEL_COTANGENT),
     results=(RESULT,),
@@ -117,14 +130,14 @@ LABEL_STATE_VJP = Operation(  # x, i, m, s, g, h -> p * g, and h at the label
     any_axis=False,
     from_state=True,
 )
-LABEL_STATE_JVP = Operation(  # x, i, m, s, t -> <p, t> without the label; t at the label
+LABEL_STATE_JVP = RowSpec(  # x, i, m, s, t -> <p, t> without the label; t at the label
     "label_state_jvp",
     operands=(SCORES, LABEL, MAXIMUM, SUM, TANGENT),
     results=(INNER_PRODUCT, LABEL_SCORE),
     formula=_label_state_jvp,
     reduces=Reduction.PRODUCT,
 )
-LABEL_SUMS = Operation(  # x, i -> m, s, t; and of the scores z > -inf: sum(z - reference(t)), and their number
+LABEL_SUMS = RowSpec(  # x, i -> m, s, t; and of the scores z > -inf: sum(z - reference(t)), and their number
     "label_sums",
     operands=(SCORES, LABEL),
     results=(MAXIMUM, SUM, LABEL_SCORE, DISTANCES, COUNT),
@@ -135,7 +148,7 @@ LABEL_SUMS = Operation(  # x, i -> m, s, t; and of the scores z > -inf: sum(z - 
     any_axis=False,
     from_state=True,
 )
-LABEL_SUMS_VJP = Operation(  # x, i, m, s, g, h, v -> p * g, and h at the label; plus v where z > -inf
+LABEL_SUMS_VJP = RowSpec(  # x, i, m, s, g, h, v -> p * g, and h at the label; plus v where z > -inf
     "label_sums_vjp",
     operands=(SCORES, LABEL, MAXIMUM, SUM, COTANGENT, LABEL_COTANGENT, DISTANCE_COTANGENT),
     results=(RESULT,),
@@ -145,14 +158,14 @@ LABEL_SUMS_VJP = Operation(  # x, i, m, s, g, h, v -> p * g, and h at the label;
     any_axis=False,
     from_state=True,
 )
-LABEL_SUMS_JVP = Operation(  # x, i, m, s, t -> those of label_state_jvp; sum(t) where z > -inf
+LABEL_SUMS_JVP = RowSpec(  # x, i, m, s, t -> those of label_state_jvp; sum(t) where z > -inf
     "label_sums_jvp",
     operands=(SCORES, LABEL, MAXIMUM, SUM, TANGENT),
     results=(INNER_PRODUCT, LABEL_SCORE, DISTANCES),
     formula=_label_sums_jvp,
     reduces=Reduction.PRODUCT,
 )
-LABEL_ENTROPY = Operation(  # x, i -> m, s of the scores but the label's; t, the label's; u of the others
+LABEL_ENTROPY = RowSpec(  # x, i -> m, s of the scores but the label's; t, the label's; u of the others
     "label_entropy",
     operands=(SCORES, LABEL),
     results=(MAXIMUM, SUM, LABEL_SCORE, PRODUCTS),
@@ -163,7 +176,7 @@ LABEL_ENTROPY = Operation(  # x, i -> m, s of the scores but the label's; t, the
     any_axis=False,
     from_state=True,
 )
-LABEL_ENTROPY_VJP = Operation(  # x, i, m, s, u, g, h, k -> p * (g - k * ((z - m) - u / s)), and h at the label
+LABEL_ENTROPY_VJP = RowSpec(  # x, i, m, s, u, g, h, k -> p * (g - k * ((z - m) - u / s)), and h at the label
     "label_entropy_vjp",
     operands=(SCORES, LABEL, MAXIMUM, SUM, PRODUCTS, COTANGENT, LABEL_COTANGENT, ENTROPY_COTANGENT),
     results=(RESULT,),
@@ -173,7 +186,7 @@ LABEL_ENTROPY_VJP = Operation(  # x, i, m, s, u, g, h, k -> p * (g - k * ((z - m
     any_axis=False,
     from_state=True,
 )
-LABEL_ENTROPY_JVP = Operation(  # x, i, m, s, u, t -> those of label_state_jvp; <-p * ((z - m) - u / s), t>
+LABEL_ENTROPY_JVP = RowSpec(  # x, i, m, s, u, t -> those of label_state_jvp; <-p * ((z - m) - u / s), t>
     "label_entropy_jvp",
     operands=(SCORES, LABEL, MAXIMUM, SUM, PRODUCTS, TANGENT),
     results=(INNER_PRODUCT, LABEL_SCORE, OTHERS_ENTROPY),
@@ -209,7 +222,7 @@ def _tangents(results, linear):
 
 
 _of_rows = functools.partial(
-    Function,
+    RowFunction,
     values=_values,
     residuals=lambda operands, results: (*operands, *results[:2]),
     tangents=_tangents,
@@ -226,7 +239,7 @@ def _values_with_entropy(operands, results):
 
 
 # What `label_state_of_rows` has; and the entropy of the softmax of the scores but the label's.
-label_entropy_of_rows = Function(
+label_entropy_of_rows = RowFunction(
     LABEL_ENTROPY,
     LABEL_ENTROPY_JVP,
     LABEL_ENTROPY_VJP,

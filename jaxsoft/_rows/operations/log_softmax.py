@@ -3,8 +3,18 @@
 import jax.numpy as jnp
 
 from jaxsoft._rows.formulas import defined_probabilities, wide
-from jaxsoft._rows.operands import COTANGENTS, MAXIMUM, RESULT, SCORES, SUM, TANGENT
-from jaxsoft._rows.operation import Extra, Function, Operation, Reduction
+from jaxsoft._rows.spec import (
+    COTANGENTS,
+    MAXIMUM,
+    RESULT,
+    SCORES,
+    SUM,
+    TANGENT,
+    Reduction,
+    RowExtra,
+    RowFunction,
+    RowSpec,
+)
 from jaxsoft.fold import reference
 
 
@@ -24,24 +34,24 @@ def _jvp(reductions, x, m, s, t):
     return ((t_wide - reductions.total(p * t_wide)[..., None]).astype(x.dtype),)
 
 
-LOG_SOFTMAX = Operation(  # x -> y, m, s
+LOG_SOFTMAX = RowSpec(  # x -> y, m, s
     "log_softmax",
     operands=(SCORES,),
     results=(RESULT, MAXIMUM, SUM),
     formula=_log_softmax,
     reduces=Reduction.STATE,
-    extras=(Extra.SCALE, Extra.LIMIT, Extra.WHERE, Extra.BIAS),
+    extras=(RowExtra.SCALE, RowExtra.LIMIT, RowExtra.WHERE, RowExtra.BIAS),
     uncounted=-jnp.inf,
 )
-LOG_SOFTMAX_VJP = Operation(  # x, m, s, g -> scale * (g - p * sum(g)), with p = exp(z - m) / s
+LOG_SOFTMAX_VJP = RowSpec(  # x, m, s, g -> scale * (g - p * sum(g)), with p = exp(z - m) / s
     "log_softmax_vjp",
     operands=(SCORES, MAXIMUM, SUM, COTANGENTS),
     results=(RESULT,),
     formula=_vjp,
     reduces=Reduction.SUM,
-    extras=(Extra.SCALE, Extra.LIMIT, Extra.WHERE),
+    extras=(RowExtra.SCALE, RowExtra.LIMIT, RowExtra.WHERE),
 )
-LOG_SOFTMAX_JVP = Operation(  # x, m, s, t -> scale * t - <p, scale * t>
+LOG_SOFTMAX_JVP = RowSpec(  # x, m, s, t -> scale * t - <p, scale * t>
     "log_softmax_jvp",
     operands=(SCORES, MAXIMUM, SUM, TANGENT),
     results=(RESULT,),
@@ -49,7 +59,7 @@ LOG_SOFTMAX_JVP = Operation(  # x, m, s, t -> scale * t - <p, scale * t>
     reduces=Reduction.PRODUCT,
 )
 
-log_softmax_of_rows = Function(
+log_softmax_of_rows = RowFunction(
     LOG_SOFTMAX,
     tangent=LOG_SOFTMAX_JVP,
     pullback=LOG_SOFTMAX_VJP,

@@ -1,8 +1,19 @@
 """logsumexp: m + log(s), from the state (m, s) of a row."""
 
 from jaxsoft._rows.formulas import probabilities, wide
-from jaxsoft._rows.operands import COTANGENT, INNER_PRODUCT, MAXIMUM, RESULT, SCORES, SUM, TANGENT
-from jaxsoft._rows.operation import Extra, Function, Operation, Reduction
+from jaxsoft._rows.spec import (
+    COTANGENT,
+    INNER_PRODUCT,
+    MAXIMUM,
+    RESULT,
+    SCORES,
+    SUM,
+    TANGENT,
+    Reduction,
+    RowExtra,
+    RowFunction,
+    RowSpec,
+)
 from jaxsoft.fold import State, lse
 
 
@@ -18,22 +29,22 @@ def _jvp(reductions, x, m, s, t):
     return (reductions.total(probabilities(x, m, s) * wide(t)),)
 
 
-STATE = Operation(  # x -> m, s
+STATE = RowSpec(  # x -> m, s
     "state",
     operands=(SCORES,),
     results=(MAXIMUM, SUM),
     formula=_state,
     reduces=Reduction.STATE,
-    extras=(Extra.SCALE, Extra.LIMIT, Extra.WHERE, Extra.BIAS),
+    extras=(RowExtra.SCALE, RowExtra.LIMIT, RowExtra.WHERE, RowExtra.BIAS),
 )
-LOGSUMEXP_VJP = Operation(  # x, m, s, g -> scale * p * g, with p = exp(z - m) / s
+LOGSUMEXP_VJP = RowSpec(  # x, m, s, g -> scale * p * g, with p = exp(z - m) / s
     "logsumexp_vjp",
     operands=(SCORES, MAXIMUM, SUM, COTANGENT),
     results=(RESULT,),
     formula=_vjp,
-    extras=(Extra.SCALE, Extra.LIMIT, Extra.WHERE, Extra.BIAS),
+    extras=(RowExtra.SCALE, RowExtra.LIMIT, RowExtra.WHERE, RowExtra.BIAS),
 )
-LOGSUMEXP_JVP = Operation(  # x, m, s, t -> <p, scale * t>
+LOGSUMEXP_JVP = RowSpec(  # x, m, s, t -> <p, scale * t>
     "logsumexp_jvp",
     operands=(SCORES, MAXIMUM, SUM, TANGENT),
     results=(INNER_PRODUCT,),
@@ -41,7 +52,7 @@ LOGSUMEXP_JVP = Operation(  # x, m, s, t -> <p, scale * t>
     reduces=Reduction.PRODUCT,
 )
 
-logsumexp_of_rows = Function(
+logsumexp_of_rows = RowFunction(
     STATE,
     tangent=LOGSUMEXP_JVP,
     pullback=LOGSUMEXP_VJP,

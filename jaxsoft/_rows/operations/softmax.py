@@ -3,8 +3,17 @@
 import jax.numpy as jnp
 
 from jaxsoft._rows.formulas import exp_above, wide
-from jaxsoft._rows.operands import COTANGENTS, PROBABILITIES, RESULT, SCORES, TANGENT
-from jaxsoft._rows.operation import Extra, Function, Operation, Reduction
+from jaxsoft._rows.spec import (
+    COTANGENTS,
+    PROBABILITIES,
+    RESULT,
+    SCORES,
+    TANGENT,
+    Reduction,
+    RowExtra,
+    RowFunction,
+    RowSpec,
+)
 
 
 def _softmax(reductions, x):
@@ -19,24 +28,24 @@ def _jacobian(reductions, y, g):
     return ((y_wide * (g_wide - reductions.total(y_wide * g_wide)[..., None])).astype(y.dtype),)
 
 
-SOFTMAX = Operation(
+SOFTMAX = RowSpec(
     "softmax",
     operands=(SCORES,),
     results=(RESULT,),
     formula=_softmax,
     reduces=Reduction.STATE,
-    extras=(Extra.SCALE, Extra.LIMIT, Extra.WHERE, Extra.BIAS),
+    extras=(RowExtra.SCALE, RowExtra.LIMIT, RowExtra.WHERE, RowExtra.BIAS),
 )
-SOFTMAX_VJP = Operation(  # y, g -> scale * y * (g - <y, g>)
+SOFTMAX_VJP = RowSpec(  # y, g -> scale * y * (g - <y, g>)
     "softmax_vjp",
     operands=(PROBABILITIES, COTANGENTS),
     results=(RESULT,),
     formula=_jacobian,
     reduces=Reduction.PRODUCT,
-    extras=(Extra.SCALE, Extra.LIMIT),
+    extras=(RowExtra.SCALE, RowExtra.LIMIT),
     may_be_masked=True,
 )
-SOFTMAX_JVP = Operation(  # y, t -> y * (scale * t - <y, scale * t>)
+SOFTMAX_JVP = RowSpec(  # y, t -> y * (scale * t - <y, scale * t>)
     "softmax_jvp",
     operands=(PROBABILITIES, TANGENT),
     results=(RESULT,),
@@ -44,7 +53,7 @@ SOFTMAX_JVP = Operation(  # y, t -> y * (scale * t - <y, scale * t>)
     reduces=Reduction.PRODUCT,
 )
 
-softmax_of_rows = Function(
+softmax_of_rows = RowFunction(
     SOFTMAX,
     tangent=SOFTMAX_JVP,
     pullback=SOFTMAX_VJP,

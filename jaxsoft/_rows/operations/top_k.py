@@ -1,20 +1,32 @@
 """top_k: the k largest elements of a row and where they are, with the row's state for their softmax.
 
-Beside the letters of `jaxsoft._rows.operands`, h is the cotangent of the elements.
+Beside the letters of `jaxsoft._rows.spec`, h is the cotangent of the elements.
 """
 
 import jax.numpy as jnp
 
-from jaxsoft._core.tangents import zero_tangent
+from jaxsoft._core.operation import zero_tangent
 from jaxsoft._rows.formulas import at, defined_probabilities, has_softmax, largest, probabilities, put, wide
-from jaxsoft._rows.operands import COTANGENT, INNER_PRODUCT, MAXIMUM, RESULT, SCORES, SUM, TANGENT
-from jaxsoft._rows.operation import Function, Kind, Operand, Operation, Reduction
 from jaxsoft._rows.operations.logsumexp import LOGSUMEXP_VJP
+from jaxsoft._rows.spec import (
+    COTANGENT,
+    INNER_PRODUCT,
+    MAXIMUM,
+    RESULT,
+    SCORES,
+    SUM,
+    TANGENT,
+    Reduction,
+    RowFunction,
+    RowKind,
+    RowOperand,
+    RowSpec,
+)
 
-VALUES = Operand("values", Kind.VALUES)
-CHOSEN_PROBABILITIES = Operand("chosen_probabilities", Kind.CHOSEN_PROBABILITIES)
-INDICES = Operand("indices", Kind.INDICES)
-VALUE_COTANGENTS = Operand("value_cotangents", Kind.VALUES, linear=True)
+VALUES = RowOperand("values", RowKind.VALUES)
+CHOSEN_PROBABILITIES = RowOperand("chosen_probabilities", RowKind.CHOSEN_PROBABILITIES)
+INDICES = RowOperand("indices", RowKind.INDICES)
+VALUE_COTANGENTS = RowOperand("value_cotangents", RowKind.VALUES, linear=True)
 
 
 def _top_k(reductions, x, *, k, dtype):
@@ -42,7 +54,7 @@ def _jvp(reductions, x, i, m, s, t, *, k, dtype):
     return reductions.total(probabilities(x, m, s) * wide(others)), wide(at(t, i))
 
 
-TOP_K = Operation(  # x -> the k largest, in order, their p, and their indices; m, s
+TOP_K = RowSpec(  # x -> the k largest, in order, their p, and their indices; m, s
     "top_k",
     operands=(SCORES,),
     results=(VALUES, CHOSEN_PROBABILITIES, INDICES, MAXIMUM, SUM),
@@ -51,14 +63,14 @@ TOP_K = Operation(  # x -> the k largest, in order, their p, and their indices; 
     any_axis=False,
     from_state=True,
 )
-TOP_K_VJP = Operation(  # x, i, m, s, g, h -> p * g, and h at the indices
+TOP_K_VJP = RowSpec(  # x, i, m, s, g, h -> p * g, and h at the indices
     "top_k_vjp",
     operands=(SCORES, INDICES, MAXIMUM, SUM, COTANGENT, VALUE_COTANGENTS),
     results=(RESULT,),
     formula=_vjp,
     made_of=_vjp_by_kernel,
 )
-TOP_K_JVP = Operation(  # x, i, m, s, t -> <p, t> without the elements at the indices, and t at the indices
+TOP_K_JVP = RowSpec(  # x, i, m, s, t -> <p, t> without the elements at the indices, and t at the indices
     "top_k_jvp",
     operands=(SCORES, INDICES, MAXIMUM, SUM, TANGENT),
     results=(INNER_PRODUCT, VALUES),
@@ -77,7 +89,7 @@ def _tangents(results, linear):
 
 
 # The k largest scores, their softmax, and their indices.
-top_k_of_rows = Function(
+top_k_of_rows = RowFunction(
     TOP_K,
     tangent=TOP_K_JVP,
     pullback=TOP_K_VJP,

@@ -18,21 +18,27 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsoft._core.mesh import Axes
+from jaxsoft._core.operation import Function
 from jaxsoft._rows import ffi, formulas
-from jaxsoft._rows.forms import Form, Kernels
-from jaxsoft._rows.operation import RowFunction
+from jaxsoft._rows.forms import RowForm
 from jaxsoft._rows.operations.top_k import TOP_K
 from jaxsoft.fold import accumulator, weight
 
 
-def selected_over_shards(form: Form, axes: Axes, kernels: Kernels) -> RowFunction:
-    """The k largest elements of rows of which each device along mesh axes has a part. Of equal ones, the first is."""
+def selected_over_shards(form: RowForm, axes: Axes, run: Function, by_ffi: bool) -> Function:
+    """The k largest elements of rows of which each device along mesh axes has a part. Of equal ones, the first is.
+
+    Args:
+      form: of the result.
+      axes: of the mesh.
+      run, by_ffi: as `jaxsoft._rows.shards.on_shards` has them.
+    """
 
     def local(x):
         told = dataclasses.replace(form, k=min(form.k, x.shape[-1]))
-        message = functools.partial(_message, told, kernels)
-        merged = functools.partial(_merged, form, kernels, x)
-        if kernels.implementation in (None, "ffi"):
+        message = functools.partial(_message, told, run)
+        merged = functools.partial(_merged, form, run, x)
+        if by_ffi:
             message = _on_cuda(ffi.top_k_message(x, told.k), message)
             merged = _on_cuda(ffi.top_k_of_messages(x, form, jax.lax.axis_size(axes)), merged)
         return merged(jax.lax.all_gather(message(x), axes))
@@ -45,14 +51,14 @@ def _on_cuda(kernel, composed):
     return functools.partial(jax.lax.platform_dependent, cuda=kernel, default=composed) if kernel else composed
 
 
-def _message(form: Form, kernels: Kernels, x: jax.Array) -> jax.Array:
+def _message(form: RowForm, run: Function, x: jax.Array) -> jax.Array:
     """What the device tells of its part x."""
-    values, _, i, m, s = kernels(TOP_K, form)(x)
+    values, _, i, m, s = run(TOP_K, form, x)
     first = x[..., : form.k]
     return jnp.concatenate([*map(_words, (jnp.stack([values, first]), i, jnp.stack([m, s])))])
 
 
-def _merged(form: Form, kernels: Kernels, x: jax.Array, messages: jax.Array) -> tuple[jax.Array, ...]:
+def _merged(form: RowForm, run: Function, x: jax.Array, messages: jax.Array) -> tuple[jax.Array, ...]:
     """The results that the messages of all devices make together."""
     *rows, n = x.shape
     k = min(form.k, n)
@@ -61,7 +67,7 @@ def _merged(form: Form, kernels: Kernels, x: jax.Array, messages: jax.Array) -> 
     i += n * jax.lax.broadcasted_iota(jnp.int32, i.shape, 0)
     values, first, i = (_joined(v) for v in (elements[:, 0], elements[:, 1], i))
     maxima, sums = states[:, 0], states[:, 1]
-    best, _, place, *_ = kernels(TOP_K, Form(x.dtype, k=form.k))(values)
+    best, _, place, *_ = run(TOP_K, RowForm(x.dtype, k=form.k), values)
     m = jnp.max(maxima, axis=0)
     s = jnp.sum(sums * weight(maxima, m[None]), axis=0)
     ordered = formulas.has_softmax(m, s)[..., None]

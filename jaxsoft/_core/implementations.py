@@ -1,0 +1,182 @@
+"""The implementations of operations: what `implementation=` names, which of them can be used here, and a choice among
+them with its reasons.
+
+An implementation is plain JAX, or kernels of one kind. Whether it can be used depends on the platform that a
+computation is lowered for. What it can serve depends on the operation, so each family asks it for its kernels of that
+family. Nothing here knows a package of kernels: `jaxsoft._registered` names them all.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxsoft._core import devices
+
+type Implementation = str | Sequence[str] | None  # one that has to serve, some of which one has to, or any
+type Names = str | tuple[str, ...] | None  # the same, after it was checked
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """A way to run operations.
+
+    Attributes:
+      unavailable: (platform) -> None, or why it cannot be used there.
+      opaque: whether XLA's partitioner cannot see into it, as into a custom call.
+      kernels: what it has for each family, by the family's name, as functions that import it.
+    """
+
+    unavailable: Callable[[str], str | None] = lambda platform: None
+    opaque: bool = False
+    kernels: Mapping[str, Callable[[], Any]] = dataclasses.field(default_factory=dict)
+
+
+# By name, in the order in which errors list them.
+REGISTERED: dict[str, Backend] = {}
+
+# What `implementation=None` tries on each platform, in this order, unless a family's table says that another leads. XLA
+# serves everything, everywhere.
+PREFERENCE = {"cpu": ("ffi", "xla"), "cuda": ("ffi", "pallas", "triton", "xla")}
+ALWAYS = ("xla",)
+
+
+def implementations(platform: str | None = None) -> dict[str, str | None]:
+    """The implementations that can be used here, and the reasons why others cannot.
+
+    Args:
+      platform: "cpu" or "cuda"; None for the platform of JAX's default device.
+
+    Returns:
+      For each name that `implementation=` takes: None where it is available, else the reason why not.
+
+    >>> implementations("cpu")["xla"] is None
+    True
+    """
+    if platform is None:
+        platform = jax.default_backend()
+        if platform == "gpu":  # as JAX calls NVIDIA's and AMD's
+            platform = "cuda" if devices.present() else "rocm"
+    return {name: backend.unavailable(platform) for name, backend in REGISTERED.items()}
+
+
+def as_names(implementation: Implementation) -> Names:
+    """The argument `implementation`: a name, several of which one has to serve the call, or None, after checking."""
+    if implementation is None or (isinstance(implementation, str) and implementation in REGISTERED):
+        return implementation
+    several = tuple(implementation) if isinstance(implementation, tuple | list) else ()
+    if not several or not all(isinstance(name, str) and name in REGISTERED for name in several):
+        names = ", ".join(repr(name) for name in REGISTERED)
+        raise ValueError(f"implementation must be None, or one or several of {names}; got {implementation!r}")
+    return several
+
+
+def accepted(names: Names, preferred: Sequence[str]) -> tuple[str, ...]:
+    """The implementations that may serve a call, the preferred ones first."""
+    if names is None:
+        return tuple(preferred)
+    if isinstance(names, str):
+        return (names,)
+    return (*(name for name in preferred if name in names), *(name for name in names if name not in preferred))
+
+
+def accepts(names: Names, name: str) -> bool:
+    """Whether a call may be served by this implementation."""
+    return names is None or name in accepted(names, ())
+
+
+def is_opaque(names: Names) -> bool:
+    """Whether XLA's partitioner may be unable to see into the chosen kernel."""
+    return names is None or any(REGISTERED[name].opaque for name in accepted(names, ()))
+
+
+def kernels_of(family: str, name: str) -> Any:
+    """What an implementation has for a family; None if it has nothing."""
+    found = REGISTERED[name].kernels.get(family)
+    return found and found()
+
+
+def with_kernels_of(family: str) -> list[str]:
+    """The names of the implementations that have kernels for a family."""
+    return [name for name, backend in REGISTERED.items() if family in backend.kernels]
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Which implementation serves an operation, and why those that come before it do not.
+
+    Attributes:
+      operation: what is served.
+      implementation: the name of the one that was chosen.
+      function: what serves it.
+      kernel: the name of its kernel, as a profiler shows a part of it, and how it cuts up its work, in words; "" where
+        XLA makes the kernels.
+      reasons: for each implementation that was tried before, why it does not serve.
+    """
+
+    operation: str
+    implementation: str
+    function: Callable[..., tuple[jax.Array, ...]] = dataclasses.field(compare=False, repr=False)
+    kernel: str = ""
+    reasons: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
+
+    @property
+    def scope(self) -> str:
+        """What stands for the choice in the metadata of a program, which a profiler shows."""
+        return ".".join(part for part in (self.operation, self.implementation, self.kernel.split(":")[0]) if part)
+
+    def __str__(self) -> str:
+        """The choice as one line."""
+        by = f"{self.operation}: {self.implementation}{f' ({self.kernel})' if self.kernel else ''}"
+        return "; ".join([by, *(f"not {name}, as {reason}" for name, reason in self.reasons.items())])
+
+
+def refuse(names: Names, reasons: dict[str, str], able: Sequence[str]) -> ValueError:
+    """The error of a call that none of the implementations that it accepts can serve.
+
+    Args:
+      names: what the call accepts.
+      reasons: why each of them cannot.
+      able: the names of those that take such operands.
+    """
+    why = "; ".join(reasons.values() if isinstance(names, str) else (f"{k}: {v}" for k, v in reasons.items()))
+    others = ", ".join(repr(name) for name in able if name not in reasons)
+    return ValueError(
+        f"implementation={names!r} cannot serve this call: {why}. implementation=None always works; by name, these "
+        f"take such operands where they are available: {others}"
+    )
+
+
+_logger = logging.getLogger("jaxsoft")
+_collecting: list[list[Choice]] = []
+_lock = threading.Lock()  # XLA may call from another thread what splits an operation over a mesh
+
+if "choice" in os.environ.get("JAXSOFT_LOG", "").split(","):
+    logging.basicConfig()
+    _logger.setLevel(logging.DEBUG)
+
+
+def report(choice: Choice) -> None:
+    """Tells of a choice: the logger "jaxsoft", at level DEBUG, and those who collect choices."""
+    _logger.debug("%s", choice)
+    with _lock:
+        for found in _collecting:
+            found.append(choice)
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[list[Choice]]:
+    """The choices that are made meanwhile."""
+    found: list[Choice] = []
+    with _lock:
+        _collecting.append(found)
+    try:
+        yield found
+    finally:
+        with _lock:
+            _collecting.remove(found)
