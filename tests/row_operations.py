@@ -5,15 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 from truth import wide
 
-from jaxsoft._rows import xla
+from jaxsoft._rows import plain
 from jaxsoft._rows.forms import RowForm, compose
 from jaxsoft._rows.operations.labels import LABEL_STATE
 from jaxsoft._rows.operations.logsumexp import STATE
 from jaxsoft._rows.operations.softmax import SOFTMAX, SOFTMAX_VJP
 from jaxsoft._rows.spec import NO_ROW, RowExtra, RowKind
 
-SCALE, LIMIT, WHERE, BIAS = RowExtra
-ALL_EXTRAS = tuple(RowExtra)
+SCALE, LIMIT, WHERE, BIAS = ALL_EXTRAS = (RowExtra.SCALE, RowExtra.LIMIT, RowExtra.WHERE, RowExtra.BIAS)
 
 
 def operands_of(operation, form, shape, dtype, ones=()):
@@ -59,7 +58,9 @@ def exact(operation, form, *operands):
     with jax.enable_x64(True):
         form = RowForm(np.dtype(np.float64), form.extras, form.trailing, form.masked)
         wide_operands = [v if v.dtype in (bool, np.int32) else wide(v) for v in operands]
-        return [np.asarray(v) for v in jax.jit(compose(operation, form, xla.formula(operation, form)))(*wide_operands)]
+        return [
+            np.asarray(v) for v in jax.jit(compose(operation, form, plain.formula(operation, form)))(*wide_operands)
+        ]
 
 
 def assert_exact(operation, form, operands, results):

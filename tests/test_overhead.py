@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxsoft
-from jaxsoft._rows import xla
+from jaxsoft._rows import plain
 
 _RNG = np.random.default_rng(0)
 X = jnp.asarray(_RNG.standard_normal((8, 128)).astype(np.float32))
@@ -45,7 +45,7 @@ def test_calls_of_python(name):
 @each_call
 def test_no_formula_is_traced(name, monkeypatch):
     """A kernel's results have types without that, and reverse mode has no use for the formula of the tangent."""
-    monkeypatch.setattr(xla, "formula", lambda operation, form: pytest.fail(f"traces the formula of {operation}"))
+    monkeypatch.setattr(plain, "formula", lambda operation, form: pytest.fail(f"traces the formula of {operation}"))
 
     def total(x):
         return sum(jnp.sum(y) for y in jax.tree.leaves(CALLS[name](x)))

@@ -72,7 +72,7 @@ def as_names(implementation: Implementation) -> Names:
     several = tuple(implementation) if isinstance(implementation, tuple | list) else ()
     if not several or not all(isinstance(name, str) and name in REGISTERED for name in several):
         names = ", ".join(repr(name) for name in REGISTERED)
-        raise ValueError(f"implementation must be None, or one or several of {names}; got {implementation!r}")
+        raise ValueError(f"implementation must be None or one of {names}, or a tuple of some; got {implementation!r}")
     return several
 
 

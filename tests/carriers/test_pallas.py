@@ -28,7 +28,7 @@ from truth import assert_within, wide
 
 import jaxsoft
 from jaxsoft import fold, pallas_kernels
-from jaxsoft._rows import xla
+from jaxsoft._rows import plain as plain_rows
 from jaxsoft._rows.forms import RowForm
 from jaxsoft._rows.operation import RowOperation
 from jaxsoft._rows.operations import OPERATIONS
@@ -148,7 +148,7 @@ FORMS = [
 
 def formula(operation):
     """The operation in plain JAX."""
-    return xla.formula(operation, RowForm(np.dtype(np.float32)))
+    return plain_rows.formula(operation, RowForm(np.dtype(np.float32)))
 
 
 def taken_by(operation):

@@ -53,9 +53,9 @@ def case(shape, dtype, extras, seed=0):
     return x, options
 
 
-def truth_of(x, scale=1.0, bias=0.0, where=True, causal=False):
+def truth_of(x, scale=1.0, bias=0.0, where=True, is_causal=False):
     """What counts, and the truth about z, of which f32 holds x * scale + bias to its own rounding."""
-    counts = np.broadcast_to(where, x.shape) & (np.tri(*x.shape[-2:], dtype=bool) if causal else True)
+    counts = np.broadcast_to(where, x.shape) & (np.tri(*x.shape[-2:], dtype=bool) if is_causal else True)
     product, bias = wide(x) * wide(scale), wide(bias)
     with np.errstate(invalid="ignore"):
         truth = Truth.of(np.where(counts, product + bias, -np.inf))
@@ -164,17 +164,17 @@ def test_lengths(op, implementation, dtype):
             assert_result(op, x, jax.jit(ours(op, implementation, **options))(x), truth_of(x, **options)[1])
 
 
-def by_jax(op, axis=-1, scale=None, bias=None, causal=False, where=None):
+def by_jax(op, axis=-1, scale=None, bias=None, is_causal=False, where=None):
     """The same by jax.nn, from z in memory. Rows of which nothing counts get a score that nothing depends on."""
 
     def f(x, scale=scale, bias=bias):
         with as_usual():
             z = x if scale is None else x * scale
             z = z if bias is None else z + bias
-            if where is None and not causal:
+            if where is None and not is_causal:
                 return theirs(op, axis=axis)(z)
             counts = jnp.broadcast_to(True if where is None else where, z.shape)
-            counts = counts & jnp.tri(*z.shape[-2:], dtype=bool) if causal else counts
+            counts = counts & jnp.tri(*z.shape[-2:], dtype=bool) if is_causal else counts
             some = counts.any(axis=axis, keepdims=True)
             y = theirs(op, axis=axis)(jnp.where(counts, z, jnp.where(some, -jnp.inf, 0)))
             return jnp.where(some.reshape(y.shape) if op == "logsumexp" else counts, y, NOTHING[op])
@@ -333,7 +333,7 @@ def operands_of(jaxpr) -> list[list[tuple[int, ...]]]:
     """The shapes that each row operation in a program is given."""
     found = []
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "jaxsoft_row_operation":
+        if eqn.primitive.name == "jaxsoft" and eqn.params["call"] is None:
             found.append([v.aval.shape for v in eqn.invars])
         for inner in jax.tree.leaves(
             list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")

@@ -14,7 +14,7 @@ from common import DTYPES, each_dtype_in_turn, each_fast_implementation, precisi
 from row_operations import ALL_EXTRAS, BIAS, LIMIT, SCALE, WHERE, assert_exact, operands_of
 from truth import wide
 
-from jaxsoft._rows import xla
+from jaxsoft._rows import plain
 from jaxsoft._rows.forms import RowForm, compose, groups, result_types
 from jaxsoft._rows.operation import RowOperation
 from jaxsoft._rows.operations import OPERATIONS
@@ -153,4 +153,4 @@ def test_result_types(operation):
             given = (*(types[kind] for kind in operation.kinds), *(extras[extra] for extra in form.extras))
             operands = [jax.ShapeDtypeStruct(*v) for v in given]
             found = result_types(operation, form, operands[0])
-            assert found == [*jax.eval_shape(compose(operation, form, xla.formula(operation, form)), *operands)]
+            assert found == [*jax.eval_shape(compose(operation, form, plain.formula(operation, form)), *operands)]

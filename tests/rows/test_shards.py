@@ -49,7 +49,7 @@ def over(axes):
 
 
 def compiled_for(operation, form, operands, implementation=None):
-    return jax.jit(RowOperation(operation, form, implementation)).lower(*operands).compile()
+    return jax.jit(lambda *v: RowOperation(operation, form, implementation)(*v)).lower(*operands).compile()
 
 
 @pytest.mark.parametrize("operation", SERVED, ids=repr)

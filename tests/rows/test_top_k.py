@@ -32,7 +32,8 @@ from meshes import MESH, collectives, each_axis_type, mesh_of, needs_devices
 from truth import EPS, Truth, assert_last_place, assert_within, wide
 
 import jaxsoft
-from jaxsoft._rows import ffi, xla
+from jaxsoft._rows import ffi
+from jaxsoft._rows import plain as plain_rows
 from jaxsoft._rows.forms import RowForm
 from jaxsoft._rows.operation import RowOperation
 from jaxsoft._rows.operations.top_k import TOP_K
@@ -447,8 +448,8 @@ def test_choice(monkeypatch):
     ):
         x = operand((4, 1000), dtype)
         assert bool(ffi.kernel(TOP_K, RowForm(x.dtype, k=k), platform, [x])) == is_kernel
-    assert chosen(None, "other", 5, jnp.float32).args == (xla.REDUCTIONS,)
-    assert chosen(None, "cpu", 300, jnp.float32).args == (xla.REDUCTIONS,)
+    assert chosen(None, "other", 5, jnp.float32).args == (plain_rows.BY_XLA,)
+    assert chosen(None, "cpu", 300, jnp.float32).args == (plain_rows.BY_XLA,)
 
 
 F32, F16, S32 = jnp.float32, jnp.float16, jnp.int32
