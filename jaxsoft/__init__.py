@@ -18,9 +18,11 @@ from jaxsoft import _registered as _registered
 from jaxsoft import fold as fold
 from jaxsoft import random as random
 from jaxsoft._core import library as _library
+from jaxsoft._core.explain import explain
 from jaxsoft._core.implementations import implementations
 from jaxsoft._ops.cross_entropy import softmax_cross_entropy, softmax_cross_entropy_with_integer_labels
 from jaxsoft._ops.entropy import entropy
+from jaxsoft._ops.kl_divergence import softmax_kl_divergence
 from jaxsoft._ops.log_softmax import log_softmax
 from jaxsoft._ops.logsumexp import logsumexp
 from jaxsoft._ops.softmax import softmax
@@ -64,6 +66,7 @@ for _platform in _library.PLATFORMS:
 __all__ = [
     "dot_product_attention",
     "entropy",
+    "explain",
     "fold",
     "implementations",
     "linear_softmax_cross_entropy",
@@ -76,6 +79,7 @@ __all__ = [
     "softmax",
     "softmax_cross_entropy",
     "softmax_cross_entropy_with_integer_labels",
+    "softmax_kl_divergence",
     "top_k_softmax",
     "write_pages",
 ]

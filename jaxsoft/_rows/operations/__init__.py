@@ -1,6 +1,12 @@
 """The records of all row operations, one file for each function that they belong to."""
 
 from jaxsoft._rows.operations.entropy import ENTROPY, ENTROPY_JVP, ENTROPY_VJP
+from jaxsoft._rows.operations.kl_divergence import (
+    KL_DIVERGENCE,
+    KL_DIVERGENCE_JVP,
+    KL_DIVERGENCE_VJP,
+    KL_DIVERGENCE_VJP_OTHER,
+)
 from jaxsoft._rows.operations.labels import (
     LABEL_ENTROPY,
     LABEL_ENTROPY_JVP,
@@ -43,4 +49,8 @@ OPERATIONS: tuple[RowSpec, ...] = (
     LABEL_ENTROPY,
     LABEL_ENTROPY_VJP,
     LABEL_ENTROPY_JVP,
+    KL_DIVERGENCE,
+    KL_DIVERGENCE_VJP,
+    KL_DIVERGENCE_VJP_OTHER,
+    KL_DIVERGENCE_JVP,
 )

@@ -1,0 +1,166 @@
+"""kl_divergence: the Kullback-Leibler divergence of the softmax q of one array of scores from the softmax p of another.
+
+With d = log(q / p), the sum of p * expm1(d) is 0. So the divergence, the sum of -p * d, is that of p * h(d), where
+h(d) = expm1(d) - d: no term is negative, and nothing cancels however near p and q are. Here d = (y - x) - c, where c is
+the logsumexp of y less that of x. An error e of c adds e^2 / 2 to the sum, so a rounded c will do; the gradients, which
+are as small as d, take one that is corrected by what the sum of p * expm1(d) differs from 0.
+
+Beside the letters of `jaxsoft._rows.spec`, x and y are the scores of p and of q, c is that ratio, and k the divergence.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxsoft._rows.formulas import nan_where, probabilities, wide
+from jaxsoft._rows.spec import (
+    COTANGENT,
+    INNER_PRODUCT,
+    MAXIMUM,
+    RESULT,
+    SCORES,
+    SUM,
+    TANGENT,
+    Reduction,
+    RowExtra,
+    RowFunction,
+    RowKind,
+    RowOperand,
+    RowSpec,
+)
+from jaxsoft.fold import State, lse, reference
+
+OTHER_SCORES = RowOperand("other_scores", RowKind.SCORES, input=1)
+OTHER_TANGENT = RowOperand("other_tangent", RowKind.TANGENT, linear=True, input=1)
+OTHER_RESULT = RowOperand("other_result", RowKind.ROW, input=1)
+# c; the logsumexp of y where x has no scores, as parts of rows may.
+RATIO = RowOperand("ratio", RowKind.STATISTIC)
+DIVERGENCE = RowOperand("divergence", RowKind.STATISTIC)
+
+_SMALL = 0.5  # up to here h is a series
+
+
+def beyond_linear(d: jax.Array) -> jax.Array:
+    """h(d) = expm1(d) - d, with all its digits where d is small."""
+    small = jnp.abs(d) < _SMALL
+    near = jnp.where(small, d, 0)
+    series = jnp.zeros_like(near)
+    for i in range(10 if d.dtype == jnp.float32 else 18, 1, -1):  # d^2 / 2! + d^3 / 3! + ...
+        series = near / i * (1 + series) if i > 2 else near * near / 2 * (1 + series)
+    far = jnp.where(small, 0, d)
+    return jnp.where(small, series, jnp.expm1(far) - far)
+
+
+def beyond_log(a: jax.Array) -> jax.Array:
+    """log1p(a) - a, with all its digits where a is small."""
+    small = jnp.abs(a) < 1e-2
+    near, far = jnp.where(small, a, 0), jnp.where(small, 0, a)
+    series = -near * near * (1 / 2 - near * (1 / 3 - near * (1 / 4 - near * (1 / 5 - near * (1 / 6 - near / 7)))))
+    return jnp.where(small, series, jnp.log1p(far) - far)
+
+
+def _distances(x, y, m, s, c):
+    """p, q, and d, which is 0 where p is 0 or d is too large for its exponential to be taken of it."""
+    p = probabilities(x, m, s)
+    of_other = jnp.where(s == 0, c, lse(State(m, s)) + c)  # the logsumexp of y
+    q = jnp.exp(jnp.minimum(wide(y) - reference(of_other)[..., None], 88))
+    q = jnp.where(jnp.isneginf(of_other)[..., None], 0, q)
+    counts = p != 0
+    d = jnp.where(counts, wide(y), 0) - jnp.where(counts, wide(x), 0) - jnp.where(counts, c[..., None], 0)
+    return p, q, d
+
+
+def _kl_divergence(reductions, x, y):
+    m, s = reductions.state(x)
+    of_other = lse(State(*reductions.state(y)))
+    empty = s == 0
+    rough = jnp.where(empty | jnp.isinf(of_other), 0, of_other - jnp.where(empty, 0, lse(State(m, s))))
+    p, q, d = _distances(x, y, m, s, jnp.where(empty, of_other, rough))
+    small = jnp.abs(d) < _SMALL
+    near = jnp.where(small, d, 0)
+    excess = reductions.total(jnp.where(small & (p != 0), p * jnp.expm1(near), q - p))
+    finite = jnp.where(jnp.isneginf(d), 0, d)
+    terms = jnp.where(small & (p != 0), p * beyond_linear(near), q - p - p * finite)
+    found = reductions.total(terms) + beyond_log(jnp.maximum(excess, -0.5))
+    lost = reductions.total(jnp.isneginf(d).astype(p.dtype)) > 0  # q is 0 where p is not
+    undefined = ~(jnp.isfinite(m) | empty) | jnp.isnan(s) | jnp.isnan(of_other) | (of_other == jnp.inf)
+    k = jnp.where(empty, 0, jnp.where(lost, jnp.inf, jnp.maximum(found, 0)))
+    c = jnp.where(empty, of_other, jnp.where(jnp.isneginf(of_other), -jnp.inf, rough + jnp.log1p(excess)))
+    return m, s, c, nan_where(undefined, k)
+
+
+def _slopes(x, y, m, s, c, k):
+    """The derivatives by the scores: p * (-d - k) of x, and q - p of y; 0 where p has no scores.
+
+    Where the divergence is infinite they are finite, as it may be masked afterwards.
+    """
+    p, q, d = _distances(x, y, m, s, c)
+    there = (s != 0)[..., None]
+    small = (jnp.abs(d) < _SMALL) & (p != 0)
+    distance = jnp.where(jnp.isinf(d), 0, d) + jnp.where(jnp.isinf(k), 0, k)[..., None]
+    by_x = jnp.where(p == 0, 0, -p * distance)
+    by_y = jnp.where(small, p * jnp.expm1(jnp.where(small, d, 0)), q - p)
+    return jnp.where(there, by_x, 0), jnp.where(there, by_y, 0)
+
+
+def _vjp(reductions, x, y, m, s, c, k, g):
+    del reductions
+    by_x, by_y = _slopes(x, y, m, s, c, k)
+    return (by_x * g[..., None]).astype(x.dtype), (by_y * g[..., None]).astype(y.dtype)
+
+
+def _vjp_other(reductions, *operands):
+    return _vjp(reductions, *operands)[1:]
+
+
+def _jvp(reductions, x, y, m, s, c, k, t, u):
+    by_x, by_y = _slopes(x, y, m, s, c, k)
+    return (reductions.total(by_x * wide(t) + by_y * wide(u)),)
+
+
+_EXTRAS = (RowExtra.SCALE, RowExtra.LIMIT, RowExtra.WHERE, RowExtra.OTHER_SCALE)
+_RESIDUALS = (SCORES, OTHER_SCORES, MAXIMUM, SUM, RATIO, DIVERGENCE)
+
+KL_DIVERGENCE = RowSpec(  # x, y -> m, s of x; c; k
+    "kl_divergence",
+    operands=(SCORES, OTHER_SCORES),
+    results=(MAXIMUM, SUM, RATIO, DIVERGENCE),
+    formula=_kl_divergence,
+    reduces=Reduction.STATE,
+    extras=_EXTRAS,
+    any_axis=False,
+    from_state=True,
+)
+KL_DIVERGENCE_VJP = RowSpec(  # x, y, m, s, c, k, g -> g * p * (-d - k), g * (q - p), times the scales
+    "kl_divergence_vjp",
+    operands=(*_RESIDUALS, COTANGENT),
+    results=(RESULT, OTHER_RESULT),
+    formula=_vjp,
+    extras=_EXTRAS,
+    any_axis=False,
+    from_state=True,
+)
+KL_DIVERGENCE_VJP_OTHER = RowSpec(  # likewise -> g * (q - p), where p is a fixed target
+    "kl_divergence_vjp_other",
+    operands=(*_RESIDUALS, COTANGENT),
+    results=(OTHER_RESULT,),
+    formula=_vjp_other,
+    extras=_EXTRAS,
+    any_axis=False,
+    from_state=True,
+)
+KL_DIVERGENCE_JVP = RowSpec(  # x, y, m, s, c, k, t, u -> <p * (-d - k), t> + <q - p, u>
+    "kl_divergence_jvp",
+    operands=(*_RESIDUALS, TANGENT, OTHER_TANGENT),
+    results=(INNER_PRODUCT,),
+    formula=_jvp,
+    reduces=Reduction.PRODUCT,
+)
+
+kl_divergence_of_rows = RowFunction(
+    KL_DIVERGENCE,
+    tangent=KL_DIVERGENCE_JVP,
+    pullback=KL_DIVERGENCE_VJP,
+    values=lambda operands, results: (results[3],),
+    residuals=lambda operands, results: (*operands, *results),
+    pullback_of={1: KL_DIVERGENCE_VJP_OTHER},
+)
