@@ -54,12 +54,12 @@ class Attention(Served):
         choice = choose(self.operation.whole, self.implementation, platform, operands)
         return dataclasses.replace(choice, function=self.operation.alone(choice.function))
 
-    def apply(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        """The operation. Within code for one device, a part of a sequence is computed with those of the others."""
+    def split(self) -> Function:
+        """The operation, which a mesh may partition. Within code for one device, a part of a sequence is computed with
+        those of the others.
+        """
         shards = self.operation.form.shards
-        if shards is not None and shards.inside:
-            return self.on_shards((shards.axis,))(*operands)
-        return super().apply(operands)
+        return self.on_shards((shards.axis,)) if shards is not None and shards.inside else super().split()
 
     def on_shards(self, axes: Axes, fresh: bool = False) -> Function:
         """The function of a device that has a part of each sequence, over these axes of a mesh."""

@@ -124,17 +124,20 @@ class Served(Operation):
 
     def apply(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """The operation, which a mesh may partition."""
-        return _partitioned(self)(*operands)
+        return self.split()(*operands)
 
     def __call__(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
         """The results. Raises at once where no implementation that is accepted can take such operands."""
         self.check([jax.typeof(x) for x in operands])
-        if self.implementation is None and not can_partition():
-            return self.by("xla")._staged(*operands)
-        return self._staged(*operands)
+        operation = self if self.implementation is not None or can_partition() else self.by("xla")
+        if not operation.splits:
+            return operation.on_device(*operands)
+        call = jax.make_jaxpr(operation.split())(*operands)
+        return tuple(_operation_p().bind(*operands, operation=operation, call=call))
 
-    def _staged(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        return super().__call__(*operands) if self.splits else self.on_device(*operands)
+    def split(self) -> Function:
+        """The operation, which a mesh may partition."""
+        return _partitioned(self)
 
     def by(self, implementation: Names) -> Self:
         """The operation by another implementation."""

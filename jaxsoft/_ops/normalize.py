@@ -1,63 +1,61 @@
 """What softmax and log_softmax have in common: everything but the function of rows."""
 
 import functools
-from collections.abc import Callable
 
 import jax
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxsoft._core.implementations import Implementation, as_names
+from jaxsoft._core.implementations import Implementation, Names, as_names
 from jaxsoft._core.numbers import as_array, as_float, holds
 from jaxsoft._ops.arguments import (
     Axis,
     check_dtype,
     check_extras,
     from_rows,
-    is_left_to_jax,
     normalize_axis,
     plain_scores,
     to_rows,
 )
 from jaxsoft._rows.derivative import differentiable
 from jaxsoft._rows.forms import RowForm
-from jaxsoft._rows.spec import RowFunction
 
 
-def normalize(
-    function: RowFunction,
-    of_jax: Callable[..., jax.Array],
+type _Extras = tuple[jax.Array | None, jax.Array | None, jax.Array | None]  # where, scale and bias
+
+
+def checked(
     x: ArrayLike,
     axis: Axis,
     where: ArrayLike | None,
-    *,
     scale: ArrayLike | None,
     bias: ArrayLike | None,
     is_causal: bool,
     dtype: DTypeLike | None,
     implementation: Implementation,
-) -> jax.Array:
-    """The function, of arguments as a user gives them.
-
-    Args:
-      function: softmax or log_softmax of rows.
-      of_jax: jax.nn's function, which serves the dtypes that have no kernels.
-      x, axis, where, scale, bias, is_causal, dtype, implementation: as of the public functions.
+) -> tuple[jax.Array, tuple[int, ...], _Extras, np.dtype, Names]:
+    """The arguments of a public function, after checking them: x, its axes, where, scale and bias, the dtype of the
+    result, and the implementations.
     """
-    implementation = as_names(implementation)
+    names = as_names(implementation)
     given, x = x, as_float("x", x)
     if where is not None and not holds(as_array("x", given).dtype, np.inexact):
         x = x.astype(float)  # jax.nn puts -inf in the place of masked elements, which makes this of integers
     axes, out_dtype = normalize_axis(axis, x.ndim), check_dtype(dtype, x)
-    extras = check_extras(x, axes, where, scale, bias, is_causal)
-    if is_left_to_jax(x, implementation):
-        z, counts = plain_scores(x, *extras, is_causal)
-        return of_jax(z, axes, counts).astype(out_dtype)
-    return _normalize(function, x, axes, *extras, is_causal, out_dtype, implementation)
+    return x, axes, check_extras(x, axes, where, scale, bias, is_causal), out_dtype, names
 
 
-@functools.partial(jax.jit, static_argnames=("function", "axes", "is_causal", "dtype", "implementation"))
-def _normalize(function, x, axes, where, scale, bias, is_causal, dtype, implementation):
+@functools.partial(jax.jit, static_argnames=("function", "axes", "is_causal", "dtype", "names"))
+def normalize(function, x, axes, extras, dtype, names, is_causal):
+    """A function of rows, softmax or log_softmax, of arguments as `checked` has them."""
+    where, scale, bias = extras
     rows, extras, trailing = to_rows(x, axes, where, scale, bias, is_causal)
-    (y,) = differentiable(function, RowForm(dtype, tuple(extras), trailing), implementation)(rows, *extras.values())
+    (y,) = differentiable(function, RowForm(dtype, tuple(extras), trailing), names)(rows, *extras.values())
     return from_rows(y, x, axes, trailing)
+
+
+def by_jax(function, x, axes, extras, dtype, is_causal):
+    """jax.nn's function, for the dtypes that have no kernels."""
+    where, scale, bias = extras
+    z, counts = plain_scores(x, where, scale, bias, is_causal)
+    return function(z, axes, counts).astype(dtype)

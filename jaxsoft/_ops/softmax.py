@@ -6,8 +6,8 @@ import jax
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxsoft._core.implementations import Implementation
-from jaxsoft._ops.arguments import Axis, refuse_old_names, without_old_names
-from jaxsoft._ops.normalize import normalize
+from jaxsoft._ops.arguments import Axis, is_left_to_jax, refuse_old_names, without_old_names
+from jaxsoft._ops.normalize import by_jax, checked, normalize
 from jaxsoft._rows.operations.softmax import softmax_of_rows
 
 _of_jax = jax.nn.softmax  # looked up at import, as a user may later put jaxsoft's function in its place
@@ -69,15 +69,7 @@ def softmax(
     """
     if old:
         refuse_old_names(softmax, old, causal="is_causal")
-    return normalize(
-        softmax_of_rows,
-        _of_jax,
-        x,
-        axis,
-        where,
-        scale=scale,
-        bias=bias,
-        is_causal=is_causal,
-        dtype=dtype,
-        implementation=implementation,
-    )
+    x, axes, extras, dtype, names = checked(x, axis, where, scale, bias, is_causal, dtype, implementation)
+    if is_left_to_jax(x, names):
+        return by_jax(_of_jax, x, axes, extras, dtype, is_causal)
+    return normalize(softmax_of_rows, x, axes, extras, dtype, names, is_causal)
