@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from jaxsoft._core import devices
+from jaxsoft._core import gpus
 from jaxsoft._core.operation import Function
 from jaxsoft._rows.forms import RowForm, RowKernels
 from jaxsoft._rows.spec import RowSpec
@@ -27,14 +27,14 @@ def unavailable(platform: str) -> str | None:
         return "Pallas Mosaic GPU kernels run on NVIDIA GPUs only"
     from .rows import sizes
 
-    if kind := devices.elsewhere():
-        other = None if sizes.of_kind(kind) else kind
-    elif here := devices.present():
-        others = {kind: number for kind, number in here.items() if not sizes.of_capability(number)}
-        other = next((f"{kind} ({number // 10}.{number % 10})" for kind, number in others.items()), None)
-    else:
+    found = gpus.targets()
+    if not found:
         return "there is no NVIDIA GPU here"
-    return f"it needs a data-centre GPU from Hopper on (compute capability 9 or 10); this is {other}" if other else None
+    for kind, gpu in found.items():
+        if gpu is None or gpu.generation not in sizes.SIZES:
+            this = f"{kind} ({gpu.version})" if gpu else kind
+            return f"it needs a data-centre GPU from Hopper on (compute capability 9 or 10); this is {this}"
+    return None
 
 
 def unsupported(operands: Sequence[jax.core.ShapedArray]) -> str | None:
@@ -65,10 +65,6 @@ def kernel(
 def attention_unsupported(operation: "AttentionOperation", operands: Sequence[jax.core.ShapedArray]) -> str | None:
     """None, or why the kernels of attention cannot serve an operation with such operands."""
     from .attention import choice
-    from .rows import sizes
-
-    if 90 not in sizes.target().capabilities:
-        return "its kernels for attention are for Hopper (compute capability 9.0)"
 
     return choice.unsupported(operation.form, operands)
 
@@ -97,12 +93,9 @@ def attention_kernels(
 
 def head_unsupported(hidden: jax.core.ShapedArray, weight: jax.core.ShapedArray) -> str | None:
     """None, or why the kernels for the scores of a linear layer cannot take its operands."""
-    from .head import choice
-    from .rows import sizes
+    from .head import plan
 
-    if 90 not in sizes.target().capabilities:
-        return "its kernels for linear layers are for Hopper (compute capability 9.0)"
-    return choice.unsupported(hidden, weight)
+    return plan.unsupported(hidden, weight)
 
 
 ROWS = RowKernels(kernel, unsupported, leads=leads)

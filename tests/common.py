@@ -119,9 +119,9 @@ def forget_heads() -> None:
     jax.clear_caches()
 
 
-def target(kind: str) -> contextlib.AbstractContextManager:
-    """Lowers for a GPU of this kind, which need not be here."""
-    device = AbstractDevice(device_kind=kind, platform="gpu", num_cores=132)
+def target(kind: str, multiprocessors: int = 132) -> contextlib.AbstractContextManager:
+    """Lowers for a GPU of this kind and so many multiprocessors, which need not be here."""
+    device = AbstractDevice(device_kind=kind, platform="gpu", num_cores=multiprocessors)
     return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 

@@ -11,7 +11,7 @@ from common import IMPLEMENTATIONS, OPS, each_op, loss, ours, same_bits, slow, t
 from truth import assert_values
 
 import jaxsoft
-from jaxsoft._core import devices
+from jaxsoft._core import gpus
 from jaxsoft._core.implementations import with_kernels_of
 
 X = np.ones((2, 3), np.float32)
@@ -170,7 +170,7 @@ def test_the_list_of_implementations():
 def test_the_list_of_implementations_on_an_amd_gpu(monkeypatch):
     """JAX calls it "gpu", as it calls NVIDIA's."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(devices, "present", lambda: {})
+    monkeypatch.setattr(gpus, "present", lambda: {})
     names = jaxsoft.implementations()
     assert names == jaxsoft.implementations("rocm")
     assert "rocm" in names["ffi"] and "AMD" in names["triton"] and names["pallas"]

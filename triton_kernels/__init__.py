@@ -13,14 +13,13 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from jaxsoft._core import gpus
 from jaxsoft._core.operation import Function
 from jaxsoft._rows.forms import Operands, RowForm, RowKernels, is_plain
 from jaxsoft._rows.operations.log_softmax import LOG_SOFTMAX, LOG_SOFTMAX_VJP
 from jaxsoft._rows.operations.logsumexp import LOGSUMEXP_VJP, STATE
 from jaxsoft._rows.operations.softmax import SOFTMAX, SOFTMAX_VJP
 from jaxsoft._rows.spec import RowSpec
-
-from . import devices
 
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 _PACKAGES = {"jax_triton": "jax-triton", "triton": "triton"}
@@ -37,16 +36,15 @@ def unavailable(platform: str) -> str | None:
     for module, package in _PACKAGES.items():
         if importlib.util.find_spec(module) is None:
             return f"{package} is not installed; pip install 'jaxsoft[triton]'"
-    found = devices.targets()
+    found = gpus.targets()
     if not found:
         return "there is no NVIDIA GPU here"
-    for kind, capability in found.items():
-        if capability is None:
+    for kind, gpu in found.items():
+        if gpu is None:
             return f"it needs Ampere (compute capability 8.0) or newer; {kind} is older, or not known here"
-        if capability < _OLDEST:
-            number = f"{capability // 10}.{capability % 10}"
-            return f"it needs Ampere (compute capability 8.0) or newer; this is {kind} ({number})"
-    if len(set(found.values())) > 1:
+        if gpu.capability < _OLDEST:
+            return f"it needs Ampere (compute capability 8.0) or newer; this is {kind} ({gpu.version})"
+    if gpus.target() is None:
         return f"a Triton kernel is compiled for one compute capability, and these have several: {', '.join(found)}"
     return _broken()
 
@@ -90,7 +88,9 @@ def kernel(operation: RowSpec, form: RowForm, platform: str, operands: Operands)
     def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
         from .rows import launch  # imports Triton
 
-        return launch.call(operation, devices.capability(), *operands)
+        gpu = gpus.target()
+        assert gpu  # `unavailable` has seen that there is one
+        return launch.call(operation, gpu, *operands)
 
     return call
 

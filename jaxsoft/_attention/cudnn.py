@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxsoft._attention.form import BASE
 from jaxsoft._attention.operation import Forward, Operation, Pullback
 from jaxsoft._attention.xla import Function
-from jaxsoft._core import cudnn, devices
+from jaxsoft._core import cudnn, gpus
 
 _DTYPES = (jnp.float16, jnp.bfloat16)
 _SIZES = 8  # its head sizes are multiples of this
@@ -31,7 +31,7 @@ def unsupported(operation: Operation, operands: Sequence[jax.core.ShapedArray]) 
         return "its calls are made for shapes that are known"
     if query.dtype not in _DTYPES or form.dtype != query.dtype:
         return f"it computes float16 and bfloat16 of operands like these, not {form.dtype.name} of {query.dtype.name}"
-    most = 256 if min(devices.present().values(), default=90) >= 90 else 128  # as JAX itself has it
+    most = 128 if any(gpu.capability < 90 for gpu in gpus.present().values()) else 256  # as JAX itself has it
     if size % _SIZES or size > most or value.shape[-1] != size:
         return f"its head sizes are multiples of {_SIZES} up to {most}; got {size} and {value.shape[-1]}"
     if form.extras or form.cap is not None:

@@ -17,8 +17,9 @@ from jaxsoft._attention.form import BASE, STATE, Extra, Form
 from jaxsoft._attention.operation import Forward, Operation, Pullback
 from jaxsoft._attention.pages import contiguous, contiguous_form
 from jaxsoft._attention.xla import Function
-from jaxsoft._core import devices, library
+from jaxsoft._core import gpus, library
 
+GENERATIONS = (gpus.Generation.HOPPER,)  # those whose instructions the kernels have
 _DTYPES = (jnp.float16, jnp.bfloat16)
 # The limits of ffi/cuda/attention/checks.h: head sizes are multiples of _SIZES.
 _SIZES, _LARGEST_SIZE = 8, 256
@@ -100,7 +101,7 @@ def unavailable(platform: str) -> str | None:
         return "its kernels for attention are for NVIDIA GPUs"
     if FORWARD.name not in library.operations(platform):
         return "the library was built without its kernels for attention, which need sm_90a"
-    if not devices.are_hopper():
+    if gpus.generation() not in GENERATIONS:
         return "its kernels for attention are for Hopper (compute capability 9.0)"
     return None
 

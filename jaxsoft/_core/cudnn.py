@@ -13,7 +13,7 @@ from types import ModuleType
 import jax
 import jax.numpy as jnp
 
-from jaxsoft._core import devices
+from jaxsoft._core import gpus
 
 _PRIMITIVES = ("_dot_product_attention_fwd", "_dot_product_attention_bwd")
 
@@ -22,9 +22,9 @@ def unavailable(platform: str) -> str | None:
     """None, or why cuDNN cannot be used on a platform."""
     if platform != "cuda":
         return "cuDNN runs on NVIDIA GPUs only"
-    if devices.elsewhere() or not devices.present():
+    if gpus.elsewhere() or not gpus.present():
         return "there is no NVIDIA GPU here"
-    if min(devices.present().values()) < 80:
+    if any(gpu.capability < 80 for gpu in gpus.present().values()):
         return "its kernels for attention need compute capability 8.0"
     return _missing()
 

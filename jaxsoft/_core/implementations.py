@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jaxsoft._core import devices
+from jaxsoft._core import gpus
 
 type Implementation = str | Sequence[str] | None  # one that has to serve, some of which one has to, or any
 type Names = str | tuple[str, ...] | None  # the same, after it was checked
@@ -61,7 +61,7 @@ def implementations(platform: str | None = None) -> dict[str, str | None]:
     if platform is None:
         platform = jax.default_backend()
         if platform == "gpu":  # as JAX calls NVIDIA's and AMD's
-            platform = "cuda" if devices.present() else "rocm"
+            platform = "cuda" if gpus.present() else "rocm"
     return {name: backend.unavailable(platform) for name, backend in REGISTERED.items()}
 
 

@@ -7,8 +7,9 @@ It sums in f32, as products of 16 bits are summed at every precision that JAX ha
 import jax
 import jax.numpy as jnp
 
-from jaxsoft._core import devices, library
+from jaxsoft._core import gpus, library
 
+GENERATIONS = (gpus.Generation.HOPPER,)  # those whose instructions the kernel has
 _OPERATION = "product_in_place"
 # The limits of ffi/cuda/head/product_in_place.cu: the width is a multiple of _WIDTH, the classes of _CLASSES.
 _WIDTH, _CLASSES = 256, 8
@@ -38,7 +39,7 @@ def serves(hidden: jax.Array, dx: jax.Array) -> bool:
     of_group = width // _ROWS
     if _MULTIPROCESSORS // of_group * of_group < _BUSY * _MULTIPROCESSORS or library.find("cuda") is None:
         return False
-    return devices.are_hopper() and _OPERATION in library.operations("cuda")
+    return gpus.generation() in GENERATIONS and _OPERATION in library.operations("cuda")
 
 
 def product_in_place(hidden: jax.Array, dx: jax.Array) -> jax.Array:

@@ -38,9 +38,9 @@ def serve(head: Head, hidden: jax.core.ShapedArray, weight: jax.core.ShapedArray
 
 def chunk_size(rows: int) -> int:
     """How many classes are taken at a time."""
-    from jaxsoft.pallas_kernels.head import products
+    from jaxsoft.pallas_kernels.head import plan
 
-    return products.chunk_size(rows)
+    return plan.chunk_size(rows)
 
 
 def statistics(head: Head, parameters: Parameters, here: jax.Array) -> Sequence[jax.Array]:
@@ -92,6 +92,6 @@ def _layer(parameters: Parameters) -> tuple[jax.Array, jax.Array, jax.Array | No
 
 def _scores(head: Head) -> Any:
     """How products become scores, as the kernels take it."""
-    from jaxsoft.pallas_kernels.head.products import Scores
+    from jaxsoft.pallas_kernels.head.products import HeadScores
 
-    return Scores(head.scale, head.cap, head.entropy, head.summed)
+    return HeadScores(head.scale, head.cap, head.entropy, head.summed)

@@ -9,7 +9,7 @@ from jaxsoft._attention.form import Extra, Form
 
 from . import backward_call
 from .backward_bias import bias_gradient
-from .backward_call import Call, numbers_of, padded
+from .backward_call import BackwardCall, numbers_of, padded
 from .backward_key_value import key_value_gradients
 from .backward_query import query_gradient
 
@@ -26,7 +26,7 @@ def backward(form: Form, operands: Sequence[Any], moving: tuple[str, ...]) -> Ca
       A function of query, key, value, the extras, and then lse, its rest and delta (B, N, T) and the output's cotangent
       (B, T, N, D) in the operands' dtype, that returns the gradients.
     """
-    call = Call.of(form, operands)
+    call = BackwardCall.of(form, operands)
 
     def gradients(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         query, key, value, *extras, lse, rest, delta, cotangent = arrays

@@ -23,7 +23,7 @@ from ..tiles import tiled
 from . import backward_plan
 from .backward_call import (
     WGMMA,
-    Call,
+    BackwardCall,
     extras_of,
     probabilities,
     spread,
@@ -35,7 +35,7 @@ from .ranges import Shape, borders
 from .scores import Scores, prepare
 
 
-def bias_gradient(call: Call, bias: tuple[int, ...], plan: BiasPlan | None = None, interpret: Any = None):
+def bias_gradient(call: BackwardCall, bias: tuple[int, ...], plan: BiasPlan | None = None, interpret: Any = None):
     """The kernel for a call.
 
     Args:
@@ -91,7 +91,7 @@ def bias_gradient(call: Call, bias: tuple[int, ...], plan: BiasPlan | None = Non
 
 
 def _body(
-    call: Call,
+    call: BackwardCall,
     bias: tuple[int, ...],
     plan: BiasPlan,
     shape: Shape,

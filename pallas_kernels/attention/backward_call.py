@@ -29,7 +29,7 @@ WGMMA = plgpu.Layout.WGMMA
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class BackwardCall:
     """The numbers of a call.
 
     Attributes:
@@ -50,7 +50,7 @@ class Call:
     dtype: Any
 
     @classmethod
-    def of(cls, form: Form, operands: Sequence[Any]) -> "Call":
+    def of(cls, form: Form, operands: Sequence[Any]) -> "BackwardCall":
         """The numbers of a call with these operands."""
         (batch, queries, query_heads, head), (_, keys, key_heads, value) = operands[0].shape, operands[2].shape
         sizes = (head_size(head), head_size(value))
@@ -199,6 +199,6 @@ def spread(numbers: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
     return lax.broadcast_in_dim(numbers, shape, [axis])
 
 
-def extras_of(call: Call, refs: Sequence[Any]) -> Mapping[Extra, Any]:
+def extras_of(call: BackwardCall, refs: Sequence[Any]) -> Mapping[Extra, Any]:
     """References to the extras by name."""
     return dict(zip(call.form.extras, refs, strict=True))

@@ -28,7 +28,7 @@ from ..tiles import tiled
 from . import backward_plan
 from .backward_call import (
     WGMMA,
-    Call,
+    BackwardCall,
     extras_of,
     for_tiles,
     multiply,
@@ -46,7 +46,7 @@ from .ranges import Range, Shape, borders, query_tiles, segment_ranges, within
 from .scores import Scores, prepare
 
 
-def key_value_gradients(call: Call, plan: KeyValuePlan | None = None, interpret: Any = None):
+def key_value_gradients(call: BackwardCall, plan: KeyValuePlan | None = None, interpret: Any = None):
     """The kernel for a call.
 
     Args:
@@ -66,7 +66,7 @@ def key_value_gradients(call: Call, plan: KeyValuePlan | None = None, interpret:
 
     def kernel(arrays: Mapping[Extra, jax.Array]):
         """The kernel for these extras."""
-        free = backward_plan.SHARED_BYTES - plan.shared_bytes(call.head, call.value, call.numbers)
+        free = backward_plan.shared_bytes() - plan.shared_bytes(call.head, call.value, call.numbers)
         rings = ExtraRings.fitting(arrays, (ROWS, plan.query_tile), holders, free, queries_axis=1)
         axes = {"batch": call.batch, "head": call.key_heads, "block": blocks}
         grid = ordered(call.form, axes, call.keys, arrays)
@@ -106,7 +106,7 @@ def key_value_gradients(call: Call, plan: KeyValuePlan | None = None, interpret:
     return gradients
 
 
-def _body(call: Call, plan: KeyValuePlan, shape: Shape, rings: ExtraRings, *refs):
+def _body(call: BackwardCall, plan: KeyValuePlan, shape: Shape, rings: ExtraRings, *refs):
     query_ref, key_ref, value_ref, cotangent_ref, *others = refs
     number_refs, others = others[: call.numbers], others[call.numbers :]
     extras, others = extras_of(call, others[: len(call.form.extras)]), others[len(call.form.extras) :]
@@ -208,7 +208,7 @@ class _Worker:
       stages: of `multiply`.
     """
 
-    call: Call
+    call: BackwardCall
     plan: KeyValuePlan
     scores: Scores
     ring: Ring

@@ -1,15 +1,19 @@
-"""How the backward kernels cut up their work, by the sizes of heads: numbers that decide how fast they are.
+"""How the backward kernels cut up their work, by the generation of the GPU and the sizes of heads: numbers that decide
+how fast they are.
 
 A warp group multiplies 64 rows at a time. What bounds the tiles is its registers (64 rows of n columns in f32 are n / 2
 registers of each thread) and the shared memory of a block.
 """
 
 import dataclasses
+from collections.abc import Mapping
+
+from jaxsoft._core import gpus
+from jaxsoft._core.gpus import Generation
 
 ROWS = 64  # of a warp group
 TIME_STEP = 8  # the times of padded operands are a multiple of this, as copies of swizzled tiles need it
-# A block may have this much shared memory on Hopper, less what the reductions and barriers of Pallas take.
-SHARED_BYTES = 227 * 1024 - 1024
+_RESERVED_BYTES = 1024  # of a block's shared memory, which the reductions and barriers of Pallas take
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,24 +94,35 @@ class BiasPlan:
         return 2 * self.slots * (self.block + self.columns) * (head + value)
 
 
+def shared_bytes() -> int:
+    """The shared memory that the kernels may share out, of a block on the GPU that is lowered for."""
+    return gpus.assumed().shared_bytes - _RESERVED_BYTES
+
+
 # By the larger of both head sizes, up to so much. Chosen by registers and shared memory.
 QUERY_PLANS = {
-    64: QueryPlan(warp_groups=2, key_tile=128, key_slots=3, value_slots=3),
-    128: QueryPlan(warp_groups=2, key_tile=128, key_slots=2, value_slots=2),
-    192: QueryPlan(warp_groups=2, key_tile=64, key_slots=2, value_slots=2),
-    256: QueryPlan(warp_groups=2, key_tile=64, key_slots=2, value_slots=1),
+    Generation.HOPPER: {
+        64: QueryPlan(warp_groups=2, key_tile=128, key_slots=3, value_slots=3),
+        128: QueryPlan(warp_groups=2, key_tile=128, key_slots=2, value_slots=2),
+        192: QueryPlan(warp_groups=2, key_tile=64, key_slots=2, value_slots=2),
+        256: QueryPlan(warp_groups=2, key_tile=64, key_slots=2, value_slots=1),
+    },
 }
 # By the sum of both head sizes: a thread's registers hold half of it for the results of a warp group.
 KEY_VALUE_PLANS = {
-    128: KeyValuePlan(warp_groups=2, query_tile=128, slots=2),
-    256: KeyValuePlan(warp_groups=2, query_tile=64, slots=3),
-    512: KeyValuePlan(warp_groups=2, query_tile=64, slots=2, paired=True),
+    Generation.HOPPER: {
+        128: KeyValuePlan(warp_groups=2, query_tile=128, slots=2),
+        256: KeyValuePlan(warp_groups=2, query_tile=64, slots=3),
+        512: KeyValuePlan(warp_groups=2, query_tile=64, slots=2, paired=True),
+    },
 }
 # By the larger of both.
 BIAS_PLANS = {
-    64: BiasPlan(warp_groups=2, columns=64, slots=4),
-    128: BiasPlan(warp_groups=2, columns=64, slots=2),
-    256: BiasPlan(warp_groups=2, columns=64, slots=1),
+    Generation.HOPPER: {
+        64: BiasPlan(warp_groups=2, columns=64, slots=4),
+        128: BiasPlan(warp_groups=2, columns=64, slots=2),
+        256: BiasPlan(warp_groups=2, columns=64, slots=1),
+    },
 }
 
 
@@ -126,6 +141,7 @@ def bias_plan(head: int, value: int) -> BiasPlan:
     return _up_to(BIAS_PLANS, max(head, value))
 
 
-def _up_to[T](plans: dict[int, T], size: int) -> T:
-    """The plan for the least size that is at least this."""
-    return plans[min(most for most in plans if most >= size)]
+def _up_to[T](plans: Mapping[Generation, Mapping[int, T]], size: int) -> T:
+    """The plan for the least size that is at least this, on the GPU that is lowered for."""
+    of_generation = plans[gpus.assumed().generation]
+    return of_generation[min(most for most in of_generation if most >= size)]

@@ -24,7 +24,7 @@ from ..tiles import tiled
 from . import backward_plan
 from .backward_call import (
     WGMMA,
-    Call,
+    BackwardCall,
     extras_of,
     for_tiles,
     multiply,
@@ -42,7 +42,7 @@ from .ranges import Range, Shape, borders, key_tiles, segment_ranges, within
 from .scores import Scores, prepare
 
 
-def query_gradient(call: Call, plan: QueryPlan | None = None, interpret: Any = None):
+def query_gradient(call: BackwardCall, plan: QueryPlan | None = None, interpret: Any = None):
     """The kernel for a call.
 
     Args:
@@ -96,18 +96,18 @@ def query_gradient(call: Call, plan: QueryPlan | None = None, interpret: Any = N
     return gradient
 
 
-def _with_rings(call: Call, plan: QueryPlan, arrays: Mapping[Extra, jax.Array]) -> tuple[QueryPlan, ExtraRings]:
+def _with_rings(call: BackwardCall, plan: QueryPlan, arrays: Mapping[Extra, jax.Array]) -> tuple[QueryPlan, ExtraRings]:
     """The plan, and the rings of a bias and mask; with one slot for values if that makes room for a further ring."""
 
     def rings(cut: QueryPlan) -> ExtraRings:
-        free = backward_plan.SHARED_BYTES - cut.shared_bytes(call.head, call.value)
+        free = backward_plan.shared_bytes() - cut.shared_bytes(call.head, call.value)
         return ExtraRings.fitting(arrays, (ROWS, cut.key_tile), cut.warp_groups, free)
 
     cuts = plan, dataclasses.replace(plan, value_slots=1)
     return max(((cut, rings(cut)) for cut in cuts), key=lambda pair: len(pair[1].slots))
 
 
-def _body(call: Call, plan: QueryPlan, shape: Shape, blocks: int, segmented: bool, rings: ExtraRings, *refs):
+def _body(call: BackwardCall, plan: QueryPlan, shape: Shape, blocks: int, segmented: bool, rings: ExtraRings, *refs):
     query_ref, key_ref, value_ref, cotangent_ref, *others = refs
     number_refs, others = others[: call.numbers], others[call.numbers :]
     extras, others = extras_of(call, others[: len(call.form.extras)]), others[len(call.form.extras) :]

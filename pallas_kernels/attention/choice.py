@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxsoft._attention.form import Extra, Form
+from jaxsoft._core import gpus
 
-from .plan import forward_plan
+from .plan import FORWARD, forward_plan
 
 _LARGEST_GRID = 65535  # in the dimensions that are not the first
 _DTYPES = (jnp.float16, jnp.bfloat16)
@@ -16,6 +17,8 @@ _LARGEST_CAP = 1000  # whose error is then less than what a weight loses when it
 
 def unsupported(form: Form, operands: Sequence[jax.core.ShapedArray]) -> str | None:
     """None, or why the kernels cannot take a call of this form and these operands."""
+    if gpus.assumed().generation not in FORWARD:
+        return "its kernels for attention are for Hopper (compute capability 9.0)"
     query, key, value = operands[:3]
     names = sorted({operand.dtype.name for operand in (query, key, value)})
     if len(names) > 1 or query.dtype not in _DTYPES:

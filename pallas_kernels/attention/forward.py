@@ -22,11 +22,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxsoft import fold
 from jaxsoft._attention.form import Extra, Form
+from jaxsoft._core import gpus
 
-from ..rows import sizes
 from ..tiles import tiled
 from .extra_tiles import ExtraRings
-from .forward_block import Block, Scratch
+from .forward_block import ForwardBlock, Scratch
 from .operands import head_size, padded, padded_head, padded_length
 from .order import ordered
 from .plan import ForwardPlan, forward_plan
@@ -86,7 +86,7 @@ def forward(
                 segment_ranges(extras[Extra.QUERY_SEGMENTS], extras[Extra.KEY_SEGMENTS], plan.block_rows, plan.key_tile)
             )
         items = ordered(form, axes, length, prepared)
-        dealt = schedule(form, plan, shape, items, blocks or sizes.target().multiprocessors)
+        dealt = schedule(form, plan, shape, items, blocks or gpus.multiprocessors())
         if dealt:
             refs += [jnp.asarray(part) for part in dealt]
         kernel = plgpu.kernel(
@@ -101,6 +101,7 @@ def forward(
                 has_segments,
                 dealt is not None,
                 interpret is not None,
+                plan.free_bytes(head_size(query.shape[3]), head_size(size)),
             ),
             out_type=tuple(results.values()),
             grid=(len(dealt[1]) - 1 if dealt else math.prod(axes.values()),),
@@ -135,6 +136,7 @@ def _entry(
     has_segments: bool,
     has_schedule: bool,
     interpreted: bool,
+    free_bytes: int,
     *refs: Any,
 ) -> None:
     """Allocates shared memory, and runs every warp group's part."""
@@ -146,7 +148,6 @@ def _entry(
     named = dict(zip(names, extras, strict=False))
     dtype, groups, slots = query.dtype, plan.groups, plan.slots
     query_head, value_head = head_size(query.shape[3]), head_size(value.shape[3])
-    free_bytes = plan.free_bytes(query_head, value_head)
     rings = ExtraRings.fitting(named, (plan.query_rows, plan.key_tile), groups, free_bytes)
     output_bytes = 2 * plan.block_rows * value_head
     in_queries = value_head == query_head and rings.bytes + output_bytes > free_bytes
@@ -166,7 +167,7 @@ def _entry(
     )
 
     def run(scratch: "Scratch") -> None:
-        block = Block(
+        block = ForwardBlock(
             form=form,
             plan=plan,
             items=items,

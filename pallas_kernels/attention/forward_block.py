@@ -53,7 +53,7 @@ class Scratch:
 
 
 @dataclasses.dataclass(frozen=True)
-class State:
+class ForwardState:
     """The state of a warp group's queries.
 
     Attributes:
@@ -69,7 +69,7 @@ class State:
     o: jax.Array
 
 
-jax.tree_util.register_dataclass(State, data_fields=("largest", "m", "s", "o"), meta_fields=())
+jax.tree_util.register_dataclass(ForwardState, data_fields=("largest", "m", "s", "o"), meta_fields=())
 
 # The number of the next item, and whether there is one; None where there is known to be none.
 type Following = tuple[jax.Array, jax.Array] | None
@@ -93,7 +93,7 @@ class Item:
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
+class ForwardBlock:
     """What a block does, item by item: while warp groups end one, the copies for the next are on their way.
 
     Attributes:
@@ -277,7 +277,7 @@ class Block:
             plgpu.barrier_arrive(self.scratch.turns)
             plgpu.barrier_wait(self.scratch.turns)
 
-    def _initial(self, item: Item) -> State:
+    def _initial(self, item: Item) -> ForwardState:
         """The state before any key: the identity, or a sink alone."""
         rows, layout = self.plan.query_rows, plgpu.Layout.WGMMA
         m, s = jnp.float32(-jnp.inf), jnp.float32(0)
@@ -290,7 +290,7 @@ class Block:
             for v in (jnp.float32(-jnp.inf), m, s)
         )
         o = plgpu.layout_cast(jnp.zeros((rows, self.scratch.values.shape[2]), jnp.float32), layout)
-        return State(largest, m, s, o)
+        return ForwardState(largest, m, s, o)
 
     def _step(
         self,
@@ -300,8 +300,8 @@ class Block:
         queries: Queries,
         before_first: jax.Array,
         tile: jax.Array,
-        state: State,
-    ) -> State:
+        state: ForwardState,
+    ) -> ForwardState:
         """Takes a tile of keys into the state.
 
         Tiles that have to be masked take a branch: beside a loop of their own, the compiler makes that of the others
@@ -363,7 +363,7 @@ class Block:
         else:
             o = pl.run_state(accumulate)(plgpu.WGMMAAccumulatorRef.init(o))
         plgpu.barrier_arrive(scratch.values_read.at[slot])
-        return State(largest, m, s, o)
+        return ForwardState(largest, m, s, o)
 
     def _end_turn(self, slot: jax.Array) -> None:
         """After the exponentials: waits for the values, and for the other warp group to end its products."""
@@ -373,7 +373,7 @@ class Block:
         if self.plan.turns:
             plgpu.barrier_wait(self.scratch.turns)
 
-    def _finish(self, item: Item, group: jax.Array, state: State, bring_next: Callable[[], None]) -> None:
+    def _finish(self, item: Item, group: jax.Array, state: ForwardState, bring_next: Callable[[], None]) -> None:
         """Writes the results of a warp group's queries, and calls a function as soon as their place is free."""
         output, lse = self.results["output"], self.results["lse"]
         scratch, count = self.scratch, self.plan.query_rows
@@ -417,7 +417,7 @@ class Block:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             bring_next()
 
-    def _lost(self, state: State) -> jax.Array:
+    def _lost(self, state: ForwardState) -> jax.Array:
         """What the largest weight lost as it was rounded to 16 bits, which is in s but not in o.
 
         It matters where that weight is nearly all there is. Of the key that has the maximum it is exp2(values * unit -
@@ -426,7 +426,7 @@ class Block:
         weight = self.scores.exp(state.largest, _reference(state.m))
         return weight - weight.astype(self.scratch.values.dtype).astype(jnp.float32)
 
-    def _lse(self, state: State) -> jax.Array:
+    def _lse(self, state: ForwardState) -> jax.Array:
         """The log-sum-exp of a state."""
         log = jnp.log(state.s)
         return state.m + log if self.scores.natural else (state.m + log * LOG2E) * math.log(2)

@@ -1,12 +1,13 @@
-"""The sizes of tiles in the forward kernel, as data, by head size."""
+"""The sizes of tiles in the forward kernel, as data, by the generation of the GPU and the head size."""
 
 import dataclasses
 
+from jaxsoft._core import gpus
+from jaxsoft._core.gpus import Generation
+
 from .operands import head_size
 
-# What a block may have on Hopper; JAX's barriers and alignments take some.
-SHARED_BYTES = 227 * 1024
-_RESERVED_BYTES = 1536
+_RESERVED_BYTES = 1536  # of a block's shared memory, which JAX's barriers and alignments take
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +42,8 @@ class ForwardPlan:
         return queries + output + 2 * self.slots * self.key_tile * (query_head + value_head) + 4 * self.block_rows
 
     def free_bytes(self, query_head: int, value_head: int) -> int:
-        """What it leaves of shared memory."""
-        return SHARED_BYTES - _RESERVED_BYTES - self.shared_bytes(query_head, value_head)
+        """What it leaves of a block's shared memory."""
+        return gpus.assumed().shared_bytes - _RESERVED_BYTES - self.shared_bytes(query_head, value_head)
 
 
 # By the larger of the two head sizes, up to which a plan serves.
@@ -57,25 +58,32 @@ class ForwardPlan:
 # and 378, 604 and 550, 605 and 614; at 256, 511 and 430, 599 and 578, 632 and 636, and 516 and 419, 621 and 574, 642
 # and 635.
 FORWARD = {
-    64: ForwardPlan(groups=3, query_rows=64, key_tile=128, slots=2),
-    128: ForwardPlan(groups=2, query_rows=64, key_tile=128, slots=2, turns=True),
-    192: ForwardPlan(groups=2, query_rows=64, key_tile=64, slots=2, turns=True, persistent=False),
-    256: ForwardPlan(groups=2, query_rows=64, key_tile=64, slots=2, turns=True, persistent=False),
+    Generation.HOPPER: {
+        64: ForwardPlan(groups=3, query_rows=64, key_tile=128, slots=2),
+        128: ForwardPlan(groups=2, query_rows=64, key_tile=128, slots=2, turns=True),
+        192: ForwardPlan(groups=2, query_rows=64, key_tile=64, slots=2, turns=True, persistent=False),
+        256: ForwardPlan(groups=2, query_rows=64, key_tile=64, slots=2, turns=True, persistent=False),
+    },
 }
 
-# With heads above 128 and a causal rule, the hardware shares out the tensor cores better by itself (H100, JAX 0.11.2,
-# D = 256, causal, TFLOP/s without and with turns: 1K 417 and 385, 4K 547 and 495, 16K 644 and 572, 32K 650 and 653;
-# without the rule 585 and 636 at 8K).
-_LARGEST_CAUSAL_TURNS = 128
+# Under a causal rule these take their place. With heads above 128, the hardware shares out the tensor cores better by
+# itself (H100, JAX 0.11.2, D = 256, causal, TFLOP/s without and with turns: 1K 417 and 385, 4K 547 and 495, 16K 644 and
+# 572, 32K 650 and 653; without the rule 585 and 636 at 8K).
+FORWARD_CAUSAL = {
+    Generation.HOPPER: {
+        192: ForwardPlan(groups=2, query_rows=64, key_tile=64, slots=2),
+        256: ForwardPlan(groups=2, query_rows=64, key_tile=64, slots=2),
+    },
+}
 
 
 def forward_plan(query_head: int, value_head: int, causal: bool = False) -> ForwardPlan | None:
     """The plan for head sizes, and for whether later keys do not count; None if there is none."""
     query_head, value_head = head_size(query_head), head_size(value_head)
-    for largest, plan in FORWARD.items():
+    generation = gpus.assumed().generation
+    plans = FORWARD.get(generation, {}) | (FORWARD_CAUSAL.get(generation, {}) if causal else {})
+    for largest, plan in plans.items():
         if max(query_head, value_head) <= largest:
-            if causal and largest > _LARGEST_CAUSAL_TURNS:
-                plan = dataclasses.replace(plan, turns=False, persistent=True)
             one = dataclasses.replace(plan, groups=1, turns=False)  # where values are the larger, above 192
             for cut in (plan, one):
                 if cut.free_bytes(query_head, value_head) >= 0:

@@ -21,13 +21,14 @@ from jaxsoft.fold import reference
 
 from ..tiles import ROWS, tiled
 from . import products
-from .products import LEAST, LOG2E, PLAN, Scores, Tile
+from .plan import HeadPlan, head_plan
+from .products import LEAST, LOG2E, HeadScores, HeadTile
 
 _LEAST_SIZE = 128  # of the dimensions of the result
 
 
 def gradients(
-    scores: Scores,
+    scores: HeadScores,
     hidden: jax.Array,
     weight: jax.Array,
     bias: jax.Array | None,
@@ -52,7 +53,7 @@ def gradients(
       begin: the first class, a multiple of 64.
       classes: how many there are.
     """
-    plan, dtype = PLAN, hidden.dtype
+    plan, dtype = head_plan(), hidden.dtype
     (m, s, *u), (g, h, *more) = state, [v * scores.scale for v in cotangents]
     some = jnp.where(s == 0, 1, s)
     of_others = [g]
@@ -66,7 +67,7 @@ def gradients(
     ]
     arrays = numbers if bias is None else [*numbers, products.to_whole(bias, plan.classes)]
 
-    def load(tile: Tile, refs: Sequence[Any]) -> tuple[list[jax.Array], Any]:
+    def load(tile: HeadTile, refs: Sequence[Any]) -> tuple[list[jax.Array], Any]:
         return [products.of_rows(ref, tile) for ref in refs[: len(numbers)]], None if bias is None else refs[-1]
 
     # Tiles reach past the end of an array, where copies write nothing. But a copy as large as a dimension, of 64 rows
@@ -75,7 +76,7 @@ def gradients(
     result = jax.ShapeDtypeStruct(shape, dtype)
     # While one piece of the gradients is copied to memory, the next one is computed.
     staging = tiled((plan.groups, 2, plan.rows, plan.piece), dtype)
-    finish = functools.partial(_finish, scores)
+    finish = functools.partial(_finish, plan, scores)
     (dx,) = products.kernel(
         "gradients", plan, load, finish, hidden, weight, arrays, [result], [staging], begin, classes
     )
@@ -83,14 +84,15 @@ def gradients(
 
 
 def _finish(
-    scores: Scores,
-    tile: Tile,
+    plan: HeadPlan,
+    scores: HeadScores,
+    tile: HeadTile,
     loaded: tuple[Sequence[jax.Array], Any],
     found: jax.Array,
     results: Sequence[Any],
     memory: Any,
 ) -> None:
-    plan, (result,), (staging,) = PLAN, results, memory
+    (result,), (staging,) = results, memory
     (label, *numbers), bias = loaded
     group = lax.axis_index("warp_group")
 

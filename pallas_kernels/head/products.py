@@ -20,12 +20,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxsoft._core import gpus
 from jaxsoft._core.rounding import rounded
 
 from ..blocks import REGISTERS, kernel_of_blocks
 from ..ring import Ring
-from ..rows import sizes
 from ..tiles import ROWS, WIDEST, tiled
+from .plan import HeadPlan
 
 # Interpreter parameters of Pallas, which tests set; None to compile.
 INTERPRET: Any = None
@@ -38,54 +39,7 @@ _accumulator: Any = plgpu.ACC  # type: ignore[attr-defined]
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """How the work is cut up.
-
-    Attributes:
-      groups: warp groups that compute, in each block.
-      rows: rows of each of them, as many as wgmma takes.
-      classes: of a tile.
-      depth: how much of the width is in a slot of the ring.
-      slots: of the ring.
-      piece: classes of the part of a tile that is worked on at a time when the products are done.
-      band: how many tiles of rows are taken together.
-    """
-
-    groups: int = 2
-    rows: int = 64
-    classes: int = 256
-    depth: int = 64
-    slots: int = 4
-    piece: int = 64
-    band: int = 16
-
-    @property
-    def block_rows(self) -> int:
-        """Rows of a block's tile."""
-        return self.groups * self.rows
-
-
-# Shared memory has room for no more. On an H200, 4096 rows of 4096 numbers and 128256 classes in bf16, sustained, the
-# gradients of the scores took 6.57 ms where cuBLAS had 6.33 for the products alone; the kernel that ends with the
-# products took 6.67, which is the same within what a run differs from the next; bands of 8 or 32 tiles took 2 to 3 %
-# longer, and three slots as long (JAX 0.11.2).
-PLAN = Plan()
-# Where classes are taken in chunks, a chunk has at least this many tiles of them.
-_LEAST_TILES = 16
-
-
-def chunk_size(rows: int) -> int:
-    """How many classes are taken at a time: the most whose tiles keep the multiprocessors busy for no more turns.
-
-    These are at least 4096.
-    """
-    row_tiles, multiprocessors = -(-rows // PLAN.block_rows), sizes.target().multiprocessors
-    turns = -(-row_tiles * _LEAST_TILES // multiprocessors)
-    return max(_LEAST_TILES, turns * multiprocessors // row_tiles) * PLAN.classes
-
-
-@dataclasses.dataclass(frozen=True)
-class Scores:
+class HeadScores:
     """How products become scores, and what is wanted of them.
 
     Attributes:
@@ -119,7 +73,7 @@ class Scores:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tile:
+class HeadTile:
     """The part of a tile that a warp group has.
 
     Attributes:
@@ -135,9 +89,9 @@ class Tile:
 
 def kernel(
     name: str,
-    plan: Plan,
-    load: Callable[[Tile, Sequence[Any]], Any],
-    finish: Callable[[Tile, Any, jax.Array, Sequence[Any], Any], None],
+    plan: HeadPlan,
+    load: Callable[[HeadTile, Sequence[Any]], Any],
+    finish: Callable[[HeadTile, Any, jax.Array, Sequence[Any], Any], None],
     hidden: jax.Array,
     weight: jax.Array,
     arrays: Sequence[jax.Array],
@@ -168,7 +122,7 @@ def kernel(
     tiles, steps = row_tiles * class_tiles, width // plan.depth
     registers = REGISTERS[plan.groups]
     assert registers, "blocks of one warp group that computes have no need to share them out"
-    blocks = min(sizes.target().multiprocessors, tiles)
+    blocks = min(gpus.multiprocessors(), tiles)
 
     def place(number: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Which tile of rows and which of classes has this number."""
@@ -221,7 +175,7 @@ def kernel(
             def tile(i, _):
                 row, column = place(block + i * blocks)
                 rows = pl.ds(row * plan.block_rows + group * plan.rows, plan.rows)
-                here = Tile(rows, column * plan.classes, column)
+                here = HeadTile(rows, column * plan.classes, column)
                 loaded = load(here, inputs)
                 found = pl.run_scoped(functools.partial(products, i), _accumulator((plan.rows, plan.classes)))
                 finish(here, loaded, found, outs, more)
@@ -250,28 +204,28 @@ def kernel(
         return call(hidden, weight, jnp.asarray(begin, jnp.int32).reshape(1) // WIDEST, *arrays)
 
 
-def pieces(plan: Plan, tile: jax.Array) -> list[jax.Array]:
+def pieces(plan: HeadPlan, tile: jax.Array) -> list[jax.Array]:
     """The parts of a tile that are worked on at a time: what is made of them needs fewer registers."""
     return [tile[:, begin : begin + plan.piece] for begin in range(0, plan.classes, plan.piece)]
 
 
-def is_label(plan: Plan, tile: Tile, label: jax.Array, piece: int) -> jax.Array:
+def is_label(plan: HeadPlan, tile: HeadTile, label: jax.Array, piece: int) -> jax.Array:
     """Which elements of a piece of a tile are those of the labels of its rows."""
     shape = plan.rows, plan.piece
     return columns(plan) == lax.broadcast_in_dim(label - tile.begin - piece * plan.piece, shape, [0])
 
 
-def columns(plan: Plan) -> jax.Array:
+def columns(plan: HeadPlan) -> jax.Array:
     """The number of each element of a piece in its row."""
     return plgpu.broadcasted_iota(jnp.int32, (plan.rows, plan.piece), 1, layout=WGMMA)
 
 
-def of_rows(ref: Any, tile: Tile) -> jax.Array:
+def of_rows(ref: Any, tile: HeadTile) -> jax.Array:
     """Loads the numbers of a tile's rows."""
     return plgpu.load(ref.at[tile.rows], layout=WGMMA.reduce(1), optimized=False)
 
 
-def bias_of(plan: Plan, ref: Any, tile: Tile, piece: int) -> jax.Array:
+def bias_of(plan: HeadPlan, ref: Any, tile: HeadTile, piece: int) -> jax.Array:
     """The bias of a piece of a tile, for all of the piece."""
     numbers = plgpu.load(
         ref.at[pl.ds(tile.begin + piece * plan.piece, plan.piece)], layout=WGMMA.reduce(0), optimized=False

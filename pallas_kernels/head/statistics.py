@@ -20,11 +20,12 @@ from jaxsoft._rows.spec import NO_ROW
 from ..rows.fold import reference
 from ..rows.memory import store
 from . import products
-from .products import LEAST, LOG2E, PLAN, Scores, Tile
+from .plan import HeadPlan, head_plan
+from .products import LEAST, LOG2E, HeadScores, HeadTile
 
 
 def statistics(
-    scores: Scores, hidden: jax.Array, weight: jax.Array, bias: jax.Array | None, label: jax.Array
+    scores: HeadScores, hidden: jax.Array, weight: jax.Array, bias: jax.Array | None, label: jax.Array
 ) -> list[jax.Array]:
     """m and s of the scores but the label's, the label's, 0 if it is none of these classes', and what else is wanted.
 
@@ -38,17 +39,17 @@ def statistics(
       bias: of the classes, in f32; None for none.
       label: the index of each row's label, which may be none of these classes, or NO_ROW: then the row has no scores.
     """
-    plan, rows, classes = PLAN, len(hidden), weight.shape[1]
+    plan, rows, classes = head_plan(), len(hidden), weight.shape[1]
     arrays = [products.to_whole(label, plan.block_rows, NO_ROW)]
     if bias is not None:
         arrays.append(products.to_whole(bias, plan.classes))
 
-    def load(tile: Tile, refs: Sequence[Any]) -> tuple[jax.Array, Any]:
+    def load(tile: HeadTile, refs: Sequence[Any]) -> tuple[jax.Array, Any]:
         return products.of_rows(refs[0], tile), None if bias is None else refs[1]
 
     result = jax.ShapeDtypeStruct((-(-classes // plan.classes), len(arrays[0])), jnp.float32)
     results = [result] * (3 + scores.entropy + 2 * scores.summed)
-    finish = functools.partial(_finish, scores, classes)
+    finish = functools.partial(_finish, plan, scores, classes)
     found = products.kernel("statistics", plan, load, finish, hidden, weight, arrays, results)
     m, s, *others = (v[:, :rows] for v in found)
     total, none = jnp.max(m, axis=0), label == NO_ROW
@@ -62,16 +63,17 @@ def statistics(
 
 
 def _finish(
-    scores: Scores,
+    plan: HeadPlan,
+    scores: HeadScores,
     classes: int,
-    tile: Tile,
+    tile: HeadTile,
     loaded: tuple[jax.Array, Any],
     found: jax.Array,
     results: Sequence[Any],
     memory: Any,
 ) -> None:
     del memory
-    plan, (label, bias) = PLAN, loaded
+    label, bias = loaded
 
     def of_classes(counts: jax.Array, piece: int) -> jax.Array:
         """Which of the elements of a piece that count are classes, and not past the last one."""

@@ -10,7 +10,7 @@ from jaxsoft._rows.spec import RowSpec
 
 from . import operations
 from .operations import Signature
-from .sizes import Block, Gpu, HeldSizes, KeepSizes, Work
+from .sizes import BlockShape, HeldSizes, KeepSizes, RowSizes, Work
 
 WARP = 32
 THREADS = 128  # of a warp group
@@ -84,18 +84,18 @@ class SplitPlan:
     part: HeldPlan
 
 
-def split(gpu: Gpu, operation: RowSpec, rows: int, n: int, itemsize: int) -> SplitPlan | None:
+def split(sizes: RowSizes, operation: RowSpec, rows: int, n: int, itemsize: int) -> SplitPlan | None:
     """Plans for a few long rows, each cut over many blocks."""
-    least_bytes = _for_number(gpu.split.row_bytes, rows)
-    least_parts = _for_number(gpu.split.parts, rows)
-    if n * itemsize < least_bytes or rows * n * itemsize > gpu.few.bytes or not operations.folded(operation):
+    least_bytes = _for_number(sizes.split.row_bytes, rows)
+    least_parts = _for_number(sizes.split.parts, rows)
+    if n * itemsize < least_bytes or rows * n * itemsize > sizes.few.bytes or not operations.folded(operation):
         return None
-    for parts in gpu.split.choices:
+    for parts in sizes.split.choices:
         length, beyond = divmod(n, parts)
         part_bytes = length * itemsize
-        if parts < least_parts or beyond or part_bytes % VECTOR_BYTES or part_bytes > gpu.held.row_bytes:
+        if parts < least_parts or beyond or part_bytes % VECTOR_BYTES or part_bytes > sizes.held.row_bytes:
             continue
-        part = held(gpu.held, rows * parts, length, itemsize)
+        part = held(sizes.held, rows * parts, length, itemsize)
         if part and parts % part.rows == 0:
             return SplitPlan(parts, part)
     return None
@@ -165,9 +165,9 @@ def _work_of(operation: RowSpec) -> Work:
     return Work.BACKWARD if len(folded) == signature.rows else Work.BACKWARD_FOLDING_ONE
 
 
-def tiled(gpu: Gpu, operation: RowSpec, rows: int, n: int, itemsize: int) -> TiledPlan | None:
+def tiled(sizes: RowSizes, operation: RowSpec, rows: int, n: int, itemsize: int) -> TiledPlan | None:
     """Plans for rows that come to shared memory in tiles; None if copies cannot be aligned, or rows are short."""
-    cutter = _Cutter(gpu, _work_of(operation), Signature.of(operation).rows, rows, n, itemsize)
+    cutter = _Cutter(sizes, _work_of(operation), Signature.of(operation).rows, rows, n, itemsize)
     if n % cutter.vector or n < 2 * cutter.chunk:
         return None
     if cutter.few:
@@ -187,13 +187,13 @@ class _Cutter:
     this one's.
 
     Attributes:
-      gpu: the GPU, with its sizes.
+      sizes: those of the GPU.
       work: what is done with the rows.
       arrays: the number of arrays that are read.
       rows, n, itemsize: the number of rows, their length, and the bytes of an element.
     """
 
-    gpu: Gpu
+    sizes: RowSizes
     work: Work
     arrays: int
     rows: int
@@ -218,16 +218,16 @@ class _Cutter:
     @property
     def few(self) -> bool:
         """Whether there are too few rows to give each a block."""
-        return self.rows * self.row_bytes <= self.gpu.few.bytes
+        return self.rows * self.row_bytes <= self.sizes.few.bytes
 
     @property
     def keep(self) -> KeepSizes:
         """The sizes for work that goes over a row twice."""
-        return self.gpu.keep[self.work, self.itemsize]
+        return self.sizes.keep[self.work, self.itemsize]
 
     def few_rows(self) -> TiledPlan:
         """Clusters that are so large that together they fill the GPU, and each block has a moderate part of a row."""
-        few = self.gpu.few
+        few = self.sizes.few
         blocks = max(_ceil(few.blocks, self.rows), _ceil(self.row_bytes, few.block_bytes))
         return self._cut(few.block, self._cluster(blocks), few.tile_cost)
 
@@ -236,8 +236,8 @@ class _Cutter:
 
         Several blocks of a multiprocessor read at the same time.
         """
-        stream = self.gpu.stream[self.work, self.itemsize]
-        cluster = min(self.gpu.cluster_blocks, max(1, _power_up_to(2 * self.gpu.multiprocessors // self.rows)))
+        stream = self.sizes.stream[self.work, self.itemsize]
+        cluster = min(self.sizes.cluster_blocks, max(1, _power_up_to(2 * self.sizes.gpu.multiprocessors // self.rows)))
         return self._cut(stream.block, cluster, stream.tile_cost)
 
     def one_block(self) -> TiledPlan | None:
@@ -251,21 +251,21 @@ class _Cutter:
         if self.row_bytes > self.keep.pair_bytes:
             return None
         for cluster in self.keep.pair_clusters:
-            plan = self._cut(self.gpu.pair.block, cluster, self.keep.tile_cost)
+            plan = self._cut(self.sizes.pair.block, cluster, self.keep.tile_cost)
             ring_bytes = plan.ring * plan.warpgroups * plan.slot_bytes * self.arrays
-            if plan.fits and ring_bytes <= self.gpu.pair.ring_bytes:
+            if plan.fits and ring_bytes <= self.sizes.pair.ring_bytes:
                 return plan
         return None
 
     def folded_kept(self) -> TiledPlan | None:
         """Persistent clusters that keep the array that is folded, and of the other one what is about to be needed."""
-        cluster = self._cluster(_ceil(self.n * self.itemsize, self.gpu.persistent.folded_bytes))
+        cluster = self._cluster(_ceil(self.n * self.itemsize, self.sizes.persistent.folded_bytes))
         for warpgroups in self.keep.folded_warpgroups:
-            block = Block(warpgroups, self.gpu.persistent.folded_chunks)
+            block = BlockShape(warpgroups, self.sizes.persistent.folded_chunks)
             plan = self._cut(block, cluster, self.keep.tile_cost, persistent=True)
-            slots = self.gpu.ring_bytes // (warpgroups * plan.slot_bytes)
-            left = min(slots - plan.share, self.gpu.ring_slots // warpgroups)
-            if left >= self.gpu.persistent.result_slots and plan.share * warpgroups <= self.gpu.ring_slots:
+            slots = self.sizes.ring_bytes // (warpgroups * plan.slot_bytes)
+            left = min(slots - plan.share, self.sizes.ring_slots // warpgroups)
+            if left >= self.sizes.persistent.result_slots and plan.share * warpgroups <= self.sizes.ring_slots:
                 return dataclasses.replace(plan, ring=plan.share, result_ring=left)
         return None
 
@@ -278,14 +278,16 @@ class _Cutter:
         """Persistent clusters whose rings and registers keep as much of a row as they can."""
         plans = [
             self._with_registers(self._cut(block, self._persistent, self.keep.tile_cost, persistent=True))
-            for block in self.gpu.persistent.register_blocks
+            for block in self.sizes.persistent.register_blocks
         ]
         return max(plans, key=lambda plan: min(1, (plan.ring + plan.held) / plan.share))
 
     @property
     def _persistent(self) -> int:
         """The number of blocks of a persistent cluster."""
-        return max(self.keep.persistent_cluster, self._cluster(_ceil(self.row_bytes, self.gpu.persistent.block_bytes)))
+        return max(
+            self.keep.persistent_cluster, self._cluster(_ceil(self.row_bytes, self.sizes.persistent.block_bytes))
+        )
 
     def _with_registers(self, plan: TiledPlan) -> TiledPlan:
         """The plan, with what fits in registers besides.
@@ -301,9 +303,9 @@ class _Cutter:
 
     def _cluster(self, blocks: int) -> int:
         """The number of blocks of a cluster that has at least this many, as far as it can."""
-        return min(self.gpu.cluster_blocks, _power_from(blocks))
+        return min(self.sizes.cluster_blocks, _power_from(blocks))
 
-    def _cut(self, block: Block, cluster: int, tile_cost: int, persistent: bool = False) -> TiledPlan:
+    def _cut(self, block: BlockShape, cluster: int, tile_cost: int, persistent: bool = False) -> TiledPlan:
         """Cuts rows into as few tiles as can be dealt out evenly.
 
         Args:
@@ -320,20 +322,20 @@ class _Cutter:
         members = warpgroups * cluster
         # Each warp group has at least one tile, and where rows are many, all but one have two.
         least = members if self.few else 2 * members - 1
-        sizes = [chunks for chunks in range(1, block.chunks + 1) if n >= least * chunks * chunk] or [1]
+        choices = [chunks for chunks in range(1, block.chunks + 1) if n >= least * chunks * chunk] or [1]
 
         def cost(chunks):
             tile = chunk * chunks
             return _ceil(_ceil(n, tile), members) * (tile + tile_cost), -chunks
 
-        chunks = min(sizes, key=cost)
+        chunks = min(choices, key=cost)
         tiles = _ceil(n, chunk * chunks)
         slot_bytes = THREADS * VECTOR_BYTES * chunks * self.arrays * warpgroups
-        ring = min(block.slots, self.gpu.ring_slots // warpgroups, self.gpu.ring_bytes // slot_bytes)
+        ring = min(block.slots, self.sizes.ring_slots // warpgroups, self.sizes.ring_bytes // slot_bytes)
         clusters = self.rows
         if persistent:
-            part = 1 if cluster <= 2 else self.gpu.persistent.placed
-            clusters = min(self.rows, int(self.gpu.multiprocessors * part) // cluster)
+            part = 1 if cluster <= 2 else self.sizes.persistent.placed
+            clusters = min(self.rows, int(self.sizes.gpu.multiprocessors * part) // cluster)
         else:
             ring = min(ring, _ceil(tiles, members))
         return TiledPlan(self.vector, chunks, tiles, ring, warpgroups, cluster, clusters)

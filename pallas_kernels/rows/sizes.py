@@ -1,19 +1,17 @@
-"""The sizes that decide how rows are cut up: a table with a row for each kind of GPU.
+"""The sizes that decide how rows are cut up: a table with a row for each generation of GPUs.
 
 `plan` cuts rows up by these sizes. They decide how fast the kernels are, and nothing of what is computed but its
-rounding. A new kind of GPU is a new row of `GPUS`. Nothing here imports Pallas, as whether there is a GPU that the
+rounding. Another generation is another row of `SIZES`. Nothing here imports Pallas, as whether there is a GPU that the
 kernels serve is asked before any kernel is needed.
 """
 
 import dataclasses
 import enum
 import math
-import re
 from collections.abc import Mapping
 
-import jax
-
-from jaxsoft._core import devices
+from jaxsoft._core import gpus
+from jaxsoft._core.gpus import Generation, Gpu
 
 
 class Work(enum.Enum):
@@ -59,7 +57,7 @@ class SplitSizes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
+class BlockShape:
     """The shape of a block of the kernel `tiled`.
 
     Attributes:
@@ -88,7 +86,7 @@ class FewSizes:
     bytes: int
     blocks: int
     block_bytes: int
-    block: Block
+    block: BlockShape
     tile_cost: int
 
 
@@ -101,7 +99,7 @@ class StreamSizes:
       tile_cost: what a tile costs beside its elements, in elements.
     """
 
-    block: Block
+    block: BlockShape
     tile_cost: int
 
 
@@ -128,11 +126,11 @@ class KeepSizes:
 
     tile_cost: int
     block_bytes: int
-    block: Block
+    block: BlockShape
     pair_clusters: tuple[int, ...] = ()
     pair_bytes: float = math.inf
     folded_warpgroups: tuple[int, ...] = ()
-    persistent_block: Block = Block(warpgroups=4, chunks=4)
+    persistent_block: BlockShape = BlockShape(warpgroups=4, chunks=4)
     persistent_cluster: int = 1
     register_elements: int = 80
 
@@ -147,7 +145,7 @@ class PairSizes:
     """
 
     ring_bytes: int
-    block: Block
+    block: BlockShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +166,7 @@ class PersistentSizes:
     folded_bytes: int
     folded_chunks: int
     result_slots: int
-    register_blocks: tuple[Block, ...]
+    register_blocks: tuple[BlockShape, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,28 +183,20 @@ class LeadSizes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Gpu:
-    """A kind of GPU: how it is recognised, its limits, and the sizes that are the fastest there.
+class RowSizes:
+    """The sizes that are the fastest on a GPU, and its limits.
 
     Attributes:
-      name: the name of the generation.
-      capabilities: the compute capabilities, 90 for 9.0.
-      kinds: a pattern of the names of its devices, as nothing else is known of one that is lowered for and not here.
-      multiprocessors: the number of multiprocessors, for a device that does not say.
+      gpu: the GPU.
       cluster_blocks: the largest number of blocks of a cluster.
-      ring_bytes: the shared memory for all rings of a block.
       ring_slots: the largest number of slots of a block for one array.
       held, split, few, pair, persistent: the sizes of these kernels and of these ways to cut up rows.
       stream, keep: the sizes of `tiled` by the work and the bytes of an element.
       lead: where these kernels are the default.
     """
 
-    name: str
-    capabilities: range
-    kinds: str
-    multiprocessors: int
+    gpu: Gpu
     cluster_blocks: int
-    ring_bytes: int
     ring_slots: int
     held: HeldSizes
     split: SplitSizes
@@ -217,17 +207,19 @@ class Gpu:
     persistent: PersistentSizes
     lead: LeadSizes
 
+    @property
+    def ring_bytes(self) -> int:
+        """The shared memory for all rings of a block."""
+        return self.gpu.shared_bytes - _RESERVED_BYTES
 
-# A block can have 227 KiB of the 228 KiB of shared memory of a multiprocessor, a cluster 16 blocks, and a thread of a
-# block of three warp groups 168 registers. All sizes that are not such limits were measured on an H200, on 2026-11-22
-# (`lead.cross_entropy` on 2026-11-23), and are the fastest of those that were tried.
-_HOPPER = Gpu(
-    name="Hopper",
-    capabilities=range(90, 100),
-    kinds=r"G?H\d{2,3}",
-    multiprocessors=132,
+
+_RESERVED_BYTES = 11 << 10  # of a block's shared memory, for barriers and what warp groups tell each other
+# A cluster can have 16 blocks, and a thread of a block of three warp groups 168 registers. All sizes that are not such
+# limits were measured on an H200, on 2026-11-22 (`lead.cross_entropy` on 2026-11-23), and are the fastest of those that
+# were tried.
+_HOPPER = RowSizes(
+    gpu=gpus.H200,
     cluster_blocks=16,
-    ring_bytes=216 << 10,
     ring_slots=32,
     held=HeldSizes(row_bytes=32 << 10, lane_bytes=64, side_bytes=32),
     split=SplitSizes(
@@ -235,33 +227,35 @@ _HOPPER = Gpu(
         parts=((1, 256), (7, 128), (math.inf, 64)),
         choices=(64, 128, 256, 512),
     ),
-    few=FewSizes(bytes=32 << 20, blocks=128, block_bytes=64 << 10, block=Block(warpgroups=2, chunks=4), tile_cost=256),
+    few=FewSizes(
+        bytes=32 << 20, blocks=128, block_bytes=64 << 10, block=BlockShape(warpgroups=2, chunks=4), tile_cost=256
+    ),
     stream={
         (work, itemsize): StreamSizes(block, tile_cost)
-        for work, block in ((Work.FOLD, Block(2, chunks=4, slots=3)), (Work.MAP, Block(4, chunks=2, slots=3)))
+        for work, block in ((Work.FOLD, BlockShape(2, chunks=4, slots=3)), (Work.MAP, BlockShape(4, chunks=2, slots=3)))
         for itemsize, tile_cost in ((4, 256), (2, 512))
     },
     keep={
         (Work.FORWARD, 4): KeepSizes(
             tile_cost=256,
             block_bytes=192 << 10,
-            block=Block(warpgroups=4, chunks=4),
+            block=BlockShape(warpgroups=4, chunks=4),
             pair_clusters=(2, 4),
             persistent_cluster=8,
         ),
         (Work.FORWARD, 2): KeepSizes(  # This has the most to compute for each byte.
             tile_cost=512,
             block_bytes=96 << 10,
-            block=Block(warpgroups=4, chunks=2),
+            block=BlockShape(warpgroups=4, chunks=2),
             pair_clusters=(2, 4, 8, 16),
-            persistent_block=Block(warpgroups=4, chunks=5),
+            persistent_block=BlockShape(warpgroups=4, chunks=5),
         ),
-        (Work.BACKWARD, 4): KeepSizes(tile_cost=256, block_bytes=192 << 10, block=Block(warpgroups=4, chunks=4)),
-        (Work.BACKWARD, 2): KeepSizes(tile_cost=512, block_bytes=192 << 10, block=Block(warpgroups=4, chunks=4)),
+        (Work.BACKWARD, 4): KeepSizes(tile_cost=256, block_bytes=192 << 10, block=BlockShape(warpgroups=4, chunks=4)),
+        (Work.BACKWARD, 2): KeepSizes(tile_cost=512, block_bytes=192 << 10, block=BlockShape(warpgroups=4, chunks=4)),
         (Work.BACKWARD_FOLDING_ONE, 4): KeepSizes(
             tile_cost=256,
             block_bytes=96 << 10,
-            block=Block(warpgroups=4, chunks=4),
+            block=BlockShape(warpgroups=4, chunks=4),
             pair_clusters=(2, 4),
             pair_bytes=256 << 10,
             folded_warpgroups=(2,),
@@ -270,14 +264,14 @@ _HOPPER = Gpu(
         (Work.BACKWARD_FOLDING_ONE, 2): KeepSizes(
             tile_cost=256,
             block_bytes=96 << 10,
-            block=Block(warpgroups=4, chunks=4),
+            block=BlockShape(warpgroups=4, chunks=4),
             pair_clusters=(2, 4),
             pair_bytes=256 << 10,
             folded_warpgroups=(4, 2),
             register_elements=48,
         ),
     },
-    pair=PairSizes(ring_bytes=100 << 10, block=Block(warpgroups=2, chunks=6)),
+    pair=PairSizes(ring_bytes=100 << 10, block=BlockShape(warpgroups=2, chunks=6)),
     persistent=PersistentSizes(
         # A cluster that finds no place would begin when the others end. On how many multiprocessors clusters can be
         # placed varies from chip to chip.
@@ -286,38 +280,18 @@ _HOPPER = Gpu(
         folded_bytes=152 << 10,
         folded_chunks=4,
         result_slots=2,
-        register_blocks=(Block(warpgroups=3, chunks=4), Block(warpgroups=3, chunks=2)),
+        register_blocks=(BlockShape(warpgroups=3, chunks=4), BlockShape(warpgroups=3, chunks=2)),
     ),
     lead=LeadSizes(softmax_rows={4: math.inf, 2: 4}, cross_entropy=True),
 )
 
-# These sizes were neither measured nor tested. They are those of Hopper, whose shared memory, registers and clusters
-# this generation has, too.
-_BLACKWELL = dataclasses.replace(
-    _HOPPER, name="data-centre Blackwell", capabilities=range(100, 110), kinds=r"G?B[1-3]00"
-)
-
-GPUS = (_HOPPER, _BLACKWELL)
+# Those of data-centre Blackwell were neither measured nor tested. They are those of Hopper, whose shared memory,
+# registers and clusters this generation has, too.
+SIZES = {Generation.HOPPER: _HOPPER, Generation.BLACKWELL: _HOPPER}
 
 
-def of_kind(kind: str) -> Gpu | None:
-    """The row for a device of this name, if there is one."""
-    return next((gpu for gpu in GPUS if re.search(rf"\b({gpu.kinds})\b", kind)), None)
-
-
-def of_capability(capability: int) -> Gpu | None:
-    """The row for a device of this compute capability, 90 for 9.0, if there is one."""
-    return next((gpu for gpu in GPUS if capability in gpu.capabilities), None)
-
-
-def target() -> Gpu:
-    """The row for the GPU that is lowered for, with as many multiprocessors as it has; the first if none is known."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if kind := devices.elsewhere():
-        gpu, multiprocessors = of_kind(kind) or GPUS[0], device and device.num_cores
-    elif present := devices.present():
-        gpu = next(map(of_capability, present.values())) or GPUS[0]
-        multiprocessors = jax.devices("cuda")[0].core_count
-    else:
-        return GPUS[0]
-    return dataclasses.replace(gpu, multiprocessors=multiprocessors) if multiprocessors else gpu
+def target() -> RowSizes:
+    """The sizes for the GPU that is lowered for; those for Hopper if none is known."""
+    gpu = gpus.assumed()
+    found = SIZES.get(gpu.generation)
+    return dataclasses.replace(found, gpu=gpu) if found else _HOPPER

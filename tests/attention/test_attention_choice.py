@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from common import target
 from jax.sharding import AbstractDevice, AbstractMesh
+from jaxsoft._core.carriers import CARRIERS
 from jaxsoft.pallas_kernels.attention import forward
 
 import jaxsoft
@@ -18,7 +19,6 @@ from jaxsoft._attention.form import STATE, Extra, Form
 from jaxsoft._attention.operation import Forward, Pullback
 from jaxsoft._attention.primitive import attention_operation
 from jaxsoft._core import cudnn
-from jaxsoft._core.carriers import CARRIERS
 
 CUDNN = r"__cudnn\$fmhaSoftmax(?:Backward)?"
 

@@ -233,25 +233,25 @@ def plain(operation, implementation, platform, *operands):
     return RowOperation(operation, RowForm(operands[0].dtype), implementation).choose(platform, operands).function
 
 
-@pytest.mark.parametrize("gpu", sizes.GPUS, ids=lambda gpu: gpu.name)
-def test_plans(gpu):
+@pytest.mark.parametrize("limits", sizes.SIZES.values(), ids=[generation.value for generation in sizes.SIZES])
+def test_plans(limits):
     """Rows of every length and number are cut up within the limits of the hardware, or refused."""
     lengths = {n + k for p in range(2, 26) for n in (2**p, 3 * 2 ** (p - 1)) for k in (0, 1, 2, 4, -8) if n + k > 0}
     for n, rows_, size in itertools.product(sorted(lengths), (1, 3, 64, 2000, 10**6), (2, 4)):
         for operation in PLAIN:
-            if cut := plans.held(gpu.held, rows_, n, size):
+            if cut := plans.held(limits.held, rows_, n, size):
                 assert cut.width <= n and n % cut.vector == 0 and cut.lanes in (2, 4, 8, 16, 32, 64, 128)
                 assert cut.rows <= rows_ or cut.repeat == 1
-            if cut := plans.split(gpu, operation, rows_, n, size):
+            if cut := plans.split(limits, operation, rows_, n, size):
                 assert n % cut.parts == 0 and cut.parts % cut.part.rows == 0 and cut.part.width <= n // cut.parts
-            if cut := plans.tiled(gpu, operation, rows_, n, size):
+            if cut := plans.tiled(limits, operation, rows_, n, size):
                 arrays = Signature.of(operation).rows
                 assert cut.tile <= n <= cut.tile * cut.tiles < n + cut.tile and cut.tiles >= cut.members
                 assert cut.ring * cut.warpgroups <= 32
                 slots = cut.ring + cut.result_ring if cut.result_ring else cut.ring * arrays
-                assert slots * cut.warpgroups * cut.tile * size <= gpu.ring_bytes
+                assert slots * cut.warpgroups * cut.tile * size <= limits.ring_bytes
                 assert cut.tiles > cut.members or n % cut.tile == 0  # one writer for what overlaps
-                assert cut.clusters == rows_ or cut.clusters * cut.cluster <= gpu.multiprocessors
+                assert cut.clusters == rows_ or cut.clusters * cut.cluster <= limits.gpu.multiprocessors
 
 
 @on_cpu

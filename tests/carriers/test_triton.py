@@ -4,6 +4,7 @@ The interpreter runs the kernels' arithmetic by numpy, whose sums and exponentia
 of values take these kernels with the others.
 """
 
+import dataclasses
 import functools
 import importlib.util
 import os
@@ -20,12 +21,13 @@ import numpy as np
 import pytest
 from common import on_cpu, operand, rows, slow, target
 from jax.sharding import PartitionSpec
-from jaxsoft.triton_kernels import devices
-from jaxsoft.triton_kernels.rows.plan import Plan, plan, tuning
+from jaxsoft.triton_kernels.rows.plan import TritonPlan, plan, tuning
 from truth import Truth, assert_last_place, assert_within, wide
 
 import jaxsoft
 from jaxsoft import triton_kernels
+from jaxsoft._core import gpus
+from jaxsoft._core.gpus import Generation
 from jaxsoft._rows.forms import RowForm
 from jaxsoft._rows.operation import RowOperation
 from jaxsoft._rows.operations import OPERATIONS as RECORDS
@@ -38,12 +40,12 @@ EPS = 2.0**-23
 # What the kernels distinguish: rows of one tile and of several, that end with them or not; several rows a program, of
 # which some do not exist; lanes, units, packs and vectors of one and of more.
 CUTS = {
-    "rows, exact": Plan(n=64, tiles=1, units=2, packs=1, rows=4, lanes=8, vector=4, warps=1),
-    "rows, masked": Plan(n=100, tiles=1, units=4, packs=1, rows=4, lanes=8, vector=4, warps=1),
-    "rows of one element": Plan(n=1, tiles=1, units=1, packs=1, rows=32, lanes=1, vector=1, warps=1),
-    "one row, masked": Plan(n=77, tiles=1, units=1, packs=4, rows=1, lanes=32, vector=1, warps=1),
-    "tiles, exact": Plan(n=128, tiles=2, units=1, packs=1, rows=1, lanes=32, vector=2, warps=1),
-    "tiles, masked": Plan(n=301, tiles=3, units=2, packs=2, rows=1, lanes=32, vector=1, warps=1),
+    "rows, exact": TritonPlan(n=64, tiles=1, units=2, packs=1, rows=4, lanes=8, vector=4, warps=1),
+    "rows, masked": TritonPlan(n=100, tiles=1, units=4, packs=1, rows=4, lanes=8, vector=4, warps=1),
+    "rows of one element": TritonPlan(n=1, tiles=1, units=1, packs=1, rows=32, lanes=1, vector=1, warps=1),
+    "one row, masked": TritonPlan(n=77, tiles=1, units=1, packs=4, rows=1, lanes=32, vector=1, warps=1),
+    "tiles, exact": TritonPlan(n=128, tiles=2, units=1, packs=1, rows=1, lanes=32, vector=2, warps=1),
+    "tiles, masked": TritonPlan(n=301, tiles=3, units=2, packs=2, rows=1, lanes=32, vector=1, warps=1),
 }
 
 needs_triton = pytest.mark.skipif(
@@ -58,7 +60,7 @@ def row_operands(operation: str) -> int:
 
 
 def sizes(operation: str, dtype):
-    return tuning(row_operands(operation), jnp.dtype(dtype).itemsize)
+    return tuning(Generation.HOPPER, row_operands(operation), jnp.dtype(dtype).itemsize)
 
 
 def statistic(dtype):
@@ -69,7 +71,7 @@ def statistic(dtype):
 @pytest.mark.parametrize("arrays", [1, 2])
 def test_plans(itemsize, arrays):
     """Every row is covered, once; and what a row is cut into does not depend on the others."""
-    limits = tuning(arrays, itemsize)
+    limits = tuning(Generation.HOPPER, arrays, itemsize)
     lengths = (*range(1, 70), 127, 1000, 1024, 2051, 4096, 16384, 16391, 32768, 32769, 50257, 2**20, 2**31 + 8)
     for n in lengths:
         cuts = [plan(count, n, itemsize, limits) for count in (1, 3, 600, 2**20, 2**31 - 1)]
@@ -90,9 +92,9 @@ def test_plans_fill_a_gpu():
     """Rows are put together only where there are many programs."""
     for n in (8, 100, 512, 1024):
         for count in (1, 100, 10_000, 10**6):
-            cut = plan(count, n, 4, tuning(1, 4))
+            cut = plan(count, n, 4, tuning(Generation.HOPPER, 1, 4))
             assert cut.rows * cut.lanes <= 32 or -(-count // cut.rows) >= 512
-        assert plan(10**6, n, 4, tuning(1, 4)).warps == 4
+        assert plan(10**6, n, 4, tuning(Generation.HOPPER, 1, 4)).warps == 4
 
 
 @pytest.fixture
@@ -123,7 +125,7 @@ def compiled(monkeypatch, tmp_path):
     return ptx
 
 
-def vectors(operation: str, cut: Plan) -> tuple[int, int]:
+def vectors(operation: str, cut: TritonPlan) -> tuple[int, int]:
     """How many 16-byte loads and stores a thread's part of a tile takes, each pass over it counted."""
     operands, results = row_operands(operation), OPERATIONS[operation].result_kinds.count(RowKind.ROW)
     each = cut.units * cut.packs * max(1, cut.rows * cut.lanes // (32 * cut.warps))
@@ -202,7 +204,7 @@ def formula(operation: str, *operands) -> tuple[jax.Array, ...]:
     return RowOperation(OPERATIONS[operation], RowForm(given[0].dtype), "xla").choose("cpu", types).function(*given)
 
 
-def interpreted(operation: str, calls: list[tuple[Plan, list[np.ndarray]]], folder: pathlib.Path):
+def interpreted(operation: str, calls: list[tuple[TritonPlan, list[np.ndarray]]], folder: pathlib.Path):
     """What the interpreter makes of an operation, in a process of its own."""
     kinds = OPERATIONS[operation].result_kinds
     types = [
@@ -272,7 +274,7 @@ def test_lowers(operation, kind):
 @needs_triton
 def test_lowers_under_transformations(monkeypatch):
     """Forward and backward are one kernel each, also under vmap and shard_map."""
-    monkeypatch.setattr(devices, "targets", lambda: {"NVIDIA H100 80GB HBM3": 90})
+    monkeypatch.setattr(gpus, "targets", lambda: {"NVIDIA H200": gpus.H200})
     if reason := triton_kernels.unavailable("cuda"):
         pytest.skip(reason)
     softmax, spec = functools.partial(jaxsoft.softmax, implementation="triton"), PartitionSpec("rows")
@@ -316,42 +318,14 @@ def test_without_the_gpu_support_of_jax(monkeypatch):
     assert "JAX's GPU support" in triton_kernels._broken.__wrapped__()
 
 
-@pytest.mark.parametrize(
-    "kind, capability",
-    [
-        ("NVIDIA A100-SXM4-80GB", 80),
-        ("NVIDIA A10G", 86),
-        ("NVIDIA RTX A6000", 86),
-        ("NVIDIA L4", 89),
-        ("NVIDIA L40S", 89),
-        ("NVIDIA GeForce RTX 4090", 89),
-        ("NVIDIA H100 PCIe", 90),
-        ("NVIDIA H200", 90),
-        ("NVIDIA GH200 480GB", 90),
-        ("NVIDIA B200", 100),
-        ("NVIDIA GeForce RTX 5090", 120),
-        ("Tesla T4", None),
-        ("Quadro RTX 5000", None),
-        ("Quadro RTX 4000", None),
-        ("Quadro RTX 3000", None),
-        ("NVIDIA TITAN V", None),
-    ],
-)
-@on_cpu
-def test_compute_capabilities(kind, capability):
-    with target(kind):
-        assert devices.targets() == {kind: capability}
-        if capability:
-            assert devices.capability() == capability
-
-
 def test_several_compute_capabilities(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: "found")
     for found, reason in (
         ({"NVIDIA A100": 80, "NVIDIA H100": 90}, "one compute capability, .*NVIDIA A100, NVIDIA H100"),
         ({"Tesla V100": 70, "NVIDIA H100": 90}, r"this is Tesla V100 \(7\.0\)"),
     ):
-        monkeypatch.setattr(devices, "targets", lambda found=found: found)
+        known = {kind: dataclasses.replace(gpus.H200, capability=number) for kind, number in found.items()}
+        monkeypatch.setattr(gpus, "targets", lambda known=known: known)
         with pytest.raises(ValueError, match=reason):
             RowOperation(STATE, RowForm(np.dtype(np.float32)), "triton").choose(
                 "cuda", [operand((2, 1024), jnp.float32)]

@@ -15,9 +15,9 @@ import pytest
 from common import interpreted, on_gpu, target
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxsoft.pallas_kernels.head import gradients, products, statistics
-from jaxsoft.pallas_kernels.rows import sizes
 
 from jaxsoft import linear_softmax_cross_entropy as linear
+from jaxsoft._core import gpus
 from jaxsoft._head import kernels
 from jaxsoft._rows.spec import NO_ROW
 
@@ -56,11 +56,11 @@ def exact(scores, hidden, weight, bias, label):
 CASES = pytest.mark.parametrize(
     ("shape", "dtype", "scores", "biased"),
     [
-        ((136, 128, 320), BF16, products.Scores(), False),
-        ((130, 64, 576), F16, products.Scores(-0.5, 3.0, entropy=True), True),
-        ((3, 192, 64), BF16, products.Scores(2.0, summed=True), True),
-        ((9, 64, 320), BF16, products.Scores(1.0, 1e30), False),
-        ((9, 64, 320), BF16, products.Scores(1.0, 1e-30), False),
+        ((136, 128, 320), BF16, products.HeadScores(), False),
+        ((130, 64, 576), F16, products.HeadScores(-0.5, 3.0, entropy=True), True),
+        ((3, 192, 64), BF16, products.HeadScores(2.0, summed=True), True),
+        ((9, 64, 320), BF16, products.HeadScores(1.0, 1e30), False),
+        ((9, 64, 320), BF16, products.HeadScores(1.0, 1e-30), False),
     ],
     ids=["plain", "cap and entropy", "sums of few", "large cap", "small cap"],
 )
@@ -70,8 +70,8 @@ CASES = pytest.mark.parametrize(
 def interpreter(monkeypatch):
     """Interprets the kernels, in three blocks, so that a block has several tiles."""
     monkeypatch.setattr(products, "INTERPRET", plgpu.InterpretGPUParams(detect_races=True))
-    few = dataclasses.replace(sizes.GPUS[0], multiprocessors=3)
-    monkeypatch.setattr(sizes, "target", lambda: few)
+    few = dataclasses.replace(gpus.H200, multiprocessors=3)
+    monkeypatch.setattr(gpus, "assumed", lambda: few)
 
 
 @interpreted
@@ -106,8 +106,8 @@ def test_gradients(interpreter, capfd, shape, dtype, scores, biased):
 @pytest.mark.parametrize("cap", [None, 20.0], ids=str)
 @pytest.mark.parametrize("wanted", [{}, {"entropy": True}, {"summed": True}], ids=["state", "entropy", "sums"])
 def test_on_gpu(shape, dtype, cap, wanted):
-    check_statistics(shape, dtype, products.Scores(1.0, cap, **wanted), bool(wanted))
-    check_gradients(shape, dtype, products.Scores(0.7, cap, **wanted), bool(wanted))
+    check_statistics(shape, dtype, products.HeadScores(1.0, cap, **wanted), bool(wanted))
+    check_gradients(shape, dtype, products.HeadScores(0.7, cap, **wanted), bool(wanted))
 
 
 def bias_of(classes):

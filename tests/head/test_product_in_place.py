@@ -10,13 +10,15 @@ from common import forget_heads, same_bits, slow, target
 from test_head_kernels import HOPPER
 
 from jaxsoft import linear_softmax_cross_entropy as linear
-from jaxsoft._core import devices, library
+from jaxsoft._core import gpus, library
 from jaxsoft._head import ffi
 
 needs_kernel = pytest.mark.skipif(
     "product_in_place" not in library.operations("cuda"), reason="the kernel for Hopper was not built"
 )
-on_hopper = pytest.mark.skipif(needs_kernel.args[0] or not devices.are_hopper(), reason="checks a kernel for Hopper")
+on_hopper = pytest.mark.skipif(
+    needs_kernel.args[0] or gpus.generation() is not gpus.Generation.HOPPER, reason="checks a kernel for Hopper"
+)
 each_dtype = pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=lambda dtype: dtype.__name__)
 # Rows, width and classes: around the 64 rows of a step, the 256 columns of a panel, and 4 steps in shared memory; more
 # panels than groups; the most blocks of a group, and more than fit on a GPU.

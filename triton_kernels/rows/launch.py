@@ -6,11 +6,12 @@ import math
 import jax
 import jax_triton
 
+from jaxsoft._core.gpus import Gpu
 from jaxsoft._rows.spec import RowKind, RowSpec
 from jaxsoft.fold import accumulator
 
 from . import kernels
-from .plan import Plan, plan, tuning
+from .plan import TritonPlan, plan, tuning
 
 # jax-triton 0.4 renamed the argument that takes the results' types.
 _RESULTS = next(
@@ -18,12 +19,12 @@ _RESULTS = next(
 )
 
 
-def call(operation: RowSpec, capability: int, *operands: jax.Array, cut: Plan | None = None) -> tuple[jax.Array, ...]:
+def call(operation: RowSpec, gpu: Gpu, *operands: jax.Array, cut: TritonPlan | None = None) -> tuple[jax.Array, ...]:
     """Runs an operation in its plain form.
 
     Args:
       operation: which.
-      capability: the compute capability of the GPU, as 90 for 9.0.
+      gpu: that the kernel is compiled for.
       operands: those of the operation, of shape (..., n), or (...) for one number a row.
       cut: how the work is cut up, if not as `plan` says.
     """
@@ -32,7 +33,7 @@ def call(operation: RowSpec, capability: int, *operands: jax.Array, cut: Plan | 
     rows = math.prod(leading)
     arrays = sum(v.ndim == x.ndim for v in operands)
     if cut is None:
-        cut = plan(rows, n, x.dtype.itemsize, tuning(arrays, x.dtype.itemsize))
+        cut = plan(rows, n, x.dtype.itemsize, tuning(gpu.generation, arrays, x.dtype.itemsize))
     full = jax.ShapeDtypeStruct((rows, n), x.dtype)
     statistic = jax.ShapeDtypeStruct((rows,), accumulator(x.dtype))
     results = tuple({RowKind.ROW: full, RowKind.STATISTIC: statistic}[kind] for kind in operation.result_kinds)
@@ -43,7 +44,7 @@ def call(operation: RowSpec, capability: int, *operands: jax.Array, cut: Plan | 
         grid=(-(-rows // cut.rows),),
         name=f"jaxsoft_{operation.name}",
         num_warps=cut.warps,
-        compute_capability=capability,
+        compute_capability=gpu.capability,
         plan=cut,
         **{_RESULTS: results},
     )

@@ -5,6 +5,8 @@
 
 import dataclasses
 
+from jaxsoft._core.gpus import Generation
+
 _VECTOR_BYTES = 16  # a thread loads and stores this much at a time
 _WARP = 32  # lanes
 # Triton compiles slowly where a tile has many units, so a long row has up to _UNITS of them, with several packs each.
@@ -42,7 +44,7 @@ class Tuning:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class TritonPlan:
     """How a kernel cuts up its work.
 
     Attributes:
@@ -81,23 +83,27 @@ class Plan:
         return self.tiles * self.tile == self.n
 
 
-# By what a kernel reads: one array of rows or two, of up to 32 bits an element, or 64 bits. The sizes are those that
-# the records on an H200 were taken with (see benchmarks/results). No other GPU was measured.
+# By the generation of the GPU, and by what a kernel reads: one array of rows or two, of up to 32 bits an element, or 64
+# bits. The sizes are those that the records on an H200 were taken with (see benchmarks/results). No other GPU was
+# measured, and those without a row take these as well.
 TUNING = {
-    "one array": Tuning(),
-    "two arrays": Tuning(held=16, most_held=32, tile_held=8),
-    "64 bits": Tuning(held=8, most_held=16, tile_lanes=512, tile_held=8),
+    Generation.HOPPER: {
+        "one array": Tuning(),
+        "two arrays": Tuning(held=16, most_held=32, tile_held=8),
+        "64 bits": Tuning(held=8, most_held=16, tile_lanes=512, tile_held=8),
+    },
 }
 
 
-def tuning(arrays: int, itemsize: int) -> Tuning:
+def tuning(generation: Generation, arrays: int, itemsize: int) -> Tuning:
     """The sizes for a kernel that reads this many arrays of rows with elements of this many bytes."""
+    sizes = TUNING.get(generation, TUNING[Generation.HOPPER])
     if itemsize == 8:
-        return TUNING["64 bits"]
-    return TUNING["two arrays" if arrays == 2 else "one array"]
+        return sizes["64 bits"]
+    return sizes["two arrays" if arrays == 2 else "one array"]
 
 
-def plan(rows: int, n: int, itemsize: int, sizes: Tuning) -> Plan:
+def plan(rows: int, n: int, itemsize: int, sizes: Tuning) -> TritonPlan:
     """Cuts `rows` rows of `n` elements."""
     vector = _VECTOR_BYTES // itemsize
     while n % vector:
@@ -112,11 +118,11 @@ def plan(rows: int, n: int, itemsize: int, sizes: Tuning) -> Plan:
     if tiles == 1 and lanes < sizes.threads and held <= _MOST_UNITS:
         together = sizes.threads // lanes * _power(max(1, sizes.held // (held * vector)))
         together = max(_WARP // lanes, 1, min(together, _power(max(1, rows // sizes.programs))))
-        return Plan(n, 1, held, 1, together, lanes, vector, min(together * lanes, sizes.threads) // _WARP)
+        return TritonPlan(n, 1, held, 1, together, lanes, vector, min(together * lanes, sizes.threads) // _WARP)
     lanes = max(lanes, _WARP)
     held = _ceil(n, tiles * lanes * vector)
     packs = _least_power(_ceil(held, _UNITS))
-    return Plan(n, tiles, _ceil(held, packs), packs, 1, lanes, vector, lanes // _WARP)
+    return TritonPlan(n, tiles, _ceil(held, packs), packs, 1, lanes, vector, lanes // _WARP)
 
 
 def _ceil(a: int, b: int) -> int:
