@@ -27,15 +27,18 @@ struct Shape {
 // The buffers of a call. An operation's record in operations.h says which of them it has, and of which kind they are.
 struct Buffers {
   Buffer first;                                // scores, or the probabilities that softmax_vjp reads instead
+  Buffer other;                                // the other scores, of operations with two arrays of them
   Buffer cotangents;                           // one an element
   Buffer maximum, sum;                         // the state: results of some operations, operands of others
-  Buffer beside;                               // a sum beside the state: label_sums' distances, the products
+  Buffer beside;                               // beside the state: label_sums' distances, the products, the divergence
+  Buffer ratio;                                // of the other scores' sum of exponentials to that of the scores
   Buffer cotangent;                            // one a row: of the logsumexp or the entropy
   Buffer label;                                // a row's label; kNoRow in a row that is not read
   Buffer label_score, count;                   // results of operations with labels
   Buffer label_cotangent, distance_cotangent;  // operands of their derivatives
   Buffer entropy_cotangent;                    // the same, where `cotangent` is the logsumexp's
   Buffer result;                               // one an element; of top_k, the probabilities of the values
+  Buffer other_result;                         // one an element of the other scores
   Buffer values, indices;                      // results of top_k
   Buffer workspace;  // bytes for the kernel's own use, allocated by XLA with the other buffers: what a handler asks for
                      // while a CUDA graph is recorded would be gone when the graph runs

@@ -13,8 +13,8 @@
 
 namespace jaxsoft {
 
-// The scores are z = x * scale + bias. The elements that count are those before the limit whose `where` is true.
-enum class ExtraName { scale, limit, where, bias };
+// The scores are z = x * scale + bias, and of other scores y * other_scale. The elements that count are those before the limit whose `where` is true.
+enum class ExtraName { scale, limit, where, bias, other_scale };
 
 // One extra of a call. A stride is counted in elements, and is 0 in a group of dimensions that it is broadcast over.
 struct Extra {
@@ -28,7 +28,7 @@ struct Extras {
   int groups = 0;
   int64_t size[kGroups] = {};
   int64_t divisor[kGroups] = {};  // rows from one step in a group to the next: the product of the sizes inside it
-  Extra scale, limit, where, bias;
+  Extra scale, limit, where, bias, other_scale;
 
   // The element at which a row's part of an extra begins.
   int64_t offset(const Extra& extra, int64_t row) const {
@@ -53,6 +53,7 @@ inline constexpr ExtraRecord kExtraRecords[] = {
     {ExtraName::limit, 'l', "limit", false, &Extras::limit},
     {ExtraName::where, 'w', "where", true, &Extras::where},
     {ExtraName::bias, 'b', "bias", true, &Extras::bias},
+    {ExtraName::other_scale, 'S', "other_scale", false, &Extras::other_scale},
 };
 
 inline ffi::DataType extra_dtype(ExtraName name, ffi::DataType dtype) {
@@ -61,6 +62,7 @@ inline ffi::DataType extra_dtype(ExtraName name, ffi::DataType dtype) {
     case ExtraName::limit: return ffi::S32;
     case ExtraName::where: return ffi::PRED;
     case ExtraName::bias: return dtype;
+    case ExtraName::other_scale: return state_dtype(dtype);
   }
   return ffi::DataType::INVALID;
 }

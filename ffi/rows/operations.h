@@ -24,13 +24,17 @@
   operand(distance_cotangent, number, distance_cotangent)   \
   operand(entropy_cotangent, number, entropy_cotangent)     \
   operand(result, row, result)                              \
+  operand(other_scores, row, other)                         \
+  operand(other_result, row, other_result)                  \
+  operand(ratio, number, ratio)                             \
+  operand(divergence, number, beside)                       \
   operand(values, chosen, values)                           \
   operand(chosen_probabilities, chosen_result, result)      \
   operand(indices, index, indices)
 
 // The records: name, struct of the CUDA kernels, operands, results, extras, features. Operations may share a struct.
-// The build finds it in a file of cuda/rows/operations, and compiles it for every element type. TopK is only a name:
-// the kernels of top_k are in cuda/rows/top_k.cu.
+// The build finds it in a file of cuda/rows/operations, and compiles it for every element type. TopK and KlDivergence
+// are only names: their kernels are in cuda/rows/top_k.cu and cuda/rows/kl_divergence.cu.
 //
 // In what follows (m, s) is the state of a row's scores z, which is their maximum and the sum of exp(z - m), and
 // p = exp(z - m) / s. An element that does not count is 0 in a result, and -inf in log_softmax's.
@@ -55,6 +59,12 @@
 //   label_entropy    What label_state gives, and the products of the row without its label's score.
 //   label_entropy_vjp  p * (g - ((z - m) - products / s) * h), of a row's cotangent g and the entropy's cotangent h;
 //                    and at the label, the label's cotangent.
+//   kl_divergence    Of the softmax p of scores z, and q of the other scores w: the state of z, the ratio c, which is the
+//                    logsumexp of w less that of z, and sum(p * (log(p) - log(q))). Where z has nothing above -inf, the
+//                    ratio is the logsumexp of w, and the divergence 0.
+//   kl_divergence_vjp  scale * g * p * (-d - divergence) and other_scale * g * (q - p), of a row's cotangent g, with
+//                    d = (w - z) - c.
+//   kl_divergence_vjp_other  The latter alone.
 #define JAXSOFT_ROW_OPERATIONS(record)                                                                                 \
   record(softmax, Softmax, {scores}, {result}, {scale, limit, where, bias}, {trailing, workspace})                     \
   record(softmax_vjp, SoftmaxVjp, {probabilities, cotangents}, {result}, {scale, limit},                               \
@@ -82,7 +92,13 @@
          {cap, workspace})                                                                                             \
   record(label_entropy_vjp, EntropyVjp,                                                                                \
          {scores, label, maximum, sum, products, cotangent, label_cotangent, entropy_cotangent}, {result},             \
-         {limit, where}, {cap})
+         {limit, where}, {cap})                                                                                        \
+  record(kl_divergence, KlDivergence, {scores, other_scores}, {maximum, sum, ratio, divergence},                       \
+         {scale, limit, where, other_scale}, {workspace})                                                              \
+  record(kl_divergence_vjp, KlDivergence, {scores, other_scores, maximum, sum, ratio, divergence, cotangent},          \
+         {result, other_result}, {scale, limit, where, other_scale}, {})                                               \
+  record(kl_divergence_vjp_other, KlDivergence, {scores, other_scores, maximum, sum, ratio, divergence, cotangent},    \
+         {other_result}, {scale, limit, where, other_scale}, {})
 
 namespace jaxsoft {
 

@@ -38,7 +38,7 @@ JAXSOFT_ROW_OPERANDS(JAXSOFT_OPERAND)
 #undef JAXSOFT_OPERAND
 
 inline constexpr auto scale = ExtraName::scale, limit = ExtraName::limit, where = ExtraName::where,
-                      bias = ExtraName::bias;
+                      bias = ExtraName::bias, other_scale = ExtraName::other_scale;
 inline constexpr auto masked = Feature::masked, cap = Feature::cap, trailing = Feature::trailing,
                       workspace = Feature::workspace;
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxsoft._core import devices
+from jaxsoft._core import gpus
 from jaxsoft._core.implementations import Choice, collected
 
 
@@ -60,7 +60,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     softmax      xla
     softmax_vjp  xla
     """
-    elsewhere = devices.elsewhere() is not None
+    elsewhere = gpus.elsewhere() is not None
     with collected() as found:
         # A new function each time, as JAX keeps what it has lowered.
         traced = jax.jit(lambda *args, **kwargs: function(*args, **kwargs)).trace(*args, **kwargs)

@@ -20,7 +20,6 @@ from jaxsoft._ops.arguments import (
 from jaxsoft._rows.derivative import differentiable
 from jaxsoft._rows.forms import RowForm
 
-
 type _Extras = tuple[jax.Array | None, jax.Array | None, jax.Array | None]  # where, scale and bias
 
 

@@ -16,6 +16,7 @@
 #include "../../rows/checks.h"
 #include "../../rows/targets.h"
 #include "../handlers.cuh"
+#include "kl_divergence.cuh"
 #include "rows.cuh"
 #include "top_k.cuh"
 
@@ -57,10 +58,13 @@ Arguments<T> arguments(const Call& call) {
 }
 
 template <template <class> class Op, class T>
-cudaError_t run_operation(const Arguments<T>& args, const Buffers& buffers, cudaStream_t stream) {
+cudaError_t run_operation(const Arguments<T>& args, const Call& call, cudaStream_t stream) {
+  const Buffers& buffers = call.buffers;
   void* const workspace = buffers.workspace.data;
   const int64_t bytes = buffers.workspace.bytes();
-  if constexpr (!std::is_same_v<Op<T>, TopK<T>>) {
+  if constexpr (std::is_same_v<Op<T>, KlDivergence<T>>) {
+    return run_kl_divergence<T>(call, stream);
+  } else if constexpr (!std::is_same_v<Op<T>, TopK<T>>) {
     return run<Op>(args, workspace, bytes, stream);
   } else if constexpr (std::is_same_v<T, double>) {
     return cudaErrorInvalidValue;  // `handle` has refused it
@@ -76,7 +80,7 @@ cudaError_t run_typed(Name name, const Call& call, cudaStream_t stream) {
   const Arguments<T> args = arguments<T>(call);
   switch (name) {
 #define JAXSOFT_CASE(name, Op, ...) \
-  case Name::name: return run_operation<Op>(args, call.buffers, stream);
+  case Name::name: return run_operation<Op>(args, call, stream);
     JAXSOFT_ROW_OPERATIONS(JAXSOFT_CASE)
 #undef JAXSOFT_CASE
   }

@@ -1,0 +1,518 @@
+// kl_divergence: sum(p * (log(p) - log(q))) of each row, with p the softmax of scores z and q that of scores w, reading
+// each array once.
+//
+// With d = log(q / p) = (w - z) - c, where c is the logsumexp of w less that of z, the sum of p * (exp(d) - 1) is 0. So
+// the divergence is the sum of p * h(d), with h(d) = exp(d) - 1 - d. No term is negative, and nothing cancels, however
+// near p and q are. What a part of a row is reduced to has all this for the part alone; the chain rule combines parts:
+//
+//   m, s     the state of its scores z
+//   c, k     the ratio and the divergence within the part
+//   mq, sq   the state of those of its scores w beside which z has nearly no weight: they add to q alone
+//
+// c and k keep all their digits relative to themselves, since they are found from sums of exp(d) - 1 and of h(d) with a
+// reference near c in d's place of it, which is corrected in the end.
+//
+// The gradients are g * p * (-d - k) by z, and g * (q - p) = g * p * (exp(d) - 1) by w, times their scales.
+#include "kl_divergence.cuh"
+
+#include <algorithm>
+#include <climits>
+
+#include "../devices.cuh"
+#include "../exponential.cuh"
+#include "../window.cuh"
+
+namespace jaxsoft::cuda {
+namespace {
+
+// Up to here |d| is small, and h is a series. Up to kLargest exp(d) is taken; beyond, p adds nothing to q.
+constexpr float kSmall = 0.25f, kLargest = 60;
+// In the place of a distance of -inf: the divergence is then above kInfinite.
+constexpr float kFurthest = -1e30f, kInfinite = 1e20f;
+
+template <class A>
+__device__ A reference(A m) {
+  return isfinite(m) ? m : A(0);
+}
+// exp(x), as a term of a sum.
+template <class A>
+__device__ A term(A x) {
+  return power(exponent<false>(x, A(0)));
+}
+// exp(m - to), by which a sum relative to m is multiplied to be relative to `to`. 0 for an m of -inf.
+template <class A>
+__device__ A weight(A m, A to) {
+  return term(m - reference(to));
+}
+// h(d) for small d.
+template <class A>
+__device__ A small_beyond(A d) {
+  constexpr int terms = sizeof(A) == 4 ? 6 : 13;
+  double factorial[terms + 2] = {1, 1};
+  for (int i = 2; i < terms + 2; i++) factorial[i] = factorial[i - 1] * i;
+  A sum = A(1 / factorial[terms + 1]);
+#pragma unroll
+  for (int i = terms; i >= 2; i--) sum = fma(sum, d, A(1 / factorial[i]));
+  return d * d * sum;
+}
+template <class A>
+__device__ A beyond(A d) {
+  return fabs(d) < A(kSmall) ? small_beyond(d) : term(d) - 1 - d;
+}
+template <class A>
+__device__ A minus_1(A d) {
+  return fabs(d) < A(kSmall) ? d + small_beyond(d) : term(d) - 1;
+}
+
+// Sums of a set of elements, or of parts, with d from a reference: of the weights a of p, of a * (exp(d) - 1), of
+// a * exp(d), and of a * h(d).
+template <class A>
+struct Sums {
+  A s = 0, excess = 0, grown = 0, beyond = 0;
+  __device__ void scale(A factor) { s *= factor, excess *= factor, grown *= factor, beyond *= factor; }
+  __device__ void add(A a, A d, A within) {
+    s += a, excess += a * minus_1(d), grown += a * term(d), beyond += a * (within + cuda::beyond(d));
+  }
+};
+
+template <class A>
+struct Part {
+  A m = -INFINITY, s = 0, c = 0, k = 0, mq = -INFINITY, sq = 0;
+
+  // What sums with the reference c amount to: the reference is corrected by what the sum of p * (exp(d) - 1) is not 0.
+  __device__ void set(A c, const Sums<A>& sums) {
+    s = sums.s, this->c = c, k = 0;
+    if (s == 0) return;
+    const A excess = sums.excess / s;
+    A log, less;  // log(1 + excess), and that less excess
+    if (fabs(excess) < A(0.5)) {
+      log = log1p(excess);
+      A series = 0;
+      for (int i = 24; i >= 2; i--) series = A(i % 2 ? 1.0 : -1.0) / i + excess * series;
+      less = fabs(excess) < A(0.1) ? excess * excess * series : log - excess;
+    } else {
+      log = ::log(max(sums.grown / s, A(1e-30)));
+      less = log - excess;
+    }
+    this->c += log, k = sums.beyond / s + less;
+  }
+  // Adds scores that belong to q alone, given as the logarithm of their sum.
+  __device__ void add_alone(A w, A count = 1) {
+    if (w > mq) sq *= weight(mq, w), mq = w;
+    sq += count * term(w - reference(mq));
+  }
+};
+
+// One of the parts that are combined, given the maximum m and the ratio c of the one with the most weight.
+template <class A>
+__device__ void add_part(Part<A>& to, Sums<A>& sums, const Part<A>& part, A m, A c) {
+  const A a = part.s * weight(part.m, m);
+  if (part.sq != 0) to.add_alone(part.mq, part.sq);
+  if (part.s == 0) return;
+  const A d = part.c - c;
+  if (d > A(kLargest)) {
+    to.add_alone(part.m + ::log(part.s) + part.c);
+    sums.s += a, sums.excess -= a, sums.beyond += a * (part.k - 1 - d);
+  } else {
+    sums.add(a, d, part.k);
+  }
+}
+
+template <class A>
+__device__ Part<A> combine(const Part<A>& a, const Part<A>& b) {
+  Part<A> both;
+  both.m = max(a.m, b.m);
+  Sums<A> sums;
+  const bool first = a.s * weight(a.m, both.m) >= b.s * weight(b.m, both.m);
+  const A c = first ? a.c : b.c;
+  add_part(both, sums, a, both.m, c), add_part(both, sums, b, both.m, c);
+  both.set(c, sums);
+  return both;
+}
+
+template <class A>
+__device__ A add_lanes(A x) {
+  for (int mask = 16; mask > 0; mask /= 2) x += __shfl_xor_sync(0xffffffffu, x, mask);
+  return x;
+}
+template <class A>
+__device__ A largest_of_lanes(A x) {
+  for (int mask = 16; mask > 0; mask /= 2) x = max(x, __shfl_xor_sync(0xffffffffu, x, mask));
+  return x;
+}
+
+// Combines the parts of all lanes of a warp, in each of them.
+template <class A>
+__device__ Part<A> reduce_warp(const Part<A>& part) {
+  Part<A> all, own;
+  all.m = largest_of_lanes(part.m);
+  const A mass = part.s * weight(part.m, all.m), most = largest_of_lanes(mass);
+  const unsigned best = __ballot_sync(0xffffffffu, mass == most);
+  const A c = __shfl_sync(0xffffffffu, part.c, best ? __ffs(best) - 1 : 0);
+  Sums<A> sums;
+  add_part(own, sums, part, all.m, c);
+  sums = {add_lanes(sums.s), add_lanes(sums.excess), add_lanes(sums.grown), add_lanes(sums.beyond)};
+  all.mq = largest_of_lanes(own.mq);
+  all.sq = add_lanes(own.sq * weight(own.mq, all.mq));
+  all.set(c, sums);
+  return all;
+}
+
+template <class A>
+__device__ Part<A> reduce_block(Part<A> part) {
+  part = reduce_warp(part);
+  if (blockDim.x == 32) return part;
+  __shared__ Part<A> warps[32];
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = part;
+  __syncthreads();
+  const int lane = threadIdx.x % 32;
+  return reduce_warp(lane < blockDim.x / 32 ? warps[lane] : Part<A>());
+}
+
+// A thread's part as it grows, with sums whose reference is c.
+template <class A>
+struct Running {
+  Part<A> part;
+  Sums<A> sums;
+
+  template <int count>
+  __device__ void add(const A (&z)[count], const A (&w)[count]) {
+    A top = z[0];
+#pragma unroll
+    for (int k = 1; k < count; k++) top = max(top, z[k]);
+    if (top > part.m) sums.scale(weight(part.m, top)), part.m = top;
+    const A from = reference(part.m);
+    A a[count], mass = 0;
+#pragma unroll
+    for (int k = 0; k < count; k++) a[k] = term(z[k] - from), mass += a[k];
+    if (!(mass <= sums.s)) move_reference(z, w, top);
+    bool small = true;
+#pragma unroll
+    for (int k = 0; k < count; k++) small = small && fabs((w[k] - z[k]) - part.c) < A(kSmall);
+    if (small) {
+      A excess = 0, over = 0;
+#pragma unroll
+      for (int k = 0; k < count; k++) {
+        const A d = (w[k] - z[k]) - part.c, h = small_beyond(d);
+        over = fma(a[k], h, over), excess = fma(a[k], d + h, excess);
+      }
+      sums.s += mass, sums.excess += excess, sums.grown += mass + excess, sums.beyond += over;
+    } else {
+      sums.s += mass;
+#pragma unroll
+      for (int k = 0; k < count; k++) add_far(a[k], (w[k] - z[k]) - part.c, w[k]);
+    }
+  }
+  // Adds an element to the sums other than that of a.
+  __device__ void add_far(A a, A d, A w) {
+    if (a == 0 || !(d <= A(kLargest))) {  // or if it is NaN
+      if (w != A(-INFINITY)) part.add_alone(w);
+      if (a != 0) sums.excess -= a, sums.beyond -= a + a * d;
+      return;
+    }
+    if (fabs(d) < A(kSmall)) {
+      const A h = small_beyond(d);
+      sums.beyond = fma(a, h, sums.beyond), sums.excess = fma(a, d + h, sums.excess);
+      sums.grown += fma(a, d + h, a);
+      return;
+    }
+    d = max(d, A(kFurthest));
+    const A grown = a * term(d), excess = grown - a;
+    sums.grown += grown, sums.excess += excess, sums.beyond += fma(-a, d, excess);
+  }
+  // Takes the ratio of the largest of these elements, which have more weight than all before, as the reference.
+  template <int count>
+  __device__ void move_reference(const A (&z)[count], const A (&w)[count], A top) {
+    A c = part.c;
+#pragma unroll
+    for (int k = 0; k < count; k++)
+      if (z[k] == top && isfinite(w[k] - z[k])) c = w[k] - z[k];
+    const A by = c - part.c;
+    if (sums.s != 0 && fabs(by) < A(kSmall / 2)) return;
+    if (sums.s != 0) {
+      const A product = sums.excess - sums.beyond;  // the sum of a * d
+      const A factor = term(-by), less = minus_1(-by);
+      if (!(fabs(by) < A(kLargest))) return;
+      sums.beyond = fma(factor, sums.beyond, fma(less, product, sums.s * beyond(-by)));
+      sums.excess = fma(factor, sums.excess, sums.s * less);
+      sums.grown *= factor;
+    }
+    part.c = c;
+  }
+  __device__ Part<A> finish() const {
+    Part<A> done = part;
+    done.set(part.c, sums);
+    return done;
+  }
+};
+
+template <class T>
+struct Arguments {
+  using A = Accumulator<T>;
+  const T *x, *y;
+  T *dx, *dy;
+  A *m, *s, *ratio, *divergence;
+  const A* cotangent;
+  int64_t rows, n;
+  bool vector;
+  Extras extras;
+};
+
+__device__ inline int64_t offset(const Extras& extras, const Extra& extra, int64_t row) {
+  int64_t sum = 0;
+  for (int i = 0; i < extras.groups; i++) sum += row / extras.divisor[i] % extras.size[i] * extra.stride[i];
+  return sum;
+}
+
+// A part of a row of both arrays, and how the scores are made of it.
+template <class T, bool with_extras>
+struct Row {
+  using A = Accumulator<T>;
+  static constexpr int size = Pack<T>::size;
+  const T *x, *y;
+  Window<T> window;
+  A scale = 1, other_scale = 1;
+  int limit;                   // elements from here on do not count
+  const bool* where = nullptr;  // which do, if it is not null
+
+  __device__ Row(const Arguments<T>& args, int64_t row, int64_t begin, int64_t end)
+      : x(args.x + row * args.n + begin), y(args.y + row * args.n + begin),
+        window(x, static_cast<int>(end - begin), args.vector), limit(window.n) {
+    if constexpr (!with_extras) return;
+    const Extras& extras = args.extras;
+    if (extras.scale.data) scale = static_cast<const A*>(extras.scale.data)[offset(extras, extras.scale, row)];
+    if (extras.other_scale.data)
+      other_scale = static_cast<const A*>(extras.other_scale.data)[offset(extras, extras.other_scale, row)];
+    if (extras.limit.data) {
+      const int64_t given = static_cast<const int32_t*>(extras.limit.data)[offset(extras, extras.limit, row)];
+      limit = static_cast<int>(min(int64_t(limit), max(int64_t(0), given - begin)));
+    }
+    if (extras.where.data)
+      where = static_cast<const bool*>(extras.where.data) + offset(extras, extras.where, row) + begin;
+  }
+  __device__ bool counts(int element) const {
+    return element >= 0 && element < limit && (!with_extras || !where || where[element]);
+  }
+  // The scores of pack i; -inf for those that do not count.
+  __device__ void scores(const Pack<T>& of_x, const Pack<T>& of_y, int i, A* z, A* w) const {
+    const bool all = window.inside(i) && (!with_extras || (!where && (i + 1) * size - window.head <= limit));
+#pragma unroll
+    for (int k = 0; k < size; k++) {
+      z[k] = of_x.get(k), w[k] = of_y.get(k);
+      if constexpr (with_extras) z[k] = multiplied(z[k], scale), w[k] = multiplied(w[k], other_scale);
+      if (!all && !counts(i * size - window.head + k)) z[k] = w[k] = A(-INFINITY);
+    }
+  }
+  static __device__ float multiplied(float a, float b) { return __fmul_rn(a, b); }  // never fused with a difference
+  static __device__ double multiplied(double a, double b) { return __dmul_rn(a, b); }
+};
+
+constexpr int kThreads = 256;
+constexpr int kInFlight = 2;                 // packs of each array that a thread has
+constexpr int kBlocks = 4;                   // of each multiprocessor, where rows are cut for want of rows
+constexpr int64_t kLeastPart = 1024;         // packs of a part of a row
+
+template <class T, bool with_extras>
+__device__ Part<Accumulator<T>> reduce_row(const Arguments<T>& args, int64_t row, int64_t begin, int64_t end) {
+  using A = Accumulator<T>;
+  constexpr int size = Pack<T>::size;
+  const Row<T, with_extras> at(args, row, begin, end);
+  Running<A> running;
+  const int step = blockDim.x, last = at.window.packs - 1;
+  Pack<T> x[kInFlight], y[kInFlight];
+  auto load = [&](int first) {
+#pragma unroll
+    for (int k = 0; k < kInFlight; k++) {
+      const int i = min(first + k * step, last);
+      x[k] = at.window.fetch(at.x, i), y[k] = at.window.fetch(at.y, i);
+    }
+  };
+  int first = threadIdx.x;
+  if (first <= last) load(first);
+  while (first <= last) {
+    A z[kInFlight * size], w[kInFlight * size];
+#pragma unroll
+    for (int k = 0; k < kInFlight; k++) {
+      at.scores(x[k], y[k], first + k * step, z + k * size, w + k * size);
+      if (first + k * step <= last) continue;
+#pragma unroll
+      for (int e = 0; e < size; e++) z[k * size + e] = w[k * size + e] = A(-INFINITY);
+    }
+    const int next = first + kInFlight * step;
+    if (next <= last) load(next);
+    running.add(z, w);
+    first = next;
+  }
+  return reduce_block(running.finish());
+}
+
+// Writes the results of a row. What belongs to q alone joins by the chain rule.
+template <class T>
+__device__ void write(const Arguments<T>& args, int64_t row, const Part<Accumulator<T>>& part) {
+  using A = Accumulator<T>;
+  const A alone = part.sq == 0 ? A(-INFINITY) : part.mq + ::log(part.sq);
+  A c = alone, k = 0;
+  if (part.s != 0) {
+    const A more = alone - (part.m + ::log(part.s) + part.c);
+    const A log = more > 30 ? more : log1p(exp(more));
+    c = part.c + log, k = part.k + log;
+    if (k > A(kInfinite)) k = INFINITY;
+    k = max(k, A(0));
+  }
+  const bool undefined = isnan(part.s) || isnan(part.k) || isnan(part.sq) || part.m == A(INFINITY) ||
+                         part.mq == A(INFINITY);
+  args.m[row] = part.m, args.s[row] = part.s;
+  args.ratio[row] = c, args.divergence[row] = undefined ? A(nan("")) : k;
+}
+
+template <class T, bool with_extras>
+__global__ void __launch_bounds__(kThreads)
+    kl_divergence_rows(const __grid_constant__ Arguments<T> args) {
+  for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
+    if (row != blockIdx.x) __syncthreads();  // all have read the warps' parts of the row before
+    const auto part = reduce_row<T, with_extras>(args, row, 0, args.n);
+    if (threadIdx.x == 0) write(args, row, part);
+  }
+}
+
+// Reduces parts of rows, each of so many elements.
+template <class T, bool with_extras>
+__global__ void __launch_bounds__(kThreads)
+    kl_divergence_parts(const __grid_constant__ Arguments<T> args, int64_t length, unsigned parts,
+                        Part<Accumulator<T>>* found) {
+  const int64_t row = blockIdx.x / parts, begin = blockIdx.x % parts * length;
+  const auto part = reduce_row<T, with_extras>(args, row, begin, min(begin + length, args.n));
+  if (threadIdx.x == 0) found[blockIdx.x] = part;
+}
+
+// Combines the parts of each row, by a warp.
+template <class T>
+__global__ void kl_divergence_merge(const __grid_constant__ Arguments<T> args, unsigned parts,
+                                    const Part<Accumulator<T>>* found) {
+  const Part<Accumulator<T>>* of_row = found + int64_t(blockIdx.x) * parts;
+  Part<Accumulator<T>> part;
+  for (unsigned i = threadIdx.x; i < parts; i += 32) part = combine(part, of_row[i]);
+  part = reduce_warp(part);
+  if (threadIdx.x == 0) write(args, blockIdx.x, part);
+}
+
+// The gradients, of packs that blocks share out row by row.
+template <class T, bool with_extras, bool both>
+__global__ void __launch_bounds__(kThreads)
+    kl_divergence_gradients(const __grid_constant__ Arguments<T> args, unsigned blocks) {
+  using A = Accumulator<T>;
+  constexpr int size = Pack<T>::size;
+  const int64_t row = blockIdx.x / blocks;
+  const int64_t per_block = int64_t(blockDim.x) * kInFlight;
+  const Row<T, with_extras> at(args, row, 0, args.n);
+  const int first = static_cast<int>(blockIdx.x % blocks * per_block) + threadIdx.x;
+  Pack<T> x[kInFlight], y[kInFlight];
+#pragma unroll
+  for (int k = 0; k < kInFlight; k++) {
+    const int i = min(first + k * static_cast<int>(blockDim.x), at.window.packs - 1);
+    x[k] = at.window.fetch(at.x, i), y[k] = at.window.fetch(at.y, i);
+  }
+  const A m = reference(args.m[row]), s = args.s[row], c = args.ratio[row], g = args.cotangent[row];
+  const A k = reference(args.divergence[row]);
+  const A inverse = s == 0 ? A(0) : 1 / s;
+  const A other = s == 0 ? A(INFINITY) : m + ::log(s) + c;  // the logsumexp of w; where there is no p, nor a gradient
+  const A by_x = g * at.scale, by_y = g * at.other_scale;
+  T* const dx = both ? args.dx + row * args.n : nullptr;
+  T* const dy = args.dy + row * args.n;
+#pragma unroll
+  for (int j = 0; j < kInFlight; j++) {
+    const int i = first + j * blockDim.x;
+    if (i >= at.window.packs) continue;
+    A z[size], w[size];
+    at.scores(x[j], y[j], i, z, w);
+#pragma unroll
+    for (int e = 0; e < size; e++) {
+      const bool masked = with_extras && z[e] == A(-INFINITY) && w[e] == A(-INFINITY);
+      const A p = exponential<T>(z[e] - m) * inverse, d = (w[e] - z[e]) - c;
+      A slope;
+      if (fabs(d) < A(kSmall) && p != 0) slope = p * (d + small_beyond(d));
+      else slope = (other == A(INFINITY) ? A(0) : other == A(-INFINITY) ? A(0) : exponential<T>(w[e] - other)) - p;
+      if constexpr (both) z[e] = p == 0 || masked ? A(0) : -by_x * p * ((isinf(d) ? A(0) : d) + k);
+      w[e] = masked || s == 0 ? A(0) : by_y * slope;
+    }
+    Pack<T> pack;
+    if constexpr (both) pack.set_all(z), at.window.store(dx, i, pack);
+    pack.set_all(w), at.window.store(dy, i, pack);
+  }
+}
+
+template <class T, bool with_extras>
+cudaError_t launch_forward(const Arguments<T>& args, void* workspace, int64_t bytes, cudaStream_t stream) {
+  using A = Accumulator<T>;
+  Device device;
+  if (auto e = device.read()) return e;
+  const int64_t packs = (args.n + Pack<T>::size - 1) / Pack<T>::size + 1;
+  const int threads = static_cast<int>(std::min<int64_t>(kThreads, (packs + 31) / 32 * 32));
+  const int64_t wanted = int64_t(kBlocks) * device.processors / args.rows;
+  const int64_t room = bytes / static_cast<int64_t>(sizeof(Part<A>)) / args.rows;
+  int64_t parts = std::max<int64_t>(1, std::min({wanted, room, packs / kLeastPart}));
+  parts = std::max(parts, (args.n + INT_MAX / 2) / (INT_MAX / 2));
+  if (parts == 1) {
+    const auto blocks = static_cast<unsigned>(std::min<int64_t>(args.rows, INT_MAX));
+    kl_divergence_rows<T, with_extras><<<blocks, threads, 0, stream>>>(args);
+    return cudaGetLastError();
+  }
+  if (parts > room || args.rows * parts > INT_MAX) return cudaErrorInvalidValue;
+  constexpr int64_t line = 128 / sizeof(T);  // so that parts share no cache lines where rows begin with one
+  const int64_t length = ((args.n + parts - 1) / parts + line - 1) / line * line;
+  parts = (args.n + length - 1) / length;
+  auto* const found = static_cast<Part<A>*>(workspace);
+  const auto rows = static_cast<unsigned>(args.rows), of_row = static_cast<unsigned>(parts);
+  kl_divergence_parts<T, with_extras><<<rows * of_row, threads, 0, stream>>>(args, length, of_row, found);
+  if (auto e = cudaGetLastError()) return e;
+  kl_divergence_merge<T><<<rows, 32, 0, stream>>>(args, of_row, found);
+  return cudaGetLastError();
+}
+
+template <class T, bool with_extras>
+cudaError_t launch_gradients(const Arguments<T>& args, cudaStream_t stream) {
+  const int64_t packs = (args.n + Pack<T>::size - 1) / Pack<T>::size + 1;
+  const int threads = static_cast<int>(std::min<int64_t>(kThreads, (packs + 31) / 32 * 32));
+  const int64_t blocks = (packs + threads * kInFlight - 1) / (threads * kInFlight);
+  if (args.rows * blocks > INT_MAX || args.n > INT_MAX / 2) return cudaErrorInvalidValue;
+  const auto grid = static_cast<unsigned>(args.rows * blocks), of_row = static_cast<unsigned>(blocks);
+  if (args.dx) kl_divergence_gradients<T, with_extras, true><<<grid, threads, 0, stream>>>(args, of_row);
+  else kl_divergence_gradients<T, with_extras, false><<<grid, threads, 0, stream>>>(args, of_row);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+template <class T>
+cudaError_t run_kl_divergence(const Call& call, cudaStream_t stream) {
+  using A = Accumulator<T>;
+  const Buffers& buffers = call.buffers;
+  auto number = [](const Buffer& buffer) { return static_cast<A*>(buffer.data); };
+  auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
+  Arguments<T> args;
+  args.x = static_cast<const T*>(buffers.first.data), args.y = static_cast<const T*>(buffers.other.data);
+  args.dx = static_cast<T*>(buffers.result.data), args.dy = static_cast<T*>(buffers.other_result.data);
+  args.m = number(buffers.maximum), args.s = number(buffers.sum);
+  args.ratio = number(buffers.ratio), args.divergence = number(buffers.beside);
+  args.cotangent = number(buffers.cotangent);
+  args.rows = call.shape.rows, args.n = call.shape.n;
+  args.vector = aligned(args.x) && aligned(args.y) && aligned(args.dx) && aligned(args.dy);
+  args.extras = call.extras;
+  const Extras& extras = call.extras;
+  const bool with_extras = extras.scale.data || extras.other_scale.data || extras.limit.data || extras.where.data;
+  if (args.cotangent) {
+    if (with_extras) return launch_gradients<T, true>(args, stream);
+    return launch_gradients<T, false>(args, stream);
+  }
+  void* const workspace = buffers.workspace.data;
+  const int64_t bytes = buffers.workspace.bytes();
+  if (with_extras) return launch_forward<T, true>(args, workspace, bytes, stream);
+  return launch_forward<T, false>(args, workspace, bytes, stream);
+}
+
+template cudaError_t run_kl_divergence<__half>(const Call&, cudaStream_t);
+template cudaError_t run_kl_divergence<__nv_bfloat16>(const Call&, cudaStream_t);
+template cudaError_t run_kl_divergence<float>(const Call&, cudaStream_t);
+template cudaError_t run_kl_divergence<double>(const Call&, cudaStream_t);
+
+}  // namespace jaxsoft::cuda
