@@ -25,7 +25,7 @@
 namespace jaxsoft::cuda {
 namespace {
 
-// Up to here |d| is small, and h is a series. Up to kLargest exp(d) is taken; beyond, p adds nothing to q.
+// Up to here |d| is small, and h is a series. Beyond kLargest, p is nothing beside q.
 constexpr float kSmall = 0.25f, kLargest = 60;
 // In the place of a distance of -inf: the divergence is then above kInfinite.
 constexpr float kFurthest = -1e30f, kInfinite = 1e20f;
@@ -44,75 +44,72 @@ template <class A>
 __device__ A weight(A m, A to) {
   return term(m - reference(to));
 }
-// h(d) for small d.
+// h(d) / d^2 for small d: 1/2! + d/3! + d^2/4! + ...
 template <class A>
-__device__ A small_beyond(A d) {
-  constexpr int terms = sizeof(A) == 4 ? 6 : 13;
+__device__ A series_beyond(A d) {
+  constexpr int terms = sizeof(A) == 4 ? 5 : 12;
   double factorial[terms + 2] = {1, 1};
   for (int i = 2; i < terms + 2; i++) factorial[i] = factorial[i - 1] * i;
   A sum = A(1 / factorial[terms + 1]);
 #pragma unroll
   for (int i = terms; i >= 2; i--) sum = fma(sum, d, A(1 / factorial[i]));
-  return d * d * sum;
+  return sum;
 }
 template <class A>
 __device__ A beyond(A d) {
-  return fabs(d) < A(kSmall) ? small_beyond(d) : term(d) - 1 - d;
-}
-template <class A>
-__device__ A minus_1(A d) {
-  return fabs(d) < A(kSmall) ? d + small_beyond(d) : term(d) - 1;
+  return fabs(d) < A(kSmall) ? d * d * series_beyond(d) : term(d) - 1 - d;
 }
 
-// Sums of a set of elements, or of parts, with d from a reference: of the weights a of p, of a * (exp(d) - 1), of
-// a * exp(d), and of a * h(d).
+// Sums over a set of elements, or of parts, with d from a reference: of the weights a of p, of a * exp(d), of a * h(d),
+// and of a * d. The divergence within parts is added to the third, and taken from the fourth.
 template <class A>
 struct Sums {
-  A s = 0, excess = 0, grown = 0, beyond = 0;
-  __device__ void scale(A factor) { s *= factor, excess *= factor, grown *= factor, beyond *= factor; }
+  A s = 0, grown = 0, beyond = 0, linear = 0;
+  __device__ void scale(A factor) { s *= factor, grown *= factor, beyond *= factor, linear *= factor; }
   __device__ void add(A a, A d, A within) {
-    s += a, excess += a * minus_1(d), grown += a * term(d), beyond += a * (within + cuda::beyond(d));
+    s += a, grown += a * term(d), beyond += a * (within + cuda::beyond(d)), linear += a * (d - within);
   }
+  // Adds what has so little of p beside its q that it is left out of q's sum here, or so little of q.
+  __device__ void add_without_q(A a, A linear_part) { s += a, beyond -= a + linear_part, linear += linear_part; }
 };
 
 template <class A>
 struct Part {
   A m = -INFINITY, s = 0, c = 0, k = 0, mq = -INFINITY, sq = 0;
 
-  // What sums with the reference c amount to: the reference is corrected by what the sum of p * (exp(d) - 1) is not 0.
+  // What sums with the reference c amount to. The reference is corrected by what the sum of p * (exp(d) - 1) differs
+  // from 0, which also is the sum of p * h(d) and of p * d.
   __device__ void set(A c, const Sums<A>& sums) {
     s = sums.s, this->c = c, k = 0;
     if (s == 0) return;
-    const A excess = sums.excess / s;
-    A log, less;  // log(1 + excess), and that less excess
+    const A excess = (sums.linear + sums.beyond) / s;
     if (fabs(excess) < A(0.5)) {
-      log = log1p(excess);
-      A series = 0;
-      for (int i = 24; i >= 2; i--) series = A(i % 2 ? 1.0 : -1.0) / i + excess * series;
-      less = fabs(excess) < A(0.1) ? excess * excess * series : log - excess;
-    } else {
-      log = ::log(max(sums.grown / s, A(1e-30)));
-      less = log - excess;
+      const A log = log1p(excess);
+      A series = 0;  // of log - excess
+      for (int i = 16; i >= 2; i--) series = A(i % 2 ? 1.0 : -1.0) / i + excess * series;
+      this->c += log;
+      k = sums.beyond / s + (fabs(excess) < A(0.1) ? excess * excess * series : log - excess);
+    } else {  // then the divergence is no small difference
+      const A log = ::log(max(sums.grown / s, A(1e-30)));
+      this->c += log, k = log - sums.linear / s;
     }
-    this->c += log, k = sums.beyond / s + less;
   }
-  // Adds scores that belong to q alone, given as the logarithm of their sum.
+  // Adds scores that belong to q alone: so many whose exponential is that of w.
   __device__ void add_alone(A w, A count = 1) {
     if (w > mq) sq *= weight(mq, w), mq = w;
     sq += count * term(w - reference(mq));
   }
 };
 
-// One of the parts that are combined, given the maximum m and the ratio c of the one with the most weight.
+// Adds one of the parts that are combined, given the maximum m and the ratio c of the one with the most weight.
 template <class A>
 __device__ void add_part(Part<A>& to, Sums<A>& sums, const Part<A>& part, A m, A c) {
-  const A a = part.s * weight(part.m, m);
+  const A a = part.s * weight(part.m, m), d = part.c - c;
   if (part.sq != 0) to.add_alone(part.mq, part.sq);
   if (part.s == 0) return;
-  const A d = part.c - c;
-  if (d > A(kLargest)) {
+  if (d > A(kLargest) || a == 0) {
     to.add_alone(part.m + ::log(part.s) + part.c);
-    sums.s += a, sums.excess -= a, sums.beyond += a * (part.k - 1 - d);
+    sums.add_without_q(a, a * (d - part.k));
   } else {
     sums.add(a, d, part.k);
   }
@@ -151,13 +148,16 @@ __device__ Part<A> reduce_warp(const Part<A>& part) {
   const A c = __shfl_sync(0xffffffffu, part.c, best ? __ffs(best) - 1 : 0);
   Sums<A> sums;
   add_part(own, sums, part, all.m, c);
-  sums = {add_lanes(sums.s), add_lanes(sums.excess), add_lanes(sums.grown), add_lanes(sums.beyond)};
-  all.mq = largest_of_lanes(own.mq);
-  all.sq = add_lanes(own.sq * weight(own.mq, all.mq));
+  sums = {add_lanes(sums.s), add_lanes(sums.grown), add_lanes(sums.beyond), add_lanes(sums.linear)};
+  if (__any_sync(0xffffffffu, own.sq != 0)) {
+    all.mq = largest_of_lanes(own.mq);
+    all.sq = add_lanes(own.sq * weight(own.mq, all.mq));
+  }
   all.set(c, sums);
   return all;
 }
 
+// Combines the parts of all threads of a block, in the first warp.
 template <class A>
 __device__ Part<A> reduce_block(Part<A> part) {
   part = reduce_warp(part);
@@ -165,84 +165,112 @@ __device__ Part<A> reduce_block(Part<A> part) {
   __shared__ Part<A> warps[32];
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = part;
   __syncthreads();
-  const int lane = threadIdx.x % 32;
-  return reduce_warp(lane < blockDim.x / 32 ? warps[lane] : Part<A>());
+  if (threadIdx.x >= 32) return part;
+  return reduce_warp(threadIdx.x < blockDim.x / 32 ? warps[threadIdx.x] : Part<A>());
 }
 
-// A thread's part as it grows, with sums whose reference is c.
+// A thread's part as it grows, with d from the reference c. A weight is 2^(z log2(e) - shift), or e^(z - shift) in f64,
+// where a shift by the maximum has digits after the point; else it is exp(z - m).
 template <class A>
 struct Running {
+  static constexpr A to_base = sizeof(A) == 4 ? A(kLog2E) : A(1);
   Part<A> part;
   Sums<A> sums;
+  A shift = 0;
+  bool small = true;  // whether all distances were small until now
 
+  static __device__ bool may_shift(A m) { return fabs(m) < A(0x1p20); }
+  __device__ A weight_of(A z) const { return power(fma(z, to_base, -shift)); }
+  // What weights are too large by, as the shift is rounded.
+  __device__ A excess() const { return may_shift(part.m) ? weight_of(part.m) : A(1); }
+
+  // Adds elements, of which the largest score of p is given. Returns false, and has added nothing, if some of them do
+  // not count, or have scores that are infinite, no numbers or very large, or distances that are.
   template <int count>
-  __device__ void add(const A (&z)[count], const A (&w)[count]) {
-    A top = z[0];
-#pragma unroll
-    for (int k = 1; k < count; k++) top = max(top, z[k]);
-    if (top > part.m) sums.scale(weight(part.m, top)), part.m = top;
-    const A from = reference(part.m);
+  __device__ bool add(const A (&z)[count], const A (&w)[count], A top) {
+    if (top > part.m) raise(top);
+    if (!may_shift(part.m)) return false;
     A a[count], mass = 0;
 #pragma unroll
-    for (int k = 0; k < count; k++) a[k] = term(z[k] - from), mass += a[k];
-    if (!(mass <= sums.s)) move_reference(z, w, top);
-    bool small = true;
+    for (int k = 0; k < count; k++) a[k] = weight_of(z[k]), mass += a[k];
+    if (!(mass <= sums.s)) {  // the reference is that of the elements with the most weight
+      A c = part.c;
 #pragma unroll
-    for (int k = 0; k < count; k++) small = small && fabs((w[k] - z[k]) - part.c) < A(kSmall);
+      for (int k = 0; k < count; k++) c = z[k] == top ? w[k] - z[k] : c;
+      move_reference(c);
+    }
+    A over = 0, linear = 0, grown = 0;
     if (small) {
-      A excess = 0, over = 0;
+      A furthest = 0;
 #pragma unroll
       for (int k = 0; k < count; k++) {
-        const A d = (w[k] - z[k]) - part.c, h = small_beyond(d);
-        over = fma(a[k], h, over), excess = fma(a[k], d + h, excess);
+        const A d = (w[k] - z[k]) - part.c;
+        furthest = max(furthest, fabs(d));
+        over = fma(a[k] * (d * d), series_beyond(d), over), linear = fma(a[k], d, linear);
       }
-      sums.s += mass, sums.excess += excess, sums.grown += mass + excess, sums.beyond += over;
-    } else {
-      sums.s += mass;
-#pragma unroll
-      for (int k = 0; k < count; k++) add_far(a[k], (w[k] - z[k]) - part.c, w[k]);
+      small = furthest < A(kSmall);
+      grown = mass + (linear + over);
     }
+    if (!small) {
+      over = linear = grown = 0;
+#pragma unroll
+      for (int k = 0; k < count; k++) {
+        const A d = (w[k] - z[k]) - part.c, e = power(d * to_base);
+        const A h = fabs(d) < A(kSmall) ? d * d * series_beyond(d) : e - 1 - d;
+        over = fma(a[k], h, over), linear = fma(a[k], d, linear), grown = fma(a[k], e, grown);
+      }
+    }
+    if (!isfinite(over)) return false;
+    sums.s += mass, sums.grown += grown, sums.beyond += over, sums.linear += linear;
+    return true;
   }
-  // Adds an element to the sums other than that of a.
-  __device__ void add_far(A a, A d, A w) {
-    if (a == 0 || !(d <= A(kLargest))) {  // or if it is NaN
+  // Adds any element.
+  __device__ void add_one(A z, A w) {
+    if (z > part.m) raise(z);
+    const A a = may_shift(part.m) ? weight_of(z) : term(z - reference(part.m));
+    if (a > sums.s) move_reference(w - z);
+    const A d = max((w - z) - part.c, A(kFurthest));
+    if (isnan(z) || isnan(w)) {
+      sums.s = A(nan(""));
+    } else if (a == 0 || d > A(kLargest)) {
       if (w != A(-INFINITY)) part.add_alone(w);
-      if (a != 0) sums.excess -= a, sums.beyond -= a + a * d;
-      return;
+      if (a != 0) sums.add_without_q(a, a * d);
+    } else {
+      sums.add(a, d, A(0));
     }
-    if (fabs(d) < A(kSmall)) {
-      const A h = small_beyond(d);
-      sums.beyond = fma(a, h, sums.beyond), sums.excess = fma(a, d + h, sums.excess);
-      sums.grown += fma(a, d + h, a);
-      return;
-    }
-    d = max(d, A(kFurthest));
-    const A grown = a * term(d), excess = grown - a;
-    sums.grown += grown, sums.excess += excess, sums.beyond += fma(-a, d, excess);
   }
-  // Takes the ratio of the largest of these elements, which have more weight than all before, as the reference.
-  template <int count>
-  __device__ void move_reference(const A (&z)[count], const A (&w)[count], A top) {
-    A c = part.c;
-#pragma unroll
-    for (int k = 0; k < count; k++)
-      if (z[k] == top && isfinite(w[k] - z[k])) c = w[k] - z[k];
-    const A by = c - part.c;
-    if (sums.s != 0 && fabs(by) < A(kSmall / 2)) return;
+  // Takes a larger maximum. What has no weight beside it belongs to q alone.
+  __device__ void raise(A top) {
     if (sums.s != 0) {
-      const A product = sums.excess - sums.beyond;  // the sum of a * d
-      const A factor = term(-by), less = minus_1(-by);
-      if (!(fabs(by) < A(kLargest))) return;
-      sums.beyond = fma(factor, sums.beyond, fma(less, product, sums.s * beyond(-by)));
-      sums.excess = fma(factor, sums.excess, sums.s * less);
-      sums.grown *= factor;
+      const A factor = weight(part.m, top) / excess();
+      if (factor == 0 && sums.grown > 0) part.add_alone(part.m + ::log(sums.grown) + part.c);
+      sums.scale(factor);
+    }
+    part.m = top, shift = may_shift(top) ? top * to_base : A(0);
+    if (sums.s != 0) sums.scale(excess());
+  }
+  // Takes another reference, if it is a finite number.
+  __device__ void move_reference(A c) {
+    const A by = c - part.c;
+    if (!isfinite(by)) return;
+    if (sums.s != 0) {
+      if (fabs(by) < A(kSmall / 2)) return;
+      const A linear = sums.linear - by * sums.s;
+      if (fabs(by) < A(kLargest)) {
+        const A factor = term(-by);
+        sums.beyond = fma(factor, sums.beyond, fma(factor - 1, sums.linear, sums.s * beyond(-by)));
+        sums.grown *= factor, sums.linear = linear;
+      } else {
+        if (by < 0 && sums.grown > 0) part.add_alone(part.m + ::log(sums.grown / excess()) + part.c);
+        sums = {sums.s, 0, -sums.s - linear, linear};
+      }
     }
     part.c = c;
   }
-  __device__ Part<A> finish() const {
-    Part<A> done = part;
-    done.set(part.c, sums);
-    return done;
+  __device__ Part<A> finish() {
+    if (sums.s != 0) sums.scale(1 / excess());
+    part.set(part.c, sums);
+    return part;
   }
 };
 
@@ -272,7 +300,7 @@ struct Row {
   const T *x, *y;
   Window<T> window;
   A scale = 1, other_scale = 1;
-  int limit;                   // elements from here on do not count
+  int limit;                    // elements from here on do not count
   const bool* where = nullptr;  // which do, if it is not null
 
   __device__ Row(const Arguments<T>& args, int64_t row, int64_t begin, int64_t end)
@@ -293,55 +321,101 @@ struct Row {
   __device__ bool counts(int element) const {
     return element >= 0 && element < limit && (!with_extras || !where || where[element]);
   }
-  // The scores of pack i; -inf for those that do not count.
+  // The scores of pack i, which is in the row as a whole. Those that do not count are so small that they have no weight,
+  // and their distance is 0.
   __device__ void scores(const Pack<T>& of_x, const Pack<T>& of_y, int i, A* z, A* w) const {
-    const bool all = window.inside(i) && (!with_extras || (!where && (i + 1) * size - window.head <= limit));
 #pragma unroll
-    for (int k = 0; k < size; k++) {
-      z[k] = of_x.get(k), w[k] = of_y.get(k);
-      if constexpr (with_extras) z[k] = multiplied(z[k], scale), w[k] = multiplied(w[k], other_scale);
-      if (!all && !counts(i * size - window.head + k)) z[k] = w[k] = A(-INFINITY);
+    for (int k = 0; k < size; k++) z[k] = of_x.get(k), w[k] = of_y.get(k);
+    if constexpr (with_extras) {
+#pragma unroll
+      for (int k = 0; k < size; k++) z[k] = multiplied(z[k], scale), w[k] = multiplied(w[k], other_scale);
+      const int first = i * size - window.head;
+      if (!where && first + size <= limit) return;
+#pragma unroll
+      for (int k = 0; k < size; k++)
+        if (!counts(first + k)) z[k] = w[k] = A(-3e38f);
     }
+  }
+  // The scores of one element, which is read anew; -inf if it does not count.
+  __device__ void score(int element, A* z, A* w) const {
+    *z = *w = A(-INFINITY);
+    if (!counts(element)) return;
+    *z = multiplied(widen(x[element]), scale), *w = multiplied(widen(y[element]), other_scale);
   }
   static __device__ float multiplied(float a, float b) { return __fmul_rn(a, b); }  // never fused with a difference
   static __device__ double multiplied(double a, double b) { return __dmul_rn(a, b); }
 };
 
-constexpr int kThreads = 256;
-constexpr int kInFlight = 2;                 // packs of each array that a thread has
-constexpr int kBlocks = 4;                   // of each multiprocessor, where rows are cut for want of rows
-constexpr int64_t kLeastPart = 1024;         // packs of a part of a row
+constexpr int kThreads = 128;
+constexpr int kInFlight = 2;          // packs of each array that a thread has
+constexpr int kBlocks = 4;            // of each multiprocessor, where rows are cut for want of rows
+constexpr int64_t kLeastPart = 1024;  // packs of a part of a row
 
+// Reduces a part of a row by the block's threads. The first warp gets the result.
 template <class T, bool with_extras>
 __device__ Part<Accumulator<T>> reduce_row(const Arguments<T>& args, int64_t row, int64_t begin, int64_t end) {
   using A = Accumulator<T>;
   constexpr int size = Pack<T>::size;
   const Row<T, with_extras> at(args, row, begin, end);
   Running<A> running;
-  const int step = blockDim.x, last = at.window.packs - 1;
-  Pack<T> x[kInFlight], y[kInFlight];
-  auto load = [&](int first) {
-#pragma unroll
-    for (int k = 0; k < kInFlight; k++) {
-      const int i = min(first + k * step, last);
-      x[k] = at.window.fetch(at.x, i), y[k] = at.window.fetch(at.y, i);
+  auto one_by_one = [&](int element, int end) {
+#pragma unroll 1
+    for (element = max(element, 0), end = min(end, at.window.n); element < end; element++) {
+      A z, w;
+      at.score(element, &z, &w);
+      if (z != A(-INFINITY) || w != A(-INFINITY)) running.add_one(z, w);
     }
   };
-  int first = threadIdx.x;
-  if (first <= last) load(first);
-  while (first <= last) {
-    A z[kInFlight * size], w[kInFlight * size];
+  // Adds packs i, i + step, ... of the row, as they have been loaded.
+  auto add = [&](const auto& x, const auto& y, int i, int step) {
+    constexpr int packs = sizeof(x) / sizeof(Pack<T>);
+    A z[packs * size], w[packs * size], top = A(-INFINITY);
 #pragma unroll
-    for (int k = 0; k < kInFlight; k++) {
-      at.scores(x[k], y[k], first + k * step, z + k * size, w + k * size);
-      if (first + k * step <= last) continue;
+    for (int k = 0; k < packs; k++) at.scores(x[k], y[k], i + k * step, z + k * size, w + k * size);
+    if constexpr (!with_extras) {
+      top = maximum_of(x);  // the same in fewer steps
+    } else {
 #pragma unroll
-      for (int e = 0; e < size; e++) z[k * size + e] = w[k * size + e] = A(-INFINITY);
+      for (int k = 0; k < packs * size; k++) top = max(top, z[k]);
     }
-    const int next = first + kInFlight * step;
-    if (next <= last) load(next);
-    running.add(z, w);
-    first = next;
+    if (running.add(z, w, top)) return;
+    for (int k = 0; k < packs; k++) {
+      const int element = (i + k * step) * size - at.window.head;
+      one_by_one(element, element + size);
+    }
+  };
+
+  const int step = blockDim.x, first = at.window.whole_begin() + threadIdx.x, last = at.window.whole_end;
+  if (!args.vector) {
+    for (int i = threadIdx.x; i < at.window.n; i += step) one_by_one(i, i + 1);
+    return reduce_block(running.finish());
+  }
+  // The elements of packs that are in the row in part are taken by the last threads, which may have less to do.
+  if (threadIdx.x == step - 1 && at.window.head > 0) one_by_one(0, size - at.window.head);
+  if (threadIdx.x == step - 2 && at.window.whole_end < at.window.packs && last >= at.window.whole_begin())
+    one_by_one(last * size - at.window.head, at.window.n);
+  const Pack<T>* from_x = reinterpret_cast<const Pack<T>*>(at.x - at.window.head) + first;
+  const Pack<T>* from_y = reinterpret_cast<const Pack<T>*>(at.y - at.window.head) + first;
+  Pack<T> x[kInFlight], y[kInFlight];
+  auto load = [&] {
+#pragma unroll
+    for (int k = 0; k < kInFlight; k++) x[k] = from_x[k * step], y[k] = from_y[k * step];
+  };
+  const int all = (kInFlight - 1) * step;
+  int i = first;
+  if (i + all < last) load();
+  while (i + all < last) {
+    Pack<T> here_x[kInFlight], here_y[kInFlight];
+#pragma unroll
+    for (int k = 0; k < kInFlight; k++) here_x[k] = x[k], here_y[k] = y[k];
+    from_x += kInFlight * step, from_y += kInFlight * step;
+    if (i + kInFlight * step + all < last) load();  // while these are computed
+    add(here_x, here_y, i, step);
+    i += kInFlight * step;
+  }
+  for (; i < last; i += step, from_x += step, from_y += step) {
+    const Pack<T> one_x[1] = {*from_x}, one_y[1] = {*from_y};
+    add(one_x, one_y, i, step);
   }
   return reduce_block(running.finish());
 }
@@ -369,7 +443,7 @@ template <class T, bool with_extras>
 __global__ void __launch_bounds__(kThreads)
     kl_divergence_rows(const __grid_constant__ Arguments<T> args) {
   for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
-    if (row != blockIdx.x) __syncthreads();  // all have read the warps' parts of the row before
+    if (row != blockIdx.x) __syncthreads();  // the first warp has read the parts of the row before
     const auto part = reduce_row<T, with_extras>(args, row, 0, args.n);
     if (threadIdx.x == 0) write(args, row, part);
   }
@@ -415,7 +489,8 @@ __global__ void __launch_bounds__(kThreads)
   const A m = reference(args.m[row]), s = args.s[row], c = args.ratio[row], g = args.cotangent[row];
   const A k = reference(args.divergence[row]);
   const A inverse = s == 0 ? A(0) : 1 / s;
-  const A other = s == 0 ? A(INFINITY) : m + ::log(s) + c;  // the logsumexp of w; where there is no p, nor a gradient
+  // The logsumexp of w; where there is no p, or no q, exponentials relative to it are 0.
+  const A ratio = m + ::log(s) + c, other = s == 0 || ratio == A(-INFINITY) ? A(INFINITY) : ratio;
   const A by_x = g * at.scale, by_y = g * at.other_scale;
   T* const dx = both ? args.dx + row * args.n : nullptr;
   T* const dy = args.dy + row * args.n;
@@ -427,13 +502,14 @@ __global__ void __launch_bounds__(kThreads)
     at.scores(x[j], y[j], i, z, w);
 #pragma unroll
     for (int e = 0; e < size; e++) {
-      const bool masked = with_extras && z[e] == A(-INFINITY) && w[e] == A(-INFINITY);
+      const bool masked = with_extras && !at.counts(i * size - at.window.head + e);
       const A p = exponential<T>(z[e] - m) * inverse, d = (w[e] - z[e]) - c;
-      A slope;
-      if (fabs(d) < A(kSmall) && p != 0) slope = p * (d + small_beyond(d));
-      else slope = (other == A(INFINITY) ? A(0) : other == A(-INFINITY) ? A(0) : exponential<T>(w[e] - other)) - p;
+      A slope = exponential<T>(w[e] - other) - p;
+      // Of results of 16 bits, the difference has all digits sooner.
+      if constexpr (sizeof(T) == 2) slope = fabs(d) < A(0x1p-6) ? p * fma(d * A(0.5), d, d) : slope;
+      else slope = fabs(d) < A(kSmall) ? p * fma(d * d, series_beyond(d), d) : slope;
       if constexpr (both) z[e] = p == 0 || masked ? A(0) : -by_x * p * ((isinf(d) ? A(0) : d) + k);
-      w[e] = masked || s == 0 ? A(0) : by_y * slope;
+      w[e] = masked ? A(0) : by_y * slope;
     }
     Pack<T> pack;
     if constexpr (both) pack.set_all(z), at.window.store(dx, i, pack);
