@@ -16,7 +16,7 @@ from jaxsoft._rows.operations.logsumexp import LOGSUMEXP_VJP, STATE
 from jaxsoft._rows.operations.softmax import SOFTMAX
 from jaxsoft._rows.spec import NO_ROW, RowExtra, RowSpec
 
-from . import held, operations, plan, sizes, split, tiled
+from . import operations, plan, register_rows, sizes, split, tiled
 from .extras import Extras, LabelExtra, Name
 
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
@@ -35,25 +35,25 @@ def unsupported(operands: Sequence[jax.core.ShapedArray]) -> str | None:
     if not _known(operands):
         return f"its kernels are compiled for shapes that are known; got {operands[0].shape}"
     gpu = sizes.target()
-    if plan.held(gpu.held, 1, n, dtype.itemsize) or plan.tiled(gpu, SOFTMAX, 1, n, dtype.itemsize):
+    if plan.register_rows(gpu.registers, 1, n, dtype.itemsize) or plan.tiled(gpu, SOFTMAX, 1, n, dtype.itemsize):
         return None
-    if n * dtype.itemsize <= gpu.held.row_bytes:
+    if n * dtype.itemsize <= gpu.registers.row_bytes:
         return f"rows must have at least 2 elements; got n={n}"
     return f"long rows must be a multiple of 16 bytes, the alignment of bulk copies; got n={n} of {dtype.name}"
 
 
-def leads(operation: RowSpec, form: RowForm, operands: Sequence[jax.core.ShapedArray]) -> bool:
+def is_fastest(operation: RowSpec, form: RowForm, operands: Sequence[jax.core.ShapedArray]) -> bool:
     """Whether these kernels are faster than all others, as the sizes of the GPU say."""
     x = operands[0]
     if operation not in (SOFTMAX, *_LABELLED) or x.dtype not in _DTYPES or not _known(operands):
         return False
     gpu, n, itemsize = sizes.target(), x.shape[-1], x.dtype.itemsize
-    if n * itemsize <= gpu.held.row_bytes or not is_plain(operation, form, operands):
+    if n * itemsize <= gpu.registers.row_bytes or not is_plain(operation, form, operands):
         return False
     few = x.size * itemsize <= gpu.few.bytes
     if operation in _LABELLED:
-        return gpu.lead.cross_entropy and not few
-    return few and x.size <= gpu.lead.softmax_rows[itemsize] * n
+        return gpu.default.cross_entropy and not few
+    return few and x.size <= gpu.default.softmax_rows[itemsize] * n
 
 
 def _known(operands: Sequence[jax.core.ShapedArray]) -> bool:
@@ -111,15 +111,17 @@ def label_score(x: jax.Array, label: jax.Array) -> jax.Array:
 def _row_kernel(
     operation: RowSpec, rows: int, n: int, dtypes: Sequence[np.dtype], result: np.dtype, extras: Extras
 ) -> Function | None:
-    """The kernel that is fit for rows of these lengths and dtypes: `held`, `split` or `tiled`, or None."""
+    """The kernel that is fit for rows of these lengths and dtypes: `register_rows`, `split` or `tiled`, or None."""
     gpu, itemsize = sizes.target(), max(dtype.itemsize for dtype in (*dtypes, result))
     together = extras.together
     if RowExtra.LIMIT in extras.names and n >= plan.THREADS * plan.VECTOR_BYTES // itemsize:
         together = 1  # where a block has one row, what is beyond its limit is not read
-    if in_registers := plan.held(gpu.held, rows, n, itemsize, together):
-        fits = functools.partial(held.row_kernel, operation, n=n, dtype=result, plan=in_registers, extras=extras)
+    if in_registers := plan.register_rows(gpu.registers, rows, n, itemsize, together):
+        fits = functools.partial(
+            register_rows.row_kernel, operation, n=n, dtype=result, plan=in_registers, extras=extras
+        )
         return _padded(rows, in_registers.rows, fits)
-    if n * itemsize <= gpu.held.row_bytes or len({*dtypes}) > 1:
+    if n * itemsize <= gpu.registers.row_bytes or len({*dtypes}) > 1:
         return None
     if not extras.names and not extras.masked and result == dtypes[0]:
         if in_parts := plan.split(gpu, operation, rows, n, itemsize):
