@@ -62,6 +62,14 @@ def kernel(
     return choice.kernel(operation, form, operands)
 
 
+def describe(operation: RowSpec, form: RowForm, platform: str, operands: Sequence[jax.core.ShapedArray]) -> str:
+    """The kernel's name, and how it cuts up its work, in words."""
+    del platform
+    from .rows import choice
+
+    return choice.describe(operation, form, operands)
+
+
 def attention_unsupported(operation: "AttentionOperation", operands: Sequence[jax.core.ShapedArray]) -> str | None:
     """None, or why the kernels of attention cannot serve an operation with such operands."""
     from .attention import choice
@@ -98,4 +106,4 @@ def head_unsupported(hidden: jax.core.ShapedArray, weight: jax.core.ShapedArray)
     return plan.unsupported(hidden, weight)
 
 
-ROWS = RowKernels(kernel, unsupported, is_fastest=is_fastest)
+ROWS = RowKernels(kernel, unsupported, is_fastest=is_fastest, describe=describe)

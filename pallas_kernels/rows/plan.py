@@ -32,6 +32,11 @@ class RegisterPlan:
     repeat: int
 
     @property
+    def words(self) -> str:
+        """How a kernel's name goes on, and the plan in words."""
+        return f"registers: {self.rows} rows a block of {THREADS} threads, {self.lanes} for each row"
+
+    @property
     def rows(self) -> int:
         """Rows of a block."""
         return THREADS // self.lanes * self.repeat
@@ -83,6 +88,11 @@ class SplitPlan:
     parts: int
     part: RegisterPlan
 
+    @property
+    def words(self) -> str:
+        """How a kernel's name goes on, and the plan in words."""
+        return f"split: {self.parts} parts of a row, {self.part.rows} a block, in two launches"
+
 
 def split(sizes: RowSizes, operation: RowSpec, rows: int, n: int, itemsize: int) -> SplitPlan | None:
     """Plans for a few long rows, each cut over many blocks."""
@@ -126,6 +136,14 @@ class TiledPlan:
     clusters: int
     register_tiles: int = 0
     result_ring: int = 0
+
+    @property
+    def words(self) -> str:
+        """How a kernel's name goes on, and the plan in words."""
+        blocks = "a block" if self.cluster == 1 else f"a cluster of {self.cluster} blocks"
+        return (
+            f"tiled: {self.tiles} tiles of a row, by {blocks} of {self.warpgroups} warp groups, {self.clusters} times"
+        )
 
     @property
     def tile(self) -> int:

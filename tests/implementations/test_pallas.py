@@ -484,3 +484,17 @@ def test_choice_without_the_cuda_library(monkeypatch):
         assert "custom_call" not in lowered(1)
     with target("Tesla V100-SXM2-16GB"):
         assert "custom_call" not in lowered(0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "what"), [((70000, 4096), "registers"), ((3000, 65536), "tiled"), ((1, 2**20), "split")]
+)
+def test_description(shape, what):
+    """What is said of the choice begins with the name that the kernel has in the program."""
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    operation = RowOperation(SOFTMAX, RowForm(x.dtype), "pallas")
+    with target("NVIDIA H100 80GB HBM3"):
+        chosen = operation.choose("cuda", [jax.core.ShapedArray(shape, x.dtype)])
+        text = jax.jit(lambda x: operation(x)).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    name, words = chosen.kernel.split(": ")
+    assert name == f"jaxsoft_softmax_{what}" and name in text and words

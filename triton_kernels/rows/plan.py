@@ -4,6 +4,10 @@
 """
 
 import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
 
 from jaxsoft._core.gpus import Generation
 
@@ -68,6 +72,12 @@ class TritonPlan:
     warps: int
 
     @property
+    def words(self) -> str:
+        """The plan in words."""
+        tiles = f"{self.tiles} tiles of a row" if self.tiles > 1 else f"{self.rows} rows"
+        return f"{tiles} a program of {self.warps} warps"
+
+    @property
     def unit(self) -> int:
         """How many elements a unit has."""
         return self.packs * self.lanes * self.vector
@@ -101,6 +111,14 @@ def tuning(generation: Generation, arrays: int, itemsize: int) -> Tuning:
     if itemsize == 8:
         return sizes["64 bits"]
     return sizes["two arrays" if arrays == 2 else "one array"]
+
+
+def of_call(generation: Generation, operands: Sequence[jax.Array | jax.core.ShapedArray]) -> TritonPlan:
+    """The plan for the operands of a call."""
+    x = operands[0]
+    *leading, n = x.shape
+    arrays = sum(v.ndim == x.ndim for v in operands)
+    return plan(math.prod(leading), n, x.dtype.itemsize, tuning(generation, arrays, x.dtype.itemsize))
 
 
 def plan(rows: int, n: int, itemsize: int, sizes: Tuning) -> TritonPlan:
