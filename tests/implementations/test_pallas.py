@@ -20,6 +20,7 @@ from jaxsoft.pallas_kernels.rows import choice, register_rows, sizes, split, til
 from jaxsoft.pallas_kernels.rows import fold as kernel_fold
 from jaxsoft.pallas_kernels.rows import plan as plans
 from jaxsoft.pallas_kernels.rows.extras import Extras
+from jaxsoft.pallas_kernels.rows.operations import KERNELS as PALLAS_OPERATIONS
 from jaxsoft.pallas_kernels.rows.operations import Signature
 from jaxsoft.pallas_kernels.rows.plan import RegisterPlan, SplitPlan, TiledPlan
 from row_operations import ALL_EXTRAS, BIAS, LIMIT, SCALE, WHERE, assert_exact
@@ -89,7 +90,7 @@ WAYS = [
 ]
 EPS = 2.0**-23
 
-PLAIN = [op for op in OPERATIONS if op.has_kernels and not op.has_label and not op.selects]
+PLAIN = [op for op in OPERATIONS if op in PALLAS_OPERATIONS]
 KERNELS = [*PLAIN, LABEL_STATE, LABEL_STATE_VJP]
 STAND_FOR_THE_OTHERS = (SOFTMAX, LOG_SOFTMAX_VJP, LABEL_STATE)
 each_operation = pytest.mark.parametrize(
