@@ -1,10 +1,10 @@
 """`implementation="pallas"`: row operations and attention as Pallas kernels for data-centre GPUs from Hopper on.
 
-`rows.held` takes rows that fit the registers of a block, `rows.tiled` longer ones, in shared memory, and `rows.split` a
-few of these, cut over many blocks. `rows.choice` says what they can serve, and which of them does, `rows.plan` how rows
-are cut up, and `rows.sizes` has the sizes for each kind of GPU. `attention` has the like for attention, and `head` for
-the scores of a linear layer. To import Pallas takes half as long as to import JAX, so that waits until a kernel is
-asked for, and no GPU is touched before.
+`rows.register_rows` takes rows that fit the registers of a block, `rows.tiled` longer ones, in shared memory, and
+`rows.split` a few of these, cut over many blocks. `rows.choice` says what they can serve, and which of them does,
+`rows.plan` how rows are cut up, and `rows.sizes` has the sizes for each generation of GPUs. `attention` has the like
+for attention, and `head` for the scores of a linear layer. To import Pallas takes half as long as to import JAX, so
+that waits until a kernel is asked for, and no GPU is touched before.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,12 +44,12 @@ def unsupported(operands: Sequence[jax.core.ShapedArray]) -> str | None:
     return choice.unsupported(operands)
 
 
-def leads(operation: RowSpec, form: RowForm, platform: str, operands: Sequence[jax.core.ShapedArray]) -> bool:
+def is_fastest(operation: RowSpec, form: RowForm, platform: str, operands: Sequence[jax.core.ShapedArray]) -> bool:
     """Whether these kernels are faster than all others."""
     del platform
     from .rows import choice
 
-    return choice.leads(operation, form, operands)
+    return choice.is_fastest(operation, form, operands)
 
 
 def kernel(
@@ -60,6 +60,14 @@ def kernel(
     from .rows import choice
 
     return choice.kernel(operation, form, operands)
+
+
+def describe(operation: RowSpec, form: RowForm, platform: str, operands: Sequence[jax.core.ShapedArray]) -> str:
+    """The kernel's name, and how it cuts up its work, in words."""
+    del platform
+    from .rows import choice
+
+    return choice.describe(operation, form, operands)
 
 
 def attention_unsupported(operation: "AttentionOperation", operands: Sequence[jax.core.ShapedArray]) -> str | None:
@@ -98,4 +106,4 @@ def head_unsupported(hidden: jax.core.ShapedArray, weight: jax.core.ShapedArray)
     return plan.unsupported(hidden, weight)
 
 
-ROWS = RowKernels(kernel, unsupported, leads=leads)
+ROWS = RowKernels(kernel, unsupported, is_fastest=is_fastest, describe=describe)

@@ -40,8 +40,8 @@ class Backend:
 # By name, in the order in which errors list them.
 REGISTERED: dict[str, Backend] = {}
 
-# What `implementation=None` tries on each platform, in this order, unless a family's table says that another leads. XLA
-# serves everything, everywhere.
+# What `implementation=None` tries on each platform, in this order, unless a family says that another is the fastest.
+# XLA serves everything, everywhere.
 PREFERENCE = {"cpu": ("ffi", "xla"), "cuda": ("ffi", "pallas", "triton", "xla")}
 ALWAYS = ("xla",)
 

@@ -69,14 +69,14 @@ class RowKernels:
       unsupported: (operands) -> None, or why it cannot take operands of these shapes and dtypes.
       composed: whether the default choice takes it for forms that have to be composed, too. Before its plain kernel XLA
         then writes the scores anew, which only the fastest kernel makes up for.
-      leads: (operation, form, platform, operands) -> whether the default choice tries it before all others.
+      is_fastest: (operation, form, platform, operands) -> whether the default choice tries it before all others.
       describe: (operation, form, platform, operands) -> the kernel's name and how it cuts up its work, in words.
     """
 
     kernel: Callable[[RowSpec, RowForm, str, Types], Function | None]
     unsupported: Callable[[Types], str | None] = lambda operands: None
     composed: bool = False
-    leads: Callable[[RowSpec, RowForm, str, Types], bool] = lambda operation, form, platform, operands: False
+    is_fastest: Callable[[RowSpec, RowForm, str, Types], bool] = lambda operation, form, platform, operands: False
     describe: Callable[[RowSpec, RowForm, str, Types], str] = lambda operation, form, platform, operands: ""
 
 

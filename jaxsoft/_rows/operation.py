@@ -90,14 +90,14 @@ class RowOperation(Served):
             return Choice(self.name, "xla", self.formula())
         plain_operands = self._plain_operands(operands)
 
-        def leads(name: str) -> bool:
+        def is_fastest(name: str) -> bool:
             if form.in_place and name != "ffi":  # no other implementation writes in place
                 return False
             if REGISTERED[name].unavailable(platform):
                 return False
-            return kernels_of("rows", name).leads(spec, form, platform, operands)
+            return kernels_of("rows", name).is_fastest(spec, form, platform, operands)
 
-        preferred = sorted(PREFERENCE.get(platform, ALWAYS), key=lambda name: not leads(name))
+        preferred = sorted(PREFERENCE.get(platform, ALWAYS), key=lambda name: not is_fastest(name))
         reasons: dict[str, str] = {}
         for name in accepted(self.implementation, preferred):
             reason = REGISTERED[name].unavailable(platform) or _refusal(name, plain_operands)

@@ -65,7 +65,7 @@ def _in_plain_form(formula: Callable[[RowSpec, RowForm], Function]):
     return kernel
 
 
-def _leads(operation: RowSpec, form: RowForm, platform: str, operands: Operands) -> bool:
+def _is_fastest(operation: RowSpec, form: RowForm, platform: str, operands: Operands) -> bool:
     """Whether XLA's loops are faster than all kernels.
 
     By measurement on an H200 they are for pullbacks that reduce nothing and write another dtype than that of the
@@ -75,5 +75,5 @@ def _leads(operation: RowSpec, form: RowForm, platform: str, operands: Operands)
     return platform == "cuda" and elementwise and form.dtype != operands[0].dtype
 
 
-XLA = RowKernels(_in_plain_form(formula), composed=True, leads=_leads)
+XLA = RowKernels(_in_plain_form(formula), composed=True, is_fastest=_is_fastest)
 REFERENCE = RowKernels(_in_plain_form(_scanned), _without_known_length)

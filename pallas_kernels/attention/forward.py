@@ -86,9 +86,9 @@ def forward(
                 segment_ranges(extras[Extra.QUERY_SEGMENTS], extras[Extra.KEY_SEGMENTS], plan.block_rows, plan.key_tile)
             )
         items = ordered(form, axes, length, prepared)
-        dealt = schedule(form, plan, shape, items, blocks or gpus.multiprocessors())
-        if dealt:
-            refs += [jnp.asarray(part) for part in dealt]
+        assigned = schedule(form, plan, shape, items, blocks or gpus.multiprocessors())
+        if assigned:
+            refs += [jnp.asarray(part) for part in assigned]
         kernel = plgpu.kernel(
             functools.partial(
                 _entry,
@@ -99,12 +99,12 @@ def forward(
                 names,
                 tuple(results),
                 has_segments,
-                dealt is not None,
+                assigned is not None,
                 interpret is not None,
                 plan.free_bytes(head_size(query.shape[3]), head_size(size)),
             ),
             out_type=tuple(results.values()),
-            grid=(len(dealt[1]) - 1 if dealt else math.prod(axes.values()),),
+            grid=(len(assigned[1]) - 1 if assigned else math.prod(axes.values()),),
             grid_names=("block",),
             num_threads=plan.groups + 1,
             thread_name="group",

@@ -2,8 +2,8 @@
 
 An item is the queries of one head that a block computes at a time. With a block for each, the hardware gives it to the
 first multiprocessor that is free, and nothing overlaps the block's begin and end. With a block for each multiprocessor,
-the first copies for an item are made while the item before ends; plan.py has what that brings. The items are then dealt
-out here, when a call is traced, as the hardware would do it, by the number of their tiles.
+the first copies for an item are made while the item before ends; plan.py has what that brings. Which block
+takes which items is then decided here, when a call is traced, as the hardware would, by the number of their tiles.
 """
 
 import functools
@@ -52,17 +52,17 @@ def schedule(
         tiles = tiles[::-1]
     axis = list(items).index("queries")
     costs = np.broadcast_to(tiles.reshape([-1 if i == axis else 1 for i in range(len(sizes))]), sizes)
-    return _dealt(tuple(costs.ravel().tolist()), blocks)
+    return _assigned(tuple(costs.ravel().tolist()), blocks)
 
 
 @functools.lru_cache(64)
-def _dealt(costs: Sequence[float], blocks: int) -> tuple[np.ndarray, np.ndarray]:
+def _assigned(costs: Sequence[float], blocks: int) -> tuple[np.ndarray, np.ndarray]:
     """The result of `schedule`: each item in turn goes to the block that is free first."""
-    dealt: list[list[int]] = [[] for _ in range(blocks)]
+    assigned: list[list[int]] = [[] for _ in range(blocks)]
     free = [(0.0, block) for block in range(blocks)]
     for number, cost in enumerate(costs):
         time, block = free[0]
-        dealt[block].append(number)
+        assigned[block].append(number)
         heapq.heapreplace(free, (time + cost, block))
-    begins = np.cumsum([0, *map(len, dealt)])
-    return np.array([*itertools.chain(*dealt)], np.int32), begins.astype(np.int32)
+    begins = np.cumsum([0, *map(len, assigned)])
+    return np.array([*itertools.chain(*assigned)], np.int32), begins.astype(np.int32)

@@ -1,5 +1,6 @@
 """Which of the kernels serves an operation, and whether one does: by its form, and its operands' shapes and dtypes."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsoft._core.operation import Function
+from jaxsoft._core.operation import Function, Types
 from jaxsoft._rows.forms import RowForm, is_plain
 from jaxsoft._rows.formulas import take
 from jaxsoft._rows.operations.labels import LABEL_STATE, LABEL_STATE_VJP
@@ -16,8 +17,9 @@ from jaxsoft._rows.operations.logsumexp import LOGSUMEXP_VJP, STATE
 from jaxsoft._rows.operations.softmax import SOFTMAX
 from jaxsoft._rows.spec import NO_ROW, RowExtra, RowSpec
 
-from . import held, operations, plan, sizes, split, tiled
+from . import operations, plan, register_rows, sizes, split, tiled
 from .extras import Extras, LabelExtra, Name
+from .plan import RegisterPlan, SplitPlan, TiledPlan
 
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 # What the operations with labels are to the kernels: others, with extras before those of the form.
@@ -27,55 +29,98 @@ _LABELLED: dict[RowSpec, tuple[RowSpec, tuple[Name, ...]]] = {
 }
 
 
-def unsupported(operands: Sequence[jax.core.ShapedArray]) -> str | None:
+def unsupported(operands: Types) -> str | None:
     """None, or why the kernels cannot take these operands."""
     dtype, n = operands[0].dtype, operands[0].shape[-1]
     if dtype not in _DTYPES:
         return f"its kernels take float16, bfloat16 and float32, not {dtype.name}"
     if not _known(operands):
         return f"its kernels are compiled for shapes that are known; got {operands[0].shape}"
-    gpu = sizes.target()
-    if plan.held(gpu.held, 1, n, dtype.itemsize) or plan.tiled(gpu, SOFTMAX, 1, n, dtype.itemsize):
+    of_gpu = sizes.target()
+    if plan.register_rows(of_gpu.registers, 1, n, dtype.itemsize) or plan.tiled(of_gpu, SOFTMAX, 1, n, dtype.itemsize):
         return None
-    if n * dtype.itemsize <= gpu.held.row_bytes:
+    if n * dtype.itemsize <= of_gpu.registers.row_bytes:
         return f"rows must have at least 2 elements; got n={n}"
     return f"long rows must be a multiple of 16 bytes, the alignment of bulk copies; got n={n} of {dtype.name}"
 
 
-def leads(operation: RowSpec, form: RowForm, operands: Sequence[jax.core.ShapedArray]) -> bool:
+def is_fastest(operation: RowSpec, form: RowForm, operands: Types) -> bool:
     """Whether these kernels are faster than all others, as the sizes of the GPU say."""
     x = operands[0]
     if operation not in (SOFTMAX, *_LABELLED) or x.dtype not in _DTYPES or not _known(operands):
         return False
-    gpu, n, itemsize = sizes.target(), x.shape[-1], x.dtype.itemsize
-    if n * itemsize <= gpu.held.row_bytes or not is_plain(operation, form, operands):
+    of_gpu, n, itemsize = sizes.target(), x.shape[-1], x.dtype.itemsize
+    if n * itemsize <= of_gpu.registers.row_bytes or not is_plain(operation, form, operands):
         return False
-    few = x.size * itemsize <= gpu.few.bytes
+    few = x.size * itemsize <= of_gpu.few.bytes
     if operation in _LABELLED:
-        return gpu.lead.cross_entropy and not few
-    return few and x.size <= gpu.lead.softmax_rows[itemsize] * n
+        return of_gpu.default.cross_entropy and not few
+    return few and x.size <= of_gpu.default.softmax_rows[itemsize] * n
 
 
-def _known(operands: Sequence[jax.core.ShapedArray]) -> bool:
+def _known(operands: Types) -> bool:
     return all(isinstance(size, int) for v in operands for size in v.shape)
 
 
-def kernel(operation: RowSpec, form: RowForm, operands: Sequence[jax.core.ShapedArray]) -> Function | None:
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A call that a kernel takes as it is.
+
+    Attributes:
+      operation: what the kernel computes: without labels, but for extras.
+      rows, n: the number of rows, and their length.
+      dtypes: those of the operands with whole rows.
+      result: the dtype of results with whole rows.
+      extras: what comes beside the rows.
+      plan: how rows are cut up.
+    """
+
+    operation: RowSpec
+    rows: int
+    n: int
+    dtypes: Sequence[np.dtype]
+    result: np.dtype
+    extras: Extras
+    plan: RegisterPlan | SplitPlan | TiledPlan
+
+    @staticmethod
+    def of(operation: RowSpec, form: RowForm, operands: Types) -> "_Call | None":
+        """The call of an operation in this form, or None where it has to be composed."""
+        if form.cap is not None or (operation in _LABELLED and {*form.extras} - {RowExtra.LIMIT, RowExtra.WHERE}):
+            return None
+        alike, names, given = unlabelled(operation, form, operands)
+        if alike not in operations.KERNELS or form.trailing or not _known(operands):
+            return None
+        *leading, n = operands[0].shape
+        rows, own = math.prod(leading), len(alike.operands)
+        dtypes = [v.dtype for kind, v in zip(alike.kinds, given, strict=False) if kind.whole_rows]
+        if any(dtype not in _DTYPES for dtype in (*dtypes, form.dtype)):
+            return None
+        extras = Extras.of(names, form.masked, leading, [v.shape for v in given[own:]])
+        cut = _plan(alike, rows, n, dtypes, form.dtype, extras)
+        return _Call(alike, rows, n, dtypes, form.dtype, extras, cut) if cut else None
+
+    def kernel(self) -> Function:
+        """The kernel, of operands of shape (rows, n) and (rows,), and of extras."""
+        operation, rows, n, cut = self.operation, self.rows, self.n, self.plan
+        if isinstance(cut, SplitPlan):
+            return split.row_kernel(operation, rows, n, self.result, cut)
+        if isinstance(cut, TiledPlan):
+            dtypes = self.dtypes[0], self.result
+            return _in_vectors(tiled.row_kernel(operation, rows, n, dtypes, cut, self.extras), cut.vector)
+        fits = functools.partial(
+            register_rows.row_kernel, operation, n=n, dtype=self.result, plan=cut, extras=self.extras
+        )
+        return _padded(rows, cut.rows, fits)
+
+
+def kernel(operation: RowSpec, form: RowForm, operands: Types) -> Function | None:
     """The kernel for an operation in this form, or None where it has to be composed."""
-    if form.cap is not None or (operation in _LABELLED and {*form.extras} - {RowExtra.LIMIT, RowExtra.WHERE}):
-        return None
-    alike, names, given = unlabelled(operation, form, operands)
-    if alike not in operations.KERNELS or form.trailing or not _known(operands):
+    found = _Call.of(operation, form, operands)
+    if found is None:
         return None
     *leading, n = operands[0].shape
-    rows, own = math.prod(leading), len(alike.operands)
-    dtypes = [v.dtype for kind, v in zip(alike.kinds, given, strict=False) if kind.whole_rows]
-    if any(dtype not in _DTYPES for dtype in (*dtypes, form.dtype)):
-        return None
-    extras = Extras.of(names, form.masked, leading, [v.shape for v in given[own:]])
-    plain = _row_kernel(alike, rows, n, dtypes, form.dtype, extras)
-    if plain is None:
-        return None
+    rows, own, plain = found.rows, len(found.operation.operands), found.kernel()
 
     def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
         _, _, given = unlabelled(operation, form, operands)
@@ -89,6 +134,14 @@ def kernel(operation: RowSpec, form: RowForm, operands: Sequence[jax.core.Shaped
         return (*results, label_score(*operands[:2])) if operation is LABEL_STATE else results
 
     return call
+
+
+def describe(operation: RowSpec, form: RowForm, operands: Types) -> str:
+    """The kernel's name, and how it cuts up its work, in words; of a form that is composed, how the name begins."""
+    found = _Call.of(operation, form, operands)
+    if found is None:
+        return f"jaxsoft_{(operation if operation in operations.KERNELS else STATE).name}"
+    return f"jaxsoft_{found.operation.name}_{found.plan.words}"
 
 
 def unlabelled[T](
@@ -108,25 +161,22 @@ def label_score(x: jax.Array, label: jax.Array) -> jax.Array:
     return jnp.where(label == NO_ROW, 0, take(x, label))
 
 
-def _row_kernel(
+def _plan(
     operation: RowSpec, rows: int, n: int, dtypes: Sequence[np.dtype], result: np.dtype, extras: Extras
-) -> Function | None:
-    """The kernel that is fit for rows of these lengths and dtypes: `held`, `split` or `tiled`, or None."""
-    gpu, itemsize = sizes.target(), max(dtype.itemsize for dtype in (*dtypes, result))
+) -> RegisterPlan | SplitPlan | TiledPlan | None:
+    """How the kernel that is fit for rows of these lengths and dtypes cuts them up; None if there is none."""
+    of_gpu, itemsize = sizes.target(), max(dtype.itemsize for dtype in (*dtypes, result))
     together = extras.together
     if RowExtra.LIMIT in extras.names and n >= plan.THREADS * plan.VECTOR_BYTES // itemsize:
         together = 1  # where a block has one row, what is beyond its limit is not read
-    if in_registers := plan.held(gpu.held, rows, n, itemsize, together):
-        fits = functools.partial(held.row_kernel, operation, n=n, dtype=result, plan=in_registers, extras=extras)
-        return _padded(rows, in_registers.rows, fits)
-    if n * itemsize <= gpu.held.row_bytes or len({*dtypes}) > 1:
+    if in_registers := plan.register_rows(of_gpu.registers, rows, n, itemsize, together):
+        return in_registers
+    if n * itemsize <= of_gpu.registers.row_bytes or len({*dtypes}) > 1:
         return None
     if not extras.names and not extras.masked and result == dtypes[0]:
-        if in_parts := plan.split(gpu, operation, rows, n, itemsize):
-            return split.row_kernel(operation, rows, n, result, in_parts)
-    if in_tiles := plan.tiled(gpu, operation, rows, n, dtypes[0].itemsize):
-        return _in_vectors(tiled.row_kernel(operation, rows, n, (dtypes[0], result), in_tiles, extras), in_tiles.vector)
-    return None
+        if in_parts := plan.split(of_gpu, operation, rows, n, itemsize):
+            return in_parts
+    return plan.tiled(of_gpu, operation, rows, n, dtypes[0].itemsize)
 
 
 def _in_vectors(kernel: Function, vector: int) -> Function:

@@ -1,8 +1,8 @@
 """Numbers that the blocks of a cluster send each other.
 
-Every block has a mailbox in its shared memory: a place for each number of each block, twice, as rows take turns, and a
-barrier. A block says how many bytes it expects, stores its own numbers in the mailboxes of all blocks, by stores that
-complete a barrier there, and waits until its own mailbox is full.
+Every block has in its shared memory a place for each number of each block, twice, as rows take turns, and a barrier. A
+block says how many bytes it expects, stores its own numbers in the places of all blocks, by stores that complete a
+barrier there, and waits until its own places are full.
 
 This is inline PTX, because what Pallas has for it does not do: a `ClusterBarrier` (JAX 0.11.2) arrives with release
 semantics in its own block alone, so stores to other blocks may arrive after it, and were seen to; and a store to a
@@ -37,8 +37,8 @@ def _constant(value: int) -> ir.Value:
 
 
 @dataclasses.dataclass(frozen=True)
-class Mailbox:
-    """The mailbox of a block.
+class ClusterExchange:
+    """How a block exchanges numbers with the others of its cluster.
 
     Attributes:
       blocks: the number of blocks of the cluster.
@@ -52,7 +52,7 @@ class Mailbox:
 
     @staticmethod
     def scratch(numbers: int, blocks: int) -> tuple[Any, Any]:
-        """The shared memory that the mailbox of a block takes."""
+        """The shared memory that a block needs for it."""
         return plgpu.SMEM((numbers, 2, blocks), jnp.float32), plgpu.SMEM((2,), jnp.int32)
 
     def open(self) -> None:

@@ -129,21 +129,21 @@ class Rules(abc.ABC):
 
     def prepare(self, place: Any, chunks: Sequence[Any]) -> "Prepared":
         """Applies the extras to chunks of the row operands, or None for those that are not needed here."""
-        counts = self._counts(place, chunks) if self.extras.partial else None
+        valid = self._valid(place, chunks) if self.extras.partial else None
         first, *others = chunks
         if first is not None and self.operation.kinds[0] is RowKind.SCORES:
             first = first if self.scale is None else rounded(first * self.scale)
             first = first + self.chunk(RowExtra.BIAS, place) if RowExtra.BIAS in self.extras.names else first
-            first = _select(counts, first, -jnp.inf)
-        return Prepared([first, *(_select(counts, g, 0.0) for g in others)], counts)
+            first = _select(valid, first, -jnp.inf)
+        return Prepared([first, *(_select(valid, g, 0.0) for g in others)], valid)
 
-    def conclude(self, counts: jax.Array | None, result: jax.Array) -> jax.Array:
+    def conclude(self, valid: jax.Array | None, result: jax.Array) -> jax.Array:
         """Applies the extras to the result of a chunk, given which of its elements count."""
         if self.scale is not None and self.operation.is_pullback:
             result = result * self.scale
-        return _select(counts, result, self.operation.uncounted)
+        return _select(valid, result, self.operation.uncounted)
 
-    def _counts(self, place: Any, chunks: Sequence[Any]) -> jax.Array:
+    def _valid(self, place: Any, chunks: Sequence[Any]) -> jax.Array:
         """Which elements of a chunk count."""
         conditions = [self.chunk(RowExtra.WHERE, place) != 0] if RowExtra.WHERE in self.extras.names else []
         if self.limit is not None:
@@ -159,12 +159,12 @@ class Prepared:
 
     Attributes:
       chunks: one for each row operand; None for one that is not needed here.
-      counts: which elements count; None for all.
+      valid: which elements are; None for all.
     """
 
     chunks: Sequence[Any]
-    counts: jax.Array | None
+    valid: jax.Array | None
 
 
-def _select(counts: jax.Array | None, x: Any, other: float) -> Any:
-    return x if counts is None else jnp.where(counts, x, other)
+def _select(valid: jax.Array | None, x: Any, other: float) -> Any:
+    return x if valid is None else jnp.where(valid, x, other)

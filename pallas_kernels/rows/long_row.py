@@ -22,10 +22,10 @@ from .extras import Rules
 from .fold import Lanes
 from .operations import Finished
 from .plan import THREADS, TiledPlan
-from .ring import Ring
+from .ring import RowRing
 from .warpgroup import WarpGroup
 
-type HeldTile = list[list[jax.Array | None]]  # the chunks of a tile in registers
+type RegisterTile = list[list[jax.Array | None]]  # the chunks of a tile in registers
 
 
 def take_rows(group: WarpGroup) -> None:
@@ -36,10 +36,10 @@ def take_rows(group: WarpGroup) -> None:
 
     def take_row(k, _):
         row = _LongRow(group, k, lax.rem(k, 2), group.rules(k))
-        held, lanes = row.fold()
+        kept, lanes = row.fold()
         finished = group.finish(k, group.total(k, lanes))
         assert finished
-        row.write(held, finished)
+        row.write(kept, finished)
 
     lax.fori_loop(0, group.rows.count, take_row, None)
 
@@ -79,26 +79,26 @@ class _LongRow:
     @property
     def on_chip(self) -> int:
         """The number of tiles that are on chip when all are folded."""
-        return self.plan.held + self.plan.ring
+        return self.plan.register_tiles + self.plan.ring
 
     def slot(self, tile: jax.Array | int) -> jax.Array:
         """The slot that a tile comes to."""
         ring = self.plan.ring
-        turned = ring - 1 - (tile + -self.plan.held % ring) % ring
+        turned = ring - 1 - (tile + -self.plan.register_tiles % ring) % ring
         return jnp.where(self.odd == 1, turned, tile % ring)
 
-    def fold(self) -> tuple[list[HeldTile], Lanes]:
+    def fold(self) -> tuple[list[RegisterTile], Lanes]:
         """Folds all tiles, of which the first stay in registers."""
         reduction = self.group.fold
         assert reduction
-        held, lanes = [], reduction.identity(THREADS)
-        for tile in range(self.plan.held):
+        kept, lanes = [], reduction.identity(THREADS)
+        for tile in range(self.plan.register_tiles):
             lanes, chunks = self._fold_tile(tile, lanes)
-            held.append(chunks)
-        rest = self.plan.held, self.group.share.count
-        return held, lax.fori_loop(*rest, lambda tile, lanes: self._fold_tile(tile, lanes)[0], lanes)
+            kept.append(chunks)
+        rest = self.plan.register_tiles, self.group.share.count
+        return kept, lax.fori_loop(*rest, lambda tile, lanes: self._fold_tile(tile, lanes)[0], lanes)
 
-    def _fold_tile(self, tile: jax.Array | int, lanes: Lanes) -> tuple[Lanes, HeldTile]:
+    def _fold_tile(self, tile: jax.Array | int, lanes: Lanes) -> tuple[Lanes, RegisterTile]:
         """Folds a tile, and fills its slot with the next one that comes there."""
         group, slot = self.group, self.slot(tile)
         _wait(group.folded_rings, slot)
@@ -112,10 +112,10 @@ class _LongRow:
 
         return lanes, chunks
 
-    def write(self, held: list[HeldTile], finished: Finished) -> None:
+    def write(self, kept: list[RegisterTile], finished: Finished) -> None:
         """Writes the result, from the last tile to the first, and fills the slots for the next row."""
         count = self.group.share.count
-        if held:  # slots that held a tile which is in registers, and none after it, are free
+        if kept:  # slots that held a tile which is in registers, and none after it, are free
             plgpu.commit_smem()
             lax.fori_loop(count, self.on_chip, lambda tile, _: self._begin_next(_fill_folded, tile), None)
 
@@ -129,9 +129,9 @@ class _LongRow:
             plgpu.commit_smem()
             self._refill(tile, slot)
 
-        lax.fori_loop(0, count - self.plan.held, write_tile, None)
-        for tile in reversed(range(self.plan.held)):
-            self._write_held(tile, held[tile], finished)
+        lax.fori_loop(0, count - self.plan.register_tiles, write_tile, None)
+        for tile in reversed(range(self.plan.register_tiles)):
+            self._write_from_registers(tile, kept[tile], finished)
 
     def _refill(self, tile: jax.Array, slot: jax.Array) -> None:
         """Fills the slot of a tile that is written.
@@ -146,11 +146,11 @@ class _LongRow:
         pl.when(in_registers)(lambda: group.fill(group.other_rings, slot, self.k, tile - ring))
         pl.when(tile < ring)(lambda: self._begin_next(_fill_others, tile))
 
-    def _write_held(self, tile: int, held: HeldTile, finished: Finished) -> None:
+    def _write_from_registers(self, tile: int, kept: RegisterTile, finished: Finished) -> None:
         """Writes the result of a tile in registers. What the fold did not need of it is in the slots."""
         group, slot = self.group, self.slot(tile)
         _wait(group.other_rings, slot)
-        both = zip(held, group.chunks(dict.fromkeys(group.other_rings, slot)), strict=True)
+        both = zip(kept, group.chunks(dict.fromkeys(group.other_rings, slot)), strict=True)
         chunks = [[y if x is None else x for x, y in zip(*chunk, strict=True)] for chunk in both]
         group.write_tile(self.k, tile, chunks, self.rules, finished)
         if group.other_rings:
@@ -162,6 +162,6 @@ class _LongRow:
         fill(self.group, self.k + 1, self.on_chip - 1 - tile, self.slot(tile))
 
 
-def _wait(rings: Sequence[Ring], slot: jax.Array) -> None:
+def _wait(rings: Sequence[RowRing], slot: jax.Array) -> None:
     for ring in rings:
         ring.wait(slot)

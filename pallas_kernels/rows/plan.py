@@ -10,7 +10,7 @@ from jaxsoft._rows.spec import RowSpec
 
 from . import operations
 from .operations import Signature
-from .sizes import BlockShape, HeldSizes, KeepSizes, RowSizes, Work
+from .sizes import BlockShape, KeepSizes, RegisterSizes, RowSizes, Work
 
 WARP = 32
 THREADS = 128  # of a warp group
@@ -18,7 +18,7 @@ VECTOR_BYTES = 16  # what a thread loads or stores at a time, at most
 
 
 @dataclasses.dataclass(frozen=True)
-class HeldPlan:
+class RegisterPlan:
     """How rows lie in the registers of a block of one warp group.
 
     Attributes:
@@ -30,6 +30,11 @@ class HeldPlan:
     vector: int
     lanes: int
     repeat: int
+
+    @property
+    def words(self) -> str:
+        """How a kernel's name goes on, and the plan in words."""
+        return f"registers: {self.rows} rows a block of {THREADS} threads, {self.lanes} for each row"
 
     @property
     def rows(self) -> int:
@@ -46,7 +51,7 @@ class HeldPlan:
         return [min(i, n - self.width) for i in range(0, n, self.width)]
 
 
-def held(sizes: HeldSizes, rows: int, n: int, itemsize: int, together: int = 0) -> HeldPlan | None:
+def register_rows(sizes: RegisterSizes, rows: int, n: int, itemsize: int, together: int = 0) -> RegisterPlan | None:
     """Plans for rows that stay in registers.
 
     Args:
@@ -63,11 +68,11 @@ def held(sizes: HeldSizes, rows: int, n: int, itemsize: int, together: int = 0) 
     most_lanes = min(THREADS, _power_up_to(n // vector))
     lanes = min(most_lanes, max(WARP, _power_from(_ceil(n * itemsize, sizes.lane_bytes))))
     repeat = max(1, sizes.side_bytes * lanes // (n * itemsize))
-    plan = HeldPlan(vector, lanes, max(1, min(repeat, rows * lanes // THREADS)))
+    plan = RegisterPlan(vector, lanes, max(1, min(repeat, rows * lanes // THREADS)))
     if together % plan.rows:
-        plan = HeldPlan(vector, lanes, 1)
+        plan = RegisterPlan(vector, lanes, 1)
     while together % plan.rows and plan.lanes < most_lanes:
-        plan = HeldPlan(vector, 2 * plan.lanes, 1)
+        plan = RegisterPlan(vector, 2 * plan.lanes, 1)
     return None if together % plan.rows else plan
 
 
@@ -81,7 +86,12 @@ class SplitPlan:
     """
 
     parts: int
-    part: HeldPlan
+    part: RegisterPlan
+
+    @property
+    def words(self) -> str:
+        """How a kernel's name goes on, and the plan in words."""
+        return f"split: {self.parts} parts of a row, {self.part.rows} a block, in two launches"
 
 
 def split(sizes: RowSizes, operation: RowSpec, rows: int, n: int, itemsize: int) -> SplitPlan | None:
@@ -93,9 +103,9 @@ def split(sizes: RowSizes, operation: RowSpec, rows: int, n: int, itemsize: int)
     for parts in sizes.split.choices:
         length, beyond = divmod(n, parts)
         part_bytes = length * itemsize
-        if parts < least_parts or beyond or part_bytes % VECTOR_BYTES or part_bytes > sizes.held.row_bytes:
+        if parts < least_parts or beyond or part_bytes % VECTOR_BYTES or part_bytes > sizes.registers.row_bytes:
             continue
-        part = held(sizes.held, rows * parts, length, itemsize)
+        part = register_rows(sizes.registers, rows * parts, length, itemsize)
         if part and parts % part.rows == 0:
             return SplitPlan(parts, part)
     return None
@@ -113,7 +123,7 @@ class TiledPlan:
       warpgroups: of a block.
       cluster: blocks that share a row.
       clusters: of the grid. Where there are fewer than rows, they are persistent, and take rows in turn.
-      held: tiles that a warp group keeps in registers, besides.
+      register_tiles: tiles that a warp group keeps in registers, besides.
       result_ring: slots of the ring of an array that the result needs and the fold does not; 0 for as many as `ring`.
     """
 
@@ -124,8 +134,16 @@ class TiledPlan:
     warpgroups: int
     cluster: int
     clusters: int
-    held: int = 0
+    register_tiles: int = 0
     result_ring: int = 0
+
+    @property
+    def words(self) -> str:
+        """How a kernel's name goes on, and the plan in words."""
+        blocks = "a block" if self.cluster == 1 else f"a cluster of {self.cluster} blocks"
+        return (
+            f"tiled: {self.tiles} tiles of a row, by {blocks} of {self.warpgroups} warp groups, {self.clusters} times"
+        )
 
     @property
     def tile(self) -> int:
@@ -280,7 +298,7 @@ class _Cutter:
             self._with_registers(self._cut(block, self._persistent, self.keep.tile_cost, persistent=True))
             for block in self.sizes.persistent.register_blocks
         ]
-        return max(plans, key=lambda plan: min(1, (plan.ring + plan.held) / plan.share))
+        return max(plans, key=lambda plan: min(1, (plan.ring + plan.register_tiles) / plan.share))
 
     @property
     def _persistent(self) -> int:
@@ -298,15 +316,15 @@ class _Cutter:
         if plan.fits:
             return plan
         arrays = 1 if self.work is Work.BACKWARD_FOLDING_ONE else self.arrays
-        held = self.keep.register_elements // (plan.vector * plan.chunks * arrays)
-        return dataclasses.replace(plan, held=min(held, plan.share - plan.ring, plan.ring))
+        tiles = self.keep.register_elements // (plan.vector * plan.chunks * arrays)
+        return dataclasses.replace(plan, register_tiles=min(tiles, plan.share - plan.ring, plan.ring))
 
     def _cluster(self, blocks: int) -> int:
         """The number of blocks of a cluster that has at least this many, as far as it can."""
         return min(self.sizes.cluster_blocks, _power_from(blocks))
 
     def _cut(self, block: BlockShape, cluster: int, tile_cost: int, persistent: bool = False) -> TiledPlan:
-        """Cuts rows into as few tiles as can be dealt out evenly.
+        """Cuts rows into as few tiles as can be shared out evenly.
 
         Args:
           block: the shape of a block. It has fewer warp groups, and a cluster fewer blocks, if the row is too short.

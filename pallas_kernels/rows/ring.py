@@ -17,7 +17,7 @@ from .plan import THREADS, TiledPlan
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Ring:
+class RowRing:
     """The ring of a warp group for one array.
 
     Attributes:

@@ -25,8 +25,8 @@ class Work(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class HeldSizes:
-    """The sizes of the kernel `held`, whose rows stay in registers.
+class RegisterSizes:
+    """The sizes of the kernel `register_rows`, whose rows stay in registers.
 
     Attributes:
       row_bytes: the length of the longest row.
@@ -170,8 +170,8 @@ class PersistentSizes:
 
 
 @dataclasses.dataclass(frozen=True)
-class LeadSizes:
-    """Where these kernels are the fastest of all implementations, of rows that are too long for `held`.
+class DefaultSizes:
+    """Where these kernels are the fastest of all implementations, of rows that are too long for `register_rows`.
 
     Attributes:
       softmax_rows: by the bytes of an element, the largest number of rows of a softmax, where rows are few.
@@ -190,22 +190,22 @@ class RowSizes:
       gpu: the GPU.
       cluster_blocks: the largest number of blocks of a cluster.
       ring_slots: the largest number of slots of a block for one array.
-      held, split, few, pair, persistent: the sizes of these kernels and of these ways to cut up rows.
+      registers, split, few, pair, persistent: the sizes of these kernels and of these ways to cut up rows.
       stream, keep: the sizes of `tiled` by the work and the bytes of an element.
-      lead: where these kernels are the default.
+      default: where these kernels are the default.
     """
 
     gpu: Gpu
     cluster_blocks: int
     ring_slots: int
-    held: HeldSizes
+    registers: RegisterSizes
     split: SplitSizes
     few: FewSizes
     stream: Mapping[tuple[Work, int], StreamSizes]
     keep: Mapping[tuple[Work, int], KeepSizes]
     pair: PairSizes
     persistent: PersistentSizes
-    lead: LeadSizes
+    default: DefaultSizes
 
     @property
     def ring_bytes(self) -> int:
@@ -215,13 +215,13 @@ class RowSizes:
 
 _RESERVED_BYTES = 11 << 10  # of a block's shared memory, for barriers and what warp groups tell each other
 # A cluster can have 16 blocks, and a thread of a block of three warp groups 168 registers. All sizes that are not such
-# limits were measured on an H200, on 2026-11-22 (`lead.cross_entropy` on 2026-11-23), and are the fastest of those that
-# were tried.
+# limits were measured on an H200, on 2026-11-22 (`default.cross_entropy` on 2026-11-23), and are the fastest of those
+# that were tried.
 _HOPPER = RowSizes(
     gpu=gpus.H200,
     cluster_blocks=16,
     ring_slots=32,
-    held=HeldSizes(row_bytes=32 << 10, lane_bytes=64, side_bytes=32),
+    registers=RegisterSizes(row_bytes=32 << 10, lane_bytes=64, side_bytes=32),
     split=SplitSizes(
         row_bytes=((2, 256 << 10), (math.inf, 2 << 20)),
         parts=((1, 256), (7, 128), (math.inf, 64)),
@@ -282,7 +282,7 @@ _HOPPER = RowSizes(
         result_slots=2,
         register_blocks=(BlockShape(warpgroups=3, chunks=4), BlockShape(warpgroups=3, chunks=2)),
     ),
-    lead=LeadSizes(softmax_rows={4: math.inf, 2: 4}, cross_entropy=True),
+    default=DefaultSizes(softmax_rows={4: math.inf, 2: 4}, cross_entropy=True),
 )
 
 # Those of data-centre Blackwell were neither measured nor tested. They are those of Hopper, whose shared memory,

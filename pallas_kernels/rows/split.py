@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxsoft._rows.spec import RowSpec
 
-from . import held, operations
+from . import operations, register_rows
 from .memory import load, load_in_every_warp, store
 from .operations import References, Signature
 from .plan import SplitPlan
@@ -26,7 +26,7 @@ def row_kernel(operation: RowSpec, rows: int, n: int, dtype: Any, plan: SplitPla
     """The two kernels of an operation that has a reduction.
 
     Args:
-      operation, rows, n, dtype: as for `held.row_kernel`.
+      operation, rows, n, dtype: as for `register_rows.row_kernel`.
       plan: how rows are split.
       interpret: Pallas interpreter parameters.
 
@@ -35,7 +35,7 @@ def row_kernel(operation: RowSpec, rows: int, n: int, dtype: Any, plan: SplitPla
     """
     signature, parts = Signature.of(operation), plan.parts
     reduction = operations.reduction_of(operation)
-    reduce = held.row_kernel(reduction, rows * parts, n // parts, dtype, plan.part, interpret=interpret)
+    reduce = register_rows.row_kernel(reduction, rows * parts, n // parts, dtype, plan.part, interpret=interpret)
     full, number = jax.ShapeDtypeStruct((rows * parts, n // parts), dtype), jax.ShapeDtypeStruct((rows,), jnp.float32)
     finish = plgpu.kernel(
         functools.partial(_finish_body, operation, plan),
@@ -73,7 +73,7 @@ def _finish_body(operation: RowSpec, plan: SplitPlan, *all_refs):
 
     if refs.row_results:
         finished = operations.finish(operation, total, tuple(ref[row] for ref in refs.numbers), lambda v: v)
-        layout = held.layout(plan.part)
+        layout = register_rows.layout(plan.part)
         for start in plan.part.starts(refs.rows[0].shape[1]):
             place = pl.ds(first, plan.part.rows), pl.ds(start, plan.part.width)
             store(refs.row_results[0].at[place], finished(*(load(ref.at[place], layout) for ref in refs.rows)))

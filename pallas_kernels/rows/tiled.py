@@ -1,10 +1,10 @@
 """The tiled kernel: rows of any length, in tiles that asynchronous copies bring to shared memory.
 
-A row is dealt out by tiles to the warp groups of a block, or of a cluster of blocks. Each streams its tiles through a
-ring of its own, folds them into lanes, and, when the states of all threads are combined, goes over its tiles once more
-to write the result. So a row whose tiles fit the rings is read once. An array that only the result needs has a ring of
-its own, which need not hold the row. `long_row` takes rows that the rings do not keep. Where clusters take several
-rows, in turn, the next row's tile takes a tile's place as soon as that is written.
+The tiles of a row are divided among the warp groups of a block, or of a cluster of blocks. Each streams its tiles
+through a ring of its own, folds them into lanes, and, when the states of all threads are combined, goes over its tiles
+once more to write the result. So a row whose tiles fit the rings is read once. An array that only the result
+needs has a ring of its own, which need not hold the row. `long_row` takes rows that the rings do not keep. Where
+clusters take several rows, in turn, the next row's tile takes a tile's place as soon as that is written.
 
 - Every warp group fills and empties its rings by itself, so that the only thing that warp groups wait for is each
   other's states, once a row.
@@ -30,12 +30,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxsoft._rows.spec import RowSpec
 
 from . import fold, long_row, operations
-from .cluster import Mailbox
+from .cluster import ClusterExchange
 from .extras import Extras, Rules
 from .fold import Lanes
 from .operations import Finished, References, Signature
 from .plan import THREADS, TiledPlan
-from .ring import Ring, Rows, Share, Turn
+from .ring import RowRing, Rows, Share, Turn
 from .warpgroup import WarpGroup, if_read
 
 
@@ -79,7 +79,7 @@ def row_kernel(
             [plgpu.Barrier(num_arrivals=1, num_barriers=count) for count in slots],
             states,
             plgpu.Barrier(num_arrivals=plan.warpgroups),
-            Mailbox.scratch(numbers, plan.cluster) if clustered else (),
+            ClusterExchange.scratch(numbers, plan.cluster) if clustered else (),
         ),
         # The kernel places its own barriers: a slot is refilled after commit_smem, and what is written elsewhere in
         # shared memory is read after a barrier.
@@ -104,8 +104,8 @@ def _ring_sizes(operation: RowSpec, plan: TiledPlan) -> list[int]:
 
 def _body(operation: RowSpec, plan: TiledPlan, extras: Extras, *refs):
     group = _warpgroup(operation, plan, extras, refs)
-    if group.mailbox:
-        group.mailbox.open()
+    if group.exchange:
+        group.exchange.open()
     if group.fold and group.writes and not plan.fits:
         return long_row.take_rows(group)
     rings = _in_turn(group)
@@ -114,7 +114,7 @@ def _body(operation: RowSpec, plan: TiledPlan, extras: Extras, *refs):
 
 def _warpgroup(operation: RowSpec, plan: TiledPlan, extras: Extras, refs: Sequence[Any]) -> WarpGroup:
     """The warp group that runs this kernel."""
-    *in_global, slots, loaded, states, posted, mailbox = refs
+    *in_global, slots, loaded, states, posted, exchange = refs
     sorted_refs = References.of(operation, in_global)
     index, block = lax.axis_index("warpgroup"), lax.axis_index("peer") if plan.cluster > 1 else 0
     member = block * plan.warpgroups + index
@@ -130,19 +130,19 @@ def _warpgroup(operation: RowSpec, plan: TiledPlan, extras: Extras, refs: Sequen
         member,
         share=Share.of(member, vectors * plan.vector, plan),
         rows=Rows.of(rows, plan),
-        rings=[Ring(*ring, index) for ring in zip(sorted_refs.rows, slots, loaded, sizes, strict=True)],
+        rings=[RowRing(*ring, index) for ring in zip(sorted_refs.rows, slots, loaded, sizes, strict=True)],
         states=states,
         posted=posted,
-        mailbox=Mailbox(plan.cluster, *mailbox) if mailbox else None,
+        exchange=ClusterExchange(plan.cluster, *exchange) if exchange else None,
     )
 
 
-def _in_turn(group: WarpGroup) -> list[Sequence[Ring]]:
+def _in_turn(group: WarpGroup) -> list[Sequence[RowRing]]:
     """The rings of which a warp group fills the same slot at a time."""
     return [group.folded_rings, group.other_rings] if group.plan.result_ring else [group.rings]
 
 
-def _filled(group: WarpGroup, rings: Sequence[Ring]) -> Turn:
+def _filled(group: WarpGroup, rings: Sequence[RowRing]) -> Turn:
     """Fills rings to begin with, and returns their next turn."""
     turn = Turn(0, 0, 0)
     for _ in range(rings[0].size):
@@ -150,7 +150,7 @@ def _filled(group: WarpGroup, rings: Sequence[Ring]) -> Turn:
     return turn
 
 
-def _refill(group: WarpGroup, rings: Sequence[Ring], turn: Turn) -> Turn:
+def _refill(group: WarpGroup, rings: Sequence[RowRing], turn: Turn) -> Turn:
     """Fills a slot of some rings with a tile of this row or of one to come, and returns their next turn."""
     slot, k, tile = turn
     group.fill(rings, slot, k, tile)

@@ -13,13 +13,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxsoft._rows.spec import NO_ROW, RowExtra, RowSpec
 
 from . import operations
-from .cluster import Mailbox
+from .cluster import ClusterExchange
 from .extras import Extras, LabelExtra, Name, Prepared, Rules
 from .fold import Fold, Lanes, State
 from .memory import load, load_as_is, load_in_every_warp, store
 from .operations import Finished, References
 from .plan import THREADS, WARP, TiledPlan
-from .ring import Ring, Rows, Share
+from .ring import RowRing, Rows, Share
 
 # The chunks of a tile, each as one for every array, or None for an array that is not loaded. They are an iterator where
 # they are loaded one by one, so that registers need not hold all of them at a time.
@@ -42,7 +42,7 @@ class WarpGroup:
       states: a reference to shared memory for the states of all threads of the block, of shape (numbers, 2, threads),
         as rows take turns.
       posted: the barrier of the block's warp groups after which all states are there.
-      mailbox: the mailbox for the states of all blocks of a cluster; None for a block alone.
+      exchange: that of the states of all blocks of a cluster; None for a block alone.
     """
 
     operation: RowSpec
@@ -54,10 +54,10 @@ class WarpGroup:
     member: jax.Array
     share: Share
     rows: Rows
-    rings: Sequence[Ring]
+    rings: Sequence[RowRing]
     states: Any
     posted: Any
-    mailbox: Mailbox | None
+    exchange: ClusterExchange | None
 
     @property
     def fold(self) -> Fold | None:
@@ -70,12 +70,12 @@ class WarpGroup:
         return bool(self.refs.row_results)
 
     @property
-    def folded_rings(self) -> Sequence[Ring]:
+    def folded_rings(self) -> Sequence[RowRing]:
         """The rings of the arrays that the fold needs."""
         return [self.rings[i] for i in operations.folded(self.operation)]
 
     @property
-    def other_rings(self) -> Sequence[Ring]:
+    def other_rings(self) -> Sequence[RowRing]:
         """The rings of the arrays that only the result needs."""
         folded = operations.folded(self.operation)
         return [ring for i, ring in enumerate(self.rings) if i not in folded]
@@ -103,7 +103,7 @@ class WarpGroup:
 
     # What is done with a tile. `tile` is its index among those that the warp group has of a row.
 
-    def fill(self, rings: Sequence[Ring], slot: jax.Array | int, k: jax.Array | int, tile: jax.Array | int) -> None:
+    def fill(self, rings: Sequence[RowRing], slot: jax.Array | int, k: jax.Array | int, tile: jax.Array | int) -> None:
         """Starts the copies of a tile of a row, if the cluster has that row, and it is to be read.
 
         In place of a tile that begins beyond the limit, the row's beginning is read, which is in the L2.
@@ -121,7 +121,7 @@ class WarpGroup:
 
         pl.when(k < self.rows.count)(lambda: if_read(self.label(k), copy))
 
-    def chunks(self, slots: Mapping[Ring, jax.Array | int]) -> Iterator[list[jax.Array | None]]:
+    def chunks(self, slots: Mapping[RowRing, jax.Array | int]) -> Iterator[list[jax.Array | None]]:
         """Loads the chunks of a tile from the slots of some rings, each when it is asked for; None for other rings."""
         for begin in range(0, self.share.vectors, THREADS):
             refs = {ring: ring.chunk(slot, begin) for ring, slot in slots.items()}
@@ -148,7 +148,7 @@ class WarpGroup:
     def write_tile(self, k: jax.Array, tile: jax.Array | int, chunks: Chunks, rules: Rules, finished: Finished) -> None:
         """Writes the result of a tile, chunk by chunk."""
         for begin, prepared in self._prepared(tile, chunks, rules):
-            result = rules.conclude(prepared.counts, finished(*prepared.chunks))
+            result = rules.conclude(prepared.valid, finished(*prepared.chunks))
             store(self.refs.row_results[0].at[self.rows[k], pl.ds(begin, THREADS)], result)
 
     def write_zeros(self, k: jax.Array, tile: jax.Array) -> None:
@@ -190,11 +190,11 @@ class WarpGroup:
         plgpu.barrier_wait(self.posted)
         numbers = range(self.states.shape[0])
         total = reduction.total(tuple(load_in_every_warp(self.states.at[i, turn]) for i in numbers))
-        mailbox = self.mailbox
-        if mailbox is None:
+        exchange = self.exchange
+        if exchange is None:
             return total
-        pl.when(self.index == 0)(lambda: mailbox.send(turn, self.block, total))
-        return reduction.combine(mailbox.receive(turn))
+        pl.when(self.index == 0)(lambda: exchange.send(turn, self.block, total))
+        return reduction.combine(exchange.receive(turn))
 
     def finish(self, k: jax.Array, total: State) -> Finished | None:
         """Writes the results of one number a row, and returns the function that makes the others, if there are any."""

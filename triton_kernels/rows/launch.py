@@ -11,7 +11,7 @@ from jaxsoft._rows.spec import RowKind, RowSpec
 from jaxsoft.fold import accumulator
 
 from . import kernels
-from .plan import TritonPlan, plan, tuning
+from .plan import TritonPlan, of_call
 
 # jax-triton 0.4 renamed the argument that takes the results' types.
 _RESULTS = next(
@@ -31,9 +31,7 @@ def call(operation: RowSpec, gpu: Gpu, *operands: jax.Array, cut: TritonPlan | N
     x = operands[0]
     *leading, n = x.shape
     rows = math.prod(leading)
-    arrays = sum(v.ndim == x.ndim for v in operands)
-    if cut is None:
-        cut = plan(rows, n, x.dtype.itemsize, tuning(gpu.generation, arrays, x.dtype.itemsize))
+    cut = cut or of_call(gpu.generation, operands)
     full = jax.ShapeDtypeStruct((rows, n), x.dtype)
     statistic = jax.ShapeDtypeStruct((rows,), accumulator(x.dtype))
     results = tuple({RowKind.ROW: full, RowKind.STATISTIC: statistic}[kind] for kind in operation.result_kinds)

@@ -4,6 +4,10 @@
 """
 
 import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
 
 from jaxsoft._core.gpus import Generation
 
@@ -21,23 +25,23 @@ class Tuning:
     """The sizes that decide the speed of a kernel.
 
     Attributes:
-      held: how many elements of a row a thread of the whole-row kernel holds in registers.
+      elements: how many elements of a row a thread of the whole-row kernel holds in registers.
       most_lanes: the most threads that share a row there.
-      most_held: the most elements that such a thread holds; with `most_lanes`, this is the longest row that is read
+      most_elements: the most elements that such a thread holds; with `most_lanes`, this is the longest row that is read
         once.
       tile_lanes: how many threads share a row in the two-pass kernel.
-      tile_held: how many elements such a thread holds at a time; with `tile_lanes`, this is the largest tile.
+      tile_elements: how many elements such a thread holds at a time; with `tile_lanes`, this is the largest tile.
       fewest_lanes: how many lanes share a short row, if it has so many vectors. Eight of them read 128 bytes that lie
         next to each other.
       threads: how many threads a program has that takes several rows.
       programs: a program takes fewer rows where there would otherwise be fewer programs than this.
     """
 
-    held: int = 32
+    elements: int = 32
     most_lanes: int = 512
-    most_held: int = 64
+    most_elements: int = 64
     tile_lanes: int = 1024
-    tile_held: int = 32
+    tile_elements: int = 32
     fewest_lanes: int = 8
     threads: int = 128
     programs: int = 512
@@ -68,6 +72,12 @@ class TritonPlan:
     warps: int
 
     @property
+    def words(self) -> str:
+        """The plan in words."""
+        tiles = f"{self.tiles} tiles of a row" if self.tiles > 1 else f"{self.rows} rows"
+        return f"{tiles} a program of {self.warps} warps"
+
+    @property
     def unit(self) -> int:
         """How many elements a unit has."""
         return self.packs * self.lanes * self.vector
@@ -89,8 +99,8 @@ class TritonPlan:
 TUNING = {
     Generation.HOPPER: {
         "one array": Tuning(),
-        "two arrays": Tuning(held=16, most_held=32, tile_held=8),
-        "64 bits": Tuning(held=8, most_held=16, tile_lanes=512, tile_held=8),
+        "two arrays": Tuning(elements=16, most_elements=32, tile_elements=8),
+        "64 bits": Tuning(elements=8, most_elements=16, tile_lanes=512, tile_elements=8),
     },
 }
 
@@ -103,26 +113,34 @@ def tuning(generation: Generation, arrays: int, itemsize: int) -> Tuning:
     return sizes["two arrays" if arrays == 2 else "one array"]
 
 
+def of_call(generation: Generation, operands: Sequence[jax.Array | jax.core.ShapedArray]) -> TritonPlan:
+    """The plan for the operands of a call."""
+    x = operands[0]
+    *leading, n = x.shape
+    arrays = sum(v.ndim == x.ndim for v in operands)
+    return plan(math.prod(leading), n, x.dtype.itemsize, tuning(generation, arrays, x.dtype.itemsize))
+
+
 def plan(rows: int, n: int, itemsize: int, sizes: Tuning) -> TritonPlan:
     """Cuts `rows` rows of `n` elements."""
     vector = _VECTOR_BYTES // itemsize
     while n % vector:
         vector //= 2
-    if n > sizes.most_held * sizes.most_lanes:
-        tiles, lanes = _ceil(n, sizes.tile_lanes * max(sizes.tile_held, vector)), sizes.tile_lanes
+    if n > sizes.most_elements * sizes.most_lanes:
+        tiles, lanes = _ceil(n, sizes.tile_lanes * max(sizes.tile_elements, vector)), sizes.tile_lanes
     else:
-        tiles, lanes = 1, max(sizes.fewest_lanes, _least_power(_ceil(n, sizes.held)))
+        tiles, lanes = 1, max(sizes.fewest_lanes, _least_power(_ceil(n, sizes.elements)))
         # A row that needs more than a program's threads for several has as many as there may be.
         lanes = sizes.most_lanes if lanes > sizes.threads else min(lanes, _least_power(_ceil(n, vector)))
-    held = _ceil(n, tiles * lanes * vector)  # vectors, by each lane
-    if tiles == 1 and lanes < sizes.threads and held <= _MOST_UNITS:
-        together = sizes.threads // lanes * _power(max(1, sizes.held // (held * vector)))
+    vectors = _ceil(n, tiles * lanes * vector)  # of each lane
+    if tiles == 1 and lanes < sizes.threads and vectors <= _MOST_UNITS:
+        together = sizes.threads // lanes * _power(max(1, sizes.elements // (vectors * vector)))
         together = max(_WARP // lanes, 1, min(together, _power(max(1, rows // sizes.programs))))
-        return TritonPlan(n, 1, held, 1, together, lanes, vector, min(together * lanes, sizes.threads) // _WARP)
+        return TritonPlan(n, 1, vectors, 1, together, lanes, vector, min(together * lanes, sizes.threads) // _WARP)
     lanes = max(lanes, _WARP)
-    held = _ceil(n, tiles * lanes * vector)
-    packs = _least_power(_ceil(held, _UNITS))
-    return TritonPlan(n, tiles, _ceil(held, packs), packs, 1, lanes, vector, lanes // _WARP)
+    vectors = _ceil(n, tiles * lanes * vector)
+    packs = _least_power(_ceil(vectors, _UNITS))
+    return TritonPlan(n, tiles, _ceil(vectors, packs), packs, 1, lanes, vector, lanes // _WARP)
 
 
 def _ceil(a: int, b: int) -> int:

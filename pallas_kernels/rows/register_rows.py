@@ -28,7 +28,7 @@ from .extras import Extras, LabelExtra, Name, Prepared, Rules
 from .fold import State, reference
 from .memory import load, store
 from .operations import References, Signature
-from .plan import THREADS, WARP, HeldPlan
+from .plan import THREADS, WARP, RegisterPlan
 
 # Where rows have a limit, the kernel is compiled for each quarter of a row that may count, if a row has no more chunks
 # than this. For the longest rows, or beside a mask or a bias, compiling would take half a minute.
@@ -40,7 +40,7 @@ def row_kernel(
     rows: int,
     n: int,
     dtype: Any,
-    plan: HeldPlan,
+    plan: RegisterPlan,
     extras: Extras = Extras(),
     interpret: Any = None,
 ):
@@ -65,12 +65,12 @@ def row_kernel(
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True),
         grid=(rows // plan.rows,),
         grid_names=("block",),
-        kernel_name=f"jaxsoft_{operation.name}_held",
+        kernel_name=f"jaxsoft_{operation.name}_registers",
         interpret=interpret,
     )
 
 
-def layout(plan: HeldPlan) -> Any:
+def layout(plan: RegisterPlan) -> Any:
     """How a chunk, of shape (rows of a block, width), lies in the registers of a warp group."""
     tiles: tuple[tuple[int, ...], ...]
     warp_dims: tuple[int, ...]
@@ -88,7 +88,7 @@ def layout(plan: HeldPlan) -> Any:
     return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=warp_dims, lane_dims=lane_dims, vector_dim=-1)
 
 
-def _body(operation: RowSpec, plan: HeldPlan, extras: Extras, *refs):
+def _body(operation: RowSpec, plan: RegisterPlan, extras: Extras, *refs):
     kernel = _Kernel(operation, plan, extras, References.of(operation, refs))
     block = lax.axis_index("block")
     kernel.take_rows(extras.first_row(block, plan.rows))
@@ -105,7 +105,7 @@ class _Kernel:
     """The kernel, before it is known which rows the block takes."""
 
     operation: RowSpec
-    plan: HeldPlan
+    plan: RegisterPlan
     extras: Extras
     refs: References
 
@@ -129,7 +129,7 @@ class _Kernel:
 
     def take_rows(self, first: jax.Array | int) -> None:
         """Takes the rows of a block, from this one on."""
-        rules = _HeldRules.of(self, first)
+        rules = _RegisterRules.of(self, first)
         limit = rules.limit
         several = 1 < len(self.starts) <= _MOST_CHUNKS_IN_QUARTERS
         if limit is None or limit.shape or not several or {*self.extras.names} & {RowExtra.WHERE, RowExtra.BIAS}:
@@ -141,7 +141,7 @@ class _Kernel:
             enough = (counted > fewer) & (counted <= most)
             pl.when(enough)(functools.partial(self.take_chunks, first, rules, most))
 
-    def take_chunks(self, first: jax.Array | int, rules: "_HeldRules", most: int) -> None:
+    def take_chunks(self, first: jax.Array | int, rules: "_RegisterRules", most: int) -> None:
         """Loads, reduces and writes the rows of a block, of which no more than the first so many chunks count."""
         block_rows = pl.ds(first, self.plan.rows)
         prepared = [self._load(block_rows, rules, start) for start in self.starts[:most]]
@@ -152,12 +152,12 @@ class _Kernel:
         if self.refs.row_results:
             self._write(block_rows, prepared, rules, total, numbers)
 
-    def _load(self, block_rows: Any, rules: "_HeldRules", start: int) -> Prepared:
+    def _load(self, block_rows: Any, rules: "_RegisterRules", start: int) -> Prepared:
         """Loads a chunk of each row operand."""
         chunks = [load(ref.at[block_rows, rules.place(start)], layout(self.plan)) for ref in self.refs.rows]
         return rules.prepare(start, chunks)
 
-    def _total(self, prepared: Sequence[Prepared], rules: "_HeldRules") -> State:
+    def _total(self, prepared: Sequence[Prepared], rules: "_RegisterRules") -> State:
         """Reduces the rows. As they are in registers, scores are gone over twice: for the maximum and for the sum."""
         reduction = operations.fold_of(self.operation)
         if reduction is None:
@@ -179,11 +179,11 @@ class _Kernel:
         return [*chunks[:-1], jnp.where(self.columns() < self.overlap, neutral, chunks[-1])]
 
     def _write(
-        self, block_rows: Any, prepared: Sequence[Prepared], rules: "_HeldRules", total: State, numbers: State
+        self, block_rows: Any, prepared: Sequence[Prepared], rules: "_RegisterRules", total: State, numbers: State
     ) -> None:
-        """Writes the result of all chunks, of which those that are not prepared have nothing that counts."""
+        """Writes the result of all chunks, of which those that are not prepared have nothing valid."""
         finished = operations.finish(self.operation, total, numbers, self.spread)
-        results = [rules.conclude(p.counts, finished(*p.chunks)) for p in prepared]
+        results = [rules.conclude(p.valid, finished(*p.chunks)) for p in prepared]
         uncounted = jnp.full(self.shape, self.operation.uncounted, jnp.float32)
         uncounted = plgpu.layout_cast(uncounted, layout(self.plan))
         for start, result in itertools.zip_longest(self.starts, results, fillvalue=uncounted):
@@ -205,7 +205,7 @@ class _Kernel:
 
 
 @dataclasses.dataclass(frozen=True)
-class _HeldRules(Rules):
+class _RegisterRules(Rules):
     """What the extras do to the rows of a block. The place of a chunk is where it begins in the row.
 
     Attributes:
@@ -221,7 +221,7 @@ class _HeldRules(Rules):
     at_label: jax.Array | None
 
     @staticmethod
-    def of(kernel: _Kernel, first: jax.Array | int) -> "_HeldRules":
+    def of(kernel: _Kernel, first: jax.Array | int) -> "_RegisterRules":
         """The rules for the rows of a block, from this one on."""
         extras, rows = kernel.extras, kernel.plan.rows
         refs = dict(zip(extras.names, kernel.refs.extras, strict=True))
@@ -238,7 +238,7 @@ class _HeldRules(Rules):
         label, result = number(LabelExtra.LABEL), number(LabelExtra.RESULT)
         if label is not None and result is not None:
             result = jnp.where(label == NO_ROW, 0.0, result)
-        return _HeldRules(kernel.operation, extras, refs, scale, limit, kernel, first, label, result)
+        return _RegisterRules(kernel.operation, extras, refs, scale, limit, kernel, first, label, result)
 
     def place(self, start: int) -> Any:
         """Where to read a chunk. Beyond a limit that all rows share, that is the row's beginning, which is there."""

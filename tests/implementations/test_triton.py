@@ -83,8 +83,8 @@ def test_plans(itemsize, arrays):
             assert threads <= 1024 and cut.rows * cut.lanes % threads == 0
             assert all(k.bit_count() == 1 for k in (cut.packs, cut.rows, cut.lanes, cut.vector))
             assert cut.units <= 8 and (cut.packs == 1 or cut.rows == 1)
-            assert cut.tiles == 1 if n <= limits.most_held * limits.most_lanes else cut.rows == 1
-            assert cut.units * cut.packs * cut.vector * cut.rows * cut.lanes <= 2 * limits.held * threads
+            assert cut.tiles == 1 if n <= limits.most_elements * limits.most_lanes else cut.rows == 1
+            assert cut.units * cut.packs * cut.vector * cut.rows * cut.lanes <= 2 * limits.elements * threads
         assert len({(cut.tiles, cut.units, cut.lanes, cut.vector) for cut in cuts}) == 1
 
 

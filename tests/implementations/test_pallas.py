@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 from common import on_cpu, operand, pretend, rows, slow, target
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxsoft.pallas_kernels.rows import choice, held, sizes, split, tiled
+from jaxsoft.pallas_kernels.rows import choice, register_rows, sizes, split, tiled
 from jaxsoft.pallas_kernels.rows import fold as kernel_fold
 from jaxsoft.pallas_kernels.rows import plan as plans
 from jaxsoft.pallas_kernels.rows.extras import Extras
+from jaxsoft.pallas_kernels.rows.operations import KERNELS as PALLAS_OPERATIONS
 from jaxsoft.pallas_kernels.rows.operations import Signature
-from jaxsoft.pallas_kernels.rows.plan import HeldPlan, SplitPlan, TiledPlan
+from jaxsoft.pallas_kernels.rows.plan import RegisterPlan, SplitPlan, TiledPlan
 from row_operations import ALL_EXTRAS, BIAS, LIMIT, SCALE, WHERE, assert_exact
 from row_operations import operands_of as operands_of_form
 from truth import assert_within, wide
@@ -43,27 +44,33 @@ from jaxsoft._rows.spec import NO_ROW, RowKind
 CASES = {
     jnp.float32: [
         # 2 to 128 threads hold a row, side by side or not; chunks overlap; rows are left over.
-        ((70, 24), HeldPlan(vector=4, lanes=2, repeat=1)),
-        ((17, 50), HeldPlan(vector=2, lanes=16, repeat=2)),
-        ((9, 1000), HeldPlan(vector=4, lanes=32, repeat=2)),
-        ((5, 301), HeldPlan(vector=1, lanes=64, repeat=2)),
-        ((3, 300), HeldPlan(vector=4, lanes=64, repeat=1)),
+        ((70, 24), RegisterPlan(vector=4, lanes=2, repeat=1)),
+        ((17, 50), RegisterPlan(vector=2, lanes=16, repeat=2)),
+        ((9, 1000), RegisterPlan(vector=4, lanes=32, repeat=2)),
+        ((5, 301), RegisterPlan(vector=1, lanes=64, repeat=2)),
+        ((3, 300), RegisterPlan(vector=4, lanes=64, repeat=1)),
         # Rings keep a row and the beginning of the next, or do not keep it whole, and registers keep some tiles; by one
         # warp group and by two; more rows than blocks, and as many; tiles overlap or do not.
         ((3, 2300), TiledPlan(vector=4, chunks=1, tiles=5, ring=4, warpgroups=2, cluster=1, clusters=2)),
-        ((3, 3300), TiledPlan(vector=4, chunks=1, tiles=7, ring=2, warpgroups=2, cluster=1, clusters=1, held=2)),
+        (
+            (3, 3300),
+            TiledPlan(vector=4, chunks=1, tiles=7, ring=2, warpgroups=2, cluster=1, clusters=1, register_tiles=2),
+        ),
         ((2, 2048), TiledPlan(vector=4, chunks=2, tiles=2, ring=2, warpgroups=1, cluster=1, clusters=2)),
         # Rows are split into parts, of which a block has several.
-        ((2, 64 * 72), SplitPlan(64, HeldPlan(vector=4, lanes=16, repeat=1))),
+        ((2, 64 * 72), SplitPlan(64, RegisterPlan(vector=4, lanes=16, repeat=1))),
     ],
     jnp.bfloat16: [
-        ((3, 1040), HeldPlan(vector=8, lanes=128, repeat=1)),
-        ((3, 6152), TiledPlan(vector=8, chunks=1, tiles=7, ring=2, warpgroups=1, cluster=1, clusters=1, held=2)),
+        ((3, 1040), RegisterPlan(vector=8, lanes=128, repeat=1)),
+        (
+            (3, 6152),
+            TiledPlan(vector=8, chunks=1, tiles=7, ring=2, warpgroups=1, cluster=1, clusters=1, register_tiles=2),
+        ),
         ((1, 4104), TiledPlan(vector=8, chunks=2, tiles=3, ring=3, warpgroups=2, cluster=1, clusters=1)),
-        ((1, 128 * 136), SplitPlan(128, HeldPlan(vector=8, lanes=16, repeat=1))),
+        ((1, 128 * 136), SplitPlan(128, RegisterPlan(vector=8, lanes=16, repeat=1))),
     ],
     jnp.float16: [
-        ((17, 104), HeldPlan(vector=8, lanes=8, repeat=1)),
+        ((17, 104), RegisterPlan(vector=8, lanes=8, repeat=1)),
         ((2, 4096), TiledPlan(vector=8, chunks=1, tiles=4, ring=3, warpgroups=2, cluster=1, clusters=1)),
     ],
 }
@@ -83,7 +90,7 @@ WAYS = [
 ]
 EPS = 2.0**-23
 
-PLAIN = [op for op in OPERATIONS if op.has_kernels and not op.has_label and not op.selects]
+PLAIN = [op for op in OPERATIONS if op in PALLAS_OPERATIONS]
 KERNELS = [*PLAIN, LABEL_STATE, LABEL_STATE_VJP]
 STAND_FOR_THE_OTHERS = (SOFTMAX, LOG_SOFTMAX_VJP, LABEL_STATE)
 each_operation = pytest.mark.parametrize(
@@ -121,8 +128,8 @@ def interpreted(operation, plan, *operands, extras=(), masked=False):
     flat[:k] = sorted(flat[:k], key=lambda v: -v.ndim)
     shape = flat[0].shape
     with jax.enable_x64(False):
-        if isinstance(plan, HeldPlan):
-            results = held.row_kernel(alike, *shape, x.dtype, plan, beside, params)(*flat)
+        if isinstance(plan, RegisterPlan):
+            results = register_rows.row_kernel(alike, *shape, x.dtype, plan, beside, params)(*flat)
         elif isinstance(plan, SplitPlan):
             results = split.row_kernel(alike, *shape, x.dtype, plan, params)(*flat)
         else:
@@ -239,7 +246,7 @@ def test_plans(limits):
     lengths = {n + k for p in range(2, 26) for n in (2**p, 3 * 2 ** (p - 1)) for k in (0, 1, 2, 4, -8) if n + k > 0}
     for n, rows_, size in itertools.product(sorted(lengths), (1, 3, 64, 2000, 10**6), (2, 4)):
         for operation in PLAIN:
-            if cut := plans.held(limits.held, rows_, n, size):
+            if cut := plans.register_rows(limits.registers, rows_, n, size):
                 assert cut.width <= n and n % cut.vector == 0 and cut.lanes in (2, 4, 8, 16, 32, 64, 128)
                 assert cut.rows <= rows_ or cut.repeat == 1
             if cut := plans.split(limits, operation, rows_, n, size):
@@ -294,10 +301,10 @@ def test_values(operation, dtype):
 @pytest.mark.parametrize(
     "n, plan",
     [
-        (600, HeldPlan(vector=4, lanes=64, repeat=1)),
+        (600, RegisterPlan(vector=4, lanes=64, repeat=1)),
         (2300, TiledPlan(vector=4, chunks=1, tiles=5, ring=3, warpgroups=2, cluster=1, clusters=12)),
     ],
-    ids=["held", "tiled"],
+    ids=["registers", "tiled"],
 )
 def test_special_values(operation, n, plan):
     x = np.zeros((12, n), np.float32)
@@ -478,3 +485,17 @@ def test_choice_without_the_cuda_library(monkeypatch):
         assert "custom_call" not in lowered(1)
     with target("Tesla V100-SXM2-16GB"):
         assert "custom_call" not in lowered(0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "what"), [((70000, 4096), "registers"), ((3000, 65536), "tiled"), ((1, 2**20), "split")]
+)
+def test_description(shape, what):
+    """What is said of the choice begins with the name that the kernel has in the program."""
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    operation = RowOperation(SOFTMAX, RowForm(x.dtype), "pallas")
+    with target("NVIDIA H100 80GB HBM3"):
+        chosen = operation.choose("cuda", [jax.core.ShapedArray(shape, x.dtype)])
+        text = jax.jit(lambda x: operation(x)).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    name, words = chosen.kernel.split(": ")
+    assert name == f"jaxsoft_softmax_{what}" and name in text and words
