@@ -59,9 +59,9 @@
 //   label_entropy    What label_state gives, and the products of the row without its label's score.
 //   label_entropy_vjp  p * (g - ((z - m) - products / s) * h), of a row's cotangent g and the entropy's cotangent h;
 //                    and at the label, the label's cotangent.
-//   kl_divergence    Of the softmax p of scores z, and q of the other scores w: the state of z, the ratio c, which is the
-//                    logsumexp of w less that of z, and sum(p * (log(p) - log(q))). Where z has nothing above -inf, the
-//                    ratio is the logsumexp of w, and the divergence 0.
+//   kl_divergence    Of the softmax p of scores z, and q of the other scores w: the state of z, the ratio c, which is
+//                    the logsumexp of w less that of z, and sum(p * (log(p) - log(q))). Where z has nothing above
+//                    -inf, the ratio is the logsumexp of w, and the divergence 0.
 //   kl_divergence_vjp  scale * g * p * (-d - divergence) and other_scale * g * (q - p), of a row's cotangent g, with
 //                    d = (w - z) - c.
 //   kl_divergence_vjp_other  The latter alone.
