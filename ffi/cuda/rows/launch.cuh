@@ -69,8 +69,7 @@ cudaError_t launch_form(const Arguments<T>& args, void* workspace, int64_t bytes
   const int64_t row_bytes = args.n * sizeof(T);
   call.packs = (row_bytes + 15) / 16;
   Layout layout = args.layout();
-  const bool serves_halves = !Form::extras && sizeof(T) == 2 && call.packs <= kLongestOfHalves;
-  if (layout == Layout::halves && !serves_halves) layout = Layout::any;
+  if (layout == Layout::halves && !serves_halves(kKernel<Op<T>, T, Form>, call.packs)) layout = Layout::any;
   call.unaligned = layout == Layout::any;
   // A row that may begin anywhere in its first pack takes one pack more.
   if (call.unaligned && (row_bytes % 16 != 0 || !call.first_aligned)) call.packs++;

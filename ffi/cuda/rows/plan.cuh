@@ -134,6 +134,11 @@ inline bool fit(const Rule& rule, const KernelFacts& kernel, const CallFacts& ca
   return false;
 }
 
+// Whether there is a kernel for rows that all begin at multiples of 8 bytes (Layout::halves).
+constexpr bool serves_halves(const KernelFacts& kernel, int64_t packs) {
+  return kernel.form == kPlain && kernel.element == 2 && packs <= kLongestOfHalves;
+}
+
 // The plan by the first row of the table that fits, of those from `first` on.
 inline Plan make_plan(const KernelFacts& kernel, const CallFacts& call, int first = 0) {
   for (int i = first; i < kRuleCount; i++) {
