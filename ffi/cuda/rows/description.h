@@ -82,12 +82,13 @@ inline std::string describe_plan(const RowCall& asked) {
   };
   const std::string a_thread = number(rule.packs_a_thread, "pack") + " of 16 bytes a thread";
   switch (rule.strategy) {
-    case Strategy::held: return "held: rows in registers, " + a_thread;
+    case Strategy::register_row: return "register_row: rows in registers, " + a_thread;
     case Strategy::clustered:
       return "clustered: rows in the registers of " + number(plan.blocks, "block") + " each, " + a_thread;
-    case Strategy::spread: return "spread: " + number(plan.split.parts, "block") + " a row, in registers, " + a_thread;
+    case Strategy::grid_registers:
+      return "grid_registers: " + number(plan.split.parts, "block") + " a row, in registers, " + a_thread;
     case Strategy::ring: return "ring: rows in the shared memory of " + number(plan.blocks, "block") + " each";
-    case Strategy::dealt: return "dealt: rows in the shared memory of all blocks";
+    case Strategy::grid_ring: return "grid_ring: rows in the shared memory of all blocks";
     case Strategy::flat: return "flat: the rows as one array";
     case Strategy::split:
       return std::string(facts->kind == kElementwise ? "split_write: " : "split_reduce: ") +

@@ -7,14 +7,14 @@
 #include "../devices.cuh"
 #include "clustered.cuh"
 #include "columns.cuh"
-#include "dealt.cuh"
+#include "grid_ring.cuh"
 #include "flat.cuh"
-#include "held.cuh"
+#include "register_row.cuh"
 #include "plan.cuh"
 #include "ring.cuh"
 #include "rows.cuh"
 #include "split.cuh"
-#include "spread.cuh"
+#include "grid_registers.cuh"
 #include "tiled.cuh"
 
 namespace jaxsoft::cuda {
@@ -26,17 +26,17 @@ cudaError_t launch_rule(const Arguments<T>& args, const Plan& plan, Layout layou
   constexpr const Rule& rule = kRules[rule_index];
   constexpr int packs = rule.packs_a_thread;
   if constexpr (!rule.compiles(kKernel<Op<T>, T, Form>)) return cudaErrorInvalidValue;  // no plan names this rule
-  else if constexpr (rule.strategy == Strategy::held)
-    return launch_held<Op, T, Form, packs>(args, layout, plan.packs, stream);
+  else if constexpr (rule.strategy == Strategy::register_row)
+    return launch_register_row<Op, T, Form, packs>(args, layout, plan.packs, stream);
   else if constexpr (rule.strategy == Strategy::clustered)
     return launch_clustered<Op, T, Form, packs, rule.aligned_only() ? Layout::whole : Layout::any>(
         args, plan.packs, plan.blocks, stream);
-  else if constexpr (rule.strategy == Strategy::spread)
-    return launch_spread<Op, T, Form, packs>(args, plan.split, workspace, stream);
+  else if constexpr (rule.strategy == Strategy::grid_registers)
+    return launch_grid_registers<Op, T, Form, packs>(args, plan.split, workspace, stream);
   else if constexpr (rule.strategy == Strategy::ring)
     return launch_ring<Op, T, Form>(args, plan.blocks, workspace, stream);
-  else if constexpr (rule.strategy == Strategy::dealt)
-    return launch_dealt<Op, T, Form>(args, plan.packs, plan.processors, workspace, stream);
+  else if constexpr (rule.strategy == Strategy::grid_ring)
+    return launch_grid_ring<Op, T, Form>(args, plan.packs, plan.processors, workspace, stream);
   else if constexpr (rule.strategy == Strategy::flat)
     return launch_flat<Op, T>(args, stream);
   else if constexpr (rule.strategy == Strategy::split)
