@@ -19,7 +19,8 @@
 // Of heads of more than 128, two blocks of a cluster share a piece of work (pair.cuh says why), and have three warp
 // groups that multiply (multiply_in_pairs.cuh) and one that copies (copy_in_pairs.cuh).
 //
-//   backward/plan.cuh    sizes of tiles, and shared memory
+//   backward/tiles.h     sizes of tiles, and the workspace
+//   backward/plan.cuh    shared memory
 //   backward/pair.cuh    shared memory of pairs of blocks
 //   backward/work.cuh    the call as kernels read it, and pieces of work
 //   backward/copy.cuh    the warp group that copies
@@ -170,16 +171,7 @@ cudaError_t put(void* gradient, const float* sum, int64_t count, cudaStream_t st
   return cudaMemcpyAsync(gradient, sum, count * sizeof(float), cudaMemcpyDeviceToDevice, stream);
 }
 
-// Describes the arrays of a call, divides its workspace, and clears what must be 0 in it. The workspace has
-//
-//   the counter of pieces of work, 16 bytes;
-//   how many blocks of keys are done, and how many parts of sums are cleared, B * K of 4 bytes each;
-//   how far blocks of keys are, B * N * blocks of keys of 8 bytes, or 16 for heads of more than 128;
-//   after the next multiple of 256 bytes the sums, B * N * tiles of queries * queries of a tile * padded head size of 4
-//   bytes;
-//   lse and delta, B * N * tiles of queries * queries of a tile of 8 bytes.
-//
-// Tiles have 96, 64 and 64 queries, blocks of keys have 128, and heads are padded to 64, 128 and 256 (plan.cuh).
+// Describes the arrays of a call, divides its workspace (tiles.h), and clears what must be 0 in it.
 template <int size>
 cudaError_t prepare(BackwardCall& call, const AttentionCall& given, const AttentionGradients& gradients,
                     cudaStream_t stream) {
@@ -196,11 +188,11 @@ cudaError_t prepare(BackwardCall& call, const AttentionCall& given, const Attent
   if (auto e = of_queries(&call.cotangent, gradients.cotangent)) return e;
   if (auto e = of_keys(&call.key, given.key)) return e;
   if (auto e = of_keys(&call.value, given.value)) return e;
-  call.query_tiles = (given.queries + Plan::queries - 1) / Plan::queries;
-  call.key_blocks = (given.keys + Plan::keys - 1) / Plan::keys;
-  const int64_t heads = int64_t(given.batch) * given.heads, tiles = heads * call.query_tiles;
-  const int64_t pieces = int64_t(given.batch) * given.key_heads * call.key_blocks;
+  const BackwardSpace<size> space(given.batch, given.queries, given.keys, given.heads, given.key_heads);
+  const int64_t tiles = space.heads * space.query_tiles, pieces = space.key_heads * space.key_blocks;
   if (tiles > INT32_MAX || pieces > INT32_MAX - 1024) return cudaErrorInvalidValue;
+  if (given.workspace_bytes < space.bytes()) return cudaErrorInvalidValue;
+  call.query_tiles = static_cast<int>(space.query_tiles), call.key_blocks = static_cast<int>(space.key_blocks);
   call.pieces = static_cast<unsigned>(pieces);
 
   Device device;
@@ -209,25 +201,19 @@ cudaError_t prepare(BackwardCall& call, const AttentionCall& given, const Attent
 
   auto* place = static_cast<unsigned char*>(given.workspace);
   auto take = [&](int64_t bytes) { return place += bytes, place - bytes; };
-  const int64_t key_heads = int64_t(given.batch) * given.key_heads;
-  const int64_t ends = heads * call.key_blocks * Plan::blocks * sizeof(int2);
-  const int64_t counts = (16 + 2 * key_heads * sizeof(unsigned) + ends + 255) / 256 * 256;
-  const int64_t sums = tiles * Plan::queries * size * sizeof(float);
-  const int64_t numbers = tiles * Plan::queries * 2 * sizeof(float);
-  if (given.workspace_bytes < counts + sums + numbers) return cudaErrorInvalidValue;
-  call.counter = reinterpret_cast<unsigned long long*>(take(16));
-  call.added = reinterpret_cast<unsigned*>(take(key_heads * sizeof(unsigned)));
-  call.cleared = reinterpret_cast<unsigned*>(take(key_heads * sizeof(unsigned)));
-  call.ends = reinterpret_cast<int2*>(take(ends));
-  place = static_cast<unsigned char*>(given.workspace) + counts;
-  call.sums = reinterpret_cast<float*>(take(sums));
-  call.numbers = reinterpret_cast<float*>(take(numbers));
+  call.counter = reinterpret_cast<unsigned long long*>(take(space.counter));
+  call.added = reinterpret_cast<unsigned*>(take(space.key_heads * sizeof(unsigned)));
+  call.cleared = reinterpret_cast<unsigned*>(take(space.key_heads * sizeof(unsigned)));
+  call.ends = reinterpret_cast<int2*>(take(space.ends));
+  place = static_cast<unsigned char*>(given.workspace) + space.counts;
+  call.sums = reinterpret_cast<float*>(take(space.sums));
+  call.numbers = reinterpret_cast<float*>(take(space.numbers));
   // Where the order of additions matters, the first is a store. Else the kernel clears most sums itself: those of a key
   // head while another is at work, whose blocks of keys have been taken earlier than all that run at the same time.
-  const int64_t ahead = std::min<int64_t>(call.processors / Plan::blocks / call.key_blocks + 2, key_heads);
+  const int64_t ahead = std::min<int64_t>(call.processors / Plan::blocks / call.key_blocks + 2, space.key_heads);
   call.cleared_ahead = static_cast<int>(ahead);
-  const int64_t now = call.deterministic ? 0 : sums / key_heads * ahead;
-  return cudaMemsetAsync(given.workspace, 0, counts + now, stream);
+  const int64_t now = call.deterministic ? 0 : space.sums / space.key_heads * ahead;
+  return cudaMemsetAsync(given.workspace, 0, space.counts + now, stream);
 }
 
 template <class T, int size>

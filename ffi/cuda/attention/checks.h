@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "../../rows/buffers.h"
+#include "bounds.h"
 #include "targets.h"
 
 namespace jaxsoft::attention {
@@ -21,13 +22,6 @@ struct Form {
   int64_t left, right;       // -1 for no limit
   bool deterministic;        // of gradients
 };
-
-// A sequence has fewer queries and keys than that, so no limit needs to be further away.
-inline constexpr int64_t kFurthest = int64_t(1) << 30;
-inline constexpr double kSmallestScale = 1e-30, kLargestScale = 1e30, kLargestCap = 1000;
-inline constexpr int64_t kLargestSize = 256, kSizes = 8;         // head sizes are multiples of the latter
-inline constexpr int64_t kSmallestPage = 16, kLargestPage = 256;  // keys of a page, a power of 2
-inline constexpr uintptr_t kAlignment = 16;                       // of bulk copies, in bytes
 
 // A call: its arrays by name, those that it lacks with null data, and the lengths of the dimensions by letter.
 class Call {

@@ -9,7 +9,7 @@
 // one has fewer whose blocks come late, as multiprocessors are still busy with something else.
 //
 // Where a group does not fit on the device, as on a part of a GPU (MIG), each panel is copied to the workspace first.
-#include "product_in_place.cuh"
+#include "plan.h"
 
 #include <algorithm>
 #include <string>
@@ -23,16 +23,6 @@
 #include "../wgmma.cuh"
 
 namespace jaxsoft::cuda {
-
-struct ProductCode {
-  static constexpr int rows = 128, columns = 256, depth = 64;  // of a block's tile, and what is summed in a step
-  static constexpr int box = 64;                               // columns of a box, which has `depth` rows
-  static constexpr int slots = 4;                              // steps that are in shared memory at the same time
-  static constexpr int groups = 2, threads = (1 + groups) * kWarpGroup;  // warp groups that multiply
-  static constexpr int blocks = 2;                                       // of a cluster
-  static constexpr int copy_registers = 24, registers = 240;
-  static constexpr int most_groups = 128;  // of blocks; there is one for each two multiprocessors at most
-};
 
 template <class T>
 struct alignas(1024) ProductShared {
@@ -190,13 +180,6 @@ __global__ void __launch_bounds__(ProductCode::threads, 1)
 
 namespace {
 
-// The workspace has the counters of all groups and what they have taken, or a panel.
-int64_t counted_words(int64_t groups, int64_t panels) { return 1 + groups * (panels + 2); }
-int64_t workspace_bytes(int64_t rows, int64_t panels, size_t element) {
-  using Code = ProductCode;
-  return std::max<int64_t>(4 * counted_words(Code::most_groups, panels), rows * Code::columns * element);
-}
-
 template <class T>
 cudaError_t run(const Buffer& hidden, const Buffer& x, const Buffer& workspace, cudaStream_t stream) {
   using Code = ProductCode;
@@ -208,8 +191,8 @@ cudaError_t run(const Buffer& hidden, const Buffer& x, const Buffer& workspace, 
   const int classes = static_cast<int>(x.dims[1]);
   ProductCall call{};
   call.x = x.data, call.classes = call.columns = classes;
-  call.steps = (rows + Code::depth - 1) / Code::depth, call.panels = (classes + Code::columns - 1) / Code::columns;
-  call.of_group = width / Code::rows;
+  call.steps = (rows + Code::depth - 1) / Code::depth, call.panels = static_cast<int>(product_panels(classes));
+  call.of_group = static_cast<int>(blocks_of_group(width));
   auto describe_right = [&](const void* data, int columns) {
     return describe(&call.right, {data, type, 1, rows, 1, columns}, Code::depth);
   };
@@ -249,20 +232,17 @@ cudaError_t run(const Buffer& hidden, const Buffer& x, const Buffer& workspace, 
 
 // What is wrong with the buffers of a call, or "".
 std::string check(const Buffer& hidden, const Buffer& gradients, const Buffer& result, const Buffer& workspace) {
-  using Code = ProductCode;
-  constexpr int of_width = Code::blocks * Code::rows;
-  if (!is_16_bit(hidden.dtype) || hidden.dims.size() != 2 || hidden.dims[1] % of_width != 0 ||
-      hidden.dims[1] > (1 << 20) || hidden.dims[0] < 1 || hidden.dims[0] > hidden.dims[1])
-    return "hidden must be F16 or BF16, of 1 to width rows, and its width a multiple of " + std::to_string(of_width) +
-           " up to 2^20: got " + describe(hidden);
+  using Limits = ProductLimits;
+  if (!is_16_bit(hidden.dtype) || hidden.dims.size() != 2 || !Limits::take_hidden(hidden.dims[0], hidden.dims[1]))
+    return "hidden must be F16 or BF16, of 1 to width rows, and its width a multiple of " +
+           std::to_string(Limits::width_multiple) + " up to 2^20: got " + describe(hidden);
   if (gradients.dtype != hidden.dtype || gradients.dims.size() != 2 || gradients.dims[0] != hidden.dims[1] ||
-      gradients.dims[1] % 8 != 0 || gradients.dims[1] < 8 || gradients.dims[1] > (1 << 30))
+      !Limits::take_classes(gradients.dims[1]))
     return "gradients must have hidden's dtype and the shape (width, classes), with a number of classes that is a "
            "multiple of 8 up to 2^30: got " + describe(gradients) + " beside " + describe(hidden);
   if (result.dtype != gradients.dtype || !(result.dims == gradients.dims) || result.data != gradients.data)
     return "the result must take the place of gradients: got " + describe(result) + " beside " + describe(gradients);
-  const int64_t panels = (gradients.dims[1] + Code::columns - 1) / Code::columns;
-  const int64_t bytes = workspace_bytes(hidden.dims[0], panels, 2);
+  const int64_t bytes = product_workspace(hidden.dims[0], gradients.dims[1], 2);
   if (workspace.dtype != ffi::U8 || workspace.dims.size() != 1 || workspace.dims[0] < bytes)
     return "workspace must be U8(" + std::to_string(bytes) + ") or longer: got " + describe(workspace);
   return "";

@@ -5,7 +5,7 @@
 #include "sample.cuh"
 #ifdef JAXSOFT_HOPPER  // the library is built for a GPU that has kernels of attention, and the product in place
 #include "../attention/targets.h"
-#include "../head/product_in_place.cuh"
+#include "../head/plan.h"
 #define JAXSOFT_HOPPER_TEXT jaxsoft::cuda::kProductText + jaxsoft::attention::targets_as_text()
 #else
 #define JAXSOFT_HOPPER_TEXT ""

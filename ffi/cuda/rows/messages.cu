@@ -19,7 +19,7 @@
 #include "../hopper.cuh"
 #include "operations/logsumexp.cuh"
 #include "top_k/results.cuh"
-#include "top_k/tuning.cuh"
+#include "top_k/tuning.h"
 
 namespace jaxsoft::cuda {
 namespace {

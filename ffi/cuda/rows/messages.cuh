@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "top_k/tuning.h"
+
 namespace jaxsoft::cuda {
 
 // The operations in the list of those that a library has. They are no row operations as those of rows/operations.h are:
@@ -13,11 +15,6 @@ namespace jaxsoft::cuda {
 constexpr const char* kMessagesText =
     "top_k_message(scores)->(message) k\n"
     "top_k_of_messages(messages)->(values,chosen_probabilities,indices,maximum,sum) part\n";
-
-// A part of a row that a device tells of has more elements than this: kernels for short rows write no message.
-constexpr int64_t kShortPart = 1024;
-// The elements of a row that a device may get from all others together.
-constexpr int64_t kMostReceived = 2048;
 
 // What a device tells of its part of each row: the k largest elements of the part and their indices in it, the part's
 // first k elements, and its state. The arrays follow each other in one buffer of words of 32 bits.

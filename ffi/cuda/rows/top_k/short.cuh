@@ -279,12 +279,6 @@ bool rows_are_whole(const Arguments<T>& args) {
   return args.n * sizeof(T) % 16 == 0 && reinterpret_cast<uintptr_t>(args.a) % 16 == 0;
 }
 
-// Whether there is a kernel for such rows.
-template <class T>
-bool is_short(int64_t packs, int k) {
-  return packs <= 32 * ShortRows::most_packs(sizeof(T)) && k <= ShortRows::most_k(32);
-}
-
 template <class T>
 cudaError_t launch_short(const Arguments<T>& args, const Largest<T>& to, int64_t packs, cudaStream_t stream) {
   constexpr int most = ShortRows::most_packs(sizeof(T));

@@ -1,6 +1,8 @@
 // The sizes of the sampling kernel.
 #pragma once
 
+#include <cstdint>
+
 namespace jaxsoft::cuda {
 
 struct SampleCode {
