@@ -45,12 +45,12 @@ class Sizes:
         return library.text("cpu", "attention_plan", *dataclasses.astuple(self), multiprocessors)
 
 
-def random_sizes(target):
-    draw = random.Random(target)
+def random_sizes(name):
+    draw = random.Random(name)
     for _ in range(300):
         key_heads, group = draw.choice([1, 2, 8, 16]), draw.choice([1, 4, 8, 16])
         yield Sizes(
-            target,
+            name,
             draw.choice(["", "key_lengths", "sinks", "query_lengths,key_lengths"]),
             draw.choice([1, 2, 7, 64, 256]),
             draw.choice([1, 2, 5, 17, 64, 256]),
@@ -101,9 +101,9 @@ def decode_workspace(call, processors):
 
 
 @pytest.mark.parametrize("processors", [132, 114, 78, 16])
-@pytest.mark.parametrize("target", ["attention_decode", "paged_attention"])
-def test_workspaces_of_few_queries(target, processors):
-    for call in random_sizes(target):
+@pytest.mark.parametrize("name", ["attention_decode", "paged_attention"])
+def test_workspaces_of_few_queries(name, processors):
+    for call in random_sizes(name):
         assert call.workspace(processors) == decode_workspace(call, processors), call
 
 

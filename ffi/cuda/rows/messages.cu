@@ -1,6 +1,6 @@
 // The k largest elements of rows that lie over several devices of a mesh.
 //
-// Each device finds those of its part by the kernels of top_k.cu, which write all that the others need into one buffer,
+// Each device finds those of its part by the kernels of top_k, which write all that the others need into one buffer,
 // the message. When every device has got all messages, in the order of the parts, a kernel merges them: an element's
 // place among the k largest of the row is the number of elements that come before it, its place in its own part and,
 // as each part is in order, what a binary search finds in every other one. A part without a softmax because it holds

@@ -12,6 +12,7 @@
 // each, which exchange maxima and keys. Where clusters cannot do it, rows are split over blocks, whose k largest keys,
 // in order, and states wait in the workspace for a second launch.
 //
+//   top_k/launch.cuh     this file: the choice of a kernel and its launch, compiled by element type (top_k.cu.in)
 //   top_k/tuning.h       the sizes that decide, as data; top_k/plan.h, which kernel they choose
 //   top_k/keys.cuh       keys; top_k/buffer.cuh, a block's buffer of them
 //   top_k/bars.cuh       bars; top_k/marks.cuh, the elements that reach one; top_k/results.cuh, what is written
@@ -20,21 +21,21 @@
 //                        values; top_k/exact.cuh, the exact search
 //   top_k/by_warps.cuh   the kernel for many rows; top_k/by_blocks.cuh, that for long ones, and the one that merges
 //   top_k/by_clusters.cuh  the kernel for few rows
-#include "top_k.cuh"
+#pragma once
 
 #include <algorithm>
 #include <iterator>
 
-#include "../attributes.cuh"
-#include "../devices.cuh"
-#include "top_k/by_blocks.cuh"
-#include "top_k/by_clusters.cuh"
-#include "top_k/by_warps.cuh"
-#include "top_k/plan.h"
-#include "top_k/short.cuh"
+#include "../../attributes.cuh"
+#include "../../devices.cuh"
+#include "../top_k.cuh"
+#include "by_blocks.cuh"
+#include "by_clusters.cuh"
+#include "by_warps.cuh"
+#include "plan.h"
+#include "short.cuh"
 
 namespace jaxsoft::cuda {
-namespace {
 
 // Places in a part of a row are counted in ints, some way beyond its end.
 constexpr int64_t kMostOfPart = int64_t(1) << 30;
@@ -148,8 +149,6 @@ cudaError_t launch_merge(const Arguments<T>& args, const Largest<T>& to, const K
   return cudaLaunchKernelEx(&config, top_k_merge<T>, args, to, keys, states, parts);
 }
 
-}  // namespace
-
 template <class T>
 cudaError_t run_top_k(const Arguments<T>& args, const Largest<T>& to, void* workspace, int64_t bytes,
                       cudaStream_t stream) {
@@ -182,11 +181,5 @@ cudaError_t run_top_k(const Arguments<T>& args, const Largest<T>& to, void* work
   if (split.parts == 1) return cudaSuccess;
   return launch_merge<T>(args, to, keys, states, split.parts, tuning.overlaps, stream);
 }
-
-#define JAXSOFT_DEFINE_TOP_K(T) \
-  template cudaError_t run_top_k<T>(const Arguments<T>&, const Largest<T>&, void*, int64_t, cudaStream_t);
-JAXSOFT_DEFINE_TOP_K(__half)
-JAXSOFT_DEFINE_TOP_K(__nv_bfloat16)
-JAXSOFT_DEFINE_TOP_K(float)
 
 }  // namespace jaxsoft::cuda
