@@ -48,18 +48,18 @@ JAXSOFT_ANSWER const char* jaxsoft_attention_plan(const char* target, const char
 }
 
 // How many multiprocessors are at work where hidden is (rows, width); 0 where the kernel does not take such arrays.
-JAXSOFT_ANSWER int64_t jaxsoft_product_multiprocessors(int64_t rows, int64_t width, int64_t classes,
-                                                       int64_t multiprocessors) {
-  using Limits = jaxsoft::cuda::ProductLimits;
+JAXSOFT_ANSWER int64_t jaxsoft_weight_gradient_multiprocessors(int64_t rows, int64_t width, int64_t classes,
+                                                               int64_t multiprocessors) {
+  using Limits = jaxsoft::cuda::WeightLimits;
   if (!Limits::take_hidden(rows, width) || !Limits::take_classes(classes)) return 0;
   const int64_t of_group = jaxsoft::cuda::blocks_of_group(width);
   return multiprocessors / of_group * of_group;
 }
-JAXSOFT_ANSWER int64_t jaxsoft_product_workspace(int64_t rows, int64_t classes, int64_t element_bytes) {
-  return jaxsoft::cuda::product_workspace(rows, classes, element_bytes);
+JAXSOFT_ANSWER int64_t jaxsoft_weight_gradient_workspace(int64_t rows, int64_t classes, int64_t element_bytes) {
+  return jaxsoft::cuda::weight_gradient_workspace(rows, classes, element_bytes);
 }
-JAXSOFT_ANSWER const char* jaxsoft_product_plan(int64_t width, int64_t classes, int64_t multiprocessors) {
-  return keep(jaxsoft::cuda::product_plan(width, classes, multiprocessors));
+JAXSOFT_ANSWER const char* jaxsoft_weight_gradient_plan(int64_t width, int64_t classes, int64_t multiprocessors) {
+  return keep(jaxsoft::cuda::weight_gradient_plan(width, classes, multiprocessors));
 }
 
 // The kernel for the k largest of rows of n elements that begin at a multiple of 16 bytes.

@@ -55,7 +55,7 @@ class Target:
     operands: tuple[str, ...] = ("query", "key", "value")
     after: tuple[str, ...] = ()
     results: tuple[str, ...] = ("output", "lse")
-    more: tuple[str, ...] = ("rest", "output_rest")
+    more: tuple[str, ...] = ("lse_residual", "output_residual")
 
 
 _SCALARS = ("query_lengths", "key_lengths", "offset", "sinks")
@@ -64,7 +64,7 @@ FORWARD = Target(
     "attention_forward",
     "its kernel for attention of many queries",
     ("query_segments", "key_segments", "query_begins", *_SCALARS, *(extra.value for extra in STATE)),
-    more=("output_rest",),
+    more=("output_residual",),
 )
 FORWARD_OF_BLOCK = dataclasses.replace(FORWARD, name="attention_forward_of_block", operands=("query", "block"))
 DECODE = Target("attention_decode", "its kernel for attention of few queries", _ALL)
@@ -252,7 +252,7 @@ def find(operation: Operation, operands: Operands) -> Function:
     form, target = operation.form, _target(operation, operands)
     added_to = tuple(f"{name}_sum" for name in operation.sums) if isinstance(operation, Pullback) else ()
     extras = (*(extra.value for extra in form.extras if extra.value in target.extras), *added_to)
-    asked = [(Extra.BIAS in form.extras, "rest"), (form.rounded, "output_rest")]
+    asked = [(Extra.BIAS in form.extras, "lse_residual"), (form.rounded, "output_residual")]
     more = [name for wanted, name in asked if wanted and name in target.more]
     size = library.number(_ASKED, "attention_workspace", *_sizes(target, form, operands))
     workspace = jax.ShapeDtypeStruct((size,), jnp.uint8)
@@ -288,15 +288,15 @@ def find(operation: Operation, operands: Operands) -> Function:
         types = {
             "output": jax.ShapeDtypeStruct(shape, form.dtype),
             "lse": numbers,
-            "rest": numbers,
-            "output_rest": jax.ShapeDtypeStruct(shape, query.dtype),
+            "lse_residual": numbers,
+            "output_residual": jax.ShapeDtypeStruct(shape, query.dtype),
         }
         replaced = {"lse": Extra.STATE_LSE.value} if form.has_state else {}
         if form.has_state and form.dtype == jnp.float32:
             replaced["output"] = Extra.STATE_OUTPUT.value
         found = call(given, types, replaced)
-        rest = found["rest"] if "rest" in found else jnp.zeros_like(found["lse"])
-        return found["output"], found["lse"], rest, *([found["output_rest"]] if form.rounded else [])
+        residual = found["lse_residual"] if "lse_residual" in found else jnp.zeros_like(found["lse"])
+        return found["output"], found["lse"], residual, *([found["output_residual"]] if form.rounded else [])
 
     def pullback(*operands: jax.Array) -> tuple[jax.Array, ...]:
         assert isinstance(operation, Pullback)

@@ -1,14 +1,17 @@
 """What the library says of the CUDA kernels without a GPU: the plans for one, workspaces and limits."""
 
 import dataclasses
+import functools
 import math
 import random
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from common import target
+from common import ATTENTION_IMPLEMENTATIONS, target
 
+from jaxsoft import dot_product_attention
 from jaxsoft._attention import ffi as attention
 from jaxsoft._attention.form import Extra, Form
 from jaxsoft._attention.operation import Forward
@@ -157,18 +160,18 @@ def test_plans_and_the_choice_of_the_linear_layer_change_with_the_gpu():
         with target(*gpu):
             found.append(head.plan(*operands(*shapes)))
     blocks = "groups of 32 blocks"
-    assert found == [f"product_in_place: {groups} {blocks}" for groups in (4, 3, 2)]
+    assert found == [f"weight_gradient_in_place: {groups} {blocks}" for groups in (4, 3, 2)]
     # As many multiprocessors are at work: all groups that find room.
-    at_work = [library.number("cpu", "product_multiprocessors", 4096, 4096, 50_264, n) for n in (132, 114, 78)]
+    at_work = [library.number("cpu", "weight_gradient_multiprocessors", 4096, 4096, 50_264, n) for n in (132, 114, 78)]
     assert at_work == [128, 96, 64]
     for rows, width, classes in ((4097, 4096, 8), (4096, 4224, 8), (4096, 4096, 12), (0, 4096, 8)):
-        assert library.number("cpu", "product_multiprocessors", rows, width, classes, 132) == 0
+        assert library.number("cpu", "weight_gradient_multiprocessors", rows, width, classes, 132) == 0
 
 
 def test_the_workspace_of_the_linear_layer():
     for rows, classes in ((1, 8), (4096, 50_264), (8192, 8)):
         counters = 4 * (1 + 128 * (parts(classes, 256) + 2))
-        assert library.number("cpu", "product_workspace", rows, classes, 2) == max(counters, rows * 512)
+        assert library.number("cpu", "weight_gradient_workspace", rows, classes, 2) == max(counters, rows * 512)
 
 
 @pytest.mark.parametrize(
@@ -201,3 +204,19 @@ def test_limits():
     assert library.number("cpu", "top_k_limit", "most_received") == 2048
     assert library.number("cpu", "top_k_limit", "other") == -1
     assert Extra.KEY_LENGTHS.value == "key_lengths"  # as the library looks for it
+
+
+@pytest.mark.skipif("ffi" not in ATTENTION_IMPLEMENTATIONS, reason="no CUDA kernels for attention")
+@pytest.mark.parametrize("multiprocessors", [8, 78, 400])
+@pytest.mark.parametrize("heads", [2, 32])
+def test_a_program_for_another_gpu(heads, multiprocessors):
+    """Where the workspace is too small for the best plan, keys are cut into fewer chunks."""
+    key, *keys = jax.random.split(jax.random.key(0), 3)
+    query = jax.random.normal(key, (2, 1, heads, 128), jnp.bfloat16)
+    cache = [jax.random.normal(key, (2, 20_000, 2, 128), jnp.bfloat16) for key in keys]
+    attend = jax.jit(functools.partial(dot_product_attention, implementation="ffi"))
+    allowed = jax.export.DisabledSafetyCheck.custom_call("jaxsoft_attention_decode")
+    with target("NVIDIA H20", multiprocessors):
+        exported = jax.export.export(attend, platforms=["cuda"], disabled_checks=[allowed])(query, *cache)
+    actual, expected = exported.call(query, *cache), attend(query, *cache)
+    np.testing.assert_allclose(np.asarray(actual, np.float32), np.asarray(expected, np.float32), rtol=0.02, atol=1e-4)

@@ -25,7 +25,7 @@
 //   backward/work.cuh    the call as kernels read it, and pieces of work
 //   backward/copy.cuh    the warp group that copies
 //   backward/scores.cuh  weights and slopes
-//   backward/around.cuh  the kernels before and after
+//   backward/sums.cuh    the kernels before and after
 //   backward/launch.cuh  the kernels and their launch. They are compiled by element type and size of heads, in files of
 //                        their own (backward.cu.in)
 #include "attention.cuh"

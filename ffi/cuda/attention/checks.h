@@ -215,9 +215,10 @@ class Call {
     for (const int64_t limit : {form.left, form.right})
       if (limit < -1 || limit > kFurthest)
         return "left and right must be from -1 to " + std::to_string(kFurthest) + ": got " + std::to_string(limit);
-    if (result(Name::rest).data && !operand(Name::bias).data) return "there is a rest only beside a bias";
-    if (result(Name::output_rest).data && result(Name::output).dtype != operand(Name::query).dtype)
-      return "there is an output_rest only where output has the dtype of query: got " +
+    if (result(Name::lse_residual).data && !operand(Name::bias).data)
+      return "there is an lse_residual only beside a bias";
+    if (result(Name::output_residual).data && result(Name::output).dtype != operand(Name::query).dtype)
+      return "there is an output_residual only where output has the dtype of query: got " +
              describe(result(Name::output));
     return check_gradients();
   }

@@ -65,12 +65,12 @@ struct Launch {
     if (auto e = place_workspace()) return e;
     const int64_t units = int64_t(args.plan.items) * args.plan.most_chunks;
     const int blocks = static_cast<int>(std::min<int64_t>(units, device.processors));
-    // Short units of one length are dealt out in advance: a counter would have to be cleared first.
-    args.dealt = units > blocks && !(args.uniform && units * args.cut.chunk <= int64_t(blocks) * kShortKeys);
-    if (args.dealt) {
+    // Short units of one length are assigned in advance: a counter would have to be cleared first.
+    args.dynamic = units > blocks && !(args.uniform && units * args.cut.chunk <= int64_t(blocks) * kShortKeys);
+    if (args.dynamic) {
       if (auto e = launch(clear<>, dim3(1), 1, 0, false, args.counter)) return e;
     }
-    if (auto e = launch(kernel, dim3(blocks), Shape::threads, bytes, args.dealt, args, keys, values)) return e;
+    if (auto e = launch(kernel, dim3(blocks), Shape::threads, bytes, args.dynamic, args, keys, values)) return e;
     if (args.plan.most_chunks == 1) return cudaSuccess;
     const MergeShape shape(args.plan, padded);
     const int64_t rounds = divide_up(args.item_rows, shape.rows(padded));

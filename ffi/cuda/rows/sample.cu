@@ -1,8 +1,8 @@
 // Draws a token from each row of logits, after top-k, top-p and min-p, in one launch.
 //
 // A row lies over the blocks of a cluster, or in one block. The first read finds its largest element m, which gives all
-// weights exp((x - m) * scale), and a bar for the short way: if few elements may be left by the filters, the second
-// read gathers these, and the token is drawn from them. Else the blocks need to know:
+// weights exp((x - m) * scale), and a threshold for the short way: if few elements may be left by the filters, the
+// second read gathers these, and the token is drawn from them. Else the blocks need to know:
 //
 // 1. How many elements there are in each of 2048 bins of weights. This says in which bin the k-th largest is, and
 //    bounds the mass of all that is above each bin. So only elements of a few bins, the candidates, may be on either
@@ -98,11 +98,11 @@ cudaError_t launch(const Sampling<T>& call, const Device& device, int blocks, cu
                                     : SampleCode::ring;
   config.gridDim = dim3(static_cast<unsigned>(call.rows * blocks));
   config.dynamicSmemBytes = sizeof(SampleShared) + slots * of_slot;
-  Bars bars;
-  if (call.k < call.n) bars.of_k = {call.k, call.n, blocks, full};
-  bars.of_one = {1, call.n, blocks, full}, bars.of_mass = {SampleCode::sought_by_mass, call.n, blocks, full};
+  ThresholdRanks ranks;
+  if (call.k < call.n) ranks.of_k = {call.k, call.n, blocks, full};
+  ranks.of_one = {1, call.n, blocks, full}, ranks.of_mass = {SampleCode::sought_by_mass, call.n, blocks, full};
   const auto kernel = counts_values ? sample_rows<T, kCountsValues<T>> : sample_rows<T>;
-  return cudaLaunchKernelEx(&config, kernel, call, bars, slots);
+  return cudaLaunchKernelEx(&config, kernel, call, ranks, slots);
 }
 
 }  // namespace

@@ -6,7 +6,7 @@
 
 #include "../../attributes.cuh"
 #include "../../devices.cuh"
-#include "around.cuh"
+#include "sums.cuh"
 #include "copy.cuh"
 #include "copy_in_pairs.cuh"
 #include "multiply.cuh"
@@ -89,7 +89,7 @@ int heads_in_turn(const BackwardCall& call) {
   using Plan = BackwardPlan<size>;
   const double of_head = 8. * call.queries * call.group * size;  // bytes of queries, cotangents, and sums
   const double at_once = call.processors / Plan::blocks;  // pieces of work
-  const double by_waits = std::ceil(Plan::apart * at_once / (call.query_tiles * call.group));
+  const double by_waits = std::ceil(Plan::stagger * at_once / (call.query_tiles * call.group));
   const double by_cache = Plan::cache * double(1 << 20) / of_head - at_once / call.key_blocks;
   return std::clamp(static_cast<int>(std::min(by_waits, by_cache)), 1, call.batch * call.key_heads);
 }

@@ -16,7 +16,7 @@ struct BackwardCode {
   static constexpr int groups = 2;                            // warp groups that multiply
   static constexpr int threads = (groups + 1) * kWarpGroup;   // and one that copies
   static constexpr int registers = 240, copy_registers = 24;  // of a thread of either
-  static constexpr int mails = 2;                             // pieces of work that are known at a time
+  static constexpr int ticket_slots = 2;                             // pieces of work that are known at a time
 };
 
 template <class T, int size>
@@ -39,10 +39,10 @@ struct BackwardShared {
   alignas(1024) T slopes[2][slope_tile];  // of queries (rows) and keys, for the product with keys
   alignas(128) float sums[Code::groups][sum];                        // to be added to the gradient by queries
   alignas(128) float numbers[Plan::query_slots][2 * Plan::queries];  // lse in base 2, then delta
-  unsigned tickets[Code::mails];                                     // pieces of work
+  unsigned tickets[Code::ticket_slots];                                     // pieces of work
   unsigned turns;  // how many tiles it has been the block's turn to add to
 
-  Barrier ticket_full[Code::mails], ticket_empty[Code::mails];
+  Barrier ticket_full[Code::ticket_slots], ticket_empty[Code::ticket_slots];
   Barrier key_full, key_empty, value_full, value_empty;
   Barrier query_full[Plan::query_slots], query_empty[Plan::query_slots];
   Barrier cotangent_full[Plan::cotangent_slots], cotangent_empty[Plan::cotangent_slots];

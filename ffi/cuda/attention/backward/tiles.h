@@ -17,32 +17,33 @@ namespace jaxsoft::cuda {
 // `keys` are those of a piece of work, and so many `blocks` share it (pair.cuh is about two). What they add to the
 // gradient by queries has `added_parts`.
 //
-// If the order of additions matters, a block tells after each `told` tiles that it has added to them, which takes a
-// microsecond, and blocks of keys of one head should begin `apart` tiles one after the other. What blocks read and add
-// to should stay in the cache, of which there are `cache` MiB. The last three are by measurement. (H200, heads of 128,
-// 8K, without a causal rule and with one, TFLOP/s: 584 and 551; if 1 tile is told, 565 and 518; with 2.5 apart in 40
-// MiB, which are two heads in turn and not four, 507 and 542.) A pair of blocks tells of each tile (copy_in_pairs.cuh).
+// If the order of additions matters, a block signals after each `tiles_of_signal` tiles that it has added to them,
+// which takes a microsecond, and blocks of keys of one head should begin `stagger` tiles one after the other. What
+// blocks read and add to should stay in the cache, of which there are `cache` MiB. The last three are by measurement.
+// (H200, heads of 128, 8K, without a causal rule and with one, TFLOP/s: 584 and 551; with a signal for each tile, 565
+// and 518; with a stagger of 2.5 in 40 MiB, which are two heads in turn and not four, 507 and 542.) A pair of blocks
+// signals each tile (copy_in_pairs.cuh).
 template <int size>
 struct BackwardPlan;
 template <>
 struct BackwardPlan<64> {
   static constexpr int queries = 96, keys = 128, blocks = 1, added_parts = 2, query_slots = 2, cotangent_slots = 2;
   static constexpr bool slopes_in_registers = true, sums_later = true;
-  static constexpr int told = 2, cache = 49;
-  static constexpr double apart = 4;
+  static constexpr int tiles_of_signal = 2, cache = 49;
+  static constexpr double stagger = 4;
 };
 template <>
 struct BackwardPlan<128> {
   static constexpr int queries = 64, keys = 128, blocks = 1, added_parts = 2, query_slots = 2, cotangent_slots = 2;
   static constexpr bool slopes_in_registers = false, sums_later = false;
-  static constexpr int told = 2, cache = 49;
-  static constexpr double apart = 4;
+  static constexpr int tiles_of_signal = 2, cache = 49;
+  static constexpr double stagger = 4;
 };
 template <>
 struct BackwardPlan<256> {
   static constexpr int queries = 64, keys = 128, blocks = 2, added_parts = 4, query_slots = 2, cotangent_slots = 1;
   static constexpr int cache = 49;
-  static constexpr double apart = 1.9;
+  static constexpr double stagger = 1.9;
 };
 
 // What the workspace has, in bytes:

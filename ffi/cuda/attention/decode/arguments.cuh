@@ -39,7 +39,7 @@ struct Arguments {
   int rows = 1;         // packed queries of a key head of a sequence
   int item_rows = 1;    // that a state has room for
   bool adjusted = false;  // whether scores have a cap, a bias, a mask or segments
-  bool dealt = false;     // whether units after the first are dealt by a counter
+  bool dynamic = false;   // whether blocks take units after their first from a counter
   unsigned* counter = nullptr;  // of units
   float2* sums = nullptr;  // maximum and sum of each row of each state
   float* outputs = nullptr;
@@ -51,7 +51,7 @@ __device__ inline Cut cut_of(const Arguments& args, const AttentionLimits& limit
   return Cut(args.plan, limits.queries, limits.of_queries(0, args.call.queries - 1));
 }
 
-// A unit of work, as the producer of a block tells it to the others.
+// A unit of work, as the producer of a block passes it to the others.
 struct Unit {
   int batch, head, group;        // whose item it is
   int chunk, chunks;             // which of the item's it is

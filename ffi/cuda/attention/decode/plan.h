@@ -21,7 +21,7 @@ constexpr int kChunkAlign = 64;    // keys: whole tiles of all kernels
 constexpr int kLeastChunk = 128;   // keys: less is not worth a merge
 constexpr int kUnits = 4;          // for each multiprocessor, wanted where there is enough to do
 constexpr int kMostChunks = 256;   // of an item
-constexpr int kShortKeys = 2048;   // of a block's units: up to here it does not pay to deal them as blocks finish
+constexpr int kShortKeys = 2048;   // of a block's units: up to here it does not pay to assign them as blocks finish
 constexpr int kMostUnits = 32768;  // of 16 rows: beyond, chunks become longer, so that states take less memory
 
 constexpr JAXSOFT_ANYWHERE int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }

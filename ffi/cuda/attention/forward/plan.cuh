@@ -26,7 +26,7 @@ struct ForwardMemory {
   Keys keys[Plan::slots], values[Plan::slots];
   Barrier queries_there[Plan::groups], queries_read[Plan::groups];
   Barrier keys_there[Plan::slots], keys_read[Plan::slots], values_there[Plan::slots], values_read[Plan::slots];
-  // The numbers of the item that is computed and of the next one, as the copying warp tells them to the others.
+  // The numbers of the item that is computed and of the next one, as the copying warp passes them to the others.
   int items[2];
   Barrier items_there[2], items_read[2];
 };

@@ -1,23 +1,23 @@
 // The k largest elements of rows, their softmax and the rows' state (m, s), in one read and one kernel.
 //
 // The elements that a thread has, or those of one tile of them, form groups. About the k-th largest of the groups'
-// maxima is a bar: at least k elements reach it, and hardly more. What reaches it is put into shared memory, as keys
-// that are ordered by value and then by index. Which place a key gets there is up to chance, but which keys are the k
-// largest is not: the number of greater ones is a key's place in the result. Where many elements are equal to the bar,
-// only groups that come early are looked at for them. Where too many reach it even so, as the largest are in a few
-// groups, the least of the k largest keys is searched for exactly.
+// maxima is a threshold: at least k elements reach it, and hardly more. What reaches it is put into shared memory, as
+// keys that are ordered by value and then by index. Which place a key gets there is up to chance, but which keys are
+// the k largest is not: the number of greater ones is a key's place in the result. Where many elements are equal to the
+// threshold, only groups that come early are looked at for them. Where too many reach it even so, as the largest are in
+// a few groups, the least of the k largest keys is searched for exactly.
 //
-// Short rows stay in the registers of some lanes meanwhile. Of the others, only the groups that reach the bar are read
-// again, which is little. They have a warp each, if there are very many, or a block. Few rows have a cluster of blocks
-// each, which exchange maxima and keys. Where clusters cannot do it, rows are split over blocks, whose k largest keys,
-// in order, and states wait in the workspace for a second launch.
+// Short rows stay in the registers of some lanes meanwhile. Of the others, only the groups that reach the threshold are
+// read again, which is little. They have a warp each, if there are very many, or a block. Few rows have a cluster of
+// blocks each, which exchange maxima and keys. Where clusters cannot do it, rows are split over blocks, whose k largest
+// keys, in order, and states wait in the workspace for a second launch.
 //
 //   top_k/launch.cuh     this file: the choice of a kernel and its launch, compiled by element type (top_k.cu.in)
 //   top_k/tuning.h       the sizes that decide, as data; top_k/plan.h, which kernel they choose
 //   top_k/keys.cuh       keys; top_k/buffer.cuh, a block's buffer of them
-//   top_k/bars.cuh       bars; top_k/marks.cuh, the elements that reach one; top_k/results.cuh, what is written
+//   top_k/thresholds.cuh thresholds; top_k/masks.cuh, the elements that reach one; top_k/results.cuh, what is written
 //   top_k/short.cuh      the kernel for short rows
-//   top_k/tiles.cuh      the one read of longer rows; top_k/late.cuh, what is left out of those with few different
+//   top_k/tiles.cuh      the one read of longer rows; top_k/ties.cuh, what is left out of those with few different
 //                        values; top_k/exact.cuh, the exact search
 //   top_k/by_warps.cuh   the kernel for many rows; top_k/by_blocks.cuh, that for long ones, and the one that merges
 //   top_k/by_clusters.cuh  the kernel for few rows
@@ -40,7 +40,7 @@ namespace jaxsoft::cuda {
 // Places in a part of a row are counted in ints, some way beyond its end.
 constexpr int64_t kMostOfPart = int64_t(1) << 30;
 
-// The shared memory that a warp needs for the maxima of its groups, and for a list of those that reach the bar.
+// The shared memory that a warp needs for the maxima of its groups, and for a list of those that reach the threshold.
 inline size_t memory_of_groups(int groups, int most_found) {
   return groups * 32 * sizeof(float) + most_found * sizeof(uint16_t);
 }

@@ -47,8 +47,9 @@ struct TopKCode {
   static constexpr int ranked = 192;           // up to so many keys are put in order without being cut before,
   static constexpr int ranked_of_warp = 64;    // and by a warp
   static constexpr int most_groups = 32;       // of a lane: where it has more tiles, several are a group
-  static constexpr int most_found = 128;       // groups of a warp of a block that reach the bar, or the search is another
-  static constexpr int most_compared = 8;      // maxima of a lane that a warp finds its bar from
+  // Groups of a warp of a block that reach the threshold. If there are more, the search is another.
+  static constexpr int most_found = 128;
+  static constexpr int most_compared = 8;      // maxima of a lane that a warp finds its threshold from
   // A search for the k largest ends when it has found up to k / spare_part more, or up to least_spare more: it is not
   // worth while to tell them apart.
   static constexpr int spare_part = 4;
@@ -78,8 +79,8 @@ struct TopKClusters {
   static constexpr int usual_memory = 48 << 10;
 };
 
-// Where rows lie over several devices (messages.cu): a part of a row that a device tells of has more elements than
-// this, as kernels for short rows write no message; and the elements of a row that a device may get from all others.
+// Where rows lie over several devices (exchange.cu): a part of a row has more elements than this, as kernels for short
+// rows write no candidates; and so many candidates of a row a device may get from all together.
 constexpr int64_t kShortPart = 1024, kMostReceived = 2048;
 
 // The sizes of a launch of blocks that take a row, or a part of one, each.
