@@ -68,7 +68,7 @@ import paged_calls
 from attention_in_blocks import Blocks
 from cases import Case
 
-from jaxsoft._head.ffi import product_in_place
+from jaxsoft._head.ffi import weight_gradient_in_place
 from jaxsoft._rows import ffi
 from jaxsoft._rows.forms import RowForm
 from jaxsoft._rows.operation import RowOperation
@@ -261,12 +261,12 @@ def attended(call: Case, gradients: bool) -> tuple[str, Callable[[], object]]:
 
 
 def products() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Calls of the product in place: of more and fewer steps than shared memory holds, and of copied panels."""
+    """Calls of the in-place weight gradient: of more and fewer steps than shared memory holds, and of copied panels."""
     for (rows, width, classes), dtype in itertools.product(
         [(65, 256, 264), (320, 512, 2056), (1000, 1024, 33_000), (65, 17_408, 264)], (jnp.float16, jnp.bfloat16)
     ):
         given = jnp.ones((rows, width), dtype), jnp.ones((width, classes), dtype)
-        yield f"linear {rows}x{width}x{classes} {dtype.__name__}", functools.partial(product_in_place, *given)
+        yield f"linear {rows}x{width}x{classes} {dtype.__name__}", functools.partial(weight_gradient_in_place, *given)
 
 
 def run_call(call: tuple[str, Callable[[], object]]) -> str:
