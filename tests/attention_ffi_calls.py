@@ -35,8 +35,8 @@ ARRAYS = {
     "delta": ((B, N, T), F32),
     "cotangent": ((B, T, N, H), BF16),
     "output": ((B, T, N, H), BF16),
-    "rest": ((B, N, T), F32),
-    "output_rest": ((B, T, N, H), BF16),
+    "lse_residual": ((B, N, T), F32),
+    "output_residual": ((B, T, N, H), BF16),
     "workspace": ((1,), jnp.uint8),
 }
 ATTRIBUTES = {

@@ -29,14 +29,14 @@ attention's calls both have, while a program was compiled. So let JAX keep its p
 Then all calls of attention took 2 minutes of an H200 under both tools, eight processes with an option each.
 
 Of "ffi", racecheck does not see that one lane's arrival at a barrier comes after what its whole warp has read, so it
-reports hazards in `ring` and `dealt` where slots are filled again, unless the library is built for it:
+reports hazards in `ring` and `grid_ring` where slots are filled again, unless the library is built for it:
 
     pip install . -C cmake.define.CMAKE_CUDA_FLAGS=-DJAXSOFT_RACECHECK
 
-Then one is left, in `dealt`: `post_states` reads a chunk's states before other warps write the next ones there. They do
-when a slot has been given back by a writer that has waited for the row's values, which come after `post_states` has
-posted what it read, but by way of device memory, where racecheck does not look. initcheck finds that the last 16 bytes
-of an array are read as a whole where the array ends within them.
+Then one is left, in `grid_ring`: `send_states` reads a chunk's states before other warps write the next ones there.
+They do when a slot has been given back by a writer that has waited for the row's values, which come after `send_states`
+has published what it read, but by way of device memory, where racecheck does not look. initcheck finds that the last 16
+bytes of an array are read as a whole where the array ends within them.
 
 Of attention by "ffi", racecheck (2025.3) takes no notice of named barriers that several warp groups share: it reported
 hazards in `many_rows` of decode, and none once a barrier in shared memory had the place of the named one. In the
@@ -68,7 +68,7 @@ import paged_calls
 from attention_in_blocks import Blocks
 from cases import Case
 
-from jaxsoft._head.ffi import product_in_place
+from jaxsoft._head.ffi import weight_gradient_in_place
 from jaxsoft._rows import ffi
 from jaxsoft._rows.forms import RowForm
 from jaxsoft._rows.operation import RowOperation
@@ -261,12 +261,12 @@ def attended(call: Case, gradients: bool) -> tuple[str, Callable[[], object]]:
 
 
 def products() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Calls of the product in place: of more and fewer steps than shared memory holds, and of copied panels."""
+    """Calls of the in-place weight gradient: of more and fewer steps than shared memory holds, and of copied panels."""
     for (rows, width, classes), dtype in itertools.product(
         [(65, 256, 264), (320, 512, 2056), (1000, 1024, 33_000), (65, 17_408, 264)], (jnp.float16, jnp.bfloat16)
     ):
         given = jnp.ones((rows, width), dtype), jnp.ones((width, classes), dtype)
-        yield f"linear {rows}x{width}x{classes} {dtype.__name__}", functools.partial(product_in_place, *given)
+        yield f"linear {rows}x{width}x{classes} {dtype.__name__}", functools.partial(weight_gradient_in_place, *given)
 
 
 def run_call(call: tuple[str, Callable[[], object]]) -> str:

@@ -4,11 +4,10 @@
 
 #include <cuda_runtime.h>
 
+#include "anywhere.h"
 #include "devices.cuh"
 
 namespace jaxsoft::cuda {
-
-constexpr int kWarpGroup = 128;  // threads
 
 // Whether the code is being compiled for a GPU that has products of warp groups: for sm_90a. PTX for sm_90 has none.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)

@@ -165,6 +165,11 @@ inline std::string fill_call(const Operation& operation, const ffi::RemainingArg
   for (const Operand& result : operation.results)
     if (reason = checks.buffer(result, true); !reason.empty()) return reason;
 
+  const Buffer &result = call->buffers.result, &other_result = call->buffers.other_result;
+  if (result.data && other_result.data && result.dtype != other_result.dtype)
+    return "result and other_result must have the same dtype: got " + describe(result) + " and " +
+           describe(other_result);
+
   std::vector<const ExtraRecord*> present;
   if (reason = decode_extras(form.extras, operation.extras, &present); !reason.empty()) return reason;
   if (extras.size() != present.size())

@@ -13,7 +13,8 @@
 
 namespace jaxsoft {
 
-// The scores are z = x * scale + bias, and of other scores y * other_scale. The elements that count are those before the limit whose `where` is true.
+// The scores are z = x * scale + bias, and the other scores y * other_scale. The elements that count are those before
+// the limit whose `where` is true.
 enum class ExtraName { scale, limit, where, bias, other_scale };
 
 // One extra of a call. A stride is counted in elements, and is 0 in a group of dimensions that it is broadcast over.

@@ -34,7 +34,7 @@
 
 // The records: name, struct of the CUDA kernels, operands, results, extras, features. Operations may share a struct.
 // The build finds it in a file of cuda/rows/operations, and compiles it for every element type. TopK and KlDivergence
-// are only names: their kernels are in cuda/rows/top_k.cu and cuda/rows/kl_divergence.cu.
+// are only names: their kernels are in cuda/rows/top_k and cuda/rows/kl_divergence.cu.
 //
 // In what follows (m, s) is the state of a row's scores z, which is their maximum and the sum of exp(z - m), and
 // p = exp(z - m) / s. An element that does not count is 0 in a result, and -inf in log_softmax's.
@@ -59,9 +59,9 @@
 //   label_entropy    What label_state gives, and the products of the row without its label's score.
 //   label_entropy_vjp  p * (g - ((z - m) - products / s) * h), of a row's cotangent g and the entropy's cotangent h;
 //                    and at the label, the label's cotangent.
-//   kl_divergence    Of the softmax p of scores z, and q of the other scores w: the state of z, the ratio c, which is the
-//                    logsumexp of w less that of z, and sum(p * (log(p) - log(q))). Where z has nothing above -inf, the
-//                    ratio is the logsumexp of w, and the divergence 0.
+//   kl_divergence    Of the softmax p of scores z, and q of the other scores w: the state of z, the ratio c, which is
+//                    the logsumexp of w less that of z, and sum(p * (log(p) - log(q))). Where z has nothing above
+//                    -inf, the ratio is the logsumexp of w, and the divergence 0.
 //   kl_divergence_vjp  scale * g * p * (-d - divergence) and other_scale * g * (q - p), of a row's cotangent g, with
 //                    d = (w - z) - c.
 //   kl_divergence_vjp_other  The latter alone.

@@ -1,11 +1,11 @@
 """`implementation="ffi"`: the CUDA kernels of ffi/cuda/attention, for Hopper GPUs, called through the JAX FFI.
 
 There is one for many queries and one for few, as when decoding, which also takes keys and values in pages, and one for
-the gradients.
+the gradients. Which calls they take, their workspaces and their plans the library says itself (ffi/cuda/answers.cc).
 """
 
 import dataclasses
-import math
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -21,15 +21,9 @@ from jaxsoft._core import gpus, library
 
 GENERATIONS = (gpus.Generation.HOPPER,)  # those whose instructions the kernels have
 _DTYPES = (jnp.float16, jnp.bfloat16)
-# The limits of ffi/cuda/attention/checks.h: head sizes are multiples of _SIZES.
-_SIZES, _LARGEST_SIZE = 8, 256
-_SMALLEST_SCALE, _LARGEST_SCALE = 1e-30, 1e30
-_LARGEST_CAP = 1000
-_SMALLEST_PAGE, _LARGEST_PAGE = 16, 256
 _PAGES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
-# So many queries of all heads are too many for its counters; those of a head count as a tile at least.
-_MOST_QUERIES, _TILE = 2**30, 128
-_MOST_KEYS = 2**30
+# The library that is asked: it answers as that for CUDA does, and can be loaded everywhere.
+_ASKED = "cpu"
 # Calls of up to so many queries of a key head, and so many keys for each query of a sequence, go to the kernel for few
 # queries, where both kernels serve them. On an H100 (November 2026, heads of 128, 32 of queries and 8 of keys), with 64
 # of them it takes .19 to .87 of the time of the other, and with 128 .27 to 1.15, for 2048 keys of 8 sequences to 131072
@@ -61,7 +55,7 @@ class Target:
     operands: tuple[str, ...] = ("query", "key", "value")
     after: tuple[str, ...] = ()
     results: tuple[str, ...] = ("output", "lse")
-    more: tuple[str, ...] = ("rest", "output_rest")
+    more: tuple[str, ...] = ("lse_residual", "output_residual")
 
 
 _SCALARS = ("query_lengths", "key_lengths", "offset", "sinks")
@@ -70,7 +64,7 @@ FORWARD = Target(
     "attention_forward",
     "its kernel for attention of many queries",
     ("query_segments", "key_segments", "query_begins", *_SCALARS, *(extra.value for extra in STATE)),
-    more=("output_rest",),
+    more=("output_residual",),
 )
 FORWARD_OF_BLOCK = dataclasses.replace(FORWARD, name="attention_forward_of_block", operands=("query", "block"))
 DECODE = Target("attention_decode", "its kernel for attention of few queries", _ALL)
@@ -109,6 +103,8 @@ def unavailable(platform: str) -> str | None:
 def unsupported(operation: Operation, operands: Operands) -> str | None:
     """None, or why the kernels cannot serve an operation with such operands."""
     form = operation.form
+    if library.find(_ASKED) is None:
+        return library.unavailable("cuda") or "the library for CPUs, which knows what its kernels take, was not built"
     if not _are_known(operands):
         return "its kernels for attention are called with shapes that are known"
     if _is_gathered(operation, operands):
@@ -132,8 +128,21 @@ def _are_known(operands: Operands) -> bool:
     return all(isinstance(length, int) for operand in operands for length in operand.shape)
 
 
+@functools.cache
+def _limits() -> dict[str, float]:
+    """The limits of the kernels by name, as ffi/cuda/attention/bounds.h has them."""
+    lines = library.text(_ASKED, "attention_bounds").splitlines()
+    return {name: float(number) for name, number in (line.split("=") for line in lines)}
+
+
+def _power(name: str) -> str:
+    """A limit that is a power of 2, in words."""
+    return f"2^{int(_limits()[name]).bit_length() - 1}"
+
+
 def _of_arrays(form: Form, operands: Operands) -> str | None:
     """None, or why the kernels cannot take query, key and value."""
+    limits = {name: int(number) for name, number in _limits().items()}
     query, key, value = operands[:BASE]
     names = sorted({operand.dtype.name for operand in (query, key, value)})
     kept = _PAGES if form.paged else ()
@@ -147,33 +156,38 @@ def _of_arrays(form: Form, operands: Operands) -> str | None:
     if form.dtype not in (query.dtype, jnp.float32):
         return f"its kernels for attention return {query.dtype.name} or float32 here, not {form.dtype.name}"
     size, of_value = query.shape[3], value.shape[3]
-    if size != of_value or size % _SIZES or size > _LARGEST_SIZE:
+    if size != of_value or size % limits["size_multiple"] or size > limits["largest_size"]:
         return (
-            f"its kernels for attention take head sizes that are equal, and multiples of {_SIZES} up to "
-            f"{_LARGEST_SIZE}; got {size} and {of_value}"
+            f"its kernels for attention take head sizes that are equal, and multiples of {limits['size_multiple']} up "
+            f"to {limits['largest_size']}; got {size} and {of_value}"
         )
-    if key.dtype.itemsize == 1 and size % (2 * _SIZES):
-        return f"its kernels for attention take pages in 8 bits of head sizes that are multiples of 16; got {size}"
+    if key.dtype.itemsize == 1 and size % limits["narrow_size_multiple"]:
+        multiple = limits["narrow_size_multiple"]
+        return (
+            f"its kernels for attention take pages in 8 bits of head sizes that are multiples of {multiple}; got {size}"
+        )
     batch, queries, heads, _ = query.shape
-    if batch * heads * max(queries, _TILE) >= _MOST_QUERIES:
-        return f"its kernels for attention take fewer than 2^30 queries of all heads; got {query.shape}"
-    if form.keys(operands) >= _MOST_KEYS:
-        return f"its kernels for attention take fewer than 2^30 keys of a sequence; got {form.keys(operands)}"
-    page = key.shape[1]
-    if kept and (page & (page - 1) or not _SMALLEST_PAGE <= page <= _LARGEST_PAGE):
+    if batch * heads * max(queries, limits["tile"]) >= limits["all_queries"]:
         return (
-            f"its kernels for attention take pages of a power of 2 of keys, from {_SMALLEST_PAGE} to {_LARGEST_PAGE}; "
-            f"got {page}"
+            f"its kernels for attention take fewer than {_power('all_queries')} queries of all heads; got {query.shape}"
         )
+    if form.keys(operands) >= limits["keys"]:
+        return (
+            f"its kernels for attention take fewer than {_power('keys')} keys of a sequence; got {form.keys(operands)}"
+        )
+    page, smallest, largest = key.shape[1], limits["smallest_page"], limits["largest_page"]
+    if kept and (page & (page - 1) or not smallest <= page <= largest):
+        return f"its kernels for attention take pages of a power of 2 of keys, from {smallest} to {largest}; got {page}"
     return None
 
 
 def _of_numbers(form: Form) -> str | None:
     """None, or why the kernels cannot take the numbers of a form."""
-    if not _SMALLEST_SCALE <= form.scale <= _LARGEST_SCALE:
-        return f"its kernels for attention take a scale from {_SMALLEST_SCALE} to {_LARGEST_SCALE}; got {form.scale}"
-    if form.cap is not None and form.cap > _LARGEST_CAP:
-        return f"its kernels for attention take a soft cap up to {_LARGEST_CAP}; got {form.cap}"
+    smallest, largest, cap = (_limits()[name] for name in ("smallest_scale", "largest_scale", "largest_cap"))
+    if not smallest <= form.scale <= largest:
+        return f"its kernels for attention take a scale from {smallest} to {largest}; got {form.scale}"
+    if form.cap is not None and form.cap > cap:
+        return f"its kernels for attention take a soft cap up to {cap:g}; got {form.cap}"
     return None
 
 
@@ -238,9 +252,10 @@ def find(operation: Operation, operands: Operands) -> Function:
     form, target = operation.form, _target(operation, operands)
     added_to = tuple(f"{name}_sum" for name in operation.sums) if isinstance(operation, Pullback) else ()
     extras = (*(extra.value for extra in form.extras if extra.value in target.extras), *added_to)
-    asked = [(Extra.BIAS in form.extras, "rest"), (form.rounded, "output_rest")]
+    asked = [(Extra.BIAS in form.extras, "lse_residual"), (form.rounded, "output_residual")]
     more = [name for wanted, name in asked if wanted and name in target.more]
-    workspace = jax.ShapeDtypeStruct((_workspace(target, form, operands),), jnp.uint8)
+    size = library.number(_ASKED, "attention_workspace", *_sizes(target, form, operands))
+    workspace = jax.ShapeDtypeStruct((size,), jnp.uint8)
     attributes = {
         "extras": ",".join(extras),
         "results": ",".join(more),
@@ -273,15 +288,15 @@ def find(operation: Operation, operands: Operands) -> Function:
         types = {
             "output": jax.ShapeDtypeStruct(shape, form.dtype),
             "lse": numbers,
-            "rest": numbers,
-            "output_rest": jax.ShapeDtypeStruct(shape, query.dtype),
+            "lse_residual": numbers,
+            "output_residual": jax.ShapeDtypeStruct(shape, query.dtype),
         }
         replaced = {"lse": Extra.STATE_LSE.value} if form.has_state else {}
         if form.has_state and form.dtype == jnp.float32:
             replaced["output"] = Extra.STATE_OUTPUT.value
         found = call(given, types, replaced)
-        rest = found["rest"] if "rest" in found else jnp.zeros_like(found["lse"])
-        return found["output"], found["lse"], rest, *([found["output_rest"]] if form.rounded else [])
+        residual = found["lse_residual"] if "lse_residual" in found else jnp.zeros_like(found["lse"])
+        return found["output"], found["lse"], residual, *([found["output_residual"]] if form.rounded else [])
 
     def pullback(*operands: jax.Array) -> tuple[jax.Array, ...]:
         assert isinstance(operation, Pullback)
@@ -314,96 +329,23 @@ def _narrowed(bias: jax.Array) -> jax.Array:
     return bias.astype(jnp.float32) if bias.dtype == jnp.float64 else bias
 
 
-def _workspace(target: Target, form: Form, operands: Operands) -> int:
-    """How many bytes a kernel needs beside its operands and results. Its launch function states and checks the same."""
-    if target in _FORWARD:
-        return _OF_FORWARD
-    return _of_gradients(operands) if target in _BACKWARD else _of_few_queries(form, operands)
+def plan(operation: Operation, operands: Operands) -> str:
+    """How the kernel computes an operation with such operands: its name, as a profiler shows it, and in words."""
+    if _is_gathered(operation, operands):
+        return plan(*_gathered(operation, operands))
+    return library.text(_ASKED, "attention_plan", *_sizes(_target(operation, operands), operation.form, operands))
 
 
-_OF_FORWARD = 8  # a counter
-
-_COLUMNS = (64, 128, 256)  # the head sizes that kernels are compiled for; others are computed as the next larger one
-_LARGEST_TILE, _SMALLEST_TILE = 128, 64  # of queries, and of keys, in the kernel for gradients
-
-
-def _of_gradients(operands: Operands) -> int:
-    """Sums of the query's gradient in f32, two numbers a query, for each block of keys and head of queries, which tiles
-    it has, and two counters a key head; for tiles of any size that the kernel may have.
-    """
-    query, key, _ = operands[:BASE]
+def _sizes(target: Target, form: Form, operands: Operands) -> tuple[int | str, ...]:
+    """What the workspace and the plan of a call depend on, as the library takes it."""
+    query, key = operands[:2]
     batch, queries, heads, size = query.shape
-    rows = batch * heads * (queries + _LARGEST_TILE - 1)
-    blocks = batch * heads * _parts(key.shape[1], _SMALLEST_TILE)
-    return rows * (4 * _columns(size) + 8) + 8 * blocks + 8 * batch * key.shape[2] + 512
-
-
-@dataclasses.dataclass(frozen=True)
-class _Rows:
-    """How the kernels for few queries take those of a key head.
-
-    Attributes:
-      most: up to how many queries there are.
-      tile: how many of them are computed together.
-      least: how many keys a chunk has at least, where there are more chunks than multiprocessors.
-      longest: how many it has at most.
-      ragged: the same, where sequences have lengths; and where these are `_CROWDED` or more.
-    """
-
-    most: float
-    tile: int
-    least: int
-    longest: int
-    ragged: tuple[int, int]
-
-
-# As ffi/cuda/attention/decode/plan.cuh has them, like the numbers below. Of pages in 8 bits it has the first alone.
-_ROWS = (
-    _Rows(16, 16, 512, 8192, (1024, 4096)),
-    _Rows(64, 64, 4096, 32768, (16384, 16384)),
-    _Rows(math.inf, 128, 4096, 32768, (16384, 16384)),
-)
-_CROWDED, _UNITS, _MOST_CHUNKS = 264, 528, 256
-
-
-def _of_few_queries(form: Form, operands: Operands) -> int:
-    """The states of the chunks of keys, and a counter of those that are dealt."""
-    query, key, _ = operands[:BASE]
-    number, keys = _rows(operands), form.keys(operands)
-    rows = _ROWS[0] if key.dtype.itemsize == 1 else next(rows for rows in _ROWS if number <= rows.most)
-    if form.left is not None and form.right is not None:
-        keys = min(keys, form.left + form.right + query.shape[1] + 64)
-    items = query.shape[0] * key.shape[2] * _parts(number, rows.tile)
-    longest = rows.longest
-    if Extra.KEY_LENGTHS in form.extras and query.shape[0] > 1:
-        longest = rows.ragged[items >= _CROWDED]
-    chunks = min(_wave(items), _parts(keys, 128))
-    if keys > _wave(items) * longest:
-        least = max(rows.least, _multiple(_parts(keys * items * rows.tile // 16, 32768), 128))
-        chunks = max(chunks, min(max(_parts(_UNITS, items), _parts(keys, longest)), _MOST_CHUNKS, _parts(keys, least)))
-    states = items * chunks if chunks > 1 else 0
-    room = min(number, rows.tile) if rows is _ROWS[0] else rows.tile
-    return 256 + _multiple(8 * states * room, 256) + 4 * states * room * _columns(query.shape[3])
-
-
-def _wave(items: int) -> int:
-    """How many chunks each of so many items has, so that multiprocessors are busy for most of the time."""
-    busy, wave = 94 if items < 132 else 85, 1
-    while wave * items * 100 < busy * 132 * _parts(wave * items, 132):
-        wave += 1
-    return wave
-
-
-def _columns(size: int) -> int:
-    """The head size that a kernel computes for this one."""
-    return min(each for each in _COLUMNS if size <= each)
-
-
-def _parts(number: int, size: int) -> int:
-    """How many parts of a size there are, the last of which may be smaller."""
-    return -(-number // size)
-
-
-def _multiple(number: int, of: int) -> int:
-    """The least multiple that is not smaller."""
-    return _parts(number, of) * of
+    return (
+        target.name,
+        ",".join(extra.value for extra in form.extras),
+        *(batch, queries, form.keys(operands), heads, key.shape[2], size),
+        *(-1 if limit is None else limit for limit in (form.left, form.right)),
+        form.cap is not None,
+        key.dtype.itemsize,
+        gpus.multiprocessors(),
+    )

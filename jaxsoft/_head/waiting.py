@@ -115,7 +115,7 @@ def _in_place(head: Head, size: int, hidden: jax.Array, dx: jax.Array) -> jax.Ar
         return over_chunks(size, dx.shape[1], step, dx)
 
     if ffi.serves(hidden, dx):
-        return jax.lax.platform_dependent(hidden, dx, cuda=ffi.product_in_place, default=in_chunks)
+        return jax.lax.platform_dependent(hidden, dx, cuda=ffi.weight_gradient_in_place, default=in_chunks)
     return in_chunks(hidden, dx)
 
 

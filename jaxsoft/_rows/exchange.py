@@ -1,7 +1,7 @@
 """The k largest elements of rows that are sharded over mesh axes: one message from each device.
 
 Each device finds those of its part and tells them all others, with what else they need to know of it, and every device
-makes the result of all messages. CUDA has a kernel for either step (`ffi/cuda/rows/messages.cu`), the first for parts
+makes the result of all messages. CUDA has a kernel for either step (`ffi/cuda/rows/exchange.cu`), the first for parts
 that are not short. Elsewhere they are operations on rows.
 
 A message is a row of 32-bit words with the bits of these arrays, one after the other: the k largest elements of the

@@ -18,8 +18,8 @@ _F32 = np.dtype(jnp.float32)
 # The limits of the kernels: of k, and of the groups of leading dimensions along which extras are broadcast differently.
 _MOST_K = 256
 _MOST_GROUPS = 4
-# kShortPart and kMostReceived in ffi/cuda/rows/messages.cuh: a part of a row that a device tells of has more elements,
-# and so many a device may get from all others together.
+# kShortPart and kMostReceived in ffi/cuda/rows/top_k/tuning.h: a part of a row that has candidates has more elements,
+# and so many of these a device may get from all together.
 _SHORT_PART, _MOST_RECEIVED = 1024, 2048
 
 # The workspace, in bytes. On a GPU it holds the states of the parts of a long row, or a counter from which blocks take
@@ -88,7 +88,7 @@ def top_k_message(x: jax.Array, k: int) -> Callable[[jax.Array], jax.Array] | No
     # On words of 32 bits: two of three arrays of k elements have x's dtype, and the state is of two numbers.
     words = math.prod(x.shape[:-1]) * (k * (2 * x.dtype.itemsize // 4 + 1) + 2)
     types = jax.ShapeDtypeStruct((words,), jnp.uint32), workspace(x, k)
-    call = jax.ffi.ffi_call("jaxsoft_top_k_message", types)
+    call = jax.ffi.ffi_call("jaxsoft_top_k_candidates", types)
     return lambda x: call(x, k=np.int64(k))[0]
 
 
@@ -103,12 +103,12 @@ def top_k_of_messages(x: jax.Array, form: RowForm, parts: int) -> Callable[[jax.
     n = x.shape[-1]
     if not _has_messages(x, form.k) or parts * min(form.k, n) > _MOST_RECEIVED or not _go_together(form.dtype, x.dtype):
         return None
-    call = jax.ffi.ffi_call("jaxsoft_top_k_of_messages", result_types(TOP_K, form, x))
+    call = jax.ffi.ffi_call("jaxsoft_top_k_of_candidates", result_types(TOP_K, form, x))
     return lambda messages: tuple(call(messages, part=np.int64(n)))
 
 
 def _has_messages(x: jax.Array, k: int) -> bool:
-    known = library.find("cuda") is not None and "top_k_message" in library.operations("cuda")
+    known = library.find("cuda") is not None and "top_k_candidates" in library.operations("cuda")
     return known and x.size > 0 and x.dtype in (jnp.float16, jnp.bfloat16, jnp.float32) and k <= _MOST_K
 
 

@@ -44,12 +44,12 @@ def specification(operation: RowSpec) -> str:
 
 OTHERS = [
     "sample(logits,uniform,temperature,top_p,min_p)->(token,probability) k",
-    "top_k_message(scores)->(message) k",
-    "top_k_of_messages(messages)->(values,chosen_probabilities,indices,maximum,sum) part",
+    "top_k_candidates(scores)->(candidates) k",
+    "top_k_of_candidates(candidates)->(values,chosen_probabilities,indices,maximum,sum) part",
 ]
 
 
-PRODUCT = "product_in_place(hidden,gradients)->(gradients)"
+WEIGHT_GRADIENT = "weight_gradient_in_place(hidden,gradients)->(gradients)"
 
 
 @pytest.mark.parametrize("platform", library.PLATFORMS)
@@ -61,5 +61,5 @@ def test_libraries_have_the_operations_of_the_records(platform):
     expected += OTHERS * (platform == "cuda")
     lines = library.specification(ctypes.CDLL(str(path)))
     # Whether it has this one and those of attention depends on the GPUs that it was built for.
-    expected += [line for line in lines if line == PRODUCT]
+    expected += [line for line in lines if line == WEIGHT_GRADIENT]
     assert sorted(line for line in lines if "attention" not in line) == sorted(expected)

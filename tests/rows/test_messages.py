@@ -117,10 +117,10 @@ def called(traced, platform: str) -> set[str]:
 @pytest.mark.parametrize(
     ("n", "dtype", "k", "of_p", "implementation", "kernels"),
     [
-        (4000, jnp.bfloat16, 64, jnp.bfloat16, None, {"top_k_message", "top_k_of_messages"}),
-        (4000, jnp.float32, 256, jnp.float16, "ffi", {"top_k_message", "top_k_of_messages"}),
-        (2048, jnp.float32, 64, jnp.float32, None, {"top_k", "top_k_of_messages"}),  # none tells of short parts,
-        (4000, jnp.float16, 8, jnp.bfloat16, None, {"top_k", "top_k_message"}),  # and none writes such probabilities
+        (4000, jnp.bfloat16, 64, jnp.bfloat16, None, {"top_k_candidates", "top_k_of_candidates"}),
+        (4000, jnp.float32, 256, jnp.float16, "ffi", {"top_k_candidates", "top_k_of_candidates"}),
+        (2048, jnp.float32, 64, jnp.float32, None, {"top_k", "top_k_of_candidates"}),  # none tells of short parts,
+        (4000, jnp.float16, 8, jnp.bfloat16, None, {"top_k", "top_k_candidates"}),  # and none writes such probabilities
         (4000, jnp.float32, 257, jnp.float32, None, set()),
         (4000, jnp.float32, 64, jnp.float32, "xla", set()),
         (4000, jnp.float64, 64, jnp.float64, None, set()),
@@ -162,16 +162,16 @@ WORKSPACE = jax.ShapeDtypeStruct((1 << 20,), jnp.uint8)
         ((3, 1024), jnp.float32, 2, 24, "scores must have rows of 1025 to 2147483647 elements"),
         ((3, 2000), jnp.float32, 257, 2319, "k must be from 1 to 256: got 257"),
         ((3, 2000), jnp.float32, 0, 6, "k must be from 1 to 256: got 0"),
-        ((3, 2000), jnp.float32, 2, 23, r"message must be U32\(24\): got U32\(23\)"),
-        ((3, 2000), jnp.bfloat16, 2, 24, r"message must be U32\(18\)"),
+        ((3, 2000), jnp.float32, 2, 23, r"candidates must be U32\(24\): got U32\(23\)"),
+        ((3, 2000), jnp.bfloat16, 2, 24, r"candidates must be U32\(18\)"),
     ],
 )
 def test_bad_calls_that_tell(shape, dtype, k, words, message):
     with jax.enable_x64(True):
         assert library.unavailable("cuda") is None
         types = jax.ShapeDtypeStruct((words,), jnp.uint32), WORKSPACE
-        with pytest.raises(jax.errors.JaxRuntimeError, match=f"jaxsoft: top_k_message: {message}"):
-            call = jax.ffi.ffi_call("jaxsoft_top_k_message", types)
+        with pytest.raises(jax.errors.JaxRuntimeError, match=f"jaxsoft: top_k_candidates: {message}"):
+            call = jax.ffi.ffi_call("jaxsoft_top_k_candidates", types)
             jax.block_until_ready(call(jnp.ones(shape, dtype), k=np.int64(k)))
 
 
@@ -182,11 +182,11 @@ def test_bad_calls_that_tell(shape, dtype, k, words, message):
         ({}, None),
         ({"part": 1}, "a row must have 4 to 2147483647 elements: got part=1 in each of 2 parts"),
         ({"part": 2**31}, "a row must have 4 to 2147483647 elements"),
-        ({"part": 3}, "messages must have 33 words each: got U32"),
-        ({"told": ((2, 41), jnp.uint32)}, "messages must have 42 words each"),
-        ({"told": ((2, 42), jnp.int32)}, "messages must be U32, of two dimensions: got S32"),
-        ({"told": ((84,), jnp.uint32)}, "messages must be U32, of two dimensions"),
-        ({"told": ((600, 42), jnp.uint32)}, "messages may tell of 2048 elements of a row: got 2400"),
+        ({"part": 3}, "candidates must have 33 words each: got U32"),
+        ({"told": ((2, 41), jnp.uint32)}, "candidates must have 42 words each"),
+        ({"told": ((2, 42), jnp.int32)}, "candidates must be U32, of two dimensions: got S32"),
+        ({"told": ((84,), jnp.uint32)}, "candidates must be U32, of two dimensions"),
+        ({"told": ((600, 42), jnp.uint32)}, "there may be 2048 candidates of a row: got 2400"),
         ({"values": ((3, 4), jnp.float64)}, "values must be F16, BF16 or F32"),
         ({"values": ((3, 300), jnp.float32)}, "values must be F16, BF16 or F32, 1 to 256 of a row"),
         ({"p": ((3, 4), jnp.int32)}, "chosen_probabilities must be as many as values, in a dtype that goes with"),
@@ -202,7 +202,7 @@ def test_bad_calls_that_merge(change, message):
     told, part = given.pop("told"), given.pop("part")
     with jax.enable_x64(True):
         assert library.unavailable("cuda") is None
-        call = jax.ffi.ffi_call("jaxsoft_top_k_of_messages", [jax.ShapeDtypeStruct(*of) for of in given.values()])
-        refused = pytest.raises(jax.errors.JaxRuntimeError, match=f"jaxsoft: top_k_of_messages: {message}")
+        call = jax.ffi.ffi_call("jaxsoft_top_k_of_candidates", [jax.ShapeDtypeStruct(*of) for of in given.values()])
+        refused = pytest.raises(jax.errors.JaxRuntimeError, match=f"jaxsoft: top_k_of_candidates: {message}")
         with refused if message else contextlib.nullcontext():
             jax.block_until_ready(call(jnp.ones(*told), part=np.int64(part)))

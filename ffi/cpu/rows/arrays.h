@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 
 #include "../../rows/specification.h"
 #include "../pages.h"
@@ -37,16 +38,20 @@ struct PerRow {
 };
 
 struct Arrays {
-  Elements a, b, out;  // the first operand, the cotangents, the result
+  Elements a, b, out;  // the first operand; the cotangents or the other scores; the result
+  Elements other_out;  // the result of the other scores
   PerRow m, s;         // the state
-  PerRow beside;       // a sum beside the state
+  PerRow beside;       // a sum beside the state, or the divergence
+  PerRow ratio;
   PerRow cotangent;
   bool gives_state;  // whether m and s are results
 
   Arrays(const Operation& operation, const Buffers& buffers)
-      : a(buffers.first), b(buffers.cotangents), out(buffers.result), m(buffers.maximum), s(buffers.sum),
-        beside(buffers.beside), cotangent(buffers.cotangent), gives_state(operation.gives(&Buffers::maximum)) {
+      : a(buffers.first), b(buffers.other.data ? buffers.other : buffers.cotangents), out(buffers.result),
+        other_out(buffers.other_result), m(buffers.maximum), s(buffers.sum), beside(buffers.beside),
+        ratio(buffers.ratio), cotangent(buffers.cotangent), gives_state(operation.gives(&Buffers::maximum)) {
     advise_large_pages(out.data, buffers.result.bytes());
+    advise_large_pages(other_out.data, buffers.other_result.bytes());
   }
 
   // The numbers of a row that has been reduced. Writes those that are results. Inlined, it takes 10 ns longer: GCC then
@@ -61,8 +66,16 @@ struct Arrays {
     } else {
       numbers.given = {m.get(row), s.get(row)};
       if (beside.data) numbers.beside = beside.get(row);
+      if (ratio.data) numbers.ratio = ratio.get(row);
     }
     return numbers;
+  }
+  bool finish(int64_t row, const DivergenceState& total) const {
+    const bool undefined = total.p.m == infinity || total.q.m == infinity || total.p.s != total.p.s ||
+                           total.q.s != total.q.s;
+    m.set(row, total.p.m), s.set(row, total.p.s), ratio.set(row, total.c);
+    beside.set(row, undefined ? std::nan("") : std::max(total.k, 0.0));
+    return true;
   }
 };
 
@@ -88,13 +101,15 @@ struct Rows {
 
   Rows(const Arrays& arrays, const Call& call)
       : a(arrays.a), b(arrays.b), n(call.shape.n), masked(call.masked), wide(a.dtype == ffi::F64), extras(call.extras) {
-    has_extras = extras.scale.data || extras.limit.data || extras.where.data || extras.bias.data;
+    has_extras = extras.scale.data || extras.limit.data || extras.where.data || extras.bias.data ||
+                 extras.other_scale.data;
   }
 
   // The segment of a row from element i on.
   Segment segment(int64_t row, int64_t i) const {
-    Segment at{a.at(row * n + i), b.at(row * n + i), nullptr, nullptr, scale(row), masked};
+    Segment at{a.at(row * n + i), b.at(row * n + i), nullptr, nullptr, number(extras.scale, row), masked};
     if (!has_extras) return at;
+    at.other_scale = number(extras.other_scale, row);
     if (extras.where.data)
       at.where = static_cast<const bool*>(extras.where.data) + extras.offset(extras.where, row) + i;
     if (extras.bias.data)
@@ -102,10 +117,11 @@ struct Rows {
     return at;
   }
 
-  double scale(int64_t row) const {
-    if (!has_extras || !extras.scale.data) return 1;
-    int64_t i = extras.offset(extras.scale, row);
-    return wide ? static_cast<const double*>(extras.scale.data)[i] : static_cast<const float*>(extras.scale.data)[i];
+  // A row's scale, which is 1 where the call has none.
+  double number(const Extra& extra, int64_t row) const {
+    if (!has_extras || !extra.data) return 1;
+    int64_t i = extras.offset(extra, row);
+    return wide ? static_cast<const double*>(extra.data)[i] : static_cast<const float*>(extra.data)[i];
   }
 
   // How many of the `size` elements from i on lie before the row's limit.

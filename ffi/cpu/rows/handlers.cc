@@ -9,6 +9,7 @@
 #include "rows.h"
 #include "short_rows.h"
 #include "top_k.h"
+#include "two_arrays.h"
 
 namespace jaxsoft::cpu {
 namespace {
@@ -24,9 +25,11 @@ void run(ffi::ThreadPool& pool, const Operation& operation, const Call& call) {
   const Arrays arrays(operation, call.buffers);
   const Extras& extras = call.extras;
   // A limit makes rows shorter, which takes no other kernels.
-  const bool with_extras = call.masked || call.cap > 0 || extras.scale.data || extras.where.data || extras.bias.data;
+  const bool with_extras = call.masked || call.cap > 0 || extras.scale.data || extras.where.data || extras.bias.data ||
+                           extras.other_scale.data;
   const bool plain = !with_extras && !extras.limit.data;
-  const auto result = arrays.out.data ? arrays.out.dtype : arrays.a.dtype;
+  const auto& out = arrays.out.data ? arrays.out : arrays.other_out;
+  const auto result = out.data ? out.dtype : arrays.a.dtype;
   const int name = static_cast<int>(operation.name);
   const Kernels& kernels = kernel_table().of[with_extras][dtypes(arrays.a.dtype, result)][name];
   const bool has_columns = operation.features.has(Feature::trailing);  // short rows become columns
@@ -34,6 +37,7 @@ void run(ffi::ThreadPool& pool, const Operation& operation, const Call& call) {
   if (inner == 0) return;  // there are no rows
   if (kernels.find) run_top_k(pool, kernels, call, arrays);
   else if (operation.features.has(Feature::cap)) run_labels(pool, kernels, call, arrays, plain);
+  else if (call.buffers.other.data) run_rows_of_two(pool, kernels, call, arrays);
   else if (kernels.reduce_with_sum) run_rows_with_sum(pool, kernels, call, arrays);
   else if (inner > 1) run_columns(pool, kernels, call.shape, call.masked, arrays);
   else if (has_columns && plain && n > 0 && n <= kPlan.short_row) run_short_rows(pool, kernels, call.shape, arrays);

@@ -9,6 +9,7 @@
 #include "../../rows/limits.h"
 #include "../../rows/operations.h"
 #include "../fold.h"
+#include "divergence.h"
 #include "plan.h"
 
 namespace jaxsoft::cpu {
@@ -19,19 +20,20 @@ enum DTypes { F16, BF16, F32, F64, F16ToF32, BF16ToF32, F32ToF16, F32ToBF16, kDT
 // What a kernel reads of a segment.
 struct Segment {
   const void* a;                // scores or probabilities
-  const void* b = nullptr;      // cotangents, where the operation has them
+  const void* b = nullptr;      // cotangents or other scores, where the operation has them
   const bool* where = nullptr;  // null: everything counts
   const void* bias = nullptr;   // null: nothing is added
   double scale = 1;
   bool masked = false;  // softmax_vjp: elements whose probability is 0 do not count
   double cap = 0;       // 0: scores are not capped
   double from = 0;      // what the sums beside the state are relative to
+  double other_scale = 1;
 };
 
 // The numbers of one row: what it was reduced to, and those that it came with.
 struct RowNumbers {
   State reduced = {-infinity, 0}, given = {};
-  double cotangent = 0, distance_cotangent = 0, entropy_cotangent = 0, beside = 0;
+  double cotangent = 0, distance_cotangent = 0, entropy_cotangent = 0, beside = 0, ratio = 0;
 };
 
 // Sums beside a state: of terms that are relative to Segment::from, and of their number where an operation wants it.
@@ -95,6 +97,10 @@ struct Kernels {
   Sums (*sums)(const Segment&, int64_t n);                // sums beside the state
   StateAndSum (*reduce_with_sum)(const Segment&, int64_t n);
   double (*moved)(double sum, State part, double m);      // a part's sum relative to m, which is at least the part's
+
+  // Of two arrays of scores. `out` is null where its gradient is not asked for.
+  DivergenceState (*reduce_two)(const Segment&, int64_t n);
+  void (*write_two)(const Segment&, void* out, void* other_out, int64_t n, const RowNumbers&);
 
   // Of columns, which have no extras.
   void (*reduce_columns)(const Segment&, const Block&, ColumnStates*);

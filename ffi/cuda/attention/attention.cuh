@@ -62,11 +62,11 @@ struct AttentionCall {
 
 // The results of a call.
 struct AttentionResults {
-  void* output = nullptr;       // (B, T, N, D): in f32 if `wide`, else in the dtype of queries
+  void* output = nullptr;           // (B, T, N, D): in f32 if `wide`, else in the dtype of queries
   bool wide = false;
-  void* output_rest = nullptr;  // (B, T, N, D) in the dtype of queries: what rounding took from output; null if unasked
-  float* lse = nullptr;         // (B, N, T): the natural log-sum-exp of scores; -inf where none counts
-  float* rest = nullptr;        // (B, N, T): what lse lost when it was rounded; null where there is no bias
+  void* output_residual = nullptr;  // (B, T, N, D) in the dtype of queries: what rounding took from output; or null
+  float* lse = nullptr;           // (B, N, T): the natural log-sum-exp of scores; -inf where none counts
+  float* lse_residual = nullptr;  // (B, N, T): what lse lost when it was rounded; null where there is no bias
 };
 
 // What attention over other keys gave, with which the results are combined; or null. It may be where the results are to

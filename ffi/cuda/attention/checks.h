@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "../../rows/buffers.h"
+#include "bounds.h"
 #include "targets.h"
 
 namespace jaxsoft::attention {
@@ -21,13 +22,6 @@ struct Form {
   int64_t left, right;       // -1 for no limit
   bool deterministic;        // of gradients
 };
-
-// A sequence has fewer queries and keys than that, so no limit needs to be further away.
-inline constexpr int64_t kFurthest = int64_t(1) << 30;
-inline constexpr double kSmallestScale = 1e-30, kLargestScale = 1e30, kLargestCap = 1000;
-inline constexpr int64_t kLargestSize = 256, kSizes = 8;         // head sizes are multiples of the latter
-inline constexpr int64_t kSmallestPage = 16, kLargestPage = 256;  // keys of a page, a power of 2
-inline constexpr uintptr_t kAlignment = 16;                       // of bulk copies, in bytes
 
 // A call: its arrays by name, those that it lacks with null data, and the lengths of the dimensions by letter.
 class Call {
@@ -221,9 +215,10 @@ class Call {
     for (const int64_t limit : {form.left, form.right})
       if (limit < -1 || limit > kFurthest)
         return "left and right must be from -1 to " + std::to_string(kFurthest) + ": got " + std::to_string(limit);
-    if (result(Name::rest).data && !operand(Name::bias).data) return "there is a rest only beside a bias";
-    if (result(Name::output_rest).data && result(Name::output).dtype != operand(Name::query).dtype)
-      return "there is an output_rest only where output has the dtype of query: got " +
+    if (result(Name::lse_residual).data && !operand(Name::bias).data)
+      return "there is an lse_residual only beside a bias";
+    if (result(Name::output_residual).data && result(Name::output).dtype != operand(Name::query).dtype)
+      return "there is an output_residual only where output has the dtype of query: got " +
              describe(result(Name::output));
     return check_gradients();
   }

@@ -10,9 +10,6 @@
 namespace jaxsoft::cuda {
 namespace decode {
 
-// The head size for which the kernel is compiled, of those that are not smaller.
-inline int padded_size(int size) { return size <= 64 ? 64 : size <= 128 ? 128 : 256; }
-
 // Clears the counter. The kernel that follows runs at the same time, and waits for this before it uses it: so it starts
 // earlier than after a memset.
 template <int = 0>
@@ -28,6 +25,7 @@ struct Launch {
   Arguments args;
   cudaStream_t stream;
   int padded;
+  Device device;
 
   // Whether it is a call that the kernels take.
   bool allowed() const {
@@ -42,12 +40,13 @@ struct Launch {
 
   template <class T, PageType type, int size>
   cudaError_t run_few() {
-    return start<FewRows<type, size>, few_rows<T, type, size>, merge<size>>();
+    return start<FewRows<type, size>, decode_few_rows<T, type, size>, merge<size>>();
   }
   template <class T, int size>
   cudaError_t run_many() {
-    if (args.plan.row_tile == kPartRows) return start<ManyRows<size>, many_rows<T, size, true>, merge<size>>();
-    return start<ManyRows<size>, many_rows<T, size, false>, merge<size>>();
+    const bool shared = args.plan.row_tile == kPartRows;
+    if (shared) return start<ManyRows<size>, decode_many_rows<T, size, true>, merge<size>>();
+    return start<ManyRows<size>, decode_many_rows<T, size, false>, merge<size>>();
   }
 
   template <class Shape, Kernel* kernel, MergeKernel* merge_kernel>
@@ -64,16 +63,14 @@ struct Launch {
     if (auto e = describe_cache(&keys, args.call.key, box_rows, Shape::Values::swizzle)) return e;
     if (auto e = describe_cache(&values, args.call.value, box_rows, Shape::Values::swizzle)) return e;
     if (auto e = place_workspace()) return e;
-    Device device;
-    if (auto e = device.read()) return e;
     const int64_t units = int64_t(args.plan.items) * args.plan.most_chunks;
     const int blocks = static_cast<int>(std::min<int64_t>(units, device.processors));
-    // Short units of one length are dealt out in advance: a counter would have to be cleared first.
-    args.dealt = units > blocks && !(args.uniform && units * args.cut.chunk <= int64_t(blocks) * kShortKeys);
-    if (args.dealt) {
+    // Short units of one length are assigned in advance: a counter would have to be cleared first.
+    args.dynamic = units > blocks && !(args.uniform && units * args.cut.chunk <= int64_t(blocks) * kShortKeys);
+    if (args.dynamic) {
       if (auto e = launch(clear<>, dim3(1), 1, 0, false, args.counter)) return e;
     }
-    if (auto e = launch(kernel, dim3(blocks), Shape::threads, bytes, args.dealt, args, keys, values)) return e;
+    if (auto e = launch(kernel, dim3(blocks), Shape::threads, bytes, args.dynamic, args, keys, values)) return e;
     if (args.plan.most_chunks == 1) return cudaSuccess;
     const MergeShape shape(args.plan, padded);
     const int64_t rounds = divide_up(args.item_rows, shape.rows(padded));
@@ -134,19 +131,20 @@ struct Launch {
     }
   }
   cudaError_t run() {
-    // Elements of 8 bits are widened on the way to registers, from where products of warp groups do not take keys.
-    const bool many = args.rows > kFewRows && args.pages.type == PageType::as_query;
-    args.plan = make_plan(args.call, many ? tile_of_many(args.rows) : kFewRows);
     const AttentionCall& call = args.call;
+    Problem problem{call.batch, call.queries, call.keys, call.heads, call.key_heads, call.left, call.right};
+    problem.ragged = call.key_lengths.data, problem.narrow = args.pages.type != PageType::as_query;
+    if (auto e = device.read()) return e;
+    args.plan = plan_within(call.workspace_bytes, problem, padded, device.processors);
     const bool limited = call.left != kNoLimit || call.right != kNoLimit;
     args.uniform = !limited && !call.key_lengths.data && !call.query_lengths.data;
     if (args.uniform) {
       args.cut = Cut(args.plan, call.queries, {0, call.keys});
       args.plan.most_chunks = args.cut.chunks;
     }
-    args.item_rows = many ? args.plan.row_tile : std::min(kFewRows, args.rows);
-    const bool bf16 = args.call.type == AttentionType::bf16;
-    if (many) return bf16 ? run_many_type<__nv_bfloat16>() : run_many_type<__half>();
+    args.item_rows = problem.item_rows();
+    const bool bf16 = call.type == AttentionType::bf16;
+    if (problem.many()) return bf16 ? run_many_type<__nv_bfloat16>() : run_many_type<__half>();
     switch (args.pages.type) {
       case PageType::e4m3: return run_type<__half, PageType::e4m3>();
       case PageType::e5m2: return run_type<__half, PageType::e5m2>();

@@ -81,9 +81,9 @@ AttentionResults attention_results(const Call& given) {
   const Buffer& output = given.result(Name::output);
   results.output = output.data;
   results.wide = output.dtype == ffi::F32;
-  results.output_rest = given.result(Name::output_rest).data;
+  results.output_residual = given.result(Name::output_residual).data;
   results.lse = static_cast<float*>(given.result(Name::lse).data);
-  results.rest = static_cast<float*>(given.result(Name::rest).data);
+  results.lse_residual = static_cast<float*>(given.result(Name::lse_residual).data);
   return results;
 }
 

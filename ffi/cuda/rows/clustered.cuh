@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(Clustered::bound(layout == Layout::whole), Clu
     typename Op<T>::Part part;
     if constexpr (Op<T>::keeps_apart && kPacks > 4) {  // in one pass it would need too many registers
       __shared__ Accumulator<T> shared[3][32];
-      part = merge_blocks(reduce_held<Op<T>>(pa, pb, row.form, end - first, blockDim.x, shared));
+      part = merge_blocks(reduce_registers<Op<T>>(pa, pb, row.form, end - first, blockDim.x, shared));
     } else {
       part = reduce_visited<Op<T>>(row.form, [&](auto use) { use(pa, pb); }, [&](const auto& of_thread) {
         return merge_blocks(reduce_threads<T>(of_thread));

@@ -1,4 +1,4 @@
-// Row operations over an axis that is not the last. How they work is told in columns/kernel.cuh.
+// Row operations over an axis that is not the last. How they work is explained in columns/kernel.cuh.
 //
 //   columns/tuning.cuh    the sizes that decide, as data
 //   columns/plan.cuh      the choice of a tile, on the host; columns/launch.cuh, the launch

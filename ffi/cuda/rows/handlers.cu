@@ -1,17 +1,17 @@
 // The CUDA side of the FFI calls: a checked call becomes the arguments of a kernel, which is launched on XLA's stream.
 #include <type_traits>
 
-#include "messages.cuh"
+#include "exchange.cuh"
 #include "sample.cuh"
-#ifdef JAXSOFT_HOPPER  // the library is built for a GPU that has kernels of attention, and the product in place
+#ifdef JAXSOFT_HOPPER  // the library is built for a GPU that has kernels of attention, and the in-place weight gradient
 #include "../attention/targets.h"
-#include "../head/product_in_place.cuh"
-#define JAXSOFT_HOPPER_TEXT jaxsoft::cuda::kProductText + jaxsoft::attention::targets_as_text()
+#include "../head/plan.h"
+#define JAXSOFT_HOPPER_TEXT jaxsoft::cuda::kWeightGradientText + jaxsoft::attention::targets_as_text()
 #else
 #define JAXSOFT_HOPPER_TEXT ""
 #endif
-// Their handlers are in messages.cu, in sample.cu, in ../head/product_in_place.cu and in ../attention/handlers.cu.
-#define JAXSOFT_OTHER_OPERATIONS jaxsoft::cuda::kMessagesText + jaxsoft::cuda::kSampleText + JAXSOFT_HOPPER_TEXT
+// Their handlers are in exchange.cu, in sample.cu, in ../head/weight_gradient.cu and in ../attention/handlers.cu.
+#define JAXSOFT_OTHER_OPERATIONS jaxsoft::cuda::kExchangeText + jaxsoft::cuda::kSampleText + JAXSOFT_HOPPER_TEXT
 
 #include "../../rows/checks.h"
 #include "../../rows/targets.h"

@@ -7,14 +7,14 @@
 #include "../devices.cuh"
 #include "clustered.cuh"
 #include "columns.cuh"
-#include "dealt.cuh"
+#include "grid_ring.cuh"
 #include "flat.cuh"
-#include "held.cuh"
+#include "register_row.cuh"
 #include "plan.cuh"
 #include "ring.cuh"
 #include "rows.cuh"
 #include "split.cuh"
-#include "spread.cuh"
+#include "grid_registers.cuh"
 #include "tiled.cuh"
 
 namespace jaxsoft::cuda {
@@ -26,17 +26,17 @@ cudaError_t launch_rule(const Arguments<T>& args, const Plan& plan, Layout layou
   constexpr const Rule& rule = kRules[rule_index];
   constexpr int packs = rule.packs_a_thread;
   if constexpr (!rule.compiles(kKernel<Op<T>, T, Form>)) return cudaErrorInvalidValue;  // no plan names this rule
-  else if constexpr (rule.strategy == Strategy::held)
-    return launch_held<Op, T, Form, packs>(args, layout, plan.packs, stream);
+  else if constexpr (rule.strategy == Strategy::register_row)
+    return launch_register_row<Op, T, Form, packs>(args, layout, plan.packs, stream);
   else if constexpr (rule.strategy == Strategy::clustered)
     return launch_clustered<Op, T, Form, packs, rule.aligned_only() ? Layout::whole : Layout::any>(
         args, plan.packs, plan.blocks, stream);
-  else if constexpr (rule.strategy == Strategy::spread)
-    return launch_spread<Op, T, Form, packs>(args, plan.split, workspace, stream);
+  else if constexpr (rule.strategy == Strategy::grid_registers)
+    return launch_grid_registers<Op, T, Form, packs>(args, plan.split, workspace, stream);
   else if constexpr (rule.strategy == Strategy::ring)
     return launch_ring<Op, T, Form>(args, plan.blocks, workspace, stream);
-  else if constexpr (rule.strategy == Strategy::dealt)
-    return launch_dealt<Op, T, Form>(args, plan.packs, plan.processors, workspace, stream);
+  else if constexpr (rule.strategy == Strategy::grid_ring)
+    return launch_grid_ring<Op, T, Form>(args, plan.packs, plan.processors, workspace, stream);
   else if constexpr (rule.strategy == Strategy::flat)
     return launch_flat<Op, T>(args, stream);
   else if constexpr (rule.strategy == Strategy::split)
@@ -69,8 +69,7 @@ cudaError_t launch_form(const Arguments<T>& args, void* workspace, int64_t bytes
   const int64_t row_bytes = args.n * sizeof(T);
   call.packs = (row_bytes + 15) / 16;
   Layout layout = args.layout();
-  const bool serves_halves = !Form::extras && sizeof(T) == 2 && call.packs <= kLongestOfHalves;
-  if (layout == Layout::halves && !serves_halves) layout = Layout::any;
+  if (layout == Layout::halves && !serves_halves(kKernel<Op<T>, T, Form>, call.packs)) layout = Layout::any;
   call.unaligned = layout == Layout::any;
   // A row that may begin anywhere in its first pack takes one pack more.
   if (call.unaligned && (row_bytes % 16 != 0 || !call.first_aligned)) call.packs++;
@@ -86,20 +85,27 @@ cudaError_t launch_form(const Arguments<T>& args, void* workspace, int64_t bytes
   }
 }
 
-// See rows.cuh. A form is compiled only for operations that may have it.
+// The calls with extras. A form is compiled only for operations that may have it.
+template <template <class> class Op, class T>
+cudaError_t run_with_extras(const Arguments<T>& args, void* workspace, int64_t bytes, cudaStream_t stream) {
+  const Extras& extras = args.extras;
+  if constexpr (Op<T>::a_is_scores && Op<T>::operands == 1 && !Op<T>::sums)
+    if (extras.bias.data) return launch_form<Op, T, WithExtras<T, true, false>>(args, workspace, bytes, stream);
+  if constexpr (Op<T>::labelled)
+    if (args.cap > 0) return launch_form<Op, T, WithExtras<T, false, true>>(args, workspace, bytes, stream);
+  return launch_form<Op, T, WithExtras<T, false, false>>(args, workspace, bytes, stream);
+}
+
+// See rows.cuh.
 template <template <class> class Op, class T>
 cudaError_t run(const Arguments<T>& args, void* workspace, int64_t bytes, cudaStream_t stream) {
   if (bytes < int64_t(sizeof(unsigned long long))) workspace = nullptr;  // there is no room for a counter
   if constexpr (!Op<T>::sums)
     if (args.inner > 1) return launch_columns<Op>(args, workspace, stream);
   const Extras& extras = args.extras;
-  if constexpr (Op<T>::a_is_scores && Op<T>::operands == 1 && !Op<T>::sums)
-    if (extras.bias.data) return launch_form<Op, T, WithExtras<T, true, false>>(args, workspace, bytes, stream);
-  if constexpr (Op<T>::labelled)
-    if (args.cap > 0) return launch_form<Op, T, WithExtras<T, false, true>>(args, workspace, bytes, stream);
-  if (extras.scale.data || extras.limit.data || extras.where.data || args.masked ||
+  if (extras.bias.data || args.cap > 0 || extras.scale.data || extras.limit.data || extras.where.data || args.masked ||
       args.result != ResultType::same)
-    return launch_form<Op, T, WithExtras<T, false, false>>(args, workspace, bytes, stream);
+    return run_with_extras<Op>(args, workspace, bytes, stream);
   return launch_form<Op, T, Plain>(args, workspace, bytes, stream);
 }
 

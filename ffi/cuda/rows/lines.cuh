@@ -52,7 +52,7 @@ struct Ragged {
     if (pack < 0) return;
     Pack<T> a[1], b[1];
     wait_for_copies();
-    row.load_held(&kept[0], &kept[Op<T>::operands - 1], pack, 0, row.window.packs, true, a, b);
+    row.load_shared(&kept[0], &kept[Op<T>::operands - 1], pack, 0, row.window.packs, true, a, b);
     row.window.trim(a[0], pack, row.fill());
     kept[0] = a[0];
     if constexpr (Op<T>::operands > 1) {

@@ -28,8 +28,8 @@ struct Plan {
   int blocks = 1;          // of a cluster, which is as many parts of a row: clustered, ring
   int threads = 0;         // of a block: split, tiled
   bool overlap = false;    // whether a launch may start while the one before still runs: split
-  int processors = 0;      // multiprocessors of the GPU: dealt
-  Split split{1, 1};       // split, spread
+  int processors = 0;      // multiprocessors of the GPU: grid_ring
+  Split split{1, 1};       // split, grid_registers
 };
 
 // The most blocks of which each has at least 4 KB of a row. Rows below 256 KB take only half of the most, if all rows
@@ -51,17 +51,17 @@ inline bool fit_clustered(const Rule& rule, const CallFacts& call, Plan& plan) {
   return plan.blocks > 1 && part >= rule.least_part && part <= rule.most_part;
 }
 
-inline bool fit_spread(const Rule& rule, const CallFacts& call, Plan& plan) {
-  const int64_t blocks = int64_t(Spread::blocks) * call.processors;
+inline bool fit_grid_registers(const Rule& rule, const CallFacts& call, Plan& plan) {
+  const int64_t blocks = int64_t(GridRegisters::blocks) * call.processors;
   // A part of a GPU (MIG) may have room for fewer blocks than there are rows.
   if (call.rows > blocks || call.workspace < blocks * call.state) return false;
   plan.split = Split(call.packs, blocks / call.rows);
-  return plan.split.packs <= Spread::threads * rule.packs_a_thread;
+  return plan.split.packs <= GridRegisters::threads * rule.packs_a_thread;
 }
 
 inline bool fit_ring(const Rule& rule, const KernelFacts& kernel, const CallFacts& call, Plan& plan) {
   const int operands = static_cast<int>(kernel.operands);
-  if (!call.vector || call.packs > int64_t(Ring::most_blocks) * Ring::held_packs(operands)) return false;
+  if (!call.vector || call.packs > int64_t(Ring::most_blocks) * Ring::most_packs(operands)) return false;
   // Smaller parts leave more room for the next rows, but a cluster's blocks wait for each other: two hardly do, and
   // sixteen do most.
   auto least_part = [&] { return plan.blocks == 1 ? Ring::least_half : rule.least_part; };
@@ -72,9 +72,9 @@ inline bool fit_ring(const Rule& rule, const KernelFacts& kernel, const CallFact
 }
 
 // Whether all blocks together hold a row, with room for some of the next, and the workspace the packets of all rows.
-inline bool fit_dealt(const KernelFacts& kernel, const CallFacts& call) {
-  const int64_t chunks = call.packs / Dealt::slot_packs(static_cast<int>(kernel.operands)) + 1;
-  return call.vector && chunks <= int64_t(Dealt::most_slots) * call.processors &&
+inline bool fit_grid_ring(const KernelFacts& kernel, const CallFacts& call) {
+  const int64_t chunks = call.packs / GridRing::slot_packs(static_cast<int>(kernel.operands)) + 1;
+  return call.vector && chunks <= int64_t(GridRing::most_slots) * call.processors &&
          call.rows <= call.workspace / call.packet / std::min<int64_t>(chunks, call.processors);
 }
 
@@ -122,16 +122,21 @@ inline bool fit_tiled(const Rule& rule, const KernelFacts& kernel, const CallFac
 // Whether a strategy can serve the call as the rule says. If so, fills in the plan.
 inline bool fit(const Rule& rule, const KernelFacts& kernel, const CallFacts& call, Plan& plan) {
   switch (rule.strategy) {
-    case Strategy::held: return true;
+    case Strategy::register_row: return true;
     case Strategy::clustered: return fit_clustered(rule, call, plan);
-    case Strategy::spread: return fit_spread(rule, call, plan);
+    case Strategy::grid_registers: return fit_grid_registers(rule, call, plan);
     case Strategy::ring: return fit_ring(rule, kernel, call, plan);
-    case Strategy::dealt: return fit_dealt(kernel, call);
+    case Strategy::grid_ring: return fit_grid_ring(kernel, call);
     case Strategy::flat: return fit_flat(kernel, call);
     case Strategy::split: return fit_split(rule, kernel, call, plan);
     case Strategy::tiled: return fit_tiled(rule, kernel, call, plan);
   }
   return false;
+}
+
+// Whether there is a kernel for rows that all begin at multiples of 8 bytes (Layout::halves).
+constexpr bool serves_halves(const KernelFacts& kernel, int64_t packs) {
+  return kernel.form == kPlain && kernel.element == 2 && packs <= kLongestOfHalves;
 }
 
 // The plan by the first row of the table that fits, of those from `first` on.

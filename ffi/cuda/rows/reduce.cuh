@@ -39,7 +39,7 @@ __device__ A reduce_values(A x, A identity, A* shared, Combine combine) {
 // before the first exponential is taken, and sums are taken as trees, which need no compensation. Of a thread's packs k
 // = 0, 1, ..., those with k * step < left exist. `shared` has room for three values of each warp.
 template <class Op, class T, int count, class Form>
-__device__ typename Op::Part reduce_held(const Pack<T> (&a)[count], const Pack<T> (&b)[count], const Form& form,
+__device__ typename Op::Part reduce_registers(const Pack<T> (&a)[count], const Pack<T> (&b)[count], const Form& form,
                                          int left, int step, Accumulator<T> (&shared)[3][32]) {
   using A = Accumulator<T>;
   [[maybe_unused]] A m = 0;

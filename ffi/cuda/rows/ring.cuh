@@ -5,11 +5,11 @@
 // by bulk copies. The other warps are consumers, in teams that take turns with the rows. A team reads the block's slots
 // twice: to reduce them and, when the blocks have exchanged the states of their parts, to write. The copies run ahead
 // into the next row, so memory stays busy while states are exchanged. Blocks are persistent, and a cluster takes its
-// next row from a counter when it has room for one: multiprocessors are not equally fast, and rows that are dealt out
+// next row from a counter when it has room for one: multiprocessors are not equally fast, and rows that are distributed
 // in advance would wait for the slowest.
 //
 // Barriers: full[slot] is completed by the copies into a slot, and empty[slot] by the warps that no longer need it;
-// mailed[i] and exchanged[i] by messages from the blocks of the cluster, which Hopper's st.async brings to other
+// announced[i] and exchanged[i] by messages from the blocks of the cluster, which Hopper's st.async brings to other
 // blocks; reduced[team] by the team's warps when they have reduced a row.
 #pragma once
 
@@ -56,55 +56,56 @@ __device__ void produce(const Arguments<T>& args, unsigned long long* counter, R
   constexpr int slot_packs = RingMemory<Op, T>::slot_packs;
   const unsigned rank = block_in_cluster(), blocks = blocks_of_cluster();
   const int64_t clusters = gridDim.x / blocks;
-  // The first block of the cluster posts the next row to all blocks before this one is copied entirely. It has asked
-  // the counter for that row before, so that nobody waits for the counter.
-  auto post = [&](unsigned turn, int64_t row) {
+  // The first block of the cluster announces the next row to all blocks before this one is copied entirely. It has
+  // asked the counter for that row before, so that nobody waits for the counter.
+  auto announce = [&](unsigned turn, int64_t row) {
     row = row < args.rows ? row : -1;
-    unsigned mail = turn % Ring::mails;
+    unsigned slot_of_next = turn % Ring::announcements;
     for (unsigned block = 0; block < blocks; block++)
-      deliver(row, &memory.mail[mail], memory.mailed[mail], block, blocks);
+      deliver(row, &memory.next_rows[slot_of_next], memory.announced[slot_of_next], block, blocks);
   };
   // A row that is taken early waits while another cluster might have taken it, and so clusters that are fast end before
-  // those that are slow. If a part has enough slots, all but the last of them are filled before the next row is posted.
+  // those that are slow. If a part has enough slots, all but the last of them are filled before the next row is
+  // announced.
   const auto part_slots = static_cast<int>(args.n * sizeof(T) / 16 / blocks) / slot_packs;
-  const bool late = counter && part_slots >= Ring::late_slots;
-  const int post_at = late ? (part_slots - Ring::slots_after_post) * slot_packs : -1;
-  const int take_at = late ? post_at - slot_packs : counter ? 0 : -1;
+  const bool delayed = counter && part_slots >= Ring::delay_slots;
+  const int announce_at = delayed ? (part_slots - Ring::slots_after_announcement) * slot_packs : -1;
+  const int take_at = delayed ? announce_at - slot_packs : counter ? 0 : -1;
   // Where rows are many, the cache keeps what it is asked for. This was 1 to 1.5 % faster, but up to 10 % slower for a
   // few rows a cluster.
   const bool keep = counter;
-  // Without a counter, rows are dealt out in advance.
-  int64_t dealt = blockIdx.x / blocks;
+  // Without a counter, rows are distributed in advance.
+  int64_t scheduled = blockIdx.x / blocks;
   unsigned taken = 0;
   if (rank == 0) {
-    post(0, dealt);
-    if (counter && !late) taken = take(counter);
+    announce(0, scheduled);
+    if (counter && !delayed) taken = take(counter);
   }
-  auto post_next = [&](unsigned turn) {
-    dealt += clusters;
-    post(turn + 1, counter ? taken + clusters : dealt);
+  auto announce_next = [&](unsigned turn) {
+    scheduled += clusters;
+    announce(turn + 1, counter ? taken + clusters : scheduled);
   };
   unsigned slot = 0, round = 0;
   int asked = 0;  // packs of the row that the cache has been asked for
   for (unsigned turn = 0;; turn++) {
-    unsigned mail = turn % Ring::mails;
-    memory.mailed[mail].sleep_until(turn / Ring::mails % 2);
-    int64_t index = *static_cast<volatile int64_t*>(&memory.mail[mail]);
-    expect<int64_t>(memory.mailed[mail], 1, blocks);  // for its next use
+    unsigned slot_of_next = turn % Ring::announcements;
+    memory.announced[slot_of_next].sleep_until(turn / Ring::announcements % 2);
+    int64_t index = *static_cast<volatile int64_t*>(&memory.next_rows[slot_of_next]);
+    expect<int64_t>(memory.announced[slot_of_next], 1, blocks);  // for its next use
     if (index < 0) return;
-    if (rank == 0 && !late) post_next(turn);
+    if (rank == 0 && !delayed) announce_next(turn);
     const BlockRow<Op, T> row(args, index, rank, blocks);
     int asked_of_next = 0;  // the same of the next row
     for (int chunk = 0; chunk < row.packs; chunk += slot_packs) {
-      if (rank == 0 && chunk == post_at) post_next(turn);
+      if (rank == 0 && chunk == announce_at) announce_next(turn);
       if (rank == 0 && chunk == take_at) taken = take(counter);
       if (!memory.empty[slot].is_past(round % 2 ^ 1)) {
         // The cache is asked for what comes into this slot and the next ones, be it of the next row, if that is known.
         const int reach = chunk + Ring::ahead * slot_packs;
         asked = row.ask_cache(max(asked, chunk), reach, keep);
-        mail = (turn + 1) % Ring::mails;
-        if (reach > row.packs && memory.mailed[mail].is_past((turn + 1) / Ring::mails % 2)) {
-          index = *static_cast<volatile int64_t*>(&memory.mail[mail]);
+        slot_of_next = (turn + 1) % Ring::announcements;
+        if (reach > row.packs && memory.announced[slot_of_next].is_past((turn + 1) / Ring::announcements % 2)) {
+          index = *static_cast<volatile int64_t*>(&memory.next_rows[slot_of_next]);
           if (index >= 0)
             asked_of_next =
                 BlockRow<Op, T>(args, index, rank, blocks).ask_cache(asked_of_next, reach - row.packs, keep);
@@ -145,8 +146,8 @@ __device__ void consume(const Arguments<T>& args, RingMemory<Op, T>& memory) {
   const unsigned team = threadIdx.x / Ring::consumers, thread = threadIdx.x % Ring::consumers, lane = thread % 32;
   RingPlace<RingMemory<Op, T>::count> place;
   for (unsigned turn = 0;; turn++) {
-    memory.mailed[turn % Ring::mails].sleep_until(turn / Ring::mails % 2);
-    int64_t index = *static_cast<volatile int64_t*>(&memory.mail[turn % Ring::mails]);
+    memory.announced[turn % Ring::announcements].sleep_until(turn / Ring::announcements % 2);
+    int64_t index = *static_cast<volatile int64_t*>(&memory.next_rows[turn % Ring::announcements]);
     if (index < 0) return;
     const T* first = args.a + index * args.n;
     const Lines lines(Window<T>(first, static_cast<int>(args.n), true), first);
@@ -160,13 +161,14 @@ __device__ void consume(const Arguments<T>& args, RingMemory<Op, T>& memory) {
     auto& shared = memory.teams[team];
     const bool last_warp = thread >= Ring::consumers - 32;  // it has the least of a slot that is not full
     const Ragged<Op, T, 2> ragged(row, lines, shared.ragged, last_warp && rank == 0, last_warp && rank == blocks - 1);
-    const TeamRow<Op, T, Form> held{memory, row, ragged, own.begin, own.end, thread, static_cast<int>(thread - lane)};
+    const TeamRow<Op, T, Form> team_row{memory,  row,    ragged, own.begin,
+                                        own.end, thread, static_cast<int>(thread - lane)};
 
     // Rows are reduced one after the other. A barrier tells a phase only from the next one, so nobody may wait for a
     // later filling of a slot.
     if (turn > 0) memory.reduced[(turn - 1) % Ring::teams].sleep_until((turn - 1) / Ring::teams % 2);
     auto part = reduce_visited<Op<T>>(
-        row.form, [&](auto use) { held.visit(place, memory.reduced[team], use); },
+        row.form, [&](auto use) { team_row.visit(place, memory.reduced[team], use); },
         [&](const auto& of_thread) { return reduce_team<T>(shared.warps, team, thread, of_thread); });
     if (thread < 32) exchange<Op>(args, memory, turn, index, part, rank, blocks, thread, shared.values);
     synchronize_team(team);
@@ -174,10 +176,10 @@ __device__ void consume(const Arguments<T>& args, RingMemory<Op, T>& memory) {
 
     place = first_place;
     if constexpr (Op<T>::has_quick) {
-      if (row.quick(values)) held.template write<true>(place, values);
-      else held.template write<false>(place, values);
+      if (row.quick(values)) team_row.template write<true>(place, values);
+      else team_row.template write<false>(place, values);
     } else {
-      held.template write<false>(place, values);
+      team_row.template write<false>(place, values);
     }
     ragged.write(row, values);
   }
@@ -194,12 +196,12 @@ __global__ void __launch_bounds__(Ring::threads, 1)
       const unsigned thread = threadIdx.x, warps = Ring::consumers / 32 * Barrier::warp_arrivals;
       if (thread < memory.count) memory.full[thread].init(1), memory.empty[thread].init(warps);
       if (thread < Ring::teams) memory.reduced[thread].init(warps);
-      if (thread < Ring::mails) memory.mailed[thread].init(1);
+      if (thread < Ring::announcements) memory.announced[thread].init(1);
       if (thread < Ring::exchanges) memory.exchanged[thread].init(1);
       show_barriers();
       __syncwarp();
       const unsigned blocks = blocks_of_cluster();
-      if (thread < Ring::mails) expect<int64_t>(memory.mailed[thread], 1, blocks);
+      if (thread < Ring::announcements) expect<int64_t>(memory.announced[thread], 1, blocks);
       if (thread < Ring::exchanges)
         expect<RingState<typename Op<T>::Part>>(memory.exchanged[thread], blocks, blocks);
       __syncwarp();

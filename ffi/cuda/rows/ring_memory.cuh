@@ -36,8 +36,8 @@ struct alignas(128) RingMemory {
     RingState<typename Op<T>::Part> warps[Ring::consumers / 32 + 1];
     typename Op<T>::Values values;
   } teams[Ring::teams];
-  int64_t mail[Ring::mails];
-  Barrier full[count], empty[count], mailed[Ring::mails], exchanged[Ring::exchanges], reduced[Ring::teams];
+  int64_t next_rows[Ring::announcements];
+  Barrier full[count], empty[count], announced[Ring::announcements], exchanged[Ring::exchanges], reduced[Ring::teams];
 };
 
 // Sends a message to a block of the cluster. A cluster of one block, which has nobody to send to, stores as usual, and

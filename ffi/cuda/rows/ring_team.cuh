@@ -32,10 +32,10 @@ struct TeamRow {
   template <bool full, int count>
   __device__ __forceinline__ void load(unsigned slot, int chunk, int k, Pack<T> (&a)[count], Pack<T> (&b)[count],
                                        bool both) const {
-    const auto& held = memory.slots[slot];
+    const auto& packs = memory.slots[slot];
     const int at = thread + k * Ring::consumers;
-    row.template load_held<full>(held[0] + at, held[Op<T>::operands - 1] + at, chunk + at, Ring::consumers, end, both,
-                                 a, b);
+    row.template load_shared<full>(packs[0] + at, packs[Op<T>::operands - 1] + at, chunk + at, Ring::consumers, end,
+                                   both, a, b);
   }
 
   // Calls use(a, b) with all packs of the thread, as the slots become full. The packs stay in the slots.

@@ -166,7 +166,7 @@ struct Row {
   // Loads packs first, first + step, ... from shared memory, where the first lies at held_a and held_b. All packs
   // before `end` belong to the row entirely; with `all`, these are all. Without `both`, a is left out.
   template <bool all = false, int count>
-  __device__ void load_held(const Pack<T>* held_a, const Pack<T>* held_b, int first, int step, int end, bool both,
+  __device__ void load_shared(const Pack<T>* held_a, const Pack<T>* held_b, int first, int step, int end, bool both,
                             Pack<T> (&pa)[count], Pack<T> (&pb)[count]) const {
 #pragma unroll
     for (int k = 0; k < count; k++) {

@@ -1,8 +1,8 @@
 // Draws a token from each row of logits, after top-k, top-p and min-p, in one launch.
 //
 // A row lies over the blocks of a cluster, or in one block. The first read finds its largest element m, which gives all
-// weights exp((x - m) * scale), and a bar for the short way: if few elements may be left by the filters, the second
-// read gathers these, and the token is drawn from them. Else the blocks need to know:
+// weights exp((x - m) * scale), and a threshold for the short way: if few elements may be left by the filters, the
+// second read gathers these, and the token is drawn from them. Else the blocks need to know:
 //
 // 1. How many elements there are in each of 2048 bins of weights. This says in which bin the k-th largest is, and
 //    bounds the mass of all that is above each bin. So only elements of a few bins, the candidates, may be on either
@@ -21,7 +21,7 @@
 // If there are more candidates than the first block has room for, as of a row of equal elements, the ends are found by
 // going over the row once for every 9 bits of the elements' order and index.
 //
-//   sample/tuning.cuh   the sizes in the code
+//   sample/tuning.h     the sizes in the code; sample/plan.h, over how many blocks a row lies
 //   sample/block.cuh    what threads do together; sample/shared.cuh, what they share
 //   sample/row.cuh      a block's part of a row, weights, and keys that put elements in order
 //   sample/options.cuh  the options of a row
@@ -39,6 +39,7 @@
 #include "../devices.cuh"
 #include "../handlers.cuh"
 #include "sample/kernel.cuh"
+#include "sample/plan.h"
 
 namespace jaxsoft::cuda {
 namespace {
@@ -97,11 +98,11 @@ cudaError_t launch(const Sampling<T>& call, const Device& device, int blocks, cu
                                     : SampleCode::ring;
   config.gridDim = dim3(static_cast<unsigned>(call.rows * blocks));
   config.dynamicSmemBytes = sizeof(SampleShared) + slots * of_slot;
-  Bars bars;
-  if (call.k < call.n) bars.of_k = {call.k, call.n, blocks, full};
-  bars.of_one = {1, call.n, blocks, full}, bars.of_mass = {SampleCode::sought_by_mass, call.n, blocks, full};
+  ThresholdRanks ranks;
+  if (call.k < call.n) ranks.of_k = {call.k, call.n, blocks, full};
+  ranks.of_one = {1, call.n, blocks, full}, ranks.of_mass = {SampleCode::sought_by_mass, call.n, blocks, full};
   const auto kernel = counts_values ? sample_rows<T, kCountsValues<T>> : sample_rows<T>;
-  return cudaLaunchKernelEx(&config, kernel, call, bars, slots);
+  return cudaLaunchKernelEx(&config, kernel, call, ranks, slots);
 }
 
 }  // namespace
@@ -110,13 +111,9 @@ template <class T>
 cudaError_t run_sample(const Sampling<T>& call, cudaStream_t stream) {
   Device device;
   if (auto e = device.read()) return e;
-  // A row lies over as many blocks as there is a multiprocessor for each, but not so many that most threads have only
-  // one pack.
   const int64_t packs = (int64_t(call.n) * sizeof(T) + 15) / 16;
-  for (const int blocks : {16, 8, 4, 3, 2}) {
-    static_assert(SampleCode::most_blocks == 16);
-    if (device.major < 9 || blocks * call.rows > device.processors || packs <= blocks * SampleCode::threads * 3 / 4)
-      continue;
+  for (const int blocks : kSampleBlocks) {
+    if (!may_have_blocks(blocks, call.rows, packs, device.major, device.processors)) continue;
     const cudaError_t error = launch(call, device, blocks, stream);
     if (error != cudaErrorInvalidClusterSize) return error;
   }

@@ -7,8 +7,8 @@
 
 namespace jaxsoft::cuda {
 
-// The operation in the list of those that a library has. It is no row operation as those of rows/operations.h are: there
-// are no kernels for a CPU.
+// The operation in the list of those that a library has. It is no row operation as those of rows/operations.h are:
+// there are no kernels for a CPU.
 constexpr const char* kSampleText = "sample(logits,uniform,temperature,top_p,min_p)->(token,probability) k\n";
 
 // An option: one number a row, or one for all rows.

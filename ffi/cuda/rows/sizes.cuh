@@ -7,8 +7,8 @@
 
 namespace jaxsoft::cuda {
 
-// A row in the registers of lanes, a warp or a block (held.cuh).
-struct Held {
+// A row in the registers of lanes, a warp or a block (register_row.cuh).
+struct RegisterRow {
   // Threads of a block whose rows take a warp or a part of one each. The block has several rows.
   static constexpr int short_threads = 128;
   // The most threads of a block. With extras, more registers for each thread are worth more than more threads.
@@ -67,8 +67,8 @@ struct Splitting {
   static constexpr int finish_threads = 256;  // of a block that merges the parts where no rows are written
 };
 
-// A row in the registers of the blocks of one cooperative launch (spread.cuh).
-struct Spread {
+// A row in the registers of the blocks of one cooperative launch (grid_registers.cuh).
+struct GridRegisters {
   static constexpr int threads = 512;  // the most threads of a block
   static constexpr int blocks = 2;     // of each multiprocessor
 };
@@ -95,30 +95,30 @@ struct Ring {
   static constexpr int teams = 3;            // groups of threads that take turns with the rows
   static constexpr int consumers = 256;      // threads of a team; one warp more in a block is the producer
   static constexpr int threads = teams * consumers + 32;
-  static constexpr int mails = 32;           // more than the number of rows by which blocks of a cluster can be apart
+  static constexpr int announcements = 32;   // more than the number of rows by which blocks of a cluster can be apart
   static constexpr int exchanges = 2 * teams;
   static constexpr int first_rows = 2;  // of a cluster: the cache is asked for them at the start
   // While it waits for a free slot, the producer has asked the cache for what comes into so many slots. One of them
   // was .5 to 1.5 % slower, three and four up to 1 and 3 % where parts are long.
   static constexpr int ahead = 2;
-  // If a part has so many slots, the next row is taken from the counter late, when but `slots_after_post` of them are
-  // still to be filled. This was .3 to 1.5 % faster, and most where parts are long.
-  static constexpr int late_slots = 3, slots_after_post = 2;
+  // If a part has so many slots, the next row is taken from the counter when only `slots_after_announcement` of them
+  // are still to be filled. This was .3 to 1.5 % faster, and most where parts are long.
+  static constexpr int delay_slots = 3, slots_after_announcement = 2;
   static constexpr int most_blocks = 16;     // of a cluster: the most that Hopper allows
   static constexpr int few_blocks = 8;       // of a cluster, as long as a part is not too long for them
   static constexpr int64_t least_half = 3584;  // packs of a part: two blocks that have as many each replace one
-  static constexpr int few_rows = 8;         // for each cluster: up to this number, rows are dealt out in advance
+  static constexpr int few_rows = 8;         // for each cluster: up to this number, rows are distributed in advance
   static constexpr int bytes = 208 * 1024;   // of all slots, out of the 227 KB of shared memory that a block can have
   // Packs of a slot: of each operand for each thread of a team, and of each operand.
   static constexpr int packs_each(int operands) { return operands == 1 ? 4 : 2; }
   static constexpr int slot_packs(int operands) { return packs_each(operands) * consumers; }
   static constexpr int slots(int operands) { return bytes / (slot_packs(operands) * operands * 16); }
   // Packs of each operand that a block can hold.
-  static constexpr int held_packs(int operands) { return slots(operands) * slot_packs(operands); }
+  static constexpr int most_packs(int operands) { return slots(operands) * slot_packs(operands); }
 };
 
-// A row in the shared memory of all blocks (dealt.cuh).
-struct Dealt {
+// A row in the shared memory of all blocks (grid_ring.cuh).
+struct GridRing {
   static constexpr int team = 128;         // threads of a team
   static constexpr int warps = team / 32;  // of a team
   static constexpr int reducers = 4;       // teams that reduce

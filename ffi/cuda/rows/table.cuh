@@ -15,14 +15,14 @@
 namespace jaxsoft::cuda {
 
 enum class Strategy {
-  held,       // a row in the registers of lanes, a warp or a block
-  clustered,  // rows in the registers of clusters
-  spread,     // few rows in the registers of all blocks
-  ring,       // rows in the shared memory of clusters
-  dealt,      // rows in the shared memory of all blocks
-  flat,       // rows without a reduction, as one array
-  split,      // rows cut over blocks, in several launches; read twice
-  tiled,      // a row for each block; read twice
+  register_row,    // a row in the registers of lanes, a warp or a block
+  clustered,       // rows in the registers of clusters
+  grid_registers,  // few rows in the registers of all blocks
+  ring,            // rows in the shared memory of clusters
+  grid_ring,       // rows in the shared memory of all blocks
+  flat,            // rows without a reduction, as one array
+  split,           // rows cut over blocks, in several launches; read twice
+  tiled,           // a row for each block; read twice
 };
 
 // Sets of GPUs, by generation.
@@ -73,7 +73,7 @@ struct CallFacts {
   bool vector;           // packs of all operands are aligned together
   bool first_aligned;    // the first row begins at a multiple of 16 bytes
   int64_t workspace;     // bytes
-  int64_t state, packet; // bytes in the workspace of a part's state, and of a state as `dealt` posts it
+  int64_t state, packet; // bytes in the workspace of a part's state, and of a state as `grid_ring` publishes it
 };
 
 constexpr int64_t kNoLimit = INT64_MAX;
@@ -81,7 +81,8 @@ constexpr int64_t kNoLimit = INT64_MAX;
 // A row of the table.
 struct Rule {
   Strategy strategy;
-  int packs_a_thread;  // that a thread has in registers, of each operand: held, clustered, spread; tiled, if not 0
+  // That a thread has in registers, of each operand: register_row, clustered, grid_registers; tiled, if it is not 0.
+  int packs_a_thread;
   // The GPUs and kernels that the row is for.
   unsigned gpus = kAllGpus;
   unsigned elements = 2 | 4 | 8;
@@ -138,15 +139,15 @@ constexpr Rule use(Strategy strategy, int packs_a_thread = 0) { return {strategy
 // Rows of at most so many packs have kernels for Layout::halves: those that two packs a thread serve.
 constexpr int64_t kLongestOfHalves = 31;
 
-// Up to this number of rows, a row is dealt out to a cluster or to all blocks if it fits there.
+// Up to this number of rows, a row is distributed to a cluster or to all blocks if it fits there.
 constexpr int64_t kFewRows = 64;
 
 constexpr Rule kRules[] = {
     // Short rows, in the registers of up to 8, 16 and 32 lanes. Sums, which are rare, and calls with extras do without
     // kernels for the shortest ones, which saves compile time.
-    use(Strategy::held, 1).for_forms(kPlain).for_kinds(kAllKinds & ~kSums).up_to(8),
-    use(Strategy::held, 2).for_forms(kPlain).for_kinds(kAllKinds & ~kSums).up_to(kLongestOfHalves),
-    use(Strategy::held, 4).up_to(4 * 32),
+    use(Strategy::register_row, 1).for_forms(kPlain).for_kinds(kAllKinds & ~kSums).up_to(8),
+    use(Strategy::register_row, 2).for_forms(kPlain).for_kinds(kAllKinds & ~kSums).up_to(kLongestOfHalves),
+    use(Strategy::register_row, 4).up_to(4 * 32),
 
     // Few rows. A block of a cluster has 4 to 32 KB of its row: above 16 KB in 8 packs a thread, if only one operand is
     // read and rows are aligned. (One kernel for these and all others was 6 to 32 % slower.)
@@ -156,34 +157,36 @@ constexpr Rule kRules[] = {
         .rows_up_to(kFewRows).with_blocks(Clustered::most_blocks).parts(256, 2048),
 
     // 16 bits with extras, up to 16 KB: more threads with 4 packs each instead of 8.
-    use(Strategy::held, 4).of_bytes(2).for_forms(kExtrasAlone | kBiased).up_to(1024),
+    use(Strategy::register_row, 4).of_bytes(2).for_forms(kExtrasAlone | kBiased).up_to(1024),
     // 5 packs a thread: rows up to 2.5 KB in one warp, and longer ones where rows begin at any element.
-    use(Strategy::held, 5).of_bytes(2).for_kinds(kWriteAndReduce).for_forms(kPlain).up_to(5 * 32).unaligned_up_to(1280),
-    use(Strategy::held, 5).of_bytes(4 | 8).for_kinds(kWriteAndReduce).for_forms(kPlain).reading(1)
+    use(Strategy::register_row, 5).of_bytes(2).for_kinds(kWriteAndReduce).for_forms(kPlain)
+        .up_to(5 * 32).unaligned_up_to(1280),
+    use(Strategy::register_row, 5).of_bytes(4 | 8).for_kinds(kWriteAndReduce).for_forms(kPlain).reading(1)
         .up_to(5 * 32).unaligned_up_to(320),
     // Many rows of which only numbers are wanted: small blocks that read a row in several steps are faster than those
     // that hold it, if it is longer than 32 KB or has sums. For 8192 rows of 32000 bf16 with labels they have 1.00 to
     // 1.03 of a copy's speed, not .78 to .81. For 2048 rows of 262144 bf16, with an entropy, they have 1.02, where rows
     // that are split have .82.
-    use(Strategy::held, 8).on(kHopper).of_bytes(2 | 4).for_kinds(kState).for_forms(kPlain).reading(1).up_to(2048),
+    use(Strategy::register_row, 8).on(kHopper).of_bytes(2 | 4).for_kinds(kState).for_forms(kPlain).reading(1)
+        .up_to(2048),
     use(Strategy::tiled, 8).on(kHopper).of_bytes(2 | 4).for_kinds(kState | kSums).for_forms(kPlain).reading(1)
         .all_rows_from(1 << 23),
     // Rows in the registers of a block: up to 64 KB (two operands: 32 KB of each) on Hopper, which has rings for longer
     // ones, and else as far as a block's threads go.
-    use(Strategy::held, 8).on(kHopper).for_kinds(kAllKinds & ~kSums).for_forms(kPlain).reading(1).up_to(4096),
-    use(Strategy::held, 8).on(kAllGpus & ~kHopper).for_kinds(kAllKinds & ~kSums).for_forms(kPlain).reading(1)
-        .up_to(8 * Held::most_threads(false, 8)),
-    use(Strategy::held, 8).for_kinds(kAllKinds & ~kSums).for_forms(kExtrasAlone).reading(1)
-        .up_to(8 * Held::most_threads(true, 8)),
-    use(Strategy::held, 4).on(kHopper).for_kinds(kAllKinds & ~kSums).reading(2).up_to(2048),
-    use(Strategy::held, 4).on(kAllGpus & ~kHopper).for_kinds(kAllKinds & ~kSums).reading(2)
-        .up_to(4 * Held::most_threads(true, 4)),
+    use(Strategy::register_row, 8).on(kHopper).for_kinds(kAllKinds & ~kSums).for_forms(kPlain).reading(1).up_to(4096),
+    use(Strategy::register_row, 8).on(kAllGpus & ~kHopper).for_kinds(kAllKinds & ~kSums).for_forms(kPlain).reading(1)
+        .up_to(8 * RegisterRow::most_threads(false, 8)),
+    use(Strategy::register_row, 8).for_kinds(kAllKinds & ~kSums).for_forms(kExtrasAlone).reading(1)
+        .up_to(8 * RegisterRow::most_threads(true, 8)),
+    use(Strategy::register_row, 4).on(kHopper).for_kinds(kAllKinds & ~kSums).reading(2).up_to(2048),
+    use(Strategy::register_row, 4).on(kAllGpus & ~kHopper).for_kinds(kAllKinds & ~kSums).reading(2)
+        .up_to(4 * RegisterRow::most_threads(true, 4)),
 
     // Few long rows, of at least 10 MB together, or 4 MB of each of two operands. For less, for extras, and for
     // operations that do not reduce all that they read or need more registers, splitting is no slower.
-    use(Strategy::spread, 8).on(kHopper).of_bytes(2 | 4).for_kinds(kSoftmax).for_forms(kPlain).reading(1)
+    use(Strategy::grid_registers, 8).on(kHopper).of_bytes(2 | 4).for_kinds(kSoftmax).for_forms(kPlain).reading(1)
         .rows_up_to(kFewRows).all_rows_from(5 << 17),
-    use(Strategy::spread, 4).on(kHopper).of_bytes(2 | 4).for_kinds(kSoftmax).for_forms(kPlain).reading(2)
+    use(Strategy::grid_registers, 4).on(kHopper).of_bytes(2 | 4).for_kinds(kSoftmax).for_forms(kPlain).reading(2)
         .rows_up_to(kFewRows).all_rows_from(1 << 18),
 
     // Long rows on chip, if they are more than 16 MB together; others are split.
@@ -209,14 +212,14 @@ constexpr Rule kRules[] = {
     use(Strategy::ring).on(kHopper).of_bytes(4).for_kinds(kWriteAndReduce).for_forms(kPlain).reading(1)
         .all_rows_from((1 << 20) + 1).parts(3072, 8192),
     use(Strategy::ring).on(kHopper).of_bytes(2 | 4).for_kinds(kWriteAndReduce).for_forms(kExtrasAlone).reading(1)
-        .all_rows_from((1 << 20) + 1).parts(0, Ring::held_packs(1) * 3 / 4),
+        .all_rows_from((1 << 20) + 1).parts(0, Ring::most_packs(1) * 3 / 4),
     use(Strategy::ring).on(kHopper).of_bytes(2 | 4).for_kinds(kWriteAndReduce).for_forms(kPlain | kExtrasAlone)
-        .reading(2).all_rows_from((1 << 20) + 1).parts(0, Ring::held_packs(2) / 2),
-    use(Strategy::dealt).on(kHopper).of_bytes(2 | 4).for_kinds(kWriteAndReduce).for_forms(kPlain)
+        .reading(2).all_rows_from((1 << 20) + 1).parts(0, Ring::most_packs(2) / 2),
+    use(Strategy::grid_ring).on(kHopper).of_bytes(2 | 4).for_kinds(kWriteAndReduce).for_forms(kPlain)
         .all_rows_from((1 << 20) + 1),
 
     // Rows with extras that are too long for 8 packs a thread: 4 packs in more threads.
-    use(Strategy::held, 4).for_forms(kExtrasAlone).reading(1).up_to(4 * Held::most_threads(true, 4)),
+    use(Strategy::register_row, 4).for_forms(kExtrasAlone).reading(1).up_to(4 * RegisterRow::most_threads(true, 4)),
 
     // Everything else. What is reduced is read twice here. Rows are split where one block for each would be too few for
     // the GPU, or where a row is long: a part has at most 128 KB, if there is room in the workspace for so many states.

@@ -1,4 +1,4 @@
-// The k largest elements of rows, their softmax, and the rows' state: the interface of top_k.cu.
+// The k largest elements of rows, their softmax, and the rows' state: the interface of top_k/launch.cuh.
 #pragma once
 
 #include "extras.cuh"

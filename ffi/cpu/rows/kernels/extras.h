@@ -40,6 +40,18 @@ struct Reader {
     return load_mask(at.where ? at.where + i : nullptr, left, V{}) ? z : V{} - (S)infinity;
   }
 
+  // The other array's score.
+  V other_score(int64_t i, int64_t left) const {
+    const V w = load<T>(second + i, left, (S)-infinity);
+    if constexpr (extras) return rounded(w * (S)at.other_scale);
+    else return w;
+  }
+  V counted_other_score(int64_t i, int64_t left) const {
+    const V w = other_score(i, left);
+    if constexpr (!extras) return w;
+    else return load_mask(at.where ? at.where + i : nullptr, left, V{}) ? w : V{} - (S)infinity;
+  }
+
   // v, or `otherwise` where the element does not count.
   V counted(V v, int64_t i, int64_t left, S otherwise) const {
     if constexpr (!extras) return v;

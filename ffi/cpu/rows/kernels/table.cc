@@ -1,5 +1,6 @@
 // The table of CPU kernels for one instruction set. It is compiled once for each, with another JAXSOFT_ISA.
 #include "columns.h"
+#include "divergence.h"
 #include "entropy.h"
 #include "labels.h"
 #include "operations.h"
@@ -114,6 +115,22 @@ constexpr Kernels kernels_of<Name::label_entropy, T, Out, extras> = [] {
 }();
 template <class T, class Out, bool extras>
 constexpr Kernels kernels_of<Name::label_entropy_vjp, T, Out, extras> = label_gradient<LabelEntropyVjp, T, Out, extras>;
+
+template <class T, class Out, bool extras>
+constexpr Kernels kernels_of<Name::kl_divergence, T, Out, extras> = [] {
+  Kernels k{};
+  k.reduce_two = divergence<T, extras>;
+  return k;
+}();
+template <class T, class Out, bool extras>
+constexpr Kernels kernels_of<Name::kl_divergence_vjp, T, Out, extras> = [] {
+  Kernels k{};
+  k.write_two = write_divergence<T, Out, extras>, k.fill = fill<LogsumexpVjp, Out>;
+  return k;
+}();
+template <class T, class Out, bool extras>
+constexpr Kernels kernels_of<Name::kl_divergence_vjp_other, T, Out, extras> =
+    kernels_of<Name::kl_divergence_vjp, T, Out, extras>;
 
 template <class T, class Out>
 constexpr void set(KernelTable* table, DTypes dtypes) {

@@ -20,16 +20,16 @@ __device__ void bring_tiles(const BackwardCall& call, BackwardShared<T, size>& s
   using Plan = BackwardPlan<size>;
   constexpr unsigned tile_bytes = sizeof(T) * Plan::queries * size, key_bytes = sizeof(T) * Plan::keys * size;
   constexpr unsigned number_bytes = sizeof shared.numbers[0];
-  SlotPlace<BackwardCode::mails> mail;
+  SlotPlace<BackwardCode::ticket_slots> ticket_place;
   SlotPlace<Plan::query_slots> query;
   SlotPlace<Plan::cotangent_slots> cotangent;
   unsigned key_parity = 0;
   wait_for_last_kernel();  // which writes the numbers of queries
-  for (;; mail.advance()) {
+  for (;; ticket_place.advance()) {
     const unsigned ticket = take(call.counter);
-    shared.ticket_empty[mail.slot].wait(mail.parity ^ 1);
-    shared.tickets[mail.slot] = ticket;
-    shared.ticket_full[mail.slot].arrive();
+    shared.ticket_empty[ticket_place.slot].wait(ticket_place.parity ^ 1);
+    shared.tickets[ticket_place.slot] = ticket;
+    shared.ticket_full[ticket_place.slot].arrive();
     if (ticket >= call.pieces) return;
     const BackwardWork<size> work(call, {call, ticket});
     if (work.tiles.length() == 0) continue;
@@ -73,8 +73,8 @@ __device__ void bring_tiles(const BackwardCall& call, BackwardShared<T, size>& s
 
 // Whose turn it is to add to a tile, if the order matters. For each head of queries, blocks of keys add from the last
 // to the first, and tiles follow each other in all of them. So a block needs to know how far the next block of keys is,
-// whose piece of work was taken before: it runs already, or has ended. Each of the threads that add tells how far it
-// is. A microsecond passes until that is seen, so another thread waits for it, and runs ahead.
+// whose piece of work was taken before: it runs already, or has ended. Each of the threads that add signals how far
+// it is. A microsecond passes until that is seen, so another thread waits for it, and runs ahead.
 template <class T, int size>
 __device__ void wait_for_turns(const BackwardCall& call, BackwardShared<T, size>& shared) {
   static_assert(BackwardCode::groups == 2);
@@ -166,7 +166,8 @@ __device__ void add_sums(const BackwardCall& call, BackwardShared<T, size>& shar
         parity ^= 1;
         if (call.deterministic) {
           // The release is needed: with a relaxed store, some runs had other bits, although the additions are complete.
-          if ((tile - work.tiles.begin) % Plan::told == Plan::told - 1 || tile + 1 == work.tiles.end) {
+          constexpr int of_signal = Plan::tiles_of_signal;
+          if ((tile - work.tiles.begin) % of_signal == of_signal - 1 || tile + 1 == work.tiles.end) {
             wait_for_stores();
             store_released(end, tile + 1);
           }

@@ -15,26 +15,26 @@ __device__ void bring_tiles(const BackwardCall& call, BackwardPair<T>& shared, u
   constexpr int size = Pair::size, half = Pair::half, queries = Pair::queries, keys = Pair::keys;
   constexpr unsigned tile_bytes = sizeof(T) * queries * size, key_bytes = sizeof(T) * keys * size;
   constexpr unsigned number_bytes = sizeof shared.numbers[0];
-  SlotPlace<Pair::mails> mail;
+  SlotPlace<Pair::ticket_slots> ticket_place;
   SlotPlace<Plan::query_slots> query;
   SlotPlace<Plan::cotangent_slots> cotangent;
   unsigned key_parity = 0;
   wait_for_last_kernel();  // which writes the numbers of queries
-  for (;; mail.advance()) {
+  for (;; ticket_place.advance()) {
     // The first block takes tickets, and sends them to the second.
     unsigned ticket;
-    Barrier& mailed = shared.ticket_full[mail.slot];
+    Barrier& ticket_full = shared.ticket_full[ticket_place.slot];
     if (rank == 0) {
       ticket = take(call.counter);
-      shared.ticket_empty[mail.slot].wait(mail.parity ^ 1);
-      shared.tickets[mail.slot] = ticket;
-      mailed.arrive();
-      send(ticket, &shared.tickets[mail.slot], mailed, 1);
+      shared.ticket_empty[ticket_place.slot].wait(ticket_place.parity ^ 1);
+      shared.tickets[ticket_place.slot] = ticket;
+      ticket_full.arrive();
+      send(ticket, &shared.tickets[ticket_place.slot], ticket_full, 1);
     } else {
-      mailed.arrive_expecting(sizeof ticket);
-      mailed.wait(mail.parity);
-      ticket = *static_cast<volatile unsigned*>(&shared.tickets[mail.slot]);
-      shared.ticket_empty[mail.slot].arrive_in(0);
+      ticket_full.arrive_expecting(sizeof ticket);
+      ticket_full.wait(ticket_place.parity);
+      ticket = *static_cast<volatile unsigned*>(&shared.tickets[ticket_place.slot]);
+      shared.ticket_empty[ticket_place.slot].arrive_in(0);
     }
     if (ticket >= call.pieces) return;
     const BackwardWork<size> work(call, {call, ticket});

@@ -27,7 +27,7 @@ struct BackwardPair {
   static constexpr int groups = 3, threads = (groups + 1) * kWarpGroup;
   // Of a thread of the warp group for scores, of those that hold a gradient, and of the one that copies.
   static constexpr int score_registers = 168, gradient_registers = 160, copy_registers = 24;
-  static constexpr int mails = 2;  // pieces of work that are known at a time
+  static constexpr int ticket_slots = 2;  // pieces of work that are known at a time
   static constexpr int slope_slots = 2;
   static constexpr int parts = 2;  // of 64 columns, of the block's part of the gradient by queries
   static constexpr int sum = queries * 64, sum_tile = queries * size;
@@ -45,9 +45,9 @@ struct BackwardPair {
   alignas(1024) T other_slopes[queries * keys];                // the other block's
   alignas(128) float sums[sum];                                // to be added to the gradient by queries
   alignas(128) float numbers[Plan::query_slots][2 * queries];  // lse in base 2, then delta
-  unsigned tickets[mails];                                     // pieces of work
+  unsigned tickets[ticket_slots];                                     // pieces of work
 
-  Barrier ticket_full[mails], ticket_empty[mails];  // the latter only of the first block, for both
+  Barrier ticket_full[ticket_slots], ticket_empty[ticket_slots];  // the latter only of the first block, for both
   Barrier key_full, key_empty, value_full, value_empty;
   Barrier query_full[Plan::query_slots], query_empty[Plan::query_slots];
   Barrier cotangent_full[Plan::cotangent_slots], cotangent_empty[Plan::cotangent_slots];
@@ -81,11 +81,11 @@ struct BackwardPair {
 // Calls `visit(work)` for each of the pair's pieces of work, of whole warps or of single threads.
 template <bool by_warps, class T, class Visit>
 __device__ void for_pieces(const BackwardCall& call, BackwardPair<T>& shared, Visit visit) {
-  for (SlotPlace<BackwardPair<T>::mails> mail;; mail.advance()) {
-    shared.ticket_full[mail.slot].wait(mail.parity);
-    const unsigned ticket = *static_cast<volatile unsigned*>(&shared.tickets[mail.slot]);
-    if constexpr (by_warps) shared.ticket_empty[mail.slot].arrive_as_warp_in(0);
-    else shared.ticket_empty[mail.slot].arrive_in(0);
+  for (SlotPlace<BackwardPair<T>::ticket_slots> ticket_place;; ticket_place.advance()) {
+    shared.ticket_full[ticket_place.slot].wait(ticket_place.parity);
+    const unsigned ticket = *static_cast<volatile unsigned*>(&shared.tickets[ticket_place.slot]);
+    if constexpr (by_warps) shared.ticket_empty[ticket_place.slot].arrive_as_warp_in(0);
+    else shared.ticket_empty[ticket_place.slot].arrive_in(0);
     if (ticket >= call.pieces) return;
     visit(BackwardWork<BackwardPair<T>::size>(call, {call, ticket}));
   }

@@ -100,11 +100,11 @@ struct BackwardWork {
 // Calls `visit(work)` for each of the block's pieces of work, of whole warps or of single threads.
 template <bool by_warps, class T, int size, class Visit>
 __device__ void for_pieces(const BackwardCall& call, BackwardShared<T, size>& shared, Visit visit) {
-  for (SlotPlace<BackwardCode::mails> mail;; mail.advance()) {
-    shared.ticket_full[mail.slot].wait(mail.parity);
-    const unsigned ticket = *static_cast<volatile unsigned*>(&shared.tickets[mail.slot]);
-    if constexpr (by_warps) shared.ticket_empty[mail.slot].arrive_as_warp();
-    else shared.ticket_empty[mail.slot].arrive();
+  for (SlotPlace<BackwardCode::ticket_slots> ticket_place;; ticket_place.advance()) {
+    shared.ticket_full[ticket_place.slot].wait(ticket_place.parity);
+    const unsigned ticket = *static_cast<volatile unsigned*>(&shared.tickets[ticket_place.slot]);
+    if constexpr (by_warps) shared.ticket_empty[ticket_place.slot].arrive_as_warp();
+    else shared.ticket_empty[ticket_place.slot].arrive();
     if (ticket >= call.pieces) return;
     visit(BackwardWork<size>(call, {call, ticket}));
   }

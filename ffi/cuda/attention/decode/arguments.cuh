@@ -3,7 +3,7 @@
 
 #include "../../elements.cuh"
 #include "../limits.cuh"
-#include "plan.cuh"
+#include "plan.h"
 
 namespace jaxsoft::cuda::decode {
 
@@ -14,15 +14,15 @@ struct Cut {
   int chunk = 1, chunks = 1;  // keys of a chunk, and how many there are
   Cut() = default;
   // `queries` of the sequence count, and keys [range.begin, range.end).
-  __host__ __device__ Cut(const Plan& plan, int queries, KeyRange range) : range(range) {
+  JAXSOFT_ANYWHERE Cut(const Plan& plan, int queries, KeyRange range) : range(range) {
     if (range.end <= range.begin) return;
     const int keys = range.end - first();
     groups = short_quotient(queries * plan.heads_each + plan.row_tile - 1, plan.row_tile);
     chunk = plan.chunk(keys), chunks = short_quotient(keys + chunk - 1, chunk);
   }
-  __host__ __device__ int first() const { return range.begin / kChunkAlign * kChunkAlign; }  // of the first chunk
+  JAXSOFT_ANYWHERE int first() const { return range.begin / kChunkAlign * kChunkAlign; }  // of the first chunk
   // Units of a sequence. Items without keys have one each.
-  __host__ __device__ int units(const AttentionCall& call, const Plan& plan) const {
+  JAXSOFT_ANYWHERE int units(const AttentionCall& call, const Plan& plan) const {
     return (groups * chunks + plan.row_groups - groups) * call.key_heads;
   }
 };
@@ -39,7 +39,7 @@ struct Arguments {
   int rows = 1;         // packed queries of a key head of a sequence
   int item_rows = 1;    // that a state has room for
   bool adjusted = false;  // whether scores have a cap, a bias, a mask or segments
-  bool dealt = false;     // whether units after the first are dealt by a counter
+  bool dynamic = false;   // whether blocks take units after their first from a counter
   unsigned* counter = nullptr;  // of units
   float2* sums = nullptr;  // maximum and sum of each row of each state
   float* outputs = nullptr;
@@ -51,7 +51,7 @@ __device__ inline Cut cut_of(const Arguments& args, const AttentionLimits& limit
   return Cut(args.plan, limits.queries, limits.of_queries(0, args.call.queries - 1));
 }
 
-// A unit of work, as the producer of a block tells it to the others.
+// A unit of work, as the producer of a block passes it to the others.
 struct Unit {
   int batch, head, group;        // whose item it is
   int chunk, chunks;             // which of the item's it is

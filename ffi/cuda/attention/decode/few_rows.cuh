@@ -8,8 +8,6 @@
 
 namespace jaxsoft::cuda::decode {
 
-constexpr int kFewRows = 16;
-
 // What a block consists of. Small heads have more warps, as there is more to do for each byte.
 template <PageType type, int size>
 struct FewRows {
@@ -184,8 +182,8 @@ __device__ void consume_few(const Arguments& args, typename FewRows<type, size>:
 
 template <class T, PageType type, int size>
 __global__ void __launch_bounds__(FewRows<type, size>::threads, 1)
-    few_rows(const __grid_constant__ Arguments args, const __grid_constant__ CUtensorMap keys,
-             const __grid_constant__ CUtensorMap values) {
+    decode_few_rows(const __grid_constant__ Arguments args, const __grid_constant__ CUtensorMap keys,
+                    const __grid_constant__ CUtensorMap values) {
   if constexpr (kWarpGroupCode) {  // the only code that is launched
     using Shape = FewRows<type, size>;
     extern __shared__ __align__(1024) unsigned char bytes[];

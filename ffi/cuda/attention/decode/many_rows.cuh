@@ -11,11 +11,6 @@
 
 namespace jaxsoft::cuda::decode {
 
-constexpr int kPartRows = 64, kParts = 2;
-
-// Rows of an item, at most, if a key head of a sequence has `rows`.
-inline int tile_of_many(int rows) { return rows <= kPartRows ? kPartRows : kParts * kPartRows; }
-
 template <int size>
 struct ManyRows {
   static constexpr int keys = size == 256 ? 32 : 64;  // of a tile
@@ -243,8 +238,8 @@ __device__ void consume_many(const Arguments& args, typename ManyRows<size>::Mem
 
 template <class T, int size, bool shared>
 __global__ void __launch_bounds__(ManyRows<size>::threads, 1)
-    many_rows(const __grid_constant__ Arguments args, const __grid_constant__ CUtensorMap keys,
-              const __grid_constant__ CUtensorMap values) {
+    decode_many_rows(const __grid_constant__ Arguments args, const __grid_constant__ CUtensorMap keys,
+                     const __grid_constant__ CUtensorMap values) {
   if constexpr (kWarpGroupCode) {  // the only code that is launched
     using Shape = ManyRows<size>;
     extern __shared__ __align__(1024) unsigned char bytes[];

@@ -63,11 +63,11 @@ __device__ void store_results(const AttentionResults& results, int64_t index, co
                                                                              values[3]};
   else
     store_four<T>(results.output, index, values);
-  if (results.output_rest) {
-    float rest[4];
+  if (results.output_residual) {
+    float residual[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) rest[i] = reference(values[i] - widen(narrow<T>(values[i])));
-    store_four<T>(results.output_rest, index, rest);
+    for (int i = 0; i < 4; i++) residual[i] = reference(values[i] - widen(narrow<T>(values[i])));
+    store_four<T>(results.output_residual, index, residual);
   }
 }
 
@@ -109,8 +109,8 @@ class RowResults {
     const float log_of_sum = sums_.y == 0 ? 0.f : logf(sums_.y);
     const float lse = sums_.y == 0 ? -INFINITY : sums_.x + log_of_sum;
     args.results.lse[index] = lse;
-    if (args.results.rest)
-      args.results.rest[index] = reference(log_of_sum - (reference(lse) - reference(sums_.x)));
+    if (args.results.lse_residual)
+      args.results.lse_residual[index] = reference(log_of_sum - (reference(lse) - reference(sums_.x)));
   }
 };
 

@@ -5,12 +5,12 @@
 // unit alone, as bits depend on it. Units go to all warps, through a ring of their own.
 //
 // Barriers: full[consumer][slot] is completed by the copies into a slot, and empty[consumer][slot] by the consumer;
-// told[i] by the producer when it has written a unit, and heard[i] by all that read it.
+// unit_full[i] by the producer when it has written a unit, and unit_empty[i] by all that read it.
 #pragma once
 
 #include "../../counter.cuh"
 #include "../../warp_groups.cuh"
-#include "deal.cuh"
+#include "schedule.cuh"
 #include "fragments.cuh"
 
 namespace jaxsoft::cuda::decode {
@@ -25,35 +25,35 @@ struct RingMemory {
     unsigned char key[Tile::bytes], value[Tile::bytes];
   };
   Slot slots[count][depth];
-  Barrier full[count][depth], empty[count][depth], told[units], heard[units];
+  Barrier full[count][depth], empty[count][depth], unit_full[units], unit_empty[units];
   Unit unit[units];
   // 16 bytes more than a row has let reads of a column meet no bank twice.
   static constexpr int query_rows = rows, query_step = Tile::elements + 8;
   alignas(16) uint16_t queries[units][rows > 0 ? rows : 1][query_step];
   uint8_t valid[count][depth];  // bit i says whether run i of the tile's keys is in the cache
 
-  // A lane calls these, for the barriers of a consumer's slots, which `warps` warps hand back, and for those of units,
-  // of which all warps but the producer's hear.
+  // A lane calls these, for the barriers of a consumer's slots, which `warps` warps release, and for those of units,
+  // which all warps but the producer's read.
   __device__ void init_slots(int consumer, int warps) {
     for (int i = 0; i < depth; i++) full[consumer][i].init(1), empty[consumer][i].init(warps);
     show_barriers();
   }
   __device__ void init_units(int warps) {
-    for (int i = 0; i < units; i++) told[i].init(1), heard[i].init(warps);
+    for (int i = 0; i < units; i++) unit_full[i].init(1), unit_empty[i].init(warps);
     show_barriers();
   }
 };
 
 constexpr int kNoUnit = -1;  // as a unit's batch: there are no more
 
-// The next unit, as all warps but the producer's get it. They may `read` of its place in the ring before it is handed
-// back.
+// The next unit, as all warps but the producer's get it. They may `read` of its place in the ring before it is
+// released.
 template <class Ring, class Read>
 __device__ Unit next_unit(Ring& ring, SlotPlace<Ring::units>& place, Read read) {
-  ring.told[place.slot].wait(place.parity);
+  ring.unit_full[place.slot].wait(place.parity);
   const Unit unit = ring.unit[place.slot];
   read(unit, place.slot);
-  ring.heard[place.slot].arrive_as_warp();
+  ring.unit_empty[place.slot].arrive_as_warp();
   place.advance();
   return unit;
 }
@@ -79,32 +79,32 @@ __device__ void produce(const Arguments& args, const CUtensorMap& keys, const CU
       (of_values ? Tile::bytes : 0) + (box * Memory::keys + first_run * kRun) * Tile::box_bytes;
   const int page_mask = args.paged ? (1 << args.page_shift) - 1 : -1;
 
-  Dealer dealer(args);
+  Scheduler scheduler(args);
   SlotPlace<Memory::units> unit_place;
   SlotPlace<Memory::depth> slot_of_lane;  // of the consumer with the number of the lane
   for (int number = blockIdx.x;;) {
     Unit unit;
-    const bool found = dealer.find(number, &unit);
+    const bool found = scheduler.find(number, &unit);
     unsigned taken = 0;
     if (number == blockIdx.x) {
       made.wait();
-      if (args.dealt) wait_for_last_kernel();
+      if (args.dynamic) wait_for_last_kernel();
     }
-    if (found && args.dealt && lane == 0) taken = take(reinterpret_cast<unsigned long long*>(args.counter));
-    memory.heard[unit_place.slot].wait(unit_place.parity ^ 1);
-    Barrier& told = memory.told[unit_place.slot];
+    if (found && args.dynamic && lane == 0) taken = take(reinterpret_cast<unsigned long long*>(args.counter));
+    memory.unit_empty[unit_place.slot].wait(unit_place.parity ^ 1);
+    Barrier& full = memory.unit_full[unit_place.slot];
     const int rows = found ? min(Memory::query_rows, live_rows(args, unit)) : 0;
     const unsigned row_bytes = args.call.size * 2;
     if (lane == 0) {
       if (!found) unit.batch = kNoUnit;
       memory.unit[unit_place.slot] = unit;
-      told.arrive_expecting(rows * row_bytes);
+      full.arrive_expecting(rows * row_bytes);
     }
     __syncwarp();
     if (lane < rows)
       copy_to_shared(memory.queries[unit_place.slot][lane],
                      static_cast<const uint16_t*>(args.call.query) + RowPlace(args, unit, lane).begin(args, unit),
-                     row_bytes, told);
+                     row_bytes, full);
     unit_place.advance();
     if (!found) return;
 
@@ -143,7 +143,7 @@ __device__ void produce(const Arguments& args, const CUtensorMap& keys, const CU
       if (lane == consumer) slot_of_lane.advance();
       if (++consumer == Memory::count) consumer = 0;
     }
-    number = args.dealt ? static_cast<int>(gridDim.x + __shfl_sync(~0u, taken, 0)) : number + gridDim.x;
+    number = args.dynamic ? static_cast<int>(gridDim.x + __shfl_sync(~0u, taken, 0)) : number + gridDim.x;
   }
 }
 

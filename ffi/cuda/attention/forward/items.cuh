@@ -18,7 +18,7 @@ struct ForwardArguments {
   int together;
   float unit;   // scores in base 2 are products, or capped scores, times this
   float slack;  // in those, the reference of exponentials may be so far below the maximum
-  unsigned long long* counter;  // null if items are dealt out in advance
+  unsigned long long* counter;  // null if items are assigned in advance
   AttentionBefore before;       // in calls whose plan says that they continue
 };
 

@@ -194,27 +194,27 @@ __device__ void compute_items(const ForwardArguments& args, ForwardMemory<Plan>&
   using Scores = ForwardScores<T, Plan, kind>;
   const AttentionCall& call = args.call;
   const int group = warp_group() - 1;
-  ForwardTiles<T, Plan, kind> held{memory, group, {1 + group, 2 * kWarpGroup},
+  ForwardTiles<T, Plan, kind> state{memory, group, {1 + group, 2 * kWarpGroup},
                                    {1 + (group + 1) % Plan::groups, 2 * kWarpGroup}};
-  if (Plan::turns && group == Plan::groups - 1) held.other_turn.arrive();
+  if (Plan::turns && group == Plan::groups - 1) state.other_turn.arrive();
 
   unsigned step = 0, items_with_queries = 0;
   RowsResult ended;      // of the item whose last product is not yet started
   unsigned before = 0;   // the tile of that product
   bool pending = false;  // whether there is one
   auto write = [&] {
-    if constexpr (Plan::continues) write_continued_results<T, Plan>(args, ended, held.output);
-    else write_results<T, Plan>(args, ended, held.output);
+    if constexpr (Plan::continues) write_continued_results<T, Plan>(args, ended, state.output);
+    else write_results<T, Plan>(args, ended, state.output);
   };
   auto finish = [&] {
     if (!pending) return;
-    held.finish(before), write();
+    state.finish(before), write();
     pending = false;
   };
   auto let_pass = [&](int count) {
     for (const unsigned end = step + count; step < end; step++) {
-      held.wait_for_keys(step), held.free_keys(step);
-      held.wait_for_values(step), held.free_values(step);
+      state.wait_for_keys(step), state.free_keys(step);
+      state.wait_for_values(step), state.free_values(step);
     }
   };
 
@@ -240,23 +240,23 @@ __device__ void compute_items(const ForwardArguments& args, ForwardMemory<Plan>&
     Scores scores(args, item, limits, query);
     if (own.begin < own.end) {
       if constexpr (Plan::continues) prefetch_before(args, item, first_query);
-      held.take(scores, own, step, before, pending, write);
+      state.take(scores, own, step, before, pending, write);
       step += own.end - own.begin;
       before = step - 1, pending = true;
       ended = {args, item, query, scores};
       if constexpr (!Plan::joined) finish();
     } else {
       finish();
-      if (tiles.begin < tiles.end) held.free_queries();
+      if (tiles.begin < tiles.end) state.free_queries();
       ended = {args, item, query, scores};
 #pragma unroll
-      for (float& x : held.output) x = 0;
+      for (float& x : state.output) x = 0;
       write();
     }
     if (!Plan::turns && own.begin > tiles.begin) finish(), let_pass(own.begin - tiles.begin);
   }
   finish();
-  if (Plan::turns && group == 0) held.own_turn.wait();  // as often as the other has arrived
+  if (Plan::turns && group == 0) state.own_turn.wait();  // as often as the other has arrived
 }
 
 template <class T, class Plan, ForwardKind kind>

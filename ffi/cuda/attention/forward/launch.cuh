@@ -1,4 +1,4 @@
-// The launch of the forward kernel.
+// The launch of the forward kernel, for one element type and size of heads.
 #pragma once
 
 #include <algorithm>
@@ -65,8 +65,10 @@ cudaError_t launch_forward(const AttentionCall& call, const AttentionBefore& bef
 }
 
 template <class T, int size>
-cudaError_t launch_forward_of_size(const AttentionCall& call, const AttentionBefore& before,
-                                   const AttentionResults& results, const Device& device, cudaStream_t stream) {
+cudaError_t run_forward(const AttentionCall& call, const AttentionBefore& before, const AttentionResults& results,
+                        cudaStream_t stream) {
+  Device device;
+  if (auto e = device.read()) return e;
   if (call.cap > 0 || call.query_segments)
     return launch_forward<T, size, ForwardKind::general>(call, before, results, device, stream);
   // An offset alone excludes no key.
@@ -74,17 +76,6 @@ cudaError_t launch_forward_of_size(const AttentionCall& call, const AttentionBef
       call.key_lengths.data)
     return launch_forward<T, size, ForwardKind::limited>(call, before, results, device, stream);
   return launch_forward<T, size, ForwardKind::plain>(call, before, results, device, stream);
-}
-
-template <class T>
-cudaError_t launch_forward_of_type(const AttentionCall& call, const AttentionBefore& before,
-                                   const AttentionResults& results, cudaStream_t stream) {
-  Device device;
-  if (auto e = device.read()) return e;
-  if (call.size <= 64) return launch_forward_of_size<T, 64>(call, before, results, device, stream);
-  if (call.size <= 128) return launch_forward_of_size<T, 128>(call, before, results, device, stream);
-  if (call.size <= 192) return launch_forward_of_size<T, 192>(call, before, results, device, stream);
-  return launch_forward_of_size<T, 256>(call, before, results, device, stream);
 }
 
 }  // namespace jaxsoft::cuda

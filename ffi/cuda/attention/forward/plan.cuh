@@ -1,57 +1,12 @@
-// The sizes of tiles in the forward kernel, by the head size, and what a block has in shared memory.
+// What a block of the forward kernel has in shared memory.
 #pragma once
 
 #include "../../hopper.cuh"
 #include "../../tensor_map.cuh"
 #include "../../warp_groups.cuh"
+#include "tiles.h"
 
 namespace jaxsoft::cuda {
-
-// How a block works: `groups` warp groups compute, each with 64 queries of one head, and another one copies tiles of
-// `key_tile` keys, and of their values, of which `slots` each are in shared memory. Groups start products in turns, or
-// they are free, and let tiles pass that matter to others alone. The last product of an item may be `joined` with the
-// first of the next one.
-template <int head_size, int computing_groups, int keys_of_tile, int tiles_in_ring, bool in_turns,
-          bool joined_items = false>
-struct ForwardPlanOf {
-  static constexpr int size = head_size, groups = computing_groups, key_tile = keys_of_tile, slots = tiles_in_ring;
-  static constexpr bool turns = in_turns, joined = joined_items, continues = false;
-  static constexpr int group_queries = 64, queries = groups * group_queries, threads = (groups + 1) * kWarpGroup;
-  // Tiles lie in boxes of 64 columns, which fill the 128 bytes of the swizzle.
-  static constexpr int boxes = size / 64;
-  static_assert(size % 64 == 0 && key_tile % 16 == 0 && (groups == 2 || groups == 3));
-  // Of a thread. A block begins with the same number for all threads, as compiled, and has no more later.
-  static constexpr int computing_registers = groups == 2 ? 240 : 160, copying_registers = groups == 2 ? 24 : 32;
-  static_assert(groups * computing_registers + copying_registers <= (groups + 1) * (65536 / threads / 8 * 8));
-};
-
-// What masks a call has: none but the end of keys; limits by position and lengths; and anything.
-enum class ForwardKind { plain, limited, general };
-
-// On an H100, 32K tokens of bf16, 2048 / size heads, TFLOP/s of 2K and 8K long, all and causal:
-// * at 64, three groups of 128 keys, free, 510 and 524, 404 and 477; in turns 505 and 527, 389 and 488; two groups in
-//   turns, of 192 keys, 391 and 428;
-// * at 128, two groups of 176 keys in turns, 631 and 632; free, 602 and 621; of 128 keys in turns 570 and 597, and
-//   causal 491 and 617; free, and causal, 481 and 582; three groups of 80 keys were no better;
-// * at 256, two groups of 80 keys in turns 742 and 704, 578 and 653; free 695 and 704, 566 and 652; of 64 keys, causal,
-//   572 and 655.
-// Runs differed by up to 5 %, as the clock follows the power.
-//
-// No faster were clusters of two blocks that copy tiles for one another, a second slot for queries, exponentials by
-// polynomials beside those of the hardware, two tiles of scores in flight, and products for the output that are started
-// between the exponentials of the next tile, or between its comparisons. Items that are joined were 1 to 3 % faster at
-// 64 and up to 1 % at 128 without limits, and up to 3 % slower under a causal rule and at 256.
-template <int size, ForwardKind kind>
-struct ForwardPlan;
-template <ForwardKind kind>
-struct ForwardPlan<64, kind> : ForwardPlanOf<64, 3, 128, 4, false, kind == ForwardKind::plain> {};
-template <ForwardKind kind>
-struct ForwardPlan<128, kind>
-    : ForwardPlanOf<128, 2, kind == ForwardKind::plain ? 176 : 128, 2, true, kind == ForwardKind::plain> {};
-template <ForwardKind kind>
-struct ForwardPlan<192, kind> : ForwardPlanOf<192, 2, 96, 2, true> {};
-template <ForwardKind kind>
-struct ForwardPlan<256, kind> : ForwardPlanOf<256, 2, 80, 2, true> {};
 
 // The same for a call that continues from what other keys gave. There are not the registers to read that beside weights
 // of the next item.
@@ -71,7 +26,7 @@ struct ForwardMemory {
   Keys keys[Plan::slots], values[Plan::slots];
   Barrier queries_there[Plan::groups], queries_read[Plan::groups];
   Barrier keys_there[Plan::slots], keys_read[Plan::slots], values_there[Plan::slots], values_read[Plan::slots];
-  // The numbers of the item that is computed and of the next one, as the copying warp tells them to the others.
+  // The numbers of the item that is computed and of the next one, as the copying warp passes them to the others.
   int items[2];
   Barrier items_there[2], items_read[2];
 };

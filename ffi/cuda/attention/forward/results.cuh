@@ -60,15 +60,15 @@ __device__ void write_output(const ForwardArguments& args, int64_t place, bool t
     const int i = 4 * block + 2 * r;
     return bits<uint32_t>(narrow_pair(value(i), value(i + 1), T()));
   });
-  if (!results.output_rest) return;
-  write_row<T, Plan::size>(static_cast<T*>(results.output_rest) + place, there, call.value_size, [&](int block) {
+  if (!results.output_residual) return;
+  write_row<T, Plan::size>(static_cast<T*>(results.output_residual) + place, there, call.value_size, [&](int block) {
     // Beside an output that overflowed, or is not a number, there is none.
-    auto rest = [&](int i) {
+    auto residual = [&](int i) {
       const float lost = value(i) - widen(narrow<T>(value(i)));
       return isfinite(lost) ? lost : 0.f;
     };
     const int i = 4 * block + 2 * r;
-    return bits<uint32_t>(narrow_pair(rest(i), rest(i + 1), T()));
+    return bits<uint32_t>(narrow_pair(residual(i), residual(i + 1), T()));
   });
 }
 

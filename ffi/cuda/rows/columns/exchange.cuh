@@ -25,7 +25,7 @@ struct Exchange {
   const Tiling<Kind>& tiling;
   const SharedTile<Kind>& shared;
   const TileLayout<Kind>& layout;
-  unsigned long long* const counter;  // of tiles; null where they are dealt out in advance
+  unsigned long long* const counter;  // of tiles; null where they are distributed in advance
   const int log_helpers, helpers;     // log2 of the lanes that finish a column together, and their number
   const bool clustered;               // before Hopper every block is alone
 
@@ -69,12 +69,12 @@ struct Exchange {
     return taken;
   }
 
-  // Before the columns of a tile are merged: tells the cluster's blocks which tile follows, and the barrier which bytes
+  // Before the columns of a tile are merged: sends the cluster's blocks which tile follows, and the barrier which bytes
   // to wait for.
   __device__ void begin(unsigned taken) const {
     if constexpr (kHopperCode) {
       if (clustered) {
-        wait_for_cluster();  // until the last mail has been read
+        wait_for_cluster();  // until the last message has been read
         if (tiling.thread == 0) {
           shared.barrier.arrive_expecting(layout.columns * tiling.tile.blocks * sizeof(Message<Kind>) +
                                           (counter ? sizeof(unsigned) : 0));
@@ -143,7 +143,7 @@ struct Exchange {
     return whole;
   }
   __device__ Whole merge_blocks(int column, int helper) const {
-    const Message<Kind>* of_column = shared.mail + column * tiling.tile.blocks;
+    const Message<Kind>* of_column = shared.received + column * tiling.tile.blocks;
     return merge(column < layout.columns ? tiling.tile.blocks : 0, helper, [&](int block) {
       Whole part;
       if constexpr (Kind::scores) part.m = of_column[block].m;
@@ -158,7 +158,7 @@ struct Exchange {
     if constexpr (Op::keeps_apart) message.sum = whole.sum;
     else message.sum = whole.sum.value();
     for (unsigned block = helper; block < tiling.tile.blocks && exists; block += helpers)
-      send(message, shared.mail + column * tiling.tile.blocks + tiling.rank, shared.barrier, block);
+      send(message, shared.received + column * tiling.tile.blocks + tiling.rank, shared.barrier, block);
   }
 
   // Works out what a column's elements are written from, and writes its statistics.

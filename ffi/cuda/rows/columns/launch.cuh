@@ -49,7 +49,7 @@ cudaError_t launch_tile(const Arguments<T>& args, const ColumnsDevice& device, T
   *launched = at_once > 0;
   if (at_once == 0) return cudaSuccess;
   config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(tiles, at_once) * tile.blocks));
-  // A kernel that writes nothing copies its next tile before a counter would have told it which.
+  // A kernel that writes nothing copies its next tile before a counter would have said which.
   const bool many = Op<T>::reduces && Op<T>::writes && tiles > int64_t(few_tiles) * at_once;
   unsigned long long* counter = nullptr;
   if (auto e = clear_counter(many, workspace, stream, &counter)) return e;

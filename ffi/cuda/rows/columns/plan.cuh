@@ -41,7 +41,7 @@ class TilePlanner {
   // The tile for a device whose clusters have up to `most_blocks` blocks.
   Tile choose(unsigned most_blocks) const {
     const int across = choose_across();
-    // A short tile is dealt to few threads, so that each has some rows.
+    // A short tile is given to few threads, so that each has some rows.
     const int threads = is_short(across) ? most_threads / 2 : most_threads;
     const unsigned blocks = choose_blocks(across, threads / across, most_blocks);
     const int64_t of_row = accesses_of_row<width, Kind::straddles>(args.inner, across);
@@ -94,16 +94,16 @@ class TilePlanner {
     const int64_t rows = divide_up(args.n, tile.blocks), slots = divide_up(rows, down);
     const int64_t unused = (slots * down - rows) * tile.across * Kind::access_bytes;  // of the last slots, at their end
     const int64_t fixed = TileLayout<Kind>(tile).end;  // bytes before the slots, of which `tile` has none yet
-    auto held = [&](int share) {
+    auto slots_for = [&](int share) {
       const int64_t room = device.shared(share) - fixed;
       return room >= slots * tile.threads * bytes - unused ? slots : room / (tile.threads * bytes);
     };
     const int most_share = ColumnsCode::blocks_at_once<T> * most_threads / tile.threads;
     int share = most_share;
-    while (Kind::reduces && share > 1 && held(share) < slots) share--;
-    if (held(share) < slots) share = most_share;
+    while (Kind::reduces && share > 1 && slots_for(share) < slots) share--;
+    if (slots_for(share) < slots) share = most_share;
     tile.share = share;
-    tile.slots = static_cast<int>(std::max<int64_t>(1, held(share)));
+    tile.slots = static_cast<int>(std::max<int64_t>(1, slots_for(share)));
     return tile;
   }
 };

@@ -1,4 +1,4 @@
-// A tile of columns: how it is dealt out to blocks and threads, and how its arrays lie in shared memory.
+// A tile of columns: how it is distributed to blocks and threads, and how its arrays lie in shared memory.
 //
 // The host works out both, so that the kernel has them as parameters, which cost it no instructions.
 #pragma once
@@ -70,14 +70,14 @@ template <class Kind>
 struct TileLayout {
   using T = typename Kind::T;
   int columns, groups;  // a group: the threads of one warp that share a column, perhaps only one
-  unsigned barrier, next, values, mail, sums, maxima, slots, end = 0;
+  unsigned barrier, next, values, received, sums, maxima, slots, end = 0;
   explicit TileLayout(Tile tile) {
     columns = tile.across * Kind::width;
     groups = tile.threads / (tile.across < 32 ? 32 : tile.across);
     barrier = add(sizeof(Barrier));
     next = add(sizeof(unsigned));
     values = add(columns * sizeof(typename Kind::Values));
-    mail = add(tile.blocks > 1 ? columns * tile.blocks * sizeof(Message<Kind>) : 0);
+    received = add(tile.blocks > 1 ? columns * tile.blocks * sizeof(Message<Kind>) : 0);
     sums = add(Kind::reduces ? groups * columns * sizeof(typename Kind::GroupSum) : 0);
     maxima = add(Kind::scores ? groups * columns * sizeof(T) : 0);
     slots = end;
@@ -98,7 +98,7 @@ struct SharedTile {
   Barrier& barrier;                  // completed by the messages of the cluster's blocks
   volatile unsigned& next_tile;      // the index of the tile that follows
   typename Kind::Values* values;     // of each column: what its elements are written from
-  Message<Kind>* mail;               // of each column: a message of each block
+  Message<Kind>* received;               // of each column: a message of each block
   typename Kind::GroupSum* sums;     // of each group: its sum of each column
   T* maxima;                         // of each group: its maximum of each column, access by access
   T* slots;
@@ -106,7 +106,7 @@ struct SharedTile {
       : barrier(*reinterpret_cast<Barrier*>(memory + layout.barrier)),
         next_tile(*reinterpret_cast<volatile unsigned*>(memory + layout.next)),
         values(reinterpret_cast<typename Kind::Values*>(memory + layout.values)),
-        mail(reinterpret_cast<Message<Kind>*>(memory + layout.mail)),
+        received(reinterpret_cast<Message<Kind>*>(memory + layout.received)),
         sums(reinterpret_cast<typename Kind::GroupSum*>(memory + layout.sums)),
         maxima(reinterpret_cast<T*>(memory + layout.maxima)),
         slots(reinterpret_cast<T*>(memory + layout.slots)) {}

@@ -31,7 +31,7 @@ struct ColumnsTuning {
   int short_bytes = 32 * 1024;     // a tile up to here is made broader, or has half of the threads
   int held_bytes = 64 * 1024;      // what a block should hold of a tile; where it is more, more blocks share n
   int least_rows = 4;              // where tiles are few, more blocks share n as long as a thread has so many rows
-  int few_tiles = 4;               // for each cluster: up to here tiles are dealt out in advance, without a counter
+  int few_tiles = 4;               // for each cluster: up to here tiles are distributed in advance, without a counter
 };
 constexpr ColumnsTuning kColumnsTuning[] = {
     {/*major=*/8, /*most_cluster_blocks=*/1},                             // Ampere and Ada: not measured

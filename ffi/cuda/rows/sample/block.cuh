@@ -3,7 +3,7 @@
 #pragma once
 
 #include "../../hopper.cuh"
-#include "tuning.cuh"
+#include "tuning.h"
 
 namespace jaxsoft::cuda {
 

@@ -31,15 +31,15 @@ __device__ void count_by_bins(const RowPart<T>& part, const Weights& weights, Sa
   });
 }
 
-// What the masses of a thread's elements are together: of those from the bar on, and of all.
+// What the masses of a thread's elements are together: of those from the threshold on, and of all.
 struct Survey {
   Mass above = 0, total = 0;
 };
 
-// The same, where top-p is of the mass of all elements. That is added up, too, and the elements from the bar on are
-// gathered: additions to the counts leave time for this.
+// The same, where top-p is of the mass of all elements. That is added up, too, and the elements from the threshold on
+// are gathered: additions to the counts leave time for this.
 template <class T>
-__device__ Survey count_and_weigh(const RowPart<T>& part, const Weights& weights, const Keys<T>& keys, float bar,
+__device__ Survey count_and_weigh(const RowPart<T>& part, const Weights& weights, const Keys<T>& keys, float threshold,
                                   const FewPlaces& places, SampleShared& shared) {
   Survey found;
   const Counter counter(shared);
@@ -53,7 +53,7 @@ __device__ Survey count_and_weigh(const RowPart<T>& part, const Weights& weights
           total.add(weights(x));
         }
         total.move_to(found.total);
-        return chosen_from(bar, pack, weights, places, shared);
+        return chosen_from(threshold, pack, weights, places, shared);
       },
       [&](uint32_t count) { return places.reserve(count, shared); },
       [&](float x, uint32_t index, uint32_t place) {

@@ -1,11 +1,12 @@
 // The short way, for rows in which few elements may be left by the filters, as with a small k, or where a few elements
 // have most of the mass.
 //
-// A bar is found below which no element is left: each block finds how large some of the largest of its groups of
-// elements are, a group being what a few threads have, and so many blocks have all of these at or above the bar that
-// they are k together. At least k elements are then at or above it, and mostly not many more, unless equal or sorted
-// elements lie together. They go to the first block, which puts them in order by comparing each with each. If they are
-// too many, or have less of the mass than top-p asks for, the row goes the long way, on which it gives the same token.
+// A threshold is found below which no element is left: each block finds how large some of the largest of its groups of
+// elements are, a group being what a few threads have, and so many blocks have all of these at or above the threshold
+// that they are k together. At least k elements are then at or above it, and mostly not many more, unless equal or
+// sorted elements lie together. They go to the first block, which puts them in order by comparing each with each. If
+// they are too many, or have less of the mass than top-p asks for, the row goes the long way, on which it gives the
+// same token.
 #pragma once
 
 #include <algorithm>
@@ -14,27 +15,28 @@
 
 namespace jaxsoft::cuda {
 
-// What the bar must leave: so many elements at least.
-struct Bar {
-  uint32_t rank = 0;   // of a block's bar among its groups; 0 if the row goes the long way
-  uint32_t place = 0;  // of the row's bar among those of its blocks
+// Which threshold is sought: one that leaves so many elements at least.
+struct ThresholdRank {
+  uint32_t rank = 0;   // of a block's threshold among its groups; 0 if the row goes the long way
+  uint32_t place = 0;  // of the row's threshold among those of its blocks
 
-  Bar() = default;
-  // The last ones of a row's blocks may have few elements or none, and a bar that is too low: `full` are the others.
-  Bar(uint32_t sought, uint32_t n, int blocks, int full) {
+  ThresholdRank() = default;
+  // The last ones of a row's blocks may have few elements or none, and a threshold that is too low: `full` are the
+  // others.
+  ThresholdRank(uint32_t sought, uint32_t n, int blocks, int full) {
     if (sought > std::min(SampleCode::most_sought, n)) return;
-    // Somewhat more than its share of each block lets the blocks with the lowest bars be passed over.
+    // Somewhat more than its share of each block lets the blocks with the lowest thresholds be passed over.
     rank = blocks > 1 ? (sought * 5 / 4 + blocks - 1) / blocks : sought;
     rank = std::max(rank, (sought + full - 1) / full);
     place = (sought + rank - 1) / rank;
   }
 };
 
-// The bars of the rows of a call.
-struct Bars {
-  Bar of_k;     // where top-k leaves k elements
-  Bar of_one;   // where it leaves one, as of a row whose temperature is 0
-  Bar of_mass;  // where top-p is of the mass of all elements
+// Those of the rows of a call.
+struct ThresholdRanks {
+  ThresholdRank of_k;     // where top-k leaves k elements
+  ThresholdRank of_one;   // where it leaves one, as of a row whose temperature is 0
+  ThresholdRank of_mass;  // where top-p is of the mass of all elements
 };
 
 // The n-th largest of 16 words, where words of the same value count one by one; by a warp.
@@ -56,9 +58,9 @@ __device__ inline uint32_t nth_largest(const uint32_t (&words)[16], uint32_t nth
 }
 
 // What a row's blocks find together in the first read: the orders of the largest element, which is all ones if one is
-// NaN, and of the bar, which has a meaning if there is one.
+// NaN, and of the threshold, which has a meaning if there is one.
 struct Top {
-  uint32_t top, bar;
+  uint32_t top, threshold;
 };
 
 // The same of a block, from the order of each thread's largest element. All threads of the block call it. The result is
@@ -94,14 +96,14 @@ __device__ inline Top top_of_block(uint32_t of_thread, uint32_t rank, bool alone
   for (int step = 1; step < of_group; step *= 2) before += __shfl_xor_sync(kWholeWarp, before, step);
   if (threadIdx.x % of_group == 0) {
     if (before == 0) shared.top = own;
-    if (before + 1 == rank) shared.bar = own;
+    if (before + 1 == rank) shared.threshold = own;
   }
   __syncthreads();
-  return {shared.top, shared.bar};
+  return {shared.top, shared.threshold};
 }
 
-// Finds top and bar of the row. All threads of the cluster call it.
-__device__ inline Top find_top(uint32_t of_thread, const Bar& sought, unsigned block, unsigned blocks,
+// Finds top and threshold of the row. All threads of the cluster call it.
+__device__ inline Top find_top(uint32_t of_thread, const ThresholdRank& sought, unsigned block, unsigned blocks,
                                SampleShared& shared) {
   const Top of_block = top_of_block(of_thread, sought.rank, blocks == 1, shared);
   if (blocks == 1) return of_block;
@@ -109,15 +111,15 @@ __device__ inline Top find_top(uint32_t of_thread, const Bar& sought, unsigned b
   wait_for_start_of_row();
   if (threadIdx.x < 32 && other < blocks) {
     const bool sends_top = lane < SampleCode::most_blocks;
-    send_to_block(sends_top ? of_block.top : of_block.bar, sends_top ? &shared.tops[block] : &shared.bars[block],
-                  shared.tops_sent, other);
+    send_to_block(sends_top ? of_block.top : of_block.threshold,
+                  sends_top ? &shared.tops[block] : &shared.thresholds[block], shared.tops_sent, other);
   }
   wait_for_sent(shared.tops_sent);
   return {__reduce_max_sync(kWholeWarp, shared.tops[other]),
-          sought.rank > 0 ? nth_largest(shared.bars, sought.place) : 0};
+          sought.rank > 0 ? nth_largest(shared.thresholds, sought.place) : 0};
 }
 
-// Where the elements from the bar on go: each block has its share of the first block's memory.
+// Where the elements from the threshold on go: each block has its share of the first block's memory.
 struct FewPlaces {
   uint32_t room;  // elements of each block
   unsigned block, blocks;
@@ -141,24 +143,25 @@ struct FewPlaces {
   }
 };
 
-// The elements of a pack from the bar on, a bit each. None are chosen where more than there is room for are found.
+// The elements of a pack from the threshold on, a bit each. None are chosen where more than there is room for are
+// found.
 template <class T>
-__device__ __forceinline__ uint32_t chosen_from(float bar, const Pack<T>& pack, const Weights& weights,
+__device__ __forceinline__ uint32_t chosen_from(float threshold, const Pack<T>& pack, const Weights& weights,
                                                 const FewPlaces& places, SampleShared& shared) {
   uint32_t chosen = 0;
-  if (!(pack.maximum() >= bar) || places.crowded(shared)) return chosen;
+  if (!(pack.maximum() >= threshold) || places.crowded(shared)) return chosen;
 #pragma unroll
   for (int k = 0; k < Pack<T>::size; k++)
-    if (const float x = pack.get(k); x >= bar && weights.counts(x)) chosen |= 1u << k;
+    if (const float x = pack.get(k); x >= threshold && weights.counts(x)) chosen |= 1u << k;
   return chosen;
 }
 
-// Gathers the elements from the bar on.
+// Gathers the elements from the threshold on.
 template <class T>
-__device__ void gather_few(const RowPart<T>& part, const Weights& weights, const Keys<T>& keys, float bar,
+__device__ void gather_few(const RowPart<T>& part, const Weights& weights, const Keys<T>& keys, float threshold,
                            const FewPlaces& places, SampleShared& shared) {
   part.template for_chosen<Way::back>(
-      [&](const Pack<T>& pack) { return chosen_from(bar, pack, weights, places, shared); },
+      [&](const Pack<T>& pack) { return chosen_from(threshold, pack, weights, places, shared); },
       [&](uint32_t count) { return places.reserve(count, shared); },
       [&](float x, uint32_t index, uint32_t place) { places.put(keys(x, index), place, shared); });
 }

@@ -179,7 +179,7 @@ __device__ Key end_of_filters(const RowPart<T>& part, const Weights& weights, co
 // It is a kernel of its own, so that it takes no time from the other rows.
 template <class T, bool counts_values = false>
 __global__ void __launch_bounds__(SampleCode::threads, SampleCode::blocks)
-    sample_rows(const __grid_constant__ Sampling<T> call, const Bars bars, int slots) {
+    sample_rows(const __grid_constant__ Sampling<T> call, const ThresholdRanks ranks, int slots) {
   extern __shared__ uint4 memory[];  // the slots, and after them what is shared
   SampleShared& shared = *reinterpret_cast<SampleShared*>(memory + slots * SampleCode::threads);
   const unsigned block = block_of_row(), blocks = counts_values ? 1 : blocks_of_row();
@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(SampleCode::threads, SampleCode::blocks)
   if (threadIdx.x < 32 * of_lane && threadIdx.x % 32 * of_lane + threadIdx.x / 32 >= SampleCode::warps * blocks)
     shared.left[threadIdx.x] = shared.above[threadIdx.x] = shared.total[threadIdx.x] = 0;
   if (threadIdx.x >= blocks && threadIdx.x < SampleCode::most_blocks)
-    shared.tops[threadIdx.x] = shared.bars[threadIdx.x] = 0;
+    shared.tops[threadIdx.x] = shared.thresholds[threadIdx.x] = 0;
   if (threadIdx.x == 0) shared.placed_few = shared.placed = 0;
   if constexpr (counts_values) {
     options.wait();
@@ -214,8 +214,11 @@ __global__ void __launch_bounds__(SampleCode::threads, SampleCode::blocks)
   options.wait();
 
   const bool takes_k = options.k < call.n, by_mass = !takes_k && options.p < 1;  // whether top-p is of all mass
-  const Bar sought = by_mass ? bars.of_mass : !takes_k ? Bar{} : options.k == 1 ? bars.of_one : bars.of_k;
-  const auto [top, bar] = find_top(of_thread, sought, block, blocks, shared);
+  const ThresholdRank sought = by_mass          ? ranks.of_mass
+                               : !takes_k       ? ThresholdRank{}
+                               : options.k == 1 ? ranks.of_one
+                                                : ranks.of_k;
+  const auto [top, threshold] = find_top(of_thread, sought, block, blocks, shared);
   const Weights weights(of_order(top), options.scale());
   if (top == ~0u || !isfinite(weights.m) || isnan(weights.scale)) {  // there is no distribution
     if (block == 0 && threadIdx.x == 0) call.token[index] = 0, call.probability[index] = nanf("");
@@ -225,10 +228,10 @@ __global__ void __launch_bounds__(SampleCode::threads, SampleCode::blocks)
   const FewPlaces places(block, blocks);
   Survey survey;
   if (by_mass) {
-    const float lowest = sought.rank > 0 ? of_order(bar) : nanf("");  // without a bar, nothing is gathered
+    const float lowest = sought.rank > 0 ? of_order(threshold) : nanf("");  // without a threshold, nothing is gathered
     survey = count_and_weigh(part, weights, keys, lowest, places, shared);
   } else if (sought.rank > 0) {
-    gather_few(part, weights, keys, of_order(bar), places, shared);
+    gather_few(part, weights, keys, of_order(threshold), places, shared);
   }
   Mass total = 0;  // of all elements, where top-p is of that, and what it leaves of that
   Mass enough = 0;
@@ -258,8 +261,8 @@ __global__ void __launch_bounds__(SampleCode::threads, SampleCode::blocks)
     }
     bracket = find_bracket(options.k, options.p, call.n, by_mass, enough, total,
                            blocks > 1 ? shared.row.all : shared.counts, shared);
-    // Tells the other blocks how many candidates there are here, and that this block no longer needs what lies where the
-    // first block gathers the keys.
+    // Sends the other blocks how many candidates there are here, and that this block no longer needs what lies where
+    // the first block gathers the keys.
     if (blocks > 1 && threadIdx.x < blocks)
       send_to_block(bracket.own, &shared.candidates_of_block[block], shared.candidates_sent, threadIdx.x);
   }

@@ -1,7 +1,7 @@
 // Where a filter ends: the greatest key from which on the keys have a given mass or number together.
 //
-// The keys between two bounds are put into bins, one for each thread, and the bin in which the mass is reached gives the
-// next bounds.
+// The keys between two bounds are put into bins, one for each thread, and the bin in which the mass is reached gives
+// the next bounds.
 #pragma once
 
 #include "shared.cuh"
@@ -19,8 +19,8 @@ struct Search {
   static constexpr int bits_of_bins = 9;
   static_assert(1 << bits_of_bins == SampleCode::threads);
 
-  // Narrows the bounds to one bin, given the mass in that of each thread, from the last bin on. All threads of the block
-  // call it.
+  // Narrows the bounds to one bin, given the mass in that of each thread, from the last bin on. All threads of the
+  // block call it.
   __device__ void narrow(Mass mass, SampleShared& shared) {
     Mass all;
     const Mass until = scan_of_block(mass, shared.warps[0], all);

@@ -41,13 +41,14 @@ struct Range {
   Mass target, before, all;
 };
 
-// The number and the mass of a block's elements from the bar on, and the mass of all its elements. The masses are not
-// added up where top-p is not of the mass of all elements.
+// The number and the mass of a block's elements from the threshold on, and the mass of all its elements. The masses are
+// not added up where top-p is not of the mass of all elements.
 struct FewOfBlock {
   Mass count, above, total;
 };
 
-// The elements from the bar on, each with its mass; what it and the greater ones are together; and those that are left.
+// The elements from the threshold on, each with its mass; what it and the greater ones are together; and those that are
+// left.
 struct Few {
   ulonglong2 elements[SampleCode::most_few], left[SampleCode::most_few];
   Mass until[SampleCode::most_few];
@@ -95,8 +96,9 @@ struct SampleShared {
   };
 
   static constexpr int most_warps = SampleCode::most_blocks * SampleCode::warps;
-  // The place of a warp of the cluster in the tables: each lane has as many warps that follow each other, and the lanes'
-  // first ones lie side by side. of_lane is a power of two, as it is for clusters of 1, 2, 3, 4, 8 and 16 blocks.
+  // The place of a warp of the cluster in the tables: each lane has as many warps that follow each other, and the
+  // lanes' first ones lie side by side. of_lane is a power of two, as it is for clusters of 1, 2, 3, 4, 8 and 16
+  // blocks.
   __device__ static int place_of_warp(int warp, int of_lane) {
     return (warp & (of_lane - 1)) * 32 + (warp >> (__ffs(of_lane) - 1));
   }
@@ -116,22 +118,23 @@ struct SampleShared {
   Mass left[most_warps], above[most_warps], total[most_warps];
   Masses<most_warps> candidates;  // the mass of the candidates that are left
   alignas(16) uint32_t groups[SampleCode::groups];  // the order of each one's largest element
-  uint32_t top, bar;                                // the orders of the block's largest element, and of its bar
-  alignas(16) uint32_t tops[SampleCode::most_blocks], bars[SampleCode::most_blocks];  // those of all blocks
+  uint32_t top, threshold;  // the orders of the block's largest element, and of its threshold
+  alignas(16) uint32_t tops[SampleCode::most_blocks], thresholds[SampleCode::most_blocks];  // those of all blocks
   FewOfBlock few_of_block[SampleCode::most_blocks];
   uint32_t candidates_of_block[SampleCode::most_blocks];
   Bracket bracket;
   // Each counts the bytes of one exchange. Those of the last two come to the first block alone, which learns only later
   // how many they are.
   Barrier tops_sent, few_sent, counts_sent, sums_sent, candidates_sent, few_keys_sent, totals_sent;
-  uint32_t placed_few, placed;  // elements from the bar on, and candidates, of the block that have a place
+  uint32_t placed_few, placed;  // elements from the threshold on, and candidates, of the block that have a place
   Range range;
   Key found;        // what one thread or warp has found for all
   Mass found_rest;
   uint32_t found_count;
   Key few[SampleCode::few];
   union {
-    Key few_keys[SampleCode::few_room];  // of the elements from the bar on, in the first block, which has room for each
+    // Of the elements from the threshold on, in the first block, which has room for each.
+    Key few_keys[SampleCode::few_room];
     ByValue by_value;
   };
 };

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "keys.cuh"
-#include "tuning.cuh"
+#include "tuning.h"
 
 namespace jaxsoft::cuda {
 

@@ -1,12 +1,12 @@
 // Long rows: a block goes through a row, or a part of one, of which a second kernel merges the parts.
 //
-// The bar is about the k-th largest of the threads' maxima. If there are not threads enough to tell the k largest apart,
-// each warp finds a bar for its share of them, k divided by the number of warps, from groups of its elements: at least k
-// elements of all warps reach the least of these bars.
+// The threshold is about the k-th largest of the threads' maxima. If there are not threads enough to tell the k largest
+// apart, each warp finds a threshold for its share of them, k divided by the number of warps, from groups of its
+// elements: at least k elements of all warps reach the least of these thresholds.
 #pragma once
 
 #include "exact.cuh"
-#include "late.cuh"
+#include "ties.cuh"
 #include "results.cuh"
 
 namespace jaxsoft::cuda {
@@ -40,15 +40,15 @@ __device__ void write_part(const typename StateOf<T>::Part& state, int count, co
 // What the warps of a block share.
 struct Together {
   Gathered gathered;
-  uint32_t low, high;  // orders: the bar is between them
+  uint32_t low, high;  // orders: the threshold is between them
   uint32_t slots[TopKCode::warps];
-  uint8_t reaching[TopKClusters::threads / 32][32];  // groups of a step of a warp that reach the bar
+  uint8_t reaching[TopKClusters::threads / 32][32];  // groups of a step of a warp that reach the threshold
 };
 
-// A bar that at least k of the threads' maxima reach, and at most `enough` unless some are equal. `found` becomes the
-// number of those that do. `together.low` and `high` are ~0 and 0. All threads of the block call it.
+// A threshold that at least k of the threads' maxima reach, and at most `enough` unless some are equal. `found` becomes
+// the number of those that do. `together.low` and `high` are ~0 and 0. All threads of the block call it.
 template <class T>
-__device__ float bar_of_block(float top, int k, int enough, Together& together, int& found) {
+__device__ float threshold_of_block(float top, int k, int enough, Together& together, int& found) {
   const uint32_t own = order_of(top), least = __reduce_min_sync(kAllLanes, own > kLeastOrder ? own : ~0u);
   const uint32_t high = __reduce_max_sync(kAllLanes, own);
   if (threadIdx.x % 32 == 0) atomicMin(&together.low, least), atomicMax(&together.high, high);
@@ -61,13 +61,14 @@ __device__ float bar_of_block(float top, int k, int enough, Together& together, 
   return of_order(greatest_order<T>(together.low, together.high, k, enough, found,
                                     [&](uint32_t order) { return __syncthreads_count(own >= order); }));
 }
-// The least of the bars for the warps' shares. Only warps with a whole tile have one.
+// The least of the thresholds for the warps' shares. Only warps with a whole tile have one.
 template <class T>
-__device__ float bar_of_shares(const Tiles<T>& tiles, const float* maxima, int groups, int k, Together& together) {
+__device__ float threshold_of_shares(const Tiles<T>& tiles, const float* maxima, int groups, int k,
+                                     Together& together) {
   const int full = min(tiles.warps, tiles.from.window.packs / Tiles<T>::length);
   uint32_t slot = full > 0 ? ~0u : kLeastOrder;
   int found;
-  if (tiles.warp < full) slot = order_of(bar_of_warp<T>(maxima, groups, (k + full - 1) / full, found));
+  if (tiles.warp < full) slot = order_of(threshold_of_warp<T>(maxima, groups, (k + full - 1) / full, found));
   if (tiles.lane() == 0) together.slots[tiles.warp] = slot;
   __syncthreads();
   return of_order(__reduce_min_sync(kAllLanes, tiles.lane() < tiles.warps ? together.slots[tiles.lane()] : ~0u));
@@ -88,7 +89,7 @@ __device__ inline bool append(Key key, Gathered& gathered, Key* keys, int room) 
 // Finds exactly the k largest elements. All threads of the block call it.
 template <class T>
 __device__ __noinline__ void find_by_block(const Arguments<T>& args, int k, const Split& split, Gathered& gathered,
-                                           const float* maxima, int groups, int together, float bar, float top,
+                                           const float* maxima, int groups, int together, float threshold, float top,
                                            Key* keys, int room) {
   const auto elements = elements_of_part(args, blockIdx.x, split);
   const Tiles<T> tiles{elements, static_cast<int>(threadIdx.x / 32), static_cast<int>(blockDim.x / 32)};
@@ -102,7 +103,7 @@ __device__ __noinline__ void find_by_block(const Arguments<T>& args, int k, cons
     return gathered.count;
   };
   const ExactSearch<T, decltype(sum)> search{tiles, maxima, groups, together, k, sum};
-  const Key least = search.least(bar, top);
+  const Key least = search.least(threshold, top);
   __syncthreads();
   if (threadIdx.x == 0) gathered.count = 0;
   __syncthreads();
@@ -133,26 +134,27 @@ __global__ void __launch_bounds__(TopKCode::threads, TopKCode::blocks)
   const State of_warp = reduce_lanes<T>(part, 32);
   if (lane == 0) of_warps[warp] = of_warp;
   const int groups = tiles.groups(sizes.tiles);
-  // A bar that a few more reach would let through too much of whole rows that ascend or descend, as few warps have their
-  // largest elements.
+  // A threshold that a few more reach would let through too much of whole rows that ascend or descend, as few warps
+  // have their largest elements.
   const int enough = split.parts == 1 ? k : enough_for(k);
   int reaching = INT_MAX;
-  const float bar = 2 * k <= static_cast<int>(blockDim.x) ? bar_of_block<T>(part.m, k, enough, together, reaching)
-                                                          : bar_of_shares(tiles, maxima, groups, k, together);
-  if (reaching > enough_for(k) && bar > -infinity<float>())  // many are equal, or may be
-    leave_out_late_of_block(bar, k, sizes.tiles * Tiles<T>::group_elements, sizes.room, sizes.tiles == 1, maxima,
+  const float threshold = 2 * k <= static_cast<int>(blockDim.x)
+                              ? threshold_of_block<T>(part.m, k, enough, together, reaching)
+                              : threshold_of_shares(tiles, maxima, groups, k, together);
+  if (reaching > enough_for(k) && threshold > -infinity<float>())  // many are equal, or may be
+    leave_out_ties_of_block(threshold, k, sizes.tiles * Tiles<T>::group_elements, sizes.room, sizes.tiles == 1, maxima,
                             groups, together.reaching);
-  const bool fits = tiles.collect(bar, maxima, groups, sizes.tiles, found, TopKCode::most_found,
+  const bool fits = tiles.collect(threshold, maxima, groups, sizes.tiles, found, TopKCode::most_found,
                                   [&](Key key) { return append(key, together.gathered, all, sizes.room); });
   if (!fits && lane == 0) atomicAdd(&together.gathered.count, sizes.room + 1);
   const State state = reduce_lanes<T>(lane < warps ? of_warps[lane] : State(), 32);
   __syncthreads();
   int count = together.gathered.count;
   if (count > sizes.room) {
-    find_by_block(args, k, split, together.gathered, maxima, groups, sizes.tiles, bar, state.m, all, sizes.room);
+    find_by_block(args, k, split, together.gathered, maxima, groups, sizes.tiles, threshold, state.m, all, sizes.room);
     count = together.gathered.count;
   } else if (count > max(enough_for(k), TopKCode::ranked)) {
-    cut<T>(together.gathered, all, count, k, order_of(bar), elements.n);
+    cut<T>(together.gathered, all, count, k, order_of(threshold), elements.n);
     count = together.gathered.count;
   }
   if (split.parts == 1) return write_largest(args, to, elements.index, state, count, all);

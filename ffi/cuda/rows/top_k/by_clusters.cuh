@@ -1,5 +1,6 @@
-// Few rows: the blocks of a cluster have a part of a row each. They send the maxima of some lanes each, as slots, to all
-// of them, so that one bar serves the whole row. What reaches it goes to the first block, which writes the result.
+// Few rows: the blocks of a cluster have a part of a row each. They send the maxima of some lanes each, as slots, to
+// all of them, so that one threshold serves the whole row. What reaches it goes to the first block, which writes the
+// result.
 #pragma once
 
 #include "../../hopper.cuh"
@@ -14,14 +15,14 @@ struct OfCluster {
   float2 sums[TopKClusters::most_warps];      // s and c of the sums of all warps, relative to m
   int counts[TopKClusters::most_blocks];      // of the keys that the blocks have sent
   Together together;                          // what the kernel with a block for each row shares, but for its slots
-  float bar, m;                               // of the row
-  int reaching;                               // slots that reach the bar
+  float threshold, m;                               // of the row
+  int reaching;                               // slots that reach the threshold
   float2 sum;                                 // of the row, in the first block
 };
 
-// The bar of a row and its maximum, by a warp, from so many slots.
+// The threshold of a row and its maximum, by a warp, from so many slots.
 template <class T, int of_lane>
-__device__ void find_bar_of_slots(OfCluster& shared, int slots, int k) {
+__device__ void find_threshold_of_slots(OfCluster& shared, int slots, int k) {
   float taken[of_lane], m = -infinity<float>();
 #pragma unroll
   for (int g = 0; g < of_lane; g++) {
@@ -31,8 +32,8 @@ __device__ void find_bar_of_slots(OfCluster& shared, int slots, int k) {
   }
   m = of_order(__reduce_max_sync(kAllLanes, order_of(m)));
   int reaching;
-  const float bar = bar_by_bisection<T, 32>(taken, k, reaching);
-  if (threadIdx.x % 32 == 0) shared.m = m, shared.bar = bar, shared.reaching = reaching;
+  const float threshold = threshold_by_bisection<T, 32>(taken, k, reaching);
+  if (threadIdx.x % 32 == 0) shared.m = m, shared.threshold = threshold, shared.reaching = reaching;
 }
 
 // Merges what the blocks have put into the first block's memory: their keys, without gaps, into `keys`, and the sums of
@@ -56,30 +57,31 @@ __device__ inline int merge_blocks(OfCluster& shared, unsigned blocks, const Key
   return count;
 }
 
-// Finds the keys of a block of which more reach the row's bar than there is room for, as in rows that ascend. A bar for
-// the block is higher, but if its largest elements are in few threads as well, the k largest are searched for. `top` is
-// the thread's maximum, and m that of the row. All threads of the block call it.
+// Finds the keys of a block of which more reach the row's threshold than there is room for, as in rows that ascend. A
+// threshold for the block is higher, but if its largest elements are in few threads as well, the k largest are searched
+// for. `top` is the thread's maximum, and m that of the row. All threads of the block call it.
 template <class T>
 __device__ __noinline__ void gather_crowded(const Arguments<T>& args, int k, const Split& split, Together& together,
-                                            const float* maxima, int groups, int of_group, uint16_t* found, float bar,
-                                            float top, float m, Key* keys, int room) {
+                                            const float* maxima, int groups, int of_group, uint16_t* found,
+                                            float threshold, float top, float m, Key* keys, int room) {
   Gathered& gathered = together.gathered;
   int reaching;
-  const float higher =
-      2 * k <= static_cast<int>(blockDim.x) ? bar_of_block<T>(top, k, enough_for(k), together, reaching) : bar;
-  if (higher > bar) {
+  const float higher = 2 * k <= static_cast<int>(blockDim.x)
+                           ? threshold_of_block<T>(top, k, enough_for(k), together, reaching)
+                           : threshold;
+  if (higher > threshold) {
     const auto elements = elements_of_part(args, blockIdx.x, split);
     const Tiles<T> tiles{elements, static_cast<int>(threadIdx.x / 32), static_cast<int>(blockDim.x / 32)};
-    bar = higher;
+    threshold = higher;
     if (threadIdx.x == 0) gathered.count = 0;
     __syncthreads();
-    const bool fits = tiles.collect(bar, maxima, groups, of_group, found, TopKCode::most_found,
+    const bool fits = tiles.collect(threshold, maxima, groups, of_group, found, TopKCode::most_found,
                                     [&](Key key) { return append(key, gathered, keys, room); });
     if (!fits && tiles.lane() == 0) atomicAdd(&gathered.count, room + 1);
     __syncthreads();
     if (gathered.count <= room) return;
   }
-  find_by_block(args, k, split, gathered, maxima, groups, of_group, bar, m, keys, room);
+  find_by_block(args, k, split, gathered, maxima, groups, of_group, threshold, m, keys, room);
 }
 
 // A row by the blocks of a cluster. `width` lanes share a slot. In shared memory lie the block's keys, those that the
@@ -116,31 +118,33 @@ __global__ void __launch_bounds__(TopKClusters::threads, TopKClusters::blocks)
     }
     publish_to_cluster();
     wait_for_cluster();
-    // One warp finds the bar. The others have their sums meanwhile, and it has its own later, when others wait as well.
+    // One warp finds the threshold. The others have their sums meanwhile, and it has its own later, when others wait as
+    // well.
     State<float, false> of_warp;
     auto reduce = [&] {
       for (int mask = width; mask < 32; mask *= 2) top = max(top, __shfl_xor_sync(kAllLanes, top, mask));
       of_warp = {top, reduce_lanes<T>(part.seen_from(top), 32)};
     };
     if (warp == 0) {
-      if (slots <= 32 * 2) find_bar_of_slots<T, 2>(shared, slots, k);
-      else if (slots <= 32 * 8) find_bar_of_slots<T, 8>(shared, slots, k);
-      else find_bar_of_slots<T, TopKClusters::most_slots / 32>(shared, slots, k);
+      if (slots <= 32 * 2) find_threshold_of_slots<T, 2>(shared, slots, k);
+      else if (slots <= 32 * 8) find_threshold_of_slots<T, 8>(shared, slots, k);
+      else find_threshold_of_slots<T, TopKClusters::most_slots / 32>(shared, slots, k);
     } else {
       reduce();
     }
     __syncthreads();
-    const float bar = shared.bar, m = shared.m;
+    const float threshold = shared.threshold, m = shared.m;
     Gathered& gathered = shared.together.gathered;
     const int groups = tiles.groups(sizes.tiles);
-    if (shared.reaching > enough_for(k) && bar > -infinity<float>()) {  // many are equal
-      int before = 0;  // slots of the parts before, each of which has an element that reaches the bar
-      for (int i = lane; i < static_cast<int>(rank) * warps * slots_of_warp; i += 32) before += shared.slots[i] >= bar;
+    if (shared.reaching > enough_for(k) && threshold > -infinity<float>()) {  // many are equal
+      int before = 0;  // slots of the parts before, each of which has an element that reaches the threshold
+      for (int i = lane; i < static_cast<int>(rank) * warps * slots_of_warp; i += 32)
+        before += shared.slots[i] >= threshold;
       before = __reduce_add_sync(kAllLanes, before);
-      leave_out_late_of_block(bar, k - before, sizes.tiles * Tiles<T>::group_elements, of_block, sizes.tiles == 1,
+      leave_out_ties_of_block(threshold, k - before, sizes.tiles * Tiles<T>::group_elements, of_block, sizes.tiles == 1,
                               maxima, groups, shared.together.reaching);
     }
-    const bool fits = tiles.collect(bar, maxima, groups, sizes.tiles, found, TopKCode::most_found,
+    const bool fits = tiles.collect(threshold, maxima, groups, sizes.tiles, found, TopKCode::most_found,
                                     [&](Key key) { return append(key, gathered, all, of_block); });
     if (!fits && lane == 0) atomicAdd(&gathered.count, of_block + 1);
     if (warp == 0) reduce();
@@ -148,9 +152,9 @@ __global__ void __launch_bounds__(TopKClusters::threads, TopKClusters::blocks)
     if (lane == 0) *in_block(&shared.sums[rank * warps + warp], 0) = {sum.s, sum.c};
     __syncthreads();
     if (gathered.count > of_block)
-      gather_crowded(args, k, split, shared.together, maxima, groups, sizes.tiles, found, bar, part.m, m, all,
+      gather_crowded(args, k, split, shared.together, maxima, groups, sizes.tiles, found, threshold, part.m, m, all,
                      of_block);
-    if (gathered.count > room) cut<T>(gathered, all, gathered.count, k, order_of(bar), elements.n);
+    if (gathered.count > room) cut<T>(gathered, all, gathered.count, k, order_of(threshold), elements.n);
     Key* const to_first = in_block(sent + rank * room, 0);
     for (int i = threadIdx.x; i < gathered.count; i += blockDim.x) to_first[i] = all[i];
     if (threadIdx.x == 0) *in_block(&shared.counts[rank], 0) = gathered.count;
@@ -160,7 +164,7 @@ __global__ void __launch_bounds__(TopKClusters::threads, TopKClusters::blocks)
 
     int count = merge_blocks(shared, blocks, sent, room, merged);
     if (count > max(enough_for(k), TopKCode::ranked)) {
-      cut<T>(gathered, merged, count, k, order_of(bar), args.n);
+      cut<T>(gathered, merged, count, k, order_of(threshold), args.n);
       count = gathered.count;
     }
     const State<float, false> state{m, {shared.sum.x, shared.sum.y}};

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "exact.cuh"
-#include "late.cuh"
+#include "ties.cuh"
 #include "results.cuh"
 
 namespace jaxsoft::cuda {
@@ -11,13 +11,13 @@ namespace jaxsoft::cuda {
 // Finds exactly the k largest elements of a row.
 template <class T>
 __device__ __noinline__ void find_by_warp(const Arguments<T>& args, int64_t index, int k, const float* maxima,
-                                          int groups, float bar, float top, Key* keys) {
+                                          int groups, float threshold, float top, Key* keys) {
   const Elements<T> row(args, index);
   const Tiles<T> tiles{row, 0, 1};
   auto sum = [](int number) { return __reduce_add_sync(kAllLanes, number); };
   const ExactSearch<T, decltype(sum)> search{tiles, maxima, groups, 1, k, sum};
   int count = 0;
-  search.collect(search.least(bar, top), [&](Key key) {
+  search.collect(search.least(threshold, top), [&](Key key) {
     const unsigned all = __ballot_sync(kAllLanes, key > 0);
     if (key > 0) keys[count + __popc(all & ((1u << tiles.lane()) - 1))] = key;
     count += __popc(all);
@@ -25,7 +25,8 @@ __device__ __noinline__ void find_by_warp(const Arguments<T>& args, int64_t inde
   __syncwarp();
 }
 
-// A row by each warp. `groups`: of a lane, at most: a row that begins late in its first pack has one more than others may.
+// A row by each warp. `groups`: of a lane, at most: a row that begins late in its first pack has one more than others
+// may.
 template <class T>
 __global__ void __launch_bounds__(32 * TopKCode::rows, TopKCode::row_blocks)
     top_k_by_warps(const __grid_constant__ Arguments<T> args, const __grid_constant__ Largest<T> to, int groups,
@@ -44,11 +45,11 @@ __global__ void __launch_bounds__(32 * TopKCode::rows, TopKCode::row_blocks)
   const auto part = tiles.fold(maxima, 1);
   const int own = tiles.groups(1);
   int reaching;
-  const float bar = bar_of_warp<T>(maxima, own, k, reaching);
-  if (reaching >= 2 * k && bar > -infinity<float>())  // with fewer that are equal this takes longer than it saves
-    leave_out_late_of_warp(bar, k, Tiles<T>::group_elements, room, maxima, own);
+  const float threshold = threshold_of_warp<T>(maxima, own, k, reaching);
+  if (reaching >= 2 * k && threshold > -infinity<float>())  // with fewer that are equal this takes longer than it saves
+    leave_out_ties_of_warp(threshold, k, Tiles<T>::group_elements, room, maxima, own);
   int count = 0;
-  const bool fits = tiles.collect(bar, maxima, own, 1, found, room, [&](Key key) {
+  const bool fits = tiles.collect(threshold, maxima, own, 1, found, room, [&](Key key) {
     const unsigned all = __ballot_sync(kAllLanes, key > 0);
     const int place = count + __popc(all & ((1u << lane) - 1));
     if (key > 0 && place < room) keys[place] = key;
@@ -59,10 +60,10 @@ __global__ void __launch_bounds__(32 * TopKCode::rows, TopKCode::row_blocks)
   __syncwarp();
   const SoftmaxOfRow softmax(state.m, state.s());
   if (softmax.exists && (!fits || count > room))
-    find_by_warp(args, index, k, maxima, own, bar, state.m, keys), count = k;
+    find_by_warp(args, index, k, maxima, own, threshold, state.m, keys), count = k;
   count = min(count, room);
   if (count > max(enough_for(k), TopKCode::ranked_of_warp)) {
-    const Key least = least_of_largest<T>(keys, count, k, order_of(bar), row.n);
+    const Key least = least_of_largest<T>(keys, count, k, order_of(threshold), row.n);
     count = keep_from(least, keys, count, keys);
   }
   sort_largest(keys, count, k, sorted);

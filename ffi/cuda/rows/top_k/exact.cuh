@@ -1,6 +1,7 @@
-// The k largest elements of rows of which too many reach a bar that is taken from the maxima of groups: many are equal,
-// or the largest are in a few groups. The least of the k largest keys is searched for by bisection, first its order and
-// then its index. Each step counts elements, of the groups that reach the bar only, by reading them again.
+// The k largest elements of rows of which too many reach a threshold that is taken from the maxima of groups: many are
+// equal, or the largest are in a few groups. The least of the k largest keys is searched for by bisection, first its
+// order and then its index. Each step counts elements, of the groups that reach the threshold only, by reading them
+// again.
 #pragma once
 
 #include "tiles.cuh"
@@ -17,8 +18,8 @@ struct ExactSearch {
   const int k;
   const Sum sum;
 
-  // Calls use(packs, first, true) for the lane's tiles of the groups for which wanted(maximum, the tile's first element)
-  // is true. All lanes of the warp call it together, if one of them has such a group; the others with false.
+  // Calls use(packs, first, true) for the lane's tiles of the groups for which wanted(maximum, the tile's first
+  // element) is true. All lanes of the warp call it together, if one of them has such a group; the others with false.
   template <class Wanted, class Use>
   __device__ void visit(Wanted wanted, Use use) const {
     for (int g = 0; g < groups; g++)
@@ -35,19 +36,20 @@ struct ExactSearch {
   }
   // The number of elements from an order on, which is above that of -inf.
   __device__ int number_from(uint32_t order) const {
-    const float bar = of_order(order);
+    const float threshold = of_order(order);
     int number = 0;
-    visit([&](float top, int) { return top >= bar; },
-          [&](const TilePacks<T>& packs, int, bool reads) { number += reads ? __popc(marks_from(bar, packs)) : 0; });
+    visit([&](float top, int) { return top >= threshold; }, [&](const TilePacks<T>& packs, int, bool reads) {
+      number += reads ? __popc(mask_from(threshold, packs)) : 0;
+    });
     return sum(number);
   }
   // The number of elements of an order up to a place.
   __device__ int number_until(int last, uint32_t order) const {
-    const float bar = of_order(order), above = of_order(order + (1u << kFree<T>));
+    const float threshold = of_order(order), above = of_order(order + (1u << kFree<T>));
     int number = 0;
-    visit([&](float top, int begin) { return top >= bar && begin <= last; },
+    visit([&](float top, int begin) { return top >= threshold && begin <= last; },
           [&](const TilePacks<T>& packs, int first, bool reads) {
-            uint32_t left = reads ? marks_from(bar, packs) & ~marks_from(above, packs) : 0;
+            uint32_t left = reads ? mask_from(threshold, packs) & ~mask_from(above, packs) : 0;
             for (; left; left &= left - 1) {
               const int place = tiles.place(__ffs(left) - 1, first);
               number += place >= 0 && place <= last && place < tiles.from.window.n;
@@ -56,10 +58,10 @@ struct ExactSearch {
     return sum(number);
   }
 
-  // The least key of the k largest. At least k elements reach `bar`, or it is -inf; no element is above `top`.
-  __device__ Key least(float bar, float top) const {
+  // The least key of the k largest. At least k elements reach `threshold`, or it is -inf; no element is above `top`.
+  __device__ Key least(float threshold, float top) const {
     constexpr uint32_t one = 1u << kFree<T>;
-    uint32_t low = order_of(bar), high = order_of(top);
+    uint32_t low = order_of(threshold), high = order_of(top);
     if (low <= kLeastOrder) {  // if there are k elements above -inf, only those are read from here on
       if (high > kLeastOrder && number_from(kLeastOrder + one) >= k) low = kLeastOrder + one;
       else low = high = kLeastOrder;
@@ -84,17 +86,17 @@ struct ExactSearch {
   // Calls use(key) for each key from the least one on, as `Tiles::collect`.
   template <class Use>
   __device__ void collect(Key least, Use use) const {
-    const float bar = of_order(order_in(least));
+    const float threshold = of_order(order_in(least));
     const int last = static_cast<int>(index_in(least) - tiles.from.begin);
-    visit([&](float top, int begin) { return top > bar || (top == bar && begin <= last); },
+    visit([&](float top, int begin) { return top > threshold || (top == threshold && begin <= last); },
           [&](const TilePacks<T>& packs, int first, bool reads) {
-            uint32_t marks = reads ? marks_from(bar, packs) : 0;
-            while (__any_sync(kAllLanes, marks != 0)) {
-              const int place = marks ? tiles.place(__ffs(marks) - 1, first) : -1;
+            uint32_t mask = reads ? mask_from(threshold, packs) : 0;
+            while (__any_sync(kAllLanes, mask != 0)) {
+              const int place = mask ? tiles.place(__ffs(mask) - 1, first) : -1;
               const bool inside = place >= 0 && place < tiles.from.window.n;
               const Key key = inside ? tiles.key_at(place) : 0;
               use(key >= least ? key : 0);
-              marks &= marks - 1;
+              mask &= mask - 1;
             }
           });
   }

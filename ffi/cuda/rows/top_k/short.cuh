@@ -8,7 +8,7 @@
 #include "../operations/logsumexp.cuh"
 #include "../row.cuh"
 #include "buffer.cuh"
-#include "marks.cuh"
+#include "masks.cuh"
 #include "results.cuh"
 
 namespace jaxsoft::cuda {
@@ -25,16 +25,17 @@ __device__ float sum_of_held(const Pack<T> (&x)[packs], float m, const Plain& fo
   return isfinite(m) ? __fdividef(sum, exponential_term(m, from)) : sum;
 }
 
-// The elements of a lane's packs that reach the bar, a bit each, as `marks_from` gives them, but NaN may be among them,
-// as a row with NaN has no softmax. The marks of f32 are computed as numbers, since there are twice as many units for
+// The elements of a lane's packs that reach the threshold, a bit each, as `mask_from` gives them, but NaN may be among
+// them, as a row with NaN has no softmax. That of f32 is computed with numbers, since there are twice as many units for
 // sums and products as for comparisons.
 template <class T, int packs>
-__device__ uint32_t marks_of_held(float bar, const Pack<T> (&x)[packs]) {
+__device__ uint32_t mask_of_lane(float threshold, const Pack<T> (&x)[packs]) {
   if constexpr (sizeof(T) == 4) {
-    // The bar is scaled to 2^30 or more. An element lacks 64 of it then, at least, or nothing, which saturates to 1 or 0.
-    const uint32_t exponent = bits<uint32_t>(bar) >> 23 & 0xff;
+    // The threshold is scaled to 2^30 or more. An element lacks 64 of it then, at least, or nothing, which saturates to
+    // 1 or 0.
+    const uint32_t exponent = bits<uint32_t>(threshold) >> 23 & 0xff;
     if (exponent >= 30 && exponent < 255) {
-      const float scale = bits<float>((284 - exponent) << 23), scaled = bar * scale;
+      const float scale = bits<float>((284 - exponent) << 23), scaled = threshold * scale;
       constexpr int of_part = 16;
       uint32_t below = 0;
 #pragma unroll
@@ -50,21 +51,21 @@ __device__ uint32_t marks_of_held(float bar, const Pack<T> (&x)[packs]) {
       return ~below & (4 * packs < 32 ? (1u << 4 * packs % 32) - 1 : ~0u);
     }
   }
-  return marks_from(bar, x);
+  return mask_from(threshold, x);
 }
 
-// Of elements that are equal to the bar, `marks`, keeps the first ones: at least `needed`, and at most `most`. This is
-// for rows that are `wanted`, which have so many from `begin` to `end`, the ends of the row. Places are counted from
-// its first pack. All lanes of the warp call it.
+// Of elements that are equal to the threshold, a `mask`, keeps the first ones: at least `needed`, and at most `most`.
+// This is for rows that are `wanted`, which have so many from `begin` to `end`, the ends of the row. Places are counted
+// from its first pack. All lanes of the warp call it.
 template <class T, int lanes, int packs>
-__device__ __noinline__ uint32_t first_of_equal(uint32_t marks, int needed, int most, bool wanted, int begin, int end) {
+__device__ __noinline__ uint32_t first_of_equal(uint32_t mask, int needed, int most, bool wanted, int begin, int end) {
   const int last = end;
   int place = begin + needed;
   for (;;) {
-    const uint32_t before = marks & marks_before<T, packs>(place, threadIdx.x % lanes, lanes);
+    const uint32_t before = mask & mask_before<T, packs>(place, threadIdx.x % lanes, lanes);
     const int count = combine_lanes<Total, lanes>(__popc(before));
-    if (wanted && count >= needed && count <= most) marks = before, wanted = false;
-    if (!__any_sync(kAllLanes, wanted)) return marks;
+    if (wanted && count >= needed && count <= most) mask = before, wanted = false;
+    if (!__any_sync(kAllLanes, wanted)) return mask;
     if (count < needed) begin = place;
     else end = place;
     place = end == last ? min(2 * place, (begin + end + 1) / 2) : begin + (end - begin) / 2;
@@ -96,21 +97,21 @@ __device__ __noinline__ void sort_by_turns(const T* row, int n, int k, bool want
 
 // A lower bound of the k-th largest of the groups' maxima, which hardly more than k of them reach, and the maximum m.
 template <class T, int lanes, int packs>
-__device__ float find_bar(const Pack<T> (&x)[packs], int k, float& m) {
+__device__ float find_threshold(const Pack<T> (&x)[packs], int k, float& m) {
   if constexpr (lanes < 32 && sizeof(T) == 2) {
-    if (k <= 4) return bar_of_pairs<T, lanes, 4>(x, m);
-    if (k <= 8) return bar_of_pairs<T, lanes, 8>(x, m);
+    if (k <= 4) return threshold_of_pairs<T, lanes, 4>(x, m);
+    if (k <= 8) return threshold_of_pairs<T, lanes, 8>(x, m);
   }
   float maxima[kGroupsOfThread];
   maxima_of_groups(x, maxima);
   if constexpr (lanes < 32 && sizeof(T) == 4) {
-    if (k <= 4) return bar_by_merging<lanes, 4>(maxima, m);
-    if (k <= 8) return bar_by_merging<lanes, 8>(maxima, m);
+    if (k <= 4) return threshold_by_merging<lanes, 4>(maxima, m);
+    if (k <= 8) return threshold_by_merging<lanes, 8>(maxima, m);
   }
   m = max(max(maxima[0], maxima[1]), max(maxima[2], maxima[3]));
   m = reduce_maximum(m, lanes);
   int found;
-  return bar_by_bisection<T, lanes>(maxima, k, found);
+  return threshold_by_bisection<T, lanes>(maxima, k, found);
 }
 
 // Takes 1 from `number` if a is greater than b. This is the borrow of a subtraction, which takes an instruction less
@@ -171,7 +172,7 @@ struct FoundInRow {
   struct Content {
     Key found[room + zeros];  // keys of 0 follow those found
     Key sorted[ShortRows::most_k(lanes)];
-    uint16_t marked[room];
+    uint16_t positions[room];
   };
   union alignas(16) {
     Content content;
@@ -195,7 +196,7 @@ __global__ void __launch_bounds__(ShortRows::threads(lanes), ShortRows::blocks(l
   // Keeps the compiler from computing them again and again.
   asm("" : "+l"(row), "+l"(index), "+r"(lane), "+r"(address));
   __builtin_assume(__isGlobal(row));
-  auto& [found, sorted, marked] = static_cast<Found*>(__cvta_shared_to_generic(address))->content;
+  auto& [found, sorted, positions] = static_cast<Found*>(__cvta_shared_to_generic(address))->content;
   const Window<T, layout> window(row, n, true);  // all rows begin at an element
   const T nothing = narrow<T>(-infinity<float>());
 
@@ -215,29 +216,29 @@ __global__ void __launch_bounds__(ShortRows::threads(lanes), ShortRows::blocks(l
   }
 
   float m;
-  const float bar = find_bar<T, lanes>(x, k, m);
-  uint32_t marks = marks_of_held(bar, x);
-  if (bar == -infinity<float>()) marks = marks_within<T>(marks, window, lane, lanes);
+  const float threshold = find_threshold<T, lanes>(x, k, m);
+  uint32_t mask = mask_of_lane(threshold, x);
+  if (threshold == -infinity<float>()) mask = mask_within<T>(mask, window, lane, lanes);
   int own, until, count;  // the lane's elements found, those up to this lane, and all of the row
-  auto count_marks = [&] {
-    own = __popc(marks), until = scan_lanes<lanes>(own, lane);
+  auto count_bits = [&] {
+    own = __popc(mask), until = scan_lanes<lanes>(own, lane);
     count = __shfl_sync(kAllLanes, until, lanes - 1, lanes);
   };
-  count_marks();
-  if (__any_sync(kAllLanes, count > room)) {  // mostly many are equal to the bar
-    const uint32_t above = marks_from(of_order(order_of(bar) + (1u << kFree<T>)), x), equal = marks & ~above;
+  count_bits();
+  if (__any_sync(kAllLanes, count > room)) {  // mostly many are equal to the threshold
+    const uint32_t above = mask_from(of_order(order_of(threshold) + (1u << kFree<T>)), x), equal = mask & ~above;
     const int needed = k - combine_lanes<Total, lanes>(__popc(above)), most = room - k + needed;
     const bool divides = count > room && needed > 0;
     const uint32_t first = first_of_equal<T, lanes, packs>(equal, needed, most, divides, window.head, window.head + n);
-    if (divides) marks = above | first;
-    count_marks();
+    if (divides) mask = above | first;
+    count_bits();
   }
   const bool crowded = count > room;
   if (!crowded)
-    for (int place = until - own; marks; place++) {
-      const unsigned bit = 31 - __clz(marks);
-      marks ^= 1u << bit;
-      marked[place] = static_cast<uint16_t>(lane * 32 + bit);
+    for (int place = until - own; mask; place++) {
+      const unsigned bit = 31 - __clz(mask);
+      mask ^= 1u << bit;
+      positions[place] = static_cast<uint16_t>(lane * 32 + bit);
     }
 
   const float s = sum_of_held<lanes>(x, m, Plain(args, index, 0, window));
@@ -251,8 +252,8 @@ __global__ void __launch_bounds__(ShortRows::threads(lanes), ShortRows::blocks(l
       Key keys[each];
 #pragma unroll
       for (int e = 0; e < each; e++) {
-        const unsigned mark = i + e * lanes < count ? marked[i + e * lanes] : 0, bit = mark % 32;
-        places[e] = (mark / 32 + pack_of_mark<T>(bit) * lanes) * size + place_of_mark<T>(bit) - window.head;
+        const unsigned position = i + e * lanes < count ? positions[i + e * lanes] : 0, bit = position % 32;
+        places[e] = (position / 32 + pack_of_bit<T>(bit) * lanes) * size + place_of_bit<T>(bit) - window.head;
         keys[e] = ShortKeys<T>::of(row[layout == Layout::whole ? places[e] : max(places[e], 0)], places[e]);
       }
 #pragma unroll
@@ -277,12 +278,6 @@ __global__ void __launch_bounds__(ShortRows::threads(lanes), ShortRows::blocks(l
 template <class T>
 bool rows_are_whole(const Arguments<T>& args) {
   return args.n * sizeof(T) % 16 == 0 && reinterpret_cast<uintptr_t>(args.a) % 16 == 0;
-}
-
-// Whether there is a kernel for such rows.
-template <class T>
-bool is_short(int64_t packs, int k) {
-  return packs <= 32 * ShortRows::most_packs(sizeof(T)) && k <= ShortRows::most_k(32);
 }
 
 template <class T>

@@ -1,6 +1,6 @@
 // A row, or a part of one, as tiles that warps take in turn. One read of them gives the state and the maxima of groups
-// of elements, and with those a bar that at least k elements reach, and hardly more. Only the groups that reach it are
-// read again.
+// of elements, and with those a threshold that at least k elements reach, and hardly more. Only the groups that reach
+// it are read again.
 #pragma once
 
 #include <climits>
@@ -10,7 +10,7 @@
 #include "../plan.cuh"
 #include "../row.cuh"
 #include "buffer.cuh"
-#include "marks.cuh"
+#include "masks.cuh"
 
 namespace jaxsoft::cuda {
 
@@ -71,9 +71,9 @@ struct Tiles {
     for (int j = 0; j < count; j++)
       if (first + j * 32 < from.window.packs) from.window.trim(packs[j], first + j * 32, nothing);
   }
-  // Which element here a mark stands for, in the tile with the lane's pack `first`.
+  // Which element here a bit stands for, in the tile with the lane's pack `first`.
   __device__ int place(unsigned bit, int first) const {
-    return (first + pack_of_mark<T>(bit) * 32) * size + place_of_mark<T>(bit) - from.window.head;
+    return (first + pack_of_bit<T>(bit) * 32) * size + place_of_bit<T>(bit) - from.window.head;
   }
   __device__ Key key_at(int place) const { return key_of(order_of(widen(from.a[place])), from.begin + place); }
 
@@ -105,15 +105,15 @@ struct Tiles {
     return (tiles + together - 1) / together;
   }
 
-  // Reads the groups again that reach the bar, and calls use(key) for each element that does, by all lanes of the warp
-  // together, of which those without an element have the key 0. Ends when `use` returns false. `found` has room for
-  // `most` groups. Returns false, and calls nothing, if there are more.
+  // Reads the groups again that reach the threshold, and calls use(key) for each element that does, by all lanes of the
+  // warp together, of which those without an element have the key 0. Ends when `use` returns false. `found` has room
+  // for `most` groups. Returns false, and calls nothing, if there are more.
   template <class Use>
-  __device__ bool collect(float bar, const float* maxima, int groups, int together, uint16_t* found, int most,
+  __device__ bool collect(float threshold, const float* maxima, int groups, int together, uint16_t* found, int most,
                           Use use) const {
     int reach = 0;
     for (int g = 0; g < groups; g++) {
-      const bool reaches = maxima[g * 32 + lane()] >= bar;
+      const bool reaches = maxima[g * 32 + lane()] >= threshold;
       const unsigned all = __ballot_sync(kAllLanes, reaches);
       const int place = reach + __popc(all & ((1u << lane()) - 1));
       if (reaches && place < most) found[place] = static_cast<uint16_t>(g * 32 + lane());
@@ -131,21 +131,22 @@ struct Tiles {
 #pragma unroll
       for (int j = 0; j < count; j++)
         if (first + j * 32 < from.window.packs) from.window.trim(packs[j], first + j * 32, nothing);
-      uint32_t marks = marks_from(bar, packs);
-      if (bar == -infinity<float>()) marks = marks_within<T>(marks, from.window, first, 32);
-      while (__any_sync(kAllLanes, marks != 0)) {
-        if (!use(marks ? key_at(place(__ffs(marks) - 1, first)) : 0)) return true;
-        marks &= marks - 1;
+      uint32_t mask = mask_from(threshold, packs);
+      if (threshold == -infinity<float>()) mask = mask_within<T>(mask, from.window, first, 32);
+      while (__any_sync(kAllLanes, mask != 0)) {
+        if (!use(mask ? key_at(place(__ffs(mask) - 1, first)) : 0)) return true;
+        mask &= mask - 1;
       }
     }
     return true;
   }
 };
 
-// A bar that at least k elements of a warp's reach, from the maxima of its groups. Those of several steps may be taken
-// together, as a few of each lane are enough. `found` becomes the number of maxima that reach it, of those taken so.
+// A threshold that at least k elements of a warp's reach, from the maxima of its groups. Those of several steps may be
+// taken together, as a few of each lane are enough. `found` becomes the number of maxima that reach it, of those taken
+// so.
 template <class T>
-__device__ float bar_of_warp(const float* maxima, int groups, int k, int& found) {
+__device__ float threshold_of_warp(const float* maxima, int groups, int k, int& found) {
   constexpr int most = TopKCode::most_compared;
   float taken[most];
 #pragma unroll
@@ -155,7 +156,7 @@ __device__ float bar_of_warp(const float* maxima, int groups, int k, int& found)
     for (int g = 0; g < most; g++)
       if (start + g < groups) taken[g] = max(taken[g], maxima[(start + g) * 32 + threadIdx.x % 32]);
   found = 0;
-  return k <= 32 * most ? bar_by_bisection<T, 32>(taken, k, found) : -infinity<float>();
+  return k <= 32 * most ? threshold_by_bisection<T, 32>(taken, k, found) : -infinity<float>();
 }
 
 }  // namespace jaxsoft::cuda

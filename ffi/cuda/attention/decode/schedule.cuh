@@ -1,4 +1,4 @@
-// Dealing: which unit of work a block takes next.
+// The grid schedule: which unit of work a block takes next.
 //
 // Units are counted from the first sequence to the last, and within a sequence by chunk, then key head: so the heads of
 // the same keys, which lie side by side in memory, are read at about the same time. Items without keys come last, with
@@ -10,7 +10,7 @@
 
 namespace jaxsoft::cuda::decode {
 
-class Dealer {
+class Scheduler {
   const Arguments& args_;
   int first_ = 0;   // the first of the 32 sequences, of which each lane has one
   int before_ = 0;  // units of the sequences before
@@ -55,7 +55,7 @@ class Dealer {
   }
 
  public:
-  __device__ explicit Dealer(const Arguments& args) : args_(args) {
+  __device__ explicit Scheduler(const Arguments& args) : args_(args) {
     if (!args.uniform) look();
   }
   // Finds unit `number`, which is not less than before. All lanes of a warp call this. Returns false if there are not

@@ -14,7 +14,7 @@ from jaxsoft._core import gpus, library
 from jaxsoft._head import ffi
 
 needs_kernel = pytest.mark.skipif(
-    "product_in_place" not in library.operations("cuda"), reason="the kernel for Hopper was not built"
+    "weight_gradient_in_place" not in library.operations("cuda"), reason="the kernel for Hopper was not built"
 )
 on_hopper = pytest.mark.skipif(
     needs_kernel.args[0] or gpus.generation() is not gpus.Generation.HOPPER, reason="checks a kernel for Hopper"
@@ -44,11 +44,11 @@ def arrays(rows, width, classes, dtype):
 def test_values(size, dtype):
     """The product, rounded once, but for the error of sums in f32, which matrix units round down; always its bits."""
     hidden, dx = arrays(*size, dtype)
-    actual = jax.jit(ffi.product_in_place)(hidden, dx)
+    actual = jax.jit(ffi.weight_gradient_in_place)(hidden, dx)
     exact = np.asarray(hidden, np.float64).T @ np.asarray(dx[: len(hidden)], np.float64)
     half_place = 1.01 * float(jnp.finfo(dtype).eps) / 2
     np.testing.assert_allclose(np.asarray(actual, np.float64), exact, rtol=half_place, atol=1e-8 * len(hidden) ** 1.5)
-    assert all(same_bits(jax.jit(ffi.product_in_place)(hidden, dx), actual) for _ in range(3))
+    assert all(same_bits(jax.jit(ffi.weight_gradient_in_place)(hidden, dx), actual) for _ in range(3))
 
 
 @on_hopper
@@ -59,7 +59,7 @@ def test_next_to_other_work(dtype):
 
     @jax.jit
     def often(hidden, dx):
-        step = lambda i, dx: ffi.product_in_place(hidden / 16, dx)  # noqa: E731
+        step = lambda i, dx: ffi.weight_gradient_in_place(hidden / 16, dx)  # noqa: E731
         return jax.lax.fori_loop(0, 20, step, dx)
 
     assert np.isfinite(np.asarray(often(hidden, dx), np.float32)).all()
@@ -80,7 +80,7 @@ def test_in_the_layer(rows, reduction, dtype, patched):
         forget_heads()
         f = lambda h, w: jnp.sum(linear(h, w, label, reduction=reduction))  # noqa: E731
         lowered = jax.jit(jax.grad(f, (0, 1))).lower(h, w)
-        return "jaxsoft_product_in_place" in lowered.as_text(), lowered.compile()(h, w)
+        return "jaxsoft_weight_gradient_in_place" in lowered.as_text(), lowered.compile()(h, w)
 
     with_kernel, (of_h, of_w) = gradients()
     patched.setattr(ffi, "serves", lambda hidden, dx: False)
@@ -131,7 +131,7 @@ def test_programs(reduction):
         traced = f.trace(*types)
         texts = [traced.lower(lowering_platforms=platforms).as_text() for platforms in (("cuda",), ("cpu",))]
         both = traced.lower(lowering_platforms=("cpu", "cuda")).as_text()
-    assert [text.count("@jaxsoft_product_in_place(") for text in (*texts, both)] == [1, 0, 1]
+    assert [text.count("@jaxsoft_weight_gradient_in_place(") for text in (*texts, both)] == [1, 0, 1]
     assert "output_operand_alias" in texts[0]
 
 
@@ -164,7 +164,7 @@ def test_bad_calls(change, message):
     aliases = {1: 0} if given["alias"] and result.shape == dx.shape else None
     call = functools.partial(
         jax.ffi.ffi_call(
-            "jaxsoft_product_in_place",
+            "jaxsoft_weight_gradient_in_place",
             (result, jax.ShapeDtypeStruct(given["workspace"], jnp.uint8)),
             input_output_aliases=aliases,
         ),
@@ -174,5 +174,5 @@ def test_bad_calls(change, message):
     if message is None:
         assert (np.asarray(call()[0], np.float32) == 64).all()
         return
-    with pytest.raises(jax.errors.JaxRuntimeError, match=f"jaxsoft: product_in_place: {message}"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"jaxsoft: weight_gradient_in_place: {message}"):
         jax.block_until_ready(call())

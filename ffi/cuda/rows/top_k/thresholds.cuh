@@ -1,5 +1,5 @@
-// Lower bounds of the k-th largest of a row, from the maxima of groups of its elements that lanes hold: bars that at
-// least k elements reach, and hardly more.
+// Lower bounds of the k-th largest of a row, from the maxima of groups of its elements that lanes hold: thresholds that
+// at least k elements reach, and hardly more.
 #pragma once
 
 #include "../../fold.cuh"
@@ -103,9 +103,9 @@ __device__ int scan_lanes(int x, int lane) {
 
 // Finds, by bisection, a number that at least k of the groups' maxima reach, and few more unless some are equal.
 // `found` becomes the number of those that do. `lanes` neighbouring lanes have the groups of a row. If fewer than k
-// have elements above -inf, the bar is -inf. All lanes of the warp call it.
+// have elements above -inf, the threshold is -inf. All lanes of the warp call it.
 template <class T, int lanes, int groups>
-__device__ float bar_by_bisection(const float (&maxima)[groups], int k, int& found) {
+__device__ float threshold_by_bisection(const float (&maxima)[groups], int k, int& found) {
   constexpr uint32_t nothing = kLeastOrder >> kFree<T>;  // the order of -inf, as of groups without elements
   uint32_t orders[groups], low = ~0u, high = nothing;
   found = 0;
@@ -165,7 +165,7 @@ __device__ void order_bitonic(float (&x)[count]) {
 // The k-th largest of the maxima of the groups, for a k of 4 or 8, of `lanes` neighbouring lanes, and the largest: the
 // lanes merge lists in descending order. All lanes of the warp call it.
 template <int lanes, int k>
-__device__ float bar_by_merging(float (&list)[kGroupsOfThread], float& largest) {
+__device__ float threshold_by_merging(float (&list)[kGroupsOfThread], float& largest) {
   order_list<order_two>(list);
   float x[k];
   int mask = 1;
@@ -197,10 +197,10 @@ __device__ float bar_by_merging(float (&list)[kGroupsOfThread], float& largest) 
   return least;
 }
 
-// The same as `bar_by_merging` for elements of 16 bits, by half as many instructions for each of them. So every lane
-// has eight groups, the elements at the same place of their packs, and takes part with the four largest maxima.
+// The same as `threshold_by_merging` for elements of 16 bits, by half as many instructions for each of them. So every
+// lane has eight groups, the elements at the same place of their packs, and takes part with the four largest maxima.
 template <class T, int lanes, int k, int packs>
-__device__ float bar_of_pairs(const Pack<T> (&x)[packs], float& largest) {
+__device__ float threshold_of_pairs(const Pack<T> (&x)[packs], float& largest) {
   using Words = Pairs<T>;
   uint32_t column[4];
 #pragma unroll

@@ -1,6 +1,8 @@
 // The sizes of the sampling kernel.
 #pragma once
 
+#include <cstdint>
+
 namespace jaxsoft::cuda {
 
 struct SampleCode {
@@ -17,9 +19,9 @@ struct SampleCode {
   static constexpr float octaves_of_bin = float(octaves) / (bins - 1);  // the last bin has what counts as 0, too
   static constexpr int room = 3072;         // candidates that the first block of a cluster can hold
   static constexpr int few = 32;            // candidates that one warp puts in order
-  static constexpr int groups = 128;        // of threads of a block, for the bar of the short way
-  static constexpr int rank_by_warps = 6;   // the greatest rank of a bar for which warps are the groups
-  static constexpr uint32_t most_sought = 100;    // elements that the bar must leave
+  static constexpr int groups = 128;        // of threads of a block, for the threshold of the short way
+  static constexpr int rank_by_warps = 6;   // the greatest rank of a threshold for which warps are the groups
+  static constexpr uint32_t most_sought = 100;    // elements that the threshold must leave
   static constexpr uint32_t sought_by_mass = 64;  // as many where top-p is of the mass of all elements
   static constexpr int most_few = 256;      // elements that the short way puts in order
   static constexpr int few_room = 512;      // as many that the first block can hold, of all blocks

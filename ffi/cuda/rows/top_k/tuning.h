@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "../../anywhere.h"
+
 namespace jaxsoft::cuda {
 
 // A row in the registers of lanes (short.cuh). They form four groups of elements each, of which there should be two for
@@ -14,7 +16,7 @@ struct ShortRows {
   // Of a block. Small blocks leave less to do at the end, when not all multiprocessors are busy: 65536 rows of 256 bf16
   // took 17.9 us with 64 threads, 18.1 with 128 and 18.4 with 256. Rows in four lanes are soon done, and starting
   // blocks takes time then: 32768 rows of 128 bf16 took 7.7 us with 128 threads and 7.8 us with 256.
-  __host__ __device__ static constexpr int threads(int lanes) { return lanes == 4 ? 128 : 64; }
+  JAXSOFT_ANYWHERE static constexpr int threads(int lanes) { return lanes == 4 ? 128 : 64; }
   // Packs of a lane: 32 elements, of each of which a word has a bit. Four lanes have no more than four packs: 32768
   // rows of 128 f32 took 9.9 us with four packs in each of eight lanes, and 11.2 us with eight packs in each of four.
   static constexpr int most_packs(int element_bytes) { return element_bytes == 2 ? 4 : 8; }
@@ -26,11 +28,11 @@ struct ShortRows {
   }
   // Keys of a lane whose places are counted at the same time, so that all lanes together have 16 at least, since mostly
   // hardly more than 8 are found; and keys that they are compared with at the same time.
-  __host__ __device__ static constexpr int compared_at_once(int lanes) { return lanes == 4 ? 4 : 2; }
+  JAXSOFT_ANYWHERE static constexpr int compared_at_once(int lanes) { return lanes == 4 ? 4 : 2; }
   static constexpr int keys_at_once = 4;
-  __host__ __device__ static constexpr int most_k(int lanes) { return 2 * lanes; }
+  JAXSOFT_ANYWHERE static constexpr int most_k(int lanes) { return 2 * lanes; }
   // Keys of a row: mostly hardly more than k are found.
-  __host__ __device__ static constexpr int room(int lanes) { return lanes < 32 ? 4 * lanes + 16 : 128; }
+  JAXSOFT_ANYWHERE static constexpr int room(int lanes) { return lanes < 32 ? 4 * lanes + 16 : 128; }
 };
 
 // The sizes in the code of the kernels that read longer rows. They are the same for every GPU.
@@ -45,8 +47,9 @@ struct TopKCode {
   static constexpr int ranked = 192;           // up to so many keys are put in order without being cut before,
   static constexpr int ranked_of_warp = 64;    // and by a warp
   static constexpr int most_groups = 32;       // of a lane: where it has more tiles, several are a group
-  static constexpr int most_found = 128;       // groups of a warp of a block that reach the bar, or the search is another
-  static constexpr int most_compared = 8;      // maxima of a lane that a warp finds its bar from
+  // Groups of a warp of a block that reach the threshold. If there are more, the search is another.
+  static constexpr int most_found = 128;
+  static constexpr int most_compared = 8;      // maxima of a lane that a warp finds its threshold from
   // A search for the k largest ends when it has found up to k / spare_part more, or up to least_spare more: it is not
   // worth while to tell them apart.
   static constexpr int spare_part = 4;
@@ -56,6 +59,7 @@ struct TopKCode {
   static constexpr int room_of_block(int k) { return std::max(1536, 3 * k); }
   static constexpr int merge_threads = 1024;   // of a block that merges the parts of a row, at most
   static constexpr int least_merge_threads = 128;
+  static constexpr int key_bytes = 8, state_bytes = 12;  // of a key, and of the state of a part of a row
 };
 
 // A row by a cluster of blocks (by_clusters.cuh).
@@ -67,13 +71,17 @@ struct TopKClusters {
   static constexpr int most_slots = 512;    // two at least for each of the k largest
   static constexpr int slots_for_each = 4;  // of the k largest, if there are not too many then
   // Keys that a block sends to the first one: of a row in no order, k / blocks or so.
-  __host__ __device__ static constexpr int room(int k) { return k < 86 ? 128 : k + k / 2; }
+  JAXSOFT_ANYWHERE static constexpr int room(int k) { return k < 86 ? 128 : k + k / 2; }
   static constexpr int most_packs = 64;  // of a thread: a longer row had better be split over more blocks
   // Dynamic shared memory of a block: at most, and mostly no more than this. How many clusters a GPU can hold is asked
   // for these two sizes.
   static constexpr int most_memory = 160 << 10;
   static constexpr int usual_memory = 48 << 10;
 };
+
+// Where rows lie over several devices (exchange.cu): a part of a row has more elements than this, as kernels for short
+// rows write no candidates; and so many candidates of a row a device may get from all together.
+constexpr int64_t kShortPart = 1024, kMostReceived = 2048;
 
 // The sizes of a launch of blocks that take a row, or a part of one, each.
 struct TopKSizes {

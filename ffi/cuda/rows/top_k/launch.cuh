@@ -1,73 +1,46 @@
 // The k largest elements of rows, their softmax and the rows' state (m, s), in one read and one kernel.
 //
 // The elements that a thread has, or those of one tile of them, form groups. About the k-th largest of the groups'
-// maxima is a bar: at least k elements reach it, and hardly more. What reaches it is put into shared memory, as keys
-// that are ordered by value and then by index. Which place a key gets there is up to chance, but which keys are the k
-// largest is not: the number of greater ones is a key's place in the result. Where many elements are equal to the bar,
-// only groups that come early are looked at for them. Where too many reach it even so, as the largest are in a few
-// groups, the least of the k largest keys is searched for exactly.
+// maxima is a threshold: at least k elements reach it, and hardly more. What reaches it is put into shared memory, as
+// keys that are ordered by value and then by index. Which place a key gets there is up to chance, but which keys are
+// the k largest is not: the number of greater ones is a key's place in the result. Where many elements are equal to the
+// threshold, only groups that come early are looked at for them. Where too many reach it even so, as the largest are in
+// a few groups, the least of the k largest keys is searched for exactly.
 //
-// Short rows stay in the registers of some lanes meanwhile. Of the others, only the groups that reach the bar are read
-// again, which is little. They have a warp each, if there are very many, or a block. Few rows have a cluster of blocks
-// each, which exchange maxima and keys. Where clusters cannot do it, rows are split over blocks, whose k largest keys,
-// in order, and states wait in the workspace for a second launch.
+// Short rows stay in the registers of some lanes meanwhile. Of the others, only the groups that reach the threshold are
+// read again, which is little. They have a warp each, if there are very many, or a block. Few rows have a cluster of
+// blocks each, which exchange maxima and keys. Where clusters cannot do it, rows are split over blocks, whose k largest
+// keys, in order, and states wait in the workspace for a second launch.
 //
-//   top_k/tuning.cuh     the sizes that decide, as data
+//   top_k/launch.cuh     this file: the choice of a kernel and its launch, compiled by element type (top_k.cu.in)
+//   top_k/tuning.h       the sizes that decide, as data; top_k/plan.h, which kernel they choose
 //   top_k/keys.cuh       keys; top_k/buffer.cuh, a block's buffer of them
-//   top_k/bars.cuh       bars; top_k/marks.cuh, the elements that reach one; top_k/results.cuh, what is written
+//   top_k/thresholds.cuh thresholds; top_k/masks.cuh, the elements that reach one; top_k/results.cuh, what is written
 //   top_k/short.cuh      the kernel for short rows
-//   top_k/tiles.cuh      the one read of longer rows; top_k/late.cuh, what is left out of those with few different
+//   top_k/tiles.cuh      the one read of longer rows; top_k/ties.cuh, what is left out of those with few different
 //                        values; top_k/exact.cuh, the exact search
 //   top_k/by_warps.cuh   the kernel for many rows; top_k/by_blocks.cuh, that for long ones, and the one that merges
 //   top_k/by_clusters.cuh  the kernel for few rows
-#include "top_k.cuh"
+#pragma once
 
 #include <algorithm>
 #include <iterator>
 
-#include "../attributes.cuh"
-#include "../devices.cuh"
-#include "top_k/by_blocks.cuh"
-#include "top_k/by_clusters.cuh"
-#include "top_k/by_warps.cuh"
-#include "top_k/short.cuh"
+#include "../../attributes.cuh"
+#include "../../devices.cuh"
+#include "../top_k.cuh"
+#include "by_blocks.cuh"
+#include "by_clusters.cuh"
+#include "by_warps.cuh"
+#include "plan.h"
+#include "short.cuh"
 
 namespace jaxsoft::cuda {
-namespace {
 
 // Places in a part of a row are counted in ints, some way beyond its end.
 constexpr int64_t kMostOfPart = int64_t(1) << 30;
 
-// Splits rows into parts where there are fewer rows than blocks that run at once. `bytes` of workspace have room for
-// all parts' keys and states.
-template <class T>
-Split choose_split(const Arguments<T>& args, int64_t packs, int k, const Device& device, const TopKTuning& tuning,
-                   int64_t bytes) {
-  const int64_t tiles = packs / (TopKCode::tile_packs * TopKCode::threads);
-  const int64_t of_part = k * sizeof(Key) + sizeof(typename StateOf<T>::Part);
-  const int64_t parts = std::min({int64_t(tuning.blocks_at_once) * device.processors / args.rows,
-                                  packs / TopKCode::threads,
-                                  std::max<int64_t>(tuning.few_parts, tiles / tuning.least_tiles),
-                                  int64_t(tuning.merged / k), bytes / (args.rows * of_part)});
-  return Split(packs, std::max<int64_t>(parts, 1));
-}
-
-// The packs of a row, which may begin anywhere in its first unless all rows begin with one.
-template <class T>
-int64_t packs_of_row(const Arguments<T>& args) {
-  return (args.n * sizeof(T) + 15) / 16 + !rows_are_whole(args);
-}
-
-// Whether a warp has a row. There must be rows enough for all of the multiprocessors' warps, several times, and groups
-// enough to tell the k largest apart.
-template <class T>
-bool is_for_warps(const Arguments<T>& args, int64_t packs, int k, const Device& device, const TopKTuning& tuning) {
-  const int64_t warps = int64_t(TopKCode::rows) * TopKCode::row_blocks * device.processors;
-  return packs <= tuning.row_packs && args.rows >= tuning.waves * warps && k <= tuning.row_k &&
-         2 * k <= packs / TopKCode::tile_packs;
-}
-
-// The shared memory that a warp needs for the maxima of its groups, and for a list of those that reach the bar.
+// The shared memory that a warp needs for the maxima of its groups, and for a list of those that reach the threshold.
 inline size_t memory_of_groups(int groups, int most_found) {
   return groups * 32 * sizeof(float) + most_found * sizeof(uint16_t);
 }
@@ -131,23 +104,16 @@ cudaError_t find_clusters_at_once(int choice, const ClusterPlan& plan, int* foun
   });
 }
 
-// Chooses a launch of clusters, if there are few rows. There must be slots enough to tell the k largest apart, a pack
-// for each thread, and room on the device, which a part of a GPU (MIG) may not have.
+// Chooses a launch of clusters for few rows, if the device has room for one, as a part of a GPU (MIG) may not have.
 template <class T>
-cudaError_t choose_clusters(const Arguments<T>& args, int64_t packs, int k, const Device& device, ClusterPlan* chosen) {
+cudaError_t choose_clusters(const TopKRows& call, const Device& device, ClusterPlan* chosen) {
   if (device.major < 9) return cudaSuccess;
   for (int choice = 0; choice < static_cast<int>(std::size(kClusterChoices)); choice++) {
     const auto [blocks, warps, most] = kClusterChoices[choice];
-    const int64_t of_cluster = blocks * warps, threads = 32 * of_cluster;
-    if (args.rows * blocks > most * device.processors) continue;
-    if (packs < threads || packs > TopKClusters::most_packs * threads) continue;
-    ClusterPlan plan{blocks, warps, 32};
-    int64_t slots = of_cluster;
-    while (plan.width > 1 && slots < TopKClusters::slots_for_each * k && 2 * slots <= TopKClusters::most_slots)
-      plan.width /= 2, slots *= 2;
-    if (slots < 2 * k) continue;
-    plan.sizes = choose_sizes(Split(packs, blocks).packs, warps, k);
-    plan.bytes = static_cast<int>((plan.sizes.room + 2 * blocks * TopKClusters::room(k)) * sizeof(Key) +
+    ClusterPlan plan{blocks, warps, lanes_of_slot(kClusterChoices[choice], call, device.processors)};
+    if (plan.width == 0) continue;
+    plan.sizes = choose_sizes(Split(call.packs, blocks).packs, warps, call.k);
+    plan.bytes = static_cast<int>((plan.sizes.room + 2 * blocks * TopKClusters::room(call.k)) * sizeof(Key) +
                                   warps * memory_of_groups(plan.sizes.groups, TopKCode::most_found));
     int at_once = 0;
     if (auto e = find_clusters_at_once<T>(choice, plan, &at_once)) return e;
@@ -183,8 +149,6 @@ cudaError_t launch_merge(const Arguments<T>& args, const Largest<T>& to, const K
   return cudaLaunchKernelEx(&config, top_k_merge<T>, args, to, keys, states, parts);
 }
 
-}  // namespace
-
 template <class T>
 cudaError_t run_top_k(const Arguments<T>& args, const Largest<T>& to, void* workspace, int64_t bytes,
                       cudaStream_t stream) {
@@ -192,15 +156,17 @@ cudaError_t run_top_k(const Arguments<T>& args, const Largest<T>& to, void* work
   Device device;
   if (auto e = device.read()) return e;
   const TopKTuning& tuning = top_k_tuning(device.major);
-  const int64_t of_row = packs_of_row(args);
+  static_assert(sizeof(Key) == TopKCode::key_bytes && sizeof(State) == TopKCode::state_bytes);
+  const int64_t of_row = packs_of_row(args.n, sizeof(T), rows_are_whole(args));
+  const TopKRows call{args.rows, of_row, to.k, sizeof(T)};
   if (!to.first) {  // which these kernels do not write
-    if (is_short<T>(of_row, to.k)) return launch_short(args, to, of_row, stream);
-    if (is_for_warps(args, of_row, to.k, device, tuning)) return launch_by_warps(args, to, of_row, stream);
+    if (is_short(call)) return launch_short(args, to, of_row, stream);
+    if (is_for_warps(call, tuning, device.processors)) return launch_by_warps(args, to, of_row, stream);
   }
   ClusterPlan clusters;
-  if (auto e = choose_clusters(args, of_row, to.k, device, &clusters)) return e;
+  if (auto e = choose_clusters<T>(call, device, &clusters)) return e;
   if (clusters.blocks > 0) return launch_by_clusters(args, to, of_row, clusters, stream);
-  const Split split = choose_split(args, of_row, to.k, device, tuning, bytes);
+  const Split split(of_row, parts_of_row(call, tuning, device.processors, bytes));
   const int64_t blocks = args.rows * split.parts;
   if (blocks > INT32_MAX || args.n / split.parts > kMostOfPart) return cudaErrorInvalidValue;
   const int64_t packs = std::min(of_row, split.packs);  // of a part
@@ -215,11 +181,5 @@ cudaError_t run_top_k(const Arguments<T>& args, const Largest<T>& to, void* work
   if (split.parts == 1) return cudaSuccess;
   return launch_merge<T>(args, to, keys, states, split.parts, tuning.overlaps, stream);
 }
-
-#define JAXSOFT_DEFINE_TOP_K(T) \
-  template cudaError_t run_top_k<T>(const Arguments<T>&, const Largest<T>&, void*, int64_t, cudaStream_t);
-JAXSOFT_DEFINE_TOP_K(__half)
-JAXSOFT_DEFINE_TOP_K(__nv_bfloat16)
-JAXSOFT_DEFINE_TOP_K(float)
 
 }  // namespace jaxsoft::cuda

@@ -14,8 +14,8 @@ namespace jaxsoft::cuda {
 // of a warp take part in the shuffles, even those for which no row `exists`. Of a thread's packs k = 0, 1, ..., those
 // with k * step < left are reduced, and those with k * step < written are written.
 template <template <class> class Op, class T, int kPacks, class Row>
-__device__ void held_row(const Arguments<T>& args, const Row& row, int64_t index, bool exists, int left, int written,
-                         Pack<T> (&pa)[kPacks], Pack<T> (&pb)[kPacks]) {
+__device__ void complete_row(const Arguments<T>& args, const Row& row, int64_t index, bool exists, int left,
+                             int written, Pack<T> (&pa)[kPacks], Pack<T> (&pb)[kPacks]) {
   using A = Accumulator<T>;
   const int step = blockDim.x, thread = threadIdx.x;
   // Long sums are compensated in f64, and in f32 where their terms are products, which may cancel.
@@ -28,7 +28,7 @@ __device__ void held_row(const Arguments<T>& args, const Row& row, int64_t index
                                    [](const auto& part) { return reduce_threads<T>(part); });
     };
     if constexpr (Op<T>::compensates) part = compensated_sum();
-    else part = compensated ? compensated_sum() : reduce_held<Op<T>>(pa, pb, row.form, left, step, shared);
+    else part = compensated ? compensated_sum() : reduce_registers<Op<T>>(pa, pb, row.form, left, step, shared);
   }
   if (!exists) return;
   // The compiler would keep the elements that the reduction has unpacked until the results are computed, but there are
@@ -53,13 +53,14 @@ __device__ __noinline__ void row_anew(const Arguments<T>& args, int64_t index, b
   const int packs = exists ? row.window.packs : 0, left = min(packs, row.counted) - int(threadIdx.x);
   Pack<T> pa[kPacks], pb[kPacks];
   row.load(threadIdx.x, blockDim.x, packs, pa, pb);
-  held_row<Op, T, kPacks>(args, row, index, exists, left, left, pa, pb);
+  complete_row<Op, T, kPacks>(args, row, index, exists, left, left, pa, pb);
 }
 
 // blockDim.x threads share a row of at most blockDim.x * kPacks packs. A block has blockDim.y rows.
 template <template <class> class Op, class T, class Form, int kPacks, Layout layout>
-__global__ void __launch_bounds__(Held::most_threads(Form::extras, kPacks), Held::blocks(Form::extras, kPacks))
-    held(const __grid_constant__ Arguments<T> args) {
+__global__ void __launch_bounds__(RegisterRow::most_threads(Form::extras, kPacks),
+                                  RegisterRow::blocks(Form::extras, kPacks))
+    register_row(const __grid_constant__ Arguments<T> args) {
   using A = Accumulator<T>;
   const int64_t first = int64_t(blockIdx.x) * blockDim.y, turn = first + threadIdx.y;
   const bool exists = turn < args.rows;  // lanes without a row still take part in the shuffles
@@ -113,28 +114,28 @@ __global__ void __launch_bounds__(Held::most_threads(Form::extras, kPacks), Held
     if (!__all_sync(0xffffffffu, !exists || holds))
       row_anew<Op, T, Form, kPacks, layout>(args, index, exists && !holds);
   } else {
-    held_row<Op, T, kPacks>(args, row, index, exists, left, written, pa, pb);
+    complete_row<Op, T, kPacks>(args, row, index, exists, left, written, pa, pb);
   }
 }
 
 template <template <class> class Op, class T, class Form, int kPacks>
-cudaError_t launch_held(const Arguments<T>& args, Layout layout, int64_t packs, cudaStream_t stream) {
+cudaError_t launch_register_row(const Arguments<T>& args, Layout layout, int64_t packs, cudaStream_t stream) {
   int64_t threads = (packs + kPacks - 1) / kPacks, rows_per_block = 1;
   if (threads <= 32) {
     int64_t lanes = 1;
     while (lanes < threads) lanes *= 2;
     threads = lanes;
-    rows_per_block = Held::short_threads / lanes;
+    rows_per_block = RegisterRow::short_threads / lanes;
   } else {
     threads = (threads + 31) / 32 * 32;
   }
   int64_t blocks = std::min<int64_t>((args.rows + rows_per_block - 1) / rows_per_block, 0x7fffffff);
-  auto kernel = held<Op, T, Form, kPacks, Layout::any>;
+  auto kernel = register_row<Op, T, Form, kPacks, Layout::any>;
   // f64 and the rare sums do without kernels for aligned rows, which saves compile time.
   if constexpr (sizeof(T) < 8 && !Op<T>::sums)
-    if (layout == Layout::whole) kernel = held<Op, T, Form, kPacks, Layout::whole>;
+    if (layout == Layout::whole) kernel = register_row<Op, T, Form, kPacks, Layout::whole>;
   if constexpr (!Form::extras && kPacks <= 2 && sizeof(T) == 2 && !Op<T>::sums)
-    if (layout == Layout::halves) kernel = held<Op, T, Form, kPacks, Layout::halves>;
+    if (layout == Layout::halves) kernel = register_row<Op, T, Form, kPacks, Layout::halves>;
   kernel<<<blocks, dim3(threads, rows_per_block), 0, stream>>>(args);
   return cudaGetLastError();
 }

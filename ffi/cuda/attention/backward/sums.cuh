@@ -1,5 +1,5 @@
-// What comes before and after the backward kernel: numbers of queries in tiles, and the rounding of the sums that are
-// the gradient by queries, or what becomes of them in f32.
+// The kernels before and after the backward kernel: one lays the numbers of queries in tiles, and one rounds the sums
+// that are the gradient by queries, or stores them in f32.
 #pragma once
 
 #include "copy.cuh"

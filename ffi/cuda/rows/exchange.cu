@@ -1,11 +1,11 @@
 // The k largest elements of rows that lie over several devices of a mesh.
 //
-// Each device finds those of its part by the kernels of top_k.cu, which write all that the others need into one buffer,
-// the message. When every device has got all messages, in the order of the parts, a kernel merges them: an element's
+// Each device finds those of its part by the kernels of top_k, which write all that the others need into one buffer,
+// its candidates. When every device has got those of all, in the order of the parts, a kernel merges them: an element's
 // place among the k largest of the row is the number of elements that come before it, its place in its own part and,
 // as each part is in order, what a binary search finds in every other one. A part without a softmax because it holds
 // NaN or +inf is in no order, but then the row has no softmax either, and gives its first k elements.
-#include "messages.cuh"
+#include "exchange.cuh"
 
 #include <algorithm>
 #include <string>
@@ -19,7 +19,7 @@
 #include "../hopper.cuh"
 #include "operations/logsumexp.cuh"
 #include "top_k/results.cuh"
-#include "top_k/tuning.cuh"
+#include "top_k/tuning.h"
 
 namespace jaxsoft::cuda {
 namespace {
@@ -28,16 +28,16 @@ namespace {
 // November 2026: 2048 rows of 2 x 64 bf16 took 5.1 us with one element in a thread, 4.6 with two and 4.1 with four.
 constexpr int kEach = 4, kThreads = kMostReceived / kEach, kThreadsOfRows = 128;
 
-// The messages of all parts of the rows, one after the other.
+// The candidates of all parts of the rows, one after the other.
 template <class T>
-struct Messages {
-  Message<T> first;
+struct AllCandidates {
+  Candidates<T> first;
   int64_t bytes;  // of each
   Divider parts;
-  int k;      // elements of a row that a message tells
+  int k;      // candidates of a row and a part
   int32_t n;  // elements of a row that a part has, at least k
 
-  // An array of a part's message, given the first one's.
+  // An array of a part's candidates, given the first one's.
   template <class Number>
   __device__ const Number* of_part(const Number* array, int part) const {
     return reinterpret_cast<const Number*>(reinterpret_cast<const char*>(array) + part * bytes);
@@ -48,12 +48,12 @@ struct Messages {
 // largest power of two that is at most k.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    merge_messages(const __grid_constant__ Arguments<T> args, const __grid_constant__ Largest<T> to,
-                   const __grid_constant__ Messages<T> from, int width, int step) {
+    top_k_merge_candidates(const __grid_constant__ Arguments<T> args, const __grid_constant__ Largest<T> to,
+                           const __grid_constant__ AllCandidates<T> from, int width, int step) {
   extern __shared__ float shared[];
   const int parts = from.parts.divisor, k = from.k;
   const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
-  const Message<T>& first = from.first;
+  const Candidates<T>& first = from.first;
   float* const values = shared + threadIdx.y * parts * k;
   // The thread's elements: those of a warp are at about the same places of all parts, so that it soon knows of the last
   // places that they are not among the k largest. There is none at place k.
@@ -124,7 +124,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <class T>
-cudaError_t run_merge(const Arguments<T>& args, const Largest<T>& to, const Messages<T>& from, cudaStream_t stream) {
+cudaError_t run_merge(const Arguments<T>& args, const Largest<T>& to, const AllCandidates<T>& from,
+                      cudaStream_t stream) {
   const int parts = static_cast<int>(from.parts.divisor), count = parts * from.k;
   int threads = 32, width = 1, step = 1;
   while (threads * kEach < count) threads *= 2;
@@ -143,17 +144,17 @@ cudaError_t run_merge(const Arguments<T>& args, const Largest<T>& to, const Mess
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = top_k_tuning(device.major).overlaps;
-  return cudaLaunchKernelEx(&config, merge_messages<T>, args, to, from, width, step);
+  return cudaLaunchKernelEx(&config, top_k_merge_candidates<T>, args, to, from, width, step);
 }
 
 int64_t words_of(ffi::DataType dtype, int64_t rows, int64_t k) {
-  return with_type(dtype, [&](auto zero) { return Message<decltype(zero)>::words(rows, k); });
+  return with_type(dtype, [&](auto zero) { return Candidates<decltype(zero)>::words(rows, k); });
 }
 
 bool has_kernel(ffi::DataType dtype) { return is_16_bit(dtype) || dtype == ffi::F32; }
 
-// What is wrong with a call that makes a message, or "".
-std::string check_make(const Buffer& scores, int64_t k, const Buffer& message) {
+// What is wrong with a call that makes candidates, or "".
+std::string check_make(const Buffer& scores, int64_t k, const Buffer& candidates) {
   if (!has_kernel(scores.dtype) || scores.dims.size() == 0)
     return "scores must be F16, BF16 or F32, of a dimension or more: got " + describe(scores);
   if (scores.dims.back() <= kShortPart || scores.dims.back() > INT32_MAX)
@@ -161,30 +162,30 @@ std::string check_make(const Buffer& scores, int64_t k, const Buffer& message) {
            " elements: got " + describe(scores);
   if (k < 1 || k > kMostK) return "k must be from 1 to " + std::to_string(kMostK) + ": got " + std::to_string(k);
   const int64_t words = words_of(scores.dtype, rows_of(scores.dims), k);
-  if (message.dtype != ffi::U32 || message.dims.size() != 1 || message.dims[0] != words)
-    return "message must be U32(" + std::to_string(words) + "): got " + describe(message);
+  if (candidates.dtype != ffi::U32 || candidates.dims.size() != 1 || candidates.dims[0] != words)
+    return "candidates must be U32(" + std::to_string(words) + "): got " + describe(candidates);
   return "";
 }
 
-ffi::Error make(cudaStream_t stream, ffi::AnyBuffer scores, ffi::Result<ffi::AnyBuffer> message,
+ffi::Error make(cudaStream_t stream, ffi::AnyBuffer scores, ffi::Result<ffi::AnyBuffer> candidates,
                 ffi::Result<ffi::AnyBuffer> workspace, int64_t k) {
-  const Buffer x(scores), to(*message), space(*workspace);
+  const Buffer x(scores), to(*candidates), space(*workspace);
   const std::string reason = check_make(x, k, to);
-  if (!reason.empty()) return refuse("top_k_message: " + reason);
+  if (!reason.empty()) return refuse("top_k_candidates: " + reason);
   if (to.dims[0] == 0) return ffi::Error::Success();  // there is no row
-  return answer("top_k_message", with_type(x.dtype, [&](auto zero) {
+  return answer("top_k_candidates", with_type(x.dtype, [&](auto zero) {
     using T = decltype(zero);
     Arguments<T> args;
     args.rows = rows_of(x.dims), args.n = x.dims.back(), args.a = static_cast<const T*>(x.data);
-    const Message<T> parts(static_cast<uint32_t*>(to.data), args.rows, k);
+    const Candidates<T> parts(static_cast<uint32_t*>(to.data), args.rows, k);
     args.m = parts.m, args.s = parts.s;
     const Largest<T> largest{parts.values, parts.indices, static_cast<int>(k), parts.first};
     return run_top_k(args, largest, space.data, space.bytes(), stream);
   }));
 }
 
-// What is wrong with a call that merges messages, or "".
-std::string check_merge(const Buffer& messages, const Buffer& values, const Buffer& probabilities,
+// What is wrong with a call that merges candidates, or "".
+std::string check_merge(const Buffer& candidates, const Buffer& values, const Buffer& probabilities,
                         const Buffer& indices, const Buffer& maximum, const Buffer& sum, int64_t part) {
   if (!has_kernel(values.dtype) || values.dims.size() == 0 || values.dims.back() < 1 || values.dims.back() > kMostK)
     return "values must be F16, BF16 or F32, 1 to " + std::to_string(kMostK) + " of a row: got " + describe(values);
@@ -197,29 +198,29 @@ std::string check_merge(const Buffer& messages, const Buffer& values, const Buff
   for (const Buffer* number : {&maximum, &sum})
     if (number->dtype != ffi::F32 || !(number->dims == rows))
       return "maximum and sum must be F32, one a row of values" + beside(*number);
-  if (messages.dtype != ffi::U32 || messages.dims.size() != 2)
-    return "messages must be U32, of two dimensions: got " + describe(messages);
-  const int64_t parts = messages.dims[0], k = values.dims.back();
+  if (candidates.dtype != ffi::U32 || candidates.dims.size() != 2)
+    return "candidates must be U32, of two dimensions: got " + describe(candidates);
+  const int64_t parts = candidates.dims[0], k = values.dims.back();
   if (part < 1 || parts < 1 || part > INT32_MAX / parts || part * parts < k)
     return "a row must have " + std::to_string(k) + " to " + std::to_string(INT32_MAX) +
            " elements: got part=" + std::to_string(part) + " in each of " + std::to_string(parts) + " parts";
-  const int64_t told = std::min(k, part), words = words_of(values.dtype, rows_of(values.dims), told);
-  if (messages.dims[1] != words)
-    return "messages must have " + std::to_string(words) + " words each" + beside(messages);
-  if (parts * told > kMostReceived)
-    return "messages may tell of " + std::to_string(kMostReceived) + " elements of a row: got " +
-           std::to_string(parts * told);
+  const int64_t each = std::min(k, part), words = words_of(values.dtype, rows_of(values.dims), each);
+  if (candidates.dims[1] != words)
+    return "candidates must have " + std::to_string(words) + " words each" + beside(candidates);
+  if (parts * each > kMostReceived)
+    return "there may be " + std::to_string(kMostReceived) + " candidates of a row: got " +
+           std::to_string(parts * each);
   return "";
 }
 
-ffi::Error merge(cudaStream_t stream, ffi::AnyBuffer messages, ffi::Result<ffi::AnyBuffer> values,
+ffi::Error merge(cudaStream_t stream, ffi::AnyBuffer candidates, ffi::Result<ffi::AnyBuffer> values,
                  ffi::Result<ffi::AnyBuffer> probabilities, ffi::Result<ffi::AnyBuffer> indices,
                  ffi::Result<ffi::AnyBuffer> maximum, ffi::Result<ffi::AnyBuffer> sum, int64_t part) {
-  const Buffer got(messages), v(*values), p(*probabilities), i(*indices), m(*maximum), s(*sum);
+  const Buffer got(candidates), v(*values), p(*probabilities), i(*indices), m(*maximum), s(*sum);
   const std::string reason = check_merge(got, v, p, i, m, s, part);
-  if (!reason.empty()) return refuse("top_k_of_messages: " + reason);
+  if (!reason.empty()) return refuse("top_k_of_candidates: " + reason);
   if (got.dims[1] == 0) return ffi::Error::Success();  // there is no row
-  return answer("top_k_of_messages", with_type(v.dtype, [&](auto zero) {
+  return answer("top_k_of_candidates", with_type(v.dtype, [&](auto zero) {
     using T = decltype(zero);
     const int64_t k = v.dims.back();
     Arguments<T> args;
@@ -227,10 +228,10 @@ ffi::Error merge(cudaStream_t stream, ffi::AnyBuffer messages, ffi::Result<ffi::
     args.out = p.data, args.result = result_type(v.dtype, p.dtype);
     args.m = static_cast<float*>(m.data), args.s = static_cast<float*>(s.data);
     const Largest<T> largest{static_cast<T*>(v.data), static_cast<int32_t*>(i.data), static_cast<int>(k)};
-    const int64_t told = std::min(k, part);
-    const Messages<T> all{Message<T>(static_cast<uint32_t*>(got.data), args.rows, told), got.bytes() / got.dims[0],
-                          Divider(static_cast<uint32_t>(got.dims[0])), static_cast<int>(told),
-                          static_cast<int32_t>(part)};
+    const int64_t each = std::min(k, part);
+    const AllCandidates<T> all{Candidates<T>(static_cast<uint32_t*>(got.data), args.rows, each),
+                               got.bytes() / got.dims[0], Divider(static_cast<uint32_t>(got.dims[0])),
+                               static_cast<int>(each), static_cast<int32_t>(part)};
     return run_merge(args, largest, all, stream);
   }));
 }
@@ -238,11 +239,11 @@ ffi::Error merge(cudaStream_t stream, ffi::AnyBuffer messages, ffi::Result<ffi::
 }  // namespace
 }  // namespace jaxsoft::cuda
 
-#define JAXSOFT_EXPORT_MESSAGES(name) \
+#define JAXSOFT_EXPORT_EXCHANGE(name) \
   extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* name(XLA_FFI_CallFrame*)
-JAXSOFT_EXPORT_MESSAGES(jaxsoft_top_k_message);
-JAXSOFT_EXPORT_MESSAGES(jaxsoft_top_k_of_messages);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxsoft_top_k_message, jaxsoft::cuda::make,
+JAXSOFT_EXPORT_EXCHANGE(jaxsoft_top_k_candidates);
+JAXSOFT_EXPORT_EXCHANGE(jaxsoft_top_k_of_candidates);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxsoft_top_k_candidates, jaxsoft::cuda::make,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<xla::ffi::AnyBuffer>()
@@ -250,7 +251,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxsoft_top_k_message, jaxsoft::cuda::make,
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Attr<int64_t>("k"),
                               {xla::ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxsoft_top_k_of_messages, jaxsoft::cuda::merge,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxsoft_top_k_of_candidates, jaxsoft::cuda::merge,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<xla::ffi::AnyBuffer>()

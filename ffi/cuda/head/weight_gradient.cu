@@ -1,15 +1,15 @@
 // The gradient of a linear layer's weight, in the place of the gradients of its scores: x := hidden^T x.
 //
-// x has the shape of weight, (width, classes), and its first rows are the gradients of the scores. A panel is 256 of the
-// classes. The blocks that compute the tiles of one panel, of 128 rows each, are a group: all of them run at the same
-// time, and none writes before all have read the panel. So nothing is copied.
+// x has the shape of weight, (width, classes), and its first rows are the gradients of the scores. A panel is 256 of
+// the classes. The blocks that compute the tiles of one panel, of 128 rows each, are a group: all of them run at the
+// same time, and none writes before all have read the panel. So nothing is copied.
 //
 // In a block one thread copies tiles to shared memory, and two warp groups multiply 64 rows by 256 columns each. Two
 // blocks are a cluster, and each copies half of what both need of x. Groups take panels in turn from a counter, so that
 // one has fewer whose blocks come late, as multiprocessors are still busy with something else.
 //
 // Where a group does not fit on the device, as on a part of a GPU (MIG), each panel is copied to the workspace first.
-#include "product_in_place.cuh"
+#include "plan.h"
 
 #include <algorithm>
 #include <string>
@@ -24,25 +24,15 @@
 
 namespace jaxsoft::cuda {
 
-struct ProductCode {
-  static constexpr int rows = 128, columns = 256, depth = 64;  // of a block's tile, and what is summed in a step
-  static constexpr int box = 64;                               // columns of a box, which has `depth` rows
-  static constexpr int slots = 4;                              // steps that are in shared memory at the same time
-  static constexpr int groups = 2, threads = (1 + groups) * kWarpGroup;  // warp groups that multiply
-  static constexpr int blocks = 2;                                       // of a cluster
-  static constexpr int copy_registers = 24, registers = 240;
-  static constexpr int most_groups = 128;  // of blocks; there is one for each two multiprocessors at most
-};
-
 template <class T>
-struct alignas(1024) ProductShared {
-  using Code = ProductCode;
+struct alignas(1024) WeightShared {
+  using Code = WeightCode;
   T left[Code::slots][Code::rows / Code::box][Code::depth * Code::box];
   T right[Code::slots][Code::columns / Code::box][Code::depth * Code::box];
   Barrier full[Code::slots], empty[Code::slots];
 };
 
-struct ProductCall {
+struct WeightCall {
   CUtensorMap left, right;  // hidden (rows, width), and the gradients of the scores (rows, columns)
   void* x;
   int steps;
@@ -70,8 +60,8 @@ struct ProductCall {
 };
 
 template <class T>
-__device__ void copy_panels(const ProductCall& call, ProductShared<T>& shared, int group, int tile) {
-  using Code = ProductCode;
+__device__ void copy_panels(const WeightCall& call, WeightShared<T>& shared, int group, int tile) {
+  using Code = WeightCode;
   constexpr int own_boxes = Code::columns / Code::box / Code::blocks;
   const int first_box = static_cast<int>(block_in_cluster()) * own_boxes;
   SlotPlace<Code::slots> place;
@@ -98,10 +88,10 @@ __device__ void copy_panels(const ProductCall& call, ProductShared<T>& shared, i
 
 // Writes a warp group's rows of a tile. Four threads that have 32 columns of a row get 8 in a row each.
 template <class T>
-__device__ void write_tile(const ProductCall& call, const float (&sums)[ProductCode::columns / 2], int row,
+__device__ void write_tile(const WeightCall& call, const float (&sums)[WeightCode::columns / 2], int row,
                            int first_column) {
 #pragma unroll
-  for (int i = 0; i < ProductCode::columns / 32; i++) {
+  for (int i = 0; i < WeightCode::columns / 32; i++) {
     const int column = first_column + i * 32 + threadIdx.x % 4 * 8;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -119,8 +109,8 @@ __device__ void write_tile(const ProductCall& call, const float (&sums)[ProductC
 }
 
 template <class T>
-__device__ void multiply_panels(const ProductCall& call, ProductShared<T>& shared, int group, int tile) {
-  using Code = ProductCode;
+__device__ void multiply_panels(const WeightCall& call, WeightShared<T>& shared, int group, int tile) {
+  using Code = WeightCode;
   const int own = warp_group() - 1;
   const NamedBarrier of_warp_group{1 + own, kWarpGroup};
   SlotPlace<Code::slots> place;
@@ -161,12 +151,12 @@ __device__ void multiply_panels(const ProductCall& call, ProductShared<T>& share
 }
 
 template <class T>
-__global__ void __launch_bounds__(ProductCode::threads, 1)
-    product_in_place(const __grid_constant__ ProductCall call) {
+__global__ void __launch_bounds__(WeightCode::threads, 1)
+    weight_gradient_in_place(const __grid_constant__ WeightCall call) {
   if constexpr (kWarpGroupCode) {
-    using Code = ProductCode;
+    using Code = WeightCode;
     extern __shared__ unsigned char bytes[];
-    auto& shared = *reinterpret_cast<ProductShared<T>*>((reinterpret_cast<uintptr_t>(bytes) + 1023) / 1024 * 1024);
+    auto& shared = *reinterpret_cast<WeightShared<T>*>((reinterpret_cast<uintptr_t>(bytes) + 1023) / 1024 * 1024);
     const int group = blockIdx.x / call.of_group, tile = blockIdx.x % call.of_group;
     if (threadIdx.x == 0) {
       for (int i = 0; i < Code::slots; i++) {
@@ -190,26 +180,19 @@ __global__ void __launch_bounds__(ProductCode::threads, 1)
 
 namespace {
 
-// The workspace has the counters of all groups and what they have taken, or a panel.
-int64_t counted_words(int64_t groups, int64_t panels) { return 1 + groups * (panels + 2); }
-int64_t workspace_bytes(int64_t rows, int64_t panels, size_t element) {
-  using Code = ProductCode;
-  return std::max<int64_t>(4 * counted_words(Code::most_groups, panels), rows * Code::columns * element);
-}
-
 template <class T>
 cudaError_t run(const Buffer& hidden, const Buffer& x, const Buffer& workspace, cudaStream_t stream) {
-  using Code = ProductCode;
+  using Code = WeightCode;
   constexpr auto type = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  constexpr int bytes = sizeof(ProductShared<T>) + 1024;  // which begin at the next multiple of 1024
+  constexpr int bytes = sizeof(WeightShared<T>) + 1024;  // which begin at the next multiple of 1024
   static_assert(bytes <= 227 * 1024);
-  const auto kernel = product_in_place<T>;
+  const auto kernel = weight_gradient_in_place<T>;
   const int rows = static_cast<int>(hidden.dims[0]), width = static_cast<int>(hidden.dims[1]);
   const int classes = static_cast<int>(x.dims[1]);
-  ProductCall call{};
+  WeightCall call{};
   call.x = x.data, call.classes = call.columns = classes;
-  call.steps = (rows + Code::depth - 1) / Code::depth, call.panels = (classes + Code::columns - 1) / Code::columns;
-  call.of_group = width / Code::rows;
+  call.steps = (rows + Code::depth - 1) / Code::depth, call.panels = static_cast<int>(weight_gradient_panels(classes));
+  call.of_group = static_cast<int>(blocks_of_group(width));
   auto describe_right = [&](const void* data, int columns) {
     return describe(&call.right, {data, type, 1, rows, 1, columns}, Code::depth);
   };
@@ -249,20 +232,17 @@ cudaError_t run(const Buffer& hidden, const Buffer& x, const Buffer& workspace, 
 
 // What is wrong with the buffers of a call, or "".
 std::string check(const Buffer& hidden, const Buffer& gradients, const Buffer& result, const Buffer& workspace) {
-  using Code = ProductCode;
-  constexpr int of_width = Code::blocks * Code::rows;
-  if (!is_16_bit(hidden.dtype) || hidden.dims.size() != 2 || hidden.dims[1] % of_width != 0 ||
-      hidden.dims[1] > (1 << 20) || hidden.dims[0] < 1 || hidden.dims[0] > hidden.dims[1])
-    return "hidden must be F16 or BF16, of 1 to width rows, and its width a multiple of " + std::to_string(of_width) +
-           " up to 2^20: got " + describe(hidden);
+  using Limits = WeightLimits;
+  if (!is_16_bit(hidden.dtype) || hidden.dims.size() != 2 || !Limits::take_hidden(hidden.dims[0], hidden.dims[1]))
+    return "hidden must be F16 or BF16, of 1 to width rows, and its width a multiple of " +
+           std::to_string(Limits::width_multiple) + " up to 2^20: got " + describe(hidden);
   if (gradients.dtype != hidden.dtype || gradients.dims.size() != 2 || gradients.dims[0] != hidden.dims[1] ||
-      gradients.dims[1] % 8 != 0 || gradients.dims[1] < 8 || gradients.dims[1] > (1 << 30))
+      !Limits::take_classes(gradients.dims[1]))
     return "gradients must have hidden's dtype and the shape (width, classes), with a number of classes that is a "
            "multiple of 8 up to 2^30: got " + describe(gradients) + " beside " + describe(hidden);
   if (result.dtype != gradients.dtype || !(result.dims == gradients.dims) || result.data != gradients.data)
     return "the result must take the place of gradients: got " + describe(result) + " beside " + describe(gradients);
-  const int64_t panels = (gradients.dims[1] + Code::columns - 1) / Code::columns;
-  const int64_t bytes = workspace_bytes(hidden.dims[0], panels, 2);
+  const int64_t bytes = weight_gradient_workspace(hidden.dims[0], gradients.dims[1], 2);
   if (workspace.dtype != ffi::U8 || workspace.dims.size() != 1 || workspace.dims[0] < bytes)
     return "workspace must be U8(" + std::to_string(bytes) + ") or longer: got " + describe(workspace);
   return "";
@@ -272,19 +252,19 @@ ffi::Error handle(cudaStream_t stream, ffi::AnyBuffer hidden, ffi::AnyBuffer gra
                   ffi::Result<ffi::AnyBuffer> result, ffi::Result<ffi::AnyBuffer> workspace) {
   const Buffer h(hidden), given(gradients), x(*result), space(*workspace);
   const std::string reason = check(h, given, x, space);
-  if (!reason.empty()) return refuse("product_in_place: " + reason);
+  if (!reason.empty()) return refuse("weight_gradient_in_place: " + reason);
   bool runs = false;
-  if (auto e = has_warp_groups(&runs)) return answer("product_in_place", e);
-  if (!runs) return answer("product_in_place", cudaErrorNotSupported);
-  return answer("product_in_place", h.dtype == ffi::F16 ? run<__half>(h, x, space, stream)
-                                                        : run<__nv_bfloat16>(h, x, space, stream));
+  if (auto e = has_warp_groups(&runs)) return answer("weight_gradient_in_place", e);
+  if (!runs) return answer("weight_gradient_in_place", cudaErrorNotSupported);
+  return answer("weight_gradient_in_place", h.dtype == ffi::F16 ? run<__half>(h, x, space, stream)
+                                                                : run<__nv_bfloat16>(h, x, space, stream));
 }
 
 }  // namespace
 }  // namespace jaxsoft::cuda
 
-extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* jaxsoft_product_in_place(XLA_FFI_CallFrame*);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxsoft_product_in_place, jaxsoft::cuda::handle,
+extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* jaxsoft_weight_gradient_in_place(XLA_FFI_CallFrame*);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxsoft_weight_gradient_in_place, jaxsoft::cuda::handle,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<xla::ffi::AnyBuffer>()

@@ -12,9 +12,9 @@ namespace jaxsoft::cuda {
 
 // A block holds at most blockDim.x * kPacks packs of a row.
 template <template <class> class Op, class T, class Form, int kPacks>
-__global__ void __launch_bounds__(Spread::threads, Spread::blocks)
-    spread(const __grid_constant__ Arguments<T> args, typename Op<T>::Part* states, Split split) {
-  if constexpr (kChosenHere<Strategy::spread, Op<T>, T, Form, kPacks>) {
+__global__ void __launch_bounds__(GridRegisters::threads, GridRegisters::blocks)
+    grid_registers(const __grid_constant__ Arguments<T> args, typename Op<T>::Part* states, Split split) {
+  if constexpr (kChosenHere<Strategy::grid_registers, Op<T>, T, Form, kPacks>) {
     const auto row = part_of_row<Op, T, Form>(args, blockIdx.x, split);
     const int step = blockDim.x, thread = threadIdx.x, packs = row.window.packs;
     Pack<T> pa[kPacks], pb[kPacks];
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(Spread::threads, Spread::blocks)
 
 // The workspace must have room for the states of all parts.
 template <template <class> class Op, class T, class Form, int kPacks>
-cudaError_t launch_spread(const Arguments<T>& args, const Split& split, void* workspace, cudaStream_t stream) {
+cudaError_t launch_grid_registers(const Arguments<T>& args, const Split& split, void* workspace, cudaStream_t stream) {
   const int64_t threads = ((split.packs + kPacks - 1) / kPacks + 31) / 32 * 32;
   cudaLaunchAttribute attribute = all_at_once();
   cudaLaunchConfig_t config{};
@@ -43,8 +43,8 @@ cudaError_t launch_spread(const Arguments<T>& args, const Split& split, void* wo
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, spread<Op, T, Form, kPacks>, args, static_cast<typename Op<T>::Part*>(workspace),
-                            split);
+  return cudaLaunchKernelEx(&config, grid_registers<Op, T, Form, kPacks>, args,
+                            static_cast<typename Op<T>::Part*>(workspace), split);
 }
 
 }  // namespace jaxsoft::cuda

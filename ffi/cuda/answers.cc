@@ -1,0 +1,84 @@
+// What the library answers about the CUDA kernels of attention, the linear layer, top-k and sampling: which calls they
+// take, the bytes of their workspaces, and their plans in words. Python asks by `jaxsoft._core.library`. Nothing here
+// needs CUDA: the library for CPUs answers the same.
+//
+// A plan depends on the number of multiprocessors, and that of rows also on the compute capability, 90 for 9.0. A text
+// stays where it is until the thread asks again.
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "attention/bounds.h"
+#include "attention/plans.h"
+#include "head/plan.h"
+#include "rows/sample/plan.h"
+#include "rows/top_k/plan.h"
+
+#define JAXSOFT_ANSWER extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+const char* keep(std::string text) {
+  static thread_local std::string kept;
+  kept = std::move(text);
+  return kept.c_str();
+}
+
+}  // namespace
+
+// The limits of attention, a line each: name=number.
+JAXSOFT_ANSWER const char* jaxsoft_attention_bounds() { return keep(jaxsoft::attention::bounds_as_text()); }
+
+// Of `target`, an FFI target; `extras` are as in its call. -1 is no limit, and key_bytes those of an element of keys.
+JAXSOFT_ANSWER int64_t jaxsoft_attention_workspace(const char* target, const char* extras, int64_t batch,
+                                                   int64_t queries, int64_t keys, int64_t heads, int64_t key_heads,
+                                                   int64_t size, int64_t left, int64_t right, int64_t capped,
+                                                   int64_t key_bytes, int64_t multiprocessors) {
+  return jaxsoft::attention::workspace_bytes(
+      {target, extras, batch, queries, keys, heads, key_heads, size, left, right, capped != 0, key_bytes},
+      static_cast<int>(multiprocessors));
+}
+JAXSOFT_ANSWER const char* jaxsoft_attention_plan(const char* target, const char* extras, int64_t batch,
+                                                  int64_t queries, int64_t keys, int64_t heads, int64_t key_heads,
+                                                  int64_t size, int64_t left, int64_t right, int64_t capped,
+                                                  int64_t key_bytes, int64_t multiprocessors) {
+  return keep(jaxsoft::attention::plan_as_text(
+      {target, extras, batch, queries, keys, heads, key_heads, size, left, right, capped != 0, key_bytes},
+      static_cast<int>(multiprocessors)));
+}
+
+// How many multiprocessors are at work where hidden is (rows, width); 0 where the kernel does not take such arrays.
+JAXSOFT_ANSWER int64_t jaxsoft_weight_gradient_multiprocessors(int64_t rows, int64_t width, int64_t classes,
+                                                               int64_t multiprocessors) {
+  using Limits = jaxsoft::cuda::WeightLimits;
+  if (!Limits::take_hidden(rows, width) || !Limits::take_classes(classes)) return 0;
+  const int64_t of_group = jaxsoft::cuda::blocks_of_group(width);
+  return multiprocessors / of_group * of_group;
+}
+JAXSOFT_ANSWER int64_t jaxsoft_weight_gradient_workspace(int64_t rows, int64_t classes, int64_t element_bytes) {
+  return jaxsoft::cuda::weight_gradient_workspace(rows, classes, element_bytes);
+}
+JAXSOFT_ANSWER const char* jaxsoft_weight_gradient_plan(int64_t width, int64_t classes, int64_t multiprocessors) {
+  return keep(jaxsoft::cuda::weight_gradient_plan(width, classes, multiprocessors));
+}
+
+// The kernel for the k largest of rows of n elements that begin at a multiple of 16 bytes.
+JAXSOFT_ANSWER const char* jaxsoft_top_k_plan(int64_t rows, int64_t n, int64_t k, int64_t element_bytes,
+                                              int64_t capability, int64_t multiprocessors, int64_t workspace_bytes) {
+  const int element = static_cast<int>(element_bytes);
+  const bool whole = n * element % 16 == 0;
+  return keep(jaxsoft::cuda::top_k_plan(
+      {rows, jaxsoft::cuda::packs_of_row(n, element, whole), static_cast<int>(k), element},
+      static_cast<int>(capability / 10), static_cast<int>(multiprocessors), workspace_bytes));
+}
+// A limit of the exchange of a row's k largest elements between devices, by its name; -1 for a name that is none.
+JAXSOFT_ANSWER int64_t jaxsoft_top_k_limit(const char* name) {
+  if (std::string_view(name) == "short_part") return jaxsoft::cuda::kShortPart;
+  return std::string_view(name) == "most_received" ? jaxsoft::cuda::kMostReceived : -1;
+}
+
+JAXSOFT_ANSWER const char* jaxsoft_sample_plan(int64_t rows, int64_t n, int64_t element_bytes, int64_t capability,
+                                               int64_t multiprocessors) {
+  return keep(jaxsoft::cuda::sample_plan(rows, (n * element_bytes + 15) / 16, static_cast<int>(capability / 10),
+                                         static_cast<int>(multiprocessors)));
+}

@@ -1,0 +1,195 @@
+// The backward kernels and their launch, for one element type and size of heads.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "../../attributes.cuh"
+#include "../../devices.cuh"
+#include "sums.cuh"
+#include "copy.cuh"
+#include "copy_in_pairs.cuh"
+#include "multiply.cuh"
+#include "multiply_in_pairs.cuh"
+
+namespace jaxsoft::cuda {
+
+template <class T, int size, BackwardKind kind, bool wide>
+__global__ void __launch_bounds__(BackwardCode::threads, 1)
+    attention_backward(const __grid_constant__ BackwardCall call) {
+  let_next_kernel_start();
+  if constexpr (kWarpGroupCode) {
+    extern __shared__ __align__(1024) unsigned char bytes[];
+    auto& shared = *reinterpret_cast<BackwardShared<T, size>*>(bytes);
+    if (threadIdx.x == 0) shared.init(call.deterministic);
+    __syncthreads();
+    const int group = warp_group();
+    if (group == BackwardCode::groups) {
+      give_registers<BackwardCode::copy_registers>();
+      const int warp = threadIdx.x % kWarpGroup / 32;
+      if (warp > BackwardCode::groups && !call.deterministic) {
+        clear_sums<size>(call, shared);
+      } else if (threadIdx.x % 32 == 0) {
+        if (warp == 0) bring_tiles<T, size>(call, shared);
+        else if (warp <= BackwardCode::groups) add_sums<T, size>(call, shared, warp - 1);
+        else wait_for_turns<T, size>(call, shared);
+      }
+    } else {
+      take_registers<BackwardCode::registers>();
+      multiply_tiles<T, size, kind, wide>(call, shared, group);
+    }
+  }
+}
+
+// The same for heads of more than 128, by pairs of blocks.
+template <class T, BackwardKind kind, bool wide>
+__global__ void __launch_bounds__(BackwardPair<T>::threads, 1)
+    attention_backward_in_pairs(const __grid_constant__ BackwardCall call) {
+  let_next_kernel_start();
+  if constexpr (kWarpGroupCode) {
+    using Pair = BackwardPair<T>;
+    extern __shared__ __align__(1024) unsigned char bytes[];
+    auto& shared = *reinterpret_cast<Pair*>(bytes);
+    if (threadIdx.x == 0) shared.init(call.deterministic);
+    __syncthreads();
+    synchronize_cluster();  // nobody may reach barriers of a block that has not begun
+    const unsigned rank = block_in_cluster();
+    const int group = warp_group();
+    if (group == Pair::groups) {
+      give_registers<Pair::copy_registers>();
+      const int warp = threadIdx.x % kWarpGroup / 32;
+      if (warp == 3 && !call.deterministic) {
+        clear_sums<Pair::size>(call, shared, rank);
+      } else if (threadIdx.x % 32 == 0) {
+        if (warp == 0) bring_tiles(call, shared, rank);
+        else if (warp == 1) send_slopes(call, shared, rank);
+        else if (call.deterministic) add_part_in_order(call, shared, rank, warp - 2);
+        else add_sums(call, shared, rank);
+      }
+      __syncwarp();
+    } else if (group == 0) {
+      take_registers<Pair::score_registers>();
+      multiply_scores<T, kind>(call, shared, rank);
+    } else {
+      take_registers<Pair::gradient_registers>();
+      if (group == 1) multiply_values<wide>(call, shared, rank);
+      else multiply_keys<wide>(call, shared, rank);
+    }
+    synchronize_cluster();  // nor of one that has ended
+  }
+}
+
+// Of how many key heads pieces of work are taken in turn, where blocks of keys of a head wait for each other. Pieces
+// that are taken at the same time then belong to many heads, but not to more than the cache holds. (TFLOP/s: heads of
+// 64, 2K, on an H100, 335 with one head at a time, 430 with 15 in turn. Heads of 256, on an H200, 2K, 428 with one, 490
+// with four, 500 with six; 8K, 541 with one, 510 with two; causal 8K, 497 with one, 477 with four, 435 with six.) The
+// bits of the results do not depend on it.
+template <int size>
+int heads_in_turn(const BackwardCall& call) {
+  using Plan = BackwardPlan<size>;
+  const double of_head = 8. * call.queries * call.group * size;  // bytes of queries, cotangents, and sums
+  const double at_once = call.processors / Plan::blocks;  // pieces of work
+  const double by_waits = std::ceil(Plan::stagger * at_once / (call.query_tiles * call.group));
+  const double by_cache = Plan::cache * double(1 << 20) / of_head - at_once / call.key_blocks;
+  return std::clamp(static_cast<int>(std::min(by_waits, by_cache)), 1, call.batch * call.key_heads);
+}
+
+template <class T, int size, BackwardKind kind, bool wide>
+cudaError_t launch_backward_as(const BackwardCall& call, const AttentionGradients& gradients, cudaStream_t stream) {
+  using Plan = BackwardPlan<size>;
+  void (*kernel)(BackwardCall);
+  int bytes, threads;
+  if constexpr (Plan::blocks == 2) {
+    static_assert(sizeof(BackwardPair<T>) <= 227 * 1024);
+    kernel = attention_backward_in_pairs<T, kind, wide>;
+    bytes = sizeof(BackwardPair<T>), threads = BackwardPair<T>::threads;
+  } else {
+    using Shared = BackwardShared<T, size>;
+    static_assert(sizeof(Shared) <= 227 * 1024);
+    kernel = attention_backward<T, size, kind, wide>, bytes = sizeof(Shared), threads = BackwardCode::threads;
+  }
+  static Devices<> prepared;
+  if (auto e = prepared.once(
+          [&] { return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes); }))
+    return e;
+  const unsigned heads = call.batch * call.heads, queries = call.query_tiles * Plan::queries;
+  prepare_numbers<size><<<dim3((queries + 127) / 128, std::min(heads, 65535u)), 128, 0, stream>>>(
+      call, gradients.lse, gradients.delta);
+  BackwardCall ordered = call;
+  ordered.heads_in_turn = call.deterministic ? heads_in_turn<size>(call) : 1;
+  const auto at_once = std::min<unsigned>(call.pieces, call.processors / Plan::blocks);
+  if (auto e = cudaGetLastError()) return e;
+  cudaLaunchAttribute attributes[2] = {overlapping()};
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = Plan::blocks, attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.stream = stream, config.attrs = attributes, config.numAttrs = Plan::blocks > 1 ? 2 : 1;
+  config.gridDim = at_once * Plan::blocks, config.blockDim = threads, config.dynamicSmemBytes = bytes;
+  if (auto e = cudaLaunchKernelEx(&config, kernel, ordered)) return e;
+  config.numAttrs = 1, config.gridDim = heads * call.query_tiles, config.blockDim = 256, config.dynamicSmemBytes = 0;
+  return cudaLaunchKernelEx(&config, wide ? store_sums<T, size> : round_sums<T, size>, call);
+}
+
+template <class T, int size, BackwardKind kind>
+cudaError_t launch_backward(const BackwardCall& call, const AttentionGradients& gradients, cudaStream_t stream) {
+  if (gradients.wide) return launch_backward_as<T, size, kind, true>(call, gradients, stream);
+  return launch_backward_as<T, size, kind, false>(call, gradients, stream);
+}
+
+// Describes the arrays of a call, divides its workspace (tiles.h), and clears what must be 0 in it.
+template <int size>
+cudaError_t prepare_backward(BackwardCall& call, const AttentionCall& given, const AttentionGradients& gradients,
+                             cudaStream_t stream) {
+  using Plan = BackwardPlan<size>;
+  const auto type =
+      given.type == AttentionType::f16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  auto of_queries = [&](CUtensorMap* map, const void* data) {
+    return describe(map, {data, type, given.batch, given.queries, given.heads, given.size}, Plan::queries);
+  };
+  auto of_keys = [&](CUtensorMap* map, const void* data) {
+    return describe(map, {data, type, given.batch, given.keys, given.key_heads, given.size}, Plan::keys / Plan::blocks);
+  };
+  if (auto e = of_queries(&call.query, given.query)) return e;
+  if (auto e = of_queries(&call.cotangent, gradients.cotangent)) return e;
+  if (auto e = of_keys(&call.key, given.key)) return e;
+  if (auto e = of_keys(&call.value, given.value)) return e;
+  const BackwardSpace<size> space(given.batch, given.queries, given.keys, given.heads, given.key_heads);
+  const int64_t tiles = space.heads * space.query_tiles, pieces = space.key_heads * space.key_blocks;
+  if (tiles > INT32_MAX || pieces > INT32_MAX - 1024) return cudaErrorInvalidValue;
+  if (given.workspace_bytes < space.bytes()) return cudaErrorInvalidValue;
+  call.query_tiles = static_cast<int>(space.query_tiles), call.key_blocks = static_cast<int>(space.key_blocks);
+  call.pieces = static_cast<unsigned>(pieces);
+
+  Device device;
+  if (auto e = device.read()) return e;
+  call.processors = device.processors;
+
+  auto* place = static_cast<unsigned char*>(given.workspace);
+  auto take = [&](int64_t bytes) { return place += bytes, place - bytes; };
+  call.counter = reinterpret_cast<unsigned long long*>(take(space.counter));
+  call.added = reinterpret_cast<unsigned*>(take(space.key_heads * sizeof(unsigned)));
+  call.cleared = reinterpret_cast<unsigned*>(take(space.key_heads * sizeof(unsigned)));
+  call.ends = reinterpret_cast<int2*>(take(space.ends));
+  place = static_cast<unsigned char*>(given.workspace) + space.counts;
+  call.sums = reinterpret_cast<float*>(take(space.sums));
+  call.numbers = reinterpret_cast<float*>(take(space.numbers));
+  // Where the order of additions matters, the first is a store. Else the kernel clears most sums itself: those of a key
+  // head while another is at work, whose blocks of keys have been taken earlier than all that run at the same time.
+  const int64_t ahead = std::min<int64_t>(call.processors / Plan::blocks / call.key_blocks + 2, space.key_heads);
+  call.cleared_ahead = static_cast<int>(ahead);
+  const int64_t now = call.deterministic ? 0 : space.sums / space.key_heads * ahead;
+  return cudaMemsetAsync(given.workspace, 0, space.counts + now, stream);
+}
+
+template <class T, int size>
+cudaError_t run_backward(BackwardCall& call, const AttentionCall& given, const AttentionGradients& gradients,
+                         cudaStream_t stream) {
+  if (auto e = prepare_backward<size>(call, given, gradients, stream)) return e;
+  const bool limited = given.left != kNoLimit || given.right != kNoLimit || given.key_lengths.data ||
+                       given.keys % BackwardPlan<size>::keys;
+  if (given.cap > 0) return launch_backward<T, size, BackwardKind::capped>(call, gradients, stream);
+  if (limited) return launch_backward<T, size, BackwardKind::limited>(call, gradients, stream);
+  return launch_backward<T, size, BackwardKind::plain>(call, gradients, stream);
+}
+
+}  // namespace jaxsoft::cuda

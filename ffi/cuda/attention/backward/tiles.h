@@ -1,0 +1,75 @@
+// The sizes of tiles in the backward kernel, by the head size, and how it divides the workspace.
+#pragma once
+
+#include <cstdint>
+
+namespace jaxsoft::cuda {
+
+// A tile of scores, and how many tiles of queries and of cotangents a block has room for. What bounds them is
+// registers: of each thread, a gradient by keys takes half the size of heads, scores, slopes and a part of the gradient
+// by queries half the queries of a tile each, and rounded weights and slopes a quarter. `slopes_in_registers` says
+// where the product with queries takes slopes from. Shared memory is read less if it is from registers, for which 128
+// leaves no room. Heads of 64 are bound by the reads of shared memory as well, so tiles are as long as registers allow.
+// With `sums_later`, the gradient by queries is taken of the tile before, so that warp groups wait less for each other.
+// (H200, 8K, without a causal rule and with one, TFLOP/s: 539 and 482 in place of 500 and 457 with heads of 64, but 561
+// and 537 in place of 596 and 571 with heads of 128.)
+//
+// `keys` are those of a piece of work, and so many `blocks` share it (pair.cuh is about two). What they add to the
+// gradient by queries has `added_parts`.
+//
+// If the order of additions matters, a block signals after each `tiles_of_signal` tiles that it has added to them,
+// which takes a microsecond, and blocks of keys of one head should begin `stagger` tiles one after the other. What
+// blocks read and add to should stay in the cache, of which there are `cache` MiB. The last three are by measurement.
+// (H200, heads of 128, 8K, without a causal rule and with one, TFLOP/s: 584 and 551; with a signal for each tile, 565
+// and 518; with a stagger of 2.5 in 40 MiB, which are two heads in turn and not four, 507 and 542.) A pair of blocks
+// signals each tile (copy_in_pairs.cuh).
+template <int size>
+struct BackwardPlan;
+template <>
+struct BackwardPlan<64> {
+  static constexpr int queries = 96, keys = 128, blocks = 1, added_parts = 2, query_slots = 2, cotangent_slots = 2;
+  static constexpr bool slopes_in_registers = true, sums_later = true;
+  static constexpr int tiles_of_signal = 2, cache = 49;
+  static constexpr double stagger = 4;
+};
+template <>
+struct BackwardPlan<128> {
+  static constexpr int queries = 64, keys = 128, blocks = 1, added_parts = 2, query_slots = 2, cotangent_slots = 2;
+  static constexpr bool slopes_in_registers = false, sums_later = false;
+  static constexpr int tiles_of_signal = 2, cache = 49;
+  static constexpr double stagger = 4;
+};
+template <>
+struct BackwardPlan<256> {
+  static constexpr int queries = 64, keys = 128, blocks = 2, added_parts = 4, query_slots = 2, cotangent_slots = 1;
+  static constexpr int cache = 49;
+  static constexpr double stagger = 1.9;
+};
+
+// What the workspace has, in bytes:
+//
+//   the counter of pieces of work, 16;
+//   how many blocks of keys are done, and how many parts of sums are cleared, 4 for each of the key heads of all
+//   sequences;
+//   how far blocks of keys are, 8 for each block, of as many as share a piece of work, and each head of queries;
+//   after the next multiple of 256 the sums, 4 for each query of the tiles of a head and element of the padded head;
+//   lse and delta, 8 for each of these queries.
+template <int size>
+struct BackwardSpace {
+  using Plan = BackwardPlan<size>;
+  static constexpr int64_t counter = 16;
+  int64_t query_tiles, key_blocks, heads, key_heads;  // heads of all sequences
+  int64_t ends, counts, sums, numbers;                // bytes; those before the sums are `counts`
+  BackwardSpace(int64_t batch, int64_t queries, int64_t keys, int64_t heads_of_one, int64_t key_heads_of_one)
+      : query_tiles((queries + Plan::queries - 1) / Plan::queries),
+        key_blocks((keys + Plan::keys - 1) / Plan::keys),
+        heads(batch * heads_of_one),
+        key_heads(batch * key_heads_of_one),
+        ends(heads * key_blocks * Plan::blocks * 8),
+        counts((counter + 2 * key_heads * 4 + ends + 255) / 256 * 256),
+        sums(heads * query_tiles * Plan::queries * size * 4),
+        numbers(heads * query_tiles * Plan::queries * 8) {}
+  int64_t bytes() const { return counts + sums + numbers; }
+};
+
+}  // namespace jaxsoft::cuda

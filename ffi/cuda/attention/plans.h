@@ -1,0 +1,97 @@
+// How a call of attention is computed, known without a GPU: the bytes of its workspace, and its plan in words.
+#pragma once
+
+#include <sstream>
+#include <string>
+#include <string_view>
+#include <type_traits>
+
+#include "backward/tiles.h"
+#include "decode/plan.h"
+#include "forward/tiles.h"
+
+namespace jaxsoft::attention {
+
+// A call, as far as that depends on it.
+struct Sizes {
+  std::string_view target;  // of the FFI
+  std::string_view extras;  // names, with commas between them
+  int64_t batch, queries, keys, heads, key_heads, size;
+  int64_t left, right;  // -1 for no limit
+  bool capped;
+  int64_t key_bytes;  // of an element
+
+  bool is(std::string_view prefix) const { return target.substr(0, prefix.size()) == prefix; }
+  bool has(std::string_view extra) const { return extras.find(extra) != std::string_view::npos; }
+  bool has_limits() const { return left >= 0 || right >= 0; }
+  cuda::decode::Problem decode() const {
+    auto number = [](int64_t size) { return static_cast<int>(size); };
+    return {number(batch), number(queries), number(keys), number(heads), number(key_heads),
+            number(left),  number(right),   has("key_lengths"), key_bytes == 1};
+  }
+};
+
+// Calls use(size) with the padded size of heads of the backward kernel.
+template <class Use>
+auto with_backward_size(int64_t size, Use use) {
+  if (size <= 64) return use(std::integral_constant<int, 64>());
+  if (size <= 128) return use(std::integral_constant<int, 128>());
+  return use(std::integral_constant<int, 256>());
+}
+
+inline int64_t workspace_bytes(const Sizes& call, int multiprocessors) {
+  if (call.is("attention_forward")) return sizeof(unsigned long long);  // a counter
+  if (call.is("attention_backward"))
+    return with_backward_size(call.size, [&](auto size) {
+      return cuda::BackwardSpace<size>(call.batch, call.queries, call.keys, call.heads, call.key_heads).bytes();
+    });
+  const auto problem = call.decode();
+  return cuda::decode::Workspace(cuda::decode::make_plan(problem, multiprocessors), problem.item_rows(),
+                                 cuda::decode::padded_size(static_cast<int>(call.size)))
+      .bytes;
+}
+
+template <int size, cuda::ForwardKind kind>
+std::string forward_plan() {
+  using Plan = cuda::ForwardPlan<size, kind>;
+  std::ostringstream text;
+  text << "attention_forward: " << Plan::groups << " groups of " << Plan::group_queries << " queries a block, tiles of "
+       << Plan::key_tile << " keys";
+  return text.str();
+}
+
+template <cuda::ForwardKind kind>
+std::string forward_plan_of_size(int64_t size) {
+  return size <= 64    ? forward_plan<64, kind>()
+         : size <= 128 ? forward_plan<128, kind>()
+         : size <= 192 ? forward_plan<192, kind>()
+                       : forward_plan<256, kind>();
+}
+
+// For example "decode_few_rows: 16 rows a block, up to 12 chunks of keys". The first word is in the name of the kernel,
+// as a profiler shows it.
+inline std::string plan_as_text(const Sizes& call, int multiprocessors) {
+  using cuda::ForwardKind;
+  if (call.is("attention_forward")) {
+    if (call.capped || call.has("segments")) return forward_plan_of_size<ForwardKind::general>(call.size);
+    if (call.has_limits() || call.has("query_begins") || call.has("lengths"))
+      return forward_plan_of_size<ForwardKind::limited>(call.size);
+    return forward_plan_of_size<ForwardKind::plain>(call.size);
+  }
+  std::ostringstream text;
+  if (call.is("attention_backward")) {
+    with_backward_size(call.size, [&](auto size) {
+      using Plan = cuda::BackwardPlan<size>;
+      text << (Plan::blocks == 2 ? "attention_backward_in_pairs" : "attention_backward") << ": tiles of "
+           << Plan::queries << " queries and " << Plan::keys << " keys";
+    });
+    return text.str();
+  }
+  const auto problem = call.decode();
+  const auto plan = cuda::decode::make_plan(problem, multiprocessors);
+  text << (problem.many() ? "decode_many_rows" : "decode_few_rows") << ": " << plan.row_tile << " rows a block, up to "
+       << plan.most_chunks << " chunks of keys";
+  return text.str();
+}
+
+}  // namespace jaxsoft::attention
