@@ -57,15 +57,15 @@ $(VENV)/installed-test: pyproject.toml $(VENV)/installed
 	touch $@
 
 demo: all
-	$(BIN)/python -P -m jaxsoft
-	$(BIN)/python -P examples/language_model.py
-	$(BIN)/python -P benchmarks/speed.py --quick
+	$(BIN)/python -m jaxsoft
+	$(BIN)/python examples/language_model.py
+	$(BIN)/python benchmarks/speed.py --quick
 
 test: $(VENV)/installed-test
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/python -P -m pytest -n auto
+	$(BIN)/python -m pytest -n auto
 
 # The site is made from the sources and the records alone, so the library is not built for it.
 $(VENV)/installed-docs: pyproject.toml | $(BIN)/python
@@ -74,13 +74,13 @@ $(VENV)/installed-docs: pyproject.toml | $(BIN)/python
 	touch $@
 
 docs: $(VENV)/installed-docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -P -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: all
-	$(BIN)/python -P benchmarks/speed.py
+	$(BIN)/python benchmarks/speed.py
 	mkdir -p out
-	$(BIN)/python -P benchmarks/attention.py --plot out/attention.svg
-	$(BIN)/python -P benchmarks/decode.py
+	$(BIN)/python benchmarks/attention.py --plot out/attention.svg
+	$(BIN)/python benchmarks/decode.py
 
 wheel: | $(BIN)/python
 	rm -rf build/release dist
@@ -94,7 +94,7 @@ check-wheel:
 	rm -rf build/check-wheel
 	$(PYTHON) -m venv build/check-wheel
 	PATH="$(abspath build/check-wheel/bin)" build/check-wheel/bin/python -m pip install -q --only-binary :all: dist/*.whl
-	PATH="$(abspath build/check-wheel/bin)" build/check-wheel/bin/python -P tests/released.py
+	PATH="$(abspath build/check-wheel/bin)" build/check-wheel/bin/python tests/released.py
 
 cuda: | $(BIN)/python
 	JAXSOFT_CUDA=ON JAXSOFT_CUDA_ARCHITECTURES=90a-virtual $(BIN)/python -m pip wheel -q --no-deps -w build/cuda .

@@ -3,16 +3,8 @@ exponentials).
 """
 
 from importlib import import_module as _import_module
-from importlib.metadata import version as _version
-from importlib.util import find_spec as _find_spec
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
-
-if _find_spec("jaxsoft.pallas_kernels") is None:
-    raise ImportError(
-        "this is jaxsoft's source tree, where nothing is built: install it (pip install .), and start Python with -P "
-        "or in another folder"
-    )
 
 from jaxsoft import _registered as _registered
 from jaxsoft import fold as fold
@@ -35,7 +27,7 @@ if _TYPE_CHECKING:
     from jaxsoft._ops.ring_attention import ring_attention, ring_order
     from jaxsoft._ops.write_pages import write_pages
 
-__version__ = _version("jaxsoft")
+__version__ = "0.1.0"
 
 # What takes longest to import, and where it is. It waits until it is asked for (PEP 562).
 _LATE = {

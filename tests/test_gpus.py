@@ -7,16 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from common import on_cpu, target
-from jaxsoft.pallas_kernels.attention import backward_plan
-from jaxsoft.pallas_kernels.attention import plan as attention_plan
-from jaxsoft.pallas_kernels.head import plan as head_plan
-from jaxsoft.pallas_kernels.rows import plan as row_plan
-from jaxsoft.pallas_kernels.rows import sizes
 
 import jaxsoft
 from jaxsoft._core import gpus
 from jaxsoft._core.gpus import Generation
 from jaxsoft._rows.operations.softmax import SOFTMAX
+from jaxsoft.pallas_kernels.attention import backward_plan
+from jaxsoft.pallas_kernels.attention import plan as attention_plan
+from jaxsoft.pallas_kernels.head import plan as head_plan
+from jaxsoft.pallas_kernels.rows import plan as row_plan
+from jaxsoft.pallas_kernels.rows import sizes
 
 FEWER = {"NVIDIA H100 80GB HBM3": 132, "NVIDIA H100 PCIe": 114, "NVIDIA H20": 78}
 

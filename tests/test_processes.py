@@ -3,6 +3,7 @@
 import os
 import pathlib
 import pickle
+import re
 import subprocess
 import sys
 
@@ -15,14 +16,16 @@ from meshes import needs_devices
 
 import jaxsoft
 
+ROOT = pathlib.Path(__file__).parents[1]
 X = np.random.default_rng(0).standard_normal((4, 1024)).astype(np.float32)
 LABELS = np.array([0, 1023, 5, 7])
 
 
-def run(code: str, *arguments: str, **environment: str) -> str:
+def run(code: str, *arguments: str, cwd: pathlib.Path | None = None, **environment: str) -> str:
     """What another Python prints."""
     done = subprocess.run(
-        [sys.executable, "-P", "-c", code, *arguments],
+        [sys.executable, "-c", code, *arguments],
+        cwd=cwd,
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -32,12 +35,36 @@ def run(code: str, *arguments: str, **environment: str) -> str:
     return done.stdout
 
 
+# In the clone's folder, as if nothing was installed.
+UNBUILT = """
+import importlib.metadata, runpy, sys
+def not_installed(name): raise importlib.metadata.PackageNotFoundError(name)
+importlib.metadata.distribution = not_installed
+import jaxsoft, jax, numpy as np
+print(jaxsoft.__file__)
+x = np.ones((2, 4), np.float32)
+np.testing.assert_allclose(jaxsoft.softmax(x), x / 4)
+np.testing.assert_allclose(jax.grad(lambda x: jaxsoft.dot_product_attention(x, x, x).sum())(x[:, None]), 1, rtol=1e-6)
+runpy.run_module("jaxsoft", run_name="__main__")
+"""
+
+
 def test_import_of_the_sources():
-    """In the folder of a clone, `import jaxsoft` finds what is not built. The error says what to do."""
-    folder = pathlib.Path(__file__).parents[1]
-    command = [sys.executable, "-c", "import jaxsoft"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    assert "install it (pip install .), and start Python with -P" in done.stderr
+    """A clone works without being installed or built, and says what is missing."""
+    printed = run(UNBUILT, cwd=ROOT, PYTHONPATH="", JAX_PLATFORMS="cpu")
+    assert printed.startswith(str(ROOT / "jaxsoft"))
+    assert f"jaxsoft {jaxsoft.__version__}, jax {jax.__version__}, on cpu" in printed
+    assert re.search("ffi +not available: libjaxsoft_cpu was not built; install jaxsoft from its source tree", printed)
+    assert re.search("pallas +not available: Pallas Mosaic GPU kernels run on NVIDIA GPUs only", printed)
+    assert re.search("xla +available", printed)
+
+
+def test_import_of_the_sources_where_the_package_is_installed():
+    """The clone's files are used, and the libraries that were built when it was installed."""
+    code = "import jaxsoft; print(jaxsoft.__file__, jaxsoft._core.library.find('cpu'))"
+    file, library = run(code, cwd=ROOT).split()
+    assert file == str(ROOT / "jaxsoft/__init__.py")
+    assert library == str(jaxsoft._core.library.find("cpu"))
 
 
 def every_kernel(implementation):

@@ -35,7 +35,7 @@ ENTRY %main_spmd (x: bf16[2,8]) -> bf16[8,8] {
 def test_quick():
     """The command, over eight virtual devices."""
     environment = {name: value for name, value in os.environ.items() if name != "JAX_ENABLE_X64"}
-    command = [sys.executable, "-P", str(pathlib.Path(collectives.__file__).with_name("scaling.py")), "--quick"]
+    command = [sys.executable, str(pathlib.Path(collectives.__file__).with_name("scaling.py")), "--quick"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()[1:]

@@ -93,6 +93,18 @@ def test_the_core_knows_no_family():
             assert others == set(), name
 
 
+def test_numbers_of_multiprocessors_are_in_one_table():
+    """Those of Hopper's GPUs, and of the blocks that they run at once where it is two or four each."""
+    numbers = {132, 114, 78, 264, 528}
+    places = [
+        f"{name}, line {node.lineno}: {node.value}"
+        for name, tree in MODULES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and type(node.value) is int and node.value in numbers
+    ]
+    assert [place for place in places if not place.startswith("jaxsoft._core.gpus,")] == []
+
+
 def own_frames(stack) -> list[str]:
     """The functions of the package on a stack."""
     return [frame.name for frame in stack if "/jaxsoft/" in frame.filename]

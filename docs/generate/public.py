@@ -12,7 +12,8 @@ PACKAGE = ROOT / "jaxsoft"
 def modules() -> dict[str, pathlib.Path]:
     """The public modules, by their dotted names: the package, and those of its files and folders without underscore."""
     files = {f"jaxsoft.{path.stem}": path for path in PACKAGE.glob("[!_]*.py")}
-    folders = {f"jaxsoft.{path.parent.name}": path for path in PACKAGE.glob("[!_]*/__init__.py")}
+    own = (path for path in PACKAGE.glob("[!_]*/__init__.py") if not path.parent.is_symlink())  # no kernels
+    folders = {f"jaxsoft.{path.parent.name}": path for path in own}
     return {"jaxsoft": PACKAGE / "__init__.py"} | dict(sorted((files | folders).items()))
 
 

@@ -5,11 +5,12 @@ computation; the sampler and attention are CUDA's only. Nothing is registered fr
 would refuse: XLA answers such a registration by disabling the whole platform.
 """
 
+import contextlib
 import ctypes
 import functools
 import re
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
@@ -93,10 +94,14 @@ def specification(library: ctypes.CDLL) -> list[str]:
 
 def find(platform: str) -> Path | None:
     """Where a platform's library is, if it was built."""
-    for folder in sys.modules["jaxsoft"].__path__:  # several where it is installed for development
-        for path in Path(folder, "lib").glob(f"*jaxsoft_{platform}.*"):
-            return path
-    return None
+    return next((path for folder in _folders() for path in folder.glob(f"lib/*jaxsoft_{platform}.*")), None)
+
+
+def _folders() -> Iterator[Path]:
+    """The package's, and for the sources of a clone, beside which nothing is built, the installed package's."""
+    yield Path(__file__).parents[1]
+    with contextlib.suppress(PackageNotFoundError):
+        yield Path(str(distribution("jaxsoft").locate_file("jaxsoft")))
 
 
 @functools.cache

@@ -11,7 +11,6 @@ import pytest
 from common import target
 from jax.sharding import AbstractDevice, AbstractMesh
 from jaxsoft._core.carriers import CARRIERS
-from jaxsoft.pallas_kernels.attention import forward
 
 import jaxsoft
 from jaxsoft._attention import choice
@@ -19,6 +18,7 @@ from jaxsoft._attention.form import STATE, Extra, Form
 from jaxsoft._attention.operation import Forward, Pullback
 from jaxsoft._attention.primitive import attention_operation
 from jaxsoft._core import cudnn
+from jaxsoft.pallas_kernels.attention import forward
 
 CUDNN = r"__cudnn\$fmhaSoftmax(?:Backward)?"
 

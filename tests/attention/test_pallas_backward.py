@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from common import interpreted, target
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxsoft.pallas_kernels.attention import backward, backward_call
 
 from jaxsoft._attention.form import Extra, Form
+from jaxsoft.pallas_kernels.attention import backward, backward_call
 
 SEGMENTS = (Extra.QUERY_SEGMENTS, Extra.KEY_SEGMENTS)
 LENGTHS = (Extra.QUERY_LENGTHS, Extra.KEY_LENGTHS, Extra.OFFSET)

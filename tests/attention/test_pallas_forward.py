@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 from common import interpreted, target
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxsoft._attention.form import Extra, Form
 from jaxsoft.pallas_kernels.attention import choice, ranges
 from jaxsoft.pallas_kernels.attention.extra_tiles import ExtraRings
 from jaxsoft.pallas_kernels.attention.forward import forward
 from jaxsoft.pallas_kernels.attention.order import ordered
 from jaxsoft.pallas_kernels.attention.plan import FORWARD, ForwardPlan
 from jaxsoft.pallas_kernels.attention.schedule import schedule
-
-from jaxsoft._attention.form import Extra, Form
 
 BF16, F16, F32 = (np.dtype(dtype) for dtype in (jnp.bfloat16, jnp.float16, jnp.float32))
 SEGMENTS = (Extra.QUERY_SEGMENTS, Extra.KEY_SEGMENTS)

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from common import interpreted, on_gpu, target
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxsoft.pallas_kernels.head import gradients, products, statistics
 
 from jaxsoft import linear_softmax_cross_entropy as linear
 from jaxsoft._core import gpus
 from jaxsoft._head import kernels
 from jaxsoft._rows.spec import NO_ROW
+from jaxsoft.pallas_kernels.head import gradients, products, statistics
 
 BF16, F16 = np.dtype(jnp.bfloat16), np.dtype(np.float16)
 HOPPER = "NVIDIA H100 80GB HBM3"

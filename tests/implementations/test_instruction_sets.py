@@ -15,7 +15,7 @@ def test_forward_and_backward(isa):
     rows = Path(__file__).parent.parent / "rows"
     tests = [str(rows / name) for name in ("test_forward.py", "test_grad.py", "test_cross_entropy.py")]
     chosen = "ffi and short and (float32 or bfloat16) and not (neighbours and bfloat16)"
-    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, *tests]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, *tests]
     environment = {**os.environ, "JAXSOFT_CPU_ISA": isa}
     run = subprocess.run(command, env=environment, cwd=rows.parent.parent, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout[-3000:]

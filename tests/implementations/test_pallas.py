@@ -16,13 +16,6 @@ import numpy as np
 import pytest
 from common import on_cpu, operand, pretend, rows, slow, target
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxsoft.pallas_kernels.rows import choice, register_rows, sizes, split, tiled
-from jaxsoft.pallas_kernels.rows import fold as kernel_fold
-from jaxsoft.pallas_kernels.rows import plan as plans
-from jaxsoft.pallas_kernels.rows.extras import Extras
-from jaxsoft.pallas_kernels.rows.operations import KERNELS as PALLAS_OPERATIONS
-from jaxsoft.pallas_kernels.rows.operations import Signature
-from jaxsoft.pallas_kernels.rows.plan import RegisterPlan, SplitPlan, TiledPlan
 from row_operations import ALL_EXTRAS, BIAS, LIMIT, SCALE, WHERE, assert_exact
 from row_operations import operands_of as operands_of_form
 from truth import assert_within, wide
@@ -39,6 +32,13 @@ from jaxsoft._rows.operations.log_softmax import LOG_SOFTMAX, LOG_SOFTMAX_VJP
 from jaxsoft._rows.operations.logsumexp import LOGSUMEXP_VJP, STATE
 from jaxsoft._rows.operations.softmax import SOFTMAX, SOFTMAX_VJP
 from jaxsoft._rows.spec import NO_ROW, RowKind
+from jaxsoft.pallas_kernels.rows import choice, register_rows, sizes, split, tiled
+from jaxsoft.pallas_kernels.rows import fold as kernel_fold
+from jaxsoft.pallas_kernels.rows import plan as plans
+from jaxsoft.pallas_kernels.rows.extras import Extras
+from jaxsoft.pallas_kernels.rows.operations import KERNELS as PALLAS_OPERATIONS
+from jaxsoft.pallas_kernels.rows.operations import Signature
+from jaxsoft.pallas_kernels.rows.plan import RegisterPlan, SplitPlan, TiledPlan
 
 # By dtype: shapes, and small plans with which few and short rows do what many and long ones do.
 CASES = {

@@ -21,7 +21,6 @@ import numpy as np
 import pytest
 from common import on_cpu, operand, rows, slow, target
 from jax.sharding import PartitionSpec
-from jaxsoft.triton_kernels.rows.plan import TritonPlan, plan, tuning
 from truth import Truth, assert_last_place, assert_within, wide
 
 import jaxsoft
@@ -34,6 +33,7 @@ from jaxsoft._rows.operations import OPERATIONS as RECORDS
 from jaxsoft._rows.operations.logsumexp import STATE
 from jaxsoft._rows.operations.softmax import SOFTMAX
 from jaxsoft._rows.spec import RowKind
+from jaxsoft.triton_kernels.rows.plan import TritonPlan, plan, tuning
 
 OPERATIONS = {operation.name: operation for operation in RECORDS if operation in triton_kernels.KERNELS}
 EPS = 2.0**-23
@@ -100,10 +100,11 @@ def test_plans_fill_a_gpu():
 @pytest.fixture
 def compiled(monkeypatch, tmp_path):
     """Compiles the kernel of an operation to PTX."""
-    from jaxsoft.triton_kernels.rows import kernels
     from triton import compile as triton_compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+
+    from jaxsoft.triton_kernels.rows import kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     names = {jnp.float16: "fp16", jnp.bfloat16: "bf16", jnp.float32: "fp32", jnp.float64: "fp64"}
@@ -215,7 +216,7 @@ def interpreted(operation: str, calls: list[tuple[TritonPlan, list[np.ndarray]]]
         given = zip(calls, types, strict=True)
         pickle.dump([(operation, cut, operands, [t[kind] for kind in kinds]) for (cut, operands), t in given], file)
     script = pathlib.Path(__file__).parent / "interpret_triton.py"
-    command = [sys.executable, "-P", script, folder / "calls", folder / "results"]
+    command = [sys.executable, script, folder / "calls", folder / "results"]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     with open(folder / "results", "rb") as file:
@@ -360,5 +361,5 @@ def test_symbolic_shapes():
 
 def test_is_not_imported_before_it_is_asked_for():
     code = "import sys, jaxsoft; jaxsoft.implementations('cpu'); print(*({'triton', 'jax_triton'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0 and not done.stdout.strip(), done
