@@ -25,8 +25,10 @@
 namespace jaxsoft::cuda {
 namespace {
 
-// Up to here |d| is small, and h is a series. Beyond kLargest, p is nothing beside q.
-constexpr float kSmall = 0.25f, kLargest = 60;
+// Up to here |d| is small, and h is a polynomial. Beyond kLargest, p is nothing beside q.
+constexpr float kSmall = 1, kLargest = 60;
+// Where the mean of h is above this, it is the difference of three sums.
+constexpr float kFar = 1.f / 16;
 // In the place of a distance of -inf: the divergence is then above kInfinite.
 constexpr float kFurthest = -1e30f, kInfinite = 1e20f;
 
@@ -44,16 +46,24 @@ template <class A>
 __device__ A weight(A m, A to) {
   return term(m - reference(to));
 }
-// h(d) / d^2 for small d: 1/2! + d/3! + d^2/4! + ...
+// h(d) / d^2 for small d: 1/2! + d/3! + d^2/4! + ..., in f32 the polynomial with the least relative error (1.5e-6).
 template <class A>
 __device__ A series_beyond(A d) {
-  constexpr int terms = sizeof(A) == 4 ? 5 : 12;
-  double factorial[terms + 2] = {1, 1};
-  for (int i = 2; i < terms + 2; i++) factorial[i] = factorial[i - 1] * i;
-  A sum = A(1 / factorial[terms + 1]);
+  if constexpr (sizeof(A) == 4) {
+    constexpr A factors[] = {0.50000077f, 0.16666590f, 0.041652795f, 0.0083352551f, 0.0014262538f, 0.00019977662f};
+    A sum = factors[5];
 #pragma unroll
-  for (int i = terms; i >= 2; i--) sum = fma(sum, d, A(1 / factorial[i]));
-  return sum;
+    for (int i = 4; i >= 0; i--) sum = fma(sum, d, factors[i]);
+    return sum;
+  } else {
+    constexpr int terms = 18;
+    double factorial[terms + 2] = {1, 1};
+    for (int i = 2; i < terms + 2; i++) factorial[i] = factorial[i - 1] * i;
+    A sum = A(1 / factorial[terms + 1]);
+#pragma unroll
+    for (int i = terms; i >= 2; i--) sum = fma(sum, d, A(1 / factorial[i]));
+    return sum;
+  }
 }
 template <class A>
 __device__ A beyond(A d) {
@@ -177,7 +187,7 @@ struct Running {
   Part<A> part;
   Sums<A> sums;
   A shift = 0;
-  bool small = true;  // whether all distances were small until now
+  bool small = true;  // whether all distances were small when it was last asked
 
   static __device__ bool may_shift(A m) { return fabs(m) < A(0x1p20); }
   __device__ A weight_of(A z) const { return power(fma(z, to_base, -shift)); }
@@ -190,39 +200,54 @@ struct Running {
   __device__ bool add(const A (&z)[count], const A (&w)[count], A top) {
     if (top > part.m) raise(top);
     if (!may_shift(part.m)) return false;
-    A a[count], mass = 0;
+    Sums<A> more;
+    A furthest = 0;
+    bool done;
+    if (small) {
 #pragma unroll
-    for (int k = 0; k < count; k++) a[k] = weight_of(z[k]), mass += a[k];
-    if (!(mass <= sums.s)) {  // the reference is that of the elements with the most weight
+      for (int k = 0; k < count; k++) {
+        const A a = weight_of(z[k]), d = (w[k] - z[k]) - part.c;
+        furthest = max(furthest, fabs(d)), more.s += a;
+        more.beyond = fma(a * (d * d), series_beyond(d), more.beyond), more.linear = fma(a, d, more.linear);
+      }
+      more.grown = more.s + (more.linear + more.beyond);
+      done = furthest < A(kSmall);
+    } else {
+#pragma unroll
+      for (int k = 0; k < count; k++) {
+        const A a = weight_of(z[k]), d = (w[k] - z[k]) - part.c;
+        more.s += a, more.linear = fma(a, d, more.linear), more.grown = fma(a, power(d * to_base), more.grown);
+      }
+      more.beyond = (more.grown - more.s) - more.linear;
+      done = sums.beyond + more.beyond > A(kFar) * (sums.s + more.s);
+    }
+    // The reference is that of the elements with the most weight.
+    if (!done || !(more.s <= sums.s)) more = reconsider(z, w, top, more.s);
+    if (!isfinite(more.beyond)) return false;
+    sums.s += more.s, sums.grown += more.grown, sums.beyond += more.beyond, sums.linear += more.linear;
+    return true;
+  }
+  // The sums of elements that have a certain weight together, where some distances are small and others are not, or with
+  // a reference that is one of theirs.
+  template <int count>
+  __device__ Sums<A> reconsider(const A (&z)[count], const A (&w)[count], A top, A weight) {
+    if (!(weight <= sums.s)) {
       A c = part.c;
 #pragma unroll
       for (int k = 0; k < count; k++) c = z[k] == top ? w[k] - z[k] : c;
       move_reference(c);
     }
-    A over = 0, linear = 0, grown = 0;
-    if (small) {
-      A furthest = 0;
+    Sums<A> more;
+    A furthest = 0;
 #pragma unroll
-      for (int k = 0; k < count; k++) {
-        const A d = (w[k] - z[k]) - part.c;
-        furthest = max(furthest, fabs(d));
-        over = fma(a[k] * (d * d), series_beyond(d), over), linear = fma(a[k], d, linear);
-      }
-      small = furthest < A(kSmall);
-      grown = mass + (linear + over);
+    for (int k = 0; k < count; k++) {
+      const A a = weight_of(z[k]), d = (w[k] - z[k]) - part.c, e = power(d * to_base);
+      const A h = fabs(d) < A(kSmall) ? d * d * series_beyond(d) : e - 1 - d;
+      furthest = max(furthest, fabs(d)), more.s += a;
+      more.beyond = fma(a, h, more.beyond), more.linear = fma(a, d, more.linear), more.grown = fma(a, e, more.grown);
     }
-    if (!small) {
-      over = linear = grown = 0;
-#pragma unroll
-      for (int k = 0; k < count; k++) {
-        const A d = (w[k] - z[k]) - part.c, e = power(d * to_base);
-        const A h = fabs(d) < A(kSmall) ? d * d * series_beyond(d) : e - 1 - d;
-        over = fma(a[k], h, over), linear = fma(a[k], d, linear), grown = fma(a[k], e, grown);
-      }
-    }
-    if (!isfinite(over)) return false;
-    sums.s += mass, sums.grown += grown, sums.beyond += over, sums.linear += linear;
-    return true;
+    small = furthest < A(kSmall);
+    return more;
   }
   // Adds any element.
   __device__ void add_one(A z, A w) {
