@@ -5,14 +5,14 @@
 #include <string_view>
 
 #include "buffers.h"
-#include "extras.h"
 #include "limits.h"
+#include "read_extras.h"
 
 namespace jaxsoft {
 
 // The attributes of a call.
 struct Form {
-  std::string_view extras;  // a letter for each extra that follows the operands: see extras.h
+  std::string_view extras;  // a letter for each extra that follows the operands: see read_extras.h
   int64_t trailing;         // how many dimensions follow the reduced one
   bool masked;              // softmax_vjp: elements whose probability is 0 do not count, whatever their cotangent is
   double cap;               // scores become cap * tanh(x / cap); 0 leaves them as they are

@@ -13,9 +13,11 @@ namespace jaxsoft::cuda {
 // The element type of a result of whole rows: `same` is that of the operands.
 enum class ResultType { same, f32, f16, bf16 };
 
-inline ResultType result_type(ffi::DataType operand, ffi::DataType result) {
+// A template, as XLA's header, which has the enumeration, is not included here.
+template <class DataType>
+ResultType result_type(DataType operand, DataType result) {
   if (result == operand) return ResultType::same;
-  return result == ffi::F32 ? ResultType::f32 : result == ffi::F16 ? ResultType::f16 : ResultType::bf16;
+  return result == DataType::F32 ? ResultType::f32 : result == DataType::F16 ? ResultType::f16 : ResultType::bf16;
 }
 
 // The extras in the order of `Arguments::strides`.

@@ -26,9 +26,14 @@ namespace jaxsoft::cuda {
 namespace {
 
 // Up to here |d| is small, and h is a polynomial. Beyond kLargest, p is nothing beside q.
-constexpr float kSmall = 1, kLargest = 60;
-// Where the mean of h is above this, it is the difference of three sums.
-constexpr float kFar = 1.f / 16;
+constexpr float kSmall = 1, kLargest = 50;
+// Where the mean of h is above this, exp(d) - 1 - d is exact enough for small d, too.
+constexpr float kFar = 1.f / 128;
+// The maximum that weights are relative to is raised when a score is above it by so much: seldom. A weight that is then
+// too small for f32 has a q of at most exp(kLag + kLargest - 87).
+constexpr float kLag = 8;
+// The reference is changed for elements with so many times the weight of all before.
+constexpr float kHeavier = 8;
 // In the place of a distance of -inf: the divergence is then above kInfinite.
 constexpr float kFurthest = -1e30f, kInfinite = 1e20f;
 
@@ -186,7 +191,7 @@ struct Running {
   static constexpr A to_base = sizeof(A) == 4 ? A(kLog2E) : A(1);
   Part<A> part;
   Sums<A> sums;
-  A shift = 0;
+  A shift = 0, highest = -INFINITY;  // the largest score, above m by at most kLag
   bool small = true;  // whether all distances were small when it was last asked
 
   static __device__ bool may_shift(A m) { return fabs(m) < A(0x1p20); }
@@ -198,8 +203,10 @@ struct Running {
   // not count, or have scores that are infinite, no numbers or very large, or distances that are.
   template <int count>
   __device__ bool add(const A (&z)[count], const A (&w)[count], A top) {
-    if (top > part.m) raise(top);
+    if (top > part.m + A(kLag)) raise(top);
     if (!may_shift(part.m)) return false;
+    highest = max(highest, top);
+    if (sums.s == 0) start(z, w, top);
     Sums<A> more;
     A furthest = 0;
     bool done;
@@ -210,48 +217,60 @@ struct Running {
         furthest = max(furthest, fabs(d)), more.s += a;
         more.beyond = fma(a * (d * d), series_beyond(d), more.beyond), more.linear = fma(a, d, more.linear);
       }
-      more.grown = more.s + (more.linear + more.beyond);
       done = furthest < A(kSmall);
     } else {
 #pragma unroll
       for (int k = 0; k < count; k++) {
         const A a = weight_of(z[k]), d = (w[k] - z[k]) - part.c;
-        more.s += a, more.linear = fma(a, d, more.linear), more.grown = fma(a, power(d * to_base), more.grown);
+        furthest = max(furthest, d), more.s += a;
+        more.beyond = fma(a, (power(d * to_base) - 1) - d, more.beyond), more.linear = fma(a, d, more.linear);
       }
-      more.beyond = (more.grown - more.s) - more.linear;
-      done = sums.beyond + more.beyond > A(kFar) * (sums.s + more.s);
+      done = furthest < A(kLargest) && more.beyond > A(kFar) * more.s;
     }
-    // The reference is that of the elements with the most weight.
-    if (!done || !(more.s <= sums.s)) more = reconsider(z, w, top, more.s);
+    const bool heavier = more.s > A(kHeavier) * sums.s && sums.s != 0;
+    if (heavier) move_reference(ratio_at(z, w, top));
+    if ((heavier || !done) && !sums_of(z, w, &more)) return false;
     if (!isfinite(more.beyond)) return false;
-    sums.s += more.s, sums.grown += more.grown, sums.beyond += more.beyond, sums.linear += more.linear;
+    sums.s += more.s, sums.beyond += more.beyond, sums.linear += more.linear;
+    sums.grown += more.s + (more.linear + more.beyond);
     return true;
   }
-  // The sums of elements that have a certain weight together, where some distances are small and others are not, or with
-  // a reference that is one of theirs.
+  // The sums of elements of which some are near and others far. Returns false if one is too far.
   template <int count>
-  __device__ Sums<A> reconsider(const A (&z)[count], const A (&w)[count], A top, A weight) {
-    if (!(weight <= sums.s)) {
-      A c = part.c;
-#pragma unroll
-      for (int k = 0; k < count; k++) c = z[k] == top ? w[k] - z[k] : c;
-      move_reference(c);
-    }
-    Sums<A> more;
-    A furthest = 0;
+  __device__ bool sums_of(const A (&z)[count], const A (&w)[count], Sums<A>* more) {
+    *more = {};
+    A nearest = 0, furthest = 0;
 #pragma unroll
     for (int k = 0; k < count; k++) {
-      const A a = weight_of(z[k]), d = (w[k] - z[k]) - part.c, e = power(d * to_base);
-      const A h = fabs(d) < A(kSmall) ? d * d * series_beyond(d) : e - 1 - d;
-      furthest = max(furthest, fabs(d)), more.s += a;
-      more.beyond = fma(a, h, more.beyond), more.linear = fma(a, d, more.linear), more.grown = fma(a, e, more.grown);
+      const A a = weight_of(z[k]), d = (w[k] - z[k]) - part.c;
+      const A h = fabs(d) < A(kSmall) ? d * d * series_beyond(d) : (power(d * to_base) - 1) - d;
+      nearest = min(nearest, d), furthest = max(furthest, d);
+      more->s += a, more->beyond = fma(a, h, more->beyond), more->linear = fma(a, d, more->linear);
     }
+    small = max(-nearest, furthest) < A(kSmall);
+    return furthest < A(kLargest);
+  }
+  // Takes the reference of the first elements.
+  template <int count>
+  __device__ void start(const A (&z)[count], const A (&w)[count], A top) {
+    move_reference(ratio_at(z, w, top));
+    A furthest = 0;
+#pragma unroll
+    for (int k = 0; k < count; k++) furthest = max(furthest, fabs((w[k] - z[k]) - part.c));
     small = furthest < A(kSmall);
-    return more;
+  }
+  // The ratio of the element with the largest score.
+  template <int count>
+  __device__ A ratio_at(const A (&z)[count], const A (&w)[count], A top) const {
+    A c = part.c;
+#pragma unroll
+    for (int k = 0; k < count; k++) c = z[k] == top ? w[k] - z[k] : c;
+    return c;
   }
   // Adds any element.
   __device__ void add_one(A z, A w) {
-    if (z > part.m) raise(z);
+    if (z > part.m + A(kLag)) raise(z);
+    highest = max(highest, z);
     const A a = may_shift(part.m) ? weight_of(z) : term(z - reference(part.m));
     if (a > sums.s) move_reference(w - z);
     const A d = max((w - z) - part.c, A(kFurthest));
@@ -293,6 +312,7 @@ struct Running {
     part.c = c;
   }
   __device__ Part<A> finish() {
+    if (highest > part.m) raise(highest);
     if (sums.s != 0) sums.scale(1 / excess());
     part.set(part.c, sums);
     return part;
@@ -373,6 +393,7 @@ struct Row {
 
 constexpr int kThreads = 128;
 constexpr int kInFlight = 2;          // packs of each array that a thread has
+constexpr int kLeastPacks = 8;        // of each array that a thread has, where a block could have fewer threads
 constexpr int kBlocks = 4;            // of each multiprocessor, where rows are cut for want of rows
 constexpr int64_t kLeastPart = 1024;  // packs of a part of a row
 
@@ -548,7 +569,8 @@ cudaError_t launch_forward(const Arguments<T>& args, void* workspace, int64_t by
   Device device;
   if (auto e = device.read()) return e;
   const int64_t packs = (args.n + Pack<T>::size - 1) / Pack<T>::size + 1;
-  const int threads = static_cast<int>(std::min<int64_t>(kThreads, (packs + 31) / 32 * 32));
+  const int64_t warps = (packs / kLeastPacks + 31) / 32;
+  const int threads = static_cast<int>(std::max<int64_t>(32, std::min<int64_t>(kThreads, warps * 32)));
   const int64_t wanted = int64_t(kBlocks) * device.processors / args.rows;
   const int64_t room = bytes / static_cast<int64_t>(sizeof(Part<A>)) / args.rows;
   int64_t parts = std::max<int64_t>(1, std::min({wanted, room, packs / kLeastPart}));
