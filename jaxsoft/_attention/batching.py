@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxsoft._attention.form import Extra
-from jaxsoft._attention.operation import DIMENSIONS, PAGES, WHOLE
+from jaxsoft._attention.form import DIMENSIONS, Extra
+from jaxsoft._attention.operation import PAGES, WHOLE
 from jaxsoft._core.mesh import whole_along
 
 type _Function = Callable[..., Sequence[jax.Array]]

@@ -62,6 +62,44 @@ class Extra(enum.Enum):
 
 STATE = (Extra.STATE_OUTPUT, Extra.STATE_LSE)
 
+# Extras that are indices of queries, and of keys, by the letters of these in DIMENSIONS.
+INDICES = {"query_begins": "t", "query_lengths": "t", "key_lengths": "s"}
+
+# The dimensions of each operand and result, by name: a letter each. The first one is
+# always the batch, but for what all sequences have in common: pages and their scales. "n" are the heads of queries, and
+# "k" those of keys.
+DIMENSIONS = {
+    "query": "btnh",
+    "key": "bskh",
+    "value": "bskd",
+    "bias": "bnts",
+    "mask": "bnts",
+    "query_segments": "bt",
+    "key_segments": "bs",
+    "query_begins": "b",
+    "query_lengths": "b",
+    "key_lengths": "b",
+    "offset": "b",
+    "sinks": "bn",
+    "key_pages": "pikh",
+    "value_pages": "pikd",
+    "page_table": "bl",
+    "key_scale": "k",
+    "value_scale": "k",
+    "state_output": "btnd",
+    "state_lse": "bnt",
+    "output": "btnd",
+    "lse": "bnt",
+    "rest": "bnt",
+    "output_rest": "btnd",
+    "block": "ebskx",
+    "delta": "bnt",
+    "cotangent": "btnd",
+    "query_sum": "btnh",
+    "key_sum": "bskh",
+    "value_sum": "bskd",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Shards:

@@ -9,46 +9,12 @@ import jax.numpy as jnp
 
 from jaxsoft._attention import all_gather, ring, stacked, xla
 from jaxsoft._attention.all_to_all import over_heads
-from jaxsoft._attention.form import BASE, Form
+from jaxsoft._attention.form import BASE, DIMENSIONS, Form
 from jaxsoft._attention.layouts import in_order
 from jaxsoft._core.implementations import Names
 from jaxsoft._core.mesh import Axes, automatically
 from jaxsoft.fold import accumulator
 
-# The dimensions of each operand and result, by name: a letter each, as in `jaxsoft._attention.form`. The first one is
-# always the batch, but for what all sequences have in common: pages and their scales. "n" are the heads of queries, and
-# "k" those of keys.
-DIMENSIONS = {
-    "query": "btnh",
-    "key": "bskh",
-    "value": "bskd",
-    "bias": "bnts",
-    "mask": "bnts",
-    "query_segments": "bt",
-    "key_segments": "bs",
-    "query_begins": "b",
-    "query_lengths": "b",
-    "key_lengths": "b",
-    "offset": "b",
-    "sinks": "bn",
-    "key_pages": "pikh",
-    "value_pages": "pikd",
-    "page_table": "bl",
-    "key_scale": "k",
-    "value_scale": "k",
-    "state_output": "btnd",
-    "state_lse": "bnt",
-    "output": "btnd",
-    "lse": "bnt",
-    "rest": "bnt",
-    "output_rest": "btnd",
-    "block": "ebskx",
-    "delta": "bnt",
-    "cotangent": "btnd",
-    "query_sum": "btnh",
-    "key_sum": "bskh",
-    "value_sum": "bskd",
-}
 # The operands that have the pages of all sequences.
 PAGES = ("key_pages", "value_pages")
 # What the forward operation returns, apart from the rest of an output that is rounded.

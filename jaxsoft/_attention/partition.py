@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsoft._attention import stacked
-from jaxsoft._attention.form import BASE
-from jaxsoft._attention.operation import DIMENSIONS, Operation
+from jaxsoft._attention.form import BASE, DIMENSIONS
+from jaxsoft._attention.operation import Operation
 from jaxsoft._core.mesh import Axes, axes_of, if_even, refined
 from jaxsoft._core.operation import Function
 

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jaxsoft._attention import stacked
 from jaxsoft._attention.form import Extra, Form
 from jaxsoft._attention.layouts import AXES_OF_COTANGENTS, AXES_OF_RESULTS, Function, Piece, Step, chunk, joined, steps
+from jaxsoft._attention.masks import Band
 from jaxsoft._core.implementations import Names
 from jaxsoft._core.mesh import Axes
 from jaxsoft.fold import accumulator
@@ -53,7 +54,7 @@ class _Local:
         alike = named["key"].shape[-1] == named["value"].shape[-1]
         at_once = implementation not in _WHOLE and alike and Extra.QUERY_SEGMENTS not in form.extras
         length = named["query"].shape[1]
-        chunks, found = steps(form.shards, form.left, form.right, length, rank, at_once)
+        chunks, found = steps(form.shards, Band(form.left, form.right), length, rank, at_once)
         return cls(form, axes, named, chunks, found, chunks == 1 and alike and implementation in _OF_BLOCKS)
 
     @property
@@ -103,16 +104,17 @@ class _Local:
             of_keys = self.named[_SEGMENTS] if block is None else block[_SEGMENTS]
             extras[Extra.QUERY_SEGMENTS] = chunk(self.named["query_segments"], 1, piece.queries, self.chunks)
             extras[Extra.KEY_SEGMENTS] = chunk(of_keys, 1, piece.keys, self.chunks)
-        if not isinstance(piece.offset, int):
-            extras[Extra.OFFSET] = piece.offset
-        elif piece.offset:
-            extras[Extra.OFFSET] = jnp.full((1,), piece.offset, jnp.int32)
+        band = piece.band
+        if not isinstance(band.offset, int):
+            extras[Extra.OFFSET] = band.offset
+        elif band.offset:
+            extras[Extra.OFFSET] = jnp.full((1,), band.offset, jnp.int32)
         if piece.query_begins is not None:
             extras[Extra.QUERY_BEGINS] = piece.query_begins
         if piece.key_lengths is not None:
             extras[Extra.KEY_LENGTHS] = piece.key_lengths
         names = tuple(extra for extra in Extra if extra in extras)
-        of_form |= {"left": piece.left, "right": piece.right, "extras": names, "stacked": is_stacked}
+        of_form |= {"left": band.left, "right": band.right, "extras": names, "stacked": is_stacked}
         return dataclasses.replace(self.form.whole, **of_form), [*base, *(extras[extra] for extra in names)]
 
 

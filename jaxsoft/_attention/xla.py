@@ -167,7 +167,7 @@ def pullback(form: Form, moving: Sequence[str], platform: str | None = None, wid
         given = {"query": operands[0], "key": operands[1], "value": operands[2], "bias": bias}
         found = []
         for part in parts(form, operands, platform):
-            numbers = [part.of_queries(v, 2) for v in (lse[..., None], rest[..., None], delta[..., None], cotangent)]
+            numbers = [part.of(v, "bnt.") for v in (lse[..., None], rest[..., None], delta[..., None], cotangent)]
             found.append((part, of_part(Call(part.form, part.operands(base), platform), *numbers)))
         totals = {name: _total([(part, by[name]) for part, by in found], name, given[name]) for name in moving}
         return tuple(totals[name] if wide else totals[name].astype(given[name].dtype) for name in moving)

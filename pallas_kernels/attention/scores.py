@@ -29,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxsoft._attention.form import Extra, Form
 
 from ..rows.memory import load_as_is
-from .ranges import Shape, limits_of_queries
+from .ranges import Shape, limits_of_queries, masks
 
 LOG2E = math.log2(math.e)
 # The types in which a bias is read. Others are converted to f32 before.
@@ -152,7 +152,8 @@ class Scores:
         layout = plgpu.Layout.WGMMA.reduce(1 - self.queries_axis)
         count = self.shape.query_tile
         query = plgpu.broadcasted_iota(jnp.int32, (count,), 0, layout=layout) + begin
-        first, end = limits_of_queries(self.form, self.shape, self.refs, batch, query, self.queries_axis)
+        rules = masks(self.form, self.shape, self.refs, batch)
+        first, end = limits_of_queries(rules, self.shape, query, self.queries_axis)
         segments = None
         if Extra.QUERY_SEGMENTS in self.refs:
             ref = self.refs[Extra.QUERY_SEGMENTS]

@@ -17,11 +17,11 @@ from meshes import mesh_of, needs_devices
 
 import jaxsoft
 from jaxsoft import fold
-from jaxsoft._attention import primitive
 from jaxsoft._attention.derivative import attention
 from jaxsoft._attention.form import STATE, Extra, Form
 from jaxsoft._attention.operation import Forward, Pullback
 from jaxsoft._attention.primitive import attention_operation
+from jaxsoft._core import operation
 
 SIZES = 2, 6, 19, 4, 2, 8
 BORDERS = 7, 14
@@ -175,7 +175,7 @@ def test_vmap(implementation):
 @pytest.mark.parametrize("opaque", [True, False])
 def test_over_a_mesh(opaque, key_heads, kind, monkeypatch):
     """The state and sums stay with the batch and the heads. A sum that several devices share is added once."""
-    monkeypatch.setattr(primitive, "is_opaque", lambda implementation: opaque)
+    monkeypatch.setattr(operation, "is_opaque", lambda implementation: opaque)
     rng = np.random.default_rng(0)
     of_query, of_key, of_row = (4, 6, 8, 8), (4, 10, key_heads, 8), (4, 8, 6)
     shapes = [of_query, of_key, of_key, of_query, of_query, of_row, of_row, of_query, of_key, of_key]
