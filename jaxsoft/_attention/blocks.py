@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxsoft._attention.form import BASE, Extra, Form
+from jaxsoft._attention.form import BASE, AttentionForm, Extra
 from jaxsoft._attention.masks import Masks, Segments, all_of
 from jaxsoft._core.rounding import rounded
 from jaxsoft.fold import accumulator
@@ -53,7 +53,7 @@ class Block(NamedTuple):
 class Call:
     """The operands of a call, for computing block by block."""
 
-    def __init__(self, form: Form, operands: Sequence[jax.Array], platform: str | None = None):
+    def __init__(self, form: AttentionForm, operands: Sequence[jax.Array], platform: str | None = None):
         """Prepares the operands: query, key, value and the form's extras. The platform decides the size of blocks, and
         what is rounded.
         """

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsoft._attention.form import Shards
+from jaxsoft._attention.form import SequenceShards
 from jaxsoft._attention.masks import Band
 
 LAYOUTS = ("contiguous", "striped", "zigzag")
 
-# The dimension of the queries in the output, the log-sum-exp, its rest and the output's rest; and in what the gradients
-# are made of beside the operands of a call: output, lse, rest, delta and cotangent.
+# The dimension of the queries in the output, the log-sum-exp, its residual and the output's residual; and in what the
+# gradients are made of beside the operands of a call: output, lse, lse_residual, delta and cotangent.
 AXES_OF_RESULTS = (1, 2, 2, 1)
 AXES_OF_COTANGENTS = (1, 2, 2, 2, 1)
 
@@ -49,12 +49,12 @@ def joined(chunks: Sequence[jax.Array], axis: int) -> jax.Array:
     return chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks, axis)
 
 
-def in_order(shards: Shards, operands: Sequence[str], results: Sequence[str], function: Function) -> Function:
+def in_order(shards: SequenceShards, operands: Sequence[str], results: Sequence[str], function: Function) -> Function:
     """A function of sequences in their order as one of sequences in a layout.
 
     Args:
       shards: which layout.
-      operands, results: the dimensions of each, by letters (see `jaxsoft._attention.operation`).
+      operands, results: the dimensions of each, by letters (see `jaxsoft._attention.spec`).
       function: what is computed.
     """
     if shards.layout == "contiguous":
@@ -107,7 +107,7 @@ class Step:
     pieces: tuple[Piece, ...]
 
 
-def steps(shards: Shards, band: Band, length: int, rank: jax.Array, at_once: bool) -> tuple[int, list[Step]]:
+def steps(shards: SequenceShards, band: Band, length: int, rank: jax.Array, at_once: bool) -> tuple[int, list[Step]]:
     """Into how many chunks the tokens of a device are cut, and the steps in which it attends to all keys that count.
 
     The first step is with its own keys. Steps in which no device has a key that counts are left out.

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import jax.numpy as jnp
 
-from jaxsoft._attention.form import Extra, Form
+from jaxsoft._attention.form import AttentionForm, Extra
 
 type Number = Any  # an integer, or an array of some
 type Limits = tuple[Number | None, Number | None]  # first <= index < end; None where there is no limit
@@ -178,7 +178,7 @@ class Masks:
     @classmethod
     def of(
         cls,
-        form: Form,
+        form: AttentionForm,
         queries: int,
         keys: int,
         number: Callable[[Extra], Any],

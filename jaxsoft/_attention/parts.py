@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax
 
 from jaxsoft._attention.blocks import keys_of_block
-from jaxsoft._attention.form import DIMENSIONS, INDICES, Extra, Form
+from jaxsoft._attention.form import DIMENSIONS, INDICES, AttentionForm, Extra
 from jaxsoft._attention.masks import Band
 
 # Under a causal rule n parts compute (1 + 1 / n) / 2 of the scores, in n programs.
@@ -25,7 +25,7 @@ class Part:
       queries, keys: which of the call's.
     """
 
-    form: Form
+    form: AttentionForm
     queries: slice
     keys: slice
 
@@ -46,7 +46,7 @@ class Part:
         return found
 
 
-def parts(form: Form, operands: Sequence[jax.Array], platform: str | None) -> list[Part]:
+def parts(form: AttentionForm, operands: Sequence[jax.Array], platform: str | None) -> list[Part]:
     """The parts of a call; one if there are no limits, or if where they lie is not known when it is compiled."""
     queries, keys = operands[0].shape[1], operands[1].shape[1]
     band = Band(form.left, form.right)

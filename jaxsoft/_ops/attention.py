@@ -21,7 +21,7 @@ from jaxsoft._ops.attention_arguments import (
 from jaxsoft.fold import AttentionState
 
 
-class _Options(AttentionOptions, total=False):
+class _DotOptions(AttentionOptions, total=False):
     """The options of the overloads."""
 
     query_seq_lengths: Lengths | None
@@ -37,27 +37,27 @@ class _Options(AttentionOptions, total=False):
 @overload
 def dot_product_attention(
     query: Array, key: Array, value: Array, bias: Array | None = None, mask: Mask | None = None, *,
-    return_residual: Literal[False] = False, return_state: Literal[False] = False, **options: Unpack[_Options],
+    return_residual: Literal[False] = False, return_state: Literal[False] = False, **options: Unpack[_DotOptions],
 ) -> jax.Array: ...  # fmt: skip
 @overload
 def dot_product_attention(
     query: Array, key: Array, value: Array, bias: Array | None = None, mask: Mask | None = None, *,
-    return_residual: Literal[True], return_state: Literal[False] = False, **options: Unpack[_Options],
+    return_residual: Literal[True], return_state: Literal[False] = False, **options: Unpack[_DotOptions],
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 @overload
 def dot_product_attention(
     query: Array, key: Array, value: Array, bias: Array | None = None, mask: Mask | None = None, *,
-    return_residual: Literal[False] = False, return_state: Literal[True], **options: Unpack[_Options],
+    return_residual: Literal[False] = False, return_state: Literal[True], **options: Unpack[_DotOptions],
 ) -> tuple[jax.Array, AttentionState]: ...  # fmt: skip
 @overload
 def dot_product_attention(
     query: Array, key: Array, value: Array, bias: Array | None = None, mask: Mask | None = None, *,
-    return_residual: Literal[True], return_state: Literal[True], **options: Unpack[_Options],
+    return_residual: Literal[True], return_state: Literal[True], **options: Unpack[_DotOptions],
 ) -> tuple[jax.Array, jax.Array, AttentionState]: ...  # fmt: skip
 @overload
 def dot_product_attention(
     query: Array, key: Array, value: Array, bias: Array | None = None, mask: Mask | None = None, *,
-    return_residual: bool = False, return_state: bool = False, **options: Unpack[_Options],
+    return_residual: bool = False, return_state: bool = False, **options: Unpack[_DotOptions],
 ) -> jax.Array | tuple[Any, ...]: ...  # fmt: skip
 def dot_product_attention(
     query: Array,

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxsoft import fold
 from jaxsoft._attention import xla
-from jaxsoft._attention.form import BASE, Extra, Form, Shards
+from jaxsoft._attention.form import BASE, AttentionForm, Extra, SequenceShards
 from jaxsoft._core.implementations import Implementation, Names, as_names
 from jaxsoft._core.mesh import sharded_like, varying_alike, varying_over, whole_along, with_axis, with_batch_of
 from jaxsoft._core.numbers import as_array
@@ -119,7 +119,7 @@ class AttentionArguments:
     return_state: bool = False
     deterministic: bool | None = None
     dropout_rate: float = 0.0
-    shards: Shards | None = None
+    shards: SequenceShards | None = None
 
     def __post_init__(self):
         """Raises where dropout would act. Flax's layers pass its rate, and `deterministic` to say that it does not."""
@@ -198,7 +198,7 @@ class AttentionArguments:
 
 
 def attend(
-    attention: Callable[[Form, Names], Callable[..., tuple[jax.Array, ...]]],
+    attention: Callable[[AttentionForm, Names], Callable[..., tuple[jax.Array, ...]]],
     given: Arrays,
     extras: dict[Extra, jax.Array],
     arguments: AttentionArguments,
@@ -224,7 +224,7 @@ def attend(
     if left is None and right is None:  # then nothing depends on positions
         extras = {extra: x for extra, x in extras.items() if extra is not Extra.OFFSET}
     wide = np.dtype(accumulator(query.dtype))
-    form = Form(
+    form = AttentionForm(
         dtype=wide if merges else result,
         scale=scale,
         left=left,
@@ -253,12 +253,12 @@ def _attend(attention, form, implementation, dtype, asked, operands, before):
     if form.shards is not None and not form.shards.inside:
         operands = [*(with_axis(x, 1, form.shards.axis) for x in operands[:BASE]), *operands[BASE:]]
     operands = varying_alike(*operands)
-    output, lse, rest = attention(form, implementation)(*operands)
+    output, lse, lse_residual = attention(form, implementation)(*operands)
     lse = jnp.moveaxis(lse, 1, 2)
     return_residual, return_state = asked
     if before is None and not return_state:
         return (output, lse) if return_residual else (output,)
-    st = xla.with_rest(fold.of_output(output, lse), jnp.moveaxis(rest, 1, 2))
+    st = xla.with_residual(fold.of_output(output, lse), jnp.moveaxis(lse_residual, 1, 2))
     if before is not None:
         st = fold.combine(before, st)
     more = [(return_residual, lambda: fold.lse(st)), (return_state, lambda: st)]

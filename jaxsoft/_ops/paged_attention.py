@@ -25,7 +25,7 @@ from jaxsoft._ops.pages import check_lengths, check_pages, check_scale, check_ta
 from jaxsoft.fold import AttentionState, accumulator
 
 
-class _Options(AttentionOptions, total=False):
+class _PagedOptions(AttentionOptions, total=False):
     """The options of the overloads."""
 
     bias: Array | None
@@ -40,27 +40,27 @@ class _Options(AttentionOptions, total=False):
 @overload
 def paged_attention(
     query: Array, key_pages: Array, value_pages: Array, page_table: Array, key_value_seq_lengths: Lengths, *,
-    return_residual: Literal[False] = False, return_state: Literal[False] = False, **options: Unpack[_Options],
+    return_residual: Literal[False] = False, return_state: Literal[False] = False, **options: Unpack[_PagedOptions],
 ) -> jax.Array: ...  # fmt: skip
 @overload
 def paged_attention(
     query: Array, key_pages: Array, value_pages: Array, page_table: Array, key_value_seq_lengths: Lengths, *,
-    return_residual: Literal[True], return_state: Literal[False] = False, **options: Unpack[_Options],
+    return_residual: Literal[True], return_state: Literal[False] = False, **options: Unpack[_PagedOptions],
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 @overload
 def paged_attention(
     query: Array, key_pages: Array, value_pages: Array, page_table: Array, key_value_seq_lengths: Lengths, *,
-    return_residual: Literal[False] = False, return_state: Literal[True], **options: Unpack[_Options],
+    return_residual: Literal[False] = False, return_state: Literal[True], **options: Unpack[_PagedOptions],
 ) -> tuple[jax.Array, AttentionState]: ...  # fmt: skip
 @overload
 def paged_attention(
     query: Array, key_pages: Array, value_pages: Array, page_table: Array, key_value_seq_lengths: Lengths, *,
-    return_residual: Literal[True], return_state: Literal[True], **options: Unpack[_Options],
+    return_residual: Literal[True], return_state: Literal[True], **options: Unpack[_PagedOptions],
 ) -> tuple[jax.Array, jax.Array, AttentionState]: ...  # fmt: skip
 @overload
 def paged_attention(
     query: Array, key_pages: Array, value_pages: Array, page_table: Array, key_value_seq_lengths: Lengths, *,
-    return_residual: bool = False, return_state: bool = False, **options: Unpack[_Options],
+    return_residual: bool = False, return_state: bool = False, **options: Unpack[_PagedOptions],
 ) -> jax.Array | tuple[Any, ...]: ...  # fmt: skip
 def paged_attention(
     query: Array,

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jaxsoft._attention.derivative import attention
-from jaxsoft._attention.form import Shards
+from jaxsoft._attention.form import SequenceShards
 from jaxsoft._attention.layouts import LAYOUTS, order
 from jaxsoft._core.implementations import Implementation
 from jaxsoft._core.mesh import varying_over
@@ -30,7 +30,7 @@ _METHODS = ("ring", "all_gather", "all_to_all")
 _LEAST_TOKENS = 2048
 
 
-class _Options(AttentionOptions, total=False):
+class _RingOptions(AttentionOptions, total=False):
     """The options of the overloads."""
 
     layout: str
@@ -44,17 +44,17 @@ class _Options(AttentionOptions, total=False):
 @overload
 def ring_attention(
     query: Array, key: Array, value: Array, *, axis_name: str, return_residual: Literal[False] = False,
-    **options: Unpack[_Options],
+    **options: Unpack[_RingOptions],
 ) -> jax.Array: ...  # fmt: skip
 @overload
 def ring_attention(
     query: Array, key: Array, value: Array, *, axis_name: str, return_residual: Literal[True],
-    **options: Unpack[_Options],
+    **options: Unpack[_RingOptions],
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 @overload
 def ring_attention(
     query: Array, key: Array, value: Array, *, axis_name: str, return_residual: bool,
-    **options: Unpack[_Options],
+    **options: Unpack[_RingOptions],
 ) -> jax.Array | tuple[Any, ...]: ...  # fmt: skip
 def ring_attention(
     query: Array,
@@ -200,7 +200,7 @@ def ring_order(length: int, devices: int, layout: str) -> np.ndarray:
     return order(length, devices, layout)
 
 
-def _shards(given: Arrays, axis_name: str, layout: str, method: str | None) -> Shards:
+def _shards(given: Arrays, axis_name: str, layout: str, method: str | None) -> SequenceShards:
     """How the arrays lie over devices, after checking that they can."""
     mesh = jax.sharding.get_abstract_mesh()
     if axis_name not in mesh.axis_names:
@@ -225,7 +225,7 @@ def _shards(given: Arrays, axis_name: str, layout: str, method: str | None) -> S
                     f"{x.shape[2]} of {name}"
                 )
     keeps = method == "ring" and devices > 1
-    return Shards(devices, layout, method, axis_name, inside, keeps)
+    return SequenceShards(devices, layout, method, axis_name, inside, keeps)
 
 
 def _check_layout(layout: str) -> None:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxsoft._attention.form import Extra, Form
+from jaxsoft._attention.form import AttentionForm, Extra
 from jaxsoft._attention.masks import Masks, Span
 
 
@@ -53,7 +53,7 @@ class Range:
         return tile >= self.interior_end if after else False
 
 
-def borders(form: Form, shape: Shape, of_keys: bool) -> tuple[bool, bool]:
+def borders(form: AttentionForm, shape: Shape, of_keys: bool) -> tuple[bool, bool]:
     """Whether there can be tiles before and after the interior that have to be masked.
 
     Args:
@@ -68,7 +68,7 @@ def borders(form: Form, shape: Shape, of_keys: bool) -> tuple[bool, bool]:
     return first is not None or segments, last is not None or bool(ragged or lengths) or segments
 
 
-def masks(form: Form, shape: Shape, refs: Mapping[Extra, Any], batch: Any) -> Masks:
+def masks(form: AttentionForm, shape: Shape, refs: Mapping[Extra, Any], batch: Any) -> Masks:
     """The rules of an entry of the batch. Segments are compared by tiles (see `segment_ranges` and `scores`)."""
     return Masks.of(form, shape.queries, shape.keys, lambda extra: _number(refs[extra], batch))
 
@@ -95,12 +95,16 @@ def limits_of_queries(rules: Masks, shape: Shape, query: Any, queries_axis: int 
     return first, end
 
 
-def key_tiles(form: Form, shape: Shape, refs: Mapping[Extra, Any], batch: Any, begin: Any, count: int) -> Range:
+def key_tiles(
+    form: AttentionForm, shape: Shape, refs: Mapping[Extra, Any], batch: Any, begin: Any, count: int
+) -> Range:
     """The tiles of keys that matter to the `count` queries from `begin` on, by limits and lengths."""
     return _range(masks(form, shape, refs, batch).key_range(begin, count), shape.key_tile)
 
 
-def query_tiles(form: Form, shape: Shape, refs: Mapping[Extra, Any], batch: Any, begin: Any, count: int) -> Range:
+def query_tiles(
+    form: AttentionForm, shape: Shape, refs: Mapping[Extra, Any], batch: Any, begin: Any, count: int
+) -> Range:
     """The tiles of queries to which the `count` keys from `begin` on matter, by limits and lengths."""
     return _range(masks(form, shape, refs, batch).query_range(begin, count), shape.query_tile)
 

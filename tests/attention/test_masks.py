@@ -4,10 +4,10 @@ import hypothesis
 import hypothesis.strategies as st
 import jax.numpy as jnp
 import numpy as np
-from jaxsoft.pallas_kernels.attention import ranges
 
-from jaxsoft._attention.form import Extra, Form
+from jaxsoft._attention.form import AttentionForm, Extra
 from jaxsoft._attention.masks import Band, Masks
+from jaxsoft.pallas_kernels.attention import ranges
 
 _LIMITS = st.none() | st.integers(-3, 40)
 _NUMBERS = {
@@ -22,7 +22,7 @@ _NUMBERS = {
 def rules(draw, without=()):
     """A form, the numbers of queries and keys, and the extras of the rules."""
     extras = [extra for extra in _NUMBERS if extra not in without and draw(st.booleans())]
-    form = Form(np.dtype(np.float32), 1.0, draw(_LIMITS), draw(_LIMITS), extras=tuple(extras))
+    form = AttentionForm(np.dtype(np.float32), 1.0, draw(_LIMITS), draw(_LIMITS), extras=tuple(extras))
     numbers = {extra: draw(_NUMBERS[extra]) for extra in extras}
     return form, draw(st.integers(1, 40)), draw(st.integers(1, 40)), numbers
 
