@@ -18,7 +18,7 @@ from jaxsoft._rows.forms import RowForm, RowKernels
 from jaxsoft._rows.spec import RowSpec
 
 if TYPE_CHECKING:
-    from jaxsoft._attention.operation import Operation as AttentionOperation
+    from jaxsoft._attention.spec import AttentionSpec
 
 
 def unavailable(platform: str) -> str | None:
@@ -70,7 +70,7 @@ def describe(operation: RowSpec, form: RowForm, platform: str, operands: Sequenc
     return choice.describe(operation, form, operands)
 
 
-def attention_unsupported(operation: "AttentionOperation", operands: Sequence[jax.core.ShapedArray]) -> str | None:
+def attention_unsupported(operation: "AttentionSpec", operands: Sequence[jax.core.ShapedArray]) -> str | None:
     """None, or why the kernels of attention cannot serve an operation with such operands."""
     from .attention import choice
 
@@ -78,25 +78,35 @@ def attention_unsupported(operation: "AttentionOperation", operands: Sequence[ja
 
 
 def attention_kernels(
-    operation: "AttentionOperation", operands: Sequence[jax.core.ShapedArray]
+    operation: "AttentionSpec", operands: Sequence[jax.core.ShapedArray]
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """The kernels for an operation of attention."""
-    from jaxsoft._attention.operation import Pullback
+    from jaxsoft._attention.spec import AttentionPullback
 
     from .attention import backward, forward
 
     form = operation.form
     given = operands[: len(form.names)]
-    if not isinstance(operation, Pullback):
+    if not isinstance(operation, AttentionPullback):
         return forward.forward(form, given)
-    gradients = backward.backward(form, given, operation.moving)
+    gradients = backward.backward(form, given, operation.wrt)
 
     def pullback(*arrays):
-        *given, output, lse, rest, delta, cotangent = arrays
+        *given, output, lse, lse_residual, delta, cotangent = arrays
         del output  # delta has what is needed of it
-        return gradients(*given, lse, rest, delta, cotangent)
+        return gradients(*given, lse, lse_residual, delta, cotangent)
 
     return pullback
+
+
+def describe_attention(operation: "AttentionSpec", operands: Sequence[jax.core.ShapedArray]) -> str:
+    """The names of the kernels, and how they cut up their work, in words."""
+    from jaxsoft._attention.spec import AttentionPullback
+
+    from .attention import choice
+
+    wrt = operation.wrt if isinstance(operation, AttentionPullback) else None
+    return choice.describe(operation.form, operands, wrt)
 
 
 def head_unsupported(hidden: jax.core.ShapedArray, weight: jax.core.ShapedArray) -> str | None:

@@ -11,9 +11,9 @@ import numpy as np
 from common import as_usual
 from truth import wide
 
-from jaxsoft._attention.form import STATE, Extra, Form
-from jaxsoft._attention.operation import Forward, Pullback
-from jaxsoft._attention.primitive import attention_operation
+from jaxsoft._attention.form import STATE, AttentionForm, Extra
+from jaxsoft._attention.operation import attention_operation
+from jaxsoft._attention.spec import AttentionForward, AttentionPullback
 from jaxsoft.fold import accumulator
 
 THREE = ("query", "key", "value")
@@ -42,7 +42,7 @@ class Blocks:
       borders: where the blocks of keys begin and end.
     """
 
-    form: Form
+    form: AttentionForm
     arrays: tuple[np.ndarray, ...]
     extras: dict[Extra, np.ndarray]
     borders: tuple[int, ...]
@@ -60,7 +60,7 @@ class Blocks:
         for option in options:
             given |= OPTIONS[option](b, t, s)
         extras = {extra: given[extra] for extra in Extra if extra in given}
-        return cls(Form(np.dtype(dtype), d**-0.5, **of_form), arrays, extras, (0, *borders, s))
+        return cls(AttentionForm(np.dtype(dtype), d**-0.5, **of_form), arrays, extras, (0, *borders, s))
 
     @property
     def wide(self) -> np.dtype:
@@ -89,7 +89,7 @@ class Blocks:
                     self.form, extras=(*extras, *STATE), dtype=np.dtype(last), rounded=last != self.wide
                 )
                 given = query, key[:, keys], value[:, keys], *extras.values(), output, lse
-                found = attention_operation(Forward(form), implementation, *given)
+                found = attention_operation(AttentionForward(form), implementation, *given)
                 output, lse = found[:2]
             return found
 
@@ -109,7 +109,7 @@ class Blocks:
                 given = query, key[:, keys], value[:, keys], *extras.values(), output, lse, rest, delta, cotangent
                 twos = jnp.full(key[:, keys].shape, 2, self.wide)
                 of_query, of_key, of_value = attention_operation(
-                    Pullback(form, THREE, True, ("query", "key")), implementation, *given, of_query, twos
+                    AttentionPullback(form, THREE, True, ("query", "key")), implementation, *given, of_query, twos
                 )
                 others.append((of_key - 2, of_value))
             return of_query - 1, *(jnp.concatenate(parts, axis=1) for parts in zip(*others, strict=True))
@@ -122,9 +122,9 @@ class Blocks:
             form = dataclasses.replace(self.form, extras=tuple(self.extras), dtype=np.dtype(np.float64), rounded=False)
             query, key, value, cotangent = map(wide, self.arrays)
             given = query, key, value, *self.extras.values()
-            results = jax.jit(lambda *v: attention_operation(Forward(form), "xla", *v))(*given)
+            results = jax.jit(lambda *v: attention_operation(AttentionForward(form), "xla", *v))(*given)
             delta = np.moveaxis(np.sum(wide(results[0]) * cotangent, axis=-1), 2, 1)
-            of_all = Pullback(form, THREE)
+            of_all = AttentionPullback(form, THREE)
             found = jax.jit(lambda *v: attention_operation(of_all, "xla", *v))(*given, *results, delta, cotangent)
             return tuple(map(wide, results)), delta, tuple(map(wide, found))
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsoft._attention.form import Extra, Form
+from jaxsoft._attention.form import AttentionForm, Extra
 from jaxsoft._attention.layouts import AXES_OF_COTANGENTS, AXES_OF_RESULTS, Function, chunk, joined, order
 from jaxsoft._core.mesh import Axes
 
@@ -23,13 +23,13 @@ _KEYS = ("key", "value")
 class _Gathered:
     """What one device has of a call, and the keys and values of all devices."""
 
-    form: Form
+    form: AttentionForm
     axes: Axes
     named: dict[str, jax.Array]
     chunks: int
 
     @classmethod
-    def of(cls, form: Form, axes: Axes, operands: Sequence[jax.Array]) -> "_Gathered":
+    def of(cls, form: AttentionForm, axes: Axes, operands: Sequence[jax.Array]) -> "_Gathered":
         """Of the operands of the device's part of the sequence."""
         assert form.shards is not None
         named = dict(zip(form.names, operands, strict=False))
@@ -54,7 +54,7 @@ class _Gathered:
         gradient = self._placed(gradient, inverse=False)
         return jax.lax.psum_scatter(gradient, self.axes, scatter_dimension=1, tiled=True)
 
-    def call(self, index: int) -> tuple[Form, list[jax.Array]]:
+    def call(self, index: int) -> tuple[AttentionForm, list[jax.Array]]:
         """The form of a call for the queries of one chunk, and its operands."""
         form, named = self.form.whole, self.named
         assert self.form.shards is not None
@@ -71,7 +71,7 @@ class _Gathered:
         return dataclasses.replace(form, extras=tuple(names)), operands
 
 
-def forward(form: Form, axes: Axes, run: Callable[..., tuple[jax.Array, ...]]) -> Function:
+def forward(form: AttentionForm, axes: Axes, run: Callable[..., tuple[jax.Array, ...]]) -> Function:
     """Attention on one device; see `jaxsoft._attention.ring.forward`."""
 
     def function(*operands):
@@ -86,9 +86,11 @@ def forward(form: Form, axes: Axes, run: Callable[..., tuple[jax.Array, ...]]) -
     return function
 
 
-def pullback(form: Form, moving: Sequence[str], axes: Axes, run: Callable[..., tuple[jax.Array, ...]]) -> Function:
+def pullback(
+    form: AttentionForm, wrt: Sequence[str], axes: Axes, run: Callable[..., tuple[jax.Array, ...]]
+) -> Function:
     """The gradients on one device; see `jaxsoft._attention.ring.pullback`."""
-    of_keys = [name for name in _KEYS if name in moving]
+    of_keys = [name for name in _KEYS if name in wrt]
 
     def function(*operands):
         # Else XLA may keep the keys of all devices from the forward pass until here.
@@ -101,13 +103,13 @@ def pullback(form: Form, moving: Sequence[str], axes: Axes, run: Callable[..., t
             of_chunk, base = gathered.call(index)
             pairs = zip(known, AXES_OF_COTANGENTS, strict=True)
             results = (chunk(x, axis, index, gathered.chunks) for x, axis in pairs)
-            found = dict(zip(moving, run(of_chunk, tuple(sums), *base, *results, *sums.values()), strict=True))
-            of_query += [found["query"]] if "query" in moving else []
+            found = dict(zip(wrt, run(of_chunk, tuple(sums), *base, *results, *sums.values()), strict=True))
+            of_query += [found["query"]] if "query" in wrt else []
             sums = {name: found[name] for name in of_keys}
         sums = {name: gathered.returned(x) for name, x in sums.items()}
-        if "query" in moving:
+        if "query" in wrt:
             sums["query"] = joined(of_query, 1)
         dtypes = {name: x.dtype for name, x in zip(form.names, given, strict=True)}
-        return tuple(sums[name].astype(dtypes[name]) for name in moving)
+        return tuple(sums[name].astype(dtypes[name]) for name in wrt)
 
     return function

@@ -9,20 +9,20 @@ from collections.abc import Sequence
 
 import jax
 
-from jaxsoft._attention.form import Shards
+from jaxsoft._attention.form import SequenceShards
 from jaxsoft._attention.layouts import Function, in_order
 from jaxsoft._core.mesh import Axes
 
 
 def over_heads(
-    shards: Shards, axes: Axes, operands: Sequence[str], results: Sequence[str], function: Function
+    shards: SequenceShards, axes: Axes, operands: Sequence[str], results: Sequence[str], function: Function
 ) -> Function:
     """A function of some heads of a whole sequence as one of all heads of a device's part of it.
 
     Args:
       shards: how the sequence lies over devices.
       axes: the axes of the mesh over which it does.
-      operands, results: the dimensions of each, by letters (see `jaxsoft._attention.operation`).
+      operands, results: the dimensions of each, by letters (see `jaxsoft._attention.spec`).
       function: what is computed.
     """
     function = in_order(shards, operands, results, function)

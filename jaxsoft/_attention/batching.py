@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxsoft._attention.form import Extra
-from jaxsoft._attention.operation import DIMENSIONS, PAGES, WHOLE
+from jaxsoft._attention.form import DIMENSIONS, Extra
+from jaxsoft._attention.spec import PAGES, WHOLE
 from jaxsoft._core.mesh import whole_along
 
 type _Function = Callable[..., Sequence[jax.Array]]
@@ -18,7 +18,7 @@ def mapped(
     results: Sequence[str],
     operands: Sequence[jax.Array],
     dims: Sequence[int | None],
-    moving: Sequence[str],
+    wrt: Sequence[str],
 ) -> list[jax.Array]:
     """The results of a function for mapped operands, mapped along their first dimension.
 
@@ -28,7 +28,7 @@ def mapped(
       results: those of its results, where a gradient has the name of its operand.
       operands: what it is called with.
       dims: along which dimension each of the operands is mapped; None for one that is not.
-      moving: operands of which there are gradients or tangents.
+      wrt: operands of which there are gradients or tangents.
     """
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     in_front = [
@@ -43,7 +43,7 @@ def mapped(
     inside = inside and all(spec[0] is None for spec, d in zip(specs, dims, strict=True) if d is not None)
 
     def joined(name: str, x: jax.Array, d: int | None) -> jax.Array:
-        if d is None and x.shape[0] == 1 and name not in WHOLE and name not in moving:
+        if d is None and x.shape[0] == 1 and name not in WHOLE and name not in wrt:
             return jnp.moveaxis(x, 0, _batch_axis(name))
         x = x if d is not None else x[None]
         x = whole_along(jnp.broadcast_to(x, (size, batch, *x.shape[2:])), (0 if inside else 1,))

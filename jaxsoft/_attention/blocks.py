@@ -11,7 +11,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxsoft._attention.form import BASE, Extra, Form
+from jaxsoft._attention.form import BASE, AttentionForm, Extra
+from jaxsoft._attention.masks import Masks, Segments, all_of
 from jaxsoft._core.rounding import rounded
 from jaxsoft.fold import accumulator
 
@@ -39,7 +40,7 @@ class Block(NamedTuple):
 
     Attributes:
       key, value: of the block.
-      z: the scores, in the accumulator's dtype; -inf where one does not count.
+      z: the scores, in the accumulator's dtype; -inf where one is not allowed.
       slope: the derivative of the capped scores by those before the cap; None without a cap.
     """
 
@@ -52,7 +53,7 @@ class Block(NamedTuple):
 class Call:
     """The operands of a call, for computing block by block."""
 
-    def __init__(self, form: Form, operands: Sequence[jax.Array], platform: str | None = None):
+    def __init__(self, form: AttentionForm, operands: Sequence[jax.Array], platform: str | None = None):
         """Prepares the operands: query, key, value and the form's extras. The platform decides the size of blocks, and
         what is rounded.
         """
@@ -122,43 +123,26 @@ class Call:
             z, slope = rounded(bent * self.form.cap), 1 - bent * bent
         if Extra.BIAS in self.extras:
             z = z + _part(self.extras[Extra.BIAS], begin, size, 3).astype(z.dtype)
-        counted = self._counted(begin, size)
-        for condition in (counted, None if there is None else there[:, None, None, :]):
+        allowed = self._allowed(begin, size)
+        for condition in (allowed, None if there is None else there[:, None, None, :]):
             if condition is not None:
                 z = jnp.where(condition, z, -jnp.inf)
         return Block(key, value, z, slope)
 
-    def _counted(self, begin: jax.Array | int, size: int) -> jax.Array | None:
-        """Which scores of a block count, broadcastable to them; None for all."""
+    def _allowed(self, begin: jax.Array | int, size: int) -> jax.Array | None:
+        """Which scores of a block are allowed, broadcastable to them; None for all."""
         form, extras = self.form, self.extras
-        rows = jnp.arange(self.length, dtype=jnp.int32)[None, :, None]
+        segments = Segments(
+            lambda i: extras[Extra.QUERY_SEGMENTS][:, :, None],
+            lambda j: _part(extras[Extra.KEY_SEGMENTS], begin, size, 1)[:, None, :],
+        )
+        masks = Masks.of(form, self.length, self.length_of_keys, lambda extra: extras[extra][:, None, None], segments)
+        queries = jnp.arange(self.length, dtype=jnp.int32)[None, :, None]
         keys = (jnp.arange(size, dtype=jnp.int32) + begin)[None, None, :]
-        position = rows
-        if Extra.OFFSET in extras:
-            position = rows + extras[Extra.OFFSET][:, None, None]
-        conditions = []  # each (B, T, keys), where each dimension may have length 1
-        if form.left is not None:
-            conditions.append(keys + form.left >= position)
-        if form.right is not None:
-            conditions.append(keys - form.right <= position)
-        if Extra.QUERY_BEGINS in extras:
-            conditions.append(rows >= extras[Extra.QUERY_BEGINS][:, None, None])
-        if Extra.QUERY_LENGTHS in extras:
-            conditions.append(rows < extras[Extra.QUERY_LENGTHS][:, None, None])
-        if Extra.KEY_LENGTHS in extras:
-            conditions.append(keys < extras[Extra.KEY_LENGTHS][:, None, None])
-        if Extra.QUERY_SEGMENTS in extras:
-            of_keys = _part(extras[Extra.KEY_SEGMENTS], begin, size, 1)
-            conditions.append(extras[Extra.QUERY_SEGMENTS][:, :, None] == of_keys[:, None, :])
-        conditions = [condition[:, None] for condition in conditions]
+        found = [condition[:, None] for condition in masks.conditions(queries, keys)]  # (B, 1, T, keys), or 1 for each
         if Extra.MASK in extras:
-            conditions.append(_part(extras[Extra.MASK], begin, size, 3))
-        if not conditions:
-            return None
-        counted = conditions[0]
-        for condition in conditions[1:]:
-            counted = counted & condition
-        return counted
+            found.append(_part(extras[Extra.MASK], begin, size, 3))
+        return all_of(found)
 
     def over_keys[T](
         self,

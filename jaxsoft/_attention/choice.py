@@ -1,7 +1,7 @@
 """Which implementation serves a call of attention: what each can do, and the choice among them.
 
 A choice depends on the platform that the computation is lowered for, so it is made when the operation is lowered (see
-`primitive`), not when it is called.
+`operation`), not when it is called.
 """
 
 import dataclasses
@@ -12,61 +12,65 @@ import jax
 import jax.numpy as jnp
 
 import jaxsoft.pallas_kernels as pallas_kernels
-from jaxsoft._attention import around, cudnn, ffi, reference, stacked, xla
+from jaxsoft._attention import adapters, cudnn, ffi, packed, reference, xla
 from jaxsoft._attention.form import BASE, Extra
-from jaxsoft._attention.operation import Forward, Operation, Paged, Pullback
+from jaxsoft._attention.spec import AttentionForward, AttentionPullback, AttentionSpec, PagedAttention
 from jaxsoft._core.implementations import REGISTERED, Choice, Names, accepted, refuse
 
 type Operands = Sequence[jax.core.ShapedArray]
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernels:
+class AttentionKernels:
     """What an implementation has for attention.
 
     Attributes:
       find: (operation, platform, operands) -> the function of such operands.
       unsupported: (operation, operands) -> None, or why it cannot serve the operation with such operands.
       unavailable: (platform) -> None, or why it has none there, although it has kernels for other operations.
-      continues: (operation, operands) -> whether its kernel goes on from other blocks of keys by itself (see `around`).
+      continues: (operation, operands) -> whether its kernel itself goes on from other blocks of keys (see `adapters`).
+      describe: (operation, operands) -> its kernel's name and how it cuts up the work, in words (see `Choice`).
       any_cotangent: whether its gradients take a cotangent in the accumulator's dtype beside narrower queries.
     """
 
-    find: Callable[[Operation, str, Operands], xla.Function]
-    unsupported: Callable[[Operation, Operands], str | None] = lambda operation, operands: None
+    find: Callable[[AttentionSpec, str, Operands], xla.Function]
+    unsupported: Callable[[AttentionSpec, Operands], str | None] = lambda operation, operands: None
     unavailable: Callable[[str], str | None] = lambda platform: None
-    continues: Callable[[Operation, Operands], bool] = lambda operation, operands: False
+    continues: Callable[[AttentionSpec, Operands], bool] = lambda operation, operands: False
+    describe: Callable[[AttentionSpec, Operands], str] = lambda operation, operands: ""
     any_cotangent: bool = False
 
 
-def _reference(operation: Operation, platform: str, operands: Operands) -> xla.Function:
+def _reference(operation: AttentionSpec, platform: str, operands: Operands) -> xla.Function:
     del platform, operands
-    if isinstance(operation, Pullback):
-        return reference.pullback(operation.form, operation.moving)
+    if isinstance(operation, AttentionPullback):
+        return reference.pullback(operation.form, operation.wrt)
     return reference.forward(operation.form)
 
 
 KERNELS = {
-    "ffi": Kernels(
+    "ffi": AttentionKernels(
         lambda operation, platform, operands: ffi.find(operation, operands),
         ffi.unsupported,
         ffi.unavailable,
         ffi.continues,
+        ffi.plan,
     ),
-    "pallas": Kernels(
+    "pallas": AttentionKernels(
         lambda operation, platform, operands: pallas_kernels.attention_kernels(operation, operands),
         pallas_kernels.attention_unsupported,
+        describe=pallas_kernels.describe_attention,
     ),
-    "cudnn": Kernels(lambda operation, platform, operands: cudnn.find(operation), cudnn.unsupported),
-    "xla": Kernels(
+    "cudnn": AttentionKernels(lambda operation, platform, operands: cudnn.find(operation), cudnn.unsupported),
+    "xla": AttentionKernels(
         lambda operation, platform, operands: operation.formula(platform),
         continues=lambda operation, operands: True,
         any_cotangent=True,
     ),
-    "reference": Kernels(
+    "reference": AttentionKernels(
         _reference,
         reference.unsupported,
-        continues=lambda operation, operands: isinstance(operation, Forward),
+        continues=lambda operation, operands: isinstance(operation, AttentionForward),
         any_cotangent=True,
     ),
 }
@@ -76,7 +80,7 @@ KERNELS = {
 PAGED = ("ffi", "xla", "reference")
 
 
-def check_operands(operation: Operation, names: Names, operands: Operands) -> None:
+def check_operands(operation: AttentionSpec, names: Names, operands: Operands) -> None:
     """Raises where no implementation that is accepted can take such operands on any platform."""
     if names is not None and not _is_empty(operands):
         reasons = {name: _refusal(name, operation, operands) for name in accepted(names, ())}
@@ -84,16 +88,16 @@ def check_operands(operation: Operation, names: Names, operands: Operands) -> No
             raise refuse(names, {name: reason or "" for name, reason in reasons.items()}, _able(operation, operands))
 
 
-def choose(operation: Operation, names: Names, platform: str, operands: Operands) -> Choice:
+def choose(operation: AttentionSpec, names: Names, platform: str, operands: Operands) -> Choice:
     """The function for an operation on a platform. Raises where no implementation that is accepted can serve."""
     if _is_empty(operands):  # there is nothing to compute: no kernel needs to know about empty arrays
         return Choice(operation.name, "xla", operation.formula(platform))
     name, reasons = _first(operation, names, platform, operands)
     function = _function(operation, name, names, platform, operands)
-    return Choice(operation.name, name, function, reasons=reasons)
+    return Choice(operation.name, name, function, KERNELS[name].describe(operation, operands), reasons)
 
 
-def _first(operation: Operation, names: Names, platform: str, operands: Operands) -> tuple[str, dict[str, str]]:
+def _first(operation: AttentionSpec, names: Names, platform: str, operands: Operands) -> tuple[str, dict[str, str]]:
     """The first of those that are accepted which serves an operation, and why those before it do not."""
     reasons: dict[str, str] = {}
     for name in accepted(names, preference(operation, platform, operands)):
@@ -104,7 +108,7 @@ def _first(operation: Operation, names: Names, platform: str, operands: Operands
     raise refuse(names, reasons, _able(operation, operands))
 
 
-def _function(operation: Operation, name: str, names: Names, platform: str, operands: Operands) -> xla.Function:
+def _function(operation: AttentionSpec, name: str, names: Names, platform: str, operands: Operands) -> xla.Function:
     """The function of an implementation that serves an operation.
 
     Args:
@@ -114,24 +118,26 @@ def _function(operation: Operation, name: str, names: Names, platform: str, oper
       platform: that is lowered for.
       operands: their types.
     """
-    narrows = isinstance(operation, Pullback) and _is_wide(operation, operands) and not KERNELS[name].any_cotangent
-    if operation.form.stacked and (name != "ffi" or narrows):
+    narrows = (
+        isinstance(operation, AttentionPullback) and _is_wide(operation, operands) and not KERNELS[name].any_cotangent
+    )
+    if operation.form.packed and (name != "ffi" or narrows):
         batch = operands[0].shape[0]
         halves = [x.update(shape=(batch, *x.shape[1:])) for x in operands[1:BASE]]
         types = [operands[0], *halves, *operands[BASE:]]
-        return stacked.served(operation.gradients, choose(operation.apart, name, platform, types).function)
-    if isinstance(operation, Pullback) and narrows:
+        return packed.served(operation.gradients, choose(operation.separate, name, platform, types).function)
+    if isinstance(operation, AttentionPullback) and narrows:
         narrow, narrower = _narrow(operation, operands)
-        return around.narrowed(operation, choose(narrow, name, platform, narrower).function)
-    if _is_continued_around(name, operation, operands):
-        within, given = _alone(operation, operands)
-        return around.continued(operation, KERNELS[name].find(within, platform, given))
-    if isinstance(operation, Forward) and operation.form.rounded and not operation.form.has_state:
+        return adapters.narrowed(operation, choose(narrow, name, platform, narrower).function)
+    if _is_continued_outside(name, operation, operands):
+        within, given = _of_block(operation, operands)
+        return adapters.continued(operation, KERNELS[name].find(within, platform, given))
+    if isinstance(operation, AttentionForward) and operation.form.rounded and not operation.form.has_state:
         gradients_by = name
         if not isinstance(names, str):
-            gradients_by, _ = _first(Pullback(operation.form, ()), names, platform, operands)
+            gradients_by, _ = _first(AttentionPullback(operation.form, ()), names, platform, operands)
         if "cudnn" in (name, gradients_by):
-            return _without_output_rest(name, operation, platform, operands)
+            return _without_output_residual(name, operation, platform, operands)
     return KERNELS[name].find(operation, platform, operands)
 
 
@@ -140,8 +146,8 @@ def unavailable(implementation: str, platform: str) -> str | None:
     return REGISTERED[implementation].unavailable(platform) or KERNELS[implementation].unavailable(platform)
 
 
-def _without_output_rest(name: str, operation: Forward, platform: str, operands: Operands) -> xla.Function:
-    """The function with zeros for the output's rest: cuDNN's forward has none, and its gradients do not read it."""
+def _without_output_residual(name: str, operation: AttentionForward, platform: str, operands: Operands) -> xla.Function:
+    """The function with zeros for the output's residual: cuDNN's forward has none, and its gradients do not read it."""
     without = dataclasses.replace(operation, form=dataclasses.replace(operation.form, rounded=False))
     forward = KERNELS[name].find(without, platform, operands)
 
@@ -190,7 +196,7 @@ _BY_FFI = {
 }
 
 
-def preference(operation: Operation, platform: str, operands: Operands) -> tuple[str, ...]:
+def preference(operation: AttentionSpec, platform: str, operands: Operands) -> tuple[str, ...]:
     """What `implementation=None` tries, in this order. XLA serves everything, everywhere."""
     if platform != "cuda":
         return ("xla",)
@@ -198,10 +204,10 @@ def preference(operation: Operation, platform: str, operands: Operands) -> tuple
     return ("ffi", *others, last) if _ffi_leads(operation, operands) else (*others, "ffi", last)
 
 
-def _ffi_leads(operation: Operation, operands: Operands) -> bool:
+def _ffi_leads(operation: AttentionSpec, operands: Operands) -> bool:
     """Whether the CUDA kernels are the fastest where they serve an operation."""
     form, query, key = operation.form, operands[0], operands[1]
-    if isinstance(operation, Forward) and ffi.leads(operation, operands):
+    if isinstance(operation, AttentionForward) and ffi.leads(operation, operands):
         return True
     queries, keys, size = query.shape[1], key.shape[1], query.shape[3]
     known = isinstance(queries, int) and isinstance(keys, int)
@@ -210,55 +216,55 @@ def _ffi_leads(operation: Operation, operands: Operands) -> bool:
     if Extra.QUERY_SEGMENTS in form.extras:  # by which Pallas skips tiles
         return False
     shortest = _BY_FFI[size]
-    of_rule = shortest.gradients if isinstance(operation, Pullback) else shortest.forward
+    of_rule = shortest.gradients if isinstance(operation, AttentionPullback) else shortest.forward
     return queries >= of_rule[form.right is not None]
 
 
-def _without_ffi(operation: Operation, operands: Operands) -> tuple[str, ...]:
+def _without_ffi(operation: AttentionSpec, operands: Operands) -> tuple[str, ...]:
     """The order of the other implementations on a GPU.
 
     cuDNN's gradients have not the same bits on every run, so it computes them only where that is allowed, and only then
-    its forward, which has no rest of the output, comes before them. Where the numbers of queries and keys differ, as
-    when decoding, cuDNN comes first.
+    its forward, which has no residual of the output, comes before them. Where the numbers of queries and keys differ,
+    as when decoding, cuDNN comes first.
     """
-    if isinstance(operation, Paged):
+    if isinstance(operation, PagedAttention):
         return ("xla",)
     form, query, value = operation.form, operands[0], operands[2]
-    residual = isinstance(operation, Forward) and operation.residual
-    if form.deterministic and (residual or isinstance(operation, Pullback)):
+    residual = isinstance(operation, AttentionForward) and operation.residual
+    if form.deterministic and (residual or isinstance(operation, AttentionPullback)):
         return "pallas", "xla"
     length, *sizes = (n if isinstance(n, int) else math.inf for n in (query.shape[1], query.shape[3], value.shape[3]))
     longest = _LONGEST[min((size for size in _LONGEST if max(sizes) <= size), default=max(_LONGEST))]
     forward, gradients = (of_rule[form.right is not None] for of_rule in longest)
-    last = gradients if isinstance(operation, Pullback) else forward
+    last = gradients if isinstance(operation, AttentionPullback) else forward
     if residual:  # before its own gradients Pallas comes first
         last = max(forward, gradients)
     by_pallas = length <= last and query.shape[1] == value.shape[1]
     return ("pallas", "cudnn", "xla") if by_pallas else ("cudnn", "pallas", "xla")
 
 
-def _refusal(implementation: str, operation: Operation, operands: Operands) -> str | None:
+def _refusal(implementation: str, operation: AttentionSpec, operands: Operands) -> str | None:
     """None, or why an implementation cannot serve an operation with such operands."""
     if implementation not in KERNELS:
         return "it has no kernels for attention"
-    if isinstance(operation, Paged) and implementation not in PAGED:
+    if isinstance(operation, PagedAttention) and implementation not in PAGED:
         return "it has no kernels for keys and values in pages"
-    if _is_continued_around(implementation, operation, operands):
-        operation, operands = _alone(operation, operands)
+    if _is_continued_outside(implementation, operation, operands):
+        operation, operands = _of_block(operation, operands)
     return KERNELS[implementation].unsupported(operation, operands)
 
 
-def _is_continued_around(implementation: str, operation: Operation, operands: Operands) -> bool:
+def _is_continued_outside(implementation: str, operation: AttentionSpec, operands: Operands) -> bool:
     """Whether an operation goes on from other blocks of keys, and a kernel does not."""
-    return around.continues(operation) and not KERNELS[implementation].continues(operation, operands)
+    return adapters.continues(operation) and not KERNELS[implementation].continues(operation, operands)
 
 
-def _is_wide(operation: Pullback, operands: Operands) -> bool:
+def _is_wide(operation: AttentionPullback, operands: Operands) -> bool:
     """Whether the cotangent is in another dtype than the queries, as it may be out of their range."""
     return operands[operation.operands.index("cotangent")].dtype != operands[0].dtype
 
 
-def _narrow(operation: Pullback, operands: Operands) -> tuple[Pullback, Operands]:
+def _narrow(operation: AttentionPullback, operands: Operands) -> tuple[AttentionPullback, Operands]:
     """The pullback with wide gradients and no sums, and its operands with a cotangent in the dtype of the queries."""
     found = dataclasses.replace(operation, wide=True, sums=())
     dtypes = {"cotangent": operands[0].dtype}
@@ -266,9 +272,9 @@ def _narrow(operation: Pullback, operands: Operands) -> tuple[Pullback, Operands
     return found, [x.update(dtype=dtypes.get(name, x.dtype)) for name, x in named]
 
 
-def _alone(operation: Operation, operands: Operands) -> tuple[Operation, Operands]:
+def _of_block(operation: AttentionSpec, operands: Operands) -> tuple[AttentionSpec, Operands]:
     """The operation of a block of keys alone, and its operands."""
-    found = around.alone(operation, operands[0].dtype)
+    found = adapters.without_state(operation, operands[0].dtype)
     return found, operands[: len(found.operands)]
 
 
@@ -276,5 +282,5 @@ def _is_empty(operands: Operands) -> bool:
     return any(size == 0 for v in operands for size in v.shape)
 
 
-def _able(operation: Operation, operands: Operands) -> list[str]:
+def _able(operation: AttentionSpec, operands: Operands) -> list[str]:
     return [name for name in KERNELS if not _refusal(name, operation, operands)]

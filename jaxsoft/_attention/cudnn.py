@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsoft._attention.form import BASE
-from jaxsoft._attention.operation import Forward, Operation, Pullback
+from jaxsoft._attention.spec import AttentionForward, AttentionPullback, AttentionSpec
 from jaxsoft._attention.xla import Function
 from jaxsoft._core import cudnn, gpus
 
@@ -22,7 +22,7 @@ _SIZES = 8  # its head sizes are multiples of this
 _TILE, _HALF = 128, 64
 
 
-def unsupported(operation: Operation, operands: Sequence[jax.core.ShapedArray]) -> str | None:
+def unsupported(operation: AttentionSpec, operands: Sequence[jax.core.ShapedArray]) -> str | None:
     """None, or why cuDNN cannot serve an operation with such operands."""
     form = operation.form
     query, key, value = operands[:BASE]
@@ -43,17 +43,19 @@ def unsupported(operation: Operation, operands: Sequence[jax.core.ShapedArray]) 
         return f"under a causal rule it is used for as many queries as keys; got {query.shape[1]} and {key.shape[1]}"
     if form.returns_lse:
         return "its gradients do not take the log-sum-exp's cotangent"
-    differentiated = isinstance(operation, Pullback) or (isinstance(operation, Forward) and operation.residual)
+    differentiated = isinstance(operation, AttentionPullback) or (
+        isinstance(operation, AttentionForward) and operation.residual
+    )
     if differentiated and key.shape[1] % _TILE == _HALF:
         return f"its gradients may be NaN for {_HALF} keys more than a multiple of {_TILE}; got {key.shape[1]} keys"
     return None
 
 
-def find(operation: Operation) -> Function:
+def find(operation: AttentionSpec) -> Function:
     """The function for an operation."""
     form = operation.form
     causal = form.right is not None
-    if isinstance(operation, Forward):
+    if isinstance(operation, AttentionForward):
         residual = operation.residual
 
         def forward(query, key, value):
@@ -61,11 +63,11 @@ def find(operation: Operation) -> Function:
             return output, lse, jnp.zeros_like(lse)
 
         return forward
-    assert isinstance(operation, Pullback)
+    assert isinstance(operation, AttentionPullback)
 
-    def pullback(query, key, value, output, lse, rest, delta, cotangent):
-        del rest, delta
+    def pullback(query, key, value, output, lse, lse_residual, delta, cotangent):
+        del lse_residual, delta
         found = cudnn.gradients(query, key, value, lse, output, cotangent, form.scale, causal)
-        return tuple(found[("query", "key", "value").index(name)] for name in operation.moving)
+        return tuple(found[("query", "key", "value").index(name)] for name in operation.wrt)
 
     return pullback

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsoft._attention import stacked
-from jaxsoft._attention.form import BASE, STATE, Extra, Form
-from jaxsoft._attention.operation import Forward, Operation, Pullback
+from jaxsoft._attention import packed
+from jaxsoft._attention.form import BASE, STATE, AttentionForm, Extra
 from jaxsoft._attention.pages import contiguous, contiguous_form
+from jaxsoft._attention.spec import AttentionForward, AttentionPullback, AttentionSpec
 from jaxsoft._attention.xla import Function
 from jaxsoft._core import gpus, library
 
@@ -100,7 +100,7 @@ def unavailable(platform: str) -> str | None:
     return None
 
 
-def unsupported(operation: Operation, operands: Operands) -> str | None:
+def unsupported(operation: AttentionSpec, operands: Operands) -> str | None:
     """None, or why the kernels cannot serve an operation with such operands."""
     form = operation.form
     if library.find(_ASKED) is None:
@@ -118,7 +118,7 @@ def unsupported(operation: Operation, operands: Operands) -> str | None:
     if lacking:
         which = target.what if target not in _FORWARD else f"{target.what}, more than {_MOST} of a key head,"
         return f"{which} takes no {' and no '.join(lacking)}"
-    if isinstance(operation, Pullback) and "bias" in operation.moving:
+    if isinstance(operation, AttentionPullback) and "bias" in operation.wrt:
         return f"{target.what} gives none of a bias"
     return None
 
@@ -140,7 +140,7 @@ def _power(name: str) -> str:
     return f"2^{int(_limits()[name]).bit_length() - 1}"
 
 
-def _of_arrays(form: Form, operands: Operands) -> str | None:
+def _of_arrays(form: AttentionForm, operands: Operands) -> str | None:
     """None, or why the kernels cannot take query, key and value."""
     limits = {name: int(number) for name, number in _limits().items()}
     query, key, value = operands[:BASE]
@@ -181,7 +181,7 @@ def _of_arrays(form: Form, operands: Operands) -> str | None:
     return None
 
 
-def _of_numbers(form: Form) -> str | None:
+def _of_numbers(form: AttentionForm) -> str | None:
     """None, or why the kernels cannot take the numbers of a form."""
     smallest, largest, cap = (_limits()[name] for name in ("smallest_scale", "largest_scale", "largest_cap"))
     if not smallest <= form.scale <= largest:
@@ -197,12 +197,12 @@ def _rows(operands: Operands) -> int:
     return query.shape[1] * (query.shape[2] // key.shape[2])
 
 
-def _target(operation: Operation, operands: Operands) -> Target:
+def _target(operation: AttentionSpec, operands: Operands) -> Target:
     """The kernel for an operation."""
     form = operation.form
-    if isinstance(operation, Pullback):
-        return _BACKWARD[form.stacked]
-    if form.stacked:
+    if isinstance(operation, AttentionPullback):
+        return _BACKWARD[form.packed]
+    if form.packed:
         return FORWARD_OF_BLOCK
     if form.paged:
         return PAGED
@@ -218,7 +218,7 @@ def _are_few(operands: Operands) -> bool:
     return _rows(operands) <= _FEW and (queries == 1 or keys >= _KEYS * queries)
 
 
-def _is_gathered(operation: Operation, operands: Operands) -> bool:
+def _is_gathered(operation: AttentionSpec, operands: Operands) -> bool:
     """Whether a call of keys and values in pages has too many queries for the kernel that reads these.
 
     The pages of each sequence are then gathered. Of so many queries, that is a small part of the work.
@@ -226,31 +226,31 @@ def _is_gathered(operation: Operation, operands: Operands) -> bool:
     return operation.form.paged and _rows(operands) > _MOST
 
 
-def _gathered(operation: Operation, operands: Operands) -> tuple[Operation, Operands]:
+def _gathered(operation: AttentionSpec, operands: Operands) -> tuple[AttentionSpec, Operands]:
     """The operation over gathered pages, and the types of its operands."""
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
     found = jax.eval_shape(lambda *operands: contiguous(operation.form, operands), *types)
-    flat = Forward(contiguous_form(operation.form))
+    flat = AttentionForward(contiguous_form(operation.form))
     return flat, [jax.core.ShapedArray(x.shape, x.dtype) for x in found]
 
 
-def continues(operation: Operation, operands: Operands) -> bool:
+def continues(operation: AttentionSpec, operands: Operands) -> bool:
     """Whether a kernel takes what came before, where it serves an operation."""
     return not _are_known(operands) or _target(operation, operands) in (*_FORWARD, *_BACKWARD)
 
 
-def leads(operation: Operation, operands: Operands) -> bool:
+def leads(operation: AttentionSpec, operands: Operands) -> bool:
     """Whether a forward operation has so few queries, or keys in pages, that a kernel here is the fastest."""
     return _are_known(operands[:2]) and (operation.form.paged or _are_few(operands))
 
 
-def find(operation: Operation, operands: Operands) -> Function:
+def find(operation: AttentionSpec, operands: Operands) -> Function:
     """The function for an operation with such operands."""
     if _is_gathered(operation, operands):
         flat = find(*_gathered(operation, operands))
         return lambda *operands: flat(*contiguous(operation.form, operands))
     form, target = operation.form, _target(operation, operands)
-    added_to = tuple(f"{name}_sum" for name in operation.sums) if isinstance(operation, Pullback) else ()
+    added_to = tuple(f"{name}_sum" for name in operation.sums) if isinstance(operation, AttentionPullback) else ()
     extras = (*(extra.value for extra in form.extras if extra.value in target.extras), *added_to)
     asked = [(Extra.BIAS in form.extras, "lse_residual"), (form.rounded, "output_residual")]
     more = [name for wanted, name in asked if wanted and name in target.more]
@@ -282,7 +282,7 @@ def find(operation: Operation, operands: Operands) -> Function:
     def forward(*operands: jax.Array) -> tuple[jax.Array, ...]:
         query, _, value = operands[:BASE]
         given = [_narrowed(x) if name == "bias" else x for name, x in zip(form.names, operands, strict=True)]
-        given = _as_block(given) if form.stacked else given
+        given = _as_block(given) if form.packed else given
         shape = (*query.shape[:3], value.shape[3])
         numbers = jax.ShapeDtypeStruct((query.shape[0], query.shape[2], query.shape[1]), jnp.float32)
         types = {
@@ -299,11 +299,11 @@ def find(operation: Operation, operands: Operands) -> Function:
         return found["output"], found["lse"], residual, *([found["output_residual"]] if form.rounded else [])
 
     def pullback(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        assert isinstance(operation, Pullback)
+        assert isinstance(operation, AttentionPullback)
         count = len(form.names)
         given, others = list(operands[:count]), operands[count:]
         _, lse, _, delta, cotangent, *sums = others  # delta has what is needed of the output
-        given = _as_block(given) if form.stacked else given
+        given = _as_block(given) if form.packed else given
         names = (*target.operands, *form.names[BASE:])
         like = {
             name: jax.ShapeDtypeStruct(x.shape, jnp.float32 if operation.wide else x.dtype)
@@ -311,15 +311,15 @@ def find(operation: Operation, operands: Operands) -> Function:
         }
         replaced = {name: f"{name}_sum" for name in operation.sums}
         found = call([*given, *sums, lse, delta, cotangent], like, replaced)
-        if form.stacked:
-            return *([found["query"]] if "query" in operation.moving else []), stacked.flat(found["block"])
-        return tuple(found[name] for name in operation.moving)
+        if form.packed:
+            return *([found["query"]] if "query" in operation.wrt else []), packed.flat(found["block"])
+        return tuple(found[name] for name in operation.wrt)
 
     return pullback if target in _BACKWARD else forward
 
 
 def _as_block(operands: Sequence[jax.Array]) -> list[jax.Array]:
-    """Operands of a call whose keys and values are stacked, as the kernels take them."""
+    """Operands of a call whose keys and values are packed, as the kernels take them."""
     query, key, _, *others = operands
     return [query, key.reshape(2, -1, *key.shape[1:]), *others]
 
@@ -329,14 +329,14 @@ def _narrowed(bias: jax.Array) -> jax.Array:
     return bias.astype(jnp.float32) if bias.dtype == jnp.float64 else bias
 
 
-def plan(operation: Operation, operands: Operands) -> str:
+def plan(operation: AttentionSpec, operands: Operands) -> str:
     """How the kernel computes an operation with such operands: its name, as a profiler shows it, and in words."""
     if _is_gathered(operation, operands):
         return plan(*_gathered(operation, operands))
     return library.text(_ASKED, "attention_plan", *_sizes(_target(operation, operands), operation.form, operands))
 
 
-def _sizes(target: Target, form: Form, operands: Operands) -> tuple[int | str, ...]:
+def _sizes(target: Target, form: AttentionForm, operands: Operands) -> tuple[int | str, ...]:
     """What the workspace and the plan of a call depend on, as the library takes it."""
     query, key = operands[:2]
     batch, queries, heads, size = query.shape

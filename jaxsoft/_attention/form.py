@@ -3,9 +3,9 @@
 The operands of every implementation are query (B, T, N, H), key (B, S, K, H) and value (B, S, K, D), and then the
 extras that the form names, in the order of `Extra`. N is a multiple of K: query head n attends with key head
 n // (N // K). The results are the output (B, T, N, D), in the form's dtype, and the log-sum-exp of every query's
-scores (B, N, T), in the accumulator's dtype, with its rest: what it lost when it was rounded. Where all scores of a
-query are -1e9, the log-sum-exp in f32 does not tell one key from a thousand, and the rest does. An output that is
-rounded to fewer digits has a rest as well, for the gradients: where one key has nearly all the weight, they are
+scores (B, N, T), in the accumulator's dtype, with its residual: what it lost when it was rounded. Where all scores of a
+query are -1e9, the log-sum-exp in f32 does not tell one key from a thousand, and the residual does. An output that is
+rounded to fewer digits has a residual as well, for the gradients: where one key has nearly all the weight, they are
 differences of the output and that key's value.
 
 The score of a query i and a key j is z = cap * tanh(scale * <q_i, k_j> / cap) + bias, without the tanh if there is no
@@ -62,9 +62,47 @@ class Extra(enum.Enum):
 
 STATE = (Extra.STATE_OUTPUT, Extra.STATE_LSE)
 
+# Extras that are indices of queries, and of keys, by the letters of these in DIMENSIONS.
+INDICES = {"query_begins": "t", "query_lengths": "t", "key_lengths": "s"}
+
+# The dimensions of each operand and result, by name: a letter each. The first one is
+# always the batch, but for what all sequences have in common: pages and their scales. "n" are the heads of queries, and
+# "k" those of keys.
+DIMENSIONS = {
+    "query": "btnh",
+    "key": "bskh",
+    "value": "bskd",
+    "bias": "bnts",
+    "mask": "bnts",
+    "query_segments": "bt",
+    "key_segments": "bs",
+    "query_begins": "b",
+    "query_lengths": "b",
+    "key_lengths": "b",
+    "offset": "b",
+    "sinks": "bn",
+    "key_pages": "pikh",
+    "value_pages": "pikd",
+    "page_table": "bl",
+    "key_scale": "k",
+    "value_scale": "k",
+    "state_output": "btnd",
+    "state_lse": "bnt",
+    "output": "btnd",
+    "lse": "bnt",
+    "lse_residual": "bnt",
+    "output_residual": "btnd",
+    "block": "ebskx",
+    "delta": "bnt",
+    "cotangent": "btnd",
+    "query_sum": "btnh",
+    "key_sum": "bskh",
+    "value_sum": "bskd",
+}
+
 
 @dataclasses.dataclass(frozen=True)
-class Shards:
+class SequenceShards:
     """How a sequence of queries, keys and values lies over the devices of a mesh (see `layouts`).
 
     Attributes:
@@ -85,7 +123,7 @@ class Shards:
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class AttentionForm:
     """A call of attention.
 
     Attributes:
@@ -98,9 +136,9 @@ class Form:
       returns_lse: whether the caller gets the log-sum-exp. Else its cotangent is 0.
       deterministic: whether the gradients must have the same bits on every run.
       precision: of the products of f32 and f64 operands, as `jax.default_matmul_precision` has it; None for XLA's own.
-      rounded: whether the output's dtype has fewer digits than the accumulator's, and for gradients it has a rest.
+      rounded: whether the output's dtype has fewer digits than the accumulator's, and for gradients it has a residual.
       shards: how the sequence lies over devices; None for one that is whole on each.
-      stacked: key and value are one array (2 B, S, K, H), given twice, with the keys first. So are the gradients by
+      packed: key and value are one array (2 B, S, K, H), given twice, with the keys first. So are the gradients by
         them, given once.
     """
 
@@ -114,21 +152,21 @@ class Form:
     deterministic: bool = True
     precision: str | None = None
     rounded: bool = False
-    shards: Shards | None = None
-    stacked: bool = False
+    shards: SequenceShards | None = None
+    packed: bool = False
 
     @property
-    def of_values(self) -> "Form":
+    def of_values(self) -> "AttentionForm":
         """The form without the results that are for gradients alone."""
         return dataclasses.replace(self.without_block, rounded=False)
 
     @property
-    def without_block(self) -> "Form":
+    def without_block(self) -> "AttentionForm":
         """The form without the block of keys and values that is kept."""
         return dataclasses.replace(self, shards=self.shards and dataclasses.replace(self.shards, keeps_block=False))
 
     @property
-    def whole(self) -> "Form":
+    def whole(self) -> "AttentionForm":
         """The form of the same call for a sequence that is whole and in order."""
         return dataclasses.replace(self, shards=None)
 

@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsoft._attention.form import Shards
+from jaxsoft._attention.form import SequenceShards
+from jaxsoft._attention.masks import Band
 
 LAYOUTS = ("contiguous", "striped", "zigzag")
 
-# The dimension of the queries in the output, the log-sum-exp, its rest and the output's rest; and in what the gradients
-# are made of beside the operands of a call: output, lse, rest, delta and cotangent.
+# The dimension of the queries in the output, the log-sum-exp, its residual and the output's residual; and in what the
+# gradients are made of beside the operands of a call: output, lse, lse_residual, delta and cotangent.
 AXES_OF_RESULTS = (1, 2, 2, 1)
 AXES_OF_COTANGENTS = (1, 2, 2, 2, 1)
 
@@ -48,12 +49,12 @@ def joined(chunks: Sequence[jax.Array], axis: int) -> jax.Array:
     return chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks, axis)
 
 
-def in_order(shards: Shards, operands: Sequence[str], results: Sequence[str], function: Function) -> Function:
+def in_order(shards: SequenceShards, operands: Sequence[str], results: Sequence[str], function: Function) -> Function:
     """A function of sequences in their order as one of sequences in a layout.
 
     Args:
       shards: which layout.
-      operands, results: the dimensions of each, by letters (see `jaxsoft._attention.operation`).
+      operands, results: the dimensions of each, by letters (see `jaxsoft._attention.spec`).
       function: what is computed.
     """
     if shards.layout == "contiguous":
@@ -73,22 +74,22 @@ def in_order(shards: Shards, operands: Sequence[str], results: Sequence[str], fu
     return call
 
 
+_ALL = Band()
+
+
 @dataclasses.dataclass(frozen=True)
 class Piece:
     """Some queries of a device and some keys of a block, with what limits by position are between them.
 
     Attributes:
       queries, keys: which chunk of the queries and of the block's keys these are, of as many as the layout has.
-      left, right: how many keys before and after its own position a query attends to; None for all.
-      offset: the position of the first query, where that of the first key is 0.
+      band: the limits by position, where that of the first key is 0.
       query_begins, key_lengths: queries before the one, and keys from the other on do not count; None for all.
     """
 
     queries: int = 0
     keys: int = 0
-    left: int | None = None
-    right: int | None = None
-    offset: jax.Array | int = 0
+    band: Band = _ALL
     query_begins: jax.Array | None = None
     key_lengths: jax.Array | None = None
 
@@ -106,36 +107,32 @@ class Step:
     pieces: tuple[Piece, ...]
 
 
-def steps(
-    shards: Shards, left: int | None, right: int | None, length: int, rank: jax.Array, at_once: bool
-) -> tuple[int, list[Step]]:
+def steps(shards: SequenceShards, band: Band, length: int, rank: jax.Array, at_once: bool) -> tuple[int, list[Step]]:
     """Into how many chunks the tokens of a device are cut, and the steps in which it attends to all keys that count.
 
     The first step is with its own keys. Steps in which no device has a key that counts are left out.
 
     Args:
       shards: which layout.
-      left, right: the limits of the call.
+      band: the limits of the call.
       length: how many tokens a device has.
       rank: which device this is.
       at_once: whether a piece may say which queries and keys count.
     """
     devices, layout = shards.devices, shards.layout
-    limited = left is not None or right is not None
-    causal = right == 0 and left is None
-    if layout == "zigzag" and limited and not (causal and at_once):
-        return 2, _of_zigzag(devices, left, right, length // 2, rank)
+    causal = band == Band(right=0)
+    if layout == "zigzag" and band.limits and not (causal and at_once):
+        return 2, _of_zigzag(devices, band, length // 2, rank)
     found = []
     for shift in range(devices):
         wraps = rank < shift  # then the keys are those of a later device
-        if not limited:
-            piece = Piece()
-        elif shift == 0 and layout != "striped":
-            piece = Piece(left=left, right=right)
+        if not band.limits or (shift == 0 and layout != "striped"):
+            piece = Piece(band=band)
         elif layout == "contiguous":
-            if not _reaches(left, (shift - 1) * length + 1) and not _reaches(right, (devices - shift - 1) * length + 1):
+            offsets = (shift - devices) * length, shift * length
+            if not any(dataclasses.replace(band, offset=offset).meets(length, length) for offset in offsets):
                 continue
-            piece = Piece(left=left, right=right, offset=_either(wraps, (shift - devices) * length, shift * length))
+            piece = Piece(band=dataclasses.replace(band, offset=_either(wraps, *offsets)))
         elif layout == "zigzag":
             # The first chunk of an earlier device is before both chunks, and the second after both. Both chunks of a
             # later device are between these two.
@@ -143,20 +140,19 @@ def steps(
             piece = Piece(query_begins=_either(wraps, half, 0), key_lengths=_either(wraps, length, half))
         else:
             # Key b of the block has the position b * devices + rank - shift, and `devices` more if the block wraps.
-            before = None if left is None else (left - shift) // devices
-            after = None if right is None else (right + shift) // devices
+            before = None if band.left is None else (band.left - shift) // devices
+            after = None if band.right is None else (band.right + shift) // devices
             ahead = 0 if before is None or before >= 0 else -before
             if after is not None and after < ahead:
                 continue
             before = before if before is None else before + ahead
             after = after if after is None else after - ahead
-            offset = _either(wraps, ahead - 1, ahead) if shift else ahead
-            piece = Piece(left=before, right=after, offset=offset)
+            piece = Piece(band=Band(before, after, _either(wraps, ahead - 1, ahead) if shift else ahead))
         found.append(Step(shift, (piece,)))
     return 1, found
 
 
-def _of_zigzag(devices: int, left: int | None, right: int | None, half: int, rank: jax.Array) -> list[Step]:
+def _of_zigzag(devices: int, band: Band, half: int, rank: jax.Array) -> list[Step]:
     """The steps of a zigzag layout, a piece for each two chunks of which the second may be in reach of the first."""
     found = []
     for shift in range(devices):
@@ -165,19 +161,15 @@ def _of_zigzag(devices: int, left: int | None, right: int | None, half: int, ran
         pieces = []
         for queries in range(2):
             for keys in range(2):
-                if queries < keys and right == 0:
+                if queries < keys and band.right == 0:
                     continue
                 if shift == 0 and queries == keys:
                     offset: jax.Array | int = 0
                 else:
                     offset = _numbers((mine[queries] - theirs[keys]) * half)
-                pieces.append(Piece(queries, keys, left, right, offset))
+                pieces.append(Piece(queries, keys, dataclasses.replace(band, offset=offset)))
         found.append(Step(shift, tuple(pieces)))
     return found
-
-
-def _reaches(limit: int | None, distance: int) -> bool:
-    return limit is None or limit >= distance
 
 
 def _either(condition: jax.Array, yes: int, no: int) -> jax.Array:

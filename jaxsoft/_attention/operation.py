@@ -1,310 +1,91 @@
-"""The two operations of attention, forward and pullback: what their operands and results are, for vmap and the mesh."""
+"""Attention as JAX sees it: which kernel serves an operation, and how it splits over a mesh.
 
-import abc
+vmap joins the batch, and batch and heads that lie over a mesh stay where they are (see `partition`).
+"""
+
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 
-from jaxsoft._attention import all_gather, ring, stacked, xla
-from jaxsoft._attention.all_to_all import over_heads
-from jaxsoft._attention.form import BASE, Form
-from jaxsoft._attention.layouts import in_order
-from jaxsoft._core.implementations import Names
-from jaxsoft._core.mesh import Axes, automatically
-from jaxsoft.fold import accumulator
-
-# The dimensions of each operand and result, by name: a letter each, as in `jaxsoft._attention.form`. The first one is
-# always the batch, but for what all sequences have in common: pages and their scales. "n" are the heads of queries, and
-# "k" those of keys.
-DIMENSIONS = {
-    "query": "btnh",
-    "key": "bskh",
-    "value": "bskd",
-    "bias": "bnts",
-    "mask": "bnts",
-    "query_segments": "bt",
-    "key_segments": "bs",
-    "query_begins": "b",
-    "query_lengths": "b",
-    "key_lengths": "b",
-    "offset": "b",
-    "sinks": "bn",
-    "key_pages": "pikh",
-    "value_pages": "pikd",
-    "page_table": "bl",
-    "key_scale": "k",
-    "value_scale": "k",
-    "state_output": "btnd",
-    "state_lse": "bnt",
-    "output": "btnd",
-    "lse": "bnt",
-    "rest": "bnt",
-    "output_rest": "btnd",
-    "block": "ebskx",
-    "delta": "bnt",
-    "cotangent": "btnd",
-    "query_sum": "btnh",
-    "key_sum": "bskh",
-    "value_sum": "bskd",
-}
-# The operands that have the pages of all sequences.
-PAGES = ("key_pages", "value_pages")
-# What the forward operation returns, apart from the rest of an output that is rounded.
-RESULTS = ("output", "lse", "rest")
-# Operands that always have the whole batch. The others may have length 1 there.
-WHOLE = (
-    *("query", "key", "value", "page_table", "state_output", "state_lse"),
-    *("output", "lse", "rest", "output_rest", "block", "delta", "cotangent"),
-    *("query_sum", "key_sum", "value_sum"),
-)
+from jaxsoft._attention import partition
+from jaxsoft._attention.batching import mapped, paged_mapped
+from jaxsoft._attention.choice import check_operands, choose
+from jaxsoft._attention.spec import AttentionPullback, AttentionSpec, PagedAttention
+from jaxsoft._core.implementations import Choice, Names
+from jaxsoft._core.mesh import Axes, can_partition
+from jaxsoft._core.operation import Function, Served, Types
 
 
 @dataclasses.dataclass(frozen=True)
-class Operation(abc.ABC):
-    """What an implementation computes.
+class AttentionOperation(Served):
+    """An operation of attention by some implementation."""
 
-    Attributes:
-      form: of the call.
-    """
-
-    form: Form
+    operation: AttentionSpec
+    implementation: Names = None
 
     @property
     def name(self) -> str:
         """What is computed."""
-        if isinstance(self, Pullback):
-            return "attention_gradients"
-        return "paged_attention" if isinstance(self, Paged) else "attention"
+        return self.operation.name
 
     @property
-    @abc.abstractmethod
-    def operands(self) -> tuple[str, ...]:
-        """The names of the operands."""
+    def splits(self) -> bool:
+        """Whether it has to say how it splits, or has a part of a sequence, which is no kernel's alone."""
+        shards = self.operation.form.shards
+        return super().splits or (shards is not None and (shards.inside or can_partition()))
 
-    @property
-    @abc.abstractmethod
-    def results(self) -> tuple[str, ...]:
-        """The names of the results. A gradient has that of its operand."""
+    def check(self, operands: Types) -> None:
+        """Raises where no implementation that is accepted can take such operands on any platform."""
+        check_operands(self.operation, self.implementation, operands)
 
-    def formula(self, platform: str | None = None) -> xla.Function:
-        """The operation in plain JAX, for a platform if it is known."""
-        shards = self.form.shards
-        if shards is not None and shards.inside:
-            # To derivatives the block is a constant, and not what it was made of.
-            run = lambda operation, *v: operation.formula(platform)(*v)  # noqa: E731
-            return self.on_shards((shards.axis,), run, "xla", fresh=True)
-        if self.form.stacked:
-            return stacked.served(self.gradients, self.apart.formula(platform))
-        function = self.alone(self.whole._plain(platform))
+    def types(self, *operands):
+        """Those of the operation."""
+        return self.operation.types(*operands)
 
-        def call(*operands):
-            shardings = tuple(t.sharding for t in self.types(*map(jax.typeof, operands)))
-            return automatically(function, shardings, *operands)
+    def formula(self) -> Function:
+        """That of the operation."""
+        return self.operation.formula()
 
-        return call
+    def choose(self, platform: str, operands: Types) -> Choice:
+        """The kernel, for operands that may have whole sequences in a layout."""
+        choice = choose(self.operation.whole, self.implementation, platform, operands)
+        return dataclasses.replace(choice, function=self.operation.on_one_device(choice.function))
 
-    @property
-    def whole(self) -> "Operation":
-        """The same operation for a sequence that is whole and in order."""
-        return dataclasses.replace(self, form=self.form.whole)
-
-    @property
-    def apart(self) -> "Operation":
-        """The same operation for keys and values that are not stacked."""
-        return dataclasses.replace(self, form=dataclasses.replace(self.form, stacked=False))
-
-    @property
-    def gradients(self) -> tuple[str, ...]:
-        """The operands by which the operation gives gradients."""
-        return ()
-
-    def alone(self, function: xla.Function) -> xla.Function:
-        """The operation on one device that has all of a sequence in its layout, given that for one in order."""
-        if self.form.shards is None:
-            return function
-        return self._with_block(in_order(self.form.shards, *self._dimensions, function))
-
-    def on_shards(
-        self, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], implementation: Names, fresh: bool = False
-    ) -> xla.Function:
-        """The operation on one device that has a part of a sequence.
-
-        Args:
-          axes: the axes of the mesh over which it is sharded.
-          run: (operation, *operands) -> the results of one on one device.
-          implementation: of these, if it was named.
-          fresh: whether no block is kept from the forward pass for the gradients.
+    def split(self) -> Function:
+        """The operation, which a mesh may partition. Within code for one device, a part of a sequence is computed with
+        those of the others.
         """
-        assert self.form.shards is not None
-        if fresh:
-            without = dataclasses.replace(self, form=self.form.without_block)
-            return self._with_block(without.on_shards(axes, run, implementation))
-        if self.form.shards.method == "all_to_all":
-            return over_heads(self.form.shards, axes, *self._dimensions, lambda *v: run(self.whole, *v))
-        return self._by_blocks(axes, run, implementation)
+        shards = self.operation.form.shards
+        return self.on_shards((shards.axis,)) if shards is not None and shards.inside else super().split()
 
-    @abc.abstractmethod
-    def _with_block(self, function: xla.Function) -> xla.Function:
-        """The operation with the block that is kept for gradients, if one is, given that without."""
+    def on_shards(self, axes: Axes, fresh: bool = False) -> Function:
+        """The function of a device that has a part of each sequence, over these axes of a mesh."""
 
-    @property
-    def _dimensions(self) -> tuple[list[str], list[str]]:
-        """The dimensions of the operands and of the results, without the block."""
-        both = ([name for name in names if name != "block"] for names in (self.operands, self.results))
-        operands, results = ([DIMENSIONS[name] for name in names] for names in both)
-        return operands, results
+        def run(operation: AttentionSpec, *operands: jax.Array) -> tuple[jax.Array, ...]:
+            of_part = AttentionOperation(operation, self.implementation)
+            of_part.check([jax.typeof(x) for x in operands])
+            return of_part.on_device(*operands)
 
-    @abc.abstractmethod
-    def _by_blocks(self, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], implementation: Names) -> xla.Function:
-        """`on_shards`, where each device attends to the keys of others with its own queries."""
+        return self.operation.on_shards(axes, run, self.implementation, fresh)
 
-    @abc.abstractmethod
-    def _plain(self, platform: str | None) -> xla.Function:
-        """The formula for operands that are not sharded, or sharded as XLA likes."""
+    def partition(self, mesh, operands, results):
+        """Batch and heads stay on their devices, and sequences if asked to."""
+        return partition.partition(self.operation, self.on_device, self.on_shards, mesh, operands, results)
 
-    @abc.abstractmethod
-    def types(self, *operands: jax.core.ShapedArray) -> Sequence[jax.core.ShapedArray]:
-        """The types of the results, given those of the operands."""
+    def rule(self, operands: Sequence, results: Sequence) -> tuple[str, dict]:
+        """Batch and heads are sharded alike."""
+        return partition.rule(self.operation, operands, results)
+
+    def batch(self, operands: Sequence[jax.Array], dims: Sequence[int | None]) -> Sequence[jax.Array]:
+        """A mapped dimension joins the batch."""
+        operation = self.operation
+        if isinstance(operation, PagedAttention):
+            return paged_mapped(self, operation.operands, operation.results, operands, dims)
+        wrt = operation.wrt if isinstance(operation, AttentionPullback) else ()
+        return mapped(self, operation.operands, operation.results, operands, dims, wrt)
 
 
-def _block(form: Form) -> tuple[str, ...]:
-    """The name of the block of keys and values that is kept for gradients, if one is."""
-    return ("block",) if form.shards is not None and form.shards.keeps_block else ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Forward(Operation):
-    """(query, key, value, *extras) -> the output, the log-sum-exp and its rest, and if it is rounded the output's rest;
-    and if the form says so the block of keys and values (2, B, S, K, H or D) that arrived last.
-
-    Attributes:
-      residual: whether the log-sum-exp is used, which is NaN if an implementation is faster without it.
-    """
-
-    residual: bool = True
-
-    @property
-    def operands(self) -> tuple[str, ...]:
-        """Query, key, value and the extras."""
-        return self.form.names
-
-    @property
-    def results(self) -> tuple[str, ...]:
-        """The output (B, T, N, D), the log-sum-exp (B, N, T) and its rest, and the output's rest, if it has one."""
-        rounded = ("output_rest",) if self.form.rounded else ()
-        return *RESULTS, *rounded, *_block(self.form)
-
-    def _plain(self, platform: str | None) -> xla.Function:
-        """As the operation, in plain JAX."""
-        return xla.forward(self.form, platform)
-
-    def _by_blocks(self, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], implementation: Names) -> xla.Function:
-        """As the operation."""
-
-        def of_form(form: Form, *operands: jax.Array) -> tuple[jax.Array, ...]:
-            return run(dataclasses.replace(self, form=form, residual=True), *operands)
-
-        if self.form.shards.method == "ring":  # type: ignore[union-attr]
-            return ring.forward(self.form, axes, of_form, implementation)
-        return all_gather.forward(self.form, axes, of_form)
-
-    def _with_block(self, function: xla.Function) -> xla.Function:
-        """As the operation. Of one device it is its own."""
-        if not _block(self.form):
-            return function
-        return lambda *operands: (*function(*operands), stacked.packed(*operands[1:BASE]))
-
-    def types(self, *operands):
-        """The types of the results, sharded as query is, over explicit axes of a mesh."""
-
-        def like(*operands):
-            query, _, value = operands[:BASE]
-            rows = jnp.max(query.astype(accumulator(query.dtype)), axis=-1, initial=0)
-            rows = rows + sum(jnp.sum(v.astype(rows.dtype)) for v in operands)  # varies wherever an operand does
-            output = jnp.broadcast_to(rows[..., None], (*rows.shape, value.shape[-1]))
-            rows = jnp.moveaxis(rows, 1, 2)
-            more = [output.astype(query.dtype)] if self.form.rounded else []
-            if _block(self.form):
-                more.append(stacked.packed_type(*operands[1:BASE]))
-            return output.astype(self.form.dtype), rows, rows, *more
-
-        return jax.make_jaxpr(like)(*operands).out_avals
-
-
-@dataclasses.dataclass(frozen=True)
-class Paged(Forward):
-    """(query, pages of keys, pages of values, *extras) -> the output, the log-sum-exp and its rest."""
-
-    @property
-    def operands(self) -> tuple[str, ...]:
-        """Query, the pages and the extras."""
-        query, *_ = names = self.form.names
-        return (query, *PAGES, *names[BASE:])
-
-
-@dataclasses.dataclass(frozen=True)
-class Pullback(Operation):
-    """(query, key, value, *extras, output, lse, rest, delta, cotangent, *sums) -> the gradients of some operands.
-
-    The cotangent is that of the output, in the dtype of query, or in the accumulator's where it may be out of the
-    query's range, and delta is the sum of its products with the output as it was before it was rounded, less the
-    cotangent of the log-sum-exp.
-
-    Attributes:
-      moving: the operands whose gradients are asked for, some of query, key, value and bias, in this order.
-      wide: whether they are in the accumulator's dtype, and not in those of the operands.
-      sums: those of query, key and value, in this order, whose gradients are added to others, which follow the
-        cotangent. They are then wide.
-    """
-
-    moving: tuple[str, ...]
-    wide: bool = False
-    sums: tuple[str, ...] = ()
-
-    def __post_init__(self):
-        """Checks what is asked for."""
-        assert self.wide or not self.sums, "gradients that are added to others are wide"
-        assert {*self.sums} <= {*self.moving} - {"bias"}, "sums are of gradients that are asked for"
-
-    @property
-    def operands(self) -> tuple[str, ...]:
-        """The operands of the call, what is known of the results, and what gradients are added to."""
-        sums = (f"{name}_sum" for name in self.sums)
-        return (*self.form.names, *RESULTS, "delta", "cotangent", *_block(self.form), *sums)
-
-    @property
-    def results(self) -> tuple[str, ...]:
-        """The gradients."""
-        return self.moving
-
-    @property
-    def gradients(self) -> tuple[str, ...]:
-        """All results."""
-        return self.moving
-
-    def _plain(self, platform: str | None) -> xla.Function:
-        """As the operation, in plain JAX."""
-        plain = xla.pullback(self.form, self.moving, platform, self.wide)
-        return xla.with_sums(self.moving, self.sums, plain) if self.sums else plain
-
-    def _by_blocks(self, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], implementation: Names) -> xla.Function:
-        """As the operation."""
-
-        def of_form(form: Form, sums: tuple[str, ...], *operands: jax.Array) -> tuple[jax.Array, ...]:
-            return run(dataclasses.replace(self, form=form, wide=True, sums=sums), *operands)
-
-        if self.form.shards.method == "ring":  # type: ignore[union-attr]
-            return ring.pullback(self.form, self.moving, axes, of_form, implementation)
-        return all_gather.pullback(self.form, self.moving, axes, of_form)
-
-    def _with_block(self, function: xla.Function) -> xla.Function:
-        """As the operation. The block comes last, and is not needed."""
-        return (lambda *operands: function(*operands[:-1])) if _block(self.form) else function
-
-    def types(self, *operands):
-        """The types of the gradients, which are those of the operands, but for the dtype of wide ones."""
-        moving = [name for name in self.moving if name != "value" or not self.form.stacked]
-        found = [operands[self.form.place(name)] for name in moving]
-        return [t.update(dtype=accumulator(operands[0].dtype)) for t in found] if self.wide else found
+def attention_operation(operation: AttentionSpec, implementation: Names, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    """The results of an operation by an implementation."""
+    return AttentionOperation(operation, implementation)(*operands)

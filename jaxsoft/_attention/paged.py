@@ -12,11 +12,10 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxsoft._attention.derivative import attention
-from jaxsoft._attention.form import Extra, Form
-from jaxsoft._attention.operation import Paged
+from jaxsoft._attention.derivative import LinearInValue, attention
+from jaxsoft._attention.form import AttentionForm, Extra
 from jaxsoft._attention.pages import contiguous, contiguous_form
-from jaxsoft._attention.primitive import attention_operation
+from jaxsoft._attention.spec import PagedAttention
 from jaxsoft._core.implementations import Names
 from jaxsoft._core.mesh import automatically
 from jaxsoft._core.operation import jvp_along
@@ -26,15 +25,15 @@ _OF_GATHERED = {"xla": "xla", "reference": "reference"}
 
 
 @functools.cache
-def paged_attention(form: Form, implementation: Names) -> Callable[..., tuple[jax.Array, ...]]:
-    """(query, pages of keys, pages of values, *extras) -> the output, the log-sum-exp and its rest, as a differentiable
-    function.
+def paged_attention(form: AttentionForm, implementation: Names) -> Callable[..., tuple[jax.Array, ...]]:
+    """(query, pages of keys, pages of values, *extras) -> the output, the log-sum-exp and its residual, as a function
+    that is differentiable.
     """
-    alone = Paged(dataclasses.replace(form, rounded=False))
+    values = PagedAttention(dataclasses.replace(form, rounded=False))
 
     @jax.custom_jvp
     def function(*operands):
-        return attention_operation(alone, implementation, *operands)
+        return _PagedLinearInValue(values, implementation)(*operands)
 
     @functools.partial(function.defjvp, symbolic_zeros=True)
     def function_jvp(primals, tangents):
@@ -46,7 +45,14 @@ def paged_attention(form: Form, implementation: Names) -> Callable[..., tuple[ja
     return function
 
 
-def _over_gathered(form: Form, implementation: Names, *operands: jax.Array) -> tuple[jax.Array, ...]:
+@dataclasses.dataclass(frozen=True)
+class _PagedLinearInValue(LinearInValue):
+    def differentiable(self) -> Callable[..., tuple[jax.Array, ...]]:
+        """The operation with derivatives."""
+        return paged_attention(self.operation.form, self.implementation)
+
+
+def _over_gathered(form: AttentionForm, implementation: Names, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """The results of a paged call, as one of keys and values that lie in one piece."""
     flat = contiguous_form(form)
 
@@ -56,7 +62,7 @@ def _over_gathered(form: Form, implementation: Names, *operands: jax.Array) -> t
     return attention(flat, implementation)(*automatically(gather, _shardings(form, flat, operands), *operands))
 
 
-def _shardings(form: Form, flat: Form, operands: Sequence[jax.Array]) -> tuple[Any, ...]:
+def _shardings(form: AttentionForm, flat: AttentionForm, operands: Sequence[jax.Array]) -> tuple[Any, ...]:
     """Those of the operands of the call that a paged one becomes, over explicit axes of a mesh."""
     given = {name: jax.typeof(x).sharding for name, x in zip(form.names, operands, strict=True)}
     mesh = next((t.mesh for t in given.values() if not t.mesh.empty), given["query"].mesh)

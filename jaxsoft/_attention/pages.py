@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsoft._attention.blocks import Call
-from jaxsoft._attention.form import BASE, Extra, Form
+from jaxsoft._attention.form import BASE, AttentionForm, Extra
 from jaxsoft._attention.gather import gather
 
 _SCALES = (Extra.KEY_SCALE, Extra.VALUE_SCALE)
@@ -21,7 +21,7 @@ class PagedCall(Call):
     Only the pages of a block are gathered at a time.
     """
 
-    def __init__(self, form: Form, operands: Sequence[jax.Array], platform: str | None = None):
+    def __init__(self, form: AttentionForm, operands: Sequence[jax.Array], platform: str | None = None):
         """Prepares the operands. A block has whole pages."""
         super().__init__(form, operands, platform)
         page_size = operands[1].shape[1]
@@ -68,13 +68,13 @@ def gathered(pages: jax.Array, table: jax.Array, there: jax.Array, dtype: np.dty
     return gather(pages, jnp.where(there[:, :, 0], table, -1), there, dtype).reshape(shape)
 
 
-def contiguous_form(form: Form) -> Form:
+def contiguous_form(form: AttentionForm) -> AttentionForm:
     """That of the call that a paged one is once its pages are gathered."""
     left = {extra for extra in form.extras if extra not in _OF_PAGES} | {Extra.QUERY_SEGMENTS, Extra.KEY_SEGMENTS}
     return dataclasses.replace(form, extras=tuple(extra for extra in Extra if extra in left))
 
 
-def contiguous(form: Form, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+def contiguous(form: AttentionForm, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     """The operands of that call. Keys of entries that are out of range are in another segment than the queries.
 
     With scales they are in the accumulator's dtype, as products with these would be rounded in that of query.

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxsoft._attention import stacked
-from jaxsoft._attention.form import BASE
-from jaxsoft._attention.operation import DIMENSIONS, Operation
+from jaxsoft._attention import packed
+from jaxsoft._attention.form import BASE, DIMENSIONS
+from jaxsoft._attention.spec import AttentionSpec
 from jaxsoft._core.mesh import Axes, axes_of, if_even, refined
 from jaxsoft._core.operation import Function
 
@@ -42,7 +42,7 @@ class _Sizes(NamedTuple):
         return cls(query.shape[0], query.shape[2], key.shape[2])
 
 
-def partition(operation: Operation, kernel: Function, on_shards: Callable[..., Function], mesh, operands, results):
+def partition(operation: AttentionSpec, kernel: Function, on_shards: Callable[..., Function], mesh, operands, results):
     """How an operation splits, given the function for one device that has whole sequences, and for axes of a mesh the
     one that has parts of them. See `jaxsoft._core.operation.Served.partition`.
     """
@@ -77,7 +77,7 @@ def _sharded(name: str, shape: Sequence[int], sizes: _Sizes) -> list[str]:
     return [d if lengths.get(d, size) == size else "" for d, size in zip(DIMENSIONS[name], shape, strict=True)]
 
 
-def rule(operation: Operation, operand_types: Sequence, result_types: Sequence) -> tuple[str, dict]:
+def rule(operation: AttentionSpec, operand_types: Sequence, result_types: Sequence) -> tuple[str, dict]:
     """The sharding rule: which dimensions of which arrays are sharded alike.
 
     The heads of queries are two factors, the heads of keys and the heads of queries of each. A dimension of length 1
@@ -119,7 +119,7 @@ def _beginning(axes: Axes, size: int, mesh: Mesh) -> Axes:
     return axes[: max(numbers)]
 
 
-def _local(operation: Operation, kernel: Function, sizes: _Sizes, sharing: dict[str, Axes]) -> Function:
+def _local(operation: AttentionSpec, kernel: Function, sizes: _Sizes, sharing: dict[str, Axes]) -> Function:
     """The operation on one device, which has its batch and its heads of queries.
 
     Args:
@@ -149,7 +149,7 @@ def _local(operation: Operation, kernel: Function, sizes: _Sizes, sharing: dict[
                 whole = jnp.zeros((*y.shape[:2], groups, *y.shape[3:]), y.dtype)
                 results[name] = jax.lax.psum(jax.lax.dynamic_update_slice_in_dim(whole, y, head, axis=2), over)
             elif name == "block" and over:
-                results[name] = stacked.packed(*operands[1:BASE])
+                results[name] = packed.pack(*operands[1:BASE])
             elif name == "bias" and sharing["bias"]:
                 results[name] = jax.lax.psum(y, sharing["bias"])
         return tuple(results.values())

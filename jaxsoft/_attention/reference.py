@@ -14,15 +14,15 @@ import jax.numpy as jnp
 from jaxsoft import fold
 from jaxsoft._attention import xla
 from jaxsoft._attention.blocks import Call
-from jaxsoft._attention.form import BASE, Form
-from jaxsoft._attention.operation import Operation
+from jaxsoft._attention.form import BASE, AttentionForm
 from jaxsoft._attention.pages import PagedCall
+from jaxsoft._attention.spec import AttentionSpec
 from jaxsoft.fold import AttentionState
 
 _MOST = 2**28  # numbers in the states of all keys and queries: 1 GiB in f32
 
 
-def unsupported(operation: Operation, operands: Sequence[jax.core.ShapedArray]) -> str | None:
+def unsupported(operation: AttentionSpec, operands: Sequence[jax.core.ShapedArray]) -> str | None:
     """None, or why the scan cannot take these operands."""
     query, key, value = operands[:BASE]
     sizes = (*query.shape[:3], operation.form.keys(operands), *value.shape[3:])
@@ -33,7 +33,7 @@ def unsupported(operation: Operation, operands: Sequence[jax.core.ShapedArray]) 
     return None
 
 
-def forward(form: Form) -> xla.Function:
+def forward(form: AttentionForm) -> xla.Function:
     """(query, key, value, *extras) -> the results of a call."""
 
     def function(*operands):
@@ -54,12 +54,12 @@ def forward(form: Form) -> xla.Function:
     return function
 
 
-def pullback(form: Form, moving: Sequence[str]) -> xla.Function:
-    """The gradients by the operands that move, as `jaxsoft._attention.xla.pullback` has them."""
+def pullback(form: AttentionForm, wrt: Sequence[str]) -> xla.Function:
+    """The gradients by the differentiated operands, as `jaxsoft._attention.xla.pullback` has them."""
 
     def function(*operands):
-        *given, _, lse, rest, delta, cotangent = operands
-        places = [form.place(name) for name in moving]
+        *given, _, lse, lse_residual, delta, cotangent = operands
+        places = [form.place(name) for name in wrt]
 
         def along(*moved):
             varied = list(given)
@@ -67,12 +67,12 @@ def pullback(form: Form, moving: Sequence[str]) -> xla.Function:
                 varied[place] = value
             return forward(dataclasses.replace(form, dtype=delta.dtype, rounded=False))(*varied)
 
-        (y, own_lse, own_rest), transpose = jax.vjp(along, *(given[place] for place in places))
+        (y, own_lse, own_residual), transpose = jax.vjp(along, *(given[place] for place in places))
         # What of all weights are those of these keys: 1, unless the log-sum-exp is that of other keys as well.
         same = (own_lse == lse) & ~jnp.isfinite(lse)
-        share = jnp.where(same, 1, jnp.exp((own_lse - lse) + (own_rest - rest)))
+        share = jnp.where(same, 1, jnp.exp((own_lse - lse) + (own_residual - lse_residual)))
         cotangent = fold.scaled(cotangent.astype(y.dtype), jnp.moveaxis(share, 1, 2))
         d_lse = jnp.moveaxis(jnp.sum(y * cotangent, axis=-1), 1, 2) - jnp.where(share == 0, 0, share * delta)
-        return transpose((cotangent, d_lse, jnp.zeros_like(own_rest)))
+        return transpose((cotangent, d_lse, jnp.zeros_like(own_residual)))
 
     return function

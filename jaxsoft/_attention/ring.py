@@ -8,7 +8,7 @@ device's memory does not grow with their number.
 
 Liu, Zaharia and Abbeel, "Ring attention with blockwise transformers for near-infinite context" (arXiv:2310.01889);
 Brandon et al., "Striped attention" (arXiv:2311.09431). The loop over the steps is unrolled: XLA overlaps what it sees.
-By default it lets one message be under way at a time, so keys and values are one array (see `stacked`).
+By default it lets one message be under way at a time, so keys and values are one array (see `packed`).
 """
 
 import dataclasses
@@ -19,9 +19,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxsoft._attention import stacked
-from jaxsoft._attention.form import Extra, Form
+from jaxsoft._attention import packed
+from jaxsoft._attention.form import AttentionForm, Extra
 from jaxsoft._attention.layouts import AXES_OF_COTANGENTS, AXES_OF_RESULTS, Function, Piece, Step, chunk, joined, steps
+from jaxsoft._attention.masks import Band
 from jaxsoft._core.implementations import Names
 from jaxsoft._core.mesh import Axes
 from jaxsoft.fold import accumulator
@@ -36,7 +37,7 @@ _OF_BLOCKS = (None, "ffi")  # whose kernels take keys and values as one array; o
 class _Local:
     """What one device has of a call: the operands by name, and the steps in which it attends to all keys."""
 
-    form: Form
+    form: AttentionForm
     axes: Axes
     named: dict[str, jax.Array]
     chunks: int
@@ -44,7 +45,7 @@ class _Local:
     takes_blocks: bool
 
     @classmethod
-    def of(cls, form: Form, axes: Axes, operands: Sequence[jax.Array], implementation: Names) -> "_Local":
+    def of(cls, form: AttentionForm, axes: Axes, operands: Sequence[jax.Array], implementation: Names) -> "_Local":
         """Of the operands of the part of the sequence that the device has."""
         assert form.shards is not None
         named = dict(zip(form.names, operands, strict=False))
@@ -53,13 +54,13 @@ class _Local:
         alike = named["key"].shape[-1] == named["value"].shape[-1]
         at_once = implementation not in _WHOLE and alike and Extra.QUERY_SEGMENTS not in form.extras
         length = named["query"].shape[1]
-        chunks, found = steps(form.shards, form.left, form.right, length, rank, at_once)
+        chunks, found = steps(form.shards, Band(form.left, form.right), length, rank, at_once)
         return cls(form, axes, named, chunks, found, chunks == 1 and alike and implementation in _OF_BLOCKS)
 
     @property
     def own(self) -> dict[str, jax.Array]:
         """The device's own block, as it is sent."""
-        block = {"block": stacked.packed(self.named["key"], self.named["value"])}
+        block = {"block": packed.pack(self.named["key"], self.named["value"])}
         return block | ({_SEGMENTS: self.named[_SEGMENTS]} if _SEGMENTS in self.named else {})
 
     def sent[T](self, x: T, places: int) -> T:
@@ -81,7 +82,7 @@ class _Local:
         more: dict[Extra, jax.Array],
         stack: bool = True,
         **of_form: Any,
-    ) -> tuple[Form, list[jax.Array]]:
+    ) -> tuple[AttentionForm, list[jax.Array]]:
         """The form of a piece of work, and query, key, value and extras.
 
         Args:
@@ -91,11 +92,11 @@ class _Local:
           stack: whether keys and values of a block may be one array.
           of_form: what else is special about the form.
         """
-        is_stacked = stack and block is not None and self.takes_blocks
+        is_packed = stack and block is not None and self.takes_blocks
         if block is None:
             keys: Sequence[jax.Array] = [self.named[name] for name in _KEYS]
         else:
-            keys = [stacked.flat(block["block"])] * 2 if is_stacked else stacked.unpacked(block["block"], self.sizes)
+            keys = [packed.flat(block["block"])] * 2 if is_packed else packed.unpack(block["block"], self.sizes)
         base = [chunk(self.named["query"], 1, piece.queries, self.chunks)]
         base += [chunk(x, 1, piece.keys, self.chunks) for x in keys]
         extras = dict(more)
@@ -103,20 +104,23 @@ class _Local:
             of_keys = self.named[_SEGMENTS] if block is None else block[_SEGMENTS]
             extras[Extra.QUERY_SEGMENTS] = chunk(self.named["query_segments"], 1, piece.queries, self.chunks)
             extras[Extra.KEY_SEGMENTS] = chunk(of_keys, 1, piece.keys, self.chunks)
-        if not isinstance(piece.offset, int):
-            extras[Extra.OFFSET] = piece.offset
-        elif piece.offset:
-            extras[Extra.OFFSET] = jnp.full((1,), piece.offset, jnp.int32)
+        band = piece.band
+        if not isinstance(band.offset, int):
+            extras[Extra.OFFSET] = band.offset
+        elif band.offset:
+            extras[Extra.OFFSET] = jnp.full((1,), band.offset, jnp.int32)
         if piece.query_begins is not None:
             extras[Extra.QUERY_BEGINS] = piece.query_begins
         if piece.key_lengths is not None:
             extras[Extra.KEY_LENGTHS] = piece.key_lengths
         names = tuple(extra for extra in Extra if extra in extras)
-        of_form |= {"left": piece.left, "right": piece.right, "extras": names, "stacked": is_stacked}
+        of_form |= {"left": band.left, "right": band.right, "extras": names, "packed": is_packed}
         return dataclasses.replace(self.form.whole, **of_form), [*base, *(extras[extra] for extra in names)]
 
 
-def forward(form: Form, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], implementation: Names) -> Function:
+def forward(
+    form: AttentionForm, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], implementation: Names
+) -> Function:
     """Attention on one device, of the operands of its part of the sequence.
 
     Args:
@@ -159,8 +163,8 @@ def forward(form: Form, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], i
 
 
 def pullback(
-    form: Form,
-    moving: Sequence[str],
+    form: AttentionForm,
+    wrt: Sequence[str],
     axes: Axes,
     run: Callable[..., tuple[jax.Array, ...]],
     implementation: Names,
@@ -169,12 +173,12 @@ def pullback(
 
     Args:
       form: of the call.
-      moving: the operands whose gradients are wanted: some of query, key and value.
+      wrt: the operands whose gradients are wanted: some of query, key and value.
       axes, implementation: as `forward` has them.
       run: (form, sums, *operands) -> the gradients of a call on one device in the accumulator's dtype, of which those
         named by `sums` are added to the last operands.
     """
-    of_keys = [name for name in _KEYS if name in moving]
+    of_keys = [name for name in _KEYS if name in wrt]
 
     def function(*operands):
         count = len(form.names)
@@ -191,20 +195,20 @@ def pullback(
                 sums = dict(of_chunks[piece.keys])
                 if piece.queries in of_query:
                     sums["query"] = of_query[piece.queries]
-                names = tuple(name for name in moving if name in sums)
+                names = tuple(name for name in wrt if name in sums)
                 of_piece, given = local.call(piece, block, {}, stack=len(of_keys) == 2)
                 results = (chunk(x, axis, piece.queries, local.chunks) for x, axis in of_queries)
                 found = [*run(of_piece, names, *given, *results, *(sums[name] for name in names))]
-                if "query" in moving:
+                if "query" in wrt:
                     of_query[piece.queries], *found = found
-                if of_piece.stacked:
+                if of_piece.packed:
                     (whole,) = found
                 else:
                     of_chunks[piece.keys] = dict(zip(of_keys, found, strict=True))
             if whole is not None:
                 return [whole.reshape(2, -1, *whole.shape[1:])]
             apart = [joined([part[name] for part in of_chunks], 1) for name in of_keys]
-            return [stacked.packed(*apart)] if len(apart) == 2 and block is not None else apart
+            return [packed.pack(*apart)] if len(apart) == 2 and block is not None else apart
 
         own, *others = local.steps
         others.reverse()
@@ -227,12 +231,12 @@ def pullback(
             sums = local.sent(sums, places)
         found = gradients(own, None)
         if sums:
-            arrived = stacked.unpacked(sums[0], local.sizes) if len(of_keys) == 2 else sums
+            arrived = packed.unpack(sums[0], local.sizes) if len(of_keys) == 2 else sums
             found = [x + y for x, y in zip(arrived, found, strict=True)]
         named = dict(zip(of_keys, found, strict=True))
-        if "query" in moving:
+        if "query" in wrt:
             named["query"] = joined([of_query[i] for i in range(local.chunks)], 1)
-        return tuple(named[name].astype(local.named[name].dtype) for name in moving)
+        return tuple(named[name].astype(local.named[name].dtype) for name in wrt)
 
     return function
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxsoft import fold
 from jaxsoft._attention.blocks import Block, Call
-from jaxsoft._attention.form import Extra, Form
+from jaxsoft._attention.form import AttentionForm, Extra
 from jaxsoft._attention.layouts import AXES_OF_RESULTS
 from jaxsoft._attention.pages import PagedCall
 from jaxsoft._attention.parts import Part, parts
@@ -25,7 +25,7 @@ AXES = {"query": (1, None), "key": (None, 1), "value": (None, 1), "bias": (2, 3)
 type Function = Callable[..., tuple[jax.Array, ...]]
 
 
-def forward(form: Form, platform: str | None = None) -> Function:
+def forward(form: AttentionForm, platform: str | None = None) -> Function:
     """(query, key, value, *extras) -> the results of a call. The platform, if known, decides the blocks."""
 
     def of_part(call: Call):
@@ -78,39 +78,39 @@ def before(output: jax.Array, lse: jax.Array) -> AttentionState:
     return fold.of_output(jnp.moveaxis(output, 2, 1), lse)
 
 
-def with_rest(st: AttentionState, rest: jax.Array) -> AttentionState:
+def with_residual(st: AttentionState, lse_residual: jax.Array) -> AttentionState:
     """A state made of results, with what their log-sum-exp lost when it was rounded."""
-    lost = jnp.exp(rest)
+    lost = jnp.exp(lse_residual)
     return st._replace(s=st.s * lost, o=st.o * lost[..., None])
 
 
-def of_state(form: Form, dtype: np.dtype, st: AttentionState) -> tuple[jax.Array, ...]:
+def of_state(form: AttentionForm, dtype: np.dtype, st: AttentionState) -> tuple[jax.Array, ...]:
     """The results of a call whose queries have a dtype, given the state (B, N, T) of all that counts."""
     lse = fold.lse(st)
-    rest = jnp.log(jnp.where(st.s == 0, 1, st.s)) - (fold.reference(lse) - fold.reference(st.m))
+    lse_residual = jnp.log(jnp.where(st.s == 0, 1, st.s)) - (fold.reference(lse) - fold.reference(st.m))
     output = jnp.moveaxis(fold.output(st), 1, 2)
-    found = output.astype(form.dtype), lse, jax.lax.stop_gradient(fold.reference(rest))
+    found = output.astype(form.dtype), lse, jax.lax.stop_gradient(fold.reference(lse_residual))
     if not form.rounded:
         return found
-    # XLA may take a number that was rounded and widened for the number itself, and then there would be no rest.
+    # XLA may take a number that was rounded and widened for the number itself, and then there would be no residual.
     rounded = jax.lax.optimization_barrier(found[0]).astype(output.dtype)
     # Beside an output that overflowed, or that is not a number, there is none.
-    output_rest = fold.reference(output - rounded)
-    return *found, jax.lax.stop_gradient(output_rest.astype(dtype))
+    output_residual = fold.reference(output - rounded)
+    return *found, jax.lax.stop_gradient(output_residual.astype(dtype))
 
 
-def with_sums(moving: Sequence[str], sums: Sequence[str], pullback: Function) -> Function:
+def with_sums(wrt: Sequence[str], sums: Sequence[str], pullback: Function) -> Function:
     """A pullback whose gradients by these operands are added to others, which follow its operands, in their dtype.
 
     Args:
-      moving: the operands by which it has gradients.
+      wrt: the operands by which it has gradients.
       sums: some of them.
       pullback: the function. It may round its gradients.
     """
 
     def function(*operands):
         given, others = operands[: len(operands) - len(sums)], operands[len(operands) - len(sums) :]
-        found = dict(zip(moving, pullback(*given), strict=True))
+        found = dict(zip(wrt, pullback(*given), strict=True))
         for name, other in zip(sums, others, strict=True):
             found[name] = other + found[name].astype(other.dtype)
         return tuple(found.values())
@@ -118,21 +118,21 @@ def with_sums(moving: Sequence[str], sums: Sequence[str], pullback: Function) ->
     return function
 
 
-def pullback(form: Form, moving: Sequence[str], platform: str | None = None, wide: bool = False) -> Function:
-    """The gradients by the operands that move: some of query, key, value and bias.
+def pullback(form: AttentionForm, wrt: Sequence[str], platform: str | None = None, wide: bool = False) -> Function:
+    """The gradients by the differentiated operands: some of query, key, value and bias.
 
-    (query, key, value, *extras, output, lse, rest, delta, cotangent) -> gradients like the operands, or if they are
-    wide, in the accumulator's dtype. The cotangent is that of the output, in the dtype of query or in the
+    (query, key, value, *extras, output, lse, lse_residual, delta, cotangent) -> gradients like the operands, or if they
+    are wide, in the accumulator's dtype. The cotangent is that of the output, in the dtype of query or in the
     accumulator's, and delta the sum of its products with the output, less the cotangent of lse.
     """
 
     def of_part(
-        call: Call, lse: jax.Array, rest: jax.Array, delta: jax.Array, cotangent: jax.Array
+        call: Call, lse: jax.Array, lse_residual: jax.Array, delta: jax.Array, cotangent: jax.Array
     ) -> dict[str, jax.Array]:
         """The gradients, in the accumulator's dtype."""
 
         def step(sums, block: Block):
-            p = fold.weight(block.z, lse) * jnp.exp(-rest)
+            p = fold.weight(block.z, lse) * jnp.exp(-lse_residual)
             dz = p * (call.product("bntd,bksd->bnts", cotangent, block.value) - delta)
             d_bias, d_score = dz, (dz if block.slope is None else dz * block.slope) * form.scale
             # The gradients of scores may be too small for f16: of long rows, beside a cotangent that is a mean's.
@@ -140,37 +140,39 @@ def pullback(form: Form, moving: Sequence[str], platform: str | None = None, wid
             key, query = (x.astype(d_score.dtype) if wide else x for x in (block.key, call.query))
             d_score = d_score.astype(key.dtype)
             own, of_keys = {}, {}
-            if "query" in moving:
+            if "query" in wrt:
                 own["query"] = call.product("bnts,bksh->bnth", d_score, key)
-            if "key" in moving:
+            if "key" in wrt:
                 of_keys["key"] = call.product("bnts,bnth->bksh", d_score, query)
-            if "value" in moving:
+            if "value" in wrt:
                 of_keys["value"] = call.product("bnts,bntd->bksd", p.astype(cotangent.dtype), cotangent)
-            if "bias" in moving:
+            if "bias" in wrt:
                 whole = call.extras[Extra.BIAS].shape[3] == 1
                 (own if whole else of_keys)["bias"] = _like_bias(call, d_bias)
             sums = own if sums is None else {name: sums[name] + own[name] for name in own}
             return sums, tuple(of_keys[name] for name in sorted(of_keys))
 
         axes = {"bias": 3, "key": 2, "value": 2}
-        if "bias" in moving and call.extras[Extra.BIAS].shape[3] == 1:
+        if "bias" in wrt and call.extras[Extra.BIAS].shape[3] == 1:
             del axes["bias"]
-        names = sorted(name for name in axes if name in moving)
+        names = sorted(name for name in axes if name in wrt)
         sums, of_keys = call.over_keys(step, [axes[name] for name in names])
         found = {**sums, **dict(zip(names, of_keys, strict=True))}
         return {name: x if name == "bias" else jnp.moveaxis(x, 1, 2) for name, x in found.items()}
 
     def function(*operands):
-        *base, _, lse, rest, delta, cotangent = operands
+        *base, _, lse, lse_residual, delta, cotangent = operands
         cotangent = jnp.moveaxis(cotangent, 2, 1)
         bias = form.named(operands).get(Extra.BIAS)
         given = {"query": operands[0], "key": operands[1], "value": operands[2], "bias": bias}
         found = []
         for part in parts(form, operands, platform):
-            numbers = [part.of_queries(v, 2) for v in (lse[..., None], rest[..., None], delta[..., None], cotangent)]
+            numbers = [
+                part.of(v, "bnt.") for v in (lse[..., None], lse_residual[..., None], delta[..., None], cotangent)
+            ]
             found.append((part, of_part(Call(part.form, part.operands(base), platform), *numbers)))
-        totals = {name: _total([(part, by[name]) for part, by in found], name, given[name]) for name in moving}
-        return tuple(totals[name] if wide else totals[name].astype(given[name].dtype) for name in moving)
+        totals = {name: _total([(part, by[name]) for part, by in found], name, given[name]) for name in wrt}
+        return tuple(totals[name] if wide else totals[name].astype(given[name].dtype) for name in wrt)
 
     return function
 

@@ -1,39 +1,89 @@
 """dot_product_attention: the public function."""
 
+from typing import Any, Literal, Unpack, overload
+
 import jax
-from jax.typing import ArrayLike, DTypeLike
 
 from jaxsoft._attention.derivative import attention
 from jaxsoft._core.implementations import Implementation
-from jaxsoft._ops.attention_arguments import Arrays, Window, attend, check_dropout, check_extras
+from jaxsoft._ops.attention_arguments import (
+    Array,
+    Arrays,
+    AttentionArguments,
+    AttentionOptions,
+    Dtype,
+    Lengths,
+    Mask,
+    SegmentIds,
+    Window,
+    attend,
+)  # fmt: skip
 from jaxsoft.fold import AttentionState
 
 
+class _DotOptions(AttentionOptions, total=False):
+    """The options of the overloads."""
+
+    query_seq_lengths: Lengths | None
+    key_value_seq_lengths: Lengths | None
+    query_segment_ids: SegmentIds | None
+    key_value_segment_ids: SegmentIds | None
+    query_offset: Lengths
+    state: AttentionState | None
+    deterministic: bool | None
+    dropout_rate: float
+
+
+@overload
 def dot_product_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
+    query: Array, key: Array, value: Array, bias: Array | None = None, mask: Mask | None = None, *,
+    return_residual: Literal[False] = False, return_state: Literal[False] = False, **options: Unpack[_DotOptions],
+) -> jax.Array: ...  # fmt: skip
+@overload
+def dot_product_attention(
+    query: Array, key: Array, value: Array, bias: Array | None = None, mask: Mask | None = None, *,
+    return_residual: Literal[True], return_state: Literal[False] = False, **options: Unpack[_DotOptions],
+) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
+@overload
+def dot_product_attention(
+    query: Array, key: Array, value: Array, bias: Array | None = None, mask: Mask | None = None, *,
+    return_residual: Literal[False] = False, return_state: Literal[True], **options: Unpack[_DotOptions],
+) -> tuple[jax.Array, AttentionState]: ...  # fmt: skip
+@overload
+def dot_product_attention(
+    query: Array, key: Array, value: Array, bias: Array | None = None, mask: Mask | None = None, *,
+    return_residual: Literal[True], return_state: Literal[True], **options: Unpack[_DotOptions],
+) -> tuple[jax.Array, jax.Array, AttentionState]: ...  # fmt: skip
+@overload
+def dot_product_attention(
+    query: Array, key: Array, value: Array, bias: Array | None = None, mask: Mask | None = None, *,
+    return_residual: bool = False, return_state: bool = False, **options: Unpack[_DotOptions],
+) -> jax.Array | tuple[Any, ...]: ...  # fmt: skip
+def dot_product_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Mask | None = None,
     *,
-    scale: ArrayLike | None = None,
+    scale: Array | None = None,
     is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
+    query_seq_lengths: Lengths | None = None,
+    key_value_seq_lengths: Lengths | None = None,
     local_window_size: Window = None,
     implementation: Implementation = None,
     return_residual: bool = False,
     logits_soft_cap: float | None = None,
-    sinks: ArrayLike | None = None,
-    query_segment_ids: ArrayLike | None = None,
-    key_value_segment_ids: ArrayLike | None = None,
-    query_offset: ArrayLike = 0,
+    sinks: Array | None = None,
+    query_segment_ids: SegmentIds | None = None,
+    key_value_segment_ids: SegmentIds | None = None,
+    query_offset: Lengths = 0,
     state: AttentionState | None = None,
     return_state: bool = False,
     deterministic: bool | None = None,
     dropout_rate: float = 0.0,
-    dtype: DTypeLike | None = None,
-) -> jax.Array | tuple:
+    dtype: Dtype | None = None,
+) -> jax.Array | tuple[Any, ...]:
     r"""Scaled dot-product attention, a drop-in for `jax.nn.dot_product_attention`, as one fold over the keys.
 
     .. math::
@@ -110,24 +160,13 @@ def dot_product_attention(
     >>> bool(jnp.allclose(y, dot_product_attention(query, key, value), atol=1e-5))
     True
     """
-    deterministic = check_dropout(dropout_rate, deterministic)
-    given = Arrays.of(query, key, value)
-    extras = check_extras(
-        given.query, given.key.shape[1], given.no_batch, bias, mask, query_seq_lengths, key_value_seq_lengths, sinks,
-        query_segment_ids, key_value_segment_ids, query_offset,
+    arguments = AttentionArguments(
+        scale=scale, is_causal=is_causal, local_window_size=local_window_size, implementation=implementation,
+        return_residual=return_residual, logits_soft_cap=logits_soft_cap, sinks=sinks, dtype=dtype, bias=bias,
+        mask=mask, query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
+        query_segment_ids=query_segment_ids, key_value_segment_ids=key_value_segment_ids,
+        query_offset=query_offset, state=state, return_state=return_state, deterministic=deterministic,
+        dropout_rate=dropout_rate,
     )  # fmt: skip
-    return attend(
-        attention,
-        implementation,
-        given,
-        extras,
-        scale=scale,
-        is_causal=is_causal,
-        local_window_size=local_window_size,
-        return_residual=return_residual,
-        logits_soft_cap=logits_soft_cap,
-        state=state,
-        return_state=return_state,
-        deterministic=deterministic,
-        dtype=dtype,
-    )
+    given = Arrays.of(query, key, value)
+    return attend(attention, given, arguments.operands(given), arguments)

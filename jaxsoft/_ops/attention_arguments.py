@@ -1,10 +1,11 @@
-"""The arguments that functions of attention share: what they must be, and the call that follows from them."""
+"""The door of attention: the arguments of its public functions as one record, what they must be, and the call."""
 
+import dataclasses
 import functools
 import math
 import operator
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +14,20 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxsoft import fold
 from jaxsoft._attention import xla
-from jaxsoft._attention.form import BASE, Extra, Form, Shards
-from jaxsoft._core.implementations import Implementation, as_names
+from jaxsoft._attention.form import BASE, AttentionForm, Extra, SequenceShards
+from jaxsoft._core.implementations import Implementation, Names, as_names
 from jaxsoft._core.mesh import sharded_like, varying_alike, varying_over, whole_along, with_axis, with_batch_of
 from jaxsoft._core.numbers import as_array
 from jaxsoft._ops.arguments import as_kernel_scores, broadcastable, check_dtype, check_flag
 from jaxsoft.fold import AttentionState, accumulator
 
+# What signatures say.
+type Array = ArrayLike
+type Mask = ArrayLike
+type Lengths = ArrayLike
+type SegmentIds = ArrayLike
 type Window = int | tuple[int | None, int | None] | None
+type Dtype = DTypeLike
 
 # A window or an offset further than that reaches all keys: positions stay in 32 bits.
 _FURTHEST = 2**30
@@ -73,67 +80,166 @@ class Arrays(NamedTuple):
         return cls(query, key, value, ndim == 3)
 
 
+class AttentionOptions(TypedDict, total=False):
+    """The options that all overloads have."""
+
+    scale: Array | None
+    is_causal: bool
+    local_window_size: Window
+    implementation: Implementation
+    logits_soft_cap: float | None
+    sinks: Array | None
+    dtype: Dtype | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionArguments:
+    """The options of a public function as they were given, each as `jaxsoft.dot_product_attention` has it.
+
+    Attributes:
+      shards: how sequences lie over the devices of a mesh; None for sequences that are whole on each.
+    """
+
+    scale: Array | None
+    is_causal: bool
+    local_window_size: Window
+    implementation: Implementation
+    return_residual: bool
+    logits_soft_cap: float | None
+    sinks: Array | None
+    dtype: Dtype | None
+    bias: Array | None = None
+    mask: Mask | None = None
+    query_seq_lengths: Lengths | None = None
+    key_value_seq_lengths: Lengths | None = None
+    query_segment_ids: SegmentIds | None = None
+    key_value_segment_ids: SegmentIds | None = None
+    query_offset: Lengths = 0
+    state: AttentionState | None = None
+    return_state: bool = False
+    deterministic: bool | None = None
+    dropout_rate: float = 0.0
+    shards: SequenceShards | None = None
+
+    def __post_init__(self):
+        """Raises where dropout would act. Flax's layers pass its rate, and `deterministic` to say that it does not."""
+        rate, deterministic = self.dropout_rate, self.deterministic
+        if not isinstance(rate, int | float | np.integer | np.floating) or isinstance(rate, bool):
+            raise TypeError(f"dropout_rate must be a number that is known when the call is traced; got {rate!r}")
+        if not 0 <= rate <= 1:
+            raise ValueError(f"dropout_rate must be 0, or from 0 to 1 beside deterministic=True; got {rate}")
+        if rate != 0 and (deterministic is None or not deterministic):
+            raise ValueError(
+                "dropout_rate must be 0, unless deterministic=True says that no dropout acts, as weights are not in "
+                f"memory and cannot be dropped; got {rate} beside deterministic={deterministic}"
+            )
+
+    def limits(self) -> tuple[int | None, int | None]:
+        """How far to the left and to the right of its position a query attends; None for no limit."""
+        left, right = _window_limits(self.local_window_size)
+        return left, 0 if self.is_causal else right
+
+    def operands(self, given: Arrays, keys: int | None = None) -> dict[Extra, jax.Array]:
+        """The operands of a call after query, key and value, in their order, after checking them.
+
+        Args:
+          given: query, key and value.
+          keys: how many keys each sequence has, where those are in pages.
+        """
+        query, no_batch = given.query, given.no_batch
+        keys = given.key.shape[1] if keys is None else keys
+        batch, length, heads, _ = query.shape
+        extras: dict[Extra, jax.Array] = {}
+
+        def full(name: str, x: ArrayLike) -> jax.Array:
+            x = whole_along(broadcastable(name, x, (batch, heads, length, keys)), (2, 3))
+            return with_batch_of(query, x) if x.shape[0] == batch else x
+
+        def segments(name: str, x: ArrayLike, length: int) -> jax.Array:
+            # Over a mesh they are whole along the sequence, unless that lies over devices.
+            x = check_integers(name, x, (batch, length), no_batch, sequence_whole=self.shards is None)
+            return with_batch_of(query, x)
+
+        if self.bias is not None:
+            extras[Extra.BIAS] = as_kernel_scores("bias", full("bias", self.bias))
+        if self.mask is not None:
+            mask = full("mask", self.mask)
+            if mask.dtype != jnp.bool_:
+                raise TypeError(
+                    f"mask must hold booleans; got dtype {mask.dtype.name}. What is added to scores is a bias"
+                )
+            extras[Extra.MASK] = mask
+        if (self.query_segment_ids is None) != (self.key_value_segment_ids is None):
+            raise ValueError("query_segment_ids and key_value_segment_ids must be given together; got one of them")
+        if self.query_segment_ids is not None and self.key_value_segment_ids is not None:
+            extras[Extra.QUERY_SEGMENTS], extras[Extra.KEY_SEGMENTS] = _same_ids(
+                segments("query_segment_ids", self.query_segment_ids, length),
+                segments("key_value_segment_ids", self.key_value_segment_ids, keys),
+                self.shards.axis if self.shards is not None and self.shards.inside else None,
+            )
+        for extra, name in ((Extra.QUERY_LENGTHS, "query_seq_lengths"), (Extra.KEY_LENGTHS, "key_value_seq_lengths")):
+            if (lengths := getattr(self, name)) is not None:
+                extras[extra] = as_position(check_integers(name, lengths, (batch,), False))
+        offset = self.query_offset
+        if type(offset) is not int or offset != 0:
+            number = of_integers("query_offset", offset)
+            number = number[None] if number.ndim == 0 else number
+            if number.shape != (batch,) and number.shape != (1,):
+                raise ValueError(
+                    f"query_offset must be a number or have the shape ({batch},); got shape {number.shape}"
+                )
+            extras[Extra.OFFSET] = as_position(number)
+        if self.sinks is not None:
+            sinks = as_kernel_scores("sinks", self.sinks)
+            if sinks.shape != (heads,):
+                raise ValueError(f"sinks must have the shape ({heads},), one number a head; got shape {sinks.shape}")
+            extras[Extra.SINKS] = sinks.astype(accumulator(query.dtype))[None]
+        return extras
+
+
 def attend(
-    attention: Callable[[Form, str | None], Callable[..., tuple[jax.Array, ...]]],
-    implementation: Implementation,
+    attention: Callable[[AttentionForm, Names], Callable[..., tuple[jax.Array, ...]]],
     given: Arrays,
     extras: dict[Extra, jax.Array],
-    *,
-    scale: ArrayLike | None,
-    is_causal: bool,
-    local_window_size: Window,
-    return_residual: bool,
-    logits_soft_cap: float | None,
-    state: AttentionState | None,
-    return_state: bool,
-    deterministic: bool,
-    dtype: DTypeLike | None,
-    shards: Shards | None = None,
-) -> jax.Array | tuple:
-    """The results of a public function, whose arguments these are.
+    arguments: AttentionArguments,
+) -> Any:
+    """The results of a public function.
 
     Args:
       attention: gives the function of query, key, value and extras for a form and an implementation.
-      implementation: None, or the name of one.
       given: query, key and value.
       extras: what follows them.
-      scale, is_causal, local_window_size, return_residual, logits_soft_cap, state, return_state, deterministic, dtype:
-        as `jaxsoft.dot_product_attention` has them.
-      shards: how sequences lie over the devices of a mesh; None for sequences that are whole.
+      arguments: the others.
     """
-    names = as_names(implementation)
-    flags = {
-        "is_causal": is_causal,
-        "return_residual": return_residual,
-        "return_state": return_state,
-        "deterministic": deterministic,
-    }
-    kept = {name: check_flag(name, flag) for name, flag in flags.items()}
-    left, right = window_limits(local_window_size)
-    query, factor = _scaled(given.query, scale)
-    result = check_dtype(dtype, query)
-    merges = state is not None or kept["return_state"]
-    right = 0 if kept["is_causal"] else right
+    names = as_names(arguments.implementation)
+    deterministic = True if arguments.deterministic is None else arguments.deterministic
+    check_flag("is_causal", arguments.is_causal)
+    return_residual = check_flag("return_residual", arguments.return_residual)
+    return_state = check_flag("return_state", arguments.return_state)
+    deterministic = check_flag("deterministic", deterministic)
+    left, right = arguments.limits()
+    query, scale = _scaled(given.query, arguments.scale)
+    result = check_dtype(arguments.dtype, query)
+    merges = arguments.state is not None or return_state
     if left is None and right is None:  # then nothing depends on positions
         extras = {extra: x for extra, x in extras.items() if extra is not Extra.OFFSET}
     wide = np.dtype(accumulator(query.dtype))
-    form = Form(
+    form = AttentionForm(
         dtype=wide if merges else result,
-        scale=factor,
+        scale=scale,
         left=left,
         right=right,
-        cap=_cap(logits_soft_cap, wide),
+        cap=_cap(arguments.logits_soft_cap, wide),
         extras=tuple(extras),
-        returns_lse=kept["return_residual"] or merges,
-        deterministic=kept["deterministic"],
+        returns_lse=return_residual or merges,
+        deterministic=deterministic,
         precision=jax.config.jax_default_matmul_precision,
         rounded=not merges and jnp.finfo(result).nmant < jnp.finfo(wide).nmant,
-        shards=shards,
+        shards=arguments.shards,
     )
-    before = None if state is None else _check_state(state, given)
+    before = None if arguments.state is None else _check_state(arguments.state, given)
     operands = query, given.key, given.value, *extras.values()
-    asked = kept["return_residual"], kept["return_state"]
-    results = _attend(attention, form, names, result, asked, operands, before)
+    results = _attend(attention, form, names, result, (return_residual, return_state), operands, before)
     if given.no_batch:
         results = jax.tree.map(lambda v: v[0], results)
     return results if len(results) > 1 else results[0]
@@ -147,98 +253,16 @@ def _attend(attention, form, implementation, dtype, asked, operands, before):
     if form.shards is not None and not form.shards.inside:
         operands = [*(with_axis(x, 1, form.shards.axis) for x in operands[:BASE]), *operands[BASE:]]
     operands = varying_alike(*operands)
-    output, lse, rest = attention(form, implementation)(*operands)
+    output, lse, lse_residual = attention(form, implementation)(*operands)
     lse = jnp.moveaxis(lse, 1, 2)
     return_residual, return_state = asked
     if before is None and not return_state:
         return (output, lse) if return_residual else (output,)
-    st = xla.with_rest(fold.of_output(output, lse), jnp.moveaxis(rest, 1, 2))
+    st = xla.with_residual(fold.of_output(output, lse), jnp.moveaxis(lse_residual, 1, 2))
     if before is not None:
         st = fold.combine(before, st)
     more = [(return_residual, lambda: fold.lse(st)), (return_state, lambda: st)]
     return fold.output(st, dtype), *(found() for wanted, found in more if wanted)
-
-
-def check_dropout(rate: float, deterministic: bool | None) -> bool:
-    """Whether gradients must have the same bits on every run, which is so if it is not said, after checking that no
-    dropout would act.
-
-    Flax's layers pass both arguments, and in Flax `deterministic` says that dropout does not act, as in evaluation.
-    """
-    known = isinstance(rate, int | float | np.integer | np.floating) and not isinstance(rate, bool)
-    if not known:
-        raise TypeError(f"dropout_rate must be a number that is known when the call is traced; got {rate!r}")
-    if rate != 0 and (deterministic is None or not deterministic):
-        raise ValueError(
-            "dropout_rate must be 0, unless deterministic=True says that no dropout acts, as weights are not in memory "
-            f"and cannot be dropped; got {rate} beside deterministic={deterministic}"
-        )
-    return True if deterministic is None else deterministic
-
-
-def check_extras(
-    query: jax.Array,
-    keys: int,
-    no_batch: bool,
-    bias: ArrayLike | None,
-    mask: ArrayLike | None,
-    query_lengths: ArrayLike | None,
-    key_lengths: ArrayLike | None,
-    sinks: ArrayLike | None,
-    query_segments: ArrayLike | None,
-    key_segments: ArrayLike | None,
-    offset: ArrayLike,
-    sequence_whole: bool = True,
-    axis_name: str | None = None,
-) -> dict[Extra, jax.Array]:
-    """The operands of a call after query, key and value, in their order, for so many keys of each sequence.
-
-    Segments are made whole along the sequence on each device, if that must be. In code for one device, they may be
-    those of its part of a sequence that is sharded over this axis of the mesh.
-    """
-    batch, length, heads, _ = query.shape
-    shape = (batch, heads, length, keys)
-    extras: dict[Extra, jax.Array] = {}
-
-    def full(name: str, x: ArrayLike) -> jax.Array:
-        x = whole_along(broadcastable(name, x, shape), (2, 3))
-        return with_batch_of(query, x) if x.shape[0] == batch else x
-
-    def segments(name: str, x: ArrayLike, length: int) -> jax.Array:
-        return with_batch_of(query, check_integers(name, x, (batch, length), no_batch, sequence_whole))
-
-    if bias is not None:
-        extras[Extra.BIAS] = as_kernel_scores("bias", full("bias", bias))
-    if mask is not None:
-        extras[Extra.MASK] = full("mask", mask)
-        if extras[Extra.MASK].dtype != jnp.bool_:
-            raise TypeError(
-                f"mask must hold booleans; got dtype {extras[Extra.MASK].dtype.name}. What is added to scores is a bias"
-            )
-    if (query_segments is None) != (key_segments is None):
-        raise ValueError("query_segment_ids and key_value_segment_ids must be given together; got one of them")
-    if query_segments is not None and key_segments is not None:
-        extras[Extra.QUERY_SEGMENTS], extras[Extra.KEY_SEGMENTS] = _same_ids(
-            segments("query_segment_ids", query_segments, length),
-            segments("key_value_segment_ids", key_segments, keys),
-            axis_name,
-        )
-    if query_lengths is not None:
-        extras[Extra.QUERY_LENGTHS] = as_position(check_integers("query_seq_lengths", query_lengths, (batch,), False))
-    if key_lengths is not None:
-        extras[Extra.KEY_LENGTHS] = as_position(check_integers("key_value_seq_lengths", key_lengths, (batch,), False))
-    if type(offset) is not int or offset != 0:
-        number = of_integers("query_offset", offset)
-        number = number[None] if number.ndim == 0 else number
-        if number.shape != (batch,) and number.shape != (1,):
-            raise ValueError(f"query_offset must be a number or have the shape ({batch},); got shape {number.shape}")
-        extras[Extra.OFFSET] = as_position(number)
-    if sinks is not None:
-        sinks = as_kernel_scores("sinks", sinks)
-        if sinks.shape != (heads,):
-            raise ValueError(f"sinks must have the shape ({heads},), one number a head; got shape {sinks.shape}")
-        extras[Extra.SINKS] = sinks.astype(accumulator(query.dtype))[None]
-    return extras
 
 
 def check_integers(
@@ -329,7 +353,7 @@ def _scaled(query: jax.Array, scale: ArrayLike | None) -> tuple[jax.Array, float
     return (query.astype(wide) * number.astype(wide)).astype(query.dtype), 1.0
 
 
-def window_limits(size: Window) -> tuple[int | None, int | None]:
+def _window_limits(size: Window) -> tuple[int | None, int | None]:
     """The limits to the left and to the right; None for none."""
     several = isinstance(size, tuple | list) or (isinstance(size, np.ndarray) and size.ndim)
     pair = tuple(size) if several else (size, size)  # type: ignore[arg-type]

@@ -1,43 +1,91 @@
 """paged_attention: the public function."""
 
+from typing import Any, Literal, Unpack, overload
+
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike, DTypeLike
 
 from jaxsoft._attention.form import Extra
 from jaxsoft._attention.paged import paged_attention as attention_over_pages
 from jaxsoft._core.implementations import Implementation
 from jaxsoft._core.mesh import whole_along
 from jaxsoft._ops.arguments import as_kernel_scores
-from jaxsoft._ops.attention_arguments import Arrays, Window, attend, check_extras
+from jaxsoft._ops.attention_arguments import (
+    Array,
+    Arrays,
+    AttentionArguments,
+    AttentionOptions,
+    Dtype,
+    Lengths,
+    Mask,
+    Window,
+    attend,
+)  # fmt: skip
 from jaxsoft._ops.pages import check_lengths, check_pages, check_scale, check_table, first_position, has_eight_bits
 from jaxsoft.fold import AttentionState, accumulator
 
 
+class _PagedOptions(AttentionOptions, total=False):
+    """The options of the overloads."""
+
+    bias: Array | None
+    mask: Mask | None
+    query_seq_lengths: Lengths | None
+    query_offset: Lengths | None
+    key_scale: Array | None
+    value_scale: Array | None
+    state: AttentionState | None
+
+
+@overload
 def paged_attention(
-    query: ArrayLike,
-    key_pages: ArrayLike,
-    value_pages: ArrayLike,
-    page_table: ArrayLike,
-    key_value_seq_lengths: ArrayLike,
+    query: Array, key_pages: Array, value_pages: Array, page_table: Array, key_value_seq_lengths: Lengths, *,
+    return_residual: Literal[False] = False, return_state: Literal[False] = False, **options: Unpack[_PagedOptions],
+) -> jax.Array: ...  # fmt: skip
+@overload
+def paged_attention(
+    query: Array, key_pages: Array, value_pages: Array, page_table: Array, key_value_seq_lengths: Lengths, *,
+    return_residual: Literal[True], return_state: Literal[False] = False, **options: Unpack[_PagedOptions],
+) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
+@overload
+def paged_attention(
+    query: Array, key_pages: Array, value_pages: Array, page_table: Array, key_value_seq_lengths: Lengths, *,
+    return_residual: Literal[False] = False, return_state: Literal[True], **options: Unpack[_PagedOptions],
+) -> tuple[jax.Array, AttentionState]: ...  # fmt: skip
+@overload
+def paged_attention(
+    query: Array, key_pages: Array, value_pages: Array, page_table: Array, key_value_seq_lengths: Lengths, *,
+    return_residual: Literal[True], return_state: Literal[True], **options: Unpack[_PagedOptions],
+) -> tuple[jax.Array, jax.Array, AttentionState]: ...  # fmt: skip
+@overload
+def paged_attention(
+    query: Array, key_pages: Array, value_pages: Array, page_table: Array, key_value_seq_lengths: Lengths, *,
+    return_residual: bool = False, return_state: bool = False, **options: Unpack[_PagedOptions],
+) -> jax.Array | tuple[Any, ...]: ...  # fmt: skip
+def paged_attention(
+    query: Array,
+    key_pages: Array,
+    value_pages: Array,
+    page_table: Array,
+    key_value_seq_lengths: Lengths,
     *,
-    bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
-    scale: ArrayLike | None = None,
+    bias: Array | None = None,
+    mask: Mask | None = None,
+    scale: Array | None = None,
     is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
+    query_seq_lengths: Lengths | None = None,
     local_window_size: Window = None,
     implementation: Implementation = None,
     return_residual: bool = False,
     logits_soft_cap: float | None = None,
-    sinks: ArrayLike | None = None,
-    query_offset: ArrayLike | None = None,
-    key_scale: ArrayLike | None = None,
-    value_scale: ArrayLike | None = None,
+    sinks: Array | None = None,
+    query_offset: Lengths | None = None,
+    key_scale: Array | None = None,
+    value_scale: Array | None = None,
     state: AttentionState | None = None,
     return_state: bool = False,
-    dtype: DTypeLike | None = None,
-) -> jax.Array | tuple:
+    dtype: Dtype | None = None,
+) -> jax.Array | tuple[Any, ...]:
     r"""Attention of a few queries of each sequence, or of a chunk, over a cache whose keys and values lie in pages.
 
     .. math::
@@ -115,28 +163,19 @@ def paged_attention(
     table = check_table(query, page_table)
     keys = table.shape[1] * page_size
     key_lengths = check_lengths(key_value_seq_lengths, batch)
-    first = first_position(query_offset, query_seq_lengths, key_lengths, length)
-    extras = {Extra.PAGE_TABLE: table} | check_extras(
-        query, keys, False, bias, mask, query_seq_lengths, jnp.minimum(key_lengths, keys), sinks, None, None, first
-    )
+    arguments = AttentionArguments(
+        scale=scale, is_causal=is_causal, local_window_size=local_window_size, implementation=implementation,
+        return_residual=return_residual, logits_soft_cap=logits_soft_cap, sinks=sinks, dtype=dtype, bias=bias,
+        mask=mask, query_seq_lengths=query_seq_lengths, key_value_seq_lengths=jnp.minimum(key_lengths, keys),
+        query_offset=first_position(query_offset, query_seq_lengths, key_lengths, length), state=state,
+        return_state=return_state,
+    )  # fmt: skip
+    given = Arrays(query, *pages, no_batch=False)
+    extras = {Extra.PAGE_TABLE: table} | arguments.operands(given, keys)
     for extra, number in ((Extra.KEY_SCALE, key_scale), (Extra.VALUE_SCALE, value_scale)):
         if number is not None:
             extras[extra] = check_scale(extra.value, number, groups).astype(accumulator(query.dtype))
-    return attend(
-        attention_over_pages,
-        implementation,
-        Arrays(query, *pages, no_batch=False),
-        extras,
-        scale=scale,
-        is_causal=is_causal,
-        local_window_size=local_window_size,
-        return_residual=return_residual,
-        logits_soft_cap=logits_soft_cap,
-        state=state,
-        return_state=return_state,
-        deterministic=True,
-        dtype=dtype,
-    )
+    return attend(attention_over_pages, given, extras, arguments)
 
 
 def _check_heads(query: jax.Array, key_pages: jax.Array) -> None:

@@ -1,15 +1,26 @@
 """ring_attention and ring_order: attention over sequences that lie over several devices."""
 
+import dataclasses
+from typing import Any, Literal, Unpack, overload
+
 import jax
 import numpy as np
-from jax.typing import ArrayLike, DTypeLike
 
 from jaxsoft._attention.derivative import attention
-from jaxsoft._attention.form import Shards
+from jaxsoft._attention.form import SequenceShards
 from jaxsoft._attention.layouts import LAYOUTS, order
 from jaxsoft._core.implementations import Implementation
 from jaxsoft._core.mesh import varying_over
-from jaxsoft._ops.attention_arguments import Arrays, Window, attend, check_dropout, check_extras, window_limits
+from jaxsoft._ops.attention_arguments import (
+    Array,
+    Arrays,
+    AttentionArguments,
+    AttentionOptions,
+    Dtype,
+    SegmentIds,
+    Window,
+    attend,
+)  # fmt: skip
 
 _METHODS = ("ring", "all_gather", "all_to_all")
 # Devices with fewer tokens than this exchange all keys at once. Of two H200s, with 32 heads and 8 of keys, a ring and a
@@ -19,27 +30,53 @@ _METHODS = ("ring", "all_gather", "all_to_all")
 _LEAST_TOKENS = 2048
 
 
+class _RingOptions(AttentionOptions, total=False):
+    """The options of the overloads."""
+
+    layout: str
+    method: str | None
+    query_segment_ids: SegmentIds | None
+    key_value_segment_ids: SegmentIds | None
+    deterministic: bool | None
+    dropout_rate: float
+
+
+@overload
 def ring_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    query: Array, key: Array, value: Array, *, axis_name: str, return_residual: Literal[False] = False,
+    **options: Unpack[_RingOptions],
+) -> jax.Array: ...  # fmt: skip
+@overload
+def ring_attention(
+    query: Array, key: Array, value: Array, *, axis_name: str, return_residual: Literal[True],
+    **options: Unpack[_RingOptions],
+) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
+@overload
+def ring_attention(
+    query: Array, key: Array, value: Array, *, axis_name: str, return_residual: bool,
+    **options: Unpack[_RingOptions],
+) -> jax.Array | tuple[Any, ...]: ...  # fmt: skip
+def ring_attention(
+    query: Array,
+    key: Array,
+    value: Array,
     *,
     axis_name: str,
     layout: str = "contiguous",
     method: str | None = None,
-    scale: ArrayLike | None = None,
+    scale: Array | None = None,
     is_causal: bool = False,
     local_window_size: Window = None,
     implementation: Implementation = None,
     return_residual: bool = False,
     logits_soft_cap: float | None = None,
-    sinks: ArrayLike | None = None,
-    query_segment_ids: ArrayLike | None = None,
-    key_value_segment_ids: ArrayLike | None = None,
+    sinks: Array | None = None,
+    query_segment_ids: SegmentIds | None = None,
+    key_value_segment_ids: SegmentIds | None = None,
     deterministic: bool | None = None,
     dropout_rate: float = 0.0,
-    dtype: DTypeLike | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+    dtype: Dtype | None = None,
+) -> jax.Array | tuple[Any, ...]:
     r"""`jaxsoft.dot_product_attention` over sequences that are sharded along an axis of a mesh.
 
     .. math::
@@ -113,7 +150,12 @@ def ring_attention(
     >>> bool(jnp.allclose(y, z[:, order], atol=1e-5))
     True
     """
-    deterministic = check_dropout(dropout_rate, deterministic)
+    arguments = AttentionArguments(
+        scale=scale, is_causal=is_causal, local_window_size=local_window_size, implementation=implementation,
+        return_residual=return_residual, logits_soft_cap=logits_soft_cap, sinks=sinks, dtype=dtype,
+        query_segment_ids=query_segment_ids, key_value_segment_ids=key_value_segment_ids,
+        deterministic=deterministic, dropout_rate=dropout_rate,
+    )  # fmt: skip
     given = Arrays.of(query, key, value, sequence_whole=False)
     length, length_of_keys = given.query.shape[1], given.key.shape[1]
     if length != length_of_keys:
@@ -121,33 +163,15 @@ def ring_attention(
             f"key must have as many tokens as query, {length}, since they are sharded alike; got {length_of_keys}"
         )
     shards = _shards(given, axis_name, layout, method)
-    limited = is_causal or window_limits(local_window_size) != (None, None)
-    if shards.method == "all_gather" and shards.layout == "striped" and limited:
+    if shards.method == "all_gather" and shards.layout == "striped" and arguments.limits() != (None, None):
         raise ValueError("method='all_gather' takes layout='contiguous' or 'zigzag' beside limits; got 'striped'")
-    extras = check_extras(
-        given.query, length, given.no_batch, None, None, None, None, sinks, query_segment_ids, key_value_segment_ids, 0,
-        sequence_whole=False, axis_name=axis_name if shards.inside else None,
-    )  # fmt: skip
+    arguments = dataclasses.replace(arguments, shards=shards)
+    extras = arguments.operands(given)
     if shards.inside:
         query, *others = varying_over(axis_name, given.query, given.key, given.value, *extras.values())
         given = given._replace(query=query, key=others[0], value=others[1])
         extras = dict(zip(extras, others[2:], strict=True))
-    return attend(
-        attention,
-        implementation,
-        given,
-        extras,
-        scale=scale,
-        is_causal=is_causal,
-        local_window_size=local_window_size,
-        return_residual=return_residual,
-        logits_soft_cap=logits_soft_cap,
-        state=None,
-        return_state=False,
-        deterministic=deterministic,
-        dtype=dtype,
-        shards=shards,
-    )
+    return attend(attention, given, extras, arguments)
 
 
 def ring_order(length: int, devices: int, layout: str) -> np.ndarray:
@@ -176,7 +200,7 @@ def ring_order(length: int, devices: int, layout: str) -> np.ndarray:
     return order(length, devices, layout)
 
 
-def _shards(given: Arrays, axis_name: str, layout: str, method: str | None) -> Shards:
+def _shards(given: Arrays, axis_name: str, layout: str, method: str | None) -> SequenceShards:
     """How the arrays lie over devices, after checking that they can."""
     mesh = jax.sharding.get_abstract_mesh()
     if axis_name not in mesh.axis_names:
@@ -201,7 +225,7 @@ def _shards(given: Arrays, axis_name: str, layout: str, method: str | None) -> S
                     f"{x.shape[2]} of {name}"
                 )
     keeps = method == "ring" and devices > 1
-    return Shards(devices, layout, method, axis_name, inside, keeps)
+    return SequenceShards(devices, layout, method, axis_name, inside, keeps)
 
 
 def _check_layout(layout: str) -> None:

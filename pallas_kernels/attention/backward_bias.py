@@ -155,7 +155,7 @@ def _body(
             accumulator = plgpu.WGMMAAccumulatorRef((ROWS, plan.columns), jnp.float32)
             score, rise = pl.run_scoped(products, accumulator, accumulator)
             ring.free(number)
-            lse, delta, *rest = (
+            lse, delta, *lse_residual = (
                 plgpu.load(
                     ref.at[batch, head, pl.ds(query_begin, shape.query_tile)],
                     layout=WGMMA.reduce(1 - axis),
@@ -165,7 +165,7 @@ def _body(
             )
             masked = any(borders(call.form, shape, of_keys=True))
             where = {"query_begin": query_begin, "key_begin": key_begin, "batch": batch, "head": head}
-            p, _ = probabilities(scores, score, (lse, *rest), masked=masked, **where)
+            p, _ = probabilities(scores, score, (lse, *lse_residual), masked=masked, **where)
             return total + p * (rise - spread(delta, rise.shape, axis))
 
         zeros = plgpu.layout_cast(jnp.zeros((ROWS, plan.columns), jnp.float32), WGMMA)

@@ -13,14 +13,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxsoft._attention.form import Extra, Form
+from jaxsoft._attention.form import AttentionForm, Extra
 
 from ..tiles import tiled
 from . import backward_plan
 from .backward_plan import ROWS
 from .operands import head_size
 from .ranges import Range
-from .scores import LOG2E, Scores, has_rest
+from .scores import LOG2E, Scores, has_residual
 
 # Interpreter parameters of Pallas, which tests set; None to compile.
 INTERPRET: Any = None
@@ -39,7 +39,7 @@ class BackwardCall:
       dtype: of queries, keys and values.
     """
 
-    form: Form
+    form: AttentionForm
     batch: int
     queries: int
     keys: int
@@ -50,7 +50,7 @@ class BackwardCall:
     dtype: Any
 
     @classmethod
-    def of(cls, form: Form, operands: Sequence[Any]) -> "BackwardCall":
+    def of(cls, form: AttentionForm, operands: Sequence[Any]) -> "BackwardCall":
         """The numbers of a call with these operands."""
         (batch, queries, query_heads, head), (_, keys, key_heads, value) = operands[0].shape, operands[2].shape
         sizes = (head_size(head), head_size(value))
@@ -59,7 +59,7 @@ class BackwardCall:
     @property
     def numbers(self) -> int:
         """How many numbers every query has: see `numbers_of`."""
-        return 3 if has_rest(self.form) else 2
+        return 3 if has_residual(self.form) else 2
 
     @property
     def group(self) -> int:
@@ -89,15 +89,15 @@ def padded(array: jax.Array) -> jax.Array:
     return jnp.pad(array, ((0, 0), widths[0], (0, 0), widths[1]))
 
 
-def numbers_of(form: Form, lse: jax.Array, rest: jax.Array, delta: jax.Array) -> list[jax.Array]:
-    """The numbers of every query that the kernels read: the log-sum-exp, delta, and if it matters the rest.
+def numbers_of(form: AttentionForm, lse: jax.Array, lse_residual: jax.Array, delta: jax.Array) -> list[jax.Array]:
+    """The numbers of every query that the kernels read: the log-sum-exp, delta, and if it matters the residual.
 
-    The log-sum-exp is in base 2, or with a rest natural, and infinite where nothing counts, so that all weights are 0
-    there, and not NaN. The rest is in base 2.
+    The log-sum-exp is in base 2, or with a residual natural, and infinite where nothing counts, so that all weights
+    are 0 there, and not NaN. The residual is in base 2.
     """
-    exact = has_rest(form)
+    exact = has_residual(form)
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse if exact else lse * LOG2E)
-    return [lse, delta, rest * LOG2E] if exact else [lse, delta]
+    return [lse, delta, lse_residual * LOG2E] if exact else [lse, delta]
 
 
 def to_whole(numbers: Sequence[jax.Array], block: int) -> list[jax.Array]:
@@ -187,7 +187,7 @@ def probabilities(scores: Scores, products: jax.Array, lse: Sequence[jax.Array],
     Args:
       scores: how products become scores.
       products: the tile's.
-      lse: of its queries, and the rest if it has one (see `numbers_of`).
+      lse: of its queries, and its residual if it has one (see `numbers_of`).
       where: the further arguments of Scores.tile.
     """
     tile = scores.tile(products, **where)

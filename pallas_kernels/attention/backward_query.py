@@ -155,7 +155,7 @@ def _body(call: BackwardCall, plan: QueryPlan, shape: Shape, blocks: int, segmen
         values.open()
         extra_tiles.open(index)
         of_query = WGMMA.reduce(1)
-        lse, delta, *rest = (
+        lse, delta, *lse_residual = (
             plgpu.load(ref.at[batch, head, pl.ds(begin, ROWS)], layout=of_query, optimized=False) for ref in number_refs
         )
         limits = borders(call.form, shape, of_keys=False)
@@ -171,7 +171,7 @@ def _body(call: BackwardCall, plan: QueryPlan, shape: Shape, blocks: int, segmen
                 products = plgpu.wgmma_accumulator_load(score_acc, wait_n=1)
                 where = {"query_begin": begin, "key_begin": tile * plan.key_tile, "batch": batch, "head": head}
                 where |= {"queries": known, "masked": masked, "loaded": extra_tiles.load(tile - first, index)}
-                p, slope = probabilities(scores, products, (lse, *rest), with_slope=True, **where)
+                p, slope = probabilities(scores, products, (lse, *lse_residual), with_slope=True, **where)
                 extra_tiles.free(tile - first, index)
                 return p, slope, rise_acc[...]
 

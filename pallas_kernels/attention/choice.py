@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxsoft._attention.form import Extra, Form
+from jaxsoft._attention.form import AttentionForm, Extra
 from jaxsoft._core import gpus
 
+from .backward_plan import bias_plan, key_value_plan, query_plan
 from .plan import FORWARD, forward_plan
 
 _LARGEST_GRID = 65535  # in the dimensions that are not the first
@@ -15,7 +16,7 @@ _DTYPES = (jnp.float16, jnp.bfloat16)
 _LARGEST_CAP = 1000  # whose error is then less than what a weight loses when it is rounded to 16 bits
 
 
-def unsupported(form: Form, operands: Sequence[jax.core.ShapedArray]) -> str | None:
+def unsupported(form: AttentionForm, operands: Sequence[jax.core.ShapedArray]) -> str | None:
     """None, or why the kernels cannot take a call of this form and these operands."""
     if gpus.assumed().generation not in FORWARD:
         return "its kernels for attention are for Hopper (compute capability 9.0)"
@@ -44,3 +45,23 @@ def unsupported(form: Form, operands: Sequence[jax.core.ShapedArray]) -> str | N
     if not all(query.shape + key.shape + value.shape):
         return "it has no kernel for arrays without elements"
     return None
+
+
+def describe(form: AttentionForm, operands: Sequence[jax.core.ShapedArray], wrt: Sequence[str] | None) -> str:
+    """The names of the kernels, forward or for gradients, and how they cut up their work, in words."""
+    query, _, value = operands[:3]
+    heads = query.shape[3], value.shape[3]
+    if wrt is None:
+        forward = forward_plan(*heads, causal=form.right is not None)
+        assert forward is not None
+        return f"jaxsoft_attention: {forward.block_rows} queries a block, tiles of {forward.key_tile} keys"
+    found = []  # the kernels, the first of which has the name before the colon
+    if "query" in wrt:
+        query_sizes = query_plan(*heads)
+        found.append(f"query_gradient: {query_sizes.block} queries a block, tiles of {query_sizes.key_tile} keys")
+    if "key" in wrt or "value" in wrt:
+        sizes = key_value_plan(*heads)
+        found.append(f"key_value_gradients: {sizes.block} keys a block, tiles of {sizes.query_tile} queries")
+    if "bias" in wrt:
+        found.append(f"bias_gradient: tiles of {bias_plan(*heads).columns} columns")
+    return "; ".join(f"jaxsoft_attention_{kernel}" for kernel in found)

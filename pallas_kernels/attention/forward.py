@@ -1,5 +1,5 @@
 """Attention forward on Hopper: the output and the log-sum-exp of every query, in one read of what matters. With a bias,
-the rest of the log-sum-exp as well (see form.py).
+the residual of the log-sum-exp as well (see form.py).
 
 A block, whose work is in forward_block.py, takes some queries of one head, an item, and mostly others after them
 (schedule.py). One warp group copies tiles of keys and values, and of a bias and mask (extra_tiles.py), to rings in
@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxsoft import fold
-from jaxsoft._attention.form import Extra, Form
+from jaxsoft._attention.form import AttentionForm, Extra
 from jaxsoft._core import gpus
 
 from ..tiles import tiled
@@ -32,18 +32,18 @@ from .order import ordered
 from .plan import ForwardPlan, forward_plan
 from .ranges import Shape, segment_ranges
 from .schedule import schedule
-from .scores import Scores, has_rest, prepare
+from .scores import Scores, has_residual, prepare
 
 
 def forward(
-    form: Form,
+    form: AttentionForm,
     operands: Sequence[jax.core.ShapedArray],
     plan: ForwardPlan | None = None,
     interpret: Any = None,
     blocks: int | None = None,
 ) -> Callable[..., tuple[jax.Array, ...]]:
-    """The function of (query, key, value, *extras) that returns the output, the log-sum-exp and its rest, which is 0
-    but with a bias, and the rest of an output that is rounded.
+    """The function of (query, key, value, *extras) that returns the output, the log-sum-exp and its residual, which is
+    0 but with a bias, and the residual of an output that is rounded.
 
     Args:
       form: the call's.
@@ -67,10 +67,10 @@ def forward(
     numbers = jax.ShapeDtypeStruct((batch, heads, whole), jnp.float32)
     output = jax.ShapeDtypeStruct((batch, rows, heads, columns), form.dtype)
     results = {"output": output, "lse": numbers}
-    if has_rest(form):
-        results["rest"] = numbers
+    if has_residual(form):
+        results["lse_residual"] = numbers
     if form.rounded:
-        results["output_rest"] = jax.ShapeDtypeStruct(output.shape, query.dtype)
+        results["output_residual"] = jax.ShapeDtypeStruct(output.shape, query.dtype)
 
     def function(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         with jax.enable_x64(False):  # the kernel counts in 32 bits
@@ -118,16 +118,18 @@ def forward(
         )
         found = kernel(*(padded(array) for array in arrays[:3]), *refs)
         given = dict(zip(results, found, strict=True))
-        outputs = [given[name][:, :length, :, :size] for name in ("output", "output_rest") if name in given]
+        outputs = [given[name][:, :length, :, :size] for name in ("output", "output_residual") if name in given]
         lse = given["lse"][:, :, :length]
-        rest = fold.reference(given["rest"][:, :, :length]) if "rest" in given else jnp.zeros_like(lse)
-        return outputs[0], lse, rest, *outputs[1:]
+        lse_residual = (
+            fold.reference(given["lse_residual"][:, :, :length]) if "lse_residual" in given else jnp.zeros_like(lse)
+        )
+        return outputs[0], lse, lse_residual, *outputs[1:]
 
     return function
 
 
 def _entry(
-    form: Form,
+    form: AttentionForm,
     plan: ForwardPlan,
     items: Mapping[str, int],
     shape: Shape,

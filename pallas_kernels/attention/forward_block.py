@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxsoft._attention.form import Extra, Form
+from jaxsoft._attention.form import AttentionForm, Extra
 
 from ..rows.memory import store
 from . import operands as tiles
@@ -109,7 +109,7 @@ class ForwardBlock:
       interpreted: whether Pallas's interpreter runs it.
     """
 
-    form: Form
+    form: AttentionForm
     plan: ForwardPlan
     items: Mapping[str, int]
     scores: Scores
@@ -402,17 +402,17 @@ class ForwardBlock:
             write(output)
         numbers = item.batch, item.head, pl.ds(begin, count)
         plgpu.copy_smem_to_gmem(lse_rows, lse.at[numbers])
-        if "rest" in self.results:
+        if "lse_residual" in self.results:
             lost = jnp.log(state.s) - (self._lse(state) - state.m)
-            store(self.results["rest"].at[numbers], jnp.where(state.s == 0.0, 0.0, lost))
-        if "output_rest" in self.results:
+            store(self.results["lse_residual"].at[numbers], jnp.where(state.s == 0.0, 0.0, lost))
+        if "output_residual" in self.results:
             left = result - rounded.astype(jnp.float32)
             # Beside an output that overflowed, or is not a number, there is none.
             left = jnp.where(jnp.abs(left) < jnp.inf, left, 0.0)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             staged[...] = left.astype(staged.dtype)
             plgpu.commit_smem()
-            write(self.results["output_rest"])
+            write(self.results["output_residual"])
         if not direct and scratch.output is None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             bring_next()

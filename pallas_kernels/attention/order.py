@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxsoft._attention.form import Form
+from jaxsoft._attention.form import AttentionForm
 
 from .extra_tiles import with_tiles
 
@@ -18,7 +18,7 @@ from .extra_tiles import with_tiles
 _LONGEST_TOGETHER = 2**14
 
 
-def ordered(form: Form, axes: Mapping[str, int], length: int, arrays: Mapping[Any, Any]) -> dict[str, int]:
+def ordered(form: AttentionForm, axes: Mapping[str, int], length: int, arrays: Mapping[Any, Any]) -> dict[str, int]:
     """The axes of a kernel's grid in the order of blocks: the last changes first.
 
     Blocks of a head are together, for they read the same keys. Two kinds of calls have other orders. Under a causal

@@ -1,7 +1,8 @@
 """Which tiles of keys matter to a block of queries, and which tiles of queries to a block of keys.
 
-Both are ranges with an interior, in which limits, lengths and segments exclude no score. The functions are of numbers
-that may be known or not, and are called in the kernels, but for `segment_ranges`, which XLA computes.
+Both are ranges with an interior, in which limits, lengths and segments exclude no score. What is allowed the rules say
+(see `jaxsoft._attention.masks`); here it becomes tiles. The functions are of numbers that may be known or not, and are
+called in the kernels, but for `segment_ranges`, which XLA computes.
 """
 
 import dataclasses
@@ -12,10 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxsoft._attention.form import Extra, Form
-
-# Farther limits exclude nothing, and sums with them do not overflow.
-_FAR = 2**30
+from jaxsoft._attention.form import AttentionForm, Extra
+from jaxsoft._attention.masks import Masks, Span
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Range:
         return tile >= self.interior_end if after else False
 
 
-def borders(form: Form, shape: Shape, of_keys: bool) -> tuple[bool, bool]:
+def borders(form: AttentionForm, shape: Shape, of_keys: bool) -> tuple[bool, bool]:
     """Whether there can be tiles before and after the interior that have to be masked.
 
     Args:
@@ -69,74 +68,45 @@ def borders(form: Form, shape: Shape, of_keys: bool) -> tuple[bool, bool]:
     return first is not None or segments, last is not None or bool(ragged or lengths) or segments
 
 
-def limits_of_queries(
-    form: Form, shape: Shape, refs: Mapping[Extra, Any], batch: Any, query: Any, queries_axis: int = 0
-) -> tuple[Any, Any]:
+def masks(form: AttentionForm, shape: Shape, refs: Mapping[Extra, Any], batch: Any) -> Masks:
+    """The rules of an entry of the batch. Segments are compared by tiles (see `segment_ranges` and `scores`)."""
+    return Masks.of(form, shape.queries, shape.keys, lambda extra: _number(refs[extra], batch))
+
+
+def limits_of_queries(rules: Masks, shape: Shape, query: Any, queries_axis: int = 0) -> tuple[Any, Any]:
     """The first key that counts for a query, and one more than the last; None where there is no need to look.
 
     The end is one number if it is the same for all queries.
 
     Args:
-      form: the call's.
+      rules: those of the entry of the batch.
       shape: the call's, and that of tiles.
-      refs: references to the extras.
-      batch: the index of the batch's entry.
       query: indices of queries.
       queries_axis: 1 if queries past the last must not count, since results are summed over queries.
     """
-    position = query
-    if Extra.OFFSET in refs:
-        position += _number(refs[Extra.OFFSET], batch)
-    first = position - min(form.left, _FAR) if form.left is not None else None
-    end = None
-    if shape.keys % shape.key_tile or Extra.KEY_LENGTHS in refs:
-        end = _key_end(shape, refs, batch)
-    if form.right is not None:
-        after = position + (min(form.right, _FAR) + 1)
+    first, after = rules.band.key_range(query)
+    lengths, end = rules.lengths, None
+    if shape.keys % shape.key_tile or lengths.key_lengths is not None:
+        end = lengths.key_end
+    if after is not None:
         end = after if end is None else jnp.minimum(after, end)
-    if Extra.QUERY_LENGTHS in refs or (queries_axis == 1 and shape.queries % shape.query_tile):
-        end = jnp.where(query < _query_end(shape, refs, batch), shape.keys if end is None else end, 0)
+    if lengths.query_lengths is not None or (queries_axis == 1 and shape.queries % shape.query_tile):
+        end = jnp.where(query < lengths.query_end, shape.keys if end is None else end, 0)
     return first, end
 
 
-def key_tiles(form: Form, shape: Shape, refs: Mapping[Extra, Any], batch: Any, begin: Any, count: int) -> Range:
+def key_tiles(
+    form: AttentionForm, shape: Shape, refs: Mapping[Extra, Any], batch: Any, begin: Any, count: int
+) -> Range:
     """The tiles of keys that matter to the `count` queries from `begin` on, by limits and lengths."""
-    last, keys = _query_end(shape, refs, batch), _key_end(shape, refs, batch)
-    offset = _number(refs[Extra.OFFSET], batch) if Extra.OFFSET in refs else 0
-    position, end, inner_end = begin + offset, keys, keys
-    first: Any = 0
-    inner_first: Any = 0
-    if form.left is not None:
-        first = jnp.maximum(position - min(form.left, _FAR), 0)
-        inner_first = jnp.maximum(position + (count - 1 - min(form.left, _FAR)), 0)
-    if form.right is not None:
-        right = min(form.right, _FAR)
-        inner_end = jnp.minimum(position + (right + 1), keys)
-        end = jnp.minimum(position + (jnp.minimum(last - begin, count) + right), keys)
-    if Extra.QUERY_LENGTHS in refs:
-        end = jnp.where(begin < last, end, 0)
-        inner_end = jnp.where(begin + count <= last, inner_end, 0)
-    return _range(first, inner_first, inner_end, end, shape.key_tile)
+    return _range(masks(form, shape, refs, batch).key_range(begin, count), shape.key_tile)
 
 
-def query_tiles(form: Form, shape: Shape, refs: Mapping[Extra, Any], batch: Any, begin: Any, count: int) -> Range:
+def query_tiles(
+    form: AttentionForm, shape: Shape, refs: Mapping[Extra, Any], batch: Any, begin: Any, count: int
+) -> Range:
     """The tiles of queries to which the `count` keys from `begin` on matter, by limits and lengths."""
-    last, keys = _query_end(shape, refs, batch), _key_end(shape, refs, batch)
-    offset = _number(refs[Extra.OFFSET], batch) if Extra.OFFSET in refs else 0
-    index, end, inner_end = begin - offset, last, last
-    first: Any = 0
-    inner_first: Any = 0
-    if form.right is not None:  # offset + query + right >= key
-        first = jnp.maximum(index - min(form.right, _FAR), 0)
-        inner_first = jnp.maximum(index + (count - 1 - min(form.right, _FAR)), 0)
-    if form.left is not None:  # offset + query - left <= key
-        left = min(form.left, _FAR)
-        inner_end = jnp.minimum(index + (left + 1), last)
-        end = jnp.minimum(index + (jnp.minimum(keys - begin, count) + left), last)
-    if Extra.KEY_LENGTHS in refs or shape.keys % count:
-        end = jnp.where(begin < keys, end, 0)
-        inner_end = jnp.where(begin + count <= keys, inner_end, 0)
-    return _range(first, inner_first, inner_end, end, shape.query_tile)
+    return _range(masks(form, shape, refs, batch).query_range(begin, count), shape.query_tile)
 
 
 def segment_ranges(own: jax.Array, other: jax.Array, block: int, tile: int) -> jax.Array:
@@ -182,12 +152,14 @@ def _in_blocks(segments: jax.Array, block: int) -> jax.Array:
     return padded.reshape(padded.shape[0], -1, block)
 
 
-def _range(first: Any, inner_first: Any, inner_end: Any, end: Any, tile: int) -> Range:
+def _range(span: Span, tile: int) -> Range:
     """The range of tiles for a range of their elements and its interior."""
-    if all(isinstance(i, int) for i in (first, inner_first, inner_end, end)):
+    numbers = (span.begin, span.interior_begin, span.interior_end, span.end)
+    if all(isinstance(i, int) for i in numbers):
+        first, inner_first, inner_end, end = numbers
         return Range(first // tile, -(-inner_first // tile), inner_end // tile, -(-end // tile))
     size = jnp.int32(tile)
-    first, inner_first, inner_end, end = (jnp.maximum(i, 0) for i in (first, inner_first, inner_end, end))
+    first, inner_first, inner_end, end = (jnp.maximum(i, 0) for i in numbers)
     above = size - 1
     return _nested(
         lax.div(_int32(first), size),
@@ -212,17 +184,3 @@ def _nested(begin: Any, inner_begin: Any, inner_end: Any, end: Any) -> Range:
 def _number(ref: Any, batch: Any) -> jax.Array:
     """An extra of one number for each entry of the batch, or for all."""
     return ref[batch if ref.shape[0] > 1 else 0]
-
-
-def _query_end(shape: Shape, refs: Mapping[Extra, Any], batch: Any) -> Any:
-    """How many queries there are."""
-    if Extra.QUERY_LENGTHS not in refs:
-        return shape.queries
-    return jnp.minimum(_number(refs[Extra.QUERY_LENGTHS], batch), shape.queries)
-
-
-def _key_end(shape: Shape, refs: Mapping[Extra, Any], batch: Any) -> Any:
-    """How many keys there are."""
-    if Extra.KEY_LENGTHS not in refs:
-        return shape.keys
-    return jnp.minimum(_number(refs[Extra.KEY_LENGTHS], batch), shape.keys)

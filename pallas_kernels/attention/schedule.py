@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jaxsoft._attention.form import Extra, Form
+from jaxsoft._attention.form import AttentionForm, Extra
 
 from .plan import ForwardPlan
 from .ranges import Shape
@@ -28,7 +28,7 @@ _ITEM_COST = 1
 
 
 def schedule(
-    form: Form, plan: ForwardPlan, shape: Shape, items: Mapping[str, int], blocks: int
+    form: AttentionForm, plan: ForwardPlan, shape: Shape, items: Mapping[str, int], blocks: int
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """The items of each block in their order, or None where each item is to have a block of its own.
 

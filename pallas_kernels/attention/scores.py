@@ -26,22 +26,22 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxsoft._attention.form import Extra, Form
+from jaxsoft._attention.form import AttentionForm, Extra
 
 from ..rows.memory import load_as_is
-from .ranges import Shape, limits_of_queries
+from .ranges import Shape, limits_of_queries, masks
 
 LOG2E = math.log2(math.e)
 # The types in which a bias is read. Others are converted to f32 before.
 _BIAS_DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 
 
-def has_rest(form: Form) -> bool:
-    """Whether the log-sum-exp has a rest (see form.py) that matters: with a bias, which can be of any size."""
+def has_residual(form: AttentionForm) -> bool:
+    """Whether the log-sum-exp has a residual (see form.py) that matters: with a bias, which can be of any size."""
     return Extra.BIAS in form.extras
 
 
-def prepare(form: Form, extras: Mapping[Extra, jax.Array], shape: Shape) -> dict[Extra, jax.Array]:
+def prepare(form: AttentionForm, extras: Mapping[Extra, jax.Array], shape: Shape) -> dict[Extra, jax.Array]:
     """The extras as kernels read them: masks as bytes, sinks like maxima, and what has tiles in whole ones.
 
     To be called outside of the kernel. A bias in whole tiles is not copied.
@@ -58,7 +58,7 @@ def prepare(form: Form, extras: Mapping[Extra, jax.Array], shape: Shape) -> dict
             result[name] = _whole_tiles(array, 3, shape.key_tile)
     if Extra.SINKS in extras:
         # In base 2 already here: in a kernel the product would not be rounded before a maximum is subtracted from it.
-        result[Extra.SINKS] = extras[Extra.SINKS].astype(jnp.float32) * (1.0 if has_rest(form) else LOG2E)
+        result[Extra.SINKS] = extras[Extra.SINKS].astype(jnp.float32) * (1.0 if has_residual(form) else LOG2E)
     for name, tile in ((Extra.QUERY_SEGMENTS, shape.query_tile), (Extra.KEY_SEGMENTS, shape.key_tile)):
         if name in extras:
             segments = extras[name]
@@ -116,7 +116,7 @@ class Scores:
       queries_axis: 0 if queries lie along a tile's rows, 1 if along its columns.
     """
 
-    form: Form
+    form: AttentionForm
     shape: Shape
     refs: Mapping[Extra, Any]
     queries_axis: int = 0
@@ -130,7 +130,7 @@ class Scores:
     @property
     def natural(self) -> bool:
         """Whether maxima and log-sum-exps are natural: with a bias. Then values are scores."""
-        return has_rest(self.form)
+        return has_residual(self.form)
 
     def maximum(self, largest: jax.Array) -> jax.Array:
         """The maximum of scores, given that of values."""
@@ -140,19 +140,20 @@ class Scores:
         """exp(m - reference) for maxima."""
         return jnp.exp2((m - reference) * LOG2E if self.natural else m - reference)
 
-    def exp(self, values: jax.Array, reference: jax.Array, rest: jax.Array | None = None) -> jax.Array:
-        """exp(score - reference), or exp(score - reference - rest), for the rest of a natural log-sum-exp in base 2."""
+    def exp(self, values: jax.Array, reference: jax.Array, lse_residual: jax.Array | None = None) -> jax.Array:
+        """exp(score - reference), or exp(score - reference - residual), for that of a natural log-sum-exp in base 2."""
         if not self.natural:
             return jnp.exp2(values * self.unit - reference)
         exponents = (values - reference) * self.unit
-        return jnp.exp2(exponents if rest is None else exponents - rest)
+        return jnp.exp2(exponents if lse_residual is None else exponents - lse_residual)
 
     def queries(self, batch: jax.Array, begin: jax.Array) -> Queries:
         """What tiles of the queries that begin here need, to be loaded once for all their tiles."""
         layout = plgpu.Layout.WGMMA.reduce(1 - self.queries_axis)
         count = self.shape.query_tile
         query = plgpu.broadcasted_iota(jnp.int32, (count,), 0, layout=layout) + begin
-        first, end = limits_of_queries(self.form, self.shape, self.refs, batch, query, self.queries_axis)
+        rules = masks(self.form, self.shape, self.refs, batch)
+        first, end = limits_of_queries(rules, self.shape, query, self.queries_axis)
         segments = None
         if Extra.QUERY_SEGMENTS in self.refs:
             ref = self.refs[Extra.QUERY_SEGMENTS]

@@ -17,11 +17,11 @@ from meshes import mesh_of, needs_devices
 
 import jaxsoft
 from jaxsoft import fold
-from jaxsoft._attention import primitive
 from jaxsoft._attention.derivative import attention
-from jaxsoft._attention.form import STATE, Extra, Form
-from jaxsoft._attention.operation import Forward, Pullback
-from jaxsoft._attention.primitive import attention_operation
+from jaxsoft._attention.form import STATE, AttentionForm, Extra
+from jaxsoft._attention.operation import attention_operation
+from jaxsoft._attention.spec import AttentionForward, AttentionPullback
+from jaxsoft._core import operation
 
 SIZES = 2, 6, 19, 4, 2, 8
 BORDERS = 7, 14
@@ -88,7 +88,7 @@ def test_parts_of_queries():
     for begin, end in ((0, 300), (300, 640), (640, 900)):
         form = dataclasses.replace(call.form, extras=STATE, right=300 - begin)
         given = query, key[:, begin:end], value[:, begin:end], output, lse
-        output, lse, _ = attention_operation(Forward(form), "xla", *map(jnp.asarray, given))
+        output, lse, _ = attention_operation(AttentionForward(form), "xla", *map(jnp.asarray, given))
     assert max(errors((output, lse), results[:2])) <= 2e-6
 
 
@@ -122,10 +122,12 @@ def test_special_states(implementation, before, lse, counts):
     lengths = np.array([40 if counts else 0], np.int32)
     states = np.full((1, 3, 2, 64), before, np.float32), np.full((1, 2, 3), lse, np.float32)
     for last in (np.float32, dtype):
-        form = Form(np.dtype(last), 1.0, extras=(Extra.KEY_LENGTHS, *STATE), rounded=last == jnp.bfloat16)
+        form = AttentionForm(np.dtype(last), 1.0, extras=(Extra.KEY_LENGTHS, *STATE), rounded=last == jnp.bfloat16)
         with served(implementation):
             output, total, *_ = attention_operation(
-                Forward(form), implementation, *map(jnp.asarray, (query, key, np.ones_like(key), lengths, *states))
+                AttentionForward(form),
+                implementation,
+                *map(jnp.asarray, (query, key, np.ones_like(key), lengths, *states)),
             )
             with np.errstate(invalid="ignore"):
                 own = np.log(40) if counts else -np.inf
@@ -151,8 +153,8 @@ def test_vmap(implementation):
     output, lse = (rng.standard_normal(shape).astype(np.float32) for shape in ((3, 2, 5, 4, 64), (3, 2, 4, 5)))
     delta = rng.standard_normal((2, 4, 5)).astype(np.float32)
     sums = [rng.standard_normal((3, *x.shape)).astype(np.float32) for x in (query, key, value)]
-    forward = Forward(Form(np.dtype(np.float32), 0.1, extras=STATE))
-    pullback = Pullback(Form(np.dtype(dtype), 0.1), THREE, True, THREE)
+    forward = AttentionForward(AttentionForm(np.dtype(np.float32), 0.1, extras=STATE))
+    pullback = AttentionPullback(AttentionForm(np.dtype(dtype), 0.1), THREE, True, THREE)
 
     def states(output, lse):
         return attention_operation(forward, implementation, query, key, value, output, lse)
@@ -175,13 +177,13 @@ def test_vmap(implementation):
 @pytest.mark.parametrize("opaque", [True, False])
 def test_over_a_mesh(opaque, key_heads, kind, monkeypatch):
     """The state and sums stay with the batch and the heads. A sum that several devices share is added once."""
-    monkeypatch.setattr(primitive, "is_opaque", lambda implementation: opaque)
+    monkeypatch.setattr(operation, "is_opaque", lambda implementation: opaque)
     rng = np.random.default_rng(0)
     of_query, of_key, of_row = (4, 6, 8, 8), (4, 10, key_heads, 8), (4, 8, 6)
     shapes = [of_query, of_key, of_key, of_query, of_query, of_row, of_row, of_query, of_key, of_key]
     arrays = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
-    forward = Forward(Form(np.dtype(np.float32), 0.1, extras=STATE))
-    pullback = Pullback(Form(np.dtype(np.float32), 0.1), THREE, True, THREE)
+    forward = AttentionForward(AttentionForm(np.dtype(np.float32), 0.1, extras=STATE))
+    pullback = AttentionPullback(AttentionForm(np.dtype(np.float32), 0.1), THREE, True, THREE)
 
     def both(query, key, value, cotangent, output, lse, delta, *sums):
         results = attention_operation(forward, "xla", query, key, value, output, lse)
@@ -201,7 +203,7 @@ def test_over_a_mesh(opaque, key_heads, kind, monkeypatch):
 
 def test_a_state_is_not_differentiated():
     """It would be a mistake, and zeros would hide it."""
-    form = Form(np.dtype(np.float32), 0.1, extras=STATE)
+    form = AttentionForm(np.dtype(np.float32), 0.1, extras=STATE)
     given = (
         jnp.ones((1, 2, 2, 8)),
         jnp.ones((1, 3, 2, 8)),
@@ -218,7 +220,7 @@ def test_a_state_is_not_differentiated():
 )
 def test_sums_are_of_wide_gradients_that_are_asked_for(changed):
     with pytest.raises(AssertionError):
-        Pullback(Form(np.dtype(np.float32), 0.1), ("query", "bias"), **changed)
+        AttentionPullback(AttentionForm(np.dtype(np.float32), 0.1), ("query", "bias"), **changed)
 
 
 def test_the_state_is_that_of_the_fold():

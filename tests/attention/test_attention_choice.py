@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from common import target
 from jax.sharding import AbstractDevice, AbstractMesh
-from jaxsoft._core.carriers import CARRIERS
 
 import jaxsoft
 from jaxsoft._attention import choice
-from jaxsoft._attention.form import STATE, Extra, Form
-from jaxsoft._attention.operation import Forward, Pullback
-from jaxsoft._attention.primitive import attention_operation
+from jaxsoft._attention.form import STATE, AttentionForm, Extra
+from jaxsoft._attention.operation import attention_operation
+from jaxsoft._attention.spec import AttentionForward, AttentionPullback
 from jaxsoft._core import cudnn
+from jaxsoft._core.implementations import REGISTERED
 from jaxsoft.pallas_kernels.attention import forward
 
 CUDNN = r"__cudnn\$fmhaSoftmax(?:Backward)?"
@@ -28,7 +28,7 @@ def a_hopper_gpu(monkeypatch):
     """Without the CUDA kernels, unless `cuda_kernels` is asked for as well."""
     with_ffi(monkeypatch, lambda platform: "not here")
     for name in ("pallas", "cudnn"):
-        monkeypatch.setitem(CARRIERS, name, dataclasses.replace(CARRIERS[name], unavailable=lambda platform: None))
+        monkeypatch.setitem(REGISTERED, name, dataclasses.replace(REGISTERED[name], unavailable=lambda platform: None))
     module = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
     monkeypatch.setattr(module, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(module, "check_compute_capability", lambda capability: True)
@@ -43,7 +43,7 @@ def with_ffi(monkeypatch, unavailable):
 @pytest.fixture
 def cuda_kernels(monkeypatch):
     with_ffi(monkeypatch, lambda platform: None)
-    monkeypatch.setitem(CARRIERS, "ffi", dataclasses.replace(CARRIERS["ffi"], unavailable=lambda platform: None))
+    monkeypatch.setitem(REGISTERED, "ffi", dataclasses.replace(REGISTERED["ffi"], unavailable=lambda platform: None))
 
 
 def lowered(function, shape=(2, 256, 4, 64), dtype=jnp.bfloat16):
@@ -144,7 +144,7 @@ HALVES = [(64, 64), (8256, 8256), (4096, 192)]
 
 @pytest.mark.parametrize(("queries", "keys"), HALVES)
 def test_where_cudnn_s_gradients_may_be_nan(queries, keys):
-    """By default others give them, and the output, so that its rest is there for them. cuDNN says why it does not."""
+    """By default others give them, and the output, so that it has its residual. cuDNN says why it does not."""
     attend = functools.partial(jaxsoft.dot_product_attention, deterministic=False)
     by_name = functools.partial(attend, implementation="cudnn")
     assert len(calls(text_of(by_name, queries, keys))) == 1
@@ -409,9 +409,13 @@ def of_blocks(implementation, queries, keys, dtype, size=128):
     query, key = (like((1, n, heads, size), jnp.bfloat16) for n, heads in ((queries, 8), (keys, 2)))
     output, lse, count = like(query.shape, np.float32), like((1, 8, queries), np.float32), like((1,), np.int32)
     extras = (Extra.QUERY_LENGTHS, Extra.KEY_LENGTHS, Extra.OFFSET)
-    forward = Forward(Form(np.dtype(dtype), 0.1, right=0, extras=(*extras, *STATE), rounded=dtype != np.float32))
+    forward = AttentionForward(
+        AttentionForm(np.dtype(dtype), 0.1, right=0, extras=(*extras, *STATE), rounded=dtype != np.float32)
+    )
     names = "query", "key", "value"
-    pullback = Pullback(Form(np.dtype(jnp.bfloat16), 0.1, right=0, extras=extras), names, True, ("query", "value"))
+    pullback = AttentionPullback(
+        AttentionForm(np.dtype(jnp.bfloat16), 0.1, right=0, extras=extras), names, True, ("query", "value")
+    )
     found = []
     for operation, operands in (
         (forward, (query, key, key, count, count, count, output, lse)),
@@ -451,3 +455,26 @@ def test_a_state_where_no_kernel_serves():
     assert of_blocks(None, 1024, 1024, np.float32, size=20) == [([], []), ([], [])]
     with pytest.raises(ValueError, match=r"'cudnn' cannot serve this call: .*float32 of bfloat16"):
         of_blocks("cudnn", 1024, 1024, np.float32)
+
+
+def test_explained(cuda_kernels):
+    """Which kernel serves a call, how it cuts up its work, and why those before it do not."""
+    x, bias = jax.ShapeDtypeStruct((2, 2048, 4, 64), jnp.bfloat16), jax.ShapeDtypeStruct((1, 1, 1, 2048), jnp.bfloat16)
+    by_ffi = jaxsoft.explain(gradients(jaxsoft.dot_product_attention), x, x, x).choices
+    assert [choice.implementation for choice in by_ffi] == ["ffi", "ffi"]
+    assert [choice.kernel.split(":")[0] for choice in by_ffi] == ["attention_forward", "attention_backward"]
+    forward, backward = jaxsoft.explain(gradients(jaxsoft.dot_product_attention), x, x, x, bias).choices
+    assert forward.kernel.startswith("jaxsoft_attention: 192 queries a block")
+    assert "takes no bias" in forward.reasons["ffi"]
+    assert "jaxsoft_attention_key_value_gradients: 128 keys a block" in backward.kernel
+    decode = jaxsoft.explain(jaxsoft.dot_product_attention, jax.ShapeDtypeStruct((2, 1, 4, 64), jnp.bfloat16), x, x)
+    assert decode.choices[0].kernel.startswith("decode_few_rows: ")
+
+
+def test_several_implementations(cuda_kernels):
+    """One of those that are accepted serves the call, or an error says why none does."""
+    attend = functools.partial(jaxsoft.dot_product_attention, implementation=("cudnn", "pallas"))
+    x = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
+    assert {choice.implementation for choice in jaxsoft.explain(attend, x, x, x).choices} <= {"cudnn", "pallas"}
+    with pytest.raises(ValueError, match=r"cudnn: .* without a cap; pallas: .* soft cap .*'xla'"):
+        jaxsoft.explain(functools.partial(attend, logits_soft_cap=3e3), x, x, x)

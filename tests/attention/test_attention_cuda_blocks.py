@@ -17,9 +17,9 @@ from truth import wide
 
 import jaxsoft
 from jaxsoft import fold
-from jaxsoft._attention.form import STATE, Extra, Form
-from jaxsoft._attention.operation import Forward, Pullback
-from jaxsoft._attention.primitive import attention_operation
+from jaxsoft._attention.form import STATE, AttentionForm, Extra
+from jaxsoft._attention.operation import attention_operation
+from jaxsoft._attention.spec import AttentionForward, AttentionPullback
 
 pytestmark = pytest.mark.skipif("ffi" not in ATTENTION_IMPLEMENTATIONS, reason="no CUDA kernels for attention")
 ALLOWED = {jnp.bfloat16: 8e-3, jnp.float16: 1.5e-3}
@@ -98,10 +98,10 @@ def test_what_is_added_is_what_is_there(size):
     output = jnp.asarray(rng.standard_normal(query.shape), F32)
     lse = jnp.asarray(rng.standard_normal((2, 4, 300)), F32)
     none = jnp.zeros(2, np.int32)
-    form = Form(np.dtype(np.float32), 0.1, extras=(Extra.KEY_LENGTHS, *STATE))
-    run = functools.partial(attention_operation, Forward(form), "ffi", query, key, value)
+    form = AttentionForm(np.dtype(np.float32), 0.1, extras=(Extra.KEY_LENGTHS, *STATE))
+    run = functools.partial(attention_operation, AttentionForward(form), "ffi", query, key, value)
     assert same_bits(jax.jit(run)(none, output, lse)[:2], (output, lse))
-    within = Forward(Form(np.dtype(np.float32), 0.1, extras=(Extra.KEY_LENGTHS,)))
+    within = AttentionForward(AttentionForm(np.dtype(np.float32), 0.1, extras=(Extra.KEY_LENGTHS,)))
     alone = attention_operation(within, "ffi", query, key, value, none + 150)
     empty = jnp.full_like(output, np.nan), jnp.full_like(lse, -np.inf)
     assert same_bits(run(none + 150, *empty)[:2], alone[:2])
@@ -109,14 +109,18 @@ def test_what_is_added_is_what_is_there(size):
 
     sums = [jnp.asarray(rng.standard_normal(x.shape), F32) for x in (query, key, value)]
     names = "query", "key", "value"
-    pullback = Pullback(Form(np.dtype(jnp.bfloat16), 0.1, extras=(Extra.KEY_LENGTHS,)), names, True, names)
+    pullback = AttentionPullback(
+        AttentionForm(np.dtype(jnp.bfloat16), 0.1, extras=(Extra.KEY_LENGTHS,)), names, True, names
+    )
     known = query, *alone[1:], jnp.zeros_like(lse), cotangent
     gradients = functools.partial(attention_operation, pullback, "ffi", query, key, value)
     assert same_bits(list(jax.jit(gradients)(none, *known, *sums)), sums)
     added = gradients(none + 150, *known, *sums)
-    own = attention_operation(Pullback(pullback.form, names, True), "ffi", query, key, value, none + 150, *known)
+    own = attention_operation(
+        AttentionPullback(pullback.form, names, True), "ffi", query, key, value, none + 150, *known
+    )
     assert same_bits(list(added), [a + b for a, b in zip(own, sums, strict=True)])
-    narrow = attention_operation(Pullback(pullback.form, names), "ffi", query, key, value, none + 150, *known)
+    narrow = attention_operation(AttentionPullback(pullback.form, names), "ffi", query, key, value, none + 150, *known)
     assert same_bits(list(narrow), [x.astype(jnp.bfloat16) for x in own])
 
 

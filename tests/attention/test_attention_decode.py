@@ -173,7 +173,7 @@ def test_state():
 
 
 def test_scores_that_are_all_very_low():
-    """The log-sum-exp in f32 does not tell one key from hundreds there, and its rest does: parts have their weights."""
+    """The log-sum-exp in f32 does not tell one key from hundreds, and its residual does: parts have their weights."""
     query, key = np.ones((2, 3, 4, 64), jnp.bfloat16), np.zeros((2, 700, 2, 64), jnp.bfloat16)
     value = np.broadcast_to(np.arange(700)[:, None, None] < 300, key.shape).astype(jnp.bfloat16)
     bias = np.full((1, 1, 1, 1), -1e9, np.float32)

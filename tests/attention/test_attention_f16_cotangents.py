@@ -13,9 +13,9 @@ from meshes import MESH, mesh_of, needs_devices
 from truth import wide
 
 import jaxsoft
-from jaxsoft._attention import around, xla
-from jaxsoft._attention.form import Form
-from jaxsoft._attention.operation import Pullback
+from jaxsoft._attention import adapters, xla
+from jaxsoft._attention.form import AttentionForm
+from jaxsoft._attention.spec import AttentionPullback
 
 F16 = np.float16
 
@@ -108,8 +108,8 @@ def test_around_a_kernel_that_takes_f16(moving, size):
         expected = jax.grad(total, [names.index(name) for name in moving])(*map(wide, given))
         lse = np.moveaxis(lse, 2, 1)
         delta = np.moveaxis((y * cotangent).sum(-1) - d_lse, 2, 1)
-    form = Form(np.dtype(np.float32), z.h**-0.5, extras=tuple(e for e in xla.Extra if e.value in extras))
-    operation = Pullback(form, moving, wide=True)
+    form = AttentionForm(np.dtype(np.float32), z.h**-0.5, extras=tuple(e for e in xla.Extra if e.value in extras))
+    operation = AttentionPullback(form, moving, wide=True)
     kernel = xla.pullback(form, moving, "cpu", wide=True)
 
     def of_f16(*operands):
@@ -117,7 +117,7 @@ def test_around_a_kernel_that_takes_f16(moving, size):
         return kernel(*operands)
 
     numbers = (y, lse, np.zeros_like(lse), delta)
-    found = jax.jit(around.narrowed(operation, of_f16))(*given, *(v.astype(np.float32) for v in numbers), cotangent)
+    found = jax.jit(adapters.narrowed(operation, of_f16))(*given, *(v.astype(np.float32) for v in numbers), cotangent)
     for name, a, e in zip(moving, found, expected, strict=True):
         assert a.dtype == np.float32
         if name == "query":

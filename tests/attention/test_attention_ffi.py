@@ -169,7 +169,13 @@ def test_bad_extras(extra, shape, dtype, message):
         (DECODE, THREE, ("output", "lse"), {"extras": "offset,offset"}, "extras='offset,offset' must be some of"),
         (DECODE, THREE, ("output", "lse"), {"extras": "off"}, "extras='off' must be some of"),
         (DECODE, (*THREE, "query_segments"), ("output", "lse"), {"extras": "query_segments"}, "must be given together"),
-        (FORWARD, THREE, ("output", "lse"), {"results": "rest"}, "results='rest' must be some of 'output_residual'"),
+        (
+            FORWARD,
+            THREE,
+            ("output", "lse"),
+            {"results": "lse_residual"},
+            "results='lse_residual' must be some of 'output_residual'",
+        ),
         (
             DECODE,
             THREE,

@@ -135,7 +135,7 @@ def test_segments_of_64_bits():
 
 @each_axis_type
 def test_16_bits(kind):
-    """The output's rest lies where the output does: nothing moves for gradients."""
+    """The output's residual lies where the output does: nothing moves for gradients."""
     grad = case((), SIZES, jnp.bfloat16).through("grad")
     with jax.set_mesh(mesh_of(kind)):
         for spec in SPECS[:3]:

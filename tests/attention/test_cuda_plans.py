@@ -13,8 +13,8 @@ from common import ATTENTION_IMPLEMENTATIONS, target
 
 from jaxsoft import dot_product_attention
 from jaxsoft._attention import ffi as attention
-from jaxsoft._attention.form import Extra, Form
-from jaxsoft._attention.operation import Forward
+from jaxsoft._attention.form import AttentionForm, Extra
+from jaxsoft._attention.spec import AttentionForward
 from jaxsoft._core import library
 from jaxsoft._head import ffi as head
 
@@ -144,7 +144,7 @@ def operands(*shapes):
 
 
 def test_plans_of_attention_change_with_the_gpu():
-    operation = Forward(Form(jnp.dtype(jnp.bfloat16), 1.0))
+    operation = AttentionForward(AttentionForm(jnp.dtype(jnp.bfloat16), 1.0))
     given = operands((4, 1, 32, 128), *[(4, 65536, 8, 128)] * 2)
     found = []
     for gpu in GPUS:

@@ -11,7 +11,7 @@ import pytest
 from common import interpreted, target
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxsoft._attention.form import Extra, Form
+from jaxsoft._attention.form import AttentionForm, Extra
 from jaxsoft.pallas_kernels.attention import backward, backward_call
 
 SEGMENTS = (Extra.QUERY_SEGMENTS, Extra.KEY_SEGMENTS)
@@ -20,7 +20,7 @@ HEADS = [(64, 64), (128, 128), (256, 256), (32, 32), (96, 96), (192, 128), (40, 
 
 
 def form_of(extras=(), **limits):
-    return Form(np.dtype(jnp.bfloat16), 0.2, extras=extras, **limits)
+    return AttentionForm(np.dtype(jnp.bfloat16), 0.2, extras=extras, **limits)
 
 
 def operands_of(form, queries, keys, head=32, value=32, mask_queries=1, bias_dtype=np.float32, offset=0.0):
@@ -46,7 +46,7 @@ def operands_of(form, queries, keys, head=32, value=32, mask_queries=1, bias_dty
 
 
 def exact(form, operands, cotangent):
-    """lse, its rest, delta and the gradients in float64, of scores that are rounded to f32."""
+    """lse, its residual, delta and the gradients in float64, of scores that are rounded to f32."""
     query, key, value = (np.asarray(x, np.float64) for x in operands[:3])
     extras, g = dict(zip(form.extras, operands[3:], strict=True)), np.asarray(cotangent, np.float64)
     key, value = (np.repeat(x, 2, axis=2) for x in (key, value))

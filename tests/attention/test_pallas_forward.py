@@ -15,7 +15,7 @@ import pytest
 from common import interpreted, target
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxsoft._attention.form import Extra, Form
+from jaxsoft._attention.form import AttentionForm, Extra
 from jaxsoft.pallas_kernels.attention import choice, ranges
 from jaxsoft.pallas_kernels.attention.extra_tiles import ExtraRings
 from jaxsoft.pallas_kernels.attention.forward import forward
@@ -52,7 +52,7 @@ def no_races(capfd):
 
 
 def form_of(*extras, dtype=BF16, **rules):
-    return Form(dtype, rules.pop("scale", 0.2), extras=extras, **rules)
+    return AttentionForm(dtype, rules.pop("scale", 0.2), extras=extras, **rules)
 
 
 def operands_of(form, queries, keys, head=32, value=32, dtype=BF16, bias=None, mask=None, bias_dtype=F32):

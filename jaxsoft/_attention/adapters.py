@@ -14,18 +14,18 @@ import jax.numpy as jnp
 from jaxsoft import fold
 from jaxsoft._attention import xla
 from jaxsoft._attention.form import BASE, STATE
-from jaxsoft._attention.operation import Operation, Pullback
+from jaxsoft._attention.spec import AttentionPullback, AttentionSpec
 from jaxsoft.fold import accumulator
 
 
-def continues(operation: Operation) -> bool:
+def continues(operation: AttentionSpec) -> bool:
     """Whether an operation goes on from what other blocks of keys gave."""
-    return operation.wide if isinstance(operation, Pullback) else operation.form.has_state
+    return operation.wide if isinstance(operation, AttentionPullback) else operation.form.has_state
 
 
-def alone[T: Operation](operation: T, dtype: jax.typing.DTypeLike) -> T:
+def without_state[T: AttentionSpec](operation: T, dtype: jax.typing.DTypeLike) -> T:
     """The operation, for queries of a dtype, of this block of keys alone, whose operands are the first of its own."""
-    if isinstance(operation, Pullback):
+    if isinstance(operation, AttentionPullback):
         return dataclasses.replace(operation, wide=False, sums=())
     form = operation.form
     extras = tuple(extra for extra in form.extras if extra not in STATE)
@@ -34,24 +34,24 @@ def alone[T: Operation](operation: T, dtype: jax.typing.DTypeLike) -> T:
     )
 
 
-def continued(operation: Operation, function: xla.Function) -> xla.Function:
+def continued(operation: AttentionSpec, function: xla.Function) -> xla.Function:
     """The function of an operation, given that of the operation alone."""
-    return _gradients(operation, function) if isinstance(operation, Pullback) else _folded(operation, function)
+    return _gradients(operation, function) if isinstance(operation, AttentionPullback) else _folded(operation, function)
 
 
-def _gradients(operation: Pullback, pullback: xla.Function) -> xla.Function:
+def _gradients(operation: AttentionPullback, pullback: xla.Function) -> xla.Function:
     def wide(*operands: jax.Array) -> tuple[jax.Array, ...]:
         dtype = accumulator(operands[0].dtype)
         return tuple(gradient.astype(dtype) for gradient in pullback(*operands))
 
-    return xla.with_sums(operation.moving, operation.sums, wide)
+    return xla.with_sums(operation.wrt, operation.sums, wide)
 
 
-def _folded(operation: Operation, forward: xla.Function) -> xla.Function:
+def _folded(operation: AttentionSpec, forward: xla.Function) -> xla.Function:
     def function(*operands: jax.Array) -> tuple[jax.Array, ...]:
         *given, state_output, state_lse = operands
-        output, lse, rest = forward(*given)
-        st = xla.with_rest(xla.before(output, lse), rest)
+        output, lse, lse_residual = forward(*given)
+        st = xla.with_residual(xla.before(output, lse), lse_residual)
         return xla.of_state(operation.form, given[0].dtype, fold.combine(xla.before(state_output, state_lse), st))
 
     return function
@@ -61,7 +61,7 @@ _EXPONENTS = (-120, 120)  # powers of 2 that are normal numbers of f32, and so a
 _LEAST_SHARE, _FURTHEST_DELTA = 2.0**-12, 2.0**-10
 
 
-def narrowed(operation: Pullback, pullback: xla.Function) -> xla.Function:
+def narrowed(operation: AttentionPullback, pullback: xla.Function) -> xla.Function:
     """The function of a pullback whose cotangent is in the accumulator's dtype, given one with wide gradients and no
     sums, which takes the cotangent in the dtype of query.
 
@@ -73,7 +73,7 @@ def narrowed(operation: Pullback, pullback: xla.Function) -> xla.Function:
     """
 
     def wide(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        *given, output, lse, rest, delta, cotangent = operands
+        *given, output, lse, lse_residual, delta, cotangent = operands
         query, key = given[: BASE - 1]
         of_queries, of_group, of_unit = _exponents(operation, key.shape[2], delta, cotangent)
         small = cotangent * _power(-jnp.moveaxis(of_queries, 1, 2))[..., None]
@@ -83,23 +83,23 @@ def narrowed(operation: Pullback, pullback: xla.Function) -> xla.Function:
         delta = delta * _power(-of_queries) + jnp.moveaxis(lost, 2, 1)
         shift = (of_group - of_queries).astype(lse.dtype) * math.log(2)
         shifted = lse + shift
-        rest = rest + fold.reference(shift - (shifted - fold.reference(lse)))
-        found = dict(zip(operation.moving, pullback(*given, output, shifted, rest, delta, rounded), strict=True))
+        lse_residual = lse_residual + fold.reference(shift - (shifted - fold.reference(lse)))
+        found = dict(zip(operation.wrt, pullback(*given, output, shifted, lse_residual, delta, rounded), strict=True))
         units = {"query": of_group[:, None, :, :], "bias": of_unit[:1, :1, None, None]}
         return tuple(x * _power(units.get(name, of_unit[:, None, :, None])) for name, x in found.items())
 
     def function(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        found = xla.with_sums(operation.moving, operation.sums, wide)(*operands)
+        found = xla.with_sums(operation.wrt, operation.sums, wide)(*operands)
         if operation.wide:
             return found
-        places = (operation.form.place(name) for name in operation.moving)
+        places = (operation.form.place(name) for name in operation.wrt)
         return tuple(x.astype(operands[place].dtype) for place, x in zip(places, found, strict=True))
 
     return function
 
 
 def _exponents(
-    operation: Pullback, groups: int, delta: jax.Array, cotangent: jax.Array
+    operation: AttentionPullback, groups: int, delta: jax.Array, cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The exponents of the sizes of the queries' cotangents (B, N, T); of the units of their gradients (B, N, 1); and
     of these by heads of keys (B, K). A bias may be shared by batch and heads: with its gradient, there is one unit.
@@ -110,7 +110,7 @@ def _exponents(
     size = jnp.maximum(of_output, jnp.abs(delta) * _FURTHEST_DELTA)
     size = jnp.where(jnp.isfinite(size), size, 0)
     batch, heads, _ = size.shape
-    by_group = size.reshape((1, 1, -1) if "bias" in operation.moving else (batch, groups, -1))
+    by_group = size.reshape((1, 1, -1) if "bias" in operation.wrt else (batch, groups, -1))
     unit = jnp.maximum(jnp.max(by_group, axis=-1), jnp.sum(by_group * _LEAST_SHARE, axis=-1))
     of_unit = jnp.broadcast_to(_exponent(unit), (batch, groups))
     of_group = jnp.repeat(of_unit, heads // groups, axis=1)[..., None]

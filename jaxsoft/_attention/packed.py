@@ -11,7 +11,7 @@ import jax.numpy as jnp
 type _Function = Callable[..., tuple[jax.Array, ...]]
 
 
-def packed(key: jax.Array, value: jax.Array) -> jax.Array:
+def pack(key: jax.Array, value: jax.Array) -> jax.Array:
     """Keys (B, S, K, H) and values (B, S, K, D), or gradients by them, as one array (2, B, S, K, H or D)."""
     key, value = _of_one_size(key, value)
     # Two copies into one array. XLA would make one program of them, which took twice as long on an H200.
@@ -19,8 +19,8 @@ def packed(key: jax.Array, value: jax.Array) -> jax.Array:
     return block.at[1].set(value)
 
 
-def packed_type(key: jax.Array, value: jax.Array) -> jax.Array:
-    """An array of the type of `packed`, over explicit axes of a mesh as well."""
+def pack_type(key: jax.Array, value: jax.Array) -> jax.Array:
+    """An array of the type of `pack`, over explicit axes of a mesh as well."""
     return jnp.stack(_of_one_size(key, value))
 
 
@@ -31,28 +31,28 @@ def _of_one_size(key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array
     return key, value
 
 
-def unpacked(block: jax.Array, sizes: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
+def unpack(block: jax.Array, sizes: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
     """Keys and values of such an array, of these head sizes."""
     return block[0, ..., : sizes[0]], block[1, ..., : sizes[1]]
 
 
 def flat(block: jax.Array) -> jax.Array:
-    """A block (2, B, S, K, H) as keys and values of a form that says `stacked`: (2 B, S, K, H)."""
+    """A block (2, B, S, K, H) as keys and values of a form that says `packed`: (2 B, S, K, H)."""
     return block.reshape(-1, *block.shape[2:])
 
 
-def served(moving: Sequence[str], function: _Function) -> _Function:
-    """A function of keys and values that are stacked, given the one of keys and values apart.
+def served(wrt: Sequence[str], function: _Function) -> _Function:
+    """A function of keys and values that are packed, given the one of separate keys and values.
 
     Args:
-      moving: the operands by which it gives gradients, both key and value among them; none for a forward operation.
+      wrt: the operands by which it gives gradients, both key and value among them; none for a forward operation.
       function: of query, key, value and others.
     """
 
     def call(query: jax.Array, key: jax.Array, value: jax.Array, *others: jax.Array) -> tuple[jax.Array, ...]:
         batch = key.shape[0] // 2
         found = function(query, key[:batch], value[batch:], *others)
-        if not moving:
+        if not wrt:
             return found
         *before, of_key, of_value = found
         return *before, jnp.concatenate([of_key, of_value])
