@@ -3,14 +3,10 @@
 //
 // With d = log(q / p) = (w - z) - c, where c is the logsumexp of w less that of z, the sum of p * (exp(d) - 1) is 0. So
 // the divergence is the sum of p * h(d), with h(d) = exp(d) - 1 - d. No term is negative, and nothing cancels, however
-// near p and q are. What a part of a row is reduced to has all this for the part alone; the chain rule combines parts:
+// near p and q are. c is not known before the end: a thread has a reference near it in its place, which is corrected
+// then. The threads of a warp share a maximum and a reference, and move them seldom, as those who do delay the others.
 //
-//   m, s     the state of its scores z
-//   c, k     the ratio and the divergence within the part
-//   mq, sq   the state of those of its scores w beside which z has nearly no weight: they add to q alone
-//
-// c and k keep all their digits relative to themselves, since they are found from sums of exp(d) - 1 and of h(d) with a
-// reference near c in d's place of it, which is corrected in the end.
+// Scores w beside which z has nearly no weight add to q alone. They have a state of their own, (mq, sq).
 //
 // The gradients are g * p * (-d - k) by z, and g * (q - p) = g * p * (exp(d) - 1) by w, times their scales.
 #include "kl_divergence.cuh"
@@ -26,14 +22,12 @@ namespace jaxsoft::cuda {
 namespace {
 
 // Up to here |d| is small, and h is a polynomial. Beyond kLargest, p is nothing beside q.
-constexpr float kSmall = 1, kLargest = 50;
-// Where the mean of h is above this, exp(d) - 1 - d is exact enough for small d, too.
-constexpr float kFar = 1.f / 128;
+constexpr float kSmall = 0.25f, kLargest = 50;
+// Where the mean of d^2 is above this, h is the difference of sums of exp(d), of 1 and of d.
+constexpr float kFar = 1.f / 64;
 // The maximum that weights are relative to is raised when a score is above it by so much: seldom. A weight that is then
 // too small for f32 has a q of at most exp(kLag + kLargest - 87).
 constexpr float kLag = 8;
-// The reference is changed for elements with so many times the weight of all before.
-constexpr float kHeavier = 8;
 // In the place of a distance of -inf: the divergence is then above kInfinite.
 constexpr float kFurthest = -1e30f, kInfinite = 1e20f;
 
@@ -51,17 +45,13 @@ template <class A>
 __device__ A weight(A m, A to) {
   return term(m - reference(to));
 }
-// h(d) / d^2 for small d: 1/2! + d/3! + d^2/4! + ..., in f32 the polynomial with the least relative error (1.5e-6).
+// h(d) / d^2 for small d: 1/2! + d/3! + d^2/4! + ..., in f32 the polynomial with the least relative error (1.4e-6).
 template <class A>
 __device__ A series_beyond(A d) {
   if constexpr (sizeof(A) == 4) {
-    constexpr A factors[] = {0.50000077f, 0.16666590f, 0.041652795f, 0.0083352551f, 0.0014262538f, 0.00019977662f};
-    A sum = factors[5];
-#pragma unroll
-    for (int i = 4; i >= 0; i--) sum = fma(sum, d, factors[i]);
-    return sum;
+    return fma(fma(fma(A(0.0083374638f), d, A(0.041753501f)), d, A(0.16666696f)), d, A(0.49999932f));
   } else {
-    constexpr int terms = 18;
+    constexpr int terms = 12;
     double factorial[terms + 2] = {1, 1};
     for (int i = 2; i < terms + 2; i++) factorial[i] = factorial[i - 1] * i;
     A sum = A(1 / factorial[terms + 1]);
@@ -75,71 +65,72 @@ __device__ A beyond(A d) {
   return fabs(d) < A(kSmall) ? d * d * series_beyond(d) : term(d) - 1 - d;
 }
 
-// Sums over a set of elements, or of parts, with d from a reference: of the weights a of p, of a * exp(d), of a * h(d),
-// and of a * d. The divergence within parts is added to the third, and taken from the fourth.
+// Sums over elements, with d from a reference: of the weights a of p, of a * exp(d), of a * h(d), and of a * d.
 template <class A>
 struct Sums {
   A s = 0, grown = 0, beyond = 0, linear = 0;
   __device__ void scale(A factor) { s *= factor, grown *= factor, beyond *= factor, linear *= factor; }
-  __device__ void add(A a, A d, A within) {
-    s += a, grown += a * term(d), beyond += a * (within + cuda::beyond(d)), linear += a * (d - within);
+  __device__ void add(const Sums& more) {
+    s += more.s, grown += more.grown, beyond += more.beyond, linear += more.linear;
   }
-  // Adds what has so little of p beside its q that it is left out of q's sum here, or so little of q.
-  __device__ void add_without_q(A a, A linear_part) { s += a, beyond -= a + linear_part, linear += linear_part; }
+  // Adds an element, but for its q if d is so large that it is added elsewhere, or so small that there is none.
+  __device__ void add_without_q(A a, A d) { s += a, beyond -= a + a * d, linear += a * d; }
 };
 
+// What a part of a row is reduced to: the sums relative to the maximum m and the reference c, and of those of its scores
+// w beside which z has nearly no weight, which add to q alone, the maximum and the sum of exponentials.
 template <class A>
 struct Part {
-  A m = -INFINITY, s = 0, c = 0, k = 0, mq = -INFINITY, sq = 0;
+  A m = -INFINITY, c = 0, mq = -INFINITY, sq = 0;
+  A highest = -INFINITY;  // the largest score z, above m by at most kLag
+  Sums<A> sums;
 
-  // What sums with the reference c amount to. The reference is corrected by what the sum of p * (exp(d) - 1) differs
-  // from 0, which also is the sum of p * h(d) and of p * d.
-  __device__ void set(A c, const Sums<A>& sums) {
-    s = sums.s, this->c = c, k = 0;
-    if (s == 0) return;
-    const A excess = (sums.linear + sums.beyond) / s;
-    if (fabs(excess) < A(0.5)) {
-      const A log = log1p(excess);
-      A series = 0;  // of log - excess
-      for (int i = 16; i >= 2; i--) series = A(i % 2 ? 1.0 : -1.0) / i + excess * series;
-      this->c += log;
-      k = sums.beyond / s + (fabs(excess) < A(0.1) ? excess * excess * series : log - excess);
-    } else {  // then the divergence is no small difference
-      const A log = ::log(max(sums.grown / s, A(1e-30)));
-      this->c += log, k = log - sums.linear / s;
-    }
-  }
   // Adds scores that belong to q alone: so many whose exponential is that of w.
   __device__ void add_alone(A w, A count = 1) {
     if (w > mq) sq *= weight(mq, w), mq = w;
     sq += count * term(w - reference(mq));
   }
+  // Takes a larger maximum, given what weights are too large by. What has no weight beside it belongs to q alone.
+  __device__ void raise(A top, A excess = 1) {
+    if (sums.s != 0) {
+      const A factor = weight(m, top) / excess;
+      if (factor == 0 && sums.grown > 0) add_alone(m + ::log(sums.grown) + c);
+      sums.scale(factor);
+    }
+    m = top;
+  }
+  // Takes another reference, if it is a finite number.
+  __device__ void move_reference(A to, A excess = 1) {
+    const A by = to - c;
+    if (!isfinite(by)) return;
+    if (sums.s != 0) {
+      const A linear = sums.linear - by * sums.s;
+      if (fabs(by) < A(kLargest)) {
+        const A factor = term(-by), over = cuda::beyond(-by), more = fabs(by) < A(kSmall) ? over - by : factor - 1;
+        sums.beyond = fma(factor, sums.beyond, fma(more, sums.linear, sums.s * over));
+        sums.grown *= factor, sums.linear = linear;
+      } else {
+        if (by < 0 && sums.grown > 0) add_alone(m + ::log(sums.grown / excess) + c);
+        sums = {sums.s, 0, -sums.s - linear, linear};
+      }
+    }
+    c = to;
+  }
+  // Adds another part that has the same maximum and reference.
+  __device__ void add(const Part& part) {
+    sums.add(part.sums), highest = max(highest, part.highest);
+    if (part.sq != 0) add_alone(part.mq, part.sq);
+  }
 };
 
-// Adds one of the parts that are combined, given the maximum m and the ratio c of the one with the most weight.
 template <class A>
-__device__ void add_part(Part<A>& to, Sums<A>& sums, const Part<A>& part, A m, A c) {
-  const A a = part.s * weight(part.m, m), d = part.c - c;
-  if (part.sq != 0) to.add_alone(part.mq, part.sq);
-  if (part.s == 0) return;
-  if (d > A(kLargest) || a == 0) {
-    to.add_alone(part.m + ::log(part.s) + part.c);
-    sums.add_without_q(a, a * (d - part.k));
-  } else {
-    sums.add(a, d, part.k);
-  }
-}
-
-template <class A>
-__device__ Part<A> combine(const Part<A>& a, const Part<A>& b) {
-  Part<A> both;
-  both.m = max(a.m, b.m);
-  Sums<A> sums;
-  const bool first = a.s * weight(a.m, both.m) >= b.s * weight(b.m, both.m);
-  const A c = first ? a.c : b.c;
-  add_part(both, sums, a, both.m, c), add_part(both, sums, b, both.m, c);
-  both.set(c, sums);
-  return both;
+__device__ Part<A> combine(Part<A> a, Part<A> b) {
+  const A m = max(a.m, b.m);
+  a.raise(m), b.raise(m);
+  if (a.sums.s >= b.sums.s) b.move_reference(a.c);
+  else a.move_reference(b.c);
+  a.add(b);
+  return a;
 }
 
 template <class A>
@@ -153,31 +144,31 @@ __device__ A largest_of_lanes(A x) {
   return x;
 }
 
-// Combines the parts of all lanes of a warp, in each of them.
+// Combines the parts of the lanes of a warp, in each of them.
 template <class A>
-__device__ Part<A> reduce_warp(const Part<A>& part) {
-  Part<A> all, own;
-  all.m = largest_of_lanes(part.m);
-  const A mass = part.s * weight(part.m, all.m), most = largest_of_lanes(mass);
-  const unsigned best = __ballot_sync(0xffffffffu, mass == most);
-  const A c = __shfl_sync(0xffffffffu, part.c, best ? __ffs(best) - 1 : 0);
-  Sums<A> sums;
-  add_part(own, sums, part, all.m, c);
-  sums = {add_lanes(sums.s), add_lanes(sums.grown), add_lanes(sums.beyond), add_lanes(sums.linear)};
-  if (__any_sync(0xffffffffu, own.sq != 0)) {
-    all.mq = largest_of_lanes(own.mq);
-    all.sq = add_lanes(own.sq * weight(own.mq, all.mq));
+__device__ Part<A> reduce_warp(Part<A> part) {
+  const A m = __shfl_sync(0xffffffffu, part.m, 0), c = __shfl_sync(0xffffffffu, part.c, 0);
+  if (!__all_sync(0xffffffffu, part.m == m && part.c == c)) {
+    part.raise(largest_of_lanes(part.m));
+    const A most = largest_of_lanes(part.sums.s);
+    const unsigned best = __ballot_sync(0xffffffffu, part.sums.s == most);
+    part.move_reference(__shfl_sync(0xffffffffu, part.c, best ? __ffs(best) - 1 : 0));
   }
-  all.set(c, sums);
-  return all;
+  const Sums<A>& sums = part.sums;
+  part.sums = {add_lanes(sums.s), add_lanes(sums.grown), add_lanes(sums.beyond), add_lanes(sums.linear)};
+  part.highest = largest_of_lanes(part.highest);
+  if (__any_sync(0xffffffffu, part.sq != 0)) {
+    const A mq = largest_of_lanes(part.mq);
+    part.sq = add_lanes(part.sq * weight(part.mq, mq)), part.mq = mq;
+  }
+  return part;
 }
 
-// Combines the parts of all threads of a block, in the first warp.
+// Combines the parts of all threads of a block, in the first warp. `warps` is in shared memory.
 template <class A>
-__device__ Part<A> reduce_block(Part<A> part) {
+__device__ Part<A> reduce_block(Part<A> part, Part<A>* warps) {
   part = reduce_warp(part);
   if (blockDim.x == 32) return part;
-  __shared__ Part<A> warps[32];
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = part;
   __syncthreads();
   if (threadIdx.x >= 32) return part;
@@ -190,8 +181,7 @@ template <class A>
 struct Running {
   static constexpr A to_base = sizeof(A) == 4 ? A(kLog2E) : A(1);
   Part<A> part;
-  Sums<A> sums;
-  A shift = 0, highest = -INFINITY;  // the largest score, above m by at most kLag
+  A shift = 0;
   bool small = true;  // whether all distances were small when it was last asked
 
   static __device__ bool may_shift(A m) { return fabs(m) < A(0x1p20); }
@@ -199,17 +189,39 @@ struct Running {
   // What weights are too large by, as the shift is rounded.
   __device__ A excess() const { return may_shift(part.m) ? weight_of(part.m) : A(1); }
 
+  // Takes the maximum and the mean ratio of the first elements of all lanes of a warp, so that its threads seldom go
+  // different ways.
+  template <int count>
+  __device__ void start(const A (&z)[count], const A (&w)[count]) {
+    A top = -INFINITY, mass = 0, mean = 0, square = 0;
+#pragma unroll
+    for (int k = 0; k < count; k++) top = max(top, z[k]);
+    raise(largest_of_lanes(top));
+    if (!may_shift(part.m)) return;
+#pragma unroll
+    for (int k = 0; k < count; k++) {
+      const A c = w[k] - z[k], a = fabs(c) < A(-kFurthest) ? weight_of(z[k]) : A(0);
+      if (a > 0) mass += a, mean = fma(a, c, mean), square = fma(a * c, c, square);
+    }
+    mass = add_lanes(mass), mean = add_lanes(mean) / mass, square = add_lanes(square) / mass;
+    if (!isfinite(mean)) return;
+    part.c = mean, small = !(square - mean * mean > A(kFar));
+  }
   // Adds elements, of which the largest score of p is given. Returns false, and has added nothing, if some of them do
   // not count, or have scores that are infinite, no numbers or very large, or distances that are.
   template <int count>
   __device__ bool add(const A (&z)[count], const A (&w)[count], A top) {
-    if (top > part.m + A(kLag)) raise(top);
+    if (top > part.m + A(kLag)) {
+      raise(top);
+      A c = part.c;
+#pragma unroll
+      for (int k = 0; k < count; k++) c = z[k] == top ? w[k] - z[k] : c;
+      move_reference(c);
+    }
     if (!may_shift(part.m)) return false;
-    highest = max(highest, top);
-    if (sums.s == 0) start(z, w, top);
+    part.highest = max(part.highest, top);
     Sums<A> more;
     A furthest = 0;
-    bool done;
     if (small) {
 #pragma unroll
       for (int k = 0; k < count; k++) {
@@ -217,104 +229,62 @@ struct Running {
         furthest = max(furthest, fabs(d)), more.s += a;
         more.beyond = fma(a * (d * d), series_beyond(d), more.beyond), more.linear = fma(a, d, more.linear);
       }
-      done = furthest < A(kSmall);
+      more.grown = more.s + (more.linear + more.beyond);
     } else {
 #pragma unroll
       for (int k = 0; k < count; k++) {
         const A a = weight_of(z[k]), d = (w[k] - z[k]) - part.c;
-        furthest = max(furthest, d), more.s += a;
-        more.beyond = fma(a, (power(d * to_base) - 1) - d, more.beyond), more.linear = fma(a, d, more.linear);
+        furthest = max(furthest, fabs(d)), more.s += a;
+        more.grown = fma(a, power(d * to_base), more.grown), more.linear = fma(a, d, more.linear);
       }
-      done = furthest < A(kLargest) && more.beyond > A(kFar) * more.s;
+      more.beyond = (more.grown - more.s) - more.linear;
     }
-    const bool heavier = more.s > A(kHeavier) * sums.s && sums.s != 0;
-    if (heavier) move_reference(ratio_at(z, w, top));
-    if ((heavier || !done) && !sums_of(z, w, &more)) return false;
+    const bool done = furthest < (small ? A(kSmall) : A(kLargest));
+    if (!done && !sums_of(z, w, &more)) return false;
     if (!isfinite(more.beyond)) return false;
-    sums.s += more.s, sums.beyond += more.beyond, sums.linear += more.linear;
-    sums.grown += more.s + (more.linear + more.beyond);
+    part.sums.add(more);
+    if (!done) small = !(2 * part.sums.beyond > A(kFar) * part.sums.s);
     return true;
   }
   // The sums of elements of which some are near and others far. Returns false if one is too far.
   template <int count>
   __device__ bool sums_of(const A (&z)[count], const A (&w)[count], Sums<A>* more) {
     *more = {};
-    A nearest = 0, furthest = 0;
-#pragma unroll
-    for (int k = 0; k < count; k++) {
-      const A a = weight_of(z[k]), d = (w[k] - z[k]) - part.c;
-      const A h = fabs(d) < A(kSmall) ? d * d * series_beyond(d) : (power(d * to_base) - 1) - d;
-      nearest = min(nearest, d), furthest = max(furthest, d);
-      more->s += a, more->beyond = fma(a, h, more->beyond), more->linear = fma(a, d, more->linear);
-    }
-    small = max(-nearest, furthest) < A(kSmall);
-    return furthest < A(kLargest);
-  }
-  // Takes the reference of the first elements.
-  template <int count>
-  __device__ void start(const A (&z)[count], const A (&w)[count], A top) {
-    move_reference(ratio_at(z, w, top));
     A furthest = 0;
 #pragma unroll
-    for (int k = 0; k < count; k++) furthest = max(furthest, fabs((w[k] - z[k]) - part.c));
-    small = furthest < A(kSmall);
-  }
-  // The ratio of the element with the largest score.
-  template <int count>
-  __device__ A ratio_at(const A (&z)[count], const A (&w)[count], A top) const {
-    A c = part.c;
-#pragma unroll
-    for (int k = 0; k < count; k++) c = z[k] == top ? w[k] - z[k] : c;
-    return c;
+    for (int k = 0; k < count; k++) {
+      const A a = weight_of(z[k]), d = (w[k] - z[k]) - part.c, e = power(d * to_base);
+      const A h = fabs(d) < A(kSmall) ? d * d * series_beyond(d) : (e - 1) - d;
+      furthest = max(furthest, fabs(d));
+      more->s += a, more->grown = fma(a, e, more->grown);
+      more->beyond = fma(a, h, more->beyond), more->linear = fma(a, d, more->linear);
+    }
+    return furthest < A(kLargest);
   }
   // Adds any element.
   __device__ void add_one(A z, A w) {
     if (z > part.m + A(kLag)) raise(z);
-    highest = max(highest, z);
+    part.highest = max(part.highest, z);
     const A a = may_shift(part.m) ? weight_of(z) : term(z - reference(part.m));
-    if (a > sums.s) move_reference(w - z);
+    if (a > part.sums.s) move_reference(w - z);
     const A d = max((w - z) - part.c, A(kFurthest));
     if (isnan(z) || isnan(w)) {
-      sums.s = A(nan(""));
+      part.sums.s = A(nan(""));
     } else if (a == 0 || d > A(kLargest)) {
       if (w != A(-INFINITY)) part.add_alone(w);
-      if (a != 0) sums.add_without_q(a, a * d);
+      if (a != 0) part.sums.add_without_q(a, d);
     } else {
-      sums.add(a, d, A(0));
+      part.sums.add({a, a * term(d), a * beyond(d), a * d});
     }
   }
-  // Takes a larger maximum. What has no weight beside it belongs to q alone.
   __device__ void raise(A top) {
-    if (sums.s != 0) {
-      const A factor = weight(part.m, top) / excess();
-      if (factor == 0 && sums.grown > 0) part.add_alone(part.m + ::log(sums.grown) + part.c);
-      sums.scale(factor);
-    }
-    part.m = top, shift = may_shift(top) ? top * to_base : A(0);
-    if (sums.s != 0) sums.scale(excess());
+    part.raise(top, excess());
+    shift = may_shift(top) ? top * to_base : A(0);
+    part.sums.scale(excess());
   }
-  // Takes another reference, if it is a finite number.
-  __device__ void move_reference(A c) {
-    const A by = c - part.c;
-    if (!isfinite(by)) return;
-    if (sums.s != 0) {
-      if (fabs(by) < A(kSmall / 2)) return;
-      const A linear = sums.linear - by * sums.s;
-      if (fabs(by) < A(kLargest)) {
-        const A factor = term(-by);
-        sums.beyond = fma(factor, sums.beyond, fma(factor - 1, sums.linear, sums.s * beyond(-by)));
-        sums.grown *= factor, sums.linear = linear;
-      } else {
-        if (by < 0 && sums.grown > 0) part.add_alone(part.m + ::log(sums.grown / excess()) + part.c);
-        sums = {sums.s, 0, -sums.s - linear, linear};
-      }
-    }
-    part.c = c;
-  }
+  __device__ void move_reference(A c) { part.move_reference(c, excess()); }
   __device__ Part<A> finish() {
-    if (highest > part.m) raise(highest);
-    if (sums.s != 0) sums.scale(1 / excess());
-    part.set(part.c, sums);
+    part.sums.scale(1 / excess());
     return part;
   }
 };
@@ -391,33 +361,66 @@ struct Row {
   static __device__ double multiplied(double a, double b) { return __dmul_rn(a, b); }
 };
 
-constexpr int kThreads = 128;
-constexpr int kInFlight = 2;          // packs of each array that a thread has
+constexpr int kThreads = 128, kGradientThreads = 256;
 constexpr int kLeastPacks = 8;        // of each array that a thread has, where a block could have fewer threads
-constexpr int kBlocks = 4;            // of each multiprocessor, where rows are cut for want of rows
 constexpr int64_t kLeastPart = 1024;  // packs of a part of a row
+template <class T>
+constexpr int kBlocks = sizeof(T) == 8 ? 2 : 5;  // of kThreads, on a multiprocessor
 
-// Reduces a part of a row by the block's threads. The first warp gets the result.
+// How rows are cut into parts, and where what these are reduced to is kept. A row that is not cut is one part.
+template <class T>
+struct Cut {
+  unsigned parts;
+  int64_t length;  // elements of a part
+  Part<Accumulator<T>>* found;
+};
+
+// Reads the packs of a part of a row that belong to it entirely, two of each array at a time, and the next two while
+// they are used.
+template <class T>
+struct Reader {
+  const Pack<T> *from_x, *from_y;
+  int i, last, step = blockDim.x;
+  Pack<T> x[2] = {}, y[2] = {};
+
+  template <bool with_extras>
+  __device__ void begin(const Row<T, with_extras>& at) {
+    i = at.window.whole_begin() + threadIdx.x, last = at.window.vector ? at.window.whole_end : 0;
+    from_x = reinterpret_cast<const Pack<T>*>(at.x - at.window.head) + i;
+    from_y = reinterpret_cast<const Pack<T>*>(at.y - at.window.head) + i;
+    load();
+  }
+  __device__ void load() {
+#pragma unroll
+    for (int k = 0; k < 2; k++)
+      if (i + k * step < last) x[k] = from_x[k * step], y[k] = from_y[k * step];
+  }
+  __device__ void advance() {
+    i += 2 * step, from_x += 2 * step, from_y += 2 * step;
+    load();
+  }
+};
+
+// Reduces the packs of a part of a row that a thread has.
 template <class T, bool with_extras>
-__device__ Part<Accumulator<T>> reduce_row(const Arguments<T>& args, int64_t row, int64_t begin, int64_t end) {
+__device__ Part<Accumulator<T>> reduce_packs(const Row<T, with_extras>& at, Reader<T>& reader) {
   using A = Accumulator<T>;
   constexpr int size = Pack<T>::size;
-  const Row<T, with_extras> at(args, row, begin, end);
   Running<A> running;
-  auto one_by_one = [&](int element, int end) {
+  auto one_by_one = [&](int element, int end, int step) {
 #pragma unroll 1
-    for (element = max(element, 0), end = min(end, at.window.n); element < end; element++) {
+    for (element = max(element, 0), end = min(end, at.window.n); element < end; element += step) {
       A z, w;
       at.score(element, &z, &w);
       if (z != A(-INFINITY) || w != A(-INFINITY)) running.add_one(z, w);
     }
   };
-  // Adds packs i, i + step, ... of the row, as they have been loaded.
-  auto add = [&](const auto& x, const auto& y, int i, int step) {
+  // Adds packs i, i + step, ... of the row.
+  auto add = [&](const auto& x, const auto& y, int i) {
     constexpr int packs = sizeof(x) / sizeof(Pack<T>);
     A z[packs * size], w[packs * size], top = A(-INFINITY);
 #pragma unroll
-    for (int k = 0; k < packs; k++) at.scores(x[k], y[k], i + k * step, z + k * size, w + k * size);
+    for (int k = 0; k < packs; k++) at.scores(x[k], y[k], i + k * reader.step, z + k * size, w + k * size);
     if constexpr (!with_extras) {
       top = maximum_of(x);  // the same in fewer steps
     } else {
@@ -426,83 +429,93 @@ __device__ Part<Accumulator<T>> reduce_row(const Arguments<T>& args, int64_t row
     }
     if (running.add(z, w, top)) return;
     for (int k = 0; k < packs; k++) {
-      const int element = (i + k * step) * size - at.window.head;
-      one_by_one(element, element + size);
+      const int element = (i + k * reader.step) * size - at.window.head;
+      one_by_one(element, element + size, 1);
     }
   };
 
-  const int step = blockDim.x, first = at.window.whole_begin() + threadIdx.x, last = at.window.whole_end;
-  if (!args.vector) {
-    for (int i = threadIdx.x; i < at.window.n; i += step) one_by_one(i, i + 1);
-    return reduce_block(running.finish());
-  }
-  // The elements of packs that are in the row in part are taken by the last threads, which may have less to do.
-  if (threadIdx.x == step - 1 && at.window.head > 0) one_by_one(0, size - at.window.head);
-  if (threadIdx.x == step - 2 && at.window.whole_end < at.window.packs && last >= at.window.whole_begin())
-    one_by_one(last * size - at.window.head, at.window.n);
-  const Pack<T>* from_x = reinterpret_cast<const Pack<T>*>(at.x - at.window.head) + first;
-  const Pack<T>* from_y = reinterpret_cast<const Pack<T>*>(at.y - at.window.head) + first;
-  Pack<T> x[kInFlight], y[kInFlight];
-  auto load = [&] {
+  {
+    A z[size], w[size];
+    at.scores(reader.x[0], reader.y[0], reader.i, z, w);
 #pragma unroll
-    for (int k = 0; k < kInFlight; k++) x[k] = from_x[k * step], y[k] = from_y[k * step];
-  };
-  const int all = (kInFlight - 1) * step;
-  int i = first;
-  if (i + all < last) load();
-  while (i + all < last) {
-    Pack<T> here_x[kInFlight], here_y[kInFlight];
-#pragma unroll
-    for (int k = 0; k < kInFlight; k++) here_x[k] = x[k], here_y[k] = y[k];
-    from_x += kInFlight * step, from_y += kInFlight * step;
-    if (i + kInFlight * step + all < last) load();  // while these are computed
-    add(here_x, here_y, i, step);
-    i += kInFlight * step;
+    for (int k = 0; k < size; k++) z[k] = reader.i < reader.last ? z[k] : A(-INFINITY);
+    running.start(z, w);
   }
-  for (; i < last; i += step, from_x += step, from_y += step) {
-    const Pack<T> one_x[1] = {*from_x}, one_y[1] = {*from_y};
-    add(one_x, one_y, i, step);
+  while (reader.i < reader.last) {
+    const int i = reader.i;
+    const Pack<T> x[2] = {reader.x[0], reader.x[1]}, y[2] = {reader.y[0], reader.y[1]};
+    reader.advance();
+    if (i + reader.step < reader.last) {
+      add(x, y, i);
+    } else {
+      const Pack<T> first_x[1] = {x[0]}, first_y[1] = {y[0]};
+      add(first_x, first_y, i);
+    }
   }
-  return reduce_block(running.finish());
+  // What belongs to no whole pack is taken by the last threads, which may have less to do.
+  const int begin = at.window.whole_begin(), thread = blockDim.x - 1 - threadIdx.x;
+  if (!at.window.vector) one_by_one(threadIdx.x, at.window.n, reader.step);
+  else if (thread == 0 && begin) one_by_one(0, size - at.window.head, 1);
+  else if (thread == 1 && reader.last >= begin) one_by_one(reader.last * size - at.window.head, at.window.n, 1);
+  return running.finish();
 }
 
-// Writes the results of a row. What belongs to q alone joins by the chain rule.
+// Writes the results of a row. The reference is corrected by what the mean of exp(d) - 1, which also is that of h(d) and
+// of d, differs from 0. What belongs to q alone joins by the chain rule.
 template <class T>
-__device__ void write(const Arguments<T>& args, int64_t row, const Part<Accumulator<T>>& part) {
+__device__ void write(const Arguments<T>& args, int64_t row, Part<Accumulator<T>> part) {
   using A = Accumulator<T>;
+  if (part.highest > part.m) part.raise(part.highest);
+  const Sums<A>& sums = part.sums;
   const A alone = part.sq == 0 ? A(-INFINITY) : part.mq + ::log(part.sq);
   A c = alone, k = 0;
-  if (part.s != 0) {
-    const A more = alone - (part.m + ::log(part.s) + part.c);
-    const A log = more > 30 ? more : log1p(exp(more));
-    c = part.c + log, k = part.k + log;
+  if (sums.s != 0) {
+    const A excess = (sums.linear + sums.beyond) / sums.s;
+    A log = ::log(max(sums.grown / sums.s, A(1e-30)));
+    if (fabs(excess) < A(0.5)) {
+      log = log1p(excess);
+      A series = 0;  // of log - excess
+      for (int i = 16; i >= 2; i--) series = A(i % 2 ? 1.0 : -1.0) / i + excess * series;
+      k = sums.beyond / sums.s + (fabs(excess) < A(0.1) ? excess * excess * series : log - excess);
+    } else {  // then the divergence is no small difference
+      k = log - sums.linear / sums.s;
+    }
+    c = part.c + log;
+    const A more = alone - (part.m + ::log(sums.s) + c), joint = more > 30 ? more : log1p(exp(more));
+    c += joint, k += joint;
     if (k > A(kInfinite)) k = INFINITY;
     k = max(k, A(0));
   }
-  const bool undefined = isnan(part.s) || isnan(part.k) || isnan(part.sq) || part.m == A(INFINITY) ||
+  const bool undefined = isnan(sums.s) || isnan(sums.beyond) || isnan(part.sq) || part.m == A(INFINITY) ||
                          part.mq == A(INFINITY);
-  args.m[row] = part.m, args.s[row] = part.s;
+  args.m[row] = part.m, args.s[row] = sums.s;
   args.ratio[row] = c, args.divergence[row] = undefined ? A(nan("")) : k;
 }
 
+// Reduces rows, or parts of rows, by blocks that take one after the other, and read the next while they combine what
+// the threads have.
 template <class T, bool with_extras>
-__global__ void __launch_bounds__(kThreads)
-    kl_divergence_rows(const __grid_constant__ Arguments<T> args) {
-  for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
-    if (row != blockIdx.x) __syncthreads();  // the first warp has read the parts of the row before
-    const auto part = reduce_row<T, with_extras>(args, row, 0, args.n);
-    if (threadIdx.x == 0) write(args, row, part);
+__global__ void __launch_bounds__(kThreads, kBlocks<T>)
+    kl_divergence_rows(const __grid_constant__ Arguments<T> args, const __grid_constant__ Cut<T> cut) {
+  using A = Accumulator<T>;
+  __shared__ Part<A> warps[2][kThreads / 32];
+  const int64_t items = args.rows * cut.parts;
+  auto at_item = [&](int64_t item) {
+    const int64_t row = cut.parts == 1 ? item : item / cut.parts, begin = (item - row * cut.parts) * cut.length;
+    return Row<T, with_extras>(args, row, begin, min(begin + cut.length, args.n));
+  };
+  Reader<T> reader;
+  Row<T, with_extras> at = at_item(blockIdx.x);
+  reader.begin(at);
+  int turn = 0;
+  for (int64_t item = blockIdx.x; item < items; item += gridDim.x, turn ^= 1) {
+    Part<A> part = reduce_packs(at, reader);
+    if (item + gridDim.x < items) at = at_item(item + gridDim.x), reader.begin(at);
+    part = reduce_block(part, warps[turn]);
+    if (threadIdx.x > 0) continue;
+    if (cut.found) cut.found[item] = part;
+    else write(args, item, part);
   }
-}
-
-// Reduces parts of rows, each of so many elements.
-template <class T, bool with_extras>
-__global__ void __launch_bounds__(kThreads)
-    kl_divergence_parts(const __grid_constant__ Arguments<T> args, int64_t length, unsigned parts,
-                        Part<Accumulator<T>>* found) {
-  const int64_t row = blockIdx.x / parts, begin = blockIdx.x % parts * length;
-  const auto part = reduce_row<T, with_extras>(args, row, begin, min(begin + length, args.n));
-  if (threadIdx.x == 0) found[blockIdx.x] = part;
 }
 
 // Combines the parts of each row, by a warp.
@@ -518,20 +531,15 @@ __global__ void kl_divergence_merge(const __grid_constant__ Arguments<T> args, u
 
 // The gradients, of packs that blocks share out row by row.
 template <class T, bool with_extras, bool both>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kGradientThreads)
     kl_divergence_gradients(const __grid_constant__ Arguments<T> args, unsigned blocks) {
   using A = Accumulator<T>;
   constexpr int size = Pack<T>::size;
   const int64_t row = blockIdx.x / blocks;
-  const int64_t per_block = int64_t(blockDim.x) * kInFlight;
   const Row<T, with_extras> at(args, row, 0, args.n);
-  const int first = static_cast<int>(blockIdx.x % blocks * per_block) + threadIdx.x;
-  Pack<T> x[kInFlight], y[kInFlight];
-#pragma unroll
-  for (int k = 0; k < kInFlight; k++) {
-    const int i = min(first + k * static_cast<int>(blockDim.x), at.window.packs - 1);
-    x[k] = at.window.fetch(at.x, i), y[k] = at.window.fetch(at.y, i);
-  }
+  const int i = static_cast<int>(blockIdx.x % blocks * blockDim.x + threadIdx.x);
+  if (i >= at.window.packs) return;
+  const Pack<T> x = at.window.fetch(at.x, i), y = at.window.fetch(at.y, i);
   const A m = reference(args.m[row]), s = args.s[row], c = args.ratio[row], g = args.cotangent[row];
   const A k = reference(args.divergence[row]);
   const A inverse = s == 0 ? A(0) : 1 / s;
@@ -540,27 +548,22 @@ __global__ void __launch_bounds__(kThreads)
   const A by_x = g * at.scale, by_y = g * at.other_scale;
   T* const dx = both ? args.dx + row * args.n : nullptr;
   T* const dy = args.dy + row * args.n;
+  A z[size], w[size];
+  at.scores(x, y, i, z, w);
 #pragma unroll
-  for (int j = 0; j < kInFlight; j++) {
-    const int i = first + j * blockDim.x;
-    if (i >= at.window.packs) continue;
-    A z[size], w[size];
-    at.scores(x[j], y[j], i, z, w);
-#pragma unroll
-    for (int e = 0; e < size; e++) {
-      const bool masked = with_extras && !at.counts(i * size - at.window.head + e);
-      const A p = exponential<T>(z[e] - m) * inverse, d = (w[e] - z[e]) - c;
-      A slope = exponential<T>(w[e] - other) - p;
-      // Of results of 16 bits, the difference has all digits sooner.
-      if constexpr (sizeof(T) == 2) slope = fabs(d) < A(0x1p-6) ? p * fma(d * A(0.5), d, d) : slope;
-      else slope = fabs(d) < A(kSmall) ? p * fma(d * d, series_beyond(d), d) : slope;
-      if constexpr (both) z[e] = p == 0 || masked ? A(0) : -by_x * p * ((isinf(d) ? A(0) : d) + k);
-      w[e] = masked ? A(0) : by_y * slope;
-    }
-    Pack<T> pack;
-    if constexpr (both) pack.set_all(z), at.window.store(dx, i, pack);
-    pack.set_all(w), at.window.store(dy, i, pack);
+  for (int e = 0; e < size; e++) {
+    const bool masked = with_extras && !at.counts(i * size - at.window.head + e);
+    const A p = exponential<T>(z[e] - m) * inverse, d = (w[e] - z[e]) - c;
+    A slope = exponential<T>(w[e] - other) - p;
+    // Of results of 16 bits, the difference has all digits sooner.
+    if constexpr (sizeof(T) == 2) slope = fabs(d) < A(0x1p-6) ? p * fma(d * A(0.5), d, d) : slope;
+    else slope = fabs(d) < A(kSmall) ? p * fma(d * d, series_beyond(d), d) : slope;
+    if constexpr (both) z[e] = p == 0 || masked ? A(0) : -by_x * p * ((isinf(d) ? A(0) : d) + k);
+    w[e] = masked ? A(0) : by_y * slope;
   }
+  Pack<T> pack;
+  if constexpr (both) pack.set_all(z), at.window.store(dx, i, pack);
+  pack.set_all(w), at.window.store(dy, i, pack);
 }
 
 template <class T, bool with_extras>
@@ -571,32 +574,30 @@ cudaError_t launch_forward(const Arguments<T>& args, void* workspace, int64_t by
   const int64_t packs = (args.n + Pack<T>::size - 1) / Pack<T>::size + 1;
   const int64_t warps = (packs / kLeastPacks + 31) / 32;
   const int threads = static_cast<int>(std::max<int64_t>(32, std::min<int64_t>(kThreads, warps * 32)));
-  const int64_t wanted = int64_t(kBlocks) * device.processors / args.rows;
-  const int64_t room = bytes / static_cast<int64_t>(sizeof(Part<A>)) / args.rows;
+  const int64_t resident = int64_t(kBlocks<T>) * kThreads / threads * device.processors;
+  const int64_t wanted = resident / args.rows, room = bytes / static_cast<int64_t>(sizeof(Part<A>)) / args.rows;
   int64_t parts = std::max<int64_t>(1, std::min({wanted, room, packs / kLeastPart}));
   parts = std::max(parts, (args.n + INT_MAX / 2) / (INT_MAX / 2));
-  if (parts == 1) {
-    const auto blocks = static_cast<unsigned>(std::min<int64_t>(args.rows, INT_MAX));
-    kl_divergence_rows<T, with_extras><<<blocks, threads, 0, stream>>>(args);
-    return cudaGetLastError();
+  Cut<T> cut = {1, args.n, nullptr};
+  if (parts > 1) {
+    if (parts > room || args.rows * parts > INT_MAX) return cudaErrorInvalidValue;
+    constexpr int64_t line = 128 / sizeof(T);  // so that parts share no cache lines where rows begin with one
+    cut.length = ((args.n + parts - 1) / parts + line - 1) / line * line;
+    cut.parts = static_cast<unsigned>((args.n + cut.length - 1) / cut.length);
+    cut.found = static_cast<Part<A>*>(workspace);
   }
-  if (parts > room || args.rows * parts > INT_MAX) return cudaErrorInvalidValue;
-  constexpr int64_t line = 128 / sizeof(T);  // so that parts share no cache lines where rows begin with one
-  const int64_t length = ((args.n + parts - 1) / parts + line - 1) / line * line;
-  parts = (args.n + length - 1) / length;
-  auto* const found = static_cast<Part<A>*>(workspace);
-  const auto rows = static_cast<unsigned>(args.rows), of_row = static_cast<unsigned>(parts);
-  kl_divergence_parts<T, with_extras><<<rows * of_row, threads, 0, stream>>>(args, length, of_row, found);
-  if (auto e = cudaGetLastError()) return e;
-  kl_divergence_merge<T><<<rows, 32, 0, stream>>>(args, of_row, found);
+  const auto blocks = static_cast<unsigned>(std::min(args.rows * cut.parts, resident));
+  kl_divergence_rows<T, with_extras><<<blocks, threads, 0, stream>>>(args, cut);
+  if (cut.found && !cudaPeekAtLastError())
+    kl_divergence_merge<T><<<static_cast<unsigned>(args.rows), 32, 0, stream>>>(args, cut.parts, cut.found);
   return cudaGetLastError();
 }
 
 template <class T, bool with_extras>
 cudaError_t launch_gradients(const Arguments<T>& args, cudaStream_t stream) {
   const int64_t packs = (args.n + Pack<T>::size - 1) / Pack<T>::size + 1;
-  const int threads = static_cast<int>(std::min<int64_t>(kThreads, (packs + 31) / 32 * 32));
-  const int64_t blocks = (packs + threads * kInFlight - 1) / (threads * kInFlight);
+  const int threads = static_cast<int>(std::min<int64_t>(kGradientThreads, (packs + 31) / 32 * 32));
+  const int64_t blocks = (packs + threads - 1) / threads;
   if (args.rows * blocks > INT_MAX || args.n > INT_MAX / 2) return cudaErrorInvalidValue;
   const auto grid = static_cast<unsigned>(args.rows * blocks), of_row = static_cast<unsigned>(blocks);
   if (args.dx) kl_divergence_gradients<T, with_extras, true><<<grid, threads, 0, stream>>>(args, of_row);
