@@ -33,8 +33,8 @@
   operand(indices, index, indices)
 
 // The records: name, struct of the CUDA kernels, operands, results, extras, features. Operations may share a struct.
-// The build finds it in a file of cuda/rows/operations, and compiles it for every element type. TopK and KlDivergence
-// are only names: their kernels are in cuda/rows/top_k and cuda/rows/kl_divergence.cu.
+// The build finds it in a file of cuda/rows/operations, and compiles it for every element type. Some are only names:
+// the kernels of TopK are in cuda/rows/top_k, those of KlDivergence in cuda/rows/kl_divergence.cu.
 //
 // In what follows (m, s) is the state of a row's scores z, which is their maximum and the sum of exp(z - m), and
 // p = exp(z - m) / s. An element that does not count is 0 in a result, and -inf in log_softmax's.

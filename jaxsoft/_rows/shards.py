@@ -15,14 +15,13 @@ from jaxsoft._core.operation import Function
 from jaxsoft._rows import formulas
 from jaxsoft._rows.exchange import selected_over_shards
 from jaxsoft._rows.forms import Extras, RowForm, compose, counted, formula, scores, split
-from jaxsoft._rows.operations.entropy import ENTROPY, products_from
-from jaxsoft._rows.operations.kl_divergence import KL_DIVERGENCE, beyond_linear, beyond_log
+from jaxsoft._rows.operations.entropy import products_from
 from jaxsoft._rows.operations.labels import LABEL_ENTROPY, LABEL_STATE, LABEL_SUMS
 from jaxsoft._rows.operations.logsumexp import LOGSUMEXP_VJP, STATE
 from jaxsoft._rows.operations.softmax import SOFTMAX
 from jaxsoft._rows.operations.top_k import TOP_K
 from jaxsoft._rows.spec import NO_ROW, Reduction, Reductions, RowExtra, RowKind, RowSpec
-from jaxsoft.fold import State, accumulator, combine, lse, reference, weight
+from jaxsoft.fold import State, accumulator, combine, reference, weight
 
 # Of the first elements of a part without the label, the first finite score stands in for it: see `_stand_in`.
 _SEARCHED = 128
@@ -51,10 +50,8 @@ def on_shards(operation: RowSpec, form: RowForm, axes: Axes, run: Function, by_f
         given = *within, *extras.values()
         if operation is TOP_K:
             return selected_over_shards(form, axes, run, by_ffi)(*given)
-        if operation is ENTROPY:
-            return _entropy(axes, run(operation, form, *given))
-        if operation is KL_DIVERGENCE:
-            return _kl_divergence(axes, run(operation, form, *given))
+        if operation.of_parts:
+            return operation.of_parts(axes, run(operation, form, *given))
         if operation in (LABEL_STATE, LABEL_SUMS, LABEL_ENTROPY):
             return _labelled(operation, form, axes, run, base[1], within, extras)
         if operation.reduces is Reduction.STATE:
@@ -79,45 +76,6 @@ def _from_state(
         one = formulas.nan_where(~jnp.isfinite(st.m), jnp.ones_like(st.m))  # a row without a maximum has no softmax
         return run(LOGSUMEXP_VJP, form, x, *st, one, *extras)
     return _formula(operation, form, axes, st)(*given)
-
-
-def _entropy(axes: Axes, results: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    """The results of a row, given those of its parts."""
-
-    def of_sums(maxima, m, s, u):
-        return s * weight(m, *maxima), products_from(maxima[0], State(m, s), u)
-
-    maxima, sums = exchanged(axes, results, lambda m, s, u: [m], of_sums)
-    return *maxima, *sums
-
-
-def _kl_divergence(axes: Axes, results: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    """The results of a row, given those of its parts.
-
-    By the chain rule, the divergence is the mean of those of the parts, and the one of the parts' shares. That is as in
-    a part, with the ratios c of the parts in the place of those of elements. Parts where p has nothing add to q alone.
-    """
-
-    def of_maxima(m, s, c, k):
-        return m, jnp.where(s == 0, -jnp.inf, c), jnp.where(s == 0, c, -jnp.inf)
-
-    def of_sums(maxima, m, s, c, k):
-        all_m, all_c, all_alone = maxima
-        share, d = s * weight(m, all_m), jnp.where(s == 0, 0, c - reference(all_c))
-        terms = jnp.where(share == 0, 0, k + beyond_linear(d))
-        alone = jnp.where(s == 0, weight(c, all_alone), 0)
-        return share, share * jnp.expm1(d), share * jnp.exp(d), share * terms, alone
-
-    (m, c, of_alone), (s, excess, grown, k, alone) = exchanged(axes, results, of_maxima, of_sums)
-    empty, total = s == 0, jnp.where(s == 0, 1, s)
-    c = reference(c)
-    alone = alone * weight(of_alone, jnp.where(empty, of_alone, lse(State(m, s)) + c))
-    excess, grown = excess / total + alone, jnp.where(empty, 1, grown / total + alone)
-    near = jnp.abs(excess) < 1 / 2  # else its sum with 1 has lost digits
-    log = jnp.where(near, jnp.log1p(jnp.where(near, excess, 0)), jnp.log(grown))
-    beyond = jnp.where(near, beyond_log(jnp.where(near, excess, 0)), log - (grown - 1))
-    k = jnp.where(empty, 0, k / total + alone + beyond)
-    return m, s, jnp.where(empty, of_alone + jnp.log(jnp.where(empty, alone, 1)), c + log), k
 
 
 def _labelled(

@@ -123,6 +123,8 @@ class RowSpec:
       any_axis: whether kernels may reduce an axis that other dimensions follow.
       uncounted: the result of an element that does not count.
       from_state: whether a kernel for the state of the scores is all that the formula needs to be fast.
+      of_parts: (mesh axes, results of the part of a row that each device has) -> those of the row, for an operation
+        whose results can be combined.
       made_of: for an operation without kernels of its own: (call, *operands) -> results by means of another's, where
         call(operation, *operands) calls that.
     """
@@ -138,6 +140,7 @@ class RowSpec:
     any_axis: bool = True
     uncounted: float = 0.0
     from_state: bool = False
+    of_parts: Callable[..., tuple[jax.Array, ...]] | None = None
     made_of: Callable[..., tuple[jax.Array, ...]] | None = None
 
     def __repr__(self) -> str:

@@ -16,7 +16,6 @@
 #include "../../rows/checks.h"
 #include "../../rows/targets.h"
 #include "../handlers.cuh"
-#include "kl_divergence.cuh"
 #include "rows.cuh"
 #include "top_k.cuh"
 
@@ -62,10 +61,8 @@ cudaError_t run_operation(const Arguments<T>& args, const Call& call, cudaStream
   const Buffers& buffers = call.buffers;
   void* const workspace = buffers.workspace.data;
   const int64_t bytes = buffers.workspace.bytes();
-  if constexpr (std::is_same_v<Op<T>, KlDivergence<T>>) {
-    return run_kl_divergence<T>(call, stream);
-  } else if constexpr (!std::is_same_v<Op<T>, TopK<T>>) {
-    return run<Op>(args, workspace, bytes, stream);
+  if constexpr (!std::is_same_v<Op<T>, TopK<T>>) {
+    return run<Op>(args, call, workspace, bytes, stream);
   } else if constexpr (std::is_same_v<T, double>) {
     return cudaErrorInvalidValue;  // `handle` has refused it
   } else {

@@ -9,14 +9,14 @@
 // Scores w beside which z has nearly no weight add to q alone. They have a state of their own, (mq, sq).
 //
 // The gradients are g * p * (-d - k) by z, and g * (q - p) = g * p * (exp(d) - 1) by w, times their scales.
-#include "kl_divergence.cuh"
-
 #include <algorithm>
 #include <climits>
 
+#include "../../rows/call.h"
 #include "../devices.cuh"
 #include "../exponential.cuh"
 #include "../window.cuh"
+#include "rows.cuh"
 
 namespace jaxsoft::cuda {
 namespace {
@@ -290,7 +290,7 @@ struct Running {
 };
 
 template <class T>
-struct Arguments {
+struct TwoArrays {
   using A = Accumulator<T>;
   const T *x, *y;
   T *dx, *dy;
@@ -318,7 +318,7 @@ struct Row {
   int limit;                    // elements from here on do not count
   const bool* where = nullptr;  // which do, if it is not null
 
-  __device__ Row(const Arguments<T>& args, int64_t row, int64_t begin, int64_t end)
+  __device__ Row(const TwoArrays<T>& args, int64_t row, int64_t begin, int64_t end)
       : x(args.x + row * args.n + begin), y(args.y + row * args.n + begin),
         window(x, static_cast<int>(end - begin), args.vector), limit(window.n) {
     if constexpr (!with_extras) return;
@@ -463,7 +463,7 @@ __device__ Part<Accumulator<T>> reduce_packs(const Row<T, with_extras>& at, Read
 // Writes the results of a row. The reference is corrected by what the mean of exp(d) - 1, which also is that of h(d) and
 // of d, differs from 0. What belongs to q alone joins by the chain rule.
 template <class T>
-__device__ void write(const Arguments<T>& args, int64_t row, Part<Accumulator<T>> part) {
+__device__ void write(const TwoArrays<T>& args, int64_t row, Part<Accumulator<T>> part) {
   using A = Accumulator<T>;
   if (part.highest > part.m) part.raise(part.highest);
   const Sums<A>& sums = part.sums;
@@ -496,7 +496,7 @@ __device__ void write(const Arguments<T>& args, int64_t row, Part<Accumulator<T>
 // the threads have.
 template <class T, bool with_extras>
 __global__ void __launch_bounds__(kThreads, kBlocks<T>)
-    kl_divergence_rows(const __grid_constant__ Arguments<T> args, const __grid_constant__ Cut<T> cut) {
+    kl_divergence_rows(const __grid_constant__ TwoArrays<T> args, const __grid_constant__ Cut<T> cut) {
   using A = Accumulator<T>;
   __shared__ Part<A> warps[2][kThreads / 32];
   const int64_t items = args.rows * cut.parts;
@@ -520,7 +520,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
 
 // Combines the parts of each row, by a warp.
 template <class T>
-__global__ void kl_divergence_merge(const __grid_constant__ Arguments<T> args, unsigned parts,
+__global__ void kl_divergence_merge(const __grid_constant__ TwoArrays<T> args, unsigned parts,
                                     const Part<Accumulator<T>>* found) {
   const Part<Accumulator<T>>* of_row = found + int64_t(blockIdx.x) * parts;
   Part<Accumulator<T>> part;
@@ -532,7 +532,7 @@ __global__ void kl_divergence_merge(const __grid_constant__ Arguments<T> args, u
 // The gradients, of packs that blocks share out row by row.
 template <class T, bool with_extras, bool both>
 __global__ void __launch_bounds__(kGradientThreads)
-    kl_divergence_gradients(const __grid_constant__ Arguments<T> args, unsigned blocks) {
+    kl_divergence_gradients(const __grid_constant__ TwoArrays<T> args, unsigned blocks) {
   using A = Accumulator<T>;
   constexpr int size = Pack<T>::size;
   const int64_t row = blockIdx.x / blocks;
@@ -567,7 +567,7 @@ __global__ void __launch_bounds__(kGradientThreads)
 }
 
 template <class T, bool with_extras>
-cudaError_t launch_forward(const Arguments<T>& args, void* workspace, int64_t bytes, cudaStream_t stream) {
+cudaError_t launch_forward(const TwoArrays<T>& args, void* workspace, int64_t bytes, cudaStream_t stream) {
   using A = Accumulator<T>;
   Device device;
   if (auto e = device.read()) return e;
@@ -594,7 +594,7 @@ cudaError_t launch_forward(const Arguments<T>& args, void* workspace, int64_t by
 }
 
 template <class T, bool with_extras>
-cudaError_t launch_gradients(const Arguments<T>& args, cudaStream_t stream) {
+cudaError_t launch_gradients(const TwoArrays<T>& args, cudaStream_t stream) {
   const int64_t packs = (args.n + Pack<T>::size - 1) / Pack<T>::size + 1;
   const int threads = static_cast<int>(std::min<int64_t>(kGradientThreads, (packs + 31) / 32 * 32));
   const int64_t blocks = (packs + threads - 1) / threads;
@@ -605,15 +605,16 @@ cudaError_t launch_gradients(const Arguments<T>& args, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-}  // namespace
-
+// A call with a cotangent is that of the gradients, of which the first may be left out.
 template <class T>
-cudaError_t run_kl_divergence(const Call& call, cudaStream_t stream) {
+cudaError_t run_kl_divergence(const Call& call, void* workspace, int64_t bytes, cudaStream_t stream) {
   using A = Accumulator<T>;
   const Buffers& buffers = call.buffers;
+  for (const Buffer* rows : {&buffers.other, &buffers.result, &buffers.other_result})
+    if (rows->data && rows->dtype != buffers.first.dtype) return cudaErrorInvalidValue;  // Python has refused it
   auto number = [](const Buffer& buffer) { return static_cast<A*>(buffer.data); };
   auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
-  Arguments<T> args;
+  TwoArrays<T> args;
   args.x = static_cast<const T*>(buffers.first.data), args.y = static_cast<const T*>(buffers.other.data);
   args.dx = static_cast<T*>(buffers.result.data), args.dy = static_cast<T*>(buffers.other_result.data);
   args.m = number(buffers.maximum), args.s = number(buffers.sum);
@@ -628,15 +629,21 @@ cudaError_t run_kl_divergence(const Call& call, cudaStream_t stream) {
     if (with_extras) return launch_gradients<T, true>(args, stream);
     return launch_gradients<T, false>(args, stream);
   }
-  void* const workspace = buffers.workspace.data;
-  const int64_t bytes = buffers.workspace.bytes();
   if (with_extras) return launch_forward<T, true>(args, workspace, bytes, stream);
   return launch_forward<T, false>(args, workspace, bytes, stream);
 }
 
-template cudaError_t run_kl_divergence<__half>(const Call&, cudaStream_t);
-template cudaError_t run_kl_divergence<__nv_bfloat16>(const Call&, cudaStream_t);
-template cudaError_t run_kl_divergence<float>(const Call&, cudaStream_t);
-template cudaError_t run_kl_divergence<double>(const Call&, cudaStream_t);
+}  // namespace
+
+#define JAXSOFT_RUN(T)                                                                                              \
+  template <>                                                                                                       \
+  cudaError_t run<KlDivergence>(const Arguments<T>&, const Call& call, void* workspace, int64_t bytes,              \
+                                cudaStream_t stream) {                                                              \
+    return run_kl_divergence<T>(call, workspace, bytes, stream);                                                    \
+  }
+JAXSOFT_RUN(__half)
+JAXSOFT_RUN(__nv_bfloat16)
+JAXSOFT_RUN(float)
+JAXSOFT_RUN(double)
 
 }  // namespace jaxsoft::cuda

@@ -3,9 +3,12 @@
 Both terms are at least 0, so nothing cancels. A score of -inf adds nothing to u.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
+from jaxsoft._core.mesh import Axes, exchanged
 from jaxsoft._rows.formulas import nan_where, probabilities, wide
 from jaxsoft._rows.spec import (
     COTANGENT,
@@ -63,6 +66,16 @@ def _entropy(reductions, x):
     return m, s, reductions.total(products(x, m))
 
 
+def _of_parts(axes: Axes, results: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """The results of a row, given those of its parts."""
+
+    def of_sums(maxima, m, s, u):
+        return s * weight(m, *maxima), products_from(maxima[0], State(m, s), u)
+
+    maxima, sums = exchanged(axes, results, lambda m, s, u: [m], of_sums)
+    return *maxima, *sums
+
+
 def slope(x: jax.Array, m: jax.Array, s: jax.Array, u: jax.Array) -> jax.Array:
     """The derivative by the scores, -p * (log(p) + H), where log(p) + H = (z - m) - u / s."""
     mean = jnp.where(s == 0, 0, u / jnp.where(s == 0, 1, s))
@@ -87,6 +100,7 @@ ENTROPY = RowSpec(  # x -> m, s, u
     extras=(RowExtra.SCALE, RowExtra.LIMIT, RowExtra.WHERE),
     any_axis=False,
     from_state=True,
+    of_parts=_of_parts,
 )
 ENTROPY_VJP = RowSpec(  # x, m, s, u, g -> scale * g * -p * ((z - m) - u / s), with p = exp(z - m) / s
     "entropy_vjp",

@@ -8,9 +8,12 @@ are as small as d, take one that is corrected by what the sum of p * expm1(d) di
 Beside the letters of `jaxsoft._rows.spec`, x and y are the scores of p and of q, c is that ratio, and k the divergence.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
+from jaxsoft._core.mesh import Axes, exchanged
 from jaxsoft._rows.formulas import nan_where, probabilities, wide
 from jaxsoft._rows.spec import (
     COTANGENT,
@@ -27,7 +30,7 @@ from jaxsoft._rows.spec import (
     RowOperand,
     RowSpec,
 )
-from jaxsoft.fold import State, lse, reference
+from jaxsoft.fold import State, lse, reference, weight
 
 OTHER_SCORES = RowOperand("other_scores", RowKind.SCORES, input=1)
 OTHER_TANGENT = RowOperand("other_tangent", RowKind.TANGENT, linear=True, input=1)
@@ -39,7 +42,7 @@ DIVERGENCE = RowOperand("divergence", RowKind.STATISTIC)
 _SMALL = 0.5  # up to here h is a series
 
 
-def beyond_linear(d: jax.Array) -> jax.Array:
+def _beyond_linear(d: jax.Array) -> jax.Array:
     """h(d) = expm1(d) - d, with all its digits where d is small."""
     small = jnp.abs(d) < _SMALL
     near = jnp.where(small, d, 0)
@@ -50,7 +53,7 @@ def beyond_linear(d: jax.Array) -> jax.Array:
     return jnp.where(small, series, jnp.expm1(far) - far)
 
 
-def beyond_log(a: jax.Array) -> jax.Array:
+def _beyond_log(a: jax.Array) -> jax.Array:
     """log1p(a) - a, with all its digits where a is small."""
     small = jnp.abs(a) < 1e-2
     near, far = jnp.where(small, a, 0), jnp.where(small, 0, a)
@@ -79,13 +82,42 @@ def _kl_divergence(reductions, x, y):
     near = jnp.where(small, d, 0)
     excess = reductions.total(jnp.where(small & (p != 0), p * jnp.expm1(near), q - p))
     finite = jnp.where(jnp.isneginf(d), 0, d)
-    terms = jnp.where(small & (p != 0), p * beyond_linear(near), q - p - p * finite)
-    found = reductions.total(terms) + beyond_log(jnp.maximum(excess, -0.5))
+    terms = jnp.where(small & (p != 0), p * _beyond_linear(near), q - p - p * finite)
+    found = reductions.total(terms) + _beyond_log(jnp.maximum(excess, -0.5))
     lost = reductions.total(jnp.isneginf(d).astype(p.dtype)) > 0  # q is 0 where p is not
     undefined = ~(jnp.isfinite(m) | empty) | jnp.isnan(s) | jnp.isnan(of_other) | (of_other == jnp.inf)
     k = jnp.where(empty, 0, jnp.where(lost, jnp.inf, jnp.maximum(found, 0)))
     c = jnp.where(empty, of_other, jnp.where(jnp.isneginf(of_other), -jnp.inf, rough + jnp.log1p(excess)))
     return m, s, c, nan_where(undefined, k)
+
+
+def _of_parts(axes: Axes, results: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """The results of a row, given those of its parts.
+
+    By the chain rule, the divergence is the mean of those of the parts, and the one of the parts' shares. That is as in
+    a part, with the ratios c of the parts in the place of those of elements. Parts where p has nothing add to q alone.
+    """
+
+    def of_maxima(m, s, c, k):
+        return m, jnp.where(s == 0, -jnp.inf, c), jnp.where(s == 0, c, -jnp.inf)
+
+    def of_sums(maxima, m, s, c, k):
+        all_m, all_c, all_alone = maxima
+        share, d = s * weight(m, all_m), jnp.where(s == 0, 0, c - reference(all_c))
+        terms = jnp.where(share == 0, 0, k + _beyond_linear(d))
+        alone = jnp.where(s == 0, weight(c, all_alone), 0)
+        return share, share * jnp.expm1(d), share * jnp.exp(d), share * terms, alone
+
+    (m, c, of_alone), (s, excess, grown, k, alone) = exchanged(axes, results, of_maxima, of_sums)
+    empty, total = s == 0, jnp.where(s == 0, 1, s)
+    c = reference(c)
+    alone = alone * weight(of_alone, jnp.where(empty, of_alone, lse(State(m, s)) + c))
+    excess, grown = excess / total + alone, jnp.where(empty, 1, grown / total + alone)
+    near = jnp.abs(excess) < 1 / 2  # else its sum with 1 has lost digits
+    log = jnp.where(near, jnp.log1p(jnp.where(near, excess, 0)), jnp.log(grown))
+    beyond = jnp.where(near, _beyond_log(jnp.where(near, excess, 0)), log - (grown - 1))
+    k = jnp.where(empty, 0, k / total + alone + beyond)
+    return m, s, jnp.where(empty, of_alone + jnp.log(jnp.where(empty, alone, 1)), c + log), k
 
 
 def _slopes(x, y, m, s, c, k):
@@ -129,6 +161,7 @@ KL_DIVERGENCE = RowSpec(  # x, y -> m, s of x; c; k
     extras=_EXTRAS,
     any_axis=False,
     from_state=True,
+    of_parts=_of_parts,
 )
 KL_DIVERGENCE_VJP = RowSpec(  # x, y, m, s, c, k, g -> g * p * (-d - k), g * (q - p), times the scales
     "kl_divergence_vjp",
