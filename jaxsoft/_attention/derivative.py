@@ -21,7 +21,7 @@ from jaxsoft._attention.spec import AttentionForward, AttentionPullback
 from jaxsoft._core.implementations import Names
 from jaxsoft._core.linear_map import LinearMap
 from jaxsoft._core.mesh import automatically
-from jaxsoft._core.operation import moves
+from jaxsoft._core.operation import is_perturbed
 
 _DIFFERENTIATED = ("output", "lse")  # the results that have derivatives
 
@@ -44,8 +44,8 @@ def attention(
     def function_jvp(primals, tangents):
         assert not form.has_state, "what folds blocks of keys is differentiated as a whole, not by the state of one"
         results = attention(form, implementation, residual=True)(*primals)
-        moved = {name: t for name, t in zip(form.names, tangents, strict=True) if moves(t)}
-        tangents_out = _Derivative(form, implementation, tuple(moved))(*primals, *results, *moved.values())
+        perturbed = {name: t for name, t in zip(form.names, tangents, strict=True) if is_perturbed(t)}
+        tangents_out = _Derivative(form, implementation, tuple(perturbed))(*primals, *results, *perturbed.values())
         results = results[: len(forward.results)]
         return results, (*tangents_out, *map(jnp.zeros_like, results[len(_DIFFERENTIATED) :]))
 
@@ -110,9 +110,9 @@ class _Derivative(LinearMap):
         given = operands[: len(self.form.names)]
         places = [self.form.place(name) for name in self.wrt]
 
-        def along(*moved):
+        def along(*perturbed):
             varied = list(given)
-            for place, value in zip(places, moved, strict=True):
+            for place, value in zip(places, perturbed, strict=True):
                 varied[place] = value
             return AttentionForward(self.form).formula()(*varied)[: len(_DIFFERENTIATED)]
 

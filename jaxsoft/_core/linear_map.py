@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.interpreters import ad
 
-from jaxsoft._core.operation import Operation, jvp_along, moves, zero_tangent
+from jaxsoft._core.operation import Operation, is_perturbed, jvp_along, zero_tangent
 
 
 class LinearMap(Operation):
@@ -40,9 +40,9 @@ class LinearMap(Operation):
         """By the linear operands the map itself, and by the others that of the formula."""
         fixed = [zero_tangent(primals[i]) if i in self.linear else t for i, t in enumerate(tangents)]
         terms = []
-        if any(map(moves, fixed)):
+        if any(map(is_perturbed, fixed)):
             terms.append(jvp_along(lambda *operands: self.formula(operands), primals, fixed)[1])
-        if any(moves(tangents[i]) for i in self.linear):
+        if any(is_perturbed(tangents[i]) for i in self.linear):
             varied = [ad.instantiate_zeros(tangents[i]) if i in self.linear else v for i, v in enumerate(primals)]
             terms.append(self(*varied))
         return [sum(parts[1:], parts[0]) for parts in zip(*terms, strict=True)]

@@ -248,7 +248,7 @@ def _lower(platform: str, ctx: mlir.LoweringRuleContext, *operands, operation, c
     return mlir.lower_fun(kernel, multiple_results=True)(ctx.replace(avals_in=types), *operands)
 
 
-def as_leading_dimension(operands: Sequence[jax.Array], dims: Sequence[int | None], base: int) -> list[jax.Array]:
+def bdims_at_front(operands: Sequence[jax.Array], dims: Sequence[int | None], base: int) -> list[jax.Array]:
     """The operands with their mapped dimensions in front, for `Operation.batch` where these are more rows.
 
     One that is not mapped is repeated along it if it is among the `base` first ones; an extra gets length 1 there.
@@ -260,22 +260,22 @@ def as_leading_dimension(operands: Sequence[jax.Array], dims: Sequence[int | Non
     ]
 
 
-def moves(tangent: Tangent) -> bool:
+def is_perturbed(tangent: Tangent) -> bool:
     """Whether a tangent is an array, and not known to be zero, as that of integers always is."""
     return not isinstance(tangent, SymbolicZero | ad.Zero)
 
 
 def jvp_along(function: Callable, primals: Sequence[jax.Array], tangents: Sequence) -> Any:
     """`jax.jvp`, along those operands whose tangents are not known to be zero."""
-    moving = [i for i, t in enumerate(tangents) if moves(t)]
+    perturbed = [i for i, t in enumerate(tangents) if is_perturbed(t)]
 
     def along(*values):
         varied = list(primals)
-        for i, value in zip(moving, values, strict=True):
+        for i, value in zip(perturbed, values, strict=True):
             varied[i] = value
         return function(*varied)
 
-    return jax.jvp(along, [primals[i] for i in moving], [tangents[i] for i in moving])
+    return jax.jvp(along, [primals[i] for i in perturbed], [tangents[i] for i in perturbed])
 
 
 def zero_tangent(value: jax.Array) -> SymbolicZero:

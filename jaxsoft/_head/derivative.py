@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsoft._core.linear_map import LinearMap
-from jaxsoft._core.operation import moves
+from jaxsoft._core.operation import is_perturbed
 from jaxsoft._head.forward import HeadForward
 from jaxsoft._head.head import Head, formula
 from jaxsoft._head.operation import HeadArray, mapped
@@ -34,10 +34,10 @@ def statistics(head: Head, residual: bool = False, before_weight: bool = False) 
 
     @functools.partial(function.defjvp, symbolic_zeros=True)
     def function_jvp(primals, tangents):
-        moving = {kind: tangent for kind, tangent in head.named(tangents).items() if moves(tangent)}
-        results = statistics(head, True, HeadArray.WEIGHT in moving)(*primals)
+        perturbed = {kind: tangent for kind, tangent in head.named(tangents).items() if is_perturbed(tangent)}
+        results = statistics(head, True, HeadArray.WEIGHT in perturbed)(*primals)
         residuals = results[len(head.statistics) :]
-        d_others, d_t, *d_rest = HeadDerivative(head, tuple(moving))(*primals, *residuals, *moving.values())
+        d_others, d_t, *d_rest = HeadDerivative(head, tuple(perturbed))(*primals, *residuals, *perturbed.values())
         results = results if residual else results[: len(head.statistics)]
         constant = map(jnp.zeros_like, results[3 + len(d_rest) :])
         return results, (d_others, d_t, d_others - d_t, *d_rest, *constant)
@@ -49,24 +49,24 @@ def statistics(head: Head, residual: bool = False, before_weight: bool = False) 
 class HeadDerivative(LinearMap):
     """The derivative of `statistics` along some of the parameters, or its transpose.
 
-    Its operands are the residuals of `HeadPullback`, and then the tangents of the parameters that move, or transposed
-    the cotangents of the statistics that have a derivative of their own.
+    Its operands are the residuals of `HeadPullback`, and then the tangents of the parameters that are perturbed, or
+    transposed the cotangents of the statistics that have a derivative of their own.
     """
 
     head: Head
-    moving: tuple[HeadArray, ...]
+    wrt: tuple[HeadArray, ...]
     transposed: bool = False
 
     @property
     def pullback(self) -> HeadPullback:
         """The transpose as an operation over chunks."""
-        return HeadPullback(self.head, self.moving)
+        return HeadPullback(self.head, self.wrt)
 
     @property
     def linear(self) -> range:
         """The operands after the residuals."""
         begin = len(self.pullback.residuals)
-        return range(begin, begin + len(self.head.cotangents if self.transposed else self.moving))
+        return range(begin, begin + len(self.head.cotangents if self.transposed else self.wrt))
 
     def apply(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """The formula forward, and chunks for the transpose."""
@@ -77,12 +77,12 @@ class HeadDerivative(LinearMap):
         parameters, label = self.head.named(operands), operands[len(self.head.parameters)]
         linear = tuple(operands[self.linear.start :])
 
-        def along(*moving):
-            varied = parameters | dict(zip(self.moving, moving, strict=True))
+        def along(*values):
+            varied = parameters | dict(zip(self.wrt, values, strict=True))
             others, t, _, *rest = formula(self.head, *varied.values(), label)
             return (others, t, *rest)[: len(self.head.cotangents)]
 
-        primals = tuple(parameters[kind] for kind in self.moving)
+        primals = tuple(parameters[kind] for kind in self.wrt)
         if self.transposed:
             return jax.vjp(along, *primals)[1](linear)
         return jax.jvp(along, primals, linear)[1]
@@ -97,4 +97,4 @@ class HeadDerivative(LinearMap):
         pullback = self.pullback
         if self.transposed:
             return mapped(self, pullback.operands, pullback.results, operands, dims)
-        return mapped(self, pullback.residuals + self.moving, self.head.cotangents, operands, dims)
+        return mapped(self, pullback.residuals + self.wrt, self.head.cotangents, operands, dims)

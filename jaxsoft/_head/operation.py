@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsoft._core.implementations import Choice, Names
 from jaxsoft._core.mesh import Axes, axes_of, if_even, refined
-from jaxsoft._core.operation import Function, Served, Types, as_leading_dimension
+from jaxsoft._core.operation import Function, Served, Types, bdims_at_front
 
 
 class Dimension(enum.Enum):
@@ -200,7 +200,7 @@ def mapped(
     given = list(zip(kinds, operands, dims, strict=True))
     if all(kind.has_rows for kind in results) and all(d is None or kind.has_rows for kind, _, d in given):
         by_row = [(v, d) for kind, v, d in given if kind.has_rows]
-        more = iter(as_leading_dimension([v for v, _ in by_row], [d for _, d in by_row], len(by_row)))
+        more = iter(bdims_at_front([v for v, _ in by_row], [d for _, d in by_row], len(by_row)))
         return function(*(next(more) if kind.has_rows else v for kind, v, _ in given))
     in_front = [None if d is None else jnp.moveaxis(v, d, 0) for _, v, d in given]
 

@@ -60,11 +60,11 @@ class HeadPullback(HeadOperation):
 
     Attributes:
       head: which layer.
-      moving: the parameters whose gradients are wanted, in the order of the head's.
+      wrt: the parameters whose gradients are wanted, in the order of the head's.
     """
 
     head: Head
-    moving: tuple[HeadArray, ...]
+    wrt: tuple[HeadArray, ...]
     name = "linear_gradients"
 
     def formula(self) -> Function:
@@ -85,17 +85,17 @@ class HeadPullback(HeadOperation):
     @property
     def results(self) -> tuple[HeadArray, ...]:
         """The gradients."""
-        return self.moving
+        return self.wrt
 
     def types(self, *operands):
         """The types of the gradients, which are those of the parameters."""
-        return [self.head.named(operands)[kind] for kind in self.moving]
+        return [self.head.named(operands)[kind] for kind in self.wrt]
 
     def on_rows(self, shards: Shards, *operands: jax.Array) -> tuple[jax.Array, ...]:
         """The gradients on one device. Where they are sums over devices, all devices' are added up."""
         (rows, width), classes = operands[0].shape, operands[1].shape[1]
         dtype = product_dtype(*operands[:2])
-        may = {HeadArray.HIDDEN, HeadArray.WEIGHT} <= set(self.moving) and may_wait(operands[1], rows, dtype)
+        may = {HeadArray.HIDDEN, HeadArray.WEIGHT} <= set(self.wrt) and may_wait(operands[1], rows, dtype)
         waits = may and rows == width and chunk_size(self.head, rows) < classes
         gradients = functools.partial(self._gradients, shards)
         ways = {"default": functools.partial(gradients, waits, False)}
@@ -135,7 +135,7 @@ class HeadPullback(HeadOperation):
             found = found.of_all_classes(shards, label)
             state = [*found.state, *([] if found.products is None else [found.products])]
         rows = Known(label, here, t, tuple(state), tuple(cotangents), sums)
-        size, types = chunk_size(head, label.size), dict(zip(self.moving, self.types(*operands), strict=True))
+        size, types = chunk_size(head, label.size), dict(zip(self.wrt, self.types(*operands), strict=True))
         if waits and (in_registers or (kept and not head.composed)):
             size = classes  # the gradients of scores wait where these are kept, or are made in one call
         elif in_registers:
@@ -152,7 +152,7 @@ class HeadPullback(HeadOperation):
             first = min(size, classes)
             gradients = step(gradients, Chunk(0, first))
         gradients = over_chunks(size, classes, step, gradients, first)
-        by_kind: dict[HeadArray, Any] = dict(zip(self.moving, gradients, strict=True))
+        by_kind: dict[HeadArray, Any] = dict(zip(self.wrt, gradients, strict=True))
         if waits:
             once = dtype if types[HeadArray.HIDDEN].dtype == dtype and not shards.classes else fold.accumulator(dtype)
             dx, hidden, weight = by_kind[HeadArray.WEIGHT], parameters[HeadArray.HIDDEN], parameters[HeadArray.WEIGHT]
@@ -238,7 +238,7 @@ class HeadPullback(HeadOperation):
                     part = gradient_of_weights(self.head, rows, x)
             return chunk.written(before, part)
 
-        return tuple(map(with_chunk, self.moving, given))
+        return tuple(map(with_chunk, self.wrt, given))
 
 
 def gradient_of_scores(

@@ -25,23 +25,23 @@ from jaxsoft.fold import accumulator
 class SumDerivative(LinearMap):
     """The derivative of the sum along some of the operands, or its transpose.
 
-    Its operands are those of the objective, the gradients, and then the tangents of the operands that move, or
+    Its operands are those of the objective, the gradients, and then the tangents of the operands that are perturbed, or
     transposed the cotangent of the sum.
     """
 
     objective: Objective
-    moving: tuple[HeadArray, ...]
+    wrt: tuple[HeadArray, ...]
     transposed: bool = False
 
     @property
     def residuals(self) -> tuple[HeadArray, ...]:
         """The kinds of the operands before the linear ones."""
-        return self.objective.operands + self.moving
+        return self.objective.operands + self.wrt
 
     @property
     def sides(self) -> tuple[tuple[HeadArray, ...], tuple[HeadArray, ...]]:
         """The kinds of the linear operands, and those of the results."""
-        return ((HeadArray.TOTAL,), self.moving) if self.transposed else (self.moving, (HeadArray.TOTAL,))
+        return ((HeadArray.TOTAL,), self.wrt) if self.transposed else (self.wrt, (HeadArray.TOTAL,))
 
     @property
     def linear(self) -> range:
@@ -63,10 +63,10 @@ class SumDerivative(LinearMap):
         """The map by way of all scores."""
         given, linear = self.objective.named(operands), tuple(operands[self.linear.start :])
 
-        def along(*moving):
-            return self.objective.formula(*(given | dict(zip(self.moving, moving, strict=True))).values())
+        def along(*values):
+            return self.objective.formula(*(given | dict(zip(self.wrt, values, strict=True))).values())
 
-        primals = tuple(given[kind] for kind in self.moving)
+        primals = tuple(given[kind] for kind in self.wrt)
         if self.transposed:
             return jax.vjp(along, *primals)[1](*linear)
         return (jax.jvp(along, primals, linear)[1],)

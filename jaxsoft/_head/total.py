@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsoft import fold
-from jaxsoft._core.operation import Function, moves, zero_tangent
+from jaxsoft._core.operation import Function, is_perturbed, zero_tangent
 from jaxsoft._head.chunks import Chunk, default_row_chunk, over_rows
 from jaxsoft._head.exchange import summed_during
 from jaxsoft._head.forward import folded
@@ -42,11 +42,11 @@ class Total(HeadOperation):
 
     Attributes:
       objective: what is summed.
-      moving: the operands whose gradients are wanted, in the order of the objective's.
+      wrt: the operands whose gradients are wanted, in the order of the objective's.
     """
 
     objective: Objective
-    moving: tuple[HeadArray, ...] = ()
+    wrt: tuple[HeadArray, ...] = ()
     name = "linear_loss"
 
     def formula(self) -> Function:
@@ -59,13 +59,13 @@ class Total(HeadOperation):
         The gradients among the results count as constants.
         """
         given = dict(zip(self.operands, tangents, strict=True))
-        moving = tuple(kind for kind, t in given.items() if moves(t))
-        both = tuple(kind for kind in given if kind in moving or kind in self.moving)
+        perturbed = tuple(kind for kind, t in given.items() if is_perturbed(t))
+        both = tuple(kind for kind in given if kind in perturbed or kind in self.wrt)
         total, *gradients = Total(self.objective, both)(*primals)
         found = dict(zip(both, gradients, strict=True))
-        derivative = SumDerivative(self.objective, moving)
-        (t,) = derivative(*primals, *(found[kind] for kind in moving), *(given[kind] for kind in moving))
-        kept = [found[kind] for kind in self.moving]
+        derivative = SumDerivative(self.objective, perturbed)
+        (t,) = derivative(*primals, *(found[kind] for kind in perturbed), *(given[kind] for kind in perturbed))
+        kept = [found[kind] for kind in self.wrt]
         return (total, *kept), (t, *map(zero_tangent, kept))
 
     def tangents(self, primals: Sequence[jax.Array], tangents: Sequence) -> Sequence:
@@ -74,7 +74,7 @@ class Total(HeadOperation):
 
     def batch(self, operands: Sequence[jax.Array], dims: Sequence[int | None]) -> Sequence[jax.Array]:
         """By chunks of the classes; where there are gradients, the elements are taken one after the other."""
-        if not self.moving:
+        if not self.wrt:
             return (jax.vmap(self.objective.by_classes, tuple(dims))(*operands),)
         return super().batch(operands, dims)
 
@@ -86,7 +86,7 @@ class Total(HeadOperation):
     @property
     def results(self) -> tuple[HeadArray, ...]:
         """The sum and the gradients."""
-        return (HeadArray.TOTAL, *self.moving)
+        return (HeadArray.TOTAL, *self.wrt)
 
     def types(self, *operands):
         """The types of the results. That of the sum varies over the mesh axes of shard_map as what it is made of."""
@@ -97,7 +97,7 @@ class Total(HeadOperation):
             return jnp.sum(jnp.max(x, axis=-1, initial=-jnp.inf))
 
         (total,) = jax.make_jaxpr(like)(*operands).out_avals
-        return [total, *(given[kind] for kind in self.moving)]
+        return [total, *(given[kind] for kind in self.wrt)]
 
     def on_rows(self, shards: Shards, *operands: jax.Array) -> tuple[jax.Array, ...]:
         """The results on one device. Where they are sums over devices, all devices' are added up."""
@@ -105,7 +105,7 @@ class Total(HeadOperation):
         (width, classes), rows = given[HeadArray.WEIGHT].shape, given[HeadArray.LABEL].size
         dtype = product_dtype(*operands[:2])
         size = self.objective.chunk_size or default_row_chunk(rows, classes, dtype.itemsize)
-        waits = HeadArray.WEIGHT in self.moving and size < rows and may_wait(given[HeadArray.WEIGHT], rows, dtype)
+        waits = HeadArray.WEIGHT in self.wrt and size < rows and may_wait(given[HeadArray.WEIGHT], rows, dtype)
         whole = waits and self.objective.chunk_size is None and not self.objective.head.composed
         if whole and few_are_missing(given[HeadArray.WEIGHT], rows):
             return filled(functools.partial(self.on_rows, shards), self.operands, self.results, *operands)

@@ -474,8 +474,8 @@ def _fused_state_jvp(form, implementation, entropy, primals, tangents):
     counts = counted(form, x, beside)
     z, t = jax.jvp(lambda x: scores(form, x, beside, m.dtype, counts), (x,), tangents[:1])
     along = fold.weight(z, m[..., None]) * t
-    moves = [along, along * (1 + below(z, m))]
-    return (m, *sums), (jnp.zeros_like(m), *(jnp.sum(v, axis=-1) for v in moves[: len(sums)]))
+    terms = [along, along * (1 + below(z, m))]
+    return (m, *sums), (jnp.zeros_like(m), *(jnp.sum(v, axis=-1) for v in terms[: len(sums)]))
 
 
 def _scores(x: jax.Array, options: Options, counts: jax.Array | None) -> jax.Array:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsoft._core.implementations import Names, accepts
-from jaxsoft._core.operation import Operation, as_leading_dimension, zero_tangent
+from jaxsoft._core.operation import Operation, bdims_at_front, zero_tangent
 from jaxsoft._core.rounding import stored
 from jaxsoft._ops import sampling_kernel
 from jaxsoft._ops.top_k import top_k_softmax
@@ -201,7 +201,7 @@ class _FromNucleus(Operation):
 
     def batch(self, operands, dims):
         """More rows."""
-        return self(*as_leading_dimension(operands, dims, len(operands)))
+        return self(*bdims_at_front(operands, dims, len(operands)))
 
 
 def _most_probable(x, scale, top_p):

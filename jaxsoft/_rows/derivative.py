@@ -1,9 +1,9 @@
 """The functions of rows as JAX differentiates them: both modes, every order.
 
 The derivative at a point is a linear map (see `jaxsoft._core.linear_map`), which forward mode evaluates by a formula
-and reverse mode transposes to a kernel for the pullback. Where x alone moves, as in training with a fixed scale, it
-maps a tangent of x, and the scale is part of it. Where scale or bias move too, it maps a tangent of the scores
-z = x * scale + bias, which JAX derives from theirs, and whose cotangent JAX takes back to them.
+and reverse mode transposes to a kernel for the pullback. Where x alone is perturbed, as in training with a fixed scale,
+it maps a tangent of x, and the scale is part of it. Where scale or bias are too, it maps a tangent of the scores z = x
+* scale + bias, which JAX derives from theirs, and whose cotangent JAX takes back to them.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxsoft._core.implementations import Names
 from jaxsoft._core.linear_map import LinearMap
-from jaxsoft._core.operation import as_leading_dimension, jvp_along, moves
+from jaxsoft._core.operation import bdims_at_front, is_perturbed, jvp_along
 from jaxsoft._core.rounding import stored
 from jaxsoft._rows import plain
 from jaxsoft._rows.forms import RowForm, compose, counted, row_dtypes, scores, split
@@ -47,9 +47,9 @@ def differentiable(function: RowFunction, form: RowForm, implementation: Names) 
         of_inputs: Sequence = [tangents[i] for i in inputs]
         of_extras = tangents[len(base) :]
         others = [t for i, t in enumerate(tangents[: len(base)]) if i not in inputs]
-        assert not any(map(moves, others)), "a function of rows has derivatives by its scores and extras alone"
+        assert not any(map(is_perturbed, others)), "a function of rows has derivatives by its scores and extras alone"
         values, residuals = function.values(base, results), function.residuals(base, results)
-        if any(map(moves, of_extras)):
+        if any(map(is_perturbed, of_extras)):
             z, of_inputs = _scores_along(function, form, primals, tangents)
             varied = dict(zip(inputs, z, strict=True))
             residuals = function.residuals([varied.get(i, v) for i, v in enumerate(base)], results)
@@ -59,7 +59,7 @@ def differentiable(function: RowFunction, form: RowForm, implementation: Names) 
             masked = any(name.decides for name in extras)
             extras = {name: v for name, v in extras.items() if name in (RowExtra.SCALE, RowExtra.LIMIT)}
         along = dataclasses.replace(form, extras=tuple(extras), masked=masked)
-        differentiated = tuple(i for i, t in enumerate(of_inputs) if moves(t))
+        differentiated = tuple(i for i, t in enumerate(of_inputs) if is_perturbed(t))
         derivative = _RowDerivative(function, along, implementation, differentiated)
         found = derivative(*residuals, *(of_inputs[i] for i in differentiated), *extras.values())
         return values, function.tangents(results, found)
@@ -152,4 +152,4 @@ class _RowDerivative(LinearMap):
 
     def batch(self, operands: Sequence[jax.Array], dims: Sequence[int | None]) -> Sequence[jax.Array]:
         """A mapped dimension is more rows."""
-        return self(*as_leading_dimension(operands, dims, self.linear.stop))
+        return self(*bdims_at_front(operands, dims, self.linear.stop))

@@ -25,7 +25,7 @@ from jaxsoft._core.implementations import (
     with_kernels_of,
 )
 from jaxsoft._core.mesh import axes_of, if_even, refined
-from jaxsoft._core.operation import Function, Served, Types, as_leading_dimension
+from jaxsoft._core.operation import Function, Served, Types, bdims_at_front
 from jaxsoft._rows import forms, plain
 from jaxsoft._rows.forms import RowForm, RowKernels, compose, result_types, working_dtype
 from jaxsoft._rows.formulas import take
@@ -67,7 +67,7 @@ class RowOperation(Served):
 
     def batch(self, operands: Sequence[jax.Array], dims: Sequence[int | None]) -> Sequence[jax.Array]:
         """The mapped dimension comes first, and is more rows."""
-        return self(*as_leading_dimension(operands, dims, len(self.spec.operands)))
+        return self(*bdims_at_front(operands, dims, len(self.spec.operands)))
 
     def check(self, operands: Types) -> None:
         """Raises where no implementation that is accepted can take such operands on any platform."""
