@@ -14,7 +14,7 @@ namespace jaxsoft {
 struct Form {
   std::string_view extras;  // a letter for each extra that follows the operands: see read_extras.h
   int64_t trailing;         // how many dimensions follow the reduced one
-  bool masked;              // softmax_vjp: elements whose probability is 0 do not count, whatever their cotangent is
+  bool masked;              // softmax_vjp: elements whose probability is 0 are masked, whatever their cotangent is
   double cap;               // scores become cap * tanh(x / cap); 0 leaves them as they are
 };
 

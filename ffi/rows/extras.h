@@ -1,6 +1,6 @@
 // Extras: operands that change what a row's scores are, or which of them count. They may follow an operation's own
-// operands, and each may be broadcast over leading dimensions. The scores are z = x * scale + bias, and the other scores
-// y * other_scale; the elements that count are those before the limit whose `where` is true.
+// operands, and each may be broadcast over leading dimensions. The scores are z = x * scale + bias, and the other
+// scores y * other_scale; the valid elements are those before the limit whose `where` is true.
 //
 // read_extras.h reads those of a call. The kernels include this file alone, as XLA's headers take long to compile.
 #pragma once

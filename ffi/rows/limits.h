@@ -8,7 +8,7 @@ namespace jaxsoft {
 // The most groups of leading dimensions that the extras of one call may tell apart (see Extras).
 inline constexpr int kGroups = 4;
 
-// The label of a row that is not read: nothing of it counts.
+// The label of a row that is not read: all of it is masked.
 inline constexpr int32_t kNoRow = INT32_MIN;
 
 // The largest k of top_k.

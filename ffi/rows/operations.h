@@ -37,7 +37,7 @@
 // the kernels of TopK are in cuda/rows/top_k, those of KlDivergence in cuda/rows/kl_divergence.cu.
 //
 // In what follows (m, s) is the state of a row's scores z, which is their maximum and the sum of exp(z - m), and
-// p = exp(z - m) / s. An element that does not count is 0 in a result, and -inf in log_softmax's.
+// p = exp(z - m) / s. An element that is masked is 0 in a result, and -inf in log_softmax's.
 //
 //   softmax          p.
 //   softmax_vjp      scale * p * (g - <p, g>), of the cotangents g.
@@ -50,7 +50,7 @@
 //   top_k            The k largest scores of a row in descending order, their p, their indices, and the state. Of equal
 //                    scores, the lowest index comes first; -0.0 and 0.0 are equal. A row whose m is not finite or whose
 //                    s is NaN has no softmax: it gives its first k scores, and NaN for their p.
-//   label_state      The state of a row without its label's score, and that score. A label counts whatever the extras
+//   label_state      The state of a row without its label's score, and that score. A label is valid whatever the extras
 //                    say. The score is NaN where the label is out of range, but 0 where it is kNoRow.
 //   label_state_vjp  p * g, of a row's cotangent g; and at the label, the label's cotangent.
 //   label_sums       What label_state gives, and for the scores above -inf the sum of their distances from the label's,

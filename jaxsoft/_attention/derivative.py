@@ -131,7 +131,7 @@ class _Derivative(LinearMap):
         output, lse, lse_residual, *more = operands[len(given) :]
         output_residual, block = more[: self.form.rounded], more[self.form.rounded :]
         wide = lse.dtype
-        # Where nothing counts, cotangents may be infinite, as those of lse**2 or of the output's norm.
+        # Where no key is valid, cotangents may be infinite, as those of lse**2 or of the output's norm.
         empty = jnp.isneginf(lse)
         if _may_be_empty(self.form, *given[:2]):
             d_output = jnp.where(jnp.moveaxis(empty, 1, 2)[..., None], 0, d_output)
@@ -169,7 +169,7 @@ class _Derivative(LinearMap):
 
 
 def _may_be_empty(form: AttentionForm, query: jax.Array, key: jax.Array) -> bool:
-    """Whether there may be queries for which no key counts."""
+    """Whether there may be queries without a valid key."""
     beyond = form.left is not None and query.shape[1] != key.shape[1]
     return beyond or any(extra is not Extra.SINKS for extra in form.extras)
 

@@ -9,14 +9,14 @@ rounded to fewer digits has a residual as well, for the gradients: where one key
 differences of the output and that key's value.
 
 The score of a query i and a key j is z = cap * tanh(scale * <q_i, k_j> / cap) + bias, without the tanh if there is no
-cap. It counts where all of these hold, in which the query's position is p = offset + i and the key's is j:
+cap. It is valid where all of these hold, in which the query's position is p = offset + i and the key's is j:
 
 * p - left <= j <= p + right, as far as the form has these limits;
 * query_begins <= i < query_lengths and j < key_lengths;
 * query_segments[i] == key_segments[j];
 * mask.
 
-A query for which no key counts has the output 0 and the log-sum-exp -inf. A sink is one more score, whose value is 0.
+A query without a valid key has the output 0 and the log-sum-exp -inf. A sink is one more score, whose value is 0.
 
 A state is what attention over other keys gave, its output and log-sum-exp, and the results are then over these keys as
 well: so keys may come block by block. Where its log-sum-exp is -inf, there were none, whatever its output is. A state
@@ -26,7 +26,7 @@ Where there is a page table, key and value are pages (P, page size, K, H) and (P
 query or in 8-bit floats. Key j of sequence b is number j % page size of page table[b, j // page size], and S is the
 number of pages of a sequence times the page size. There are key lengths, from 0 to S. Entries of the table for pages
 that begin at a sequence's length or after it are not used, whatever they hold; keys of other entries that are negative
-or not less than P do not count. What pages hold of keys that do not count for one of these reasons is not used either.
+or not less than P are masked. What pages hold of masked keys for one of these reasons is not used either.
 """
 
 import dataclasses

@@ -84,7 +84,7 @@ class Piece:
     Attributes:
       queries, keys: which chunk of the queries and of the block's keys these are, of as many as the layout has.
       band: the limits by position, where that of the first key is 0.
-      query_begins, key_lengths: queries before the one, and keys from the other on do not count; None for all.
+      query_begins, key_lengths: queries before the one, and keys from the other on are masked; None for all.
     """
 
     queries: int = 0
@@ -108,9 +108,9 @@ class Step:
 
 
 def steps(shards: SequenceShards, band: Band, length: int, rank: jax.Array, at_once: bool) -> tuple[int, list[Step]]:
-    """Into how many chunks the tokens of a device are cut, and the steps in which it attends to all keys that count.
+    """Into how many chunks the tokens of a device are cut, and the steps in which it attends to all valid keys.
 
-    The first step is with its own keys. Steps in which no device has a key that counts are left out.
+    The first step is with its own keys. Steps in which no device has a valid key are left out.
 
     Args:
       shards: which layout.

@@ -85,7 +85,7 @@ def with_residual(st: AttentionState, lse_residual: jax.Array) -> AttentionState
 
 
 def of_state(form: AttentionForm, dtype: np.dtype, st: AttentionState) -> tuple[jax.Array, ...]:
-    """The results of a call whose queries have a dtype, given the state (B, N, T) of all that counts."""
+    """The results of a call whose queries have a dtype, given the state (B, N, T) of all valid scores."""
     lse = fold.lse(st)
     lse_residual = jnp.log(jnp.where(st.s == 0, 1, st.s)) - (fold.reference(lse) - fold.reference(st.m))
     output = jnp.moveaxis(fold.output(st), 1, 2)

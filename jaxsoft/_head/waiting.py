@@ -4,7 +4,7 @@ They fit there where there are no more rows than hidden has numbers. The gradien
 kernel where it serves (see `ffi`), else a chunk of the classes at a time, which is read once more, and overwritten. So
 it is no sum over chunks of the rows, and rounded once. Where there are as many rows as numbers, no chunk of rows is
 needed, and the gradient of hidden states is one product of all gradients of scores, and no sum over chunks of the
-classes. A few rows less are filled up with rows that count for nothing, as in a batch of sequences without their last
+classes. A few rows less are filled up with rows of zeros without a label, as in a batch of sequences without their last
 tokens.
 
 Over a mesh, the gradient of hidden is summed over the devices that have other classes while that of weight is computed,

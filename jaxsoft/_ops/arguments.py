@@ -153,7 +153,7 @@ def _numbers(name: str, value: jax.Array, x: jax.Array) -> jax.Array:
 def plain_scores(
     x: jax.Array, where: jax.Array | None, scale: jax.Array | None, bias: jax.Array | None, is_causal: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-    """x * scale + bias, and which of it counts, in plain JAX, for computations that have no kernels."""
+    """x * scale + bias, and which of it is valid, in plain JAX, for computations that have no kernels."""
     if scale is not None or bias is not None:
         x = x.astype(accumulator(x.dtype))
     if scale is not None:
@@ -189,7 +189,7 @@ def to_rows(
         extras[RowExtra.LIMIT] = jax.lax.broadcast_to_rank(jnp.arange(1, x.shape[-2] + 1, dtype=jnp.int32), x.ndim - 1)
     if where is not None:
         where = merged(where, axes, x.shape)
-        if where.shape[-1] == 1:  # whole rows count or do not
+        if where.shape[-1] == 1:  # whole rows are valid or masked
             extras[RowExtra.LIMIT] = jnp.where(where[..., 0], extras.get(RowExtra.LIMIT, jnp.int32(n)), 0)
         else:
             extras[RowExtra.WHERE] = where

@@ -97,7 +97,7 @@ def dot_product_attention(
       query: of shape (B, T, N, H) or (T, N, H), in f16, bf16, f32 or f64; the three arrays have one dtype. Integers
         become f32.
       key: of shape (B, S, K, H) or (S, K, H).
-      value: of shape (B, S, K, D) or (S, K, D). Keys that do not count, and their values, must
+      value: of shape (B, S, K, D) or (S, K, D). Masked keys, and their values, must
         still be finite, and so must their products with queries and the output's cotangent.
       bias: an array broadcastable to (B, N, T, S), added to the scaled products. It is read where it lies.
       mask: boolean, broadcastable to (B, N, T, S): scores where it is True count.
@@ -105,7 +105,7 @@ def dot_product_attention(
         them, and may overflow with them in f16.
       is_causal: count key j of query i only if j is not after the query's position, i + query_offset.
       query_seq_lengths: of shape (B,), integers: queries from there on attend to nothing.
-      key_value_seq_lengths: of shape (B,), integers: keys from there on do not count.
+      key_value_seq_lengths: of shape (B,), integers: keys from there on are masked.
       local_window_size: (left, right), or one number for both: only keys from `left` before to `right` after a query's
         position count. None is no limit.
       implementation: None for the fastest that serves the call, or one of "ffi", "pallas", "cudnn", "xla" and
@@ -113,7 +113,7 @@ def dot_product_attention(
       return_residual: also return the log-sum-exp of every query's scores.
       logits_soft_cap: cap the scaled products before the bias is added, as cap * tanh(product / cap).
       sinks: of shape (N,): one more score for each head, with the value 0, which takes weight from the keys.
-      query_segment_ids, key_value_segment_ids: of shapes (B, T) and (B, S), integers: packed sequences. A key counts
+      query_segment_ids, key_value_segment_ids: of shapes (B, T) and (B, S), integers: packed sequences. A key is valid
         only for queries with the same number.
       query_offset: the position of the first query, a number or an array of shape (B,): where it lies among the keys
         when decoding, or for a part of a sequence. The first key has position 0.
@@ -130,7 +130,7 @@ def dot_product_attention(
     Returns:
       The output, of shape (B, T, N, D), or (T, N, D) for inputs of 3 dimensions. With `return_residual` or
       `return_state`, a tuple of the output, the log-sum-exp (B, T, N) in f32 (f64), natural logarithm, and the
-      `jaxsoft.fold.AttentionState`, as far as they are asked for. A query for which no key counts gets 0 and a
+      `jaxsoft.fold.AttentionState`, as far as they are asked for. A query without a valid key gets 0 and a
       log-sum-exp of -inf, and all its gradients are 0; jax.nn gives it the mean of the values, unless it is past
       query_seq_lengths.
 

@@ -248,7 +248,7 @@ def attend(
 @functools.partial(jax.jit, static_argnames=("attention", "form", "implementation", "dtype", "asked"))
 def _attend(attention, form, implementation, dtype, asked, operands, before):
     """The output, and then the log-sum-exp and the state, where they are asked for. What is not is no result: where no
-    key counts it is infinite, at which `jax_debug_infs` would stop.
+    key is valid it is infinite, at which `jax_debug_infs` would stop.
     """
     if form.shards is not None and not form.shards.inside:
         operands = [*(with_axis(x, 1, form.shards.axis) for x in operands[:BASE]), *operands[BASE:]]

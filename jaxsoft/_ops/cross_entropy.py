@@ -25,7 +25,7 @@ from jaxsoft._ops.arguments import (
     without_old_names,
 )
 from jaxsoft._rows.derivative import differentiable
-from jaxsoft._rows.forms import RowForm, counted, scores, softcap
+from jaxsoft._rows.forms import RowForm, scores, softcap, valid_elements
 from jaxsoft._rows.formulas import positions
 from jaxsoft._rows.losses import (
     LossOptions,
@@ -151,16 +151,15 @@ def softmax_cross_entropy_with_integer_labels(
       labels: integers, of the shape of the logits without axis, or of one that broadcasts with it. With several axes a
         label is the index into them flattened, in the order given.
       axis: the axis or axes of the classes.
-      where: boolean: classes that count, broadcastable to the logits; or, without the axes of the classes, rows that
-        count. As in optax, a label that does not count keeps its logit: its loss is the logsumexp of the others minus
-        its logit.
+      where: boolean: valid classes, broadcastable to the logits; or, without the axes of the classes, valid rows. As
+        in optax, a label that is masked keeps its logit: its loss is the logsumexp of the others minus its logit.
       ignore_index: rows with this label have loss 0 and gradient 0, and are not read.
       label_smoothing: epsilon, from 0 to 1.
       z_loss: zeta, the factor of the logsumexp's square (Chowdhery et al., "PaLM", arXiv:2204.02311).
       logits_soft_cap: z = cap * tanh(logits / cap) (Gemma 2, arXiv:2408.00118), where -inf becomes -cap. The cap
         is a number from 1e-30 to 1e30.
       class_weights: w, one number a class; 1 if None.
-      return_lse: return the logsumexp of z beside the losses. It is -inf in a row of which nothing counts, or that is
+      return_lse: return the logsumexp of z beside the losses. It is -inf in a row that is wholly masked, or that is
         ignored.
       return_entropy: return the entropy of p as well, in nats, after the losses and what return_lse adds: see below.
       implementation: None for the fastest that serves the call, or one of "ffi", "pallas", "triton", "xla" and
@@ -168,7 +167,7 @@ def softmax_cross_entropy_with_integer_labels(
 
     Returns:
       One loss a row, of the shape of the labels, in f32 for logits of 16 bits and else in their dtype; no mean is
-      taken. A row of which nothing counts, or of nothing but -inf, has loss 0, whatever its label. Else a label that
+      taken. A row that is wholly masked, or of nothing but -inf, has loss 0, whatever its label. Else a label that
       is out of range, as every negative one is, has the loss NaN, and nothing is read out of bounds. Its gradient is
       finite, that of the logsumexp, so that it is 0 where the loss is masked afterwards. A label whose logit is -inf
       has loss inf, and finite gradients.
@@ -191,7 +190,7 @@ def softmax_cross_entropy_with_integer_labels(
       H = -\sum_c p_c \log p_c
 
     over the classes that `where` selects. It does not depend on the label, nor on label_smoothing, z_loss and
-    class_weights. In a row that is ignored, or of which nothing counts, it is 0, and so is its gradient; in one that
+    class_weights. In a row that is ignored, or wholly masked, it is 0, and so is its gradient; in one that
     holds NaN or +inf it is NaN. It has all its digits where the label is nearly certain. Loss and entropy together take
     one read of the logits, and their gradient one read and one write, by the kernels of "ffi". With "pallas" and
     "triton", and with label_smoothing, XLA reads the logits once more.
@@ -221,19 +220,19 @@ def softmax_cross_entropy_with_integer_labels(
     axes = _class_axes(axis, x.ndim)
     weights = check_weights(class_weights, _classes(x.shape, axes), x.dtype)
     labels = check_labels(labels, tuple(size for a, size in enumerate(x.shape) if a not in axes))
-    counts = None if where is None else _where_of(where, _shape_with_rows(x.shape, labels.shape, axes), axes)
+    valid = None if where is None else _where_of(where, _shape_with_rows(x.shape, labels.shape, axes), axes)
     asked = return_lse, return_entropy
-    return returned(*_with_integer_labels(x, labels, counts, weights, axes, options, asked, implementation))
+    return returned(*_with_integer_labels(x, labels, valid, weights, axes, options, asked, implementation))
 
 
-# What is not asked for is no result: in a row of which nothing counts the logsumexp is infinite, at which
+# What is not asked for is no result: in a row that is wholly masked the logsumexp is infinite, at which
 # jax_debug_infs would stop.
 @functools.partial(jax.jit, static_argnames=("axes", "options", "asked", "implementation"))
-def _with_integer_labels(x, labels, counts, weights, axes, options, asked, implementation):
+def _with_integer_labels(x, labels, valid, weights, axes, options, asked, implementation):
     return_lse, entropy = asked
     x, index = with_labels(labels, merged(x, axes, x.shape), _classes(x.shape, axes), options)
     (x,) = stored(x)  # the sums of smoothing may be taken beside the operation
-    extras, label_counts = _extras(x, index, counts)
+    extras, label_valid = _extras(x, index, valid)
     smoothed = options.label_smoothing > 0
     summed = smoothed and weights is None and not entropy  # no operation has weighted sums, nor sums and the entropy
     form = RowForm(x.dtype, tuple(extras), cap=options.logits_soft_cap)
@@ -242,38 +241,38 @@ def _with_integer_labels(x, labels, counts, weights, axes, options, asked, imple
     sums = None
     if summed:
         total, count = of_row
-        sums = _without_uncounted_label(total, count, index, t, label_counts)
+        sums = _without_masked_label(total, count, index, t, label_valid)
     elif smoothed:
-        read = (index != NO_ROW)[..., None] & (True if counts is None else counts)
+        read = (index != NO_ROW)[..., None] & (True if valid is None else valid)
         z, ref = _scores(x, options, read), jax.lax.stop_gradient(fold.reference(t))
         adds = read & (z != -jnp.inf)
         sums = weighted_sums(z, adds, jnp.ones(x.shape[-1], z.dtype) if weights is None else weights, ref)
     weight = None if weights is None else weight_at(weights, index)
-    loss, lse = row_loss(options, index, others, t, apart, sums, label_counts, weight)
-    of_entropy = row_entropy(index, t, apart, of_row[0], label_counts) if entropy else None
+    loss, lse = row_loss(options, index, others, t, apart, sums, label_valid, weight)
+    of_entropy = row_entropy(index, t, apart, of_row[0], label_valid) if entropy else None
     return loss, lse if return_lse else None, of_entropy
 
 
 def _extras(
-    x: jax.Array, index: jax.Array, counts: jax.Array | None
+    x: jax.Array, index: jax.Array, valid: jax.Array | None
 ) -> tuple[dict[RowExtra, jax.Array], jax.Array | bool]:
-    """The extras of the row operation, and whether the class of each row's label counts, given which classes do."""
-    if counts is None:
+    """The extras of the row operation, and whether the class of each row's label is valid, given which classes are."""
+    if valid is None:
         return {}, True
-    if counts.shape[-1] == 1:  # whole rows count or do not
-        label_counts = jnp.broadcast_to(counts[..., 0], x.shape[:-1])
-        return {RowExtra.LIMIT: jnp.where(label_counts, jnp.int32(x.shape[-1]), 0)}, label_counts
-    return {RowExtra.WHERE: counts}, jnp.any(counts & (positions(x) == index[..., None]), axis=-1)
+    if valid.shape[-1] == 1:  # whole rows are valid or masked
+        label_valid = jnp.broadcast_to(valid[..., 0], x.shape[:-1])
+        return {RowExtra.LIMIT: jnp.where(label_valid, jnp.int32(x.shape[-1]), 0)}, label_valid
+    return {RowExtra.WHERE: valid}, jnp.any(valid & (positions(x) == index[..., None]), axis=-1)
 
 
-def _without_uncounted_label(
-    total: jax.Array, count: jax.Array, index: jax.Array, t: jax.Array, label_counts: jax.Array | bool
+def _without_masked_label(
+    total: jax.Array, count: jax.Array, index: jax.Array, t: jax.Array, label_valid: jax.Array | bool
 ) -> Sums:
-    """The sums that smoothing takes, from those of the row operation, which counts a label that does not count."""
-    uncounted = ~jnp.asarray(label_counts) & (t != -jnp.inf) & (index >= 0)
+    """The sums that smoothing takes, from those of the row operation, which takes in a masked label too."""
+    masked = ~jnp.asarray(label_valid) & (t != -jnp.inf) & (index >= 0)
     here = fold.reference(t)
-    total = jnp.where(uncounted, total - (here - jax.lax.stop_gradient(here)), total)
-    count = jnp.where(uncounted, count - 1, count)
+    total = jnp.where(masked, total - (here - jax.lax.stop_gradient(here)), total)
+    count = jnp.where(masked, count - 1, count)
     return Sums(total, count, count)
 
 
@@ -361,15 +360,14 @@ def softmax_cross_entropy(
       logits: of shape (..., classes, ...), in f16, bf16, f32 or f64.
       labels: the probability of each class, or any other numbers, of a shape that broadcasts with that of the logits.
       axis: the axis or axes of the classes; None for all.
-      where: boolean: classes that count, broadcastable to the logits; or, without the axes of the classes, rows that
-        count.
+      where: boolean: valid classes, broadcastable to the logits; or, without the axes of the classes, valid rows.
       label_smoothing, z_loss, logits_soft_cap, class_weights, return_lse, return_entropy, implementation: as of
         `softmax_cross_entropy_with_integer_labels`.
 
     Returns:
       One loss a row, in f32 for logits of 16 bits and else in their dtype; no mean is taken. Where a logit is -inf, a
-      label of 0 adds nothing, where optax has NaN, and any other makes the loss infinite. A row of which nothing
-      counts, or of nothing but -inf, has loss 0. With return_lse and return_entropy a tuple, as there.
+      label of 0 adds nothing, where optax has NaN, and any other makes the loss infinite. A row that is wholly
+      masked, or of nothing but -inf, has loss 0. With return_lse and return_entropy a tuple, as there.
 
     Raises:
       TypeError, ValueError: an argument does not fit the others, or the named implementation cannot serve the call.
@@ -396,9 +394,9 @@ def softmax_cross_entropy(
     except ValueError:
         raise ValueError(f"labels must broadcast with the logits, of shape {x.shape}; got shape {q.shape}") from None
     weights = check_weights(class_weights, _classes(x.shape, axes), x.dtype)
-    counts = _where_of(where, shape, tuple(a - x.ndim + len(shape) for a in axes))
+    valid = _where_of(where, shape, tuple(a - x.ndim + len(shape) for a in axes))
     asked = return_lse, return_entropy
-    return returned(*_with_labels(x, q, counts, weights, axes, options, asked, implementation))
+    return returned(*_with_labels(x, q, valid, weights, axes, options, asked, implementation))
 
 
 def _shape_with_labels(shape: tuple[int, ...], labels: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
@@ -421,17 +419,17 @@ def _side_by_side(x: jax.Array, q: jax.Array, axes: tuple[int, ...]) -> tuple[ja
 
 
 @functools.partial(jax.jit, static_argnames=("axes", "options", "asked", "implementation"))
-def _with_labels(x, q, counts, weights, axes, options, asked, implementation):
+def _with_labels(x, q, valid, weights, axes, options, asked, implementation):
     return_lse, entropy = asked
     x, q = _side_by_side(x, q, axes)
     wide, (x,) = fold.accumulator(x.dtype), stored(x)
     extras = {}
-    if counts is not None:
-        extras[RowExtra.WHERE] = jnp.broadcast_to(counts, (*counts.shape[:-1], x.shape[-1]))
+    if valid is not None:
+        extras[RowExtra.WHERE] = jnp.broadcast_to(valid, (*valid.shape[:-1], x.shape[-1]))
     form = RowForm(x.dtype, tuple(extras), cap=options.logits_soft_cap)
     m, s, *u = _fused_state(form, implementation, entropy, x, *extras.values())
     empty = s == 0
-    z, shown = _scores(x, options, counts), True if counts is None else counts
+    z, shown = _scores(x, options, valid), True if valid is None else valid
     q = jnp.where(shown & ~empty[..., None], q.astype(wide), 0)  # NaN times 0 would go on to gradients
     finite = shown & (z > -jnp.inf)
     if options.label_smoothing:
@@ -471,20 +469,20 @@ def _fused_state_jvp(form, implementation, entropy, primals, tangents):
     x, *extras = primals
     m, *sums = _fused_state(form, implementation, entropy, *primals)
     beside = dict(zip(form.extras, extras, strict=True))
-    counts = counted(form, x, beside)
-    z, t = jax.jvp(lambda x: scores(form, x, beside, m.dtype, counts), (x,), tangents[:1])
+    valid = valid_elements(form, x, beside)
+    z, t = jax.jvp(lambda x: scores(form, x, beside, m.dtype, valid), (x,), tangents[:1])
     along = fold.weight(z, m[..., None]) * t
     terms = [along, along * (1 + below(z, m))]
     return (m, *sums), (jnp.zeros_like(m), *(jnp.sum(v, axis=-1) for v in terms[: len(sums)]))
 
 
-def _scores(x: jax.Array, options: Options, counts: jax.Array | None) -> jax.Array:
-    """The capped logits, in the accumulator's dtype; any finite numbers where they do not count.
+def _scores(x: jax.Array, options: Options, valid: jax.Array | None) -> jax.Array:
+    """The capped logits, in the accumulator's dtype; any finite numbers where they are masked.
 
-    Of a NaN that does not count, the derivative of the cap would be NaN, and 0 times it as well.
+    Of a NaN that is masked, the derivative of the cap would be NaN, and 0 times it as well.
     """
     x = x.astype(fold.accumulator(x.dtype))
-    return softcap(x if counts is None else jnp.where(counts, x, 0), options.logits_soft_cap)
+    return softcap(x if valid is None else jnp.where(valid, x, 0), options.logits_soft_cap)
 
 
 def _class_axes(axis: Axis, ndim: int) -> tuple[int, ...]:
@@ -500,11 +498,11 @@ def _where_of(where: ArrayLike | None, shape: tuple[int, ...], axes: tuple[int, 
     """Which logits of this shape count, with the classes last: (..., classes), or (..., 1) where whole rows count."""
     if where is None:
         return None
-    counts = as_mask("where", where)
-    if counts.ndim != len(shape) and counts.ndim == len(shape) - len(axes):
-        counts = jnp.expand_dims(counts, axes)
-    counts = merged(broadcastable("where", counts, shape, beside="logits"), axes, shape)
-    return counts if counts.shape[-1] == 1 else jnp.broadcast_to(counts, (*counts.shape[:-1], _classes(shape, axes)))
+    valid = as_mask("where", where)
+    if valid.ndim != len(shape) and valid.ndim == len(shape) - len(axes):
+        valid = jnp.expand_dims(valid, axes)
+    valid = merged(broadcastable("where", valid, shape, beside="logits"), axes, shape)
+    return valid if valid.shape[-1] == 1 else jnp.broadcast_to(valid, (*valid.shape[:-1], _classes(shape, axes)))
 
 
 def _shape_with_rows(shape: tuple[int, ...], rows: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:

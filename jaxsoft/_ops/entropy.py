@@ -58,7 +58,7 @@ def entropy(
         "pallas" and "triton" reduce it to its state, and XLA takes the sum.
 
     Returns:
-      From 0 to the logarithm of the number of elements that count. A row of which nothing counts, or of nothing but
+      From 0 to the logarithm of the number of valid elements. A row that is wholly masked, or of nothing but
       -inf, has the entropy 0; one that holds NaN or +inf has NaN. Near 0, where one score dominates its row, the error
       is up to 1e-6 of 1 (1e-15 in f64), not of the entropy.
 

@@ -38,7 +38,7 @@ def softmax_kl_divergence(
       p_logits: of any shape; f16, bf16, f32 and f64 have kernels. They compute in f32 (f64 for f64).
       q_logits: of a shape that broadcasts with that of p_logits, in any of these dtypes.
       axis: the axis or axes of the classes; None for all.
-      where: boolean, broadcastable to the logits. Classes where it is False do not count, for either of both.
+      where: boolean, broadcastable to the logits. Classes where it is False are masked, for either of both.
       scale: a number, or an array broadcastable to the logits with length 1 along the classes, by which both are
         multiplied: a temperature is 1 / scale.
       implementation: None for the fastest that serves the call, or one or a tuple of "ffi", "pallas", "triton", "xla"
@@ -46,13 +46,13 @@ def softmax_kl_divergence(
 
     Returns:
       The divergence of each row in natural units, of the logits' shape without the classes, in f32 (f64). It is 0 for a
-      row of which nothing counts, +inf where q is 0 and p is not, and NaN where logits hold NaN or +inf.
+      row that is wholly masked, +inf where q is 0 and p is not, and NaN where logits hold NaN or +inf.
 
     Raises:
       TypeError, ValueError: an argument does not fit the others, or a named implementation cannot serve the call.
 
     Derivatives by both logits and by scale, of every order, in forward and reverse mode, for every implementation. What
-    does not count has the gradient 0. Reverse mode keeps the logits and four numbers a row. If p is a fixed target, use
+    is masked has the gradient 0. Reverse mode keeps the logits and four numbers a row. If p is a fixed target, use
     `jax.lax.stop_gradient`, or differentiate by q_logits alone: its gradient is then neither computed nor written.
 
     It is optax's `kl_divergence(log_softmax(q_logits), softmax(p_logits))`, which takes the logarithms of q first.

@@ -36,7 +36,7 @@ def log_softmax(
       x: scores of any shape; f16, bf16, f32 and f64 have kernels. They compute in f32 (f64 for f64) and
         round once.
       axis: the axis or axes over which probabilities sum to 1; None for all.
-      where: boolean, broadcastable to x. Elements where it is False get -inf and do not count.
+      where: boolean, broadcastable to x. Elements where it is False get -inf and are left out.
       scale: a number, or an array broadcastable to x with length 1 along the reduced axes: a temperature is 1 / scale.
       bias: an array broadcastable to x. It needs no memory of x's size, nor does where.
       is_causal: count element j of row i only if j <= i, where i is the index along the axis before the last, and the
@@ -52,8 +52,8 @@ def log_softmax(
     Raises:
       TypeError, ValueError: an argument does not fit the others, or the named implementation cannot serve the call.
 
-    Derivatives by x, scale and bias, of every order, in forward and reverse mode, for every implementation. What does
-    not count has the gradient 0. Reverse mode keeps x, the other arguments and two numbers a row, so the probabilities
+    Derivatives by x, scale and bias, of every order, in forward and reverse mode, for every implementation. What is
+    masked has the gradient 0. Reverse mode keeps x, the other arguments and two numbers a row, so the probabilities
     in the gradient are not those of the rounded result; for the gradient by scale or bias it keeps z.
 
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv:1805.02867).

@@ -91,7 +91,7 @@ def logsumexp(
         leaves its element out, even one of inf or NaN.
       keepdims: keep the reduced axes, with length 1.
       return_sign: return the logarithm of the sum's absolute value, and its sign.
-      where: boolean, broadcastable to a. Elements where it is False do not count.
+      where: boolean, broadcastable to a. Elements where it is False are masked.
       scale: a number, or an array broadcastable to a with length 1 along the reduced axes: a temperature is 1 / scale.
       bias: an array broadcastable to a. Neither it nor where takes memory of a's size.
       is_causal: count element j of row i only if j <= i, where i is the index along the axis before the last, and the
@@ -132,8 +132,8 @@ def logsumexp(
     axes, out_dtype = normalize_axis(axis, a.ndim), check_dtype(dtype, a)
     extras = check_extras(a, axes, where, scale, bias, is_causal)
     if is_left_to_jax(a, implementation):
-        z, counts = plain_scores(a, *extras, is_causal)
-        result = _jax_logsumexp(z, axes, b, keepdims, return_sign, counts)
+        z, valid = plain_scores(a, *extras, is_causal)
+        result = _jax_logsumexp(z, axes, b, keepdims, return_sign, valid)
         if jnp.issubdtype(out_dtype, jnp.complexfloating):
             return result  # the logarithm of an absolute value is real, and keeps its dtype
         return jax.tree.map(lambda v: v.astype(out_dtype), result)
@@ -162,8 +162,8 @@ def _logsumexp(a, b, axes, where, scale, bias, is_causal, keepdims, return_sign,
         out, sign = _of_rows(a, axes, where, scale, bias, is_causal, dtype, implementation)
     else:
         (a,) = stored(a)
-        z, counts = plain_scores(a, where, scale, bias, is_causal)
-        out, sign = _weighted(z, counts, b, axes, dtype)
+        z, valid = plain_scores(a, where, scale, bias, is_causal)
+        out, sign = _weighted(z, valid, b, axes, dtype)
         out = out if return_sign else nan_where(sign < 0, out)
     if keepdims:
         out, sign = jnp.expand_dims(out, axes), jnp.expand_dims(sign, axes)
@@ -179,13 +179,13 @@ def _of_rows(a, axes, where, scale, bias, is_causal, dtype, implementation):
     return out, jnp.where(jnp.isnan(out), out, jnp.where(out == -jnp.inf, 0, 1).astype(dtype))
 
 
-def _weighted(a, counts, b, axes, dtype):
+def _weighted(a, valid, b, axes, dtype):
     """The logarithm of |sum b exp(a)| and the sign of the sum, in plain JAX."""
     a, b = (v.astype(fold.accumulator(a.dtype)) for v in (a, b))
     b = sharded_like(jnp.broadcast_to(b, a.shape), a)
-    if counts is not None:
-        counts = sharded_like(jnp.broadcast_to(counts, a.shape), a)
-        a, b = jnp.where(counts, a, -jnp.inf), jnp.where(counts, b, 0)
+    if valid is not None:
+        valid = sharded_like(jnp.broadcast_to(valid, a.shape), a)
+        a, b = jnp.where(valid, a, -jnp.inf), jnp.where(valid, b, 0)
     m = jnp.max(jnp.where(b == 0, -jnp.inf, a), axis=axes, initial=-jnp.inf, keepdims=True)
     ref = fold.reference(jax.lax.stop_gradient(m))
     total = _sum(axes, ref, a, b)

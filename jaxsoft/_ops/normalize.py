@@ -56,5 +56,5 @@ def normalize(function, x, axes, extras, dtype, names, is_causal):
 def by_jax(function, x, axes, extras, dtype, is_causal):
     """jax.nn's function, for the dtypes that have no kernels."""
     where, scale, bias = extras
-    z, counts = plain_scores(x, where, scale, bias, is_causal)
-    return function(z, axes, counts).astype(dtype)
+    z, valid = plain_scores(x, where, scale, bias, is_causal)
+    return function(z, axes, valid).astype(dtype)

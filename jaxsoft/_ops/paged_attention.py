@@ -105,7 +105,7 @@ def paged_attention(
       key_value_seq_lengths: of shape (B,), integers: how many keys each sequence has, those of its queries included,
         which `jaxsoft.write_pages` puts there. Neither the entries of the table for pages from there on are used, nor
         what pages hold of other keys: these may be anything. An entry that is used and names no page, as it is negative
-        or not less than P, has keys that do not count, and so have the keys that the table has no room for: more
+        or not less than P, has masked keys, and so have the keys that the table has no room for: more
         columns of such entries change nothing. A length below 0 is 0.
       bias: an array broadcastable to (B, N, T, S), added to the scaled products.
       mask: boolean, broadcastable to (B, N, T, S): scores where it is True count.
@@ -133,7 +133,7 @@ def paged_attention(
     Returns:
       The output, of shape (B, T, N, D). With `return_residual` or `return_state`, a tuple of the output, the
       log-sum-exp (B, T, N) in f32 (f64), natural logarithm, and the `jaxsoft.fold.AttentionState`, as far as they are
-      asked for. A query for which no key counts gets 0 and a log-sum-exp of -inf.
+      asked for. A query without a valid key gets 0 and a log-sum-exp of -inf.
 
     Raises:
       TypeError, ValueError: an argument does not fit the others, or the named implementation cannot serve the call.

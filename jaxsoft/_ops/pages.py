@@ -64,7 +64,7 @@ def first_position(
 ) -> jax.Array:
     """The position of the first of so many tokens of each sequence (B,) or (1,).
 
-    If it was not given, those that count are the last ones of their sequence.
+    If it was not given, those that are valid are the last ones of their sequence.
     """
     if offset is not None:
         number = of_integers("query_offset", offset)

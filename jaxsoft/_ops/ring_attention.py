@@ -117,7 +117,7 @@ def ring_attention(
       logits_soft_cap: cap the scaled products, as cap * tanh(product / cap).
       sinks: of shape (N,): one more score for each head, with the value 0.
       query_segment_ids, key_value_segment_ids: of shape (B, T), integers, sharded and laid out as query: packed
-        sequences. A key counts only for queries with the same number. They also say which tokens are padding.
+        sequences. A key is valid only for queries with the same number. They also say which tokens are padding.
       deterministic, dropout_rate: as `jaxsoft.dot_product_attention` has them.
       dtype: of the output; None for that of query.
 

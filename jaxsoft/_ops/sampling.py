@@ -210,8 +210,8 @@ def _most_probable(x, scale, top_p):
     bits = jax.lax.bitcast_convert_type(weights, jnp.uint64 if scale.dtype == jnp.float64 else jnp.uint32)
     enough = top_p * jnp.sum(weights, axis=-1)
 
-    def mass(counted):
-        return jnp.sum(jnp.where(counted, weights, 0), axis=-1)
+    def mass(valid):
+        return jnp.sum(jnp.where(valid, weights, 0), axis=-1)
 
     def step(_, state):
         least, bit = state
@@ -233,7 +233,7 @@ def _states(chunks, scale, implementation):
 
     A row whose largest x * scale is out of range, or nearly, is read again, with a scale for which it is not. Its
     largest x is then above 2^37 in magnitude, and above 2^65 in f64, so that with either scale every other x but its
-    equals has the weight 0. The C++ and CUDA kernels read nothing of rows of which no element counts.
+    equals has the weight 0. The C++ and CUDA kernels read nothing of rows that are wholly masked.
     """
     if scale is None:
         return _state(chunks, {}, implementation)

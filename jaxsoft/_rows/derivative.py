@@ -2,8 +2,8 @@
 
 The derivative at a point is a linear map (see `jaxsoft._core.linear_map`), which forward mode evaluates by a formula
 and reverse mode transposes to a kernel for the pullback. Where x alone is perturbed, as in training with a fixed scale,
-it maps a tangent of x, and the scale is part of it. Where scale or bias are too, it maps a tangent of the scores z = x
-* scale + bias, which JAX derives from theirs, and whose cotangent JAX takes back to them.
+it maps a tangent of x, and the scale is part of it. Where scale or bias are too, it maps a tangent of the scores
+z = x * scale + bias, which JAX derives from theirs, and whose cotangent JAX takes back to them.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jaxsoft._core.linear_map import LinearMap
 from jaxsoft._core.operation import bdims_at_front, is_perturbed, jvp_along
 from jaxsoft._core.rounding import stored
 from jaxsoft._rows import plain
-from jaxsoft._rows.forms import RowForm, compose, counted, row_dtypes, scores, split
+from jaxsoft._rows.forms import RowForm, compose, row_dtypes, scores, split, valid_elements
 from jaxsoft._rows.operation import RowOperation
 from jaxsoft._rows.spec import RowExtra, RowFunction, RowKind, RowSpec
 from jaxsoft.fold import accumulator
@@ -55,7 +55,7 @@ def differentiable(function: RowFunction, form: RowForm, implementation: Names) 
             residuals = function.residuals([varied.get(i, v) for i, v in enumerate(base)], results)
             extras = {name: v for name, v in extras.items() if name.decides}
         masked = False
-        if function.tangent.kinds[0] is RowKind.PROBABILITIES:  # they are 0 where an element does not count
+        if function.tangent.kinds[0] is RowKind.PROBABILITIES:  # they are 0 where an element is masked
             masked = any(name.decides for name in extras)
             extras = {name: v for name, v in extras.items() if name in (RowExtra.SCALE, RowExtra.LIMIT)}
         along = dataclasses.replace(form, extras=tuple(extras), masked=masked)
@@ -77,8 +77,8 @@ def _scores_along(
     @functools.partial(jax.checkpoint, prevent_cse=False)  # keeps the operands, not masks of x's size
     def z(*operands):
         given, named = operands[: len(inputs)], dict(zip(form.extras, operands[len(inputs) :], strict=True))
-        counts = counted(form, given[0], named)
-        return [scores(form, x, named, accumulator(x.dtype), counts, i) for i, x in enumerate(given)]
+        valid = valid_elements(form, given[0], named)
+        return [scores(form, x, named, accumulator(x.dtype), valid, i) for i, x in enumerate(given)]
 
     return jvp_along(z, [primals[i] for i in places], [tangents[i] for i in places])
 

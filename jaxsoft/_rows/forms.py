@@ -36,7 +36,7 @@ class RowForm:
       other_dtype: of the results of x's shape that belong to the second input; None where there are none.
       extras: which operands follow those of the operation, in the order of `RowExtra`.
       trailing: how many dimensions of x follow the reduced one; 0 beside extras.
-      masked: elements whose first operand, a softmax, is 0 do not count.
+      masked: whether elements whose first operand, a softmax, is 0 are masked.
       cap: scores become cap * tanh(x / cap); None leaves them as they are. There is none beside scale or bias.
       k: how many elements of a row an operation selects, which then has no other form; 0 if it selects none.
       in_place: a result of x's shape may be written where x is, if the caller has no use for x after the call.
@@ -111,21 +111,21 @@ def compose(operation: RowSpec, form: RowForm, plain: Function) -> Function:
         base = [
             jnp.moveaxis(v, axis, -1) if kind.whole_rows else v for kind, v in zip(operation.kinds, given, strict=True)
         ]
-        counts = counted(form, base[0], extras)
-        if counts is not None and operation.has_label:  # the label counts in any case
+        valid = valid_elements(form, base[0], extras)
+        if valid is not None and operation.has_label:  # the label is valid in any case
             label = base[operation.kinds.index(RowKind.LABEL)]
-            counts = counts | (positions(base[0]) == label[..., None])
-        if form.cap is not None:  # the derivative of tanh at NaN would stay, where that does not count or is not read
+            valid = valid | (positions(base[0]) == label[..., None])
+        if form.cap is not None:  # the derivative of tanh at NaN would stay, where that is masked or is not read
             read = base[operation.kinds.index(RowKind.LABEL)][..., None] != NO_ROW
-            base[0] = jnp.where(read if counts is None else read & counts, base[0], 0)
+            base[0] = jnp.where(read if valid is None else read & valid, base[0], 0)
         prepared = []
         for (_, kind, _, input), v in zip(operation.operands, base, strict=True):
             if kind is RowKind.SCORES:
-                v = scores(form, v, extras, dtype, counts, input)
+                v = scores(form, v, extras, dtype, valid, input)
             elif kind is RowKind.TANGENT:
-                v = _select(counts, capped_slope(form, base[0], _scaled(counts, v.astype(dtype), extras, input)), 0)
+                v = _select(valid, capped_slope(form, base[0], _scaled(valid, v.astype(dtype), extras, input)), 0)
             elif kind is RowKind.COTANGENT:
-                v = _select(counts, v.astype(dtype), 0)
+                v = _select(valid, v.astype(dtype), 0)
             elif kind is RowKind.PROBABILITIES:
                 v = v.astype(dtype)
             prepared.append(v)
@@ -136,8 +136,8 @@ def compose(operation: RowSpec, form: RowForm, plain: Function) -> Function:
             if result.kind is not RowKind.ROW:
                 return v
             if operation.is_pullback:
-                v = _scaled(counts, capped_slope(form, base[0], v), extras, result.input)
-            v = _select(counts, v, operation.uncounted)
+                v = _scaled(valid, capped_slope(form, base[0], v), extras, result.input)
+            v = _select(valid, v, operation.masked_result)
             return jnp.moveaxis(v.astype(form.dtype_of(result.input)), -1, axis)
 
         return tuple(map(finished, operation.results, plain(*prepared)))
@@ -146,19 +146,19 @@ def compose(operation: RowSpec, form: RowForm, plain: Function) -> Function:
 
 
 def scores(
-    form: RowForm, x: jax.Array, extras: Extras, dtype: np.dtype, counts: jax.Array | None, input: int = 0
+    form: RowForm, x: jax.Array, extras: Extras, dtype: np.dtype, valid: jax.Array | None, input: int = 0
 ) -> jax.Array:
-    """z = x * scale + bias in this dtype, capped, along the last axis; -inf where an element does not count.
+    """z = x * scale + bias in this dtype, capped, along the last axis; -inf where an element is masked.
 
     There is a bias and a cap for the first input alone.
     """
-    z = _scaled(counts, x.astype(dtype), extras, input)
+    z = _scaled(valid, x.astype(dtype), extras, input)
     z = rounded(z) if SCALES[input] in extras else z
     if RowExtra.BIAS in extras and not input:
         z = z + extras[RowExtra.BIAS].astype(dtype)
     if form.cap is not None:
-        z = softcap(_select(counts, z, 0), form.cap)
-    return _select(counts, z, -jnp.inf)
+        z = softcap(_select(valid, z, 0), form.cap)
+    return _select(valid, z, -jnp.inf)
 
 
 def softcap(x: jax.Array, cap: float | None) -> jax.Array:
@@ -219,8 +219,8 @@ def _has_one_dtype(operation: RowSpec, form: RowForm, operands: Operands) -> boo
     return {form.dtype, form.dtype_of(1)} == row_dtypes(operation, operands)
 
 
-def counted(form: RowForm, first: jax.Array, extras: Extras) -> jax.Array | None:
-    """Which elements of rows count, given the operation's first operand; None for all."""
+def valid_elements(form: RowForm, first: jax.Array, extras: Extras) -> jax.Array | None:
+    """Which elements of rows are valid, given the operation's first operand; None for all."""
     conditions = [extras[RowExtra.WHERE]] if RowExtra.WHERE in extras else []
     if RowExtra.LIMIT in extras:
         conditions.append(positions(first) < extras[RowExtra.LIMIT][..., None])
@@ -229,12 +229,12 @@ def counted(form: RowForm, first: jax.Array, extras: Extras) -> jax.Array | None
     return functools.reduce(jnp.logical_and, conditions) if conditions else None
 
 
-def _scaled(counts: jax.Array | None, v: jax.Array, extras: Extras, input: int) -> jax.Array:
-    """v * scale, where elements that do not count are 0: NaN in one would make the derivative by the scale NaN."""
+def _scaled(valid: jax.Array | None, v: jax.Array, extras: Extras, input: int) -> jax.Array:
+    """v * scale, where masked elements are 0: NaN in one would make the derivative by the scale NaN."""
     if SCALES[input] not in extras:
         return v
-    return _select(counts, v, 0) * extras[SCALES[input]].astype(v.dtype)[..., None]
+    return _select(valid, v, 0) * extras[SCALES[input]].astype(v.dtype)[..., None]
 
 
-def _select(counts: jax.Array | None, v: jax.Array, other: float) -> jax.Array:
-    return v if counts is None else jnp.where(counts, v, other)
+def _select(valid: jax.Array | None, v: jax.Array, other: float) -> jax.Array:
+    return v if valid is None else jnp.where(valid, v, other)

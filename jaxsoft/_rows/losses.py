@@ -162,7 +162,7 @@ def _indices(labels: jax.Array, shape: tuple[int, ...], classes: int, options: O
 
 
 class Sums(NamedTuple):
-    """The sums of label smoothing, over the classes that count and whose score z is above -inf.
+    """The sums of label smoothing, over the valid classes whose score z is above -inf.
 
     Attributes:
       total: sum(w (z - r)), with the class weights w, or 1, and r a constant of each row.
@@ -180,12 +180,12 @@ def is_summed(z: jax.Array, label: jax.Array) -> jax.Array:
     return (z != -jnp.inf) & (label != NO_ROW)[..., None]
 
 
-def weighted_sums(z: jax.Array, counts: jax.Array, weights: jax.Array, ref: jax.Array) -> Sums:
-    """The sums of scores z over the classes that count, none of which has the score -inf, with r = ref."""
+def weighted_sums(z: jax.Array, valid: jax.Array, weights: jax.Array, ref: jax.Array) -> Sums:
+    """The sums of scores z over the valid classes, none of which has the score -inf, with r = ref."""
     weights = jax.lax.broadcast_to_rank(weights, z.ndim)
-    total = jnp.sum(jnp.where(counts, weights * (jnp.where(counts, z, 0) - ref[..., None]), 0), axis=-1)
-    mass = jnp.sum(jnp.where(counts, weights, 0), axis=-1)
-    return Sums(total, mass, jnp.sum(counts, axis=-1, dtype=total.dtype))
+    total = jnp.sum(jnp.where(valid, weights * (jnp.where(valid, z, 0) - ref[..., None]), 0), axis=-1)
+    mass = jnp.sum(jnp.where(valid, weights, 0), axis=-1)
+    return Sums(total, mass, jnp.sum(valid, axis=-1, dtype=total.dtype))
 
 
 def row_loss(
@@ -195,7 +195,7 @@ def row_loss(
     t: jax.Array,
     apart: jax.Array,
     sums: Sums | None = None,
-    label_counts: jax.Array | bool = True,
+    label_valid: jax.Array | bool = True,
     weight: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The loss of rows, and the logsumexp of their scores.
@@ -206,20 +206,20 @@ def row_loss(
       others, t, apart: the first results of `label_state_of_rows`: the logsumexp of the scores but the label's, the
         label's score, and the former minus the latter.
       sums: those of label smoothing, if there is any, with r = reference(t).
-      label_counts: whether the label's class counts, if not all classes do.
+      label_valid: whether the label's class is valid, if not all classes are.
       weight: that of the label's class.
     """
     # A label out of range poisons the value alone: where the loss of its row is masked afterwards, NaN in the gradient
     # would stay NaN. What is differentiated is the logsumexp, as in optax.
     invalid = label == -1
-    label_counts = _adds_label(label, t, label_counts)
+    label_valid = _adds_label(label, t, label_valid)
     t, apart = jnp.where(invalid, 0, t), jnp.where(invalid, others, apart)
     weight = weight if weight is None else jnp.where(invalid, 1, weight)
-    # Without a score that counts there is nothing to learn from. What is not chosen below must have finite derivatives.
-    empty = (label == NO_ROW) | ((others == -jnp.inf) & ~label_counts)
+    # Without a valid score there is nothing to learn from. What is not chosen below must have finite derivatives.
+    empty = (label == NO_ROW) | ((others == -jnp.inf) & ~label_valid)
     others, t, apart = (jnp.where(empty, 0, v) for v in (others, t, apart))
-    nll = jnp.where(label_counts, jnp.logaddexp(apart, 0), apart)
-    lse = jnp.where(label_counts, _logaddexp(others, t, apart), others)
+    nll = jnp.where(label_valid, jnp.logaddexp(apart, 0), apart)
+    lse = jnp.where(label_valid, _logaddexp(others, t, apart), others)
     loss = nll if weight is None else weight * nll
     if sums is not None:
         smooth = _mean_nll(nll, lse, t, sums)
@@ -235,17 +235,17 @@ def row_entropy(
     t: jax.Array,
     apart: jax.Array,
     of_others: jax.Array,
-    label_counts: jax.Array | bool = True,
+    label_valid: jax.Array | bool = True,
 ) -> jax.Array:
     """The entropy of the softmax of rows, given that of the scores but the label's.
 
     Args:
-      label, t, apart, label_counts: as `row_loss` has them.
+      label, t, apart, label_valid: as `row_loss` has them.
       of_others: the last result of `label_entropy_of_rows`.
     """
-    label_counts = _adds_label(label, t, label_counts)
-    apart = jnp.clip(jnp.where(label_counts, apart, 0), -1e4, 1e4)  # beyond this, one of both has the probability 0
-    return jnp.where(label_counts, _with_label(apart, of_others), of_others)
+    label_valid = _adds_label(label, t, label_valid)
+    apart = jnp.clip(jnp.where(label_valid, apart, 0), -1e4, 1e4)  # beyond this, one of both has the probability 0
+    return jnp.where(label_valid, _with_label(apart, of_others), of_others)
 
 
 @jax.custom_jvp
@@ -281,13 +281,13 @@ def _shares_jvp(primals, tangents):
     return (q, r), (q * r * tangents[0], -q * r * tangents[0])
 
 
-def _adds_label(label: jax.Array, t: jax.Array, label_counts: jax.Array | bool) -> jax.Array:
-    """Whether the label's score t is one of the scores of its row: it counts, is above -inf, and there is such a label.
+def _adds_label(label: jax.Array, t: jax.Array, label_valid: jax.Array | bool) -> jax.Array:
+    """Whether the label's score t is one of the scores of its row: it is valid, above -inf, and there is such a label.
 
     Args:
-      label, t, label_counts: as `row_loss` has them.
+      label, t, label_valid: as `row_loss` has them.
     """
-    return label_counts & (t != -jnp.inf) & (label != -1)
+    return label_valid & (t != -jnp.inf) & (label != -1)
 
 
 def _logaddexp(others: jax.Array, t: jax.Array, apart: jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ from jaxsoft._core.mesh import Axes, combined, exchanged
 from jaxsoft._core.operation import Function
 from jaxsoft._rows import formulas
 from jaxsoft._rows.exchange import selected_over_shards
-from jaxsoft._rows.forms import Extras, RowForm, compose, counted, formula, scores, split
+from jaxsoft._rows.forms import Extras, RowForm, compose, formula, scores, split, valid_elements
 from jaxsoft._rows.operations.entropy import products_from
 from jaxsoft._rows.operations.labels import LABEL_ENTROPY, LABEL_STATE, LABEL_SUMS
 from jaxsoft._rows.operations.logsumexp import LOGSUMEXP_VJP, STATE
@@ -132,14 +132,14 @@ def _stand_in(form: RowForm, x: jax.Array, extras: Extras) -> jax.Array:
     """An element of each row that can stand in for the label where this is in another part, or -1.
 
     Distances from the label's score are summed where it is not known yet. Those from 0 would lose their digits where
-    all scores are large, and those from any finite score of the part do not: it counts, and is at distance 0. One is
-    sought among the first elements alone, so a part that begins with many that do not count may go without.
+    all scores are large, and those from any finite score of the part do not: it is valid, and at distance 0. One is
+    sought among the first elements alone, so a part that begins with many that are masked may go without.
     """
     axis = x.ndim - 1 - form.trailing
     some = min(_SEARCHED, x.shape[axis])
     first = jnp.moveaxis(jax.lax.slice_in_dim(x, 0, some, axis=axis), axis, -1)
     beside = {name: v[..., :some] if name.whole_rows else v for name, v in extras.items()}
-    z = scores(form, first, beside, accumulator(x.dtype), counted(form, first, beside))
+    z = scores(form, first, beside, accumulator(x.dtype), valid_elements(form, first, beside))
     place = jnp.min(jnp.where(jnp.isfinite(z), formulas.positions(z), some), axis=-1, initial=some)
     return jnp.where(place < some, place, -1)
 

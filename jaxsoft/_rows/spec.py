@@ -15,7 +15,7 @@ import jax
 
 from jaxsoft.fold import State
 
-# The label of a row that is not to be read, and of which nothing counts. Any other label that is out of range makes
+# The label of a row that is not to be read, and is wholly masked. Any other label that is out of range makes
 # the label's score NaN.
 NO_ROW = -(2**31)
 
@@ -118,10 +118,10 @@ class RowSpec:
         kind VALUES also (k=, dtype=), how many elements, and the dtype of their probabilities.
       reduces: what has to be known of a row before the results can be written.
       extras: those that kernels may take as they are.
-      may_be_masked: whether elements whose first operand is 0 may be declared not to count.
+      may_be_masked: whether elements whose first operand is 0 may be declared masked.
       may_be_capped: whether the scores may be capped.
       any_axis: whether kernels may reduce an axis that other dimensions follow.
-      uncounted: the result of an element that does not count.
+      masked_result: the result of an element that is masked.
       from_state: whether a kernel for the state of the scores is all that the formula needs to be fast.
       of_parts: (mesh axes, results of the part of a row that each device has) -> those of the row, for an operation
         whose results can be combined.
@@ -138,7 +138,7 @@ class RowSpec:
     may_be_masked: bool = False
     may_be_capped: bool = False
     any_axis: bool = True
-    uncounted: float = 0.0
+    masked_result: float = 0.0
     from_state: bool = False
     of_parts: Callable[..., tuple[jax.Array, ...]] | None = None
     made_of: Callable[..., tuple[jax.Array, ...]] | None = None

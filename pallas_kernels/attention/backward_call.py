@@ -92,7 +92,7 @@ def padded(array: jax.Array) -> jax.Array:
 def numbers_of(form: AttentionForm, lse: jax.Array, lse_residual: jax.Array, delta: jax.Array) -> list[jax.Array]:
     """The numbers of every query that the kernels read: the log-sum-exp, delta, and if it matters the residual.
 
-    The log-sum-exp is in base 2, or with a residual natural, and infinite where nothing counts, so that all weights
+    The log-sum-exp is in base 2, or with a residual natural, and infinite where no key is valid, so that all weights
     are 0 there, and not NaN. The residual is in base 2.
     """
     exact = has_residual(form)
@@ -101,7 +101,7 @@ def numbers_of(form: AttentionForm, lse: jax.Array, lse_residual: jax.Array, del
 
 
 def to_whole(numbers: Sequence[jax.Array], block: int) -> list[jax.Array]:
-    """The numbers of every query (B, N, T) padded to whole blocks, with queries for which nothing counts."""
+    """The numbers of every query (B, N, T) padded to whole blocks, with queries without a valid key."""
     widths = (0, 0), (0, 0), (0, -numbers[0].shape[2] % block)
     return [jnp.pad(x, widths, constant_values=0.0 if i else jnp.inf) for i, x in enumerate(numbers)]
 

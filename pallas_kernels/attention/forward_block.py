@@ -433,5 +433,5 @@ class ForwardBlock:
 
 
 def _reference(m: jax.Array) -> jax.Array:
-    """What exponentials are relative to. Where nothing counts so far, all are 0 rather than exp2(-inf + inf)."""
+    """What exponentials are relative to. Where no key was valid so far, all are 0 rather than exp2(-inf + inf)."""
     return jnp.where(m == -jnp.inf, 0.0, m)

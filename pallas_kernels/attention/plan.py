@@ -78,7 +78,7 @@ FORWARD_CAUSAL = {
 
 
 def forward_plan(query_head: int, value_head: int, causal: bool = False) -> ForwardPlan | None:
-    """The plan for head sizes, and for whether later keys do not count; None if there is none."""
+    """The plan for head sizes, and for whether later keys are masked; None if there is none."""
     query_head, value_head = head_size(query_head), head_size(value_head)
     generation = gpus.assumed().generation
     plans = FORWARD.get(generation, {}) | (FORWARD_CAUSAL.get(generation, {}) if causal else {})

@@ -74,7 +74,7 @@ def masks(form: AttentionForm, shape: Shape, refs: Mapping[Extra, Any], batch: A
 
 
 def limits_of_queries(rules: Masks, shape: Shape, query: Any, queries_axis: int = 0) -> tuple[Any, Any]:
-    """The first key that counts for a query, and one more than the last; None where there is no need to look.
+    """The first valid key of a query, and one more than the last; None where there is no need to look.
 
     The end is one number if it is the same for all queries.
 
@@ -82,7 +82,7 @@ def limits_of_queries(rules: Masks, shape: Shape, query: Any, queries_axis: int 
       rules: those of the entry of the batch.
       shape: the call's, and that of tiles.
       query: indices of queries.
-      queries_axis: 1 if queries past the last must not count, since results are summed over queries.
+      queries_axis: 1 if queries past the last must be masked, since results are summed over queries.
     """
     first, after = rules.band.key_range(query)
     lengths, end = rules.lengths, None

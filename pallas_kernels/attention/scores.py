@@ -1,7 +1,7 @@
 """From a tile of products of queries and keys to the scores of form.py: what all kernels of attention share.
 
 The kernels take a block of queries and loop over tiles of keys, or the other way round. Which tiles matter is in
-ranges.py. Here is what is done with a tile: scale, cap, bias, and the scores that do not count. Nothing of what a form
+ranges.py. Here is what is done with a tile: scale, cap, bias, and the masked scores. Nothing of what a form
 does not have is traced.
 
 A tile has queries along its rows and keys along its columns (`queries_axis` 0), or the other way round (1). Arrays over
@@ -82,8 +82,8 @@ class Queries:
     """What is known of the queries of a tile, one number a query, in the layout of the tile reduced over keys.
 
     Attributes:
-      first: the first key that counts; None if it is 0 for all.
-      end: one more than the last key that counts; None if all do, one number if it is the same for all.
+      first: the first valid key; None if it is 0 for all.
+      end: one more than the last valid key; None if all are, one number if it is the same for all.
       segments: their segments, if there are any.
     """
 
@@ -97,7 +97,7 @@ class Tile:
     """Scores: values * unit in base 2.
 
     Attributes:
-      values: f32, -inf where a score does not count.
+      values: f32, -inf where a score is masked.
       slope: how much a score grows with the scaled product, where there is a cap and it was asked for.
     """
 
@@ -206,8 +206,8 @@ class Scores:
         if masked is not False:
 
             def limited(values: jax.Array) -> jax.Array:
-                counts = self._counts(queries or self.queries(batch, query_begin), key_begin, batch)
-                return values if counts is None else jnp.where(counts, values, -jnp.inf)
+                valid = self._valid_keys(queries or self.queries(batch, query_begin), key_begin, batch)
+                return values if valid is None else jnp.where(valid, values, -jnp.inf)
 
             values = limited(values) if masked is True else lax.cond(masked, limited, lambda values: values, values)
         return Tile(values, slope)
@@ -230,24 +230,24 @@ class Scores:
         names = [name for name in (Extra.BIAS, Extra.MASK) if name in self.form.extras and name not in without]
         return {name: self._load(name, batch, head, query_begin, key_begin) for name in names}
 
-    def _counts(self, queries: Queries, key_begin: jax.Array, batch: jax.Array) -> jax.Array | None:
+    def _valid_keys(self, queries: Queries, key_begin: jax.Array, batch: jax.Array) -> jax.Array | None:
         """Where the scores of a tile count, by limits, lengths and segments; None for everywhere."""
-        counts = None
+        valid = None
         if queries.first is not None or queries.end is not None:
             key = plgpu.broadcasted_iota(jnp.int32, self._tile_shape, 1 - self.queries_axis, layout=plgpu.Layout.WGMMA)
             if queries.first is not None:
-                counts = key >= self._spread(queries.first - key_begin, self.queries_axis)
+                valid = key >= self._spread(queries.first - key_begin, self.queries_axis)
             if queries.end is not None:
                 before = key < self._spread(queries.end - key_begin, self.queries_axis)
-                counts = before if counts is None else counts & before
+                valid = before if valid is None else valid & before
         if queries.segments is not None:
             ref, keys_axis = self.refs[Extra.KEY_SEGMENTS], 1 - self.queries_axis
             # A warp group may have keys beyond the last tile, as in `_load`.
             keys = pl.ds(jnp.minimum(key_begin, ref.shape[1] - self.shape.key_tile), self.shape.key_tile)
             segments = load_as_is(ref.at[index_into(ref, 0, batch), keys], plgpu.Layout.WGMMA.reduce(self.queries_axis))
             same = self._spread(queries.segments, self.queries_axis) == self._spread(segments, keys_axis)
-            counts = same if counts is None else counts & same
-        return counts
+            valid = same if valid is None else valid & same
+        return valid
 
     @property
     def _tile_shape(self) -> tuple[int, int]:

@@ -75,11 +75,11 @@ def _finish(
     del memory
     label, bias = loaded
 
-    def of_classes(counts: jax.Array, piece: int) -> jax.Array:
-        """Which of the elements of a piece that count are classes, and not past the last one."""
+    def of_classes(valid: jax.Array, piece: int) -> jax.Array:
+        """Which of the elements of a piece that are valid are classes, and not past the last one."""
         if classes % plan.classes == 0:
-            return counts
-        return counts & (products.columns(plan) < classes - tile.begin - piece * plan.piece)
+            return valid
+        return valid & (products.columns(plan) < classes - tile.begin - piece * plan.piece)
 
     def of_others(z: jax.Array, piece: int) -> jax.Array:
         return jnp.where(of_classes(~products.is_label(plan, tile, label, piece), piece), z, -jnp.inf)
@@ -99,9 +99,9 @@ def _finish(
         if scores.entropy:
             u += jnp.sum(e * jnp.maximum(above, LEAST), axis=1)
         if scores.summed:
-            counts = of_classes(x != -jnp.inf, i)
-            total += jnp.sum(jnp.where(counts, x - lax.broadcast_in_dim(shift, x.shape, [0]), 0), axis=1)
-            count += jnp.sum(jnp.where(counts, 1.0, 0.0), axis=1)
+            valid = of_classes(x != -jnp.inf, i)
+            total += jnp.sum(jnp.where(valid, x - lax.broadcast_in_dim(shift, x.shape, [0]), 0), axis=1)
+            count += jnp.sum(jnp.where(valid, 1.0, 0.0), axis=1)
     wanted = [m, s, t, *[u] * scores.entropy, *[total, count] * scores.summed]
     for result, v in zip(results, wanted, strict=True):
         store(result.at[tile.index, tile.rows], v)

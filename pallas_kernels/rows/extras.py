@@ -40,7 +40,7 @@ class Extras:
       sizes: the leading dimensions of x, where neighbours along which the same extras are broadcast are one.
       strides: for each extra and each of these dimensions: how far apart the rows of the extra are, 0 where it is
         broadcast.
-      masked: whether elements whose first operand, a softmax, is 0 do not count.
+      masked: whether elements whose first operand, a softmax, is 0 are masked.
     """
 
     names: tuple[Name, ...] = ()
@@ -64,7 +64,7 @@ class Extras:
 
     @property
     def partial(self) -> bool:
-        """Whether some elements of a row may not count."""
+        """Whether some elements of a row may be masked."""
         return self.masked or RowExtra.LIMIT in self.names or RowExtra.WHERE in self.names
 
     @property
@@ -141,7 +141,7 @@ class Rules(abc.ABC):
         """Applies the extras to the result of a chunk, given which of its elements count."""
         if self.scale is not None and self.operation.is_pullback:
             result = result * self.scale
-        return _select(valid, result, self.operation.uncounted)
+        return _select(valid, result, self.operation.masked_result)
 
     def _valid(self, place: Any, chunks: Sequence[Any]) -> jax.Array:
         """Which elements of a chunk count."""

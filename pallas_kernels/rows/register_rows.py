@@ -134,7 +134,7 @@ class _Kernel:
         several = 1 < len(self.starts) <= _MOST_CHUNKS_IN_QUARTERS
         if limit is None or limit.shape or not several or {*self.extras.names} & {RowExtra.WHERE, RowExtra.BIAS}:
             return self.take_chunks(first, rules, len(self.starts))
-        # Chunks that do not count cost no arithmetic either.
+        # Chunks that are masked cost no arithmetic either.
         counted = sum((start < limit).astype(jnp.int32) for start in self.starts)
         quarters = sorted({-(-len(self.starts) * k // 4) for k in (1, 2, 3, 4)})
         for fewer, most in itertools.pairwise([-1, *quarters]):
@@ -184,9 +184,9 @@ class _Kernel:
         """Writes the result of all chunks, of which those that are not prepared have nothing valid."""
         finished = operations.finish(self.operation, total, numbers, self.spread)
         results = [rules.conclude(p.valid, finished(*p.chunks)) for p in prepared]
-        uncounted = jnp.full(self.shape, self.operation.uncounted, jnp.float32)
-        uncounted = plgpu.layout_cast(uncounted, layout(self.plan))
-        for start, result in itertools.zip_longest(self.starts, results, fillvalue=uncounted):
+        masked_result = jnp.full(self.shape, self.operation.masked_result, jnp.float32)
+        masked_result = plgpu.layout_cast(masked_result, layout(self.plan))
+        for start, result in itertools.zip_longest(self.starts, results, fillvalue=masked_result):
             place = block_rows, pl.ds(start, self.plan.width)
             store(self.refs.row_results[0].at[place], rules.with_label(start, result))
 

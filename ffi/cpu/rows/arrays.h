@@ -125,7 +125,7 @@ struct Rows {
   }
 
   // How many of the `size` elements from i on lie before the row's limit.
-  int64_t counted(int64_t row, int64_t i, int64_t size) const {
+  int64_t valid_count(int64_t row, int64_t i, int64_t size) const {
     if (!has_extras || !extras.limit.data) return size;
     int64_t limit = static_cast<const int32_t*>(extras.limit.data)[extras.offset(extras.limit, row)];
     return std::clamp<int64_t>(limit - i, 0, size);

@@ -24,7 +24,7 @@ struct Segment {
   const bool* where = nullptr;  // null: everything counts
   const void* bias = nullptr;   // null: nothing is added
   double scale = 1;
-  bool masked = false;  // softmax_vjp: elements whose probability is 0 do not count
+  bool masked = false;  // softmax_vjp: elements whose probability is 0 are masked
   double cap = 0;       // 0: scores are not capped
   double from = 0;      // what the sums beside the state are relative to
   double other_scale = 1;
@@ -74,8 +74,8 @@ struct Candidates {
   alignas(64) int64_t keys[most + 16];
 };
 
-// Neighbouring rows with a label each, of at most kPlan.tile elements, all of which count. Arrays of one number a row
-// have the state's dtype, and are null where the operation has none.
+// Neighbouring rows with a label each, of at most kPlan.tile elements, all of which are valid. Arrays of one number a
+// row have the state's dtype, and are null where the operation has none.
 struct LabelRows {
   const void* a;
   int64_t n;
@@ -91,7 +91,7 @@ struct Kernels {
   State (*reduce)(const Segment&, int64_t n);
   void (*write)(const Segment&, void* out, int64_t n, const RowNumbers&);
   void (*at_once)(const Segment&, void* out, int64_t n);  // softmax of a row of at most kPlan.tile elements
-  void (*fill)(void* out, int64_t n);                     // writes the result of elements that do not count
+  void (*fill)(void* out, int64_t n);                     // writes the result of masked elements
   void (*put)(void* out, double value);                   // writes one element
   double (*get)(const void* a);                           // reads one element of the first operand
   Sums (*sums)(const Segment&, int64_t n);                // sums beside the state

@@ -47,7 +47,7 @@ struct LabelledRows {
   // Adds the elements [begin, end). The label is not one of them.
   void add(Reduced& part, int64_t row, int64_t begin, int64_t end) const {
     Segment at = segment(row, begin);
-    const int64_t count = in.counted(row, begin, end - begin);
+    const int64_t count = in.valid_count(row, begin, end - begin);
     if (count <= 0) return;
     Reduced here;
     if (kernels.reduce_with_sum) {
@@ -105,7 +105,7 @@ struct LabelledRows {
   void write(int64_t row, int64_t i, int64_t size, const RowNumbers& numbers) const {
     if (!kernels.write) return;
     char* const out = arrays.out.at(row * n + i);
-    const int64_t count = is_read(row) ? in.counted(row, i, size) : 0;
+    const int64_t count = is_read(row) ? in.valid_count(row, i, size) : 0;
     if (count > 0) kernels.write(segment(row, i), out, count, numbers);
     if (count < size) kernels.fill(arrays.out.at(row * n + i + count), size - count);
     if (has_label(row, i, size)) kernels.put(arrays.out.at(row * n + labels.label[row]), label_gradient(row, numbers));

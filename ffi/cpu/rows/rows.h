@@ -17,7 +17,7 @@ inline void run_rows(ffi::ThreadPool& pool, const Kernels& kernels, const Call& 
   if (n <= kPlan.segment) {  // rows that are not cut
     each_row(pool, call.shape.rows, n, [=](int64_t row) {
       const Segment at = in.segment(row, 0);
-      const int64_t count = in.counted(row, 0, n);
+      const int64_t count = in.valid_count(row, 0, n);
       char* out = arrays.out.at(row * n);
       if (k.at_once && n <= kPlan.tile) {
         k.at_once(at, out, count);
@@ -33,13 +33,13 @@ inline void run_rows(ffi::ThreadPool& pool, const Kernels& kernels, const Call& 
   reduce_then_write(
       pool, call.shape.rows, n, n,
       [=](int64_t row, int64_t i, int64_t size) {
-        return k.reduce ? k.reduce(in.segment(row, i), in.counted(row, i, size)) : State{};
+        return k.reduce ? k.reduce(in.segment(row, i), in.valid_count(row, i, size)) : State{};
       },
       [](State& total, State part) { total = combine(total, part); },
       [=](int64_t row, State reduced) { return arrays.finish(row, reduced); },
       [=](int64_t row, int64_t i, int64_t size, const RowNumbers& numbers) {
         if (!k.write) return;
-        int64_t count = in.counted(row, i, size);
+        int64_t count = in.valid_count(row, i, size);
         k.write(in.segment(row, i), arrays.out.at(row * n + i), count, numbers);
         fill(row, i + count, i + size);
       });
@@ -54,7 +54,7 @@ inline void run_rows_with_sum(ffi::ThreadPool& pool, const Kernels& kernels, con
   reduce_then_write(
       pool, call.shape.rows, n, n,
       [=](int64_t row, int64_t i, int64_t size) {
-        return k.reduce_with_sum(in.segment(row, i), in.counted(row, i, size));
+        return k.reduce_with_sum(in.segment(row, i), in.valid_count(row, i, size));
       },
       [=](StateAndSum& total, const StateAndSum& part) {
         const State state = combine(total.state, part.state);

@@ -45,8 +45,8 @@ struct AttentionCall {
   float scale = 1;
   float cap = 0;                           // 0 for none
   int left = kNoLimit, right = kNoLimit;   // right is 0 under a causal rule
-  OfBatch query_begins;                    // queries before that do not count
-  OfBatch query_lengths, key_lengths;      // queries and keys from there on do not count
+  OfBatch query_begins;                    // queries before that are masked
+  OfBatch query_lengths, key_lengths;      // queries and keys from there on are masked
   OfBatch offset;                          // the position of the first query
   const int32_t* query_segments = nullptr; // (B, T) or (1, T): segment_steps[0] from one row to the next
   const int32_t* key_segments = nullptr;   // (B, S) or (1, S)
@@ -65,7 +65,7 @@ struct AttentionResults {
   void* output = nullptr;           // (B, T, N, D): in f32 if `wide`, else in the dtype of queries
   bool wide = false;
   void* output_residual = nullptr;  // (B, T, N, D) in the dtype of queries: what rounding took from output; or null
-  float* lse = nullptr;           // (B, N, T): the natural log-sum-exp of scores; -inf where none counts
+  float* lse = nullptr;           // (B, N, T): the natural log-sum-exp of scores; -inf where none is valid
   float* lse_residual = nullptr;  // (B, N, T): what lse lost when it was rounded; null where there is no bias
 };
 
@@ -104,7 +104,7 @@ struct Pages {
   PageType type = PageType::as_query;
   int pages = 0, page_size = 0, pages_of_sequence = 0;
   // key and value of the call are (pages, page size, K, H) and (pages, page size, K, D).
-  const int32_t* table = nullptr;      // (B, pages of a sequence): keys of entries out of range do not count
+  const int32_t* table = nullptr;      // (B, pages of a sequence): keys of entries out of range are masked
   const float* key_scale = nullptr;    // (K): keys are multiplied by it; null for 1
   const float* value_scale = nullptr;  // (K): values are multiplied by it; null for 1
 };

@@ -41,7 +41,7 @@ struct AttentionLimits {
     if (call.right != kNoLimit) most = within(offset + call.right);
   }
 
-  // The keys that count for any of the queries [first, last]. Both ends rise with the queries.
+  // The valid keys for any of the queries [first, last]. Both ends rise with the queries.
   __device__ KeyRange of_queries(int first, int last) const {
     first = max(first, begin), last = min(last, queries - 1);
     if (last < first) return {0, 0};

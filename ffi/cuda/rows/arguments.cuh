@@ -43,7 +43,7 @@ struct Arguments {
   int64_t rows = 0, n = 0, inner = 1;
   bool vector = true;  // whether packs of all operands and results of whole rows are aligned together
   ResultType result = ResultType::same;
-  bool masked = false;  // softmax_vjp: elements with y = 0 do not count
+  bool masked = false;  // softmax_vjp: elements with y = 0 are masked
   Extras extras;
   // For index arithmetic in 32 bits: the sizes of the groups of rows, and the extras' strides. Those of `where` and the
   // bias are counted in rows of these arrays. Not set where there are 2^31 rows or more.

@@ -122,12 +122,12 @@ struct WithExtras {
     int first = i * size - window.head, left = limit - first;
     return range_bytes(-first, min(left, size));
   }
-  // One byte for each element of pack i, which is 1 where the element counts.
+  // One byte for each element of pack i, which is 1 where the element is valid.
   template <Layout layout>
   __device__ Marks marks(int i, const Window<T, layout>& window) const {
     return fetch_where(i, window) & inside_marks(i, window);
   }
-  // Masks the elements of pack i that do not count, those beyond the row's ends included: their scores become -inf, and
+  // Masks the elements of pack i that are masked, those beyond the row's ends included: their scores become -inf, and
   // their bias or cotangent, in b, becomes 0.
   template <Layout layout>
   __device__ void mark(Pack<T>& a, Pack<T>& b, bool has_b, Marks marks, int i,

@@ -67,8 +67,8 @@ def _distances(x, y, m, s, c):
     of_other = jnp.where(s == 0, c, lse(State(m, s)) + c)  # the logsumexp of y
     q = jnp.exp(jnp.minimum(wide(y) - reference(of_other)[..., None], 88))
     q = jnp.where(jnp.isneginf(of_other)[..., None], 0, q)
-    counts = p != 0
-    d = jnp.where(counts, wide(y), 0) - jnp.where(counts, wide(x), 0) - jnp.where(counts, c[..., None], 0)
+    valid = p != 0
+    d = jnp.where(valid, wide(y), 0) - jnp.where(valid, wide(x), 0) - jnp.where(valid, c[..., None], 0)
     return p, q, d
 
 

@@ -41,7 +41,7 @@ LOG_SOFTMAX = RowSpec(  # x -> y, m, s
     formula=_log_softmax,
     reduces=Reduction.STATE,
     extras=(RowExtra.SCALE, RowExtra.LIMIT, RowExtra.WHERE, RowExtra.BIAS),
-    uncounted=-jnp.inf,
+    masked_result=-jnp.inf,
 )
 LOG_SOFTMAX_VJP = RowSpec(  # x, m, s, g -> scale * (g - p * sum(g)), with p = exp(z - m) / s
     "log_softmax_vjp",

@@ -97,7 +97,7 @@ void write_divergence(const Segment& at, void* out, void* other_out, int64_t n, 
     const auto none = p == 0, small = is_small(d) & ~none, far = (d == -(S)infinity) | (d == (S)infinity);
     const V first = none ? V{} : p * ((far ? V{} : d) + k) * -by_first;
     const V other = (small ? p * (d + beyond_small(d)) : exp(w - q_ref) * of_q - p) * by_other;
-    return Slopes{reader.counted(first, i, left, 0), reader.counted(other, i, left, 0)};
+    return Slopes{reader.valid_or(first, i, left, 0), reader.valid_or(other, i, left, 0)};
   };
   if (out) write_values<Out>(out, n, [=](int64_t i, int64_t left) { return slopes(i, left).first; });
   write_values<Out>(other_out, n, [=](int64_t i, int64_t left) { return slopes(i, left).other; });

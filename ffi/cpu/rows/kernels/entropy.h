@@ -59,7 +59,7 @@ StateAndSum products(const Segment& at, int64_t n) {
 
 struct EntropyVjp {
   static constexpr Reduction reduction = kNone;
-  static constexpr double uncounted = 0;
+  static constexpr double masked_result = 0;
   template <class S>
   static void finish(const RowNumbers& row, S* p) {
     LogsumexpVjp::finish(row, p);
@@ -76,7 +76,7 @@ struct EntropyVjp {
 // p * (g - h * ((z - m) - mean)), as p * ((g + h * mean) - h * (z - m)).
 struct LabelEntropyVjp {
   static constexpr Reduction reduction = kNone;
-  static constexpr double uncounted = 0;
+  static constexpr double masked_result = 0;
   template <class S>
   static void finish(const RowNumbers& row, S* p) {
     const double mean = row.given.s == 0 ? 0 : row.beside / row.given.s;

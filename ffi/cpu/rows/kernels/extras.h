@@ -32,7 +32,7 @@ struct Reader {
     return at.bias ? scaled + load<T>((const T*)at.bias + i, left, 0) : scaled;
   }
 
-  // The score, or -inf where the element does not count.
+  // The score, or -inf where the element is masked.
   V counted_score(int64_t i, int64_t left) const {
     V z = score(i, left);
     if constexpr (!extras) return z;
@@ -52,8 +52,8 @@ struct Reader {
     else return load_mask(at.where ? at.where + i : nullptr, left, V{}) ? w : V{} - (S)infinity;
   }
 
-  // v, or `otherwise` where the element does not count.
-  V counted(V v, int64_t i, int64_t left, S otherwise) const {
+  // v, or `otherwise` where the element is masked.
+  V valid_or(V v, int64_t i, int64_t left, S otherwise) const {
     if constexpr (!extras) return v;
     if (at.where) return load_mask(at.where + i, left, V{}) ? v : V{} + otherwise;
     if (at.masked) return a(i, left, 0) == 0 ? V{} + otherwise : v;

@@ -2,7 +2,7 @@
 //
 // Each is a struct with
 //   reduction                  what is reduced
-//   uncounted                  the result of an element that does not count
+//   masked_result              the result of an element that is masked
 //   finish(row, numbers)       computes the numbers of a row that `value` needs
 //   value(a, b, numbers)       a vector of the result; numbers are scalars, or vectors where each lane is another row
 #pragma once
@@ -35,7 +35,7 @@ template <class Op> constexpr bool keeps_digits = false;
 // softmax and log_softmax of a row that holds +inf are NaN everywhere, as inf / inf has no value.
 struct Softmax {
   static constexpr Reduction reduction = kScores;
-  static constexpr double uncounted = 0;
+  static constexpr double masked_result = 0;
   template <class S>
   static void finish(const RowNumbers& row, S* p) {
     p[0] = (S)reference(row.reduced.m);
@@ -47,7 +47,7 @@ struct Softmax {
 
 struct LogSoftmax {
   static constexpr Reduction reduction = kScores;
-  static constexpr double uncounted = -infinity;
+  static constexpr double masked_result = -infinity;
   template <class S>
   static void finish(const RowNumbers& row, S* p) {
     p[0] = (S)reference(row.reduced.m);
@@ -61,7 +61,7 @@ template <> constexpr bool keeps_digits<LogSoftmax> = true;
 
 struct SoftmaxVjp {
   static constexpr Reduction reduction = kDot;
-  static constexpr double uncounted = 0;
+  static constexpr double masked_result = 0;
   template <class S>
   static void finish(const RowNumbers& row, S* p) {
     p[0] = (S)row.reduced.s;
@@ -78,7 +78,7 @@ inline S inverse_sum(double s) {
 
 struct LogSoftmaxVjp {
   static constexpr Reduction reduction = kSum;
-  static constexpr double uncounted = 0;
+  static constexpr double masked_result = 0;
   template <class S>
   static void finish(const RowNumbers& row, S* p) {
     double m = row.given.m;
@@ -92,7 +92,7 @@ struct LogSoftmaxVjp {
 
 struct LogsumexpVjp {
   static constexpr Reduction reduction = kNone;
-  static constexpr double uncounted = 0;
+  static constexpr double masked_result = 0;
   template <class S>
   static void finish(const RowNumbers& row, S* p) {
     p[0] = (S)reference(row.given.m);
@@ -105,7 +105,7 @@ struct LogsumexpVjp {
 
 struct LabelSumsVjp {
   static constexpr Reduction reduction = kNone;
-  static constexpr double uncounted = 0;
+  static constexpr double masked_result = 0;
   template <class S>
   static void finish(const RowNumbers& row, S* p) {
     LogsumexpVjp::finish(row, p);

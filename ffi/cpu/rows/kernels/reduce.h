@@ -64,7 +64,7 @@ State reduce(const Segment& at, int64_t n) {
   return {0, sum_terms<T>(n, [=](int64_t i, int64_t left) {
             auto term = reader.b(i, left);
             if constexpr (reduction == kDot) term *= reader.a(i, left, 0);
-            return reader.counted(term, i, left, 0);
+            return reader.valid_or(term, i, left, 0);
           })};
 }
 

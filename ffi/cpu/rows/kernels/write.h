@@ -23,7 +23,7 @@ void write(const Segment& at, void* out, int64_t n, const RowNumbers& row) {
     if constexpr (extras && Op::reduction != kScores) value *= scale;  // a gradient of the score becomes one of x
     if constexpr (extras && Op::reduction == kNone)
       if (reader.at.cap > 0) value *= soft_cap_slope(reader.a(i, left, 0), (S)reader.at.cap);
-    return reader.counted(value, i, left, Op::uncounted);
+    return reader.valid_or(value, i, left, Op::masked_result);
   });
 }
 
@@ -47,14 +47,14 @@ void softmax_at_once(const Segment& at, void* out, int64_t n) {
   });
   S inverse = m == infinity ? (S)__builtin_nan("") : (S)(1 / s);
   write_values<Out, false>(out, n, [=](int64_t i, int64_t left) {
-    return reader.counted(tile[i / L::lanes] * inverse, i, left, 0);
+    return reader.valid_or(tile[i / L::lanes] * inverse, i, left, 0);
   });
 }
 
 template <class Op, class Out>
 void fill(void* out, int64_t n) {
   typedef Lanes<Out> L;
-  write_values<Out>(out, n, [](int64_t, int64_t) { return typename L::V{} + (typename L::Scalar)Op::uncounted; });
+  write_values<Out>(out, n, [](int64_t, int64_t) { return typename L::V{} + (typename L::Scalar)Op::masked_result; });
 }
 
 template <class Out>

@@ -17,7 +17,7 @@ __device__ void round_to(uint32_t (&words)[count / 8][4], const float (&numbers)
     words[i / 4][i % 4] = bits<uint32_t>(narrow_pair(numbers[2 * i], numbers[2 * i + 1], T()));
 }
 
-// Puts -inf where scores do not count. `row` is the thread's first row less its first column, key less query.
+// Puts -inf where scores are masked. `row` is the thread's first row less its first column, key less query.
 template <int count>
 __device__ void exclude(float (&scores)[count], int difference, int rows_left, int least, int most) {
 #pragma unroll
@@ -39,7 +39,7 @@ struct Capped {
   }
 };
 
-// Caps the products of 64 keys and a tile of queries, and excludes those of scores that do not count. `growth` is how
+// Caps the products of 64 keys and a tile of queries, and excludes those of masked scores. `growth` is how
 // scores grow with products, if they are capped, and else has one unused element.
 template <int size, BackwardKind kind, int count, int growths>
 __device__ void limit_scores(float (&scores)[count], float (&growth)[growths], const BackwardCall& call,

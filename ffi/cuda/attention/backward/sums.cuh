@@ -7,7 +7,7 @@
 
 namespace jaxsoft::cuda {
 
-// A thread for each query, up to whole tiles. The log-sum-exp is infinite where nothing counts, so that weights are 0.
+// A thread for each query, up to whole tiles. The log-sum-exp is infinite where no key is valid, so that weights are 0.
 template <int size>
 __global__ void prepare_numbers(const __grid_constant__ BackwardCall call, const float* lse, const float* delta) {
   let_next_kernel_start();
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(256) round_sums(const __grid_constant__ Backwa
   const int head = static_cast<int>(place / call.query_tiles), index = static_cast<int>(place % call.query_tiles);
   const int batch = head / call.heads;
   wait_for_sums<size>(call, batch, head % call.heads / call.group);
-  // To sums of tiles for which no key counts, nothing was added, and perhaps they are not even 0.
+  // To sums of tiles without a valid key, nothing was added, and perhaps they are not even 0.
   const AttentionLimits limits(call, batch);
   const bool any = limits.keys > 0 && max(index * queries, limits.first_query(0)) <
                                              min(index * queries + queries, limits.last_query(limits.keys));

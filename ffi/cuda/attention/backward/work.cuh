@@ -82,14 +82,14 @@ struct BackwardWork {
   __device__ int64_t head(const BackwardCall& call, int of_group) const {
     return int64_t(batch) * call.heads + key_head * call.group + of_group;
   }
-  // The tiles of which some score counts. For each tile these are blocks that follow each other.
+  // The tiles with a valid score. For each tile these are blocks that follow each other.
   __device__ QueryTiles range(int of_block) const {
     const int begin = of_block * Plan::keys, end = min(begin + Plan::keys, limits.keys);
     const int first = limits.first_query(begin), last = limits.last_query(end);
     if (begin >= end || first >= last) return {0, 0};
     return {first / Plan::queries, (last + Plan::queries - 1) / Plan::queries};
   }
-  // Whether some score of the keys [key, key + 64) and this tile does not count, but for those of queries past the end.
+  // Whether some score of the keys [key, key + 64) and this tile is masked, but for those of queries past the end.
   __device__ bool masked(int tile, int key) const {
     const int query = tile * Plan::queries;
     return key - (query + Plan::queries - 1) < limits.least || key + 63 - query > limits.most ||

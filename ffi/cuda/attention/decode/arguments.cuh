@@ -9,7 +9,7 @@ namespace jaxsoft::cuda::decode {
 
 // How the keys of a sequence are cut into chunks.
 struct Cut {
-  KeyRange range{0, 0};       // the keys that count for any query
+  KeyRange range{0, 0};       // the valid keys for any query
   int groups = 0;             // row groups with keys
   int chunk = 1, chunks = 1;  // keys of a chunk, and how many there are
   Cut() = default;

@@ -153,7 +153,7 @@ __device__ void consume_few(const Arguments& args, typename FewRows<type, size>:
           for (int j = 0; j < 4; j++) output.values[i][j] *= factors[j / 2];
         }
       }
-      // Keys that count for nobody have the weight 0, but may have any values.
+      // valid keys for nobody have the weight 0, but may have any values.
       if (key < unit.counted_begin || key + Shape::keys > unit.end) {
         Tile::clear(tile.value, unit.counted_begin - key, unit.end - key);
         show_to_copies();

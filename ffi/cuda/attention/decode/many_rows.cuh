@@ -112,7 +112,7 @@ __device__ void consume_many(const Arguments& args, typename ManyRows<size>::Mem
     // The products of the weights and the values in the slot, which run on.
     auto multiply_values = [&](int key) {
       auto& tile = ring.slots[0][slot.slot];
-      // Keys that count for nobody have the weight 0, but may have any values.
+      // valid keys for nobody have the weight 0, but may have any values.
       if (key < unit.counted_begin || key + Shape::keys > unit.end) {
         // One warp does it for all that multiply them.
         if (threadIdx.x % (shared ? kWarpGroup : Team::threads) < 32) {

@@ -71,7 +71,7 @@ struct ForwardScores {
   __device__ static constexpr int row(int i) { return i / 2 % 2; }
   __device__ static constexpr int column(int i) { return i / 4 * 8 + i % 2; }
 
-  // Puts limits on the scores, which become -inf where they do not count.
+  // Puts limits on the scores, which become -inf where they are masked.
   __device__ void mask(Tile& scores, int first_key) const {
     const int own = first_key + column_of_thread();
 #pragma unroll

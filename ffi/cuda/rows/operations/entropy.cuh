@@ -138,7 +138,7 @@ struct Entropy : Scores<T, false> {
   static __device__ Terms sum_of_terms(A from, const Pack<T> (&a)[count], const Pack<T> (&b)[count], const Form& form,
                                        int left, int step) {
     // A shifted exponent of an element that is as far below 0 as -1e38 can be multiplied by 0. (In f16 there is no such
-    // number beside those that count.)
+    // number beside those that are valid.)
     constexpr bool raises = shifted && std::is_same<T, __nv_bfloat16>::value && !Form::extras;
     A sums[count], products[count];
 #pragma unroll

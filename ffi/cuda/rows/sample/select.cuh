@@ -36,7 +36,7 @@ struct Search {
 };
 
 // The end of a filter among a few keys, by one warp: the greatest from which on the masses reach `need`. Keys below
-// `from` do not count.
+// `from` are masked.
 template <class MassOf>
 __device__ Key end_among_few(const Key* keys, int count, Key from, Mass need, MassOf mass_of) {
   const int lane = threadIdx.x % 32;

@@ -9,7 +9,7 @@ namespace jaxsoft::cuda {
 struct Bracket {
   static constexpr uint32_t no_bin = ~0u;
   uint32_t begin, end;   // the bins in which top-p ends; elements of bins before these are left by it
-  uint32_t last;         // the bin in which top-k ends; no_bin where it leaves all that count
+  uint32_t last;         // the bin in which top-k ends; no_bin where it leaves all that are valid
   uint32_t before_last;  // the number of elements in the bins before `last`
   uint32_t in_last;      // the number of elements in that bin
   float mass;            // about that of all that top-k leaves
