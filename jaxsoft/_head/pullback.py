@@ -3,8 +3,8 @@
 A chunk's scores become their gradients, which a kernel may make while the scores are in registers (see `kernels`). Two
 products with these give the gradient of the chunk's weights, which is written in its place, and the chunk's share of
 the gradient of the hidden states, which is added up. Where there are as many rows as hidden has numbers, or with a
-kernel a few less, the gradients of the scores fit into the memory of that of weight, and wait there (see `waiting`),
-but on a CPU: that of the hidden states is then one product, and needs no sum in the accumulator's dtype.
+kernel a few less, the gradients of the scores fit into the memory of that of weight, and are kept there (see
+`in_place`), but on a CPU: that of the hidden states is then one product, and needs no sum in the accumulator's dtype.
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ from jaxsoft._head.chunks import Chunk, chunk_size, over_chunks
 from jaxsoft._head.exchange import InParts
 from jaxsoft._head.forward import folded
 from jaxsoft._head.head import Head, Parameters, capped, product, product_dtype, scaled, scores
+from jaxsoft._head.in_place import almost_fills, fits_in_place, weight_in_place
 from jaxsoft._head.operation import HeadArray, HeadOperation, Shards
-from jaxsoft._head.waiting import few_are_missing, may_wait, weight_from
 from jaxsoft._rows.forms import RowForm, capped_slope
 from jaxsoft._rows.formulas import labels_within
 from jaxsoft._rows.operation import RowOperation
@@ -95,26 +95,26 @@ class HeadPullback(HeadOperation):
         """The gradients on one device. Where they are sums over devices, all devices' are added up."""
         (rows, width), classes = operands[0].shape, operands[1].shape[1]
         dtype = product_dtype(*operands[:2])
-        may = {HeadArray.HIDDEN, HeadArray.WEIGHT} <= set(self.wrt) and may_wait(operands[1], rows, dtype)
-        waits = may and rows == width and chunk_size(self.head, rows) < classes
+        fits = {HeadArray.HIDDEN, HeadArray.WEIGHT} <= set(self.wrt) and fits_in_place(operands[1], rows, dtype)
+        in_place = fits and rows == width and chunk_size(self.head, rows) < classes
         gradients = functools.partial(self._gradients, shards)
-        ways = {"default": functools.partial(gradients, waits, False)}
-        if waits and self.head.recompute:
-            # On a CPU it took 5 to 12 % longer to wait, for 256 rows of 256 numbers and 32000 classes.
+        ways = {"default": functools.partial(gradients, in_place, False)}
+        if in_place and self.head.recompute:
+            # On a CPU it took 5 to 12 % longer in place, for 256 rows of 256 numbers and 32000 classes.
             ways["cpu"] = functools.partial(gradients, False, False)
         if kernels.serve(self.head, jax.core.ShapedArray(operands[0].shape, dtype), jax.typeof(operands[1])):
-            whole = may and (rows == width or few_are_missing(operands[1], rows))
+            whole = fits and (rows == width or almost_fills(operands[1], rows))
             ways["cuda"] = functools.partial(gradients, whole, True)
         return jax.lax.platform_dependent(*operands, **ways) if len(ways) > 1 else ways["default"](*operands)
 
     def _gradients(
-        self, shards: Shards, waits: bool, in_registers: bool, *operands: jax.Array
+        self, shards: Shards, in_place: bool, in_registers: bool, *operands: jax.Array
     ) -> tuple[jax.Array, ...]:
         """`on_rows`.
 
         Args:
           shards: of the operands.
-          waits: whether the gradients of hidden and weight wait for those of all scores.
+          in_place: whether the gradients of all scores are kept in the memory of that of weight.
           in_registers: whether a kernel keeps the scores there.
           operands: all of them.
         """
@@ -136,8 +136,8 @@ class HeadPullback(HeadOperation):
             state = [*found.state, *([] if found.products is None else [found.products])]
         rows = Known(label, here, t, tuple(state), tuple(cotangents), sums)
         size, types = chunk_size(head, label.size), dict(zip(self.wrt, self.types(*operands), strict=True))
-        if waits and (in_registers or (kept and not head.composed)):
-            size = classes  # the gradients of scores wait where these are kept, or are made in one call
+        if in_place and (in_registers or (kept and not head.composed)):
+            size = classes  # the gradients of scores are written where these are kept, or are made in one call
         elif in_registers:
             size = kernels.chunk_size(label.size)
 
@@ -145,40 +145,40 @@ class HeadPullback(HeadOperation):
             x = None
             if not in_registers:
                 x = chunk.of(kept[0]) if kept else scores(head, chunk.layer(parameters))
-            return self._with_chunk(shards, gradients, parameters, rows, waits, x, chunk)
+            return self._with_chunk(shards, gradients, parameters, rows, in_place, x, chunk)
 
-        gradients, first = self._start(shards, dtype, types, waits), 0
+        gradients, first = self._start(shards, dtype, types, in_place), 0
         if classes and any(isinstance(v, InParts) for v in gradients):
             first = min(size, classes)
             gradients = step(gradients, Chunk(0, first))
         gradients = over_chunks(size, classes, step, gradients, first)
         by_kind: dict[HeadArray, Any] = dict(zip(self.wrt, gradients, strict=True))
-        if waits:
+        if in_place:
             once = dtype if types[HeadArray.HIDDEN].dtype == dtype and not shards.classes else fold.accumulator(dtype)
             dx, hidden, weight = by_kind[HeadArray.WEIGHT], parameters[HeadArray.HIDDEN], parameters[HeadArray.WEIGHT]
             # The barrier lets dx be overwritten only when it has been read.
             dx, of_hidden = jax.lax.optimization_barrier((dx, product(head, dx, weight, (1, 1), once)))
-            of_weight, of_hidden = weight_from(head, shards, hidden, dx, of_hidden[: len(hidden)])
+            of_weight, of_hidden = weight_in_place(head, shards, hidden, dx, of_hidden[: len(hidden)])
             by_kind |= {HeadArray.HIDDEN: of_hidden, HeadArray.WEIGHT: of_weight}
 
         def of_all_devices(kind: HeadArray, gradient: Any, dtype: jnp.dtype) -> jax.Array:
             axes = shards.classes if kind is HeadArray.HIDDEN else shards.rows
             if isinstance(gradient, InParts):
                 return gradient.whole(axes)
-            is_part = axes and not (waits and kind in (HeadArray.HIDDEN, HeadArray.WEIGHT))
+            is_part = axes and not (in_place and kind in (HeadArray.HIDDEN, HeadArray.WEIGHT))
             return (jax.lax.psum(gradient, axes) if is_part else gradient).astype(dtype)
 
         return tuple(of_all_devices(kind, gradient, types[kind].dtype) for kind, gradient in by_kind.items())
 
-    def _start(self, shards: Shards, dtype: jnp.dtype, types: dict[HeadArray, Any], waits: bool) -> tuple[Any, ...]:
-        """The gradients before the first chunk: that of hidden is a sum, or waits, and the others are overwritten."""
+    def _start(self, shards: Shards, dtype: jnp.dtype, types: dict[HeadArray, Any], in_place: bool) -> tuple[Any, ...]:
+        """The gradients before the first chunk: that of hidden is a sum, or comes last."""
 
         def start(kind: HeadArray, t) -> Any:
-            if kind is HeadArray.WEIGHT and shards.rows and not waits:
+            if kind is HeadArray.WEIGHT and shards.rows and not in_place:
                 return InParts(jax.lax.empty(t.shape, t.dtype))
             if kind is not HeadArray.HIDDEN:
                 return jax.lax.empty(t.shape, t.dtype)
-            return None if waits else jnp.zeros(t.shape, fold.accumulator(dtype))
+            return None if in_place else jnp.zeros(t.shape, fold.accumulator(dtype))
 
         return tuple(start(kind, t) for kind, t in types.items())
 
@@ -188,7 +188,7 @@ class HeadPullback(HeadOperation):
         given: Sequence[Any],
         parameters: Parameters,
         rows: Known,
-        waits: bool,
+        in_place: bool,
         x: jax.Array | None,
         chunk: Chunk,
     ) -> tuple[Any, ...]:
@@ -199,7 +199,7 @@ class HeadPullback(HeadOperation):
           given: those before it.
           parameters: of the head.
           rows: what is known of them.
-          waits: whether the gradients of hidden and weight wait for all chunks; those of the scores are kept there.
+          in_place: whether the gradients of all scores are kept in the memory of that of weight.
           x: the scores of the chunk; None if a kernel is to keep them in registers.
           chunk: which classes these are.
         """
@@ -208,24 +208,24 @@ class HeadPullback(HeadOperation):
         wide = fold.accumulator(dtype)
         if x is None:
             cotangents = *rows.cotangents, *rows.sums
-            count = len(weight) if waits else len(hidden)
+            count = len(weight) if in_place else len(hidden)
             here = labels_within(rows.local, chunk.begin)
             dx = kernels.gradients(self.head, parameters, here, rows.state, cotangents, chunk, count)
         else:
             weights = chunk.of(parameters[HeadArray.CLASS_WEIGHTS]) if self.head.weighted else None
-            in_place = waits and chunk.size == weight.shape[1]
-            dx = gradient_of_scores(self.head, dtype, rows, x, chunk, weights, fused=waits and not in_place)
+            one_chunk = in_place and chunk.size == weight.shape[1]
+            dx = gradient_of_scores(self.head, dtype, rows, x, chunk, weights, fused=in_place and not one_chunk)
 
         def of_weight(kept: jnp.dtype) -> jax.Array:
             return product(self.head, hidden, dx, (0, 0), dtype if kept == dtype else wide)
 
         def with_chunk(kind: HeadArray, before: Any) -> Any:
             match kind:
-                case HeadArray.HIDDEN if waits:
+                case HeadArray.HIDDEN if in_place:
                     return before
                 case HeadArray.HIDDEN:
                     return before + product(self.head, dx, chunk.of(weight).astype(dtype), (1, 1), wide)
-                case HeadArray.WEIGHT if waits:
+                case HeadArray.WEIGHT if in_place:
                     part = dx
                 case HeadArray.WEIGHT if isinstance(before, InParts):
                     return before.followed(shards.rows, chunk, lambda: of_weight(before.array.dtype))

@@ -7,8 +7,8 @@ states, and a third one is added to the gradient of weight. No score is computed
 writing the gradient of weight once a chunk.
 
 Where there are no more rows than hidden has numbers, the gradients of all scores fit into the memory of the gradient of
-weight. Then they wait there (see `waiting`), which takes no longer than to read and write this gradient once a chunk of
-rows. With as many rows as numbers, or a few less, all scores are computed there, in one chunk.
+weight. Then they are kept there (see `in_place`), which takes no longer than to read and write this gradient once a
+chunk of rows. With as many rows as numbers, or a few less, all scores are computed there, in one chunk.
 """
 
 import dataclasses
@@ -25,11 +25,11 @@ from jaxsoft._head.chunks import Chunk, default_row_chunk, over_rows
 from jaxsoft._head.exchange import summed_during
 from jaxsoft._head.forward import folded
 from jaxsoft._head.head import product, product_dtype, rounded_scores, scaled, scores
+from jaxsoft._head.in_place import almost_fills, fits_in_place, padded, weight_in_place
 from jaxsoft._head.loss import Objective, losses_that_count, weighted
 from jaxsoft._head.operation import HeadArray, HeadOperation, Shards
 from jaxsoft._head.pullback import Known, gradient_of_scores, gradient_of_weights
 from jaxsoft._head.reduction import SumDerivative
-from jaxsoft._head.waiting import few_are_missing, filled, may_wait, weight_from
 from jaxsoft._rows.formulas import labels_within
 
 # The gradients that are sums over the rows; the others have a part for each row.
@@ -105,31 +105,31 @@ class Total(HeadOperation):
         (width, classes), rows = given[HeadArray.WEIGHT].shape, given[HeadArray.LABEL].size
         dtype = product_dtype(*operands[:2])
         size = self.objective.chunk_size or default_row_chunk(rows, classes, dtype.itemsize)
-        waits = HeadArray.WEIGHT in self.wrt and size < rows and may_wait(given[HeadArray.WEIGHT], rows, dtype)
-        whole = waits and self.objective.chunk_size is None and not self.objective.head.composed
-        if whole and few_are_missing(given[HeadArray.WEIGHT], rows):
-            return filled(functools.partial(self.on_rows, shards), self.operands, self.results, *operands)
+        in_place = HeadArray.WEIGHT in self.wrt and size < rows and fits_in_place(given[HeadArray.WEIGHT], rows, dtype)
+        whole = in_place and self.objective.chunk_size is None and not self.objective.head.composed
+        if whole and almost_fills(given[HeadArray.WEIGHT], rows):
+            return padded(functools.partial(self.on_rows, shards), self.operands, self.results, *operands)
         if whole and rows == width:
-            size = rows  # all scores are computed where their gradients wait
+            size = rows  # all scores are computed where their gradients are kept
         kinds = list(zip(self.results, types, strict=True))
         start: dict[HeadArray, Any] = {
             kind: None if kind in _SUMMED else jax.lax.empty(t.shape, t.dtype) for kind, t in kinds
         }
-        if waits and size < rows:
+        if in_place and size < rows:
             start[HeadArray.WEIGHT] = jax.lax.empty((width, classes), dtype)
-        summed_later = waits and bool(shards.classes)
+        summed_later = in_place and bool(shards.classes)
         if summed_later and HeadArray.HIDDEN in start:
             start[HeadArray.HIDDEN] = jax.lax.empty((rows, width), fold.accumulator(dtype))
         several = dataclasses.replace(self.objective, sum_dtype=self.objective.sum_dtype if size < rows else None)
-        step = functools.partial(dataclasses.replace(self, objective=several)._with_chunk, shards, given, waits)
+        step = functools.partial(dataclasses.replace(self, objective=several)._with_chunk, shards, given, in_place)
         results = over_rows(size, rows, step, tuple(start.values()))
-        if waits:  # when no chunk is in use any more
+        if in_place:  # when no chunk is in use any more
             results = jax.lax.optimization_barrier(results)
         found: dict[HeadArray, Any] = dict(zip(self.results, results, strict=True))
-        if waits:
+        if in_place:
             head = self.objective.head
             hidden = scaled(head.scale, given[HeadArray.HIDDEN].astype(dtype))
-            of_weight, of_hidden = weight_from(
+            of_weight, of_hidden = weight_in_place(
                 head, shards, hidden, found[HeadArray.WEIGHT], found.get(HeadArray.HIDDEN)
             )
             found[HeadArray.WEIGHT] = of_weight
@@ -139,20 +139,20 @@ class Total(HeadOperation):
         def of_all_devices(kind: HeadArray, v: jax.Array | None, t) -> jax.Array:
             if v is None:  # there are no rows
                 return jnp.zeros(t.shape, t.dtype)
-            is_part = kind in _SUMMED and shards.rows and not (waits and kind is HeadArray.WEIGHT)
+            is_part = kind in _SUMMED and shards.rows and not (in_place and kind is HeadArray.WEIGHT)
             return (jax.lax.psum(v, shards.rows) if is_part else v).astype(t.dtype)
 
         return tuple(of_all_devices(kind, found[kind], t) for kind, t in kinds)
 
     def _with_chunk(
-        self, shards: Shards, given: dict[HeadArray, jax.Array], waits: bool, found: Sequence[Any], chunk: Chunk
+        self, shards: Shards, given: dict[HeadArray, jax.Array], in_place: bool, found: Sequence[Any], chunk: Chunk
     ) -> tuple[jax.Array, ...]:
         """The results after one more chunk.
 
         Args:
           shards: of the operands.
           given: the operands.
-          waits: whether the gradient of weight waits for all chunks, and the gradients of the scores are kept there.
+          in_place: whether the gradients of all scores are kept in the memory of that of weight.
           found: the results before the chunk; None for a sum before the first one.
           chunk: which rows these are.
         """
@@ -191,7 +191,7 @@ class Total(HeadOperation):
 
         def of_weight(dx: jax.Array) -> jax.Array:
             added = before[HeadArray.WEIGHT]
-            if waits:
+            if in_place:
                 return dx if added is None else chunk.written(added, dx)
             kept = objective.sum_dtype or given[HeadArray.WEIGHT].dtype
             part = product(head, hidden, dx, (0, 0), dtype if kept == dtype else wide)
@@ -201,7 +201,7 @@ class Total(HeadOperation):
         @functools.cache
         def products() -> tuple[jax.Array, jax.Array]:
             """The chunk's part of the gradient of hidden, and that of weight with this chunk."""
-            if waits or not shards.classes:
+            if in_place or not shards.classes:
                 return of_hidden(), of_weight(dx())
             # The part is computed first, and summed over devices while the other product is computed.
             after, part = jax.lax.optimization_barrier((dx(), of_hidden()))
@@ -225,7 +225,7 @@ class Total(HeadOperation):
                     part = products()[0]
                 case HeadArray.HIDDEN:
                     part = jax.lax.psum(of_hidden(), shards.classes) if shards.classes else of_hidden()
-            if kind is HeadArray.HIDDEN and not (waits and shards.classes):
+            if kind is HeadArray.HIDDEN and not (in_place and shards.classes):
                 part = scaled(head.scale, part)
             if kind in _SUMMED:
                 return part if before[kind] is None else before[kind] + part

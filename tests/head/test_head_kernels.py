@@ -223,7 +223,7 @@ def test_which_calls_are_served(change, served):
     assert ("jaxsoft_head_statistics" in text) == served
 
 
-@pytest.mark.parametrize("rows", [128, 300], ids=["waiting", "chunks"])
+@pytest.mark.parametrize("rows", [128, 300], ids=["in place", "chunks"])
 def test_several_platforms(rows):
     """One program for a CPU and for Hopper has the kernels for the latter."""
     shapes = [jax.ShapeDtypeStruct(*v) for v in (((rows, 128), BF16), ((128, 16448), BF16), ((rows,), np.int32))]

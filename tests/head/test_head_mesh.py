@@ -14,7 +14,7 @@ from test_linear_cross_entropy import assert_close, on_a_gpu, stored
 
 from jaxsoft import linear_softmax_cross_entropy as linear
 from jaxsoft._core import mesh as exchange
-from jaxsoft._head import waiting
+from jaxsoft._head import in_place
 
 pytestmark = needs_devices
 on_a_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="XLA combines collectives on a GPU")
@@ -162,7 +162,7 @@ def test_devices_without_a_finite_score(most, patched):
 @pytest.mark.parametrize("classes", [P(None, "b"), P()], ids=["sharded", "whole"])
 def test_the_gradient_of_weight_is_summed_in_chunks(size, reduction, classes, patched):
     """Each device has as many rows as hidden has numbers; a chunk is summed while the next one is computed."""
-    patched.setattr(waiting, "_CLASSES", size)
+    patched.setattr(in_place, "_CLASSES", size)
     patched.setattr("jaxsoft._head.total.default_row_chunk", lambda rows, classes, itemsize: 1)
     patched.setattr("jaxsoft._head.pullback.chunk_size", lambda head, rows: 4)
     on_a_gpu(patched)

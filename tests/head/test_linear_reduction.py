@@ -16,7 +16,7 @@ from meshes import DEVICES, collectives, mesh_of
 from truth import wide
 
 from jaxsoft import linear_softmax_cross_entropy as linear
-from jaxsoft._head import chunks, waiting
+from jaxsoft._head import chunks, in_place
 from jaxsoft._head.chunks import default_row_chunk
 
 ROWS, WIDTH, CLASSES = 12, 8, 33
@@ -99,7 +99,7 @@ def test_as_many_rows_as_width(options, dtype, missing, monkeypatch):
     """All logits then have the shape of the gradient of weight, and one chunk of all rows, or few more, is there."""
     for name, value in {"_LEAST_ROWS": 2, "_CHUNK_BYTES": 4, "_TILE": 2}.items():
         monkeypatch.setattr(chunks, name, value)
-    monkeypatch.setattr(waiting, "_MISSING", 1 / WIDTH)
+    monkeypatch.setattr(in_place, "_MISSING", 1 / WIDTH)
     h, y, u = (v.reshape(ROWS, -1)[: WIDTH - missing] for v in (HIDDEN, LABELS, ROW_WEIGHTS))
     operands = *(v.astype(dtype) for v in (h, WEIGHT, BIAS)), u[:, 0]
     given = {**options, "reduction": "mean"}
@@ -111,10 +111,10 @@ def test_as_many_rows_as_width(options, dtype, missing, monkeypatch):
         return defined(y[:, 0], **given)(h, w, b, jnp.ones(CLASSES), u)
 
     lowered = jax.jit(with_gradients(f, 4)).lower(*operands)
-    in_place = missing <= 1
+    kept = missing <= 1
     scores = rf"contracting_dims = \[1\] x \[0\].*-> tensor<{WIDTH}x{CLASSES}x"
-    assert bool(re.search(scores, lowered.as_text())) == in_place
-    assert (f"tensor<2x{CLASSES}x" not in lowered.as_text()) == in_place
+    assert bool(re.search(scores, lowered.as_text())) == kept
+    assert (f"tensor<2x{CLASSES}x" not in lowered.as_text()) == kept
     tolerance = 3e-6 if dtype == jnp.float32 else 6 * float(jnp.finfo(dtype).eps)
     assert_close(lowered.compile()(*operands), in_float64(with_gradients(g, 4), *operands), tolerance)
 

@@ -1,4 +1,4 @@
-"""Gradients of scores that wait in the memory of the gradient of weight until all are there, and then become it.
+"""The in-place weight gradient: gradients of all scores are kept in the memory of that of weight, and become it.
 
 They fit there where there are no more rows than hidden has numbers. The gradient of weight takes their place: by a CUDA
 kernel where it serves (see `ffi`), else a chunk of the classes at a time, which is read once more, and overwritten. So
@@ -32,18 +32,18 @@ _CLASSES = 4096
 _MISSING = 1 / 32
 
 
-def may_wait(weight: jax.Array, rows: int, dtype: jnp.dtype) -> bool:
+def fits_in_place(weight: jax.Array, rows: int, dtype: jnp.dtype) -> bool:
     """Whether gradients of all scores, which have this dtype, fit into the memory of the gradient of weight."""
     known = isinstance(rows, int) and isinstance(weight.shape[0], int)  # else it cannot be told
     return known and weight.dtype == dtype and rows <= weight.shape[0]
 
 
-def few_are_missing(weight: jax.Array, rows: int) -> bool:
-    """Whether gradients of all scores that may wait have almost as many rows as the gradient of weight."""
+def almost_fills(weight: jax.Array, rows: int) -> bool:
+    """Whether gradients of all scores that fit in place have almost as many rows as the gradient of weight."""
     return weight.shape[0] * (1 - _MISSING) <= rows < weight.shape[0]
 
 
-def filled(
+def padded(
     function: Callable[..., Sequence[jax.Array]],
     kinds: Sequence[HeadArray],
     results: Sequence[HeadArray],
@@ -70,7 +70,7 @@ def filled(
     return tuple(v[:rows] if kind.has_rows else v for kind, v in zip(results, found, strict=True))
 
 
-def weight_from(
+def weight_in_place(
     head: Head, shards: Shards, hidden: jax.Array, dx: jax.Array, of_hidden: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """The gradient of weight, in the place of the gradients of scores, and that of hidden; summed over devices.
