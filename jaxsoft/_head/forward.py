@@ -96,9 +96,9 @@ class Folded(NamedTuple):
 
     def statistics(self) -> tuple[jax.Array, ...]:
         """The results of `head.formula`, of all classes."""
-        others, apart = beside_label(self.state, self.t)
+        others, log_odds = beside_label(self.state, self.t)
         entropy = () if self.products is None else (entropy_of(*self.state, self.products),)
-        return others, self.t, apart, *entropy, *self.sums_from(self.t)
+        return others, self.t, log_odds, *entropy, *self.sums_from(self.t)
 
     def residuals(self, head: Head) -> tuple[jax.Array, ...]:
         """Those of the head, of all classes."""

@@ -1,11 +1,11 @@
 """A linear head: the record of a linear layer and of what is wanted of its scores, and the definition of that.
 
 The scores are z = scale * (hidden @ weight + bias), capped if asked to, one for each row and class. A loss needs to
-know a few numbers a row of them: with the label's score t, the logsumexp of the others, "others", and others - t,
-"apart"; and for label smoothing some sums. `formula` computes them from all scores at once, and is what forward mode
-and derivatives of higher order are made of. `forward` and `pullback` compute the same, and its transposed derivative,
-from chunks of the classes or rows, without all scores in memory. `total` computes the sum of the losses with its
-gradients, from chunks of the rows.
+know a few numbers a row of them: with the label's score t, the logsumexp of the others, "others", and others - t, the
+log-odds against the label; and for label smoothing some sums. `formula` computes them from all scores at once, and is
+what forward mode and derivatives of higher order are made of. `forward` and `pullback` compute the same, and its
+transposed derivative, from chunks of the classes or rows, without all scores in memory. `total` computes the sum of the
+losses with its gradients, from chunks of the rows.
 """
 
 import dataclasses
@@ -79,7 +79,7 @@ class Head:
 
     @property
     def cotangents(self) -> tuple[HeadArray, ...]:
-        """The statistics that have a derivative of their own: all but apart and the last sum."""
+        """The statistics that have a derivative of their own: all but the log-odds and the last sum."""
         return *(HeadArray.STATISTIC,) * (2 + self.entropy), *self.sums[:-1]
 
     @property
@@ -106,9 +106,9 @@ def formula(head: Head, *operands: jax.Array) -> tuple[jax.Array, ...]:
       operands: the parameters, and the label of each row.
 
     Returns:
-      In the accumulator's dtype: others, the label's score t, apart; the entropy of the softmax of the scores but the
-      label's, if the entropy is wanted; and if summed, over the scores z above -inf, sum(z - r) and their number, or
-      weighted sum(w (z - r)), sum(w) and their number, with the constant r = reference(t).
+      In the accumulator's dtype: others, the label's score t, the log-odds; the entropy of the softmax of the scores
+      but the label's, if the entropy is wanted; and if summed, over the scores z above -inf, sum(z - r) and their
+      number, or weighted sum(w (z - r)), sum(w) and their number, with the constant r = reference(t).
     """
     *given, label = operands
     parameters = head.named(given)

@@ -63,9 +63,9 @@ class Objective:
           found: what `statistics` has found.
           weights: those of the labels.
         """
-        (others, t, apart, *of_others), sums = found[: 3 + self.head.entropy], found[3 + self.head.entropy :]
-        loss, lse = row_loss(self.options, label, others, t, apart, self._sums(sums), weight=weights)
-        return loss, lse, row_entropy(label, t, apart, *of_others) if self.head.entropy else None
+        (others, t, log_odds, *of_others), sums = found[: 3 + self.head.entropy], found[3 + self.head.entropy :]
+        loss, lse = row_loss(self.options, label, others, t, log_odds, self._sums(sums), weight=weights)
+        return loss, lse, row_entropy(label, t, log_odds, *of_others) if self.head.entropy else None
 
     def _sums(self, sums: Sequence[jax.Array]) -> Sums | None:
         if not sums:

@@ -174,8 +174,8 @@ class Total(HeadOperation):
 
         label_weights = chunk.of(given[HeadArray.LABEL_WEIGHTS]) if objective.weighted else None
         loss, pull = jax.vjp(losses, row.statistics(), label_weights)
-        (of_others, of_t, of_apart, *of_sums), of_label_weights = pull(factor)
-        known = Known(label, here, row.t, row.state, (of_others + of_apart, of_t - of_apart), of_sums[:-1])
+        (of_others, of_t, of_log_odds, *of_sums), of_label_weights = pull(factor)
+        known = Known(label, here, row.t, row.state, (of_others + of_log_odds, of_t - of_log_odds), of_sums[:-1])
         every = Chunk(0, classes)
 
         before = dict(zip(self.results, found, strict=True))

@@ -237,7 +237,7 @@ def _with_integer_labels(x, labels, valid, weights, axes, options, asked, implem
     summed = smoothed and weights is None and not entropy  # no operation has weighted sums, nor sums and the entropy
     form = RowForm(x.dtype, tuple(extras), cap=options.logits_soft_cap)
     function = label_entropy_of_rows if entropy else label_sums_of_rows if summed else label_state_of_rows
-    others, t, apart, *of_row = differentiable(function, form, implementation)(x, index, *extras.values())
+    others, t, log_odds, *of_row = differentiable(function, form, implementation)(x, index, *extras.values())
     sums = None
     if summed:
         total, count = of_row
@@ -248,8 +248,8 @@ def _with_integer_labels(x, labels, valid, weights, axes, options, asked, implem
         adds = read & (z != -jnp.inf)
         sums = weighted_sums(z, adds, jnp.ones(x.shape[-1], z.dtype) if weights is None else weights, ref)
     weight = None if weights is None else weight_at(weights, index)
-    loss, lse = row_loss(options, index, others, t, apart, sums, label_valid, weight)
-    of_entropy = row_entropy(index, t, apart, of_row[0], label_valid) if entropy else None
+    loss, lse = row_loss(options, index, others, t, log_odds, sums, label_valid, weight)
+    of_entropy = row_entropy(index, t, log_odds, of_row[0], label_valid) if entropy else None
     return loss, lse if return_lse else None, of_entropy
 
 

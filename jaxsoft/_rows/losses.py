@@ -193,7 +193,7 @@ def row_loss(
     label: jax.Array,
     others: jax.Array,
     t: jax.Array,
-    apart: jax.Array,
+    log_odds: jax.Array,
     sums: Sums | None = None,
     label_valid: jax.Array | bool = True,
     weight: jax.Array | None = None,
@@ -203,7 +203,7 @@ def row_loss(
     Args:
       options: those of the call.
       label: of each row, as `with_labels` has it.
-      others, t, apart: the first results of `label_state_of_rows`: the logsumexp of the scores but the label's, the
+      others, t, log_odds: the first results of `label_state_of_rows`: the logsumexp of the scores but the label's, the
         label's score, and the former minus the latter.
       sums: those of label smoothing, if there is any, with r = reference(t).
       label_valid: whether the label's class is valid, if not all classes are.
@@ -213,13 +213,13 @@ def row_loss(
     # would stay NaN. What is differentiated is the logsumexp, as in optax.
     invalid = label == -1
     label_valid = _adds_label(label, t, label_valid)
-    t, apart = jnp.where(invalid, 0, t), jnp.where(invalid, others, apart)
+    t, log_odds = jnp.where(invalid, 0, t), jnp.where(invalid, others, log_odds)
     weight = weight if weight is None else jnp.where(invalid, 1, weight)
     # Without a valid score there is nothing to learn from. What is not chosen below must have finite derivatives.
     empty = (label == NO_ROW) | ((others == -jnp.inf) & ~label_valid)
-    others, t, apart = (jnp.where(empty, 0, v) for v in (others, t, apart))
-    nll = jnp.where(label_valid, jnp.logaddexp(apart, 0), apart)
-    lse = jnp.where(label_valid, _logaddexp(others, t, apart), others)
+    others, t, log_odds = (jnp.where(empty, 0, v) for v in (others, t, log_odds))
+    nll = jnp.where(label_valid, jnp.logaddexp(log_odds, 0), log_odds)
+    lse = jnp.where(label_valid, _logaddexp(others, t, log_odds), others)
     loss = nll if weight is None else weight * nll
     if sums is not None:
         smooth = _mean_nll(nll, lse, t, sums)
@@ -233,46 +233,47 @@ def row_loss(
 def row_entropy(
     label: jax.Array,
     t: jax.Array,
-    apart: jax.Array,
+    log_odds: jax.Array,
     of_others: jax.Array,
     label_valid: jax.Array | bool = True,
 ) -> jax.Array:
     """The entropy of the softmax of rows, given that of the scores but the label's.
 
     Args:
-      label, t, apart, label_valid: as `row_loss` has them.
+      label, t, log_odds, label_valid: as `row_loss` has them.
       of_others: the last result of `label_entropy_of_rows`.
     """
     label_valid = _adds_label(label, t, label_valid)
-    apart = jnp.clip(jnp.where(label_valid, apart, 0), -1e4, 1e4)  # beyond this, one of both has the probability 0
-    return jnp.where(label_valid, _with_label(apart, of_others), of_others)
+    # Beyond this, one of both has the probability 0.
+    log_odds = jnp.clip(jnp.where(label_valid, log_odds, 0), -1e4, 1e4)
+    return jnp.where(label_valid, _with_label(log_odds, of_others), of_others)
 
 
 @jax.custom_jvp
-def _with_label(apart: jax.Array, of_others: jax.Array) -> jax.Array:
+def _with_label(log_odds: jax.Array, of_others: jax.Array) -> jax.Array:
     """q * (of_others - log(q)) - r * log(r), with q the probability of all classes but the label, and r the label's.
 
-    No term is negative, so nothing cancels. The derivative by apart is q * r * (of_others - apart), which JAX would
-    take from differences of the terms'.
+    No term is negative, so nothing cancels. The derivative by log_odds is q * r * (of_others - log_odds), which JAX
+    would take from differences of the terms'.
     """
-    q, r = _shares(apart)
-    rest = jnp.log1p(jnp.exp(-jnp.abs(apart)))
-    return q * (of_others + (rest - jnp.minimum(apart, 0))) + r * (rest + jnp.maximum(apart, 0))
+    q, r = _shares(log_odds)
+    rest = jnp.log1p(jnp.exp(-jnp.abs(log_odds)))
+    return q * (of_others + (rest - jnp.minimum(log_odds, 0))) + r * (rest + jnp.maximum(log_odds, 0))
 
 
 @_with_label.defjvp
 def _with_label_jvp(primals, tangents):
-    apart, of_others = primals
-    q, r = _shares(apart)
-    return _with_label(*primals), q * r * (of_others - apart) * tangents[0] + q * tangents[1]
+    log_odds, of_others = primals
+    q, r = _shares(log_odds)
+    return _with_label(*primals), q * r * (of_others - log_odds) * tangents[0] + q * tangents[1]
 
 
 @jax.custom_jvp
-def _shares(apart: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """1 / (1 + exp(-apart)) and 1 / (1 + exp(apart)), both with all their digits."""
-    less = jnp.exp(-jnp.abs(apart))
+def _shares(log_odds: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """1 / (1 + exp(-log_odds)) and 1 / (1 + exp(log_odds)), both with all their digits."""
+    less = jnp.exp(-jnp.abs(log_odds))
     high, low = 1 / (1 + less), less / (1 + less)
-    return jnp.where(apart > 0, high, low), jnp.where(apart > 0, low, high)
+    return jnp.where(log_odds > 0, high, low), jnp.where(log_odds > 0, low, high)
 
 
 @_shares.defjvp
@@ -290,10 +291,10 @@ def _adds_label(label: jax.Array, t: jax.Array, label_valid: jax.Array | bool) -
     return label_valid & (t != -jnp.inf) & (label != -1)
 
 
-def _logaddexp(others: jax.Array, t: jax.Array, apart: jax.Array) -> jax.Array:
+def _logaddexp(others: jax.Array, t: jax.Array, log_odds: jax.Array) -> jax.Array:
     """logaddexp(others, t), given others - t. JAX would take its derivatives from rounded differences."""
-    high, low = jnp.where(apart > 0, apart, 0), jnp.where(apart > 0, 0, apart)
-    return jnp.where(apart > 0, others + jnp.logaddexp(-high, 0), t + jnp.logaddexp(low, 0))
+    high, low = jnp.where(log_odds > 0, log_odds, 0), jnp.where(log_odds > 0, 0, log_odds)
+    return jnp.where(log_odds > 0, others + jnp.logaddexp(-high, 0), t + jnp.logaddexp(low, 0))
 
 
 def _mean_nll(nll: jax.Array, lse: jax.Array, t: jax.Array, sums: Sums) -> jax.Array:

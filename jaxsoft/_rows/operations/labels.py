@@ -205,14 +205,14 @@ def beside_label(others: State, t: jax.Array) -> tuple[jax.Array, jax.Array]:
     # What has no difference is replaced before it is taken, as checks for NaN see every step.
     none = jnp.isnan(t) | (jnp.isinf(t) & (m == t))
     distance = jnp.where(none, 0, m) - jnp.where(none, 0, t)
-    apart = nan_where(jnp.isnan(t) | (t == jnp.inf), distance + jnp.log(jnp.where(s == 0, 1, s)))
-    return lse(others), apart
+    log_odds = nan_where(jnp.isnan(t) | (t == jnp.inf), distance + jnp.log(jnp.where(s == 0, 1, s)))
+    return lse(others), log_odds
 
 
 def _values(operands, results):
     m, s, t, *sums = results
-    others, apart = beside_label(State(m, s), t)
-    return others, t, apart, *sums
+    others, log_odds = beside_label(State(m, s), t)
+    return others, t, log_odds, *sums
 
 
 def _tangents(results, linear):
