@@ -52,10 +52,10 @@ inline V load_first(const T* p, int64_t count, V rest) {
   if constexpr (sizeof(T) == 2) return (V)_mm256_mask_loadu_epi16((__m256i)rest, mask, p);
   if constexpr (sizeof(T) == 1 && sizeof(V) == 16) return (V)_mm_mask_loadu_epi8((__m128i)rest, mask, p);
 #elif defined(__AVX2__)
-  static const int32_t marks[16] = {-1, -1, -1, -1, -1, -1, -1, -1};
+  static const int32_t lanes[16] = {-1, -1, -1, -1, -1, -1, -1, -1};
   if constexpr (sizeof(T) >= 4) {
     __m256i mask;
-    memcpy(&mask, marks + 8 - count * sizeof(T) / 4, sizeof mask);
+    memcpy(&mask, lanes + 8 - count * sizeof(T) / 4, sizeof mask);
     const __m256 first = _mm256_maskload_ps((const float*)p, mask);
     return (V)_mm256_blendv_ps((__m256)rest, first, (__m256)mask);
   }

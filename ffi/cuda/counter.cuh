@@ -1,6 +1,6 @@
 // Numbers in device memory by which blocks that run at the same time know of each other: a counter from which
 // persistent blocks take their next piece of work, and numbers that say how far others are. Multiprocessors are not
-// equally fast, so work that is dealt out in advance ends when the slowest of them ends.
+// equally fast, so work that is scheduled statically ends when the slowest of them ends.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,6 +1,6 @@
 // How rows are shared between threads.
 //
-// Rows are dealt out whole where there are enough of them; else all threads share each row. A row is always cut at the
+// Rows are scheduled whole where there are enough of them; else all threads share each row. A row is always cut at the
 // same places and its parts are combined in order, so its bits depend neither on the threads nor on other rows.
 #pragma once
 

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(Clustered::bound(layout == Layout::whole), Clu
       return reduce_lanes<T>(part, blocks);
     };
     typename Op<T>::Part part;
-    if constexpr (Op<T>::keeps_apart && kPacks > 4) {  // in one pass it would need too many registers
+    if constexpr (Op<T>::separates_maximum && kPacks > 4) {  // in one pass it would need too many registers
       __shared__ Accumulator<T> shared[3][32];
       part = merge_blocks(reduce_registers<Op<T>>(pa, pb, row.form, end - first, blockDim.x, shared));
     } else {

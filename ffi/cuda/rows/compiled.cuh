@@ -10,7 +10,7 @@ template <class Op>
 constexpr Kinds kind_of() {
   if (!Op::reduces) return kElementwise;
   if (!Op::writes) return Op::sums ? kSums : kState;
-  return Op::reads_a_to_reduce && !Op::keeps_apart ? kSoftmax : kLogSoftmax;
+  return Op::reads_a_to_reduce && !Op::separates_maximum ? kSoftmax : kLogSoftmax;
 }
 
 template <class Op, class T, class Form>

@@ -16,7 +16,7 @@ namespace jaxsoft::cuda {
 // The form of a call without extras: a score is x itself.
 struct Plain {
   static constexpr bool extras = false, bias = false, capped = false;
-  struct Marks {};
+  struct MaskBytes {};
   template <class T, class Window>
   __device__ Plain(const Arguments<T>&, int64_t, int64_t, const Window&) {}
 };
@@ -29,7 +29,7 @@ struct WithExtras {
   static_assert(!(bias && capped), "no operation has both");
   static constexpr int size = Pack<T>::size;
   using A = Accumulator<T>;
-  using Marks = uint64_t;  // the part of `where` that belongs to a pack: one byte for each element, 0 or 1
+  using MaskBytes = uint64_t;  // the part of `where` that belongs to a pack: one byte for each element, 0 or 1
   A cap;
   A scale = 1;
   // By which `score` multiplies: the scale, or 1 where that is 0 or NaN and `Row::load` has multiplied x by it. The
@@ -96,7 +96,7 @@ struct WithExtras {
   }
 
   template <Layout layout>
-  __device__ Marks fetch_where(int i, const Window<T, layout>& window) const {
+  __device__ MaskBytes fetch_where(int i, const Window<T, layout>& window) const {
     if (!where) return kEveryByte;
     int first = i * size - window.head;
     if (layout == Layout::whole || (where_aligned && window.inside(i))) {
@@ -104,13 +104,13 @@ struct WithExtras {
       if constexpr (size == 4) return *reinterpret_cast<const uint32_t*>(where + first);
       return *reinterpret_cast<const uint16_t*>(where + first);
     }
-    Marks marks = 0;
+    MaskBytes mask = 0;
 #pragma unroll
     for (int k = 0; k < size; k++)
-      if (first + k >= 0 && first + k < limit) marks |= uint64_t(where[first + k]) << 8 * k;
-    return marks;
+      if (first + k >= 0 && first + k < limit) mask |= uint64_t(where[first + k]) << 8 * k;
+    return mask;
   }
-  // Whether all of pack i lies within the limit and the row's ends. `inside_marks` has one byte for each element that
+  // Whether all of pack i lies within the limit and the row's ends. `inside_mask` has one byte for each element that
   // does.
   template <Layout layout>
   __device__ bool inside(int i, const Window<T, layout>& window) const {
@@ -118,24 +118,24 @@ struct WithExtras {
     return (layout == Layout::whole || first >= 0) && first + size <= limit;
   }
   template <Layout layout>
-  __device__ Marks inside_marks(int i, const Window<T, layout>& window) const {
+  __device__ MaskBytes inside_mask(int i, const Window<T, layout>& window) const {
     int first = i * size - window.head, left = limit - first;
     return range_bytes(-first, min(left, size));
   }
   // One byte for each element of pack i, which is 1 where the element is valid.
   template <Layout layout>
-  __device__ Marks marks(int i, const Window<T, layout>& window) const {
-    return fetch_where(i, window) & inside_marks(i, window);
+  __device__ MaskBytes mask_of(int i, const Window<T, layout>& window) const {
+    return fetch_where(i, window) & inside_mask(i, window);
   }
   // Masks the elements of pack i that are masked, those beyond the row's ends included: their scores become -inf, and
   // their bias or cotangent, in b, becomes 0.
   template <Layout layout>
-  __device__ void mark(Pack<T>& a, Pack<T>& b, bool has_b, Marks marks, int i,
+  __device__ void apply_mask(Pack<T>& a, Pack<T>& b, bool has_b, MaskBytes mask, int i,
                        const Window<T, layout>& window) const {
-    if (!inside(i, window)) marks &= inside_marks(i, window);
+    if (!inside(i, window)) mask &= inside_mask(i, window);
     else if (!where) return;
-    a.keep(marks, masked_element);
-    if (has_b) b.keep(marks, narrow<T>(0));
+    a.keep(mask, masked_element);
+    if (has_b) b.keep(mask, narrow<T>(0));
   }
 
   T masked_element;  // the x whose score is -inf, with a cap or without

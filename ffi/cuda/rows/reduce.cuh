@@ -13,7 +13,7 @@ template <class Op, class Form, class Visit, class Reduce>
 __device__ typename Op::Part reduce_visited(const Form& form, Visit visit, Reduce reduce) {
   typename Op::Thread thread;
   visit([&](auto& a, auto& b) { Op::accumulate(thread, a, b, form); });
-  if constexpr (Op::keeps_apart) return reduce(thread.apart());
+  if constexpr (Op::separates_maximum) return reduce(thread.apart());
   else return reduce(thread);
 }
 
@@ -47,7 +47,7 @@ __device__ typename Op::Part reduce_registers(const Pack<T> (&a)[count], const P
     m = reduce_values(Op::maximum(a, b, form, left, step), -infinity<A>(), shared[0],
                       [](A x, A y) { return max(x, y); });
   auto sum = [&](A x, int which) { return reduce_values(x, A(0), shared[which], [](A x, A y) { return x + y; }); };
-  if constexpr (Op::scores && Op::keeps_apart) {
+  if constexpr (Op::scores && Op::separates_maximum) {
     auto rest = Op::template rest_of_terms<false>(reference(m), reference(m), a, b, form, left, step);
     Sum<A> part{sum(rest.sum, 1), 0};
     A tops = sum(rest.tops, 2);

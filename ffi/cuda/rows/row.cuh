@@ -80,9 +80,9 @@ struct Row {
   template <int count>
   __device__ void load(int first, int step, int end, Pack<T> (&pa)[count], Pack<T> (&pb)[count],
                        bool reduce_only = false) const {
-    constexpr bool marks_a = Form::extras && Op<T>::a_is_scores;
+    constexpr bool masks_a = Form::extras && Op<T>::a_is_scores;
     const bool reads_a = !reduce_only || Op<T>::reads_a_to_reduce || Form::extras;
-    [[maybe_unused]] typename Form::Marks marks[count];
+    [[maybe_unused]] typename Form::MaskBytes mask[count];
     end = min(end, counted);
 #pragma unroll
     for (int k = 0; k < count; k++) {
@@ -96,12 +96,12 @@ struct Row {
         pb[k].fill(narrow<T>(0));
         if (i < end) pb[k] = window.fetch_anywhere(form.bias_row, form.bias_aligned, i);
       }
-      if constexpr (marks_a) {
-        marks[k] = kEveryByte;
-        if (i < end) marks[k] = form.fetch_where(i, window);
+      if constexpr (masks_a) {
+        mask[k] = kEveryByte;
+        if (i < end) mask[k] = form.fetch_where(i, window);
       }
     }
-    if constexpr (marks_a) {
+    if constexpr (masks_a) {
       if (form.scales_loaded()) {
 #pragma unroll
         for (int k = 0; k < count; k++)
@@ -117,8 +117,8 @@ struct Row {
     for (int k = 0; k < count; k++) {
       int i = first + k * step;
       if (i >= end) continue;
-      if constexpr (marks_a) {
-        form.mark(pa[k], pb[k], Op<T>::operands > 1 || Form::bias, marks[k], i, window);
+      if constexpr (masks_a) {
+        form.apply_mask(pa[k], pb[k], Op<T>::operands > 1 || Form::bias, mask[k], i, window);
       } else {
         if (reads_a) window.trim(pa[k], i, Op<T>::fill());
         if constexpr (Op<T>::operands > 1) window.trim(pb[k], i, Op<T>::fill());
@@ -182,7 +182,7 @@ struct Row {
         const int i = first + k * step;
         if (!all && i >= end) continue;
         if (form.scales_loaded()) pa[k].multiply_each(form.scale);
-        if (!form.unmasked) form.mark(pa[k], pb[k], Op<T>::operands > 1, form.fetch_where(i, window), i, window);
+        if (!form.unmasked) form.apply_mask(pa[k], pb[k], Op<T>::operands > 1, form.fetch_where(i, window), i, window);
       }
     }
   }
@@ -245,10 +245,10 @@ struct Row {
       Accumulator<T> x[Pack<T>::size];
       results<Op<T>, false>(values, pa, pb, form, x);
       if (Op<T>::a_is_scores && !ordinary(values)) {
-        auto marks = i < counted ? form.marks(i, window) : 0;
+        auto mask = i < counted ? form.mask_of(i, window) : 0;
 #pragma unroll
         for (int k = 0; k < Pack<T>::size; k++)
-          if (!(marks >> 8 * k & 1)) x[k] = Accumulator<T>(Op<T>::masked_value);
+          if (!(mask >> 8 * k & 1)) x[k] = Accumulator<T>(Op<T>::masked_value);
       }
       if constexpr (Op<T>::labelled) {
         if (has_label(i)) {

@@ -155,7 +155,7 @@ struct Exchange {
     const bool exists = column < layout.columns;
     Message<Kind> message;
     if constexpr (Kind::scores) message.m = whole.m;
-    if constexpr (Op::keeps_apart) message.sum = whole.sum;
+    if constexpr (Op::separates_maximum) message.sum = whole.sum;
     else message.sum = whole.sum.value();
     for (unsigned block = helper; block < tiling.tile.blocks && exists; block += helpers)
       send(message, shared.received + column * tiling.tile.blocks + tiling.rank, shared.barrier, block);
@@ -171,7 +171,7 @@ struct Exchange {
       of_all = columns.first + of_tile, exists = of_tile < columns.count;
     }
     if (column >= layout.columns || !exists) return;
-    if constexpr (Op::keeps_apart)
+    if constexpr (Op::separates_maximum)
       if (isfinite(whole.m)) whole.sum.add(-1);
     typename Op::Part part;
     if constexpr (Kind::scores) part = {whole.m, whole.sum};

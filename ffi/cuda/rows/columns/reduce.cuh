@@ -118,7 +118,7 @@ struct Reducer {
         if constexpr (Kind::compensates) total[e].add(sum[e]);
         else total[e].s += sum[e];
         sum[e] = 0;
-        if constexpr (Op::keeps_apart) total[e].add(equal[e]), equal[e] = 0;
+        if constexpr (Op::separates_maximum) total[e].add(equal[e]), equal[e] = 0;
       }
     }
     template <bool quickly, bool masked>
@@ -127,9 +127,9 @@ struct Reducer {
       for (int e = 0; e < width; e++) {
         if constexpr (Kind::scores) {
           A x = a.get(e), term = exponential_term<quickly>(x, from[e]);
-          bool is_top = Op::keeps_apart && x == from[e];
+          bool is_top = Op::separates_maximum && x == from[e];
           sum[e] += is_top ? A(0) : term;
-          if constexpr (Op::keeps_apart) equal[e] += is_top ? A(1) : A(0);
+          if constexpr (Op::separates_maximum) equal[e] += is_top ? A(1) : A(0);
         } else if constexpr (Op::reads_a_to_reduce) {
           sum[e] += masked && a.get(e) == 0 ? A(0) : a.get(e) * b.get(e);
         } else {
@@ -166,7 +166,7 @@ struct Reducer {
 
   // Combines the group's lanes and stores what they have found.
   __device__ void store_group(const Place& here, unsigned summed, Pack<T>& top, Sum<A> (&sum)[width]) const {
-    if constexpr (Op::keeps_apart) {
+    if constexpr (Op::separates_maximum) {
       for (int mask = 16; mask >= tiling.across; mask /= 2)
 #pragma unroll
         for (int e = 0; e < width; e++) sum[e] = combine<T>(sum[e], shuffle(sum[e], mask));

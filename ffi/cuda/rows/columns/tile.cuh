@@ -44,13 +44,13 @@ struct ColumnsKind {
   using Op = Operation<T>;
   using Values = typename Op::Values;
   // A group's sum of a column. Only where a maximum is to be taken out of it again is it compensated.
-  using GroupSum = std::conditional_t<Op::keeps_apart, Sum<A>, A>;
+  using GroupSum = std::conditional_t<Op::separates_maximum, Sum<A>, A>;
   static constexpr int width = elements, access_bytes = width * sizeof(T), operands = Op::operands;
   static constexpr int in_flight = (access_bytes < 16 ? 2 : 1) * ColumnsCode::packs_in_flight / operands;
   static constexpr bool straddles = straddling, scores = Op::scores, reduces = Op::reduces, writes = Op::writes;
   static constexpr bool may_be_quick = writes && Op::has_quick && width > 1;
   static constexpr bool may_be_masked = !scores && !Op::a_is_scores;  // softmax_vjp
-  static constexpr bool compensates = sizeof(T) > 2 || Op::keeps_apart;
+  static constexpr bool compensates = sizeof(T) > 2 || Op::separates_maximum;
   static constexpr bool copies = access_bytes >= 4;  // asynchronously; a single element of 16 bits is loaded
 };
 

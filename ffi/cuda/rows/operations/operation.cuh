@@ -32,7 +32,7 @@ struct Operation {
   static constexpr int operands = 1;               // arrays of whole rows that are read: a, or a and b
   static constexpr bool reduces = false;           // whether rows are reduced at all
   static constexpr bool scores = false;            // whether the reduction is the fold of scores to their state
-  static constexpr bool keeps_apart = false;       // whether that state keeps one score apart that is its maximum
+  static constexpr bool separates_maximum = false;       // whether that state keeps one score apart that is its maximum
   static constexpr bool sums = false;              // whether the reduction has sums beside the state
   static constexpr bool compensates = false;       // whether sums are compensated in short rows, too
   static constexpr bool reads_a_to_reduce = true;  // whether the reduction reads a, or only b

@@ -13,7 +13,7 @@ struct Scores : Operation {
   using A = Accumulator<T>;
   using Part = State<A, apart>;
   using Thread = Running<A>;
-  static constexpr bool reduces = true, scores = true, keeps_apart = apart, a_is_scores = true;
+  static constexpr bool reduces = true, scores = true, separates_maximum = apart, a_is_scores = true;
 
   static __device__ T fill() { return narrow<T>(-infinity<A>()); }
 

@@ -26,10 +26,10 @@ __device__ inline int reaching_of_step(float threshold, const float* maxima, int
 // and how many of them come before the warp's own.
 __device__ inline void leave_out_ties(float threshold, int k, int of_step, int before, float* maxima, int groups) {
   const int lane = threadIdx.x % 32;
-  const unsigned late = __ballot_sync(kAllLanes, scan_lanes<32>(of_step, lane) - of_step + before >= k);
+  const unsigned dropped = __ballot_sync(kAllLanes, scan_lanes<32>(of_step, lane) - of_step + before >= k);
 #pragma unroll 4
   for (int g = 0; g < groups; g++)
-    if (late >> g & 1 && maxima[g * 32 + lane] == threshold) maxima[g * 32 + lane] = -infinity<float>();
+    if (dropped >> g & 1 && maxima[g * 32 + lane] == threshold) maxima[g * 32 + lane] = -infinity<float>();
 }
 
 // Whether it is of no use to leave ties out: if all groups of the first tile reach the threshold, so do perhaps all
