@@ -13,6 +13,16 @@ from .plan import FORWARD, forward_plan
 
 _LARGEST_GRID = 65535  # in the dimensions that are not the first
 _DTYPES = (jnp.float16, jnp.bfloat16)
+_EXTRAS = {
+    Extra.BIAS,
+    Extra.MASK,
+    Extra.QUERY_SEGMENTS,
+    Extra.KEY_SEGMENTS,
+    Extra.QUERY_LENGTHS,
+    Extra.KEY_LENGTHS,
+    Extra.OFFSET,
+    Extra.SINKS,
+}
 _LARGEST_CAP = 1000  # whose error is then less than what a weight loses when it is rounded to 16 bits
 
 
@@ -40,8 +50,8 @@ def unsupported(form: AttentionForm, operands: Sequence[jax.core.ShapedArray]) -
         )
     if form.cap is not None and form.cap > _LARGEST_CAP:
         return f"its soft cap is off by 2e-7 of itself, so it may be at most {_LARGEST_CAP}; got {form.cap}"
-    if Extra.QUERY_BEGINS in form.extras:
-        return f"its kernels take no {Extra.QUERY_BEGINS.value}"
+    if others := [extra.value for extra in form.extras if extra not in _EXTRAS]:
+        return f"its kernels take no {' and '.join(others)}"
     if not all(query.shape + key.shape + value.shape):
         return "it has no kernel for arrays without elements"
     return None
