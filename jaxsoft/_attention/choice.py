@@ -15,6 +15,8 @@ import jaxsoft.pallas_kernels as pallas_kernels
 from jaxsoft._attention import adapters, cudnn, ffi, packed, reference, xla
 from jaxsoft._attention.form import BASE, Extra
 from jaxsoft._attention.spec import AttentionForward, AttentionPullback, AttentionSpec, PagedAttention
+from jaxsoft._core import gpus
+from jaxsoft._core.gpus import Generation
 from jaxsoft._core.implementations import REGISTERED, Choice, Names, accepted, refuse
 
 type Operands = Sequence[jax.core.ShapedArray]
@@ -159,40 +161,46 @@ def _without_output_residual(name: str, operation: AttentionForward, platform: s
 
 
 _ALL = _NEVER = math.inf  # as the last length, and as the first
-# The lengths of sequences up to which Pallas is at least as fast as cuDNN, by the larger head size up to which an entry
-# holds: forward without a causal rule and with one, and the gradients likewise where they need not have the same bits
-# on every run. By measurement on Hopper, with as many queries as keys (`benchmarks/results/h200_attention.json`, from
-# 512 on); within 3 %, either may come first, and an H100 may differ from an H200.
-_LONGEST = {
-    64: ((_ALL, _ALL), (1024, 2048)),
-    96: ((_ALL, _ALL), (_ALL, _ALL)),
-    128: ((1024, _ALL), (1024, 2048)),
-    256: ((512, 8192), (_ALL, 4096)),
-}
 
 
 @dataclasses.dataclass(frozen=True)
-class _ShortestByFfi:
-    """The lengths of sequences from which on the CUDA kernels are the fastest, without a causal rule and with one.
+class _Lengths:
+    """Lengths of sequences at which another implementation becomes the fastest, without a causal rule and with one.
 
     Attributes:
       forward: alone.
-      gradients: with the same bits on every run or not.
+      gradients: likewise.
     """
 
     forward: tuple[float, float]
     gradients: tuple[float, float]
 
 
-# By the head size, with as many queries as keys. By the same record as _LONGEST: where these say so, the CUDA kernels
-# are 1.00 to 1.26 times as fast as cuDNN forward, and 1.09 to 1.47 times with gradients. They are nowhere behind Pallas
-# but at 1024 keys under a causal rule, by up to 2 %, where runs differ by as much. Heads of 96, which they compute as
-# 128, are 4 to 11 % slower by them forward.
-_BY_FFI = {
-    64: _ShortestByFfi((2048, 4096), (512, 512)),
-    96: _ShortestByFfi((_NEVER, _NEVER), (512, 1024)),
-    128: _ShortestByFfi((1024, 1024), (512, 512)),
-    256: _ShortestByFfi((512, 1024), (512, 512)),
+# The lengths up to which Pallas is at least as fast as cuDNN, by the GPU's generation and the larger head size up to
+# which an entry holds, with gradients that need not have the same bits on every run. By measurement, with as many
+# queries as keys (`benchmarks/results/h200_attention.json`, from 512 on); within 3 %, either may come first, and an
+# H100 may differ from an H200.
+_PALLAS_UP_TO = {
+    Generation.HOPPER: {
+        64: _Lengths((_ALL, _ALL), (1024, 2048)),
+        96: _Lengths((_ALL, _ALL), (_ALL, _ALL)),
+        128: _Lengths((1024, _ALL), (1024, 2048)),
+        256: _Lengths((512, 8192), (_ALL, 4096)),
+    }
+}
+
+# The lengths from which on the CUDA kernels are the fastest, by the generation and the head size, with as many queries
+# as keys, whether gradients have the same bits on every run or not. By the same record: where these say so, the CUDA
+# kernels are 1.00 to 1.26 times as fast as cuDNN forward, and 1.09 to 1.47 times with gradients. They are nowhere
+# behind Pallas but at 1024 keys under a causal rule, by up to 2 %, where runs differ by as much. Heads of 96, which
+# they compute as 128, are 4 to 11 % slower by them forward.
+_FFI_FROM = {
+    Generation.HOPPER: {
+        64: _Lengths((2048, 4096), (512, 512)),
+        96: _Lengths((_NEVER, _NEVER), (512, 1024)),
+        128: _Lengths((1024, 1024), (512, 512)),
+        256: _Lengths((512, 1024), (512, 512)),
+    }
 }
 
 
@@ -204,6 +212,11 @@ def preference(operation: AttentionSpec, platform: str, operands: Operands) -> t
     return ("ffi", *others, last) if _ffi_leads(operation, operands) else (*others, "ffi", last)
 
 
+def _of_gpu(table: dict[Generation, dict[int, _Lengths]]) -> dict[int, _Lengths]:
+    """The entries for the GPU that is lowered for. One without any has those of Hopper."""
+    return table.get(gpus.assumed().generation, table[Generation.HOPPER])
+
+
 def _ffi_leads(operation: AttentionSpec, operands: Operands) -> bool:
     """Whether the CUDA kernels are the fastest where they serve an operation."""
     form, query, key = operation.form, operands[0], operands[1]
@@ -211,11 +224,11 @@ def _ffi_leads(operation: AttentionSpec, operands: Operands) -> bool:
         return True
     queries, keys, size = query.shape[1], key.shape[1], query.shape[3]
     known = isinstance(queries, int) and isinstance(keys, int)
-    if not known or queries != keys or size not in _BY_FFI:
+    shortest = _of_gpu(_FFI_FROM).get(size)
+    if not known or queries != keys or shortest is None:
         return False
     if Extra.QUERY_SEGMENTS in form.extras:  # by which Pallas skips tiles
         return False
-    shortest = _BY_FFI[size]
     of_rule = shortest.gradients if isinstance(operation, AttentionPullback) else shortest.forward
     return queries >= of_rule[form.right is not None]
 
@@ -234,8 +247,9 @@ def _without_ffi(operation: AttentionSpec, operands: Operands) -> tuple[str, ...
     if form.deterministic and (residual or isinstance(operation, AttentionPullback)):
         return "pallas", "xla"
     length, *sizes = (n if isinstance(n, int) else math.inf for n in (query.shape[1], query.shape[3], value.shape[3]))
-    longest = _LONGEST[min((size for size in _LONGEST if max(sizes) <= size), default=max(_LONGEST))]
-    forward, gradients = (of_rule[form.right is not None] for of_rule in longest)
+    table = _of_gpu(_PALLAS_UP_TO)
+    longest = table[min((size for size in table if max(sizes) <= size), default=max(table))]
+    forward, gradients = (of_rule[form.right is not None] for of_rule in (longest.forward, longest.gradients))
     last = gradients if isinstance(operation, AttentionPullback) else forward
     if residual:  # before its own gradients Pallas comes first
         last = max(forward, gradients)

@@ -31,7 +31,7 @@ def unsupported(operation: AttentionSpec, operands: Sequence[jax.core.ShapedArra
         return "its calls are made for shapes that are known"
     if query.dtype not in _DTYPES or form.dtype != query.dtype:
         return f"it computes float16 and bfloat16 of operands like these, not {form.dtype.name} of {query.dtype.name}"
-    most = 128 if any(gpu.capability < 90 for gpu in gpus.present().values()) else 256  # as JAX itself has it
+    most = 128 if gpus.any_before(gpus.Generation.HOPPER) else 256  # as JAX itself has it
     if size % _SIZES or size > most or value.shape[-1] != size:
         return f"its head sizes are multiples of {_SIZES} up to {most}; got {size} and {value.shape[-1]}"
     if form.extras or form.cap is not None:

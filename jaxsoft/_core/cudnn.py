@@ -24,8 +24,8 @@ def unavailable(platform: str) -> str | None:
         return "cuDNN runs on NVIDIA GPUs only"
     if gpus.elsewhere() or not gpus.present():
         return "there is no NVIDIA GPU here"
-    if any(gpu.capability < 80 for gpu in gpus.present().values()):
-        return "its kernels for attention need compute capability 8.0"
+    if gpus.any_before(gpus.Generation.AMPERE):
+        return "its kernels for attention need Ampere (compute capability 8.0) or newer"
     return _missing()
 
 

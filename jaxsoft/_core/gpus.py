@@ -78,6 +78,12 @@ def present() -> dict[str, Gpu]:
         return {}
 
 
+def any_before(generation: Generation) -> bool:
+    """Whether a GPU that is here is older than those of a generation."""
+    first = min(gpu.capability for gpu in GPUS if gpu.generation is generation)
+    return any(gpu.capability < first for gpu in present().values())
+
+
 def elsewhere() -> str | None:
     """The name of the GPU that is lowered for, as `jax.sharding.use_abstract_mesh` names it, if it is not here."""
     device = jax.sharding.get_abstract_mesh().abstract_device
