@@ -15,26 +15,26 @@ class Ring:
 
     Attributes:
       buffers: references to shared memory, each with a dimension of slots in front.
-      bars: barriers of filled and of freed slots, one of each for every slot.
+      barriers: barriers of filled and of freed slots, one of each for every slot.
       slots: how many there are.
     """
 
     buffers: Sequence[Any]
-    bars: tuple[Any, Any]
+    barriers: tuple[Any, Any]
     slots: int
 
     @property
     def filled(self) -> Any:
         """The barriers of filled slots."""
-        return self.bars[0]
+        return self.barriers[0]
 
     @property
     def freed(self) -> Any:
         """The barriers of freed slots."""
-        return self.bars[1]
+        return self.barriers[1]
 
     @staticmethod
-    def barriers(buffers: int, slots: int, readers: int) -> tuple[Any, Any]:
+    def barrier_types(buffers: int, slots: int, readers: int) -> tuple[Any, Any]:
         """The types of the barriers of a ring."""
         return (
             plgpu.Barrier(num_arrivals=buffers, num_barriers=slots),

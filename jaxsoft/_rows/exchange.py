@@ -35,11 +35,11 @@ def selected_over_shards(form: RowForm, axes: Axes, run: Function, by_ffi: bool)
     """
 
     def local(x):
-        told = dataclasses.replace(form, k=min(form.k, x.shape[-1]))
-        message = functools.partial(_message, told, run)
+        local_form = dataclasses.replace(form, k=min(form.k, x.shape[-1]))
+        message = functools.partial(_message, local_form, run)
         merged = functools.partial(_merged, form, run, x)
         if by_ffi:
-            message = _on_cuda(ffi.top_k_message(x, told.k), message)
+            message = _on_cuda(ffi.top_k_message(x, local_form.k), message)
             merged = _on_cuda(ffi.top_k_of_messages(x, form, jax.lax.axis_size(axes)), merged)
         return merged(jax.lax.all_gather(message(x), axes))
 

@@ -24,9 +24,9 @@ from . import backward_plan
 from .backward_call import (
     WGMMA,
     BackwardCall,
+    broadcast,
     extras_of,
     probabilities,
-    spread,
     to_whole,
 )
 from .backward_plan import ROWS, BiasPlan
@@ -71,7 +71,7 @@ def bias_gradient(call: BackwardCall, bias: tuple[int, ...], plan: BiasPlan | No
             tiled((plan.slots, key_rows, call.head), call.dtype),
             tiled((plan.slots, key_rows, call.value), call.dtype),
             tiled((plan.slots, query_rows, call.value), call.dtype),
-            Ring.barriers(4, plan.slots, plan.warp_groups),
+            Ring.barrier_types(4, plan.slots, plan.warp_groups),
         ),
     )
 
@@ -104,8 +104,8 @@ def _body(
     query_ref, key_ref, value_ref, cotangent_ref, *others = refs
     number_refs, others = others[: call.numbers], others[call.numbers :]
     extras, others = extras_of(call, others[: len(call.form.extras)]), others[len(call.form.extras) :]
-    result_ref, *memory_refs, bars = others
-    ring, scores = Ring(memory_refs, bars, plan.slots), Scores(call.form, shape, extras, axis)
+    result_ref, *memory_refs, barriers = others
+    ring, scores = Ring(memory_refs, barriers, plan.slots), Scores(call.form, shape, extras, axis)
     index = indices(lax.axis_index("item"), axes)
     entry, one_head, block, column = (index[name] for name in ("batch", "head", "block", "column"))
     batches, heads = (n if bias[i] == 1 else 1 for i, n in ((0, call.batch), (1, call.query_heads)))
@@ -166,7 +166,7 @@ def _body(
             masked = any(borders(call.form, shape, of_keys=True))
             where = {"query_begin": query_begin, "key_begin": key_begin, "batch": batch, "head": head}
             p, _ = probabilities(scores, score, (lse, *lse_residual), masked=masked, **where)
-            return total + p * (rise - spread(delta, rise.shape, axis))
+            return total + p * (rise - broadcast(delta, rise.shape, axis))
 
         zeros = plgpu.layout_cast(jnp.zeros((ROWS, plan.columns), jnp.float32), WGMMA)
         total = lax.fori_loop(0, steps, step, zeros)

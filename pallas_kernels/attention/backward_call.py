@@ -191,10 +191,10 @@ def probabilities(scores: Scores, products: jax.Array, lse: Sequence[jax.Array],
       where: the further arguments of Scores.tile.
     """
     tile = scores.tile(products, **where)
-    return scores.exp(tile.values, *(spread(x, products.shape, scores.queries_axis) for x in lse)), tile.slope
+    return scores.exp(tile.values, *(broadcast(x, products.shape, scores.queries_axis) for x in lse)), tile.slope
 
 
-def spread(numbers: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
+def broadcast(numbers: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
     """Numbers along an axis of a tile, for all of the tile."""
     return lax.broadcast_in_dim(numbers, shape, [axis])
 

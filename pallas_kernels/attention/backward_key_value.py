@@ -5,7 +5,7 @@ cotangents, and of a bias and mask, that a memory warp group brings. Tiles of sc
 P and dz can go from registers into the products P . cotangents and dz . queries.
 
 Both gradients of 64 keys stay in the registers of a warp group. Where heads are too large for that, two warp groups
-share 64 keys: one computes P and the values' gradient, and hands P over in shared memory to the other, which computes
+share 64 keys: one computes P and the values' gradient, and passes P in shared memory to the other, which computes
 the keys' gradient.
 """
 
@@ -29,12 +29,12 @@ from . import backward_plan
 from .backward_call import (
     WGMMA,
     BackwardCall,
+    broadcast,
     extras_of,
     for_tiles,
     multiply,
     probabilities,
     select,
-    spread,
     staging,
     to_whole,
     union,
@@ -62,7 +62,7 @@ def key_value_gradients(call: BackwardCall, plan: KeyValuePlan | None = None, in
     shape = Shape(call.queries, call.keys, plan.query_tile, ROWS)
     blocks, holders = -(-call.keys // plan.block), plan.block // ROWS
     segmented = Extra.QUERY_SEGMENTS in call.form.extras
-    handed = tiled((1, ROWS, plan.query_tile), jnp.float32)
+    pair_tile = tiled((1, ROWS, plan.query_tile), jnp.float32)
 
     def kernel(arrays: Mapping[Extra, jax.Array]):
         """The kernel for these extras."""
@@ -87,8 +87,8 @@ def key_value_gradients(call: BackwardCall, plan: KeyValuePlan | None = None, in
                 tiled((plan.slots, plan.query_tile, call.value), call.dtype),
                 [plgpu.SMEM((plan.slots, plan.query_tile), jnp.float32)] * call.numbers,
                 plgpu.Barrier(num_arrivals=2, num_barriers=holders),
-                Ring.barriers(2 + call.numbers, plan.slots, plan.warp_groups),
-                (handed, Ring.barriers(1, 1, 1)) if plan.paired else (),
+                Ring.barrier_types(2 + call.numbers, plan.slots, plan.warp_groups),
+                (pair_tile, Ring.barrier_types(1, 1, 1)) if plan.paired else (),
                 rings.scratch(),
                 staging(plan.warp_groups, plan.query_tile, call.dtype, interpret),
             ),
@@ -112,7 +112,7 @@ def _body(call: BackwardCall, plan: KeyValuePlan, shape: Shape, rings: ExtraRing
     extras, others = extras_of(call, others[: len(call.form.extras)]), others[len(call.form.extras) :]
     segments_ref, others = (others[0], others[1:]) if Extra.QUERY_SEGMENTS in extras else (None, others)
     *results, key_memory, value_memory, query_memory, cotangent_memory, number_memory = others[:-5]
-    own_filled, bars, pair, extra_scratch, stages = others[-5:]
+    own_filled, barriers, pair, extra_scratch, stages = others[-5:]
     holders = plan.block // ROWS
     batch, head, block = (lax.axis_index(name) for name in ("batch", "head", "block"))
 
@@ -126,7 +126,7 @@ def _body(call: BackwardCall, plan: KeyValuePlan, shape: Shape, rings: ExtraRing
     all_tiles = [tiles(i) for i in range(holders)]
     first, end = union(all_tiles)
     extra_tiles = rings.tiles(extras, extra_scratch, interpreted=not isinstance(stages, tuple))
-    ring = Ring([query_memory, cotangent_memory, *number_memory], bars, plan.slots)
+    ring = Ring([query_memory, cotangent_memory, *number_memory], barriers, plan.slots)
 
     def memory():
         def bring_head(member, _):
@@ -172,16 +172,16 @@ def _body(call: BackwardCall, plan: KeyValuePlan, shape: Shape, rings: ExtraRing
             plgpu.copy_smem_to_gmem(memory, result.at[place])
 
         if plan.paired:
-            handed = Ring([pair[0]], pair[1], 1)
+            pair_ring = Ring([pair[0]], pair[1], 1)
 
             @pl.when(warp_group == 0)
             def _():
-                write(worker.values_gradient(handed), 1, own_value, results[1])
+                write(worker.values_gradient(pair_ring), 1, own_value, results[1])
                 plgpu.wait_smem_to_gmem(0)
 
             @pl.when(warp_group == 1)
             def _():
-                write(worker.keys_gradient(handed), call.form.scale, own_key, results[0])
+                write(worker.keys_gradient(pair_ring), call.form.scale, own_key, results[0])
                 plgpu.wait_smem_to_gmem(0)
         else:
             key_gradient, value_gradient = worker.both_gradients()
@@ -257,8 +257,8 @@ class _Worker:
         sizes = self.call.head, self.call.value
         return pl.run_scoped(loop, *(plgpu.WGMMAAccumulatorRef((ROWS, size), jnp.float32) for size in sizes))
 
-    def values_gradient(self, handed: Ring) -> jax.Array:
-        """That of the values, while P, times the slope of the scores, is handed over."""
+    def values_gradient(self, pair_ring: Ring) -> jax.Array:
+        """That of the values, while P, times the slope of the scores, is passed on."""
 
         def loop(value_acc):
             self.extra_tiles.open(self.index)
@@ -273,23 +273,23 @@ class _Worker:
                 products = pl.run_scoped(compute, self._accumulator)
                 p, slope = self._probabilities(products, (lse_ref, *rest_ref), place)
                 multiply(value_acc, p.astype(self.call.dtype), cotangent, self.stages)
-                plgpu.barrier_wait(handed.freed.at[0])
-                handed.buffers[0][0] = p if slope is None else p * slope
-                plgpu.barrier_arrive(handed.filled.at[0])
+                plgpu.barrier_wait(pair_ring.freed.at[0])
+                pair_ring.buffers[0][0] = p if slope is None else p * slope
+                plgpu.barrier_arrive(pair_ring.filled.at[0])
                 plgpu.wgmma_wait(0)
 
             self._over_tiles(step)
             # The gradient will be written over the values, which the other reads until it has taken the last P.
-            plgpu.barrier_wait(handed.freed.at[0])
+            plgpu.barrier_wait(pair_ring.freed.at[0])
             return value_acc[...]
 
         return pl.run_scoped(loop, plgpu.WGMMAAccumulatorRef((ROWS, self.call.value), jnp.float32))
 
-    def keys_gradient(self, handed: Ring) -> jax.Array:
-        """That of the keys, but for the scale, from the P that is handed over."""
+    def keys_gradient(self, pair_ring: Ring) -> jax.Array:
+        """That of the keys, but for the scale, from the P that was passed on."""
 
         def loop(key_acc):
-            handed.open()
+            pair_ring.open()
 
             def step(_, slot):
                 query, cotangent, _, delta_ref, *_ = slot
@@ -299,9 +299,9 @@ class _Worker:
                     return rise_acc[...]
 
                 rise = pl.run_scoped(compute, self._accumulator)
-                plgpu.barrier_wait(handed.filled.at[0])
-                p = plgpu.load(handed.buffers[0].at[0], layout=WGMMA)
-                plgpu.barrier_arrive(handed.freed.at[0])
+                plgpu.barrier_wait(pair_ring.filled.at[0])
+                p = plgpu.load(pair_ring.buffers[0].at[0], layout=WGMMA)
+                plgpu.barrier_arrive(pair_ring.freed.at[0])
                 multiply(key_acc, self._dz(p, rise, delta_ref), query, self.stages)
                 plgpu.wgmma_wait(0)
 
@@ -324,7 +324,7 @@ class _Worker:
 
     def _dz(self, p: jax.Array, rise: jax.Array, delta_ref: Any) -> jax.Array:
         delta = plgpu.load(delta_ref, layout=WGMMA.reduce(0))
-        return (p * (rise - spread(delta, rise.shape, 1))).astype(self.call.dtype)
+        return (p * (rise - broadcast(delta, rise.shape, 1))).astype(self.call.dtype)
 
     def _over_tiles(self, step: Callable[[tuple, list[Any]], None]) -> None:
         """Calls a function for what matters: (step, query head, tile, whether to mask it), and what is in the slot."""

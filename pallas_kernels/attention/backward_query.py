@@ -25,12 +25,12 @@ from . import backward_plan
 from .backward_call import (
     WGMMA,
     BackwardCall,
+    broadcast,
     extras_of,
     for_tiles,
     multiply,
     probabilities,
     select,
-    spread,
     staging,
     to_whole,
     union,
@@ -77,8 +77,8 @@ def query_gradient(call: BackwardCall, plan: QueryPlan | None = None, interpret:
                 tiled((plan.key_slots, plan.key_tile, call.head), call.dtype),
                 tiled((cut.value_slots, plan.key_tile, call.value), call.dtype),
                 plgpu.Barrier(num_arrivals=2, num_barriers=plan.warp_groups),
-                Ring.barriers(1, plan.key_slots, plan.warp_groups),
-                Ring.barriers(1, cut.value_slots, plan.warp_groups),
+                Ring.barrier_types(1, plan.key_slots, plan.warp_groups),
+                Ring.barrier_types(1, cut.value_slots, plan.warp_groups),
                 rings.scratch(),
                 staging(plan.warp_groups, plan.key_tile, call.dtype, interpret),
             ),
@@ -113,9 +113,9 @@ def _body(call: BackwardCall, plan: QueryPlan, shape: Shape, blocks: int, segmen
     extras, others = extras_of(call, others[: len(call.form.extras)]), others[len(call.form.extras) :]
     segments_ref, others = (others[0], others[1:]) if segmented else (None, others)
     result_ref, query_memory, cotangent_memory, key_memory, value_memory, own_filled, *others = others
-    key_bars, value_bars, extra_scratch, stages = others
-    keys = Ring([key_memory], key_bars, plan.key_slots)
-    values = Ring([value_memory], value_bars, plan.value_slots)
+    key_barriers, value_barriers, extra_scratch, stages = others
+    keys = Ring([key_memory], key_barriers, plan.key_slots)
+    values = Ring([value_memory], value_barriers, plan.value_slots)
     extra_tiles = rings.tiles(extras, extra_scratch, interpreted=not isinstance(stages, tuple))
     scores = Scores(call.form, shape, extras)
     batch, head, block = (lax.axis_index(name) for name in ("batch", "head", "block"))
@@ -178,7 +178,7 @@ def _body(call: BackwardCall, plan: QueryPlan, shape: Shape, blocks: int, segmen
             accumulator = plgpu.WGMMAAccumulatorRef((ROWS, plan.key_tile), jnp.float32)
             p, slope, rise = pl.run_scoped(probabilities_and_rises, accumulator, accumulator)
             values.free(tile - first)
-            dz = p * (rise - spread(delta, rise.shape, 0))
+            dz = p * (rise - broadcast(delta, rise.shape, 0))
             if slope is not None:
                 dz *= slope
             multiply(gradient_acc, dz.astype(call.dtype), key, stages)

@@ -74,13 +74,13 @@ class ExtraRings:
     def scratch(self) -> tuple[Any, ...]:
         """What kernels have to allocate."""
         counts = {name: n * self.readers for name, n in self.slots.items()}
-        held = self.tile if self.queries_axis == 0 else self.tile[::-1]
-        return tuple((tiled((n, *held), self.dtypes[name]), Ring.barriers(1, n, 1)) for name, n in counts.items())
+        shape = self.tile if self.queries_axis == 0 else self.tile[::-1]
+        return tuple((tiled((n, *shape), self.dtypes[name]), Ring.barrier_types(1, n, 1)) for name, n in counts.items())
 
     def tiles(self, arrays: Mapping[Extra, Any], scratch: Sequence[Any], interpreted: bool) -> "ExtraTiles":
         """The rings themselves, in what was allocated, for references to the extras."""
         pairs = zip(self.slots.items(), scratch, strict=True)
-        rings = {name: Ring([memory], bars, n * self.readers) for (name, n), (memory, bars) in pairs}
+        rings = {name: Ring([memory], barriers, n * self.readers) for (name, n), (memory, barriers) in pairs}
         return ExtraTiles(self, {name: arrays[name] for name in rings}, rings, interpreted)
 
 

@@ -236,16 +236,16 @@ class Scores:
         if queries.first is not None or queries.end is not None:
             key = plgpu.broadcasted_iota(jnp.int32, self._tile_shape, 1 - self.queries_axis, layout=plgpu.Layout.WGMMA)
             if queries.first is not None:
-                valid = key >= self._spread(queries.first - key_begin, self.queries_axis)
+                valid = key >= self._broadcast(queries.first - key_begin, self.queries_axis)
             if queries.end is not None:
-                before = key < self._spread(queries.end - key_begin, self.queries_axis)
+                before = key < self._broadcast(queries.end - key_begin, self.queries_axis)
                 valid = before if valid is None else valid & before
         if queries.segments is not None:
             ref, keys_axis = self.refs[Extra.KEY_SEGMENTS], 1 - self.queries_axis
             # A warp group may have keys beyond the last tile, as in `_load`.
             keys = pl.ds(jnp.minimum(key_begin, ref.shape[1] - self.shape.key_tile), self.shape.key_tile)
             segments = load_as_is(ref.at[index_into(ref, 0, batch), keys], plgpu.Layout.WGMMA.reduce(self.queries_axis))
-            same = self._spread(queries.segments, self.queries_axis) == self._spread(segments, keys_axis)
+            same = self._broadcast(queries.segments, self.queries_axis) == self._broadcast(segments, keys_axis)
             valid = same if valid is None else valid & same
         return valid
 
@@ -254,7 +254,7 @@ class Scores:
         shape = self.shape.query_tile, self.shape.key_tile
         return shape if self.queries_axis == 0 else shape[::-1]
 
-    def _spread(self, numbers: jax.Array, axis: int) -> jax.Array:
+    def _broadcast(self, numbers: jax.Array, axis: int) -> jax.Array:
         """Numbers along an axis of the tile, for all of the tile."""
         return lax.broadcast_in_dim(numbers, self._tile_shape, [axis] if jnp.ndim(numbers) else [])
 
@@ -273,7 +273,7 @@ class Scores:
         if len(along) == 2:
             return load_tile(ref.at[tuple(index)], self.queries_axis)
         axis = along[0] ^ self.queries_axis
-        return self._spread(load_as_is(ref.at[tuple(index)], plgpu.Layout.WGMMA.reduce(1 - axis)), axis)
+        return self._broadcast(load_as_is(ref.at[tuple(index)], plgpu.Layout.WGMMA.reduce(1 - axis)), axis)
 
 
 def load_tile(ref: Any, queries_axis: int, in_shared_memory: bool = False) -> jax.Array:

@@ -134,8 +134,8 @@ def kernel(
 
     def body(hidden, weight, begin, *refs):
         inputs, outs = refs[: len(arrays)], refs[len(arrays) : len(arrays) + len(results)]
-        hidden_memory, weight_memory, bars, *more = refs[len(arrays) + len(results) :]
-        ring = Ring([hidden_memory, weight_memory], bars, plan.slots)
+        hidden_memory, weight_memory, barriers, *more = refs[len(arrays) + len(results) :]
+        ring = Ring([hidden_memory, weight_memory], barriers, plan.slots)
         group, block = lax.axis_index("warp_group"), lax.axis_index("block")
         count = lax.div(tiles - block + (blocks - 1), jnp.int32(blocks))
 
@@ -196,7 +196,7 @@ def kernel(
         scratch_types=(
             tiled((plan.slots, plan.block_rows, plan.depth), dtype),
             tiled((plan.slots, plan.depth, plan.classes), dtype),
-            Ring.barriers(2, plan.slots, plan.groups),
+            Ring.barrier_types(2, plan.slots, plan.groups),
             *scratch,
         ),
     )

@@ -95,54 +95,54 @@ def reduction_of(operation: RowSpec) -> RowSpec:
     return dataclasses.replace(operation, name=f"{operation.name}_sum", operands=rows, results=(SUM,))
 
 
-type Spread = Callable[[jax.Array], jax.Array]
+type Broadcast = Callable[[jax.Array], jax.Array]
 type Finished = Callable[..., jax.Array]
 
 
-def finish(operation: RowSpec, total: State, numbers: State, spread: Spread) -> Finished:
+def finish(operation: RowSpec, total: State, numbers: State, broadcast: Broadcast) -> Finished:
     """The function that makes the result of a chunk from a chunk of each row operand.
 
     Args:
       operation: which.
       total: what the operation's fold gave for the row; nothing if it has no fold.
       numbers: its operands of one number a row.
-      spread: makes a chunk of a number a row.
+      broadcast: makes a chunk of a number a row.
     """
-    return _FINISH[operation](total, numbers, spread)
+    return _FINISH[operation](total, numbers, broadcast)
 
 
-def _softmax(total: State, numbers: State, spread: Spread) -> Finished:
+def _softmax(total: State, numbers: State, broadcast: Broadcast) -> Finished:
     m, s = total
-    ref = spread(reference(m))
-    scale = spread(jnp.where(m == jnp.inf, jnp.nan, 1 / s))  # inf / inf has no value
+    ref = broadcast(reference(m))
+    scale = broadcast(jnp.where(m == jnp.inf, jnp.nan, 1 / s))  # inf / inf has no value
     return lambda x: jnp.exp(x - ref) * scale
 
 
-def _softmax_vjp(total: State, numbers: State, spread: Spread) -> Finished:
-    product = spread(total[0])
+def _softmax_vjp(total: State, numbers: State, broadcast: Broadcast) -> Finished:
+    product = broadcast(total[0])
     return lambda y, g: y * (g - product)
 
 
-def _log_softmax(total: State, numbers: State, spread: Spread) -> Finished:
+def _log_softmax(total: State, numbers: State, broadcast: Broadcast) -> Finished:
     m, s = total
     finite = jnp.abs(m) < jnp.inf
-    ref = spread(reference(m))
-    log_s = spread(jnp.where(finite, jnp.log(s), jnp.nan))
+    ref = broadcast(reference(m))
+    log_s = broadcast(jnp.where(finite, jnp.log(s), jnp.nan))
     return lambda x: x - ref - log_s
 
 
-def _log_softmax_vjp(total: State, numbers: State, spread: Spread) -> Finished:
+def _log_softmax_vjp(total: State, numbers: State, broadcast: Broadcast) -> Finished:
     m, s = numbers
     finite = jnp.abs(m) < jnp.inf
-    ref = spread(reference(m))
-    factor = spread(jnp.where(finite, _inverse(s) * total[0], jnp.nan))
+    ref = broadcast(reference(m))
+    factor = broadcast(jnp.where(finite, _inverse(s) * total[0], jnp.nan))
     return lambda x, g: g - jnp.exp(x - ref) * factor
 
 
-def _logsumexp_vjp(total: State, numbers: State, spread: Spread) -> Finished:
+def _logsumexp_vjp(total: State, numbers: State, broadcast: Broadcast) -> Finished:
     m, s, g = numbers
-    ref = spread(reference(m))
-    scale = spread(_inverse(s) * g)
+    ref = broadcast(reference(m))
+    scale = broadcast(_inverse(s) * g)
     return lambda x: jnp.exp(x - ref) * scale
 
 
@@ -151,7 +151,7 @@ def _inverse(s: jax.Array) -> jax.Array:
     return jnp.where(s == 0, 0.0, 1 / s)
 
 
-_FINISH: dict[RowSpec, Callable[[State, State, Spread], Finished]] = {
+_FINISH: dict[RowSpec, Callable[[State, State, Broadcast], Finished]] = {
     SOFTMAX: _softmax,
     SOFTMAX_VJP: _softmax_vjp,
     LOG_SOFTMAX: _log_softmax,

@@ -166,7 +166,7 @@ class _Kernel:
             return (self._row_sum([operations.terms(self.operation, p.chunks) for p in prepared]),)
         scores = [rules.without_label(start, p.chunks[0]) for start, p in zip(self.starts, prepared, strict=False)]
         m = jnp.max(functools.reduce(jnp.maximum, self._new(scores, -jnp.inf)), axis=1)
-        ref = self.spread(reference(m))
+        ref = self.broadcast(reference(m))
         return m, self._row_sum([jnp.exp(x - ref) for x in scores])
 
     def _row_sum(self, chunks: Sequence[jax.Array]) -> jax.Array:
@@ -182,7 +182,7 @@ class _Kernel:
         self, block_rows: Any, prepared: Sequence[Prepared], rules: "_RegisterRules", total: State, numbers: State
     ) -> None:
         """Writes the result of all chunks, of which those that are not prepared have nothing valid."""
-        finished = operations.finish(self.operation, total, numbers, self.spread)
+        finished = operations.finish(self.operation, total, numbers, self.broadcast)
         results = [rules.conclude(p.valid, finished(*p.chunks)) for p in prepared]
         masked_result = jnp.full(self.shape, self.operation.masked_result, jnp.float32)
         masked_result = plgpu.layout_cast(masked_result, layout(self.plan))
@@ -195,7 +195,7 @@ class _Kernel:
         """The shape of a chunk."""
         return self.plan.rows, self.plan.width
 
-    def spread(self, number: jax.Array) -> jax.Array:
+    def broadcast(self, number: jax.Array) -> jax.Array:
         """A chunk that has a number a row all over the row."""
         return lax.broadcast_in_dim(number, self.shape, (0,))
 
@@ -232,7 +232,7 @@ class _RegisterRules(Rules):
             index, same = extras.place(name, first)
             if same or rows == 1:
                 return refs[name][index]
-            return kernel.spread(plgpu.load(refs[name].at[pl.ds(index, rows)], optimized=False))
+            return kernel.broadcast(plgpu.load(refs[name].at[pl.ds(index, rows)], optimized=False))
 
         scale, limit = number(RowExtra.SCALE), number(RowExtra.LIMIT)
         label, result = number(LabelExtra.LABEL), number(LabelExtra.RESULT)
