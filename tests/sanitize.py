@@ -176,9 +176,9 @@ def run(implementation: str, shape: Sequence[int], dtype: str, form: RowForm) ->
     for k in {min(n, k) for k in (1, 5, 64, 256)} if implementation == "ffi" and not form.extras else ():
         of = RowForm(np.dtype(dtype), k=k)
         jax.block_until_ready(RowOperation(TOP_K, of, implementation)(x))
-        if message := ffi.top_k_message(x, k):
-            merged = ffi.top_k_of_messages(x, of, 3)
-            jax.block_until_ready(merged(jnp.stack([message(v) for v in (x, x[::-1], jnp.nan * x)])))
+        if candidates := ffi.top_k_candidates(x, k):
+            merged = ffi.top_k_of_candidates(x, of, 3)
+            jax.block_until_ready(merged(jnp.stack([candidates(v) for v in (x, x[::-1], jnp.nan * x)])))
     for options in ({}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.5, "min_p": 0.1}) if implementation == "ffi" else ():
         # Also of rows whose elements are so much alike that they take the kernel's other way.
         jax.block_until_ready([sample(jax.random.key(0), v, **options) for v in (x, 0 * x)])

@@ -20,10 +20,10 @@ from jaxsoft._core import library
 from jaxsoft._core.implementations import Choice, Names
 from jaxsoft._core.mesh import Axes, axes_of, can_partition, if_even, refined
 from jaxsoft._core.operation import Function, Served, Types
-from jaxsoft._rows.exchange import selected_over_shards
 from jaxsoft._rows.forms import RowForm
 from jaxsoft._rows.operation import RowOperation
 from jaxsoft._rows.operations.top_k import TOP_K
+from jaxsoft._rows.sharded_top_k import selected_over_shards
 
 _NAME = "sample"
 # How many tokens a row may have: kLongestSampled in ffi/cuda/rows/sample.cuh.

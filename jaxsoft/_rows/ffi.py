@@ -81,9 +81,9 @@ def workspace(x: jax.Array, k: int = 0, trailing: int = 0) -> jax.ShapeDtypeStru
     return jax.ShapeDtypeStruct((size,), jnp.uint8)
 
 
-def top_k_message(x: jax.Array, k: int) -> Callable[[jax.Array], jax.Array] | None:
-    """The CUDA kernel for what a device tells others of the k largest elements of x, its part of rows; or None."""
-    if not _has_messages(x, k) or x.shape[-1] <= _SHORT_PART:
+def top_k_candidates(x: jax.Array, k: int) -> Callable[[jax.Array], jax.Array] | None:
+    """The CUDA kernel for the candidates of a device for the k largest elements, of its part x of rows; or None."""
+    if not _has_candidates(x, k) or x.shape[-1] <= _SHORT_PART:
         return None
     # On words of 32 bits: two of three arrays of k elements have x's dtype, and the state is of two numbers.
     words = math.prod(x.shape[:-1]) * (k * (2 * x.dtype.itemsize // 4 + 1) + 2)
@@ -92,8 +92,8 @@ def top_k_message(x: jax.Array, k: int) -> Callable[[jax.Array], jax.Array] | No
     return lambda x: call(x, k=np.int64(k))[0]
 
 
-def top_k_of_messages(x: jax.Array, form: RowForm, parts: int) -> Callable[[jax.Array], tuple[jax.Array, ...]] | None:
-    """The CUDA kernel that makes the results of top_k of the messages of so many devices; or None.
+def top_k_of_candidates(x: jax.Array, form: RowForm, parts: int) -> Callable[[jax.Array], tuple[jax.Array, ...]] | None:
+    """The CUDA kernel that makes the results of top_k of the candidates of so many devices; or None.
 
     Args:
       x: the part of one device.
@@ -101,13 +101,17 @@ def top_k_of_messages(x: jax.Array, form: RowForm, parts: int) -> Callable[[jax.
       parts: how many devices there are.
     """
     n = x.shape[-1]
-    if not _has_messages(x, form.k) or parts * min(form.k, n) > _MOST_RECEIVED or not _go_together(form.dtype, x.dtype):
+    if (
+        not _has_candidates(x, form.k)
+        or parts * min(form.k, n) > _MOST_RECEIVED
+        or not _go_together(form.dtype, x.dtype)
+    ):
         return None
     call = jax.ffi.ffi_call("jaxsoft_top_k_of_candidates", result_types(TOP_K, form, x))
-    return lambda messages: tuple(call(messages, part=np.int64(n)))
+    return lambda candidates: tuple(call(candidates, part=np.int64(n)))
 
 
-def _has_messages(x: jax.Array, k: int) -> bool:
+def _has_candidates(x: jax.Array, k: int) -> bool:
     known = library.find("cuda") is not None and "top_k_candidates" in library.operations("cuda")
     return known and x.size > 0 and x.dtype in (jnp.float16, jnp.bfloat16, jnp.float32) and k <= _MOST_K
 

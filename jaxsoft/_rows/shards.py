@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from jaxsoft._core.mesh import Axes, combined, exchanged
 from jaxsoft._core.operation import Function
 from jaxsoft._rows import formulas
-from jaxsoft._rows.exchange import selected_over_shards
 from jaxsoft._rows.forms import Extras, RowForm, compose, formula, scores, split, valid_elements
 from jaxsoft._rows.operations.entropy import products_from
 from jaxsoft._rows.operations.labels import LABEL_ENTROPY, LABEL_STATE, LABEL_SUMS
 from jaxsoft._rows.operations.logsumexp import LOGSUMEXP_VJP, STATE
 from jaxsoft._rows.operations.softmax import SOFTMAX
 from jaxsoft._rows.operations.top_k import TOP_K
+from jaxsoft._rows.sharded_top_k import selected_over_shards
 from jaxsoft._rows.spec import NO_ROW, Reduction, Reductions, RowExtra, RowKind, RowSpec
 from jaxsoft.fold import State, accumulator, combine, reference, weight
 

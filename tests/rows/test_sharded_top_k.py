@@ -19,8 +19,7 @@ from test_top_k import assert_top_k, special
 from truth import Truth
 
 from jaxsoft._core import library
-from jaxsoft._rows import exchange as messages
-from jaxsoft._rows import ffi
+from jaxsoft._rows import ffi, sharded_top_k
 from jaxsoft._rows.forms import RowForm
 from jaxsoft._rows.operation import RowOperation
 from jaxsoft._rows.operations.top_k import TOP_K
@@ -37,22 +36,22 @@ def run(implementation=None):
     return RowOperation(TOP_K, RowForm(np.dtype(np.float32)), implementation).within
 
 
-def of_message(x, k):
-    return messages._message(RowForm(x.dtype, k=k), run(), x)
+def of_candidates(x, k):
+    return sharded_top_k._candidates(RowForm(x.dtype, k=k), run(), x)
 
 
 def tell(by: str, part: jax.Array, k: int) -> jax.Array:
     """The message of a part, of which k elements are wanted."""
     k = min(k, part.shape[-1])
-    kernel = ffi.top_k_message(part, k) if by == "kernels" else None  # there is none for short parts
-    return kernel(part) if kernel else of_message(part, k)
+    kernel = ffi.top_k_candidates(part, k) if by == "kernels" else None  # there is none for short parts
+    return kernel(part) if kernel else of_candidates(part, k)
 
 
-def merge(by: str, part: jax.Array, form: RowForm, told: jax.Array) -> tuple[jax.Array, ...]:
+def merge(by: str, part: jax.Array, form: RowForm, received: jax.Array) -> tuple[jax.Array, ...]:
     """The results of the messages of all parts, which are like this one."""
     if by == "kernels":
-        return ffi.top_k_of_messages(part, form, len(told))(told)
-    return messages._merged(form, run(), part, told)
+        return ffi.top_k_of_candidates(part, form, len(received))(received)
+    return sharded_top_k._merged(form, run(), part, received)
 
 
 @by_kernels_too
@@ -88,8 +87,8 @@ def test_values(by, dtype, cases):
 def test_leading_dimensions(by):
     """Those of x are those of the results."""
     x = rows(40, np.float32, count=6).reshape(2, 3, 40)
-    told = jnp.stack([tell(by, jnp.asarray(part), 5) for part in np.split(x, 2, axis=-1)])
-    *results, m, s = merge(by, x[..., :20], RowForm(x.dtype, k=5), told)
+    received = jnp.stack([tell(by, jnp.asarray(part), 5) for part in np.split(x, 2, axis=-1)])
+    *results, m, s = merge(by, x[..., :20], RowForm(x.dtype, k=5), received)
     assert m.shape == s.shape == (2, 3)
     assert_top_k(x, 5, results)
 
@@ -102,9 +101,9 @@ def test_one_layout(dtype):
         return
     for n, k in ((1025, 3), (1030, 33), (5000, 64), (131_072, 256)):
         x = jnp.asarray(special((12, n), dtype)[:8])
-        told, expected = tell("kernels", x, k), tell("rows", x, k)
-        assert told.shape == expected.shape
-        assert same_bits(told[:-8], expected[:-8])
+        received, expected = tell("kernels", x, k), tell("rows", x, k)
+        assert received.shape == expected.shape
+        assert same_bits(received[:-8], expected[:-8])
 
 
 def called(traced, platform: str) -> set[str]:
@@ -130,7 +129,7 @@ def test_kernels_on_a_gpu(n, dtype, k, of_p, implementation, kernels):
     """A launch each makes the message and the results; on other platforms there is none of them."""
     with precision(dtype):
         mesh, x = mesh_of(a=2), jax.ShapeDtypeStruct((4, n), dtype)
-        local = messages.selected_over_shards(
+        local = sharded_top_k.selected_over_shards(
             RowForm(np.dtype(of_p), k=k), ("a",), run(implementation), implementation in (None, "ffi")
         )
         f = jax.shard_map(local, mesh=mesh, in_specs=P(None, "a"), out_specs=P(), check_vma=False)
@@ -143,11 +142,11 @@ def test_kernels_on_a_gpu(n, dtype, k, of_p, implementation, kernels):
 def test_what_a_device_may_get():
     """Of more messages than the kernel takes, operations on rows make the results, and the message is the same."""
     part, form = jax.ShapeDtypeStruct((3, 5000), jnp.float32), RowForm(np.dtype(np.float32), k=64)
-    assert ffi.top_k_of_messages(part, form, 32) is not None
-    assert ffi.top_k_of_messages(part, form, 33) is None
-    assert ffi.top_k_of_messages(part, dataclasses.replace(form, k=1), 33) is not None
-    assert ffi.top_k_message(part, 64) is not None
-    assert ffi.top_k_message(jax.ShapeDtypeStruct((0, 5000), jnp.float32), 64) is None
+    assert ffi.top_k_of_candidates(part, form, 32) is not None
+    assert ffi.top_k_of_candidates(part, form, 33) is None
+    assert ffi.top_k_of_candidates(part, dataclasses.replace(form, k=1), 33) is not None
+    assert ffi.top_k_candidates(part, 64) is not None
+    assert ffi.top_k_candidates(jax.ShapeDtypeStruct((0, 5000), jnp.float32), 64) is None
 
 
 WORKSPACE = jax.ShapeDtypeStruct((1 << 20,), jnp.uint8)
@@ -183,10 +182,10 @@ def test_bad_calls_that_tell(shape, dtype, k, words, message):
         ({"part": 1}, "a row must have 4 to 2147483647 elements: got part=1 in each of 2 parts"),
         ({"part": 2**31}, "a row must have 4 to 2147483647 elements"),
         ({"part": 3}, "candidates must have 33 words each: got U32"),
-        ({"told": ((2, 41), jnp.uint32)}, "candidates must have 42 words each"),
-        ({"told": ((2, 42), jnp.int32)}, "candidates must be U32, of two dimensions: got S32"),
-        ({"told": ((84,), jnp.uint32)}, "candidates must be U32, of two dimensions"),
-        ({"told": ((600, 42), jnp.uint32)}, "there may be 2048 candidates of a row: got 2400"),
+        ({"received": ((2, 41), jnp.uint32)}, "candidates must have 42 words each"),
+        ({"received": ((2, 42), jnp.int32)}, "candidates must be U32, of two dimensions: got S32"),
+        ({"received": ((84,), jnp.uint32)}, "candidates must be U32, of two dimensions"),
+        ({"received": ((600, 42), jnp.uint32)}, "there may be 2048 candidates of a row: got 2400"),
         ({"values": ((3, 4), jnp.float64)}, "values must be F16, BF16 or F32"),
         ({"values": ((3, 300), jnp.float32)}, "values must be F16, BF16 or F32, 1 to 256 of a row"),
         ({"p": ((3, 4), jnp.int32)}, "chosen_probabilities must be as many as values, in a dtype that goes with"),
@@ -197,12 +196,12 @@ def test_bad_calls_that_tell(shape, dtype, k, words, message):
     ],
 )
 def test_bad_calls_that_merge(change, message):
-    given = {"told": ((2, 42), jnp.uint32), "values": ((3, 4), jnp.float32), "p": ((3, 4), jnp.float32)}
+    given = {"received": ((2, 42), jnp.uint32), "values": ((3, 4), jnp.float32), "p": ((3, 4), jnp.float32)}
     given |= {"indices": ((3, 4), jnp.int32), "m": ((3,), jnp.float32), "s": ((3,), jnp.float32), "part": 7} | change
-    told, part = given.pop("told"), given.pop("part")
+    received, part = given.pop("received"), given.pop("part")
     with jax.enable_x64(True):
         assert library.unavailable("cuda") is None
         call = jax.ffi.ffi_call("jaxsoft_top_k_of_candidates", [jax.ShapeDtypeStruct(*of) for of in given.values()])
         refused = pytest.raises(jax.errors.JaxRuntimeError, match=f"jaxsoft: top_k_of_candidates: {message}")
         with refused if message else contextlib.nullcontext():
-            jax.block_until_ready(call(jnp.ones(*told), part=np.int64(part)))
+            jax.block_until_ready(call(jnp.ones(*received), part=np.int64(part)))

@@ -1,10 +1,10 @@
-"""The k largest elements of rows that are sharded over mesh axes: one message from each device.
+"""The k largest elements of rows that are sharded over mesh axes: each device sends its candidates.
 
-Each device finds those of its part and tells them all others, with what else they need to know of it, and every device
-makes the result of all messages. CUDA has a kernel for either step (`ffi/cuda/rows/exchange.cu`), the first for parts
+Each device finds those of its part and sends them to all others, with what else they need of it, and every device
+makes the result of them all. CUDA has a kernel for either step (`ffi/cuda/rows/exchange.cu`), the first for parts
 that are not short. Elsewhere they are operations on rows.
 
-A message is a row of 32-bit words with the bits of these arrays, one after the other: the k largest elements of the
+Candidates are a row of 32-bit words with the bits of these arrays, one after the other: the k largest elements of the
 part of each row and the first k, the indices of the largest within the part, and the maximum and the sum of the part's
 state. The first elements are those of a row whose softmax has no value, which is known after all parts.
 """
@@ -36,12 +36,12 @@ def selected_over_shards(form: RowForm, axes: Axes, run: Function, by_ffi: bool)
 
     def local(x):
         local_form = dataclasses.replace(form, k=min(form.k, x.shape[-1]))
-        message = functools.partial(_message, local_form, run)
+        candidates = functools.partial(_candidates, local_form, run)
         merged = functools.partial(_merged, form, run, x)
         if by_ffi:
-            message = _on_cuda(ffi.top_k_message(x, local_form.k), message)
-            merged = _on_cuda(ffi.top_k_of_messages(x, form, jax.lax.axis_size(axes)), merged)
-        return merged(jax.lax.all_gather(message(x), axes))
+            candidates = _on_cuda(ffi.top_k_candidates(x, local_form.k), candidates)
+            merged = _on_cuda(ffi.top_k_of_candidates(x, form, jax.lax.axis_size(axes)), merged)
+        return merged(jax.lax.all_gather(candidates(x), axes))
 
     return local
 
@@ -51,19 +51,19 @@ def _on_cuda(kernel, composed):
     return functools.partial(jax.lax.platform_dependent, cuda=kernel, default=composed) if kernel else composed
 
 
-def _message(form: RowForm, run: Function, x: jax.Array) -> jax.Array:
-    """What the device tells of its part x."""
+def _candidates(form: RowForm, run: Function, x: jax.Array) -> jax.Array:
+    """The candidates of the device, of its part x."""
     values, _, i, m, s = run(TOP_K, form, x)
     first = x[..., : form.k]
     return jnp.concatenate([*map(_words, (jnp.stack([values, first]), i, jnp.stack([m, s])))])
 
 
-def _merged(form: RowForm, run: Function, x: jax.Array, messages: jax.Array) -> tuple[jax.Array, ...]:
-    """The results that the messages of all devices make together."""
+def _merged(form: RowForm, run: Function, x: jax.Array, candidates: jax.Array) -> tuple[jax.Array, ...]:
+    """The results of the candidates of all devices."""
     *rows, n = x.shape
     k = min(form.k, n)
     types = [((2, *rows, k), x.dtype), ((*rows, k), np.dtype(np.int32)), ((2, *rows), accumulator(x.dtype))]
-    elements, i, states = _arrays(messages, types)
+    elements, i, states = _arrays(candidates, types)
     i += n * jax.lax.broadcasted_iota(jnp.int32, i.shape, 0)
     values, first, i = (_joined(v) for v in (elements[:, 0], elements[:, 1], i))
     maxima, sums = states[:, 0], states[:, 1]
@@ -88,9 +88,9 @@ def _words(v: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(v, jnp.uint32).reshape(-1)
 
 
-def _arrays(messages: jax.Array, types: Sequence[tuple[tuple[int, ...], np.dtype]]):
-    """The arrays of these shapes and dtypes that each message holds, with a first dimension of messages."""
+def _arrays(candidates: jax.Array, types: Sequence[tuple[tuple[int, ...], np.dtype]]):
+    """The arrays of these shapes and dtypes in the candidates, with a first dimension of devices."""
     sizes = [int(np.prod(shape)) * dtype.itemsize // 4 for shape, dtype in types]
-    for words, (shape, dtype) in zip(jnp.split(messages, np.cumsum(sizes)[:-1], axis=1), types, strict=True):
+    for words, (shape, dtype) in zip(jnp.split(candidates, np.cumsum(sizes)[:-1], axis=1), types, strict=True):
         words = words.reshape(len(words), -1, 2) if dtype.itemsize == 8 else words
         yield jax.lax.bitcast_convert_type(words, dtype).reshape(-1, *shape)
