@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxsoft._attention import all_gather, packed, ring, xla
-from jaxsoft._attention.all_to_all import over_heads
+from jaxsoft._attention import exchange, packed, ring, xla
+from jaxsoft._attention.exchange import over_heads
 from jaxsoft._attention.form import BASE, DIMENSIONS, AttentionForm
 from jaxsoft._attention.layouts import in_order
 from jaxsoft._core.implementations import Names
@@ -174,7 +174,7 @@ class AttentionForward(AttentionSpec):
 
         if self.form.shards.method == "ring":  # type: ignore[union-attr]
             return ring.forward(self.form, axes, of_form, implementation)
-        return all_gather.forward(self.form, axes, of_form)
+        return exchange.forward(self.form, axes, of_form)
 
     def _with_block(self, function: xla.Function) -> xla.Function:
         """As the operation. Of one device it is its own."""
@@ -263,7 +263,7 @@ class AttentionPullback(AttentionSpec):
 
         if self.form.shards.method == "ring":  # type: ignore[union-attr]
             return ring.pullback(self.form, self.wrt, axes, of_form, implementation)
-        return all_gather.pullback(self.form, self.wrt, axes, of_form)
+        return exchange.pullback(self.form, self.wrt, axes, of_form)
 
     def _with_block(self, function: xla.Function) -> xla.Function:
         """As the operation. The block comes last, and is not needed."""
