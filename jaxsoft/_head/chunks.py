@@ -1,4 +1,9 @@
-"""The classes of a linear head in chunks, or its rows: the loops over them, and the part of an array of a chunk."""
+"""The classes of a linear head in chunks, or its rows: the loops over them, and the part of an array of a chunk.
+
+Arrays that are sums over devices, as gradients of hidden where each device has a part of the classes, or that of weight
+where it has a part of the rows, travel while the next chunk is computed. The few numbers of each row are exchanged as
+those of any row are: see `jaxsoft._core.mesh`.
+"""
 
 import math
 from collections.abc import Callable
@@ -7,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxsoft._core.mesh import Axes
 from jaxsoft._head.head import Head, Parameters
 from jaxsoft._head.operation import HeadArray
 
@@ -139,3 +145,41 @@ def over_rows[T](size: int, rows: int, step: Callable[[T, Chunk], T], carry: T) 
     # The barrier keeps XLA from computing the scores of two chunks before the first ones are done with.
     begins, carry = jax.lax.optimization_barrier((jnp.arange(first, rows, size, dtype=jnp.int32), carry))
     return jax.lax.scan(lambda carry, begin: (step(carry, Chunk(begin, size, axis=0)), None), carry, begins)[0]
+
+
+def summed_during[T](part: jax.Array, axes: Axes, work: Callable[[], T]) -> tuple[jax.Array, T]:
+    """The sum of the devices' parts of an array, which XLA can take while it computes something else, and that."""
+    total, result = jax.lax.psum(part, axes), work()
+    # Else XLA may want to round the sum before, and wait for it.
+    return jax.lax.optimization_barrier((total, result))
+
+
+class InParts(NamedTuple):
+    """An array in chunks of the classes, each of which is summed over devices while the next one is computed.
+
+    Attributes:
+      array: with the sums of all chunks but the last one.
+      part: this device's part of the last chunk; None before the first one.
+    """
+
+    array: jax.Array
+    part: jax.Array | None = None
+
+    def followed(self, axes: Axes, chunk: Chunk, work: Callable[[], jax.Array]) -> "InParts":
+        """With one more chunk, whose part `work` computes."""
+        if self.part is None:
+            return InParts(self.array, work())
+        total, part = summed_during(self.part, axes, work)
+        return InParts(self._before(chunk.begin).written(self.array, total), part)
+
+    def whole(self, axes: Axes) -> jax.Array:
+        """The array, when there are no more chunks."""
+        if self.part is None:
+            return self.array
+        return self._before(self.array.shape[-1]).written(self.array, jax.lax.psum(self.part, axes))
+
+    def _before(self, end: jax.Array | int) -> Chunk:
+        """The last chunk, given where it ends."""
+        assert self.part is not None
+        size = self.part.shape[-1]
+        return Chunk(end - size, size)

@@ -18,8 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsoft._head import ffi
-from jaxsoft._head.chunks import Chunk, over_chunks
-from jaxsoft._head.exchange import InParts, summed_during
+from jaxsoft._head.chunks import Chunk, InParts, over_chunks, summed_during
 from jaxsoft._head.head import Head, product
 from jaxsoft._head.operation import HeadArray, Shards
 from jaxsoft._rows.spec import NO_ROW

@@ -18,8 +18,7 @@ import jax.numpy as jnp
 from jaxsoft import fold
 from jaxsoft._core.operation import Function
 from jaxsoft._head import kernels
-from jaxsoft._head.chunks import Chunk, chunk_size, over_chunks
-from jaxsoft._head.exchange import InParts
+from jaxsoft._head.chunks import Chunk, InParts, chunk_size, over_chunks
 from jaxsoft._head.forward import folded
 from jaxsoft._head.head import Head, Parameters, capped, product, product_dtype, scaled, scores
 from jaxsoft._head.in_place import almost_fills, fits_in_place, weight_in_place

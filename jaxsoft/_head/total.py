@@ -21,8 +21,7 @@ import jax.numpy as jnp
 
 from jaxsoft import fold
 from jaxsoft._core.operation import Function, is_perturbed, zero_tangent
-from jaxsoft._head.chunks import Chunk, default_row_chunk, over_rows
-from jaxsoft._head.exchange import summed_during
+from jaxsoft._head.chunks import Chunk, default_row_chunk, over_rows, summed_during
 from jaxsoft._head.forward import folded
 from jaxsoft._head.head import product, product_dtype, rounded_scores, scaled, scores
 from jaxsoft._head.in_place import almost_fills, fits_in_place, padded, weight_in_place
