@@ -15,9 +15,8 @@ from jaxsoft._core.implementations import implementations
 from jaxsoft._ops.cross_entropy import softmax_cross_entropy, softmax_cross_entropy_with_integer_labels
 from jaxsoft._ops.entropy import entropy
 from jaxsoft._ops.kl_divergence import softmax_kl_divergence
-from jaxsoft._ops.log_softmax import log_softmax
 from jaxsoft._ops.logsumexp import logsumexp
-from jaxsoft._ops.softmax import softmax
+from jaxsoft._ops.softmax import log_softmax, softmax
 from jaxsoft._ops.top_k import top_k_softmax
 
 if _TYPE_CHECKING:
