@@ -21,7 +21,14 @@ from jaxsoft._ops.attention_arguments import (
     Window,
     attend,
 )  # fmt: skip
-from jaxsoft._ops.pages import check_lengths, check_pages, check_scale, check_table, first_position, has_eight_bits
+from jaxsoft._ops.write_pages import (
+    check_lengths,
+    check_pages,
+    check_scale,
+    check_table,
+    first_position,
+    has_eight_bits,
+)
 from jaxsoft.fold import AttentionState, accumulator
 
 
