@@ -16,10 +16,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ..blocks import kernel_of_blocks, roles
-from ..ring import Ring
+from ..blocks import Ring, kernel_of_blocks, roles, tiled
 from ..rows.memory import store
-from ..tiles import tiled
 from . import backward_plan
 from .backward_call import (
     WGMMA,

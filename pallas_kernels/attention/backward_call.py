@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxsoft._attention.form import AttentionForm, Extra
 
-from ..tiles import tiled
+from ..blocks import tiled
 from . import backward_plan
 from .backward_plan import ROWS
 from .operands import head_size

@@ -18,9 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxsoft._attention.form import Extra
 
-from ..blocks import kernel_of_blocks, roles
-from ..ring import Ring
-from ..tiles import tiled
+from ..blocks import Ring, kernel_of_blocks, roles, tiled
 from . import backward_plan
 from .backward_call import (
     WGMMA,

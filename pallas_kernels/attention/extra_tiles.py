@@ -18,8 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxsoft._attention.form import Extra
 
-from ..ring import Ring
-from ..tiles import tiled
+from ..blocks import Ring, tiled
 from .scores import index_into, load_tile
 
 _MOST_SLOTS = 2

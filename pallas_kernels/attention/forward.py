@@ -24,7 +24,7 @@ from jaxsoft import fold
 from jaxsoft._attention.form import AttentionForm, Extra
 from jaxsoft._core import gpus
 
-from ..tiles import tiled
+from ..blocks import tiled
 from .extra_tiles import ExtraRings
 from .forward_block import ForwardBlock, Scratch
 from .operands import head_size, padded, padded_head, padded_length

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ..tiles import ROWS, WIDEST, swizzle
+from ..blocks import ROWS, WIDEST, swizzle
 
 
 def head_size(size: int) -> int:

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxsoft._rows.spec import NO_ROW
 from jaxsoft.fold import reference
 
-from ..tiles import ROWS, tiled
+from ..blocks import ROWS, tiled
 from . import products
 from .plan import HeadPlan, head_plan
 from .products import LEAST, LOG2E, HeadScores, HeadTile

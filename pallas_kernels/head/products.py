@@ -23,9 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxsoft._core import gpus
 from jaxsoft._core.rounding import rounded
 
-from ..blocks import REGISTERS, kernel_of_blocks
-from ..ring import Ring
-from ..tiles import ROWS, WIDEST, tiled
+from ..blocks import REGISTERS, ROWS, WIDEST, Ring, kernel_of_blocks, tiled
 from .plan import HeadPlan
 
 # Interpreter parameters of Pallas, which tests set; None to compile.
