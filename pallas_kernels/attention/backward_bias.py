@@ -28,8 +28,8 @@ from .backward_call import (
     to_whole,
 )
 from .backward_plan import ROWS, BiasPlan
-from .order import indices
 from .ranges import Shape, borders
+from .schedule import indices
 from .scores import Scores, prepare
 
 

@@ -39,8 +39,8 @@ from .backward_call import (
 )
 from .backward_plan import ROWS, KeyValuePlan
 from .extra_tiles import ExtraRings, ExtraTiles
-from .order import ordered
 from .ranges import Range, Shape, borders, query_tiles, segment_ranges, within
+from .schedule import ordered
 from .scores import Scores, prepare
 
 

@@ -35,8 +35,8 @@ from .backward_call import (
 )
 from .backward_plan import ROWS, QueryPlan
 from .extra_tiles import ExtraRings
-from .order import ordered
 from .ranges import Range, Shape, borders, key_tiles, segment_ranges, within
+from .schedule import ordered
 from .scores import Scores, prepare
 
 

@@ -28,10 +28,9 @@ from ..blocks import tiled
 from .extra_tiles import ExtraRings
 from .forward_block import ForwardBlock, Scratch
 from .operands import head_size, padded, padded_head, padded_length
-from .order import ordered
 from .plan import ForwardPlan, forward_plan
 from .ranges import Shape, segment_ranges
-from .schedule import schedule
+from .schedule import ordered, schedule
 from .scores import Scores, has_residual, prepare
 
 

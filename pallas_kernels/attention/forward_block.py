@@ -17,9 +17,9 @@ from jaxsoft._attention.form import AttentionForm, Extra
 from ..rows.memory import store
 from . import operands as tiles
 from .extra_tiles import ExtraTiles
-from .order import indices
 from .plan import ForwardPlan
 from .ranges import Range, borders, key_tiles, within
+from .schedule import indices
 from .scores import LOG2E, Queries, Scores
 
 # Registers of a thread: those that compute need nearly all, those that copy few. All together fit the hardware's 64K.

@@ -19,9 +19,8 @@ from jaxsoft._attention.form import AttentionForm, Extra
 from jaxsoft.pallas_kernels.attention import choice, ranges
 from jaxsoft.pallas_kernels.attention.extra_tiles import ExtraRings
 from jaxsoft.pallas_kernels.attention.forward import forward
-from jaxsoft.pallas_kernels.attention.order import ordered
 from jaxsoft.pallas_kernels.attention.plan import FORWARD, ForwardPlan
-from jaxsoft.pallas_kernels.attention.schedule import schedule
+from jaxsoft.pallas_kernels.attention.schedule import ordered, schedule
 
 BF16, F16, F32 = (np.dtype(dtype) for dtype in (jnp.bfloat16, jnp.float16, jnp.float32))
 SEGMENTS = (Extra.QUERY_SEGMENTS, Extra.KEY_SEGMENTS)
