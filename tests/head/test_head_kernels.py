@@ -20,6 +20,7 @@ from jaxsoft._core import gpus
 from jaxsoft._head import kernels
 from jaxsoft._rows.spec import NO_ROW
 from jaxsoft.pallas_kernels.head import gradients, products, statistics
+from jaxsoft.pallas_kernels.head.plan import head_plan
 
 BF16, F16 = np.dtype(jnp.bfloat16), np.dtype(np.float16)
 HOPPER = "NVIDIA H100 80GB HBM3"
@@ -246,8 +247,9 @@ def test_wide_bias():
 def test_chunks_keep_a_gpu_busy(rows):
     """Of the places that a chunk's tiles have on 132 multiprocessors, turn by turn, few are left."""
     classes = kernels.chunk_size(rows)
-    tiles = -(-rows // products.PLAN.block_rows) * classes // products.PLAN.classes
-    assert classes % products.PLAN.classes == 0 and classes >= 4096
+    plan = head_plan()
+    tiles = -(-rows // plan.block_rows) * classes // plan.classes
+    assert classes % plan.classes == 0 and classes >= 4096
     assert tiles >= 0.9 * 132 * -(-tiles // 132)
 
 
