@@ -101,20 +101,8 @@ __device__ inline void prefetch_box(const CUtensorMap& map, const BoxPlace& from
 // What threads have written to shared memory, after this and a barrier is seen by copies from there and by products.
 __device__ inline void show_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Starts a copy from shared memory. Several are one group of copies, which `commit_stores` ends.
-__device__ inline void store_box(const CUtensorMap& map, const BoxPlace& to, const void* from) {
-  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(&map),
-               "r"(to.column), "r"(to.head), "r"(to.row), "r"(to.batch), "r"(shared_address(from))
-               : "memory");
-}
-// The same, but adds to what the array has. The order of additions is not determined.
-__device__ inline void add_box(const CUtensorMap& map, const BoxPlace& to, const void* from) {
-  asm volatile("cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(
-                   &map),
-               "r"(to.column), "r"(to.head), "r"(to.row), "r"(to.batch), "r"(shared_address(from))
-               : "memory");
-}
 // Adds f32 numbers of shared memory to as many in a row in global memory. Addresses and bytes are multiples of 16.
+// Several such copies are one group, which `commit_stores` ends.
 __device__ inline void add_floats(float* to, const void* from, unsigned bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
                "r"(shared_address(from)), "r"(bytes)
