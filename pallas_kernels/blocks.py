@@ -108,7 +108,7 @@ REGISTERS = {1: None, 2: Registers(compute=232, memory=40), 3: Registers(compute
 def kernel_of_blocks(
     body: Callable[..., None], name: str, warp_groups: int, grid: Mapping[str, int], interpret: Any, **types: Any
 ) -> Callable[..., Any]:
-    """A kernel whose blocks have so many warp groups that compute, and one more.
+    """A kernel whose blocks have `warp_groups` warp groups that compute, and one more.
 
     Args:
       body: what a block does, which calls `roles`.

@@ -5,7 +5,7 @@
 
 namespace jaxsoft::cuda {
 
-// The blocks of the launch form clusters of so many.
+// The blocks of the launch form clusters of this size.
 inline cudaLaunchAttribute in_clusters_of(unsigned blocks) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeClusterDimension;

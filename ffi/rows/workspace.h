@@ -8,7 +8,7 @@ namespace jaxsoft {
 
 // On a GPU it holds the states of the parts of a long row, or a counter from which blocks take their next work.
 inline constexpr int64_t kWorkspace = 1 << 17;
-// Rows of at least so many bytes may be too long for a cluster of blocks: then the workspace holds the states of the
+// The bytes from which on rows may be too long for a cluster of blocks: then the workspace holds the states of the
 // parts of all rows, for which 1/512 of the memory of the rows is enough.
 inline constexpr int64_t kLongRow = 1 << 20, kLongRowShare = 512;
 // For the k largest elements it holds those of each part as words of 8 bytes, and the part's state in 16. All rows

@@ -16,16 +16,16 @@ from jaxsoft._attention.masks import Masks, Segments, all_of
 from jaxsoft._core.rounding import rounded
 from jaxsoft.fold import accumulator
 
-# A block has at least so many keys, by platform. By measurement on a CPU, where its scores are to stay in the cache; on
+# The fewest keys of a block, by platform. By measurement on a CPU, where its scores are to stay in the cache; on
 # a GPU the products of shorter ones are slower.
 LEAST = {"cpu": 128}
 LEAST_ELSEWHERE = 1024
-# Of few queries, as when decoding, a block has more keys: so many scores of a head, but at most so many keys.
+# Of few queries, as when decoding, a block has more keys: up to this number of scores of a head, and of keys.
 SCORES, MOST = 2**16, 2**13
 
 
 def keys_of_block(queries: int, platform: str | None) -> int:
-    """How many keys a block has, for so many queries of a head. The platform may not be known yet.
+    """How many keys a block has, by the queries of a head. The platform may not be known yet.
 
     It does not depend on the batch, so that no result of a sequence depends on the others.
     """
@@ -110,7 +110,7 @@ class Call:
         return x.reshape(self.batch, self.groups, self.heads // self.groups, *x.shape[2:])
 
     def block(self, begin: jax.Array | int, size: int) -> Block:
-        """The scores of so many keys from this one on."""
+        """The scores of `size` keys from `begin` on."""
         key, value, there = self.keys_and_values(begin, size)
         z, slope = self.product("bnth,bksh->bnts", self.scaled, key), None
         if self.scaled is self.query:

@@ -24,10 +24,10 @@ _DTYPES = (jnp.float16, jnp.bfloat16)
 _PAGES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 # The library that is asked: it answers as that for CUDA does, and can be loaded everywhere.
 _ASKED = "cpu"
-# Calls of up to so many queries of a key head, and so many keys for each query of a sequence, go to the kernel for few
-# queries, where both kernels serve them. On an H100 (November 2026, heads of 128, 32 of queries and 8 of keys), with 64
-# of them it takes .19 to .87 of the time of the other, and with 128 .27 to 1.15, for 2048 keys of 8 sequences to 131072
-# of one. With 256 it takes .55 of that for one sequence, and 1.4 times as long for 16.
+# The most queries of a key head, and the fewest keys for each query of a sequence, with which calls go to the kernel
+# for few queries, where both kernels serve them. On an H100 (November 2026, heads of 128, 32 of queries and 8 of keys),
+# with 64 of them it takes .19 to .87 of the time of the other, and with 128 .27 to 1.15, for 2048 keys of 8 sequences
+# to 131072 of one. With 256 it takes .55 of that for one sequence, and 1.4 times as long for 16.
 _FEW, _KEYS = 128, 16
 # The most queries of a key head that the kernel for few queries is given.
 _MOST = 256

@@ -39,7 +39,7 @@ def order(length: int, devices: int, layout: str) -> np.ndarray:
 
 
 def chunk(x: jax.Array, axis: int, index: int, chunks: int) -> jax.Array:
-    """One of so many chunks into which a device's tokens, which lie along this axis, are cut."""
+    """A chunk of a device's tokens, which are cut into `chunks` along this axis."""
     size = x.shape[axis] // chunks
     return jax.lax.slice_in_dim(x, index * size, (index + 1) * size, axis=axis)
 
@@ -96,7 +96,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The work of a device with the block of keys of the device so many places before it.
+    """The work of a device with the block of keys of the device that is `shift` places before it.
 
     Attributes:
       shift: how many places before.

@@ -113,7 +113,7 @@ class Band:
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """Limits by number: query_begins <= i < query_lengths and j < key_lengths, of so many queries and keys.
+    """Limits by number: query_begins <= i < query_lengths and j < key_lengths.
 
     Attributes:
       queries, keys: how many there are.

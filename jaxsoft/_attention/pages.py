@@ -189,5 +189,5 @@ def contiguous(form: AttentionForm, operands: Sequence[jax.Array]) -> tuple[jax.
 
 
 def is_real(table: jax.Array, pages: int) -> jax.Array:
-    """Which entries of a table name one of so many pages."""
+    """Which entries of a table name one of `pages` pages."""
     return (table >= 0) & (table < pages)

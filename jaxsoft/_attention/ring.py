@@ -64,7 +64,7 @@ class _Local:
         return block | ({_SEGMENTS: self.named[_SEGMENTS]} if _SEGMENTS in self.named else {})
 
     def sent[T](self, x: T, places: int) -> T:
-        """What the device so many places before, or after, has of arrays."""
+        """The arrays of the device that is `places` places before, or after."""
         assert self.form.shards is not None
         devices = self.form.shards.devices
         to = [(i, (i + places) % devices) for i in range(devices)]

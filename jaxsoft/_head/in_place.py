@@ -105,7 +105,7 @@ def weight_in_place(
 
 
 def _in_place(head: Head, size: int, hidden: jax.Array, dx: jax.Array) -> jax.Array:
-    """The gradient of weight on one device, in the place of dx: by a kernel, or in chunks of so many classes."""
+    """The gradient of weight on one device, in the place of dx: by a kernel, or in chunks of `size` classes."""
 
     def in_chunks(hidden: jax.Array, dx: jax.Array) -> jax.Array:
         def step(dx: jax.Array, chunk: Chunk) -> jax.Array:

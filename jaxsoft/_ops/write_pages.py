@@ -203,7 +203,7 @@ def check_lengths(lengths: ArrayLike, batch: int) -> jax.Array:
 def first_position(
     offset: ArrayLike | None, query_lengths: ArrayLike | None, key_lengths: jax.Array, length: int
 ) -> jax.Array:
-    """The position of the first of so many tokens of each sequence (B,) or (1,).
+    """The position of the first token of each sequence (B,) or (1,).
 
     If it was not given, those that are valid are the last ones of their sequence.
     """
@@ -223,7 +223,7 @@ def first_position(
 
 
 def check_scale(name: str, scale: ArrayLike, heads: int) -> jax.Array:
-    """The scale of keys or values, of this name, as one number for each of so many heads of these."""
+    """The scale of keys or values, of this name, as one number for each of their heads."""
     scale = as_kernel_scores(name, scale)
     if scale.shape not in ((), (heads,)):
         raise ValueError(f"{name} must be a number or have the shape ({heads},); got shape {scale.shape}")

@@ -93,7 +93,7 @@ def top_k_candidates(x: jax.Array, k: int) -> Callable[[jax.Array], jax.Array] |
 
 
 def top_k_of_candidates(x: jax.Array, form: RowForm, parts: int) -> Callable[[jax.Array], tuple[jax.Array, ...]] | None:
-    """The CUDA kernel that makes the results of top_k of the candidates of so many devices; or None.
+    """The CUDA kernel that makes the results of top_k of the candidates of all devices; or None.
 
     Args:
       x: the part of one device.

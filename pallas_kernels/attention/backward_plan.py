@@ -64,7 +64,7 @@ class KeyValuePlan:
         return ROWS if self.paired else self.warp_groups * ROWS
 
     def shared_bytes(self, head: int, value: int, numbers: int) -> int:
-        """Shared memory of a block, with so many numbers of every query."""
+        """Shared memory of a block, with `numbers` numbers of every query."""
         tiles = 2 * (self.block + self.slots * self.query_tile) * (head + value)
         of_queries = self.slots * numbers * max(1024, 4 * self.query_tile)
         return tiles + of_queries + (4 * ROWS * self.query_tile if self.paired else 0)

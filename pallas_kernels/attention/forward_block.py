@@ -144,7 +144,7 @@ class ForwardBlock:
         lax.fori_loop(begin, end, step, (self._first(), jnp.int32(0)))
 
     def _item(self, number: jax.Array) -> Item:
-        """An item, of which those of a head that have most keys come first, if there are such."""
+        """An item. Those of a head that have the most keys come first."""
         index = indices(number, self.items)
         batch, queries = index["batch"], index["queries"]
         if self.form.right is not None:

@@ -81,7 +81,7 @@ class Extras:
         return index, not strides or strides[-1] == 0
 
     def first_row(self, block: jax.Array, rows: int) -> jax.Array:
-        """The first row of a block of so many rows, ordered so that blocks that share a large extra are neighbours.
+        """The first row of a block of `rows` rows, ordered so that blocks that share a large extra are neighbours.
 
         Otherwise, where a bias or a mask belongs to rows that are far apart, little of it would be left in the L2 when
         the next of these rows needs it.

@@ -32,7 +32,7 @@ class Fold(abc.ABC):
 
     @abc.abstractmethod
     def identity(self, size: int) -> Lanes:
-        """The lanes of so many threads that have folded nothing."""
+        """The lanes of threads that have folded nothing."""
 
     @abc.abstractmethod
     def accumulate(self, lanes: Lanes, chunks: Sequence[jax.Array]) -> Lanes:

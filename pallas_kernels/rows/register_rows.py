@@ -142,7 +142,7 @@ class _Kernel:
             pl.when(enough)(functools.partial(self.take_chunks, first, rules, most))
 
     def take_chunks(self, first: jax.Array | int, rules: "_RegisterRules", most: int) -> None:
-        """Loads, reduces and writes the rows of a block, of which no more than the first so many chunks count."""
+        """Loads, reduces and writes the rows of a block, whose valid elements are in the first `most` chunks."""
         block_rows = pl.ds(first, self.plan.rows)
         prepared = [self._load(block_rows, rules, start) for start in self.starts[:most]]
         numbers = tuple(load(ref.at[block_rows]) for ref in self.refs.numbers)
@@ -181,7 +181,7 @@ class _Kernel:
     def _write(
         self, block_rows: Any, prepared: Sequence[Prepared], rules: "_RegisterRules", total: State, numbers: State
     ) -> None:
-        """Writes the result of all chunks, of which those that are not prepared have nothing valid."""
+        """Writes the result of all chunks. Those that are not prepared are masked."""
         finished = operations.finish(self.operation, total, numbers, self.broadcast)
         results = [rules.conclude(p.valid, finished(*p.chunks)) for p in prepared]
         masked_result = jnp.full(self.shape, self.operation.masked_result, jnp.float32)

@@ -31,7 +31,7 @@ class Tuning:
         once.
       tile_lanes: how many threads share a row in the two-pass kernel.
       tile_elements: how many elements such a thread holds at a time; with `tile_lanes`, this is the largest tile.
-      fewest_lanes: how many lanes share a short row, if it has so many vectors. Eight of them read 128 bytes that lie
+      fewest_lanes: how many lanes share a short row, if it has as many vectors. Eight of them read 128 bytes that lie
         next to each other.
       threads: how many threads a program has that takes several rows.
       programs: a program takes fewer rows where there would otherwise be fewer programs than this.

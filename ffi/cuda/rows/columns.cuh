@@ -18,7 +18,7 @@ namespace jaxsoft::cuda {
 template <template <class> class Op, class T>
 cudaError_t launch_columns(const Arguments<T>& args, void* workspace, cudaStream_t stream) {
   auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
-  constexpr int size = Pack<T>::size, least_straddled = 32;  // from so many columns on, pairs are worth what they cost
+  constexpr int size = Pack<T>::size, least_straddled = 32;  // the fewest columns for which pairs are worth their cost
   if (aligned(args.a) && aligned(args.b) && aligned(args.out)) {
     if (args.inner % size == 0) return launch_tiles<Op, T, size>(args, workspace, stream);
     if constexpr (size > 2)

@@ -73,7 +73,7 @@ cudaError_t launch_form(const Arguments<T>& args, void* workspace, int64_t bytes
   call.unaligned = layout == Layout::any;
   // A row that may begin anywhere in its first pack takes one pack more.
   if (call.unaligned && (row_bytes % 16 != 0 || !call.first_aligned)) call.packs++;
-  // Where the device has no room for a cluster of so many blocks, or for all blocks at once, the next row of the table
+  // Where the device has no room for a cluster of that size, or for all blocks at once, the next row of the table
   // that fits is taken.
   for (int first = 0;;) {
     const Plan plan = make_plan(kKernel<Op<T>, T, Form>, call, first);

@@ -44,7 +44,7 @@
 namespace jaxsoft::cuda {
 namespace {
 
-// Launches the kernel with clusters of so many blocks. It is refused with cudaErrorInvalidClusterSize where the device
+// Launches the kernel with clusters of `blocks` blocks. It is refused with cudaErrorInvalidClusterSize where the device
 // has no room for a cluster for each row at once, with a multiprocessor for each block: two blocks on one take half as
 // long again, and the whole call as long as its slowest row. (On an H200 there is room for 30 clusters of 4 blocks: 30
 // rows of 128256 flat bf16 logits take 21 us in them, with top-p of 0.9, and 32 rows 30 us; in clusters of 3, 24 us.)

@@ -136,7 +136,7 @@ struct Rule {
 };
 constexpr Rule use(Strategy strategy, int packs_a_thread = 0) { return {strategy, packs_a_thread}; }
 
-// Rows of at most so many packs have kernels for Layout::halves: those that two packs a thread serve.
+// The most packs of rows that have kernels for Layout::halves: those that two packs a thread serve.
 constexpr int64_t kLongestOfHalves = 31;
 
 // Up to this number of rows, a row is distributed to a cluster or to all blocks if it fits there.

@@ -151,7 +151,7 @@ template <int size>
 __global__ void __launch_bounds__(kMergeThreads, 2)
     merge(const __grid_constant__ Arguments args, const int teams) {
   constexpr int each = size / 4, most_teams = kMergeThreads / each;
-  constexpr int batch = 4;  // a thread asks for so many states before it uses the first
+  constexpr int batch = 4;  // states that a thread asks for before it uses the first
   __shared__ float4 outputs[most_teams][each];
   __shared__ float2 all_sums[most_teams];
   const int own = threadIdx.x / each, team = own % teams, element = threadIdx.x % each * 4;

@@ -15,7 +15,7 @@ namespace jaxsoft::cuda::decode {
 
 constexpr int kFewRows = 16;       // the rows of the kernel for few of them, at most
 constexpr int kPartRows = 64;      // of a warp group of the kernel for many
-constexpr int kParts = 2;          // which has so many warp groups that can have rows of their own
+constexpr int kParts = 2;          // its warp groups that can have rows of their own
 constexpr int kRun = 16;           // keys that lie in one page, whatever its size
 constexpr int kChunkAlign = 64;    // keys: whole tiles of all kernels
 constexpr int kLeastChunk = 128;   // keys: less is not worth a merge
@@ -88,7 +88,7 @@ inline int64_t keys_in_reach(const Problem& problem) {
   return std::min<int64_t>(problem.keys, int64_t(problem.left) + problem.right + problem.queries + kChunkAlign);
 }
 
-// How keys are cut on a GPU with so many multiprocessors. The states of more rows are larger, and so chunks are longer.
+// How keys are cut, by the multiprocessors of the GPU. The states of more rows are larger, and so chunks are longer.
 // Where sequences have lengths, chunks are shorter, as one long sequence must not keep the others waiting.
 inline Plan make_plan(const Problem& problem, int multiprocessors) {
   Plan plan;
@@ -135,7 +135,7 @@ struct Workspace {
   }
 };
 
-// The plan for a workspace of so many bytes, at least `Workspace::sums`. It has fewer and longer chunks than the best
+// The plan for a workspace of `bytes` bytes, at least `Workspace::sums`. It has fewer and longer chunks than the best
 // one where the call was lowered for another GPU, whose plan has fewer.
 inline Plan plan_within(int64_t bytes, const Problem& problem, int padded, int multiprocessors) {
   Plan plan = make_plan(problem, multiprocessors);

@@ -18,7 +18,7 @@ struct Tile {
   int across;       // accesses side by side
   int slots;        // accesses that a thread holds of each operand
   unsigned blocks;  // that share n; like `across`, a power of two
-  int share;        // so many blocks share a multiprocessor's memory
+  int share;        // how many blocks share a multiprocessor's memory
   Divider row;      // divides by the accesses that are side by side in a row; not set where there are 2^31 or more
 };
 

@@ -15,7 +15,7 @@
 
 namespace jaxsoft::cuda {
 
-// Which threshold is sought: one that leaves so many elements at least.
+// Which threshold is sought: one that leaves as many elements as are needed.
 struct ThresholdRank {
   uint32_t rank = 0;   // of a block's threshold among its groups; 0 if the row goes the long way
   uint32_t place = 0;  // of the row's threshold among those of its blocks
@@ -131,7 +131,7 @@ struct FewPlaces {
   __device__ bool crowded(SampleShared& shared) const {
     return *static_cast<volatile uint32_t*>(&shared.placed_few) > room;
   }
-  // The place of the first of so many elements among those of the block. They count even if there is no room for them.
+  // The place of the first of `count` elements among those of the block. They count even if there is no room for them.
   __device__ static uint32_t reserve(uint32_t count, SampleShared& shared) {
     return atomicAdd(&shared.placed_few, count);
   }

@@ -11,7 +11,7 @@ namespace jaxsoft::cuda {
 constexpr int kSampleBlocks[] = {16, 8, 4, 3, 2};  // of a cluster, the first of which that may be is tried first
 static_assert(kSampleBlocks[0] == SampleCode::most_blocks);
 
-// Whether a row of so many packs may lie over a cluster of blocks: there is a multiprocessor for each block, and most
+// Whether a row of `packs` packs may lie over a cluster of blocks: there is a multiprocessor for each block, and most
 // threads have more than one pack.
 constexpr bool may_have_blocks(int blocks, int64_t rows, int64_t packs, int major, int multiprocessors) {
   return major >= 9 && blocks * rows <= multiprocessors && packs > blocks * SampleCode::threads * 3 / 4;

@@ -22,7 +22,7 @@ struct Weights {
   // How far x is below m, in bins, as a float to which 2^23 has been added, so that it is rounded to a whole number. It
   // is `border(bins)` or more only where the mass is 0, as for -inf.
   __device__ float place(float x) const { return fmaf(x - m, of_bins, 0x1p23f); }
-  // The x that is so many bins below m.
+  // The x that is `bins` bins below m.
   __device__ float at(float bins) const { return m + bins / of_bins; }
   __device__ static float border(uint32_t bin) { return 0x1p23f + bin; }
   __device__ uint32_t bin(float x) const { return bits<uint32_t>(place(x)) - bits<uint32_t>(0x1p23f); }

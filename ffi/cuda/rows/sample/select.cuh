@@ -52,7 +52,7 @@ __device__ Key end_among_few(const Key* keys, int count, Key from, Mass need, Ma
   return has ? __shfl_sync(kWholeWarp, key, __ffs(has) - 1) : 0;
 }
 
-// The end of a filter among the candidates in some bins, of which those from `from` on count. mass_of(key) is what a
+// The end of a filter among the candidates in some bins, from the key `from` on. mass_of(key) is what a
 // key adds. Their mass must reach `need`. All threads of the block call it, after a barrier.
 template <class T, class MassOf>
 __device__ Key end_among_candidates(int count, Key from, const Weights& weights, const Keys<T>& keys, uint32_t begin,

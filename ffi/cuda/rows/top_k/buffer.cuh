@@ -12,7 +12,7 @@ struct Gathered {
   Key least;  // the last cut has left the keys from this one on; 0 before the first
 };
 
-// A search for the k largest may end when it has found at most so many.
+// The most candidates with which a search for the k largest may end.
 __device__ inline int enough_for(int k) { return k + max(k / TopKCode::spare_part, TopKCode::least_spare); }
 
 // A place at the end of the buffer for each of the warp's threads that are here.

@@ -20,7 +20,7 @@ struct OfCluster {
   float2 sum;                                 // of the row, in the first block
 };
 
-// The threshold of a row and its maximum, by a warp, from so many slots.
+// The threshold of a row and its maximum, by a warp, from `slots` slots.
 template <class T, int of_lane>
 __device__ void find_threshold_of_slots(OfCluster& shared, int slots, int k) {
   float taken[of_lane], m = -infinity<float>();

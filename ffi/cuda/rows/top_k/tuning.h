@@ -44,7 +44,7 @@ struct TopKCode {
   static constexpr int row_blocks = 7;         // of these blocks that a multiprocessor should hold
   static constexpr int tile_packs = 4;         // of a lane in a tile
   static constexpr int warp_packs = 32 * tile_packs;  // of a warp in a tile
-  static constexpr int ranked = 192;           // up to so many keys are put in order without being cut before,
+  static constexpr int ranked = 192;           // the most keys that are put in order without being cut before,
   static constexpr int ranked_of_warp = 64;    // and by a warp
   static constexpr int most_groups = 32;       // of a lane: where it has more tiles, several are a group
   // Groups of a warp of a block that reach the threshold. If there are more, the search is another.
@@ -111,8 +111,8 @@ struct TopKTuning {
   int merged = 4096;         // keys of all parts of a row, at most
   int few_parts = 16;        // a row has more parts than this only where each of them has `least_tiles` tiles
   int least_tiles = 2;
-  int64_t row_packs = 4096;  // rows of at most so many packs take a warp each,
-  int waves = 4;             // if there are rows for so many times the warps that run at once,
+  int64_t row_packs = 4096;  // the longest rows that take a warp each,
+  int waves = 4;             // if there are rows for this many waves of warps,
   int row_k = 128;           // and k is at most this
 };
 constexpr TopKTuning kTopKTuning[] = {
