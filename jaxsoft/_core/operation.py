@@ -49,7 +49,7 @@ class Operation(abc.ABC):
     def tangents(self, primals: Sequence[jax.Array], tangents: Sequence) -> Sequence:
         """The tangents of the results, of tangents that may be known to be zero."""
 
-    def along(self, primals: Sequence[jax.Array], tangents: Sequence) -> tuple[Sequence[jax.Array], Sequence]:
+    def jvp(self, primals: Sequence[jax.Array], tangents: Sequence) -> tuple[Sequence[jax.Array], Sequence]:
         """The results and their tangents, for a function that computes something for both at once."""
         return self(*primals), self.tangents(primals, tangents)
 
@@ -219,7 +219,7 @@ def _abstract_eval(*operands, operation, call):
 
 def _jvp(primals, tangents, *, operation, call):
     del call
-    results, found = operation.along(primals, tangents)
+    results, found = operation.jvp(primals, tangents)
     return results, [ad.Zero(t.aval) if isinstance(t, SymbolicZero) else t for t in found]
 
 

@@ -52,7 +52,7 @@ class Total(HeadOperation):
         """The sum by way of all scores."""
         return lambda *operands: (self.objective.formula(*operands),)
 
-    def along(self, primals: Sequence[jax.Array], tangents: Sequence) -> tuple[Sequence, Sequence]:
+    def jvp(self, primals: Sequence[jax.Array], tangents: Sequence) -> tuple[Sequence, Sequence]:
         """The results, with all gradients that the derivative needs from the same pass, and their tangents.
 
         The gradients among the results count as constants.
@@ -69,7 +69,7 @@ class Total(HeadOperation):
 
     def tangents(self, primals: Sequence[jax.Array], tangents: Sequence) -> Sequence:
         """Those of the results."""
-        return self.along(primals, tangents)[1]
+        return self.jvp(primals, tangents)[1]
 
     def batch(self, operands: Sequence[jax.Array], dims: Sequence[int | None]) -> Sequence[jax.Array]:
         """By chunks of the classes; where there are gradients, the elements are taken one after the other."""

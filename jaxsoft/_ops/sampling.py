@@ -189,7 +189,7 @@ class _FromNucleus(Operation):
             lambda: jax.tree.map(functools.partial(jnp.where, complete), (token, probability), nucleus()),
         )
 
-    def along(self, primals, tangents):
+    def jvp(self, primals, tangents):
         """What is drawn counts as constant."""
         del tangents
         results = self(*primals)
@@ -197,7 +197,7 @@ class _FromNucleus(Operation):
 
     def tangents(self, primals, tangents):
         """Those of `along`."""
-        return self.along(primals, tangents)[1]
+        return self.jvp(primals, tangents)[1]
 
     def batch(self, operands, dims):
         """More rows."""
