@@ -133,7 +133,7 @@ class HeadOperation(Served):
         """Rows lie as hidden has them, classes as weight has them, and neither moves.
 
         Each device takes its classes for its rows in chunks. Where classes are sharded, the devices' numbers a row are
-        combined, and the gradient of hidden is summed over them (see `exchange`); where rows are sharded, the gradients
+        combined, and the gradient of hidden is summed over them (see `chunks`); where rows are sharded, the gradients
         of the other parameters are.
         """
         del results

@@ -1,6 +1,6 @@
 """How queries, keys and values reach shared memory: by bulk tensor copies, with zeros for what lies past their ends.
 
-Dimensions that copies cannot cut up (see `tiles`) are padded in XLA (`padded`), which copies the array; all others are
+Dimensions that copies cannot cut up (see `blocks`) are padded in XLA (`padded`), which copies the array; all others are
 read where they lie. Where a head is smaller than what the kernel computes with (`head_size`), copies reach past its
 end.
 """

@@ -115,7 +115,7 @@ def kernel(
       classes: how many there are.
     """
     dtype, (rows, width) = hidden.dtype, hidden.shape
-    hidden = jnp.pad(hidden, ((0, -rows % ROWS), (0, 0)))  # to what copies can cut up, see `tiles`
+    hidden = jnp.pad(hidden, ((0, -rows % ROWS), (0, 0)))  # to what copies can cut up, see `blocks`
     row_tiles, class_tiles = -(-rows // plan.block_rows), -(-(classes or weight.shape[1]) // plan.classes)
     tiles, steps = row_tiles * class_tiles, width // plan.depth
     registers = REGISTERS[plan.groups]
