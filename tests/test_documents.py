@@ -6,6 +6,7 @@ and in its default 32 bits, as a reader's program does. `<!-- test: needs 8 devi
 
 import contextlib
 import json
+import logging
 import pathlib
 import re
 import sys
@@ -17,8 +18,11 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "benchmarks"))
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "docs" / "generate"))
 
 import directives
+import explained
 import plot
 from public import ROOT
+
+from jaxsoft._core import library
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 PAGES += sorted(path for path in ROOT.glob("docs/**/*.md"))
@@ -45,6 +49,7 @@ def test_examples(path):
         usual.enter_context(jax.enable_x64(False))
         usual.enter_context(jax.numpy_dtype_promotion("standard"))
         usual.enter_context(jax.numpy_rank_promotion("allow"))
+        usual.callback(logging.getLogger("jaxsoft").setLevel, logging.NOTSET)
         for code, devices in blocks(path):
             if devices > len(jax.devices()):
                 pytest.skip(f"a block of this page needs {devices} devices")
@@ -64,6 +69,14 @@ def test_generated():
     for path in PAGES[3:]:
         directives.filled(str(path.relative_to(ROOT / "docs")), path.read_text(), wrong.append)
     assert not wrong
+
+
+@pytest.mark.skipif(library.find("cpu") is None, reason="the library for CPUs was not built")
+def test_explained():
+    """What the guide shows of `jaxsoft.explain` is what it prints: docs/generate/explained.py makes it anew."""
+    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        found = explained.explained()
+    assert found == {name: (explained.FOLDER / name).with_suffix(".txt").read_text() for name in found}
 
 
 def test_public_names():

@@ -7,6 +7,7 @@
 - `scaling`, with a function of benchmarks/scaling_report.py and its arguments: the same of what many devices send,
 - `figure`, with a name: a drawing of figures.py,
 - `excerpt`, with a file and a text: the part of the source that begins at that text,
+- `explained`, with a name: what `jaxsoft.explain` printed there, kept in explained/ (see explained.py),
 - `api`, with a module: the documentation of all its public names,
 - `include`, with a file of the repository's root: its text, with links that hold from this page.
 
@@ -21,6 +22,7 @@ import sys
 from collections.abc import Callable
 
 import excerpts
+import explained
 import figures
 import public
 
@@ -68,6 +70,10 @@ def _excerpt(page, path, text):
     return excerpts.excerpt(path, text)
 
 
+def _explained(page, name):
+    return explained.text(name)
+
+
 def _api(page, module):
     """All public names of a module, in the order of its `__all__`, classes first."""
     names = sorted(public.names(public.modules()[module]), key=lambda name: not name[0].isupper())
@@ -89,6 +95,7 @@ GENERATORS = {
     "scaling": _scaling,
     "figure": _figure,
     "excerpt": _excerpt,
+    "explained": _explained,
     "api": _api,
     "include": _include,
 }

@@ -23,7 +23,7 @@ def excerpt(path: str, text: str) -> str:
         raise LookupError(f"{path} has {len(starts)} lines that contain {text!r}, and should have one")
     found = lines[starts[0] : _end(lines, starts[0])]
     depth = _depth(found[0])
-    body = "\n".join(line[depth:] for line in found)
+    body = "\n".join(line[depth:].removesuffix("\\").rstrip() for line in found)  # as of a macro
     return f'```{_LANGUAGES.get(file.suffix, "text")} title="{path}"\n{body}\n```'
 
 

@@ -64,7 +64,7 @@ def fold() -> Drawing:
     return d
 
 
-def held() -> Drawing:
+def register_row() -> Drawing:
     """A row in registers: read once, reduced, written once."""
     d = Drawing(720, 170, "A row is read into registers once, reduced there, and written once")
     d.box(20, 60, 130, 46, "row in memory", kind="data").arrow((150, 83), (206, 83)).text(178, 74, "read", "small")
@@ -89,7 +89,7 @@ def ring() -> Drawing:
     d.arrow((400, 66), (466, 66)).box(470, 46, 110, 40, "(m, s)", kind="state")
     d.text(433, 57, "read", "small")
     d.arrow((525, 86), (525, 130)).box(470, 134, 230, 44, "exp(x - m) / s, tile by tile", kind="step")
-    d.arrow((400, 200), (584, 200), (584, 182)).text(492, 216, "tiles that are still held", "small")
+    d.arrow((400, 200), (584, 200), (584, 182)).text(492, 216, "tiles that are still there", "small")
     d.arrow((640, 178), (640, 204)).box(580, 208, 120, 30, "result", kind="data")
     return d
 
@@ -163,14 +163,17 @@ def attention() -> Drawing:
 
 def way() -> Drawing:
     """From a call to a kernel."""
-    d = Drawing(760, 560, "The way of a call of softmax through the package, from the public function to a kernel")
+    d = Drawing(760, 490, "The way of a call of softmax through the package, from the public function to a kernel")
     steps = [
         ("`jaxsoft.softmax(x, ...)`", "arguments are checked; what comes beside x becomes a form", "`_ops/`"),
-        ("`derivative`", "the function that JAX differentiates: value, and the linear map of its tangents", "`_rows/`"),
-        ("`primitive`: vmap", "a mapped dimension becomes one more dimension of rows", "`_rows/`"),
+        (
+            "`differentiable`",
+            "what JAX differentiates: the value, and the linear map of its tangents",
+            "`_rows/`",
+        ),
+        ("`RowOperation`", "one primitive in the jaxpr; under vmap a mapped dimension is more rows", "`_rows/`"),
         ("`partition`", "over a mesh rows stay on their devices; a sharded row is a fold over shards", "`_rows/`"),
-        ("`primitive`: bind", "a JAX primitive, which waits in the jaxpr until the platform is known", "`_rows/`"),
-        ("`choice`, when lowered", "the fastest implementation that serves these operands there", "`_rows/`"),
+        ("`choose`, when lowered", "the fastest implementation that serves these operands there, and why", "`_rows/`"),
     ]
     for i, (title, what, room) in enumerate(steps):
         y = 14 + i * 70
@@ -181,12 +184,12 @@ def way() -> Drawing:
     names = ("ffi, CPU", "ffi, CUDA", "pallas", "triton", "xla", "reference")
     for i, name in enumerate(names):
         x = 20 + i * 108
-        d.arrow((340, 414), (x + 50, 468)).box(x, 472, 100, 34, name, kind="data")
+        d.arrow((340, 344), (x + 50, 398)).box(x, 402, 100, 34, name, kind="data")
     files = ("`ffi/cpu`", "`ffi/cuda`", "`pallas_kernels`", "`triton_kernels`", "`_rows`", "`_rows`")
     for i, name in enumerate(files):
-        d.text(70 + i * 108, 526, name, "small")
+        d.text(70 + i * 108, 456, name, "small")
     d.text(
-        340, 550, "when it is traced: the steps above the line of implementations; when it runs: one kernel", "small"
+        340, 480, "when it is traced: the steps above the line of implementations; when it runs: one kernel", "small"
     )
     return d
 
@@ -219,7 +222,9 @@ def mesh() -> Drawing:
     return d
 
 
-DRAWINGS = {f.__name__: f for f in (fold, held, ring, split, cluster, columns, attention, way, derivative, mesh)}
+DRAWINGS = {
+    f.__name__: f for f in (fold, register_row, ring, split, cluster, columns, attention, way, derivative, mesh)
+}
 
 
 def figure(name: str) -> str:
