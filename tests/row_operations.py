@@ -7,12 +7,14 @@ from truth import wide
 
 from jaxsoft._rows import plain
 from jaxsoft._rows.forms import RowForm, compose
+from jaxsoft._rows.operations.kl_divergence import KL_DIVERGENCE
 from jaxsoft._rows.operations.labels import LABEL_STATE
 from jaxsoft._rows.operations.logsumexp import STATE
 from jaxsoft._rows.operations.softmax import SOFTMAX, SOFTMAX_VJP
 from jaxsoft._rows.spec import NO_ROW, RowExtra, RowKind
 
 SCALE, LIMIT, WHERE, BIAS = ALL_EXTRAS = (RowExtra.SCALE, RowExtra.LIMIT, RowExtra.WHERE, RowExtra.BIAS)
+OTHER_SCALE = RowExtra.OTHER_SCALE
 
 
 def operands_of(operation, form, shape, dtype, ones=()):
@@ -27,6 +29,7 @@ def operands_of(operation, form, shape, dtype, ones=()):
         LIMIT: rng.integers(0, n + 3, leading).astype(np.int32),
         WHERE: rng.random((*leading, n)) < 0.7,
         BIAS: rng.standard_normal((*leading, n)).astype(dtype),
+        OTHER_SCALE: np.random.default_rng(n).uniform(-1.5, 1.5, leading).astype(state),
     }
     extras = {name: v for name, v in extras.items() if name in form.extras}
     x = rng.standard_normal(shape).astype(dtype)
@@ -36,18 +39,19 @@ def operands_of(operation, form, shape, dtype, ones=()):
         (y,) = exact(SOFTMAX, RowForm(np.dtype(np.float64), tuple(limit), form.trailing), x, *limit.values())
         y = np.where(rng.random(shape) < 0.1 * form.masked, 0, y)
         return [y.astype(dtype), np.where(y == 0, np.inf, g).astype(dtype) if form.masked else g, *extras.values()]
-    base = [x]
+    base = [x, *(rng.standard_normal(shape).astype(dtype) for _ in operation.inputs[1:])]
     if operation.has_label:
         label = rng.integers(-1, n, rows[:-1]).astype(np.int32)
         label.flat[1::5] = NO_ROW
         np.moveaxis(x, -1 - form.trailing, -1)[label == NO_ROW] = np.nan
         base.append(label)
     if statistics := operation.kinds.count(RowKind.STATISTIC):
-        of = LABEL_STATE if operation.has_label else STATE
+        several = len(operation.inputs) > 1
+        of, known = (KL_DIVERGENCE, 4) if several else (LABEL_STATE if operation.has_label else STATE, 2)
         with np.errstate(over="ignore"):
-            m, s = exact(of, RowForm(np.dtype(np.float64), form.extras, form.trailing), *base, *extras.values())[:2]
-        numbers = [rng.standard_normal(m.shape).astype(state) for _ in range(statistics - 2)]
-        base += [m.astype(state), s.astype(state), *numbers]
+            of_x = exact(of, RowForm(np.dtype(np.float64), form.extras, form.trailing), *base, *extras.values())
+        base += [v.astype(state) for v in of_x[:known]]
+        base += [rng.standard_normal(of_x[0].shape).astype(state) for _ in range(statistics - known)]
     if RowKind.COTANGENT in operation.kinds:
         base.append(g)
     return [*base, *extras.values()]

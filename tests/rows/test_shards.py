@@ -19,6 +19,7 @@ from jaxsoft._rows.forms import RowForm
 from jaxsoft._rows.operation import RowOperation
 from jaxsoft._rows.operations import OPERATIONS
 from jaxsoft._rows.operations.entropy import entropy_of_rows
+from jaxsoft._rows.operations.kl_divergence import KL_DIVERGENCE, kl_divergence_of_rows
 from jaxsoft._rows.operations.labels import LABEL_SUMS, label_entropy_of_rows, label_state_of_rows, label_sums_of_rows
 from jaxsoft._rows.operations.log_softmax import LOG_SOFTMAX_VJP, log_softmax_of_rows
 from jaxsoft._rows.operations.logsumexp import STATE, logsumexp_of_rows
@@ -29,7 +30,7 @@ from jaxsoft._rows.spec import NO_ROW
 pytestmark = needs_devices
 SERVED = [operation for operation in OPERATIONS if operation.has_kernels and not operation.selects]
 FUNCTIONS = softmax_of_rows, log_softmax_of_rows, logsumexp_of_rows, entropy_of_rows
-FUNCTIONS += label_state_of_rows, label_sums_of_rows, label_entropy_of_rows
+FUNCTIONS += label_state_of_rows, label_sums_of_rows, label_entropy_of_rows, kl_divergence_of_rows
 FORWARD = {function.forward: function for function in FUNCTIONS}
 
 
@@ -77,11 +78,14 @@ def special_rows(operation) -> list[np.ndarray]:
     x[1, :32], x[2, 32:], x[3], x[4, 40], x[5, 3], x[6, 60] = -np.inf, -np.inf, -np.inf, np.nan, np.inf, -np.inf
     x[7] += 1e4
     x[8, 8:] = -np.inf
-    x[9] = (1e36 if operation is LABEL_SUMS else 3e38) * np.sign(x[9])  # whose sum would be out of range
+    small = operation in (LABEL_SUMS, KL_DIVERGENCE)  # whose sums and distances would be out of range
+    x[9] = (1e36 if small else 3e38) * np.sign(x[9])
     x[10, :8] = np.nan
     x[11, ::8] = -np.inf
     label = np.array([0, 5, 40, 7, 3, 3, 60, 63, 40, 1, NO_ROW, 17, -1, n, 2**31 - 1, NO_ROW], np.int32)
-    return [x, label] if operation.has_label else [x]
+    y = x + np.random.default_rng(1).standard_normal(x.shape, np.float32) / 8
+    y[1::2] = np.roll(y[1::2], 8, axis=-1)
+    return [x, label] if operation.has_label else [x, y] if len(operation.inputs) > 1 else [x]
 
 
 @pytest.mark.parametrize("operation", FORWARD, ids=repr)

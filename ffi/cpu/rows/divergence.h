@@ -9,7 +9,7 @@ namespace jaxsoft::cpu {
 // of z, and the divergence k of the part alone. c and k keep all their digits where z and w are near each other.
 struct DivergenceState {
   State p = {-infinity, 0}, q = {-infinity, 0};
-  double c = 0, k = 0;
+  double c = -infinity, k = 0;
 };
 
 static inline double logsumexp(State state) { return state.m - state.m == 0 ? state.m + log(state.s) : state.m; }

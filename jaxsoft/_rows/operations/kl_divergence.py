@@ -8,7 +8,7 @@ are as small as d, take one that is corrected by what the sum of p * expm1(d) di
 Beside the letters of `jaxsoft._rows.spec`, x and y are the scores of p and of q, c is that ratio, and k the divergence.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -91,33 +91,53 @@ def _kl_divergence(reductions, x, y):
     return m, s, c, nan_where(undefined, k)
 
 
-def _of_parts(axes: Axes, results: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+def _of_parts(
+    axes: Axes, results: Sequence[jax.Array], state_of: Callable[[int], State]
+) -> tuple[jax.Array, ...]:
     """The results of a row, given those of its parts.
 
     By the chain rule, the divergence is the mean of those of the parts, and the one of the parts' shares. That is as in
-    a part, with the ratios c of the parts in the place of those of elements. Parts where p has nothing add to q alone.
+    a part, with the ratios c of the parts in the place of those of elements. Parts where p has nothing, or as good as
+    nothing, add to q alone, of which each has the logsumexp log_q.
     """
+    m, s, c, k = results
+    log_p = jnp.where(s == 0, -jnp.inf, lse(State(m, s)))
+    # Where y is far above x, as where only x is masked by a large number, the digits of y's are not in the ratio.
+    log_q = jax.lax.cond(
+        jnp.any(jnp.abs(c) > 64),
+        lambda: lse(state_of(1)).astype(m.dtype),
+        lambda: jnp.where(s == 0, c, log_p + c),
+    )
 
-    def of_maxima(m, s, c, k):
-        return m, jnp.where(s == 0, -jnp.inf, c), jnp.where(s == 0, c, -jnp.inf)
+    def of_maxima(m, s, c, k, log_p, log_q):
+        return m, jnp.where(s == 0, -jnp.inf, c), log_p, log_q
 
-    def of_sums(maxima, m, s, c, k):
-        all_m, all_c, all_alone = maxima
-        share, d = s * weight(m, all_m), jnp.where(s == 0, 0, c - reference(all_c))
-        terms = jnp.where(share == 0, 0, k + _beyond_linear(d))
-        alone = jnp.where(s == 0, weight(c, all_alone), 0)
-        return share, share * jnp.expm1(d), share * jnp.exp(d), share * terms, alone
+    def near(m, c, log_p, log_q):
+        """A number near the ratio: the largest of a part, which has all its digits, or that of the maxima."""
+        log_p, log_q = reference(log_p), reference(log_q)
+        rounding = 8 * jnp.finfo(m.dtype).eps * (jnp.abs(log_p) + jnp.abs(log_q))
+        rough = log_q - log_p
+        return jnp.where(jnp.abs(reference(c) - rough) <= 32 + rounding, reference(c), rough)
 
-    (m, c, of_alone), (s, excess, grown, k, alone) = exchanged(axes, results, of_maxima, of_sums)
-    empty, total = s == 0, jnp.where(s == 0, 1, s)
-    c = reference(c)
-    alone = alone * weight(of_alone, jnp.where(empty, of_alone, lse(State(m, s)) + c))
+    def of_sums(maxima, m, s, c, k, log_p, log_q):
+        share = s * weight(m, maxima[0])
+        none = share < 1e-30
+        d = jnp.where(none, 0, c - near(*maxima))
+        terms = jnp.where(none, jnp.where(jnp.isnan(k), k, 0), share * (k + _beyond_linear(d)))
+        alone = jnp.where(none, weight(log_q, maxima[-1]), 0)
+        return share, jnp.where(none, 0, share * jnp.expm1(d)), jnp.where(none, 0, share * jnp.exp(d)), terms, alone
+
+    maxima, (s, excess, grown, k, alone) = exchanged(axes, (m, s, c, k, log_p, log_q), of_maxima, of_sums)
+    m, *_, log_q = maxima
+    empty, total, c = s == 0, jnp.where(s == 0, 1, s), near(*maxima)
+    of_other = log_q + jnp.log(jnp.where(empty, alone, 1))  # where there is no p
+    alone = jnp.where(empty, 0, alone * weight(log_q, lse(State(m, total)) + c))
     excess, grown = excess / total + alone, jnp.where(empty, 1, grown / total + alone)
-    near = jnp.abs(excess) < 1 / 2  # else its sum with 1 has lost digits
-    log = jnp.where(near, jnp.log1p(jnp.where(near, excess, 0)), jnp.log(grown))
-    beyond = jnp.where(near, _beyond_log(jnp.where(near, excess, 0)), log - (grown - 1))
-    k = jnp.where(empty, 0, k / total + alone + beyond)
-    return m, s, jnp.where(empty, of_alone + jnp.log(jnp.where(empty, alone, 1)), c + log), k
+    close = jnp.abs(excess) < 1 / 2  # else its sum with 1 has lost digits
+    log = jnp.where(close, jnp.log1p(jnp.where(close, excess, 0)), jnp.log(jnp.maximum(grown, 1e-37)))
+    beyond = jnp.where(close, _beyond_log(jnp.where(close, excess, 0)), log - (grown - 1))
+    k = jnp.where(empty, k, jnp.maximum(k / total + alone + beyond, 0))
+    return m, s, jnp.where(empty, of_other, jnp.where(jnp.isneginf(log_q), -jnp.inf, c + log)), k
 
 
 def _slopes(x, y, m, s, c, k):
