@@ -74,6 +74,15 @@ def dense(implementation: str | None, *, where=None, counts=None, entropy=False,
     return ours, theirs
 
 
+def kl_divergence(implementation: str | None, named: Sequence[str] = (), **options) -> Pair:
+    """Of two arrays of logits, and of the scale if that is named."""
+
+    def call(function, **more):
+        return lambda x, y, *v: (function(x, y, **dict(zip(named, v, strict=True)), **options, **more),)
+
+    return call(jaxsoft.softmax_kl_divergence, implementation=implementation), call(definitions.kl_divergence)
+
+
 def linear(labels, named: Sequence[str] = (), *, lse=True, entropy=False, chunk_size=None, recompute=True,
            **options) -> Pair:  # fmt: skip
     """Loss, and perhaps logsumexp and entropy, of hidden, weight, and what is named of the other arguments."""
@@ -170,6 +179,7 @@ _RNG = np.random.default_rng(0)
 _X = _RNG.standard_normal((3, 6))
 _MASK = np.array([[1, 1, 0, 1, 1, 1], [1, 0, 1, 1, 0, 1], [0, 0, 0, 0, 0, 0]], bool)
 _SCALE, _BIAS = _RNG.standard_normal((3, 1)), _RNG.standard_normal((1, 6))
+_Y = np.random.default_rng(1).standard_normal((3, 6))
 _LABELS, _SOME = np.array([0, 5, 3], np.int32), np.array([0, -100, 3], np.int32)
 _Q, _WEIGHTS = _RNG.random((3, 6)), _RNG.uniform(0.2, 2, 6)
 _HEAD = (_RNG.standard_normal((3, 4)), _RNG.standard_normal((4, 6)), _BIAS[0], _WEIGHTS)
@@ -226,6 +236,8 @@ CALLS: dict[str, tuple[Sequence[np.ndarray], Callable[[str | None], Pair]]] = {
     "dense": ((_X, _Q), dense),
     "dense, entropy, mask": ((_X, _Q), lambda i: dense(i, where=_MASK, entropy=True, **_CAPPED)),
     "dense, weights, mask": ((_X, _Q, _WEIGHTS), lambda i: dense(i, where=_MASK, **_CAPPED)),
+    "kl": ((_X, _Y), kl_divergence),
+    "kl, scale, mask": ((_X, _Y, _SCALE), lambda i: kl_divergence(i, ("scale",), where=_MASK)),
     "linear": (_HEAD, lambda i: linear(_SOME, _NAMED, chunk_size=4, **_IGNORED)),
     "linear, smoothing": (_HEAD, lambda i: linear(_SOME, _NAMED, chunk_size=4, entropy=True, **_IGNORED, **_CAPPED)),
     "linear, kept": (_HEAD, lambda i: linear(_SOME, _NAMED, chunk_size=4, recompute=False, **_IGNORED, **_SMOOTHED)),

@@ -54,6 +54,21 @@ def entropy(x, axis=-1, where=None, scale=None, bias=None, is_causal=False):
     return -jnp.sum(jnp.where(counts, jnp.exp(log_p) * log_p, 0), axis)
 
 
+def kl_divergence(x, y, axis=-1, where=None, scale=None):
+    """Of softmax(y) from softmax(x): 0 where nothing counts, infinite where an element has a share of x's alone."""
+    z, counts = _scores(x, axis, where, scale, None, False)
+    of_y = _scores(y, axis, where, scale, None, False)[0]
+    counts, also = counts & (z > -jnp.inf), counts & (of_y > -jnp.inf)
+
+    def log(z, counts):
+        lse = _lse(z, axis, counts)
+        return jnp.where(counts, z, 0) - jnp.where(jnp.isfinite(lse), lse, 0)
+
+    log_p, log_q = log(z, counts), log(of_y, also)
+    k = jnp.sum(jnp.where(counts, jnp.exp(log_p) * (log_p - log_q), 0), axis)
+    return jnp.where(jnp.any(counts & ~also, axis), jnp.inf, k)
+
+
 # Functions (x, axis, where, scale, bias, is_causal), by their names in jaxsoft. Every test through calls.py has them.
 ROW_FUNCTIONS = {f.__name__: f for f in (softmax, log_softmax, logsumexp, entropy)}
 

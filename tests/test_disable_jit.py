@@ -10,7 +10,7 @@ from common import served
 
 import jaxsoft
 
-FAST = ("softmax", "integer", "attention, segments")
+FAST = ("softmax", "integer", "kl", "attention, segments")
 CHOICES = choices(lambda name: name not in FAST)
 
 
@@ -57,6 +57,7 @@ def test_nothing_but_a_result_is_nan(derivative):
         lambda x: [jaxsoft.linear_softmax_cross_entropy(x, w, y, reduction="mean", ignore_index=-100)],
         lambda x: jaxsoft.softmax_cross_entropy(x, p, return_entropy=True),
         lambda x: [jaxsoft.entropy(x)],
+        lambda x: [jaxsoft.softmax_kl_divergence(x, jnp.cos(x)), jaxsoft.softmax_kl_divergence(x, x, scale=0.5)],
     ]
     with jax.debug_nans(True), jax.disable_jit():
         for function in functions:
@@ -98,6 +99,7 @@ def nothing_of_losses():
         "integer": lambda: integer(x, y, ignore_index=-100, label_smoothing=0.1, z_loss=0.1),
         "integer with rows": lambda: integer(x, abs(y) % 5, where=rows, return_entropy=True),
         "dense": lambda: jaxsoft.softmax_cross_entropy(x, p, where=rows, return_entropy=True),
+        "kl": lambda: jaxsoft.softmax_kl_divergence(x, p, where=rows[:, None]),
         "linear": lambda: jaxsoft.linear_softmax_cross_entropy(x, w, y, ignore_index=-100, return_entropy=True),
     }
 

@@ -41,6 +41,9 @@ CALLS = {
     "dense": lambda x, **how: dense(x, PROBABILITIES, **how),
     "dense, weighted": lambda x, **how: dense(x, PROBABILITIES, **WEIGHTED, **how),
     "dense, classes": lambda x, **how: dense(x, np.where(CLASSES, PROBABILITIES, 0), where=CLASSES, **WEIGHTED, **how),
+    "kl": lambda x, **how: jaxsoft.softmax_kl_divergence(x, x / 2, **how),
+    "kl, masked": lambda x, **how: jaxsoft.softmax_kl_divergence(PROBABILITIES, x, where=CLASSES & (x > -1), **how),
+    "kl, infinite": lambda x, **how: jnp.exp(-jaxsoft.softmax_kl_divergence(PROBABILITIES, x, scale=0.5, **how)),
     "top k": lambda x, **how: jaxsoft.top_k_softmax(x[::2], 3, **how)[1],
     "fold": lambda x, **how: jnp.exp(jaxsoft.fold.lse(jaxsoft.fold.combine(*map(jaxsoft.fold.state, (x[:2], x[1:]))))),
 }

@@ -195,6 +195,24 @@ def cross_entropy(draw, dtypes, implementation):
     return Case(what, *pair, operands)
 
 
+def kl_divergence(draw, dtypes, implementation):
+    """Of logits of any two shapes that broadcast, near each other or not, over any axes."""
+    shape, fixed, moving = shapes(draw), {}, {}
+    axis = draw(st.one_of(st.integers(-len(shape), len(shape) - 1), st.none()))
+    if draw(st.booleans()):
+        fixed["where"] = mask(draw, part_of(draw, shape))
+    x, y = array(draw, shape, dtypes), array(draw, part_of(draw, shape), dtypes)
+    if draw(st.booleans()):
+        y = (np.asarray(x, np.float64) + 1e-3 * np.asarray(y, np.float64)).astype(y.dtype)
+    if draw(st.booleans()):
+        one = tuple(1 if axis in (None, a, a - len(shape)) else d for a, d in enumerate(shape))
+        moving["scale"] = array(draw, part_of(draw, one), dtypes) / 4
+    elif not fixed and axis == -1 and y.shape == shape:
+        x, y = with_minus_inf(draw, x), with_minus_inf(draw, y)
+    what = f"KL(axis={axis}, {fixed}, {list(moving)}, q_logits {y.shape})"
+    return Case(what, *calls.kl_divergence(implementation, tuple(moving), axis=axis, **fixed), [x, y, *moving.values()])
+
+
 def linear_cross_entropy(draw, dtypes, implementation):
     """With chunks of any size; operands of one dtype, as strict promotion asks for; any label beside a weight of 0."""
     del implementation
@@ -368,6 +386,7 @@ KINDS = [
     row_operation,
     integer_cross_entropy,
     cross_entropy,
+    kl_divergence,
     linear_cross_entropy,
     top_k,
     attention,
@@ -436,7 +455,7 @@ def over_a_mesh(draw, implementation):
         return jnp.floor(jax.lax.stop_gradient(x).astype(jnp.float32) * 64).astype(jnp.int32)
 
     options, masked, scaled = loss_options(draw), draw(st.booleans()), draw(st.booleans())
-    name = draw(st.sampled_from([*ROW_FUNCTIONS, "integer", "dense", "top_k"]))
+    name = draw(st.sampled_from([*ROW_FUNCTIONS, "integer", "dense", "kl", "top_k"]))
 
     def functions(x):
         """Jaxsoft's function and the definition, of x."""
@@ -449,6 +468,9 @@ def over_a_mesh(draw, implementation):
             labels = (numbers(x) % 5).astype(x.dtype) / 8
             pair = calls.dense(implementation, where=where, **options)
             return tuple(lambda x, f=f: f(x, labels) for f in pair)
+        if name == "kl":
+            pair = calls.kl_divergence(implementation, where=where, scale=0.7 if scaled else None)
+            return tuple(lambda x, f=f: f(x, jnp.cos(x)) for f in pair)
         return calls.row_function(implementation, name, where=where, scale=0.7 if scaled else None)
 
     what = f"{name}({options}, {masked}, {scaled})"

@@ -24,6 +24,7 @@ CALLS = {
     "top_k": lambda x: jaxsoft.top_k_softmax(x, 3)[:2],
     "integer": lambda x: integer(x, LABELS),
     "integer, entropy": lambda x: integer(x, LABELS, label_smoothing=0.1, return_entropy=True),
+    "kl": lambda x: jaxsoft.softmax_kl_divergence(x, PROBABILITIES),
     "dense": lambda x: jaxsoft.softmax_cross_entropy(x, PROBABILITIES),
 }
 each_call = pytest.mark.parametrize("name", CALLS)

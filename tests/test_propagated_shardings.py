@@ -23,7 +23,7 @@ def mesh():
 
 
 # The other calls are these with more arguments.
-NAMES = (*definitions.ROW_FUNCTIONS, "integer", "top_k", "attention, segments", "fold")
+NAMES = (*definitions.ROW_FUNCTIONS, "integer", "kl", "top_k", "attention, segments", "fold")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in NAMES else slow) for name in calls.CALLS])

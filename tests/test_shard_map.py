@@ -29,11 +29,13 @@ def functions(name, implementation, labels):
     if name == "dense":
         ours, theirs = calls.dense(implementation)
         return tuple(lambda x, f=f: f(x, jax.nn.one_hot(labels, 40)) for f in (ours, theirs))
+    if name == "kl":
+        return tuple(lambda x, f=f: f(x, jax.numpy.cos(x)) for f in calls.kl_divergence(implementation))
     return calls.row_function(implementation, name)
 
 
 # test_sharding has the functions of OPS inside shard_map.
-NAMES = ["top_k", "integer", *(name for name in definitions.ROW_FUNCTIONS if name not in OPS)]
+NAMES = ["top_k", "integer", "kl", *(name for name in definitions.ROW_FUNCTIONS if name not in OPS)]
 SLOW_NAMES = ["dense", *OPS]
 
 

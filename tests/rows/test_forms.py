@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from common import DTYPES, each_dtype_in_turn, each_fast_implementation, precision, served, slow
-from row_operations import ALL_EXTRAS, BIAS, LIMIT, SCALE, WHERE, assert_exact, operands_of
+from row_operations import ALL_EXTRAS, BIAS, LIMIT, OTHER_SCALE, SCALE, WHERE, assert_exact, operands_of
 from truth import wide
 
 from jaxsoft._rows import plain
@@ -19,6 +19,7 @@ from jaxsoft._rows.forms import RowForm, compose, groups, result_types
 from jaxsoft._rows.operation import RowOperation
 from jaxsoft._rows.operations import OPERATIONS
 from jaxsoft._rows.operations.entropy import ENTROPY, ENTROPY_VJP
+from jaxsoft._rows.operations.kl_divergence import KL_DIVERGENCE, KL_DIVERGENCE_VJP, KL_DIVERGENCE_VJP_OTHER
 from jaxsoft._rows.operations.log_softmax import LOG_SOFTMAX, LOG_SOFTMAX_VJP
 from jaxsoft._rows.operations.logsumexp import LOGSUMEXP_VJP, STATE
 from jaxsoft._rows.operations.softmax import SOFTMAX, SOFTMAX_VJP
@@ -26,6 +27,7 @@ from jaxsoft._rows.spec import RowKind
 from jaxsoft.fold import accumulator
 
 EACH_AND_ALL = ((SCALE,), (LIMIT,), (WHERE,), (BIAS,), ALL_EXTRAS)
+OF_TWO_INPUTS = ((SCALE,), (LIMIT,), (WHERE,), (OTHER_SCALE,), (SCALE, LIMIT, WHERE, OTHER_SCALE))
 EXTRAS = {
     SOFTMAX: EACH_AND_ALL,
     SOFTMAX_VJP: ((SCALE,), (LIMIT,), (SCALE, LIMIT)),
@@ -35,6 +37,9 @@ EXTRAS = {
     LOGSUMEXP_VJP: EACH_AND_ALL,
     ENTROPY: EACH_AND_ALL,
     ENTROPY_VJP: EACH_AND_ALL,
+    KL_DIVERGENCE: OF_TWO_INPUTS,
+    KL_DIVERGENCE_VJP: OF_TWO_INPUTS,
+    KL_DIVERGENCE_VJP_OTHER: OF_TWO_INPUTS,
 }
 each_operation = pytest.mark.parametrize("operation", EXTRAS, ids=str)
 
