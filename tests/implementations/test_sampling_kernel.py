@@ -15,9 +15,8 @@ from test_random import distribution
 from truth import wide
 
 from jaxsoft._core import library
-from jaxsoft._ops import sampling_kernel
 from jaxsoft._ops.sampling import _draw_on_one_device
-from jaxsoft._ops.sampling_kernel import Sampler
+from jaxsoft._ops.sampling_kernel import Sampling
 from jaxsoft.random import sample
 
 KEY = jax.random.key(0)
@@ -41,7 +40,7 @@ OPTIONS = [
 
 @functools.cache
 def jitted(k):
-    return jax.jit(functools.partial(sampling_kernel.draw, Sampler(k, _draw_on_one_device)))
+    return jax.jit(Sampling(k, _draw_on_one_device))
 
 
 def kernel(k, *operands):
@@ -227,7 +226,7 @@ def test_sharded(k, kind):
     with jax.set_mesh(mesh):
         for spec in (jax.P("a"), jax.P("a", None, "b"), jax.P(None, None, "b")):
             sharded = jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
-            draw = jax.jit(functools.partial(sampling_kernel.draw, Sampler(k, _draw_on_one_device)))
+            draw = jax.jit(Sampling(k, _draw_on_one_device))
             compiled = draw.lower(u, sharded, *options).compile()
             token, p = compiled(u, sharded, *options)
             np.testing.assert_array_equal(token, expected[0])

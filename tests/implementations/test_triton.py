@@ -217,7 +217,9 @@ def interpreted(operation: str, calls: list[tuple[TritonPlan, list[np.ndarray]]]
         pickle.dump([(operation, cut, operands, [t[kind] for kind in kinds]) for (cut, operands), t in given], file)
     script = pathlib.Path(__file__).parent / "interpret_triton.py"
     command = [sys.executable, script, folder / "calls", folder / "results"]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    package = str(pathlib.Path(jaxsoft.__file__).parents[1])  # the one that is tested, as of a clone
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": package}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     with open(folder / "results", "rb") as file:
         return pickle.load(file)
