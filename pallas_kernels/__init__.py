@@ -54,8 +54,8 @@ def is_fastest(operation: RowSpec, form: RowForm, platform: str, operands: Seque
 
 def kernel(
     operation: RowSpec, form: RowForm, platform: str, operands: Sequence[jax.core.ShapedArray]
-) -> Function | None:
-    """The kernel for an operation in this form, or None where it has to be composed."""
+) -> Function | str:
+    """The kernel for an operation in this form, or why it has to be composed."""
     del platform
     from .rows import choice
 

@@ -5,16 +5,11 @@ import numpy as np
 
 from jaxsoft._rows import ffi
 from jaxsoft._rows.forms import RowForm
-from jaxsoft._rows.operations import OPERATIONS
-from jaxsoft._rows.spec import Reduction
-
-WITHOUT_WORKSPACE = [operation.name for operation in OPERATIONS if operation.reduces is Reduction.NOTHING]
 
 
 def call(target, results, *operands, extras="", trailing=0, masked=False, cap=None):
     """Calls a target with results of the given shapes and dtypes, and the workspace that most targets have."""
     attributes = ffi.attributes(RowForm(np.dtype(np.float32), (), trailing, masked, cap)) | {"extras": extras}
     types = [jax.ShapeDtypeStruct(*result) for result in results]
-    if target not in WITHOUT_WORKSPACE:
-        types.append(ffi.workspace(jax.ShapeDtypeStruct((4, 8), np.float32)))  # enough for short rows
+    types += ffi.workspace(target, jax.ShapeDtypeStruct((4, 8), np.float32))  # enough for short rows
     return jax.block_until_ready(jax.ffi.ffi_call(f"jaxsoft_{target}", types)(*operands, **attributes))

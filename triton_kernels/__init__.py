@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxsoft._core import gpus
 from jaxsoft._core.operation import Function, Types
-from jaxsoft._rows.forms import RowForm, RowKernels, is_plain
+from jaxsoft._rows.forms import RowForm, RowKernels, is_plain, no_kernel, other_form
 from jaxsoft._rows.operations.log_softmax import LOG_SOFTMAX, LOG_SOFTMAX_VJP
 from jaxsoft._rows.operations.logsumexp import LOGSUMEXP_VJP, STATE
 from jaxsoft._rows.operations.softmax import SOFTMAX, SOFTMAX_VJP
@@ -79,11 +79,13 @@ def unsupported(operands: Sequence[jax.core.ShapedArray]) -> str | None:
 KERNELS = frozenset((SOFTMAX, SOFTMAX_VJP, LOG_SOFTMAX, LOG_SOFTMAX_VJP, STATE, LOGSUMEXP_VJP))
 
 
-def kernel(operation: RowSpec, form: RowForm, platform: str, operands: Types) -> Function | None:
-    """The kernel for an operation in this form, or None where it has to be composed."""
+def kernel(operation: RowSpec, form: RowForm, platform: str, operands: Types) -> Function | str:
+    """The kernel for an operation in this form, or why it has to be composed."""
     del platform
-    if operation not in KERNELS or not is_plain(operation, form, operands):
-        return None
+    if operation not in KERNELS:
+        return no_kernel(operation)
+    if not is_plain(operation, form, operands):
+        return other_form(operation, form, operands)
 
     def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
         from .rows import launch  # imports Triton
@@ -96,10 +98,8 @@ def kernel(operation: RowSpec, form: RowForm, platform: str, operands: Types) ->
 
 
 def describe(operation: RowSpec, form: RowForm, platform: str, operands: Types) -> str:
-    """The kernel's name, and how it cuts up its work, in words; of a form that is composed, the name alone."""
-    del platform
-    if operation not in KERNELS or not is_plain(operation, form, operands):
-        return f"jaxsoft_{(operation if operation in KERNELS else STATE).name}"
+    """The kernel's name, and how it cuts up its work, in words."""
+    del form, platform
     from .rows.plan import of_call
 
     return f"jaxsoft_{operation.name}: {of_call(gpus.assumed().generation, operands).words}"

@@ -1,4 +1,7 @@
-"""`implementation="ffi"`: the C++ and CUDA kernels for rows of ffi/, called through the JAX FFI."""
+"""`implementation="ffi"`: the C++ and CUDA kernels for rows of ffi/, called through the JAX FFI.
+
+Their limits, workspaces and plans the library says itself (ffi/rows/answers.cc, ffi/cuda/answers.cc).
+"""
 
 import math
 from collections.abc import Callable
@@ -7,30 +10,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsoft._core import library
-from jaxsoft._core.operation import Function
-from jaxsoft._rows.forms import Operands, RowForm, RowKernels, groups, is_plain, result_types, row_dtypes, split
+from jaxsoft._core import gpus, library
+from jaxsoft._core.operation import Function, Types
+from jaxsoft._rows.forms import (
+    Operands,
+    RowForm,
+    RowKernels,
+    groups,
+    is_plain,
+    no_kernel,
+    other_form,
+    result_types,
+    row_dtypes,
+    split,
+)
 from jaxsoft._rows.operations.top_k import TOP_K
-from jaxsoft._rows.spec import Reduction, RowExtra, RowSpec
+from jaxsoft._rows.spec import Reduction, RowExtra, RowKind, RowSpec
 
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 _F32 = np.dtype(jnp.float32)
-# The limits of the kernels: of k, and of the groups of leading dimensions along which extras are broadcast differently.
-_MOST_K = 256
-_MOST_GROUPS = 4
-# kShortPart and kMostReceived in ffi/cuda/rows/top_k/tuning.h: a part of a row that has candidates has more elements,
-# and so many of these a device may get from all together.
-_SHORT_PART, _MOST_RECEIVED = 1024, 2048
-
-# The workspace, in bytes. On a GPU it holds the states of the parts of a long row, or a counter from which blocks take
-# their next work. Rows of at least _LONG_ROW bytes may be too long for a cluster of blocks: then it holds the states of
-# the parts of all rows, for which 1/512 of the memory of the rows is enough.
-_WORKSPACE = 1 << 17
-_LONG_ROW = 1 << 20
-# For the k largest elements, the workspace holds those of each part as words of _WORD bytes, and the part's state in
-# _PART_STATE bytes. All rows together have up to _PARTS parts.
-_PARTS = 1024
-_WORD, _PART_STATE = 8, 16
+# The library that is asked: it answers as that for CUDA does, and can be loaded everywhere.
+_ASKED = "cpu"
 
 
 def unsupported(operands: Operands) -> str | None:
@@ -41,16 +41,21 @@ def unsupported(operands: Operands) -> str | None:
     return None
 
 
-def kernel(operation: RowSpec, form: RowForm, platform: str, operands: Operands) -> Function | None:
-    """The kernel for an operation in this form, or None where the kernels have to be composed."""
+def kernel(operation: RowSpec, form: RowForm, platform: str, operands: Operands) -> Function | str:
+    """The kernel for an operation in this form, or why the kernels have to be composed."""
     if operation.name not in library.operations(platform):
-        return None
-    if operation.selects and (form.k > _MOST_K or (platform == "cuda" and operands[0].dtype == jnp.float64)):
-        return None
+        return f"{no_kernel(operation)} in its library for {platform}"
+    if operation.selects and form.k > _most_k():
+        return f"it finds up to {_most_k()} elements of a row, not {form.k}"
+    if operation.selects and platform == "cuda" and operands[0].dtype == jnp.float64:
+        return "its kernel for the largest elements does not take float64 on a GPU"
+    if len(operation.inputs) > 1 and not _have_one_dtype(operation, form, platform, operands):
+        what = other_form(operation, form, operands)
+        return f"{what}: it takes arrays of one dtype, and gives results of this"
     if not is_plain(operation, form, operands) and not _takes(operation, form, operands):
-        return None
+        return other_form(operation, form, operands)
     if not _go_together(form.dtype, operands[0].dtype):
-        return None
+        return other_form(operation, form, operands)
 
     # In the CUDA kernels that reduce nothing, a thread writes only where it alone has read before. On a CPU the last
     # vector of a row overlaps the one before it, so in place it would read elements that are already written.
@@ -59,35 +64,51 @@ def kernel(operation: RowSpec, form: RowForm, platform: str, operands: Operands)
 
     def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
         types = result_types(operation, form, operands[0])
-        beside = [] if operation.reduces is Reduction.NOTHING else [workspace(operands[0], form.k, form.trailing)]
+        beside = workspace(operation.name, operands[0], form.k, form.trailing)
         target = jax.ffi.ffi_call(f"jaxsoft_{operation.name}", (*types, *beside), input_output_aliases=aliases)
         return tuple(target(*operands, **attributes(form))[: len(types)])
 
     return call
 
 
-def workspace(x: jax.Array, k: int = 0, trailing: int = 0) -> jax.ShapeDtypeStruct:
-    """The workspace that kernels get for rows like those of x, or to find k elements of each.
+def describe(operation: RowSpec, form: RowForm, platform: str, operands: Types) -> str:
+    """The kernel's name on a GPU, and how it cuts up its work, in words; "" where the shape is not known."""
+    x, gpu = operands[0], gpus.assumed()
+    if platform != "cuda" or not all(isinstance(size, int) for size in x.shape):
+        return ""
+    axis = x.ndim - 1 - form.trailing
+    rows, n, inner = math.prod(x.shape[:axis]), x.shape[axis], math.prod(x.shape[axis + 1 :])
+    (size,) = [v.size for v in workspace(operation.name, x, form.k, form.trailing)] or [0]
+    where = gpu.capability, gpu.multiprocessors, size
+    if operation.selects:
+        return library.text(_ASKED, "top_k_plan", rows, n, form.k, x.dtype.itemsize, *where)
+    writes = RowKind.ROW in operation.result_kinds
+    itemsizes = x.dtype.itemsize, form.dtype.itemsize if writes else x.dtype.itemsize
+    extras = "".join(extra.value for extra in form.extras) + "c" * (form.cap is not None) + "m" * form.masked
+    return library.text(_ASKED, "row_plan", operation.name, rows, n, inner, *itemsizes, extras, *where)
 
-    Where the shape is not known, it is the smallest one, which suffices for rows of any shape.
-    """
-    known = x.ndim > 0 and all(isinstance(d, int) for d in x.shape)
-    if k:
-        size = _PARTS * (_WORD * k + _PART_STATE)
-    elif known and not trailing and x.shape[-1] * x.dtype.itemsize >= _LONG_ROW:
-        size = max(_WORKSPACE, math.prod(x.shape) * x.dtype.itemsize // 512)
-    else:
-        size = _WORKSPACE
-    return jax.ShapeDtypeStruct((size,), jnp.uint8)
+
+def workspace(
+    operation: str, x: jax.Array | jax.core.ShapedArray, k: int = 0, trailing: int = 0
+) -> list[jax.ShapeDtypeStruct]:
+    """The workspace that an operation gets for rows like those of x, or to find k elements of each, if it takes one."""
+    known = not trailing and all(isinstance(size, int) for size in x.shape)
+    rows, n = (math.prod(x.shape[:-1]), x.shape[-1]) if known else (-1, -1)
+    size = library.number(_ASKED, "row_workspace", operation, rows, n, x.dtype.itemsize, k)
+    return [jax.ShapeDtypeStruct((size,), jnp.uint8)] if size else []
+
+
+def _most_k() -> int:
+    return library.number(_ASKED, "limit", "most_k")
 
 
 def top_k_candidates(x: jax.Array, k: int) -> Callable[[jax.Array], jax.Array] | None:
     """The CUDA kernel for the candidates of a device for the k largest elements, of its part x of rows; or None."""
-    if not _has_candidates(x, k) or x.shape[-1] <= _SHORT_PART:
+    if not _has_candidates(x, k) or x.shape[-1] <= library.number(_ASKED, "top_k_limit", "short_part"):
         return None
     # On words of 32 bits: two of three arrays of k elements have x's dtype, and the state is of two numbers.
     words = math.prod(x.shape[:-1]) * (k * (2 * x.dtype.itemsize // 4 + 1) + 2)
-    types = jax.ShapeDtypeStruct((words,), jnp.uint32), workspace(x, k)
+    types = jax.ShapeDtypeStruct((words,), jnp.uint32), *workspace(TOP_K.name, x, k)
     call = jax.ffi.ffi_call("jaxsoft_top_k_candidates", types)
     return lambda x: call(x, k=np.int64(k))[0]
 
@@ -101,11 +122,9 @@ def top_k_of_candidates(x: jax.Array, form: RowForm, parts: int) -> Callable[[ja
       parts: how many devices there are.
     """
     n = x.shape[-1]
-    if (
-        not _has_candidates(x, form.k)
-        or parts * min(form.k, n) > _MOST_RECEIVED
-        or not _go_together(form.dtype, x.dtype)
-    ):
+    if not _has_candidates(x, form.k) or not _go_together(form.dtype, x.dtype):
+        return None
+    if parts * min(form.k, n) > library.number(_ASKED, "top_k_limit", "most_received"):
         return None
     call = jax.ffi.ffi_call("jaxsoft_top_k_of_candidates", result_types(TOP_K, form, x))
     return lambda candidates: tuple(call(candidates, part=np.int64(n)))
@@ -113,12 +132,21 @@ def top_k_of_candidates(x: jax.Array, form: RowForm, parts: int) -> Callable[[ja
 
 def _has_candidates(x: jax.Array, k: int) -> bool:
     known = library.find("cuda") is not None and "top_k_candidates" in library.operations("cuda")
-    return known and x.size > 0 and x.dtype in (jnp.float16, jnp.bfloat16, jnp.float32) and k <= _MOST_K
+    return known and x.size > 0 and x.dtype in (jnp.float16, jnp.bfloat16, jnp.float32) and k <= _most_k()
 
 
 def _go_together(result: np.dtype, dtype: np.dtype) -> bool:
     """Whether the kernels write results of one dtype from operands of the other."""
     return result == dtype or {result, dtype} in ({_F32, np.dtype(t)} for t in (jnp.float16, jnp.bfloat16))
+
+
+def _have_one_dtype(operation: RowSpec, form: RowForm, platform: str, operands: Operands) -> bool:
+    """Whether all whole rows of an operation on several arrays have one dtype. On a CPU that of results may differ."""
+    results = {form.dtype_of(result.input) for result in operation.results if result.kind is RowKind.ROW}
+    given = row_dtypes(operation, operands)
+    if platform == "cuda" or not results:
+        return len(given | results) == 1
+    return len(given) == len(results) == 1 and _go_together(*results, *given)
 
 
 def _takes(operation: RowSpec, form: RowForm, operands: Operands) -> bool:
@@ -135,7 +163,9 @@ def _takes(operation: RowSpec, form: RowForm, operands: Operands) -> bool:
         return False
     if RowExtra.BIAS in extras and extras[RowExtra.BIAS].dtype != dtype:
         return False
-    return len(groups(operands[0].shape[:-1], [v.shape for v in extras.values()])) <= _MOST_GROUPS
+    return len(groups(operands[0].shape[:-1], [v.shape for v in extras.values()])) <= library.number(
+        _ASKED, "limit", "most_groups"
+    )
 
 
 def attributes(form: RowForm) -> dict[str, object]:
@@ -148,4 +178,4 @@ def attributes(form: RowForm) -> dict[str, object]:
     }
 
 
-KERNELS = RowKernels(kernel, unsupported, composed=True)
+KERNELS = RowKernels(kernel, unsupported, composed=True, describe=describe)

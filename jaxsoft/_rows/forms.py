@@ -64,16 +64,18 @@ class RowKernels:
     """The kernels for rows that an implementation has.
 
     Attributes:
-      kernel: (operation, form, platform, operands) -> the kernel that takes the form as it is, or None. There is one
-        for the plain form of every operation, but for those that can be made of the state (`RowSpec.from_state`).
+      kernel: (operation, form, platform, operands) -> the kernel that takes the form as it is, or why there is none.
+        There is one for the plain form of every operation, but for those that can be made of the state
+        (`RowSpec.from_state`).
       unsupported: (operands) -> None, or why it cannot take operands of these shapes and dtypes.
       composed: whether the default choice takes it for forms that have to be composed, too. Before its plain kernel XLA
         then writes the scores anew, which only the fastest kernel makes up for.
       is_fastest: (operation, form, platform, operands) -> whether the default choice tries it before all others.
-      describe: (operation, form, platform, operands) -> the kernel's name and how it cuts up its work, in words.
+      describe: (operation, form, platform, operands) -> of such a kernel, its name and how it cuts up its work, in
+        words.
     """
 
-    kernel: Callable[[RowSpec, RowForm, str, Types], Function | None]
+    kernel: Callable[[RowSpec, RowForm, str, Types], Function | str]
     unsupported: Callable[[Types], str | None] = lambda operands: None
     composed: bool = False
     is_fastest: Callable[[RowSpec, RowForm, str, Types], bool] = lambda operation, form, platform, operands: False
@@ -216,7 +218,25 @@ def row_dtypes(operation: RowSpec, operands: Operands) -> set[np.dtype]:
 
 
 def _has_one_dtype(operation: RowSpec, form: RowForm, operands: Operands) -> bool:
-    return {form.dtype, form.dtype_of(1)} == row_dtypes(operation, operands)
+    return {form.dtype, form.dtype_of(1)} == row_dtypes(operation, operands) == {operands[0].dtype}
+
+
+def no_kernel(operation: RowSpec) -> str:
+    """Why an implementation does not serve an operation that it does not know."""
+    return f"it has no kernel for {operation}"
+
+
+def other_form(operation: RowSpec, form: RowForm, operands: Operands) -> str:
+    """Why an implementation does not serve an operation in a form that its kernel does not take."""
+    names = {RowExtra.LIMIT: "lengths", RowExtra.WHERE: "a mask", RowExtra.BIAS: "a bias"}
+    with_what = sorted({names.get(extra, "a scale") for extra in form.extras})
+    with_what += ["a soft cap"] if form.cap is not None else []
+    with_what += ["elements masked by their softmax"] if form.masked else []
+    with_what += ["an axis that is not the last"] if form.trailing else []
+    dtypes = {form.dtype, form.dtype_of(1), *row_dtypes(operation, operands)}
+    with_what += [f"dtypes {' and '.join(sorted(dtype.name for dtype in dtypes))}"] if len(dtypes) > 1 else []
+    of = f" with {', '.join(with_what)}" if with_what else f" of {operands[0].dtype.name}{[*operands[0].shape]}"
+    return f"its kernel for {operation} does not take rows{of}"
 
 
 def valid_elements(form: RowForm, first: jax.Array, extras: Extras) -> jax.Array | None:

@@ -34,8 +34,6 @@ from jaxsoft._rows.shards import on_shards
 from jaxsoft._rows.spec import Reductions, RowKind, RowSpec
 from jaxsoft.fold import State, accumulator
 
-_COMPOSED = "it takes this call only if XLA writes the scores anew for it"
-
 
 @dataclasses.dataclass(frozen=True)
 class RowOperation(Served):
@@ -103,32 +101,43 @@ class RowOperation(Served):
             reason = REGISTERED[name].unavailable(platform) or _refusal(name, plain_operands)
             if reason is None:
                 kernels = kernels_of("rows", name)
-                # A form that is composed costs time, so the default choice goes on to the next implementation.
-                if function := self._kernel(kernels, platform, operands, plain_operands):
-                    return Choice(self.name, name, function, kernels.describe(spec, form, platform, operands), reasons)
-                reason = _COMPOSED
+                found = self._kernel(kernels, platform, operands, plain_operands)
+                if not isinstance(found, str):
+                    return Choice(self.name, name, *found, reasons)
+                reason = found
             reasons[name] = reason
         assert self.implementation is not None, "xla serves everything"
         raise refuse(self.implementation, reasons, _able(plain_operands))
 
-    def _kernel(self, kernels: RowKernels, platform: str, operands: Types, plain: Types) -> Function | None:
-        """An implementation's kernel that takes the form as it is, or else the form composed from its plain kernel."""
+    def _kernel(self, kernels: RowKernels, platform: str, operands: Types, plain: Types) -> tuple[Function, str] | str:
+        """An implementation's kernel that takes the form as it is, or else the form composed from its plain kernel.
+
+        The kernel is described in words. If there is none, why.
+        """
+
+        def kernel(spec: RowSpec, form: RowForm, operands: Types) -> tuple[Function | str, str]:
+            found = kernels.kernel(spec, form, platform, operands)
+            return found, "" if isinstance(found, str) else kernels.describe(spec, form, platform, operands)
+
         spec, form = self.spec, self.form
-        if native := kernels.kernel(spec, form, platform, operands):
-            return native
+        native, words = kernel(spec, form, operands)
+        if not isinstance(native, str):
+            return native, words
+        # A form that is composed costs time, so the default choice goes on to the next implementation.
         if self.implementation is None and not kernels.composed:
-            return None
+            return native
         dtype = accumulator(plain[0].dtype) if spec.selects else plain[0].dtype  # probabilities are rounded once
-        if whole := kernels.kernel(spec, RowForm(dtype, k=form.k), platform, plain):
-            return compose(spec, form, whole)
+        whole, words = kernel(spec, RowForm(dtype, k=form.k), plain)
+        if not isinstance(whole, str):
+            return compose(spec, form, whole), words
         if self.implementation is None or not spec.from_state:
-            return None
+            return whole
         # An operation that an implementation does not know, from its kernel for the state of the scores.
-        state = kernels.kernel(STATE, RowForm(plain[0].dtype), platform, plain[:1])
-        if state is None:
-            return None
+        state, words = kernel(STATE, RowForm(plain[0].dtype), plain[:1])
+        if isinstance(state, str):
+            return state
         reductions = Reductions(lambda x: State(*state(x)), lambda x: jax.numpy.sum(x, axis=-1), take)
-        return compose(spec, form, forms.formula(spec, form, reductions))
+        return compose(spec, form, forms.formula(spec, form, reductions)), words
 
     def _plain_operands(self, operands: Types) -> list[jax.core.ShapedArray]:
         """The operands of a kernel for the plain form, those before the second one of x's shape.

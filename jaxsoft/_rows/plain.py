@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxsoft import fold
 from jaxsoft._core.operation import Function
 from jaxsoft._rows import forms
-from jaxsoft._rows.forms import Operands, RowForm, RowKernels, is_plain
+from jaxsoft._rows.forms import Operands, RowForm, RowKernels, is_plain, other_form
 from jaxsoft._rows.formulas import pick, wide
 from jaxsoft._rows.operations.softmax import SOFTMAX
 from jaxsoft._rows.spec import Reduction, Reductions, RowSpec
@@ -58,9 +58,10 @@ def _without_known_length(operands: Operands) -> str | None:
 def _in_plain_form(formula: Callable[[RowSpec, RowForm], Function]):
     """The `kernel` of an implementation that has nothing but formulas for the plain form."""
 
-    def kernel(operation: RowSpec, form: RowForm, platform: str, operands: Operands) -> Function | None:
+    def kernel(operation: RowSpec, form: RowForm, platform: str, operands: Operands) -> Function | str:
         del platform
-        return formula(operation, form) if is_plain(operation, form, operands) else None
+        plain = is_plain(operation, form, operands)
+        return formula(operation, form) if plain else other_form(operation, form, operands)
 
     return kernel
 

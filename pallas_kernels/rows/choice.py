@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsoft._core.operation import Function, Types
-from jaxsoft._rows.forms import RowForm, is_plain
+from jaxsoft._rows.forms import RowForm, is_plain, no_kernel, other_form
 from jaxsoft._rows.formulas import take
 from jaxsoft._rows.operations.labels import LABEL_STATE, LABEL_STATE_VJP
 from jaxsoft._rows.operations.logsumexp import LOGSUMEXP_VJP, STATE
@@ -114,11 +114,12 @@ class _Call:
         return _padded(rows, cut.rows, fits)
 
 
-def kernel(operation: RowSpec, form: RowForm, operands: Types) -> Function | None:
-    """The kernel for an operation in this form, or None where it has to be composed."""
+def kernel(operation: RowSpec, form: RowForm, operands: Types) -> Function | str:
+    """The kernel for an operation in this form, or why it has to be composed."""
     found = _Call.of(operation, form, operands)
     if found is None:
-        return None
+        known = operation in operations.KERNELS or operation in _LABELLED
+        return other_form(operation, form, operands) if known else no_kernel(operation)
     *leading, n = operands[0].shape
     rows, own, plain = found.rows, len(found.operation.operands), found.kernel()
 
@@ -137,10 +138,9 @@ def kernel(operation: RowSpec, form: RowForm, operands: Types) -> Function | Non
 
 
 def describe(operation: RowSpec, form: RowForm, operands: Types) -> str:
-    """The kernel's name, and how it cuts up its work, in words; of a form that is composed, how the name begins."""
+    """The kernel's name, and how it cuts up its work, in words."""
     found = _Call.of(operation, form, operands)
-    if found is None:
-        return f"jaxsoft_{(operation if operation in operations.KERNELS else STATE).name}"
+    assert found
     return f"jaxsoft_{found.operation.name}_{found.plan.words}"
 
 

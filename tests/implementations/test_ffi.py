@@ -109,7 +109,7 @@ def test_extras_that_differ_in_too_many_dimensions():
 )
 def test_bad_attributes(attributes, message):
     x = jnp.ones((3, 7), F32)  # a shape of its own: to JAX's cache of compiled calls, np.int32(0) is np.int64(0)
-    types = [jax.ShapeDtypeStruct(x.shape, F32), ffi.workspace(x)]
+    types = [jax.ShapeDtypeStruct(x.shape, F32), *ffi.workspace("softmax", x)]
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         jax.block_until_ready(jax.ffi.ffi_call("jaxsoft_softmax", types)(x, **attributes))
 
@@ -225,6 +225,7 @@ def test_a_library_that_is_missing_or_broken(monkeypatch, tmp_path):
     broken = tmp_path / "libjaxsoft.so"
     broken.write_text("no library")
     monkeypatch.setattr(library, "find", lambda platform: broken)
+    library._loaded.cache_clear()
     assert "libjaxsoft.so could not be loaded" in library._register.__wrapped__(PLATFORM)[1]
 
 
