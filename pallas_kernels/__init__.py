@@ -116,4 +116,14 @@ def head_unsupported(hidden: jax.core.ShapedArray, weight: jax.core.ShapedArray)
     return plan.unsupported(hidden, weight)
 
 
+def describe_head(kernel: str) -> str:
+    """The name of one of these kernels, and how it cuts up its work, in words."""
+    from .head import plan
+
+    cut = plan.head_plan()
+    return (
+        f"jaxsoft_head_{kernel}: tiles of {cut.block_rows} rows and {cut.classes} classes, by {cut.groups} warp groups"
+    )
+
+
 ROWS = RowKernels(kernel, unsupported, is_fastest=is_fastest, describe=describe)

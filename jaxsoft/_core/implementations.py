@@ -121,7 +121,7 @@ class Choice:
 
     operation: str
     implementation: str
-    function: Callable[..., tuple[jax.Array, ...]] = dataclasses.field(compare=False, repr=False)
+    function: Callable[..., Any] = dataclasses.field(compare=False, repr=False)
     kernel: str = ""
     reasons: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
 

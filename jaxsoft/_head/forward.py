@@ -155,6 +155,7 @@ class HeadForward(HeadOperation):
     before_weight: bool = False
 
     name = "linear_statistics"
+    kernel = "statistics"
 
     @property
     def keep(self) -> bool:
@@ -171,6 +172,10 @@ class HeadForward(HeadOperation):
         """The statistics, the residuals, and the scores if they are kept."""
         residuals = self.head.residuals if self.residual else ()
         return *self.head.statistics, *residuals, *(HeadArray.SCORES,) * self.keep
+
+    def refusal(self, hidden: jax.core.ShapedArray, weight: jax.core.ShapedArray) -> str | None:
+        """As `kernels` says it."""
+        return kernels.refusal(self.head, hidden.update(dtype=product_dtype(hidden, weight)), weight)
 
     def formula(self) -> Function:
         """By way of all scores, without what is for the pullback."""
@@ -228,7 +233,7 @@ class HeadForward(HeadOperation):
             return Folded(fold.State(m, s), products, t, rest, m if head.summed else None)
 
         on_gpu = None
-        if kernels.serve(head, jax.typeof(parameters[HeadArray.HIDDEN]), jax.typeof(operands[1])):
+        if self.refusal(jax.typeof(operands[0]), jax.typeof(operands[1])) is None:
             on_gpu = in_registers
         elif rows := self._row_chunk(operands[1], label.size, dtype):
             on_gpu = functools.partial(over_rows, rows, label.size, with_rows, start)

@@ -120,7 +120,7 @@ def formula(head: Head, *operands: jax.Array) -> tuple[jax.Array, ...]:
     return *found, *composed_sums(head, x, label, ref, parameters.get(HeadArray.CLASS_WEIGHTS))
 
 
-def product_dtype(hidden: jax.Array, weight: jax.Array) -> jnp.dtype:
+def product_dtype[T: (jax.Array, jax.core.ShapedArray)](hidden: T, weight: T) -> jnp.dtype:
     """The dtype in which hidden and weight are multiplied."""
     return jnp.promote_types(hidden.dtype, weight.dtype)
 

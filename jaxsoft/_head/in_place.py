@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
+from jaxsoft._core.implementations import Choice, report
 from jaxsoft._head import ffi
 from jaxsoft._head.chunks import Chunk, InParts, over_chunks, summed_during
 from jaxsoft._head.head import Head, product
@@ -114,7 +115,10 @@ def _in_place(head: Head, size: int, hidden: jax.Array, dx: jax.Array) -> jax.Ar
         return over_chunks(size, dx.shape[1], step, dx)
 
     if ffi.serves(hidden, dx):
-        return jax.lax.platform_dependent(hidden, dx, cuda=ffi.weight_gradient_in_place, default=in_chunks)
+        choice = Choice("weight_gradient", "ffi", ffi.weight_gradient_in_place, ffi.plan(hidden, dx))
+        report(choice)
+        by_kernel = jax.named_scope(choice.scope)(choice.function)
+        return jax.lax.platform_dependent(hidden, dx, cuda=by_kernel, default=in_chunks)
     return in_chunks(hidden, dx)
 
 

@@ -21,19 +21,23 @@ from jaxsoft._head.operation import HeadArray
 _LEAST_ROWS = 17
 
 
-def serve(head: Head, hidden: jax.core.ShapedArray, weight: jax.core.ShapedArray) -> bool:
-    """Whether the kernels serve a layer, on a GPU.
+def refusal(head: Head, hidden: jax.core.ShapedArray, weight: jax.core.ShapedArray) -> str | None:
+    """None, or why the kernels do not serve a layer on a GPU.
 
     Args:
       head: the layer.
       hidden: in the dtype of the products.
       weight: the layer's matrix.
     """
-    if head.composed or head.chunk_size is not None or not head.recompute:
-        return False
-    if pallas_kernels.unavailable("cuda") or pallas_kernels.head_unsupported(hidden, weight):
-        return False
-    return hidden.shape[0] >= _LEAST_ROWS
+    if head.composed:
+        return "its kernels for linear layers take no smoothing or entropy beside class weights"
+    if head.chunk_size is not None or not head.recompute:
+        return "chunk_size and recompute=False are for chunks of the classes, which XLA computes"
+    if reason := pallas_kernels.unavailable("cuda") or pallas_kernels.head_unsupported(hidden, weight):
+        return reason
+    if hidden.shape[0] < _LEAST_ROWS:
+        return f"its tiles would be mostly empty with less than {_LEAST_ROWS} rows"
+    return None
 
 
 def chunk_size(rows: int) -> int:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+import jaxsoft.pallas_kernels as pallas_kernels
 from jaxsoft._core.implementations import Choice, Names
 from jaxsoft._core.mesh import Axes, axes_of, if_even, refined
 from jaxsoft._core.operation import Function, Served, Types, bdims_at_front
@@ -82,6 +83,7 @@ class HeadOperation(Served):
     """What one pass over the scores computes. The first two operands are hidden and weight."""
 
     implementation = None
+    kernel = ""  # that of Pallas
 
     def by(self, implementation: Names) -> Self:
         """Itself: what serves it is made of operations that have implementations."""
@@ -102,10 +104,20 @@ class HeadOperation(Served):
     def on_rows(self, shards: Shards, *operands: jax.Array) -> tuple[jax.Array, ...]:
         """The results on one device, which has these shards of the operands. The rows are one dimension."""
 
+    @abc.abstractmethod
+    def refusal(self, hidden: jax.core.ShapedArray, weight: jax.core.ShapedArray) -> str | None:
+        """None, or why Pallas's kernels do not compute the scores of the rows of hidden, on a GPU."""
+
     def choose(self, platform: str, operands: Types) -> Choice:
-        """A loop over chunks."""
-        del platform, operands
-        return Choice(self.name, "xla", self.local())
+        """A loop over chunks, which on a GPU may be of Pallas's kernels."""
+        hidden, weight = operands[:2]
+        if platform != "cuda":
+            return Choice(self.name, "xla", self.local())
+        rows = math.prod(hidden.shape[:-1])
+        reason = self.refusal(hidden.update(shape=(rows, hidden.shape[-1])), weight)
+        if reason is None:
+            return Choice(self.name, "pallas", self.local(), pallas_kernels.describe_head(self.kernel))
+        return Choice(self.name, "xla", self.local(), reasons={"pallas": reason})
 
     def local(self, shards: Shards = Shards()) -> Function:
         """The function of a device that has these shards of the operands."""

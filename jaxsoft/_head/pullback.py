@@ -65,6 +65,11 @@ class HeadPullback(HeadOperation):
     head: Head
     wrt: tuple[HeadArray, ...]
     name = "linear_gradients"
+    kernel = "gradients"
+
+    def refusal(self, hidden: jax.core.ShapedArray, weight: jax.core.ShapedArray) -> str | None:
+        """As `kernels` says it."""
+        return kernels.refusal(self.head, hidden.update(dtype=product_dtype(hidden, weight)), weight)
 
     def formula(self) -> Function:
         """There is none: what is differentiated again is the derivative (see `derivative`), and not its transpose."""
@@ -101,7 +106,7 @@ class HeadPullback(HeadOperation):
         if in_place and self.head.recompute:
             # On a CPU it took 5 to 12 % longer in place, for 256 rows of 256 numbers and 32000 classes.
             ways["cpu"] = functools.partial(gradients, False, False)
-        if kernels.serve(self.head, jax.core.ShapedArray(operands[0].shape, dtype), jax.typeof(operands[1])):
+        if self.refusal(jax.typeof(operands[0]), jax.typeof(operands[1])) is None:
             whole = fits and (rows == width or almost_fills(operands[1], rows))
             ways["cuda"] = functools.partial(gradients, whole, True)
         return jax.lax.platform_dependent(*operands, **ways) if len(ways) > 1 else ways["default"](*operands)

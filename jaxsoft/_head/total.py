@@ -48,6 +48,11 @@ class Total(HeadOperation):
     wrt: tuple[HeadArray, ...] = ()
     name = "linear_loss"
 
+    def refusal(self, hidden: jax.core.ShapedArray, weight: jax.core.ShapedArray) -> str | None:
+        """A chunk's scores are written, as the gradients take their place."""
+        del hidden, weight
+        return "a sum of losses is taken with its gradients, by XLA's products of chunks of the rows"
+
     def formula(self) -> Function:
         """The sum by way of all scores."""
         return lambda *operands: (self.objective.formula(*operands),)

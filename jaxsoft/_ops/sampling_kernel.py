@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxsoft._core import library
+from jaxsoft._core import gpus, library
 from jaxsoft._core.implementations import Choice, Names
 from jaxsoft._core.mesh import Axes, axes_of, can_partition, if_even, refined
 from jaxsoft._core.operation import Function, Served, Types
@@ -87,9 +87,17 @@ class Sampling(Served):
     def choose(self, platform: str, operands: Types) -> Choice:
         """The kernel on a GPU whose library has it."""
         if platform == "cuda" and _NAME in library.operations(platform):
-            return Choice(self.name, "ffi", self._by_kernel)
+            return Choice(self.name, "ffi", self._by_kernel, self._plan(operands[1]))
         reason = library.unavailable("cuda") if platform == "cuda" else "its kernel that samples is CUDA's"
         return Choice(self.name, "xla", self.formula(), reasons={"ffi": reason or "it has no kernel that samples"})
+
+    @staticmethod
+    def _plan(x: jax.core.ShapedArray) -> str:
+        """The kernel's name, and how it cuts up its work, in words; "" where the shape is not known."""
+        if not all(isinstance(size, int) for size in x.shape):
+            return ""
+        sizes, gpu = (math.prod(x.shape[:-1]), x.shape[-1], x.dtype.itemsize), gpus.assumed()
+        return library.text("cpu", "sample_plan", *sizes, gpu.capability, gpu.multiprocessors)
 
     def _by_kernel(self, uniform: jax.Array, x: jax.Array, *options: jax.Array) -> tuple[jax.Array, ...]:
         rows, n = x.shape[:-1], x.shape[-1]

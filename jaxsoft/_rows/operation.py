@@ -129,7 +129,7 @@ class RowOperation(Served):
         dtype = accumulator(plain[0].dtype) if spec.selects else plain[0].dtype  # probabilities are rounded once
         whole, words = kernel(spec, RowForm(dtype, k=form.k), plain)
         if not isinstance(whole, str):
-            return compose(spec, form, whole), words
+            return compose(spec, form, whole), words and f"{words}, of scores that XLA writes before"
         if self.implementation is None or not spec.from_state:
             return whole
         # An operation that an implementation does not know, from its kernel for the state of the scores.

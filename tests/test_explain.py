@@ -1,0 +1,262 @@
+"""`jaxsoft.explain`, the logger and the metadata of programs: what serves each operation, and why what comes before it
+does not.
+
+GPUs are lowered for that are not here, with a library that is pretended to be there. What attention says of its kernels
+is tested in test_attention_choice and test_cuda_plans.
+"""
+
+import logging
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from common import on_cpu, target
+from common import pretend as pretend_rows
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import mesh_of, needs_devices
+
+import jaxsoft
+from jaxsoft._attention.ffi import TARGETS
+from jaxsoft._core import library
+from jaxsoft._core.implementations import PREFERENCE
+
+H100 = "NVIDIA H100 80GB HBM3"
+HAS_LIBRARY = library.find("cpu") is not None
+needs_cpu_library = pytest.mark.skipif(not HAS_LIBRARY, reason="libjaxsoft_cpu says what the plans are")
+
+
+def types(*shapes, dtype=jnp.bfloat16):
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+
+
+def found(f, *operands):
+    """The choices by the operation's name."""
+    choices = jaxsoft.explain(f, *operands).choices
+    for choice in choices:
+        before = list(choice.reasons)
+        assert choice.implementation not in before and all(choice.reasons.values()), choice
+        assert "\n" not in f"{choice}{choice.kernel}"
+    return {choice.operation: choice for choice in choices}
+
+
+@pytest.fixture
+def on_h100(monkeypatch):
+    """Lowers for an H100 whose library has every kernel."""
+    pretend_rows(monkeypatch, None)
+    others = {"sample", "weight_gradient_in_place", *(of_attention.name for of_attention in TARGETS)}
+    names = library.operations("cpu") | others
+    monkeypatch.setattr(library, "operations", lambda platform: names)
+    find = library.find
+    monkeypatch.setattr(library, "find", lambda platform: find("cpu"))
+    with target(H100):
+        yield
+
+
+def training_step(hidden, weight, teacher, labels):
+    """The gradients of a loss of distillation."""
+
+    def loss(hidden, weight):
+        logits = jaxsoft.softmax(hidden)[..., :1] + hidden @ weight
+        of_labels = jaxsoft.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return jnp.mean(of_labels + jaxsoft.softmax_kl_divergence(jax.lax.stop_gradient(teacher), logits, scale=0.5))
+
+    return jax.grad(loss, (0, 1))(hidden, weight)
+
+
+def decode_step(query, keys, logits):
+    attended = jaxsoft.dot_product_attention(query, keys, keys)
+    return attended, jaxsoft.top_k_softmax(logits, 50), jaxsoft.random.sample(jax.random.key(0), logits, top_p=0.9)
+
+
+STEP = [*types((64, 128), (128, 256), (64, 256)), jax.ShapeDtypeStruct((64,), jnp.int32)]
+DECODE = types((2, 1, 4, 64), (2, 256, 4, 64), (2, 32000))
+
+
+def test_a_training_step_here():
+    """Each operation is named once, in the order of the program, with an implementation that is available."""
+    step = found(training_step, *STEP)
+    expected = ["softmax", "label_state", "kl_divergence", "kl_divergence_vjp_other", "label_state_vjp", "softmax_vjp"]
+    assert sorted(step) == sorted(expected)
+    for choice in step.values():
+        assert jaxsoft.implementations()[choice.implementation] is None
+    text = str(jaxsoft.explain(training_step, *STEP))
+    assert len(text.splitlines()) >= len(step) and "kl_divergence_vjp_other" in text
+    assert repr(jaxsoft.explain(lambda x: x + 1, np.ones(3, np.float32))) == "no operation of jaxsoft"
+
+
+def test_what_is_compiled_already():
+    f = jax.jit(lambda x: jaxsoft.softmax(x))
+    x = jnp.ones((3, 40))
+    f(x)
+    assert [*found(f, x)] == ["softmax"] == [*found(f, x)]
+
+
+@on_cpu
+@needs_cpu_library
+def test_a_training_step_on_a_gpu(on_h100):
+    """The kernels' names and plans; nothing comes before the fastest."""
+    step = found(training_step, *STEP)
+    assert step["softmax"].kernel == "register_row: rows in registers, 2 packs of 16 bytes a thread"
+    assert step["kl_divergence"].kernel.startswith("kl_divergence: one read")
+    for choice in step.values():
+        assert choice.kernel and choice.implementation == "ffi", choice
+    x = types((4096, 128256))
+    labels = jax.ShapeDtypeStruct((4096,), jnp.int32)
+    long = found(jax.grad(lambda x, y: jaxsoft.softmax_cross_entropy_with_integer_labels(x, y).sum()), *x, labels)
+    assert long["label_state"].kernel.startswith("jaxsoft_state_tiled: ")
+    assert long["label_state"].implementation == "pallas" and not long["label_state"].reasons
+
+
+@on_cpu
+@needs_cpu_library
+def test_a_decode_step_on_a_gpu(on_h100):
+    step = found(decode_step, *DECODE)
+    assert step["attention"].kernel.startswith("decode_few_rows: ")
+    assert step["top_k"].kernel.startswith("top_k_by_")
+    assert step["sample"].implementation == "ffi" and step["sample"].kernel
+
+
+@on_cpu
+@needs_cpu_library
+def test_rows_that_are_composed(on_h100):
+    """A kernel that takes one dtype gets scores that are converted before, and the table says so."""
+    x, (y,) = *types((64, 300)), types((64, 300), dtype=jnp.float32)
+    kernel = found(jaxsoft.softmax_kl_divergence, x, y)["kl_divergence"].kernel
+    assert kernel == "kl_divergence: one read of both arrays, of scores that XLA writes before"
+
+
+@on_cpu
+@needs_cpu_library
+def test_plans_follow_the_gpu(on_h100):
+    """Of rows, for a GPU with fewer multiprocessors."""
+    x = jax.ShapeDtypeStruct((2, 1 << 22), jnp.float32)
+    plans = set()
+    for kind, number in ((H100, 132), ("NVIDIA H20", 78)):
+        with target(kind, number):
+            plans.add(found(lambda x: jaxsoft.entropy(x, implementation="ffi"), x)["entropy"].kernel)
+    assert len(plans) == 2, plans
+
+
+@on_cpu
+@needs_cpu_library
+def test_reasons(on_h100, monkeypatch):
+    """Why an implementation does not serve, in terms of the call."""
+    (x,) = types((64, 32000))
+    names = library.operations("cuda")
+    choice = found(lambda x: jaxsoft.top_k_softmax(x, 300), x)["top_k"]
+    assert choice.reasons["ffi"] == "it finds up to 256 elements of a row, not 300"
+    assert choice.reasons["pallas"] == "it has no kernel for top_k"
+    monkeypatch.setattr(library, "operations", lambda platform: names - {"entropy", "softmax"})
+    assert found(jaxsoft.entropy, x)["entropy"].reasons == {
+        "ffi": "it has no kernel for entropy in its library for cuda",
+        "pallas": "it has no kernel for entropy",
+        "triton": jaxsoft.implementations("cuda")["triton"],
+    }
+    odd = jax.ShapeDtypeStruct((64, 128257), jnp.bfloat16)
+    assert found(jaxsoft.softmax, odd)["softmax"].reasons["pallas"] == (
+        "long rows must be a multiple of 16 bytes, the alignment of bulk copies; got n=128257 of bfloat16"
+    )
+    strided = found(lambda x: jaxsoft.softmax(x, 0), x)["softmax"]
+    assert strided.reasons["pallas"] == "its kernel for softmax does not take rows with an axis that is not the last"
+    pretend_rows(monkeypatch, "libjaxsoft_cuda was not built; build it")
+    assert found(jaxsoft.softmax, x)["softmax"].reasons == {"ffi": "libjaxsoft_cuda was not built; build it"}
+
+
+@on_cpu
+@needs_cpu_library
+def test_linear_layers(on_h100):
+    """Pallas keeps scores in registers, with reasons where it does not; the in-place product has a line of its own."""
+    hidden, weight = types((4096, 256), (256, 8192))
+    labels = jax.ShapeDtypeStruct((4096,), jnp.int32)
+
+    def losses(h, w, y, **options):
+        return jnp.sum(jaxsoft.linear_softmax_cross_entropy(h, w, y, **options))
+
+    both = found(jax.grad(losses, (0, 1)), hidden, weight, labels)
+    assert both["linear_statistics"].kernel.startswith("jaxsoft_head_statistics: tiles of 128 rows and 256 classes")
+    assert both["linear_gradients"].kernel.startswith("jaxsoft_head_gradients: ")
+    for options, of, reason in (
+        ({"chunk_size": 512}, "linear_statistics", "chunk_size and recompute=False"),
+        ({"reduction": "mean"}, "linear_loss", "by XLA's products"),
+    ):
+        choice = found(jax.grad(lambda h, w, y, o=options: losses(h, w, y, **o), (0, 1)), hidden, weight, labels)[of]
+        assert choice.implementation == "xla" and reason in choice.reasons["pallas"]
+    few = found(losses, hidden.update(shape=(16, 256)), weight, jax.ShapeDtypeStruct((16,), jnp.int32))
+    assert "less than 17 rows" in few["linear_statistics"].reasons["pallas"]
+    hidden, weight = types((4096, 4096), (4096, 128256))
+    mean = found(jax.grad(lambda h, w, y: losses(h, w, y, reduction="mean"), (0, 1)), hidden, weight, labels)
+    assert mean["weight_gradient"].implementation == "ffi" and mean["weight_gradient"].kernel
+
+
+def test_the_tuple_form():
+    """One of several has to serve, those that are preferred first; else the error has a reason for each."""
+    x = jnp.ones((3, 40))
+    for names in (("xla", "reference"), ["reference", "xla"], ("reference",)):
+        (choice,) = found(lambda x, names=names: jaxsoft.softmax(x, implementation=names), x).values()
+        assert choice.implementation == ("xla" if "xla" in names else "reference") and not choice.reasons
+    platform = "cuda" if jax.default_backend() == "gpu" else "cpu"
+    first = next(name for name in PREFERENCE[platform] if jaxsoft.implementations()[name] is None)
+    (choice,) = found(lambda x: jaxsoft.softmax(x, implementation=("reference", first)), x).values()
+    assert choice.implementation == first
+    if platform == "cpu":
+        with pytest.raises(
+            ValueError, match=r"\('triton', 'pallas'\) cannot serve this call: .*triton: .+; pallas: .+"
+        ):
+            jaxsoft.softmax(x, implementation=("triton", "pallas"))
+        (choice,) = found(lambda x: jaxsoft.softmax(x, implementation=("pallas", "xla")), x).values()
+        assert choice.implementation == "xla"
+
+
+def test_the_logger(caplog):
+    """Each choice is a line of the logger "jaxsoft" at level DEBUG while a program is compiled."""
+    x = np.ones((5, 41), np.float32)
+    with caplog.at_level(logging.DEBUG, "jaxsoft"):
+        jax.jit(lambda x: jaxsoft.entropy(x, implementation="xla") + 1)(x)
+    lines = [record.getMessage() for record in caplog.records if record.name == "jaxsoft"]
+    assert lines == ["entropy: xla"]
+    caplog.clear()
+    jax.jit(lambda x: jaxsoft.entropy(x, implementation="xla") + 2)(x)
+    assert not [record for record in caplog.records if record.name == "jaxsoft"]
+
+
+def test_the_environment():
+    """JAXSOFT_LOG=choice has the lines written to stderr, and nothing else is by default."""
+    program = "import jax, jaxsoft; jaxsoft.softmax(jax.numpy.ones((3, 5)), implementation='xla')"
+    package = str(pathlib.Path(jaxsoft.__file__).parents[1])
+    for value in ("choice", ""):
+        environment = {**os.environ, "PYTHONPATH": package, "JAX_PLATFORMS": "cpu", "JAXSOFT_LOG": value}
+        done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert ("DEBUG:jaxsoft:softmax: xla" in done.stderr) == bool(value), done.stderr
+
+
+def test_metadata():
+    """Where a profiler shows it: the operation, the implementation, and the kernel's name."""
+    x = np.ones((5, 43), np.float32)
+    text = jax.jit(lambda x: jaxsoft.softmax(x)).lower(x).compile().as_text()
+    (choice,) = found(jaxsoft.softmax, x).values()
+    assert choice.scope.startswith(f"softmax.{choice.implementation}")
+    assert f"/{choice.scope}/" in text
+
+
+@on_cpu
+@needs_cpu_library
+def test_metadata_of_a_gpu(on_h100):
+    lowered = jax.jit(jaxsoft.softmax).trace(*types((64, 1000))).lower(lowering_platforms=("cuda",))
+    assert "softmax.ffi.register_row" in lowered.as_text(debug_info=True)
+
+
+@needs_devices
+@pytest.mark.parametrize("spec", [P("a"), P(None, "b")], ids=str)
+def test_over_a_mesh(spec):
+    """What each device does, which is known when the program is compiled."""
+    mesh = mesh_of(AxisType.Auto)
+    x = jax.device_put(np.ones((8, 64), np.float32), NamedSharding(mesh, spec))
+    choices = found(jaxsoft.softmax, x)
+    assert {*choices} == ({"softmax"} if spec == P("a") else {"state", "logsumexp_vjp"})
