@@ -56,6 +56,7 @@ def entropy(x, axis=-1, where=None, scale=None, bias=None, is_causal=False):
 
 def kl_divergence(x, y, axis=-1, where=None, scale=None):
     """Of softmax(y) from softmax(x): 0 where nothing counts, infinite where an element has a share of x's alone."""
+    x, y = jnp.broadcast_arrays(x, y)
     z, counts = _scores(x, axis, where, scale, None, False)
     of_y = _scores(y, axis, where, scale, None, False)[0]
     counts, also = counts & (z > -jnp.inf), counts & (of_y > -jnp.inf)

@@ -27,8 +27,9 @@ from jaxsoft._core import library
 from jaxsoft._core.implementations import PREFERENCE
 
 H100 = "NVIDIA H100 80GB HBM3"
-HAS_LIBRARY = library.find("cpu") is not None
-needs_cpu_library = pytest.mark.skipif(not HAS_LIBRARY, reason="libjaxsoft_cpu says what the plans are")
+needs_cpu_library = pytest.mark.skipif(
+    library.unavailable("cpu") is not None, reason="libjaxsoft_cpu says what the plans are"
+)
 
 
 def types(*shapes, dtype=jnp.bfloat16):

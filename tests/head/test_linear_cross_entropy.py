@@ -183,7 +183,7 @@ def test_rows_of_a_gpu_are_taken_where_that_costs_no_memory(monkeypatch, classes
 
     That is where no kernel keeps the scores in registers.
     """
-    monkeypatch.setattr(kernels, "serve", lambda *_: False)
+    monkeypatch.setattr(kernels, "refusal", lambda *_: "none serves")
     h, w = np.ones((2048, 2048), jnp.bfloat16), np.ones((2048, classes), jnp.bfloat16)
 
     def of_rows(f):
