@@ -66,9 +66,7 @@ def _entropy(reductions, x):
     return m, s, reductions.total(products(x, m))
 
 
-def _of_parts(
-    axes: Axes, results: Sequence[jax.Array], state_of: Callable[[int], State]
-) -> tuple[jax.Array, ...]:
+def _of_parts(axes: Axes, results: Sequence[jax.Array], state_of: Callable[[int], State]) -> tuple[jax.Array, ...]:
     """The results of a row, given those of its parts."""
     del state_of
 

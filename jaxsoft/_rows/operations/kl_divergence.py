@@ -91,9 +91,7 @@ def _kl_divergence(reductions, x, y):
     return m, s, c, nan_where(undefined, k)
 
 
-def _of_parts(
-    axes: Axes, results: Sequence[jax.Array], state_of: Callable[[int], State]
-) -> tuple[jax.Array, ...]:
+def _of_parts(axes: Axes, results: Sequence[jax.Array], state_of: Callable[[int], State]) -> tuple[jax.Array, ...]:
     """The results of a row, given those of its parts.
 
     By the chain rule, the divergence is the mean of those of the parts, and the one of the parts' shares. That is as in
