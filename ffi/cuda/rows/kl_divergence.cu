@@ -28,6 +28,8 @@ constexpr float kFar = 1.f / 64;
 // The maximum that weights are relative to is raised when a score is above it by so much: seldom. A weight that is then
 // too small for f32 has a q of at most exp(kLag + kLargest - 87).
 constexpr float kLag = 8;
+// Scores of one element that are further apart than this have no digits of w left in w - z, so w is added to q as it is.
+constexpr float kApart = 4096;
 // In the place of a distance of -inf: the divergence is then above kInfinite.
 constexpr float kFurthest = -1e30f, kInfinite = 1e20f;
 
@@ -218,7 +220,7 @@ struct Running {
       for (int k = 0; k < count; k++) c = z[k] == top ? w[k] - z[k] : c;
       move_reference(c);
     }
-    if (!may_shift(part.m)) return false;
+    if (!may_shift(part.m) || fabs(part.c) > A(kApart)) return false;
     part.highest = max(part.highest, top);
     Sums<A> more;
     A furthest = 0;
@@ -270,7 +272,7 @@ struct Running {
     const A d = max((w - z) - part.c, A(kFurthest));
     if (isnan(z) || isnan(w)) {
       part.sums.s = A(nan(""));
-    } else if (a == 0 || d > A(kLargest)) {
+    } else if (a == 0 || d > A(kLargest) || fabs(w - z) > A(kApart)) {
       if (w != A(-INFINITY)) part.add_alone(w);
       if (a != 0) part.sums.add_without_q(a, d);
     } else {
