@@ -102,7 +102,7 @@ def describe(operation: RowSpec, form: RowForm, platform: str, operands: Types) 
     del form, platform
     from .rows.plan import of_call
 
-    return f"jaxsoft_{operation.name}: {of_call(gpus.assumed().generation, operands).words}"
+    return f"{operation.name}_kernel: {of_call(gpus.assumed().generation, operands).words}"
 
 
 ROWS = RowKernels(kernel, unsupported, describe=describe)
