@@ -385,3 +385,24 @@ def test_inside_shard_map():
         out_specs=(spec, spec),
     )
     assert_trees_all_close(jax.jit(inside)(x, y), gradients(kl, x, y)[1], rtol=1e-6, atol=1e-7)
+
+
+@needs_devices
+def test_inside_shard_map_beside_what_is_the_same_everywhere():
+    """The gradient of logits that do not vary over the mesh is the sum of what its devices have of it."""
+    x, y = (jnp.asarray(v) for v in rows(FAR, 64, np.float32))
+    mesh, varies = jax.make_mesh((2,), ("a",), (AxisType.Auto,), devices=jax.devices()[:2]), P("a")
+    both = jnp.concatenate([x, x[::-1]])
+    for f, given in (
+        (kl, (both, y)),
+        (lambda x, y: kl(y, x), (both, y)),
+        (lambda s, x: kl(x, y, scale=s[0]), (jnp.array([0.5, 2.0]), x)),
+    ):
+        mapped = jax.shard_map(f, mesh=mesh, in_specs=(varies, P()), out_specs=varies)
+
+        def by_parts(v, w, f=f):
+            return jnp.concatenate([f(part, w) for part in jnp.split(v, 2)])
+
+        assert_trees_all_close(gradients(mapped, *given), gradients(by_parts, *given), rtol=1e-5, atol=1e-6)
+        alone, expected = (jax.grad(lambda w, g=g: jnp.sum(g(given[0], w)))(given[1]) for g in (mapped, by_parts))
+        assert_trees_all_close(alone, expected, rtol=1e-5, atol=1e-6)
