@@ -150,6 +150,18 @@ def test_two_dtypes(dtypes, implementation):
                     np.testing.assert_allclose(wide(found), expected, rtol=1e-2, atol=1e-5 + 1e-4 * float(most))
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_f64_beside_another_dtype(implementation):
+    """It is computed in f64, whichever of both it is."""
+    with jax.enable_x64(True), served(implementation):
+        x, y = rows(FAR, 100, np.float64)
+        y = jnp.asarray(y, jnp.float32)
+        for given in ((x, y), (y, x)):
+            k, slopes = gradients(functools.partial(kl, implementation=implementation), *given)
+            assert k.dtype == jnp.float64 and [v.dtype for v in slopes] == [v.dtype for v in given]
+            np.testing.assert_allclose(k, exact(*map(wide, given))[0].astype(float), rtol=1e-12)
+
+
 def special(n):
     """Rows with the divergence that they must have."""
     rng = np.random.default_rng(n)
@@ -404,5 +416,5 @@ def test_inside_shard_map_beside_what_is_the_same_everywhere():
             return jnp.concatenate([f(part, w) for part in jnp.split(v, 2)])
 
         assert_trees_all_close(gradients(mapped, *given), gradients(by_parts, *given), rtol=1e-5, atol=1e-6)
-        alone, expected = (jax.grad(lambda w, g=g: jnp.sum(g(given[0], w)))(given[1]) for g in (mapped, by_parts))
+        alone, expected = (jax.grad(lambda w, v=given[0], g=g: jnp.sum(g(v, w)))(given[1]) for g in (mapped, by_parts))
         assert_trees_all_close(alone, expected, rtol=1e-5, atol=1e-6)
