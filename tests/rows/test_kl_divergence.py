@@ -198,6 +198,14 @@ def test_special_values(implementation):
             assert not np.any(dx[1]) and not np.any(dy[1])
 
 
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_the_gradient_of_what_is_infinite(implementation):
+    """It is finite, so that such rows may be left out of a mean, also where q has no scores at all."""
+    x, y = np.array([[0, 1, 2], [-np.inf, 1, 2]], np.float32), np.full((2, 3), -np.inf, np.float32)
+    k, slopes = gradients(functools.partial(kl, implementation=implementation), x, y)
+    assert np.isinf(k).all() and np.isfinite(slopes).all()
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_what_is_masked_by_a_large_number(implementation):
     """Of p, of q or of both, in parts of a row, as padded classes are: of what p does not have q may have much."""
