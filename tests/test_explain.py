@@ -5,6 +5,7 @@ GPUs are lowered for that are not here, with a library that is pretended to be t
 is tested in test_attention_choice and test_cuda_plans.
 """
 
+import contextlib
 import logging
 import os
 import pathlib
@@ -24,7 +25,7 @@ from meshes import mesh_of, needs_devices
 import jaxsoft
 from jaxsoft._attention.ffi import TARGETS
 from jaxsoft._core import library
-from jaxsoft._core.implementations import PREFERENCE
+from jaxsoft._core.implementations import PREFERENCE, collected
 
 H100 = "NVIDIA H100 80GB HBM3"
 needs_cpu_library = pytest.mark.skipif(
@@ -235,6 +236,26 @@ def test_the_environment():
         done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert ("DEBUG:jaxsoft:softmax: xla" in done.stderr) == bool(value), done.stderr
+
+
+def test_static_arguments():
+    """What is no array stays as it is: options, and what a function that is compiled already takes as static."""
+    x, jitted = np.ones((4, 8), np.float32), jax.jit(jaxsoft.softmax, static_argnums=1)
+    for explained in (
+        jaxsoft.explain(jitted, x, -1),
+        jaxsoft.explain(jaxsoft.softmax, x, axis=0, is_causal=False, implementation="xla"),
+        jaxsoft.explain(lambda x, options: jaxsoft.softmax(x[0], **options), [x], {"axis": (0, 1), "where": None}),
+    ):
+        assert [choice.operation for choice in explained.choices] == ["softmax"]
+
+
+def test_two_collect_at_once():
+    with contextlib.ExitStack() as first:
+        one = first.enter_context(collected())
+        with collected() as other:
+            first.close()  # both have found the same, which is nothing
+            jax.jit(lambda x: jaxsoft.softmax(x)).lower(np.ones(3, np.float32))
+    assert not one and len(other) == 1
 
 
 def test_metadata():

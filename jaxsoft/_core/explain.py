@@ -48,7 +48,8 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     Args:
       function: any function of arrays, as `jax.jit` takes it: a training step, for example, or one that is compiled
         already.
-      args, kwargs: what it is called with. Arrays may be `jax.ShapeDtypeStruct`.
+      args, kwargs: what it is called with. Arrays may be `jax.ShapeDtypeStruct`. What is no array, as a number or a
+        name, is a constant.
 
     Returns:
       An `Explanation`, which prints as a table, and whose `choices` are the lines.
@@ -60,10 +61,19 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     softmax      xla
     softmax_vjp  xla
     """
+    # Names, axes and other options stay as they are, as a function that is compiled already may have them static.
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    places = [i for i, v in enumerate(leaves) if hasattr(v, "shape") and hasattr(v, "dtype")]
+
+    # A new function each time, as JAX keeps what it has lowered.
+    def called(*arrays: jax.Array) -> Any:
+        given = dict(zip(places, arrays, strict=True))
+        args, kwargs = jax.tree.unflatten(tree, [given.get(i, v) for i, v in enumerate(leaves)])
+        return function(*args, **kwargs)
+
     elsewhere = gpus.elsewhere() is not None
     with collected() as found:
-        # A new function each time, as JAX keeps what it has lowered.
-        traced = jax.jit(lambda *args, **kwargs: function(*args, **kwargs)).trace(*args, **kwargs)
+        traced = jax.jit(called).trace(*(leaves[i] for i in places))
         lowered = traced.lower(lowering_platforms=("cuda",)) if elsewhere else traced.lower()
         if not elsewhere and "CustomSPMDPartitioning" in lowered.as_text():
             lowered.compile()

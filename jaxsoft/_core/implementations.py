@@ -179,4 +179,5 @@ def collected() -> Iterator[list[Choice]]:
         yield found
     finally:
         with _lock:
-            _collecting.remove(found)
+            # By identity: two threads may have found the same.
+            _collecting[:] = [other for other in _collecting if other is not found]

@@ -18,6 +18,8 @@ import jax
 
 _XLA_NAMES = {"cpu": "cpu", "cuda": "CUDA"}
 PLATFORMS = tuple(_XLA_NAMES)
+# What the CPU's library says of plans and limits, of which one of another version may lack some.
+_SAID = ("attention_bounds", "attention_plan", "limit", "row_plan", "row_workspace", "sample_plan", "top_k_limit")
 _BUILD_HINT = {
     "cpu": "install jaxsoft from its source tree, which builds it",
     "cuda": "install jaxsoft again with nvcc 12.3 or newer on the PATH",
@@ -44,6 +46,8 @@ def _register(platform: str) -> tuple[frozenset[str], str | None]:
         library = _loaded(platform)
         names = [line.split("(")[0] for line in specification(library)]
         handlers = {f"jaxsoft_{name}": getattr(library, f"jaxsoft_{name}") for name in names}
+        if platform == "cpu":
+            [getattr(library, f"jaxsoft_{function}") for function in _SAID]
         built, ours = (library.jaxsoft_ffi_api_major(), library.jaxsoft_ffi_api_minor()), xla_api()
     except (OSError, AttributeError) as error:
         return frozenset(), f"{path.name} could not be loaded: {error}"

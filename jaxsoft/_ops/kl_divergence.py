@@ -13,6 +13,7 @@ from jaxsoft._rows.derivative import differentiable
 from jaxsoft._rows.forms import RowForm
 from jaxsoft._rows.operations.kl_divergence import kl_divergence_of_rows
 from jaxsoft._rows.spec import SCALES
+from jaxsoft.fold import accumulator
 
 
 def softmax_kl_divergence(
@@ -80,6 +81,8 @@ def softmax_kl_divergence(
             raise ValueError(
                 f"q_logits must have a shape that broadcasts with that of p_logits, {x.shape}; got {y.shape}"
             ) from None
+    if accumulator(x.dtype) != accumulator(y.dtype):  # f64 beside another dtype
+        x, y = (v.astype(jnp.float64) for v in (x, y))
     axes = normalize_axis(axis, x.ndim)
     where, scale, _ = check_extras(x, axes, where, scale, None, False)
     return _kl_divergence(x, y, axes, where, scale, names)

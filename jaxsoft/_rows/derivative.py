@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxsoft._core.implementations import Names
 from jaxsoft._core.linear_map import LinearMap
+from jaxsoft._core.mesh import varying_alike
 from jaxsoft._core.operation import bdims_at_front, is_perturbed, jvp_along
 from jaxsoft._core.rounding import stored
 from jaxsoft._rows import plain
@@ -41,7 +42,9 @@ def differentiable(function: RowFunction, form: RowForm, implementation: Names) 
 
     @functools.partial(call.defjvp, symbolic_zeros=True)
     def call_jvp(primals, tangents):
-        primals = stored(*primals)
+        # A cotangent varies over the axes of shard_map as the results do, so JAX must know where to sum it.
+        primals = varying_alike(*stored(*primals))
+        tangents = [varying_alike(t, *primals)[0] if is_perturbed(t) else t for t in tangents]
         results = forward(*primals)
         base, extras = split(function.forward, form, primals)
         of_inputs: Sequence = [tangents[i] for i in inputs]

@@ -229,6 +229,13 @@ def test_a_library_that_is_missing_or_broken(monkeypatch, tmp_path):
     assert "libjaxsoft.so could not be loaded" in library._register.__wrapped__(PLATFORM)[1]
 
 
+def test_library_of_another_version(monkeypatch):
+    """As that of an older package is, beside a clone."""
+    monkeypatch.setattr(library, "_SAID", ("what_is_new",))
+    names, reason = library._register.__wrapped__("cpu")
+    assert not names and "jaxsoft_what_is_new" in reason
+
+
 def test_the_version_that_jaxlib_has():
     major, minor = library.xla_api()
     assert (major, minor) >= (0, 4)

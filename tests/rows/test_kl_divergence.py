@@ -150,6 +150,18 @@ def test_two_dtypes(dtypes, implementation):
                     np.testing.assert_allclose(wide(found), expected, rtol=1e-2, atol=1e-5 + 1e-4 * float(most))
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_f64_beside_another_dtype(implementation):
+    """It is computed in f64, whichever of both it is."""
+    with jax.enable_x64(True), served(implementation):
+        x, y = rows(FAR, 100, np.float64)
+        y = jnp.asarray(y, jnp.float32)
+        for given in ((x, y), (y, x)):
+            k, slopes = gradients(functools.partial(kl, implementation=implementation), *given)
+            assert k.dtype == jnp.float64 and [v.dtype for v in slopes] == [v.dtype for v in given]
+            np.testing.assert_allclose(k, exact(*map(wide, given))[0].astype(float), rtol=1e-12)
+
+
 def special(n):
     """Rows with the divergence that they must have."""
     rng = np.random.default_rng(n)
@@ -184,6 +196,14 @@ def test_special_values(implementation):
             some = np.array([0, 1, 4, 9, 10])
             assert np.isfinite(dx[some]).all() and np.isfinite(dy[some]).all()
             assert not np.any(dx[1]) and not np.any(dy[1])
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_the_gradient_of_what_is_infinite(implementation):
+    """It is finite, so that such rows may be left out of a mean, also where q has no scores at all."""
+    x, y = np.array([[0, 1, 2], [-np.inf, 1, 2]], np.float32), np.full((2, 3), -np.inf, np.float32)
+    k, slopes = gradients(functools.partial(kl, implementation=implementation), x, y)
+    assert np.isinf(k).all() and np.isfinite(slopes).all()
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -385,3 +405,24 @@ def test_inside_shard_map():
         out_specs=(spec, spec),
     )
     assert_trees_all_close(jax.jit(inside)(x, y), gradients(kl, x, y)[1], rtol=1e-6, atol=1e-7)
+
+
+@needs_devices
+def test_inside_shard_map_beside_what_is_the_same_everywhere():
+    """The gradient of logits that do not vary over the mesh is the sum of what its devices have of it."""
+    x, y = (jnp.asarray(v) for v in rows(FAR, 64, np.float32))
+    mesh, varies = jax.make_mesh((2,), ("a",), (AxisType.Auto,), devices=jax.devices()[:2]), P("a")
+    both = jnp.concatenate([x, x[::-1]])
+    for f, given in (
+        (kl, (both, y)),
+        (lambda x, y: kl(y, x), (both, y)),
+        (lambda s, x: kl(x, y, scale=s[0]), (jnp.array([0.5, 2.0]), x)),
+    ):
+        mapped = jax.shard_map(f, mesh=mesh, in_specs=(varies, P()), out_specs=varies)
+
+        def by_parts(v, w, f=f):
+            return jnp.concatenate([f(part, w) for part in jnp.split(v, 2)])
+
+        assert_trees_all_close(gradients(mapped, *given), gradients(by_parts, *given), rtol=1e-5, atol=1e-6)
+        alone, expected = (jax.grad(lambda w, v=given[0], g=g: jnp.sum(g(v, w)))(given[1]) for g in (mapped, by_parts))
+        assert_trees_all_close(alone, expected, rtol=1e-5, atol=1e-6)

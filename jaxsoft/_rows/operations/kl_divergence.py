@@ -68,7 +68,7 @@ def _distances(x, y, m, s, c):
     q = jnp.exp(jnp.minimum(wide(y) - reference(of_other)[..., None], 88))
     q = jnp.where(jnp.isneginf(of_other)[..., None], 0, q)
     valid = p != 0
-    d = jnp.where(valid, wide(y), 0) - jnp.where(valid, wide(x), 0) - jnp.where(valid, c[..., None], 0)
+    d = jnp.where(valid, wide(y), 0) - jnp.where(valid, wide(x), 0) - jnp.where(valid, reference(c)[..., None], 0)
     return p, q, d
 
 
