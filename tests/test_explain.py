@@ -130,7 +130,7 @@ def test_rows_that_are_composed(on_h100):
     """A kernel that takes one dtype gets scores that are converted before, and the table says so."""
     x, (y,) = *types((64, 300)), types((64, 300), dtype=jnp.float32)
     kernel = found(jaxsoft.softmax_kl_divergence, x, y)["kl_divergence"].kernel
-    assert kernel == "kl_divergence: one read of both arrays, of scores that XLA writes before"
+    assert kernel == "kl_divergence: one read of all arrays, of scores that XLA writes before"
 
 
 @on_cpu
