@@ -26,6 +26,7 @@
   operand(result, row, result)                              \
   operand(other_scores, row, other)                         \
   operand(other_result, row, other_result)                  \
+  operand(other_reference, number, other_reference)         \
   operand(ratio, number, ratio)                             \
   operand(divergence, number, beside)                       \
   operand(values, chosen, values)                           \
@@ -59,11 +60,13 @@
 //   label_entropy    What label_state gives, and the products of the row without its label's score.
 //   label_entropy_vjp  p * (g - ((z - m) - products / s) * h), of a row's cotangent g and the entropy's cotangent h;
 //                    and at the label, the label's cotangent.
-//   kl_divergence    Of the softmax p of scores z, and q of the other scores w: the state of z, the ratio c, which is
-//                    the logsumexp of w less that of z, and sum(p * (log(p) - log(q))). Where z has nothing above
-//                    -inf, the ratio is the logsumexp of w, and the divergence 0.
+//   kl_divergence    Of the softmax p of scores z, and q of the other scores w: the state of z; the other reference o,
+//                    which is m where z and w are near each other, and else a number within some tens of the logsumexp
+//                    of w; the ratio c, which is the logsumexp of w - o less that of z - m; and the divergence,
+//                    sum(p * (log(p) - log(q))). Where z has nothing above -inf, the ratio is the logsumexp of w - o,
+//                    and the divergence 0. Where w has nothing above it, o and the ratio are -inf.
 //   kl_divergence_vjp  scale * g * p * (-d - divergence) and other_scale * g * (q - p), of a row's cotangent g, with
-//                    d = (w - z) - c.
+//                    d = ((w - o) - (z - m)) - c, or (w - z) - c if o is m.
 //   kl_divergence_vjp_other  The latter alone.
 #define JAXSOFT_ROW_OPERATIONS(record)                                                                                 \
   record(softmax, Softmax, {scores}, {result}, {scale, limit, where, bias}, {trailing, workspace})                     \
@@ -93,12 +96,14 @@
   record(label_entropy_vjp, EntropyVjp,                                                                                \
          {scores, label, maximum, sum, products, cotangent, label_cotangent, entropy_cotangent}, {result},             \
          {limit, where}, {cap})                                                                                        \
-  record(kl_divergence, KlDivergence, {scores, other_scores}, {maximum, sum, ratio, divergence},                       \
+  record(kl_divergence, KlDivergence, {scores, other_scores}, {maximum, sum, other_reference, ratio, divergence},      \
          {scale, limit, where, other_scale}, {workspace})                                                              \
-  record(kl_divergence_vjp, KlDivergence, {scores, other_scores, maximum, sum, ratio, divergence, cotangent},          \
-         {result, other_result}, {scale, limit, where, other_scale}, {})                                               \
-  record(kl_divergence_vjp_other, KlDivergence, {scores, other_scores, maximum, sum, ratio, divergence, cotangent},    \
-         {other_result}, {scale, limit, where, other_scale}, {})
+  record(kl_divergence_vjp, KlDivergence,                                                                              \
+         {scores, other_scores, maximum, sum, other_reference, ratio, divergence, cotangent}, {result, other_result},  \
+         {scale, limit, where, other_scale}, {})                                                                       \
+  record(kl_divergence_vjp_other, KlDivergence,                                                                        \
+         {scores, other_scores, maximum, sum, other_reference, ratio, divergence, cotangent}, {other_result},          \
+         {scale, limit, where, other_scale}, {})
 
 namespace jaxsoft {
 

@@ -20,7 +20,7 @@ from jaxsoft._rows.operations.logsumexp import LOGSUMEXP_VJP, STATE
 from jaxsoft._rows.operations.softmax import SOFTMAX
 from jaxsoft._rows.operations.top_k import TOP_K
 from jaxsoft._rows.sharded_top_k import selected_over_shards
-from jaxsoft._rows.spec import NO_ROW, SCALES, Reduction, Reductions, RowExtra, RowKind, RowSpec
+from jaxsoft._rows.spec import NO_ROW, Reduction, Reductions, RowExtra, RowKind, RowSpec
 from jaxsoft.fold import State, accumulator, combine, reference, weight
 
 # Of the first elements of a part without the label, the first finite score stands in for it: see `_stand_in`.
@@ -51,14 +51,7 @@ def on_shards(operation: RowSpec, form: RowForm, axes: Axes, run: Function, by_f
         if operation is TOP_K:
             return selected_over_shards(form, axes, run, by_ffi)(*given)
         if operation.of_parts:
-
-            def state_of(input: int) -> State:
-                names = {RowExtra.SCALE: SCALES[input], RowExtra.LIMIT: RowExtra.LIMIT, RowExtra.WHERE: RowExtra.WHERE}
-                of_it = {name: extras[its] for name, its in names.items() if its in extras}
-                scores = base[operation.inputs[input]]
-                return State(*run(STATE, RowForm(scores.dtype, tuple(of_it)), scores, *of_it.values()))
-
-            return operation.of_parts(axes, run(operation, form, *given), state_of)
+            return operation.of_parts(axes, run(operation, form, *given))
         if operation in (LABEL_STATE, LABEL_SUMS, LABEL_ENTROPY):
             return _labelled(operation, form, axes, run, base[1], within, extras)
         if operation.reduces is Reduction.STATE:

@@ -123,8 +123,8 @@ class RowSpec:
       any_axis: whether kernels may reduce an axis that other dimensions follow.
       masked_result: the result of an element that is masked.
       from_state: whether a kernel for the state of the scores is all that the formula needs to be fast.
-      of_parts: (mesh axes, results of the part of a row that each device has, state_of) -> those of the row, for an
-        operation whose results can be combined, where state_of(input) is the state of the part of an input.
+      of_parts: (mesh axes, results of the part of a row that each device has) -> those of the row, for an operation
+        whose results can be combined.
       made_of: for an operation without kernels of its own: (call, *operands) -> results by means of another's, where
         call(operation, *operands) calls that.
     """

@@ -198,12 +198,65 @@ def test_special_values(implementation):
             assert not np.any(dx[1]) and not np.any(dy[1])
 
 
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_the_gradient_of_what_is_infinite(implementation):
     """It is finite, so that such rows may be left out of a mean, also where q has no scores at all."""
-    x, y = np.array([[0, 1, 2], [-np.inf, 1, 2]], np.float32), np.full((2, 3), -np.inf, np.float32)
-    k, slopes = gradients(functools.partial(kl, implementation=implementation), x, y)
-    assert np.isinf(k).all() and np.isfinite(slopes).all()
+    for n in (3, 33, 3000):
+        x, y = np.random.default_rng(n).standard_normal((2, 3, n)).astype(np.float32)
+        x[1, 0], y[:2], y[2, 1] = -np.inf, -np.inf, -np.inf
+        with served(implementation):
+            k, slopes = gradients(functools.partial(kl, implementation=implementation), x, y)
+            assert np.isinf(k).all() and np.isfinite(slopes).all()
+            p, q = jax.nn.softmax(x), jnp.where(jnp.isinf(y).all(-1, keepdims=True), 0, jax.nn.softmax(y))
+            np.testing.assert_allclose(slopes[1], q - p, rtol=1e-4, atol=1e-6)
+
+
+@each_dtype_in_turn
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_scores_that_are_far_from_each_other(dtype, implementation):
+    """What is added to a whole row of either array changes nothing, but for what it rounds the scores to."""
+    offsets = (9, 100, 1e4) if dtype == jnp.float16 else (9, 100, 1e4, 1e6, 1e9)
+    for n in (7, 300) if implementation == "reference" else (7, 300, 5000, 70001):
+        with precision(dtype), served(implementation):
+            x, y = rows(FAR, n, dtype)
+            f = functools.partial(kl, implementation=implementation)
+            for offset in offsets:
+                for z, w in (
+                    (x + offset, y),
+                    (x, y - offset),
+                    (x - offset, y + offset),
+                    (x - offset, x),
+                    (x, y / 9 + x + offset),
+                ):
+                    z, w = (v.astype(dtype) for v in (z, w))
+                    k, by_x, by_y, p, d = exact(z, w)
+                    found, (dx, dy) = gradients(f, z, w)
+                    tiny = 1e-12 if dtype == jnp.float64 else 1e-6
+                    np.testing.assert_allclose(found, k.astype(float), rtol=20 * tiny, atol=tiny / 100)
+                    eps = 4 * float(jnp.finfo(dtype).eps)
+                    for grad, true in ((dx, by_x), (dy, by_y)):
+                        np.testing.assert_allclose(
+                            wide(grad),
+                            true.astype(float),
+                            rtol=eps + 100 * tiny,
+                            atol=20 * tiny * np.abs(p).max().astype(float),
+                        )
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("mask", [-1e9, -1e30, float(np.finfo(np.float32).min)], ids=str)
+def test_rows_that_are_masked_by_a_large_number(implementation, mask):
+    """All of p or of q, which is then the same for every element, or all but one element."""
+    for n in (8, 300) if implementation == "reference" else (8, 300, 9000):
+        x, y = np.random.default_rng(n).standard_normal((2, 6, n)).astype(np.float32)
+        x[0], y[1], x[2], y[2] = mask, mask, mask, mask
+        x[3, : n - 1], x[4, 1:], y[5, : n // 2] = mask, mask, max(mask, -1e9)  # else the divergence is infinite
+        with served(implementation):
+            k, slopes = gradients(functools.partial(kl, implementation=implementation), x, y)
+            expected, *true = exact(x, y)[:3]
+            np.testing.assert_allclose(k, expected.astype(float), rtol=2e-5)
+            for found, slope in zip(slopes, true, strict=True):
+                np.testing.assert_allclose(found, slope.astype(float), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

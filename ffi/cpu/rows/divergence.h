@@ -6,13 +6,14 @@
 namespace jaxsoft::cpu {
 
 // A part of a row of scores z, of p, and of w, of q: their states, the ratio c, which is the logsumexp of w less that
-// of z, and the divergence k of the part alone. c and k keep all their digits where z and w are near each other.
+// of z, each relative to its maximum, and the divergence k of the part alone. Where there is no p, c is that of w.
 struct DivergenceState {
   State p = {-infinity, 0}, q = {-infinity, 0};
   double c = -infinity, k = 0;
-};
 
-static inline double logsumexp(State state) { return state.m - state.m == 0 ? state.m + log(state.s) : state.m; }
+  // Whether w - z has all its digits, where both are near their maxima.
+  bool near() const { return fabs(q.m - p.m) <= 8; }
+};
 
 // exp(d) - 1 - d.
 static inline double beyond_linear(double d) {
@@ -38,22 +39,22 @@ static inline DivergenceState combine(const DivergenceState& a, const Divergence
   const double ref = reference(both.p.m), of_a = a.p.s * exp(a.p.m - ref), of_b = b.p.s * exp(b.p.m - ref);
   const DivergenceState &first = of_a >= of_b ? a : b, &second = of_a >= of_b ? b : a;
   const double sum = of_a + of_b, v = sum > 0 ? (of_a >= of_b ? of_b : of_a) / sum : 0, u = 1 - v;
-  both.c = logsumexp(both.q) - (sum > 0 ? logsumexp(both.p) : 0);
+  both.c = log(both.q.s) - (sum > 0 ? log(both.p.s) : 0);
   if (!(sum > 0) || first.q.s == 0) {  // there is no p, or no q beside it
     both.k = sum > 0 ? infinity : 0;
     return both;
   }
-  const double d = second.c - first.c;
+  const double to_second = second.q.m - first.q.m, d = second.c - first.c + (to_second - (second.p.m - first.p.m));
   double log, more;  // log1p(x), and that less v * d
   if (v > 0 && fabs(d) < 0.5) {
     const double x = v * expm1(d);
     log = log1p(x), more = beyond_log(x) + v * beyond_linear(d);
   } else {
-    const double of_q = second.q.s == 0 ? 0 : exp(logsumexp(second.q) - logsumexp(first.q));
-    log = of_q < 1e300 ? log1p(u * of_q - v) : logsumexp(second.q) - logsumexp(first.q);
+    const double more_of_q = second.q.s == 0 ? -infinity : to_second + ::log(second.q.s / first.q.s);
+    log = more_of_q < 600 ? log1p(u * exp(more_of_q) - v) : more_of_q;
     more = v > 0 ? log - v * d : log;
   }
-  both.c = first.c + log;
+  both.c = first.c + log + ((first.q.m - both.q.m) - (first.p.m - both.p.m));
   both.k = u * first.k + (v > 0 ? v * second.k : 0) + more;
   return both;
 }

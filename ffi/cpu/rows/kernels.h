@@ -33,7 +33,8 @@ struct Segment {
 // The numbers of one row: what it was reduced to, and those that it came with.
 struct RowNumbers {
   State reduced = {-infinity, 0}, given = {};
-  double cotangent = 0, distance_cotangent = 0, entropy_cotangent = 0, beside = 0, ratio = 0;
+  double cotangent = 0, distance_cotangent = 0, entropy_cotangent = 0, beside = 0;
+  double other_reference = 0, ratio = 0;
 };
 
 // Sums beside a state: of terms that are relative to Segment::from, and of their number where an operation wants it.

@@ -8,6 +8,9 @@
 //
 // Scores w beside which z has nearly no weight add to q alone. They have a state of their own, (mq, sq).
 //
+// Where z and w are far from each other, w - z would lose digits of both, as it would where they are huge. Then a number
+// near each is subtracted first: the origin.
+//
 // The gradients are g * p * (-d - k) by z, and g * (q - p) = g * p * (exp(d) - 1) by w, times their scales.
 #include <algorithm>
 #include <climits>
@@ -30,6 +33,9 @@ constexpr float kFar = 1.f / 64;
 constexpr float kLag = 8;
 // Scores of one element that are further apart than this have no digits of w left in w - z, so w is added to q as it is.
 constexpr float kApart = 4096;
+// Scores of an element up to kNear apart and up to kHuge in size need no origin. Up to kLargestOrigin one is taken, so
+// that the differences of origins are finite.
+constexpr float kNear = 8, kHuge = 0x1p20f, kLargestOrigin = 1e37f;
 // In the place of a distance of -inf: the divergence is then above kInfinite.
 constexpr float kFurthest = -1e30f, kInfinite = 1e20f;
 
@@ -80,15 +86,36 @@ struct Sums {
   __device__ void add_without_q(A a, A d) { s += a, beyond -= a + a * d, linear += a * d; }
 };
 
+// What scores are taken relative to: z to the first number, and w to the second. Both are 0 where none is needed.
+template <class A>
+struct Origin {
+  A z = 0, w = 0;
+  __device__ bool operator==(const Origin& other) const { return z == other.z && w == other.w; }
+  __device__ bool none() const { return z == 0 && w == 0; }
+};
+// Whether scores, relative to a given origin, need another one.
+template <class A>
+__device__ bool is_far(A z, A w, const Origin<A>& from) {
+  return fabs(w - z) > A(kNear) || fabs(z) > A(from.none() ? kHuge : 64);
+}
+// The origin that suits these scores, or the given one if they are not finite, or too large for it.
+template <class A>
+__device__ Origin<A> origin_for(A z, A w, const Origin<A>& otherwise) {
+  if (!(fabs(z) < A(kLargestOrigin) && fabs(w) < A(kLargestOrigin))) return otherwise;
+  return is_far(z, w, Origin<A>()) ? Origin<A>{z, w} : Origin<A>();
+}
+
 // What a part of a row is reduced to: the sums relative to the maximum m and the reference c, and of those of its scores
-// w beside which z has nearly no weight, which add to q alone, the maximum and the sum of exponentials.
+// w beside which z has nearly no weight, which add to q alone, the maximum and the sum of exponentials. But for mq, all
+// are those of scores less the origin.
 template <class A>
 struct Part {
   A m = -INFINITY, c = 0, mq = -INFINITY, sq = 0;
   A highest = -INFINITY;  // the largest score z, above m by at most kLag
+  Origin<A> origin;
   Sums<A> sums;
 
-  // Adds scores that belong to q alone: so many whose exponential is that of w.
+  // Adds scores that belong to q alone: so many whose exponential is that of w, which is less no origin.
   __device__ void add_alone(A w, A count = 1) {
     if (w > mq) sq *= weight(mq, w), mq = w;
     sq += count * term(w - reference(mq));
@@ -97,7 +124,7 @@ struct Part {
   __device__ void raise(A top, A excess = 1) {
     if (sums.s != 0) {
       const A factor = weight(m, top) / excess;
-      if (factor == 0 && sums.grown > 0) add_alone(m + ::log(sums.grown) + c);
+      if (factor == 0 && sums.grown > 0) add_alone(origin.w + (m + ::log(sums.grown) + c));
       sums.scale(factor);
     }
     m = top;
@@ -113,13 +140,19 @@ struct Part {
         sums.beyond = fma(factor, sums.beyond, fma(more, sums.linear, sums.s * over));
         sums.grown *= factor, sums.linear = linear;
       } else {
-        if (by < 0 && sums.grown > 0) add_alone(m + ::log(sums.grown / excess) + c);
+        if (by < 0 && sums.grown > 0) add_alone(origin.w + (m + ::log(sums.grown / excess) + c));
         sums = {sums.s, 0, -sums.s - linear, linear};
       }
     }
     c = to;
   }
-  // Adds another part that has the same maximum and reference.
+  // Takes another origin. The sums stay as they are.
+  __device__ void move_origin(const Origin<A>& to) {
+    const A by_z = origin.z - to.z, by_w = origin.w - to.w;
+    m += by_z, highest += by_z, origin = to;
+    c = sums.s == 0 ? A(0) : c + (by_w - by_z);
+  }
+  // Adds another part that has the same origin, maximum and reference.
   __device__ void add(const Part& part) {
     sums.add(part.sums), highest = max(highest, part.highest);
     if (part.sq != 0) add_alone(part.mq, part.sq);
@@ -128,6 +161,10 @@ struct Part {
 
 template <class A>
 __device__ Part<A> combine(Part<A> a, Part<A> b) {
+  if (!(a.origin == b.origin)) {
+    if (a.origin.z + a.m >= b.origin.z + b.m) b.move_origin(a.origin);
+    else a.move_origin(b.origin);
+  }
   const A m = max(a.m, b.m);
   a.raise(m), b.raise(m);
   if (a.sums.s >= b.sums.s) b.move_reference(a.c);
@@ -150,6 +187,13 @@ __device__ A largest_of_lanes(A x) {
 // Combines the parts of the lanes of a warp, in each of them.
 template <class A>
 __device__ Part<A> reduce_warp(Part<A> part) {
+  const Origin<A> first = {__shfl_sync(0xffffffffu, part.origin.z, 0), __shfl_sync(0xffffffffu, part.origin.w, 0)};
+  if (!__all_sync(0xffffffffu, part.origin == first)) {
+    const A top = part.origin.z + part.m;
+    const unsigned with_it = __ballot_sync(0xffffffffu, top == largest_of_lanes(top));
+    const int best = with_it ? __ffs(with_it) - 1 : 0;
+    part.move_origin({__shfl_sync(0xffffffffu, part.origin.z, best), __shfl_sync(0xffffffffu, part.origin.w, best)});
+  }
   const A m = __shfl_sync(0xffffffffu, part.m, 0), c = __shfl_sync(0xffffffffu, part.c, 0);
   if (!__all_sync(0xffffffffu, part.m == m && part.c == c)) {
     part.raise(largest_of_lanes(part.m));
@@ -178,8 +222,8 @@ __device__ Part<A> reduce_block(Part<A> part, Part<A>* warps) {
   return reduce_warp(threadIdx.x < blockDim.x / 32 ? warps[threadIdx.x] : Part<A>());
 }
 
-// A thread's part as it grows, with d from the reference c. A weight is 2^(z log2(e) - shift), or e^(z - shift) in f64,
-// where a shift by the maximum has digits after the point; else it is exp(z - m).
+// A thread's part as it grows, with d from the reference c. Scores are less the origin. A weight is 2^(z log2(e) -
+// shift), or e^(z - shift) in f64, where a shift by the maximum has digits after the point; else it is exp(z - m).
 template <class A>
 struct Running {
   static constexpr A to_base = sizeof(A) == 4 ? A(kLog2E) : A(1);
@@ -187,19 +231,26 @@ struct Running {
   A shift = 0;
   bool small = true;  // whether all distances were small when it was last asked
 
-  static __device__ bool may_shift(A m) { return fabs(m) < A(0x1p20); }
+  static __device__ bool may_shift(A m) { return fabs(m) < A(kHuge); }
   __device__ A weight_of(A z) const { return power(fma(z, to_base, -shift)); }
   // What weights are too large by, as the shift is rounded.
   __device__ A excess() const { return may_shift(part.m) ? weight_of(part.m) : A(1); }
 
-  // Takes the maximum and the mean ratio of the first elements of all lanes of a warp, so that its threads seldom go
-  // different ways.
+  // Takes the origin, the maximum and the mean ratio of the first elements of all lanes of a warp, so that its threads
+  // seldom go different ways.
   template <int count>
-  __device__ void start(const A (&z)[count], const A (&w)[count]) {
-    A top = -INFINITY, mass = 0, mean = 0, square = 0;
+  __device__ void start(A (&z)[count], A (&w)[count]) {
+    A top = -INFINITY, other_top = -INFINITY, mass = 0, mean = 0, square = 0;
 #pragma unroll
-    for (int k = 0; k < count; k++) top = max(top, z[k]);
-    raise(largest_of_lanes(top));
+    for (int k = 0; k < count; k++) top = max(top, z[k]), other_top = max(other_top, w[k]);
+    top = largest_of_lanes(top), other_top = largest_of_lanes(other_top);
+    const Origin<A> origin = origin_for(top, other_top, part.origin);
+    if (!origin.none()) {
+      part.move_origin(origin), top -= origin.z;
+#pragma unroll
+      for (int k = 0; k < count; k++) z[k] -= origin.z, w[k] -= origin.w;
+    }
+    raise(top);
     if (!may_shift(part.m)) return;
 #pragma unroll
     for (int k = 0; k < count; k++) {
@@ -215,10 +266,11 @@ struct Running {
   template <int count>
   __device__ bool add(const A (&z)[count], const A (&w)[count], A top) {
     if (top > part.m + A(kLag)) {
-      raise(top);
       A c = part.c;
 #pragma unroll
       for (int k = 0; k < count; k++) c = z[k] == top ? w[k] - z[k] : c;
+      if (is_far(top, top + c, part.origin)) return false;
+      raise(top);
       move_reference(c);
     }
     if (!may_shift(part.m) || fabs(part.c) > A(kApart)) return false;
@@ -264,9 +316,16 @@ struct Running {
     }
     return furthest < A(kLargest);
   }
-  // Adds any element.
-  __device__ void add_one(A z, A w) {
-    if (z > part.m + A(kLag)) raise(z);
+  // Adds any element, whose scores are less no origin.
+  __device__ void add_one(A of_p, A of_q) {
+    A z = of_p - part.origin.z, w = of_q - part.origin.w;
+    if (z > part.m + A(kLag)) {
+      if (is_far(z, w, part.origin)) {
+        move_origin(origin_for(of_p, of_q, part.origin));
+        z = of_p - part.origin.z, w = of_q - part.origin.w;
+      }
+      raise(z);
+    }
     part.highest = max(part.highest, z);
     const A a = may_shift(part.m) ? weight_of(z) : term(z - reference(part.m));
     if (a > part.sums.s) move_reference(w - z);
@@ -274,11 +333,18 @@ struct Running {
     if (isnan(z) || isnan(w)) {
       part.sums.s = A(nan(""));
     } else if (a == 0 || d > A(kLargest) || fabs(w - z) > A(kApart)) {
-      if (w != A(-INFINITY)) part.add_alone(w);
+      if (of_q != A(-INFINITY)) part.add_alone(of_q);
       if (a != 0) part.sums.add_without_q(a, d);
     } else {
       part.sums.add({a, a * term(d), a * beyond(d), a * d});
     }
+  }
+  __device__ void move_origin(const Origin<A>& to) {
+    if (part.origin == to) return;
+    part.sums.scale(1 / excess());
+    part.move_origin(to);
+    shift = may_shift(part.m) ? part.m * to_base : A(0);
+    part.sums.scale(excess());
   }
   __device__ void raise(A top) {
     part.raise(top, excess());
@@ -297,7 +363,7 @@ struct TwoArrays {
   using A = Accumulator<T>;
   const T *x, *y;
   T *dx, *dy;
-  A *m, *s, *ratio, *divergence;
+  A *m, *s, *other_reference, *ratio, *divergence;
   const A* cotangent;
   int64_t rows, n;
   bool vector;
@@ -339,14 +405,20 @@ struct Row {
   __device__ bool counts(int element) const {
     return element >= 0 && element < limit && (!with_extras || !where || where[element]);
   }
-  // The scores of pack i, which is in the row as a whole. Those that do not count are so small that they have no weight,
-  // and their distance is 0.
-  __device__ void scores(const Pack<T>& of_x, const Pack<T>& of_y, int i, A* z, A* w) const {
+  // The scores of pack i, which is in the row as a whole, less an origin. Those that do not count are so small that they
+  // have no weight, and their distance is 0.
+  __device__ void scores(const Pack<T>& of_x, const Pack<T>& of_y, int i, const Origin<A>& from, A* z, A* w) const {
 #pragma unroll
     for (int k = 0; k < size; k++) z[k] = of_x.get(k), w[k] = of_y.get(k);
     if constexpr (with_extras) {
 #pragma unroll
       for (int k = 0; k < size; k++) z[k] = multiplied(z[k], scale), w[k] = multiplied(w[k], other_scale);
+    }
+    if (!from.none()) {
+#pragma unroll
+      for (int k = 0; k < size; k++) z[k] -= from.z, w[k] -= from.w;
+    }
+    if constexpr (with_extras) {
       const int first = i * size - window.head;
       if (!where && first + size <= limit) return;
 #pragma unroll
@@ -423,9 +495,10 @@ __device__ Part<Accumulator<T>> reduce_packs(const Row<T, with_extras>& at, Read
     constexpr int packs = sizeof(x) / sizeof(Pack<T>);
     A z[packs * size], w[packs * size], top = A(-INFINITY);
 #pragma unroll
-    for (int k = 0; k < packs; k++) at.scores(x[k], y[k], i + k * reader.step, z + k * size, w + k * size);
+    for (int k = 0; k < packs; k++)
+      at.scores(x[k], y[k], i + k * reader.step, running.part.origin, z + k * size, w + k * size);
     if constexpr (!with_extras) {
-      top = maximum_of(x);  // the same in fewer steps
+      top = maximum_of(x) - running.part.origin.z;  // the same in fewer steps
     } else {
 #pragma unroll
       for (int k = 0; k < packs * size; k++) top = max(top, z[k]);
@@ -439,9 +512,10 @@ __device__ Part<Accumulator<T>> reduce_packs(const Row<T, with_extras>& at, Read
 
   {
     A z[size], w[size];
-    at.scores(reader.x[0], reader.y[0], reader.i, z, w);
+    at.scores(reader.x[0], reader.y[0], reader.i, Origin<A>(), z, w);
 #pragma unroll
-    for (int k = 0; k < size; k++) z[k] = reader.i < reader.last ? z[k] : A(-INFINITY);
+    for (int k = 0; k < size; k++)
+      if (reader.i >= reader.last) z[k] = w[k] = A(-INFINITY);
     running.start(z, w);
   }
   while (reader.i < reader.last) {
@@ -468,10 +542,13 @@ __device__ Part<Accumulator<T>> reduce_packs(const Row<T, with_extras>& at, Read
 template <class T>
 __device__ void write(const TwoArrays<T>& args, int64_t row, Part<Accumulator<T>> part) {
   using A = Accumulator<T>;
+  const Origin<A> origin = part.origin;
   if (part.highest > part.m) part.raise(part.highest);
+  const A m = origin.z + part.m;
+  if (isfinite(m)) part.raise(m - origin.z);  // it is rounded
   const Sums<A>& sums = part.sums;
-  const A alone = part.sq == 0 ? A(-INFINITY) : part.mq + ::log(part.sq);
-  A c = alone, k = 0;
+  // The other reference, and the ratio: at first those of what belongs to q alone.
+  A o = part.mq, c = part.sq == 0 ? A(-INFINITY) : ::log(part.sq), k = 0;
   if (sums.s != 0) {
     const A excess = (sums.linear + sums.beyond) / sums.s;
     A log = ::log(max(sums.grown / sums.s, A(1e-30)));
@@ -483,16 +560,27 @@ __device__ void write(const TwoArrays<T>& args, int64_t row, Part<Accumulator<T>
     } else {  // then the divergence is no small difference
       k = log - sums.linear / sums.s;
     }
-    c = part.c + log;
-    const A more = alone - (part.m + ::log(sums.s) + c), joint = more > 30 ? more : log1p(exp(more));
-    c += joint, k += joint;
+    const A ratio = part.c + log, of_alone = c - ::log(sums.s);
+    const A more = ((part.mq - origin.w) - part.m) + (of_alone - ratio), joint = more > 30 ? more : log1p(exp(more));
+    k += joint;
     if (k > A(kInfinite)) k = INFINITY;
     k = max(k, A(0));
+    if (more > 30) {
+      c = of_alone;
+    } else {
+      c = ratio + joint, o = origin.none() ? m : origin.w + part.m;
+      if (!origin.none()) c -= (o - origin.w) - part.m;
+      if (fabs(c) > 32) {  // w has its largest scores where z has not
+        const A moved = o + c;
+        c -= moved - o, o = moved;
+      }
+    }
   }
+  if (sums.s != 0 && sums.grown == 0 && part.sq == 0) o = c = A(-INFINITY);
   const bool undefined = isnan(sums.s) || isnan(sums.beyond) || isnan(part.sq) || part.m == A(INFINITY) ||
                          part.mq == A(INFINITY);
-  args.m[row] = part.m, args.s[row] = sums.s;
-  args.ratio[row] = c, args.divergence[row] = undefined ? A(nan("")) : k;
+  args.m[row] = m, args.s[row] = sums.s, args.other_reference[row] = o, args.ratio[row] = c;
+  args.divergence[row] = undefined ? A(nan("")) : k;
 }
 
 // Reduces rows, or parts of rows, by blocks that take one after the other, and read the next while they combine what
@@ -543,20 +631,22 @@ __global__ void __launch_bounds__(kGradientThreads)
   const int i = static_cast<int>(blockIdx.x % blocks * blockDim.x + threadIdx.x);
   if (i >= at.window.packs) return;
   const Pack<T> x = at.window.fetch(at.x, i), y = at.window.fetch(at.y, i);
-  const A m = reference(args.m[row]), s = args.s[row], c = args.ratio[row], g = args.cotangent[row];
-  const A k = reference(args.divergence[row]);
+  const A m = reference(args.m[row]), o = reference(args.other_reference[row]), s = args.s[row];
+  const A c = reference(args.ratio[row]), k = reference(args.divergence[row]), g = args.cotangent[row];
   const A inverse = s == 0 ? A(0) : 1 / s;
-  // The logsumexp of w; where there is no p, or no q, exponentials relative to it are 0.
-  const A ratio = m + ::log(s) + c, other = s == 0 || ratio == A(-INFINITY) ? A(INFINITY) : ratio;
+  const Origin<A> origin = m == o ? Origin<A>() : Origin<A>{m, o};
+  // The maximum of z and the logsumexp of w; where there is no p, or no q, exponentials relative to the latter are 0.
+  const A top = m - origin.z, of_w = (m == o ? m : A(0)) + (::log(s) + c);
+  const A other = s == 0 || args.ratio[row] == A(-INFINITY) ? A(INFINITY) : of_w;
   const A by_x = g * at.scale, by_y = g * at.other_scale;
   T* const dx = both ? args.dx + row * args.n : nullptr;
   T* const dy = args.dy + row * args.n;
   A z[size], w[size];
-  at.scores(x, y, i, z, w);
+  at.scores(x, y, i, origin, z, w);
 #pragma unroll
   for (int e = 0; e < size; e++) {
     const bool masked = with_extras && !at.counts(i * size - at.window.head + e);
-    const A p = exponential<T>(z[e] - m) * inverse, d = (w[e] - z[e]) - c;
+    const A p = exponential<T>(z[e] - top) * inverse, d = (w[e] - z[e]) - c;
     A slope = exponential<T>(w[e] - other) - p;
     // Of results of 16 bits, the difference has all digits sooner.
     if constexpr (sizeof(T) == 2) slope = fabs(d) < A(0x1p-6) ? p * fma(d * A(0.5), d, d) : slope;
@@ -621,7 +711,8 @@ cudaError_t run_kl_divergence(const Call& call, void* workspace, int64_t bytes, 
   args.x = static_cast<const T*>(buffers.first.data), args.y = static_cast<const T*>(buffers.other.data);
   args.dx = static_cast<T*>(buffers.result.data), args.dy = static_cast<T*>(buffers.other_result.data);
   args.m = number(buffers.maximum), args.s = number(buffers.sum);
-  args.ratio = number(buffers.ratio), args.divergence = number(buffers.beside);
+  args.other_reference = number(buffers.other_reference), args.ratio = number(buffers.ratio);
+  args.divergence = number(buffers.beside);
   args.cotangent = number(buffers.cotangent);
   args.rows = call.shape.rows, args.n = call.shape.n;
   args.vector = aligned(args.x) && aligned(args.y) && aligned(args.dx) && aligned(args.dy);

@@ -3,7 +3,7 @@
 Both terms are at least 0, so nothing cancels. A score of -inf adds nothing to u.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -66,9 +66,8 @@ def _entropy(reductions, x):
     return m, s, reductions.total(products(x, m))
 
 
-def _of_parts(axes: Axes, results: Sequence[jax.Array], state_of: Callable[[int], State]) -> tuple[jax.Array, ...]:
+def _of_parts(axes: Axes, results: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     """The results of a row, given those of its parts."""
-    del state_of
 
     def of_sums(maxima, m, s, u):
         return s * weight(m, *maxima), products_from(maxima[0], State(m, s), u)

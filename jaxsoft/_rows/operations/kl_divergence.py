@@ -1,14 +1,17 @@
 """kl_divergence: the Kullback-Leibler divergence of the softmax q of one array of scores from the softmax p of another.
 
 With d = log(q / p), the sum of p * expm1(d) is 0. So the divergence, the sum of -p * d, is that of p * h(d), where
-h(d) = expm1(d) - d: no term is negative, and nothing cancels however near p and q are. Here d = (y - x) - c, where c is
-the logsumexp of y less that of x. An error e of c adds e^2 / 2 to the sum, so a rounded c will do; the gradients, which
-are as small as d, take one that is corrected by what the sum of p * expm1(d) differs from 0.
+h(d) = expm1(d) - d: no term is negative, and nothing cancels however near p and q are.
+
+Here d = ((y - o) - (x - m)) - c, where c is the logsumexp of y - o less that of x - m. Of arrays that are near each
+other, o is m, and y - x is computed as it is, without m. Of others y - x would have lost digits, and o is a number near
+the largest of y. An error e of c adds e^2 / 2 to the sum, so a rounded c will do; the gradients, which are as small as
+d, take one that is corrected by what the sum of p * expm1(d) differs from 0.
 
 Beside the letters of `jaxsoft._rows.spec`, x and y are the scores of p and of q, c is that ratio, and k the divergence.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -30,16 +33,19 @@ from jaxsoft._rows.spec import (
     RowOperand,
     RowSpec,
 )
-from jaxsoft.fold import State, lse, reference, weight
+from jaxsoft.fold import reference, weight
 
 OTHER_SCORES = RowOperand("other_scores", RowKind.SCORES, input=1)
 OTHER_TANGENT = RowOperand("other_tangent", RowKind.TANGENT, linear=True, input=1)
 OTHER_RESULT = RowOperand("other_result", RowKind.ROW, input=1)
-# c; the logsumexp of y where x has no scores, as parts of rows may.
+# o, within some tens of the logsumexp of y; -inf where y has no scores.
+OTHER_REFERENCE = RowOperand("other_reference", RowKind.STATISTIC)
+# c; the logsumexp of y - o where x has no scores, as parts of rows may; -inf where y has none.
 RATIO = RowOperand("ratio", RowKind.STATISTIC)
 DIVERGENCE = RowOperand("divergence", RowKind.STATISTIC)
 
 _SMALL = 0.5  # up to here h is a series
+_NEAR = 8  # so far from each other are maxima at most for o to be m
 
 
 def _beyond_linear(d: jax.Array) -> jax.Array:
@@ -61,23 +67,32 @@ def _beyond_log(a: jax.Array) -> jax.Array:
     return jnp.where(small, series, jnp.log1p(far) - far)
 
 
-def _distances(x, y, m, s, c):
+def _log(s: jax.Array) -> jax.Array:
+    """log(s), but 0 where there are no scores."""
+    return jnp.log(jnp.where(s == 0, 1, s))
+
+
+def _distances(x, y, m, s, o, c):
     """p, q, and d, which is 0 where p is 0 or d is too large for its exponential to be taken of it."""
     p = probabilities(x, m, s)
-    of_other = jnp.where(s == 0, c, lse(State(m, s)) + c)  # the logsumexp of y
-    q = jnp.exp(jnp.minimum(wide(y) - reference(of_other)[..., None], 88))
-    q = jnp.where(jnp.isneginf(of_other)[..., None], 0, q)
-    valid = p != 0
-    d = jnp.where(valid, wide(y), 0) - jnp.where(valid, wide(x), 0) - jnp.where(valid, reference(c)[..., None], 0)
+    of_q = wide(y) - reference(o)[..., None]
+    q = jnp.exp(jnp.minimum(of_q - reference(c + _log(s))[..., None], 88))
+    q = jnp.where(jnp.isneginf(c)[..., None], 0, q)
+    valid, same = p != 0, (o == m)[..., None]
+    of_p, of_q = wide(x) - jnp.where(same, 0, reference(m)[..., None]), jnp.where(same, wide(y), of_q)
+    d = jnp.where(valid, of_q, 0) - jnp.where(valid, of_p, 0) - jnp.where(valid, reference(c)[..., None], 0)
     return p, q, d
 
 
 def _kl_divergence(reductions, x, y):
     m, s = reductions.state(x)
-    of_other = lse(State(*reductions.state(y)))
-    empty = s == 0
-    rough = jnp.where(empty | jnp.isinf(of_other), 0, of_other - jnp.where(empty, 0, lse(State(m, s))))
-    p, q, d = _distances(x, y, m, s, jnp.where(empty, of_other, rough))
+    of_y, sum_of_y = reductions.state(y)
+    empty, none = s == 0, sum_of_y == 0
+    apart = reference(of_y) - reference(m)
+    near = jnp.isfinite(m) & jnp.isfinite(of_y) & (jnp.abs(apart) <= _NEAR)
+    o = jnp.where(near, m, of_y)
+    rough = jnp.where(near, apart, 0) + (_log(sum_of_y) - _log(s))
+    p, q, d = _distances(x, y, m, s, o, jnp.where(none, -jnp.inf, rough))
     small = jnp.abs(d) < _SMALL
     near = jnp.where(small, d, 0)
     excess = reductions.total(jnp.where(small & (p != 0), p * jnp.expm1(near), q - p))
@@ -85,65 +100,56 @@ def _kl_divergence(reductions, x, y):
     terms = jnp.where(small & (p != 0), p * _beyond_linear(near), q - p - p * finite)
     found = reductions.total(terms) + _beyond_log(jnp.maximum(excess, -0.5))
     lost = reductions.total(jnp.isneginf(d).astype(p.dtype)) > 0  # q is 0 where p is not
-    undefined = ~(jnp.isfinite(m) | empty) | jnp.isnan(s) | jnp.isnan(of_other) | (of_other == jnp.inf)
+    undefined = ~(jnp.isfinite(m) | empty) | jnp.isnan(s) | jnp.isnan(sum_of_y) | (of_y == jnp.inf)
     k = jnp.where(empty, 0, jnp.where(lost, jnp.inf, jnp.maximum(found, 0)))
-    c = jnp.where(empty, of_other, jnp.where(jnp.isneginf(of_other), -jnp.inf, rough + jnp.log1p(excess)))
-    return m, s, c, nan_where(undefined, k)
+    c = jnp.where(none, -jnp.inf, jnp.where(empty, rough, rough + jnp.log1p(excess)))
+    return m, s, o, c, nan_where(undefined, k)
 
 
-def _of_parts(axes: Axes, results: Sequence[jax.Array], state_of: Callable[[int], State]) -> tuple[jax.Array, ...]:
+def _of_parts(axes: Axes, results: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     """The results of a row, given those of its parts.
 
     By the chain rule, the divergence is the mean of those of the parts, and the one of the parts' shares. That is as in
     a part, with the ratios c of the parts in the place of those of elements. Parts where p has nothing, or as good as
-    nothing, add to q alone, of which each has the logsumexp log_q.
+    nothing, add to q alone.
     """
-    m, s, c, k = results
-    log_p = jnp.where(s == 0, -jnp.inf, lse(State(m, s)))
-    # Where y is far above x, as where only x is masked by a large number, the digits of y's are not in the ratio.
-    log_q = jax.lax.cond(
-        jnp.any(jnp.abs(c) > 64),
-        lambda: lse(state_of(1)).astype(m.dtype),
-        lambda: jnp.where(s == 0, c, log_p + c),
-    )
 
-    def of_maxima(m, s, c, k, log_p, log_q):
-        return m, jnp.where(s == 0, -jnp.inf, c), log_p, log_q
+    def of_maxima(m, s, o, c, k):
+        return m, o, jnp.where((s != 0) & (o == m), c, -jnp.inf)
 
-    def near(m, c, log_p, log_q):
-        """A number near the ratio: the largest of a part, which has all its digits, or that of the maxima."""
-        log_p, log_q = reference(log_p), reference(log_q)
-        rounding = 8 * jnp.finfo(m.dtype).eps * (jnp.abs(log_p) + jnp.abs(log_q))
-        rough = log_q - log_p
-        return jnp.where(jnp.abs(reference(c) - rough) <= 32 + rounding, reference(c), rough)
+    def references(m, o, c):
+        """What takes the places of o and of c for the row: of near arrays, the largest c of a part, with all digits."""
+        near = jnp.isfinite(m) & (jnp.abs(reference(o) - reference(m)) <= 2 * _NEAR)
+        return jnp.where(near, m, o), jnp.where(near & (jnp.abs(c) <= 4 * _NEAR), reference(c), 0)
 
-    def of_sums(maxima, m, s, c, k, log_p, log_q):
+    def of_sums(maxima, m, s, o, c, k):
+        most, (ref, ratio) = reference(maxima[0]), references(*maxima)
         share = s * weight(m, maxima[0])
         none = share < 1e-30
-        d = jnp.where(none, 0, c - near(*maxima))
+        moved = reference(o) - reference(ref)
+        d = jnp.where(none, 0, c + (moved - (reference(m) - most)) - ratio)
         terms = jnp.where(none, jnp.where(jnp.isnan(k), k, 0), share * (k + _beyond_linear(d)))
-        alone = jnp.where(none, weight(log_q, maxima[-1]), 0)
+        alone = jnp.where(none & ~jnp.isneginf(c), jnp.exp(c + _log(s) + moved), 0)
         return share, jnp.where(none, 0, share * jnp.expm1(d)), jnp.where(none, 0, share * jnp.exp(d)), terms, alone
 
-    maxima, (s, excess, grown, k, alone) = exchanged(axes, (m, s, c, k, log_p, log_q), of_maxima, of_sums)
-    m, *_, log_q = maxima
-    empty, total, c = s == 0, jnp.where(s == 0, 1, s), near(*maxima)
-    of_other = log_q + jnp.log(jnp.where(empty, alone, 1))  # where there is no p
-    alone = jnp.where(empty, 0, alone * weight(log_q, lse(State(m, total)) + c))
-    excess, grown = excess / total + alone, jnp.where(empty, 1, grown / total + alone)
+    maxima, (s, excess, grown, k, alone) = exchanged(axes, results, of_maxima, of_sums)
+    m, (o, c) = maxima[0], references(*maxima)
+    empty, total = s == 0, jnp.where(s == 0, 1, s)
+    beside = jnp.where(empty, 0, alone * jnp.exp(-c) / total)
+    excess, grown = excess / total + beside, jnp.where(empty, 1, grown / total + beside)
     close = jnp.abs(excess) < 1 / 2  # else its sum with 1 has lost digits
     log = jnp.where(close, jnp.log1p(jnp.where(close, excess, 0)), jnp.log(jnp.maximum(grown, 1e-37)))
     beyond = jnp.where(close, _beyond_log(jnp.where(close, excess, 0)), log - (grown - 1))
-    k = jnp.where(empty, k, jnp.maximum(k / total + alone + beyond, 0))
-    return m, s, jnp.where(empty, of_other, jnp.where(jnp.isneginf(log_q), -jnp.inf, c + log)), k
+    k = jnp.where(empty, k, jnp.maximum(k / total + beside + beyond, 0))
+    return m, s, o, jnp.where(jnp.isneginf(o), -jnp.inf, jnp.where(empty, _log(alone), c + log)), k
 
 
-def _slopes(x, y, m, s, c, k):
+def _slopes(x, y, m, s, o, c, k):
     """The derivatives by the scores: p * (-d - k) of x, and q - p of y; 0 where p has no scores.
 
     Where the divergence is infinite they are finite, as it may be masked afterwards.
     """
-    p, q, d = _distances(x, y, m, s, c)
+    p, q, d = _distances(x, y, m, s, o, c)
     there = (s != 0)[..., None]
     small = (jnp.abs(d) < _SMALL) & (p != 0)
     distance = jnp.where(jnp.isinf(d), 0, d) + jnp.where(jnp.isinf(k), 0, k)[..., None]
@@ -152,9 +158,9 @@ def _slopes(x, y, m, s, c, k):
     return jnp.where(there, by_x, 0), jnp.where(there, by_y, 0)
 
 
-def _vjp(reductions, x, y, m, s, c, k, g):
+def _vjp(reductions, x, y, m, s, o, c, k, g):
     del reductions
-    by_x, by_y = _slopes(x, y, m, s, c, k)
+    by_x, by_y = _slopes(x, y, m, s, o, c, k)
     return (by_x * g[..., None]).astype(x.dtype), (by_y * g[..., None]).astype(y.dtype)
 
 
@@ -162,18 +168,18 @@ def _vjp_other(reductions, *operands):
     return _vjp(reductions, *operands)[1:]
 
 
-def _jvp(reductions, x, y, m, s, c, k, t, u):
-    by_x, by_y = _slopes(x, y, m, s, c, k)
+def _jvp(reductions, x, y, m, s, o, c, k, t, u):
+    by_x, by_y = _slopes(x, y, m, s, o, c, k)
     return (reductions.total(by_x * wide(t) + by_y * wide(u)),)
 
 
 _EXTRAS = (RowExtra.SCALE, RowExtra.LIMIT, RowExtra.WHERE, RowExtra.OTHER_SCALE)
-_RESIDUALS = (SCORES, OTHER_SCORES, MAXIMUM, SUM, RATIO, DIVERGENCE)
+_RESIDUALS = (SCORES, OTHER_SCORES, MAXIMUM, SUM, OTHER_REFERENCE, RATIO, DIVERGENCE)
 
-KL_DIVERGENCE = RowSpec(  # x, y -> m, s of x; c; k
+KL_DIVERGENCE = RowSpec(  # x, y -> m, s of x; o; c; k
     "kl_divergence",
     operands=(SCORES, OTHER_SCORES),
-    results=(MAXIMUM, SUM, RATIO, DIVERGENCE),
+    results=(MAXIMUM, SUM, OTHER_REFERENCE, RATIO, DIVERGENCE),
     formula=_kl_divergence,
     reduces=Reduction.STATE,
     extras=_EXTRAS,
@@ -181,7 +187,7 @@ KL_DIVERGENCE = RowSpec(  # x, y -> m, s of x; c; k
     from_state=True,
     of_parts=_of_parts,
 )
-KL_DIVERGENCE_VJP = RowSpec(  # x, y, m, s, c, k, g -> g * p * (-d - k), g * (q - p), times the scales
+KL_DIVERGENCE_VJP = RowSpec(  # x, y, m, s, o, c, k, g -> g * p * (-d - k), g * (q - p), times the scales
     "kl_divergence_vjp",
     operands=(*_RESIDUALS, COTANGENT),
     results=(RESULT, OTHER_RESULT),
@@ -199,7 +205,7 @@ KL_DIVERGENCE_VJP_OTHER = RowSpec(  # likewise -> g * (q - p), where p is a fixe
     any_axis=False,
     from_state=True,
 )
-KL_DIVERGENCE_JVP = RowSpec(  # x, y, m, s, c, k, t, u -> <p * (-d - k), t> + <q - p, u>
+KL_DIVERGENCE_JVP = RowSpec(  # x, y, m, s, o, c, k, t, u -> <p * (-d - k), t> + <q - p, u>
     "kl_divergence_jvp",
     operands=(*_RESIDUALS, TANGENT, OTHER_TANGENT),
     results=(INNER_PRODUCT,),
@@ -211,7 +217,7 @@ kl_divergence_of_rows = RowFunction(
     KL_DIVERGENCE,
     tangent=KL_DIVERGENCE_JVP,
     pullback=KL_DIVERGENCE_VJP,
-    values=lambda operands, results: (results[3],),
+    values=lambda operands, results: (results[4],),
     residuals=lambda operands, results: (*operands, *results),
     pullback_of={1: KL_DIVERGENCE_VJP_OTHER},
 )

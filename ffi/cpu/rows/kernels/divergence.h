@@ -46,17 +46,19 @@ DivergenceState divergence(const Segment& at, int64_t n) {
     part.q.m = max_terms<T>(size, [=](int64_t i, int64_t left) {
       return b[i / L::lanes] = reader.counted_other_score(start + i, left);
     });
-    const S p_ref = (S)reference(part.p.m), q_ref = (S)reference(part.q.m);
+    const bool near = part.near();
+    const S p_ref = (S)reference(part.p.m), q_ref = (S)reference(part.q.m), z0 = near ? 0 : p_ref, w0 = near ? 0 : q_ref;
     part.p.s = sum_exp<T>(size, true, part.p.m, a, [=](int64_t i, int64_t) {
       const V z = a[i / L::lanes];
-      distances[i / L::lanes] = b[i / L::lanes] - z;
+      distances[i / L::lanes] = (b[i / L::lanes] - w0) - (z - z0);
       return z - p_ref;
     });
     part.q.s = sum_exp<T>(size, true, part.q.m, b, [=](int64_t i, int64_t) { return b[i / L::lanes] - q_ref; });
-    part.c = logsumexp(part.q) - (part.p.s == 0 ? 0 : logsumexp(part.p));
+    part.c = log(part.q.s) - (part.p.s == 0 ? 0 : log(part.p.s));
     if (part.p.s > 0 && part.q.s == 0) part.k = infinity;
     if (part.p.s > 0 && part.c - part.c == 0) {
-      const S c = (S)part.c, grown = (S)::exp((part.q.m - part.p.m) - c);  // b * grown is a * exp(d)
+      const double apart = near ? part.q.m - part.p.m : 0;
+      const S c = (S)(part.c + apart), grown = (S)::exp(apart - c);  // b * grown is a * exp(d)
       // In the place of the distances are, after this, the terms a * h(d).
       const double excess = sum_terms<T>(size, [=](int64_t i, int64_t) {
         const V weight = a[i / L::lanes], other = b[i / L::lanes] * grown, d = distances[i / L::lanes] - c;
@@ -67,7 +69,7 @@ DivergenceState divergence(const Segment& at, int64_t n) {
       });
       const double sum = sum_terms<T>(size, [=](int64_t i, int64_t) { return distances[i / L::lanes]; });
       const double x = excess / part.p.s;
-      part.c = c + log1p(x);
+      part.c = c - apart + log1p(x);
       part.k = sum / part.p.s + beyond_log(x);
     }
     total = start == 0 ? part : combine(total, part);
@@ -83,20 +85,20 @@ void write_divergence(const Segment& at, void* out, void* other_out, int64_t n, 
   typedef typename L::V V;
   typedef typename L::Scalar S;
   const Reader<T, extras> reader(at);
-  const double to_other = row.given.m + row.ratio;  // q is exp(w - to_other) / s
-  const S m = (S)reference(row.given.m), c = (S)row.ratio;
+  const bool near = row.other_reference == row.given.m, none = row.ratio == -infinity;  // no q
+  const S m = (S)reference(row.given.m), o = (S)reference(row.other_reference), c = none ? 0 : (S)row.ratio;
+  const S z0 = near ? 0 : m, w0 = near ? 0 : o;
   const S inverse = row.beside == row.beside ? inverse_sum<S>(row.given.s) : (S)row.beside;  // a NaN is everywhere
-  const S q_ref = (S)reference(to_other);
-  const S of_q = to_other == -infinity ? 0 * inverse : inverse * (S)::exp(to_other - to_other == 0 ? q_ref - to_other : 0);
+  const S of_q = none ? 0 * inverse : inverse * (S)::exp(-row.ratio);
   const S k = row.beside == infinity ? 0 : (S)row.beside;
   const S by_first = (S)(row.cotangent * at.scale), by_other = (S)(row.cotangent * at.other_scale);
   struct Slopes { V first, other; };
   auto slopes = [=](int64_t i, int64_t left) __attribute__((always_inline)) {
     const V z = reader.score(i, left), w = reader.other_score(i, left);
-    const V p = exp(z - m) * inverse, d = (w - z) - c;
+    const V p = exp(z - m) * inverse, d = ((w - w0) - (z - z0)) - c;
     const auto none = p == 0, small = is_small(d) & ~none, far = (d == -(S)infinity) | (d == (S)infinity);
     const V first = none ? V{} : p * ((far ? V{} : d) + k) * -by_first;
-    const V other = (small ? p * (d + beyond_small(d)) : exp(w - q_ref) * of_q - p) * by_other;
+    const V other = (small ? p * (d + beyond_small(d)) : exp(w - o) * of_q - p) * by_other;
     return Slopes{reader.valid_or(first, i, left, 0), reader.valid_or(other, i, left, 0)};
   };
   if (out) write_values<Out>(out, n, [=](int64_t i, int64_t left) { return slopes(i, left).first; });
