@@ -42,6 +42,8 @@ def _register(platform: str) -> tuple[frozenset[str], str | None]:
     path = find(platform) if platform in PLATFORMS else None
     if path is None:
         return frozenset(), _why_missing(platform)
+    if platform == "cuda" and (reason := unavailable("cpu")):
+        return frozenset(), f"the library for CPUs, which says the plans of the kernels, is missing: {reason}"
     try:
         library = _loaded(platform)
         names = [line.split("(")[0] for line in specification(library)]

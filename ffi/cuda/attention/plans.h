@@ -68,8 +68,8 @@ std::string forward_plan_of_size(int64_t size) {
                        : forward_plan<256, kind>();
 }
 
-// For example "decode_few_rows: 16 rows a block, up to 12 chunks of keys". The first word is in the name of the kernel,
-// as a profiler shows it.
+// For example "decode_few_rows: 16 rows a block, up to 12 chunks of keys; clear may precede it, and merge follows". The
+// first word is in the name of the kernel, as a profiler shows it, and so are those of the kernels around it.
 inline std::string plan_as_text(const Sizes& call, int multiprocessors) {
   using cuda::ForwardKind;
   if (call.is("attention_forward")) {
@@ -83,14 +83,16 @@ inline std::string plan_as_text(const Sizes& call, int multiprocessors) {
     with_backward_size(call.size, [&](auto size) {
       using Plan = cuda::BackwardPlan<size>;
       text << (Plan::blocks == 2 ? "attention_backward_in_pairs" : "attention_backward") << ": tiles of "
-           << Plan::queries << " queries and " << Plan::keys << " keys";
+           << Plan::queries << " queries and " << Plan::keys
+           << " keys; prepare_numbers precedes it, and round_sums or store_sums follows";
     });
     return text.str();
   }
   const auto problem = call.decode();
   const auto plan = cuda::decode::make_plan(problem, multiprocessors);
   text << (problem.many() ? "decode_many_rows" : "decode_few_rows") << ": " << plan.row_tile << " rows a block, up to "
-       << plan.most_chunks << " chunks of keys";
+       << plan.most_chunks << " chunks of keys; clear may precede it";
+  if (plan.most_chunks > 1) text << ", and merge follows";
   return text.str();
 }
 
