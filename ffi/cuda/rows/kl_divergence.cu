@@ -14,6 +14,7 @@
 // The gradients are g * p * (-d - k) by z, and g * (q - p) = g * p * (exp(d) - 1) by w, times their scales.
 #include <algorithm>
 #include <climits>
+#include <type_traits>
 
 #include "../../rows/call.h"
 #include "../devices.cuh"
@@ -33,9 +34,11 @@ constexpr float kFar = 1.f / 64;
 constexpr float kLag = 8;
 // Scores of one element that are further apart than this have no digits of w left in w - z, so w is added to q as it is.
 constexpr float kApart = 4096;
-// Scores of an element up to kNear apart and up to kHuge in size need no origin. Up to kLargestOrigin one is taken, so
+// Scores of an element up to kNear apart and up to kHuge in size need no origin. One is taken up to kLargestOrigin, so
 // that the differences of origins are finite.
-constexpr float kNear = 8, kHuge = 0x1p20f, kLargestOrigin = 1e37f;
+constexpr float kNear = 8, kHuge = 0x1p20f, kLargestOrigin = 1e30f;
+// The sum of exp(d) is kept up to so many times that of 1: another reference may make it larger than f32 can hold.
+constexpr float kMostGrown = 1e25f;
 // In the place of a distance of -inf: the divergence is then above kInfinite.
 constexpr float kFurthest = -1e30f, kInfinite = 1e20f;
 
@@ -101,7 +104,7 @@ __device__ bool is_far(A z, A w, const Origin<A>& from) {
 // The origin that suits these scores, or the given one if they are not finite, or too large for it.
 template <class A>
 __device__ Origin<A> origin_for(A z, A w, const Origin<A>& otherwise) {
-  if (!(fabs(z) < A(kLargestOrigin) && fabs(w) < A(kLargestOrigin))) return otherwise;
+  if (!(isfinite(z) && isfinite(w) && max(z, w) < A(kLargestOrigin))) return otherwise;
   return is_far(z, w, Origin<A>()) ? Origin<A>{z, w} : Origin<A>();
 }
 
@@ -120,11 +123,16 @@ struct Part {
     if (w > mq) sq *= weight(mq, w), mq = w;
     sq += count * term(w - reference(mq));
   }
+  // Moves what is in q from the sums to what belongs to q alone, given what weights are too large by.
+  __device__ void part_with_q(A excess = 1) {
+    if (sums.grown > 0) add_alone(origin.w + (m + ::log(sums.grown / excess) + c));
+    sums.grown = 0, sums.beyond = -sums.s - sums.linear;
+  }
   // Takes a larger maximum, given what weights are too large by. What has no weight beside it belongs to q alone.
   __device__ void raise(A top, A excess = 1) {
     if (sums.s != 0) {
       const A factor = weight(m, top) / excess;
-      if (factor == 0 && sums.grown > 0) add_alone(origin.w + (m + ::log(sums.grown) + c));
+      if (factor == 0) part_with_q(excess);
       sums.scale(factor);
     }
     m = top;
@@ -135,22 +143,24 @@ struct Part {
     if (!isfinite(by)) return;
     if (sums.s != 0) {
       const A linear = sums.linear - by * sums.s;
-      if (fabs(by) < A(kLargest)) {
-        const A factor = term(-by), over = cuda::beyond(-by), more = fabs(by) < A(kSmall) ? over - by : factor - 1;
+      const A factor = fabs(by) < A(kLargest) ? term(-by) : A(0);
+      if (factor > 0 && sums.grown * factor < sums.s * A(kMostGrown)) {
+        const A over = cuda::beyond(-by), more = fabs(by) < A(kSmall) ? over - by : factor - 1;
         sums.beyond = fma(factor, sums.beyond, fma(more, sums.linear, sums.s * over));
         sums.grown *= factor, sums.linear = linear;
       } else {
-        if (by < 0 && sums.grown > 0) add_alone(origin.w + (m + ::log(sums.grown / excess) + c));
-        sums = {sums.s, 0, -sums.s - linear, linear};
+        part_with_q(excess);
+        sums.linear = linear, sums.beyond = -sums.s - linear;
       }
     }
     c = to;
   }
-  // Takes another origin. The sums stay as they are.
+  // Takes another origin. The sums stay as they are, but for q if the ratio has no digits left.
   __device__ void move_origin(const Origin<A>& to) {
-    const A by_z = origin.z - to.z, by_w = origin.w - to.w;
+    const A by_z = origin.z - to.z, by_w = origin.w - to.w, by = by_w - by_z;
+    if (sums.s != 0 && fabs(by) > A(kApart)) part_with_q();
     m += by_z, highest += by_z, origin = to;
-    c = sums.s == 0 ? A(0) : c + (by_w - by_z);
+    c = sums.s == 0 ? A(0) : min(max(c + by, A(-1e37f)), A(1e37f));
   }
   // Adds another part that has the same origin, maximum and reference.
   __device__ void add(const Part& part) {
@@ -405,8 +415,9 @@ struct Row {
   __device__ bool counts(int element) const {
     return element >= 0 && element < limit && (!with_extras || !where || where[element]);
   }
-  // The scores of pack i, which is in the row as a whole, less an origin. Those that do not count are so small that they
-  // have no weight, and their distance is 0.
+  // The scores of pack i, which is in the row as a whole, less an origin if `with_origin`. Those that do not count are so
+  // small that they have no weight, and their distance is 0.
+  template <bool with_origin>
   __device__ void scores(const Pack<T>& of_x, const Pack<T>& of_y, int i, const Origin<A>& from, A* z, A* w) const {
 #pragma unroll
     for (int k = 0; k < size; k++) z[k] = of_x.get(k), w[k] = of_y.get(k);
@@ -414,7 +425,7 @@ struct Row {
 #pragma unroll
       for (int k = 0; k < size; k++) z[k] = multiplied(z[k], scale), w[k] = multiplied(w[k], other_scale);
     }
-    if (!from.none()) {
+    if constexpr (with_origin) {
 #pragma unroll
       for (int k = 0; k < size; k++) z[k] -= from.z, w[k] -= from.w;
     }
@@ -491,14 +502,15 @@ __device__ Part<Accumulator<T>> reduce_packs(const Row<T, with_extras>& at, Read
     }
   };
   // Adds packs i, i + step, ... of the row.
-  auto add = [&](const auto& x, const auto& y, int i) {
+  auto add = [&](const auto& x, const auto& y, int i, auto with_origin) {
     constexpr int packs = sizeof(x) / sizeof(Pack<T>);
     A z[packs * size], w[packs * size], top = A(-INFINITY);
 #pragma unroll
     for (int k = 0; k < packs; k++)
-      at.scores(x[k], y[k], i + k * reader.step, running.part.origin, z + k * size, w + k * size);
+      at.template scores<with_origin.value>(x[k], y[k], i + k * reader.step, running.part.origin, z + k * size,
+                                            w + k * size);
     if constexpr (!with_extras) {
-      top = maximum_of(x) - running.part.origin.z;  // the same in fewer steps
+      top = maximum_of(x) - (with_origin.value ? running.part.origin.z : A(0));  // the same in fewer steps
     } else {
 #pragma unroll
       for (int k = 0; k < packs * size; k++) top = max(top, z[k]);
@@ -512,23 +524,30 @@ __device__ Part<Accumulator<T>> reduce_packs(const Row<T, with_extras>& at, Read
 
   {
     A z[size], w[size];
-    at.scores(reader.x[0], reader.y[0], reader.i, Origin<A>(), z, w);
+    at.template scores<false>(reader.x[0], reader.y[0], reader.i, {}, z, w);
 #pragma unroll
     for (int k = 0; k < size; k++)
       if (reader.i >= reader.last) z[k] = w[k] = A(-INFINITY);
     running.start(z, w);
   }
-  while (reader.i < reader.last) {
-    const int i = reader.i;
-    const Pack<T> x[2] = {reader.x[0], reader.x[1]}, y[2] = {reader.y[0], reader.y[1]};
-    reader.advance();
-    if (i + reader.step < reader.last) {
-      add(x, y, i);
-    } else {
-      const Pack<T> first_x[1] = {x[0]}, first_y[1] = {y[0]};
-      add(first_x, first_y, i);
+  // Adds what is left for as long as there is an origin, or none.
+  auto add_while = [&](auto with_origin) {
+    while (reader.i < reader.last && running.part.origin.none() != with_origin.value) {
+      const int i = reader.i;
+      const Pack<T> x[2] = {reader.x[0], reader.x[1]}, y[2] = {reader.y[0], reader.y[1]};
+      reader.advance();
+      if (i + reader.step < reader.last) {
+        add(x, y, i, with_origin);
+      } else {
+        const Pack<T> first_x[1] = {x[0]}, first_y[1] = {y[0]};
+        add(first_x, first_y, i, with_origin);
+      }
     }
-  }
+  };
+  do {
+    add_while(std::false_type());
+    add_while(std::true_type());
+  } while (reader.i < reader.last);
   // What belongs to no whole pack is taken by the last threads, which may have less to do.
   const int begin = at.window.whole_begin(), thread = blockDim.x - 1 - threadIdx.x;
   if (!at.window.vector) one_by_one(threadIdx.x, at.window.n, reader.step);
@@ -552,7 +571,7 @@ __device__ void write(const TwoArrays<T>& args, int64_t row, Part<Accumulator<T>
   if (sums.s != 0) {
     const A excess = (sums.linear + sums.beyond) / sums.s;
     A log = ::log(max(sums.grown / sums.s, A(1e-30)));
-    if (fabs(excess) < A(0.5)) {
+    if (fabs(excess) < A(0.5) && sums.beyond < sums.s) {
       log = log1p(excess);
       A series = 0;  // of log - excess
       for (int i = 16; i >= 2; i--) series = A(i % 2 ? 1.0 : -1.0) / i + excess * series;
@@ -642,7 +661,8 @@ __global__ void __launch_bounds__(kGradientThreads)
   T* const dx = both ? args.dx + row * args.n : nullptr;
   T* const dy = args.dy + row * args.n;
   A z[size], w[size];
-  at.scores(x, y, i, origin, z, w);
+  if (m == o) at.template scores<false>(x, y, i, origin, z, w);
+  else at.template scores<true>(x, y, i, origin, z, w);
 #pragma unroll
   for (int e = 0; e < size; e++) {
     const bool masked = with_extras && !at.counts(i * size - at.window.head + e);
