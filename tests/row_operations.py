@@ -47,7 +47,7 @@ def operands_of(operation, form, shape, dtype, ones=()):
         base.append(label)
     if statistics := operation.kinds.count(RowKind.STATISTIC):
         several = len(operation.inputs) > 1
-        of, known = (KL_DIVERGENCE, 4) if several else (LABEL_STATE if operation.has_label else STATE, 2)
+        of, known = (KL_DIVERGENCE, 5) if several else (LABEL_STATE if operation.has_label else STATE, 2)
         with np.errstate(over="ignore"):
             of_x = exact(of, RowForm(np.dtype(np.float64), form.extras, form.trailing), *base, *extras.values())
         base += [v.astype(state) for v in of_x[:known]]

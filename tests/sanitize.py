@@ -73,6 +73,7 @@ from jaxsoft._rows import ffi
 from jaxsoft._rows.forms import RowForm
 from jaxsoft._rows.operation import RowOperation
 from jaxsoft._rows.operations.entropy import ENTROPY, ENTROPY_VJP
+from jaxsoft._rows.operations.kl_divergence import KL_DIVERGENCE, KL_DIVERGENCE_VJP, KL_DIVERGENCE_VJP_OTHER
 from jaxsoft._rows.operations.labels import (
     LABEL_ENTROPY,
     LABEL_ENTROPY_VJP,
@@ -145,6 +146,7 @@ def run(implementation: str, shape: Sequence[int], dtype: str, form: RowForm) ->
         RowExtra.LIMIT: jnp.arange(1, np.prod(rows) + 1, dtype=jnp.int32).reshape(rows) * n // 2,
         RowExtra.WHERE: jnp.arange(n).reshape(*(1,) * len(rows), n) % 3 > 0,
         RowExtra.BIAS: jnp.sin(x),
+        RowExtra.OTHER_SCALE: jnp.full((1,) * len(rows), -0.5, jnp.promote_types(dtype, jnp.float32)),
     }
 
     def call(operation, dtype, *operands, masked=False, cap=None):
@@ -164,6 +166,10 @@ def run(implementation: str, shape: Sequence[int], dtype: str, form: RowForm) ->
         return
     m, s, u = call(ENTROPY, dtype, x)
     jax.block_until_ready(call(ENTROPY_VJP, form.dtype, x, m, s, u, s))
+    for y in (g, x, g - 1000) if form.dtype == dtype else ():  # some near x, some far
+        found = call(KL_DIVERGENCE, dtype, x, y)
+        jax.block_until_ready(call(KL_DIVERGENCE_VJP, dtype, x, y, *found, found[0]))
+        jax.block_until_ready(call(KL_DIVERGENCE_VJP_OTHER, dtype, x, y, *found, found[0]))
     i = jnp.arange(rows[0], dtype=jnp.int32) * 7 % n
     i = i.at[1::5].set(NO_ROW).at[2::5].set(-1)
     for cap in CAPS:

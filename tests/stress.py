@@ -36,13 +36,14 @@ def bits(tree: object) -> jax.Array:
 
 @jax.jit
 def every_operation(x: jax.Array, g: jax.Array) -> list[jax.Array]:
-    """All three functions, and their gradients."""
+    """Functions of rows, and their gradients."""
     results = []
     for f, scale in ((jaxsoft.softmax, None), (jaxsoft.softmax, 1.5), (jaxsoft.log_softmax, 1.5)):
         y, pull = jax.vjp(lambda x, f=f, scale=scale: f(x, scale=scale), x)
         results += [y, *pull(g)]
     lse, pull = jax.vjp(lambda x: jaxsoft.logsumexp(x, axis=-1), x)
-    return [*results, lse, *pull(lse), jaxsoft.softmax(x, axis=0)]
+    divergence, pull_both = jax.vjp(jaxsoft.softmax_kl_divergence, x, g)
+    return [*results, lse, *pull(lse), divergence, *pull_both(divergence), jaxsoft.softmax(x, axis=0)]
 
 
 @jax.jit

@@ -51,7 +51,7 @@ static inline DivergenceState combine(const DivergenceState& a, const Divergence
     log = log1p(x), more = beyond_log(x) + v * beyond_linear(d);
   } else {
     const double more_of_q = second.q.s == 0 ? -infinity : to_second + ::log(second.q.s / first.q.s);
-    log = more_of_q < 600 ? log1p(u * exp(more_of_q) - v) : more_of_q;
+    log = more_of_q < 600 ? log1p(u * exp(more_of_q) - v) : more_of_q + ::log(u);
     more = v > 0 ? log - v * d : log;
   }
   both.c = first.c + log + ((first.q.m - both.q.m) - (first.p.m - both.p.m));

@@ -194,23 +194,28 @@ __device__ A largest_of_lanes(A x) {
   return x;
 }
 
+// The part of a lane, with the origin, the maximum and the reference of all lanes of the warp. Out of line, as they
+// mostly are the same already.
+template <class A>
+__device__ __noinline__ Part<A> as_of_warp(Part<A> part) {
+  const A top = part.origin.z + part.m;
+  const unsigned with_it = __ballot_sync(0xffffffffu, top == largest_of_lanes(top));
+  const int best = with_it ? __ffs(with_it) - 1 : 0;
+  const Origin<A> to = {__shfl_sync(0xffffffffu, part.origin.z, best), __shfl_sync(0xffffffffu, part.origin.w, best)};
+  if (!(part.origin == to)) part.move_origin(to);
+  part.raise(largest_of_lanes(part.m));
+  const A most = largest_of_lanes(part.sums.s);
+  const unsigned with_most = __ballot_sync(0xffffffffu, part.sums.s == most);
+  part.move_reference(__shfl_sync(0xffffffffu, part.c, with_most ? __ffs(with_most) - 1 : 0));
+  return part;
+}
+
 // Combines the parts of the lanes of a warp, in each of them.
 template <class A>
 __device__ Part<A> reduce_warp(Part<A> part) {
-  const Origin<A> first = {__shfl_sync(0xffffffffu, part.origin.z, 0), __shfl_sync(0xffffffffu, part.origin.w, 0)};
-  if (!__all_sync(0xffffffffu, part.origin == first)) {
-    const A top = part.origin.z + part.m;
-    const unsigned with_it = __ballot_sync(0xffffffffu, top == largest_of_lanes(top));
-    const int best = with_it ? __ffs(with_it) - 1 : 0;
-    part.move_origin({__shfl_sync(0xffffffffu, part.origin.z, best), __shfl_sync(0xffffffffu, part.origin.w, best)});
-  }
   const A m = __shfl_sync(0xffffffffu, part.m, 0), c = __shfl_sync(0xffffffffu, part.c, 0);
-  if (!__all_sync(0xffffffffu, part.m == m && part.c == c)) {
-    part.raise(largest_of_lanes(part.m));
-    const A most = largest_of_lanes(part.sums.s);
-    const unsigned best = __ballot_sync(0xffffffffu, part.sums.s == most);
-    part.move_reference(__shfl_sync(0xffffffffu, part.c, best ? __ffs(best) - 1 : 0));
-  }
+  const bool same = part.m == m && part.c == c && part.origin.none();
+  if (!__all_sync(0xffffffffu, same)) part = as_of_warp(part);
   const Sums<A>& sums = part.sums;
   part.sums = {add_lanes(sums.s), add_lanes(sums.grown), add_lanes(sums.beyond), add_lanes(sums.linear)};
   part.highest = largest_of_lanes(part.highest);
@@ -246,30 +251,38 @@ struct Running {
   // What weights are too large by, as the shift is rounded.
   __device__ A excess() const { return may_shift(part.m) ? weight_of(part.m) : A(1); }
 
-  // Takes the origin, the maximum and the mean ratio of the first elements of all lanes of a warp, so that its threads
-  // seldom go different ways.
+  // Takes the maximum and the mean ratio of the first elements of all lanes of a warp, so that its threads seldom go
+  // different ways, and an origin if these need one.
   template <int count>
   __device__ void start(A (&z)[count], A (&w)[count]) {
-    A top = -INFINITY, other_top = -INFINITY, mass = 0, mean = 0, square = 0;
+    if (start_from(z, w)) return;
+    A other_top = -INFINITY;
 #pragma unroll
-    for (int k = 0; k < count; k++) top = max(top, z[k]), other_top = max(other_top, w[k]);
-    top = largest_of_lanes(top), other_top = largest_of_lanes(other_top);
-    const Origin<A> origin = origin_for(top, other_top, part.origin);
-    if (!origin.none()) {
-      part.move_origin(origin), top -= origin.z;
+    for (int k = 0; k < count; k++) other_top = max(other_top, w[k]);
+    const Origin<A> origin = origin_for(part.m, largest_of_lanes(other_top), part.origin);
+    if (origin.none()) return;
+    part.move_origin(origin);
 #pragma unroll
-      for (int k = 0; k < count; k++) z[k] -= origin.z, w[k] -= origin.w;
-    }
-    raise(top);
-    if (!may_shift(part.m)) return;
+    for (int k = 0; k < count; k++) z[k] -= origin.z, w[k] -= origin.w;
+    start_from(z, w);
+  }
+  // Returns whether these elements need no origin.
+  template <int count>
+  __device__ bool start_from(const A (&z)[count], const A (&w)[count]) {
+    A top = -INFINITY, mass = 0, mean = 0, square = 0;
+#pragma unroll
+    for (int k = 0; k < count; k++) top = max(top, z[k]);
+    raise(largest_of_lanes(top));
+    if (!may_shift(part.m)) return false;
 #pragma unroll
     for (int k = 0; k < count; k++) {
       const A c = w[k] - z[k], a = fabs(c) < A(-kFurthest) ? weight_of(z[k]) : A(0);
       if (a > 0) mass += a, mean = fma(a, c, mean), square = fma(a * c, c, square);
     }
     mass = add_lanes(mass), mean = add_lanes(mean) / mass, square = add_lanes(square) / mass;
-    if (!isfinite(mean)) return;
+    if (!isfinite(mean)) return false;
     part.c = mean, small = !(square - mean * mean > A(kFar));
+    return fabs(mean) <= A(kNear);
   }
   // Adds elements, of which the largest score of p is given. Returns false, and has added nothing, if some of them do
   // not count, or have scores that are infinite, no numbers or very large, or distances that are.
@@ -348,6 +361,11 @@ struct Running {
     } else {
       part.sums.add({a, a * term(d), a * beyond(d), a * d});
     }
+  }
+  // The same out of line, as it is long and seldom called: code that fits the instruction cache is quicker.
+  static __device__ __noinline__ Running with_one(Running running, A z, A w) {
+    running.add_one(z, w);
+    return running;
   }
   __device__ void move_origin(const Origin<A>& to) {
     if (part.origin == to) return;
@@ -498,7 +516,7 @@ __device__ Part<Accumulator<T>> reduce_packs(const Row<T, with_extras>& at, Read
     for (element = max(element, 0), end = min(end, at.window.n); element < end; element += step) {
       A z, w;
       at.score(element, &z, &w);
-      if (z != A(-INFINITY) || w != A(-INFINITY)) running.add_one(z, w);
+      if (z != A(-INFINITY) || w != A(-INFINITY)) running = Running<A>::with_one(running, z, w);
     }
   };
   // Adds packs i, i + step, ... of the row.
@@ -564,7 +582,7 @@ __device__ void write(const TwoArrays<T>& args, int64_t row, Part<Accumulator<T>
   const Origin<A> origin = part.origin;
   if (part.highest > part.m) part.raise(part.highest);
   const A m = origin.z + part.m;
-  if (isfinite(m)) part.raise(m - origin.z);  // it is rounded
+  if (!origin.none() && isfinite(m)) part.raise(m - origin.z);  // it is rounded
   const Sums<A>& sums = part.sums;
   // The other reference, and the ratio: at first those of what belongs to q alone.
   A o = part.mq, c = part.sq == 0 ? A(-INFINITY) : ::log(part.sq), k = 0;
