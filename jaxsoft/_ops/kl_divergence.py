@@ -46,7 +46,7 @@ def softmax_kl_divergence(
         and "reference"; see `jaxsoft.implementations`.
 
     Returns:
-      The divergence of each row in natural units, of the logits' shape without the classes, in f32 (f64 if p_logits are
+      The divergence of each row in natural units, of the logits' shape without the classes, in f32 (f64 if either are
       f64). It is 0 for a row that is wholly masked, +inf where q is 0 and p is not, and NaN where logits hold NaN or
       +inf.
 
@@ -54,7 +54,7 @@ def softmax_kl_divergence(
       TypeError, ValueError: an argument does not fit the others, or a named implementation cannot serve the call.
 
     Derivatives by both logits and by scale, of every order, in forward and reverse mode, for every implementation. What
-    is masked has the gradient 0. Reverse mode keeps the logits and four numbers a row. If p is a fixed target, use
+    is masked has the gradient 0. Reverse mode keeps the logits and five numbers a row. If p is a fixed target, use
     `jax.lax.stop_gradient`, or differentiate by q_logits alone: its gradient is then neither computed nor written.
 
     It is optax's `kl_divergence(log_softmax(q_logits), softmax(p_logits))`, which takes the logarithms of q first.
