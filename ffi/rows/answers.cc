@@ -14,7 +14,9 @@
 // -1 for a name that is none.
 JAXSOFT_ANSWER int64_t jaxsoft_limit(const char* name) {
   const std::string_view asked = name;
-  return asked == "most_k" ? jaxsoft::kMostK : asked == "most_groups" ? jaxsoft::kGroups : -1;
+  if (asked == "most_k") return jaxsoft::kMostK;
+  if (asked == "longest_sampled") return jaxsoft::kLongestSampled;
+  return asked == "most_groups" ? jaxsoft::kGroups : -1;
 }
 
 // 0 for an operation that takes no workspace. n is -1 where the shape is not known, or where the reduced axis is not the

@@ -1,4 +1,5 @@
-// Numbers that Python, the checks of a call and the kernels agree on. jaxsoft/_rows has the same ones.
+// Numbers that Python, the checks of a call and the kernels agree on. Python asks for the most and the longest (see
+// answers.cc); jaxsoft/_rows has the same kNoRow.
 #pragma once
 
 #include <stdint.h>
@@ -13,5 +14,8 @@ inline constexpr int32_t kNoRow = INT32_MIN;
 
 // The largest k of top_k.
 inline constexpr int64_t kMostK = 256;
+
+// The most tokens of a row that is sampled.
+inline constexpr int64_t kLongestSampled = int64_t(1) << 22;
 
 }  // namespace jaxsoft

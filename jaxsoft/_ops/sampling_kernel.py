@@ -26,8 +26,6 @@ from jaxsoft._rows.operations.top_k import TOP_K
 from jaxsoft._rows.sharded_top_k import selected_over_shards
 
 _NAME = "sample"
-# How many tokens a row may have: kLongestSampled in ffi/cuda/rows/sample.cuh.
-_LONGEST = 1 << 22
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 # More rows than this are left to operations on rows if they are at most so long. However short a row is, a block of the
 # kernel takes some microseconds for it, and an H200 runs 264 blocks at once. Operations on rows read a row once, but
@@ -45,7 +43,9 @@ def may_take(x: jax.Array, top_p_of_all: bool) -> bool:
       x: the logits.
       top_p_of_all: whether there is a top-p, and it is of all tokens, as without top-k.
     """
-    if x.dtype not in _DTYPES or x.shape[-1] > _LONGEST or not can_partition() or library.find("cuda") is None:
+    if x.dtype not in _DTYPES or not can_partition() or None in (library.find("cpu"), library.find("cuda")):
+        return False
+    if x.shape[-1] > library.number("cpu", "limit", "longest_sampled"):
         return False
     known = [d for d in x.shape if isinstance(d, int)]
     many = len(known) == x.ndim and math.prod(known[:-1]) > _MANY_ROWS

@@ -54,7 +54,7 @@ static inline DivergenceState combine(const DivergenceState& a, const Divergence
     log = more_of_q < 600 ? log1p(u * exp(more_of_q) - v) : more_of_q + ::log(u);
     more = v > 0 ? log - v * d : log;
   }
-  both.c = first.c + log + ((first.q.m - both.q.m) - (first.p.m - both.p.m));
+  if (fabs(log) < 32) both.c = first.c + log + ((first.q.m - both.q.m) - (first.p.m - both.p.m));  // else as it is
   both.k = u * first.k + (v > 0 ? v * second.k : 0) + more;
   return both;
 }

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "../../rows/limits.h"
+
 namespace jaxsoft::cuda {
 
 // The operation in the list of those that a library has. It is no row operation as those of rows/operations.h are:
@@ -35,7 +37,5 @@ struct Sampling {
 // For f16, bf16 and f32, and rows of up to kLongestSampled elements.
 template <class T>
 cudaError_t run_sample(const Sampling<T>& call, cudaStream_t stream);
-
-constexpr int64_t kLongestSampled = int64_t(1) << 22;
 
 }  // namespace jaxsoft::cuda
