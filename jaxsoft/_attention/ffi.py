@@ -22,8 +22,6 @@ from jaxsoft._core import gpus, library
 GENERATIONS = (gpus.Generation.HOPPER,)  # those whose instructions the kernels have
 _DTYPES = (jnp.float16, jnp.bfloat16)
 _PAGES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
-# The library that is asked: it answers as that for CUDA does, and can be loaded everywhere.
-_ASKED = "cpu"
 # The most queries of a key head, and the fewest keys for each query of a sequence, with which calls go to the kernel
 # for few queries, where both kernels serve them. On an H100 (November 2026, heads of 128, 32 of queries and 8 of keys),
 # with 64 of them it takes .19 to .87 of the time of the other, and with 128 .27 to 1.15, for 2048 keys of 8 sequences
@@ -103,8 +101,8 @@ def unavailable(platform: str) -> str | None:
 def unsupported(operation: AttentionSpec, operands: Operands) -> str | None:
     """None, or why the kernels cannot serve an operation with such operands."""
     form = operation.form
-    if library.find(_ASKED) is None:
-        return library.unavailable("cuda") or "the library for CPUs, which knows what its kernels take, was not built"
+    if library.unavailable("cpu"):  # it says what the kernels take
+        return library.unavailable("cuda")
     if not _are_known(operands):
         return "its kernels for attention are called with shapes that are known"
     if _is_gathered(operation, operands):
@@ -131,7 +129,7 @@ def _are_known(operands: Operands) -> bool:
 @functools.cache
 def _limits() -> dict[str, float]:
     """The limits of the kernels by name, as ffi/cuda/attention/bounds.h has them."""
-    lines = library.text(_ASKED, "attention_bounds").splitlines()
+    lines = library.text("attention_bounds").splitlines()
     return {name: float(number) for name, number in (line.split("=") for line in lines)}
 
 
@@ -254,7 +252,7 @@ def find(operation: AttentionSpec, operands: Operands) -> Function:
     extras = (*(extra.value for extra in form.extras if extra.value in target.extras), *added_to)
     asked = [(Extra.BIAS in form.extras, "lse_residual"), (form.rounded, "output_residual")]
     more = [name for wanted, name in asked if wanted and name in target.more]
-    size = library.number(_ASKED, "attention_workspace", *_sizes(target, form, operands))
+    size = library.number("attention_workspace", *_sizes(target, form, operands))
     workspace = jax.ShapeDtypeStruct((size,), jnp.uint8)
     attributes = {
         "extras": ",".join(extras),
@@ -333,7 +331,7 @@ def plan(operation: AttentionSpec, operands: Operands) -> str:
     """How the kernel computes an operation with such operands: its name, as a profiler shows it, and in words."""
     if _is_gathered(operation, operands):
         return plan(*_gathered(operation, operands))
-    return library.text(_ASKED, "attention_plan", *_sizes(_target(operation, operands), operation.form, operands))
+    return library.text("attention_plan", *_sizes(_target(operation, operands), operation.form, operands))
 
 
 def _sizes(target: Target, form: AttentionForm, operands: Operands) -> tuple[int | str, ...]:

@@ -69,18 +69,20 @@ def _why_missing(platform: str) -> str:
     return f"libjaxsoft_{platform} was not built; {_BUILD_HINT[platform]}"
 
 
-def number(platform: str, function: str, *arguments: int | str) -> int:
-    """What a function of a platform's library answers, whose name there is "jaxsoft_" + function: a number."""
-    return _exported(platform, function, ctypes.c_int64, arguments)
+def number(function: str, *arguments: int | str) -> int:
+    """What the library answers about its kernels, those for CUDA too, by "jaxsoft_" + function: a number."""
+    return _said(function, ctypes.c_int64, arguments)
 
 
-def text(platform: str, function: str, *arguments: int | str) -> str:
+def text(function: str, *arguments: int | str) -> str:
     """The same, a text."""
-    return _exported(platform, function, ctypes.c_char_p, arguments).decode()
+    return _said(function, ctypes.c_char_p, arguments).decode()
 
 
-def _exported(platform: str, function: str, result: Any, arguments: Sequence[int | str]) -> Any:
-    call = _loaded(platform)[f"jaxsoft_{function}"]  # an index gives another object each time, whose types may be set
+def _said(function: str, result: Any, arguments: Sequence[int | str]) -> Any:
+    # The library for CPUs is asked, as it can be loaded everywhere. An index gives another object each time, whose
+    # types may be set.
+    call = _loaded("cpu")[f"jaxsoft_{function}"]
     call.restype = result
     call.argtypes = [ctypes.c_char_p if isinstance(v, str) else ctypes.c_int64 for v in arguments]
     return call(*(v.encode() if isinstance(v, str) else v for v in arguments))

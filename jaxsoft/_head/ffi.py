@@ -12,7 +12,6 @@ from jaxsoft._core import gpus, library
 
 GENERATIONS = (gpus.Generation.HOPPER,)  # those whose instructions the kernel has
 _OPERATION = "weight_gradient_in_place"
-_ASKED = "cpu"  # the library that is asked: it answers as that for CUDA does, and can be loaded everywhere
 # Blocks that compute all rows are a group, and as many groups run as there are multiprocessors for. The part of them
 # that must be at work: on an H200, chunks of the classes by XLA took 1.9 times as long for 1024 rows of as many numbers
 # and 131072 classes, 1.5 for 2048, 1.2 for 3584 and 4096, 1.1 for 5120, .99 for 7168 and 8192, and .85 for 6144, which
@@ -35,17 +34,17 @@ def serves(hidden: jax.Array, dx: jax.Array) -> bool:
     if dx.dtype not in (jnp.float16, jnp.bfloat16) or hidden.dtype != dx.dtype or gpus.generation() not in GENERATIONS:
         return False
     all_of_them = gpus.multiprocessors()
-    at_work = library.number(_ASKED, "weight_gradient_multiprocessors", *sizes, all_of_them)
+    at_work = library.number("weight_gradient_multiprocessors", *sizes, all_of_them)
     return at_work >= _BUSY * all_of_them and at_work > 0
 
 
 def weight_gradient_in_place(hidden: jax.Array, dx: jax.Array) -> jax.Array:
     """hidden^T times the first rows of dx, in the place of dx, by the kernel."""
-    size = library.number(_ASKED, "weight_gradient_workspace", hidden.shape[0], dx.shape[1], dx.dtype.itemsize)
+    size = library.number("weight_gradient_workspace", hidden.shape[0], dx.shape[1], dx.dtype.itemsize)
     types = jax.ShapeDtypeStruct(dx.shape, dx.dtype), jax.ShapeDtypeStruct((size,), jnp.uint8)
     return jax.ffi.ffi_call(f"jaxsoft_{_OPERATION}", types, input_output_aliases={1: 0})(hidden, dx)[0]
 
 
 def plan(hidden: jax.Array, dx: jax.Array) -> str:
     """How the kernel computes it: its name, as a profiler shows it, and in words."""
-    return library.text(_ASKED, "weight_gradient_plan", hidden.shape[1], dx.shape[1], gpus.multiprocessors())
+    return library.text("weight_gradient_plan", hidden.shape[1], dx.shape[1], gpus.multiprocessors())

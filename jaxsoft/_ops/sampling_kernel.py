@@ -45,7 +45,7 @@ def may_take(x: jax.Array, top_p_of_all: bool) -> bool:
     """
     if x.dtype not in _DTYPES or not can_partition() or None in (library.find("cpu"), library.find("cuda")):
         return False
-    if x.shape[-1] > library.number("cpu", "limit", "longest_sampled"):
+    if x.shape[-1] > library.number("limit", "longest_sampled"):
         return False
     known = [d for d in x.shape if isinstance(d, int)]
     many = len(known) == x.ndim and math.prod(known[:-1]) > _MANY_ROWS
@@ -97,7 +97,7 @@ class Sampling(Served):
         if not all(isinstance(size, int) for size in x.shape):
             return ""
         sizes, gpu = (math.prod(x.shape[:-1]), x.shape[-1], x.dtype.itemsize), gpus.assumed()
-        return library.text("cpu", "sample_plan", *sizes, gpu.capability, gpu.multiprocessors)
+        return library.text("sample_plan", *sizes, gpu.capability, gpu.multiprocessors)
 
     def _by_kernel(self, uniform: jax.Array, x: jax.Array, *options: jax.Array) -> tuple[jax.Array, ...]:
         rows, n = x.shape[:-1], x.shape[-1]

@@ -29,8 +29,6 @@ from jaxsoft._rows.spec import Reduction, RowExtra, RowKind, RowSpec
 
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 _F32 = np.dtype(jnp.float32)
-# The library that is asked: it answers as that for CUDA does, and can be loaded everywhere.
-_ASKED = "cpu"
 
 
 def unsupported(operands: Operands) -> str | None:
@@ -81,11 +79,11 @@ def describe(operation: RowSpec, form: RowForm, platform: str, operands: Types) 
     (size,) = [v.size for v in workspace(operation.name, x, form.k, form.trailing)] or [0]
     where = gpu.capability, gpu.multiprocessors, size
     if operation.selects:
-        return library.text(_ASKED, "top_k_plan", rows, n, form.k, x.dtype.itemsize, *where)
+        return library.text("top_k_plan", rows, n, form.k, x.dtype.itemsize, *where)
     writes = RowKind.ROW in operation.result_kinds
     itemsizes = x.dtype.itemsize, form.dtype.itemsize if writes else x.dtype.itemsize
     extras = "".join(extra.value for extra in form.extras) + "c" * (form.cap is not None) + "m" * form.masked
-    return library.text(_ASKED, "row_plan", operation.name, rows, n, inner, *itemsizes, extras, *where)
+    return library.text("row_plan", operation.name, rows, n, inner, *itemsizes, extras, *where)
 
 
 def workspace(
@@ -94,17 +92,17 @@ def workspace(
     """The workspace that an operation gets for rows like those of x, or to find k elements of each, if it takes one."""
     known = not trailing and all(isinstance(size, int) for size in x.shape)
     rows, n = (math.prod(x.shape[:-1]), x.shape[-1]) if known else (-1, -1)
-    size = library.number(_ASKED, "row_workspace", operation, rows, n, x.dtype.itemsize, k)
+    size = library.number("row_workspace", operation, rows, n, x.dtype.itemsize, k)
     return [jax.ShapeDtypeStruct((size,), jnp.uint8)] if size else []
 
 
 def _most_k() -> int:
-    return library.number(_ASKED, "limit", "most_k")
+    return library.number("limit", "most_k")
 
 
 def top_k_candidates(x: jax.Array, k: int) -> Callable[[jax.Array], jax.Array] | None:
     """The CUDA kernel for the candidates of a device for the k largest elements, of its part x of rows; or None."""
-    if not _has_candidates(x, k) or x.shape[-1] <= library.number(_ASKED, "top_k_limit", "short_part"):
+    if not _has_candidates(x, k) or x.shape[-1] <= library.number("top_k_limit", "short_part"):
         return None
     # On words of 32 bits: two of three arrays of k elements have x's dtype, and the state is of two numbers.
     words = math.prod(x.shape[:-1]) * (k * (2 * x.dtype.itemsize // 4 + 1) + 2)
@@ -124,7 +122,7 @@ def top_k_of_candidates(x: jax.Array, form: RowForm, parts: int) -> Callable[[ja
     n = x.shape[-1]
     if not _has_candidates(x, form.k) or not _go_together(form.dtype, x.dtype):
         return None
-    if parts * min(form.k, n) > library.number(_ASKED, "top_k_limit", "most_received"):
+    if parts * min(form.k, n) > library.number("top_k_limit", "most_received"):
         return None
     call = jax.ffi.ffi_call("jaxsoft_top_k_of_candidates", result_types(TOP_K, form, x))
     return lambda candidates: tuple(call(candidates, part=np.int64(n)))
@@ -164,7 +162,7 @@ def _takes(operation: RowSpec, form: RowForm, operands: Operands) -> bool:
     if RowExtra.BIAS in extras and extras[RowExtra.BIAS].dtype != dtype:
         return False
     return len(groups(operands[0].shape[:-1], [v.shape for v in extras.values()])) <= library.number(
-        _ASKED, "limit", "most_groups"
+        "limit", "most_groups"
     )
 
 

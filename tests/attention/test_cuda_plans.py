@@ -42,10 +42,10 @@ class Sizes:
     key_bytes: int = 2
 
     def workspace(self, multiprocessors):
-        return library.number("cpu", "attention_workspace", *dataclasses.astuple(self), multiprocessors)
+        return library.number("attention_workspace", *dataclasses.astuple(self), multiprocessors)
 
     def plan(self, multiprocessors):
-        return library.text("cpu", "attention_plan", *dataclasses.astuple(self), multiprocessors)
+        return library.text("attention_plan", *dataclasses.astuple(self), multiprocessors)
 
 
 def random_sizes(name):
@@ -164,16 +164,16 @@ def test_plans_and_the_choice_of_the_linear_layer_change_with_the_gpu():
     blocks = "groups of 32 blocks"
     assert found == [f"weight_gradient_in_place: {groups} {blocks}" for groups in (4, 3, 2)]
     # As many multiprocessors are at work: all groups that find room.
-    at_work = [library.number("cpu", "weight_gradient_multiprocessors", 4096, 4096, 50_264, n) for n in (132, 114, 78)]
+    at_work = [library.number("weight_gradient_multiprocessors", 4096, 4096, 50_264, n) for n in (132, 114, 78)]
     assert at_work == [128, 96, 64]
     for rows, width, classes in ((4097, 4096, 8), (4096, 4224, 8), (4096, 4096, 12), (0, 4096, 8)):
-        assert library.number("cpu", "weight_gradient_multiprocessors", rows, width, classes, 132) == 0
+        assert library.number("weight_gradient_multiprocessors", rows, width, classes, 132) == 0
 
 
 def test_the_workspace_of_the_linear_layer():
     for rows, classes in ((1, 8), (4096, 50_264), (8192, 8)):
         counters = 4 * (1 + 128 * (parts(classes, 256) + 2))
-        assert library.number("cpu", "weight_gradient_workspace", rows, classes, 2) == max(counters, rows * 512)
+        assert library.number("weight_gradient_workspace", rows, classes, 2) == max(counters, rows * 512)
 
 
 @pytest.mark.parametrize(
@@ -188,23 +188,23 @@ def test_the_workspace_of_the_linear_layer():
     ],
 )
 def test_plans_of_top_k(rows, n, k, words):
-    assert library.text("cpu", "top_k_plan", rows, n, k, 4, 90, 132, 1 << 20).startswith(words)
+    assert library.text("top_k_plan", rows, n, k, 4, 90, 132, 1 << 20).startswith(words)
 
 
 def test_plans_of_rows_change_with_the_gpu():
-    top_k = [library.text("cpu", "top_k_plan", 132, 128_256, 64, 4, 90, n, 1 << 20) for n in (132, 114, 78)]
-    sample = [library.text("cpu", "sample_plan", 32, 128_256, 2, 90, n) for n in (132, 114, 78)]
+    top_k = [library.text("top_k_plan", 132, 128_256, 64, 4, 90, n, 1 << 20) for n in (132, 114, 78)]
+    sample = [library.text("sample_plan", 32, 128_256, 2, 90, n) for n in (132, 114, 78)]
     assert top_k[0] != top_k[1]
     assert sample == [f"sample_rows: up to {blocks} blocks a row" for blocks in (4, 3, 2)]
-    assert library.text("cpu", "sample_plan", 32, 128_256, 2, 80, 132) == "sample_rows: a block a row"
+    assert library.text("sample_plan", 32, 128_256, 2, 80, 132) == "sample_rows: a block a row"
 
 
 def test_limits():
     limits = attention._limits()
     assert limits["largest_size"] == 256 and limits["smallest_scale"] == 1e-30 and limits["keys"] == 2**30
-    assert library.number("cpu", "top_k_limit", "short_part") == 1024
-    assert library.number("cpu", "top_k_limit", "most_received") == 2048
-    assert library.number("cpu", "top_k_limit", "other") == -1
+    assert library.number("top_k_limit", "short_part") == 1024
+    assert library.number("top_k_limit", "most_received") == 2048
+    assert library.number("top_k_limit", "other") == -1
     assert Extra.KEY_LENGTHS.value == "key_lengths"  # as the library looks for it
 
 
