@@ -43,7 +43,7 @@ def _register(platform: str) -> tuple[frozenset[str], str | None]:
     if path is None:
         return frozenset(), _why_missing(platform)
     if platform == "cuda" and (reason := unavailable("cpu")):
-        return frozenset(), f"the library for CPUs, which says the plans of the kernels, is missing: {reason}"
+        return frozenset(), f"the library for CPUs, which says the plans of the kernels, cannot be used: {reason}"
     try:
         library = _loaded(platform)
         names = [line.split("(")[0] for line in specification(library)]

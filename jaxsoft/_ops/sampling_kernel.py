@@ -43,7 +43,7 @@ def may_take(x: jax.Array, top_p_of_all: bool) -> bool:
       x: the logits.
       top_p_of_all: whether there is a top-p, and it is of all tokens, as without top-k.
     """
-    if x.dtype not in _DTYPES or not can_partition() or None in (library.find("cpu"), library.find("cuda")):
+    if x.dtype not in _DTYPES or not can_partition() or library.find("cuda") is None or library.unavailable("cpu"):
         return False
     if x.shape[-1] > library.number("limit", "longest_sampled"):
         return False

@@ -482,3 +482,21 @@ def test_inside_shard_map_beside_what_is_the_same_everywhere():
         assert_trees_all_close(gradients(mapped, *given), gradients(by_parts, *given), rtol=1e-5, atol=1e-6)
         alone, expected = (jax.grad(lambda w, v=given[0], g=g: jnp.sum(g(v, w)))(given[1]) for g in (mapped, by_parts))
         assert_trees_all_close(alone, expected, rtol=1e-5, atol=1e-6)
+
+
+@needs_devices
+@pytest.mark.parametrize(
+    ("n", "p", "q"),
+    [(300_000, -20, (-30, -13)), (50_000, -20, (-30, -13)), (20_000, -20, (-30, -15)), (2**20, -82, (-83, -74))],
+    ids=str,
+)
+def test_parts_that_are_far_from_each_other(n, p, q):
+    """Parts of a row whose ratios are far apart; in one of them q is on few elements of p, or p on few of q."""
+    x, y = np.full((1, 2 * n), -200 if p == -20 else p, np.float32), np.repeat(np.float32(q), n)[None]
+    if p == -20:
+        x[0, 0], x[0, n] = 0, p
+    else:
+        x[0, :n] = 0
+    mesh = jax.make_mesh((2,), ("a",), (AxisType.Auto,), devices=jax.devices()[:2])
+    x, y = (jax.device_put(v, NamedSharding(mesh, P(None, "a"))) for v in (x, y))
+    np.testing.assert_allclose(jax.jit(kl)(x, y), exact(x, y)[0].astype(float), rtol=2e-5)

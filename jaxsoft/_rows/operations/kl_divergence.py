@@ -93,11 +93,11 @@ def _kl_divergence(reductions, x, y):
     o = jnp.where(near, m, of_y)
     rough = jnp.where(near, apart, 0) + (_log(sum_of_y) - _log(s))
     p, q, d = _distances(x, y, m, s, o, jnp.where(none, -jnp.inf, rough))
-    small = jnp.abs(d) < _SMALL
-    near = jnp.where(small, d, 0)
-    excess = reductions.total(jnp.where(small & (p != 0), p * jnp.expm1(near), q - p))
+    small = (jnp.abs(d) < _SMALL) & (p != 0)
+    small_d = jnp.where(small, d, 0)
+    excess = reductions.total(jnp.where(small, p * jnp.expm1(small_d), q - p))
     finite = jnp.where(jnp.isneginf(d), 0, d)
-    terms = jnp.where(small & (p != 0), p * _beyond_linear(near), q - p - p * finite)
+    terms = jnp.where(small, p * _beyond_linear(small_d), q - p - p * finite)
     found = reductions.total(terms) + _beyond_log(jnp.maximum(excess, -0.5))
     lost = reductions.total(jnp.isneginf(d).astype(p.dtype)) > 0  # q is 0 where p is not
     undefined = ~(jnp.isfinite(m) | empty) | jnp.isnan(s) | jnp.isnan(sum_of_y) | (of_y == jnp.inf)
@@ -118,7 +118,7 @@ def _of_parts(axes: Axes, results: Sequence[jax.Array]) -> tuple[jax.Array, ...]
         return m, o, jnp.where((s != 0) & (o == m), c, -jnp.inf)
 
     def references(m, o, c):
-        """What takes the places of o and of c for the row: of near arrays, the largest c of a part, with all digits."""
+        """What d of parts is taken relative to: of near arrays m and the largest c, else the largest o and 0."""
         near = jnp.isfinite(m) & (jnp.abs(reference(o) - reference(m)) <= 2 * _NEAR)
         return jnp.where(near, m, o), jnp.where(near & (jnp.abs(c) <= 4 * _NEAR), reference(c), 0)
 
@@ -128,19 +128,25 @@ def _of_parts(axes: Axes, results: Sequence[jax.Array]) -> tuple[jax.Array, ...]
         none = share < 1e-30
         moved = reference(o) - reference(ref)
         d = jnp.where(none, 0, c + (moved - (reference(m) - most)) - ratio)
-        terms = jnp.where(none, jnp.where(jnp.isnan(k), k, 0), share * (k + _beyond_linear(d)))
-        alone = jnp.where(none & ~jnp.isneginf(c), jnp.exp(c + _log(s) + moved), 0)
-        return share, jnp.where(none, 0, share * jnp.expm1(d)), jnp.where(none, 0, share * jnp.exp(d)), terms, alone
+        undefined = jnp.where(jnp.isnan(k), k, 0)
+        of_q = jnp.where(jnp.isneginf(c), 0, jnp.exp(reference(c) + _log(s) + moved - ratio))
+        small = jnp.minimum(d, 1)  # beyond, exp(d) may be too large without its share, with which it is of_q
+        excess = jnp.where(none, 0, jnp.where(d > 1, of_q - share, share * jnp.expm1(small)))
+        beyond = jnp.where(d > 1, of_q - share * (1 + d), share * _beyond_linear(small))
+        terms = jnp.where(none, undefined, share * k + beyond)
+        plain = jnp.where(none, undefined, share * (k - d))
+        return share, excess, terms, plain, jnp.where(none, 0, of_q), jnp.where(none, of_q, 0)
 
-    maxima, (s, excess, grown, k, alone) = exchanged(axes, results, of_maxima, of_sums)
+    maxima, (s, excess, terms, plain, grown, alone) = exchanged(axes, results, of_maxima, of_sums)
     m, (o, c) = maxima[0], references(*maxima)
     empty, total = s == 0, jnp.where(s == 0, 1, s)
-    beside = jnp.where(empty, 0, alone * jnp.exp(-c) / total)
+    beside = jnp.where(empty, 0, alone / total)
     excess, grown = excess / total + beside, jnp.where(empty, 1, grown / total + beside)
-    close = jnp.abs(excess) < 1 / 2  # else its sum with 1 has lost digits
-    log = jnp.where(close, jnp.log1p(jnp.where(close, excess, 0)), jnp.log(jnp.maximum(grown, 1e-37)))
-    beyond = jnp.where(close, _beyond_log(jnp.where(close, excess, 0)), log - (grown - 1))
-    k = jnp.where(empty, k, jnp.maximum(k / total + beside + beyond, 0))
+    close = jnp.abs(excess) < 1 / 2  # else parts are far from each other, and nothing cancels in the plain sum
+    excess, log = jnp.where(close, excess, 0), jnp.log(jnp.maximum(grown, 1e-37))
+    k = jnp.where(close, terms / total + beside + _beyond_log(excess), plain / total + log)
+    k = jnp.where(empty, terms, jnp.maximum(k, 0))
+    log = jnp.where(close, jnp.log1p(excess), log)
     return m, s, o, jnp.where(jnp.isneginf(o), -jnp.inf, jnp.where(empty, _log(alone), c + log)), k
 
 
