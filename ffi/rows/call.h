@@ -31,8 +31,8 @@ struct Buffers {
   Buffer cotangents;                           // one an element
   Buffer maximum, sum;                         // the state: results of some operations, operands of others
   Buffer beside;                               // beside the state: label_sums' distances, the products, the divergence
-  Buffer other_reference;                      // what the maximum is to the scores, of the other scores
-  Buffer ratio;                                // of the other scores' sum of exponentials to that of the scores
+  Buffer other_reference;                      // what exponentials of the other scores are relative to
+  Buffer ratio;                                // the logarithm of the other sum of exponentials to that of the scores
   Buffer cotangent;                            // one a row: of the logsumexp or the entropy
   Buffer label;                                // a row's label; kNoRow in a row that is not read
   Buffer label_score, count;                   // results of operations with labels

@@ -6,7 +6,8 @@
 namespace jaxsoft::cpu {
 
 // A part of a row of scores z, of p, and of w, of q: their states, the ratio c, which is the logsumexp of w less that
-// of z, each relative to its maximum, and the divergence k of the part alone. Where there is no p, c is that of w.
+// of z, each relative to its maximum, and the divergence k of the part alone. Where there is no p, c is the logsumexp
+// of w, relative to its maximum.
 struct DivergenceState {
   State p = {-infinity, 0}, q = {-infinity, 0};
   double c = -infinity, k = 0;
@@ -54,7 +55,7 @@ static inline DivergenceState combine(const DivergenceState& a, const Divergence
     log = more_of_q < 600 ? log1p(u * exp(more_of_q) - v) : more_of_q + ::log(u);
     more = v > 0 ? log - v * d : log;
   }
-  if (fabs(log) < 32) both.c = first.c + log + ((first.q.m - both.q.m) - (first.p.m - both.p.m));  // else as it is
+  if (fabs(log) < 32) both.c = first.c + log + ((first.q.m - both.q.m) - (first.p.m - both.p.m));  // else as above
   both.k = u * first.k + (v > 0 ? v * second.k : 0) + more;
   return both;
 }

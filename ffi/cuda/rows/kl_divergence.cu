@@ -8,8 +8,8 @@
 //
 // Scores w beside which z has nearly no weight add to q alone. They have a state of their own, (mq, sq).
 //
-// Where z and w are far from each other, w - z would lose digits of both, as it would where they are huge. Then a number
-// near each is subtracted first: the origin.
+// Where z and w are far from each other, or huge, w - z loses digits of both: a number near each is subtracted first, the
+// origin, and c is that of what is left.
 //
 // The gradients are g * p * (-d - k) by z, and g * (q - p) = g * p * (exp(d) - 1) by w, times their scales.
 #include <algorithm>
