@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from chex import assert_trees_all_close
-from common import IMPLEMENTATIONS, as_usual, each_dtype_in_turn, each_fast_implementation, precision, served, slow
+from common import IMPLEMENTATIONS, as_usual, each_dtype_in_turn, each_fast_implementation, on_gpu, precision, served, slow
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import DEVICES, collectives, mesh_of, needs_devices
@@ -241,6 +241,41 @@ def test_scores_that_are_far_from_each_other(dtype, implementation):
                             rtol=eps + 100 * tiny,
                             atol=20 * tiny * np.abs(p).max().astype(float),
                         )
+
+
+@each_fast_implementation
+@pytest.mark.parametrize("size", [1e3, 1e5, -1e6])
+def test_near_scores_that_are_large(implementation, size):
+    """Their distances have all digits, as do those from the maximum, so the gradients do too."""
+    x, noise = np.random.default_rng(7).standard_normal((2, 4, 5000))
+    x = (x + size).astype(np.float32)
+    y = (x + np.array([0.01, 0.1, 1, 3])[:, None] * noise).astype(np.float32)
+    k, by_x, by_y, p, _ = (v.astype(float) for v in exact(x, y))
+    with served(implementation):
+        found, slopes = gradients(functools.partial(kl, implementation=implementation), x, y)
+    np.testing.assert_allclose(found, k, rtol=2e-5)
+    for slope, expected in zip(slopes, (by_x, by_y), strict=True):
+        np.testing.assert_allclose(slope, expected, rtol=2e-5, atol=2e-6 * p.max())
+
+
+@on_gpu
+@each_dtype_in_turn
+def test_rows_that_blocks_share(dtype):
+    """Rows that several blocks reduce, blocks that begin and end within rows, and blocks of many rows."""
+    shapes = (1, 30_011), (3, 200_003), (7, 2**19), (700, 9000), (999, 20_001), (2100, 33_000)
+    many = (100_001, 40), (50_000, 2100), (25_000, 4200)
+    with precision(dtype):
+        for count, n in (*shapes, *many):
+            x, y = (v.repeat(4, 0)[: min(13, count)] for v in rows(FAR, n, dtype))
+            x[4:] *= np.linspace(0.5, 1, len(x[4:]))[:, None].astype(dtype)
+            where = np.random.default_rng(n).random(n) < 0.8
+            for mask in (None, where):
+                kept = slice(None) if mask is None else mask
+                expected = exact(x[:, kept], y[:, kept])[0].astype(float)
+                of = np.arange(count) % len(x)
+                found = jax.jit(functools.partial(kl, where=mask, implementation="ffi"))(jnp.array(x)[of], jnp.array(y)[of])
+                tiny = 1e-12 if dtype == jnp.float64 else 1e-5
+                np.testing.assert_allclose(found, expected[of], rtol=tiny, err_msg=str((count, n)))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

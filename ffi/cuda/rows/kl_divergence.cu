@@ -56,12 +56,17 @@ template <class A>
 __device__ A weight(A m, A to) {
   return term(m - reference(to));
 }
-// h(d) / d^2 for small d: 1/2! + d/3! + d^2/4! + ..., in f32 the polynomial with the least relative error (2.4e-8).
-template <class A>
-__device__ A series_beyond(A d) {
-  if constexpr (sizeof(A) == 4) {
+// h(d) / d^2 for small d: 1/2! + d/3! + d^2/4! + .... In f32 the polynomial with the least relative error: 2.4e-8, or of
+// scores of 16 bits 1.9e-6.
+template <class T>
+__device__ Accumulator<T> series_beyond(Accumulator<T> d) {
+  using A = Accumulator<T>;
+  if constexpr (sizeof(T) == 2) {
+    const A high = fma(fma(A(0.008333652f), d, A(0.041738635f)), d, A(0.16666711f));
+    return fma(high, d, A(0.5f));  // the first term is exact: terms of opposite sign follow
+  } else if constexpr (sizeof(T) == 4) {
     const A high = fma(fma(A(0.0013895343f), d, A(0.008348839f)), d, A(0.041666717f));
-    return fma(fma(high, d, A(0.16666642f)), d, A(0.5f));  // the first one is exact: terms of opposite sign follow
+    return fma(fma(high, d, A(0.16666642f)), d, A(0.5f));
   } else {
     constexpr int terms = 12;
     double factorial[terms + 2] = {1, 1};
@@ -74,7 +79,7 @@ __device__ A series_beyond(A d) {
 }
 template <class A>
 __device__ A beyond(A d) {
-  return fabs(d) < A(kSmall) ? d * d * series_beyond(d) : term(d) - 1 - d;
+  return fabs(d) < A(kSmall) ? d * d * series_beyond<A>(d) : term(d) - 1 - d;
 }
 
 // Sums over elements, with d from a reference: of the weights a of p, of a * exp(d), of a * h(d), and of a * d.
@@ -118,7 +123,7 @@ struct Part {
   Origin<A> origin;
   Sums<A> sums;
 
-  // Adds scores that belong to q alone: so many whose exponential is that of w, which is less no origin.
+  // Adds scores that belong to q alone: so many whose exponential is that of w, of which no origin is subtracted.
   __device__ void add_alone(A w, A count = 1) {
     if (w > mq) sq *= weight(mq, w), mq = w;
     sq += count * term(w - reference(mq));
@@ -183,64 +188,61 @@ __device__ Part<A> combine(Part<A> a, Part<A> b) {
   return a;
 }
 
-template <class A>
+// The sum, and the largest, of a group of lanes: of a warp or of so many lanes beside each other.
+template <int lanes = 32, class A>
 __device__ A add_lanes(A x) {
-  for (int mask = 16; mask > 0; mask /= 2) x += __shfl_xor_sync(0xffffffffu, x, mask);
+  for (int mask = lanes / 2; mask > 0; mask /= 2) x += __shfl_xor_sync(0xffffffffu, x, mask);
   return x;
 }
-template <class A>
+template <int lanes = 32, class A>
 __device__ A largest_of_lanes(A x) {
-  for (int mask = 16; mask > 0; mask /= 2) x = max(x, __shfl_xor_sync(0xffffffffu, x, mask));
+  for (int mask = lanes / 2; mask > 0; mask /= 2) x = max(x, __shfl_xor_sync(0xffffffffu, x, mask));
   return x;
+}
+// The lane of the warp that is the first of its group to have what is asked for, or else the first of its group.
+template <int lanes>
+__device__ int first_lane(bool has) {
+  const int group = threadIdx.x % 32 / lanes * lanes;
+  const unsigned of_group = __ballot_sync(0xffffffffu, has) >> group & (0xffffffffu >> (32 - lanes));
+  return group + (of_group ? __ffs(of_group) - 1 : 0);
 }
 
-// The part of a lane, with the origin, the maximum and the reference of all lanes of the warp. Out of line, as they
-// mostly are the same already.
-template <class A>
-__device__ __noinline__ Part<A> as_of_warp(Part<A> part) {
+// The part of a lane, with the origin, the maximum and the reference of its group. Out of line, as they mostly are the
+// same already.
+template <int lanes, class A>
+__device__ __noinline__ Part<A> as_of_group(Part<A> part) {
   const A top = part.origin.z + part.m;
-  const unsigned with_it = __ballot_sync(0xffffffffu, top == largest_of_lanes(top));
-  const int best = with_it ? __ffs(with_it) - 1 : 0;
+  const int best = first_lane<lanes>(top == largest_of_lanes<lanes>(top));
   const Origin<A> to = {__shfl_sync(0xffffffffu, part.origin.z, best), __shfl_sync(0xffffffffu, part.origin.w, best)};
   if (!(part.origin == to)) part.move_origin(to);
-  part.raise(largest_of_lanes(part.m));
-  const A most = largest_of_lanes(part.sums.s);
-  const unsigned with_most = __ballot_sync(0xffffffffu, part.sums.s == most);
-  part.move_reference(__shfl_sync(0xffffffffu, part.c, with_most ? __ffs(with_most) - 1 : 0));
+  part.raise(largest_of_lanes<lanes>(part.m));
+  const int most = first_lane<lanes>(part.sums.s == largest_of_lanes<lanes>(part.sums.s));
+  part.move_reference(__shfl_sync(0xffffffffu, part.c, most));
   return part;
 }
 
-// Combines the parts of the lanes of a warp, in each of them.
-template <class A>
-__device__ Part<A> reduce_warp(Part<A> part) {
-  const A m = __shfl_sync(0xffffffffu, part.m, 0), c = __shfl_sync(0xffffffffu, part.c, 0);
+// Combines the parts of a group of lanes, in each of them. All lanes of the warp call it.
+template <int lanes = 32, class A>
+__device__ Part<A> reduce_lanes(Part<A> part) {
+  const A m = __shfl_sync(0xffffffffu, part.m, 0, lanes), c = __shfl_sync(0xffffffffu, part.c, 0, lanes);
   const bool same = part.m == m && part.c == c && part.origin.none();
-  if (!__all_sync(0xffffffffu, same)) part = as_of_warp(part);
+  if (!__all_sync(0xffffffffu, same)) part = as_of_group<lanes>(part);
   const Sums<A>& sums = part.sums;
-  part.sums = {add_lanes(sums.s), add_lanes(sums.grown), add_lanes(sums.beyond), add_lanes(sums.linear)};
-  part.highest = largest_of_lanes(part.highest);
+  part.sums = {add_lanes<lanes>(sums.s), add_lanes<lanes>(sums.grown), add_lanes<lanes>(sums.beyond),
+               add_lanes<lanes>(sums.linear)};
+  part.highest = largest_of_lanes<lanes>(part.highest);
   if (__any_sync(0xffffffffu, part.sq != 0)) {
-    const A mq = largest_of_lanes(part.mq);
-    part.sq = add_lanes(part.sq * weight(part.mq, mq)), part.mq = mq;
+    const A mq = largest_of_lanes<lanes>(part.mq);
+    part.sq = add_lanes<lanes>(part.sq * weight(part.mq, mq)), part.mq = mq;
   }
   return part;
 }
 
-// Combines the parts of all threads of a block, in the first warp. `warps` is in shared memory.
-template <class A>
-__device__ Part<A> reduce_block(Part<A> part, Part<A>* warps) {
-  part = reduce_warp(part);
-  if (blockDim.x == 32) return part;
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = part;
-  __syncthreads();
-  if (threadIdx.x >= 32) return part;
-  return reduce_warp(threadIdx.x < blockDim.x / 32 ? warps[threadIdx.x] : Part<A>());
-}
-
 // A thread's part as it grows, with d from the reference c. Scores are less the origin. A weight is 2^(z log2(e) -
 // shift), or e^(z - shift) in f64, where a shift by the maximum has digits after the point; else it is exp(z - m).
-template <class A>
+template <class T>
 struct Running {
+  using A = Accumulator<T>;
   static constexpr A to_base = sizeof(A) == 4 ? A(kLog2E) : A(1);
   Part<A> part;
   A shift = 0;
@@ -305,7 +307,7 @@ struct Running {
       for (int k = 0; k < count; k++) {
         const A a = weight_of(z[k]), d = (w[k] - z[k]) - part.c;
         furthest = max(furthest, fabs(d)), more.s += a;
-        more.beyond = fma(a * (d * d), series_beyond(d), more.beyond), more.linear = fma(a, d, more.linear);
+        more.beyond = fma(a * (d * d), series_beyond<T>(d), more.beyond), more.linear = fma(a, d, more.linear);
       }
       more.grown = more.s + (more.linear + more.beyond);
     } else {
@@ -332,14 +334,14 @@ struct Running {
 #pragma unroll
     for (int k = 0; k < count; k++) {
       const A a = weight_of(z[k]), d = (w[k] - z[k]) - part.c, e = power(d * to_base);
-      const A h = fabs(d) < A(kSmall) ? d * d * series_beyond(d) : (e - 1) - d;
+      const A h = fabs(d) < A(kSmall) ? d * d * series_beyond<T>(d) : (e - 1) - d;
       furthest = max(furthest, fabs(d));
       more->s += a, more->grown = fma(a, e, more->grown);
       more->beyond = fma(a, h, more->beyond), more->linear = fma(a, d, more->linear);
     }
     return furthest < A(kLargest);
   }
-  // Adds any element, whose scores are less no origin.
+  // Adds any element, of whose scores no origin is subtracted.
   __device__ void add_one(A of_p, A of_q) {
     A z = of_p - part.origin.z, w = of_q - part.origin.w;
     if (z > part.m + A(kLag)) {
@@ -467,16 +469,30 @@ struct Row {
 
 constexpr int kThreads = 128, kGradientThreads = 256;
 constexpr int kLeastPacks = 8;        // of each array that a thread has, where a block could have fewer threads
-constexpr int64_t kLeastPart = 1024;  // packs of a part of a row
+constexpr int64_t kLeastPart = 1024;  // packs of a block's share where rows are cut
+constexpr int kRowsAtOnce = 32;       // whose warps' parts are combined at a time
 template <class T>
 constexpr int kBlocks = sizeof(T) == 8 ? 2 : 5;  // of kThreads, on a multiprocessor
 
-// How rows are cut into parts, and where what these are reduced to is kept. A row that is not cut is one part.
+// How the elements of all rows, one after the other, are shared out to blocks: equally, with borders at multiples of
+// `grain` elements of a row, or only between rows if that is 0. Of a row that is cut, each block keeps what its part is
+// reduced to in `found`: first that of the row it begins in, then that of the row it ends in, if this is another.
 template <class T>
-struct Cut {
-  unsigned parts;
-  int64_t length;  // elements of a part
+struct Shares {
+  int64_t n;
+  unsigned blocks;
+  int64_t length;
+  unsigned longer;  // blocks with one element more
+  int grain;
   Part<Accumulator<T>>* found;
+  struct Border {
+    int64_t row, element;
+  };
+  // Where the share of a block begins.
+  __device__ Border border(unsigned block) const {
+    const int64_t at = length * block + min(block, longer), row = at / n;
+    return {row, at - row * n & -int64_t(grain)};
+  }
 };
 
 // Reads the packs of a part of a row that belong to it entirely, two of each array at a time, and the next two while
@@ -510,13 +526,13 @@ template <class T, bool with_extras>
 __device__ Part<Accumulator<T>> reduce_packs(const Row<T, with_extras>& at, Reader<T>& reader) {
   using A = Accumulator<T>;
   constexpr int size = Pack<T>::size;
-  Running<A> running;
+  Running<T> running;
   auto one_by_one = [&](int element, int end, int step) {
 #pragma unroll 1
     for (element = max(element, 0), end = min(end, at.window.n); element < end; element += step) {
       A z, w;
       at.score(element, &z, &w);
-      if (z != A(-INFINITY) || w != A(-INFINITY)) running = Running<A>::with_one(running, z, w);
+      if (z != A(-INFINITY) || w != A(-INFINITY)) running = Running<T>::with_one(running, z, w);
     }
   };
   // Adds packs i, i + step, ... of the row.
@@ -620,41 +636,58 @@ __device__ void write(const TwoArrays<T>& args, int64_t row, Part<Accumulator<T>
   args.divergence[row] = undefined ? A(nan("")) : k;
 }
 
-// Reduces rows, or parts of rows, by blocks that take one after the other, and read the next while they combine what
-// the threads have.
+// Reduces a block's share of the rows. Its warps do so on their own: what they find is combined for many rows at a time.
 template <class T, bool with_extras>
 __global__ void __launch_bounds__(kThreads, kBlocks<T>)
-    kl_divergence_rows(const __grid_constant__ TwoArrays<T> args, const __grid_constant__ Cut<T> cut) {
+    kl_divergence_rows(const __grid_constant__ TwoArrays<T> args, const __grid_constant__ Shares<T> shares) {
   using A = Accumulator<T>;
-  __shared__ Part<A> warps[2][kThreads / 32];
-  const int64_t items = args.rows * cut.parts;
-  auto at_item = [&](int64_t item) {
-    const int64_t row = cut.parts == 1 ? item : item / cut.parts, begin = (item - row * cut.parts) * cut.length;
-    return Row<T, with_extras>(args, row, begin, min(begin + cut.length, args.n));
+  __shared__ Part<A> of_warps[kRowsAtOnce][kThreads / 32];
+  const auto begin = shares.border(blockIdx.x), end = shares.border(blockIdx.x + 1);
+  const int64_t end_row = end.row + (end.element > 0);
+  auto at_row = [&](int64_t row) {
+    return Row<T, with_extras>(args, row, row == begin.row ? begin.element : 0, row == end.row ? end.element : args.n);
   };
   Reader<T> reader;
-  Row<T, with_extras> at = at_item(blockIdx.x);
+  Row<T, with_extras> at = at_row(begin.row);
   reader.begin(at);
-  int turn = 0;
-  for (int64_t item = blockIdx.x; item < items; item += gridDim.x, turn ^= 1) {
+  int kept = 0;
+  for (int64_t row = begin.row; row < end_row; row++) {
     Part<A> part = reduce_packs(at, reader);
-    if (item + gridDim.x < items) at = at_item(item + gridDim.x), reader.begin(at);
-    part = reduce_block(part, warps[turn]);
-    if (threadIdx.x > 0) continue;
-    if (cut.found) cut.found[item] = part;
-    else write(args, item, part);
+    if (row + 1 < end_row) at = at_row(row + 1), reader.begin(at);
+    part = reduce_lanes(part);
+    if (threadIdx.x % 32 == 0) of_warps[kept][threadIdx.x / 32] = part;
+    if (++kept < kRowsAtOnce && row + 1 < end_row) continue;
+    __syncthreads();
+    const int warps = blockDim.x / 32, from = threadIdx.x / warps;
+    part = from < kept ? of_warps[from][threadIdx.x % warps] : Part<A>();
+    if (warps == 4) part = reduce_lanes<4>(part);
+    if (warps == 2) part = reduce_lanes<2>(part);
+    if (from < kept && threadIdx.x % warps == 0) {
+      const int64_t of = row + 1 - kept + from;
+      const bool first = of == begin.row, whole = (!first || begin.element == 0) && of < end.row;
+      if (whole) write(args, of, part);
+      else shares.found[2 * blockIdx.x + !first] = part;
+    }
+    __syncthreads();
+    kept = 0;
   }
 }
 
-// Combines the parts of each row, by a warp.
+// Combines the parts of rows that are cut. The warp of a border combines those of the row that is cut there, if it is the
+// row's first.
 template <class T>
-__global__ void kl_divergence_merge(const __grid_constant__ TwoArrays<T> args, unsigned parts,
-                                    const Part<Accumulator<T>>* found) {
-  const Part<Accumulator<T>>* of_row = found + int64_t(blockIdx.x) * parts;
+__global__ void kl_divergence_merge(const __grid_constant__ TwoArrays<T> args, const __grid_constant__ Shares<T> shares) {
+  const unsigned first = blockIdx.x;
+  const auto begin = shares.border(first), cut = shares.border(first + 1);
+  auto cuts = [&](const auto& border) { return border.row == cut.row && border.element > 0; };
+  if (!cuts(cut) || cuts(begin)) return;
   Part<Accumulator<T>> part;
-  for (unsigned i = threadIdx.x; i < parts; i += 32) part = combine(part, of_row[i]);
-  part = reduce_warp(part);
-  if (threadIdx.x == 0) write(args, blockIdx.x, part);
+  for (unsigned block = first + threadIdx.x; block < shares.blocks; block += 32) {
+    if (block > first && !cuts(shares.border(block))) break;
+    part = combine(part, shares.found[2 * block + (block == first && begin.row != cut.row)]);
+  }
+  part = reduce_lanes(part);
+  if (threadIdx.x == 0) write(args, cut.row, part);
 }
 
 // The gradients, of packs that blocks share out row by row.
@@ -672,9 +705,9 @@ __global__ void __launch_bounds__(kGradientThreads)
   const A c = reference(args.ratio[row]), k = reference(args.divergence[row]), g = args.cotangent[row];
   const A inverse = s == 0 ? A(0) : 1 / s;
   const Origin<A> origin = m == o ? Origin<A>() : Origin<A>{m, o};
-  // The maximum of z and the logsumexp of w; where there is no p, or no q, exponentials relative to the latter are 0.
-  const A top = m - origin.z, of_w = (m == o ? m : A(0)) + (::log(s) + c);
-  const A other = s == 0 || args.ratio[row] == A(-INFINITY) ? A(INFINITY) : of_w;
+  // What z and w are relative to, and the logsumexp of w beyond that; where there is no p, or no q, exponentials relative
+  // to it are 0.
+  const A top = m - origin.z, other = s == 0 || args.ratio[row] == A(-INFINITY) ? A(INFINITY) : ::log(s) + c;
   const A by_x = g * at.scale, by_y = g * at.other_scale;
   T* const dx = both ? args.dx + row * args.n : nullptr;
   T* const dy = args.dy + row * args.n;
@@ -685,10 +718,10 @@ __global__ void __launch_bounds__(kGradientThreads)
   for (int e = 0; e < size; e++) {
     const bool masked = with_extras && !at.counts(i * size - at.window.head + e);
     const A p = exponential<T>(z[e] - top) * inverse, d = (w[e] - z[e]) - c;
-    A slope = exponential<T>(w[e] - other) - p;
+    A slope = exponential<T>((w[e] - top) - other) - p;
     // Of results of 16 bits, the difference has all digits sooner.
     if constexpr (sizeof(T) == 2) slope = fabs(d) < A(0x1p-6) ? p * fma(d * A(0.5), d, d) : slope;
-    else slope = fabs(d) < A(kSmall) ? p * fma(d * d, series_beyond(d), d) : slope;
+    else slope = fabs(d) < A(kSmall) ? p * fma(d * d, series_beyond<T>(d), d) : slope;
     if constexpr (both) z[e] = p == 0 || masked ? A(0) : -by_x * p * ((isinf(d) ? A(0) : d) + k);
     w[e] = masked ? A(0) : by_y * slope;
   }
@@ -702,25 +735,23 @@ cudaError_t launch_forward(const TwoArrays<T>& args, void* workspace, int64_t by
   using A = Accumulator<T>;
   Device device;
   if (auto e = device.read()) return e;
-  const int64_t packs = (args.n + Pack<T>::size - 1) / Pack<T>::size + 1;
-  const int64_t warps = (packs / kLeastPacks + 31) / 32;
-  const int threads = static_cast<int>(std::max<int64_t>(32, std::min<int64_t>(kThreads, warps * 32)));
+  const int64_t n = std::max<int64_t>(1, args.n), packs = (n + Pack<T>::size - 1) / Pack<T>::size + 1;
+  const int threads = packs < 64 * kLeastPacks ? 32 : packs < 128 * kLeastPacks ? 64 : kThreads;
   const int64_t resident = int64_t(kBlocks<T>) * kThreads / threads * device.processors;
-  const int64_t wanted = resident / args.rows, room = bytes / static_cast<int64_t>(sizeof(Part<A>)) / args.rows;
-  int64_t parts = std::max<int64_t>(1, std::min({wanted, room, packs / kLeastPart}));
-  parts = std::max(parts, (args.n + INT_MAX / 2) / (INT_MAX / 2));
-  Cut<T> cut = {1, args.n, nullptr};
-  if (parts > 1) {
-    if (parts > room || args.rows * parts > INT_MAX) return cudaErrorInvalidValue;
-    constexpr int64_t line = 128 / sizeof(T);  // so that parts share no cache lines where rows begin with one
-    cut.length = ((args.n + parts - 1) / parts + line - 1) / line * line;
-    cut.parts = static_cast<unsigned>((args.n + cut.length - 1) / cut.length);
-    cut.found = static_cast<Part<A>*>(workspace);
-  }
-  const auto blocks = static_cast<unsigned>(std::min(args.rows * cut.parts, resident));
-  kl_divergence_rows<T, with_extras><<<blocks, threads, 0, stream>>>(args, cut);
-  if (cut.found && !cudaPeekAtLastError())
-    kl_divergence_merge<T><<<static_cast<unsigned>(args.rows), 32, 0, stream>>>(args, cut.parts, cut.found);
+  const int64_t room = bytes / static_cast<int64_t>(2 * sizeof(Part<A>));
+  // Rows are cut where blocks of whole ones would wait for others for long.
+  const int64_t most = std::max<int64_t>(1, std::min(resident, room));
+  const int64_t equal = std::max(kLeastPart, args.rows * packs / most);
+  int64_t blocks = std::min(args.rows, resident);
+  const bool cut = (args.rows + blocks - 1) / blocks * packs > equal + 2 * kLeastPart;
+  if (cut) blocks = std::min(most, args.rows * packs / equal);
+  const int64_t length = args.rows * n / blocks;
+  if (std::min(n, length) > INT_MAX / 2) return cudaErrorInvalidValue;
+  Shares<T> shares = {n, static_cast<unsigned>(blocks), length, static_cast<unsigned>(args.rows * n % blocks)};
+  shares.grain = cut ? 128 / sizeof(T) : 0;  // so that parts share no cache lines where rows begin with one
+  shares.found = static_cast<Part<A>*>(workspace);
+  kl_divergence_rows<T, with_extras><<<shares.blocks, threads, 0, stream>>>(args, shares);
+  if (cut && !cudaPeekAtLastError()) kl_divergence_merge<T><<<shares.blocks - 1, 32, 0, stream>>>(args, shares);
   return cudaGetLastError();
 }
 
