@@ -9,6 +9,8 @@
 
 #include <cstdint>
 
+#include "limits.cuh"
+
 namespace jaxsoft::cuda {
 
 // The dtype of queries, keys and values, which are all of one.
@@ -17,15 +19,6 @@ enum class AttentionType { f16, bf16 };
 enum class ScoreType { f16, bf16, f32 };
 // The dtype of the pages of a cache of keys and values: that of queries, or 8-bit floats.
 enum class PageType { as_query, e4m3, e5m2 };
-
-// No limit before or after a query's position.
-constexpr int kNoLimit = -1;
-
-// Numbers for each element of the batch, or one for all: element b is data[b * step], and step is 0 or 1.
-struct OfBatch {
-  const int32_t* data = nullptr;  // null if there are none
-  int step = 0;
-};
 
 // An array that is broadcast to (B, N, T, S): the steps of dimensions of length 1 are 0.
 struct OfScores {
@@ -44,10 +37,7 @@ struct AttentionCall {
 
   float scale = 1;
   float cap = 0;                           // 0 for none
-  int left = kNoLimit, right = kNoLimit;   // right is 0 under a causal rule
-  OfBatch query_begins;                    // queries before that are masked
-  OfBatch query_lengths, key_lengths;      // queries and keys from there on are masked
-  OfBatch offset;                          // the position of the first query
+  LimitOperands limits;
   const int32_t* query_segments = nullptr; // (B, T) or (1, T): segment_steps[0] from one row to the next
   const int32_t* key_segments = nullptr;   // (B, S) or (1, S)
   int64_t segment_steps[2] = {};

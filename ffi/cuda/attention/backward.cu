@@ -73,9 +73,7 @@ cudaError_t run_attention_backward(const AttentionCall& given, const AttentionGr
   call.size = given.size;
   call.deterministic = gradients.deterministic;
   call.scale = given.scale, call.scale2 = given.scale * float(kLog2E), call.cap = given.cap;
-  call.left = given.left, call.right = given.right;
-  call.query_begins = given.query_begins, call.query_lengths = given.query_lengths;
-  call.key_lengths = given.key_lengths, call.offset = given.offset;
+  call.limits = given.limits;
   call.query_gradient = gradients.query, call.key_gradient = gradients.key, call.value_gradient = gradients.value;
   if (!gradients.wide && (gradients.query_sum || gradients.key_sum || gradients.value_sum))
     return cudaErrorInvalidValue;

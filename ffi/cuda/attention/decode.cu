@@ -132,12 +132,12 @@ struct Launch {
   }
   cudaError_t run() {
     const AttentionCall& call = args.call;
-    Problem problem{call.batch, call.queries, call.keys, call.heads, call.key_heads, call.left, call.right};
-    problem.ragged = call.key_lengths.data, problem.narrow = args.pages.type != PageType::as_query;
+    const LimitOperands& limits = call.limits;
+    Problem problem{call.batch, call.queries, call.keys, call.heads, call.key_heads, limits.left, limits.right};
+    problem.ragged = limits.key_lengths.data, problem.narrow = args.pages.type != PageType::as_query;
     if (auto e = device.read()) return e;
     args.plan = plan_within(call.workspace_bytes, problem, padded, device.processors);
-    const bool limited = call.left != kNoLimit || call.right != kNoLimit;
-    args.uniform = !limited && !call.key_lengths.data && !call.query_lengths.data;
+    args.uniform = !limits.any();
     if (args.uniform) {
       args.cut = Cut(args.plan, call.queries, {0, call.keys});
       args.plan.most_chunks = args.cut.chunks;

@@ -58,11 +58,8 @@ AttentionCall attention_call(const Call& given, const attention::Form& form) {
   if (const Buffer& block = given.operand(Name::block); block.data)
     call.key = block.data, call.value = second_half(block);
   call.scale = static_cast<float>(form.scale), call.cap = static_cast<float>(form.cap);
-  call.left = static_cast<int>(form.left), call.right = static_cast<int>(form.right);
-  call.query_begins = of_batch(given.operand(Name::query_begins));
-  call.query_lengths = of_batch(given.operand(Name::query_lengths));
-  call.key_lengths = of_batch(given.operand(Name::key_lengths));
-  call.offset = of_batch(given.operand(Name::offset));
+  call.limits.left = static_cast<int>(form.left), call.limits.right = static_cast<int>(form.right);
+  for (const auto& [name, place] : kLimitOperands) call.limits.*place = of_batch(given.operand(name));
   call.query_segments = segments(given.operand(Name::query_segments), &call.segment_steps[0]);
   call.key_segments = segments(given.operand(Name::key_segments), &call.segment_steps[1]);
   call.bias = of_scores(given.operand(Name::bias));

@@ -1,9 +1,42 @@
-// Which keys count for a query, as far as limits by position and lengths say. All kernels of attention ask this.
+// Which keys count for a query, as far as limits by position and lengths say: what a call has of them, and what the
+// kernels of attention ask. Another limit is an operand in targets.h, and here its place and what it excludes.
 #pragma once
 
-#include "attention.cuh"
+#include <cstdint>
+
+#include "targets.h"
 
 namespace jaxsoft::cuda {
+
+// No limit before or after a query's position.
+constexpr int kNoLimit = -1;
+
+// Numbers for each element of the batch, or one for all: element b is data[b * step], and step is 0 or 1.
+struct OfBatch {
+  const int32_t* data = nullptr;  // null if there are none
+  int step = 0;
+};
+
+// The limits of a call.
+struct LimitOperands {
+  int left = kNoLimit, right = kNoLimit;  // right is 0 under a causal rule
+  OfBatch query_begins;                   // queries before that are masked
+  OfBatch query_lengths, key_lengths;     // queries and keys from there on are masked
+  OfBatch offset;                         // the position of the first query: alone, it excludes nothing
+
+  // Whether they may exclude keys of a query that counts.
+  bool of_keys() const { return left != kNoLimit || right != kNoLimit || key_lengths.data; }
+  bool any() const { return of_keys() || query_begins.data || query_lengths.data; }
+};
+constexpr struct {
+  attention::Name name;
+  OfBatch LimitOperands::*place;
+} kLimitOperands[] = {
+    {attention::Name::query_begins, &LimitOperands::query_begins},
+    {attention::Name::query_lengths, &LimitOperands::query_lengths},
+    {attention::Name::key_lengths, &LimitOperands::key_lengths},
+    {attention::Name::offset, &LimitOperands::offset},
+};
 
 // More than the difference of any key and query: checks.h lets no call have 2^30 of either.
 constexpr int kFar = (1 << 30) - 1;
@@ -30,15 +63,16 @@ struct AttentionLimits {
 
   AttentionLimits() = default;
   __device__ AttentionLimits(int queries, int keys) : queries(queries), keys(keys) {}
-  // `Call` is AttentionCall, or another that has its members for lengths, limits and the offset.
+  // `Call` is AttentionCall, or another that has its members for these.
   template <class Call>
   __device__ AttentionLimits(const Call& call, int batch)
-      : begin(count_of(call.query_begins, batch, call.queries, 0)),
-        queries(count_of(call.query_lengths, batch, call.queries)),
-        keys(count_of(call.key_lengths, batch, call.keys)) {
-    const int64_t offset = call.offset.data ? __ldg(call.offset.data + int64_t(batch) * call.offset.step) : 0;
-    if (call.left != kNoLimit) least = within(offset - call.left);
-    if (call.right != kNoLimit) most = within(offset + call.right);
+      : begin(count_of(call.limits.query_begins, batch, call.queries, 0)),
+        queries(count_of(call.limits.query_lengths, batch, call.queries)),
+        keys(count_of(call.limits.key_lengths, batch, call.keys)) {
+    const OfBatch& given = call.limits.offset;
+    const int64_t offset = given.data ? __ldg(given.data + int64_t(batch) * given.step) : 0;
+    if (call.limits.left != kNoLimit) least = within(offset - call.limits.left);
+    if (call.limits.right != kNoLimit) most = within(offset + call.limits.right);
   }
 
   // The valid keys for any of the queries [first, last]. Both ends rise with the queries.

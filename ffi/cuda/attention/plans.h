@@ -9,6 +9,7 @@
 #include "backward/tiles.h"
 #include "decode/plan.h"
 #include "forward/tiles.h"
+#include "targets.h"
 
 namespace jaxsoft::attention {
 
@@ -23,7 +24,11 @@ struct Sizes {
 
   bool is(std::string_view prefix) const { return target.substr(0, prefix.size()) == prefix; }
   bool has(std::string_view extra) const { return extras.find(extra) != std::string_view::npos; }
-  bool has_limits() const { return left >= 0 || right >= 0; }
+  bool has_limits() const {
+    bool found = left >= 0 || right >= 0;
+    for (const Record& each : kRecords) found |= kLimits.has(each.name) && has(each.text);
+    return found;
+  }
   cuda::decode::Problem decode() const {
     auto number = [](int64_t size) { return static_cast<int>(size); };
     return {number(batch), number(queries), number(keys), number(heads), number(key_heads),
@@ -74,8 +79,7 @@ inline std::string plan_as_text(const Sizes& call, int multiprocessors) {
   using cuda::ForwardKind;
   if (call.is("attention_forward")) {
     if (call.capped || call.has("segments")) return forward_plan_of_size<ForwardKind::general>(call.size);
-    if (call.has_limits() || call.has("query_begins") || call.has("lengths"))
-      return forward_plan_of_size<ForwardKind::limited>(call.size);
+    if (call.has_limits()) return forward_plan_of_size<ForwardKind::limited>(call.size);
     return forward_plan_of_size<ForwardKind::plain>(call.size);
   }
   std::ostringstream text;

@@ -67,6 +67,9 @@ inline constexpr Record kRecords[kNames] = {
     {Name::workspace, "workspace", Type::byte, "W"},
 };
 
+// Those that may exclude scores by the indices of queries and keys.
+inline constexpr Set<Name> kLimits = {Name::query_begins, Name::query_lengths, Name::key_lengths};
+
 constexpr const Record& record(Name name) { return kRecords[static_cast<int>(name)]; }
 
 // What a target takes and returns. The attribute `extras` names those that a call has, which follow the operands, and

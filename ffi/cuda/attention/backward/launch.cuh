@@ -6,6 +6,7 @@
 
 #include "../../attributes.cuh"
 #include "../../devices.cuh"
+#include "../attention.cuh"
 #include "sums.cuh"
 #include "copy.cuh"
 #include "copy_in_pairs.cuh"
@@ -185,8 +186,7 @@ template <class T, int size>
 cudaError_t run_backward(BackwardCall& call, const AttentionCall& given, const AttentionGradients& gradients,
                          cudaStream_t stream) {
   if (auto e = prepare_backward<size>(call, given, gradients, stream)) return e;
-  const bool limited = given.left != kNoLimit || given.right != kNoLimit || given.key_lengths.data ||
-                       given.keys % BackwardPlan<size>::keys;
+  const bool limited = given.limits.of_keys() || given.keys % BackwardPlan<size>::keys;
   if (given.cap > 0) return launch_backward<T, size, BackwardKind::capped>(call, gradients, stream);
   if (limited) return launch_backward<T, size, BackwardKind::limited>(call, gradients, stream);
   return launch_backward<T, size, BackwardKind::plain>(call, gradients, stream);

@@ -16,10 +16,9 @@ __global__ void prepare_numbers(const __grid_constant__ BackwardCall call, const
   if (tile >= call.query_tiles) return;
   for (unsigned head = blockIdx.y; head < unsigned(call.batch * call.heads); head += gridDim.y) {
     const int batch = head / call.heads;
-    const int begin = count_of(call.query_begins, batch, call.queries, 0);
-    const int end = count_of(call.query_lengths, batch, call.queries);
+    const AttentionLimits limits(call, batch);
     const int64_t from = int64_t(head) * call.queries + query;
-    const float of_query = begin <= query && query < end ? lse[from] : -INFINITY;
+    const float of_query = limits.begin <= query && query < limits.queries ? lse[from] : -INFINITY;
     float* to = call.numbers + (int64_t(head) * call.query_tiles + tile) * (2 * queries) + query % queries;
     to[0] = of_query == -INFINITY ? INFINITY : of_query * float(kLog2E);
     to[queries] = of_query == -INFINITY ? 0 : delta[from];

@@ -26,8 +26,7 @@ struct BackwardCall {
   bool deterministic;
   float scale, scale2;  // scale2 is for exponents of 2
   float cap;
-  int left, right;
-  OfBatch query_begins, query_lengths, key_lengths, offset;
+  LimitOperands limits;
   float* sums;         // (B * N, tiles, queries of a tile * padded head size): the gradient by queries, unscaled
   float* numbers;      // (B * N, tiles, 2, queries of a tile): lse in base 2, then delta
   // (B * N, blocks of keys, blocks of threads that share them), for both parts that each adds: the end of the tiles to

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../../elements.cuh"
-#include "../limits.cuh"
+#include "../attention.cuh"
 #include "plan.h"
 
 namespace jaxsoft::cuda::decode {

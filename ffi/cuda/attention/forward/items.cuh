@@ -1,7 +1,7 @@
 // An item of the forward kernel: the queries of one head that a block computes at a time, and the keys that matter.
 #pragma once
 
-#include "../limits.cuh"
+#include "../attention.cuh"
 #include "plan.cuh"
 
 namespace jaxsoft::cuda {

@@ -71,9 +71,7 @@ cudaError_t run_forward(const AttentionCall& call, const AttentionBefore& before
   if (auto e = device.read()) return e;
   if (call.cap > 0 || call.query_segments)
     return launch_forward<T, size, ForwardKind::general>(call, before, results, device, stream);
-  // An offset alone excludes no key.
-  if (call.left != kNoLimit || call.right != kNoLimit || call.query_begins.data || call.query_lengths.data ||
-      call.key_lengths.data)
+  if (call.limits.any())
     return launch_forward<T, size, ForwardKind::limited>(call, before, results, device, stream);
   return launch_forward<T, size, ForwardKind::plain>(call, before, results, device, stream);
 }
