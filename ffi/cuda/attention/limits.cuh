@@ -24,7 +24,8 @@ struct LimitOperands {
   OfBatch query_lengths, key_lengths;     // queries and keys from there on are masked
   OfBatch offset;                         // the position of the first query: alone, it excludes nothing
 
-  // Whether they may exclude keys of a query that counts.
+  // Whether they may exclude the first keys of a query that counts, and any of them.
+  __device__ bool of_first_keys() const { return left != kNoLimit; }
   bool of_keys() const { return left != kNoLimit || right != kNoLimit || key_lengths.data; }
   bool any() const { return of_keys() || query_begins.data || query_lengths.data; }
 };
@@ -75,6 +76,16 @@ struct AttentionLimits {
     if (call.limits.right != kNoLimit) most = within(offset + call.limits.right);
   }
 
+  // Those of another lane.
+  __device__ AttentionLimits of_lane(int lane) const {
+    AttentionLimits other;
+    other.queries = __shfl_sync(~0u, queries, lane);
+    other.keys = __shfl_sync(~0u, keys, lane);
+    other.least = __shfl_sync(~0u, least, lane);
+    other.most = __shfl_sync(~0u, most, lane);
+    return other;
+  }
+
   // The valid keys for any of the queries [first, last]. Both ends rise with the queries.
   __device__ KeyRange of_queries(int first, int last) const {
     first = max(first, begin), last = min(last, queries - 1);
@@ -88,12 +99,31 @@ struct AttentionLimits {
   // the last, if any.
   __device__ int first_query(int first_key) const { return max(first_key - most, begin); }
   __device__ int last_query(int end) const { return min(end - least, queries); }
+  // Whether some of the keys [key, key_end) do not count for some of the queries [query, query_end), which are all there.
+  __device__ bool exclude_some(int key, int key_end, int query, int query_end) const {
+    return key - (query_end - 1) < least || key_end - 1 - query > most || key_end > keys;
+  }
 
  private:
   // Offsets may be any numbers. Differences that no query and key have are as good as others.
   static __device__ int within(int64_t difference) {
     return static_cast<int>(min(max(difference, int64_t(-kFar)), int64_t(kFar)));
   }
+};
+
+// The limits of scores near that of a key and a query.
+class NearLimits {
+ public:
+  __device__ NearLimits(const AttentionLimits& limits, int key, int query)
+      : difference_(key - query), keys_(limits.keys - key), least_(limits.least), most_(limits.most) {}
+  // Whether the key that is so far behind counts for the query that is so far behind, if it is there.
+  __device__ bool allow(int key, int query) const {
+    const int difference = difference_ + key - query;
+    return !(difference < least_ || difference > most_ || key >= keys_);
+  }
+
+ private:
+  int difference_, keys_, least_, most_;
 };
 
 }  // namespace jaxsoft::cuda

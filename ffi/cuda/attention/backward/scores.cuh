@@ -17,14 +17,13 @@ __device__ void round_to(uint32_t (&words)[count / 8][4], const float (&numbers)
     words[i / 4][i % 4] = bits<uint32_t>(narrow_pair(numbers[2 * i], numbers[2 * i + 1], T()));
 }
 
-// Puts -inf where scores are masked. `row` is the thread's first row less its first column, key less query.
+// Puts -inf where scores are masked. The limits are those near the thread's first score.
 template <int count>
-__device__ void exclude(float (&scores)[count], int difference, int rows_left, int least, int most) {
+__device__ void exclude(float (&scores)[count], const NearLimits& limits) {
 #pragma unroll
   for (int i = 0; i < count; i++) {
     const int row = i / 2 % 2 * 8, column = i / 4 * 8 + i % 2;
-    const int here = difference + row - column;
-    if (here < least || here > most || row >= rows_left) scores[i] = -INFINITY;
+    if (!limits.allow(row, column)) scores[i] = -INFINITY;
   }
 }
 
@@ -53,8 +52,7 @@ __device__ void limit_scores(float (&scores)[count], float (&growth)[growths], c
   }
   if constexpr (kind != BackwardKind::plain) {
     if (work.masked(tile, first_key))
-      exclude(scores, first_key + row_of_thread() - (tile * (2 * count) + column_of_thread()),
-              work.limits.keys - first_key - row_of_thread(), work.limits.least, work.limits.most);
+      exclude(scores, {work.limits, first_key + row_of_thread(), tile * (2 * count) + column_of_thread()});
   }
 }
 

@@ -91,8 +91,7 @@ struct BackwardWork {
   // Whether some score of the keys [key, key + 64) and this tile is masked, but for those of queries past the end.
   __device__ bool masked(int tile, int key) const {
     const int query = tile * Plan::queries;
-    return key - (query + Plan::queries - 1) < limits.least || key + 63 - query > limits.most ||
-           key + 64 > limits.keys;
+    return limits.exclude_some(key, key + 64, query, query + Plan::queries);
   }
 };
 

@@ -84,10 +84,7 @@ class Scheduler {
     cut.groups = __shfl_sync(~0u, cut_.groups, own);
     cut.chunk = __shfl_sync(~0u, cut_.chunk, own), cut.chunks = __shfl_sync(~0u, cut_.chunks, own);
     *unit = of_sequence(args_, first_ + own, within, cut);
-    unit->limits.queries = __shfl_sync(~0u, limits_.queries, own);
-    unit->limits.keys = __shfl_sync(~0u, limits_.keys, own);
-    unit->limits.least = __shfl_sync(~0u, limits_.least, own);
-    unit->limits.most = __shfl_sync(~0u, limits_.most, own);
+    unit->limits = limits_.of_lane(own);
     return true;
   }
 };

@@ -78,7 +78,7 @@ struct ForwardScores {
     for (int i = 0; i < count; i++)
       if (column(i) >= keys[row(i)].end - own) scores[i] = -infinity<float>();
     if constexpr (kind != ForwardKind::plain) {
-      if (args.call.limits.left == kNoLimit) return;
+      if (!args.call.limits.of_first_keys()) return;
 #pragma unroll
       for (int i = 0; i < count; i++)
         if (column(i) < keys[row(i)].begin - own) scores[i] = -infinity<float>();
