@@ -217,6 +217,29 @@ class Masks:
             span = _if_any(span, i + count > begins, i >= begins)
         return span
 
+    def keys_of(self, i: Number, keys_end: bool = False, queries_end: bool = False) -> Limits:
+        """The keys that are allowed for queries, by position and number; the end is one number if it is so for all.
+
+        Args:
+          i: indices of queries.
+          keys_end, queries_end: whether there are indices from the number of keys, and of queries, on.
+        """
+        (first, after), lengths = self.band.key_range(i), self.lengths
+        end = lengths.key_end if keys_end or lengths.key_lengths is not None else None
+        if after is not None:
+            end = after if end is None else jnp.minimum(after, end)
+        if queries_end or lengths.query_lengths is not None:
+            end = jnp.where(i < lengths.query_end, lengths.keys if end is None else end, 0)
+        return first, end
+
+    @staticmethod
+    def may_exclude(form: AttentionForm, of_keys: bool) -> tuple[bool, bool]:
+        """Whether calls of a form may exclude queries of a key, or else keys of a query, before others and after them."""
+        first, last = (form.right, form.left) if of_keys else (form.left, form.right)
+        lengths = {Extra.QUERY_LENGTHS, Extra.KEY_LENGTHS} & set(form.extras)
+        segments = Extra.QUERY_SEGMENTS in form.extras
+        return first is not None or segments, last is not None or bool(lengths) or segments
+
     def query_range(self, j: Number, count: int = 1) -> Span:
         """The queries for which some, and all, of `count` keys from j on are allowed, by position and number."""
         own, others = self.lengths.key_end, self.lengths.query_end

@@ -60,39 +60,14 @@ def borders(form: AttentionForm, shape: Shape, of_keys: bool) -> tuple[bool, boo
       form, shape: the call's.
       of_keys: True for the tiles of queries that matter to keys, False for those of keys that matter to queries.
     """
-    extras = set(form.extras)
-    segments = Extra.QUERY_SEGMENTS in extras
-    ragged = shape.keys % shape.key_tile or (of_keys and shape.queries % shape.query_tile)
-    lengths = extras & {Extra.QUERY_LENGTHS, Extra.KEY_LENGTHS}
-    first, last = (form.right, form.left) if of_keys else (form.left, form.right)
-    return first is not None or segments, last is not None or bool(ragged or lengths) or segments
+    ragged = bool(shape.keys % shape.key_tile or (of_keys and shape.queries % shape.query_tile))
+    before, after = Masks.may_exclude(form, of_keys)
+    return before, after or ragged
 
 
 def masks(form: AttentionForm, shape: Shape, refs: Mapping[Extra, Any], batch: Any) -> Masks:
     """The rules of an entry of the batch. Segments are compared by tiles (see `segment_ranges` and `scores`)."""
     return Masks.of(form, shape.queries, shape.keys, lambda extra: _number(refs[extra], batch))
-
-
-def limits_of_queries(rules: Masks, shape: Shape, query: Any, queries_axis: int = 0) -> tuple[Any, Any]:
-    """The first valid key of a query, and one more than the last; None where there is no need to look.
-
-    The end is one number if it is the same for all queries.
-
-    Args:
-      rules: those of the entry of the batch.
-      shape: the call's, and that of tiles.
-      query: indices of queries.
-      queries_axis: 1 if queries past the last must be masked, since results are summed over queries.
-    """
-    first, after = rules.band.key_range(query)
-    lengths, end = rules.lengths, None
-    if shape.keys % shape.key_tile or lengths.key_lengths is not None:
-        end = lengths.key_end
-    if after is not None:
-        end = after if end is None else jnp.minimum(after, end)
-    if lengths.query_lengths is not None or (queries_axis == 1 and shape.queries % shape.query_tile):
-        end = jnp.where(query < lengths.query_end, shape.keys if end is None else end, 0)
-    return first, end
 
 
 def key_tiles(

@@ -29,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxsoft._attention.form import AttentionForm, Extra
 
 from ..rows.memory import load_as_is
-from .ranges import Shape, limits_of_queries, masks
+from .ranges import Shape, masks
 
 LOG2E = math.log2(math.e)
 # The types in which a bias is read. Others are converted to f32 before.
@@ -153,7 +153,9 @@ class Scores:
         count = self.shape.query_tile
         query = plgpu.broadcasted_iota(jnp.int32, (count,), 0, layout=layout) + begin
         rules = masks(self.form, self.shape, self.refs, batch)
-        first, end = limits_of_queries(rules, self.shape, query, self.queries_axis)
+        # Where results are summed over queries, those past the last must be masked.
+        past_last = self.queries_axis == 1 and bool(self.shape.queries % count)
+        first, end = rules.keys_of(query, bool(self.shape.keys % self.shape.key_tile), past_last)
         segments = None
         if Extra.QUERY_SEGMENTS in self.refs:
             ref = self.refs[Extra.QUERY_SEGMENTS]
