@@ -1,5 +1,6 @@
 // Which keys count for a query, as far as limits by position and lengths say: what a call has of them, and what the
-// kernels of attention ask. Another limit is an operand in targets.h, and here its place and what it excludes.
+// kernels of attention ask. Another limit is an operand in targets.h, also of kLimits there, and here its place, what it
+// excludes, and whether it does.
 #pragma once
 
 #include <cstdint>
@@ -24,11 +25,14 @@ struct LimitOperands {
   OfBatch query_lengths, key_lengths;     // queries and keys from there on are masked
   OfBatch offset;                         // the position of the first query: alone, it excludes nothing
 
-  // Whether they may exclude the first keys of a query that counts, and any of them.
+  // Whether a query that counts may have masked keys before others.
   __device__ bool of_first_keys() const { return left != kNoLimit; }
+  // Whether it may have masked keys.
   bool of_keys() const { return left != kNoLimit || right != kNoLimit || key_lengths.data; }
+  // Whether any score may be masked by them.
   bool any() const { return of_keys() || query_begins.data || query_lengths.data; }
 };
+// Their operands.
 constexpr struct {
   attention::Name name;
   OfBatch LimitOperands::*place;
@@ -64,7 +68,7 @@ struct AttentionLimits {
 
   AttentionLimits() = default;
   __device__ AttentionLimits(int queries, int keys) : queries(queries), keys(keys) {}
-  // `Call` is AttentionCall, or another that has its members for these.
+  // `Call` is AttentionCall, or another with its members `limits`, `queries` and `keys`.
   template <class Call>
   __device__ AttentionLimits(const Call& call, int batch)
       : begin(count_of(call.limits.query_begins, batch, call.queries, 0)),
@@ -76,7 +80,7 @@ struct AttentionLimits {
     if (call.limits.right != kNoLimit) most = within(offset + call.limits.right);
   }
 
-  // Those of another lane.
+  // Those of another lane, in calls of decoding: these have no query_begins.
   __device__ AttentionLimits of_lane(int lane) const {
     AttentionLimits other;
     other.queries = __shfl_sync(~0u, queries, lane);
