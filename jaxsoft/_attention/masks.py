@@ -234,7 +234,7 @@ class Masks:
 
     @staticmethod
     def may_exclude(form: AttentionForm, of_keys: bool) -> tuple[bool, bool]:
-        """Whether calls of a form may exclude queries of a key, or else keys of a query, before others and after them."""
+        """Whether a form may exclude queries of a key, or else keys of a query, before others and after them."""
         first, last = (form.right, form.left) if of_keys else (form.left, form.right)
         lengths = {Extra.QUERY_LENGTHS, Extra.KEY_LENGTHS} & set(form.extras)
         segments = Extra.QUERY_SEGMENTS in form.extras

@@ -11,7 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from chex import assert_trees_all_close
-from common import IMPLEMENTATIONS, as_usual, each_dtype_in_turn, each_fast_implementation, on_gpu, precision, served, slow
+from common import (
+    IMPLEMENTATIONS,
+    as_usual,
+    each_dtype_in_turn,
+    each_fast_implementation,
+    on_gpu,
+    precision,
+    served,
+    slow,
+)
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import DEVICES, collectives, mesh_of, needs_devices
@@ -273,7 +282,8 @@ def test_rows_that_blocks_share(dtype):
                 kept = slice(None) if mask is None else mask
                 expected = exact(x[:, kept], y[:, kept])[0].astype(float)
                 of = np.arange(count) % len(x)
-                found = jax.jit(functools.partial(kl, where=mask, implementation="ffi"))(jnp.array(x)[of], jnp.array(y)[of])
+                f = jax.jit(functools.partial(kl, where=mask, implementation="ffi"))
+                found = f(jnp.array(x)[of], jnp.array(y)[of])
                 tiny = 1e-12 if dtype == jnp.float64 else 1e-5
                 np.testing.assert_allclose(found, expected[of], rtol=tiny, err_msg=str((count, n)))
 
