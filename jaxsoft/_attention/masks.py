@@ -230,15 +230,18 @@ class Masks:
             end = after if end is None else jnp.minimum(after, end)
         if queries_end or lengths.query_lengths is not None:
             end = jnp.where(i < lengths.query_end, lengths.keys if end is None else end, 0)
+        if lengths.query_begins is not None:
+            end = jnp.where(i >= lengths.query_begins, lengths.keys if end is None else end, 0)
         return first, end
 
     @staticmethod
     def may_exclude(form: AttentionForm, of_keys: bool) -> tuple[bool, bool]:
         """Whether a form may exclude queries of a key, or else keys of a query, before others and after them."""
         first, last = (form.right, form.left) if of_keys else (form.left, form.right)
-        lengths = {Extra.QUERY_LENGTHS, Extra.KEY_LENGTHS} & set(form.extras)
-        segments = Extra.QUERY_SEGMENTS in form.extras
-        return first is not None or segments, last is not None or bool(lengths) or segments
+        before = {Extra.QUERY_SEGMENTS, *([Extra.QUERY_BEGINS] if of_keys else [])}
+        after = {Extra.QUERY_SEGMENTS, Extra.QUERY_BEGINS, Extra.QUERY_LENGTHS, Extra.KEY_LENGTHS}
+        extras = set(form.extras)
+        return first is not None or bool(before & extras), last is not None or bool(after & extras)
 
     def query_range(self, j: Number, count: int = 1) -> Span:
         """The queries for which some, and all, of `count` keys from j on are allowed, by position and number."""

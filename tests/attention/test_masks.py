@@ -63,6 +63,35 @@ def test_ranges_of_one_are_exact(given, data):
             np.testing.assert_array_equal(scores[begin], interior)
 
 
+@hypothesis.given(rules())
+def test_keys_of_queries(given):
+    """The keys of each query are what is allowed, also of queries and keys past the last."""
+    form, queries, keys, numbers = given
+    masks = Masks.of(form, queries, keys, numbers.__getitem__)
+    for more in (0, 7):
+        allowed = _allowed(masks, queries + more, keys + more)
+        allowed = allowed & (np.arange(queries + more)[:, None] < queries) & (np.arange(keys + more) < keys)
+        first, end = masks.keys_of(np.arange(queries + more), keys_end=more > 0, queries_end=more > 0)
+        first, end = (0 if first is None else first), (keys + more if end is None else end)
+        first, end = (np.broadcast_to(x, queries + more)[:, None] for x in (first, end))
+        index = np.arange(keys + more)
+        np.testing.assert_array_equal(allowed, (index >= first) & (index < end))
+
+
+@hypothesis.given(rules())
+def test_what_a_form_may_exclude(given):
+    """Where it excludes nothing on a side, nothing lies on that side of what is allowed."""
+    form, queries, keys, numbers = given
+    allowed = _allowed(Masks.of(form, queries, keys, numbers.__getitem__), queries, keys)
+    for of_keys, scores in ((False, allowed), (True, allowed.T)):
+        before, after = Masks.may_exclude(form, of_keys)
+        for row in scores:
+            some = np.flatnonzero(row)
+            assert some.size or before or after
+            assert before or row[: some.max(initial=-1) + 1].all()
+            assert after or row[some.min(initial=row.size) :].all()
+
+
 @hypothesis.given(rules(without=(Extra.QUERY_BEGINS,)), st.sampled_from([4, 8]), st.sampled_from([4, 16]), st.data())
 def test_tiles(given, block, tile, data):
     """The tiles of Pallas's kernels hold what is allowed, and need no masks in their interior."""
