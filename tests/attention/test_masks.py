@@ -78,6 +78,7 @@ def test_keys_of_queries(given):
         np.testing.assert_array_equal(allowed, (index >= first) & (index < end))
 
 
+@hypothesis.settings(max_examples=500)  # few of them have one rule alone
 @hypothesis.given(rules())
 def test_what_a_form_may_exclude(given):
     """Where it excludes nothing on a side, nothing lies on that side of what is allowed."""
