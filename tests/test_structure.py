@@ -131,3 +131,18 @@ def test_layers(name, monkeypatch):
     getattr(jaxsoft, name)(jnp.ones((3, 5)))
     assert 0 < len(found["bound"]) <= 6, found["bound"]
     assert 0 < len(found["lowered"]) <= 10, found["lowered"]
+
+
+def test_an_operation_is_in_as_many_files_as_the_page_says():
+    """The files that know of an operation are those in the table of the page that adds it."""
+    root = pathlib.Path(__file__).parents[1]
+    page = (root / "docs/developing/adding_an_operation.md").read_text()
+    found = set()
+    for folder in ("jaxsoft", "pallas_kernels", "triton_kernels", "ffi"):
+        for path in (root / folder).rglob("*"):
+            if path.suffix in {".py", ".h", ".cc", ".cu", ".cuh"} and "divergence" in path.read_text().lower():
+                found.add(path.relative_to(root))
+    assert len(found) == 8
+    table = page[page.index("## What is touched") :]
+    for path in found:
+        assert path.name in table and (f"{path}" in table or f"`{path.name}` beside it" in table), path

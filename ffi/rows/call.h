@@ -6,6 +6,7 @@
 
 #include "buffers.h"
 #include "limits.h"
+#include "operations.h"
 #include "read_extras.h"
 
 namespace jaxsoft {
@@ -24,23 +25,11 @@ struct Shape {
   int64_t rows = 1, n = 1, inner = 1;
 };
 
-// The buffers of a call. An operation's record in operations.h says which of them it has, and of which kind they are.
+// The buffers of a call, by their places in operations.h. An operation's record there says which of them it has.
 struct Buffers {
-  Buffer first;                                // scores, or the probabilities that softmax_vjp reads instead
-  Buffer other;                                // the other scores, of operations with two arrays of them
-  Buffer cotangents;                           // one an element
-  Buffer maximum, sum;                         // the state: results of some operations, operands of others
-  Buffer beside;                               // beside the state: label_sums' distances, the products, the divergence
-  Buffer other_reference;                      // what exponentials of the other scores are relative to
-  Buffer ratio;                                // the logarithm of the other sum of exponentials to that of the scores
-  Buffer cotangent;                            // one a row: of the logsumexp or the entropy
-  Buffer label;                                // a row's label; kNoRow in a row that is not read
-  Buffer label_score, count;                   // results of operations with labels
-  Buffer label_cotangent, distance_cotangent;  // operands of their derivatives
-  Buffer entropy_cotangent;                    // the same, where `cotangent` is the logsumexp's
-  Buffer result;                               // one an element; of top_k, the probabilities of the values
-  Buffer other_result;                         // one an element of the other scores
-  Buffer values, indices;                      // results of top_k
+#define JAXSOFT_BUFFER(place) Buffer place;
+  JAXSOFT_ROW_PLACES(JAXSOFT_BUFFER)
+#undef JAXSOFT_BUFFER
   Buffer workspace;  // bytes for the kernel's own use, allocated by XLA with the other buffers: what a handler asks for
                      // while a CUDA graph is recorded would be gone when the graph runs
 };

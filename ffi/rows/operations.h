@@ -6,8 +6,29 @@
 // the records.
 #pragma once
 
-// The operands and results: name, kind, place among the buffers of a call. specification.h explains the kinds, and
-// call.h the places.
+// The places among the buffers of a call (call.h). No operation has two operands or results of one place.
+#define JAXSOFT_ROW_PLACES(place)                                                                              \
+  place(first)               /* scores, or the probabilities that softmax_vjp reads instead */                 \
+  place(other)               /* the other scores, of operations with two arrays of them */                     \
+  place(cotangents)          /* one an element */                                                              \
+  place(maximum)             /* the state, with the sum: results of some operations, operands of others */     \
+  place(sum)                                                                                                   \
+  place(beside)              /* a sum beside the state: label_sums' distances, the products; the divergence */ \
+  place(other_reference)     /* what exponentials of the other scores are relative to */                       \
+  place(ratio)               /* the logarithm of the other sum of exponentials to that of the scores */        \
+  place(cotangent)           /* one a row: of the logsumexp, the entropy or the divergence */                  \
+  place(label)               /* a row's label; kNoRow in a row that is not read */                             \
+  place(label_score)         /* results of operations with labels */                                           \
+  place(count)                                                                                                 \
+  place(label_cotangent)     /* operands of their derivatives */                                               \
+  place(distance_cotangent)                                                                                    \
+  place(entropy_cotangent)   /* the same, where `cotangent` is the logsumexp's */                              \
+  place(result)              /* one an element; of top_k, the probabilities of the values */                   \
+  place(other_result)        /* one an element of the other scores */                                          \
+  place(values)              /* results of top_k */                                                            \
+  place(indices)
+
+// The operands and results: name, kind, place. specification.h explains the kinds.
 #define JAXSOFT_ROW_OPERANDS(operand)                       \
   operand(scores, row, first)                               \
   operand(probabilities, row, first)                        \

@@ -41,16 +41,14 @@ struct Arrays {
   Elements a, b, out;  // the first operand; the cotangents or the other scores; the result
   Elements other_out;  // the result of the other scores
   PerRow m, s;         // the state
-  PerRow beside;       // a sum beside the state, or the divergence
-  PerRow other_reference, ratio;
+  PerRow beside;       // a sum beside the state
   PerRow cotangent;
   bool gives_state;  // whether m and s are results
 
   Arrays(const Operation& operation, const Buffers& buffers)
       : a(buffers.first), b(buffers.other.data ? buffers.other : buffers.cotangents), out(buffers.result),
         other_out(buffers.other_result), m(buffers.maximum), s(buffers.sum), beside(buffers.beside),
-        other_reference(buffers.other_reference), ratio(buffers.ratio), cotangent(buffers.cotangent),
-        gives_state(operation.gives(&Buffers::maximum)) {
+        cotangent(buffers.cotangent), gives_state(operation.gives(&Buffers::maximum)) {
     advise_large_pages(out.data, buffers.result.bytes());
     advise_large_pages(other_out.data, buffers.other_result.bytes());
   }
@@ -67,18 +65,8 @@ struct Arrays {
     } else {
       numbers.given = {m.get(row), s.get(row)};
       if (beside.data) numbers.beside = beside.get(row);
-      if (ratio.data) numbers.other_reference = other_reference.get(row), numbers.ratio = ratio.get(row);
     }
     return numbers;
-  }
-  bool finish(int64_t row, const DivergenceState& total) const {
-    const bool undefined = total.p.m == infinity || total.q.m == infinity || total.p.s != total.p.s ||
-                           total.q.s != total.q.s;
-    const bool near = total.near();
-    m.set(row, total.p.m), s.set(row, total.p.s), other_reference.set(row, near ? total.p.m : total.q.m);
-    ratio.set(row, near ? total.c + (total.q.m - total.p.m) : total.c);
-    beside.set(row, undefined ? std::nan("") : std::max(total.k, 0.0));
-    return true;
   }
 };
 

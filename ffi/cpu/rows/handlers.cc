@@ -37,7 +37,7 @@ void run(ffi::ThreadPool& pool, const Operation& operation, const Call& call) {
   if (inner == 0) return;  // there are no rows
   if (kernels.find) run_top_k(pool, kernels, call, arrays);
   else if (operation.features.has(Feature::cap)) run_labels(pool, kernels, call, arrays, plain);
-  else if (call.buffers.other.data) run_rows_of_two(pool, kernels, call, arrays);
+  else if (call.buffers.other.data) run_rows_of_two(pool, operation, kernels, call, arrays);
   else if (kernels.reduce_with_sum) run_rows_with_sum(pool, kernels, call, arrays);
   else if (inner > 1) run_columns(pool, kernels, call.shape, call.masked, arrays);
   else if (has_columns && plain && n > 0 && n <= kPlan.short_row) run_short_rows(pool, kernels, call.shape, arrays);

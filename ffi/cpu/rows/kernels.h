@@ -9,7 +9,6 @@
 #include "../../rows/limits.h"
 #include "../../rows/operations.h"
 #include "../fold.h"
-#include "divergence.h"
 #include "plan.h"
 
 namespace jaxsoft::cpu {
@@ -34,7 +33,6 @@ struct Segment {
 struct RowNumbers {
   State reduced = {-infinity, 0}, given = {};
   double cotangent = 0, distance_cotangent = 0, entropy_cotangent = 0, beside = 0;
-  double other_reference = 0, ratio = 0;
 };
 
 // Sums beside a state: of terms that are relative to Segment::from, and of their number where an operation wants it.
@@ -46,6 +44,12 @@ struct Sums {
 struct StateAndSum {
   State state;
   double sum;
+};
+
+// Of a row of two arrays: its numbers, in the order of the operation's record; or what a part of it was reduced to, in an
+// order that only the kernels know.
+struct Numbers {
+  double of[8];
 };
 
 // Neighbouring columns: `lines` lines of `columns` elements, `stride` elements apart, and one more line of `rest`
@@ -99,9 +103,12 @@ struct Kernels {
   StateAndSum (*reduce_with_sum)(const Segment&, int64_t n);
   double (*moved)(double sum, State part, double m);      // a part's sum relative to m, which is at least the part's
 
-  // Of two arrays of scores. `out` is null where its gradient is not asked for.
-  DivergenceState (*reduce_two)(const Segment&, int64_t n);
-  void (*write_two)(const Segment&, void* out, void* other_out, int64_t n, const RowNumbers&);
+  // Of two arrays of scores. A row's parts are reduced and combined, and its numbers are made of them. Or both gradients
+  // are written; `out` is null where the first is not asked for.
+  Numbers (*reduce_two)(const Segment&, int64_t n);
+  Numbers (*combine_two)(const Numbers&, const Numbers&);
+  Numbers (*finish_two)(const Numbers&);
+  void (*write_two)(const Segment&, void* out, void* other_out, int64_t n, const Numbers&);
 
   // Of columns, which have no extras.
   void (*reduce_columns)(const Segment&, const Block&, ColumnStates*);

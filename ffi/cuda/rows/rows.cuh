@@ -23,7 +23,7 @@ JAXSOFT_ROW_OPERATIONS(JAXSOFT_DECLARE)
 
 // Runs an operation on all rows. The workspace has `bytes` bytes. Everything is ordered by `stream`, and nothing is
 // allocated or waited for. Defined in launch.cuh, which only the files that rows.cu.in makes include; an operation with
-// kernels of its own, as kl_divergence, specializes it. Those take what `args` lacks from the call.
+// kernels of its own specializes it. Those take what `args` lacks from the call.
 template <template <class> class Op, class T>
 cudaError_t run(const Arguments<T>& args, const Call& call, void* workspace, int64_t bytes, cudaStream_t stream);
 

@@ -119,7 +119,7 @@ constexpr Kernels kernels_of<Name::label_entropy_vjp, T, Out, extras> = label_gr
 template <class T, class Out, bool extras>
 constexpr Kernels kernels_of<Name::kl_divergence, T, Out, extras> = [] {
   Kernels k{};
-  k.reduce_two = divergence<T, extras>;
+  k.reduce_two = reduce_divergence<T, extras>, k.combine_two = combine_divergence, k.finish_two = finish_divergence;
   return k;
 }();
 template <class T, class Out, bool extras>
