@@ -35,6 +35,7 @@ HIDDEN, WEIGHT = RNG.standard_normal((ROWS, WIDTH), np.float32), RNG.standard_no
 QUERY = RNG.standard_normal((8, 24, 16, 8), np.float32)
 KEY, VALUE = RNG.standard_normal((2, 8, 32, 4, 8), np.float32)
 QUERIES = RNG.standard_normal((8, 32, 16, 8), np.float32)  # as many as there are keys
+Y = X + RNG.standard_normal(X.shape, np.float32)
 
 TOLERANCE = 2e-5  # relative to the largest number of an array
 
@@ -73,6 +74,7 @@ CALLS = {
         lambda x: [f(x) for f in definitions.ROW_FUNCTIONS.values()],
         [X],
     ),
+    "divergence": Call(jaxsoft.softmax_kl_divergence, definitions.kl_divergence, [X, Y]),
     "integer labels": Call(
         lambda x, labels: jaxsoft.softmax_cross_entropy_with_integer_labels(x, labels, **SMOOTH),
         lambda x, labels: definitions.integer_cross_entropy(x, None, labels, **SMOOTH)[0],
@@ -104,6 +106,7 @@ OF_HEADS = [P(ACROSS, None, WITHIN, None), P(WITHIN, None, ACROSS, None)]
 OF_TOKENS = [P(None, ACROSS, WITHIN, None), P(WITHIN, ACROSS, None, None)]
 PLACES = {
     "rows": [[spec] for spec in OF_ROWS],
+    "divergence": [[spec] * 2 for spec in OF_ROWS],
     "integer labels": [[spec, P(spec[0])] for spec in OF_ROWS],
     "top-k": [[spec] for spec in OF_ROWS],
     "linear": [[P(spec[0], None), P(None, spec[1]), P(spec[0])] for spec in OF_ROWS],
@@ -134,6 +137,7 @@ def keys_over_processes(query: jax.Array, key: jax.Array, value: jax.Array) -> j
 _BY_ROW, _BY_HEAD = P(AXES), P(None, None, WITHIN, None)
 MAPPED = [
     ("rows", CALLS["rows"].ours, [_BY_ROW], _BY_ROW),
+    ("divergence", CALLS["divergence"].ours, [_BY_ROW] * 2, _BY_ROW),
     ("integer labels", CALLS["integer labels"].ours, [_BY_ROW, _BY_ROW], _BY_ROW),
     ("top-k", CALLS["top-k"].ours, [_BY_ROW], _BY_ROW),
     ("linear", mean_over_devices, [_BY_ROW, P(), _BY_ROW], P()),
