@@ -107,28 +107,23 @@ def _label_entropy_jvp(reductions, x, i, m, s, u, t):
     return *_label_state_jvp(reductions, x, i, m, s, t), reductions.total(slope(_others(x, i), m, s, u) * along)
 
 
-_EXTRAS = (RowExtra.LIMIT, RowExtra.WHERE)
+# What those have in common that kernels serve.
+_served = functools.partial(
+    RowSpec, extras=(RowExtra.LIMIT, RowExtra.WHERE), may_be_capped=True, any_axis=False, from_state=True
+)
 
-LABEL_STATE = RowSpec(  # x, i -> m, s of the scores but the label's; t, the label's
+LABEL_STATE = _served(  # x, i -> m, s of the scores but the label's; t, the label's
     "label_state",
     operands=(SCORES, LABEL),
     results=(MAXIMUM, SUM, LABEL_SCORE),
     formula=_label_state,
     reduces=Reduction.STATE,
-    extras=_EXTRAS,
-    may_be_capped=True,
-    any_axis=False,
-    from_state=True,
 )
-LABEL_STATE_VJP = RowSpec(  # x, i, m, s, g, h -> p * g, and h at the label
+LABEL_STATE_VJP = _served(  # x, i, m, s, g, h -> p * g, and h at the label
     "label_state_vjp",
     operands=(SCORES, LABEL, MAXIMUM, SUM, COTANGENT, LABEL_COTANGENT),
     results=(RESULT,),
     formula=_label_state_vjp,
-    extras=_EXTRAS,
-    may_be_capped=True,
-    any_axis=False,
-    from_state=True,
 )
 LABEL_STATE_JVP = RowSpec(  # x, i, m, s, t -> <p, t> without the label; t at the label
     "label_state_jvp",
@@ -137,26 +132,18 @@ LABEL_STATE_JVP = RowSpec(  # x, i, m, s, t -> <p, t> without the label; t at th
     formula=_label_state_jvp,
     reduces=Reduction.PRODUCT,
 )
-LABEL_SUMS = RowSpec(  # x, i -> m, s, t; and of the scores z > -inf: sum(z - reference(t)), and their number
+LABEL_SUMS = _served(  # x, i -> m, s, t; and of the scores z > -inf: sum(z - reference(t)), and their number
     "label_sums",
     operands=(SCORES, LABEL),
     results=(MAXIMUM, SUM, LABEL_SCORE, DISTANCES, COUNT),
     formula=_label_sums,
     reduces=Reduction.STATE,
-    extras=_EXTRAS,
-    may_be_capped=True,
-    any_axis=False,
-    from_state=True,
 )
-LABEL_SUMS_VJP = RowSpec(  # x, i, m, s, g, h, v -> p * g, and h at the label; plus v where z > -inf
+LABEL_SUMS_VJP = _served(  # x, i, m, s, g, h, v -> p * g, and h at the label; plus v where z > -inf
     "label_sums_vjp",
     operands=(SCORES, LABEL, MAXIMUM, SUM, COTANGENT, LABEL_COTANGENT, DISTANCE_COTANGENT),
     results=(RESULT,),
     formula=_label_sums_vjp,
-    extras=_EXTRAS,
-    may_be_capped=True,
-    any_axis=False,
-    from_state=True,
 )
 LABEL_SUMS_JVP = RowSpec(  # x, i, m, s, t -> those of label_state_jvp; sum(t) where z > -inf
     "label_sums_jvp",
@@ -165,26 +152,18 @@ LABEL_SUMS_JVP = RowSpec(  # x, i, m, s, t -> those of label_state_jvp; sum(t) w
     formula=_label_sums_jvp,
     reduces=Reduction.PRODUCT,
 )
-LABEL_ENTROPY = RowSpec(  # x, i -> m, s of the scores but the label's; t, the label's; u of the others
+LABEL_ENTROPY = _served(  # x, i -> m, s of the scores but the label's; t, the label's; u of the others
     "label_entropy",
     operands=(SCORES, LABEL),
     results=(MAXIMUM, SUM, LABEL_SCORE, PRODUCTS),
     formula=_label_entropy,
     reduces=Reduction.STATE,
-    extras=_EXTRAS,
-    may_be_capped=True,
-    any_axis=False,
-    from_state=True,
 )
-LABEL_ENTROPY_VJP = RowSpec(  # x, i, m, s, u, g, h, k -> p * (g - k * ((z - m) - u / s)), and h at the label
+LABEL_ENTROPY_VJP = _served(  # x, i, m, s, u, g, h, k -> p * (g - k * ((z - m) - u / s)), and h at the label
     "label_entropy_vjp",
     operands=(SCORES, LABEL, MAXIMUM, SUM, PRODUCTS, COTANGENT, LABEL_COTANGENT, ENTROPY_COTANGENT),
     results=(RESULT,),
     formula=_label_entropy_vjp,
-    extras=_EXTRAS,
-    may_be_capped=True,
-    any_axis=False,
-    from_state=True,
 )
 LABEL_ENTROPY_JVP = RowSpec(  # x, i, m, s, u, t -> those of label_state_jvp; <-p * ((z - m) - u / s), t>
     "label_entropy_jvp",
