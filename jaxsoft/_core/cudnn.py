@@ -54,10 +54,8 @@ def forward(
     """The output (B, T, N, D) and the log-sum-exp (B, N, T), which is NaN without `residual`: that is faster."""
     module = _module()
     unused = jnp.zeros(0, query.dtype)
-    parameters = _parameters(module, scale, causal) | {"is_training": residual}
-    output, *lse = module._dot_product_attention_fwd_p.bind(
-        query, key, value, *(unused,) * 7, **_known(module._dot_product_attention_fwd_cuda_lowering, parameters)
-    )
+    parameters = _parameters(module, module._dot_product_attention_fwd_cuda_lowering, scale, causal, residual)
+    output, *lse = module._dot_product_attention_fwd_p.bind(query, key, value, *(unused,) * 7, **parameters)
     batch, length, heads, _ = query.shape
     return output, lse[0] if lse else jnp.full((batch, heads, length), jnp.nan, jnp.float32)
 
@@ -75,21 +73,16 @@ def gradients(
     """The gradients by query, key and value."""
     module = _module()
     unused = jnp.zeros(0, query.dtype)
-    parameters = _parameters(module, scale, causal)
-    return module._dot_product_attention_bwd_p.bind(
-        query,
-        key,
-        value,
-        *(unused,) * 7,
-        lse,
-        output,
-        cotangent,
-        **_known(module._dot_product_attention_bwd_cuda_lowering, parameters),
-    )
+    parameters = _parameters(module, module._dot_product_attention_bwd_cuda_lowering, scale, causal)
+    operands = query, key, value, *(unused,) * 7, lse, output, cotangent
+    return module._dot_product_attention_bwd_p.bind(*operands, **parameters)
 
 
-def _parameters(module: ModuleType, scale: float, causal: bool) -> dict[str, object]:
-    return {
+def _parameters(
+    module: ModuleType, lowering: Callable, scale: float, causal: bool, residual: bool = True
+) -> dict[str, object]:
+    """The parameters of a primitive with this lowering, as far as the installed version of JAX has them."""
+    parameters = {
         "scale": scale,
         "seed": 42,
         "dropout_rate": 0.0,
@@ -99,9 +92,6 @@ def _parameters(module: ModuleType, scale: float, causal: bool) -> dict[str, obj
         "sliding_window_length": None,
         "score_mod_name": None,
         "score_mod_jaxpr": None,
+        "is_training": residual,
     }
-
-
-def _known(function: Callable, parameters: dict[str, object]) -> dict[str, object]:
-    """Those of the parameters that the installed version of JAX has."""
-    return {name: value for name, value in parameters.items() if name in inspect.signature(function).parameters}
+    return {name: value for name, value in parameters.items() if name in inspect.signature(lowering).parameters}
