@@ -39,9 +39,11 @@ def operations(platform: str) -> frozenset[str]:
 @functools.cache
 def _register(platform: str) -> tuple[frozenset[str], str | None]:
     """Loads a platform's library and registers its handlers. Returns their names, and None or why there are none."""
-    path = find(platform) if platform in PLATFORMS else None
+    if platform not in PLATFORMS:
+        return frozenset(), f"there are no C++ kernels for the platform {platform!r}"
+    path = find(platform)
     if path is None:
-        return frozenset(), _why_missing(platform)
+        return frozenset(), f"libjaxsoft_{platform} was not built; {_BUILD_HINT[platform]}"
     if platform == "cuda" and (reason := unavailable("cpu")):
         return frozenset(), f"the library for CPUs, which says the plans of the kernels, cannot be used: {reason}"
     try:
@@ -61,12 +63,6 @@ def _register(platform: str) -> tuple[frozenset[str], str | None]:
     for target, handler in handlers.items():
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(handler), platform=_XLA_NAMES[platform])
     return frozenset(names), None
-
-
-def _why_missing(platform: str) -> str:
-    if platform not in PLATFORMS:
-        return f"there are no C++ kernels for the platform {platform!r}"
-    return f"libjaxsoft_{platform} was not built; {_BUILD_HINT[platform]}"
 
 
 def number(function: str, *arguments: int | str) -> int:
