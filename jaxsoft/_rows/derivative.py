@@ -22,7 +22,7 @@ from jaxsoft._core.rounding import stored
 from jaxsoft._rows import plain
 from jaxsoft._rows.forms import RowForm, compose, row_dtypes, scores, split, valid_elements
 from jaxsoft._rows.operation import RowOperation
-from jaxsoft._rows.spec import RowExtra, RowFunction, RowKind, RowSpec
+from jaxsoft._rows.spec import RowExtra, RowFunction, RowKind
 from jaxsoft.fold import accumulator
 
 
@@ -110,7 +110,9 @@ class _RowDerivative(LinearMap):
         if not self.transposed:
             # The formula as one operation, so that reverse mode, which has no use for it, need not trace it.
             return RowOperation(self.function.tangent, self.form, "xla").on_device(*self._along_all(operands))
-        pullback = self._pullback
+        pullback = self.function.pullback
+        if len(self.inputs) == 1:  # then the one that has no other results, if there is one
+            pullback = self.function.pullback_of.get(self.inputs[0], pullback)
         if pullback.made_of:
             plain = dataclasses.replace(self.form, k=0)
             return pullback.made_of(lambda other, *v: RowOperation(other, plain, self.implementation)(*v), *operands)
@@ -118,7 +120,8 @@ class _RowDerivative(LinearMap):
             dtype, base = accumulator(operands[0].dtype), len(pullback.operands)
             kinds = zip(pullback.kinds, operands[:base], strict=True)
             operands = [*(v.astype(dtype) if kind.whole_rows else v for kind, v in kinds), *operands[base:]]
-        return self._of_inputs(RowOperation(pullback, self.form, self.implementation)(*operands))
+        results = RowOperation(pullback, self.form, self.implementation)(*operands)
+        return results if len(results) == len(self.inputs) else tuple(results[i] for i in self.inputs)
 
     def formula(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """What `apply` computes, by operations that have derivatives."""
@@ -126,15 +129,6 @@ class _RowDerivative(LinearMap):
             return self.apply(operands)
         tangent = self.function.tangent
         return compose(tangent, self.form, plain.formula(tangent, self.form))(*self._along_all(operands))
-
-    @property
-    def _pullback(self) -> RowSpec:
-        """The pullback that has no more results than are wanted, if there is one."""
-        (alone, *others) = self.inputs
-        return self.function.pullback if others else self.function.pullback_of.get(alone, self.function.pullback)
-
-    def _of_inputs(self, results: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        return results if len(results) == len(self.inputs) else tuple(results[i] for i in self.inputs)
 
     def _along_all(self, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
         """The operands with tangents of all inputs: 0 for those along which there is no derivative."""
