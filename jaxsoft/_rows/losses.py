@@ -144,21 +144,15 @@ def with_labels(labels: jax.Array, x: jax.Array, classes: int, options: Options)
       x and the labels, each of as many rows as both broadcast to, and sharded alike over explicit mesh axes. Labels are
       int32: -1 for those that are out of range, NO_ROW for those ignored.
     """
-    index = _indices(labels, x.shape[:-1], classes, options)
-    x = jnp.broadcast_to(x, (*index.shape, x.shape[-1]))
-    return x, sharded_like(index, x)
-
-
-def _indices(labels: jax.Array, shape: tuple[int, ...], classes: int, options: Options) -> jax.Array:
-    """The labels of as many rows as they and rows of this shape broadcast to. See `with_labels`."""
-    labels = jnp.broadcast_to(labels, jax.lax.broadcast_shapes(labels.shape, shape))
+    labels = jnp.broadcast_to(labels, jax.lax.broadcast_shapes(labels.shape, x.shape[:-1]))
     if labels.dtype.itemsize < 4:  # the number of classes may be out of the range of the labels' dtype
         labels = labels.astype(jnp.int32)
     index = jnp.where((labels >= 0) & (labels < classes), labels, -1).astype(jnp.int32)
-    info = jnp.iinfo(labels.dtype)
-    if options.ignore_index is None or not info.min <= options.ignore_index <= info.max:
-        return index
-    return jnp.where(labels == jnp.asarray(options.ignore_index, labels.dtype), NO_ROW, index)
+    info, ignored = jnp.iinfo(labels.dtype), options.ignore_index
+    if ignored is not None and info.min <= ignored <= info.max:
+        index = jnp.where(labels == jnp.asarray(ignored, labels.dtype), NO_ROW, index)
+    x = jnp.broadcast_to(x, (*index.shape, x.shape[-1]))
+    return x, sharded_like(index, x)
 
 
 class Sums(NamedTuple):
