@@ -6,6 +6,7 @@ Where the reduced axis is sharded, each has a part of every row: see `shards`.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -170,10 +171,7 @@ class RowOperation(Served):
         def sharding(dims):
             return NamedSharding(mesh, PartitionSpec(*(axes.get(dim) or None for dim in dims)))
 
-        def of_rows(*operands: jax.Array) -> tuple[jax.Array, ...]:
-            return self.within(self.spec, self.form, *operands)
-
-        local: Function = of_rows
+        local: Function = functools.partial(self.within, self.spec, self.form)
         if axes["n"]:
             local = on_shards(self.spec, self.form, axes["n"], self.within, accepts(self.implementation, "ffi"))
         return mesh, local, tuple(map(sharding, self._result_dims(dims[0]))), tuple(map(sharding, dims))

@@ -5,6 +5,7 @@ rounded once, which jax.nn by itself does not do. "reference" is the definition:
 `jax.lax.associative_scan` over (m, s) pairs.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -46,10 +47,6 @@ def _last_running_sum(x: jax.Array) -> jax.Array:
 _BY_SCAN = Reductions(_last_running_state, _last_running_sum, pick)
 
 
-def _scanned(operation: RowSpec, form: RowForm) -> Function:
-    return forms.formula(operation, form, _BY_SCAN)
-
-
 def _without_known_length(operands: Operands) -> str | None:
     n = operands[0].shape[-1]
     return None if isinstance(n, int) else f"its scan needs rows whose length is known; got n={n}"
@@ -77,4 +74,4 @@ def _is_fastest(operation: RowSpec, form: RowForm, platform: str, operands: Oper
 
 
 XLA = RowKernels(_in_plain_form(formula), composed=True, is_fastest=_is_fastest)
-REFERENCE = RowKernels(_in_plain_form(_scanned), _without_known_length)
+REFERENCE = RowKernels(_in_plain_form(functools.partial(forms.formula, reductions=_BY_SCAN)), _without_known_length)

@@ -120,14 +120,10 @@ ENTROPY_JVP = RowSpec(  # x, m, s, u, t -> <-p * ((z - m) - u / s), scale * t>
 )
 
 
-def _values(operands, results):
-    return (entropy_of(*results),)
-
-
 entropy_of_rows = RowFunction(
     ENTROPY,
     tangent=ENTROPY_JVP,
     pullback=ENTROPY_VJP,
-    values=_values,
+    values=lambda operands, results: (entropy_of(*results),),
     residuals=lambda operands, results: (operands[0], *results),
 )

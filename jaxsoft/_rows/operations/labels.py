@@ -218,11 +218,10 @@ def _values_with_entropy(operands, results):
 
 
 # What `label_state_of_rows` has; and the entropy of the softmax of the scores but the label's.
-label_entropy_of_rows = RowFunction(
+label_entropy_of_rows = _of_rows(
     LABEL_ENTROPY,
     LABEL_ENTROPY_JVP,
     LABEL_ENTROPY_VJP,
     values=_values_with_entropy,
     residuals=lambda operands, results: (*operands, *results[:2], results[3]),
-    tangents=_tangents,
 )

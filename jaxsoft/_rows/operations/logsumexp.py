@@ -17,10 +17,6 @@ from jaxsoft._rows.spec import (
 from jaxsoft.fold import State, lse
 
 
-def _state(reductions, x):
-    return tuple(reductions.state(x))
-
-
 def _vjp(reductions, x, m, s, g):
     return ((probabilities(x, m, s) * g[..., None]).astype(x.dtype),)
 
@@ -33,7 +29,7 @@ STATE = RowSpec(  # x -> m, s
     "state",
     operands=(SCORES,),
     results=(MAXIMUM, SUM),
-    formula=_state,
+    formula=lambda reductions, x: tuple(reductions.state(x)),
     reduces=Reduction.STATE,
     extras=(RowExtra.SCALE, RowExtra.LIMIT, RowExtra.WHERE, RowExtra.BIAS),
 )
