@@ -215,13 +215,12 @@ def softmax_cross_entropy_with_integer_labels(
         refuse_old_names(softmax_cross_entropy_with_integer_labels, old, logit_softcap="logits_soft_cap")
     implementation = as_names(implementation)
     options = check_options(ignore_index, label_smoothing, z_loss, logits_soft_cap)
-    return_lse, return_entropy = check_flag("return_lse", return_lse), check_flag("return_entropy", return_entropy)
+    asked = check_flag("return_lse", return_lse), check_flag("return_entropy", return_entropy)
     x = as_kernel_scores("logits", logits)
     axes = _class_axes(axis, x.ndim)
     weights = check_weights(class_weights, _classes(x.shape, axes), x.dtype)
     labels = check_labels(labels, tuple(size for a, size in enumerate(x.shape) if a not in axes))
     valid = None if where is None else _where_of(where, _shape_with_rows(x.shape, labels.shape, axes), axes)
-    asked = return_lse, return_entropy
     return returned(*_with_integer_labels(x, labels, valid, weights, axes, options, asked, implementation))
 
 
@@ -384,7 +383,7 @@ def softmax_cross_entropy(
         refuse_old_names(softmax_cross_entropy, old, logit_softcap="logits_soft_cap")
     implementation = as_names(implementation)
     options = check_options(None, label_smoothing, z_loss, logits_soft_cap)
-    return_lse, return_entropy = check_flag("return_lse", return_lse), check_flag("return_entropy", return_entropy)
+    asked = check_flag("return_lse", return_lse), check_flag("return_entropy", return_entropy)
     x, q = as_kernel_scores("logits", logits), as_array("labels", labels)
     if not holds(q.dtype, np.floating, np.integer, np.bool_):
         raise TypeError(f"labels must hold real numbers; got dtype {q.dtype.name}")
@@ -395,7 +394,6 @@ def softmax_cross_entropy(
         raise ValueError(f"labels must broadcast with the logits, of shape {x.shape}; got shape {q.shape}") from None
     weights = check_weights(class_weights, _classes(x.shape, axes), x.dtype)
     valid = _where_of(where, shape, tuple(a - x.ndim + len(shape) for a in axes))
-    asked = return_lse, return_entropy
     return returned(*_with_labels(x, q, valid, weights, axes, options, asked, implementation))
 
 
