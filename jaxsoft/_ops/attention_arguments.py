@@ -63,17 +63,13 @@ class Arrays(NamedTuple):
                 )
             if x.dtype != query.dtype:
                 raise TypeError(f"{name} must have the dtype of query, {query.dtype.name}; got {x.dtype.name}")
-        *batch, _, heads, size = query.shape
+        *batch, _, _, size = query.shape
         if (*key.shape[:-3], key.shape[-1]) != (*batch, size):
             what = f"the batch and the head size of query, {batch[0]} and" if batch else "the head size of query,"
             raise ValueError(f"key must have {what} {size}; got shape {key.shape}")
         if value.shape[:-1] != key.shape[:-1]:
             raise ValueError(f"value must have the shape {key.shape[:-1]} and a head size; got shape {value.shape}")
-        if heads != key.shape[-2] and (key.shape[-2] == 0 or heads % key.shape[-2]):
-            raise ValueError(
-                f"query must have a multiple of the number of heads of key, {key.shape[-2]}; got {heads} in shape "
-                f"{query.shape}"
-            )
+        check_heads(query, "key", key)
         query, key, value = (x[None] if ndim == 3 else x for x in (query, key, value))
         whole = (1, 3) if sequence_whole else (3,)
         query, key, value = (with_batch_of(query, whole_along(x, whole)) for x in (query, key, value))
@@ -142,9 +138,7 @@ class AttentionArguments:
     def operands(self, given: Arrays, keys: int | None = None) -> dict[Extra, jax.Array]:
         """The operands of a call after query, key and value, in their order, after checking them.
 
-        Args:
-          given: query, key and value.
-          keys: how many keys each sequence has, where those are in pages.
+        `keys` is how many keys each sequence has, where those are in pages.
         """
         query, no_batch = given.query, given.no_batch
         keys = given.key.shape[1] if keys is None else keys
@@ -182,13 +176,7 @@ class AttentionArguments:
                 extras[extra] = as_position(check_integers(name, lengths, (batch,), False))
         offset = self.query_offset
         if type(offset) is not int or offset != 0:
-            number = of_integers("query_offset", offset)
-            number = number[None] if number.ndim == 0 else number
-            if number.shape != (batch,) and number.shape != (1,):
-                raise ValueError(
-                    f"query_offset must be a number or have the shape ({batch},); got shape {number.shape}"
-                )
-            extras[Extra.OFFSET] = as_position(number)
+            extras[Extra.OFFSET] = as_offset(offset, batch, "a number")
         if self.sinks is not None:
             sinks = as_kernel_scores("sinks", self.sinks)
             if sinks.shape != (heads,):
@@ -203,13 +191,8 @@ def attend(
     extras: dict[Extra, jax.Array],
     arguments: AttentionArguments,
 ) -> Any:
-    """The results of a public function.
-
-    Args:
-      attention: gives the function of query, key, value and extras for a form and an implementation.
-      given: query, key and value.
-      extras: what follows them.
-      arguments: the others.
+    """The results of a public function, where `attention` gives the function of query, key, value and extras for a form
+    and an implementation.
     """
     names = as_names(arguments.implementation)
     deterministic = True if arguments.deterministic is None else arguments.deterministic
@@ -265,6 +248,15 @@ def _attend(attention, form, implementation, dtype, asked, operands, before):
     return fold.output(st, dtype), *(found() for wanted, found in more if wanted)
 
 
+def check_heads(query: jax.Array, name: str, key: jax.Array) -> None:
+    """Raises unless each head of the keys, which the argument of this name has, serves as many heads of queries."""
+    heads, groups = query.shape[-2], key.shape[-2]
+    if heads != groups and (groups == 0 or heads % groups):
+        raise ValueError(
+            f"query must have a multiple of the number of heads of {name}, {groups}; got {heads} in shape {query.shape}"
+        )
+
+
 def check_integers(
     name: str, x: ArrayLike, shape: tuple[int, ...], no_batch: bool, sequence_whole: bool = True
 ) -> jax.Array:
@@ -292,6 +284,15 @@ def of_integers(name: str, x: ArrayLike) -> jax.Array:
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} must hold integers; got dtype {x.dtype.name}")
     return x
+
+
+def as_offset(offset: ArrayLike, batch: int, allowed: str) -> jax.Array:
+    """The argument query_offset as positions (B,) or (1,), after checking it. `allowed` says what else it may be."""
+    number = of_integers("query_offset", offset)
+    number = number[None] if number.ndim == 0 else number
+    if number.shape not in ((batch,), (1,)):
+        raise ValueError(f"query_offset must be {allowed} or have the shape ({batch},); got shape {number.shape}")
+    return as_position(number)
 
 
 def as_position(x: jax.Array) -> jax.Array:

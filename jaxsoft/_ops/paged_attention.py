@@ -20,6 +20,7 @@ from jaxsoft._ops.attention_arguments import (
     Mask,
     Window,
     attend,
+    check_heads,
 )  # fmt: skip
 from jaxsoft._ops.write_pages import (
     check_lengths,
@@ -194,9 +195,4 @@ def _check_heads(query: jax.Array, key_pages: jax.Array) -> None:
         )
     if key_pages.shape[3] != query.shape[3]:
         raise ValueError(f"key_pages must have the head size of query, {query.shape[3]}; got shape {key_pages.shape}")
-    heads, groups = query.shape[2], key_pages.shape[2]
-    if heads != groups and (groups == 0 or heads % groups):
-        raise ValueError(
-            f"query must have a multiple of the number of heads of key_pages, {groups}; got {heads} in shape "
-            f"{query.shape}"
-        )
+    check_heads(query, "key_pages", key_pages)

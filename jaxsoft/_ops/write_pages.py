@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 from jaxsoft._core.mesh import automatically, varying_alike, whole_along, with_batch_of
 from jaxsoft._core.numbers import as_array
 from jaxsoft._ops.arguments import as_kernel_scores
-from jaxsoft._ops.attention_arguments import as_position, check_integers, of_integers
+from jaxsoft._ops.attention_arguments import as_offset, as_position, check_integers, of_integers
 from jaxsoft.fold import accumulator
 
 
@@ -121,9 +121,8 @@ def _places(pages, page_size, length, table, lengths, first, count=None):
     other one has, as XLA is told that no two places are the same: on a GPU it is then several times as fast.
 
     Args:
-      pages, page_size: of the cache.
+      pages, page_size, table: of the cache.
       length: how many tokens of each sequence there are, of which the first `count` (B,) are new; None for all.
-      table: of the pages (B, pages of a sequence).
       lengths: of the sequences (B,), as far as the table has room for them.
       first: the position of the first token (B,) or (1,).
     """
@@ -208,14 +207,7 @@ def first_position(
     If it was not given, those that are valid are the last ones of their sequence.
     """
     if offset is not None:
-        number = of_integers("query_offset", offset)
-        number = number[None] if number.ndim == 0 else number
-        if number.shape not in (key_lengths.shape, (1,)):
-            raise ValueError(
-                f"query_offset must be None or a number, or have the shape {key_lengths.shape}; got shape "
-                f"{number.shape}"
-            )
-        return as_position(number)
+        return as_offset(offset, key_lengths.shape[0], "None or a number,")
     if query_lengths is None:
         return key_lengths - length
     query_lengths = as_position(check_integers("query_seq_lengths", query_lengths, key_lengths.shape, False))
