@@ -157,13 +157,11 @@ def _option(
     A number stays one, as filling an array with it would take a launch of its own on a GPU.
 
     Args:
-      name: of the option.
-      value: as it is given.
+      name, value: of the option, as it is given.
       off: the Python number that changes nothing.
       allowed: the values that it may have, in words.
       fits: tells which numbers of an array are such values.
-      rows: the shape of the rows.
-      dtype: of the result.
+      rows, dtype: the shape of the rows, and the dtype of the result.
     """
     if value is None or (isinstance(value, numbers.Real) and value == off):
         return None

@@ -39,9 +39,7 @@ _MANY_ROWS, _SHORT_ROW, _SHORT_ROW_WITH_TOP_P = 4096, 16384, 512
 def may_take(x: jax.Array, top_p_of_all: bool) -> bool:
     """Whether there may be a kernel for logits x on a GPU, and a mesh may partition it here.
 
-    Args:
-      x: the logits.
-      top_p_of_all: whether there is a top-p, and it is of all tokens, as without top-k.
+    `top_p_of_all` says that there is a top-p, and that it is of all tokens, as without top-k.
     """
     if x.dtype not in _DTYPES or not can_partition() or library.find("cuda") is None or library.unavailable("cpu"):
         return False

@@ -112,12 +112,9 @@ def top_k_candidates(x: jax.Array, k: int) -> Callable[[jax.Array], jax.Array] |
 
 
 def top_k_of_candidates(x: jax.Array, form: RowForm, parts: int) -> Callable[[jax.Array], tuple[jax.Array, ...]] | None:
-    """The CUDA kernel that makes the results of top_k of the candidates of all devices; or None.
+    """The CUDA kernel that makes the results of top_k, in this form, of the candidates of `parts` devices; or None.
 
-    Args:
-      x: the part of one device.
-      form: of the results.
-      parts: how many devices there are.
+    x is the part of one of them.
     """
     n = x.shape[-1]
     if not _has_candidates(x, form.k) or not _go_together(form.dtype, x.dtype):

@@ -28,10 +28,7 @@ from jaxsoft.fold import accumulator, weight
 def selected_over_shards(form: RowForm, axes: Axes, run: Function, by_ffi: bool) -> Function:
     """The k largest elements of rows of which each device along mesh axes has a part. Of equal ones, the first is.
 
-    Args:
-      form: of the result.
-      axes: of the mesh.
-      run, by_ffi: as `jaxsoft._rows.shards.on_shards` has them.
+    `run` and `by_ffi` are as `jaxsoft._rows.shards.on_shards` has them.
     """
 
     def local(x):

@@ -31,9 +31,7 @@ def on_shards(operation: RowSpec, form: RowForm, axes: Axes, run: Function, by_f
     """The operation on one device's part of rows that are sharded over mesh axes.
 
     Args:
-      operation: which.
-      form: of the operation.
-      axes: over which rows are sharded.
+      operation, form, axes: which, in which form, and over which axes.
       run: (operation, form, *operands) -> the results of any operation within code for one device.
       by_ffi: whether C++ and CUDA kernels may serve.
     """
@@ -89,14 +87,7 @@ def _labelled(
 ) -> tuple[jax.Array, ...]:
     """What a loss needs to know of rows with a label, which lies in one of their parts.
 
-    Args:
-      operation: which.
-      form: of the operation.
-      axes: over which rows are sharded.
-      run: as `on_shards` has it.
-      label: of each row.
-      within: the scores, and the label as an index into the part.
-      extras: of the form.
+    `within` has the scores, and the label as an index into the part.
     """
     x, i = within
     n = x.shape[-1 - form.trailing]

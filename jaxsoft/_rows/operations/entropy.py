@@ -42,12 +42,9 @@ def products(x: jax.Array, m: jax.Array) -> jax.Array:
 
 
 def products_from(m: jax.Array, part: State, u: jax.Array) -> jax.Array:
-    """The u of a part of a row relative to m, a maximum that is at least the part's. The sum over parts is the row's.
+    """The u of a part of a row relative to m, the row's maximum, given the part's state and its u relative to its own.
 
-    Args:
-      m: that of the row.
-      part: the state of the part.
-      u: of the part, relative to its own maximum.
+    The sum over parts is the row's.
     """
     factor = weight(part.m, m)
     distance = jnp.where((part.s == 0) | (factor == 0), 0, reference(part.m) - reference(m))
