@@ -277,7 +277,7 @@ def _shares_jvp(primals, tangents):
 
 
 def _adds_label(label: jax.Array, t: jax.Array, label_valid: jax.Array | bool) -> jax.Array:
-    """Whether the label's score t is one of the scores of its row: it is valid, above -inf, and there is such a label."""
+    """Whether the label's score t is one of those of its row: it is valid, above -inf, and there is such a label."""
     return label_valid & (t != -jnp.inf) & (label != -1)
 
 
