@@ -17,13 +17,13 @@ import jaxsoft
 from jaxsoft._attention.choice import KERNELS as OF_ATTENTION
 from jaxsoft._attention.choice import PAGED, unavailable
 from jaxsoft._core import library, operation
-from jaxsoft._core.implementations import REGISTERED, with_kernels_of
+from jaxsoft._core.implementations import REGISTERED
 
 OPS = ("softmax", "log_softmax", "logsumexp")
 # By name whatever can run on the default device: on a GPU the list is longer.
 AVAILABLE = tuple(name for name, reason in jaxsoft.implementations().items() if reason is None)
 # None, and those of row operations; of attention; and of attention over pages.
-IMPLEMENTATIONS = (None, *(name for name in AVAILABLE if name in with_kernels_of("rows")))
+IMPLEMENTATIONS = (None, *(name for name in AVAILABLE if REGISTERED[name].rows))
 _PLATFORM = "cuda" if jax.default_backend() == "gpu" else "cpu"
 ATTENTION_IMPLEMENTATIONS = (None, *(name for name in OF_ATTENTION if unavailable(name, _PLATFORM) is None))
 PAGED_IMPLEMENTATIONS = tuple(name for name in ATTENTION_IMPLEMENTATIONS if name is None or name in PAGED)

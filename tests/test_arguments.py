@@ -12,7 +12,7 @@ from truth import assert_values
 
 import jaxsoft
 from jaxsoft._core import gpus
-from jaxsoft._core.implementations import with_kernels_of
+from jaxsoft._core.implementations import REGISTERED
 
 X = np.ones((2, 3), np.float32)
 
@@ -133,7 +133,7 @@ def test_positional_arguments_are_jaxs(op):
 @pytest.mark.parametrize("name", [name for name in jaxsoft.implementations() if name not in IMPLEMENTATIONS])
 def test_an_implementation_that_is_not_here(op, name):
     """It says why, and what else there is; also under jit and in the derivative."""
-    reason = jaxsoft.implementations()[name] if name in with_kernels_of("rows") else "it has no kernels for rows"
+    reason = jaxsoft.implementations()[name] if REGISTERED[name].rows else "it has no kernels for rows"
     for f in (ours(op, name), jax.jit(ours(op, name)), jax.grad(loss(ours(op, name)))):
         with pytest.raises(ValueError, match=f"implementation='{name}' cannot serve this call") as error:
             f(np.ones((8, 1024), np.float32))

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -29,12 +29,12 @@ class Backend:
     Attributes:
       unavailable: (platform) -> None, or why it cannot be used there.
       opaque: whether XLA's partitioner cannot see into it, as into a custom call.
-      kernels: what it has for each family, by the family's name, as functions that import it.
+      rows: its kernels for rows, a `jaxsoft._rows.forms.RowKernels`; None if it has none.
     """
 
     unavailable: Callable[[str], str | None] = lambda platform: None
     opaque: bool = False
-    kernels: Mapping[str, Callable[[], Any]] = dataclasses.field(default_factory=dict)
+    rows: Any = None
 
 
 # By name, in the order in which errors list them.
@@ -93,17 +93,6 @@ def accepts(names: Names, name: str) -> bool:
 def is_opaque(names: Names) -> bool:
     """Whether XLA's partitioner may be unable to see into the chosen kernel."""
     return names is None or any(REGISTERED[name].opaque for name in accepted(names, ()))
-
-
-def kernels_of(family: str, name: str) -> Any:
-    """What an implementation has for a family; None if it has nothing."""
-    found = REGISTERED[name].kernels.get(family)
-    return found and found()
-
-
-def with_kernels_of(family: str) -> list[str]:
-    """The names of the implementations that have kernels for a family."""
-    return [name for name, backend in REGISTERED.items() if family in backend.kernels]
 
 
 @dataclasses.dataclass(frozen=True)

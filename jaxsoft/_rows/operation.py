@@ -21,9 +21,7 @@ from jaxsoft._core.implementations import (
     Names,
     accepted,
     accepts,
-    kernels_of,
     refuse,
-    with_kernels_of,
 )
 from jaxsoft._core.mesh import axes_of, if_even, refined
 from jaxsoft._core.operation import Function, Served, Types, bdims_at_front
@@ -92,17 +90,15 @@ class RowOperation(Served):
         def is_fastest(name: str) -> bool:
             if form.in_place and name != "ffi":  # no other implementation writes in place
                 return False
-            if REGISTERED[name].unavailable(platform):
-                return False
-            return kernels_of("rows", name).is_fastest(spec, form, platform, operands)
+            backend = REGISTERED[name]
+            return not backend.unavailable(platform) and backend.rows.is_fastest(spec, form, platform, operands)
 
         preferred = sorted(PREFERENCE.get(platform, ALWAYS), key=lambda name: not is_fastest(name))
         reasons: dict[str, str] = {}
         for name in accepted(self.implementation, preferred):
             reason = REGISTERED[name].unavailable(platform) or _refusal(name, plain_operands)
             if reason is None:
-                kernels = kernels_of("rows", name)
-                found = self._kernel(kernels, platform, operands, plain_operands)
+                found = self._kernel(REGISTERED[name].rows, platform, operands, plain_operands)
                 if not isinstance(found, str):
                     return Choice(self.name, name, *found, reasons)
                 reason = found
@@ -207,9 +203,9 @@ class RowOperation(Served):
 
 def _refusal(name: str, operands: Types) -> str | None:
     """None, or why an implementation cannot take such operands."""
-    kernels = kernels_of("rows", name)
+    kernels = REGISTERED[name].rows
     return kernels.unsupported(operands) if kernels else "it has no kernels for rows"
 
 
 def _able(operands: Types) -> list[str]:
-    return [name for name in with_kernels_of("rows") if not _refusal(name, operands)]
+    return [name for name in REGISTERED if not _refusal(name, operands)]
