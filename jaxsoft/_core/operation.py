@@ -11,17 +11,22 @@ differentiated, and then second derivatives reach what has none, as kernels. A p
 import abc
 import dataclasses
 import functools
+import hashlib
+import pathlib
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, NamedSharding
 
 from jaxsoft._core.implementations import Choice, Names, is_opaque, report
-from jaxsoft._core.mesh import can_partition, on_one_device, partitionable
+from jaxsoft._core.mesh import can_partition, on_one_device
 
 if TYPE_CHECKING:
     from jax.extend.core import Primitive
@@ -157,6 +162,15 @@ class Served(Operation):
 
 @functools.cache
 def _partitioned(operation: Served) -> Function:
+    """The operation, which XLA may partition.
+
+    For XLA, a call of such a function is a pointer to the Python code that splits it. In a program it is all that tells
+    one call from another with operands of the same types. It is in JAX's keys of the persistent compilation cache, so
+    that no process finds the programs of another, unless `jax_remove_custom_partitioning_ptr_from_cache_key` leaves it
+    out. So the call also has an attribute that is the same in every process, and another for what is computed in
+    another way: a digest of the operation's `repr`, which must tell all that decides what it does, and of the code.
+    """
+
     def partition(mesh, operands, results):
         mesh, local, of_results, of_operands = operation.partition(mesh, operands, results)
         return mesh, on_one_device(local), of_results, of_operands
@@ -165,7 +179,24 @@ def _partitioned(operation: Served) -> Function:
         del mesh
         return operation.rule(operands, results)
 
-    return partitionable(operation.on_device, partition, rule, operation)
+    call = custom_partitioning(operation.on_device)
+    call.def_partition(partition, sharding_rule=rule, decode_shardings=False)
+    text = re.sub(r" at 0x[0-9a-f]+", "", repr(operation))
+
+    def partitioned(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        # Products get their default precision where the call is split, which is when it is compiled.
+        parts = (_sources(), str(jax.config.jax_default_matmul_precision), text)
+        first, *others = call(*operands)
+        return set_xla_metadata(first, jaxsoft=hashlib.sha256("\n".join(parts).encode()).hexdigest()), *others
+
+    return partitioned
+
+
+@functools.cache
+def _sources() -> str:
+    """A digest of the package's code, as another version may split the same call in another way."""
+    files = sorted(pathlib.Path(__file__).parents[1].rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 @functools.cache
