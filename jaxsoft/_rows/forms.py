@@ -183,11 +183,7 @@ def split[T](operation: RowSpec, form: RowForm, operands: Sequence[T]) -> tuple[
 
 
 def groups(leading: Sequence[int], shapes: Sequence[Sequence[int]]) -> list[tuple[tuple[bool, ...], int]]:
-    """x's leading dimensions, where neighbours that the same extras are broadcast along count as one.
-
-    Args:
-      leading: the leading dimensions of x.
-      shapes: the shapes of the extras.
+    """x's leading dimensions, where neighbours that the same extras, of these shapes, are broadcast along count as one.
 
     Returns:
       For each dimension, outermost first: whether each extra is broadcast along it, and how long it is.

@@ -132,13 +132,7 @@ def check_labels(labels: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
 
 
 def with_labels(labels: jax.Array, x: jax.Array, classes: int, options: Options) -> tuple[jax.Array, jax.Array]:
-    """The rows x, and their labels as the row operations take them.
-
-    Args:
-      labels: as `check_labels` has them.
-      x: (..., n), the rows.
-      classes: how many there are.
-      options: those of the call.
+    """The rows x (..., n), and their labels, which `check_labels` has checked, as the row operations take them.
 
     Returns:
       x and the labels, each of as many rows as both broadcast to, and sharded alike over explicit mesh axes. Labels are
