@@ -76,12 +76,7 @@ template <template <class> class Op, class T, class Form, int kPacks, Layout lay
 cudaError_t launch_clustered(const Arguments<T>& args, int64_t packs, int blocks, cudaStream_t stream) {
   auto kernel = clustered<Op, T, Form, kPacks, layout>;
   cudaLaunchAttribute attribute = in_clusters_of(static_cast<unsigned>(blocks));
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks);
-  config.blockDim = dim3(Clustered::threads);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  cudaLaunchConfig_t config{dim3(blocks), dim3(Clustered::threads), 0, stream, &attribute, 1};
   int clusters = 0;
   static Devices<Clustered::most_blocks + 1> clusters_at_once;
   if (auto e = clusters_at_once.once(blocks, &clusters, [&](int* found) {

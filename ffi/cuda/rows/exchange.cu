@@ -137,13 +137,9 @@ cudaError_t run_merge(const Arguments<T>& args, const Largest<T>& to, const AllC
   Device device;
   if (auto e = device.read()) return e;
   cudaLaunchAttribute attribute = overlapping();
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(threads, rows);
-  config.dynamicSmemBytes = rows * count * sizeof(float);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = top_k_tuning(device.major).overlaps;
+  const cudaLaunchConfig_t config{dim3(static_cast<unsigned>(blocks)), dim3(threads, rows),
+                                  rows * count * sizeof(float), stream, &attribute,
+                                  top_k_tuning(device.major).overlaps};
   return cudaLaunchKernelEx(&config, top_k_merge_candidates<T>, args, to, from, width, step);
 }
 

@@ -35,14 +35,10 @@ __global__ void __launch_bounds__(GridRegisters::threads, GridRegisters::blocks)
 // The workspace must have room for the states of all parts.
 template <template <class> class Op, class T, class Form, int kPacks>
 cudaError_t launch_grid_registers(const Arguments<T>& args, const Split& split, void* workspace, cudaStream_t stream) {
-  const int64_t threads = ((split.packs + kPacks - 1) / kPacks + 31) / 32 * 32;
+  const unsigned blocks = static_cast<unsigned>(args.rows) * split.parts;
+  const auto threads = static_cast<unsigned>(((split.packs + kPacks - 1) / kPacks + 31) / 32 * 32);
   cudaLaunchAttribute attribute = all_at_once();
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(args.rows) * split.parts);
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  const cudaLaunchConfig_t config{dim3(blocks), dim3(threads), 0, stream, &attribute, 1};
   return cudaLaunchKernelEx(&config, grid_registers<Op, T, Form, kPacks>, args,
                             static_cast<typename Op<T>::Part*>(workspace), split);
 }

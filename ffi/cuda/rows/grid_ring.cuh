@@ -294,13 +294,8 @@ cudaError_t launch_grid_ring(const Arguments<T>& args, int64_t packs, int proces
   auto* packets = static_cast<Packet*>(workspace);
   if (auto e = cudaMemsetAsync(packets, 0, args.rows * schedule.parts(blocks) * sizeof(Packet), stream)) return e;
   cudaLaunchAttribute attribute = all_at_once();
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks);
-  config.blockDim = dim3(GridRingRoles<Op<T>, T>::threads);
-  config.dynamicSmemBytes = bytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  constexpr int threads = GridRingRoles<Op<T>, T>::threads;
+  const cudaLaunchConfig_t config{dim3(blocks), dim3(threads), bytes, stream, &attribute, 1};
   return cudaLaunchKernelEx(&config, kernel, args, schedule, packets);
 }
 

@@ -224,13 +224,7 @@ cudaError_t launch_ring(const Arguments<T>& args, int blocks, void* workspace, c
   static_assert(bytes <= 227 * 1024);
   auto kernel = ring<Op, T, Form>;
   cudaLaunchAttribute attribute = in_clusters_of(static_cast<unsigned>(blocks));
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks);
-  config.blockDim = dim3(Ring::threads);
-  config.dynamicSmemBytes = bytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  cudaLaunchConfig_t config{dim3(blocks), dim3(Ring::threads), bytes, stream, &attribute, 1};
   int clusters = 0;
   static Devices<Ring::most_blocks + 1> clusters_at_once;
   if (auto e = clusters_at_once.once(blocks, &clusters, [&](int* found) {

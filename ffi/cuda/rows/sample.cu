@@ -65,13 +65,8 @@ cudaError_t launch(const Sampling<T>& call, const Device& device, int blocks, cu
       }))
     return e;
   cudaLaunchAttribute attribute = in_clusters_of(blocks);
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks);
-  config.blockDim = dim3(SampleCode::threads);
-  config.dynamicSmemBytes = sizeof(SampleShared) + most_slots * of_slot;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = blocks > 1;
+  const size_t most_bytes = sizeof(SampleShared) + most_slots * of_slot;
+  cudaLaunchConfig_t config{dim3(blocks), dim3(SampleCode::threads), most_bytes, stream, &attribute, blocks > 1};
   if (blocks > 1) {
     static Devices<SampleCode::most_blocks + 1> clusters_at_once;
     int clusters = 0;

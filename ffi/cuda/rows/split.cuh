@@ -63,13 +63,8 @@ cudaError_t launch_split(const Arguments<T>& args, const Plan& plan, void* works
   const auto rows = static_cast<unsigned>(args.rows), blocks = rows * split.parts;
   auto* states = static_cast<typename Op<T>::Part*>(workspace);
   cudaLaunchAttribute attribute = overlapping();
-  cudaLaunchConfig_t config{};
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = Op<T>::reduces && plan.overlap;
   auto shape = [&](unsigned blocks, unsigned threads) {
-    config.gridDim = dim3(blocks), config.blockDim = dim3(threads);
-    return &config;
+    return cudaLaunchConfig_t{dim3(blocks), dim3(threads), 0, stream, &attribute, Op<T>::reduces && plan.overlap};
   };
   const typename Op<T>::Part* read = states;
   unsigned of_row = split.parts;
@@ -79,15 +74,14 @@ cudaError_t launch_split(const Arguments<T>& args, const Plan& plan, void* works
     if constexpr (Op<T>::writes)
       if (split.parts > Splitting::few_parts) {
         auto* merged = states + int64_t(rows) * split.parts;
-        const auto* config = shape(rows, Splitting::merge_threads);
-        if (auto e = cudaLaunchKernelEx(config, split_merge<Op, T>, read, split.parts, merged)) return e;
+        const auto config = shape(rows, Splitting::merge_threads);
+        if (auto e = cudaLaunchKernelEx(&config, split_merge<Op, T>, read, split.parts, merged)) return e;
         read = merged, of_row = 1;
       }
   }
-  if constexpr (Op<T>::writes)
-    return cudaLaunchKernelEx(shape(blocks, plan.threads), split_write<Op, T, Form>, args, read, of_row, split);
-  else
-    return cudaLaunchKernelEx(shape(rows, Splitting::finish_threads), split_finish<Op, T>, args, read, split.parts);
+  const auto config = Op<T>::writes ? shape(blocks, plan.threads) : shape(rows, Splitting::finish_threads);
+  if constexpr (Op<T>::writes) return cudaLaunchKernelEx(&config, split_write<Op, T, Form>, args, read, of_row, split);
+  else return cudaLaunchKernelEx(&config, split_finish<Op, T>, args, read, split.parts);
 }
 
 }  // namespace jaxsoft::cuda

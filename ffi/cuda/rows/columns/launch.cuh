@@ -37,13 +37,9 @@ template <template <class> class Op, class T, int width, bool straddles>
 cudaError_t launch_tile(const Arguments<T>& args, const ColumnsDevice& device, Tile tile, int64_t tiles, int few_tiles,
                         void* workspace, cudaStream_t stream, bool* launched) {
   cudaLaunchAttribute attribute = in_clusters_of(tile.blocks);
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(tile.blocks);
-  config.blockDim = dim3(tile.threads);
-  config.dynamicSmemBytes = device.shared(tile.share);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = Op<T>::reduces && tile.blocks > 1;  // blocks that only share n need not be a cluster
+  const auto bytes = static_cast<size_t>(device.shared(tile.share));
+  const bool clustered = Op<T>::reduces && tile.blocks > 1;  // blocks that only share n need not be a cluster
+  cudaLaunchConfig_t config{dim3(tile.blocks), dim3(tile.threads), bytes, stream, &attribute, clustered};
   int at_once = 0;
   if (auto e = tiles_at_once<Op, T, width, straddles>(device, config, tile, &at_once)) return e;
   *launched = at_once > 0;

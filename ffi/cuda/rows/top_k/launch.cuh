@@ -73,13 +73,7 @@ struct ClusterPlan {
 
 inline cudaLaunchConfig_t launch_of(const ClusterPlan& plan, int bytes, cudaLaunchAttribute* attribute) {
   *attribute = in_clusters_of(plan.blocks);
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(plan.blocks);
-  config.blockDim = dim3(32 * plan.warps);
-  config.dynamicSmemBytes = bytes;
-  config.attrs = attribute;
-  config.numAttrs = 1;
-  return config;
+  return {dim3(plan.blocks), dim3(32 * plan.warps), static_cast<size_t>(bytes), nullptr, attribute, 1};
 }
 
 // Prepares the kernel, and finds how many clusters of choice number `choice` the device can hold at once, where blocks
@@ -137,15 +131,11 @@ cudaError_t launch_by_clusters(const Arguments<T>& args, const Largest<T>& to, i
 template <class T>
 cudaError_t launch_merge(const Arguments<T>& args, const Largest<T>& to, const Key* keys,
                          const typename StateOf<T>::Part* states, unsigned parts, bool overlaps, cudaStream_t stream) {
-  const int count = static_cast<int>(parts) * to.k, threads = (count + 31) / 32 * 32;
+  const int count = static_cast<int>(parts) * to.k;
+  const int threads = std::clamp((count + 31) / 32 * 32, TopKCode::least_merge_threads, TopKCode::merge_threads);
+  const auto rows = static_cast<unsigned>(args.rows);
   cudaLaunchAttribute attribute = overlapping();
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(args.rows));
-  config.blockDim = dim3(std::clamp(threads, TopKCode::least_merge_threads, TopKCode::merge_threads));
-  config.dynamicSmemBytes = count * sizeof(Key);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = overlaps;
+  const cudaLaunchConfig_t config{dim3(rows), dim3(threads), count * sizeof(Key), stream, &attribute, overlaps};
   return cudaLaunchKernelEx(&config, top_k_merge<T>, args, to, keys, states, parts);
 }
 
