@@ -85,13 +85,9 @@ cudaError_t run_typed(Name name, const Call& call, cudaStream_t stream) {
 }
 
 cudaError_t run_any(Name name, const Call& call, cudaStream_t stream) {
-  switch (call.buffers.first.dtype) {
-    case ffi::F16: return run_typed<__half>(name, call, stream);
-    case ffi::BF16: return run_typed<__nv_bfloat16>(name, call, stream);
-    case ffi::F32: return run_typed<float>(name, call, stream);
-    case ffi::F64: return run_typed<double>(name, call, stream);
-    default: return cudaErrorInvalidValue;  // `read_call` has refused every other dtype
-  }
+  const ffi::DataType dtype = call.buffers.first.dtype;
+  if (dtype == ffi::F64) return run_typed<double>(name, call, stream);
+  return with_type(dtype, [&](auto zero) { return run_typed<decltype(zero)>(name, call, stream); });
 }
 
 template <Name name>

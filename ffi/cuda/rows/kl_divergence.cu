@@ -18,9 +18,9 @@
 
 #include "../../rows/call.h"
 #include "../devices.cuh"
-#include "../exponential.cuh"
-#include "../window.cuh"
+#include "../fold.cuh"
 #include "rows.cuh"
+#include "score.cuh"
 
 namespace jaxsoft::cuda {
 namespace {
@@ -42,10 +42,6 @@ constexpr float kMostGrown = 1e25f;
 // In the place of a distance of -inf: the divergence is then above kInfinite.
 constexpr float kFurthest = -1e30f, kInfinite = 1e20f;
 
-template <class A>
-__device__ A reference(A m) {
-  return isfinite(m) ? m : A(0);
-}
 // exp(x), as a term of a sum.
 template <class A>
 __device__ A term(A x) {
@@ -188,15 +184,10 @@ __device__ Part<A> combine(Part<A> a, Part<A> b) {
   return a;
 }
 
-// The sum, and the largest, of a group of lanes: of a warp or of so many lanes beside each other.
+// The sum of a group of lanes: of a warp or of so many lanes beside each other.
 template <int lanes = 32, class A>
 __device__ A add_lanes(A x) {
   for (int mask = lanes / 2; mask > 0; mask /= 2) x += __shfl_xor_sync(0xffffffffu, x, mask);
-  return x;
-}
-template <int lanes = 32, class A>
-__device__ A largest_of_lanes(A x) {
-  for (int mask = lanes / 2; mask > 0; mask /= 2) x = max(x, __shfl_xor_sync(0xffffffffu, x, mask));
   return x;
 }
 // The lane of the warp that is the first of its group to have what is asked for, or else the first of its group.
@@ -212,11 +203,11 @@ __device__ int first_lane(bool has) {
 template <int lanes, class A>
 __device__ __noinline__ Part<A> as_of_group(Part<A> part) {
   const A top = part.origin.z + part.m;
-  const int best = first_lane<lanes>(top == largest_of_lanes<lanes>(top));
+  const int best = first_lane<lanes>(top == reduce_maximum(top, lanes));
   const Origin<A> to = {__shfl_sync(0xffffffffu, part.origin.z, best), __shfl_sync(0xffffffffu, part.origin.w, best)};
   if (!(part.origin == to)) part.move_origin(to);
-  part.raise(largest_of_lanes<lanes>(part.m));
-  const int most = first_lane<lanes>(part.sums.s == largest_of_lanes<lanes>(part.sums.s));
+  part.raise(reduce_maximum(part.m, lanes));
+  const int most = first_lane<lanes>(part.sums.s == reduce_maximum(part.sums.s, lanes));
   part.move_reference(__shfl_sync(0xffffffffu, part.c, most));
   return part;
 }
@@ -230,9 +221,9 @@ __device__ Part<A> reduce_lanes(Part<A> part) {
   const Sums<A>& sums = part.sums;
   part.sums = {add_lanes<lanes>(sums.s), add_lanes<lanes>(sums.grown), add_lanes<lanes>(sums.beyond),
                add_lanes<lanes>(sums.linear)};
-  part.highest = largest_of_lanes<lanes>(part.highest);
+  part.highest = reduce_maximum(part.highest, lanes);
   if (__any_sync(0xffffffffu, part.sq != 0)) {
-    const A mq = largest_of_lanes<lanes>(part.mq);
+    const A mq = reduce_maximum(part.mq, lanes);
     part.sq = add_lanes<lanes>(part.sq * weight(part.mq, mq)), part.mq = mq;
   }
   return part;
@@ -261,7 +252,7 @@ struct Running {
     A other_top = -INFINITY;
 #pragma unroll
     for (int k = 0; k < count; k++) other_top = max(other_top, w[k]);
-    const Origin<A> origin = origin_for(part.m, largest_of_lanes(other_top), part.origin);
+    const Origin<A> origin = origin_for(part.m, reduce_maximum(other_top, 32), part.origin);
     if (origin.none()) return;
     part.move_origin(origin);
 #pragma unroll
@@ -274,7 +265,7 @@ struct Running {
     A top = -INFINITY, mass = 0, mean = 0, square = 0;
 #pragma unroll
     for (int k = 0; k < count; k++) top = max(top, z[k]);
-    raise(largest_of_lanes(top));
+    raise(reduce_maximum(top, 32));
     if (!may_shift(part.m)) return false;
 #pragma unroll
     for (int k = 0; k < count; k++) {
@@ -443,7 +434,7 @@ struct Row {
     for (int k = 0; k < size; k++) z[k] = of_x.get(k), w[k] = of_y.get(k);
     if constexpr (with_extras) {
 #pragma unroll
-      for (int k = 0; k < size; k++) z[k] = multiplied(z[k], scale), w[k] = multiplied(w[k], other_scale);
+      for (int k = 0; k < size; k++) z[k] = rounded_product(z[k], scale), w[k] = rounded_product(w[k], other_scale);
     }
     if constexpr (with_origin) {
 #pragma unroll
@@ -461,10 +452,8 @@ struct Row {
   __device__ void score(int element, A* z, A* w) const {
     *z = *w = A(-INFINITY);
     if (!counts(element)) return;
-    *z = multiplied(widen(x[element]), scale), *w = multiplied(widen(y[element]), other_scale);
+    *z = rounded_product(widen(x[element]), scale), *w = rounded_product(widen(y[element]), other_scale);
   }
-  static __device__ float multiplied(float a, float b) { return __fmul_rn(a, b); }  // never fused with a difference
-  static __device__ double multiplied(double a, double b) { return __dmul_rn(a, b); }
 };
 
 constexpr int kThreads = 128, kGradientThreads = 256;
