@@ -7,15 +7,6 @@
 
 namespace jaxsoft::cuda {
 
-template <class A>
-__device__ Sum<A> as_sum(A s) {
-  return {s, 0};
-}
-template <class A>
-__device__ Sum<A> as_sum(Sum<A> sum) {
-  return sum;
-}
-
 template <class Kind>
 struct Exchange {
   using T = typename Kind::T;
@@ -42,23 +33,21 @@ struct Exchange {
   // Makes the barrier, before the first tile.
   __device__ void open() const {
     if constexpr (kHopperCode) {
-      if (clustered) {
-        if (tiling.thread == 0) {
-          shared.barrier.init(1);
-          show_barriers();
-        }
-        __syncwarp();
-        arrive_at_cluster();
+      if (!clustered) return;
+      if (tiling.thread == 0) {
+        shared.barrier.init(1);
+        show_barriers();
       }
+      __syncwarp();
+      arrive_at_cluster();
     }
   }
   // Waits, after the last tile, until no block of the cluster reads this block's memory or sends to it.
   __device__ void close() const {
     if constexpr (kHopperCode) {
-      if (clustered) {
-        __syncwarp();
-        wait_for_cluster();
-      }
+      if (!clustered) return;
+      __syncwarp();
+      wait_for_cluster();
     }
   }
 
@@ -73,16 +62,14 @@ struct Exchange {
   // to wait for.
   __device__ void begin(unsigned taken) const {
     if constexpr (kHopperCode) {
-      if (clustered) {
-        wait_for_cluster();  // until the last message has been read
-        if (tiling.thread == 0) {
-          shared.barrier.arrive_expecting(layout.columns * tiling.tile.blocks * sizeof(Message<Kind>) +
-                                          (counter ? sizeof(unsigned) : 0));
-          if (counter && tiling.rank == 0)
-            for (unsigned block = 0; block < tiling.tile.blocks; block++)
-              send(taken + tiling.tiles_at_once, const_cast<unsigned*>(&shared.next_tile), shared.barrier, block);
-        }
-      }
+      if (!clustered) return;
+      wait_for_cluster();  // until the last message has been read
+      if (tiling.thread != 0) return;
+      shared.barrier.arrive_expecting(layout.columns * tiling.tile.blocks * sizeof(Message<Kind>) +
+                                      (counter ? sizeof(unsigned) : 0));
+      if (counter && tiling.rank == 0)
+        for (unsigned block = 0; block < tiling.tile.blocks; block++)
+          send(taken + tiling.tiles_at_once, const_cast<unsigned*>(&shared.next_tile), shared.barrier, block);
     }
   }
   // Merges what the block's groups have of each column. A block that is alone finishes the columns; others send what
@@ -137,7 +124,7 @@ struct Exchange {
         const int access = group * tiling.across + tiling.access_of(column);
         if constexpr (Kind::scores)
           part.m = widen(shared.maxima[access * Kind::width + tiling.element_of(column)]);
-        part.sum = as_sum(shared.sums[group * layout.columns + column]);
+        part.sum = {shared.sums[group * layout.columns + column]};
         return part;
       });
     return whole;
@@ -147,7 +134,7 @@ struct Exchange {
     return merge(column < layout.columns ? tiling.tile.blocks : 0, helper, [&](int block) {
       Whole part;
       if constexpr (Kind::scores) part.m = of_column[block].m;
-      part.sum = as_sum(of_column[block].sum);
+      part.sum = {of_column[block].sum};
       return part;
     });
   }
