@@ -79,11 +79,15 @@ __device__ uint32_t greatest_order(uint32_t low, uint32_t high, int k, int enoug
   return low << kFree<T>;
 }
 
-// Finds a key from which on there are at least k keys and not many more. `number(key)` counts the keys from a key on,
-// for all threads that call this, of which the greatest has the order `high`. There are `found` keys from the order
-// `low` on, at least k. No index is `n` or above.
-template <class T, class Number>
-__device__ Key least_key(uint32_t low, uint32_t high, int k, int found, uint32_t n, Number number) {
+// Finds a key of the buffer from which on there are at least k keys and not many more, by one warp. There are k keys
+// at least, of orders from `low` on, and of indices below n.
+template <class T>
+__device__ Key least_of_largest(const Key* keys, int count, int k, uint32_t low, uint32_t n) {
+  uint32_t high = 0;  // the greatest order
+  for (int i = threadIdx.x % 32; i < count; i += 32) high = max(high, order_in(keys[i]));
+  high = __reduce_max_sync(0xffffffffu, high);
+  int found = count;
+  auto number = [&](Key least) { return number_from(least, keys, count); };
   const uint32_t order =
       greatest_order<T>(low, high, k, enough_for(k), found, [&](uint32_t order) { return number(Key(order) << 32); });
   if (found <= enough_for(k)) return Key(order) << 32;
@@ -95,20 +99,6 @@ __device__ Key least_key(uint32_t low, uint32_t high, int k, int found, uint32_t
     else first = middle + 1;
   }
   return key_of(order, last);
-}
-
-// The greatest order of some keys, by a warp.
-__device__ inline uint32_t greatest_order_in(const Key* keys, int count) {
-  uint32_t high = 0;
-  for (int i = threadIdx.x % 32; i < count; i += 32) high = max(high, order_in(keys[i]));
-  return __reduce_max_sync(0xffffffffu, high);
-}
-
-// The same as `least_key`, of the keys in the buffer, by one warp. No key's order is below `low`.
-template <class T>
-__device__ Key least_of_largest(const Key* keys, int count, int k, uint32_t low, uint32_t n) {
-  return least_key<T>(low, greatest_order_in(keys, count), k, count, n,
-                      [&](Key least) { return number_from(least, keys, count); });
 }
 
 // Cuts the buffer to the k greatest keys and not many more, in any order: those from gathered.least on. All threads
