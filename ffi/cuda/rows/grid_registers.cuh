@@ -15,7 +15,7 @@ template <template <class> class Op, class T, class Form, int kPacks>
 __global__ void __launch_bounds__(GridRegisters::threads, GridRegisters::blocks)
     grid_registers(const __grid_constant__ Arguments<T> args, typename Op<T>::Part* states, Split split) {
   if constexpr (kChosenHere<Strategy::grid_registers, Op<T>, T, Form, kPacks>) {
-    const auto row = part_of_row<Op, T, Form>(args, blockIdx.x, split);
+    const auto row = part_of_row<Row<Op, T, Form>>(args, blockIdx.x, split, args.vector);
     const int step = blockDim.x, thread = threadIdx.x, packs = row.window.packs;
     Pack<T> pa[kPacks], pb[kPacks];
     row.load(thread, step, packs, pa, pb);

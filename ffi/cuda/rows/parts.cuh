@@ -9,11 +9,11 @@
 
 namespace jaxsoft::cuda {
 
-// The part of a row that a block has, if blocks take the parts of all rows in turn.
-template <template <class> class Op, class T, class Form>
-__device__ Row<Op, T, Form> part_of_row(const Arguments<T>& args, unsigned block, const Split& split) {
+// The part of a row that a block has, if blocks take the parts of all rows in turn. `vector` as in a window.
+template <class Part, class T>
+__device__ Part part_of_row(const Arguments<T>& args, unsigned block, const Split& split, bool vector) {
   const int64_t row = block / split.parts;
-  const int head = head_of(args.a + row * args.n, args.vector);
+  const int head = head_of(args.a + row * args.n, vector);
   auto element = [&](unsigned part) { return max(int64_t(0), min(part * split.packs * Pack<T>::size - head, args.n)); };
   const unsigned part = block % split.parts;
   return {args, row, element(part), element(part + 1)};

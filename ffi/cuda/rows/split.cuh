@@ -18,7 +18,8 @@ template <template <class> class Op, class T, class Form>
 __global__ void __launch_bounds__(kTiledThreads<Op<T>>, kTiledBlocks<Op<T>, T, Form>)
     split_reduce(const __grid_constant__ Arguments<T> args, typename Op<T>::Part* states, Split split) {
   let_next_kernel_start();
-  auto part = reduce_packs<kTiledInFlight<Op<T>, Form>>(part_of_row<Op, T, Form>(args, blockIdx.x, split));
+  const auto row = part_of_row<Row<Op, T, Form>>(args, blockIdx.x, split, args.vector);
+  auto part = reduce_packs<kTiledInFlight<Op<T>, Form>>(row);
   if (threadIdx.x == 0) states[blockIdx.x] = part;
 }
 
@@ -39,7 +40,7 @@ __global__ void __launch_bounds__(kTiledThreads<Op<T>>, kTiledBlocks<Op<T>, T, F
                 Split split) {
   // The parts go in reverse order, because those that were read last are still in the cache.
   const unsigned block = Op<T>::reduces ? gridDim.x - 1 - blockIdx.x : blockIdx.x, row = block / split.parts;
-  write_packs(part_of_row<Op, T, Form>(args, block, split), [&] {
+  write_packs(part_of_row<Row<Op, T, Form>>(args, block, split, args.vector), [&] {
     typename Op<T>::Part part;
     wait_for_last_kernel();
     if constexpr (Op<T>::reduces) part = merge<Op, T>(states + row * of_row, of_row);

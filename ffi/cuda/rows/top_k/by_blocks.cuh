@@ -91,7 +91,7 @@ template <class T>
 __device__ __noinline__ void find_by_block(const Arguments<T>& args, int k, const Split& split, Gathered& gathered,
                                            const float* maxima, int groups, int together, float threshold, float top,
                                            Key* keys, int room) {
-  const auto elements = elements_of_part(args, blockIdx.x, split);
+  const auto elements = part_of_row<Elements<T>>(args, blockIdx.x, split, true);
   const Tiles<T> tiles{elements, static_cast<int>(threadIdx.x / 32), static_cast<int>(blockDim.x / 32)};
   auto sum = [&](int number) {
     number = __reduce_add_sync(kAllLanes, number);
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(TopKCode::threads, TopKCode::blocks)
   __shared__ State of_warps[TopKCode::warps];
   if (split.parts > 1) let_next_kernel_start();  // the one that merges
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, k = to.k;
-  const auto elements = elements_of_part(args, blockIdx.x, split);
+  const auto elements = part_of_row<Elements<T>>(args, blockIdx.x, split, true);
   const Tiles<T> tiles{elements, warp, warps};
   auto* const all_maxima = reinterpret_cast<float*>(all + sizes.room);
   auto* const maxima = all_maxima + warp * sizes.groups * 32;

@@ -70,7 +70,7 @@ __device__ __noinline__ void gather_crowded(const Arguments<T>& args, int k, con
                            ? threshold_of_block<T>(top, k, enough_for(k), together, reaching)
                            : threshold;
   if (higher > threshold) {
-    const auto elements = elements_of_part(args, blockIdx.x, split);
+    const auto elements = part_of_row<Elements<T>>(args, blockIdx.x, split, true);
     const Tiles<T> tiles{elements, static_cast<int>(threadIdx.x / 32), static_cast<int>(blockDim.x / 32)};
     threshold = higher;
     if (threadIdx.x == 0) gathered.count = 0;
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(TopKClusters::threads, TopKClusters::blocks)
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, k = to.k;
     const int of_block = sizes.room, room = TopKClusters::room(k);  // keys that are found, and that are sent
     const unsigned rank = block_in_cluster(), blocks = blocks_of_cluster();
-    const auto elements = elements_of_part(args, blockIdx.x, split);
+    const auto elements = part_of_row<Elements<T>>(args, blockIdx.x, split, true);
     const Tiles<T> tiles{elements, warp, warps};
     Key *const sent = all + of_block, *const merged = sent + blocks * room;
     auto* const all_maxima = reinterpret_cast<float*>(merged + blocks * room);

@@ -7,8 +7,7 @@
 
 #include "../../hopper.cuh"
 #include "../operations/logsumexp.cuh"
-#include "../plan.cuh"
-#include "../row.cuh"
+#include "../parts.cuh"
 #include "buffer.cuh"
 #include "masks.cuh"
 
@@ -31,16 +30,6 @@ struct Elements {
         begin(static_cast<uint32_t>(from)), n(static_cast<uint32_t>(args.n)), index(row) {}
   __device__ Elements(const Arguments<T>& args, int64_t row) : Elements(args, row, 0, args.n) {}
 };
-
-// The part of a row that a block has, if blocks take the parts of all rows in turn.
-template <class T>
-__device__ Elements<T> elements_of_part(const Arguments<T>& args, unsigned block, const Split& split) {
-  const int64_t row = block / split.parts;
-  const unsigned part = block % split.parts;
-  const int head = head_of(args.a + row * args.n, true);
-  auto element = [&](unsigned part) { return max(int64_t(0), min(part * split.packs * Pack<T>::size - head, args.n)); };
-  return {args, row, element(part), element(part + 1)};
-}
 
 // A warp's way through its tiles. Lanes take every 32nd pack of a tile.
 template <class T>
