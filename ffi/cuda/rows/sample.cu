@@ -100,8 +100,6 @@ cudaError_t launch(const Sampling<T>& call, const Device& device, int blocks, cu
   return cudaLaunchKernelEx(&config, kernel, call, ranks, slots);
 }
 
-}  // namespace
-
 template <class T>
 cudaError_t run_sample(const Sampling<T>& call, cudaStream_t stream) {
   Device device;
@@ -114,8 +112,6 @@ cudaError_t run_sample(const Sampling<T>& call, cudaStream_t stream) {
   }
   return launch(call, device, 1, stream);
 }
-
-namespace {
 
 // What is wrong with the buffers of a call, or "".
 std::string check(const Buffer& logits, const Buffer& uniform, const Buffer* const (&options)[3], const Buffer& token,

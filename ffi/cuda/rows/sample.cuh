@@ -34,8 +34,4 @@ struct Sampling {
   uint32_t k;  // of top-k; n or more for all
 };
 
-// For f16, bf16 and f32, and rows of up to kLongestSampled elements.
-template <class T>
-cudaError_t run_sample(const Sampling<T>& call, cudaStream_t stream);
-
 }  // namespace jaxsoft::cuda
