@@ -122,11 +122,6 @@ struct WithExtras {
     int first = i * size - window.head, left = limit - first;
     return range_bytes(-first, min(left, size));
   }
-  // One byte for each element of pack i, which is 1 where the element is valid.
-  template <Layout layout>
-  __device__ MaskBytes mask_of(int i, const Window<T, layout>& window) const {
-    return fetch_where(i, window) & inside_mask(i, window);
-  }
   // Masks the elements of pack i that are masked, those beyond the row's ends included: their scores become -inf, and
   // their bias or cotangent, in b, becomes 0.
   template <Layout layout>

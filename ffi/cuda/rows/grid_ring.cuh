@@ -239,12 +239,8 @@ __device__ void write_slots(const Arguments<T>& args, const GridSchedule& schedu
         if (first + k * GridRing::team < share.end)
           out[first + k * GridRing::team] = row.template result_pack<decltype(quick)::value>(values, a[k], b[k]);
     };
-    if constexpr (Op<T>::has_quick) {
-      if (row.quick(values)) write(std::true_type{});
-      else write(std::false_type{});
-    } else {
-      write(std::false_type{});
-    }
+    if (row.quick(values)) write(std::true_type{});
+    else write(std::false_type{});
     share.ragged.receive(row);
     share.ragged.write(row, values);
   }

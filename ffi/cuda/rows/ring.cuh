@@ -175,12 +175,8 @@ __device__ void consume(const Arguments<T>& args, RingMemory<Op, T>& memory) {
     const auto values = shared.values;
 
     place = first_place;
-    if constexpr (Op<T>::has_quick) {
-      if (row.quick(values)) team_row.template write<true>(place, values);
-      else team_row.template write<false>(place, values);
-    } else {
-      team_row.template write<false>(place, values);
-    }
+    if (row.quick(values)) team_row.template write<true>(place, values);
+    else team_row.template write<false>(place, values);
     ragged.write(row, values);
   }
 }

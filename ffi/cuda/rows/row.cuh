@@ -16,7 +16,7 @@ __device__ void results(const typename Op::Values& values, const Pack<T>& a, con
   using A = Accumulator<T>;
 #pragma unroll
   for (int k = 0; k < Pack<T>::size; k++) {
-    if constexpr (quick) {
+    if constexpr (quick && Op::has_quick) {
       x[k] = exp2_approximately(Op::quick_exponent(a, b, k, form, values.shift));
       continue;
     }
@@ -197,9 +197,10 @@ struct Row {
     return !Form::extras || (result == ResultType::same && ordinary(values));
   }
 
-  // Whether the operation's quick formula is exact enough for this row.
+  // Whether the operation has a quick formula that is exact enough for this row.
   __device__ bool quick(const typename Op<T>::Values& values) const {
-    return values.quick && Op<T>::may_be_quick(values.ref, form);
+    if constexpr (Op<T>::has_quick) return values.quick && Op<T>::may_be_quick(values.ref, form);
+    else return false;
   }
 
   // The gradient at the label. It does not depend on the mask.
@@ -245,7 +246,7 @@ struct Row {
       Accumulator<T> x[Pack<T>::size];
       results<Op<T>, false>(values, pa, pb, form, x);
       if (Op<T>::a_is_scores && !ordinary(values)) {
-        auto mask = i < counted ? form.mask_of(i, window) : 0;
+        auto mask = i < counted ? form.fetch_where(i, window) & form.inside_mask(i, window) : 0;
 #pragma unroll
         for (int k = 0; k < Pack<T>::size; k++)
           if (!(mask >> 8 * k & 1)) x[k] = Accumulator<T>(Op<T>::masked_value);
