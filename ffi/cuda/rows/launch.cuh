@@ -6,7 +6,7 @@
 
 #include "../devices.cuh"
 #include "clustered.cuh"
-#include "columns.cuh"
+#include "columns/launch.cuh"
 #include "grid_ring.cuh"
 #include "flat.cuh"
 #include "register_row.cuh"
