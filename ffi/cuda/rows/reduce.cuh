@@ -54,8 +54,9 @@ __device__ typename Op::Part reduce_registers(const Pack<T> (&a)[count], const P
     if (isfinite(m)) part.add(tops - 1);
     return {m, part};
   } else if constexpr (Op::scores && Op::sums) {
-    const auto terms = Op::terms(reference(m), a, b, form, left, step);
-    return {{m, {sum(terms.sum, 1), 0}}, {sum(terms.products, 2), 0}};
+    const auto terms = Op::template sum_of_terms<false>(reference(m), a, b, form, left, step);
+    const A products = terms.products * A(kLogBase<A>);
+    return {{m, {sum(terms.sum, 1), 0}}, {sum(products, 2), 0}};
   } else if constexpr (Op::scores) {
     return {m, {sum(Op::template sum_of_terms<false>(reference(m), a, b, form, left, step), 1), 0}};
   } else {

@@ -159,13 +159,6 @@ struct Entropy : Scores<T, false> {
     }
     return {tree_sum(sums), tree_sum(products)};
   }
-  // The same relative to the maximum, with the products as they are in the end.
-  template <int count, class Form>
-  static __device__ Terms terms(A m, const Pack<T> (&a)[count], const Pack<T> (&b)[count], const Form& form, int left,
-                                int step) {
-    const Terms found = sum_of_terms<false>(m, a, b, form, left, step);
-    return {found.sum, found.products * A(kLogBase<A>)};
-  }
   static __device__ Values finish(const Part& part, const Arguments<T>& to, int64_t row, bool first) {
     return finish(part, to, row, first, [&] { return label_element(to, row); });
   }
