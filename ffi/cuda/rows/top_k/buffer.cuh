@@ -31,9 +31,8 @@ __device__ inline int number_from(Key least, const Key* keys, int count) {
   return __reduce_add_sync(0xffffffffu, number);
 }
 
-// Moves the keys that are at least this one to the front of `to`, which may be `keys`, in the same order, by a warp.
-// Returns their number.
-__device__ inline int keep_from(Key least, const Key* keys, int count, Key* to) {
+// Moves the keys that are at least this one to the front, in the same order, by a warp. Returns their number.
+__device__ inline int keep_from(Key least, Key* keys, int count) {
   const int lane = threadIdx.x % 32;
   int kept = 0;
   for (int start = 0; start < count; start += 32) {
@@ -41,7 +40,7 @@ __device__ inline int keep_from(Key least, const Key* keys, int count, Key* to) 
     const bool keeps = key >= least && key > 0;
     const unsigned all = __ballot_sync(0xffffffffu, keeps);
     __syncwarp();
-    if (keeps) to[kept + __popc(all & ((1u << lane) - 1))] = key;
+    if (keeps) keys[kept + __popc(all & ((1u << lane) - 1))] = key;
     kept += __popc(all);
   }
   __syncwarp();

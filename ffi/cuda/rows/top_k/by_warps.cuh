@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(32 * TopKCode::rows, TopKCode::row_blocks)
   count = min(count, room);
   if (count > max(enough_for(k), TopKCode::ranked_of_warp)) {
     const Key least = least_of_largest<T>(keys, count, k, order_of(threshold), row.n);
-    count = keep_from(least, keys, count, keys);
+    count = keep_from(least, keys, count);
   }
   sort_largest(keys, count, k, sorted);
   __syncwarp();
