@@ -235,10 +235,8 @@ ffi::Error merge(cudaStream_t stream, ffi::AnyBuffer candidates, ffi::Result<ffi
 }  // namespace
 }  // namespace jaxsoft::cuda
 
-#define JAXSOFT_EXPORT_EXCHANGE(name) \
-  extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* name(XLA_FFI_CallFrame*)
-JAXSOFT_EXPORT_EXCHANGE(jaxsoft_top_k_candidates);
-JAXSOFT_EXPORT_EXCHANGE(jaxsoft_top_k_of_candidates);
+extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* jaxsoft_top_k_candidates(XLA_FFI_CallFrame*);
+extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* jaxsoft_top_k_of_candidates(XLA_FFI_CallFrame*);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxsoft_top_k_candidates, jaxsoft::cuda::make,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()

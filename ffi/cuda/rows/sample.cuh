@@ -1,4 +1,4 @@
-// A token drawn from each row of logits: the interface of sample.cu.
+// A token drawn from each row of logits: the arguments of sample.cu's kernel.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -36,11 +36,8 @@ __device__ inline void synchronize_row() {
   }
 }
 
-// The first half of a barrier after which the blocks of a cluster may write to each other's shared memory: before it, a
-// block may not have begun.
-__device__ inline void start_row() {
-  if constexpr (kHopperCode) arrive_at_cluster();
-}
+// The second half of a barrier after which the blocks of a cluster may write to each other's shared memory: before it,
+// a block may not have begun. The first half is in start_exchanges().
 __device__ inline void wait_for_start_of_row() {
   if constexpr (kHopperCode) wait_for_cluster();
 }

@@ -69,10 +69,6 @@ __device__ void draw(const Sampling<T>& call, int64_t index, const RowPart<T>& p
   const int first = warp * packs + min(static_cast<int>(threadIdx.x) * each, packs);
   const int last = min(first + each, (warp + 1) * packs);
   auto is_left = [&](float x, float weight, int i) { return !(weight < options.min_p) && keys(x, i) >= end; };
-  auto write = [&](int i, float x) {
-    call.token[index] = i;
-    call.probability[index] = weights.probability(x, range.all);
-  };
   Mass mass = 0, tile;
   if (packs * size <= SampleCode::threads) {  // an element for each thread, which takes less time
     const int i = warp * packs * size - part.window.head + static_cast<int>(threadIdx.x);
@@ -82,7 +78,10 @@ __device__ void draw(const Sampling<T>& call, int64_t index, const RowPart<T>& p
       if (const float weight = weights(x); is_left(x, weight, i)) mass = Weights::mass(weight);
     }
     const Mass until = range.before + scan_of_block(mass, shared.warps[2], tile);
-    if (until - mass <= target && target < until) write(i, x);
+    if (until - mass <= target && target < until) {
+      call.token[index] = i;
+      call.probability[index] = weights.probability(x, range.all);
+    }
     return;
   }
 #pragma unroll 1

@@ -157,7 +157,7 @@ __device__ inline void start_exchanges(unsigned block, unsigned blocks, SampleSh
       }
       __syncwarp();
     }
-    start_row();
+    arrive_at_cluster();
   }
 }
 
