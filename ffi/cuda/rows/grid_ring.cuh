@@ -75,7 +75,7 @@ __device__ void fill_slots(const Arguments<T>& args, const GridSchedule& schedul
     const int element = part.begin * Pack<T>::size - row.window.head;
     return Chunk{row.a + element, row.b + element, (part.end - part.begin) * 16u};
   };
-  ChunkIterator it(schedule);
+  ChunkIterator it{&schedule};
   for (Chunk chunk = source(it); !it.ended();) {
     auto &full = memory.full[it.barrier()], &empty = memory.empty[it.slot];
     auto& slot = memory.slots[it.slot];
@@ -123,7 +123,7 @@ struct SlotShare : ChunkPart {
 template <template <class> class Op, class T, class Form>
 __device__ void reduce_slots(const Arguments<T>& args, const GridSchedule& schedule, GridRingMemory<Op, T>& memory,
                              int team, int thread) {
-  for (ChunkIterator it(schedule); !it.ended(); it.advance()) {
+  for (ChunkIterator it{&schedule}; !it.ended(); it.advance()) {
     if (it.turn % GridRing::reducers != team) continue;
     Row<Op, T, Form> row(args, it.row);
     const SlotShare<Op, T, Form, GridRing::at_once> share(memory, row, Lines(row.window, row.a), it, team, thread);
@@ -150,7 +150,7 @@ __device__ void send_states(const GridSchedule& schedule, Packet* packets, GridR
   typename Op<T>::Part part;
   int first = 0;
   bool begins = true;
-  for (ChunkIterator it(schedule); !it.ended(); it.advance()) {
+  for (ChunkIterator it{&schedule}; !it.ended(); it.advance()) {
     memory.reduced[it.barrier()].sleep_until(it.parity());
     auto of_chunk = reduce_lanes<T>(memory.chunk(it).states[lane % GridRing::warps], GridRing::warps);
     if (begins) part = of_chunk, first = it.chunk;
@@ -193,7 +193,7 @@ __device__ void poll_rows(const Arguments<T>& args, const GridSchedule& schedule
                           GridRingMemory<Op, T>& memory, int poller, int lane) {
   const int parts = schedule.parts(gridDim.x);
   int visit = 0;
-  for (ChunkIterator it(schedule); !it.ended();) {
+  for (ChunkIterator it{&schedule}; !it.ended();) {
     ChunkIterator last = it;  // the block's last chunk of the row
     while (last.continues()) last.advance();
     if (visit++ % schedule.pollers != poller) {
@@ -219,7 +219,7 @@ template <template <class> class Op, class T, class Form>
 __device__ void write_slots(const Arguments<T>& args, const GridSchedule& schedule, GridRingMemory<Op, T>& memory,
                             int team, int thread) {
   using Roles = GridRingRoles<Op<T>, T>;
-  for (ChunkIterator it(schedule); !it.ended(); it.advance()) {
+  for (ChunkIterator it{&schedule}; !it.ended(); it.advance()) {
     if (it.turn % Roles::writers != team) continue;
     Row<Op, T, Form> row(args, it.row);
     const SlotShare<Op, T, Form, GridRing::slot_bytes / 16 / GridRing::team> share(

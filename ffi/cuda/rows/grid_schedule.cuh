@@ -47,14 +47,10 @@ struct GridSchedule {
 // A block's chunks, one after the other.
 struct ChunkIterator {
   const GridSchedule* schedule;
-  int64_t row;
-  int chunk;
+  int64_t row = blockIdx.x / static_cast<unsigned>(schedule->chunks);
+  int chunk = blockIdx.x % static_cast<unsigned>(schedule->chunks);
   int turn = 0;
   unsigned slot = 0, round = 0;  // `round` says how often all slots have been filled before
-  __device__ explicit ChunkIterator(const GridSchedule& of) : schedule(&of) {
-    row = blockIdx.x / static_cast<unsigned>(schedule->chunks);
-    chunk = blockIdx.x % static_cast<unsigned>(schedule->chunks);
-  }
   __device__ bool ended() const { return row >= schedule->rows; }
   __device__ void advance() {
     turn++;

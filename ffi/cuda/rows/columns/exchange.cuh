@@ -17,18 +17,10 @@ struct Exchange {
   const SharedTile<Kind>& shared;
   const TileLayout<Kind>& layout;
   unsigned long long* const counter;  // of tiles; null where they are distributed in advance
-  const int log_helpers, helpers;     // log2 of the lanes that finish a column together, and their number
-  const bool clustered;               // before Hopper every block is alone
-
-  __device__ Exchange(const Tiling<Kind>& tiling, const SharedTile<Kind>& shared, const TileLayout<Kind>& layout,
-                      unsigned long long* counter)
-      : tiling(tiling),
-        shared(shared),
-        layout(layout),
-        counter(counter),
-        log_helpers(min(max(__ffs(tiling.tile.threads) - __ffs(layout.columns), 0), ColumnsCode::log_helpers)),
-        helpers(1 << log_helpers),
-        clustered(kHopperCode && Kind::reduces && tiling.tile.blocks > 1) {}
+  // log2 of the lanes that finish a column together, and their number
+  const int log_helpers = min(max(__ffs(tiling.tile.threads) - __ffs(layout.columns), 0), ColumnsCode::log_helpers);
+  const int helpers = 1 << log_helpers;
+  const bool clustered = kHopperCode && Kind::reduces && tiling.tile.blocks > 1;  // before Hopper blocks are alone
 
   // Makes the barrier, before the first tile.
   __device__ void open() const {

@@ -31,9 +31,9 @@ columns(const __grid_constant__ Arguments<T> args, const __grid_constant__ Tile 
         const __grid_constant__ TileLayout<Kind> layout, unsigned long long* counter) {
   extern __shared__ __align__(16) unsigned char tile_memory[];
   const SharedTile<Kind> shared(tile_memory, layout);
-  const Tiling<Kind> tiling(args, tile);
+  const Tiling<Kind> tiling{args, tile};
   const Slots<Kind> slots{tiling, shared.slots};
-  const Exchange<Kind> exchange(tiling, shared, layout, counter);
+  const Exchange<Kind> exchange{tiling, shared, layout, counter};
 
   exchange.open();
   unsigned index = tiling.first_tile();

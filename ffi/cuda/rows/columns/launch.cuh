@@ -65,7 +65,7 @@ template <template <class> class Op, class T, int width, bool straddles = false>
 cudaError_t launch_tiles(const Arguments<T>& args, void* workspace, cudaStream_t stream) {
   ColumnsDevice device;
   if (auto e = device.read()) return e;
-  const TilePlanner<ColumnsKind<Op, T, width, straddles>> planner(args, device);
+  const TilePlanner<ColumnsKind<Op, T, width, straddles>> planner{args, device};
   unsigned most_blocks = Op<T>::reduces ? ColumnsTuning::most_cluster_blocks(device.major) : ColumnsCode::most_blocks;
   for (bool launched = false; !launched;) {
     const Tile tile = planner.choose(most_blocks);

@@ -23,35 +23,20 @@ struct Tiling {
   static constexpr int width = Kind::width;
   const Arguments<T>& args;
   const Tile& tile;
-  const int across, shift, down;   // the rectangle of threads, and log2(across)
-  const int thread, x, y;          // the thread's place in it
-  const unsigned rank;             // of the block, among those that share n
-  const unsigned tiles_at_once;
-  const int64_t row_accesses;      // side by side in a row
-  const int64_t accesses;          // in all rows, of equal position in n
-  const int64_t begin, end;        // the block's part of n
-  const int chunk_rows;
-  const int64_t step;              // elements from one of the thread's rows to its next
-  const bool stays;                // whether the block's part is held from being reduced to being written
-
-  __device__ Tiling(const Arguments<T>& args, const Tile& tile)
-      : args(args),
-        tile(tile),
-        across(tile.across),
-        shift(log2_of(across)),
-        down(tile.threads >> shift),
-        thread(threadIdx.x),
-        x(thread & (across - 1)),
-        y(thread >> shift),
-        rank(blockIdx.x & (tile.blocks - 1)),
-        tiles_at_once(gridDim.x / tile.blocks),
-        row_accesses(accesses_of_row<width, Kind::straddles>(args.inner, across)),
-        accesses(args.rows * row_accesses),
-        begin(args.n * rank / tile.blocks),
-        end(args.n * (rank + 1) / tile.blocks),
-        chunk_rows(tile.slots * down),
-        step(down * args.inner),
-        stays(Kind::reduces && Kind::writes && end - begin <= chunk_rows) {}
+  // The rectangle of threads, log2(across), and the thread's place in it.
+  const int across = tile.across, shift = log2_of(across), down = tile.threads >> shift;
+  const int thread = threadIdx.x, x = thread & (across - 1), y = thread >> shift;
+  const unsigned rank = blockIdx.x & (tile.blocks - 1);  // of the block, among those that share n
+  const unsigned tiles_at_once = gridDim.x / tile.blocks;
+  // Accesses side by side in a row, and in all rows, of equal position in n.
+  const int64_t row_accesses = accesses_of_row<width, Kind::straddles>(args.inner, across);
+  const int64_t accesses = args.rows * row_accesses;
+  // The block's part of n.
+  const int64_t begin = args.n * rank / tile.blocks, end = args.n * (rank + 1) / tile.blocks;
+  const int chunk_rows = tile.slots * down;
+  const int64_t step = down * args.inner;  // elements from one of the thread's rows to its next
+  // Whether the block's part is held from being reduced to being written.
+  const bool stays = Kind::reduces && Kind::writes && end - begin <= chunk_rows;
 
   // Tiles are counted from 0. There are fewer than 2^31, as more do not fit into memory.
   __device__ unsigned first_tile() const { return blockIdx.x / tile.blocks; }

@@ -25,16 +25,13 @@ struct ColumnsDevice : Device {
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 template <class Kind>
-class TilePlanner {
+struct TilePlanner {
   using T = typename Kind::T;
   static constexpr int width = Kind::width;
   static constexpr int64_t bytes = Kind::access_bytes * Kind::operands;  // of an access, in all operands
   static constexpr int most_threads = ColumnsCode::most_threads;
   const Arguments<T>& args;
   const ColumnsDevice& device;
-
- public:
-  TilePlanner(const Arguments<T>& args, const ColumnsDevice& device) : args(args), device(device) {}
 
   // The tile for a device whose clusters have up to `most_blocks` blocks.
   Tile choose(unsigned most_blocks) const {

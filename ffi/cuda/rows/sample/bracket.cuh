@@ -55,7 +55,7 @@ __device__ Survey count_and_weigh(const RowPart<T>& part, const Weights& weights
         total.move_to(found.total);
         return chosen_from(threshold, pack, weights, places, shared);
       },
-      [&](uint32_t count) { return places.reserve(count, shared); },
+      [&](uint32_t count) { return atomicAdd(&shared.placed_few, count); },
       [&](float x, uint32_t index, uint32_t place) {
         found.above += Weights::mass(weights(x));
         places.put(keys(x, index), place, shared);

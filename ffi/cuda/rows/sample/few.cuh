@@ -121,20 +121,14 @@ __device__ inline Top find_top(uint32_t of_thread, const ThresholdRank& sought, 
 
 // Where the elements from the threshold on go: each block has its share of the first block's memory.
 struct FewPlaces {
-  uint32_t room;  // elements of each block
   unsigned block, blocks;
+  uint32_t room = small_quotient(SampleCode::few_room, blocks);  // elements of each block
 
-  __device__ FewPlaces(unsigned block, unsigned blocks) : block(block), blocks(blocks) {
-    room = small_quotient(SampleCode::few_room, blocks);
-  }
   // Whether the block has found more than there is room for. Then the row goes the long way, and no more need be found.
   __device__ bool crowded(SampleShared& shared) const {
     return *static_cast<volatile uint32_t*>(&shared.placed_few) > room;
   }
-  // The place of the first of `count` elements among those of the block. They count even if there is no room for them.
-  __device__ static uint32_t reserve(uint32_t count, SampleShared& shared) {
-    return atomicAdd(&shared.placed_few, count);
-  }
+  // Elements count even if there is no room for them.
   __device__ void put(Key key, uint32_t place, SampleShared& shared) const {
     if (place >= room) return;
     Key* const to = &shared.few_keys[block * room + place];
@@ -162,7 +156,7 @@ __device__ void gather_few(const RowPart<T>& part, const Weights& weights, const
                            const FewPlaces& places, SampleShared& shared) {
   part.template for_chosen<Way::back>(
       [&](const Pack<T>& pack) { return chosen_from(threshold, pack, weights, places, shared); },
-      [&](uint32_t count) { return places.reserve(count, shared); },
+      [&](uint32_t count) { return atomicAdd(&shared.placed_few, count); },
       [&](float x, uint32_t index, uint32_t place) { places.put(keys(x, index), place, shared); });
 }
 

@@ -219,13 +219,13 @@ __global__ void __launch_bounds__(SampleCode::threads, SampleCode::blocks)
                                : options.k == 1 ? ranks.of_one
                                                 : ranks.of_k;
   const auto [top, threshold] = find_top(of_thread, sought, block, blocks, shared);
-  const Weights weights(of_order(top), options.scale());
+  const Weights weights{of_order(top), options.scale()};
   if (top == ~0u || !isfinite(weights.m) || isnan(weights.scale)) {  // there is no distribution
     if (block == 0 && threadIdx.x == 0) call.token[index] = 0, call.probability[index] = nanf("");
     return;
   }
   const Keys<T> keys(call.n);
-  const FewPlaces places(block, blocks);
+  const FewPlaces places{block, blocks};
   Survey survey;
   if (by_mass) {
     const float lowest = sought.rank > 0 ? of_order(threshold) : nanf("");  // without a threshold, nothing is gathered

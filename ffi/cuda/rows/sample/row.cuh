@@ -12,11 +12,8 @@ namespace jaxsoft::cuda {
 // where the weight is below 2^-octaves. All elements that have a mass are in one of the bins.
 struct Weights {
   float m, scale;
-  float of_exp2, of_bins;  // the factors of x - m to the exponent of 2, and to the bin
-
-  __device__ Weights(float m, float scale)
-      : m(m), scale(scale), of_exp2(scale * float(kLog2E)),
-        of_bins(-of_exp2 * (1 / SampleCode::octaves_of_bin)) {}
+  // The factors of x - m to the exponent of 2, and to the bin.
+  float of_exp2 = scale * float(kLog2E), of_bins = -of_exp2 * (1 / SampleCode::octaves_of_bin);
 
   __device__ float operator()(float x) const { return exp2_approximately((x - m) * of_exp2); }
   // How far x is below m, in bins, as a float to which 2^23 has been added, so that it is rounded to a whole number. It

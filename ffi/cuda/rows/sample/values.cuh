@@ -328,7 +328,7 @@ __device__ __noinline__ bool draw_by_value(const Sampling<T>& call, int64_t inde
   if (lane == 0) shared.groups[2 * warps + warp] = own_order;
   __syncthreads();
   const float m = of_order(__reduce_max_sync(kWholeWarp, shared.groups[2 * warps + lane % warps]));
-  const Weights weights(m, scale);
+  const Weights weights{m, scale};
 
   // The mass of each value, and of the list.
   Mass of_list = 0;
