@@ -55,8 +55,8 @@ inline Plan plan_of(const RowCall& asked, const OperationFacts& facts) {
                            biased ? kBiased : asked.extras.empty() && same ? kPlain : kExtrasAlone};
   const int64_t row_bytes = asked.n * asked.element_bytes;
   CallFacts call{};
-  call.gpu = gpu_of(asked.capability / 10), call.can_overlap = asked.capability >= 90;
-  call.processors = asked.processors, call.rows = asked.rows, call.n = asked.n;
+  call.gpu = gpu_of(asked.capability / 10), call.processors = asked.processors;
+  call.rows = asked.rows, call.n = asked.n;
   call.vector = call.first_aligned = true;
   call.workspace = asked.workspace, call.packet = 16;
   call.state = facts.part * (asked.element_bytes == 8 ? 8 : 4);

@@ -62,7 +62,7 @@ cudaError_t launch_form(const Arguments<T>& args, void* workspace, int64_t bytes
   Device device;
   if (auto e = device.read()) return e;
   CallFacts call{};
-  call.gpu = gpu_of(device.major), call.can_overlap = device.major >= 9, call.processors = device.processors;
+  call.gpu = gpu_of(device.major), call.processors = device.processors;
   call.rows = args.rows, call.n = args.n, call.vector = args.vector;
   call.first_aligned = reinterpret_cast<uintptr_t>(args.a) % 16 == 0;
   call.workspace = bytes, call.state = sizeof(typename Op<T>::Part), call.packet = sizeof(Packet);

@@ -100,7 +100,7 @@ inline bool fit_split(const Rule& rule, const KernelFacts& kernel, const CallFac
   }
   if (parts < 2 || call.rows * parts > INT32_MAX || call.n / parts > 1 << 30) return false;
   plan.split = Split(call.packs, parts);
-  plan.overlap = call.can_overlap;
+  plan.overlap = call.gpu != kAmpereAndAda;
   return true;
 }
 

@@ -65,7 +65,6 @@ struct KernelFacts {
 // The facts about a call that the table asks for.
 struct CallFacts {
   Gpus gpu;
-  bool can_overlap;      // whether a launch may start while the one before still runs
   int processors;        // multiprocessors of the GPU
   int64_t rows, n;       // n elements in each row
   int64_t packs;         // of a row
