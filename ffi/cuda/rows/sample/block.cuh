@@ -36,12 +36,6 @@ __device__ inline void synchronize_row() {
   }
 }
 
-// The second half of a barrier after which the blocks of a cluster may write to each other's shared memory: before it,
-// a block may not have begun. The first half is in start_exchanges().
-__device__ inline void wait_for_start_of_row() {
-  if constexpr (kHopperCode) wait_for_cluster();
-}
-
 // Waits until the bytes that are sent to a barrier have come. That takes less time than a barrier of the cluster, which
 // waits for all that the threads have written anywhere.
 __device__ inline void wait_for_sent(const Barrier& arrived) {

@@ -108,7 +108,7 @@ __device__ inline Top find_top(uint32_t of_thread, const ThresholdRank& sought, 
   const Top of_block = top_of_block(of_thread, sought.rank, blocks == 1, shared);
   if (blocks == 1) return of_block;
   const unsigned lane = threadIdx.x % 32, other = lane % SampleCode::most_blocks;
-  wait_for_start_of_row();
+  if constexpr (kHopperCode) wait_for_cluster();  // a block may not have begun before
   if (threadIdx.x < 32 && other < blocks) {
     const bool sends_top = lane < SampleCode::most_blocks;
     send_to_block(sends_top ? of_block.top : of_block.threshold,

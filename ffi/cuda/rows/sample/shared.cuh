@@ -140,7 +140,7 @@ struct SampleShared {
 };
 
 // Prepares the barriers of the exchanges between several blocks. All threads of the block call it, and the blocks may
-// send after wait_for_start_of_row().
+// send after wait_for_cluster().
 __device__ inline void start_exchanges(unsigned block, unsigned blocks, SampleShared& shared) {
   if constexpr (kHopperCode) {
     if (threadIdx.x < 32) {

@@ -198,7 +198,6 @@ __global__ void __launch_bounds__(ShortRows::threads(lanes), ShortRows::blocks(l
   __builtin_assume(__isGlobal(row));
   auto& [found, sorted, positions] = static_cast<Found*>(__cvta_shared_to_generic(address))->content;
   const Window<T, layout> window(row, n, true);  // all rows begin at an element
-  const T nothing = narrow<T>(-infinity<float>());
 
   Pack<T> x[packs];
   if (layout == Layout::whole && window.packs == lanes * packs) {  // no lane has less, which takes fewer instructions
@@ -207,12 +206,12 @@ __global__ void __launch_bounds__(ShortRows::threads(lanes), ShortRows::blocks(l
   } else {
 #pragma unroll
     for (int j = 0; j < packs; j++) {
-      x[j].fill(nothing);
+      x[j].fill(StateOf<T>::fill());
       if (lane + j * lanes < window.packs) x[j] = window.fetch(row, lane + j * lanes);
     }
 #pragma unroll
     for (int j = 0; j < packs; j++)
-      if (lane + j * lanes < window.packs) window.trim(x[j], lane + j * lanes, nothing);
+      if (lane + j * lanes < window.packs) window.trim(x[j], lane + j * lanes, StateOf<T>::fill());
   }
 
   float m;
