@@ -40,18 +40,17 @@ cudaError_t tiles_at_once(const ColumnsDevice& device, const cudaLaunchConfig_t&
   });
 }
 
-// `tiles` is how many there are. `launched` becomes false where the device does not know clusters of the size.
+// `tiles` is how many there are. Refused with cudaErrorInvalidClusterSize where the device does not know such clusters.
 template <template <class> class Op, class T, int width, bool straddles>
 cudaError_t launch_tile(const Arguments<T>& args, const ColumnsDevice& device, Tile tile, int64_t tiles,
-                        void* workspace, cudaStream_t stream, bool* launched) {
+                        void* workspace, cudaStream_t stream) {
   cudaLaunchAttribute attribute = in_clusters_of(tile.blocks);
   const auto bytes = static_cast<size_t>(device.shared(tile.share));
   const bool clustered = Op<T>::reduces && tile.blocks > 1;  // blocks that only share n need not be a cluster
   cudaLaunchConfig_t config{dim3(tile.blocks), dim3(tile.threads), bytes, stream, &attribute, clustered};
   int at_once = 0;
   if (auto e = tiles_at_once<Op, T, width, straddles>(device, config, tile, &at_once)) return e;
-  *launched = at_once > 0;
-  if (at_once == 0) return cudaSuccess;
+  if (at_once == 0) return cudaErrorInvalidClusterSize;
   config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(tiles, at_once) * tile.blocks));
   // A kernel that writes nothing copies its next tile before a counter would have said which.
   const bool many = Op<T>::reduces && Op<T>::writes && tiles > int64_t(ColumnsTuning::few_tiles) * at_once;
@@ -67,18 +66,16 @@ cudaError_t launch_tiles(const Arguments<T>& args, void* workspace, cudaStream_t
   if (auto e = device.read()) return e;
   const TilePlanner<ColumnsKind<Op, T, width, straddles>> planner{args, device};
   unsigned most_blocks = Op<T>::reduces ? ColumnsTuning::most_cluster_blocks(device.major) : ColumnsCode::most_blocks;
-  for (bool launched = false; !launched;) {
+  for (;;) {
     const Tile tile = planner.choose(most_blocks);
-    if (auto e = launch_tile<Op, T, width, straddles>(args, device, tile, planner.tiles(tile.across), workspace, stream,
-                                                      &launched))
-      return e;
+    const int64_t tiles = planner.tiles(tile.across);
+    const auto error = launch_tile<Op, T, width, straddles>(args, device, tile, tiles, workspace, stream);
+    if (error != cudaErrorInvalidClusterSize) return error;
     most_blocks = tile.blocks / 2;
   }
-  return cudaSuccess;
 }
 
-// `workspace` has room for the counter, or is null. Everything is ordered by `stream`; nothing is allocated or waited
-// for.
+// `workspace` has room for the counter, or is null.
 template <template <class> class Op, class T>
 cudaError_t launch_columns(const Arguments<T>& args, void* workspace, cudaStream_t stream) {
   auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };

@@ -63,25 +63,12 @@ inline TopKSizes choose_sizes(int64_t packs, int warps, int k) {
           TopKCode::room_of_block(k)};
 }
 
-// The launch of a cluster for each row. There is none if `blocks` is 0.
-struct ClusterPlan {
-  int blocks = 0, warps = 0;  // of a cluster, and of a block
-  int width = 0;              // lanes that share a slot
-  TopKSizes sizes{};
-  int bytes = 0;  // of a block's dynamic shared memory
-};
-
-inline cudaLaunchConfig_t launch_of(const ClusterPlan& plan, int bytes, cudaLaunchAttribute* attribute) {
-  *attribute = in_clusters_of(plan.blocks);
-  return {dim3(plan.blocks), dim3(32 * plan.warps), static_cast<size_t>(bytes), nullptr, attribute, 1};
-}
-
 // Prepares the kernel, and finds how many clusters of choice number `choice` the device can hold at once, where blocks
-// take as much shared memory as the plan says or somewhat more.
+// take as much shared memory as the launch says or somewhat more.
 template <class T>
-cudaError_t find_clusters_at_once(int choice, const ClusterPlan& plan, int* found) {
+cudaError_t find_clusters_at_once(int choice, cudaLaunchConfig_t config, int* found) {
   static Devices<2 * std::size(kClusterChoices)> known;
-  const bool usual = plan.bytes <= TopKClusters::usual_memory;
+  const bool usual = config.dynamicSmemBytes <= TopKClusters::usual_memory;
   return known.once(2 * choice + usual, found, [&](int* found) {
     Device device;
     int bytes = 0;
@@ -93,39 +80,34 @@ cudaError_t find_clusters_at_once(int choice, const ClusterPlan& plan, int* foun
     if (bytes < needed) return cudaSuccess;
     const auto kernel = top_k_by_clusters<T>;
     if (auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return e;
-    cudaLaunchAttribute attribute;
-    return find_clusters(kernel, launch_of(plan, needed, &attribute), found);
+    config.dynamicSmemBytes = needed;
+    return find_clusters(kernel, config, found);
   });
 }
 
-// Chooses a launch of clusters for few rows, if the device has room for one, as a part of a GPU (MIG) may not have.
+// Launches a cluster for each of few rows. Refused with cudaErrorInvalidClusterSize for other rows, and where the
+// device has no room for a cluster, as a part of a GPU (MIG) may not have.
 template <class T>
-cudaError_t choose_clusters(const TopKRows& call, const Device& device, ClusterPlan* chosen) {
-  if (device.major < 9) return cudaSuccess;
+cudaError_t launch_by_clusters(const Arguments<T>& args, const Largest<T>& to, const TopKRows& call,
+                               const Device& device, cudaStream_t stream) {
+  if (device.major < 9) return cudaErrorInvalidClusterSize;
   for (int choice = 0; choice < static_cast<int>(std::size(kClusterChoices)); choice++) {
     const auto [blocks, warps, most] = kClusterChoices[choice];
-    ClusterPlan plan{blocks, warps, lanes_of_slot(kClusterChoices[choice], call, device.processors)};
-    if (plan.width == 0) continue;
-    plan.sizes = choose_sizes(Split(call.packs, blocks).packs, warps, call.k);
-    plan.bytes = static_cast<int>((plan.sizes.room + 2 * blocks * TopKClusters::room(call.k)) * sizeof(Key) +
-                                  warps * memory_of_groups(plan.sizes.groups, TopKCode::most_found));
+    const int width = lanes_of_slot(kClusterChoices[choice], call, device.processors);
+    if (width == 0) continue;
+    const Split split(call.packs, blocks);
+    const TopKSizes sizes = choose_sizes(split.packs, warps, call.k);
+    const size_t bytes = (sizes.room + 2 * blocks * TopKClusters::room(call.k)) * sizeof(Key) +
+                         warps * memory_of_groups(sizes.groups, TopKCode::most_found);
+    cudaLaunchAttribute attribute = in_clusters_of(blocks);
+    cudaLaunchConfig_t config{dim3(blocks), dim3(32 * warps), bytes, stream, &attribute, 1};
     int at_once = 0;
-    if (auto e = find_clusters_at_once<T>(choice, plan, &at_once)) return e;
+    if (auto e = find_clusters_at_once<T>(choice, config, &at_once)) return e;
     if (at_once == 0) continue;
-    *chosen = plan;
-    return cudaSuccess;
+    config.gridDim = dim3(static_cast<unsigned>(args.rows * blocks));
+    return cudaLaunchKernelEx(&config, top_k_by_clusters<T>, args, to, sizes, width, split);
   }
-  return cudaSuccess;
-}
-
-template <class T>
-cudaError_t launch_by_clusters(const Arguments<T>& args, const Largest<T>& to, int64_t packs, const ClusterPlan& plan,
-                               cudaStream_t stream) {
-  cudaLaunchAttribute attribute;
-  cudaLaunchConfig_t config = launch_of(plan, plan.bytes, &attribute);
-  config.gridDim = dim3(static_cast<unsigned>(args.rows * plan.blocks));
-  config.stream = stream;
-  return cudaLaunchKernelEx(&config, top_k_by_clusters<T>, args, to, plan.sizes, plan.width, Split(packs, plan.blocks));
+  return cudaErrorInvalidClusterSize;
 }
 
 template <class T>
@@ -152,9 +134,8 @@ cudaError_t run_top_k(const Arguments<T>& args, const Largest<T>& to, void* work
     if (is_short(call)) return launch_short(args, to, of_row, stream);
     if (is_for_warps(call, device.processors)) return launch_by_warps(args, to, of_row, stream);
   }
-  ClusterPlan clusters;
-  if (auto e = choose_clusters<T>(call, device, &clusters)) return e;
-  if (clusters.blocks > 0) return launch_by_clusters(args, to, of_row, clusters, stream);
+  const cudaError_t error = launch_by_clusters(args, to, call, device, stream);
+  if (error != cudaErrorInvalidClusterSize) return error;
   const Split split(of_row, parts_of_row(call, device.processors, bytes));
   const int64_t blocks = args.rows * split.parts;
   if (blocks > INT32_MAX || args.n / split.parts > kMostOfPart) return cudaErrorInvalidValue;
