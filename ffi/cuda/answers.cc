@@ -1,6 +1,5 @@
-// What the library answers about the CUDA kernels of attention, the linear layer, top-k and sampling: which calls they
-// take, the bytes of their workspaces, and their plans in words. Python asks by `jaxsoft._core.library`. Nothing here
-// needs CUDA: the library for CPUs answers the same.
+// What the library for CPUs answers about the CUDA kernels: which calls they take, the bytes of their workspaces, and
+// their plans in words. Python asks by `jaxsoft._core.library`. Nothing here needs CUDA.
 //
 // A plan depends on the number of multiprocessors, and that of rows also on the compute capability, 90 for 9.0. A text
 // stays where it is until the thread asks again.
@@ -8,9 +7,13 @@
 #include <string>
 #include <string_view>
 
+#include "../rows/limits.h"
+#include "../rows/specification.h"
+#include "../rows/workspace.h"
 #include "attention/bounds.h"
 #include "attention/plans.h"
 #include "head/plan.h"
+#include "rows/description.h"
 #include "rows/sample/plan.h"
 #include "rows/top_k/plan.h"
 
@@ -81,4 +84,31 @@ JAXSOFT_ANSWER const char* jaxsoft_sample_plan(int64_t rows, int64_t n, int64_t 
                                                int64_t multiprocessors) {
   return keep(jaxsoft::cuda::sample_plan(rows, (n * element_bytes + 15) / 16, static_cast<int>(capability / 10),
                                          static_cast<int>(multiprocessors)));
+}
+
+// A limit of row operations; -1 for a name that is none.
+JAXSOFT_ANSWER int64_t jaxsoft_limit(const char* name) {
+  const std::string_view asked = name;
+  if (asked == "most_k") return jaxsoft::kMostK;
+  if (asked == "longest_sampled") return jaxsoft::kLongestSampled;
+  return asked == "most_groups" ? jaxsoft::kGroups : -1;
+}
+
+// 0 for a row operation that takes no workspace. n is -1 where the shape is not known, or where the reduced axis is not
+// the last one.
+JAXSOFT_ANSWER int64_t jaxsoft_row_workspace(const char* operation, int64_t rows, int64_t n, int64_t element_bytes,
+                                             int64_t k) {
+  for (const jaxsoft::Operation& each : jaxsoft::operations::kAll)
+    if (std::string_view(each.text) == operation && each.features.has(jaxsoft::Feature::workspace))
+      return jaxsoft::row_workspace(rows, n, element_bytes, k);
+  return 0;
+}
+
+// For example "ring: rows in the shared memory of 2 blocks each". See RowCall for the arguments.
+JAXSOFT_ANSWER const char* jaxsoft_row_plan(const char* operation, int64_t rows, int64_t n, int64_t inner,
+                                            int64_t element_bytes, int64_t result_bytes, const char* extras,
+                                            int64_t capability, int64_t multiprocessors, int64_t workspace_bytes) {
+  return keep(jaxsoft::cuda::describe_plan({operation, rows, n, inner, element_bytes, result_bytes, extras,
+                                            static_cast<int>(capability), static_cast<int>(multiprocessors),
+                                            workspace_bytes}));
 }

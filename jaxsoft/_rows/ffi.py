@@ -1,6 +1,6 @@
 """`implementation="ffi"`: the C++ and CUDA kernels for rows of ffi/, called through the JAX FFI.
 
-Their limits, workspaces and plans the library says itself (ffi/rows/answers.cc, ffi/cuda/answers.cc).
+Their limits, workspaces and plans the library says itself (ffi/cuda/answers.cc).
 """
 
 import math
