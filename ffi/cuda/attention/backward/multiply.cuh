@@ -30,59 +30,55 @@ __device__ inline void add_four(float* to, const float (&four)[4]) {
                : "memory");
 }
 
-// Writes a gradient by 64 keys or values, times a factor: `columns` of them, from the column `from`.
-template <class T, int columns>
-__device__ void write_gradient(void* gradient, const BackwardCall& call, int batch, int head, int key,
-                               const float (&sums)[columns / 2], float factor, int from = 0) {
-  T* const begin = static_cast<T*>(gradient) + (int64_t(batch) * call.keys * call.key_heads + head) * call.size;
+// Writes a gradient by 64 keys or values, times a factor: `columns` of them, from the column `from`. It is in f32 if it
+// is `wide`, and if it then `adds`, what is there becomes the sum of both. Each number is added to once, so no bits
+// depend on what comes first.
+template <bool wide, class T, int columns, int size>
+__device__ void write_gradient(void* gradient, bool adds, const BackwardCall& call, const BackwardWork<size>& work,
+                               int key, const float (&sums)[columns / 2], float factor, int from = 0) {
+  using Element = std::conditional_t<wide, float, T>;
+  Element* const begin =
+      static_cast<Element*>(gradient) + (int64_t(work.batch) * call.keys * call.key_heads + work.key_head) * call.size;
+  [[maybe_unused]] const bool odd = threadIdx.x & 1;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int row = key + row_of_thread() + 8 * half;
+    if constexpr (wide) {
 #pragma unroll
-    for (int column = 0; column < columns; column += 32) {
-      uint32_t words[4];
+      for (int column = 0; column < columns; column += 16) {
+        // Two threads side by side have a pair of columns each of both blocks of 8. The first gets those of the first
+        // block, and the other those of the second.
+        float own[2], got[2];
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const float* two = sums + (column / 8 + i) * 4 + 2 * half;
-        words[i] = bits<uint32_t>(narrow_pair(two[0] * factor, two[1] * factor, T()));
+        for (int i = 0; i < 2; i++) {
+          const float* const two = sums + column / 2 + 2 * half + i;
+          const float low = two[0] * factor, high = two[4] * factor;
+          own[i] = odd ? high : low;
+          got[i] = __shfl_xor_sync(0xffffffffu, odd ? low : high, 1);
+        }
+        const int first = from + column + (odd ? 8 : 0) + threadIdx.x % 4 / 2 * 4;
+        if (row >= call.keys || first >= call.size) continue;
+        const float four[4] = {odd ? got[0] : own[0], odd ? got[1] : own[1],
+                               odd ? own[0] : got[0], odd ? own[1] : got[1]};
+        float* const to = begin + int64_t(row) * call.key_heads * call.size + first;
+        if (adds) add_four(to, four);
+        else *reinterpret_cast<float4*>(to) = make_float4(four[0], four[1], four[2], four[3]);
       }
-      turn_in_four(words);
-      const int first = from + column + threadIdx.x % 4 * 8;
-      if (row < call.keys && first < call.size)
-        *reinterpret_cast<uint4*>(begin + int64_t(row) * call.key_heads * call.size + first) =
-            make_uint4(words[0], words[1], words[2], words[3]);
-    }
-  }
-}
-
-// The same in f32. If it `adds`, what is there becomes the sum of both. Each number is added to once, so no bits depend
-// on what comes first.
-template <int columns>
-__device__ void write_wide_gradient(void* gradient, bool adds, const BackwardCall& call, int batch, int head, int key,
-                                    const float (&sums)[columns / 2], float factor, int from = 0) {
-  float* const begin = static_cast<float*>(gradient) + (int64_t(batch) * call.keys * call.key_heads + head) * call.size;
-  const bool odd = threadIdx.x & 1;
+    } else {
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const int row = key + row_of_thread() + 8 * half;
+      for (int column = 0; column < columns; column += 32) {
+        uint32_t words[4];
 #pragma unroll
-    for (int column = 0; column < columns; column += 16) {
-      // Two threads side by side have a pair of columns each of both blocks of 8. The first gets those of the first
-      // block, and the other those of the second.
-      float own[2], got[2];
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const float low = sums[column / 2 + 2 * half + i] * factor, high = sums[column / 2 + 4 + 2 * half + i] * factor;
-        own[i] = odd ? high : low;
-        got[i] = __shfl_xor_sync(0xffffffffu, odd ? low : high, 1);
+        for (int i = 0; i < 4; i++) {
+          const float* two = sums + (column / 8 + i) * 4 + 2 * half;
+          words[i] = bits<uint32_t>(narrow_pair(two[0] * factor, two[1] * factor, T()));
+        }
+        turn_in_four(words);
+        const int first = from + column + threadIdx.x % 4 * 8;
+        if (row < call.keys && first < call.size)
+          *reinterpret_cast<uint4*>(begin + int64_t(row) * call.key_heads * call.size + first) =
+              make_uint4(words[0], words[1], words[2], words[3]);
       }
-      const int first = from + column + (odd ? 8 : 0) + threadIdx.x % 4 / 2 * 4;
-      if (row >= call.keys || first >= call.size) continue;
-      const float four[4] = {odd ? got[0] : own[0], odd ? got[1] : own[1],
-                             odd ? own[0] : got[0], odd ? own[1] : got[1]};
-      float* const to = begin + int64_t(row) * call.key_heads * call.size + first;
-      if (adds) add_four(to, four);
-      else *reinterpret_cast<float4*>(to) = make_float4(four[0], four[1], four[2], four[3]);
     }
   }
 }
@@ -258,17 +254,10 @@ __device__ void multiply_tiles(const BackwardCall& call, BackwardShared<T, size>
       }
       shared.key_empty.arrive_as_warp();
     }
-    if constexpr (wide) {
-      if (steps > 0 || !call.adds_key)
-        write_wide_gradient<size>(call.key_gradient, call.adds_key, call, work.batch, work.key_head, first_key, of_keys,
-                                  call.scale);
-      if (steps > 0 || !call.adds_value)
-        write_wide_gradient<size>(call.value_gradient, call.adds_value, call, work.batch, work.key_head, first_key,
-                                  of_values, 1.f);
-    } else {
-      write_gradient<T, size>(call.key_gradient, call, work.batch, work.key_head, first_key, of_keys, call.scale);
-      write_gradient<T, size>(call.value_gradient, call, work.batch, work.key_head, first_key, of_values, 1.f);
-    }
+    if (!wide || steps > 0 || !call.adds_key)
+      write_gradient<wide, T, size>(call.key_gradient, call.adds_key, call, work, first_key, of_keys, call.scale);
+    if (!wide || steps > 0 || !call.adds_value)
+      write_gradient<wide, T, size>(call.value_gradient, call.adds_value, call, work, first_key, of_values, 1.f);
   });
 }
 

@@ -179,14 +179,8 @@ struct PairGradient {
     }
     const int first_key = work.block * Pair::Plan::keys + rank * Pair::keys;
 #pragma unroll
-    for (int of = 0; of < 2; of++) {
-      if constexpr (wide)
-        write_wide_gradient<Pair::half>(gradient, adds, call, work.batch, work.key_head, first_key, sums[of], factor,
-                                        of * Pair::half);
-      else
-        write_gradient<T, Pair::half>(gradient, call, work.batch, work.key_head, first_key, sums[of], factor,
-                                      of * Pair::half);
-    }
+    for (int of = 0; of < 2; of++)
+      write_gradient<wide, T, Pair::half>(gradient, adds, call, work, first_key, sums[of], factor, of * Pair::half);
   }
 };
 

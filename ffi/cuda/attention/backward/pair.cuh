@@ -27,8 +27,7 @@ struct BackwardPair {
   static constexpr int groups = 3, threads = (groups + 1) * kWarpGroup;
   // Of a thread of the warp group for scores, of those that hold a gradient, and of the one that copies.
   static constexpr int score_registers = 168, gradient_registers = 160, copy_registers = 24;
-  static constexpr int ticket_slots = 2;  // pieces of work that are known at a time
-  static constexpr int slope_slots = 2;
+  static constexpr int ticket_slots = BackwardCode::ticket_slots, slope_slots = 2;
   static constexpr int parts = 2;  // of 64 columns, of the block's part of the gradient by queries
   static constexpr int sum = queries * 64, sum_tile = queries * size;
   static constexpr int box_row = 128, box_bytes = 64 * box_row;
@@ -77,18 +76,5 @@ struct BackwardPair {
     show_barriers();
   }
 };
-
-// Calls `visit(work)` for each of the pair's pieces of work, of whole warps or of single threads.
-template <bool by_warps, class T, class Visit>
-__device__ void for_pieces(const BackwardCall& call, BackwardPair<T>& shared, Visit visit) {
-  for (SlotPlace<BackwardPair<T>::ticket_slots> ticket_place;; ticket_place.advance()) {
-    shared.ticket_full[ticket_place.slot].wait(ticket_place.parity);
-    const unsigned ticket = *static_cast<volatile unsigned*>(&shared.tickets[ticket_place.slot]);
-    if constexpr (by_warps) shared.ticket_empty[ticket_place.slot].arrive_as_warp_in(0);
-    else shared.ticket_empty[ticket_place.slot].arrive_in(0);
-    if (ticket >= call.pieces) return;
-    visit(BackwardWork<BackwardPair<T>::size>(call, {call, ticket}));
-  }
-}
 
 }  // namespace jaxsoft::cuda

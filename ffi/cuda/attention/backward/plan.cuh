@@ -19,8 +19,9 @@ struct BackwardCode {
   static constexpr int ticket_slots = 2;                             // pieces of work that are known at a time
 };
 
-template <class T, int size>
+template <class T, int head_size>
 struct BackwardShared {
+  static constexpr int size = head_size;
   using Plan = BackwardPlan<size>;
   using Code = BackwardCode;
   static constexpr int boxes = size / 64;  // of 64 columns

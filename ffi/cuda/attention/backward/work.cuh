@@ -95,16 +95,20 @@ struct BackwardWork {
   }
 };
 
-// Calls `visit(work)` for each of the block's pieces of work, of whole warps or of single threads.
-template <bool by_warps, class T, int size, class Visit>
-__device__ void for_pieces(const BackwardCall& call, BackwardShared<T, size>& shared, Visit visit) {
+// Calls `visit(work)` for each of the pieces of work of the block or the pair, of whole warps or of single threads.
+template <bool by_warps, class Shared, class Visit>
+__device__ void for_pieces(const BackwardCall& call, Shared& shared, Visit visit) {
+  constexpr bool in_pairs = Shared::Plan::blocks > 1;
   for (SlotPlace<BackwardCode::ticket_slots> ticket_place;; ticket_place.advance()) {
     shared.ticket_full[ticket_place.slot].wait(ticket_place.parity);
     const unsigned ticket = *static_cast<volatile unsigned*>(&shared.tickets[ticket_place.slot]);
-    if constexpr (by_warps) shared.ticket_empty[ticket_place.slot].arrive_as_warp();
-    else shared.ticket_empty[ticket_place.slot].arrive();
+    Barrier& empty = shared.ticket_empty[ticket_place.slot];
+    if constexpr (by_warps && in_pairs) empty.arrive_as_warp_in(0);
+    else if constexpr (by_warps) empty.arrive_as_warp();
+    else if constexpr (in_pairs) empty.arrive_in(0);
+    else empty.arrive();
     if (ticket >= call.pieces) return;
-    visit(BackwardWork<size>(call, {call, ticket}));
+    visit(BackwardWork<Shared::size>(call, {call, ticket}));
   }
 }
 
