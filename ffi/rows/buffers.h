@@ -47,6 +47,13 @@ inline bool go_together(ffi::DataType operand, ffi::DataType result) {
   return operand == result || (operand == ffi::F32 && is_16_bit(result)) || (is_16_bit(operand) && result == ffi::F32);
 }
 
+template <class Value>
+std::string as_text(const Value& value) {
+  std::ostringstream text;
+  text << value;
+  return text.str();
+}
+
 // For example "F32(4,8)".
 inline std::string describe(const Buffer& buffer) {
   std::ostringstream text;

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <sstream>
 #include <string>
 #include <vector>
 
@@ -37,9 +36,9 @@ class Checks {
              std::to_string(form_.trailing);
     if (form_.masked && !may_have(Feature::masked))
       return "masked must be false, except for " + those_with(Feature::masked);
-    if (!(form_.cap >= 0) || form_.cap > 1e300) return "cap must be a number, at least 0: got " + text(form_.cap);
+    if (!(form_.cap >= 0) || form_.cap > 1e300) return "cap must be a number, at least 0: got " + as_text(form_.cap);
     if (form_.cap > 0 && !may_have(Feature::cap))
-      return "cap must be 0, except for " + those_with(Feature::cap) + ": got " + text(form_.cap);
+      return "cap must be 0, except for " + those_with(Feature::cap) + ": got " + as_text(form_.cap);
     return "";
   }
 
@@ -51,16 +50,16 @@ class Checks {
       case Kind::row: {
         const bool fits = is_result ? go_together(first_.dtype, buffer.dtype) : buffer.dtype == first_.dtype;
         if (fits && buffer.dims == first_.dims) return "";
-        return must(operand, is_result ? result_dtypes() : text(first_.dtype)) + "of the same shape as " + got(buffer);
+        return must(operand, is_result ? result_dtypes() : as_text(first_.dtype)) + "of the same shape as " + got(buffer);
       }
       case Kind::number:
         if (buffer.dtype == state && is_one_a_row(buffer)) return "";
-        return must(operand, text(state)) + "one a row of " + got(buffer);
+        return must(operand, as_text(state)) + "one a row of " + got(buffer);
       case Kind::label:
         if (buffer.dtype == ffi::S32 && is_one_a_row(buffer)) return "";
         return must(operand, "S32") + "one a row of " + got(buffer);
-      case Kind::chosen: return chosen(operand, buffer.dtype == first_.dtype, text(first_.dtype));
-      case Kind::index: return chosen(operand, buffer.dtype == ffi::S32, text(ffi::S32));
+      case Kind::chosen: return chosen(operand, buffer.dtype == first_.dtype, as_text(first_.dtype));
+      case Kind::index: return chosen(operand, buffer.dtype == ffi::S32, as_text(ffi::S32));
       case Kind::chosen_result: return chosen(operand, go_together(first_.dtype, buffer.dtype), result_dtypes());
     }
     return "";
@@ -76,13 +75,6 @@ class Checks {
     return names;
   }
 
-  template <class Value>
-  static std::string text(const Value& value) {
-    std::ostringstream text;
-    text << value;
-    return text.str();
-  }
-
   std::string first_name() const { return operation_.operands[0].name; }
   std::string must(const Operand& operand, const std::string& dtypes) const {
     return std::string(operand.name) + " must be " + dtypes + ", ";
@@ -93,7 +85,7 @@ class Checks {
 
   std::string result_dtypes() const {
     if (first_.dtype == ffi::F32) return "F32, F16 or BF16";
-    return text(first_.dtype) + (is_16_bit(first_.dtype) ? " or F32" : "");
+    return as_text(first_.dtype) + (is_16_bit(first_.dtype) ? " or F32" : "");
   }
 
   // Whether a buffer has the first operand's shape without the reduced dimension.
@@ -112,7 +104,7 @@ class Checks {
     fits = fits && dims.size() == first_.dims.size() && dims == buffers_.values.dims;
     for (size_t i = 0; fits && i < axis(); i++) fits = dims[i] == first_.dims[i];
     if (fits && dims.back() >= 1 && dims.back() <= std::min(n, kMostK) && n <= INT32_MAX) return "";
-    return must(operand, dtypes) + "1 to " + text(kMostK) + " of at most " + text(INT32_MAX) +
+    return must(operand, dtypes) + "1 to " + as_text(kMostK) + " of at most " + as_text(INT32_MAX) +
            " elements of a row, the same number in each result, of " + got(buffer);
   }
 

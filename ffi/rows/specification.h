@@ -24,6 +24,7 @@ enum class Kind {
 struct Operand {
   const char* name = "";
   Kind kind = Kind::row;
+  const char* kind_text = "";
   Buffer Buffers::*place = nullptr;
 };
 
@@ -33,7 +34,7 @@ enum class Feature { masked, cap, trailing, workspace };
 
 namespace operations {
 
-#define JAXSOFT_OPERAND(name, kind, place) inline constexpr Operand name{#name, Kind::kind, &Buffers::place};
+#define JAXSOFT_OPERAND(name, kind, place) inline constexpr Operand name{#name, Kind::kind, #kind, &Buffers::place};
 JAXSOFT_ROW_OPERANDS(JAXSOFT_OPERAND)
 #undef JAXSOFT_OPERAND
 
@@ -66,25 +67,13 @@ inline constexpr Operation kAll[] = {JAXSOFT_ROW_OPERATIONS(JAXSOFT_RECORD)};
 
 constexpr const Operation& operation(Name name) { return operations::kAll[static_cast<int>(name)]; }
 
-inline const char* word(Kind kind) {
-  switch (kind) {
-    case Kind::row: return "row";
-    case Kind::number: return "number";
-    case Kind::label: return "label";
-    case Kind::chosen: return "chosen";
-    case Kind::index: return "index";
-    case Kind::chosen_result: return "chosen_result";
-  }
-  return "";
-}
-
 // The records as text, a line each, for a test that compares them with Python's. An example:
 // softmax(scores:row)->(result:row) extras=scale,limit,where,bias masked=0 cap=0 trailing=1 workspace=1
 inline std::string operations_as_text() {
   auto joined = [](const List<Operand>& operands) {
     std::string text;
     for (const Operand& operand : operands)
-      text += (text.empty() ? "" : ",") + std::string(operand.name) + ":" + word(operand.kind);
+      text += (text.empty() ? "" : ",") + std::string(operand.name) + ":" + operand.kind_text;
     return "(" + text + ")";
   };
   std::string text;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -51,16 +52,14 @@ class Call {
     return check_form(form);
   }
 
-  const Buffer& operand(Name name) const { return operands_.of[static_cast<int>(name)]; }
-  const Buffer& result(Name name) const { return results_.of[static_cast<int>(name)]; }
+  const Buffer& operand(Name name) const { return operands_[static_cast<int>(name)]; }
+  const Buffer& result(Name name) const { return results_[static_cast<int>(name)]; }
   // The length of a dimension by its letter.
   int size(char letter) const { return static_cast<int>(sizes_[letter - 'A']); }
 
  private:
-  struct Buffers {
-    Buffer of[kNames];
-  };
-  static constexpr int64_t kUnknown = -1;
+  using Buffers = std::array<Buffer, kNames>;
+  static constexpr int64_t kUnknown = 0;
 
   // Appends the names that an attribute lists, which must be some of those that are allowed, in their order.
   static std::string add_names(const char* attribute, std::string_view listed, Set<Name> allowed,
@@ -93,7 +92,9 @@ class Call {
     Record is = record(name);
     if (buffers == &results_ && operand(name).data) is.type = Type::wide_or_query;  // a gradient
     const std::string_view dims = is.dims;
-    if (!fits(is.type, buffer.dtype) || buffer.dims.size() != dims.size()) return must(is, buffer);
+    const auto allowed = dtypes(is.type);
+    if (std::find(allowed.begin(), allowed.end(), buffer.dtype) == allowed.end() || buffer.dims.size() != dims.size())
+      return must(is, buffer);
     for (size_t i = 0; i < dims.size(); i++) {
       const int64_t size = sizes_[dims[i] - 'A'];
       const bool once = buffer.dims[i] == 1 && std::string_view(is.once).find(dims[i]) != std::string_view::npos;
@@ -111,52 +112,36 @@ class Call {
       sizes_['D' - 'A'] = sizes_['H' - 'A'];
     }
     if (name == Name::page_table) sizes_['S' - 'A'] = sizes_['C' - 'A'] * sizes_['G' - 'A'];
-    buffers->of[static_cast<int>(name)] = buffer;
+    (*buffers)[static_cast<int>(name)] = buffer;
     return "";
   }
 
-  bool fits(Type type, ffi::DataType dtype) const {
-    const auto query = operand(Name::query).dtype;
-    switch (type) {
-      case Type::query: return query == ffi::DataType::INVALID ? is_16_bit(dtype) : dtype == query;
-      case Type::wide_or_query: return dtype == query || dtype == ffi::F32;
-      case Type::page: {
-        const auto pages = operand(Name::key_pages).dtype;  // those of values have the dtype of those of keys
-        if (pages != ffi::DataType::INVALID) return dtype == pages;
-        return dtype == query || dtype == ffi::F8E4M3FN || dtype == ffi::F8E5M2;
-      }
-      case Type::score: return is_16_bit(dtype) || dtype == ffi::F32;
-      case Type::number: return dtype == ffi::F32;
-      case Type::integer: return dtype == ffi::S32;
-      case Type::flag: return dtype == ffi::PRED;
-      case Type::byte: return dtype == ffi::U8;
-    }
-    return false;
-  }
-
-  std::string dtypes(Type type) const {
+  // The dtypes that an array may have. The first array of pages says which all of them have, as the query does.
+  std::vector<ffi::DataType> dtypes(Type type) const {
     const Buffer &query = operand(Name::query), &pages = operand(Name::key_pages);
-    auto text = [](ffi::DataType dtype) {
-      std::ostringstream text;
-      text << dtype;
-      return text.str();
-    };
     switch (type) {
-      case Type::query: return query.data ? text(query.dtype) : "F16 or BF16";
-      case Type::wide_or_query: return text(query.dtype) + " or F32";
-      case Type::page: return pages.data ? text(pages.dtype) : text(query.dtype) + ", F8E4M3FN or F8E5M2";
-      case Type::score: return "F16, BF16 or F32";
-      case Type::number: return "F32";
-      case Type::integer: return "S32";
-      case Type::flag: return "PRED";
-      case Type::byte: return "U8";
+      case Type::query:
+        if (query.data) return {query.dtype};
+        return {ffi::F16, ffi::BF16};
+      case Type::wide_or_query: return {query.dtype, ffi::F32};
+      case Type::page:
+        if (pages.data) return {pages.dtype};
+        return {query.dtype, ffi::F8E4M3FN, ffi::F8E5M2};
+      case Type::score: return {ffi::F16, ffi::BF16, ffi::F32};
+      case Type::number: return {ffi::F32};
+      case Type::integer: return {ffi::S32};
+      case Type::flag: return {ffi::PRED};
+      case Type::byte: return {ffi::U8};
     }
-    return "";
+    return {};
   }
 
   // For example "bias must be F16, BF16 or F32 of shape (2 or 1,N or 1,8 or 1,9 or 1): got F32(3) beside query ..."
   std::string must(const Record& is, const Buffer& buffer) const {
-    std::string shape;
+    std::string allowed, shape;
+    const auto types = dtypes(is.type);
+    for (size_t i = 0; i < types.size(); i++)
+      allowed += (i == 0 ? "" : i + 1 < types.size() ? ", " : " or ") + as_text(types[i]);
     for (const char letter : std::string_view(is.dims)) {
       const int64_t size = sizes_[letter - 'A'];
       shape += (shape.empty() ? "" : ",") + (size == kUnknown ? std::string(1, letter) : std::to_string(size));
@@ -166,8 +151,7 @@ class Call {
     for (const Name name : {Name::query, Name::key, Name::block, Name::key_pages})
       if (operand(name).data) beside += std::string(", ") + record(name).text + " " + describe(operand(name));
     if (!beside.empty()) beside = " beside " + beside.substr(2);
-    return std::string(is.text) + " must be " + dtypes(is.type) + " of shape (" + shape + "): got " + describe(buffer) +
-           beside;
+    return std::string(is.text) + " must be " + allowed + " of shape (" + shape + "): got " + describe(buffer) + beside;
   }
 
   // Checks the lengths of dimensions, which all operands have by now.
@@ -203,15 +187,10 @@ class Call {
   }
 
   std::string check_form(const Form& form) const {
-    auto got = [](double number) {
-      std::ostringstream text;
-      text << number;
-      return ": got " + text.str();
-    };
     if (!(form.scale >= kSmallestScale && form.scale <= kLargestScale))
-      return "scale must be from 1e-30 to 1e30" + got(form.scale);
+      return "scale must be from 1e-30 to 1e30: got " + as_text(form.scale);
     if (!(form.cap >= 0 && form.cap <= kLargestCap))
-      return "cap must be from 0 to " + std::to_string(int(kLargestCap)) + got(form.cap);
+      return "cap must be from 0 to " + std::to_string(int(kLargestCap)) + ": got " + as_text(form.cap);
     for (const int64_t limit : {form.left, form.right})
       if (limit < -1 || limit > kFurthest)
         return "left and right must be from -1 to " + std::to_string(kFurthest) + ": got " + std::to_string(limit);
@@ -236,9 +215,7 @@ class Call {
   }
 
   Buffers operands_, results_;
-  int64_t sizes_[26] = {kUnknown, kUnknown, kUnknown, kUnknown, kUnknown, kUnknown, kUnknown, kUnknown, kUnknown,
-                        kUnknown, kUnknown, kUnknown, kUnknown, kUnknown, kUnknown, kUnknown, kUnknown, kUnknown,
-                        kUnknown, kUnknown, kUnknown, kUnknown, kUnknown, kUnknown, kUnknown, kUnknown};
+  int64_t sizes_[26] = {};  // by letter, at first all unknown
 };
 
 }  // namespace jaxsoft::attention
