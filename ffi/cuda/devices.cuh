@@ -34,6 +34,14 @@ class Devices {
   }
 };
 
+// Lets a kernel have so many bytes of shared memory, which may be more than kernels have by default.
+template <auto kernel, int bytes>
+cudaError_t allow_shared_memory() {
+  static_assert(bytes <= 227 * 1024);
+  static Devices<> allowed;
+  return allowed.once([] { return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes); });
+}
+
 // A kernel of which only the attributes are asked for. They say what the library's kernels were compiled for.
 template <int = 0>
 __global__ void any_kernel() {}

@@ -46,8 +46,8 @@ template <int = 0>
 __global__ void __launch_bounds__(kWarpGroupCode ? kThreadsWithWarpGroups : kThreadsWithWarpGroups / 2)
     warp_group_kernel() {}
 
-// Whether the kernels that run on the current device were compiled with products of warp groups.
-inline cudaError_t has_warp_groups(bool* found) {
+// An error where the kernels that run on the current device were compiled without products of warp groups.
+inline cudaError_t need_warp_groups(cudaError_t error = cudaErrorNotSupported) {
   static Devices<> known;
   int threads = 0;
   if (auto e = known.once(0, &threads, [](int* of_kernel) {
@@ -57,8 +57,7 @@ inline cudaError_t has_warp_groups(bool* found) {
         return error;
       }))
     return e;
-  *found = threads == kThreadsWithWarpGroups;
-  return cudaSuccess;
+  return threads == kThreadsWithWarpGroups ? cudaSuccess : error;
 }
 
 }  // namespace jaxsoft::cuda

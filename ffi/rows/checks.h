@@ -50,7 +50,8 @@ class Checks {
       case Kind::row: {
         const bool fits = is_result ? go_together(first_.dtype, buffer.dtype) : buffer.dtype == first_.dtype;
         if (fits && buffer.dims == first_.dims) return "";
-        return must(operand, is_result ? result_dtypes() : as_text(first_.dtype)) + "of the same shape as " + got(buffer);
+        const auto dtypes = is_result ? result_dtypes() : as_text(first_.dtype);
+        return must(operand, dtypes) + "of the same shape as " + got(buffer);
       }
       case Kind::number:
         if (buffer.dtype == state && is_one_a_row(buffer)) return "";

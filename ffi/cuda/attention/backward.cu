@@ -49,24 +49,11 @@ cudaError_t put(void* gradient, const float* sum, int64_t count, cudaStream_t st
   return cudaMemcpyAsync(gradient, sum, count * sizeof(float), cudaMemcpyDeviceToDevice, stream);
 }
 
-template <class T>
-cudaError_t run_typed(BackwardCall& call, const AttentionCall& given, const AttentionGradients& gradients,
-                      cudaStream_t stream) {
-  if (given.size <= 64) return run_backward<T, 64>(call, given, gradients, stream);
-  if (given.size <= 128) return run_backward<T, 128>(call, given, gradients, stream);
-  return run_backward<T, 256>(call, given, gradients, stream);
-}
-
 }  // namespace
 
 cudaError_t run_attention_backward(const AttentionCall& given, const AttentionGradients& gradients,
                                    cudaStream_t stream) {
-  bool fits = false;
-  if (auto e = has_warp_groups(&fits)) return e;
-  if (!fits) return cudaErrorNotSupported;
-  if (given.size != given.value_size || given.size % 8 || given.size > 256 || given.query_segments ||
-      given.key_segments || given.bias.data || given.mask.data)
-    return cudaErrorInvalidValue;
+  if (auto e = need_warp_groups()) return e;
   BackwardCall call{};
   call.batch = given.batch, call.queries = given.queries, call.keys = given.keys;
   call.heads = given.heads, call.key_heads = given.key_heads, call.group = given.heads / given.key_heads;
@@ -75,15 +62,15 @@ cudaError_t run_attention_backward(const AttentionCall& given, const AttentionGr
   call.scale = given.scale, call.scale2 = given.scale * float(kLog2E), call.cap = given.cap;
   call.limits = given.limits;
   call.query_gradient = gradients.query, call.key_gradient = gradients.key, call.value_gradient = gradients.value;
-  if (!gradients.wide && (gradients.query_sum || gradients.key_sum || gradients.value_sum))
-    return cudaErrorInvalidValue;
   const int64_t size = given.size, of_query = int64_t(given.batch) * given.queries * given.heads * size;
   const int64_t of_key = int64_t(given.batch) * given.keys * given.key_heads * size;
   if (auto e = put(gradients.query, gradients.query_sum, of_query, stream, &call.adds_query)) return e;
   if (auto e = put(gradients.key, gradients.key_sum, of_key, stream, &call.adds_key)) return e;
   if (auto e = put(gradients.value, gradients.value_sum, of_key, stream, &call.adds_value)) return e;
-  return given.type == AttentionType::f16 ? run_typed<__half>(call, given, gradients, stream)
-                                          : run_typed<__nv_bfloat16>(call, given, gradients, stream);
+  return with_size<64, 128, 256>(given.size, [&](auto size) {
+    return given.type == AttentionType::f16 ? run_backward<__half, size>(call, given, gradients, stream)
+                                            : run_backward<__nv_bfloat16, size>(call, given, gradients, stream);
+  });
 }
 
 }  // namespace jaxsoft::cuda

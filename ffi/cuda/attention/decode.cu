@@ -1,4 +1,4 @@
-// Attention of few queries of each sequence over many keys: what a call must be, and the launch of its kernel.
+// Attention of few queries of each sequence over many keys: the launch of its kernel.
 #include "decode/few_rows.cuh"
 #include "decode/many_rows.cuh"
 
@@ -27,37 +27,25 @@ struct Launch {
   int padded;
   Device device;
 
-  // Whether it is a call that the kernels take.
-  bool allowed() const {
-    const AttentionCall& call = args.call;
-    const bool narrow = args.paged && args.pages.type != PageType::as_query;
-    if (call.size != call.value_size || call.size < 8 || call.size > 256 || call.size % (narrow ? 16 : 8)) return false;
-    if (call.heads % call.key_heads) return false;
-    if (!args.paged) return true;
-    const int size = args.pages.page_size;
-    return size >= kRun && size <= 256 && (size & (size - 1)) == 0;
-  }
-
-  template <class T, PageType type, int size>
+  template <class T, PageType type>
   cudaError_t run_few() {
-    return start<FewRows<type, size>, decode_few_rows<T, type, size>, merge<size>>();
+    return with_size<64, 128, 256>(padded, [&](auto size) {
+      return start<FewRows<type, size>, decode_few_rows<T, type, size>, merge<size>>();
+    });
   }
-  template <class T, int size>
+  template <class T>
   cudaError_t run_many() {
-    const bool shared = args.plan.row_tile == kPartRows;
-    if (shared) return start<ManyRows<size>, decode_many_rows<T, size, true>, merge<size>>();
-    return start<ManyRows<size>, decode_many_rows<T, size, false>, merge<size>>();
+    return with_size<64, 128, 256>(padded, [&](auto size) {
+      const bool shared = args.plan.row_tile == kPartRows;
+      if (shared) return start<ManyRows<size>, decode_many_rows<T, size, true>, merge<size>>();
+      return start<ManyRows<size>, decode_many_rows<T, size, false>, merge<size>>();
+    });
   }
 
   template <class Shape, Kernel* kernel, MergeKernel* merge_kernel>
   cudaError_t start() {
     constexpr size_t bytes = sizeof(typename Shape::Memory);
-    static_assert(bytes <= 227 * 1024);
-    static Devices<> prepared;
-    if (auto e = prepared.once([&] {
-          return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-        }))
-      return e;
+    if (auto e = allow_shared_memory<kernel, bytes>()) return e;
     const int box_rows = args.paged ? std::min(Shape::keys, args.pages.page_size) : Shape::keys;
     CUtensorMap keys, values;
     if (auto e = describe_cache(&keys, args.call.key, box_rows, Shape::Values::swizzle)) return e;
@@ -114,22 +102,6 @@ struct Launch {
     return cudaLaunchKernelEx(&config, kernel, given...);
   }
 
-  template <class T, PageType type>
-  cudaError_t run_type() {
-    switch (padded) {
-      case 64: return run_few<T, type, 64>();
-      case 128: return run_few<T, type, 128>();
-      default: return run_few<T, type, 256>();
-    }
-  }
-  template <class T>
-  cudaError_t run_many_type() {
-    switch (padded) {
-      case 64: return run_many<T, 64>();
-      case 128: return run_many<T, 128>();
-      default: return run_many<T, 256>();
-    }
-  }
   cudaError_t run() {
     const AttentionCall& call = args.call;
     const LimitOperands& limits = call.limits;
@@ -144,11 +116,11 @@ struct Launch {
     }
     args.item_rows = problem.item_rows();
     const bool bf16 = call.type == AttentionType::bf16;
-    if (problem.many()) return bf16 ? run_many_type<__nv_bfloat16>() : run_many_type<__half>();
+    if (problem.many()) return bf16 ? run_many<__nv_bfloat16>() : run_many<__half>();
     switch (args.pages.type) {
-      case PageType::e4m3: return run_type<__half, PageType::e4m3>();
-      case PageType::e5m2: return run_type<__half, PageType::e5m2>();
-      default: return bf16 ? run_type<__nv_bfloat16, PageType::as_query>() : run_type<__half, PageType::as_query>();
+      case PageType::e4m3: return run_few<__half, PageType::e4m3>();
+      case PageType::e5m2: return run_few<__half, PageType::e5m2>();
+      default: return bf16 ? run_few<__nv_bfloat16, PageType::as_query>() : run_few<__half, PageType::as_query>();
     }
   }
 };
@@ -157,9 +129,7 @@ struct Launch {
 
 cudaError_t run_attention_decode(const AttentionCall& call, const Pages* pages, const AttentionResults& results,
                                  cudaStream_t stream) {
-  bool runs = false;
-  if (auto e = has_warp_groups(&runs)) return e;
-  if (!runs) return cudaErrorNotSupported;
+  if (auto e = need_warp_groups()) return e;
   decode::Launch launch{};
   launch.stream = stream;
   launch.padded = decode::padded_size(call.size);
@@ -170,9 +140,8 @@ cudaError_t run_attention_decode(const AttentionCall& call, const Pages* pages, 
     args.pages = *pages;
     while (1 << args.page_shift < pages->page_size) args.page_shift++;
   }
-  args.rows = call.queries * (call.heads / std::max(call.key_heads, 1));
+  args.rows = call.queries * (call.heads / call.key_heads);
   args.adjusted = call.cap > 0 || call.bias.data || call.mask.data || call.query_segments;
-  if (!launch.allowed()) return cudaErrorInvalidValue;
   return launch.run();
 }
 

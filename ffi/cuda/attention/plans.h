@@ -4,7 +4,6 @@
 #include <sstream>
 #include <string>
 #include <string_view>
-#include <type_traits>
 
 #include "backward/tiles.h"
 #include "decode/plan.h"
@@ -36,18 +35,10 @@ struct Sizes {
   }
 };
 
-// Calls use(size) with the padded size of heads of the backward kernel.
-template <class Use>
-auto with_backward_size(int64_t size, Use use) {
-  if (size <= 64) return use(std::integral_constant<int, 64>());
-  if (size <= 128) return use(std::integral_constant<int, 128>());
-  return use(std::integral_constant<int, 256>());
-}
-
 inline int64_t workspace_bytes(const Sizes& call, int multiprocessors) {
   if (call.is("attention_forward")) return sizeof(unsigned long long);  // a counter
   if (call.is("attention_backward"))
-    return with_backward_size(call.size, [&](auto size) {
+    return cuda::with_size<64, 128, 256>(call.size, [&](auto size) {
       return cuda::BackwardSpace<size>(call.batch, call.queries, call.keys, call.heads, call.key_heads).bytes();
     });
   const auto problem = call.decode();
@@ -56,21 +47,15 @@ inline int64_t workspace_bytes(const Sizes& call, int multiprocessors) {
       .bytes;
 }
 
-template <int size, cuda::ForwardKind kind>
-std::string forward_plan() {
-  using Plan = cuda::ForwardPlan<size, kind>;
-  std::ostringstream text;
-  text << "attention_forward: " << Plan::groups << " groups of " << Plan::group_queries << " queries a block, tiles of "
-       << Plan::key_tile << " keys";
-  return text.str();
-}
-
 template <cuda::ForwardKind kind>
-std::string forward_plan_of_size(int64_t size) {
-  return size <= 64    ? forward_plan<64, kind>()
-         : size <= 128 ? forward_plan<128, kind>()
-         : size <= 192 ? forward_plan<192, kind>()
-                       : forward_plan<256, kind>();
+std::string forward_plan(int64_t size_of_heads) {
+  return cuda::with_size<64, 128, 192, 256>(size_of_heads, [](auto size) {
+    using Plan = cuda::ForwardPlan<size, kind>;
+    std::ostringstream text;
+    text << "attention_forward: " << Plan::groups << " groups of " << Plan::group_queries
+         << " queries a block, tiles of " << Plan::key_tile << " keys";
+    return text.str();
+  });
 }
 
 // For example "decode_few_rows: 16 rows a block, up to 12 chunks of keys; clear may precede it, and merge follows". The
@@ -78,13 +63,13 @@ std::string forward_plan_of_size(int64_t size) {
 inline std::string plan_as_text(const Sizes& call, int multiprocessors) {
   using cuda::ForwardKind;
   if (call.is("attention_forward")) {
-    if (call.capped || call.has("segments")) return forward_plan_of_size<ForwardKind::general>(call.size);
-    if (call.has_limits()) return forward_plan_of_size<ForwardKind::limited>(call.size);
-    return forward_plan_of_size<ForwardKind::plain>(call.size);
+    if (call.capped || call.has("segments")) return forward_plan<ForwardKind::general>(call.size);
+    if (call.has_limits()) return forward_plan<ForwardKind::limited>(call.size);
+    return forward_plan<ForwardKind::plain>(call.size);
   }
   std::ostringstream text;
   if (call.is("attention_backward")) {
-    with_backward_size(call.size, [&](auto size) {
+    cuda::with_size<64, 128, 256>(call.size, [&](auto size) {
       using Plan = cuda::BackwardPlan<size>;
       text << (Plan::blocks == 2 ? "attention_backward_in_pairs" : "attention_backward") << ": tiles of "
            << Plan::queries << " queries and " << Plan::keys

@@ -253,9 +253,7 @@ ffi::Error handle(cudaStream_t stream, ffi::AnyBuffer hidden, ffi::AnyBuffer gra
   const Buffer h(hidden), given(gradients), x(*result), space(*workspace);
   const std::string reason = check(h, given, x, space);
   if (!reason.empty()) return refuse("weight_gradient_in_place: " + reason);
-  bool runs = false;
-  if (auto e = has_warp_groups(&runs)) return answer("weight_gradient_in_place", e);
-  if (!runs) return answer("weight_gradient_in_place", cudaErrorNotSupported);
+  if (auto e = need_warp_groups()) return answer("weight_gradient_in_place", e);
   return answer("weight_gradient_in_place", h.dtype == ffi::F16 ? run<__half>(h, x, space, stream)
                                                                 : run<__nv_bfloat16>(h, x, space, stream));
 }

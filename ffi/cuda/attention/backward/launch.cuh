@@ -98,21 +98,13 @@ int heads_in_turn(const BackwardCall& call) {
 template <class T, int size, BackwardKind kind, bool wide>
 cudaError_t launch_backward_as(const BackwardCall& call, const AttentionGradients& gradients, cudaStream_t stream) {
   using Plan = BackwardPlan<size>;
-  void (*kernel)(BackwardCall);
-  int bytes, threads;
-  if constexpr (Plan::blocks == 2) {
-    static_assert(sizeof(BackwardPair<T>) <= 227 * 1024);
-    kernel = attention_backward_in_pairs<T, kind, wide>;
-    bytes = sizeof(BackwardPair<T>), threads = BackwardPair<T>::threads;
-  } else {
-    using Shared = BackwardShared<T, size>;
-    static_assert(sizeof(Shared) <= 227 * 1024);
-    kernel = attention_backward<T, size, kind, wide>, bytes = sizeof(Shared), threads = BackwardCode::threads;
-  }
-  static Devices<> prepared;
-  if (auto e = prepared.once(
-          [&] { return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes); }))
-    return e;
+  using Shared = std::conditional_t<Plan::blocks == 2, BackwardPair<T>, BackwardShared<T, size>>;
+  constexpr auto kernel = [] {
+    if constexpr (Plan::blocks == 2) return attention_backward_in_pairs<T, kind, wide>;
+    else return attention_backward<T, size, kind, wide>;
+  }();
+  constexpr int bytes = sizeof(Shared);
+  if (auto e = allow_shared_memory<kernel, bytes>()) return e;
   const unsigned heads = call.batch * call.heads, queries = call.query_tiles * Plan::queries;
   prepare_numbers<size><<<dim3((queries + 127) / 128, std::min(heads, 65535u)), 128, 0, stream>>>(
       call, gradients.lse, gradients.delta);
@@ -120,12 +112,10 @@ cudaError_t launch_backward_as(const BackwardCall& call, const AttentionGradient
   ordered.heads_in_turn = call.deterministic ? heads_in_turn<size>(call) : 1;
   const auto at_once = std::min<unsigned>(call.pieces, call.processors / Plan::blocks);
   if (auto e = cudaGetLastError()) return e;
-  cudaLaunchAttribute attributes[2] = {overlapping()};
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = Plan::blocks, attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+  cudaLaunchAttribute attributes[2] = {overlapping(), in_clusters_of(Plan::blocks)};
   cudaLaunchConfig_t config{};
   config.stream = stream, config.attrs = attributes, config.numAttrs = Plan::blocks > 1 ? 2 : 1;
-  config.gridDim = at_once * Plan::blocks, config.blockDim = threads, config.dynamicSmemBytes = bytes;
+  config.gridDim = at_once * Plan::blocks, config.blockDim = Shared::threads, config.dynamicSmemBytes = bytes;
   if (auto e = cudaLaunchKernelEx(&config, kernel, ordered)) return e;
   config.numAttrs = 1, config.gridDim = heads * call.query_tiles, config.blockDim = 256, config.dynamicSmemBytes = 0;
   return cudaLaunchKernelEx(&config, wide ? store_sums<T, size> : round_sums<T, size>, call);

@@ -21,7 +21,7 @@ struct BackwardCode {
 
 template <class T, int head_size>
 struct BackwardShared {
-  static constexpr int size = head_size;
+  static constexpr int size = head_size, threads = BackwardCode::threads;
   using Plan = BackwardPlan<size>;
   using Code = BackwardCode;
   static constexpr int boxes = size / 64;  // of 64 columns

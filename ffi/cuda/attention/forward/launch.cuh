@@ -15,7 +15,6 @@ template <class T, class Plan, ForwardKind kind>
 cudaError_t launch_forward_by_plan(const AttentionCall& call, const AttentionBefore& before,
                                    const AttentionResults& results, const Device& device, cudaStream_t stream) {
   constexpr int bytes = sizeof(ForwardMemory<Plan>);
-  static_assert(bytes <= 227 * 1024);
   const auto type = std::is_same<T, __half>::value ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   ForwardArguments args{};
   args.call = call, args.results = results, args.before = before;
@@ -43,15 +42,10 @@ cudaError_t launch_forward_by_plan(const AttentionCall& call, const AttentionBef
   // Results in f32 are those of some of the keys: others come from other devices meanwhile, by kernels that need
   // multiprocessors. They get none from blocks that stay until all is done: on an H200 a message waited for the end of
   // the kernel. With the last keys nothing has to arrive any more.
-  const bool in_turn = results.wide;
-  const int most = in_turn ? args.items : std::min<int>(device.processors, args.items);
+  const int most = results.wide ? args.items : std::min(device.processors, args.items);
   if (auto e = clear_counter(args.items > most, call.workspace, stream, &args.counter)) return e;
-  auto kernel = attention_forward<T, Plan, kind>;
-  static Devices<> ready;
-  if (auto e = ready.once([&] {
-        return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-      }))
-    return e;
+  constexpr auto kernel = attention_forward<T, Plan, kind>;
+  if (auto e = allow_shared_memory<kernel, bytes>()) return e;
   kernel<<<most, Plan::threads, bytes, stream>>>(args);
   return cudaGetLastError();
 }
