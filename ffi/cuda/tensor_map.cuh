@@ -30,9 +30,7 @@ struct DenseArray {
   const void* data;
   CUtensorMapDataType type;
   int batch, rows, heads, size;
-  unsigned element_bytes() const {
-    return type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : type == CU_TENSOR_MAP_DATA_TYPE_UINT8 ? 1 : 2;
-  }
+  unsigned element_bytes() const { return type == CU_TENSOR_MAP_DATA_TYPE_UINT8 ? 1 : 2; }
 };
 
 // Describes an array by boxes of up to 256 rows.
@@ -115,15 +113,9 @@ __device__ inline void store_floats(float* to, const void* from, unsigned bytes)
                : "memory");
 }
 __device__ inline void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Waits until all but the last `groups` groups of the calling thread have read shared memory.
-template <int groups = 0>
-__device__ void wait_for_reads_of_stores() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(groups) : "memory");
-}
+// Waits until all groups of the calling thread have read shared memory.
+__device__ inline void wait_for_reads_of_stores() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 // Waits until they have written.
-template <int groups = 0>
-__device__ void wait_for_stores() {
-  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(groups) : "memory");
-}
+__device__ inline void wait_for_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 }  // namespace jaxsoft::cuda

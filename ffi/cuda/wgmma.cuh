@@ -28,7 +28,7 @@ namespace jaxsoft::cuda {
 enum class Summed { along_rows, over_rows };
 
 // A tile in shared memory, as products take it: from the first of the 16 elements that are summed. It consists of boxes
-// (tensor_map.cuh), one after the other.
+// (tensor_map.cuh) with rows of 128 bytes, one after the other.
 template <Summed summed>
 struct Operand {
   uint64_t word;
@@ -44,24 +44,19 @@ struct Operand {
     return {word >> 32 << 32 | low};
   }
 };
-template <Swizzle swizzle>
-__device__ uint64_t operand_word(const void* box, uint32_t leading_bytes, uint32_t stride_bytes) {
+__device__ inline uint64_t operand_word(const void* box, uint32_t leading_bytes) {
+  constexpr uint64_t stride_bytes = 8 * 128, swizzle_of_128_bytes = 1;
   const uint64_t address = (shared_address(box) & 0x3ffff) >> 4;
-  const uint64_t mode = swizzle == Swizzle::bytes128 ? 1 : 2;
-  return address | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 | mode << 62;
+  return address | uint64_t(leading_bytes >> 4) << 16 | stride_bytes >> 4 << 32 | swizzle_of_128_bytes << 62;
 }
 
 // A tile whose rows are rows of the left operand, or columns of the right one. Another 16 elements within a box are 32
 // bytes further on. A box has at least as many rows as the operand.
-template <Swizzle swizzle = Swizzle::bytes128>
-__device__ Operand<Summed::along_rows> summed_along_rows(const void* box) {
-  return {operand_word<swizzle>(box, 16, 8 * static_cast<uint32_t>(swizzle))};
-}
+__device__ inline Operand<Summed::along_rows> summed_along_rows(const void* box) { return {operand_word(box, 16)}; }
 // A tile whose columns are rows of the left operand, or columns of the right one, and may lie in several boxes of
 // `box_rows` rows each. Another 16 rows are 16 rows of the box further on.
-template <Swizzle swizzle = Swizzle::bytes128>
-__device__ Operand<Summed::over_rows> summed_over_rows(const void* box, int box_rows) {
-  return {operand_word<swizzle>(box, box_rows * static_cast<uint32_t>(swizzle), 8 * static_cast<uint32_t>(swizzle))};
+__device__ inline Operand<Summed::over_rows> summed_over_rows(const void* box, int box_rows) {
+  return {operand_word(box, box_rows * 128)};
 }
 
 // Where a thread's first elements are in an accumulator: the other row is 8 further on, and columns come in pairs, each
@@ -123,41 +118,34 @@ __device__ void multiply(float (&d)[count], const uint32_t (&left)[4], Operand<r
   Instruction<T, 2 * count>::template run<right_summed == Summed::over_rows>(d, left, right.word, add);
 }
 
-// What follows writes the instructions out. As asm, they need the list of their registers by number.
-#define JAXSOFT_NUMBERS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
-#define JAXSOFT_NUMBERS_16 JAXSOFT_NUMBERS_8 ", " "%8, %9, %10, %11, %12, %13, %14, %15"
+// What follows writes the instructions out, for the numbers of columns that kernels have. As asm, they need the list of
+// their registers by number.
+#define JAXSOFT_NUMBERS_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define JAXSOFT_NUMBERS_24 JAXSOFT_NUMBERS_16 ", " "%16, %17, %18, %19, %20, %21, %22, %23"
 #define JAXSOFT_NUMBERS_32 JAXSOFT_NUMBERS_24 ", " "%24, %25, %26, %27, %28, %29, %30, %31"
 #define JAXSOFT_NUMBERS_40 JAXSOFT_NUMBERS_32 ", " "%32, %33, %34, %35, %36, %37, %38, %39"
 #define JAXSOFT_NUMBERS_48 JAXSOFT_NUMBERS_40 ", " "%40, %41, %42, %43, %44, %45, %46, %47"
-#define JAXSOFT_NUMBERS_56 JAXSOFT_NUMBERS_48 ", " "%48, %49, %50, %51, %52, %53, %54, %55"
-#define JAXSOFT_NUMBERS_64 JAXSOFT_NUMBERS_56 ", " "%56, %57, %58, %59, %60, %61, %62, %63"
-#define JAXSOFT_NUMBERS_72 JAXSOFT_NUMBERS_64 ", " "%64, %65, %66, %67, %68, %69, %70, %71"
-#define JAXSOFT_NUMBERS_80 JAXSOFT_NUMBERS_72 ", " "%72, %73, %74, %75, %76, %77, %78, %79"
+#define JAXSOFT_NUMBERS_64 \
+  JAXSOFT_NUMBERS_48 ", " "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define JAXSOFT_NUMBERS_80 \
+  JAXSOFT_NUMBERS_64 ", " "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
 #define JAXSOFT_NUMBERS_88 JAXSOFT_NUMBERS_80 ", " "%80, %81, %82, %83, %84, %85, %86, %87"
 #define JAXSOFT_NUMBERS_96 JAXSOFT_NUMBERS_88 ", " "%88, %89, %90, %91, %92, %93, %94, %95"
-#define JAXSOFT_NUMBERS_104 JAXSOFT_NUMBERS_96 ", " "%96, %97, %98, %99, %100, %101, %102, %103"
-#define JAXSOFT_NUMBERS_112 JAXSOFT_NUMBERS_104 ", " "%104, %105, %106, %107, %108, %109, %110, %111"
-#define JAXSOFT_NUMBERS_120 JAXSOFT_NUMBERS_112 ", " "%112, %113, %114, %115, %116, %117, %118, %119"
-#define JAXSOFT_NUMBERS_128 JAXSOFT_NUMBERS_120 ", " "%120, %121, %122, %123, %124, %125, %126, %127"
+#define JAXSOFT_NUMBERS_112 \
+  JAXSOFT_NUMBERS_96 ", " "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define JAXSOFT_NUMBERS_128 \
+  JAXSOFT_NUMBERS_112 ", " "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define JAXSOFT_FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define JAXSOFT_EIGHT(i) JAXSOFT_FOUR(i), JAXSOFT_FOUR(i + 4)
-#define JAXSOFT_REGISTERS_8 JAXSOFT_EIGHT(0)
-#define JAXSOFT_REGISTERS_16 JAXSOFT_REGISTERS_8, JAXSOFT_EIGHT(8)
+#define JAXSOFT_REGISTERS_16 JAXSOFT_EIGHT(0), JAXSOFT_EIGHT(8)
 #define JAXSOFT_REGISTERS_24 JAXSOFT_REGISTERS_16, JAXSOFT_EIGHT(16)
 #define JAXSOFT_REGISTERS_32 JAXSOFT_REGISTERS_24, JAXSOFT_EIGHT(24)
 #define JAXSOFT_REGISTERS_40 JAXSOFT_REGISTERS_32, JAXSOFT_EIGHT(32)
 #define JAXSOFT_REGISTERS_48 JAXSOFT_REGISTERS_40, JAXSOFT_EIGHT(40)
-#define JAXSOFT_REGISTERS_56 JAXSOFT_REGISTERS_48, JAXSOFT_EIGHT(48)
-#define JAXSOFT_REGISTERS_64 JAXSOFT_REGISTERS_56, JAXSOFT_EIGHT(56)
-#define JAXSOFT_REGISTERS_72 JAXSOFT_REGISTERS_64, JAXSOFT_EIGHT(64)
-#define JAXSOFT_REGISTERS_80 JAXSOFT_REGISTERS_72, JAXSOFT_EIGHT(72)
-#define JAXSOFT_REGISTERS_88 JAXSOFT_REGISTERS_80, JAXSOFT_EIGHT(80)
+#define JAXSOFT_REGISTERS_64 JAXSOFT_REGISTERS_48, JAXSOFT_EIGHT(48), JAXSOFT_EIGHT(56)
+#define JAXSOFT_REGISTERS_88 JAXSOFT_REGISTERS_64, JAXSOFT_EIGHT(64), JAXSOFT_EIGHT(72), JAXSOFT_EIGHT(80)
 #define JAXSOFT_REGISTERS_96 JAXSOFT_REGISTERS_88, JAXSOFT_EIGHT(88)
-#define JAXSOFT_REGISTERS_104 JAXSOFT_REGISTERS_96, JAXSOFT_EIGHT(96)
-#define JAXSOFT_REGISTERS_112 JAXSOFT_REGISTERS_104, JAXSOFT_EIGHT(104)
-#define JAXSOFT_REGISTERS_120 JAXSOFT_REGISTERS_112, JAXSOFT_EIGHT(112)
-#define JAXSOFT_REGISTERS_128 JAXSOFT_REGISTERS_120, JAXSOFT_EIGHT(120)
+#define JAXSOFT_REGISTERS_128 JAXSOFT_REGISTERS_96, JAXSOFT_EIGHT(96), JAXSOFT_EIGHT(104), JAXSOFT_EIGHT(112), JAXSOFT_EIGHT(120)
 
 // n0 to n6 are the numbers of the operands after the `count` accumulators.
 #define JAXSOFT_INSTRUCTION(T, name, N, count, n0, n1, n2, n3, n4, n5, n6)                                             \
@@ -186,21 +174,14 @@ __device__ void multiply(float (&d)[count], const uint32_t (&left)[4], Operand<r
 #define JAXSOFT_INSTRUCTIONS(N, ...)                      \
   JAXSOFT_INSTRUCTION(__half, "f16", N, __VA_ARGS__);     \
   JAXSOFT_INSTRUCTION(__nv_bfloat16, "bf16", N, __VA_ARGS__)
-JAXSOFT_INSTRUCTIONS(16, 8, 8, 9, 10, 11, 12, 13, 14);
 JAXSOFT_INSTRUCTIONS(32, 16, 16, 17, 18, 19, 20, 21, 22);
 JAXSOFT_INSTRUCTIONS(48, 24, 24, 25, 26, 27, 28, 29, 30);
 JAXSOFT_INSTRUCTIONS(64, 32, 32, 33, 34, 35, 36, 37, 38);
 JAXSOFT_INSTRUCTIONS(80, 40, 40, 41, 42, 43, 44, 45, 46);
 JAXSOFT_INSTRUCTIONS(96, 48, 48, 49, 50, 51, 52, 53, 54);
-JAXSOFT_INSTRUCTIONS(112, 56, 56, 57, 58, 59, 60, 61, 62);
 JAXSOFT_INSTRUCTIONS(128, 64, 64, 65, 66, 67, 68, 69, 70);
-JAXSOFT_INSTRUCTIONS(144, 72, 72, 73, 74, 75, 76, 77, 78);
-JAXSOFT_INSTRUCTIONS(160, 80, 80, 81, 82, 83, 84, 85, 86);
 JAXSOFT_INSTRUCTIONS(176, 88, 88, 89, 90, 91, 92, 93, 94);
 JAXSOFT_INSTRUCTIONS(192, 96, 96, 97, 98, 99, 100, 101, 102);
-JAXSOFT_INSTRUCTIONS(208, 104, 104, 105, 106, 107, 108, 109, 110);
-JAXSOFT_INSTRUCTIONS(224, 112, 112, 113, 114, 115, 116, 117, 118);
-JAXSOFT_INSTRUCTIONS(240, 120, 120, 121, 122, 123, 124, 125, 126);
 JAXSOFT_INSTRUCTIONS(256, 128, 128, 129, 130, 131, 132, 133, 134);
 
 }  // namespace jaxsoft::cuda
