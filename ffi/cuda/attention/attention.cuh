@@ -2,7 +2,8 @@
 //
 // Arrays are dense, in the order of their dimensions. The letters of the shapes: B batch, T queries, S keys, N heads of
 // queries, K heads of keys, H the head size of queries and keys, and D that of values. Query head n attends with key
-// head n / (N / K). What scores are, and which of them count, is said in jaxsoft/_attention/form.py.
+// head n / (N / K). What scores are, and which of them count, is said in jaxsoft/_attention/form.py. What a call may be,
+// checks.h says: H and D are the same.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,17 +14,15 @@
 
 namespace jaxsoft::cuda {
 
-// The dtype of queries, keys and values, which are all of one.
-enum class AttentionType { f16, bf16 };
-// The dtype of an array of scores, such as a bias.
-enum class ScoreType { f16, bf16, f32 };
+// The dtype of queries, keys and values, all of one and in 16 bits; or of an array of scores, such as a bias.
+enum class AttentionType { f16, bf16, f32 };
 // The dtype of the pages of a cache of keys and values: that of queries, or 8-bit floats.
 enum class PageType { as_query, e4m3, e5m2 };
 
 // An array that is broadcast to (B, N, T, S): the steps of dimensions of length 1 are 0.
 struct OfScores {
   const void* data = nullptr;  // null if there is none
-  ScoreType type = ScoreType::f32;
+  AttentionType type = AttentionType::f32;
   int64_t steps[4] = {};
 };
 
@@ -57,18 +56,14 @@ struct AttentionResults {
   void* output_residual = nullptr;  // (B, T, N, D) in the dtype of queries: what rounding took from output; or null
   float* lse = nullptr;           // (B, N, T): the natural log-sum-exp of scores; -inf where none is valid
   float* lse_residual = nullptr;  // (B, N, T): what lse lost when it was rounded; null where there is no bias
-};
-
-// What attention over other keys gave, with which the results are combined; or null. It may be where the results are to
-// be: output where the results' is in f32, and lse.
-struct AttentionBefore {
-  const float* output = nullptr;  // (B, T, N, D)
-  const float* lse = nullptr;     // (B, N, T): where it is -inf, output is not read
+  // What attention over other keys gave, with which the results are combined; or null. It may be where the results are
+  // to be: output where that is in f32, and lse.
+  const float* output_before = nullptr;  // (B, T, N, D)
+  const float* lse_before = nullptr;     // (B, N, T): where it is -inf, the output is not read
 };
 
 // Forward, for many queries. On Hopper only, without a bias and without a mask.
-cudaError_t run_attention_forward(const AttentionCall& call, const AttentionBefore& before,
-                                  const AttentionResults& results, cudaStream_t stream);
+cudaError_t run_attention_forward(const AttentionCall& call, const AttentionResults& results, cudaStream_t stream);
 
 // The gradients by query, key and value, in their shapes.
 struct AttentionGradients {

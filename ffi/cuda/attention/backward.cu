@@ -18,16 +18,6 @@
 // A block has two warp groups that multiply (multiply.cuh), and one whose threads bring tiles and add sums (copy.cuh).
 // Of heads of more than 128, two blocks of a cluster share a piece of work (pair.cuh says why), and have three warp
 // groups that multiply (multiply_in_pairs.cuh) and one that copies (copy_in_pairs.cuh).
-//
-//   backward/tiles.h     sizes of tiles, and the workspace
-//   backward/plan.cuh    shared memory
-//   backward/pair.cuh    shared memory of pairs of blocks
-//   backward/work.cuh    the call as kernels read it, and pieces of work
-//   backward/copy.cuh    the warp group that copies
-//   backward/scores.cuh  weights and slopes
-//   backward/sums.cuh    the kernels before and after
-//   backward/launch.cuh  the kernels and their launch. They are compiled by element type and size of heads, in files of
-//                        their own (backward.cu.in)
 #include "attention.cuh"
 #include "../exponential.cuh"
 #include "../warp_groups.cuh"

@@ -14,8 +14,8 @@ namespace {
 using attention::Call;
 using attention::Name;
 
-ScoreType score_type(ffi::DataType dtype) {
-  return dtype == ffi::F16 ? ScoreType::f16 : dtype == ffi::BF16 ? ScoreType::bf16 : ScoreType::f32;
+AttentionType type_of(ffi::DataType dtype) {
+  return dtype == ffi::F16 ? AttentionType::f16 : dtype == ffi::BF16 ? AttentionType::bf16 : AttentionType::f32;
 }
 
 OfBatch of_batch(const Buffer& buffer) {
@@ -32,7 +32,7 @@ OfScores of_scores(const Buffer& buffer) {
   OfScores found;
   if (!buffer.data) return found;
   found.data = buffer.data;
-  found.type = score_type(buffer.dtype);
+  found.type = type_of(buffer.dtype);
   set_steps(buffer, found.steps);
   return found;
 }
@@ -48,7 +48,7 @@ void* second_half(const Buffer& block) { return static_cast<char*>(block.data) +
 AttentionCall attention_call(const Call& given, const attention::Form& form) {
   AttentionCall call;
   const bool paged = given.operand(Name::page_table).data;
-  call.type = given.operand(Name::query).dtype == ffi::F16 ? AttentionType::f16 : AttentionType::bf16;
+  call.type = type_of(given.operand(Name::query).dtype);
   call.batch = given.size('B'), call.queries = given.size('T'), call.keys = given.size('S');
   call.heads = given.size('N'), call.key_heads = given.size('K');
   call.size = given.size('H'), call.value_size = given.size('D');
@@ -81,14 +81,13 @@ AttentionResults attention_results(const Call& given) {
   results.output_residual = given.result(Name::output_residual).data;
   results.lse = static_cast<float*>(given.result(Name::lse).data);
   results.lse_residual = static_cast<float*>(given.result(Name::lse_residual).data);
+  results.output_before = static_cast<const float*>(given.operand(Name::state_output).data);
+  results.lse_before = static_cast<const float*>(given.operand(Name::state_lse).data);
   return results;
 }
 
 cudaError_t forward(const Call& given, const attention::Form& form, cudaStream_t stream) {
-  AttentionBefore before;
-  before.output = static_cast<const float*>(given.operand(Name::state_output).data);
-  before.lse = static_cast<const float*>(given.operand(Name::state_lse).data);
-  return run_attention_forward(attention_call(given, form), before, attention_results(given), stream);
+  return run_attention_forward(attention_call(given, form), attention_results(given), stream);
 }
 
 cudaError_t decode(const Call& given, const attention::Form& form, cudaStream_t stream) {

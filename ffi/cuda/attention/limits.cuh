@@ -56,9 +56,6 @@ struct KeyRange {
 __device__ inline int count_of(const OfBatch& counts, int batch, int most, int otherwise) {
   return counts.data ? min(max(__ldg(counts.data + int64_t(batch) * counts.step), 0), most) : otherwise;
 }
-__device__ inline int count_of(const OfBatch& counts, int batch, int most) {
-  return count_of(counts, batch, most, most);
-}
 
 // The limits of an element of the batch: queries in [begin, queries) and keys before `keys` count, where
 // least <= key - query <= most.
@@ -72,8 +69,8 @@ struct AttentionLimits {
   template <class Call>
   __device__ AttentionLimits(const Call& call, int batch)
       : begin(count_of(call.limits.query_begins, batch, call.queries, 0)),
-        queries(count_of(call.limits.query_lengths, batch, call.queries)),
-        keys(count_of(call.limits.key_lengths, batch, call.keys)) {
+        queries(count_of(call.limits.query_lengths, batch, call.queries, call.queries)),
+        keys(count_of(call.limits.key_lengths, batch, call.keys, call.keys)) {
     const OfBatch& given = call.limits.offset;
     const int64_t offset = given.data ? __ldg(given.data + int64_t(batch) * given.step) : 0;
     if (call.limits.left != kNoLimit) least = within(offset - call.limits.left);

@@ -5,8 +5,6 @@
 // its 64 keys, and the gradients by them. It sends its slopes to the other block, and adds to the gradient by queries
 // for one half of the columns of the head, over all 128 keys: half as many additions as each block by itself would
 // have.
-//
-// A block has three warp groups that multiply (multiply_in_pairs.cuh) and one that copies (copy_in_pairs.cuh).
 #pragma once
 
 #include "../../hopper.cuh"

@@ -18,7 +18,7 @@ struct FewRows {
   // Of a warp, of 128 KB in all. With 192 KB in flight all requests took longer, and calls were 2 % slower.
   static constexpr int slots = 128 * 1024 / (2 * bytes * keys * warps);
   static constexpr int storers = 3, threads = (warps + 1 + storers) * 32;
-  using Team = Threads<warps + 1, storers>;
+  static constexpr int first_storer = (warps + 1) * 32;
   using Values = Tile<type, size, keys>;
   using Ring = RingMemory<Values, keys, warps, slots, kFewRows>;
   struct Memory {
@@ -77,7 +77,7 @@ template <class Shape, int size>
 __device__ void store_unit(const Arguments& args, const Unit& unit, const typename Shape::Memory& memory) {
   constexpr int each = size / 4;  // runs of four elements
   const int live = live_rows(args, unit), rows = unit.chunks == 1 ? rows_of(args, unit) : live;
-  for (int i = Shape::Team::thread(); i < rows * each; i += Shape::Team::threads) {
+  for (int i = threadIdx.x - Shape::first_storer; i < rows * each; i += Shape::storers * 32) {
     const int row = i / each, element = i % each * 4;
     float2 sum{-INFINITY, 0};
     float4 output{};
@@ -91,7 +91,7 @@ __device__ void store_unit(const Arguments& args, const Unit& unit, const typena
       }
       append(sum, output, sums, outputs);
     }
-    store_row<size>(args, unit, unit.chunks == 1, unit.chunk, row, element, sum, output);
+    store_row<size>(args, unit, row, element, sum, output);
   }
 }
 
@@ -100,7 +100,7 @@ template <class Shape, int size>
 __device__ void store_few(const Arguments& args, typename Shape::Memory& memory) {
   SlotPlace<Shape::Ring::units> unit_place;
   for (unsigned parity = 0;; parity ^= 1) {
-    const Unit unit = next_unit(memory.ring, unit_place);
+    const Unit unit = next_unit(memory.ring, unit_place, [](const Unit&, int) {});
     if (unit.batch == kNoUnit) return;
     memory.ready.wait(parity);
     store_unit<Shape, size>(args, unit, memory);
@@ -199,8 +199,8 @@ __global__ void __launch_bounds__(FewRows<type, size>::threads, 1)
     if (threadIdx.x % 32 == 0) {
       constexpr int one = Barrier::warp_arrivals;
       if (warp < Shape::warps) memory.ring.init_slots(warp, one);
-      if (threadIdx.x == Shape::Team::first) memory.ring.init_units((Shape::warps + Shape::storers) * one);
-      if (threadIdx.x == Shape::Team::first + 32) {
+      if (threadIdx.x == Shape::first_storer) memory.ring.init_units((Shape::warps + Shape::storers) * one);
+      if (threadIdx.x == Shape::first_storer + 32) {
         memory.ready.init(Shape::warps * one), memory.free.init(Shape::storers * one);
         show_barriers();
       }

@@ -19,7 +19,7 @@ struct ManyRows {
   using Values = Tile<PageType::as_query, size, keys>;
   using Queries = Tile<PageType::as_query, size, kPartRows>;
   using Ring = RingMemory<Values, keys, 1, slots>;
-  using Team = Threads<0, kParts * 4>;
+  static constexpr int consumers = kParts * kWarpGroup;  // the first threads
   struct Memory {
     Ring ring;
     // The queries, and in the end half of each row's output in f32, at `place_in_row`.
@@ -56,8 +56,7 @@ __device__ void consume_many(const Arguments& args, typename ManyRows<size>::Mem
   constexpr int columns = Shape::keys / 8, steps = size / 16;
   auto& ring = memory.ring;
   const int part = warp_group();
-  using Team = typename Shape::Team;
-  const NamedBarrier group{2 + part, kWarpGroup}, all{1, Team::threads};
+  const NamedBarrier group{2 + part, kWarpGroup}, all{1, Shape::consumers};
   // The queries are left operands from registers, where these are enough, as shared memory is busy enough with keys.
   constexpr bool from_registers = size <= 128;
   uint32_t query[from_registers ? steps : 1][4];
@@ -69,7 +68,7 @@ __device__ void consume_many(const Arguments& args, typename ManyRows<size>::Mem
   };
   auto wait_full = [&] { ring.full[0][slot.slot].wait(slot.parity); };
   for (;;) {
-    const Unit unit = next_unit(ring, unit_place);
+    const Unit unit = next_unit(ring, unit_place, [](const Unit&, int) {});
     if (unit.batch == kNoUnit) return;
     const int live = live_rows(args, unit);
     const int first = shared ? 0 : part * kPartRows, row = first + row_of_thread();
@@ -115,7 +114,7 @@ __device__ void consume_many(const Arguments& args, typename ManyRows<size>::Mem
       // valid keys for nobody have the weight 0, but may have any values.
       if (key < unit.counted_begin || key + Shape::keys > unit.end) {
         // One warp does it for all that multiply them.
-        if (threadIdx.x % (shared ? kWarpGroup : Team::threads) < 32) {
+        if (threadIdx.x % (shared ? kWarpGroup : Shape::consumers) < 32) {
           Tile::clear(tile.value, unit.counted_begin - key, unit.end - key);
           show_to_copies();
         }
@@ -219,7 +218,7 @@ __device__ void consume_many(const Arguments& args, typename ManyRows<size>::Mem
       }
       all.wait();
       const int count = min(rows_here, unit.chunks == 1 ? rows_of(args, unit) : live);
-      for (int i = Team::thread(); i < count * each; i += Team::threads) {
+      for (int i = threadIdx.x; i < count * each; i += Shape::consumers) {
         const int of = i / each, element = i % each * 4, place = of % kPartRows;
         const auto load = [&](int from) {
           return *reinterpret_cast<const float4*>(&memory.parts[from].output[place][place_in_row(place, element)]);
@@ -229,7 +228,7 @@ __device__ void consume_many(const Arguments& args, typename ManyRows<size>::Mem
         if constexpr (shared) {
           append(sums, sum, {memory.sums[1][place]}, {load(1)});
         }
-        store_row<size>(args, unit, unit.chunks == 1, unit.chunk, of, of_row * width + element, sums, sum);
+        store_row<size>(args, unit, of, of_row * width + element, sums, sum);
       }
     }
     all.wait();  // before the next queries come

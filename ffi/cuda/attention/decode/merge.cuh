@@ -10,13 +10,6 @@
 
 namespace jaxsoft::cuda::decode {
 
-// Some warps of a block, from `first_warp` on.
-template <int first_warp, int warps>
-struct Threads {
-  static constexpr int first = first_warp * 32, threads = warps * 32;
-  __device__ static int thread() { return static_cast<int>(threadIdx.x) - first; }
-};
-
 // Where an element of a row of an output in shared memory is, so that stores of fragments meet no bank twice.
 __device__ inline int place_in_row(int row, int element) { return element ^ row % 4 * 8; }
 
@@ -114,17 +107,16 @@ class RowResults {
   }
 };
 
-// Stores four elements of a row, from `element` on: of the results if `all` keys are in them, else of the state of a
-// chunk.
+// Stores four elements of a row, from `element` on: of the results if the unit's item has no other chunk, else of the
+// state of the chunk.
 template <int size>
-__device__ void store_row(const Arguments& args, const Unit& unit, bool all, int chunk, int row, int element,
-                          float2 sums, float4 output) {
-  if (all) {
+__device__ void store_row(const Arguments& args, const Unit& unit, int row, int element, float2 sums, float4 output) {
+  if (unit.chunks == 1) {
     const RowResults results(args, unit, row, sums);
     results.store(args, unit, element, output);
     if (element == 0) results.store_sums(args, unit);
   } else {
-    const int64_t index = unit.state(args, chunk) * args.item_rows + row;
+    const int64_t index = unit.state(args, unit.chunk) * args.item_rows + row;
     if (element == 0) __stcg(args.sums + index, sums);
     __stcg(reinterpret_cast<float4*>(args.outputs + index * size + element), output);
   }
@@ -161,6 +153,7 @@ __global__ void __launch_bounds__(kMergeThreads, 2)
   unit.group = blockIdx.x - head * args.plan.row_groups;
   unit.batch = head / args.call.key_heads, unit.head = head - unit.batch * args.call.key_heads;
   unit.limits = AttentionLimits(args.call, unit.batch);
+  unit.chunks = 1;  // as they are one then
   const Cut cut = cut_of(args, unit.limits);
   const int rows = rows_of(args, unit), live = live_rows(args, unit);
   wait_for_last_kernel();
@@ -200,7 +193,7 @@ __global__ void __launch_bounds__(kMergeThreads, 2)
       }
       append(sum, output, sums, of_team);
     }
-    store_row<size>(args, unit, true, 0, row, element, sum, output);
+    store_row<size>(args, unit, row, element, sum, output);
   }
 }
 

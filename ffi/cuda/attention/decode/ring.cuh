@@ -57,10 +57,6 @@ __device__ Unit next_unit(Ring& ring, SlotPlace<Ring::units>& place, Read read) 
   place.advance();
   return unit;
 }
-template <class Ring>
-__device__ Unit next_unit(Ring& ring, SlotPlace<Ring::units>& place) {
-  return next_unit(ring, place, [](const Unit&, int) {});
-}
 
 // The producer: all lanes of one warp. The block's barriers are needed only when it has found its first unit, and so it
 // waits here until they are `made`: __syncthreads would have to be at one place for all warps.

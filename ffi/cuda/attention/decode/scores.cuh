@@ -17,8 +17,8 @@ __device__ inline float weight_of(float m, float total) {
 
 __device__ inline float score_of(const OfScores& array, int64_t index) {
   switch (array.type) {
-    case ScoreType::f16: return widen(static_cast<const __half*>(array.data)[index]);
-    case ScoreType::bf16: return widen(static_cast<const __nv_bfloat16*>(array.data)[index]);
+    case AttentionType::f16: return widen(static_cast<const __half*>(array.data)[index]);
+    case AttentionType::bf16: return widen(static_cast<const __nv_bfloat16*>(array.data)[index]);
     default: return static_cast<const float*>(array.data)[index];
   }
 }

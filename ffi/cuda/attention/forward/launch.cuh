@@ -12,20 +12,18 @@ namespace jaxsoft::cuda {
 constexpr int64_t kBytesTogether = 24 << 20;
 
 template <class T, class Plan, ForwardKind kind>
-cudaError_t launch_forward_by_plan(const AttentionCall& call, const AttentionBefore& before,
-                                   const AttentionResults& results, const Device& device, cudaStream_t stream) {
+cudaError_t launch_forward_by_plan(const AttentionCall& call, const AttentionResults& results, const Device& device,
+                                   cudaStream_t stream) {
   constexpr int bytes = sizeof(ForwardMemory<Plan>);
   const auto type = std::is_same<T, __half>::value ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   ForwardArguments args{};
-  args.call = call, args.results = results, args.before = before;
-  if (auto e = describe(&args.query, {call.query, type, call.batch, call.queries, call.heads, call.size},
-                        Plan::group_queries))
-    return e;
-  if (auto e = describe(&args.key, {call.key, type, call.batch, call.keys, call.key_heads, call.size}, Plan::key_tile))
-    return e;
-  if (auto e = describe(&args.value, {call.value, type, call.batch, call.keys, call.key_heads, call.value_size},
-                        Plan::key_tile))
-    return e;
+  args.call = call, args.results = results;
+  auto describe_rows = [&](CUtensorMap* map, const void* data, int rows, int heads, int box_rows) {
+    return describe(map, {data, type, call.batch, rows, heads, call.size}, box_rows);
+  };
+  if (auto e = describe_rows(&args.query, call.query, call.queries, call.heads, Plan::group_queries)) return e;
+  if (auto e = describe_rows(&args.key, call.key, call.keys, call.key_heads, Plan::key_tile)) return e;
+  if (auto e = describe_rows(&args.value, call.value, call.keys, call.key_heads, Plan::key_tile)) return e;
   const int64_t heads = int64_t(call.batch) * call.heads, blocks = (call.queries + Plan::queries - 1) / Plan::queries;
   const int64_t items = heads * blocks;
   // Sums of these and of tiles are 32 bits wide.
@@ -33,7 +31,7 @@ cudaError_t launch_forward_by_plan(const AttentionCall& call, const AttentionBef
   args.blocks_of_head = static_cast<int>(blocks), args.items = static_cast<int>(items);
   args.together = 1;
   if (kind != ForwardKind::plain) {
-    const int64_t of_head = int64_t(call.keys) * (call.size + call.value_size) * sizeof(T);
+    const int64_t of_head = int64_t(call.keys) * 2 * call.size * sizeof(T);
     const int64_t key_heads = std::max<int64_t>(kBytesTogether / of_head, 1);
     args.together = static_cast<int>(std::min(key_heads * (call.heads / call.key_heads), heads));
   }
@@ -51,23 +49,21 @@ cudaError_t launch_forward_by_plan(const AttentionCall& call, const AttentionBef
 }
 
 template <class T, int size, ForwardKind kind>
-cudaError_t launch_forward(const AttentionCall& call, const AttentionBefore& before, const AttentionResults& results,
-                           const Device& device, cudaStream_t stream) {
+cudaError_t launch_forward(const AttentionCall& call, const AttentionResults& results, const Device& device,
+                           cudaStream_t stream) {
   using Plan = ForwardPlan<size, kind>;
-  if (before.lse) return launch_forward_by_plan<T, ContinuedPlan<Plan>, kind>(call, before, results, device, stream);
-  return launch_forward_by_plan<T, Plan, kind>(call, before, results, device, stream);
+  if (results.lse_before) return launch_forward_by_plan<T, ContinuedPlan<Plan>, kind>(call, results, device, stream);
+  return launch_forward_by_plan<T, Plan, kind>(call, results, device, stream);
 }
 
 template <class T, int size>
-cudaError_t run_forward(const AttentionCall& call, const AttentionBefore& before, const AttentionResults& results,
-                        cudaStream_t stream) {
+cudaError_t run_forward(const AttentionCall& call, const AttentionResults& results, cudaStream_t stream) {
   Device device;
   if (auto e = device.read()) return e;
   if (call.cap > 0 || call.query_segments)
-    return launch_forward<T, size, ForwardKind::general>(call, before, results, device, stream);
-  if (call.limits.any())
-    return launch_forward<T, size, ForwardKind::limited>(call, before, results, device, stream);
-  return launch_forward<T, size, ForwardKind::plain>(call, before, results, device, stream);
+    return launch_forward<T, size, ForwardKind::general>(call, results, device, stream);
+  if (call.limits.any()) return launch_forward<T, size, ForwardKind::limited>(call, results, device, stream);
+  return launch_forward<T, size, ForwardKind::plain>(call, results, device, stream);
 }
 
 }  // namespace jaxsoft::cuda
