@@ -17,8 +17,6 @@
 #include "rows/sample/plan.h"
 #include "rows/top_k/plan.h"
 
-#define JAXSOFT_ANSWER extern "C" __attribute__((visibility("default")))
-
 namespace {
 
 const char* keep(std::string text) {
@@ -30,10 +28,10 @@ const char* keep(std::string text) {
 }  // namespace
 
 // The limits of attention, a line each: name=number.
-JAXSOFT_ANSWER const char* jaxsoft_attention_bounds() { return keep(jaxsoft::attention::bounds_as_text()); }
+JAXSOFT_EXPORT const char* jaxsoft_attention_bounds() { return keep(jaxsoft::attention::bounds_as_text()); }
 
 // Of `target`, an FFI target; `extras` are as in its call. -1 is no limit, and key_bytes those of an element of keys.
-JAXSOFT_ANSWER int64_t jaxsoft_attention_workspace(const char* target, const char* extras, int64_t batch,
+JAXSOFT_EXPORT int64_t jaxsoft_attention_workspace(const char* target, const char* extras, int64_t batch,
                                                    int64_t queries, int64_t keys, int64_t heads, int64_t key_heads,
                                                    int64_t size, int64_t left, int64_t right, int64_t capped,
                                                    int64_t key_bytes, int64_t multiprocessors) {
@@ -41,7 +39,7 @@ JAXSOFT_ANSWER int64_t jaxsoft_attention_workspace(const char* target, const cha
       {target, extras, batch, queries, keys, heads, key_heads, size, left, right, capped != 0, key_bytes},
       static_cast<int>(multiprocessors));
 }
-JAXSOFT_ANSWER const char* jaxsoft_attention_plan(const char* target, const char* extras, int64_t batch,
+JAXSOFT_EXPORT const char* jaxsoft_attention_plan(const char* target, const char* extras, int64_t batch,
                                                   int64_t queries, int64_t keys, int64_t heads, int64_t key_heads,
                                                   int64_t size, int64_t left, int64_t right, int64_t capped,
                                                   int64_t key_bytes, int64_t multiprocessors) {
@@ -51,22 +49,22 @@ JAXSOFT_ANSWER const char* jaxsoft_attention_plan(const char* target, const char
 }
 
 // How many multiprocessors are at work where hidden is (rows, width); 0 where the kernel does not take such arrays.
-JAXSOFT_ANSWER int64_t jaxsoft_weight_gradient_multiprocessors(int64_t rows, int64_t width, int64_t classes,
+JAXSOFT_EXPORT int64_t jaxsoft_weight_gradient_multiprocessors(int64_t rows, int64_t width, int64_t classes,
                                                                int64_t multiprocessors) {
   using Limits = jaxsoft::cuda::WeightLimits;
   if (!Limits::take_hidden(rows, width) || !Limits::take_classes(classes)) return 0;
   const int64_t of_group = jaxsoft::cuda::blocks_of_group(width);
   return multiprocessors / of_group * of_group;
 }
-JAXSOFT_ANSWER int64_t jaxsoft_weight_gradient_workspace(int64_t rows, int64_t classes, int64_t element_bytes) {
+JAXSOFT_EXPORT int64_t jaxsoft_weight_gradient_workspace(int64_t rows, int64_t classes, int64_t element_bytes) {
   return jaxsoft::cuda::weight_gradient_workspace(rows, classes, element_bytes);
 }
-JAXSOFT_ANSWER const char* jaxsoft_weight_gradient_plan(int64_t width, int64_t classes, int64_t multiprocessors) {
+JAXSOFT_EXPORT const char* jaxsoft_weight_gradient_plan(int64_t width, int64_t classes, int64_t multiprocessors) {
   return keep(jaxsoft::cuda::weight_gradient_plan(width, classes, multiprocessors));
 }
 
 // The kernel for the k largest of rows of n elements that begin at a multiple of 16 bytes.
-JAXSOFT_ANSWER const char* jaxsoft_top_k_plan(int64_t rows, int64_t n, int64_t k, int64_t element_bytes,
+JAXSOFT_EXPORT const char* jaxsoft_top_k_plan(int64_t rows, int64_t n, int64_t k, int64_t element_bytes,
                                               int64_t capability, int64_t multiprocessors, int64_t workspace_bytes) {
   const int element = static_cast<int>(element_bytes);
   const bool whole = n * element % 16 == 0;
@@ -75,19 +73,19 @@ JAXSOFT_ANSWER const char* jaxsoft_top_k_plan(int64_t rows, int64_t n, int64_t k
       static_cast<int>(capability / 10), static_cast<int>(multiprocessors), workspace_bytes));
 }
 // A limit of the exchange of a row's k largest elements between devices, by its name; -1 for a name that is none.
-JAXSOFT_ANSWER int64_t jaxsoft_top_k_limit(const char* name) {
+JAXSOFT_EXPORT int64_t jaxsoft_top_k_limit(const char* name) {
   if (std::string_view(name) == "short_part") return jaxsoft::cuda::kShortPart;
   return std::string_view(name) == "most_received" ? jaxsoft::cuda::kMostReceived : -1;
 }
 
-JAXSOFT_ANSWER const char* jaxsoft_sample_plan(int64_t rows, int64_t n, int64_t element_bytes, int64_t capability,
+JAXSOFT_EXPORT const char* jaxsoft_sample_plan(int64_t rows, int64_t n, int64_t element_bytes, int64_t capability,
                                                int64_t multiprocessors) {
   return keep(jaxsoft::cuda::sample_plan(rows, (n * element_bytes + 15) / 16, static_cast<int>(capability / 10),
                                          static_cast<int>(multiprocessors)));
 }
 
 // A limit of row operations; -1 for a name that is none.
-JAXSOFT_ANSWER int64_t jaxsoft_limit(const char* name) {
+JAXSOFT_EXPORT int64_t jaxsoft_limit(const char* name) {
   const std::string_view asked = name;
   if (asked == "most_k") return jaxsoft::kMostK;
   if (asked == "longest_sampled") return jaxsoft::kLongestSampled;
@@ -96,7 +94,7 @@ JAXSOFT_ANSWER int64_t jaxsoft_limit(const char* name) {
 
 // 0 for a row operation that takes no workspace. n is -1 where the shape is not known, or where the reduced axis is not
 // the last one.
-JAXSOFT_ANSWER int64_t jaxsoft_row_workspace(const char* operation, int64_t rows, int64_t n, int64_t element_bytes,
+JAXSOFT_EXPORT int64_t jaxsoft_row_workspace(const char* operation, int64_t rows, int64_t n, int64_t element_bytes,
                                              int64_t k) {
   for (const jaxsoft::Operation& each : jaxsoft::operations::kAll)
     if (std::string_view(each.text) == operation && each.features.has(jaxsoft::Feature::workspace))
@@ -105,7 +103,7 @@ JAXSOFT_ANSWER int64_t jaxsoft_row_workspace(const char* operation, int64_t rows
 }
 
 // For example "ring: rows in the shared memory of 2 blocks each". See RowCall for the arguments.
-JAXSOFT_ANSWER const char* jaxsoft_row_plan(const char* operation, int64_t rows, int64_t n, int64_t inner,
+JAXSOFT_EXPORT const char* jaxsoft_row_plan(const char* operation, int64_t rows, int64_t n, int64_t inner,
                                             int64_t element_bytes, int64_t result_bytes, const char* extras,
                                             int64_t capability, int64_t multiprocessors, int64_t workspace_bytes) {
   return keep(jaxsoft::cuda::describe_plan({operation, rows, n, inner, element_bytes, result_bytes, extras,

@@ -7,6 +7,13 @@
 
 #include "xla/ffi/api/ffi.h"
 
+#define JAXSOFT_EXPORT extern "C" __attribute__((visibility("default")))
+
+// Exports a handler by the name of its symbol: its function, and how that gets the arguments of a call.
+#define JAXSOFT_EXPORT_HANDLER(symbol, function, binding)   \
+  JAXSOFT_EXPORT XLA_FFI_Error* symbol(XLA_FFI_CallFrame*); \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol, function, binding, {xla::ffi::Traits::kCmdBufferCompatible});
+
 namespace jaxsoft {
 
 namespace ffi = xla::ffi;

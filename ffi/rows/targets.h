@@ -8,8 +8,6 @@
 
 #include "specification.h"
 
-#define JAXSOFT_EXPORT extern "C" __attribute__((visibility("default")))
-
 // The version of the FFI's interface that the library was compiled against. Python reads it before it registers
 // anything, as XLA disables a whole platform if one of its handlers was compiled against a newer version.
 JAXSOFT_EXPORT int jaxsoft_ffi_api_major() { return XLA_FFI_API_MAJOR; }
@@ -24,9 +22,6 @@ JAXSOFT_EXPORT const char* jaxsoft_operations() {
 }
 
 // Exports jaxsoft_NAME, whose calls go to handle<Name::NAME>(Context, ffi::RemainingArgs, ffi::RemainingRets, Form).
-#define JAXSOFT_EXPORT_TARGET(name, handle, Context)                                                              \
-  JAXSOFT_EXPORT XLA_FFI_Error* jaxsoft_##name(XLA_FFI_CallFrame*);                                               \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                                                  \
-      jaxsoft_##name, handle<jaxsoft::Name::name>,                                                                \
-      xla::ffi::Ffi::Bind().Ctx<Context>().RemainingArgs().RemainingRets().Attrs<jaxsoft::Form>(),                \
-      {xla::ffi::Traits::kCmdBufferCompatible});
+#define JAXSOFT_EXPORT_TARGET(name, handle, Context)                  \
+  JAXSOFT_EXPORT_HANDLER(jaxsoft_##name, handle<jaxsoft::Name::name>, \
+                         xla::ffi::Ffi::Bind().Ctx<Context>().RemainingArgs().RemainingRets().Attrs<jaxsoft::Form>())

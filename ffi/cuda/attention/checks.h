@@ -97,7 +97,7 @@ class Call {
       return must(is, buffer);
     for (size_t i = 0; i < dims.size(); i++) {
       const int64_t size = sizes_[dims[i] - 'A'];
-      const bool once = buffer.dims[i] == 1 && std::string_view(is.once).find(dims[i]) != std::string_view::npos;
+      const bool once = buffer.dims[i] == 1 && is.once.find(dims[i]) != std::string_view::npos;
       if (buffer.dims[i] != size && size != kUnknown && !once) return must(is, buffer);
       if (buffer.dims[i] < 1) return std::string(is.text) + " must have elements: got " + describe(buffer);
     }
@@ -142,10 +142,10 @@ class Call {
     const auto types = dtypes(is.type);
     for (size_t i = 0; i < types.size(); i++)
       allowed += (i == 0 ? "" : i + 1 < types.size() ? ", " : " or ") + as_text(types[i]);
-    for (const char letter : std::string_view(is.dims)) {
+    for (const char letter : is.dims) {
       const int64_t size = sizes_[letter - 'A'];
       shape += (shape.empty() ? "" : ",") + (size == kUnknown ? std::string(1, letter) : std::to_string(size));
-      if (std::string_view(is.once).find(letter) != std::string_view::npos) shape += " or 1";
+      if (is.once.find(letter) != std::string_view::npos) shape += " or 1";
     }
     std::string beside;
     for (const Name name : {Name::query, Name::key, Name::block, Name::key_pages})

@@ -135,16 +135,14 @@ ffi::Error handle(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRe
 }  // namespace
 }  // namespace jaxsoft::cuda
 
-#define JAXSOFT_EXPORT_ATTENTION(name, target, run)                                                             \
-  extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* jaxsoft_##name(XLA_FFI_CallFrame*);          \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxsoft_##name,                                                                 \
-                                (jaxsoft::cuda::handle<jaxsoft::attention::targets::target, jaxsoft::cuda::run>), \
-                                xla::ffi::Ffi::Bind()                                                           \
-                                    .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()                              \
-                                    .RemainingArgs()                                                            \
-                                    .RemainingRets()                                                            \
-                                    .Attrs<jaxsoft::attention::Form>(),                                         \
-                                {xla::ffi::Traits::kCmdBufferCompatible});
+#define JAXSOFT_EXPORT_ATTENTION(name, target, run)                                                        \
+  JAXSOFT_EXPORT_HANDLER(jaxsoft_##name,                                                                   \
+                         (jaxsoft::cuda::handle<jaxsoft::attention::targets::target, jaxsoft::cuda::run>), \
+                         xla::ffi::Ffi::Bind()                                                             \
+                             .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()                                \
+                             .RemainingArgs()                                                              \
+                             .RemainingRets()                                                              \
+                             .Attrs<jaxsoft::attention::Form>())
 
 JAXSOFT_EXPORT_ATTENTION(attention_forward, kForward, forward)
 JAXSOFT_EXPORT_ATTENTION(attention_forward_of_block, kForwardOfBlock, forward)

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 
 #include "../../rows/lists.h"
 
@@ -29,8 +30,7 @@ struct Record {
   Name name;
   const char* text;
   Type type;
-  const char* dims;
-  const char* once = "";
+  std::string_view dims, once = "";
 };
 
 // In the order of the names, which is also that of the operands of a call.

@@ -261,12 +261,10 @@ ffi::Error handle(cudaStream_t stream, ffi::AnyBuffer hidden, ffi::AnyBuffer gra
 }  // namespace
 }  // namespace jaxsoft::cuda
 
-extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* jaxsoft_weight_gradient_in_place(XLA_FFI_CallFrame*);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxsoft_weight_gradient_in_place, jaxsoft::cuda::handle,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Ret<xla::ffi::AnyBuffer>()
-                                  .Ret<xla::ffi::AnyBuffer>(),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
+JAXSOFT_EXPORT_HANDLER(jaxsoft_weight_gradient_in_place, jaxsoft::cuda::handle,
+                       xla::ffi::Ffi::Bind()
+                           .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<xla::ffi::AnyBuffer>()
+                           .Arg<xla::ffi::AnyBuffer>()
+                           .Ret<xla::ffi::AnyBuffer>()
+                           .Ret<xla::ffi::AnyBuffer>())
