@@ -2,8 +2,8 @@
 //
 // Arrays are dense, in the order of their dimensions. The letters of the shapes: B batch, T queries, S keys, N heads of
 // queries, K heads of keys, H the head size of queries and keys, and D that of values. Query head n attends with key
-// head n / (N / K). What scores are, and which of them count, is said in jaxsoft/_attention/form.py. What a call may be,
-// checks.h says: H and D are the same.
+// head n / (N / K). What scores are, and which of them count, is said in jaxsoft/_attention/form.py, and what a call
+// may be in checks.h: H and D are the same.
 #pragma once
 
 #include <cuda_runtime.h>
