@@ -127,7 +127,8 @@ def _function(operation: AttentionSpec, name: str, names: Names, platform: str, 
         batch = operands[0].shape[0]
         halves = [x.update(shape=(batch, *x.shape[1:])) for x in operands[1:BASE]]
         types = [operands[0], *halves, *operands[BASE:]]
-        return packed.served(operation.gradients, choose(operation.separate, name, platform, types).function)
+        function = choose(operation.separate, name, platform, types).function
+        return packed.served(isinstance(operation, AttentionPullback), function)
     if isinstance(operation, AttentionPullback) and narrows:
         narrow, narrower = _narrow(operation, operands)
         return adapters.narrowed(operation, choose(narrow, name, platform, narrower).function)

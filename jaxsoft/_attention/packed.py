@@ -3,12 +3,10 @@
 Kernels that take such an array as it is find keys and values in it by themselves. For others it is cut into two.
 """
 
-from collections.abc import Callable, Sequence
-
 import jax
 import jax.numpy as jnp
 
-type _Function = Callable[..., tuple[jax.Array, ...]]
+from jaxsoft._core.operation import Function
 
 
 def pack(key: jax.Array, value: jax.Array) -> jax.Array:
@@ -41,18 +39,18 @@ def flat(block: jax.Array) -> jax.Array:
     return block.reshape(-1, *block.shape[2:])
 
 
-def served(wrt: Sequence[str], function: _Function) -> _Function:
+def served(gives_gradients: bool, function: Function) -> Function:
     """A function of keys and values that are packed, given the one of separate keys and values.
 
     Args:
-      wrt: the operands by which it gives gradients, both key and value among them; none for a forward operation.
+      gives_gradients: whether its results are gradients, of which those by key and value are the last.
       function: of query, key, value and others.
     """
 
     def call(query: jax.Array, key: jax.Array, value: jax.Array, *others: jax.Array) -> tuple[jax.Array, ...]:
         batch = key.shape[0] // 2
         found = function(query, key[:batch], value[batch:], *others)
-        if not wrt:
+        if not gives_gradients:
             return found
         *before, of_key, of_value = found
         return *before, jnp.concatenate([of_key, of_value])

@@ -36,13 +36,7 @@ class AttentionSpec(abc.ABC):
     """
 
     form: AttentionForm
-
-    @property
-    def name(self) -> str:
-        """What is computed."""
-        if isinstance(self, AttentionPullback):
-            return "attention_gradients"
-        return "paged_attention" if isinstance(self, PagedAttention) else "attention"
+    name = "attention"
 
     @property
     @abc.abstractmethod
@@ -62,7 +56,7 @@ class AttentionSpec(abc.ABC):
             run = lambda operation, *v: operation.formula(platform)(*v)  # noqa: E731
             return self.on_shards((shards.axis,), run, "xla", fresh=True)
         if self.form.packed:
-            return packed.served(self.gradients, self.separate.formula(platform))
+            return packed.served(isinstance(self, AttentionPullback), self.separate.formula(platform))
         function = self.on_one_device(self.whole._plain(platform))
 
         def call(*operands):
@@ -80,11 +74,6 @@ class AttentionSpec(abc.ABC):
     def separate(self) -> "AttentionSpec":
         """The same operation for keys and values that are not packed."""
         return dataclasses.replace(self, form=dataclasses.replace(self.form, packed=False))
-
-    @property
-    def gradients(self) -> tuple[str, ...]:
-        """The operands by which the operation gives gradients."""
-        return ()
 
     def on_one_device(self, function: xla.Function) -> xla.Function:
         """The operation on one device that has all of a sequence in its layout, given that for one in order."""
@@ -203,6 +192,8 @@ class AttentionForward(AttentionSpec):
 class PagedAttention(AttentionForward):
     """(query, pages of keys, pages of values, *extras) -> the output, the log-sum-exp and its residual."""
 
+    name = "paged_attention"
+
     @property
     def operands(self) -> tuple[str, ...]:
         """Query, the pages and the extras."""
@@ -228,6 +219,7 @@ class AttentionPullback(AttentionSpec):
     wrt: tuple[str, ...]
     wide: bool = False
     sums: tuple[str, ...] = ()
+    name = "attention_gradients"
 
     def __post_init__(self):
         """Checks what is asked for."""
@@ -243,11 +235,6 @@ class AttentionPullback(AttentionSpec):
     @property
     def results(self) -> tuple[str, ...]:
         """The gradients."""
-        return self.wrt
-
-    @property
-    def gradients(self) -> tuple[str, ...]:
-        """All results."""
         return self.wrt
 
     def _plain(self, platform: str | None) -> xla.Function:
