@@ -15,6 +15,7 @@ from jaxsoft import fold
 from jaxsoft._attention import xla
 from jaxsoft._attention.form import BASE, STATE
 from jaxsoft._attention.spec import AttentionPullback, AttentionSpec
+from jaxsoft._core.operation import Function
 from jaxsoft.fold import accumulator
 
 
@@ -34,12 +35,12 @@ def without_state[T: AttentionSpec](operation: T, dtype: jax.typing.DTypeLike) -
     )
 
 
-def continued(operation: AttentionSpec, function: xla.Function) -> xla.Function:
+def continued(operation: AttentionSpec, function: Function) -> Function:
     """The function of an operation, given that of the operation alone."""
     return _gradients(operation, function) if isinstance(operation, AttentionPullback) else _folded(operation, function)
 
 
-def _gradients(operation: AttentionPullback, pullback: xla.Function) -> xla.Function:
+def _gradients(operation: AttentionPullback, pullback: Function) -> Function:
     def wide(*operands: jax.Array) -> tuple[jax.Array, ...]:
         dtype = accumulator(operands[0].dtype)
         return tuple(gradient.astype(dtype) for gradient in pullback(*operands))
@@ -47,7 +48,7 @@ def _gradients(operation: AttentionPullback, pullback: xla.Function) -> xla.Func
     return xla.with_sums(operation.wrt, operation.sums, wide)
 
 
-def _folded(operation: AttentionSpec, forward: xla.Function) -> xla.Function:
+def _folded(operation: AttentionSpec, forward: Function) -> Function:
     def function(*operands: jax.Array) -> tuple[jax.Array, ...]:
         *given, state_output, state_lse = operands
         output, lse, lse_residual = forward(*given)
@@ -61,7 +62,7 @@ _EXPONENTS = (-120, 120)  # powers of 2 that are normal numbers of f32, and so a
 _LEAST_SHARE, _FURTHEST_DELTA = 2.0**-12, 2.0**-10
 
 
-def narrowed(operation: AttentionPullback, pullback: xla.Function) -> xla.Function:
+def narrowed(operation: AttentionPullback, pullback: Function) -> Function:
     """The function of a pullback whose cotangent is in the accumulator's dtype, given one with wide gradients and no
     sums, which takes the cotangent in the dtype of query.
 

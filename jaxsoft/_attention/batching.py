@@ -1,6 +1,6 @@
 """vmap of attention: a mapped dimension joins the batch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +8,11 @@ import jax.numpy as jnp
 from jaxsoft._attention.form import DIMENSIONS, Extra
 from jaxsoft._attention.spec import PAGES, WHOLE
 from jaxsoft._core.mesh import whole_along
-
-type _Function = Callable[..., Sequence[jax.Array]]
+from jaxsoft._core.operation import Function
 
 
 def mapped(
-    function: _Function,
+    function: Function,
     names: Sequence[str],
     results: Sequence[str],
     operands: Sequence[jax.Array],
@@ -76,7 +75,7 @@ _SCALES = (Extra.KEY_SCALE.value, Extra.VALUE_SCALE.value)
 
 
 def paged_mapped(
-    function: _Function,
+    function: Function,
     names: Sequence[str],
     results: Sequence[str],
     operands: Sequence[jax.Array],

@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 
 import jaxsoft.pallas_kernels as pallas_kernels
-from jaxsoft._attention import adapters, cudnn, ffi, packed, reference, xla
+from jaxsoft._attention import adapters, cudnn, ffi, packed, reference
 from jaxsoft._attention.form import BASE, Extra
 from jaxsoft._attention.spec import AttentionForward, AttentionPullback, AttentionSpec, PagedAttention
 from jaxsoft._core import gpus
 from jaxsoft._core.gpus import Generation
 from jaxsoft._core.implementations import REGISTERED, Choice, Names, accepted, refuse
+from jaxsoft._core.operation import Function
 
 type Operands = Sequence[jax.core.ShapedArray]
 
@@ -35,7 +36,7 @@ class AttentionKernels:
       any_cotangent: whether its gradients take a cotangent in the accumulator's dtype beside narrower queries.
     """
 
-    find: Callable[[AttentionSpec, str, Operands], xla.Function]
+    find: Callable[[AttentionSpec, str, Operands], Function]
     unsupported: Callable[[AttentionSpec, Operands], str | None] = lambda operation, operands: None
     unavailable: Callable[[str], str | None] = lambda platform: None
     continues: Callable[[AttentionSpec, Operands], bool] = lambda operation, operands: False
@@ -43,7 +44,7 @@ class AttentionKernels:
     any_cotangent: bool = False
 
 
-def _reference(operation: AttentionSpec, platform: str, operands: Operands) -> xla.Function:
+def _reference(operation: AttentionSpec, platform: str, operands: Operands) -> Function:
     del platform, operands
     if isinstance(operation, AttentionPullback):
         return reference.pullback(operation.form, operation.wrt)
@@ -110,7 +111,7 @@ def _first(operation: AttentionSpec, names: Names, platform: str, operands: Oper
     raise refuse(names, reasons, _able(operation, operands))
 
 
-def _function(operation: AttentionSpec, name: str, names: Names, platform: str, operands: Operands) -> xla.Function:
+def _function(operation: AttentionSpec, name: str, names: Names, platform: str, operands: Operands) -> Function:
     """The function of an implementation that serves an operation.
 
     Args:
@@ -149,7 +150,7 @@ def unavailable(implementation: str, platform: str) -> str | None:
     return REGISTERED[implementation].unavailable(platform) or KERNELS[implementation].unavailable(platform)
 
 
-def _without_output_residual(name: str, operation: AttentionForward, platform: str, operands: Operands) -> xla.Function:
+def _without_output_residual(name: str, operation: AttentionForward, platform: str, operands: Operands) -> Function:
     """The function with zeros for the output's residual: cuDNN's forward has none, and its gradients do not read it."""
     without = dataclasses.replace(operation, form=dataclasses.replace(operation.form, rounded=False))
     forward = KERNELS[name].find(without, platform, operands)

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from jaxsoft._attention.form import BASE
 from jaxsoft._attention.spec import AttentionForward, AttentionPullback, AttentionSpec
-from jaxsoft._attention.xla import Function
 from jaxsoft._core import cudnn, gpus
+from jaxsoft._core.operation import Function
 
 _DTYPES = (jnp.float16, jnp.bfloat16)
 _SIZES = 8  # its head sizes are multiples of this

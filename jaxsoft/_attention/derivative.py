@@ -6,7 +6,7 @@ block by block, and reverse mode transposes it to a kernel for the gradients.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,15 +21,13 @@ from jaxsoft._attention.spec import AttentionForward, AttentionPullback
 from jaxsoft._core.implementations import Names
 from jaxsoft._core.linear_map import LinearMap
 from jaxsoft._core.mesh import automatically
-from jaxsoft._core.operation import is_perturbed
+from jaxsoft._core.operation import Function, is_perturbed
 
 _DIFFERENTIATED = ("output", "lse")  # the results that have derivatives
 
 
 @functools.cache
-def attention(
-    form: AttentionForm, implementation: Names, residual: bool = False
-) -> Callable[..., tuple[jax.Array, ...]]:
+def attention(form: AttentionForm, implementation: Names, residual: bool = False) -> Function:
     """(query, key, value, *extras) -> the output, the log-sum-exp and its residual, as a differentiable function.
 
     Derivatives use the log-sum-exp and the output's residual, so they keep the results with these, which are constants.
@@ -56,7 +54,7 @@ def attention(
 class LinearInValue(AttentionOperation):
     """A forward operation that is called directly, and so has a transpose."""
 
-    def differentiable(self) -> Callable[..., tuple[jax.Array, ...]]:
+    def differentiable(self) -> Function:
         """The operation with derivatives."""
         return attention(self.operation.form, self.implementation)
 
@@ -118,7 +116,7 @@ class _Derivative(LinearMap):
 
         return jax.jvp(along, [given[place] for place in places], list(operands[self.linear.start :]))[1]
 
-    def _gradients(self, operands: Sequence[jax.Array], run: Callable[..., tuple]) -> tuple[jax.Array, ...]:
+    def _gradients(self, operands: Sequence[jax.Array], run: Function) -> tuple[jax.Array, ...]:
         """The gradients by the differentiated operands. `run` calls the pullback.
 
         The sum over the output's cotangent is of the rounded numbers that the pullback gets, times the output as it was

@@ -10,15 +10,16 @@ backward, in f32, the gradients by them.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxsoft._attention.form import AttentionForm, Extra, SequenceShards
-from jaxsoft._attention.layouts import AXES_OF_COTANGENTS, AXES_OF_RESULTS, Function, chunk, in_order, joined, order
+from jaxsoft._attention.layouts import AXES_OF_COTANGENTS, AXES_OF_RESULTS, chunk, in_order, joined, order
 from jaxsoft._core.mesh import Axes
+from jaxsoft._core.operation import Function
 
 
 def over_heads(
@@ -114,7 +115,7 @@ class _Gathered:
         return dataclasses.replace(form, extras=tuple(names)), operands
 
 
-def forward(form: AttentionForm, axes: Axes, run: Callable[..., tuple[jax.Array, ...]]) -> Function:
+def forward(form: AttentionForm, axes: Axes, run: Function) -> Function:
     """Attention on one device; see `jaxsoft._attention.ring.forward`."""
 
     def function(*operands):
@@ -129,9 +130,7 @@ def forward(form: AttentionForm, axes: Axes, run: Callable[..., tuple[jax.Array,
     return function
 
 
-def pullback(
-    form: AttentionForm, wrt: Sequence[str], axes: Axes, run: Callable[..., tuple[jax.Array, ...]]
-) -> Function:
+def pullback(form: AttentionForm, wrt: Sequence[str], axes: Axes, run: Function) -> Function:
     """The gradients on one device; see `jaxsoft._attention.ring.pullback`."""
     of_keys = [name for name in _KEYS if name in wrt]
 

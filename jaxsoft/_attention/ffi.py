@@ -16,8 +16,8 @@ from jaxsoft._attention import packed
 from jaxsoft._attention.form import BASE, STATE, AttentionForm, Extra
 from jaxsoft._attention.pages import contiguous, contiguous_form
 from jaxsoft._attention.spec import AttentionForward, AttentionPullback, AttentionSpec
-from jaxsoft._attention.xla import Function
 from jaxsoft._core import gpus, library
+from jaxsoft._core.operation import Function
 
 GENERATIONS = (gpus.Generation.HOPPER,)  # those whose instructions the kernels have
 _DTYPES = (jnp.float16, jnp.bfloat16)

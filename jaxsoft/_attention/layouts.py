@@ -6,7 +6,7 @@ so-many-th token ("striped"), or one part from the front and one from the back o
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxsoft._attention.form import SequenceShards
 from jaxsoft._attention.masks import Band
+from jaxsoft._core.operation import Function
 
 LAYOUTS = ("contiguous", "striped", "zigzag")
 
@@ -21,8 +22,6 @@ LAYOUTS = ("contiguous", "striped", "zigzag")
 # gradients are made of beside the operands of a call: output, lse, lse_residual, delta and cotangent.
 AXES_OF_RESULTS = (1, 2, 2, 1)
 AXES_OF_COTANGENTS = (1, 2, 2, 2, 1)
-
-type Function = Callable[..., tuple[jax.Array, ...]]
 
 
 def order(length: int, devices: int, layout: str) -> np.ndarray:

@@ -6,7 +6,7 @@ are those of attention. A page's gradient is the sum of those of all sequences t
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,14 +18,14 @@ from jaxsoft._attention.pages import contiguous, contiguous_form
 from jaxsoft._attention.spec import PagedAttention
 from jaxsoft._core.implementations import Names
 from jaxsoft._core.mesh import automatically
-from jaxsoft._core.operation import jvp_along
+from jaxsoft._core.operation import Function, jvp_along
 
 # What computes derivatives, by the implementation that was named. None for others, which have pages alone.
 _OF_GATHERED = {"xla": "xla", "reference": "reference"}
 
 
 @functools.cache
-def paged_attention(form: AttentionForm, implementation: Names) -> Callable[..., tuple[jax.Array, ...]]:
+def paged_attention(form: AttentionForm, implementation: Names) -> Function:
     """(query, pages of keys, pages of values, *extras) -> the output, the log-sum-exp and its residual, as a function
     that is differentiable.
     """
@@ -47,7 +47,7 @@ def paged_attention(form: AttentionForm, implementation: Names) -> Callable[...,
 
 @dataclasses.dataclass(frozen=True)
 class _PagedLinearInValue(LinearInValue):
-    def differentiable(self) -> Callable[..., tuple[jax.Array, ...]]:
+    def differentiable(self) -> Function:
         """The operation with derivatives."""
         return paged_attention(self.operation.form, self.implementation)
 

@@ -17,6 +17,7 @@ from jaxsoft._attention.blocks import Call
 from jaxsoft._attention.form import BASE, AttentionForm
 from jaxsoft._attention.pages import PagedCall
 from jaxsoft._attention.spec import AttentionSpec
+from jaxsoft._core.operation import Function
 from jaxsoft.fold import AttentionState
 
 _MOST = 2**28  # numbers in the states of all keys and queries: 1 GiB in f32
@@ -33,7 +34,7 @@ def unsupported(operation: AttentionSpec, operands: Sequence[jax.core.ShapedArra
     return None
 
 
-def forward(form: AttentionForm) -> xla.Function:
+def forward(form: AttentionForm) -> Function:
     """(query, key, value, *extras) -> the results of a call."""
 
     def function(*operands):
@@ -54,7 +55,7 @@ def forward(form: AttentionForm) -> xla.Function:
     return function
 
 
-def pullback(form: AttentionForm, wrt: Sequence[str]) -> xla.Function:
+def pullback(form: AttentionForm, wrt: Sequence[str]) -> Function:
     """The gradients by the differentiated operands, as `jaxsoft._attention.xla.pullback` has them."""
 
     def function(*operands):

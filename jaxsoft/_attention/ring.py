@@ -13,7 +13,7 @@ By default it lets one message be under way at a time, so keys and values are on
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,10 +21,11 @@ import jax.numpy as jnp
 
 from jaxsoft._attention import packed
 from jaxsoft._attention.form import AttentionForm, Extra
-from jaxsoft._attention.layouts import AXES_OF_COTANGENTS, AXES_OF_RESULTS, Function, Piece, Step, chunk, joined, steps
+from jaxsoft._attention.layouts import AXES_OF_COTANGENTS, AXES_OF_RESULTS, Piece, Step, chunk, joined, steps
 from jaxsoft._attention.masks import Band
 from jaxsoft._core.implementations import Names
 from jaxsoft._core.mesh import Axes
+from jaxsoft._core.operation import Function
 from jaxsoft.fold import accumulator
 
 _KEYS = ("key", "value")
@@ -118,9 +119,7 @@ class _Local:
         return dataclasses.replace(self.form.whole, **of_form), [*base, *(extras[extra] for extra in names)]
 
 
-def forward(
-    form: AttentionForm, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], implementation: Names
-) -> Function:
+def forward(form: AttentionForm, axes: Axes, run: Function, implementation: Names) -> Function:
     """Attention on one device, of the operands of its part of the sequence.
 
     Args:
@@ -166,7 +165,7 @@ def pullback(
     form: AttentionForm,
     wrt: Sequence[str],
     axes: Axes,
-    run: Callable[..., tuple[jax.Array, ...]],
+    run: Function,
     implementation: Names,
 ) -> Function:
     """The gradients on one device, of the operands of its part of the sequence.

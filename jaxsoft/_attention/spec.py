@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jaxsoft._attention.form import BASE, DIMENSIONS, AttentionForm
 from jaxsoft._attention.layouts import in_order
 from jaxsoft._core.implementations import Names
 from jaxsoft._core.mesh import Axes, automatically
+from jaxsoft._core.operation import Function
 from jaxsoft.fold import accumulator
 
 # The operands that have the pages of all sequences.
@@ -48,7 +49,7 @@ class AttentionSpec(abc.ABC):
     def results(self) -> tuple[str, ...]:
         """The names of the results. A gradient has that of its operand."""
 
-    def formula(self, platform: str | None = None) -> xla.Function:
+    def formula(self, platform: str | None = None) -> Function:
         """The operation in plain JAX, for a platform if it is known."""
         shards = self.form.shards
         if shards is not None and shards.inside:
@@ -75,15 +76,13 @@ class AttentionSpec(abc.ABC):
         """The same operation for keys and values that are not packed."""
         return dataclasses.replace(self, form=dataclasses.replace(self.form, packed=False))
 
-    def on_one_device(self, function: xla.Function) -> xla.Function:
+    def on_one_device(self, function: Function) -> Function:
         """The operation on one device that has all of a sequence in its layout, given that for one in order."""
         if self.form.shards is None:
             return function
         return self._with_block(in_order(self.form.shards, *self._dimensions, function))
 
-    def on_shards(
-        self, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], implementation: Names, fresh: bool = False
-    ) -> xla.Function:
+    def on_shards(self, axes: Axes, run: Function, implementation: Names, fresh: bool = False) -> Function:
         """The operation on one device that has a part of a sequence.
 
         Args:
@@ -101,7 +100,7 @@ class AttentionSpec(abc.ABC):
         return self._by_blocks(axes, run, implementation)
 
     @abc.abstractmethod
-    def _with_block(self, function: xla.Function) -> xla.Function:
+    def _with_block(self, function: Function) -> Function:
         """The operation with the block that is kept for gradients, if one is, given that without."""
 
     @property
@@ -112,11 +111,11 @@ class AttentionSpec(abc.ABC):
         return operands, results
 
     @abc.abstractmethod
-    def _by_blocks(self, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], implementation: Names) -> xla.Function:
+    def _by_blocks(self, axes: Axes, run: Function, implementation: Names) -> Function:
         """`on_shards`, where each device attends to the keys of others with its own queries."""
 
     @abc.abstractmethod
-    def _plain(self, platform: str | None) -> xla.Function:
+    def _plain(self, platform: str | None) -> Function:
         """The formula for operands that are not sharded, or sharded as XLA likes."""
 
     @abc.abstractmethod
@@ -151,11 +150,11 @@ class AttentionForward(AttentionSpec):
         rounded = ("output_residual",) if self.form.rounded else ()
         return *RESULTS, *rounded, *_block(self.form)
 
-    def _plain(self, platform: str | None) -> xla.Function:
+    def _plain(self, platform: str | None) -> Function:
         """As the operation, in plain JAX."""
         return xla.forward(self.form, platform)
 
-    def _by_blocks(self, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], implementation: Names) -> xla.Function:
+    def _by_blocks(self, axes: Axes, run: Function, implementation: Names) -> Function:
         """As the operation."""
 
         def of_form(form: AttentionForm, *operands: jax.Array) -> tuple[jax.Array, ...]:
@@ -165,7 +164,7 @@ class AttentionForward(AttentionSpec):
             return ring.forward(self.form, axes, of_form, implementation)
         return exchange.forward(self.form, axes, of_form)
 
-    def _with_block(self, function: xla.Function) -> xla.Function:
+    def _with_block(self, function: Function) -> Function:
         """As the operation. Of one device it is its own."""
         if not _block(self.form):
             return function
@@ -237,12 +236,12 @@ class AttentionPullback(AttentionSpec):
         """The gradients."""
         return self.wrt
 
-    def _plain(self, platform: str | None) -> xla.Function:
+    def _plain(self, platform: str | None) -> Function:
         """As the operation, in plain JAX."""
         plain = xla.pullback(self.form, self.wrt, platform, self.wide)
         return xla.with_sums(self.wrt, self.sums, plain) if self.sums else plain
 
-    def _by_blocks(self, axes: Axes, run: Callable[..., tuple[jax.Array, ...]], implementation: Names) -> xla.Function:
+    def _by_blocks(self, axes: Axes, run: Function, implementation: Names) -> Function:
         """As the operation."""
 
         def of_form(form: AttentionForm, sums: tuple[str, ...], *operands: jax.Array) -> tuple[jax.Array, ...]:
@@ -252,7 +251,7 @@ class AttentionPullback(AttentionSpec):
             return ring.pullback(self.form, self.wrt, axes, of_form, implementation)
         return exchange.pullback(self.form, self.wrt, axes, of_form)
 
-    def _with_block(self, function: xla.Function) -> xla.Function:
+    def _with_block(self, function: Function) -> Function:
         """As the operation. The block comes last, and is not needed."""
         return (lambda *operands: function(*operands[:-1])) if _block(self.form) else function
 

@@ -5,7 +5,7 @@ It serves every call on every platform, and can be differentiated to every order
 exp(z - lse), and dz, dq, dk, dv gradients by what follows the d.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,11 @@ from jaxsoft._attention.form import AttentionForm, Extra
 from jaxsoft._attention.layouts import AXES_OF_RESULTS
 from jaxsoft._attention.pages import PagedCall
 from jaxsoft._attention.parts import Part, parts
+from jaxsoft._core.operation import Function
 from jaxsoft.fold import AttentionState
 
 # The dimensions of queries and of keys in each operand that has a gradient.
 AXES = {"query": (1, None), "key": (None, 1), "value": (None, 1), "bias": (2, 3)}
-
-type Function = Callable[..., tuple[jax.Array, ...]]
 
 
 def forward(form: AttentionForm, platform: str | None = None) -> Function:

@@ -6,14 +6,14 @@ all scores, and reverse mode transposes it to the pullback over chunks.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxsoft._core.linear_map import LinearMap
-from jaxsoft._core.operation import is_perturbed
+from jaxsoft._core.operation import Function, is_perturbed
 from jaxsoft._head.forward import HeadForward
 from jaxsoft._head.head import Head, formula
 from jaxsoft._head.operation import HeadArray, mapped
@@ -21,7 +21,7 @@ from jaxsoft._head.pullback import HeadPullback
 
 
 @functools.cache
-def statistics(head: Head, residual: bool = False, before_weight: bool = False) -> Callable[..., tuple[jax.Array, ...]]:
+def statistics(head: Head, residual: bool = False, before_weight: bool = False) -> Function:
     """What a loss needs to know, as a differentiable function of the parameters and the label of each row.
 
     Its results are those of `head.formula`, and if `residual` what is for the pullback alone: that counts as constant.
