@@ -37,25 +37,20 @@ def without_state[T: AttentionSpec](operation: T, dtype: jax.typing.DTypeLike) -
 
 def continued(operation: AttentionSpec, function: Function) -> Function:
     """The function of an operation, given that of the operation alone."""
-    return _gradients(operation, function) if isinstance(operation, AttentionPullback) else _folded(operation, function)
 
-
-def _gradients(operation: AttentionPullback, pullback: Function) -> Function:
     def wide(*operands: jax.Array) -> tuple[jax.Array, ...]:
         dtype = accumulator(operands[0].dtype)
-        return tuple(gradient.astype(dtype) for gradient in pullback(*operands))
+        return tuple(gradient.astype(dtype) for gradient in function(*operands))
 
-    return xla.with_sums(operation.wrt, operation.sums, wide)
-
-
-def _folded(operation: AttentionSpec, forward: Function) -> Function:
-    def function(*operands: jax.Array) -> tuple[jax.Array, ...]:
+    def folded(*operands: jax.Array) -> tuple[jax.Array, ...]:
         *given, state_output, state_lse = operands
-        output, lse, lse_residual = forward(*given)
+        output, lse, lse_residual = function(*given)
         st = xla.with_residual(xla.before(output, lse), lse_residual)
         return xla.of_state(operation.form, given[0].dtype, fold.combine(xla.before(state_output, state_lse), st))
 
-    return function
+    if isinstance(operation, AttentionPullback):
+        return xla.with_sums(operation.wrt, operation.sums, wide)
+    return folded
 
 
 _EXPONENTS = (-120, 120)  # powers of 2 that are normal numbers of f32, and so are the inverse ones

@@ -146,23 +146,22 @@ class Call:
 
     def over_keys[T](
         self,
-        step: Callable[[T | None, Block], tuple[T, tuple[jax.Array, ...]]],
-        axes: Sequence[int] = (),
-    ) -> tuple[T, list[jax.Array]]:
+        step: Callable[[T | None, Block], tuple[T, dict[str, jax.Array]]],
+        axes: dict[str, int],
+    ) -> tuple[T, dict[str, jax.Array]]:
         """Takes all blocks in turn.
 
         Args:
           step: (what the blocks before have given, or None for the first; a block) -> what the next gets, and arrays of
-            this block's keys.
-          axes: the dimension of the keys in each of these arrays.
+            this block's keys by name.
+          axes: the dimension of the keys in arrays of these names.
 
         Returns:
           What the last step gave, and the arrays of all keys.
         """
         length = self.length_of_keys
         if not isinstance(length, int) or length <= self.keys:
-            carry, parts = step(None, self.block(0, length))
-            return carry, list(parts)
+            return step(None, self.block(0, length))
         # The first block is the one that may be shorter. It also gives the loop a state of the right type.
         first = length % self.keys or self.keys
         carry, parts = step(None, self.block(0, first))
@@ -173,10 +172,10 @@ class Call:
         begins = jnp.arange(first, length, self.keys, dtype=jnp.int32)
         # Where a derivative of higher order differentiates this loop, it keeps the operands and not the scores.
         carry, stacked = jax.lax.scan(jax.checkpoint(next_step, prevent_cse=False), carry, begins)
-        return carry, [
-            jnp.concatenate([part, _joined(blocks, axis)], axis)
-            for part, blocks, axis in zip(parts, stacked, axes, strict=True)
-        ]
+        return carry, {
+            name: jnp.concatenate([parts[name], _joined(blocks, axes[name])], axes[name])
+            for name, blocks in stacked.items()
+        }
 
 
 def _part(x: jax.Array, begin: jax.Array | int, size: int, axis: int) -> jax.Array:

@@ -21,7 +21,7 @@ from jaxsoft._attention.spec import AttentionForward, AttentionPullback
 from jaxsoft._core.implementations import Names
 from jaxsoft._core.linear_map import LinearMap
 from jaxsoft._core.mesh import automatically
-from jaxsoft._core.operation import Function, is_perturbed
+from jaxsoft._core.operation import Function, is_perturbed, jvp_along, zero_tangent
 
 _DIFFERENTIATED = ("output", "lse")  # the results that have derivatives
 
@@ -106,15 +106,13 @@ class _Derivative(LinearMap):
     def _along(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """The tangents of the output and the log-sum-exp."""
         given = operands[: len(self.form.names)]
-        places = [self.form.place(name) for name in self.wrt]
+        perturbed = dict(zip(self.wrt, operands[self.linear.start :], strict=True))
+        tangents = [perturbed.get(name, zero_tangent(x)) for name, x in zip(self.form.names, given, strict=True)]
 
-        def along(*perturbed):
-            varied = list(given)
-            for place, value in zip(places, perturbed, strict=True):
-                varied[place] = value
+        def along(*varied):
             return AttentionForward(self.form).formula()(*varied)[: len(_DIFFERENTIATED)]
 
-        return jax.jvp(along, [given[place] for place in places], list(operands[self.linear.start :]))[1]
+        return jvp_along(along, given, tangents)[1]
 
     def _gradients(self, operands: Sequence[jax.Array], run: Function) -> tuple[jax.Array, ...]:
         """The gradients by the differentiated operands. `run` calls the pullback.

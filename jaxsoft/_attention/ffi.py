@@ -279,7 +279,8 @@ def find(operation: AttentionSpec, operands: Operands) -> Function:
 
     def forward(*operands: jax.Array) -> tuple[jax.Array, ...]:
         query, _, value = operands[:BASE]
-        given = [_narrowed(x) if name == "bias" else x for name, x in zip(form.names, operands, strict=True)]
+        # They read no f64, which a bias may be in.
+        given = [x.astype(jnp.float32) if x.dtype == jnp.float64 else x for x in operands]
         given = _as_block(given) if form.packed else given
         shape = (*query.shape[:3], value.shape[3])
         numbers = jax.ShapeDtypeStruct((query.shape[0], query.shape[2], query.shape[1]), jnp.float32)
@@ -320,11 +321,6 @@ def _as_block(operands: Sequence[jax.Array]) -> list[jax.Array]:
     """Operands of a call whose keys and values are packed, as the kernels take them."""
     query, key, _, *others = operands
     return [query, key.reshape(2, -1, *key.shape[1:]), *others]
-
-
-def _narrowed(bias: jax.Array) -> jax.Array:
-    """A bias in a dtype that the kernels read."""
-    return bias.astype(jnp.float32) if bias.dtype == jnp.float64 else bias
 
 
 def plan(operation: AttentionSpec, operands: Operands) -> str:

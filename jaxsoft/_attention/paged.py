@@ -20,9 +20,6 @@ from jaxsoft._core.implementations import Names
 from jaxsoft._core.mesh import automatically
 from jaxsoft._core.operation import Function, jvp_along
 
-# What computes derivatives, by the implementation that was named. None for others, which have pages alone.
-_OF_GATHERED = {"xla": "xla", "reference": "reference"}
-
 
 @functools.cache
 def paged_attention(form: AttentionForm, implementation: Names) -> Function:
@@ -37,10 +34,9 @@ def paged_attention(form: AttentionForm, implementation: Names) -> Function:
 
     @functools.partial(function.defjvp, symbolic_zeros=True)
     def function_jvp(primals, tangents):
-        attend = functools.partial(
-            _over_gathered, form, _OF_GATHERED.get(implementation if isinstance(implementation, str) else "")
-        )
-        return jvp_along(attend, primals, tangents)
+        # Others serve pages alone, and derivatives are of what is gathered from these.
+        named = implementation if implementation in ("xla", "reference") else None
+        return jvp_along(functools.partial(_over_gathered, form, named), primals, tangents)
 
     return function
 

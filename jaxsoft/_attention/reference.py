@@ -60,15 +60,13 @@ def pullback(form: AttentionForm, wrt: Sequence[str]) -> Function:
 
     def function(*operands):
         *given, _, lse, lse_residual, delta, cotangent = operands
-        places = [form.place(name) for name in wrt]
+        named = dict(zip(form.names, given, strict=True))
 
         def along(*moved):
-            varied = list(given)
-            for place, value in zip(places, moved, strict=True):
-                varied[place] = value
-            return forward(dataclasses.replace(form, dtype=delta.dtype, rounded=False))(*varied)
+            varied = named | dict(zip(wrt, moved, strict=True))
+            return forward(dataclasses.replace(form, dtype=delta.dtype, rounded=False))(*varied.values())
 
-        (y, own_lse, own_residual), transpose = jax.vjp(along, *(given[place] for place in places))
+        (y, own_lse, own_residual), transpose = jax.vjp(along, *(named[name] for name in wrt))
         # What of all weights are those of these keys: 1, unless the log-sum-exp is that of other keys as well.
         same = (own_lse == lse) & ~jnp.isfinite(lse)
         share = jnp.where(same, 1, jnp.exp((own_lse - lse) + (own_residual - lse_residual)))

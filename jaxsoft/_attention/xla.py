@@ -13,15 +13,12 @@ import numpy as np
 
 from jaxsoft import fold
 from jaxsoft._attention.blocks import Block, Call
-from jaxsoft._attention.form import AttentionForm, Extra
+from jaxsoft._attention.form import DIMENSIONS, AttentionForm, Extra
 from jaxsoft._attention.layouts import AXES_OF_RESULTS
 from jaxsoft._attention.pages import PagedCall
 from jaxsoft._attention.parts import Part, parts
 from jaxsoft._core.operation import Function
 from jaxsoft.fold import AttentionState
-
-# The dimensions of queries and of keys in each operand that has a gradient.
-AXES = {"query": (1, None), "key": (None, 1), "value": (None, 1), "bias": (2, 3)}
 
 
 def forward(form: AttentionForm, platform: str | None = None) -> Function:
@@ -30,9 +27,9 @@ def forward(form: AttentionForm, platform: str | None = None) -> Function:
     def of_part(call: Call):
         def step(st: AttentionState | None, block: Block):
             of_block = _state_of(call, block)
-            return (of_block if st is None else fold.combine(st, of_block)), ()
+            return (of_block if st is None else fold.combine(st, of_block)), {}
 
-        st, _ = call.over_keys(step)
+        st, _ = call.over_keys(step, {})
         return results(call, st)
 
     def function(*operands):
@@ -148,16 +145,10 @@ def pullback(form: AttentionForm, wrt: Sequence[str], platform: str | None = Non
             if "bias" in wrt:
                 whole = call.extras[Extra.BIAS].shape[3] == 1
                 (own if whole else of_keys)["bias"] = _like_bias(call, d_bias)
-            sums = own if sums is None else {name: sums[name] + own[name] for name in own}
-            return sums, tuple(of_keys[name] for name in sorted(of_keys))
+            return own if sums is None else {name: sums[name] + own[name] for name in own}, of_keys
 
-        axes = {"bias": 3, "key": 2, "value": 2}
-        if "bias" in wrt and call.extras[Extra.BIAS].shape[3] == 1:
-            del axes["bias"]
-        names = sorted(name for name in axes if name in wrt)
-        sums, of_keys = call.over_keys(step, [axes[name] for name in names])
-        found = {**sums, **dict(zip(names, of_keys, strict=True))}
-        return {name: x if name == "bias" else jnp.moveaxis(x, 1, 2) for name, x in found.items()}
+        sums, of_keys = call.over_keys(step, {"bias": 3, "key": 2, "value": 2})
+        return {name: x if name == "bias" else jnp.moveaxis(x, 1, 2) for name, x in (sums | of_keys).items()}
 
     def function(*operands):
         *base, _, lse, lse_residual, delta, cotangent = operands
@@ -182,11 +173,12 @@ def _total(gradients: Sequence[tuple[Part, jax.Array]], name: str, like: jax.Arr
         return gradients[0][1]
     total = jnp.zeros(like.shape, gradients[0][1].dtype)
     for part, gradient in gradients:
-        index = [slice(None)] * like.ndim
-        for axis, place in zip(AXES[name], (part.queries, part.keys), strict=True):
-            if axis is not None and (name != "bias" or like.shape[axis] > 1):
-                index[axis] = place
-        total = total.at[tuple(index)].add(gradient)
+        places = {"t": part.queries, "s": part.keys}
+        index = tuple(
+            slice(None) if name == "bias" and size == 1 else places.get(letter, slice(None))
+            for letter, size in zip(DIMENSIONS[name], like.shape, strict=True)
+        )
+        total = total.at[index].add(gradient)
     return total
 
 
