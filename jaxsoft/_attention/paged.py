@@ -51,11 +51,8 @@ class _PagedLinearInValue(LinearInValue):
 def _over_gathered(form: AttentionForm, implementation: Names, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """The results of a paged call, as one of keys and values that lie in one piece."""
     flat = contiguous_form(form)
-
-    def gather(*operands):
-        return contiguous(form, operands)
-
-    return attention(flat, implementation)(*automatically(gather, _shardings(form, flat, operands), *operands))
+    shardings = _shardings(form, flat, operands)
+    return attention(flat, implementation)(*automatically(lambda *v: contiguous(form, v), shardings, *operands))
 
 
 def _shardings(form: AttentionForm, flat: AttentionForm, operands: Sequence[jax.Array]) -> tuple[Any, ...]:

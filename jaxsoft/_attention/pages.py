@@ -19,25 +19,16 @@ from jaxsoft._core.mesh import varying_alike, whole_along
 from jaxsoft.fold import accumulator
 
 
-def gather(pages: jax.Array, numbers: jax.Array, there: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Pages (P, page size, ...) by their numbers (B, n), as (B, n, page size, ...), with derivatives of every order.
-
-    Args:
-      pages: of the cache.
-      numbers: of those that are gathered. One is negative if nothing of it is there.
-      there: what of the gathered pages is (B, n, page size). The rest is 0, whatever pages hold.
-      dtype: of the result. Gradients are summed in its accumulator, and then rounded to that of the pages.
-    """
-    return _Gather(pages.shape[0], dtype)(numbers, there, pages)[0]
-
-
 @dataclasses.dataclass(frozen=True)
 class _Gather(LinearMap):
     """(numbers, there, pages) -> the pages of these numbers; transposed, their cotangents -> that of the pages.
 
+    The numbers (B, n) are negative for pages of which nothing is there. Of the pages (P, page size, ...) as they are
+    gathered (B, n, page size, ...), what is not there (B, n, page size) is 0, whatever pages hold.
+
     Attributes:
       pages: how many there are.
-      dtype: of the result.
+      dtype: of the result. Gradients are summed in its accumulator, and then rounded to that of the pages.
       transposed: whether this is the transpose.
     """
 
@@ -157,7 +148,7 @@ def gathered(pages: jax.Array, table: jax.Array, there: jax.Array, dtype: np.dty
     shape = (*there.shape, *pages.shape[2:])
     there = there.reshape(*table.shape, pages.shape[1])
     # Of entries that are not used, no page is read, and none gets a gradient.
-    return gather(pages, jnp.where(there[:, :, 0], table, -1), there, dtype).reshape(shape)
+    return _Gather(pages.shape[0], dtype)(jnp.where(there[:, :, 0], table, -1), there, pages)[0].reshape(shape)
 
 
 def contiguous_form(form: AttentionForm) -> AttentionForm:

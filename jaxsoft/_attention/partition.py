@@ -9,7 +9,6 @@ each has its part of them (see `jaxsoft._attention.ring`).
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,21 +24,10 @@ _WHOLE = ("t", "s", "h", "d", "p", "i", "l", "e", "x")  # the dimensions that ar
 _OF_SHARDS = _WHOLE[2:]  # likewise, where sequences lie over devices
 
 
-_OF_KEY_HEADS = [name for name, dims in DIMENSIONS.items() if "k" in dims]
-
-
-class _Sizes(NamedTuple):
-    """The lengths of the dimensions that may be sharded."""
-
-    b: int
-    n: int
-    k: int
-
-    @classmethod
-    def of(cls, operands: Sequence[jax.ShapeDtypeStruct]) -> "_Sizes":
-        """Those of an operation with these operands."""
-        query, key = operands[:2]
-        return cls(query.shape[0], query.shape[2], key.shape[2])
+def _sizes(operands: Sequence[jax.ShapeDtypeStruct]) -> dict[str, int]:
+    """The lengths of the dimensions that may be sharded, of an operation with these operands."""
+    query, key = operands[:2]
+    return {"b": query.shape[0], "n": query.shape[2], "k": key.shape[2]}
 
 
 def partition(operation: AttentionSpec, kernel: Function, on_shards: Callable[..., Function], mesh, operands, results):
@@ -47,13 +35,13 @@ def partition(operation: AttentionSpec, kernel: Function, on_shards: Callable[..
     one that has parts of them. See `jaxsoft._core.operation.Served.partition`.
     """
     shards = operation.form.shards
-    mesh, sizes = refined(mesh, operands[0]), _Sizes.of(operands)
+    mesh, sizes = refined(mesh, operands[0]), _sizes(operands)
     of_query = axes_of(operands[0], mesh)
-    axes = {"b": if_even(of_query[0], sizes.b, mesh), "n": if_even(of_query[2], sizes.n, mesh)}
+    axes = {"b": if_even(of_query[0], sizes["b"], mesh), "n": if_even(of_query[2], sizes["n"], mesh)}
     devices = math.prod(mesh.shape[axis] for axis in axes["n"])
-    if sizes.k % devices and devices % sizes.k:
-        axes["n"], devices = (), 1
-    axes["k"] = _beginning(axes["n"], sizes.k, mesh)
+    if sizes["k"] % devices and devices % sizes["k"]:
+        axes["n"] = ()
+    axes["k"] = _beginning(axes["n"], sizes["k"], mesh)
     sharing = {"k": axes["n"][len(axes["k"]) :]}
     bias = dict(zip(operation.operands, operands, strict=True)).get("bias")
     sharing["bias"] = _sharing(bias, axes, sizes)
@@ -71,10 +59,9 @@ def partition(operation: AttentionSpec, kernel: Function, on_shards: Callable[..
     return mesh, local, shardings(operation.results, results), shardings(operation.operands, operands)
 
 
-def _sharded(name: str, shape: Sequence[int], sizes: _Sizes) -> list[str]:
+def _sharded(name: str, shape: Sequence[int], sizes: dict[str, int]) -> list[str]:
     """The dimensions of an array by their letters; "" for one that is the same for the whole of a longer dimension."""
-    lengths = sizes._asdict()
-    return [d if lengths.get(d, size) == size else "" for d, size in zip(DIMENSIONS[name], shape, strict=True)]
+    return [d if sizes.get(d, size) == size else "" for d, size in zip(DIMENSIONS[name], shape, strict=True)]
 
 
 def rule(operation: AttentionSpec, operand_types: Sequence, result_types: Sequence) -> tuple[str, dict]:
@@ -83,10 +70,10 @@ def rule(operation: AttentionSpec, operand_types: Sequence, result_types: Sequen
     The heads of queries are two factors, the heads of keys and the heads of queries of each. A dimension of length 1
     where that of others is longer has a name of its own.
     """
-    sizes = _Sizes.of(operand_types)
+    sizes = _sizes(operand_types)
     whole_dims = _WHOLE if operation.form.shards is None else _OF_SHARDS
-    two = 1 < sizes.k < sizes.n
-    factors = {"n": "(k g)" if two else "k" if sizes.n == sizes.k else "n", "s": "t"}
+    two = 1 < sizes["k"] < sizes["n"]
+    factors = {"n": "(k g)" if two else "k" if sizes["n"] == sizes["k"] else "n", "s": "t"}
     whole: dict[str, None] = {}  # in the order of their first use, as XLA wants them
 
     def side(names, types):
@@ -102,10 +89,10 @@ def rule(operation: AttentionSpec, operand_types: Sequence, result_types: Sequen
         return ", ".join(arrays)
 
     text = f"{side(operation.operands, operand_types)} -> {side(operation.results, result_types)}"
-    return text, {"need_replication_factors": tuple(whole)} | ({"g": sizes.n // sizes.k} if two else {})
+    return text, {"need_replication_factors": tuple(whole)} | ({"g": sizes["n"] // sizes["k"]} if two else {})
 
 
-def _sharing(bias: jax.ShapeDtypeStruct | None, axes: dict[str, Axes], sizes: _Sizes) -> Axes:
+def _sharing(bias: jax.ShapeDtypeStruct | None, axes: dict[str, Axes], sizes: dict[str, int]) -> Axes:
     """The axes of the mesh over which devices share the same part of the bias."""
     if bias is None:
         return ()
@@ -119,7 +106,7 @@ def _beginning(axes: Axes, size: int, mesh: Mesh) -> Axes:
     return axes[: max(numbers)]
 
 
-def _local(operation: AttentionSpec, kernel: Function, sizes: _Sizes, sharing: dict[str, Axes]) -> Function:
+def _local(operation: AttentionSpec, kernel: Function, sizes: dict[str, int], sharing: dict[str, Axes]) -> Function:
     """The operation on one device, which has its batch and its heads of queries.
 
     Args:
@@ -136,11 +123,11 @@ def _local(operation: AttentionSpec, kernel: Function, sizes: _Sizes, sharing: d
         head, groups = 0, named[operation.operands[1]].shape[2]
         if over:
             heads = named["query"].shape[2]
-            head = jax.lax.axis_index(over).astype(jnp.int32) * heads // (sizes.n // sizes.k)
-            for name in set(named) & {*_OF_KEY_HEADS}:
-                axis = DIMENSIONS[name].index("k")
-                named[name] = jax.lax.dynamic_slice_in_dim(named[name], head, 1, axis)
-            first = jax.lax.axis_index(over).astype(jnp.int32) * heads % (sizes.n // sizes.k) == 0
+            head = jax.lax.axis_index(over).astype(jnp.int32) * heads // (sizes["n"] // sizes["k"])
+            for name, x in named.items():
+                if "k" in DIMENSIONS[name]:
+                    named[name] = jax.lax.dynamic_slice_in_dim(x, head, 1, DIMENSIONS[name].index("k"))
+            first = jax.lax.axis_index(over).astype(jnp.int32) * heads % (sizes["n"] // sizes["k"]) == 0
             for name in set(named) & {"key_sum", "value_sum"}:  # one of those that share them adds to them
                 named[name] = jnp.where(first, named[name], 0)
         results = dict(zip(operation.results, kernel(*named.values()), strict=True))
