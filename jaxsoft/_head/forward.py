@@ -121,7 +121,8 @@ def folded(head: Head, x: jax.Array, label: jax.Array, here: jax.Array, weights:
     # The sums are of distances from the label's score. Where that is elsewhere, the first class stands in for it.
     stands_in = ~found & (here != NO_ROW)
     index = jnp.where(stands_in, 0, here) if of_sums else here
-    m, s, t, *rest = _reduced(head, x, index)
+    form = RowForm(fold.accumulator(x.dtype), cap=head.cap)
+    m, s, t, *rest = RowOperation(head.function.forward, form).on_device(x, index)
     state = fold.State(m, s)
     if of_sums:
         whole = fold.combine(state, fold.from_lse(t))
@@ -132,12 +133,6 @@ def folded(head: Head, x: jax.Array, label: jax.Array, here: jax.Array, weights:
         ref = jnp.where(found, t, m)
         rest = composed_sums(head, x, label, fold.reference(ref), weights)
     return Folded(state, products, jnp.where(found, t, 0), rest, ref)
-
-
-def _reduced(head: Head, x: jax.Array, index: jax.Array) -> tuple[jax.Array, ...]:
-    """What the function of rows that reduces the scores finds."""
-    form = RowForm(fold.accumulator(x.dtype), cap=head.cap)
-    return RowOperation(head.function.forward, form).on_device(x, index)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -64,14 +64,9 @@ class Objective:
           weights: those of the labels.
         """
         (others, t, log_odds, *of_others), sums = found[: 3 + self.head.entropy], found[3 + self.head.entropy :]
-        loss, lse = row_loss(self.options, label, others, t, log_odds, self._sums(sums), weight=weights)
+        of_scores = Sums(sums[0], sums[1], sums[-1]) if sums else None  # without weights the mass is the number
+        loss, lse = row_loss(self.options, label, others, t, log_odds, of_scores, weight=weights)
         return loss, lse, row_entropy(label, t, log_odds, *of_others) if self.head.entropy else None
-
-    def _sums(self, sums: Sequence[jax.Array]) -> Sums | None:
-        if not sums:
-            return None
-        total, mass, count = sums if self.head.weighted else (*sums, sums[1])
-        return Sums(total, mass, count)
 
     def by_classes(self, *operands: jax.Array) -> jax.Array:
         """The sum by chunks of the classes, which has all its derivatives in chunks, too."""

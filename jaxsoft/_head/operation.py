@@ -21,14 +21,6 @@ from jaxsoft._core.mesh import Axes, axes_of, if_even, refined
 from jaxsoft._core.operation import Function, Served, Types, bdims_at_front
 
 
-class Dimension(enum.Enum):
-    """What a dimension of an operand or a result counts."""
-
-    ROWS = enum.auto()  # the hidden states: one dimension or several, or none
-    WIDTH = enum.auto()  # the numbers of a hidden state
-    CLASSES = enum.auto()  # always the last dimension
-
-
 class HeadArray(enum.Enum):
     """What an operand or a result is, which decides its dimensions."""
 
@@ -44,27 +36,25 @@ class HeadArray(enum.Enum):
     SCORES = enum.auto()  # all scores before the cap, in the dtype of the products
 
     @property
-    def dimensions(self) -> tuple[Dimension, ...]:
-        """The dimensions of such an array."""
-        return _DIMENSIONS[self]
-
-    @property
     def has_rows(self) -> bool:
         """Whether such an array has a part for each row. The dimensions of the rows are its first ones."""
-        return Dimension.ROWS in self.dimensions
+        return _ROWS in _DIMENSIONS[self]
 
 
+# What a dimension counts: the hidden states, which have one dimension or several, or none; the numbers of one; or the
+# classes, which are always the last dimension.
+_ROWS, _WIDTH, _CLASSES = "rows", "width", "classes"
 _DIMENSIONS = {
-    HeadArray.HIDDEN: (Dimension.ROWS, Dimension.WIDTH),
-    HeadArray.WEIGHT: (Dimension.WIDTH, Dimension.CLASSES),
-    HeadArray.BIAS: (Dimension.CLASSES,),
-    HeadArray.CLASS_WEIGHTS: (Dimension.CLASSES,),
-    HeadArray.STATISTIC: (Dimension.ROWS,),
-    HeadArray.ROW_WEIGHTS: (Dimension.ROWS,),
-    HeadArray.LABEL_WEIGHTS: (Dimension.ROWS,),
+    HeadArray.HIDDEN: (_ROWS, _WIDTH),
+    HeadArray.WEIGHT: (_WIDTH, _CLASSES),
+    HeadArray.BIAS: (_CLASSES,),
+    HeadArray.CLASS_WEIGHTS: (_CLASSES,),
+    HeadArray.STATISTIC: (_ROWS,),
+    HeadArray.ROW_WEIGHTS: (_ROWS,),
+    HeadArray.LABEL_WEIGHTS: (_ROWS,),
     HeadArray.TOTAL: (),
-    HeadArray.LABEL: (Dimension.ROWS,),
-    HeadArray.SCORES: (Dimension.ROWS, Dimension.CLASSES),
+    HeadArray.LABEL: (_ROWS,),
+    HeadArray.SCORES: (_ROWS, _CLASSES),
 }
 
 
@@ -176,9 +166,6 @@ class HeadOperation(Served):
         return named, {"need_replication_factors": (_WIDTH,)}
 
 
-_WIDTH, _CLASSES = "width", "classes"
-
-
 def _row_names(hidden: jax.ShapeDtypeStruct) -> list[str]:
     """A name for each dimension of the rows of hidden."""
     return [f"rows{i}" for i in range(len(hidden.shape) - 1)]
@@ -186,8 +173,7 @@ def _row_names(hidden: jax.ShapeDtypeStruct) -> list[str]:
 
 def _names(kind: HeadArray, rows: list[str]) -> list[str]:
     """The names of the dimensions of such an array, which are sharded alike where they are the same."""
-    names = {Dimension.ROWS: rows, Dimension.WIDTH: [_WIDTH], Dimension.CLASSES: [_CLASSES]}
-    return [name for dimension in kind.dimensions for name in names[dimension]]
+    return [name for dimension in _DIMENSIONS[kind] for name in (rows if dimension == _ROWS else [dimension])]
 
 
 def mapped(
