@@ -96,7 +96,9 @@ class Call:
             spec = spec.replace("n", "k")
         else:  # the query heads of a key head are beside each other
             spec = spec.replace("n", "kg")
-            a, b = (self._grouped(x) if "n" in term else x for x, term in zip((a, b), terms, strict=True))
+            of_group = self.batch, self.groups, self.heads // self.groups
+            pairs = zip((a, b), terms, strict=True)
+            a, b = (x.reshape(*of_group, *x.shape[2:]) if "n" in term else x for x, term in pairs)
         b = b.astype(a.dtype)
         y = jnp.einsum(spec, a, b, preferred_element_type=self.dtype, precision=self.form.precision)
         return y.reshape(self.batch, self.heads, *y.shape[-2:]) if "n" in result else y
@@ -104,10 +106,6 @@ class Call:
     def of_heads(self, x: jax.Array) -> jax.Array:
         """Numbers of the heads of keys (K,), for arrays (B, N, ..., ...) of the heads of queries."""
         return jnp.repeat(x, self.heads // self.groups)[None, :, None, None]
-
-    def _grouped(self, x: jax.Array) -> jax.Array:
-        """An array (B, N, ...) as (B, K, G, ...)."""
-        return x.reshape(self.batch, self.groups, self.heads // self.groups, *x.shape[2:])
 
     def block(self, begin: jax.Array | int, size: int) -> Block:
         """The scores of `size` keys from `begin` on."""

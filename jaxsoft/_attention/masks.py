@@ -192,7 +192,8 @@ class Masks:
           number: gives an extra of one number for each entry of the batch.
           segments: how segments are found, if there are any.
         """
-        found = {extra: number(extra) for extra in form.extras if extra in _NUMBERS}
+        of_numbers = (Extra.OFFSET, Extra.QUERY_BEGINS, Extra.QUERY_LENGTHS, Extra.KEY_LENGTHS)
+        found = {extra: number(extra) for extra in form.extras if extra in of_numbers}
         band = Band(form.left, form.right, found.pop(Extra.OFFSET, 0))
         lengths = Lengths(queries, keys, **{extra.value: x for extra, x in found.items()})
         return cls(band, lengths, segments if Extra.QUERY_SEGMENTS in form.extras else None)
@@ -252,10 +253,6 @@ class Masks:
         if self.lengths.key_lengths is not None or self.lengths.keys % count:
             span = _if_any(span, j < own, j + count <= own)
         return span
-
-
-# The extras that are numbers of rules.
-_NUMBERS = (Extra.OFFSET, Extra.QUERY_BEGINS, Extra.QUERY_LENGTHS, Extra.KEY_LENGTHS)
 
 
 def all_of(conditions: Sequence[Any]) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxsoft import fold
 from jaxsoft._attention.blocks import Block, Call
 from jaxsoft._attention.form import DIMENSIONS, AttentionForm, Extra
-from jaxsoft._attention.layouts import AXES_OF_RESULTS
+from jaxsoft._attention.layouts import AXES_OF_RESULTS, joined
 from jaxsoft._attention.pages import PagedCall
 from jaxsoft._attention.parts import Part, parts
 from jaxsoft._core.operation import Function
@@ -26,7 +26,11 @@ def forward(form: AttentionForm, platform: str | None = None) -> Function:
 
     def of_part(call: Call):
         def step(st: AttentionState | None, block: Block):
-            of_block = _state_of(call, block)
+            m, s = fold.state(block.z)
+            weights = fold.weight(block.z, m[..., None])
+            # As in jax.nn, weights are rounded before the product, but on a CPU, where that makes nothing faster.
+            weights = weights if call.wide else weights.astype(block.value.dtype)
+            of_block = AttentionState(m, s, call.product("bnts,bksd->bntd", weights, block.value))
             return (of_block if st is None else fold.combine(st, of_block)), {}
 
         st, _ = call.over_keys(step, {})
@@ -38,22 +42,10 @@ def forward(form: AttentionForm, platform: str | None = None) -> Function:
         found = [
             of_part(Call(part.form, part.operands(operands), platform)) for part in parts(form, operands, platform)
         ]
-        if len(found) == 1:
-            return found[0]
         pairs = zip(zip(*found, strict=True), AXES_OF_RESULTS, strict=False)
-        return tuple(jnp.concatenate(v, axis) for v, axis in pairs)
+        return tuple(joined(v, axis) for v, axis in pairs)
 
     return function
-
-
-def _state_of(call: Call, block: Block) -> AttentionState:
-    """The state of a block's keys. As in jax.nn, weights are rounded to the values' dtype before the product, but on a
-    CPU, where that makes nothing faster.
-    """
-    m, s = fold.state(block.z)
-    weights = fold.weight(block.z, m[..., None])
-    weights = weights if call.wide else weights.astype(block.value.dtype)
-    return AttentionState(m, s, call.product("bnts,bksd->bntd", weights, block.value))
 
 
 def results(call: Call, st: AttentionState) -> tuple[jax.Array, ...]:
@@ -115,12 +107,7 @@ def with_sums(wrt: Sequence[str], sums: Sequence[str], pullback: Function) -> Fu
 
 
 def pullback(form: AttentionForm, wrt: Sequence[str], platform: str | None = None, wide: bool = False) -> Function:
-    """The gradients by the differentiated operands: some of query, key, value and bias.
-
-    (query, key, value, *extras, output, lse, lse_residual, delta, cotangent) -> gradients like the operands, or if they
-    are wide, in the accumulator's dtype. The cotangent is that of the output, in the dtype of query or in the
-    accumulator's, and delta the sum of its products with the output, less the cotangent of lse.
-    """
+    """The gradients by the differentiated operands, without sums: see `jaxsoft._attention.spec.AttentionPullback`."""
 
     def of_part(
         call: Call, lse: jax.Array, lse_residual: jax.Array, delta: jax.Array, cotangent: jax.Array
@@ -143,8 +130,9 @@ def pullback(form: AttentionForm, wrt: Sequence[str], platform: str | None = Non
             if "value" in wrt:
                 of_keys["value"] = call.product("bnts,bntd->bksd", p.astype(cotangent.dtype), cotangent)
             if "bias" in wrt:
-                whole = call.extras[Extra.BIAS].shape[3] == 1
-                (own if whole else of_keys)["bias"] = _like_bias(call, d_bias)
+                bias = call.extras[Extra.BIAS]
+                once = [axis for axis, size in enumerate(bias.shape) if size == 1]
+                (own if 3 in once else of_keys)["bias"] = jnp.sum(d_bias, axis=once, keepdims=True)
             return own if sums is None else {name: sums[name] + own[name] for name in own}, of_keys
 
         sums, of_keys = call.over_keys(step, {"bias": 3, "key": 2, "value": 2})
@@ -153,8 +141,7 @@ def pullback(form: AttentionForm, wrt: Sequence[str], platform: str | None = Non
     def function(*operands):
         *base, _, lse, lse_residual, delta, cotangent = operands
         cotangent = jnp.moveaxis(cotangent, 2, 1)
-        bias = form.named(operands).get(Extra.BIAS)
-        given = {"query": operands[0], "key": operands[1], "value": operands[2], "bias": bias}
+        given = dict(zip(form.names, operands, strict=False))
         found = []
         for part in parts(form, operands, platform):
             numbers = [
@@ -180,10 +167,3 @@ def _total(gradients: Sequence[tuple[Part, jax.Array]], name: str, like: jax.Arr
         )
         total = total.at[index].add(gradient)
     return total
-
-
-def _like_bias(call: Call, dz: jax.Array) -> jax.Array:
-    """A gradient of scores (B, N, T, keys) summed over the dimensions along which the bias has length 1."""
-    bias = call.extras[Extra.BIAS]
-    once = [axis for axis, size in enumerate(bias.shape) if size == 1]
-    return jnp.sum(dz, axis=once, keepdims=True)

@@ -6,9 +6,8 @@ the losses, and become their gradients in place. A second product with these giv
 states, and a third one is added to the gradient of weight. No score is computed twice, at the price of reading and
 writing the gradient of weight once a chunk.
 
-Where there are no more rows than hidden has numbers, the gradients of all scores fit into the memory of the gradient of
-weight. Then they are kept there (see `in_place`), which takes no longer than to read and write this gradient once a
-chunk of rows. With as many rows as numbers, or a few less, all scores are computed there, in one chunk.
+Where the gradients of all scores fit into the memory of the gradient of weight, they are kept there (see `in_place`),
+which takes no longer than to read and write this gradient once a chunk of rows.
 """
 
 import dataclasses
