@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsoft._attention.form import SequenceShards
+from jaxsoft._attention.form import Extra, SequenceShards
 from jaxsoft._attention.masks import Band
 from jaxsoft._core.operation import Function
 
@@ -83,14 +83,13 @@ class Piece:
     Attributes:
       queries, keys: which chunk of the queries and of the block's keys these are, of as many as the layout has.
       band: the limits by position, where that of the first key is 0.
-      query_begins, key_lengths: queries before the one, and keys from the other on are masked; None for all.
+      extras: the first query and the number of keys that count, where not all do.
     """
 
     queries: int = 0
     keys: int = 0
     band: Band = _ALL
-    query_begins: jax.Array | None = None
-    key_lengths: jax.Array | None = None
+    extras: dict[Extra, jax.Array] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +135,8 @@ def steps(shards: SequenceShards, band: Band, length: int, rank: jax.Array, at_o
             # The first chunk of an earlier device is before both chunks, and the second after both. Both chunks of a
             # later device are between these two.
             half = length // 2
-            piece = Piece(query_begins=_either(wraps, half, 0), key_lengths=_either(wraps, length, half))
+            begins, lengths = _either(wraps, half, 0), _either(wraps, length, half)
+            piece = Piece(extras={Extra.QUERY_BEGINS: begins, Extra.KEY_LENGTHS: lengths})
         else:
             # Key b of the block has the position b * devices + rank - shift, and `devices` more if the block wraps.
             before = None if band.left is None else (band.left - shift) // devices

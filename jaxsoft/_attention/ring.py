@@ -100,7 +100,7 @@ class _Local:
             keys = [packed.flat(block["block"])] * 2 if is_packed else packed.unpack(block["block"], self.sizes)
         base = [chunk(self.named["query"], 1, piece.queries, self.chunks)]
         base += [chunk(x, 1, piece.keys, self.chunks) for x in keys]
-        extras = dict(more)
+        extras = piece.extras | more
         if Extra.QUERY_SEGMENTS in self.form.extras:
             of_keys = self.named[_SEGMENTS] if block is None else block[_SEGMENTS]
             extras[Extra.QUERY_SEGMENTS] = chunk(self.named["query_segments"], 1, piece.queries, self.chunks)
@@ -110,10 +110,6 @@ class _Local:
             extras[Extra.OFFSET] = band.offset
         elif band.offset:
             extras[Extra.OFFSET] = jnp.full((1,), band.offset, jnp.int32)
-        if piece.query_begins is not None:
-            extras[Extra.QUERY_BEGINS] = piece.query_begins
-        if piece.key_lengths is not None:
-            extras[Extra.KEY_LENGTHS] = piece.key_lengths
         names = tuple(extra for extra in Extra if extra in extras)
         of_form |= {"left": band.left, "right": band.right, "extras": names, "packed": is_packed}
         return dataclasses.replace(self.form.whole, **of_form), [*base, *(extras[extra] for extra in names)]
