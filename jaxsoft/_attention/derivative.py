@@ -32,7 +32,8 @@ def attention(form: AttentionForm, implementation: Names, residual: bool = False
 
     Derivatives use the log-sum-exp and the output's residual, so they keep the results with these, which are constants.
     """
-    forward = AttentionForward(form) if residual else AttentionForward(form.of_values, form.returns_lse)
+    values = dataclasses.replace(form.without_block, rounded=False)  # without what is for gradients alone
+    forward = AttentionForward(form) if residual else AttentionForward(values, form.returns_lse)
 
     @jax.custom_jvp
     def function(*operands):

@@ -156,11 +156,6 @@ class AttentionForm:
     packed: bool = False
 
     @property
-    def of_values(self) -> "AttentionForm":
-        """The form without the results that are for gradients alone."""
-        return dataclasses.replace(self.without_block, rounded=False)
-
-    @property
     def without_block(self) -> "AttentionForm":
         """The form without the block of keys and values that is kept."""
         return dataclasses.replace(self, shards=self.shards and dataclasses.replace(self.shards, keeps_block=False))

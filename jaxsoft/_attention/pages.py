@@ -95,7 +95,6 @@ class _Gather(LinearMap):
 
 
 _SCALES = (Extra.KEY_SCALE, Extra.VALUE_SCALE)
-_OF_PAGES = (Extra.PAGE_TABLE, *_SCALES)
 
 
 class PagedCall(Call):
@@ -153,7 +152,7 @@ def gathered(pages: jax.Array, table: jax.Array, there: jax.Array, dtype: np.dty
 
 def contiguous_form(form: AttentionForm) -> AttentionForm:
     """That of the call that a paged one is once its pages are gathered."""
-    left = {extra for extra in form.extras if extra not in _OF_PAGES} | {Extra.QUERY_SEGMENTS, Extra.KEY_SEGMENTS}
+    left = {*form.extras, Extra.QUERY_SEGMENTS, Extra.KEY_SEGMENTS} - {Extra.PAGE_TABLE, *_SCALES}
     return dataclasses.replace(form, extras=tuple(extra for extra in Extra if extra in left))
 
 

@@ -151,7 +151,14 @@ class HeadPullback(HeadOperation):
                 x = chunk.of(kept[0]) if kept else scores(head, chunk.layer(parameters))
             return self._with_chunk(shards, gradients, parameters, rows, in_place, x, chunk)
 
-        gradients, first = self._start(shards, dtype, types, in_place), 0
+        def start(kind: HeadArray, t) -> Any:
+            if kind is HeadArray.WEIGHT and shards.rows and not in_place:
+                return InParts(jax.lax.empty(t.shape, t.dtype))
+            if kind is not HeadArray.HIDDEN:
+                return jax.lax.empty(t.shape, t.dtype)
+            return None if in_place else jnp.zeros(t.shape, fold.accumulator(dtype))  # it is a sum, or comes last
+
+        gradients, first = tuple(start(kind, t) for kind, t in types.items()), 0
         if classes and any(isinstance(v, InParts) for v in gradients):
             first = min(size, classes)
             gradients = step(gradients, Chunk(0, first))
@@ -173,18 +180,6 @@ class HeadPullback(HeadOperation):
             return (jax.lax.psum(gradient, axes) if is_part else gradient).astype(dtype)
 
         return tuple(of_all_devices(kind, gradient, types[kind].dtype) for kind, gradient in by_kind.items())
-
-    def _start(self, shards: Shards, dtype: jnp.dtype, types: dict[HeadArray, Any], in_place: bool) -> tuple[Any, ...]:
-        """The gradients before the first chunk: that of hidden is a sum, or comes last."""
-
-        def start(kind: HeadArray, t) -> Any:
-            if kind is HeadArray.WEIGHT and shards.rows and not in_place:
-                return InParts(jax.lax.empty(t.shape, t.dtype))
-            if kind is not HeadArray.HIDDEN:
-                return jax.lax.empty(t.shape, t.dtype)
-            return None if in_place else jnp.zeros(t.shape, fold.accumulator(dtype))
-
-        return tuple(start(kind, t) for kind, t in types.items())
 
     def _with_chunk(
         self,
