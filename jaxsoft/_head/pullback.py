@@ -133,9 +133,7 @@ class HeadPullback(HeadOperation):
         here = labels_within(label, shards.first_class(classes))
         if kept and dtype != fold.accumulator(dtype):
             # The probabilities of rounded scores add up to 1 relative to the state of these.
-            found = folded(
-                head, kept[0], label, here, parameters.get(HeadArray.CLASS_WEIGHTS) if head.weighted else None
-            )
+            found = folded(head, kept[0], label, here, parameters.get(HeadArray.CLASS_WEIGHTS))
             found = found.of_all_classes(shards, label)
             state = [*found.state, *([] if found.products is None else [found.products])]
         rows = Known(label, here, t, tuple(state), tuple(cotangents), sums)
