@@ -30,7 +30,7 @@ def over_heads(
     Args:
       shards: how the sequence lies over devices.
       axes: the axes of the mesh over which it does.
-      operands, results: the dimensions of each, by letters (see `jaxsoft._attention.spec`).
+      operands, results: the dimensions of each, by letters (see `jaxsoft._attention.form`).
       function: what is computed.
     """
     function = in_order(shards, operands, results, function)

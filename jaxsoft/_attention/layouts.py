@@ -53,7 +53,7 @@ def in_order(shards: SequenceShards, operands: Sequence[str], results: Sequence[
 
     Args:
       shards: which layout.
-      operands, results: the dimensions of each, by letters (see `jaxsoft._attention.spec`).
+      operands, results: the dimensions of each, by letters (see `jaxsoft._attention.form`).
       function: what is computed.
     """
     if shards.layout == "contiguous":

@@ -1,7 +1,4 @@
-"""Attention as JAX sees it: which kernel serves an operation, and how it splits over a mesh.
-
-vmap joins the batch, and batch and heads that lie over a mesh stay where they are (see `partition`).
-"""
+"""Attention as JAX sees it: which kernel serves an operation, and how it splits over a mesh (see `partition`)."""
 
 import dataclasses
 from collections.abc import Sequence

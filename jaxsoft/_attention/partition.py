@@ -43,8 +43,10 @@ def partition(operation: AttentionSpec, kernel: Function, on_shards: Callable[..
         axes["n"] = ()
     axes["k"] = _beginning(axes["n"], sizes["k"], mesh)
     sharing = {"k": axes["n"][len(axes["k"]) :]}
-    bias = dict(zip(operation.operands, operands, strict=True)).get("bias")
-    sharing["bias"] = _sharing(bias, axes, sizes)
+    named = dict(zip(operation.operands, operands, strict=True))
+    if "bias" in named:
+        own = _sharded("bias", named["bias"].shape, sizes)
+        sharing["bias"] = tuple(axis for d in ("b", "n") if d not in own for axis in axes[d])
     if shards is not None and math.prod(mesh.shape[axis] for axis in of_query[1]) == shards.devices:
         axes["t"] = axes["s"] = of_query[1]
     # Where devices share heads of keys, none has the block of all heads that it would keep.
@@ -92,14 +94,6 @@ def rule(operation: AttentionSpec, operand_types: Sequence, result_types: Sequen
     return text, {"need_replication_factors": tuple(whole)} | ({"g": sizes["n"] // sizes["k"]} if two else {})
 
 
-def _sharing(bias: jax.ShapeDtypeStruct | None, axes: dict[str, Axes], sizes: dict[str, int]) -> Axes:
-    """The axes of the mesh over which devices share the same part of the bias."""
-    if bias is None:
-        return ()
-    dims = _sharded("bias", bias.shape, sizes)
-    return tuple(axis for d in ("b", "n") if d not in dims for axis in axes[d])
-
-
 def _beginning(axes: Axes, size: int, mesh: Mesh) -> Axes:
     """As many of the first axes as cut a dimension of this size into equal parts."""
     numbers = [n for n in range(len(axes) + 1) if axes[:n] == if_even(axes[:n], size, mesh)]
@@ -114,7 +108,7 @@ def _local(operation: AttentionSpec, kernel: Function, sizes: dict[str, int], sh
       kernel: the function for one device.
       sizes: of the whole operands.
       sharing: the axes of the mesh over which devices share the same heads of keys, of which each needs only one; and
-        those over which they share the same part of the bias.
+        those over which they share the same part of the bias, if there is one.
     """
     over = sharing["k"]
 

@@ -117,7 +117,7 @@ def pullback(form: AttentionForm, wrt: Sequence[str], platform: str | None = Non
         def step(sums, block: Block):
             p = fold.weight(block.z, lse) * jnp.exp(-lse_residual)
             dz = p * (call.product("bntd,bksd->bnts", cotangent, block.value) - delta)
-            d_bias, d_score = dz, (dz if block.slope is None else dz * block.slope) * form.scale
+            d_score = (dz if block.slope is None else dz * block.slope) * form.scale
             # The gradients of scores may be too small for f16: of long rows, beside a cotangent that is a mean's.
             wide = call.wide or call.query.dtype == jnp.float16
             key, query = (x.astype(d_score.dtype) if wide else x for x in (block.key, call.query))
@@ -132,7 +132,7 @@ def pullback(form: AttentionForm, wrt: Sequence[str], platform: str | None = Non
             if "bias" in wrt:
                 bias = call.extras[Extra.BIAS]
                 once = [axis for axis, size in enumerate(bias.shape) if size == 1]
-                (own if 3 in once else of_keys)["bias"] = jnp.sum(d_bias, axis=once, keepdims=True)
+                (own if 3 in once else of_keys)["bias"] = jnp.sum(dz, axis=once, keepdims=True)
             return own if sums is None else {name: sums[name] + own[name] for name in own}, of_keys
 
         sums, of_keys = call.over_keys(step, {"bias": 3, "key": 2, "value": 2})

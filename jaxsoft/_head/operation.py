@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxsoft.pallas_kernels as pallas_kernels
 from jaxsoft._core.implementations import Choice, Names
-from jaxsoft._core.mesh import Axes, axes_of, if_even, refined
+from jaxsoft._core.mesh import axes_of, if_even, refined
 from jaxsoft._core.operation import Function, Served, Types, bdims_at_front
 
 
@@ -114,16 +114,10 @@ class HeadOperation(Served):
 
         def function(*operands):
             leading = operands[0].shape[:-1]
-
-            def flat(kind: HeadArray, v: jax.Array) -> jax.Array:
-                return v.reshape(math.prod(leading), *v.shape[len(leading) :]) if kind.has_rows else v
-
-            def shaped(kind: HeadArray, v: jax.Array) -> jax.Array:
-                return v.reshape(*leading, *v.shape[1:]) if kind.has_rows else v
-
-            given = zip(self.operands, operands, strict=True)
-            results = self.on_rows(shards, *(flat(kind, v) for kind, v in given))
-            return tuple(shaped(kind, v) for kind, v in zip(self.results, results, strict=True))
+            rows, given = math.prod(leading), zip(self.operands, operands, strict=True)
+            flat = (v.reshape(rows, *v.shape[len(leading) :]) if kind.has_rows else v for kind, v in given)
+            found = zip(self.results, self.on_rows(shards, *flat), strict=True)
+            return tuple(v.reshape(*leading, *v.shape[1:]) if kind.has_rows else v for kind, v in found)
 
         return function
 
@@ -141,11 +135,8 @@ class HeadOperation(Served):
         del results
         hidden, weight = operands[:2]
         rows, mesh = _row_names(hidden), refined(mesh, hidden)
-
-        def even_axes(x: jax.ShapeDtypeStruct) -> list[Axes]:
-            return [if_even(axes, size, mesh) for axes, size in zip(axes_of(x, mesh), x.shape, strict=True)]
-
-        axes = dict(zip(rows, even_axes(hidden), strict=False))
+        of_hidden = zip(rows, axes_of(hidden, mesh), hidden.shape, strict=False)
+        axes = {name: if_even(given, size, mesh) for name, given, size in of_hidden}
         taken = {axis for row_axes in axes.values() for axis in row_axes}
         of_classes = tuple(axis for axis in axes_of(weight, mesh)[1] if axis not in taken)
         axes[_CLASSES] = if_even(of_classes, weight.shape[1], mesh)
