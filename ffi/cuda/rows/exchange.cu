@@ -139,7 +139,7 @@ cudaError_t run_merge(const Arguments<T>& args, const Largest<T>& to, const AllC
   cudaLaunchAttribute attribute = overlapping();
   const cudaLaunchConfig_t config{dim3(static_cast<unsigned>(blocks)), dim3(threads, rows),
                                   rows * count * sizeof(float), stream, &attribute,
-                                  TopKTuning::overlaps(device.major)};
+                                  top_k_tuning(device.major).overlaps};
   return cudaLaunchKernelEx(&config, top_k_merge_candidates<T>, args, to, from, width, step);
 }
 

@@ -42,7 +42,7 @@ cudaError_t tiles_at_once(const ColumnsDevice& device, const cudaLaunchConfig_t&
 
 // `tiles` is how many there are. Refused with cudaErrorInvalidClusterSize where the device does not know such clusters.
 template <template <class> class Op, class T, int width, bool straddles>
-cudaError_t launch_tile(const Arguments<T>& args, const ColumnsDevice& device, Tile tile, int64_t tiles,
+cudaError_t launch_tile(const Arguments<T>& args, const ColumnsDevice& device, Tile tile, int64_t tiles, int few_tiles,
                         void* workspace, cudaStream_t stream) {
   cudaLaunchAttribute attribute = in_clusters_of(tile.blocks);
   const auto bytes = static_cast<size_t>(device.shared(tile.share));
@@ -53,7 +53,7 @@ cudaError_t launch_tile(const Arguments<T>& args, const ColumnsDevice& device, T
   if (at_once == 0) return cudaErrorInvalidClusterSize;
   config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(tiles, at_once) * tile.blocks));
   // A kernel that writes nothing copies its next tile before a counter would have said which.
-  const bool many = Op<T>::reduces && Op<T>::writes && tiles > int64_t(ColumnsTuning::few_tiles) * at_once;
+  const bool many = Op<T>::reduces && Op<T>::writes && tiles > int64_t(few_tiles) * at_once;
   unsigned long long* counter = nullptr;
   if (auto e = clear_counter(many, workspace, stream, &counter)) return e;
   const TileLayout<ColumnsKind<Op, T, width, straddles>> layout(tile);
@@ -64,12 +64,13 @@ template <template <class> class Op, class T, int width, bool straddles = false>
 cudaError_t launch_tiles(const Arguments<T>& args, void* workspace, cudaStream_t stream) {
   ColumnsDevice device;
   if (auto e = device.read()) return e;
-  const TilePlanner<ColumnsKind<Op, T, width, straddles>> planner{args, device};
-  unsigned most_blocks = Op<T>::reduces ? ColumnsTuning::most_cluster_blocks(device.major) : ColumnsCode::most_blocks;
+  const ColumnsTuning& tuning = columns_tuning(device.major);
+  const TilePlanner<ColumnsKind<Op, T, width, straddles>> planner{args, device, tuning};
+  unsigned most_blocks = Op<T>::reduces ? tuning.most_cluster_blocks : ColumnsCode::most_blocks;
   for (;;) {
     const Tile tile = planner.choose(most_blocks);
-    const int64_t tiles = planner.tiles(tile.across);
-    const auto error = launch_tile<Op, T, width, straddles>(args, device, tile, tiles, workspace, stream);
+    const auto error = launch_tile<Op, T, width, straddles>(args, device, tile, planner.tiles(tile.across),
+                                                            tuning.few_tiles, workspace, stream);
     if (error != cudaErrorInvalidClusterSize) return error;
     most_blocks = tile.blocks / 2;
   }

@@ -32,6 +32,7 @@ struct TilePlanner {
   static constexpr int most_threads = ColumnsCode::most_threads;
   const Arguments<T>& args;
   const ColumnsDevice& device;
+  const ColumnsTuning& tuning;
 
   // The tile for a device whose clusters have up to `most_blocks` blocks.
   Tile choose(unsigned most_blocks) const {
@@ -50,22 +51,22 @@ struct TilePlanner {
   int64_t accesses(int across) const {  // of equal position in n
     return args.rows * accesses_of_row<width, Kind::straddles>(args.inner, across);
   }
-  bool is_short(int across) const { return across * bytes * args.n <= ColumnsTuning::short_bytes; }
+  bool is_short(int across) const { return across * bytes * args.n <= tuning.short_bytes; }
 
   // Accesses side by side: a line of the cache or two. Fewer where there are not so many; more where n is small, as
   // long as there are tiles for all multiprocessors.
   int choose_across() const {
-    const int lines = args.inner * sizeof(T) % ColumnsTuning::tile_bytes == 0 ? 1 : 2;
-    int across = std::min(lines * ColumnsTuning::tile_bytes / Kind::access_bytes, ColumnsTuning::most_across);
+    const int lines = args.inner * sizeof(T) % tuning.tile_bytes == 0 ? 1 : 2;
+    int across = std::min(lines * tuning.tile_bytes / Kind::access_bytes, tuning.most_across);
     if constexpr (Kind::straddles) {
-      const int other = ColumnsTuning::straddled_across;
+      const int other = tuning.straddled_across;
       if (accesses(other) < accesses(across)) across = other;
     } else {
       while (across > 1 && across / 2 >= accesses(across)) across /= 2;
       auto enough = [&](int across) {
         return accesses(across) >= int64_t(across) * ColumnsCode::blocks_at_once<T> * device.processors;
       };
-      while (across < ColumnsTuning::most_across && is_short(2 * across) && enough(2 * across)) across *= 2;
+      while (across < tuning.most_across && is_short(2 * across) && enough(2 * across)) across *= 2;
     }
     return across;
   }
@@ -74,10 +75,9 @@ struct TilePlanner {
   // multiprocessors. `down` of a block's threads share a column.
   unsigned choose_blocks(int across, int down, unsigned most) const {
     unsigned blocks = 1;
-    auto too_much = [&] { return divide_up(args.n, blocks) * across * bytes > ColumnsTuning::held_bytes; };
+    auto too_much = [&] { return divide_up(args.n, blocks) * across * bytes > tuning.held_bytes; };
     auto too_few = [&] {
-      return tiles(across) * blocks <= device.processors &&
-             divide_up(args.n, blocks) >= ColumnsTuning::least_rows * down;
+      return tiles(across) * blocks <= device.processors && divide_up(args.n, blocks) >= tuning.least_rows * down;
     };
     while (blocks < most && (too_much() || too_few())) blocks *= 2;
     return blocks;

@@ -20,19 +20,30 @@ struct ColumnsCode {
   static constexpr int log_helpers = 3;        // 2^3 lanes at most finish a column together
 };
 
-// The sizes that a tile is chosen by, on the host. No GPU but Hopper has been measured.
+// The sizes that a tile is chosen by, on the host: one row for each kind of GPU.
 struct ColumnsTuning {
-  // Blocks that can exchange what they have reduced, by the GPU's compute capability; 1: there are no clusters.
-  static constexpr int most_cluster_blocks(int major) { return major >= 9 ? ColumnsCode::most_blocks : 1; }
-  // Breadth of a tile, a line of the cache; twice that where rows are not a multiple of it, as neighbouring tiles then
-  // share lines.
-  static constexpr int tile_bytes = 128;
-  static constexpr int most_across = 64;         // accesses side by side, in a tile made broader as n is small
-  static constexpr int straddled_across = 32;    // as many where accesses straddle columns, if a row has fewer so
-  static constexpr int short_bytes = 32 * 1024;  // a tile up to here is made broader, or has half of the threads
-  static constexpr int held_bytes = 64 * 1024;   // of a tile, that a block should hold: else more blocks share n
-  static constexpr int least_rows = 4;           // of a thread, where tiles are few and more blocks share n
-  static constexpr int few_tiles = 4;            // for each cluster, that are distributed without a counter
+  int major;                       // the row is for compute capabilities from `major`.0 on, up to the next row's
+  int most_cluster_blocks;         // blocks that can exchange what they have reduced; 1: there are no clusters
+  int tile_bytes = 128;            // breadth of a tile, a line of the cache; twice that where rows are not a multiple
+                                   // of it, as neighbouring tiles then share lines
+  int most_across = 64;            // accesses side by side, in a tile that is made broader as n is small
+  int straddled_across = 32;       // the same where accesses straddle columns, if that takes fewer accesses a row
+  int short_bytes = 32 * 1024;     // a tile up to here is made broader, or has half of the threads
+  int held_bytes = 64 * 1024;      // what a block should hold of a tile; where it is more, more blocks share n
+  int least_rows = 4;              // where tiles are few, more blocks share n as long as a thread has so many rows
+  int few_tiles = 4;               // for each cluster: up to here tiles are distributed in advance, without a counter
 };
+constexpr ColumnsTuning kColumnsTuning[] = {
+    {/*major=*/8, /*most_cluster_blocks=*/1},                             // Ampere and Ada: not measured
+    {/*major=*/9, /*most_cluster_blocks=*/ColumnsCode::most_blocks},      // Hopper: measured on an H200, 2026-11
+    {/*major=*/10, /*most_cluster_blocks=*/ColumnsCode::most_blocks},     // Blackwell: as Hopper, not measured
+};
+
+inline const ColumnsTuning& columns_tuning(int major) {
+  const ColumnsTuning* found = kColumnsTuning;
+  for (const ColumnsTuning& row : kColumnsTuning)
+    if (row.major <= major) found = &row;
+  return *found;
+}
 
 }  // namespace jaxsoft::cuda

@@ -127,16 +127,17 @@ cudaError_t run_top_k(const Arguments<T>& args, const Largest<T>& to, void* work
   using State = typename StateOf<T>::Part;
   Device device;
   if (auto e = device.read()) return e;
+  const TopKTuning& tuning = top_k_tuning(device.major);
   static_assert(sizeof(Key) == TopKCode::key_bytes && sizeof(State) == TopKCode::state_bytes);
   const int64_t of_row = packs_of_row(args.n, sizeof(T), rows_are_whole(args));
   const TopKRows call{args.rows, of_row, to.k, sizeof(T)};
   if (!to.first) {  // which these kernels do not write
     if (is_short(call)) return launch_short(args, to, of_row, stream);
-    if (is_for_warps(call, device.processors)) return launch_by_warps(args, to, of_row, stream);
+    if (is_for_warps(call, tuning, device.processors)) return launch_by_warps(args, to, of_row, stream);
   }
   const cudaError_t error = launch_by_clusters(args, to, call, device, stream);
   if (error != cudaErrorInvalidClusterSize) return error;
-  const Split split(of_row, parts_of_row(call, device.processors, bytes));
+  const Split split(of_row, parts_of_row(call, tuning, device.processors, bytes));
   const int64_t blocks = args.rows * split.parts;
   if (blocks > INT32_MAX || args.n / split.parts > kMostOfPart) return cudaErrorInvalidValue;
   const int64_t packs = std::min(of_row, split.packs);  // of a part
@@ -149,7 +150,7 @@ cudaError_t run_top_k(const Arguments<T>& args, const Largest<T>& to, void* work
       <<<static_cast<unsigned>(blocks), 32 * warps, memory, stream>>>(args, to, sizes, keys, states, split);
   if (auto e = cudaGetLastError()) return e;
   if (split.parts == 1) return cudaSuccess;
-  return launch_merge<T>(args, to, keys, states, split.parts, TopKTuning::overlaps(device.major), stream);
+  return launch_merge<T>(args, to, keys, states, split.parts, tuning.overlaps, stream);
 }
 
 }  // namespace jaxsoft::cuda

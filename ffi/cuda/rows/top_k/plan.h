@@ -26,9 +26,9 @@ inline bool is_short(const TopKRows& call) {
 
 // Whether a warp has a row. There must be rows enough for all of the multiprocessors' warps, several times, and groups
 // enough to tell the k largest apart.
-inline bool is_for_warps(const TopKRows& call, int multiprocessors) {
+inline bool is_for_warps(const TopKRows& call, const TopKTuning& tuning, int multiprocessors) {
   const int64_t warps = int64_t(TopKCode::rows) * TopKCode::row_blocks * multiprocessors;
-  return call.packs <= TopKTuning::row_packs && call.rows >= TopKTuning::waves * warps && call.k <= TopKTuning::row_k &&
+  return call.packs <= tuning.row_packs && call.rows >= tuning.waves * warps && call.k <= tuning.row_k &&
          2 * call.k <= call.packs / TopKCode::tile_packs;
 }
 
@@ -47,26 +47,27 @@ inline int lanes_of_slot(const ClusterChoice& choice, const TopKRows& call, int 
 
 // The most parts of a row by blocks, where there are fewer rows than blocks that run at once. The workspace, of so many
 // bytes, has room for all parts' keys and states.
-inline int64_t parts_of_row(const TopKRows& call, int multiprocessors, int64_t bytes) {
+inline int64_t parts_of_row(const TopKRows& call, const TopKTuning& tuning, int multiprocessors, int64_t bytes) {
   const int64_t tiles = call.packs / (TopKCode::tile_packs * TopKCode::threads);
   const int64_t of_part = call.k * TopKCode::key_bytes + TopKCode::state_bytes;
-  const int64_t parts = std::min({int64_t(TopKTuning::blocks_at_once) * multiprocessors / call.rows,
+  const int64_t parts = std::min({int64_t(tuning.blocks_at_once) * multiprocessors / call.rows,
                                   call.packs / TopKCode::threads,
-                                  std::max<int64_t>(TopKTuning::few_parts, tiles / TopKTuning::least_tiles),
-                                  int64_t(TopKTuning::merged / call.k), bytes / (call.rows * of_part)});
+                                  std::max<int64_t>(tuning.few_parts, tiles / tuning.least_tiles),
+                                  int64_t(tuning.merged / call.k), bytes / (call.rows * of_part)});
   return std::max<int64_t>(parts, 1);
 }
 
 // For example "top_k_by_clusters: 8 blocks of 16 warps a row". The first word is in the name of the kernel, as a
 // profiler shows it.
 inline std::string top_k_plan(const TopKRows& call, int major, int multiprocessors, int64_t workspace_bytes) {
+  const TopKTuning& tuning = top_k_tuning(major);
   if (is_short(call)) return "top_k_of_short_rows: rows in registers";
-  if (is_for_warps(call, multiprocessors)) return "top_k_by_warps: a warp a row";
+  if (is_for_warps(call, tuning, multiprocessors)) return "top_k_by_warps: a warp a row";
   for (const ClusterChoice& choice : kClusterChoices)
     if (major >= 9 && lanes_of_slot(choice, call, multiprocessors) > 0)
       return "top_k_by_clusters: " + std::to_string(choice.blocks) + " blocks of " + std::to_string(choice.warps) +
              " warps a row";
-  const int64_t parts = parts_of_row(call, multiprocessors, workspace_bytes);
+  const int64_t parts = parts_of_row(call, tuning, multiprocessors, workspace_bytes);
   return "top_k_by_blocks: up to " + std::to_string(parts) + " blocks a row";
 }
 

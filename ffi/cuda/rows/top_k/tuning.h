@@ -103,17 +103,29 @@ struct ClusterChoice {
 };
 constexpr ClusterChoice kClusterChoices[] = {{8, 16, 0.5}, {8, 8, 2.5}, {2, 16, 2}};
 
-// The sizes that a launch is chosen by, on the host. No GPU but Hopper has been measured.
+// The sizes that a launch is chosen by, on the host: one row for each kind of GPU.
 struct TopKTuning {
-  // Whether the merging launch can begin while the one before it still runs, by the compute capability's major number.
-  static constexpr bool overlaps(int major) { return major >= 9; }
-  static constexpr int blocks_at_once = 3;    // for each multiprocessor: fewer rows than blocks are split
-  static constexpr int merged = 4096;         // keys of all parts of a row, at most
-  static constexpr int few_parts = 16;        // more only where each of them has `least_tiles` tiles
-  static constexpr int least_tiles = 2;
-  static constexpr int64_t row_packs = 4096;  // the longest rows that take a warp each,
-  static constexpr int waves = 4;             // if there are rows for this many waves of warps,
-  static constexpr int row_k = 128;           // and k is at most this
+  int major;                 // the row is for compute capabilities from `major`.0 on, up to the next row's
+  bool overlaps;             // whether the merging launch can begin while the one before it still runs
+  int blocks_at_once = 3;    // for each multiprocessor: fewer rows than blocks are split
+  int merged = 4096;         // keys of all parts of a row, at most
+  int few_parts = 16;        // a row has more parts than this only where each of them has `least_tiles` tiles
+  int least_tiles = 2;
+  int64_t row_packs = 4096;  // the longest rows that take a warp each,
+  int waves = 4;             // if there are rows for this many waves of warps,
+  int row_k = 128;           // and k is at most this
 };
+constexpr TopKTuning kTopKTuning[] = {
+    {/*major=*/8, /*overlaps=*/false},  // Ampere and Ada: not measured
+    {/*major=*/9, /*overlaps=*/true},   // Hopper: measured on an H200, 2026-11
+    {/*major=*/10, /*overlaps=*/true},  // Blackwell: as Hopper, not measured
+};
+
+inline const TopKTuning& top_k_tuning(int major) {
+  const TopKTuning* found = kTopKTuning;
+  for (const TopKTuning& row : kTopKTuning)
+    if (row.major <= major) found = &row;
+  return *found;
+}
 
 }  // namespace jaxsoft::cuda
