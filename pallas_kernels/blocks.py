@@ -8,12 +8,16 @@ compute, and one more fills rings with what they need.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+# Interpreter parameters of Pallas, which tests set; None to compile.
+INTERPRET: Any = None
 
 ROWS = 8
 WIDEST = 64  # elements of the widest swizzle, 128 bytes
@@ -40,23 +44,14 @@ class Ring:
 
     Attributes:
       buffers: references to shared memory, each with a dimension of slots in front.
-      barriers: barriers of filled and of freed slots, one of each for every slot.
       slots: how many there are.
+      filled, freed: barriers of filled and of freed slots, one of each for every slot.
     """
 
     buffers: Sequence[Any]
-    barriers: tuple[Any, Any]
     slots: int
-
-    @property
-    def filled(self) -> Any:
-        """The barriers of filled slots."""
-        return self.barriers[0]
-
-    @property
-    def freed(self) -> Any:
-        """The barriers of freed slots."""
-        return self.barriers[1]
+    filled: Any
+    freed: Any
 
     @staticmethod
     def barrier_types(buffers: int, slots: int, readers: int) -> tuple[Any, Any]:
@@ -102,11 +97,20 @@ class Registers:
 
 
 # By the number of warp groups that compute; one more fills the rings.
-REGISTERS = {1: None, 2: Registers(compute=232, memory=40), 3: Registers(compute=160, memory=32)}
+REGISTERS = {
+    1: Registers(compute=240, memory=24),
+    2: Registers(compute=232, memory=40),
+    3: Registers(compute=160, memory=32),
+}
 
 
 def kernel_of_blocks(
-    body: Callable[..., None], name: str, warp_groups: int, grid: Mapping[str, int], interpret: Any, **types: Any
+    body: Callable[..., None],
+    name: str,
+    warp_groups: int,
+    grid: Mapping[str, int],
+    compiler_params: Mapping[str, Any] = MappingProxyType({}),
+    **types: Any,
 ) -> Callable[..., Any]:
     """A kernel whose blocks have `warp_groups` warp groups that compute, and one more.
 
@@ -115,19 +119,21 @@ def kernel_of_blocks(
       name: the kernel's, which begins with its family's.
       warp_groups: that compute.
       grid: the sizes of its axes by name, the last of which changes first.
-      interpret: Pallas interpreter parameters.
+      compiler_params: of Pallas, beside those of all.
       types: out_type and scratch_types, as Pallas has them.
     """
     return plgpu.kernel(
         body,
         **types,
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, **compiler_params
+        ),
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
         num_threads=warp_groups + 1,
         thread_name="warp_group",
         kernel_name=f"jaxsoft_{name}",
-        interpret=interpret,
+        interpret=INTERPRET,
     )
 
 
@@ -137,12 +143,10 @@ def roles(warp_groups: int, compute: Callable[[], None], memory: Callable[[], No
 
     @pl.when(index < warp_groups)
     def _():
-        if registers:
-            plgpu.set_max_registers(registers.compute, action="increase")
+        plgpu.set_max_registers(registers.compute, action="increase")
         compute()
 
     @pl.when(index == warp_groups)
     def _():
-        if registers:
-            plgpu.set_max_registers(registers.memory, action="decrease")
+        plgpu.set_max_registers(registers.memory, action="decrease")
         memory()

@@ -71,7 +71,7 @@ def interpreted(test: Callable) -> Callable:
     test = pytest.mark.skipif(few, reason="the interpreter would wait for ever")(test)
     early = jax.__version_info__ < (0, 12)
     test = pytest.mark.skipif(early, reason="JAX 0.11's interpreter wants all phases of all barriers waited for")(test)
-    return on_cpu(test)
+    return on_cpu(pytest.mark.usefixtures("interpreter")(test))
 
 
 def ours(op: str, implementation: str | None = None, **options) -> Callable[..., jax.Array]:

@@ -27,6 +27,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import hypothesis
 import jax
+import pytest
 
 # What the strictest user of JAX sets: no dtype and no rank is promoted that the code does not promote by name.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -46,6 +47,16 @@ hypothesis.settings.load_profile("jaxsoft")
 # are picked already, as what is not slow.
 EACH = ("test_arguments", "test_doctest", "test_documents", "test_every_function", "test_examples", "test_fuzz")
 EACH += ("test_disable_jit", "test_higher_orders", "test_ring_arguments", "test_ring_attention")
+
+
+@pytest.fixture
+def interpreter(monkeypatch):
+    """Has Pallas interpret the kernels of several warp groups, and look for races."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from jaxsoft.pallas_kernels import blocks
+
+    monkeypatch.setattr(blocks, "INTERPRET", plgpu.InterpretGPUParams(detect_races=True))
 
 
 def pytest_collection_modifyitems(config, items):

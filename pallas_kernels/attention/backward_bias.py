@@ -8,7 +8,6 @@ case rows are keys, so that all sums go along rows. Scores are computed once mor
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,34 +18,25 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ..blocks import Ring, kernel_of_blocks, roles, tiled
 from ..rows.memory import store
 from . import backward_plan
-from .backward_call import (
-    WGMMA,
-    BackwardCall,
-    broadcast,
-    extras_of,
-    probabilities,
-    to_whole,
-)
+from .backward_call import WGMMA, BackwardCall, broadcast, probabilities, to_whole
 from .backward_plan import ROWS, BiasPlan
 from .ranges import Shape, borders
 from .schedule import indices
 from .scores import Scores, prepare
 
 
-def bias_gradient(call: BackwardCall, bias: tuple[int, ...], plan: BiasPlan | None = None, interpret: Any = None):
+def bias_gradient(call: BackwardCall, bias: tuple[int, ...]):
     """The kernel for a call.
 
     Args:
       call: the numbers of the call.
       bias: the shape of the bias.
-      plan: how the work is cut up; None for the plan of the call's head sizes.
-      interpret: Pallas interpreter parameters.
 
     Returns:
       A function of the padded query, key, value and cotangent, the extras by name, and the numbers of every query
       (`numbers_of`), that returns the gradient in f32, in the shape of the bias.
     """
-    plan = plan or backward_plan.bias_plan(call.head, call.value)
+    plan = backward_plan.bias_plan(call.head, call.value)
     over_queries = bias[2] == 1 and call.queries > 1 and bias[3] != 1
     axis = int(over_queries)  # of the queries in a tile
     rows, columns = (call.keys, call.queries) if over_queries else (call.queries, call.keys)
@@ -62,7 +52,6 @@ def bias_gradient(call: BackwardCall, bias: tuple[int, ...], plan: BiasPlan | No
         "attention_bias_gradient",
         plan.warp_groups,
         {"item": math.prod(axes.values())},  # which may be more than CUDA allows along any but the first axis
-        interpret,
         out_type=jax.ShapeDtypeStruct(result, jnp.float32),
         scratch_types=(
             tiled((plan.slots, query_rows, call.head), call.dtype),
@@ -76,8 +65,7 @@ def bias_gradient(call: BackwardCall, bias: tuple[int, ...], plan: BiasPlan | No
     def gradient(query, key, value, cotangent, extras, numbers):
         whole = plan.columns if over_queries else plan.block
         prepared = prepare(call.form, extras, shape)
-        given = [prepared[name] for name in call.form.extras]
-        found = kernel(query, key, value, cotangent, *to_whole(numbers, whole), *given)
+        found = kernel(query, key, value, cotangent, to_whole(numbers, whole), [*prepared.values()])
         if over_queries:
             return found[:, :, None, :rows]
         if summed:
@@ -99,11 +87,9 @@ def _body(
     count: int,
     *refs,
 ):
-    query_ref, key_ref, value_ref, cotangent_ref, *others = refs
-    number_refs, others = others[: call.numbers], others[call.numbers :]
-    extras, others = extras_of(call, others[: len(call.form.extras)]), others[len(call.form.extras) :]
-    result_ref, *memory_refs, barriers = others
-    ring, scores = Ring(memory_refs, barriers, plan.slots), Scores(call.form, shape, extras, axis)
+    query_ref, key_ref, value_ref, cotangent_ref, number_refs, extra_refs, result_ref, *memory_refs, barriers = refs
+    extras = dict(zip(call.form.extras, extra_refs, strict=True))
+    ring, scores = Ring(memory_refs, plan.slots, *barriers), Scores(call.form, shape, extras, axis)
     index = indices(lax.axis_index("item"), axes)
     entry, one_head, block, column = (index[name] for name in ("batch", "head", "block", "column"))
     batches, heads = (n if bias[i] == 1 else 1 for i, n in ((0, call.batch), (1, call.query_heads)))

@@ -5,7 +5,7 @@ these need, in the order in which they need them.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,17 +13,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxsoft._attention.form import AttentionForm, Extra
+import jaxsoft.pallas_kernels.blocks as blocks
+from jaxsoft._attention.form import AttentionForm
 
-from ..blocks import tiled
 from . import backward_plan
 from .backward_plan import ROWS
 from .operands import head_size
-from .ranges import Range
+from .ranges import Range, int32
 from .scores import LOG2E, Scores, has_residual
-
-# Interpreter parameters of Pallas, which tests set; None to compile.
-INTERPRET: Any = None
 
 WGMMA = plgpu.Layout.WGMMA
 
@@ -106,9 +103,9 @@ def to_whole(numbers: Sequence[jax.Array], block: int) -> list[jax.Array]:
     return [jnp.pad(x, widths, constant_values=0.0 if i else jnp.inf) for i, x in enumerate(numbers)]
 
 
-def staging(warp_groups: int, columns: int, dtype: Any, interpret: Any) -> Any:
+def staging(warp_groups: int, columns: int, dtype: Any) -> Any:
     """Shared memory for `multiply`. Only the interpreter needs it: it has no products of what is in registers."""
-    return tiled((warp_groups, ROWS, columns), dtype) if interpret else ()
+    return blocks.tiled((warp_groups, ROWS, columns), dtype) if blocks.INTERPRET else ()
 
 
 def multiply(accumulator: Any, tile: jax.Array, ref: Any, stages: Any) -> None:
@@ -122,30 +119,20 @@ def multiply(accumulator: Any, tile: jax.Array, ref: Any, stages: Any) -> None:
         plgpu.wgmma(accumulator, stage, ref)
 
 
-def number(value: Any) -> Any:
-    """An int32, which may be known or not."""
-    return jnp.int32(value) if isinstance(value, int) else value
-
-
 def union(ranges: Sequence[Range]) -> tuple[Any, Any]:
     """Where the tiles of any of these ranges begin and end."""
     begin, end = ranges[0].begin, ranges[0].end
     for other in ranges[1:]:
         begin, end = jnp.minimum(begin, other.begin), jnp.maximum(end, other.end)
-    return number(begin), number(end)
+    return int32(begin), int32(end)
 
 
 def select(ranges: Sequence[Range], index: Any) -> Range:
     """The range of this index, which is not static."""
     chosen = ranges[0]
     for i, other in enumerate(ranges[1:], 1):
-        pairs = zip(_numbers(chosen), _numbers(other), strict=True)
-        chosen = Range(*(jnp.where(index == i, b, a) for a, b in pairs))
+        chosen = Range(*(jnp.where(index == i, b, a) for a, b in zip(chosen, other, strict=True)))
     return chosen
-
-
-def _numbers(tiles: Range) -> tuple[Any, ...]:
-    return tiles.begin, tiles.interior_begin, tiles.interior_end, tiles.end
 
 
 def for_tiles(
@@ -163,7 +150,7 @@ def for_tiles(
       step: is called with a tile that matters, and whether it has to be masked.
       skip: is called with a tile that does not.
     """
-    own = Range(*(number(i) for i in _numbers(own)))
+    own = Range(*map(int32, own))
 
     def loop(first, last, body):
         lax.fori_loop(first, last, lambda tile, _: body(tile), None)
@@ -197,8 +184,3 @@ def probabilities(scores: Scores, products: jax.Array, lse: Sequence[jax.Array],
 def broadcast(numbers: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
     """Numbers along an axis of a tile, for all of the tile."""
     return lax.broadcast_in_dim(numbers, shape, [axis])
-
-
-def extras_of(call: BackwardCall, refs: Sequence[Any]) -> Mapping[Extra, Any]:
-    """References to the extras by name."""
-    return dict(zip(call.form.extras, refs, strict=True))

@@ -28,7 +28,6 @@ from .backward_call import (
     WGMMA,
     BackwardCall,
     broadcast,
-    extras_of,
     for_tiles,
     multiply,
     probabilities,
@@ -44,22 +43,16 @@ from .schedule import ordered
 from .scores import Scores, prepare
 
 
-def key_value_gradients(call: BackwardCall, plan: KeyValuePlan | None = None, interpret: Any = None):
+def key_value_gradients(call: BackwardCall):
     """The kernel for a call.
-
-    Args:
-      call: the numbers of the call.
-      plan: how the work is cut up; None for the plan of the call's head sizes.
-      interpret: Pallas interpreter parameters.
 
     Returns:
       A function of the padded query, key, value and cotangent, the extras by name, and the numbers of every query
       (`numbers_of`), that returns the gradients of keys and values, padded.
     """
-    plan = plan or backward_plan.key_value_plan(call.head, call.value)
+    plan = backward_plan.key_value_plan(call.head, call.value)
     shape = Shape(call.queries, call.keys, plan.query_tile, ROWS)
     blocks, holders = -(-call.keys // plan.block), plan.block // ROWS
-    segmented = Extra.QUERY_SEGMENTS in call.form.extras
     pair_tile = tiled((1, ROWS, plan.query_tile), jnp.float32)
 
     def kernel(arrays: Mapping[Extra, jax.Array]):
@@ -73,7 +66,6 @@ def key_value_gradients(call: BackwardCall, plan: KeyValuePlan | None = None, in
             "attention_key_value_gradients",
             plan.warp_groups,
             grid,
-            interpret,
             out_type=(
                 call.result(call.keys, call.key_heads, call.head),
                 call.result(call.keys, call.key_heads, call.value),
@@ -88,29 +80,24 @@ def key_value_gradients(call: BackwardCall, plan: KeyValuePlan | None = None, in
                 Ring.barrier_types(2 + call.numbers, plan.slots, plan.warp_groups),
                 (pair_tile, Ring.barrier_types(1, 1, 1)) if plan.paired else (),
                 rings.scratch(),
-                staging(plan.warp_groups, plan.query_tile, call.dtype, interpret),
+                staging(plan.warp_groups, plan.query_tile, call.dtype),
             ),
         )
 
     def gradients(query, key, value, cotangent, extras, numbers):
         prepared = prepare(call.form, extras, shape)
-        ranges = []
-        if segmented:
-            segments = extras[Extra.KEY_SEGMENTS], extras[Extra.QUERY_SEGMENTS]
-            ranges = [segment_ranges(*segments, ROWS, plan.query_tile)]
-        given = [prepared[name] for name in call.form.extras]
-        return kernel(prepared)(query, key, value, cotangent, *to_whole(numbers, plan.query_tile), *given, *ranges)
+        ranges = segment_ranges(extras, Extra.KEY_SEGMENTS, Extra.QUERY_SEGMENTS, ROWS, plan.query_tile)
+        given = to_whole(numbers, plan.query_tile), [*prepared.values()]
+        return kernel(prepared)(query, key, value, cotangent, *given, ranges)
 
     return gradients
 
 
 def _body(call: BackwardCall, plan: KeyValuePlan, shape: Shape, rings: ExtraRings, *refs):
-    query_ref, key_ref, value_ref, cotangent_ref, *others = refs
-    number_refs, others = others[: call.numbers], others[call.numbers :]
-    extras, others = extras_of(call, others[: len(call.form.extras)]), others[len(call.form.extras) :]
-    segments_ref, others = (others[0], others[1:]) if Extra.QUERY_SEGMENTS in extras else (None, others)
+    query_ref, key_ref, value_ref, cotangent_ref, number_refs, extra_refs, segments_ref, *others = refs
     *results, key_memory, value_memory, query_memory, cotangent_memory, number_memory = others[:-5]
     own_filled, barriers, pair, extra_scratch, stages = others[-5:]
+    extras = dict(zip(call.form.extras, extra_refs, strict=True))
     holders = plan.block // ROWS
     batch, head, block = (lax.axis_index(name) for name in ("batch", "head", "block"))
 
@@ -123,8 +110,8 @@ def _body(call: BackwardCall, plan: KeyValuePlan, shape: Shape, rings: ExtraRing
 
     all_tiles = [tiles(i) for i in range(holders)]
     first, end = union(all_tiles)
-    extra_tiles = rings.tiles(extras, extra_scratch, interpreted=not isinstance(stages, tuple))
-    ring = Ring([query_memory, cotangent_memory, *number_memory], barriers, plan.slots)
+    extra_tiles = rings.tiles(extras, extra_scratch)
+    ring = Ring([query_memory, cotangent_memory, *number_memory], plan.slots, *barriers)
 
     def memory():
         def bring_head(member, _):
@@ -170,7 +157,7 @@ def _body(call: BackwardCall, plan: KeyValuePlan, shape: Shape, rings: ExtraRing
             plgpu.copy_smem_to_gmem(memory, result.at[place])
 
         if plan.paired:
-            pair_ring = Ring([pair[0]], pair[1], 1)
+            pair_ring = Ring([pair[0]], 1, *pair[1])
 
             @pl.when(warp_group == 0)
             def _():

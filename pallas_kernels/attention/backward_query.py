@@ -8,7 +8,6 @@ value - delta), and adds dz . keys to the gradient, which stays in registers unt
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,6 @@ from .backward_call import (
     WGMMA,
     BackwardCall,
     broadcast,
-    extras_of,
     for_tiles,
     multiply,
     probabilities,
@@ -40,22 +38,16 @@ from .schedule import ordered
 from .scores import Scores, prepare
 
 
-def query_gradient(call: BackwardCall, plan: QueryPlan | None = None, interpret: Any = None):
+def query_gradient(call: BackwardCall):
     """The kernel for a call.
-
-    Args:
-      call: the numbers of the call.
-      plan: how the work is cut up; None for the plan of the call's head sizes.
-      interpret: Pallas interpreter parameters.
 
     Returns:
       A function of the padded query, key, value and cotangent, the extras by name, and the numbers of every query
       (`numbers_of`), that returns the gradient, padded.
     """
-    plan = plan or backward_plan.query_plan(call.head, call.value)
+    plan = backward_plan.query_plan(call.head, call.value)
     shape = Shape(call.queries, call.keys, ROWS, plan.key_tile)
     blocks = -(-call.queries // plan.block)
-    segmented = Extra.QUERY_SEGMENTS in call.form.extras
 
     def kernel(arrays: Mapping[Extra, jax.Array]):
         """The kernel for these extras."""
@@ -63,11 +55,10 @@ def query_gradient(call: BackwardCall, plan: QueryPlan | None = None, interpret:
         axes = {"batch": call.batch, "head": call.query_heads, "block": blocks}
         grid = ordered(call.form, axes, call.queries, arrays)
         return kernel_of_blocks(
-            functools.partial(_body, call, cut, shape, blocks, segmented, rings),
+            functools.partial(_body, call, cut, shape, blocks, rings),
             "attention_query_gradient",
             plan.warp_groups,
             grid,
-            interpret,
             out_type=call.result(call.queries, call.query_heads, call.head),
             scratch_types=(
                 tiled((plan.warp_groups, ROWS, call.head), call.dtype),
@@ -78,18 +69,15 @@ def query_gradient(call: BackwardCall, plan: QueryPlan | None = None, interpret:
                 Ring.barrier_types(1, plan.key_slots, plan.warp_groups),
                 Ring.barrier_types(1, cut.value_slots, plan.warp_groups),
                 rings.scratch(),
-                staging(plan.warp_groups, plan.key_tile, call.dtype, interpret),
+                staging(plan.warp_groups, plan.key_tile, call.dtype),
             ),
         )
 
     def gradient(query, key, value, cotangent, extras, numbers):
         prepared = prepare(call.form, extras, shape)
-        ranges = []
-        if segmented:
-            segments = extras[Extra.QUERY_SEGMENTS], extras[Extra.KEY_SEGMENTS]
-            ranges = [segment_ranges(*segments, ROWS, plan.key_tile)]
-        given = [prepared[name] for name in call.form.extras]
-        return kernel(prepared)(query, key, value, cotangent, *to_whole(numbers, plan.block), *given, *ranges)
+        ranges = segment_ranges(extras, Extra.QUERY_SEGMENTS, Extra.KEY_SEGMENTS, ROWS, plan.key_tile)
+        given = to_whole(numbers, plan.block), [*prepared.values()]
+        return kernel(prepared)(query, key, value, cotangent, *given, ranges)
 
     return gradient
 
@@ -105,16 +93,14 @@ def _with_rings(call: BackwardCall, plan: QueryPlan, arrays: Mapping[Extra, jax.
     return max(((cut, rings(cut)) for cut in cuts), key=lambda pair: len(pair[1].slots))
 
 
-def _body(call: BackwardCall, plan: QueryPlan, shape: Shape, blocks: int, segmented: bool, rings: ExtraRings, *refs):
-    query_ref, key_ref, value_ref, cotangent_ref, *others = refs
-    number_refs, others = others[: call.numbers], others[call.numbers :]
-    extras, others = extras_of(call, others[: len(call.form.extras)]), others[len(call.form.extras) :]
-    segments_ref, others = (others[0], others[1:]) if segmented else (None, others)
-    result_ref, query_memory, cotangent_memory, key_memory, value_memory, own_filled, *others = others
+def _body(call: BackwardCall, plan: QueryPlan, shape: Shape, blocks: int, rings: ExtraRings, *refs):
+    query_ref, key_ref, value_ref, cotangent_ref, number_refs, extra_refs, segments_ref, result_ref, *scratch = refs
+    query_memory, cotangent_memory, key_memory, value_memory, own_filled, *others = scratch
     key_barriers, value_barriers, extra_scratch, stages = others
-    keys = Ring([key_memory], key_barriers, plan.key_slots)
-    values = Ring([value_memory], value_barriers, plan.value_slots)
-    extra_tiles = rings.tiles(extras, extra_scratch, interpreted=not isinstance(stages, tuple))
+    extras = dict(zip(call.form.extras, extra_refs, strict=True))
+    keys = Ring([key_memory], plan.key_slots, *key_barriers)
+    values = Ring([value_memory], plan.value_slots, *value_barriers)
+    extra_tiles = rings.tiles(extras, extra_scratch)
     scores = Scores(call.form, shape, extras)
     batch, head, block = (lax.axis_index(name) for name in ("batch", "head", "block"))
     if call.form.right is not None:  # the last queries have the most keys, and come first
@@ -123,7 +109,7 @@ def _body(call: BackwardCall, plan: QueryPlan, shape: Shape, blocks: int, segmen
     def tiles(warp_group: int) -> Range:
         begin = block * plan.block + warp_group * ROWS
         found = key_tiles(call.form, shape, extras, batch, begin, ROWS)
-        if segmented:
+        if segments_ref is not None:
             last = -(-call.queries // ROWS) - 1
             found = within(found, segments_ref, batch, jnp.minimum(block * plan.warp_groups + warp_group, last))
         return found

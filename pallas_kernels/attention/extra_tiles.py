@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+import jaxsoft.pallas_kernels.blocks as blocks
 from jaxsoft._attention.form import Extra
 
 from ..blocks import Ring, tiled
@@ -76,11 +77,11 @@ class ExtraRings:
         shape = self.tile if self.queries_axis == 0 else self.tile[::-1]
         return tuple((tiled((n, *shape), self.dtypes[name]), Ring.barrier_types(1, n, 1)) for name, n in counts.items())
 
-    def tiles(self, arrays: Mapping[Extra, Any], scratch: Sequence[Any], interpreted: bool) -> "ExtraTiles":
+    def tiles(self, arrays: Mapping[Extra, Any], scratch: Sequence[Any]) -> "ExtraTiles":
         """The rings themselves, in what was allocated, for references to the extras."""
         pairs = zip(self.slots.items(), scratch, strict=True)
-        rings = {name: Ring([memory], barriers, n * self.readers) for (name, n), (memory, barriers) in pairs}
-        return ExtraTiles(self, {name: arrays[name] for name in rings}, rings, interpreted)
+        rings = {name: Ring([memory], n * self.readers, *barriers) for (name, n), (memory, barriers) in pairs}
+        return ExtraTiles(self, {name: arrays[name] for name in rings}, rings)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,13 +95,11 @@ class ExtraTiles:
       types: those of the rings.
       refs: references to the arrays that have rings, prepared.
       rings: their rings.
-      interpreted: whether Pallas's interpreter runs it.
     """
 
     types: ExtraRings
     refs: Mapping[Extra, Any]
     rings: Mapping[Extra, Ring]
-    interpreted: bool
 
     def open(self, reader: Any) -> None:
         """Tells that a reader's slots are free. To be called by it before the first step."""
@@ -129,7 +128,7 @@ class ExtraTiles:
 
     def free(self, step: Any, reader: Any) -> None:
         """Tells that a reader is done with its slots of a step."""
-        if self.interpreted and self.rings:  # for it, barriers do not keep copies behind loads
+        if blocks.INTERPRET and self.rings:  # for the interpreter, barriers do not keep copies behind loads
             plgpu.commit_smem()
         for ring in self.rings.values():
             ring.free(self._turn(step, reader))

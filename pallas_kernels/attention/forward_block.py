@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+import jaxsoft.pallas_kernels.blocks as blocks
 from jaxsoft._attention.form import AttentionForm, Extra
 
 from ..rows.memory import store
@@ -22,18 +23,8 @@ from .ranges import Range, borders, key_tiles, within
 from .schedule import indices
 from .scores import LOG2E, Queries, Scores
 
-# Registers of a thread: those that compute need nearly all, those that copy few. All together fit the hardware's 64K.
-_COMPUTE_REGISTERS = {1: 240, 2: 232, 3: 160}
-_COPY_REGISTERS = {1: 24, 2: 40, 3: 32}
 
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=(
-        "queries keys values output lse queries_there keys_there values_there keys_read values_read turns extras"
-    ).split(),
-    meta_fields=(),
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scratch:
     """Shared memory: what is in it, and the barriers. The output takes the place of queries if it is None."""
@@ -52,6 +43,7 @@ class Scratch:
     extras: Any
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ForwardState:
     """The state of a warp group's queries.
@@ -68,8 +60,6 @@ class ForwardState:
     s: jax.Array
     o: jax.Array
 
-
-jax.tree_util.register_dataclass(ForwardState, data_fields=("largest", "m", "s", "o"), meta_fields=())
 
 # The number of the next item, and whether there is one; None where there is known to be none.
 type Following = tuple[jax.Array, jax.Array] | None
@@ -106,7 +96,6 @@ class ForwardBlock:
       segments: the reference to the ranges that segments leave, if there are any.
       scratch: shared memory.
       extra_tiles: the rings in it for a bias and mask.
-      interpreted: whether Pallas's interpreter runs it.
     """
 
     form: AttentionForm
@@ -119,7 +108,6 @@ class ForwardBlock:
     segments: Any
     scratch: Scratch
     extra_tiles: ExtraTiles
-    interpreted: bool
 
     def _first(self) -> jax.Array:
         """The number of the first item."""
@@ -163,7 +151,7 @@ class ForwardBlock:
 
     def copy(self) -> None:
         """Copies the tiles of keys, of a bias and mask, and of values, as slots become free."""
-        plgpu.set_max_registers(_COPY_REGISTERS[self.plan.groups], action="decrease")
+        plgpu.set_max_registers(blocks.REGISTERS[self.plan.groups].memory, action="decrease")
         key, value = self.refs[1:]
         scratch, slots = self.scratch, self.plan.slots
 
@@ -196,7 +184,7 @@ class ForwardBlock:
 
     def compute(self, group: jax.Array) -> None:
         """Computes the output of a warp group's queries, item by item."""
-        plgpu.set_max_registers(_COMPUTE_REGISTERS[self.plan.groups], action="increase")
+        plgpu.set_max_registers(blocks.REGISTERS[self.plan.groups].compute, action="increase")
         self._bring_queries(self._item(self._first()), group)
         self.extra_tiles.open(group)
         pl.when(group == 1)(self._take_turns)
@@ -256,7 +244,7 @@ class ForwardBlock:
         end = jnp.minimum(own.end, item.tiles.end)
         if self._idle:
             end = jnp.where(begin < self.scores.shape.queries, end, item.tiles.begin)
-        return dataclasses.replace(own, begin=jnp.minimum(own.begin, end), end=end)
+        return own._replace(begin=jnp.minimum(own.begin, end), end=end)
 
     def _skip(self, before_first: jax.Array, begin: jax.Array, end: jax.Array, group: jax.Array) -> None:
         """Lets tiles pass."""
@@ -356,7 +344,7 @@ class ForwardBlock:
             following = lax.rem(step + 1, jnp.int32(self.plan.slots))
             pl.when(tile + 1 < own.end)(lambda: plgpu.barrier_wait(scratch.keys_there.at[following]))
 
-        if self.interpreted:  # the interpreter has no wgmma of what is in registers
+        if blocks.INTERPRET:  # the interpreter has no wgmma of what is in registers
             o += jnp.dot(p16, scratch.values[slot], preferred_element_type=jnp.float32)
             plgpu.commit_smem()
             wait_for_keys()

@@ -7,7 +7,7 @@ called in the kernels, but for `segment_ranges`, which XLA computes.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +32,7 @@ class Shape:
     key_tile: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Range:
+class Range(NamedTuple):
     """The tiles begin <= i < end, of which those with interior_begin <= i < interior_end need no masks for limits,
     lengths and segments. The interior is within the range, and empty wherever the range is.
     """
@@ -84,19 +83,25 @@ def query_tiles(
     return _range(masks(form, shape, refs, batch).query_range(begin, count), shape.query_tile)
 
 
-def segment_ranges(own: jax.Array, other: jax.Array, block: int, tile: int) -> jax.Array:
+def segment_ranges(
+    extras: Mapping[Extra, jax.Array], own: Extra, other: Extra, block: int, tile: int
+) -> jax.Array | None:
     """The tiles of the others that share a segment with a block, by the least and largest segments of both.
 
     Args:
-      own: (B or 1, length), the segments of what is in blocks, queries or keys.
-      other: (B or 1, length), the segments of what is in tiles.
+      extras: the call's.
+      own: the segments, (B or 1, length), of what is in blocks, queries or keys.
+      other: those of what is in tiles, likewise.
       block, tile: how many are in each.
 
     Returns:
-      int32 (B or 1, blocks, 4): the four numbers of Range.
+      int32 (B or 1, blocks, 4): the four numbers of Range; None for a call without segments.
     """
-    least, most = (reduce(_in_blocks(own, block), axis=2)[:, :, None] for reduce in (jnp.min, jnp.max))
-    other_least, other_most = (reduce(_in_blocks(other, tile), axis=2)[:, None, :] for reduce in (jnp.min, jnp.max))
+    if own not in extras:
+        return None
+    lowest_highest = jnp.min, jnp.max
+    least, most = (reduce(_in_blocks(extras[own], block), axis=2)[:, :, None] for reduce in lowest_highest)
+    other_least, other_most = (reduce(_in_blocks(extras[other], tile), axis=2)[:, None, :] for reduce in lowest_highest)
     matter = (least <= other_most) & (other_least <= most)
     same = (least == most) & (other_least == other_most) & (least == other_least)
     index = lax.broadcasted_iota(jnp.int32, matter.shape, 2)
@@ -137,14 +142,14 @@ def _range(span: Span, tile: int) -> Range:
     first, inner_first, inner_end, end = (jnp.maximum(i, 0) for i in numbers)
     above = size - 1
     return _nested(
-        lax.div(_int32(first), size),
-        lax.div(_int32(inner_first) + above, size),
-        lax.div(_int32(inner_end), size),
-        lax.div(_int32(end) + above, size),
+        lax.div(int32(first), size),
+        lax.div(int32(inner_first) + above, size),
+        lax.div(int32(inner_end), size),
+        lax.div(int32(end) + above, size),
     )
 
 
-def _int32(number: Any) -> Any:
+def int32(number: Any) -> Any:
     """An int32. Kernels have no copies, which a conversion of what is one already would be."""
     return jnp.int32(number) if isinstance(number, int) else number
 

@@ -26,9 +26,6 @@ from jaxsoft._core.rounding import rounded
 from ..blocks import REGISTERS, ROWS, WIDEST, Ring, kernel_of_blocks, tiled
 from .plan import HeadPlan
 
-# Interpreter parameters of Pallas, which tests set; None to compile.
-INTERPRET: Any = None
-
 LOG2E = math.log2(math.e)
 # exp of it is 0 in f32. What exp multiplies is taken at no less than that, as 0 * infinity is NaN.
 LEAST = -200.0
@@ -119,7 +116,6 @@ def kernel(
     row_tiles, class_tiles = -(-rows // plan.block_rows), -(-(classes or weight.shape[1]) // plan.classes)
     tiles, steps = row_tiles * class_tiles, width // plan.depth
     registers = REGISTERS[plan.groups]
-    assert registers, "blocks of one warp group that computes have no need to share them out"
     blocks = min(gpus.multiprocessors(), tiles)
 
     def place(number: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -133,7 +129,7 @@ def kernel(
     def body(hidden, weight, begin, *refs):
         inputs, outs = refs[: len(arrays)], refs[len(arrays) : len(arrays) + len(results)]
         hidden_memory, weight_memory, barriers, *more = refs[len(arrays) + len(results) :]
-        ring = Ring([hidden_memory, weight_memory], barriers, plan.slots)
+        ring = Ring([hidden_memory, weight_memory], plan.slots, *barriers)
         group, block = lax.axis_index("warp_group"), lax.axis_index("block")
         count = lax.div(tiles - block + (blocks - 1), jnp.int32(blocks))
 
@@ -189,7 +185,6 @@ def kernel(
         f"head_{name}",
         plan.groups,
         {"block": blocks},
-        INTERPRET,
         out_type=tuple(results),
         scratch_types=(
             tiled((plan.slots, plan.block_rows, plan.depth), dtype),

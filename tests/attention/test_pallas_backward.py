@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from common import interpreted, target
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxsoft._attention.form import AttentionForm, Extra
-from jaxsoft.pallas_kernels.attention import backward, backward_call
+from jaxsoft.pallas_kernels.attention import backward
 
 SEGMENTS = (Extra.QUERY_SEGMENTS, Extra.KEY_SEGMENTS)
 LENGTHS = (Extra.QUERY_LENGTHS, Extra.KEY_LENGTHS, Extra.OFFSET)
@@ -115,8 +114,7 @@ def exact(form, operands, cotangent):
         "mask of wide",
     ],
 )
-def test_values(monkeypatch, capfd, form, shape):
-    monkeypatch.setattr(backward_call, "INTERPRET", plgpu.InterpretGPUParams(detect_races=True))
+def test_values(capfd, form, shape):
     operands, cotangent = operands_of(form, *shape)
     *numbers, expected = exact(form, operands, cotangent)
     moving = tuple(expected)

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from common import interpreted, target
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxsoft._attention.form import AttentionForm, Extra
 from jaxsoft.pallas_kernels.attention import choice, ranges
@@ -108,8 +107,7 @@ def exact(form, operands):
 
 def assert_right(form, operands, plan=PLAN):
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
-    output, lse, rest, *lost = jax.jit(forward(form, types, plan, interpret, blocks=3))(*operands)
+    output, lse, rest, *lost = jax.jit(forward(form, types, plan, blocks=3))(*operands)
     assert len(lost) == form.rounded
     expected, expected_lse = exact(form, operands)
     chex.assert_type([output, lse, rest], [form.dtype, jnp.float32, jnp.float32])
@@ -185,7 +183,7 @@ def test_rest(offset):
     for count in (1, 130, 0):
         operands = [query * 0, key, value, np.full((1, 2, 70, 1), offset, np.float32), np.array([130, count], np.int32)]
         types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
-        output, lse, rest = jax.jit(forward(form, types, PLAN, plgpu.InterpretGPUParams()))(*operands)
+        output, lse, rest = jax.jit(forward(form, types, PLAN))(*operands)
         with np.errstate(divide="ignore"):
             expected = offset + np.log(count)
         np.testing.assert_allclose(

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from common import interpreted, on_gpu, target
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxsoft import linear_softmax_cross_entropy as linear
 from jaxsoft._core import gpus
@@ -68,23 +67,22 @@ CASES = pytest.mark.parametrize(
 
 
 @pytest.fixture
-def interpreter(monkeypatch):
-    """Interprets the kernels, in three blocks, so that a block has several tiles."""
-    monkeypatch.setattr(products, "INTERPRET", plgpu.InterpretGPUParams(detect_races=True))
+def three_blocks(monkeypatch):
+    """Has the kernels run in three blocks, so that a block has several tiles."""
     few = dataclasses.replace(gpus.H200, multiprocessors=3)
     monkeypatch.setattr(gpus, "assumed", lambda: few)
 
 
 @interpreted
 @CASES
-def test_statistics(interpreter, capfd, shape, dtype, scores, biased):
+def test_statistics(three_blocks, capfd, shape, dtype, scores, biased):
     check_statistics(shape, dtype, scores, biased)
     assert "RACE DETECTED" not in "".join(capfd.readouterr())
 
 
 @interpreted
 @CASES
-def test_gradients(interpreter, capfd, shape, dtype, scores, biased):
+def test_gradients(three_blocks, capfd, shape, dtype, scores, biased):
     check_gradients(shape, dtype, scores, biased)
     assert "RACE DETECTED" not in "".join(capfd.readouterr())
 
