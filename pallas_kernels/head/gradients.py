@@ -65,11 +65,6 @@ def gradients(
         products.to_whole(label, plan.block_rows, NO_ROW),
         *(products.to_whole(v, plan.block_rows) for v in (reference(m), h, *of_others, *more)),
     ]
-    arrays = numbers if bias is None else [*numbers, products.to_whole(bias, plan.classes)]
-
-    def load(tile: HeadTile, refs: Sequence[Any]) -> tuple[list[jax.Array], Any]:
-        return [products.of_rows(ref, tile) for ref in refs[: len(numbers)]], None if bias is None else refs[-1]
-
     # Tiles reach past the end of an array, where copies write nothing. But a copy as large as a dimension, of 64 rows
     # or columns, has no index along it to be past the end with, and would write to the beginning.
     shape = max(-(-rows // ROWS) * ROWS, _LEAST_SIZE), max(classes, _LEAST_SIZE)
@@ -78,7 +73,7 @@ def gradients(
     staging = tiled((plan.groups, 2, plan.rows, plan.piece), dtype)
     finish = functools.partial(_finish, plan, scores)
     (dx,) = products.kernel(
-        "gradients", plan, load, finish, hidden, weight, arrays, [result], [staging], begin, classes
+        "gradients", plan, finish, hidden, weight, numbers, bias, [result], [staging], begin, classes
     )
     return dx[:rows, :classes]
 
@@ -87,17 +82,18 @@ def _finish(
     plan: HeadPlan,
     scores: HeadScores,
     tile: HeadTile,
-    loaded: tuple[Sequence[jax.Array], Any],
+    numbers: Sequence[jax.Array],
+    bias: Any,
     found: jax.Array,
     results: Sequence[Any],
     memory: Any,
 ) -> None:
     (result,), (staging,) = results, memory
-    (label, *numbers), bias = loaded
+    label, *others = numbers
     group = lax.axis_index("warp_group")
 
     for i, piece in enumerate(products.pieces(plan, found)):
-        m, of_label, *of_others = (lax.broadcast_in_dim(v, piece.shape, [0]) for v in numbers)
+        m, of_label, *of_others = (lax.broadcast_in_dim(v, piece.shape, [0]) for v in others)
         of_sum = of_others.pop() if scores.summed else None
         z, slope = scores.of(piece, None if bias is None else products.bias_of(plan, bias, tile, i))
         above, factor = z - m, of_others[0]

@@ -85,11 +85,11 @@ class HeadTile:
 def kernel(
     name: str,
     plan: HeadPlan,
-    load: Callable[[HeadTile, Sequence[Any]], Any],
-    finish: Callable[[HeadTile, Any, jax.Array, Sequence[Any], Any], None],
+    finish: Callable[[HeadTile, Sequence[jax.Array], Any, jax.Array, Sequence[Any], Any], None],
     hidden: jax.Array,
     weight: jax.Array,
-    arrays: Sequence[jax.Array],
+    numbers: Sequence[jax.Array],
+    bias: jax.Array | None,
     results: Any,
     scratch: Any = (),
     begin: jax.Array | int = 0,
@@ -100,18 +100,19 @@ def kernel(
     Args:
       name: the kernel's.
       plan: how the work is cut up.
-      load: loads what is needed of the arrays, before the products of the tile, so that it arrives meanwhile.
-      finish: writes the results of a tile, given what is loaded, its products in f32, references to the results, and
-        to the scratch memory.
+      finish: writes the results of a tile, given the numbers of its rows, a reference to the bias, its products in
+        f32, references to the results, and to the scratch memory.
       hidden: (rows, width).
       weight: (width, classes).
-      arrays: what else the kernel reads, of whole tiles.
+      numbers: of all rows, in whole tiles.
+      bias: of the classes; None for none.
       results: the types of the results, a sequence.
       scratch: the types of what else the kernel needs of shared memory.
       begin: the first of weight's classes, a multiple of 64.
       classes: how many there are.
     """
     dtype, (rows, width) = hidden.dtype, hidden.shape
+    bias = None if bias is None else to_whole(bias, plan.classes)
     hidden = jnp.pad(hidden, ((0, -rows % ROWS), (0, 0)))  # to what copies can cut up, see `blocks`
     row_tiles, class_tiles = -(-rows // plan.block_rows), -(-(classes or weight.shape[1]) // plan.classes)
     tiles, steps = row_tiles * class_tiles, width // plan.depth
@@ -126,9 +127,7 @@ def kernel(
         size = jnp.minimum(row_tiles - first, min(plan.band, row_tiles))
         return first + lax.rem(within, size), lax.div(within, size)
 
-    def body(hidden, weight, begin, *refs):
-        inputs, outs = refs[: len(arrays)], refs[len(arrays) : len(arrays) + len(results)]
-        hidden_memory, weight_memory, barriers, *more = refs[len(arrays) + len(results) :]
+    def body(hidden, weight, begin, numbers, bias, outs, hidden_memory, weight_memory, barriers, *more):
         ring = Ring([hidden_memory, weight_memory], plan.slots, *barriers)
         group, block = lax.axis_index("warp_group"), lax.axis_index("block")
         count = lax.div(tiles - block + (blocks - 1), jnp.int32(blocks))
@@ -170,9 +169,9 @@ def kernel(
                 row, column = place(block + i * blocks)
                 rows = pl.ds(row * plan.block_rows + group * plan.rows, plan.rows)
                 here = HeadTile(rows, column * plan.classes, column)
-                loaded = load(here, inputs)
+                loaded = [of_rows(ref, here) for ref in numbers]  # they arrive while products are computed
                 found = pl.run_scoped(functools.partial(products, i), _accumulator((plan.rows, plan.classes)))
-                finish(here, loaded, found, outs, more)
+                finish(here, loaded, bias, found, outs, more)
 
             lax.fori_loop(0, count, tile, None)
             plgpu.wait_smem_to_gmem(0)
@@ -185,7 +184,7 @@ def kernel(
         f"head_{name}",
         plan.groups,
         {"block": blocks},
-        out_type=tuple(results),
+        out_type=(tuple(results),),
         scratch_types=(
             tiled((plan.slots, plan.block_rows, plan.depth), dtype),
             tiled((plan.slots, plan.depth, plan.classes), dtype),
@@ -194,7 +193,8 @@ def kernel(
         ),
     )
     with jax.enable_x64(False):  # it counts in 32 bits
-        return call(hidden, weight, jnp.asarray(begin, jnp.int32).reshape(1) // WIDEST, *arrays)
+        (found,) = call(hidden, weight, jnp.asarray(begin, jnp.int32).reshape(1) // WIDEST, numbers, bias)
+        return found
 
 
 def pieces(plan: HeadPlan, tile: jax.Array) -> list[jax.Array]:

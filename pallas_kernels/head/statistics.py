@@ -40,17 +40,11 @@ def statistics(
       label: the index of each row's label, which may be none of these classes, or NO_ROW: then the row has no scores.
     """
     plan, rows, classes = head_plan(), len(hidden), weight.shape[1]
-    arrays = [products.to_whole(label, plan.block_rows, NO_ROW)]
-    if bias is not None:
-        arrays.append(products.to_whole(bias, plan.classes))
-
-    def load(tile: HeadTile, refs: Sequence[Any]) -> tuple[jax.Array, Any]:
-        return products.of_rows(refs[0], tile), None if bias is None else refs[1]
-
-    result = jax.ShapeDtypeStruct((-(-classes // plan.classes), len(arrays[0])), jnp.float32)
+    numbers = [products.to_whole(label, plan.block_rows, NO_ROW)]
+    result = jax.ShapeDtypeStruct((-(-classes // plan.classes), len(numbers[0])), jnp.float32)
     results = [result] * (3 + scores.entropy + 2 * scores.summed)
     finish = functools.partial(_finish, plan, scores, classes)
-    found = products.kernel("statistics", plan, load, finish, hidden, weight, arrays, results)
+    found = products.kernel("statistics", plan, finish, hidden, weight, numbers, bias, results)
     m, s, *others = (v[:, :rows] for v in found)
     total, none = jnp.max(m, axis=0), label == NO_ROW
     s_parts = s * fold.weight(m, total[None])
@@ -67,13 +61,14 @@ def _finish(
     scores: HeadScores,
     classes: int,
     tile: HeadTile,
-    loaded: tuple[jax.Array, Any],
+    numbers: Sequence[jax.Array],
+    bias: Any,
     found: jax.Array,
     results: Sequence[Any],
     memory: Any,
 ) -> None:
     del memory
-    label, bias = loaded
+    (label,) = numbers
 
     def of_classes(valid: jax.Array, piece: int) -> jax.Array:
         """Which of the elements of a piece that are valid are classes, and not past the last one."""
