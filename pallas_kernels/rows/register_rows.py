@@ -42,7 +42,6 @@ def row_kernel(
     dtype: Any,
     plan: RegisterPlan,
     extras: Extras = Extras(),
-    interpret: Any = None,
 ):
     """The kernel of an operation on `rows` rows of n elements, of which there are at least plan.rows and plan.width.
 
@@ -51,7 +50,6 @@ def row_kernel(
       dtype: of results of shape (rows, n).
       plan: how rows are laid out. Rows of a block must have neighbouring rows of the extras, or the same.
       extras: what comes beside the rows.
-      interpret: Pallas interpreter parameters, for tests on a CPU.
 
     Returns:
       A function of the operands of shape (rows, n) and (rows,), and of the extras, of shape (their rows, n) and (their
@@ -66,7 +64,6 @@ def row_kernel(
         grid=(rows // plan.rows,),
         grid_names=("block",),
         kernel_name=f"jaxsoft_{operation.name}_registers",
-        interpret=interpret,
     )
 
 

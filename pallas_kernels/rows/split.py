@@ -22,20 +22,19 @@ from .operations import References, Signature
 from .plan import SplitPlan
 
 
-def row_kernel(operation: RowSpec, rows: int, n: int, dtype: Any, plan: SplitPlan, interpret: Any = None):
+def row_kernel(operation: RowSpec, rows: int, n: int, dtype: Any, plan: SplitPlan):
     """The two kernels of an operation that has a reduction.
 
     Args:
       operation, rows, n, dtype: as for `register_rows.row_kernel`.
       plan: how rows are split.
-      interpret: Pallas interpreter parameters.
 
     Returns:
       A function of the operands of shape (rows, n) and (rows,) that returns a tuple of such.
     """
     signature, parts = Signature.of(operation), plan.parts
     reduction = operations.reduction_of(operation)
-    reduce = register_rows.row_kernel(reduction, rows * parts, n // parts, dtype, plan.part, interpret=interpret)
+    reduce = register_rows.row_kernel(reduction, rows * parts, n // parts, dtype, plan.part)
     full, number = jax.ShapeDtypeStruct((rows * parts, n // parts), dtype), jax.ShapeDtypeStruct((rows,), jnp.float32)
     finish = plgpu.kernel(
         functools.partial(_finish_body, operation, plan),
@@ -44,7 +43,6 @@ def row_kernel(operation: RowSpec, rows: int, n: int, dtype: Any, plan: SplitPla
         grid=(rows * parts // plan.part.rows,),
         grid_names=("block",),
         kernel_name=f"jaxsoft_{operation.name}_split",
-        interpret=interpret,
     )
 
     def kernel(*operands):

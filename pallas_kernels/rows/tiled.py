@@ -46,7 +46,6 @@ def row_kernel(
     dtypes: tuple[Any, Any],
     plan: TiledPlan,
     extras: Extras = Extras(),
-    interpret: Any = None,
 ):
     """The kernel of an operation on `rows` rows of n elements.
 
@@ -55,7 +54,6 @@ def row_kernel(
       dtypes: of operands and of results of shape (rows, n).
       plan: how rows are cut up.
       extras: what comes beside the rows.
-      interpret: Pallas interpreter parameters, for tests on a CPU. It knows no clusters.
 
     Returns:
       A function of the operands of shape (rows, n / vector, vector) and (rows,), and of the extras, of shape (their
@@ -91,7 +89,6 @@ def row_kernel(
         num_threads=plan.warpgroups,
         thread_name="warpgroup",
         kernel_name=f"jaxsoft_{operation.name}_tiled",
-        interpret=interpret,
     )
 
 

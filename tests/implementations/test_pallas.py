@@ -119,7 +119,7 @@ def no_races(capfd):
 
 def interpreted(operation, plan, *operands, extras=(), masked=False):
     """The results of a kernel."""
-    x, params = operands[0], plgpu.InterpretGPUParams(detect_races=True)
+    x = operands[0]
     alike, names, given = choice.unlabelled(operation, RowForm(x.dtype, extras), [jnp.asarray(v) for v in operands])
     k, (*leading, n) = len(alike.operands), x.shape
     beside = Extras.of(names, masked, leading, [v.shape for v in given[k:]])
@@ -127,14 +127,14 @@ def interpreted(operation, plan, *operands, extras=(), masked=False):
     flat = [v.astype(jnp.uint8) if v.dtype == bool else v for v in flat]
     flat[:k] = sorted(flat[:k], key=lambda v: -v.ndim)
     shape = flat[0].shape
-    with jax.enable_x64(False):
+    with jax.enable_x64(False), plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         if isinstance(plan, RegisterPlan):
-            results = register_rows.row_kernel(alike, *shape, x.dtype, plan, beside, params)(*flat)
+            results = register_rows.row_kernel(alike, *shape, x.dtype, plan, beside)(*flat)
         elif isinstance(plan, SplitPlan):
-            results = split.row_kernel(alike, *shape, x.dtype, plan, params)(*flat)
+            results = split.row_kernel(alike, *shape, x.dtype, plan)(*flat)
         else:
             flat = [v.reshape(len(v), -1, plan.vector) if v.ndim == 2 else v for v in flat]
-            results = tiled.row_kernel(alike, *shape, (x.dtype, x.dtype), plan, beside, params)(*flat)
+            results = tiled.row_kernel(alike, *shape, (x.dtype, x.dtype), plan, beside)(*flat)
     results = [v.reshape(x.shape if v.ndim > 1 else leading) for v in results]
     return [*results, choice.label_score(*operands[:2])] if operation is LABEL_STATE else results
 
