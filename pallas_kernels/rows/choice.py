@@ -54,8 +54,8 @@ def is_fastest(operation: RowSpec, form: RowForm, operands: Types) -> bool:
         return False
     few = x.size * itemsize <= of_gpu.few.bytes
     if operation in _LABELLED:
-        return of_gpu.default.cross_entropy and not few
-    return few and x.size <= of_gpu.default.softmax_rows[itemsize] * n
+        return not few
+    return few and x.size <= of_gpu.softmax_rows[itemsize] * n
 
 
 def _known(operands: Types) -> bool:

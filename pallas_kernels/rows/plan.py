@@ -6,6 +6,8 @@ where its kernel cannot take the rows, or is not meant for them.
 
 import dataclasses
 
+from jax.experimental import pallas as pl
+
 from jaxsoft._rows.spec import RowSpec
 
 from . import operations
@@ -66,7 +68,7 @@ def register_rows(sizes: RegisterSizes, rows: int, n: int, itemsize: int, togeth
     if vector is None or n * itemsize > sizes.row_bytes:
         return None
     most_lanes = min(THREADS, _power_up_to(n // vector))
-    lanes = min(most_lanes, max(WARP, _power_from(_ceil(n * itemsize, sizes.lane_bytes))))
+    lanes = min(most_lanes, max(WARP, pl.next_power_of_2(pl.cdiv(n * itemsize, sizes.lane_bytes))))
     repeat = max(1, sizes.side_bytes * lanes // (n * itemsize))
     plan = RegisterPlan(vector, lanes, max(1, min(repeat, rows * lanes // THREADS)))
     if together % plan.rows:
@@ -163,7 +165,7 @@ class TiledPlan:
     @property
     def share(self) -> int:
         """Tiles of a row that a warp group has, at most."""
-        return _ceil(self.tiles, self.members)
+        return pl.cdiv(self.tiles, self.members)
 
     @property
     def fits(self) -> bool:
@@ -246,7 +248,7 @@ class _Cutter:
     def few_rows(self) -> TiledPlan:
         """Clusters that are so large that together they fill the GPU, and each block has a moderate part of a row."""
         few = self.sizes.few
-        blocks = max(_ceil(few.blocks, self.rows), _ceil(self.row_bytes, few.block_bytes))
+        blocks = max(pl.cdiv(few.blocks, self.rows), pl.cdiv(self.row_bytes, few.block_bytes))
         return self._cut(few.block, self._cluster(blocks), few.tile_cost)
 
     def streamed(self) -> TiledPlan:
@@ -277,7 +279,7 @@ class _Cutter:
 
     def folded_kept(self) -> TiledPlan | None:
         """Persistent clusters that keep the array that is folded, and of the other one what is about to be needed."""
-        cluster = self._cluster(_ceil(self.n * self.itemsize, self.sizes.persistent.folded_bytes))
+        cluster = self._cluster(pl.cdiv(self.n * self.itemsize, self.sizes.persistent.folded_bytes))
         for warpgroups in self.keep.folded_warpgroups:
             block = BlockShape(warpgroups, self.sizes.persistent.folded_chunks)
             plan = self._cut(block, cluster, self.keep.tile_cost, persistent=True)
@@ -304,7 +306,7 @@ class _Cutter:
     def _persistent(self) -> int:
         """The number of blocks of a persistent cluster."""
         return max(
-            self.keep.persistent_cluster, self._cluster(_ceil(self.row_bytes, self.sizes.persistent.block_bytes))
+            self.keep.persistent_cluster, self._cluster(pl.cdiv(self.row_bytes, self.sizes.persistent.block_bytes))
         )
 
     def _with_registers(self, plan: TiledPlan) -> TiledPlan:
@@ -321,7 +323,7 @@ class _Cutter:
 
     def _cluster(self, blocks: int) -> int:
         """The number of blocks of a cluster that has at least this many, as far as it can."""
-        return min(self.sizes.cluster_blocks, _power_from(blocks))
+        return min(self.sizes.cluster_blocks, pl.next_power_of_2(blocks))
 
     def _cut(self, block: BlockShape, cluster: int, tile_cost: int, persistent: bool = False) -> TiledPlan:
         """Cuts rows into as few tiles as can be shared out evenly.
@@ -344,10 +346,10 @@ class _Cutter:
 
         def cost(chunks):
             tile = chunk * chunks
-            return _ceil(_ceil(n, tile), members) * (tile + tile_cost), -chunks
+            return pl.cdiv(pl.cdiv(n, tile), members) * (tile + tile_cost), -chunks
 
         chunks = min(choices, key=cost)
-        tiles = _ceil(n, chunk * chunks)
+        tiles = pl.cdiv(n, chunk * chunks)
         slot_bytes = THREADS * VECTOR_BYTES * chunks * self.arrays * warpgroups
         ring = min(block.slots, self.sizes.ring_slots // warpgroups, self.sizes.ring_bytes // slot_bytes)
         clusters = self.rows
@@ -355,7 +357,7 @@ class _Cutter:
             part = 1 if cluster <= 2 else self.sizes.persistent.placed
             clusters = min(self.rows, int(self.sizes.gpu.multiprocessors * part) // cluster)
         else:
-            ring = min(ring, _ceil(tiles, members))
+            ring = min(ring, pl.cdiv(tiles, members))
         return TiledPlan(self.vector, chunks, tiles, ring, warpgroups, cluster, clusters)
 
 
@@ -364,15 +366,6 @@ def _for_number(entries: tuple[tuple[float, int], ...], number: int) -> int:
     return next(size for most, size in entries if number <= most)
 
 
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 def _power_up_to(k: int) -> int:
     """The largest power of 2 that is at most k; 0 for 0."""
     return 1 << k.bit_length() >> 1
-
-
-def _power_from(k: int) -> int:
-    """The least power of 2 that is at least k."""
-    return 1 << (k - 1).bit_length()

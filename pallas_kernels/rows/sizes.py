@@ -126,7 +126,7 @@ class KeepSizes:
 
     tile_cost: int
     block_bytes: int
-    block: BlockShape
+    block: BlockShape = BlockShape(warpgroups=4, chunks=4)
     pair_clusters: tuple[int, ...] = ()
     pair_bytes: float = math.inf
     folded_warpgroups: tuple[int, ...] = ()
@@ -170,19 +170,6 @@ class PersistentSizes:
 
 
 @dataclasses.dataclass(frozen=True)
-class DefaultSizes:
-    """Where these kernels are the fastest of all implementations, of rows that are too long for `register_rows`.
-
-    Attributes:
-      softmax_rows: by the bytes of an element, the largest number of rows of a softmax, where rows are few.
-      cross_entropy: whether they are the fastest for cross-entropies where rows are not few.
-    """
-
-    softmax_rows: Mapping[int, float]
-    cross_entropy: bool
-
-
-@dataclasses.dataclass(frozen=True)
 class RowSizes:
     """The sizes that are the fastest on a GPU, and its limits.
 
@@ -192,7 +179,8 @@ class RowSizes:
       ring_slots: the largest number of slots of a block for one array.
       registers, split, few, pair, persistent: the sizes of these kernels and of these ways to cut up rows.
       stream, keep: the sizes of `tiled` by the work and the bytes of an element.
-      default: where these kernels are the default.
+      softmax_rows: by the bytes of an element, the largest number of rows of a softmax for which these kernels are the
+        fastest of all implementations, where rows are few and too long for `register_rows`.
     """
 
     gpu: Gpu
@@ -205,7 +193,7 @@ class RowSizes:
     keep: Mapping[tuple[Work, int], KeepSizes]
     pair: PairSizes
     persistent: PersistentSizes
-    default: DefaultSizes
+    softmax_rows: Mapping[int, float]
 
     @property
     def ring_bytes(self) -> int:
@@ -239,7 +227,6 @@ _HOPPER = RowSizes(
         (Work.FORWARD, 4): KeepSizes(
             tile_cost=256,
             block_bytes=192 << 10,
-            block=BlockShape(warpgroups=4, chunks=4),
             pair_clusters=(2, 4),
             persistent_cluster=8,
         ),
@@ -250,12 +237,11 @@ _HOPPER = RowSizes(
             pair_clusters=(2, 4, 8, 16),
             persistent_block=BlockShape(warpgroups=4, chunks=5),
         ),
-        (Work.BACKWARD, 4): KeepSizes(tile_cost=256, block_bytes=192 << 10, block=BlockShape(warpgroups=4, chunks=4)),
-        (Work.BACKWARD, 2): KeepSizes(tile_cost=512, block_bytes=192 << 10, block=BlockShape(warpgroups=4, chunks=4)),
+        (Work.BACKWARD, 4): KeepSizes(tile_cost=256, block_bytes=192 << 10),
+        (Work.BACKWARD, 2): KeepSizes(tile_cost=512, block_bytes=192 << 10),
         (Work.BACKWARD_FOLDING_ONE, 4): KeepSizes(
             tile_cost=256,
             block_bytes=96 << 10,
-            block=BlockShape(warpgroups=4, chunks=4),
             pair_clusters=(2, 4),
             pair_bytes=256 << 10,
             folded_warpgroups=(2,),
@@ -264,7 +250,6 @@ _HOPPER = RowSizes(
         (Work.BACKWARD_FOLDING_ONE, 2): KeepSizes(
             tile_cost=256,
             block_bytes=96 << 10,
-            block=BlockShape(warpgroups=4, chunks=4),
             pair_clusters=(2, 4),
             pair_bytes=256 << 10,
             folded_warpgroups=(4, 2),
@@ -282,7 +267,7 @@ _HOPPER = RowSizes(
         result_slots=2,
         register_blocks=(BlockShape(warpgroups=3, chunks=4), BlockShape(warpgroups=3, chunks=2)),
     ),
-    default=DefaultSizes(softmax_rows={4: math.inf, 2: 4}, cross_entropy=True),
+    softmax_rows={4: math.inf, 2: 4},
 )
 
 # Those of data-centre Blackwell were neither measured nor tested. They are those of Hopper, whose shared memory,

@@ -84,7 +84,7 @@ class WarpGroup:
 
     def number(self, name: Name, k: jax.Array | int) -> jax.Array:
         """An extra of one number a row."""
-        return self._extra(name)[self.extras.place(name, self.rows[k])[0]]
+        return self.refs.extras[self.extras.names.index(name)][self.extras.place(name, self.rows[k])[0]]
 
     def label(self, k: jax.Array | int) -> jax.Array | None:
         """The label of a row, if rows have one."""
@@ -97,9 +97,6 @@ class WarpGroup:
         )
         refs = dict(zip(self.extras.names, self.refs.extras, strict=True))
         return _TiledRules(self.operation, self.extras, refs, scale, limit, self, k)
-
-    def _extra(self, name: Name) -> Any:
-        return self.refs.extras[self.extras.names.index(name)]
 
     # What is done with a tile. `tile` is its index among those that the warp group has of a row.
 
