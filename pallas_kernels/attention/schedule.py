@@ -78,7 +78,7 @@ def schedule(
 
     Args:
       form, plan, shape: the call's.
-      items: the axes of all items, as in `order.ordered`.
+      items: the axes of all items, as in `ordered`.
       blocks: how many run at a time.
 
     Returns:

@@ -284,7 +284,7 @@ def load_tile(ref: Any, queries_axis: int, in_shared_memory: bool = False) -> ja
     Args:
       ref: the reference to it, with queries along its rows.
       queries_axis: the axis that queries are to have.
-      in_shared_memory: whether it refers to shared memory, as `tiles.tiled` has it, or to global memory.
+      in_shared_memory: whether it refers to shared memory, as `blocks.tiled` has it, or to global memory.
     """
     layout, bits = plgpu.Layout.WGMMA, 8 * jnp.dtype(ref.dtype).itemsize
     if queries_axis == 0:
