@@ -1,10 +1,7 @@
 """The generated parts of pages. A page says `<!-- generate: NAME ARGUMENTS -->` on a line of its own, and gets
 
 - `record`, with a function of benchmarks/report.py and its arguments: a table or a plot of a record of measurements,
-- `attention`, with a function of benchmarks/attention_report.py and its arguments: the same of a record of attention,
-- `decode`, with a function of benchmarks/decode_report.py and its arguments: the same of a record of decoding,
-- `mesh`, with a function of benchmarks/mesh_report.py and its arguments: the same of records over several devices,
-- `scaling`, with a function of benchmarks/scaling_report.py and its arguments: the same of what many devices send,
+- `attention`, `decode`, `mesh` and `scaling` likewise, with functions of benchmarks/attention_report.py and so on,
 - `figure`, with a name: a drawing of figures.py,
 - `excerpt`, with a file and a text: the part of the source that begins at that text,
 - `explained`, with a name: what `jaxsoft.explain` printed there, kept in explained/ (see explained.py),
@@ -42,39 +39,7 @@ _DOCUMENTED = re.compile(r"^::: (\S+)", re.MULTILINE)
 type Report = Callable[[str], None]  # takes what is wrong, in words
 
 
-def _record(page, function, *arguments):
-    return getattr(report, function)(*arguments)
-
-
-def _attention(page, function, *arguments):
-    return getattr(attention_report, function)(*arguments)
-
-
-def _decode(page, function, *arguments):
-    return getattr(decode_report, function)(*arguments)
-
-
-def _mesh(page, function, *arguments):
-    return getattr(mesh_report, function)(*arguments)
-
-
-def _scaling(page, function, *arguments):
-    return getattr(scaling_report, function)(*arguments)
-
-
-def _figure(page, name):
-    return figures.figure(name)
-
-
-def _excerpt(page, path, text):
-    return excerpts.excerpt(path, text)
-
-
-def _explained(page, name):
-    return explained.text(name)
-
-
-def _api(page, module):
+def _api(module):
     """All public names of a module, in the order of its `__all__`, classes first."""
     names = sorted(public.names(public.modules()[module]), key=lambda name: not name[0].isupper())
     return "\n\n".join(f"::: {module}.{name}" for name in names)
@@ -87,18 +52,14 @@ def _include(page, path):
     return re.sub(r"\]\((docs/[^)#]+)", lambda match: f"]({posixpath.relpath(match[1], here)}", text)
 
 
-GENERATORS = {
-    "record": _record,
-    "attention": _attention,
-    "decode": _decode,
-    "mesh": _mesh,
-    "scaling": _scaling,
-    "figure": _figure,
-    "excerpt": _excerpt,
-    "explained": _explained,
-    "api": _api,
-    "include": _include,
+REPORTS = {
+    "record": report,
+    "attention": attention_report,
+    "decode": decode_report,
+    "mesh": mesh_report,
+    "scaling": scaling_report,
 }
+GENERATORS = {"figure": figures.figure, "excerpt": excerpts.excerpt, "explained": explained.text, "api": _api}
 
 
 def filled(page: str, markdown: str, wrong: Report) -> str:
@@ -114,7 +75,12 @@ def filled(page: str, markdown: str, wrong: Report) -> str:
         name, *arguments = shlex.split(match["call"])
         text = ""
         try:
-            text = GENERATORS[name](page, *arguments)
+            if name in REPORTS:
+                text = getattr(REPORTS[name], arguments[0])(*arguments[1:])
+            elif name == "include":
+                text = _include(page, *arguments)
+            else:
+                text = GENERATORS[name](*arguments)
         except Exception as error:
             wrong(f"{page}: {match['call']}: {type(error).__name__}: {error}")
         return "\n".join(match["indent"] + line if line else "" for line in text.splitlines())
@@ -131,7 +97,7 @@ def check_public_names(pages: pathlib.Path, wrong: Report) -> None:
     sources = "".join(path.read_text() for path in (pages / "api").glob("*.md"))
     documented = set(_DOCUMENTED.findall(sources))
     for module in re.findall(r"generate: api (\S+)", sources):
-        documented.update(_DOCUMENTED.findall(_api("", module)))
+        documented.update(_DOCUMENTED.findall(_api(module)))
     for module, path in public.modules().items():
         for name in public.names(path):
             if not public.docstring(path, name):

@@ -20,7 +20,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 import public
 
-_PARAGRAPHS = ("Returns:", "Raises:")
+_BLOCK = r"((?:\n+  .*)+)"  # the lines of an indented block, with blank lines within it
 
 
 class Docstrings(griffe.Extension):
@@ -37,77 +37,40 @@ def as_markdown(text: str) -> str:
     return linked(examples(paragraphs(parameters(formulas(text)))))
 
 
-def _block(lines: list[str], start: int) -> int:
-    """The end of the indented block that begins at a line; blank lines within it belong to it."""
-    end = start
-    for i in range(start, len(lines)):
-        if lines[i].strip():
-            if not lines[i].startswith("  "):
-                break
-            end = i + 1
-    return end
-
-
 def formulas(text: str) -> str:
     """`.. math::` blocks as displayed formulas."""
-    lines, out, i = text.splitlines(), [], 0
-    while i < len(lines):
-        if lines[i].strip() == ".. math::":
-            end = _block(lines, i + 1)
-            out += ["$$", *(line.strip() for line in lines[i + 1 : end] if line.strip()), "$$"]
-            i = end
-        else:
-            out.append(lines[i])
-            i += 1
-    return "\n".join(out)
+    return re.sub(rf"^ *\.\. math::{_BLOCK}", lambda match: f"$$\n{_formula(match[1])}\n$$", text, flags=re.MULTILINE)
+
+
+def _formula(block: str) -> str:
+    return "\n".join(line.strip() for line in block.splitlines() if line.strip())
 
 
 def parameters(text: str) -> str:
     """Several parameters with one description, each with a copy of it."""
-    lines, out, i = text.splitlines(), [], 0
-    while i < len(lines):
-        out.append(lines[i])
-        i += 1
-        if out[-1] != "Args:":
-            continue
-        end = _block(lines, i)
-        entries = re.split(r"\n(?=  \S)", "\n".join(lines[i:end]))
-        for entry in entries:
-            names, _, rest = entry.strip().partition(":")
-            out += [f"  {name.strip()}:{rest}" for name in names.split(",")]
-        i = end
-    return "\n".join(out)
+
+    def each(match: re.Match) -> str:
+        names, rest = match[1].split(":", 1)
+        return "\n".join(f"  {name.strip()}:{rest}" for name in names.split(","))
+
+    def entries(match: re.Match) -> str:
+        return "Args:\n" + re.sub(r"^  (\S.*(?:\n+    .*)*)", each, match[1].strip("\n"), flags=re.MULTILINE)
+
+    return re.sub(rf"^Args:{_BLOCK}", entries, text, flags=re.MULTILINE)
 
 
 def paragraphs(text: str) -> str:
     """The sections whose content is sentences, with a bold title."""
-    lines, out, i = text.splitlines(), [], 0
-    while i < len(lines):
-        if lines[i] in _PARAGRAPHS:
-            end = _block(lines, i + 1)
-            first, *rest = (line[2:] for line in lines[i + 1 : end])
-            out += [f"**{lines[i]}** {first}", *rest]
-            i = end
-        else:
-            out.append(lines[i])
-            i += 1
-    return "\n".join(out)
+
+    def section(match: re.Match) -> str:
+        return f"**{match[1]}** " + re.sub("^  ", "", match[2].strip("\n"), flags=re.MULTILINE)
+
+    return re.sub(rf"^(Returns:|Raises:){_BLOCK}", section, text, flags=re.MULTILINE)
 
 
 def examples(text: str) -> str:
     """Interactive examples as blocks of code."""
-    lines, out, i = text.splitlines(), [], 0
-    while i < len(lines):
-        if lines[i].startswith(">>> "):
-            out.append("```pycon")
-            while i < len(lines) and lines[i].strip():
-                out.append(lines[i])
-                i += 1
-            out.append("```")
-        else:
-            out.append(lines[i])
-            i += 1
-    return "\n".join(out)
+    return re.sub(r"^>>> .*(?:\n.+)*", r"```pycon\n\g<0>\n```", text, flags=re.MULTILINE)
 
 
 def linked(text: str) -> str:
