@@ -4,14 +4,10 @@ import statistics
 from collections.abc import Iterable
 
 import plot
-from report import NOTHING, circumstances, exists, load, number, shape, table, tabs
+from report import NOTHING, among, circumstances, load, number, records, shape, table, tabs
 
 ORDER = ("cudnn", "xla", "jaxsoft", "deterministic=False", "ffi", "ffi, deterministic=False", "pallas")
 CHOICES = ("jaxsoft", "deterministic=False")  # which are jaxsoft's own
-
-
-def _records(name: str, *groups: str) -> list[dict]:
-    return [record for record in load(name)["records"] if record["group"] in groups]
 
 
 def _rate(record: dict, implementation: str) -> float | None:
@@ -39,12 +35,12 @@ def by_length(name: str) -> str:
     """The rate of attention by length, in a tab for each direction, size of heads and dtype."""
     unit_name, unit = plot.unit_of_rate(load(name))
     contents: dict[str, list[dict]] = {}
-    for record in _records(name, "lengths", "cpu", "dtypes"):
+    for record in records(name, "lengths", "cpu", "dtypes"):
         title = f"{record['direction']}, heads of {record['shape'][3]}, {record['dtype']}"
         contents.setdefault(title, []).append(record)
     tables = {}
     for title, some in contents.items():
-        names = [n for n in ORDER if any(n in r["seconds"] for r in some)]
+        names = among(ORDER, some)
         peer = names[0]
         some.sort(key=lambda record: (record["shape"][1], record["causal"]))
         rows = []
@@ -60,11 +56,11 @@ def by_length(name: str) -> str:
 def extras(name: str) -> str:
     """The rate over what counts of calls with extras, as a fraction of the plain kernel's, in a tab a direction."""
     unit_name, unit = plot.unit_of_rate(load(name))
-    records, contents = _records(name, "extras"), {}
-    own = "pallas" if any("pallas" in record["seconds"] for record in records) else "jaxsoft"
-    for direction in dict.fromkeys(record["direction"] for record in records):
-        some = [record for record in records if record["direction"] == direction]
-        names = [n for n in ORDER if any(n in record["seconds"] for record in some)]
+    every, contents = records(name, "extras"), {}
+    own = "pallas" if among(["pallas"], every) else "jaxsoft"
+    for direction in dict.fromkeys(record["direction"] for record in every):
+        some = [record for record in every if record["direction"] == direction]
+        names = among(ORDER, some)
         plain = {r["causal"]: _rate(r, own) for r in some if not r["what"]}
         rows = []
         for r in some:
@@ -79,7 +75,7 @@ def extras(name: str) -> str:
 
 
 def noise(name: str) -> str:
-    """How far the times of two columns that are the same program differ; nothing where there are none.
+    """How far the times of two columns that are the same program differ.
 
     That is seen by their memory, and forward only: with gradients, two kernels may come from two implementations.
     """
@@ -89,8 +85,6 @@ def noise(name: str) -> str:
         if record["direction"] == "forward" and "jaxsoft" in seconds:
             same = (n for n in ("ffi", "pallas") if n in seconds and memory[n] == memory["jaxsoft"])
             differences += [abs(seconds["jaxsoft"] / seconds[n] - 1) for n in same]
-    if not differences:
-        return ""
     return (
         "How exact these times are: forward, `jaxsoft` is the same program as `ffi` or `pallas`. Their times differ by "
         f"{statistics.median(differences):.1%} in the median of all cases, and by {max(differences):.0%} at most."
@@ -98,21 +92,11 @@ def noise(name: str) -> str:
 
 
 def section(name: str) -> str:
-    """Plots and tables of a record of attention, where there is one."""
-    if not exists(name):
-        return "*This has not been recorded yet.*"
+    """Plots and tables of a record of attention."""
     parts = [circumstances(name), noise(name)]
-    sizes = dict.fromkeys(r["shape"][3] for r in _records(name, "lengths", "cpu") if r["dtype"] == "bfloat16")
+    sizes = dict.fromkeys(r["shape"][3] for r in records(name, "lengths", "cpu") if r["dtype"] == "bfloat16")
     for size in sizes:
         drawn = plot.attention_by_length(load(name), size, alone=False)
         parts.append(f'<figure class="wide">\n{drawn}</figure>')
-    parts.append(by_length(name))
-    if _records(name, "extras"):
-        parts.append("Beside query, key and value, over the scores that count:")
-        parts.append(extras(name))
-    return "\n\n".join(parts)
-
-
-def section_if_recorded(name: str) -> str:
-    """The same with a heading, or nothing."""
-    return f"### Attention\n\n{section(name)}" if exists(name) else ""
+    beside = "Beside query, key and value, over the scores that count:"
+    return "\n\n".join([*parts, by_length(name), beside, extras(name)])

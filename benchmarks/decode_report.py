@@ -1,6 +1,6 @@
 """The tables of decoding on the performance page, in Markdown, from the records that decode.py and traffic.py wrote."""
 
-from report import NOTHING, TIMES, by_title, circumstances, exists, load, number, table, tabs
+from report import TIMES, among, by_title, circumstances, fractions, load, number, table, tabs, times
 
 ORDER = ("cudnn", "xla", "jaxsoft", "pallas")
 TITLES = {
@@ -25,33 +25,22 @@ def _what(record: dict) -> list[str]:
     return [str(batch), f"{heads} / {record['key_heads']}{TIMES}{size}", str(record["keys"]), ", ".join(beside)]
 
 
-def by_group(name: str) -> str:
-    """The time of a call and the fraction of the speed of reading, in a tab a group."""
+def section(name: str) -> str:
+    """The circumstances, and in a tab a group the time of a call and the fraction of the speed of reading."""
     contents = {}
     for title, records in by_title(name, TITLES).items():
-        names = [n for n in ORDER if any(n in r["seconds"] for r in records)]
-        rows = []
+        names, rows = among(ORDER, records), []
         for record in records:
-            seconds = record["seconds"]
-            times = [number(1e6 * seconds[n]) if n in seconds else NOTHING for n in names]
-            fractions = [number(record["floor"] / seconds[n]) if n in seconds else NOTHING for n in names]
-            rows.append([*_what(record), number(1e6 * record["floor"]), *times, *fractions])
+            floor = record["floor"]
+            cells = [number(1e6 * floor), *times(record, names, 1e6), *fractions(record, names, floor)]
+            rows.append([*_what(record), *cells])
         heads = ["batch", "heads", "keys", "", "reading, µs", *(f"{n}, µs" for n in names)]
         contents[title] = table([*heads, *(f"reading / {n}" for n in names)], rows, left=4)
-    return tabs(contents)
-
-
-def section(name: str) -> str:
-    """The tables of a record of decoding, where there is one."""
-    if not exists(name):
-        return "*This has not been recorded yet.*"
-    return f"{circumstances(name)}\n\n{by_group(name)}"
+    return f"{circumstances(name)}\n\n{tabs(contents)}"
 
 
 def traffic(name: str) -> str:
-    """Bytes that were read over those of the keys and values that count, as the GPU counted them, where recorded."""
-    if not exists(name):
-        return "*This has not been recorded yet.*"
+    """Bytes that were read over those of the keys and values that count, as the GPU counted them."""
     rows = []
     for record in load(name)["traffic"]:
         read, written = (number(record[side] / record["bytes"]) for side in ("read", "written"))

@@ -171,6 +171,13 @@ def _line(name: str, points: list[tuple[float, float]]) -> list[str]:
     ]
 
 
+def scale_of(panels: list[Panel]) -> Scale:
+    """The axis of numbers of any size: by powers of ten, up to the largest."""
+    top = max(y for panel in panels for line in panel.lines.values() for _, y in line)
+    unit = 10.0 ** math.floor(math.log10(top) - 0.3)
+    return Scale(unit=unit, least=unit, step=1 if top < 6 * unit else 2, heavy=None, format="g")
+
+
 def length(n: int) -> str:
     """A row length as it is usually said: 32K for 32768, and every digit where it is no multiple of 1024."""
     for unit, name in ((2**20, "M"), (2**10, "K")):
@@ -179,26 +186,20 @@ def length(n: int) -> str:
     return str(n)
 
 
-def by_length(result: dict, op: str) -> list[Panel]:
-    """A panel a direction and dtype: fractions of a copy's speed by row length, of many rows."""
+def softmax_by_length(result: dict, op: str = "softmax", alone: bool = True) -> str:
+    """The picture of one operation: a panel a direction and dtype, of many rows."""
     panels = []
     for direction, dtype in PANELS:
         lines: dict[str, list[tuple[float, float]]] = {}
         for record in result["records"]:
-            if record["group"] not in ("short", "rows") or "fraction" not in record:
-                continue
-            if (record["op"], record["direction"], record["dtype"]) == (op, direction, dtype):
+            what = record["op"], record["direction"], record["dtype"]
+            if record["group"] in ("short", "rows") and "fraction" in record and what == (op, direction, dtype):
                 lines.setdefault(record["implementation"], []).append((record["n"], record["fraction"]))
         if lines:
             panels.append(Panel(f"{direction}, {dtype}", lines))
-    return panels
-
-
-def softmax_by_length(result: dict, op: str = "softmax", alone: bool = True) -> str:
-    """The picture of one operation."""
     header = result["header"]
     title = f"{op}, {header['device']}, jax {header['versions']['jax']}"
-    return chart(by_length(result, op), title, "row length", "fraction of a copy's speed", alone)
+    return chart(panels, title, "row length", "fraction of a copy's speed", alone)
 
 
 def attention_by_length(result: dict, size: int, alone: bool = True) -> str:
@@ -215,12 +216,9 @@ def attention_by_length(result: dict, size: int, alone: bool = True) -> str:
     if not panels:
         raise ValueError(f"the record has no attention by length with heads of {size}")
     drawn = [panels[title] for title in sorted(panels, key=lambda title: (title.startswith("with"), title))]
-    top = max(y for panel in drawn for line in panel.lines.values() for _, y in line)
-    unit = 10.0 ** math.floor(math.log10(top) - 0.3)
-    scale = Scale(unit=unit, least=unit, step=1 if top < 6 * unit else 2, heavy=None, format="g")
     header = result["header"]
     title = f"attention, heads of {size}, bfloat16, {header['device']}, jax {header['versions']['jax']}"
-    return chart(drawn, title, "queries, and keys", unit_name, alone, scale)
+    return chart(drawn, title, "queries, and keys", unit_name, alone, scale_of(drawn))
 
 
 def unit_of_rate(result: dict) -> tuple[str, float]:
@@ -228,16 +226,11 @@ def unit_of_rate(result: dict) -> tuple[str, float]:
     return ("TFLOP/s", 1e12) if result["header"]["device"].startswith("NVIDIA") else ("GFLOP/s", 1e9)
 
 
-def is_attention(result: dict) -> bool:
-    """Whether attention.py wrote this record."""
-    return any("flops" in record for record in result["records"])
-
-
 def draw(result: dict, path: pathlib.Path) -> None:
     """Writes the picture of softmax, or of attention with heads of 128, or of the first size there is, as SVG."""
     if path.suffix != ".svg":
         raise ValueError(f"the picture is an SVG, so its name must end in .svg; got {path}")
-    if is_attention(result):
+    if any("flops" in record for record in result["records"]):  # which attention.py wrote
         sizes = [r["shape"][3] for r in result["records"] if r["group"] in ("lengths", "cpu")]
         path.write_text(attention_by_length(result, 128 if 128 in sizes or not sizes else sizes[0]))
     else:

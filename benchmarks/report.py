@@ -17,6 +17,7 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 NOTHING = "\N{EN DASH}"  # where an implementation does not serve a call, or was not measured
 TIMES = "\N{NO-BREAK SPACE}\N{MULTIPLICATION SIGN}\N{NO-BREAK SPACE}"  # between the lengths of a shape
 ORDER = ("jax.nn", "jaxsoft", "ffi", "pallas", "triton")
+DIRECTIONS = ("forward", "backward")
 
 
 def load(name: str) -> dict:
@@ -24,23 +25,26 @@ def load(name: str) -> dict:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
-def exists(name: str) -> bool:
-    """Whether there is a record of this name."""
-    return (RESULTS / f"{name}.json").exists()
+def records(name: str, *groups: str) -> list[dict]:
+    """The records of some groups."""
+    return [record for record in load(name)["records"] if record["group"] in groups]
 
 
 def circumstances(name: str) -> str:
     """Device, versions, flags, commit and date of a record, in one sentence."""
     header = load(name)["header"]
     versions = ", ".join(f"{package} {version}" for package, version in header["versions"].items())
-    date = datetime.datetime.fromisoformat(header["date"])
-    commit = header["commit"] or "unknown"
     cores = f" ({header['cores']} CPU cores)" if header.get("cores") else ""
     flags = f" and `XLA_FLAGS={header['flags']}`" if header.get("flags") else ""
-    return (
-        f"*Measured on {header['device']}{cores} with {versions}{flags}, at commit `{commit[:12]}`, on {date.day} "
-        f"{date:%B %Y}. Record: `benchmarks/results/{name}.json`.*"
-    )
+    return f"*Measured on {header['device']}{cores} with {versions}{flags}, {origin(name)}*"
+
+
+def origin(name: str) -> str:
+    """Commit, date and file of a record, the end of a sentence."""
+    header = load(name)["header"]
+    date = datetime.datetime.fromisoformat(header["date"])
+    commit = (header["commit"] or "unknown")[:12]
+    return f"at commit `{commit}`, on {date.day} {date:%B %Y}. Record: `benchmarks/results/{name}.json`."
 
 
 def table(heads: Iterable[str], rows: Iterable[Iterable[str]], left: int = 1) -> str:
@@ -76,17 +80,39 @@ def lines(name: str, **wanted) -> dict[tuple, dict[str, dict]]:
     return found
 
 
-def named(cases: dict[tuple, dict[str, dict]]) -> list[str]:
-    """The implementations that occur in some cases."""
-    return [name for name in ORDER if any(name in case for case in cases.values())]
+def among(order: Iterable[str], some: list[dict]) -> list[str]:
+    """The implementations that have a time in some records."""
+    return [name for name in order if any(name in record["seconds"] for record in some)]
+
+
+def times(record: dict, names: Iterable[str], unit: float) -> list[str]:
+    """The time of each implementation, so many units of which are a second."""
+    seconds, failed = record["seconds"], record["failed"]
+    lacking = {n: "out of memory" if "out of memory" in failed.get(n, "") else NOTHING for n in names}
+    return [number(unit * seconds[n]) if n in seconds else lacking[n] for n in names]
+
+
+def fractions(record: dict, names: Iterable[str], floor: float | None) -> list[str]:
+    """The fraction of each implementation's time that the floor is."""
+    seconds = record["seconds"]
+    return [number(floor / seconds[n] if floor and n in seconds else None) for n in names]
+
+
+def gain(record: dict, peer: str | None) -> str:
+    """How many times as fast as the peer jaxsoft is."""
+    seconds = record["seconds"]
+    return number(seconds[peer] / seconds["jaxsoft"] if peer in seconds and seconds.get("jaxsoft", 0) > 0 else None)
+
+
+def direction(record: dict) -> str:
+    """Of a call that has gradients or not, in words."""
+    return "with gradients" if record["gradients"] else "forward"
 
 
 def by_title(name: str, titles: dict[str, str]) -> dict[str, list[dict]]:
-    """The records of a file, by the titles of their groups."""
-    found: dict[str, list[dict]] = {}
-    for record in load(name)["records"]:
-        found.setdefault(titles[record["group"]], []).append(record)
-    return found
+    """The records of the groups that have a title, by it."""
+    found = {title: records(name, group) for group, title in titles.items()}
+    return {title: some for title, some in found.items() if some}
 
 
 def shape(dimensions: Iterable[int]) -> str:
@@ -95,8 +121,8 @@ def shape(dimensions: Iterable[int]) -> str:
 
 
 def tabs(contents: dict[str, str]) -> str:
-    """Content that shares a place on the page, by title."""
-    return "\n\n".join(f'=== "{title}"\n\n' + _indented(text) for title, text in contents.items())
+    """Content that shares a place on the page, by title, as far as there is any."""
+    return "\n\n".join(f'=== "{title}"\n\n' + _indented(text) for title, text in contents.items() if text)
 
 
 def _indented(text: str) -> str:
@@ -108,20 +134,44 @@ def operations(name: str) -> list[str]:
     return list(dict.fromkeys(record["op"] for record in load(name)["records"]))
 
 
+def _compared(
+    name: str,
+    columns: dict[str, Callable[[dict], str]],
+    unit: str = "",
+    left: int | None = None,
+    order: Iterable[str] = ORDER,
+    **wanted: str,
+) -> str:
+    """A table of the cases of speed.py that match, if there are any: the implementations, and the speed-up.
+
+    Args:
+      name: of the record.
+      columns: what the first ones say of a case.
+      unit: of times, "ms" or "µs"; empty for fractions of a copy's speed.
+      left: how many columns are aligned to the left; None for all of the first ones.
+      order: the implementations.
+      wanted: what the records have.
+    """
+    cases = list(lines(name, **wanted).values())
+    names = [n for n in order if any(n in case for case in cases)]
+    key, factor = {"": ("fraction", 1), "ms": ("milliseconds", 1), "µs": ("milliseconds", 1e3)}[unit]
+    rows = []
+    for case in cases:
+        found = [case[n].get(key) if n in case else None for n in names]
+        values = [number(None if value is None else factor * value) for value in found]
+        first = [text(case["jaxsoft"]) for text in columns.values()]
+        rows.append([*first, *values, number(case["jaxsoft"].get("faster"))])
+    heads = [*columns, *(f"{n}, {unit}" if unit else n for n in names), "speed-up over jax.nn"]
+    return table(heads, rows, len(columns) if left is None else left) if rows else ""
+
+
 def by_length(name: str, op: str) -> str:
     """Fractions of a copy's speed by row length, in a tab for each direction and dtype."""
-    contents = {}
-    for direction in ("forward", "backward"):
+    columns, contents = {"row length": lambda r: plot.length(r["n"])}, {}
+    for direction in DIRECTIONS:
         for dtype in ("float32", "bfloat16", "float16"):
-            cases = lines(name, group="rows", op=op, direction=direction, dtype=dtype)
-            names = named(cases)
-            rows = []
-            for case, by_name in sorted(cases.items(), key=lambda item: item[0][3][1]):
-                fractions = [number(by_name.get(n, {}).get("fraction")) for n in names]
-                faster = number(by_name["jaxsoft"].get("faster"))
-                rows.append([plot.length(case[3][1]), *fractions, faster])
-            if rows:
-                contents[f"{direction}, {dtype}"] = table(["row length", *names, "speed-up over jax.nn"], rows)
+            some = _compared(name, columns, group="rows", op=op, direction=direction, dtype=dtype)
+            contents[f"{direction}, {dtype}"] = some
     return tabs(contents)
 
 
@@ -139,40 +189,18 @@ def other_operations(name: str) -> str:
     return "\n\n".join(sections)
 
 
-def group(name: str, of: str, value: str = "fraction") -> str:
-    """All cases of a group, in a tab for each direction, by this value of each implementation."""
-    contents = {}
-    for direction in ("forward", "backward"):
-        cases = lines(name, group=of, direction=direction)
-        names = named(cases)
-        beside = any(case[4] for case in cases)
-        rows = []
-        for case, by_name in cases.items():
-            _, _, dtype, dimensions, extras = case
-            cells = [f"{shape(dimensions)}", dtype, *([extras] if beside else [])]
-            cells += [number(by_name.get(n, {}).get(value)) for n in names]
-            rows.append([*cells, number(by_name["jaxsoft"].get("faster"))])
-        if rows:
-            heads = ["shape", "dtype", *(["beside the scores"] if beside else [])]
-            contents[direction] = table([*heads, *names, "speed-up over jax.nn"], rows, left=len(heads))
-    return tabs(contents) if len(contents) > 1 else next(iter(contents.values()))
+def group(name: str, of: str) -> str:
+    """All cases of a group, in a tab for each direction: fractions of a copy's speed."""
+    columns = {"shape": lambda r: shape(r["shape"]), "dtype": lambda r: r["dtype"]}
+    if any(record["extras"] for record in records(name, of)):
+        columns["beside the scores"] = lambda r: r["extras"]
+    return tabs({d: _compared(name, columns, group=of, direction=d) for d in DIRECTIONS})
 
 
 def few(name: str) -> str:
     """Microseconds of a call on few rows, in a tab for each dtype."""
-    contents = {}
-    for dtype in ("float32", "bfloat16"):
-        cases = lines(name, group="few", dtype=dtype)
-        names = named(cases)
-        rows = []
-        for case, by_name in cases.items():
-            times = [by_name.get(n, {}).get("milliseconds") for n in names]
-            cells = [number(None if t is None else 1e3 * t) for t in times]
-            rows.append([str(case[3][0]), str(case[3][1]), *cells, number(by_name["jaxsoft"].get("faster"))])
-        if rows:
-            heads = ["rows", "row length", *(f"{n}, µs" for n in names), "speed-up over jax.nn"]
-            contents[dtype] = table(heads, rows, left=0)
-    return tabs(contents)
+    columns = {"rows": lambda r: str(r["rows"]), "row length": lambda r: str(r["n"])}
+    return tabs({d: _compared(name, columns, "µs", left=0, group="few", dtype=d) for d in ("float32", "bfloat16")})
 
 
 def summary(name: str) -> str:
@@ -189,16 +217,13 @@ def summary(name: str) -> str:
     with_copy = load(name)["header"]["device"].startswith("NVIDIA")
     for of, title in titles.items():
         for op in operations(name):
-            for direction in ("forward", "backward"):
+            for direction in DIRECTIONS:
                 cases = lines(name, group=of, op=op, direction=direction)
                 ours = [case["jaxsoft"] for case in cases.values() if "milliseconds" in case.get("jaxsoft", {})]
                 if ours:
                     row = [title, f"`{op}`", direction, str(len(ours))]
-                    row += (
-                        [spread(r["fraction"] for r in ours if "fraction" in r)]
-                        if with_copy and of != "few"
-                        else ([NOTHING] if with_copy else [])
-                    )
+                    if with_copy:
+                        row.append(spread(r["fraction"] for r in ours if "fraction" in r and of != "few"))
                     rows.append([*row, spread(r["faster"] for r in ours if "faster" in r)])
     heads = ["cases", "operation", "direction", "number", *(["fraction of a copy's speed"] if with_copy else [])]
     return table([*heads, "speed-up over jax.nn"], rows, left=3)
@@ -220,41 +245,25 @@ def slower(name: str) -> str:
 
 def millisecond_table(name: str, of: str) -> str:
     """Milliseconds and gains of a group, where a copy says little, as on a CPU; in a tab for each direction."""
-    contents = {}
-    for direction in ("forward", "backward"):
-        cases = lines(name, group=of, direction=direction)
-        rows = []
-        for (op, _, dtype, dimensions, extras), by_name in cases.items():
-            times = [number(by_name.get(n, {}).get("milliseconds")) for n in ("jax.nn", "jaxsoft")]
-            what = f"`{op}`" + (f", {extras}" if extras else "")
-            rows.append([what, dtype, shape(dimensions), *times, number(by_name["jaxsoft"].get("faster"))])
-        if rows:
-            heads = ["operation", "dtype", "shape", "jax.nn, ms", "jaxsoft, ms", "speed-up over jax.nn"]
-            contents[direction] = table(heads, rows, left=3)
-    return tabs(contents) if len(contents) > 1 else next(iter(contents.values()))
-
-
-def _losses(name: str, of: str) -> list[dict]:
-    return [record for record in load(name)["records"] if record["group"] == of]
-
-
-def _compared(record: dict, names: Iterable[str], peer: str, cell: Callable[[dict, str], str]) -> list[str]:
-    """A cell for each implementation, and jaxsoft's gain over its peer."""
-    seconds = record["seconds"]
-    faster = seconds[peer] / seconds["jaxsoft"] if {peer, "jaxsoft"} <= seconds.keys() else None
-    return [cell(record, n) if n in seconds else NOTHING for n in names] + [number(faster)]
+    columns = {
+        "operation": lambda r: f"`{r['op']}`" + (f", {r['extras']}" if r["extras"] else ""),
+        "dtype": lambda r: r["dtype"],
+        "shape": lambda r: shape(r["shape"]),
+    }
+    names = ("jax.nn", "jaxsoft")
+    contents = {d: _compared(name, columns, "ms", order=names, group=of, direction=d) for d in DIRECTIONS}
+    return tabs(contents) if all(contents.values()) else contents["forward"]
 
 
 def _losses_by_direction(name: str, of: str, names: Iterable[str], peer: str) -> str:
     """Fractions of the speed of a copy of the bytes that must move, in a tab for the loss and one for its gradient."""
-    names = [n for n in names if _has(name, of, n)]
-    contents = {}
+    names, contents = among(names, records(name, of)), {}
     for direction in ("forward", "with gradient"):
         rows = []
-        for record in _losses(name, of):
+        for record in records(name, of):
             _, dimensions, dtype, *what = record["what"].split()
             if " ".join(what) == direction:
-                cells = _compared(record, names, peer, lambda r, n: number(r["floor"] / r["seconds"][n]))
+                cells = [*fractions(record, names, record["floor"]), gain(record, peer)]
                 rows.append([dimensions.replace("x", TIMES), dtype, *cells])
         contents[direction] = table(["logits", "dtype", *names, f"speed-up over {peer}"], rows, left=2)
     return tabs(contents)
@@ -265,17 +274,8 @@ def cross_entropy(name: str) -> str:
     return _losses_by_direction(name, "cross_entropy", ("optax", "jaxsoft", "ffi", "pallas", "xla"), "optax")
 
 
-def cross_entropy_if_recorded(name: str) -> str:
-    """The same with its circumstances, where there is such a record."""
-    if not exists(name):
-        return ""
-    return f"Cross-entropy with integer labels:\n\n{circumstances(name)}\n\n{cross_entropy(name)}"
-
-
-def entropy_if_recorded(name: str) -> str:
-    """The same of the loss with the entropy, beside the composition, two functions and the loss alone, if recorded."""
-    if not _recorded(name, "entropy"):
-        return ""
+def entropy(name: str) -> str:
+    """The same of the loss with the entropy, beside the composition, two functions and the loss alone."""
     columns = ("optax, composed", "two functions", "loss alone", "jaxsoft", "ffi", "xla")
     text = (
         "With the entropy beside the loss (`return_entropy=True`), and with the gradient of both, as many bytes must "
@@ -286,59 +286,46 @@ def entropy_if_recorded(name: str) -> str:
     return f"{text}\n\n{_losses_by_direction(name, 'entropy', columns, 'optax, composed')}"
 
 
-def _recorded(name: str, of: str) -> bool:
-    """Whether there is a record of this name that has this group."""
-    return exists(name) and bool(_losses(name, of))
-
-
-def _has(name: str, of: str, implementation: str) -> bool:
-    return any(implementation in record["seconds"] for record in _losses(name, of))
-
-
 TOP_K = ("lax.top_k", "lax.top_k(is_stable=False)", "jaxsoft")
 
 
 def top_k(name: str) -> str:
     """The k most probable elements beside `jax.lax.top_k` of `jax.nn.softmax`: milliseconds, and reads of x."""
     rows = []
-    for record in _losses(name, "top_k"):
+    for record in records(name, "top_k"):
         _, dimensions, dtype, k = record["what"].split(" ")
-        times = _compared(record, TOP_K, "lax.top_k", lambda r, n: number(1e3 * r["seconds"][n]))
         # The floor is the time of a copy, which reads half of the bytes and writes the other half.
         reads = number(record["seconds"]["jaxsoft"] / record["floor"])
-        rows.append([dimensions.replace("x", TIMES), dtype, k.removeprefix("k="), *times[:-1], reads, times[-1]])
-    heads = ["scores", "dtype", "k", "jax.lax.top_k, ms", "is_stable=False, ms", "jaxsoft, ms", "over one read"]
-    heads += ["speed-up"]
-    return table(heads, rows, left=2)
+        cells = [*times(record, TOP_K, 1e3), reads, gain(record, "lax.top_k")]
+        rows.append([dimensions.replace("x", TIMES), dtype, k.removeprefix("k="), *cells])
+    heads = ["scores", "dtype", "k", "jax.lax.top_k, ms", "is_stable=False, ms", "jaxsoft, ms"]
+    return table([*heads, "over one read", "speed-up"], rows, left=2)
 
 
 def top_k_few(name: str) -> str:
     """The same of few rows, or of short ones: microseconds beyond what a step of the chain takes without the call."""
     rows = []
-    for record in _losses(name, "few"):
+    for record in records(name, "few"):
         _, dimensions, dtype, k = record["what"].split(" ")
-        rows.append([dimensions.replace("x", TIMES), dtype, k.removeprefix("k="), *_net(record, TOP_K, "lax.top_k")])
+        cells = [*times(_net(record), TOP_K, 1e6), gain(_net(record), "lax.top_k")]
+        rows.append([dimensions.replace("x", TIMES), dtype, k.removeprefix("k="), *cells])
     heads = ["scores", "dtype", "k", "jax.lax.top_k, µs", "is_stable=False, µs", "jaxsoft, µs", "speed-up"]
     return table(heads, rows, left=2)
 
 
-def _net(record: dict, names: Iterable[str], peer: str) -> list[str]:
-    """Microseconds of each implementation beyond the floor of a chain, and jaxsoft's gain over its peer."""
-    net = {n: seconds - record["floor"] for n, seconds in record["seconds"].items()}
-    faster = number(net[peer] / net["jaxsoft"]) if peer in net and net["jaxsoft"] > 0 else NOTHING
-    return [number(1e6 * net[n]) if n in net else NOTHING for n in names] + [faster]
+def _net(record: dict) -> dict:
+    """A record of chains with the times beyond their floor."""
+    return record | {"seconds": {name: seconds - record["floor"] for name, seconds in record["seconds"].items()}}
 
 
-def sample_if_recorded(name: str) -> str:
-    """A token of each row beside the composition of JAX's functions, with a heading, if recorded."""
-    if not _recorded(name, "sample"):
-        return ""
+def sample(name: str) -> str:
+    """A token of each row beside the composition of JAX's functions, with a heading."""
     rows = []
-    for record in _losses(name, "sample"):
+    for record in records(name, "sample"):
         _, dimensions, dtype, *filters, _, deviation = record["what"].split()
         beside = ", ".join(f"`{v}`" for v in filters) or "none"
-        times = _net(record, ("composed", "jaxsoft"), "composed")
-        rows.append([dimensions.replace("x", TIMES), dtype, beside, deviation, *times])
+        cells = [*times(_net(record), ("composed", "jaxsoft"), 1e6), gain(_net(record), "composed")]
+        rows.append([dimensions.replace("x", TIMES), dtype, beside, deviation, *cells])
     heads = ["logits", "dtype", "filters", "standard deviation", "composed, µs", "jaxsoft, µs", "speed-up"]
     text = (
         "`jaxsoft.random.sample`, microseconds a call, in such a chain, with the random numbers. *Composed* is "
@@ -361,10 +348,8 @@ def linear(name: str) -> str:
         "products": "the matrix products of stored logits alone",
         "products, logits twice": "four matrix products alone",
     }
-    if not _recorded(name, "linear"):
-        return "*The record has no times of these.*"
     parts = []
-    for record in _losses(name, "linear"):
+    for record in records(name, "linear"):
         rows = []
         for key, title in titles.items():
             if key in record["seconds"]:
@@ -374,29 +359,32 @@ def linear(name: str) -> str:
     return "\n\n".join(parts)
 
 
+def _arrays(record: dict) -> tuple[str, str]:
+    """How many arrays as large as x were read and written: forward one of each must be, backward two and one."""
+    array = record["bytes"] / (2 if record["direction"] == "forward" else 3)
+    return f"{record['read'] / array:.2f}", f"{record['written'] / array:.2f}"
+
+
 def traffic(name: str, direction: str, dtype: str) -> str:
     """Arrays as large as x that were read and written, as the GPU counted them, by row length."""
-    records = [r for r in load(name)["traffic"] if (r["direction"], r["dtype"]) == (direction, dtype)]
-    size = max(r["n"] * r["rows"] for r in records)
-    records = [r for r in records if r["n"] * r["rows"] == size]  # without the cases of few rows
-    names = [n for n in ORDER if any(r["implementation"] == n for r in records)]
+    found = [r for r in load(name)["traffic"] if (r["direction"], r["dtype"]) == (direction, dtype)]
+    size = max(r["n"] * r["rows"] for r in found)
+    found = [r for r in found if r["n"] * r["rows"] == size]  # without the cases of few rows
+    names = [n for n in ORDER if any(r["implementation"] == n for r in found)]
     cells: dict[int, dict[str, str]] = {}
-    for r in records:
-        # Forward one array is read and one written, backward two and one.
-        array = r["bytes"] / (2 if direction == "forward" else 3)
-        cells.setdefault(r["n"], {})[r["implementation"]] = f"{r['read'] / array:.2f} + {r['written'] / array:.2f}"
+    for r in found:
+        cells.setdefault(r["n"], {})[r["implementation"]] = " + ".join(_arrays(r))
     rows = [[plot.length(n), *(by_name.get(i, NOTHING) for i in names)] for n, by_name in sorted(cells.items())]
     return table(["row length", *names], rows)
 
 
 def traffic_few(name: str) -> str:
     """The same of few long rows."""
-    records = load(name)["traffic"]
-    size = max(r["n"] * r["rows"] for r in records)
+    found = load(name)["traffic"]
+    size = max(r["n"] * r["rows"] for r in found)
     rows = []
-    for r in records:
+    for r in found:
         if r["n"] * r["rows"] * 4 < size:
-            array = r["bytes"] / (2 if r["direction"] == "forward" else 3)
-            read, written = f"{r['read'] / array:.2f}", f"{r['written'] / array:.2f}"
-            rows.append([shape((r["rows"], r["n"])), r["dtype"], r["direction"], r["implementation"], read, written])
+            what = [shape((r["rows"], r["n"])), r["dtype"], r["direction"], r["implementation"]]
+            rows.append([*what, *_arrays(r)])
     return table(["shape", "dtype", "direction", "implementation", "read", "written"], rows, left=4)

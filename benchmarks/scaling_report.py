@@ -1,11 +1,10 @@
 """The tables and plots of the page on many devices, in Markdown: from the record of scaling.py, and by transfers.py."""
 
-import datetime
-import math
+import functools
 from collections.abc import Callable
 
 import plot
-from report import NOTHING, TIMES, exists, load, number, table, tabs
+from report import NOTHING, TIMES, direction, load, number, origin, records, table, tabs
 from transfers import KEPT_BLOCKS, LINKS, METHODS, MIB, Call, Rates, hidden_from, share
 
 HEADS = ((16, 16), (32, 8))
@@ -13,7 +12,6 @@ SAID_OF_LINKS = {
     "NVLink": "over NVLink, as it was measured between two H200s, one way",
     "InfiniBand": "over InfiniBand, as it is **assumed and was not measured**, with 400 Gbit/s for each GPU",
 }
-NOT_RECORDED = "*This has not been recorded yet.*"
 TITLES = {
     "linear": "`linear_softmax_cross_entropy`",
     "linear, mean": '`linear_softmax_cross_entropy`, `reduction="mean"`',
@@ -23,26 +21,20 @@ TITLES = {
 
 def circumstances(name: str) -> str:
     """Versions, commit and date of a record, in one sentence."""
-    header = load(name)["header"]
-    date = datetime.datetime.fromisoformat(header["date"])
-    return (
-        f"*Read from programs that jax {header['versions']['jax']} compiled for CPU devices, at commit "
-        f"`{(header['commit'] or 'unknown')[:12]}`, on {date.day} {date:%B %Y}. Record: "
-        f"`benchmarks/results/{name}.json`.*"
-    )
+    version = load(name)["header"]["versions"]["jax"]
+    return f"*Read from programs that jax {version} compiled for CPU devices, {origin(name)}*"
 
 
-def _by_devices(name: str, value: Callable[[dict], str], *groups: str) -> tuple[list[int], list[list[str]]]:
-    """The numbers of devices, and a row for each call: the function, what is sharded, and a value for each number."""
+def _by_devices(value: Callable[[dict], str], name: str, *groups: str) -> str:
+    """A row for each call of some groups: the function, what is sharded, and a value for each number of devices."""
     found: dict[tuple[str, ...], dict[int, str]] = {}
-    for record in load(name)["records"]:
-        if record["group"] in groups:
-            what = TITLES.get(record["what"], f"`{record['what']}`")
-            direction = "with gradients" if record["gradients"] else "forward"
-            call = (what, record["where"], record["sizes"].replace(" x ", TIMES), direction)
-            found.setdefault(call, {})[record["devices"]] = value(record)
+    for record in records(name, *groups):
+        what = TITLES.get(record["what"], f"`{record['what']}`")
+        call = (what, record["where"], record["sizes"].replace(" x ", TIMES), direction(record))
+        found.setdefault(call, {})[record["devices"]] = value(record)
     devices = sorted({n for by_devices in found.values() for n in by_devices})
-    return devices, [[*call, *(values.get(n, NOTHING) for n in devices)] for call, values in found.items()]
+    rows = [[*call, *(values.get(n, NOTHING) for n in devices)] for call, values in found.items()]
+    return table(["", "", "", "", *(f"{n} devices, MB" for n in devices)], rows, left=4)
 
 
 def _sent(record: dict) -> str:
@@ -53,45 +45,32 @@ def _sent(record: dict) -> str:
     return number(total / 1e6) if total >= 1e6 else f"{total / 1e6:.3f}" if total else "0"
 
 
-def _memory(record: dict) -> str:
-    return number(_bytes_of_memory(record) / 1e6)
-
-
 def _bytes_of_memory(record: dict) -> int:
     return record["operands"] + record["results"] + record["temporary"]
 
 
-def sent(name: str, *groups: str) -> str:
-    """What a device sends in the calls of some groups."""
-    if not exists(name):
-        return NOT_RECORDED
-    devices, rows = _by_devices(name, _sent, *groups)
-    return table(["", "", "", "", *(f"{n} devices, MB" for n in devices)], rows, left=4)
+# What a device sends in the calls of some groups, and what memory it needs in all, operands and results too.
+sent = functools.partial(_by_devices, _sent)
+memory = functools.partial(_by_devices, lambda record: number(_bytes_of_memory(record) / 1e6))
 
 
-def memory(name: str, *groups: str) -> str:
-    """What memory a device needs in all, operands and results too."""
-    if not exists(name):
-        return NOT_RECORDED
-    devices, rows = _by_devices(name, _memory, *groups)
-    return table(["", "", "", "", *(f"{n} devices, MB" for n in devices)], rows, left=4)
+def _sequences(name: str) -> list[dict]:
+    """The calls over a sequence in the layout "zigzag", with as many heads of keys as of queries."""
+    found = [record for record in records(name, "sequence") if record["where"] == "zigzag"]
+    return [record for record in found if record["sizes"] == found[0]["sizes"]]
 
 
 def growth(name: str) -> str:
     """How the memory of a ring with gradients grows with the devices, in words."""
-    if not exists(name):
-        return NOT_RECORDED
-    records = [
-        r for r in load(name)["records"] if (r["group"], r["what"], r["where"]) == ("sequence", "ring", "zigzag")
-    ]
+    rings = [record for record in _sequences(name) if record["what"] == "ring"]
     found = []
     for gradients in (False, True):
-        some = [r for r in records if r["gradients"] == gradients and r["sizes"] == records[0]["sizes"]]
+        some = [record for record in rings if record["gradients"] == gradients]
         few, many = (f(some, key=lambda record: record["devices"]) for f in (min, max))
         of_each = (_bytes_of_memory(many) - _bytes_of_memory(few)) / (many["devices"] - few["devices"])
         grows = f"by {number(of_each / 1e6)} MB for each device more" if of_each > 1e5 else "not at all"
-        found.append(f"{'with gradients' if gradients else 'forward'} {grows}")
-    return f"The memory of a ring with {records[0]['sizes']} grows {', and '.join(found)}."
+        found.append(f"{direction(many)} {grows}")
+    return f"The memory of a ring with {rings[0]['sizes']} grows {', and '.join(found)}."
 
 
 def kept_blocks() -> str:
@@ -106,25 +85,16 @@ def kept_blocks() -> str:
 
 def longest(name: str) -> str:
     """The memory of the longest sequences."""
-    if not exists(name):
-        return NOT_RECORDED
     rows = []
-    for record in load(name)["records"]:
-        if record["group"] == "long":
-            direction = "with gradients" if record["gradients"] else "forward"
-            parts = [number(record[part] / 1e9) for part in ("operands", "results", "temporary")]
-            in_all, sent_ = _bytes_of_memory(record) / 1e9, sum(record["sent"].values()) / 1e9
-            rows.append([record["sizes"], direction, *parts, number(in_all), number(sent_)])
+    for record in records(name, "long"):
+        parts = [number(record[part] / 1e9) for part in ("operands", "results", "temporary")]
+        in_all, sent_ = _bytes_of_memory(record) / 1e9, sum(record["sent"].values()) / 1e9
+        rows.append([record["sizes"], direction(record), *parts, number(in_all), number(sent_)])
     return table(["", "", "operands, GB", "results, GB", "temporary, GB", "in all, GB", "sent, GB"], rows, left=2)
 
 
 def picture(name: str) -> str:
     """What a device sends, and its memory, by the number of devices, for each method."""
-    if not exists(name):
-        return NOT_RECORDED
-    records = [r for r in load(name)["records"] if r["group"] == "sequence" and r["where"] == "zigzag"]
-    sizes = records[0]["sizes"]
-    records = [r for r in records if r["sizes"] == sizes]
     values: dict[str, Callable[[dict], float]] = {
         "MB that a device sends": lambda record: sum(record["sent"].values()) / 1e6,
         "MB of a device's memory": lambda record: _bytes_of_memory(record) / 1e6,
@@ -134,27 +104,24 @@ def picture(name: str) -> str:
         panels = []
         for gradients in (False, True):
             lines: dict[str, list[tuple[float, float]]] = {method: [] for method in METHODS}
-            for record in records:
+            for record in _sequences(name):
                 if record["gradients"] == gradients:
                     lines[record["what"]].append((record["devices"], value(record)))
             panels.append(plot.Panel("with gradients" if gradients else "forward", lines))
-        top = max(y for panel in panels for line in panel.lines.values() for _, y in line)
-        unit = 10.0 ** math.floor(math.log10(top) - 0.3)
-        scale = plot.Scale(unit=unit, least=unit, step=1 if top < 6 * unit else 2, heavy=None, format="g")
-        svg = plot.chart(panels, f"{label}, {sizes}", "devices", label, alone=False, scale=scale)
+        title = f"{label}, {_sequences(name)[0]['sizes']}"
+        svg = plot.chart(panels, title, "devices", label, alone=False, scale=plot.scale_of(panels))
         drawn.append(f'<figure class="wide">\n{svg}</figure>')
     return "\n\n".join(drawn)
 
 
 def rates(name: str) -> Rates:
     """The rates of one device, from a record of attention: of its longest sequence without a causal rule."""
-    records = load(name)["records"]
-    some = [r for r in records if (r["group"], r["causal"], r["dtype"]) == ("lengths", False, "bfloat16")]
+    some = [r for r in records(name, "lengths") if (r["causal"], r["dtype"]) == (False, "bfloat16")]
     some = [r for r in some if r["shape"][3] == 128]
     longest = max(record["shape"][1] for record in some)
     forward, both = (
-        next(r for r in some if r["shape"][1] == longest and r["direction"] == direction)
-        for direction in ("forward", "with gradients")
+        next(r for r in some if (r["shape"][1], r["direction"]) == (longest, way))
+        for way in ("forward", "with gradients")
     )
     seconds, of_both = forward["seconds"]["jaxsoft"], both["seconds"]["jaxsoft"]
     return Rates(forward["flops"] / seconds, (both["flops"] - forward["flops"]) / (of_both - seconds))
@@ -208,19 +175,14 @@ def shares(name: str, link: str, devices: str) -> str:
 
 def against(name: str, attention: str) -> str:
     """The fraction of its time in which a device computes, as ring.py measured it and by the model over NVLink."""
-    if not exists(name):
-        return NOT_RECORDED
-    result, found, rows = load(name), rates(attention), []
-    devices = result["header"]["devices"]
-    for record in result["records"]:
-        if record["group"] == "methods" and "one device" in record["seconds"]:
-            seconds = record["seconds"]
-            call = Call(devices, record["tokens"], *record["heads"])
-            cells = []
-            for method in METHODS:
-                measured = seconds["one device"] / devices / seconds[method] if method in seconds else None
-                cells += [number(measured), number(share(call, method, found, LINKS["NVLink"], record["gradients"]))]
-            what = "with gradients" if record["gradients"] else "forward"
-            rows.append([f"{call.heads} / {call.key_heads}", what, plot.length(call.tokens), *cells])
+    devices, found, rows = load(name)["header"]["devices"], rates(attention), []
+    for record in records(name, "methods"):
+        seconds, cells = record["seconds"], []
+        call = Call(devices, record["tokens"], *record["heads"])
+        for method in METHODS:
+            timed = {"one device", method} <= seconds.keys()
+            measured = seconds["one device"] / devices / seconds[method] if timed else None
+            cells += [number(measured), number(share(call, method, found, LINKS["NVLink"], record["gradients"]))]
+        rows.append([f"{call.heads} / {call.key_heads}", direction(record), plot.length(call.tokens), *cells])
     heads = [cell for method in METHODS for cell in (f"`{method}`", "model")]
     return table(["heads", "", "tokens of a device", *heads], rows, left=2)
