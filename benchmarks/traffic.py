@@ -53,57 +53,36 @@ def report(which: str) -> list[dict]:
         last = "\n".join(text.splitlines()[-20:])
         sys.exit(f"ncu ended with status {status} and told {len(kernels)} of {len(listed)} cases apart:\n{last}")
 
-    return _decode(listed, kernels) if which == "decode" else _softmax(listed, kernels)
-
-
-def _softmax(listed: list[row_cases.Case], kernels: list[list[dict]]) -> list[dict]:
-    """Of softmax: what is read and written, beside what must be."""
-    titles = f"{'softmax':8s} {'by':8s} {'dtype':8s} {'n':>8s} {'rows':>8s} {'counted MB':>11s}"
-    print(titles + f" {'read':>8s} {'written':>8s} {'measured / counted':>19s} {'us':>9s} kernels")
+    titles = f"{which:56s} {'counted MB':>11s} {'read':>8s} {'written':>8s}"
+    print(f"{titles} {'measured / counted':>19s} {'us':>9s} kernels")
     found = []
     for case, launched in zip(listed, kernels, strict=True):
         read, written, nanoseconds = (sum(kernel[metric] for kernel in launched) for metric in METRICS)
-        ratio = (read + written) / case.bytes
-        (name,) = case.implementations
-        line = f"{case.direction:8s} {name:8s} {case.dtype:8s} {case.n:8d} {case.rows:8d} {case.bytes / 1e6:11.1f}"
-        line += f" {read / 1e6:8.1f} {written / 1e6:8.1f} {ratio:19.3f} {nanoseconds / 1e3:9.1f} {len(launched)}"
-        print(line)
-        found.append(
-            {
-                "direction": case.direction,
-                "implementation": name,
-                "dtype": case.dtype,
-                "n": case.n,
-                "rows": case.rows,
-                "bytes": case.bytes,
-                "read": read,
-                "written": written,
-                "microseconds": nanoseconds / 1e3,
-                "kernels": [kernel["name"] for kernel in launched],
-            }
-        )
+        what = record(case)
+        line = f"{name(case):56s} {what['bytes'] / 1e6:11.1f} {read / 1e6:8.1f} {written / 1e6:8.1f}"
+        print(f"{line} {(read + written) / what['bytes']:19.3f} {nanoseconds / 1e3:9.1f} {len(launched)}")
+        names = [kernel["name"] for kernel in launched]
+        found.append(what | {"read": read, "written": written, "microseconds": nanoseconds / 1e3, "kernels": names})
     return found
 
 
-def _decode(listed: list[decode_cases.Case], kernels: list[list[dict]]) -> list[dict]:
-    """Of decoding: what is read, beside the keys and values that count."""
-    print(f"{'decode':56s} {'keys and values, MB':>20s} {'read':>8s} {'written':>8s} {'read / them':>12s} {'us':>9s}")
-    found = []
-    for case, launched in zip(listed, kernels, strict=True):
-        read, written, nanoseconds = (sum(kernel[metric] for kernel in launched) for metric in METRICS)
-        size = case.bytes()
-        line = f"{case!s:56s} {size / 1e6:20.1f} {read / 1e6:8.1f} {written / 1e6:8.1f} {read / size:12.3f}"
-        print(f"{line} {nanoseconds / 1e3:9.1f}")
-        found.append(
-            decode_cases.record(case)
-            | {
-                "read": read,
-                "written": written,
-                "microseconds": nanoseconds / 1e3,
-                "kernels": [kernel["name"] for kernel in launched],
-            }
-        )
-    return found
+def name(case: AnyCase) -> str:
+    """The case in words, with the implementation that is called."""
+    return f"{case}" if isinstance(case, decode_cases.Case) else f"{case}, {case.implementations[0]}"
+
+
+def record(case: AnyCase) -> dict:
+    """What is written of a case, beside what is counted."""
+    if isinstance(case, decode_cases.Case):
+        return decode_cases.record(case)
+    return {
+        "direction": case.direction,
+        "implementation": case.implementations[0],
+        "dtype": case.dtype,
+        "n": case.n,
+        "rows": case.rows,
+        "bytes": case.bytes,
+    }
 
 
 def by_case(text: str) -> list[list[dict]]:
@@ -147,8 +126,8 @@ def launch(listed: Iterable[AnyCase]) -> None:
             arguments = (fill(),)
         else:
             arguments = (fill(programs.random(0, case.dtype)), {})
-        if not isinstance(case, decode_cases.Case) and case.direction == "backward":
-            arguments = functions[0](*arguments), fill(programs.random(1, case.dtype))
+            if case.direction == "backward":
+                arguments = functions[0](*arguments), fill(programs.random(1, case.dtype))
         jax.block_until_ready((arguments, mark(operand)))
         jax.block_until_ready(functions[-1](*arguments))
         jax.block_until_ready(mark(operand))
