@@ -53,20 +53,18 @@ def read(text: str, devices: int) -> dict[str, float]:
                 raise ValueError(f"an asynchronous operation: {line.strip()[:200]}")
             if (size := _group(line, devices)) != devices:
                 raise ValueError(f"among {size} of {devices} devices: {line.strip()[:200]}")
-            value = sent(match["kind"], _bytes(match["result"]), devices)
+            value = sent(match["kind"], _bytes(match["result"]), devices)  # refuses kinds that are not in `total`
             total[match["kind"]] += value
     return {kind: value for kind, value in total.items() if value}
 
 
 def _bytes(result: str) -> int:
     """Of an array, or of all arrays of a tuple."""
-    arrays = list(_ARRAY.finditer(result))
-    return sum(_width(array) * math.prod(int(d) for d in array["dims"].split(",") if d) for array in arrays)
-
-
-def _width(array: re.Match) -> int:
-    """The bytes of one element."""
-    return 1 if array["type"] == "pred" else int(array["bits"]) // 8
+    total = 0
+    for array in _ARRAY.finditer(result):
+        width = 1 if array["type"] == "pred" else int(array["bits"]) // 8
+        total += width * math.prod(int(d) for d in array["dims"].split(",") if d)
+    return total
 
 
 def _group(line: str, devices: int) -> int:

@@ -52,7 +52,7 @@ class Case:
       function: of the operands.
       operands: of the function.
       moving: which of them gradients are taken by.
-      cotangent: of the result; None if gradients are not computed.
+      cotangent: of the result; None where there are no gradients.
       expected: what a device sends.
       sizes: of the operands, in words.
     """
@@ -74,18 +74,15 @@ class Case:
         what = "with gradients" if self.gradients else "forward"
         return f"{self.what}, {self.where}, {self.sizes}, {what}, {self.devices} devices"
 
-    def mesh(self) -> Mesh:
-        """The first devices along one axis."""
-        devices = jax.devices("cpu")[: self.devices]
-        return jax.make_mesh((self.devices,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices)
-
     def lowered(self) -> jax.stages.Lowered:
-        """The call as a program for these devices, not compiled yet."""
-        mesh = self.mesh()
+        """The call as a program for the first devices, along one axis, not compiled yet."""
+        devices = jax.devices("cpu")[: self.devices]
+        mesh = jax.make_mesh((self.devices,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices)
         with jax.set_mesh(mesh):
             given = [operand.on(mesh) for operand in self.operands]
-            if self.cotangent is None:
+            if not self.gradients:
                 return jax.jit(self.function).lower(*given)
+            assert self.cotangent is not None
             return jax.jit(self._with_gradients).lower(self.cotangent.on(mesh), *given)
 
     def _with_gradients(self, cotangent, *operands):
@@ -157,8 +154,8 @@ def _rows(devices: int) -> list[Case]:
         for what, (f, operands, cotangent) in functions.items():
             for gradients in (False, True):
                 expected = NUMBERS[what].sent(ROWS, devices, gradients) if spec[1] else {}
-                given = cotangent if gradients else None
-                found.append(Case("rows", what, where, gradients, devices, f, operands, (0,), given, expected, sizes))
+                case = Case("rows", what, where, gradients, devices, f, operands, (0,), cotangent, expected, sizes)
+                found.append(case)
         # The k largest of each part and, for a row that has no softmax, its first k elements, two in a word, as they
         # have 16 bits; the places of the former; and the state.
         words = devices * ROWS * (2 * K + 2) * WIDE
@@ -191,15 +188,12 @@ def _head(devices: int) -> list[Case]:
             Operand((DEPTH, CLASSES), P(None, classes)),
             Operand((ROWS,), P(rows), jnp.int32),
         )
+        where, sizes = "rows sharded" if rows_sharded else "classes sharded", f"{ROWS} x {DEPTH} x {CLASSES}"
         for mean in (False, True):
+            what, f = ("linear, mean", _mean) if mean else ("linear", jaxsoft.linear_softmax_cross_entropy)
+            cotangent = Operand((), dtype=jnp.float32) if mean else Operand((ROWS,), P(rows), jnp.float32)
             for gradients in (False, True):
-                cotangent = None
-                if gradients:
-                    cotangent = Operand((), dtype=jnp.float32) if mean else Operand((ROWS,), P(rows), jnp.float32)
-                where = "rows sharded" if rows_sharded else "classes sharded"
                 expected = _of_head(devices, rows_sharded, mean, gradients)
-                what, f = ("linear, mean", _mean) if mean else ("linear", jaxsoft.linear_softmax_cross_entropy)
-                sizes = f"{ROWS} x {DEPTH} x {CLASSES}"
                 found.append(
                     Case("head", what, where, gradients, devices, f, operands, (0, 1), cotangent, expected, sizes)
                 )
@@ -234,12 +228,11 @@ def _attention(devices: int) -> list[Case]:
         shape = (devices, LENGTH, 4, SIZE) if spec[0] else (1, LENGTH, devices, SIZE)
         x = Operand(shape, P(*spec))
         for gradients in (False, True):
-            cotangent = x if gradients else None
             sizes = f"{LENGTH} tokens, heads of {SIZE}"
             found.append(
                 Case(
-                    "attention", "dot_product_attention", where, gradients, devices, _causal, (x, x, x), (0, 1, 2),
-                    cotangent, {}, sizes,
+                    "attention", "dot_product_attention", where, gradients, devices, _causal, (x, x, x), (0, 1, 2), x,
+                    {}, sizes,
                 )
             )  # fmt: skip
     return found
@@ -249,20 +242,18 @@ def _causal(query, key, value):
     return jaxsoft.dot_product_attention(query, key, value, is_causal=True)
 
 
-def sequence(
-    method: str, layout: str, devices: int, tokens: int, heads: int, key_heads: int, gradients: bool, size: int = SIZE
-) -> Case:
+def sequence(method: str, layout: str, devices: int, tokens: int, heads: int, key_heads: int, gradients: bool) -> Case:
     """A call of `jaxsoft.ring_attention` under a causal rule."""
-    query, key = (Operand((1, tokens * devices, n, size), P(None, AXIS)) for n in (heads, key_heads))
+    query, key = (Operand((1, tokens * devices, n, SIZE), P(None, AXIS)) for n in (heads, key_heads))
 
     def call(query, key, value):
         return jaxsoft.ring_attention(query, key, value, axis_name=AXIS, layout=layout, method=method, is_causal=True)
 
-    expected = Call(devices, tokens, heads, key_heads, size).sent(method, gradients)
-    sizes = f"{tokens} tokens a device, heads {heads}/{key_heads} of {size}"
+    expected = Call(devices, tokens, heads, key_heads, SIZE).sent(method, gradients)
+    sizes = f"{tokens} tokens a device, heads {heads}/{key_heads} of {SIZE}"
     return Case(
-        "sequence", method, layout, gradients, devices, call, (query, key, key), (0, 1, 2),
-        query if gradients else None, expected, sizes,
+        "sequence", method, layout, gradients, devices, call, (query, key, key), (0, 1, 2), query,
+        expected, sizes,
     )  # fmt: skip
 
 
@@ -285,15 +276,12 @@ def _sequence(devices: int) -> list[Case]:
 
 def long() -> list[Case]:
     """A million tokens over 8 devices, as a group of its own."""
-    return [dataclasses.replace(case, group="long") for case in _long()]
-
-
-def _long() -> list[Case]:
-    return [
-        sequence("ring", "zigzag", 8, LONG_TOKENS, *heads, gradients)
-        for heads in ((16, 16), FEWER_KEYS)
-        for gradients in (False, True)
-    ]
+    found = []
+    for heads in ((16, 16), FEWER_KEYS):
+        for gradients in (False, True):
+            case = sequence("ring", "zigzag", 8, LONG_TOKENS, *heads, gradients)
+            found.append(dataclasses.replace(case, group="long"))
+    return found
 
 
 def cases(devices: int) -> list[Case]:
