@@ -26,7 +26,6 @@ each, so that a run that is cut short keeps what it has.
 """
 
 import itertools
-import json
 import os
 import pathlib
 import sys
@@ -40,8 +39,8 @@ import numpy as np
 import plot
 import timing
 from attention_cases import CPU_GROUPS, GROUPS, Case, operands, options, scores
+from comparison import Record, compare, parser_of_cases, progress
 from jax.stages import Compiled
-from speed import header, parser_of_cases, progress, reason
 
 import jaxsoft
 
@@ -141,51 +140,38 @@ def check(case: Case, arrays: dict[str, jax.Array], result: Sequence[jax.Array])
     return float(np.max(errors))  # NaN if one is
 
 
-class Programs:
-    """The programs of some cases: traced here, as that is Python's work, and compiled on all cores at once."""
-
-    def __init__(self, cases: Sequence[Case]):
-        """Compiles."""
-        self._futures: dict[tuple[Case, str], Future[Compiled]] = {}
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            for case in cases:
-                progress(f"compiling {case} {case.direction}")
-                types = jax.eval_shape(lambda case=case: operands(case))
-                for name in implementations(case):
-                    try:
-                        lowered = jax.jit(function(case, name)).lower(types)
-                        self._futures[case, name] = pool.submit(lowered.compile)
-                    except Exception as error:  # an implementation that does not serve the call
-                        self._futures[case, name] = Future()
-                        self._futures[case, name].set_exception(error)
-
-    def get(self, case: Case, name: str) -> Compiled:
-        """A program. Raises what kept it from being."""
-        return self._futures[case, name].result()
+type Programs = dict[tuple[Case, str], Future[Compiled]]
 
 
-def run(case: Case, programs: Programs, repeats: int) -> dict:
-    """Checks, then times. A wrong result of jaxsoft's ends the process."""
+def compiled(cases: Sequence[Case]) -> Programs:
+    """The programs of some cases, which are compiled on all cores at once. They raise what kept them from being."""
+
+    def program(case: Case, name: str) -> Compiled:
+        return jax.jit(function(case, name)).lower(jax.eval_shape(lambda: operands(case))).compile()
+
+    progress(f"compiling {len(cases)} cases")
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return {(case, name): pool.submit(program, case, name) for case in cases for name in implementations(case)}
+
+
+def run(case: Case, programs: Programs) -> dict:
+    """What is written of a case."""
     arrays = operands(case)
-    errors: dict[str, float] = {}
-    failed: dict[str, str] = {}
     memory: dict[str, int] = {}
-    calls: dict[str, timing.Call] = {}
-    for name in sorted(implementations(case), key=lambda name: name in PEERS):  # jaxsoft into memory without its result
-        try:
-            program = programs.get(case, name)
-            memory[name] = program.memory_analysis().temp_size_in_bytes
-            _raise_without_memory(memory[name])
-            errors[name] = check(case, arrays, program(arrays))
-        except Exception as error:
-            failed[name] = reason(error)
-            continue
-        if name not in PEERS and not errors[name] <= 1:  # NaN is an error too
-            sys.exit(f"{name}, {case} {case.direction}: wrong, {errors[name]:.3g} times the allowed error")
-        calls[name] = program, [(arrays,)]
-    number = max(1 if CPU else 2, min(20, round(SAMPLE_SECONDS * RATE / case.flops())))
-    times = timing.measure(calls, sum(x.nbytes for x in arrays.values()), repeats, number)
-    failed |= {name: reason(time) for name, time in times.items() if isinstance(time, Exception)}
+
+    def prepare(name):
+        program = programs[case, name].result()
+        memory[name] = program.memory_analysis().temp_size_in_bytes
+        limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+        if limit and memory[name] > limit:  # which XLA would look for in vain
+            raise MemoryError(f"out of memory: it takes {memory[name] / 2**30:.0f} GiB beside its operands")
+        return (program, [(arrays,)]), check(case, arrays, program(arrays))
+
+    def measure(calls):
+        number = max(1 if CPU else 2, min(20, round(SAMPLE_SECONDS * RATE / case.flops())))
+        return timing.measure(calls, sum(x.nbytes for x in arrays.values()), REPEATS, number)
+
+    found = compare(case, implementations(case), PEERS, prepare, measure)
     return {
         "group": case.group,
         "what": case.what,
@@ -195,21 +181,11 @@ def run(case: Case, programs: Programs, repeats: int) -> dict:
         "key_heads": case.key_heads,
         "causal": case.causal,
         "flops": case.flops(),
-        "seconds": {name: times[name] for name in implementations(case) if isinstance(times.get(name), float)},
-        "errors": errors,
         "memory": memory,
-        "failed": failed,
-    }
+    } | found
 
 
-def _raise_without_memory(needed: int) -> None:
-    """Raises where a program wants more memory than there is, which XLA would look for in vain."""
-    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
-    if limit and needed > limit:
-        raise MemoryError(f"out of memory: it takes {needed / 2**30:.0f} GiB beside its operands")
-
-
-def line(found: dict, plain: dict | None) -> str:
+def line(found: dict, plain: float | None) -> str:
     """One line of the table."""
     b, t, n, h = found["shape"]
     heads = f"{n}" if n == found["key_heads"] else f"{n}/{found['key_heads']}"
@@ -221,54 +197,42 @@ def line(found: dict, plain: dict | None) -> str:
         text += f" | {name} {rate:{'6.4f' if CPU else '5.0f'}}"
         text += f" {peer / found['seconds'][name]:5.2f}" if peer else "     -"
         if plain and name not in PEERS:
-            text += f" {rate / plain['rate']:5.2f}"
+            text += f" {rate / plain:5.2f}"
     for name, why in found["failed"].items():
         text += f" | {name}: {why[:40]}"
     return text
 
 
-def measure(cases: Sequence[Case], repeats: int, keep: Callable[[dict], None]) -> None:
-    """Prints the table of some cases as it comes. `keep` is given each record."""
-    plain: dict[tuple, dict] = {}
+def measure(cases: Sequence[Case], record: Record) -> None:
+    """Prints the table of some cases as it comes."""
+    plain: dict[tuple, float] = {}  # the rates without extras
     for batch in itertools.batched(cases, BATCH):
-        programs = Programs(batch)
+        programs = compiled(batch)
         for case in batch:
-            progress(f"timing {case} {case.direction}")
-            found = run(case, programs, repeats)
-            progress("")
+            found = run(case, programs)
             rule = (case.causal, case.direction)
             print(line(found, plain.get(rule) if case.what else None), flush=True)
             own = found["seconds"].get("jaxsoft" if CPU else "pallas")
             if not case.what and own:
-                plain[rule] = {"rate": found["flops"] / own / 1e12}
-            keep(found)
+                plain[rule] = found["flops"] / own / 1e12
+            record.add([found])
 
 
 def main() -> None:
     """Measures what is asked for."""
-    groups = CPU_GROUPS if CPU else GROUPS
-    parser = parser_of_cases(
-        __doc__, groups, '"causal with gradients", "sinks" or "x128 "', "fewer and, on a CPU, smaller cases"
-    )
+    groups, examples = CPU_GROUPS if CPU else GROUPS, '"causal with gradients", "sinks" or "x128 "'
+    parser = parser_of_cases(__doc__, groups, quick="fewer and, on a CPU, smaller cases", having=examples)
     parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="also draw them there, as SVG")
     args = parser.parse_args()
-    result: dict = {"header": header(args.commit), "records": []}
-    print(result["header"]["device"], result["header"]["versions"], flush=True)
-
-    def keep(found: dict) -> None:
-        result["records"].append(found)
-        if args.json:
-            args.json.write_text(json.dumps(result, indent=1) + "\n")
-
+    record = Record(args)
     for group in args.only or groups:
         print(f"\n{group}: implementation, TFLOP/s, times as fast as the peer, fraction of the plain rate", flush=True)
-        cases = groups[group](args.quick)
-        wanted = [case for case in cases if args.having is None or args.having in f"{case} {case.direction}"]
-        if wanted and not CPU and not result["records"]:
-            run(wanted[0], Programs(wanted[:1]), REPEATS)  # in vain: on a GPU, the first case was off by 6 %
-        measure(wanted, REPEATS, keep)
+        wanted = [case for case in groups[group](args.quick) if args.having in str(case)]
+        if wanted and not CPU and "records" not in record.content:
+            run(wanted[0], compiled(wanted[:1]))  # in vain: on a GPU, the first case was off by 6 %
+        measure(wanted, record)
     if args.plot:
-        plot.draw(result, args.plot)
+        plot.draw(record.content, args.plot)
 
 
 if __name__ == "__main__":

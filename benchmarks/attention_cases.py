@@ -48,8 +48,8 @@ class Case:
     def __str__(self) -> str:
         """The case in words."""
         heads = f"{self.heads}" if self.heads == self.key_heads else f"{self.heads}/{self.key_heads}"
-        rule = " causal" * self.causal
-        return f"{self.batch}x{self.length}x{heads}x{self.size} {self.dtype}{rule} {self.what}".strip()
+        shape, rule = f"{self.batch}x{self.length}x{heads}x{self.size}", " causal" * self.causal
+        return f"{shape} {self.dtype}{rule} {self.what}".strip() + f" {self.direction}"
 
     @property
     def direction(self) -> str:

@@ -19,18 +19,16 @@ and for each implementation
   pallas   by name
 """
 
-import json
 import pathlib
 import sys
-from collections.abc import Sequence
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))  # where the modules beside this one are, under python -P too
 
 import jax
 import jax.numpy as jnp
 import timing
+from comparison import Record, compare, line, parser_of_cases
 from decode_cases import CALLS, CPU_GROUPS, GROUPS, PEERS, Case, chain, error, implementations, operands, record
-from speed import header, parser_of_cases, progress, reason
 
 CPU = jax.default_backend() == "cpu"
 REPEATS = 5 if CPU else 9
@@ -42,70 +40,38 @@ ALLOWED = 1.5e-2
 COPIED = 2**26 if CPU else 2**32
 
 
-def run(case: Case, repeats: int) -> dict:
-    """Checks, then times. A wrong result of jaxsoft's ends the process."""
+def run(case: Case) -> dict:
+    """What is written of a case."""
     arrays = operands(case)
-    errors: dict[str, float] = {}
-    failed: dict[str, str] = {}
-    calls: dict[str, timing.Call] = {}
-    for name in sorted(implementations(case), key=lambda name: name in PEERS):  # jaxsoft into memory without its result
-        progress(f"compiling {name}, {case}")
-        try:
-            errors[name] = error(case, arrays, jax.jit(chain(case, name, 1))(arrays)) / ALLOWED
-            program = jax.jit(chain(case, name)).lower(arrays).compile()
-        except Exception as problem:  # an implementation that does not serve the call, or has not the memory
-            failed[name] = reason(problem)
-            continue
-        if name not in PEERS and not errors[name] <= 1:  # NaN is an error too
-            sys.exit(f"{name}, {case}: wrong, {errors[name]:.3g} times the allowed error")
-        calls[name] = program, [(arrays,)]
-    source = jnp.ones(COPIED // 4, jnp.float32)
-    calls["copy"] = jax.jit(jnp.negative if CPU else jnp.copy).lower(source).compile(), [(source,)]
-    progress(f"timing {case}")
-    times = timing.measure(calls, case.bytes() * CALLS, repeats, number=4)
-    progress("")
-    failed |= {name: reason(time) for name, time in times.items() if isinstance(time, Exception)}
-    seconds = {name: time / CALLS for name, time in times.items() if isinstance(time, float) and name != "copy"}
-    copy = times["copy"]
-    assert isinstance(copy, float)
-    return record(case) | {
-        "floor": copy * case.bytes() / (2 * COPIED),
-        "seconds": {name: seconds[name] for name in implementations(case) if name in seconds},
-        "errors": errors,
-        "failed": failed,
-    }
 
+    def prepare(name):
+        if name == "copy":
+            source = jnp.ones(COPIED // 4, jnp.float32)
+            return (jax.jit(jnp.negative if CPU else jnp.copy).lower(source).compile(), [(source,)]), None
+        wrong = error(case, arrays, jax.jit(chain(case, name, 1))(arrays)) / ALLOWED
+        return (jax.jit(chain(case, name)).lower(arrays).compile(), [(arrays,)]), wrong
 
-def line(case: Case, found: dict) -> str:
-    """One line of the table."""
-    text = f"{case!s:56s} {found['floor'] * 1e6:9.1f}"
-    for name, seconds in found["seconds"].items():
-        text += f" | {name} {seconds * 1e6:9.1f} {found['floor'] / seconds:5.3f}"
-    for name, why in found["failed"].items():
-        text += f" | {name}: {why[:40]}"
-    return text
+    def measure(calls):
+        return timing.measure(calls, case.bytes() * CALLS, REPEATS, number=4)
 
-
-def measure(cases: Sequence[Case], result: dict, path: pathlib.Path | None) -> None:
-    """Prints the table of some cases as it comes, and writes the record after each."""
-    for case in cases:
-        found = run(case, REPEATS)
-        print(line(case, found), flush=True)
-        result["records"].append(found)
-        if path:
-            path.write_text(json.dumps(result, indent=1) + "\n")
+    found = compare(case, [*implementations(case), "copy"], PEERS, prepare, measure)
+    copy = found["seconds"].pop("copy")
+    found["seconds"] = {name: time / CALLS for name, time in found["seconds"].items()}
+    return record(case) | {"floor": copy * case.bytes() / (2 * COPIED)} | found
 
 
 def main() -> None:
     """Measures what is asked for."""
     groups = CPU_GROUPS if CPU else GROUPS
-    args = parser_of_cases(__doc__, groups, '"pages of 64"').parse_args()
-    result: dict = {"header": header(args.commit), "records": []}
-    print(result["header"]["device"], result["header"]["versions"], flush=True)
+    args = parser_of_cases(__doc__, groups, having='"pages of 64"').parse_args()
+    written = Record(args)
     for group in args.only or groups:
         print(f"\n{group}: floor in us; implementation, us, fraction of the floor's speed", flush=True)
-        wanted = [case for case in groups[group](args.quick) if args.having is None or args.having in str(case)]
-        measure(wanted, result, args.json)
+        for case in groups[group](args.quick):
+            if args.having in str(case):
+                found = run(case)
+                print(line(case, found), flush=True)
+                written.add([found])
 
 
 if __name__ == "__main__":

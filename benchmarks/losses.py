@@ -27,11 +27,9 @@ and for each implementation ("jaxsoft" is its own choice of a kernel)
                  printed, too
 """
 
-import argparse
 import dataclasses
 import functools
 import itertools
-import json
 import pathlib
 import sys
 from collections.abc import Callable, Iterator
@@ -44,8 +42,8 @@ import numpy as np
 import optax
 import programs
 import timing
+from comparison import Record, compare, parser_of_cases
 from scipy.special import logsumexp, softmax
-from speed import git_commit, header
 
 import jaxsoft
 import jaxsoft.random
@@ -91,26 +89,29 @@ if CPU:
     SHAPES = [(128, 128256), (256, 50257), (512, 32000), (50_000, 100), (500_000, 10)]
 
 
-def cross_entropy() -> Iterator[Call]:
-    """Integer labels."""
+def _losses(group: str, losses: dict[str, Callable], objective: Callable, *checks: Callable) -> Iterator[Call]:
+    """The calls of losses with integer labels, forward and with the gradient of an objective; and their two checks."""
+    gradients = {name: jax.value_and_grad(functools.partial(objective, f)) for name, f in losses.items()}
     for shape in SHAPES:
         labels = jax.random.randint(jax.random.key(1), shape[:1], 0, shape[1])
         for dtype in ("bfloat16", "float32"):
-            losses = {"optax": optax.softmax_cross_entropy_with_integer_labels}
-            losses["jaxsoft"] = jaxsoft.softmax_cross_entropy_with_integer_labels
-            for name in available("ffi", "pallas", "xla"):
-                losses[name] = lambda x, y, name=name: jaxsoft.softmax_cross_entropy_with_integer_labels(
-                    x, y, implementation=name
-                )
             size = shape[0] * shape[1] * jnp.dtype(dtype).itemsize
             arguments = lambda shape=shape, dtype=dtype, labels=labels: (logits(shape, dtype), labels)  # noqa: E731
-            what = f"cross_entropy {'x'.join(map(str, shape))} {dtype}"
-            yield Call(f"{what} forward", arguments, losses, size, _check_losses)
-            gradients = {
-                name: jax.value_and_grad(lambda x, y, f=f: f(x, y).astype(jnp.float32).mean())
-                for name, f in losses.items()
-            }
-            yield Call(f"{what} with gradient", arguments, gradients, 3 * size, _check_gradients)
+            what = f"{group} {'x'.join(map(str, shape))} {dtype}"
+            yield Call(f"{what} forward", arguments, losses, size, checks[0])
+            yield Call(f"{what} with gradient", arguments, gradients, 3 * size, checks[1])
+
+
+def cross_entropy() -> Iterator[Call]:
+    """Integer labels."""
+    own = jaxsoft.softmax_cross_entropy_with_integer_labels
+    losses = {"optax": optax.softmax_cross_entropy_with_integer_labels, "jaxsoft": own}
+    losses |= {name: functools.partial(own, implementation=name) for name in available("ffi", "pallas", "xla")}
+
+    def mean(f, x, y):
+        return f(x, y).astype(jnp.float32).mean()
+
+    yield from _losses("cross_entropy", losses, mean, _check_losses, _check_gradients)
 
 
 def _some(x: jax.Array, labels: jax.Array) -> tuple[np.ndarray, ...]:
@@ -159,22 +160,11 @@ def entropy() -> Iterator[Call]:
     functions = {"optax, composed": composed, "jaxsoft": ours(), "two functions": apart, "loss alone": alone}
     functions |= {name: ours(name) for name in available("ffi", "xla")}
 
-    def objective(f):
-        def mean(x, y):
-            loss, entropy = f(x, y)
-            return jnp.mean(loss.astype(jnp.float32) - BONUS * entropy)
+    def mean(f, x, y):
+        loss, entropy = f(x, y)
+        return jnp.mean(loss.astype(jnp.float32) - BONUS * entropy)
 
-        return jax.value_and_grad(mean)
-
-    for shape in SHAPES:
-        labels = jax.random.randint(jax.random.key(1), shape[:1], 0, shape[1])
-        for dtype in ("bfloat16", "float32"):
-            size = shape[0] * shape[1] * jnp.dtype(dtype).itemsize
-            arguments = lambda shape=shape, dtype=dtype, labels=labels: (logits(shape, dtype), labels)  # noqa: E731
-            what = f"entropy {'x'.join(map(str, shape))} {dtype}"
-            yield Call(f"{what} forward", arguments, functions, size, _check_entropies)
-            gradients = {name: objective(f) for name, f in functions.items()}
-            yield Call(f"{what} with gradient", arguments, gradients, 3 * size, _check_policy_gradients)
+    yield from _losses("entropy", functions, mean, _check_entropies, _check_policy_gradients)
 
 
 def _entropies(arguments: tuple) -> tuple[np.ndarray, ...]:
@@ -392,37 +382,35 @@ PLAIN = ("products", "products, logits twice", "loss alone", "two functions", UN
 
 
 def run(call: Call, repeats: int) -> dict:
-    """Checks, then times. A wrong result of jaxsoft's ends the process."""
-    first = call.arguments()
-    compiled, errors, memory = {}, {}, {}
-    for name, function in call.functions.items():
-        try:
-            compiled[name] = jax.jit(function).lower(*first).compile()
-        except ValueError:  # a named implementation that does not serve the call
-            continue
-        memory[name] = compiled[name].memory_analysis().temp_size_in_bytes
-        if name in PLAIN:
-            continue
-        errors[name] = call.check(first, compiled[name](*first))
-        if name != next(iter(call.functions)) and not errors[name] <= 1:
-            sys.exit(f"{name}, {call.what}: wrong, {errors[name]:.3g} times the allowed error")
-    found = {"what": call.what, "bytes": call.bytes, "errors": errors, "memory": memory, "chain": call.chain}
-    if call.chain:
-        functions = call.functions | {"nothing": lambda x: x[0, 0]}
-        chains = {name: _chain(function, call.chain) for name, function in functions.items()}
-        times = timing.measure_chains(chains, lambda: call.arguments()[0], call.chain, repeats)
-        return found | {"floor": times["nothing"], "seconds": times}
-    size = sum(v.nbytes for v in jax.tree.leaves(first))
-    moved = call.bytes or 3 * size
-    every = [first, *(call.arguments() for _ in range(1, timing.buffers(size, moved, repeats)))]
-    calls: dict[str, timing.Call] = {name: (function, every) for name, function in compiled.items()}
-    if call.bytes:
-        shape = (call.bytes // 8,)
-        (copy,) = (program.compile() for program in programs.lower_copy(shape))
-        sources = [jnp.full(shape, k, jnp.float32) for k in range(timing.buffers(call.bytes // 2, call.bytes, repeats))]
-        calls["copy"] = copy, [(source,) for source in sources]
-    times = timing.measure(calls, moved, repeats)
-    return found | {"floor": times.pop("copy") if call.bytes else times["products"], "seconds": times}
+    """What is written of a call."""
+    first, memory, peer = call.arguments(), {}, next(iter(call.functions))
+
+    def prepare(name):
+        function = call.functions[name] if name in call.functions else lambda x: x[0, 0]
+        program = jax.jit(function).lower(*first).compile()
+        memory[name] = program.memory_analysis().temp_size_in_bytes
+        error = call.check(first, program(*first)) if name in call.functions and name not in PLAIN else None
+        return _chain(function, call.chain) if call.chain else program, error
+
+    def measure(calls):
+        if call.chain:
+            return timing.measure_chains(calls, lambda: call.arguments()[0], call.chain, repeats)
+        moved = call.bytes or 3 * sum(v.nbytes for v in jax.tree.leaves(first))
+        count = timing.buffers(sum(v.nbytes for v in jax.tree.leaves(first)), moved, repeats)
+        every = [first, *(call.arguments() for _ in range(1, count))]
+        of_each: dict[str, timing.Call] = {name: (function, every) for name, function in calls.items()}
+        if call.bytes:
+            shape = (call.bytes // 8,)
+            (copy,) = (program.compile() for program in programs.lower_copy(shape))
+            count = timing.buffers(call.bytes // 2, call.bytes, repeats)
+            of_each["copy"] = copy, [(jnp.full(shape, k, jnp.float32),) for k in range(count)]
+        return timing.measure(of_each, moved, repeats)
+
+    names = [*call.functions, *(["nothing"] if call.chain else [])]
+    found = compare(call.what, names, (peer, *PLAIN), prepare, measure)
+    seconds = found["seconds"]
+    floor = seconds["nothing"] if call.chain else seconds.pop("copy") if call.bytes else seconds["products"]
+    return {"what": call.what, "bytes": call.bytes, "memory": memory, "chain": call.chain, "floor": floor} | found
 
 
 def _chain(function: Callable, length: int) -> Callable[[jax.Array], jax.Array]:
@@ -445,34 +433,22 @@ def line(found: dict) -> str:
     unit = 1e6 if found["chain"] else 1e3
     text = f"{found['what']:48s} {found['floor'] * unit:8.3f}"
     for name, seconds in found["seconds"].items():
-        if isinstance(seconds, Exception):
-            text += f" | {name} {type(seconds).__name__}"
-            continue
         text += f" | {name} {seconds * unit:8.3f} {found['floor'] / seconds:5.2f} {peer / seconds:6.2f}"
         if not found["bytes"]:
             text += f" {found['memory'][name] / 2**20:7.1f} MiB"
-    return text
+    return text + "".join(f" | {name}: {why[:60]}" for name, why in found["failed"].items())
 
 
 def main() -> None:
     """Measures what is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=GROUPS, help="these groups (default: all)")
-    parser.add_argument("--json", type=pathlib.Path, help="write the results here")
-    parser.add_argument("--commit", help="the commit that is measured, where git cannot tell")
-    args = parser.parse_args()
-    result: dict = {"header": header(args.commit or git_commit()), "records": []}
-    print(result["header"]["device"], result["header"]["versions"])
+    args = parser_of_cases(__doc__, GROUPS, quick=None).parse_args()
+    record = Record(args)
     for group in args.only or GROUPS:
         print(f"\n{'':48s} {'floor':>8s} | implementation, ms, fraction of the floor's speed, times faster", flush=True)
         for call in GROUPS[group]():
             found = run(call, 5 if CPU else 7)
             print(line(found), flush=True)
-            failed = {name: str(v) for name, v in found["seconds"].items() if isinstance(v, Exception)}
-            seconds = {name: v for name, v in found["seconds"].items() if name not in failed}
-            result["records"].append({**found, "group": group, "seconds": seconds, "failed": failed})
-            if args.json:
-                args.json.write_text(json.dumps(result, indent=1))
+            record.add([{"group": group} | found])
 
 
 if __name__ == "__main__":

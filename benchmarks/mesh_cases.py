@@ -64,6 +64,56 @@ class Case:
         """How many calls a program has."""
         return min(MOST, max(FEWEST, PROGRAM_BYTES // self.part_bytes()))
 
+    def record(self) -> dict:
+        """What is written of the case."""
+        return {
+            "group": self.group,
+            "what": self.what,
+            "shape": [self.rows, self.classes],
+            "dtype": self.dtype,
+            "bytes": self.bytes(),
+            "calls": self.calls(),
+        }
+
+    def implementations(self) -> dict[str, Callable]:
+        """The programs that are compared, by name: functions of the operands.
+
+        Beside the peers and jaxsoft there is jaxsoft where rows are sharded instead, whose devices need not talk; and
+        the k largest are also found on one device, in rows as long as its part.
+        """
+        function = FUNCTIONS[self.what]
+        found = {**function.peers, "jaxsoft": function.jaxsoft, ROWS: function.jaxsoft}
+        if self.what == "top_k":
+            found[PART] = function.jaxsoft
+        return {name: chain(f) for name, f in found.items()}
+
+    def operands(self, name: str) -> tuple[list[jax.Array], jax.Array, jax.Array, jax.Array]:
+        """The logits of each call, and the labels, weights and cotangents of all."""
+        classes = self.classes // jax.device_count() if name == PART else self.classes
+        spec = P(AXIS) if name == ROWS else P(None, AXIS)
+        wide = by_row = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        if name != PART:
+            wide, by_row = NamedSharding(mesh(), spec), NamedSharding(mesh(), P(spec[0]))
+        shape = (self.rows, classes)
+        xs = [_normal(wide, shape, self.dtype, seed) for seed in range(self.calls())]
+        labels = jax.random.randint(jax.random.key(1), shape[:1], 0, classes)
+        weights = 0.5 + jnp.arange(self.rows) % 128 / 128  # exact in bf16
+        labels, weights = jax.device_put(labels, by_row), jax.device_put(weights, by_row)
+        return xs, labels, weights, _normal(wide, shape, self.dtype, 100) if "pullback" in self.what else weights
+
+    def error(self, given: Sequence, results: Sequence[Sequence[jax.Array]]) -> float:
+        """The largest error of the first call in some rows against float64, in units of what is allowed."""
+        xs, labels, weights, g = given
+        rows = np.unique([0, self.rows // 3, self.rows - 1])
+        x, i, w, *found = (np.asarray(_some(v, rows)) for v in (xs[0], labels, weights, *results[0]))
+        cotangents = np.asarray(_some(g, rows)).astype(np.float64) if "pullback" in self.what else np.zeros((1, 1))
+        expected = FUNCTIONS[self.what].expected(x.astype(np.float64), i, w.astype(np.float64), cotangents)
+        errors = []
+        for actual, (value, size) in zip(found, expected, strict=True):
+            unit = 2.0**-8 if actual.dtype == jnp.bfloat16 else 1e-5 if actual.shape == x.shape else 2e-6
+            errors.append(np.max(np.abs(actual.astype(np.float64) - value) / (unit * size + 1e-30)))
+        return float(np.max(errors))  # NaN if one is
+
 
 @dataclasses.dataclass(frozen=True)
 class Function:
@@ -80,10 +130,6 @@ class Function:
     peers: dict[str, Callable]
     jaxsoft: Callable
     expected: Callable[..., list[tuple[np.ndarray, np.ndarray]]]
-
-    def all(self) -> dict[str, Callable]:
-        """What is compared. Besides, jaxsoft where rows are sharded instead, whose devices need not talk."""
-        return {**self.peers, "jaxsoft": self.jaxsoft, ROWS: self.jaxsoft}
 
 
 def _forward(f: Callable) -> Callable:
@@ -178,30 +224,26 @@ def _expected_top_k(x, i, w, g):
 
 def _functions() -> Iterator[tuple[str, Function]]:
     partial = functools.partial
-    losses = {
-        "cross_entropy": ({"optax": _loss(integers)}, _loss(ours), {}),
-        "smoothing": ({"optax": _smoothed}, _loss(partial(ours, label_smoothing=SMOOTHING)), {"smoothing": SMOOTHING}),
-        "entropy": ({"optax": _with_entropy}, partial(ours, return_entropy=True), {"entropy": True}),
+    smoothed = partial(ours, label_smoothing=SMOOTHING)
+    of_jax, of_jaxsoft = (lambda x, i, f=module.logsumexp: (f(x, axis=-1),) for module in (jax.nn, jaxsoft))
+    reductions = {
+        "cross_entropy": ("optax", _loss(integers), _loss(ours), _expected_loss),
+        "smoothing": ("optax", _smoothed, _loss(smoothed), partial(_expected_loss, smoothing=SMOOTHING)),
+        "entropy": ("optax", _with_entropy, partial(ours, return_entropy=True), partial(_expected_loss, entropy=True)),
+        "logsumexp": ("jax.nn", of_jax, of_jaxsoft, _expected_logsumexp),
     }
-    for name, (peers, own, of) in losses.items():
-        expected, weights = partial(_expected_loss, **of), (1.0, -BONUS)[: 2 if name == "entropy" else 1]
-        yield name, Function(1, {k: _forward(f) for k, f in peers.items()}, _forward(own), expected)
-        gradients = {k: _gradient(f, *weights) for k, f in peers.items()}
-        yield (
-            f"{name} with gradient",
-            Function(3, gradients, _gradient(own, *weights), partial(expected, gradient=True)),
-        )
+    for name, (peer, theirs, own, expected) in reductions.items():
+        weights = (1.0, -BONUS) if name == "entropy" else (1.0,)
+        yield name, Function(1, {peer: _forward(theirs)}, _forward(own), expected)
+        both = {peer: _gradient(theirs, *weights)}
+        expected = partial(expected, gradient=True)
+        yield f"{name} with gradient", Function(3, both, _gradient(own, *weights), expected)
     rows = {"softmax": _expected_softmax, "log_softmax": _expected_log_softmax}
     for name, expected in rows.items():
         theirs, own = (lambda x, i, f=getattr(module, name): (f(x, axis=-1),) for module in (jax.nn, jaxsoft))
         yield name, Function(2, {"jax.nn": _forward(theirs)}, _forward(own), expected)
         both = {"jax.nn": _pulled_back(theirs)}
         yield f"{name} and pullback", Function(5, both, _pulled_back(own), partial(expected, pulled_back=True))
-    theirs, own = (lambda x, i, f=module.logsumexp: (f(x, axis=-1),) for module in (jax.nn, jaxsoft))
-    yield "logsumexp", Function(1, {"jax.nn": _forward(theirs)}, _forward(own), _expected_logsumexp)
-    gradients = {"jax.nn": _gradient(theirs, 1.0)}
-    expected = partial(_expected_logsumexp, gradient=True)
-    yield "logsumexp with gradient", Function(3, gradients, _gradient(own, 1.0), expected)
     largest = {"lax.top_k": _forward(_largest), UNSTABLE: _forward(partial(_largest, is_stable=False))}
     yield "top_k", Function(1, largest, _forward(lambda x, i: jaxsoft.top_k_softmax(x, K)), _expected_top_k)
 
@@ -212,27 +254,6 @@ FUNCTIONS = dict(_functions())
 def mesh() -> jax.sharding.Mesh:
     """All devices."""
     return jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,))
-
-
-def implementations(case: Case) -> dict[str, Callable]:
-    """What is compared, by name. The k largest are also found on one device, in rows as long as its part."""
-    found = FUNCTIONS[case.what].all()
-    return found | {PART: FUNCTIONS[case.what].jaxsoft} if case.what == "top_k" else found
-
-
-def operands(case: Case, name: str) -> tuple[list[jax.Array], jax.Array, jax.Array, jax.Array]:
-    """The logits of each call, and the labels, weights and cotangents of all."""
-    classes = case.classes // jax.device_count() if name == PART else case.classes
-    spec = P(AXIS) if name == ROWS else P(None, AXIS)
-    wide = by_row = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    if name != PART:
-        wide, by_row = NamedSharding(mesh(), spec), NamedSharding(mesh(), P(spec[0]))
-    shape = (case.rows, classes)
-    xs = [_normal(wide, shape, case.dtype, seed) for seed in range(case.calls())]
-    labels = jax.random.randint(jax.random.key(1), shape[:1], 0, classes)
-    weights = 0.5 + jnp.arange(case.rows) % 128 / 128  # exact in bf16
-    labels, weights = jax.device_put(labels, by_row), jax.device_put(weights, by_row)
-    return xs, labels, weights, _normal(wide, shape, case.dtype, 100) if "pullback" in case.what else weights
 
 
 def _normal(sharding: jax.sharding.Sharding, shape: tuple[int, ...], dtype: str, seed: int) -> jax.Array:
@@ -267,30 +288,9 @@ def chain(function: Callable) -> Callable:
     return run
 
 
-def error(case: Case, given: Sequence, results: Sequence[jax.Array]) -> float:
-    """The largest error of the first call in some rows against float64, in units of what is allowed."""
-    xs, labels, weights, g = given
-    rows = np.unique([0, case.rows // 3, case.rows - 1])
-    x, i, w, *found = (np.asarray(_some(v, rows)) for v in (xs[0], labels, weights, *results))
-    cotangents = np.asarray(_some(g, rows)).astype(np.float64) if "pullback" in case.what else np.zeros((1, 1))
-    expected = FUNCTIONS[case.what].expected(x.astype(np.float64), i, w.astype(np.float64), cotangents)
-    errors = []
-    for actual, (value, size) in zip(found, expected, strict=True):
-        unit = 2.0**-8 if actual.dtype == jnp.bfloat16 else 1e-5 if actual.shape == x.shape else 2e-6
-        errors.append(np.max(np.abs(actual.astype(np.float64) - value) / (unit * size + 1e-30)))
-    return float(np.max(errors))  # NaN if one is
-
-
 # On two GPUs a device has as much of these as of a call on one GPU in the other benchmarks.
 LARGE = ((4096, 131072), (8192, 262144))
 SMALL = ((16, 4096),)  # on a CPU
-
-
-def _cases(group: str, *functions: str, dtypes: Sequence[str], shapes: Sequence[tuple[int, int]]) -> Iterator[Case]:
-    for what in functions:
-        for dtype in dtypes:
-            for rows, classes in shapes:
-                yield Case(group, what, rows, classes, dtype)
 
 
 def _group(group: str, *functions: str, both: bool = False) -> Callable[[bool], list[Case]]:
@@ -300,7 +300,7 @@ def _group(group: str, *functions: str, both: bool = False) -> Callable[[bool], 
         cpu = jax.default_backend() == "cpu"
         shapes = SMALL if cpu else LARGE[:1] if quick else LARGE
         dtypes = ("bfloat16", "float32") if both and not quick else ("bfloat16",)
-        return list(_cases(group, *functions, dtypes=dtypes, shapes=shapes))
+        return [Case(group, what, *shape, dtype) for what in functions for dtype in dtypes for shape in shapes]
 
     return cases
 
@@ -308,17 +308,6 @@ def _group(group: str, *functions: str, both: bool = False) -> Callable[[bool], 
 def _top_k(quick: bool) -> list[Case]:
     rows, classes = SMALL[0] if jax.default_backend() == "cpu" else (2048, 131072)
     return [Case("top_k", "top_k", rows, classes, dtype) for dtype in ("float32",) + ("bfloat16",) * (not quick)]
-
-
-GROUPS = {
-    "cross_entropy": _group("cross_entropy", "cross_entropy", "cross_entropy with gradient", both=True),
-    "smoothing": _group("smoothing", "smoothing", "smoothing with gradient"),
-    "entropy": _group("entropy", "entropy", "entropy with gradient"),
-    "softmax": _group("softmax", "softmax", "softmax and pullback", both=True),
-    "log_softmax": _group("log_softmax", "log_softmax", "log_softmax and pullback"),
-    "logsumexp": _group("logsumexp", "logsumexp", "logsumexp with gradient"),
-    "top_k": _top_k,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -333,8 +322,17 @@ class Linear:
         """The case in words."""
         return f"linear {self.rows}x{self.depth} -> {self.classes} bfloat16"
 
-    def operands(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Hidden states, the weight and labels."""
+    def calls(self) -> int:
+        """How many calls a program has."""
+        return 1
+
+    def record(self) -> dict:
+        """What is written of the case."""
+        shape = [self.rows, self.depth, self.classes]
+        return {"group": "linear", "what": str(self), "shape": shape, "dtype": "bfloat16"}
+
+    def operands(self, name: str) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Hidden states, the weight and labels, for all implementations."""
         whole, by_class = (NamedSharding(mesh(), spec) for spec in (P(), P(None, AXIS)))
         h = _normal(whole, (self.rows, self.depth), "bfloat16", 0) / 4
         w = _normal(by_class, (self.depth, self.classes), "bfloat16", 1) / self.depth**0.5
@@ -380,6 +378,18 @@ class Linear:
         return float(np.max(np.asarray(errors(*given, *result))))
 
 
-def linear(quick: bool) -> list[Linear]:
+def _linear(quick: bool) -> list[Linear]:
     """The one case, which is quick."""
     return [Linear(64, 128, 4096) if jax.default_backend() == "cpu" else Linear(4096, 4096, 131072)]
+
+
+GROUPS = {
+    "cross_entropy": _group("cross_entropy", "cross_entropy", "cross_entropy with gradient", both=True),
+    "smoothing": _group("smoothing", "smoothing", "smoothing with gradient"),
+    "entropy": _group("entropy", "entropy", "entropy with gradient"),
+    "softmax": _group("softmax", "softmax", "softmax and pullback", both=True),
+    "log_softmax": _group("log_softmax", "log_softmax", "log_softmax and pullback"),
+    "logsumexp": _group("logsumexp", "logsumexp", "logsumexp with gradient"),
+    "top_k": _top_k,
+    "linear": _linear,
+}

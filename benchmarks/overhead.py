@@ -16,6 +16,7 @@ import pathlib
 import statistics
 import sys
 import time
+import timeit
 from collections.abc import Callable
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))  # where the modules beside this one are, under python -P too
@@ -24,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from speed import header
+from comparison import header
 
 import jaxsoft
 
@@ -57,14 +58,6 @@ LOSSES = {
 }
 
 
-def microseconds(call: Callable[[], object], number: int = 15) -> float:
-    """What one of several calls in a row takes."""
-    start = time.perf_counter()
-    for _ in range(number):
-        call()
-    return (time.perf_counter() - start) / number * 1e6
-
-
 def compiling(loss: Callable[..., jax.Array], many: int, integers: bool) -> list[float]:
     """The seconds that it takes to trace, to lower and to compile so many losses, and all of this."""
     logits = [jax.ShapeDtypeStruct((32, 100 + i), jnp.float32) for i in range(many)]
@@ -92,7 +85,7 @@ def main() -> None:
     print(header(None))
     print(f"{'us a call':26s} {'quickest':>16s} {'':6s} {'median':>16s}")
     for name, calls in CALLS.items():
-        samples = [[microseconds(call) for call in calls] for _ in range(400)][20:]
+        samples = [[timeit.timeit(call, number=15) / 15 * 1e6 for call in calls] for _ in range(400)][20:]
         ours, other = zip(*samples, strict=True)
         cells = [(of(ours), of(other)) for of in (min, statistics.median)]
         print(f"{name:26s} " + " ".join(f"{a:8.1f} {b:7.1f} {a / b:6.2f}" for a, b in cells), flush=True)

@@ -158,16 +158,9 @@ class Programs:
                     self._submit(lower_fill, "float32", copy_shape(case))
 
     def _submit(self, lower: Callable[..., list[Lowered]], *args: Any) -> None:
-        """Traces here, as that is Python's work, and compiles on another thread."""
-        if (lower, *args) in self._futures:
-            return
-        try:
-            lowered = lower(*args)
-            future = self._pool.submit(lambda: [program.compile() for program in lowered])
-        except Exception as error:  # of any kind: `get` raises it again, and the caller reports it
-            future = Future()
-            future.set_exception(error)
-        self._futures[lower, *args] = future
+        """Has it traced and compiled on another thread."""
+        if (lower, *args) not in self._futures:
+            self._futures[lower, *args] = self._pool.submit(lambda: [program.compile() for program in lower(*args)])
 
     def get(self, lower: Callable[..., list[Lowered]], *args: Any) -> list[Compiled]:
         """The programs that were compiled. Raises what kept them from being."""

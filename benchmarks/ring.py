@@ -27,7 +27,6 @@ computed in the memory that there is, from the sizes that the compiled program s
 
 import contextlib
 import dataclasses
-import json
 import pathlib
 import sys
 import time
@@ -39,16 +38,16 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))  # where the modules besi
 import jax
 import jax.numpy as jnp
 import timing
-from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
+from comparison import Record, compare, parser_of_cases, progress
+from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
-from speed import header, parser_of_cases, progress, reason
+from mesh_cases import AXIS, mesh
 
 import jaxsoft
 
 jax.config.update("jax_num_cpu_devices", 8)
 CPU = jax.default_backend() == "cpu"
-AXIS = "sequence"
 SIZE = 32 if CPU else 128
 REPEATS = 3 if CPU else 5
 # The calls of a program, and the programs that follow one another in a sample, take about as long, at this rate. The
@@ -101,20 +100,14 @@ class Case:
         return products * self.heads * SIZE * float(self.length()) ** 2 / jax.device_count()
 
 
-def mesh() -> jax.sharding.Mesh:
-    """All devices along one axis."""
-    return jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,))
-
-
 def attention(name: str) -> Callable:
     """Attention of query, key and value by one of the names that cases have."""
     if name == "one device":
         return lambda *qkv: jaxsoft.dot_product_attention(*qkv, is_causal=True)
     if name == PEER:
         return lambda *qkv: jax.nn.dot_product_attention(*qkv, is_causal=True, implementation="xla")
-    layout = name if name in LAYOUTS else "zigzag"
-    method = name if name in METHODS else "ring"
-    return lambda *qkv: jaxsoft.ring_attention(*qkv, axis_name=AXIS, layout=layout, method=method, is_causal=True)
+    static = {"axis_name": AXIS, "layout": layout_of(name), "method": name if name in METHODS else "ring"}
+    return lambda *qkv: jaxsoft.ring_attention(*qkv, is_causal=True, **static)
 
 
 def function(name: str, gradients: bool, calls: int = 1) -> Callable:
@@ -147,13 +140,10 @@ def types(case: Case, name: str) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place) for shape in shapes]
 
 
-def build(case: Case, name: str, calls: int) -> Compiled | str:
-    """The compiled calls, or why there are none."""
-    try:
-        with contextlib.nullcontext() if name == "one device" else jax.set_mesh(mesh()):
-            return jax.jit(function(name, case.gradients, calls)).lower(*types(case, name)).compile()
-    except Exception as problem:  # a peer that has not the memory
-        return reason(problem)
+def build(case: Case, name: str, calls: int) -> Compiled:
+    """The compiled calls."""
+    with contextlib.nullcontext() if name == "one device" else jax.set_mesh(mesh()):
+        return jax.jit(function(name, case.gradients, calls)).lower(*types(case, name)).compile()
 
 
 def operands(case: Case, name: str) -> tuple:
@@ -178,49 +168,30 @@ def layout_of(name: str) -> str:
     return name if name in LAYOUTS else "contiguous"
 
 
-def run(case: Case, building: dict[str, Future]) -> dict:
-    """Checks, then times. A wrong result of jaxsoft's ends the process."""
+def run(case: Case, building: dict[str, Future[Compiled]]) -> dict:
+    """What is written of a case."""
     progress(f"compiling {case}")
-    programs = {name: future.result() for name, future in building.items()}
-    failed = {name: program for name, program in programs.items() if isinstance(program, str)}
     given = {layout_of(name): operands(case, name) for name in case.names}
     given["one device"] = operands(case, "one device")
+    expected: list[Sequence[jax.Array]] = []  # what one device has found, which is the first to be called
 
-    def of(name: str) -> tuple:
-        return given["one device" if name == "one device" else layout_of(name)]
-
-    calls: dict[str, timing.Call] = {}
-    errors: dict[str, float] = {}
-    expected = None
-    for name, program in programs.items():
-        if isinstance(program, str):
-            continue
-        try:
-            found = program(*of(name))[0]
-        except Exception as problem:
-            failed[name] = reason(problem)
-            continue
+    def prepare(name):
+        program, layout = building[name].result(), layout_of(name)
+        arguments = given["one device" if name == "one device" else layout]
+        result, error = program(*arguments)[0], None
         if name == "one device":
-            expected = found
-        elif expected is not None:
-            errors[name] = difference(found, expected, layout_of(name)) / ALLOWED
-            if name != PEER and not errors[name] <= 1:  # NaN is an error too
-                sys.exit(f"{name}, {case}: wrong, {errors[name]:.3g} times the allowed error")
-        calls[name] = program, [of(name)]
-    progress(f"timing {case}")
-    number = max(1, round(SAMPLE_SECONDS * RATE / (case.operations() * case.calls())))
-    times = timing.measure(calls, 0, REPEATS, number=number)
-    progress("")
-    failed |= {name: reason(time) for name, time in times.items() if isinstance(time, Exception)}
-    return {
-        "group": "speed",
-        "heads": [case.heads, case.key_heads],
-        "tokens": case.tokens,
-        "gradients": case.gradients,
-        "seconds": {name: time / case.calls() for name, time in times.items() if isinstance(time, float)},
-        "errors": errors,
-        "failed": failed,
-    }
+            expected.append(result)
+        elif expected:
+            error = difference(result, expected[0], layout) / ALLOWED
+        return (program, [arguments]), error
+
+    def measure(calls):
+        number = max(1, round(SAMPLE_SECONDS * RATE / (case.operations() * case.calls())))
+        return timing.measure(calls, 0, REPEATS, number=number)
+
+    found = compare(case, ["one device", *case.names], (PEER,), prepare, measure)
+    found["seconds"] = {name: time / case.calls() for name, time in found["seconds"].items()}
+    return {"heads": [case.heads, case.key_heads], "tokens": case.tokens, "gradients": case.gradients} | found
 
 
 def difference(found: Sequence[jax.Array], expected: Sequence[jax.Array], layout: str) -> float:
@@ -242,8 +213,9 @@ def longest(case: Case, name: str) -> dict:
     while tokens <= MOST_TOKENS:
         longer = dataclasses.replace(case, tokens=tokens)
         progress(f"compiling {name}, {longer}")
-        program = build(longer, name, 1)
-        if isinstance(program, str):
+        try:
+            program = build(longer, name, 1)
+        except Exception:  # XLA finds that there is not the memory
             break
         sizes = program.memory_analysis()
         needed = sizes.argument_size_in_bytes + sizes.output_size_in_bytes + sizes.temp_size_in_bytes
@@ -281,9 +253,7 @@ def line(case: Case, found: dict) -> str:
     text = f"{case!s:50s} {share * 1e3:9.3f}"
     for name, time_ in seconds.items():
         text += f" | {name} {time_ * 1e3:9.3f} {share / time_:5.3f}"
-    for name, why in found["failed"].items():
-        text += f" | {name}: {why[:60]}"
-    return text
+    return text + "".join(f" | {name}: {why[:60]}" for name, why in found["failed"].items())
 
 
 def cases(group: str, quick: bool) -> list[Case]:
@@ -304,18 +274,10 @@ def cases(group: str, quick: bool) -> list[Case]:
 def main() -> None:
     """Measures what is asked for."""
     groups = ("speed", "methods", "longest")
-    args = parser_of_cases(__doc__, groups, '"forward"').parse_args()
+    args = parser_of_cases(__doc__, groups, having='"forward"').parse_args()
     if jax.device_count() < 2:
         sys.exit("needs two devices or more")
-    result: dict = {"header": header(args.commit) | {"devices": jax.device_count()}, "records": []}
-    print(jax.device_count(), "x", result["header"]["device"], result["header"]["versions"], flush=True)
-
-    def note(found: dict, text: str) -> None:
-        print(text, flush=True)
-        result["records"].append(found)
-        if args.json:
-            args.json.write_text(json.dumps(result, indent=1) + "\n")
-
+    record = Record(args, devices=jax.device_count())
     pool = ThreadPoolExecutor(16)
     for group in args.only or groups:
         print(f"\n{group}: a device's share in ms; what, ms, fraction of the share's speed", flush=True)
@@ -323,16 +285,18 @@ def main() -> None:
             first = Case(8, 8, 64, True) if CPU else Case(64, 8, 1024, True)
             for name in ("ring", PEER):
                 found = longest(first, name)
-                note(found, f"{name}: {found}")
+                print(f"{name}: {found}", flush=True)
+                record.add([found])
             continue
-        wanted = [case for case in cases(group, args.quick) if args.having is None or args.having in str(case)]
+        wanted = [case for case in cases(group, args.quick) if args.having in str(case)]
         building = [
             {name: pool.submit(build, case, name, case.calls()) for name in ("one device", *case.names)}
             for case in wanted
         ]
         for case, programs in zip(wanted, building, strict=True):
             found = run(case, programs)
-            note(found | {"group": group}, line(case, found))
+            print(line(case, found), flush=True)
+            record.add([{"group": group} | found])
 
 
 if __name__ == "__main__":

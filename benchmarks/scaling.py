@@ -23,7 +23,6 @@ as bfloat16: on a CPU XLA sends the latter as float32.
 The group "long" is a million tokens over 8 devices.
 """
 
-import json
 import math
 import pathlib
 import sys
@@ -35,8 +34,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))  # where the modules besi
 import collectives
 import jax
 import scaling_cases
+from comparison import Record, parser_of_cases, progress
 from scaling_cases import Case
-from speed import header, parser_of_cases, progress
 
 DEVICES = (8, 16, 32, 64)
 GROUPS = ("rows", "head", "attention", "sequence", "long")
@@ -80,33 +79,32 @@ def line(case: Case, found: dict) -> str:
     return f"{case!s:108s} {memory} | {sent}"
 
 
-def wanted(only: Sequence[str], quick: bool, having: str | None) -> list[Case]:
+def wanted(only: Sequence[str], quick: bool, having: str) -> list[Case]:
     """The cases, the smallest meshes first."""
     found = scaling_cases.quick() if quick else [case for n in DEVICES for case in scaling_cases.cases(n)]
     found = [case for case in found if case.group in only]
     if "long" in only and not quick:
         found += scaling_cases.long()
-    return [case for case in found if having is None or having in str(case)]
+    return [case for case in found if having in str(case)]
 
 
 def main() -> None:
     """Compiles what is asked for."""
-    args = parser_of_cases(__doc__, GROUPS, '"forward"', "8 devices alone, and gradients alone").parse_args()
+    quick = "8 devices alone, and gradients alone"
+    args = parser_of_cases(__doc__, GROUPS, quick=quick, having='"forward"').parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES[0] if args.quick else DEVICES[-1])
-    result: dict = {"header": header(args.commit), "records": []}
-    print(f"jax {jax.__version__}; MB of operands, of results and of temporaries; what a device sends, MB", flush=True)
+    record, wrong = Record(args), 0
+    print("MB of operands, of results and of temporaries; what a device sends, MB", flush=True)
     some = wanted(args.only or GROUPS, args.quick, args.having)
     with ThreadPoolExecutor() as pool:
         for case, found in zip(some, pool.map(measure, some), strict=True):
             progress("")
             print(line(case, found), flush=True)
-            result["records"].append(found)
-            if args.json:
-                args.json.write_text(json.dumps(result, indent=1) + "\n")
-    wrong = [record for record in result["records"] if not agrees(record)]
+            record.add([found])
+            wrong += not agrees(found)
     if wrong:
-        sys.exit(f"{len(wrong)} of {len(some)} calls do not send what the formulas say")
+        sys.exit(f"{wrong} of {len(some)} calls do not send what the formulas say")
 
 
 if __name__ == "__main__":

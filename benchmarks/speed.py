@@ -28,34 +28,24 @@ copy, for on Linux they ask for large pages. "warm" is a copy by one core into m
 --traffic has the GPU count the bytes instead, under Nsight Compute (ncu).
 """
 
-import argparse
-import contextlib
 import dataclasses
-import datetime
-import importlib.metadata
 import itertools
-import json
-import os
 import pathlib
-import platform
-import subprocess
 import sys
-from collections.abc import Iterable
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))  # where the modules beside this one are, under python -P too
 
 import jax
 import plot
 import traffic
+from comparison import Record, parser_of_cases, progress
 from programs import Programs
 from row_cases import CPU, CPU_QUICK, GPU, GPU_QUICK, GROUPS, Case
-from running import Measured, run
+from running import run
 
 import jaxsoft
 
 BATCH = 32  # cases that are compiled together
-# The packages of what is compared. The last two, cuDNN, come with JAX for CUDA 12 or 13.
-COMPARED = ("jax", "jaxlib", "jaxsoft", "jax-triton", "optax", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 
 
 def shape_of(case: Case) -> str:
@@ -75,26 +65,25 @@ def heading(group: str, names: list[str], width: int, warm: bool) -> str:
     )
 
 
-def table_line(case: Case, measured: Measured, names: list[str], width: int, warm: bool) -> str:
+def table_line(case: Case, found: dict, names: list[str], width: int, warm: bool) -> str:
     """One line of the table."""
     unit = 1e6 if case.chain else 1e3
     line = f"{case.op + ' ' + case.direction:22s} {case.dtype:8s} {shape_of(case):{width}s} {case.bytes / 1e6:8.1f}"
-    line += f" {measured.copy * unit:9.3f}"
+    seconds, absent = found["seconds"], float("nan")
+    copy = seconds.get("copy", absent)
+    line += f" {copy * unit:9.3f}"
     if warm:
-        line += f" {'-':>9s}" if measured.warm is None else f" {measured.warm * unit:9.3f}"
+        line += f" {seconds['warm'] * unit:9.3f}" if "warm" in seconds else f" {'-':>9s}"
     for name in names:
-        if name in measured.seconds:
-            seconds = measured.seconds[name]
-            faster = measured.seconds.get("jax.nn", float("nan")) / seconds
-            line += (
-                f" | {seconds * unit:9.3f} {measured.copy / seconds:6.3f} {faster:7.2f} {measured.errors[name]:6.2f}"
-            )
+        if name in seconds:
+            time, faster = seconds[name], seconds.get("jax.nn", absent) / seconds[name]
+            line += f" | {time * unit:9.3f} {copy / time:6.3f} {faster:7.2f} {found['errors'][name]:6.2f}"
         else:
             line += f" | {'-':>9s} {'-':>6s} {'-':>7s} {'-':>6s}"
     return line
 
 
-def records(case: Case, measured: Measured) -> list[dict]:
+def records(case: Case, found: dict) -> list[dict]:
     """What is written of a case: one record an implementation."""
     shape = {
         "group": case.group,
@@ -106,23 +95,24 @@ def records(case: Case, measured: Measured) -> list[dict]:
         "n": case.n,
         "rows": case.rows,
         "bytes": case.bytes,
-        "copy_milliseconds": measured.copy * 1e3,
     }
-    if measured.warm is not None:
-        shape["warm_copy_milliseconds"] = measured.warm * 1e3
-    found = []
+    seconds, written = found["seconds"], []
+    for name, key in (("copy", "copy_milliseconds"), ("warm", "warm_copy_milliseconds")):
+        if name in seconds:
+            shape[key] = seconds[name] * 1e3
     for name in case.implementations:
         record = shape | {"implementation": name}
-        if name in measured.seconds:
-            seconds = measured.seconds[name]
-            record |= {"milliseconds": seconds * 1e3, "fraction": measured.copy / seconds}
-            if "jax.nn" in measured.seconds:
-                record["faster"] = measured.seconds["jax.nn"] / seconds
-            record["error"] = measured.errors[name]
+        if name in seconds:
+            record["milliseconds"] = seconds[name] * 1e3
+            if "copy" in seconds:
+                record["fraction"] = seconds["copy"] / seconds[name]
+            if "jax.nn" in seconds:
+                record["faster"] = seconds["jax.nn"] / seconds[name]
+            record["error"] = found["errors"][name]
         else:
-            record["failed"] = measured.failed[name]
-        found.append({key: value for key, value in record.items() if value == value})  # NaN where there is no copy
-    return found
+            record["failed"] = found["failed"][name]
+        written.append(record)
+    return written
 
 
 def summary(found: list[dict]) -> str:
@@ -144,73 +134,6 @@ def summary(found: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def git_commit() -> str | None:
-    """The git commit of the benchmark, with "-dirty" if the working tree differs from it; None outside git."""
-    git = ["git", "-C", str(pathlib.Path(__file__).parent)]
-    try:
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changes = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return commit + ("-dirty" if changes.strip() else "")
-
-
-def package_versions() -> dict[str, str]:
-    """Those of what is compared, by package, as far as it is installed."""
-    found = {}
-    for package in COMPARED:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
-
-
-def header(commit: str | None) -> dict:
-    """The circumstances, which hold for every record."""
-    kind, cpu = jax.devices()[0].device_kind, jax.default_backend() == "cpu"
-    return {
-        "device": f"{kind} {platform.machine()}" if cpu else kind,
-        "cores": os.cpu_count(),
-        "versions": package_versions(),
-        "flags": os.environ.get("XLA_FLAGS", ""),
-        "commit": commit,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
-
-
-def parser_of_cases(
-    doc: str | None, groups: Iterable[str], having: str, quick: str = "fewer cases"
-) -> argparse.ArgumentParser:
-    """The arguments of a benchmark whose cases are in groups.
-
-    Args:
-      doc: what the benchmark says of itself.
-      groups: their names.
-      having: what a case may have in it, as an example or several, in quotes.
-      quick: what it does to be quick.
-    """
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help=quick)
-    parser.add_argument("--only", nargs="+", choices=groups, metavar="GROUP", help=f"of {', '.join(groups)}")
-    parser.add_argument("--having", metavar="TEXT", help=f"only cases with this in them, as in {having}")
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write what is found there")
-    parser.add_argument("--commit", default=git_commit(), metavar="HASH", help="what the file names")
-    return parser
-
-
-def reason(problem: Exception) -> str:
-    """Why there is no time, in one line. What XLA says where memory lacks is long."""
-    first = (str(problem).strip().splitlines() or [""])[0]
-    if "RESOURCE_EXHAUSTED" in first:
-        return "out of memory"
-    return first[:300] if isinstance(problem, MemoryError) else f"{type(problem).__name__}: {first[:300]}"
-
-
-def progress(text: str) -> None:
-    """One line on a terminal, which the next one replaces."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-
-
 def measure_group(group: str, quick: bool) -> list[dict]:
     """Prints a group's table as it comes, and returns the records."""
     cpu = jax.default_backend() == "cpu"
@@ -227,11 +150,9 @@ def measure_group(group: str, quick: bool) -> list[dict]:
     for batch in itertools.batched(cases, BATCH):
         compiled = Programs(batch, progress)
         for case in batch:
-            progress(f"timing {case}")
             measured = run(case, compiled, repeats)
-            progress("")
             print(table_line(case, measured, names, width, warm=cpu), flush=True)
-            for name, why in measured.failed.items():
+            for name, why in measured["failed"].items():
                 print(f"  no time of {name}: {why}", flush=True)
             found += records(case, measured)
     return found
@@ -239,36 +160,20 @@ def measure_group(group: str, quick: bool) -> list[dict]:
 
 def main() -> None:
     """Measures, and writes what was found."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer and smaller cases")
-    parser.add_argument("--only", nargs="+", choices=GROUPS, metavar="GROUP", help=f"of {', '.join(GROUPS)}")
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write the measurements there")
+    parser = parser_of_cases(__doc__, GROUPS, quick="fewer and smaller cases")
     parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="also draw them there, as SVG")
     parser.add_argument("--traffic", choices=traffic.CASES, help="count the memory traffic of that instead, with ncu")
-    parser.add_argument(
-        "--commit", default=git_commit(), metavar="HASH", help="what the file names, if not git's answer"
-    )
     args = parser.parse_args()
-
-    def write(result: dict) -> None:
-        if args.json:
-            args.json.write_text(json.dumps(result, indent=1) + "\n")
-
     if args.traffic:
         counted = traffic.report(args.traffic)  # before JAX takes this process's share of the GPU's memory
-        result = {"header": header(args.commit), "traffic": counted}
-        write(result)
-    else:
-        found = header(args.commit)
-        versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-        print(f"{found['device']}, {found['cores']} CPU cores, {versions}")
-        result = {"header": found, "records": []}
-        for group in args.only or GROUPS:
-            result["records"] += measure_group(group, args.quick)
-            write(result)  # of a run that is cut short, what there is
-        print("\n" + summary(result["records"]))
-    if args.plot and "records" in result:
-        plot.draw(result, args.plot)
+        Record(args).add(counted, "traffic")
+        return
+    record = Record(args)
+    for group in args.only or GROUPS:
+        record.add(measure_group(group, args.quick))
+    print("\n" + summary(record.content["records"]))
+    if args.plot:
+        plot.draw(record.content, args.plot)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,158 @@
+"""What the benchmarks share: their arguments and records, and how the implementations of a case are compared."""
+
+import argparse
+import contextlib
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any
+
+import jax
+import timing
+
+# The packages of what is compared. The last two, cuDNN, come with JAX for CUDA 12 or 13.
+COMPARED = ("jax", "jaxlib", "jaxsoft", "jax-triton", "optax", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
+
+
+def git_commit() -> str | None:
+    """The git commit of the benchmark, with "-dirty" if the working tree differs from it; None outside git."""
+    git = ["git", "-C", str(pathlib.Path(__file__).parent)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changes = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit + ("-dirty" if changes.strip() else "")
+
+
+def header(commit: str | None) -> dict:
+    """The circumstances, which hold for every record."""
+    kind, cpu = jax.devices()[0].device_kind, jax.default_backend() == "cpu"
+    versions = {}
+    for package in COMPARED:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return {
+        "device": f"{kind} {platform.machine()}" if cpu else kind,
+        "cores": os.cpu_count(),
+        "versions": versions,
+        "flags": os.environ.get("XLA_FLAGS", ""),
+        "commit": commit,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def parser_of_cases(
+    doc: str | None, groups: Iterable[str], *, quick: str | None = "fewer cases", having: str | None = None
+) -> argparse.ArgumentParser:
+    """The arguments of a benchmark whose cases are in groups.
+
+    Args:
+      doc: what the benchmark says of itself.
+      groups: their names.
+      quick: what it does to be quick, if it can.
+      having: what a case may have in it, as an example or several, in quotes, if cases can be chosen so.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if quick:
+        parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--only", nargs="+", choices=groups, metavar="GROUP", help=f"of {', '.join(groups)}")
+    if having:
+        parser.add_argument("--having", default="", metavar="TEXT", help=f"only cases with this, as in {having}")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write what is found there")
+    parser.add_argument("--commit", default=git_commit(), metavar="HASH", help="what the file names")
+    return parser
+
+
+class Record:
+    """What is found. It is written after each case, so that a run that is cut short keeps what it has."""
+
+    def __init__(self, args: argparse.Namespace, **more: Any):
+        """args: of the command line; more: circumstances beside those of `header`. Prints them."""
+        self.content: dict[str, Any] = {"header": header(args.commit) | more}
+        self._path = args.json
+        found = self.content["header"]
+        versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+        device = f"{more['devices']} x {found['device']}" if more else found["device"]
+        print(f"{device}, {found['cores']} CPU cores, {versions}", flush=True)
+
+    def add(self, found: Sequence[dict], key: str = "records") -> None:
+        """Adds what was found of a case."""
+        self.content.setdefault(key, []).extend(found)
+        if self._path:
+            self._path.write_text(json.dumps(self.content, indent=1) + "\n")
+
+
+def reason(problem: Exception) -> str:
+    """Why there is no time, in one line. What XLA says where memory lacks is long."""
+    first = (str(problem).strip().splitlines() or [""])[0]
+    if "RESOURCE_EXHAUSTED" in first:
+        return "out of memory"
+    return first[:300] if isinstance(problem, MemoryError) else f"{type(problem).__name__}: {first[:300]}"
+
+
+def progress(text: str) -> None:
+    """One line on a terminal, which the next one replaces."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def compare[C](
+    case: object,
+    names: Sequence[str],
+    peers: Container[str],
+    prepare: Callable[[str], tuple[C, float | None]],
+    measure: Callable[[dict[str, C]], timing.Times],
+) -> dict[str, dict]:
+    """Checks the implementations of a case, then times them. A wrong result of jaxsoft's ends the process.
+
+    Args:
+      case: which one, in words.
+      names: of the implementations.
+      peers: those of them that are not jaxsoft's.
+      prepare: of a name, makes the call, and its result's error in units of what is allowed, None where there is none
+        to check. Raises where the implementation does not serve the case, or has not the memory.
+      measure: takes the times.
+
+    Returns:
+      By implementation, "seconds", "errors", and in "failed" why there is no time.
+    """
+    errors: dict[str, float] = {}
+    failed: dict[str, str] = {}
+    calls: dict[str, C] = {}
+    # Memory is used again: after a peer's check, what jaxsoft does not write could hold the peer's right result.
+    for name in sorted(names, key=lambda name: name in peers):
+        progress(f"checking {name}, {case}")
+        try:
+            calls[name], error = prepare(name)
+        except Exception as problem:
+            failed[name] = reason(problem)
+            continue
+        if error is not None:
+            errors[name] = error
+            if name not in peers and not error <= 1:  # NaN is an error too
+                sys.exit(f"{name}, {case}: wrong, {error:.3g} times the allowed error")
+    progress(f"timing {case}")
+    times = measure({name: calls[name] for name in names if name in calls})
+    progress("")
+    failed |= {name: reason(time) for name, time in times.items() if isinstance(time, Exception)}
+    seconds = {name: time for name, time in times.items() if isinstance(time, float)}
+    return {"seconds": seconds, "errors": errors, "failed": failed}
+
+
+def line(case: object, found: dict, peers: Container[str] = ()) -> str:
+    """One line of a table: the floor; of each implementation us, the fraction of the floor's speed, and its gain.
+
+    The gain says how many times as fast as the first of the peers it is, where any are named.
+    """
+    text, seconds = f"{case!s:56s} {found['floor'] * 1e6:9.1f}", found["seconds"]
+    peer = next((time for name, time in seconds.items() if name in peers), float("nan"))
+    for name, time in seconds.items():
+        text += f" | {name} {time * 1e6:9.1f} {found['floor'] / time:5.3f}" + (f" {peer / time:6.2f}" if peers else "")
+    return text + "".join(f" | {name}: {why[:60]}" for name, why in found["failed"].items())
