@@ -192,26 +192,10 @@ def _check_policy_gradients(arguments: tuple, result) -> float:
 
 def top_k() -> Iterator[Call]:
     """The k most probable elements."""
-    for shape, dtype, k in (
-        [
-            (shape, dtype, k)
-            for shape in ((64, 32000), (8, 128256))
-            for dtype in ("bfloat16", "float32")
-            for k in (5, 64)
-        ]
-        if CPU
-        else [
-            (shape, dtype, k)
-            for shape, k in (
-                ((2048, 131072), 5),
-                ((2048, 131072), 64),
-                ((4000, 32000), 64),
-                ((16384, 8192), 64),
-                ((65536, 4096), 32),
-            )
-            for dtype in ("float32", "bfloat16")
-        ]
-    ):
+    cases = [((2048, 131072), 5), ((2048, 131072), 64), ((4000, 32000), 64), ((16384, 8192), 64), ((65536, 4096), 32)]
+    if CPU:
+        cases = [((64, 32000), 5), ((64, 32000), 64), ((8, 128256), 5), ((8, 128256), 64)]
+    for (shape, k), dtype in itertools.product(cases, ("float32", "bfloat16")):
         yield _top_k(shape, dtype, k)
 
 
@@ -378,27 +362,27 @@ GROUPS = {
     "linear": linear,
 }
 # What is not checked: what is something else, rounds a gradient twice, or takes equal elements in any order.
-PLAIN = ("products", "products, logits twice", "loss alone", "two functions", UNSTABLE)
+PLAIN = ("products", "products, logits twice", "loss alone", "two functions", UNSTABLE, "nothing")
 
 
 def run(call: Call, repeats: int) -> dict:
     """What is written of a call."""
     first, memory, peer = call.arguments(), {}, next(iter(call.functions))
+    functions = call.functions | ({"nothing": lambda x: x[0, 0]} if call.chain else {})
 
     def prepare(name):
-        function = call.functions[name] if name in call.functions else lambda x: x[0, 0]
-        program = jax.jit(function).lower(*first).compile()
+        program = jax.jit(functions[name]).lower(*first).compile()
         memory[name] = program.memory_analysis().temp_size_in_bytes
-        error = call.check(first, program(*first)) if name in call.functions and name not in PLAIN else None
-        return _chain(function, call.chain) if call.chain else program, error
+        error = None if name in PLAIN else call.check(first, program(*first))
+        return _chain(functions[name], call.chain) if call.chain else program, error
 
     def measure(calls):
         if call.chain:
             return timing.measure_chains(calls, lambda: call.arguments()[0], call.chain, repeats)
-        moved = call.bytes or 3 * sum(v.nbytes for v in jax.tree.leaves(first))
-        count = timing.buffers(sum(v.nbytes for v in jax.tree.leaves(first)), moved, repeats)
-        every = [first, *(call.arguments() for _ in range(1, count))]
-        of_each: dict[str, timing.Call] = {name: (function, every) for name, function in calls.items()}
+        size = sum(v.nbytes for v in jax.tree.leaves(first))
+        moved = call.bytes or 3 * size
+        every = [first, *(call.arguments() for _ in range(1, timing.buffers(size, moved, repeats)))]
+        of_each: dict[str, timing.Call] = {name: (program, every) for name, program in calls.items()}
         if call.bytes:
             shape = (call.bytes // 8,)
             (copy,) = (program.compile() for program in programs.lower_copy(shape))
@@ -406,8 +390,7 @@ def run(call: Call, repeats: int) -> dict:
             of_each["copy"] = copy, [(jnp.full(shape, k, jnp.float32),) for k in range(count)]
         return timing.measure(of_each, moved, repeats)
 
-    names = [*call.functions, *(["nothing"] if call.chain else [])]
-    found = compare(call.what, names, (peer, *PLAIN), prepare, measure)
+    found = compare(call.what, list(functions), (peer, *PLAIN), prepare, measure)
     seconds = found["seconds"]
     floor = seconds["nothing"] if call.chain else seconds.pop("copy") if call.bytes else seconds["products"]
     return {"what": call.what, "bytes": call.bytes, "memory": memory, "chain": call.chain, "floor": floor} | found

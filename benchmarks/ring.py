@@ -209,7 +209,8 @@ def difference(found: Sequence[jax.Array], expected: Sequence[jax.Array], layout
 
 def longest(case: Case, name: str) -> dict:
     """How long a sequence may be, and how long it takes."""
-    tokens, memory, found = case.tokens, device_memory(), None
+    stats = jax.devices()[0].memory_stats()
+    tokens, memory, found = case.tokens, stats["bytes_limit"] if stats else 2**25, None
     while tokens <= MOST_TOKENS:
         longer = dataclasses.replace(case, tokens=tokens)
         progress(f"compiling {name}, {longer}")
@@ -238,12 +239,6 @@ def longest(case: Case, name: str) -> dict:
         "memory": memory,
         "seconds": time.perf_counter() - start,
     }
-
-
-def device_memory() -> int:
-    """Of one device, in bytes."""
-    stats = jax.devices()[0].memory_stats()
-    return stats["bytes_limit"] if stats else 2**25
 
 
 def line(case: Case, found: dict) -> str:
