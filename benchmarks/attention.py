@@ -39,7 +39,7 @@ import numpy as np
 import plot
 import timing
 from attention_cases import CPU_GROUPS, GROUPS, Case, operands, options, scores
-from comparison import Record, compare, parser_of_cases, progress
+from comparison import Record, compare, compiling, parser_of_cases, progress
 from jax.stages import Compiled
 
 import jaxsoft
@@ -140,27 +140,29 @@ def check(case: Case, arrays: dict[str, jax.Array], result: Sequence[jax.Array])
     return float(np.max(errors))  # NaN if one is
 
 
-type Programs = dict[tuple[Case, str], Future[Compiled]]
+type Programs = dict[tuple[Case, str], Future[list[Compiled]]]
 
 
 def compiled(cases: Sequence[Case]) -> Programs:
-    """The programs of some cases, which are compiled on all cores at once. They raise what kept them from being."""
-
-    def program(case: Case, name: str) -> Compiled:
-        return jax.jit(function(case, name)).lower(jax.eval_shape(lambda: operands(case))).compile()
-
-    progress(f"compiling {len(cases)} cases")
+    """The programs of some cases, which are compiled on all cores at once."""
+    programs: Programs = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return {(case, name): pool.submit(program, case, name) for case in cases for name in implementations(case)}
+        for case in cases:
+            progress(f"compiling {case}")
+            types = jax.eval_shape(lambda case=case: operands(case))
+            for name in implementations(case):
+                traced = jax.jit(function(case, name))
+                programs[case, name] = compiling(pool, lambda traced=traced, types=types: [traced.lower(types)])
+    return programs
 
 
 def run(case: Case, programs: Programs) -> dict:
-    """What is written of a case."""
+    """Checks, then times a case: what is written of it."""
     arrays = operands(case)
     memory: dict[str, int] = {}
 
     def prepare(name):
-        program = programs[case, name].result()
+        (program,) = programs[case, name].result()
         memory[name] = program.memory_analysis().temp_size_in_bytes
         limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
         if limit and memory[name] > limit:  # which XLA would look for in vain

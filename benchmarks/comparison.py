@@ -11,10 +11,12 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Container, Iterable, Sequence
+from concurrent.futures import Executor, Future
 from typing import Any
 
 import jax
 import timing
+from jax.stages import Compiled, Lowered
 
 # The packages of what is compared. The last two, cuDNN, come with JAX for CUDA 12 or 13.
 COMPARED = ("jax", "jaxlib", "jaxsoft", "jax-triton", "optax", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
@@ -101,6 +103,17 @@ def progress(text: str) -> None:
     """One line on a terminal, which the next one replaces."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def compiling(pool: Executor, lower: Callable[[], Sequence[Lowered]]) -> Future[list[Compiled]]:
+    """Traces here, as that is Python's work, and compiles on another thread. What fails is raised by the result."""
+    try:
+        lowered = lower()
+    except Exception as error:  # an implementation that does not serve the call
+        future: Future[list[Compiled]] = Future()
+        future.set_exception(error)
+        return future
+    return pool.submit(lambda: [program.compile() for program in lowered])
 
 
 def compare[C](

@@ -41,7 +41,7 @@ COPIED = 2**26 if CPU else 2**32
 
 
 def run(case: Case) -> dict:
-    """What is written of a case."""
+    """Checks, then times a case: what is written of it."""
     arrays = operands(case)
 
     def prepare(name):

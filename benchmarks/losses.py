@@ -366,7 +366,7 @@ PLAIN = ("products", "products, logits twice", "loss alone", "two functions", UN
 
 
 def run(call: Call, repeats: int) -> dict:
-    """What is written of a call."""
+    """Checks, then times a call: what is written of it."""
     first, memory, peer = call.arguments(), {}, next(iter(call.functions))
     functions = call.functions | ({"nothing": lambda x: x[0, 0]} if call.chain else {})
 

@@ -51,7 +51,7 @@ COPIED = 2**20 if CPU else 2**31  # bytes of the array on each device whose copy
 
 
 def run(case: Case | Linear) -> dict:
-    """What is written of a case."""
+    """Checks, then times a case: what is written of it."""
     functions = case.implementations()
     places = {name: name if name in (ROWS, PART) else "" for name in functions}  # where the operands lie
     given = {place: case.operands(place) for place in dict.fromkeys(places.values())}

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from check import some_rows
+from comparison import compiling
 from jax.stages import Compiled, Lowered
 from row_cases import Case
 
@@ -158,9 +159,8 @@ class Programs:
                     self._submit(lower_fill, "float32", copy_shape(case))
 
     def _submit(self, lower: Callable[..., list[Lowered]], *args: Any) -> None:
-        """Has it traced and compiled on another thread."""
         if (lower, *args) not in self._futures:
-            self._futures[lower, *args] = self._pool.submit(lambda: [program.compile() for program in lower(*args)])
+            self._futures[lower, *args] = compiling(self._pool, lambda: lower(*args))
 
     def get(self, lower: Callable[..., list[Lowered]], *args: Any) -> list[Compiled]:
         """The programs that were compiled. Raises what kept them from being."""

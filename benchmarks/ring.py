@@ -169,7 +169,7 @@ def layout_of(name: str) -> str:
 
 
 def run(case: Case, building: dict[str, Future[Compiled]]) -> dict:
-    """What is written of a case."""
+    """Checks, then times a case: what is written of it."""
     progress(f"compiling {case}")
     given = {layout_of(name): operands(case, name) for name in case.names}
     given["one device"] = operands(case, "one device")
