@@ -126,7 +126,6 @@ class TiledPlan:
       cluster: blocks that share a row.
       clusters: of the grid. Where there are fewer than rows, they are persistent, and take rows in turn.
       register_tiles: tiles that a warp group keeps in registers, besides.
-      result_ring: slots of the ring of an array that the result needs and the fold does not; 0 for as many as `ring`.
     """
 
     vector: int
@@ -137,7 +136,6 @@ class TiledPlan:
     cluster: int
     clusters: int
     register_tiles: int = 0
-    result_ring: int = 0
 
     @property
     def words(self) -> str:
@@ -194,7 +192,7 @@ def tiled(sizes: RowSizes, operation: RowSpec, rows: int, n: int, itemsize: int)
         return cutter.few_rows()
     if cutter.work in (Work.FOLD, Work.MAP):
         return cutter.streamed()
-    return cutter.one_block() or cutter.paired() or cutter.folded_kept() or cutter.kept() or cutter.partly_kept()
+    return cutter.one_block() or cutter.paired() or cutter.kept() or cutter.partly_kept()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,18 +273,6 @@ class _Cutter:
             ring_bytes = plan.ring * plan.warpgroups * plan.slot_bytes * self.arrays
             if plan.fits and ring_bytes <= self.sizes.pair.ring_bytes:
                 return plan
-        return None
-
-    def folded_kept(self) -> TiledPlan | None:
-        """Persistent clusters that keep the array that is folded, and of the other one what is about to be needed."""
-        cluster = self._cluster(pl.cdiv(self.n * self.itemsize, self.sizes.persistent.folded_bytes))
-        for warpgroups in self.keep.folded_warpgroups:
-            block = BlockShape(warpgroups, self.sizes.persistent.folded_chunks)
-            plan = self._cut(block, cluster, self.keep.tile_cost, persistent=True)
-            slots = self.sizes.ring_bytes // (warpgroups * plan.slot_bytes)
-            left = min(slots - plan.share, self.sizes.ring_slots // warpgroups)
-            if left >= self.sizes.persistent.result_slots and plan.share * warpgroups <= self.sizes.ring_slots:
-                return dataclasses.replace(plan, ring=plan.share, result_ring=left)
         return None
 
     def kept(self) -> TiledPlan | None:

@@ -108,9 +108,8 @@ class KeepSizes:
     """The sizes of `tiled` for work that goes over a row twice, as far as they depend on the work.
 
     The row is kept on chip in between. These are tried for that, in this order: a block; a cluster of which two fit the
-    same multiprocessors, a pair; a persistent cluster that keeps only the array that is folded; a persistent cluster
-    that keeps all; and one that keeps a part of the row, also in registers. Lengths of rows are those of all arrays
-    together.
+    same multiprocessors, a pair; a persistent cluster; and one that keeps a part of the row, also in registers. Lengths
+    of rows are those of all arrays together.
 
     Attributes:
       tile_cost: what a tile costs beside its elements, in elements.
@@ -118,9 +117,8 @@ class KeepSizes:
       block: the shape of that block.
       pair_clusters: the numbers of blocks that clusters of a pair may have.
       pair_bytes: the length of the longest row of such a cluster.
-      folded_warpgroups: the numbers of warp groups that blocks may have if they keep only the array that is folded.
-      persistent_block: the shape of blocks that keep all arrays.
-      persistent_cluster: the least number of blocks of a persistent cluster that does not keep one array alone.
+      persistent_block: the shape of blocks of a persistent cluster.
+      persistent_cluster: the least number of its blocks.
       register_elements: the number of elements that a thread keeps in registers.
     """
 
@@ -129,7 +127,6 @@ class KeepSizes:
     block: BlockShape = BlockShape(warpgroups=4, chunks=4)
     pair_clusters: tuple[int, ...] = ()
     pair_bytes: float = math.inf
-    folded_warpgroups: tuple[int, ...] = ()
     persistent_block: BlockShape = BlockShape(warpgroups=4, chunks=4)
     persistent_cluster: int = 1
     register_elements: int = 80
@@ -155,17 +152,11 @@ class PersistentSizes:
     Attributes:
       placed: the part of the multiprocessors on which clusters of more than two blocks can be placed.
       block_bytes: the largest part of a row, in all arrays, that a block has, as far as clusters can be so large.
-      folded_bytes: likewise, the part of the array that is folded, if blocks keep only that.
-      folded_chunks: the largest number of vectors of a tile that each thread loads, likewise.
-      result_slots: the least number of slots of the ring for the other array, likewise.
       register_blocks: the shapes of blocks that keep tiles in registers, of which the one that keeps most is taken.
     """
 
     placed: float
     block_bytes: int
-    folded_bytes: int
-    folded_chunks: int
-    result_slots: int
     register_blocks: tuple[BlockShape, ...]
 
 
@@ -239,21 +230,11 @@ _HOPPER = RowSizes(
         ),
         (Work.BACKWARD, 4): KeepSizes(tile_cost=256, block_bytes=192 << 10),
         (Work.BACKWARD, 2): KeepSizes(tile_cost=512, block_bytes=192 << 10),
-        (Work.BACKWARD_FOLDING_ONE, 4): KeepSizes(
-            tile_cost=256,
-            block_bytes=96 << 10,
-            pair_clusters=(2, 4),
-            pair_bytes=256 << 10,
-            folded_warpgroups=(2,),
-            register_elements=48,
-        ),
-        (Work.BACKWARD_FOLDING_ONE, 2): KeepSizes(
-            tile_cost=256,
-            block_bytes=96 << 10,
-            pair_clusters=(2, 4),
-            pair_bytes=256 << 10,
-            folded_warpgroups=(4, 2),
-            register_elements=48,
+        **dict.fromkeys(
+            ((Work.BACKWARD_FOLDING_ONE, 4), (Work.BACKWARD_FOLDING_ONE, 2)),
+            KeepSizes(
+                tile_cost=256, block_bytes=96 << 10, pair_clusters=(2, 4), pair_bytes=256 << 10, register_elements=48
+            ),
         ),
     },
     pair=PairSizes(ring_bytes=100 << 10, block=BlockShape(warpgroups=2, chunks=6)),
@@ -262,9 +243,6 @@ _HOPPER = RowSizes(
         # placed varies from chip to chip.
         placed=7 / 8,
         block_bytes=136 << 10,
-        folded_bytes=152 << 10,
-        folded_chunks=4,
-        result_slots=2,
         register_blocks=(BlockShape(warpgroups=3, chunks=4), BlockShape(warpgroups=3, chunks=2)),
     ),
     softmax_rows={4: math.inf, 2: 4},

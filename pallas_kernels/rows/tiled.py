@@ -2,9 +2,9 @@
 
 The tiles of a row are divided among the warp groups of a block, or of a cluster of blocks. Each streams its tiles
 through a ring of its own, folds them into lanes, and, when the states of all threads are combined, goes over its tiles
-once more to write the result. So a row whose tiles fit the rings is read once. An array that only the result
-needs has a ring of its own, which need not hold the row. `long_row` takes rows that the rings do not keep. Where
-clusters take several rows, in turn, the next row's tile takes a tile's place as soon as that is written.
+once more to write the result. So a row whose tiles fit the rings is read once. `long_row` takes rows that the rings do
+not keep. Where clusters take several rows, in turn, the next row's tile takes a tile's place as soon as that is
+written.
 
 - Every warp group fills and empties its rings by itself, so that the only thing that warp groups wait for is each
   other's states, once a row.
@@ -63,7 +63,7 @@ def row_kernel(
     signature = Signature.of(operation)
     full = jax.ShapeDtypeStruct((rows, n // plan.vector, plan.vector), dtypes[1])
     number = jax.ShapeDtypeStruct((rows,), jnp.float32)
-    slots = [plan.warpgroups * size for size in _ring_sizes(operation, plan)]
+    slots = plan.warpgroups * plan.ring
     numbers = (operations.fold_of(operation) or fold.SUM).numbers
     # There is room for the states of two rows: a warp group that has the next one ready must not write over states that
     # others still read.
@@ -73,8 +73,8 @@ def row_kernel(
         functools.partial(_body, operation, plan, extras),
         out_type=(full,) * signature.row_results + (number,) * signature.number_results,
         scratch_types=(
-            [plgpu.SMEM((count, plan.chunks * THREADS, plan.vector), dtypes[0]) for count in slots],
-            [plgpu.Barrier(num_arrivals=1, num_barriers=count) for count in slots],
+            [plgpu.SMEM((slots, plan.chunks * THREADS, plan.vector), dtypes[0])] * signature.rows,
+            [plgpu.Barrier(num_arrivals=1, num_barriers=slots)] * signature.rows,
             states,
             plgpu.Barrier(num_arrivals=plan.warpgroups),
             ClusterExchange.scratch(numbers, plan.cluster) if clustered else (),
@@ -92,21 +92,16 @@ def row_kernel(
     )
 
 
-def _ring_sizes(operation: RowSpec, plan: TiledPlan) -> list[int]:
-    """Slots of a warp group's ring for each array."""
-    folded = operations.folded(operation)
-    arrays = range(Signature.of(operation).rows)
-    return [plan.ring if i in folded else plan.result_ring or plan.ring for i in arrays]
-
-
 def _body(operation: RowSpec, plan: TiledPlan, extras: Extras, *refs):
     group = _warpgroup(operation, plan, extras, refs)
     if group.exchange:
         group.exchange.open()
     if group.fold and group.writes and not plan.fits:
         return long_row.take_rows(group)
-    rings = _in_turn(group)
-    lax.fori_loop(0, group.rows.count, functools.partial(_take_row, group), [_filled(group, some) for some in rings])
+    turn = Turn(0, 0, 0)
+    for _ in range(plan.ring):
+        turn = _refill(group, turn)
+    lax.fori_loop(0, group.rows.count, functools.partial(_take_row, group), turn)
 
 
 def _warpgroup(operation: RowSpec, plan: TiledPlan, extras: Extras, refs: Sequence[Any]) -> WarpGroup:
@@ -116,7 +111,6 @@ def _warpgroup(operation: RowSpec, plan: TiledPlan, extras: Extras, refs: Sequen
     index, block = lax.axis_index("warpgroup"), lax.axis_index("peer") if plan.cluster > 1 else 0
     member = block * plan.warpgroups + index
     rows, vectors, _ = sorted_refs.rows[0].shape
-    sizes = _ring_sizes(operation, plan)
     return WarpGroup(
         operation,
         plan,
@@ -127,41 +121,28 @@ def _warpgroup(operation: RowSpec, plan: TiledPlan, extras: Extras, refs: Sequen
         member,
         share=Share.of(member, vectors * plan.vector, plan),
         rows=Rows.of(rows, plan),
-        rings=[RowRing(*ring, index) for ring in zip(sorted_refs.rows, slots, loaded, sizes, strict=True)],
+        rings=[RowRing(*ring, plan.ring, index) for ring in zip(sorted_refs.rows, slots, loaded, strict=True)],
         states=states,
         posted=posted,
         exchange=ClusterExchange(plan.cluster, *exchange) if exchange else None,
     )
 
 
-def _in_turn(group: WarpGroup) -> list[Sequence[RowRing]]:
-    """The rings of which a warp group fills the same slot at a time."""
-    return [group.folded_rings, group.other_rings] if group.plan.result_ring else [group.rings]
-
-
-def _filled(group: WarpGroup, rings: Sequence[RowRing]) -> Turn:
-    """Fills rings to begin with, and returns their next turn."""
-    turn = Turn(0, 0, 0)
-    for _ in range(rings[0].size):
-        turn = _refill(group, rings, turn)
-    return turn
-
-
-def _refill(group: WarpGroup, rings: Sequence[RowRing], turn: Turn) -> Turn:
-    """Fills a slot of some rings with a tile of this row or of one to come, and returns their next turn."""
+def _refill(group: WarpGroup, turn: Turn) -> Turn:
+    """Fills a slot of each ring with a tile of this row or of one to come, and returns their next turn."""
     slot, k, tile = turn
-    group.fill(rings, slot, k, tile)
+    group.fill(group.rings, slot, k, tile)
     last = tile == group.share.count - 1
-    return Turn(rings[0].after(slot), jnp.where(last, k + 1, k), jnp.where(last, 0, tile + 1))
+    return Turn(group.rings[0].after(slot), jnp.where(last, k + 1, k), jnp.where(last, 0, tile + 1))
 
 
-def _take_row(group: WarpGroup, k: jax.Array, turns: list[Turn]) -> list[Turn]:
+def _take_row(group: WarpGroup, k: jax.Array, turn: Turn) -> Turn:
     """Takes a row whose tiles the rings keep until the result is written, or that is gone over once.
 
     Args:
       group: the warp group.
       k: the index of the row among those of the cluster.
-      turns: the next turn of the rings.
+      turn: the next turn of the rings.
 
     Returns:
       Their next turn after this row.
@@ -169,13 +150,13 @@ def _take_row(group: WarpGroup, k: jax.Array, turns: list[Turn]) -> list[Turn]:
     rules, label = group.rules(k), group.label(k)
     total: fold.State = ()
     if group.fold:
-        lanes, turns = _fold_row(group, rules, label, turns)
+        lanes, turn = _fold_row(group, rules, label, turn)
         total = group.total(k, lanes)
     finished = group.finish(k, total)
-    return _write_row(group, k, rules, label, finished, turns) if finished else turns
+    return _write_row(group, k, rules, label, finished, turn) if finished else turn
 
 
-def _fold_row(group: WarpGroup, rules: Rules, label: jax.Array | None, turns: list[Turn]) -> tuple[Lanes, list[Turn]]:
+def _fold_row(group: WarpGroup, rules: Rules, label: jax.Array | None, turn: Turn) -> tuple[Lanes, Turn]:
     """Folds the tiles of a row as they come. If no result is to be written, their slots are free then."""
     rings, reduction = group.folded_rings, group.fold
     assert reduction
@@ -192,38 +173,29 @@ def _fold_row(group: WarpGroup, rules: Rules, label: jax.Array | None, turns: li
         lanes = if_read(label, folded, lambda: lanes)
         if not group.writes:
             plgpu.commit_smem()  # all threads have read the slot
-            turn = _refill(group, rings, turn)
+            turn = _refill(group, turn)
         return lanes, rings[0].after(slot), turn
 
-    turn, *rest = turns
     initial = reduction.identity(THREADS), turn.slot, turn
     lanes, _, turn = lax.fori_loop(0, group.share.count, fold_tile, initial)
-    return lanes, [turn, *rest]
+    return lanes, turn
 
 
 def _write_row(
-    group: WarpGroup,
-    k: jax.Array,
-    rules: Rules,
-    label: jax.Array | None,
-    finished: Finished,
-    turns: list[Turn],
-) -> list[Turn]:
+    group: WarpGroup, k: jax.Array, rules: Rules, label: jax.Array | None, finished: Finished, turn: Turn
+) -> Turn:
     """Writes the result of a row, and fills each slot anew as soon as its tile is written."""
-    rings = _in_turn(group)
 
-    def write_tile(tile, turns):
-        slots = {ring: turn.slot for turn, some in zip(turns, rings, strict=True) for ring in some}
-
+    def write_tile(tile, turn):
         def written():
             for ring in group.other_rings:
-                ring.wait(slots[ring])
-            group.write_tile(k, tile, group.chunks(slots), rules, finished)
+                ring.wait(turn.slot)
+            group.write_tile(k, tile, group.chunks(dict.fromkeys(group.rings, turn.slot)), rules, finished)
 
         if_read(label, written, lambda: group.write_zeros(k, tile))
         plgpu.commit_smem()
         # commit_smem is a barrier, too: nothing is written over the label's result any more.
         group.at_label(label, tile, functools.partial(group.write_label, k, tile))
-        return [_refill(group, some, turn) for turn, some in zip(turns, rings, strict=True)]
+        return _refill(group, turn)
 
-    return lax.fori_loop(0, group.share.count, write_tile, turns)
+    return lax.fori_loop(0, group.share.count, write_tile, turn)

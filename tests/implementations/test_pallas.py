@@ -4,7 +4,6 @@ The interpreter knows neither layouts nor the rules of asynchronous copies, whic
 code that a GPU runs: there, the tests of values take these kernels with the others.
 """
 
-import dataclasses
 import itertools
 import math
 import re
@@ -190,8 +189,6 @@ def test_forms_of_long_rows(operation):
     for extras, shape, ones in LONG_FORMS:
         ring = 2 if len(extras) > 1 else 4  # the row does not fit it, or does
         plan = TiledPlan(vector=4, chunks=1, tiles=5, ring=ring, warpgroups=2, cluster=1, clusters=2)
-        if operation is LOG_SOFTMAX_VJP and plan.fits:
-            plan = dataclasses.replace(plan, result_ring=2)
         extras = tuple(name for name in extras if name in taken_by(operation))
         form = RowForm(np.dtype(jnp.float32), extras, 0, operation is SOFTMAX_VJP)
         operands = operands_of_form(operation, form, shape, jnp.float32, ones)
@@ -255,8 +252,7 @@ def test_plans(limits):
                 arrays = Signature.of(operation).rows
                 assert cut.tile <= n <= cut.tile * cut.tiles < n + cut.tile and cut.tiles >= cut.members
                 assert cut.ring * cut.warpgroups <= 32
-                slots = cut.ring + cut.result_ring if cut.result_ring else cut.ring * arrays
-                assert slots * cut.warpgroups * cut.tile * size <= limits.ring_bytes
+                assert cut.ring * arrays * cut.warpgroups * cut.tile * size <= limits.ring_bytes
                 assert cut.tiles > cut.members or n % cut.tile == 0  # one writer for what overlaps
                 assert cut.clusters == rows_ or cut.clusters * cut.cluster <= limits.gpu.multiprocessors
 
@@ -269,9 +265,6 @@ def test_values(operation, dtype):
         cases = CASES[dtype][::3]
     if operation is LOGSUMEXP_VJP or operation.has_label:
         cases = [(shape, plan) for shape, plan in cases if not isinstance(plan, SplitPlan)]
-    if operation is LOG_SOFTMAX_VJP:  # whose fold needs one array of two
-        whole = [(shape, plan) for shape, plan in CASES[dtype] if isinstance(plan, TiledPlan) and plan.fits]
-        cases += [(shape, dataclasses.replace(plan, result_ring=slots)) for shape, plan in whole for slots in (1, 2)]
     for (count, n), plan in cases:
         x = rows(n, dtype, count=count)
         operands = operands_of(operation, x)
