@@ -46,8 +46,8 @@ struct StateAndSum {
   double sum;
 };
 
-// Of a row of two arrays: its numbers, in the order of the operation's record; or what a part of it was reduced to, in an
-// order that only the kernels know.
+// Of a row of two arrays: its numbers, in the order of the operation's record; or what a part of it was reduced to, in
+// an order that only the kernels know.
 struct Numbers {
   double of[8];
 };
@@ -103,8 +103,8 @@ struct Kernels {
   StateAndSum (*reduce_with_sum)(const Segment&, int64_t n);
   double (*moved)(double sum, State part, double m);      // a part's sum relative to m, which is at least the part's
 
-  // Of two arrays of scores. A row's parts are reduced and combined, and its numbers are made of them. Or both gradients
-  // are written; `out` is null where the first is not asked for.
+  // Of two arrays of scores. A row's parts are reduced and combined, and its numbers are made of them. Or both
+  // gradients are written; `out` is null where the first is not asked for.
   Numbers (*reduce_two)(const Segment&, int64_t n);
   Numbers (*combine_two)(const Numbers&, const Numbers&);
   Numbers (*finish_two)(const Numbers&);

@@ -56,14 +56,18 @@ struct AttentionResults {
   void* output_residual = nullptr;  // (B, T, N, D) in the dtype of queries: what rounding took from output; or null
   float* lse = nullptr;           // (B, N, T): the natural log-sum-exp of scores; -inf where none is valid
   float* lse_residual = nullptr;  // (B, N, T): what lse lost when it was rounded; null where there is no bias
-  // What attention over other keys gave, with which the results are combined; or null. It may be where the results are
-  // to be: output where that is in f32, and lse.
-  const float* output_before = nullptr;  // (B, T, N, D)
-  const float* lse_before = nullptr;     // (B, N, T): where it is -inf, the output is not read
+};
+
+// What attention over other keys gave, with which the results are combined; or null. It may be where the results are to
+// be: output where the results' is in f32, and lse.
+struct AttentionBefore {
+  const float* output = nullptr;  // (B, T, N, D)
+  const float* lse = nullptr;     // (B, N, T): where it is -inf, output is not read
 };
 
 // Forward, for many queries. On Hopper only, without a bias and without a mask.
-cudaError_t run_attention_forward(const AttentionCall& call, const AttentionResults& results, cudaStream_t stream);
+cudaError_t run_attention_forward(const AttentionCall& call, const AttentionBefore& before,
+                                  const AttentionResults& results, cudaStream_t stream);
 
 // The gradients by query, key and value, in their shapes.
 struct AttentionGradients {

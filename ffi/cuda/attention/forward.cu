@@ -8,15 +8,17 @@ namespace jaxsoft::cuda {
 
 // Computes it for one element type, and heads of up to `size`.
 template <class T, int size>
-cudaError_t run_forward(const AttentionCall& call, const AttentionResults& results, cudaStream_t stream);
+cudaError_t run_forward(const AttentionCall& call, const AttentionBefore& before, const AttentionResults& results,
+                        cudaStream_t stream);
 
 // The workspace has room for a counter: 8 bytes.
-cudaError_t run_attention_forward(const AttentionCall& call, const AttentionResults& results, cudaStream_t stream) {
+cudaError_t run_attention_forward(const AttentionCall& call, const AttentionBefore& before,
+                                  const AttentionResults& results, cudaStream_t stream) {
   if (auto e = need_warp_groups(cudaErrorNoKernelImageForDevice)) return e;
   if (call.workspace_bytes < static_cast<int64_t>(sizeof(unsigned long long))) return cudaErrorInvalidValue;
   return with_size<64, 128, 192, 256>(call.size, [&](auto size) {
-    return call.type == AttentionType::f16 ? run_forward<__half, size>(call, results, stream)
-                                           : run_forward<__nv_bfloat16, size>(call, results, stream);
+    return call.type == AttentionType::f16 ? run_forward<__half, size>(call, before, results, stream)
+                                           : run_forward<__nv_bfloat16, size>(call, before, results, stream);
   });
 }
 

@@ -81,13 +81,14 @@ AttentionResults attention_results(const Call& given) {
   results.output_residual = given.result(Name::output_residual).data;
   results.lse = static_cast<float*>(given.result(Name::lse).data);
   results.lse_residual = static_cast<float*>(given.result(Name::lse_residual).data);
-  results.output_before = static_cast<const float*>(given.operand(Name::state_output).data);
-  results.lse_before = static_cast<const float*>(given.operand(Name::state_lse).data);
   return results;
 }
 
 cudaError_t forward(const Call& given, const attention::Form& form, cudaStream_t stream) {
-  return run_attention_forward(attention_call(given, form), attention_results(given), stream);
+  AttentionBefore before;
+  before.output = static_cast<const float*>(given.operand(Name::state_output).data);
+  before.lse = static_cast<const float*>(given.operand(Name::state_lse).data);
+  return run_attention_forward(attention_call(given, form), before, attention_results(given), stream);
 }
 
 cudaError_t decode(const Call& given, const attention::Form& form, cudaStream_t stream) {

@@ -1,8 +1,8 @@
 // Rows in the shared memory of all blocks: one read of device memory for rows that only all multiprocessors together
 // can hold.
 //
-// Rows are cut into chunks, and the chunks are distributed round-robin to the blocks of a persistent grid. (By a counter
-// they were no faster.) A block keeps its chunks in shared memory, in a ring of slots. Each warp has a role:
+// Rows are cut into chunks, and the chunks are distributed round-robin to the blocks of a persistent grid. (By a
+// counter they were no faster.) A block keeps its chunks in shared memory, in a ring of slots. Each warp has a role:
 //
 //   producer   fills slots by bulk copies
 //   reducers   reduce the slots to states

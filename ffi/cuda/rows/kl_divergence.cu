@@ -8,8 +8,8 @@
 //
 // Scores w beside which z has nearly no weight add to q alone. They have a state of their own, (mq, sq).
 //
-// Where z and w are far from each other, or huge, w - z loses digits of both: a number near each is subtracted first, the
-// origin, and c is that of what is left.
+// Where z and w are far from each other, or huge, w - z loses digits of both: a number near each is subtracted first,
+// the origin, and c is that of what is left.
 //
 // The gradients are g * p * (-d - k) by z, and g * (q - p) = g * p * (exp(d) - 1) by w, times their scales.
 #include <algorithm>
@@ -32,7 +32,8 @@ constexpr float kFar = 1.f / 32;
 // The maximum that weights are relative to is raised when a score is above it by so much: seldom. A weight that is then
 // too small for f32 has a q of at most exp(kLag + kLargest - 87).
 constexpr float kLag = 8;
-// Scores of one element that are further apart than this have no digits of w left in w - z, so w is added to q as it is.
+// Scores of one element that are further apart than this have no digits of w left in w - z, so w is added to q as it
+// is.
 constexpr float kApart = 4096;
 // Scores of an element up to kNear apart and up to kHuge in size need no origin. One is taken up to kLargestOrigin, so
 // that the differences of origins are finite.
@@ -52,8 +53,8 @@ template <class A>
 __device__ A weight(A m, A to) {
   return term(m - reference(to));
 }
-// h(d) / d^2 for small d: 1/2! + d/3! + d^2/4! + .... In f32 it is a polynomial, whose relative error is at most 4e-8, or
-// 9e-7 for scores of 16 bits.
+// h(d) / d^2 for small d: 1/2! + d/3! + d^2/4! + .... In f32 it is a polynomial, whose relative error is at most 4e-8,
+// or 9e-7 for scores of 16 bits.
 template <class T>
 __device__ Accumulator<T> series_beyond(Accumulator<T> d) {
   using A = Accumulator<T>;
@@ -109,9 +110,9 @@ __device__ Origin<A> origin_for(A z, A w, const Origin<A>& otherwise) {
   return is_far(z, w, Origin<A>()) ? Origin<A>{z, w} : Origin<A>();
 }
 
-// What a part of a row is reduced to: the sums relative to the maximum m and the reference c, and of those of its scores
-// w beside which z has nearly no weight, which add to q alone, the maximum and the sum of exponentials. But for mq, all
-// are those of scores less the origin.
+// What a part of a row is reduced to: the sums relative to the maximum m and the reference c, and of those of its
+// scores w beside which z has nearly no weight, which add to q alone, the maximum and the sum of exponentials. But for
+// mq, all are those of scores less the origin.
 template <class A>
 struct Part {
   A m = -INFINITY, c = 0, mq = -INFINITY, sq = 0;
@@ -426,8 +427,8 @@ struct Row {
   __device__ bool counts(int element) const {
     return element >= 0 && element < limit && (!with_extras || !where || where[element]);
   }
-  // The scores of pack i, which is in the row as a whole, less an origin if `with_origin`. Those that do not count are so
-  // small that they have no weight, and their distance is 0.
+  // The scores of pack i, which is in the row as a whole, less an origin if `with_origin`. Those that do not count are
+  // so small that they have no weight, and their distance is 0.
   template <bool with_origin>
   __device__ void scores(const Pack<T>& of_x, const Pack<T>& of_y, int i, const Origin<A>& from, A* z, A* w) const {
 #pragma unroll
@@ -579,8 +580,8 @@ __device__ Part<Accumulator<T>> reduce_packs(const Row<T, with_extras>& at, Read
   return running.finish();
 }
 
-// Writes the results of a row. The reference is corrected by what the mean of exp(d) - 1, which also is that of h(d) and
-// of d, differs from 0. What belongs to q alone joins by the chain rule.
+// Writes the results of a row. The reference is corrected by what the mean of exp(d) - 1, which also is that of h(d)
+// and of d, differs from 0. What belongs to q alone joins by the chain rule.
 template <class T>
 __device__ void write(const TwoArrays<T>& args, int64_t row, Part<Accumulator<T>> part) {
   using A = Accumulator<T>;
@@ -625,7 +626,8 @@ __device__ void write(const TwoArrays<T>& args, int64_t row, Part<Accumulator<T>
   args.divergence[row] = undefined ? A(nan("")) : k;
 }
 
-// Reduces a block's share of the rows. Its warps do so on their own: what they find is combined for many rows at a time.
+// Reduces a block's share of the rows. Its warps do so on their own: what they find is combined for many rows at a
+// time.
 template <class T, bool with_extras>
 __global__ void __launch_bounds__(kThreads, kBlocks<T>)
     kl_divergence_rows(const __grid_constant__ TwoArrays<T> args, const __grid_constant__ Shares<T> shares) {
@@ -667,7 +669,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
 // Combines the parts of rows that are cut. The first border within a row has a warp that does so; those of others have
 // nothing to do.
 template <class T>
-__global__ void kl_divergence_merge(const __grid_constant__ TwoArrays<T> args, const __grid_constant__ Shares<T> shares) {
+__global__ void kl_divergence_merge(const __grid_constant__ TwoArrays<T> args,
+                                    const __grid_constant__ Shares<T> shares) {
   const unsigned first = blockIdx.x;
   const auto begin = shares.border(first), cut = shares.border(first + 1);
   auto cuts = [&](const auto& border) { return border.row == cut.row && border.element > 0; };
@@ -696,8 +699,8 @@ __global__ void __launch_bounds__(kGradientThreads)
   const A c = reference(args.ratio[row]), k = reference(args.divergence[row]), g = args.cotangent[row];
   const A inverse = s == 0 ? A(0) : 1 / s;
   const Origin<A> origin = m == o ? Origin<A>() : Origin<A>{m, o};
-  // What z and w are relative to, and the logsumexp of w beyond that; where there is no p, or no q, exponentials relative
-  // to it are 0.
+  // What z and w are relative to, and the logsumexp of w beyond that; where there is no p, or no q, exponentials
+  // relative to it are 0.
   const A top = m - origin.z, other = s == 0 || args.ratio[row] == A(-INFINITY) ? A(INFINITY) : ::log(s) + c;
   const A by_x = g * at.scale, by_y = g * at.other_scale;
   T* const dx = both ? args.dx + row * args.n : nullptr;

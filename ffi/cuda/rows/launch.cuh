@@ -87,7 +87,8 @@ cudaError_t launch_form(const Arguments<T>& args, void* workspace, int64_t bytes
 
 // The calls with extras. A form is compiled only for operations that may have it.
 template <template <class> class Op, class T>
-cudaError_t run_with_extras(const Arguments<T>& args, const Call&, void* workspace, int64_t bytes, cudaStream_t stream) {
+cudaError_t run_with_extras(const Arguments<T>& args, const Call&, void* workspace, int64_t bytes,
+                            cudaStream_t stream) {
   const Extras& extras = args.extras;
   if constexpr (Op<T>::a_is_scores && Op<T>::operands == 1 && !Op<T>::sums)
     if (extras.bias.data) return launch_form<Op, T, WithExtras<T, true, false>>(args, workspace, bytes, stream);

@@ -10,8 +10,8 @@ __device__ inline float rounded_product(float a, float b) { return __fmul_rn(a, 
 __device__ inline double rounded_product(double a, double b) { return __dmul_rn(a, b); }
 
 // The soft cap, cap * tanh(x / cap). The approximation for 16 bits errs by 2^-22 of the cap. Where |x| is less than an
-// eighth of the cap, the first three terms of the series take its place, which err by 2^-22 of x. So the error is at most
-// 2^-19 of x, less than 16 bits resolve.
+// eighth of the cap, the first three terms of the series take its place, which err by 2^-22 of x. So the error is at
+// most 2^-19 of x, less than 16 bits resolve.
 template <class T, class A>
 __device__ A soft_cap(A x, A cap) {
   if constexpr (sizeof(T) == 2) {

@@ -44,8 +44,8 @@ struct Streamed {
     return rows * least_threads >= int64_t(2) * resident * processors ? least_threads : most_threads;
   }
   // Sums beside a state take a block's threads long to combine, so a thread has at least 31 packs, or the row a single
-  // warp. A row of up to 64 KB has one, too, if the rows fill the GPU three times: 2 to 3 % faster where they do, and up
-  // to 9 % slower where the last warps leave much of the GPU idle.
+  // warp. A row of up to 64 KB has one, too, if the rows fill the GPU three times: 2 to 3 % faster where they do, and
+  // up to 9 % slower where the last warps leave much of the GPU idle.
   static int threads_of_sums(int64_t rows, int64_t packs, int processors) {
     if (packs <= 4096 && rows * 32 >= int64_t(3) * resident * processors) return 32;
     int threads = most_threads;

@@ -190,10 +190,10 @@ constexpr Rule kRules[] = {
 
     // Long rows on chip, if they are more than 16 MB together; others are split.
     // First, aligned rows of the forward operations in the registers of clusters: up to 48 KB in each block, of which a
-    // multiprocessor has three or more, or of 16 bits 60 to 64 KB in each, of which it has two. They reach .97 to .98 of
-    // a copy's speed, and do not take as long to begin and to end as a ring. Others are as fast or faster in a ring: in
-    // between, where too many registers are left over, longer rows, for which larger clusters wait too much, and rows
-    // in parts of 60 to 64 KB that are more than 512 MB together or of 32 bits.
+    // multiprocessor has three or more, or of 16 bits 60 to 64 KB in each, of which it has two. They reach .97 to .98
+    // of a copy's speed, and do not take as long to begin and to end as a ring. Others are as fast or faster in a ring:
+    // in between, where too many registers are left over, longer rows, for which larger clusters wait too much, and
+    // rows in parts of 60 to 64 KB that are more than 512 MB together or of 32 bits.
     use(Strategy::clustered, 8).on(kHopper).of_bytes(2).for_kinds(kSoftmax).for_forms(kPlain).reading(1)
         .up_to(8192).aligned().all_rows_from((1 << 20) + 1).all_rows_up_to(1 << 25).with_blocks(2).parts(3841, 4096),
     use(Strategy::clustered, 8).on(kHopper).of_bytes(2).for_kinds(kWriteAndReduce).for_forms(kPlain).reading(1)

@@ -106,7 +106,8 @@ Numbers reduce_divergence(const Segment& at, int64_t n) {
       return b[i / L::lanes] = reader.counted_other_score(start + i, left);
     });
     const bool near = part.near();
-    const S p_ref = (S)reference(part.p.m), q_ref = (S)reference(part.q.m), z0 = near ? 0 : p_ref, w0 = near ? 0 : q_ref;
+    const S p_ref = (S)reference(part.p.m), q_ref = (S)reference(part.q.m);
+    const S z0 = near ? 0 : p_ref, w0 = near ? 0 : q_ref;
     part.p.s = sum_exp<T>(size, true, part.p.m, a, [=](int64_t i, int64_t) {
       const V z = a[i / L::lanes];
       distances[i / L::lanes] = (b[i / L::lanes] - w0) - (z - z0);

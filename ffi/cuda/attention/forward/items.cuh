@@ -19,6 +19,7 @@ struct ForwardArguments {
   float unit;   // scores in base 2 are products, or capped scores, times this
   float slack;  // in those, the reference of exponentials may be so far below the maximum
   unsigned long long* counter;  // null if items are assigned in advance
+  AttentionBefore before;       // in calls whose plan says that they continue
 };
 
 // The limits of an element of the batch. In a plain call all keys count for each query.

@@ -12,12 +12,12 @@ namespace jaxsoft::cuda {
 constexpr int64_t kBytesTogether = 24 << 20;
 
 template <class T, class Plan, ForwardKind kind>
-cudaError_t launch_forward_by_plan(const AttentionCall& call, const AttentionResults& results, const Device& device,
-                                   cudaStream_t stream) {
+cudaError_t launch_forward_by_plan(const AttentionCall& call, const AttentionBefore& before,
+                                   const AttentionResults& results, const Device& device, cudaStream_t stream) {
   constexpr int bytes = sizeof(ForwardMemory<Plan>);
   const auto type = std::is_same<T, __half>::value ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   ForwardArguments args{};
-  args.call = call, args.results = results;
+  args.call = call, args.results = results, args.before = before;
   auto describe_rows = [&](CUtensorMap* map, const void* data, int rows, int heads, int box_rows) {
     return describe(map, {data, type, call.batch, rows, heads, call.size}, box_rows);
   };
@@ -49,21 +49,23 @@ cudaError_t launch_forward_by_plan(const AttentionCall& call, const AttentionRes
 }
 
 template <class T, int size, ForwardKind kind>
-cudaError_t launch_forward(const AttentionCall& call, const AttentionResults& results, const Device& device,
-                           cudaStream_t stream) {
+cudaError_t launch_forward(const AttentionCall& call, const AttentionBefore& before, const AttentionResults& results,
+                           const Device& device, cudaStream_t stream) {
   using Plan = ForwardPlan<size, kind>;
-  if (results.lse_before) return launch_forward_by_plan<T, ContinuedPlan<Plan>, kind>(call, results, device, stream);
-  return launch_forward_by_plan<T, Plan, kind>(call, results, device, stream);
+  if (before.lse) return launch_forward_by_plan<T, ContinuedPlan<Plan>, kind>(call, before, results, device, stream);
+  return launch_forward_by_plan<T, Plan, kind>(call, before, results, device, stream);
 }
 
 template <class T, int size>
-cudaError_t run_forward(const AttentionCall& call, const AttentionResults& results, cudaStream_t stream) {
+cudaError_t run_forward(const AttentionCall& call, const AttentionBefore& before, const AttentionResults& results,
+                        cudaStream_t stream) {
   Device device;
   if (auto e = device.read()) return e;
   if (call.cap > 0 || call.query_segments)
-    return launch_forward<T, size, ForwardKind::general>(call, results, device, stream);
-  if (call.limits.any()) return launch_forward<T, size, ForwardKind::limited>(call, results, device, stream);
-  return launch_forward<T, size, ForwardKind::plain>(call, results, device, stream);
+    return launch_forward<T, size, ForwardKind::general>(call, before, results, device, stream);
+  if (call.limits.any())
+    return launch_forward<T, size, ForwardKind::limited>(call, before, results, device, stream);
+  return launch_forward<T, size, ForwardKind::plain>(call, before, results, device, stream);
 }
 
 }  // namespace jaxsoft::cuda

@@ -110,7 +110,7 @@ __device__ inline void prefetch_before(const ForwardArguments& args, const Forwa
   for (int i = threadIdx.x % 32; i < 16 * lines; i += 32) {
     const int query = first + i / lines;
     if (query >= call.queries) continue;
-    const float* from = args.results.output_before +
+    const float* from = args.before.output +
                         ((int64_t(item.batch) * call.queries + query) * call.heads + item.head) * call.value_size +
                         i % lines * line;
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
@@ -135,12 +135,12 @@ struct ContinuedRow {
     if (there && threadIdx.x % 4 == 0) args.results.lse[rows.lse_place + 8 * r] = shares.lse;
     place = rows.place + 8 * r * int64_t(call.heads) * call.value_size;
     own = shares.own * rows.inverse[r], before = shares.before;
-    written = there && !(own == 0 && before == 1 && args.results.output == args.results.output_before);
+    written = there && !(own == 0 && before == 1 && args.results.output == args.before.output);
 #pragma unroll
     for (int i = 0; i < Plan::size / 8; i++) {
       const int column = i * 8 + column_of_thread();
       const bool read = written && before != 0 && column < call.value_size;
-      values[i] = read ? *reinterpret_cast<const float2*>(args.results.output_before + place + column) : float2{};
+      values[i] = read ? *reinterpret_cast<const float2*>(args.before.output + place + column) : float2{};
     }
   }
 
@@ -165,7 +165,7 @@ __device__ void write_continued_results(const ForwardArguments& args, const Rows
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const bool there = rows.query + 8 * r < args.call.queries;
-    lse_before[r] = there ? args.results.lse_before[rows.lse_place + 8 * r] : -infinity<float>();
+    lse_before[r] = there ? args.before.lse[rows.lse_place + 8 * r] : -infinity<float>();
   }
   __syncwarp();  // results may be written to where threads of the same row read
   ContinuedRow<0, T, Plan> first(args, rows, lse_before[0]);

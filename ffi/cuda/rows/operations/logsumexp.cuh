@@ -1,8 +1,8 @@
 // state: the state (m, s) of each row. With labels, the label's score is left out of it and is a result of its own.
 //
-// logsumexp_vjp: dx = scale * p * g, with one cotangent g for each row. With labels, dx is the label's cotangent instead
-// at the label. Where there is a cotangent of the distances, it is added at every score above -inf, that of the label
-// included.
+// logsumexp_vjp: dx = scale * p * g, with one cotangent g for each row. With labels, dx is the label's cotangent
+// instead at the label. Where there is a cotangent of the distances, it is added at every score above -inf, that of the
+// label included.
 #pragma once
 
 #include "labels.cuh"

@@ -40,8 +40,8 @@ __device__ inline bool is_in_vain(int reaching_of_first, int k, int of_group, in
 }
 
 // For the row of a warp. `of_group`: the elements that a group has.
-static __device__ __noinline__ void leave_out_ties_of_warp(float threshold, int k, int of_group, int room, float* maxima,
-                                                    int groups) {
+static __device__ __noinline__ void leave_out_ties_of_warp(float threshold, int k, int of_group, int room,
+                                                           float* maxima, int groups) {
   const int own = reaching_of_step(threshold, maxima, groups);
   if (is_in_vain(__shfl_sync(kAllLanes, own, 0), k, of_group, room)) return;
   leave_out_ties(threshold, k, own, 0, maxima, groups);
@@ -50,8 +50,9 @@ static __device__ __noinline__ void leave_out_ties_of_warp(float threshold, int 
 // For the part that a block has. All its threads call it; `maxima` are those of the warp. `reaching` is shared memory:
 // the groups that reach the threshold, of a step of a warp. A step of all warps comes before the next one, and the
 // tiles of a step are in the order of the warps, if a group is no more than one, as `in_turn` says.
-static __device__ __noinline__ void leave_out_ties_of_block(float threshold, int k, int of_group, int room, bool in_turn,
-                                                     float* maxima, int groups, uint8_t (*reaching)[32]) {
+static __device__ __noinline__ void leave_out_ties_of_block(float threshold, int k, int of_group, int room,
+                                                            bool in_turn, float* maxima, int groups,
+                                                            uint8_t (*reaching)[32]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   reaching[warp][lane] = static_cast<uint8_t>(reaching_of_step(threshold, maxima, groups));
   __syncthreads();
