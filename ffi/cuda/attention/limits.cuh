@@ -1,6 +1,6 @@
 // Which keys count for a query, as far as limits by position and lengths say: what a call has of them, and what the
-// kernels of attention ask. Another limit is an operand in targets.h, also of kLimits there, and here its place, what it
-// excludes, and whether it does.
+// kernels of attention ask. Another limit is an operand in targets.h, also of kLimits there, and here its place, what
+// it excludes, and whether it does.
 #pragma once
 
 #include <cstdint>
@@ -100,7 +100,8 @@ struct AttentionLimits {
   // the last, if any.
   __device__ int first_query(int first_key) const { return max(first_key - most, begin); }
   __device__ int last_query(int end) const { return min(end - least, queries); }
-  // Whether some of the keys [key, key_end) do not count for some of the queries [query, query_end), which are all there.
+  // Whether some of the keys [key, key_end) do not count for some of the queries [query, query_end), which are all
+  // there.
   __device__ bool exclude_some(int key, int key_end, int query, int query_end) const {
     return key - (query_end - 1) < least || key_end - 1 - query > most || key_end > keys;
   }
