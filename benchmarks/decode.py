@@ -54,7 +54,7 @@ def run(case: Case) -> dict:
     def measure(calls):
         return timing.measure(calls, case.bytes() * CALLS, REPEATS, number=4)
 
-    found = compare(case, [*implementations(case), "copy"], PEERS, prepare, measure)
+    found = compare(case, [*implementations(case), "copy"], (*PEERS, "copy"), prepare, measure)
     copy = found["seconds"].pop("copy")
     found["seconds"] = {name: time / CALLS for name, time in found["seconds"].items()}
     return record(case) | {"floor": copy * case.bytes() / (2 * COPIED)} | found

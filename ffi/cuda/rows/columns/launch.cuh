@@ -72,6 +72,7 @@ cudaError_t launch_tiles(const Arguments<T>& args, void* workspace, cudaStream_t
     const auto error = launch_tile<Op, T, width, straddles>(args, device, tile, planner.tiles(tile.across),
                                                             tuning.few_tiles, workspace, stream);
     if (error != cudaErrorInvalidClusterSize) return error;
+    cudaGetLastError();  // else the next launch would be given this error
     most_blocks = tile.blocks / 2;
   }
 }
