@@ -235,24 +235,20 @@ ffi::Error merge(cudaStream_t stream, ffi::AnyBuffer candidates, ffi::Result<ffi
 }  // namespace
 }  // namespace jaxsoft::cuda
 
-extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* jaxsoft_top_k_candidates(XLA_FFI_CallFrame*);
-extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* jaxsoft_top_k_of_candidates(XLA_FFI_CallFrame*);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxsoft_top_k_candidates, jaxsoft::cuda::make,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Ret<xla::ffi::AnyBuffer>()
-                                  .Ret<xla::ffi::AnyBuffer>()
-                                  .Attr<int64_t>("k"),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxsoft_top_k_of_candidates, jaxsoft::cuda::merge,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Ret<xla::ffi::AnyBuffer>()
-                                  .Ret<xla::ffi::AnyBuffer>()
-                                  .Ret<xla::ffi::AnyBuffer>()
-                                  .Ret<xla::ffi::AnyBuffer>()
-                                  .Ret<xla::ffi::AnyBuffer>()
-                                  .Attr<int64_t>("part"),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
+JAXSOFT_EXPORT_HANDLER(jaxsoft_top_k_candidates, jaxsoft::cuda::make,
+                       xla::ffi::Ffi::Bind()
+                           .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<xla::ffi::AnyBuffer>()
+                           .Ret<xla::ffi::AnyBuffer>()
+                           .Ret<xla::ffi::AnyBuffer>()
+                           .Attr<int64_t>("k"))
+JAXSOFT_EXPORT_HANDLER(jaxsoft_top_k_of_candidates, jaxsoft::cuda::merge,
+                       xla::ffi::Ffi::Bind()
+                           .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<xla::ffi::AnyBuffer>()
+                           .Ret<xla::ffi::AnyBuffer>()
+                           .Ret<xla::ffi::AnyBuffer>()
+                           .Ret<xla::ffi::AnyBuffer>()
+                           .Ret<xla::ffi::AnyBuffer>()
+                           .Ret<xla::ffi::AnyBuffer>()
+                           .Attr<int64_t>("part"))

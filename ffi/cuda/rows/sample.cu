@@ -170,16 +170,14 @@ ffi::Error handle(cudaStream_t stream, ffi::AnyBuffer logits, ffi::AnyBuffer uni
 }  // namespace
 }  // namespace jaxsoft::cuda
 
-extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* jaxsoft_sample(XLA_FFI_CallFrame*);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxsoft_sample, jaxsoft::cuda::handle,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Ret<xla::ffi::AnyBuffer>()
-                                  .Ret<xla::ffi::AnyBuffer>()
-                                  .Attr<int64_t>("k"),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
+JAXSOFT_EXPORT_HANDLER(jaxsoft_sample, jaxsoft::cuda::handle,
+                       xla::ffi::Ffi::Bind()
+                           .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<xla::ffi::AnyBuffer>()
+                           .Arg<xla::ffi::AnyBuffer>()
+                           .Arg<xla::ffi::AnyBuffer>()
+                           .Arg<xla::ffi::AnyBuffer>()
+                           .Arg<xla::ffi::AnyBuffer>()
+                           .Ret<xla::ffi::AnyBuffer>()
+                           .Ret<xla::ffi::AnyBuffer>()
+                           .Attr<int64_t>("k"))
