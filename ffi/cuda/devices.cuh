@@ -34,6 +34,14 @@ class Devices {
   }
 };
 
+// Whether a launch was refused as the device has no room for its cluster, or for all its blocks at once. Then another
+// launch may be tried, and the error is cleared: else that one would be given it.
+inline bool is_refused(cudaError_t error) {
+  if (error != cudaErrorInvalidClusterSize && error != cudaErrorCooperativeLaunchTooLarge) return false;
+  cudaGetLastError();
+  return true;
+}
+
 // Lets a kernel have so many bytes of shared memory, which may be more than kernels have by default.
 template <auto kernel, int bytes>
 cudaError_t allow_shared_memory() {

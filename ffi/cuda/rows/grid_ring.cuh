@@ -278,13 +278,8 @@ template <template <class> class Op, class T, class Form>
 cudaError_t launch_grid_ring(const Arguments<T>& args, int64_t packs, int processors, void* workspace,
                          cudaStream_t stream) {
   constexpr size_t bytes = sizeof(GridRingMemory<Op, T>);
-  static_assert(bytes <= 227 * 1024);
-  auto kernel = grid_ring<Op, T, Form>;
-  static Devices<> prepared;
-  if (auto e = prepared.once([&] {
-        return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-      }))
-    return e;
+  constexpr auto kernel = grid_ring<Op, T, Form>;
+  if (auto e = allow_shared_memory<kernel, bytes>()) return e;
   const GridSchedule schedule = make_grid_schedule<Op<T>>(args.rows, packs, processors);
   const auto blocks = static_cast<unsigned>(schedule.rows_a_turn * schedule.chunks + schedule.chunks_a_turn);
   auto* packets = static_cast<Packet*>(workspace);

@@ -79,8 +79,7 @@ cudaError_t launch_form(const Arguments<T>& args, void* workspace, int64_t bytes
     const Plan plan = make_plan(kKernel<Op<T>, T, Form>, call, first);
     const cudaError_t error = launch_plan<Op, T, Form>(args, plan, layout, workspace, stream,
                                                        std::make_integer_sequence<int, kRuleCount>());
-    if (error != cudaErrorInvalidClusterSize && error != cudaErrorCooperativeLaunchTooLarge) return error;
-    cudaGetLastError();  // else the next launch would be given this error
+    if (!is_refused(error)) return error;
     first = plan.rule + 1;
   }
 }

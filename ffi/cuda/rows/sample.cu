@@ -108,7 +108,7 @@ cudaError_t run_sample(const Sampling<T>& call, cudaStream_t stream) {
   for (const int blocks : kSampleBlocks) {
     if (!may_have_blocks(blocks, call.rows, packs, device.major, device.processors)) continue;
     const cudaError_t error = launch(call, device, blocks, stream);
-    if (error != cudaErrorInvalidClusterSize) return error;
+    if (!is_refused(error)) return error;
   }
   return launch(call, device, 1, stream);
 }

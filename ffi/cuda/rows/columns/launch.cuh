@@ -71,8 +71,7 @@ cudaError_t launch_tiles(const Arguments<T>& args, void* workspace, cudaStream_t
     const Tile tile = planner.choose(most_blocks);
     const auto error = launch_tile<Op, T, width, straddles>(args, device, tile, planner.tiles(tile.across),
                                                             tuning.few_tiles, workspace, stream);
-    if (error != cudaErrorInvalidClusterSize) return error;
-    cudaGetLastError();  // else the next launch would be given this error
+    if (!is_refused(error)) return error;
     most_blocks = tile.blocks / 2;
   }
 }

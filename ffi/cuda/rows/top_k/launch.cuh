@@ -136,8 +136,7 @@ cudaError_t run_top_k(const Arguments<T>& args, const Largest<T>& to, void* work
     if (is_for_warps(call, tuning, device.processors)) return launch_by_warps(args, to, of_row, stream);
   }
   const cudaError_t error = launch_by_clusters(args, to, call, device, stream);
-  if (error != cudaErrorInvalidClusterSize) return error;
-  cudaGetLastError();  // else the next launch would be given this error
+  if (!is_refused(error)) return error;
   const Split split(of_row, parts_of_row(call, tuning, device.processors, bytes));
   const int64_t blocks = args.rows * split.parts;
   if (blocks > INT32_MAX || args.n / split.parts > kMostOfPart) return cudaErrorInvalidValue;
