@@ -2,6 +2,8 @@
 // parts in registers, and wait for each other's states. Every operand is read once.
 #pragma once
 
+// Else the next header brings the C++ library of CUDA, which is more to compile than all other headers and is not used.
+#define _CG_LIMIT_INCLUDED_DEPENDENCIES
 #include <cooperative_groups.h>
 
 #include "../attributes.cuh"
