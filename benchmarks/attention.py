@@ -39,7 +39,7 @@ import numpy as np
 import plot
 import timing
 from attention_cases import CPU_GROUPS, GROUPS, Case, operands, options, scores
-from comparison import Record, compare, compiling, parser_of_cases, progress
+from comparison import Record, compare, compiling, failures, parser_of_cases, progress
 from jax.stages import Compiled
 
 import jaxsoft
@@ -200,9 +200,7 @@ def line(found: dict, plain: float | None) -> str:
         text += f" {peer / found['seconds'][name]:5.2f}" if peer else "     -"
         if plain and name not in PEERS:
             text += f" {rate / plain:5.2f}"
-    for name, why in found["failed"].items():
-        text += f" | {name}: {why[:40]}"
-    return text
+    return text + failures(found)
 
 
 def measure(cases: Sequence[Case], record: Record) -> None:

@@ -75,13 +75,13 @@ def parser_of_cases(
 class Record:
     """What is found. It is written after each case, so that a run that is cut short keeps what it has."""
 
-    def __init__(self, args: argparse.Namespace, **more: Any):
-        """args: of the command line; more: circumstances beside those of `header`. Prints them."""
-        self.content: dict[str, Any] = {"header": header(args.commit) | more}
+    def __init__(self, args: argparse.Namespace, devices: int | None = None):
+        """args: of the command line; devices: how many, where there are several. Prints the circumstances."""
+        self.content: dict[str, Any] = {"header": header(args.commit) | ({"devices": devices} if devices else {})}
         self._path = args.json
         found = self.content["header"]
         versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-        device = f"{more['devices']} x {found['device']}" if more else found["device"]
+        device = f"{devices} x {found['device']}" if devices else found["device"]
         print(f"{device}, {found['cores']} CPU cores, {versions}", flush=True)
 
     def add(self, found: Sequence[dict], key: str = "records") -> None:
@@ -91,12 +91,22 @@ class Record:
             self._path.write_text(json.dumps(self.content, indent=1) + "\n")
 
 
+def lacks_memory(problem: Exception) -> bool:
+    """Whether it is that memory lacks."""
+    return isinstance(problem, MemoryError) or "RESOURCE_EXHAUSTED" in str(problem)
+
+
 def reason(problem: Exception) -> str:
     """Why there is no time, in one line. What XLA says where memory lacks is long."""
-    first = (str(problem).strip().splitlines() or [""])[0]
-    if "RESOURCE_EXHAUSTED" in first:
-        return "out of memory"
-    return first[:300] if isinstance(problem, MemoryError) else f"{type(problem).__name__}: {first[:300]}"
+    first = (str(problem).strip().splitlines() or [""])[0][:300]
+    if isinstance(problem, MemoryError):
+        return first
+    return "out of memory" if lacks_memory(problem) else f"{type(problem).__name__}: {first}"
+
+
+def failures(found: dict) -> str:
+    """Why implementations have no times, as the end of a line."""
+    return "".join(f" | {name}: {why[:60]}" for name, why in found["failed"].items())
 
 
 def progress(text: str) -> None:
@@ -146,7 +156,7 @@ def compare[C](
             calls[name], error = prepare(name)
         except Exception as problem:
             failed[name] = reason(problem)
-            if name not in peers and not isinstance(problem, ValueError) and failed[name] != "out of memory":
+            if name not in peers and not isinstance(problem, ValueError) and not lacks_memory(problem):
                 raise  # a fault of jaxsoft's, which serves the case
             continue
         if error is not None:
@@ -170,4 +180,4 @@ def line(case: object, found: dict, peers: Container[str] = ()) -> str:
     peer = next((time for name, time in seconds.items() if name in peers), float("nan"))
     for name, time in seconds.items():
         text += f" | {name} {time * 1e6:9.1f} {found['floor'] / time:5.3f}" + (f" {peer / time:6.2f}" if peers else "")
-    return text + "".join(f" | {name}: {why[:60]}" for name, why in found["failed"].items())
+    return text + failures(found)

@@ -42,7 +42,7 @@ import numpy as np
 import optax
 import programs
 import timing
-from comparison import Record, compare, parser_of_cases
+from comparison import Record, compare, failures, parser_of_cases
 from scipy.special import logsumexp, softmax
 
 import jaxsoft
@@ -419,7 +419,7 @@ def line(found: dict) -> str:
         text += f" | {name} {seconds * unit:8.3f} {found['floor'] / seconds:5.2f} {peer / seconds:6.2f}"
         if not found["bytes"]:
             text += f" {found['memory'][name] / 2**20:7.1f} MiB"
-    return text + "".join(f" | {name}: {why[:60]}" for name, why in found["failed"].items())
+    return text + failures(found)
 
 
 def main() -> None:

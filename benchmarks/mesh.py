@@ -36,7 +36,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))  # where the modules besi
 import jax
 import jax.numpy as jnp
 import timing
-from comparison import Record, compare, line, parser_of_cases, progress
+from comparison import Record, compare, compiling, line, parser_of_cases, progress
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from mesh_cases import AXIS, GROUPS, PART, PEERS, ROWS, Case, Linear, mesh
@@ -57,24 +57,25 @@ def run(case: Case | Linear) -> dict:
     given = {place: case.operands(place) for place in dict.fromkeys(places.values())}
     progress(f"compiling {case}")
 
-    def program(name):
-        return jax.jit(functions[name]).lower(*given[places[name]]).compile()
-
     with ThreadPoolExecutor() as pool:
-        programs = {name: pool.submit(program, name) for name in functions}
+        programs = {
+            name: compiling(pool, lambda f=f, place=places[name]: [jax.jit(f).lower(*given[place])])
+            for name, f in functions.items()
+        }
 
     def prepare(name):
         if name == "copy":
             return _copy(), None
-        call, arguments = programs[name].result(), given[places[name]]
+        (call,), arguments = programs[name].result(), given[places[name]]
         return (call, [arguments]), None if name == "products" else case.error(arguments, call(*arguments))
 
     def measure(calls):
         return timing.measure(calls, 0, REPEATS, number=SAMPLE)
 
-    found = compare(case, [*functions, "copy"], PEERS, prepare, measure)
-    copy, seconds = found["seconds"].pop("copy"), found["seconds"]
-    floor = copy * case.bytes() / (2 * COPIED) if isinstance(case, Case) else seconds["products"]
+    copy = ["copy"] if isinstance(case, Case) else []
+    found = compare(case, [*functions, *copy], PEERS, prepare, measure)
+    seconds = found["seconds"]
+    floor = seconds.pop("copy") * case.bytes() / (2 * COPIED) if isinstance(case, Case) else seconds["products"]
     found["seconds"] = {name: time / case.calls() for name, time in seconds.items()}
     return case.record() | {"floor": floor} | found
 

@@ -12,6 +12,7 @@ idle: a ratio of the quickest samples says most, and that of medians what a busy
 
 import argparse
 import functools
+import gc
 import itertools
 import pathlib
 import statistics
@@ -82,7 +83,7 @@ def main() -> None:
         for name, losses in LOSSES.items()
     }
     for name, calls in (CALLS | calls_of_losses).items():
-        samples = [[timeit.timeit(call, number=15) / 15 * 1e6 for call in calls] for _ in range(400)][20:]
+        samples = [[timeit.timeit(call, gc.enable, number=15) / 15 * 1e6 for call in calls] for _ in range(400)][20:]
         ours, other = zip(*samples, strict=True)
         cells = [(of(ours), of(other)) for of in (min, statistics.median)]
         print(f"{name:26s} " + " ".join(f"{a:8.1f} {b:7.1f} {a / b:6.2f}" for a, b in cells), flush=True)

@@ -307,7 +307,8 @@ def top_k_few(name: str) -> str:
     rows = []
     for record in records(name, "few"):
         _, dimensions, dtype, k = record["what"].split(" ")
-        cells = [*times(_net(record), TOP_K, 1e6), gain(_net(record), "lax.top_k")]
+        net = _net(record)
+        cells = [*times(net, TOP_K, 1e6), gain(net, "lax.top_k")]
         rows.append([dimensions.replace("x", TIMES), dtype, k.removeprefix("k="), *cells])
     heads = ["scores", "dtype", "k", "jax.lax.top_k, µs", "is_stable=False, µs", "jaxsoft, µs", "speed-up"]
     return table(heads, rows, left=2)
@@ -324,7 +325,8 @@ def sample(name: str) -> str:
     for record in records(name, "sample"):
         _, dimensions, dtype, *filters, _, deviation = record["what"].split()
         beside = ", ".join(f"`{v}`" for v in filters) or "none"
-        cells = [*times(_net(record), ("composed", "jaxsoft"), 1e6), gain(_net(record), "composed")]
+        net = _net(record)
+        cells = [*times(net, ("composed", "jaxsoft"), 1e6), gain(net, "composed")]
         rows.append([dimensions.replace("x", TIMES), dtype, beside, deviation, *cells])
     heads = ["logits", "dtype", "filters", "standard deviation", "composed, µs", "jaxsoft, µs", "speed-up"]
     text = (

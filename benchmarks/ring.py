@@ -38,7 +38,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))  # where the modules besi
 import jax
 import jax.numpy as jnp
 import timing
-from comparison import Record, compare, parser_of_cases, progress
+from comparison import Record, compare, failures, parser_of_cases, progress
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
@@ -189,7 +189,7 @@ def run(case: Case, building: dict[str, Future[Compiled]]) -> dict:
         number = max(1, round(SAMPLE_SECONDS * RATE / (case.operations() * case.calls())))
         return timing.measure(calls, 0, REPEATS, number=number)
 
-    found = compare(case, ["one device", *case.names], (PEER,), prepare, measure)
+    found = compare(case, list(building), (PEER,), prepare, measure)
     found["seconds"] = {name: time / case.calls() for name, time in found["seconds"].items()}
     return {"heads": [case.heads, case.key_heads], "tokens": case.tokens, "gradients": case.gradients} | found
 
@@ -248,7 +248,7 @@ def line(case: Case, found: dict) -> str:
     text = f"{case!s:50s} {share * 1e3:9.3f}"
     for name, time_ in seconds.items():
         text += f" | {name} {time_ * 1e3:9.3f} {share / time_:5.3f}"
-    return text + "".join(f" | {name}: {why[:60]}" for name, why in found["failed"].items())
+    return text + failures(found)
 
 
 def cases(group: str, quick: bool) -> list[Case]:

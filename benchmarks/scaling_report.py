@@ -99,16 +99,16 @@ def picture(name: str) -> str:
         "MB that a device sends": lambda record: sum(record["sent"].values()) / 1e6,
         "MB of a device's memory": lambda record: _bytes_of_memory(record) / 1e6,
     }
-    drawn = []
+    found, drawn = _sequences(name), []
     for label, value in values.items():
         panels = []
         for gradients in (False, True):
             lines: dict[str, list[tuple[float, float]]] = {method: [] for method in METHODS}
-            for record in _sequences(name):
+            for record in found:
                 if record["gradients"] == gradients:
                     lines[record["what"]].append((record["devices"], value(record)))
             panels.append(plot.Panel("with gradients" if gradients else "forward", lines))
-        title = f"{label}, {_sequences(name)[0]['sizes']}"
+        title = f"{label}, {found[0]['sizes']}"
         svg = plot.chart(panels, title, "devices", label, alone=False, scale=plot.scale_of(panels))
         drawn.append(f'<figure class="wide">\n{svg}</figure>')
     return "\n\n".join(drawn)

@@ -134,13 +134,13 @@ def summary(found: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def measure_group(group: str, quick: bool) -> list[dict]:
-    """Prints a group's table as it comes, and returns the records."""
+def measure_group(group: str, quick: bool, record: Record) -> None:
+    """Prints a group's table as it comes."""
     cpu = jax.default_backend() == "cpu"
     size = (CPU_QUICK if quick else CPU) if cpu else (GPU_QUICK if quick else GPU)
     repeats = 5 if quick else 7 if cpu else 11
     lacking = [name for name, why_not in jaxsoft.implementations().items() if why_not]
-    found, cases = [], []
+    cases = []
     for case in GROUPS[group](size):
         able = tuple(name for name in case.implementations if name not in lacking)
         cases.append(dataclasses.replace(case, implementations=able))
@@ -154,8 +154,7 @@ def measure_group(group: str, quick: bool) -> list[dict]:
             print(table_line(case, measured, names, width, warm=cpu), flush=True)
             for name, why in measured["failed"].items():
                 print(f"  no time of {name}: {why}", flush=True)
-            found += records(case, measured)
-    return found
+            record.add(records(case, measured))
 
 
 def main() -> None:
@@ -170,7 +169,7 @@ def main() -> None:
         return
     record = Record(args)
     for group in args.only or GROUPS:
-        record.add(measure_group(group, args.quick))
+        measure_group(group, args.quick, record)
     print("\n" + summary(record.content["records"]))
     if args.plot:
         plot.draw(record.content, args.plot)
