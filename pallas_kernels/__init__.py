@@ -7,7 +7,7 @@ for attention, and `head` for the scores of a linear layer. To import Pallas tak
 that waits until a kernel is asked for, and no GPU is touched before.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -77,9 +77,7 @@ def attention_unsupported(operation: "AttentionSpec", operands: Sequence[jax.cor
     return choice.unsupported(operation.form, operands)
 
 
-def attention_kernels(
-    operation: "AttentionSpec", operands: Sequence[jax.core.ShapedArray]
-) -> Callable[..., tuple[jax.Array, ...]]:
+def attention_kernels(operation: "AttentionSpec", operands: Sequence[jax.core.ShapedArray]) -> Function:
     """The kernels for an operation of attention."""
     from jaxsoft._attention.spec import AttentionPullback
 

@@ -90,7 +90,7 @@ class Ring:
 
 @dataclasses.dataclass(frozen=True)
 class Registers:
-    """Registers of a thread, which a block's warp groups share out: in all 504 or 512 a lane of warp groups."""
+    """Registers of a thread, which a block's warp groups share out: in all at most 512 a lane of warp groups."""
 
     compute: int
     memory: int

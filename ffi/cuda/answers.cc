@@ -1,5 +1,6 @@
-// What the library for CPUs answers about the CUDA kernels: which calls they take, the bytes of their workspaces, and
-// their plans in words. Python asks by `jaxsoft._core.library`. Nothing here needs CUDA.
+// What the library for CPUs answers about the limits of row operations, on CPUs too, and about the CUDA kernels: which
+// calls they take, the bytes of their workspaces, and their plans in words. Python asks by `jaxsoft._core.library`.
+// Nothing here needs CUDA.
 //
 // A plan depends on the number of multiprocessors, and that of rows also on the compute capability, 90 for 9.0. A text
 // stays where it is until the thread asks again.

@@ -1,4 +1,5 @@
-// Buffers of an FFI call: their dtypes, and how an error message describes them.
+// What all handlers use: how they are exported, and the buffers of a call: their dtypes, and how an error message
+// describes them.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // Numbers that Python, the checks of a call and the kernels agree on. Python asks for the most and the longest (see
-// answers.cc); jaxsoft/_rows has the same kNoRow.
+// ../cuda/answers.cc); jaxsoft/_rows has the same kNoRow.
 #pragma once
 
 #include <stdint.h>

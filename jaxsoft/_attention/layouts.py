@@ -44,7 +44,7 @@ def chunk(x: jax.Array, axis: int, index: int, chunks: int) -> jax.Array:
 
 
 def joined(chunks: Sequence[jax.Array], axis: int) -> jax.Array:
-    """All tokens of a device."""
+    """Chunks of tokens, of a device or of a call, joined along this axis."""
     return chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks, axis)
 
 

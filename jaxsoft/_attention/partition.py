@@ -116,14 +116,14 @@ def _local(operation: AttentionSpec, kernel: Function, sizes: dict[str, int], sh
         named = dict(zip(operation.operands, operands, strict=True))
         head, groups = 0, named[operation.operands[1]].shape[2]
         if over:
-            heads = named["query"].shape[2]
-            head = jax.lax.axis_index(over).astype(jnp.int32) * heads // (sizes["n"] // sizes["k"])
+            query_head = jax.lax.axis_index(over).astype(jnp.int32) * named["query"].shape[2]
+            group = sizes["n"] // sizes["k"]
+            head, first = query_head // group, query_head % group == 0
             for name, x in named.items():
                 if "k" in DIMENSIONS[name]:
                     named[name] = jax.lax.dynamic_slice_in_dim(x, head, 1, DIMENSIONS[name].index("k"))
-            first = jax.lax.axis_index(over).astype(jnp.int32) * heads % (sizes["n"] // sizes["k"]) == 0
-            for name in set(named) & {"key_sum", "value_sum"}:  # one of those that share them adds to them
-                named[name] = jnp.where(first, named[name], 0)
+                if name in ("key_sum", "value_sum"):  # one of those that share them adds to them
+                    named[name] = jnp.where(first, named[name], 0)
         results = dict(zip(operation.results, kernel(*named.values()), strict=True))
         for name, y in results.items():
             if name in ("key", "value") and over:

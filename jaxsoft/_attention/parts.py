@@ -29,11 +29,18 @@ class Part:
     queries: slice
     keys: slice
 
+    def places(self, shape: Sequence[int], dims: str) -> tuple[slice, ...]:
+        """Where the part lies in an array whose dimensions have these letters. Those of scores may have length 1."""
+        cut, of_scores = {"t": self.queries, "s": self.keys}, "t" in dims and "s" in dims
+        return tuple(
+            slice(None) if letter not in cut or (of_scores and size == 1) else cut[letter]
+            for letter, size in zip(dims, shape, strict=True)
+        )
+
     def of(self, x: jax.Array, dims: str) -> jax.Array:
-        """The part of an array whose dimensions have these letters. Those of scores may have length 1 for all."""
-        for letter, place in (("t", self.queries), ("s", self.keys)):
-            axis = dims.find(letter)
-            if axis >= 0 and not ("t" in dims and "s" in dims and x.shape[axis] == 1):
+        """The part of an array whose dimensions have these letters."""
+        for axis, place in enumerate(self.places(x.shape, dims)):
+            if place != slice(None):
                 x = jax.lax.slice_in_dim(x, place.start, place.stop, axis=axis)
         return x
 

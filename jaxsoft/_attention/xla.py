@@ -160,10 +160,5 @@ def _total(gradients: Sequence[tuple[Part, jax.Array]], name: str, like: jax.Arr
         return gradients[0][1]
     total = jnp.zeros(like.shape, gradients[0][1].dtype)
     for part, gradient in gradients:
-        places = {"t": part.queries, "s": part.keys}
-        index = tuple(
-            slice(None) if name == "bias" and size == 1 else places.get(letter, slice(None))
-            for letter, size in zip(DIMENSIONS[name], like.shape, strict=True)
-        )
-        total = total.at[index].add(gradient)
+        total = total.at[part.places(like.shape, DIMENSIONS[name])].add(gradient)
     return total

@@ -94,4 +94,5 @@ def _parameters(
         "score_mod_jaxpr": None,
         "is_training": residual,
     }
-    return {name: value for name, value in parameters.items() if name in inspect.signature(lowering).parameters}
+    known = inspect.signature(lowering).parameters
+    return {name: value for name, value in parameters.items() if name in known}

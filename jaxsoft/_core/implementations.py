@@ -2,8 +2,9 @@
 them with its reasons.
 
 An implementation is plain JAX, or kernels of one kind. Whether it can be used depends on the platform that a
-computation is lowered for. What it can serve depends on the operation, so each family asks it for its kernels of that
-family. Nothing here knows a package of kernels: `jaxsoft._registered` names them all.
+computation is lowered for. What it can serve depends on the operation, so each family chooses among its kernels: those
+for rows are in `Backend.rows`, those for attention in `jaxsoft._attention.choice`. Nothing here knows a package of
+kernels: `jaxsoft._registered` names them all.
 """
 
 import contextlib

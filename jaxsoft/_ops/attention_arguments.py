@@ -18,6 +18,7 @@ from jaxsoft._attention.form import BASE, AttentionForm, Extra, SequenceShards
 from jaxsoft._core.implementations import Implementation, Names, as_names
 from jaxsoft._core.mesh import sharded_like, varying_alike, varying_over, whole_along, with_axis, with_batch_of
 from jaxsoft._core.numbers import as_array
+from jaxsoft._core.operation import Function
 from jaxsoft._ops.arguments import as_kernel_scores, broadcastable, check_dtype, check_flag
 from jaxsoft.fold import AttentionState, accumulator
 
@@ -186,7 +187,7 @@ class AttentionArguments:
 
 
 def attend(
-    attention: Callable[[AttentionForm, Names], Callable[..., tuple[jax.Array, ...]]],
+    attention: Callable[[AttentionForm, Names], Function],
     given: Arrays,
     extras: dict[Extra, jax.Array],
     arguments: AttentionArguments,

@@ -8,7 +8,7 @@ z = x * scale + bias, which JAX derives from theirs, and whose cotangent JAX tak
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ import numpy as np
 from jaxsoft._core.implementations import Names
 from jaxsoft._core.linear_map import LinearMap
 from jaxsoft._core.mesh import varying_alike
-from jaxsoft._core.operation import bdims_at_front, is_perturbed, jvp_along
+from jaxsoft._core.operation import Function, bdims_at_front, is_perturbed, jvp_along
 from jaxsoft._core.rounding import stored
 from jaxsoft._rows import plain
 from jaxsoft._rows.forms import RowForm, compose, row_dtypes, scores, split, valid_elements
@@ -27,7 +27,7 @@ from jaxsoft.fold import accumulator
 
 
 @functools.cache
-def differentiable(function: RowFunction, form: RowForm, implementation: Names) -> Callable[..., tuple[jax.Array, ...]]:
+def differentiable(function: RowFunction, form: RowForm, implementation: Names) -> Function:
     """A function of rows, of the operands of its operation and the form's extras.
 
     What it returns has the accumulator's dtype, but for what has x's shape, for elements of x, and for their softmax.

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 
+from jaxsoft._core.operation import Function
 from jaxsoft.fold import State
 
 # The label of a row that is not to be read, and is wholly masked. Any other label that is out of range makes
@@ -132,7 +133,7 @@ class RowSpec:
     name: str
     operands: tuple[RowOperand, ...]
     results: tuple[RowOperand, ...]
-    formula: Callable[..., tuple[jax.Array, ...]]
+    formula: Function
     reduces: Reduction = Reduction.NOTHING
     extras: tuple[RowExtra, ...] = ()
     may_be_masked: bool = False
@@ -140,8 +141,8 @@ class RowSpec:
     any_axis: bool = True
     masked_result: float = 0.0
     from_state: bool = False
-    of_parts: Callable[..., tuple[jax.Array, ...]] | None = None
-    made_of: Callable[..., tuple[jax.Array, ...]] | None = None
+    of_parts: Function | None = None
+    made_of: Function | None = None
 
     def __repr__(self) -> str:
         return self.name

@@ -1,11 +1,12 @@
 """The gradients of attention: kernels for queries, for keys and values, and for a bias, put together."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from jaxsoft._attention.form import AttentionForm, Extra
+from jaxsoft._core.operation import Function
 
 from .backward_bias import bias_gradient
 from .backward_call import BackwardCall, numbers_of, padded
@@ -13,9 +14,7 @@ from .backward_key_value import key_value_gradients
 from .backward_query import query_gradient
 
 
-def backward(
-    form: AttentionForm, operands: Sequence[Any], wrt: tuple[str, ...]
-) -> Callable[..., tuple[jax.Array, ...]]:
+def backward(form: AttentionForm, operands: Sequence[Any], wrt: tuple[str, ...]) -> Function:
     """The gradients of a call.
 
     Args:

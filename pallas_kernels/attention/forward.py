@@ -10,7 +10,7 @@ three, the hardware finds one that can multiply.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxsoft import fold
 from jaxsoft._attention.form import AttentionForm, Extra
 from jaxsoft._core import gpus
+from jaxsoft._core.operation import Function
 
 from ..blocks import kernel_of_blocks, tiled
 from .extra_tiles import ExtraRings
@@ -38,7 +39,7 @@ def forward(
     operands: Sequence[jax.core.ShapedArray],
     plan: ForwardPlan | None = None,
     blocks: int | None = None,
-) -> Callable[..., tuple[jax.Array, ...]]:
+) -> Function:
     """The function of (query, key, value, *extras) that returns the output, the log-sum-exp and its residual, which is
     0 but with a bias, and the residual of an output that is rounded.
 

@@ -194,8 +194,7 @@ class RowSizes:
 
 _RESERVED_BYTES = 11 << 10  # of a block's shared memory, for barriers and what warp groups tell each other
 # A cluster can have 16 blocks, and a thread of a block of three warp groups 168 registers. All sizes that are not such
-# limits were measured on an H200, on 2026-11-22 (`default.cross_entropy` on 2026-11-23), and are the fastest of those
-# that were tried.
+# limits were measured on an H200, on 2026-11-22 and 23, and are the fastest of those that were tried.
 _HOPPER = RowSizes(
     gpu=gpus.H200,
     cluster_blocks=16,
