@@ -102,7 +102,7 @@ class _LongRow:
         """Folds a tile, and fills its slot with the next one that comes there."""
         group, slot = self.group, self.slot(tile)
         _wait(group.folded_rings, slot)
-        chunks = list(group.chunks(dict.fromkeys(group.folded_rings, slot)))
+        chunks = list(group.chunks(group.folded_rings, slot))
         lanes = group.fold_tile(lanes, tile, chunks, self.rules)
 
         @pl.when(tile + self.plan.ring < group.share.count)
@@ -124,7 +124,7 @@ class _LongRow:
             slot = self.slot(tile)
             pl.when(step >= self.plan.ring)(lambda: _wait(self.group.folded_rings, slot))
             _wait(self.group.other_rings, slot)
-            chunks = self.group.chunks(dict.fromkeys(self.group.rings, slot))
+            chunks = self.group.chunks(self.group.rings, slot)
             self.group.write_tile(self.k, tile, chunks, self.rules, finished)
             plgpu.commit_smem()
             self._refill(tile, slot)
@@ -150,7 +150,7 @@ class _LongRow:
         """Writes the result of a tile in registers. What the fold did not need of it is in the slots."""
         group, slot = self.group, self.slot(tile)
         _wait(group.other_rings, slot)
-        both = zip(kept, group.chunks(dict.fromkeys(group.other_rings, slot)), strict=True)
+        both = zip(kept, group.chunks(group.other_rings, slot), strict=True)
         chunks = [[y if x is None else x for x, y in zip(*chunk, strict=True)] for chunk in both]
         group.write_tile(self.k, tile, chunks, self.rules, finished)
         if group.other_rings:

@@ -168,7 +168,7 @@ def _fold_row(group: WarpGroup, rules: Rules, label: jax.Array | None, turn: Tur
             for ring in rings:
                 ring.wait(slot)
             group.at_label(label, tile, lambda vector, element: rings[0].set(slot, vector, element, -jnp.inf))
-            return group.fold_tile(lanes, tile, group.chunks(dict.fromkeys(rings, slot)), rules)
+            return group.fold_tile(lanes, tile, group.chunks(rings, slot), rules)
 
         lanes = if_read(label, folded, lambda: lanes)
         if not group.writes:
@@ -190,7 +190,7 @@ def _write_row(
         def written():
             for ring in group.other_rings:
                 ring.wait(turn.slot)
-            group.write_tile(k, tile, group.chunks(dict.fromkeys(group.rings, turn.slot)), rules, finished)
+            group.write_tile(k, tile, group.chunks(group.rings, turn.slot), rules, finished)
 
         if_read(label, written, lambda: group.write_zeros(k, tile))
         plgpu.commit_smem()

@@ -1,7 +1,7 @@
 """One warp group of the tiled kernel: what it has of the rows, and what it does with a tile or with a row's total."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -118,11 +118,10 @@ class WarpGroup:
 
         pl.when(k < self.rows.count)(lambda: if_read(self.label(k), copy))
 
-    def chunks(self, slots: Mapping[RowRing, jax.Array | int]) -> Iterator[list[jax.Array | None]]:
-        """Loads the chunks of a tile from the slots of some rings, each when it is asked for; None for other rings."""
+    def chunks(self, rings: Sequence[RowRing], slot: jax.Array | int) -> Iterator[list[jax.Array | None]]:
+        """Loads the chunks of a tile from a slot of some rings, each when it is asked for; None for other rings."""
         for begin in range(0, self.share.vectors, THREADS):
-            refs = {ring: ring.chunk(slot, begin) for ring, slot in slots.items()}
-            yield [load_as_is(refs[ring], self.layout) if ring in refs else None for ring in self.rings]
+            yield [load_as_is(ring.chunk(slot, begin), self.layout) if ring in rings else None for ring in self.rings]
 
     def fold_tile(self, lanes: Lanes, tile: jax.Array | int, chunks: Chunks, rules: Rules) -> Lanes:
         """Folds a tile, but for the elements that the tile before it has as well."""
