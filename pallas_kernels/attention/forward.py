@@ -24,7 +24,7 @@ from jaxsoft._attention.form import AttentionForm, Extra
 from jaxsoft._core import gpus
 from jaxsoft._core.operation import Function
 
-from ..blocks import kernel_of_blocks, tiled
+from ..blocks import kernel_of_blocks, roles, tiled
 from .extra_tiles import ExtraRings
 from .forward_block import ForwardBlock, Scratch
 from .operands import head_size, padded, padded_head, padded_length
@@ -115,9 +115,7 @@ def forward(
                     scratch=scratch,
                     extra_tiles=rings.tiles(named, scratch.extras),
                 )
-                group = lax.axis_index("warp_group")
-                pl.when(group < plan.groups)(lambda: block.compute(group))
-                pl.when(group == plan.groups)(block.copy)
+                roles(plan.groups, lambda: block.compute(lax.axis_index("warp_group")), block.copy)
 
             pl.run_scoped(run, scratch, collective_axes="warp_group")
 

@@ -151,7 +151,6 @@ class ForwardBlock:
 
     def copy(self) -> None:
         """Copies the tiles of keys, of a bias and mask, and of values, as slots become free."""
-        plgpu.set_max_registers(blocks.REGISTERS[self.plan.groups].memory, action="decrease")
         key, value = self.refs[1:]
         scratch, slots = self.scratch, self.plan.slots
 
@@ -184,7 +183,6 @@ class ForwardBlock:
 
     def compute(self, group: jax.Array) -> None:
         """Computes the output of a warp group's queries, item by item."""
-        plgpu.set_max_registers(blocks.REGISTERS[self.plan.groups].compute, action="increase")
         self._bring_queries(self._item(self._first()), group)
         self.extra_tiles.open(group)
         pl.when(group == 1)(self._take_turns)

@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxsoft._core import gpus
 from jaxsoft._core.rounding import rounded
 
-from ..blocks import REGISTERS, ROWS, WIDEST, Ring, kernel_of_blocks, tiled
+from ..blocks import ROWS, WIDEST, Ring, kernel_of_blocks, roles, tiled
 from .plan import HeadPlan
 
 LOG2E = math.log2(math.e)
@@ -116,7 +116,6 @@ def kernel(
     hidden = jnp.pad(hidden, ((0, -rows % ROWS), (0, 0)))  # to what copies can cut up, see `blocks`
     row_tiles, class_tiles = -(-rows // plan.block_rows), -(-(classes or weight.shape[1]) // plan.classes)
     tiles, steps = row_tiles * class_tiles, width // plan.depth
-    registers = REGISTERS[plan.groups]
     blocks = min(gpus.multiprocessors(), tiles)
 
     def place(number: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -133,7 +132,6 @@ def kernel(
         count = lax.div(tiles - block + (blocks - 1), jnp.int32(blocks))
 
         def copy() -> None:
-            plgpu.set_max_registers(registers.memory, action="decrease")
             first = begin[0] * WIDEST
 
             def tile(i, _):
@@ -150,7 +148,6 @@ def kernel(
             lax.fori_loop(0, count, tile, None)
 
         def compute() -> None:
-            plgpu.set_max_registers(registers.compute, action="increase")
             ring.open()
 
             def products(i, accumulator):
@@ -176,8 +173,7 @@ def kernel(
             lax.fori_loop(0, count, tile, None)
             plgpu.wait_smem_to_gmem(0)
 
-        pl.when(group == plan.groups)(copy)
-        pl.when(group < plan.groups)(compute)
+        roles(plan.groups, compute, copy)
 
     call = kernel_of_blocks(
         body,
