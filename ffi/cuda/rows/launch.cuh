@@ -86,8 +86,7 @@ cudaError_t launch_form(const Arguments<T>& args, void* workspace, int64_t bytes
 
 // The calls with extras. A form is compiled only for operations that may have it.
 template <template <class> class Op, class T>
-cudaError_t run_with_extras(const Arguments<T>& args, const Call&, void* workspace, int64_t bytes,
-                            cudaStream_t stream) {
+cudaError_t run_with_extras(const Arguments<T>& args, void* workspace, int64_t bytes, cudaStream_t stream) {
   const Extras& extras = args.extras;
   if constexpr (Op<T>::a_is_scores && Op<T>::operands == 1 && !Op<T>::sums)
     if (extras.bias.data) return launch_form<Op, T, WithExtras<T, true, false>>(args, workspace, bytes, stream);
@@ -98,14 +97,14 @@ cudaError_t run_with_extras(const Arguments<T>& args, const Call&, void* workspa
 
 // See rows.cuh.
 template <template <class> class Op, class T>
-cudaError_t run(const Arguments<T>& args, const Call& call, void* workspace, int64_t bytes, cudaStream_t stream) {
+cudaError_t run(const Arguments<T>& args, const Call&, void* workspace, int64_t bytes, cudaStream_t stream) {
   if (bytes < int64_t(sizeof(unsigned long long))) workspace = nullptr;  // there is no room for a counter
   if constexpr (!Op<T>::sums)
     if (args.inner > 1) return launch_columns<Op>(args, workspace, stream);
   const Extras& extras = args.extras;
   if (extras.bias.data || args.cap > 0 || extras.scale.data || extras.limit.data || extras.where.data || args.masked ||
       args.result != ResultType::same)
-    return run_with_extras<Op>(args, call, workspace, bytes, stream);
+    return run_with_extras<Op>(args, workspace, bytes, stream);
   return launch_form<Op, T, Plain>(args, workspace, bytes, stream);
 }
 
