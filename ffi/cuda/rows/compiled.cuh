@@ -15,7 +15,10 @@ constexpr Kinds kind_of() {
 
 template <class Op, class T, class Form>
 constexpr KernelFacts kKernel = {sizeof(T), Op::operands == 1 && !Form::bias ? 1u : 2u, kind_of<Op>(),
-                            Form::bias ? kBiased : Form::extras ? kExtrasAlone : kPlain};
+                            Form::bias     ? kBiased
+                            : Form::capped ? kCapped
+                            : Form::extras ? kExtrasAlone
+                                           : kPlain};
 
 // The GPU that is being compiled for, and none while host code is compiled.
 #ifdef __CUDA_ARCH__

@@ -21,8 +21,8 @@ inline std::string_view kernels_of(std::string_view operation) {
   return "";
 }
 
-// A call whose arrays begin at multiples of 16 bytes. `extras` has the letters of the call's, and any other letter for
-// a soft cap or a mask by probabilities. `inner` columns lie side by side: 1 where the last axis is the reduced one.
+// A call whose arrays begin at multiples of 16 bytes. `extras` has the letters of the call's, c for a soft cap, and any
+// other letter for a mask by probabilities. `inner` columns lie side by side: 1 where the last axis is the reduced one.
 struct RowCall {
   std::string_view operation;
   int64_t rows, n, inner, element_bytes, result_bytes;
@@ -33,9 +33,9 @@ struct RowCall {
 
 inline Plan plan_of(const RowCall& asked, const OperationFacts& facts) {
   const bool same = asked.result_bytes == asked.element_bytes;
-  const bool biased = asked.extras.find('b') != std::string_view::npos;
-  const KernelFacts kernel{static_cast<unsigned>(asked.element_bytes), biased ? 2 : facts.operands, facts.kind,
-                           biased ? kBiased : asked.extras.empty() && same ? kPlain : kExtrasAlone};
+  auto has = [&](char letter) { return asked.extras.find(letter) != std::string_view::npos; };
+  const Forms form = has('b') ? kBiased : has('c') ? kCapped : asked.extras.empty() && same ? kPlain : kExtrasAlone;
+  const KernelFacts kernel{static_cast<unsigned>(asked.element_bytes), has('b') ? 2 : facts.operands, facts.kind, form};
   const int64_t row_bytes = asked.n * asked.element_bytes;
   CallFacts call{};
   call.gpu = gpu_of(asked.capability / 10), call.processors = asked.processors;

@@ -27,7 +27,7 @@ __device__ void results(const typename Op::Values& values, const Pack<T>& a, con
     x[k] = Op::value(values, first, second);
     if constexpr (Form::extras) {
       if (Op::gradient) x[k] *= form.scale;
-      if (Op::gradient && Form::capped) x[k] *= cap_slope(a.get(k), form.cap);
+      if (Op::gradient && Form::capped) x[k] *= cap_slope<T>(a.get(k), form.cap);
       if (!Op::a_is_scores && form.masked && first == 0) x[k] = 0;
     }
   }
@@ -241,7 +241,7 @@ struct Row {
     const A x = widen(a[label - window.head]);
     A dx = label_cotangent;
     if (Form::capped || x != -infinity<A>()) dx += distance_cotangent;
-    if constexpr (Form::capped) dx *= cap_slope(x, form.cap);
+    if constexpr (Form::capped) dx *= cap_slope<T>(x, form.cap);
     return dx;
   }
   // Pack i of the result, in which the label's element is replaced if the pack has it.

@@ -15,8 +15,8 @@ __device__ inline double rounded_product(double a, double b) { return __dmul_rn(
 template <class T, class A>
 __device__ A soft_cap(A x, A cap) {
   if constexpr (sizeof(T) == 2) {
-    const A u = x / cap, v = u * u;
-    const A y = cap - 2 * cap / (1 + exp2_approximately(2 * A(kLog2E) * fabs(u)));
+    const A u = x * (1 / cap), v = u * u;
+    const A y = cap - __fdividef(2 * cap, 1 + exp2_approximately(2 * A(kLog2E) * fabs(u)));
     const A series = x + x * (v * (v * A(2.0 / 15) - A(1.0 / 3)));
     return v < A(1.0 / 64) ? series : x < 0 ? -y : y;  // NaN stays NaN
   } else {
@@ -24,10 +24,15 @@ __device__ A soft_cap(A x, A cap) {
   }
 }
 // The derivative of the soft cap.
-template <class A>
+template <class T, class A>
 __device__ A cap_slope(A x, A cap) {
-  const A e = exp(-2 * fabs(x) / cap);
-  return 4 * e / ((1 + e) * (1 + e));
+  if constexpr (sizeof(T) == 2) {
+    const A e = exp2_approximately(-2 * A(kLog2E) * fabs(x * (1 / cap)));
+    return __fdividef(4 * e, (1 + e) * (1 + e));
+  } else {
+    const A e = exp(-2 * fabs(x) / cap);
+    return 4 * e / ((1 + e) * (1 + e));
+  }
 }
 
 }  // namespace jaxsoft::cuda

@@ -51,8 +51,8 @@ enum Kinds : unsigned {
 constexpr unsigned kWriteAndReduce = kSoftmax | kLogSoftmax, kReduce = kWriteAndReduce | kState | kSums,
                    kAllKinds = kReduce | kElementwise;
 
-// Sets of forms: of calls without extras, with extras but no bias, and with a bias.
-enum Forms : unsigned { kPlain = 1, kExtrasAlone = 2, kBiased = 4, kAllForms = 7 };
+// Sets of forms: of calls without extras, with extras but neither a bias nor a cap, with a bias, and with a cap.
+enum Forms : unsigned { kPlain = 1, kExtrasAlone = 2, kBiased = 4, kCapped = 8, kAllForms = 15 };
 
 // The facts about a kernel that the table asks for. Each is a set of one.
 struct KernelFacts {
@@ -156,7 +156,7 @@ constexpr Rule kRules[] = {
         .rows_up_to(kFewRows).with_blocks(Clustered::most_blocks).parts(256, 2048),
 
     // 16 bits with extras, up to 16 KB: more threads with 4 packs each instead of 8.
-    use(Strategy::register_row, 4).of_bytes(2).for_forms(kExtrasAlone | kBiased).up_to(1024),
+    use(Strategy::register_row, 4).of_bytes(2).for_forms(kExtrasAlone | kBiased | kCapped).up_to(1024),
     // 5 packs a thread: rows up to 2.5 KB in one warp, and longer ones where rows begin at any element.
     use(Strategy::register_row, 5).of_bytes(2).for_kinds(kWriteAndReduce).for_forms(kPlain)
         .up_to(5 * 32).unaligned_up_to(1280),
@@ -177,6 +177,8 @@ constexpr Rule kRules[] = {
         .up_to(8 * RegisterRow::most_threads(false, 8)),
     use(Strategy::register_row, 8).for_kinds(kAllKinds & ~kSums).for_forms(kExtrasAlone).reading(1)
         .up_to(8 * RegisterRow::most_threads(true, 8)),
+    // With a cap 4 packs in more threads are faster, but where those fill little more than one warp.
+    use(Strategy::register_row, 8).of_bytes(4).for_kinds(kAllKinds & ~kSums).for_forms(kCapped).up_to(8 * 32),
     use(Strategy::register_row, 4).on(kHopper).for_kinds(kAllKinds & ~kSums).reading(2).up_to(2048),
     use(Strategy::register_row, 4).on(kAllGpus & ~kHopper).for_kinds(kAllKinds & ~kSums).reading(2)
         .up_to(4 * RegisterRow::most_threads(true, 4)),
@@ -214,8 +216,9 @@ constexpr Rule kRules[] = {
     use(Strategy::grid_ring).on(kHopper).of_bytes(2 | 4).for_kinds(kWriteAndReduce).for_forms(kPlain)
         .all_rows_from((1 << 20) + 1),
 
-    // Rows with extras that are too long for 8 packs a thread: 4 packs in more threads.
-    use(Strategy::register_row, 4).for_forms(kExtrasAlone).reading(1).up_to(4 * RegisterRow::most_threads(true, 4)),
+    // Rows with extras that are too long for 8 packs a thread, and those with a cap: 4 packs in more threads.
+    use(Strategy::register_row, 4).for_forms(kExtrasAlone | kCapped).reading(1)
+        .up_to(4 * RegisterRow::most_threads(true, 4)),
 
     // Everything else. What is reduced is read twice here. Rows are split where one block for each would be too few for
     // the GPU, or where a row is long: a part has at most 128 KB, if there is room in the workspace for so many states.
