@@ -57,7 +57,7 @@ cudaError_t run_attention_backward(const AttentionCall& given, const AttentionGr
   if (auto e = put(gradients.query, gradients.query_sum, of_query, stream, &call.adds_query)) return e;
   if (auto e = put(gradients.key, gradients.key_sum, of_key, stream, &call.adds_key)) return e;
   if (auto e = put(gradients.value, gradients.value_sum, of_key, stream, &call.adds_value)) return e;
-  return with_size<64, 128, 256>(given.size, [&](auto size) {
+  return with_backward_size(given.size, [&](auto size) {
     return given.type == AttentionType::f16 ? run_backward<__half, size>(call, given, gradients, stream)
                                             : run_backward<__nv_bfloat16, size>(call, given, gradients, stream);
   });

@@ -117,7 +117,7 @@ class Call {
   }
 
   // The dtypes that an array may have. The first array of pages says which all of them have, as the query does.
-  std::vector<ffi::DataType> dtypes(Type type) const {
+  List<ffi::DataType> dtypes(Type type) const {
     const Buffer &query = operand(Name::query), &pages = operand(Name::key_pages);
     switch (type) {
       case Type::query:

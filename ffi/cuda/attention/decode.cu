@@ -29,13 +29,13 @@ struct Launch {
 
   template <class T, PageType type>
   cudaError_t run_few() {
-    return with_size<64, 128, 256>(padded, [&](auto size) {
+    return with_padded_size(padded, [&](auto size) {
       return start<FewRows<type, size>, decode_few_rows<T, type, size>, merge<size>>();
     });
   }
   template <class T>
   cudaError_t run_many() {
-    return with_size<64, 128, 256>(padded, [&](auto size) {
+    return with_padded_size(padded, [&](auto size) {
       const bool shared = args.plan.row_tile == kPartRows;
       if (shared) return start<ManyRows<size>, decode_many_rows<T, size, true>, merge<size>>();
       return start<ManyRows<size>, decode_many_rows<T, size, false>, merge<size>>();
@@ -92,13 +92,7 @@ struct Launch {
   cudaError_t launch(void (*kernel)(Given...), dim3 blocks, int threads, size_t bytes, bool overlaps,
                      const Given&... given) {
     cudaLaunchAttribute attribute = overlapping();
-    cudaLaunchConfig_t config{};
-    config.stream = stream;
-    config.gridDim = blocks;
-    config.blockDim = dim3(threads);
-    config.dynamicSmemBytes = bytes;
-    config.attrs = &attribute;
-    config.numAttrs = overlaps;
+    cudaLaunchConfig_t config{blocks, dim3(threads), bytes, stream, &attribute, overlaps};
     return cudaLaunchKernelEx(&config, kernel, given...);
   }
 

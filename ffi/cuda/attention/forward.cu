@@ -3,6 +3,7 @@
 #include "../elements.cuh"
 #include "../warp_groups.cuh"
 #include "attention.cuh"
+#include "forward/tiles.h"
 
 namespace jaxsoft::cuda {
 
@@ -14,9 +15,9 @@ cudaError_t run_forward(const AttentionCall& call, const AttentionBefore& before
 // The workspace has room for a counter: 8 bytes.
 cudaError_t run_attention_forward(const AttentionCall& call, const AttentionBefore& before,
                                   const AttentionResults& results, cudaStream_t stream) {
-  if (auto e = need_warp_groups(cudaErrorNoKernelImageForDevice)) return e;
+  if (auto e = need_warp_groups()) return e;
   if (call.workspace_bytes < static_cast<int64_t>(sizeof(unsigned long long))) return cudaErrorInvalidValue;
-  return with_size<64, 128, 192, 256>(call.size, [&](auto size) {
+  return with_forward_size(call.size, [&](auto size) {
     return call.type == AttentionType::f16 ? run_forward<__half, size>(call, before, results, stream)
                                            : run_forward<__nv_bfloat16, size>(call, before, results, stream);
   });

@@ -38,7 +38,7 @@ struct Sizes {
 inline int64_t workspace_bytes(const Sizes& call, int multiprocessors) {
   if (call.is("attention_forward")) return sizeof(unsigned long long);  // a counter
   if (call.is("attention_backward"))
-    return cuda::with_size<64, 128, 256>(call.size, [&](auto size) {
+    return cuda::with_backward_size(call.size, [&](auto size) {
       return cuda::BackwardSpace<size>(call.batch, call.queries, call.keys, call.heads, call.key_heads).bytes();
     });
   const auto problem = call.decode();
@@ -49,7 +49,7 @@ inline int64_t workspace_bytes(const Sizes& call, int multiprocessors) {
 
 template <cuda::ForwardKind kind>
 std::string forward_plan(int64_t size_of_heads) {
-  return cuda::with_size<64, 128, 192, 256>(size_of_heads, [](auto size) {
+  return cuda::with_forward_size(size_of_heads, [](auto size) {
     using Plan = cuda::ForwardPlan<size, kind>;
     std::ostringstream text;
     text << "attention_forward: " << Plan::groups << " groups of " << Plan::group_queries
@@ -69,7 +69,7 @@ inline std::string plan_as_text(const Sizes& call, int multiprocessors) {
   }
   std::ostringstream text;
   if (call.is("attention_backward")) {
-    cuda::with_size<64, 128, 256>(call.size, [&](auto size) {
+    cuda::with_backward_size(call.size, [&](auto size) {
       using Plan = cuda::BackwardPlan<size>;
       text << (Plan::blocks == 2 ? "attention_backward_in_pairs" : "attention_backward") << ": tiles of "
            << Plan::queries << " queries and " << Plan::keys

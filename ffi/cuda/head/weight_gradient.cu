@@ -185,8 +185,7 @@ cudaError_t run(const Buffer& hidden, const Buffer& x, const Buffer& workspace, 
   using Code = WeightCode;
   constexpr auto type = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   constexpr int bytes = sizeof(WeightShared<T>) + 1024;  // which begin at the next multiple of 1024
-  static_assert(bytes <= 227 * 1024);
-  const auto kernel = weight_gradient_in_place<T>;
+  constexpr auto kernel = weight_gradient_in_place<T>;
   const int rows = static_cast<int>(hidden.dims[0]), width = static_cast<int>(hidden.dims[1]);
   const int classes = static_cast<int>(x.dims[1]);
   WeightCall call{};
@@ -200,13 +199,11 @@ cudaError_t run(const Buffer& hidden, const Buffer& x, const Buffer& workspace, 
   if (auto e = describe_right(x.data, classes)) return e;
 
   cudaLaunchAttribute attributes[2] = {in_clusters_of(Code::blocks), all_at_once()};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(Code::blocks), config.blockDim = dim3(Code::threads), config.dynamicSmemBytes = bytes;
-  config.stream = stream, config.attrs = attributes, config.numAttrs = 1;
+  cudaLaunchConfig_t config{dim3(Code::blocks), dim3(Code::threads), bytes, stream, attributes, 1};
   static Devices<> known;
   int clusters = 0;
   if (auto e = known.once(0, &clusters, [&](int* found) {
-        if (auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return e;
+        if (auto e = allow_shared_memory<kernel, bytes>()) return e;
         return find_clusters(kernel, config, found);
       }))
     return e;

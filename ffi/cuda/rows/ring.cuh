@@ -216,15 +216,14 @@ __global__ void __launch_bounds__(Ring::threads, 1)
 // The workspace must have room for the counter, or be null.
 template <template <class> class Op, class T, class Form>
 cudaError_t launch_ring(const Arguments<T>& args, int blocks, void* workspace, cudaStream_t stream) {
-  constexpr size_t bytes = sizeof(RingMemory<Op, T>);
-  static_assert(bytes <= 227 * 1024);
-  auto kernel = ring<Op, T, Form>;
+  constexpr int bytes = sizeof(RingMemory<Op, T>);
+  constexpr auto kernel = ring<Op, T, Form>;
   cudaLaunchAttribute attribute = in_clusters_of(static_cast<unsigned>(blocks));
   cudaLaunchConfig_t config{dim3(blocks), dim3(Ring::threads), bytes, stream, &attribute, 1};
   int clusters = 0;
   static Devices<Ring::most_blocks + 1> clusters_at_once;
   if (auto e = clusters_at_once.once(blocks, &clusters, [&](int* found) {
-        if (auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return e;
+        if (auto e = allow_shared_memory<kernel, bytes>()) return e;
         return find_clusters(kernel, config, found);
       }))
     return e;

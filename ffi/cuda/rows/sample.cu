@@ -50,14 +50,17 @@ namespace {
 // rows of 128256 flat bf16 logits take 21 us in them, with top-p of 0.9, and 32 rows 30 us; in clusters of 3, 24 us.)
 template <class T>
 cudaError_t launch(const Sampling<T>& call, const Device& device, int blocks, cudaStream_t stream) {
-  constexpr int of_slot = SampleCode::threads * sizeof(Pack<T>);
+  auto bytes_with = [](int slots) {
+    return static_cast<int>(sizeof(SampleShared) + slots * SampleCode::threads * sizeof(Pack<T>));
+  };
   static Devices<> prepared;
   int most_slots = 0;  // for which the device has room
   if (auto e = prepared.once(0, &most_slots, [&](int* found) {
         int bytes = 0;
         if (auto e = cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device.ordinal)) return e;
-        *found = std::min((bytes - static_cast<int>(sizeof(SampleShared))) / of_slot, SampleCode::most_slots);
-        const int most_bytes = static_cast<int>(sizeof(SampleShared)) + *found * of_slot;
+        *found = SampleCode::most_slots;
+        while (*found > 0 && bytes_with(*found) > bytes) --*found;
+        const int most_bytes = bytes_with(*found);
         if (auto e = cudaFuncSetAttribute(sample_rows<T, kCountsValues<T>>,
                                           cudaFuncAttributeMaxDynamicSharedMemorySize, most_bytes))
           return e;
@@ -65,8 +68,8 @@ cudaError_t launch(const Sampling<T>& call, const Device& device, int blocks, cu
       }))
     return e;
   cudaLaunchAttribute attribute = in_clusters_of(blocks);
-  const size_t most_bytes = sizeof(SampleShared) + most_slots * of_slot;
-  cudaLaunchConfig_t config{dim3(blocks), dim3(SampleCode::threads), most_bytes, stream, &attribute, blocks > 1};
+  cudaLaunchConfig_t config{dim3(blocks), dim3(SampleCode::threads), static_cast<size_t>(bytes_with(most_slots)),
+                            stream,       &attribute,                blocks > 1};
   if (blocks > 1) {
     static Devices<SampleCode::most_blocks + 1> clusters_at_once;
     int clusters = 0;
@@ -92,7 +95,7 @@ cudaError_t launch(const Sampling<T>& call, const Device& device, int blocks, cu
                     : counts_values ? SampleCode::shared_slots
                                     : SampleCode::ring;
   config.gridDim = dim3(static_cast<unsigned>(call.rows * blocks));
-  config.dynamicSmemBytes = sizeof(SampleShared) + slots * of_slot;
+  config.dynamicSmemBytes = bytes_with(slots);
   ThresholdRanks ranks;
   if (call.k < call.n) ranks.of_k = {call.k, call.n, blocks, full};
   ranks.of_one = {1, call.n, blocks, full}, ranks.of_mass = {SampleCode::sought_by_mass, call.n, blocks, full};

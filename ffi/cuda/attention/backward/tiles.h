@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "../../anywhere.h"
+
 namespace jaxsoft::cuda {
 
 // A tile of scores, and how many tiles of queries and of cotangents a block has room for. What bounds them is
@@ -45,6 +47,12 @@ struct BackwardPlan<256> {
   static constexpr int cache = 49;
   static constexpr double stagger = 1.9;
 };
+
+// Calls use(n) with the smallest size that has a plan, of those that are not smaller than `size`.
+template <class Use>
+auto with_backward_size(int64_t size, Use use) {
+  return with_size<64, 128, 256>(size, use);
+}
 
 // What the workspace has, in bytes:
 //

@@ -121,8 +121,14 @@ inline Plan make_plan(const Problem& problem, int multiprocessors) {
   return plan;
 }
 
-// The head size for which kernels are compiled, of those that are not smaller.
-inline int padded_size(int size) { return size <= 64 ? 64 : size <= 128 ? 128 : 256; }
+// Calls use(n) with the smallest size of heads for which kernels are compiled, of those that are not smaller.
+template <class Use>
+auto with_padded_size(int64_t size, Use use) {
+  return with_size<64, 128, 256>(size, use);
+}
+inline int padded_size(int size) {
+  return with_padded_size(size, [](int padded) { return padded; });
+}
 
 // The workspace: the counter of units, then maxima and sums of the chunks' states, then their outputs.
 struct Workspace {
