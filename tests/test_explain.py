@@ -117,6 +117,25 @@ def test_a_training_step_on_a_gpu(on_h100):
 
 @on_cpu
 @needs_cpu_library
+@pytest.mark.parametrize(
+    ("dtype", "n", "cap", "packs"),
+    [("bfloat16", 12288, None, 8), ("bfloat16", 12288, 30.0, 4), ("float32", 600, 30.0, 8)],
+)
+def test_losses_with_a_mask_and_a_cap_on_a_gpu(on_h100, dtype, n, cap, packs):
+    """The kernels' table knows calls with a cap from those with other extras."""
+
+    def loss(x, labels, where):
+        return jaxsoft.softmax_cross_entropy_with_integer_labels(
+            x, labels, where=where, logits_soft_cap=cap, implementation="ffi"
+        )
+
+    operands = *types((4096, n), dtype=dtype), *types((4096,), dtype=jnp.int32), *types((4096, n), dtype=bool)
+    kernel = found(loss, *operands)["label_state"].kernel
+    assert kernel == f"register_row: rows in registers, {packs} packs of 16 bytes a thread"
+
+
+@on_cpu
+@needs_cpu_library
 def test_a_decode_step_on_a_gpu(on_h100):
     step = found(decode_step, *DECODE)
     assert step["attention"].kernel.startswith("decode_few_rows: ")
