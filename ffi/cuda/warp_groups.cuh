@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kWarpGroupCode ? kThreadsWithWarpGroups : kThr
     warp_group_kernel() {}
 
 // An error where the kernels that run on the current device were compiled without products of warp groups.
-inline cudaError_t need_warp_groups(cudaError_t error = cudaErrorNotSupported) {
+inline cudaError_t need_warp_groups() {
   static Devices<> known;
   int threads = 0;
   if (auto e = known.once(0, &threads, [](int* of_kernel) {
@@ -57,7 +57,7 @@ inline cudaError_t need_warp_groups(cudaError_t error = cudaErrorNotSupported) {
         return error;
       }))
     return e;
-  return threads == kThreadsWithWarpGroups ? cudaSuccess : error;
+  return threads == kThreadsWithWarpGroups ? cudaSuccess : cudaErrorNotSupported;
 }
 
 }  // namespace jaxsoft::cuda

@@ -48,7 +48,7 @@ struct BackwardPlan<256> {
   static constexpr double stagger = 1.9;
 };
 
-// Calls use(n) with the smallest size that has a plan, of those that are not smaller than `size`.
+// Calls use(n) with the size whose plan serves heads of `size`. See with_size.
 template <class Use>
 auto with_backward_size(int64_t size, Use use) {
   return with_size<64, 128, 256>(size, use);

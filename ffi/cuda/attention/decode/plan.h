@@ -121,7 +121,7 @@ inline Plan make_plan(const Problem& problem, int multiprocessors) {
   return plan;
 }
 
-// Calls use(n) with the smallest size of heads for which kernels are compiled, of those that are not smaller.
+// Calls use(n) with the size of the kernels that serve heads of `size`. See with_size.
 template <class Use>
 auto with_padded_size(int64_t size, Use use) {
   return with_size<64, 128, 256>(size, use);

@@ -51,7 +51,7 @@ struct ForwardPlan<192, kind> : ForwardPlanOf<192, 2, 96, 2, true> {};
 template <ForwardKind kind>
 struct ForwardPlan<256, kind> : ForwardPlanOf<256, 2, 80, 2, true> {};
 
-// Calls use(n) with the smallest size that has a plan, of those that are not smaller than `size`.
+// Calls use(n) with the size whose plan serves heads of `size`. See with_size.
 template <class Use>
 auto with_forward_size(int64_t size, Use use) {
   return with_size<64, 128, 192, 256>(size, use);
