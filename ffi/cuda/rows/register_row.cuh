@@ -131,8 +131,8 @@ cudaError_t launch_register_row(const Arguments<T>& args, Layout layout, int64_t
   }
   int64_t blocks = std::min<int64_t>((args.rows + rows_per_block - 1) / rows_per_block, 0x7fffffff);
   auto kernel = register_row<Op, T, Form, kPacks, Layout::any>;
-  // f64, caps and the rare sums do without kernels for aligned rows, which saves compile time.
-  if constexpr (sizeof(T) < 8 && !Form::capped && !Op<T>::sums)
+  // f64 and the rare sums do without kernels for aligned rows, which saves compile time.
+  if constexpr (sizeof(T) < 8 && !Op<T>::sums)
     if (layout == Layout::whole) kernel = register_row<Op, T, Form, kPacks, Layout::whole>;
   if constexpr (!Form::extras && kPacks <= 2 && sizeof(T) == 2 && !Op<T>::sums)
     if (layout == Layout::halves) kernel = register_row<Op, T, Form, kPacks, Layout::halves>;
