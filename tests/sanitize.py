@@ -28,8 +28,9 @@ attention's calls both have, while a program was compiled. So let JAX keep its p
 
 Then all calls of attention took 2 minutes of an H200 under both tools, eight processes with an option each.
 
-memcheck (2025.3) has ended so as well, on two machines: each time at the calls of `sample` of 1x17000001 float32, and
-in float64 at other places each time. What such a run did not reach can be run by its shape.
+memcheck (2025.3) has ended so as well: on two machines, in every run, at the calls of `sample` of 1x17000001 float32,
+also where that shape was named alone, and once each at two places of float64. The shapes behind such a place can be
+named.
 
 Of "ffi", racecheck does not see that one lane's arrival at a barrier comes after what its whole warp has read, so it
 reports hazards in `ring` and `grid_ring` where slots are filled again, unless the library is built for it:

@@ -177,7 +177,7 @@ constexpr Rule kRules[] = {
         .up_to(8 * RegisterRow::most_threads(false, 8)),
     use(Strategy::register_row, 8).for_kinds(kAllKinds & ~kSums).for_forms(kExtrasAlone).reading(1)
         .up_to(8 * RegisterRow::most_threads(true, 8)),
-    // With a cap 4 packs a thread, below, are faster, except where they spread a row over two warps instead of one.
+    // With a cap 4 packs a thread, below, are no slower, except where they spread a row over two warps instead of one.
     use(Strategy::register_row, 8).of_bytes(4 | 8).for_kinds(kAllKinds & ~kSums).for_forms(kCapped).up_to(8 * 32),
     use(Strategy::register_row, 4).on(kHopper).for_kinds(kAllKinds & ~kSums).reading(2).up_to(2048),
     use(Strategy::register_row, 4).on(kAllGpus & ~kHopper).for_kinds(kAllKinds & ~kSums).reading(2)
