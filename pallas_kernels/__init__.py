@@ -21,6 +21,15 @@ if TYPE_CHECKING:
     from jaxsoft._attention.spec import AttentionSpec
 
 
+_RUN_WITH = 0, 11, 2  # the oldest version of JAX with which these kernels were run on a GPU
+_ROWS_LOWERED_BY = 0, 11, 0  # and that which can lower those for rows
+BY_NAME_ONLY = (
+    None
+    if jax.__version_info__ >= _RUN_WITH
+    else f"its kernels were compiled, but never run, with JAX {jax.__version__}, so they serve calls that name it alone"
+)
+
+
 def unavailable(platform: str) -> str | None:
     """None, or why the kernels cannot run on a platform."""
     if platform != "cuda":
@@ -39,6 +48,8 @@ def unavailable(platform: str) -> str | None:
 
 def unsupported(operands: Sequence[jax.core.ShapedArray]) -> str | None:
     """None, or why the kernels cannot take these operands."""
+    if jax.__version_info__ < _ROWS_LOWERED_BY:
+        return f"JAX {jax.__version__} cannot lower its kernels for rows, as JAX 0.11.0 and later can"
     from .rows import choice
 
     return choice.unsupported(operands)

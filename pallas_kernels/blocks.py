@@ -16,6 +16,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from . import versions
+
 # Interpreter parameters of Pallas, which tests set; None to compile.
 INTERPRET: Any = None
 
@@ -122,7 +124,7 @@ def kernel_of_blocks(
       compiler_params: of Pallas, beside those of all.
       types: out_type and scratch_types, as Pallas has them.
     """
-    return plgpu.kernel(
+    return versions.kernel(
         body,
         **types,
         compiler_params=plgpu.CompilerParams(

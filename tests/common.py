@@ -121,7 +121,8 @@ def forget_heads() -> None:
 
 def target(kind: str, multiprocessors: int = 132) -> contextlib.AbstractContextManager:
     """Lowers for a GPU of this kind and so many multiprocessors, which need not be here."""
-    device = AbstractDevice(device_kind=kind, platform="gpu", num_cores=multiprocessors)
+    platform = {"platform": "gpu"} if jax.__version_info__ > (0, 10, 0) else {}
+    device = AbstractDevice(device_kind=kind, num_cores=multiprocessors, **platform)
     return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 

@@ -182,7 +182,7 @@ inline ffi::ErrorOr<Call> read_call(const Operation& operation, const ffi::Remai
                                     const ffi::RemainingRets& rets, const Form& form) {
   Call call;
   const std::string reason = fill_call(operation, args, rets, form, &call);
-  if (!reason.empty()) return refuse(std::string(operation.text) + ": " + reason);
+  if (!reason.empty()) return ffi::Unexpected(refuse(std::string(operation.text) + ": " + reason));
   return call;
 }
 

@@ -17,7 +17,7 @@ from jaxsoft._attention.form import BASE, Extra
 from jaxsoft._attention.spec import AttentionForward, AttentionPullback, AttentionSpec, PagedAttention
 from jaxsoft._core import gpus
 from jaxsoft._core.gpus import Generation
-from jaxsoft._core.implementations import REGISTERED, Choice, Names, accepted, refuse
+from jaxsoft._core.implementations import REGISTERED, Choice, Names, accepted, not_by_default, refuse
 from jaxsoft._core.operation import Function
 
 type Operands = Sequence[jax.core.ShapedArray]
@@ -104,7 +104,7 @@ def _first(operation: AttentionSpec, names: Names, platform: str, operands: Oper
     """The first of those that are accepted which serves an operation, and why those before it do not."""
     reasons: dict[str, str] = {}
     for name in accepted(names, preference(operation, platform, operands)):
-        reason = _refusal(name, operation, operands) or unavailable(name, platform)
+        reason = _refusal(name, operation, operands) or unavailable(name, platform) or not_by_default(names, name)
         if reason is None:
             return name, reasons
         reasons[name] = reason

@@ -87,7 +87,7 @@ def any_before(generation: Generation) -> bool:
 def elsewhere() -> str | None:
     """The name of the GPU that is lowered for, as `jax.sharding.use_abstract_mesh` names it, if it is not here."""
     device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is None or device.platform != "gpu" or device.device_kind in present():
+    if device is None or getattr(device, "platform", "gpu") != "gpu" or device.device_kind in present():
         return None
     return device.device_kind
 

@@ -31,11 +31,13 @@ class Backend:
       unavailable: (platform) -> None, or why it cannot be used there.
       opaque: whether XLA's partitioner cannot see into it, as into a custom call.
       rows: its kernels for rows, a `jaxsoft._rows.forms.RowKernels`; None if it has none.
+      by_name_only: None, or why `implementation=None` does not take it although it may be available.
     """
 
     unavailable: Callable[[str], str | None] = lambda platform: None
     opaque: bool = False
     rows: Any = None
+    by_name_only: str | None = None
 
 
 # By name, in the order in which errors list them.
@@ -89,6 +91,11 @@ def accepted(names: Names, preferred: Sequence[str]) -> tuple[str, ...]:
 def accepts(names: Names, name: str) -> bool:
     """Whether a call may be served by this implementation."""
     return names is None or name in accepted(names, ())
+
+
+def not_by_default(names: Names, name: str) -> str | None:
+    """None, or why a call that names no implementation is not served by this one."""
+    return REGISTERED[name].by_name_only if names is None else None
 
 
 def is_opaque(names: Names) -> bool:

@@ -33,7 +33,8 @@ def refusal(head: Head, hidden: jax.core.ShapedArray, weight: jax.core.ShapedArr
         return "its kernels for linear layers take no smoothing or entropy beside class weights"
     if head.chunk_size is not None or not head.recompute:
         return "chunk_size and recompute=False are for chunks of the classes, which XLA computes"
-    if reason := pallas_kernels.unavailable("cuda") or pallas_kernels.head_unsupported(hidden, weight):
+    reason = pallas_kernels.unavailable("cuda") or pallas_kernels.BY_NAME_ONLY  # which a layer has no argument for
+    if reason := reason or pallas_kernels.head_unsupported(hidden, weight):
         return reason
     if hidden.shape[0] < _LEAST_ROWS:
         return f"its tiles would be mostly empty with less than {_LEAST_ROWS} rows"

@@ -21,6 +21,7 @@ from jaxsoft._core.implementations import (
     Names,
     accepted,
     accepts,
+    not_by_default,
     refuse,
 )
 from jaxsoft._core.mesh import axes_of, if_even, refined
@@ -96,7 +97,8 @@ class RowOperation(Served):
         preferred = sorted(PREFERENCE.get(platform, ALWAYS), key=lambda name: not is_fastest(name))
         reasons: dict[str, str] = {}
         for name in accepted(self.implementation, preferred):
-            reason = REGISTERED[name].unavailable(platform) or _refusal(name, plain_operands)
+            reason = REGISTERED[name].unavailable(platform) or not_by_default(self.implementation, name)
+            reason = reason or _refusal(name, plain_operands)
             if reason is None:
                 found = self._kernel(REGISTERED[name].rows, platform, operands, plain_operands)
                 if not isinstance(found, str):

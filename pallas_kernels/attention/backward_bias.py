@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from .. import versions
 from ..blocks import Ring, kernel_of_blocks, roles, tiled
 from ..rows.memory import store
 from . import backward_plan
@@ -140,7 +141,7 @@ def _body(
             score, rise = pl.run_scoped(products, accumulator, accumulator)
             ring.free(number)
             lse, delta, *lse_residual = (
-                plgpu.load(
+                versions.load(
                     ref.at[batch, head, pl.ds(query_begin, shape.query_tile)],
                     layout=WGMMA.reduce(1 - axis),
                     optimized=False,

@@ -22,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxsoft._attention.form import Extra
 
+from .. import versions
 from ..blocks import Ring, kernel_of_blocks, roles, tiled
 from . import backward_plan
 from .backward_call import (
@@ -285,7 +286,7 @@ class _Worker:
 
                 rise = pl.run_scoped(compute, self._accumulator)
                 plgpu.barrier_wait(pair_ring.filled.at[0])
-                p = plgpu.load(pair_ring.buffers[0].at[0], layout=WGMMA)
+                p = versions.load(pair_ring.buffers[0].at[0], layout=WGMMA)
                 plgpu.barrier_arrive(pair_ring.freed.at[0])
                 multiply(key_acc, self._dz(p, rise, delta_ref), query, self.stages)
                 plgpu.wgmma_wait(0)
@@ -299,7 +300,7 @@ class _Worker:
 
     def _probabilities(self, products: jax.Array, lse_refs: Sequence[Any], place: tuple) -> tuple[jax.Array, Any]:
         step, query_head, tile, masked = place
-        lse = [plgpu.load(ref, layout=WGMMA.reduce(0)) for ref in lse_refs]
+        lse = [versions.load(ref, layout=WGMMA.reduce(0)) for ref in lse_refs]
         begin = tile * self.plan.query_tile
         where = {"query_begin": begin, "key_begin": self.key_begin, "batch": self.batch, "head": query_head}
         loaded = self.extra_tiles.load(step, self.index)
@@ -308,7 +309,7 @@ class _Worker:
         return result
 
     def _dz(self, p: jax.Array, rise: jax.Array, delta_ref: Any) -> jax.Array:
-        delta = plgpu.load(delta_ref, layout=WGMMA.reduce(0))
+        delta = versions.load(delta_ref, layout=WGMMA.reduce(0))
         return (p * (rise - broadcast(delta, rise.shape, 1))).astype(self.call.dtype)
 
     def _over_tiles(self, step: Callable[[tuple, list[Any]], None]) -> None:

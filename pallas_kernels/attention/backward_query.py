@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxsoft._attention.form import Extra
 
+from .. import versions
 from ..blocks import Ring, kernel_of_blocks, roles, tiled
 from . import backward_plan
 from .backward_call import (
@@ -140,7 +141,8 @@ def _body(call: BackwardCall, plan: QueryPlan, shape: Shape, blocks: int, rings:
         extra_tiles.open(index)
         of_query = WGMMA.reduce(1)
         lse, delta, *lse_residual = (
-            plgpu.load(ref.at[batch, head, pl.ds(begin, ROWS)], layout=of_query, optimized=False) for ref in number_refs
+            versions.load(ref.at[batch, head, pl.ds(begin, ROWS)], layout=of_query, optimized=False)
+            for ref in number_refs
         )
         limits = borders(call.form, shape, of_keys=False)
         known = scores.queries(batch, begin) if any(limits) else None

@@ -28,6 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxsoft._attention.form import AttentionForm, Extra
 
+from .. import versions
 from ..rows.memory import load_as_is
 from .ranges import Shape, masks
 
@@ -288,14 +289,14 @@ def load_tile(ref: Any, queries_axis: int, in_shared_memory: bool = False) -> ja
     """
     layout, bits = plgpu.Layout.WGMMA, 8 * jnp.dtype(ref.dtype).itemsize
     if queries_axis == 0:
-        return plgpu.load(ref, layout=layout, optimized=in_shared_memory)
+        return versions.load(ref, layout=layout, optimized=in_shared_memory)
     turned = ref.transpose((1, 0))
     if in_shared_memory and bits == 16:  # by ldmatrix, which turns 16 bits
-        return plgpu.load(turned, layout=layout)
+        return versions.load(turned, layout=layout)
     # Threads load pairs that lie side by side, and exchange halves of them. For bytes a transposed copy in memory had
     # been somewhat faster: a mask of all scores, with gradients, had 426 TFLOP/s where it has 414 at heads of 128, and
     # 320 where it has 309 at 64 (H100, 8K long, JAX 0.11.2). Exchanged as 16 bits, it had 406 and 296.
-    loaded = plgpu.load(turned, layout=plgpu.Layout.WGMMA_TRANSPOSED, optimized=in_shared_memory)
+    loaded = versions.load(turned, layout=plgpu.Layout.WGMMA_TRANSPOSED, optimized=in_shared_memory)
     return plgpu.layout_cast(loaded.astype(jnp.int32) if bits == 8 else loaded, layout)
 
 

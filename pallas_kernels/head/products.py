@@ -23,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxsoft._core import gpus
 from jaxsoft._core.rounding import rounded
 
+from .. import versions
 from ..blocks import ROWS, WIDEST, Ring, kernel_of_blocks, roles, tiled
 from .plan import HeadPlan
 
@@ -211,12 +212,12 @@ def columns(plan: HeadPlan) -> jax.Array:
 
 def of_rows(ref: Any, tile: HeadTile) -> jax.Array:
     """Loads the numbers of a tile's rows."""
-    return plgpu.load(ref.at[tile.rows], layout=WGMMA.reduce(1), optimized=False)
+    return versions.load(ref.at[tile.rows], layout=WGMMA.reduce(1), optimized=False)
 
 
 def bias_of(plan: HeadPlan, ref: Any, tile: HeadTile, piece: int) -> jax.Array:
     """The bias of a piece of a tile, for all of the piece."""
-    numbers = plgpu.load(
+    numbers = versions.load(
         ref.at[pl.ds(tile.begin + piece * plan.piece, plan.piece)], layout=WGMMA.reduce(0), optimized=False
     )
     return lax.broadcast_in_dim(numbers, (plan.rows, plan.piece), [1])

@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from .. import versions
+
 
 def load_as_is(ref: Any, layout: Any = None) -> jax.Array:
     """Loads what a reference to shared or global memory holds."""
-    return plgpu.load(ref, layout=layout, optimized=False)
+    return versions.load(ref, layout=layout, optimized=False)
 
 
 def load(ref: Any, layout: Any = None) -> jax.Array:
@@ -32,8 +34,4 @@ def load_in_every_warp(ref: Any) -> jax.Array:
 
 def store(ref: Any, value: jax.Array) -> None:
     """Stores f32 in global memory, in the dtype of the reference."""
-    value = value.astype(ref.dtype)
-    if hasattr(plgpu, "store"):  # JAX 0.12
-        plgpu.store(ref, value, optimized=False)
-    else:
-        ref[...] = value
+    versions.store(ref, value.astype(ref.dtype))

@@ -23,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxsoft._rows.spec import NO_ROW, RowExtra, RowSpec
 
+from .. import versions
 from . import fold, operations
 from .extras import Extras, LabelExtra, Name, Prepared, Rules
 from .fold import State, reference
@@ -57,7 +58,7 @@ def row_kernel(
     """
     full, number = jax.ShapeDtypeStruct((rows, n), dtype), jax.ShapeDtypeStruct((rows,), jnp.float32)
     signature = Signature.of(operation)
-    return plgpu.kernel(
+    return versions.kernel(
         functools.partial(_body, operation, plan, extras),
         out_type=(full,) * signature.row_results + (number,) * signature.number_results,
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True),
@@ -229,7 +230,7 @@ class _RegisterRules(Rules):
             index, same = extras.place(name, first)
             if same or rows == 1:
                 return refs[name][index]
-            return kernel.broadcast(plgpu.load(refs[name].at[pl.ds(index, rows)], optimized=False))
+            return kernel.broadcast(versions.load(refs[name].at[pl.ds(index, rows)], optimized=False))
 
         scale, limit = number(RowExtra.SCALE), number(RowExtra.LIMIT)
         label, result = number(LabelExtra.LABEL), number(LabelExtra.RESULT)

@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxsoft._rows.spec import RowSpec
 
+from .. import versions
 from . import operations, register_rows
 from .memory import load, load_in_every_warp, store
 from .operations import References, Signature
@@ -36,7 +37,7 @@ def row_kernel(operation: RowSpec, rows: int, n: int, dtype: Any, plan: SplitPla
     reduction = operations.reduction_of(operation)
     reduce = register_rows.row_kernel(reduction, rows * parts, n // parts, dtype, plan.part)
     full, number = jax.ShapeDtypeStruct((rows * parts, n // parts), dtype), jax.ShapeDtypeStruct((rows,), jnp.float32)
-    finish = plgpu.kernel(
+    finish = versions.kernel(
         functools.partial(_finish_body, operation, plan),
         out_type=(full,) * signature.row_results + (number,) * signature.number_results,
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True),

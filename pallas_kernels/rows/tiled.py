@@ -29,6 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxsoft._rows.spec import RowSpec
 
+from .. import versions
 from . import fold, long_row, operations
 from .cluster import ClusterExchange
 from .extras import Extras, Rules
@@ -69,7 +70,7 @@ def row_kernel(
     # others still read.
     states = plgpu.SMEM((numbers, 2, plan.warpgroups * THREADS), jnp.float32)
     clustered = plan.cluster > 1
-    return plgpu.kernel(
+    return versions.kernel(
         functools.partial(_body, operation, plan, extras),
         out_type=(full,) * signature.row_results + (number,) * signature.number_results,
         scratch_types=(

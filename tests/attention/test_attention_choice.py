@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from common import target
-from jax.sharding import AbstractDevice, AbstractMesh
 
 import jaxsoft
 from jaxsoft._attention import choice
@@ -218,8 +217,7 @@ def test_multiprocessors(monkeypatch):
     """Blocks are persistent for the multiprocessors of the GPU that is lowered for."""
     found = []
     monkeypatch.setattr(forward, "schedule", lambda *of_call: found.append(of_call[-1]))
-    device = AbstractDevice(device_kind="NVIDIA H100 PCIe", platform="gpu", num_cores=114)
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+    with target("NVIDIA H100 PCIe", 114):
         lowered(functools.partial(jaxsoft.dot_product_attention, implementation="pallas"))
     assert found == [114]
 
