@@ -1,5 +1,5 @@
 # make demo         trains a language model with jaxsoft, then prints this machine's speed. Sets everything up first.
-# make test         runs the tests, after the linter and the type checker.
+# make test         runs the tests, after the linter and the type checker. JAX=0.10.0 takes that version of JAX.
 # make docs         makes the documentation as a site, in site/. It needs nothing of the library.
 # make bench        prints this machine's speed in full, and draws that of attention as out/attention.svg.
 # make wheel        makes what a release uploads, in dist/: one wheel with the CUDA kernels for every supported GPU.
@@ -17,6 +17,9 @@ HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | head -n 1)
 JAXSOFT_CUDA ?= $(if $(HAS_GPU),AUTO,OFF)
 JAXSOFT_CUDA_ARCHITECTURES ?= native
 CUDA ?= cuda13
+# The version of JAX that is installed, with what goes with it; empty for the newest.
+JAX ?=
+THIS_JAX := $(if $(JAX),jax==$(JAX) jaxlib==$(JAX))
 # What `make wheel` builds for: empty for every supported GPU. 90a-virtual, or WHEEL_CUDA=OFF, is quicker while working on
 # the wheel itself.
 WHEEL_CUDA ?= ON
@@ -40,20 +43,26 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12) and "jaxsoft needs Python 3.12 or newer; say which with make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 
+# pip would keep a version of JAX that was asked for before.
+$(VENV)/jax-$(JAX): | $(BIN)/python
+	$(BIN)/python -m pip uninstall -qq -y jax jaxlib
+	rm -f $(VENV)/jax-*
+	touch $@
+
 # pip fetches what jaxsoft needs while its kernels are compiled.
-$(VENV)/installed: $(SOURCES) | $(BIN)/python
+$(VENV)/installed: $(SOURCES) $(VENV)/jax-$(JAX) | $(BIN)/python
 	rm -rf build/this-machine
 	$(BIN)/python -c '$(NEEDS)' jaxsoft examples $(if $(HAS_GPU),$(CUDA)) > $(VENV)/needs.txt
 	JAXSOFT_CUDA="$(JAXSOFT_CUDA)" JAXSOFT_CUDA_ARCHITECTURES="$(JAXSOFT_CUDA_ARCHITECTURES)" \
 	$(BIN)/python -m pip wheel -q --no-deps -w build/this-machine . & compilation=$$!; \
-	$(BIN)/python -m pip install -q -r $(VENV)/needs.txt; installation=$$?; \
+	$(BIN)/python -m pip install -q -r $(VENV)/needs.txt $(THIS_JAX); installation=$$?; \
 	wait $$compilation && exit $$installation
 	$(BIN)/python -m pip install -q --no-deps --force-reinstall build/this-machine/*.whl
 	touch $@
 
 $(VENV)/installed-test: pyproject.toml $(VENV)/installed
 	$(BIN)/python -c '$(NEEDS)' test > $(VENV)/needs.txt
-	$(BIN)/python -m pip install -q -r $(VENV)/needs.txt
+	$(BIN)/python -m pip install -q -r $(VENV)/needs.txt $(THIS_JAX)
 	touch $@
 
 demo: all
@@ -61,10 +70,11 @@ demo: all
 	$(BIN)/python examples/language_model.py
 	$(BIN)/python benchmarks/speed.py --quick
 
+# The type checker is for the newest JAX: an older one's names differ.
 test: $(VENV)/installed-test
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy
+	$(if $(JAX),,$(BIN)/mypy)
 	$(BIN)/python -m pytest -n auto
 
 # The site is made from the sources and the records alone, so the library is not built for it.

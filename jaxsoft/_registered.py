@@ -8,7 +8,9 @@ from jaxsoft._rows import ffi, plain
 
 REGISTERED.update(
     ffi=Backend(library.unavailable, opaque=True, rows=ffi.KERNELS),
-    pallas=Backend(pallas_kernels.unavailable, opaque=True, rows=pallas_kernels.ROWS, by_name_only=pallas_kernels.BY_NAME_ONLY),
+    pallas=Backend(
+        pallas_kernels.unavailable, opaque=True, rows=pallas_kernels.ROWS, by_name_only=pallas_kernels.BY_NAME_ONLY
+    ),
     triton=Backend(triton_kernels.unavailable, opaque=True, rows=triton_kernels.ROWS),
     cudnn=Backend(cudnn.unavailable, opaque=True),
     xla=Backend(rows=plain.XLA),

@@ -6,6 +6,8 @@ is tested in test_attention_choice and test_cuda_plans.
 """
 
 import contextlib
+import dataclasses
+import functools
 import logging
 import os
 import pathlib
@@ -16,16 +18,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import on_cpu, target
+from common import on_cpu, pallas_is_tested, target
 from common import pretend as pretend_rows
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of, needs_devices
 
 import jaxsoft
+from jaxsoft import pallas_kernels
 from jaxsoft._attention.ffi import TARGETS
 from jaxsoft._core import library
-from jaxsoft._core.implementations import PREFERENCE, collected
+from jaxsoft._core.implementations import PREFERENCE, REGISTERED, collected
 
 H100 = "NVIDIA H100 80GB HBM3"
 needs_cpu_library = pytest.mark.skipif(
@@ -101,6 +104,7 @@ def test_what_is_compiled_already():
 
 @on_cpu
 @needs_cpu_library
+@pallas_is_tested
 def test_a_training_step_on_a_gpu(on_h100):
     """The kernels' names and plans; nothing comes before the fastest."""
     step = found(training_step, *STEP)
@@ -166,6 +170,7 @@ def test_plans_follow_the_gpu(on_h100):
 
 @on_cpu
 @needs_cpu_library
+@pallas_is_tested
 def test_reasons(on_h100, monkeypatch):
     """Why an implementation does not serve, in terms of the call."""
     (x,) = types((64, 32000))
@@ -191,6 +196,7 @@ def test_reasons(on_h100, monkeypatch):
 
 @on_cpu
 @needs_cpu_library
+@pallas_is_tested
 def test_linear_layers(on_h100):
     """Pallas keeps scores in registers, with reasons where it does not; the in-place product has a line of its own."""
     hidden, weight = types((4096, 256), (256, 8192))
@@ -213,6 +219,33 @@ def test_linear_layers(on_h100):
     hidden, weight = types((4096, 4096), (4096, 128256))
     mean = found(jax.grad(lambda h, w, y: losses(h, w, y, reduction="mean"), (0, 1)), hidden, weight, labels)
     assert mean["weight_gradient"].implementation == "ffi" and mean["weight_gradient"].kernel
+
+
+@on_cpu
+@needs_cpu_library
+def test_by_name_only(on_h100, monkeypatch):
+    """Kernels that never ran with a version of JAX serve the calls that name them, and the others say why not."""
+    never_run = dataclasses.replace(REGISTERED["pallas"], by_name_only="its kernels never ran")
+    monkeypatch.setitem(REGISTERED, "pallas", never_run)
+    monkeypatch.setattr(pallas_kernels, "BY_NAME_ONLY", never_run.by_name_only)
+    pretend_rows(monkeypatch, "libjaxsoft_cuda was not built")
+    q, (x,), (weight,) = types((1, 256, 2, 64))[0], types((64, 256)), types((256, 8192))
+
+    def of_rows(x, implementation=None):
+        return jaxsoft.softmax(x, implementation=implementation)
+
+    def attention(q, implementation=None):
+        return jaxsoft.dot_product_attention(q, q, q, is_causal=True, implementation=implementation)
+
+    for f, operand in ((of_rows, x), (attention, q)):
+        (choice,) = found(f, operand).values()
+        assert choice.implementation != "pallas" and choice.reasons["pallas"] == "its kernels never ran"
+        if f is attention or pallas_kernels.unsupported([x]) is None:
+            for names in ("pallas", ("pallas", "triton")):
+                (choice,) = found(functools.partial(f, implementation=names), operand).values()
+                assert choice.implementation == "pallas"
+    loss = found(lambda x, w: jaxsoft.linear_softmax_cross_entropy(x, w, np.zeros(64, int)), x, weight)
+    assert loss["linear_statistics"].reasons == {"pallas": "its kernels never ran"}
 
 
 def test_the_tuple_form():

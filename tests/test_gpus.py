@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import on_cpu, target
+from common import on_cpu, pallas_is_tested, target
 
 import jaxsoft
 from jaxsoft._core import gpus
@@ -85,6 +85,7 @@ def test_plans_follow_the_multiprocessors():
 
 
 @on_cpu
+@pallas_is_tested
 def test_programs_follow_the_multiprocessors():
     """Pallas's kernels of rows, attention and a linear layer, lowered for GPUs that are not here."""
 

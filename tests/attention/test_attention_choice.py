@@ -27,7 +27,8 @@ def a_hopper_gpu(monkeypatch):
     """Without the CUDA kernels, unless `cuda_kernels` is asked for as well."""
     with_ffi(monkeypatch, lambda platform: "not here")
     for name in ("pallas", "cudnn"):
-        monkeypatch.setitem(REGISTERED, name, dataclasses.replace(REGISTERED[name], unavailable=lambda platform: None))
+        here = dataclasses.replace(REGISTERED[name], unavailable=lambda platform: None, by_name_only=None)
+        monkeypatch.setitem(REGISTERED, name, here)
     module = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
     monkeypatch.setattr(module, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(module, "check_compute_capability", lambda capability: True)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import interpreted, on_gpu, target
+from common import interpreted, on_gpu, pallas_is_tested, target
 
 from jaxsoft import linear_softmax_cross_entropy as linear
 from jaxsoft._core import gpus
@@ -20,6 +20,8 @@ from jaxsoft._head import kernels
 from jaxsoft._rows.spec import NO_ROW
 from jaxsoft.pallas_kernels.head import gradients, products, statistics
 from jaxsoft.pallas_kernels.head.plan import head_plan
+
+pytestmark = pallas_is_tested
 
 BF16, F16 = np.dtype(jnp.bfloat16), np.dtype(np.float16)
 HOPPER = "NVIDIA H100 80GB HBM3"

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import on_cpu, operand, pretend, rows, slow, target
+from common import on_cpu, operand, pallas_is_tested, pretend, rows, slow, target
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from row_operations import ALL_EXTRAS, BIAS, LIMIT, SCALE, WHERE, assert_exact
 from row_operations import operands_of as operands_of_form
@@ -38,6 +38,8 @@ from jaxsoft.pallas_kernels.rows.extras import Extras
 from jaxsoft.pallas_kernels.rows.operations import KERNELS as PALLAS_OPERATIONS
 from jaxsoft.pallas_kernels.rows.operations import Signature
 from jaxsoft.pallas_kernels.rows.plan import RegisterPlan, SplitPlan, TiledPlan
+
+pytestmark = pallas_is_tested
 
 # By dtype: shapes, and small plans with which few and short rows do what many and long ones do.
 CASES = {

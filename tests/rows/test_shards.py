@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import AVAILABLE, operand, precision, same_bits, slow, target
+from common import AVAILABLE, operand, pallas_is_tested, precision, same_bits, slow, target
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import collectives, kernels, mesh_of, needs_devices
@@ -212,6 +212,7 @@ def test_largest(k, dtype):
     assert [name for name, _ in collectives(program)] == ["all-gather"]
 
 
+@pallas_is_tested
 def test_parts_that_an_implementation_does_not_take():
     """A named one serves rows whose parts it does not take: XLA does. These parts are no multiple of 16 bytes."""
     n = 2 * 200_002

@@ -45,7 +45,8 @@ class Call {
     }
     if (auto reason = check_sizes(); !reason.empty()) return reason;
     for (size_t i = 0; i < wanted.size(); i++) {
-      const auto buffer = rets.get<ffi::AnyBuffer>(i);
+      // Not const, as the * of a result must not be in the headers of JAX 0.10.
+      auto buffer = rets.get<ffi::AnyBuffer>(i);
       if (buffer.has_error()) return buffer.error().message();
       if (auto reason = take(wanted[i], Buffer(**buffer), &results_); !reason.empty()) return reason;
     }
