@@ -1,11 +1,12 @@
 # make demo         trains a language model with jaxsoft, then prints this machine's speed. Sets everything up first.
 # make test         runs the tests, after the linter and the type checker. JAX=0.10.0 takes that version of JAX.
+# make lint         runs the linter and the type checker alone.
 # make docs         makes the documentation as a site, in site/. It needs nothing of the library.
 # make bench        prints this machine's speed in full, and draws that of attention as out/attention.svg.
 # make wheel        makes what a release uploads, in dist/: one wheel with the CUDA kernels for every supported GPU.
 # make check-wheel  installs that wheel in an environment without any compiler and uses it.
-# make cuda         compiles the CUDA kernels where there is an nvcc and no GPU to run them.
-# make cuda12       compiles them with CUDA 12's nvcc, fetched if need be. NVCC12=/path/to/nvcc names another.
+# make cuda         compiles and links the CUDA kernels, to see whether that works: it needs nvcc, and no GPU.
+# make cuda12       does so with CUDA 12's nvcc, fetched if need be. NVCC12=/path/to/nvcc names another.
 .NOTPARALLEL:
 PYTHON ?= python3
 VENV := .venv
@@ -36,7 +37,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Python compiles a module when it is first imported. Most of what pip would compile is never imported here.
 export PIP_COMPILE := 0
 
-.PHONY: all demo test docs bench wheel check-wheel cuda cuda12 clean
+.PHONY: all demo lint test docs bench wheel check-wheel cuda cuda12 clean
 all: $(VENV)/installed
 
 $(BIN)/python:
@@ -71,10 +72,12 @@ demo: all
 	$(BIN)/python benchmarks/speed.py --quick
 
 # The type checker is for the newest JAX: an older one's names differ.
-test: $(VENV)/installed-test
+lint: $(VENV)/installed-test
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(if $(JAX),,$(BIN)/mypy)
+
+test: lint
 	$(BIN)/python -m pytest -n auto
 
 # The site is made from the sources and the records alone, so the library is not built for it.
@@ -106,13 +109,17 @@ check-wheel:
 	PATH="$(abspath build/check-wheel/bin)" build/check-wheel/bin/python -m pip install -q --only-binary :all: dist/*.whl
 	PATH="$(abspath build/check-wheel/bin)" build/check-wheel/bin/python tests/released.py
 
+# What is asked is whether the kernels compile and link. So they are not optimised, which takes a third of the time, and
+# nothing but their library is built. These objects have a folder of their own: nothing else may use them.
+COMPILE_CUDA = JAXSOFT_CUDA=ON JAXSOFT_CUDA_ARCHITECTURES=90a-virtual $(BIN)/python -m pip wheel -q --no-deps \
+	-C cmake.define.CMAKE_CUDA_FLAGS=-Xcicc=-O0 -C build.targets=jaxsoft_cuda -C install.components=jaxsoft_cuda
+
 cuda: | $(BIN)/python
-	JAXSOFT_CUDA=ON JAXSOFT_CUDA_ARCHITECTURES=90a-virtual $(BIN)/python -m pip wheel -q --no-deps -w build/cuda .
+	$(COMPILE_CUDA) -C build-dir=build/cuda/objects -w build/cuda .
 
 NVCC12 ?= build/cuda12/bin/nvcc
 cuda12: $(NVCC12) | $(BIN)/python
-	JAXSOFT_CUDA=ON JAXSOFT_CUDA_ARCHITECTURES=90a-virtual CUDACXX="$(abspath $(NVCC12))" \
-	$(BIN)/python -m pip wheel -q --no-deps -C build-dir=build/cuda12/objects -w build/cuda12 .
+	CUDACXX="$(abspath $(NVCC12))" $(COMPILE_CUDA) -C build-dir=build/cuda12/objects -w build/cuda12 .
 
 build/cuda12/bin/nvcc: ffi/cuda/fetch_cuda12.sh | $(BIN)/python
 	$< build/cuda12 $(BIN)/python
