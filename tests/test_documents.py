@@ -24,7 +24,7 @@ from public import ROOT
 
 from jaxsoft._core import library
 
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")]
 PAGES += sorted(path for path in ROOT.glob("docs/**/*.md"))
 BLOCK = re.compile(r"^(?:<!-- test: needs (?P<devices>\d+) devices -->\n)?```python\n(?P<code>.*?)^```", re.M | re.S)
 LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)")
