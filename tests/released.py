@@ -58,9 +58,9 @@ def check_architectures(built: ctypes.CDLL, expected: str) -> None:
     major, minor = divmod(built.jaxsoft_cuda_runtime() // 10, 100)
     print(f"built by CUDA {major}.{minor} for {text}")
     if expected == "all":
-        missing = sorted({gpu.version for gpu in gpus.GPUS if not serves(text.split(), gpu.capability)})
-        if missing:
-            sys.exit(f"released.py: the library for CUDA has no code for compute capability {', '.join(missing)}")
+        capabilities = sorted({gpu.capability for gpu in gpus.GPUS})
+        if missing := [capability for capability in capabilities if not serves(text.split(), capability)]:
+            sys.exit(f"released.py: the library for CUDA has no code for sm_{', sm_'.join(map(str, missing))}")
     elif text.split() != re.split("[; ]", expected):
         sys.exit(f"released.py: the library for CUDA was to be built for {expected}")
     if "90a" in text and "attention_forward" not in library.operations("cuda"):
