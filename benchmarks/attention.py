@@ -1,6 +1,6 @@
 """This machine's speed of attention, against cuDNN's and XLA's as `jax.nn.dot_product_attention` has them.
 
-    python benchmarks/attention.py [--quick] [--only GROUP ...] [--having TEXT] [--json FILE] [--plot FILE]
+    python benchmarks/attention.py [--quick] [--only GROUP ...] [--having TEXT] [--record FILE] [--plot FILE]
                                    [--commit HASH]
 
 A line is one call of benchmarks/attention_cases.py, of as many queries as keys, forward or with the gradients by
@@ -9,11 +9,12 @@ run: some rows of the output and of the query's gradient, and of short sequences
 The times are medians, and whatever is compared takes turns in each repeat, in an order drawn anew.
 For each implementation
 
-  TFLOP/s  operations of the products over the scores that count, in 10^12 a second: forward two products, 4 B N T S D,
-           and with gradients 3.5 times as many. Under a causal rule, a window, lengths or segments only the scores that
-           count are counted.
-  cudnn    how many times as fast as cuDNN, or where that does not serve the call, - (on a CPU, as jax.nn's XLA path)
-  plain    the rate as a fraction of that of Pallas (on a CPU, jaxsoft's own) for the same call without the extra
+  TFLOP/s  operations of the products over the scores that count, in 10^12 a second (on a CPU, in 10^9): forward two
+           products, 4 B N T S D, and with gradients 3.5 times as many. Under a causal rule, a window, lengths or
+           segments only the scores that count are counted.
+  faster   how many times as fast as cuDNN, or as jax.nn's XLA path where that is not compared
+  plain    the rate of Pallas (on a CPU, of jaxsoft's own choice) as a fraction of that of the same call without the
+           extra
 
   cudnn                the peer: jax.nn's implementation="cudnn"
   xla                  the peer: jax.nn's implementation="xla", which stores all scores
@@ -39,8 +40,10 @@ import numpy as np
 import plot
 import timing
 from attention_cases import CPU_GROUPS, GROUPS, Case, operands, options, scores
-from comparison import Record, compare, compiling, failures, parser_of_cases, progress
+from columns import line
+from common import begin, compare, compiling, parser_of_cases, progress
 from jax.stages import Compiled
+from records import Record, rate
 
 import jaxsoft
 
@@ -49,6 +52,7 @@ BATCH = 12  # cases that are compiled together, on all cores, before any of them
 REPEATS = 7
 SAMPLE_SECONDS = 0.03  # the calls that follow one another in a sample take about as long, at this rate
 RATE = 2e10 if CPU else 4e14
+UNIT = "GFLOP/s" if CPU else "TFLOP/s"
 WHOLE = 2**22  # scores of a head, up to which all of its gradients are checked
 # The norm of the error over that of the result, in units of which errors are given. f32 may be rounded to 11 bits.
 ALLOWED = {"bfloat16": 1.5e-2, "float16": 4e-3, "float32": 4e-3}
@@ -182,57 +186,42 @@ def run(case: Case, programs: Programs) -> dict:
         "shape": [case.batch, case.length, case.heads, case.size],
         "key_heads": case.key_heads,
         "causal": case.causal,
-        "flops": case.flops(),
+        "scores": case.counted(),
         "memory": memory,
     } | found
 
 
-def line(found: dict, plain: float | None) -> str:
-    """One line of the table."""
-    b, t, n, h = found["shape"]
-    heads = f"{n}" if n == found["key_heads"] else f"{n}/{found['key_heads']}"
-    text = f"{f'{b}x{t}x{heads}x{h}':17s} {found['dtype']:8s} {'causal' * found['causal']:6s} {found['direction']:14s} "
-    text += f"{found['what']:34s}"
-    peer = found["seconds"].get("xla" if CPU else "cudnn")
-    for name in found["seconds"]:
-        rate = found["flops"] / found["seconds"][name] / 1e12
-        text += f" | {name} {rate:{'6.4f' if CPU else '5.0f'}}"
-        text += f" {peer / found['seconds'][name]:5.2f}" if peer else "     -"
-        if plain and name not in PEERS:
-            text += f" {rate / plain:5.2f}"
-    return text + failures(found)
-
-
 def measure(cases: Sequence[Case], record: Record) -> None:
     """Prints the table of some cases as it comes."""
-    plain: dict[tuple, float] = {}  # the rates without extras
+    plain: dict[tuple, float | None] = {}  # the rates without extras
+    own = "jaxsoft" if CPU else "pallas"
     for batch in itertools.batched(cases, BATCH):
         programs = compiled(batch)
         for case in batch:
             found = run(case, programs)
-            rule = (case.causal, case.direction)
-            print(line(found, plain.get(rule) if case.what else None), flush=True)
-            own = found["seconds"].get("jaxsoft" if CPU else "pallas")
-            if not case.what and own:
-                plain[rule] = found["flops"] / own / 1e12
-            record.add([found])
+            rule, of_own = (case.causal, case.direction), rate(found, own)
+            if not case.what:
+                plain[rule] = of_own
+            base = plain.get(rule) if case.what else None
+            beside = f" | {own} / plain {of_own / base:.2f}" if of_own and base else ""
+            print(line(case, found, (UNIT, "faster"), beside), flush=True)
+            record.add(found)
 
 
 def main() -> None:
     """Measures what is asked for."""
     groups, examples = CPU_GROUPS if CPU else GROUPS, '"causal with gradients", "sinks" or "x128 "'
-    parser = parser_of_cases(__doc__, groups, quick="fewer and, on a CPU, smaller cases", having=examples)
-    parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="also draw them there, as SVG")
+    parser = parser_of_cases(__doc__, groups, quick="fewer and, on a CPU, smaller cases", having=examples, drawn=True)
     args = parser.parse_args()
-    record = Record(args)
+    record = begin(args)
     for group in args.only or groups:
-        print(f"\n{group}: implementation, TFLOP/s, times as fast as the peer, fraction of the plain rate", flush=True)
+        print(f"\n{group}: implementation, {UNIT}, times as fast as the peer; fraction of the plain rate", flush=True)
         wanted = [case for case in groups[group](args.quick) if args.having in str(case)]
-        if wanted and not CPU and "records" not in record.content:
+        if wanted and not CPU and not record.cases:
             run(wanted[0], compiled(wanted[:1]))  # in vain: on a GPU, the first case was off by 6 %
         measure(wanted, record)
-    if args.plot and "records" in record.content:
-        plot.draw(record.content, args.plot)
+    if args.plot and record.cases:
+        plot.draw(record, args.plot)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """This machine's speed of attention when decoding, against the speed at which keys and values can be read.
 
-    python benchmarks/decode.py [--quick] [--only GROUP ...] [--having TEXT] [--json FILE] [--commit HASH]
+    python benchmarks/decode.py [--quick] [--only GROUP ...] [--having TEXT] [--record FILE] [--commit HASH]
 
 A line is one call of benchmarks/decode_cases.py, of few queries of each sequence over its keys and values, which lie in
 one piece or in pages. Every result is first checked against float64 on some heads, and a wrong one of jaxsoft's ends
@@ -10,7 +10,7 @@ medians, and whatever is compared takes turns in each repeat, in an order drawn 
   floor    microseconds in which a copy moves as many bytes as the keys and values that count have: it reads half of
            them and writes half
 and for each implementation
-  us       microseconds a call
+  µs       microseconds a call
   floor    the fraction of that speed: the floor over this time
 
   cudnn    the peer: jax.nn's implementation="cudnn", of pages after they are gathered
@@ -27,7 +27,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))  # where the modules besi
 import jax
 import jax.numpy as jnp
 import timing
-from comparison import Record, compare, line, parser_of_cases
+from columns import line
+from common import begin, compare, parser_of_cases
 from decode_cases import CALLS, CPU_GROUPS, GROUPS, PEERS, Case, chain, error, implementations, operands, record
 
 CPU = jax.default_backend() == "cpu"
@@ -55,23 +56,23 @@ def run(case: Case) -> dict:
         return timing.measure(calls, case.bytes() * CALLS, REPEATS, number=4)
 
     found = compare(case, [*implementations(case), "copy"], (*PEERS, "copy"), prepare, measure)
-    copy = found["seconds"].pop("copy")
-    found["seconds"] = {name: time / CALLS for name, time in found["seconds"].items()}
-    return record(case) | {"floor": copy * case.bytes() / (2 * COPIED)} | found
+    of_each = {"copy": case.bytes() / (2 * COPIED)}
+    found["seconds"] = {name: time * of_each.get(name, 1 / CALLS) for name, time in found["seconds"].items()}
+    return record(case) | found
 
 
 def main() -> None:
     """Measures what is asked for."""
     groups = CPU_GROUPS if CPU else GROUPS
     args = parser_of_cases(__doc__, groups, having='"pages of 64"').parse_args()
-    written = Record(args)
+    written = begin(args)
     for group in args.only or groups:
-        print(f"\n{group}: floor in us; implementation, us, fraction of the floor's speed", flush=True)
+        print(f"\n{group}: floor in µs; implementation, µs, fraction of the floor's speed", flush=True)
         for case in groups[group](args.quick):
             if args.having in str(case):
                 found = run(case)
-                print(line(case, found), flush=True)
-                written.add([found])
+                print(line(case, found, ("µs", "fraction")), flush=True)
+                written.add(found)
 
 
 if __name__ == "__main__":

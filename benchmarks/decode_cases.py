@@ -251,7 +251,6 @@ def record(case: Case) -> dict:
         "ragged": case.ragged,
         "page": case.page,
         "pages_dtype": case.pages_dtype,
-        "bytes": case.bytes(),
     }
 
 

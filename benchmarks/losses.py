@@ -1,6 +1,6 @@
 """This machine's speed of jaxsoft's losses, top-k and sampling, against optax, `jax.lax.top_k` and plain compositions.
 
-    python benchmarks/losses.py [--only GROUP ...] [--json FILE] [--commit HASH]
+    python benchmarks/losses.py [--only GROUP ...] [--record FILE] [--commit HASH]
 
 A line is one call. Every result is first checked on a few rows against float64, and a wrong one of jaxsoft's ends the
 run. The times are medians, and whatever is compared takes turns in each repeat.
@@ -42,7 +42,8 @@ import numpy as np
 import optax
 import programs
 import timing
-from comparison import Record, compare, failures, parser_of_cases
+from columns import line
+from common import begin, compare, parser_of_cases
 from scipy.special import logsumexp, softmax
 
 import jaxsoft
@@ -57,7 +58,8 @@ class Call:
     """One line of the table.
 
     Attributes:
-      what: in words.
+      shape, dtype: of the logits; of a linear layer, (rows, depth, classes).
+      what: what else there is, in words.
       arguments: makes a new list of arguments.
       functions: what is compared, by name, the peer first.
       bytes: that must move.
@@ -65,12 +67,18 @@ class Call:
       chain: how many calls follow one another in one compiled function; 0 where Python makes every call.
     """
 
+    shape: tuple[int, ...]
+    dtype: str
     what: str
     arguments: Callable[[], tuple]
     functions: dict[str, Callable]
     bytes: int
     check: Callable[[tuple, object], float]
     chain: int = 0
+
+    def __str__(self) -> str:
+        """In one line."""
+        return f"{'x'.join(map(str, self.shape))} {self.dtype} {self.what}".strip()
 
 
 def logits(shape: tuple[int, int], dtype: str) -> jax.Array:
@@ -89,7 +97,7 @@ if CPU:
     SHAPES = [(128, 128256), (256, 50257), (512, 32000), (50_000, 100), (500_000, 10)]
 
 
-def _losses(group: str, losses: dict[str, Callable], objective: Callable, *checks: Callable) -> Iterator[Call]:
+def _losses(losses: dict[str, Callable], objective: Callable, *checks: Callable) -> Iterator[Call]:
     """The calls of losses with integer labels, forward and with the gradient of an objective; and their two checks."""
     gradients = {name: jax.value_and_grad(functools.partial(objective, f)) for name, f in losses.items()}
     for shape in SHAPES:
@@ -97,9 +105,8 @@ def _losses(group: str, losses: dict[str, Callable], objective: Callable, *check
         for dtype in ("bfloat16", "float32"):
             size = shape[0] * shape[1] * jnp.dtype(dtype).itemsize
             arguments = lambda shape=shape, dtype=dtype, labels=labels: (logits(shape, dtype), labels)  # noqa: E731
-            what = f"{group} {'x'.join(map(str, shape))} {dtype}"
-            yield Call(f"{what} forward", arguments, losses, size, checks[0])
-            yield Call(f"{what} with gradient", arguments, gradients, 3 * size, checks[1])
+            yield Call(shape, dtype, "forward", arguments, losses, size, checks[0])
+            yield Call(shape, dtype, "with gradient", arguments, gradients, 3 * size, checks[1])
 
 
 def cross_entropy() -> Iterator[Call]:
@@ -111,7 +118,7 @@ def cross_entropy() -> Iterator[Call]:
     def mean(f, x, y):
         return f(x, y).astype(jnp.float32).mean()
 
-    yield from _losses("cross_entropy", losses, mean, _check_losses, _check_gradients)
+    yield from _losses(losses, mean, _check_losses, _check_gradients)
 
 
 def _some(x: jax.Array, labels: jax.Array) -> tuple[np.ndarray, ...]:
@@ -164,7 +171,7 @@ def entropy() -> Iterator[Call]:
         loss, entropy = f(x, y)
         return jnp.mean(loss.astype(jnp.float32) - BONUS * entropy)
 
-    yield from _losses("entropy", functions, mean, _check_entropies, _check_policy_gradients)
+    yield from _losses(functions, mean, _check_entropies, _check_policy_gradients)
 
 
 def _entropies(arguments: tuple) -> tuple[np.ndarray, ...]:
@@ -234,8 +241,7 @@ def _top_k(shape: tuple[int, int], dtype: str, k: int) -> Call:
         "jaxsoft": lambda x: jaxsoft.top_k_softmax(x, k),
     }
     size = shape[0] * shape[1] * jnp.dtype(dtype).itemsize
-    what = f"top_k {'x'.join(map(str, shape))} {dtype} k={k}"
-    return Call(what, lambda: (logits(shape, dtype),), functions, size, check)
+    return Call(shape, dtype, f"k={k}", lambda: (logits(shape, dtype),), functions, size, check)
 
 
 def sample() -> Iterator[Call]:
@@ -284,9 +290,9 @@ def _sample(shape: tuple[int, int], k: int | None, p: float | None, deviation: f
 
     functions = {"composed": composed, "jaxsoft": lambda x: jaxsoft.random.sample(key_of(x), x, top_k=k, top_p=p)}
     options = [f"{name}={v}" for name, v in (("top_k", k), ("top_p", p)) if v is not None]
-    what = " ".join(["sample", "x".join(map(str, shape)), "bfloat16", *options, "deviation", str(deviation)])
+    what = " ".join([*options, "deviation", str(deviation)])
     chain = 4 if CPU or shape[0] > 32 else 32
-    return Call(what, logits_of_case, functions, shape[0] * shape[1] * 2, check, chain)
+    return Call(shape, "bfloat16", what, logits_of_case, functions, shape[0] * shape[1] * 2, check, chain)
 
 
 def linear() -> Iterator[Call]:
@@ -345,12 +351,12 @@ def linear() -> Iterator[Call]:
         "products": products,
         "products, logits twice": functools.partial(products, again=True),
     }
-    what = f"linear {rows}x{depth} -> {classes} bfloat16"
-    yield Call(what, lambda: (h, w, y), functions, 0, check)
+    shape = (rows, depth, classes)
+    yield Call(shape, "bfloat16", "", lambda: (h, w, y), functions, 0, check)
 
     functions = {name: jax.value_and_grad(losses[name], (0,)) for name in ("optax", "jaxsoft", "mean", "stored")}
     functions["products"] = functools.partial(products, frozen=True)
-    yield Call(f"{what} frozen", lambda: (h, w, y), functions, 0, check)
+    yield Call(shape, "bfloat16", "frozen", lambda: (h, w, y), functions, 0, check)
 
 
 GROUPS = {
@@ -390,10 +396,8 @@ def run(call: Call, repeats: int) -> dict:
             of_each["copy"] = copy, [(jnp.full(shape, k, jnp.float32),) for k in range(count)]
         return timing.measure(of_each, moved, repeats)
 
-    found = compare(call.what, list(functions), (peer, *PLAIN), prepare, measure)
-    seconds = found["seconds"]
-    floor = seconds["nothing"] if call.chain else seconds.pop("copy") if call.bytes else seconds["products"]
-    return {"what": call.what, "bytes": call.bytes, "memory": memory, "chain": call.chain, "floor": floor} | found
+    found = compare(call, list(functions), (peer, *PLAIN), prepare, measure)
+    return {"shape": call.shape, "dtype": call.dtype, "what": call.what, "memory": memory} | found
 
 
 def _chain(function: Callable, length: int) -> Callable[[jax.Array], jax.Array]:
@@ -410,28 +414,18 @@ def _chain(function: Callable, length: int) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(programs.chained(step, length), donate_argnums=0)
 
 
-def line(found: dict) -> str:
-    """One line of the table."""
-    peer = next(iter(found["seconds"].values()))
-    unit = 1e6 if found["chain"] else 1e3
-    text = f"{found['what']:48s} {found['floor'] * unit:8.3f}"
-    for name, seconds in found["seconds"].items():
-        text += f" | {name} {seconds * unit:8.3f} {found['floor'] / seconds:5.2f} {peer / seconds:6.2f}"
-        if not found["bytes"]:
-            text += f" {found['memory'][name] / 2**20:7.1f} MiB"
-    return text + failures(found)
-
-
 def main() -> None:
     """Measures what is asked for."""
     args = parser_of_cases(__doc__, GROUPS, quick=None).parse_args()
-    record = Record(args)
+    record = begin(args)
     for group in args.only or GROUPS:
-        print(f"\n{'':48s} {'floor':>8s} | implementation, ms, fraction of the floor's speed, times faster", flush=True)
+        unit = "µs" if group in ("few", "sample") else "ms"
+        quantities = (unit, "fraction", "faster", *["MB"] * (group == "linear"))
+        print(f"\n{group}: floor, {unit}; implementation, {', '.join(quantities)}", flush=True)
         for call in GROUPS[group]():
             found = run(call, 5 if CPU else 7)
-            print(line(found), flush=True)
-            record.add([{"group": group} | found])
+            print(line(call, found, quantities), flush=True)
+            record.add({"group": group} | found)
 
 
 if __name__ == "__main__":

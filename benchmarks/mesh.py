@@ -1,6 +1,6 @@
 """The speed of jaxsoft over several devices of this machine, against optax and jax.nn, and against a copy.
 
-    python benchmarks/mesh.py [--quick] [--only GROUP ...] [--having TEXT] [--json FILE] [--commit HASH]
+    python benchmarks/mesh.py [--quick] [--only GROUP ...] [--having TEXT] [--record FILE] [--commit HASH]
 
 All devices are one axis of a mesh, along which the classes of logits are sharded; on a CPU there are eight virtual ones
 and small arrays, which shows that everything runs. A line is one call of benchmarks/mesh_cases.py. Every result is
@@ -13,9 +13,9 @@ time.
            half): logits are read once for a number a row, and for its gradient read again and written; softmax and
            log_softmax read and write once, and with the pullback read their result and the cotangent, and write
 and for each implementation
-  us       microseconds a call
+  µs       microseconds a call
   floor    the fraction of that speed: the floor over this time
-  faster   how many times faster than the first one named
+  faster   how many times faster than the first of the peers
 
   optax, jax.nn, lax.top_k    the peers, which XLA partitions
   jaxsoft                     classes sharded, as for the peers
@@ -36,7 +36,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))  # where the modules besi
 import jax
 import jax.numpy as jnp
 import timing
-from comparison import Record, compare, compiling, line, parser_of_cases, progress
+from columns import line
+from common import begin, compare, compiling, parser_of_cases, progress
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from mesh_cases import AXIS, GROUPS, PART, PEERS, ROWS, Case, Linear, mesh
@@ -74,10 +75,9 @@ def run(case: Case | Linear) -> dict:
 
     copy = ["copy"] if isinstance(case, Case) else []
     found = compare(case, [*functions, *copy], PEERS, prepare, measure)
-    seconds = found["seconds"]
-    floor = seconds.pop("copy") * case.bytes() / (2 * COPIED) if isinstance(case, Case) else seconds["products"]
-    found["seconds"] = {name: time / case.calls() for name, time in seconds.items()}
-    return case.record() | {"floor": floor} | found
+    of_each = {"copy": case.bytes() / (2 * COPIED)} if copy else {}
+    found["seconds"] = {name: time * of_each.get(name, 1 / case.calls()) for name, time in found["seconds"].items()}
+    return case.record() | {"devices": jax.device_count()} | found
 
 
 @functools.cache
@@ -94,14 +94,14 @@ def main() -> None:
     args = parser_of_cases(__doc__, GROUPS, having='"float32"').parse_args()
     if jax.device_count() < 2:
         sys.exit("needs two devices or more")
-    record = Record(args, devices=jax.device_count())
+    record = begin(args)
     for group in args.only or GROUPS:
-        print(f"\n{group}: floor in us; implementation, us, fraction of the floor's speed, times faster", flush=True)
+        print(f"\n{group}: floor in µs; implementation, µs, fraction of the floor's speed, times faster", flush=True)
         for case in GROUPS[group](args.quick):
             if args.having in str(case):
                 found = run(case)
-                print(line(case, found, PEERS), flush=True)
-                record.add([found])
+                print(line(case, found, ("µs", "fraction", "faster")), flush=True)
+                record.add(found)
 
 
 if __name__ == "__main__":

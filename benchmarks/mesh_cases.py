@@ -71,8 +71,6 @@ class Case:
             "what": self.what,
             "shape": [self.rows, self.classes],
             "dtype": self.dtype,
-            "bytes": self.bytes(),
-            "calls": self.calls(),
         }
 
     def implementations(self) -> dict[str, Callable]:
@@ -329,7 +327,7 @@ class Linear:
     def record(self) -> dict:
         """What is written of the case."""
         shape = [self.rows, self.depth, self.classes]
-        return {"group": "linear", "what": str(self), "shape": shape, "dtype": "bfloat16"}
+        return {"group": "linear", "what": "linear", "shape": shape, "dtype": "bfloat16"}
 
     def operands(self, name: str) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Hidden states, the weight and labels, for all implementations."""

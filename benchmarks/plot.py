@@ -1,19 +1,22 @@
 """Draws the speed of softmax by row length, as a fraction of a copy's, from what speed.py wrote; or that of attention,
 in TFLOP/s, from what attention.py wrote.
 
-python benchmarks/plot.py FILE.json OUT.svg
+python benchmarks/plot.py FILE.jsonl OUT.svg
 
-The picture is SVG, written here without any plotting library: the same record gives the same file, its text can be
-read by a search, and it follows the reader's choice of light or dark.
+The picture is an SVG by matplotlib: the same record gives the same file, its text can be read by a search, and it
+follows the reader's choice of light or dark.
 """
 
 import dataclasses
-import html
-import json
+import importlib.util
+import io
 import math
 import pathlib
+import re
 import sys
-from collections.abc import Sequence
+
+from columns import length
+from records import Record, fraction, rate, read
 
 PANELS = (("forward", "float32"), ("forward", "bfloat16"), ("backward", "float32"), ("backward", "bfloat16"))
 # In the order of the legend, each with its colour on a light and on a dark ground.
@@ -31,15 +34,32 @@ COLOURS = {
     "all_gather": ("#c8324b", "#f2798b"),
     "all_to_all": ("#3d7a58", "#83c7a0"),
 }
-ROWS = ("jaxsoft", "jax.nn", "pallas", "triton")  # whose colours a picture of row operations has
-# A picture of its own follows the browser's preference; within a page of the site, its style sheet says the rest.
-STYLE = """
-svg.chart { color: #24292f; background: #ffffff; }
-@media (prefers-color-scheme: dark) { svg.chart { color: #d7dde3; background: #16191d; } }
-"""
-
-PANEL_WIDTH, PANEL_HEIGHT = 380, 200  # of the area that the lines are in
-LEFT, GAP, TOP, BOTTOM = 62, 34, 74, 62  # what is around and between the panels
+INK, PAPER = ("#24292f", "#d7dde3"), ("#ffffff", "#16191d")
+STYLE = {
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "jaxsoft",  # the same names of markers in every run
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "semibold",
+    "axes.spines.left": False,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.spines.bottom": False,
+    "axes.edgecolor": INK[0],
+    "axes.labelcolor": INK[0],
+    "text.color": INK[0],
+    "xtick.color": INK[0],
+    "ytick.color": INK[0],
+    "grid.color": INK[0],
+    "grid.alpha": 0.13,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "lines.linewidth": 1.5,
+    "lines.markersize": 4,
+    "legend.frameon": False,
+}
 
 
 @dataclasses.dataclass
@@ -50,194 +70,140 @@ class Panel:
     lines: dict[str, list[tuple[float, float]]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Scale:
-    """The axis of y: fractions of a copy's speed, as the defaults have it.
-
-    Attributes:
-      unit: the axis ends at a multiple of it.
-      least: and not below this.
-      step: from one number beside the axis to the next, in units.
-      heavy: where there is a heavier line, in units; None for none.
-      format: how a number is written.
-    """
-
-    unit: float = 0.1
-    least: float = 1.1
-    step: int = 2
-    heavy: int | None = 10
-    format: str = ".1f"
+def why_not(path: pathlib.Path) -> str | None:
+    """Why no picture can be written there; None where it can."""
+    if path.suffix != ".svg":
+        return f"the picture is an SVG, so its name must end in .svg; got {path}"
+    if importlib.util.find_spec("matplotlib") is None:  # which is needed for plots alone
+        return "plots are drawn by matplotlib, which is not installed: pip install matplotlib"
+    return None
 
 
-def chart(
-    panels: list[Panel], title: str, x_label: str, y_label: str, alone: bool = True, scale: Scale = Scale()
-) -> str:
+def chart(panels: list[Panel], title: str, x_label: str, y_label: str, mark: float | None = None) -> str:
     """An SVG of panels, two in a row, that share their axes: x logarithmic to base 2, y from 0.
 
     Args:
       panels: what is drawn.
       title, x_label, y_label: in words.
-      alone: whether the picture is a file of its own, which has to bring its colours along.
-      scale: the axis of y.
+      mark: where there is a heavier line.
     """
-    points = [point for panel in panels for line in panel.lines.values() for point in line]
+    import matplotlib
+    from matplotlib.figure import Figure
+
     names = [name for name in COLOURS if any(name in panel.lines for panel in panels)]
+    xs = sorted({x for panel in panels for points in panel.lines.values() for x, _ in points})
+    powers = [2**k for k in range(math.ceil(math.log2(xs[0])), math.floor(math.log2(xs[-1])) + 1)]
     rows = math.ceil(len(panels) / 2)
-    width = LEFT + 2 * PANEL_WIDTH + GAP + 16
-    height = TOP + rows * PANEL_HEIGHT + (rows - 1) * GAP + BOTTOM
-    low, high = (f(math.log2(x) for x, _ in points) for f in (min, max))
-    top = max(scale.least, math.ceil(max(y for _, y in points) * (1 / scale.unit)) * scale.unit)
+    with matplotlib.rc_context(STYLE):
+        drawn = Figure(figsize=(8.5, 2.2 * rows + 1.3))
+        axes = drawn.subplots(rows, 2, sharex=True, sharey=True, squeeze=False).flat
+        height = drawn.get_figheight()
+        drawn.subplots_adjust(0.075, 0.55 / height, 0.985, 1 - 0.8 / height, 0.06, 0.5 / 2.2)
+        for panel, axis in zip(panels, axes, strict=False):
+            axis.set_title(panel.title)
+            axis.grid()
+            for name in reversed(names):  # the first one over the others
+                points = sorted(panel.lines.get(name, []))
+                if points:
+                    axis.plot(*zip(*points, strict=True), "o-", color=COLOURS[name][0], gid=f"{panel.title}: {name}")
+            if mark is not None:
+                axis.axhline(mark, color=INK[0], linewidth=0.8, alpha=0.55, zorder=1)
+        for axis in list(axes)[len(panels) :]:
+            axis.set_axis_off()
+        axis = next(iter(axes))
+        axis.set_xscale("log", base=2)
+        axis.set_xticks([x for x in powers if len(powers) < 9 or math.log2(x) % 4 == 0], minor=False)
+        axis.set_xticks([], minor=True)
+        axis.xaxis.set_major_formatter(lambda x, _: length(round(x)))
+        axis.set_ylim(bottom=0, top=1.1 if mark and axis.get_ylim()[1] < 1.1 else None)
+        handles = [matplotlib.lines.Line2D([], [], marker="o", color=COLOURS[name][0], label=name) for name in names]
+        drawn.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, 1 - 0.27 / height), ncols=len(names))
+        drawn.suptitle(title, y=1 - 0.08 / height, fontsize=11)
+        drawn.supxlabel(x_label, y=0.04 / height, fontsize=9)
+        drawn.supylabel(y_label, x=0.005, fontsize=9)
+        file = io.StringIO()
+        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        drawn.savefig(file, format="svg", transparent=True, metadata=nothing | {"Title": title})
+    return _by_scheme(file.getvalue(), [INK, PAPER, *(COLOURS[name] for name in names)])
 
-    drawn = [f'<text x="{width / 2:.0f}" y="22" text-anchor="middle" font-size="15">{html.escape(title)}</text>']
-    drawn += _legend(names, width / 2)
-    for number, panel in enumerate(panels):
-        row, column = divmod(number, 2)
-        left, bottom = LEFT + column * (PANEL_WIDTH + GAP), TOP + row * (PANEL_HEIGHT + GAP) + PANEL_HEIGHT
 
-        def place(x: float, y: float, left: float = left, bottom: float = bottom) -> tuple[float, float]:
-            along = (math.log2(x) - low) / max(high - low, 1)
-            return left + 8 + along * (PANEL_WIDTH - 16), bottom - y / top * PANEL_HEIGHT
+def _by_scheme(svg: str, colours: list[tuple[str, str]]) -> str:
+    """The picture with variables for its colours, which the reader's choice of light or dark sets.
 
-        drawn += _axes(panel.title, left, bottom, low, high, top, scale, place, row == rows - 1 or len(panels) == 1)
-        for name in reversed(names):  # the first one over the others
-            drawn += _line(name, [place(*point) for point in sorted(panel.lines.get(name, []))])
-    middle = TOP + (height - TOP - BOTTOM) / 2
-    drawn.append(f'<text x="{width / 2:.0f}" y="{height - 14}" text-anchor="middle">{html.escape(x_label)}</text>')
-    drawn.append(
-        f'<text transform="translate(16 {middle:.0f}) rotate(-90)" text-anchor="middle">{html.escape(y_label)}</text>'
+    A file of its own follows the browser's preference, and on a page of the site the page's scheme decides.
+    """
+    for light, _ in colours:
+        svg = svg.replace(light, f"var(--c{light[1:]})")
+    light, dark = ("".join(f"--c{pair[0][1:]}:{pair[scheme]};" for pair in colours) for scheme in (0, 1))
+    style = (
+        f"<style>svg.chart{{{light}background:var(--c{PAPER[0][1:]})}}\n"
+        f"@media (prefers-color-scheme:dark){{svg.chart{{{dark}}}}}\n"
+        f"[data-md-color-scheme=default] svg.chart{{{light}background:none}}\n"
+        f"[data-md-color-scheme=slate] svg.chart{{{dark}background:none}}</style>"
     )
-    style = f"<style>{_colours(ROWS if all(name in ROWS for name in names) else names, alone)}</style>"
-    namespace = ' xmlns="http://www.w3.org/2000/svg"' if alone else ""
-    return (
-        f'<svg{namespace} class="chart" viewBox="0 0 {width} {height}" role="img" font-size="12"'
-        f' font-family="system-ui, sans-serif" fill="currentColor">\n'
-        f"<title>{html.escape(title)}</title>\n" + "\n".join([style, *drawn]) + "\n</svg>\n"
-    )
+    svg = re.sub(r"\d+\.\d{3,}", lambda found: f"{float(found[0]):.2f}".rstrip("0").rstrip("."), svg)
+    svg = svg[svg.index("<svg") :].replace("<svg", '<svg class="chart" role="img"', 1)
+    return svg.replace(">", f">\n{style}", 1)
 
 
-def _colours(names: Sequence[str], alone: bool) -> str:
-    """The rules for the lines' colours, by the page's scheme or by the browser's preference."""
-    light = "".join(f".{_class(n)} {{ --line: {COLOURS[n][0]}; }}\n" for n in names)
-    dark = "".join(f".{_class(n)} {{ --line: {COLOURS[n][1]}; }}\n" for n in names)
-    if alone:
-        return f"{STYLE}{light}@media (prefers-color-scheme: dark) {{\n{dark}}}\n"
-    return light + dark.replace(".line", '[data-md-color-scheme="slate"] .line')
+def figure(svg: str) -> str:
+    """A picture as a part of a page, where an empty line would end it."""
+    return '<figure class="wide">\n' + re.sub(r"\n\s*", "\n", svg) + "</figure>"
 
 
-def _class(name: str) -> str:
-    return "line-" + name.replace(", ", "-").replace(".", "-").replace("=", "-")
-
-
-def _legend(names: list[str], middle: float) -> list[str]:
-    """The names of the lines, in one row that is centred."""
-    drawn, x = [], middle - 55 * len(names)
-    for name in names:
-        drawn.append(
-            f'<g class="{_class(name)}"><path d="M{x:.0f} 44h26" stroke="var(--line)" stroke-width="2.5"/>'
-            f'<circle cx="{x + 13:.0f}" cy="44" r="3.2" fill="var(--line)"/></g>'
-            f'<text x="{x + 33:.0f}" y="48">{name}</text>'
-        )
-        x += 110
-    return drawn
-
-
-def _axes(title, left, bottom, low, high, top, scale, place, numbered) -> list[str]:
-    """The grid of a panel, with the numbers beside it."""
-    drawn = [f'<text x="{left + 8}" y="{bottom - PANEL_HEIGHT - 7}" font-weight="600">{html.escape(title)}</text>']
-    for units in range(0, round(top / scale.unit) + 1, scale.step):
-        y = place(2**low, units * scale.unit)[1]
-        heavy = 'stroke-opacity=".55"' if units == scale.heavy else 'stroke-opacity=".13"'
-        drawn.append(f'<path d="M{left} {y:.1f}h{PANEL_WIDTH}" stroke="currentColor" {heavy}/>')
-        if left == LEFT:
-            number = format(units * scale.unit, scale.format)
-            drawn.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{number}</text>')
-    for power in range(math.ceil(low), math.floor(high) + 1):
-        x = place(2**power, 0)[0]
-        drawn.append(f'<path d="M{x:.1f} {bottom}v-{PANEL_HEIGHT}" stroke="currentColor" stroke-opacity=".07"/>')
-        if numbered and (power % 4 == 0 or high - low < 8):
-            drawn.append(f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{length(2**power)}</text>')
-    return drawn
-
-
-def _line(name: str, points: list[tuple[float, float]]) -> list[str]:
-    """One line, with a dot at each point."""
-    if not points:
-        return []
-    path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
-    dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.8"/>' for x, y in points)
-    return [
-        f'<g class="{_class(name)}" fill="var(--line)">'
-        f'<path d="{path}" fill="none" stroke="var(--line)" stroke-width="2"/>{dots}</g>'
-    ]
-
-
-def scale_of(panels: list[Panel]) -> Scale:
-    """The axis of numbers of any size: by powers of ten, up to the largest."""
-    top = max(y for panel in panels for line in panel.lines.values() for _, y in line)
-    unit = 10.0 ** math.floor(math.log10(top) - 0.3)
-    return Scale(unit=unit, least=unit, step=1 if top < 6 * unit else 2, heavy=None, format="g")
-
-
-def length(n: int) -> str:
-    """A row length as it is usually said: 32K for 32768, and every digit where it is no multiple of 1024."""
-    for unit, name in ((2**20, "M"), (2**10, "K")):
-        if n >= unit and n % unit == 0:
-            return f"{n // unit}{name}"
-    return str(n)
-
-
-def softmax_by_length(result: dict, op: str = "softmax", alone: bool = True) -> str:
+def softmax_by_length(record: Record, op: str = "softmax") -> str:
     """The picture of one operation: a panel a direction and dtype, of many rows."""
     panels = []
     for direction, dtype in PANELS:
         lines: dict[str, list[tuple[float, float]]] = {}
-        for record in result["records"]:
-            what = record["op"], record["direction"], record["dtype"]
-            if record["group"] in ("short", "rows") and "fraction" in record and what == (op, direction, dtype):
-                lines.setdefault(record["implementation"], []).append((record["n"], record["fraction"]))
+        for case in record.of("short", "rows"):
+            if (case["op"], case["direction"], case["dtype"]) == (op, direction, dtype):
+                for name in case["errors"]:
+                    if (part := fraction(case, name)) is not None:
+                        lines.setdefault(name, []).append((case["shape"][-1], part))
         if lines:
             panels.append(Panel(f"{direction}, {dtype}", lines))
-    header = result["header"]
-    title = f"{op}, {header['device']}, jax {header['versions']['jax']}"
-    return chart(panels, title, "row length", "fraction of a copy's speed", alone)
+    title = f"{op}, {record.header['device']}, jax {record.header['versions']['jax']}"
+    return chart(panels, title, "row length", "fraction of a copy's speed", mark=1)
 
 
-def attention_by_length(result: dict, size: int, alone: bool = True) -> str:
+def attention_by_length(record: Record, size: int) -> str:
     """The picture of attention with heads of a size: a panel a rule and direction."""
     panels: dict[str, Panel] = {}
-    unit_name, flops = unit_of_rate(result)
-    for record in result["records"]:
-        if record["group"] not in ("lengths", "cpu") or record["shape"][3] != size or record["dtype"] != "bfloat16":
-            continue
-        title = f"{record['direction']}{', causal' * record['causal']}"
-        panel = panels.setdefault(title, Panel(title, {}))
-        for name, seconds in record["seconds"].items():
-            panel.lines.setdefault(name, []).append((record["shape"][1], record["flops"] / seconds / flops))
+    unit = unit_of_rate(record)
+    for case in record.of("lengths", "cpu"):
+        if case["shape"][3] == size and case["dtype"] == "bfloat16":
+            title = f"{case['direction']}{', causal' * case['causal']}"
+            panel = panels.setdefault(title, Panel(title, {}))
+            for name in case["seconds"]:
+                panel.lines.setdefault(name, []).append((case["shape"][1], rate(case, name) / UNITS[unit]))
     if not panels:
         raise ValueError(f"the record has no attention by length with heads of {size}")
     drawn = [panels[title] for title in sorted(panels, key=lambda title: (title.startswith("with"), title))]
-    header = result["header"]
-    title = f"attention, heads of {size}, bfloat16, {header['device']}, jax {header['versions']['jax']}"
-    return chart(drawn, title, "queries, and keys", unit_name, alone, scale_of(drawn))
+    versions = f"{record.header['device']}, jax {record.header['versions']['jax']}"
+    return chart(drawn, f"attention, heads of {size}, bfloat16, {versions}", "queries, and keys", unit)
 
 
-def unit_of_rate(result: dict) -> tuple[str, float]:
-    """In which unit a device's operations a second are given, and how many that is."""
-    return ("TFLOP/s", 1e12) if result["header"]["device"].startswith("NVIDIA") else ("GFLOP/s", 1e9)
+UNITS = {"TFLOP/s": 1e12, "GFLOP/s": 1e9}
 
 
-def draw(result: dict, path: pathlib.Path) -> None:
+def unit_of_rate(record: Record) -> str:
+    """In which unit a device's operations a second are given."""
+    return "TFLOP/s" if record.header["device"].startswith("NVIDIA") else "GFLOP/s"
+
+
+def draw(record: Record, path: pathlib.Path) -> None:
     """Writes the picture of softmax, or of attention with heads of 128, or of the first size there is, as SVG."""
-    if path.suffix != ".svg":
-        raise ValueError(f"the picture is an SVG, so its name must end in .svg; got {path}")
-    if any("flops" in record for record in result["records"]):  # which attention.py wrote
-        sizes = [r["shape"][3] for r in result["records"] if r["group"] in ("lengths", "cpu")]
-        path.write_text(attention_by_length(result, 128 if 128 in sizes or not sizes else sizes[0]))
+    if any("scores" in case for case in record.cases):  # which attention.py wrote
+        sizes = [case["shape"][3] for case in record.of("lengths", "cpu")]
+        path.write_text(attention_by_length(record, 128 if 128 in sizes or not sizes else sizes[0]))
     else:
-        path.write_text(softmax_by_length(result))
+        path.write_text(softmax_by_length(record))
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 3:
         sys.exit(__doc__)
-    draw(json.loads(pathlib.Path(sys.argv[1]).read_text()), pathlib.Path(sys.argv[2]))
+    if reason := why_not(pathlib.Path(sys.argv[2])):
+        sys.exit(reason)
+    draw(read(pathlib.Path(sys.argv[1])), pathlib.Path(sys.argv[2]))

@@ -7,32 +7,20 @@ of jaxsoft.
 """
 
 import datetime
-import json
-import pathlib
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Iterable
 
 import plot
+from columns import Column, among, each, markdown, number, shape, speed_up, spread, table
+from records import BYTES, faster, floor, fraction, load
 
-RESULTS = pathlib.Path(__file__).parent / "results"
-NOTHING = "\N{EN DASH}"  # where an implementation does not serve a call, or was not measured
-TIMES = "\N{NO-BREAK SPACE}\N{MULTIPLICATION SIGN}\N{NO-BREAK SPACE}"  # between the lengths of a shape
 ORDER = ("jax.nn", "jaxsoft", "ffi", "pallas", "triton")
 DIRECTIONS = ("forward", "backward")
 
 
-def load(name: str) -> dict:
-    """A record by its name, which is that of its file."""
-    return json.loads((RESULTS / f"{name}.json").read_text())
-
-
-def records(name: str, *groups: str) -> list[dict]:
-    """The records of some groups."""
-    return [record for record in load(name)["records"] if record["group"] in groups]
-
-
 def circumstances(name: str) -> str:
     """Device, versions, flags, commit and date of a record, in one sentence."""
-    header = load(name)["header"]
+    header = load(name).header
     versions = ", ".join(f"{package} {version}" for package, version in header["versions"].items())
     cores = f" ({header['cores']} CPU cores)" if header.get("cores") else ""
     flags = f" and `XLA_FLAGS={header['flags']}`" if header.get("flags") else ""
@@ -41,83 +29,21 @@ def circumstances(name: str) -> str:
 
 def origin(name: str) -> str:
     """Commit, date and file of a record, the end of a sentence."""
-    header = load(name)["header"]
+    header = load(name).header
     date = datetime.datetime.fromisoformat(header["date"])
     commit = (header["commit"] or "unknown")[:12]
-    return f"at commit `{commit}`, on {date.day} {date:%B %Y}. Record: `benchmarks/results/{name}.json`."
+    return f"at commit `{commit}`, on {date.day} {date:%B %Y}. Record: `benchmarks/results/{name}.jsonl`."
 
 
-def table(heads: Iterable[str], rows: Iterable[Iterable[str]], left: int = 1) -> str:
-    """A Markdown table, of which the first columns are aligned to the left and the others to the right."""
-    heads = list(heads)
-    rule = [":--" if i < left else "--:" for i in range(len(heads))]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [heads, rule, *map(list, rows)])
-
-
-def number(value: float | None) -> str:
-    """A number with about three digits."""
-    if value is None:
-        return NOTHING
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-
-def spread(values: Iterable[float]) -> str:
-    """The smallest and the largest of some numbers."""
-    values = sorted(values)
-    if not values:
-        return NOTHING
-    low, high = number(values[0]), number(values[-1])
-    return low if low == high else f"{low} to {high}"
-
-
-def lines(name: str, **wanted) -> dict[tuple, dict[str, dict]]:
-    """The records of speed.py that match, by case, and in each case by implementation."""
-    found: dict[tuple, dict[str, dict]] = {}
-    for record in load(name)["records"]:
-        if all(record[key] == value for key, value in wanted.items()):
-            case = (record["op"], record["direction"], record["dtype"], tuple(record["shape"]), record["extras"])
-            found.setdefault(case, {})[record["implementation"]] = record
-    return found
-
-
-def among(order: Iterable[str], some: list[dict]) -> list[str]:
-    """The implementations that have a time in some records."""
-    return [name for name in order if any(name in record["seconds"] for record in some)]
-
-
-def times(record: dict, names: Iterable[str], unit: float) -> list[str]:
-    """The time of each implementation, so many units of which are a second."""
-    seconds, failed = record["seconds"], record["failed"]
-    lacking = {n: "out of memory" if "out of memory" in failed.get(n, "") else NOTHING for n in names}
-    return [number(unit * seconds[n]) if n in seconds else lacking[n] for n in names]
-
-
-def fractions(record: dict, names: Iterable[str], floor: float | None) -> list[str]:
-    """The fraction of each implementation's time that the floor is."""
-    seconds = record["seconds"]
-    return [number(floor / seconds[n] if floor and n in seconds else None) for n in names]
-
-
-def gain(record: dict, peer: str | None) -> str:
-    """How many times as fast as the peer jaxsoft is."""
-    seconds = record["seconds"]
-    return number(seconds[peer] / seconds["jaxsoft"] if peer in seconds and seconds.get("jaxsoft", 0) > 0 else None)
-
-
-def direction(record: dict) -> str:
-    """Of a call that has gradients or not, in words."""
-    return "with gradients" if record["gradients"] else "forward"
+def cases(name: str, **wanted: str) -> list[dict]:
+    """The cases that match."""
+    return [case for case in load(name).cases if all(case[key] == value for key, value in wanted.items())]
 
 
 def by_title(name: str, titles: dict[str, str]) -> dict[str, list[dict]]:
-    """The records of the groups that have a title, by it."""
-    found = {title: records(name, group) for group, title in titles.items()}
+    """The cases of the groups that have a title, by it."""
+    found = {title: load(name).of(group) for group, title in titles.items()}
     return {title: some for title, some in found.items() if some}
-
-
-def shape(dimensions: Iterable[int]) -> str:
-    """A shape as a reader writes it."""
-    return TIMES.join(map(str, dimensions))
 
 
 def tabs(contents: dict[str, str]) -> str:
@@ -129,78 +55,49 @@ def _indented(text: str) -> str:
     return "\n".join("    " + line if line else "" for line in text.splitlines())
 
 
-def operations(name: str) -> list[str]:
-    """The operations that a record has, in its order."""
-    return list(dict.fromkeys(record["op"] for record in load(name)["records"]))
+def _operations(name: str) -> list[str]:
+    return list(dict.fromkeys(case["op"] for case in load(name).cases))
 
 
-def _compared(
-    name: str,
-    columns: dict[str, Callable[[dict], str]],
-    unit: str = "",
-    left: int | None = None,
-    order: Iterable[str] = ORDER,
-    **wanted: str,
-) -> str:
-    """A table of the cases of speed.py that match, if there are any: the implementations, and the speed-up.
-
-    Args:
-      name: of the record.
-      columns: what the first ones say of a case.
-      unit: of times, "ms" or "µs"; empty for fractions of a copy's speed.
-      left: how many columns are aligned to the left; None for all of the first ones.
-      order: the implementations.
-      wanted: what the records have.
-    """
-    cases = list(lines(name, **wanted).values())
-    names = [n for n in order if any(n in case for case in cases)]
-    key, factor = {"": ("fraction", 1), "ms": ("milliseconds", 1), "µs": ("milliseconds", 1e3)}[unit]
-    rows = []
-    for case in cases:
-        found = [case[n].get(key) if n in case else None for n in names]
-        values = [number(None if value is None else factor * value) for value in found]
-        first = [text(case["jaxsoft"]) for text in columns.values()]
-        rows.append([*first, *values, number(case["jaxsoft"].get("faster"))])
-    heads = [*columns, *(f"{n}, {unit}" if unit else n for n in names), "speed-up over jax.nn"]
-    return table(heads, rows, len(columns) if left is None else left) if rows else ""
+def _compared(some: list[dict], first: Iterable[str], quantity: str, order: Iterable[str] = ORDER) -> str:
+    """A table of cases of speed.py: what they are, a quantity of each implementation, and the speed-up."""
+    return table(some, [*first, *each(quantity, among(order, some)), speed_up("jax.nn")])
 
 
 def by_length(name: str, op: str) -> str:
     """Fractions of a copy's speed by row length, in a tab for each direction and dtype."""
-    columns, contents = {"row length": lambda r: plot.length(r["n"])}, {}
-    for direction in DIRECTIONS:
-        for dtype in ("float32", "bfloat16", "float16"):
-            some = _compared(name, columns, group="rows", op=op, direction=direction, dtype=dtype)
-            contents[f"{direction}, {dtype}"] = some
-    return tabs(contents)
+    return tabs(
+        {
+            f"{way}, {dtype}": _compared(
+                cases(name, group="rows", op=op, direction=way, dtype=dtype), ["row length"], "fraction"
+            )
+            for way in DIRECTIONS
+            for dtype in ("float32", "bfloat16", "float16")
+        }
+    )
 
 
 def picture(name: str, op: str) -> str:
     """The plot of an operation by row length."""
-    return f'<figure class="wide">\n{plot.softmax_by_length(load(name), op, alone=False)}</figure>'
+    return plot.figure(plot.softmax_by_length(load(name), op))
 
 
 def other_operations(name: str) -> str:
     """A section for each operation but softmax, with its plot and its fractions by row length."""
-    sections = []
-    for op in operations(name):
-        if op != "softmax":
-            sections.append(f"### {op}\n\n{picture(name, op)}\n\n{by_length(name, op)}")
-    return "\n\n".join(sections)
+    others = [op for op in _operations(name) if op != "softmax"]
+    return "\n\n".join(f"### {op}\n\n{picture(name, op)}\n\n{by_length(name, op)}" for op in others)
 
 
 def group(name: str, of: str) -> str:
     """All cases of a group, in a tab for each direction: fractions of a copy's speed."""
-    columns = {"shape": lambda r: shape(r["shape"]), "dtype": lambda r: r["dtype"]}
-    if any(record["extras"] for record in records(name, of)):
-        columns["beside the scores"] = lambda r: r["extras"]
-    return tabs({d: _compared(name, columns, group=of, direction=d) for d in DIRECTIONS})
+    first = ["shape", "dtype", *["extras"] * any(case["extras"] for case in cases(name, group=of))]
+    return tabs({way: _compared(cases(name, group=of, direction=way), first, "fraction") for way in DIRECTIONS})
 
 
 def few(name: str) -> str:
     """Microseconds of a call on few rows, in a tab for each dtype."""
-    columns = {"rows": lambda r: str(r["rows"]), "row length": lambda r: str(r["n"])}
-    return tabs({d: _compared(name, columns, "µs", left=0, group="few", dtype=d) for d in ("float32", "bfloat16")})
+    some = {dtype: cases(name, group="few", dtype=dtype) for dtype in ("float32", "bfloat16")}
+    return tabs({dtype: _compared(found, ["rows", "row length"], "µs") for dtype, found in some.items()})
 
 
 def summary(name: str) -> str:
@@ -214,58 +111,41 @@ def summary(name: str) -> str:
         "masked": "masks, biases, temperatures",
         "axis": "an axis before the last",
     }
-    with_copy = load(name)["header"]["device"].startswith("NVIDIA")
+    with_copy = load(name).header["device"].startswith("NVIDIA")
     for of, title in titles.items():
-        for op in operations(name):
-            for direction in DIRECTIONS:
-                cases = lines(name, group=of, op=op, direction=direction)
-                ours = [case["jaxsoft"] for case in cases.values() if "milliseconds" in case.get("jaxsoft", {})]
-                if ours:
-                    row = [title, f"`{op}`", direction, str(len(ours))]
+        for op in _operations(name):
+            for way in DIRECTIONS:
+                found = [c for c in cases(name, group=of, op=op, direction=way) if "jaxsoft" in c["seconds"]]
+                if found:
+                    row = [title, f"`{op}`", way, str(len(found))]
                     if with_copy:
-                        row.append(spread(r["fraction"] for r in ours if "fraction" in r and of != "few"))
-                    rows.append([*row, spread(r["faster"] for r in ours if "faster" in r)])
-    heads = ["cases", "operation", "direction", "number", *(["fraction of a copy's speed"] if with_copy else [])]
-    return table([*heads, "speed-up over jax.nn"], rows, left=3)
+                        row.append(spread(v for c in found if of != "few" and (v := fraction(c, "jaxsoft"))))
+                    rows.append([*row, spread(v for c in found if (v := faster(c, "jaxsoft", "jax.nn")))])
+    heads = ["cases", "operation", "direction", "number", *["fraction of a copy's speed"] * with_copy]
+    return markdown([(head, i < 3) for i, head in enumerate([*heads, "speed-up over jax.nn"])], rows)
 
 
 def slower(name: str) -> str:
     """Every case in which jaxsoft took longer than jax.nn."""
-    rows = []
-    for (op, direction, dtype, dimensions, extras), by_name in lines(name).items():
-        faster = by_name.get("jaxsoft", {}).get("faster", 1)
-        if faster < 1:
-            rows.append([f"`{op}`", direction, dtype, shape(dimensions), extras or NOTHING, f"{faster:.3f}"])
-    if not rows:
-        return "There is no such case in this record."
-    rows.sort(key=lambda row: row[-1])
-    heads = ["operation", "direction", "dtype", "shape", "beside the scores", "speed-up over jax.nn"]
-    return table(heads, rows, left=5)
+    gain = Column("speed-up over jax.nn", lambda case: faster(case, "jaxsoft", "jax.nn") or 1.0, lambda v: f"{v:.3f}")
+    found = sorted((case for case in load(name).cases if gain.value(case) < 1), key=gain.value)
+    columns = ["operation", "direction", "dtype", "shape", "extras", gain]
+    return table(found, columns) or "There is no such case in this record."
 
 
 def millisecond_table(name: str, of: str) -> str:
     """Milliseconds and gains of a group, where a copy says little, as on a CPU; in a tab for each direction."""
-    columns = {
-        "operation": lambda r: f"`{r['op']}`" + (f", {r['extras']}" if r["extras"] else ""),
-        "dtype": lambda r: r["dtype"],
-        "shape": lambda r: shape(r["shape"]),
-    }
-    names = ("jax.nn", "jaxsoft")
-    contents = {d: _compared(name, columns, "ms", order=names, group=of, direction=d) for d in DIRECTIONS}
+    first, order = ["call", "dtype", "shape"], ("jax.nn", "jaxsoft")
+    contents = {w: _compared(cases(name, group=of, direction=w), first, "ms", order) for w in DIRECTIONS}
     return tabs(contents) if all(contents.values()) else contents["forward"]
 
 
-def _losses_by_direction(name: str, of: str, names: Iterable[str], peer: str) -> str:
+def _losses_by_direction(name: str, of: str, order: Iterable[str], peer: str) -> str:
     """Fractions of the speed of a copy of the bytes that must move, in a tab for the loss and one for its gradient."""
-    names, contents = among(names, records(name, of)), {}
-    for direction in ("forward", "with gradient"):
-        rows = []
-        for record in records(name, of):
-            _, dimensions, dtype, *what = record["what"].split()
-            if " ".join(what) == direction:
-                cells = [*fractions(record, names, record["floor"]), gain(record, peer)]
-                rows.append([dimensions.replace("x", TIMES), dtype, *cells])
-        contents[direction] = table(["logits", "dtype", *names, f"speed-up over {peer}"], rows, left=2)
+    names, contents = among(order, cases(name, group=of)), {}
+    for way in ("forward", "with gradient"):
+        columns = [LOGITS, "dtype", *each("fraction", names), speed_up(peer)]
+        contents[way] = table(cases(name, group=of, what=way), columns)
     return tabs(contents)
 
 
@@ -287,55 +167,39 @@ def entropy(name: str) -> str:
 
 
 TOP_K = ("lax.top_k", "lax.top_k(is_stable=False)", "jaxsoft")
+LOGITS, SCORES = (Column(head, lambda case: shape(case["shape"]), str, left=True) for head in ("logits", "scores"))
+# The floor is the time of a copy, which reads half of the bytes and writes the other half.
+READS = Column("over one read", lambda case: case["seconds"]["jaxsoft"] / floor(case))
 
 
 def top_k(name: str) -> str:
     """The k most probable elements beside `jax.lax.top_k` of `jax.nn.softmax`: milliseconds, and reads of x."""
-    rows = []
-    for record in records(name, "top_k"):
-        _, dimensions, dtype, k = record["what"].split(" ")
-        # The floor is the time of a copy, which reads half of the bytes and writes the other half.
-        reads = number(record["seconds"]["jaxsoft"] / record["floor"])
-        cells = [*times(record, TOP_K, 1e3), reads, gain(record, "lax.top_k")]
-        rows.append([dimensions.replace("x", TIMES), dtype, k.removeprefix("k="), *cells])
-    heads = ["scores", "dtype", "k", "jax.lax.top_k, ms", "is_stable=False, ms", "jaxsoft, ms"]
-    return table([*heads, "over one read", "speed-up"], rows, left=2)
+    columns = [SCORES, "dtype", "k", *each("ms", TOP_K), READS, speed_up("lax.top_k", "speed-up")]
+    return table(load(name).of("top_k"), columns)
 
 
 def top_k_few(name: str) -> str:
     """The same of few rows, or of short ones: microseconds beyond what a step of the chain takes without the call."""
-    rows = []
-    for record in records(name, "few"):
-        _, dimensions, dtype, k = record["what"].split(" ")
-        net = _net(record)
-        cells = [*times(net, TOP_K, 1e6), gain(net, "lax.top_k")]
-        rows.append([dimensions.replace("x", TIMES), dtype, k.removeprefix("k="), *cells])
-    heads = ["scores", "dtype", "k", "jax.lax.top_k, µs", "is_stable=False, µs", "jaxsoft, µs", "speed-up"]
-    return table(heads, rows, left=2)
+    found = [_net(case) for case in load(name).of("few")]
+    return table(found, [SCORES, "dtype", "k", *each("µs", TOP_K), speed_up("lax.top_k", "speed-up")])
 
 
-def _net(record: dict) -> dict:
-    """A record of chains with the times beyond their floor."""
-    return record | {"seconds": {name: seconds - record["floor"] for name, seconds in record["seconds"].items()}}
+def _net(case: dict) -> dict:
+    """A case of chains with the times beyond their floor."""
+    return case | {"seconds": {name: seconds - floor(case) for name, seconds in case["seconds"].items()}}
 
 
 def sample(name: str) -> str:
     """A token of each row beside the composition of JAX's functions, with a heading."""
-    rows = []
-    for record in records(name, "sample"):
-        _, dimensions, dtype, *filters, _, deviation = record["what"].split()
-        beside = ", ".join(f"`{v}`" for v in filters) or "none"
-        net = _net(record)
-        cells = [*times(net, ("composed", "jaxsoft"), 1e6), gain(net, "composed")]
-        rows.append([dimensions.replace("x", TIMES), dtype, beside, deviation, *cells])
-    heads = ["logits", "dtype", "filters", "standard deviation", "composed, µs", "jaxsoft, µs", "speed-up"]
+    columns = [LOGITS, "dtype", "filters", "deviation", *each("µs", ("composed", "jaxsoft"))]
+    found = [_net(case) for case in load(name).of("sample")]
     text = (
         "`jaxsoft.random.sample`, microseconds a call, in such a chain, with the random numbers. *Composed* is "
         "`jax.random.categorical` of the logits that the filters leave: after `jax.lax.top_k` of k logits, or of all "
         "of them where there is `top_p` alone. Normal logits with a small standard deviation are flat, and a nucleus "
         "of them has many tokens; with a large one they are peaked:"
     )
-    return f"## Sampling\n\n{text}\n\n{table(heads, rows, left=3)}"
+    return f"## Sampling\n\n{text}\n\n{table(found, [*columns, speed_up('composed', 'speed-up')])}"
 
 
 def linear(name: str) -> str:
@@ -351,42 +215,49 @@ def linear(name: str) -> str:
         "products, logits twice": "four matrix products alone",
     }
     parts = []
-    for record in records(name, "linear"):
-        rows = []
-        for key, title in titles.items():
-            if key in record["seconds"]:
-                rows.append([title, number(1e3 * record["seconds"][key]), number(record["memory"][key] / 1e6)])
-        what = record["what"].removeprefix("linear ").replace("x", TIMES, 1).replace("frozen", "with a frozen weight")
-        parts.append(f"{what}:\n\n" + table(["", "ms", "MB beyond the results"], rows))
+    for case in load(name).of("linear"):
+        columns = zip(*(each(quantity, titles) for quantity in ("ms", "MB")), strict=True)
+        rows = [
+            [title, *(number(column.value(case)) for column in of_way)]
+            for of_way, (way, title) in zip(columns, titles.items(), strict=True)
+            if way in case["seconds"]
+        ]
+        rows_, depth, classes = case["shape"]
+        what = f"{shape((rows_, depth))} -> {classes} {case['dtype']}" + " with a frozen weight" * (case["what"] != "")
+        parts.append(f"{what}:\n\n" + markdown([("", True), ("ms", False), ("MB beyond the results", False)], rows))
     return "\n\n".join(parts)
 
 
-def _arrays(record: dict) -> tuple[str, str]:
+def _arrays(case: dict, name: str) -> list[str]:
     """How many arrays as large as x were read and written: forward one of each must be, backward two and one."""
-    array = record["bytes"] / (2 if record["direction"] == "forward" else 3)
-    return f"{record['read'] / array:.2f}", f"{record['written'] / array:.2f}"
+    array = math.prod(case["shape"]) * BYTES[case["dtype"]]
+    return [f"{case[side][name] / array:.2f}" for side in ("read", "written")]
+
+
+def _counted(name: str, few: bool) -> list[dict]:
+    """The cases of traffic of few rows, or those of the largest size."""
+    every = load(name).cases
+    size = max(math.prod(case["shape"]) for case in every)
+    return [case for case in every if (4 * math.prod(case["shape"]) < size) == few]
 
 
 def traffic(name: str, direction: str, dtype: str) -> str:
     """Arrays as large as x that were read and written, as the GPU counted them, by row length."""
-    found = [r for r in load(name)["traffic"] if (r["direction"], r["dtype"]) == (direction, dtype)]
-    size = max(r["n"] * r["rows"] for r in found)
-    found = [r for r in found if r["n"] * r["rows"] == size]  # without the cases of few rows
-    names = [n for n in ORDER if any(r["implementation"] == n for r in found)]
-    cells: dict[int, dict[str, str]] = {}
-    for r in found:
-        cells.setdefault(r["n"], {})[r["implementation"]] = " + ".join(_arrays(r))
-    rows = [[plot.length(n), *(by_name.get(i, NOTHING) for i in names)] for n, by_name in sorted(cells.items())]
-    return table(["row length", *names], rows)
+    found = [case for case in _counted(name, few=False) if (case["direction"], case["dtype"]) == (direction, dtype)]
+    found.sort(key=lambda case: case["shape"][-1])
+    columns = [
+        Column(i, lambda case, i=i: " + ".join(_arrays(case, i)) if i in case["read"] else None)
+        for i in among(ORDER, found)
+    ]
+    return table(found, ["row length", *columns])
 
 
 def traffic_few(name: str) -> str:
     """The same of few long rows."""
-    found = load(name)["traffic"]
-    size = max(r["n"] * r["rows"] for r in found)
-    rows = []
-    for r in found:
-        if r["n"] * r["rows"] * 4 < size:
-            what = [shape((r["rows"], r["n"])), r["dtype"], r["direction"], r["implementation"]]
-            rows.append([*what, *_arrays(r)])
-    return table(["shape", "dtype", "direction", "implementation", "read", "written"], rows, left=4)
+    rows = [
+        [shape(case["shape"]), case["dtype"], case["direction"], i, *_arrays(case, i)]
+        for case in _counted(name, few=True)
+        for i in case["read"]
+    ]
+    heads = ("shape", "dtype", "direction", "implementation", "read", "written")
+    return markdown([(head, i < 4) for i, head in enumerate(heads)], rows)

@@ -1,6 +1,6 @@
 """The speed of attention over sequences that lie on several devices of this machine, against that of one device.
 
-    python benchmarks/ring.py [--quick] [--only GROUP ...] [--having TEXT] [--json FILE] [--commit HASH]
+    python benchmarks/ring.py [--quick] [--only GROUP ...] [--having TEXT] [--record FILE] [--commit HASH]
 
 All devices are one axis of a mesh, along which sequences are sharded, under jit; on a CPU there are eight virtual ones
 and short sequences, which shows that everything runs. A line is one call under a causal rule, in bfloat16 with heads of
@@ -38,7 +38,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))  # where the modules besi
 import jax
 import jax.numpy as jnp
 import timing
-from comparison import Record, compare, failures, parser_of_cases, progress
+from columns import line
+from common import begin, compare, parser_of_cases, progress
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
@@ -85,6 +86,12 @@ class Case:
         """The case in words."""
         what = "with gradients" if self.gradients else "forward"
         return f"{self.heads}/{self.key_heads} heads, {self.tokens} tokens a device, {what}"
+
+    def record(self) -> dict:
+        """What is written of the case."""
+        direction = "with gradients" if self.gradients else "forward"
+        heads = [self.heads, self.key_heads]
+        return {"heads": heads, "tokens": self.tokens, "direction": direction, "devices": jax.device_count()}
 
     def length(self) -> int:
         """Of the whole sequence."""
@@ -191,7 +198,7 @@ def run(case: Case, building: dict[str, Future[Compiled]]) -> dict:
 
     found = compare(case, list(building), (PEER,), prepare, measure)
     found["seconds"] = {name: time / case.calls() for name, time in found["seconds"].items()}
-    return {"heads": [case.heads, case.key_heads], "tokens": case.tokens, "gradients": case.gradients} | found
+    return case.record() | found
 
 
 def difference(found: Sequence[jax.Array], expected: Sequence[jax.Array], layout: str) -> float:
@@ -207,8 +214,8 @@ def difference(found: Sequence[jax.Array], expected: Sequence[jax.Array], layout
     return max(float(norms(x, y)) for x, y in zip(found, ordered, strict=True))
 
 
-def longest(case: Case, name: str) -> dict:
-    """How long a sequence may be, and how long it takes."""
+def longest(case: Case, name: str) -> dict | None:
+    """How long a sequence may be, and how long it takes; None where none is so short."""
     stats = jax.devices()[0].memory_stats()
     tokens, memory, found = case.tokens, stats["bytes_limit"] if stats else 2**25, None
     while tokens <= MOST_TOKENS:
@@ -224,31 +231,14 @@ def longest(case: Case, name: str) -> dict:
             break
         found, tokens = (longer, program, needed), 2 * tokens
     if found is None:
-        return {"group": "longest", "name": name, "tokens": 0}
+        return None
     longer, program, needed = found
     progress(f"running {name}, {longer}")
     given = jax.block_until_ready(operands(longer, "ring" if name != PEER else PEER))
     start = time.perf_counter()
     jax.block_until_ready(program(*given))
-    return {
-        "group": "longest",
-        "name": name,
-        "heads": [case.heads, case.key_heads],
-        "tokens": longer.tokens,
-        "bytes": needed,
-        "memory": memory,
-        "seconds": time.perf_counter() - start,
-    }
-
-
-def line(case: Case, found: dict) -> str:
-    """One line of the table."""
-    seconds = dict(found["seconds"])
-    share = seconds.pop("one device", float("nan")) / jax.device_count()
-    text = f"{case!s:50s} {share * 1e3:9.3f}"
-    for name, time_ in seconds.items():
-        text += f" | {name} {time_ * 1e3:9.3f} {share / time_:5.3f}"
-    return text + failures(found)
+    seconds = time.perf_counter() - start
+    return longer.record() | {"limit": memory, "seconds": {name: seconds}, "memory": {name: needed}}
 
 
 def cases(group: str, quick: bool) -> list[Case]:
@@ -272,16 +262,16 @@ def main() -> None:
     args = parser_of_cases(__doc__, groups, having='"forward"').parse_args()
     if jax.device_count() < 2:
         sys.exit("needs two devices or more")
-    record = Record(args, devices=jax.device_count())
+    record = begin(args)
     pool = ThreadPoolExecutor(16)
     for group in args.only or groups:
         print(f"\n{group}: a device's share in ms; what, ms, fraction of the share's speed", flush=True)
         if group == "longest":
             first = Case(8, 8, 64, True) if CPU else Case(64, 8, 1024, True)
             for name in ("ring", PEER):
-                found = longest(first, name)
-                print(f"{name}: {found}", flush=True)
-                record.add([found])
+                if found := longest(first, name):
+                    print(line(f"{found['tokens']} tokens a device", found, ("ms", "MB")), flush=True)
+                    record.add({"group": group} | found)
             continue
         wanted = [case for case in cases(group, args.quick) if args.having in str(case)]
         building = [
@@ -290,8 +280,8 @@ def main() -> None:
         ]
         for case, programs in zip(wanted, building, strict=True):
             found = run(case, programs)
-            print(line(case, found), flush=True)
-            record.add([{"group": group} | found])
+            print(line(case, found, ("ms", "fraction")), flush=True)
+            record.add({"group": group} | found)
 
 
 if __name__ == "__main__":

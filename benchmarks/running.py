@@ -8,7 +8,7 @@ import numpy as np
 import programs
 import timing
 from check import Reference, rows_of
-from comparison import compare, lacks_memory, reason
+from common import compare, lacks_memory, reason
 from programs import Programs
 from row_cases import Case
 
@@ -28,7 +28,7 @@ def run(case: Case, compiled: Programs, repeats: int) -> dict[str, dict]:
         if not lacks_memory(problem):  # for the input
             raise
         failed = dict.fromkeys((*case.implementations, "copy"), reason(problem))
-        return {"seconds": {}, "errors": {}, "failed": failed}
+        return {"seconds": {}, "spread": {}, "errors": {}, "failed": failed}
 
 
 def _forward(case: Case, compiled: Programs, repeats: int) -> tuple[Prepare, Measure]:
@@ -102,7 +102,7 @@ def _times(calls: dict[str, timing.Call], case: Case, compiled: Programs, repeat
         calls["warm"] = np.copyto, [(np.zeros(shape, np.float32), np.asarray(sources[0]))]
     times = timing.measure(calls, case.bytes, repeats)
     for name in ("copy", "warm"):
-        time = times.get(name)
-        if isinstance(time, float):
-            times[name] = time * case.bytes / (8 * shape[0])
+        taken = times.get(name)
+        if isinstance(taken, list):
+            times[name] = [time * case.bytes / (8 * shape[0]) for time in taken]
     return times

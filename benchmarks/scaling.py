@@ -1,10 +1,10 @@
 """What each device sends and how much memory it takes as a mesh grows, from programs that are compiled and not run.
 
-    python benchmarks/scaling.py [--quick] [--only GROUP ...] [--having TEXT] [--json FILE] [--commit HASH]
+    python benchmarks/scaling.py [--quick] [--only GROUP ...] [--having TEXT] [--record FILE] [--commit HASH]
 
-The record of the repository is benchmarks/results/scaling.json, and takes some three minutes of a processor:
+The record of the repository is benchmarks/results/scaling.jsonl, and takes some three minutes of a processor:
 
-    python benchmarks/scaling.py --json benchmarks/results/scaling.json
+    python benchmarks/scaling.py --record benchmarks/results/scaling.jsonl
 
 8, 16, 32 and 64 virtual CPU devices are one axis of a mesh. A line is one call of benchmarks/scaling_cases.py, forward
 or with its gradients, of arrays of 16 bits. XLA's text of the compiled program says which collective operations it has
@@ -34,8 +34,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))  # where the modules besi
 import collectives
 import jax
 import scaling_cases
-from comparison import Record, parser_of_cases, progress
+from common import begin, parser_of_cases, progress
 from scaling_cases import Case
+from transfers import Sent
 
 DEVICES = (8, 16, 32, 64)
 GROUPS = ("rows", "head", "attention", "sequence", "long")
@@ -52,31 +53,32 @@ def measure(case: Case) -> dict:
         "what": case.what,
         "where": case.where,
         "sizes": case.sizes,
-        "gradients": case.gradients,
+        "direction": "with gradients" if case.gradients else "forward",
         "devices": case.devices,
         "sent": collectives.read(text, case.devices),
-        "expected": {kind: value for kind, value in case.expected.items() if value},
-        "operands": memory.argument_size_in_bytes,
-        "results": memory.output_size_in_bytes,
-        "temporary": memory.temp_size_in_bytes,
+        "memory": {
+            "operands": memory.argument_size_in_bytes,
+            "results": memory.output_size_in_bytes,
+            "temporary": memory.temp_size_in_bytes,
+        },
     }
 
 
-def agrees(found: dict) -> bool:
+def agrees(sent: Sent, expected: Sent) -> bool:
     """Whether a device sends what the formula says."""
-    kinds = found["sent"].keys() | found["expected"].keys()
-    pairs = [(found["sent"].get(kind, 0), found["expected"].get(kind, 0)) for kind in kinds]
-    return all(math.isclose(sent, expected, rel_tol=1e-9) for sent, expected in pairs)
+    pairs = [(sent.get(kind, 0), expected.get(kind, 0)) for kind in sent.keys() | expected.keys()]
+    return all(math.isclose(found, wanted, rel_tol=1e-9) for found, wanted in pairs)
 
 
 def line(case: Case, found: dict) -> str:
     """One line of the table."""
-    sent = ", ".join(f"{kind} {value / 1e6:.6g}" for kind, value in found["sent"].items()) or "nothing"
-    if not agrees(found):
-        expected = ", ".join(f"{kind} {value / 1e6:.6g}" for kind, value in found["expected"].items()) or "nothing"
-        sent += f" | EXPECTED {expected}"
-    memory = " ".join(f"{found[kind] / 1e6:9.1f}" for kind in ("operands", "results", "temporary"))
-    return f"{case!s:108s} {memory} | {sent}"
+
+    def words(sent: Sent) -> str:
+        return ", ".join(f"{kind} {value / 1e6:.6g}" for kind, value in sent.items() if value) or "nothing"
+
+    wrong = "" if agrees(found["sent"], case.expected) else f" | EXPECTED {words(case.expected)}"
+    memory = " ".join(f"{size / 1e6:9.1f}" for size in found["memory"].values())
+    return f"{case!s:108s} {memory} | {words(found['sent'])}{wrong}"
 
 
 def wanted(only: Sequence[str], quick: bool, having: str) -> list[Case]:
@@ -94,15 +96,15 @@ def main() -> None:
     args = parser_of_cases(__doc__, GROUPS, quick=quick, having='"forward"').parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES[0] if args.quick else DEVICES[-1])
-    record, wrong = Record(args), 0
+    record, wrong = begin(args), 0
     print("MB of operands, of results and of temporaries; what a device sends, MB", flush=True)
     some = wanted(args.only or GROUPS, args.quick, args.having)
     with ThreadPoolExecutor() as pool:
         for case, found in zip(some, pool.map(measure, some), strict=True):
             progress("")
             print(line(case, found), flush=True)
-            record.add([found])
-            wrong += not agrees(found)
+            record.add(found)
+            wrong += not agrees(found["sent"], case.expected)
     if wrong:
         sys.exit(f"{wrong} of {len(some)} calls do not send what the formulas say")
 

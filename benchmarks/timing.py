@@ -1,4 +1,4 @@
-"""How time is taken: medians, with the implementations in turn, so that what slows the machine slows all of them.
+"""How time is taken: samples, with the implementations in turn, so that what slows the machine slows all of them.
 
 The order is drawn anew for each turn. A GPU whose power is limited runs faster for a while after a call that needs
 little: in one order, the same program was up to 13 % faster where it came after such a call than elsewhere.
@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 type Call = tuple[Callable[..., Any], Sequence[tuple]]  # a function, and the lists of arguments that take turns
-type Times = dict[str, float | Exception]  # seconds a call by name, or why there are none
+type Times = dict[str, list[float] | Exception]  # samples of the seconds of a call by name, or why there are none
 
 # Copies of the input take turns, as many as hold this together: more than the caches, which would flatter small ones.
 ROTATION_BYTES = 2**27
@@ -36,7 +36,7 @@ def buffers(size: int, moved: int, repeats: int) -> int:
 
 
 def measure(calls: dict[str, Call], moved: int, repeats: int, number: int | None = None) -> Times:
-    """The median over `repeats` samples.
+    """So many samples, `repeats`, of each.
 
     Args:
       calls: what is timed.
@@ -59,13 +59,13 @@ def measure(calls: dict[str, Call], moved: int, repeats: int, number: int | None
         jax.block_until_ready(result)  # calls run in order: the last one ends last
         return (time.perf_counter() - start) / number
 
-    return _medians(list(calls), sample, repeats)
+    return _samples(list(calls), sample, repeats)
 
 
 def measure_chains(
     chains: dict[str, Callable[[jax.Array], jax.Array]], make: Callable[[], jax.Array], length: int, repeats: int
 ) -> Times:
-    """The median over `repeats` samples of one of the `length` calls in a chain. A chain consumes what `make` makes."""
+    """Samples of one of the `length` calls in a chain, `repeats` of each. A chain consumes what `make` makes."""
     few, many = CHAIN_RUNS
 
     def seconds(name: str, runs: int) -> float:
@@ -79,10 +79,10 @@ def measure_chains(
     def sample(name: str) -> float:
         return (seconds(name, many) - seconds(name, few)) / ((many - few) * length)
 
-    return _medians(list(chains), sample, repeats)
+    return _samples(list(chains), sample, repeats)
 
 
-def _medians(names: list[str], sample: Callable[[str], float], repeats: int) -> Times:
+def _samples(names: list[str], sample: Callable[[str], float], repeats: int) -> Times:
     samples: dict[str, list[float]] = {name: [] for name in names}
     failures: dict[str, Exception] = {}
     order = random.Random(0)
@@ -97,4 +97,10 @@ def _medians(names: list[str], sample: Callable[[str], float], repeats: int) -> 
                 continue
             if repeat >= 0:
                 samples[name].append(taken)
-    return {name: failures[name] if name in failures else statistics.median(samples[name]) for name in names}
+    return samples | failures
+
+
+def spread(samples: Sequence[float]) -> float:
+    """Half of the range between the quartiles, as a fraction of the median."""
+    low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return (high - low) / (2 * middle) if middle > 0 else 1.0  # as differences of chains can be

@@ -55,34 +55,31 @@ def report(which: str) -> list[dict]:
 
     titles = f"{which:56s} {'counted MB':>11s} {'read':>8s} {'written':>8s}"
     print(f"{titles} {'measured / counted':>19s} {'us':>9s} kernels")
-    found = []
+    found: dict[str, dict] = {}
     for case, launched in zip(listed, kernels, strict=True):
         read, written, nanoseconds = (sum(kernel[metric] for kernel in launched) for metric in METRICS)
-        what = record(case)
-        line = f"{name(case):56s} {what['bytes'] / 1e6:11.1f} {read / 1e6:8.1f} {written / 1e6:8.1f}"
-        print(f"{line} {(read + written) / what['bytes']:19.3f} {nanoseconds / 1e3:9.1f} {len(launched)}")
-        names = [kernel["name"] for kernel in launched]
-        found.append(what | {"read": read, "written": written, "microseconds": nanoseconds / 1e3, "kernels": names})
-    return found
+        size = case.bytes() if isinstance(case, decode_cases.Case) else case.bytes
+        line = f"{f'{case}, {implementation(case)}':56s} {size / 1e6:11.1f} {read / 1e6:8.1f} {written / 1e6:8.1f}"
+        print(f"{line} {(read + written) / size:19.3f} {nanoseconds / 1e3:9.1f} {len(launched)}")
+        names, own = [kernel["name"] for kernel in launched], implementation(case)
+        values = {"seconds": nanoseconds / 1e9, "read": read, "written": written, "kernels": names}
+        of_case = found.setdefault(str(record(case)), record(case) | {field: {} for field in values})
+        for field, value in values.items():
+            of_case[field][own] = value
+    return list(found.values())
 
 
-def name(case: AnyCase) -> str:
-    """The case in words, with the implementation that is called."""
-    return f"{case}" if isinstance(case, decode_cases.Case) else f"{case}, {case.implementations[0]}"
+def implementation(case: AnyCase) -> str:
+    """The one that is called."""
+    return "jaxsoft" if isinstance(case, decode_cases.Case) else case.implementations[0]
 
 
 def record(case: AnyCase) -> dict:
     """What is written of a case, beside what is counted."""
     if isinstance(case, decode_cases.Case):
         return decode_cases.record(case)
-    return {
-        "direction": case.direction,
-        "implementation": case.implementations[0],
-        "dtype": case.dtype,
-        "n": case.n,
-        "rows": case.rows,
-        "bytes": case.bytes,
-    }
+    fields = {"op": case.op, "direction": case.direction, "dtype": case.dtype, "shape": case.shape}
+    return {"group": "traffic"} | fields
 
 
 def by_case(text: str) -> list[list[dict]]:

@@ -4,19 +4,20 @@ import argparse
 import contextlib
 import datetime
 import importlib.metadata
-import json
 import os
 import pathlib
 import platform
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import Executor, Future
-from typing import Any
 
 import jax
+import plot
 import timing
 from jax.stages import Compiled, Lowered
+from records import Record
 
 # The packages of what is compared. The last two, cuDNN, come with JAX for CUDA 12 or 13.
 COMPARED = ("jax", "jaxlib", "jaxsoft", "jax-triton", "optax", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
@@ -51,7 +52,12 @@ def header(commit: str | None) -> dict:
 
 
 def parser_of_cases(
-    doc: str | None, groups: Iterable[str], *, quick: str | None = "fewer cases", having: str | None = None
+    doc: str | None,
+    groups: Iterable[str],
+    *,
+    quick: str | None = "fewer cases",
+    having: str | None = None,
+    drawn: bool = False,
 ) -> argparse.ArgumentParser:
     """The arguments of a benchmark whose cases are in groups.
 
@@ -60,6 +66,7 @@ def parser_of_cases(
       groups: their names.
       quick: what it does to be quick, if it can.
       having: what a case may have in it, as an example or several, in quotes, if cases can be chosen so.
+      drawn: whether there is a plot.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if quick:
@@ -67,28 +74,26 @@ def parser_of_cases(
     parser.add_argument("--only", nargs="+", choices=groups, metavar="GROUP", help=f"of {', '.join(groups)}")
     if having:
         parser.add_argument("--having", default="", metavar="TEXT", help=f"only cases with this, as in {having}")
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write what is found there")
+    parser.add_argument("--record", type=pathlib.Path, metavar="FILE", help="also write what is found there, as .jsonl")
+    if drawn:
+        parser.add_argument("--plot", type=_picture, metavar="FILE", help="also draw them there, as SVG, by matplotlib")
     parser.add_argument("--commit", default=git_commit(), metavar="HASH", help="what the file names")
     return parser
 
 
-class Record:
-    """What is found. It is written after each case, so that a run that is cut short keeps what it has."""
+def _picture(path: str) -> pathlib.Path:
+    """The path of a plot. What keeps it from being drawn is said before anything is measured."""
+    if why_not := plot.why_not(pathlib.Path(path)):
+        raise argparse.ArgumentTypeError(why_not)
+    return pathlib.Path(path)
 
-    def __init__(self, args: argparse.Namespace, devices: int | None = None):
-        """args: of the command line; devices: how many, where there are several. Prints the circumstances."""
-        self.content: dict[str, Any] = {"header": header(args.commit) | ({"devices": devices} if devices else {})}
-        self._path = args.json
-        found = self.content["header"]
-        versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-        device = f"{devices} x {found['device']}" if devices else found["device"]
-        print(f"{device}, {found['cores']} CPU cores, {versions}", flush=True)
 
-    def add(self, found: Sequence[dict], key: str = "records") -> None:
-        """Adds what was found of a case."""
-        self.content.setdefault(key, []).extend(found)
-        if self._path:
-            self._path.write_text(json.dumps(self.content, indent=1) + "\n")
+def begin(args: argparse.Namespace) -> Record:
+    """The record of this run, in the file that the command line names, if it does. Prints the circumstances."""
+    found = header(args.commit)
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    print(f"{jax.device_count()} x {found['device']}, {found['cores']} CPU cores, {versions}", flush=True)
+    return Record(found, path=args.record)
 
 
 def lacks_memory(problem: Exception) -> bool:
@@ -102,11 +107,6 @@ def reason(problem: Exception) -> str:
     if isinstance(problem, MemoryError):
         return first
     return "out of memory" if lacks_memory(problem) else f"{type(problem).__name__}: {first}"
-
-
-def failures(found: dict) -> str:
-    """Why implementations have no times, as the end of a line."""
-    return "".join(f" | {name}: {why[:60]}" for name, why in found["failed"].items())
 
 
 def progress(text: str) -> None:
@@ -144,7 +144,7 @@ def compare[C](
       measure: takes the times.
 
     Returns:
-      By implementation, "seconds", "errors", and in "failed" why there is no time.
+      By implementation, "seconds", their "spread", "errors", and in "failed" why there is no time.
     """
     errors: dict[str, float] = {}
     failed: dict[str, str] = {}
@@ -167,17 +167,7 @@ def compare[C](
     times = measure({name: calls[name] for name in names if name in calls})
     progress("")
     failed |= {name: reason(time) for name, time in times.items() if isinstance(time, Exception)}
-    seconds = {name: time for name, time in times.items() if isinstance(time, float)}
-    return {"seconds": seconds, "errors": errors, "failed": failed}
-
-
-def line(case: object, found: dict, peers: Container[str] = ()) -> str:
-    """One line of a table: the floor; of each implementation us, the fraction of the floor's speed, and its gain.
-
-    The gain says how many times as fast as the first of the peers it is, where any are named.
-    """
-    text, seconds = f"{case!s:56s} {found['floor'] * 1e6:9.1f}", found["seconds"]
-    peer = next((time for name, time in seconds.items() if name in peers), float("nan"))
-    for name, time in seconds.items():
-        text += f" | {name} {time * 1e6:9.1f} {found['floor'] / time:5.3f}" + (f" {peer / time:6.2f}" if peers else "")
-    return text + failures(found)
+    samples = {name: taken for name, taken in times.items() if isinstance(taken, list)}
+    seconds = {name: statistics.median(taken) for name, taken in samples.items()}
+    spread = {name: round(timing.spread(taken), 4) for name, taken in samples.items()}
+    return {"seconds": seconds, "spread": spread, "errors": errors, "failed": failed}
