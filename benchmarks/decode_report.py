@@ -30,9 +30,8 @@ def section(name: str) -> str:
 
 def _bytes(case: dict) -> int:
     """Of the keys and values of sequences that are equally long."""
-    return 2 * math.prod(
-        (case["shape"][0], case["keys"], case["key_heads"], case["shape"][3], BYTES[case["pages_dtype"]])
-    )
+    batch, _, _, size = case["shape"]
+    return 2 * math.prod((batch, case["keys"], case["key_heads"], size, BYTES[case["pages_dtype"]]))
 
 
 def traffic(name: str) -> str:

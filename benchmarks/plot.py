@@ -38,11 +38,11 @@ INK, PAPER = ("#24292f", "#d7dde3"), ("#ffffff", "#16191d")
 STYLE = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "jaxsoft",  # the same names of markers in every run
-    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],  # or the reader's sans-serif
     "font.size": 9,
     "axes.titlesize": 9,
     "axes.titlelocation": "left",
-    "axes.titleweight": "semibold",
+    "axes.titleweight": "bold",
     "axes.spines.left": False,
     "axes.spines.right": False,
     "axes.spines.top": False,
@@ -53,11 +53,12 @@ STYLE = {
     "xtick.color": INK[0],
     "ytick.color": INK[0],
     "grid.color": INK[0],
-    "grid.alpha": 0.13,
+    "grid.alpha": 0.2,
     "xtick.major.size": 0,
     "ytick.major.size": 0,
     "lines.linewidth": 1.5,
-    "lines.markersize": 4,
+    "lines.markersize": 4.5,
+    "lines.markeredgewidth": 0,
     "legend.frameon": False,
 }
 
@@ -96,9 +97,9 @@ def chart(panels: list[Panel], title: str, x_label: str, y_label: str, mark: flo
     rows = math.ceil(len(panels) / 2)
     with matplotlib.rc_context(STYLE):
         drawn = Figure(figsize=(8.5, 2.2 * rows + 1.3))
-        axes = drawn.subplots(rows, 2, sharex=True, sharey=True, squeeze=False).flat
+        axes = list(drawn.subplots(rows, 2, sharex=True, sharey=True, squeeze=False).flat)
         height = drawn.get_figheight()
-        drawn.subplots_adjust(0.075, 0.55 / height, 0.985, 1 - 0.8 / height, 0.06, 0.5 / 2.2)
+        drawn.subplots_adjust(0.075, 0.5 / height, 0.985, 1 - 0.8 / height, 0.06, 0.5 / 2.2)
         for panel, axis in zip(panels, axes, strict=False):
             axis.set_title(panel.title)
             axis.grid()
@@ -107,10 +108,10 @@ def chart(panels: list[Panel], title: str, x_label: str, y_label: str, mark: flo
                 if points:
                     axis.plot(*zip(*points, strict=True), "o-", color=COLOURS[name][0], gid=f"{panel.title}: {name}")
             if mark is not None:
-                axis.axhline(mark, color=INK[0], linewidth=0.8, alpha=0.55, zorder=1)
-        for axis in list(axes)[len(panels) :]:
+                axis.axhline(mark, color=INK[0], linewidth=0.8, alpha=0.6, zorder=1)
+        for axis in axes[len(panels) :]:
             axis.set_axis_off()
-        axis = next(iter(axes))
+        axis = axes[0]
         axis.set_xscale("log", base=2)
         axis.set_xticks([x for x in powers if len(powers) < 9 or math.log2(x) % 4 == 0], minor=False)
         axis.set_xticks([], minor=True)
@@ -119,7 +120,7 @@ def chart(panels: list[Panel], title: str, x_label: str, y_label: str, mark: flo
         handles = [matplotlib.lines.Line2D([], [], marker="o", color=COLOURS[name][0], label=name) for name in names]
         drawn.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, 1 - 0.27 / height), ncols=len(names))
         drawn.suptitle(title, y=1 - 0.08 / height, fontsize=11)
-        drawn.supxlabel(x_label, y=0.04 / height, fontsize=9)
+        drawn.supxlabel(x_label, y=0.07 / height, fontsize=9)
         drawn.supylabel(y_label, x=0.005, fontsize=9)
         file = io.StringIO()
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
@@ -141,14 +142,15 @@ def _by_scheme(svg: str, colours: list[tuple[str, str]]) -> str:
         f"[data-md-color-scheme=default] svg.chart{{{light}background:none}}\n"
         f"[data-md-color-scheme=slate] svg.chart{{{dark}background:none}}</style>"
     )
-    svg = re.sub(r"\d+\.\d{3,}", lambda found: f"{float(found[0]):.2f}".rstrip("0").rstrip("."), svg)
+    svg = re.sub(r"(?<![\d.])\d+\.\d{2,}(?![\d.])", lambda found: f"{float(found[0]):.1f}".removesuffix(".0"), svg)
+    svg = re.sub(r"\s*\n\s*", "\n", svg).replace("*{stroke", "svg.chart *{stroke")
     svg = svg[svg.index("<svg") :].replace("<svg", '<svg class="chart" role="img"', 1)
     return svg.replace(">", f">\n{style}", 1)
 
 
 def figure(svg: str) -> str:
     """A picture as a part of a page, where an empty line would end it."""
-    return '<figure class="wide">\n' + re.sub(r"\n\s*", "\n", svg) + "</figure>"
+    return f'<figure class="wide">\n{svg}</figure>'
 
 
 def softmax_by_length(record: Record, op: str = "softmax") -> str:

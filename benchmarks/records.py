@@ -26,6 +26,8 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 # What jaxsoft is compared with: its speed-ups are over the first of these that a case has.
 PEERS = ("jax.nn", "optax", "optax, composed", "lax.top_k", "composed", "cudnn", "xla")
+# What else the times of jaxsoft stand beside, and is none of its kernels.
+YARDSTICKS = ("copy", "warm", "nothing", "products", "products, logits twice", "lax.top_k(is_stable=False)")
 
 
 @dataclasses.dataclass
@@ -108,7 +110,7 @@ def faster(case: dict, name: str, than: str | None = None) -> float | None:
 
 
 def operations(case: dict) -> float:
-    """Of attention: those of two products over the scores that count, and of the five of gradients, 2.5 times as many."""
+    """Of attention: of two products over the scores that count; the five of gradients have 2.5 times as many."""
     return 4 * case["shape"][3] * case["shape"][2] * case["scores"] * (1 if case["direction"] == "forward" else 3.5)
 
 
