@@ -51,7 +51,9 @@ class Batch(NamedTuple):
     positions: jax.Array  # (places,)
 
 
+# --8<-- [start:specs]
 SPECS = Batch(tokens=P("data", "sequence"), labels=P("data", "sequence"), positions=P("sequence"))
+# --8<-- [end:specs]
 
 
 def order(mesh, length):
@@ -59,6 +61,7 @@ def order(mesh, length):
     return np.arange(length) if is_whole(mesh) else jaxsoft.ring_order(length, mesh.shape["sequence"], "zigzag")
 
 
+# --8<-- [start:attend]
 def attend(mesh, query, key, value):
     """Causal attention of tokens in this order.
 
@@ -69,6 +72,7 @@ def attend(mesh, query, key, value):
     return jaxsoft.ring_attention(
         query, key, value, axis_name="sequence", layout="zigzag", method="ring", is_causal=True
     )
+    # --8<-- [end:attend]
 
 
 def is_whole(mesh):
@@ -87,10 +91,12 @@ def placed(mesh, spec, x):
     return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda part: x[part])
 
 
+# --8<-- [start:spec_of]
 def spec_of(path):
     """How a weight lies over the mesh: the classes of the embedding and of the head in parts, all else whole."""
     name = jax.tree_util.keystr(path)
     return P("vocabulary", None) if "tokens" in name else P(None, "vocabulary") if "readout" in name else P()
+    # --8<-- [end:spec_of]
 
 
 def batch_of(mesh, windows):

@@ -42,6 +42,7 @@ class Sequence:
         return len(self.request.prompt) + self.drawn - self.cached
 
 
+# --8<-- [start:batch]
 class Batch(NamedTuple):
     """What a step of the model takes.
 
@@ -60,8 +61,10 @@ class Batch(NamedTuple):
     numbers: np.ndarray  # of the requests
     temperatures: np.ndarray
     table: np.ndarray  # (slots, pages of a sequence)
+    # --8<-- [end:batch]
 
 
+# --8<-- [start:pool]
 class Pool:
     """The pages: which are free, and which prompt each of them holds the end of."""
 
@@ -109,6 +112,7 @@ class Pool:
             self.users[page] -= 1
             if not self.users[page]:
                 self.free[page] = None
+        # --8<-- [end:pool]
 
 
 class Scheduler:
@@ -146,6 +150,7 @@ class Scheduler:
             self.table[slot, : len(pages)] = pages
             self.reused += cached
 
+    # --8<-- [start:plan]
     def plan(self):
         """The batch of the next step, and by slot the requests that a token is drawn for in it."""
         pending = [0 if sequence is None else sequence.pending for sequence in self.slots]
@@ -159,6 +164,7 @@ class Scheduler:
         drawing = {slot: self.slots[slot].request.number for slot in np.flatnonzero(batch.draws)}
         self._advance(counts)
         return batch, drawing
+        # --8<-- [end:plan]
 
     def _batch(self, counts, tokens):
         slots = len(self.slots)

@@ -91,6 +91,7 @@ def in_slots(x, batch, chunk):
     return empty.at[batch.slots, batch.places].set(x, mode="drop")
 
 
+# --8<-- [start:paged]
 @dataclasses.dataclass(frozen=True)
 class Paged:
     """Keys and values in pages that belong to no slot, and attention of jaxsoft."""
@@ -110,6 +111,7 @@ class Paged:
         cache = jaxsoft.write_pages(*cache, k, v, **where)
         y = jaxsoft.paged_attention(q, *cache, **where, is_causal=True)
         return y[batch.slots, batch.places], cache
+        # --8<-- [end:paged]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +141,7 @@ class Contiguous:
         return y[batch.slots, batch.places], cache
 
 
+# --8<-- [start:serve_step]
 def serve_step(model, way, cache, last, batch, chunk):
     """One step of continuous batching.
 
@@ -157,8 +160,10 @@ def serve_step(model, way, cache, last, batch, chunk):
     logits = model.readout(model.features(tokens, batch.positions, attend)[batch.ends])
     token = drawn_from(logits, batch.numbers, batch.lengths, batch.temperatures)
     return cache, jnp.where(batch.draws, token, last), log_probability(logits, token)
+    # --8<-- [end:serve_step]
 
 
+# --8<-- [start:drawn_from]
 def drawn_from(logits, numbers, positions, temperatures):
     """A token from each row of logits, by keys that depend on the number of the request and the position alone."""
 
@@ -167,6 +172,7 @@ def drawn_from(logits, numbers, positions, temperatures):
         return jaxsoft.random.sample(key, logits, temperature=temperature)[0]
 
     return jax.vmap(draw)(logits, numbers, positions, temperatures)
+    # --8<-- [end:drawn_from]
 
 
 def log_probability(logits, tokens):
@@ -235,6 +241,7 @@ class Server:
         return Served(texts, logs, scheduler, steps, seconds)
 
 
+# --8<-- [start:alone]
 @functools.partial(jax.jit, static_argnames="graph")
 def alone(graph, weights, tokens, number, temperature):
     """What the model draws after each token of one sequence (time,), without a cache, and log p of what does follow."""
@@ -242,6 +249,7 @@ def alone(graph, weights, tokens, number, temperature):
     positions = jnp.arange(1, len(tokens) + 1)
     each = jnp.full_like(tokens, number), positions, jnp.full(tokens.shape, temperature)
     return drawn_from(logits, *each), log_probability(logits, jnp.roll(tokens, -1))
+    # --8<-- [end:alone]
 
 
 def mistakes(model, setting, requests, served):

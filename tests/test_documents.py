@@ -27,6 +27,8 @@ from jaxsoft._core import library
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")]
 PAGES += sorted(path for path in ROOT.glob("docs/**/*.md"))
 BLOCK = re.compile(r"^(?:<!-- test: needs (?P<devices>\d+) devices -->\n)?```python\n(?P<code>.*?)^```", re.M | re.S)
+SNIPPET = re.compile(r'^ *--8<-- "([^":]+)(?::(\w+))?"$', re.MULTILINE)
+MARKER = re.compile(r"--8<-- \[(start|end):(\w+)\]")
 LINE = re.compile(r'<g id="(\w+, \w+: [^"]+)">\n<path d="([^"]+)"')
 LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)")
 
@@ -65,12 +67,26 @@ def test_links(path):
 
 
 def test_generated():
-    """Tables, plots, figures and excerpts are made, and files that pages name exist."""
+    """Tables, plots and figures are made, and files that pages name exist."""
     pytest.importorskip("matplotlib")
     wrong = []
     for path in PAGES[3:]:
         directives.filled(str(path.relative_to(ROOT / "docs")), path.read_text(), wrong.append)
     assert not wrong
+
+
+def test_snippets():
+    """Each excerpt in a page is a file or a section of one, and each section that the sources mark is in a page."""
+    named = {match for path in PAGES for match in SNIPPET.findall(path.read_text())}
+    assert all((ROOT / path).is_file() for path, _ in named)
+    marked = []
+    for folder in ("jaxsoft", "ffi", "pallas_kernels", "triton_kernels", "examples"):
+        for path in ROOT.glob(f"{folder}/**/*.*"):
+            if path.suffix in (".py", ".h", ".cc", ".cu", ".cuh"):
+                marked += [(name_of(path), *match) for match in MARKER.findall(path.read_text())]
+    sections = sorted((path, section) for path, section in named if section)
+    assert sorted((path, name) for path, kind, name in marked if kind == "start") == sections
+    assert sorted((path, name) for path, kind, name in marked if kind == "end") == sections
 
 
 @pytest.mark.skipif(library.find("cpu") is None, reason="the library for CPUs was not built")

@@ -97,12 +97,16 @@ def kernel(operation: RowSpec, form: RowForm, platform: str, operands: Types) ->
     return call
 
 
+# --8<-- [start:describe]
 def describe(operation: RowSpec, form: RowForm, platform: str, operands: Types) -> str:
     """The kernel's name, and how it cuts up its work, in words."""
     del form, platform
     from .rows.plan import of_call
 
     return f"{operation.name}_kernel: {of_call(gpus.assumed().generation, operands).words}"
+    # --8<-- [end:describe]
 
 
+# --8<-- [start:rows]
 ROWS = RowKernels(kernel, unsupported, describe=describe)
+# --8<-- [end:rows]

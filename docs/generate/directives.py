@@ -3,7 +3,6 @@
 - `record`, with a function of benchmarks/report.py and its arguments: a table or a plot of a record of measurements,
 - `attention`, `decode`, `mesh` and `scaling` likewise, with functions of benchmarks/attention_report.py and so on,
 - `figure`, with a name: a drawing of figures.py,
-- `excerpt`, with a file and a text: the part of the source that begins at that text,
 - `explained`, with a name: what `jaxsoft.explain` printed there, kept in explained/ (see explained.py),
 - `api`, with a module: the documentation of all its public names,
 - `include`, with a file of the repository's root: its text, with links that hold from this page.
@@ -18,7 +17,6 @@ import shlex
 import sys
 from collections.abc import Callable
 
-import excerpts
 import explained
 import figures
 import public
@@ -59,7 +57,7 @@ REPORTS = {
     "mesh": mesh_report,
     "scaling": scaling_report,
 }
-GENERATORS = {"figure": figures.figure, "excerpt": excerpts.excerpt, "explained": explained.text, "api": _api}
+GENERATORS = {"figure": figures.figure, "explained": explained.text, "api": _api}
 
 
 def filled(page: str, markdown: str, wrong: Report) -> str:

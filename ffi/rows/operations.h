@@ -117,6 +117,7 @@
   record(label_entropy_vjp, EntropyVjp,                                                                                \
          {scores, label, maximum, sum, products, cotangent, label_cotangent, entropy_cotangent}, {result},             \
          {limit, where}, {cap})                                                                                        \
+  /* --8<-- [start:kl_divergence] */                                                                                   \
   record(kl_divergence, KlDivergence, {scores, other_scores}, {maximum, sum, other_reference, ratio, divergence},      \
          {scale, limit, where, other_scale}, {workspace})                                                              \
   record(kl_divergence_vjp, KlDivergence,                                                                              \
@@ -125,6 +126,7 @@
   record(kl_divergence_vjp_other, KlDivergence,                                                                        \
          {scores, other_scores, maximum, sum, other_reference, ratio, divergence, cotangent}, {other_result},          \
          {scale, limit, where, other_scale}, {})
+// --8<-- [end:kl_divergence]
 
 namespace jaxsoft {
 

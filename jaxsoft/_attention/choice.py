@@ -180,7 +180,7 @@ class _Lengths:
 
 # The lengths up to which Pallas is at least as fast as cuDNN, by the GPU's generation and the larger head size up to
 # which an entry holds, with gradients that need not have the same bits on every run. By measurement, with as many
-# queries as keys (`benchmarks/results/h200_attention.json`, from 512 on); within 3 %, either may come first, and an
+# queries as keys (`benchmarks/results/h200_attention.jsonl`, from 512 on); within 3 %, either may come first, and an
 # H100 may differ from an H200.
 _PALLAS_UP_TO = {
     Generation.HOPPER: {

@@ -122,6 +122,7 @@ class SequenceShards:
     keeps_block: bool = False
 
 
+# --8<-- [start:form]
 @dataclasses.dataclass(frozen=True)
 class AttentionForm:
     """A call of attention.
@@ -193,3 +194,4 @@ class AttentionForm:
     def place(self, name: str) -> int:
         """The index of an operand of a call."""
         return self.names.index(name)
+        # --8<-- [end:form]

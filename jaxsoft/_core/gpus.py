@@ -50,6 +50,7 @@ class Gpu:
 H200 = Gpu(r"G?H[128]00", Generation.HOPPER, 90, 132, 227 << 10)
 # Compute capabilities and shared memory are those of the CUDA programming guide. A device has the first row with its
 # name; if it is here, the first of its compute capability.
+# --8<-- [start:gpus]
 GPUS = (
     Gpu(r"H100 PCIe", Generation.HOPPER, 90, 114, 227 << 10),
     Gpu(r"H20", Generation.HOPPER, 90, 78, 227 << 10),
@@ -64,6 +65,7 @@ GPUS = (
     Gpu(r"L4", Generation.ADA, 89, 58, 99 << 10),
     Gpu(r"RTX 50[5-9]0|RTX PRO \d{4}", Generation.BLACKWELL_RTX, 120, 170, 99 << 10),
 )
+# --8<-- [end:gpus]
 
 
 _LEAST_SHARED_BYTES = 48 << 10  # what every GPU has

@@ -103,6 +103,7 @@ def is_opaque(names: Names) -> bool:
     return names is None or any(REGISTERED[name].opaque for name in accepted(names, ()))
 
 
+# --8<-- [start:choice]
 @dataclasses.dataclass(frozen=True)
 class Choice:
     """Which implementation serves an operation, and why those that come before it do not.
@@ -131,6 +132,7 @@ class Choice:
         """The choice as one line."""
         by = f"{self.operation}: {self.implementation}{f' ({self.kernel})' if self.kernel else ''}"
         return "; ".join([by, *(f"not {name}, as {reason}" for name, reason in self.reasons.items())])
+        # --8<-- [end:choice]
 
 
 def refuse(names: Names, reasons: dict[str, str], able: Sequence[str]) -> ValueError:

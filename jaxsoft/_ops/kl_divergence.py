@@ -88,6 +88,7 @@ def softmax_kl_divergence(
     return _kl_divergence(x, y, axes, where, scale, names)
 
 
+# --8<-- [start:function]
 @functools.partial(jax.jit, static_argnames=("axes", "implementation"))
 def _kl_divergence(x, y, axes, where, scale, implementation):
     rows, extras, trailing = to_rows(x, axes, where, scale, None, False)
@@ -96,3 +97,4 @@ def _kl_divergence(x, y, axes, where, scale, implementation):
         extras[SCALES[1]] = extras[SCALES[0]]
     form = RowForm(x.dtype, tuple(extras), trailing, other_dtype=y.dtype)
     return differentiable(kl_divergence_of_rows, form, implementation)(rows, others, *extras.values())[0]
+    # --8<-- [end:function]

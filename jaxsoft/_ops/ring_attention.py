@@ -25,7 +25,7 @@ from jaxsoft._ops.attention_arguments import (
 _METHODS = ("ring", "all_gather", "all_to_all")
 # Devices with fewer tokens than this exchange all keys at once. Of two H200s, with 32 heads and 8 of keys, a ring and a
 # gather took 110 and 104 us forward and 465 and 412 with gradients where each had 1024 tokens, 191 and 214, 915 and 907
-# with 2048, and from 4096 on the ring was faster (`benchmarks/results/h200x2_ring.json`). Each further device is one
+# with 2048, and from 4096 on the ring was faster (`benchmarks/results/h200x2_ring.jsonl`). Each further device is one
 # more step of a ring, whose kernels and messages are then as short as their latencies.
 _LEAST_TOKENS = 2048
 

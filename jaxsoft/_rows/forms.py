@@ -59,6 +59,7 @@ class RowForm:
         assert self.cap is None or not {RowExtra.SCALE, RowExtra.BIAS} & {*self.extras}, "the cap's slope is taken at x"
 
 
+# --8<-- [start:kernels]
 @dataclasses.dataclass(frozen=True)
 class RowKernels:
     """The kernels for rows that an implementation has.
@@ -80,6 +81,7 @@ class RowKernels:
     composed: bool = False
     is_fastest: Callable[[RowSpec, RowForm, str, Types], bool] = lambda operation, form, platform, operands: False
     describe: Callable[[RowSpec, RowForm, str, Types], str] = lambda operation, form, platform, operands: ""
+    # --8<-- [end:kernels]
 
 
 def formula(operation: RowSpec, form: RowForm, reductions: Reductions) -> Function:

@@ -19,10 +19,12 @@ def wide(x):
         return x.to(tl.float32)
 
 
+# --8<-- [start:reference]
 @triton.jit
 def reference(m):
     """The number that exp subtracts: m where it is finite, else 0, so that no exponent is inf - inf."""
     return tl.where(tl.abs(m) < float("inf"), m, 0.0)
+    # --8<-- [end:reference]
 
 
 @triton.jit

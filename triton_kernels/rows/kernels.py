@@ -54,6 +54,7 @@ def logsumexp_vjp_kernel(rows, x, m, s, g, dx, plan: tl.constexpr):
     _backward("logsumexp_vjp", rows, x, m, s, g, dx, plan)
 
 
+# --8<-- [start:forward]
 @triton.jit
 def _forward(operation: tl.constexpr, rows, x_ptr, y_ptr, m_ptr, s_ptr, plan: tl.constexpr):
     row = _rows(rows, plan)
@@ -76,6 +77,7 @@ def _forward(operation: tl.constexpr, rows, x_ptr, y_ptr, m_ptr, s_ptr, plan: tl
     if operation != "softmax":
         tl.store(m_ptr + row, tl.where(s == s, m, s))  # the maximum does not see a NaN
         tl.store(s_ptr + row, s)
+    # --8<-- [end:forward]
 
 
 @triton.jit

@@ -19,6 +19,7 @@ _RESULTS = next(
 )
 
 
+# --8<-- [start:call]
 def call(operation: RowSpec, gpu: Gpu, *operands: jax.Array, cut: TritonPlan | None = None) -> tuple[jax.Array, ...]:
     """Runs an operation in its plain form.
 
@@ -47,3 +48,4 @@ def call(operation: RowSpec, gpu: Gpu, *operands: jax.Array, cut: TritonPlan | N
         **{_RESULTS: results},
     )
     return tuple(v.reshape(*leading, *v.shape[1:]) for v in returned)
+    # --8<-- [end:call]

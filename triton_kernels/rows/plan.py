@@ -20,6 +20,7 @@ _UNITS = 4
 _MOST_UNITS = 8
 
 
+# --8<-- [start:tuning]
 @dataclasses.dataclass(frozen=True)
 class Tuning:
     """The sizes that decide the speed of a kernel.
@@ -45,6 +46,7 @@ class Tuning:
     fewest_lanes: int = 8
     threads: int = 128
     programs: int = 512
+    # --8<-- [end:tuning]
 
 
 @dataclasses.dataclass(frozen=True)

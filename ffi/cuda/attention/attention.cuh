@@ -27,6 +27,7 @@ struct OfScores {
 };
 
 // What all calls of attention have.
+// --8<-- [start:call]
 struct AttentionCall {
   AttentionType type = AttentionType::bf16;
   int batch = 0, queries = 0, keys = 0, heads = 0, key_heads = 0, size = 0, value_size = 0;
@@ -48,6 +49,7 @@ struct AttentionCall {
   void* workspace = nullptr;  // its bytes hold anything at first
   int64_t workspace_bytes = 0;
 };
+// --8<-- [end:call]
 
 // The results of a call.
 struct AttentionResults {

@@ -80,6 +80,7 @@ __device__ A beyond(A d) {
 }
 
 // Sums over elements, with d from a reference: of the weights a of p, of a * exp(d), of a * h(d), and of a * d.
+// --8<-- [start:sums]
 template <class A>
 struct Sums {
   A s = 0, grown = 0, beyond = 0, linear = 0;
@@ -90,6 +91,7 @@ struct Sums {
   // Adds an element, but for its q if d is so large that it is added elsewhere, or so small that there is none.
   __device__ void add_without_q(A a, A d) { s += a, beyond -= a + a * d, linear += a * d; }
 };
+// --8<-- [end:sums]
 
 // What scores are taken relative to: z to the first number, and w to the second. Both are 0 where none is needed.
 template <class A>
@@ -171,6 +173,7 @@ struct Part {
   }
 };
 
+// --8<-- [start:combine]
 template <class A>
 __device__ Part<A> combine(Part<A> a, Part<A> b) {
   if (!(a.origin == b.origin)) {
@@ -184,6 +187,7 @@ __device__ Part<A> combine(Part<A> a, Part<A> b) {
   a.add(b);
   return a;
 }
+// --8<-- [end:combine]
 
 // The sum of a group of lanes: of a warp or of so many lanes beside each other.
 template <int lanes = 32, class A>

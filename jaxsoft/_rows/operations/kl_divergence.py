@@ -35,9 +35,11 @@ from jaxsoft._rows.spec import (
 )
 from jaxsoft.fold import reference, weight
 
+# --8<-- [start:operands]
 OTHER_SCORES = RowOperand("other_scores", RowKind.SCORES, input=1)
 OTHER_TANGENT = RowOperand("other_tangent", RowKind.TANGENT, linear=True, input=1)
 OTHER_RESULT = RowOperand("other_result", RowKind.ROW, input=1)
+# --8<-- [end:operands]
 # o, within some tens of the logsumexp of y; -inf where y has no scores.
 OTHER_REFERENCE = RowOperand("other_reference", RowKind.STATISTIC)
 # c; the logsumexp of y - o where x has no scores, as parts of rows may; -inf where y has none.
@@ -84,6 +86,7 @@ def _distances(x, y, m, s, o, c):
     return p, q, d
 
 
+# --8<-- [start:formula]
 def _kl_divergence(reductions, x, y):
     m, s = reductions.state(x)
     of_y, sum_of_y = reductions.state(y)
@@ -104,8 +107,10 @@ def _kl_divergence(reductions, x, y):
     k = jnp.where(empty, 0, jnp.where(lost, jnp.inf, jnp.maximum(found, 0)))
     c = jnp.where(none, -jnp.inf, jnp.where(empty, rough, rough + jnp.log1p(excess)))
     return m, s, o, c, nan_where(undefined, k)
+    # --8<-- [end:formula]
 
 
+# --8<-- [start:parts]
 def _of_parts(axes: Axes, results: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     """The results of a row, given those of its parts.
 
@@ -148,6 +153,7 @@ def _of_parts(axes: Axes, results: Sequence[jax.Array]) -> tuple[jax.Array, ...]
     k = jnp.where(empty, terms, jnp.maximum(k, 0))
     log = jnp.where(close, jnp.log1p(excess), log)
     return m, s, o, jnp.where(jnp.isneginf(o), -jnp.inf, jnp.where(empty, _log(alone), c + log)), k
+    # --8<-- [end:parts]
 
 
 def _slopes(x, y, m, s, o, c, k):
@@ -182,6 +188,7 @@ def _jvp(reductions, x, y, m, s, o, c, k, t, u):
 _EXTRAS = (RowExtra.SCALE, RowExtra.LIMIT, RowExtra.WHERE, RowExtra.OTHER_SCALE)
 _RESIDUALS = (SCORES, OTHER_SCORES, MAXIMUM, SUM, OTHER_REFERENCE, RATIO, DIVERGENCE)
 
+# --8<-- [start:record]
 KL_DIVERGENCE = RowSpec(  # x, y -> m, s of x; o; c; k
     "kl_divergence",
     operands=(SCORES, OTHER_SCORES),
@@ -193,6 +200,8 @@ KL_DIVERGENCE = RowSpec(  # x, y -> m, s of x; o; c; k
     from_state=True,
     of_parts=_of_parts,
 )
+# --8<-- [end:record]
+# --8<-- [start:pullbacks]
 KL_DIVERGENCE_VJP = RowSpec(  # x, y, m, s, o, c, k, g -> g * p * (-d - k), g * (q - p), times the scales
     "kl_divergence_vjp",
     operands=(*_RESIDUALS, COTANGENT),
@@ -211,6 +220,7 @@ KL_DIVERGENCE_VJP_OTHER = RowSpec(  # likewise -> g * (q - p), where p is a fixe
     any_axis=False,
     from_state=True,
 )
+# --8<-- [end:pullbacks]
 KL_DIVERGENCE_JVP = RowSpec(  # x, y, m, s, o, c, k, t, u -> <p * (-d - k), t> + <q - p, u>
     "kl_divergence_jvp",
     operands=(*_RESIDUALS, TANGENT, OTHER_TANGENT),
@@ -219,6 +229,7 @@ KL_DIVERGENCE_JVP = RowSpec(  # x, y, m, s, o, c, k, t, u -> <p * (-d - k), t> +
     reduces=Reduction.PRODUCT,
 )
 
+# --8<-- [start:function]
 kl_divergence_of_rows = RowFunction(
     KL_DIVERGENCE,
     tangent=KL_DIVERGENCE_JVP,
@@ -227,3 +238,4 @@ kl_divergence_of_rows = RowFunction(
     residuals=lambda operands, results: (*operands, *results),
     pullback_of={1: KL_DIVERGENCE_VJP_OTHER},
 )
+# --8<-- [end:function]

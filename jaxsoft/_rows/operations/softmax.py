@@ -28,6 +28,7 @@ def _jacobian(reductions, y, g):
     return ((y_wide * (g_wide - reductions.total(y_wide * g_wide)[..., None])).astype(y.dtype),)
 
 
+# --8<-- [start:record]
 SOFTMAX = RowSpec(
     "softmax",
     operands=(SCORES,),
@@ -36,6 +37,7 @@ SOFTMAX = RowSpec(
     reduces=Reduction.STATE,
     extras=(RowExtra.SCALE, RowExtra.LIMIT, RowExtra.WHERE, RowExtra.BIAS),
 )
+# --8<-- [end:record]
 SOFTMAX_VJP = RowSpec(  # y, g -> scale * y * (g - <y, g>)
     "softmax_vjp",
     operands=(PROBABILITIES, COTANGENTS),
@@ -53,6 +55,7 @@ SOFTMAX_JVP = RowSpec(  # y, t -> y * (scale * t - <y, scale * t>)
     reduces=Reduction.PRODUCT,
 )
 
+# --8<-- [start:function]
 softmax_of_rows = RowFunction(
     SOFTMAX,
     tangent=SOFTMAX_JVP,
@@ -60,3 +63,4 @@ softmax_of_rows = RowFunction(
     values=lambda operands, results: tuple(results),
     residuals=lambda operands, results: tuple(results),
 )
+# --8<-- [end:function]

@@ -87,6 +87,7 @@ inline V beyond_small(V d) {
 }
 
 // The state of both arrays' scores in a segment. What is kept of a tile: weights of p, of q, and the distances w - z.
+// --8<-- [start:reduce]
 template <class T, bool extras>
 Numbers reduce_divergence(const Segment& at, int64_t n) {
   typedef Lanes<T> L;
@@ -136,6 +137,7 @@ Numbers reduce_divergence(const Segment& at, int64_t n) {
   }
   return total.numbers();
 }
+// --8<-- [end:reduce]
 
 inline Numbers combine_divergence(const Numbers& a, const Numbers& b) {
   return combine(DivergenceState(a), DivergenceState(b)).numbers();

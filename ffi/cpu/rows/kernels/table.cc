@@ -116,12 +116,14 @@ constexpr Kernels kernels_of<Name::label_entropy, T, Out, extras> = [] {
 template <class T, class Out, bool extras>
 constexpr Kernels kernels_of<Name::label_entropy_vjp, T, Out, extras> = label_gradient<LabelEntropyVjp, T, Out, extras>;
 
+// --8<-- [start:kl_divergence]
 template <class T, class Out, bool extras>
 constexpr Kernels kernels_of<Name::kl_divergence, T, Out, extras> = [] {
   Kernels k{};
   k.reduce_two = reduce_divergence<T, extras>, k.combine_two = combine_divergence, k.finish_two = finish_divergence;
   return k;
 }();
+// --8<-- [end:kl_divergence]
 template <class T, class Out, bool extras>
 constexpr Kernels kernels_of<Name::kl_divergence_vjp, T, Out, extras> = [] {
   Kernels k{};
