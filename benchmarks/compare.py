@@ -16,42 +16,27 @@ decides nothing: where a copy or jax.nn has moved as well, the machine has.
 
 import argparse
 import collections
-import dataclasses
 import json
 import pathlib
 import statistics
 import sys
 from collections.abc import Iterator
+from typing import NamedTuple
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))  # where the modules beside this one are, under python -P too
 
 from records import PEERS, YARDSTICKS, Record, key, read
 
-
-@dataclasses.dataclass(frozen=True)
-class Quantity:
-    """What is compared.
-
-    Attributes:
-      unit, factor: in which it is printed.
-      least: the smallest difference that counts.
-    """
-
-    unit: str
-    factor: float
-    least: float
-
-
-_MB = Quantity("MB", 1e-6, 1e6)
-QUANTITIES = {"seconds": Quantity("µs", 1e6, 0), "memory": _MB, "read": _MB, "written": _MB, "sent": _MB}
 OTHERS = {*PEERS, *YARDSTICKS} - {"xla"}  # which is an implementation of jaxsoft's too
+# What is compared: the unit that it is printed in, how many of them the stored number is, and the least difference.
+_MB = ("MB", 1e-6, 1e6)
+QUANTITIES = {"seconds": ("µs", 1e6, 0), "memory": _MB, "read": _MB, "written": _MB, "sent": _MB}
 
 
-@dataclasses.dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """A value of one implementation (or kind of operation) in both records, and how much of it is noise."""
 
-    case: str
+    case: dict
     name: str
     quantity: str
     old: float
@@ -67,14 +52,14 @@ class Change:
     def moved(self) -> bool:
         """Whether it has changed beyond the noise. To be twice as fast is as much as to be twice as slow."""
         less, more = sorted((self.old, self.new))
-        return more > (1 + self.noise) * less and more - less > QUANTITIES[self.quantity].least
+        return more > (1 + self.noise) * less and more - less > QUANTITIES[self.quantity][2]
 
     def __str__(self) -> str:
         """In one line."""
-        quantity = QUANTITIES[self.quantity]
-        of = f"{self.old * quantity.factor:12.2f} {self.new * quantity.factor:12.2f} {quantity.unit}"
+        unit, factor, _ = QUANTITIES[self.quantity]
         what = self.name if self.quantity == "seconds" else f"{self.name}, {self.quantity}"
-        return f"{self.by:+8.1%} {of} {self.noise:7.1%}  {what}: {self.case}"
+        values = f"{self.by:+8.1%} {self.old * factor:12.2f} {self.new * factor:12.2f} {unit} {self.noise:7.1%}"
+        return f"{values}  {what}: {words(self.case)}"
 
 
 def words(case: dict) -> str:
@@ -83,10 +68,8 @@ def words(case: dict) -> str:
     for field, value in key(case).items():
         if isinstance(value, list):
             found.append("x".join(map(str, value)))
-        elif isinstance(value, bool) or not value:
-            found += [field] * bool(value)
-        else:
-            found.append(value if isinstance(value, str) else f"{field} {value}")
+        elif value:
+            found.append(field if value is True else value if isinstance(value, str) else f"{field} {value}")
     return " ".join(found)
 
 
@@ -105,73 +88,63 @@ def changes(old: dict, new: dict, noise: float) -> Iterator[Change]:
         before, after = old[quantity], new[quantity]
         for name in before | after:
             both = before.get(name, 0), after.get(name, 0)
-            if (quantity == "sent" or (name in before and name in after)) and (quantity != "seconds" or min(both) > 0):
+            if quantity == "sent" or (name in before and name in after and (quantity != "seconds" or min(both) > 0)):
                 scatter = (
                     sum(case.get("spread", {}).get(name, 0) for case in (old, new)) if quantity == "seconds" else 0
                 )
-                yield Change(words(old), name, quantity, *both, max(noise, scatter))
+                yield Change(old, name, quantity, *both, max(noise, scatter))
 
 
-def lost(old: dict, new: dict) -> Iterator[str]:
-    """What had a time, and has failed since."""
-    for name, why in new.get("failed", {}).items():
-        if name in old.get("seconds", {}) and name not in OTHERS:
-            yield f"{name}: {words(old)}: {why}"
-
-
-def circumstances(old: dict, new: dict) -> list[str]:
+def circumstances(old: dict, new: dict) -> Iterator[str]:
     """The headers, and where they differ."""
-    lines = []
     for title, header in (("old", old), ("new", new)):
         versions = ", ".join(f"{name} {version}" for name, version in header["versions"].items())
         commit = (header.get("commit") or "unknown")[:12]
-        lines.append(f"{title}: {header['device']}, {versions}, commit {commit}, {header.get('date', 'no date')}")
+        yield f"{title}: {header['device']}, {versions}, commit {commit}, {header.get('date', 'no date')}"
     fields = ("device", "cores", "versions", "flags")
-    differ = [field for field in fields if (old.get(field) or "") != (new.get(field) or "")]
-    if differ:
-        lines.append(f"WARNING: {', '.join(differ)} differ, and may be why something moved")
-    return lines
+    if differ := [field for field in fields if (old.get(field) or "") != (new.get(field) or "")]:
+        yield f"WARNING: {', '.join(differ)} differ, and may be why something moved"
 
 
-def section(title: str, lines: list) -> None:
-    """Prints some lines below a title, if there are any."""
+def section(title: str, lines: list, most: int | None = None) -> None:
+    """Prints some lines below a title, if there are any, and no more than so many."""
     if lines:
-        print(f"\n{title}: {len(lines)}", *lines, sep="\n")
-
-
-def alone(title: str, cases: list[dict]) -> None:
-    """Prints of which groups some cases are, and the first few of them."""
-    groups = collections.Counter(case["group"] for case in cases)
-    if cases:
-        print(f"\n{title}: {len(cases)} cases, {', '.join(f'{group} {n}' for group, n in groups.items())}")
-        print(*(words(case) for case in cases[:5]), *["..."] * (len(cases) > 5), sep="\n")
+        print(f"\n{title}: {len(lines)}", *lines[:most], *["..."] * (most is not None and len(lines) > most), sep="\n")
 
 
 def compare(old: Record, new: Record, noise: float, threshold: float) -> int:
     """Prints what moved, and returns the exit status."""
-    print("\n".join(circumstances(old.header, new.header)))
+    print(*circumstances(old.header, new.header), "", "Columns: change, old, new, noise, what", sep="\n")
     before, after = by_key(old), by_key(new)
     both = [(case, after[name]) for name, case in before.items() if name in after]
     every = [change for pair in both for change in changes(*pair, noise)]
     own, others = ([change for change in every if (change.name in OTHERS) == other] for other in (False, True))
-    failed = [line for pair in both for line in lost(*pair)]
-    worse = sorted((change for change in own if change.moved and change.by > 0), key=lambda c: -c.by)
-    better = sorted((change for change in own if change.moved and change.by < 0), key=lambda c: c.by)
-    beyond = [change for change in worse if change.by > threshold]
-    print("\nColumns: change, old, new, noise, what")
+    moved = sorted((change for change in own if change.moved), key=lambda change: -change.by)
+    worse, better = ([change for change in moved if (change.by > 0) == more] for more in (True, False))
+    beyond = sum(change.by > threshold for change in worse)
+    failed = [
+        f"{name}: {words(was)}: {why}"
+        for was, case in both
+        for name, why in case.get("failed", {}).items()
+        if name in was.get("seconds", {}) and name not in OTHERS
+    ]
     section("Slower, or more bytes", worse)
-    section("Faster, or fewer bytes", better)
-    section("Not jaxsoft's, moved", sorted((change for change in others if change.moved), key=lambda c: -c.by))
+    section("Faster, or fewer bytes", better[::-1])
+    section("Not jaxsoft's, moved", [change for change in others if change.moved])
     section("Failed, and did not before", failed)
-    alone("Only in old", [case for name, case in before.items() if name not in after])
-    alone("Only in new", [case for name, case in after.items() if name not in before])
-    for name in dict.fromkeys(change.name for change in others if change.quantity == "seconds"):
-        found = [change.by for change in others if (change.name, change.quantity) == (name, "seconds")]
-        print(f"\n{name} itself: {statistics.median(found):+.1%} in the median of {len(found)} cases", end="")
-    print(
-        f"\n\n{len(own)} values of jaxsoft's in {len(both)} cases: {len(worse)} worse and {len(better)} better", end=" "
+    section("Only in old", [words(case) for name, case in before.items() if name not in after], most=5)
+    section("Only in new", [words(case) for name, case in after.items() if name not in before], most=5)
+    drift = collections.defaultdict(list)
+    for change in others:
+        if change.quantity == "seconds":
+            drift[change.name].append(change.by)
+    section(
+        "The median change of what is not jaxsoft's", [f"{statistics.median(by):+8.1%} {n}" for n, by in drift.items()]
     )
-    print(f"beyond the noise, {len(beyond)} worse by more than {threshold:.0%}, {len(failed)} failed")
+    print(
+        f"\n{len(own)} values of jaxsoft's in {len(both)} cases: {len(worse)} worse and {len(better)} better", end=" "
+    )
+    print(f"beyond the noise, {beyond} worse by more than {threshold:.0%}, {len(failed)} failed")
     if not own and not failed:
         print("Nothing could be compared")
         return 2
@@ -184,9 +157,7 @@ def main() -> None:
     parser.add_argument("old", type=pathlib.Path)
     parser.add_argument("new", type=pathlib.Path)
     parser.add_argument("--noise", type=float, default=5, metavar="PERCENT", help="at least so much is noise: 5")
-    parser.add_argument(
-        "--threshold", type=float, default=10, metavar="PERCENT", help="what fails is worse by more: 10"
-    )
+    parser.add_argument("--threshold", type=float, default=10, metavar="PERCENT", help="what fails is more: 10")
     args = parser.parse_args()
     try:
         status = compare(read(args.old), read(args.new), args.noise / 100, args.threshold / 100)

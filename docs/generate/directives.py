@@ -2,9 +2,7 @@
 
 - `record`, with a function of benchmarks/report.py and its arguments: a table or a plot of a record of measurements,
 - `attention`, `decode`, `mesh` and `scaling` likewise, with functions of benchmarks/attention_report.py and so on,
-- `figure`, with a name: a drawing of figures.py,
-- `explained`, with a name: what `jaxsoft.explain` printed there, kept in explained/ (see explained.py),
-- `api`, with a module: the documentation of all its public names,
+- `figure`, with a function of figures.py: a drawing,
 - `include`, with a file of the repository's root: its text, with links that hold from this page.
 
 What cannot be generated is reported, and so is a file that a page names and that does not exist.
@@ -17,7 +15,6 @@ import shlex
 import sys
 from collections.abc import Callable
 
-import explained
 import figures
 import public
 
@@ -37,12 +34,6 @@ _DOCUMENTED = re.compile(r"^::: (\S+)", re.MULTILINE)
 type Report = Callable[[str], None]  # takes what is wrong, in words
 
 
-def _api(module):
-    """All public names of a module, in the order of its `__all__`, classes first."""
-    names = sorted(public.names(public.modules()[module]), key=lambda name: not name[0].isupper())
-    return "\n\n".join(f"::: {module}.{name}" for name in names)
-
-
 def _include(page, path):
     """The text of a Markdown file of the root, without its title, as if it were written on this page."""
     _, _, text = (public.ROOT / path).read_text().partition("\n")
@@ -50,14 +41,14 @@ def _include(page, path):
     return re.sub(r"\]\((docs/[^)#]+)", lambda match: f"]({posixpath.relpath(match[1], here)}", text)
 
 
-REPORTS = {
+MODULES = {
     "record": report,
     "attention": attention_report,
     "decode": decode_report,
     "mesh": mesh_report,
     "scaling": scaling_report,
+    "figure": figures,
 }
-GENERATORS = {"figure": figures.figure, "explained": explained.text, "api": _api}
 
 
 def filled(page: str, markdown: str, wrong: Report) -> str:
@@ -73,12 +64,10 @@ def filled(page: str, markdown: str, wrong: Report) -> str:
         name, *arguments = shlex.split(match["call"])
         text = ""
         try:
-            if name in REPORTS:
-                text = getattr(REPORTS[name], arguments[0])(*arguments[1:])
-            elif name == "include":
+            if name == "include":
                 text = _include(page, *arguments)
             else:
-                text = GENERATORS[name](*arguments)
+                text = str(getattr(MODULES[name], arguments[0])(*arguments[1:]))
         except Exception as error:
             wrong(f"{page}: {match['call']}: {type(error).__name__}: {error}")
         return "\n".join(match["indent"] + line if line else "" for line in text.splitlines())
@@ -94,8 +83,6 @@ def check_public_names(pages: pathlib.Path, wrong: Report) -> None:
     """Reports public names that have no docstring, or no place in the pages of docs/api."""
     sources = "".join(path.read_text() for path in (pages / "api").glob("*.md"))
     documented = set(_DOCUMENTED.findall(sources))
-    for module in re.findall(r"generate: api (\S+)", sources):
-        documented.update(_DOCUMENTED.findall(_api(module)))
     for module, path in public.modules().items():
         for name in public.names(path):
             if not public.docstring(path, name):

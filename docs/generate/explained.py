@@ -18,7 +18,7 @@ import public
 FOLDER = pathlib.Path(__file__).parent / "explained"
 _PAGE = public.ROOT / "docs/guide/implementations.md"
 _BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-_KEPT = re.compile(r"generate: explained (\w+)")
+_KEPT = re.compile(r'^--8<-- "docs/generate/explained/(\w+)\.txt"', re.MULTILINE)
 
 
 class _Everything:
@@ -26,11 +26,6 @@ class _Everything:
 
     def __contains__(self, name: str) -> bool:
         return True
-
-
-def text(name: str) -> str:
-    """What is kept of an explanation, as a block of a page."""
-    return f"```text\n{(FOLDER / name).with_suffix('.txt').read_text()}```"
 
 
 def explained() -> dict[str, str]:

@@ -33,7 +33,7 @@ class Drawing:
         self.parts.append(f'<path class="arrow {kind}" d="{path}" marker-end="url(#head)"/>')
         return self
 
-    def svg(self) -> str:
+    def __str__(self) -> str:
         """The drawing as a part of a page. An empty line would end it for Markdown."""
         width, height = self.size
         head = (
@@ -220,13 +220,3 @@ def mesh() -> Drawing:
         d.box(560, y, 140, 40, f"device {i}", "its part of the result", kind="data", small=True)
     d.box(380, 86, 120, 74, "all-gather of", "all states; each", "device folds them", kind="step", small=True)
     return d
-
-
-DRAWINGS = {
-    f.__name__: f for f in (fold, register_row, ring, split, cluster, columns, attention, way, derivative, mesh)
-}
-
-
-def figure(name: str) -> str:
-    """A drawing by its name."""
-    return DRAWINGS[name]().svg()
