@@ -147,15 +147,9 @@ def _lacking(case: dict, name: str) -> str | None:
     return "out of memory" if "out of memory" in case.get("failed", {}).get(name, "") else None
 
 
-def _beyond(case: dict, name: str) -> Value:
-    """Microseconds beyond what a step of the chain takes without the call."""
-    return 1e6 * (case["seconds"][name] - floor(case)) if name in case["seconds"] else None
-
-
 EACH = {
     "ms": Each("{}, ms", _time(1e3), "9.3f"),
     "µs": Each("{}, µs", _time(1e6), "9.1f"),
-    "µs beyond": Each("{}, µs", _beyond, "9.1f"),
     "fraction": Each("{}", fraction, "6.3f"),
     "floor": Each("floor / {}", fraction, "6.3f"),
     "reading": Each("reading / {}", fraction, "6.3f"),
@@ -205,7 +199,7 @@ def line(what: object, case: dict, quantities: Iterable[str], beside: str = "") 
     text, least = f"{what!s:56s}", floor(case) if "seconds" in case else None
     if least and quantities[0] in ("ms", "µs"):
         text += f" {least * (1e3 if quantities[0] == 'ms' else 1e6):9.3f}"
-    for name in (name for name in case["seconds"] if name != "copy"):
+    for name in (name for name in case["seconds"] if name not in ("copy", "one device")):
         cells = []
         for quantity in quantities:
             value, spec = EACH[quantity].value(case, name), EACH[quantity].spec

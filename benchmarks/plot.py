@@ -35,7 +35,8 @@ COLOURS = {
     "all_to_all": ("#3d7a58", "#83c7a0"),
 }
 INK, PAPER = ("#24292f", "#d7dde3"), ("#ffffff", "#16191d")
-STYLE = {
+INKED = ("axes.labelcolor", "grid.color", "text.color", "xtick.color", "ytick.color")
+STYLE = dict.fromkeys(INKED, INK[0]) | {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "jaxsoft",  # the same names of markers in every run
     "font.sans-serif": ["DejaVu Sans"],  # or the reader's sans-serif
@@ -43,20 +44,9 @@ STYLE = {
     "axes.titlesize": 9,
     "axes.titlelocation": "left",
     "axes.titleweight": "bold",
-    "axes.spines.left": False,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.spines.bottom": False,
-    "axes.edgecolor": INK[0],
-    "axes.labelcolor": INK[0],
-    "text.color": INK[0],
-    "xtick.color": INK[0],
-    "ytick.color": INK[0],
-    "grid.color": INK[0],
+    "figure.labelsize": 9,
+    "figure.titlesize": 11,
     "grid.alpha": 0.2,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-    "lines.linewidth": 1.5,
     "lines.markersize": 4.5,
     "lines.markeredgewidth": 0,
     "legend.frameon": False,
@@ -103,6 +93,8 @@ def chart(panels: list[Panel], title: str, x_label: str, y_label: str, mark: flo
         for panel, axis in zip(panels, axes, strict=False):
             axis.set_title(panel.title)
             axis.grid()
+            axis.set_frame_on(False)
+            axis.tick_params(length=0)
             for name in reversed(names):  # the first one over the others
                 points = sorted(panel.lines.get(name, []))
                 if points:
@@ -119,9 +111,9 @@ def chart(panels: list[Panel], title: str, x_label: str, y_label: str, mark: flo
         axis.set_ylim(bottom=0, top=1.1 if mark and axis.get_ylim()[1] < 1.1 else None)
         handles = [matplotlib.lines.Line2D([], [], marker="o", color=COLOURS[name][0], label=name) for name in names]
         drawn.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, 1 - 0.27 / height), ncols=len(names))
-        drawn.suptitle(title, y=1 - 0.08 / height, fontsize=11)
-        drawn.supxlabel(x_label, y=0.07 / height, fontsize=9)
-        drawn.supylabel(y_label, x=0.005, fontsize=9)
+        drawn.suptitle(title, y=1 - 0.08 / height)
+        drawn.supxlabel(x_label, y=0.07 / height)
+        drawn.supylabel(y_label, x=0.005)
         file = io.StringIO()
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         drawn.savefig(file, format="svg", transparent=True, metadata=nothing | {"Title": title})
@@ -165,6 +157,8 @@ def softmax_by_length(record: Record, op: str = "softmax") -> str:
                         lines.setdefault(name, []).append((case["shape"][-1], part))
         if lines:
             panels.append(Panel(f"{direction}, {dtype}", lines))
+    if not panels:
+        raise ValueError(f"the record has no {op} by row length")
     title = f"{op}, {record.header['device']}, jax {record.header['versions']['jax']}"
     return chart(panels, title, "row length", "fraction of a copy's speed", mark=1)
 
