@@ -195,15 +195,12 @@ def among(order: Iterable[str], cases: Iterable[dict]) -> list[str]:
 
 def line(what: object, case: dict, quantities: Iterable[str], beside: str = "") -> str:
     """A case on a terminal: what it is, its floor in the first quantity's unit, and each implementation's numbers."""
-    quantities = list(quantities)
-    text, least = f"{what!s:56s}", floor(case) if "seconds" in case else None
-    if least and quantities[0] in ("ms", "µs"):
-        text += f" {least * (1e3 if quantities[0] == 'ms' else 1e6):9.3f}"
-    for name in (name for name in case["seconds"] if name not in ("copy", "one device")):
-        cells = []
-        for quantity in quantities:
-            value, spec = EACH[quantity].value(case, name), EACH[quantity].spec
-            cells.append(f"{value:{spec}}" if isinstance(value, float) else f"{'-':>{spec.partition('.')[0]}s}")
+    shown, least = [EACH[quantity] for quantity in quantities], floor(case)
+    text, factor = f"{what!s:56s}", {"{}, ms": 1e3, "{}, µs": 1e6}.get(shown[0].head)
+    if least and factor:
+        text += f" {least * factor:9.3f}"
+    for name in (name for name in case["seconds"] if name not in ("copy", "one device")):  # which the floor is
+        values = [(of_each.value(case, name), of_each.spec) for of_each in shown]
+        cells = (f"{v:{spec}}" if isinstance(v, float) else "-".rjust(int(spec.split(".")[0])) for v, spec in values)
         text += f" | {name} {' '.join(cells)}"
-    failed = case.get("failed", {})
-    return text + beside + "".join(f" | {name}: {why[:60]}" for name, why in failed.items())
+    return text + beside + "".join(f" | {name}: {why[:60]}" for name, why in case.get("failed", {}).items())

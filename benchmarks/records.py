@@ -9,7 +9,9 @@ other fields together say which case it is.
            alone, "nothing", that of a step of a chain without the call, and "one device"
   spread   half of the range between the quartiles of these samples, as a fraction of their median
   errors   of the results, in units of what is allowed
-  memory   bytes beside operands and results
+  memory   bytes beside operands and results; of a program for many devices, its operands, results and what is beside
+  read, written, kernels  the bytes that a GPU counted, and the kernels that it ran
+  sent     the bytes that a device sends, by the kind of operation
   failed   why there is no time
 
 Nothing is stored that other numbers give. Fractions, rates and speed-ups are computed when a record is read, by the
