@@ -19,6 +19,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "docs" / "generate"))
 import directives
 import explained
 import plot
+import readme
 import records
 from public import ROOT
 
@@ -95,6 +96,11 @@ def test_explained():
     with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         found = explained.explained()
     assert found == {name: (explained.FOLDER / name).with_suffix(".txt").read_text() for name in found}
+
+
+def test_readme():
+    """The README's table is what the records say: docs/generate/readme.py makes it anew."""
+    assert readme.filled(readme.README.read_text()) == readme.README.read_text()
 
 
 def test_public_names():

@@ -3,7 +3,7 @@
 - `record`, with a function of benchmarks/report.py and its arguments: a table or a plot of a record of measurements,
 - `attention`, `decode`, `mesh` and `scaling` likewise, with functions of benchmarks/attention_report.py and so on,
 - `figure`, with a function of figures.py: a drawing,
-- `include`, with a file of the repository's root: its text, with links that hold from this page.
+- `include`, with a file of the repository's root: its text, with its plots and with links that hold from this page.
 
 What cannot be generated is reported, and so is a file that a page names and that does not exist.
 """
@@ -27,6 +27,8 @@ import report
 import scaling_report
 
 _DIRECTIVE = re.compile(r"^(?P<indent> *)<!-- generate: (?P<call>.+?) -->$", re.MULTILINE)
+_LINK = re.compile(r"!?\[(?P<text>[^\]]*)\]\((?P<target>(?!https?://)[^)#\s]+)(?P<anchor>[^)]*)\)")
+_INCLUDED = re.compile(r"<!-- generate: include (\S+) -->")
 _FOLDERS = "jaxsoft|pallas_kernels|triton_kernels|ffi|tests|benchmarks|examples|docs"
 _FILE = re.compile(rf"`((?:{_FOLDERS})/[^`\s]*)`")
 _DOCUMENTED = re.compile(r"^::: (\S+)", re.MULTILINE)
@@ -37,8 +39,23 @@ type Report = Callable[[str], None]  # takes what is wrong, in words
 def _include(page, path):
     """The text of a Markdown file of the root, without its title, as if it were written on this page."""
     _, _, text = (public.ROOT / path).read_text().partition("\n")
-    here = posixpath.dirname(f"docs/{page}")
-    return re.sub(r"\]\((docs/[^)#]+)", lambda match: f"]({posixpath.relpath(match[1], here)}", text)
+    here, pages = posixpath.dirname(f"docs/{page}"), _included()
+
+    def link(match):
+        target = pages.get(match["target"], match["target"])
+        if target.endswith(".svg"):
+            return report.picture(pathlib.Path(target).stem, "softmax")  # in the colours of the site
+        if target.startswith("docs/"):
+            return f"[{match['text']}]({posixpath.relpath(target, here)}{match['anchor']})"
+        return f"`{target}`"  # which the site does not have
+
+    return _LINK.sub(link, text)
+
+
+def _included():
+    """The pages that show a file of the root, by its name."""
+    pages = (public.ROOT / "docs").rglob("*.md")
+    return {name: str(page.relative_to(public.ROOT)) for page in pages for name in _INCLUDED.findall(page.read_text())}
 
 
 MODULES = {
