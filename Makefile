@@ -124,8 +124,10 @@ check-wheel:
 		$(if $(filter OFF,$(WHEEL_CUDA)),,--cuda "$(or $(WHEEL_ARCHITECTURES),all)")
 
 # What is asked is whether the kernels compile and link. So they are not optimised, which takes a third of the time, and
-# nothing but their library is built. These objects have a folder of their own: nothing else may use them.
-COMPILE_CUDA = JAXSOFT_CUDA=ON JAXSOFT_CUDA_ARCHITECTURES=90a-virtual $(BIN)/python -m pip wheel -q --no-deps \
+# nothing but their library is built, which may leave nothing undefined. These objects have a folder of their own:
+# nothing else may use them.
+COMPILE_CUDA = JAXSOFT_CUDA=ON JAXSOFT_CUDA_ARCHITECTURES=90a-virtual LDFLAGS=-Wl,-z,defs \
+	$(BIN)/python -m pip wheel -q --no-deps \
 	-C cmake.define.CMAKE_CUDA_FLAGS=-Xcicc=-O0 -C build.targets=jaxsoft_cuda -C install.components=jaxsoft_cuda
 
 cuda: | $(BIN)/python
