@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 _RUN_WITH = 0, 11, 2  # the oldest version of JAX with which these kernels were run on a GPU
-_ROWS_LOWERED_BY = 0, 11, 0  # and that which can lower those for rows
+_ROWS_LOWERED_BY = 0, 11, 1  # and that which can lower those for rows: before, not those of one row a block
 BY_NAME_ONLY = (
     None
     if jax.__version_info__ >= _RUN_WITH
@@ -49,7 +49,7 @@ def unavailable(platform: str) -> str | None:
 def unsupported(operands: Sequence[jax.core.ShapedArray]) -> str | None:
     """None, or why the kernels cannot take these operands."""
     if jax.__version_info__ < _ROWS_LOWERED_BY:
-        return f"JAX {jax.__version__} cannot lower its kernels for rows, as JAX 0.11.0 and later can"
+        return f"JAX {jax.__version__} cannot lower its kernels for rows, as JAX 0.11.1 and later can"
     from .rows import choice
 
     return choice.unsupported(operands)
