@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad
 
 from jaxsoft import fold
@@ -24,6 +25,7 @@ from jaxsoft._core.mesh import automatically
 from jaxsoft._core.operation import Function, is_perturbed, jvp_along, zero_tangent
 
 _DIFFERENTIATED = ("output", "lse")  # the results that have derivatives
+_KEPT = "jaxsoft_attention"  # what results are called that gradients keep, for policies of `jax.checkpoint`
 
 
 @functools.cache
@@ -42,7 +44,8 @@ def attention(form: AttentionForm, implementation: Names, residual: bool = False
     @functools.partial(function.defjvp, symbolic_zeros=True)
     def function_jvp(primals, tangents):
         assert not form.has_state, "what folds blocks of keys is differentiated as a whole, not by the state of one"
-        results = attention(form, implementation, residual=True)(*primals)
+        # All of them have the name: were one not saved, the whole operation would be computed again.
+        results = tuple(checkpoint_name(x, _KEPT) for x in attention(form, implementation, residual=True)(*primals))
         perturbed = {name: t for name, t in zip(form.names, tangents, strict=True) if is_perturbed(t)}
         tangents_out = _Derivative(form, implementation, tuple(perturbed))(*primals, *results, *perturbed.values())
         results = results[: len(forward.results)]
