@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxsoft
+import jaxsoft.flax
 
 MODULES = [
     "jaxsoft",
@@ -31,7 +32,7 @@ def test_examples(name):
 
 
 def test_every_public_function_has_an_example():
-    for module in (jaxsoft, jaxsoft.fold, jaxsoft.random):
+    for module in (jaxsoft, jaxsoft.fold, jaxsoft.random, jaxsoft.flax):
         for name in module.__all__:
             function = getattr(module, name)
             if inspect.isfunction(function):

@@ -1,4 +1,4 @@
-"""In models of Flax and of Equinox: the loss and the gradients of all parameters, as with jax.nn; Flax's attention."""
+"""In models of Flax and of Equinox: the loss and the gradients of all parameters, as with jax.nn; what layers pass."""
 
 import functools
 
@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from chex import assert_trees_all_close
 from common import as_usual, each_implementation, ours, served, theirs
-from test_documents import ROOT, blocks
 
 import jaxsoft
 
@@ -89,18 +88,9 @@ def test_equinox(implementation):
         assert_trees_all_close(actual, train(theirs("softmax"), theirs("log_softmax")), rtol=1e-4, atol=1e-6)
 
 
-def of_the_guide():
-    """The function in the guide that Flax's layers take."""
-    (code,) = (code for code, _ in blocks(ROOT / "docs/guide/attention.md") if "nnx.MultiHeadAttention(" in code)
-    names = {"jax": jax, "jnp": jnp, "jaxsoft": jaxsoft}
-    exec(code, names)
-    return names["attend"]
-
-
 FUNCTIONS = {
-    "jaxsoft's": lambda: jaxsoft.dot_product_attention,
-    "causal": lambda: functools.partial(jaxsoft.dot_product_attention, is_causal=True),
-    "the guide's": of_the_guide,
+    "jaxsoft's": jaxsoft.dot_product_attention,
+    "causal": functools.partial(jaxsoft.dot_product_attention, is_causal=True),
 }
 
 
@@ -114,7 +104,7 @@ def test_dropout_is_not_lost(name):
         for rate in (0.0, 0.5):
             layers = [
                 nn.MultiHeadDotProductAttention(4, dropout_rate=rate, attention_fn=f)
-                for f in (FUNCTIONS[name](), nn.dot_product_attention)
+                for f in (FUNCTIONS[name], nn.dot_product_attention)
             ]
             parameters = layers[1].init(jax.random.key(0), x, deterministic=True)
 
@@ -131,42 +121,11 @@ def test_dropout_is_not_lost(name):
                 np.testing.assert_allclose(results(False)[0], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_dropout_of_nnx():
-    """With the guide's function, in training and in evaluation; jaxsoft's own does not take all that is passed."""
+def test_layers_of_nnx_pass_more():
+    """Than dot_product_attention takes: they say so, and take `jaxsoft.flax.attention_fn` (see test_flax_attention)."""
     nnx = pytest.importorskip("flax.nnx")
-    x = np.random.default_rng(0).standard_normal((2, 3, 9, 16)).astype(np.float32)
-
-    def layer(rate, **options):
-        return nnx.MultiHeadAttention(4, 16, dropout_rate=rate, decode=False, rngs=nnx.Rngs(0), **options)
-
-    with as_usual():
-        for rate in (0.0, 0.5):
-            for how in ({"is_causal": True}, {"mask": nnx.make_causal_mask(jnp.ones((2, 3, 9)))}):
-                expected = layer(rate)(x, deterministic=True, **how)
-                actual = layer(rate, attention_fn=of_the_guide())(x, deterministic=True, **how)
-                np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
-        with pytest.raises(ValueError, match="dropout_rate must be 0"):
-            layer(0.5, attention_fn=of_the_guide())(x, deterministic=False)
-        with pytest.raises(ValueError, match="module must be None"):
-            layer(0.0, attention_fn=of_the_guide())(x, sow_weights=True)
-        with pytest.raises(TypeError, match="unexpected keyword argument"):
-            layer(0.5, attention_fn=jaxsoft.dot_product_attention)(x, deterministic=False)
-
-
-@pytest.mark.parametrize("batch", [(), (2,), (2, 3), (1, 3, 2)], ids=str)
-def test_the_function_of_the_guide(batch):
-    """As Flax's own: bias, masks of booleans and of numbers, of shapes that broadcast, and any batch dimensions."""
-    nn = pytest.importorskip("flax.linen")
-    rng = np.random.default_rng(0)
-    query, key, value = (rng.standard_normal((*batch, t, 4, 8)).astype(np.float32) for t in (5, 7, 7))
-    shapes = {(*batch, 4, 5, 7), (*batch, 1, 1, 7), (*(1 for _ in batch), 4, 5, 7), (5, 7), (*batch[:0], 1, 5, 1)}
-    attend = of_the_guide()
-    with as_usual(), jax.default_matmul_precision("highest"):
-        for shape in shapes:
-            bias = rng.standard_normal(shape).astype(np.float32)
-            for options in ({"bias": bias}, {"mask": bias < 1}, {"mask": (bias < 1).astype(np.float32), "bias": bias}):
-                if "mask" in options and shape[-1] == 1:
-                    continue  # a query without keys is 0 here, and the mean of the values there
-                actual = jax.jit(attend)(query, key, value, **options)
-                expected = nn.dot_product_attention(query, key, value, **options, deterministic=True)
-                np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+    layer = nnx.MultiHeadAttention(
+        4, 16, dropout_rate=0.5, decode=False, attention_fn=jaxsoft.dot_product_attention, rngs=nnx.Rngs(0)
+    )
+    with as_usual(), pytest.raises(TypeError, match="unexpected keyword argument"):
+        layer(jnp.ones((2, 9, 16)), deterministic=False)

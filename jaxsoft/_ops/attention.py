@@ -139,8 +139,9 @@ def dot_product_attention(
 
     Derivatives by query, key, value, bias, sinks, a traced scale and the state, of the output, the log-sum-exp and the
     state, of every order, in forward and reverse mode, for every implementation. Reverse mode keeps the inputs, the
-    output, with what its rounding to 16 bits took from it, and the log-sum-exp. Over a mesh, batch and heads may be
-    sharded and stay where they are; other dimensions are gathered. The output is linear in value, and
+    output, with what its rounding to 16 bits took from it, and the log-sum-exp; all but the inputs have the name
+    "jaxsoft_attention" for policies of `jax.checkpoint`, such as `save_only_these_names`. Over a mesh, batch and heads
+    may be sharded and stay where they are; other dimensions are gathered. The output is linear in value, and
     `jax.linear_transpose` has its transpose, unless it takes or returns a state.
 
     Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv:1805.02867); Dao et al.,

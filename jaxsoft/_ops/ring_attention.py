@@ -132,7 +132,8 @@ def ring_attention(
 
     Derivatives by query, key, value, sinks and a traced scale, of every order, in both modes. Reverse mode keeps what
     attention on one device keeps, of a device's part of the sequence, and of a ring the keys and values that arrived
-    last: with these the gradients begin, which are carried and sent in f32 (f64).
+    last: with these the gradients begin, which are carried and sent in f32 (f64). For policies of `jax.checkpoint` it
+    has the same name, "jaxsoft_attention".
 
     Sources: Liu, Zaharia and Abbeel, "Ring attention with blockwise transformers for near-infinite context"
     (arXiv:2310.01889); Brandon et al., "Striped attention" (arXiv:2311.09431); for the zigzag layout and gathered keys
