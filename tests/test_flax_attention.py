@@ -1,6 +1,7 @@
 """jaxsoft.flax.attention_fn against Flax's functions, called by itself and by the layers of nnx and of linen."""
 
 import inspect
+import re
 import subprocess
 import sys
 
@@ -147,10 +148,10 @@ def test_layer_of_nnx(deterministic, groups, batch):
 
         @nnx.jit
         def step(layer, rngs):
-            def loss(layer):
+            def loss(layer, rngs):
                 return jnp.sum(layer(x, is_causal=True, deterministic=deterministic, rngs=rngs) ** 2)
 
-            return nnx.value_and_grad(loss)(layer)
+            return nnx.value_and_grad(loss)(layer, rngs)
 
         def seen(layer):
             return layer(x, is_causal=True, deterministic=deterministic, rngs=nnx.Rngs(1), sow_weights=True)
@@ -210,9 +211,8 @@ def test_weights_are_computed_only_where_they_are_asked_for(batch):
     assert SCORES not in text(attention_fn, q, k, v, deterministic=True, **asked)
     assert SCORES not in text(attention_fn, q, k, v, is_causal=True, mask=np.arange(KEYS) != 2)
     shared = np.tril(np.ones((*(1 for _ in batch), 1, LENGTH, KEYS), bool))
-    of_all = "bool[" + "1," * (len(batch) + 1) + SCORES
-    found = text(attention_fn, q, k, v, mask=shared)
-    assert found.count(SCORES) == found.count(of_all)
+    sizes = re.findall(rf"bool\[([\d,]*){LENGTH},{KEYS}\]", text(attention_fn, q, k, v, mask=shared))
+    assert sizes and set("".join(sizes)) <= set("1,")
 
 
 def test_linen_computes_weights_only_where_they_are_kept():
