@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 from jaxsoft._core.implementations import Implementation, as_names
 from jaxsoft._core.mesh import whole_along
 from jaxsoft._core.numbers import as_array, as_float
+from jaxsoft._ops.arguments import known_integer, of_rows
 from jaxsoft.fold import accumulator
 
 __all__ = ["sample"]
@@ -46,11 +47,12 @@ def sample(
         depend on the key and the shape of the batch; under vmap over keys each row has a key of its own. One key gives
         other draws on a GPU, where a kernel draws, than on a CPU or by "xla", from the same distribution.
       logits: of shape (..., n), of any real dtype. -inf is never drawn.
-      temperature: a finite number of at least 0, or an array of them that broadcasts to the rows, (...). 0 takes the
-        first of the largest logits. Others below 1e-25 count as 1e-25.
-      top_k: a Python integer of at least 1; None for all.
-      top_p: a number above 0 and at most 1, or an array of them that broadcasts to the rows; None or 1 for all.
-      min_p: a number from 0 to 1, or an array of them that broadcasts to the rows; None or 0 for all.
+      temperature: a finite number of at least 0; or one for each row, in an array of the shape of the rows, (...), or
+        broadcastable to logits with length 1 along the tokens, as the scale of `jaxsoft.softmax`. 0 takes the first of
+        the largest logits. Others below 1e-25 count as 1e-25.
+      top_k: an integer of at least 1 that is not traced, as kernels are compiled for it; None for all.
+      top_p: a number above 0 and at most 1, or one for each row likewise; None or 1 for all.
+      min_p: a number from 0 to 1, or one for each row likewise; None or 0 for all.
       implementation: None for the fastest that serves the call, or one of "ffi", "pallas", "triton", "xla" and
         "reference"; see `jaxsoft.implementations`.
 
@@ -97,11 +99,10 @@ def sample(
     _check_key(key)
     x = _check_logits(logits)
     k = _check_top_k(top_k, x.shape[-1])
-    rows, dtype = x.shape[:-1], accumulator(x.dtype)
     options = (
-        _option("temperature", temperature, 1, "at least 0, finite", lambda v: (v >= 0) & (v < np.inf), rows, dtype),
-        _option("top_p", top_p, 1, "above 0 and at most 1, or None", lambda v: (v > 0) & (v <= 1), rows, dtype),
-        _option("min_p", min_p, 0, "between 0 and 1, or None", lambda v: (v >= 0) & (v <= 1), rows, dtype),
+        _option("temperature", temperature, 1, "at least 0, finite", lambda v: (v >= 0) & (v < np.inf), x),
+        _option("top_p", top_p, 1, "above 0 and at most 1, or None", lambda v: (v > 0) & (v <= 1), x),
+        _option("min_p", min_p, 0, "between 0 and 1, or None", lambda v: (v >= 0) & (v <= 1), x),
     )
     # Over explicit axes JAX neither cuts nor reduces what is sharded. The k largest are found where they lie.
     x = whole_along(x, [x.ndim - 1]) if k is None else x
@@ -136,11 +137,10 @@ def _check_top_k(top_k: int | None, n: int) -> int | None:
     """How many of n tokens top_k keeps; None for all."""
     if top_k is None:
         return None
-    if not isinstance(top_k, int | np.integer) or isinstance(top_k, bool):
-        raise TypeError(f"top_k must be a Python integer or None; got {top_k!r}")
+    top_k = known_integer("top_k", top_k, "None or an integer")
     if top_k < 1:
         raise ValueError(f"top_k must be at least 1, or None; got {top_k}")
-    return None if top_k >= n else int(top_k)
+    return None if top_k >= n else top_k
 
 
 def _option(
@@ -149,8 +149,7 @@ def _option(
     off: float,
     allowed: str,
     fits: Callable[[np.ndarray], np.ndarray],
-    rows: tuple[int, ...],
-    dtype: np.dtype,
+    x: jax.Array,
 ) -> jax.Array | None:
     """The option after checking it: a number for all rows, or one for each; None for what changes nothing.
 
@@ -161,9 +160,9 @@ def _option(
       off: the Python number that changes nothing.
       allowed: the values that it may have, in words.
       fits: tells which numbers of an array are such values.
-      rows, dtype: the shape of the rows, and the dtype of the result.
+      x: the logits.
     """
-    if value is None or (isinstance(value, numbers.Real) and value == off):
+    if value is None or (isinstance(value, numbers.Real) and not isinstance(value, bool) and value == off):
         return None
     value = float(value) if isinstance(value, fractions.Fraction) else value
     given = np.asarray(value) if _is_known(value) else as_array(name, value)
@@ -171,11 +170,10 @@ def _option(
         raise TypeError(f"{name} must hold real numbers; got dtype {given.dtype.name}")
     if isinstance(given, np.ndarray) and not np.all(fits(given)):
         raise ValueError(f"{name} must be {allowed}; got {value!r}")
-    try:
-        number = jnp.asarray(given, dtype)
-        return number if number.ndim == 0 else jnp.broadcast_to(number, rows)
-    except ValueError:
-        raise ValueError(f"{name} must broadcast to the rows of the logits, {rows}; got shape {given.shape}") from None
+    number = jnp.asarray(given, accumulator(x.dtype))
+    if number.ndim == 0:
+        return number
+    return jnp.broadcast_to(of_rows(name, number, x.shape, (x.ndim - 1,), "logits")[..., 0], x.shape[:-1])
 
 
 def _is_known(value: ArrayLike) -> bool:

@@ -37,38 +37,49 @@ def row_function(implementation: str | None, name: str, named: Sequence[str] = (
     return call(getattr(jaxsoft, name), implementation=implementation), call(definitions.ROW_FUNCTIONS[name])
 
 
-def integer(implementation: str | None, labels, *, where=None, counts=None, entropy=False, **options) -> Pair:
-    """Loss and logsumexp, and perhaps the entropy, of x, or of x and class weights.
+# What else losses have derivatives by, unless an entry of the table names other arguments.
+_LAST = ("class_weights",)
+
+
+def integer(
+    implementation: str | None, labels, named: Sequence[str] = _LAST, *, where=None, counts=None, entropy=False,
+    **options,
+) -> Pair:  # fmt: skip
+    """Loss and logsumexp, and perhaps the entropy, of x, or of x and some of the arguments that are named.
 
     `counts` is `where` in full, if that is not.
     """
     beside = {"return_lse": True, "return_entropy": entropy}
 
-    def ours(x, w=None):
+    def ours(x, *v):
+        given = dict(zip(named, v, strict=False)) | options
         return jaxsoft.softmax_cross_entropy_with_integer_labels(
-            x, labels, where=where, class_weights=w, implementation=implementation, **beside, **options
+            x, labels, where=where, implementation=implementation, **beside, **given
         )
 
-    def theirs(x, w=None):
-        shown = where if counts is None else counts
-        found = definitions.integer_cross_entropy(x, w, labels.astype(np.int32), where=shown, **options)
+    def theirs(x, *v):
+        given = dict(zip(named, v, strict=False)) | options
+        w, shown = given.pop("class_weights", None), where if counts is None else counts
+        found = definitions.integer_cross_entropy(x, w, labels.astype(np.int32), where=shown, **given)
         return found if entropy else found[:2]
 
     return ours, theirs
 
 
-def dense(implementation: str | None, *, where=None, counts=None, entropy=False, **options) -> Pair:
-    """Loss and logsumexp, and perhaps the entropy, of x and labels, or of x, labels and class weights."""
+def dense(
+    implementation: str | None, named: Sequence[str] = _LAST, *, where=None, counts=None, entropy=False, **options
+) -> Pair:
+    """Loss and logsumexp, and perhaps the entropy, of x, labels, and some of the arguments that are named."""
     beside = {"return_lse": True, "return_entropy": entropy}
 
-    def ours(x, q, w=None):
-        return jaxsoft.softmax_cross_entropy(
-            x, q, where=where, class_weights=w, implementation=implementation, **beside, **options
-        )
+    def ours(x, q, *v):
+        given = dict(zip(named, v, strict=False)) | options
+        return jaxsoft.softmax_cross_entropy(x, q, where=where, implementation=implementation, **beside, **given)
 
-    def theirs(x, q, w=None):
-        shown = where if counts is None else counts
-        found = definitions.cross_entropy(x, jnp.broadcast_to(q, x.shape), w, where=shown, **options)
+    def theirs(x, q, *v):
+        given = dict(zip(named, v, strict=False)) | options
+        w, shown = given.pop("class_weights", None), where if counts is None else counts
+        found = definitions.cross_entropy(x, jnp.broadcast_to(q, x.shape), w, where=shown, **given)
         return found if entropy else found[:2]
 
     return ours, theirs
@@ -94,8 +105,9 @@ def linear(labels, named: Sequence[str] = (), *, lse=True, entropy=False, chunk_
         return found if lse or entropy else (found,)
 
     def theirs(h, w, *v):
-        given = dict.fromkeys(("bias", "class_weights", "row_weights")) | dict(zip(named, v, strict=True))
-        found = definitions.linear_cross_entropy(h, w, *given.values(), labels.astype(np.int32), **options)
+        given = dict.fromkeys(("bias", "class_weights", "row_weights")) | dict(zip(named, v, strict=True)) | options
+        arrays = [given.pop(name) for name in ("bias", "class_weights", "row_weights")]
+        found = definitions.linear_cross_entropy(h, w, *arrays, labels.astype(np.int32), **given)
         return found[0], *found[1:2] * lse, *found[2:] * entropy
 
     return ours, theirs
@@ -189,6 +201,10 @@ _MEAN, _SUM = {"reduction": "mean", "scale": 0.7}, {"reduction": "sum", "scale":
 _NAMED = ("bias", "class_weights")
 _EVERY = (*_NAMED, "row_weights")
 _REDUCED = (*_HEAD, _RNG.uniform(0.2, 2, 3))
+# Numbers that are traced.
+_TWO = ("label_smoothing", "z_loss")
+_NUMBERS = (np.array(0.2), np.array(0.3))
+_SCALED_TOO = (*_NUMBERS, np.array(-0.7))
 
 # Together every option that `attention_calls` has for an argument, and every gradient.
 _ATTENTION = {
@@ -244,6 +260,22 @@ CALLS: dict[str, tuple[Sequence[np.ndarray], Callable[[str | None], Pair]]] = {
     "linear, entropy": (_HEAD[:2], lambda i: linear(_LABELS, lse=False, entropy=True, chunk_size=4)),
     "linear, mean": (_REDUCED, lambda i: linear(_SOME, _EVERY, lse=False, chunk_size=2, **_IGNORED, **_MEAN)),
     "linear, sum": (_REDUCED, lambda i: linear(_SOME, _EVERY, lse=False, chunk_size=1, **_IGNORED, **_CAPPED, **_SUM)),
+    "integer numbers": ((_X, *_NUMBERS), lambda i: integer(i, _SOME, _TWO, where=_MASK, **_IGNORED)),
+    "integer numbers, entropy": (
+        (_X, _WEIGHTS, *_NUMBERS),
+        lambda i: integer(i, _SOME, _LAST + _TWO, entropy=True, **_IGNORED),
+    ),
+    "dense numbers": ((_X, _Q, *_NUMBERS), lambda i: dense(i, _TWO, where=_MASK)),
+    "linear numbers": (
+        (*_HEAD, *_SCALED_TOO),
+        lambda i: linear(_SOME, (*_NAMED, *_TWO, "scale"), chunk_size=4, entropy=True, **_IGNORED),
+    ),
+    "linear numbers, mean": (
+        (*_REDUCED, *_SCALED_TOO),
+        lambda i: linear(
+            _SOME, (*_EVERY, *_TWO, "scale"), lse=False, chunk_size=2, reduction="mean", logits_soft_cap=3.0, **_IGNORED
+        ),
+    ),
     "top_k": ((_X,), lambda i: top_k(i, 3)),
     **{name: (attention_calls.case(o).operands, lambda i, o=o: attention(i, o)) for name, o in _ATTENTION.items()},
     **{n: (attention_calls.case(o, _OF_RING).operands, lambda i, o=o: ring_attention(i, o)) for n, o in _RING.items()},

@@ -93,7 +93,7 @@ def _loss(z, q, w, counts, rows, nll, smoothing, z_loss):
     some = jnp.isfinite(lse)
     finite = jnp.where(some, lse, 0)
     above = jnp.where(counts, finite[..., None] - jnp.where(counts, z, 0), 0)  # -log(p)
-    label = jnp.sum(w * q * above, -1) if nll is None else nll(finite)
+    label = jnp.where(some, jnp.sum(w * q * above, -1) if nll is None else nll(finite), 0)
     k = jnp.maximum(jnp.sum(counts, -1), 1)
     smooth = jnp.sum(jnp.where(counts, w, 0) * above, -1) / k
     loss = (1 - smoothing) * label + smoothing * smooth + z_loss * finite**2

@@ -1,6 +1,7 @@
 """Arguments: what is wrong is named, with what was given and what is allowed; what jax.nn takes is taken."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +9,14 @@ import numpy as np
 import pytest
 from chex import assert_trees_all_close
 from common import IMPLEMENTATIONS, OPS, each_op, loss, ours, same_bits, slow, theirs
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from truth import assert_values
 
 import jaxsoft
 from jaxsoft._core import gpus
 from jaxsoft._core.implementations import REGISTERED
+from jaxsoft._ops import cross_entropy
 
 X = np.ones((2, 3), np.float32)
 
@@ -28,7 +32,7 @@ X = np.ones((2, 3), np.float32)
         ({"axis": "rows"}, TypeError, r"axis must be an integer, a sequence of integers or None; got 'rows'"),
         ({"where": np.ones(4, bool)}, ValueError, r"where must broadcast to .*\(2, 3\); got shape \(4,\)"),
         ({"where": np.ones((5, 2, 3), bool)}, ValueError, r"where must broadcast to .*\(2, 3\); got shape \(5, 2, 3\)"),
-        ({"where": jax.random.key(0)}, TypeError, r"where must hold numbers; got dtype key"),
+        ({"where": jax.random.key(0)}, TypeError, r"where must hold booleans or integers; got dtype key"),
         ({"scale": "a"}, TypeError, r"scale must be a number or an array of numbers; got 'a'"),
         ({"bias": [1, "a"]}, TypeError, r"bias must be a number or an array of numbers; got \[1, 'a'\]"),
         ({"where": np.array([None])}, TypeError, r"where must be a number or an array of numbers; got array\(\[None\]"),
@@ -225,8 +229,229 @@ def test_axis_may_be_any_integer_or_sequence(op):
     np.testing.assert_allclose(ours(op, axis=[0])(X), expected[0], rtol=1e-6)
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_where_may_be_numbers(op):
-    """What is not boolean counts where it is not 0, as in jax.nn."""
-    where = np.array([[1, 0, 2], [0.0, 0.5, 1]])
-    np.testing.assert_allclose(ours(op, where=where)(X), theirs(op, where=where.astype(bool))(X), rtol=1e-6)
+RNG = np.random.default_rng(0)
+LOGITS, LABELS = RNG.standard_normal((4, 7)).astype(np.float32), np.array([0, 6, 3, 1])
+HIDDEN, WEIGHT = RNG.standard_normal((4, 5)).astype(np.float32), RNG.standard_normal((5, 7)).astype(np.float32)
+Q = RNG.standard_normal((1, 8, 2, 8)).astype(np.float32)  # of 8 devices one token each
+TABLE, LENGTHS = np.array([[0, 1]]), np.array([16])
+PAGES = RNG.standard_normal((2, 8, 2, 8)).astype(np.float32)
+
+
+def ring(**options):
+    """Ring attention over the devices that there are, which what is traced enters as an argument."""
+    traced = {name: v for name, v in options.items() if isinstance(v, jax.core.Tracer)}
+    return jax.shard_map(
+        lambda q, traced: jaxsoft.ring_attention(q, q, q, axis_name="d", **(options | traced)),
+        mesh=jax.make_mesh((jax.device_count(),), ("d",), axis_types=(AxisType.Auto,)),
+        in_specs=(P(None, "d"), P()),
+        out_specs=P(None, "d"),
+    )(Q, traced)
+
+
+def kl_divergence(**options):
+    return jaxsoft.softmax_kl_divergence(LOGITS, LOGITS[::-1], **options)
+
+
+# Functions of their options alone, by name.
+FUNCTIONS = {
+    **{op: functools.partial(getattr(jaxsoft, op), LOGITS, -1) for op in (*OPS, "entropy")},
+    "softmax_kl_divergence": kl_divergence,
+    "top_k_softmax": functools.partial(jaxsoft.top_k_softmax, LOGITS),
+    "integer": functools.partial(jaxsoft.softmax_cross_entropy_with_integer_labels, LOGITS, LABELS),
+    "dense": functools.partial(jaxsoft.softmax_cross_entropy, LOGITS, np.abs(LOGITS)),
+    "linear": functools.partial(jaxsoft.linear_softmax_cross_entropy, HIDDEN, WEIGHT, LABELS),
+    "linear, mean": functools.partial(jaxsoft.linear_softmax_cross_entropy, HIDDEN, WEIGHT, LABELS, reduction="mean"),
+    "sample": functools.partial(jaxsoft.random.sample, jax.random.key(0), LOGITS),
+    "attention": functools.partial(jaxsoft.dot_product_attention, Q, Q, Q),
+    "paged_attention": functools.partial(jaxsoft.paged_attention, Q, PAGES, PAGES, TABLE, LENGTHS),
+    "ring_attention": ring,
+    "fold.state": functools.partial(jaxsoft.fold.state, LOGITS),
+    "fold.attention_state": functools.partial(jaxsoft.fold.attention_state, LOGITS, WEIGHT.T),
+}
+LOSSES, ATTENTIONS = ("integer", "dense", "linear", "linear, mean"), ("attention", "paged_attention", "ring_attention")
+
+# Options that are numbers, and may be traced.
+NUMBERS = [
+    (name, "scale") for name in (*OPS, "entropy", "softmax_kl_divergence", "linear", "linear, mean", *ATTENTIONS)
+]
+NUMBERS += [(name, option) for name in LOSSES for option in ("label_smoothing", "z_loss")]
+NUMBERS += [("sample", option) for option in ("temperature", "top_p", "min_p")]
+
+
+class Parameter:
+    """What only `__jax_array__` makes an array of, as a parameter of Flax."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __jax_array__(self):
+        return jnp.asarray(self.value)
+
+
+HALVES = [np.float16(0.5), np.float32(0.5), np.float64(0.5), jnp.bfloat16(0.5), np.asarray(jnp.bfloat16(0.5))[()]]
+HALVES += [np.array(0.5), np.array(0.5, np.float32), jnp.float32(0.5), jnp.asarray(0.5), Parameter(0.5)]
+
+
+@pytest.mark.parametrize(("name", "option"), NUMBERS)
+def test_numbers_of_every_kind(name, option):
+    """Python's, NumPy's and JAX's, arrays of one number and parameters, under jit and vmap too."""
+    f = lambda value: FUNCTIONS[name](**{option: value})  # noqa: E731
+    expected, quarter = f(0.5), f(0.25)
+    for half in HALVES:
+        assert_trees_all_close(f(half), expected, rtol=1e-5, atol=1e-6)
+    if option != "top_p":  # whose 1 is none, if it is a number of Python's or NumPy's
+        whole = f(1)
+        for one in (np.int8(1), np.uint32(1), np.array(1), jnp.int32(1), 1.0):
+            assert_trees_all_close(f(one), whole, rtol=1e-5, atol=1e-6)
+    for dtype in (jnp.float32, jnp.bfloat16):
+        assert_trees_all_close(jax.jit(f)(jnp.asarray(0.5, dtype)), expected, rtol=1e-5, atol=1e-6)
+    of_each = jax.vmap(f)(jnp.array([0.5, 0.25]))
+    assert_trees_all_close(of_each, jax.tree.map(lambda *v: jnp.stack(v), expected, quarter), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "option"), NUMBERS)
+def test_what_is_no_number(name, option):
+    f = FUNCTIONS[name]
+    for value in (True, np.True_, jnp.asarray(True), "a", 1j, np.complex64(1), jax.random.key(0), np.ones((9, 9, 9))):
+        with pytest.raises((TypeError, ValueError), match=f"^{option} must "):
+            f(**{option: value})
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_range_of_what_is_known(name):
+    """A number that is a constant is checked; one that is traced is what the formula makes of it."""
+    f = FUNCTIONS[name]
+    for option, value in {"label_smoothing": 1.5, "z_loss": -1.0}.items():
+        for known in (value, np.float32(value), np.array(value)):
+            with pytest.raises(ValueError, match=f"^{option} must be "):
+                f(**{option: known})
+        assert np.all(np.isfinite(f(**{option: jnp.float32(value)})))
+
+
+@pytest.mark.parametrize("name", ["integer", "dense"])
+def test_derivatives_of_gradients_by_numbers(name):
+    """The gradient by the logits, mapped over numbers, and its derivative by them: a loss is linear in each."""
+
+    def gradient(x, s, z):
+        return jax.grad(
+            lambda x: FUNCTIONS[name].func(x, *FUNCTIONS[name].args[1:], label_smoothing=s, z_loss=z).sum()
+        )(x)
+
+    numbers = np.array([0.1, 0.4, 0.7], np.float32), np.array([0.3, 0.2, 0.9], np.float32)
+    mapped = jax.jit(jax.vmap(gradient, (None, 0, 0)))(LOGITS, *numbers)
+    one_by_one = [gradient(LOGITS, float(s), float(z)) for s, z in zip(*numbers, strict=True)]
+    assert_trees_all_close(mapped, jnp.stack(one_by_one), rtol=1e-5, atol=1e-6)
+    by_s, by_z = jax.jit(jax.jacobian(gradient, (1, 2)))(LOGITS, *(v[0] for v in numbers))
+    plain, half, squared = (gradient(LOGITS, *v) for v in ((0.0, 0.3), (0.5, 0.3), (0.0, 1.3)))
+    assert_trees_all_close(by_s, 2 * (half - plain), rtol=1e-4, atol=1e-5)
+    assert_trees_all_close(by_z, squared - plain, rtol=1e-4, atol=1e-5)
+
+
+def test_arrays_compile_once():
+    """A number of Python is a constant of the program, and an array of JAX is none."""
+    f, programs = FUNCTIONS["integer"], cross_entropy._with_integer_labels
+    count = []
+    for kind in (jnp.float32, float):
+        f(z_loss=kind(0.5))
+        before = programs._cache_size()
+        for value in (0.25, 0.125, 0.0625):
+            f(z_loss=kind(value))
+        count.append(programs._cache_size() - before)
+    assert count == [0, 3]
+
+
+# Options that are constants of a program, with a number that each takes.
+CONSTANTS = [(name, "logits_soft_cap", 2) for name in (*LOSSES, *ATTENTIONS)]
+CONSTANTS += [(name, "local_window_size", 2) for name in ATTENTIONS]
+CONSTANTS += [("attention", "dropout_rate", 0), ("ring_attention", "dropout_rate", 0)]
+CONSTANTS += [("integer", "ignore_index", 3), ("linear", "ignore_index", 3), ("linear", "chunk_size", 2)]
+CONSTANTS += [("top_k_softmax", "k", 2), ("sample", "top_k", 2)]
+
+
+@pytest.mark.parametrize(("name", "option", "number"), CONSTANTS)
+def test_constants_of_every_kind(name, option, number):
+    """Whatever is known when the call is traced; what is not says so, and what to write."""
+    f = lambda value: FUNCTIONS[name](**{option: value})  # noqa: E731
+    expected = f(number)
+    for kind in (np.int8, np.uint64, np.array, jnp.int32):
+        assert same_bits(f(kind(number)), expected)
+    with pytest.raises(TypeError, match=rf"^{option} must be .*known when the call is traced; got .*static_argnames"):
+        jax.jit(f)(number)
+    for value in (True, np.True_, "a", 1j, np.ones(3), jnp.ones(3)):
+        with pytest.raises((TypeError, ValueError), match=f"^{option} must "):
+            f(value)
+    with_a_constant = jax.jit(f, static_argnums=0)
+    assert same_bits(with_a_constant(number), jax.jit(lambda: f(number))())
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_minus_one_is_no_window(name):
+    """FlashAttention's -1 may as well be an empty window's length less one, so the error says what to write."""
+    f = FUNCTIONS[name]
+    for given, meant in ((-1, "None"), ((-1, -1), "(None, None)"), ((-1, 0), "(None, 0)"), ([3, -1], "(3, None)")):
+        message = f"local_window_size must not be negative; got {given}. No limit is None, not -1: write {meant}"
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            f(local_window_size=given)
+    with pytest.raises(ValueError, match=r"local_window_size must not be negative; got \(2, -2\)$"):
+        f(local_window_size=(2, -2))
+
+
+MASKS = [(name, "where") for name in (*OPS, "entropy", "softmax_kl_divergence", "integer", "dense")]
+MASKS += [
+    ("fold.state", "where"),
+    ("fold.attention_state", "where"),
+    ("attention", "mask"),
+    ("paged_attention", "mask"),
+]
+
+
+@pytest.mark.parametrize(("name", "option"), MASKS)
+def test_masks(name, option):
+    """Booleans, and integers of which 0 is False; floats may be what is added to scores, where 0 is for what counts."""
+    f = lambda mask: FUNCTIONS[name](**{option: mask})  # noqa: E731
+    n = {"paged_attention": 16, "attention": 8}.get(name, 7)
+    mask = np.arange(n)[None] % 3 != 1
+    expected = f(mask)
+    for dtype in (np.int8, np.uint8, np.int32, np.uint32):
+        assert same_bits(f(mask.astype(dtype) * dtype(2)), expected)
+        assert same_bits(f(jnp.asarray(mask, dtype)), expected)
+    assert same_bits(f(mask.tolist()), expected)
+    for dtype in (np.float32, jnp.bfloat16, np.complex64):
+        dtype = np.dtype(dtype)
+        message = f"^{option} must hold booleans or integers; got dtype {dtype.name}. .* bias.* {option} != 0$"
+        with pytest.raises(TypeError, match=message):
+            f(mask.astype(dtype))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (4,), (4, 1), (1, 1)])
+def test_shapes_of_numbers_of_rows(shape):
+    """A temperature may have the shapes that a scale may have, with the same meaning."""
+    warm = np.resize(np.array([0.5, 1, 2, 4], np.float32), shape)
+    column = np.broadcast_to(warm.reshape(warm.shape if warm.ndim > 1 else (-1, 1)), (4, 1))
+    for name in (*OPS, "entropy", "softmax_kl_divergence"):
+        f = FUNCTIONS[name]
+        assert_trees_all_close(f(scale=warm), f(scale=column), rtol=1e-6)
+    p = jaxsoft.softmax(LOGITS, scale=1 / column)
+    token, drawn = FUNCTIONS["sample"](temperature=warm)
+    assert_trees_all_close(drawn, jnp.asarray(p)[np.arange(4), token], rtol=1e-5)
+    assert same_bits(FUNCTIONS["sample"](top_p=warm / 4), FUNCTIONS["sample"](top_p=column[:, 0] / 4))
+
+
+@pytest.mark.parametrize("shape", [(3,), (7,), (1, 4), (4, 7), (1, 4, 1)], ids=str)
+def test_shapes_that_are_no_numbers_of_rows(shape):
+    for name, option in (("softmax", "scale"), ("entropy", "scale"), ("sample", "temperature"), ("sample", "min_p")):
+        with pytest.raises(ValueError, match=rf"^{option} must broadcast to .*\(4, 7\), .*\(4,\); got shape"):
+            FUNCTIONS[name](**{option: np.ones(shape, np.float32)})
+
+
+def test_scales_of_the_shape_of_rows():
+    """The shape of x without the reduced axes, wherever these are; NumPy's rule of broadcasting holds for others."""
+    x = RNG.standard_normal((3, 2, 3, 5)).astype(np.float32)
+    for axis in (0, 1, 2, 3, (1, 2), (0, 3), (0, 1, 3)):
+        rows = jnp.max(x, axis).shape
+        scale = RNG.uniform(0.5, 2, rows).astype(np.float32)
+        whole = np.expand_dims(scale, axis)
+        assert_trees_all_close(jaxsoft.softmax(x, axis, scale=scale), jax.nn.softmax(x * whole, axis), rtol=1e-5)
+    per_second = np.array([[0.5], [2]], np.float32)  # (2, 1) broadcasts to (3, 2, 3, 5) where the axis is the last
+    y = jaxsoft.softmax(x[:, 0, :2], scale=per_second[:, 0, None])
+    assert_trees_all_close(y, jax.nn.softmax(x[:, 0, :2] * per_second, -1), rtol=1e-5)

@@ -48,8 +48,16 @@ def as_float(name: str, x: ArrayLike) -> jax.Array:
 
 
 def as_mask(name: str, x: ArrayLike) -> jax.Array:
-    """The argument of this name as an array of booleans: True where a number is not 0."""
-    x = as_numbers(name, x)
+    """The argument of this name as an array of booleans: True where an integer is not 0.
+
+    Floats are refused: most masks of floats hold what is added to scores, 0 where they count and -inf where not.
+    """
+    x = as_array(name, x)
+    if not holds(x.dtype, np.bool_, np.integer):
+        raise TypeError(
+            f"{name} must hold booleans or integers; got dtype {x.dtype.name}. What is added to scores is a bias, and "
+            f"other numbers become booleans by {name} != 0"
+        )
     return x if x.dtype == np.bool_ else x.astype(bool)
 
 

@@ -30,7 +30,10 @@ def refusal(head: Head, hidden: jax.core.ShapedArray, weight: jax.core.ShapedArr
       weight: the layer's matrix.
     """
     if head.composed:
-        return "its kernels for linear layers take no smoothing or entropy beside class weights"
+        return (
+            "its kernels for linear layers take no class weights or entropy beside label_smoothing, which counts as "
+            "above 0 where it is an array"
+        )
     if head.chunk_size is not None or not head.recompute:
         return "chunk_size and recompute=False are for chunks of the classes, which XLA computes"
     reason = pallas_kernels.unavailable("cuda") or pallas_kernels.BY_NAME_ONLY  # which a layer has no argument for

@@ -1,7 +1,7 @@
 """The loss of each row from what a linear head computes of its scores, and their weighted sum as what is minimised."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,9 @@ from jaxsoft._head.derivative import statistics
 from jaxsoft._head.head import Head, formula
 from jaxsoft._head.operation import HeadArray
 from jaxsoft._rows.losses import Options, Sums, row_entropy, row_loss
+
+# The options of a loss that may be operands, by name.
+OPTIONS = {"label_smoothing": HeadArray.LABEL_SMOOTHING, "z_loss": HeadArray.Z_LOSS}
 
 
 def losses_that_count(factors: jax.Array, loss: jax.Array) -> jax.Array:
@@ -43,29 +46,40 @@ class Objective:
 
     @property
     def operands(self) -> tuple[HeadArray, ...]:
-        """The kinds of the operands: the head's parameters, the labels, the factors, the weights of the labels."""
+        """The kinds of the operands: the head's parameters, the labels, the factors, the weights of the labels, and the
+        options that are operands.
+        """
         return (
             *self.head.parameters,
             HeadArray.LABEL,
             HeadArray.ROW_WEIGHTS,
             *(HeadArray.LABEL_WEIGHTS,) * self.weighted,
+            *(OPTIONS[name] for name in self.options.operands),
         )
 
     def named[T](self, operands: Sequence[T]) -> dict[HeadArray, T]:
         """The first operands of every operation by kind."""
         return dict(zip(self.operands, operands, strict=False))
 
-    def losses(self, label: jax.Array, found: Sequence[jax.Array], weights: jax.Array | None):
+    def of_options[T](self, given: Mapping[HeadArray, T]) -> list[T]:
+        """Those of the operands by kind that are options of the loss."""
+        return [given[OPTIONS[name]] for name in self.options.operands]
+
+    def losses(
+        self, label: jax.Array, found: Sequence[jax.Array], weights: jax.Array | None, options: Sequence[jax.Array]
+    ):
         """The loss of each row and its logsumexp, and the entropy if it is wanted, else None.
 
         Args:
           label: of each row.
           found: what `statistics` has found.
           weights: those of the labels.
+          options: those that are operands.
         """
         (others, t, log_odds, *of_others), sums = found[: 3 + self.head.entropy], found[3 + self.head.entropy :]
         of_scores = Sums(sums[0], sums[1], sums[-1]) if sums else None  # without weights the mass is the number
-        loss, lse = row_loss(self.options, label, others, t, log_odds, of_scores, weight=weights)
+        filled = self.options.with_operands(options, others.dtype)
+        loss, lse = row_loss(filled, label, others, t, log_odds, of_scores, weight=weights)
         return loss, lse, row_entropy(label, t, log_odds, *of_others) if self.head.entropy else None
 
     def by_classes(self, *operands: jax.Array) -> jax.Array:
@@ -80,5 +94,6 @@ class Objective:
         given = self.named(operands)
         parameters = [given[kind] for kind in self.head.parameters]
         label = given[HeadArray.LABEL]
-        loss, *_ = self.losses(label, function(*parameters, label), given.get(HeadArray.LABEL_WEIGHTS))
+        found, weights = function(*parameters, label), given.get(HeadArray.LABEL_WEIGHTS)
+        loss, *_ = self.losses(label, found, weights, self.of_options(given))
         return jnp.sum(weighted(given[HeadArray.ROW_WEIGHTS], loss))

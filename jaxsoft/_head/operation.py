@@ -31,6 +31,8 @@ class HeadArray(enum.Enum):
     STATISTIC = enum.auto()  # one number a row, in the accumulator's dtype
     ROW_WEIGHTS = enum.auto()  # likewise: the factor of each row's loss in their sum
     LABEL_WEIGHTS = enum.auto()  # likewise: the weight of the class of each row's label
+    LABEL_SMOOTHING = enum.auto()  # one number: that of the loss, where it is an operand
+    Z_LOSS = enum.auto()  # likewise
     TOTAL = enum.auto()  # one number in the accumulator's dtype: the weighted sum of the rows' losses
     LABEL = enum.auto()  # one int32 a row: the index of the label, -1 for none, or NO_ROW
     SCORES = enum.auto()  # all scores before the cap, in the dtype of the products
@@ -52,6 +54,8 @@ _DIMENSIONS = {
     HeadArray.STATISTIC: (_ROWS,),
     HeadArray.ROW_WEIGHTS: (_ROWS,),
     HeadArray.LABEL_WEIGHTS: (_ROWS,),
+    HeadArray.LABEL_SMOOTHING: (),
+    HeadArray.Z_LOSS: (),
     HeadArray.TOTAL: (),
     HeadArray.LABEL: (_ROWS,),
     HeadArray.SCORES: (_ROWS, _CLASSES),

@@ -24,14 +24,14 @@ from jaxsoft._head.chunks import Chunk, default_row_chunk, over_rows, summed_dur
 from jaxsoft._head.forward import folded
 from jaxsoft._head.head import product, product_dtype, rounded_scores, scaled, scores
 from jaxsoft._head.in_place import almost_fills, fits_in_place, padded, weight_in_place
-from jaxsoft._head.loss import Objective, losses_that_count, weighted
+from jaxsoft._head.loss import OPTIONS, Objective, losses_that_count, weighted
 from jaxsoft._head.operation import HeadArray, HeadOperation, Shards
 from jaxsoft._head.pullback import Known, gradient_of_scores, gradient_of_weights
 from jaxsoft._head.reduction import SumDerivative
 from jaxsoft._rows.formulas import labels_within
 
 # The gradients that are sums over the rows; the others have a part for each row.
-_SUMMED = (HeadArray.TOTAL, HeadArray.WEIGHT, HeadArray.BIAS, HeadArray.CLASS_WEIGHTS)
+_SUMMED = (HeadArray.TOTAL, HeadArray.WEIGHT, HeadArray.BIAS, HeadArray.CLASS_WEIGHTS, *OPTIONS.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,12 +172,13 @@ class Total(HeadOperation):
         class_weights = given[HeadArray.CLASS_WEIGHTS] if head.weighted else None
         row = folded(plain, x, label, here, class_weights).of_all_classes(shards, label)
 
-        def losses(statistics, weights):
-            return objective.losses(label, statistics, weights)[0]
+        def losses(statistics, weights, options):
+            return objective.losses(label, statistics, weights, options)[0]
 
         label_weights = chunk.of(given[HeadArray.LABEL_WEIGHTS]) if objective.weighted else None
-        loss, pull = jax.vjp(losses, row.statistics(), label_weights)
-        (of_others, of_t, of_log_odds, *of_sums), of_label_weights = pull(factor)
+        loss, pull = jax.vjp(losses, row.statistics(), label_weights, objective.of_options(given))
+        (of_others, of_t, of_log_odds, *of_sums), of_label_weights, of_options = pull(factor)
+        of_option = {OPTIONS[name]: v for name, v in zip(objective.options.operands, of_options, strict=True)}
         known = Known(label, here, row.t, row.state, (of_others + of_log_odds, of_t - of_log_odds), of_sums[:-1])
         every = Chunk(0, classes)
 
@@ -218,6 +219,8 @@ class Total(HeadOperation):
                     part = losses_that_count(factor, loss)
                 case HeadArray.LABEL_WEIGHTS:
                     part = of_label_weights
+                case HeadArray.LABEL_SMOOTHING | HeadArray.Z_LOSS:
+                    part = of_option[kind]
                 case HeadArray.CLASS_WEIGHTS:
                     part = gradient_of_weights(plain, known, x)
                 case HeadArray.BIAS:

@@ -2,8 +2,11 @@
 
 import inspect
 import math
+import numbers
 import operator
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +17,7 @@ from jaxsoft._core.implementations import Names, accepts
 from jaxsoft._core.mesh import sharded_like, whole_along
 from jaxsoft._core.numbers import as_array, as_float, as_mask, check_axis, holds
 from jaxsoft._core.rounding import rounded
+from jaxsoft._rows.losses import Options
 from jaxsoft._rows.spec import RowExtra
 from jaxsoft.fold import accumulator
 
@@ -22,6 +26,7 @@ type Axis = int | Sequence[int] | None
 _DTYPES = frozenset(map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)))
 _NAMES = "float16, bfloat16, float32 and float64"
 _FLAG = bool | np.bool_
+_F32 = np.dtype(np.float32)
 
 
 def without_old_names[F: Callable](function: F) -> F:
@@ -90,7 +95,7 @@ def check_extras(
     if where is not None:
         where = as_mask("where", broadcastable("where", where, x.shape))
     if scale is not None:
-        scale = _numbers("scale", broadcastable("scale", scale, x.shape, axes), x)
+        scale = _numbers("scale", of_rows("scale", scale, x.shape, axes), x)
     if bias is not None:
         bias = _numbers("bias", broadcastable("bias", bias, x.shape), x)
     if check_flag("is_causal", is_causal) and (axes != (x.ndim - 1,) or x.ndim < 2):
@@ -99,6 +104,91 @@ def check_extras(
             f"got axis={axes} for an array of shape {x.shape}"
         )
     return where, scale, bias
+
+
+def as_number(name: str, value: ArrayLike, allowed: str, least: float, most: float) -> float | jax.Array:
+    """The argument of this name, one real number: as a float where Python or NumPy has it, and else as JAX's array.
+
+    The former is a constant of the compiled program, so another one compiles again; the latter is an operand, traced or
+    not. Only the constant is checked to be from least to most, in words `allowed`.
+    """
+    if hasattr(value, "__jax_array__"):  # as a parameter of Flax, which holds an array
+        value = as_array(name, value)
+    if not isinstance(value, jax.Array):
+        return known_number(name, value, allowed, least, most)
+    _check_number(name, value)
+    return as_float(name, value)
+
+
+def as_scale(scale: ArrayLike, dtype: np.dtype = _F32) -> float | jax.Array:
+    """The argument scale, which kernels have as a constant: a float, and only where it is traced an array.
+
+    Args:
+      scale: the argument.
+      dtype: in which a constant must be finite.
+    """
+    largest = float(jnp.finfo(dtype).max)
+    bounds = f"finite in {dtype.name}", -largest, largest
+    number = as_number("scale", scale, *bounds)
+    return number if isinstance(number, float | jax.core.Tracer) else known_number("scale", number, *bounds)
+
+
+def known_number(name: str, value: ArrayLike, allowed: str, least: float, most: float) -> float:
+    """The argument of this name, a constant of the compiled program, as a float.
+
+    Python's and NumPy's numbers are taken, and arrays of one number unless they are traced, after checking that the
+    number is from least to most, in words `allowed`.
+    """
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(f"{name} must be a real number that is {_known(value)}")
+    _check_number(name, value)
+    exact: Any = value.item() if isinstance(value, np.generic | np.ndarray | jax.Array) else value
+    if not least <= exact <= most:  # in Python, as NumPy would round the bounds to its dtype
+        raise ValueError(f"{name} must be {allowed}; got {value!r}")
+    return float(exact)
+
+
+def _check_number(name: str, value: object) -> None:
+    """Raises unless this is a real number, or an array of one."""
+    if isinstance(value, np.generic | np.ndarray | jax.Array):
+        if value.shape != () or not holds(value.dtype, np.floating, np.integer):
+            raise TypeError(f"{name} must be a real number; got dtype {value.dtype.name} and shape {value.shape}")
+    elif not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a real number; got {reprlib.repr(value)}")
+
+
+def known_integer(name: str, value: object, allowed: str = "an integer") -> int:
+    """The argument of this name, a constant of the compiled program, as a Python integer; in words, `allowed`."""
+    try:
+        if isinstance(value, bool) or getattr(value, "dtype", None) == np.bool_:
+            raise TypeError
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{name} must be {allowed} that is {_known(value)}") from None
+
+
+def _known(value: object) -> str:
+    """The end of an error: what a constant must be, what was given, and what to write if that is traced."""
+    advice = ". Under jax.jit, static_argnames keeps it a constant" if isinstance(value, jax.core.Tracer) else ""
+    return f"known when the call is traced; got {reprlib.repr(value)}{advice}"
+
+
+def check_options(
+    ignore_index: int | None, label_smoothing: ArrayLike, z_loss: ArrayLike, logits_soft_cap: float | None
+) -> tuple[Options, list[jax.Array]]:
+    """The options of a cross-entropy as a record, after checking each, and its operands."""
+    if ignore_index is not None:
+        ignore_index = known_integer("ignore_index", ignore_index, "None or an integer")
+    if logits_soft_cap is not None:  # within these bounds x / cap is a number of float32 for every x that matters
+        logits_soft_cap = known_number("logits_soft_cap", logits_soft_cap, "from 1e-30 to 1e30, or None", 1e-30, 1e30)
+    given = {
+        "label_smoothing": as_number("label_smoothing", label_smoothing, "between 0 and 1", 0, 1),
+        "z_loss": as_number("z_loss", z_loss, "at least 0, and finite in float32", 0, float(np.finfo(_F32).max)),
+    }
+    constants = {name: v for name, v in given.items() if isinstance(v, float)}
+    operands = {name: v for name, v in given.items() if isinstance(v, jax.Array)}
+    options = Options(ignore_index, **constants, logits_soft_cap=logits_soft_cap, operands=tuple(operands))
+    return options, list(operands.values())
 
 
 def check_flag(name: str, value: bool) -> bool:
@@ -129,6 +219,20 @@ def check_dtype(dtype: DTypeLike | None, x: jax.Array) -> np.dtype:
     return given
 
 
+def of_rows(
+    name: str, value: ArrayLike, shape: tuple[int, ...], axes: tuple[int, ...], beside: str = "scores"
+) -> jax.Array:
+    """One number for all rows, or one for each, as an array of as many dimensions as `shape`, with length 1 along axes.
+
+    It may also have the shape of the rows, which is `shape` without the axes. Where that shape broadcasts to `shape`
+    as well, it says the same: all of its lengths are then 1, or each is at its own axis.
+    """
+    value = as_array(name, value)
+    if axes and value.shape == tuple(size for a, size in enumerate(shape) if a not in axes):
+        return jnp.expand_dims(value, axes)
+    return broadcastable(name, value, shape, axes, beside)
+
+
 def broadcastable(
     name: str, value: ArrayLike, shape: tuple[int, ...], ones: tuple[int, ...] = (), beside: str = "scores"
 ) -> jax.Array:
@@ -136,7 +240,8 @@ def broadcastable(
     value = as_array(name, value)
     whole = (*(1,) * (len(shape) - value.ndim), *value.shape)
     if len(whole) != len(shape) or any(d != 1 and (a in ones or d != shape[a]) for a, d in enumerate(whole)):
-        along = f", with length 1 along the reduced axes {ones}" if ones else ""
+        rows = tuple(size for a, size in enumerate(shape) if a not in ones)
+        along = f", with length 1 along the reduced axes {ones}, or have that of the rows, {rows}" if ones else ""
         raise ValueError(f"{name} must broadcast to the shape of the {beside}, {shape}{along}; got shape {value.shape}")
     return value if value.ndim == len(whole) else value.reshape(whole)
 

@@ -100,18 +100,19 @@ def dot_product_attention(
       value: of shape (B, S, K, D) or (S, K, D). Masked keys, and their values, must
         still be finite, and so must their products with queries and the output's cotangent.
       bias: an array broadcastable to (B, N, T, S), added to the scaled products. It is read where it lies.
-      mask: boolean, broadcastable to (B, N, T, S): scores where it is True count.
-      scale: of the products; None for 1 / sqrt(H). A traced one multiplies the queries, is rounded with
-        them, and may overflow with them in f16.
+      mask: booleans or integers, broadcastable to (B, N, T, S): scores where it is True count.
+      scale: of the products, a number; None for 1 / sqrt(H). A traced one multiplies the queries, is rounded with
+        them, and may overflow with them in f16; another one is a constant of the program.
       is_causal: count key j of query i only if j is not after the query's position, i + query_offset.
       query_seq_lengths: of shape (B,), integers: queries from there on attend to nothing.
       key_value_seq_lengths: of shape (B,), integers: keys from there on are masked.
       local_window_size: (left, right), or one number for both: only keys from `left` before to `right` after a query's
-        position count. None is no limit.
+        position count. None, and not -1, is no limit.
       implementation: None for the fastest that serves the call, or one of "ffi", "pallas", "cudnn", "xla" and
         "reference"; see `jaxsoft.implementations`.
       return_residual: also return the log-sum-exp of every query's scores.
-      logits_soft_cap: cap the scaled products before the bias is added, as cap * tanh(product / cap).
+      logits_soft_cap: cap the scaled products before the bias is added, as cap * tanh(product / cap). The cap is a
+        number that is not traced: kernels are compiled for it.
       sinks: of shape (N,): one more score for each head, with the value 0, which takes weight from the keys.
       query_segment_ids, key_value_segment_ids: of shapes (B, T) and (B, S), integers: packed sequences. A key is valid
         only for queries with the same number.

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypedDict
 
@@ -17,9 +16,17 @@ from jaxsoft._attention import xla
 from jaxsoft._attention.form import BASE, AttentionForm, Extra, SequenceShards
 from jaxsoft._core.implementations import Implementation, Names, as_names
 from jaxsoft._core.mesh import sharded_like, varying_alike, varying_over, whole_along, with_axis, with_batch_of
-from jaxsoft._core.numbers import as_array
+from jaxsoft._core.numbers import as_array, as_mask
 from jaxsoft._core.operation import Function
-from jaxsoft._ops.arguments import as_kernel_scores, broadcastable, check_dtype, check_flag
+from jaxsoft._ops.arguments import (
+    as_kernel_scores,
+    as_scale,
+    broadcastable,
+    check_dtype,
+    check_flag,
+    known_integer,
+    known_number,
+)
 from jaxsoft.fold import AttentionState, accumulator
 
 # What signatures say.
@@ -120,11 +127,8 @@ class AttentionArguments:
 
     def __post_init__(self):
         """Raises where dropout would act. Flax's layers pass its rate, and `deterministic` to say that it does not."""
-        rate, deterministic = self.dropout_rate, self.deterministic
-        if not isinstance(rate, int | float | np.integer | np.floating) or isinstance(rate, bool):
-            raise TypeError(f"dropout_rate must be a number that is known when the call is traced; got {rate!r}")
-        if not 0 <= rate <= 1:
-            raise ValueError(f"dropout_rate must be 0, or from 0 to 1 beside deterministic=True; got {rate}")
+        deterministic = self.deterministic
+        rate = known_number("dropout_rate", self.dropout_rate, "0, or from 0 to 1 beside deterministic=True", 0, 1)
         if rate != 0 and (deterministic is None or not deterministic):
             raise ValueError(
                 "dropout_rate must be 0, unless deterministic=True says that no dropout acts, as weights are not in "
@@ -158,12 +162,7 @@ class AttentionArguments:
         if self.bias is not None:
             extras[Extra.BIAS] = as_kernel_scores("bias", full("bias", self.bias))
         if self.mask is not None:
-            mask = full("mask", self.mask)
-            if mask.dtype != jnp.bool_:
-                raise TypeError(
-                    f"mask must hold booleans; got dtype {mask.dtype.name}. What is added to scores is a bias"
-                )
-            extras[Extra.MASK] = mask
+            extras[Extra.MASK] = as_mask("mask", full("mask", self.mask))
         if (self.query_segment_ids is None) != (self.key_value_segment_ids is None):
             raise ValueError("query_segment_ids and key_value_segment_ids must be given together; got one of them")
         if self.query_segment_ids is not None and self.key_value_segment_ids is not None:
@@ -344,14 +343,10 @@ def _scaled(query: jax.Array, scale: ArrayLike | None) -> tuple[jax.Array, float
         if not isinstance(size, int):
             raise ValueError(f"scale must be given where the head size is not known; got None, and query {query.shape}")
         return query, 1 / math.sqrt(size) if size else 1.0
-    number = as_array("scale", float(scale) if type(scale) is int else scale)
-    if number.shape != () or not jnp.issubdtype(number.dtype, jnp.number) or jnp.iscomplexobj(number):
-        raise TypeError(f"scale must be a real number; got dtype {number.dtype.name} and shape {number.shape}")
-    if isinstance(scale, int | float | np.generic | np.ndarray):  # while JAX traces, an array of these is traced too
-        return query, float(scale)
-    if not isinstance(number, jax.core.Tracer):
-        return query, float(number)
-    wide = accumulator(query.dtype)
+    wide = np.dtype(accumulator(query.dtype))
+    number = as_scale(scale, wide)
+    if isinstance(number, float):
+        return query, number
     return (query.astype(wide) * number.astype(wide)).astype(query.dtype), 1.0
 
 
@@ -362,18 +357,16 @@ def _window_limits(size: Window) -> tuple[int | None, int | None]:
     if len(pair) != 2:
         raise ValueError(f"local_window_size must be a number or a pair of numbers; got {size!r}")
 
-    def limit(number: object) -> int | None:
-        if number is None:
+    def limit(given: object) -> int | None:
+        if given is None:
             return None
-        try:
-            index = operator.index(None if isinstance(number, bool) else number)  # type: ignore[arg-type]
-        except TypeError:
-            raise TypeError(
-                f"local_window_size must hold integers that are known when the call is traced; got {size!r}"
-            ) from None
-        if index < 0:
-            raise ValueError(f"local_window_size must not be negative; got {size!r}")
-        return index if index < _FURTHEST else None
+        number = known_integer("local_window_size", given, "None, an integer or a pair of these")
+        if number < 0:
+            # FlashAttention has -1 for no limit. It may as well be the length of an empty window, less one.
+            meant = tuple(None if v == -1 else v for v in pair) if several else None
+            advice = f". No limit is None, not -1: write {meant}" if number == -1 else ""
+            raise ValueError(f"local_window_size must not be negative; got {size!r}{advice}")
+        return number if number < _FURTHEST else None
 
     return limit(pair[0]), limit(pair[1])
 
@@ -382,17 +375,10 @@ def _cap(cap: float | None, dtype: jnp.dtype) -> float | None:
     """The cap, after checking that it is a number of the dtype in which it is computed with."""
     if cap is None:
         return None
-    if isinstance(cap, bool) or not isinstance(cap, int | float | np.integer | np.floating):
-        raise TypeError(f"logits_soft_cap must be a number or None; got {cap!r}")
     limits = jnp.finfo(dtype)
     most = float(limits.max) * 1e-8  # beyond, scores divided by it would be too small for the dtype
-    try:
-        number = float(cap)
-    except OverflowError:
-        number = math.inf
-    if not float(limits.tiny) <= number <= most:
-        raise ValueError(f"logits_soft_cap must be positive and at most {most:.1e} in {dtype.name}; got {cap}")
-    return number
+    allowed = f"None, or positive and at most {most:.1e} in {dtype.name}"
+    return known_number("logits_soft_cap", cap, allowed, float(limits.tiny), most)
 
 
 def _check_state(state: AttentionState, given: Arrays) -> AttentionState:

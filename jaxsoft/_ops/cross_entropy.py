@@ -19,6 +19,7 @@ from jaxsoft._ops.arguments import (
     as_kernel_scores,
     broadcastable,
     check_flag,
+    check_options,
     merged,
     normalize_axis,
     refuse_old_names,
@@ -32,7 +33,6 @@ from jaxsoft._rows.losses import (
     Options,
     Sums,
     check_labels,
-    check_options,
     check_weights,
     returned,
     row_entropy,
@@ -128,8 +128,8 @@ def softmax_cross_entropy_with_integer_labels(
     where: ArrayLike | None = None,
     *,
     ignore_index: int | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    label_smoothing: ArrayLike = 0.0,
+    z_loss: ArrayLike = 0.0,
     logits_soft_cap: float | None = None,
     class_weights: ArrayLike | None = None,
     return_lse: bool = False,
@@ -151,13 +151,17 @@ def softmax_cross_entropy_with_integer_labels(
       labels: integers, of the shape of the logits without axis, or of one that broadcasts with it. With several axes a
         label is the index into them flattened, in the order given.
       axis: the axis or axes of the classes.
-      where: boolean: valid classes, broadcastable to the logits; or, without the axes of the classes, valid rows. As
-        in optax, a label that is masked keeps its logit: its loss is the logsumexp of the others minus its logit.
+      where: booleans or integers: valid classes, broadcastable to the logits; or, without the axes of the classes,
+        valid rows. As in optax, a label that is masked keeps its logit: its loss is the logsumexp of the others minus
+        its logit.
       ignore_index: rows with this label have loss 0 and gradient 0, and are not read.
-      label_smoothing: epsilon, from 0 to 1.
-      z_loss: zeta, the factor of the logsumexp's square (Chowdhery et al., "PaLM", arXiv:2204.02311).
+      label_smoothing: epsilon, a number from 0 to 1. Python's and NumPy's numbers are constants of the program, and
+        another one compiles again. An array of JAX, traced or not, is an operand: it has derivatives, its range is not
+        checked, and it costs what smoothing costs even where it is 0.
+      z_loss: zeta, the factor of the logsumexp's square (Chowdhery et al., "PaLM", arXiv:2204.02311): a number of at
+        least 0, a constant or an operand likewise. As an operand it costs nothing.
       logits_soft_cap: z = cap * tanh(logits / cap) (Gemma 2, arXiv:2408.00118), where -inf becomes -cap. The cap
-        is a number from 1e-30 to 1e30.
+        is a number from 1e-30 to 1e30, and not traced: kernels are compiled for it.
       class_weights: w, one number a class; 1 if None.
       return_lse: return the logsumexp of z beside the losses. It is -inf in a row that is wholly masked, or that is
         ignored.
@@ -178,11 +182,11 @@ def softmax_cross_entropy_with_integer_labels(
     Raises:
       TypeError, ValueError: an argument does not fit the others, or the named implementation cannot serve the call.
 
-    Derivatives by the logits and the class weights, of every order, in forward and reverse mode. The gradient at the
-    label is that of log(1 + exp(d)), with d the logsumexp of all other classes minus the label's logit, so it has all
-    its digits where the label is nearly certain. Reverse mode keeps the logits and a few numbers a row. An axis of
-    classes that is sharded over a mesh costs one exchange of a few numbers a row (vocabulary-parallel cross-entropy:
-    Shoeybi et al., "Megatron-LM", arXiv:1909.08053).
+    Derivatives by the logits, the class weights, and label_smoothing and z_loss where these are arrays, of every order,
+    in forward and reverse mode. The gradient at the label is that of log(1 + exp(d)), with d the logsumexp of all other
+    classes minus the label's logit, so it has all its digits where the label is nearly certain. Reverse mode keeps the
+    logits and a few numbers a row. An axis of classes that is sharded over a mesh costs one exchange of a few numbers a
+    row (vocabulary-parallel cross-entropy: Shoeybi et al., "Megatron-LM", arXiv:1909.08053).
 
     The entropy is that of `jaxsoft.entropy`,
 
@@ -214,25 +218,26 @@ def softmax_cross_entropy_with_integer_labels(
     if old:
         refuse_old_names(softmax_cross_entropy_with_integer_labels, old, logit_softcap="logits_soft_cap")
     implementation = as_names(implementation)
-    options = check_options(ignore_index, label_smoothing, z_loss, logits_soft_cap)
+    options, numbers = check_options(ignore_index, label_smoothing, z_loss, logits_soft_cap)
     asked = check_flag("return_lse", return_lse), check_flag("return_entropy", return_entropy)
     x = as_kernel_scores("logits", logits)
     axes = _class_axes(axis, x.ndim)
     weights = check_weights(class_weights, _classes(x.shape, axes), x.dtype)
     labels = check_labels(labels, tuple(size for a, size in enumerate(x.shape) if a not in axes))
     valid = None if where is None else _where_of(where, _shape_with_rows(x.shape, labels.shape, axes), axes)
-    return returned(*_with_integer_labels(x, labels, valid, weights, axes, options, asked, implementation))
+    return returned(*_with_integer_labels(x, labels, valid, weights, numbers, axes, options, asked, implementation))
 
 
 # What is not asked for is no result: in a row that is wholly masked the logsumexp is infinite, at which
 # jax_debug_infs would stop.
 @functools.partial(jax.jit, static_argnames=("axes", "options", "asked", "implementation"))
-def _with_integer_labels(x, labels, valid, weights, axes, options, asked, implementation):
+def _with_integer_labels(x, labels, valid, weights, numbers, axes, options, asked, implementation):
     return_lse, entropy = asked
+    options = options.with_operands(numbers, fold.accumulator(x.dtype))
     x, index = with_labels(labels, merged(x, axes, x.shape), _classes(x.shape, axes), options)
     (x,) = stored(x)  # the sums of smoothing may be taken beside the operation
     extras, label_valid = _extras(x, index, valid)
-    smoothed = options.label_smoothing > 0
+    smoothed = options.smooths
     summed = smoothed and weights is None and not entropy  # no operation has weighted sums, nor sums and the entropy
     form = RowForm(x.dtype, tuple(extras), cap=options.logits_soft_cap)
     function = label_entropy_of_rows if entropy else label_sums_of_rows if summed else label_state_of_rows
@@ -337,8 +342,8 @@ def softmax_cross_entropy(
     axis: Axis = -1,
     where: ArrayLike | None = None,
     *,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    label_smoothing: ArrayLike = 0.0,
+    z_loss: ArrayLike = 0.0,
     logits_soft_cap: float | None = None,
     class_weights: ArrayLike | None = None,
     return_lse: bool = False,
@@ -359,7 +364,8 @@ def softmax_cross_entropy(
       logits: of shape (..., classes, ...), in f16, bf16, f32 or f64.
       labels: the probability of each class, or any other numbers, of a shape that broadcasts with that of the logits.
       axis: the axis or axes of the classes; None for all.
-      where: boolean: valid classes, broadcastable to the logits; or, without the axes of the classes, valid rows.
+      where: booleans or integers: valid classes, broadcastable to the logits; or, without the axes of the classes,
+        valid rows.
       label_smoothing, z_loss, logits_soft_cap, class_weights, return_lse, return_entropy, implementation: as of
         `softmax_cross_entropy_with_integer_labels`.
 
@@ -371,9 +377,10 @@ def softmax_cross_entropy(
     Raises:
       TypeError, ValueError: an argument does not fit the others, or the named implementation cannot serve the call.
 
-    Derivatives by the logits, the labels and the class weights, of every order, in forward and reverse mode. The
-    implementation reduces the rows to their state, with the entropy's sum if that is asked for, and XLA fuses the rest:
-    its forward pass reads the logits once more, and its backward pass the logits and the labels once.
+    Derivatives by the logits, the labels, the class weights, and label_smoothing and z_loss where these are arrays, of
+    every order, in forward and reverse mode. The implementation reduces the rows to their state, with the entropy's sum
+    if that is asked for, and XLA fuses the rest: its forward pass reads the logits once more, and its backward pass the
+    logits and the labels once.
 
     >>> logits, labels = jnp.array([[1.2, -0.8, -0.5], [0.9, -1.2, 1.1]]), jnp.array([[1.0, 0, 0], [0, 1.0, 0]])
     >>> softmax_cross_entropy(logits, labels).round(2)
@@ -382,7 +389,7 @@ def softmax_cross_entropy(
     if old:
         refuse_old_names(softmax_cross_entropy, old, logit_softcap="logits_soft_cap")
     implementation = as_names(implementation)
-    options = check_options(None, label_smoothing, z_loss, logits_soft_cap)
+    options, numbers = check_options(None, label_smoothing, z_loss, logits_soft_cap)
     asked = check_flag("return_lse", return_lse), check_flag("return_entropy", return_entropy)
     x, q = as_kernel_scores("logits", logits), as_array("labels", labels)
     if not holds(q.dtype, np.floating, np.integer, np.bool_):
@@ -394,7 +401,7 @@ def softmax_cross_entropy(
         raise ValueError(f"labels must broadcast with the logits, of shape {x.shape}; got shape {q.shape}") from None
     weights = check_weights(class_weights, _classes(x.shape, axes), x.dtype)
     valid = _where_of(where, shape, tuple(a - x.ndim + len(shape) for a in axes))
-    return returned(*_with_labels(x, q, valid, weights, axes, options, asked, implementation))
+    return returned(*_with_labels(x, q, valid, weights, numbers, axes, options, asked, implementation))
 
 
 def _shape_with_labels(shape: tuple[int, ...], labels: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
@@ -417,10 +424,11 @@ def _side_by_side(x: jax.Array, q: jax.Array, axes: tuple[int, ...]) -> tuple[ja
 
 
 @functools.partial(jax.jit, static_argnames=("axes", "options", "asked", "implementation"))
-def _with_labels(x, q, valid, weights, axes, options, asked, implementation):
+def _with_labels(x, q, valid, weights, numbers, axes, options, asked, implementation):
     return_lse, entropy = asked
     x, q = _side_by_side(x, q, axes)
     wide, (x,) = fold.accumulator(x.dtype), stored(x)
+    options = options.with_operands(numbers, wide)
     extras = {}
     if valid is not None:
         extras[RowExtra.WHERE] = jnp.broadcast_to(valid, (*valid.shape[:-1], x.shape[-1]))
@@ -430,7 +438,7 @@ def _with_labels(x, q, valid, weights, axes, options, asked, implementation):
     z, shown = _scores(x, options, valid), True if valid is None else valid
     q = jnp.where(shown & ~empty[..., None], q.astype(wide), 0)  # NaN times 0 would go on to gradients
     finite = shown & (z > -jnp.inf)
-    if options.label_smoothing:
+    if options.smooths:
         k = jnp.maximum(jnp.sum(finite, axis=-1, keepdims=True, dtype=wide), 1)
         q = (1 - options.label_smoothing) * q + jnp.where(finite, options.label_smoothing / k, 0)
     if weights is not None:
@@ -441,7 +449,7 @@ def _with_labels(x, q, valid, weights, axes, options, asked, implementation):
     nll = above + jnp.log(jnp.where(empty, 1, s))[..., None]
     loss = jnp.sum(jnp.where(adds, q * jnp.where(adds, nll, 0), 0), axis=-1)
     lse = fold.lse(fold.State(m, s))
-    if options.z_loss:
+    if options.has_z_loss:
         loss = loss + options.z_loss * jnp.where(empty, 0, lse) ** 2
     return loss, lse if return_lse else None, entropy_of(m, s, *u) if entropy else None
 

@@ -46,8 +46,9 @@ def entropy(
     Args:
       x: scores of any shape; f16, bf16, f32 and f64. They are computed with in f32 (f64 for f64).
       axis: the axis or axes over which probabilities sum to 1; None for all.
-      where: boolean, broadcastable to x. Elements where it is False have the probability 0.
-      scale: a number, or an array broadcastable to x with length 1 along the reduced axes: a temperature is 1 / scale.
+      where: booleans or integers, broadcastable to x. Elements where it is False have the probability 0.
+      scale: a number; or one for each row, in an array of the shape of the rows, those of x without the reduced axes,
+        or broadcastable to x with length 1 along these. A temperature is 1 / scale.
       bias: an array broadcastable to x. It needs no memory of x's size, nor does where.
       is_causal: count element j of row i only if j <= i, where i is the index along the axis before the last, and the
         last axis is reduced.

@@ -39,9 +39,10 @@ def softmax_kl_divergence(
       p_logits: of any shape; f16, bf16, f32 and f64 have kernels. They compute in f32 (f64 for f64).
       q_logits: of a shape that broadcasts with that of p_logits, in any of these dtypes.
       axis: the axis or axes of the classes; None for all.
-      where: boolean, broadcastable to the logits. Classes where it is False are masked, for either of both.
-      scale: a number, or an array broadcastable to the logits with length 1 along the classes, by which both are
-        multiplied: a temperature is 1 / scale.
+      where: booleans or integers, broadcastable to the logits. Classes where it is False are masked, for either of
+        both.
+      scale: a number; or one for each row, in an array of the shape of the result, or broadcastable to the logits with
+        length 1 along the classes. Both are multiplied by it: a temperature is 1 / scale.
       implementation: None for the fastest that serves the call, or one or a tuple of "ffi", "pallas", "triton", "xla"
         and "reference"; see `jaxsoft.implementations`.
 

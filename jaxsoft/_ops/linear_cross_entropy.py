@@ -1,7 +1,6 @@
 """`linear_softmax_cross_entropy`, the public function: its checks, and the loss from what a linear head computes."""
 
 import functools
-import operator
 from typing import Literal, Never, Unpack, overload
 
 import jax
@@ -19,16 +18,17 @@ from jaxsoft._head.total import Total
 from jaxsoft._ops.arguments import (
     as_dtype,
     as_kernel_scores,
+    as_scale,
     broadcastable,
     check_flag,
+    check_options,
+    known_integer,
     refuse_old_names,
     without_old_names,
 )
 from jaxsoft._rows.losses import (
     LossOptions,
     check_labels,
-    check_number,
-    check_options,
     check_weights,
     returned,
     weight_at,
@@ -43,7 +43,7 @@ class _LinearOptions(LossOptions, total=False):
     ignore_index: int | None
     reduction: Literal["mean", "sum"] | None
     row_weights: ArrayLike | None
-    scale: float
+    scale: ArrayLike
     chunk_size: int | None
     recompute: bool
     accumulator_dtype: DTypeLike | None
@@ -112,15 +112,15 @@ def linear_softmax_cross_entropy(
     bias: ArrayLike | None = None,
     *,
     ignore_index: int | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    label_smoothing: ArrayLike = 0.0,
+    z_loss: ArrayLike = 0.0,
     logits_soft_cap: float | None = None,
     class_weights: ArrayLike | None = None,
     return_lse: bool = False,
     return_entropy: bool = False,
     reduction: Literal["mean", "sum"] | None = None,
     row_weights: ArrayLike | None = None,
-    scale: float = 1.0,
+    scale: ArrayLike = 1.0,
     chunk_size: int | None = None,
     recompute: bool = True,
     accumulator_dtype: DTypeLike | None = None,
@@ -147,8 +147,8 @@ def linear_softmax_cross_entropy(
 
     On a Hopper GPU, by classes and in 16 bits, Pallas kernels compute the logits tile by tile and leave nothing of them
     in memory but the logits' gradients. They serve at least 17 rows where d and the number of classes are multiples of
-    64, on each device of a mesh; and not class_weights beside label_smoothing, label_smoothing beside return_entropy,
-    chunk_size, or recompute=False.
+    64, on each device of a mesh; and not class_weights beside label_smoothing, label_smoothing beside return_entropy
+    (where it is an array, even of 0), chunk_size, or recompute=False.
 
     Args:
       hidden: h, of shape (..., d), in f16, bf16, f32 or f64.
@@ -157,9 +157,9 @@ def linear_softmax_cross_entropy(
       labels: integers, of shape (...), or of one that broadcasts with it.
       bias: b, of shape (classes,).
       ignore_index: rows with this label have loss 0 and gradient 0. Their hidden must still be finite.
-      label_smoothing: epsilon, from 0 to 1.
-      z_loss: zeta, the factor of the logsumexp's square.
-      logits_soft_cap: z = cap * tanh(a (h W + b) / cap), with a cap from 1e-30 to 1e30.
+      label_smoothing, z_loss: epsilon and zeta, numbers as `softmax_cross_entropy_with_integer_labels` has them: arrays
+        of JAX are operands, with derivatives, and others are constants of the program.
+      logits_soft_cap: z = cap * tanh(a (h W + b) / cap), with a cap from 1e-30 to 1e30 that is not traced.
       class_weights: w, one number a class; 1 if None.
       return_lse: return the logsumexp of z beside the losses. With a reduction, this takes the way by classes.
       return_entropy: return the entropy of p as well, in nats, after the losses and what return_lse adds; as
@@ -168,7 +168,8 @@ def linear_softmax_cross_entropy(
       row_weights: u, real numbers of the shape of the losses, or of one that broadcasts to it; 1 if None. Without a
         reduction each loss is multiplied by its row's. A row with weight 0 adds 0, even where its own loss is inf or
         NaN, as for a label out of range, and then the derivative by its weight is 0. Its hidden must still be finite.
-      scale: a, a Python number that is finite in f32. By rows, a * hidden is rounded to the dtype of the products.
+      scale: a, a number that is finite in f32. By rows, and where it is traced, a * hidden is rounded to the dtype of
+        the products; else it is a constant of the program, and another one compiles again.
       chunk_size: by rows, how many rows are taken at a time; None for about 1024, or about as many as have 2^28 bytes
         of logits if these are more: all of them, or a multiple of 256. A chunk of r rows takes 2 * r * classes bytes in
         bf16. With more than d rows in all, each reads and writes the gradient of weight once. For d rows, or up to
@@ -200,17 +201,18 @@ def linear_softmax_cross_entropy(
     Raises:
       TypeError, ValueError: an argument does not fit the others.
 
-    Derivatives by hidden, weight, bias, class weights and row weights, in their dtypes. No gradient is computed that is
-    not asked for: by rows, two products are enough where weight has none. Forward mode and derivatives of higher order
-    work too, the latter with all logits in memory. By rows, loss and gradients are those of logits that are rounded to
-    the dtype of the products, as they are in memory, and the gradients are what is kept from the forward pass to the
-    backward pass. Where a loop is differentiated as a whole, each of its steps would keep the gradient of weight: leave
-    the reduction out there, or let `jax.checkpoint` compute the step again. A call with f16 products is computed by
-    classes, as gradients before the cotangent could be too small for f16. So are one with a bias of a wider dtype than
-    the products, whose digits logits of the products' dtype would lose; one that `jax.vmap` maps before it is
-    differentiated; and one whose number of rows is symbolic. Over a mesh, rows may be sharded as hidden has them and
-    classes as weight has them: the devices then exchange a few numbers a row, once, and the gradients that are sums
-    over devices cost all-reduces of their size, that of hidden in the accumulator's dtype.
+    Derivatives by hidden, weight, bias, class weights and row weights, in their dtypes, and by traced label_smoothing,
+    z_loss and scale. No gradient is computed that is not asked for: by rows, two products are enough where weight has
+    none. Forward mode and derivatives of higher order work too, the latter with all logits in memory. By rows, loss and
+    gradients are those of logits that are rounded to the dtype of the products, as they are in memory, and the
+    gradients are what is kept from the forward pass to the backward pass. Where a loop is differentiated as a whole,
+    each of its steps would keep the gradient of weight: leave the reduction out there, or let `jax.checkpoint` compute
+    the step again. A call with f16 products is computed by classes, as gradients before the cotangent could be too
+    small for f16. So are one with a bias of a wider dtype than the products, whose digits logits of the products' dtype
+    would lose; one that `jax.vmap` maps before it is differentiated; and one whose number of rows is symbolic. Over a
+    mesh, rows may be sharded as hidden has them and classes as weight has them: the devices then exchange a few numbers
+    a row, once, and the gradients that are sums over devices cost all-reduces of their size, that of hidden in the
+    accumulator's dtype.
 
     Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv:1805.02867), for the fold;
     Wijmans et al., "Cut your losses in large-vocabulary language models" (arXiv:2411.09009), and Hsu et al., "Liger
@@ -229,20 +231,19 @@ def linear_softmax_cross_entropy(
     """
     if old:
         refuse_old_names(linear_softmax_cross_entropy, old, logit_softcap="logits_soft_cap")
-    options = check_options(ignore_index, label_smoothing, z_loss, logits_soft_cap)
+    options, numbers = check_options(ignore_index, label_smoothing, z_loss, logits_soft_cap)
+    scale = as_scale(scale)
     if reduction is not None and not (isinstance(reduction, str) and reduction in ("mean", "sum")):
         raise ValueError(f"reduction must be None, 'mean' or 'sum'; got {reduction!r}")
     operands = _layer(hidden, weight, bias)
     hidden, weight = operands[HeadArray.HIDDEN], operands[HeadArray.WEIGHT]
     classes, dtype = weight.shape[1], product_dtype(hidden, weight)
     weights = check_weights(class_weights, classes, dtype)
-    if weights is not None and options.label_smoothing:
+    if weights is not None and options.smooths:
         operands[HeadArray.CLASS_WEIGHTS] = weights
     labels = check_labels(labels, hidden.shape[:-1])
     operands[HeadArray.HIDDEN], index = with_labels(labels, hidden, classes, options)
     factors = _check_row_weights(row_weights, index, dtype)
-    largest = float(np.finfo(np.float32).max)
-    scale = check_number("scale", scale, "finite in float32", -largest, largest)
     chunk_size = _check_chunk_size(chunk_size)
     recompute = check_flag("recompute", recompute)
     return_lse, return_entropy = check_flag("return_lse", return_lse), check_flag("return_entropy", return_entropy)
@@ -250,9 +251,12 @@ def linear_softmax_cross_entropy(
     bias_fits = bias is None or jnp.finfo(operands[HeadArray.BIAS].dtype).nmant <= jnp.finfo(dtype).nmant
     plain = not return_lse and not return_entropy and dtype != jnp.float16 and bias_fits
     by_rows = reduction is not None and plain and isinstance(index.size, int)
+    if isinstance(scale, jax.Array):
+        operands |= _scaled(scale, dtype, operands)
+        scale = 1.0
     head = Head(
         tuple(operands),
-        summed=options.label_smoothing > 0,
+        summed=options.smooths,
         entropy=return_entropy,
         scale=scale,
         cap=options.logits_soft_cap,
@@ -262,7 +266,7 @@ def linear_softmax_cross_entropy(
     )
     objective = Objective(head, options, weights is not None, chunk_size if by_rows else None, sum_dtype)
     return returned(
-        *_loss(tuple(operands.values()), index, factors, weights, objective, reduction, return_lse, by_rows)
+        *_loss(tuple(operands.values()), index, factors, weights, numbers, objective, reduction, return_lse, by_rows)
     )
 
 
@@ -286,14 +290,19 @@ def _layer(hidden: ArrayLike, weight: ArrayLike, bias: ArrayLike | None) -> dict
     return {HeadArray.HIDDEN: hidden, HeadArray.WEIGHT: weight, HeadArray.BIAS: bias}
 
 
+def _scaled(scale: jax.Array, dtype: np.dtype, operands: dict[HeadArray, jax.Array]) -> dict[HeadArray, jax.Array]:
+    """Hidden and bias times a traced scale, the former rounded to the products' dtype, the latter not at all."""
+    wide = fold.accumulator(dtype)
+    scale = scale.astype(wide)
+    found = {HeadArray.HIDDEN: (operands[HeadArray.HIDDEN].astype(wide) * scale).astype(dtype)}
+    return found | {kind: operands[kind].astype(wide) * scale for kind in operands.keys() & {HeadArray.BIAS}}
+
+
 def _check_chunk_size(chunk_size: int | None) -> int | None:
     """The chunk size as a Python integer, or None."""
     if chunk_size is None:
         return None
-    try:
-        chunk_size = operator.index(chunk_size)
-    except TypeError:
-        raise TypeError(f"chunk_size must be an integer or None; got {chunk_size!r}") from None
+    chunk_size = known_integer("chunk_size", chunk_size, "None or an integer")
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, or None; got {chunk_size}")
     return chunk_size
@@ -310,7 +319,7 @@ def _check_row_weights(row_weights: ArrayLike | None, index: jax.Array, dtype: n
 
 
 @functools.partial(jax.jit, static_argnames=("objective", "reduction", "return_lse", "by_rows"))
-def _loss(operands, index, factors, weights, objective, reduction, return_lse, by_rows):
+def _loss(operands, index, factors, weights, numbers, objective, reduction, return_lse, by_rows):
     """The loss, and by classes the logsumexp of each row and the entropy, if they are wanted."""
     dtype = fold.accumulator(product_dtype(*operands[:2]))
     if factors is None:
@@ -324,10 +333,14 @@ def _loss(operands, index, factors, weights, objective, reduction, return_lse, b
         factors = jax.lax.optimization_barrier(factors / jax.lax.stop_gradient(unit))
         total = jnp.sum(factors)
         factors = jnp.where(total == 0, 0, factors / jnp.where(total == 0, 1, total))
-    *operands, index, factors = varying_alike(*operands, index, factors)
+    numbers = [number.astype(dtype) for number in numbers]
+    count = len(operands)
+    *varying, index, factors = varying_alike(*operands, *numbers, index, factors)
+    operands, numbers = varying[:count], varying[count:]
     of_label = () if weights is None else varying_alike(weight_at(weights, index), index)[:1]
     if by_rows:
-        return Total(objective)(*operands, index, factors, *of_label)[0], None, None
-    loss, lse, entropy = objective.losses(index, statistics(objective.head)(*operands, index), *(of_label or (None,)))
+        return Total(objective)(*operands, index, factors, *of_label, *numbers)[0], None, None
+    found = statistics(objective.head)(*operands, index)
+    loss, lse, entropy = objective.losses(index, found, *(of_label or (None,)), numbers)
     loss = weighted(factors, loss)
     return loss if reduction is None else jnp.sum(loss), lse if return_lse else None, entropy

@@ -91,8 +91,9 @@ def logsumexp(
         leaves its element out, even one of inf or NaN.
       keepdims: keep the reduced axes, with length 1.
       return_sign: return the logarithm of the sum's absolute value, and its sign.
-      where: boolean, broadcastable to a. Elements where it is False are masked.
-      scale: a number, or an array broadcastable to a with length 1 along the reduced axes: a temperature is 1 / scale.
+      where: booleans or integers, broadcastable to a. Elements where it is False are masked.
+      scale: a number; or one for each row, in an array of the shape of the rows, those of a without the reduced axes,
+        or broadcastable to a with length 1 along these. A temperature is 1 / scale.
       bias: an array broadcastable to a. Neither it nor where takes memory of a's size.
       is_causal: count element j of row i only if j <= i, where i is the index along the axis before the last, and the
         last axis is reduced.

@@ -116,18 +116,19 @@ def paged_attention(
         or not less than P, has masked keys, and so have the keys that the table has no room for: more
         columns of such entries change nothing. A length below 0 is 0.
       bias: an array broadcastable to (B, N, T, S), added to the scaled products.
-      mask: boolean, broadcastable to (B, N, T, S): scores where it is True count.
-      scale: of the products; None for 1 / sqrt(H). A traced one multiplies the queries, is rounded with them, and may
-        overflow with them in f16.
+      mask: booleans or integers, broadcastable to (B, N, T, S): scores where it is True count.
+      scale: of the products, a number; None for 1 / sqrt(H). A traced one multiplies the queries, is rounded with them,
+        and may overflow with them in f16; another one is a constant of the program.
       is_causal: count key j of query i only if j is not after the query's position, i + query_offset.
       query_seq_lengths: of shape (B,), integers: queries from there on attend to nothing. For chunks of different
         lengths, and with 0 for a sequence that has no queries in this call.
       local_window_size: (left, right), or one number for both: only keys from `left` before to `right` after a query's
-        position count. None is no limit.
+        position count. None, and not -1, is no limit.
       implementation: None for the fastest that serves the call, or one of "ffi", "xla" and "reference"; see
         `jaxsoft.implementations`.
       return_residual: also return the log-sum-exp of every query's scores.
-      logits_soft_cap: cap the scaled products before the bias is added, as cap * tanh(product / cap).
+      logits_soft_cap: cap the scaled products before the bias is added, as cap * tanh(product / cap). The cap is a
+        number that is not traced: kernels are compiled for it.
       sinks: of shape (N,): one more score for each head, with the value 0, which takes weight from the keys.
       query_offset: the position of the first query, a number or an array of shape (B,). None says that the queries are
         the last tokens of their sequence: it is key_value_seq_lengths - T, or key_value_seq_lengths -

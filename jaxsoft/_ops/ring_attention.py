@@ -108,13 +108,13 @@ def ring_attention(
         them at once, for few tokens a device; not with "striped" if there are limits by position. "all_to_all": devices
         exchange tokens for heads, of which N and K must be multiples of P. None for "ring" from 2048 tokens of a device
         on, else "all_gather" where it can be.
-      scale: of the products; None for 1 / sqrt(H).
+      scale: of the products; None for 1 / sqrt(H). As `jaxsoft.dot_product_attention` has it.
       is_causal: count a key only if its token is not after the query's.
       local_window_size: (left, right), or one number for both: only keys from `left` before to `right` after a query's
-        token count. None is no limit. A ring leaves out blocks that no query reaches.
+        token count. None, and not -1, is no limit. A ring leaves out blocks that no query reaches.
       implementation: of the kernels on each device, as `jaxsoft.dot_product_attention` has it.
       return_residual: also return the log-sum-exp of every query's scores.
-      logits_soft_cap: cap the scaled products, as cap * tanh(product / cap).
+      logits_soft_cap: cap the scaled products, as cap * tanh(product / cap), by a number that is not traced.
       sinks: of shape (N,): one more score for each head, with the value 0.
       query_segment_ids, key_value_segment_ids: of shape (B, T), integers, sharded and laid out as query: packed
         sequences. A key is valid only for queries with the same number. They also say which tokens are padding.

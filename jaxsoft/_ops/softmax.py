@@ -53,8 +53,9 @@ def softmax(
       x: scores of any shape; f16, bf16, f32 and f64 have kernels. They compute in f32 (f64 for f64) and
         round once.
       axis: the axis or axes that sum to 1; None for all.
-      where: boolean, broadcastable to x. Elements where it is False get 0 and are left out.
-      scale: a number, or an array broadcastable to x with length 1 along the reduced axes: a temperature is 1 / scale.
+      where: booleans or integers, broadcastable to x. Elements where it is False get 0 and are left out.
+      scale: a number; or one for each row, in an array of the shape of the rows, those of x without the reduced axes,
+        or broadcastable to x with length 1 along these. A temperature is 1 / scale.
       bias: an array broadcastable to x. It needs no memory of x's size, nor does where.
       is_causal: count element j of row i only if j <= i, where i is the index along the axis before the last, and the
         last axis is reduced: the mask of attention, with the first query at the first key.
@@ -115,8 +116,9 @@ def log_softmax(
       x: scores of any shape; f16, bf16, f32 and f64 have kernels. They compute in f32 (f64 for f64) and
         round once.
       axis: the axis or axes over which probabilities sum to 1; None for all.
-      where: boolean, broadcastable to x. Elements where it is False get -inf and are left out.
-      scale: a number, or an array broadcastable to x with length 1 along the reduced axes: a temperature is 1 / scale.
+      where: booleans or integers, broadcastable to x. Elements where it is False get -inf and are left out.
+      scale: a number; or one for each row, in an array of the shape of the rows, those of x without the reduced axes,
+        or broadcastable to x with length 1 along these. A temperature is 1 / scale.
       bias: an array broadcastable to x. It needs no memory of x's size, nor does where.
       is_causal: count element j of row i only if j <= i, where i is the index along the axis before the last, and the
         last axis is reduced.

@@ -1,7 +1,6 @@
 """The k most probable elements: the public function."""
 
 import functools
-import operator
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxsoft._core.implementations import Implementation, as_names
 from jaxsoft._core.numbers import as_axis
-from jaxsoft._ops.arguments import as_kernel_scores, check_dtype, check_flag
+from jaxsoft._ops.arguments import as_kernel_scores, check_dtype, check_flag, known_integer
 from jaxsoft._rows.derivative import differentiable
 from jaxsoft._rows.forms import RowForm
 from jaxsoft._rows.formulas import wide
@@ -67,10 +66,7 @@ def top_k_softmax(
     implementation = as_names(implementation)
     x = as_kernel_scores("x", x)
     axis = as_axis(axis, x.ndim)
-    try:
-        k = operator.index(k)
-    except TypeError:
-        raise TypeError(f"k must be an integer that is known when the call is traced; got {k!r}") from None
+    k = known_integer("k", k)
     if not 1 <= k <= x.shape[axis]:
         raise ValueError(f"k must be from 1 to the length of the axis, {x.shape[axis]}; got {k}")
     renormalize = check_flag("renormalize", renormalize)

@@ -1,4 +1,4 @@
-"""What the cross-entropies share: their options, the checks of their arguments, and a row's loss.
+"""What the cross-entropies share: their options, the checks of their arrays, and a row's loss.
 
 With p the softmax of the scores z, the loss of a row is
 
@@ -9,8 +9,7 @@ operations of `jaxsoft._rows.operations.labels` read whole rows, and give a few 
 these numbers, which JAX differentiates, and so is the entropy of p.
 """
 
-import numbers
-import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypedDict
 
 import jax
@@ -33,19 +32,37 @@ class Options(NamedTuple):
       label_smoothing: the share of the target that all classes get alike.
       z_loss: the factor of logsumexp(z)^2.
       logits_soft_cap: the scores are cap * tanh(logits / cap).
+      operands: which of label_smoothing and z_loss are arrays of one number, and so operands of a program, whose
+        constants the others are. The record has them after `with_operands`.
     """
 
     ignore_index: int | None = None
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
+    label_smoothing: float | jax.Array = 0.0
+    z_loss: float | jax.Array = 0.0
     logits_soft_cap: float | None = None
+    operands: tuple[str, ...] = ()
+
+    @property
+    def smooths(self) -> bool:
+        """Whether there may be label smoothing: of an operand it is not known whether it is 0."""
+        return "label_smoothing" in self.operands or bool(self.label_smoothing)
+
+    @property
+    def has_z_loss(self) -> bool:
+        """Whether there may be a z-loss, likewise."""
+        return "z_loss" in self.operands or bool(self.z_loss)
+
+    def with_operands(self, given: Sequence[jax.Array], dtype: np.dtype) -> "Options":
+        """The options with their operands, in this dtype, that of the losses."""
+        arrays: dict[str, Any] = {name: v.astype(dtype) for name, v in zip(self.operands, given, strict=True)}
+        return self._replace(**arrays)
 
 
 class LossOptions(TypedDict, total=False):
     """The arguments of every cross-entropy that do not decide what it returns, for the types of its overloads."""
 
-    label_smoothing: float
-    z_loss: float
+    label_smoothing: ArrayLike
+    z_loss: ArrayLike
     logits_soft_cap: float | None
     class_weights: ArrayLike | None
 
@@ -54,38 +71,6 @@ def returned(loss: jax.Array, lse: jax.Array | None, entropy: jax.Array | None) 
     """What a cross-entropy returns: the losses, and beside them what else is asked for."""
     beside = [v for v in (lse, entropy) if v is not None]
     return (loss, *beside) if beside else loss
-
-
-def check_options(
-    ignore_index: int | None, label_smoothing: float, z_loss: float, logits_soft_cap: float | None
-) -> Options:
-    """The options as a record, after checking each."""
-    if ignore_index is not None:
-        try:
-            if isinstance(ignore_index, bool):
-                raise TypeError
-            ignore_index = operator.index(ignore_index)
-        except TypeError:
-            raise TypeError(f"ignore_index must be an integer or None; got {ignore_index!r}") from None
-    label_smoothing = check_number("label_smoothing", label_smoothing, "between 0 and 1", 0, 1)
-    z_loss = check_number("z_loss", z_loss, "at least 0, and finite in float32", 0, _LARGEST)
-    if logits_soft_cap is not None:  # within these bounds x / cap is a number of float32 for every x that matters
-        logits_soft_cap = check_number("logits_soft_cap", logits_soft_cap, "from 1e-30 to 1e30, or None", 1e-30, 1e30)
-    return Options(ignore_index, label_smoothing, z_loss, logits_soft_cap)
-
-
-_LARGEST = float(np.finfo(np.float32).max)
-_REAL = numbers.Real | np.integer | np.floating
-
-
-def check_number(name: str, value: Any, allowed: str, least: float, most: float) -> float:
-    """The argument of this name, after checking that it is a real number from least to most, in words `allowed`."""
-    if not isinstance(value, _REAL) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a real number; got {value!r}")
-    exact: Any = value.item() if isinstance(value, np.generic) else value  # NumPy would round the bounds to its dtype
-    if not least <= exact <= most:
-        raise ValueError(f"{name} must be {allowed}; got {value!r}")
-    return float(value)
 
 
 def check_weights(class_weights: ArrayLike | None, classes: int, dtype: np.dtype) -> jax.Array | None:
@@ -212,7 +197,7 @@ def row_loss(
     if sums is not None:
         smooth = _mean_nll(nll, lse, t, sums)
         loss = (1 - options.label_smoothing) * loss + options.label_smoothing * smooth
-    if options.z_loss:
+    if options.has_z_loss:
         loss = loss + options.z_loss * lse**2
     loss = jnp.where(empty, 0, loss) + nan_where(invalid & ~empty, jnp.zeros_like(loss))
     return loss, jnp.where(empty, -jnp.inf, lse)

@@ -40,8 +40,8 @@ def attention_state(scores: ArrayLike, values: ArrayLike, where: ArrayLike | Non
     Args:
       scores: of shape (..., n), or (..., t, n) for t queries, of any real dtype.
       values: of shape (n, d), or (..., n, d): they multiply from the right as in `jax.numpy.matmul`.
-      where: boolean, broadcastable to the scores; only those where it is True count. The values of others count as
-        finite.
+      where: booleans or integers, broadcastable to the scores; only those where it is True count. The values of others
+        count as finite.
 
     Returns:
       A state in f32 (f64 if the scores are f64), of the shape of the scores without their last axis. The products are

@@ -125,7 +125,7 @@ def state(x: ArrayLike, axis: int | Sequence[int] | None = -1, where: ArrayLike 
     Args:
       x: scores, of any real dtype. f64 and, where x64 is enabled, 64-bit integers give an f64 state, others an f32 one.
       axis: the axis or axes that are reduced; None for all.
-      where: boolean, broadcastable to x; only elements where it is True count.
+      where: booleans or integers, broadcastable to x; only elements where it is True count.
 
     Returns:
       A state of the shape of x without `axis`. No scores, or only scores of -inf, give the identity. To derivatives m

@@ -80,8 +80,8 @@ def test_bad_operands(operands, error, message):
     [
         ({"bias": np.ones(4, np.float32)}, ValueError, rf"bias must broadcast to .*{SHAPES}; got shape \(4,\)"),
         ({"mask": np.ones((2, 1, 3, 5), bool)}, ValueError, rf"mask must .*{SHAPES}; got shape \(2, 1, 3, 5\)"),
-        ({"mask": np.ones(15, np.float32)}, TypeError, "mask must hold booleans; got dtype float32.*bias"),
-        ({"scale": "a"}, TypeError, "scale must be a number or an array of numbers; got 'a'"),
+        ({"mask": np.ones(15, np.float32)}, TypeError, "mask must hold booleans or integers; got dtype float32.*bias"),
+        ({"scale": "a"}, TypeError, "scale must be a real number; got 'a'"),
         ({"is_causal": 1}, TypeError, "is_causal must be True or False; got 1"),
         ({"return_residual": None}, TypeError, "return_residual must be True or False; got None"),
         ({"query_seq_lengths": np.ones(3, int)}, ValueError, r"query_seq_lengths must have .*\(2,\); got shape \(3,\)"),
@@ -89,7 +89,7 @@ def test_bad_operands(operands, error, message):
         ({"query_offset": np.ones(3, int)}, ValueError, r"query_offset must be None or .*\(2,\); got shape \(3,\)"),
         ({"query_offset": 1.5}, TypeError, "query_offset must hold integers; got dtype float32"),
         ({"local_window_size": (-1, 2)}, ValueError, r"local_window_size must not be negative; got \(-1, 2\)"),
-        ({"logits_soft_cap": 0}, ValueError, "logits_soft_cap must be positive .*; got 0"),
+        ({"logits_soft_cap": 0}, ValueError, "logits_soft_cap must be None, or positive .*; got 0"),
         ({"sinks": np.ones(2, np.float32)}, ValueError, r"sinks must have the shape \(4,\), .*; got shape \(2,\)"),
         (
             {"key_scale": np.ones(4)},

@@ -94,7 +94,7 @@ CALLS = [
     ),
     ({"implementation": "fast"}, ValueError, "implementation must be None or one of .*; got 'fast'"),
     ({"local_window_size": (-1, 0)}, ValueError, r"local_window_size must not be negative; got \(-1, 0\)"),
-    ({"logits_soft_cap": 0}, ValueError, "logits_soft_cap must be positive"),
+    ({"logits_soft_cap": 0}, ValueError, "logits_soft_cap must be None, or positive"),
     ({"sinks": np.ones(3, np.float32)}, ValueError, r"sinks must have the shape \(4,\), one number a head; got"),
     ({"query_segment_ids": IDS}, ValueError, "query_segment_ids and key_value_segment_ids must be given together"),
     (

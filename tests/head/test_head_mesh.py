@@ -138,6 +138,19 @@ def test_options(rows_too, f, most, patched):
     assert_close(actual, expected, 1e-5)
 
 
+@pytest.mark.parametrize("reduction", ["mean", None])
+def test_numbers_that_are_traced(reduction):
+    """Gradients by them are sums over the devices that share the rows, and none over those that share the classes."""
+
+    def f(h, w, y, *numbers):
+        named = dict(zip(("label_smoothing", "z_loss", "scale"), numbers, strict=True))
+        return jnp.sum(jnp.sin(linear(h, w, y, reduction=reduction, ignore_index=-100, chunk_size=5, **named)))
+
+    gradients, numbers = jax.jit(jax.grad(f, (0, 1, 3, 4, 5))), np.float32([0.1, 0.3, -0.7])
+    over_devices = placed(mesh_of(AxisType.Auto), (H, P("a")), (W, P(None, "b")), (Y, P("a")))
+    assert_close(gradients(*over_devices, *numbers), gradients(H, W, Y, *numbers), 1e-5)
+
+
 @pytest.mark.parametrize("most", [16, 1], ids=["gathered", "summed"])
 def test_devices_without_a_finite_score(most, patched):
     """All classes of a device may be masked, or all of some rows, or the only score above -inf may be the label's."""

@@ -551,7 +551,7 @@ def test_shard_map(manual):
         ({"labels": LABELS[0]}, ValueError, "labels must have the shape"),
         ({"labels": HIDDEN[..., 0]}, TypeError, "labels must hold integers"),
         ({"chunk_size": 0}, ValueError, "chunk_size must be at least 1"),
-        ({"chunk_size": 2.0}, TypeError, "chunk_size must be an integer or None"),
+        ({"chunk_size": 2.0}, TypeError, "chunk_size must be None or an integer that is known"),
         ({"recompute": 1}, TypeError, "recompute must be True or False"),
         ({"label_smoothing": 2}, ValueError, "label_smoothing must be between 0 and 1"),
         ({"class_weights": BIAS[1:]}, ValueError, "class_weights must have one number"),
