@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +55,15 @@ each_dtype_in_turn = pytest.mark.parametrize(
     "dtype",
     [pytest.param(d, marks=slow if d in (jnp.float16, jnp.float64) else (), id=d.__name__) for d in DTYPES],
 )
+
+
+def some(values: Iterable, by_default: Iterable) -> list:
+    """Values of a parameter, of which all but those of `by_default` run only when asked to."""
+    kept = list(by_default)
+    assert all(value in list(values) for value in kept)
+    return [value if value in kept else pytest.param(value, marks=slow) for value in values]
+
+
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="checks the CPU's kernels")
 needs_library = pytest.mark.skipif(library.find("cuda") is None, reason="libjaxsoft_cuda was not built")

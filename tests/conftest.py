@@ -4,7 +4,8 @@ On a CPU most of the time goes into compiling what runs once, so LLVM is told no
 itself makes of a program, and the C++ kernels, stay the same. Tracing makes many objects that live on in JAX's caches,
 so Python looks for garbage seldom: that took a tenth of the time.
 
-A run takes a quarter of the cases of a test, unless it asks for all by `-m ""`.
+A run takes all cases but those that are marked slow, and of a test that is marked `cover` those that cover its
+parameters; `-m ""` asks for all.
 
 A first call compiles, so a deadline would measure XLA; and examples are drawn the same way in every run, so that a
 failure can be run again.
@@ -12,8 +13,9 @@ failure can be run again.
 
 import collections
 import gc
+import itertools
 import os
-import zlib
+import tempfile
 
 # Read when JAX first looks for devices; it means nothing to a GPU.
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -21,6 +23,15 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 
 if not os.path.exists("/dev/nvidiactl"):
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+# The programs of a run are kept for its own time, for all workers and for what the tests start: a quarter is compiled
+# before, elsewhere. A program over a mesh is found, as it says which call of jaxsoft it holds.
+if "PYTEST_XDIST_WORKER" not in os.environ and not os.path.exists("/dev/nvidiactl"):
+    PROGRAMS = tempfile.TemporaryDirectory(prefix="jaxsoft-tests-")
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", PROGRAMS.name)
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+    os.environ.setdefault("JAX_REMOVE_CUSTOM_PARTITIONING_PTR_FROM_CACHE_KEY", "1")
 
 # Several workers of pytest-xdist may share a GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -43,12 +54,6 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("jaxsoft")
 
 
-# Files whose cases are not products of dtypes, operations, implementations and shapes: each is another thing, or they
-# are picked already, as what is not slow.
-EACH = ("test_arguments", "test_doctest", "test_documents", "test_every_function", "test_examples", "test_fuzz")
-EACH += ("test_disable_jit", "test_higher_orders", "test_ring_arguments", "test_ring_attention")
-
-
 @pytest.fixture
 def interpreter(monkeypatch):
     """Has Pallas interpret the kernels of several warp groups, and look for races."""
@@ -59,24 +64,37 @@ def interpreter(monkeypatch):
     monkeypatch.setattr(blocks, "INTERPRET", plgpu.InterpretGPUParams(detect_races=True))
 
 
-def pytest_collection_modifyitems(config, items):
-    """Keeps a quarter of a test's cases, and at least two: those that the checksum of their names picks.
-
-    Cases are products, of which a checksum leaves some of each factor, the same in every run. A test that is named, and
-    a run of all marks, keep all.
-    """
-    if config.option.markexpr != "not slow" or config.option.keyword or any("::" in arg for arg in config.args):
-        return
-    items_of = collections.defaultdict(list)
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Marks as slow the cases of a test with the mark `cover` that `covering` leaves out."""
+    cases = collections.defaultdict(list)
     for item in items:
-        if item.path.stem not in EACH and not item.get_closest_marker("slow"):
-            items_of[item.nodeid.split("[")[0]].append(item)
-    left_out = set()
-    for cases in items_of.values():
-        ordered = sorted(cases, key=lambda item: zlib.crc32(item.nodeid.encode()))
-        left_out.update(ordered[max(2, -(-len(cases) // 4)) :])
-    config.hook.pytest_deselected(items=list(left_out))
-    items[:] = [item for item in items if item not in left_out]
+        if item.get_closest_marker("cover") and not item.get_closest_marker("slow"):
+            cases[item.nodeid.split("[")[0]].append(item)
+    for of_test in cases.values():
+        names = of_test[0].get_closest_marker("cover").args
+        kept = covering([item.callspec.params for item in of_test], names)
+        for i, item in enumerate(of_test):
+            if i not in kept:
+                item.add_marker("slow")
+
+
+def covering(cases, names):
+    """Which cases make a run by default: each combination of the named parameters, and each value of the others.
+
+    One is taken where it shows something new, first those that show most, so the others' values take turns.
+    """
+    shows = []
+    for case in cases:
+        values = {name: id(value) for name, value in case.items()}  # not all have a hash; a product has each value once
+        combination = tuple(values.pop(name) for name in names)
+        shows.append({combination, *values.items()})
+    missing, kept = set(itertools.chain(*shows)), set()
+    while missing:
+        best = max(range(len(cases)), key=lambda i: len(shows[i] & missing))  # of several the first
+        kept.add(best)
+        missing -= shows[best]
+    return kept
 
 
 def pytest_collection_finish():

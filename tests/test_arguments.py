@@ -181,6 +181,7 @@ def test_the_list_of_implementations_on_an_amd_gpu(monkeypatch):
     assert names["xla"] is None
 
 
+@pytest.mark.cover("op")
 @each_op
 @pytest.mark.parametrize(
     "x",
@@ -205,6 +206,7 @@ def test_lists_integers_and_booleans(op, x):
         assert actual.dtype == expected.dtype
 
 
+@pytest.mark.cover("op")
 @each_op
 @pytest.mark.parametrize("dtype", [jnp.complex64, jnp.float8_e4m3fn, jnp.float8_e5m2])
 def test_dtypes_that_are_left_to_jax(op, dtype):

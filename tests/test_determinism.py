@@ -46,6 +46,7 @@ def test_run_to_run(op, implementation):
 STRATEGIES = [(70, 100), (40, 1001), (20, 4096), (5, 20_001), (300, 50_257), (70, 131_072), (13, 1_000_003)]
 
 
+@pytest.mark.cover("op")
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
 @each_op
 @pytest.mark.parametrize("shapes", [[(3, 100), (3, 1001)], pytest.param(STRATEGIES, marks=on_gpu)], ids=["few", "all"])

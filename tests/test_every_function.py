@@ -13,6 +13,7 @@ KNOWN = (*OPS, "integer", "dense", "linear", "top_k", "attention", "ring attenti
 CHOICES = choices(lambda name: name.split(",")[0] in KNOWN)
 
 
+@pytest.mark.cover()
 @pytest.mark.parametrize(("name", "implementation"), CHOICES)
 @each_dtype_in_turn
 def test_in_one_program(name, implementation, dtype):

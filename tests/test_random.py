@@ -184,6 +184,7 @@ def test_greedy(n, others):
     assert np.any(p[~cold] < 1)
 
 
+@pytest.mark.cover()
 @pytest.mark.parametrize("n", [4, 512])
 @pytest.mark.parametrize(
     "top_p, share", [(0.25, 0.25), (0.2501, 0.25), (0.5, 0.5), (0.75, 0.75), (1.0, 1.0), (1e-9, 0)]
@@ -223,6 +224,7 @@ def test_rows_without_a_distribution(n, options):
         assert (token[4], p[4]) == (alone[0][4], alone[1][4])
 
 
+@pytest.mark.cover()
 @pytest.mark.parametrize("n", [3, 600])
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 3}], ids=str)
 def test_scaled_logits_out_of_range(n, options):

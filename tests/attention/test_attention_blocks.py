@@ -51,6 +51,7 @@ def allowed(dtype):
     return {"float64": 1e-14, "float32": 2e-6}.get(np.dtype(dtype).name, 1e-2)
 
 
+@pytest.mark.cover()
 @each_option
 @each_implementation
 def test_blocks_give_what_one_call_gives(implementation, options, of_form):
@@ -109,6 +110,7 @@ def test_a_rounded_output_has_its_rest(implementation):
 NAN, INF = np.nan, np.inf
 
 
+@pytest.mark.cover()
 @pytest.mark.parametrize("counts", [True, False], ids=["keys", "no keys"])
 @pytest.mark.parametrize(
     ("before", "lse"),
@@ -171,6 +173,7 @@ def test_vmap(implementation):
                 np.testing.assert_allclose(found, np.stack(each), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.cover()
 @needs_devices
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
 @pytest.mark.parametrize("key_heads", [8, 2, 1])

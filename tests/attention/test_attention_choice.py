@@ -78,6 +78,7 @@ def test_another_version_of_jax_may_lack_it(monkeypatch):
     cudnn._missing.cache_clear()
 
 
+@pytest.mark.cover()
 @pytest.mark.parametrize(
     ("length", "size", "is_causal", "forward", "gradient"),
     [
@@ -118,6 +119,7 @@ def test_rest_of_output(deterministic):
     assert forward.count("x128xbf16") == 1 + deterministic
 
 
+@pytest.mark.cover()
 @pytest.mark.parametrize(("queries", "keys"), [(1, 4096), (4096, 512)])
 @pytest.mark.parametrize("size", [64, 256])
 def test_other_numbers_of_queries(queries, keys, size):
@@ -197,6 +199,7 @@ def test_bias_of_f64():
         assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.cover()
 @pytest.mark.parametrize("shape", ["b, 256, 4, 64", "2, t, 4, 64", "2, 256, n, 64", "2, 256, 4, h"])
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_symbolic_shapes(shape, deterministic):
@@ -278,6 +281,7 @@ def test_short_sequences(queries, keys, few):
     assert targets(attend, (2, queries, 2, 64), (2, keys, 2, 64), (2, keys, 2, 64)) == expected
 
 
+@pytest.mark.cover()
 @pytest.mark.usefixtures("cuda_kernels")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2], ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("x64", [False, True])
@@ -377,6 +381,7 @@ def test_the_kernels_for_attention_are_hopper_s(monkeypatch):
         assert "for Hopper" in ffi.unavailable("cuda")
 
 
+@pytest.mark.cover()
 @pytest.mark.usefixtures("cuda_kernels")
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from attention_calls import SMALL, Sizes, case
 from cases import Case
-from common import precision, slow
+from common import precision, slow, some
 from meshes import needs_devices
 
 import jaxsoft
@@ -37,6 +37,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.cover()
 @pytest.mark.parametrize(
     "options",
     [pytest.param(o, marks=slow if name in ("plain", "fixed") else (), id=name) for name, o in OPTIONS.items()],
@@ -153,7 +154,7 @@ def check_transpose(function, operand):
     return transposed, cotangents
 
 
-@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("name", some(LINEAR, ["mask", "sinks", "residual"]))
 def test_transpose_by_value(name):
     """Attention is linear in value, so JAX transposes it as it does jax.nn's: `jax.linear_transpose`."""
     options, more = LINEAR[name]

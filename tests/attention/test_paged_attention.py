@@ -9,7 +9,7 @@ import numpy as np
 import paged_calls
 import pytest
 from cases import Case
-from common import PAGED_IMPLEMENTATIONS, as_usual, on_cpu, precision, same_bits, served, slow
+from common import PAGED_IMPLEMENTATIONS, as_usual, on_cpu, precision, same_bits, served, slow, some
 from paged_calls import OPTIONS, SMALL, Sizes, case, table_and_lengths
 
 import jaxsoft
@@ -29,7 +29,12 @@ def both(call: Case) -> Case:
     return Case.together(call.what, [call, call.through("grad")])
 
 
-@pytest.mark.parametrize("option", [None, *OPTIONS], ids=str)
+# By default what only pages have; test_attention_values has most others.
+@pytest.mark.parametrize(
+    "option",
+    some([None, *OPTIONS], [None, "key scale", "value scale", "shared", "out of range", "past the table", "lengths"]),
+    ids=str,
+)
 @each_implementation
 def test_every_option(option, implementation):
     """Output, log-sum-exp and all gradients."""
@@ -37,6 +42,7 @@ def test_every_option(option, implementation):
         both(case([option] if option else [], SMALL, np.float64, implementation)).check()
 
 
+@pytest.mark.cover()
 @pytest.mark.parametrize("more", [("window to the left",), ("query lengths",), ("state", "out of range")], ids=str)
 @pytest.mark.parametrize("which", ["past the table", "lengths"])
 def test_lengths_past_the_table(which, more):
@@ -131,6 +137,7 @@ def test_heads(sizes, implementation):
         both(case(["bias", "causal", "shared"], sizes, np.float64, implementation)).check()
 
 
+@pytest.mark.cover()
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32], ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("of_pages", EIGHT_BITS, ids=lambda dtype: dtype.__name__)
@@ -326,6 +333,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.cover()
 @pytest.mark.parametrize(
     "options", [("causal", "shared", "out of range"), ("key scale", "sinks", "query lengths")], ids=str
 )

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import interpreted, target
+from common import interpreted, slow, target
 
 from jaxsoft._attention.form import AttentionForm, Extra
 from jaxsoft.pallas_kernels.attention import choice, ranges
@@ -205,15 +205,14 @@ def test_values_by_plan(plan):
 @pytest.mark.parametrize(
     "form",
     [
-        form_of(),
-        form_of(right=0),
-        form_of(*LENGTHS, Extra.OFFSET, Extra.SINKS, left=30, right=0),
-        form_of(*SEGMENTS, right=0),
-        form_of(Extra.BIAS, Extra.MASK, cap=30.0),
-        form_of(Extra.BIAS),
-        form_of(dtype=F32),
+        pytest.param(form_of(), marks=slow, id="plain"),
+        pytest.param(form_of(right=0), marks=slow, id="causal"),
+        pytest.param(form_of(*LENGTHS, Extra.OFFSET, Extra.SINKS, left=30, right=0), id="lengths"),
+        pytest.param(form_of(*SEGMENTS, right=0), marks=slow, id="segments"),
+        pytest.param(form_of(Extra.BIAS, Extra.MASK, cap=30.0), id="bias and mask"),
+        pytest.param(form_of(Extra.BIAS), marks=slow, id="bias"),
+        pytest.param(form_of(dtype=F32), marks=slow, id="f32"),
     ],
-    ids=["plain", "causal", "lengths", "segments", "bias and mask", "bias", "f32"],
 )
 def test_lowers_for_hopper(form):
     for i, (head, value) in enumerate(HEADS):
@@ -229,6 +228,7 @@ def test_lowers_for_hopper(form):
         assert [x.shape for x in numbers] == [(2, 2, queries)] * 2
 
 
+@pytest.mark.cover()
 @pytest.mark.parametrize("axis", [0, 1], ids=["queries", "keys"])
 @pytest.mark.parametrize("left", [None, 0, 70])
 @pytest.mark.parametrize("right", [None, 0, 70])

@@ -76,6 +76,7 @@ each_call = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.cover()
 @each_derivative
 @each_call
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -113,6 +114,7 @@ def test_axes_that_are_not_manual(derivative):
     assert {what for what, _ in collectives(program)} == {"collective-permute"}
 
 
+@pytest.mark.cover()
 @each_derivative
 @pytest.mark.parametrize(
     ("left", "steps"), [(0, 1), (1, 2), (TOKENS, 2), (TOKENS + 1, 3), (99, MOST)], ids=lambda v: str(v)
@@ -123,6 +125,7 @@ def test_windows(left, steps, derivative):
     assert found == +collections.Counter(permutes(min(steps, MOST), derivative))
 
 
+@pytest.mark.cover()
 @each_derivative
 @each_call
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
@@ -136,6 +139,7 @@ def test_all_gather(layout, derivative, inside, kind):
     assert found == gathers(derivative) or (inside and found == kept)
 
 
+@pytest.mark.cover()
 @each_derivative
 @each_call
 @pytest.mark.parametrize("layout", LAYOUTS)

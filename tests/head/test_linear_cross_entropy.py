@@ -74,6 +74,7 @@ def assert_close(actual, expected, tolerance):
         assert ok.all(), (np.abs(a - e).max() / size, a, e)
 
 
+@pytest.mark.cover()
 @pytest.mark.parametrize(
     ("options", "class_weights", "chunk_size", "recompute"),
     [
@@ -99,6 +100,7 @@ def test_options(options, class_weights, chunk_size, recompute, width):
     assert not np.asarray(actual[0][1][0])[ignored].any() and not np.asarray(actual[1][0])[ignored].any()
 
 
+@pytest.mark.cover()
 @pytest.mark.parametrize(
     ("dtype", "weight_dtype"),
     [
@@ -137,6 +139,7 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *v, default, cpu=None, cuda=None: (cuda or default)(*v))
 
 
+@pytest.mark.cover()
 @pytest.mark.parametrize(
     ("options", "rows"),
     [({}, 8), ({"label_smoothing": 0.1, "z_loss": 0.1, "logits_soft_cap": 5.0}, 8), ({}, 7), ({}, 2)],
@@ -176,6 +179,7 @@ def test_no_chunk_of_a_cpu_waits():
     assert not whole.search(traced.lower(lowering_platforms=("cpu",)).as_text())
 
 
+@pytest.mark.cover()
 @pytest.mark.parametrize("classes", [2048, 2050])
 @pytest.mark.parametrize("chunk_size", [None, 300])
 def test_rows_of_a_gpu_are_taken_where_that_costs_no_memory(monkeypatch, classes, chunk_size):
@@ -198,6 +202,7 @@ def test_rows_of_a_gpu_are_taken_where_that_costs_no_memory(monkeypatch, classes
         assert not of_rows(jax.grad(f, (0, 1)))
 
 
+@pytest.mark.cover()
 @pytest.mark.parametrize("width", [64, 96], ids=["as many rows as width", "fewer"])
 @pytest.mark.parametrize("entropy", [False, True])
 def test_kept_logits_are_as_exact_as_stored_ones(entropy, width):
@@ -225,6 +230,7 @@ def test_kept_logits_are_as_exact_as_stored_ones(entropy, width):
     assert (errors(linear, chunk_size=512) < of_stored).all()
 
 
+@pytest.mark.cover()
 @pytest.mark.parametrize(
     ("classes", "chunk_size"), [(1, None), (1, 1), (2, 1), (31, 30), (31, 31), (31, 32), (31, None)]
 )

@@ -64,6 +64,7 @@ def check(ours, weighted, options, operands, reduction=None):
         assert_close(a, e, 1e-5)
 
 
+@pytest.mark.cover()
 @each_offset
 @pytest.mark.parametrize(
     ("options", "weighted", "chunk_size", "recompute"),
@@ -96,6 +97,7 @@ def test_other_options(options):
         assert_close(a, e, 1e-5)
 
 
+@pytest.mark.cover()
 @each_offset
 @pytest.mark.parametrize("weighted", [False, True], ids=["alike", "class weights"])
 def test_by_rows(offset, weighted):

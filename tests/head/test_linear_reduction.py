@@ -69,6 +69,7 @@ def with_gradients(f, count=5):
     return lambda *operands: jax.value_and_grad(f, tuple(range(count)))(*operands)
 
 
+@pytest.mark.cover()
 @pytest.mark.parametrize(
     ("options", "chunk_size"),
     [
@@ -92,6 +93,7 @@ def test_options(options, chunk_size, rows, reduction):
     assert not np.asarray(actual[1][0])[y == -100].any()
 
 
+@pytest.mark.cover()
 @pytest.mark.parametrize("options", [IGNORED, {**SMOOTH, "scale": -0.4}], ids=["plain", "smoothed"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("missing", [0, 1, 2])
@@ -149,6 +151,7 @@ def test_gradients_beside_logsumexps(reduction):
     assert_close(jax.jit(with_gradients(f, 2))(*ALL[:2]), in_float64(with_gradients(g, 2), *ALL[:2]), 3e-6)
 
 
+@pytest.mark.cover()
 @pytest.mark.parametrize(
     ("dtype", "weight_dtype"),
     [
@@ -292,6 +295,7 @@ def test_special_values():
     assert_close(jax.jit(f)(*ALL[:2]), in_float64(g, *ALL[:2]), 3e-6)
 
 
+@pytest.mark.cover()
 @pytest.mark.parametrize("options", [{}, {"return_lse": True}, SMOOTH], ids=["rows", "classes", "smoothed"])
 @pytest.mark.parametrize("reduction", ["mean", "sum", None])
 def test_weights_of_0(reduction, options):
@@ -334,6 +338,7 @@ def test_the_sum_of_chunks_in_f32():
     assert error(chunk_size=4, accumulator_dtype=jnp.float32) < 0.6 * error(chunk_size=4)
 
 
+@pytest.mark.cover()
 @pytest.mark.parametrize("which", [*range(5), "labels", "rows"])
 @pytest.mark.parametrize("order", ["grad of vmap", "vmap of grad", pytest.param("grad of vmap of grad", marks=slow)])
 def test_vmap(which, order):

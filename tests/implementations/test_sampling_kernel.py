@@ -215,6 +215,7 @@ def operands(shape, seed=0):
     )
 
 
+@pytest.mark.cover()
 @needs_devices
 @each_axis_type
 @pytest.mark.parametrize("k", [None, 5])

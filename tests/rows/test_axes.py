@@ -11,6 +11,7 @@ LENGTHS, TRAILING = (1, 2, 33, 1000), (1, 3, 64, 257)
 SHAPES = [(2, n, trailing) for n in LENGTHS for trailing in TRAILING]
 
 
+@pytest.mark.cover("op", "implementation")
 @each_op
 @each_fast_implementation
 @each_dtype_in_turn

@@ -124,6 +124,7 @@ def test_options(implementation, options):
     chex.assert_trees_all_close(f(X)[1], np.asarray(lse_want, np.float32), rtol=1e-6)
 
 
+@pytest.mark.cover()
 @each_implementation
 @each_dtype_in_turn
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 24, 25, 127, 1000, 4099])
@@ -246,6 +247,7 @@ def test_nan_beside_nothing(implementation, n):
     assert np.isnan(dense(x, jax.nn.one_hot(np.zeros(4, int), n))).all()
 
 
+@pytest.mark.cover()
 @each_implementation
 @each_dtype_in_turn
 @pytest.mark.parametrize("cap", [0.5, 30.0, 1e3, 1e5, 1e7, 1e15, 1e30])
@@ -297,6 +299,7 @@ def test_labels_out_of_range_that_are_masked(implementation, options):
 _EVERY_OPTION = {"label_smoothing": 0.1, "z_loss": 0.1, "return_entropy": True}
 
 
+@pytest.mark.cover()
 @each_implementation
 @pytest.mark.parametrize("options", [{}, _EVERY_OPTION, {**_EVERY_OPTION, "logits_soft_cap": 3.0}], ids=len)
 @pytest.mark.parametrize("which", ["rows", "classes", "-inf", "ignored"])

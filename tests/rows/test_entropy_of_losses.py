@@ -96,6 +96,7 @@ def check(x, labels, implementation, counts=None, cap=None):
     assert_within(dx, dx_want, bound, f"gradient of {what}")
 
 
+@pytest.mark.cover()
 @each_dtype_in_turn
 @each_fast_implementation
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 24, 25, 33, 128, 1000, 1025, 2049, 4097, 8209, 65537])
@@ -133,6 +134,7 @@ def test_long_rows(implementation, dtype, n, count):
         check(x.astype(dtype), labels, implementation)
 
 
+@pytest.mark.cover()
 @each_dtype_in_turn
 @each_fast_implementation
 @pytest.mark.parametrize("n", [5, 300, 5000])
@@ -153,6 +155,7 @@ def test_masks_and_caps(implementation, dtype, n, cap):
             check(x, labels, implementation, where, cap)
 
 
+@pytest.mark.cover()
 @each_fast_implementation
 @each_dtype_in_turn
 @pytest.mark.parametrize("n", [1, 3, 10, 24, 33, 48, 100])

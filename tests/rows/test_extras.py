@@ -104,6 +104,7 @@ EXTRAS = ("s", "l", "w", "b", "lw", "slwb")
 SHAPES = ((2, 5, 33), (2, 3, 1), (1, 7, 1000), (2, 40, 24), (3, 2, 2049), (2, 6, 65))
 
 
+@pytest.mark.cover("op", "implementation")
 @each_op
 @each_dtype_in_turn
 @each_fast_implementation
@@ -151,6 +152,7 @@ def summed(v, shape):
     return v.sum(axis=tuple(a for a, d in enumerate(shape) if d == 1), keepdims=True)
 
 
+@pytest.mark.cover("op", "implementation")
 @each_op
 @each_fast_implementation
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -199,6 +201,7 @@ def both(f, x, scale, bias):
     return f(x, scale, bias), jax.grad(total(f), given)(x, scale, bias)
 
 
+@pytest.mark.cover("op", "implementation")
 @each_op
 @each_implementation
 @pytest.mark.parametrize("axis", [-1, pytest.param(1, marks=slow), (0, 2), None, pytest.param((), marks=slow)])
@@ -393,6 +396,7 @@ def test_every_order_of_both_modes(op, implementation):
 MODES = (jax.jacfwd, jax.jacrev)
 
 
+@pytest.mark.cover("op", "implementation")
 @each_op
 @each_implementation
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -448,6 +452,7 @@ def test_scale_at_the_edges(op, implementation):
         np.testing.assert_allclose(ds, {"softmax": -1 / 3, "log_softmax": -1, "logsumexp": 2}[op], rtol=1e-6)
 
 
+@pytest.mark.cover("op", "implementation")
 @each_op
 @each_implementation
 @pytest.mark.parametrize("n", [6, 700, 9001])

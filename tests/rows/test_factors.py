@@ -58,6 +58,7 @@ def test_what_a_factor_of_0_leaves_out(hidden):
         assert not np.any(da[0, 1]) and np.isfinite(da[1]).all() and np.isfinite(db[1]).all()
 
 
+@pytest.mark.cover()
 @pytest.mark.parametrize("hidden", [95.0, 200.0, 1e4, np.inf, np.nan])
 @pytest.mark.parametrize("scale", [1.0, 1e-30])
 def test_factors_that_are_masked_by_a_product(hidden, scale):

@@ -49,11 +49,31 @@ def check(operation, form, implementation, operands):
     assert_exact(operation, form, operands, results)
 
 
+def check_all(operation, implementation, calls):
+    """Calls, each a form and its operands, in one program; or each alone, where a kernel refuses some."""
+
+    def results_of(operands):
+        each = zip(calls, operands, strict=True)
+        return [RowOperation(operation, form, implementation)(*v) for (form, _), v in each]
+
+    try:
+        results = jax.jit(results_of)([operands for _, operands in calls])
+    except ValueError:
+        for form, operands in calls:
+            with served(implementation):
+                check(operation, form, implementation, operands)
+    else:
+        for (form, operands), result in zip(calls, results, strict=True):
+            assert_exact(operation, form, operands, result)
+
+
+@pytest.mark.cover()
 @each_operation
 @each_dtype_in_turn
 @each_fast_implementation
 def test_extras(operation, dtype, implementation):
     """Each alone and all at once, for short rows and long, broadcast along none, some or all leading dimensions."""
+    calls = []
     with precision(dtype):
         for extras, (shape, ones) in zip(
             itertools.cycle(EXTRAS[operation]),
@@ -68,8 +88,8 @@ def test_extras(operation, dtype, implementation):
             strict=False,
         ):
             form = RowForm(np.dtype(dtype), extras, masked=operation is SOFTMAX_VJP and LIMIT in extras)
-            with served(implementation):
-                check(operation, form, implementation, operands_of(operation, form, shape, dtype, ones))
+            calls.append((form, operands_of(operation, form, shape, dtype, ones)))
+        check_all(operation, implementation, calls)
 
 
 @each_operation
@@ -77,11 +97,12 @@ def test_extras(operation, dtype, implementation):
 def test_dtypes(operation, implementation):
     """Results of another dtype than the scores."""
     pairs = [(a, b) for a, b in itertools.product(DTYPES[:3], DTYPES[:3]) if a != b]
+    calls = []
     for given, result in pairs if operation not in (STATE, ENTROPY) else ():
         for extras in ((), EXTRAS[operation][-1]):
             form = RowForm(np.dtype(result), extras)
-            with served(implementation):
-                check(operation, form, implementation, operands_of(operation, form, (3, 300), given))
+            calls.append((form, operands_of(operation, form, (3, 300), given)))
+    check_all(operation, implementation, calls)
 
 
 @each_operation
@@ -89,11 +110,12 @@ def test_dtypes(operation, implementation):
 @pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=slow)])
 def test_trailing(operation, implementation, dtype):
     """Axes before the last, beside results of x's dtype and of another."""
+    calls = []
     for shape, trailing in (((2, 33, 5), 1), ((3, 2, 64, 1, 17), 2), ((7, 3), 1), ((1000, 130), 1)):
         for result in (dtype, jnp.float32):
             form = RowForm(np.dtype(result), (), trailing)
-            with served(implementation):
-                check(operation, form, implementation, operands_of(operation, form, shape, dtype))
+            calls.append((form, operands_of(operation, form, shape, dtype)))
+    check_all(operation, implementation, calls)
 
 
 @each_fast_implementation

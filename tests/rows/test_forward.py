@@ -20,6 +20,7 @@ SHORT = (1, 2, 3, 31, 32, 33, 127, 1000, 1023, 1024, 1025, 4097)
 LONG = (50257, 65537, 131072, 151936, 999983, 2**20)
 
 
+@pytest.mark.cover("op", "implementation")
 @each_op
 @each_dtype
 @each_fast_implementation

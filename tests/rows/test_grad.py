@@ -53,6 +53,7 @@ def check(op, implementation, x, truth):
     assert_within(dx, expected, bound, f"gradient of {op}, {x.dtype} {x.shape}")
 
 
+@pytest.mark.cover("op", "implementation")
 @each_op
 @each_dtype
 @each_fast_implementation
@@ -86,6 +87,7 @@ def test_one_row_of_2_to_the_24(dtype):
         check(op, None, x, truth)
 
 
+@pytest.mark.cover("op", "implementation")
 @each_op
 @each_implementation
 @pytest.mark.parametrize("axis", [-1, pytest.param(0, marks=slow), (0, 2), pytest.param((1, 0), marks=slow), None])

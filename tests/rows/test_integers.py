@@ -114,6 +114,7 @@ def test_ignored_labels(dtype):
             np.testing.assert_allclose(same, np.where(here, 0, want), rtol=2e-6, err_msg=f"ignore_index={ignored}")
 
 
+@pytest.mark.cover("op", "implementation")
 @each_dtype_in_turn
 @each_op
 @each_implementation

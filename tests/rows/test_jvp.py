@@ -20,6 +20,7 @@ from common import (
 from truth import wide
 
 
+@pytest.mark.cover("op", "implementation")
 @each_op
 @each_implementation
 @pytest.mark.parametrize("axis", [-1, 0, (0, 2), None])
@@ -74,6 +75,7 @@ def test_transposed_tangent(op, implementation):
         assert_trees_all_close(jax.vjp(pull, g)[1]((t,))[0], linear(t), rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.cover("op", "implementation")
 @each_op
 @each_dtype
 @each_implementation

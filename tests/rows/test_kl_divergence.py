@@ -67,14 +67,11 @@ def rows(kind, n, dtype):
     return x.astype(dtype), y.astype(dtype)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def gradients(f, *operands):
     """The value and the gradients of its sum, in one program."""
-
-    def both(*operands):
-        k, pull = jax.vjp(f, *operands)
-        return k, pull(jnp.ones_like(k))
-
-    return jax.jit(both)(*operands)
+    k, pull = jax.vjp(f, *operands)
+    return k, pull(jnp.ones_like(k))
 
 
 def check(x, y, implementation):
@@ -98,6 +95,7 @@ def check(x, y, implementation):
         assert_within(found, expected, bound, f"gradient by {which}_logits of {what}")
 
 
+@pytest.mark.cover()
 @each_dtype_in_turn
 @each_fast_implementation
 @pytest.mark.parametrize("kind", [NEAR, FAR, PEAKED])
@@ -125,6 +123,7 @@ def test_a_thousandth_apart(implementation, scale):
         assert np.max(np.abs(in_f32[:2] / expected[:2].astype(float) - 1)) > 1e-2
 
 
+@pytest.mark.cover()
 @each_dtype_in_turn
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_equal_logits(dtype, implementation):
@@ -140,6 +139,7 @@ def test_equal_logits(dtype, implementation):
                 assert not np.any(kl(x, x, scale=0.7, where=x > 0, implementation=implementation))
 
 
+@pytest.mark.cover()
 @pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "float16"), ("float16", "bfloat16")], ids=str)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_two_dtypes(dtypes, implementation):
@@ -220,6 +220,7 @@ def test_the_gradient_of_what_is_infinite(implementation):
             np.testing.assert_allclose(slopes[1], q - p, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.cover()
 @each_dtype_in_turn
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_scores_that_are_far_from_each_other(dtype, implementation):
@@ -288,6 +289,7 @@ def test_rows_that_blocks_share(dtype):
                 np.testing.assert_allclose(found, expected[of], rtol=tiny, err_msg=str((count, n)))
 
 
+@pytest.mark.cover()
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("mask", [-1e9, -1e30, float(np.finfo(np.float32).min)], ids=str)
 def test_rows_that_are_masked_by_a_large_number(implementation, mask):
@@ -471,6 +473,7 @@ def test_export():
         assert_trees_all_close(program.call(x, y), jax.jit(both)(x, y), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.cover()
 @needs_devices
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
 @pytest.mark.parametrize(

@@ -58,6 +58,7 @@ def case_of(implementation: str | None, before: bool, dtype) -> Case:
     return Case.together("products", cases)
 
 
+@pytest.mark.cover()
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, pytest.param(jnp.float16, marks=slow)])
 @pytest.mark.parametrize("before", [True, False], ids=["before the call", "scale"])
 @pytest.mark.parametrize("order", ORDERS)
@@ -70,6 +71,7 @@ def test_rows_of_one_large_number(implementation, order, before, dtype):
         functools.reduce(Case.through, ORDERS[order], case_of(implementation, before, dtype)).check()
 
 
+@pytest.mark.cover()
 @pytest.mark.parametrize("sharded", [P("a"), P(None, "a")], ids=["rows", "axis"])
 @pytest.mark.parametrize("before", [True, False], ids=["before the call", "scale"])
 def test_over_a_mesh(before, sharded):

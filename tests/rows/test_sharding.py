@@ -56,6 +56,7 @@ def pulled_back(f):
     return lambda x, g: jax.vjp(f, x)[1](g)[0]
 
 
+@pytest.mark.cover("op", "implementation")
 @each_op
 @each_implementation
 @each_axis_type
@@ -87,6 +88,7 @@ def test_collectives(op, implementation, kind):
                 assert op == "log_softmax" or not cut or "logsumexp_vjp" in kernels(backward)
 
 
+@pytest.mark.cover("op", "implementation")
 @each_op
 @each_implementation
 @each_axis_type
@@ -119,6 +121,7 @@ def gradients(f):
     return jax.grad(lambda *v: loss(lambda x: f(x, *v[1:]))(v[0]), (0, 1, 2))
 
 
+@pytest.mark.cover("op", "implementation")
 @each_op_in_turn
 @each_fast_implementation
 @each_axis_type
@@ -151,6 +154,7 @@ def test_extras(op, implementation, kind):
                 check_moved(spec, collectives(compiled), most if spec[2] else 0, rows)
 
 
+@pytest.mark.cover("op", "implementation")
 @each_op
 @each_fast_implementation
 @each_axis_type
@@ -166,6 +170,7 @@ def test_axes_in_place(op, implementation, kind):
             check_moved(spec, collectives(forward), 2 if spec[1] else 0, 8 * 256 // MESH[0])
 
 
+@pytest.mark.cover("op", "implementation")
 @each_op
 @each_fast_implementation
 @pytest.mark.parametrize("axes", [(0, 2), (0, 1, 2), *(pytest.param(axes, marks=slow) for axes in ((1, 2), (0, 1)))])
@@ -183,6 +188,7 @@ def test_several_explicit_axes(op, implementation, axes):
                 assert_trees_all_close(pull(y), pull_expected(expected), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.cover("op", "implementation")
 @each_op_in_turn
 @each_implementation
 @each_axis_type
@@ -198,6 +204,7 @@ def test_not_jitted(op, implementation, kind):
             assert_trees_all_close(jax.grad(loss(f))(x), jax.grad(loss(f0))(X), rtol=2e-4, atol=1e-5)
 
 
+@pytest.mark.cover("op", "implementation")
 @each_op
 @each_choice
 @each_axis_type
@@ -215,6 +222,7 @@ def test_shard_map(op, implementation, kind, manual):
         assert not [name for name, _ in collectives(jax.jit(f).lower(x).compile())]
 
 
+@pytest.mark.cover("op", "implementation")
 @each_op
 @each_implementation
 @each_axis_type

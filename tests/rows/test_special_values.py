@@ -83,6 +83,7 @@ def vjp(f, x, g):
     return y, pull(g)[0]
 
 
+@pytest.mark.cover("op", "implementation")
 @each_op
 @each_dtype
 @each_implementation
@@ -124,6 +125,7 @@ def test_jax_has_the_same(op, implementation):
             np.testing.assert_array_equal(dx[list(names).index("all -inf")], 0)
 
 
+@pytest.mark.cover("op", "implementation")
 @each_op
 @each_implementation
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

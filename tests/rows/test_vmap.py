@@ -13,6 +13,7 @@ from chex import assert_trees_all_close
 from common import each_fast_implementation, each_implementation, each_op, loss, on_cpu, ours, served, theirs
 
 
+@pytest.mark.cover("op", "implementation")
 @each_op
 @each_fast_implementation
 @pytest.mark.parametrize("in_axis", [0, 1, -1])
