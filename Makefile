@@ -41,8 +41,10 @@ NEEDS := import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Python compiles a module when it is first imported. Most of what pip would compile is never imported here.
 export PIP_COMPILE := 0
+# Tests and examples are many processes, each of which would compile JAX's modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: all demo lint test docs bench wheel check-wheel cuda cuda12 clean
+.PHONY: all demo style lint test docs bench wheel check-wheel cuda cuda12 clean
 all: $(VENV)/installed
 
 $(BIN)/python:
@@ -55,10 +57,11 @@ $(VENV)/jax-$(JAX): | $(BIN)/python
 	rm -f $(VENV)/jax-*
 	touch $@
 
-# pip fetches what jaxsoft needs while its kernels are compiled.
+# pip fetches what jaxsoft needs while its kernels are compiled, for `make test` what tests need too.
 $(VENV)/installed: $(SOURCES) $(VENV)/jax-$(JAX) | $(BIN)/python
 	rm -rf build/this-machine
-	$(BIN)/python -c '$(NEEDS)' jaxsoft examples $(if $(HAS_GPU),$(CUDA)) > $(VENV)/needs.txt
+	$(BIN)/python -c '$(NEEDS)' jaxsoft examples $(filter test,$(MAKECMDGOALS)) $(if $(HAS_GPU),$(CUDA)) \
+		> $(VENV)/needs.txt
 	JAXSOFT_CUDA="$(JAXSOFT_CUDA)" JAXSOFT_CUDA_ARCHITECTURES="$(JAXSOFT_CUDA_ARCHITECTURES)" \
 	$(BIN)/python -m pip wheel -q --no-deps -w build/this-machine . & compilation=$$!; \
 	$(BIN)/python -m pip install -q -r $(VENV)/needs.txt $(THIS_JAX); installation=$$?; \
@@ -76,14 +79,19 @@ demo: all
 	$(BIN)/python examples/language_model.py
 	$(BIN)/python benchmarks/speed.py --quick
 
-# The type checker is for the newest JAX: an older one's names differ.
-lint: $(VENV)/installed-test
+# It is for the newest JAX: an older one's names differ.
+TYPE_CHECKER := $(if $(JAX),true,$(BIN)/mypy)
+
+style: $(VENV)/installed-test
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(if $(JAX),,$(BIN)/mypy)
 
-test: lint
-	$(BIN)/python -m pytest -n auto
+lint: style
+	$(TYPE_CHECKER)
+
+# The type checker uses one core, so here it runs beside the tests.
+test: style
+	$(TYPE_CHECKER) & types=$$!; $(BIN)/python -m pytest -n auto; tests=$$?; wait $$types && exit $$tests
 
 # The site is made from the sources and the records alone, so the library is not built for it.
 $(VENV)/installed-docs: pyproject.toml | $(BIN)/python

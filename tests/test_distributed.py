@@ -63,6 +63,7 @@ def test_every_part(tmp_path):
         assert "all is right" in text
 
 
+@pytest.mark.slow  # test_every_part has its ring, and test_examples its model
 def test_a_model(tmp_path):
     """The example that trains over a mesh, with sequences over the processes, so that a ring goes through both."""
     for name in ("flax", "matplotlib", "optax", "tqdm"):

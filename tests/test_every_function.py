@@ -1,11 +1,12 @@
 """Every public function in every dtype: values, gradients, tangents, maps and their gradients, beside the definitions.
 
-Functions that have test modules of their own run here when asked to; one that is new in calls.py runs by default.
+By default each function runs once with each implementation, under every transformation. Those with test modules of
+their own run with all their options and dtypes when asked to; one that is new in calls.py does by default.
 """
 
 import jax
 import pytest
-from calls import case_of, choices
+from calls import CALLS, case_of, choices
 from cases import Case
 from common import OPS, each_dtype_in_turn, precision, served
 
@@ -14,15 +15,33 @@ CHOICES = choices(lambda name: name.split(",")[0] in KNOWN)
 
 
 @pytest.mark.cover()
-@pytest.mark.parametrize(("name", "implementation"), CHOICES)
-@each_dtype_in_turn
-def test_in_one_program(name, implementation, dtype):
+def check_in_one_program(name, implementation, dtype):
     """Under jit, all of what does not change the operands, and all of what maps them."""
     with precision(dtype), served(implementation):
         case = case_of(name, implementation, dtype)
         mapped = case.through("vmap of the last axis")
         for what, of in (("value, grad and jvp", case), ("map, its grad and jvp", mapped)):
             Case.together(f"{what} of {name}", [of, of.through("grad"), of.through("jvp")]).check()
+
+
+@pytest.mark.parametrize(("name", "implementation"), CHOICES)
+@each_dtype_in_turn
+def test_in_one_program(name, implementation, dtype):
+    check_in_one_program(name, implementation, dtype)
+
+
+# A call of each function is without options, and the name of that has no comma.
+PLAIN = [choice.values for choice in choices(lambda name: False) if "," not in choice.values[0]]
+
+
+def test_every_function_has_a_plain_call():
+    assert {name for name, _ in PLAIN} == {name.split(",")[0] for name in CALLS}
+
+
+@pytest.mark.parametrize(("name", "implementation"), PLAIN, ids=str)
+def test_every_implementation(name, implementation):
+    """Each function with each implementation, those too that other tests leave out by default."""
+    check_in_one_program(name, implementation, "float32")
 
 
 @pytest.mark.parametrize(("name", "implementation"), CHOICES)

@@ -129,13 +129,13 @@ def chi_square(tokens, p):
 @pytest.mark.parametrize(
     ("n", "draws", "options"),
     [
-        (11, 100_000, {}),
+        pytest.param(11, 100_000, {}, marks=slow),
         (11, 100_000, {"temperature": 0.6}),
         (11, 100_000, {"top_k": 6}),
         (11, 100_000, {"top_p": 0.8}),
-        (11, 100_000, {"min_p": 0.05}),
+        pytest.param(11, 100_000, {"min_p": 0.05}, marks=slow),
         (400, 10_000, {}),
-        (400, 10_000, {"temperature": 2.0, "top_p": 0.95}),
+        pytest.param(400, 10_000, {"temperature": 2.0, "top_p": 0.95}, marks=slow),
     ],
 )
 def test_frequencies(n, draws, options):

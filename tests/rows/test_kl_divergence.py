@@ -16,6 +16,7 @@ from common import (
     as_usual,
     each_dtype_in_turn,
     each_fast_implementation,
+    each_implementation,
     on_gpu,
     precision,
     served,
@@ -125,7 +126,7 @@ def test_a_thousandth_apart(implementation, scale):
 
 @pytest.mark.cover()
 @each_dtype_in_turn
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@each_implementation
 def test_equal_logits(dtype, implementation):
     """Exactly 0, and so are the gradients; of huge scores, too."""
     with precision(dtype):
@@ -141,7 +142,7 @@ def test_equal_logits(dtype, implementation):
 
 @pytest.mark.cover()
 @pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "float16"), ("float16", "bfloat16")], ids=str)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@each_implementation
 def test_two_dtypes(dtypes, implementation):
     """Each gradient has the dtype of what it is of. The kernels take one dtype, and the default sees to that."""
     for n in (7, 1000):
@@ -222,7 +223,7 @@ def test_the_gradient_of_what_is_infinite(implementation):
 
 @pytest.mark.cover()
 @each_dtype_in_turn
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@each_implementation
 def test_scores_that_are_far_from_each_other(dtype, implementation):
     """What is added to a whole row of either array changes nothing, but for what it rounds the scores to."""
     offsets = (9, 100, 1e4) if dtype == jnp.float16 else (9, 100, 1e4, 1e6, 1e9)
@@ -290,7 +291,7 @@ def test_rows_that_blocks_share(dtype):
 
 
 @pytest.mark.cover()
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@each_implementation
 @pytest.mark.parametrize("mask", [-1e9, -1e30, float(np.finfo(np.float32).min)], ids=str)
 def test_rows_that_are_masked_by_a_large_number(implementation, mask):
     """All of p or of q, which is then the same for every element, or all but one element."""
@@ -311,7 +312,7 @@ def assert_masked(k, slopes, expected):
         assert_within(found, slope, 1e-4 * np.abs(slope) + 1e-6 * p * (1 + term) + 1e-35, "gradient")
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@each_implementation
 def test_what_is_masked_by_a_large_number(implementation):
     """Of p, of q or of both, in parts of a row, as padded classes are: of what p does not have q may have much."""
     for n in (64, 300) if implementation == "reference" else (64, 300, 9000, 140_000):
