@@ -76,7 +76,7 @@ $(VENV)/installed-test: pyproject.toml $(VENV)/installed
 
 demo: all
 	$(BIN)/python -m jaxsoft
-	$(BIN)/python examples/language_model.py
+	$(BIN)/python examples/language_model.py --steps 100
 	$(BIN)/python benchmarks/speed.py --quick
 
 # It is for the newest JAX: an older one's names differ.

@@ -24,8 +24,8 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 if not os.path.exists("/dev/nvidiactl"):
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
-# The programs of a run are kept for its own time, for all workers and for what the tests start: a quarter is compiled
-# before, elsewhere. A program over a mesh is found, as it says which call of jaxsoft it holds.
+# The compiled programs of a run are kept as long as it lasts: what one worker has compiled, the others find, and so do
+# the processes that tests start. Programs over a mesh too, as each says which call of jaxsoft it holds.
 if "PYTEST_XDIST_WORKER" not in os.environ and not os.path.exists("/dev/nvidiactl"):
     PROGRAMS = tempfile.TemporaryDirectory(prefix="jaxsoft-tests-")
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", PROGRAMS.name)
