@@ -13,7 +13,6 @@ failure can be run again.
 
 import collections
 import gc
-import itertools
 import os
 import tempfile
 
@@ -39,6 +38,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import hypothesis
 import jax
 import pytest
+from covering import covering
 
 # What the strictest user of JAX sets: no dtype and no rank is promoted that the code does not promote by name.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -77,24 +77,6 @@ def pytest_collection_modifyitems(items):
         for i, item in enumerate(of_test):
             if i not in kept:
                 item.add_marker("slow")
-
-
-def covering(cases, names):
-    """Which cases make a run by default: each combination of the named parameters, and each value of the others.
-
-    One is taken where it shows something new, first those that show most, so the others' values take turns.
-    """
-    shows = []
-    for case in cases:
-        values = {name: id(value) for name, value in case.items()}  # not all have a hash; a product has each value once
-        combination = tuple(values.pop(name) for name in names)
-        shows.append({combination, *values.items()})
-    missing, kept = set(itertools.chain(*shows)), set()
-    while missing:
-        best = max(range(len(cases)), key=lambda i: len(shows[i] & missing))  # of several the first
-        kept.add(best)
-        missing -= shows[best]
-    return kept
 
 
 def pytest_collection_finish():
