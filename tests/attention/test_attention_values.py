@@ -96,9 +96,15 @@ def test_every_dtype(dtype, implementation):
         assert lse.dtype == jnp.float32
 
 
+ONE = Sizes(b=1, t=1, s=1, n=1, k=1)
+
+
 @pytest.mark.parametrize(
     "sizes",
-    [Sizes(n=4, k=4), Sizes(n=6, k=1), Sizes(n=6, k=3), Sizes(d=3), Sizes(h=3, d=5), Sizes(b=1, t=1, s=1, n=1, k=1)],
+    some(
+        [Sizes(n=4, k=4), Sizes(n=6, k=1), Sizes(n=6, k=3), Sizes(d=3), Sizes(h=3, d=5), ONE],
+        [Sizes(n=6, k=3), Sizes(h=3, d=5), ONE],
+    ),
     ids=str,
 )
 @each_fast_implementation
