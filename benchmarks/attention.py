@@ -41,7 +41,7 @@ import plot
 import timing
 from attention_cases import CPU_GROUPS, GROUPS, Case, operands, options, scores
 from columns import line
-from common import begin, compare, compiling, parser_of_cases, progress
+from comparison import begin, compare, compiling, parser_of_cases, progress
 from jax.stages import Compiled
 from records import Record, rate
 

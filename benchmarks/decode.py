@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import timing
 from columns import line
-from common import begin, compare, parser_of_cases
+from comparison import begin, compare, parser_of_cases
 from decode_cases import CALLS, CPU_GROUPS, GROUPS, PEERS, Case, chain, error, implementations, operands, record
 
 CPU = jax.default_backend() == "cpu"

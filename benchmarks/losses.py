@@ -43,7 +43,7 @@ import optax
 import programs
 import timing
 from columns import line
-from common import begin, compare, parser_of_cases
+from comparison import begin, compare, parser_of_cases
 from scipy.special import logsumexp, softmax
 
 import jaxsoft

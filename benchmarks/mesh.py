@@ -37,7 +37,7 @@ import jax
 import jax.numpy as jnp
 import timing
 from columns import line
-from common import begin, compare, compiling, parser_of_cases, progress
+from comparison import begin, compare, compiling, parser_of_cases, progress
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from mesh_cases import AXIS, GROUPS, PART, PEERS, ROWS, Case, Linear, mesh

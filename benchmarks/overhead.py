@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from common import header
+from comparison import header
 
 import jaxsoft
 

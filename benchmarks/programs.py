@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from check import some_rows
-from common import compiling
+from comparison import compiling
 from jax.stages import Compiled, Lowered
 from row_cases import Case
 

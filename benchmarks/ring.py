@@ -39,7 +39,7 @@ import jax
 import jax.numpy as jnp
 import timing
 from columns import line
-from common import begin, compare, parser_of_cases, progress
+from comparison import begin, compare, parser_of_cases, progress
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled

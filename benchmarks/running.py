@@ -8,7 +8,7 @@ import numpy as np
 import programs
 import timing
 from check import Reference, rows_of
-from common import compare, lacks_memory, reason
+from comparison import compare, lacks_memory, reason
 from programs import Programs
 from row_cases import Case
 

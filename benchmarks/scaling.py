@@ -34,7 +34,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))  # where the modules besi
 import collectives
 import jax
 import scaling_cases
-from common import begin, parser_of_cases, progress
+from comparison import begin, parser_of_cases, progress
 from scaling_cases import Case
 from transfers import Sent
 

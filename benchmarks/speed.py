@@ -39,7 +39,7 @@ import jax
 import plot
 import traffic
 from columns import line
-from common import begin, parser_of_cases, progress
+from comparison import begin, parser_of_cases, progress
 from programs import Programs
 from records import Record, faster, fraction
 from row_cases import CPU, CPU_QUICK, GPU, GPU_QUICK, GROUPS, Case

@@ -52,7 +52,8 @@ def imports_of(name: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             base = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
             module = ".".join(part for part in (base, node.module) if part)
-            found |= {f"{module}.{alias.name}" for alias in node.names} | {module}
+            named = {f"{module}.{alias.name}" for alias in node.names}
+            found |= named if named <= MODULES.keys() else named | {module}  # modules alone, or what a module has
     return {module for module in found if module in MODULES and module != name}
 
 
