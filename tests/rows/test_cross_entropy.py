@@ -495,7 +495,7 @@ def test_weights_and_options_are_differentiable_in_training():
         (dict(implementation="cuda"), ValueError, "implementation must be None or one of"),
         (dict(logits=np.ones((5, 7), complex)), TypeError, "logits must hold float16"),
         (dict(labels=np.zeros((), int)), ValueError, r"labels must have the shape .*\(5,\), or .*; got shape \(\)"),
-        (dict(where=jax.random.key(0)), TypeError, "where must hold numbers; got dtype key"),
+        (dict(where=jax.random.key(0)), TypeError, "where must hold booleans or integers; got dtype key"),
         (dict(labels=jax.random.split(jax.random.key(0), 5)), TypeError, "labels must hold integers; got dtype key"),
     ],
 )
