@@ -392,9 +392,9 @@ def test_minus_one_is_no_window(name):
     f = FUNCTIONS[name]
     for given, meant in ((-1, "None"), ((-1, -1), "(None, None)"), ((-1, 0), "(None, 0)"), ([3, -1], "(3, None)")):
         message = f"local_window_size must not be negative; got {given}. No limit is None, not -1: write {meant}"
-        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}(\n|$)"):
             f(local_window_size=given)
-    with pytest.raises(ValueError, match=r"local_window_size must not be negative; got \(2, -2\)$"):
+    with pytest.raises(ValueError, match=r"local_window_size must not be negative; got \(2, -2\)(\n|$)"):
         f(local_window_size=(2, -2))
 
 

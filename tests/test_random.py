@@ -45,11 +45,16 @@ def distributions(x, options):
     return np.stack([distribution(row, **o) for row, o in zip(wide(x), each, strict=True)])
 
 
+def in_every_draw(options):
+    """Options of each row, as they are for several draws from each."""
+    return {name: v[:, None] if np.ndim(v) else v for name, v in options.items()}
+
+
 def check(x, options, draws=16, key=KEY, implementation=None):
     """Every token that is drawn may be, and its probability is the reference's."""
     expected = distributions(x, options)
     many = np.broadcast_to(x, (draws, *x.shape))
-    token, p = sample(key, many, **options, implementation=implementation)
+    token, p = sample(key, many, **in_every_draw(options), implementation=implementation)
     assert token.shape == p.shape == many.shape[:-1]
     assert token.dtype == jnp.int32
     assert p.dtype == (jnp.float64 if x.dtype == np.float64 else jnp.float32)
@@ -238,7 +243,7 @@ def test_scaled_logits_out_of_range(n, options):
             given = {"temperature": temperature, **options}
             far = np.abs(x[:, :1].astype(np.float64)) / np.reshape(temperature, (-1, 1)) > 1e37
             expected = distributions(x, given)
-            token, p = sample(KEY, np.broadcast_to(x, (8, 4, n)), **given)
+            token, p = sample(KEY, np.broadcast_to(x, (8, 4, n)), **in_every_draw(given))
             true = np.take_along_axis(expected, np.asarray(token).T, axis=1).T
             np.testing.assert_array_less(0, true)
             np.testing.assert_allclose(p, true, rtol=1e-5 if np.all(far) else 1e-4)
@@ -289,7 +294,7 @@ def test_vmap_does_not_read_again_for_every_row():
 def test_shapes():
     assert [v.shape for v in sample(KEY, jnp.zeros(5), top_p=0.5)] == [(), ()]
     x = jnp.zeros((2, 3, 400))
-    for options in ({}, {"temperature": jnp.ones(3), "top_p": jnp.full((2, 1), 0.5)}):
+    for options in ({}, {"temperature": jnp.ones((2, 3)), "top_p": jnp.full((2, 1, 1), 0.5)}):
         assert [v.shape for v in sample(KEY, x, **options)] == [(2, 3)] * 2
     for options in ({}, {"top_p": 0.5}):
         assert [v.shape for v in sample(KEY, jnp.zeros((0, 400)), **options)] == [(0,)] * 2
