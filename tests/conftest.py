@@ -4,8 +4,8 @@ On a CPU most of the time goes into compiling what runs once, so LLVM is told no
 itself makes of a program, and the C++ kernels, stay the same. Tracing makes many objects that live on in JAX's caches,
 so Python looks for garbage seldom: that took a tenth of the time.
 
-A run takes all cases but those that are marked slow, and of a test that is marked `cover` those that cover its
-parameters; `-m ""` asks for all.
+A run takes all cases but those that are marked slow, of a test that is marked `cover` those that cover its parameters,
+and of one that is marked `costly` two, or as many as the mark says; `-m ""` asks for all.
 
 A first call compiles, so a deadline would measure XLA; and examples are drawn the same way in every run, so that a
 failure can be run again.
@@ -66,17 +66,19 @@ def interpreter(monkeypatch):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Marks as slow the cases of a test with the mark `cover` that `covering` leaves out."""
+    """Marks as slow the cases of a test with the mark `cover` or `costly` that `covering` leaves out."""
     cases = collections.defaultdict(list)
     for item in items:
-        if item.get_closest_marker("cover") and not item.get_closest_marker("slow"):
+        if not item.get_closest_marker("slow"):
             cases[item.nodeid.split("[")[0]].append(item)
     for of_test in cases.values():
-        names = of_test[0].get_closest_marker("cover").args
-        kept = covering([item.callspec.params for item in of_test], names)
-        for i, item in enumerate(of_test):
-            if i not in kept:
-                item.add_marker("slow")
+        cover, costly = map(of_test[0].get_closest_marker, ("cover", "costly"))
+        if cover or costly:
+            limit = (*costly.args, 2)[0] if costly else None
+            kept = covering([item.callspec.params for item in of_test], cover.args if cover else (), limit)
+            for i, item in enumerate(of_test):
+                if i not in kept:
+                    item.add_marker("slow")
 
 
 def pytest_collection_finish():

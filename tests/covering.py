@@ -1,12 +1,13 @@
-"""Which cases of a test run by default, where it is marked `cover`: see conftest.py."""
+"""Which cases of a test run by default, where it is marked `cover` or `costly`: see conftest.py."""
 
 from collections.abc import Mapping, Sequence
 
 
-def covering(cases: Sequence[Mapping[str, object]], names: Sequence[str]) -> set[int]:
+def covering(cases: Sequence[Mapping[str, object]], names: Sequence[str], at_most: int | None = None) -> set[int]:
     """Which cases make a run by default: each combination of the named parameters, and each value of the others.
 
-    One is taken where it shows something new, first those that show most, so the others' values take turns.
+    One is taken where it shows something new, first those that show most, so the others' values take turns. There may
+    be a limit to their number.
     """
     shows = []
     for case in cases:
@@ -15,7 +16,7 @@ def covering(cases: Sequence[Mapping[str, object]], names: Sequence[str]) -> set
         shows.append({combination, *values.items()})
     missing: set = set().union(*shows)
     kept: set[int] = set()
-    while missing:
+    while missing and len(kept) != at_most:
         best = max(range(len(cases)), key=lambda i: len(shows[i] & missing))  # of several the first
         kept.add(best)
         missing -= shows[best]

@@ -75,6 +75,7 @@ EVERY_ARRAY = [
 ]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("f", "names"), EVERY_ARRAY)
 def test_what_is_no_array_is_named(f, names):
     for i, name in enumerate(names):

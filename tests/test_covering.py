@@ -32,3 +32,10 @@ def test_cases_that_are_no_product():
     kept = [cases[i] for i in covering(cases, ("dtype",))]
     assert {case["dtype"] for case in kept} == {*DTYPES} and {case["op"] for case in kept} == {*OPS}
     assert covering(cases[-1:], ("op", "dtype")) == {0}
+
+
+def test_a_limit():
+    """Two cases that have no value in common, as far as there is another."""
+    first, second = (PRODUCT[i] for i in sorted(covering(PRODUCT, (), 2)))
+    assert all(first[name] != second[name] for name in first)
+    assert covering(PRODUCT[:1], (), 2) == {0}

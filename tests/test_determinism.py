@@ -66,6 +66,7 @@ def test_on_every_device(op, shapes):
             assert all(same_bits(first, other) for other in others), (op, dtype, count, n)
 
 
+@pytest.mark.costly
 @each_op
 @each_kernel
 @pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=slow)])

@@ -25,6 +25,7 @@ def there_and_back(f, *operands, platforms=None):
     return jax.export.deserialize(exported.serialize())
 
 
+@pytest.mark.costly
 @each_op
 @pytest.mark.parametrize("implementation", [None, "xla"], ids=str)
 def test_round_trip(op, implementation):
@@ -36,6 +37,7 @@ def test_round_trip(op, implementation):
     )
 
 
+@pytest.mark.costly
 @each_op
 @pytest.mark.parametrize("implementation", [None, "xla"], ids=str)
 def test_symbolic_shapes(op, implementation):

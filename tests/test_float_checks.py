@@ -74,6 +74,7 @@ def with_gradient(f):
     return both
 
 
+@pytest.mark.costly(6)
 @pytest.mark.parametrize("name", CALLS)
 @each_fast_implementation
 def test_float_checks(name, implementation):
@@ -83,12 +84,14 @@ def test_float_checks(name, implementation):
     check(with_gradient(f), NOTHING)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", SAMPLED)
 def test_float_checks_of_sampling(name):
     x = NOTHING[[0, 0, 2]]
     check(lambda key, x: jaxsoft.random.sample(key, x, **SAMPLED[name]), jax.random.key(0), x)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["integer, smoothed", "dense, weighted", "logsumexp, b"])
 def test_debug_nans(name):
     """Operation by operation."""

@@ -135,6 +135,7 @@ def test_shapes_of_the_identity():
         assert identity(shape).m.shape == identity(shape).s.shape == expected
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64, jnp.int32])
 def test_state_of_axes_and_masks(dtype):
     with jax.enable_x64(dtype == jnp.float64):
@@ -158,7 +159,7 @@ def test_state_of_nothing():
     chex.assert_trees_all_equal(lse(state(jnp.full((2, 3), jnp.inf))), jnp.full(2, jnp.inf))
 
 
-@pytest.mark.cover()
+@pytest.mark.costly
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("axis", [0, 1, -1])
 def test_running_states(reverse, axis):
@@ -361,6 +362,7 @@ def test_merges_are_states_of_attention(x, values):
     np.testing.assert_allclose(y, output(by_units), rtol=3e-5, atol=1e-36)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64])
 def test_attention_state_of_many(dtype):
     """Queries and batches at once, values for each or for all, and a mask, under which values count for nothing."""

@@ -31,6 +31,7 @@ CALLS = {
 each_call = pytest.mark.parametrize("name", CALLS)
 
 
+@pytest.mark.costly
 @each_call
 def test_calls_of_python(name):
     """A call that is compiled checks its arguments and little else. An operation of jax.numpy makes some 50."""
@@ -44,6 +45,7 @@ def test_calls_of_python(name):
     assert len(seen) <= 60, seen
 
 
+@pytest.mark.costly(3)
 @pytest.mark.parametrize("name", some(CALLS, ["softmax", "log_softmax, where", "integer, entropy", "kl"]))
 def test_no_formula_is_traced(name, monkeypatch):
     """A kernel's results have types without that, and reverse mode has no use for the formula of the tangent."""

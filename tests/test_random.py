@@ -91,6 +91,7 @@ def options_for(given, rows, n, seed=0):
     return {name: every[name] for name in given}
 
 
+@pytest.mark.costly(3)
 @pytest.mark.parametrize("n", [600, pytest.param(7, marks=slow)])
 @pytest.mark.parametrize("given", [g if len(g) != 2 else pytest.param(g, marks=slow) for g in COMBINATIONS], ids=str)
 def test_probabilities(given, n):
@@ -98,6 +99,7 @@ def test_probabilities(given, n):
     check(logits(n), options_for(given, 12, n))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("n", [1, 256, 257, *(pytest.param(n, marks=slow) for n in (2, 255, 2**20))])
 def test_lengths(n):
     x = logits(n)
@@ -105,6 +107,7 @@ def test_lengths(n):
         check(x, options_for(given, len(x), n, seed=n), draws=16 if n < 1000 else 1)
 
 
+@pytest.mark.costly
 @each_dtype
 def test_dtypes(dtype):
     with precision(dtype):
@@ -131,6 +134,7 @@ def chi_square(tokens, p):
     return (np.sum((observed - expected)[some] ** 2 / expected[some]) - freedom) / np.sqrt(2 * max(freedom, 1))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("n", "draws", "options"),
     [
@@ -173,6 +177,7 @@ def test_deterministic():
         assert np.any(a != sample(jax.random.key(1), x, **options)[0])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("n", [600, pytest.param(6, marks=slow)])
 @pytest.mark.parametrize("others", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}], ids=str)
 def test_greedy(n, others):
@@ -189,7 +194,7 @@ def test_greedy(n, others):
     assert np.any(p[~cold] < 1)
 
 
-@pytest.mark.cover()
+@pytest.mark.costly(3)
 @pytest.mark.parametrize("n", [4, 512])
 @pytest.mark.parametrize(
     "top_p, share", [(0.25, 0.25), (0.2501, 0.25), (0.5, 0.5), (0.75, 0.75), (1.0, 1.0), (1e-9, 0)]
@@ -211,6 +216,7 @@ def test_top_p_is_of_what_top_k_left():
     assert set(np.asarray(sample(KEY, x, top_p=0.5)[0]).tolist()) == {0, 1}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("n", [600, pytest.param(5, marks=slow)])
 @pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}], ids=str)
 def test_rows_without_a_distribution(n, options):
@@ -229,7 +235,7 @@ def test_rows_without_a_distribution(n, options):
         assert (token[4], p[4]) == (alone[0][4], alone[1][4])
 
 
-@pytest.mark.cover()
+@pytest.mark.costly
 @pytest.mark.parametrize("n", [3, 600])
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 3}], ids=str)
 def test_scaled_logits_out_of_range(n, options):
@@ -406,6 +412,7 @@ def test_sharded_rows():
         np.testing.assert_array_equal(actual, expected)
 
 
+@pytest.mark.costly
 @needs_devices
 @pytest.mark.parametrize("n", [320, pytest.param(16, marks=slow)])
 @pytest.mark.parametrize(

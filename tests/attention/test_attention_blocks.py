@@ -51,7 +51,7 @@ def allowed(dtype):
     return {"float64": 1e-14, "float32": 2e-6}.get(np.dtype(dtype).name, 1e-2)
 
 
-@pytest.mark.cover()
+@pytest.mark.costly(3)
 @each_option
 @each_implementation
 def test_blocks_give_what_one_call_gives(implementation, options, of_form):
@@ -110,7 +110,7 @@ def test_a_rounded_output_has_its_rest(implementation):
 NAN, INF = np.nan, np.inf
 
 
-@pytest.mark.cover()
+@pytest.mark.costly
 @pytest.mark.parametrize("counts", [True, False], ids=["keys", "no keys"])
 @pytest.mark.parametrize(
     ("before", "lse"),

@@ -78,7 +78,7 @@ def test_another_version_of_jax_may_lack_it(monkeypatch):
     cudnn._missing.cache_clear()
 
 
-@pytest.mark.cover()
+@pytest.mark.costly(4)
 @pytest.mark.parametrize(
     ("length", "size", "is_causal", "forward", "gradient"),
     [
@@ -144,6 +144,7 @@ def text_of(function, queries, keys, size=128):
 HALVES = [(64, 64), (8256, 8256), (4096, 192)]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("queries", "keys"), HALVES)
 def test_where_cudnn_s_gradients_may_be_nan(queries, keys):
     """By default others give them, and the output, so that it has its residual. cuDNN says why it does not."""
@@ -179,6 +180,7 @@ def test_gradients_for_so_many_keys_on_other_gpus(is_causal):
         assert len(calls(text_of(attend, 192, 192))) == 1
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"local_window_size": (3, 4)}], ids=str)
 def test_with_x64(options):
     """Kernels count in 32 bits, whatever JAX does."""
@@ -199,7 +201,7 @@ def test_bias_of_f64():
         assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.cover()
+@pytest.mark.costly
 @pytest.mark.parametrize("shape", ["b, 256, 4, 64", "2, t, 4, 64", "2, 256, n, 64", "2, 256, 4, h"])
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_symbolic_shapes(shape, deterministic):
@@ -251,6 +253,7 @@ def targets(function, *shapes, dtype=jnp.bfloat16):
 CACHE = (2, 4096, 2, 64)
 
 
+@pytest.mark.costly
 @pytest.mark.usefixtures("cuda_kernels")
 @pytest.mark.parametrize(
     ("queries", "options", "expected"),
@@ -437,6 +440,7 @@ def of_blocks(implementation, queries, keys, dtype, size=128):
     return found
 
 
+@pytest.mark.costly
 @pytest.mark.usefixtures("cuda_kernels")
 @pytest.mark.parametrize(
     ("implementation", "queries", "keys", "dtype", "forward", "backward"),

@@ -49,6 +49,7 @@ def test_options_together(options, dtype):
     check(options, DECODE._replace(t=4), dtype)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("size", [8, 64, 72, 128, 136, 256])
 @pytest.mark.parametrize("queries", [1, 3, 16])
 @pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (8, 2), (6, 2), (32, 1)])

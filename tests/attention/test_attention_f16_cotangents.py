@@ -63,6 +63,7 @@ def test_a_large_cotangent(size):
     assert_rows_close(found, expected, 1e-2)  # kernels round gradients of scores to f16, and here these are small
 
 
+@pytest.mark.costly
 @needs_devices
 @pytest.mark.parametrize("method", ["ring", "all_gather", "all_to_all"])
 def test_a_large_cotangent_over_devices(method):

@@ -72,6 +72,7 @@ HEADS = [
 ]
 
 
+@pytest.mark.costly
 @each_implementation
 @pytest.mark.parametrize(("k", "kind"), HEADS, ids=str)
 def test_collectives(k, implementation, kind):

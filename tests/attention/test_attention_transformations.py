@@ -37,7 +37,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.cover()
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "options",
     [pytest.param(o, marks=slow if name in ("plain", "fixed") else (), id=name) for name, o in OPTIONS.items()],
@@ -154,6 +154,7 @@ def check_transpose(function, operand):
     return transposed, cotangents
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", some(LINEAR, ["mask", "sinks", "residual"]))
 def test_transpose_by_value(name):
     """Attention is linear in value, so JAX transposes it as it does jax.nn's: `jax.linear_transpose`."""
@@ -185,6 +186,7 @@ def test_transposes_of_others():
     check_transpose(lambda v: fold.output(fold.attention_state(scores, v)), np.ones((6, 3), np.float32))
 
 
+@pytest.mark.costly
 @needs_devices
 @pytest.mark.parametrize("method", ["ring", "all_gather", "all_to_all"])
 def test_transpose_over_a_mesh(method):

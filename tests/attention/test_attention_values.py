@@ -47,6 +47,7 @@ def test_reference():
 
 
 # By default what the kernels treat in ways of their own: test_combinations has the others too.
+@pytest.mark.costly(6)
 @pytest.mark.parametrize(
     "option", some([None, *OPTIONS], [None, "bias", "sinks", "causal", "window", "segments", "mask", "cap"]), ids=str
 )
@@ -84,6 +85,7 @@ def test_output_alone(t, s, size, dtype, is_causal, deterministic):
         assert np.linalg.norm(a - e) <= 4 * float(jnp.finfo(dtype).eps) * np.linalg.norm(e)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32], ids=lambda dtype: dtype.__name__)
 @each_fast_implementation
 def test_every_dtype(dtype, implementation):
@@ -99,6 +101,7 @@ def test_every_dtype(dtype, implementation):
 ONE = Sizes(b=1, t=1, s=1, n=1, k=1)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "sizes",
     some(
@@ -115,7 +118,7 @@ def test_heads(sizes, implementation):
         both(call).check()
 
 
-@pytest.mark.cover()
+@pytest.mark.costly
 @pytest.mark.parametrize("dtype", [np.float32, jnp.float16], ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("size", [64, 128, 256])
 @each_fast_implementation
@@ -141,6 +144,7 @@ def short_blocks(monkeypatch):
     jax.clear_caches()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("t", "s"),
     [
@@ -183,6 +187,7 @@ def test_derivatives_over_blocks():
         Case.together(call.what, [call.through("jvp"), first.through("jvp"), first.through("grad")]).check()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("keys", [1, 2, 130])
 @pytest.mark.usefixtures("short_blocks")
 def test_parts_without_keys(keys):
@@ -208,6 +213,7 @@ def test_parts_without_keys(keys):
         chex.assert_trees_all_close(results(operands, None, size), results(operands, mask, None), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.costly
 @each_implementation
 @pytest.mark.parametrize("empty", ["b", "t", "s", "d"])
 def test_nothing(empty, implementation):
@@ -345,7 +351,7 @@ def test_special_sinks(t, implementation):
         np.testing.assert_array_equal(y[:, :, 2], np.asarray(plain)[:, :, 2].astype(np.float32))
 
 
-@pytest.mark.cover()
+@pytest.mark.costly(3)
 @pytest.mark.parametrize("offset", [-1e4, 1e7, -1e9, float(np.finfo(np.float32).min)], ids=str)
 @pytest.mark.parametrize("dtype", [np.float32, jnp.float16, jnp.bfloat16], ids=lambda dtype: dtype.__name__)
 @each_implementation
@@ -420,7 +426,7 @@ def test_beside_jax(options, shift, dtype, implementation):
         assert np.linalg.norm(a - e) <= 2.5 * np.linalg.norm(b - e)
 
 
-@pytest.mark.cover()
+@pytest.mark.costly
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize(
     ("dtype", "offset", "size"),
@@ -532,7 +538,7 @@ OF_JAX = {
 }
 
 
-@pytest.mark.cover()
+@pytest.mark.costly(5)
 @pytest.mark.parametrize("options", OF_JAX.values(), ids=OF_JAX)
 @pytest.mark.parametrize("batch", [True, False])
 def test_drop_in(options, batch):

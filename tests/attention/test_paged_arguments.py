@@ -75,6 +75,7 @@ def test_bad_operands(operands, error, message):
                 f(*operands)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

@@ -42,7 +42,7 @@ def test_every_option(option, implementation):
         both(case([option] if option else [], SMALL, np.float64, implementation)).check()
 
 
-@pytest.mark.cover()
+@pytest.mark.costly
 @pytest.mark.parametrize("more", [("window to the left",), ("query lengths",), ("state", "out of range")], ids=str)
 @pytest.mark.parametrize("which", ["past the table", "lengths"])
 def test_lengths_past_the_table(which, more):
@@ -87,6 +87,7 @@ def test_reference():
         both(case(options, Sizes(b=2, t=2, number=2, size=2), np.float64, "reference")).check()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32], ids=lambda dtype: dtype.__name__)
 @each_implementation
 def test_every_dtype(dtype, implementation):
@@ -103,6 +104,7 @@ def test_every_dtype(dtype, implementation):
 PAGES = [(1, 1, 1), (1, 7, 3), (2, 1, 130), (512, 1, 300), (512, 16, 20), (512, 100, 5), (512, 130, 3), (3, 16, 520)]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("t", "size", "number"), PAGES, ids=str)
 @each_implementation
 def test_pages_of_any_size(t, size, number, implementation):
@@ -338,7 +340,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.cover()
+@pytest.mark.costly(5)
 @pytest.mark.parametrize(
     "options", [("causal", "shared", "out of range"), ("key scale", "sinks", "query lengths")], ids=str
 )
@@ -349,6 +351,7 @@ def test_two_transformations(pair, options):
         case(options, small, np.float64).through(pair[0]).through(pair[1]).check()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("which", range(5))
 @each_implementation
 def test_maps_of_each_argument(which, implementation):

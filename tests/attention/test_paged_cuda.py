@@ -74,6 +74,7 @@ def test_heads(head, heads, key_heads, of_pages):
     check(("causal",), SIZES._replace(t=2, n=heads, k=key_heads, h=head, d=head), of_pages=of_pages)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 127, 128, 129, 512, 640])
 @pytest.mark.parametrize("window", [None, (0, 0), (200, 5), (None, 100)])
 @pytest.mark.parametrize("queries", [1, 12])

@@ -55,7 +55,7 @@ def sharded(specs):
     return lambda f: lambda *operands: jax.jit(f)(*put(operands, specs))
 
 
-@pytest.mark.cover()
+@pytest.mark.costly
 @each_implementation
 @pytest.mark.parametrize("k", [8, 4, 2, 1])
 @each_axis_type
@@ -76,7 +76,7 @@ def test_collectives(k, implementation, kind):
             call.check(sharded(specs))
 
 
-@pytest.mark.cover()
+@pytest.mark.costly
 @each_axis_type
 @pytest.mark.parametrize("names", [("grad",), ("jvp",), ("vmap", "grad")], ids=" of ".join)
 def test_derivatives(names, kind):

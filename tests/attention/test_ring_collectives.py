@@ -114,7 +114,7 @@ def test_axes_that_are_not_manual(derivative):
     assert {what for what, _ in collectives(program)} == {"collective-permute"}
 
 
-@pytest.mark.cover()
+@pytest.mark.costly(3)
 @each_derivative
 @pytest.mark.parametrize(
     ("left", "steps"), [(0, 1), (1, 2), (TOKENS, 2), (TOKENS + 1, 3), (99, MOST)], ids=lambda v: str(v)

@@ -34,7 +34,7 @@ def check(operands, table, lengths, counts=None, offset=None):
     assert same_bits(found, tuple(map(np.asarray, expected)))
 
 
-@pytest.mark.cover()
+@pytest.mark.costly(3)
 @pytest.mark.parametrize("size", [1, 3, 16])
 @pytest.mark.parametrize("t", [1, 2, 5, 40])
 def test_places(size, t):
@@ -200,6 +200,7 @@ def test_in_place_within_a_step():
     assert memory.temp_size_in_bytes < 2 * of_cache, memory  # at most the pages of one layer, several times
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("which", range(6))
 def test_maps_of_each_argument(which):
     """Of pages, new keys or values, the table or the lengths alone."""

@@ -181,6 +181,7 @@ def check_gradients(shape, dtype, scores, biased):
         assert not dx[label == NO_ROW].any()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("options", [{}, {"logits_soft_cap": 30.0, "scale": 0.5}, {"return_entropy": True}], ids=len)
 def test_no_scores_in_memory(options):
     """A program for Hopper with losses of as many rows as numbers has one array of gradients, and none of scores."""
@@ -195,6 +196,7 @@ def test_no_scores_in_memory(options):
     assert text.count("stablehlo.dot_general") <= 3  # gradients of hidden, and of weight by whole chunks and a rest
 
 
+@pytest.mark.costly(3)
 @pytest.mark.parametrize(
     ("change", "served"),
     [

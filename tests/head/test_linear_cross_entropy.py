@@ -74,7 +74,7 @@ def assert_close(actual, expected, tolerance):
         assert ok.all(), (np.abs(a - e).max() / size, a, e)
 
 
-@pytest.mark.cover()
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("options", "class_weights", "chunk_size", "recompute"),
     [
@@ -139,7 +139,7 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *v, default, cpu=None, cuda=None: (cuda or default)(*v))
 
 
-@pytest.mark.cover()
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("options", "rows"),
     [({}, 8), ({"label_smoothing": 0.1, "z_loss": 0.1, "logits_soft_cap": 5.0}, 8), ({}, 7), ({}, 2)],
@@ -230,7 +230,7 @@ def test_kept_logits_are_as_exact_as_stored_ones(entropy, width):
     assert (errors(linear, chunk_size=512) < of_stored).all()
 
 
-@pytest.mark.cover()
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("classes", "chunk_size"), [(1, None), (1, 1), (2, 1), (31, 30), (31, 31), (31, 32), (31, None)]
 )
@@ -409,6 +409,7 @@ def of_mesh(f, **options):
     return jax.value_and_grad(total, (0, 1, 2))
 
 
+@pytest.mark.costly
 @needs_mesh
 @pytest.mark.parametrize(
     ("rows", "weight", "kind", "recompute"),

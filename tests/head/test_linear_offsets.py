@@ -64,7 +64,7 @@ def check(ours, weighted, options, operands, reduction=None):
         assert_close(a, e, 1e-5)
 
 
-@pytest.mark.cover()
+@pytest.mark.costly
 @each_offset
 @pytest.mark.parametrize(
     ("options", "weighted", "chunk_size", "recompute"),

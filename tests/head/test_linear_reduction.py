@@ -151,7 +151,7 @@ def test_gradients_beside_logsumexps(reduction):
     assert_close(jax.jit(with_gradients(f, 2))(*ALL[:2]), in_float64(with_gradients(g, 2), *ALL[:2]), 3e-6)
 
 
-@pytest.mark.cover()
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("dtype", "weight_dtype"),
     [
@@ -411,6 +411,7 @@ Y = RNG.integers(0, 64, (8, 4)).astype(np.int32)
 Y[0, 0], Y[1, 1] = -100, 63
 
 
+@pytest.mark.costly
 @needs_mesh
 @pytest.mark.parametrize(
     ("rows", "weight", "kind"),

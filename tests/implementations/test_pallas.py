@@ -185,6 +185,7 @@ def test_forms(operation, dtype):
         assert_exact(operation, form, operands, results)
 
 
+@pytest.mark.costly
 @on_cpu
 @each_operation
 def test_forms_of_long_rows(operation):
@@ -291,7 +292,7 @@ def test_values(operation, dtype):
             assert_within(actual, true, bound, f"{operation} {x.dtype} {x.shape} {plan}")
 
 
-@pytest.mark.cover()
+@pytest.mark.costly
 @on_cpu
 @each_operation
 @pytest.mark.parametrize(

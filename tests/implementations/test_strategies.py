@@ -115,6 +115,7 @@ def test_offsets(dtype, extras):
         assert_within(dx, true_dx, 2 * places * size + least, f"gradient of {what}")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("extras", ["", "scale"])
 @pytest.mark.parametrize(

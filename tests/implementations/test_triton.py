@@ -135,6 +135,7 @@ def vectors(operation: str, cut: TritonPlan) -> tuple[int, int]:
     return each * (first + operands if second else operands), each * results
 
 
+@pytest.mark.costly
 @needs_triton
 @each_operation
 @pytest.mark.parametrize(
@@ -165,6 +166,7 @@ def test_compiles_for_ampere(compiled, operation):
     assert ".target sm_80" in compiled(operation, jnp.float32, cut, 80)
 
 
+@pytest.mark.costly
 @needs_triton
 @pytest.mark.parametrize("n", [1, 7, 1001, 50257, 2**31 + 8])
 def test_compiles_any_length(compiled, n):
@@ -225,6 +227,7 @@ def interpreted(operation: str, calls: list[tuple[TritonPlan, list[np.ndarray]]]
         return pickle.load(file)
 
 
+@pytest.mark.costly
 @needs_triton
 @on_cpu
 @each_operation

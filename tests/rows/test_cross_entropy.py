@@ -133,7 +133,7 @@ def test_options(implementation, options):
     chex.assert_trees_all_close(f(X)[1], np.asarray(lse_want, np.float32), rtol=1e-6)
 
 
-@pytest.mark.cover()
+@pytest.mark.costly(5)
 @each_implementation
 @each_dtype_in_turn
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 24, 25, 127, 1000, 4099])
@@ -256,7 +256,7 @@ def test_nan_beside_nothing(implementation, n):
     assert np.isnan(dense(x, jax.nn.one_hot(np.zeros(4, int), n))).all()
 
 
-@pytest.mark.cover()
+@pytest.mark.costly(4)
 @each_implementation
 @each_dtype_in_turn
 @pytest.mark.parametrize("cap", [0.5, 30.0, 1e3, 1e5, 1e7, 1e15, 1e30])
@@ -409,6 +409,7 @@ def test_all_ignored(implementation):
     assert (loss == 0).all() and (lse == -np.inf).all() and (dx == 0).all()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("axis", [-1, pytest.param(0, marks=slow), 1, pytest.param((1, 2), marks=slow), (0, -1)])
 def test_optax(axis):
     """Arguments, shapes, axes and masks as in optax."""
@@ -615,6 +616,7 @@ def test_dense_offsets(implementation):
     np.testing.assert_allclose(f(huge, np.float32([[1, 0, 0]])), [np.log(2)], rtol=1e-6)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("axis", [-1, 0, (0, 2), None])
 def test_dense_labels_as_optax(axis):
     """Arguments, shapes and masks, and labels that broadcast."""
@@ -646,6 +648,7 @@ def test_dense_edges():
     np.testing.assert_allclose(hessian, change, atol=1e-3)
 
 
+@pytest.mark.costly
 @each_implementation
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"return_entropy": True}], ids=str)
 def test_second_order_in_reverse(implementation, options):

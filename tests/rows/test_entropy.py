@@ -102,6 +102,7 @@ def test_special_values(implementation):
             assert not np.any(dx[1])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_scores_further_apart_than_f32_reaches(implementation):
     """A score that is out of reach of the maximum adds nothing, to the value or to any derivative."""

@@ -157,7 +157,7 @@ def test_masks_and_caps(implementation, dtype, n, cap):
             check(x, labels, implementation, where, cap)
 
 
-@pytest.mark.cover()
+@pytest.mark.costly(4)
 @each_fast_implementation
 @each_dtype_in_turn
 @pytest.mark.parametrize("n", [1, 3, 10, 24, 33, 48, 100])

@@ -237,6 +237,7 @@ def test_shapes(op, implementation, axis):
         assert_trees_all_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.costly
 @each_op
 @each_implementation
 def test_causal(op, implementation):
@@ -258,6 +259,7 @@ def test_causal(op, implementation):
         assert_trees_all_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.costly
 @each_op
 @each_fast_implementation
 def test_dtypes_of_results(op, implementation):
@@ -302,6 +304,7 @@ def test_bias_of_another_dtype():
             assert jax.grad(lambda b: jaxsoft.softmax(x, bias=b)[0, 0].astype(jnp.float32))(bias).dtype == dtype
 
 
+@pytest.mark.costly
 @each_op
 @each_implementation
 def test_vmap_over_any_operands(op, implementation):
@@ -490,6 +493,7 @@ def test_scores_are_not_rounded(dtype):
     np.testing.assert_array_equal(wide(pull(g)[0]), [1024, -1024])
 
 
+@pytest.mark.costly
 @each_op
 @each_implementation
 def test_empty_arrays(op, implementation):

@@ -43,6 +43,7 @@ def test_derivatives(dtype):
             np.testing.assert_allclose(wide(x), y, rtol=tolerance, atol=1e-3 * tolerance)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("hidden", [120.0, 300.0, np.inf, -np.inf, np.nan])
 def test_what_a_factor_of_0_leaves_out(hidden):
     """It does not count, whatever it is. The derivative by its factor is its exponential, which may be out of range."""
@@ -58,7 +59,7 @@ def test_what_a_factor_of_0_leaves_out(hidden):
         assert not np.any(da[0, 1]) and np.isfinite(da[1]).all() and np.isfinite(db[1]).all()
 
 
-@pytest.mark.cover()
+@pytest.mark.costly(3)
 @pytest.mark.parametrize("hidden", [95.0, 200.0, 1e4, np.inf, np.nan])
 @pytest.mark.parametrize("scale", [1.0, 1e-30])
 def test_factors_that_are_masked_by_a_product(hidden, scale):

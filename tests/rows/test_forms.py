@@ -67,7 +67,7 @@ def check_all(operation, implementation, calls):
             assert_exact(operation, form, operands, result)
 
 
-@pytest.mark.cover()
+@pytest.mark.costly(6)
 @each_operation
 @each_dtype_in_turn
 @each_fast_implementation
@@ -92,6 +92,7 @@ def test_extras(operation, dtype, implementation):
         check_all(operation, implementation, calls)
 
 
+@pytest.mark.costly(3)
 @each_operation
 @each_fast_implementation
 def test_dtypes(operation, implementation):
@@ -105,6 +106,7 @@ def test_dtypes(operation, implementation):
     check_all(operation, implementation, calls)
 
 
+@pytest.mark.costly(3)
 @each_operation
 @each_fast_implementation
 @pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=slow)])
@@ -152,6 +154,7 @@ def test_more_groups_than_kernels_know(implementation):
         check(SOFTMAX, form, implementation, operands)
 
 
+@pytest.mark.costly(7)
 @pytest.mark.parametrize("operation", OPERATIONS, ids=str)
 def test_result_types(operation):
     """What is said of the results without a look at the formula is what the formula gives."""

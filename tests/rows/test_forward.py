@@ -40,6 +40,7 @@ def case(n, dtype):
     return x, Truth.of(x)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=slow)])
 @each_op
 def test_the_reference_against_float64(op, dtype):

@@ -71,6 +71,7 @@ def case(n, dtype):
     return x, Truth.of(x)
 
 
+@pytest.mark.costly
 @each_op
 @pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=slow)])
 def test_the_reference_against_float64(op, dtype):
@@ -107,6 +108,7 @@ def test_gradients_of_gradients(op, implementation, axis):
         assert_trees_all_close(actual, expected, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.costly
 @each_op
 @each_implementation
 def test_against_differences(op, implementation):

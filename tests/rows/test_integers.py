@@ -65,6 +65,7 @@ def assert_true(f, logits, values):
     np.testing.assert_allclose(dx, dx_want, rtol=1e-5, atol=1e-5, err_msg=what)
 
 
+@pytest.mark.costly(3)
 @each_dtype
 @each_fast_implementation
 def test_labels(dtype, implementation):
@@ -78,6 +79,7 @@ def test_labels(dtype, implementation):
             assert_true(f, x, values)
 
 
+@pytest.mark.costly
 @each_dtype_in_turn
 def test_labels_of_a_linear_layer(dtype):
     with jax.enable_x64(dtype in WIDE):
@@ -90,6 +92,7 @@ def test_labels_of_a_linear_layer(dtype):
             assert_true(f, weight, values)
 
 
+@pytest.mark.costly
 @each_dtype_in_turn
 def test_ignored_labels(dtype):
     """An ignore_index at every border, and those that the dtype cannot hold, which ignore nothing."""
@@ -130,6 +133,7 @@ def test_scores(dtype, op, implementation):
         assert_trees_all_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.costly
 @each_dtype_in_turn
 def test_other_arguments(dtype):
     """Masks, scales, biases, weights, labels that are numbers, options of sampling, and scores of the fold."""
@@ -163,6 +167,7 @@ def test_other_arguments(dtype):
         assert jaxsoft.random.sample(jax.random.key(0), one, temperature=0)[0] == 2
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("number", [np.int8, np.uint8, np.int32, np.uint64], ids=lambda t: t.__name__)
 def test_numbers_that_are_known(number):
     """k, axes, chunk sizes and the like as NumPy's integers."""
@@ -179,6 +184,7 @@ def test_numbers_that_are_known(number):
     assert_trees_all_equal(*draws)
 
 
+@pytest.mark.costly
 @each_dtype_in_turn
 @pytest.mark.parametrize("shape", [(), (3,), pytest.param((2, 3), marks=slow)])
 def test_shapes_and_transformations(dtype, shape):

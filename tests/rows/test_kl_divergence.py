@@ -96,7 +96,7 @@ def check(x, y, implementation):
         assert_within(found, expected, bound, f"gradient by {which}_logits of {what}")
 
 
-@pytest.mark.cover()
+@pytest.mark.costly
 @each_dtype_in_turn
 @each_fast_implementation
 @pytest.mark.parametrize("kind", [NEAR, FAR, PEAKED])
@@ -160,6 +160,7 @@ def test_two_dtypes(dtypes, implementation):
                     np.testing.assert_allclose(wide(found), expected, rtol=1e-2, atol=1e-5 + 1e-4 * float(most))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_f64_beside_another_dtype(implementation):
     """It is computed in f64, whichever of both it is."""
@@ -195,6 +196,7 @@ def special(n):
     return x, y, expected
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_special_values(implementation):
     """-inf has no share; NaN and +inf make NaN; the gradients of what is finite, and of what is masked, are finite."""
@@ -208,6 +210,7 @@ def test_special_values(implementation):
             assert not np.any(dx[1]) and not np.any(dy[1])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_the_gradient_of_what_is_infinite(implementation):
     """It is finite, so that such rows may be left out of a mean, also where q has no scores at all."""
@@ -474,7 +477,7 @@ def test_export():
         assert_trees_all_close(program.call(x, y), jax.jit(both)(x, y), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.cover()
+@pytest.mark.costly(3)
 @needs_devices
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
 @pytest.mark.parametrize(
@@ -533,6 +536,7 @@ def test_inside_shard_map_beside_what_is_the_same_everywhere():
         assert_trees_all_close(alone, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.costly
 @needs_devices
 @pytest.mark.parametrize(
     ("n", "p", "q"),

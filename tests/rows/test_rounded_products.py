@@ -58,7 +58,7 @@ def case_of(implementation: str | None, before: bool, dtype) -> Case:
     return Case.together("products", cases)
 
 
-@pytest.mark.cover()
+@pytest.mark.costly(4)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, pytest.param(jnp.float16, marks=slow)])
 @pytest.mark.parametrize("before", [True, False], ids=["before the call", "scale"])
 @pytest.mark.parametrize("order", ORDERS)
@@ -137,6 +137,7 @@ def test_states_of_products(dtype):
     assert np.all(np.abs(np.asarray(weighted)[1::2]) <= 64), "the sum with factors"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_draws_from_products(implementation):
     """All tokens of a row of one large number have the same probability."""

@@ -54,7 +54,7 @@ def merge(by: str, part: jax.Array, form: RowForm, received: jax.Array) -> tuple
     return sharded_top_k._merged(form, run(), part, received)
 
 
-@pytest.mark.cover()
+@pytest.mark.costly
 @by_kernels_too
 @each_dtype
 @pytest.mark.parametrize("cases", [CASES, pytest.param(MORE, marks=slow)], ids=["short", "long"])

@@ -53,6 +53,7 @@ def compiled_for(operation, form, operands, implementation=None):
     return jax.jit(lambda *v: RowOperation(operation, form, implementation)(*v)).lower(*operands).compile()
 
 
+@pytest.mark.costly(5)
 @pytest.mark.parametrize("operation", SERVED, ids=repr)
 @pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=slow)])
 def test_operations(operation, dtype):
@@ -129,6 +130,7 @@ def test_distances_from_the_label(offset, many, monkeypatch):
     assert {name for name, _ in collectives(program)} == {"all-reduce" if many else "all-gather"}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("operation", FORWARD, ids=repr)
 def test_many_devices(operation, monkeypatch):
     """All-reduces of maxima and sums, as many devices make them, give what an all-gather gives."""

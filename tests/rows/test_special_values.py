@@ -165,6 +165,7 @@ def assert_masked(op, seen, mask, y):
         assert_values(op, seen[some], y[some])
 
 
+@pytest.mark.costly
 @each_op
 @each_implementation
 def test_a_mask_gives_jax_its_gradient(op, implementation):
@@ -188,6 +189,7 @@ def test_a_mask_gives_jax_its_gradient(op, implementation):
             chex.assert_trees_all_close(actual, jnp.nan_to_num(expected), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.costly
 @each_op
 @each_implementation
 def test_empty_arrays(op, implementation):
@@ -202,6 +204,7 @@ def test_empty_arrays(op, implementation):
         assert not np.isnan(t).any()
 
 
+@pytest.mark.costly(3)
 @each_op
 @pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "reference"], ids=str)
 def test_special_rows_along_other_axes(op, implementation):

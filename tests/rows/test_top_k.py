@@ -288,6 +288,7 @@ def pulled_back(f, g):
     return lambda x: jax.vjp(f, x)[1](g)[0]
 
 
+@pytest.mark.costly
 @each_implementation
 @each_dtype
 def test_gradients(implementation, dtype):

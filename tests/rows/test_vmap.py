@@ -37,6 +37,7 @@ def test_every_axis(op, implementation, in_axis):
             assert_trees_all_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.costly
 @each_op
 @each_implementation
 def test_nested_and_uneven(op, implementation):
@@ -70,6 +71,7 @@ def test_mask_mapped_or_not(op, implementation):
             assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.costly
 @on_cpu
 @each_op
 @pytest.mark.parametrize("implementation", [None, "ffi"], ids=str)
