@@ -18,8 +18,13 @@ PYTHONPATH=packages ZIG_GLOBAL_CACHE_DIR=cache ZIG_LOCAL_CACHE_DIR=cache \
 cp cache/o/*/lib*.so.* cache/o/*/libc_nonshared.a .
 
 # What libstdc++.a may ask for and this glibc does not have. Zero, "perhaps there are several threads", is always right.
-echo '__attribute__((visibility("hidden"))) char __libc_single_threaded = 0;' > single_threaded.c
-cc -fPIC -c single_threaded.c && ar rs libc_nonshared.a single_threaded.o
+cat > newer.c <<END
+#define HIDDEN __attribute__((visibility("hidden")))
+HIDDEN char __libc_single_threaded = 0;
+unsigned long strtoul(const char*, char**, int);
+HIDDEN unsigned long __isoc23_strtoul(const char* text, char** end, int base) { return strtoul(text, end, base); }
+END
+cc -fPIC -c newer.c && ar rs libc_nonshared.a newer.o
 
 # Threads, and what loads libraries, are parts of libc in newer versions, so the linker is not told of them elsewhere.
 echo 'GROUP(libc.so.6 libc_nonshared.a AS_NEEDED(libpthread.so.0 libdl.so.2 librt.so.1 libld.so.2))' > libc.so

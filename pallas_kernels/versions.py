@@ -9,7 +9,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 _Pallas: Any = plgpu  # mypy knows the installed version alone
 _NAMES_TYPES = "out_type" in inspect.signature(plgpu.kernel).parameters  # not in JAX 0.10.0
-_LOADS_AT_INDEX = "idx" in inspect.signature(plgpu.load).parameters  # before JAX 0.12
+_INDEX = inspect.signature(plgpu.load).parameters.get("idx")
+_LOADS_AT_INDEX = _INDEX is not None and _INDEX.default is inspect.Parameter.empty  # in JAX 0.10
 
 
 def kernel(body: Callable[..., None], out_type: Any, scratch_types: Any = (), **parameters: Any) -> Callable[..., Any]:

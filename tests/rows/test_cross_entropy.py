@@ -653,7 +653,7 @@ def test_dense_edges():
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"return_entropy": True}], ids=str)
 def test_second_order_in_reverse(implementation, options):
     """A label that is far above the others is no weight of its row, and an ignored row hides what it holds."""
-    x = np.float32([[100, 0, 1], [1, 2, 500], [np.nan, np.inf, 1], [0.5, -1, 2]])
+    x = np.float32([[200, 0, 1], [1, 2, 500], [np.nan, np.inf, 1], [0.5, -1, 2]])
     v, labels = np.float32([[1, 2, 3]] * 4), np.array([0, -1, -1, 1])
 
     def f(x):
