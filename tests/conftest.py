@@ -14,7 +14,6 @@ failure can be run again.
 import collections
 import gc
 import os
-import tempfile
 
 # Read when JAX first looks for devices; it means nothing to a GPU.
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -22,15 +21,6 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 
 if not os.path.exists("/dev/nvidiactl"):
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-
-# The compiled programs of a run are kept as long as it lasts: what one worker has compiled, the others find, and so do
-# the processes that tests start. Programs over a mesh too, as each says which call of jaxsoft it holds.
-if "PYTEST_XDIST_WORKER" not in os.environ and not os.path.exists("/dev/nvidiactl"):
-    PROGRAMS = tempfile.TemporaryDirectory(prefix="jaxsoft-tests-")
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", PROGRAMS.name)
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-    os.environ.setdefault("JAX_REMOVE_CUSTOM_PARTITIONING_PTR_FROM_CACHE_KEY", "1")
 
 # Several workers of pytest-xdist may share a GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

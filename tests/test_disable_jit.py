@@ -14,6 +14,7 @@ FAST = ("softmax", "integer", "kl", "attention, segments")
 CHOICES = choices(lambda name: name not in FAST)
 
 
+@pytest.mark.costly(1)
 @pytest.mark.parametrize(
     ("name", "implementation"), [choice for choice in CHOICES if not choice.values[0].startswith("fold")]
 )

@@ -69,6 +69,7 @@ SMOOTH = {"label_smoothing": 0.1, "z_loss": 0.01, "logits_soft_cap": 9.0}
 AXES = [(0, 2), None, *(pytest.param(axis, marks=slow) for axis in (-1, 0, (1, 2)))]
 
 
+@pytest.mark.costly(1)
 @pytest.mark.parametrize("axis", AXES, ids=str)
 def test_symbolic_shapes_over_any_axes(axis):
     """Every function that takes axes, and what scores are made of, for three unknown lengths."""
@@ -266,6 +267,7 @@ def test_two_platforms_of_attention():
     assert_trees_all_close(exported.call(q), jax.grad(lambda q: jnp.sum(jnp.sin(f(q))))(q), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.costly
 @each_op
 def test_two_platforms(op):
     """One program for CPU and GPU holds both kernels; here it runs on whichever is there."""

@@ -159,7 +159,7 @@ def test_state_of_nothing():
     chex.assert_trees_all_equal(lse(state(jnp.full((2, 3), jnp.inf))), jnp.full(2, jnp.inf))
 
 
-@pytest.mark.costly
+@pytest.mark.costly(1)
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("axis", [0, 1, -1])
 def test_running_states(reverse, axis):

@@ -21,6 +21,7 @@ OTHERS = ("log_softmax, extras", *(name for name in CALLS if "extras" not in nam
 CHOICES = choices(lambda name: name in OTHERS and name not in FAST)
 
 
+@pytest.mark.costly(1)
 @pytest.mark.parametrize(("name", "implementation"), CHOICES)
 def test_second_order(name, implementation):
     """Forward over reverse, reverse over forward, and each over itself."""
@@ -31,6 +32,7 @@ def test_second_order(name, implementation):
         Case.together(f"{name}, every order of two modes", cases).check()
 
 
+@pytest.mark.costly(1)
 @pytest.mark.parametrize("name", some(FAST, ["softmax, extras", "integer, weights, mask", "top_k"]))
 def test_second_order_of_a_loop(name):
     """JAX 0.11 forgets custom derivatives of what is in the body of a loop once that has been differentiated."""

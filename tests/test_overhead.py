@@ -45,7 +45,7 @@ def test_calls_of_python(name):
     assert len(seen) <= 60, seen
 
 
-@pytest.mark.costly(3)
+@pytest.mark.costly(1)
 @pytest.mark.parametrize("name", some(CALLS, ["softmax", "log_softmax, where", "integer, entropy", "kl"]))
 def test_no_formula_is_traced(name, monkeypatch):
     """A kernel's results have types without that, and reverse mode has no use for the formula of the tangent."""

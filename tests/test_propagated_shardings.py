@@ -26,7 +26,7 @@ def mesh():
 NAMES = (*definitions.ROW_FUNCTIONS, "integer", "kl", "top_k", "attention, segments", "fold")
 
 
-@pytest.mark.costly(5)
+@pytest.mark.costly
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in NAMES else slow) for name in calls.CALLS])
 @pytest.mark.parametrize("dim", [0, -1], ids=["first", "last"])
 def test_uneven(name, dim):

@@ -91,7 +91,7 @@ def options_for(given, rows, n, seed=0):
     return {name: every[name] for name in given}
 
 
-@pytest.mark.costly(3)
+@pytest.mark.costly
 @pytest.mark.parametrize("n", [600, pytest.param(7, marks=slow)])
 @pytest.mark.parametrize("given", [g if len(g) != 2 else pytest.param(g, marks=slow) for g in COMBINATIONS], ids=str)
 def test_probabilities(given, n):
@@ -134,7 +134,7 @@ def chi_square(tokens, p):
     return (np.sum((observed - expected)[some] ** 2 / expected[some]) - freedom) / np.sqrt(2 * max(freedom, 1))
 
 
-@pytest.mark.costly
+@pytest.mark.costly(1)
 @pytest.mark.parametrize(
     ("n", "draws", "options"),
     [
@@ -194,7 +194,7 @@ def test_greedy(n, others):
     assert np.any(p[~cold] < 1)
 
 
-@pytest.mark.costly(3)
+@pytest.mark.costly
 @pytest.mark.parametrize("n", [4, 512])
 @pytest.mark.parametrize(
     "top_p, share", [(0.25, 0.25), (0.2501, 0.25), (0.5, 0.5), (0.75, 0.75), (1.0, 1.0), (1e-9, 0)]
@@ -412,7 +412,7 @@ def test_sharded_rows():
         np.testing.assert_array_equal(actual, expected)
 
 
-@pytest.mark.costly
+@pytest.mark.costly(1)
 @needs_devices
 @pytest.mark.parametrize("n", [320, pytest.param(16, marks=slow)])
 @pytest.mark.parametrize(

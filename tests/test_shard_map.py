@@ -39,7 +39,7 @@ NAMES = ["top_k", "integer", "kl", *(name for name in definitions.ROW_FUNCTIONS 
 SLOW_NAMES = ["dense", *OPS]
 
 
-@pytest.mark.costly
+@pytest.mark.costly(1)
 @pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=slow) for name in SLOW_NAMES)])
 @each_implementation
 @pytest.mark.parametrize("kind", [pytest.param(AxisType.Auto, marks=slow), AxisType.Explicit], ids=["Auto", "Explicit"])

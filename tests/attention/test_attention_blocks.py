@@ -173,7 +173,7 @@ def test_vmap(implementation):
                 np.testing.assert_allclose(found, np.stack(each), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.cover()
+@pytest.mark.costly
 @needs_devices
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
 @pytest.mark.parametrize("key_heads", [8, 2, 1])

@@ -78,7 +78,7 @@ def test_another_version_of_jax_may_lack_it(monkeypatch):
     cudnn._missing.cache_clear()
 
 
-@pytest.mark.costly(4)
+@pytest.mark.costly(1)
 @pytest.mark.parametrize(
     ("length", "size", "is_causal", "forward", "gradient"),
     [
@@ -160,6 +160,7 @@ def test_where_cudnn_s_gradients_may_be_nan(queries, keys):
             text_of(derivative, queries, keys)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("length", [4032, 4095, 4128])
 def test_where_cudnn_s_gradients_are_right(length):
     """Other numbers of keys, and any of queries."""
@@ -384,7 +385,7 @@ def test_the_kernels_for_attention_are_hopper_s(monkeypatch):
         assert "for Hopper" in ffi.unavailable("cuda")
 
 
-@pytest.mark.cover()
+@pytest.mark.costly
 @pytest.mark.usefixtures("cuda_kernels")
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_a_large_cotangent_over_devices(method):
         np.testing.assert_allclose(a, e, atol=2e-3 * np.abs(e).max())
 
 
-@pytest.mark.cover()
+@pytest.mark.costly(1)
 @pytest.mark.parametrize("moving", [("query", "key", "value"), ("query", "value", "bias"), ("key",)], ids=str)
 @pytest.mark.parametrize("size", [1e-9, 1.0, 1e6], ids=str)
 def test_around_a_kernel_that_takes_f16(moving, size):

@@ -72,7 +72,7 @@ HEADS = [
 ]
 
 
-@pytest.mark.costly
+@pytest.mark.costly(1)
 @each_implementation
 @pytest.mark.parametrize(("k", "kind"), HEADS, ids=str)
 def test_collectives(k, implementation, kind):
@@ -145,6 +145,7 @@ def test_16_bits(kind):
             assert collectives(jax.jit(grad.ours).lower(*put(grad.operands, specs)).compile()) == []
 
 
+@pytest.mark.costly(1)
 @pytest.mark.parametrize("names", [("vmap of the first operand", "grad"), ("grad", "grad")], ids=" of ".join)
 def test_sharded_otherwise(names):
     """Over explicit axes the batch and a state follow the query, and what lies on one device joins the mesh."""
@@ -163,6 +164,7 @@ def test_sharded_otherwise(names):
             call.check(lambda f, operands=operands: lambda *_: jax.jit(f)(*operands))
 
 
+@pytest.mark.costly(1)
 @each_axis_type
 @pytest.mark.parametrize(
     "names",
@@ -178,6 +180,7 @@ def test_transformations(names, kind):
         call.check(sharded(specs))
 
 
+@pytest.mark.costly(1)
 @each_implementation
 @pytest.mark.parametrize(
     ("manual", "kind"),

@@ -37,7 +37,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.costly
+@pytest.mark.costly(1)
 @pytest.mark.parametrize(
     "options",
     [pytest.param(o, marks=slow if name in ("plain", "fixed") else (), id=name) for name, o in OPTIONS.items()],
@@ -61,6 +61,7 @@ def test_others(pair):
         case(OPTIONS["moving"], Sizes(2, 3, 4, 4, 2, 2, 2), np.float64).through(pair[0]).through(pair[1]).check()
 
 
+@pytest.mark.costly(1)
 @pytest.mark.parametrize("attends", [True, False])
 def test_second_derivatives_of_a_loop(attends):
     """JAX 0.11 forgets custom derivatives of what is in the body of a loop once that has been differentiated."""
@@ -154,7 +155,7 @@ def check_transpose(function, operand):
     return transposed, cotangents
 
 
-@pytest.mark.costly
+@pytest.mark.costly(1)
 @pytest.mark.parametrize("name", some(LINEAR, ["mask", "sinks", "residual"]))
 def test_transpose_by_value(name):
     """Attention is linear in value, so JAX transposes it as it does jax.nn's: `jax.linear_transpose`."""

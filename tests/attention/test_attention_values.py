@@ -47,7 +47,7 @@ def test_reference():
 
 
 # By default what the kernels treat in ways of their own: test_combinations has the others too.
-@pytest.mark.costly(6)
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "option", some([None, *OPTIONS], [None, "bias", "sinks", "causal", "window", "segments", "mask", "cap"]), ids=str
 )
@@ -59,7 +59,7 @@ def test_every_option(option, implementation):
         both(call).check()
 
 
-@pytest.mark.cover()
+@pytest.mark.costly
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=lambda dtype: dtype.__name__)
@@ -85,7 +85,7 @@ def test_output_alone(t, s, size, dtype, is_causal, deterministic):
         assert np.linalg.norm(a - e) <= 4 * float(jnp.finfo(dtype).eps) * np.linalg.norm(e)
 
 
-@pytest.mark.costly
+@pytest.mark.costly(1)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32], ids=lambda dtype: dtype.__name__)
 @each_fast_implementation
 def test_every_dtype(dtype, implementation):
@@ -118,7 +118,7 @@ def test_heads(sizes, implementation):
         both(call).check()
 
 
-@pytest.mark.costly
+@pytest.mark.costly(1)
 @pytest.mark.parametrize("dtype", [np.float32, jnp.float16], ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("size", [64, 128, 256])
 @each_fast_implementation
@@ -144,7 +144,7 @@ def short_blocks(monkeypatch):
     jax.clear_caches()
 
 
-@pytest.mark.costly
+@pytest.mark.costly(1)
 @pytest.mark.parametrize(
     ("t", "s"),
     [
@@ -351,7 +351,7 @@ def test_special_sinks(t, implementation):
         np.testing.assert_array_equal(y[:, :, 2], np.asarray(plain)[:, :, 2].astype(np.float32))
 
 
-@pytest.mark.costly(3)
+@pytest.mark.costly(1)
 @pytest.mark.parametrize("offset", [-1e4, 1e7, -1e9, float(np.finfo(np.float32).min)], ids=str)
 @pytest.mark.parametrize("dtype", [np.float32, jnp.float16, jnp.bfloat16], ids=lambda dtype: dtype.__name__)
 @each_implementation
@@ -391,7 +391,7 @@ def test_offsets_of_all_scores(offset, dtype, implementation):
             chex.assert_trees_all_close(results(attend, query, value, bias), expected, **bounds)
 
 
-@pytest.mark.cover()
+@pytest.mark.costly(1)
 @pytest.mark.parametrize("options", [(), ("causal",), ("bias",)], ids=str)
 @pytest.mark.parametrize("shift", [0, 1, 3])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=lambda dtype: dtype.__name__)
@@ -426,7 +426,7 @@ def test_beside_jax(options, shift, dtype, implementation):
         assert np.linalg.norm(a - e) <= 2.5 * np.linalg.norm(b - e)
 
 
-@pytest.mark.costly
+@pytest.mark.costly(1)
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize(
     ("dtype", "offset", "size"),
@@ -453,7 +453,7 @@ def test_beside_jax_on_a_cpu(dtype, offset, size, deterministic):
         assert np.linalg.norm(a - e) <= 1.5 * np.linalg.norm(b - e)
 
 
-@pytest.mark.cover()
+@pytest.mark.costly
 @pytest.mark.parametrize("options", [(), ("causal",), ("bias",), ("mask of keys",)], ids=str)
 @pytest.mark.parametrize("dtype", [np.float32, jnp.float16, jnp.bfloat16], ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("size", [64, 72])
@@ -471,7 +471,7 @@ def test_large_scores(options, dtype, size, implementation):
         np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-6 * np.abs(expected_lse).max())
 
 
-@pytest.mark.cover()
+@pytest.mark.costly
 @pytest.mark.parametrize("dtype", [np.float32, jnp.float16, jnp.bfloat16], ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("size", [64, 72])
 def test_large_score(dtype, size):

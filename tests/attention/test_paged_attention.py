@@ -30,6 +30,7 @@ def both(call: Case) -> Case:
 
 
 # By default what only pages have; test_attention_values has most others.
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "option",
     some([None, *OPTIONS], [None, "key scale", "value scale", "shared", "out of range", "past the table", "lengths"]),
@@ -42,7 +43,7 @@ def test_every_option(option, implementation):
         both(case([option] if option else [], SMALL, np.float64, implementation)).check()
 
 
-@pytest.mark.costly
+@pytest.mark.costly(1)
 @pytest.mark.parametrize("more", [("window to the left",), ("query lengths",), ("state", "out of range")], ids=str)
 @pytest.mark.parametrize("which", ["past the table", "lengths"])
 def test_lengths_past_the_table(which, more):
@@ -87,7 +88,7 @@ def test_reference():
         both(case(options, Sizes(b=2, t=2, number=2, size=2), np.float64, "reference")).check()
 
 
-@pytest.mark.costly
+@pytest.mark.costly(1)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32], ids=lambda dtype: dtype.__name__)
 @each_implementation
 def test_every_dtype(dtype, implementation):
@@ -144,7 +145,7 @@ def test_heads(sizes, implementation):
         both(case(["bias", "causal", "shared"], sizes, np.float64, implementation)).check()
 
 
-@pytest.mark.cover()
+@pytest.mark.costly
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32], ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("of_pages", EIGHT_BITS, ids=lambda dtype: dtype.__name__)
@@ -340,7 +341,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.costly(5)
+@pytest.mark.costly(1)
 @pytest.mark.parametrize(
     "options", [("causal", "shared", "out of range"), ("key scale", "sinks", "query lengths")], ids=str
 )

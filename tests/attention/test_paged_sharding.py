@@ -55,7 +55,7 @@ def sharded(specs):
     return lambda f: lambda *operands: jax.jit(f)(*put(operands, specs))
 
 
-@pytest.mark.costly
+@pytest.mark.costly(1)
 @each_implementation
 @pytest.mark.parametrize("k", [8, 4, 2, 1])
 @each_axis_type
@@ -76,7 +76,7 @@ def test_collectives(k, implementation, kind):
             call.check(sharded(specs))
 
 
-@pytest.mark.costly
+@pytest.mark.costly(1)
 @each_axis_type
 @pytest.mark.parametrize("names", [("grad",), ("jvp",), ("vmap", "grad")], ids=" of ".join)
 def test_derivatives(names, kind):
@@ -89,6 +89,7 @@ def test_derivatives(names, kind):
         call.check(sharded([P(*mapped, "a", None, "b"), pages, pages, P(*mapped, "b")]))
 
 
+@pytest.mark.costly(1)
 @each_axis_type
 def test_any_dimension(kind):
     """Pages, slots, queries and head sizes may be sharded as well. They are gathered, and the values are right."""
@@ -105,6 +106,7 @@ def test_any_dimension(kind):
             call.through("grad").check(sharded(specs))
 
 
+@pytest.mark.costly(1)
 @pytest.mark.parametrize(("manual", "kind"), [(("a", "b"), Explicit), (("a",), Auto)], ids=str)
 def test_shard_map(manual, kind):
     """Inside shard_map: each device has a cache of its own over one axis, and heads over the other."""
@@ -144,6 +146,7 @@ def test_shard_map(manual, kind):
             np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.costly(1)
 @each_axis_type
 def test_writing(kind):
     """Heads stay, and of sequences that are sharded, the new tokens go to all devices."""

@@ -126,7 +126,7 @@ def test_values(capfd, form, shape):
     assert "RACE DETECTED" not in "".join(capfd.readouterr())
 
 
-@pytest.mark.cover()
+@pytest.mark.costly
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("extras", [(), (Extra.BIAS, Extra.MASK), SEGMENTS, LENGTHS], ids=len)
 def test_lowers_for_hopper(heads, extras):

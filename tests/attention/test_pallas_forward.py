@@ -202,6 +202,7 @@ def test_values_by_plan(plan):
         assert_right(form, operands_of(form, 140, 70, head, value), dataclasses.replace(PLAN, **plan))
 
 
+@pytest.mark.costly(1)
 @pytest.mark.parametrize(
     "form",
     [

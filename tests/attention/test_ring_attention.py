@@ -37,6 +37,7 @@ def devices_of(*numbers):
         pytest.skip(f"needs {int(np.prod(numbers))} devices")
 
 
+@pytest.mark.costly(1)
 @pytest.mark.parametrize(
     ("layout", "devices", "tokens", "kind", "inside", "limits"),
     [
@@ -65,6 +66,7 @@ def test_ring(layout, devices, tokens, kind, inside, limits):
         check([ring_case(ring, sizes_of(devices * tokens, k=2), OPTIONS, np.float64, more) for more in limits])
 
 
+@pytest.mark.costly(1)
 @pytest.mark.parametrize(
     ("method", "layout", "devices", "kind", "inside", "limits"),
     [
@@ -89,6 +91,7 @@ def test_other_methods(method, layout, devices, kind, inside, limits):
         check([ring_case(ring, sizes_of(devices * 4, k=8), OPTIONS, np.float64, more) for more in limits])
 
 
+@pytest.mark.costly(1)
 @pytest.mark.parametrize(
     ("devices", "tokens", "layout", "others", "check_vma"),
     [
@@ -117,6 +120,7 @@ def test_sizes(devices, tokens, layout, others, check_vma):
 BY_HEADS = P("data", "s", "heads")
 
 
+@pytest.mark.costly(1)
 @pytest.mark.parametrize(
     ("axes", "manual", "kind", "spec", "method", "k"),
     [
@@ -226,6 +230,7 @@ def test_transformations(layout, method, inside, names):
         check([ring_case(ring, sizes, ("sinks", "scale"), np.float64, CAUSAL)], names)
 
 
+@pytest.mark.costly(1)
 @pytest.mark.parametrize(
     ("layout", "method", "around"),
     [

@@ -76,7 +76,7 @@ each_call = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.cover()
+@pytest.mark.costly
 @each_derivative
 @each_call
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -114,7 +114,7 @@ def test_axes_that_are_not_manual(derivative):
     assert {what for what, _ in collectives(program)} == {"collective-permute"}
 
 
-@pytest.mark.costly(3)
+@pytest.mark.costly
 @each_derivative
 @pytest.mark.parametrize(
     ("left", "steps"), [(0, 1), (1, 2), (TOKENS, 2), (TOKENS + 1, 3), (99, MOST)], ids=lambda v: str(v)
@@ -139,7 +139,7 @@ def test_all_gather(layout, derivative, inside, kind):
     assert found == gathers(derivative) or (inside and found == kept)
 
 
-@pytest.mark.cover()
+@pytest.mark.costly
 @each_derivative
 @each_call
 @pytest.mark.parametrize("layout", LAYOUTS)

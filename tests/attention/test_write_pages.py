@@ -34,7 +34,7 @@ def check(operands, table, lengths, counts=None, offset=None):
     assert same_bits(found, tuple(map(np.asarray, expected)))
 
 
-@pytest.mark.costly(3)
+@pytest.mark.costly
 @pytest.mark.parametrize("size", [1, 3, 16])
 @pytest.mark.parametrize("t", [1, 2, 5, 40])
 def test_places(size, t):
@@ -91,7 +91,7 @@ def test_any_tables(call):
     check(*call)
 
 
-@pytest.mark.cover()
+@pytest.mark.costly
 @pytest.mark.parametrize("dtype", DTYPES[:4], ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("of_pages", DTYPES, ids=lambda dtype: dtype.__name__)
 def test_dtypes(dtype, of_pages):

@@ -196,7 +196,7 @@ def test_no_scores_in_memory(options):
     assert text.count("stablehlo.dot_general") <= 3  # gradients of hidden, and of weight by whole chunks and a rest
 
 
-@pytest.mark.costly(3)
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("change", "served"),
     [

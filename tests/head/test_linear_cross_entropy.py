@@ -74,7 +74,7 @@ def assert_close(actual, expected, tolerance):
         assert ok.all(), (np.abs(a - e).max() / size, a, e)
 
 
-@pytest.mark.costly
+@pytest.mark.costly(1)
 @pytest.mark.parametrize(
     ("options", "class_weights", "chunk_size", "recompute"),
     [
@@ -100,7 +100,7 @@ def test_options(options, class_weights, chunk_size, recompute, width):
     assert not np.asarray(actual[0][1][0])[ignored].any() and not np.asarray(actual[1][0])[ignored].any()
 
 
-@pytest.mark.cover()
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("dtype", "weight_dtype"),
     [
@@ -202,7 +202,7 @@ def test_rows_of_a_gpu_are_taken_where_that_costs_no_memory(monkeypatch, classes
         assert not of_rows(jax.grad(f, (0, 1)))
 
 
-@pytest.mark.cover()
+@pytest.mark.costly(1)
 @pytest.mark.parametrize("width", [64, 96], ids=["as many rows as width", "fewer"])
 @pytest.mark.parametrize("entropy", [False, True])
 def test_kept_logits_are_as_exact_as_stored_ones(entropy, width):
@@ -409,7 +409,7 @@ def of_mesh(f, **options):
     return jax.value_and_grad(total, (0, 1, 2))
 
 
-@pytest.mark.costly
+@pytest.mark.costly(1)
 @needs_mesh
 @pytest.mark.parametrize(
     ("rows", "weight", "kind", "recompute"),
@@ -471,6 +471,7 @@ def test_chunks_of_gpus(weight, monkeypatch):
         assert_close(gradients(linear)(*args), gradients(stored)(h, w, y), 2e-5)
 
 
+@pytest.mark.costly(1)
 @needs_mesh
 @pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=slow)])
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "logits_soft_cap": 3.0}], ids=["plain", "smoothed"])

@@ -97,7 +97,7 @@ def test_other_options(options):
         assert_close(a, e, 1e-5)
 
 
-@pytest.mark.cover()
+@pytest.mark.costly(1)
 @each_offset
 @pytest.mark.parametrize("weighted", [False, True], ids=["alike", "class weights"])
 def test_by_rows(offset, weighted):
@@ -115,6 +115,7 @@ def test_on_the_way_of_a_gpu(patched, dtype):
     assert_close(gradients, exact, 1e-5 if dtype == jnp.float32 else 1e-2)
 
 
+@pytest.mark.costly(1)
 @pytest.mark.parametrize(
     "derivative",
     [

@@ -69,7 +69,7 @@ def with_gradients(f, count=5):
     return lambda *operands: jax.value_and_grad(f, tuple(range(count)))(*operands)
 
 
-@pytest.mark.cover()
+@pytest.mark.costly(1)
 @pytest.mark.parametrize(
     ("options", "chunk_size"),
     [
@@ -93,7 +93,7 @@ def test_options(options, chunk_size, rows, reduction):
     assert not np.asarray(actual[1][0])[y == -100].any()
 
 
-@pytest.mark.cover()
+@pytest.mark.costly
 @pytest.mark.parametrize("options", [IGNORED, {**SMOOTH, "scale": -0.4}], ids=["plain", "smoothed"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("missing", [0, 1, 2])
@@ -121,6 +121,7 @@ def test_as_many_rows_as_width(options, dtype, missing, monkeypatch):
     assert_close(lowered.compile()(*operands), in_float64(with_gradients(g, 4), *operands), tolerance)
 
 
+@pytest.mark.costly(1)
 @each_reduction
 def test_the_same_without_a_derivative(reduction):
     """The loss alone, and beside what takes the other way, has the same value."""
@@ -295,7 +296,7 @@ def test_special_values():
     assert_close(jax.jit(f)(*ALL[:2]), in_float64(g, *ALL[:2]), 3e-6)
 
 
-@pytest.mark.cover()
+@pytest.mark.costly(1)
 @pytest.mark.parametrize("options", [{}, {"return_lse": True}, SMOOTH], ids=["rows", "classes", "smoothed"])
 @pytest.mark.parametrize("reduction", ["mean", "sum", None])
 def test_weights_of_0(reduction, options):
@@ -338,7 +339,7 @@ def test_the_sum_of_chunks_in_f32():
     assert error(chunk_size=4, accumulator_dtype=jnp.float32) < 0.6 * error(chunk_size=4)
 
 
-@pytest.mark.cover()
+@pytest.mark.costly(1)
 @pytest.mark.parametrize("which", some([*range(5), "labels", "rows"], [0, 1, "labels", "rows"]))
 @pytest.mark.parametrize("order", ["grad of vmap", "vmap of grad", pytest.param("grad of vmap of grad", marks=slow)])
 def test_vmap(which, order):
@@ -411,7 +412,7 @@ Y = RNG.integers(0, 64, (8, 4)).astype(np.int32)
 Y[0, 0], Y[1, 1] = -100, 63
 
 
-@pytest.mark.costly
+@pytest.mark.costly(1)
 @needs_mesh
 @pytest.mark.parametrize(
     ("rows", "weight", "kind"),
@@ -452,6 +453,7 @@ def test_mesh(rows, weight, kind):
     assert all(np.prod(shape) <= most for name, shape in moved if name == "all-reduce"), moved
 
 
+@pytest.mark.costly(1)
 @needs_mesh
 @pytest.mark.parametrize("manual", [{"a", "b"}, {"a"}], ids=["fully", "partially"])
 def test_shard_map(manual):

@@ -124,6 +124,7 @@ def test_scaled_scores_are_those_of_which_m_is_the_maximum(n):
     np.testing.assert_array_equal(y, (x * scale == top) / np.sum(x * scale == top, dtype=np.float32))
 
 
+@pytest.mark.costly(1)
 @on_cpu  # the row operations never send empty arrays to a kernel; a buffer of another's making may be empty
 @pytest.mark.parametrize(
     ("shape", "trailing"),

@@ -169,6 +169,7 @@ def taken_by(operation):
 LONG_FORMS = [((LIMIT,), (3, 2, 2300), (1,)), (ALL_EXTRAS, (2, 2, 2300), (0,))]
 
 
+@pytest.mark.costly(1)
 @on_cpu
 @each_in(jnp.float32, LOG_SOFTMAX_VJP, LABEL_STATE)
 def test_forms(operation, dtype):

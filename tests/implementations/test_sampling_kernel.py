@@ -215,7 +215,7 @@ def operands(shape, seed=0):
     )
 
 
-@pytest.mark.cover()
+@pytest.mark.costly(1)
 @needs_devices
 @each_axis_type
 @pytest.mark.parametrize("k", [None, 5])

@@ -67,6 +67,7 @@ def test_tiles(op, dtype, shapes):
         assert_within(dx, true_dx, places * size + tiny, f"gradient of {what}")
 
 
+@pytest.mark.costly
 @each_op
 @each_fast_implementation
 def test_any_place(op, implementation):

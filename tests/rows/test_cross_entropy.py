@@ -177,6 +177,7 @@ def test_long_rows(implementation, dtype, n, count):
 NEIGHBOURS = {"short": [(2500, n) for n in (1, 3, 10, 24, 33, 48, 100)], "long": [(9, 65537), (20, 50257), (33, 20001)]}
 
 
+@pytest.mark.costly(1)
 @each_fast_implementation
 @each_dtype_in_turn
 @pytest.mark.parametrize("shapes", ["short", pytest.param("long", marks=pytest.mark.slow)])
@@ -308,7 +309,7 @@ def test_labels_out_of_range_that_are_masked(implementation, options):
 _EVERY_OPTION = {"label_smoothing": 0.1, "z_loss": 0.1, "return_entropy": True}
 
 
-@pytest.mark.cover()
+@pytest.mark.costly(1)
 @each_implementation
 @pytest.mark.parametrize("options", [{}, _EVERY_OPTION, {**_EVERY_OPTION, "logits_soft_cap": 3.0}], ids=len)
 @pytest.mark.parametrize("which", ["rows", "classes", "-inf", "ignored"])
@@ -357,6 +358,7 @@ def test_rows_that_do_not_count(implementation, options, which, labels):
             assert not np.any(a[~count])
 
 
+@pytest.mark.costly
 @needs_devices
 @pytest.mark.parametrize("spec", [P("a"), P(None, "b"), P("a", "b")], ids=str)
 def test_rows_that_do_not_count_over_a_mesh(spec):
@@ -409,7 +411,7 @@ def test_all_ignored(implementation):
     assert (loss == 0).all() and (lse == -np.inf).all() and (dx == 0).all()
 
 
-@pytest.mark.costly
+@pytest.mark.costly(1)
 @pytest.mark.parametrize("axis", [-1, pytest.param(0, marks=slow), 1, pytest.param((1, 2), marks=slow), (0, -1)])
 def test_optax(axis):
     """Arguments, shapes, axes and masks as in optax."""
@@ -648,7 +650,7 @@ def test_dense_edges():
     np.testing.assert_allclose(hessian, change, atol=1e-3)
 
 
-@pytest.mark.costly
+@pytest.mark.costly(1)
 @each_implementation
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"return_entropy": True}], ids=str)
 def test_second_order_in_reverse(implementation, options):
@@ -668,6 +670,7 @@ def test_second_order_in_reverse(implementation, options):
             np.testing.assert_allclose(second[3], jax.jvp(jax.grad(f), (x,), (v,))[1][3], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.costly(1)
 @needs_devices
 @each_fast_implementation
 @each_axis_type

@@ -96,7 +96,7 @@ def check(x, labels, implementation, counts=None, cap=None):
     assert_within(dx, dx_want, bound, f"gradient of {what}")
 
 
-@pytest.mark.cover()
+@pytest.mark.costly
 @each_dtype_in_turn
 @each_fast_implementation
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_long_rows(implementation, dtype, n, count):
         check(x.astype(dtype), labels, implementation)
 
 
-@pytest.mark.cover()
+@pytest.mark.costly(1)
 @each_dtype_in_turn
 @each_fast_implementation
 @pytest.mark.parametrize("n", [5, 300, 5000])
@@ -157,7 +157,7 @@ def test_masks_and_caps(implementation, dtype, n, cap):
             check(x, labels, implementation, where, cap)
 
 
-@pytest.mark.costly(4)
+@pytest.mark.costly
 @each_fast_implementation
 @each_dtype_in_turn
 @pytest.mark.parametrize("n", [1, 3, 10, 24, 33, 48, 100])
@@ -220,6 +220,7 @@ def test_special_values(implementation, n):
     np.testing.assert_allclose(dx[finite], 0, atol=1e-6)  # uniform probabilities
 
 
+@pytest.mark.costly(1)
 @each_fast_implementation
 @pytest.mark.parametrize(
     "options",
@@ -266,6 +267,7 @@ def test_second_order_where_the_label_is_far_above(implementation):
     np.testing.assert_allclose(jax.jacrev(jax.grad(f))(x), want, atol=1e-6)
 
 
+@pytest.mark.costly(1)
 @needs_devices
 @each_fast_implementation
 @each_axis_type

@@ -603,6 +603,7 @@ def test_bad_arguments_beside_others(op):
         getattr(jaxsoft, op)(X, -1, None, False, False, None, 2.0)
 
 
+@pytest.mark.costly
 @each_op
 def test_dtypes_without_kernels(op):
     """Complex and 8-bit scores are scaled and masked in plain JAX."""

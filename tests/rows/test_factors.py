@@ -28,6 +28,7 @@ def defined(a, b):
     return jnp.log(jnp.abs(total)), jnp.sign(total)
 
 
+@pytest.mark.costly(1)
 @each_dtype_in_turn
 def test_derivatives(dtype):
     """By a and b, of both orders, in both modes; where b is 0, too."""
@@ -74,6 +75,7 @@ def test_factors_that_are_masked_by_a_product(hidden, scale):
     assert np.isfinite(np.asarray(jax.hessian(of_factors)(np.ones(3, np.float32)))).all()
 
 
+@pytest.mark.costly(1)
 @needs_devices
 @pytest.mark.parametrize("spec", some([P("a"), P(None, "b"), P("a", "b"), P()], [P("a", "b"), P()]), ids=str)
 def test_factors_that_lie_otherwise_over_a_mesh(spec):

@@ -65,7 +65,7 @@ def assert_true(f, logits, values):
     np.testing.assert_allclose(dx, dx_want, rtol=1e-5, atol=1e-5, err_msg=what)
 
 
-@pytest.mark.costly(3)
+@pytest.mark.costly
 @each_dtype
 @each_fast_implementation
 def test_labels(dtype, implementation):
@@ -79,7 +79,7 @@ def test_labels(dtype, implementation):
             assert_true(f, x, values)
 
 
-@pytest.mark.costly
+@pytest.mark.costly(1)
 @each_dtype_in_turn
 def test_labels_of_a_linear_layer(dtype):
     with jax.enable_x64(dtype in WIDE):
@@ -92,7 +92,7 @@ def test_labels_of_a_linear_layer(dtype):
             assert_true(f, weight, values)
 
 
-@pytest.mark.costly
+@pytest.mark.costly(1)
 @each_dtype_in_turn
 def test_ignored_labels(dtype):
     """An ignore_index at every border, and those that the dtype cannot hold, which ignore nothing."""
@@ -133,7 +133,7 @@ def test_scores(dtype, op, implementation):
         assert_trees_all_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.costly
+@pytest.mark.costly(1)
 @each_dtype_in_turn
 def test_other_arguments(dtype):
     """Masks, scales, biases, weights, labels that are numbers, options of sampling, and scores of the fold."""

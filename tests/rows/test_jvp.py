@@ -41,6 +41,7 @@ def test_forward_mode(op, implementation, axis):
             assert_trees_all_close(derivatives(f), expected, rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.costly
 @each_op_in_turn
 @each_fast_implementation
 def test_every_order_of_both_modes(op, implementation):

@@ -124,7 +124,7 @@ def test_a_thousandth_apart(implementation, scale):
         assert np.max(np.abs(in_f32[:2] / expected[:2].astype(float) - 1)) > 1e-2
 
 
-@pytest.mark.cover()
+@pytest.mark.costly(1)
 @each_dtype_in_turn
 @each_implementation
 def test_equal_logits(dtype, implementation):
@@ -140,7 +140,7 @@ def test_equal_logits(dtype, implementation):
                 assert not np.any(kl(x, x, scale=0.7, where=x > 0, implementation=implementation))
 
 
-@pytest.mark.cover()
+@pytest.mark.costly
 @pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "float16"), ("float16", "bfloat16")], ids=str)
 @each_implementation
 def test_two_dtypes(dtypes, implementation):
@@ -224,7 +224,7 @@ def test_the_gradient_of_what_is_infinite(implementation):
             np.testing.assert_allclose(slopes[1], q - p, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.cover()
+@pytest.mark.costly(1)
 @each_dtype_in_turn
 @each_implementation
 def test_scores_that_are_far_from_each_other(dtype, implementation):
@@ -293,7 +293,7 @@ def test_rows_that_blocks_share(dtype):
                 np.testing.assert_allclose(found, expected[of], rtol=tiny, err_msg=str((count, n)))
 
 
-@pytest.mark.cover()
+@pytest.mark.costly
 @each_implementation
 @pytest.mark.parametrize("mask", [-1e9, -1e30, float(np.finfo(np.float32).min)], ids=str)
 def test_rows_that_are_masked_by_a_large_number(implementation, mask):

@@ -58,7 +58,7 @@ def case_of(implementation: str | None, before: bool, dtype) -> Case:
     return Case.together("products", cases)
 
 
-@pytest.mark.costly(4)
+@pytest.mark.costly(1)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, pytest.param(jnp.float16, marks=slow)])
 @pytest.mark.parametrize("before", [True, False], ids=["before the call", "scale"])
 @pytest.mark.parametrize("order", ORDERS)
@@ -71,7 +71,7 @@ def test_rows_of_one_large_number(implementation, order, before, dtype):
         functools.reduce(Case.through, ORDERS[order], case_of(implementation, before, dtype)).check()
 
 
-@pytest.mark.cover()
+@pytest.mark.costly(1)
 @pytest.mark.parametrize("sharded", [P("a"), P(None, "a")], ids=["rows", "axis"])
 @pytest.mark.parametrize("before", [True, False], ids=["before the call", "scale"])
 def test_over_a_mesh(before, sharded):
@@ -95,6 +95,7 @@ def test_value_beyond_the_range_of_the_rounding_error(implementation, bias):
         assert_within(p, np.array([[1, 0], [0.5, 0.5]]), np.full((2, 2), 1e-6), "softmax")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_product_and_bias_are_rounded_alike(implementation):
     """Where scale and bias are large, the state and what is computed from it have the same scores, rounded twice."""

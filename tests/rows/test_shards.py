@@ -53,7 +53,7 @@ def compiled_for(operation, form, operands, implementation=None):
     return jax.jit(lambda *v: RowOperation(operation, form, implementation)(*v)).lower(*operands).compile()
 
 
-@pytest.mark.costly(5)
+@pytest.mark.costly
 @pytest.mark.parametrize("operation", SERVED, ids=repr)
 @pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=slow)])
 def test_operations(operation, dtype):

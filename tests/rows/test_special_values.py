@@ -108,6 +108,7 @@ def test_values_and_gradients(op, dtype, implementation):
                 assert_within(np.where(known, dx, 0), np.where(known, expected, 0), bound, what)
 
 
+@pytest.mark.costly
 @each_op
 @each_implementation
 def test_jax_has_the_same(op, implementation):

@@ -358,6 +358,7 @@ def test_gradients_of_values_alone(implementation):
     assert (np.sum(dx != 0, axis=-1) == 1).all() and (np.sum(dx, axis=-1) == 1).all()
 
 
+@pytest.mark.costly(1)
 @needs_devices
 @each_fast_implementation
 @each_axis_type

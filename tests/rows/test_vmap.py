@@ -57,6 +57,7 @@ def test_nested_and_uneven(op, implementation):
         assert_trees_all_close(jax.vmap(pull[0])(g), jax.vmap(pull[1])(g), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.costly
 @each_op
 @each_implementation
 def test_mask_mapped_or_not(op, implementation):
