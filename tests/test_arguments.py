@@ -355,9 +355,9 @@ def test_arrays_compile_once():
     f, programs = FUNCTIONS["integer"], cross_entropy._with_integer_labels
     count = []
     for kind in (jnp.float32, float):
-        f(z_loss=kind(0.5))
+        f(z_loss=kind(0.59375))
         before = programs._cache_size()
-        for value in (0.25, 0.125, 0.0625):
+        for value in (0.40625, 0.34375, 0.28125):  # which no other test has
             f(z_loss=kind(value))
         count.append(programs._cache_size() - before)
     assert count == [0, 3]
