@@ -79,7 +79,7 @@ demo: all
 	$(BIN)/python examples/language_model.py --steps 100
 	$(BIN)/python benchmarks/speed.py --quick
 
-# It is for the newest JAX: an older one's names differ.
+# The type checker is for the newest JAX: an older one's names differ.
 TYPE_CHECKER := $(if $(JAX),true,$(BIN)/mypy)
 
 style: $(VENV)/installed-test
@@ -89,7 +89,7 @@ style: $(VENV)/installed-test
 lint: style
 	$(TYPE_CHECKER)
 
-# The type checker uses one core, so here it runs beside the tests.
+# It uses one core, so here it runs beside the tests.
 test: style
 	$(TYPE_CHECKER) & types=$$!; $(BIN)/python -m pytest -n auto; tests=$$?; wait $$types && exit $$tests
 

@@ -64,8 +64,9 @@ def pytest_collection_modifyitems(items):
     for of_test in cases.values():
         cover, costly = map(of_test[0].get_closest_marker, ("cover", "costly"))
         if cover or costly:
-            limit = (*costly.args, 2)[0] if costly else None
-            kept = covering([item.callspec.params for item in of_test], cover.args if cover else (), limit)
+            names = cover.args if cover else ()
+            limit = None if costly is None else costly.args[0] if costly.args else 2
+            kept = covering([item.callspec.params for item in of_test], names, limit)
             for i, item in enumerate(of_test):
                 if i not in kept:
                     item.add_marker("slow")

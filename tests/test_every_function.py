@@ -1,7 +1,7 @@
 """Every public function in every dtype: values, gradients, tangents, maps and their gradients, beside the definitions.
 
-By default each function runs once with each implementation, under every transformation. Those with test modules of
-their own run with all their options and dtypes when asked to; one that is new in calls.py does by default.
+By default each function runs once with each implementation, with gradients, tangents and maps. Those with test modules
+of their own run with all their options and dtypes when asked to; one that is new in calls.py does by default.
 """
 
 import jax
@@ -14,7 +14,6 @@ KNOWN = (*OPS, "integer", "dense", "linear", "top_k", "attention", "ring attenti
 CHOICES = choices(lambda name: name.split(",")[0] in KNOWN)
 
 
-@pytest.mark.cover()
 def check_in_one_program(name, implementation, dtype):
     """Under jit, all of what does not change the operands, and all of what maps them."""
     with precision(dtype), served(implementation):
