@@ -41,9 +41,9 @@ import plot
 import timing
 from attention_cases import CPU_GROUPS, GROUPS, Case, operands, options, scores
 from columns import line
-from comparison import begin, compare, compiling, parser_of_cases, progress
 from jax.stages import Compiled
 from records import Record, rate
+from shared import begin, compare, compiling, parser_of_cases, progress
 
 import jaxsoft
 

@@ -28,8 +28,8 @@ import jax
 import jax.numpy as jnp
 import timing
 from columns import line
-from comparison import begin, compare, parser_of_cases
 from decode_cases import CALLS, CPU_GROUPS, GROUPS, PEERS, Case, chain, error, implementations, operands, record
+from shared import begin, compare, parser_of_cases
 
 CPU = jax.default_backend() == "cpu"
 REPEATS = 5 if CPU else 9

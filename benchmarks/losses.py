@@ -43,8 +43,8 @@ import optax
 import programs
 import timing
 from columns import line
-from comparison import begin, compare, parser_of_cases
 from scipy.special import logsumexp, softmax
+from shared import begin, compare, parser_of_cases
 
 import jaxsoft
 import jaxsoft.random

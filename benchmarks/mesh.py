@@ -37,10 +37,10 @@ import jax
 import jax.numpy as jnp
 import timing
 from columns import line
-from comparison import begin, compare, compiling, parser_of_cases, progress
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from mesh_cases import AXIS, GROUPS, PART, PEERS, ROWS, Case, Linear, mesh
+from shared import begin, compare, compiling, parser_of_cases, progress
 
 jax.config.update("jax_num_cpu_devices", 8)
 CPU = jax.default_backend() == "cpu"

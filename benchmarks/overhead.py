@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from comparison import header
+from shared import header
 
 import jaxsoft
 

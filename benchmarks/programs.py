@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from check import some_rows
-from comparison import compiling
 from jax.stages import Compiled, Lowered
 from row_cases import Case
+from shared import compiling
 
 import jaxsoft
 

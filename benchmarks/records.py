@@ -94,6 +94,12 @@ def floor(case: dict) -> float | None:
     return next((seconds[name] for name in ("nothing", "copy", "products") if name in seconds), None)
 
 
+def net(case: dict) -> dict:
+    """A case with the times beyond what a step of its chain takes without the call, if it was timed in a chain."""
+    without = case["seconds"].get("nothing", 0)
+    return case | {"seconds": {name: seconds - without for name, seconds in case["seconds"].items()}}
+
+
 def peer(case: dict) -> str | None:
     """The peer of a case that has a time."""
     return next((name for name in PEERS if name in case["seconds"]), None)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import plot
 from columns import Column, among, each, markdown, number, shape, speed_up, spread, table
-from records import BYTES, faster, floor, fraction, load
+from records import BYTES, faster, floor, fraction, load, net
 
 ORDER = ("jax.nn", "jaxsoft", "ffi", "pallas", "triton")
 DIRECTIONS = ("forward", "backward")
@@ -180,19 +180,14 @@ def top_k(name: str) -> str:
 
 def top_k_few(name: str) -> str:
     """The same of few rows, or of short ones: microseconds beyond what a step of the chain takes without the call."""
-    found = [_net(case) for case in load(name).of("few")]
+    found = [net(case) for case in load(name).of("few")]
     return table(found, [SCORES, "dtype", "k", *each("µs", TOP_K), speed_up("lax.top_k", "speed-up")])
-
-
-def _net(case: dict) -> dict:
-    """A case of chains with the times beyond their floor."""
-    return case | {"seconds": {name: seconds - floor(case) for name, seconds in case["seconds"].items()}}
 
 
 def sample(name: str) -> str:
     """A token of each row beside the composition of JAX's functions, with a heading."""
     columns = [LOGITS, "dtype", "filters", "deviation", *each("µs", ("composed", "jaxsoft"))]
-    found = [_net(case) for case in load(name).of("sample")]
+    found = [net(case) for case in load(name).of("sample")]
     text = (
         "`jaxsoft.random.sample`, microseconds a call, in such a chain, with the random numbers. *Composed* is "
         "`jax.random.categorical` of the logits that the filters leave: after `jax.lax.top_k` of k logits, or of all "

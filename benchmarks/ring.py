@@ -39,11 +39,11 @@ import jax
 import jax.numpy as jnp
 import timing
 from columns import line
-from comparison import begin, compare, parser_of_cases, progress
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 from mesh_cases import AXIS, mesh
+from shared import begin, compare, parser_of_cases, progress
 
 import jaxsoft
 

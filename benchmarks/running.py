@@ -8,9 +8,9 @@ import numpy as np
 import programs
 import timing
 from check import Reference, rows_of
-from comparison import compare, lacks_memory, reason
 from programs import Programs
 from row_cases import Case
+from shared import compare, lacks_memory, reason
 
 numbers = functools.cache(programs.random)
 

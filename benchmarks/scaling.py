@@ -34,8 +34,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))  # where the modules besi
 import collectives
 import jax
 import scaling_cases
-from comparison import begin, parser_of_cases, progress
 from scaling_cases import Case
+from shared import begin, parser_of_cases, progress
 from transfers import Sent
 
 DEVICES = (8, 16, 32, 64)

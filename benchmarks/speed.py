@@ -39,11 +39,11 @@ import jax
 import plot
 import traffic
 from columns import line
-from comparison import begin, parser_of_cases, progress
 from programs import Programs
 from records import Record, faster, fraction
 from row_cases import CPU, CPU_QUICK, GPU, GPU_QUICK, GROUPS, Case
 from running import run
+from shared import begin, parser_of_cases, progress
 
 import jaxsoft
 

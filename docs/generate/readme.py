@@ -56,8 +56,7 @@ class Row:
         """How many times as fast as the peers it is, in all cases with gradients or without."""
         found = []
         for case in records.load(self.name).cases if self.name else ():
-            own = case["seconds"].get("nothing", 0)  # of a chain of calls, without them
-            seconds = {name: time - own for name, time in case["seconds"].items()}
+            seconds = records.net(case)["seconds"]
             peers = [seconds[peer] for peer in self.peers if peer in seconds]
             known = has_gradients(case) if self.gradients is None else self.gradients
             if known == gradients and peers and self.ours in seconds and self.counts(case):
@@ -196,11 +195,12 @@ def circumstances() -> str:
 
 def table() -> str:
     """The table, and what it says, as they are in the README."""
-    heads = ["operation", "in place of", "GPUs and dtypes with kernels", "forward", "gradients"]
+    # And whether they are aligned to the left.
+    heads = dict.fromkeys(("operation", "in place of", "GPUs and dtypes with kernels"), True)
+    heads |= dict.fromkeys(("forward", "gradients"), False)
     rows = [[r.operation, r.replaces, r.kernels, *(gain(r.gains(v)) for v in (False, True))] for r in ROWS]
-    lines = ("| " + " | ".join(cells) + " |" for cells in [heads, [":--"] * 3 + ["--:"] * 2, *rows])
     words = textwrap.fill(circumstances(), 120, break_long_words=False, break_on_hyphens=False)
-    return "\n" + "\n".join(lines) + f"\n\n{words}\n\n"
+    return f"\n{columns.markdown(heads.items(), rows)}\n\n{words}\n\n"
 
 
 def filled(text: str) -> str:
