@@ -8,9 +8,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 from cases import Case
-from common import as_usual
 from definitions import attention
-from truth import wide
+from truth import in_float64, wide
 
 import jaxsoft
 from jaxsoft.fold import AttentionState
@@ -150,8 +149,7 @@ def check_rows(call: Case, options: Sequence[str], dtype) -> None:
     scaled = "scale" in options  # a traced one multiplies the queries, which are then rounded
     allowed = (2e-3 if dtype == np.float16 else 1e-2) * (8 if scaled else 1)
     output, lse, *_ = (wide(v) for v in jax.jit(call.ours)(*call.operands))
-    with jax.enable_x64(True), as_usual():
-        expected, expected_lse, *_ = (wide(v) for v in jax.jit(call.theirs)(*(wide(v) for v in call.operands)))
+    expected, expected_lse, *_ = in_float64(call.theirs, *call.operands)
     of_error, of_row = (np.linalg.norm(x, axis=-1) for x in (output - expected, expected))
     assert (of_error <= allowed * of_row).all(), (call.what, (of_error / of_row).max())
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=5e-2 if scaled else 1e-4)

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import as_usual
-from truth import wide
+from truth import in_float64, wide
 
 type Function = Callable[..., tuple[jax.Array, ...]]
 
@@ -53,8 +52,7 @@ class Case:
     def check(self, run: Callable[[Function], Function] = jax.jit) -> None:
         """Compares the two. `run` says how jaxsoft's function is called."""
         actual = jax.tree.leaves(run(self.ours)(*self.operands))
-        with jax.enable_x64(True), as_usual():
-            expected = jax.tree.leaves(jax.jit(self.theirs)(*(wide(v) for v in self.operands)))
+        expected = jax.tree.leaves(in_float64(self.theirs, *self.operands))
         tolerance = max(TOLERANCES[v.dtype.itemsize] for v in (*self.operands, *actual))
         assert len(actual) == len(expected), self.what
         for a, e in zip(actual, expected, strict=True):

@@ -5,17 +5,33 @@ the true value: y is about 1e-6 in a long row, where an absolute tolerance of 1e
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import ours
+from common import as_usual, ours
 
 
 def wide(x) -> np.ndarray:
     """`x` as float64."""
     with np.errstate(over="ignore"):
         return np.asarray(x).astype(np.float64)
+
+
+def in_float64(f: Callable, *operands):
+    """A definition's results for the same numbers in float64.
+
+    Few operands are constants of the program, of which XLA then computes all that it can while it compiles: that takes
+    half as long as making code for it. Of many it would compute slowly.
+    """
+    with jax.enable_x64(True), as_usual():
+        given = [None if v is None else wide(v) for v in operands]
+        few = sum(v.size for v in given if v is not None) < 10_000
+        results = (
+            jax.jit(lambda: f(*(None if v is None else jnp.asarray(v) for v in given)))() if few else jax.jit(f)(*given)
+        )
+        return jax.tree.map(np.asarray, results)
 
 
 @dataclasses.dataclass(frozen=True)

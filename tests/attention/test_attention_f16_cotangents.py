@@ -5,12 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_calls import MOVING, Sizes
-from common import as_usual
 from definitions import attention as definition
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from meshes import MESH, mesh_of, needs_devices
-from truth import wide
+from truth import in_float64, wide
 
 import jaxsoft
 from jaxsoft._attention import adapters, xla
@@ -22,9 +21,8 @@ F16 = np.float16
 
 def gradients(f, cotangent, operands):
     """Those of sum(cotangent * f(*operands)) in float64."""
-    with jax.enable_x64(True), as_usual():
-        of = jax.grad(lambda *v: jnp.sum(f(*v) * np.float64(cotangent)), tuple(range(len(operands))))
-        return [np.asarray(g) for g in jax.jit(of)(*map(wide, operands))]
+    of = jax.grad(lambda *v: jnp.sum(f(*v) * np.float64(cotangent)), tuple(range(len(operands))))
+    return in_float64(of, *operands)
 
 
 def assert_rows_close(actual, expected, allowed):
@@ -104,12 +102,11 @@ def test_around_a_kernel_that_takes_f16(moving, size):
         y, lse = definition(*v)[:2]
         return jnp.sum(y * np.float64(cotangent)) + jnp.sum(lse * np.float64(d_lse))
 
-    with jax.enable_x64(True), as_usual():
-        y, lse = (np.asarray(v) for v in definition(*map(wide, given))[:2])
-        names = ("query", "key", "value", "bias")
-        expected = jax.grad(total, [names.index(name) for name in moving])(*map(wide, given))
-        lse = np.moveaxis(lse, 2, 1)
-        delta = np.moveaxis((y * cotangent).sum(-1) - d_lse, 2, 1)
+    names = ("query", "key", "value", "bias")
+    y, lse = in_float64(lambda *v: definition(*v)[:2], *given)
+    expected = in_float64(jax.grad(total, [names.index(name) for name in moving]), *given)
+    lse = np.moveaxis(lse, 2, 1)
+    delta = np.moveaxis((y * cotangent).sum(-1) - d_lse, 2, 1)
     form = AttentionForm(np.dtype(np.float32), z.h**-0.5, extras=tuple(e for e in xla.Extra if e.value in extras))
     operation = AttentionPullback(form, moving, wide=True)
     kernel = xla.pullback(form, moving, "cpu", wide=True)
@@ -142,7 +139,6 @@ def test_second_derivatives():
     found = jax.jit(squares(lambda *v: jaxsoft.dot_product_attention(*v, dtype=jnp.float32), F16(64)))(
         *operands, cotangent
     )
-    with jax.enable_x64(True), as_usual():
-        expected = squares(lambda *v: definition(*v)[0], 64)(*map(wide, operands), wide(cotangent))
+    expected = in_float64(squares(lambda *v: definition(*v)[0], 64), *operands, cotangent)
     for a, e in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, e, atol=1e-2 * np.abs(e).max())

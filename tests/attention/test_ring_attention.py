@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from meshes import DEVICES, mesh_of, needs_devices
 from ring_calls import LAYOUTS, Ring, check, compiled, ring_case, sizes_of
-from truth import wide
+from truth import in_float64, wide
 
 import jaxsoft
 
@@ -300,8 +300,7 @@ def test_16_bits(layout):
     with jax.set_mesh(mesh_of(s=devices)):
         found = compiled(both(ring.ours))(*ring.operands)
     alone = jax.jit(both(one.ours))(*one.operands)
-    with jax.enable_x64(True), as_usual():
-        expected = jax.jit(both(one.theirs))(*(wide(v) for v in one.operands))
+    expected = in_float64(both(one.theirs), *one.operands)
     for a, b, e in zip(*map(jax.tree.leaves, (found, alone, expected)), strict=True):
         ours, theirs = (np.linalg.norm(wide(x) - wide(e)) / np.linalg.norm(wide(e)) for x in (a, b))
         assert a.dtype == b.dtype

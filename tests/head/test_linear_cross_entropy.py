@@ -13,7 +13,7 @@ from common import as_usual, precision, slow
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import DEVICES, collectives, mesh_of
-from truth import wide
+from truth import in_float64, wide
 
 import jaxsoft
 from jaxsoft import linear_softmax_cross_entropy as linear
@@ -54,13 +54,6 @@ def with_gradients(f, labels, class_weights, **options):
         )
 
     return lambda *operands: jax.value_and_grad(total, has_aux=True)(operands)
-
-
-def in_float64(f, *operands):
-    """A function's results for the same numbers in float64."""
-    with jax.enable_x64(True):
-        wider = [None if v is None else wide(v) for v in operands]
-        return jax.tree.map(np.asarray, jax.jit(f)(*wider))
 
 
 def assert_close(actual, expected, tolerance):

@@ -13,7 +13,8 @@ from common import slow
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of, needs_devices
-from test_linear_cross_entropy import assert_close, in_float64, on_a_gpu, stored
+from test_linear_cross_entropy import assert_close, on_a_gpu, stored
+from truth import in_float64
 
 from jaxsoft import linear_softmax_cross_entropy as linear
 

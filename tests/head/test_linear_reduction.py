@@ -13,7 +13,7 @@ from common import as_usual, needs_library, precision, slow, some
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import DEVICES, collectives, mesh_of
-from truth import wide
+from truth import in_float64, wide
 
 from jaxsoft import linear_softmax_cross_entropy as linear
 from jaxsoft._head import chunks, in_place
@@ -49,12 +49,6 @@ def defined(labels=LABELS, **options):
         return definitions.linear_cross_entropy(h, w, *given.values(), labels, **options)[0]
 
     return f
-
-
-def in_float64(f, *operands):
-    """A function's results for the same numbers in float64."""
-    with jax.enable_x64(True), as_usual():
-        return jax.tree.map(np.asarray, jax.jit(f)(*map(wide, operands)))
 
 
 def assert_close(actual, expected, tolerance):
