@@ -260,17 +260,17 @@ CALLS: dict[str, tuple[Sequence[np.ndarray], Callable[[str | None], Pair]]] = {
     "linear, entropy": (_HEAD[:2], lambda i: linear(_LABELS, lse=False, entropy=True, chunk_size=4)),
     "linear, mean": (_REDUCED, lambda i: linear(_SOME, _EVERY, lse=False, chunk_size=2, **_IGNORED, **_MEAN)),
     "linear, sum": (_REDUCED, lambda i: linear(_SOME, _EVERY, lse=False, chunk_size=1, **_IGNORED, **_CAPPED, **_SUM)),
-    "integer numbers": ((_X, *_NUMBERS), lambda i: integer(i, _SOME, _TWO, where=_MASK, **_IGNORED)),
-    "integer numbers, entropy": (
+    "integer, numbers": ((_X, *_NUMBERS), lambda i: integer(i, _SOME, _TWO, where=_MASK, **_IGNORED)),
+    "integer, numbers, entropy": (
         (_X, _WEIGHTS, *_NUMBERS),
         lambda i: integer(i, _SOME, _LAST + _TWO, entropy=True, **_IGNORED),
     ),
-    "dense numbers": ((_X, _Q, *_NUMBERS), lambda i: dense(i, _TWO, where=_MASK)),
-    "linear numbers": (
+    "dense, numbers": ((_X, _Q, *_NUMBERS), lambda i: dense(i, _TWO, where=_MASK)),
+    "linear, numbers": (
         (*_HEAD, *_SCALED_TOO),
         lambda i: linear(_SOME, (*_NAMED, *_TWO, "scale"), chunk_size=4, entropy=True, **_IGNORED),
     ),
-    "linear numbers, mean": (
+    "linear, numbers, mean": (
         (*_REDUCED, *_SCALED_TOO),
         lambda i: linear(
             _SOME, (*_EVERY, *_TWO, "scale"), lse=False, chunk_size=2, reduction="mean", logits_soft_cap=3.0, **_IGNORED

@@ -16,7 +16,7 @@ from common import served, some
 ORDERS = [(a, b) for a in ("grad", "jvp") for b in ("grad", "jvp")]
 # The others run when asked to, and so do those whose derivatives are made of these.
 FAST = ("softmax, extras", "integer, weights, mask", "kl, scale, mask", "linear, smoothing", "top_k", "fold")
-FAST += ("integer numbers, entropy", "linear numbers, mean")
+FAST += ("integer, numbers, entropy", "linear, numbers, mean")
 OTHERS = ("log_softmax, extras", *(name for name in CALLS if "extras" not in name))
 CHOICES = choices(lambda name: name in OTHERS and name not in FAST)
 
