@@ -57,9 +57,10 @@ def run_in_two_processes(folder: pathlib.Path, program: str, *arguments: str) ->
     return texts
 
 
-def test_every_part(tmp_path):
+@pytest.mark.parametrize("ways", [pytest.param("every", marks=() if GPUS else pytest.mark.slow), "few"])
+def test_every_part(tmp_path, ways):
     """Functions of rows, losses, top-k, attention and ring attention over devices of two processes."""
-    for text in run_in_two_processes(tmp_path, "tests/distributed_program.py"):
+    for text in run_in_two_processes(tmp_path, "tests/distributed_program.py", *(["--few"] if ways == "few" else [])):
         assert "all is right" in text
 
 
