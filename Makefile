@@ -1,5 +1,6 @@
 # make demo         trains a language model with jaxsoft, then prints this machine's speed. Sets everything up first.
-# make test         runs the tests, after the linter and the type checker. JAX=0.10.0 takes that version of JAX.
+# make test         runs the tests, after the linter and the type checker. JAX=0.10.0 takes that version of JAX, and
+#                   CASES=all runs those cases too that are marked slow.
 # make lint         runs the linter and the type checker alone.
 # make docs         makes the documentation as a site, in site/. It needs nothing of the library.
 # make bench        prints this machine's speed in full, and draws that of attention as out/attention.svg.
@@ -21,6 +22,7 @@ CUDA ?= cuda13
 # The version of JAX that is installed, with what goes with it; empty for the newest.
 JAX ?=
 THIS_JAX := $(if $(JAX),jax==$(JAX) jaxlib==$(JAX))
+CASES ?=
 # What `make wheel` builds for: empty for every supported GPU. 90a-virtual, or WHEEL_CUDA=OFF, is quicker while working on
 # the wheel itself; make check-wheel has to be given the same.
 WHEEL_CUDA ?= ON
@@ -91,7 +93,7 @@ lint: style
 
 # It uses one core, so here it runs beside the tests.
 test: style
-	$(TYPE_CHECKER) & types=$$!; $(BIN)/python -m pytest -n auto; tests=$$?; wait $$types && exit $$tests
+	$(TYPE_CHECKER) & types=$$!; $(BIN)/python -m pytest -n auto $(if $(filter all,$(CASES)),-m ''); tests=$$?; wait $$types && exit $$tests
 
 # The site is made from the sources and the records alone, so the library is not built for it.
 $(VENV)/installed-docs: pyproject.toml | $(BIN)/python
