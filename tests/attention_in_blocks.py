@@ -116,17 +116,21 @@ class Blocks:
 
         return functools.partial(jax.jit(of_blocks), *self.arrays, *self.extras.values())
 
-    def expected(self) -> tuple[tuple[np.ndarray, ...], np.ndarray, tuple[np.ndarray, ...]]:
-        """One call over all keys in float64, on a CPU: its results, delta, and the gradients."""
+    def expected(self, differentiated: bool = True) -> tuple[tuple, np.ndarray | None, tuple]:
+        """One call over all keys in float64, on a CPU: its results, and perhaps delta and the gradients."""
+        form = dataclasses.replace(self.form, extras=tuple(self.extras), dtype=np.dtype(np.float64), rounded=False)
+
+        def of_all(cotangent, *given):
+            results = attention_operation(AttentionForward(form), "xla", *given)
+            if not differentiated:
+                return results, None, ()
+            delta = jnp.moveaxis(jnp.sum(results[0] * cotangent, axis=-1), 2, 1)
+            pullback = AttentionPullback(form, THREE)
+            return results, delta, attention_operation(pullback, "xla", *given, *results, delta, cotangent)
+
         with jax.enable_x64(True), as_usual(), jax.default_device(jax.devices("cpu")[0]):
-            form = dataclasses.replace(self.form, extras=tuple(self.extras), dtype=np.dtype(np.float64), rounded=False)
             query, key, value, cotangent = map(wide, self.arrays)
-            given = query, key, value, *self.extras.values()
-            results = jax.jit(lambda *v: attention_operation(AttentionForward(form), "xla", *v))(*given)
-            delta = np.moveaxis(np.sum(wide(results[0]) * cotangent, axis=-1), 2, 1)
-            of_all = AttentionPullback(form, THREE)
-            found = jax.jit(lambda *v: attention_operation(of_all, "xla", *v))(*given, *results, delta, cotangent)
-            return tuple(map(wide, results)), delta, tuple(map(wide, found))
+            return jax.tree.map(wide, jax.jit(of_all)(cotangent, query, key, value, *self.extras.values()))
 
 
 def errors(found: Sequence, expected: Sequence) -> list[float]:

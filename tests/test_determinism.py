@@ -46,7 +46,7 @@ def test_run_to_run(op, implementation):
 STRATEGIES = [(70, 100), (40, 1001), (20, 4096), (5, 20_001), (300, 50_257), (70, 131_072), (13, 1_000_003)]
 
 
-@pytest.mark.cover("op")
+@pytest.mark.costly(1)
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
 @each_op
 @pytest.mark.parametrize("shapes", [[(3, 100), (3, 1001)], pytest.param(STRATEGIES, marks=on_gpu)], ids=["few", "all"])
@@ -55,18 +55,17 @@ def test_on_every_device(op, shapes):
 
     def run(device, x):
         f = both(op, None)
-        x = jax.device_put(x, device)
-        return jax.device_get((f(x), ours(op, axis=0)(x)))
+        every = jax.jit(lambda every: [(f(x), ours(op, axis=0)(x)) for x in every])
+        return jax.device_get(every(jax.device_put(x, device)))
 
     for count, n in shapes:
-        for dtype in (jnp.float32, jnp.bfloat16):
-            x = rows(n, dtype, count=count)
-            with concurrent.futures.ThreadPoolExecutor() as pool:
-                first, *others = pool.map(run, jax.devices(), [x] * len(jax.devices()))
-            assert all(same_bits(first, other) for other in others), (op, dtype, count, n)
+        x = [rows(n, dtype, count=count) for dtype in (jnp.float32, jnp.bfloat16)]
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            first, *others = pool.map(run, jax.devices(), [x] * len(jax.devices()))
+        assert all(same_bits(first, other) for other in others), (op, count, n)
 
 
-@pytest.mark.costly
+@pytest.mark.costly(1)
 @each_op
 @each_kernel
 @pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=slow)])
@@ -84,13 +83,17 @@ def test_a_row_by_itself(op, implementation, dtype):
         with served(implementation):
             f = both(op, implementation)
             row = rows(n, dtype, count=1)
-            alone = jax.tree.map(lambda v: np.asarray(v)[0], f(row))
-            for count, place in ((2, 0), (3, 2), (7, 3), (70, 69)):
+            places, given = {2: 0, 3: 2, 7: 3, 70: 69}, []
+            for count, place in places.items():
                 x = rows(n, dtype, seed=count, count=count)
                 x[place - 1], x[place - 2] = np.nan, 200
                 x[place] = row[0]
-                among = jax.tree.map(lambda v, place=place: np.asarray(v)[place], f(x))
-                assert same_bits(alone, among), (op, n, count, place)
+                given.append(x)
+            alone, *among = jax.jit(lambda every: [f(x) for x in every])([row, *given])  # noqa: B023
+            alone = jax.tree.map(lambda v: np.asarray(v)[0], alone)
+            for (count, place), found in zip(places.items(), among, strict=True):
+                found = jax.tree.map(lambda v, place=place: np.asarray(v)[place], found)
+                assert same_bits(alone, found), (op, n, count, place)
 
 
 @each_op

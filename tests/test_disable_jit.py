@@ -29,21 +29,30 @@ def test_values_and_derivatives(name, implementation):
                 one.check(lambda f: f)
 
 
-def test_what_has_no_derivative():
-    """Sampling, and the functions of the fold."""
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 300)).astype(np.float32))
+X = np.random.default_rng(0).standard_normal((3, 300)).astype(np.float32)
 
+
+@pytest.mark.costly(1)
+@pytest.mark.parametrize("options", [{"top_p": 0.9}, {}, {"top_k": 5}], ids=str)
+def test_sampling(options):
     def results():
-        key = jax.random.key(0)
-        draws = [jaxsoft.random.sample(key, x, **o) for o in ({}, {"top_k": 5}, {"top_p": 0.9})]
-        a, b = x[:, :7], x[:, 7:12]
-        st = jaxsoft.fold.combine(jaxsoft.fold.state(a), jaxsoft.fold.state(b))
-        merged = jaxsoft.fold.merge_softmax([jaxsoft.softmax(a), jaxsoft.softmax(b)], [st, st])
-        return draws, st, jaxsoft.fold.lse(st), merged
+        return jaxsoft.random.sample(jax.random.key(0), jnp.asarray(X), **options)
 
-    expected = results()
+    expected = jax.jit(results)()
     with jax.disable_jit():
         assert_trees_all_close(results(), expected, rtol=1e-6)
+
+
+def test_fold():
+    def results(a, b):
+        st = jaxsoft.fold.combine(jaxsoft.fold.state(a), jaxsoft.fold.state(b))
+        merged = jaxsoft.fold.merge_softmax([jaxsoft.softmax(a), jaxsoft.softmax(b)], [st, st])
+        return st, jaxsoft.fold.lse(st), merged
+
+    given = jnp.asarray(X[:, :7]), jnp.asarray(X[:, 7:12])
+    expected = jax.jit(results)(*given)
+    with jax.disable_jit():
+        assert_trees_all_close(results(*given), expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("derivative", [lambda f: f, jax.grad], ids=["value", "gradient"])

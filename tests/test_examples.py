@@ -38,6 +38,7 @@ def usual():
         yield
 
 
+@pytest.mark.costly(1)
 @pytest.mark.parametrize("dtype", language_model.TOLERANCES)
 def test_losses(dtype):
     losses = language_model.optax.softmax_cross_entropy_with_integer_labels
@@ -58,9 +59,7 @@ def run_over(devices):
 losses_on_one_device = functools.cache(lambda: run_over(None).losses)
 
 
-@pytest.mark.parametrize(
-    "sizes", some([(2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 4), (2, 2, 2)], [(1, 1, 4), (2, 2, 2)]), ids=str
-)
+@pytest.mark.parametrize("sizes", some([(2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 4), (2, 2, 2)], [(2, 2, 2)]), ids=str)
 def test_over_a_mesh(sizes):
     """The loss of each step is that of one device, weights stay where they lie, and keys go from device to device."""
     if np.prod(sizes) > DEVICES:

@@ -25,7 +25,7 @@ def there_and_back(f, *operands, platforms=None):
     return jax.export.deserialize(exported.serialize())
 
 
-@pytest.mark.costly
+@pytest.mark.costly(1)
 @each_op
 @pytest.mark.parametrize("implementation", [None, "xla"], ids=str)
 def test_round_trip(op, implementation):
@@ -37,7 +37,7 @@ def test_round_trip(op, implementation):
     )
 
 
-@pytest.mark.costly
+@pytest.mark.costly(1)
 @each_op
 @pytest.mark.parametrize("implementation", [None, "xla"], ids=str)
 def test_symbolic_shapes(op, implementation):
@@ -70,8 +70,9 @@ AXES = [(0, 2), None, *(pytest.param(axis, marks=slow) for axis in (-1, 0, (1, 2
 
 
 @pytest.mark.costly(1)
+@pytest.mark.parametrize("sizes", [((3, 2, 300),), pytest.param(((2, 3, 33), (1, 1, 1)), marks=slow)], ids=str)
 @pytest.mark.parametrize("axis", AXES, ids=str)
-def test_symbolic_shapes_over_any_axes(axis):
+def test_symbolic_shapes_over_any_axes(axis, sizes):
     """Every function that takes axes, and what scores are made of, for three unknown lengths."""
     shape = jax.export.symbolic_shape("a, b, n")
     axes = tuple(range(3)) if axis is None else tuple(a % 3 for a in (axis if isinstance(axis, tuple) else (axis,)))
@@ -99,14 +100,15 @@ def test_symbolic_shapes_over_any_axes(axis):
 
     both, program = exported(f, *types)
     rng = np.random.default_rng(0)
-    for given in ((2, 3, 33), (1, 1, 1), (3, 2, 300)):
+    for given in sizes:
         x, other = rng.standard_normal((2, *given)).astype(np.float32)
         labels = rng.integers(0, 2, [given[a] for a in kept]).astype(np.int32)
         expected = jax.jit(both)(x, other, labels)
         assert_trees_all_close(program.call(x, other, labels), expected, rtol=2e-4, atol=2e-5)
 
 
-def test_symbolic_rows():
+@pytest.mark.parametrize("sizes", [((2, 3),), pytest.param(((1, 1),), marks=slow)], ids=str)
+def test_symbolic_rows(sizes):
     """What takes rows of a known length: causal scores, top-k, sampling and the linear cross-entropy of any batch."""
     shape = jax.export.symbolic_shape("a, b")
     x = jax.ShapeDtypeStruct((*shape, 40), jnp.float32)
@@ -124,7 +126,7 @@ def test_symbolic_rows():
         )
 
     both, program = exported(f, x, weight, labels)
-    for a, b in ((2, 3), (1, 1)):
+    for a, b in sizes:
         rng = np.random.default_rng(a)
         given = [rng.standard_normal(s).astype(np.float32) for s in ((a, b, 40), (40, 50))]
         given.append(rng.integers(0, 50, (a, b)).astype(np.int32))
@@ -135,12 +137,15 @@ def test_symbolic_width_of_a_linear_layer():
     """How many numbers hidden states have, where the rows are known."""
     (width,) = jax.export.symbolic_shape("d")
     weight, labels = jax.ShapeDtypeStruct((width, 40), jnp.float32), np.arange(8, dtype=np.int32)
-    for options in ({}, {"recompute": False}, {"reduction": "mean", "chunk_size": 3}):
-        f = functools.partial(jaxsoft.linear_softmax_cross_entropy, labels=labels, **options)
-        both, program = exported(lambda x, w, f=f: f(x, w), jax.ShapeDtypeStruct((8, width), jnp.float32), weight)
-        for d in (8, 12):
-            given = [np.random.default_rng(d).standard_normal(s).astype(np.float32) for s in ((8, d), (d, 40))]
-            assert_trees_all_close(program.call(*given), jax.jit(both)(*given), rtol=2e-4, atol=2e-5)
+    options = {}, {"recompute": False}, {"reduction": "mean", "chunk_size": 3}
+
+    def losses(x, w):
+        return [jaxsoft.linear_softmax_cross_entropy(x, w, labels, **o) for o in options]
+
+    both, program = exported(losses, jax.ShapeDtypeStruct((8, width), jnp.float32), weight)
+    for d in (8, 12):
+        given = [np.random.default_rng(d).standard_normal(s).astype(np.float32) for s in ((8, d), (d, 40))]
+        assert_trees_all_close(program.call(*given), jax.jit(both)(*given), rtol=2e-4, atol=2e-5)
 
 
 def test_states():
@@ -187,7 +192,8 @@ def test_ring_attention():
     assert_trees_all_close((y, gradient), both(x), rtol=1e-5, atol=1e-6)
 
 
-def test_symbolic_shapes_of_attention():
+@pytest.mark.parametrize("every", [((3, 40, 1030),), pytest.param(((2, 3, 5), (1, 1, 1)), marks=slow)], ids=str)
+def test_symbolic_shapes_of_attention(every):
     """Batch, queries and keys that are not known, with every argument."""
     b, t, s = jax.export.symbolic_shape("b, t, s")
 
@@ -209,7 +215,7 @@ def test_symbolic_shapes_of_attention():
         )  # fmt: skip
 
     both, program = exported(f, *types)
-    for sizes in ((2, 3, 5), (1, 1, 1), (3, 40, 1030)):
+    for sizes in every:
         rng, size = np.random.default_rng(0), dict(zip("bts", sizes, strict=True))
         given = []
         for x in types:
@@ -267,7 +273,7 @@ def test_two_platforms_of_attention():
     assert_trees_all_close(exported.call(q), jax.grad(lambda q: jnp.sum(jnp.sin(f(q))))(q), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.costly
+@pytest.mark.costly(1)
 @each_op
 def test_two_platforms(op):
     """One program for CPU and GPU holds both kernels; here it runs on whichever is there."""

@@ -1,5 +1,6 @@
 """jaxsoft.flax.attention_fn against Flax's functions, called by itself and by the layers of nnx and of linen."""
 
+import functools
 import inspect
 import re
 import subprocess
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from chex import assert_trees_all_close
-from common import as_usual
+from common import as_usual, some
 
 from jaxsoft.flax import attention_fn
 
@@ -19,7 +20,8 @@ nn = pytest.importorskip("flax.linen")
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 LENGTH, KEYS, HEADS, SIZE = 5, 7, 4, 8
-BATCHES = pytest.mark.parametrize("batch", [(), (2,), (2, 3), (1, 3, 2)], ids=str)
+EVERY_BATCH = [(), (2,), (2, 3), (1, 3, 2)]
+BATCHES = pytest.mark.parametrize("batch", EVERY_BATCH, ids=str)
 
 
 @pytest.fixture(autouse=True)
@@ -69,53 +71,70 @@ def values_and_gradients(function, q, k, v, bias=None, **options):
     return y, gradients
 
 
-@BATCHES
+@pytest.mark.parametrize("batch", some(EVERY_BATCH, [(), (1, 3, 2)]), ids=str)
 def test_any_batch(batch):
     """As Flax's own, with its gradients: bias, masks of booleans and of numbers, of all shapes that broadcast."""
-    for options in extras(batch):
-        expected = values_and_gradients(nn.dot_product_attention, *arrays(batch), deterministic=True, **options)
-        actual = jax.jit(lambda q, k, v, o: values_and_gradients(attention_fn, q, k, v, **o))(*arrays(batch), options)
-        assert_trees_all_close(actual, expected, **CLOSE)
+    of_linen = functools.partial(nn.dot_product_attention, deterministic=True)
+
+    @jax.jit
+    def both(q, k, v, every):
+        return [[values_and_gradients(f, q, k, v, **options) for options in every] for f in (attention_fn, of_linen)]
+
+    actual, expected = both(*arrays(batch), list(extras(batch)))
+    assert_trees_all_close(actual, expected, **CLOSE)
 
 
+@pytest.mark.cover
 @BATCHES
 @pytest.mark.parametrize("groups", [HEADS, 2])
 def test_weights(batch, groups):
     """Weights that an nnx module captures, and the output beside them, with heads that share keys."""
-    for options in extras(batch):
-        options["is_causal"] = "mask" not in options
-        expected = with_weights(nnx.dot_product_attention, *arrays(batch, groups), **options)
-        assert_trees_all_close(with_weights(attention_fn, *arrays(batch, groups), **options), expected, **CLOSE)
-        np.testing.assert_allclose(attention_fn(*arrays(batch, groups), **options), expected[0], **CLOSE)
+
+    @jax.jit
+    def results(q, k, v, every):
+        for options in every:
+            options["is_causal"] = "mask" not in options
+        functions = attention_fn, nnx.dot_product_attention
+        found = [[with_weights(f, q, k, v, **options) for options in every] for f in functions]
+        return *found, [attention_fn(q, k, v, **options) for options in every]
+
+    actual, expected, without = results(*arrays(batch, groups), list(extras(batch)))
+    assert_trees_all_close(actual, expected, **CLOSE)
+    assert_trees_all_close(without, [y for y, _ in expected], **CLOSE)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("batch", [(), (2, 3)], ids=str)
 @pytest.mark.parametrize("broadcast", [True, False])
 @pytest.mark.parametrize("groups", [HEADS, 2])
 def test_dropout(batch, broadcast, groups):
     """The weights that Flax drops for the same key, and no others."""
-    options = {"dropout_rate": 0.4, "dropout_rng": jax.random.key(3), "broadcast_dropout": broadcast}
-    options["mask"] = np.arange(KEYS) != 2
-    expected = values_and_gradients(nnx.dot_product_attention, *arrays(batch, groups), **options)
-    assert_trees_all_close(values_and_gradients(attention_fn, *arrays(batch, groups), **options), expected, **CLOSE)
-    if groups == HEADS:
-        of_linen = values_and_gradients(nn.dot_product_attention, *arrays(batch), **options)
-        assert_trees_all_close(expected, of_linen, **CLOSE)
-    # The identity as values shows each weight: of a single element and head, or of all.
-    q, k, _ = arrays(batch, groups)
-    shown = jnp.broadcast_to(jnp.eye(KEYS)[:, None], (*batch, KEYS, groups, KEYS))
-    dropped = attention_fn(q, k, shown, **options) == 0
-    np.testing.assert_array_equal(dropped, nnx.dot_product_attention(q, k, shown, **options) == 0)
-    assert dropped.mean() > 0.2
-    quiet = attention_fn(q, k, shown, deterministic=True, **options)
-    np.testing.assert_allclose(quiet, attention_fn(q, k, shown, mask=options["mask"]), **CLOSE)
+    mask = np.arange(KEYS) != 2
+    functions = attention_fn, nnx.dot_product_attention, *[nn.dot_product_attention] * (groups == HEADS)
+
+    @jax.jit
+    def results(q, k, v, rng):
+        options = {"dropout_rate": 0.4, "dropout_rng": rng, "broadcast_dropout": broadcast, "mask": mask}
+        found = [values_and_gradients(f, q, k, v, **options) for f in functions]
+        # The identity as values shows each weight: of a single element and head, or of all.
+        shown = jnp.broadcast_to(jnp.eye(KEYS)[:, None], (*batch, KEYS, groups, KEYS))
+        dropped = [f(q, k, shown, **options) == 0 for f in functions[:2]]
+        quiet = attention_fn(q, k, shown, deterministic=True, **options), attention_fn(q, k, shown, mask=mask)
+        return found, dropped, quiet
+
+    found, dropped, quiet = results(*arrays(batch, groups), jax.random.key(3))
+    for expected in found[1:]:
+        assert_trees_all_close(found[0], expected, **CLOSE)
+    np.testing.assert_array_equal(*dropped)
+    assert dropped[0].mean() > 0.2
+    np.testing.assert_allclose(*quiet, **CLOSE)
 
 
 def linen(**options):
     """Two layers of linen, with this function and with Flax's, and the parameters of both."""
     made = [nn.MultiHeadDotProductAttention(4, **options, **with_) for with_ in ({"attention_fn": attention_fn}, {})]
     x = np.random.default_rng(2).standard_normal((2, 9, 16)).astype(np.float32)
-    return made, made[1].init(jax.random.key(0), x, deterministic=True), x
+    return made, jax.jit(functools.partial(made[1].init, deterministic=True))(jax.random.key(0), x), x
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -136,6 +155,7 @@ def test_layer_of_linen(deterministic):
     assert_trees_all_close(run(layers[0]), run(layers[1]), **CLOSE)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize(("batch", "groups"), [((), 4), ((2, 3), 2)], ids=str)
 def test_layer_of_nnx(deterministic, groups, batch):
@@ -146,27 +166,25 @@ def test_layer_of_nnx(deterministic, groups, batch):
         options |= {"num_kv_heads": groups, "dropout_rate": 0.3, "decode": False, "rngs": nnx.Rngs(0)}
         layer = nnx.MultiHeadAttention(4, 16, **options)
 
+        def seen(layer):
+            return layer(x, is_causal=True, deterministic=deterministic, rngs=nnx.Rngs(1), sow_weights=True)
+
         @nnx.jit
         def step(layer, rngs):
             def loss(layer, rngs):
                 return jnp.sum(layer(x, is_causal=True, deterministic=deterministic, rngs=rngs) ** 2)
 
-            return nnx.value_and_grad(loss)(layer, rngs)
+            y, found = nnx.capture(seen, nnx.Intermediate)(layer)
+            return *nnx.value_and_grad(loss)(layer, rngs), y, found["attention_weights"][0]
 
-        def seen(layer):
-            return layer(x, is_causal=True, deterministic=deterministic, rngs=nnx.Rngs(1), sow_weights=True)
-
-        value, gradients = step(layer, nnx.Rngs(1))
-        y, found = nnx.capture(seen, nnx.Intermediate)(layer)
-        return value, jax.tree.leaves(gradients), y, found["attention_weights"][0]
+        return jax.tree.leaves(step(layer, nnx.Rngs(1)))
 
     assert_trees_all_close(run(attention_fn=attention_fn), run(), **CLOSE)
 
 
 def test_decode_of_linen():
     """Token by token, over the cache of the layer: what Flax's function gives, and the causal mask of the whole."""
-    layers, _, x = linen(decode=True)
-    variables = layers[1].init(jax.random.key(0), x, deterministic=True)
+    layers, variables, x = linen(decode=True)
     whole = nn.MultiHeadDotProductAttention(4)
     parameters = {"params": variables["params"]}
     expected = whole.apply(parameters, x, mask=nn.make_causal_mask(x[..., 0]), deterministic=True)
@@ -177,7 +195,7 @@ def test_decode_of_linen():
             y, updated = layer.apply(given, x[:, t : t + 1], deterministic=True, mutable=["cache"])
             cache = updated["cache"]
             tokens.append(y)
-        np.testing.assert_allclose(jnp.concatenate(tokens, axis=1), expected, **CLOSE)
+        np.testing.assert_allclose(np.concatenate(tokens, axis=1), expected, **CLOSE)
 
 
 @pytest.mark.parametrize("batch", [(), (2, 3)], ids=str)
@@ -190,8 +208,9 @@ def test_decode_of_nnx(batch):
     expected = nnx.MultiHeadAttention(4, 16, num_kv_heads=2, rngs=nnx.Rngs(0))(x, mask=causal, decode=False)
     layer.init_cache(x.shape)
     mask = np.broadcast_to(counts, (*batch, 1, 1, 6))
-    tokens = [layer(x[..., t : t + 1, :], mask=mask) for t in range(6)]
-    np.testing.assert_allclose(jnp.concatenate(tokens, axis=-2), expected, **CLOSE)
+    step = nnx.jit(lambda layer, token: layer(token, mask=mask))
+    tokens = [step(layer, x[..., t : t + 1, :]) for t in range(6)]
+    np.testing.assert_allclose(np.concatenate(tokens, axis=-2), expected, **CLOSE)
 
 
 def text(function, *args, **options):
@@ -227,6 +246,7 @@ def test_linen_computes_weights_only_where_they_are_kept():
     assert scores in program(mutable=["intermediates"])
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("force", [True, False])
 def test_16_bits(dtype, force):
@@ -349,7 +369,7 @@ def test_strict_promotion():
             how = {"force_fp32_for_softmax": force, "bias": bias, "mask": mask}
             drops = {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)}
             for more in ({}, drops, drops | {"einsum_dot_general": jax.lax.dot_general}):
-                y = attention_fn(q, k, v, **how, **more)
+                y = jax.eval_shape(lambda q, k, v, given=how | more: attention_fn(q, k, v, **given), q, k, v)
                 assert y.shape == q.shape and y.dtype == (jnp.float32 if force else jnp.bfloat16)
 
 

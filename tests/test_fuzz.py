@@ -410,7 +410,7 @@ def without_jit(f):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-@settings(max_examples=settings.default.max_examples // 5)
+@settings(max_examples=settings.default.max_examples // 7)
 @given(data=st.data())
 def test_two_transformations(kind, data):
     draw = data.draw
@@ -425,7 +425,7 @@ def test_two_transformations(kind, data):
             functools.reduce(Case.through, names, case).check(run)
 
 
-@settings(max_examples=settings.default.max_examples // 5)
+@settings(max_examples=settings.default.max_examples // 7)
 @given(data=st.data())
 def test_gradients_of_little_weight(data):
     """One derivative: the cotangents of gradients that are magnified would be out of the range of f16.
@@ -478,7 +478,7 @@ def over_a_mesh(draw, implementation):
 
 
 @pytest.mark.skipif(DEVICES < 8, reason="needs eight devices, which a CPU can pretend to have")
-@settings(max_examples=settings.default.max_examples // 5)
+@settings(max_examples=settings.default.max_examples // 7)
 @given(data=st.data())
 def test_meshes(data):
     """Under jit, sharded anyhow over automatic or explicit axes; or inside shard_map, with whole rows."""

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from common import slow
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "benchmarks"))
 
@@ -32,14 +33,17 @@ ENTRY %main_spmd (x: bf16[2,8]) -> bf16[8,8] {
 """
 
 
-def test_quick():
-    """The command, over eight virtual devices."""
+@pytest.mark.parametrize("only", [("rows", "attention"), pytest.param((), marks=slow)], ids=str)
+def test_quick(only):
+    """The command, over eight virtual devices. What rings and linear layers send is counted in their own tests, too."""
     environment = {name: value for name, value in os.environ.items() if name != "JAX_ENABLE_X64"}
     command = [sys.executable, str(pathlib.Path(collectives.__file__).with_name("scaling.py")), "--quick"]
+    command += ["--only", *only] if only else []
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()[1:]
-    assert any("collective-permute" in line for line in lines) and any("all-to-all" in line for line in lines)
+    kinds = ("all-gather", "all-reduce") if only else ("all-gather", "all-reduce", "collective-permute", "all-to-all")
+    assert all(any(kind in line for line in lines) for kind in kinds)
     assert all(line.endswith("| nothing") for line in lines if "rows sharded" in line and "linear" not in line)
 
 

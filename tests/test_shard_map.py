@@ -58,7 +58,9 @@ def test_derivatives(name, implementation, kind, manual):
             out_specs=spec,
             axis_names=set(manual),
         )
-        for order in (["jvp"], ["grad", "jvp"], ["grad", "grad"]):
-            ours, theirs = (lambda x: f(x, put(labels))), functions(name, implementation, labels)[1]
-            case = functools.reduce(Case.through, order, Case(f"{name} in shard_map", ours, theirs, [ROWS]))
-            case.check(lambda f: lambda x: jax.jit(f)(put(x)))
+        labels_there = put(labels)
+        ours, theirs = (lambda x: f(x, labels_there)), functions(name, implementation, labels)[1]
+        case = Case(f"{name} in shard_map", ours, theirs, [ROWS])
+        orders = ["jvp"], ["grad", "jvp"], ["grad", "grad"]
+        every = [functools.reduce(Case.through, order, case) for order in orders]
+        Case.together(f"derivatives of {case.what}", every).check(lambda f: lambda x: jax.jit(f)(put(x)))

@@ -37,7 +37,8 @@ def in_parts(query, key, value):
     return jaxsoft.dot_product_attention(query, key[:, 1:], value[:, 1:], scale=1.0, state=state)
 
 
-@pytest.mark.parametrize("score", [-13.8, -16.0])
+@pytest.mark.costly(1)
+@pytest.mark.parametrize("score", [-16.0, -13.8])
 def test_a_part_of_little_weight(score):
     """The shares of many queries in the gradient of a value, each of which f16 does not hold."""
     query = np.ones((1, 16384, 1, 1), F16)
@@ -47,6 +48,7 @@ def test_a_part_of_little_weight(score):
     assert_rows_close([found], [expected], 2e-3)
 
 
+@pytest.mark.costly(1)
 @pytest.mark.parametrize("size", [1e5, 1e30], ids=str)
 def test_a_large_cotangent(size):
     rng = np.random.default_rng(1)
@@ -61,7 +63,7 @@ def test_a_large_cotangent(size):
     assert_rows_close(found, expected, 1e-2)  # kernels round gradients of scores to f16, and here these are small
 
 
-@pytest.mark.costly
+@pytest.mark.costly(1)
 @needs_devices
 @pytest.mark.parametrize("method", ["ring", "all_gather", "all_to_all"])
 def test_a_large_cotangent_over_devices(method):

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from attention_calls import Sizes, case
 from cases import Case
-from common import ATTENTION_IMPLEMENTATIONS, served, slow
+from common import ATTENTION_IMPLEMENTATIONS, served, slow, some
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import DEVICES, collectives, mesh_of, needs_devices
+from ring_calls import check
 
 import jaxsoft
 
@@ -66,39 +67,40 @@ def sharded(specs):
 
 
 HEADS = [
-    pytest.param(k, kind, marks=slow if (k, kind) not in [(8, Auto), (2, Explicit), (1, Auto)] else ())
-    for k in (8, 4, 2, 1, 0)
+    pytest.param(k, kind, spec, marks=slow if (k, kind) not in [(8, Auto), (2, Explicit), (1, Auto)] else ())
+    for k in (2, 8, 4, 1, 0)
     for kind in (Auto, Explicit)
+    for spec in (SPECS if k else SPECS[2:])
 ]
 
 
 @pytest.mark.costly(1)
 @each_implementation
-@pytest.mark.parametrize(("k", "kind"), HEADS, ids=str)
-def test_collectives(k, implementation, kind):
+@pytest.mark.parametrize(("k", "kind", "spec"), HEADS, ids=str)
+def test_collectives(k, implementation, kind, spec):
     """Values, all gradients, where the results lie, and what moves: nothing but gradients that devices share."""
     sizes = SIZES._replace(k=k) if k else SIZES._replace(n=6, k=6)  # 6 heads cannot be cut into equal parts
     call = case(OPTIONS, sizes, dtype_for(implementation), implementation)
     names = ("query", "key", "value", "bias", "sinks")
     with jax.set_mesh(mesh_of(kind)), served(implementation):
-        for spec in SPECS if k else SPECS[2:]:
-            specs = specs_of(call, spec, sizes)
-            operands = put(call.operands, specs)
-            compiled = jax.jit(call.ours).lower(*operands).compile()
-            assert collectives(compiled) == [], (spec, compiled.as_text())
-            output, lse = compiled(*operands)
-            assert output.sharding.is_equivalent_to(NamedSharding(jax.sharding.get_mesh(), spec), 4)
-            assert lse.sharding.is_equivalent_to(NamedSharding(jax.sharding.get_mesh(), spec), 3)
-            grad = call.through("grad")
-            if spec == SPECS[0] or kind == Auto:
-                call.check(sharded(specs))
-                grad.check(sharded(specs))
-            moved = collectives(jax.jit(grad.ours).lower(*operands).compile())
-            shared = [v for name, v, s in zip(names, operands, specs, strict=True) if _is_shared(name, s, spec)]
-            most = sum(int(np.prod(v.sharding.shard_shape(v.shape))) for v in shared)
-            # Where a head of keys is shared by some of the devices, XLA may gather the gradients once they are summed.
-            assert all(name == "all-reduce" for name, _ in moved) or 1 < k < DEVICES, (spec, moved)
-            assert sum(int(np.prod(shape)) for _, shape in moved) <= 2 * most, (spec, moved, most)
+        specs = specs_of(call, spec, sizes)
+        operands = put(call.operands, specs)
+        compiled = jax.jit(call.ours).lower(*operands).compile()
+        assert collectives(compiled) == [], (spec, compiled.as_text())
+        output, lse = compiled(*operands)
+        assert output.sharding.is_equivalent_to(NamedSharding(jax.sharding.get_mesh(), spec), 4)
+        assert lse.sharding.is_equivalent_to(NamedSharding(jax.sharding.get_mesh(), spec), 3)
+        grad = call.through("grad")
+        of_gradients = jax.jit(grad.ours).lower(*operands).compile()
+        if spec == SPECS[0] or kind == Auto:
+            call.check(lambda _: lambda *_: (output, lse))
+            grad.check(lambda _: lambda *_: of_gradients(*operands))
+        moved = collectives(of_gradients)
+        shared = [v for name, v, s in zip(names, operands, specs, strict=True) if _is_shared(name, s, spec)]
+        most = sum(int(np.prod(v.sharding.shard_shape(v.shape))) for v in shared)
+        # Where a head of keys is shared by some of the devices, XLA may gather the gradients once they are summed.
+        assert all(name == "all-reduce" for name, _ in moved) or 1 < k < DEVICES, (spec, moved)
+        assert sum(int(np.prod(shape)) for _, shape in moved) <= 2 * most, (spec, moved, most)
 
 
 def _is_shared(name, own, of_query):
@@ -107,19 +109,19 @@ def _is_shared(name, own, of_query):
     return batch is not None if name in ("bias", "sinks") else heads is not None and own[2] is None
 
 
+@pytest.mark.costly(1)
 @each_axis_type
-def test_any_dimension(kind):
+@pytest.mark.parametrize("spec", [P("a", None, None, "b"), P(None, "a", "b"), P(None, ("a", "b"))], ids=str)
+def test_any_dimension(spec, kind):
     """Lengths and head sizes may be sharded as well. They are gathered, and the values are right."""
     sizes = SIZES._replace(t=8, s=16, k=2)
     call = case((*OPTIONS, "mask", "state"), sizes, np.float32)
     with jax.set_mesh(mesh_of(kind)):
-        for spec in (P(None, "a", "b"), P("a", None, None, "b"), P(None, ("a", "b"))):
-            specs = [spec, P(None, "b"), P("a", "b"), *(P(None, None) for _ in call.operands[3:])]
-            specs = [P(*s[: v.ndim]) for s, v in zip(specs, call.operands, strict=True)]
-            specs[3:5] = [P(None, None, None, "b"), P("a")]  # bias and sinks
-            call.check(sharded(specs))
-            if spec[1] == "a":
-                call.through("grad").check(sharded(specs))
+        specs = [spec, P(None, "b"), P("a", "b"), *(P(None, None) for _ in call.operands[3:])]
+        specs = [P(*s[: v.ndim]) for s, v in zip(specs, call.operands, strict=True)]
+        specs[3:5] = [P(None, None, None, "b"), P("a")]  # bias and sinks
+        names = None if spec[1] == "a" else [()]  # with gradients
+        check([call], names, sharded(specs))
 
 
 def test_segments_of_64_bits():
@@ -127,50 +129,50 @@ def test_segments_of_64_bits():
     query = np.random.default_rng(0).standard_normal((8, 4, 2, 4)).astype(np.float32)
     ids = np.arange(32).reshape(8, 4) // 3
     with jax.enable_x64(True), jax.set_mesh(mesh_of(Explicit)):
-        expected = jaxsoft.dot_product_attention(query, query, query, query_segment_ids=ids, key_value_segment_ids=ids)
+
+        def attend(q, i, j):
+            return jaxsoft.dot_product_attention(q, q, q, query_segment_ids=i, key_value_segment_ids=j)
+
+        expected, program = attend(query, ids, ids), jax.jit(attend)
         for specs in ((P(("a", "b")), P()), (P(), P("a")), (P("b"), P("b"))):
-            (q,), (i, j) = put([query], [P(("a", "b"))]), put([ids, ids], specs)
-            y = jaxsoft.dot_product_attention(q, q, q, query_segment_ids=i, key_value_segment_ids=j)
+            y = program(*put([query, ids, ids], [P(("a", "b")), *specs]))
             np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.costly(1)
 @each_axis_type
-def test_16_bits(kind):
+@pytest.mark.parametrize("spec", SPECS[:3], ids=str)
+def test_16_bits(spec, kind):
     """The output's residual lies where the output does: nothing moves for gradients."""
     grad = case((), SIZES, jnp.bfloat16).through("grad")
     with jax.set_mesh(mesh_of(kind)):
-        for spec in SPECS[:3]:
-            specs = [spec] * 3
-            grad.check(sharded(specs))
-            assert collectives(jax.jit(grad.ours).lower(*put(grad.operands, specs)).compile()) == []
+        operands = put(grad.operands, [spec] * 3)
+        compiled = jax.jit(grad.ours).lower(*operands).compile()
+        assert collectives(compiled) == []
+        grad.check(lambda _: lambda *_: compiled(*operands))
 
 
 @pytest.mark.costly(1)
 @pytest.mark.parametrize("names", [("vmap of the first operand", "grad"), ("grad", "grad")], ids=" of ".join)
-def test_sharded_otherwise(names):
+@pytest.mark.parametrize("query", [P(None, None, "b"), P(("a", "b"))], ids=str)
+def test_sharded_otherwise(query, names):
     """Over explicit axes the batch and a state follow the query, and what lies on one device joins the mesh."""
     call = case(("bias of a query", "state"), SIZES._replace(t=3, s=4, h=4, d=4), np.float32)
     call = functools.reduce(Case.through, reversed(names), call)
     mapped = (None,) * ("vmap" in names[0])
-    queries = P(*mapped, None, None, "b"), P(*mapped, ("a", "b"))
-    others = [P("a"), P(("a", "b")), None, P(None, None, "a"), P("b"), None]
+    specs = [P(*mapped, *query), P("a"), P(("a", "b")), None, P(None, None, "a"), P("b"), None]
     with jax.set_mesh(mesh_of(Explicit)):
         mesh = jax.sharding.get_mesh()
-        for first in queries:
-            operands = [
-                v if spec is None else jax.device_put(v, NamedSharding(mesh, spec))
-                for v, spec in zip(call.operands, (first, *others), strict=True)
-            ]
-            call.check(lambda f, operands=operands: lambda *_: jax.jit(f)(*operands))
+        operands = [
+            v if spec is None else jax.device_put(v, NamedSharding(mesh, spec))
+            for v, spec in zip(call.operands, specs, strict=True)
+        ]
+        call.check(lambda f: lambda *_: jax.jit(f)(*operands))
 
 
-@pytest.mark.costly(1)
+@slow  # test_shard_map differentiates in both modes, and test_sharded_otherwise maps
 @each_axis_type
-@pytest.mark.parametrize(
-    "names",
-    [("grad", "jvp"), ("vmap", "grad"), *(pytest.param((name,), marks=slow) for name in ("jvp", "vmap"))],
-    ids=" of ".join,
-)
+@pytest.mark.parametrize("names", [("grad", "jvp"), ("vmap", "grad"), ("jvp",), ("vmap",)], ids=" of ".join)
 def test_transformations(names, kind):
     """Forward mode and maps of sharded operands."""
     call = functools.reduce(Case.through, reversed(names), case(("bias", "causal"), SIZES._replace(k=4), np.float32))
@@ -204,34 +206,30 @@ def test_shard_map(manual, implementation, kind):
             call.ours, in_specs=specs, out_specs=(specs[0], P("a", None, heads)), axis_names=set(manual)
         )
         inside = Case(f"shard_map of {call.what}", ours, call.theirs, call.operands)
-        inside.check(sharded(specs))
-        inside.through("grad").check(sharded(specs))
-        inside.through("jvp").check(sharded(specs))
+        check([inside], [(), ("grad",), ("jvp",)], sharded(specs))
         assert collectives(jax.jit(ours).lower(*put(call.operands, specs)).compile()) == []
 
 
-@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=slow)])
-def test_ring(check_vma):
+@pytest.mark.parametrize("devices", some(sorted({2, DEVICES}), [2]))
+@pytest.mark.parametrize("check_vma", some([True, False], [True]))
+def test_ring(check_vma, devices):
     """Keys over devices: each attends to its own, and their states are combined as they go around."""
 
     def ours(query, key, value):
-        after = [(i, (i + 1) % DEVICES) for i in range(DEVICES)]
+        after = [(i, (i + 1) % devices) for i in range(devices)]
         state = None
-        for _ in range(DEVICES):
+        for _ in range(devices):
             y, lse, state = jaxsoft.dot_product_attention(
                 query, key, value, state=state, return_state=True, return_residual=True
             )
             key, value = jax.lax.ppermute((key, value), "a", after)
         return y, lse
 
-    mesh = jax.make_mesh((DEVICES,), ("a",), axis_types=(AxisType.Auto,))
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh_of(a=devices)):
         f = jax.shard_map(ours, in_specs=P(None, "a"), out_specs=P(None, "a"), check_vma=check_vma)
-        sizes = SIZES._replace(t=2 * DEVICES, s=8 * DEVICES)
-        call = case((), sizes, np.float32)
+        call = case((), Sizes(t=2 * devices, s=8 * devices), np.float32)
         ring = Case("ring attention", f, call.theirs, call.operands)
-        ring.check(sharded([P(None, "a")] * 3))
-        ring.through("grad").check(sharded([P(None, "a")] * 3))
+        check([ring], run=sharded([P(None, "a")] * 3))
 
 
 @pytest.mark.skipif(DEVICES < 4, reason="needs an axis that can be cut")
@@ -247,5 +245,4 @@ def test_cut_axes():
     mesh = jax.make_mesh((DEVICES,), ("a",), axis_types=(AxisType.Auto,))
     with jax.set_mesh(mesh):
         cut = Case("attention of heads that are cut", of_flat(call.ours), of_flat(call.theirs), flat)
-        cut.check(sharded([P(None, None, "a")] * 3))
-        cut.through("grad").check(sharded([P(None, None, "a")] * 3))
+        check([cut], run=sharded([P(None, None, "a")] * 3))

@@ -37,28 +37,16 @@ PAIRS = [
 ]
 
 
-@pytest.mark.costly(1)
+@pytest.mark.costly(1)  # test_every_function.py has most of them without options, and test_fuzz.py with any
 @pytest.mark.parametrize(
     "options",
     [pytest.param(o, marks=slow if name in ("plain", "fixed") else (), id=name) for name, o in OPTIONS.items()],
 )
-@pytest.mark.parametrize("first", ["vmap", "grad", "jvp"])
-def test_two_transformations(options, first):
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_two_transformations(options, pair):
     """One after the other, against the definition."""
     with precision(np.float64):
-        call = case(options, Sizes(2, 3, 4, 4, 2, 2, 2), np.float64)
-        derived = [call.through(a).through(b) for a, b in PAIRS if a.startswith(first)]
-        by_operands = {}
-        for one in derived:
-            by_operands.setdefault(tuple(v.shape for v in one.operands), []).append(one)
-        for cases in by_operands.values():
-            Case.together(f"{first} of {call.what}", cases).check()
-
-
-@pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair[0] in ("checkpoint", "map")], ids=str)
-def test_others(pair):
-    with precision(np.float64):
-        case(OPTIONS["moving"], Sizes(2, 3, 4, 4, 2, 2, 2), np.float64).through(pair[0]).through(pair[1]).check()
+        functools.reduce(Case.through, pair, case(options, Sizes(2, 3, 4, 4, 2, 2, 2), np.float64)).check()
 
 
 @pytest.mark.costly(1)
@@ -83,18 +71,22 @@ def test_second_derivatives_of_a_loop(attends):
         squares = jax.grad(lambda query: jnp.sum(jax.grad(f)(query) ** 2))
         return squares(query), jax.jvp(jax.grad(f), (query,), (query,))[1]
 
-    chex.assert_trees_all_close(second(looped), second(unrolled), rtol=1e-4, atol=1e-4)
+    found, expected = jax.jit(lambda: (second(looped), second(unrolled)))()
+    chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_without_compilation():
+@pytest.mark.parametrize("names", some([(), ("grad",)], [()]), ids=str)
+def test_without_compilation(names):
     """Operation by operation, and under jax.disable_jit."""
     with precision(np.float64):
-        call = case(OPTIONS["moving"], Sizes(1, 3, 4, 2, 1, 2, 2), np.float64).through("grad")
+        call = case(OPTIONS["moving"], Sizes(1, 3, 4, 2, 1, 2, 2), np.float64)
+        call = functools.reduce(Case.through, names, call)
         call.check(run=lambda f: f)
         with jax.disable_jit():
             call.check(run=lambda f: f)
 
 
+@slow  # test_export.py has it with every argument
 def test_export():
     """With a batch and lengths that are not known."""
     x, kv = jax.export.symbolic_args_specs(
@@ -106,15 +98,15 @@ def test_export():
 
     exported = jax.export.deserialize(jax.export.export(jax.jit(f))(x, kv, kv).serialize())
     query, key, value = case([], SMALL, np.float32).operands
-    chex.assert_trees_all_close(exported.call(query, key, value), f(query, key, value), rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(exported.call(query, key, value), jax.jit(f)(query, key, value), rtol=1e-5, atol=1e-6)
 
 
 def test_donation_and_shapes():
-    query, key, value = map(jnp.asarray, case([], SMALL, np.float32).operands)
+    query, key, value = case([], SMALL, np.float32).operands
     f = jaxsoft.dot_product_attention
     assert jax.eval_shape(f, query, key, value).shape == query.shape
     expected = f(query, key, value)
-    chex.assert_trees_all_equal(jax.jit(f, donate_argnums=0)(query, key, value), expected)
+    chex.assert_trees_all_equal(jax.jit(f, donate_argnums=0)(jnp.asarray(query), key, value), expected)
 
 
 QUERY, KEY = (np.random.default_rng(i).standard_normal((2, 8, n, 8)).astype(np.float32) for i, n in ((0, 8), (1, 8)))
@@ -148,10 +140,10 @@ def check_transpose(function, operand):
     types = jax.eval_shape(function, operand)
     rng = np.random.default_rng(3)
     cotangents = jax.tree.map(lambda t: rng.standard_normal(t.shape).astype(t.dtype), types)
-    (expected,) = jax.vjp(function, operand)[1](cotangents)
     transposed = jax.linear_transpose(function, operand)
-    for run in (transposed, jax.jit(transposed)):
-        chex.assert_trees_all_close(run(cotangents)[0], expected, rtol=1e-5, atol=1e-6)
+    found, expected = jax.jit(lambda v: (transposed(v), jax.vjp(function, operand)[1](v)))(cotangents)
+    for each in (found, transposed(cotangents)):
+        chex.assert_trees_all_close(each, expected, rtol=1e-5, atol=1e-6)
     return transposed, cotangents
 
 
@@ -171,9 +163,12 @@ def test_transpose_by_value(name):
             cotangents
         )
         np.testing.assert_allclose(transposed(cotangents)[0], theirs, rtol=1e-4, atol=1e-5)
-    for derivative in (jax.grad, lambda f: lambda ct: jax.jvp(f, (ct,), (ct,))):
-        f = derivative(lambda ct: sum(jnp.sum(v.astype(np.float32) ** 2) for v in jax.tree.leaves(transposed(ct))))
-        chex.assert_tree_all_finite(f(cotangents))
+
+    def squares(v):
+        return sum(jnp.sum(y.astype(np.float32) ** 2) for y in jax.tree.leaves(transposed(v)))
+
+    derivatives = jax.jit(lambda v: (jax.grad(squares)(v), jax.jvp(squares, (v,), (v,))))
+    chex.assert_tree_all_finite(derivatives(cotangents))
 
 
 def test_transposes_of_others():
@@ -187,7 +182,7 @@ def test_transposes_of_others():
     check_transpose(lambda v: fold.output(fold.attention_state(scores, v)), np.ones((6, 3), np.float32))
 
 
-@pytest.mark.costly
+@pytest.mark.costly(1)
 @needs_devices
 @pytest.mark.parametrize("method", ["ring", "all_gather", "all_to_all"])
 def test_transpose_over_a_mesh(method):
@@ -198,7 +193,7 @@ def test_transpose_over_a_mesh(method):
     query, key = (jax.device_put(x, jax.NamedSharding(mesh, spec)) for x in (QUERY, KEY))
     with jax.set_mesh(mesh):
         inside = jax.shard_map(over, in_specs=spec, out_specs=spec)
-        expected = jax.vjp(attend_causally, KEY)[1](QUERY)[0]
+        expected = jax.jit(lambda: jax.vjp(attend_causally, KEY)[1](QUERY)[0])()
         for function in (over, inside):
             transposed = jax.linear_transpose(jax.jit(lambda v, f=function: f(query, key, v)), key)
             np.testing.assert_allclose(jax.jit(transposed)(query)[0], expected, rtol=1e-4, atol=1e-5)

@@ -27,10 +27,18 @@ def rules(draw, without=()):
     return form, draw(st.integers(1, 40)), draw(st.integers(1, 40)), numbers
 
 
+_MOST = 47  # queries or keys: whatever their number, all are computed, in arrays of one shape
+
+
 def _allowed(masks, queries, keys):
-    i, j = np.ogrid[:queries, :keys]
+    i, j = np.ogrid[:_MOST, :_MOST]
     found = masks.allows(i, j)
-    return np.ones((queries, keys), bool) if found is None else np.broadcast_to(found, (queries, keys))
+    return np.broadcast_to(True if found is None else found, (_MOST, _MOST))[:queries, :keys]
+
+
+def _within(begin, end, count):
+    """Which of so many indices are in a range."""
+    return (np.arange(count) >= int(begin)) & (np.arange(count) < int(end))
 
 
 @hypothesis.given(rules(), st.integers(1, 16), st.data())
@@ -42,10 +50,9 @@ def test_ranges_hold_what_is_allowed(given, count, data):
     for of_range, scores in ((masks.key_range, allowed), (masks.query_range, allowed.T)):
         begin = data.draw(st.integers(0, scores.shape[0] - 1))
         span = of_range(begin, count)
-        here, index = scores[begin : begin + count], np.arange(scores.shape[1])
-        assert not here[:, (index < span.begin) | (index >= span.end)].any()
-        interior = (index >= span.interior_begin) & (index < span.interior_end)
-        assert here[:, interior].all()
+        here = scores[begin : begin + count]
+        assert not here[:, ~_within(span.begin, span.end, scores.shape[1])].any()
+        assert here[:, _within(span.interior_begin, span.interior_end, scores.shape[1])].all()
 
 
 @hypothesis.given(rules(), st.data())
@@ -56,10 +63,10 @@ def test_ranges_of_one_are_exact(given, data):
     allowed = _allowed(masks, queries, keys)
     for of_range, scores in ((masks.key_range, allowed), (masks.query_range, allowed.T)):
         begin = data.draw(st.integers(0, scores.shape[0] - 1))
-        span, index = of_range(begin), np.arange(scores.shape[1])
-        np.testing.assert_array_equal(scores[begin], (index >= span.begin) & (index < span.end))
-        interior = (index >= span.interior_begin) & (index < span.interior_end)
+        span, length = of_range(begin), scores.shape[1]
+        np.testing.assert_array_equal(scores[begin], _within(span.begin, span.end, length))
         if scores is allowed:
+            interior = _within(span.interior_begin, span.interior_end, length)
             np.testing.assert_array_equal(scores[begin], interior)
 
 
@@ -71,9 +78,9 @@ def test_keys_of_queries(given):
     for more in (0, 7):
         allowed = _allowed(masks, queries + more, keys + more)
         allowed = allowed & (np.arange(queries + more)[:, None] < queries) & (np.arange(keys + more) < keys)
-        first, end = masks.keys_of(np.arange(queries + more), keys_end=more > 0, queries_end=more > 0)
+        first, end = masks.keys_of(np.arange(_MOST), keys_end=more > 0, queries_end=more > 0)
         first, end = (0 if first is None else first), (keys + more if end is None else end)
-        first, end = (np.broadcast_to(x, queries + more)[:, None] for x in (first, end))
+        first, end = (np.broadcast_to(x, _MOST)[: queries + more, None] for x in (first, end))
         index = np.arange(keys + more)
         np.testing.assert_array_equal(allowed, (index >= first) & (index < end))
 

@@ -3,14 +3,15 @@
 import functools
 
 import chex
+import definitions
 import jax
 import jax.numpy as jnp
 import numpy as np
-import paged_calls
 import pytest
 from cases import Case
 from common import PAGED_IMPLEMENTATIONS, as_usual, on_cpu, precision, same_bits, served, slow, some
 from paged_calls import OPTIONS, SMALL, Sizes, case, table_and_lengths
+from truth import in_float64, wide
 
 import jaxsoft
 
@@ -29,13 +30,8 @@ def both(call: Case) -> Case:
     return Case.together(call.what, [call, call.through("grad")])
 
 
-# By default what only pages have; test_attention_values has most others.
-@pytest.mark.costly
-@pytest.mark.parametrize(
-    "option",
-    some([None, *OPTIONS], [None, "key scale", "value scale", "shared", "out of range", "past the table", "lengths"]),
-    ids=str,
-)
+@slow  # tests below have several at once, and test_paged_sharding.py and test_every_function.py others and none
+@pytest.mark.parametrize("option", [None, *OPTIONS], ids=str)
 @each_implementation
 def test_every_option(option, implementation):
     """Output, log-sum-exp and all gradients."""
@@ -52,8 +48,13 @@ def test_lengths_past_the_table(which, more):
         both(case(["causal", which, *more], SMALL._replace(b=6, pages=30), np.float64)).check()
 
 
+@pytest.mark.costly(1)
+@pytest.mark.parametrize(
+    "options", [{"local_window_size": (2, 0)}, {"is_causal": True}, {"local_window_size": (4, 1)}], ids=str
+)
+@pytest.mark.parametrize("counts", [(1, 2, 3, 1, 2, 0), None], ids=str)
 @each_implementation
-def test_more_columns_of_no_pages(implementation):
+def test_more_columns_of_no_pages(implementation, counts, options):
     """They change nothing, in the output and in gradients: with lengths past the table, and as far as 32 bits go."""
     with served(implementation):
         z = Sizes(b=6, h=64, d=64, size=16, number=2, pages=12)
@@ -64,23 +65,24 @@ def test_more_columns_of_no_pages(implementation):
         dtype = jnp.bfloat16 if implementation == "ffi" else np.float32
         query, *pages = case([], z, np.float32).operands
         query, *pages = (np.nan_to_num(x).astype(dtype) for x in (query, *pages))
-        for options in ({"is_causal": True}, {"local_window_size": (2, 0)}, {"local_window_size": (4, 1)}):
-            for counts in (None, np.array([1, 2, 3, 1, 2, 0], np.int32)):
 
-                def attend(*operands, table, options=options, counts=counts):
-                    given = options | {"query_seq_lengths": counts, "implementation": implementation}
-                    y, lse = jaxsoft.paged_attention(*operands, table, lengths, return_residual=True, **given)
-                    y = y.astype(np.float32)
-                    return jnp.sum(jnp.sin(y)), (y, lse)
+        def attend(*operands, table):
+            given = options | {"query_seq_lengths": None if counts is None else np.array(counts, np.int32)}
+            y, lse = jaxsoft.paged_attention(
+                *operands, table, lengths, return_residual=True, implementation=implementation, **given
+            )
+            y = y.astype(np.float32)
+            return jnp.sum(jnp.sin(y)), (y, lse)
 
-                found, expected = (
-                    jax.value_and_grad(functools.partial(attend, table=t), (0, 1, 2), has_aux=True)(query, *pages)
-                    for t in (table, wider)
-                )
-                bound = 2e-2 if dtype == jnp.bfloat16 else 1e-5
-                chex.assert_trees_all_close(found, expected, rtol=bound, atol=bound)
+        def results(table, *operands):
+            return jax.value_and_grad(functools.partial(attend, table=table), (0, 1, 2), has_aux=True)(*operands)
+
+        found, expected = jax.jit(lambda *v: (results(table, *v), results(wider, *v)))(query, *pages)
+        bound = 2e-2 if dtype == jnp.bfloat16 else 1e-5
+        chex.assert_trees_all_close(found, expected, rtol=bound, atol=bound)
 
 
+@slow  # test_every_function.py has it without options
 def test_reference():
     """The definition by a scan, which XLA compiles slowly."""
     with precision(np.float64):
@@ -96,7 +98,7 @@ def test_every_dtype(dtype, implementation):
         sizes = Sizes(t=4, h=64, d=64, size=16, number=5, pages=20)
         call = case(["bias of a head", "sinks", "causal", "value scale"], sizes, dtype, implementation)
         both(call).check()
-        output, lse = call.ours(*call.operands)
+        output, lse = jax.eval_shape(call.ours, *call.operands)
         assert output.dtype == dtype
         assert lse.dtype == jnp.float32
 
@@ -117,15 +119,20 @@ def test_pages_of_any_size(t, size, number, implementation):
         table, _ = table_and_lengths(rng, z, shared=True, lengths=lengths)
         pages = [rng.standard_normal((z.pages, size, 1, 4)).astype(np.float32) for _ in range(2)]
         query = rng.standard_normal((5, t, 2, 4)).astype(np.float32)
-        y, lse = jaxsoft.paged_attention(
-            query, *pages, table, lengths, is_causal=True, implementation=implementation, return_residual=True
-        )
-        table = np.clip(table, 0, z.pages - 1)
-        key, value = (x[table].reshape(5, z.s, 1, 4) for x in pages)
-        expected, expected_lse = jaxsoft.dot_product_attention(
-            query, key, value, is_causal=True, key_value_seq_lengths=lengths, query_offset=lengths - t,
-            implementation="xla", return_residual=True,
-        )  # fmt: skip
+        key, value = (x[np.clip(table, 0, z.pages - 1)].reshape(5, z.s, 1, 4) for x in pages)
+
+        def both_ways(query, key_pages, value_pages, key, value):
+            found = jaxsoft.paged_attention(
+                query, key_pages, value_pages, table, lengths, is_causal=True, implementation=implementation,
+                return_residual=True,
+            )  # fmt: skip
+            expected = jaxsoft.dot_product_attention(
+                query, key, value, is_causal=True, key_value_seq_lengths=lengths, query_offset=lengths - t,
+                implementation="xla", return_residual=True,
+            )  # fmt: skip
+            return *found, *expected
+
+        y, lse, expected, expected_lse = map(np.asarray, jax.jit(both_ways)(query, *pages, key, value))
         np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(lse, expected_lse, rtol=1e-4, atol=1e-5)
         assert not y[0].any()
@@ -136,7 +143,7 @@ ONE = Sizes(b=1, t=1, n=1, k=1)
 
 @pytest.mark.parametrize(
     "sizes",
-    some([Sizes(n=4, k=4), Sizes(n=6, k=1), Sizes(h=3, d=5), ONE], [Sizes(h=3, d=5), ONE]),
+    some([Sizes(n=4, k=4), Sizes(n=6, k=1), Sizes(h=3, d=5), ONE], [Sizes(h=3, d=5)]),
     ids=str,
 )
 @each_implementation
@@ -145,7 +152,7 @@ def test_heads(sizes, implementation):
         both(case(["bias", "causal", "shared"], sizes, np.float64, implementation)).check()
 
 
-@pytest.mark.costly
+@pytest.mark.costly(1)
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32], ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("of_pages", EIGHT_BITS, ids=lambda dtype: dtype.__name__)
@@ -155,16 +162,14 @@ def test_pages_of_8_bits(of_pages, dtype, scaled, implementation):
     with served(implementation):
         sizes = Sizes(t=2, h=64, d=64, size=16, number=5, pages=20)
         call = case(["causal", *["key scale", "value scale"] * scaled], sizes, dtype, implementation, of_pages=of_pages)
-        query, *pages = call.operands[:3]
-        others = [v.astype(np.float64) for v in call.operands[3:]]
         y, lse = jax.jit(call.ours)(*call.operands)
-        with jax.enable_x64(True), as_usual():
-            true = call.theirs(*(v.astype(np.float64) for v in (query, *pages)), *others)
+        true = in_float64(call.theirs, *call.operands)
         bound = {2: 2e-2, 4: 1e-5}[y.dtype.itemsize]
-        np.testing.assert_allclose(np.asarray(y).astype(np.float64), true[0], rtol=bound, atol=bound)
+        np.testing.assert_allclose(wide(y), true[0], rtol=bound, atol=bound)
         np.testing.assert_allclose(lse, true[1], rtol=1e-2 if y.dtype == jnp.bfloat16 else 1e-3, atol=bound)
 
 
+@pytest.mark.costly(1)
 @pytest.mark.parametrize("of_pages", EIGHT_BITS, ids=lambda dtype: dtype.__name__)
 def test_gradients_of_pages_of_8_bits(of_pages):
     """They are summed in f32, and rounded once."""
@@ -174,8 +179,9 @@ def test_gradients_of_pages_of_8_bits(of_pages):
     def total(*operands):
         return jnp.sum(jnp.sin(call.ours(*operands)[0]))
 
-    ours = jax.grad(total, (0, 1, 2, 3, 4))(*call.operands)
-    exact = jax.grad(total, (0, 1, 2, 3, 4))(query, *(x.astype(np.float32) for x in pages), key_scale, value_scale)
+    gradients = jax.jit(jax.grad(total, (0, 1, 2, 3, 4)))
+    ours = gradients(*call.operands)
+    exact = gradients(query, *(x.astype(np.float32) for x in pages), key_scale, value_scale)
     assert [v.dtype for v in ours] == [v.dtype for v in call.operands]
     chex.assert_trees_all_close((ours[0], *ours[3:]), (exact[0], *exact[3:]), rtol=1e-5, atol=1e-6)
     for a, e in zip(ours[1:3], exact[1:3], strict=True):
@@ -198,18 +204,17 @@ def test_where_no_key_counts(implementation):
                 query, *pages, table, lengths, return_residual=True, implementation=implementation
             )
 
-        y, lse = attend(query, *pages)
-        assert not y[:2].any() and (lse[:2] == -np.inf).all()
-        assert y[2].any() and np.isfinite(lse[2]).all()
-
         def total(*operands):
             finite = (jnp.where(jnp.isfinite(x), x, 0).astype(np.float32) for x in attend(*operands))
             return sum(jnp.sum(x**2) for x in finite)
 
-        gradients = jax.grad(total, (0, 1, 2))(query, *pages)
+        found = jax.jit(lambda *v: (*attend(*v), *jax.grad(total, (0, 1, 2))(*v)))(query, *pages)
+        y, lse, *gradients = map(np.asarray, found)
+        assert not y[:2].any() and (lse[:2] == -np.inf).all()
+        assert y[2].any() and np.isfinite(lse[2]).all()
         chex.assert_tree_all_finite(gradients)
         assert not gradients[0][:2].any()
-        for gradient in map(np.asarray, gradients[1:]):
+        for gradient in gradients[1:]:
             assert gradient[3].any() and not gradient[[1, 2, 4, 5]].any()
 
 
@@ -244,7 +249,7 @@ def test_integers_of_every_dtype():
         )
 
 
-@pytest.mark.parametrize("name", some(["b", "t", "number", "pages"], ["b", "number"]))
+@pytest.mark.parametrize("name", some(["b", "t", "number", "pages"], ["number"]))
 def test_nothing(name):
     """No sequences, queries, pages of a sequence, or pages at all."""
     z = SMALL._replace(**{name: 0})
@@ -255,11 +260,13 @@ def test_nothing(name):
     def attend(*v):
         return jaxsoft.paged_attention(*v, table, lengths, return_residual=True)
 
-    y, lse = attend(query, *pages)
+    def results(*v):
+        gradients = jax.grad(lambda *v: attend(*v)[0].sum(), (0, 1, 2))
+        return attend(*v), gradients(*v), jax.vmap(gradients)(*(jnp.stack([x, x]) for x in v))
+
+    (y, lse), gradients, mapped = jax.tree.map(np.asarray, jax.jit(results)(query, *pages))
     assert y.shape == (z.b, z.t, z.n, z.d) and not y.any() and (lse == -np.inf).all()
-    gradients = jax.grad(lambda *v: attend(*v)[0].sum(), (0, 1, 2))(query, *pages)
     assert [v.shape for v in gradients] == [v.shape for v in (query, *pages)] and not any(v.any() for v in gradients)
-    mapped = jax.vmap(jax.grad(lambda *v: attend(*v)[0].sum(), (0, 1, 2)))(*(np.stack([v, v]) for v in (query, *pages)))
     assert [v.shape[1:] for v in mapped] == [v.shape for v in gradients] and not any(v.any() for v in mapped)
     new = [np.ones((z.b, z.t, z.k, size), np.float32) for size in (z.h, z.d)]
     for before, after in zip(pages, jaxsoft.write_pages(*pages, *new, table, lengths), strict=True):
@@ -314,7 +321,9 @@ def test_only_blocks_of_pages_are_gathered():
     assert memory < 16384 * 32 * 4, memory
 
 
-def test_second_derivatives_of_a_loop():
+@pytest.mark.costly(1)
+@pytest.mark.parametrize("mode", ["jvp", "grad"])
+def test_second_derivatives_of_a_loop(mode):
     """Of layers that are scanned, each with pages of its own."""
     with precision(np.float64):
         call = case(["causal", "shared"], Sizes(b=2, t=2, number=2), np.float64)
@@ -324,7 +333,7 @@ def test_second_derivatives_of_a_loop():
             return jax.tree.map(lambda y: y[0], jax.lax.scan(lambda _, v: (None, call.ours(*v)), None, once)[1])
 
         in_loop = Case("a loop", looped, call.theirs, call.operands)
-        Case.together("in a loop", [in_loop.through("grad").through(mode) for mode in ("grad", "jvp")]).check()
+        in_loop.through("grad").through(mode).check()
 
 
 PAIRS = [
@@ -341,7 +350,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.costly(1)
+@slow  # test_every_function.py has most of them without options, and test_fuzz.py with any
 @pytest.mark.parametrize(
     "options", [("causal", "shared", "out of range"), ("key scale", "sinks", "query lengths")], ids=str
 )
@@ -352,8 +361,8 @@ def test_two_transformations(pair, options):
         case(options, small, np.float64).through(pair[0]).through(pair[1]).check()
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("which", range(5))
+@pytest.mark.costly(1)
+@pytest.mark.parametrize("which", [1, 0, 2, 3, 4])
 @each_implementation
 def test_maps_of_each_argument(which, implementation):
     """Of query, either of the pages, the table or the lengths alone: one call, of more sequences or of more pages."""
@@ -380,14 +389,17 @@ def test_the_definition_is_attention():
         pages = [rng.standard_normal((6, 4, 2, 8)) for _ in range(2)]
         query, table = rng.standard_normal((2, 1, 4, 8)), np.array([[0, 1, 2], [3, 4, 5]])
         lengths = np.array([12, 7])
-        expected = jax.nn.dot_product_attention(
-            query, *(x.reshape(2, 12, 2, 8) for x in pages), key_value_seq_lengths=lengths.astype(np.int32)
-        )
-        found = paged_calls.definitions.paged_attention(query, *pages, table, lengths)[0]
+        theirs = functools.partial(jax.nn.dot_product_attention, key_value_seq_lengths=lengths.astype(np.int32))
+        expected = jax.jit(theirs)(query, *(x.reshape(2, 12, 2, 8) for x in pages))
+        found = in_float64(lambda *v: definitions.paged_attention(*v, table, lengths)[0], query, *pages)
         np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-def test_export():
+OF_EXPORT = Sizes(h=8, d=8, size=4), Sizes(b=1, t=1, h=8, d=8, number=1, size=4, pages=2)
+
+
+@pytest.mark.parametrize("z", some(OF_EXPORT, OF_EXPORT[:1]), ids=str)
+def test_export(z):
     """With sequences, queries, pages and pages of a sequence that are not known."""
     b, t, n, p = jax.export.symbolic_shape("b, t, n, p")
     x = jax.ShapeDtypeStruct
@@ -402,9 +414,8 @@ def test_export():
         return y, *pullback(y)
 
     exported = jax.export.deserialize(jax.export.export(jax.jit(f))(*types).serialize())
-    for z in (Sizes(h=8, d=8, size=4), Sizes(b=1, t=1, h=8, d=8, number=1, size=4, pages=2)):
-        query, *pages = case([], z, np.float32).operands
-        pages = [np.nan_to_num(v) for v in pages]
-        table, lengths = table_and_lengths(np.random.default_rng(0), z)
-        given = query, *pages, table, lengths
-        chex.assert_trees_all_close(exported.call(*given), f(*given), rtol=1e-5, atol=1e-6)
+    query, *pages = case([], z, np.float32).operands
+    pages = [np.nan_to_num(v) for v in pages]
+    table, lengths = table_and_lengths(np.random.default_rng(0), z)
+    given = query, *pages, table, lengths
+    chex.assert_trees_all_close(exported.call(*given), jax.jit(f)(*given), rtol=1e-5, atol=1e-6)

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import collectives, mesh_of, needs_devices
 from paged_calls import Sizes, case, table_and_lengths, writing
+from ring_calls import check
 
 import jaxsoft
 
@@ -58,25 +59,24 @@ def sharded(specs):
 @pytest.mark.costly(1)
 @each_implementation
 @pytest.mark.parametrize("k", [8, 4, 2, 1])
+@pytest.mark.parametrize("spec", SPECS, ids=str)
 @each_axis_type
-def test_collectives(k, implementation, kind):
+def test_collectives(k, implementation, kind, spec):
     """Values, where the results lie, and that nothing moves."""
     sizes = SIZES._replace(k=k)
     dtype = np.float32 if implementation is None else jnp.bfloat16
     call = case(OPTIONS, sizes, dtype, implementation)
     with jax.set_mesh(mesh_of(kind)), served(implementation):
-        for spec in SPECS:
-            specs = specs_of(call, spec, sizes)
-            operands = put(call.operands, specs)
-            compiled = jax.jit(call.ours).lower(*operands).compile()
-            assert collectives(compiled) == [], (spec, compiled.as_text())
-            output, lse = compiled(*operands)
-            assert output.sharding.is_equivalent_to(NamedSharding(jax.sharding.get_mesh(), spec), 4)
-            assert lse.sharding.is_equivalent_to(NamedSharding(jax.sharding.get_mesh(), spec), 3)
-            call.check(sharded(specs))
+        operands = put(call.operands, specs_of(call, spec, sizes))
+        compiled = jax.jit(call.ours).lower(*operands).compile()
+        assert collectives(compiled) == [], (spec, compiled.as_text())
+        output, lse = compiled(*operands)
+        assert output.sharding.is_equivalent_to(NamedSharding(jax.sharding.get_mesh(), spec), 4)
+        assert lse.sharding.is_equivalent_to(NamedSharding(jax.sharding.get_mesh(), spec), 3)
+        call.check(lambda _: lambda *_: (output, lse))
 
 
-@pytest.mark.costly(1)
+@slow  # test_any_dimension and test_shard_map differentiate
 @each_axis_type
 @pytest.mark.parametrize("names", [("grad",), ("jvp",), ("vmap", "grad")], ids=" of ".join)
 def test_derivatives(names, kind):
@@ -91,19 +91,18 @@ def test_derivatives(names, kind):
 
 @pytest.mark.costly(1)
 @each_axis_type
-def test_any_dimension(kind):
+@pytest.mark.parametrize(
+    ("spec", "pages"),
+    [(P("a", None, None, "b"), P("b", None, None, "a")), (P(None, "a", "b"), P("a", "b"))],
+    ids=str,
+)
+def test_any_dimension(spec, pages, kind):
     """Pages, slots, queries and head sizes may be sharded as well. They are gathered, and the values are right."""
     call = case(("bias", "state", "key scale"), SIZES._replace(t=8, k=2, pages=32), np.float32)
+    specs = [spec, pages, P(None, "a"), *(P() for _ in call.operands[3:])]
+    names = None if kind == Auto and spec[0] == "a" else [()]  # with gradients
     with jax.set_mesh(mesh_of(kind)):
-        for spec, pages in (
-            (P(None, "a", "b"), P("a", "b")),
-            (P("a", None, None, "b"), P("b", None, None, "a")),
-        ):
-            specs = [spec, pages, P(None, "a"), *(P() for _ in call.operands[3:])]
-            call.check(sharded(specs))
-    if kind == Auto:
-        with jax.set_mesh(mesh_of(kind)):
-            call.through("grad").check(sharded(specs))
+        check([call], names, sharded(specs))
 
 
 @pytest.mark.costly(1)
@@ -127,7 +126,7 @@ def test_shard_map(manual, kind):
 
     within = np.where((table >= 0) & (table < z.pages), table + first, -1).astype(np.int32)
     whole = lambda q, *pages: jnp.sum(jnp.sin(step(q, *pages, *new, within, lengths)[0]))  # noqa: E731
-    expected = step(query, *pages, *new, within, lengths), jax.grad(whole, (0, 1, 2))(query, *pages)
+    expected = jax.jit(lambda *v: (step(*v, *new, within, lengths), jax.grad(whole, (0, 1, 2))(*v)))(query, *pages)
     with jax.set_mesh(mesh):
         by_sequences, by_pages = P("a", None, heads), P("a", None, heads)
         f = jax.shard_map(
@@ -157,12 +156,13 @@ def test_writing(kind):
         for batch, heads in ((None, "b"), ("a", "b"), (("a", "b"), None)):
             pages, tokens = P(None, None, heads), P(batch, None, heads)
             specs = [pages, pages, tokens, tokens]
-            call.check(sharded(specs))
             operands = put(call.operands, specs)
             compiled = jax.jit(call.ours, donate_argnums=(0, 1)).lower(*operands).compile()
             moved = sum(int(np.prod(shape)) for _, shape in collectives(compiled))
             assert moved <= (2 * z.b * z.t * z.k * 8 + 100 if batch else 0), (batch, heads, collectives(compiled))
-            for y in compiled(*operands):
+            found = compiled(*operands)
+            call.check(lambda _, found=found: lambda *_: found)
+            for y in found:
                 assert y.sharding.is_equivalent_to(NamedSharding(mesh, pages), 4)
             if batch == "a":
                 call.through("grad").check(sharded(specs))

@@ -181,7 +181,7 @@ def check_gradients(shape, dtype, scores, biased):
         assert not dx[label == NO_ROW].any()
 
 
-@pytest.mark.costly
+@pytest.mark.costly(1)
 @pytest.mark.parametrize("options", [{}, {"logits_soft_cap": 30.0, "scale": 0.5}, {"return_entropy": True}], ids=len)
 def test_no_scores_in_memory(options):
     """A program for Hopper with losses of as many rows as numbers has one array of gradients, and none of scores."""
@@ -226,6 +226,7 @@ def test_which_calls_are_served(change, served):
     assert ("jaxsoft_head_statistics" in text) == served
 
 
+@pytest.mark.costly(1)
 @pytest.mark.parametrize("rows", [128, 300], ids=["in place", "chunks"])
 def test_several_platforms(rows):
     """One program for a CPU and for Hopper has the kernels for the latter."""

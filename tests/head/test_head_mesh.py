@@ -2,6 +2,7 @@
 
 import functools
 
+import definitions
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import DEVICES, collectives, mesh_of, needs_devices
 from test_linear_cross_entropy import assert_close, on_a_gpu, stored
+from truth import in_float64
 
 from jaxsoft import linear_softmax_cross_entropy as linear
 from jaxsoft._core import mesh as exchange
@@ -142,13 +144,20 @@ def test_options(rows_too, f, most, patched):
 def test_numbers_that_are_traced(reduction):
     """Gradients by them are sums over the devices that share the rows, and none over those that share the classes."""
 
-    def f(h, w, y, *numbers):
-        named = dict(zip(("label_smoothing", "z_loss", "scale"), numbers, strict=True))
-        return jnp.sum(jnp.sin(linear(h, w, y, reduction=reduction, ignore_index=-100, chunk_size=5, **named)))
+    def gradients(f):
+        def total(h, w, y, *numbers):
+            named = dict(zip(("label_smoothing", "z_loss", "scale"), numbers, strict=True))
+            return jnp.sum(jnp.sin(f(h, w, y, reduction=reduction, ignore_index=-100, **named)))
 
-    gradients, numbers = jax.jit(jax.grad(f, (0, 1, 3, 4, 5))), np.float32([0.1, 0.3, -0.7])
-    over_devices = placed(mesh_of(AxisType.Auto), (H, P("a")), (W, P(None, "b")), (Y, P("a")))
-    assert_close(gradients(*over_devices, *numbers), gradients(H, W, Y, *numbers), 1e-5)
+        return jax.grad(total, (0, 1, 3, 4, 5))
+
+    def definition(h, w, y, **options):
+        return definitions.linear_cross_entropy(h, w, None, None, None, y, **options)[0]
+
+    numbers = np.float32([0.1, 0.3, -0.7])
+    args = placed(mesh_of(AxisType.Auto), (H, P("a")), (W, P(None, "b")), (Y, P("a")))
+    actual = jax.jit(gradients(functools.partial(linear, chunk_size=5)))(*args, *numbers)
+    assert_close(actual, in_float64(lambda h, w, *v: gradients(definition)(h, w, Y, *v), H, W, *numbers), 1e-5)
 
 
 @pytest.mark.parametrize("most", [16, 1], ids=["gathered", "summed"])
@@ -165,7 +174,7 @@ def test_devices_without_a_finite_score(most, patched):
 
     for bias in (half, alone, infinite, np.full_like(B, -np.inf)):
         args = placed(classes_over(2), (H, P()), (W, P(None, "b")), (bias, P("b")))
-        assert_close(jax.jit(f)(*args), f(H, W, bias), 1e-6)
+        assert_close(jax.jit(f)(*args), jax.jit(f)(H, W, bias), 1e-6)
 
 
 @pytest.mark.cover()
@@ -184,7 +193,8 @@ def test_the_gradient_of_weight_is_summed_in_chunks(size, reduction, classes, pa
     y = np.abs(Y) % CLASSES
     args = placed(mesh_of(AxisType.Auto), (H, P("a")), (W, classes), (y, P("a")))
     compiled = jax.jit(f).lower(*args).compile()
-    assert_close(compiled(*args), jax.value_and_grad(lambda *v: jnp.mean(stored(*v)), (0, 1))(H, W, y), 1e-5)
+    expected = in_float64(jax.value_and_grad(lambda h, w: jnp.mean(stored(h, w, y)), (0, 1)), H, W)
+    assert_close(compiled(*args), expected, 1e-5)
     local = CLASSES // 4 if classes else CLASSES
     if jax.default_backend() == "cpu":
         summed = {shape for name, shape in collectives(compiled) if name == REDUCE and shape[:1] == (WIDTH,)}

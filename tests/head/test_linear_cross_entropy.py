@@ -30,9 +30,6 @@ FACTORS = np.arange(1.0, ROWS + 1, dtype=np.float32).reshape(LABELS.shape)
 SMOOTH = {"ignore_index": -100, "label_smoothing": 0.1, "z_loss": 0.01, "logits_soft_cap": 5.0}
 
 each_choice = pytest.mark.parametrize("recompute", [True, False], ids=["recompute", "keep"])
-each_choice_in_turn = pytest.mark.parametrize(
-    "recompute", [True, pytest.param(False, marks=slow)], ids=["recompute", "keep"]
-)
 
 
 def stored(hidden, weight, labels, bias=None, **options):
@@ -93,7 +90,7 @@ def test_options(options, class_weights, chunk_size, recompute, width):
     assert not np.asarray(actual[0][1][0])[ignored].any() and not np.asarray(actual[1][0])[ignored].any()
 
 
-@pytest.mark.costly
+@pytest.mark.costly(1)
 @pytest.mark.parametrize(
     ("dtype", "weight_dtype"),
     [
@@ -132,10 +129,10 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *v, default, cpu=None, cuda=None: (cuda or default)(*v))
 
 
-@pytest.mark.costly
+@pytest.mark.costly(1)
 @pytest.mark.parametrize(
     ("options", "rows"),
-    [({}, 8), ({"label_smoothing": 0.1, "z_loss": 0.1, "logits_soft_cap": 5.0}, 8), ({}, 7), ({}, 2)],
+    [({"label_smoothing": 0.1, "z_loss": 0.1, "logits_soft_cap": 5.0}, 8), ({}, 8), ({}, 7), ({}, 2)],
 )
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=slow)], ids=["f32", "bf16"])
@@ -223,9 +220,9 @@ def test_kept_logits_are_as_exact_as_stored_ones(entropy, width):
     assert (errors(linear, chunk_size=512) < of_stored).all()
 
 
-@pytest.mark.costly
+@pytest.mark.costly(1)
 @pytest.mark.parametrize(
-    ("classes", "chunk_size"), [(1, None), (1, 1), (2, 1), (31, 30), (31, 31), (31, 32), (31, None)]
+    ("classes", "chunk_size"), [(31, 30), (1, None), (1, 1), (2, 1), (31, 31), (31, 32), (31, None)]
 )
 def test_chunks(classes, chunk_size):
     """One class, chunks of one, and a last chunk of one."""
@@ -240,14 +237,15 @@ def test_chunks(classes, chunk_size):
 
 def test_one_row_and_none():
     """hidden of one dimension, no rows, and rows of no numbers."""
-    assert_close(linear(HIDDEN[0, 0], WEIGHT, LABELS[0, 0]), stored(HIDDEN[0, 0], WEIGHT, LABELS[0, 0]), 2e-6)
+    one = HIDDEN[0, 0], WEIGHT, LABELS[0, 0]
+    assert_close(linear(*one), in_float64(lambda: stored(wide(one[0]), wide(WEIGHT), one[2])), 2e-6)
     nothing = linear(HIDDEN[:, :0], WEIGHT, LABELS[:, :0])
     assert nothing.shape == (2, 0) and nothing.dtype == jnp.float32
     for bias, labels in ((None, np.abs(LABELS)), (BIAS, np.abs(LABELS) % CLASSES)):
         f = lambda w, b, g: jnp.sum(jnp.sin(g(HIDDEN[..., :0], w, labels, b)))  # noqa: E731,B023
         given = WEIGHT[:0], bias if bias is not None else np.zeros(CLASSES, np.float32)
-        actual, expected = (jax.value_and_grad(f, (0, 1))(*given, g) for g in (linear, stored))
-        assert_close(actual, expected, 2e-6)
+        both = jax.jit(lambda *v: [jax.value_and_grad(f, (0, 1))(*v, g) for g in (linear, stored)])  # noqa: B023
+        assert_close(*both(*given), 2e-6)
 
 
 @each_choice
@@ -257,13 +255,19 @@ def test_certainty(recompute):
     hidden, weight = np.eye(3, dtype=np.float32), np.zeros((3, 5), np.float32)
     weight[:, 2] = apart
     f = functools.partial(linear, labels=np.full(3, 2), chunk_size=2, recompute=recompute)
-    loss, pull = jax.vjp(f, hidden, weight)
+
+    @jax.jit
+    def both(hidden, weight):
+        loss, pull = jax.vjp(f, hidden, weight)
+        return loss, pull(jnp.ones(3, jnp.float32))[1]
+
+    loss, dw = both(hidden, weight)
     np.testing.assert_allclose(loss, 4 * np.exp(-apart), rtol=1e-5)
-    dw = pull(jnp.ones(3, jnp.float32))[1]
     np.testing.assert_allclose(dw[:, 2], -4 * np.exp(-apart), rtol=1e-5)
     np.testing.assert_allclose(dw[:, 3], np.exp(-apart), rtol=1e-5)
 
 
+@pytest.mark.costly(1)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_special_values(smoothing):
     """Labels out of range, labels and other classes of -inf, NaN, nothing but -inf: as with all logits in memory."""
@@ -271,7 +275,7 @@ def test_special_values(smoothing):
     options = {"ignore_index": -100, "label_smoothing": smoothing}
     bias = np.where(np.arange(CLASSES) % 5 == 3, -np.inf, BIAS).astype(np.float32)  # the label 3's too
     ours = jax.jit(functools.partial(linear, chunk_size=4, **options, return_lse=True))
-    theirs = functools.partial(stored, **options, return_lse=True)
+    theirs = jax.jit(functools.partial(stored, **options, return_lse=True))
     for b in (bias, np.full_like(bias, -np.inf), np.where(np.arange(CLASSES) == 9, np.inf, bias)):
         assert_close(ours(HIDDEN, WEIGHT, labels, b), theirs(HIDDEN, WEIGHT, labels, b), 2e-6)
     loss = ours(HIDDEN, WEIGHT, labels, bias)[0]
@@ -282,9 +286,10 @@ def test_special_values(smoothing):
 
     def gradients(function, **options):
         total = lambda *v: jnp.sum(jnp.where(valid == 3, 0, function(*v, valid, bias, **options)))  # noqa: E731
-        return jax.jit(jax.grad(total, (0, 1)))(HIDDEN, WEIGHT)
+        return jax.grad(total, (0, 1))
 
-    assert_close(gradients(linear, chunk_size=4), gradients(stored), 2e-6)
+    actual = jax.jit(gradients(linear, chunk_size=4))(HIDDEN, WEIGHT)
+    assert_close(actual, in_float64(gradients(stored), HIDDEN, WEIGHT), 2e-6)
 
 
 @slow  # test_higher_orders has the second order
@@ -338,6 +343,7 @@ def test_what_is_kept(recompute):
     assert shapes == {HIDDEN.shape, WEIGHT.shape, LABELS.shape} | kept
 
 
+@pytest.mark.costly(1)
 @pytest.mark.parametrize("width", [128, 512], ids=["more rows than width", "as many"])
 def test_memory(width):
     """Forward and backward take a small part of the memory of the logits."""
@@ -357,7 +363,8 @@ def test_precision():
     assert traced.lower().as_text().count("precision = [HIGHEST, HIGHEST]") == 4
 
 
-@each_choice_in_turn
+@slow  # test_every_function maps all operands but labels, and the test of reductions those
+@each_choice
 def test_vmap(recompute):
     """More rows, weights that are mapped, labels that are, and gradients of maps and maps of gradients."""
     f = functools.partial(linear, chunk_size=16, recompute=recompute, ignore_index=-100)
@@ -424,7 +431,7 @@ def test_mesh(rows, weight, kind, recompute):
     args = [jax.device_put(v, NamedSharding(mesh, s)) for v, s in zip((H, W, B, Y), specs, strict=True)]
     with jax.set_mesh(mesh):
         compiled = jax.jit(of_mesh(linear, chunk_size=6, recompute=recompute)).lower(*args).compile()
-    assert_close(compiled(*args), jax.jit(of_mesh(stored))(H, W, B, Y), 5e-6)
+    assert_close(compiled(*args), in_float64(lambda *v: of_mesh(stored)(*v, Y), H, W, B), 5e-6)
     per_row = int(np.prod(NamedSharding(mesh, rows).shard_shape(Y.shape)))
     local = NamedSharding(mesh, weight).shard_shape(W.shape)
     whole, devices = (W.shape[0], local[1]), W.shape[1] // local[1]
@@ -446,8 +453,9 @@ def test_mesh(rows, weight, kind, recompute):
     assert len(sizes) <= len(allowed) + in_chunks and sum(sizes) <= sum(allowed), (moved, allowed)
 
 
+@pytest.mark.costly(1)
 @needs_mesh
-@pytest.mark.parametrize("weight", [P(), P(None, "b")], ids=["whole", "sharded"])
+@pytest.mark.parametrize("weight", [P(None, "b"), P()], ids=["sharded", "whole"])
 def test_chunks_of_gpus(weight, monkeypatch):
     """Each device takes as many rows as hidden has numbers, by the chunks of a GPU."""
     on_a_gpu(monkeypatch)
@@ -456,12 +464,13 @@ def test_chunks_of_gpus(weight, monkeypatch):
     y = RNG.integers(0, w.shape[1], 16)
 
     def gradients(f):
-        return jax.jit(jax.value_and_grad(lambda h, w, y: jnp.sum(jnp.sin(f(h, w, y))), (0, 1)))
+        return jax.value_and_grad(lambda h, w, y: jnp.sum(jnp.sin(f(h, w, y))), (0, 1))
 
     specs = P("a"), weight, P("a")
     args = [jax.device_put(v, NamedSharding(mesh, s)) for v, s in zip((h, w, y), specs, strict=True)]
     with jax.set_mesh(mesh):
-        assert_close(gradients(linear)(*args), gradients(stored)(h, w, y), 2e-5)
+        actual = jax.jit(gradients(linear))(*args)
+    assert_close(actual, in_float64(lambda *v: gradients(stored)(*v, y), h, w), 2e-5)
 
 
 @pytest.mark.costly(1)
@@ -477,17 +486,18 @@ def test_entropy_of_sharded_classes(kind, options):
             every = jnp.sin(loss) + jnp.cos(entropy) + jnp.where(y == -100, 0, jnp.sin(lse))
             return jnp.sum(every), (loss, entropy)
 
-        return jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))
+        return jax.value_and_grad(total, (0, 1), has_aux=True)
 
-    expected = gradients(stored)(H, W, Y)
-    assert_close(gradients(functools.partial(linear, chunk_size=6))(H, W, Y), expected, 5e-6)
+    expected = in_float64(lambda h, w: gradients(stored)(h, w, Y), H, W)
+    ours = jax.jit(gradients(functools.partial(linear, chunk_size=6)))
+    assert_close(ours(H, W, Y), expected, 5e-6)
     mesh = mesh_of(kind)
     args = [
         jax.device_put(v, NamedSharding(mesh, s))
         for v, s in zip((H, W, Y), (P("a"), P(None, "b"), P("a")), strict=True)
     ]
     with jax.set_mesh(mesh):
-        assert_close(gradients(functools.partial(linear, chunk_size=6))(*args), expected, 5e-6)
+        assert_close(ours(*args), expected, 5e-6)
 
 
 @needs_mesh
@@ -498,36 +508,44 @@ def test_class_weights_over_explicit_axes():
         def total(h, w, c, y):
             return jnp.sum(f(h, w, y, class_weights=c, ignore_index=-100, label_smoothing=0.1))
 
-        return jax.jit(jax.value_and_grad(total, (0, 1, 2)))
+        return jax.value_and_grad(total, (0, 1, 2))
 
     class_weights = np.exp(B)
-    expected = gradients(stored)(H, W, class_weights, Y)
+    expected = in_float64(lambda *v: gradients(stored)(*v, Y), H, W, class_weights)
     mesh = mesh_of(AxisType.Explicit)
     specs = P("a"), P(None, "b"), P("b"), P("a")
     given = zip((H, W, class_weights, Y), specs, strict=True)
     args = [jax.device_put(v, NamedSharding(mesh, spec)) for v, spec in given]
     with jax.set_mesh(mesh):
-        for f in (functools.partial(linear, chunk_size=6), stored):
-            assert_close(gradients(f)(*args), expected, 5e-6)
+        both = [gradients(f) for f in (functools.partial(linear, chunk_size=6), stored)]
+        for actual in jax.jit(lambda *v: [g(*v) for g in both])(*args):
+            assert_close(actual, expected, 5e-6)
 
 
 @needs_mesh
 def test_whole_labels_over_explicit_axes():
     """Labels that are on every device, beside rows that are sharded."""
-    mesh = mesh_of(AxisType.Explicit)
+
+    def gradient(f):
+        return jax.grad(lambda h: jnp.sum(f(h, W, Y, ignore_index=-100)))
+
+    both = [gradient(f) for f in (functools.partial(linear, chunk_size=6), stored)]
+    expected, mesh = in_float64(both[1], H), mesh_of(AxisType.Explicit)
     with jax.set_mesh(mesh):
-        for f in (functools.partial(linear, chunk_size=6), stored):
-            for spec in (P("a"), P(("a", "b"))):
-                g = jax.grad(lambda h, f=f: jnp.sum(f(h, W, Y, ignore_index=-100)))
-                assert_close(g(jax.device_put(H, NamedSharding(mesh, spec))), g(H), 5e-6)
+        args = [jax.device_put(H, NamedSharding(mesh, spec)) for spec in (P("a"), P(("a", "b")), P())]
+        for actual in jax.jit(lambda args: [g(h) for g in both for h in args])(args):
+            assert_close(actual, expected, 5e-6)
 
 
 @needs_mesh
-@pytest.mark.parametrize("manual", [{"a", "b"}, {"a"}], ids=["fully", "partially"])
+@pytest.mark.parametrize("manual", [pytest.param({"a", "b"}, marks=slow), {"a"}], ids=["fully", "partially"])
 def test_shard_map(manual):
-    """Rows that are shard_map's: the gradients by what all rows share are summed over them."""
+    """Rows that are shard_map's: the gradients by what all rows share are summed over them.
+
+    The test of reductions has a mesh all of whose axes are shard_map's by default.
+    """
     mesh = mesh_of(AxisType.Auto)
-    expected = jax.jit(of_mesh(stored))(H, W, B, Y)
+    expected = in_float64(lambda *v: of_mesh(stored)(*v, Y), H, W, B)
     spec = P("a", "b" if "b" in manual else None)
 
     def f(h, w, y, b, **options):

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of, needs_devices
 from test_linear_cross_entropy import assert_close, on_a_gpu, stored
-from truth import in_float64
+from truth import in_float64, wide
 
 from jaxsoft import linear_softmax_cross_entropy as linear
 
@@ -65,15 +65,15 @@ def check(ours, weighted, options, operands, reduction=None):
         assert_close(a, e, 1e-5)
 
 
-@pytest.mark.costly
+@pytest.mark.costly(1)
 @each_offset
 @pytest.mark.parametrize(
     ("options", "weighted", "chunk_size", "recompute"),
     [
+        (EVERY, False, 7, True),
         ({"ignore_index": -100}, False, 7, True),
         (SMOOTH, False, 16, True),
         (SMOOTH, True, 7, False),
-        (EVERY, False, 7, True),
         pytest.param(EVERY, True, 1, True, marks=slow),
         pytest.param({"ignore_index": -100, "return_entropy": True}, True, None, False, marks=slow),
     ],
@@ -83,7 +83,8 @@ def test_by_classes(offset, options, weighted, chunk_size, recompute):
     check(ours, weighted, options, layer(offset))
 
 
-@pytest.mark.parametrize("options", [{"z_loss": 0.01}, {"scale": -0.5}], ids=str)
+@pytest.mark.costly(1)
+@pytest.mark.parametrize("options", [{"scale": -0.5}, {"z_loss": 0.01}], ids=str)
 def test_other_options(options):
     """A factor of all logits, and a term that is large beside the others."""
     hidden, weight, bias, class_weights = layer(1e5)
@@ -105,6 +106,7 @@ def test_by_rows(offset, weighted):
     check(functools.partial(linear, reduction="mean", chunk_size=3), weighted, SMOOTH, layer(offset), "mean")
 
 
+@pytest.mark.costly(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=lambda dtype: dtype.__name__)
 def test_on_the_way_of_a_gpu(patched, dtype):
     """With chunks of rows forward, where there are no kernels. Products of 16 bits are f32, and a bias may be."""
@@ -138,9 +140,10 @@ def test_vmap():
     biases = np.stack([bias, bias - np.float32(2**30)])
     f = both(functools.partial(linear, chunk_size=7), True, SMOOTH)
     (_, losses), gradients = jax.jit(jax.vmap(f, (None, None, 0, None)))(hidden, weight, biases, class_weights)
-    for i, each in enumerate(biases):
-        (_, expected), exact = in_float64(both(stored, True, SMOOTH), hidden, weight, each, class_weights)
-        assert_close(jax.tree.map(lambda v, i=i: v[i], (losses, gradients)), (expected, exact), 1e-5)
+    each = [(hidden, weight, bias, class_weights) for bias in biases]
+    expected = in_float64(lambda: [both(stored, True, SMOOTH)(*map(wide, operands)) for operands in each])
+    for i, ((_, those), exact) in enumerate(expected):
+        assert_close(jax.tree.map(lambda v, i=i: np.asarray(v)[i], (losses, gradients)), (those, exact), 1e-5)
 
 
 @needs_devices

@@ -99,6 +99,10 @@ each_operation = pytest.mark.parametrize(
 )
 
 
+# Every other shape, with every kind of plan.
+each_half = pytest.mark.parametrize("half", [0, pytest.param(1, marks=slow)])
+
+
 def each_in(dtype, *some):
     """Every operation and dtype, of which some in this one, which stand for the others, are not slow."""
     return pytest.mark.parametrize(
@@ -172,10 +176,11 @@ LONG_FORMS = [((LIMIT,), (3, 2, 2300), (1,)), (ALL_EXTRAS, (2, 2, 2300), (0,))]
 @pytest.mark.costly(1)
 @on_cpu
 @each_in(jnp.float32, LOG_SOFTMAX_VJP, LABEL_STATE)
-def test_forms(operation, dtype):
+@each_half
+def test_forms(operation, dtype, half):
     """Extras, a mask by y, and another result dtype in the kernel itself."""
     labelled = operation.has_label
-    for extras, shape, ones in FORMS[dtype == jnp.bfloat16 :: 3] if labelled else FORMS:
+    for extras, shape, ones in (FORMS[dtype == jnp.bfloat16 :: 3] if labelled else FORMS)[half::2]:
         extras = tuple(name for name in extras if name in taken_by(operation))
         result = np.dtype(jnp.float32 if extras == (SCALE,) else dtype)
         form = RowForm(result, extras, 0, operation is SOFTMAX_VJP)
@@ -186,7 +191,7 @@ def test_forms(operation, dtype):
         assert_exact(operation, form, operands, results)
 
 
-@pytest.mark.costly
+@pytest.mark.costly(1)
 @on_cpu
 @each_operation
 def test_forms_of_long_rows(operation):
@@ -263,13 +268,14 @@ def test_plans(limits):
 
 @on_cpu
 @each_in(jnp.float32, SOFTMAX_VJP)
-def test_values(operation, dtype):
+@each_half
+def test_values(operation, dtype, half):
     cases = CASES[dtype] if operation in (SOFTMAX, SOFTMAX_VJP) else CASES[dtype][::2]
     if operation.has_label:
         cases = CASES[dtype][::3]
     if operation is LOGSUMEXP_VJP or operation.has_label:
         cases = [(shape, plan) for shape, plan in cases if not isinstance(plan, SplitPlan)]
-    for (count, n), plan in cases:
+    for (count, n), plan in cases[half::2]:
         x = rows(n, dtype, count=count)
         operands = operands_of(operation, x)
         results = interpreted(operation, plan, *operands)
@@ -293,7 +299,7 @@ def test_values(operation, dtype):
             assert_within(actual, true, bound, f"{operation} {x.dtype} {x.shape} {plan}")
 
 
-@pytest.mark.costly
+@pytest.mark.costly(1)
 @on_cpu
 @each_operation
 @pytest.mark.parametrize(
@@ -350,9 +356,10 @@ def test_long_sums(step, level):
 
 
 @each_in(jnp.bfloat16, LOG_SOFTMAX_VJP)
-def test_lowers_for_hopper(operation, dtype):
+@each_half
+def test_lowers_for_hopper(operation, dtype, half):
     with target("NVIDIA H100 80GB HBM3"):
-        for shape in WAYS[1::3] if operation.has_label else WAYS:
+        for shape in (WAYS[1::3] if operation.has_label else WAYS)[1 - half :: 2]:
             full, number = operand(shape, dtype), operand(shape[:-1], jnp.float32)
             kinds = {RowKind.STATISTIC: number, RowKind.LABEL: operand(shape[:-1], jnp.int32)}
             operands = [kinds.get(kind, full) for kind in operation.kinds]

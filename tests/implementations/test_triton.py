@@ -135,7 +135,7 @@ def vectors(operation: str, cut: TritonPlan) -> tuple[int, int]:
     return each * (first + operands if second else operands), each * results
 
 
-@pytest.mark.costly
+@pytest.mark.costly(1)
 @needs_triton
 @each_operation
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def interpreted(operation: str, calls: list[tuple[TritonPlan, list[np.ndarray]]]
         return pickle.load(file)
 
 
-@pytest.mark.costly
+@pytest.mark.costly(1)
 @needs_triton
 @on_cpu
 @each_operation

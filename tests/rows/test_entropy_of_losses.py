@@ -64,23 +64,23 @@ def cotangents_of(count, dtype):
     return [v.astype(state) for v in np.random.default_rng(count).standard_normal((3, count))]
 
 
+@functools.partial(jax.jit, static_argnames=("cap", "implementation"))
+def value_and_pullback(x, cotangents, labels, where, cap, implementation):
+    """Loss, logsumexp and entropy, and the pullback of their cotangents."""
+
+    def f(x):
+        options = {"where": where, "ignore_index": IGNORED, "logits_soft_cap": cap, "implementation": implementation}
+        return cross_entropy(x, labels, **options, return_lse=True, return_entropy=True)
+
+    y, pull = jax.vjp(f, x)
+    return y, pull(tuple(cotangents))[0]
+
+
 def check(x, labels, implementation, counts=None, cap=None):
     """Values and gradients, where loss, logsumexp and entropy have cotangents all at once."""
     cotangents = cotangents_of(len(x), x.dtype)
     want, dx_want, sizes = exact(x, labels, cotangents, True if counts is None else counts, cap)
-    f = jax.jit(
-        lambda x: cross_entropy(
-            x,
-            labels,
-            where=counts,
-            ignore_index=IGNORED,
-            logits_soft_cap=cap,
-            return_lse=True,
-            return_entropy=True,
-            implementation=implementation,
-        )
-    )
-    actual, pull = jax.vjp(f, x)
+    actual, dx = jax.tree.map(np.asarray, value_and_pullback(x, cotangents, labels, counts, cap, implementation))
     chex.assert_type(list(actual), jnp.float64 if x.dtype == np.float64 else jnp.float32)
     eps = 2.0**-40 if x.dtype == np.float64 else 2.0**-20
     what = f"{x.dtype} {x.shape} {cap}"
@@ -89,7 +89,6 @@ def check(x, labels, implementation, counts=None, cap=None):
     finite = np.isfinite(want[1])
     assert_within(actual[1][finite], want[1][finite], eps * (np.abs(want[1][finite]) + 1), f"logsumexp of {what}")
     assert_within(actual[2], want[2], eps * (np.abs(want[2]) + 0.2), f"entropy of {what}")
-    (dx,) = pull(tuple(map(jnp.asarray, cotangents)))
     assert dx.dtype == x.dtype
     info = jnp.finfo(x.dtype)
     bound = float(info.eps) * np.abs(dx_want) + 8 * eps * sizes + max(1e-35, float(info.smallest_subnormal))
@@ -114,11 +113,11 @@ def test_lengths(implementation, dtype, n):
         x[3] = np.nan
         x[4, labels[4]] += 30  # the label is nearly certain
         check(np.where(np.isnan(x), 0, x).astype(dtype), labels, implementation)
-        f = functools.partial(cross_entropy, ignore_index=IGNORED, return_entropy=True, implementation=implementation)
-        (loss, entropy), pull = jax.vjp(lambda x: f(x, labels), x)
+        cotangents = [np.full_like(v, one) for v, one in zip(cotangents_of(count, dtype), (1, 0, 1), strict=True)]
+        results = value_and_pullback(x, cotangents, labels, None, None, implementation)
+        (loss, _, entropy), dx = jax.tree.map(np.asarray, results)
         assert loss[3] == 0 and entropy[3] == 0
-        (dx,) = pull((jnp.ones_like(loss), jnp.ones_like(loss)))
-        assert not np.any(dx[3]) and np.isfinite(np.asarray(dx).astype(np.float32)).all()
+        assert not np.any(dx[3]) and np.isfinite(dx.astype(np.float32)).all()
 
 
 @pytest.mark.slow
@@ -136,12 +135,13 @@ def test_long_rows(implementation, dtype, n, count):
         check(x.astype(dtype), labels, implementation)
 
 
-@pytest.mark.costly(1)
+@pytest.mark.costly
 @each_dtype_in_turn
 @each_fast_implementation
 @pytest.mark.parametrize("n", [5, 300, 5000])
 @pytest.mark.parametrize("cap", [None, 5.0])
-def test_masks_and_caps(implementation, dtype, n, cap):
+@pytest.mark.parametrize("masked", ["classes", "rows", "nothing"])
+def test_masks_and_caps(implementation, dtype, n, cap, masked):
     """Classes that do not count, among them labels; rows that do not; and caps, all in one call."""
     x = 3 * np.random.default_rng(n).standard_normal((9, n), np.float32)
     if cap is None:
@@ -153,14 +153,14 @@ def test_masks_and_caps(implementation, dtype, n, cap):
     counts[1, 0] = True
     with precision(dtype), served(implementation):
         x = x.astype(dtype)
-        for where in (None, counts, counts[:, :1]):
-            check(x, labels, implementation, where, cap)
+        where = {"classes": counts, "rows": counts[:, :1]}.get(masked)
+        check(x, labels, implementation, where, cap)
 
 
-@pytest.mark.costly
+@pytest.mark.costly(1)
 @each_fast_implementation
 @each_dtype_in_turn
-@pytest.mark.parametrize("n", [1, 3, 10, 24, 33, 48, 100])
+@pytest.mark.parametrize("n", [24, 1, 3, 10, 33, 48, 100])
 def test_neighbours(implementation, dtype, n):
     """Many short rows, which kernels take together: of different offsets, and some that are not to be read."""
     count = 2500
@@ -178,12 +178,13 @@ def test_certainty(implementation):
     above = np.array([0, 5, 10, 15, 20, 40, 60, 80], np.float64)
     x = np.zeros((8, 50), np.float32)
     x[:, 3] = above
-    f = lambda x: cross_entropy(x, np.full(8, 3), return_entropy=True, implementation=implementation)[1]  # noqa: E731
-    entropy, pull = jax.vjp(f, x)
+    zeros, ones = np.zeros(8, np.float32), np.ones(8, np.float32)
+    labels = np.full(8, 3, np.int32)
+    results = value_and_pullback(x, [zeros, zeros, ones], labels, None, None, implementation)
+    (_, _, entropy), dx = jax.tree.map(np.asarray, results)
     s = 1 + 49 * np.exp(-above)
     mean = -49 * np.exp(-above) * above / s
     np.testing.assert_allclose(entropy, np.log1p(49 * np.exp(-above)) - mean, rtol=1e-5)
-    (dx,) = pull(jnp.ones(8, jnp.float32))
     assert np.abs(dx[0]).max() < 1e-8  # where all probabilities are equal
     np.testing.assert_allclose(dx[1:, 3], (mean / s)[1:], rtol=2e-5, atol=1e-37)
     np.testing.assert_allclose(dx[1:, 0], (np.exp(-above) / s * (above + mean))[1:], rtol=2e-5, atol=1e-37)
@@ -205,19 +206,24 @@ def test_special_values(implementation, n):
     x[7], x[7, 2] = -inf, 5  # nothing but the label
     x[9] = nan  # ignored
     labels = np.array([2, 2, 2, 2, 2, 2, 2, 2, -1, IGNORED])
-    f = functools.partial(cross_entropy, ignore_index=IGNORED, return_entropy=True, implementation=implementation)
-    (loss, entropy), pull = jax.vjp(lambda x: f(x, labels), x)
+    f = functools.partial(cross_entropy, labels=labels, ignore_index=IGNORED, implementation=implementation)
+
+    @jax.jit
+    def results(x):
+        values, pull = jax.vjp(functools.partial(f, return_entropy=True), x)
+        zeros, ones = (jnp.full(10, v, jnp.float32) for v in (0, 1))
+        return values, f(x), pull((zeros, ones))[0], pull((ones, ones))[0]
+
+    (loss, entropy), alone, of_entropy, of_both = jax.tree.map(np.asarray, results(x))
     np.testing.assert_allclose(
         entropy, [0, np.log(n - 1), np.log(n - 1), nan, nan, nan, nan, 0, np.log(n), 0], rtol=1e-5
     )
-    chex.assert_trees_all_equal(loss, cross_entropy(x, labels, ignore_index=IGNORED, implementation=implementation))
+    chex.assert_trees_all_equal(loss, alone)
     finite = np.array([0, 1, 2, 7, 8, 9])
-    for cotangents in ((jnp.zeros(10), jnp.ones(10)), (jnp.ones(10), jnp.ones(10))):
-        (dx,) = pull(jax.tree.map(lambda v: v.astype(jnp.float32), cotangents))
+    for dx in (of_entropy, of_both):
         assert np.isfinite(dx[finite]).all()
         assert not np.any(dx[np.array([0, 9])])
-    (dx,) = pull((jnp.zeros(10, jnp.float32), jnp.ones(10, jnp.float32)))
-    np.testing.assert_allclose(dx[finite], 0, atol=1e-6)  # uniform probabilities
+    np.testing.assert_allclose(of_entropy[finite], 0, atol=1e-6)  # uniform probabilities
 
 
 @pytest.mark.costly(1)
@@ -237,17 +243,31 @@ def test_other_options_leave_it(implementation, options):
     q[~counts | np.isinf(x)] = 0
     if options.get("class_weights"):
         options = {"class_weights": rng.random(60).astype(np.float32)}
+
+    flags = (True, True), (True, False), (False, True)
+
+    def gradient(f, x):
+        return jax.grad(lambda x: jnp.sum(jnp.sin(f(x))))(x)
+
     for where in (None, counts):
-        want = jaxsoft.entropy(x, where=where, implementation="xla")
-        for function, y in ((cross_entropy, labels), (jaxsoft.softmax_cross_entropy, q)):
-            f = functools.partial(function, labels=y, where=where, implementation=implementation, **options)
-            loss, lse, entropy = f(x, return_lse=True, return_entropy=True)
-            chex.assert_trees_all_close((loss, lse), f(x, return_lse=True), rtol=2e-6, atol=1e-6)
+
+        @jax.jit
+        def results(x, where=where):
+            found = []
+            for function, y in ((cross_entropy, labels), (jaxsoft.softmax_cross_entropy, q)):
+                f = functools.partial(function, labels=y, where=where, implementation=implementation, **options)
+                losses = [f(x, return_lse=lse, return_entropy=entropy) for lse, entropy in flags]
+                dx = gradient(lambda x, f=f: f(x, return_entropy=True)[1], x)
+                found.append((losses, dx))
+            plain = functools.partial(jaxsoft.entropy, where=where, implementation="xla")
+            return found, plain(x), gradient(plain, x)
+
+        found, want, dx_want = results(x)
+        for ((loss, lse, entropy), without, with_entropy), dx in found:
+            chex.assert_trees_all_close((loss, lse), without, rtol=2e-6, atol=1e-6)
+            chex.assert_trees_all_equal((loss, entropy), with_entropy)
             np.testing.assert_allclose(entropy, want, rtol=1e-5)
-            chex.assert_trees_all_equal((loss, entropy), f(x, return_entropy=True))
-            grad = jax.grad(lambda x, f=f: jnp.sum(jnp.sin(f(x, return_entropy=True)[1])))(x)
-            plain = jax.grad(lambda x, w=where: jnp.sum(jnp.sin(jaxsoft.entropy(x, where=w, implementation="xla"))))(x)
-            np.testing.assert_allclose(grad, plain, rtol=1e-4, atol=1e-6)
+            np.testing.assert_allclose(dx, dx_want, rtol=1e-4, atol=1e-6)
 
 
 @each_implementation
@@ -259,19 +279,20 @@ def test_second_order_where_the_label_is_far_above(implementation):
         jnp.sum(v)
         for v in cross_entropy(x, np.array([2, 3]), return_lse=True, return_entropy=True, implementation=implementation)
     )
-    hessian = jax.hessian(f)(x)
+    hessian, in_reverse = jax.jit(lambda x: (jax.hessian(f)(x), jax.jacrev(jax.grad(f))(x)))(x)
     assert np.isfinite(hessian).all()
     with jax.enable_x64(True):
-        want = jax.hessian(f)(x.astype(np.float64))
+        want = jax.jit(jax.hessian(f))(x.astype(np.float64))
     np.testing.assert_allclose(hessian, want, atol=1e-6)
-    np.testing.assert_allclose(jax.jacrev(jax.grad(f))(x), want, atol=1e-6)
+    np.testing.assert_allclose(in_reverse, want, atol=1e-6)
 
 
-@pytest.mark.costly(1)
+@pytest.mark.costly(2)
 @needs_devices
 @each_fast_implementation
 @each_axis_type
-def test_sharded(implementation, kind):
+@pytest.mark.parametrize("spec", [P("a", None, "b"), P("a"), P("a", "b")], ids=str)
+def test_sharded(implementation, kind, spec):
     """Sharded rows cost nothing, and sharded classes one exchange of a few numbers a row, forward and backward."""
     mesh = mesh_of(kind)
     x = (3 * np.random.default_rng(6).standard_normal((8, 16, 256))).astype(np.float32)
@@ -289,22 +310,21 @@ def test_sharded(implementation, kind):
 
     want, dx_want, sizes = exact(x.reshape(-1, 256), labels.reshape(-1), (a, b, c))
     with jax.set_mesh(mesh), served(implementation):
-        for spec in (P("a"), P("a", "b"), P("a", None, "b")):
-            rows_spec = P(*(*spec, None)[:2])
-            put = lambda v, s: jax.device_put(v, NamedSharding(mesh, s))  # noqa: E731
-            operands = put(x, spec), put(labels, rows_spec)
-            forward = jax.jit(f).lower(*operands).compile()
-            back = (*operands, *(put(v.reshape(8, 16), rows_spec) for v in (a, b, c)))
-            backward = jax.jit(pulled_back).lower(*back).compile()
-            for actual, true in zip(forward(*operands), want, strict=True):
-                actual, true = np.ravel(np.asarray(actual))[1:], true[1:]
-                assert_within(actual, true, 1e-6 * (1 + np.abs(true)), f"values over {spec}")
-            dx = np.asarray(backward(*back)).reshape(-1, 256)
-            assert_within(dx, dx_want, 1e-5 * sizes + 1e-35, f"gradient over {spec}")
-            most = 6 if len(spec) == 3 else 0
-            for moved in map(collectives, (forward, backward)):
-                exchanges = None if implementation == "xla" else int(len(spec) == 3)
-                check_moved(spec, moved, most, rows_on_a_device(mesh, spec, x.shape), exchanges)
+        rows_spec = P(*(*spec, None)[:2])
+        put = lambda v, s: jax.device_put(v, NamedSharding(mesh, s))  # noqa: E731
+        operands = put(x, spec), put(labels, rows_spec)
+        forward = jax.jit(f).lower(*operands).compile()
+        back = (*operands, *(put(v.reshape(8, 16), rows_spec) for v in (a, b, c)))
+        backward = jax.jit(pulled_back).lower(*back).compile()
+        for actual, true in zip(forward(*operands), want, strict=True):
+            actual, true = np.ravel(np.asarray(actual))[1:], true[1:]
+            assert_within(actual, true, 1e-6 * (1 + np.abs(true)), f"values over {spec}")
+        dx = np.asarray(backward(*back)).reshape(-1, 256)
+        assert_within(dx, dx_want, 1e-5 * sizes + 1e-35, f"gradient over {spec}")
+        most = 6 if len(spec) == 3 else 0
+        for moved in map(collectives, (forward, backward)):
+            exchanges = None if implementation == "xla" else int(len(spec) == 3)
+            check_moved(spec, moved, most, rows_on_a_device(mesh, spec, x.shape), exchanges)
 
 
 @pytest.mark.parametrize("name", ["return_lse", "return_entropy"])
@@ -319,9 +339,9 @@ def test_results():
     """Their order and their number."""
     x, y = np.zeros((3, 4), np.float32), np.zeros(3, int)
     q = np.full((3, 4), 0.25, np.float32)
+    flags = (True, True), (False, True), (True, False), (False, False)
     for f, labels in ((cross_entropy, y), (jaxsoft.softmax_cross_entropy, q)):
-        loss, lse, entropy = f(x, labels, return_lse=True, return_entropy=True)
-        chex.assert_trees_all_equal(f(x, labels, return_entropy=True), (loss, entropy))
-        chex.assert_trees_all_equal(f(x, labels, return_lse=True), (loss, lse))
-        chex.assert_trees_all_equal(f(x, labels), loss)
+        every = jax.jit(lambda x, f=f, labels=labels: [f(x, labels, return_lse=a, return_entropy=b) for a, b in flags])
+        (loss, lse, entropy), *others = every(x)
+        chex.assert_trees_all_equal(others, [(loss, entropy), (loss, lse), loss])
         np.testing.assert_allclose(entropy, np.log(4), rtol=1e-6)

@@ -67,56 +67,61 @@ def check_all(operation, implementation, calls):
             assert_exact(operation, form, operands, result)
 
 
-@pytest.mark.costly(6)
+# Shapes, and the leading dimensions along which extras have length 1.
+SHAPES = [
+    ((3, 5), ()),
+    ((2, 3, 33), (1,)),
+    ((4, 2, 3, 8), (0, 2)),
+    ((3, 1000), (0,)),
+    ((2, 2, 2049), (0, 1)),
+    ((1, 70001), ()),
+]
+
+
+@pytest.mark.cover()
 @each_operation
 @each_dtype_in_turn
 @each_fast_implementation
-def test_extras(operation, dtype, implementation):
+@pytest.mark.parametrize("i", range(len(SHAPES)))
+def test_extras(operation, dtype, implementation, i):
     """Each alone and all at once, for short rows and long, broadcast along none, some or all leading dimensions."""
-    calls = []
-    with precision(dtype):
-        for extras, (shape, ones) in zip(
-            itertools.cycle(EXTRAS[operation]),
-            (
-                ((3, 5), ()),
-                ((2, 3, 33), (1,)),
-                ((4, 2, 3, 8), (0, 2)),
-                ((3, 1000), (0,)),
-                ((2, 2, 2049), (0, 1)),
-                ((1, 70001), ()),
-            ),
-            strict=False,
-        ):
-            form = RowForm(np.dtype(dtype), extras, masked=operation is SOFTMAX_VJP and LIMIT in extras)
-            calls.append((form, operands_of(operation, form, shape, dtype, ones)))
-        check_all(operation, implementation, calls)
+    extras, (shape, ones) = EXTRAS[operation][i % len(EXTRAS[operation])], SHAPES[i]
+    with precision(dtype), served(implementation):
+        form = RowForm(np.dtype(dtype), extras, masked=operation is SOFTMAX_VJP and LIMIT in extras)
+        check(operation, form, implementation, operands_of(operation, form, shape, dtype, ones))
 
 
-@pytest.mark.costly(3)
-@each_operation
+@pytest.mark.costly(6)
+@pytest.mark.parametrize("operation", [operation for operation in EXTRAS if operation not in (STATE, ENTROPY)], ids=str)
 @each_fast_implementation
-def test_dtypes(operation, implementation):
+@pytest.mark.parametrize(
+    "dtypes",
+    [pair for pair in itertools.product(DTYPES[:3], repeat=2) if pair[0] != pair[1]],
+    ids=lambda pair: " to ".join(dtype.__name__ for dtype in pair),
+)
+def test_dtypes(operation, implementation, dtypes):
     """Results of another dtype than the scores."""
-    pairs = [(a, b) for a, b in itertools.product(DTYPES[:3], DTYPES[:3]) if a != b]
+    given, result = dtypes
     calls = []
-    for given, result in pairs if operation not in (STATE, ENTROPY) else ():
-        for extras in ((), EXTRAS[operation][-1]):
-            form = RowForm(np.dtype(result), extras)
-            calls.append((form, operands_of(operation, form, (3, 300), given)))
+    for extras in ((), EXTRAS[operation][-1]):
+        form = RowForm(np.dtype(result), extras)
+        calls.append((form, operands_of(operation, form, (3, 300), given)))
     check_all(operation, implementation, calls)
 
 
-@pytest.mark.costly(3)
+@pytest.mark.costly(4)
 @each_operation
 @each_fast_implementation
 @pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=slow)])
-def test_trailing(operation, implementation, dtype):
+@pytest.mark.parametrize(
+    ("shape", "trailing"), [((2, 33, 5), 1), ((3, 2, 64, 1, 17), 2), ((1000, 130), 1), ((7, 3), 1)], ids=str
+)
+def test_trailing(operation, implementation, dtype, shape, trailing):
     """Axes before the last, beside results of x's dtype and of another."""
     calls = []
-    for shape, trailing in (((2, 33, 5), 1), ((3, 2, 64, 1, 17), 2), ((7, 3), 1), ((1000, 130), 1)):
-        for result in (dtype, jnp.float32):
-            form = RowForm(np.dtype(result), (), trailing)
-            calls.append((form, operands_of(operation, form, shape, dtype)))
+    for result in dict.fromkeys((dtype, jnp.float32)):
+        form = RowForm(np.dtype(result), (), trailing)
+        calls.append((form, operands_of(operation, form, shape, dtype)))
     check_all(operation, implementation, calls)
 
 
@@ -127,10 +132,11 @@ def test_masked(implementation, dtype):
     for n in (5, 300, 4097):
         with served(implementation):
             form = RowForm(np.dtype(dtype), (SCALE,), masked=True)
-            check(SOFTMAX_VJP, form, implementation, operands_of(SOFTMAX_VJP, form, (3, n), dtype))
+            f = jax.jit(RowOperation(SOFTMAX_VJP, form, implementation))
             y, g, scale = operands_of(SOFTMAX_VJP, form, (3, n), dtype)
+            assert_exact(SOFTMAX_VJP, form, (y, g, scale), f(y, g, scale))
             y[0], y[1, : n // 2] = 0, np.nan
-            (dx,) = RowOperation(SOFTMAX_VJP, form, implementation)(y, g, scale)
+            (dx,) = f(y, g, scale)
             np.testing.assert_array_equal(wide(dx)[y == 0], 0)
             assert np.isnan(wide(dx)[1][y[1] != 0]).all()
 

@@ -4,27 +4,28 @@ Lengths lie on and around what kernels cut rows by (a warp, a tile of 2048, a se
 vocabularies. Bounds are relative to the true value. The rounding of x - m is multiplied by exp, hence the |x - m|.
 """
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import OPS, each_dtype, each_fast_implementation, each_op, ours, precision, rows, served, slow
+from common import each_dtype, each_fast_implementation, each_op, ours, precision, rows, served, slow
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from truth import Truth, assert_values
 
 SHORT = (1, 2, 3, 31, 32, 33, 127, 1000, 1023, 1024, 1025, 4097)
-LONG = (50257, 65537, 131072, 151936, 999983, 2**20)
+LONG, LONGEST = (50257, 65537, 131072, 151936), (999983, 2**20)
 
 
 @pytest.mark.cover("op", "implementation")
 @each_op
 @each_dtype
 @each_fast_implementation
-@pytest.mark.parametrize("lengths", [SHORT, LONG], ids=["short", "long"])
+@pytest.mark.parametrize("lengths", [SHORT, LONG, LONGEST], ids=["short", "long", "longest"])
 def test_against_float64(op, dtype, implementation, lengths):
     with precision(dtype):
         f = jax.jit(ours(op, implementation))
@@ -40,21 +41,36 @@ def case(n, dtype):
     return x, Truth.of(x)
 
 
-@pytest.mark.costly
+@pytest.mark.costly(1)
 @pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=slow)])
 @each_op
-def test_the_reference_against_float64(op, dtype):
-    for n in (1, 33, 1025):
-        x = rows(n, dtype)
-        assert_values(op, x, jax.jit(ours(op, "reference"))(x))
+@pytest.mark.parametrize("n", [33, 1025, 1])
+def test_the_reference_against_float64(op, dtype, n):
+    x = rows(n, dtype)
+    assert_values(op, x, jax.jit(ours(op, "reference"))(x))
 
 
+@each_op
 @pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=slow)])
-def test_one_row_of_2_to_the_24(dtype):
-    x = rows(2**24, dtype, count=1)
-    truth = Truth.of(x)
-    for op in OPS:
-        assert_values(op, x, ours(op)(x), truth)
+def test_one_row_of_more_than_2_to_the_24(op, dtype):
+    """Few different scores, in turn: of what each gives, the least and the largest are compared."""
+    part, count = rows(4099, dtype, count=1), 4099
+    truth = Truth.of(part)
+    truth = dataclasses.replace(
+        truth,
+        p=truth.p / count,
+        log_p=truth.log_p - np.log(count),
+        log_s=truth.log_s + np.log(count),
+        lse=truth.lse + np.log(count),
+    )
+    y = np.asarray(ours(op)(np.tile(part, count)))
+    if op == "logsumexp":
+        return assert_values(op, part, y, truth)
+    y = y.reshape(count, -1)
+    for extreme in (y.min(axis=0), y.max(axis=0)):
+        assert_values(op, part, extreme[None], truth)
+    if op == "softmax":
+        np.testing.assert_allclose(y.sum(dtype=np.float64), 1, rtol=1e-5 if dtype == jnp.float32 else 2.0**-8)
 
 
 @each_op

@@ -6,42 +6,49 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import parameterized
+import pytest
 from common import (
-    IMPLEMENTATIONS,
-    OPS,
     each_fast_implementation,
     each_implementation,
     each_op,
+    each_op_in_turn,
     loss,
     ours,
     same_bits,
     served,
     theirs,
 )
-from truth import assert_values
+from truth import assert_values, in_float64
+
+VARIANTS = {
+    "jitted": jax.jit,
+    "not jitted": lambda f: f,
+    "on a device": lambda f: lambda x: f(jax.device_put(x)),
+}
 
 
-class VariantsTest(chex.TestCase):
-    """Each way of running a function, by chex: jitted, not jitted, and on arrays of the device."""
-
-    @chex.variants(with_jit=True, without_jit=True, with_device=True, without_device=True)
-    @parameterized.product(op=OPS, implementation=IMPLEMENTATIONS)
-    def test_values(self, op, implementation):
-        x = np.random.default_rng(0).standard_normal((4, 128)).astype(np.float32)
-        with served(implementation):
-            assert_values(op, x, self.variant(ours(op, implementation))(x))
-
-    @chex.variants(with_jit=True, without_jit=True)
-    @parameterized.product(op=OPS, implementation=IMPLEMENTATIONS)
-    def test_gradients(self, op, implementation):
-        x = np.random.default_rng(0).standard_normal((4, 128)).astype(np.float32)
-        with served(implementation):
-            actual = self.variant(jax.grad(loss(ours(op, implementation))))(x)
-            chex.assert_trees_all_close(actual, jax.grad(loss(theirs(op)))(x), rtol=1e-4, atol=1e-5)
-
-
+@pytest.mark.cover("op", "implementation")
 @each_op
+@each_implementation
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_values(op, implementation, variant):
+    x = np.random.default_rng(0).standard_normal((4, 128)).astype(np.float32)
+    with served(implementation):
+        assert_values(op, x, VARIANTS[variant](ours(op, implementation))(x))
+
+
+@pytest.mark.cover("op", "implementation")
+@each_op
+@each_implementation
+@pytest.mark.parametrize("variant", ["jitted", "not jitted"])
+def test_gradients(op, implementation, variant):
+    x = np.random.default_rng(0).standard_normal((4, 128)).astype(np.float32)
+    with served(implementation):
+        actual = VARIANTS[variant](jax.grad(loss(ours(op, implementation))))(x)
+        chex.assert_trees_all_close(actual, jax.jit(jax.grad(loss(theirs(op))))(x), rtol=1e-4, atol=1e-5)
+
+
+@each_op_in_turn
 @each_implementation
 def test_scan_and_checkpoint(op, implementation):
     """Gradients through a scan whose step is checkpointed."""
@@ -57,7 +64,7 @@ def test_scan_and_checkpoint(op, implementation):
     with jax.enable_x64(True), served(implementation):
         x = np.random.default_rng(0).standard_normal((5, 3, 8))
         actual = jax.jit(jax.value_and_grad(total(ours(op, implementation))))(x)
-        expected = jax.jit(jax.value_and_grad(total(theirs(op))))(x)
+        expected = in_float64(jax.value_and_grad(total(theirs(op))), x)
         chex.assert_trees_all_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
@@ -89,17 +96,19 @@ def test_donation(op, implementation):
                 assert given.is_deleted()
 
 
+@pytest.mark.cover("op", "implementation")
 @each_op
 @each_implementation
-def test_threads(op, implementation):
+@pytest.mark.parametrize("shape", [(64, 1000), (2, 300_000)], ids=str)
+def test_threads(op, implementation, shape):
     """Calls from many threads at once, of rows that share threads and of rows that have one each."""
-    for shape in ((64, 1000), (2, 300_000)) if implementation != "reference" else ((8, 100),):
-        x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-        with served(implementation):
-            f = jax.jit(jax.value_and_grad(loss(ours(op, implementation))))
-            first = f(x)
-            with concurrent.futures.ThreadPoolExecutor(8) as pool:
-                assert all(same_bits(first, y) for y in pool.map(f, [x] * 24))
+    x = np.random.default_rng(0).standard_normal(shape if implementation != "reference" else (8, 100))
+    x = x.astype(np.float32)
+    with served(implementation):
+        f = jax.jit(jax.value_and_grad(loss(ours(op, implementation))))
+        first = f(x)
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            assert all(same_bits(first, y) for y in pool.map(f, [x] * 24))
 
 
 @each_op

@@ -74,15 +74,14 @@ def test_rows_of_one_large_number(implementation, order, before, dtype):
 @pytest.mark.costly(1)
 @pytest.mark.parametrize("sharded", [P("a"), P(None, "a")], ids=["rows", "axis"])
 @pytest.mark.parametrize("before", [True, False], ids=["before the call", "scale"])
-def test_over_a_mesh(before, sharded):
+@pytest.mark.parametrize("order", ["gradient", "value"])
+def test_over_a_mesh(before, sharded, order):
     mesh = mesh_of(jax.sharding.AxisType.Auto)
-    case = case_of(None, before, jnp.float32)
-    for name in ((), ("grad",)):
-        one = functools.reduce(Case.through, name, case)
-        one.check(lambda f: lambda x: jax.jit(f)(jax.device_put(x, NamedSharding(mesh, sharded))))
+    case = functools.reduce(Case.through, ORDERS[order], case_of(None, before, jnp.float32))
+    case.check(lambda f: lambda x: jax.jit(f)(jax.device_put(x, NamedSharding(mesh, sharded))))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@each_implementation
 @pytest.mark.parametrize("bias", [None, 30.0])
 def test_value_beyond_the_range_of_the_rounding_error(implementation, bias):
     """exp of the rounding error of 7e11 is out of range."""

@@ -54,42 +54,47 @@ def merge(by: str, part: jax.Array, form: RowForm, received: jax.Array) -> tuple
     return sharded_top_k._merged(form, run(), part, received)
 
 
-@pytest.mark.costly
+@pytest.mark.cover("by", "dtype")
 @by_kernels_too
 @each_dtype
-@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE, marks=slow)], ids=["short", "long"])
-def test_values(by, dtype, cases):
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=slow) for case in MORE)], ids=str)
+def test_values(by, dtype, case):
     """The bits of the largest and their indices, of all kinds of rows, and their softmax and the state."""
     if by == "kernels" and dtype == jnp.float64:
         return
     results_of = {jnp.float32: (jnp.float32, jnp.bfloat16, jnp.float16), jnp.float64: (jnp.float64,)}
     with precision(dtype):
-        for i, (n, parts, k) in enumerate(cases):
-            wanted = results_of.get(dtype, (dtype, jnp.float32))
-            form = RowForm(np.dtype(wanted[i % len(wanted)]), k=k)
-            x = np.concatenate([special((12, n * parts), dtype), rows(n * parts, dtype)[:5]])
+        n, parts, k = case
+        wanted = results_of.get(dtype, (dtype, jnp.float32))
+        form = RowForm(np.dtype(wanted[k % len(wanted)]), k=k)
+        x = np.concatenate([special((12, n * parts), dtype), rows(n * parts, dtype)[:5]])
 
-            def f(x, form=form, parts=parts):
-                each = jnp.split(x, parts, axis=-1)
-                return merge(by, each[0], form, jnp.stack([tell(by, part, form.k) for part in each]))
+        def f(x):
+            each = jnp.split(x, parts, axis=-1)
+            return merge(by, each[0], form, jnp.stack([tell(by, part, form.k) for part in each]))
 
-            *results, m, s = jax.jit(f)(x)
-            assert_top_k(x, k, results, form.dtype)
-            truth = Truth.of(x)
-            ordered = np.isfinite(truth.m)[:, 0]
-            what = f"{k} of {parts} parts of {n}"
-            np.testing.assert_array_equal(np.asarray(m)[ordered], truth.m[ordered, 0], what)
-            expected = np.exp(truth.log_s)[ordered, 0]
-            rtol = 1e-14 if dtype == jnp.float64 else 1e-5 if x.itemsize == 2 else 2e-6
-            np.testing.assert_allclose(np.asarray(s)[ordered], expected, rtol=rtol, err_msg=what)
+        *results, m, s = jax.jit(f)(x)
+        assert_top_k(x, k, results, form.dtype)
+        truth = Truth.of(x)
+        ordered = np.isfinite(truth.m)[:, 0]
+        what = f"{k} of {parts} parts of {n}"
+        np.testing.assert_array_equal(np.asarray(m)[ordered], truth.m[ordered, 0], what)
+        expected = np.exp(truth.log_s)[ordered, 0]
+        rtol = 1e-14 if dtype == jnp.float64 else 1e-5 if x.itemsize == 2 else 2e-6
+        np.testing.assert_allclose(np.asarray(s)[ordered], expected, rtol=rtol, err_msg=what)
 
 
 @by_kernels_too
 def test_leading_dimensions(by):
     """Those of x are those of the results."""
     x = rows(40, np.float32, count=6).reshape(2, 3, 40)
-    received = jnp.stack([tell(by, jnp.asarray(part), 5) for part in np.split(x, 2, axis=-1)])
-    *results, m, s = merge(by, x[..., :20], RowForm(x.dtype, k=5), received)
+
+    def f(x):
+        each = jnp.split(x, 2, axis=-1)
+        received = jnp.stack([tell(by, part, 5) for part in each])
+        return merge(by, each[0], RowForm(x.dtype, k=5), received)
+
+    *results, m, s = jax.jit(f)(x)
     assert m.shape == s.shape == (2, 3)
     assert_top_k(x, 5, results)
 

@@ -3,6 +3,7 @@
 The reference is numpy in float64: a stable sort of the scores, and their softmax.
 """
 
+import functools
 import itertools
 
 import jax
@@ -29,7 +30,7 @@ from ffi_calls import call
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import MESH, collectives, each_axis_type, mesh_of, needs_devices
-from truth import EPS, Truth, assert_last_place, assert_within, wide
+from truth import EPS, Truth, assert_last_place, assert_within, in_float64, wide
 
 import jaxsoft
 from jaxsoft._rows import ffi
@@ -82,6 +83,11 @@ CASES = [(1, (1,)), (7, (1, 3, 7)), (33, (5,)), (100, (64, 100)), (257, (1, 255,
 CASES += [(5000, (64,)), (40_009, (5, 200))]
 
 
+def each_of(ks, implementation):
+    """Several numbers of elements in one program."""
+    return jax.jit(lambda x: [top_k_softmax(x, k, implementation=implementation) for k in ks])
+
+
 @each_implementation
 @each_dtype_in_turn
 def test_special_rows(implementation, dtype):
@@ -90,8 +96,8 @@ def test_special_rows(implementation, dtype):
             if implementation == "reference" and n > 2000:  # scans compile slowly
                 continue
             x = special((12, n), dtype)
-            for k in ks:
-                assert_top_k(x, k, top_k_softmax(x, k, implementation=implementation))
+            for k, results in zip(ks, each_of(ks, implementation)(x), strict=True):
+                assert_top_k(x, k, results)
 
 
 @each_fast_implementation
@@ -124,9 +130,13 @@ def test_lengths(dtype, part):
                 continue
             x = np.concatenate([special((12, n), dtype), rows(n, dtype)[:5]])
             fitting = [k for k in NUMBERS if k <= n]
-            for k in {fitting[0], fitting[-1], fitting[i % len(fitting)], fitting[i // 2 % len(fitting)], min(n, 256)}:
-                of_p = next(wanted)
-                assert_top_k(x, k, top_k_softmax(x, k, dtype=of_p, implementation="ffi"), np.dtype(of_p))
+            ks = {fitting[0], fitting[-1], fitting[i % len(fitting)], fitting[i // 2 % len(fitting)], min(n, 256)}
+            calls = [(k, next(wanted)) for k in sorted(ks)]
+            f = jax.jit(
+                lambda x, calls=calls: [top_k_softmax(x, k, dtype=of_p, implementation="ffi") for k, of_p in calls]
+            )
+            for (k, of_p), results in zip(calls, f(x), strict=True):
+                assert_top_k(x, k, results, np.dtype(of_p))
 
 
 @on_gpu
@@ -166,12 +176,14 @@ def test_one_kernel():
 @each_implementation
 def test_dtypes_of_probabilities(implementation):
     """They are rounded once, from the accumulator's dtype."""
-    for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
+    every = (jnp.float32, jnp.float16, jnp.bfloat16)
+    f = jax.jit(lambda x: [top_k_softmax(x, 7, dtype=wanted, implementation=implementation) for wanted in every])
+    for dtype in every:
         x = rows(100, dtype)
-        for wanted in (jnp.float16, jnp.bfloat16, jnp.float32):
-            results = top_k_softmax(x, 7, dtype=wanted, implementation=implementation)
+        found = f(x)
+        exact = np.asarray(found[0][1])
+        for wanted, results in zip(every, found, strict=True):
             assert_top_k(x, 7, results, np.dtype(wanted))
-            exact = top_k_softmax(x, 7, dtype=jnp.float32, implementation=implementation)[1]
             assert_trees_all_close(results[1], exact.astype(wanted), rtol=float(jnp.finfo(wanted).eps), atol=0)
 
 
@@ -214,9 +226,9 @@ def test_few_values(dtype):
             x[4::5] = 1
             x[4::5, n - n // 3 :: 7] = 2
             x = np.roll(x, n % 5, axis=0)[:count].astype(dtype)  # not all kinds are there if rows are few
-            for k in (1, 5, 8, 32, 64, min(n, 256)):
-                many = jnp.asarray(np.resize(x, (count, n)))
-                assert_top_k(x, k, [v[: len(x)] for v in top_k_softmax(many, k, implementation="ffi")])
+            ks = 1, 5, 8, 32, 64, min(n, 256)
+            for k, results in zip(ks, each_of(ks, "ffi")(np.resize(x, (count, n))), strict=True):
+                assert_top_k(x, k, [v[: len(x)] for v in results])
 
 
 @each_implementation
@@ -232,15 +244,18 @@ def test_equal_probabilities_of_different_scores(implementation):
 @each_implementation
 def test_axes_dtypes_and_shapes(implementation):
     x = np.random.default_rng(0).standard_normal((3, 5, 7)).astype(np.float32)
-    for axis in (0, 1, 2, -2):
-        results = top_k_softmax(x, 2, axis, dtype=jnp.bfloat16, implementation=implementation)
+    axes = 0, 1, 2, -2
+    options = {"dtype": jnp.bfloat16, "implementation": implementation}
+    along = jax.jit(lambda x: [top_k_softmax(x, 2, axis, **options) for axis in axes])(x)
+    for axis, results in zip(axes, jax.tree.map(np.asarray, along), strict=True):
         assert [v.shape[axis] for v in results] == [2, 2, 2]
         assert_top_k(np.moveaxis(x, axis, -1), 2, [np.moveaxis(v, axis, -1) for v in results], jnp.bfloat16)
     assert_top_k(x[0, 0], 7, top_k_softmax(x[0, 0], 7, implementation=implementation))
     half = x.astype(jnp.bfloat16)
     assert_top_k(half, 3, top_k_softmax(half, 3, dtype=jnp.float32, implementation=implementation), jnp.float32)
     assert [v.shape for v in top_k_softmax(x[:0], 3, implementation=implementation)] == [(0, 5, 3)] * 3
-    mapped = jax.vmap(lambda x: top_k_softmax(x, 2, 0, implementation=implementation), 1)(x)
+    mapped = jax.jit(jax.vmap(lambda x: top_k_softmax(x, 2, 0, implementation=implementation), 1))(x)
+    mapped = map(np.asarray, mapped)
     assert_top_k(np.moveaxis(x, 0, -1), 2, [np.moveaxis(v, (0, 1, 2), (0, 2, 1)) for v in mapped])
     integers = top_k_softmax(np.int32([1, 3, 2]), 2, implementation=implementation)
     assert integers[0].dtype == jnp.float32 and integers[2].tolist() == [1, 2]
@@ -303,15 +318,15 @@ def test_gradients(implementation, dtype):
     def f(x):
         return top_k_softmax(x, 4, dtype=wide_dtype, implementation=implementation)[:2]
 
-    with jax.enable_x64(True):
-        exact = wide(x)
-        expected = np.asarray(jax.jit(pulled_back(lambda x: plain(x, 4), tuple(map(wide, g))))(exact))
-        expected_v, expected_p = (np.asarray(v) for v in jax.jvp(lambda x: plain(x, 4), (exact,), (wide(t),))[1])
-        p = np.asarray(jax.nn.softmax(exact))
+    def derivatives(f, x, g, t):
+        return pulled_back(f, g)(x), jax.jvp(f, (x,), (t,))[1]
+
+    of_plain = lambda x, g, h, t: derivatives(lambda x: plain(x, 4), x, (g, h), t)  # noqa: E731
+    expected, (expected_v, expected_p) = in_float64(of_plain, x, *g, t)
+    p = Truth.of(x).p
     dx = None
     with precision(dtype), served(implementation):
-        dx = jax.jit(pulled_back(f, g))(x)
-        dv, dp = jax.jvp(f, (x,), (t,))[1]
+        dx, (dv, dp) = jax.jit(functools.partial(derivatives, f))(x, g, t)
     if dx is None:  # refused
         return
     assert dx.dtype == x.dtype and dv.dtype == x.dtype and dp.dtype == wide_dtype
@@ -337,32 +352,42 @@ def test_renormalize(implementation):
     def expected(x):
         return jax.nn.softmax(jax.lax.top_k(x, 3)[0])
 
-    values, p, indices = f(x)
-    others = top_k_softmax(x, 3, implementation=implementation)
+    @jax.jit
+    def results(x):
+        others = top_k_softmax(x, 3, implementation=implementation)
+        same = top_k_softmax(x, 3, renormalize=np.True_, implementation=implementation)[1]
+        return f(x), others, same, expected(x), f(x, jnp.bfloat16)[1], f(x.astype(jnp.bfloat16))[1]
+
+    (values, p, indices), others, same, p_expected, *narrow = jax.tree.map(np.asarray, results(x))
     assert same_bits(values, others[0]) and same_bits(indices, others[2])
     assert np.isnan(p[8:]).all()
-    assert_trees_all_close(p[:8], expected(x)[:8], rtol=1e-6)
-    assert same_bits(p, top_k_softmax(x, 3, renormalize=np.True_, implementation=implementation)[1])
-    assert f(x, jnp.bfloat16)[1].dtype == f(x.astype(jnp.bfloat16))[1].dtype == jnp.bfloat16
-    x, g = x[1:3], g[1:3]  # no elements are equal
-    dx = jax.grad(lambda x: jnp.sum(f(x)[1] * g))(x)
-    assert_trees_all_close(dx, jax.grad(lambda x: jnp.sum(expected(x) * g))(x), rtol=1e-5, atol=1e-7)
+    assert_trees_all_close(p[:8], p_expected[:8], rtol=1e-6)
+    assert same_bits(p, same)
+    assert [v.dtype for v in narrow] == [jnp.bfloat16] * 2
+
+    def gradient(f):
+        return jax.grad(lambda x: jnp.sum(f(x) * g[1:3]))
+
+    dx, dx_expected = jax.jit(lambda x: (gradient(lambda x: f(x)[1])(x), gradient(expected)(x)))(x[1:3])
+    assert_trees_all_close(dx, dx_expected, rtol=1e-5, atol=1e-7)  # no elements are equal
 
 
 @each_implementation
 def test_gradients_of_values_alone(implementation):
     """1 at one element, in rows of nothing but -inf, too."""
     x = special((12, 40), np.float32)[[0, 1, 2, 3, 4, 5, 6, 7, 10]]
-    dx = jax.grad(lambda x: jnp.sum(top_k_softmax(x, 3, implementation=implementation)[0][:, 1]))(x)
+    f = lambda x: jnp.sum(top_k_softmax(x, 3, implementation=implementation)[0][:, 1])  # noqa: E731
+    dx = np.asarray(jax.jit(jax.grad(f))(x))
     np.testing.assert_array_equal(np.argmax(dx, axis=-1), order(x, 3)[:, 1])
     assert (np.sum(dx != 0, axis=-1) == 1).all() and (np.sum(dx, axis=-1) == 1).all()
 
 
-@pytest.mark.costly(1)
+@pytest.mark.costly
 @needs_devices
 @each_fast_implementation
 @each_axis_type
-def test_sharding(implementation, kind):
+@pytest.mark.parametrize("spec", [P("a"), P("a", "b"), P(None, ("a", "b")), P(("a", "b")), P(None, "b")], ids=str)
+def test_sharding(implementation, kind, spec):
     """Rows stay where they are; of a row that is sharded, devices move two numbers, and k values and indices each."""
     mesh, x, k = mesh_of(kind), special((12, 64), np.float32)[:8], 5
     x[1, 50], x[2], x[7] = np.inf, -np.inf, 0  # XLA's partitioner does not keep the sign of a zero
@@ -374,23 +399,22 @@ def test_sharding(implementation, kind):
     g = np.sin(np.arange(8.0 * k, dtype=np.float32)).reshape(8, k)
     expected_dx = jax.jit(pullback)(x, g)
     with jax.set_mesh(mesh), served(implementation):
-        for spec in (P("a"), P(("a", "b")), P("a", "b"), P(None, ("a", "b")), P(None, "b")):
-            sharded = jax.device_put(x, NamedSharding(mesh, spec))
-            cotangent = jax.device_put(g, NamedSharding(mesh, P(spec[0])))
-            compiled = f.lower(sharded).compile()
-            back = jax.jit(pullback).lower(sharded, cotangent).compile()
-            results = compiled(sharded)
-            assert_top_k(x, k, results)
-            dx = back(sharded, cotangent)
-            assert_trees_all_close(dx, expected_dx, rtol=1e-5, atol=1e-6)
-            if implementation == "xla":  # its partitioner gathers what lax.top_k reads
-                continue
-            assert all(v.sharding.is_equivalent_to(NamedSharding(mesh, P(spec[0])), 2) for v in results)
-            assert dx.sharding.is_equivalent_to(sharded.sharding, 2)
-            whole, rows_here = len(spec) == 1, sharded.sharding.shard_shape(x.shape)[0]
-            for moved in (collectives(compiled), collectives(back)):
-                assert [name for name, _ in moved] == ([] if whole else ["all-gather"]), moved
-                assert all(np.prod(shape) <= rows_here * (3 * k + 2) * np.prod(MESH) for _, shape in moved), moved
+        sharded = jax.device_put(x, NamedSharding(mesh, spec))
+        cotangent = jax.device_put(g, NamedSharding(mesh, P(spec[0])))
+        compiled = f.lower(sharded).compile()
+        back = jax.jit(pullback).lower(sharded, cotangent).compile()
+        results = compiled(sharded)
+        assert_top_k(x, k, results)
+        dx = back(sharded, cotangent)
+        assert_trees_all_close(dx, expected_dx, rtol=1e-5, atol=1e-6)
+        if implementation == "xla":  # its partitioner gathers what lax.top_k reads
+            return
+        assert all(v.sharding.is_equivalent_to(NamedSharding(mesh, P(spec[0])), 2) for v in results)
+        assert dx.sharding.is_equivalent_to(sharded.sharding, 2)
+        whole, rows_here = len(spec) == 1, sharded.sharding.shard_shape(x.shape)[0]
+        for moved in (collectives(compiled), collectives(back)):
+            assert [name for name, _ in moved] == ([] if whole else ["all-gather"]), moved
+            assert all(np.prod(shape) <= rows_here * (3 * k + 2) * np.prod(MESH) for _, shape in moved), moved
 
 
 @needs_devices
@@ -404,8 +428,9 @@ def test_parts_shorter_than_k(implementation):
         x[7] = 0
     with jax.set_mesh(mesh), served(implementation):
         sharded = jax.device_put(x, NamedSharding(mesh, P(None, ("a", "b"))))
-        for k in (1, 3, 16):
-            assert_top_k(x, k, jax.jit(lambda x, k=k: top_k_softmax(x, k, implementation=implementation))(sharded))
+        ks = 1, 3, 16
+        for k, results in zip(ks, each_of(ks, implementation)(sharded), strict=True):
+            assert_top_k(x, k, results)
 
 
 @needs_devices
