@@ -45,7 +45,7 @@ def attention(query, key, value, segments, sinks, window, cap):
     return jnp.einsum("bkgts,bskd->btkgd", weights, value).reshape(batch, length, heads, -1)
 
 
-@pytest.mark.cover("segments", "sinks")
+@pytest.mark.costly
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("cap", [None, 5.0])
 @pytest.mark.parametrize("sinks", [True, False])

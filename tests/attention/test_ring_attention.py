@@ -223,7 +223,7 @@ MAPS = [
 @pytest.mark.parametrize(
     ("layout", "method", "inside", "names"),
     [
-        ("contiguous", "ring", True, ORDERS[2:3]),
+        pytest.param("contiguous", "ring", True, ORDERS[2:3], marks=slow),
         *(
             pytest.param(layout, method, inside, ORDERS, marks=slow)
             for layout in LAYOUTS
@@ -235,7 +235,7 @@ MAPS = [
     ids=lambda v: f"{len(v)} orders" if isinstance(v, list) else str(v),
 )
 def test_transformations(layout, method, inside, names):
-    """Forward mode, second derivatives and recomputation."""
+    """Forward mode, second derivatives and recomputation. By default test_every_function has the first derivatives."""
     ring = Ring(layout, method, manual=("s",) if inside else ())
     sizes = sizes_of(8, b=1, n=2, k=2, h=3, d=3)
     with precision(np.float64), jax.set_mesh(mesh_of(s=2)):
