@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from common import OPS, as_usual, each_op, slow, some
+from common import OPS, as_usual, each_op, each_op_in_turn, slow, some
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -74,7 +74,7 @@ each_precision = pytest.mark.parametrize("x64", [False, pytest.param(True, marks
 
 
 @each_precision
-@each_op
+@each_op_in_turn
 @given(data=st.data())
 def test_any_arguments(op, x64, data):
     with jax.enable_x64(x64):

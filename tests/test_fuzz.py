@@ -410,7 +410,7 @@ def without_jit(f):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-@settings(max_examples=settings.default.max_examples // 7)
+@settings(max_examples=settings.default.max_examples // 15)
 @given(data=st.data())
 def test_two_transformations(kind, data):
     draw = data.draw

@@ -321,7 +321,7 @@ def test_only_blocks_of_pages_are_gathered():
     assert memory < 16384 * 32 * 4, memory
 
 
-@pytest.mark.costly(1)
+@slow  # by default test_attention_transformations and test_higher_orders have such loops
 @pytest.mark.parametrize("mode", ["jvp", "grad"])
 def test_second_derivatives_of_a_loop(mode):
     """Of layers that are scanned, each with pages of its own."""

@@ -202,9 +202,9 @@ def operands_for(operation: str, n: int, dtype) -> list[np.ndarray]:
 
 
 def formula(operation: str, *operands) -> tuple[jax.Array, ...]:
-    given = [jnp.asarray(v) for v in operands]
-    types = [operand(v.shape, v.dtype) for v in given]
-    return RowOperation(OPERATIONS[operation], RowForm(given[0].dtype), "xla").choose("cpu", types).function(*given)
+    types = [operand(v.shape, v.dtype) for v in operands]
+    chosen = RowOperation(OPERATIONS[operation], RowForm(operands[0].dtype), "xla").choose("cpu", types)
+    return jax.jit(chosen.function)(*operands)
 
 
 def interpreted(operation: str, calls: list[tuple[TritonPlan, list[np.ndarray]]], folder: pathlib.Path):

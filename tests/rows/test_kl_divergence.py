@@ -440,6 +440,7 @@ def test_the_gradient_of_one():
     np.testing.assert_allclose(jax.grad(total)(x, y), expected[0], rtol=1e-6)
 
 
+@slow  # each transformation by itself: test_every_function
 def test_jax_transformations():
     """checkpoint, linearize and hessian; a scan that is differentiated; export for unknown shapes."""
     with jax.enable_x64(True):
