@@ -50,7 +50,7 @@ def test_every_implementation(name, implementation):
         Case.together(f"{name}, its map and the grad of that", of_map).check()
 
 
-@pytest.mark.costly
+@pytest.mark.costly(1)
 @pytest.mark.parametrize(("name", "implementation"), CHOICES)
 def test_eager(name, implementation):
     """Without jit, and mapped by a scan."""
