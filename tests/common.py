@@ -71,6 +71,8 @@ needs_library = pytest.mark.skipif(library.find("cuda") is None, reason="libjaxs
 pallas_is_tested = pytest.mark.skipif(
     REGISTERED["pallas"].by_name_only is not None, reason="Pallas kernels were run with JAX 0.11.2 and later alone"
 )
+# XLA of JAX 0.10 copies arrays that are donated, and what it loops over.
+needs_little_memory = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA's of JAX 0.10 takes more memory")
 on_gpu = pytest.mark.skipif(jax.default_backend() == "cpu", reason="checks the strategies of a GPU's kernels")
 
 
@@ -121,9 +123,23 @@ def served(implementation: str | None) -> Iterator[None]:
             raise
 
 
-def precision(dtype) -> contextlib.AbstractContextManager:
-    """JAX's 64-bit mode for float64, its default mode for the others."""
-    return jax.enable_x64(jnp.dtype(dtype) == jnp.float64)
+@contextlib.contextmanager
+def precision(dtype) -> Iterator[None]:
+    """JAX's 64-bit mode for float64, its default mode for the others.
+
+    JAX 0.10 splits calls over a mesh without the caller's context, so there it is set for the process.
+    """
+    wide = jnp.dtype(dtype) == jnp.float64
+    if jax.__version_info__ >= (0, 11):
+        with jax.enable_x64(wide):
+            yield
+        return
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", wide)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", before)
 
 
 def forget_heads() -> None:

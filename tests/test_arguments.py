@@ -139,6 +139,8 @@ def test_positional_arguments_are_jaxs(op):
 def test_an_implementation_that_is_not_here(op, name):
     """It says why, and what else there is; also under jit and in the derivative."""
     reason = jaxsoft.implementations()[name] if REGISTERED[name].rows else "it has no kernels for rows"
+    if name == "pallas" and jax.__version_info__ < (0, 11, 1):  # which is said wherever they are
+        reason = f"JAX {jax.__version__} cannot lower its kernels for rows"
     for f in (ours(op, name), jax.jit(ours(op, name)), jax.grad(loss(ours(op, name)))):
         with pytest.raises(ValueError, match=f"implementation='{name}' cannot serve this call") as error:
             f(np.ones((8, 1024), np.float32))

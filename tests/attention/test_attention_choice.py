@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import target
+from common import pallas_is_tested, target
 
 import jaxsoft
 from jaxsoft._attention import choice
@@ -450,9 +450,13 @@ def of_blocks(implementation, queries, keys, dtype, size=128):
         (None, 1024, 1024, np.float32, (["attention_forward"], [0, 1]), (["attention_backward"], [0, 2])),
         (None, 1024, 1024, jnp.bfloat16, (["attention_forward"], [1]), (["attention_backward"], [0, 2])),
         # A kernel that knows nothing of other blocks has the rest around it.
-        (None, 256, 256, jnp.bfloat16, (["mosaic_gpu"], []), (["mosaic_gpu"] * 2, [])),
+        pytest.param(
+            None, 256, 256, jnp.bfloat16, (["mosaic_gpu"], []), (["mosaic_gpu"] * 2, []), marks=pallas_is_tested
+        ),
         ("ffi", 2, 4096, np.float32, (["attention_decode"], []), (["attention_backward"], [0, 2])),
-        ("pallas", 1024, 1024, np.float32, (["mosaic_gpu"], []), (["mosaic_gpu"] * 2, [])),
+        pytest.param(
+            "pallas", 1024, 1024, np.float32, (["mosaic_gpu"], []), (["mosaic_gpu"] * 2, []), marks=pallas_is_tested
+        ),
         ("xla", 1024, 1024, np.float32, ([], []), ([], [])),
     ],
 )

@@ -8,7 +8,7 @@ import collections
 import jax
 import numpy as np
 import pytest
-from common import on_cpu, slow, some
+from common import needs_little_memory, on_cpu, slow, some
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from meshes import DEVICES, collectives, mesh_of, needs_devices
@@ -160,6 +160,7 @@ def test_all_to_all(layout, derivative, inside, kind):
 
 
 @on_cpu
+@needs_little_memory
 @pytest.mark.skipif(DEVICES < 8, reason="compares two, four and eight devices")
 @pytest.mark.parametrize("numbers", some([(2, 4, 8), (2, 6)], [(2, 6)]), ids=str)
 @pytest.mark.parametrize("layout", ["zigzag", *(pytest.param(name, marks=slow) for name in LAYOUTS[:2])])

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import as_usual, on_cpu, same_bits
+from common import as_usual, needs_little_memory, on_cpu, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_calls import Sizes, table_and_lengths, writing
@@ -168,6 +168,7 @@ def test_there_and_back():
 
 
 @pytest.mark.parametrize("of_pages", [jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn], ids=lambda dtype: dtype.__name__)
+@needs_little_memory
 def test_in_place(of_pages):
     """Donated pages are the result's memory, and no other is taken: on a CPU XLA still converts those of 8 bits."""
     if of_pages == jnp.float8_e4m3fn and jax.default_backend() == "cpu":

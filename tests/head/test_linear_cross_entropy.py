@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import as_usual, precision, slow
+from common import as_usual, needs_little_memory, precision, slow
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import DEVICES, collectives, mesh_of
@@ -343,6 +343,7 @@ def test_what_is_kept(recompute):
     assert shapes == {HIDDEN.shape, WEIGHT.shape, LABELS.shape} | kept
 
 
+@needs_little_memory
 @pytest.mark.costly(1)
 @pytest.mark.parametrize("width", [128, 512], ids=["more rows than width", "as many"])
 def test_memory(width):

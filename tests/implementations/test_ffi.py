@@ -247,4 +247,4 @@ def test_library_of_another_version(monkeypatch):
 
 def test_the_version_that_jaxlib_has():
     major, minor = library.xla_api()
-    assert (major, minor) >= (0, 4)
+    assert (major, minor) >= (0, 3)  # JAX 0.10.0's
