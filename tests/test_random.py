@@ -134,7 +134,7 @@ def chi_square(tokens, p):
     return (np.sum((observed - expected)[some] ** 2 / expected[some]) - freedom) / np.sqrt(2 * max(freedom, 1))
 
 
-@pytest.mark.costly(1)
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("n", "draws", "options"),
     [

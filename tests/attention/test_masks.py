@@ -27,6 +27,7 @@ def rules(draw, without=()):
     return form, draw(st.integers(1, 40)), draw(st.integers(1, 40)), numbers
 
 
+_MANY = hypothesis.settings(max_examples=100)  # few of them have one rule alone
 _MOST = 47  # queries or keys: whatever their number, all are computed, in arrays of one shape
 
 
@@ -41,6 +42,7 @@ def _within(begin, end, count):
     return (np.arange(count) >= int(begin)) & (np.arange(count) < int(end))
 
 
+@_MANY
 @hypothesis.given(rules(), st.integers(1, 16), st.data())
 def test_ranges_hold_what_is_allowed(given, count, data):
     """All that is allowed is in a range, and all of the interior is allowed, of keys and of queries."""
@@ -55,6 +57,7 @@ def test_ranges_hold_what_is_allowed(given, count, data):
         assert here[:, _within(span.interior_begin, span.interior_end, scores.shape[1])].all()
 
 
+@_MANY
 @hypothesis.given(rules(), st.data())
 def test_ranges_of_one_are_exact(given, data):
     """The range of one query, or of one key, is what is allowed."""
@@ -70,6 +73,7 @@ def test_ranges_of_one_are_exact(given, data):
             np.testing.assert_array_equal(scores[begin], interior)
 
 
+@_MANY
 @hypothesis.given(rules())
 def test_keys_of_queries(given):
     """The keys of each query are what is allowed, also of queries and keys past the last."""
@@ -85,7 +89,7 @@ def test_keys_of_queries(given):
         np.testing.assert_array_equal(allowed, (index >= first) & (index < end))
 
 
-@hypothesis.settings(max_examples=500)  # few of them have one rule alone
+@hypothesis.settings(max_examples=500)
 @hypothesis.given(rules())
 def test_what_a_form_may_exclude(given):
     """Where it excludes nothing on a side, nothing lies on that side of what is allowed."""
