@@ -1,5 +1,5 @@
 # make demo         trains a language model with jaxsoft, then prints this machine's speed. Sets everything up first.
-# make test         runs the tests, after the linter and the type checker. JAX=0.10.0 takes that version of JAX, and
+# make test         runs the linter, then the tests and the type checker. JAX=0.10.0 takes that version of JAX, and
 #                   CASES=all runs those cases too that are marked slow.
 # make lint         runs the linter and the type checker alone.
 # make docs         makes the documentation as a site, in site/. It needs nothing of the library.

@@ -1,8 +1,8 @@
 """Every public function in every dtype: values, gradients, tangents, maps and their gradients, beside the definitions.
 
-By default each function runs with each implementation through every transformation, in float32, and some of those whose
-numbers are traced in other dtypes as well. The others with all their options and dtypes have test modules of their own,
-so they run here when asked to; one that is new in calls.py does by default.
+By default each function runs with each implementation through every transformation, in float32, and one whose numbers
+are traced in another dtype as well. The others with all their options and dtypes have test modules of their own, so
+they run here when asked to; one that is new in calls.py does by default.
 """
 
 import jax
@@ -13,10 +13,9 @@ from common import OPS, each_dtype_in_turn, precision, served
 
 TESTED = ("entropy", "integer", "dense", "kl", "linear", "top_k", "attention", "ring attention", "paged attention")
 TESTED = (*OPS, *TESTED, "write", "fold")
-CHOICES = choices(lambda name: name.split(",")[0] in TESTED and "numbers" not in name)
+CHOICES = choices(lambda name: name.split(",")[0] in TESTED and name != "integer, numbers")
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(("name", "implementation"), CHOICES)
 @each_dtype_in_turn
 def test_in_one_program(name, implementation, dtype):
@@ -40,7 +39,7 @@ def test_every_function_has_a_plain_call():
 @pytest.mark.parametrize(("name", "implementation"), PLAIN, ids=str)
 def test_every_implementation(name, implementation):
     """Each function with each implementation, those too that other tests leave out by default."""
-    with served(implementation):
+    with precision("float32"), served(implementation):
         case = case_of(name, implementation, "float32")
         mapped = case.through("vmap of the last axis")
         once, of_map = [case, case.through("jvp")], [mapped.through("grad")]
@@ -50,7 +49,6 @@ def test_every_implementation(name, implementation):
         Case.together(f"{name}, its map and the grad of that", of_map).check()
 
 
-@pytest.mark.costly(1)
 @pytest.mark.parametrize(("name", "implementation"), CHOICES)
 def test_eager(name, implementation):
     """Without jit, and mapped by a scan."""

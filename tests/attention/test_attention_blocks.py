@@ -85,12 +85,15 @@ def test_in_float64(implementation):
 
 @on_cpu
 def test_parts_of_queries():
-    """Under a causal rule plain JAX takes the queries in parts, and each has its part of the state."""
-    call = Blocks.make((1, 300, 450, 2, 2, 8), np.float32, (), (150,), right=150)
+    """Under a causal rule plain JAX takes the queries in parts, and each has its part of the state.
+
+    No query of the first part sees a key of the last block.
+    """
+    call = Blocks.make((1, 300, 450, 2, 2, 8), np.float32, (), (150, 310), right=150)
     results, *_ = call.expected(differentiated=False)
     query, key, value, _ = call.arrays
     output, lse = np.zeros(query.shape, np.float32), np.full((1, 2, 300), -np.inf, np.float32)
-    for begin, end in ((0, 150), (150, 450)):
+    for begin, end in ((0, 150), (150, 310), (310, 450)):
         form = dataclasses.replace(call.form, extras=STATE, right=150 - begin)
         given = query, key[:, begin:end], value[:, begin:end], output, lse
         output, lse, _ = attention_operation(AttentionForward(form), "xla", *map(jnp.asarray, given))

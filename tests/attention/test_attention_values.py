@@ -239,7 +239,7 @@ def test_nothing(empty, implementation):
     ),
     implementation=st.sampled_from([name for name in ATTENTION_IMPLEMENTATIONS if name != "reference"]),
 )
-@settings(max_examples=settings.default.max_examples // 5)
+@settings(max_examples=settings.default.max_examples // 3)
 def test_combinations(options, sizes, implementation):
     """Any options at once."""
     with precision(np.float64), served(implementation):
