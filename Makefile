@@ -22,6 +22,7 @@ CUDA ?= cuda13
 # The version of JAX that is installed, with what goes with it; empty for the newest.
 JAX ?=
 THIS_JAX := $(if $(JAX),jax==$(JAX) jaxlib==$(JAX))
+# Which cases of the tests run: all, or empty for those that are not marked slow.
 CASES ?=
 # What `make wheel` builds for: empty for every supported GPU. 90a-virtual, or WHEEL_CUDA=OFF, is quicker while working on
 # the wheel itself; make check-wheel has to be given the same.

@@ -11,8 +11,8 @@ from calls import CALLS, case_of, choices
 from cases import Case
 from common import OPS, each_dtype_in_turn, precision, served
 
-TESTED = ("entropy", "integer", "dense", "kl", "linear", "top_k", "attention", "ring attention", "paged attention")
-TESTED = (*OPS, *TESTED, "write", "fold")
+TESTED = (*OPS, "entropy", "integer", "dense", "kl", "linear", "top_k", "write", "fold")
+TESTED += ("attention", "ring attention", "paged attention")
 CHOICES = choices(lambda name: name.split(",")[0] in TESTED and name != "integer, numbers")
 
 

@@ -26,11 +26,9 @@ def in_float64(f: Callable, *operands):
     half as long as making code for it. Of many it would compute slowly.
     """
     with jax.enable_x64(True), as_usual():
-        given = [None if v is None else wide(v) for v in operands]
-        few = sum(v.size for v in given if v is not None) < 10_000
-        results = (
-            jax.jit(lambda: f(*(None if v is None else jnp.asarray(v) for v in given)))() if few else jax.jit(f)(*given)
-        )
+        given = jax.tree.map(wide, operands)
+        few = sum(v.size for v in jax.tree.leaves(given)) < 10_000
+        results = jax.jit(lambda: f(*jax.tree.map(jnp.asarray, given)))() if few else jax.jit(f)(*given)
         return jax.tree.map(np.asarray, results)
 
 

@@ -230,7 +230,7 @@ def test_lowers_for_hopper(form, head, value):
     assert [x.shape for x in numbers] == [(2, 2, queries)] * 2
 
 
-@pytest.mark.cover()
+@pytest.mark.cover
 @pytest.mark.parametrize("axis", [0, 1], ids=["queries", "keys"])
 @pytest.mark.parametrize("left", [None, 0, 70])
 @pytest.mark.parametrize("right", [None, 0, 70])

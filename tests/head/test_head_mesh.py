@@ -177,7 +177,7 @@ def test_devices_without_a_finite_score(most, patched):
         assert_close(jax.jit(f)(*args), jax.jit(f)(H, W, bias), 1e-6)
 
 
-@pytest.mark.cover()
+@pytest.mark.cover
 @pytest.mark.parametrize(
     "size", [3, pytest.param(10, marks=slow), pytest.param(5, marks=slow), pytest.param(4096, marks=slow)]
 )

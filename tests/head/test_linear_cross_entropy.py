@@ -169,7 +169,7 @@ def test_no_chunk_of_a_cpu_waits():
     assert not whole.search(traced.lower(lowering_platforms=("cpu",)).as_text())
 
 
-@pytest.mark.cover()
+@pytest.mark.cover
 @pytest.mark.parametrize("classes", [2048, 2050])
 @pytest.mark.parametrize("chunk_size", [None, 300])
 def test_rows_of_a_gpu_are_taken_where_that_costs_no_memory(monkeypatch, classes, chunk_size):

@@ -333,7 +333,7 @@ def test_special_values(operation, n, plan):
     chex.assert_trees_all_close(results, expected, rtol=2e-5, atol=1e-5 if operation.is_pullback else 1e-37)
 
 
-@pytest.mark.cover()
+@pytest.mark.cover
 @pytest.mark.parametrize("step", [0.0, 1e-5, 1e-3, 0.7], ids=str)
 @pytest.mark.parametrize("level", [0.0, -1.2], ids=str)
 def test_long_sums(step, level):

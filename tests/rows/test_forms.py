@@ -78,7 +78,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.cover()
+@pytest.mark.cover
 @each_operation
 @each_dtype_in_turn
 @each_fast_implementation

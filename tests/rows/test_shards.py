@@ -93,7 +93,7 @@ def special_rows(operation) -> list[np.ndarray]:
     return [x, label] if operation.has_label else [x, y] if len(operation.inputs) > 1 else [x]
 
 
-@pytest.mark.cover()
+@pytest.mark.cover
 @pytest.mark.parametrize("operation", FORWARD, ids=repr)
 @pytest.mark.parametrize("extras", [(), (WHERE,), (LIMIT,)], ids=["all", "where", "limit"])
 @pytest.mark.parametrize("axes", [("b",), ("a", "b")], ids=str)
@@ -114,7 +114,7 @@ def test_special_rows(operation, extras, axes):
         np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=1e-5)
 
 
-@pytest.mark.cover()
+@pytest.mark.cover
 @pytest.mark.parametrize("offset", [0.0, 1e6, -1e6])
 @pytest.mark.parametrize("many", [False, True], ids=["gathered", "reduced"])
 def test_distances_from_the_label(offset, many, monkeypatch):
@@ -199,7 +199,7 @@ def test_scale_of_softmax():
     assert_exact(SOFTMAX, form, operands, compiled_for(SOFTMAX, form, sharded)(*sharded))
 
 
-@pytest.mark.cover()
+@pytest.mark.cover
 @pytest.mark.parametrize("k", [3, 13])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, pytest.param(jnp.float64, marks=slow)])
 def test_largest(k, dtype):
