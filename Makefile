@@ -92,9 +92,11 @@ style: $(VENV)/installed-test
 lint: style
 	$(TYPE_CHECKER)
 
-# It uses one core, so here it runs beside the tests.
+# The type checker uses one core, so here it runs beside the tests. A worker runs neighbouring tests, which share what is
+# compiled, and takes some of another's when its own are done, so that none waits at the end.
 test: style
-	$(TYPE_CHECKER) & types=$$!; $(BIN)/python -m pytest -n auto $(if $(filter all,$(CASES)),-m ''); tests=$$?; wait $$types && exit $$tests
+	$(TYPE_CHECKER) & types=$$!; \
+	$(BIN)/python -m pytest -n auto --dist worksteal $(if $(filter all,$(CASES)),-m ''); tests=$$?; wait $$types && exit $$tests
 
 # The site is made from the sources and the records alone, so the library is not built for it.
 $(VENV)/installed-docs: pyproject.toml | $(BIN)/python
