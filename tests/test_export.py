@@ -14,9 +14,10 @@ from meshes import needs_devices
 from truth import assert_values
 
 import jaxsoft
-from jaxsoft._rows.operations import OPERATIONS
+from jaxsoft._core import library
 
-CHECKS = [jax.export.DisabledSafetyCheck.custom_call(f"jaxsoft_{op.name}") for op in OPERATIONS]
+CALLS = sorted(frozenset().union(*map(library.operations, library.PLATFORMS)))
+CHECKS = [jax.export.DisabledSafetyCheck.custom_call(f"jaxsoft_{name}") for name in CALLS]
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
 
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_calls import Sizes, case
-from common import ATTENTION_IMPLEMENTATIONS, as_usual, same_bits
-from truth import wide
+from common import ATTENTION_IMPLEMENTATIONS, same_bits
+from truth import in_float64, wide
 
 import jaxsoft
 
@@ -34,9 +34,7 @@ def check(options, sizes=SIZES, dtype=jnp.bfloat16):
 
     run = jax.jit(functools.partial(results, call.ours))
     actual = run(base, rest, cotangent)
-    with jax.enable_x64(True), as_usual():
-        given = jax.tree.map(wide, (base, rest, cotangent))
-        expected = jax.jit(functools.partial(results, call.theirs))(*given)
+    expected = in_float64(functools.partial(results, call.theirs), base, rest, cotangent)
     for name, a, e in zip(("output", "lse", "query", "key", "value"), actual, expected, strict=True):
         a, e = wide(a), wide(e)
         finite = np.isfinite(e)
@@ -99,8 +97,7 @@ def test_segments(options):
     """Forward alone."""
     call = case(options, SIZES, jnp.bfloat16, "ffi")
     output, lse = (wide(v) for v in call.ours(*call.operands))
-    with jax.enable_x64(True), as_usual():
-        expected = [wide(v) for v in call.theirs(*(wide(v) for v in call.operands))]
+    expected = in_float64(call.theirs, *call.operands)
     assert np.linalg.norm(output - expected[0]) <= ALLOWED[jnp.bfloat16] * np.linalg.norm(expected[0])
     np.testing.assert_allclose(lse, expected[1], rtol=1e-5, atol=1e-4)
     with pytest.raises(ValueError, match="its kernel for gradients of attention takes no query_segments"):

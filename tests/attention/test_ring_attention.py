@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_calls import case
-from common import ATTENTION_IMPLEMENTATIONS, as_usual, on_gpu, precision, same_bits, served, slow, some
+from common import ATTENTION_IMPLEMENTATIONS, on_gpu, precision, same_bits, served, slow, some
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from meshes import DEVICES, mesh_of, needs_devices
@@ -366,8 +366,8 @@ def test_kernels(layout, method, implementation, size):
             results, pull = jax.vjp(f, *operands)
             return results, pull(tuple(jnp.asarray(w, y.dtype) for w, y in zip(weights, results, strict=True)))
 
-        with jax.default_device(jax.devices("cpu")[0]), jax.enable_x64(True), as_usual():
-            expected = jax.jit(functools.partial(both, ring.theirs))(*(wide(v) for v in ring.operands))
+        with jax.default_device(jax.devices("cpu")[0]):
+            expected = in_float64(functools.partial(both, ring.theirs), *ring.operands)
         with jax.set_mesh(mesh_of(s=2)), served(implementation):
             program = compiled(functools.partial(both, ring.ours))
             found, again = program(*ring.operands), program(*ring.operands)
