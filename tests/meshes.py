@@ -23,14 +23,14 @@ def mesh_of(kind: AxisType = AxisType.Auto, **axes: int) -> Mesh:
 
 
 def collectives(compiled) -> list[tuple[str, tuple[int, ...]]]:
-    """The collective operations of a program with the shapes of what they move; an all-gather's, of what it gives."""
+    """The collective operations of a program with the shapes of their results, of one that is started and done later of
+    its end.
+    """
     names = "all-reduce|all-gather|all-to-all|collective-permute|collective-broadcast|reduce-scatter"
     found = []
     for line in compiled.as_text().splitlines():
-        if match := re.search(rf"= (.*?) ({names})(-start)?\(", line):
+        if match := re.search(rf"= (.*?) ({names})(-done)?\(", line):
             shapes = re.findall(r"\w+\[([\d,]*)\]", match[1])
-            if match[2] == "all-gather" and match[3]:  # then what it is given comes first
-                shapes = shapes[len(shapes) // 2 :]
             found += [(match[2], tuple(map(int, dims.split(",") if dims else ()))) for dims in shapes]
     return found
 

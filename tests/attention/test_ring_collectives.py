@@ -134,11 +134,15 @@ def test_windows(left, steps, derivative):
 def test_all_gather(layout, derivative, inside, kind):
     """Keys, values and segments to all, and each device's part of the gradients' sums.
 
-    Inside shard_map XLA may find that backward they are the same ones, and keep them.
+    Inside shard_map XLA may find that backward they are the same ones, and keep them. For a GPU it merges dimensions.
     """
-    found = sent("all_gather", layout, derivative, True, inside, kind, is_causal=True)
+
+    def sizes(moved):
+        return {(what, int(np.prod(shape))): count for (what, shape), count in moved.items()}
+
+    found = sizes(sent("all_gather", layout, derivative, True, inside, kind, is_causal=True))
     kept = gathers(False) | {what: count for what, count in gathers(derivative).items() if what[0] == "reduce-scatter"}
-    assert found == gathers(derivative) or (inside and found == kept)
+    assert found == sizes(gathers(derivative)) or (inside and found == sizes(kept))
 
 
 @pytest.mark.costly(1)
@@ -149,7 +153,7 @@ def test_all_to_all(layout, derivative, inside, kind):
     """Heads for tokens; only segments are gathered."""
     found = sent("all_to_all", layout, derivative, True, inside, kind, is_causal=True)
     assert {what for what, _ in found} == {"all-to-all", "all-gather"}
-    assert {shape for what, shape in found if what == "all-gather"} == {ALL_SEGMENTS}
+    assert {int(np.prod(shape)) for what, shape in found if what == "all-gather"} == {int(np.prod(ALL_SEGMENTS))}
     without = sent("all_to_all", layout, derivative, False, inside, kind, is_causal=True)
     assert {what for what, _ in without} == {"all-to-all"}
     # Each device's part of an array is one result for each device.
