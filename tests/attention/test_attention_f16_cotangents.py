@@ -80,8 +80,8 @@ def test_a_large_cotangent_over_devices(method):
     with jax.set_mesh(mesh_of(AxisType.Auto)):
         found = jax.jit(jax.grad(call, (0, 1)), in_shardings=P(None, "a"))(query, key)
     expected = gradients(lambda q, k: definition(q, k, wide(value), is_causal=True)[0], cotangent, (query, key))
-    # Kernels give the gradients of each of two blocks in f16, in units of the cotangent: as values are small, near the
-    # least number that f16 has.
+    # Kernels round the gradients of scores to f16, and then those of queries and keys, in units of the cotangent. Of
+    # values as small as these, they are near the least number that f16 has.
     least = 0 if jax.default_backend() == "cpu" else 2 * 2.0**-24 * np.abs(cotangent).max()
     for a, e in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, e, atol=2e-3 * np.abs(e).max() + least)
