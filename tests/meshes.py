@@ -23,10 +23,11 @@ def mesh_of(kind: AxisType = AxisType.Auto, **axes: int) -> Mesh:
 
 
 def collectives(compiled) -> list[tuple[str, tuple[int, ...]]]:
-    """The collective operations of a program with the shapes of their results, of one that is started and done later of
-    its end.
+    """The collective operations of a program with the shapes of their results.
+
+    An asynchronous one is in the text as its start and its end. The end counts: the start's shapes have operands too.
     """
-    names = "all-reduce|all-gather|all-to-all|collective-permute|collective-broadcast|reduce-scatter"
+    names = "all-reduce|all-gather|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast|reduce-scatter"
     found = []
     for line in compiled.as_text().splitlines():
         if match := re.search(rf"= (.*?) ({names})(-done)?\(", line):

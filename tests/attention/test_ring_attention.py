@@ -299,9 +299,9 @@ def test_not_finite(more, layout, what):
 def test_16_bits(layout, devices):
     """The state is carried in f32, so that errors are no larger than those of one device.
 
-    Pallas' kernels round the gradients of each block of keys, which are added then.
+    On a GPU those of some gradients are: Pallas' kernels round them for each block of keys, before they are added.
     """
-    allowed = 1.05 if jax.default_backend() == "cpu" else 1.5
+    rounded = () if jax.default_backend() == "cpu" else ("query", "key", "value")
     sizes = sizes_of(8 * devices, n=4)
     ring = ring_case(Ring(layout), sizes, ("sinks",), jnp.bfloat16, CAUSAL)
     one = case(("sinks",), sizes, jnp.bfloat16, more=CAUSAL)
@@ -320,10 +320,11 @@ def test_16_bits(layout, devices):
         found = compiled(both(ring.ours))(*ring.operands)
     alone = jax.jit(both(one.ours))(*one.operands)
     expected = in_float64(both(one.theirs), *one.operands)
-    for a, b, e in zip(*map(jax.tree.leaves, (found, alone, expected)), strict=True):
+    names = "query", "key", "value", "sinks", "output", "lse"
+    for name, a, b, e in zip(names, *map(jax.tree.leaves, (found, alone, expected)), strict=True):
         ours, theirs = (np.linalg.norm(wide(x) - wide(e)) / np.linalg.norm(wide(e)) for x in (a, b))
         assert a.dtype == b.dtype
-        assert ours <= allowed * theirs + 1e-6, (ours, theirs)
+        assert ours <= (1.5 if name in rounded else 1.05) * theirs + 1e-6, (name, ours, theirs)
 
 
 def test_dtype_and_bits():
