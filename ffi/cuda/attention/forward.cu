@@ -12,11 +12,11 @@ template <class T, int size>
 cudaError_t run_forward(const AttentionCall& call, const AttentionBefore& before, const AttentionResults& results,
                         cudaStream_t stream);
 
-// The workspace has room for a counter: 8 bytes.
+// What it needs of the workspace is said in forward/tiles.h.
 cudaError_t run_attention_forward(const AttentionCall& call, const AttentionBefore& before,
                                   const AttentionResults& results, cudaStream_t stream) {
   if (auto e = need_warp_groups()) return e;
-  if (call.workspace_bytes < static_cast<int64_t>(sizeof(unsigned long long))) return cudaErrorInvalidValue;
+  if (call.workspace_bytes < ForwardSpace(0, 0).bytes()) return cudaErrorInvalidValue;
   return with_forward_size(call.size, [&](auto size) {
     return call.type == AttentionType::f16 ? run_forward<__half, size>(call, before, results, stream)
                                            : run_forward<__nv_bfloat16, size>(call, before, results, stream);

@@ -36,7 +36,11 @@ struct Sizes {
 };
 
 inline int64_t workspace_bytes(const Sizes& call, int multiprocessors) {
-  if (call.is("attention_forward")) return sizeof(unsigned long long);  // a counter
+  if (call.is("attention_forward"))
+    return cuda::with_forward_size(call.size, [&](auto size) {
+      constexpr int64_t queries = cuda::ForwardPlan<size, cuda::ForwardKind::general>::queries;
+      return cuda::ForwardSpace(call.has("segments") ? call.batch : 0, (call.queries + queries - 1) / queries).bytes();
+    });
   if (call.is("attention_backward"))
     return cuda::with_backward_size(call.size, [&](auto size) {
       return cuda::BackwardSpace<size>(call.batch, call.queries, call.keys, call.heads, call.key_heads).bytes();

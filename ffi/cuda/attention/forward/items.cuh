@@ -1,8 +1,10 @@
 // An item of the forward kernel: the queries of one head that a block computes at a time, and the keys that matter.
 #pragma once
 
+#include "../../tensor_map.cuh"
 #include "../attention.cuh"
-#include "plan.cuh"
+#include "../segments.cuh"
+#include "tiles.h"
 
 namespace jaxsoft::cuda {
 
@@ -16,10 +18,11 @@ struct ForwardArguments {
   // So many heads have their items together, those with the same queries one after the other. Their keys and values fit
   // the cache.
   int together;
-  float unit;   // scores in base 2 are products, or capped scores, times this
-  float slack;  // in those, the reference of exponentials may be so far below the maximum
+  float unit;          // scores in base 2 are products, or capped scores, times this
+  float inverse_unit;  // one over it
   unsigned long long* counter;  // null if items are assigned in advance
   AttentionBefore before;       // in calls whose plan says that they continue
+  const SegmentRange* segments;  // (B, blocks of a head): the keys that are in segments of a block's queries, if any are
 };
 
 // The limits of an element of the batch. In a plain call all keys count for each query.
@@ -29,31 +32,14 @@ __device__ AttentionLimits limits_of(const AttentionCall& call, int batch) {
   else return AttentionLimits(call, batch);
 }
 
-struct ForwardItem {
-  int batch, head, key_head, query;  // its first query
-  __device__ ForwardItem(const ForwardArguments& args, int number, int queries_of_block) {
-    const AttentionCall& call = args.call;
-    const int together = number / (args.blocks_of_head * args.together), first = together * args.together;
-    const int heads = min(args.together, call.batch * call.heads - first);
-    number -= first * args.blocks_of_head;
-    // Under a causal rule the last queries have most keys. They come first, so that what comes last is short.
-    query = (args.blocks_of_head - 1 - number / heads) * queries_of_block;
-    head = first + number % heads;
-    batch = head / call.heads, head %= call.heads;
-    key_head = head / (call.heads / call.key_heads);
-  }
-};
-
-// The tiles of keys [begin, end) that matter to the queries of a block. Of [inner_begin, inner_end) all keys count for
-// each of the queries, as far as limits and lengths say.
+// The tiles of keys [begin, end) that matter to some queries. Of [inner_begin, inner_end) all keys count for each of the
+// queries, as far as limits, lengths and segments say.
 struct TileRange {
-  int begin, inner_begin, inner_end, end;
-  __device__ TileRange(const AttentionLimits& limits, int query, int queries_of_block, int queries, int tile) {
-    const int last = min(query + queries_of_block, queries) - 1;
-    if (query >= limits.queries || last < limits.begin) {
-      begin = inner_begin = inner_end = end = 0;
-      return;
-    }
+  int begin = 0, inner_begin = 0, inner_end = 0, end = 0;
+  TileRange() = default;
+  __device__ TileRange(const AttentionLimits& limits, int query, int count, int queries, int tile) {
+    const int last = min(query + count, queries) - 1;
+    if (query >= limits.queries || last < limits.begin) return;
     // Both ends of the range of a query rise with the query.
     const int first = max(query, limits.begin);
     const KeyRange of_first = limits.of_query(first), of_last = limits.of_query(min(last, limits.queries - 1));
@@ -62,7 +48,49 @@ struct TileRange {
     const bool all = last < limits.queries && first == query;
     inner_begin = (of_last.begin + tile - 1) / tile, inner_end = all ? of_first.end / tile : 0;
   }
+  __device__ void restrict_to(const SegmentRange& keys, int tile) {
+    begin = max(begin, keys.begin / tile), end = max(begin, min(end, (keys.end + tile - 1) / tile));
+    inner_begin = max(inner_begin, (keys.inner_begin + tile - 1) / tile);
+    inner_end = min(inner_end, keys.inner_end / tile);
+  }
+  // Those of its tiles that some of the queries need, with inner tiles as they say.
+  __device__ TileRange part(TileRange of_some) const {
+    of_some.begin = min(max(begin, of_some.begin), end), of_some.end = max(of_some.begin, min(end, of_some.end));
+    return of_some;
+  }
+  __device__ bool empty() const { return begin >= end; }
   __device__ bool masked(int tile) const { return tile < inner_begin || tile >= inner_end; }
+};
+
+// What the copying thread finds out about an item, and the others read in shared memory.
+struct ForwardItem {
+  bool there;  // else there are no more
+  int batch, head, key_head, query;  // its first query
+  AttentionLimits limits;
+  TileRange tiles;
+  ForwardItem() = default;
+  template <class Plan, ForwardKind kind>
+  __device__ static ForwardItem number(const ForwardArguments& args, int number) {
+    const AttentionCall& call = args.call;
+    ForwardItem item;
+    item.there = number < args.items;
+    if (!item.there) return item;
+    const int together = number / (args.blocks_of_head * args.together), first = together * args.together;
+    const int heads = min(args.together, call.batch * call.heads - first);
+    number -= first * args.blocks_of_head;
+    // Under a causal rule the last queries have most keys. They come first, so that what comes last is short.
+    const int block = args.blocks_of_head - 1 - number / heads;
+    item.query = block * Plan::queries;
+    item.head = first + number % heads;
+    item.batch = item.head / call.heads, item.head %= call.heads;
+    item.key_head = item.head / (call.heads / call.key_heads);
+    item.limits = limits_of<kind>(call, item.batch);
+    item.tiles = {item.limits, item.query, Plan::queries, call.queries, Plan::key_tile};
+    if constexpr (kind == ForwardKind::general)
+      if (args.segments)
+        item.tiles.restrict_to(args.segments[item.batch * args.blocks_of_head + block], Plan::key_tile);
+    return item;
+  }
 };
 
 }  // namespace jaxsoft::cuda

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "../../counter.cuh"
+#include "../../mma.cuh"
 #include "results.cuh"
 
 namespace jaxsoft::cuda {
@@ -18,26 +19,31 @@ struct RingSlot {
   __device__ explicit RingSlot(unsigned step) : slot(step % Plan::slots), parity(step / Plan::slots % 2) {}
 };
 
+// The same for the item that is number `turn` of those of a block.
+template <class Plan>
+struct ItemSlot {
+  static constexpr unsigned slots = ForwardMemory<Plan>::item_slots;
+  unsigned slot, parity;
+  __device__ explicit ItemSlot(unsigned turn) : slot(turn % slots), parity(turn / slots % 2) {}
+};
+
 // The copying thread: takes items, and fills slots with their tiles.
 template <class Plan, ForwardKind kind>
 __device__ void copy_items(const ForwardArguments& args, ForwardMemory<Plan>& memory) {
-  const AttentionCall& call = args.call;
-  unsigned step = 0, items_with_queries = 0;
+  unsigned step = 0;
   int number = blockIdx.x;
   for (unsigned turn = 0;; turn++) {
-    memory.items_read[turn % 2].wait(turn / 2 % 2 ^ 1);
-    memory.items[turn % 2] = number;
-    memory.items_there[turn % 2].arrive();
-    if (number >= args.items) return;
-    const ForwardItem item(args, number, Plan::queries);
-    const AttentionLimits limits = limits_of<kind>(call, item.batch);
-    const TileRange tiles(limits, item.query, Plan::queries, call.queries, Plan::key_tile);
-    auto copy = [&](const CUtensorMap& map, typename ForwardMemory<Plan>::Keys* slots, Barrier* there, Barrier* read,
-                    unsigned step, int tile) {
+    const auto item = ForwardItem::number<Plan, kind>(args, number);
+    const ItemSlot<Plan> place(turn);
+    memory.items_read[place.slot].wait(place.parity ^ 1);
+    memory.items[place.slot] = item;
+    memory.items_there[place.slot].arrive();
+    if (!item.there) return;
+    auto copy = [&](const CUtensorMap& map, auto* slots, Barrier* there, Barrier* read, unsigned step, int tile) {
       const RingSlot<Plan> at(step);
       read[at.slot].wait(at.parity ^ 1);
       there[at.slot].arrive_expecting(sizeof *slots);
-      for (int box = 0; box < Plan::boxes; box++)
+      for (int box = 0; box < static_cast<int>(sizeof *slots / sizeof **slots); box++)
         copy_box(slots[at.slot][box], map, {box * 64, item.key_head, tile * Plan::key_tile, item.batch},
                  there[at.slot]);
     };
@@ -47,24 +53,22 @@ __device__ void copy_items(const ForwardArguments& args, ForwardMemory<Plan>& me
     auto copy_values = [&](unsigned step, int tile) {
       copy(args.value, memory.values, memory.values_there, memory.values_read, step, tile);
     };
-    if (tiles.begin < tiles.end) {
-      copy_keys(step, tiles.end - 1);
-      for (int group = 0; group < Plan::groups; group++) {
-        memory.queries_read[group].wait(items_with_queries % 2 ^ 1);
-        memory.queries_there[group].arrive_expecting(sizeof memory.queries[group]);
-        for (int box = 0; box < Plan::boxes; box++)
-          copy_box(memory.queries[group][box], args.query,
-                   {box * 64, item.head, item.query + group * Plan::group_queries, item.batch},
-                   memory.queries_there[group]);
-      }
-      items_with_queries++;
-      for (int tile = tiles.end - 1; tile > tiles.begin; tile--, step++)
-        copy_keys(step + 1, tile - 1), copy_values(step, tile);
+    const TileRange& tiles = item.tiles;
+    if (!tiles.empty()) copy_keys(step, tiles.end - 1);
+    for (int group = 0; group < Plan::groups; group++) {
+      memory.queries_read[group].wait(turn % 2 ^ 1);
+      memory.queries_there[group].arrive_expecting(sizeof memory.queries[group]);
+      for (int box = 0; box < Plan::boxes; box++)
+        copy_box(memory.queries[group][box], args.query,
+                 {box * 64, item.head, item.query + group * Plan::group_queries, item.batch},
+                 memory.queries_there[group]);
     }
+    for (int tile = tiles.end - 1; tile > tiles.begin; tile--, step++)
+      copy_keys(step + 1, tile - 1), copy_values(step, tile);
     // The next item is taken late: multiprocessors are not equally fast.
     unsigned taken = 0;
     if (args.counter) taken = take(args.counter);
-    if (tiles.begin < tiles.end) copy_values(step++, tiles.begin);
+    if (!tiles.empty()) copy_values(step++, tiles.begin);
     number = args.counter ? static_cast<int>(min(taken + gridDim.x, unsigned(args.items))) : number + gridDim.x;
   }
 }
@@ -72,9 +76,9 @@ __device__ void copy_items(const ForwardArguments& args, ForwardMemory<Plan>& me
 // What a computing warp group has in registers, and the steps in which it takes in a tile.
 //
 // Where the plan says `joined`, the product of an item's last weights with their values is started with the first
-// product of the next item, as it is within an item: it runs while exponentials are computed. The exact form of the
-// code around that matters: the compiler has to see that all of a warp go the same way, and the schedules that it finds
-// for the main loop differ by up to 4 %.
+// product of the next item, as it is within an item. The exact form of the code matters: the compiler has to see that
+// all of a warp go the same way, registers just suffice, and the schedules that it finds for the main loop differ by
+// several per cent.
 template <class T, class Plan, ForwardKind kind>
 struct ForwardTiles {
   using Scores = ForwardScores<T, Plan, kind>;
@@ -83,16 +87,14 @@ struct ForwardTiles {
   const int group;
   // Each group waits at its own barrier for its turn, and then lets the other one go on.
   const NamedBarrier own_turn, other_turn;
-  float output[Plan::size / 2] = {};
+  float output[Plan::value_size / 2] = {};
   typename Scores::Tile tile;             // products, then scores, then weights
   typename Scores::Weights weights = {};  // of the tile before, rounded
   float factors[2];                       // by which the rows of the output are to be multiplied
 
-  // The compiler would put exponentials behind the next wait for products, with which they are to overlap, as nothing
-  // needs them before. If this wait has to know what is `never` so, it cannot.
-  __device__ void wait_for_keys(unsigned step, bool never = false) const {
+  __device__ void wait_for_keys(unsigned step) const {
     const RingSlot<Plan> at(step);
-    memory.keys_there[at.slot].wait(at.parity ^ never);
+    memory.keys_there[at.slot].wait(at.parity);
   }
   __device__ void wait_for_values(unsigned step) const {
     const RingSlot<Plan> at(step);
@@ -128,55 +130,108 @@ struct ForwardTiles {
     start_output(before);
     if constexpr (Plan::turns) other_turn.arrive();
     wait_for_products<1>(tile);
-    free_keys(step);
   }
-  // From products to weights.
-  __device__ void weigh(Scores& scores, const TileRange& range, int number) {
-    const int first_key = number * Plan::key_tile;
-    if constexpr (kind == ForwardKind::general) scores.cap_and_segments(tile, first_key);
-    if (range.masked(number)) scores.mask(tile, first_key);
+  // Computes the products of a tile of keys once more. A warp does it by itself.
+  __device__ void multiply_again(unsigned step) {
+    const unsigned slot = RingSlot<Plan>(step).slot;
+    const int lane = threadIdx.x % 32, first_row = threadIdx.x % kWarpGroup / 32 * 16 + lane / 4;
+#pragma unroll
+    for (float& x : tile) x = 0;
+    // Volatile, so that not many are read before they are needed: there are no registers.
+    auto word = [&](const unsigned char* box, int row, int column) {
+      return *reinterpret_cast<const volatile uint32_t*>(box + row * 128 + ((column * 2) ^ (row % 8 * 16)));
+    };
+#pragma unroll 1
+    for (int k = 0; k < Plan::size; k += 16) {
+      const unsigned char* const queries = memory.queries[group][k / 64];
+      const unsigned char* const keys = memory.keys[slot][k / 64];
+      const int column = k % 64 + lane % 4 * 2;
+      const uint32_t left[4] = {word(queries, first_row, column), word(queries, first_row + 8, column),
+                                word(queries, first_row, column + 8), word(queries, first_row + 8, column + 8)};
+#pragma unroll
+      for (int n = 0; n < Plan::key_tile / 8; n++) {
+        float products[4] = {tile[4 * n], tile[4 * n + 1], tile[4 * n + 2], tile[4 * n + 3]};
+        multiply(products, left, word(keys, n * 8 + lane / 4, column), word(keys, n * 8 + lane / 4, column + 8), T());
+#pragma unroll
+        for (int i = 0; i < 4; i++) tile[4 * n + i] = products[i];
+      }
+    }
+  }
+  // Takes in a tile whatever its scores are: from products to weights.
+  __device__ void take_any(Scores& scores, const ForwardItem& item, const TileRange& tiles, int number) {
+    if (kind == ForwardKind::general && scores.args.call.cap > 0) scores.cap(tile);
+    if (tiles.masked(number)) scores.mask(tile, item, number * Plan::key_tile);
     scores.take(tile, factors);
   }
   __device__ void rescale_output() {
-    if (!__any_sync(0xffffffffu, factors[0] != 1 || factors[1] != 1)) return;
 #pragma unroll
-    for (int i = 0; i < Plan::size / 2; i++) output[i] *= factors[Scores::row(i)];
+    for (int i = 0; i < Plan::value_size / 2; i++) output[i] *= factors[Scores::row(i)];
   }
 
-  // Takes in a range of tiles, of which the last is number `step` of the block's, but for the values of the first one.
-  // If a product is `pending`, that of the weights of the tile `before`, the last of another item, calls `write` when
-  // that item's output is complete.
+  // Takes in the tiles of an item, of which the last is number `step` of the block's, but for the values of the first
+  // one. If a product is `pending`, that of the weights of the tile `before`, the last of another item, calls `write`
+  // when that item's output is complete.
+  //
+  // Most tiles have no score that is masked, and none far above the references. Their weights are computed at once by
+  // the references as they are, and then it is seen whether that was right: no maximum has to be known before, the
+  // exponentials follow each other without a break, and what else there is runs beside them.
   template <class Write>
-  __device__ void take(Scores& scores, const TileRange& range, unsigned step, unsigned before, bool pending,
-                       Write write) {
-    const int begin = range.begin, end = range.end;
+  __device__ void take(Scores& scores, const ForwardItem& item, const TileRange& tiles, unsigned step, unsigned before,
+                       bool pending, Write write) {
+    const int begin = tiles.begin;
+    int number = tiles.end - 1;
     wait_for_keys(step);
     if constexpr (Plan::joined) {
       start_products(step, before, pending);
+      wait_for_products<0>(output, weights);
+      if (pending) free_values(before), write();
     } else {
       start_scores(step);
       wait_for_products<0>(tile);
-      free_keys(step);
     }
-    if (end - 1 == begin) free_queries();
-    weigh(scores, range, end - 1);
-    if (end - 1 > begin) wait_for_keys(step + 1, Plan::joined && scores.rows[0].sum + scores.rows[1].sum < 0);
-    if constexpr (Plan::joined) {
-      wait_for_products<0>(output, weights);
-      if (pending) free_values(before), write();
-    }
+    free_keys(step);
+    if (number == begin) free_queries();
+    take_any(scores, item, tiles, number);
+    if (number > begin) wait_for_keys(step + 1);
 #pragma unroll
-    for (int i = 0; i < Plan::size / 2; i++) output[i] = 0;
+    for (float& x : output) x = 0;
     Scores::round(tile, weights);
-    for (int number = end - 2; number >= begin; number--, step++) {
-      start_products(step + 1, step);
+    number--;
+    auto end_tile = [&] {
+      free_keys(step + 1);
       if (number == begin) free_queries();
-      weigh(scores, range, number);
-      if (number > begin) wait_for_keys(step + 2, scores.rows[0].sum + scores.rows[1].sum < 0);
+      if (number > begin) wait_for_keys(step + 2);
       wait_for_products<0>(output, weights);
       free_values(step);
-      rescale_output();
       Scores::round(tile, weights);
+      number--, step++;
+    };
+    const bool all_any = kind == ForwardKind::general && scores.args.call.cap > 0;
+    const int inner_begin = kind == ForwardKind::plain ? begin : all_any ? tiles.end : max(begin, tiles.inner_begin);
+    bool again = false;  // whether the weights of a tile have overflowed, or are too inexact
+    while (number >= begin) {
+      while (number >= begin && (again || (kind != ForwardKind::plain && (all_any || tiles.masked(number))))) {
+        if (again) multiply_again(step + 1);
+        else start_products(step + 1, step);
+        take_any(scores, item, tiles, number);
+        if (!again) wait_for_products<0>(output, weights);
+        again = false;
+        rescale_output();
+        end_tile();
+      }
+      while (number >= inner_begin) {
+        start_products(step + 1, step);
+        const auto taken = scores.weigh(tile);
+        if (scores.above_limits(taken)) {
+          wait_for_products<0>(output, weights);
+          again = !scores.follow(tile, taken, factors);
+          if (again) break;
+          rescale_output();
+        } else {
+          scores.add(taken);
+        }
+        end_tile();
+      }
     }
   }
   // The product that `take` has left.
@@ -192,19 +247,29 @@ struct ForwardTiles {
 template <class T, class Plan, ForwardKind kind>
 __device__ void compute_items(const ForwardArguments& args, ForwardMemory<Plan>& memory) {
   using Scores = ForwardScores<T, Plan, kind>;
-  const AttentionCall& call = args.call;
   const int group = warp_group() - 1;
+  const int of_block = group * Plan::group_queries + row_of_thread();  // the thread's first query
   ForwardTiles<T, Plan, kind> state{memory, group, {1 + group, 2 * kWarpGroup},
                                    {1 + (group + 1) % Plan::groups, 2 * kWarpGroup}};
   if (Plan::turns && group == Plan::groups - 1) state.other_turn.arrive();
 
-  unsigned step = 0, items_with_queries = 0;
-  RowsResult ended;      // of the item whose last product is not yet started
-  unsigned before = 0;   // the tile of that product
-  bool pending = false;  // whether there is one
+  unsigned step = 0;
+  RowsResult ended;           // of the item whose last product is not yet started
+  unsigned ended_turn = 0;    // that item
+  unsigned before = 0;        // the tile of that product
+  bool pending = false;       // whether there is one
+  // Ends an item, and writes its log-sum-exps: its output is complete later.
+  auto end_rows = [&](const ForwardItem& item, unsigned turn, const Scores& scores) {
+    ended = RowsResult(scores), ended_turn = turn;
+    if constexpr (!Plan::continues) write_lses(args, item, item.query + of_block, ended);
+  };
   auto write = [&] {
-    if constexpr (Plan::continues) write_continued_results<T, Plan>(args, ended, state.output);
-    else write_results<T, Plan>(args, ended, state.output);
+    const ItemSlot<Plan> place(ended_turn);
+    const ForwardItem& item = memory.items[place.slot];
+    const int query = item.query + of_block;
+    if constexpr (Plan::continues) write_continued_results<T, Plan>(args, item, query, ended, state.output);
+    else write_results<T, Plan>(args, item, query, ended, state.output);
+    memory.items_read[place.slot].arrive_as_warp();
   };
   auto finish = [&] {
     if (!pending) return;
@@ -219,43 +284,46 @@ __device__ void compute_items(const ForwardArguments& args, ForwardMemory<Plan>&
   };
 
   for (unsigned turn = 0;; turn++) {
-    memory.items_there[turn % 2].wait(turn / 2 % 2);
-    const int number = *static_cast<volatile int*>(&memory.items[turn % 2]);
-    memory.items_read[turn % 2].arrive_as_warp();
-    if (number >= args.items) break;
-    const ForwardItem item(args, number, Plan::queries);
-    const AttentionLimits limits = limits_of<kind>(call, item.batch);
-    const TileRange tiles(limits, item.query, Plan::queries, call.queries, Plan::key_tile);
-    const int first_query = item.query + group * Plan::group_queries, query = first_query + row_of_thread();
-    TileRange own = tiles;
-    if constexpr (!Plan::turns) {
-      own = TileRange(limits, first_query, Plan::group_queries, call.queries, Plan::key_tile);
-      own.end = max(min(own.end, tiles.end), tiles.begin), own.begin = min(max(own.begin, tiles.begin), own.end);
+    const ItemSlot<Plan> place(turn);
+    memory.items_there[place.slot].wait(place.parity);
+    const ForwardItem& item = memory.items[place.slot];
+    if (!item.there) break;
+    const int first_query = item.query + group * Plan::group_queries;
+    TileRange own = item.tiles;
+    if constexpr (!Plan::turns && kind != ForwardKind::plain) {
+      const TileRange of_group(item.limits, first_query, Plan::group_queries, args.call.queries, Plan::key_tile);
+      own = item.tiles.part(of_group);
+      own.inner_begin = max(own.inner_begin, item.tiles.inner_begin);
+      own.inner_end = min(own.inner_end, item.tiles.inner_end);
       // Tiles that matter to other groups alone. While values are held, only few more can come.
-      const int others = tiles.end - own.end;
-      if (others >= Plan::slots) finish();
+      const int others = item.tiles.end - own.end;
+      if (Plan::joined && others >= Plan::slots) finish();
       let_pass(others);
     }
-    if (tiles.begin < tiles.end) memory.queries_there[group].wait(items_with_queries++ % 2);
-    Scores scores(args, item, limits, query);
-    if (own.begin < own.end) {
+    memory.queries_there[group].wait(turn % 2);
+    Scores scores(args, item, item.query + of_block);
+    if (!own.empty()) {
       if constexpr (Plan::continues) prefetch_before(args, item, first_query);
-      state.take(scores, own, step, before, pending, write);
+      state.take(scores, item, own, step, before, pending, write);
       step += own.end - own.begin;
       before = step - 1, pending = true;
-      ended = {args, item, query, scores};
+      end_rows(item, turn, scores);
       if constexpr (!Plan::joined) finish();
     } else {
-      finish();
-      if (tiles.begin < tiles.end) state.free_queries();
-      ended = {args, item, query, scores};
+      if constexpr (Plan::joined) finish();
+      state.free_queries();
+      end_rows(item, turn, scores);
 #pragma unroll
       for (float& x : state.output) x = 0;
       write();
     }
-    if (!Plan::turns && own.begin > tiles.begin) finish(), let_pass(own.begin - tiles.begin);
+    if constexpr (!Plan::turns && kind != ForwardKind::plain) {
+      const int others = own.begin - item.tiles.begin;
+      if (Plan::joined && others > 0) finish();
+      let_pass(others);
+    }
   }
-  finish();
+  if constexpr (Plan::joined) finish();
   if (Plan::turns && group == 0) state.own_turn.wait();  // as often as the other has arrived
 }
 
@@ -272,7 +340,7 @@ __global__ void __launch_bounds__(Plan::threads, 1) attention_forward(const __gr
         memory.keys_there[slot].init(1), memory.keys_read[slot].init(warps);
         memory.values_there[slot].init(1), memory.values_read[slot].init(warps);
       }
-      for (int i = 0; i < 2; i++) memory.items_there[i].init(1), memory.items_read[i].init(warps);
+      for (int i = 0; i < memory.item_slots; i++) memory.items_there[i].init(1), memory.items_read[i].init(warps);
       show_barriers();
       prefetch_map(args.query), prefetch_map(args.key), prefetch_map(args.value);
     }

@@ -36,7 +36,17 @@ cudaError_t launch_forward_by_plan(const AttentionCall& call, const AttentionBef
     args.together = static_cast<int>(std::min(key_heads * (call.heads / call.key_heads), heads));
   }
   args.unit = static_cast<float>(kLog2E) * (call.cap > 0 ? 1 : call.scale);
-  args.slack = 8 / args.unit;
+  args.inverse_unit = 1 / args.unit;
+  if (call.query_segments) {
+    const ForwardSpace space(call.batch, blocks);
+    if (call.workspace_bytes < space.bytes()) return cudaErrorInvalidValue;
+    auto* const ranges = reinterpret_cast<SegmentRange*>(static_cast<unsigned char*>(call.workspace) + space.counter);
+    find_segment_ranges<<<dim3(args.blocks_of_head, call.batch), 256, 0, stream>>>(
+        {call.query_segments, call.segment_steps[0], call.queries}, {call.key_segments, call.segment_steps[1], call.keys},
+        Plan::queries, ranges);
+    if (auto e = cudaGetLastError()) return e;
+    args.segments = ranges;
+  }
   // Results in f32 are those of some of the keys: others come from other devices meanwhile, by kernels that need
   // multiprocessors. They get none from blocks that stay until all is done: on an H200 a message waited for the end of
   // the kernel. With the last keys nothing has to arrive any more.

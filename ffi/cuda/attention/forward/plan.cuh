@@ -4,7 +4,7 @@
 #include "../../hopper.cuh"
 #include "../../tensor_map.cuh"
 #include "../../warp_groups.cuh"
-#include "tiles.h"
+#include "items.cuh"
 
 namespace jaxsoft::cuda {
 
@@ -21,14 +21,17 @@ struct ForwardMemory {
   static constexpr int query_box = Plan::group_queries * row_bytes, key_box = Plan::key_tile * row_bytes;
   using Queries = unsigned char[Plan::boxes][query_box];
   using Keys = unsigned char[Plan::boxes][key_box];
+  using Values = unsigned char[Plan::value_boxes][key_box];
 
   Queries queries[Plan::groups];
-  Keys keys[Plan::slots], values[Plan::slots];
+  Keys keys[Plan::slots];
+  Values values[Plan::slots];
   Barrier queries_there[Plan::groups], queries_read[Plan::groups];
   Barrier keys_there[Plan::slots], keys_read[Plan::slots], values_there[Plan::slots], values_read[Plan::slots];
-  // The numbers of the item that is computed and of the next one, as the copying warp passes them to the others.
-  int items[2];
-  Barrier items_there[2], items_read[2];
+  // The item that is computed, the one before, whose output may not yet be written, and the next.
+  static constexpr int item_slots = 3;
+  ForwardItem items[item_slots];
+  Barrier items_there[item_slots], items_read[item_slots];
 };
 
 }  // namespace jaxsoft::cuda

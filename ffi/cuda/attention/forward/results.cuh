@@ -20,24 +20,31 @@ __device__ void write_row(T* row, bool there, int columns, Word word) {
   }
 }
 
-// What the two rows of a thread end with, but for the output, and where they are to be written.
+// What the two rows of a thread end with, but for the output.
 struct RowsResult {
   float inverse[2], lse[2];  // of the sums of weights; and natural
-  int query;                 // the first of the two
-  int64_t place;             // of element (batch, its first query, head)
-  int64_t lse_place;
   RowsResult() = default;
   template <class Scores>
-  __device__ RowsResult(const ForwardArguments& args, const ForwardItem& item, int query, const Scores& scores)
-      : query(query) {
-    const AttentionCall& call = args.call;
-    place = ((int64_t(item.batch) * call.queries + query) * call.heads + item.head) * call.value_size;
-    lse_place = (int64_t(item.batch) * call.heads + item.head) * call.queries + query;
+  __device__ explicit RowsResult(const Scores& scores) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const auto result = scores.result(r);
       inverse[r] = result.inverse, lse[r] = result.lse;
     }
+  }
+};
+
+// Where one of the rows of a thread is.
+struct RowPlace {
+  bool there;
+  int row, number;  // in the output, by rows, and in the log-sum-exps: checks.h lets no call have 2^30
+  __device__ RowPlace(const AttentionCall& call, const ForwardItem& item, int query)
+      : there(query < call.queries),
+        row((item.batch * call.queries + query) * call.heads + item.head),
+        number((item.batch * call.heads + item.head) * call.queries + query) {}
+  __device__ int64_t output(const AttentionCall& call) const { return int64_t(row) * call.value_size; }
+  __device__ void write_lse(const ForwardArguments& args, float lse) const {
+    if (there && threadIdx.x % 4 == 0) args.results.lse[number] = lse;
   }
 };
 
@@ -50,18 +57,18 @@ __device__ void write_output(const ForwardArguments& args, int64_t place, bool t
   if (results.wide) {
     float* row = static_cast<float*>(results.output) + place;
 #pragma unroll
-    for (int i = 2 * r; i < Plan::size / 2; i += 4) {
+    for (int i = 2 * r; i < Plan::value_size / 2; i += 4) {
       const int column = i / 4 * 8 + column_of_thread();
       if (there && column < call.value_size) *reinterpret_cast<float2*>(row + column) = {value(i), value(i + 1)};
     }
     return;
   }
-  write_row<T, Plan::size>(static_cast<T*>(results.output) + place, there, call.value_size, [&](int block) {
+  write_row<T, Plan::value_size>(static_cast<T*>(results.output) + place, there, call.value_size, [&](int block) {
     const int i = 4 * block + 2 * r;
     return bits<uint32_t>(narrow_pair(value(i), value(i + 1), T()));
   });
   if (!results.output_residual) return;
-  write_row<T, Plan::size>(static_cast<T*>(results.output_residual) + place, there, call.value_size, [&](int block) {
+  write_row<T, Plan::value_size>(static_cast<T*>(results.output_residual) + place, there, call.value_size, [&](int block) {
     // Beside an output that overflowed, or is not a number, there is none.
     auto residual = [&](int i) {
       const float lost = value(i) - widen(narrow<T>(value(i)));
@@ -72,22 +79,25 @@ __device__ void write_output(const ForwardArguments& args, int64_t place, bool t
   });
 }
 
+// `query` is the thread's first query. The log-sum-exps are written apart.
 template <int r, class T, class Plan>
-__device__ void write_row_result(const ForwardArguments& args, const RowsResult& rows,
-                                 const float (&output)[Plan::size / 2]) {
-  const AttentionCall& call = args.call;
-  const bool there = rows.query + 8 * r < call.queries;
-  const int64_t place = rows.place + 8 * r * int64_t(call.heads) * call.value_size;
-  const float inverse = rows.inverse[r];
-  if (there && threadIdx.x % 4 == 0) args.results.lse[rows.lse_place + 8 * r] = rows.lse[r];
+__device__ void write_row_result(const ForwardArguments& args, const RowPlace& place, float inverse,
+                                 const float (&output)[Plan::value_size / 2]) {
   // A query without keys has 0, whatever the values are.
-  write_output<r, T, Plan>(args, place, there, [&](int i) { return inverse == 0 ? 0.f : output[i] * inverse; });
+  write_output<r, T, Plan>(args, place.output(args.call), place.there,
+                           [&](int i) { return inverse == 0 ? 0.f : output[i] * inverse; });
 }
 template <class T, class Plan>
-__device__ void write_results(const ForwardArguments& args, const RowsResult& rows,
-                              const float (&output)[Plan::size / 2]) {
-  write_row_result<0, T, Plan>(args, rows, output);
-  write_row_result<1, T, Plan>(args, rows, output);
+__device__ void write_results(const ForwardArguments& args, const ForwardItem& item, int query, const RowsResult& rows,
+                              const float (&output)[Plan::value_size / 2]) {
+  write_row_result<0, T, Plan>(args, {args.call, item, query}, rows.inverse[0], output);
+  __syncwarp();  // one after the other, as there are no registers for both
+  write_row_result<1, T, Plan>(args, {args.call, item, query + 8}, rows.inverse[1], output);
+}
+__device__ inline void write_lses(const ForwardArguments& args, const ForwardItem& item, int query,
+                                  const RowsResult& rows) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) RowPlace(args.call, item, query + 8 * r).write_lse(args, rows.lse[r]);
 }
 
 // The shares of these keys and of those before in the weights of a row, and the log-sum-exp of all of them.
@@ -125,32 +135,32 @@ struct ContinuedRow {
   int64_t place;
   float own, before;  // factors of what the accumulator has, and of the output before
   bool written;
-  float2 values[Plan::size / 8];  // two columns of every 8
+  float2 values[Plan::value_size / 8];  // two columns of every 8
 
   // Issues the reads of the output before. All threads of the row have read `lse_before`.
-  __device__ ContinuedRow(const ForwardArguments& args, const RowsResult& rows, float lse_before) {
+  __device__ ContinuedRow(const ForwardArguments& args, const RowPlace& row, const RowsResult& rows, float lse_before) {
     const AttentionCall& call = args.call;
     const Shares shares(rows.lse[r], lse_before);
-    const bool there = rows.query + 8 * r < call.queries;
-    if (there && threadIdx.x % 4 == 0) args.results.lse[rows.lse_place + 8 * r] = shares.lse;
-    place = rows.place + 8 * r * int64_t(call.heads) * call.value_size;
+    const bool there = row.there;
+    row.write_lse(args, shares.lse);
+    place = row.output(call);
     own = shares.own * rows.inverse[r], before = shares.before;
     written = there && !(own == 0 && before == 1 && args.results.output == args.before.output);
 #pragma unroll
-    for (int i = 0; i < Plan::size / 8; i++) {
+    for (int i = 0; i < Plan::value_size / 8; i++) {
       const int column = i * 8 + column_of_thread();
       const bool read = written && before != 0 && column < call.value_size;
       values[i] = read ? *reinterpret_cast<const float2*>(args.before.output + place + column) : float2{};
     }
   }
 
-  __device__ void write(const ForwardArguments& args, const float (&output)[Plan::size / 2]) {
+  __device__ void write(const ForwardArguments& args, const float (&output)[Plan::value_size / 2]) {
     // What has no share has no part in it, whatever the values are.
     auto combine = [&](float& value, float accumulated) {
       value = fmaf(value, before, own == 0 ? 0.f : accumulated * own);
     };
 #pragma unroll
-    for (int i = 0; i < Plan::size / 8; i++) {
+    for (int i = 0; i < Plan::value_size / 8; i++) {
       combine(values[i].x, output[4 * i + 2 * r]);
       combine(values[i].y, output[4 * i + 2 * r + 1]);
     }
@@ -159,19 +169,18 @@ struct ContinuedRow {
 };
 
 template <class T, class Plan>
-__device__ void write_continued_results(const ForwardArguments& args, const RowsResult& rows,
-                                        const float (&output)[Plan::size / 2]) {
+__device__ void write_continued_results(const ForwardArguments& args, const ForwardItem& item, int query,
+                                        const RowsResult& rows, const float (&output)[Plan::value_size / 2]) {
+  const RowPlace places[2] = {{args.call, item, query}, {args.call, item, query + 8}};
   float lse_before[2];
 #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const bool there = rows.query + 8 * r < args.call.queries;
-    lse_before[r] = there ? args.before.lse[rows.lse_place + 8 * r] : -infinity<float>();
-  }
+  for (int r = 0; r < 2; r++)
+    lse_before[r] = places[r].there ? args.before.lse[places[r].number] : -infinity<float>();
   __syncwarp();  // results may be written to where threads of the same row read
-  ContinuedRow<0, T, Plan> first(args, rows, lse_before[0]);
-  if constexpr (Plan::size > 128) first.write(args, output);  // there are no registers for both rows
-  ContinuedRow<1, T, Plan> second(args, rows, lse_before[1]);
-  if constexpr (Plan::size <= 128) first.write(args, output);
+  ContinuedRow<0, T, Plan> first(args, places[0], rows, lse_before[0]);
+  if constexpr (Plan::value_size > 128) first.write(args, output);  // there are no registers for both rows
+  ContinuedRow<1, T, Plan> second(args, places[1], rows, lse_before[1]);
+  if constexpr (Plan::value_size <= 128) first.write(args, output);
   second.write(args, output);
 }
 

@@ -7,7 +7,7 @@
 #include "../../exponential.cuh"
 #include "../../fold.cuh"
 #include "../../wgmma.cuh"
-#include "items.cuh"
+#include "plan.cuh"
 
 namespace jaxsoft::cuda {
 
@@ -15,13 +15,18 @@ namespace jaxsoft::cuda {
 // lost too much.
 constexpr float kLargeReference = 0x1p20f;
 
-// The state of a query, as far as a thread has it: all but the sum are the same in the four threads of the row.
+// References follow the maximum where it is further above in base 2, and weights would exceed the other number.
+constexpr float kSlack = 8, kLargestWeight = 0x1p8f;
+// Weights by a reference that is so far below the score do not overflow, nor their sums.
+constexpr float kFarAbove = 0x1p100f;
+
+// The state of a query, as far as a thread has it.
 struct RowState {
-  float largest = -infinity<float>();  // of the scores, in their unit
-  // Exponentials are relative to this. It follows the maximum only where it falls behind by the slack, so that outputs
-  // are seldom rescaled. Weights may reach 2^8, which loses no digits.
+  // Exponentials are relative to this score, which is the same in the four threads of the row. It follows the maximum
+  // only where a weight would exceed kLargestWeight, so that outputs are seldom rescaled. No digits are lost by that.
   float from = -infinity<float>();
-  float sum = 0;  // of weights
+  float largest = 0;  // of the thread's weights
+  float sum = 0;      // of them
 };
 
 __device__ inline float reciprocal(float x) {
@@ -37,19 +42,15 @@ struct ForwardScores {
   using Weights = uint32_t[tile / 16][4];
 
   const ForwardArguments& args;
+  const int query;  // the thread's first
   RowState rows[2];
-  KeyRange keys[2];
   int query_segments[2] = {};
-  const int32_t* key_segments = nullptr;
 
-  // `query` is the thread's first query.
-  __device__ ForwardScores(const ForwardArguments& args, const ForwardItem& item, const AttentionLimits& limits,
-                           int query)
-      : args(args) {
+  __device__ ForwardScores(const ForwardArguments& args, const ForwardItem& item, int query)
+      : args(args), query(query) {
     const AttentionCall& call = args.call;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      keys[r] = kind == ForwardKind::plain ? KeyRange{0, limits.keys} : limits.of_query(query + 8 * r);
       if (call.sinks) {
         // A sink is one more score, whose value is 0.
         const float sink = call.sinks[item.batch * call.sink_steps[0] + item.head * call.sink_steps[1]];
@@ -63,46 +64,110 @@ struct ForwardScores {
           query_segments[r] = call.query_segments[item.batch * call.segment_steps[0] + query + 8 * r];
       }
     }
-    if (kind == ForwardKind::general && call.key_segments)
-      key_segments = call.key_segments + item.batch * call.segment_steps[1];
   }
 
   // The row of number i of a tile, and its column relative to the thread's first one.
   __device__ static constexpr int row(int i) { return i / 2 % 2; }
   __device__ static constexpr int column(int i) { return i / 4 * 8 + i % 2; }
 
-  // Puts limits on the scores, which become -inf where they are masked.
-  __device__ void mask(Tile& scores, int first_key) const {
+  // Caps scores.
+  __device__ void cap(Tile& scores) const {
+    // cap tanh(x), where (1 - tanh(x)) / 2 = 1 / (1 + exp(2 x)). The hardware's tanh errs by 5e-4 of the cap.
+    const AttentionCall& call = args.call;
+    const float twice = static_cast<float>(2 * kLog2E) * call.scale / call.cap;
+#pragma unroll
+    for (int i = 0; i < count; i++)
+      scores[i] = fmaf(-2 * call.cap, reciprocal(1 + exp2_approximately(scores[i] * twice)), call.cap);
+  }
+  // Puts limits and segments on scores, which become -inf where they are masked.
+  __device__ void mask(Tile& scores, const ForwardItem& item, int first_key) const {
+    const AttentionCall& call = args.call;
     const int own = first_key + column_of_thread();
+    if constexpr (kind == ForwardKind::plain) {
+#pragma unroll
+      for (int i = 0; i < count; i++)
+        if (column(i) >= call.keys - own) scores[i] = -infinity<float>();
+      return;
+    }
+    const KeyRange keys[2] = {item.limits.of_query(query), item.limits.of_query(query + 8)};
 #pragma unroll
     for (int i = 0; i < count; i++)
       if (column(i) >= keys[row(i)].end - own) scores[i] = -infinity<float>();
-    if constexpr (kind != ForwardKind::plain) {
-      if (!args.call.limits.of_first_keys()) return;
+    if (call.limits.of_first_keys()) {
 #pragma unroll
       for (int i = 0; i < count; i++)
         if (column(i) < keys[row(i)].begin - own) scores[i] = -infinity<float>();
     }
-  }
-
-  // What calls of any kind may have.
-  __device__ void cap_and_segments(Tile& scores, int first_key) const {
-    const AttentionCall& call = args.call;
-    if (call.cap > 0) {
-      // cap tanh(x), where (1 - tanh(x)) / 2 = 1 / (1 + exp(2 x)). The hardware's tanh errs by 5e-4 of the cap.
-      const float twice = static_cast<float>(2 * kLog2E) * call.scale / call.cap;
-#pragma unroll
-      for (int i = 0; i < count; i++)
-        scores[i] = fmaf(-2 * call.cap, reciprocal(1 + exp2_approximately(scores[i] * twice)), call.cap);
-    }
-    if (key_segments) {
-      const int own = first_key + column_of_thread();
+    if (kind == ForwardKind::general && call.key_segments) {
+      const int32_t* const segments = call.key_segments + item.batch * call.segment_steps[1];
 #pragma unroll
       for (int i = 0; i < count; i++) {
         const int key = own + column(i);
-        if (key >= call.keys || key_segments[key] != query_segments[row(i)]) scores[i] = -infinity<float>();
+        if (key >= call.keys || segments[key] != query_segments[row(i)]) scores[i] = -infinity<float>();
       }
     }
+  }
+
+  // What the thread has of the weights of a tile, by rows.
+  struct Taken {
+    float largest[2] = {}, sums[2] = {};
+  };
+  // Makes weights of scores by the references as they are.
+  __device__ Taken weigh(Tile& scores) const {
+    return weigh(scores, {rows[0].from * args.unit, rows[1].from * args.unit});
+  }
+  __device__ Taken weigh(Tile& scores, const float (&references)[2]) const {
+    Taken taken;
+    int largest[2] = {};  // no weight is negative, so they compare as integers do, of which there are three at a time
+#pragma unroll
+    for (int i = 0; i < count; i += 2) {
+      const int r = row(i);
+      scores[i] = exp2_approximately(fmaf(scores[i], args.unit, -references[r]));
+      scores[i + 1] = exp2_approximately(fmaf(scores[i + 1], args.unit, -references[r]));
+      taken.sums[r] += scores[i] + scores[i + 1];
+      largest[r] = __vimax3_s32(largest[r], bits<int>(scores[i]), bits<int>(scores[i + 1]));
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) taken.largest[r] = bits<float>(largest[r]);
+    return taken;
+  }
+  // Whether a weight of the warp's is above the limit of its row. The compiler would put exponentials behind the vote, if
+  // this had not to know what is `never` so.
+  __device__ bool above_limits(const Taken& taken) const {
+    const bool never = taken.sums[0] + taken.sums[1] < 0;
+    const bool above = int(!(taken.largest[0] <= limit(rows[0]))) | int(!(taken.largest[1] <= limit(rows[1]))) | int(never);
+    return __any_sync(0xffffffffu, above);
+  }
+  // Adds such a tile up.
+  __device__ void add(const Taken& taken) {
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+      rows[r].largest = fmaxf(rows[r].largest, taken.largest[r]), rows[r].sum += taken.sums[r];
+  }
+  // The same where a weight is above a limit: references follow, and the weights with them. Returns by how much to
+  // multiply what was added up before. Weights may have overflowed, or be too inexact: then it does nothing, and says so.
+  __device__ bool follow(Tile& weights, const Taken& taken, float (&factors)[2]) {
+    float froms[2];
+    bool far = false;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const float top = reduce_maximum(taken.largest[r], 4), limit = this->limit(rows[r]);
+      const bool above = !(top <= limit);
+      froms[r] = above ? fmaf(__log2f(top), args.inverse_unit, rows[r].from) : rows[r].from;
+      far |= above && !(limit > 0 && top < kFarAbove && is_small(froms[r]));
+    }
+    if (__any_sync(0xffffffffu, far)) return false;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      RowState& state = rows[r];
+      factors[r] = exp2_approximately(state.from * args.unit - froms[r] * args.unit);
+      state.from = froms[r];
+      state.largest = fmaxf(state.largest, taken.largest[r]) * factors[r];
+      state.sum = (state.sum + taken.sums[r]) * factors[r];
+    }
+#pragma unroll
+    for (int i = 0; i < count; i++) weights[i] *= factors[row(i)];
+    return true;
   }
 
   // Takes in a tile of scores, which become weights. Returns by how much to multiply what was added up before.
@@ -110,27 +175,26 @@ struct ForwardScores {
     float tops[2] = {-infinity<float>(), -infinity<float>()};
 #pragma unroll
     for (int i = 0; i < count; i++) tops[row(i)] = fmaxf(tops[row(i)], scores[i]);
-    float references[2], sums[2] = {};
+    float references[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       RowState& state = rows[r];
-      state.largest = fmaxf(state.largest, reduce_maximum(tops[r], 4));
+      const float top = reduce_maximum(tops[r], 4);
       factors[r] = 1;
-      if (state.largest > state.from + args.slack && state.largest < infinity<float>()) {
-        factors[r] = exp2_approximately((state.from - state.largest) * args.unit);
-        state.from = state.largest;
+      if (top > fmaf(kSlack, args.inverse_unit, state.from) && top < infinity<float>()) {
+        factors[r] = exp2_approximately((state.from - top) * args.unit);
+        state.from = top;
       }
-      references[r] = reference_of(state) * args.unit;
+      references[r] = subtracted(state);
     }
     if (__any_sync(0xffffffffu, fmaxf(fabsf(references[0]), fabsf(references[1])) >= kLargeReference))
       subtract_references(scores, references);
+    const Taken taken = weigh(scores, references);
 #pragma unroll
-    for (int i = 0; i < count; i++) {
-      scores[i] = exp2_approximately(fmaf(scores[i], args.unit, -references[row(i)]));
-      sums[row(i)] += scores[i];
+    for (int r = 0; r < 2; r++) {
+      rows[r].largest = fmaxf(rows[r].largest * factors[r], taken.largest[r]);
+      rows[r].sum = fmaf(rows[r].sum, factors[r], taken.sums[r]);
     }
-#pragma unroll
-    for (int r = 0; r < 2; r++) rows[r].sum = fmaf(rows[r].sum, factors[r], sums[r]);
   }
 
   // The weights as the left operand of the product with values.
@@ -148,15 +212,22 @@ struct ForwardScores {
     const RowState& state = rows[r];
     float sum = state.sum;
     for (int mask = 1; mask < 4; mask *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, mask);
+    const float weight = reduce_maximum(state.largest, 4);
     if (sum == 0) return {0, -infinity<float>()};
     // What the largest weight has lost by rounding is in the sum, but not in the output. It matters where that weight
     // is nearly all there is.
-    const float weight = weight_of(state, state.largest), lost = weight - widen(narrow<T>(weight));
+    const float lost = weight - widen(narrow<T>(weight));
     constexpr auto ln2 = static_cast<float>(1 / kLog2E);
     return {1 / (sum - lost), (reference_of(state) * args.unit + __log2f(sum)) * ln2};
   }
 
  private:
+  // What is subtracted from scores in base 2.
+  __device__ float subtracted(const RowState& state) const { return reference_of(state) * args.unit; }
+  // Whether products with the unit lose too little to matter.
+  __device__ bool is_small(float reference) const { return fabsf(reference * args.unit) < kLargeReference; }
+  // The largest weight by the reference as it is. By a large one, or none, there is no weight.
+  __device__ float limit(const RowState& state) const { return is_small(state.from) ? kLargestWeight : -1; }
   __device__ static float reference_of(const RowState& state) { return reference(state.from); }
   __device__ float weight_of(const RowState& state, float score) const {
     const float subtracted = reference_of(state), reference = subtracted * args.unit;

@@ -10,14 +10,15 @@ namespace jaxsoft::cuda {
 // they are free, and let tiles pass that matter to others alone. The last product of an item may be `joined` with the
 // first of the next one.
 template <int head_size, int computing_groups, int keys_of_tile, int tiles_in_ring, bool in_turns,
-          bool joined_items = false>
+          bool joined_items = false, int size_of_values = head_size>
 struct ForwardPlanOf {
-  static constexpr int size = head_size, groups = computing_groups, key_tile = keys_of_tile, slots = tiles_in_ring;
+  static constexpr int size = head_size, value_size = size_of_values;
+  static constexpr int groups = computing_groups, key_tile = keys_of_tile, slots = tiles_in_ring;
   static constexpr bool turns = in_turns, joined = joined_items, continues = false;
   static constexpr int group_queries = 64, queries = groups * group_queries, threads = (groups + 1) * kWarpGroup;
   // Tiles lie in boxes of 64 columns, which fill the 128 bytes of the swizzle.
-  static constexpr int boxes = size / 64;
-  static_assert(size % 64 == 0 && key_tile % 16 == 0 && (groups == 2 || groups == 3));
+  static constexpr int boxes = size / 64, value_boxes = value_size / 64;
+  static_assert(size % 64 == 0 && value_size % 64 == 0 && key_tile % 16 == 0 && (groups == 2 || groups == 3));
   // Of a thread. A block begins with the same number for all threads, as compiled, and has no more later.
   static constexpr int computing_registers = groups == 2 ? 240 : 160, copying_registers = groups == 2 ? 24 : 32;
   static_assert(groups * computing_registers + copying_registers <= (groups + 1) * (65536 / threads / 8 * 8));
@@ -50,6 +51,15 @@ template <ForwardKind kind>
 struct ForwardPlan<192, kind> : ForwardPlanOf<192, 2, 96, 2, true> {};
 template <ForwardKind kind>
 struct ForwardPlan<256, kind> : ForwardPlanOf<256, 2, 80, 2, true> {};
+
+// What the workspace has, in bytes: a counter, 16; and where there are segments, a range of keys, 16, for each block of
+// queries of each element of the batch.
+struct ForwardSpace {
+  static constexpr int64_t counter = 16, range = 16;
+  int64_t ranges;
+  ForwardSpace(int64_t batch, int64_t blocks) : ranges(batch * blocks) {}
+  int64_t bytes() const { return counter + ranges * range; }
+};
 
 // Calls use(n) with the size whose plan serves heads of `size`. See with_size.
 template <class Use>
