@@ -112,6 +112,12 @@ __device__ inline void store_floats(float* to, const void* from, unsigned bytes)
                "r"(bytes)
                : "memory");
 }
+// Stores a box of shared memory.
+__device__ inline void store_box(const CUtensorMap& map, const BoxPlace& to, const void* from) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(&map),
+               "r"(to.column), "r"(to.head), "r"(to.row), "r"(to.batch), "r"(shared_address(from))
+               : "memory");
+}
 __device__ inline void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Waits until all groups of the calling thread have read shared memory.
 __device__ inline void wait_for_reads_of_stores() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }

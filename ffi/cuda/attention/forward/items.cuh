@@ -11,6 +11,7 @@ namespace jaxsoft::cuda {
 // A call, as the kernel takes it.
 struct ForwardArguments {
   CUtensorMap query, key, value;
+  CUtensorMap output, output_residual;  // where results are staged
   AttentionCall call;
   AttentionResults results;
   int blocks_of_head;  // items of a head
@@ -67,6 +68,8 @@ struct ForwardItem {
   bool there;  // else there are no more
   int batch, head, key_head, query;  // its first query
   AttentionLimits limits;
+  // Where all of its queries have one segment, whose keys are a range: that range, and else it is empty.
+  KeyRange segment;
   TileRange tiles;
   ForwardItem() = default;
   template <class Plan, ForwardKind kind>
@@ -86,9 +89,14 @@ struct ForwardItem {
     item.key_head = item.head / (call.heads / call.key_heads);
     item.limits = limits_of<kind>(call, item.batch);
     item.tiles = {item.limits, item.query, Plan::queries, call.queries, Plan::key_tile};
-    if constexpr (kind == ForwardKind::general)
-      if (args.segments)
-        item.tiles.restrict_to(args.segments[item.batch * args.blocks_of_head + block], Plan::key_tile);
+    item.segment = {0, 0};
+    if constexpr (kind == ForwardKind::general) {
+      if (args.segments) {
+        const SegmentRange keys = args.segments[item.batch * args.blocks_of_head + block];
+        item.tiles.restrict_to(keys, Plan::key_tile);
+        item.segment = {keys.inner_begin, keys.inner_end};
+      }
+    }
     return item;
   }
 };

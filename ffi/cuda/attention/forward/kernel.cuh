@@ -32,12 +32,15 @@ template <class Plan, ForwardKind kind>
 __device__ void copy_items(const ForwardArguments& args, ForwardMemory<Plan>& memory) {
   unsigned step = 0;
   int number = blockIdx.x;
-  for (unsigned turn = 0;; turn++) {
-    const auto item = ForwardItem::number<Plan, kind>(args, number);
+  auto post = [&](unsigned turn, int number) {
     const ItemSlot<Plan> place(turn);
     memory.items_read[place.slot].wait(place.parity ^ 1);
-    memory.items[place.slot] = item;
+    memory.items[place.slot] = ForwardItem::number<Plan, kind>(args, number);
     memory.items_there[place.slot].arrive();
+  };
+  post(0, number);
+  for (unsigned turn = 0;; turn++) {
+    const ForwardItem& item = memory.items[ItemSlot<Plan>(turn).slot];
     if (!item.there) return;
     auto copy = [&](const CUtensorMap& map, auto* slots, Barrier* there, Barrier* read, unsigned step, int tile) {
       const RingSlot<Plan> at(step);
@@ -63,13 +66,18 @@ __device__ void copy_items(const ForwardArguments& args, ForwardMemory<Plan>& me
                  {box * 64, item.head, item.query + group * Plan::group_queries, item.batch},
                  memory.queries_there[group]);
     }
-    for (int tile = tiles.end - 1; tile > tiles.begin; tile--, step++)
-      copy_keys(step + 1, tile - 1), copy_values(step, tile);
-    // The next item is taken late: multiprocessors are not equally fast.
+    // The next item is taken late, as multiprocessors are not equally fast, but so that what there is to know of it is
+    // known when the others have ended this one.
     unsigned taken = 0;
-    if (args.counter) taken = take(args.counter);
-    if (!tiles.empty()) copy_values(step++, tiles.begin);
+    for (int tile = tiles.end - 1; tile > tiles.begin; tile--, step++) {
+      copy_keys(step + 1, tile - 1);
+      if (tile - 1 == tiles.begin && args.counter) taken = take(args.counter);
+      copy_values(step, tile);
+    }
+    if (tiles.end - tiles.begin < 2 && args.counter) taken = take(args.counter);
     number = args.counter ? static_cast<int>(min(taken + gridDim.x, unsigned(args.items))) : number + gridDim.x;
+    post(turn + 1, number);
+    if (!tiles.empty()) copy_values(step++, tiles.begin);
   }
 }
 
@@ -266,9 +274,9 @@ __device__ void compute_items(const ForwardArguments& args, ForwardMemory<Plan>&
   auto write = [&] {
     const ItemSlot<Plan> place(ended_turn);
     const ForwardItem& item = memory.items[place.slot];
-    const int query = item.query + of_block;
-    if constexpr (Plan::continues) write_continued_results<T, Plan>(args, item, query, ended, state.output);
-    else write_results<T, Plan>(args, item, query, ended, state.output);
+    if constexpr (Plan::continues)
+      write_continued_results<T, Plan>(args, item, item.query + of_block, ended, state.output);
+    else write_results<T, Plan>(args, memory, item, group, ended, state.output);
     memory.items_read[place.slot].arrive_as_warp();
   };
   auto finish = [&] {
@@ -325,6 +333,7 @@ __device__ void compute_items(const ForwardArguments& args, ForwardMemory<Plan>&
   }
   if constexpr (Plan::joined) finish();
   if (Plan::turns && group == 0) state.own_turn.wait();  // as often as the other has arrived
+  if (ForwardMemory<Plan>::staged) wait_for_reads_of_stores();
 }
 
 template <class T, class Plan, ForwardKind kind>

@@ -18,12 +18,20 @@ cudaError_t launch_forward_by_plan(const AttentionCall& call, const AttentionBef
   const auto type = std::is_same<T, __half>::value ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   ForwardArguments args{};
   args.call = call, args.results = results, args.before = before;
-  auto describe_rows = [&](CUtensorMap* map, const void* data, int rows, int heads, int box_rows) {
-    return describe(map, {data, type, call.batch, rows, heads, call.size}, box_rows);
+  auto of_queries = [&](CUtensorMap* map, const void* data, int size) {
+    return describe(map, {data, type, call.batch, call.queries, call.heads, size}, Plan::group_queries);
   };
-  if (auto e = describe_rows(&args.query, call.query, call.queries, call.heads, Plan::group_queries)) return e;
-  if (auto e = describe_rows(&args.key, call.key, call.keys, call.key_heads, Plan::key_tile)) return e;
-  if (auto e = describe_rows(&args.value, call.value, call.keys, call.key_heads, Plan::key_tile)) return e;
+  auto of_keys = [&](CUtensorMap* map, const void* data, int size) {
+    return describe(map, {data, type, call.batch, call.keys, call.key_heads, size}, Plan::key_tile);
+  };
+  if (auto e = of_queries(&args.query, call.query, call.size)) return e;
+  if (auto e = of_keys(&args.key, call.key, call.size)) return e;
+  if (auto e = of_keys(&args.value, call.value, call.value_size)) return e;
+  if (ForwardMemory<Plan>::staged && !results.wide) {
+    if (auto e = of_queries(&args.output, results.output, call.value_size)) return e;
+    if (results.output_residual)
+      if (auto e = of_queries(&args.output_residual, results.output_residual, call.value_size)) return e;
+  }
   const int64_t heads = int64_t(call.batch) * call.heads, blocks = (call.queries + Plan::queries - 1) / Plan::queries;
   const int64_t items = heads * blocks;
   // Sums of these and of tiles are 32 bits wide.

@@ -23,15 +23,27 @@ struct ForwardMemory {
   using Keys = unsigned char[Plan::boxes][key_box];
   using Values = unsigned char[Plan::value_boxes][key_box];
 
+  // Where rows of a warp group lie before they are stored: output, and what rounding took from it. If there is no room
+  // for that, or items are joined, threads store them.
+  using Rows = unsigned char[Plan::value_boxes][query_box];
+  struct Staged { Rows rows[Plan::groups][2]; };
+  struct NotStaged {};
+  static constexpr int most = 227 * 1024, others = 1024;  // bytes
+  static constexpr bool staged =
+      !Plan::continues && !Plan::joined &&
+      Plan::groups * (sizeof(Queries) + 2 * sizeof(Rows)) + Plan::slots * (sizeof(Keys) + sizeof(Values)) + others <= most;
+
   Queries queries[Plan::groups];
   Keys keys[Plan::slots];
   Values values[Plan::slots];
+  std::conditional_t<staged, Staged, NotStaged> results;
   Barrier queries_there[Plan::groups], queries_read[Plan::groups];
   Barrier keys_there[Plan::slots], keys_read[Plan::slots], values_there[Plan::slots], values_read[Plan::slots];
   // The item that is computed, the one before, whose output may not yet be written, and the next.
   static constexpr int item_slots = 3;
   ForwardItem items[item_slots];
   Barrier items_there[item_slots], items_read[item_slots];
+  static_assert(sizeof(Barrier) * 64 + sizeof items <= others);
 };
 
 }  // namespace jaxsoft::cuda

@@ -48,6 +48,13 @@ struct RowPlace {
   }
 };
 
+// Beside an output that overflowed, or is not a number, there is none.
+template <class T>
+__device__ float lost_by_rounding(float value) {
+  const float lost = value - widen(narrow<T>(value));
+  return isfinite(lost) ? lost : 0.f;
+}
+
 // Writes the output of one of the two rows of a thread, from its place on. `value(i)` is what becomes of number i of an
 // accumulator.
 template <int r, class T, class Plan, class Value>
@@ -69,11 +76,7 @@ __device__ void write_output(const ForwardArguments& args, int64_t place, bool t
   });
   if (!results.output_residual) return;
   write_row<T, Plan::value_size>(static_cast<T*>(results.output_residual) + place, there, call.value_size, [&](int block) {
-    // Beside an output that overflowed, or is not a number, there is none.
-    auto residual = [&](int i) {
-      const float lost = value(i) - widen(narrow<T>(value(i)));
-      return isfinite(lost) ? lost : 0.f;
-    };
+    auto residual = [&](int i) { return lost_by_rounding<T>(value(i)); };
     const int i = 4 * block + 2 * r;
     return bits<uint32_t>(narrow_pair(residual(i), residual(i + 1), T()));
   });
@@ -87,9 +90,57 @@ __device__ void write_row_result(const ForwardArguments& args, const RowPlace& p
   write_output<r, T, Plan>(args, place.output(args.call), place.there,
                            [&](int i) { return inverse == 0 ? 0.f : output[i] * inverse; });
 }
+// Puts the rows of a warp group in shared memory, as boxes.
+template <class T, class Plan, class Value>
+__device__ void stage_rows(unsigned char (*boxes)[ForwardMemory<Plan>::query_box], Value value) {
+  const int lane = threadIdx.x % 32, row = threadIdx.x % kWarpGroup / 32 * 16 + lane % 16;
+#pragma unroll
+  for (int column = 0; column < Plan::value_size; column += 16) {
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      words[i] = bits<uint32_t>(narrow_pair(value(column / 2 + 2 * i), value(column / 2 + 2 * i + 1), T()));
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                     shared_address(boxes[column / 64]) + place_in_box(row, column % 64 * 2 + lane / 16 * 16)),
+                 "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+                 : "memory");
+  }
+}
+
+// The same results by copies from shared memory, which go on while the warp group does.
 template <class T, class Plan>
-__device__ void write_results(const ForwardArguments& args, const ForwardItem& item, int query, const RowsResult& rows,
-                              const float (&output)[Plan::value_size / 2]) {
+__device__ void store_results(const ForwardArguments& args, ForwardMemory<Plan>& memory, const ForwardItem& item,
+                              int group, const RowsResult& rows, const float (&output)[Plan::value_size / 2]) {
+  const bool copies = threadIdx.x % kWarpGroup == 0;
+  const NamedBarrier all{1 + Plan::groups + group, kWarpGroup};
+  auto& stages = memory.results.rows[group];
+  auto value = [&](int i) {
+    const float inverse = rows.inverse[i / 2 % 2];
+    return inverse == 0 ? 0.f : output[i] * inverse;
+  };
+  if (copies) wait_for_reads_of_stores();
+  all.wait();
+  stage_rows<T, Plan>(stages[0], value);
+  const bool residual = args.results.output_residual;
+  if (residual) stage_rows<T, Plan>(stages[1], [&](int i) { return lost_by_rounding<T>(value(i)); });
+  show_to_copies();
+  all.wait();
+  if (!copies) return;
+  const int query = item.query + group * Plan::group_queries;
+  for (int box = 0; box < Plan::value_boxes; box++) {
+    const BoxPlace place{box * 64, item.head, query, item.batch};
+    store_box(args.output, place, stages[0][box]);
+    if (residual) store_box(args.output_residual, place, stages[1][box]);
+  }
+  commit_stores();
+}
+
+template <class T, class Plan>
+__device__ void write_results(const ForwardArguments& args, ForwardMemory<Plan>& memory, const ForwardItem& item,
+                              int group, const RowsResult& rows, const float (&output)[Plan::value_size / 2]) {
+  if constexpr (ForwardMemory<Plan>::staged)
+    if (!args.results.wide) return store_results<T, Plan>(args, memory, item, group, rows, output);
+  const int query = item.query + group * Plan::group_queries + row_of_thread();
   write_row_result<0, T, Plan>(args, {args.call, item, query}, rows.inverse[0], output);
   __syncwarp();  // one after the other, as there are no registers for both
   write_row_result<1, T, Plan>(args, {args.call, item, query + 8}, rows.inverse[1], output);

@@ -44,7 +44,6 @@ struct ForwardScores {
   const ForwardArguments& args;
   const int query;  // the thread's first
   RowState rows[2];
-  int query_segments[2] = {};
 
   __device__ ForwardScores(const ForwardArguments& args, const ForwardItem& item, int query)
       : args(args), query(query) {
@@ -58,10 +57,6 @@ struct ForwardScores {
         rows[r].sum = threadIdx.x % 4 != 0 ? 0 : isfinite(sink) ? 1 : exp2_approximately(sink);
         // This makes the result NaN. A test of the sum where the row ends made the kernel 1 to 4 % slower (H200).
         if (sink == infinity<float>()) rows[r].largest = sink;
-      }
-      if constexpr (kind == ForwardKind::general) {
-        if (call.query_segments && query + 8 * r < call.queries)
-          query_segments[r] = call.query_segments[item.batch * call.segment_steps[0] + query + 8 * r];
       }
     }
   }
@@ -89,21 +84,30 @@ struct ForwardScores {
         if (column(i) >= call.keys - own) scores[i] = -infinity<float>();
       return;
     }
-    const KeyRange keys[2] = {item.limits.of_query(query), item.limits.of_query(query + 8)};
+    KeyRange keys[2] = {item.limits.of_query(query), item.limits.of_query(query + 8)};
+    const bool segments = kind == ForwardKind::general && call.key_segments;
+    const bool one = segments && !item.segment.empty();
+    if (one) {
+#pragma unroll
+      for (KeyRange& range : keys)
+        range = {max(range.begin, item.segment.begin), min(range.end, item.segment.end)};
+    }
 #pragma unroll
     for (int i = 0; i < count; i++)
       if (column(i) >= keys[row(i)].end - own) scores[i] = -infinity<float>();
-    if (call.limits.of_first_keys()) {
+    if (one || call.limits.of_first_keys()) {
 #pragma unroll
       for (int i = 0; i < count; i++)
         if (column(i) < keys[row(i)].begin - own) scores[i] = -infinity<float>();
     }
-    if (kind == ForwardKind::general && call.key_segments) {
-      const int32_t* const segments = call.key_segments + item.batch * call.segment_steps[1];
+    if (segments && !one) {
+      const int32_t* const of_queries = call.query_segments + item.batch * call.segment_steps[0];
+      const int32_t* const of_keys = call.key_segments + item.batch * call.segment_steps[1];
+      const int own_segments[2] = {of_queries[min(query, call.queries - 1)], of_queries[min(query + 8, call.queries - 1)]};
 #pragma unroll
       for (int i = 0; i < count; i++) {
         const int key = own + column(i);
-        if (key >= call.keys || segments[key] != query_segments[row(i)]) scores[i] = -infinity<float>();
+        if (key >= call.keys || of_keys[key] != own_segments[row(i)]) scores[i] = -infinity<float>();
       }
     }
   }
@@ -229,11 +233,6 @@ struct ForwardScores {
   // The largest weight by the reference as it is. By a large one, or none, there is no weight.
   __device__ float limit(const RowState& state) const { return is_small(state.from) ? kLargestWeight : -1; }
   __device__ static float reference_of(const RowState& state) { return reference(state.from); }
-  __device__ float weight_of(const RowState& state, float score) const {
-    const float subtracted = reference_of(state), reference = subtracted * args.unit;
-    if (fabsf(reference) >= kLargeReference) return exp2_approximately((score - subtracted) * args.unit);
-    return exp2_approximately(fmaf(score, args.unit, -reference));
-  }
   __device__ void subtract_references(Tile& scores, float (&references)[2]) const {
     float subtracted[2];
 #pragma unroll
